@@ -1,0 +1,429 @@
+/* The only code that knows which arrays an op has, which shapes and dtypes are right, and how to
+ * say that something is wrong. It serves every device: it reads no array but cu_seqlens. */
+#include "linattn.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- the table, as data ---- */
+
+static const struct {
+    la_decay decay;
+    la_rule rule;
+    bool normaliser;
+} table[LA_OPS] = {
+#define PLAIN 0
+#define NORMALISER 1
+#define LA_VARIANT(name, decay, rule, z) {LA_##decay, LA_##rule, z},
+#include "variants.def"
+#undef LA_VARIANT
+#undef PLAIN
+#undef NORMALISER
+};
+
+const char *const la_op_names[LA_OPS] = {
+#define LA_VARIANT(name, decay, rule, z) #name,
+#include "variants.def"
+#undef LA_VARIANT
+};
+
+const char *const la_dtype_names[LA_DTYPES] = {
+    [LA_F64] = "float64", [LA_F32] = "float32", [LA_F16] = "float16",
+    [LA_BF16] = "bfloat16", [LA_I64] = "int64", [LA_I32] = "int32",
+};
+
+/* ---- arrays: names and letters ----
+ *
+ * A letter is one character: B T H K V N as in the contract, h for HV, n for N+1. */
+
+const char *la_array_name(const la_problem *p, la_name name)
+{
+    bool pair = p->normaliser != LA_UNNORMALISED;
+    switch (name) {
+    case LA_Q: return "q";
+    case LA_K: return "k";
+    case LA_V: return "v";
+    case LA_G:
+        if (p->decay == LA_HEAD) return p->gate_is_decay ? "gamma" : "slopes";
+        return p->gate_is_decay ? "alpha" : "g";
+    case LA_BETA: return "beta";
+    case LA_S0:
+        if (p->face == LA_STEP) return pair ? "state[0]" : "state";
+        return pair ? "initial_state[0]" : "initial_state";
+    case LA_Z0: return p->face == LA_STEP ? "state[1]" : "initial_state[1]";
+    case LA_CU: return "cu_seqlens";
+    case LA_O: return "out";
+    case LA_ST: return pair ? "final_state[0]" : "final_state";
+    case LA_ZT: return "final_state[1]";
+    case LA_DO: return "do";
+    case LA_DST: return pair ? "d_final_state[0]" : "d_final_state";
+    case LA_DZT: return "d_final_state[1]";
+    case LA_DQ: return "dq";
+    case LA_DK: return "dk";
+    case LA_DV: return "dv";
+    case LA_DG: return "dg";
+    case LA_DBETA: return "dbeta";
+    case LA_DS0: return "d_initial_state[0]";
+    case LA_DZ0: return "d_initial_state[1]";
+    case LA_ARRAYS: break;
+    }
+    return "?";
+}
+
+/* The letters that the kernels index by, always all of them. */
+static const char *canonical_letters(la_name name)
+{
+    switch (name) {
+    case LA_Q: case LA_K: case LA_DQ: case LA_DK: return "BTHK";
+    case LA_V: case LA_O: case LA_DO: case LA_DV: return "BThV";
+    case LA_G: case LA_DG: return "BThK";
+    case LA_BETA: case LA_DBETA: return "BTh";
+    case LA_S0: case LA_ST: case LA_DST: case LA_DS0: return "NhKV";
+    case LA_Z0: case LA_ZT: case LA_DZT: case LA_DZ0: return "NhK";
+    case LA_CU: return "n";
+    case LA_ARRAYS: break;
+    }
+    return "";
+}
+
+/* The letters that the user writes for this call, in the user's order. */
+static void user_letters(const la_problem *p, la_name name, char letters[LA_MAX_DIMS + 1])
+{
+    const char *full = canonical_letters(name);
+    if (name == LA_G || name == LA_DG)
+        full = p->decay == LA_KEY ? "BThK" : p->decay == LA_TOKEN ? "BTh" : "h";
+    if (p->state_v_first && full[0] == 'N' && strlen(full) == 4) full = "NhVK";
+    int n = 0;
+    for (const char *c = full; *c; c++) {
+        if (*c == 'T' && p->face == LA_STEP) continue;
+        if (p->one_head && strchr("BHh", *c) && full[1]) continue; /* [HV] alone stays [1] */
+        if (p->one_head && *c == 'N' && !p->array[LA_CU].given) continue;
+        letters[n++] = *c;
+    }
+    letters[n] = 0;
+}
+
+static int64_t value_of(const la_problem *p, char letter)
+{
+    switch (letter) {
+    case 'B': return p->B;
+    case 'T': return p->T;
+    case 'H': return p->H;
+    case 'h': return p->HV;
+    case 'K': return p->K;
+    case 'V': return p->V;
+    case 'N': return p->N;
+    case 'n': return p->N + 1;
+    }
+    return 0;
+}
+
+int la_shape_of(const la_problem *p, la_name name, int64_t shape[LA_MAX_DIMS])
+{
+    char letters[LA_MAX_DIMS + 1];
+    user_letters(p, name, letters);
+    int ndim = (int)strlen(letters);
+    for (int i = 0; i < ndim; i++) shape[i] = value_of(p, letters[i]);
+    return ndim;
+}
+
+bool la_has(const la_problem *p, la_name name)
+{
+    bool z = p->normaliser != LA_UNNORMALISED;
+    switch (name) {
+    case LA_G: case LA_DG: return p->decay != LA_NONE;
+    case LA_BETA: case LA_DBETA: return p->rule == LA_DELTA;
+    case LA_Z0: case LA_ZT: case LA_DZT: case LA_DZ0: return z;
+    default: return true;
+    }
+}
+
+/* ---- messages ---- */
+
+typedef struct {
+    char *at, *end;
+} writer;
+
+static void say(writer *w, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(w->at, (size_t)(w->end - w->at), format, args);
+    va_end(args);
+    w->at = n < w->end - w->at ? w->at + n : w->end - 1;
+}
+
+static writer message(la_problem *p)
+{
+    return (writer){p->message, p->message + sizeof p->message};
+}
+
+static void say_shape(writer *w, int ndim, const int64_t *shape)
+{
+    say(w, "(");
+    for (int i = 0; i < ndim; i++) say(w, i ? ", %lld" : "%lld", (long long)shape[i]);
+    say(w, ndim == 1 ? ",)" : ")");
+}
+
+static void say_letters(writer *w, const char *letters)
+{
+    say(w, "[");
+    for (const char *c = letters; *c; c++)
+        say(w, "%s%s", c == letters ? "" : ",",
+            *c == 'h' ? "HV" : *c == 'n' ? "N+1" : (char[2]){*c, 0});
+    say(w, "]");
+}
+
+static la_status complain(la_problem *p, la_status status, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    vsnprintf(p->message, sizeof p->message, format, args);
+    va_end(args);
+    return status;
+}
+
+/* ---- one array ---- */
+
+static la_status check_dtype(la_problem *p, la_name name)
+{
+    const la_array *x = &p->array[name];
+    la_dtype got = x->dtype, want = p->real;
+    bool bf16_too = false;
+    switch (name) {
+    case LA_G:
+    case LA_BETA:
+        if (got <= LA_BF16) return LA_OK;
+        return complain(p, LA_TYPE_ERROR,
+                        "%s: expected float64, float32, float16 or bfloat16, got %s",
+                        la_array_name(p, name), la_dtype_names[got]);
+    case LA_CU:
+        if (got == LA_I32 || got == LA_I64) return LA_OK;
+        return complain(p, LA_TYPE_ERROR, "cu_seqlens: expected int32 or int64, got %s",
+                        la_dtype_names[got]);
+    case LA_Q: case LA_K: case LA_V: case LA_O: case LA_DO:
+    case LA_DQ: case LA_DK: case LA_DV:
+        want = p->array[LA_Q].dtype;
+        break;
+    case LA_DG: want = p->array[LA_G].dtype; break;
+    case LA_DBETA: want = p->array[LA_BETA].dtype; break;
+    case LA_S0: case LA_Z0:
+        bf16_too = p->real == LA_F32;
+        break;
+    default: break;
+    }
+    if (got == want || (bf16_too && got == LA_BF16)) return LA_OK;
+    return complain(p, LA_TYPE_ERROR, "%s: expected %s%s%s, got %s", la_array_name(p, name),
+                    la_dtype_names[want], bf16_too ? " or bfloat16" : "",
+                    want == p->array[LA_Q].dtype && name != LA_S0 && name != LA_Z0
+                        ? " (the dtype of q)" : "",
+                    la_dtype_names[got]);
+}
+
+static la_status check_shape(la_problem *p, la_name name)
+{
+    const la_array *x = &p->array[name];
+    char letters[LA_MAX_DIMS + 1];
+    int64_t want[LA_MAX_DIMS];
+    user_letters(p, name, letters);
+    int ndim = la_shape_of(p, name, want);
+    if (x->ndim == ndim && (ndim == 0 || !memcmp(x->shape, want, sizeof *want * (size_t)ndim)))
+        return LA_OK;
+    writer w = message(p);
+    say(&w, "%s: expected ", la_array_name(p, name));
+    if (ndim == 0) {
+        say(&w, "a scalar (one head), got ");
+    } else {
+        say_letters(&w, letters);
+        say(&w, " = ");
+        say_shape(&w, ndim, want);
+        say(&w, ", got ");
+    }
+    say_shape(&w, x->ndim, x->shape);
+    return LA_VALUE_ERROR;
+}
+
+/* From the user's dimensions to the kernels': a letter the user left out gets stride 0. */
+static void make_canonical(const la_problem *p, la_name name, la_array *x)
+{
+    char letters[LA_MAX_DIMS + 1];
+    user_letters(p, name, letters);
+    const char *full = canonical_letters(name);
+    la_array y = *x;
+    y.ndim = (int)strlen(full);
+    for (int i = 0; i < y.ndim; i++) {
+        const char *at = strchr(letters, full[i]);
+        y.shape[i] = value_of(p, full[i]);
+        y.stride[i] = at ? x->stride[at - letters] : 0;
+    }
+    *x = y;
+}
+
+static la_status check_array(la_problem *p, la_name name)
+{
+    la_status status = check_dtype(p, name);
+    if (!status) status = check_shape(p, name);
+    if (!status) make_canonical(p, name, &p->array[name]);
+    return status;
+}
+
+/* ---- the letters ---- */
+
+static la_status missing(la_problem *p, la_name name)
+{
+    char letters[LA_MAX_DIMS + 1];
+    user_letters(p, name, letters);
+    writer w = message(p);
+    say(&w, "%s: expected ", la_array_name(p, name));
+    if (name == LA_G && p->decay != LA_HEAD) say(&w, "the log decay ");
+    say_letters(&w, letters);
+    if (name == LA_G && p->decay != LA_HEAD) say(&w, " (or alpha=, the decay itself)");
+    say(&w, ", got None");
+    return LA_TYPE_ERROR;
+}
+
+/* q and v say how many dimensions the call has and what every letter is. */
+static la_status settle_letters(la_problem *p)
+{
+    const la_array *q = &p->array[LA_Q], *v = &p->array[LA_V];
+    const bool step = p->face == LA_STEP;
+    const int full = step ? 3 : 4, one = step ? 1 : 2;
+    const char *shape_q = step ? "[B,H,K]" : "[B,T,H,K]", *one_q = step ? "[K]" : "[T,K]";
+    const char *shape_v = step ? "[B,HV,V]" : "[B,T,HV,V]", *one_v = step ? "[V]" : "[T,V]";
+
+    if (q->ndim != full && q->ndim != one) {
+        writer w = message(p);
+        say(&w, "q: expected %d-D %s, or %d-D %s for one head; got ", full, shape_q, one, one_q);
+        say_shape(&w, q->ndim, q->shape);
+        if (!step && q->ndim == 3)
+            say(&w, ", which could mean two things: write q[None] if it is [T,H,K], "
+                    "q[:, :, None] if it is [B,T,K]");
+        return LA_VALUE_ERROR;
+    }
+    p->one_head = q->ndim == one;
+    if (v->ndim != q->ndim) {
+        writer w = message(p);
+        say(&w, "v: expected %d-D %s like q, got ", q->ndim, p->one_head ? one_v : shape_v);
+        say_shape(&w, v->ndim, v->shape);
+        return LA_VALUE_ERROR;
+    }
+    p->B = p->T = p->H = p->HV = 1;
+    if (!p->one_head) {
+        p->B = q->shape[0];
+        p->H = q->shape[full - 2];
+        p->HV = v->shape[full - 2];
+    }
+    if (!step) p->T = q->shape[p->one_head ? 0 : 1];
+    p->K = q->shape[q->ndim - 1];
+    p->V = v->shape[v->ndim - 1];
+    if (p->K < 1) return complain(p, LA_VALUE_ERROR, "q: expected K >= 1, got K = 0");
+    if (p->V < 1) return complain(p, LA_VALUE_ERROR, "v: expected V >= 1, got V = 0");
+    if (p->H < 1) return complain(p, LA_VALUE_ERROR, "q: expected H >= 1, got H = 0");
+    if (p->HV < 1 || p->HV % p->H)
+        return complain(p, LA_VALUE_ERROR,
+                        "v: expected HV to be a multiple of H = %lld, got HV = %lld",
+                        (long long)p->H, (long long)p->HV);
+    p->N = p->B;
+    p->tokens = p->B * p->T;
+    return LA_OK;
+}
+
+static la_status settle_sequences(la_problem *p)
+{
+    la_array *cu = &p->array[LA_CU];
+    if (!cu->given) return LA_OK;
+    la_status status = check_dtype(p, LA_CU);
+    if (status) return status;
+    if (cu->ndim != 1 || cu->shape[0] < 1) {
+        writer w = message(p);
+        say(&w, "cu_seqlens: expected [N+1], got ");
+        say_shape(&w, cu->ndim, cu->shape);
+        return LA_VALUE_ERROR;
+    }
+    if (p->B != 1)
+        return complain(p, LA_VALUE_ERROR,
+                        "cu_seqlens: expected packed sequences to have B = 1, got B = %lld",
+                        (long long)p->B);
+    p->N = cu->shape[0] - 1;
+    int64_t before = 0;
+    for (int64_t n = 0; n <= p->N; n++) {
+        const char *at = cu->data + n * cu->stride[0] * (cu->dtype == LA_I64 ? 8 : 4);
+        int64_t value = cu->dtype == LA_I64 ? *(const int64_t *)at : *(const int32_t *)at;
+        if (n == 0 && value != 0)
+            return complain(p, LA_VALUE_ERROR, "cu_seqlens: expected to start at 0, got %lld",
+                            (long long)value);
+        if (value < before)
+            return complain(p, LA_VALUE_ERROR,
+                            "cu_seqlens: expected never to fall, got %lld after %lld at index %lld",
+                            (long long)value, (long long)before, (long long)n);
+        before = value;
+    }
+    if (before != p->T)
+        return complain(p, LA_VALUE_ERROR, "cu_seqlens: expected to end at T = %lld, got %lld",
+                        (long long)p->T, (long long)before);
+    make_canonical(p, LA_CU, cu);
+    return LA_OK;
+}
+
+static la_status check_options(la_problem *p)
+{
+    if (p->has_chunk && p->chunk < 1)
+        return complain(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld",
+                        (long long)p->chunk);
+    if (p->has_scale && !isfinite(p->scale))
+        return complain(p, LA_VALUE_ERROR, "scale: expected a finite number, got %g", p->scale);
+    if (!(p->eps >= 0) || isinf(p->eps))
+        return complain(p, LA_VALUE_ERROR, "eps: expected a finite number >= 0, got %g", p->eps);
+    if (p->normaliser != LA_UNNORMALISED && !table[p->op].normaliser)
+        return complain(p, LA_VALUE_ERROR, "normalize: %s has no normaliser", la_op_names[p->op]);
+    if (!p->causal && (p->face == LA_STEP || p->decay != LA_NONE || p->rule != LA_ADDITIVE))
+        return complain(p, LA_VALUE_ERROR, "causal: %s has no non-causal form",
+                        la_op_names[p->op]);
+    return LA_OK;
+}
+
+/* ---- entry points ---- */
+
+void la_problem_init(la_problem *p, la_op op, la_face face)
+{
+    *p = (la_problem){.op = op, .face = face, .causal = true, .eps = 1e-6};
+    p->decay = table[op].decay;
+    p->rule = table[op].rule;
+}
+
+la_status la_check(la_problem *p)
+{
+    static const la_name inputs[] = {LA_K, LA_V, LA_G, LA_BETA, LA_S0, LA_Z0, LA_DO, LA_DST, LA_DZT};
+    la_status status = LA_OK;
+
+    la_dtype dtype = p->array[LA_Q].dtype;
+    if (dtype > LA_BF16)
+        return complain(p, LA_TYPE_ERROR,
+                        "q: expected float64, float32, float16 or bfloat16, got %s",
+                        la_dtype_names[dtype]);
+    p->real = dtype == LA_F64 ? LA_F64 : LA_F32;
+    if ((status = settle_letters(p)) || (status = settle_sequences(p)) ||
+        (status = check_options(p)))
+        return status;
+    if (!p->has_scale) p->scale = 1 / sqrt((double)p->K);
+
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) {
+        la_name name = inputs[i];
+        bool needed = (name == LA_G || name == LA_BETA) && la_has(p, name);
+        if (p->face == LA_STEP && (name == LA_S0 || name == LA_Z0)) needed = la_has(p, name);
+        if (p->array[name].given)
+            status = check_array(p, name);
+        else if (needed)
+            status = missing(p, name);
+        if (status) return status;
+    }
+    make_canonical(p, LA_Q, &p->array[LA_Q]);
+    return LA_OK;
+}
+
+la_status la_check_output(la_problem *p, la_name name)
+{
+    return check_array(p, name);
+}

@@ -1,0 +1,17 @@
+/* AVX2 with FMA; sums in double. */
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,bmi2")
+#endif
+#define LA_INSTANCE la_cpu_avx2_f64
+#define LA_ISA "avx2"
+#define LA_LANE_BYTES 32
+#define LA_REAL double
+#define LA_REAL_BITS 64
+#include "instance.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

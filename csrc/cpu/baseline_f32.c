@@ -1,0 +1,7 @@
+/* The portable baseline: 16-byte vectors, whatever the compiler's default target is; sums in float. */
+#define LA_INSTANCE la_cpu_baseline_f32
+#define LA_ISA "baseline"
+#define LA_LANE_BYTES 16
+#define LA_REAL float
+#define LA_REAL_BITS 32
+#include "instance.h"

@@ -1,0 +1,334 @@
+/* The chunk form. C tokens at a time, four stages:
+ *
+ *     scores  what tokens of the chunk see of each other          P, L   (shared by all columns)
+ *     solve   what each token writes                              U = (I + L)^-1 beta (V - k^ S)
+ *     read    what each token reads                               O = q^ S + P U
+ *     carry   the state the chunk leaves                          S <- diag(e) S + k~' U
+ *
+ *     q^_i = q_i e_i,  k^_i = k_i e_i      e_i: the decays from the chunk's start up to token i
+ *     k~_j = k_j r_j                       r_j: the decays after token j up to the chunk's end
+ *     P_ij = q_i . k_j Gamma_ij (j <= i)   Gamma_ij: the decays after j up to i
+ *     L_ij = beta_i k_i . k_j Gamma_ij (j < i)
+ *
+ * e, r and Gamma are products of the decays a in [0, 1], formed in the order in which they occur
+ * (row i of Gamma is a_i times row i-1). No logarithm is summed and nothing is divided, so no gate
+ * can overflow, a = 0 needs no clamp, and a kept decay beside a huge one loses no digits
+ * (docs/decisions/0005). For a per-key gate the same holds key by key: the row k_j Gamma_ij is
+ * carried down the chunk, multiplied by a_i at each token. */
+
+typedef struct chunk {
+    int64_t C;       /* room, in tokens */
+    int64_t kp, cp;  /* K and C, padded */
+    int64_t n;       /* tokens in it now */
+    real *q, *k;     /* [C][kp] l2-normed, mapped, q scaled */
+    real *a;         /* TOKEN [C], KEY [C][kp] */
+    real *beta;      /* [C] */
+    real *e;         /* TOKEN [C], KEY [C][kp] */
+    real *gamma;     /* TOKEN [C][cp]: Gamma */
+    real *hat;       /* [2C][kp]: k^, then (from row n) q^; additive ops: q^ only */
+    real *tilde;     /* [C][kp]: k~ */
+    real *kt;        /* [kp][cp]: k transposed */
+    real *qk, *kk;   /* [C][cp]: the bare products q_i . k_j and k_i . k_j (per-key: with Gamma) */
+    real *P, *L;     /* [C][cp] */
+    real *den;       /* [C]: the normaliser's denominators */
+} chunk;
+
+LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const la_decay decay,
+                      const la_rule rule)
+{
+    const int64_t kp = padded(p->K), cp = padded(C);
+    const int64_t gate = decay == LA_KEY ? C * kp : decay == LA_NONE ? 0 : C;
+    *c = (chunk){.C = C, .kp = kp, .cp = cp};
+    c->q = take(m, C * kp);
+    c->k = take(m, C * kp);
+    c->a = take(m, gate);
+    c->e = take(m, gate);
+    c->beta = take(m, C);
+    c->gamma = take(m, decay == LA_TOKEN ? C * cp : 0);
+    c->hat = take(m, 2 * C * kp);
+    c->tilde = take(m, C * kp);
+    c->kt = take(m, decay == LA_KEY ? 0 : kp * cp);
+    c->qk = take(m, 2 * C * cp); /* kk follows qk: one product fills both */
+    c->kk = c->qk ? c->qk + C * cp : NULL;
+    c->P = take(m, C * cp);
+    c->L = take(m, rule == LA_DELTA ? C * cp : 0);
+    c->den = take(m, C);
+}
+
+/* Tokens t..t+n of the unit's sequence. */
+LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t n,
+                      const la_decay decay, const la_rule rule)
+{
+    c->n = n;
+    for (int64_t i = 0; i < n; i++) {
+        load_key(p, LA_Q, u->b, t + i, u->h, c->q + i * c->kp);
+        load_key(p, LA_K, u->b, t + i, u->h, c->k + i * c->kp);
+        load_decay(p, u, t + i, c->a + i * (decay == LA_KEY ? c->kp : 1), decay);
+        if (rule == LA_DELTA) c->beta[i] = load_beta(p, u, t + i);
+    }
+}
+
+LA_FN void multiply_row(int64_t n, real *to, const real *x, const real *y)
+{
+    for (int64_t i = 0; i < n; i += LANES)
+        lanes_of(to + i)[0] = lanes_in(x + i)[0] * lanes_in(y + i)[0];
+}
+
+LA_FN void scale_row(int64_t n, real *to, const real *x, real a)
+{
+    for (int64_t i = 0; i < n; i += LANES) lanes_of(to + i)[0] = a * lanes_in(x + i)[0];
+}
+
+LA_FN void copy_row(int64_t n, real *to, const real *x)
+{
+    for (int64_t i = 0; i < n; i += LANES) lanes_of(to + i)[0] = lanes_in(x + i)[0];
+}
+
+/* Where q^ starts: k^ and q^ are one matrix of 2n rows for the delta rule. */
+LA_FN real *q_hat(const chunk *c, const la_rule rule)
+{
+    return c->hat + (rule == LA_DELTA ? c->n * c->kp : 0);
+}
+
+/* ---- scores ---- */
+
+/* One decay per token (or none): the products of the chunk's rows once, then Gamma over them. */
+LA_FN void scores_token(chunk *c, const la_problem *p, const la_decay decay, const la_rule rule)
+{
+    const int64_t n = c->n, kp = c->kp, cp = c->cp, width = padded(n);
+
+    transpose(n, p->K, c->k, kp, c->kt, cp);
+    product(n, width, p->K, c->q, kp, 1, c->kt, cp, c->qk, cp, NULL, 0);
+    if (rule == LA_DELTA) product(n, width, p->K, c->k, kp, 1, c->kt, cp, c->kk, cp, NULL, 0);
+
+    for (int64_t i = 0; i < n; i++) {
+        real *P = c->P + i * cp, *L = c->L + i * cp, *qk = c->qk + i * cp, *kk = c->kk + i * cp;
+        if (decay == LA_NONE) {
+            for (int64_t j = 0; j <= i; j++) P[j] = qk[j];
+            if (rule == LA_DELTA)
+                for (int64_t j = 0; j < i; j++) L[j] = c->beta[i] * kk[j];
+        } else {
+            real *G = c->gamma + i * cp;
+            for (int64_t j = 0; j < i; j++) G[j] = c->a[i] * G[j - cp];
+            G[i] = 1;
+            c->e[i] = i ? c->a[i] * c->e[i - 1] : c->a[i];
+            for (int64_t j = 0; j <= i; j++) P[j] = G[j] * qk[j];
+            if (rule == LA_DELTA)
+                for (int64_t j = 0; j < i; j++) L[j] = c->beta[i] * (G[j] * kk[j]);
+        }
+    }
+    for (int64_t i = 0; i < n; i++) {
+        real *q = q_hat(c, rule) + i * kp, *k = c->hat + i * kp, *kr = c->tilde + i * kp;
+        real e = decay == LA_NONE ? 1 : c->e[i];
+        real r = decay == LA_NONE ? 1 : c->gamma[(n - 1) * cp + i];
+        scale_row(kp, q, c->q + i * kp, e);
+        if (rule == LA_DELTA) scale_row(kp, k, c->k + i * kp, e);
+        scale_row(kp, kr, c->k + i * kp, r);
+    }
+}
+
+/* One decay per token and key: each key's row is carried down the chunk. */
+LA_FN void scores_key(chunk *c, const la_rule rule)
+{
+    const int64_t n = c->n, kp = c->kp, cp = c->cp;
+
+    for (int64_t i = 0; i < n; i++) {
+        real *e = c->e + i * kp;
+        if (i)
+            multiply_row(kp, e, c->a + i * kp, e - kp);
+        else
+            copy_row(kp, e, c->a);
+        multiply_row(kp, q_hat(c, rule) + i * kp, c->q + i * kp, e);
+        if (rule == LA_DELTA) multiply_row(kp, c->hat + i * kp, c->k + i * kp, e);
+    }
+    for (int64_t j = 0; j < n; j++) {
+        real *row = c->tilde + j * kp; /* k_j Gamma_ij, i running from j to the chunk's end */
+        copy_row(kp, row, c->k + j * kp);
+        c->P[j * cp + j] = dot(kp, c->q + j * kp, row);
+        for (int64_t i = j + 1; i < n; i++) {
+            lane sq = {0}, sk = {0};
+            for (int64_t x = 0; x < kp; x += LANES) {
+                lane r = lanes_in(row + x)[0] * lanes_in(c->a + i * kp + x)[0];
+                lanes_of(row + x)[0] = r;
+                sq += lanes_in(c->q + i * kp + x)[0] * r;
+                if (rule == LA_DELTA) sk += lanes_in(c->k + i * kp + x)[0] * r;
+            }
+            c->P[i * cp + j] = lane_sum(sq);
+            if (rule == LA_DELTA) {
+                c->kk[i * cp + j] = lane_sum(sk);
+                c->L[i * cp + j] = c->beta[i] * c->kk[i * cp + j];
+            }
+        }
+    }
+}
+
+LA_FN void chunk_scores(chunk *c, const la_problem *p, const la_decay decay, const la_rule rule)
+{
+    if (decay == LA_KEY)
+        scores_key(c, rule);
+    else
+        scores_token(c, p, decay, rule);
+}
+
+/* ---- solve, read, carry: one panel of columns ---- */
+
+typedef struct panel {
+    int64_t v0, v1, width; /* columns of V; width is padded */
+    real *S;               /* [K][width] */
+    real *U;               /* [C][width]: V, then what is written */
+    real *X;               /* [2C][width]: k^ S, then q^ S and O */
+} panel;
+
+LA_FN void load_values(const chunk *c, const la_problem *p, la_name name, const la_unit *u,
+                       int64_t t, int64_t v0, int64_t v1, real *to, int64_t width)
+{
+    const la_array *from = &p->array[name];
+    for (int64_t i = 0; i < c->n; i++)
+        load_row(to + i * width, v1 - v0, at_column(from, u->b, t + i, u->hv, v0), from->dtype);
+}
+
+/* x_i -= sum_{j<i} L_ij x_j, from the first row down: x <- (I + L)^-1 x. */
+LA_FN void forward_substitution(int64_t n, const real *L, int64_t ldl, real *x, int64_t width)
+{
+    for (int64_t w = 0; w < width; w += LANES)
+        for (int64_t i = 1; i < n; i++) {
+            lane sum = lanes_in(x + i * width + w)[0];
+            for (int64_t j = 0; j < i; j++) sum -= L[i * ldl + j] * lanes_in(x + j * width + w)[0];
+            lanes_of(x + i * width + w)[0] = sum;
+        }
+}
+
+/* U holds V on entry. */
+LA_FN void panel_solve(const chunk *c, panel *s, const la_rule rule)
+{
+    if (rule == LA_ADDITIVE) return;
+    for (int64_t i = 0; i < c->n; i++)
+        for (int64_t w = 0; w < s->width; w += LANES)
+            lanes_of(s->U + i * s->width + w)[0] =
+                c->beta[i] *
+                (lanes_in(s->U + i * s->width + w)[0] - lanes_in(s->X + i * s->width + w)[0]);
+    forward_substitution(c->n, c->L, c->cp, s->U, s->width);
+}
+
+/* O += P U, row i from the rows up to i only: a NaN written later must not reach it. */
+LA_FN void panel_read(const chunk *c, const panel *s, real *O)
+{
+    for (int64_t w = 0; w < s->width; w += LANES)
+        for (int64_t i = 0; i < c->n; i++) {
+            lane sum = lanes_in(O + i * s->width + w)[0];
+            for (int64_t j = 0; j <= i; j++)
+                sum += c->P[i * c->cp + j] * lanes_in(s->U + j * s->width + w)[0];
+            lanes_of(O + i * s->width + w)[0] = sum;
+        }
+}
+
+/* The decay of the whole chunk: one number, or one per key. */
+LA_FN const real *whole_decay(const chunk *c, const la_decay decay)
+{
+    if (decay == LA_NONE) return &one;
+    return c->e + (c->n - 1) * (decay == LA_KEY ? c->kp : 1);
+}
+
+/* S <- diag(e) S + k~' U, e the chunk's whole decay. */
+LA_FN void panel_carry(const chunk *c, const la_problem *p, panel *s, const la_decay decay)
+{
+    product(p->K, s->width, c->n, c->tilde, 1, c->kp, s->U, s->width, s->S, s->width,
+            whole_decay(c, decay), decay == LA_KEY);
+}
+
+/* den_i = q_i z + sum_{j<=i} q_i k_j, and z <- z + sum_j k_j. Only ungated additive ops have z, so
+ * P holds the bare products. */
+LA_FN void chunk_denominators(chunk *c, real *z)
+{
+    for (int64_t i = 0; i < c->n; i++) {
+        real den = dot(c->kp, c->q + i * c->kp, z);
+        for (int64_t j = 0; j <= i; j++) den += c->P[i * c->cp + j];
+        c->den[i] = den;
+    }
+    for (int64_t j = 0; j < c->n; j++) add_scaled(c->kp, z, 1, c->k + j * c->kp);
+}
+
+LA_FN void store_outputs(const chunk *c, const la_problem *p, const la_unit *u, int64_t t,
+                         const panel *s, real *O)
+{
+    const la_array *to = &p->array[LA_O];
+    for (int64_t i = 0; i < c->n; i++) {
+        real *row = O + i * s->width;
+        if (p->normaliser != LA_UNNORMALISED) {
+            real by = divisor(p, c->den[i]);
+            for (int64_t w = 0; w < s->width; w += LANES) lanes_of(row + w)[0] /= by;
+        }
+        store_row(at_column(to, u->b, t + i, u->hv, s->v0), to->dtype, row, s->v1 - s->v0);
+    }
+}
+
+/* ---- a whole sequence, forward ---- */
+
+/* Columns worked on together: their state, 128 x 64 floats, fits a 48 KiB L1 with the chunk. */
+enum { PANEL = 64 };
+
+typedef struct forward_scratch {
+    chunk c;
+    real *S, *U, *X, *z;
+} forward_scratch;
+
+LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64_t C,
+                        int64_t columns, const la_decay decay, const la_rule rule)
+{
+    int64_t width = padded(columns < PANEL ? columns : PANEL);
+    int64_t panels = (columns + PANEL - 1) / PANEL;
+    chunk_take(&f->c, m, p, C, decay, rule);
+    f->S = take(m, panels * p->K * width);
+    f->U = take(m, C * width);
+    f->X = take(m, 2 * C * width);
+    f->z = take(m, padded(p->K));
+}
+
+LA_FN panel panel_at(const forward_scratch *f, const la_problem *p, const la_unit *u, int64_t v)
+{
+    int64_t all = u->v1 - u->v0, width = padded(all < PANEL ? all : PANEL);
+    panel s = {.v0 = v, .v1 = v + PANEL < u->v1 ? v + PANEL : u->v1, .width = width};
+    s.S = f->S + (v - u->v0) / PANEL * p->K * width;
+    s.U = f->U;
+    s.X = f->X;
+    return s;
+}
+
+LA_FN void chunk_forward(const la_problem *p, const la_unit *u, int64_t C, arena *m,
+                         const la_decay decay, const la_rule rule)
+{
+    const bool normalised = decay == LA_NONE && rule == LA_ADDITIVE &&
+                            p->normaliser != LA_UNNORMALISED;
+    forward_scratch f;
+    forward_take(&f, m, p, C, u->v1 - u->v0, decay, rule);
+    chunk *c = &f.c;
+
+    for (int64_t v = u->v0; v < u->v1; v += PANEL) {
+        panel s = panel_at(&f, p, u, v);
+        load_state(p, LA_S0, u, s.v0, s.v1, s.S, s.width);
+    }
+    if (normalised) load_z(p, LA_Z0, u, f.z);
+
+    for (int64_t t = u->begin; t < u->end; t += C) {
+        chunk_load(c, p, u, t, t + C < u->end ? C : u->end - t, decay, rule);
+        chunk_scores(c, p, decay, rule);
+        if (normalised) chunk_denominators(c, f.z);
+        for (int64_t v = u->v0; v < u->v1; v += PANEL) {
+            panel s = panel_at(&f, p, u, v);
+            const int64_t rows = rule == LA_DELTA ? 2 * c->n : c->n;
+            real *O = rule == LA_DELTA ? s.X + c->n * s.width : s.X;
+            load_values(c, p, LA_V, u, t, s.v0, s.v1, s.U, s.width);
+            product(rows, s.width, p->K, c->hat, c->kp, 1, s.S, s.width, s.X, s.width, NULL, 0);
+            panel_solve(c, &s, rule);
+            panel_read(c, &s, O);
+            panel_carry(c, p, &s, decay);
+            store_outputs(c, p, u, t, &s, O);
+        }
+    }
+
+    for (int64_t v = u->v0; v < u->v1; v += PANEL) {
+        panel s = panel_at(&f, p, u, v);
+        store_state(p, LA_ST, u, s.v0, s.v1, s.S, s.width);
+    }
+    if (normalised && u->v0 == 0) store_z(p, LA_ZT, u, f.z);
+}

@@ -1,0 +1,279 @@
+/* The CPU's entry points: choose the instance once, cut a problem into units, give every thread
+ * its scratch, run. */
+#define _GNU_SOURCE
+#include "kernels.h"
+#include "pool.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- instruction sets ---- */
+
+typedef struct {
+    const la_kernels *f32, *f64;
+} instance;
+
+static const instance instances[] = {
+    {&la_cpu_baseline_f32, &la_cpu_baseline_f64},
+#if defined(__x86_64__)
+    {&la_cpu_avx2_f32, &la_cpu_avx2_f64},
+    {&la_cpu_avx512_f32, &la_cpu_avx512_f64},
+#endif
+};
+enum { INSTANCES = sizeof instances / sizeof *instances };
+
+/* By feature bits (the compiler's builtins also ask the system whether it saves the registers),
+ * never by the name of a processor family. */
+static bool runs_here(int i)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (i == 1)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+               __builtin_cpu_supports("bmi2");
+    if (i == 2)
+        return runs_here(1) && __builtin_cpu_supports("avx512f") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq");
+#endif
+    return i == 0;
+}
+
+static _Atomic int chosen = -1;
+
+static int choose(void)
+{
+    int i = atomic_load(&chosen);
+    if (i >= 0) return i;
+    for (i = INSTANCES - 1; i > 0 && !runs_here(i); i--) continue;
+    atomic_store(&chosen, i);
+    return i;
+}
+
+bool la_isa_choose(const char *name)
+{
+    for (int i = 0; i < INSTANCES; i++)
+        if (!strcmp(name, instances[i].f32->isa)) {
+            if (!runs_here(i)) return false;
+            atomic_store(&chosen, i);
+            return true;
+        }
+    return false;
+}
+
+const char *la_isa(void) { return instances[choose()].f32->isa; }
+int la_isa_count(void) { return INSTANCES; }
+
+const char *la_isa_name(int i, bool *here)
+{
+    *here = runs_here(i);
+    return instances[i].f32->isa;
+}
+
+static const la_kernels *kernels_for(const la_problem *p)
+{
+    const instance *i = &instances[choose()];
+    return p->real == LA_F64 ? i->f64 : i->f32;
+}
+
+/* ---- scratch ---- */
+
+static _Atomic int fail_countdown;
+
+void la_fail_allocation(int n) { atomic_store(&fail_countdown, n); }
+
+/* Aligned to a page: tiles want cache lines, and neighbours on other threads want none shared. */
+static void *allocate(size_t bytes)
+{
+    if (atomic_load(&fail_countdown) > 0 && atomic_fetch_sub(&fail_countdown, 1) == 1) return NULL;
+    void *block = NULL;
+    if (bytes > PTRDIFF_MAX / 2 || posix_memalign(&block, 4096, bytes ? bytes : 1)) return NULL;
+#if defined(LA_POISON)
+    memset(block, 0xff, bytes); /* NaN in every dtype: reading what was never written shows */
+#endif
+    return block;
+}
+
+static la_status out_of_memory(la_problem *p)
+{
+    static const char text[] = "not enough memory for the call's scratch";
+    memcpy(p->message, text, sizeof text);
+    return LA_MEMORY_ERROR;
+}
+
+/* ---- units ---- */
+
+static int64_t sequence_start(const la_problem *p, int64_t n)
+{
+    const la_array *cu = &p->array[LA_CU];
+    if (cu->dtype == LA_I64) return ((const int64_t *)cu->data)[n * cu->stride[0]];
+    return ((const int32_t *)cu->data)[n * cu->stride[0]];
+}
+
+static la_unit unit_at(const la_problem *p, int64_t i, int64_t columns, int64_t panels)
+{
+    la_unit u = {.panel = i % panels, .hv = i / panels % p->HV, .n = i / panels / p->HV};
+    u.h = u.hv / (p->HV / p->H);
+    u.v0 = u.panel * columns;
+    u.v1 = u.v0 + columns < p->V ? u.v0 + columns : p->V;
+    if (p->array[LA_CU].given) {
+        u.begin = sequence_start(p, u.n);
+        u.end = sequence_start(p, u.n + 1);
+    } else {
+        u.b = u.n;
+        u.end = p->T;
+    }
+    return u;
+}
+
+static int64_t longest_sequence(const la_problem *p)
+{
+    if (!p->array[LA_CU].given) return p->T;
+    int64_t longest = 0;
+    for (int64_t n = 0; n < p->N; n++) {
+        int64_t length = sequence_start(p, n + 1) - sequence_start(p, n);
+        if (length > longest) longest = length;
+    }
+    return longest;
+}
+
+/* A rough figure for sharing out work: multiply-adds at 50 a nanosecond. */
+static double work_of(const la_problem *p, double products)
+{
+    return products * (double)p->tokens * (double)p->HV * (double)p->K * (double)p->V / 50;
+}
+
+typedef struct {
+    const la_problem *p;
+    const la_kernels *kernels;
+    int64_t columns, panels;
+    const la_partials *sums;
+    int64_t blocks; /* of tokens, per batch row */
+    char *scratch;
+    size_t per_thread;
+} job;
+
+static size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+
+static void forward_unit(void *context, int64_t i, int thread)
+{
+    const job *j = context;
+    la_unit u = unit_at(j->p, i, j->columns, j->panels);
+    j->kernels->forward(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
+}
+
+static void step_unit(void *context, int64_t i, int thread)
+{
+    const job *j = context;
+    la_unit u = unit_at(j->p, i, j->columns, j->panels);
+    j->kernels->step(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
+}
+
+/* Columns of different units never mix and every column is computed the same way wherever it lies,
+ * so the split may follow the number of threads without moving a bit. */
+static void split_columns(job *j, double nanoseconds)
+{
+    int64_t heads = j->p->N * j->p->HV;
+    int threads = la_pool_threads(j->p->V > 1 ? heads + j->p->V / 32 : heads, nanoseconds);
+    j->columns = j->p->V;
+    while (heads * ((j->p->V + j->columns - 1) / j->columns) < threads && j->columns > 64)
+        j->columns = (j->columns / 2 + 63) / 64 * 64;
+    j->panels = (j->p->V + j->columns - 1) / j->columns;
+}
+
+la_status la_forward(la_problem *p)
+{
+    job j = {.p = p, .kernels = kernels_for(p)};
+    double nanoseconds = work_of(p, 3);
+    split_columns(&j, nanoseconds);
+    int64_t units = p->N * p->HV * j.panels;
+    int threads = la_pool_threads(units, nanoseconds);
+    j.per_thread = whole_pages(j.kernels->forward_scratch(p, longest_sequence(p)));
+    j.scratch = allocate(j.per_thread * (size_t)threads);
+    if (!j.scratch) return out_of_memory(p);
+    la_pool_run(threads, units, forward_unit, &j);
+    free(j.scratch);
+    return LA_OK;
+}
+
+la_status la_step(la_problem *p)
+{
+    job j = {.p = p, .kernels = kernels_for(p), .columns = p->V, .panels = 1};
+    int64_t units = p->N * p->HV;
+    /* A step is bound by memory: 4 bytes read and written per multiply-add pair. */
+    int threads = la_pool_threads(units, work_of(p, 8));
+    j.per_thread = whole_pages(j.kernels->step_scratch(p));
+    j.scratch = allocate(j.per_thread * (size_t)threads);
+    if (!j.scratch) return out_of_memory(p);
+    la_pool_run(threads, units, step_unit, &j);
+    free(j.scratch);
+    return LA_OK;
+}
+
+/* ---- backward: units fill their slots, then the slots are gathered ---- */
+
+enum { GATHER_TOKENS = 64 };
+
+static void backward_unit(void *context, int64_t i, int thread)
+{
+    const job *j = context;
+    la_unit u = unit_at(j->p, i, j->columns, j->panels);
+    j->kernels->backward(j->p, &u, j->sums, j->scratch + (size_t)thread * j->per_thread);
+}
+
+static void gather_unit(void *context, int64_t i, int thread)
+{
+    const job *j = context;
+    la_rows r = {.h = i % j->p->H, .b = i / j->p->H / j->blocks};
+    r.begin = i / j->p->H % j->blocks * GATHER_TOKENS;
+    r.end = r.begin + GATHER_TOKENS < j->p->T ? r.begin + GATHER_TOKENS : j->p->T;
+    j->kernels->gather(j->p, &r, j->sums, j->scratch + (size_t)thread * j->per_thread);
+}
+
+static void gather_head_unit(void *context, int64_t hv, int thread)
+{
+    const job *j = context;
+    (void)thread;
+    j->kernels->gather_head(j->p, hv, j->sums);
+}
+
+la_status la_backward(la_problem *p)
+{
+    job j = {.p = p, .kernels = kernels_for(p)};
+    const size_t real = p->real == LA_F64 ? 8 : 4;
+    la_partials sums = {.tokens = p->tokens};
+    sums.kp = (p->K + j.kernels->lanes - 1) / j.kernels->lanes * j.kernels->lanes;
+    j.columns = p->V < LA_BACKWARD_PANEL ? p->V : LA_BACKWARD_PANEL;
+    j.panels = sums.panels = (p->V + j.columns - 1) / j.columns;
+    j.sums = &sums;
+    j.blocks = (p->T + GATHER_TOKENS - 1) / GATHER_TOKENS;
+
+    const size_t slots = (size_t)(p->HV * sums.panels), tokens = (size_t)p->tokens;
+    const size_t rows = whole_pages(slots * tokens * (size_t)sums.kp * real);
+    const size_t numbers = whole_pages(slots * tokens * real);
+    const size_t gate = p->decay == LA_KEY ? rows : p->decay == LA_NONE ? 0 : numbers;
+    const size_t beta = p->rule == LA_DELTA ? numbers : 0;
+    const size_t z = p->normaliser == LA_UNNORMALISED
+                         ? 0 : whole_pages(slots * (size_t)p->N * (size_t)sums.kp * real);
+    const int64_t units = p->N * p->HV * j.panels;
+    const int threads = la_pool_threads(units, work_of(p, 11));
+    size_t each = j.kernels->backward_scratch(p, longest_sequence(p));
+    const size_t for_gather = j.kernels->gather_scratch(p);
+    j.per_thread = whole_pages(each > for_gather ? each : for_gather);
+
+    char *block = allocate(2 * rows + gate + beta + z + j.per_thread * (size_t)threads);
+    if (!block) return out_of_memory(p);
+    sums.dq = block;
+    sums.dk = block + rows;
+    sums.da = block + 2 * rows;
+    sums.dbeta = block + 2 * rows + gate;
+    sums.dz0 = block + 2 * rows + gate + beta;
+    j.scratch = block + 2 * rows + gate + beta + z;
+
+    la_pool_run(threads, units, backward_unit, &j);
+    la_pool_run(threads, p->B * j.blocks * p->H, gather_unit, &j);
+    la_pool_run(threads, p->HV, gather_head_unit, &j);
+    free(block);
+    return LA_OK;
+}

@@ -1,0 +1,92 @@
+/* The end of a backward: add up the slots of la_partials in their order, undo what loading did to
+ * q, k and the gate, and write the gradients in the user's dtypes and strides. */
+
+typedef struct gather_scratch {
+    real *sum, *row; /* [kp] */
+} gather_scratch;
+
+LA_FN void gather_take(gather_scratch *f, arena *m, const la_problem *p)
+{
+    f->sum = take(m, padded(p->K));
+    f->row = take(m, padded(p->K));
+}
+
+/* sum[n] = the slots first..first+count, each `row` reals a token, at token `token`. */
+LA_FN void add_slots(const la_partials *sums, const void *base, int64_t first, int64_t count,
+                     int64_t token, int64_t row, real *sum)
+{
+    for (int64_t s = 0; s < count; s++) {
+        const real *x = (const real *)base + ((first + s) * sums->tokens + token) * row;
+        for (int64_t i = 0; i < row; i++) sum[i] = s ? sum[i] + x[i] : x[i];
+    }
+}
+
+/* The gradient of the gate as it was given: of a = exp(g) in da, of g in a da. */
+LA_FN void gate_adjoint(const la_problem *p, real *da, const real *a, int64_t n)
+{
+    if (p->gate_is_decay) return;
+    for (int64_t i = 0; i < n; i++) da[i] *= a[i];
+}
+
+static void gather(const la_problem *p, const la_rows *r, const la_partials *sums, void *scratch)
+{
+    arena m = {scratch, 0};
+    gather_scratch f;
+    gather_take(&f, &m, p);
+    const int64_t group = p->HV / p->H, panels = sums->panels, kp = sums->kp;
+    const la_array *dq = &p->array[LA_DQ], *dk = &p->array[LA_DK];
+    const la_array *dg = &p->array[LA_DG], *db = &p->array[LA_DBETA];
+
+    for (int64_t t = r->begin; t < r->end; t++) {
+        const int64_t token = r->b * p->T + t;
+        add_slots(sums, sums->dq, r->h * group * panels, group * panels, token, kp, f.sum);
+        load_key_adjoint(p, LA_Q, r->b, t, r->h, f.sum, f.row);
+        store_row(at(dq, r->b, t, r->h), dq->dtype, f.sum, p->K);
+        add_slots(sums, sums->dk, r->h * group * panels, group * panels, token, kp, f.sum);
+        load_key_adjoint(p, LA_K, r->b, t, r->h, f.sum, f.row);
+        store_row(at(dk, r->b, t, r->h), dk->dtype, f.sum, p->K);
+
+        for (int64_t hv = r->h * group; hv < (r->h + 1) * group; hv++) {
+            const la_unit u = {.b = r->b, .hv = hv};
+            if (p->decay == LA_KEY) {
+                add_slots(sums, sums->da, hv * panels, panels, token, kp, f.sum);
+                load_decay(p, &u, t, f.row, LA_KEY);
+                gate_adjoint(p, f.sum, f.row, p->K);
+                store_row(at(dg, r->b, t, hv), dg->dtype, f.sum, p->K);
+            } else if (p->decay == LA_TOKEN) {
+                add_slots(sums, sums->da, hv * panels, panels, token, 1, f.sum);
+                load_decay(p, &u, t, f.row, LA_TOKEN);
+                gate_adjoint(p, f.sum, f.row, 1);
+                store_element(at(dg, r->b, t, hv), dg->dtype, f.sum[0]);
+            }
+            if (p->rule == LA_DELTA) {
+                add_slots(sums, sums->dbeta, hv * panels, panels, token, 1, f.sum);
+                store_element(at(db, r->b, t, hv), db->dtype, f.sum[0]);
+            }
+        }
+    }
+}
+
+static void gather_head(const la_problem *p, int64_t hv, const la_partials *sums)
+{
+    if (p->decay == LA_HEAD) { /* every token's decay was this one: its gradients add up */
+        const la_unit u = {.hv = hv};
+        real a[LANES] __attribute__((aligned(LA_LANE_BYTES)));
+        double total = 0; /* B T terms */
+        for (int64_t s = 0; s < sums->panels; s++)
+            for (int64_t t = 0; t < sums->tokens; t++)
+                total += ((const real *)sums->da)[(hv * sums->panels + s) * sums->tokens + t];
+        real da = (real)total;
+        load_decay(p, &u, 0, a, LA_TOKEN);
+        gate_adjoint(p, &da, a, 1);
+        store_element(at(&p->array[LA_DG], 0, 0, hv), p->array[LA_DG].dtype, da);
+    }
+    if (p->normaliser != LA_UNNORMALISED && p->array[LA_DZ0].given)
+        for (int64_t n = 0; n < p->N; n++) {
+            const la_unit u = {.n = n, .hv = hv};
+            real *first = (real *)sums->dz0 + (hv * sums->panels * p->N + n) * sums->kp;
+            for (int64_t s = 1; s < sums->panels; s++)
+                add_scaled(sums->kp, first, 1, first + s * p->N * sums->kp);
+            store_z(p, LA_DZ0, &u, first);
+        }
+}

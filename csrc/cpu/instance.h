@@ -1,0 +1,178 @@
+/* One instance: every kernel for one instruction set and one real type, as a table of functions.
+ *
+ * The files that include this say which: LA_INSTANCE (the table's name), LA_ISA (its name for
+ * people), LA_LANE_BYTES, LA_REAL, LA_REAL_BITS, and the compiler's target. A kernel is a function
+ * with constant (decay, rule): six pairs, never one per op. */
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#if LA_REAL_BITS == 32
+#define LA_SQRT sqrtf
+#else
+#define LA_SQRT sqrt
+#endif
+
+#include "lanes.h"
+#include "arena.h"
+#include "tile.h"
+#include "load.h"
+#include "chunk.h"
+#include "chunk_backward.h"
+#include "scan.h"
+#include "whole.h"
+#include "gather.h"
+
+/* The six pairs of (decay, rule). HEAD is TOKEN with token stride 0. */
+#define LA_PAIRS(X) \
+    X(NONE, ADDITIVE) X(NONE, DELTA) X(TOKEN, ADDITIVE) X(TOKEN, DELTA) X(KEY, ADDITIVE) X(KEY, DELTA)
+
+#define LA_KERNEL static __attribute__((noinline)) void
+
+#define DEFINE_PAIR(decay, rule) \
+    LA_KERNEL walk_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, arena *m) \
+    { \
+        chunk_forward(p, u, C, m, LA_##decay, LA_##rule); \
+    } \
+    LA_KERNEL scan_##decay##_##rule(const la_problem *p, const la_unit *u, la_name state, \
+                                    la_name z, arena *m) \
+    { \
+        scan_forward(p, u, state, z, m, LA_##decay, LA_##rule); \
+    } \
+    LA_KERNEL walk_back_##decay##_##rule(const la_problem *p, const la_unit *u, \
+                                         const la_partials *sums, int64_t C, arena *m) \
+    { \
+        chunk_backward(p, u, sums, C, m, LA_##decay, LA_##rule); \
+    } \
+    LA_KERNEL scan_back_##decay##_##rule(const la_problem *p, const la_unit *u, \
+                                         const la_partials *sums, arena *m) \
+    { \
+        scan_backward(p, u, sums, m, LA_##decay, LA_##rule); \
+    }
+LA_PAIRS(DEFINE_PAIR)
+
+static const struct {
+    void (*walk)(const la_problem *, const la_unit *, int64_t, arena *);
+    void (*scan)(const la_problem *, const la_unit *, la_name, la_name, arena *);
+    void (*walk_back)(const la_problem *, const la_unit *, const la_partials *, int64_t, arena *);
+    void (*scan_back)(const la_problem *, const la_unit *, const la_partials *, arena *);
+} pairs[4][2] = {
+#define ENTRY(decay, rule) \
+    [LA_##decay][LA_##rule] = {walk_##decay##_##rule, scan_##decay##_##rule, \
+                               walk_back_##decay##_##rule, scan_back_##decay##_##rule},
+    LA_PAIRS(ENTRY)
+};
+
+LA_FN la_decay kernel_decay(const la_problem *p) { return p->decay == LA_HEAD ? LA_TOKEN : p->decay; }
+#define PAIR(p) pairs[kernel_decay(p)][(p)->rule]
+
+/* Tokens per chunk. 16: the products with the state cost the same per token whatever C is, those
+ * within the chunk grow with C, and 16 rows already run the tiles at full speed. */
+enum { CHUNK = 16 };
+
+LA_FN int64_t chunk_length(const la_problem *p, int64_t longest)
+{
+    int64_t C = p->mode == LA_PARALLEL ? longest : p->chunk ? p->chunk : CHUNK;
+    if (C > longest) C = longest;
+    return C < 1 ? 1 : C;
+}
+
+/* What a unit of all columns takes; narrower units take less. */
+static size_t forward_scratch_bytes(const la_problem *p, int64_t longest)
+{
+    arena m = {NULL, 0};
+    const int64_t C = chunk_length(p, longest);
+    if (!p->causal) {
+        whole_scratch f;
+        whole_take(&f, &m, p, C < 64 ? C : 64, p->V);
+    } else if (p->mode == LA_RECURRENT) {
+        scan_scratch f;
+        scan_take(&f, &m, p);
+    } else {
+        forward_scratch f;
+        forward_take(&f, &m, p, C, p->V, kernel_decay(p), p->rule);
+    }
+    return m.used;
+}
+
+static void forward(const la_problem *p, const la_unit *u, void *scratch)
+{
+    arena m = {scratch, 0};
+    const int64_t C = chunk_length(p, u->end - u->begin);
+    if (!p->causal) {
+        whole_forward(p, u, C < 64 ? C : 64, &m);
+    } else if (p->mode == LA_RECURRENT) {
+        PAIR(p).scan(p, u, LA_ST, LA_ZT, &m);
+    } else {
+        PAIR(p).walk(p, u, C, &m);
+    }
+}
+
+static size_t step_scratch_bytes(const la_problem *p)
+{
+    arena m = {NULL, 0};
+    scan_scratch f;
+    scan_take(&f, &m, p);
+    return m.used;
+}
+
+static void step(const la_problem *p, const la_unit *u, void *scratch)
+{
+    arena m = {scratch, 0};
+    PAIR(p).scan(p, u, LA_S0, LA_Z0, &m);
+}
+
+static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)
+{
+    arena m = {NULL, 0};
+    const int64_t C = chunk_length(p, longest);
+    const int64_t columns = p->V < LA_BACKWARD_PANEL ? p->V : LA_BACKWARD_PANEL;
+    if (!p->causal) {
+        whole_scratch f;
+        whole_take(&f, &m, p, C < 64 ? C : 64, columns);
+    } else if (p->mode == LA_RECURRENT) {
+        scan_backward_scratch f;
+        scan_backward_take(&f, &m, p, longest);
+    } else {
+        backward_scratch f;
+        backward_take(&f, &m, p, C, longest, columns, kernel_decay(p), p->rule);
+    }
+    return m.used;
+}
+
+static void backward(const la_problem *p, const la_unit *u, const la_partials *sums, void *scratch)
+{
+    arena m = {scratch, 0};
+    const int64_t C = chunk_length(p, u->end - u->begin);
+    if (!p->causal) {
+        whole_backward(p, u, sums, C < 64 ? C : 64, &m);
+    } else if (p->mode == LA_RECURRENT) {
+        PAIR(p).scan_back(p, u, sums, &m);
+    } else {
+        PAIR(p).walk_back(p, u, sums, C, &m);
+    }
+}
+
+static size_t gather_scratch_bytes(const la_problem *p)
+{
+    arena m = {NULL, 0};
+    gather_scratch f;
+    gather_take(&f, &m, p);
+    return m.used;
+}
+
+const la_kernels LA_INSTANCE = {
+    .isa = LA_ISA,
+    .lanes = LANES,
+    .forward_scratch = forward_scratch_bytes,
+    .forward = forward,
+    .step_scratch = step_scratch_bytes,
+    .step = step,
+    .backward_scratch = backward_scratch_bytes,
+    .backward = backward,
+    .gather_scratch = gather_scratch_bytes,
+    .gather = gather,
+    .gather_head = gather_head,
+};

@@ -1,0 +1,62 @@
+/* What one instance (an instruction set and a real type) offers to dispatch.c, and the units of
+ * work that dispatch.c hands to it. */
+#ifndef LINATTN_CPU_KERNELS_H
+#define LINATTN_CPU_KERNELS_H
+
+#include "../linattn.h"
+
+/* One sequence of one value head, and a range of its value columns. */
+typedef struct la_unit {
+    int64_t n;          /* sequence: which state */
+    int64_t b;          /* batch row that holds its tokens */
+    int64_t begin, end; /* its tokens in that row */
+    int64_t h, hv;      /* query/key head, value head */
+    int64_t v0, v1;     /* value columns */
+    int64_t panel;      /* which panel of value columns (backward) */
+} la_unit;
+
+/* Value columns per backward unit. Every unit adds to dq, dk, dg and dbeta, and the sums over
+ * panels are taken in a fixed order, so this width (not the thread count) fixes the bits. */
+#define LA_BACKWARD_PANEL 128
+
+/* The backward's sums over value columns, one slot per (value head, panel), so that units never
+ * write to the same place; `gather` adds the slots up in order. All in the instance's real type. */
+typedef struct la_partials {
+    int64_t panels;
+    int64_t tokens; /* B * T */
+    int64_t kp;     /* K, padded to whole lanes */
+    void *dq, *dk;  /* [HV * panels][tokens][kp], of q and k as the recurrence sees them */
+    void *da;       /* KEY: [HV * panels][tokens][kp]; TOKEN, HEAD: [HV * panels][tokens] */
+    void *dbeta;    /* [HV * panels][tokens] */
+    void *dz0;      /* [HV * panels][N][kp] */
+} la_partials;
+
+/* A block of tokens of one query/key head and its value heads: what one gather call finishes. */
+typedef struct la_rows {
+    int64_t b, begin, end, h;
+} la_rows;
+
+typedef struct la_kernels {
+    const char *isa;
+    int lanes; /* reals in a vector: how far rows are padded */
+
+    /* Scratch is per thread; longest is the longest sequence's length. */
+    size_t (*forward_scratch)(const la_problem *p, int64_t longest);
+    void (*forward)(const la_problem *p, const la_unit *u, void *scratch);
+    size_t (*step_scratch)(const la_problem *p);
+    void (*step)(const la_problem *p, const la_unit *u, void *scratch);
+    size_t (*backward_scratch)(const la_problem *p, int64_t longest);
+    void (*backward)(const la_problem *p, const la_unit *u, const la_partials *sums, void *scratch);
+    size_t (*gather_scratch)(const la_problem *p);
+    void (*gather)(const la_problem *p, const la_rows *rows, const la_partials *sums, void *scratch);
+    /* What has no token axis: the gradient of a per-head gate and of z0, one value head a call. */
+    void (*gather_head)(const la_problem *p, int64_t hv, const la_partials *sums);
+} la_kernels;
+
+extern const la_kernels la_cpu_baseline_f32, la_cpu_baseline_f64;
+#if defined(__x86_64__)
+extern const la_kernels la_cpu_avx2_f32, la_cpu_avx2_f64;
+extern const la_kernels la_cpu_avx512_f32, la_cpu_avx512_f64;
+#endif
+
+#endif

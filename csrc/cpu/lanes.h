@@ -1,0 +1,79 @@
+/* Lanes: a SIMD vector of reals in the compiler's own vector type, and the few operations on it
+ * that plain C arithmetic does not spell. Included once per instance; everything is static, so
+ * that no copy compiled for a newer machine can win at link time.
+ *
+ * The instance files define LA_REAL (float or double), LA_REAL_BITS and LA_LANE_BYTES. */
+
+typedef LA_REAL real;
+typedef real lane __attribute__((vector_size(LA_LANE_BYTES))); /* may alias its elements */
+
+#if LA_REAL_BITS == 32
+typedef int32_t lane_int __attribute__((vector_size(LA_LANE_BYTES)));
+#else
+typedef int64_t lane_int __attribute__((vector_size(LA_LANE_BYTES)));
+#endif
+
+enum { LANES = LA_LANE_BYTES / sizeof(real) };
+
+#define LA_FN static inline __attribute__((always_inline, unused))
+#define LA_COLD static __attribute__((noinline, unused))
+
+LA_FN int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+LA_FN int64_t padded(int64_t n) { return round_up(n, LANES); }
+
+LA_FN lane *lanes_of(real *x) { return (lane *)__builtin_assume_aligned(x, LA_LANE_BYTES); }
+LA_FN const lane *lanes_in(const real *x)
+{
+    return (const lane *)__builtin_assume_aligned(x, LA_LANE_BYTES);
+}
+
+/* The sum over a lane, by halves: a fixed order, whatever the machine does with it. */
+LA_FN real lane_sum(lane x)
+{
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+}
+#define LANE_SUM lane_sum
+
+/* mask ? x : y, bit by bit; masks come from lane comparisons. */
+LA_FN lane pick(lane_int mask, lane x, lane y)
+{
+    return (lane)((mask & (lane_int)x) | (~mask & (lane_int)y));
+}
+
+/* exp, within 2 ulp over the whole range: 0 below the least denormal, inf above the largest real,
+ * NaN kept. x = n ln2 + r, |r| <= ln2/2, exp(r) by its own series.
+ *
+ * Where the series ends: the first term left out is (ln2/2)^8/8! = 5e-9 in float32 (half an ulp
+ * is 6e-8), (ln2/2)^14/14! = 4e-18 in float64 (1.1e-16). ln2 is split so that n * LN2_HIGH is
+ * exact. 2^n is applied in two halves because n reaches below the normal exponents. */
+LA_FN lane lane_exp(lane x)
+{
+#if LA_REAL_BITS == 32
+    enum { MANTISSA = 23, BIAS = 127, DEGREE = 7 };
+    const real lowest = -105, highest = 90, round = 0x1.8p23f;
+    const real LN2_HIGH = 0x1.62e4p-1f, LN2_LOW = 0x1.7f7d1cp-20f;
+#else
+    enum { MANTISSA = 52, BIAS = 1023, DEGREE = 13 };
+    const real lowest = -750, highest = 710, round = 0x1.8p52;
+    const real LN2_HIGH = 0x1.62e42fee0p-1, LN2_LOW = 0x1.a39ef35793c76p-33;
+#endif
+    const real LOG2_E = (real)1.44269504088896340736;
+    static const real over_factorial[] = {
+        1,           1,           (real)(1. / 2),       (real)(1. / 6),        (real)(1. / 24),
+        (real)(1. / 120),         (real)(1. / 720),     (real)(1. / 5040),     (real)(1. / 40320),
+        (real)(1. / 362880),      (real)(1. / 3628800), (real)(1. / 39916800),
+        (real)(1. / 479001600),   (real)(1. / 6227020800)};
+    const lane low = lowest - (lane){0}, high = highest - (lane){0};
+    x = pick(x < low, low, x);
+    x = pick(x > high, high, x);
+    lane shifted = x * LOG2_E + round;
+    lane n = shifted - round;
+    lane r = (x - n * LN2_HIGH) - n * LN2_LOW;
+    lane series = over_factorial[DEGREE] - (lane){0};
+    for (int i = DEGREE - 1; i >= 0; i--) series = series * r + over_factorial[i];
+    lane_int power = (lane_int)shifted - (lane_int)(round - (lane){0});
+    lane_int half = power >> 1, rest = power - half;
+    return series * (lane)((half + BIAS) << MANTISSA) * (lane)((rest + BIAS) << MANTISSA);
+}

@@ -1,0 +1,300 @@
+/* Loads and stores: from the user's dtype and strides to padded rows of reals and back, with what
+ * is fused into them (l2 norm, feature map, scale, log decay) and the adjoints of those. */
+
+/* ---- elements ---- */
+
+LA_FN float from_bf16(uint16_t bits)
+{
+    union { uint32_t u; float f; } x = {(uint32_t)bits << 16};
+    return x.f;
+}
+
+LA_FN uint16_t to_bf16(float value)
+{
+    union { float f; uint32_t u; } x = {value};
+    if (value != value) return (uint16_t)(x.u >> 16 | 0x40); /* a NaN stays one, quietly */
+    return (uint16_t)((x.u + 0x7fff + (x.u >> 16 & 1)) >> 16); /* to nearest, ties to even */
+}
+
+/* A half's exponent and mantissa, moved to a float's place, are 2^112 too small (biases 15 and
+ * 127); one multiplication mends normal and denormal numbers alike. */
+LA_FN float from_f16(uint16_t bits)
+{
+    union { uint32_t u; float f; } x = {(uint32_t)(bits & 0x7fff) << 13};
+    x.f *= 0x1p112f;
+    if ((bits & 0x7c00) == 0x7c00) x.u |= 0x7f800000;
+    x.u |= (uint32_t)(bits & 0x8000) << 16;
+    return x.f;
+}
+
+LA_FN uint16_t to_f16(float value)
+{
+    union { float f; uint32_t u; } x = {value}, y;
+    uint16_t sign = (uint16_t)(x.u >> 16 & 0x8000);
+    x.u &= 0x7fffffff;
+    if (x.u > 0x7f800000) return sign | 0x7e00;
+    if (x.u >= 0x477ff000) return sign | 0x7c00; /* 65520 and more round to infinity */
+    if (x.u < 0x38800000) {
+        /* Below 2^-14 the spacing is 2^-24, which is the spacing of floats just above 1/2: the
+         * float addition rounds to it. */
+        y.f = x.f + 0.5f;
+        return sign | (uint16_t)(y.u - 0x3f000000);
+    }
+    return sign | (uint16_t)((x.u + 0xfff + (x.u >> 13 & 1) - 0x38000000) >> 13);
+}
+
+LA_FN int64_t dtype_size(la_dtype dtype)
+{
+    return dtype == LA_F64 || dtype == LA_I64 ? 8 : dtype == LA_F32 || dtype == LA_I32 ? 4 : 2;
+}
+
+LA_FN real load_element(const char *from, la_dtype dtype)
+{
+    switch (dtype) {
+    case LA_F64: return (real) * (const double *)from;
+    case LA_F32: return *(const float *)from;
+    case LA_F16: return from_f16(*(const uint16_t *)from);
+    case LA_BF16: return from_bf16(*(const uint16_t *)from);
+    default: return 0; /* check.c lets no other through */
+    }
+}
+
+LA_FN void store_element(char *to, la_dtype dtype, real x)
+{
+    switch (dtype) {
+    case LA_F64: *(double *)to = x; break;
+    case LA_F32: *(float *)to = (float)x; break;
+    case LA_F16: *(uint16_t *)to = to_f16((float)x); break;
+    case LA_BF16: *(uint16_t *)to = to_bf16((float)x); break;
+    default: break;
+    }
+}
+
+/* ---- rows: n elements with unit stride ---- */
+
+LA_COLD void load_row(real *restrict to, int64_t n, const char *restrict from, la_dtype dtype)
+{
+    switch (dtype) {
+    case LA_F64:
+        for (int64_t i = 0; i < n; i++) to[i] = (real)((const double *)from)[i];
+        break;
+    case LA_F32:
+        for (int64_t i = 0; i < n; i++) to[i] = ((const float *)from)[i];
+        break;
+    case LA_F16:
+        for (int64_t i = 0; i < n; i++) to[i] = from_f16(((const uint16_t *)from)[i]);
+        break;
+    default:
+        for (int64_t i = 0; i < n; i++) to[i] = from_bf16(((const uint16_t *)from)[i]);
+        break;
+    }
+    for (int64_t i = n; i < padded(n); i++) to[i] = 0;
+}
+
+LA_COLD void store_row(char *restrict to, la_dtype dtype, const real *restrict from, int64_t n)
+{
+    switch (dtype) {
+    case LA_F64:
+        for (int64_t i = 0; i < n; i++) ((double *)to)[i] = from[i];
+        break;
+    case LA_F32:
+        for (int64_t i = 0; i < n; i++) ((float *)to)[i] = (float)from[i];
+        break;
+    case LA_F16:
+        for (int64_t i = 0; i < n; i++) ((uint16_t *)to)[i] = to_f16((float)from[i]);
+        break;
+    default:
+        for (int64_t i = 0; i < n; i++) ((uint16_t *)to)[i] = to_bf16((float)from[i]);
+        break;
+    }
+}
+
+/* Where element (i0, i1, i2, 0) of an array is. */
+LA_FN char *at(const la_array *x, int64_t i0, int64_t i1, int64_t i2)
+{
+    return x->data + (i0 * x->stride[0] + i1 * x->stride[1] + i2 * x->stride[2]) *
+                         dtype_size(x->dtype);
+}
+
+LA_FN char *at_column(const la_array *x, int64_t i0, int64_t i1, int64_t i2, int64_t column)
+{
+    return at(x, i0, i1, i2) + column * dtype_size(x->dtype);
+}
+
+/* ---- feature maps, on rows; the padding stays zero ---- */
+
+LA_COLD void map_row(real *x, int64_t n, la_map map, real eps)
+{
+    const lane zero = {0}, plus = eps - zero;
+    if (map == LA_IDENTITY) return;
+    for (int64_t i = 0; i < n; i += LANES) {
+        lane y = lanes_in(x + i)[0];
+        lane_int positive = y > zero;
+        switch (map) {
+        /* exp(x) below zero, never expm1(x) + 1: that is exactly 0 from about -17 on in float32 */
+        case LA_ELU1: y = pick(positive, y + 1, lane_exp(pick(positive, zero, y))); break;
+        case LA_RELU: y = pick(y < zero, zero, y) + plus; break;
+        case LA_RELU2: y = pick(y < zero, zero, y) * y; break;
+        case LA_EXP: y = lane_exp(y); break;
+        default: break;
+        }
+        lanes_of(x + i)[0] = y;
+    }
+    for (int64_t i = n; i < padded(n); i++) x[i] = 0;
+}
+
+/* dx *= phi'(x) */
+LA_COLD void map_row_adjoint(real *dx, const real *x, int64_t n, la_map map)
+{
+    const lane zero = {0}, ones = 1 - zero;
+    if (map == LA_IDENTITY) return;
+    for (int64_t i = 0; i < n; i += LANES) {
+        lane y = lanes_in(x + i)[0], slope = ones;
+        lane_int positive = y > zero;
+        switch (map) {
+        case LA_ELU1: slope = pick(positive, ones, lane_exp(pick(positive, zero, y))); break;
+        case LA_RELU: slope = pick(positive, ones, zero); break;
+        case LA_RELU2: slope = pick(positive, 2 * y, zero); break;
+        case LA_EXP: slope = lane_exp(y); break;
+        default: break;
+        }
+        lanes_of(dx + i)[0] *= slope;
+    }
+}
+
+/* ---- q and k as the recurrence sees them: l2 norm, feature map, and q's scale ---- */
+
+/* As in flash-linear-attention: x / sqrt(sum x^2 + 1e-6). */
+#define L2NORM_EPS ((real)1e-6)
+
+LA_FN real l2norm_row(real *x, int64_t n)
+{
+    real factor = 1 / (real)LA_SQRT(dot(n, x, x) + L2NORM_EPS);
+    for (int64_t i = 0; i < n; i += LANES) lanes_of(x + i)[0] *= factor;
+    return factor;
+}
+
+LA_COLD void load_key(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t h, real *x)
+{
+    const la_array *from = &p->array[name];
+    load_row(x, p->K, at(from, b, t, h), from->dtype);
+    if (p->qk_l2norm) l2norm_row(x, p->K);
+    map_row(x, p->K, p->map[name == LA_K], (real)p->map_eps[name == LA_K]);
+    if (name == LA_Q)
+        for (int64_t i = 0; i < p->K; i += LANES) lanes_of(x + i)[0] *= (real)p->scale;
+}
+
+/* The adjoint: dx is the gradient of what load_key gave and becomes that of the user's row. x is
+ * scratch of the same length. */
+LA_COLD void load_key_adjoint(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t h,
+                              real *dx, real *x)
+{
+    const la_array *from = &p->array[name];
+    real factor = 1;
+    load_row(x, p->K, at(from, b, t, h), from->dtype);
+    if (p->qk_l2norm) factor = l2norm_row(x, p->K);
+    if (name == LA_Q) /* was scale * phi(x) */
+        for (int64_t i = 0; i < p->K; i += LANES) lanes_of(dx + i)[0] *= (real)p->scale;
+    map_row_adjoint(dx, x, p->K, p->map[name == LA_K]);
+    if (p->qk_l2norm) { /* was y = x r, r = (x'x + eps)^-1/2: dx = r (dy - y y'dy) */
+        add_scaled(p->K, dx, -dot(p->K, x, dx), x);
+        for (int64_t i = 0; i < p->K; i += LANES) lanes_of(dx + i)[0] *= factor;
+    }
+}
+
+/* ---- the decay a = exp(g), one row for a per-key gate, else one number ---- */
+
+LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
+                      const la_decay decay)
+{
+    const la_array *g = &p->array[LA_G];
+    if (decay == LA_KEY) {
+        load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
+        if (p->gate_is_decay) return;
+        for (int64_t i = 0; i < p->K; i += LANES) lanes_of(a + i)[0] = lane_exp(lanes_in(a + i)[0]);
+        for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
+    } else if (decay != LA_NONE) {
+        a[0] = load_element(at(g, u->b, t, u->hv), g->dtype);
+        if (!p->gate_is_decay) a[0] = lane_exp(a[0] - (lane){0})[0];
+    }
+}
+
+LA_FN real load_beta(const la_problem *p, const la_unit *u, int64_t t)
+{
+    const la_array *beta = &p->array[LA_BETA];
+    return load_element(at(beta, u->b, t, u->hv), beta->dtype);
+}
+
+/* ---- states: a panel [K][width] of columns v0..v1, whatever the user's layout ---- */
+
+LA_COLD void load_state(const la_problem *p, la_name name, const la_unit *u, int64_t v0, int64_t v1,
+                        real *S, int64_t width)
+{
+    const la_array *from = &p->array[name];
+    if (!from->given) {
+        fill(p->K * width, S, 0);
+        return;
+    }
+    for (int64_t i = 0; i < p->K; i++) {
+        real *row = S + i * width;
+        const char *x = at(from, u->n, u->hv, i);
+        if (from->stride[3] == 1) {
+            load_row(row, v1 - v0, x + v0 * dtype_size(from->dtype), from->dtype);
+        } else {
+            for (int64_t j = v0; j < v1; j++)
+                row[j - v0] = load_element(x + j * from->stride[3] * dtype_size(from->dtype),
+                                           from->dtype);
+        }
+        for (int64_t j = v1 - v0; j < width; j++) row[j] = 0;
+    }
+}
+
+LA_COLD void store_state(const la_problem *p, la_name name, const la_unit *u, int64_t v0,
+                         int64_t v1, const real *S, int64_t width)
+{
+    const la_array *to = &p->array[name];
+    if (!to->given) return;
+    for (int64_t i = 0; i < p->K; i++) {
+        char *x = at(to, u->n, u->hv, i);
+        if (to->stride[3] == 1) {
+            store_row(x + v0 * dtype_size(to->dtype), to->dtype, S + i * width, v1 - v0);
+        } else {
+            for (int64_t j = v0; j < v1; j++)
+                store_element(x + j * to->stride[3] * dtype_size(to->dtype), to->dtype,
+                              S[i * width + j - v0]);
+        }
+    }
+}
+
+/* z [N,HV,K]: the sum of the keys so far. */
+LA_FN void load_z(const la_problem *p, la_name name, const la_unit *u, real *z)
+{
+    const la_array *from = &p->array[name];
+    if (from->given)
+        load_row(z, p->K, at(from, u->n, u->hv, 0), from->dtype);
+    else
+        fill(padded(p->K), z, 0);
+}
+
+LA_FN void store_z(const la_problem *p, la_name name, const la_unit *u, const real *z)
+{
+    const la_array *to = &p->array[name];
+    if (to->given) store_row(at(to, u->n, u->hv, 0), to->dtype, z, p->K);
+}
+
+/* ---- the normaliser: what o is divided by ---- */
+
+LA_FN real divisor(const la_problem *p, real den)
+{
+    switch (p->normaliser) {
+    case LA_CLAMP: return den > (real)p->eps ? den : den != den ? den : (real)p->eps;
+    case LA_ADD: return den + (real)p->eps;
+    default: return 1;
+    }
+}
+
+/* Does the divisor move with the denominator? A clamped one does not. */
+LA_FN bool divisor_moves(const la_problem *p, real den)
+{
+    return p->normaliser == LA_ADD || (p->normaliser == LA_CLAMP && den > (real)p->eps);
+}

@@ -1,0 +1,212 @@
+/* The pool. Workers are started when first needed, spin briefly for the next job (waking a sleeping
+ * thread costs 80 us, a kernel on a short sequence less), then sleep on a condition variable.
+ *
+ * fork: a child has no workers, so the child's copy is reset and starts its own when needed. The
+ * parent cannot be in the middle of a job started by the forking thread (la_pool_run returns only
+ * when it is done), and a job that another thread runs belongs to the parent alone.
+ * Concurrent callers: the pool serves one at a time; whoever finds it busy works alone. That costs
+ * parallelism, never correctness: results do not depend on who computes a unit. */
+#define _GNU_SOURCE
+#include "pool.h"
+#include "../linattn.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MAX_THREADS = 256 };
+
+/* Below this much work per extra thread, sharing costs more than it saves: handing a job to a
+ * spinning worker takes about 1 us and to a sleeping one 80 us. */
+static const double WORTH_SHARING = 30e3;
+
+/* Spin this long before sleeping: two wake-ups' worth, so that a loop of calls stays awake. */
+static const int64_t SPIN_NANOSECONDS = 160 * 1000;
+
+static struct {
+    pthread_mutex_t caller; /* held by whoever's job runs */
+    pthread_mutex_t lock;   /* guards what follows, with the condition */
+    pthread_cond_t wake;
+    int started;            /* workers that exist */
+    _Atomic uint64_t job;   /* number of the job on offer */
+    _Atomic int wanted;     /* workers that may still join it */
+    _Atomic int working;    /* workers inside it */
+    _Atomic int64_t next;   /* its next unit */
+    int64_t units;
+    la_work *work;
+    void *context;
+} pool = {.caller = PTHREAD_MUTEX_INITIALIZER,
+          .lock = PTHREAD_MUTEX_INITIALIZER,
+          .wake = PTHREAD_COND_INITIALIZER};
+
+static _Atomic int chosen_threads; /* 0: the default */
+static _Thread_local bool inside;  /* this thread is already in a job */
+
+static int from_environment(const char *name)
+{
+    const char *text = getenv(name);
+    if (!text || !*text) return 0;
+    char *end;
+    long n = strtol(text, &end, 10);
+    return *end == 0 && n > 0 && n <= MAX_THREADS ? (int)n : 0;
+}
+
+static int default_threads(void)
+{
+    int n = from_environment("LINATTN_NUM_THREADS");
+    if (!n) n = from_environment("OMP_NUM_THREADS");
+#if defined(__linux__)
+    cpu_set_t set;
+    if (!n && !sched_getaffinity(0, sizeof set, &set)) n = CPU_COUNT(&set);
+#endif
+    if (!n) n = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    return n < 1 ? 1 : n > MAX_THREADS ? MAX_THREADS : n;
+}
+
+void la_set_num_threads(int n)
+{
+    atomic_store(&chosen_threads, n < 0 ? 0 : n > MAX_THREADS ? MAX_THREADS : n);
+}
+
+int la_get_num_threads(void)
+{
+    int n = atomic_load(&chosen_threads);
+    if (n) return n;
+    n = default_threads();
+    atomic_store(&chosen_threads, n);
+    return n;
+}
+
+int la_pool_threads(int64_t units, double nanoseconds)
+{
+    if (inside || units < 2 || nanoseconds < WORTH_SHARING) return 1;
+    int n = la_get_num_threads();
+    if (n > units) n = (int)units;
+    if (n * WORTH_SHARING / 2 > nanoseconds) n = (int)(nanoseconds / (WORTH_SHARING / 2));
+    return n < 1 ? 1 : n;
+}
+
+static void relax(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static int64_t now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static void take_units(int thread)
+{
+    inside = true;
+    for (;;) {
+        int64_t unit = atomic_fetch_add(&pool.next, 1);
+        if (unit >= pool.units) break;
+        pool.work(pool.context, unit, thread);
+    }
+    inside = false;
+}
+
+/* Wait until a job after `seen` is on offer. */
+static uint64_t wait_for_job(uint64_t seen)
+{
+    uint64_t job;
+    int64_t until = now() + SPIN_NANOSECONDS;
+    for (int i = 0; (job = atomic_load(&pool.job)) == seen; i++) {
+        relax();
+        if (i % 64 == 63 && now() > until) {
+            pthread_mutex_lock(&pool.lock);
+            while ((job = atomic_load(&pool.job)) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+            pthread_mutex_unlock(&pool.lock);
+            break;
+        }
+    }
+    return job;
+}
+
+static void *worker(void *first_job)
+{
+    uint64_t seen = (uint64_t)(uintptr_t)first_job;
+    for (;;) {
+        seen = wait_for_job(seen);
+        /* Enter first, then see whether the job still wants somebody: whoever offers the next one
+         * waits for everybody inside to leave. */
+        atomic_fetch_add(&pool.working, 1);
+        int place = atomic_fetch_sub(&pool.wanted, 1);
+        if (place > 0) take_units(place);
+        atomic_fetch_sub(&pool.working, 1);
+    }
+    return NULL;
+}
+
+static void after_fork_in_child(void)
+{
+    pthread_mutex_init(&pool.caller, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pool.started = 0;
+    atomic_store(&pool.wanted, 0);
+    atomic_store(&pool.working, 0);
+    inside = false;
+}
+
+static void register_fork_handler(void)
+{
+    pthread_atfork(NULL, NULL, after_fork_in_child);
+}
+
+/* Signals belong to the caller's threads: Ctrl-C must reach Python's main thread. */
+static void start_workers(int count)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, register_fork_handler);
+    if (pool.started >= count) return;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool.started < count) {
+        pthread_t id;
+        void *seen = (void *)(uintptr_t)atomic_load(&pool.job);
+        if (pthread_create(&id, NULL, worker, seen)) break; /* fewer threads: slower, still right */
+        pthread_detach(id);
+        pool.started++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+void la_pool_run(int threads, int64_t units, la_work *work, void *context)
+{
+    if (threads < 2 || inside || pthread_mutex_trylock(&pool.caller)) {
+        bool before = inside;
+        inside = true;
+        for (int64_t unit = 0; unit < units; unit++) work(context, unit, 0);
+        inside = before;
+        return;
+    }
+    start_workers(threads - 1);
+    while (atomic_load(&pool.working)) relax(); /* late comers to the last job */
+    pool.work = work;
+    pool.context = context;
+    pool.units = units;
+    atomic_store(&pool.next, 0);
+    atomic_store(&pool.wanted, threads - 1);
+    pthread_mutex_lock(&pool.lock);
+    atomic_fetch_add(&pool.job, 1);
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+
+    take_units(0);
+    atomic_store(&pool.wanted, 0); /* nobody joins any more */
+    while (atomic_load(&pool.working)) relax();
+    pthread_mutex_unlock(&pool.caller);
+}

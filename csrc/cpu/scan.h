@@ -1,0 +1,238 @@
+/* Token by token: the recurrent mode, the step, and the recurrent mode's adjoint. */
+
+/* Lanes of columns worked on together: the accumulators p, u, r of recurrence.h and a row of S
+ * take 4 vectors each, which fits 16 or 32 registers. */
+enum { MAX_STRIP = 4 };
+
+#include "../recurrence.h"
+
+LA_FN void token_any(lane *S, int64_t W, int64_t K, const real *q, const real *k, const lane *v,
+                     const real *a, real beta, lane *o, const la_decay decay, const la_rule rule)
+{
+    switch (W) {
+    case 1: la_token(S, 1, (int)K, q, k, v, a, beta, o, decay, rule); break;
+    case 2: la_token(S, 2, (int)K, q, k, v, a, beta, o, decay, rule); break;
+    case 3: la_token(S, 3, (int)K, q, k, v, a, beta, o, decay, rule); break;
+    default: la_token(S, 4, (int)K, q, k, v, a, beta, o, decay, rule); break;
+    }
+}
+
+typedef struct scan_scratch {
+    real *S;          /* [K][strip] */
+    real *q, *k, *a;  /* [kp] */
+    real *v, *o;      /* [strip] */
+    real *z;          /* [kp] */
+} scan_scratch;
+
+LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
+{
+    const int64_t kp = padded(p->K), strip = MAX_STRIP * LANES;
+    f->S = take(m, p->K * strip);
+    f->q = take(m, kp);
+    f->k = take(m, kp);
+    f->a = take(m, kp);
+    f->v = take(m, strip);
+    f->o = take(m, strip);
+    f->z = take(m, kp);
+}
+
+/* A run of tokens over the unit's columns, strip by strip. A step is a run of one token whose
+ * state goes back where it came from. */
+LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la_name z_state,
+                        arena *m, const la_decay decay, const la_rule rule)
+{
+    const bool normalised = decay == LA_NONE && rule == LA_ADDITIVE &&
+                            p->normaliser != LA_UNNORMALISED;
+    const la_array *v = &p->array[LA_V], *o = &p->array[LA_O];
+    const int64_t kp = padded(p->K), strip = MAX_STRIP * LANES;
+    scan_scratch f;
+    scan_take(&f, m, p);
+    for (int64_t v0 = u->v0; v0 < u->v1; v0 += strip) {
+        const int64_t v1 = v0 + strip < u->v1 ? v0 + strip : u->v1, width = padded(v1 - v0);
+        load_state(p, LA_S0, u, v0, v1, f.S, width);
+        if (normalised) load_z(p, LA_Z0, u, f.z);
+        for (int64_t t = u->begin; t < u->end; t++) {
+            real beta = rule == LA_DELTA ? load_beta(p, u, t) : 1;
+            load_key(p, LA_Q, u->b, t, u->h, f.q);
+            load_key(p, LA_K, u->b, t, u->h, f.k);
+            load_decay(p, u, t, f.a, decay);
+            load_row(f.v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
+            token_any(lanes_of(f.S), width / LANES, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
+                      lanes_of(f.o), decay, rule);
+            if (normalised) {
+                add_scaled(kp, f.z, 1, f.k);
+                real by = divisor(p, dot(kp, f.q, f.z));
+                for (int64_t w = 0; w < width; w += LANES) lanes_of(f.o + w)[0] /= by;
+            }
+            store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, v1 - v0);
+        }
+        store_state(p, state, u, v0, v1, f.S, width);
+    }
+    if (normalised && u->v0 == 0) store_z(p, z_state, u, f.z);
+}
+
+/* ---- the adjoint ----
+ *
+ * As in chunk_backward: a state is kept for every segment, then for every token of one segment. */
+
+typedef struct scan_backward_scratch {
+    real *S, *dS;              /* [K][strip] */
+    real *states;              /* [M][K*strip + kp]: before each token of a segment (state, z) */
+    real *checkpoints;         /* [segments][K*strip + kp] */
+    real *q, *k, *a, *z, *dz;  /* [kp] */
+    real *v, *o, *d_o, *dv;    /* [strip] */
+    real *dq, *dk, *da;        /* [kp] */
+} scan_backward_scratch;
+
+LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_problem *p,
+                              int64_t length)
+{
+    const int64_t kp = padded(p->K), strip = MAX_STRIP * LANES, M = segment_length(length);
+    const int64_t kept = p->K * strip + kp;
+    f->S = take(m, p->K * strip);
+    f->dS = take(m, p->K * strip);
+    f->states = take(m, (M < length ? M : length) * kept);
+    f->checkpoints = take(m, (length + M - 1) / M * kept);
+    real **rows[] = {&f->q, &f->k, &f->a, &f->z, &f->dz, &f->dq, &f->dk, &f->da};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) *rows[i] = take(m, kp);
+    real **strips[] = {&f->v, &f->o, &f->d_o, &f->dv};
+    for (size_t i = 0; i < sizeof strips / sizeof *strips; i++) *strips[i] = take(m, strip);
+}
+
+LA_FN void token_adjoint_any(const lane *S, lane *dS, int64_t W, int64_t K,
+                             const scan_backward_scratch *f, real beta, real *dbeta,
+                             const la_decay decay, const la_rule rule)
+{
+    const lane *v = lanes_in(f->v), *d_o = lanes_in(f->d_o);
+    lane *dv = lanes_of(f->dv);
+    switch (W) {
+    case 1:
+        la_token_adjoint(S, dS, 1, (int)K, f->q, f->k, v, f->a, beta, d_o, f->dq, f->dk, dv, f->da,
+                         dbeta, decay, rule);
+        break;
+    case 2:
+        la_token_adjoint(S, dS, 2, (int)K, f->q, f->k, v, f->a, beta, d_o, f->dq, f->dk, dv, f->da,
+                         dbeta, decay, rule);
+        break;
+    case 3:
+        la_token_adjoint(S, dS, 3, (int)K, f->q, f->k, v, f->a, beta, d_o, f->dq, f->dk, dv, f->da,
+                         dbeta, decay, rule);
+        break;
+    default:
+        la_token_adjoint(S, dS, 4, (int)K, f->q, f->k, v, f->a, beta, d_o, f->dq, f->dk, dv, f->da,
+                         dbeta, decay, rule);
+        break;
+    }
+}
+
+LA_FN real scan_load(scan_backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
+                     int64_t v0, int64_t v1, const la_decay decay, const la_rule rule)
+{
+    const la_array *v = &p->array[LA_V];
+    load_key(p, LA_Q, u->b, t, u->h, f->q);
+    load_key(p, LA_K, u->b, t, u->h, f->k);
+    load_decay(p, u, t, f->a, decay);
+    load_row(f->v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
+    return rule == LA_DELTA ? load_beta(p, u, t) : 1;
+}
+
+LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partials *sums, arena *m,
+                         const la_decay decay, const la_rule rule)
+{
+    const bool normalised = decay == LA_NONE && rule == LA_ADDITIVE &&
+                            p->normaliser != LA_UNNORMALISED;
+    const la_array *d_o = &p->array[LA_DO], *dv = &p->array[LA_DV];
+    const int64_t kp = padded(p->K), strip = MAX_STRIP * LANES;
+    const int64_t length = u->end - u->begin, M = segment_length(length);
+    scan_backward_scratch f;
+    scan_backward_take(&f, m, p, length);
+
+    for (int64_t v0 = u->v0; v0 < u->v1; v0 += strip) {
+        const int64_t v1 = v0 + strip < u->v1 ? v0 + strip : u->v1, width = padded(v1 - v0);
+        const int64_t W = width / LANES, size = p->K * width, kept = size + kp;
+        const bool first_strip = v0 == u->v0;
+        load_state(p, LA_S0, u, v0, v1, f.S, width);
+        load_state(p, LA_DST, u, v0, v1, f.dS, width);
+        load_z(p, LA_Z0, u, f.z);
+        if (normalised && first_strip && u->panel == 0) /* once: the strips' gradients are added */
+            load_z(p, LA_DZT, u, f.dz);
+        else
+            fill(kp, f.dz, 0);
+        for (int64_t i = 0; i < length; i++) {
+            if (i % M == 0) {
+                copy_row(size, f.checkpoints + i / M * kept, f.S);
+                copy_row(kp, f.checkpoints + i / M * kept + size, f.z);
+                if (i + M >= length) break;
+            }
+            real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
+            token_any(lanes_of(f.S), W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, lanes_of(f.o),
+                      decay, rule);
+            if (normalised) add_scaled(kp, f.z, 1, f.k);
+        }
+        for (int64_t first = (length - 1) / M * M; first >= 0 && length; first -= M) {
+            const int64_t last = first + M < length ? first + M : length;
+            copy_row(size, f.S, f.checkpoints + first / M * kept);
+            copy_row(kp, f.z, f.checkpoints + first / M * kept + size);
+            for (int64_t i = first; i < last; i++) {
+                copy_row(size, f.states + (i - first) * kept, f.S);
+                copy_row(kp, f.states + (i - first) * kept + size, f.z);
+                real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
+                token_any(lanes_of(f.S), W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
+                          lanes_of(f.o), decay, rule);
+                if (normalised) add_scaled(kp, f.z, 1, f.k);
+            }
+            for (int64_t i = last - 1; i >= first; i--) {
+                const int64_t t = u->begin + i;
+                const real *S = f.states + (i - first) * kept;
+                real *dq = slot(p, sums, sums->dq, u, t, kp), *dk = slot(p, sums, sums->dk, u, t, kp);
+                real *da = decay == LA_KEY     ? slot(p, sums, sums->da, u, t, kp)
+                           : decay == LA_TOKEN ? slot(p, sums, sums->da, u, t, 1)
+                                               : NULL;
+                real *db = rule == LA_DELTA ? slot(p, sums, sums->dbeta, u, t, 1) : NULL, dbeta = 0;
+                real den = 0;
+                real beta = scan_load(&f, p, u, t, v0, v1, decay, rule);
+                load_row(f.d_o, v1 - v0, at_column(d_o, u->b, t, u->hv, v0), d_o->dtype);
+                fill(kp, f.dq, 0);
+                fill(kp, f.dk, 0);
+                fill(kp, f.da, 0);
+                if (normalised) { /* was o = num / divisor(q'z), z after the write */
+                    copy_row(kp, f.z, S + size);
+                    add_scaled(kp, f.z, 1, f.k);
+                    den = dot(kp, f.q, f.z);
+                    for (int64_t w = 0; w < width; w += LANES)
+                        lanes_of(f.d_o + w)[0] /= divisor(p, den);
+                }
+                token_adjoint_any(lanes_in(S), lanes_of(f.dS), W, p->K, &f, beta, &dbeta, decay,
+                                  rule);
+                if (normalised) {
+                    real d_den = 0; /* sum_v dO_v num_v = q . dq */
+                    if (divisor_moves(p, den)) d_den = -dot(kp, f.q, f.dq) / divisor(p, den);
+                    add_scaled(kp, f.dq, d_den, f.z);
+                    add_scaled(kp, f.dz, d_den, f.q);
+                    add_scaled(kp, f.dk, 1, f.dz); /* was z <- z + k */
+                }
+                store_row(at_column(dv, u->b, t, u->hv, v0), dv->dtype, f.dv, v1 - v0);
+                if (first_strip) {
+                    copy_row(kp, dq, f.dq);
+                    copy_row(kp, dk, f.dk);
+                    if (decay == LA_KEY) copy_row(kp, da, f.da);
+                    if (decay == LA_TOKEN) *da = f.da[0];
+                    if (db) *db = dbeta;
+                } else {
+                    add_scaled(kp, dq, 1, f.dq);
+                    add_scaled(kp, dk, 1, f.dk);
+                    if (decay == LA_KEY) add_scaled(kp, da, 1, f.da);
+                    if (decay == LA_TOKEN) *da += f.da[0];
+                    if (db) *db += dbeta;
+                }
+            }
+        }
+        store_state(p, LA_DS0, u, v0, v1, f.dS, width);
+        if (normalised) {
+            if (first_strip)
+                copy_row(kp, z_slot(p, sums, u), f.dz);
+            else
+                add_scaled(kp, z_slot(p, sums, u), 1, f.dz);
+        }
+    }
+}

@@ -1,0 +1,131 @@
+/* Non-causal linear attention: every token reads the state of the whole sequence. One pass sums
+ * the state, a second reads it, so that the order of the keys only matters to rounding.
+ *
+ *     S = S0 + K' V,   z = z0 + K' 1,   O = Q S / divisor(Q z)
+ */
+
+typedef struct whole_scratch {
+    real *S, *dS, *T; /* [K][width], T transposed [width][kp] */
+    real *z, *dz;
+    real *q, *k;      /* [C][kp] */
+    real *V, *O;      /* [C][width] */
+    real *d;          /* [C][kp] */
+} whole_scratch;
+
+LA_FN void whole_take(whole_scratch *f, arena *m, const la_problem *p, int64_t C, int64_t columns)
+{
+    const int64_t kp = padded(p->K), width = padded(columns);
+    f->S = take(m, p->K * width);
+    f->dS = take(m, p->K * width);
+    f->T = take(m, width * kp);
+    f->z = take(m, kp);
+    f->dz = take(m, kp);
+    f->q = take(m, C * kp);
+    f->k = take(m, C * kp);
+    f->V = take(m, C * width);
+    f->O = take(m, C * width);
+    f->d = take(m, C * kp);
+}
+
+LA_FN void load_rows(const la_problem *p, la_name name, const la_unit *u, int64_t t, int64_t n,
+                     real *to, int64_t width)
+{
+    const la_array *from = &p->array[name];
+    for (int64_t i = 0; i < n; i++)
+        load_row(to + i * width, u->v1 - u->v0, at_column(from, u->b, t + i, u->hv, u->v0),
+                 from->dtype);
+}
+
+/* S and z of the whole sequence. */
+LA_FN void whole_sum(whole_scratch *f, const la_problem *p, const la_unit *u, int64_t C)
+{
+    const int64_t kp = padded(p->K), width = padded(u->v1 - u->v0);
+    load_state(p, LA_S0, u, u->v0, u->v1, f->S, width);
+    load_z(p, LA_Z0, u, f->z);
+    for (int64_t t = u->begin; t < u->end; t += C) {
+        const int64_t n = t + C < u->end ? C : u->end - t;
+        for (int64_t i = 0; i < n; i++) {
+            load_key(p, LA_K, u->b, t + i, u->h, f->k + i * kp);
+            add_scaled(kp, f->z, 1, f->k + i * kp);
+        }
+        load_rows(p, LA_V, u, t, n, f->V, width);
+        product(p->K, width, n, f->k, 1, kp, f->V, width, f->S, width, &one, 0);
+    }
+}
+
+LA_FN void whole_forward(const la_problem *p, const la_unit *u, int64_t C, arena *m)
+{
+    const int64_t kp = padded(p->K), width = padded(u->v1 - u->v0);
+    const la_array *to = &p->array[LA_O];
+    whole_scratch f;
+    whole_take(&f, m, p, C, u->v1 - u->v0);
+    whole_sum(&f, p, u, C);
+    for (int64_t t = u->begin; t < u->end; t += C) {
+        const int64_t n = t + C < u->end ? C : u->end - t;
+        for (int64_t i = 0; i < n; i++) load_key(p, LA_Q, u->b, t + i, u->h, f.q + i * kp);
+        product(n, width, p->K, f.q, kp, 1, f.S, width, f.O, width, NULL, 0);
+        for (int64_t i = 0; i < n; i++) {
+            real *row = f.O + i * width;
+            if (p->normaliser != LA_UNNORMALISED) {
+                real by = divisor(p, dot(kp, f.q + i * kp, f.z));
+                for (int64_t w = 0; w < width; w += LANES) lanes_of(row + w)[0] /= by;
+            }
+            store_row(at_column(to, u->b, t + i, u->hv, u->v0), to->dtype, row, u->v1 - u->v0);
+        }
+    }
+    store_state(p, LA_ST, u, u->v0, u->v1, f.S, width);
+    if (p->normaliser != LA_UNNORMALISED && u->v0 == 0) store_z(p, LA_ZT, u, f.z);
+}
+
+LA_FN void whole_backward(const la_problem *p, const la_unit *u, const la_partials *sums, int64_t C,
+                          arena *m)
+{
+    const bool normalised = p->normaliser != LA_UNNORMALISED;
+    const int64_t kp = padded(p->K), width = padded(u->v1 - u->v0);
+    whole_scratch f;
+    whole_take(&f, m, p, C, u->v1 - u->v0);
+    whole_sum(&f, p, u, C);
+    load_state(p, LA_DST, u, u->v0, u->v1, f.dS, width);
+    if (normalised && u->panel == 0)
+        load_z(p, LA_DZT, u, f.dz);
+    else
+        fill(kp, f.dz, 0);
+
+    transpose(p->K, width, f.S, width, f.T, kp);
+    for (int64_t t = u->begin; t < u->end; t += C) { /* was o = q S / divisor(q z) */
+        const int64_t n = t + C < u->end ? C : u->end - t;
+        for (int64_t i = 0; i < n; i++) load_key(p, LA_Q, u->b, t + i, u->h, f.q + i * kp);
+        load_rows(p, LA_DO, u, t, n, f.O, width);
+        for (int64_t i = 0; normalised && i < n; i++) {
+            real by = divisor(p, dot(kp, f.q + i * kp, f.z));
+            for (int64_t w = 0; w < width; w += LANES) lanes_of(f.O + i * width + w)[0] /= by;
+        }
+        product(n, kp, width, f.O, width, 1, f.T, kp, f.d, kp, NULL, 0);
+        product(p->K, width, n, f.q, 1, kp, f.O, width, f.dS, width, &one, 0);
+        for (int64_t i = 0; normalised && i < n; i++) {
+            real den = dot(kp, f.q + i * kp, f.z), d_den = 0;
+            if (divisor_moves(p, den))
+                d_den = -dot(kp, f.q + i * kp, f.d + i * kp) / divisor(p, den);
+            add_scaled(kp, f.d + i * kp, d_den, f.z);
+            add_scaled(kp, f.dz, d_den, f.q + i * kp);
+        }
+        copy_row(n * kp, slot(p, sums, sums->dq, u, t, kp), f.d);
+    }
+    transpose(p->K, width, f.dS, width, f.T, kp);
+    for (int64_t t = u->begin; t < u->end; t += C) { /* was S += k v', z += k */
+        const int64_t n = t + C < u->end ? C : u->end - t;
+        const la_array *dv = &p->array[LA_DV];
+        for (int64_t i = 0; i < n; i++) load_key(p, LA_K, u->b, t + i, u->h, f.k + i * kp);
+        load_rows(p, LA_V, u, t, n, f.V, width);
+        product(n, width, p->K, f.k, kp, 1, f.dS, width, f.O, width, NULL, 0);
+        for (int64_t i = 0; i < n; i++) {
+            copy_row(kp, f.d + i * kp, f.dz);
+            store_row(at_column(dv, u->b, t + i, u->hv, u->v0), dv->dtype, f.O + i * width,
+                      u->v1 - u->v0);
+        }
+        product(n, kp, width, f.V, width, 1, f.T, kp, f.d, kp, &one, 0);
+        copy_row(n * kp, slot(p, sums, sums->dk, u, t, kp), f.d);
+    }
+    store_state(p, LA_DS0, u, u->v0, u->v1, f.dS, width);
+    if (normalised) copy_row(kp, z_slot(p, sums, u), f.dz);
+}

@@ -1,0 +1,167 @@
+/* The C core of linattn: one problem, one check, three entry points.
+ *
+ * Letters, here and everywhere: B batch, T tokens, H query/key heads, HV value heads (HV % H == 0;
+ * value head h reads q/k head h / (HV / H)), K key dim, V value dim, N sequences, C chunk.
+ *
+ * A caller describes a call in an la_problem (arrays as the user gave them, options), la_check
+ * compares it with the table in variants.def and settles the letters and the strides, and
+ * la_forward, la_backward or la_step do the work. Nobody behind la_check looks at a shape again.
+ */
+#ifndef LINATTN_H
+#define LINATTN_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef enum {
+    LA_OK = 0,
+    LA_TYPE_ERROR,   /* not an array of a supported dtype */
+    LA_VALUE_ERROR,  /* shapes, values, combinations */
+    LA_MEMORY_ERROR, /* scratch could not be had */
+} la_status;
+
+typedef enum { LA_F64, LA_F32, LA_F16, LA_BF16, LA_I64, LA_I32, LA_DTYPES } la_dtype;
+
+typedef enum {
+#define LA_VARIANT(name, decay, rule, z) LA_OP_##name,
+#include "variants.def"
+#undef LA_VARIANT
+    LA_OPS
+} la_op;
+
+typedef enum { LA_FORWARD, LA_STEP, LA_BACKWARD } la_face;
+typedef enum { LA_CHUNK, LA_RECURRENT, LA_PARALLEL } la_mode;
+
+/* HEAD exists for the checker only: the kernels see it as TOKEN with token stride 0. */
+typedef enum { LA_NONE, LA_HEAD, LA_TOKEN, LA_KEY } la_decay;
+typedef enum { LA_ADDITIVE, LA_DELTA } la_rule;
+
+/* How a denominator q'z becomes a divisor: not at all, max(den, eps), or den + eps. */
+typedef enum { LA_UNNORMALISED, LA_CLAMP, LA_ADD } la_normaliser;
+
+/* Feature maps that are applied while q and k are loaded. */
+typedef enum { LA_IDENTITY, LA_ELU1, LA_RELU, LA_RELU2, LA_EXP, LA_MAPS } la_map;
+
+/* Every array a call can have, by the name its error messages use. */
+typedef enum {
+    LA_Q,
+    LA_K,
+    LA_V,
+    LA_G,
+    LA_BETA,
+    LA_S0,
+    LA_Z0,
+    LA_CU,
+    LA_O,
+    LA_ST,
+    LA_ZT,
+    LA_DO,
+    LA_DST,
+    LA_DZT,
+    LA_DQ,
+    LA_DK,
+    LA_DV,
+    LA_DG,
+    LA_DBETA,
+    LA_DS0,
+    LA_DZ0,
+    LA_ARRAYS
+} la_name;
+
+#define LA_MAX_DIMS 4
+
+/* As given: the user's dimensions, strides in elements. After la_check: the array's letters in
+ * their canonical order (q: B T H K, S: N HV K V whatever the layout), with stride 0 for a letter
+ * the user left out (one-head calls, steps, per-head gates). */
+typedef struct la_array {
+    char *data;
+    bool given;
+    la_dtype dtype;
+    int ndim;
+    int64_t shape[LA_MAX_DIMS];
+    int64_t stride[LA_MAX_DIMS];
+} la_array;
+
+#define LA_MESSAGE 320
+
+typedef struct la_problem {
+    /* what the caller says */
+    la_op op;
+    la_face face;
+    la_mode mode;
+    bool has_chunk;
+    int64_t chunk; /* tokens per chunk; 0 after la_check: the library's choice */
+    la_array array[LA_ARRAYS];
+    bool has_scale;
+    double scale;
+    bool gate_is_decay; /* g holds the decay a itself (alpha=, gamma=), not its logarithm */
+    bool qk_l2norm;     /* q, k <- x / sqrt(sum x^2 + 1e-6), before the feature map */
+    bool state_v_first; /* states are [N,HV,V,K] */
+    bool want_final;
+    la_map map[2];           /* of q, of k */
+    double map_eps[2];       /* relu: max(x,0) + eps */
+    la_normaliser normaliser;
+    double eps;
+    bool causal;
+
+    /* what la_check settles */
+    int64_t B, T, H, HV, K, V, N;
+    bool one_head;        /* 2-D notebook call (1-D for a step): no B, H, HV in any array */
+    la_decay decay;
+    la_rule rule;
+    la_dtype real;        /* of sums and states: LA_F32, or LA_F64 for float64 inputs */
+    int64_t tokens;       /* B * T */
+
+    /* what comes back beside the arrays */
+    bool gate_above_one;  /* some decay was > 1 (g > 0) */
+    char message[LA_MESSAGE];
+} la_problem;
+
+/* The table's names, in its order, and the names of dtypes. */
+extern const char *const la_op_names[LA_OPS];
+extern const char *const la_dtype_names[LA_DTYPES];
+
+/* What an array is called in this call: `state` in a step, `alpha` for a decay given as such. */
+const char *la_array_name(const la_problem *p, la_name name);
+
+/* Set every option to its documented default. */
+void la_problem_init(la_problem *p, la_op op, la_face face);
+
+/* Compare the inputs with the table; settle letters, strides and defaults. On failure the message
+ * names the argument, what was expected and what came, and nothing has been touched. */
+la_status la_check(la_problem *p);
+
+/* After la_check: the shape of an array in the user's own dimensions; returns ndim. */
+int la_shape_of(const la_problem *p, la_name name, int64_t shape[LA_MAX_DIMS]);
+
+/* After la_check: does the op, face and normaliser have this array at all? */
+bool la_has(const la_problem *p, la_name name);
+
+/* After la_check: compare one output with the problem and make its strides canonical. */
+la_status la_check_output(la_problem *p, la_name name);
+
+/* After la_check: is some decay above one? A pass over the gate, for callers that must know first. */
+bool la_gate_above_one(const la_problem *p);
+
+/* The CPU's entry points. Everything has been checked; only memory can fail, and it fails before
+ * an output is written. */
+la_status la_forward(la_problem *p);
+la_status la_backward(la_problem *p);
+la_status la_step(la_problem *p);
+
+/* Threads: 0 asks for the default (affinity, LINATTN_NUM_THREADS, OMP_NUM_THREADS). */
+void la_set_num_threads(int n);
+int la_get_num_threads(void);
+
+/* Instruction sets: the one in use, and the names compiled in that this machine can run. */
+const char *la_isa(void);
+int la_isa_count(void);
+const char *la_isa_name(int i, bool *runs_here);
+/* Choose by name; false if it is unknown or cannot run here. */
+bool la_isa_choose(const char *name);
+
+/* Tests only: let the n-th scratch allocation from now on fail (0: never). */
+void la_fail_allocation(int n);
+
+#endif

@@ -1,0 +1,92 @@
+/* THE RECURRENCE and its adjoint. One head, one token, a strip of value columns.
+ *
+ *     decay    S <- diag(a) S           a = 1 | one scalar | one per key
+ *     predict  p  = S' k                delta rule only
+ *     write    S <- S + k u'            u = v  |  beta (v - p)
+ *     read     o  = S' q                after the write: a token sees itself
+ *
+ * The columns of S never mix, so a `lane` is whatever holds columns cheaply: a SIMD vector on a
+ * CPU, one float in a CUDA thread. W lanes are worked on together; S is [K][W] lanes. `decay` and
+ * `rule` are compile-time constants wherever this text is used.
+ *
+ * Needs: LA_FN, real, lane, LANE_SUM (a lane's sum over its columns), MAX_STRIP >= W.
+ */
+
+LA_FN void la_token(lane *S, const int W, int K, const real *q, const real *k, const lane *v,
+                    const real *a, real beta, lane *o, const la_decay decay, const la_rule rule)
+{
+    lane p[MAX_STRIP] = {{0}}, u[MAX_STRIP], r[MAX_STRIP] = {{0}};
+
+    if (rule == LA_DELTA)
+        for (int i = 0; i < K; i++) {
+            real ai = decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
+            for (int w = 0; w < W; w++) p[w] += (ai * k[i]) * S[i * W + w];
+        }
+    for (int w = 0; w < W; w++) u[w] = rule == LA_DELTA ? beta * (v[w] - p[w]) : v[w];
+    for (int i = 0; i < K; i++) {
+        real ai = decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
+        for (int w = 0; w < W; w++) {
+            lane s = decay == LA_NONE ? S[i * W + w] : ai * S[i * W + w];
+            s += k[i] * u[w];
+            r[w] += q[i] * s;
+            S[i * W + w] = s;
+        }
+    }
+    for (int w = 0; w < W; w++) o[w] = r[w];
+}
+
+/* Its adjoint, line for line in reverse. S is the state before the token; dS arrives as the
+ * gradient of the state after it and leaves as the gradient of the state before it. dq, dk, da and
+ * dbeta are added to, because several strips share them; dv is written. */
+LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const real *q,
+                            const real *k, const lane *v, const real *a, real beta,
+                            const lane *d_o, real *dq, real *dk, lane *dv, real *da, real *dbeta,
+                            const la_decay decay, const la_rule rule)
+{
+    lane p[MAX_STRIP] = {{0}}, u[MAX_STRIP], du[MAX_STRIP] = {{0}}, dp[MAX_STRIP];
+    real db = 0;
+
+    if (rule == LA_DELTA) /* the forward's p and u again */
+        for (int i = 0; i < K; i++) {
+            real ai = decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
+            for (int w = 0; w < W; w++) p[w] += (ai * k[i]) * S[i * W + w];
+        }
+    for (int w = 0; w < W; w++) u[w] = rule == LA_DELTA ? beta * (v[w] - p[w]) : v[w];
+
+    for (int i = 0; i < K; i++) {
+        real ai = decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
+        lane gq = {0}, gk = {0};
+        for (int w = 0; w < W; w++) {
+            lane s = decay == LA_NONE ? S[i * W + w] : ai * S[i * W + w];
+            gq += (s + k[i] * u[w]) * d_o[w];  /* was o = S' q, S the state written */
+            dS[i * W + w] += q[i] * d_o[w];
+            gk += dS[i * W + w] * u[w];        /* was S <- S + k u' */
+            du[w] += k[i] * dS[i * W + w];
+        }
+        dq[i] += LANE_SUM(gq);
+        dk[i] += LANE_SUM(gk);
+    }
+    for (int w = 0; w < W; w++) { /* was u = beta (v - p) */
+        if (rule == LA_DELTA) db += LANE_SUM((v[w] - p[w]) * du[w]);
+        dv[w] = rule == LA_DELTA ? beta * du[w] : du[w];
+        dp[w] = -dv[w];
+    }
+    if (rule == LA_DELTA) *dbeta += db;
+    if (rule == LA_ADDITIVE && decay == LA_NONE) return;
+    for (int i = 0; i < K; i++) {
+        real ai = decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
+        lane gk = {0}, ga = {0};
+        for (int w = 0; w < W; w++) {
+            if (rule == LA_DELTA) { /* was p = S' k, S the decayed state */
+                gk += (ai * S[i * W + w]) * dp[w];
+                dS[i * W + w] += k[i] * dp[w];
+            }
+            if (decay != LA_NONE) { /* was S <- diag(a) S */
+                ga += S[i * W + w] * dS[i * W + w];
+                dS[i * W + w] *= ai;
+            }
+        }
+        if (rule == LA_DELTA) dk[i] += LANE_SUM(gk);
+        if (decay != LA_NONE) da[decay == LA_KEY ? i : 0] += LANE_SUM(ga);
+    }
+}

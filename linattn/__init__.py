@@ -1,0 +1,27 @@
+"""linattn: the linear-attention family, with a C core.
+
+Chunked forward passes, recurrent steps and gradients on NumPy arrays, with no compiler at run time
+and nothing else to install. Start with :func:`gated_delta_rule`, or with
+:mod:`linattn.reference`, which spells every op out in float64 NumPy.
+"""
+
+from linattn import ops
+from linattn.arrays import zeros_state
+from linattn.config import cuda, get_num_threads, set_num_threads, show_config
+from linattn.features import FeatureMap
+from linattn.ops import *  # noqa: F403
+from linattn.ops import OPS, Gradients
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "OPS",
+    "FeatureMap",
+    "Gradients",
+    "cuda",
+    "get_num_threads",
+    "set_num_threads",
+    "show_config",
+    "zeros_state",
+    *ops.__all__,
+]

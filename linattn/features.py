@@ -1,0 +1,103 @@
+"""Feature maps phi: what replaces the softmax's exponential in linear attention.
+
+Softmax attention weighs value j by exp(q_i . k_j); linear attention weighs it by
+phi(q_i) . phi(k_j), so that the sum over j can be taken once (Katharopoulos et al., 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["FEATURE_MAPS", "FeatureMap"]
+
+# The core's numbers, in the order of la_map in csrc/linattn.h.
+_CORE = {"identity": 0, "elu+1": 1, "relu+eps": 2, "relu2": 3, "exp": 4}
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """A feature map: one of the core's by name, or functions of your own.
+
+    Parameters
+    ----------
+    name : str
+        ``"identity"``, ``"elu+1"`` (x + 1 above zero, exp(x) below), ``"relu+eps"``
+        (max(x, 0) + eps), ``"relu2"`` (max(x, 0)**2), ``"exp"``; these run inside the kernels.
+        Any other name needs ``forward``.
+    eps : float
+        Of ``"relu+eps"``, 1e-3 by default.
+    forward : callable, optional
+        phi itself, from an array [..., K] to an array [..., K'] of the same dtype.
+    backward : callable, optional
+        ``backward(x, dy)`` gives the gradient of x when dy is the gradient of phi(x). Only the
+        op's backward needs it.
+    """
+
+    name: str
+    eps: float = 1e-3
+    forward: Callable[[np.ndarray], np.ndarray] | None = None
+    backward: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+
+    def __post_init__(self) -> None:
+        if self.forward is None and self.name not in _CORE:
+            raise ValueError(
+                f"feature_map: expected one of {', '.join(map(repr, _CORE))} or a callable, "
+                f"got {self.name!r}"
+            )
+        if not (np.isfinite(self.eps) and self.eps >= 0):
+            raise ValueError(f"feature_map: expected a finite eps >= 0, got {self.eps!r}")
+
+    @property
+    def core(self) -> int:
+        """The core's number; 0 (identity) for a map that is applied before the core is called."""
+        return _CORE[self.name] if self.forward is None else 0
+
+    @property
+    def may_be_negative(self) -> bool:
+        """Is this map known to reach below zero, so that a denominator could too?"""
+        return self.forward is None and self.name == "identity"
+
+
+FEATURE_MAPS: tuple[str, ...] = tuple(_CORE)
+
+FeatureMapLike = str | FeatureMap | Callable[[np.ndarray], np.ndarray]
+
+
+def _one(given: object) -> FeatureMap:
+    if isinstance(given, FeatureMap):
+        return given
+    if isinstance(given, str):
+        return FeatureMap(given)
+    if callable(given):
+        return FeatureMap(getattr(given, "__name__", "callable"), forward=given)
+    raise TypeError(
+        "feature_map: expected a name, a FeatureMap, a callable or a pair of them, "
+        f"got {type(given).__name__}"
+    )
+
+
+def feature_maps(given: object) -> tuple[FeatureMap, FeatureMap]:
+    """The maps of q and of k: one for both, or a pair."""
+    if isinstance(given, tuple | list):
+        if len(given) != 2:
+            raise ValueError(f"feature_map: expected one or a pair (phi_q, phi_k), got {len(given)}")
+        return _one(given[0]), _one(given[1])
+    return _one(given), _one(given)
+
+
+def l2norm(x: np.ndarray) -> np.ndarray:
+    """x / sqrt(sum x^2 + 1e-6) along the last axis, in float32 or better."""
+    y = x.astype(np.promote_types(x.dtype, np.float32), copy=False)
+    return (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6)).astype(x.dtype, copy=False)
+
+
+def l2norm_backward(x: np.ndarray, dy: np.ndarray) -> np.ndarray:
+    """The gradient of x when dy is that of l2norm(x): r (dy - y y'dy), r the factor."""
+    wide = np.promote_types(x.dtype, np.float32)
+    x, dy = x.astype(wide, copy=False), dy.astype(wide, copy=False)
+    r = 1 / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+    y = x * r
+    return r * (dy - y * (y * dy).sum(-1, keepdims=True))

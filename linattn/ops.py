@@ -1,0 +1,1812 @@
+"""The ops: eight members of one family, three faces each.
+
+One recurrence, per sequence and value head, with S the state [K,V]::
+
+    decay    S <- diag(a) S         a = 1 | one per head | one per token | one per token and key
+    predict  p  = S' k              delta rule only
+    write    S <- S + k u'          u = v  |  beta (v - p)
+    read     o  = scale * S' q      after the write: a token sees itself
+
+Letters: B batch, T tokens, H query/key heads, HV value heads (a multiple of H; value head h reads
+query/key head h // (HV // H)), K key dimension, V value dimension, N sequences (B, or
+len(cu_seqlens) - 1). Gates called ``g`` are natural LOGARITHMS of the decay, g <= 0; the decay
+itself goes under ``alpha`` (``gamma`` in retention). One head may drop its axes: q, k [T,K] and
+v [T,V] work and come back 2-D.
+
+Arrays are NumPy's: float64, float32, float16 or ml_dtypes.bfloat16, one dtype for q, k and v;
+gates any of them. Sums and states are float32, or float64 for float64 inputs. Inputs are never
+written. A wrong argument raises TypeError or ValueError that names it, what was expected and what
+came, before anything is written; MemoryError likewise.
+
+The functions are thin: they turn keywords into positions. What is right is decided in
+csrc/check.c, from the table in csrc/variants.def.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from linattn import _linattn
+from linattn.features import FeatureMap, FeatureMapLike, feature_maps, l2norm, l2norm_backward
+
+OPS: tuple[str, ...] = _linattn.OPS
+(
+    _LINEAR,
+    _RETENTION,
+    _LIGHTNING,
+    _SIMPLE_GLA,
+    _GLA,
+    _DELTA,
+    _GATED_DELTA,
+    _KDA,
+) = range(len(OPS))
+
+__all__ = [
+    "OPS",
+    "Gradients",
+    "implicit_weights",
+    "lightning_slopes",
+    *OPS,
+    *(f"{name}_step" for name in OPS),
+    *(f"{name}_backward" for name in OPS),
+]
+
+State = np.ndarray | tuple[np.ndarray, np.ndarray]
+
+
+class Gradients(NamedTuple):
+    """What a backward returns, each with the shape and dtype of what it is the gradient of.
+
+    ``dg`` is the gradient of the gate as it was given: g, alpha, gamma or slopes.
+    ``d_initial_state`` is float32 (float64 for float64 inputs), the pair (dS, dz) for a normalised
+    op. What a call was not given is None.
+    """
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dg: np.ndarray | None
+    dbeta: np.ndarray | None
+    d_initial_state: State | None
+
+
+# ---- what the functions below share ----
+
+
+@lru_cache(maxsize=64, typed=True)
+def _features(
+    feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike],
+    normalize: bool | str,
+    eps: float,
+    causal: bool,
+) -> tuple[FeatureMap, FeatureMap, tuple[int, float, int, float, int, float, bool]]:
+    """The maps of q and k, and linear attention's options as the core takes them."""
+    phi_q, phi_k = feature_maps(feature_map)
+    if isinstance(normalize, str):
+        if normalize not in ("clamp", "add"):
+            raise ValueError(f"normalize: expected a bool, 'clamp' or 'add', got {normalize!r}")
+        normalizer = 1 if normalize == "clamp" else 2
+    elif isinstance(normalize, bool | np.bool_):
+        normalizer = int(normalize)
+        if normalize and (phi_q.may_be_negative or phi_k.may_be_negative):
+            raise ValueError(
+                "normalize: with feature_map='identity' the denominator may be negative or zero, "
+                "and clamping it is wrong; expected normalize=False (or 'clamp' to insist), got True"
+            )
+    else:
+        raise TypeError(
+            f"normalize: expected a bool, 'clamp' or 'add', got {type(normalize).__name__}"
+        )
+    if isinstance(eps, bool) or not isinstance(eps, int | float | np.floating | np.integer):
+        raise TypeError(f"eps: expected a number, got {type(eps).__name__}")
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"causal: expected True or False, got {type(causal).__name__}")
+    core = (phi_q.core, phi_q.eps, phi_k.core, phi_k.eps, normalizer, float(eps), bool(causal))
+    return phi_q, phi_k, core
+
+
+def _hashable(feature_map: Any) -> Any:
+    return tuple(feature_map) if isinstance(feature_map, list) else feature_map
+
+
+def _apply(phi: FeatureMap, name: str, x: np.ndarray) -> np.ndarray:
+    """phi(x) for a map that is not the core's own."""
+    if phi.forward is None:
+        return x
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"{name}: expected a NumPy array, got {type(x)}")
+    y = phi.forward(x)
+    if not isinstance(y, np.ndarray) or y.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"feature_map: expected {phi.name} to give an array [..., K'] for {name} of shape "
+            f"{x.shape}, got {y.shape if isinstance(y, np.ndarray) else type(y)}"
+        )
+    return y.astype(x.dtype, copy=False)
+
+
+def _mapped(
+    phi_q: FeatureMap, phi_k: FeatureMap, q: np.ndarray, k: np.ndarray, qk_l2norm: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool]:
+    """q and k before and after the caller's own maps, and whether the core still has to l2-norm.
+
+    The norm comes before the map, so a map outside the core takes the norm out with it.
+    """
+    if phi_q.forward is None and phi_k.forward is None:
+        return q, k, q, k, qk_l2norm
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, np.ndarray):
+            raise TypeError(f"{name}: expected a NumPy array, got {type(x)}")
+    if qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    return q, k, _apply(phi_q, "q", q), _apply(phi_k, "k", k), False
+
+
+@lru_cache(maxsize=64)
+def _default_gamma(HV: int) -> np.ndarray:
+    gamma = 1 - 2.0 ** (-5 - np.arange(HV))
+    gamma.flags.writeable = False
+    return gamma
+
+
+def _retention_gamma(v: np.ndarray, ndim: int) -> np.ndarray | None:
+    """RetNet's decays for v's heads; None where v is not an array that has any: the core says so."""
+    if not isinstance(v, np.ndarray) or v.ndim not in (ndim, ndim - 2):
+        return None
+    return _default_gamma(v.shape[-2] if v.ndim == ndim else 1)
+
+
+def _negative(x: Any) -> Any:
+    """-x of an array; anything else is left for the core to name."""
+    return -x if isinstance(x, np.ndarray) and x.dtype.kind != "b" else x
+
+
+def lightning_slopes(
+    H: int, *, layer: int = 0, layers: int = 1, rule: str = "minimax"
+) -> np.ndarray:
+    """The slopes of :func:`lightning_attention` by either published rule, float64 [H].
+
+    Parameters
+    ----------
+    H : int
+        Heads.
+    layer, layers : int
+        Which layer of how many; deeper layers forget more slowly.
+    rule : {"minimax", "transnormer"}
+        ``"minimax"`` (Lightning Attention-2, MiniMax-01): ALiBi's slopes 2**(-8 (h+1) / H) (for an
+        H that is no power of two, those of the power below and every second of the power above),
+        times 1 - layer / (layers - 1) + 1e-5.
+        ``"transnormer"`` (TransNormerLLM): 8 h / H * (1 - layer / layers).
+    """
+    if H < 1 or not 0 <= layer < layers:
+        raise ValueError(
+            f"H, layer, layers: expected H >= 1 and 0 <= layer < layers, got {H}, {layer}, {layers}"
+        )
+    if rule == "transnormer":
+        return 8 * np.arange(H) / H * (1 - layer / layers)
+    if rule != "minimax":
+        raise ValueError(f"rule: expected 'minimax' or 'transnormer', got {rule!r}")
+    below = 1 << (H.bit_length() - 1)
+
+    def alibi(n: int) -> np.ndarray:
+        return 2.0 ** (-8 * np.arange(1, n + 1) / n)
+
+    slopes = np.concatenate([alibi(below), alibi(2 * below)[::2][: H - below]])
+    return slopes * (1 - layer / (layers - 1) + 1e-5 if layers > 1 else 1)
+
+
+# ---- linear attention ----
+
+
+def linear_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = "elu+1",
+    normalize: bool | str = True,
+    causal: bool = True,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> tuple[np.ndarray, State | None]:
+    """Linear attention: the softmax replaced by a feature map, so that a sum serves as memory.
+
+    ::
+
+        S <- S + phi(k) v',   z <- z + phi(k)
+        o = scale * S' phi(q) / max(scale * z' phi(q), eps)
+
+    Katharopoulos et al., 2020, *Transformers are RNNs*.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    feature_map : str, FeatureMap, callable, or a pair (phi_q, phi_k)
+        ``"elu+1"``, ``"relu+eps"``, ``"relu2"``, ``"exp"``, ``"identity"``, or a function from
+        [..., K] to [..., K'] (K is then K' everywhere below). See :class:`linattn.FeatureMap`.
+    normalize : bool, "clamp" or "add"
+        Divide by max(den, eps) (True, ``"clamp"``), by den + eps (``"add"``), or not at all. The
+        clamp is only right for maps that are never negative: True is refused with ``"identity"``,
+        ``"clamp"`` insists.
+    causal : bool
+        False: every token reads the whole sequence.
+    eps : float
+        Of the normaliser.
+    scale : float, optional
+        Of numerator and denominator; K**-0.5 by default.
+    initial_state : array [N,HV,K,V], or the pair (S, z [N,HV,K]) if normalised, optional
+        float32 (float64 for float64 inputs) or bfloat16; zeros by default.
+    output_final_state : bool
+        Return the state after the last token; else None is returned in its place.
+    cu_seqlens : int array [N+1], optional
+        Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mode : {"chunk", "recurrent", "parallel"}
+        A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree;
+        the non-causal form has one way only, which is linear in T.
+    chunk_size : int, optional
+        Tokens per chunk.
+    qk_l2norm : bool
+        q, k <- x / sqrt(sum x^2 + 1e-6) along K, before the feature map.
+    state_v_first : bool
+        S is [N,HV,V,K].
+    out : array [B,T,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,T,HV,V], dtype of v
+    final_state : array [N,HV,K,V], or the pair (S, z), or None
+    """
+    phi_q, phi_k, core = _features(_hashable(feature_map), normalize, eps, causal)
+    _, _, q, k, qk_l2norm = _mapped(phi_q, phi_k, q, k, qk_l2norm)
+    return _linattn.forward(
+        _LINEAR,
+        q,
+        k,
+        v,
+        None,
+        None,
+        None,
+        initial_state,
+        cu_seqlens,
+        out,
+        output_final_state,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        core,
+    )
+
+
+def linear_attention_step(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    state: State,
+    feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = "elu+1",
+    normalize: bool | str = True,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """One token of causal :func:`linear_attention`; ``state`` is changed in place.
+
+    Parameters
+    ----------
+    q, k : array [B,H,K]
+    v : array [B,HV,V]
+    state : the pair (S [B,HV,K,V], z [B,HV,K]), or S alone if not normalised
+        float32 (float64 for float64 inputs) or bfloat16; rows contiguous. See
+        :func:`linattn.zeros_state`.
+    feature_map, normalize, eps, scale, qk_l2norm, state_v_first : see :func:`linear_attention`
+    out : array [B,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,HV,V], dtype of v
+
+    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    """
+    phi_q, phi_k, core = _features(_hashable(feature_map), normalize, eps, True)
+    _, _, q, k, qk_l2norm = _mapped(phi_q, phi_k, q, k, qk_l2norm)
+    return _linattn.step(
+        _LINEAR,
+        q,
+        k,
+        v,
+        None,
+        None,
+        None,
+        state,
+        out,
+        scale,
+        qk_l2norm,
+        state_v_first,
+        core,
+    )
+
+
+def linear_attention_backward(
+    do: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = "elu+1",
+    normalize: bool | str = True,
+    causal: bool = True,
+    eps: float = 1e-6,
+    d_final_state: State | None = None,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+) -> Gradients:
+    """The gradients of :func:`linear_attention`.
+
+    Parameters
+    ----------
+    do : array [B,T,HV,V], dtype of v
+        The gradient of o.
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    feature_map : as in the forward call
+        A function of your own needs ``FeatureMap(name, forward=..., backward=...)``.
+    d_final_state : array [N,HV,K,V], or the pair (dS, dz) if normalised, optional
+        The gradient of the final state, float32 (float64 for float64 inputs).
+    normalize, causal, eps, scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, \
+state_v_first :
+        As in the forward call.
+
+    Returns
+    -------
+    Gradients
+    """
+    phi_q, phi_k, core = _features(_hashable(feature_map), normalize, eps, causal)
+    for phi in (phi_q, phi_k):
+        if phi.forward is not None and phi.backward is None:
+            raise ValueError(
+                "feature_map: the gradient of a function of your own needs "
+                f"FeatureMap(name, forward=..., backward=...), got {phi.name} without backward"
+            )
+    q0, k0 = q, k
+    q1, k1, q, k, core_l2norm = _mapped(phi_q, phi_k, q, k, qk_l2norm)
+    grads = _linattn.backward(
+        _LINEAR,
+        do,
+        q,
+        k,
+        v,
+        None,
+        None,
+        None,
+        initial_state,
+        d_final_state,
+        cu_seqlens,
+        scale,
+        mode,
+        chunk_size,
+        core_l2norm,
+        state_v_first,
+        core,
+    )
+    dq, dk, *rest = grads
+    if phi_q.backward is not None:  # was q = phi_q(q1)
+        dq = np.asarray(phi_q.backward(q1, dq)).astype(q0.dtype, copy=False)
+    if phi_k.backward is not None:  # was k = phi_k(k1)
+        dk = np.asarray(phi_k.backward(k1, dk)).astype(k0.dtype, copy=False)
+    if qk_l2norm and not core_l2norm:  # was q1 = l2norm(q0)
+        dq = l2norm_backward(q0, dq).astype(q0.dtype, copy=False)
+        dk = l2norm_backward(k0, dk).astype(k0.dtype, copy=False)
+    return Gradients(dq, dk, *rest)
+
+
+# ---- the rest of the table ----
+
+
+def retention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    gamma: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """RetNet's retention: one constant decay per head.
+
+    ::
+
+        S <- gamma_h S + k v',   o = scale * S' q
+
+    Sun et al., 2023, *Retentive Network: A Successor to Transformer*.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    gamma : array [HV], optional
+        The decay itself, in [0, 1]; 1 - 2**(-5 - h) by default.
+    scale : float, optional
+        Of the reads; K**-0.5 by default.
+    initial_state : array [N,HV,K,V], optional
+        float32 (float64 for float64 inputs) or bfloat16; zeros by default.
+    output_final_state : bool
+        Return the state after the last token; else None is returned in its place.
+    cu_seqlens : int array [N+1], optional
+        Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mode : {"chunk", "recurrent", "parallel"}
+        A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
+    chunk_size : int, optional
+        Tokens per chunk.
+    qk_l2norm : bool
+        q, k <- x / sqrt(sum x^2 + 1e-6) along K.
+    state_v_first : bool
+        States are [N,HV,V,K].
+    out : array [B,T,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,T,HV,V], dtype of v
+    final_state : array [N,HV,K,V] or None
+    """
+    gate = _retention_gamma(v, 4) if gamma is None else gamma
+    return _linattn.forward(
+        _RETENTION,
+        q,
+        k,
+        v,
+        None,
+        gate,
+        None,
+        initial_state,
+        cu_seqlens,
+        out,
+        output_final_state,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def retention_step(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    gamma: np.ndarray | None = None,
+    state: np.ndarray,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """One token of :func:`retention`; ``state`` is changed in place.
+
+    Parameters
+    ----------
+    q, k : array [B,H,K]
+    v : array [B,HV,V]
+    gamma : array [HV], optional
+        The decay itself, in [0, 1]; 1 - 2**(-5 - h) by default.
+    state : array [B,HV,K,V]
+        float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
+        :func:`linattn.zeros_state`.
+    scale, qk_l2norm, state_v_first : see :func:`retention`
+    out : array [B,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,HV,V], dtype of v
+
+    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    """
+    gate = _retention_gamma(v, 3) if gamma is None else gamma
+    return _linattn.step(
+        _RETENTION,
+        q,
+        k,
+        v,
+        None,
+        gate,
+        None,
+        state,
+        out,
+        scale,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def retention_backward(
+    do: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    gamma: np.ndarray | None = None,
+    d_final_state: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+) -> Gradients:
+    """The gradients of :func:`retention`.
+
+    Parameters
+    ----------
+    do : array [B,T,HV,V], dtype of v
+        The gradient of o.
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    gamma : array [HV], optional
+        The decay itself, in [0, 1]; 1 - 2**(-5 - h) by default.
+    d_final_state : array [N,HV,K,V], optional
+        The gradient of the final state, float32 (float64 for float64 inputs).
+    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+        As in the forward call.
+
+    Returns
+    -------
+    Gradients
+    """
+    gate = _retention_gamma(v, 4) if gamma is None else gamma
+    grads = _linattn.backward(
+        _RETENTION,
+        do,
+        q,
+        k,
+        v,
+        None,
+        gate,
+        None,
+        initial_state,
+        d_final_state,
+        cu_seqlens,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+    return Gradients(*grads)
+
+
+def lightning_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    slopes: np.ndarray,
+    *,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Lightning Attention: one constant decay per head, given by its slope.
+
+    ::
+
+        S <- exp(-slope_h) S + k v',   o = scale * S' q
+
+    Qin et al., 2024, *Lightning Attention-2*; MiniMax-01, 2025. Slopes: :func:`lightning_slopes`.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    slopes : array [HV]
+        Minus the log of the decay, >= 0.
+    scale : float, optional
+        Of the reads; K**-0.5 by default.
+    initial_state : array [N,HV,K,V], optional
+        float32 (float64 for float64 inputs) or bfloat16; zeros by default.
+    output_final_state : bool
+        Return the state after the last token; else None is returned in its place.
+    cu_seqlens : int array [N+1], optional
+        Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mode : {"chunk", "recurrent", "parallel"}
+        A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
+    chunk_size : int, optional
+        Tokens per chunk.
+    qk_l2norm : bool
+        q, k <- x / sqrt(sum x^2 + 1e-6) along K.
+    state_v_first : bool
+        States are [N,HV,V,K].
+    out : array [B,T,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,T,HV,V], dtype of v
+    final_state : array [N,HV,K,V] or None
+    """
+    gate = _negative(slopes)
+    return _linattn.forward(
+        _LIGHTNING,
+        q,
+        k,
+        v,
+        gate,
+        None,
+        None,
+        initial_state,
+        cu_seqlens,
+        out,
+        output_final_state,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def lightning_attention_step(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    slopes: np.ndarray,
+    *,
+    state: np.ndarray,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """One token of :func:`lightning_attention`; ``state`` is changed in place.
+
+    Parameters
+    ----------
+    q, k : array [B,H,K]
+    v : array [B,HV,V]
+    slopes : array [HV]
+        Minus the log of the decay, >= 0.
+    state : array [B,HV,K,V]
+        float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
+        :func:`linattn.zeros_state`.
+    scale, qk_l2norm, state_v_first : see :func:`lightning_attention`
+    out : array [B,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,HV,V], dtype of v
+
+    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    """
+    gate = _negative(slopes)
+    return _linattn.step(
+        _LIGHTNING,
+        q,
+        k,
+        v,
+        gate,
+        None,
+        None,
+        state,
+        out,
+        scale,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def lightning_attention_backward(
+    do: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    slopes: np.ndarray,
+    *,
+    d_final_state: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+) -> Gradients:
+    """The gradients of :func:`lightning_attention`.
+
+    Parameters
+    ----------
+    do : array [B,T,HV,V], dtype of v
+        The gradient of o.
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    slopes : array [HV]
+        Minus the log of the decay, >= 0.
+    d_final_state : array [N,HV,K,V], optional
+        The gradient of the final state, float32 (float64 for float64 inputs).
+    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+        As in the forward call.
+
+    Returns
+    -------
+    Gradients
+    """
+    gate = _negative(slopes)
+    grads = Gradients(*_linattn.backward(
+        _LIGHTNING,
+        do,
+        q,
+        k,
+        v,
+        gate,
+        None,
+        None,
+        initial_state,
+        d_final_state,
+        cu_seqlens,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    ))
+    return grads._replace(dg=_negative(grads.dg))
+
+
+def simple_gla(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Scalar-gated linear attention: one decay per token and head (Mamba-2's recurrence).
+
+    ::
+
+        S <- exp(g_t) S + k v',   o = scale * S' q
+
+    Yang et al., 2024, *Gated Linear Attention Transformers*; Dao and Gu, 2024, *Transformers are SSMs*.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    g : array [B,T,HV], optional
+        Natural LOG of the decay, <= 0.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    scale : float, optional
+        Of the reads; K**-0.5 by default.
+    initial_state : array [N,HV,K,V], optional
+        float32 (float64 for float64 inputs) or bfloat16; zeros by default.
+    output_final_state : bool
+        Return the state after the last token; else None is returned in its place.
+    cu_seqlens : int array [N+1], optional
+        Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mode : {"chunk", "recurrent", "parallel"}
+        A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
+    chunk_size : int, optional
+        Tokens per chunk.
+    qk_l2norm : bool
+        q, k <- x / sqrt(sum x^2 + 1e-6) along K.
+    state_v_first : bool
+        States are [N,HV,V,K].
+    out : array [B,T,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,T,HV,V], dtype of v
+    final_state : array [N,HV,K,V] or None
+    """
+    return _linattn.forward(
+        _SIMPLE_GLA,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        None,
+        initial_state,
+        cu_seqlens,
+        out,
+        output_final_state,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def simple_gla_step(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    state: np.ndarray,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """One token of :func:`simple_gla`; ``state`` is changed in place.
+
+    Parameters
+    ----------
+    q, k : array [B,H,K]
+    v : array [B,HV,V]
+    g : array [B,HV], optional
+        Natural LOG of the decay, <= 0.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    state : array [B,HV,K,V]
+        float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
+        :func:`linattn.zeros_state`.
+    scale, qk_l2norm, state_v_first : see :func:`simple_gla`
+    out : array [B,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,HV,V], dtype of v
+
+    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    """
+    return _linattn.step(
+        _SIMPLE_GLA,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        None,
+        state,
+        out,
+        scale,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def simple_gla_backward(
+    do: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    d_final_state: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+) -> Gradients:
+    """The gradients of :func:`simple_gla`.
+
+    Parameters
+    ----------
+    do : array [B,T,HV,V], dtype of v
+        The gradient of o.
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    g : array [B,T,HV], optional
+        Natural LOG of the decay, <= 0.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    d_final_state : array [N,HV,K,V], optional
+        The gradient of the final state, float32 (float64 for float64 inputs).
+    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+        As in the forward call.
+
+    Returns
+    -------
+    Gradients
+    """
+    grads = _linattn.backward(
+        _SIMPLE_GLA,
+        do,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        None,
+        initial_state,
+        d_final_state,
+        cu_seqlens,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+    return Gradients(*grads)
+
+
+def gla(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Gated linear attention: one decay per token, head and key.
+
+    ::
+
+        S <- diag(exp(g_t)) S + k v',   o = scale * S' q
+
+    Yang et al., 2024, *Gated Linear Attention Transformers with Hardware-Efficient Training*.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    g : array [B,T,HV,K], optional
+        Natural LOG of the decay, <= 0, for every key.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    scale : float, optional
+        Of the reads; K**-0.5 by default.
+    initial_state : array [N,HV,K,V], optional
+        float32 (float64 for float64 inputs) or bfloat16; zeros by default.
+    output_final_state : bool
+        Return the state after the last token; else None is returned in its place.
+    cu_seqlens : int array [N+1], optional
+        Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mode : {"chunk", "recurrent", "parallel"}
+        A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
+    chunk_size : int, optional
+        Tokens per chunk.
+    qk_l2norm : bool
+        q, k <- x / sqrt(sum x^2 + 1e-6) along K.
+    state_v_first : bool
+        States are [N,HV,V,K].
+    out : array [B,T,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,T,HV,V], dtype of v
+    final_state : array [N,HV,K,V] or None
+    """
+    return _linattn.forward(
+        _GLA,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        None,
+        initial_state,
+        cu_seqlens,
+        out,
+        output_final_state,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def gla_step(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    state: np.ndarray,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """One token of :func:`gla`; ``state`` is changed in place.
+
+    Parameters
+    ----------
+    q, k : array [B,H,K]
+    v : array [B,HV,V]
+    g : array [B,HV,K], optional
+        Natural LOG of the decay, <= 0, for every key.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    state : array [B,HV,K,V]
+        float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
+        :func:`linattn.zeros_state`.
+    scale, qk_l2norm, state_v_first : see :func:`gla`
+    out : array [B,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,HV,V], dtype of v
+
+    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    """
+    return _linattn.step(
+        _GLA,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        None,
+        state,
+        out,
+        scale,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def gla_backward(
+    do: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    d_final_state: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+) -> Gradients:
+    """The gradients of :func:`gla`.
+
+    Parameters
+    ----------
+    do : array [B,T,HV,V], dtype of v
+        The gradient of o.
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    g : array [B,T,HV,K], optional
+        Natural LOG of the decay, <= 0, for every key.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    d_final_state : array [N,HV,K,V], optional
+        The gradient of the final state, float32 (float64 for float64 inputs).
+    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+        As in the forward call.
+
+    Returns
+    -------
+    Gradients
+    """
+    grads = _linattn.backward(
+        _GLA,
+        do,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        None,
+        initial_state,
+        d_final_state,
+        cu_seqlens,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+    return Gradients(*grads)
+
+
+def delta_rule(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    beta: np.ndarray,
+    *,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The delta rule (DeltaNet): write what the state does not yet predict.
+
+    ::
+
+        S <- S + beta_t k (v - S' k)',   o = scale * S' q
+
+    With keys of norm well above 1 the state can grow without bound; ``qk_l2norm=True`` is the cure.
+
+    Schlag et al., 2021, *Linear Transformers Are Secretly Fast Weight Programmers*; Yang et al.,
+    2024, *Parallelizing Linear Transformers with the Delta Rule over Sequence Length*.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    beta : array [B,T,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    scale : float, optional
+        Of the reads; K**-0.5 by default.
+    initial_state : array [N,HV,K,V], optional
+        float32 (float64 for float64 inputs) or bfloat16; zeros by default.
+    output_final_state : bool
+        Return the state after the last token; else None is returned in its place.
+    cu_seqlens : int array [N+1], optional
+        Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mode : {"chunk", "recurrent", "parallel"}
+        A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
+    chunk_size : int, optional
+        Tokens per chunk.
+    qk_l2norm : bool
+        q, k <- x / sqrt(sum x^2 + 1e-6) along K.
+    state_v_first : bool
+        States are [N,HV,V,K].
+    out : array [B,T,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,T,HV,V], dtype of v
+    final_state : array [N,HV,K,V] or None
+    """
+    return _linattn.forward(
+        _DELTA,
+        q,
+        k,
+        v,
+        None,
+        None,
+        beta,
+        initial_state,
+        cu_seqlens,
+        out,
+        output_final_state,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def delta_rule_step(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    beta: np.ndarray,
+    *,
+    state: np.ndarray,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """One token of :func:`delta_rule`; ``state`` is changed in place.
+
+    Parameters
+    ----------
+    q, k : array [B,H,K]
+    v : array [B,HV,V]
+    beta : array [B,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    state : array [B,HV,K,V]
+        float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
+        :func:`linattn.zeros_state`.
+    scale, qk_l2norm, state_v_first : see :func:`delta_rule`
+    out : array [B,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,HV,V], dtype of v
+
+    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    """
+    return _linattn.step(
+        _DELTA,
+        q,
+        k,
+        v,
+        None,
+        None,
+        beta,
+        state,
+        out,
+        scale,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def delta_rule_backward(
+    do: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    beta: np.ndarray,
+    *,
+    d_final_state: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+) -> Gradients:
+    """The gradients of :func:`delta_rule`.
+
+    Parameters
+    ----------
+    do : array [B,T,HV,V], dtype of v
+        The gradient of o.
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    beta : array [B,T,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    d_final_state : array [N,HV,K,V], optional
+        The gradient of the final state, float32 (float64 for float64 inputs).
+    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+        As in the forward call.
+
+    Returns
+    -------
+    Gradients
+    """
+    grads = _linattn.backward(
+        _DELTA,
+        do,
+        q,
+        k,
+        v,
+        None,
+        None,
+        beta,
+        initial_state,
+        d_final_state,
+        cu_seqlens,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+    return Gradients(*grads)
+
+
+def gated_delta_rule(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    beta: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The gated delta rule (Gated DeltaNet): decay, then the delta rule.
+
+    ::
+
+        S <- exp(g_t) S;   S <- S + beta_t k (v - S' k)',   o = scale * S' q
+
+    The prediction is made from the decayed state.
+
+    Yang et al., 2024, *Gated Delta Networks: Improving Mamba2 with Delta Rule*.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    g : array [B,T,HV], optional
+        Natural LOG of the decay, <= 0.
+    beta : array [B,T,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    scale : float, optional
+        Of the reads; K**-0.5 by default.
+    initial_state : array [N,HV,K,V], optional
+        float32 (float64 for float64 inputs) or bfloat16; zeros by default.
+    output_final_state : bool
+        Return the state after the last token; else None is returned in its place.
+    cu_seqlens : int array [N+1], optional
+        Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mode : {"chunk", "recurrent", "parallel"}
+        A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
+    chunk_size : int, optional
+        Tokens per chunk.
+    qk_l2norm : bool
+        q, k <- x / sqrt(sum x^2 + 1e-6) along K.
+    state_v_first : bool
+        States are [N,HV,V,K].
+    out : array [B,T,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,T,HV,V], dtype of v
+    final_state : array [N,HV,K,V] or None
+    """
+    return _linattn.forward(
+        _GATED_DELTA,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        beta,
+        initial_state,
+        cu_seqlens,
+        out,
+        output_final_state,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def gated_delta_rule_step(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    beta: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    state: np.ndarray,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """One token of :func:`gated_delta_rule`; ``state`` is changed in place.
+
+    Parameters
+    ----------
+    q, k : array [B,H,K]
+    v : array [B,HV,V]
+    g : array [B,HV], optional
+        Natural LOG of the decay, <= 0.
+    beta : array [B,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    state : array [B,HV,K,V]
+        float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
+        :func:`linattn.zeros_state`.
+    scale, qk_l2norm, state_v_first : see :func:`gated_delta_rule`
+    out : array [B,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,HV,V], dtype of v
+
+    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    """
+    return _linattn.step(
+        _GATED_DELTA,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        beta,
+        state,
+        out,
+        scale,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def gated_delta_rule_backward(
+    do: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    beta: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    d_final_state: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+) -> Gradients:
+    """The gradients of :func:`gated_delta_rule`.
+
+    Parameters
+    ----------
+    do : array [B,T,HV,V], dtype of v
+        The gradient of o.
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    g : array [B,T,HV], optional
+        Natural LOG of the decay, <= 0.
+    beta : array [B,T,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    d_final_state : array [N,HV,K,V], optional
+        The gradient of the final state, float32 (float64 for float64 inputs).
+    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+        As in the forward call.
+
+    Returns
+    -------
+    Gradients
+    """
+    grads = _linattn.backward(
+        _GATED_DELTA,
+        do,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        beta,
+        initial_state,
+        d_final_state,
+        cu_seqlens,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+    return Gradients(*grads)
+
+
+def kda(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    beta: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Kimi Delta Attention: a decay per key, then the delta rule on the decayed state.
+
+    ::
+
+        S <- diag(exp(g_t)) S;   S <- S + beta_t k (v - S' k)',   o = scale * S' q
+
+    Kimi Team, 2025, *Kimi Linear: An Expressive, Efficient Attention Architecture*.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    g : array [B,T,HV,K], optional
+        Natural LOG of the decay, <= 0, for every key.
+    beta : array [B,T,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    scale : float, optional
+        Of the reads; K**-0.5 by default.
+    initial_state : array [N,HV,K,V], optional
+        float32 (float64 for float64 inputs) or bfloat16; zeros by default.
+    output_final_state : bool
+        Return the state after the last token; else None is returned in its place.
+    cu_seqlens : int array [N+1], optional
+        Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mode : {"chunk", "recurrent", "parallel"}
+        A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
+    chunk_size : int, optional
+        Tokens per chunk.
+    qk_l2norm : bool
+        q, k <- x / sqrt(sum x^2 + 1e-6) along K.
+    state_v_first : bool
+        States are [N,HV,V,K].
+    out : array [B,T,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,T,HV,V], dtype of v
+    final_state : array [N,HV,K,V] or None
+    """
+    return _linattn.forward(
+        _KDA,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        beta,
+        initial_state,
+        cu_seqlens,
+        out,
+        output_final_state,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def kda_step(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    beta: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    state: np.ndarray,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """One token of :func:`kda`; ``state`` is changed in place.
+
+    Parameters
+    ----------
+    q, k : array [B,H,K]
+    v : array [B,HV,V]
+    g : array [B,HV,K], optional
+        Natural LOG of the decay, <= 0, for every key.
+    beta : array [B,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    state : array [B,HV,K,V]
+        float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
+        :func:`linattn.zeros_state`.
+    scale, qk_l2norm, state_v_first : see :func:`kda`
+    out : array [B,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,HV,V], dtype of v
+
+    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    """
+    return _linattn.step(
+        _KDA,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        beta,
+        state,
+        out,
+        scale,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+
+
+def kda_backward(
+    do: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray | None = None,
+    beta: np.ndarray | None = None,
+    *,
+    alpha: np.ndarray | None = None,
+    d_final_state: np.ndarray | None = None,
+    scale: float | None = None,
+    initial_state: np.ndarray | None = None,
+    cu_seqlens: np.ndarray | None = None,
+    mode: str = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+) -> Gradients:
+    """The gradients of :func:`kda`.
+
+    Parameters
+    ----------
+    do : array [B,T,HV,V], dtype of v
+        The gradient of o.
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    g : array [B,T,HV,K], optional
+        Natural LOG of the decay, <= 0, for every key.
+    beta : array [B,T,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    d_final_state : array [N,HV,K,V], optional
+        The gradient of the final state, float32 (float64 for float64 inputs).
+    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+        As in the forward call.
+
+    Returns
+    -------
+    Gradients
+    """
+    grads = _linattn.backward(
+        _KDA,
+        do,
+        q,
+        k,
+        v,
+        g,
+        alpha,
+        beta,
+        initial_state,
+        d_final_state,
+        cu_seqlens,
+        scale,
+        mode,
+        chunk_size,
+        qk_l2norm,
+        state_v_first,
+        None,
+    )
+    return Gradients(*grads)
+
+
+# ---- analysis ----
+
+
+def implicit_weights(
+    q: np.ndarray,
+    k: np.ndarray,
+    *,
+    op: str | Callable[..., Any] = "linear_attention",
+    **arguments: Any,
+) -> np.ndarray:
+    """The matrix A [B,HV,T,T] with o = A v: how much each token reads of each other.
+
+    Every op is linear in v, so its weights are what it makes of v = I. Takes memory and time
+    quadratic in T: for looking, not for training.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K], or [T,K] for one head (A is then [T,T])
+    op : str or function
+        Which op's weights; linear attention's by default.
+    **arguments
+        Of the op: gates, beta, feature_map, scale, ... HV is read off them, else it is H.
+    """
+    if callable(op):
+        op = op.__name__
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
+    if not isinstance(q, np.ndarray):
+        raise TypeError(f"q: expected a NumPy array, got {type(q)}")
+    if q.ndim not in (2, 4):
+        raise ValueError(f"q: expected [B,T,H,K], or [T,K] for one head, got {q.shape}")
+    for name in ("initial_state", "output_final_state", "out"):
+        if name in arguments:
+            raise ValueError(f"{name}: the weights are of the tokens alone; got {name}=")
+    identity = np.eye(q.shape[-2 if q.ndim == 2 else 1]).astype(q.dtype)
+    if q.ndim == 2:
+        weights, _ = globals()[op](q, k, identity, **arguments)
+        return weights
+    HV = q.shape[2]
+    for name, axis in (("g", 2), ("alpha", 2), ("beta", 2), ("gamma", 0), ("slopes", 0)):
+        gate = arguments.get(name)
+        if isinstance(gate, np.ndarray) and gate.ndim > axis:
+            HV = gate.shape[axis]
+    v = np.broadcast_to(identity[None, :, None, :], (q.shape[0], q.shape[1], HV, q.shape[1]))
+    weights, _ = globals()[op](q, k, v, **arguments)
+    return np.ascontiguousarray(weights.transpose(0, 2, 1, 3))

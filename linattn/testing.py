@@ -1,0 +1,190 @@
+"""The acceptance rule and the random problems that every test uses, on every device."""
+
+import numpy as np
+
+# r, the bound on rms(out - ref64) / rms(ref64). A correct result rounded once is off by at most
+# half a unit in the last place: 2e-3 in bfloat16, 2.4e-4 in float16. float32 and float64 have the
+# roundings of long sums on top.
+RMS_BOUND = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 8e-3, "float16": 2e-3}
+RMS_BOUND_TF32 = 1e-3
+
+
+def assert_accurate(out, ref64, naive, *, dtype, gradient=False, tf32=False, name=""):
+    """Raise AssertionError unless `out` is as good as plain NumPy at `dtype` would be.
+
+    out     what is tested
+    ref64   linattn.reference in float64 (np.longdouble when dtype is float64: see below)
+    naive   linattn.reference with dtype=dtype: the same algorithm, its rounding errors included
+
+    All of these must hold:
+      1. out, ref64 and naive have one shape; out is finite, +inf, -inf and NaN where ref64, as
+         dtype holds it, is; naive is finite where ref64 is, since it cannot be a yardstick else;
+      2. max|out - ref64| <= 2 max|naive - ref64| + 2 max|(ref64 + 0.3 - 0.3 at dtype) - ref64|;
+      3. rms(out - ref64) / rms(ref64) < r, unless ref64 is zero everywhere: then 2 alone decides,
+         and it asks for what naive got, usually exact zeros.
+    r is float64 1e-12, float32 2e-6 (tf32 1e-3), bfloat16 8e-3, float16 2e-3; twice that for a
+    gradient. The second term of 2 keeps the bound off zero where naive happens to be exact.
+
+    For float64 the naive twin must not be ref64 itself, or rule 2 asks for the same bits: take
+    ref64 with dtype=np.longdouble, or naive in another form (form="chunk").
+    """
+    dtype = np.dtype(dtype)
+    out, ref64, naive = np.asarray(out), np.asarray(ref64), np.asarray(naive)
+    label = f"{name}: " if name else ""
+    if not out.shape == ref64.shape == naive.shape:
+        raise AssertionError(
+            f"{label}shapes differ: out {out.shape}, ref64 {ref64.shape}, naive {naive.shape}")
+    wide = np.result_type(np.float64, ref64.dtype)
+    with np.errstate(all="ignore"):
+        held = ref64.astype(dtype)  # 1e39 is inf in float32, rightly
+        rounded = _around_0_3(held, tf32 and dtype == np.float32)
+    out, ref64, naive, held, rounded = (
+        x.astype(wide) for x in (out, ref64, naive, held, rounded))
+
+    problems = []
+    for what, is_so in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = is_so(out) != is_so(held)
+        if wrong.any():
+            problems.append(
+                f"{what}: {is_so(out).sum()} in out, {is_so(held).sum()} in ref64, first "
+                f"difference at {_index(wrong)}")
+    finite = np.isfinite(held)
+    if not np.isfinite(naive[finite]).all():
+        problems.append(
+            f"naive is not finite at {_index(finite & ~np.isfinite(naive))}, where ref64 is")
+
+    # what is not finite in out is already in problems; leave it out of the figures
+    both = finite & np.isfinite(out)
+    error, size = out[both] - ref64[both], ref64[both]
+    worst = _largest(error)
+    bound_naive = _largest_error(naive, ref64, finite)
+    bound_rounding = _largest_error(rounded, ref64, finite)
+    bound = 2 * bound_naive + 2 * bound_rounding
+    if not worst <= bound:
+        where = tuple(int(i) for i in np.argwhere(both)[np.argmax(np.abs(error))])
+        problems.append(
+            f"max|out - ref64| = {worst:.3e} > {bound:.3e} = 2 * {bound_naive:.3e} (naive) "
+            f"+ 2 * {bound_rounding:.3e} (rounding), at {where}: "
+            f"out {out[where]!r}, ref64 {ref64[where]!r}")
+
+    r = RMS_BOUND_TF32 if tf32 and dtype == np.float32 else RMS_BOUND[dtype.name]
+    r = 2 * r if gradient else r
+    rms_error, rms_ref = _rms(error), _rms(size)
+    if rms_ref > 0 and not rms_error / rms_ref < r:
+        problems.append(
+            f"rms(out - ref64) / rms(ref64) = {rms_error:.3e} / {rms_ref:.3e} = "
+            f"{rms_error / rms_ref:.3e}, not < {r:.1e}")
+
+    if problems:
+        raise AssertionError(
+            f"{label}not accurate for {dtype.name}, shape {out.shape}\n  " + "\n  ".join(problems))
+
+
+def _around_0_3(x, tf32):
+    """x + 0.3 - 0.3, rounded to x's dtype (or to tf32's 10 bits of fraction) each time."""
+    if not tf32:
+        three_tenths = x.dtype.type(0.3)
+        return (x + three_tenths) - three_tenths
+    three_tenths = _to_tf32(np.float32(0.3))
+    return _to_tf32(_to_tf32(_to_tf32(x) + three_tenths) - three_tenths)
+
+
+def _to_tf32(x):
+    """float32 with its last 13 of 23 bits of fraction rounded away, half up in magnitude."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _largest(x):
+    return np.abs(x).max(initial=0)
+
+
+def _largest_error(x, ref64, where):
+    where = where & np.isfinite(x)
+    return _largest(x[where] - ref64[where])
+
+
+def _rms(x):
+    """Scaled by the largest element, so that squares neither overflow nor vanish."""
+    largest = _largest(x)
+    return largest * np.sqrt(np.mean((x / largest) ** 2)) if largest > 0 else largest
+
+
+def _index(mask):
+    return tuple(int(i) for i in np.argwhere(mask)[0])
+
+
+# which gates an op takes beside q, k and v
+GATES = {
+    "linear_attention": (),
+    "retention": ("gamma",),
+    "lightning_attention": ("slopes",),
+    "simple_gla": ("g",),
+    "gla": ("g per key",),
+    "delta_rule": ("beta",),
+    "gated_delta_rule": ("g", "beta"),
+    "kda": ("g per key", "beta"),
+}
+
+
+def make_inputs(op, rng, B=1, T=8, H=1, HV=None, K=4, V=4, dtype=np.float64, *,
+                initial_state=False, cu_seqlens=None, normalize=True):
+    """A legal random problem: a dict of arrays to call linattn's, or the reference's, op with.
+
+    q, k and v are about normal; a delta rule's keys have about unit norm, so that its solve is well
+    conditioned; g = -softplus(normal), at least -3; beta in (0, 1); gamma in (0.5, 1); slopes in
+    (0, 1). All are rounded to dtype; an initial state is float32, or float64 for float64. With
+    cu_seqlens (B = 1) the dict has it too, and the state has its N. normalize (of linear_attention)
+    decides whether its state is the pair (S, z), and is in the dict when it is not True.
+    """
+    HV = H if HV is None else HV
+    dtype = np.dtype(dtype)
+    state_dtype = np.float64 if dtype == np.float64 else np.float32
+    gates = GATES[op]
+    k = rng.standard_normal((B, T, H, K))
+    if "beta" in gates:
+        k /= np.sqrt((k * k).sum(-1, keepdims=True) + 1e-2)
+    inputs = {
+        "q": rng.standard_normal((B, T, H, K)),
+        "k": k,
+        "v": rng.standard_normal((B, T, HV, V)),
+    }
+    for gate in gates:
+        if gate == "gamma":
+            inputs["gamma"] = rng.uniform(0.5, 1, HV)
+        elif gate == "slopes":
+            inputs["slopes"] = rng.uniform(0, 1, HV)
+        elif gate == "beta":
+            inputs["beta"] = rng.uniform(0.02, 0.98, (B, T, HV))
+        else:
+            shape = (B, T, HV, K) if gate == "g per key" else (B, T, HV)
+            inputs["g"] = np.maximum(-np.logaddexp(0, rng.standard_normal(shape)), -3)
+    inputs = {name: x.astype(dtype) for name, x in inputs.items()}
+    if op == "linear_attention" and normalize is not True:
+        inputs["normalize"] = normalize
+    if cu_seqlens is not None:
+        inputs["cu_seqlens"] = np.asarray(cu_seqlens)
+    if initial_state:
+        inputs["initial_state"] = _state(op, rng, inputs, state_dtype, sign=False)
+    return inputs
+
+
+def make_output_gradients(op, rng, inputs):
+    """do and d_final_state for the inputs of make_inputs: random, in o's and the state's dtype."""
+    v = inputs["v"]
+    state_dtype = np.float64 if v.dtype == np.float64 else np.float32
+    return {
+        "do": rng.standard_normal(v.shape).astype(v.dtype),
+        "d_final_state": _state(op, rng, inputs, state_dtype, sign=True),
+    }
+
+
+def _state(op, rng, inputs, dtype, sign):
+    """S [N,HV,K,V], with z [N,HV,K] where the op is normalised: positive, as a sum of phi(k) is."""
+    (B, _, HV, V), K = inputs["v"].shape, inputs["q"].shape[3]
+    N = len(inputs["cu_seqlens"]) - 1 if "cu_seqlens" in inputs else B
+    S = rng.standard_normal((N, HV, K, V)).astype(dtype)
+    if op != "linear_attention" or inputs.get("normalize", True) is False:
+        return S
+    z = rng.standard_normal((N, HV, K))
+    return S, (z if sign else np.abs(z)).astype(dtype)
