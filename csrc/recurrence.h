@@ -3,7 +3,7 @@
  *     decay    S <- diag(a) S           a = 1 | one scalar | one per key
  *     predict  p  = S' k                delta rule only
  *     write    S <- S + k u'            u = v  |  beta (v - p)
- *     read     o  = S' q                after the write: a token sees itself
+ *     read     o  = S' q  (unscaled)    after the write: a token sees itself
  *
  * The columns of S never mix, so a `lane` is whatever holds columns cheaply: a SIMD vector on a
  * CPU, one float in a CUDA thread. W lanes are worked on together; S is [K][W] lanes. `decay` and
@@ -12,27 +12,51 @@
  * Needs: LA_FN, real, lane, LANE_SUM (a lane's sum over its columns), MAX_STRIP >= W.
  */
 
+/* Rows whose products are added up before they join the total: one chain of K terms would lose a
+ * bit or two more. */
+enum { LA_ROWS = 16 };
+
+LA_FN real la_decay_of(const real *a, int i, const la_decay decay)
+{
+    return decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
+}
+
+/* p = S' diag(a) k: what the decayed state predicts for k. */
+LA_FN void la_predict(const lane *S, const int W, int K, const real *k, const real *a, lane *p,
+                      const la_decay decay)
+{
+    for (int w = 0; w < W; w++) p[w] = (lane){0};
+    for (int first = 0; first < K; first += LA_ROWS) {
+        lane sum[MAX_STRIP] = {{0}};
+        for (int i = first; i < K && i < first + LA_ROWS; i++)
+            for (int w = 0; w < W; w++) sum[w] += (la_decay_of(a, i, decay) * k[i]) * S[i * W + w];
+        for (int w = 0; w < W; w++) p[w] += sum[w];
+    }
+}
+
 LA_FN void la_token(lane *S, const int W, int K, const real *q, const real *k, const lane *v,
                     const real *a, real beta, lane *o, const la_decay decay, const la_rule rule)
 {
-    lane p[MAX_STRIP] = {{0}}, u[MAX_STRIP], r[MAX_STRIP] = {{0}};
+    lane p[MAX_STRIP], u[MAX_STRIP];
 
-    if (rule == LA_DELTA)
-        for (int i = 0; i < K; i++) {
-            real ai = decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
-            for (int w = 0; w < W; w++) p[w] += (ai * k[i]) * S[i * W + w];
-        }
-    for (int w = 0; w < W; w++) u[w] = rule == LA_DELTA ? beta * (v[w] - p[w]) : v[w];
-    for (int i = 0; i < K; i++) {
-        real ai = decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
-        for (int w = 0; w < W; w++) {
-            lane s = decay == LA_NONE ? S[i * W + w] : ai * S[i * W + w];
-            s += k[i] * u[w];
-            r[w] += q[i] * s;
-            S[i * W + w] = s;
-        }
+    for (int w = 0; w < W; w++) u[w] = v[w];
+    if (rule == LA_DELTA) {
+        la_predict(S, W, K, k, a, p, decay);
+        for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
     }
-    for (int w = 0; w < W; w++) o[w] = r[w];
+    for (int w = 0; w < W; w++) o[w] = (lane){0};
+    for (int first = 0; first < K; first += LA_ROWS) {
+        lane sum[MAX_STRIP] = {{0}};
+        for (int i = first; i < K && i < first + LA_ROWS; i++)
+            for (int w = 0; w < W; w++) {
+                lane s = S[i * W + w];
+                if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
+                s += k[i] * u[w];
+                sum[w] += q[i] * s;
+                S[i * W + w] = s;
+            }
+        for (int w = 0; w < W; w++) o[w] += sum[w];
+    }
 }
 
 /* Its adjoint, line for line in reverse. S is the state before the token; dS arrives as the
@@ -43,38 +67,43 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
                             const lane *d_o, real *dq, real *dk, lane *dv, real *da, real *dbeta,
                             const la_decay decay, const la_rule rule)
 {
-    lane p[MAX_STRIP] = {{0}}, u[MAX_STRIP], du[MAX_STRIP] = {{0}}, dp[MAX_STRIP];
+    lane p[MAX_STRIP], u[MAX_STRIP], du[MAX_STRIP] = {{0}}, dp[MAX_STRIP];
     real db = 0;
 
-    if (rule == LA_DELTA) /* the forward's p and u again */
-        for (int i = 0; i < K; i++) {
-            real ai = decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
-            for (int w = 0; w < W; w++) p[w] += (ai * k[i]) * S[i * W + w];
+    for (int w = 0; w < W; w++) u[w] = v[w]; /* the forward's p and u again */
+    if (rule == LA_DELTA) {
+        la_predict(S, W, K, k, a, p, decay);
+        for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
+    }
+    for (int first = 0; first < K; first += LA_ROWS) {
+        lane sum[MAX_STRIP] = {{0}};
+        for (int i = first; i < K && i < first + LA_ROWS; i++) {
+            lane gq = {0}, gk = {0};
+            for (int w = 0; w < W; w++) {
+                lane s = S[i * W + w];
+                if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
+                gq += (s + k[i] * u[w]) * d_o[w]; /* was o = S' q, S the state written */
+                dS[i * W + w] += q[i] * d_o[w];
+                gk += dS[i * W + w] * u[w];       /* was S <- S + k u' */
+                sum[w] += k[i] * dS[i * W + w];
+            }
+            dq[i] += LANE_SUM(gq);
+            dk[i] += LANE_SUM(gk);
         }
-    for (int w = 0; w < W; w++) u[w] = rule == LA_DELTA ? beta * (v[w] - p[w]) : v[w];
-
-    for (int i = 0; i < K; i++) {
-        real ai = decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
-        lane gq = {0}, gk = {0};
-        for (int w = 0; w < W; w++) {
-            lane s = decay == LA_NONE ? S[i * W + w] : ai * S[i * W + w];
-            gq += (s + k[i] * u[w]) * d_o[w];  /* was o = S' q, S the state written */
-            dS[i * W + w] += q[i] * d_o[w];
-            gk += dS[i * W + w] * u[w];        /* was S <- S + k u' */
-            du[w] += k[i] * dS[i * W + w];
-        }
-        dq[i] += LANE_SUM(gq);
-        dk[i] += LANE_SUM(gk);
+        for (int w = 0; w < W; w++) du[w] += sum[w];
     }
     for (int w = 0; w < W; w++) { /* was u = beta (v - p) */
-        if (rule == LA_DELTA) db += LANE_SUM((v[w] - p[w]) * du[w]);
-        dv[w] = rule == LA_DELTA ? beta * du[w] : du[w];
+        dv[w] = du[w];
+        if (rule == LA_DELTA) {
+            db += LANE_SUM((v[w] - p[w]) * du[w]);
+            dv[w] = beta * du[w];
+        }
         dp[w] = -dv[w];
     }
     if (rule == LA_DELTA) *dbeta += db;
     if (rule == LA_ADDITIVE && decay == LA_NONE) return;
     for (int i = 0; i < K; i++) {
-        real ai = decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
+        const real ai = la_decay_of(a, i, decay);
         lane gk = {0}, ga = {0};
         for (int w = 0; w < W; w++) {
             if (rule == LA_DELTA) { /* was p = S' k, S the decayed state */

@@ -20,7 +20,7 @@ typedef struct chunk {
     int64_t C;       /* room, in tokens */
     int64_t kp, cp;  /* K and C, padded */
     int64_t n;       /* tokens in it now */
-    real *q, *k;     /* [C][kp] l2-normed, mapped, q scaled */
+    real *q, *k;     /* [C][kp] l2-normed and mapped */
     real *a;         /* TOKEN [C], KEY [C][kp] */
     real *beta;      /* [C] */
     real *e;         /* TOKEN [C], KEY [C][kp] */
@@ -192,9 +192,9 @@ LA_FN void forward_substitution(int64_t n, const real *L, int64_t ldl, real *x, 
 {
     for (int64_t w = 0; w < width; w += LANES)
         for (int64_t i = 1; i < n; i++) {
-            lane sum = lanes_in(x + i * width + w)[0];
-            for (int64_t j = 0; j < i; j++) sum -= L[i * ldl + j] * lanes_in(x + j * width + w)[0];
-            lanes_of(x + i * width + w)[0] = sum;
+            lane sum = {0};
+            for (int64_t j = 0; j < i; j++) sum += L[i * ldl + j] * lanes_in(x + j * width + w)[0];
+            lanes_of(x + i * width + w)[0] -= sum;
         }
 }
 
@@ -215,10 +215,10 @@ LA_FN void panel_read(const chunk *c, const panel *s, real *O)
 {
     for (int64_t w = 0; w < s->width; w += LANES)
         for (int64_t i = 0; i < c->n; i++) {
-            lane sum = lanes_in(O + i * s->width + w)[0];
+            lane sum = {0};
             for (int64_t j = 0; j <= i; j++)
                 sum += c->P[i * c->cp + j] * lanes_in(s->U + j * s->width + w)[0];
-            lanes_of(O + i * s->width + w)[0] = sum;
+            lanes_of(O + i * s->width + w)[0] += sum;
         }
 }
 
@@ -249,15 +249,12 @@ LA_FN void chunk_denominators(chunk *c, real *z)
 }
 
 LA_FN void store_outputs(const chunk *c, const la_problem *p, const la_unit *u, int64_t t,
-                         const panel *s, real *O)
+                         const panel *s, real *O, bool normalised)
 {
     const la_array *to = &p->array[LA_O];
     for (int64_t i = 0; i < c->n; i++) {
         real *row = O + i * s->width;
-        if (p->normaliser != LA_UNNORMALISED) {
-            real by = divisor(p, c->den[i]);
-            for (int64_t w = 0; w < s->width; w += LANES) lanes_of(row + w)[0] /= by;
-        }
+        finish_row(p, row, s->width, normalised, c->den[i]);
         store_row(at_column(to, u->b, t + i, u->hv, s->v0), to->dtype, row, s->v1 - s->v0);
     }
 }
@@ -297,8 +294,7 @@ LA_FN panel panel_at(const forward_scratch *f, const la_problem *p, const la_uni
 LA_FN void chunk_forward(const la_problem *p, const la_unit *u, int64_t C, arena *m,
                          const la_decay decay, const la_rule rule)
 {
-    const bool normalised = decay == LA_NONE && rule == LA_ADDITIVE &&
-                            p->normaliser != LA_UNNORMALISED;
+    const bool normalised = is_normalised(p, decay, rule);
     forward_scratch f;
     forward_take(&f, m, p, C, u->v1 - u->v0, decay, rule);
     chunk *c = &f.c;
@@ -322,7 +318,7 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *u, int64_t C, arena
             panel_solve(c, &s, rule);
             panel_read(c, &s, O);
             panel_carry(c, p, &s, decay);
-            store_outputs(c, p, u, t, &s, O);
+            store_outputs(c, p, u, t, &s, O, normalised);
         }
     }
 

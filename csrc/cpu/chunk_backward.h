@@ -104,9 +104,9 @@ LA_FN void backward_substitution(int64_t n, const real *L, int64_t ldl, real *x,
 {
     for (int64_t w = 0; w < width; w += LANES)
         for (int64_t j = n - 2; j >= 0; j--) {
-            lane sum = lanes_in(x + j * width + w)[0];
-            for (int64_t i = j + 1; i < n; i++) sum -= L[i * ldl + j] * lanes_in(x + i * width + w)[0];
-            lanes_of(x + j * width + w)[0] = sum;
+            lane sum = {0};
+            for (int64_t i = j + 1; i < n; i++) sum += L[i * ldl + j] * lanes_in(x + i * width + w)[0];
+            lanes_of(x + j * width + w)[0] -= sum;
         }
 }
 
@@ -124,10 +124,10 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     product(n, width, p->K, c->tilde, kp, 1, f->dS, width, f->dU, width, NULL, 0);
     for (int64_t w = 0; w < width; w += LANES)
         for (int64_t j = 0; j < n; j++) {
-            lane sum = lanes_in(f->dU + j * width + w)[0];
+            lane sum = {0};
             for (int64_t i = j; i < n; i++)
                 sum += c->P[i * cp + j] * lanes_in(dO + i * width + w)[0];
-            lanes_of(f->dU + j * width + w)[0] = sum;
+            lanes_of(f->dU + j * width + w)[0] += sum;
         }
     transpose(n, V, f->U, width, f->Ut, cp);
     product(n, padded(n), V, dO, width, 1, f->Ut, cp, f->dP, cp, NULL, 0);
@@ -167,8 +167,8 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
             whole_decay(c, decay), decay == LA_KEY);
 }
 
-/* The adjoint of o = num / divisor(den), before columns_adjoint's results are used: dO was divided
- * by the divisor already, so sum_v dO_v num_v = q_i . dq_i + sum_j P_ij dP_ij. */
+/* The normaliser's share, before columns_adjoint's results are used. dO is the gradient of num by
+ * now, so sum_v dO_v num_v = q_i . dq_i + sum_j P_ij dP_ij. */
 LA_FN void denominators_adjoint(backward_scratch *f, const la_problem *p)
 {
     chunk *c = &f->c;
@@ -176,8 +176,7 @@ LA_FN void denominators_adjoint(backward_scratch *f, const la_problem *p)
     for (int64_t i = 0; i < c->n; i++) {
         real sum = dot(kp, c->q + i * kp, f->d_hat + i * kp);
         for (int64_t j = 0; j <= i; j++) sum += c->P[i * cp + j] * f->dP[i * cp + j];
-        f->d_den[i] =
-            divisor_moves(p, c->den[i]) ? -sum / divisor(p, c->den[i]) : 0;
+        f->d_den[i] = d_denominator(p, c->den[i], sum);
     }
     /* Was den_i = q_i z + sum_{j<=i} P_ij, and z' = z + sum_j k_j. */
     for (int64_t j = 0; j < c->n; j++) copy_row(kp, f->dk + j * kp, f->dz);
@@ -330,8 +329,7 @@ LA_FN real *z_slot(const la_problem *p, const la_partials *sums, const la_unit *
 LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partials *sums, int64_t C,
                           arena *m, const la_decay decay, const la_rule rule)
 {
-    const bool normalised = decay == LA_NONE && rule == LA_ADDITIVE &&
-                            p->normaliser != LA_UNNORMALISED;
+    const bool normalised = is_normalised(p, decay, rule);
     const int64_t length = u->end - u->begin, chunks = (length + C - 1) / C;
     const int64_t M = segment_length(chunks), width = padded(u->v1 - u->v0);
     backward_scratch f;
@@ -376,12 +374,9 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
                 copy_row(kp, f.z, S + size);
                 copy_row(kp, f.carried, f.z);
                 chunk_denominators(c, f.carried);
-                for (int64_t r = 0; r < n; r++) { /* was O = num / divisor(den) */
-                    real by = divisor(p, c->den[r]);
-                    for (int64_t w = 0; w < width; w += LANES)
-                        lanes_of(dO + r * width + w)[0] /= by;
-                }
             }
+            for (int64_t r = 0; r < n; r++) /* dO becomes the gradient of num: the same factor */
+                finish_row(p, dO + r * width, width, normalised, c->den[r]);
             fill(n * kp, f.dq, 0);
             fill(n * kp, f.dk, 0);
             columns_adjoint(&f, p, S, width, decay, rule);

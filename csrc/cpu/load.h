@@ -1,5 +1,5 @@
 /* Loads and stores: from the user's dtype and strides to padded rows of reals and back, with what
- * is fused into them (l2 norm, feature map, scale, log decay) and the adjoints of those. */
+ * is fused into them (l2 norm, feature map, log decay, the read's scale) and the adjoints of those. */
 
 /* ---- elements ---- */
 
@@ -162,7 +162,7 @@ LA_COLD void map_row_adjoint(real *dx, const real *x, int64_t n, la_map map)
     }
 }
 
-/* ---- q and k as the recurrence sees them: l2 norm, feature map, and q's scale ---- */
+/* ---- q and k as the recurrence sees them: l2 norm, feature map ---- */
 
 /* As in flash-linear-attention: x / sqrt(sum x^2 + 1e-6). */
 #define L2NORM_EPS ((real)1e-6)
@@ -180,8 +180,6 @@ LA_COLD void load_key(const la_problem *p, la_name name, int64_t b, int64_t t, i
     load_row(x, p->K, at(from, b, t, h), from->dtype);
     if (p->qk_l2norm) l2norm_row(x, p->K);
     map_row(x, p->K, p->map[name == LA_K], (real)p->map_eps[name == LA_K]);
-    if (name == LA_Q)
-        for (int64_t i = 0; i < p->K; i += LANES) lanes_of(x + i)[0] *= (real)p->scale;
 }
 
 /* The adjoint: dx is the gradient of what load_key gave and becomes that of the user's row. x is
@@ -193,8 +191,6 @@ LA_COLD void load_key_adjoint(const la_problem *p, la_name name, int64_t b, int6
     real factor = 1;
     load_row(x, p->K, at(from, b, t, h), from->dtype);
     if (p->qk_l2norm) factor = l2norm_row(x, p->K);
-    if (name == LA_Q) /* was scale * phi(x) */
-        for (int64_t i = 0; i < p->K; i += LANES) lanes_of(dx + i)[0] *= (real)p->scale;
     map_row_adjoint(dx, x, p->K, p->map[name == LA_K]);
     if (p->qk_l2norm) { /* was y = x r, r = (x'x + eps)^-1/2: dx = r (dy - y y'dy) */
         add_scaled(p->K, dx, -dot(p->K, x, dx), x);
@@ -282,19 +278,35 @@ LA_FN void store_z(const la_problem *p, la_name name, const la_unit *u, const re
     if (to->given) store_row(at(to, u->n, u->hv, 0), to->dtype, z, p->K);
 }
 
-/* ---- the normaliser: what o is divided by ---- */
+/* ---- the read's ends: o = scale * num, or scale * num / divisor(scale * den) ----
+ *
+ * num = S'q and den = z'q. The scale comes last, so that it costs one rounding. */
+
+LA_FN bool is_normalised(const la_problem *p, const la_decay decay, const la_rule rule)
+{
+    return decay == LA_NONE && rule == LA_ADDITIVE && p->normaliser != LA_UNNORMALISED;
+}
 
 LA_FN real divisor(const la_problem *p, real den)
 {
-    switch (p->normaliser) {
-    case LA_CLAMP: return den > (real)p->eps ? den : den != den ? den : (real)p->eps;
-    case LA_ADD: return den + (real)p->eps;
-    default: return 1;
-    }
+    den *= (real)p->scale;
+    if (p->normaliser == LA_ADD) return den + (real)p->eps;
+    return den <= (real)p->eps ? (real)p->eps : den; /* a NaN stays one */
 }
 
-/* Does the divisor move with the denominator? A clamped one does not. */
-LA_FN bool divisor_moves(const la_problem *p, real den)
+/* The gradient of den, given that of num summed against num: was o = scale num / divisor. A clamped
+ * divisor does not move. */
+LA_FN real d_denominator(const la_problem *p, real den, real num_dnum)
 {
-    return p->normaliser == LA_ADD || (p->normaliser == LA_CLAMP && den > (real)p->eps);
+    if (p->normaliser == LA_CLAMP && den * (real)p->scale <= (real)p->eps) return 0;
+    return -(real)p->scale * num_dnum / divisor(p, den);
+}
+
+LA_FN void finish_row(const la_problem *p, real *row, int64_t width, bool normalised, real den)
+{
+    const real scale = (real)p->scale, by = normalised ? divisor(p, den) : 1;
+    for (int64_t w = 0; w < width; w += LANES) {
+        lanes_of(row + w)[0] *= scale;
+        if (normalised) lanes_of(row + w)[0] /= by;
+    }
 }

@@ -41,8 +41,7 @@ LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
 LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la_name z_state,
                         arena *m, const la_decay decay, const la_rule rule)
 {
-    const bool normalised = decay == LA_NONE && rule == LA_ADDITIVE &&
-                            p->normaliser != LA_UNNORMALISED;
+    const bool normalised = is_normalised(p, decay, rule);
     const la_array *v = &p->array[LA_V], *o = &p->array[LA_O];
     const int64_t kp = padded(p->K), strip = MAX_STRIP * LANES;
     scan_scratch f;
@@ -59,11 +58,8 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
             load_row(f.v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
             token_any(lanes_of(f.S), width / LANES, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
                       lanes_of(f.o), decay, rule);
-            if (normalised) {
-                add_scaled(kp, f.z, 1, f.k);
-                real by = divisor(p, dot(kp, f.q, f.z));
-                for (int64_t w = 0; w < width; w += LANES) lanes_of(f.o + w)[0] /= by;
-            }
+            if (normalised) add_scaled(kp, f.z, 1, f.k);
+            finish_row(p, f.o, width, normalised, normalised ? dot(kp, f.q, f.z) : 0);
             store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, v1 - v0);
         }
         store_state(p, state, u, v0, v1, f.S, width);
@@ -139,8 +135,7 @@ LA_FN real scan_load(scan_backward_scratch *f, const la_problem *p, const la_uni
 LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partials *sums, arena *m,
                          const la_decay decay, const la_rule rule)
 {
-    const bool normalised = decay == LA_NONE && rule == LA_ADDITIVE &&
-                            p->normaliser != LA_UNNORMALISED;
+    const bool normalised = is_normalised(p, decay, rule);
     const la_array *d_o = &p->array[LA_DO], *dv = &p->array[LA_DV];
     const int64_t kp = padded(p->K), strip = MAX_STRIP * LANES;
     const int64_t length = u->end - u->begin, M = segment_length(length);
@@ -195,18 +190,16 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 fill(kp, f.dq, 0);
                 fill(kp, f.dk, 0);
                 fill(kp, f.da, 0);
-                if (normalised) { /* was o = num / divisor(q'z), z after the write */
+                if (normalised) { /* z after the write */
                     copy_row(kp, f.z, S + size);
                     add_scaled(kp, f.z, 1, f.k);
                     den = dot(kp, f.q, f.z);
-                    for (int64_t w = 0; w < width; w += LANES)
-                        lanes_of(f.d_o + w)[0] /= divisor(p, den);
                 }
+                finish_row(p, f.d_o, width, normalised, den); /* the gradient of num */
                 token_adjoint_any(lanes_in(S), lanes_of(f.dS), W, p->K, &f, beta, &dbeta, decay,
                                   rule);
                 if (normalised) {
-                    real d_den = 0; /* sum_v dO_v num_v = q . dq */
-                    if (divisor_moves(p, den)) d_den = -dot(kp, f.q, f.dq) / divisor(p, den);
+                    real d_den = d_denominator(p, den, dot(kp, f.q, f.dq));
                     add_scaled(kp, f.dq, d_den, f.z);
                     add_scaled(kp, f.dz, d_den, f.q);
                     add_scaled(kp, f.dk, 1, f.dz); /* was z <- z + k */

@@ -5,8 +5,9 @@
  * of B and a broadcast; with 32 registers 8 x 2 divides a chunk of 16 and keeps 16 independent
  * multiply-adds in flight (latency 4, two a cycle, needs 8). Wider tiles measured no faster.
  *
- * Every element is one chain of multiply-adds in the order of p, whatever tile it falls in: the
- * same bits however the columns are split. */
+ * Every element is a chain of multiply-adds in the order of p that joins what is there at its end,
+ * whatever tile it falls in: the same bits however the columns are split. A sum of its own keeps
+ * the roundings at the size of the sum: a state takes one rounding a chunk, not one a token. */
 
 #if LA_LANE_BYTES == 64
 enum { TILE_ROWS = 8 };
@@ -22,11 +23,7 @@ LA_FN void tile(const int R, const int NV, int P, const real *restrict A, int64_
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 2
-        for (int j = 0; j < NV; j++)
-            if (c)
-                sum[i][j] = c[i * ci] * lanes_in(C + i * ldc)[j];
-            else
-                sum[i][j] = (lane){0};
+        for (int j = 0; j < NV; j++) sum[i][j] = (lane){0};
     for (int p = 0; p < P; p++) {
         const lane *b = lanes_in(B + p * ldb);
         lane b0 = b[0], b1 = NV > 1 ? b[1] : b[0];
@@ -40,7 +37,13 @@ LA_FN void tile(const int R, const int NV, int P, const real *restrict A, int64_
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 2
-        for (int j = 0; j < NV; j++) lanes_of(C + i * ldc)[j] = sum[i][j];
+        for (int j = 0; j < NV; j++) {
+            lane *to = lanes_of(C + i * ldc) + j;
+            if (c)
+                *to = c[i * ci] * *to + sum[i][j];
+            else
+                *to = sum[i][j];
+        }
 }
 
 LA_FN void tile_column(const int NV, int64_t M, int P, const real *A, int64_t ai, int64_t ap,
@@ -67,19 +70,30 @@ LA_FN void tile_column(const int NV, int64_t M, int P, const real *A, int64_t ai
 #undef LA_REST
 }
 
+/* The factor c of products that add to what is there. */
+static const real one = 1;
+
+/* Terms added up in one chain before the sum joins the total: the error of a chain grows with its
+ * length, and at 32 the extra pass over C costs 1/32 of the multiply-adds. */
+enum { CHAIN = 32 };
+
 /* C[M][N] = diag(c) C + A B, A[i][p] at A[i*ai + p*ap], B[P][N] and C in rows of ldb and ldc reals,
  * N in whole lanes, rows aligned. c NULL: C is not read. ci = 0: one c for every row. */
 LA_COLD void product(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai, int64_t ap,
                      const real *B, int64_t ldb, real *C, int64_t ldc, const real *c, int64_t ci)
 {
-    int64_t j = 0;
-    for (; j + 2 * LANES <= N; j += 2 * LANES)
-        tile_column(2, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, c, ci);
-    if (j < N) tile_column(1, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, c, ci);
+    int64_t p = 0;
+    do {
+        const int now = (int)(P - p < CHAIN ? P - p : CHAIN);
+        const real *a = A + p * ap, *b = B + p * ldb;
+        int64_t j = 0;
+        for (; j + 2 * LANES <= N; j += 2 * LANES)
+            tile_column(2, M, now, a, ai, ap, b + j, ldb, C + j, ldc, c, ci);
+        if (j < N) tile_column(1, M, now, a, ai, ap, b + j, ldb, C + j, ldc, c, ci);
+        c = &one;
+        ci = 0;
+    } while ((p += CHAIN) < P);
 }
-
-/* The factor c of products that add to what is there. */
-static const real one = 1;
 
 /* to[n][m] = from[m][n]; the columns of `to` from M up to its padding become 0. */
 LA_COLD void transpose(int64_t M, int64_t N, const real *restrict from, int64_t ld_from,

@@ -1,7 +1,7 @@
 /* Non-causal linear attention: every token reads the state of the whole sequence. One pass sums
  * the state, a second reads it, so that the order of the keys only matters to rounding.
  *
- *     S = S0 + K' V,   z = z0 + K' 1,   O = Q S / divisor(Q z)
+ *     S = S0 + K' V,   z = z0 + K' 1,   O = scale Q S / divisor(scale Q z)
  */
 
 typedef struct whole_scratch {
@@ -55,6 +55,7 @@ LA_FN void whole_sum(whole_scratch *f, const la_problem *p, const la_unit *u, in
 
 LA_FN void whole_forward(const la_problem *p, const la_unit *u, int64_t C, arena *m)
 {
+    const bool normalised = p->normaliser != LA_UNNORMALISED;
     const int64_t kp = padded(p->K), width = padded(u->v1 - u->v0);
     const la_array *to = &p->array[LA_O];
     whole_scratch f;
@@ -66,15 +67,12 @@ LA_FN void whole_forward(const la_problem *p, const la_unit *u, int64_t C, arena
         product(n, width, p->K, f.q, kp, 1, f.S, width, f.O, width, NULL, 0);
         for (int64_t i = 0; i < n; i++) {
             real *row = f.O + i * width;
-            if (p->normaliser != LA_UNNORMALISED) {
-                real by = divisor(p, dot(kp, f.q + i * kp, f.z));
-                for (int64_t w = 0; w < width; w += LANES) lanes_of(row + w)[0] /= by;
-            }
+            finish_row(p, row, width, normalised, normalised ? dot(kp, f.q + i * kp, f.z) : 0);
             store_row(at_column(to, u->b, t + i, u->hv, u->v0), to->dtype, row, u->v1 - u->v0);
         }
     }
     store_state(p, LA_ST, u, u->v0, u->v1, f.S, width);
-    if (p->normaliser != LA_UNNORMALISED && u->v0 == 0) store_z(p, LA_ZT, u, f.z);
+    if (normalised && u->v0 == 0) store_z(p, LA_ZT, u, f.z);
 }
 
 LA_FN void whole_backward(const la_problem *p, const la_unit *u, const la_partials *sums, int64_t C,
@@ -92,20 +90,18 @@ LA_FN void whole_backward(const la_problem *p, const la_unit *u, const la_partia
         fill(kp, f.dz, 0);
 
     transpose(p->K, width, f.S, width, f.T, kp);
-    for (int64_t t = u->begin; t < u->end; t += C) { /* was o = q S / divisor(q z) */
+    for (int64_t t = u->begin; t < u->end; t += C) { /* was o = scale q S / divisor(scale q z) */
         const int64_t n = t + C < u->end ? C : u->end - t;
         for (int64_t i = 0; i < n; i++) load_key(p, LA_Q, u->b, t + i, u->h, f.q + i * kp);
         load_rows(p, LA_DO, u, t, n, f.O, width);
-        for (int64_t i = 0; normalised && i < n; i++) {
-            real by = divisor(p, dot(kp, f.q + i * kp, f.z));
-            for (int64_t w = 0; w < width; w += LANES) lanes_of(f.O + i * width + w)[0] /= by;
-        }
+        for (int64_t i = 0; i < n; i++)
+            finish_row(p, f.O + i * width, width, normalised,
+                       normalised ? dot(kp, f.q + i * kp, f.z) : 0);
         product(n, kp, width, f.O, width, 1, f.T, kp, f.d, kp, NULL, 0);
         product(p->K, width, n, f.q, 1, kp, f.O, width, f.dS, width, &one, 0);
         for (int64_t i = 0; normalised && i < n; i++) {
-            real den = dot(kp, f.q + i * kp, f.z), d_den = 0;
-            if (divisor_moves(p, den))
-                d_den = -dot(kp, f.q + i * kp, f.d + i * kp) / divisor(p, den);
+            real d_den = d_denominator(p, dot(kp, f.q + i * kp, f.z),
+                                       dot(kp, f.q + i * kp, f.d + i * kp));
             add_scaled(kp, f.d + i * kp, d_den, f.z);
             add_scaled(kp, f.dz, d_den, f.q + i * kp);
         }
