@@ -1,14 +1,14 @@
 /* The chunk form. C tokens at a time, four stages:
  *
  *     scores  what tokens of the chunk see of each other          P, L   (shared by all columns)
- *     solve   what each token writes                              U = (I + L)^-1 beta (V - k^ S)
+ *     solve   what each token writes                              U = beta (V - k^ S - L U)
  *     read    what each token reads                               O = q^ S + P U
  *     carry   the state the chunk leaves                          S <- diag(e) S + k~' U
  *
  *     q^_i = q_i e_i,  k^_i = k_i e_i      e_i: the decays from the chunk's start up to token i
  *     k~_j = k_j r_j                       r_j: the decays after token j up to the chunk's end
  *     P_ij = q_i . k_j Gamma_ij (j <= i)   Gamma_ij: the decays after j up to i
- *     L_ij = beta_i k_i . k_j Gamma_ij (j < i)
+ *     L_ij = k_i . k_j Gamma_ij (j < i)
  *
  * e, r and Gamma are products of the decays a in [0, 1], formed in the order in which they occur
  * (row i of Gamma is a_i times row i-1). No logarithm is summed and nothing is divided, so no gate
@@ -28,7 +28,7 @@ typedef struct chunk {
     real *hat;       /* [2C][kp]: k^, then (from row n) q^; additive ops: q^ only */
     real *tilde;     /* [C][kp]: k~ */
     real *kt;        /* [kp][cp]: k transposed */
-    real *qk, *kk;   /* [C][cp]: the bare products q_i . k_j and k_i . k_j (per-key: with Gamma) */
+    real *qk, *kk;   /* [C][cp]: the bare products q_i . k_j and k_i . k_j (not for KEY) */
     real *P, *L;     /* [C][cp] */
     real *den;       /* [C]: the normaliser's denominators */
 } chunk;
@@ -48,8 +48,8 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->hat = take(m, 2 * C * kp);
     c->tilde = take(m, C * kp);
     c->kt = take(m, decay == LA_KEY ? 0 : kp * cp);
-    c->qk = take(m, 2 * C * cp); /* kk follows qk: one product fills both */
-    c->kk = c->qk ? c->qk + C * cp : NULL;
+    c->qk = take(m, decay == LA_KEY ? 0 : C * cp);
+    c->kk = take(m, decay == LA_KEY || rule == LA_ADDITIVE ? 0 : C * cp);
     c->P = take(m, C * cp);
     c->L = take(m, rule == LA_DELTA ? C * cp : 0);
     c->den = take(m, C);
@@ -106,7 +106,7 @@ LA_FN void scores_token(chunk *c, const la_problem *p, const la_decay decay, con
         if (decay == LA_NONE) {
             for (int64_t j = 0; j <= i; j++) P[j] = qk[j];
             if (rule == LA_DELTA)
-                for (int64_t j = 0; j < i; j++) L[j] = c->beta[i] * kk[j];
+                for (int64_t j = 0; j < i; j++) L[j] = kk[j];
         } else {
             real *G = c->gamma + i * cp;
             for (int64_t j = 0; j < i; j++) G[j] = c->a[i] * G[j - cp];
@@ -114,7 +114,7 @@ LA_FN void scores_token(chunk *c, const la_problem *p, const la_decay decay, con
             c->e[i] = i ? c->a[i] * c->e[i - 1] : c->a[i];
             for (int64_t j = 0; j <= i; j++) P[j] = G[j] * qk[j];
             if (rule == LA_DELTA)
-                for (int64_t j = 0; j < i; j++) L[j] = c->beta[i] * (G[j] * kk[j]);
+                for (int64_t j = 0; j < i; j++) L[j] = G[j] * kk[j];
         }
     }
     for (int64_t i = 0; i < n; i++) {
@@ -154,10 +154,7 @@ LA_FN void scores_key(chunk *c, const la_rule rule)
                 if (rule == LA_DELTA) sk += lanes_in(c->k + i * kp + x)[0] * r;
             }
             c->P[i * cp + j] = lane_sum(sq);
-            if (rule == LA_DELTA) {
-                c->kk[i * cp + j] = lane_sum(sk);
-                c->L[i * cp + j] = c->beta[i] * c->kk[i * cp + j];
-            }
+            if (rule == LA_DELTA) c->L[i * cp + j] = lane_sum(sk);
         }
     }
 }
@@ -187,39 +184,28 @@ LA_FN void load_values(const chunk *c, const la_problem *p, la_name name, const 
         load_row(to + i * width, v1 - v0, at_column(from, u->b, t + i, u->hv, v0), from->dtype);
 }
 
-/* x_i -= sum_{j<i} L_ij x_j, from the first row down: x <- (I + L)^-1 x. */
-LA_FN void forward_substitution(int64_t n, const real *L, int64_t ldl, real *x, int64_t width)
+/* From the first row down: E_i = V_i - (k^ S)_i - sum_{j<i} L_ij U_j, what the memory got wrong
+ * about token i, and U_i = beta_i E_i. U holds V on entry; E may be U itself where only U is
+ * wanted. */
+LA_FN void panel_solve(const chunk *c, const panel *s, real *E)
 {
+    const int64_t width = s->width;
     for (int64_t w = 0; w < width; w += LANES)
-        for (int64_t i = 1; i < n; i++) {
-            lane sum = {0};
-            for (int64_t j = 0; j < i; j++) sum += L[i * ldl + j] * lanes_in(x + j * width + w)[0];
-            lanes_of(x + i * width + w)[0] -= sum;
+        for (int64_t i = 0; i < c->n; i++) {
+            lane sum = weighted_sum(i, c->L + i * c->cp, 1, s->U + w, width);
+            lane e = lanes_in(s->U + i * width + w)[0] - lanes_in(s->X + i * width + w)[0] - sum;
+            lanes_of(E + i * width + w)[0] = e;
+            lanes_of(s->U + i * width + w)[0] = c->beta[i] * e;
         }
-}
-
-/* U holds V on entry. */
-LA_FN void panel_solve(const chunk *c, panel *s, const la_rule rule)
-{
-    if (rule == LA_ADDITIVE) return;
-    for (int64_t i = 0; i < c->n; i++)
-        for (int64_t w = 0; w < s->width; w += LANES)
-            lanes_of(s->U + i * s->width + w)[0] =
-                c->beta[i] *
-                (lanes_in(s->U + i * s->width + w)[0] - lanes_in(s->X + i * s->width + w)[0]);
-    forward_substitution(c->n, c->L, c->cp, s->U, s->width);
 }
 
 /* O += P U, row i from the rows up to i only: a NaN written later must not reach it. */
 LA_FN void panel_read(const chunk *c, const panel *s, real *O)
 {
     for (int64_t w = 0; w < s->width; w += LANES)
-        for (int64_t i = 0; i < c->n; i++) {
-            lane sum = {0};
-            for (int64_t j = 0; j <= i; j++)
-                sum += c->P[i * c->cp + j] * lanes_in(s->U + j * s->width + w)[0];
-            lanes_of(O + i * s->width + w)[0] += sum;
-        }
+        for (int64_t i = 0; i < c->n; i++)
+            lanes_of(O + i * s->width + w)[0] +=
+                weighted_sum(i + 1, c->P + i * c->cp, 1, s->U + w, s->width);
 }
 
 /* The decay of the whole chunk: one number, or one per key. */
@@ -315,7 +301,7 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *u, int64_t C, arena
             real *O = rule == LA_DELTA ? s.X + c->n * s.width : s.X;
             load_values(c, p, LA_V, u, t, s.v0, s.v1, s.U, s.width);
             product(rows, s.width, p->K, c->hat, c->kp, 1, s.S, s.width, s.X, s.width, NULL, 0);
-            panel_solve(c, &s, rule);
+            if (rule == LA_DELTA) panel_solve(c, &s, s.U);
             panel_read(c, &s, O);
             panel_carry(c, p, &s, decay);
             store_outputs(c, p, u, t, &s, O, normalised);

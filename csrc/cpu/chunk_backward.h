@@ -23,9 +23,9 @@ typedef struct backward_scratch {
     real *states;           /* [M][K*width + kp]: chunk starts of a segment (state, then z) */
     real *checkpoints;      /* [segments][K*width + kp] */
     real *z, *dz;           /* [kp] */
-    real *V, *U, *X;        /* [C][width] each (X: [2C]): v, what was written, k^ S */
-    real *dO;               /* [2C][width]: -beta Z, then (from row n) dO; one matrix for dS */
-    real *dU;               /* [C][width]: dU, then Z */
+    real *U, *E, *X;        /* [C][width]: what was written, what was wrong, k^ S */
+    real *dO;               /* [2C][width]: -dE, then (from row n) dO; one matrix for dS */
+    real *dU;               /* [C][width]: dU, then dV */
     real *Ut;               /* [width][cp] */
     real *dP, *dL;          /* [C][cp] */
     real *d_hat;            /* [2C][kp]: dk^, then (from row n) dq^ */
@@ -52,8 +52,8 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->checkpoints = take(m, (chunks + M - 1) / M * kept);
     f->z = take(m, kp);
     f->dz = take(m, kp);
-    f->V = take(m, C * width);
     f->U = take(m, C * width);
+    f->E = take(m, C * width);
     f->X = take(m, C * width);
     f->dO = take(m, 2 * C * width);
     f->dU = take(m, C * width);
@@ -72,17 +72,16 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->d_den = take(m, C);
 }
 
-/* The chunk's writes again: U from V and the state it started from. */
+/* The chunk's writes again: U (and E) from V and the state it started from. */
 LA_FN void solve_again(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
                        const real *S, int64_t width, const la_rule rule)
 {
     chunk *c = &f->c;
-    load_values(c, p, LA_V, u, t, u->v0, u->v1, f->V, width);
-    for (int64_t i = 0; i < c->n; i++) copy_row(width, f->U + i * width, f->V + i * width);
+    load_values(c, p, LA_V, u, t, u->v0, u->v1, f->U, width);
     if (rule == LA_ADDITIVE) return;
     panel s = {.width = width, .U = f->U, .X = f->X};
     product(c->n, width, p->K, c->hat, c->kp, 1, S, width, f->X, width, NULL, 0);
-    panel_solve(c, &s, rule);
+    panel_solve(c, &s, f->E);
 }
 
 /* One chunk forward without reading: f->S and f->z move on to the chunk's end. */
@@ -99,15 +98,26 @@ LA_FN void walk_chunk(backward_scratch *f, const la_problem *p, const la_unit *u
         for (int64_t j = 0; j < n; j++) add_scaled(c->kp, f->z, 1, c->k + j * c->kp);
 }
 
-/* x <- (I + L)^-T x, from the last row up: x_j -= sum_{i>j} L_ij x_i. */
-LA_FN void backward_substitution(int64_t n, const real *L, int64_t ldl, real *x, int64_t width)
+/* The adjoint of panel_solve, from the last row up. dU holds the gradient of U from what read it
+ * outside the chunk's own solve. dE_i = beta_i dU_i goes to V and, negated, to k^ S. */
+LA_FN void solve_adjoint(backward_scratch *f, int64_t width)
 {
+    chunk *c = &f->c;
+    const int64_t n = c->n;
     for (int64_t w = 0; w < width; w += LANES)
-        for (int64_t j = n - 2; j >= 0; j--) {
-            lane sum = {0};
-            for (int64_t i = j + 1; i < n; i++) sum += L[i * ldl + j] * lanes_in(x + i * width + w)[0];
-            lanes_of(x + j * width + w)[0] -= sum;
+        for (int64_t j = n - 1; j >= 0; j--) {
+            /* was E_i -= L_ij U_j; -dE_i is in dO's rows */
+            lane du = lanes_in(f->dU + j * width + w)[0] +
+                      weighted_sum(n - 1 - j, c->L + (j + 1) * c->cp + j, c->cp,
+                                   f->dO + (j + 1) * width + w, width);
+            lanes_of(f->dU + j * width + w)[0] = du;
+            lanes_of(f->dO + j * width + w)[0] = -(c->beta[j] * du);
         }
+    for (int64_t i = 0; i < n; i++) {
+        real *du = f->dU + i * width;
+        f->dbeta[i] = dot(width, du, f->E + i * width); /* was U = beta E */
+        scale_row(width, du, du, c->beta[i]);           /* dE = dV */
+    }
 }
 
 /* The adjoint of read, solve and carry over this unit's columns: from dO and dS to dV, dP, dL,
@@ -123,12 +133,9 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     /* Was S' = diag(e) S + k~' U and O = q^ S + P U. */
     product(n, width, p->K, c->tilde, kp, 1, f->dS, width, f->dU, width, NULL, 0);
     for (int64_t w = 0; w < width; w += LANES)
-        for (int64_t j = 0; j < n; j++) {
-            lane sum = {0};
-            for (int64_t i = j; i < n; i++)
-                sum += c->P[i * cp + j] * lanes_in(dO + i * width + w)[0];
-            lanes_of(f->dU + j * width + w)[0] += sum;
-        }
+        for (int64_t j = 0; j < n; j++)
+            lanes_of(f->dU + j * width + w)[0] +=
+                weighted_sum(n - j, c->P + j * cp + j, cp, dO + j * width + w, width);
     transpose(n, V, f->U, width, f->Ut, cp);
     product(n, padded(n), V, dO, width, 1, f->Ut, cp, f->dP, cp, NULL, 0);
     transpose(p->K, V, f->dS, width, f->T, kp);
@@ -144,21 +151,9 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
         }
 
     if (delta) {
-        /* Was (I + L) U = beta (V - k^ S). With Z = (I + L)^-T dU: d(beta (V - k^ S)) = Z and
-         * dL = -strict(Z U'). */
-        backward_substitution(n, c->L, cp, f->dU, width);
-        product(n, padded(n), V, f->dU, width, 1, f->Ut, cp, f->dL, cp, NULL, 0);
-        for (int64_t i = 0; i < n; i++) {
-            lane sum = {0};
-            for (int64_t j = 0; j < i; j++) f->dL[i * cp + j] = -f->dL[i * cp + j];
-            for (int64_t w = 0; w < width; w += LANES) {
-                lane z = lanes_in(f->dU + i * width + w)[0];
-                sum += z * (lanes_in(f->V + i * width + w)[0] - lanes_in(f->X + i * width + w)[0]);
-                lanes_of(f->dU + i * width + w)[0] = c->beta[i] * z;   /* dV */
-                lanes_of(f->dO + i * width + w)[0] = -(c->beta[i] * z); /* d(k^ S) */
-            }
-            f->dbeta[i] = lane_sum(sum);
-        }
+        solve_adjoint(f, width);
+        /* Was E = V - k^ S - L U: dL = -strict(dE U'). */
+        product(n, padded(n), V, f->dO, width, 1, f->Ut, cp, f->dL, cp, NULL, 0);
     }
     /* Was X = [k^; q^] S. */
     transpose(p->K, V, S, width, f->T, kp);
@@ -199,26 +194,14 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_decay decay, const
         real *dP = f->dP + i * cp, *dL = f->dL + i * cp, *dGi = dG + i * cp;
         const real *G = c->gamma + i * cp, *qk = c->qk + i * cp, *kk = c->kk + i * cp;
         for (int64_t j = i + 1; j < padded(n); j++) dP[j] = 0;
-        if (delta) {
-            real sum = 0;
-            for (int64_t j = i; j < padded(n); j++) dL[j] = 0;
-            for (int64_t j = 0; j < i; j++) { /* was L = beta_i Gamma kk */
-                real gkk = decay == LA_NONE ? kk[j] : G[j] * kk[j];
-                sum += dL[j] * gkk;
-            }
-            f->dbeta[i] += sum;
-        }
-        if (decay == LA_NONE) {
-            if (delta)
-                for (int64_t j = 0; j < i; j++) dL[j] *= c->beta[i];
-            continue;
-        }
-        for (int64_t j = 0; j < i; j++) { /* was P = Gamma qk and L = beta_i Gamma kk */
+        for (int64_t j = i; delta && j < padded(n); j++) dL[j] = 0;
+        if (decay == LA_NONE) continue;
+        for (int64_t j = 0; j < i; j++) { /* was P = Gamma qk and L = Gamma kk */
             real d = dP[j] * qk[j];
-            if (delta) d += c->beta[i] * dL[j] * kk[j];
+            if (delta) d += dL[j] * kk[j];
             dGi[j] = d;
             dP[j] *= G[j];
-            if (delta) dL[j] *= c->beta[i] * G[j];
+            if (delta) dL[j] *= G[j];
         }
     }
     /* dP and dL are now the gradients of the bare products q_i . k_j and k_i . k_j. */
@@ -282,19 +265,15 @@ LA_FN void scores_key_adjoint(backward_scratch *f, const la_rule rule)
             lanes_of(f->da + i * kp + x)[0] = i ? de * lanes_in(c->e + (i - 1) * kp + x)[0] : de;
             lanes_of(f->de + x)[0] = de * a;
         }
-    /* Was row_j = k_j; row_i = a_i row_{i-1}; P_ij = q_i row_i; L_ij = beta_i k_i row_i; k~_j the
-     * last row. */
+    /* Was row_j = k_j; row_i = a_i row_{i-1}; P_ij = q_i row_i; L_ij = k_i row_i; k~_j the last
+     * row. */
     for (int64_t j = 0; j < n; j++) {
         copy_row(kp, row + j * kp, c->k + j * kp);
         for (int64_t i = j + 1; i < n; i++)
             multiply_row(kp, row + i * kp, row + (i - 1) * kp, c->a + i * kp);
         copy_row(kp, carried, f->d_tilde + j * kp);
         for (int64_t i = n - 1; i > j; i--) {
-            real dp = f->dP[i * cp + j], dl = 0;
-            if (delta) {
-                dl = c->beta[i] * f->dL[i * cp + j];
-                f->dbeta[i] += f->dL[i * cp + j] * c->kk[i * cp + j];
-            }
+            const real dp = f->dP[i * cp + j], dl = delta ? f->dL[i * cp + j] : 0;
             for (int64_t x = 0; x < kp; x += LANES) {
                 lane r = lanes_in(row + i * kp + x)[0], d = lanes_in(carried + x)[0];
                 d += dp * lanes_in(c->q + i * kp + x)[0];

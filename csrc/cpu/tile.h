@@ -95,6 +95,20 @@ LA_COLD void product(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai,
     } while ((p += CHAIN) < P);
 }
 
+/* sum_j a_j x_j over n rows, a_j at a[j*step], x_j one lane of a row: for triangles, whose rows have
+ * different lengths and must not touch what lies outside. */
+LA_FN lane weighted_sum(int64_t n, const real *a, int64_t step, const real *x, int64_t width)
+{
+    lane total = {0};
+    for (int64_t first = 0; first < n; first += CHAIN) {
+        const int64_t last = first + CHAIN < n ? first + CHAIN : n;
+        lane sum = {0};
+        for (int64_t j = first; j < last; j++) sum += a[j * step] * lanes_in(x + j * width)[0];
+        total += sum;
+    }
+    return total;
+}
+
 /* to[n][m] = from[m][n]; the columns of `to` from M up to its padding become 0. */
 LA_COLD void transpose(int64_t M, int64_t N, const real *restrict from, int64_t ld_from,
                        real *restrict to, int64_t ld_to)
