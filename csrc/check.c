@@ -46,8 +46,9 @@ const char *la_array_name(const la_problem *p, la_name name)
     case LA_K: return "k";
     case LA_V: return "v";
     case LA_G:
-        if (p->decay == LA_HEAD) return p->gate_is_decay ? "gamma" : "slopes";
-        return p->gate_is_decay ? "alpha" : "g";
+        if (p->gate == LA_SLOPE) return "slopes";
+        if (p->gate == LA_LOG) return "g";
+        return p->decay == LA_HEAD ? "gamma" : "alpha";
     case LA_BETA: return "beta";
     case LA_S0:
         if (p->face == LA_STEP) return pair ? "state[0]" : "state";
@@ -245,6 +246,18 @@ static la_status check_shape(la_problem *p, la_name name)
     return LA_VALUE_ERROR;
 }
 
+la_status la_refuse_dims(la_problem *p, la_name name, int ndim, const int64_t *shape)
+{
+    char letters[LA_MAX_DIMS + 1];
+    user_letters(p, name, letters);
+    writer w = message(p);
+    say(&w, "%s: expected ", la_array_name(p, name));
+    say_letters(&w, letters);
+    say(&w, ", got ");
+    say_shape(&w, ndim, shape);
+    return LA_VALUE_ERROR;
+}
+
 /* From the user's dimensions to the kernels': a letter the user left out gets stride 0. */
 static void make_canonical(const la_problem *p, la_name name, la_array *x)
 {
@@ -398,6 +411,8 @@ la_status la_check(la_problem *p)
     static const la_name inputs[] = {LA_K, LA_V, LA_G, LA_BETA, LA_S0, LA_Z0, LA_DO, LA_DST, LA_DZT};
     la_status status = LA_OK;
 
+    if (!p->array[LA_Q].given) return missing(p, LA_Q);
+    if (!p->array[LA_V].given) return missing(p, LA_V);
     la_dtype dtype = p->array[LA_Q].dtype;
     if (dtype > LA_BF16)
         return complain(p, LA_TYPE_ERROR,
@@ -411,11 +426,12 @@ la_status la_check(la_problem *p)
 
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) {
         la_name name = inputs[i];
-        bool needed = (name == LA_G || name == LA_BETA) && la_has(p, name);
-        if (p->face == LA_STEP && (name == LA_S0 || name == LA_Z0)) needed = la_has(p, name);
+        bool state = name == LA_S0 || name == LA_Z0;
+        bool optional = name == LA_DST || name == LA_DZT || (state && p->face != LA_STEP) ||
+                        (name == LA_DO && p->face != LA_BACKWARD);
         if (p->array[name].given)
             status = check_array(p, name);
-        else if (needed)
+        else if (!optional && la_has(p, name))
             status = missing(p, name);
         if (status) return status;
     }

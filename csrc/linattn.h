@@ -37,6 +37,10 @@ typedef enum { LA_CHUNK, LA_RECURRENT, LA_PARALLEL } la_mode;
 typedef enum { LA_NONE, LA_HEAD, LA_TOKEN, LA_KEY } la_decay;
 typedef enum { LA_ADDITIVE, LA_DELTA } la_rule;
 
+/* How a gate is given: its logarithm g, the decay itself (alpha, gamma), or minus the logarithm
+ * (slopes). */
+typedef enum { LA_LOG, LA_DECAY, LA_SLOPE } la_gate;
+
 /* How a denominator q'z becomes a divisor: not at all, max(den, eps), or den + eps. */
 typedef enum { LA_UNNORMALISED, LA_CLAMP, LA_ADD } la_normaliser;
 
@@ -95,7 +99,7 @@ typedef struct la_problem {
     la_array array[LA_ARRAYS];
     bool has_scale;
     double scale;
-    bool gate_is_decay; /* g holds the decay a itself (alpha=, gamma=), not its logarithm */
+    la_gate gate;
     bool qk_l2norm;     /* q, k <- x / sqrt(sum x^2 + 1e-6), before the feature map */
     bool state_v_first; /* states are [N,HV,V,K] */
     bool want_final;
@@ -113,8 +117,7 @@ typedef struct la_problem {
     la_dtype real;        /* of sums and states: LA_F32, or LA_F64 for float64 inputs */
     int64_t tokens;       /* B * T */
 
-    /* what comes back beside the arrays */
-    bool gate_above_one;  /* some decay was > 1 (g > 0) */
+    /* what went wrong, in words */
     char message[LA_MESSAGE];
 } la_problem;
 
@@ -131,6 +134,9 @@ void la_problem_init(la_problem *p, la_op op, la_face face);
 /* Compare the inputs with the table; settle letters, strides and defaults. On failure the message
  * names the argument, what was expected and what came, and nothing has been touched. */
 la_status la_check(la_problem *p);
+
+/* An array of more than LA_MAX_DIMS dimensions, which no op takes: the message for it. */
+la_status la_refuse_dims(la_problem *p, la_name name, int ndim, const int64_t *shape);
 
 /* After la_check: the shape of an array in the user's own dimensions; returns ndim. */
 int la_shape_of(const la_problem *p, la_name name, int64_t shape[LA_MAX_DIMS]);

@@ -9,6 +9,7 @@
 #define NPY_TARGET_VERSION NPY_1_25_API_VERSION
 #include <numpy/arrayobject.h>
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,6 +20,7 @@
 typedef struct {
     la_problem p;
     PyObject *object[LA_ARRAYS]; /* the array (or our copy of it) behind p.array; owned */
+    PyObject *given[LA_ARRAYS];  /* the array as the user gave it; owned by the user's call */
 } call;
 
 static void call_release(call *c)
@@ -92,6 +94,7 @@ static bool strides_fit(PyArrayObject *x, bool rows)
     const int ndim = PyArray_NDIM(x);
     const npy_intp size = PyArray_ITEMSIZE(x);
     if (!PyArray_ISALIGNED(x) || PyArray_ISBYTESWAPPED(x)) return false;
+    if (PyArray_SIZE(x) == 0) return true; /* strides of nothing mean nothing */
     for (int i = 0; i < ndim; i++)
         if (PyArray_DIM(x, i) > 1 && PyArray_STRIDE(x, i) % size) return false;
     return !rows || ndim == 0 || PyArray_DIM(x, ndim - 1) <= 1 ||
@@ -119,14 +122,31 @@ static void describe(call *c, la_name name, PyObject *object)
 static bool may_be_number(const la_problem *p, la_name name, PyObject *object)
 {
     return p->face == LA_STEP && (name == LA_G || name == LA_BETA) &&
-           (PyFloat_Check(object) || PyArray_CheckScalar(object));
+           (PyFloat_Check(object) || PyArray_CheckScalar(object) ||
+            (PyLong_Check(object) && !PyBool_Check(object)));
+}
+
+/* ValueError: label: expected ..., got strides ... (in bytes, as NumPy gives them). */
+static void refuse_strides(const char *label, const char *expected, PyObject *x)
+{
+    PyObject *got = PyObject_GetAttrString(x, "strides");
+    if (got)
+        PyErr_Format(PyExc_ValueError, "%s: expected %s, got strides %R", label, expected, got);
+    Py_XDECREF(got);
+}
+
+/* Subclasses (memmap, matrix) are fine; a masked array's mask would be ignored. */
+static bool is_masked(PyObject *object)
+{
+    return !PyArray_CheckExact(object) && PyObject_HasAttrString(object, "mask") &&
+           PyObject_HasAttrString(object, "filled");
 }
 
 static int take(call *c, la_name name, PyObject *object)
 {
     const char *label = la_array_name(&c->p, name);
     if (object == Py_None) return 0;
-    if (!PyArray_Check(object)) {
+    if (!PyArray_Check(object) || is_masked(object)) {
         if (!may_be_number(&c->p, name, object)) {
             PyErr_Format(PyExc_TypeError, "%s: expected a NumPy array, got %R", label,
                          (PyObject *)Py_TYPE(object));
@@ -146,19 +166,24 @@ static int take(call *c, la_name name, PyObject *object)
         return -1;
     }
     if (PyArray_NDIM(x) > LA_MAX_DIMS) {
-        PyErr_Format(PyExc_ValueError, "%s: expected at most %d dimensions, got %d", label,
-                     LA_MAX_DIMS, PyArray_NDIM(x));
+        int64_t shape[64]; /* NumPy's own limit */
+        for (int i = 0; i < PyArray_NDIM(x); i++) shape[i] = PyArray_DIM(x, i);
+        raise_status(c, la_refuse_dims(&c->p, name, PyArray_NDIM(x), shape));
         Py_DECREF(object);
         return -1;
     }
+    bool copy_it = name == LA_CU; /* read again without the GIL: nobody may change it meanwhile */
     if (!strides_fit(x, has_rows(&c->p, name))) {
         if (c->p.face == LA_STEP) {
-            PyErr_Format(PyExc_ValueError,
-                         "%s: expected an aligned array in native byte order whose innermost axis "
-                         "is contiguous; a step makes no hidden copies", label);
+            refuse_strides(label, "an aligned array in native byte order whose innermost axis is contiguous (a "
+                   "step makes no hidden copies)", object);
             Py_DECREF(object);
             return -1;
         }
+        copy_it = true;
+    }
+    c->given[name] = object;
+    if (copy_it) {
         PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(x), NPY_NATIVE);
         PyObject *copy = native ? PyArray_FromArray(x, native, NPY_ARRAY_CARRAY | NPY_ARRAY_ENSURECOPY)
                                 : NULL;
@@ -168,6 +193,38 @@ static int take(call *c, la_name name, PyObject *object)
     }
     describe(c, name, object);
     return 0;
+}
+
+/* Do two elements of x lie in one place? Sorted by stride, each axis must step over all that the
+ * smaller ones reach. */
+static bool overlaps_itself(PyArrayObject *x)
+{
+    npy_intp reach = PyArray_ITEMSIZE(x), last = 0;
+    if (PyArray_SIZE(x) < 2) return false;
+    for (int done = 0; done < PyArray_NDIM(x); done++) {
+        int next = -1;
+        npy_intp step = 0;
+        for (int i = 0; i < PyArray_NDIM(x); i++) {
+            npy_intp stride = PyArray_STRIDE(x, i) < 0 ? -PyArray_STRIDE(x, i) : PyArray_STRIDE(x, i);
+            if (PyArray_DIM(x, i) > 1 && stride > last && (next < 0 || stride < step)) {
+                next = i;
+                step = stride;
+            }
+            /* two axes of one stride, or an axis that does not move */
+            if (done == 0 && PyArray_DIM(x, i) > 1) {
+                if (stride == 0) return true;
+                for (int j = 0; j < i; j++)
+                    if (PyArray_DIM(x, j) > 1 && (PyArray_STRIDE(x, j) == stride ||
+                                                  PyArray_STRIDE(x, j) == -stride))
+                        return true;
+            }
+        }
+        if (next < 0) break;
+        if (step < reach) return true;
+        reach += step * (PyArray_DIM(x, next) - 1);
+        last = step;
+    }
+    return false;
 }
 
 /* An array that will be written where it lies. */
@@ -182,9 +239,12 @@ static int take_in_place(call *c, la_name name, PyObject *object)
         }
         if (dtype_of((PyArrayObject *)object) != LA_DTYPES &&
             !strides_fit((PyArrayObject *)object, true)) {
-            PyErr_Format(PyExc_ValueError,
-                         "%s: expected an aligned array in native byte order whose innermost axis "
-                         "is contiguous, since it is written in place", label);
+            refuse_strides(label, "an aligned array in native byte order whose innermost axis is contiguous (it "
+                   "is written in place)", object);
+            return -1;
+        }
+        if (overlaps_itself((PyArrayObject *)object)) {
+            refuse_strides(label, "every element in a place of its own", object);
             return -1;
         }
     }
@@ -238,8 +298,13 @@ static int as_flag(PyObject *object, const char *label, bool *flag)
 
 static int as_number(PyObject *object, const char *label, double *number)
 {
-    *number = PyBool_Check(object) ? -1 : PyFloat_AsDouble(object);
-    if (!PyBool_Check(object) && !(*number == -1 && PyErr_Occurred())) return 0;
+    const bool flag = PyBool_Check(object) || PyArray_IsScalar(object, Bool);
+    *number = flag ? -1 : PyFloat_AsDouble(object);
+    if (!flag && !(*number == -1 && PyErr_Occurred())) return 0;
+    if (!flag && PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Format(PyExc_ValueError, "%s: expected a finite number, got %R", label, object);
+        return -1;
+    }
     PyErr_Format(PyExc_TypeError, "%s: expected a number, got %R", label,
                  (PyObject *)Py_TYPE(object));
     return -1;
@@ -299,7 +364,8 @@ static int take_features(call *c, PyObject *object)
     return 0;
 }
 
-/* g or alpha, never both: one array of the problem. */
+/* g or alpha, never both: one array of the problem. A gate per head is a decay (gamma, which comes
+ * as alpha) or a slope. */
 static int take_gate(call *c, PyObject *g, PyObject *alpha)
 {
     if (g != Py_None && alpha != Py_None) {
@@ -307,7 +373,7 @@ static int take_gate(call *c, PyObject *g, PyObject *alpha)
                         "g, alpha: expected one of the two (log decay or decay), got both");
         return -1;
     }
-    c->p.gate_is_decay = alpha != Py_None;
+    c->p.gate = alpha != Py_None ? LA_DECAY : c->p.decay == LA_HEAD ? LA_SLOPE : LA_LOG;
     return take(c, LA_G, alpha != Py_None ? alpha : g);
 }
 
@@ -391,7 +457,7 @@ static void extent(PyArrayObject *x, char **low, char **high)
 /* Extents first; only where they meet is NumPy asked for the exact answer. */
 static int refuse_overlap(const call *c, la_name written, la_name other)
 {
-    PyObject *x = c->object[written], *y = c->object[other];
+    PyObject *x = c->given[written], *y = c->given[other];
     char *low, *high, *other_low, *other_high;
     if (!x || !y) return 0;
     extent((PyArrayObject *)x, &low, &high);
@@ -427,10 +493,9 @@ static int warn_of_growth(const call *c)
 {
     if (!la_gate_above_one(&c->p)) return 0;
     const char *name = la_array_name(&c->p, LA_G);
-    const char *text = "expected decays in [0, 1]";
-    if (!c->p.gate_is_decay)
-        text = c->p.decay == LA_HEAD ? "expected slopes >= 0"
-                                     : "expected the log decay, g <= 0";
+    const char *text = c->p.gate == LA_DECAY   ? "expected decays in [0, 1]"
+                       : c->p.gate == LA_SLOPE ? "expected slopes >= 0"
+                                               : "expected the log decay, g <= 0";
     return PyErr_WarnFormat(PyExc_RuntimeWarning, 2,
                             "%s: %s, got values outside; the state may grow without bound", name,
                             text);
@@ -633,8 +698,15 @@ static int module_exec(PyObject *module)
     if (PyArray_ImportNumPyAPI() < 0) return -1;
     const char *isa = getenv("LINATTN_ISA");
     if (isa && *isa && !la_isa_choose(isa)) {
-        PyErr_Format(PyExc_ImportError,
-                     "LINATTN_ISA: %s is not compiled in or cannot run on this machine", isa);
+        char names[64] = "";
+        for (int i = 0; i < la_isa_count(); i++) {
+            bool here;
+            const char *name = la_isa_name(i, &here);
+            size_t used = strlen(names);
+            if (here) snprintf(names + used, sizeof names - used, "%s%s", used ? ", " : "", name);
+        }
+        PyErr_Format(PyExc_ImportError, "LINATTN_ISA: expected one that runs here (%s), got %s",
+                     names, isa);
         return -1;
     }
     PyObject *names = PyTuple_New(LA_OPS);

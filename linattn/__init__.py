@@ -15,9 +15,7 @@ from linattn.ops import OPS, Gradients
 __version__ = "0.1.0"
 
 __all__ = [
-    "OPS",
     "FeatureMap",
-    "Gradients",
     "cuda",
     "get_num_threads",
     "set_num_threads",

@@ -46,6 +46,11 @@ def zeros_state(
     -------
     ndarray, or the pair (S, z)
     """
+    for name, size in (("N", N), ("HV", HV), ("K", K), ("V", V)):
+        if size < 0:
+            raise ValueError(f"{name}: expected a size >= 0, got {size}")
     dtype = np.dtype(dtype)
+    if dtype.name not in ("float64", "float32", "bfloat16"):
+        raise TypeError(f"dtype: expected float64, float32 or bfloat16, got {dtype}")
     S = _aligned_zeros((N, HV, V, K) if state_v_first else (N, HV, K, V), dtype)
     return (S, _aligned_zeros((N, HV, K), dtype)) if normalized else S

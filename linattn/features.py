@@ -42,12 +42,24 @@ class FeatureMap:
     backward: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"feature_map: expected name to be a str, got {type(self.name)}")
+        for what in ("forward", "backward"):
+            function = getattr(self, what)
+            if function is not None and not callable(function):
+                raise TypeError(f"feature_map: expected {what} to be callable, got {type(function)}")
+        if self.forward is None and self.backward is not None:
+            raise ValueError("feature_map: expected forward beside backward, got backward alone")
         if self.forward is None and self.name not in _CORE:
             raise ValueError(
                 f"feature_map: expected one of {', '.join(map(repr, _CORE))} or a callable, "
                 f"got {self.name!r}"
             )
-        if not (np.isfinite(self.eps) and self.eps >= 0):
+        if isinstance(self.eps, bool) or not isinstance(
+            self.eps, int | float | np.floating | np.integer
+        ):
+            raise TypeError(f"feature_map: expected eps to be a number, got {type(self.eps)}")
+        if not 0 <= self.eps < float("inf"):
             raise ValueError(f"feature_map: expected a finite eps >= 0, got {self.eps!r}")
 
     @property

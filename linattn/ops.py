@@ -24,6 +24,8 @@ csrc/check.c, from the table in csrc/variants.def.
 
 from __future__ import annotations
 
+import operator
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -34,17 +36,6 @@ from linattn import _linattn
 from linattn.features import FeatureMap, FeatureMapLike, feature_maps, l2norm, l2norm_backward
 
 OPS: tuple[str, ...] = _linattn.OPS
-(
-    _LINEAR,
-    _RETENTION,
-    _LIGHTNING,
-    _SIMPLE_GLA,
-    _GLA,
-    _DELTA,
-    _GATED_DELTA,
-    _KDA,
-) = range(len(OPS))
-
 __all__ = [
     "OPS",
     "Gradients",
@@ -77,14 +68,30 @@ class Gradients(NamedTuple):
 # ---- what the functions below share ----
 
 
-@lru_cache(maxsize=64, typed=True)
+_Core = tuple[int, float, int, float, int, float, bool]
+
+
 def _features(
     feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike],
     normalize: bool | str,
     eps: float,
     causal: bool,
-) -> tuple[FeatureMap, FeatureMap, tuple[int, float, int, float, int, float, bool]]:
+) -> tuple[FeatureMap, FeatureMap, _Core]:
     """The maps of q and k, and linear attention's options as the core takes them."""
+    if isinstance(feature_map, str) and isinstance(normalize, bool | str) and type(eps) is float:
+        return _named_features(feature_map, normalize, eps, causal is True or _flag(causal))
+    return _any_features(feature_map, normalize, eps, causal)
+
+
+def _flag(causal: object) -> bool:
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"causal: expected True or False, got {type(causal).__name__}")
+    return bool(causal)
+
+
+def _any_features(
+    feature_map: object, normalize: object, eps: object, causal: object
+) -> tuple[FeatureMap, FeatureMap, _Core]:
     phi_q, phi_k = feature_maps(feature_map)
     if isinstance(normalize, str):
         if normalize not in ("clamp", "add"):
@@ -103,22 +110,22 @@ def _features(
         )
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.floating | np.integer):
         raise TypeError(f"eps: expected a number, got {type(eps).__name__}")
-    if not isinstance(causal, bool | np.bool_):
-        raise TypeError(f"causal: expected True or False, got {type(causal).__name__}")
-    core = (phi_q.core, phi_q.eps, phi_k.core, phi_k.eps, normalizer, float(eps), bool(causal))
+    try:
+        small = float(eps)
+    except OverflowError:
+        raise ValueError(f"eps: expected a finite number >= 0, got {eps}") from None
+    core = (phi_q.core, phi_q.eps, phi_k.core, phi_k.eps, normalizer, small, _flag(causal))
     return phi_q, phi_k, core
 
 
-def _hashable(feature_map: Any) -> Any:
-    return tuple(feature_map) if isinstance(feature_map, list) else feature_map
+# A step is called for every token; the usual options are worked out once.
+_named_features = lru_cache(maxsize=64, typed=True)(_any_features)
 
 
 def _apply(phi: FeatureMap, name: str, x: np.ndarray) -> np.ndarray:
     """phi(x) for a map that is not the core's own."""
     if phi.forward is None:
         return x
-    if not isinstance(x, np.ndarray):
-        raise TypeError(f"{name}: expected a NumPy array, got {type(x)}")
     y = phi.forward(x)
     if not isinstance(y, np.ndarray) or y.shape[:-1] != x.shape[:-1]:
         raise ValueError(
@@ -128,8 +135,26 @@ def _apply(phi: FeatureMap, name: str, x: np.ndarray) -> np.ndarray:
     return y.astype(x.dtype, copy=False)
 
 
+def _apply_backward(phi: FeatureMap, name: str, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
+    """The gradient of x when dy is that of phi(x): was y = phi(x)."""
+    if phi.backward is None:
+        return dy
+    dx = phi.backward(x, dy)
+    if not isinstance(dx, np.ndarray) or dx.shape != x.shape:
+        raise ValueError(
+            f"feature_map: expected {phi.name}'s backward to give the gradient of {name}, "
+            f"shape {x.shape}, got {dx.shape if isinstance(dx, np.ndarray) else type(dx)}"
+        )
+    return dx.astype(x.dtype, copy=False)
+
+
 def _mapped(
-    phi_q: FeatureMap, phi_k: FeatureMap, q: np.ndarray, k: np.ndarray, qk_l2norm: bool
+    phi_q: FeatureMap,
+    phi_k: FeatureMap,
+    q: np.ndarray,
+    k: np.ndarray,
+    qk_l2norm: bool,
+    written: dict[str, Any],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool]:
     """q and k before and after the caller's own maps, and whether the core still has to l2-norm.
 
@@ -140,6 +165,7 @@ def _mapped(
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, np.ndarray):
             raise TypeError(f"{name}: expected a NumPy array, got {type(x)}")
+    _refuse_shared(written, q, k)
     if qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     return q, k, _apply(phi_q, "q", q), _apply(phi_k, "k", k), False
@@ -159,9 +185,22 @@ def _retention_gamma(v: np.ndarray, ndim: int) -> np.ndarray | None:
     return _default_gamma(v.shape[-2] if v.ndim == ndim else 1)
 
 
-def _negative(x: Any) -> Any:
-    """-x of an array; anything else is left for the core to name."""
-    return -x if isinstance(x, np.ndarray) and x.dtype.kind != "b" else x
+def _refuse_shared(written: dict[str, Any], q: np.ndarray, k: np.ndarray) -> None:
+    """What is written may not lie in q or k, also where a map made copies of them."""
+    for name, given in written.items():
+        for x in given if isinstance(given, tuple | list) else (given,):
+            for of, other in (("q", q), ("k", k)):
+                if isinstance(x, np.ndarray) and np.shares_memory(x, other):
+                    raise ValueError(
+                        f"{name}: expected memory of its own, got memory shared with {of}"
+                    )
+
+
+def _count(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
 
 
 def lightning_slopes(
@@ -181,10 +220,11 @@ def lightning_slopes(
         times 1 - layer / (layers - 1) + 1e-5.
         ``"transnormer"`` (TransNormerLLM): 8 h / H * (1 - layer / layers).
     """
-    if H < 1 or not 0 <= layer < layers:
-        raise ValueError(
-            f"H, layer, layers: expected H >= 1 and 0 <= layer < layers, got {H}, {layer}, {layers}"
-        )
+    H, layer, layers = _count("H", H), _count("layer", layer), _count("layers", layers)
+    if H < 1:
+        raise ValueError(f"H: expected at least 1 head, got {H}")
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer: expected 0 <= layer < layers = {layers}, got {layer}")
     if rule == "transnormer":
         return 8 * np.arange(H) / H * (1 - layer / layers)
     if rule != "minimax":
@@ -199,6 +239,8 @@ def lightning_slopes(
 
 
 # ---- linear attention ----
+
+_LINEAR = OPS.index("linear_attention")
 
 
 def linear_attention(
@@ -269,8 +311,8 @@ def linear_attention(
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V], or the pair (S, z), or None
     """
-    phi_q, phi_k, core = _features(_hashable(feature_map), normalize, eps, causal)
-    _, _, q, k, qk_l2norm = _mapped(phi_q, phi_k, q, k, qk_l2norm)
+    phi_q, phi_k, core = _features(feature_map, normalize, eps, causal)
+    _, _, q, k, qk_l2norm = _mapped(phi_q, phi_k, q, k, qk_l2norm, {"out": out})
     return _linattn.forward(
         _LINEAR,
         q,
@@ -325,8 +367,10 @@ def linear_attention_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    phi_q, phi_k, core = _features(_hashable(feature_map), normalize, eps, True)
-    _, _, q, k, qk_l2norm = _mapped(phi_q, phi_k, q, k, qk_l2norm)
+    phi_q, phi_k, core = _features(feature_map, normalize, eps, True)
+    _, _, q, k, qk_l2norm = _mapped(
+        phi_q, phi_k, q, k, qk_l2norm, {"out": out, "state": state}
+    )
     return _linattn.step(
         _LINEAR,
         q,
@@ -383,7 +427,7 @@ state_v_first :
     -------
     Gradients
     """
-    phi_q, phi_k, core = _features(_hashable(feature_map), normalize, eps, causal)
+    phi_q, phi_k, core = _features(feature_map, normalize, eps, causal)
     for phi in (phi_q, phi_k):
         if phi.forward is not None and phi.backward is None:
             raise ValueError(
@@ -391,7 +435,7 @@ state_v_first :
                 f"FeatureMap(name, forward=..., backward=...), got {phi.name} without backward"
             )
     q0, k0 = q, k
-    q1, k1, q, k, core_l2norm = _mapped(phi_q, phi_k, q, k, qk_l2norm)
+    q1, k1, q, k, core_l2norm = _mapped(phi_q, phi_k, q, k, qk_l2norm, {})
     grads = _linattn.backward(
         _LINEAR,
         do,
@@ -412,10 +456,7 @@ state_v_first :
         core,
     )
     dq, dk, *rest = grads
-    if phi_q.backward is not None:  # was q = phi_q(q1)
-        dq = np.asarray(phi_q.backward(q1, dq)).astype(q0.dtype, copy=False)
-    if phi_k.backward is not None:  # was k = phi_k(k1)
-        dk = np.asarray(phi_k.backward(k1, dk)).astype(k0.dtype, copy=False)
+    dq, dk = _apply_backward(phi_q, "q", q1, dq), _apply_backward(phi_k, "k", k1, dk)
     if qk_l2norm and not core_l2norm:  # was q1 = l2norm(q0)
         dq = l2norm_backward(q0, dq).astype(q0.dtype, copy=False)
         dk = l2norm_backward(k0, dk).astype(k0.dtype, copy=False)
@@ -423,6 +464,9 @@ state_v_first :
 
 
 # ---- the rest of the table ----
+
+
+_RETENTION = OPS.index("retention")
 
 
 def retention(
@@ -610,6 +654,9 @@ def retention_backward(
     return Gradients(*grads)
 
 
+_LIGHTNING = OPS.index("lightning_attention")
+
+
 def lightning_attention(
     q: np.ndarray,
     k: np.ndarray,
@@ -664,13 +711,12 @@ def lightning_attention(
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
     """
-    gate = _negative(slopes)
     return _linattn.forward(
         _LIGHTNING,
         q,
         k,
         v,
-        gate,
+        slopes,
         None,
         None,
         initial_state,
@@ -719,13 +765,12 @@ def lightning_attention_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    gate = _negative(slopes)
     return _linattn.step(
         _LIGHTNING,
         q,
         k,
         v,
-        gate,
+        slopes,
         None,
         None,
         state,
@@ -772,14 +817,13 @@ def lightning_attention_backward(
     -------
     Gradients
     """
-    gate = _negative(slopes)
-    grads = Gradients(*_linattn.backward(
+    grads = _linattn.backward(
         _LIGHTNING,
         do,
         q,
         k,
         v,
-        gate,
+        slopes,
         None,
         None,
         initial_state,
@@ -791,8 +835,11 @@ def lightning_attention_backward(
         qk_l2norm,
         state_v_first,
         None,
-    ))
-    return grads._replace(dg=_negative(grads.dg))
+    )
+    return Gradients(*grads)
+
+
+_SIMPLE_GLA = OPS.index("simple_gla")
 
 
 def simple_gla(
@@ -818,7 +865,8 @@ def simple_gla(
 
         S <- exp(g_t) S + k v',   o = scale * S' q
 
-    Yang et al., 2024, *Gated Linear Attention Transformers*; Dao and Gu, 2024, *Transformers are SSMs*.
+    Yang et al., 2024, *Gated Linear Attention Transformers*; Dao and
+    Gu, 2024, *Transformers are SSMs*.
 
     Parameters
     ----------
@@ -984,6 +1032,9 @@ def simple_gla_backward(
         None,
     )
     return Gradients(*grads)
+
+
+_GLA = OPS.index("gla")
 
 
 def gla(
@@ -1177,6 +1228,9 @@ def gla_backward(
     return Gradients(*grads)
 
 
+_DELTA = OPS.index("delta_rule")
+
+
 def delta_rule(
     q: np.ndarray,
     k: np.ndarray,
@@ -1360,6 +1414,9 @@ def delta_rule_backward(
         None,
     )
     return Gradients(*grads)
+
+
+_GATED_DELTA = OPS.index("gated_delta_rule")
 
 
 def gated_delta_rule(
@@ -1562,6 +1619,9 @@ def gated_delta_rule_backward(
         None,
     )
     return Gradients(*grads)
+
+
+_KDA = OPS.index("kda")
 
 
 def kda(
@@ -1767,6 +1827,18 @@ def kda_backward(
 # ---- analysis ----
 
 
+def _weights(
+    op: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, arguments: dict[str, Any]
+) -> np.ndarray:
+    """The op's output; its warnings come from implicit_weights' own caller."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        o, _ = globals()[op](q, k, v, **arguments)
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=3)
+    return o
+
+
 def implicit_weights(
     q: np.ndarray,
     k: np.ndarray,
@@ -1788,7 +1860,7 @@ def implicit_weights(
         Of the op: gates, beta, feature_map, scale, ... HV is read off them, else it is H.
     """
     if callable(op):
-        op = op.__name__
+        op = getattr(op, "__name__", repr(op))
     if op not in OPS:
         raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
     if not isinstance(q, np.ndarray):
@@ -1798,15 +1870,15 @@ def implicit_weights(
     for name in ("initial_state", "output_final_state", "out"):
         if name in arguments:
             raise ValueError(f"{name}: the weights are of the tokens alone; got {name}=")
-    identity = np.eye(q.shape[-2 if q.ndim == 2 else 1]).astype(q.dtype)
+    T = q.shape[-2 if q.ndim == 2 else 1]
+    identity = np.eye(T, max(T, 1)).astype(q.dtype)  # an op wants V >= 1
     if q.ndim == 2:
-        weights, _ = globals()[op](q, k, identity, **arguments)
-        return weights
+        return _weights(op, q, k, identity, arguments)[:, :T]
     HV = q.shape[2]
     for name, axis in (("g", 2), ("alpha", 2), ("beta", 2), ("gamma", 0), ("slopes", 0)):
         gate = arguments.get(name)
         if isinstance(gate, np.ndarray) and gate.ndim > axis:
             HV = gate.shape[axis]
-    v = np.broadcast_to(identity[None, :, None, :], (q.shape[0], q.shape[1], HV, q.shape[1]))
-    weights, _ = globals()[op](q, k, v, **arguments)
-    return np.ascontiguousarray(weights.transpose(0, 2, 1, 3))
+    v = np.broadcast_to(identity[None, :, None, :], (q.shape[0], T, HV, max(T, 1)))
+    weights = _weights(op, q, k, v, arguments)
+    return np.ascontiguousarray(weights.transpose(0, 2, 1, 3)[..., :T])

@@ -10,11 +10,11 @@
  *     P_ij = q_i . k_j Gamma_ij (j <= i)   Gamma_ij: the decays after j up to i
  *     L_ij = k_i . k_j Gamma_ij (j < i)
  *
- * e, r and Gamma are products of the decays a in [0, 1], formed in the order in which they occur
- * (row i of Gamma is a_i times row i-1). No logarithm is summed and nothing is divided, so no gate
- * can overflow, a = 0 needs no clamp, and a kept decay beside a huge one loses no digits
- * (docs/decisions/0005). For a per-key gate the same holds key by key: the row k_j Gamma_ij is
- * carried down the chunk, multiplied by a_i at each token. */
+ * e, r and Gamma are products of the decays a in [0, 1], so no gate can overflow, a = 0 needs no
+ * clamp, and a kept decay beside a huge one loses no digits: no logarithm is summed and nothing is
+ * divided (docs/decisions/0005). One decay per token: products of d tokens are made of two halves,
+ * which keeps their error at log2 d roundings. One per key: the row k_j Gamma_ij is carried down
+ * the chunk, multiplied by a_i at each token. */
 
 typedef struct chunk {
     int64_t C;       /* room, in tokens */
@@ -25,6 +25,7 @@ typedef struct chunk {
     real *beta;      /* [C] */
     real *e;         /* TOKEN [C], KEY [C][kp] */
     real *gamma;     /* TOKEN [C][cp]: Gamma */
+    real *products;  /* TOKEN [C][cp]: row d-1 holds the products of d decays, by their first token */
     real *hat;       /* [2C][kp]: k^, then (from row n) q^; additive ops: q^ only */
     real *tilde;     /* [C][kp]: k~ */
     real *kt;        /* [kp][cp]: k transposed */
@@ -45,6 +46,7 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->e = take(m, gate);
     c->beta = take(m, C);
     c->gamma = take(m, decay == LA_TOKEN ? C * cp : 0);
+    c->products = take(m, decay == LA_TOKEN ? C * cp : 0);
     c->hat = take(m, 2 * C * kp);
     c->tilde = take(m, C * kp);
     c->kt = take(m, decay == LA_KEY ? 0 : kp * cp);
@@ -92,6 +94,25 @@ LA_FN real *q_hat(const chunk *c, const la_rule rule)
 
 /* ---- scores ---- */
 
+/* Gamma's lower triangle and e. */
+LA_FN void decay_products(chunk *c)
+{
+    const int64_t n = c->n, cp = c->cp;
+    for (int64_t i = 0; i < n; i++) c->products[i] = c->a[i];
+    for (int64_t d = 2; d <= n; d++) {
+        const real *first = c->products + (d / 2 - 1) * cp;
+        const real *second = c->products + (d - d / 2 - 1) * cp + d / 2;
+        real *both = c->products + (d - 1) * cp;
+        for (int64_t i = 0; i + d <= n; i++) both[i] = first[i] * second[i];
+    }
+    for (int64_t i = 0; i < n; i++) {
+        real *G = c->gamma + i * cp;
+        for (int64_t j = 0; j < i; j++) G[j] = c->products[(i - j - 1) * cp + j + 1];
+        G[i] = 1;
+        c->e[i] = c->products[i * cp];
+    }
+}
+
 /* One decay per token (or none): the products of the chunk's rows once, then Gamma over them. */
 LA_FN void scores_token(chunk *c, const la_problem *p, const la_decay decay, const la_rule rule)
 {
@@ -101,6 +122,7 @@ LA_FN void scores_token(chunk *c, const la_problem *p, const la_decay decay, con
     product(n, width, p->K, c->q, kp, 1, c->kt, cp, c->qk, cp, NULL, 0);
     if (rule == LA_DELTA) product(n, width, p->K, c->k, kp, 1, c->kt, cp, c->kk, cp, NULL, 0);
 
+    if (decay != LA_NONE) decay_products(c);
     for (int64_t i = 0; i < n; i++) {
         real *P = c->P + i * cp, *L = c->L + i * cp, *qk = c->qk + i * cp, *kk = c->kk + i * cp;
         if (decay == LA_NONE) {
@@ -108,10 +130,7 @@ LA_FN void scores_token(chunk *c, const la_problem *p, const la_decay decay, con
             if (rule == LA_DELTA)
                 for (int64_t j = 0; j < i; j++) L[j] = kk[j];
         } else {
-            real *G = c->gamma + i * cp;
-            for (int64_t j = 0; j < i; j++) G[j] = c->a[i] * G[j - cp];
-            G[i] = 1;
-            c->e[i] = i ? c->a[i] * c->e[i - 1] : c->a[i];
+            const real *G = c->gamma + i * cp;
             for (int64_t j = 0; j <= i; j++) P[j] = G[j] * qk[j];
             if (rule == LA_DELTA)
                 for (int64_t j = 0; j < i; j++) L[j] = G[j] * kk[j];
@@ -222,16 +241,32 @@ LA_FN void panel_carry(const chunk *c, const la_problem *p, panel *s, const la_d
             whole_decay(c, decay), decay == LA_KEY);
 }
 
+/* z += sum_j k_j. Mapped keys are positive, so z grows with every token and its roundings, all of
+ * one sign where keys repeat, would grow with it: `lost` keeps what each addition rounded off and
+ * gives it back to the next (Kahan). It starts at zero. */
+LA_FN void add_keys(int64_t n, int64_t kp, const real *k, real *z, real *lost)
+{
+    const lane zero = {0};
+    for (int64_t x = 0; x < kp; x += LANES) {
+        lane before = lanes_in(z + x)[0];
+        lane add = weighted_sum(n, &one, 0, k + x, kp) - lanes_in(lost + x)[0];
+        lane after = before + add;
+        lane rounded = (after - before) - add;
+        lanes_of(lost + x)[0] = pick(rounded - rounded == zero, rounded, zero); /* 0 at infinity */
+        lanes_of(z + x)[0] = after;
+    }
+}
+
 /* den_i = q_i z + sum_{j<=i} q_i k_j, and z <- z + sum_j k_j. Only ungated additive ops have z, so
  * P holds the bare products. */
-LA_FN void chunk_denominators(chunk *c, real *z)
+LA_FN void chunk_denominators(chunk *c, real *z, real *lost)
 {
     for (int64_t i = 0; i < c->n; i++) {
-        real den = dot(c->kp, c->q + i * c->kp, z);
-        for (int64_t j = 0; j <= i; j++) den += c->P[i * c->cp + j];
-        c->den[i] = den;
+        real within = 0;
+        for (int64_t j = 0; j <= i; j++) within += c->P[i * c->cp + j];
+        c->den[i] = dot(c->kp, c->q + i * c->kp, z) + within;
     }
-    for (int64_t j = 0; j < c->n; j++) add_scaled(c->kp, z, 1, c->k + j * c->kp);
+    add_keys(c->n, c->kp, c->k, z, lost);
 }
 
 LA_FN void store_outputs(const chunk *c, const la_problem *p, const la_unit *u, int64_t t,
@@ -252,7 +287,7 @@ enum { PANEL = 64 };
 
 typedef struct forward_scratch {
     chunk c;
-    real *S, *U, *X, *z;
+    real *S, *U, *X, *z, *lost;
 } forward_scratch;
 
 LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64_t C,
@@ -265,6 +300,7 @@ LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64
     f->U = take(m, C * width);
     f->X = take(m, 2 * C * width);
     f->z = take(m, padded(p->K));
+    f->lost = take(m, padded(p->K));
 }
 
 LA_FN panel panel_at(const forward_scratch *f, const la_problem *p, const la_unit *u, int64_t v)
@@ -290,11 +326,12 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *u, int64_t C, arena
         load_state(p, LA_S0, u, s.v0, s.v1, s.S, s.width);
     }
     if (normalised) load_z(p, LA_Z0, u, f.z);
+    fill(c->kp, f.lost, 0);
 
     for (int64_t t = u->begin; t < u->end; t += C) {
         chunk_load(c, p, u, t, t + C < u->end ? C : u->end - t, decay, rule);
         chunk_scores(c, p, decay, rule);
-        if (normalised) chunk_denominators(c, f.z);
+        if (normalised) chunk_denominators(c, f.z, f.lost);
         for (int64_t v = u->v0; v < u->v1; v += PANEL) {
             panel s = panel_at(&f, p, u, v);
             const int64_t rows = rule == LA_DELTA ? 2 * c->n : c->n;

@@ -22,7 +22,7 @@ typedef struct backward_scratch {
     real *S, *dS, *T;       /* [K][width]; T: a state transposed, [width][kp] */
     real *states;           /* [M][K*width + kp]: chunk starts of a segment (state, then z) */
     real *checkpoints;      /* [segments][K*width + kp] */
-    real *z, *dz;           /* [kp] */
+    real *z, *dz, *lost;    /* [kp] */
     real *U, *E, *X;        /* [C][width]: what was written, what was wrong, k^ S */
     real *dO;               /* [2C][width]: -dE, then (from row n) dO; one matrix for dS */
     real *dU;               /* [C][width]: dU, then dV */
@@ -52,6 +52,7 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->checkpoints = take(m, (chunks + M - 1) / M * kept);
     f->z = take(m, kp);
     f->dz = take(m, kp);
+    f->lost = take(m, kp);
     f->U = take(m, C * width);
     f->E = take(m, C * width);
     f->X = take(m, C * width);
@@ -94,8 +95,7 @@ LA_FN void walk_chunk(backward_scratch *f, const la_problem *p, const la_unit *u
     solve_again(f, p, u, t, f->S, width, rule);
     panel s = {.width = width, .U = f->U, .X = f->X, .S = f->S};
     panel_carry(c, p, &s, decay);
-    if (p->normaliser != LA_UNNORMALISED)
-        for (int64_t j = 0; j < n; j++) add_scaled(c->kp, f->z, 1, c->k + j * c->kp);
+    if (p->normaliser != LA_UNNORMALISED) add_keys(n, c->kp, c->k, f->z, f->lost);
 }
 
 /* The adjoint of panel_solve, from the last row up. dU holds the gradient of U from what read it
@@ -319,6 +319,7 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
     load_state(p, LA_S0, u, u->v0, u->v1, f.S, width);
     load_state(p, LA_DST, u, u->v0, u->v1, f.dS, width);
     load_z(p, LA_Z0, u, f.z);
+    fill(kp, f.lost, 0);
     if (normalised && u->panel == 0)
         load_z(p, LA_DZT, u, f.dz);
     else
@@ -336,6 +337,7 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
         const int64_t last = first + M < chunks ? first + M : chunks;
         copy_row(size, f.S, f.checkpoints + first / M * kept);
         copy_row(kp, f.z, f.checkpoints + first / M * kept + size);
+        fill(kp, f.lost, 0);
         for (int64_t i = first; i < last; i++) {
             copy_row(size, f.states + (i - first) * kept, f.S);
             copy_row(kp, f.states + (i - first) * kept + size, f.z);
@@ -352,7 +354,8 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
             if (normalised) {
                 copy_row(kp, f.z, S + size);
                 copy_row(kp, f.carried, f.z);
-                chunk_denominators(c, f.carried);
+                fill(kp, f.lost, 0);
+                chunk_denominators(c, f.carried, f.lost);
             }
             for (int64_t r = 0; r < n; r++) /* dO becomes the gradient of num: the same factor */
                 finish_row(p, dO + r * width, width, normalised, c->den[r]);

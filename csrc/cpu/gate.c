@@ -4,17 +4,21 @@
 static double element(const char *x, la_dtype dtype)
 {
     union { uint32_t u; float f; } y;
+    uint16_t half;
     switch (dtype) {
     case LA_F64: return *(const double *)x;
     case LA_F32: return *(const float *)x;
     case LA_BF16:
         y.u = (uint32_t) * (const uint16_t *)x << 16;
         return y.f;
-    default: /* float16: only the order of values matters here, and it survives the shift */
-        y.u = (uint32_t)(*(const uint16_t *)x & 0x7fff) << 13;
-        y.f *= 0x1p112f;
-        if (*(const uint16_t *)x & 0x8000) y.f = -y.f;
-        return y.f;
+    default: /* float16, its exponent mended as in load.h; infinities and NaN apart */
+        half = *(const uint16_t *)x;
+        y.u = (uint32_t)(half & 0x7fff) << 13;
+        if ((half & 0x7c00) == 0x7c00)
+            y.u |= 0x7f800000;
+        else
+            y.f *= 0x1p112f;
+        return half & 0x8000 ? -y.f : y.f;
     }
 }
 
@@ -41,8 +45,8 @@ bool la_gate_above_one(const la_problem *p)
 {
     const la_array *g = &p->array[LA_G];
     if (p->decay == LA_NONE) return false;
-    const double lowest = p->gate_is_decay ? 0 : -__builtin_inf();
-    const double highest = p->gate_is_decay ? 1 : 0;
+    const double lowest = p->gate == LA_LOG ? -__builtin_inf() : 0;
+    const double highest = p->gate == LA_DECAY ? 1 : p->gate == LA_LOG ? 0 : __builtin_inf();
     const int64_t size = g->dtype == LA_F64 ? 8 : g->dtype == LA_F32 ? 4 : 2;
     const bool key = p->decay == LA_KEY, head = p->decay == LA_HEAD;
     const int64_t B = head ? 1 : p->B, T = head ? 1 : p->T;

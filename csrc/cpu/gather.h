@@ -21,11 +21,11 @@ LA_FN void add_slots(const la_partials *sums, const void *base, int64_t first, i
     }
 }
 
-/* The gradient of the gate as it was given: of a = exp(g) in da, of g in a da. */
+/* The gradient of the gate as it was given, from that of the decay: was a = exp(g) or exp(-slope). */
 LA_FN void gate_adjoint(const la_problem *p, real *da, const real *a, int64_t n)
 {
-    if (p->gate_is_decay) return;
-    for (int64_t i = 0; i < n; i++) da[i] *= a[i];
+    if (p->gate == LA_DECAY) return;
+    for (int64_t i = 0; i < n; i++) da[i] *= p->gate == LA_SLOPE ? -a[i] : a[i];
 }
 
 static void gather(const la_problem *p, const la_rows *r, const la_partials *sums, void *scratch)

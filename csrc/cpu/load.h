@@ -134,7 +134,10 @@ LA_COLD void map_row(real *x, int64_t n, la_map map, real eps)
         /* exp(x) below zero, never expm1(x) + 1: that is exactly 0 from about -17 on in float32 */
         case LA_ELU1: y = pick(positive, y + 1, lane_exp(pick(positive, zero, y))); break;
         case LA_RELU: y = pick(y < zero, zero, y) + plus; break;
-        case LA_RELU2: y = pick(y < zero, zero, y) * y; break;
+        case LA_RELU2:
+            y = pick(y < zero, zero, y);
+            y *= y;
+            break;
         case LA_EXP: y = lane_exp(y); break;
         default: break;
         }
@@ -206,12 +209,13 @@ LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
     const la_array *g = &p->array[LA_G];
     if (decay == LA_KEY) {
         load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
-        if (p->gate_is_decay) return;
+        if (p->gate == LA_DECAY) return;
         for (int64_t i = 0; i < p->K; i += LANES) lanes_of(a + i)[0] = lane_exp(lanes_in(a + i)[0]);
         for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
     } else if (decay != LA_NONE) {
         a[0] = load_element(at(g, u->b, t, u->hv), g->dtype);
-        if (!p->gate_is_decay) a[0] = lane_exp(a[0] - (lane){0})[0];
+        if (p->gate == LA_SLOPE) a[0] = -a[0];
+        if (p->gate != LA_DECAY) a[0] = lane_exp(a[0] - (lane){0})[0];
     }
 }
 

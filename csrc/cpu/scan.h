@@ -21,7 +21,7 @@ typedef struct scan_scratch {
     real *S;          /* [K][strip] */
     real *q, *k, *a;  /* [kp] */
     real *v, *o;      /* [strip] */
-    real *z;          /* [kp] */
+    real *z, *lost;   /* [kp] */
 } scan_scratch;
 
 LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
@@ -34,6 +34,7 @@ LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
     f->v = take(m, strip);
     f->o = take(m, strip);
     f->z = take(m, kp);
+    f->lost = take(m, kp);
 }
 
 /* A run of tokens over the unit's columns, strip by strip. A step is a run of one token whose
@@ -50,6 +51,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
         const int64_t v1 = v0 + strip < u->v1 ? v0 + strip : u->v1, width = padded(v1 - v0);
         load_state(p, LA_S0, u, v0, v1, f.S, width);
         if (normalised) load_z(p, LA_Z0, u, f.z);
+        fill(kp, f.lost, 0);
         for (int64_t t = u->begin; t < u->end; t++) {
             real beta = rule == LA_DELTA ? load_beta(p, u, t) : 1;
             load_key(p, LA_Q, u->b, t, u->h, f.q);
@@ -58,7 +60,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
             load_row(f.v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
             token_any(lanes_of(f.S), width / LANES, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
                       lanes_of(f.o), decay, rule);
-            if (normalised) add_scaled(kp, f.z, 1, f.k);
+            if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
             finish_row(p, f.o, width, normalised, normalised ? dot(kp, f.q, f.z) : 0);
             store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, v1 - v0);
         }
@@ -75,7 +77,7 @@ typedef struct scan_backward_scratch {
     real *S, *dS;              /* [K][strip] */
     real *states;              /* [M][K*strip + kp]: before each token of a segment (state, z) */
     real *checkpoints;         /* [segments][K*strip + kp] */
-    real *q, *k, *a, *z, *dz;  /* [kp] */
+    real *q, *k, *a, *z, *dz, *lost; /* [kp] */
     real *v, *o, *d_o, *dv;    /* [strip] */
     real *dq, *dk, *da;        /* [kp] */
 } scan_backward_scratch;
@@ -89,7 +91,7 @@ LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_probl
     f->dS = take(m, p->K * strip);
     f->states = take(m, (M < length ? M : length) * kept);
     f->checkpoints = take(m, (length + M - 1) / M * kept);
-    real **rows[] = {&f->q, &f->k, &f->a, &f->z, &f->dz, &f->dq, &f->dk, &f->da};
+    real **rows[] = {&f->q, &f->k, &f->a, &f->z, &f->dz, &f->lost, &f->dq, &f->dk, &f->da};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) *rows[i] = take(m, kp);
     real **strips[] = {&f->v, &f->o, &f->d_o, &f->dv};
     for (size_t i = 0; i < sizeof strips / sizeof *strips; i++) *strips[i] = take(m, strip);
@@ -149,6 +151,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
         load_state(p, LA_S0, u, v0, v1, f.S, width);
         load_state(p, LA_DST, u, v0, v1, f.dS, width);
         load_z(p, LA_Z0, u, f.z);
+        fill(kp, f.lost, 0);
         if (normalised && first_strip && u->panel == 0) /* once: the strips' gradients are added */
             load_z(p, LA_DZT, u, f.dz);
         else
@@ -162,19 +165,20 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
             real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
             token_any(lanes_of(f.S), W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, lanes_of(f.o),
                       decay, rule);
-            if (normalised) add_scaled(kp, f.z, 1, f.k);
+            if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
         }
         for (int64_t first = (length - 1) / M * M; first >= 0 && length; first -= M) {
             const int64_t last = first + M < length ? first + M : length;
             copy_row(size, f.S, f.checkpoints + first / M * kept);
             copy_row(kp, f.z, f.checkpoints + first / M * kept + size);
+            fill(kp, f.lost, 0);
             for (int64_t i = first; i < last; i++) {
                 copy_row(size, f.states + (i - first) * kept, f.S);
                 copy_row(kp, f.states + (i - first) * kept + size, f.z);
                 real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
                 token_any(lanes_of(f.S), W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
                           lanes_of(f.o), decay, rule);
-                if (normalised) add_scaled(kp, f.z, 1, f.k);
+                if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
             }
             for (int64_t i = last - 1; i >= first; i--) {
                 const int64_t t = u->begin + i;

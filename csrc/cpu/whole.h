@@ -6,7 +6,7 @@
 
 typedef struct whole_scratch {
     real *S, *dS, *T; /* [K][width], T transposed [width][kp] */
-    real *z, *dz;
+    real *z, *dz, *lost;
     real *q, *k;      /* [C][kp] */
     real *V, *O;      /* [C][width] */
     real *d;          /* [C][kp] */
@@ -20,6 +20,7 @@ LA_FN void whole_take(whole_scratch *f, arena *m, const la_problem *p, int64_t C
     f->T = take(m, width * kp);
     f->z = take(m, kp);
     f->dz = take(m, kp);
+    f->lost = take(m, kp);
     f->q = take(m, C * kp);
     f->k = take(m, C * kp);
     f->V = take(m, C * width);
@@ -42,12 +43,11 @@ LA_FN void whole_sum(whole_scratch *f, const la_problem *p, const la_unit *u, in
     const int64_t kp = padded(p->K), width = padded(u->v1 - u->v0);
     load_state(p, LA_S0, u, u->v0, u->v1, f->S, width);
     load_z(p, LA_Z0, u, f->z);
+    fill(kp, f->lost, 0);
     for (int64_t t = u->begin; t < u->end; t += C) {
         const int64_t n = t + C < u->end ? C : u->end - t;
-        for (int64_t i = 0; i < n; i++) {
-            load_key(p, LA_K, u->b, t + i, u->h, f->k + i * kp);
-            add_scaled(kp, f->z, 1, f->k + i * kp);
-        }
+        for (int64_t i = 0; i < n; i++) load_key(p, LA_K, u->b, t + i, u->h, f->k + i * kp);
+        add_keys(n, kp, f->k, f->z, f->lost);
         load_rows(p, LA_V, u, t, n, f->V, width);
         product(p->K, width, n, f->k, 1, kp, f->V, width, f->S, width, &one, 0);
     }

@@ -1,0 +1,52 @@
+# Everything a checkout needs, from a fresh machine with Python >= 3.11 and a C compiler.
+PYTHON ?= python3
+ARGS   ?=
+VENV   := .venv
+WHEEL  := $(VENV)/wheel/*.whl
+BIN    := $(VENV)/bin
+CORE   := $(wildcard csrc/*.[ch] csrc/*.def csrc/cpu/*.[ch])
+SOURCE := $(CORE) setup.py pyproject.toml MANIFEST.in README.md LICENSE $(wildcard linattn/*.py linattn/*.pyi)
+C      := $(MAKE) --no-print-directory -C tests/c
+
+# -P keeps the checkout off sys.path: what runs is the installed package, never ./linattn.
+RUN    := $(BIN)/python -P
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint fmt asan tsan fuzz docs clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 8
+
+demo: $(VENV)/installed  ## run the demo; ARGS="..." goes to it
+	$(RUN) -m linattn demo $(ARGS)
+test: $(VENV)/installed-test  ## run the tests; ARGS="-k gla" goes to pytest
+	$(RUN) -m pytest $(ARGS)
+bench: $(VENV)/installed  ## measure; ARGS="..." goes to benchmarks/run.py
+	$(RUN) benchmarks/run.py $(ARGS)
+lint: $(VENV)/installed-lint  ## ruff, clang-format, mypy, stubtest: nothing is changed
+	$(BIN)/ruff check . && $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+	$(BIN)/mypy && cd $(BIN) && ./python -P -m mypy.stubtest linattn._linattn
+fmt: $(VENV)/installed-lint  ## let ruff fix what it can and clang-format the C
+	$(BIN)/ruff check --fix . ; $(BIN)/clang-format -i $(FORMATTED)
+asan:  ## the C core under AddressSanitizer and UBSan, on random problems
+	$(C) asan
+tsan:  ## the thread pool under ThreadSanitizer
+	$(C) tsan
+fuzz:  ## libFuzzer on the C core (needs clang)
+	$(C) fuzz
+docs: $(VENV)/installed-docs  ## the pages, into build/docs
+	$(RUN) -m sphinx -W docs build/docs
+clean:  ## remove everything that was built
+	rm -rf build dist $(VENV) *.egg-info linattn/*.so .*_cache .hypothesis
+
+FORMATTED = $(filter %.c %.h,$(CORE)) $(wildcard tests/c/*.[ch])
+
+# One environment. The package is built once into a wheel; the stamps say which of its extras are in.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit("linattn needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV) && $@ -m pip install -q --upgrade pip
+$(VENV)/installed: $(SOURCE) | $(BIN)/python
+	rm -rf $(VENV)/wheel && $(BIN)/pip wheel -q --no-deps -w $(VENV)/wheel .
+	$(BIN)/pip install -q --force-reinstall --no-deps $(WHEEL) && $(BIN)/pip install -q $(WHEEL) && touch $@
+$(VENV)/installed-%: $(VENV)/installed
+	$(BIN)/pip install -q "$$(echo $(WHEEL))[$*]" && touch $@

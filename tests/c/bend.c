@@ -1,0 +1,70 @@
+/* Illegal problems: a legal one with something bent, through la_check only. */
+#include "sample.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+static void bend_array(la_problem *p, draw *d)
+{
+    const int name = (int)draw_int(d, LA_Q, LA_ARRAYS - 1);
+    la_array *a = &p->array[name];
+    const int axis = a->ndim ? (int)draw_int(d, 0, a->ndim - 1) : 0;
+    switch (draw_int(d, 0, 4)) {
+    case 0: a->given = !a->given && name != LA_CU; break;
+    case 1:
+        /* cu_seqlens is read: an array claimed to be longer than it is would be the caller's lie */
+        if (name != LA_CU) a->dtype = (la_dtype)draw_int(d, 0, LA_DTYPES - 1);
+        break;
+    case 2: a->ndim = (int)draw_int(d, 0, name == LA_CU ? 0 : LA_MAX_DIMS); break;
+    case 3: a->shape[axis] = draw_int(d, 0, a->shape[axis]); break;
+    default:
+        if (name != LA_CU) a->shape[axis] += draw_int(d, 1, 3);
+    }
+}
+
+static void bend_option(la_problem *p, draw *d)
+{
+    static const double odd[] = {NAN, INFINITY, -INFINITY, -1, 0, 1e300};
+    const double x = odd[draw_int(d, 0, 5)];
+    switch (draw_int(d, 0, 6)) {
+    case 0: p->has_chunk = true, p->chunk = draw_int(d, -2, 1); break;
+    case 1: p->has_scale = true, p->scale = x; break;
+    case 2: p->eps = x; break;
+    case 3: p->normaliser = (la_normaliser)draw_int(d, LA_UNNORMALISED, LA_ADD); break;
+    case 4: p->causal = !p->causal; break;
+    case 5: p->state_v_first = !p->state_v_first; break;
+    default: la_problem_init(p, (la_op)draw_int(d, 0, LA_OPS - 1), p->face);
+    }
+}
+
+/* Sequences that fall, start late or end early: this array is read, so it is bent in place. */
+static void bend_sequences(const la_problem *p, draw *d)
+{
+    const la_array *cu = &p->array[LA_CU];
+    if (!cu->given || !array_size(cu)) return;
+    char *x = array_element(cu, draw_int(d, 0, array_size(cu) - 1));
+    const int64_t value = draw_chance(d, 3) ? INT64_MIN : draw_int(d, -3, p->T + 3);
+    memcpy(x, &value, element_size(cu->dtype));
+}
+
+bool check_bent(const sample *s, draw *d)
+{
+    la_problem p = s->p;
+    memset(p.message, 0x55, sizeof p.message); /* unterminated, so that la_check must end it */
+    for (int64_t times = draw_int(d, 1, 3); times > 0; times--)
+        if (draw_chance(d, 2))
+            bend_array(&p, d);
+        else if (draw_chance(d, 6))
+            bend_sequences(&p, d);
+        else
+            bend_option(&p, d);
+    la_status status = la_check(&p);
+    for (int name = LA_O; name < LA_ARRAYS && !status; name++)
+        if (p.array[name].given && la_has(&p, (la_name)name))
+            status = la_check_output(&p, (la_name)name);
+    const bool said = p.message[0] && memchr(p.message, 0, sizeof p.message);
+    if (status == LA_OK || (said && status <= LA_MEMORY_ERROR)) return true;
+    fprintf(stderr, "status %d without a message\n", status);
+    return false;
+}

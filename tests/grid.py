@@ -1,0 +1,181 @@
+"""The grid: every op, mode and dtype over shapes that have broken kernels of this family.
+
+One case is one op, mode, dtype and shape. The full product has millions; each axis value appears
+with every (op, mode, dtype), the rest of the shape drawn at random but the same in every run.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+import linattn
+from linattn import reference, testing
+
+DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
+MODES = ("chunk", "recurrent", "parallel")
+
+# Around every tile and chunk: a row of lanes, 16 and 64 tokens, a panel of 64 or 128 columns.
+LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 257, 1000, 4096)
+CHUNKS = (None, 1, 3, 16, 20, 64)
+DIMENSIONS = (1, 3, 7, 8, 16, 32, 59, 64, 100, 111, 128, 192, 256)
+HEADS = ((1, 1), (2, 2), (1, 2), (2, 4), (1, 4))
+BATCHES = (1, 3, 0)
+
+# The acceptance rule compares the largest error with NumPy's largest. On few numbers that is a
+# comparison of two accidents, so a case is repeated until the least of its arrays has this many.
+POOL = 2048
+MOST_REPEATS = 48
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    mode: str
+    dtype: type
+    T: int
+    chunk: int | None
+    K: int
+    V: int
+    H: int
+    HV: int
+    B: int
+    packed: bool = False
+    v_first: bool = False
+    l2norm: bool = False
+    state: bool = True
+
+    def __str__(self):
+        flags = "".join(name for name in ("packed", "v_first", "l2norm", "state")
+                        if getattr(self, name))
+        return (f"{self.op}-{self.mode}-{np.dtype(self.dtype).name}-T{self.T}-C{self.chunk}"
+                f"-K{self.K}-V{self.V}-H{self.H}.{self.HV}-B{self.B}-{flags}")
+
+
+def _cost(case):
+    """What the reference needs, in tokens of one small head: it walks them one by one."""
+    tokens = max(case.B, 1) * case.T * case.HV
+    quadratic = case.T / 100 if case.mode == "parallel" else 0
+    return tokens * (1 + case.K * case.V / 2000 + quadratic)
+
+
+def cases(seed, limit=12_000):
+    """Each axis value with every (op, mode, dtype); what a case is not about shrinks to `limit`."""
+    rng = np.random.default_rng(seed)
+    axes = {"T": LENGTHS, "chunk": CHUNKS, "K": DIMENSIONS, "V": DIMENSIONS, "heads": HEADS,
+            "B": BATCHES}
+    smaller = (("B", 1), ("heads", (1, 1)), ("K", 16), ("V", 16), ("T", 257), ("T", 65))
+    for op, mode, dtype in itertools.product(linattn.OPS, MODES, DTYPES):
+        for axis, values in axes.items():
+            for value in values:
+                drawn = {k: choices[rng.integers(len(choices))] for k, choices in axes.items()}
+                drawn[axis] = value
+                if axis != "B" and drawn["B"] == 0:
+                    drawn["B"] = 1
+                flags = {name: bool(rng.integers(2)) for name in ("v_first", "state")}
+                flags["packed"] = drawn["B"] == 1 and rng.integers(3) == 0
+                flags["l2norm"] = rng.integers(4) == 0
+                for name, small in ((None, None), *smaller):
+                    if name and name != axis and drawn[name] > small:
+                        drawn[name] = small
+                    sizes = {k: v for k, v in drawn.items() if k != "heads"}
+                    H, HV = drawn["heads"]
+                    case = Case(op, mode, dtype, H=H, HV=HV, **flags, **sizes)
+                    if _cost(case) <= limit:
+                        yield case
+                        break
+
+
+def inputs_of(case, rng):
+    """Keyword arguments for the op, and for its twin in linattn.reference."""
+    cu = None
+    if case.packed:
+        cuts = np.sort(rng.integers(0, case.T + 1, 3))
+        cu = np.concatenate([[0], cuts, [case.T]])
+    x = testing.make_inputs(case.op, rng, B=case.B, T=case.T, H=case.H, HV=case.HV, K=case.K,
+                            V=case.V, dtype=case.dtype, initial_state=case.state, cu_seqlens=cu)
+    if case.l2norm:
+        x["qk_l2norm"] = True
+    return x
+
+
+def v_first(state):
+    """A state or the pair (S, z), with S [N,HV,V,K]."""
+    if state is None:
+        return None
+    if isinstance(state, tuple):
+        return v_first(state[0]), state[1]
+    return np.ascontiguousarray(np.swapaxes(state, -1, -2))
+
+
+def for_op(case, x):
+    """The reference's arguments as the op takes them."""
+    x = dict(x, mode=case.mode, chunk_size=case.chunk)
+    if case.v_first:
+        x["state_v_first"] = True
+        if "initial_state" in x:
+            x["initial_state"] = v_first(x["initial_state"])
+    return x
+
+
+def wider(dtype):
+    """What the reference computes in: float64 has no spare digits against itself."""
+    return np.longdouble if np.dtype(dtype) == np.float64 else np.float64
+
+
+def form_of(case):
+    """The reference's form of the same algorithm."""
+    if case.mode == "chunk":
+        return {"form": "chunk", "chunk_size": case.chunk or 16}
+    return {"form": case.mode}
+
+
+def parts(name, value):
+    """[(name, array)] of an output: a state may be a pair, and what is absent is left out."""
+    if value is None:
+        return []
+    if isinstance(value, tuple):
+        return [(f"{name}[{i}]", x) for i, x in enumerate(value)]
+    return [(name, value)]
+
+
+class Pool:
+    """Outputs of several repeats of a case, put together before they are judged."""
+
+    def __init__(self):
+        self.arrays = {}
+
+    def add(self, name, out, ref, naive):
+        outs, refs, naives = parts(name, out), parts(name, ref), parts(name, naive)
+        assert [n for n, _ in outs] == [n for n, _ in refs], (name, outs, refs)
+        for (label, a), (_, b), (_, c) in zip(outs, refs, naives, strict=True):
+            assert a.shape == b.shape, (label, a.shape, b.shape)
+            kept = self.arrays.setdefault(label, (a.dtype, [], [], []))
+            assert kept[0] == a.dtype
+            for i, x in enumerate((a, b, c)):
+                kept[i + 1].append(np.ravel(x))
+
+    def least(self):
+        sizes = [sum(map(len, kept[1])) for kept in self.arrays.values()]
+        return min(sizes, default=0)
+
+    def judge(self, label, gradient=False):
+        for name, (dtype, *stacks) in self.arrays.items():
+            out, ref, naive = map(np.concatenate, stacks)
+            testing.assert_accurate(out, ref, naive, dtype=dtype, gradient=gradient,
+                                    name=f"{label} {name}")
+
+
+def repeated(case, rng, once):
+    """Call once(pool) until every array has enough numbers for the rule."""
+    pool = Pool()
+    for _ in range(MOST_REPEATS):
+        once(pool)
+        if case.T * case.B == 0 or pool.least() >= POOL:
+            break
+    return pool
+
+
+def reference_op(case):
+    return getattr(reference, case.op)

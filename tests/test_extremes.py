@@ -1,0 +1,563 @@
+"""Legal inputs at their limits: gates that forget everything, denominators of nothing,
+ill-conditioned solves, NaN, denormal numbers, long sequences. By the acceptance rule, in every
+mode, with gradients.
+
+The rule compares largest errors, which on few numbers are accidents: a problem is many short
+sequences, and no array that is judged has fewer than 1000 numbers.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from grid import MODES, parts, wider
+
+import linattn
+from linattn import reference, testing
+
+SCALAR_GATE = ("simple_gla", "gated_delta_rule")
+KEY_GATE = ("gla", "kda")
+GATED = SCALAR_GATE + KEY_GATE
+DELTA = ("delta_rule", "gated_delta_rule", "kda")
+REALS = (np.float64, np.float32)
+ALL = (*REALS, np.float16, ml_dtypes.bfloat16)
+STRONG_CHUNKS = (1, 2, 15, 16, 17, 64)
+
+B, T, K, V = 128, 21, 8, 8  # 2688 tokens, and states of 8192 numbers
+
+
+def make(op, rng, dtype, **shape):
+    shape = {"B": B, "T": T, "K": K, "V": V} | shape
+    return testing.make_inputs(op, rng, dtype=dtype, initial_state=True, **shape)
+
+
+def judge(op, rng, x, *, modes=MODES, chunk_sizes=(None,), gradients=True):
+    """The forward and the gradients of x against the reference, in every mode and chunk size."""
+    dtype = x["v"].dtype
+    function = getattr(reference, op)
+    ref_o, ref_state = function(**x, dtype=wider(dtype))
+    runs = [(mode, chunk) for mode in modes
+            for chunk in (chunk_sizes if mode == "chunk" else (None,))]
+    for mode, chunk in runs:
+        o, state = getattr(linattn, op)(
+            **x, mode=mode, chunk_size=chunk, output_final_state=True)
+        naive_o, naive_state = function(**x, dtype=dtype, form=mode, chunk_size=chunk or 16)
+        compare(f"{op} {mode} {chunk}", dtype, False,
+                ("o", o, ref_o, naive_o), ("final_state", state, ref_state, naive_state))
+    if not gradients:
+        return
+    d = testing.make_output_gradients(op, rng, x)
+    refs = reference.backward(op, **d, **x, dtype=wider(dtype))
+    naives = reference.backward(op, **d, **x, dtype=dtype)
+    for mode, chunk in runs:
+        grads = getattr(linattn, f"{op}_backward")(**d, **x, mode=mode, chunk_size=chunk)
+        compare(f"{op}_backward {mode} {chunk}", dtype, True, *(
+            (name, getattr(grads, name), getattr(refs, name), getattr(naives, name))
+            for name in grads._fields))
+
+
+def compare(label, dtype, gradient, *outputs):
+    problems = []
+    for name, *arrays in outputs:
+        for (part, a), (_, b), (_, c) in zip(*(parts(name, x) for x in arrays), strict=True):
+            assert a.size >= 1000, (label, part, a.shape)
+            # A longdouble holds exp(-1e4); what float64 has no number for is 0 there, rightly.
+            if b.dtype == np.longdouble:
+                b = np.where(b.astype(a.dtype) == 0, 0, b)
+            try:
+                # a gate's gradient has the gate's dtype, a state float32 beside two-byte inputs
+                testing.assert_accurate(a, b, c, dtype=a.dtype if a.itemsize > 2 else dtype,
+                                        gradient=gradient, name=f"{label} {part}")
+            except AssertionError as error:
+                problems.append(str(error))
+    assert not problems, "\n".join(problems)
+
+
+# ---- gates ----
+
+
+def strong(kind, x, op, rng):
+    """x with its g replaced by a strong gate."""
+    g = x["g"].copy()
+    if kind == "-1e4":
+        g[:] = -1e4
+    elif kind == "-inf":
+        g[:] = -np.inf
+    elif kind == "mixed":  # -1e4 every 8th token, next to decays that keep almost everything
+        g[:] = -rng.uniform(0, 0.1, g.shape)
+        g[:, ::8] = -1e4
+        if op in KEY_GATE:
+            g[:, 3::8, :, ::3] = -np.inf
+    elif kind == "-inf now and then":
+        g[rng.random(g.shape) < 0.1] = -np.inf
+    elif kind == "zero":
+        g[:] = 0
+    elif kind == "near the end of exp":  # exp is denormal, then 0
+        g[:] = rng.uniform(-110, -80, g.shape) if x["v"].dtype != np.float64 else rng.uniform(
+            -760, -700, g.shape)
+    elif kind == "spread":  # from hardly any decay to all of it, beside each other
+        g[:] = -10.0 ** rng.uniform(-6, 4, g.shape)
+    return x | {"g": g}
+
+
+GATES = ("-1e4", "-inf", "mixed", "-inf now and then", "zero", "near the end of exp", "spread")
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("op", GATED)
+def test_strong_gates(op, kind, dtype, rng):
+    judge(op, rng, strong(kind, make(op, rng, dtype), op, rng))
+
+
+@pytest.mark.parametrize("dtype", (np.float16, ml_dtypes.bfloat16))
+@pytest.mark.parametrize("kind", ("mixed", "-inf now and then"))
+@pytest.mark.parametrize("op", GATED)
+def test_strong_gates_in_two_bytes(op, kind, dtype, rng):
+    judge(op, rng, strong(kind, make(op, rng, dtype), op, rng))
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("kind", ("mixed", "spread"))
+@pytest.mark.parametrize("op", GATED)
+def test_strong_gates_in_chunks_of_every_size(op, kind, dtype, rng):
+    x = strong(kind, make(op, rng, dtype, B=40, T=70), op, rng)
+    judge(op, rng, x, modes=("chunk",), chunk_sizes=STRONG_CHUNKS, gradients=op in DELTA)
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("alpha", (0, 1, "0 and 1", "0 among others"))
+@pytest.mark.parametrize("op", GATED)
+def test_alpha_at_its_ends(op, alpha, dtype, rng):
+    x = make(op, rng, dtype)
+    g = x.pop("g")
+    if alpha == "0 and 1":
+        x["alpha"] = (rng.random(g.shape) < 0.5).astype(dtype)
+    elif alpha == "0 among others":
+        x["alpha"] = np.where(rng.random(g.shape) < 0.2, 0, np.exp(g)).astype(dtype)
+    else:
+        x["alpha"] = np.full_like(g, alpha)
+    judge(op, rng, x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("op", GATED)
+def test_the_gradient_of_alpha_zero_is_not_zero(op, mode, rng):
+    """A decay of 0 forgets the state; how much a little more would have kept is its gradient."""
+    x = make(op, rng, np.float64)
+    x["alpha"] = np.zeros_like(x.pop("g"))
+    d = testing.make_output_gradients(op, rng, x)
+    grads = getattr(linattn, f"{op}_backward")(**d, **x, mode=mode)
+    # with all decays 0 the state before token t is k u' of token t-1 alone: nothing is exactly 0
+    assert np.isfinite(grads.dg).all() and (grads.dg != 0).mean() > 0.99
+    assert not grads.d_initial_state[0, 0].any() or grads.dg[:, 0].any()
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("op,ends", (("retention", (0, 1)), ("lightning_attention", (0, 1e4)),
+                                     ("lightning_attention", (0, np.inf))))
+def test_one_decay_per_head_at_its_ends(op, ends, dtype, rng):
+    x = make(op, rng, dtype, B=1, T=9, H=1000, K=3, V=3)
+    gate = "gamma" if op == "retention" else "slopes"
+    x[gate][::3], x[gate][1::3] = ends
+    judge(op, rng, x, chunk_sizes=(4,))
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("value", (np.nan, -np.nan))
+@pytest.mark.parametrize("op", GATED)
+def test_a_nan_gate_is_no_growing_gate(op, value, dtype, rng):
+    """It makes NaN, and no warning that the decay exceeds one: NaN is not above zero."""
+    x = make(op, rng, dtype, B=1, T=5)
+    x["g"][0, 2] = np.copysign(np.float64(np.nan), np.copysign(1, value))
+    o, _ = getattr(linattn, op)(**x)  # a warning is an error in this suite
+    o = o.astype(np.float64)
+    assert np.isfinite(o[0, :2]).all() and np.isnan(o[0, 2:]).all()
+    x["alpha"] = np.abs(x.pop("g"))
+    x["alpha"][0, :2] = 1
+    x["alpha"][0, 3:] = 1
+    o, _ = getattr(linattn, op)(**x)
+    assert np.isnan(o[0, 2:].astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("op", GATED)
+def test_a_gate_above_one_warns_and_grows(op, dtype, rng):
+    x = make(op, rng, dtype)
+    x["g"] = np.abs(x["g"]) / 8
+    with pytest.warns(RuntimeWarning, match="g: expected the log decay"):
+        judge(op, rng, x, modes=("chunk", "recurrent"))
+
+
+# ---- the delta rule ----
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("beta,length", ((0, T), (1, T), (2, T), (-1, 6), (1e3, 3), (-0.0, T)))
+@pytest.mark.parametrize("op", DELTA)
+def test_beta_far_out(op, beta, length, dtype, rng):
+    """A token multiplies what lies along its unit key by 1 - beta: few tokens where that grows."""
+    x = make(op, rng, dtype, T=length, B=-(-2688 // length))
+    x["beta"][:] = beta
+    judge(op, rng, x, gradients=False)
+    if "g" in x:
+        x["g"][:] = 0
+    judge_delta(op, rng, x, (("recurrent", None), ("chunk", None), ("parallel", None)))
+
+
+@pytest.mark.parametrize("op", DELTA)
+def test_beta_that_overflows(op, rng):
+    """One key, beta 1e3: the state grows by 999 a token until float32 has no number for it."""
+    x = testing.make_inputs(op, rng, B=4, T=40, K=1, V=4, dtype=np.float32)
+    x["k"][:] = 1
+    x["beta"][:] = 1e3
+    x["v"][:] = np.abs(x["v"]) + 1
+    if "g" in x:
+        x["g"][:] = 0
+    ref = getattr(reference, op)(**x, dtype=np.float64)[0]
+    for mode in ("recurrent", "chunk"):
+        o = getattr(linattn, op)(**x, mode=mode, chunk_size=1)[0]
+        small, huge = np.abs(ref) < 1e37, np.abs(ref) > 1e40
+        assert huge.any() and np.isfinite(o[small]).all() and not np.isfinite(o[huge]).any()
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("beta", (1, 2))
+@pytest.mark.parametrize("op", DELTA)
+def test_equal_keys(op, beta, dtype, rng):
+    """Every key of a sequence the same: I + L is all ones below its diagonal, or all twos."""
+    x = make(op, rng, dtype)
+    k = rng.standard_normal((B, 1, 1, K))
+    x["k"][:] = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    x["beta"][:] = beta
+    if "g" in x:
+        x["g"][:] = 0
+    judge(op, rng, x, chunk_sizes=(None, 17), gradients=False)
+    judge_delta(op, rng, x, (("recurrent", None), ("chunk", None), ("chunk", 17),
+                             ("parallel", None)))
+
+
+def judge_delta(op, rng, x, runs):
+    """The gradients of a delta rule without decay, each form beside its own naive twin."""
+    dtype = x["v"].dtype
+    d = testing.make_output_gradients(op, rng, x)
+    refs = reference.backward(op, **d, **x, dtype=wider(dtype))
+    token_by_token = reference.backward(op, **d, **x, dtype=dtype)
+    for mode, chunk in runs:
+        grads = getattr(linattn, f"{op}_backward")(**d, **x, mode=mode, chunk_size=chunk)
+        naives, names = token_by_token, list(grads._fields)
+        if mode != "recurrent":
+            naives = chunk_adjoint(d, x, chunk or (T if mode == "parallel" else 16))
+            names.remove("dg")
+        compare(f"{op}_backward {mode} {chunk}", dtype, True, *(
+            (name, getattr(grads, name), getattr(refs, name), getattr(naives, name))
+            for name in names))
+
+
+def chunk_adjoint(d, x, C):
+    """The naive twin of the delta rule's gradients in chunks of C, one head, no decay.
+
+    With equal keys or a large beta the triangular solve keeps its rounding errors for good, so that
+    the chunk form is off by several times what the recurrence is, whoever computes it: each needs
+    its own twin.
+    """
+    dtype = x["v"].dtype
+    scale = dtype.type(x["q"].shape[-1] ** -0.5)
+    out = {f"d{name}": np.empty_like(x[name]) for name in ("q", "k", "v", "beta")}
+    d_initial = np.empty_like(x["initial_state"])
+    for b in range(len(x["v"])):
+        q, k, v, beta = (x[name][b, :, 0] for name in ("q", "k", "v", "beta"))
+        do, S, dS = scale * d["do"][b, :, 0], x["initial_state"][b, 0], d["d_final_state"][b, 0]
+        kept = []
+        for t in range(0, len(v), C):
+            rows = slice(t, t + C)
+            kept.append((rows, S))
+            _, S = reference.delta_rule_chunk(q[rows], k[rows], v[rows], beta[rows], S, scale)
+        for rows, S in reversed(kept):
+            qc, kc, dO = q[rows], k[rows], do[rows]
+            L, P = np.tril(kc @ kc.T, -1), np.tril(qc @ kc.T)
+            U = reference.solve_unit_lower(
+                beta[rows, None] * L, beta[rows, None] * (v[rows] - kc @ S))
+            E = v[rows] - kc @ S - L @ U
+            dU = kc @ dS + P.T @ dO
+            dE = np.empty_like(dU)
+            for i in reversed(range(len(dU))):
+                dU[i] -= L[i + 1:, i] @ dE[i + 1:]
+                dE[i] = beta[rows][i] * dU[i]
+            dL, dP = -np.tril(dE @ U.T, -1), np.tril(dO @ U.T)
+            out["dq"][b, rows, 0] = dO @ S.T + dP @ kc
+            out["dk"][b, rows, 0] = U @ dS.T - dE @ S.T + dP.T @ qc + dL @ kc + dL.T @ kc
+            out["dv"][b, rows, 0] = dE
+            out["dbeta"][b, rows, 0] = (dU * E).sum(1)
+            dS = dS - kc.T @ dE + qc.T @ dO
+        d_initial[b, 0] = dS
+    return linattn.Gradients(**out, dg=None, d_initial_state=d_initial)
+
+
+@pytest.mark.parametrize("op", DELTA)
+def test_raw_keys_grow_and_normed_keys_do_not(op, rng):
+    """Keys of norm 4 and beta = 1: each token multiplies by up to 1 - 16. That is the mathematics,
+    not a fault; qk_l2norm is the cure."""
+    x = make(op, rng, np.float64, K=16, B=8, T=130)
+    x["k"] = rng.standard_normal(x["k"].shape)  # norm about 4
+    x["beta"][:] = 1
+    if "g" in x:
+        x["g"][:] = 0
+    ref = getattr(reference, op)(**x)[1]
+    assert np.abs(ref).max() > 1e30
+    for mode in MODES:
+        _, state = getattr(linattn, op)(**x, mode=mode, output_final_state=True)
+        assert np.isfinite(state).all() and np.abs(state).max() > 1e30, mode
+    short = make(op, rng, np.float64, K=16)
+    short["k"] = rng.standard_normal(short["k"].shape)
+    judge(op, rng, short | {"qk_l2norm": True})
+    _, state = getattr(linattn, op)(**x, qk_l2norm=True, output_final_state=True)
+    # a projection shrinks the state, and every write adds |v| at most
+    assert np.abs(state).max() < np.abs(x["initial_state"]).max() * 16 + 130 * 16
+
+
+# ---- NaN and infinity in one token ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("name", ("q", "k", "v", "beta"))
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_not_finite_in_one_token(op, name, value, mode, rng):
+    x = make(op, rng, np.float32, B=3)
+    if name not in x:
+        pytest.skip(f"{op} has no {name}")
+    clean, _ = getattr(linattn, op)(**x, mode=mode)
+    x[name] = x[name].copy()
+    x[name][1, 20] = value
+    o, state = getattr(linattn, op)(**x, mode=mode, output_final_state=True)
+    # The whole token is hit, so inf - inf may or may not come up: which of inf and NaN it is
+    # depends on the order of the sums, that it is not finite does not.
+    ref_o, ref_state = getattr(reference, op)(**x, dtype=np.float32)
+    np.testing.assert_array_equal(np.isfinite(o), np.isfinite(ref_o))
+    for (_, a), (_, b) in zip(parts("state", state), parts("state", ref_state), strict=True):
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+    assert o[1, :20].tobytes() == clean[1, :20].tobytes()
+    assert o[[0, 2]].tobytes() == clean[[0, 2]].tobytes()
+    if np.isnan(value):
+        np.testing.assert_array_equal(np.isnan(o), np.isnan(ref_o))
+
+
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_nan_in_one_column_of_v_stays_in_its_column(op, rng):
+    x = make(op, rng, np.float32, B=1)
+    x["v"][0, 5, 0, 3] = np.nan
+    for mode in MODES:
+        o, _ = getattr(linattn, op)(**x, mode=mode)
+        nan = np.isnan(o)
+        assert nan[0, 5:, 0, 3].all() and nan.sum() == T - 5
+
+
+# ---- denormal numbers and signed zeros ----
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_denormal_values_are_not_flushed(op, dtype, mode, rng):
+    tiny = np.finfo(dtype).tiny  # the least normal number
+    x = make(op, rng, dtype, T=20)
+    del x["initial_state"]
+    x["v"] = (x["v"] * (tiny / 8)).astype(dtype)
+    ref, _ = getattr(reference, op)(**x, dtype=np.longdouble)
+    o, _ = getattr(linattn, op)(**x, mode=mode)
+    # Below tiny every result is a multiple of the least denormal: at most half of one is lost in
+    # each of the 20 writes, 20 predictions of 8 terms and the read of 8 terms that a number passes.
+    least = np.finfo(dtype).smallest_subnormal
+    rounded = 20 + 20 * 8 + 8
+    assert np.abs(o - ref).max() <= rounded * least
+    assert (np.abs(o) < tiny).mean() > 0.5 and (o != 0).mean() > 0.95
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("op", [op for op in linattn.OPS if op not in DELTA])
+def test_denormal_keys_are_read(op, dtype, rng):
+    """Denormal keys beside huge values: their products are ordinary numbers. A chunk fades the keys
+    themselves, and a denormal key then loses digits: with a decay only the recurrence has them."""
+    x = make(op, rng, dtype)
+    options = {}
+    if op == "linear_attention":
+        x = testing.make_inputs(op, rng, B=B, T=T, K=K, V=V, dtype=dtype, normalize=False,
+                                initial_state=True)
+        options = {"feature_map": "identity"}
+    tiny = float(np.finfo(dtype).tiny)
+    x["k"] = (x["k"] * (tiny / 16)).astype(dtype)
+    x["v"] = (x["v"] / (4 * tiny)).astype(dtype)
+    x["initial_state"] = x["initial_state"] / 64  # as small as what is written
+    modes = MODES if op == "linear_attention" else ("recurrent",)
+    judge(op, rng, x | options, modes=modes, gradients=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_negative_zero_is_zero(op, dtype, mode, rng):
+    x = make(op, rng, dtype, B=2)
+    zeros = {}
+    for name in ("q", "k", "v", "g", "beta", "slopes"):
+        if name in x:
+            x[name] = x[name].copy()
+            x[name][..., ::2] = 0
+            zeros[name] = np.where(x[name] == 0, -x[name], x[name]).astype(x[name].dtype)
+            assert np.signbit(zeros[name]).any()
+    for a, b in zip(getattr(linattn, op)(**x, mode=mode),
+                    getattr(linattn, op)(**x | zeros, mode=mode), strict=True):
+        if a is not None:
+            np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))
+    d = testing.make_output_gradients(op, rng, x)
+    backward = getattr(linattn, f"{op}_backward")
+    for a, b in zip(backward(**d, **x, mode=mode), backward(**d, **x | zeros, mode=mode),
+                    strict=True):
+        if isinstance(a, np.ndarray):
+            np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))
+
+
+# ---- linear attention: denominators and feature maps ----
+
+
+def linear_problem(rng, dtype, **options):
+    x = testing.make_inputs("linear_attention", rng, B=B, T=T, K=24, V=V, dtype=dtype)
+    return x | options  # z has 3072 numbers
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("normalize", ("clamp", "add"))
+@pytest.mark.parametrize("causal", (True, False))
+def test_denominators_that_are_negative(causal, normalize, dtype, rng):
+    """phi = identity, insisted on: q > 0, k < 0 in every second sequence, and far from zero."""
+    x = linear_problem(rng, dtype, feature_map="identity", normalize=normalize, causal=causal)
+    x["q"], x["k"] = (np.abs(x[name]) + x[name].dtype.type(0.1) for name in ("q", "k"))
+    x["k"][::2] *= -1
+    judge("linear_attention", rng, x)
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("normalize", ("clamp", "add"))
+@pytest.mark.parametrize("feature_map", ("identity", "relu2"))
+def test_denominators_of_zero(feature_map, normalize, dtype, rng):
+    """No key has been written yet, or the query sees none: 0 / eps = 0, and finite gradients."""
+    x = linear_problem(rng, dtype, feature_map=feature_map, normalize=normalize)
+    x["q"], x["k"] = (np.abs(x[name]) + x[name].dtype.type(0.1) for name in ("q", "k"))
+    x["k"][:, :9] = 0 if feature_map == "identity" else -1
+    x["q"][:, 15:18] = 0 if feature_map == "identity" else -1
+    for mode in MODES:
+        o, _ = linattn.linear_attention(**x, mode=mode)
+        assert not o[:, :9].any() and not o[:, 15:18].any()
+    # Where den is 0 the gradient is do / eps, a million times the rest: judge what is ordinary
+    # by itself, with those rows' do at zero.
+    judge("linear_attention", rng, x, gradients=False)
+    do = rng.standard_normal(x["v"].shape).astype(dtype)
+    do[:, :9] = 0
+    do[:, 15:18] = 0
+    compare_gradients(x, do)
+
+
+def compare_gradients(x, do):
+    dtype = x["v"].dtype
+    refs = reference.backward("linear_attention", do, **x, dtype=wider(dtype))
+    naives = reference.backward("linear_attention", do, **x, dtype=dtype)
+    for mode in MODES:
+        grads = linattn.linear_attention_backward(do, **x, mode=mode)
+        compare(f"linear_attention_backward {mode}", dtype, True, *(
+            (name, getattr(grads, name), getattr(refs, name), getattr(naives, name))
+            for name in ("dq", "dk", "dv")))
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("normalize", ("clamp", "add"))
+def test_gradients_at_denominators_of_zero(normalize, dtype, rng):
+    x = linear_problem(rng, dtype, feature_map="relu2", normalize=normalize)
+    x["q"], x["k"] = (np.abs(x[name]) + x[name].dtype.type(0.1) for name in ("q", "k"))
+    x["k"][:, :9] = -1
+    x["q"][:, 15:18] = -1
+    compare_gradients(x, rng.standard_normal(x["v"].shape).astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("normalize", (True, "add", False))
+def test_elu_far_below_zero(normalize, dtype, rng):
+    """exp(-20) to exp(-100) are numbers; expm1(x) + 1 would be exactly 0 from -17.5 on."""
+    x = linear_problem(rng, dtype, normalize=normalize, eps=0.0)
+    x["k"] = rng.uniform(-40, -20, x["k"].shape).astype(dtype)
+    judge("linear_attention", rng, x)
+    # one key: o = phi(q) phi(k) v, as far down as float32's denormal numbers go
+    k = np.linspace(-100, -20, 81).astype(dtype).reshape(81, 1, 1, 1)
+    one = np.ones((81, 1, 1, 1), dtype)
+    for mode in MODES:
+        o, _ = linattn.linear_attention(0 * one, k, one, normalize=False, scale=1.0, mode=mode)
+        assert (o > 0).all()
+        exact = np.exp(k.astype(np.float64))
+        least = np.finfo(dtype).smallest_subnormal
+        np.testing.assert_array_less(np.abs(o - exact),
+                                     2 * np.finfo(dtype).eps * exact + 2 * least)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", REALS)
+def test_exp_map_overflows_where_numpy_does(dtype, mode):
+    top = np.log(np.finfo(dtype).max.astype(np.float64))
+    x = np.concatenate([np.linspace(-top - 60, top + 60, 400), [-np.inf, np.inf, np.nan]])
+    x = x[np.abs(np.abs(x) - top) > 1e-3].astype(dtype).reshape(-1, 1, 1, 1)
+    one = np.ones_like(x)
+    with np.errstate(all="ignore"):
+        want = np.exp(x)
+    got, _ = linattn.linear_attention(
+        one, x, one, feature_map=("identity", "exp"), normalize=False, scale=1.0, mode=mode)
+    for is_so in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(is_so(got), is_so(want))
+    normal = np.isfinite(want) & (want > np.finfo(dtype).tiny)
+    np.testing.assert_allclose(got[normal], want[normal], rtol=3 * np.finfo(dtype).eps)
+    low = want <= np.finfo(dtype).tiny
+    assert np.abs(got[low] - want[low]).max() <= 2 * np.finfo(dtype).smallest_subnormal
+
+
+@pytest.mark.parametrize("dtype", REALS)
+def test_exp_map_with_a_row_that_overflows(dtype, rng):
+    x = testing.make_inputs("linear_attention", rng, B=3, T=T, K=K, V=V, dtype=dtype)
+    x |= {"feature_map": "exp"}
+    x["k"][1, 20, 0, 2] = 800
+    x["v"] = np.abs(x["v"])  # inf - inf would depend on the order of the sums
+    with np.errstate(over="ignore"):
+        ref, _ = reference.linear_attention(**x, dtype=dtype)
+    for mode in MODES:
+        o, _ = linattn.linear_attention(**x, mode=mode)
+        np.testing.assert_array_equal(np.isfinite(o), np.isfinite(ref))
+
+
+# ---- long sequences ----
+
+
+@pytest.mark.parametrize("mode", ("chunk", "recurrent"))
+@pytest.mark.parametrize("op", ("linear_attention", "gla", "gated_delta_rule"))
+def test_a_long_sequence(op, mode, rng):
+    """2^17 tokens in float32. The chunk form of the reference, in float64, is exact to 1e-12."""
+    x = testing.make_inputs(op, rng, T=2**17, K=8, V=8, dtype=np.float32)
+    o, state = getattr(linattn, op)(**x, mode=mode, output_final_state=True)
+    function = getattr(reference, op)
+    ref_o, ref_state = function(**x, form="chunk")
+    naive_o, naive_state = function(**x, dtype=np.float32,
+                                    form=mode, chunk_size=16)
+    testing.assert_accurate(o, ref_o, naive_o, dtype=np.float32, name=op)
+    del state, ref_state, naive_state
+
+
+@pytest.mark.parametrize("op", ("simple_gla", "gated_delta_rule", "kda"))
+def test_a_million_tokens(op, rng):
+    """2^20 tokens. The gates forget: 512 tokens on (a decay of e^-400), what came before is gone,
+    and the reference may start there."""
+    T, tail, lead = 2**20, 2048, 512
+    x = testing.make_inputs(op, rng, T=T, K=8, V=8, dtype=np.float32)
+    chunk, _ = getattr(linattn, op)(**x)
+    recurrent, _ = getattr(linattn, op)(**x, mode="recurrent")
+    function = getattr(reference, op)
+    for start in (2**19, T - lead - tail):
+        part = {name: a[:, start:start + lead + tail] for name, a in x.items()}
+        ref = function(**part)[0][:, lead:]
+        for o, form in ((chunk, "chunk"), (recurrent, "recurrent")):
+            naive = function(**part, dtype=np.float32, form=form, chunk_size=16)[0][:, lead:]
+            testing.assert_accurate(o[:, start + lead:start + lead + tail], ref, naive,
+                                    dtype=np.float32, name=f"{op} {form} from {start}")

@@ -1,0 +1,338 @@
+"""The module itself: what importing costs, what it offers, and that every list of ops agrees."""
+
+import ast
+import inspect
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import linattn
+from linattn import _linattn, ops
+from linattn.testing import GATES
+
+PACKAGE = pathlib.Path(linattn.__file__).parent
+CHECKOUT = pathlib.Path(__file__).parent.parent
+FACES = ("", "_step", "_backward")
+
+
+def python(code, *, timeout=60, check=True, **environment):
+    """Run code in a fresh interpreter that sees this linattn; its stdout."""
+    path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True,
+        timeout=timeout, env=os.environ | {"PYTHONPATH": path} | environment)
+    if check:
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+    return done
+
+
+# ---- importing ----
+
+
+def test_importing_takes_less_than_50_ms_past_numpy():
+    code = ("import time, numpy; t = time.perf_counter(); import linattn; "
+            "print(time.perf_counter() - t)")
+    python(code)  # the byte code is written
+    seconds = [float(python(code)) for _ in range(5)]
+    assert statistics.median(seconds) < 0.05, seconds
+
+
+def test_importing_brings_in_numpy_only():
+    loaded = set(python(
+        "import sys, numpy; before = set(sys.modules); import linattn; "
+        "print(*{m.split('.')[0] for m in set(sys.modules) - before})").split())
+    heavy = loaded & {"torch", "ml_dtypes", "jax", "cupy", "scipy", "matplotlib", "ctypes",
+                      "multiprocessing", "asyncio", "linattn.demo", "linattn.reference"}
+    assert not heavy
+
+
+def test_importing_starts_no_thread():
+    assert python("import linattn, os; print(len(os.listdir('/proc/self/task')))",
+                  OPENBLAS_NUM_THREADS="1").strip() == "1"
+
+
+def test_star_import_and_all():
+    names = set(python("from linattn import *; print(*dir())").split())
+    assert set(linattn.__all__) <= names
+    assert len(linattn.__all__) == len(set(linattn.__all__))
+    for name in linattn.__all__:
+        assert hasattr(linattn, name)
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", linattn.__version__)
+
+
+def test_it_works_before_and_after_ml_dtypes_is_imported():
+    python("""
+import numpy as np, linattn
+x = np.ones((4, 2), np.float32)
+linattn.retention(x, x, x)
+import ml_dtypes
+y = x.astype(ml_dtypes.bfloat16)
+assert linattn.retention(y, y, y)[0].dtype == ml_dtypes.bfloat16
+""")
+
+
+# ---- one list of ops ----
+
+
+def test_ops_are_the_tables():
+    table = CHECKOUT / "csrc" / "variants.def"
+    if not table.exists():
+        pytest.skip("csrc/variants.def: not in a checkout")
+    text = table.read_text()
+    names = re.findall(r"^LA_VARIANT\((\w+),", text, re.M)
+    assert linattn.OPS == tuple(names)
+
+
+def test_ops_are_the_functions():
+    assert linattn.OPS == _linattn.OPS == tuple(GATES)
+    public = {name for name, x in vars(ops).items()
+              if inspect.isfunction(x) and x.__module__ == ops.__name__ and name[0] != "_"}
+    assert public == {name + face for name in linattn.OPS for face in FACES} | {
+        "implicit_weights", "lightning_slopes"}
+    assert set(ops.__all__) <= set(linattn.__all__)
+    assert public <= set(ops.__all__)
+
+
+def test_the_numbers_of_the_ops_are_the_tables():
+    numbers = ("_LINEAR", "_RETENTION", "_LIGHTNING", "_SIMPLE_GLA", "_GLA", "_DELTA",
+               "_GATED_DELTA", "_KDA")
+    for number, name in enumerate(numbers):
+        assert getattr(ops, name) == number
+        for face in FACES:
+            function = getattr(ops, linattn.OPS[number] + face)
+            assert name in function.__code__.co_names
+
+
+def test_the_readme_has_every_op():
+    readme = CHECKOUT / "README.md"
+    if not readme.exists():
+        pytest.skip("README.md: not in a checkout")
+    rows = re.findall(r"^\|\s*`(\w+)`\s*\|", readme.read_text(), re.M)
+    assert [name for name in rows if name in linattn.OPS] == list(linattn.OPS)
+
+
+def test_the_stub_of_the_core_has_every_function():
+    stub = ast.parse((PACKAGE / "_linattn.pyi").read_text())
+    declared = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)} | {
+        node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
+    there = {name for name in dir(_linattn) if not name.startswith("__")}
+    assert declared == there
+
+
+def test_the_package_is_typed():
+    assert (PACKAGE / "py.typed").exists()
+
+
+# ---- signatures ----
+
+OPTIONS = {"scale": None, "initial_state": None, "output_final_state": False, "cu_seqlens": None,
+           "mode": "chunk", "chunk_size": None, "qk_l2norm": False, "state_v_first": False,
+           "out": None}
+STEP_OPTIONS = {"scale": None, "qk_l2norm": False, "state_v_first": False, "out": None}
+EMPTY = inspect.Parameter.empty
+
+
+def extras(op):
+    """(positional after v, keyword only) of an op, with defaults, by the contract."""
+    positional, keyword = {}, {}
+    for gate in GATES[op]:
+        if gate.startswith("g ") or gate == "g":
+            positional["g"], keyword["alpha"] = None, None
+        elif gate == "gamma":
+            keyword["gamma"] = None
+        else:
+            positional[gate] = None if "g" in positional else EMPTY
+    if op == "linear_attention":
+        keyword |= {"feature_map": "elu+1", "normalize": True, "causal": True, "eps": 1e-6}
+    return positional, keyword
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_signatures(op, face):
+    positional, keyword = extras(op)
+    positional = {"q": EMPTY, "k": EMPTY, "v": EMPTY} | positional
+    if face == "":
+        keyword |= OPTIONS
+    elif face == "_step":
+        keyword |= {"state": EMPTY} | STEP_OPTIONS
+        keyword.pop("causal", None)
+    else:
+        positional = {"do": EMPTY} | positional
+        keyword |= OPTIONS | {"d_final_state": None}
+        del keyword["output_final_state"], keyword["out"]
+    parameters = inspect.signature(getattr(linattn, op + face)).parameters
+    of_kind = {kind: {name: p.default for name, p in parameters.items() if p.kind is kind}
+               for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                            inspect.Parameter.KEYWORD_ONLY)}
+    got_positional, got_keyword = of_kind.values()
+    assert list(got_positional.items()) == list(positional.items())
+    assert got_keyword == keyword
+    assert len(parameters) == len(got_positional) + len(got_keyword)
+    assert [name for name in got_keyword if name in OPTIONS] == [
+        name for name in OPTIONS if name in got_keyword]  # one order everywhere
+    for name, parameter in parameters.items():
+        assert parameter.annotation is not EMPTY, name
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_docstrings_name_every_argument_and_its_shape(op, face):
+    function = getattr(linattn, op + face)
+    text = inspect.getdoc(function)
+    for name in inspect.signature(function).parameters:
+        assert re.search(rf"\b{name}\b", text), name
+    step = face == "_step"
+    for shape in (["[B,H,K]", "[B,HV,V]", "[B,HV,K,V]"] if step else
+                  ["[B,T,H,K]", "[B,T,HV,V]", "[N,HV,K,V]"]):
+        assert shape in text
+    if "g" in GATES[op]:
+        assert ("[B,HV]" if step else "[B,T,HV]") in text
+    if "g per key" in GATES[op]:
+        assert ("[B,HV,K]" if step else "[B,T,HV,K]") in text
+    if "beta" in GATES[op]:
+        assert ("[B,HV]" if step else "[B,T,HV]") in text
+    if any(gate in ("g", "g per key") for gate in GATES[op]):
+        assert "log of the decay" in text.lower()
+
+
+def test_every_public_name_has_a_docstring():
+    for name in linattn.__all__:
+        thing = getattr(linattn, name)
+        if callable(thing) or inspect.ismodule(thing):
+            assert inspect.getdoc(thing), name
+    for name in ("implicit_weights", "lightning_slopes", "zeros_state"):
+        assert "[" in inspect.getdoc(getattr(linattn, name))
+
+
+def test_forward_names_its_paper():
+    for op in linattn.OPS:
+        assert re.search(r"\b20[12]\d\b", inspect.getdoc(getattr(linattn, op))), op
+
+
+def test_gradients():
+    assert linattn.Gradients._fields == ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+    x = np.ones((3, 2))
+    grads = linattn.retention_backward(x, x, x, x)
+    assert isinstance(grads, linattn.Gradients)
+    assert grads.dg.shape == (1,) and grads.dbeta is None and grads.d_initial_state is None
+
+
+# ---- what it says about itself ----
+
+
+def test_show_config(capsys):
+    linattn.show_config()
+    text = capsys.readouterr().out
+    for word in (linattn.__version__, np.__version__, "compiler", "instruction sets", "threads",
+                 "CUDA", _linattn.isa()[0]):
+        assert word in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_python_m_linattn_info():
+    done = subprocess.run([sys.executable, "-m", "linattn", "info"], capture_output=True, text=True,
+                          timeout=60, env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)})
+    assert done.returncode == 0, done.stderr
+    assert linattn.__version__ in done.stdout and _linattn.isa()[0] in done.stdout
+
+
+CALL = """
+import numpy as np, linattn
+rng = np.random.default_rng(0)
+q, k, v = rng.standard_normal((3, 2, 40, 2, 8))
+g, beta = -rng.uniform(size=(2, 40, 2)), rng.uniform(size=(2, 40, 2))
+k /= np.sqrt((k * k).sum(-1, keepdims=True))
+o, _ = linattn.gated_delta_rule(q, k, v, g, beta)
+"""
+
+
+@pytest.mark.parametrize("isa", list(_linattn.isa()[1]))
+def test_each_instruction_set_by_environment(isa):
+    here = _linattn.isa()[1][isa]
+    code = CALL + "print(linattn._linattn.isa()[0], repr(float((o * o).sum())))"
+    if not here:
+        done = python(code, check=False, LINATTN_ISA=isa)
+        assert done.returncode != 0 and "ImportError: LINATTN_ISA: " in done.stderr
+        return
+    used, total = python(code, LINATTN_ISA=isa).split()
+    assert used == isa
+    assert abs(float(total) / float(python(code).split()[1]) - 1) < 1e-12
+
+
+@pytest.mark.parametrize("bogus", ["avx1024", "AVX2", "avx2 ", "0"])
+def test_an_unknown_instruction_set_is_an_import_error(bogus):
+    done = python("import linattn", check=False, LINATTN_ISA=bogus)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: LINATTN_ISA: ") and bogus.strip() in last
+    for name, here in _linattn.isa()[1].items():
+        if here:
+            assert name in last, "the message does not say what would work"
+
+
+def test_an_empty_isa_is_the_default():
+    assert python("import linattn; print(linattn._linattn.isa()[0])",
+                  LINATTN_ISA="").strip() == python(
+        "import linattn; print(linattn._linattn.isa()[0])").strip()
+
+
+def test_set_isa_refuses():
+    for bad, error in (("nope", ValueError), (3, TypeError), (None, TypeError), ("", ValueError)):
+        with pytest.raises(error, match="isa: "):
+            _linattn.set_isa(bad)
+
+
+def test_cuda_is_not_there_and_says_why():
+    assert linattn.cuda.is_available() is False
+    reason = linattn.cuda.why_not()
+    assert isinstance(reason, str) and len(reason) > 10
+
+
+# ---- zeros_state ----
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_zeros_state(dtype, normalized, state_v_first):
+    for N, HV, K, V in ((2, 3, 5, 7), (1, 1, 1, 1), (0, 2, 3, 4), (4, 8, 128, 128)):
+        made = linattn.zeros_state(N, HV, K, V, dtype=dtype, state_v_first=state_v_first,
+                                   normalized=normalized)
+        S, *z = made if normalized else (made,)
+        assert S.shape == ((N, HV, V, K) if state_v_first else (N, HV, K, V))
+        assert [x.shape for x in z] == ([(N, HV, K)] if normalized else [])
+        for x in (S, *z):
+            assert x.dtype == dtype and not x.astype(np.float32).any()
+            assert x.flags.c_contiguous and x.flags.writeable
+            assert x.ctypes.data % 64 == 0 or x.size == 0
+
+
+def test_zeros_state_fits_a_step():
+    x = np.ones((2, 3, 4), np.float32)
+    for options in ({}, {"state_v_first": True}):
+        state = linattn.zeros_state(2, 3, 4, 4, normalized=True, **options)
+        linattn.linear_attention_step(x, x, x, state=state, **options)
+        assert state[0].any() and state[1].any()
+
+
+@pytest.mark.parametrize(("bad", "error"), [
+    ((-1, 1, 1, 1), ValueError), ((1, 1, 1, -2), ValueError), ((1, 1, 1.5, 1), TypeError),
+    (("2", 1, 1, 1), TypeError), ((1, 1, 2**40, 2**40), (MemoryError, ValueError))], ids=str)
+def test_zeros_state_refuses_sizes(bad, error):
+    with pytest.raises(error):
+        linattn.zeros_state(*bad)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float16, "complex64", object, bool])
+def test_zeros_state_refuses_dtypes(dtype):
+    with pytest.raises(TypeError, match="dtype: "):
+        linattn.zeros_state(1, 1, 2, 2, dtype=dtype)

@@ -1,0 +1,99 @@
+"""T steps of every op and dtype against the reference, and against one forward pass."""
+
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import poisoned
+from grid import DTYPES, Case, Pool, inputs_of, reference_op, v_first, wider
+
+import linattn
+
+SHAPES = [  # (B, H, HV, K, V)
+    (1, 1, 1, 1, 1), (2, 2, 4, 16, 8), (1, 1, 2, 7, 59), (3, 1, 1, 128, 64), (1, 2, 2, 33, 130),
+    (1, 1, 1, 256, 256), (2, 4, 4, 64, 64), (1, 1, 4, 100, 3),
+]
+TOKENS = 20
+
+
+def at_token(x, t):
+    """The arguments of one step: everything with a token axis, at t."""
+    fixed = ("initial_state", "gamma", "slopes", "qk_l2norm")
+    return {name: v if name in fixed else np.ascontiguousarray(v[:, t]) for name, v in x.items()}
+
+
+def step_through(case, x, state):
+    step = getattr(linattn, f"{case.op}_step")
+    outputs = []
+    for t in range(case.T):
+        args = at_token(x, t)
+        args.pop("initial_state", None)
+        out = poisoned(args["v"].shape, case.dtype)
+        o = step(**args, state=state, state_v_first=case.v_first, out=out)
+        assert o is out
+        outputs.append(o)
+    return np.stack(outputs, 1)
+
+
+def fresh_state(case, x, dtype):
+    state = x["initial_state"]
+    pair = state if isinstance(state, tuple) else (state,)
+    pair = tuple(s.astype(dtype) for s in pair)
+    if case.v_first:
+        pair = (v_first(pair[0]), *pair[1:])
+    return pair if isinstance(state, tuple) else pair[0]
+
+
+@pytest.mark.parametrize("v_first_layout", [False, True], ids=["kv", "vk"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_steps(op, dtype, shape, v_first_layout, rng):
+    B, H, HV, K, V = shape
+    case = Case(op, "recurrent", dtype, TOKENS, None, K, V, H, HV, B, v_first=v_first_layout)
+    pool = Pool()
+    for _ in range(40):
+        x = inputs_of(case, rng)
+        state = fresh_state(case, x, np.float64 if dtype == np.float64 else np.float32)
+        o = step_through(case, x, state)
+        ref_o, ref_state = reference_op(case)(**x, dtype=wider(dtype))
+        naive_o, naive_state = reference_op(case)(**x, dtype=dtype)
+        pool.add("o", o, ref_o, naive_o)
+        pool.add("state", v_first(state) if v_first_layout else state, ref_state, naive_state)
+        if pool.least() >= 2048:
+            break
+    pool.judge(str(case))
+
+
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_a_state_in_bfloat16(op, rng):
+    """The state is rounded after every token, the arithmetic is float32: as the same rounding done
+    by hand between float32 steps, bit for bit."""
+    case = Case(op, "recurrent", np.float32, TOKENS, None, 32, 48, 2, 4, 2)
+    x = inputs_of(case, rng)
+    short = fresh_state(case, x, ml_dtypes.bfloat16)
+    pair = short if isinstance(short, tuple) else (short,)
+    by_hand = tuple(s.astype(np.float32) for s in pair)
+    step = getattr(linattn, f"{op}_step")
+    for t in range(TOKENS):
+        args = at_token(x, t)
+        args.pop("initial_state")
+        o = step(**args, state=short)
+        expected = step(**args, state=by_hand if isinstance(short, tuple) else by_hand[0])
+        for s in by_hand:
+            s[...] = s.astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(o, expected)
+        for s, wide in zip(pair, by_hand, strict=True):
+            np.testing.assert_array_equal(s.astype(np.float32), wide)
+
+
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_steps_continue_a_forward_pass(op, rng):
+    case = Case(op, "chunk", np.float64, 40, None, 16, 24, 1, 2, 2, state=False)
+    x = inputs_of(case, rng)
+    whole, _ = getattr(linattn, op)(**x)
+    first = {name: v[:, :23] if np.ndim(v) > 1 else v for name, v in x.items()}
+    _, state = getattr(linattn, op)(**first, output_final_state=True)
+    for t in range(23, 40):
+        o = getattr(linattn, f"{op}_step")(**at_token(x, t), state=state)
+        np.testing.assert_allclose(o, whole[:, t], rtol=1e-11, atol=1e-13)

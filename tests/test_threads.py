@@ -1,0 +1,403 @@
+"""Threads, forks and signals: the same bits whoever computes them, and nothing ever hangs."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn.testing import make_inputs, make_output_gradients
+
+OPS = linattn.OPS
+ROOT = str(pathlib.Path(linattn.__file__).parent.parent)
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def threads_as_they_were():
+    before = linattn.get_num_threads()
+    yield
+    linattn.set_num_threads(before)
+
+
+def arrays_in(x):
+    if isinstance(x, np.ndarray):
+        yield x
+    elif isinstance(x, tuple | list):
+        for one in x:
+            yield from arrays_in(one)
+
+
+def bits(result):
+    return b"".join(x.tobytes() for x in arrays_in(result))
+
+
+def forward(op, inputs, **options):
+    return bits(getattr(linattn, op)(**inputs, output_final_state=True, **options))
+
+
+def backward(op, inputs, **options):
+    given = make_output_gradients(op, np.random.default_rng(5), inputs)
+    return bits(getattr(linattn, f"{op}_backward")(**given, **inputs, **options))
+
+
+def step(op, inputs):
+    """The first token; the state is copied, stepped and returned too."""
+    inputs = dict(inputs)
+    state = inputs.pop("initial_state")
+    state = tuple(x.copy() for x in state) if isinstance(state, tuple) else state.copy()
+    per_token = {name: x[:, 0] if name not in ("gamma", "slopes") else x
+                 for name, x in inputs.items()}
+    o = getattr(linattn, f"{op}_step")(**per_token, state=state)
+    return bits([o, state])
+
+
+def small_calls():
+    """48 calls of a few tens of microseconds, some just large enough to be shared out."""
+    calls = []
+    for i, op in enumerate(OPS):
+        rng = np.random.default_rng(i)
+        small = make_inputs(op, rng, B=2, T=9, H=1, HV=2, K=8, V=8, dtype=np.float32,
+                            initial_state=True)
+        large = make_inputs(op, rng, B=2, T=40, H=2, HV=4, K=16, V=24, dtype=np.float32,
+                            initial_state=True)
+        for inputs in (small, large):
+            for face in (forward, backward, step):
+                calls.append(lambda face=face, op=op, inputs=inputs: face(op, inputs))
+    return calls
+
+
+# ---- the number of threads ----
+
+SHAPES = {
+    "many heads": {"B": 3, "T": 70, "H": 2, "HV": 4, "K": 16, "V": 24},
+    "one head, wide": {"B": 1, "T": 160, "H": 1, "HV": 1, "K": 64, "V": 256},
+    "odd": {"B": 1, "T": 333, "H": 1, "HV": 3, "K": 33, "V": 67},
+}
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("op", OPS)
+def test_results_do_not_depend_on_the_number_of_threads(op, shape):
+    rng = np.random.default_rng(0)
+    inputs = make_inputs(op, rng, **SHAPES[shape], dtype=np.float32, initial_state=True)
+    for mode in ("chunk", "recurrent"):
+        linattn.set_num_threads(1)
+        o, grads = forward(op, inputs, mode=mode), backward(op, inputs, mode=mode)
+        for n in range(2, 9):
+            linattn.set_num_threads(n)
+            assert forward(op, inputs, mode=mode) == o, n
+            assert backward(op, inputs, mode=mode) == grads, n
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_steps_do_not_depend_on_the_number_of_threads(op):
+    inputs = make_inputs(op, np.random.default_rng(0), B=4, T=1, H=4, HV=8, K=64, V=64,
+                         dtype=np.float32, initial_state=True)
+    linattn.set_num_threads(1)
+    want = step(op, inputs)
+    for n in range(2, 9):
+        linattn.set_num_threads(n)
+        assert step(op, inputs) == want, n
+
+
+@pytest.mark.parametrize("op", ["linear_attention", "gated_delta_rule", "kda"])
+def test_packed_sequences_and_whole_sequences_do_not_either(op):
+    rng = np.random.default_rng(0)
+    cu = np.array([0, 1, 1, 130, 200, 333])
+    calls = [(make_inputs(op, rng, T=333, H=2, HV=4, K=32, V=80, dtype=np.float32,
+                          initial_state=True, cu_seqlens=cu), {})]
+    if op == "linear_attention":
+        calls.append((make_inputs(op, rng, T=333, H=2, HV=4, K=32, V=256, dtype=np.float32,
+                                  initial_state=True), {"causal": False}))
+    for inputs, options in calls:
+        linattn.set_num_threads(1)
+        o, grads = forward(op, inputs, **options), backward(op, inputs, **options)
+        for n in (2, 3, 5, 8):
+            linattn.set_num_threads(n)
+            assert forward(op, inputs, **options) == o
+            assert backward(op, inputs, **options) == grads
+
+
+def test_the_same_call_250_times():
+    inputs = make_inputs("kda", np.random.default_rng(0), T=100, H=1, HV=4, K=16, V=24,
+                         dtype=np.float32, initial_state=True)
+    linattn.set_num_threads(4)
+    assert len({forward("kda", inputs) for _ in range(250)}) == 1
+    assert len({backward("kda", inputs) for _ in range(100)}) == 1
+
+
+def test_set_num_threads():
+    for n in (1, 2, 256, np.int64(3), np.uint8(4)):
+        linattn.set_num_threads(n)
+        assert linattn.get_num_threads() == n
+
+
+@pytest.mark.parametrize(("bad", "error"), [
+    (0, ValueError), (-1, ValueError), (257, ValueError), (2**31, ValueError), (2**70, ValueError),
+    (-2**70, ValueError), (1.0, TypeError), ("2", TypeError), (None, TypeError), (True, TypeError),
+    ([2], TypeError), (np.float32(2), TypeError)], ids=repr)
+def test_set_num_threads_refuses(bad, error):
+    linattn.set_num_threads(2)
+    with pytest.raises(error, match=r"^n: expected "):
+        linattn.set_num_threads(bad)
+    assert linattn.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("environment", "want"), [
+    ({"LINATTN_NUM_THREADS": "3"}, 3), ({"OMP_NUM_THREADS": "2"}, 2),
+    ({"LINATTN_NUM_THREADS": "3", "OMP_NUM_THREADS": "2"}, 3),
+    ({"LINATTN_NUM_THREADS": "0"}, None), ({"LINATTN_NUM_THREADS": "-1"}, None),
+    ({"LINATTN_NUM_THREADS": "many"}, None), ({"LINATTN_NUM_THREADS": "99999999999999"}, None),
+    ({"LINATTN_NUM_THREADS": ""}, None), ({}, None)], ids=str)
+def test_threads_from_the_environment(environment, want):
+    clean = {name: x for name, x in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    code = "import linattn; print(linattn.get_num_threads())"
+    done = subprocess.run([sys.executable, "-c", code],
+                          env=clean | environment | {"PYTHONPATH": ROOT}, capture_output=True,
+                          text=True, timeout=30, check=True)
+    assert int(done.stdout) == (want or len(os.sched_getaffinity(0)))
+
+
+# ---- several callers at once ----
+
+
+def test_8_threads_of_1000_mixed_calls_equal_serial():
+    linattn.set_num_threads(4)
+    calls = small_calls()
+    want = [call() for call in calls]
+    wrong = []
+    start = threading.Barrier(8)
+
+    def work(seed):
+        order = np.random.default_rng(seed).integers(len(calls), size=1000)
+        start.wait()
+        try:
+            for i in order:
+                if calls[i]() != want[i]:
+                    wrong.append(int(i))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(50)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    assert not wrong
+
+
+def test_threads_that_also_change_the_number_of_threads():
+    calls = small_calls()[:24]
+    want = [call() for call in calls]
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        for i in rng.integers(len(calls), size=100):
+            linattn.set_num_threads(int(rng.integers(1, 9)))
+            assert calls[i]() == want[i]
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+
+def test_nested_use_from_executors():
+    """Tasks that call, and tasks that start executors whose tasks call."""
+    calls = small_calls()
+    want = [call() for call in calls]
+
+    def outer(i):
+        with ThreadPoolExecutor(2) as inner:
+            return [calls[i](), *inner.map(lambda j: calls[j](), [i, (i + 1) % len(calls)])]
+
+    with ThreadPoolExecutor(3) as pool:
+        for i, got in enumerate(pool.map(outer, range(len(calls)))):
+            assert got == [want[i], want[i], want[(i + 1) % len(calls)]]
+
+
+def test_the_gil_is_released():
+    """While one call runs, another Python thread counts."""
+    inputs = make_inputs("gated_delta_rule", np.random.default_rng(0), T=512, H=1, K=128, V=128,
+                         dtype=np.float32)
+    inputs = {name: np.broadcast_to(x, (200, *x.shape[1:])) for name, x in inputs.items()}
+    linattn.set_num_threads(1)
+    ticks, stop = [], threading.Event()
+
+    def tick():
+        while not stop.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    began = time.perf_counter()
+    linattn.gated_delta_rule(**inputs)
+    ended = time.perf_counter()
+    stop.set()
+    thread.join(10)
+    # the middle half of the call, where Python's own thread switches at its ends do not count
+    quarter = (ended - began) / 4
+    during = [t for t in ticks if began + quarter < t < ended - quarter]
+    assert len(during) >= 3, (len(during), ended - began)
+
+
+# ---- fork ----
+
+
+def fork(run, timeout=20):
+    """run() in a child; its exit status, or an assertion if it has not ended in time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 on: forks beside threads
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = run()
+        finally:
+            os._exit(status)
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.0005)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the child hangs")
+
+
+def test_fork_200_times_after_use():
+    linattn.set_num_threads(4)
+    inputs = make_inputs("kda", np.random.default_rng(0), B=2, T=64, H=2, HV=4, K=16, V=24,
+                         dtype=np.float32, initial_state=True)
+    o, grads = forward("kda", inputs), backward("kda", inputs)
+
+    def child():
+        right = forward("kda", inputs) == o and backward("kda", inputs) == grads
+        return 0 if right else 2
+
+    for i in range(200):
+        assert fork(child) == 0, i
+        assert forward("kda", inputs) == o  # the parent's workers still work
+
+
+def test_a_child_of_a_child():
+    linattn.set_num_threads(4)
+    call = small_calls()[7]
+    want = call()
+
+    def grandchild():
+        return 0 if call() == want else 2
+
+    def child():
+        if call() != want:
+            return 3
+        return fork(grandchild, 10)
+
+    for _ in range(5):
+        assert fork(child) == 0
+
+
+def test_fork_while_other_threads_are_in_calls():
+    linattn.set_num_threads(4)
+    inputs = make_inputs("gated_delta_rule", np.random.default_rng(0), B=2, T=400, H=2, HV=4, K=32,
+                         V=32, dtype=np.float32)
+    want = forward("gated_delta_rule", inputs)
+    stop, wrong = threading.Event(), []
+
+    def busy():
+        while not stop.is_set():
+            if forward("gated_delta_rule", inputs) != want:
+                wrong.append(1)
+
+    threads = [threading.Thread(target=busy, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for i in range(40):
+            status = fork(lambda: 0 if forward("gated_delta_rule", inputs) == want else 2)
+            assert status == 0, i
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(20)
+    assert not wrong
+
+
+def test_the_first_call_may_be_in_a_child():
+    code = """
+import os, numpy as np, linattn
+x = np.ones((1, 64, 8, 32), np.float32)
+linattn.set_num_threads(4)
+child = os.fork()
+o, _ = linattn.retention(x, x, x)
+if child == 0:
+    os._exit(0 if np.isfinite(o).all() else 2)
+print(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": ROOT},
+                          capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "0"
+
+
+# ---- signals, and the end ----
+
+LOOP = """
+import sys, numpy as np, linattn
+linattn.set_num_threads(4)
+x = np.random.default_rng(0).standard_normal((1, 256, 8, 32)).astype(np.float32)
+print("ready", flush=True)
+try:
+    while True:
+        linattn.retention(x, x, x)
+except KeyboardInterrupt:
+    o, _ = linattn.retention(x, x, x)
+    print("interrupted", bool(np.isfinite(o).all()), flush=True)
+    sys.exit(7)
+"""
+
+
+def test_ctrl_c_ends_a_loop_of_calls():
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", LOOP], stdout=subprocess.PIPE, text=True,
+                                   env=os.environ | {"PYTHONPATH": ROOT})
+        try:
+            assert process.stdout.readline().strip() == "ready"
+            time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            text, _ = process.communicate(timeout=20)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        assert process.returncode == 7
+        assert text.strip() == "interrupted True"
+
+
+def test_a_process_ends_while_workers_wait_and_threads_call():
+    code = """
+import threading, numpy as np, linattn
+linattn.set_num_threads(8)
+x = np.ones((1, 512, 8, 32), np.float32)
+def forever():
+    while True:
+        linattn.retention(x, x, x)
+threading.Thread(target=forever, daemon=True).start()
+for _ in range(20):
+    linattn.retention(x, x, x)
+print("done")
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": ROOT},
+                              capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == "done"
