@@ -30,14 +30,15 @@ const char *const la_op_names[LA_OPS] = {
 };
 
 const char *const la_dtype_names[LA_DTYPES] = {
-    [LA_F64] = "float64", [LA_F32] = "float32", [LA_F16] = "float16",
-    [LA_BF16] = "bfloat16", [LA_I64] = "int64", [LA_I32] = "int32",
+    [LA_F64] = "float64",   [LA_F32] = "float32", [LA_F16] = "float16",
+    [LA_BF16] = "bfloat16", [LA_I64] = "int64",   [LA_I32] = "int32",
 };
 
 /* ---- arrays: names and letters ----
  *
  * A letter is one character: B T H K V N as in the contract, h for HV, n for N+1. */
 
+/* clang-format off */
 const char *la_array_name(const la_problem *p, la_name name)
 {
     bool pair = p->normaliser != LA_UNNORMALISED;
@@ -72,8 +73,10 @@ const char *la_array_name(const la_problem *p, la_name name)
     }
     return "?";
 }
+/* clang-format on */
 
 /* The letters that the kernels index by, always all of them. */
+/* clang-format off */
 static const char *canonical_letters(la_name name)
 {
     switch (name) {
@@ -88,6 +91,7 @@ static const char *canonical_letters(la_name name)
     }
     return "";
 }
+/* clang-format on */
 
 /* The letters that the user writes for this call, in the user's order. */
 static void user_letters(const la_problem *p, la_name name, char letters[LA_MAX_DIMS + 1])
@@ -134,9 +138,14 @@ bool la_has(const la_problem *p, la_name name)
 {
     bool z = p->normaliser != LA_UNNORMALISED;
     switch (name) {
-    case LA_G: case LA_DG: return p->decay != LA_NONE;
-    case LA_BETA: case LA_DBETA: return p->rule == LA_DELTA;
-    case LA_Z0: case LA_ZT: case LA_DZT: case LA_DZ0: return z;
+    case LA_G:
+    case LA_DG: return p->decay != LA_NONE;
+    case LA_BETA:
+    case LA_DBETA: return p->rule == LA_DELTA;
+    case LA_Z0:
+    case LA_ZT:
+    case LA_DZT:
+    case LA_DZ0: return z;
     default: return true;
     }
 }
@@ -173,7 +182,9 @@ static void say_letters(writer *w, const char *letters)
     say(w, "[");
     for (const char *c = letters; *c; c++)
         say(w, "%s%s", c == letters ? "" : ",",
-            *c == 'h' ? "HV" : *c == 'n' ? "N+1" : (char[2]){*c, 0});
+            *c == 'h'   ? "HV"
+            : *c == 'n' ? "N+1"
+                        : (char[2]){*c, 0});
     say(w, "]");
 }
 
@@ -188,6 +199,7 @@ static la_status complain(la_problem *p, la_status status, const char *format, .
 
 /* ---- one array ---- */
 
+/* clang-format off */
 static la_status check_dtype(la_problem *p, la_name name)
 {
     const la_array *x = &p->array[name];
@@ -222,6 +234,7 @@ static la_status check_dtype(la_problem *p, la_name name)
                         ? " (the dtype of q)" : "",
                     la_dtype_names[got]);
 }
+/* clang-format on */
 
 static la_status check_shape(la_problem *p, la_name name)
 {
@@ -392,8 +405,7 @@ static la_status check_options(la_problem *p)
     if (p->normaliser != LA_UNNORMALISED && !table[p->op].normaliser)
         return complain(p, LA_VALUE_ERROR, "normalize: %s has no normaliser", la_op_names[p->op]);
     if (!p->causal && (p->face == LA_STEP || p->decay != LA_NONE || p->rule != LA_ADDITIVE))
-        return complain(p, LA_VALUE_ERROR, "causal: %s has no non-causal form",
-                        la_op_names[p->op]);
+        return complain(p, LA_VALUE_ERROR, "causal: %s has no non-causal form", la_op_names[p->op]);
     return LA_OK;
 }
 
@@ -408,7 +420,8 @@ void la_problem_init(la_problem *p, la_op op, la_face face)
 
 la_status la_check(la_problem *p)
 {
-    static const la_name inputs[] = {LA_K, LA_V, LA_G, LA_BETA, LA_S0, LA_Z0, LA_DO, LA_DST, LA_DZT};
+    static const la_name inputs[] = {LA_K,  LA_V,  LA_G,   LA_BETA, LA_S0,
+                                     LA_Z0, LA_DO, LA_DST, LA_DZT};
     la_status status = LA_OK;
 
     if (!p->array[LA_Q].given) return missing(p, LA_Q);
@@ -422,7 +435,7 @@ la_status la_check(la_problem *p)
     if ((status = settle_letters(p)) || (status = settle_sequences(p)) ||
         (status = check_options(p)))
         return status;
-    if (!p->has_scale) p->scale = 1 / sqrt((double)p->K);
+    if (!p->has_scale) p->scale = pow((double)p->K, -0.5); /* as NumPy: 1 / sqrt rounds twice */
 
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) {
         la_name name = inputs[i];
@@ -439,7 +452,4 @@ la_status la_check(la_problem *p)
     return LA_OK;
 }
 
-la_status la_check_output(la_problem *p, la_name name)
-{
-    return check_array(p, name);
-}
+la_status la_check_output(la_problem *p, la_name name) { return check_array(p, name); }

@@ -103,19 +103,19 @@ typedef struct la_problem {
     bool qk_l2norm;     /* q, k <- x / sqrt(sum x^2 + 1e-6), before the feature map */
     bool state_v_first; /* states are [N,HV,V,K] */
     bool want_final;
-    la_map map[2];           /* of q, of k */
-    double map_eps[2];       /* relu: max(x,0) + eps */
+    la_map map[2];     /* of q, of k */
+    double map_eps[2]; /* relu: max(x,0) + eps */
     la_normaliser normaliser;
     double eps;
     bool causal;
 
     /* what la_check settles */
     int64_t B, T, H, HV, K, V, N;
-    bool one_head;        /* 2-D notebook call (1-D for a step): no B, H, HV in any array */
+    bool one_head; /* 2-D notebook call (1-D for a step): no B, H, HV in any array */
     la_decay decay;
     la_rule rule;
-    la_dtype real;        /* of sums and states: LA_F32, or LA_F64 for float64 inputs */
-    int64_t tokens;       /* B * T */
+    la_dtype real;  /* of sums and states: LA_F32, or LA_F64 for float64 inputs */
+    int64_t tokens; /* B * T */
 
     /* what went wrong, in words */
     char message[LA_MESSAGE];

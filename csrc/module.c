@@ -30,9 +30,9 @@ static void call_release(call *c)
 
 static PyObject *exception_of(la_status status)
 {
-    return status == LA_TYPE_ERROR     ? PyExc_TypeError
-           : status == LA_VALUE_ERROR  ? PyExc_ValueError
-                                       : PyExc_MemoryError;
+    return status == LA_TYPE_ERROR    ? PyExc_TypeError
+           : status == LA_VALUE_ERROR ? PyExc_ValueError
+                                      : PyExc_MemoryError;
 }
 
 static int raise_status(const call *c, la_status status)
@@ -175,8 +175,11 @@ static int take(call *c, la_name name, PyObject *object)
     bool copy_it = name == LA_CU; /* read again without the GIL: nobody may change it meanwhile */
     if (!strides_fit(x, has_rows(&c->p, name))) {
         if (c->p.face == LA_STEP) {
-            refuse_strides(label, "an aligned array in native byte order whose innermost axis is contiguous (a "
-                   "step makes no hidden copies)", object);
+            refuse_strides(
+                label,
+                "an aligned array in native byte order whose innermost axis is contiguous (a "
+                "step makes no hidden copies)",
+                object);
             Py_DECREF(object);
             return -1;
         }
@@ -185,8 +188,8 @@ static int take(call *c, la_name name, PyObject *object)
     c->given[name] = object;
     if (copy_it) {
         PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(x), NPY_NATIVE);
-        PyObject *copy = native ? PyArray_FromArray(x, native, NPY_ARRAY_CARRAY | NPY_ARRAY_ENSURECOPY)
-                                : NULL;
+        PyObject *copy =
+            native ? PyArray_FromArray(x, native, NPY_ARRAY_CARRAY | NPY_ARRAY_ENSURECOPY) : NULL;
         Py_DECREF(object);
         if (!copy) return -1;
         object = copy;
@@ -205,7 +208,8 @@ static bool overlaps_itself(PyArrayObject *x)
         int next = -1;
         npy_intp step = 0;
         for (int i = 0; i < PyArray_NDIM(x); i++) {
-            npy_intp stride = PyArray_STRIDE(x, i) < 0 ? -PyArray_STRIDE(x, i) : PyArray_STRIDE(x, i);
+            npy_intp stride =
+                PyArray_STRIDE(x, i) < 0 ? -PyArray_STRIDE(x, i) : PyArray_STRIDE(x, i);
             if (PyArray_DIM(x, i) > 1 && stride > last && (next < 0 || stride < step)) {
                 next = i;
                 step = stride;
@@ -214,8 +218,8 @@ static bool overlaps_itself(PyArrayObject *x)
             if (done == 0 && PyArray_DIM(x, i) > 1) {
                 if (stride == 0) return true;
                 for (int j = 0; j < i; j++)
-                    if (PyArray_DIM(x, j) > 1 && (PyArray_STRIDE(x, j) == stride ||
-                                                  PyArray_STRIDE(x, j) == -stride))
+                    if (PyArray_DIM(x, j) > 1 &&
+                        (PyArray_STRIDE(x, j) == stride || PyArray_STRIDE(x, j) == -stride))
                         return true;
             }
         }
@@ -239,8 +243,11 @@ static int take_in_place(call *c, la_name name, PyObject *object)
         }
         if (dtype_of((PyArrayObject *)object) != LA_DTYPES &&
             !strides_fit((PyArrayObject *)object, true)) {
-            refuse_strides(label, "an aligned array in native byte order whose innermost axis is contiguous (it "
-                   "is written in place)", object);
+            refuse_strides(
+                label,
+                "an aligned array in native byte order whose innermost axis is contiguous (it "
+                "is written in place)",
+                object);
             return -1;
         }
         if (overlaps_itself((PyArrayObject *)object)) {
@@ -257,15 +264,18 @@ static int take_state(call *c, la_name S, la_name z, PyObject *object, bool in_p
     int (*take_one)(call *, la_name, PyObject *) = in_place ? take_in_place : take;
     if (object == Py_None || c->p.normaliser == LA_UNNORMALISED) return take_one(c, S, object);
     if (!PyTuple_Check(object) && !PyList_Check(object)) {
-        PyErr_Format(PyExc_TypeError,
-                     "%s: expected the pair (S, z) of a normalised op, got %R",
-                     c->p.face == LA_STEP ? "state" : S == LA_S0 ? "initial_state" : "d_final_state",
+        PyErr_Format(PyExc_TypeError, "%s: expected the pair (S, z) of a normalised op, got %R",
+                     c->p.face == LA_STEP ? "state"
+                     : S == LA_S0         ? "initial_state"
+                                          : "d_final_state",
                      (PyObject *)Py_TYPE(object));
         return -1;
     }
     if (PySequence_Size(object) != 2) {
         PyErr_Format(PyExc_ValueError, "%s: expected the pair (S, z), got %zd items",
-                     c->p.face == LA_STEP ? "state" : S == LA_S0 ? "initial_state" : "d_final_state",
+                     c->p.face == LA_STEP ? "state"
+                     : S == LA_S0         ? "initial_state"
+                                          : "d_final_state",
                      PySequence_Size(object));
         return -1;
     }
@@ -274,7 +284,8 @@ static int take_state(call *c, la_name S, la_name z, PyObject *object, bool in_p
         if (!part) return -1;
         int failed = part == Py_None
                          ? (PyErr_Format(PyExc_TypeError, "%s: expected a NumPy array, got None",
-                                         la_array_name(&c->p, i ? z : S)), -1)
+                                         la_array_name(&c->p, i ? z : S)),
+                            -1)
                          : take_one(c, i ? z : S, part);
         Py_DECREF(part);
         if (failed) return -1;
@@ -354,8 +365,8 @@ static int take_features(call *c, PyObject *object)
 {
     int map_q, map_k, normaliser, causal;
     if (object == Py_None) return 0;
-    if (!PyArg_ParseTuple(object, "idididp", &map_q, &c->p.map_eps[0], &map_k,
-                          &c->p.map_eps[1], &normaliser, &c->p.eps, &causal))
+    if (!PyArg_ParseTuple(object, "idididp", &map_q, &c->p.map_eps[0], &map_k, &c->p.map_eps[1],
+                          &normaliser, &c->p.eps, &causal))
         return -1;
     c->p.map[0] = (la_map)map_q;
     c->p.map[1] = (la_map)map_k;
@@ -485,7 +496,8 @@ static int refuse_overlaps(const call *c)
             return -1;
     return refuse_overlap(c, LA_O, LA_S0) || refuse_overlap(c, LA_O, LA_Z0) ||
                    (step && refuse_overlap(c, LA_S0, LA_Z0))
-               ? -1 : 0;
+               ? -1
+               : 0;
 }
 
 /* Once per call site, by the warning filters' own rule: the frame above the op's Python function. */
@@ -580,7 +592,8 @@ static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t n
     (void)self;
     call c;
     PyObject *answer = NULL;
-    if (expect_arguments("backward", nargs, 17) || call_begin(&c, LA_BACKWARD, args[0])) return NULL;
+    if (expect_arguments("backward", nargs, 17) || call_begin(&c, LA_BACKWARD, args[0]))
+        return NULL;
     if (take_features(&c, args[16]) || take(&c, LA_DO, args[1]) || take(&c, LA_Q, args[2]) ||
         take(&c, LA_K, args[3]) || take(&c, LA_V, args[4]) || take_gate(&c, args[5], args[6]) ||
         take(&c, LA_BETA, args[7]) || take_state(&c, LA_S0, LA_Z0, args[8], false) ||
@@ -590,8 +603,7 @@ static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t n
         as_flag(args[15], "state_v_first", &c.p.state_v_first) || raise_status(&c, la_check(&c.p)))
         goto done;
     if (allocate_like(&c, LA_DQ, LA_Q) || allocate_like(&c, LA_DK, LA_K) ||
-        allocate_like(&c, LA_DV, LA_V) ||
-        (la_has(&c.p, LA_DG) && allocate_like(&c, LA_DG, LA_G)) ||
+        allocate_like(&c, LA_DV, LA_V) || (la_has(&c.p, LA_DG) && allocate_like(&c, LA_DG, LA_G)) ||
         (la_has(&c.p, LA_DBETA) && allocate_like(&c, LA_DBETA, LA_BETA)) ||
         (c.object[LA_S0] && allocate_real(&c, LA_DS0)) ||
         (c.object[LA_Z0] && allocate_real(&c, LA_DZ0)))
@@ -600,8 +612,8 @@ static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t n
     PyObject *state = state_result(&c, LA_DS0, LA_DZ0);
     PyObject *dg = result(&c, LA_DG), *dbeta = result(&c, LA_DBETA);
     if (state)
-        answer = PyTuple_Pack(6, c.object[LA_DQ], c.object[LA_DK], c.object[LA_DV], dg, dbeta,
-                              state);
+        answer =
+            PyTuple_Pack(6, c.object[LA_DQ], c.object[LA_DK], c.object[LA_DV], dg, dbeta, state);
     Py_DECREF(dg);
     Py_DECREF(dbeta);
     Py_XDECREF(state);

@@ -63,8 +63,8 @@ LA_FN void la_token(lane *S, const int W, int K, const real *q, const real *k, c
  * gradient of the state after it and leaves as the gradient of the state before it. dq, dk, da and
  * dbeta are added to, because several strips share them; dv is written. */
 LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const real *q,
-                            const real *k, const lane *v, const real *a, real beta,
-                            const lane *d_o, real *dq, real *dk, lane *dv, real *da, real *dbeta,
+                            const real *k, const lane *v, const real *a, real beta, const lane *d_o,
+                            real *dq, real *dk, lane *dv, real *da, real *dbeta,
                             const la_decay decay, const la_rule rule)
 {
     lane p[MAX_STRIP], u[MAX_STRIP], du[MAX_STRIP] = {{0}}, dp[MAX_STRIP];
@@ -84,7 +84,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
                 if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
                 gq += (s + k[i] * u[w]) * d_o[w]; /* was o = S' q, S the state written */
                 dS[i * W + w] += q[i] * d_o[w];
-                gk += dS[i * W + w] * u[w];       /* was S <- S + k u' */
+                gk += dS[i * W + w] * u[w]; /* was S <- S + k u' */
                 sum[w] += k[i] * dS[i * W + w];
             }
             dq[i] += LANE_SUM(gq);
@@ -102,9 +102,11 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
     }
     if (rule == LA_DELTA) *dbeta += db;
     if (rule == LA_ADDITIVE && decay == LA_NONE) return;
+    lane all = {0}, ga = {0}; /* a scalar decay's gradient: of all rows, LA_ROWS at a time */
     for (int i = 0; i < K; i++) {
         const real ai = la_decay_of(a, i, decay);
-        lane gk = {0}, ga = {0};
+        lane gk = {0};
+        if (decay == LA_KEY) ga = (lane){0};
         for (int w = 0; w < W; w++) {
             if (rule == LA_DELTA) { /* was p = S' k, S the decayed state */
                 gk += (ai * S[i * W + w]) * dp[w];
@@ -116,6 +118,11 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
             }
         }
         if (rule == LA_DELTA) dk[i] += LANE_SUM(gk);
-        if (decay != LA_NONE) da[decay == LA_KEY ? i : 0] += LANE_SUM(ga);
+        if (decay == LA_KEY) da[i] += LANE_SUM(ga);
+        if (decay == LA_TOKEN && (i + 1) % LA_ROWS == 0) {
+            all += ga;
+            ga = (lane){0};
+        }
     }
+    if (decay == LA_TOKEN) da[0] += LANE_SUM(all + ga);
 }

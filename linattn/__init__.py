@@ -9,8 +9,7 @@ from linattn import ops
 from linattn.arrays import zeros_state
 from linattn.config import cuda, get_num_threads, set_num_threads, show_config
 from linattn.features import FeatureMap
-from linattn.ops import *  # noqa: F403
-from linattn.ops import OPS, Gradients
+from linattn.ops import *  # noqa: F403 (its __all__ names the ops)
 
 __version__ = "0.1.0"
 

@@ -49,7 +49,7 @@ CHECKED = 1_024  # tokens compared with the float64 reference, which is slow
 # The gates: one number, or one per head or per head and key, the same for every token. Plain
 # linear attention is without feature map and normaliser here: the keys have random signs, and the
 # decoder divides every read by its own sum, for all memories.
-FORGET = np.log(np.float32([0.9999, 0.9998, 0.9995, 0.999]))
+FORGET = np.log(np.array([0.9999, 0.9998, 0.9995, 0.999], np.float32))
 MEMORIES = {
     "linear_attention": {"feature_map": "identity", "normalize": False},
     "retention": {"gamma": 1 - 2.0 ** -(5 + np.arange(H))},
@@ -178,7 +178,8 @@ def stepped(stream, name, n):
     """The first n tokens one by one, as a decoder would: o [n,H,V] and the seconds it took."""
     step = getattr(linattn, name + "_step")
     state = np.zeros((BUCKETS, H, K, V), np.float32)
-    keywords = {key: np.ascontiguousarray(value) for key, value in arguments(name, 1).items()}
+    keywords = {key: np.ascontiguousarray(value) if key in PER_TOKEN else value
+                for key, value in arguments(name, 1).items()}
     q, k, v = (np.ascontiguousarray(x[0])[:, None] for x in stream.inputs(np.arange(n)))
     o = np.empty((n, H, V), np.float32)
     begin = time.perf_counter()

@@ -47,7 +47,9 @@ class FeatureMap:
         for what in ("forward", "backward"):
             function = getattr(self, what)
             if function is not None and not callable(function):
-                raise TypeError(f"feature_map: expected {what} to be callable, got {type(function)}")
+                raise TypeError(
+                    f"feature_map: expected {what} to be callable, got {type(function)}"
+                )
         if self.forward is None and self.backward is not None:
             raise ValueError("feature_map: expected forward beside backward, got backward alone")
         if self.forward is None and self.name not in _CORE:
@@ -95,7 +97,9 @@ def feature_maps(given: object) -> tuple[FeatureMap, FeatureMap]:
     """The maps of q and of k: one for both, or a pair."""
     if isinstance(given, tuple | list):
         if len(given) != 2:
-            raise ValueError(f"feature_map: expected one or a pair (phi_q, phi_k), got {len(given)}")
+            raise ValueError(
+                f"feature_map: expected one map or a pair (phi_q, phi_k), got {len(given)}"
+            )
         return _one(given[0]), _one(given[1])
     return _one(given), _one(given)
 

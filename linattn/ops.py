@@ -102,7 +102,7 @@ def _any_features(
         if normalize and (phi_q.may_be_negative or phi_k.may_be_negative):
             raise ValueError(
                 "normalize: with feature_map='identity' the denominator may be negative or zero, "
-                "and clamping it is wrong; expected normalize=False (or 'clamp' to insist), got True"
+                "and clamping it is wrong; expected False (or 'clamp' to insist), got True"
             )
     else:
         raise TypeError(
@@ -179,7 +179,7 @@ def _default_gamma(HV: int) -> np.ndarray:
 
 
 def _retention_gamma(v: np.ndarray, ndim: int) -> np.ndarray | None:
-    """RetNet's decays for v's heads; None where v is not an array that has any: the core says so."""
+    """RetNet's decays for v's heads; None where v has none, which the core will say."""
     if not isinstance(v, np.ndarray) or v.ndim not in (ndim, ndim - 2):
         return None
     return _default_gamma(v.shape[-2] if v.ndim == ndim else 1)

@@ -106,9 +106,9 @@ def lightning_attention_tokens(q, k, v, slope, S, scale):
 
 
 def lightning_attention_chunk(q, k, v, slope, S, scale):
-    """Intra block (Q K' . M) V; inter block Lambda Q KV; KV <- lambda^C KV + (lambda^C/Lambda K)' V.
+    """Intra block (Q K' . M) V; inter block Lambda Q KV; KV <- lambda^C KV + (lambda^C/Lambda K)'V.
 
-    Lambda = diag(lambda^1 .. lambda^C). The quotient is written as lambda^(C-i): it never overflows.
+    Lambda = diag(lambda^1 .. lambda^C). The quotient is written lambda^(C-i): it never overflows.
     """
     C = len(q)
     lam = np.exp(-slope)
@@ -172,7 +172,7 @@ def delta_rule_tokens(q, k, v, beta, S, scale):
 def delta_rule_chunk(q, k, v, beta, S, scale):
     """Yang et al. 2024, "Parallelizing linear transformers with the delta rule".
 
-    A token's prediction needs the writes before it: u_i = b_i (v_i - k_i'S - sum_{j<i} k_i.k_j u_j),
+    A prediction needs the writes before it: u_i = b_i (v_i - k_i'S - sum_{j<i} k_i.k_j u_j),
     a triangular system for U [C,V]. The rest is linear attention with U in the place of V.
     """
     L = beta[:, None] * np.tril(k @ k.T, -1)  # scores
@@ -198,7 +198,7 @@ def gated_delta_rule_tokens(q, k, v, a, beta, S, scale):
 
 
 def gated_delta_rule_chunk(q, k, v, a, beta, S, scale):
-    """The delta rule's system, with every pair (i, j) faded by G_ij and the state by a_1 ... a_i."""
+    """The delta rule's system, each pair (i, j) faded by G_ij and the state by a_1 ... a_i."""
     G = decay_matrix(a)
     from_start = np.cumprod(a)[:, None]
     L = beta[:, None] * np.tril(k @ k.T, -1) * G  # scores
@@ -295,7 +295,8 @@ def linear_attention(q, k, v, *, feature_map="elu+1", normalize=True, causal=Tru
                 den[of_v] = A.sum(1) + scale * q_h @ state[1]
                 *_, state = one_head(q_h, k_h, v_h, state, scale)
             else:
-                num[of_v], den[of_v], state = linear_attention_noncausal(q_h, k_h, v_h, state, scale)
+                num[of_v], den[of_v], state = linear_attention_noncausal(
+                    q_h, k_h, v_h, state, scale)
             S[n, h], z[n, h] = state
         o = num if normalize is False else num / _divisor(den, normalize, eps)[..., None]
     return _round(o, dtype), (S if normalize is False else (S, z))
@@ -471,6 +472,82 @@ def delta_adjoint(q, k, v, a, beta, S, scale, do, dS):
     return dq, dk, dv, da, dbeta, dS
 
 
+def chunk_adjoint(q, k, v, a, beta, S, scale, do, dS, C):
+    """dq, dk, dv, da, dbeta, dS0 of any op's chunk form, in chunks of C; beta None: additive.
+
+    The same numbers as the two adjoints above by another road, which rounds differently: the
+    yardstick for kernels that take this road. a [T,K], or [T,1] for a scalar decay.
+    """
+    dq, dk, dv, da = np.empty_like(q), np.empty_like(k), np.empty_like(v), np.empty_like(a)
+    dbeta = None if beta is None else np.empty_like(beta)
+    kept = []
+    for t in range(0, len(q), C):
+        rows = slice(t, t + C)
+        kept.append((rows, S))
+        E, e, G = _chunk_errors(k[rows], v[rows], a[rows], beta, rows, S)
+        S = e[-1][:, None] * S + (G[-1] * k[rows]).T @ (E if beta is None else beta[rows, None] * E)
+    for rows, S in reversed(kept):
+        qc, kc, dO, n = q[rows], k[rows], scale * do[rows], len(q[rows])
+        E, e, G = _chunk_errors(kc, v[rows], a[rows], beta, rows, S)
+        U = E if beta is None else beta[rows, None] * E
+        # S' = diag(e_C) S + k~'U, k~_j = G_Cj k_j;  O = (e q) S + P U, P_ij = q_i' G_ij k_j
+        dU = (G[-1] * kc) @ dS + np.tril(_faded(qc, kc, G)).T @ dO
+        dP, dL = np.tril(dO @ U.T), np.zeros_like(G[..., 0])
+        d_tilde, dq_hat, dk_hat = U @ dS.T, dO @ S.T, np.zeros_like(kc)
+        de_last, dS = (S * dS).sum(1), e[-1][:, None] * dS + (e * qc).T @ dO
+        if beta is not None:
+            # U = beta E, E = V - (e k) S - L U, L_ij = k_i' G_ij k_j
+            L, dE = np.tril(_faded(kc, kc, G), -1), np.empty_like(dU)
+            for i in reversed(range(n)):
+                dU[i] -= L[i + 1 :, i] @ dE[i + 1 :]
+                dE[i] = beta[rows][i] * dU[i]
+            dbeta[rows] = (dU * E).sum(1)
+            dL, dk_hat, dS = -np.tril(dE @ U.T, -1), -dE @ S.T, dS - (e * kc).T @ dE
+            dU = dE
+        dv[rows] = dU
+        # the pairs (i, j), and how each of their decays came about: row i of G is a_i times row i-1
+        pq, pk = dP[..., None] * G, dL[..., None] * G
+        dq[rows] = e * dq_hat + (pq * kc).sum(1)
+        dk[rows] = e * dk_hat + G[-1] * d_tilde + (pk * kc).sum(1)
+        dk[rows] += (pq * qc[:, None] + pk * kc[:, None]).sum(0)
+        dG = (dP[..., None] * qc[:, None] + dL[..., None] * kc[:, None]) * kc
+        dG[-1] += d_tilde * kc
+        de = qc * dq_hat + kc * dk_hat
+        de[-1] += de_last
+        if a.shape[1] == 1:
+            dG, de = dG.sum(-1, keepdims=True), de.sum(-1, keepdims=True)
+        for i in reversed(range(n)):
+            before = G[i - 1, :i] if i else G[:0, 0]
+            da[rows][i] = (dG[i, :i] * before).sum(0) + de[i] * (e[i - 1] if i else 1)
+            if i:
+                dG[i - 1, :i] += a[rows][i] * dG[i, :i]
+                de[i - 1] += a[rows][i] * de[i]
+    return dq, dk, dv, da, dbeta, dS
+
+
+def _faded(x, y, G):
+    """A_ij = x_i' G_ij y_j; G [C,C,K], or [C,C,1] for a scalar decay."""
+    if G.shape[-1] == 1:
+        return (x @ y.T) * G[..., 0]
+    return np.einsum("ik,jk,ijk->ij", x, y, G)
+
+
+def _chunk_errors(k, v, a, beta, rows, S):
+    """What is written (before beta) by each token of a chunk, e_i = a_i ... a_1, and G."""
+    G = np.zeros((len(k), *a.shape), a.dtype)
+    for i in range(len(k)):
+        G[i, :i] = a[i] * G[i - 1, :i]
+        G[i, i] = 1
+    e = np.cumprod(a, 0)
+    if beta is None:
+        return v, e, G
+    L = np.tril(_faded(k, k, G), -1)
+    E = v - (e * k) @ S
+    for i in range(len(k)):
+        E[i] -= L[i, :i] @ (beta[rows][:i, None] * E[:i])
+    return E, e, G
+
+
 class Gradients(NamedTuple):
     """dg is the gradient of the gate as it was given: g, alpha, gamma or slopes."""
 
@@ -485,7 +562,7 @@ class Gradients(NamedTuple):
 def backward(name, do, q, k, v, *, g=None, alpha=None, gamma=None, slopes=None, beta=None,
              feature_map="elu+1", normalize=True, causal=True, eps=1e-6, scale=None,
              initial_state=None, d_final_state=None, cu_seqlens=None, qk_l2norm=False,
-             dtype=np.float64):
+             form="recurrent", chunk_size=64, dtype=np.float64):
     """The gradients of sum(do * o) + sum(d_final_state * final_state) for the op called `name`.
 
     What was not given has the gradient None. A normalised op's states come as pairs (S, z).
@@ -500,7 +577,7 @@ def backward(name, do, q, k, v, *, g=None, alpha=None, gamma=None, slopes=None, 
     q, k = phi_q(q_normed), phi_k(k_normed)
 
     # the decay, as [B,T,HV,K] whatever it was given as
-    B, T, HV, K = *v.shape[:3], q.shape[3]
+    (B, T, HV), K = v.shape[:3], q.shape[3]
     if name == "retention":
         a = _cast(_retnet_gamma(v) if gamma is None else gamma, work)[:, None]
     elif name == "lightning_attention":
@@ -521,14 +598,32 @@ def backward(name, do, q, k, v, *, g=None, alpha=None, gamma=None, slopes=None, 
     dS, dz = _states(d_final_state, normalize, q, v, cu_seqlens)
     with np.errstate(all="ignore"):
         for n, h, i, j in _heads(q, v, cu_seqlens):
+            C = len(v[j]) if form == "parallel" else chunk_size
             if name == "linear_attention":
                 state, d_state = (S[n, h], z[n, h]), (dS[n, h], dz[n, h])
                 run = linear_attention_tokens if causal else linear_attention_noncausal
                 num, den, _ = run(q[i], k[i], v[j], state, scale)
                 d_read = _divide_adjoint(do[j], num, den, normalize, eps)
-                undo = linear_attention_adjoint if causal else linear_attention_noncausal_adjoint
-                dq_h, dk_h, dv[j], dS[n, h], dz[n, h] = undo(
-                    q[i], k[i], v[j], *state, scale, *d_read, *d_state)
+                if causal and form != "recurrent":
+                    # z is the state of one more column of values, which is 1 for every token
+                    dq_h, dk_h, dv_h, _, _, dS_h = chunk_adjoint(
+                        q[i], k[i], _column(v[j], np.ones_like(den)), decay[j][:, :1], None,
+                        _column(*state), scale, _column(*d_read), _column(*d_state), C or 1)
+                    dv[j], dS[n, h], dz[n, h] = dv_h[:, :-1], dS_h[:, :-1], dS_h[:, -1]
+                else:
+                    undo = (linear_attention_adjoint if causal
+                            else linear_attention_noncausal_adjoint)
+                    dq_h, dk_h, dv[j], dS[n, h], dz[n, h] = undo(
+                        q[i], k[i], v[j], *state, scale, *d_read, *d_state)
+            elif form != "recurrent":
+                one = a.ndim < 4 or a.shape[-1] == 1  # a scalar decay
+                dq_h, dk_h, dv[j], da_h, dbeta_h, dS[n, h] = chunk_adjoint(
+                    q[i], k[i], v[j], decay[j][:, :1] if one else decay[j],
+                    None if b is None else b[j], S[n, h], scale, do[j], dS[n, h], C or 1)
+                da[j] = 0
+                da[j][:, : da_h.shape[1]] = da_h
+                if b is not None:
+                    dbeta[j] = dbeta_h
             elif b is None:
                 dq_h, dk_h, dv[j], da[j], dS[n, h] = additive_adjoint(
                     q[i], k[i], v[j], decay[j], S[n, h], scale, do[j], dS[n, h])
@@ -554,14 +649,19 @@ def backward(name, do, q, k, v, *, g=None, alpha=None, gamma=None, slopes=None, 
             dg = a.reshape(dg.shape) * dg
     return Gradients(
         _round(dq, dtype), _round(dk, dtype), _round(dv, dtype),
-        None if gate is None else _round_like(dg, gate),
-        None if beta is None else _round_like(dbeta, beta),
+        None if gate is None else _round_like(dg, gate, work),
+        None if beta is None else _round_like(dbeta, beta, work),
         None if initial_state is None else dS if normalize is False else (dS, dz),
     )
 
 
+def _column(x, y):
+    """x with one more column, y."""
+    return np.concatenate([x, y[:, None]], 1)
+
+
 def _divide_adjoint(do, num, den, normalize, eps):
-    """o = num / m, m = max(den, eps) or den + eps: dnum and dden. den has no part in a clamped row."""
+    """o = num / m, m = max(den, eps) or den + eps: dnum and dden. A clamped row has no dden."""
     if normalize is False:
         return do, np.zeros_like(den)
     m = _divisor(den, normalize, eps)
@@ -632,7 +732,7 @@ def _by_form(tokens, chunk, form, chunk_size):
             gates_i = [gate if np.ndim(gate) == 0 else gate[rows] for gate in gates]
             *output, state = chunk(q[rows], k[rows], v[rows], *gates_i, state, scale)
             outputs.append(output)
-        return *map(np.concatenate, zip(*outputs)), state
+        return *map(np.concatenate, zip(*outputs, strict=True)), state
 
     return chunk_by_chunk
 
@@ -703,7 +803,8 @@ def _round(x, dtype):
         return x.astype(dtype)
 
 
-def _round_like(x, given):
-    """A gate's gradient is rounded to the gate's dtype where that is the shorter one."""
+def _round_like(x, given, work):
+    """The naive twin rounds a gate's gradient to the gate's dtype where that is the shorter one."""
     shorter = np.asarray(given).dtype
-    return _round(x, shorter) if shorter.itemsize < x.dtype.itemsize else x
+    twin = np.dtype(work) == np.float32
+    return _round(x, shorter) if twin and shorter.itemsize < x.dtype.itemsize else x

@@ -1,7 +1,9 @@
 /* AVX-512 (F, VL, BW, DQ); sums in double. */
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,f16c,bmi2"))), apply_to = function)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,f16c,bmi2"))), \
+    apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,f16c,bmi2")
 #endif

@@ -13,25 +13,26 @@
  * e, r and Gamma are products of the decays a in [0, 1], so no gate can overflow, a = 0 needs no
  * clamp, and a kept decay beside a huge one loses no digits: no logarithm is summed and nothing is
  * divided (docs/decisions/0005). One decay per token: products of d tokens are made of two halves,
- * which keeps their error at log2 d roundings. One per key: the row k_j Gamma_ij is carried down
- * the chunk, multiplied by a_i at each token. */
+ * in twice the digits. One per key: the row k_j Gamma_ij is carried down the chunk, multiplied by
+ * a_i at each token. */
 
 typedef struct chunk {
-    int64_t C;       /* room, in tokens */
-    int64_t kp, cp;  /* K and C, padded */
-    int64_t n;       /* tokens in it now */
-    real *q, *k;     /* [C][kp] l2-normed and mapped */
-    real *a;         /* TOKEN [C], KEY [C][kp] */
-    real *beta;      /* [C] */
-    real *e;         /* TOKEN [C], KEY [C][kp] */
-    real *gamma;     /* TOKEN [C][cp]: Gamma */
-    real *products;  /* TOKEN [C][cp]: row d-1 holds the products of d decays, by their first token */
-    real *hat;       /* [2C][kp]: k^, then (from row n) q^; additive ops: q^ only */
-    real *tilde;     /* [C][kp]: k~ */
-    real *kt;        /* [kp][cp]: k transposed */
-    real *qk, *kk;   /* [C][cp]: the bare products q_i . k_j and k_i . k_j (not for KEY) */
-    real *P, *L;     /* [C][cp] */
-    real *den;       /* [C]: the normaliser's denominators */
+    int64_t C;      /* room, in tokens */
+    int64_t kp, cp; /* K and C, padded */
+    int64_t n;      /* tokens in it now */
+    real *q, *k;    /* [C][kp] l2-normed and mapped */
+    real *a;        /* TOKEN [C], KEY [C][kp] */
+    real *beta;     /* [C] */
+    real *e;        /* TOKEN [C], KEY [C][kp] */
+    real *gamma;    /* TOKEN [C][cp]: Gamma */
+    wide
+        *products; /* TOKEN [C][cp]: row d-1 holds the products of d decays, by their first token */
+    real *hat;     /* [2C][kp]: k^, then (from row n) q^; additive ops: q^ only */
+    real *tilde;   /* [C][kp]: k~ */
+    real *kt;      /* [kp][cp]: k transposed */
+    real *qk, *kk; /* [C][cp]: the bare products q_i . k_j and k_i . k_j (not for KEY) */
+    real *P, *L;   /* [C][cp] */
+    real *den;     /* [C]: the normaliser's denominators */
 } chunk;
 
 LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const la_decay decay,
@@ -46,7 +47,8 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->e = take(m, gate);
     c->beta = take(m, C);
     c->gamma = take(m, decay == LA_TOKEN ? C * cp : 0);
-    c->products = take(m, decay == LA_TOKEN ? C * cp : 0);
+    c->products =
+        (wide *)take(m, decay == LA_TOKEN ? C * cp * (int64_t)(sizeof(wide) / sizeof(real)) : 0);
     c->hat = take(m, 2 * C * kp);
     c->tilde = take(m, C * kp);
     c->kt = take(m, decay == LA_KEY ? 0 : kp * cp);
@@ -94,22 +96,23 @@ LA_FN real *q_hat(const chunk *c, const la_rule rule)
 
 /* ---- scores ---- */
 
-/* Gamma's lower triangle and e. */
+/* Gamma's lower triangle and e, each rounded once: a decay that is the same for every token would
+ * round the same way every time, and the error would grow with the memory's reach. */
 LA_FN void decay_products(chunk *c)
 {
     const int64_t n = c->n, cp = c->cp;
     for (int64_t i = 0; i < n; i++) c->products[i] = c->a[i];
     for (int64_t d = 2; d <= n; d++) {
-        const real *first = c->products + (d / 2 - 1) * cp;
-        const real *second = c->products + (d - d / 2 - 1) * cp + d / 2;
-        real *both = c->products + (d - 1) * cp;
+        const wide *first = c->products + (d / 2 - 1) * cp;
+        const wide *second = c->products + (d - d / 2 - 1) * cp + d / 2;
+        wide *both = c->products + (d - 1) * cp;
         for (int64_t i = 0; i + d <= n; i++) both[i] = first[i] * second[i];
     }
     for (int64_t i = 0; i < n; i++) {
         real *G = c->gamma + i * cp;
-        for (int64_t j = 0; j < i; j++) G[j] = c->products[(i - j - 1) * cp + j + 1];
+        for (int64_t j = 0; j < i; j++) G[j] = (real)c->products[(i - j - 1) * cp + j + 1];
         G[i] = 1;
-        c->e[i] = c->products[i * cp];
+        c->e[i] = (real)c->products[i * cp];
     }
 }
 

@@ -19,23 +19,23 @@ LA_FN int64_t segment_length(int64_t chunks)
 
 typedef struct backward_scratch {
     chunk c;
-    real *S, *dS, *T;       /* [K][width]; T: a state transposed, [width][kp] */
-    real *states;           /* [M][K*width + kp]: chunk starts of a segment (state, then z) */
-    real *checkpoints;      /* [segments][K*width + kp] */
-    real *z, *dz, *lost;    /* [kp] */
-    real *U, *E, *X;        /* [C][width]: what was written, what was wrong, k^ S */
-    real *dO;               /* [2C][width]: -dE, then (from row n) dO; one matrix for dS */
-    real *dU;               /* [C][width]: dU, then dV */
-    real *Ut;               /* [width][cp] */
-    real *dP, *dL;          /* [C][cp] */
-    real *d_hat;            /* [2C][kp]: dk^, then (from row n) dq^ */
-    real *d_tilde;          /* [C][kp] */
-    real *dq, *dk;          /* [C][kp] */
-    real *da, *dbeta;       /* as a, beta */
-    real *de;               /* TOKEN [1], KEY [kp]: of the chunk's whole decay */
-    real *rows;             /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma */
-    real *carried;          /* [kp] */
-    real *d_den;            /* [C] */
+    real *S, *dS, *T;    /* [K][width]; T: a state transposed, [width][kp] */
+    real *states;        /* [M][K*width + kp]: chunk starts of a segment (state, then z) */
+    real *checkpoints;   /* [segments][K*width + kp] */
+    real *z, *dz, *lost; /* [kp] */
+    real *U, *E, *X;     /* [C][width]: what was written, what was wrong, k^ S */
+    real *dO;            /* [2C][width]: -dE, then (from row n) dO; one matrix for dS */
+    real *dU;            /* [C][width]: dU, then dV */
+    real *Ut;            /* [width][cp] */
+    real *dP, *dL;       /* [C][cp] */
+    real *d_hat;         /* [2C][kp]: dk^, then (from row n) dq^ */
+    real *d_tilde;       /* [C][kp] */
+    real *dq, *dk;       /* [C][kp] */
+    real *da, *dbeta;    /* as a, beta */
+    real *de;            /* TOKEN [1], KEY [kp]: of the chunk's whole decay */
+    real *rows;          /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma */
+    real *carried;       /* [kp] */
+    real *d_den;         /* [C] */
 } backward_scratch;
 
 LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int64_t C,
@@ -140,15 +140,9 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     product(n, padded(n), V, dO, width, 1, f->Ut, cp, f->dP, cp, NULL, 0);
     transpose(p->K, V, f->dS, width, f->T, kp);
     product(n, kp, V, f->U, width, 1, f->T, kp, f->d_tilde, kp, NULL, 0);
-    if (decay == LA_TOKEN) f->de[0] = 0;
-    if (decay != LA_NONE)
-        for (int64_t i = 0; i < p->K; i++) {
-            real sum = dot(width, S + i * width, f->dS + i * width);
-            if (decay == LA_TOKEN)
-                f->de[0] += sum;
-            else
-                f->de[i] = sum;
-        }
+    if (decay == LA_TOKEN) f->de[0] = dot(p->K * width, S, f->dS);
+    for (int64_t i = 0; decay == LA_KEY && i < p->K; i++)
+        f->de[i] = dot(width, S + i * width, f->dS + i * width);
 
     if (delta) {
         solve_adjoint(f, width);
@@ -178,8 +172,9 @@ LA_FN void denominators_adjoint(backward_scratch *f, const la_problem *p)
     for (int64_t i = 0; i < c->n; i++) {
         add_scaled(kp, f->d_hat + i * kp, f->d_den[i], f->z);
         for (int64_t j = 0; j <= i; j++) f->dP[i * cp + j] += f->d_den[i];
-        add_scaled(kp, f->dz, f->d_den[i], c->q + i * kp);
     }
+    for (int64_t x = 0; x < kp; x += LANES)
+        lanes_of(f->dz + x)[0] += weighted_sum(c->n, f->d_den, 1, c->q + x, kp);
 }
 
 /* The adjoint of scores_token. dq, dk are added to. */
@@ -225,7 +220,8 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_decay decay, const
         add_scaled(kp, f->dk + i * kp, r, f->d_tilde + i * kp);
     }
     real de = f->de[0];
-    for (int64_t i = n - 1; i >= 0; i--) { /* was q^_i = e_i q_i, k^_i = e_i k_i, row i = a_i row i-1 */
+    /* was q^_i = e_i q_i, k^_i = e_i k_i, row i = a_i row i-1 */
+    for (int64_t i = n - 1; i >= 0; i--) {
         real d = 0;
         de += dot(kp, c->q + i * kp, dq_hat + i * kp);
         add_scaled(kp, f->dq + i * kp, c->e[i], dq_hat + i * kp);

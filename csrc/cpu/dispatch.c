@@ -255,7 +255,8 @@ la_status la_backward(la_problem *p)
     const size_t gate = p->decay == LA_KEY ? rows : p->decay == LA_NONE ? 0 : numbers;
     const size_t beta = p->rule == LA_DELTA ? numbers : 0;
     const size_t z = p->normaliser == LA_UNNORMALISED
-                         ? 0 : whole_pages(slots * (size_t)p->N * (size_t)sums.kp * real);
+                         ? 0
+                         : whole_pages(slots * (size_t)p->N * (size_t)sums.kp * real);
     const int64_t units = p->N * p->HV * j.panels;
     const int threads = la_pool_threads(units, work_of(p, 11));
     size_t each = j.kernels->backward_scratch(p, longest_sequence(p));

@@ -3,14 +3,15 @@
 
 static double element(const char *x, la_dtype dtype)
 {
-    union { uint32_t u; float f; } y;
+    union {
+        uint32_t u;
+        float f;
+    } y;
     uint16_t half;
     switch (dtype) {
     case LA_F64: return *(const double *)x;
     case LA_F32: return *(const float *)x;
-    case LA_BF16:
-        y.u = (uint32_t) * (const uint16_t *)x << 16;
-        return y.f;
+    case LA_BF16: y.u = (uint32_t)*(const uint16_t *)x << 16; return y.f;
     default: /* float16, its exponent mended as in load.h; infinities and NaN apart */
         half = *(const uint16_t *)x;
         y.u = (uint32_t)(half & 0x7fff) << 13;

@@ -25,6 +25,7 @@
 #include "whole.h"
 #include "gather.h"
 
+/* clang-format off */
 /* The six pairs of (decay, rule). HEAD is TOKEN with token stride 0. */
 #define LA_PAIRS(X) \
     X(NONE, ADDITIVE) X(NONE, DELTA) X(TOKEN, ADDITIVE) X(TOKEN, DELTA) X(KEY, ADDITIVE) X(KEY, DELTA)
@@ -64,8 +65,12 @@ static const struct {
                                walk_back_##decay##_##rule, scan_back_##decay##_##rule},
     LA_PAIRS(ENTRY)
 };
+/* clang-format on */
 
-LA_FN la_decay kernel_decay(const la_problem *p) { return p->decay == LA_HEAD ? LA_TOKEN : p->decay; }
+LA_FN la_decay kernel_decay(const la_problem *p)
+{
+    return p->decay == LA_HEAD ? LA_TOKEN : p->decay;
+}
 #define PAIR(p) pairs[kernel_decay(p)][(p)->rule]
 
 /* Tokens per chunk. 16: the products with the state cost the same per token whatever C is, those

@@ -48,7 +48,8 @@ typedef struct la_kernels {
     size_t (*backward_scratch)(const la_problem *p, int64_t longest);
     void (*backward)(const la_problem *p, const la_unit *u, const la_partials *sums, void *scratch);
     size_t (*gather_scratch)(const la_problem *p);
-    void (*gather)(const la_problem *p, const la_rows *rows, const la_partials *sums, void *scratch);
+    void (*gather)(const la_problem *p, const la_rows *rows, const la_partials *sums,
+                   void *scratch);
     /* What has no token axis: the gradient of a per-head gate and of z0, one value head a call. */
     void (*gather_head)(const la_problem *p, int64_t hv, const la_partials *sums);
 } la_kernels;

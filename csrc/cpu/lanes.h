@@ -5,6 +5,11 @@
  * The instance files define LA_REAL (float or double), LA_REAL_BITS and LA_LANE_BYTES. */
 
 typedef LA_REAL real;
+#if LA_REAL_BITS == 32
+typedef double wide; /* for the few numbers whose error would add up */
+#else
+typedef long double wide;
+#endif
 typedef real lane __attribute__((vector_size(LA_LANE_BYTES))); /* may alias its elements */
 
 #if LA_REAL_BITS == 32
@@ -60,11 +65,13 @@ LA_FN lane lane_exp(lane x)
     const real LN2_HIGH = 0x1.62e42fee0p-1, LN2_LOW = 0x1.a39ef35793c76p-33;
 #endif
     const real LOG2_E = (real)1.44269504088896340736;
+    /* clang-format off */
     static const real over_factorial[] = {
         1,           1,           (real)(1. / 2),       (real)(1. / 6),        (real)(1. / 24),
         (real)(1. / 120),         (real)(1. / 720),     (real)(1. / 5040),     (real)(1. / 40320),
         (real)(1. / 362880),      (real)(1. / 3628800), (real)(1. / 39916800),
         (real)(1. / 479001600),   (real)(1. / 6227020800)};
+    /* clang-format on */
     const lane low = lowest - (lane){0}, high = highest - (lane){0};
     x = pick(x < low, low, x);
     x = pick(x > high, high, x);

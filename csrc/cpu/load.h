@@ -3,16 +3,21 @@
 
 /* ---- elements ---- */
 
+typedef union float_bits {
+    float f;
+    uint32_t u;
+} float_bits;
+
 LA_FN float from_bf16(uint16_t bits)
 {
-    union { uint32_t u; float f; } x = {(uint32_t)bits << 16};
+    float_bits x = {.u = (uint32_t)bits << 16};
     return x.f;
 }
 
 LA_FN uint16_t to_bf16(float value)
 {
-    union { float f; uint32_t u; } x = {value};
-    if (value != value) return (uint16_t)(x.u >> 16 | 0x40); /* a NaN stays one, quietly */
+    float_bits x = {.f = value};
+    if (value != value) return (uint16_t)(x.u >> 16 | 0x40);   /* a NaN stays one, quietly */
     return (uint16_t)((x.u + 0x7fff + (x.u >> 16 & 1)) >> 16); /* to nearest, ties to even */
 }
 
@@ -20,7 +25,7 @@ LA_FN uint16_t to_bf16(float value)
  * 127); one multiplication mends normal and denormal numbers alike. */
 LA_FN float from_f16(uint16_t bits)
 {
-    union { uint32_t u; float f; } x = {(uint32_t)(bits & 0x7fff) << 13};
+    float_bits x = {.u = (uint32_t)(bits & 0x7fff) << 13};
     x.f *= 0x1p112f;
     if ((bits & 0x7c00) == 0x7c00) x.u |= 0x7f800000;
     x.u |= (uint32_t)(bits & 0x8000) << 16;
@@ -29,7 +34,7 @@ LA_FN float from_f16(uint16_t bits)
 
 LA_FN uint16_t to_f16(float value)
 {
-    union { float f; uint32_t u; } x = {value}, y;
+    float_bits x = {.f = value}, y;
     uint16_t sign = (uint16_t)(x.u >> 16 & 0x8000);
     x.u &= 0x7fffffff;
     if (x.u > 0x7f800000) return sign | 0x7e00;
@@ -112,8 +117,8 @@ LA_COLD void store_row(char *restrict to, la_dtype dtype, const real *restrict f
 /* Where element (i0, i1, i2, 0) of an array is. */
 LA_FN char *at(const la_array *x, int64_t i0, int64_t i1, int64_t i2)
 {
-    return x->data + (i0 * x->stride[0] + i1 * x->stride[1] + i2 * x->stride[2]) *
-                         dtype_size(x->dtype);
+    return x->data +
+           (i0 * x->stride[0] + i1 * x->stride[1] + i2 * x->stride[2]) * dtype_size(x->dtype);
 }
 
 LA_FN char *at_column(const la_array *x, int64_t i0, int64_t i1, int64_t i2, int64_t column)
@@ -242,8 +247,8 @@ LA_COLD void load_state(const la_problem *p, la_name name, const la_unit *u, int
             load_row(row, v1 - v0, x + v0 * dtype_size(from->dtype), from->dtype);
         } else {
             for (int64_t j = v0; j < v1; j++)
-                row[j - v0] = load_element(x + j * from->stride[3] * dtype_size(from->dtype),
-                                           from->dtype);
+                row[j - v0] =
+                    load_element(x + j * from->stride[3] * dtype_size(from->dtype), from->dtype);
         }
         for (int64_t j = v1 - v0; j < width; j++) row[j] = 0;
     }

@@ -31,11 +31,11 @@ static struct {
     pthread_mutex_t caller; /* held by whoever's job runs */
     pthread_mutex_t lock;   /* guards what follows, with the condition */
     pthread_cond_t wake;
-    int started;            /* workers that exist */
-    _Atomic uint64_t job;   /* number of the job on offer */
-    _Atomic int wanted;     /* workers that may still join it */
-    _Atomic int working;    /* workers inside it */
-    _Atomic int64_t next;   /* its next unit */
+    int started;          /* workers that exist */
+    _Atomic uint64_t job; /* number of the job on offer */
+    _Atomic int wanted;   /* workers that may still join it */
+    _Atomic int working;  /* workers inside it */
+    _Atomic int64_t next; /* its next unit */
     int64_t units;
     la_work *work;
     void *context;
@@ -126,7 +126,8 @@ static uint64_t wait_for_job(uint64_t seen)
         relax();
         if (i % 64 == 63 && now() > until) {
             pthread_mutex_lock(&pool.lock);
-            while ((job = atomic_load(&pool.job)) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+            while ((job = atomic_load(&pool.job)) == seen)
+                pthread_cond_wait(&pool.wake, &pool.lock);
             pthread_mutex_unlock(&pool.lock);
             break;
         }
@@ -160,10 +161,7 @@ static void after_fork_in_child(void)
     inside = false;
 }
 
-static void register_fork_handler(void)
-{
-    pthread_atfork(NULL, NULL, after_fork_in_child);
-}
+static void register_fork_handler(void) { pthread_atfork(NULL, NULL, after_fork_in_child); }
 
 /* Signals belong to the caller's threads: Ctrl-C must reach Python's main thread. */
 static void start_workers(int count)

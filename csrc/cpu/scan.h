@@ -18,10 +18,10 @@ LA_FN void token_any(lane *S, int64_t W, int64_t K, const real *q, const real *k
 }
 
 typedef struct scan_scratch {
-    real *S;          /* [K][strip] */
-    real *q, *k, *a;  /* [kp] */
-    real *v, *o;      /* [strip] */
-    real *z, *lost;   /* [kp] */
+    real *S;         /* [K][strip] */
+    real *q, *k, *a; /* [kp] */
+    real *v, *o;     /* [strip] */
+    real *z, *lost;  /* [kp] */
 } scan_scratch;
 
 LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
@@ -74,12 +74,12 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
  * As in chunk_backward: a state is kept for every segment, then for every token of one segment. */
 
 typedef struct scan_backward_scratch {
-    real *S, *dS;              /* [K][strip] */
-    real *states;              /* [M][K*strip + kp]: before each token of a segment (state, z) */
-    real *checkpoints;         /* [segments][K*strip + kp] */
+    real *S, *dS;      /* [K][strip] */
+    real *states;      /* [M][K*strip + kp]: before each token of a segment (state, z) */
+    real *checkpoints; /* [segments][K*strip + kp] */
     real *q, *k, *a, *z, *dz, *lost; /* [kp] */
-    real *v, *o, *d_o, *dv;    /* [strip] */
-    real *dq, *dk, *da;        /* [kp] */
+    real *v, *o, *d_o, *dv;          /* [strip] */
+    real *dq, *dk, *da;              /* [kp] */
 } scan_backward_scratch;
 
 LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_problem *p,
@@ -176,14 +176,15 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 copy_row(size, f.states + (i - first) * kept, f.S);
                 copy_row(kp, f.states + (i - first) * kept + size, f.z);
                 real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
-                token_any(lanes_of(f.S), W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
-                          lanes_of(f.o), decay, rule);
+                token_any(lanes_of(f.S), W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, lanes_of(f.o),
+                          decay, rule);
                 if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
             }
             for (int64_t i = last - 1; i >= first; i--) {
                 const int64_t t = u->begin + i;
                 const real *S = f.states + (i - first) * kept;
-                real *dq = slot(p, sums, sums->dq, u, t, kp), *dk = slot(p, sums, sums->dk, u, t, kp);
+                real *dq = slot(p, sums, sums->dq, u, t, kp),
+                     *dk = slot(p, sums, sums->dk, u, t, kp);
                 real *da = decay == LA_KEY     ? slot(p, sums, sums->da, u, t, kp)
                            : decay == LA_TOKEN ? slot(p, sums, sums->da, u, t, 1)
                                                : NULL;

@@ -5,9 +5,13 @@
  * of B and a broadcast; with 32 registers 8 x 2 divides a chunk of 16 and keeps 16 independent
  * multiply-adds in flight (latency 4, two a cycle, needs 8). Wider tiles measured no faster.
  *
- * Every element is a chain of multiply-adds in the order of p that joins what is there at its end,
- * whatever tile it falls in: the same bits however the columns are split. A sum of its own keeps
+ * Every element is a sum in the order of p that joins what is there at its end, whatever tile it
+ * falls in: the same bits however the columns are split. A sum of its own keeps
  * the roundings at the size of the sum: a state takes one rounding a chunk, not one a token. */
+
+/* Terms added up in one chain before the sum joins the total: the error of a chain grows with its
+ * length, and at 32 the additions to the totals cost 1/32 of the multiply-adds. */
+enum { CHAIN = 32 };
 
 #if LA_LANE_BYTES == 64
 enum { TILE_ROWS = 8 };
@@ -19,20 +23,32 @@ LA_FN void tile(const int R, const int NV, int P, const real *restrict A, int64_
                 const real *restrict B, int64_t ldb, real *restrict C, int64_t ldc,
                 const real *restrict c, int64_t ci)
 {
-    lane sum[8][2];
+    lane total[8][2];
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 2
-        for (int j = 0; j < NV; j++) sum[i][j] = (lane){0};
-    for (int p = 0; p < P; p++) {
-        const lane *b = lanes_in(B + p * ldb);
-        lane b0 = b[0], b1 = NV > 1 ? b[1] : b[0];
+        for (int j = 0; j < NV; j++) total[i][j] = (lane){0};
+    for (int first = 0; first < P; first += CHAIN) {
+        const int last = first + CHAIN < P ? first + CHAIN : P;
+        lane sum[8][2];
 #pragma GCC unroll 8
-        for (int i = 0; i < R; i++) {
-            real a = A[i * ai + p * ap];
-            sum[i][0] += a * b0;
-            if (NV > 1) sum[i][1] += a * b1;
+        for (int i = 0; i < R; i++)
+#pragma GCC unroll 2
+            for (int j = 0; j < NV; j++) sum[i][j] = (lane){0};
+        for (int p = first; p < last; p++) {
+            const lane *b = lanes_in(B + p * ldb);
+            lane b0 = b[0], b1 = NV > 1 ? b[1] : b[0];
+#pragma GCC unroll 8
+            for (int i = 0; i < R; i++) {
+                real a = A[i * ai + p * ap];
+                sum[i][0] += a * b0;
+                if (NV > 1) sum[i][1] += a * b1;
+            }
         }
+#pragma GCC unroll 8
+        for (int i = 0; i < R; i++)
+#pragma GCC unroll 2
+            for (int j = 0; j < NV; j++) total[i][j] += sum[i][j];
     }
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
@@ -40,9 +56,9 @@ LA_FN void tile(const int R, const int NV, int P, const real *restrict A, int64_
         for (int j = 0; j < NV; j++) {
             lane *to = lanes_of(C + i * ldc) + j;
             if (c)
-                *to = c[i * ci] * *to + sum[i][j];
+                *to = c[i * ci] * *to + total[i][j];
             else
-                *to = sum[i][j];
+                *to = total[i][j];
         }
 }
 
@@ -51,7 +67,8 @@ LA_FN void tile_column(const int NV, int64_t M, int P, const real *A, int64_t ai
 {
     int64_t i = 0;
     for (; i + TILE_ROWS <= M; i += TILE_ROWS)
-        tile(TILE_ROWS, NV, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, c ? c + i * ci : c, ci);
+        tile(TILE_ROWS, NV, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, c ? c + i * ci : c,
+             ci);
 #define LA_REST(R) \
     case R: \
         tile(R, NV, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, c ? c + i * ci : c, ci); \
@@ -73,26 +90,15 @@ LA_FN void tile_column(const int NV, int64_t M, int P, const real *A, int64_t ai
 /* The factor c of products that add to what is there. */
 static const real one = 1;
 
-/* Terms added up in one chain before the sum joins the total: the error of a chain grows with its
- * length, and at 32 the extra pass over C costs 1/32 of the multiply-adds. */
-enum { CHAIN = 32 };
-
 /* C[M][N] = diag(c) C + A B, A[i][p] at A[i*ai + p*ap], B[P][N] and C in rows of ldb and ldc reals,
  * N in whole lanes, rows aligned. c NULL: C is not read. ci = 0: one c for every row. */
 LA_COLD void product(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai, int64_t ap,
                      const real *B, int64_t ldb, real *C, int64_t ldc, const real *c, int64_t ci)
 {
-    int64_t p = 0;
-    do {
-        const int now = (int)(P - p < CHAIN ? P - p : CHAIN);
-        const real *a = A + p * ap, *b = B + p * ldb;
-        int64_t j = 0;
-        for (; j + 2 * LANES <= N; j += 2 * LANES)
-            tile_column(2, M, now, a, ai, ap, b + j, ldb, C + j, ldc, c, ci);
-        if (j < N) tile_column(1, M, now, a, ai, ap, b + j, ldb, C + j, ldc, c, ci);
-        c = &one;
-        ci = 0;
-    } while ((p += CHAIN) < P);
+    int64_t j = 0;
+    for (; j + 2 * LANES <= N; j += 2 * LANES)
+        tile_column(2, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, c, ci);
+    if (j < N) tile_column(1, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, c, ci);
 }
 
 /* sum_j a_j x_j over n rows, a_j at a[j*step], x_j one lane of a row: for triangles, whose rows have
@@ -125,9 +131,15 @@ LA_COLD void transpose(int64_t M, int64_t N, const real *restrict from, int64_t 
 /* sum_i x_i y_i over n reals in whole lanes (padding is zero). */
 LA_FN real dot(int64_t n, const real *x, const real *y)
 {
-    lane sum = {0};
-    for (int64_t i = 0; i < n; i += LANES) sum += lanes_in(x + i)[0] * lanes_in(y + i)[0];
-    return lane_sum(sum);
+    lane total = {0};
+    for (int64_t first = 0; first < n; first += CHAIN * LANES) {
+        const int64_t last = first + CHAIN * LANES < n ? first + CHAIN * LANES : n;
+        lane sum = {0};
+        for (int64_t i = first; i < last; i += LANES)
+            sum += lanes_in(x + i)[0] * lanes_in(y + i)[0];
+        total += sum;
+    }
+    return lane_sum(total);
 }
 
 /* y += a x */

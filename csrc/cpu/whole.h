@@ -7,9 +7,9 @@
 typedef struct whole_scratch {
     real *S, *dS, *T; /* [K][width], T transposed [width][kp] */
     real *z, *dz, *lost;
-    real *q, *k;      /* [C][kp] */
-    real *V, *O;      /* [C][width] */
-    real *d;          /* [C][kp] */
+    real *q, *k; /* [C][kp] */
+    real *V, *O; /* [C][width] */
+    real *d;     /* [C][kp] */
 } whole_scratch;
 
 LA_FN void whole_take(whole_scratch *f, arena *m, const la_problem *p, int64_t C, int64_t columns)
@@ -100,8 +100,8 @@ LA_FN void whole_backward(const la_problem *p, const la_unit *u, const la_partia
         product(n, kp, width, f.O, width, 1, f.T, kp, f.d, kp, NULL, 0);
         product(p->K, width, n, f.q, 1, kp, f.O, width, f.dS, width, &one, 0);
         for (int64_t i = 0; normalised && i < n; i++) {
-            real d_den = d_denominator(p, dot(kp, f.q + i * kp, f.z),
-                                       dot(kp, f.q + i * kp, f.d + i * kp));
+            real d_den =
+                d_denominator(p, dot(kp, f.q + i * kp, f.z), dot(kp, f.q + i * kp, f.d + i * kp));
             add_scaled(kp, f.d + i * kp, d_den, f.z);
             add_scaled(kp, f.dz, d_den, f.q + i * kp);
         }
