@@ -6,10 +6,10 @@
  *     read     o  = S' q  (unscaled)    after the write: a token sees itself
  *
  * The columns of S never mix, so a `lane` is whatever holds columns cheaply: a SIMD vector on a
- * CPU, one float in a CUDA thread. W lanes are worked on together; S is [K][W] lanes. `decay` and
+ * CPU, one float in a CUDA thread. W lanes are worked on together; S is [K][W] lanes, its rows ld lanes apart. `decay` and
  * `rule` are compile-time constants wherever this text is used.
  *
- * Needs: LA_FN, real, lane, LANE_SUM (a lane's sum over its columns), MAX_STRIP >= W.
+ * Needs: LA_FN, real, lane, lane_of_state (a lane wherever it lies), LANE_SUM (a lane's sum over its columns), MAX_STRIP >= W.
  */
 
 /* Rows whose products are added up before they join the total: one chain of K terms would lose a
@@ -22,26 +22,27 @@ LA_FN real la_decay_of(const real *a, int i, const la_decay decay)
 }
 
 /* p = S' diag(a) k: what the decayed state predicts for k. */
-LA_FN void la_predict(const lane *S, const int W, int K, const real *k, const real *a, lane *p,
-                      const la_decay decay)
+LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int K, const real *k,
+                      const real *a, lane *p, const la_decay decay)
 {
     for (int w = 0; w < W; w++) p[w] = (lane){0};
     for (int first = 0; first < K; first += LA_ROWS) {
         lane sum[MAX_STRIP] = {{0}};
         for (int i = first; i < K && i < first + LA_ROWS; i++)
-            for (int w = 0; w < W; w++) sum[w] += (la_decay_of(a, i, decay) * k[i]) * S[i * W + w];
+            for (int w = 0; w < W; w++) sum[w] += (la_decay_of(a, i, decay) * k[i]) * S[i * ld + w];
         for (int w = 0; w < W; w++) p[w] += sum[w];
     }
 }
 
-LA_FN void la_token(lane *S, const int W, int K, const real *q, const real *k, const lane *v,
-                    const real *a, real beta, lane *o, const la_decay decay, const la_rule rule)
+LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int K, const real *q, const real *k,
+                    const lane *v, const real *a, real beta, lane *o, const la_decay decay,
+                    const la_rule rule)
 {
     lane p[MAX_STRIP], u[MAX_STRIP];
 
     for (int w = 0; w < W; w++) u[w] = v[w];
     if (rule == LA_DELTA) {
-        la_predict(S, W, K, k, a, p, decay);
+        la_predict(S, W, ld, K, k, a, p, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
     }
     for (int w = 0; w < W; w++) o[w] = (lane){0};
@@ -49,11 +50,11 @@ LA_FN void la_token(lane *S, const int W, int K, const real *q, const real *k, c
         lane sum[MAX_STRIP] = {{0}};
         for (int i = first; i < K && i < first + LA_ROWS; i++)
             for (int w = 0; w < W; w++) {
-                lane s = S[i * W + w];
+                lane s = S[i * ld + w];
                 if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
                 s += k[i] * u[w];
                 sum[w] += q[i] * s;
-                S[i * W + w] = s;
+                S[i * ld + w] = s;
             }
         for (int w = 0; w < W; w++) o[w] += sum[w];
     }
@@ -72,7 +73,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
 
     for (int w = 0; w < W; w++) u[w] = v[w]; /* the forward's p and u again */
     if (rule == LA_DELTA) {
-        la_predict(S, W, K, k, a, p, decay);
+        la_predict((const lane_of_state *)S, W, W, K, k, a, p, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
     }
     for (int first = 0; first < K; first += LA_ROWS) {

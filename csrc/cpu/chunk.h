@@ -59,6 +59,27 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->den = take(m, C);
 }
 
+/* Ask for the rows of tokens t..t+n ahead of time: a head's rows lie far apart, too far for the
+ * hardware to guess the next one, and a chunk's worth of work hides their way from memory. */
+LA_FN void prefetch_rows(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t n,
+                         int64_t h, int64_t column, int64_t columns)
+{
+    const la_array *x = &p->array[name];
+    for (int64_t i = 0; i < n; i++) {
+        const char *row = at(x, b, t + i, h) + column * dtype_size(x->dtype);
+        for (int64_t byte = 0; byte < columns * dtype_size(x->dtype); byte += 64)
+            __builtin_prefetch(row + byte, 0, 2);
+    }
+}
+
+LA_FN void prefetch_keys(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
+                         const la_decay decay)
+{
+    prefetch_rows(p, LA_Q, u->b, t, n, u->h, 0, p->K);
+    prefetch_rows(p, LA_K, u->b, t, n, u->h, 0, p->K);
+    if (decay == LA_KEY) prefetch_rows(p, LA_G, u->b, t, n, u->hv, 0, p->K);
+}
+
 /* Tokens t..t+n of the unit's sequence. */
 LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t n,
                       const la_decay decay, const la_rule rule)
@@ -212,22 +233,32 @@ LA_FN void load_values(const chunk *c, const la_problem *p, la_name name, const 
 LA_FN void panel_solve(const chunk *c, const panel *s, real *E)
 {
     const int64_t width = s->width;
-    for (int64_t w = 0; w < width; w += LANES)
-        for (int64_t i = 0; i < c->n; i++) {
-            lane sum = weighted_sum(i, c->L + i * c->cp, 1, s->U + w, width);
-            lane e = lanes_in(s->U + i * width + w)[0] - lanes_in(s->X + i * width + w)[0] - sum;
-            lanes_of(E + i * width + w)[0] = e;
-            lanes_of(s->U + i * width + w)[0] = c->beta[i] * e;
-        }
+#define SOLVE(NV, w) \
+    for (int64_t i = 0; i < c->n; i++) { \
+        lane sum[STRIP]; \
+        weighted_sum(NV, i, c->L + i * c->cp, 1, s->U + w, width, sum); \
+        for (int x = 0; x < NV; x++) { \
+            const int64_t at = i * width + w + x * LANES; \
+            lane e = lanes_in(s->U + at)[0] - lanes_in(s->X + at)[0] - sum[x]; \
+            lanes_of(E + at)[0] = e; \
+            lanes_of(s->U + at)[0] = c->beta[i] * e; \
+        } \
+    }
+    FOR_EACH_STRIP(width, SOLVE);
+#undef SOLVE
 }
 
 /* O += P U, row i from the rows up to i only: a NaN written later must not reach it. */
 LA_FN void panel_read(const chunk *c, const panel *s, real *O)
 {
-    for (int64_t w = 0; w < s->width; w += LANES)
-        for (int64_t i = 0; i < c->n; i++)
-            lanes_of(O + i * s->width + w)[0] +=
-                weighted_sum(i + 1, c->P + i * c->cp, 1, s->U + w, s->width);
+#define READ(NV, w) \
+    for (int64_t i = 0; i < c->n; i++) { \
+        lane sum[STRIP]; \
+        weighted_sum(NV, i + 1, c->P + i * c->cp, 1, s->U + w, s->width, sum); \
+        for (int x = 0; x < NV; x++) lanes_of(O + i * s->width + w)[x] += sum[x]; \
+    }
+    FOR_EACH_STRIP(s->width, READ);
+#undef READ
 }
 
 /* The decay of the whole chunk: one number, or one per key. */
@@ -252,7 +283,9 @@ LA_FN void add_keys(int64_t n, int64_t kp, const real *k, real *z, real *lost)
     const lane zero = {0};
     for (int64_t x = 0; x < kp; x += LANES) {
         lane before = lanes_in(z + x)[0];
-        lane add = weighted_sum(n, &one, 0, k + x, kp) - lanes_in(lost + x)[0];
+        lane add;
+        weighted_sum(1, n, &one, 0, k + x, kp, &add);
+        add -= lanes_in(lost + x)[0];
         lane after = before + add;
         lane rounded = (after - before) - add;
         lanes_of(lost + x)[0] = pick(rounded - rounded == zero, rounded, zero); /* 0 at infinity */
@@ -332,7 +365,9 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *u, int64_t C, arena
     fill(c->kp, f.lost, 0);
 
     for (int64_t t = u->begin; t < u->end; t += C) {
+        const int64_t next = t + C, ahead = next + C < u->end ? C : u->end - next;
         chunk_load(c, p, u, t, t + C < u->end ? C : u->end - t, decay, rule);
+        prefetch_keys(p, u, next, ahead, decay);
         chunk_scores(c, p, decay, rule);
         if (normalised) chunk_denominators(c, f.z, f.lost);
         for (int64_t v = u->v0; v < u->v1; v += PANEL) {
@@ -340,6 +375,8 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *u, int64_t C, arena
             const int64_t rows = rule == LA_DELTA ? 2 * c->n : c->n;
             real *O = rule == LA_DELTA ? s.X + c->n * s.width : s.X;
             load_values(c, p, LA_V, u, t, s.v0, s.v1, s.U, s.width);
+            prefetch_rows(p, LA_V, u->b, next, ahead, u->hv, s.v0, s.v1 - s.v0);
+            prefetch_rows(p, LA_O, u->b, t, c->n, u->hv, s.v0, s.v1 - s.v0);
             product(rows, s.width, p->K, c->hat, c->kp, 1, s.S, s.width, s.X, s.width, NULL, 0);
             if (rule == LA_DELTA) panel_solve(c, &s, s.U);
             panel_read(c, &s, O);

@@ -63,9 +63,7 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->dL = f->dP ? f->dP + C * cp : NULL;
     f->d_hat = take(m, 2 * C * kp);
     f->d_tilde = take(m, C * kp);
-    f->dq = take(m, C * kp);
-    f->dk = take(m, C * kp);
-    f->da = take(m, decay == LA_KEY ? C * kp : C);
+    f->da = take(m, decay == LA_TOKEN ? C : 0);
     f->dbeta = take(m, C);
     f->de = take(m, kp);
     f->rows = take(m, decay == LA_KEY ? C * kp : C * cp);
@@ -90,7 +88,10 @@ LA_FN void walk_chunk(backward_scratch *f, const la_problem *p, const la_unit *u
                       int64_t n, int64_t width, const la_decay decay, const la_rule rule)
 {
     chunk *c = &f->c;
+    const int64_t next = t + n, ahead = next + n < u->end ? n : u->end - next;
     chunk_load(c, p, u, t, n, decay, rule);
+    prefetch_keys(p, u, next, ahead, decay);
+    prefetch_rows(p, LA_V, u->b, next, ahead, u->hv, u->v0, u->v1 - u->v0);
     chunk_scores(c, p, decay, rule);
     solve_again(f, p, u, t, f->S, width, rule);
     panel s = {.width = width, .U = f->U, .X = f->X, .S = f->S};
@@ -104,15 +105,19 @@ LA_FN void solve_adjoint(backward_scratch *f, int64_t width)
 {
     chunk *c = &f->c;
     const int64_t n = c->n;
-    for (int64_t w = 0; w < width; w += LANES)
-        for (int64_t j = n - 1; j >= 0; j--) {
-            /* was E_i -= L_ij U_j; -dE_i is in dO's rows */
-            lane du = lanes_in(f->dU + j * width + w)[0] +
-                      weighted_sum(n - 1 - j, c->L + (j + 1) * c->cp + j, c->cp,
-                                   f->dO + (j + 1) * width + w, width);
-            lanes_of(f->dU + j * width + w)[0] = du;
-            lanes_of(f->dO + j * width + w)[0] = -(c->beta[j] * du);
-        }
+#define UNSOLVE(NV, w) \
+    for (int64_t j = n - 1; j >= 0; j--) { \
+        lane sum[STRIP]; /* was E_i -= L_ij U_j; -dE_i is in dO's rows */ \
+        weighted_sum(NV, n - 1 - j, c->L + (j + 1) * c->cp + j, c->cp, \
+                     f->dO + (j + 1) * width + w, width, sum); \
+        for (int x = 0; x < NV; x++) { \
+            lane du = lanes_in(f->dU + j * width + w)[x] + sum[x]; \
+            lanes_of(f->dU + j * width + w)[x] = du; \
+            lanes_of(f->dO + j * width + w)[x] = -(c->beta[j] * du); \
+        } \
+    }
+    FOR_EACH_STRIP(width, UNSOLVE);
+#undef UNSOLVE
     for (int64_t i = 0; i < n; i++) {
         real *du = f->dU + i * width;
         f->dbeta[i] = dot(width, du, f->E + i * width); /* was U = beta E */
@@ -132,10 +137,14 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
 
     /* Was S' = diag(e) S + k~' U and O = q^ S + P U. */
     product(n, width, p->K, c->tilde, kp, 1, f->dS, width, f->dU, width, NULL, 0);
-    for (int64_t w = 0; w < width; w += LANES)
-        for (int64_t j = 0; j < n; j++)
-            lanes_of(f->dU + j * width + w)[0] +=
-                weighted_sum(n - j, c->P + j * cp + j, cp, dO + j * width + w, width);
+#define UNREAD(NV, w) \
+    for (int64_t j = 0; j < n; j++) { \
+        lane sum[STRIP]; \
+        weighted_sum(NV, n - j, c->P + j * cp + j, cp, dO + j * width + w, width, sum); \
+        for (int x = 0; x < NV; x++) lanes_of(f->dU + j * width + w)[x] += sum[x]; \
+    }
+    FOR_EACH_STRIP(width, UNREAD);
+#undef UNREAD
     transpose(n, V, f->U, width, f->Ut, cp);
     product(n, padded(n), V, dO, width, 1, f->Ut, cp, f->dP, cp, NULL, 0);
     transpose(p->K, V, f->dS, width, f->T, kp);
@@ -173,8 +182,11 @@ LA_FN void denominators_adjoint(backward_scratch *f, const la_problem *p)
         add_scaled(kp, f->d_hat + i * kp, f->d_den[i], f->z);
         for (int64_t j = 0; j <= i; j++) f->dP[i * cp + j] += f->d_den[i];
     }
-    for (int64_t x = 0; x < kp; x += LANES)
-        lanes_of(f->dz + x)[0] += weighted_sum(c->n, f->d_den, 1, c->q + x, kp);
+    for (int64_t x = 0; x < kp; x += LANES) {
+        lane sum;
+        weighted_sum(1, c->n, f->d_den, 1, c->q + x, kp, &sum);
+        lanes_of(f->dz + x)[0] += sum;
+    }
 }
 
 /* The adjoint of scores_token. dq, dk are added to. */
@@ -343,6 +355,11 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
             const int64_t t = u->begin + i * C, n = t + C < u->end ? C : u->end - t;
             const real *S = f.states + (i - first) * kept;
             chunk_load(c, p, u, t, n, decay, rule);
+            if (i > 0) {
+                prefetch_keys(p, u, t - C, C, decay);
+                prefetch_rows(p, LA_V, u->b, t - C, C, u->hv, u->v0, u->v1 - u->v0);
+                prefetch_rows(p, LA_DO, u->b, t - C, C, u->hv, u->v0, u->v1 - u->v0);
+            }
             chunk_scores(c, p, decay, rule);
             solve_again(&f, p, u, t, S, width, rule);
             real *dO = f.dO + (rule == LA_DELTA ? n * width : 0);
@@ -355,6 +372,9 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
             }
             for (int64_t r = 0; r < n; r++) /* dO becomes the gradient of num: the same factor */
                 finish_row(p, dO + r * width, width, normalised, c->den[r]);
+            f.dq = slot(p, sums, sums->dq, u, t, kp);
+            f.dk = slot(p, sums, sums->dk, u, t, kp);
+            if (decay == LA_KEY) f.da = slot(p, sums, sums->da, u, t, kp);
             fill(n * kp, f.dq, 0);
             fill(n * kp, f.dk, 0);
             columns_adjoint(&f, p, S, width, decay, rule);
@@ -364,9 +384,6 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
             else
                 scores_token_adjoint(&f, decay, rule);
 
-            copy_row(n * kp, slot(p, sums, sums->dq, u, t, kp), f.dq);
-            copy_row(n * kp, slot(p, sums, sums->dk, u, t, kp), f.dk);
-            if (decay == LA_KEY) copy_row(n * kp, slot(p, sums, sums->da, u, t, kp), f.da);
             for (int64_t r = 0; r < n; r++) {
                 const la_array *dv = &p->array[LA_DV];
                 if (decay == LA_TOKEN) slot(p, sums, sums->da, u, t, 1)[r] = f.da[r];

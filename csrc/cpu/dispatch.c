@@ -83,16 +83,39 @@ static _Atomic int fail_countdown;
 
 void la_fail_allocation(int n) { atomic_store(&fail_countdown, n); }
 
+/* The block of the last call is kept for the next: fresh memory costs a page fault every 4 KiB. One
+ * is kept, and only up to this size; whoever finds it taken allocates. */
+static const size_t MOST_KEPT = (size_t)64 << 20;
+enum { HEADER = 4096 }; /* in front of a block: its size, and room to keep pages aligned */
+static _Atomic(char *) kept;
+
 /* Aligned to a page: tiles want cache lines, and neighbours on other threads want none shared. */
 static void *allocate(size_t bytes)
 {
     if (atomic_load(&fail_countdown) > 0 && atomic_fetch_sub(&fail_countdown, 1) == 1) return NULL;
-    void *block = NULL;
-    if (bytes > PTRDIFF_MAX / 2 || posix_memalign(&block, 4096, bytes ? bytes : 1)) return NULL;
+    if (bytes > PTRDIFF_MAX / 2) return NULL;
+    char *block = atomic_exchange(&kept, NULL);
+    if (block && *(size_t *)block < bytes) {
+        free(block);
+        block = NULL;
+    }
+    if (!block) {
+        void *fresh;
+        if (posix_memalign(&fresh, 4096, HEADER + bytes)) return NULL;
+        block = fresh;
+        *(size_t *)block = bytes;
+    }
 #if defined(LA_POISON)
-    memset(block, 0xff, bytes); /* NaN in every dtype: reading what was never written shows */
+    memset(block + HEADER, 0xff, bytes); /* NaN in every dtype: reading the unwritten shows */
 #endif
-    return block;
+    return block + HEADER;
+}
+
+static void release(void *scratch)
+{
+    char *block = (char *)scratch - HEADER;
+    if (*(size_t *)block <= MOST_KEPT) block = atomic_exchange(&kept, block);
+    free(block);
 }
 
 static la_status out_of_memory(la_problem *p)
@@ -193,7 +216,7 @@ la_status la_forward(la_problem *p)
     j.scratch = allocate(j.per_thread * (size_t)threads);
     if (!j.scratch) return out_of_memory(p);
     la_pool_run(threads, units, forward_unit, &j);
-    free(j.scratch);
+    release(j.scratch);
     return LA_OK;
 }
 
@@ -207,7 +230,7 @@ la_status la_step(la_problem *p)
     j.scratch = allocate(j.per_thread * (size_t)threads);
     if (!j.scratch) return out_of_memory(p);
     la_pool_run(threads, units, step_unit, &j);
-    free(j.scratch);
+    release(j.scratch);
     return LA_OK;
 }
 
@@ -275,6 +298,6 @@ la_status la_backward(la_problem *p)
     la_pool_run(threads, units, backward_unit, &j);
     la_pool_run(threads, p->B * j.blocks * p->H, gather_unit, &j);
     la_pool_run(threads, p->HV, gather_head_unit, &j);
-    free(block);
+    release(block);
     return LA_OK;
 }

@@ -42,6 +42,10 @@
     { \
         scan_forward(p, u, state, z, m, LA_##decay, LA_##rule); \
     } \
+    LA_KERNEL step_##decay##_##rule(const la_problem *p, const la_unit *u, arena *m) \
+    { \
+        step_in_place(p, u, m, LA_##decay, LA_##rule); \
+    } \
     LA_KERNEL walk_back_##decay##_##rule(const la_problem *p, const la_unit *u, \
                                          const la_partials *sums, int64_t C, arena *m) \
     { \
@@ -57,11 +61,12 @@ LA_PAIRS(DEFINE_PAIR)
 static const struct {
     void (*walk)(const la_problem *, const la_unit *, int64_t, arena *);
     void (*scan)(const la_problem *, const la_unit *, la_name, la_name, arena *);
+    void (*step)(const la_problem *, const la_unit *, arena *);
     void (*walk_back)(const la_problem *, const la_unit *, const la_partials *, int64_t, arena *);
     void (*scan_back)(const la_problem *, const la_unit *, const la_partials *, arena *);
 } pairs[4][2] = {
 #define ENTRY(decay, rule) \
-    [LA_##decay][LA_##rule] = {walk_##decay##_##rule, scan_##decay##_##rule, \
+    [LA_##decay][LA_##rule] = {walk_##decay##_##rule, scan_##decay##_##rule, step_##decay##_##rule, \
                                walk_back_##decay##_##rule, scan_back_##decay##_##rule},
     LA_PAIRS(ENTRY)
 };
@@ -126,7 +131,10 @@ static size_t step_scratch_bytes(const la_problem *p)
 static void step(const la_problem *p, const la_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
-    PAIR(p).scan(p, u, LA_S0, LA_Z0, &m);
+    if (state_in_place(p))
+        PAIR(p).step(p, u, &m);
+    else
+        PAIR(p).scan(p, u, LA_S0, LA_Z0, &m);
 }
 
 static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)

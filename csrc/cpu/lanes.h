@@ -6,11 +6,16 @@
 
 typedef LA_REAL real;
 #if LA_REAL_BITS == 32
+#define REAL_DTYPE LA_F32
 typedef double wide; /* for the few numbers whose error would add up */
 #else
+#define REAL_DTYPE LA_F64
 typedef long double wide;
 #endif
 typedef real lane __attribute__((vector_size(LA_LANE_BYTES))); /* may alias its elements */
+
+/* A lane in the user's own state: aligned to an element only. */
+typedef real lane_of_state __attribute__((vector_size(LA_LANE_BYTES), aligned(LA_REAL_BITS / 8)));
 
 #if LA_REAL_BITS == 32
 typedef int32_t lane_int __attribute__((vector_size(LA_LANE_BYTES)));
@@ -32,12 +37,37 @@ LA_FN const lane *lanes_in(const real *x)
     return (const lane *)__builtin_assume_aligned(x, LA_LANE_BYTES);
 }
 
-/* The sum over a lane, by halves: a fixed order, whatever the machine does with it. */
+/* The sum over a lane, by halves: a fixed order. The union is how one says "the upper half" so that
+ * compilers see a register, not memory. */
+typedef real lane_16 __attribute__((vector_size(16)));
+typedef real lane_32 __attribute__((vector_size(32)));
+
 LA_FN real lane_sum(lane x)
 {
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) x[i] += x[i + half];
-    return x[0];
+#if LA_LANE_BYTES == 64
+    union {
+        lane all;
+        lane_32 half[2];
+    } x64 = {x};
+    union {
+        lane_32 all;
+        lane_16 half[2];
+    } x32 = {x64.half[0] + x64.half[1]};
+    lane_16 y = x32.half[0] + x32.half[1];
+#elif LA_LANE_BYTES == 32
+    union {
+        lane all;
+        lane_16 half[2];
+    } x32 = {x};
+    lane_16 y = x32.half[0] + x32.half[1];
+#else
+    lane_16 y = x;
+#endif
+#if LA_REAL_BITS == 32
+    return (y[0] + y[2]) + (y[1] + y[3]);
+#else
+    return y[0] + y[1];
+#endif
 }
 #define LANE_SUM lane_sum
 

@@ -77,7 +77,7 @@ LA_FN void store_element(char *to, la_dtype dtype, real x)
 
 /* ---- rows: n elements with unit stride ---- */
 
-LA_COLD void load_row(real *restrict to, int64_t n, const char *restrict from, la_dtype dtype)
+LA_COLD void convert_row(real *restrict to, int64_t n, const char *restrict from, la_dtype dtype)
 {
     switch (dtype) {
     case LA_F64:
@@ -96,7 +96,19 @@ LA_COLD void load_row(real *restrict to, int64_t n, const char *restrict from, l
     for (int64_t i = n; i < padded(n); i++) to[i] = 0;
 }
 
-LA_COLD void store_row(char *restrict to, la_dtype dtype, const real *restrict from, int64_t n)
+/* The usual case, no conversion, is a handful of vectors: too short a way for a call to memcpy. */
+LA_FN void load_row(real *to, int64_t n, const char *from, la_dtype dtype)
+{
+    if (dtype != REAL_DTYPE || n % LANES) {
+        convert_row(to, n, from, dtype);
+        return;
+    }
+    const lane_of_state *x = (const lane_of_state *)from;
+    for (int64_t i = 0; i < n / LANES; i++) lanes_of(to)[i] = x[i];
+}
+
+LA_COLD void convert_row_back(char *restrict to, la_dtype dtype, const real *restrict from,
+                              int64_t n)
 {
     switch (dtype) {
     case LA_F64:
@@ -112,6 +124,16 @@ LA_COLD void store_row(char *restrict to, la_dtype dtype, const real *restrict f
         for (int64_t i = 0; i < n; i++) ((uint16_t *)to)[i] = to_bf16((float)from[i]);
         break;
     }
+}
+
+LA_FN void store_row(char *to, la_dtype dtype, const real *from, int64_t n)
+{
+    if (dtype != REAL_DTYPE || n % LANES) {
+        convert_row_back(to, dtype, from, n);
+        return;
+    }
+    lane_of_state *x = (lane_of_state *)to;
+    for (int64_t i = 0; i < n / LANES; i++) x[i] = lanes_in(from)[i];
 }
 
 /* Where element (i0, i1, i2, 0) of an array is. */

@@ -1,19 +1,25 @@
 /* Token by token: the recurrent mode, the step, and the recurrent mode's adjoint. */
 
-/* Lanes of columns worked on together: the accumulators p, u, r of recurrence.h and a row of S
- * take 4 vectors each, which fits 16 or 32 registers. */
+/* Lanes of columns worked on together at most: with 32 registers a whole row of 128 floats, with 16
+ * half a row of 64. A panel that is walked token by token takes fewer, to stay in the L1 cache. */
+#if LA_LANE_BYTES == 64
+enum { MAX_STRIP = 8 };
+#else
 enum { MAX_STRIP = 4 };
+#endif
 
 #include "../recurrence.h"
 
-LA_FN void token_any(lane *S, int64_t W, int64_t K, const real *q, const real *k, const lane *v,
-                     const real *a, real beta, lane *o, const la_decay decay, const la_rule rule)
+LA_FN void token_any(lane_of_state *S, int64_t W, int64_t ld, int64_t K, const real *q,
+                     const real *k, const lane *v, const real *a, real beta, lane *o,
+                     const la_decay decay, const la_rule rule)
 {
     switch (W) {
-    case 1: la_token(S, 1, (int)K, q, k, v, a, beta, o, decay, rule); break;
-    case 2: la_token(S, 2, (int)K, q, k, v, a, beta, o, decay, rule); break;
-    case 3: la_token(S, 3, (int)K, q, k, v, a, beta, o, decay, rule); break;
-    default: la_token(S, 4, (int)K, q, k, v, a, beta, o, decay, rule); break;
+    case 1: la_token(S, 1, ld, (int)K, q, k, v, a, beta, o, decay, rule); break;
+    case 2: la_token(S, 2, ld, (int)K, q, k, v, a, beta, o, decay, rule); break;
+    case 3: la_token(S, 3, ld, (int)K, q, k, v, a, beta, o, decay, rule); break;
+    case 4: la_token(S, 4, ld, (int)K, q, k, v, a, beta, o, decay, rule); break;
+    default: la_token(S, MAX_STRIP, ld, (int)K, q, k, v, a, beta, o, decay, rule); break;
     }
 }
 
@@ -26,13 +32,13 @@ typedef struct scan_scratch {
 
 LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
 {
-    const int64_t kp = padded(p->K), strip = MAX_STRIP * LANES;
+    const int64_t kp = padded(p->K), strip = STRIP * LANES;
     f->S = take(m, p->K * strip);
     f->q = take(m, kp);
     f->k = take(m, kp);
     f->a = take(m, kp);
-    f->v = take(m, strip);
-    f->o = take(m, strip);
+    f->v = take(m, MAX_STRIP * LANES);
+    f->o = take(m, MAX_STRIP * LANES);
     f->z = take(m, kp);
     f->lost = take(m, kp);
 }
@@ -44,7 +50,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
 {
     const bool normalised = is_normalised(p, decay, rule);
     const la_array *v = &p->array[LA_V], *o = &p->array[LA_O];
-    const int64_t kp = padded(p->K), strip = MAX_STRIP * LANES;
+    const int64_t kp = padded(p->K), strip = STRIP * LANES;
     scan_scratch f;
     scan_take(&f, m, p);
     for (int64_t v0 = u->v0; v0 < u->v1; v0 += strip) {
@@ -58,8 +64,8 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
             load_key(p, LA_K, u->b, t, u->h, f.k);
             load_decay(p, u, t, f.a, decay);
             load_row(f.v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
-            token_any(lanes_of(f.S), width / LANES, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
-                      lanes_of(f.o), decay, rule);
+            token_any((lane_of_state *)f.S, width / LANES, width / LANES, p->K, f.q, f.k,
+                      lanes_in(f.v), f.a, beta, lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
             finish_row(p, f.o, width, normalised, normalised ? dot(kp, f.q, f.z) : 0);
             store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, v1 - v0);
@@ -67,6 +73,45 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
         store_state(p, state, u, v0, v1, f.S, width);
     }
     if (normalised && u->v0 == 0) store_z(p, z_state, u, f.z);
+}
+
+/* Can the kernels work on the user's state where it lies? Then rows are whole lanes. */
+LA_FN bool state_in_place(const la_problem *p)
+{
+    const la_array *S = &p->array[LA_S0];
+    return S->dtype == p->real && S->stride[3] == 1 && p->V % LANES == 0 &&
+           S->stride[2] % LANES == 0 && S->stride[2] >= p->V;
+}
+
+/* One token, the state where it lies. */
+LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const la_decay decay,
+                         const la_rule rule)
+{
+    const bool normalised = is_normalised(p, decay, rule);
+    const la_array *v = &p->array[LA_V], *o = &p->array[LA_O], *state = &p->array[LA_S0];
+    const int64_t kp = padded(p->K), t = u->begin;
+    scan_scratch f;
+    scan_take(&f, m, p);
+    const real beta = rule == LA_DELTA ? load_beta(p, u, t) : 1;
+    load_key(p, LA_Q, u->b, t, u->h, f.q);
+    load_key(p, LA_K, u->b, t, u->h, f.k);
+    load_decay(p, u, t, f.a, decay);
+    if (normalised) {
+        load_z(p, LA_Z0, u, f.z);
+        add_scaled(kp, f.z, 1, f.k);
+        store_z(p, LA_Z0, u, f.z);
+    }
+    for (int64_t v0 = u->v0; v0 < u->v1;) {
+        const int64_t left = (u->v1 - v0) / LANES;
+        const int64_t W = left >= MAX_STRIP ? MAX_STRIP : left < 4 ? left : 4;
+        real *S = (real *)at_column(state, u->n, u->hv, 0, v0);
+        load_row(f.v, W * LANES, at_column(v, u->b, t, u->hv, v0), v->dtype);
+        token_any((lane_of_state *)S, W, state->stride[2] / LANES, p->K, f.q, f.k, lanes_in(f.v),
+                  f.a, beta, lanes_of(f.o), decay, rule);
+        finish_row(p, f.o, W * LANES, normalised, normalised ? dot(kp, f.q, f.z) : 0);
+        store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, W * LANES);
+        v0 += W * LANES;
+    }
 }
 
 /* ---- the adjoint ----
@@ -85,7 +130,7 @@ typedef struct scan_backward_scratch {
 LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_problem *p,
                               int64_t length)
 {
-    const int64_t kp = padded(p->K), strip = MAX_STRIP * LANES, M = segment_length(length);
+    const int64_t kp = padded(p->K), strip = STRIP * LANES, M = segment_length(length);
     const int64_t kept = p->K * strip + kp;
     f->S = take(m, p->K * strip);
     f->dS = take(m, p->K * strip);
@@ -139,7 +184,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
 {
     const bool normalised = is_normalised(p, decay, rule);
     const la_array *d_o = &p->array[LA_DO], *dv = &p->array[LA_DV];
-    const int64_t kp = padded(p->K), strip = MAX_STRIP * LANES;
+    const int64_t kp = padded(p->K), strip = STRIP * LANES;
     const int64_t length = u->end - u->begin, M = segment_length(length);
     scan_backward_scratch f;
     scan_backward_take(&f, m, p, length);
@@ -163,8 +208,8 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 if (i + M >= length) break;
             }
             real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
-            token_any(lanes_of(f.S), W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, lanes_of(f.o),
-                      decay, rule);
+            token_any((lane_of_state *)f.S, W, W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
+                      lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
         }
         for (int64_t first = (length - 1) / M * M; first >= 0 && length; first -= M) {
@@ -176,8 +221,8 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 copy_row(size, f.states + (i - first) * kept, f.S);
                 copy_row(kp, f.states + (i - first) * kept + size, f.z);
                 real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
-                token_any(lanes_of(f.S), W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, lanes_of(f.o),
-                          decay, rule);
+                token_any((lane_of_state *)f.S, W, W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
+                          lanes_of(f.o), decay, rule);
                 if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
             }
             for (int64_t i = last - 1; i >= first; i--) {

@@ -1,0 +1,71 @@
+"""What this machine can do at most, measured between the cases it is compared with."""
+
+import ctypes
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from cases import H, K, V
+
+ROUNDS = 100_000  # of 24 or 12 multiply-adds of a vector: some 0.3 ms
+COPY = 256 << 20  # bytes, many times any cache
+
+
+def compiled():
+    """peak.c as a library, or None with the reason: a benchmark also runs where no compiler is."""
+    cc = shlex.split(os.environ.get("CC", "cc"))
+    native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "peak.so"
+        command = [*cc, "-O3", native, "-ffp-contract=fast", "-shared", "-fPIC",
+                   str(Path(__file__).with_name("peak.c")), "-o", str(library)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except OSError as error:
+            return None, str(error)
+        except subprocess.CalledProcessError as error:
+            return None, error.stderr.strip() or str(error)
+        peak = ctypes.CDLL(str(library))
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    for name, arguments in (("fma", [ctypes.c_long, pointer]),
+                            ("update", [pointer, size, ctypes.c_float]),
+                            ("copy", [pointer, pointer, size])):
+        function = getattr(peak, f"peak_{name}")
+        function.restype, function.argtypes = ctypes.c_double, arguments
+    return peak, ""
+
+
+def aligned(n):
+    """n float32 zeros at an address that is a multiple of 64."""
+    raw = np.zeros(4 * n + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start:start + 4 * n].view(np.float32)
+
+
+def measures(threads):
+    """(key, what it is, unit, work of one call, the call) for each; and what could not be run."""
+    found, missing = [], []
+    peak, why = compiled()
+    if peak is None:
+        missing.append(("FMA peak, state update and copy", f"peak.c: {why}"))
+    else:
+        sink = ctypes.c_float()
+        work = peak.peak_fma(1, ctypes.addressof(sink)) * ROUNDS
+        found.append(("fma", "float32 multiply-add peak, one core", "GFLOP/s", work,
+                      lambda: peak.peak_fma(ROUNDS, ctypes.addressof(sink))))
+        state = aligned(H * K * V)
+        found.append(("update", f"one pass over a state of {state.nbytes >> 10} KiB, read and "
+                      "written, one core", "GB/s", 2 * state.nbytes,
+                      lambda: peak.peak_update(state.ctypes.data, state.size, 1.0)))
+        a, b = np.zeros(COPY, np.uint8), np.ones(COPY, np.uint8)
+        found.append(("copy", f"copy of {COPY >> 20} MiB, read and written, one core", "GB/s",
+                      2 * COPY, lambda: peak.peak_copy(a.ctypes.data, b.ctypes.data, COPY)))
+    n = 1024
+    x, y, z = (np.ones((n, n), np.float32) for _ in range(3))
+    found.append(("sgemm", f"NumPy sgemm {n}^3, {threads} thread{'s' * (threads > 1)}", "GFLOP/s",
+                  2 * n**3, lambda: np.matmul(x, y, out=z)))
+    return found, missing

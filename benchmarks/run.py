@@ -1,0 +1,208 @@
+"""Measure linattn and its peers in one run, interleaved: python benchmarks/run.py --help.
+
+Every round calls everything once, so that a clock that drifts or a neighbour that wakes up slows
+all of them alike; a figure is the median over the rounds. Nothing is printed before everything that
+is timed has been checked.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # python -P leaves it out
+
+LEAST = 4e-3  # seconds a sample lasts at least, short calls being repeated
+SLOW = 0.06  # seconds from which a call is not warmed up before each sample
+
+
+@dataclass
+class Entry:
+    """One call to time."""
+
+    section: str  # "table" | "lengths" | "threads" | "ceiling"
+    who: str
+    case: object
+    call: object
+    threads: int
+    every: int = 1  # in which rounds
+    repeats: int = 0
+    samples: list = field(default_factory=list)
+
+    def sample(self):
+        if not self.repeats:
+            seconds = timed(self.call, 1)
+            self.repeats = max(1, min(1000, int(LEAST / timed(self.call, 1))))
+            self.slow = seconds > SLOW
+        elif not self.slow:
+            self.call()
+        self.samples.append(timed(self.call, self.repeats))
+
+
+def timed(call, repeats):
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--threads", type=int, default=1, help="of ours and of the peers")
+    parser.add_argument("--quick", action="store_true",
+                        help="few rounds, one length: a look, writes nothing unless told where")
+    parser.add_argument("--rounds", type=int, help="samples of each figure")
+    parser.add_argument("--plot", metavar="PATH", type=Path,
+                        help="tokens/s against T (default: beside the results)")
+    parser.add_argument("--results", metavar="DIR", type=Path,
+                        help="where cpu-MACHINE.md and .json go (default: benchmarks/results)")
+    parser.add_argument("--no-peers", action="store_true", help="linattn and the ceilings only")
+    given = parser.parse_args()
+    if given.threads < 1 or (given.rounds is not None and given.rounds < 1):
+        parser.error("--threads and --rounds must be at least 1")
+    given.rounds = given.rounds or (3 if given.quick else 15)
+    if given.results is None and not given.quick:
+        given.results = HERE / "results"
+    return given
+
+
+def entries(given, peers, checker, step):
+    """Everything to time, checked. `step` is called after each check."""
+    import ceilings
+    import linattn
+    from cases import LENGTHS, Case, inputs, ours, table
+
+    cases = table()
+    found, missing = [], []
+    checked, able = set(), {}
+
+    def add(section, case, threads, with_peers, every=1):
+        x = inputs(case)
+        kind = case.op, case.face, case.dtype
+        if kind not in checked:
+            checker.ours(case)
+            checked.add(kind)
+        found.append(Entry(section, "linattn", case, ours(case, x), threads, every))
+        for peer in peers if with_peers else ():
+            if (*kind, peer.name) not in able:
+                able[(*kind, peer.name)] = checker.peer(peer, case)
+            call = peer.make(case, x) if able[(*kind, peer.name)] else None
+            if call is not None:
+                # the slow ones are not what decides: fewer samples of them
+                seldom = "loop" in peer.name and case.face != "step"
+                found.append(Entry(section, peer.name, case, call, threads,
+                                   max(every, 3 if seldom else 1)))
+        step()
+
+    for case in cases:
+        add("table", case, given.threads, True)
+    for op in linattn.OPS:
+        for length, _ in LENGTHS:
+            if length == 4096:
+                add("lengths", Case(op, T=length), given.threads, False)
+            elif length != 512 and not given.quick:
+                add("lengths", Case(op, T=length), given.threads, False, 3)
+        if not given.quick and given.plot_wanted:
+            for length, _ in LENGTHS:
+                if length != 512:
+                    add_peers(found, peers, able, op, length, given.threads)
+        if len(os.sched_getaffinity(0)) > 1:
+            add("threads", Case(op), 1 if given.threads > 1 else 2, False)
+    measured, missing = ceilings.measures(given.threads)
+    for key, _what, _unit, _work, call in measured:
+        found.append(Entry("ceiling", key, None, call, given.threads, 3 if key == "copy" else 1))
+    return found, measured, missing
+
+
+def add_peers(found, peers, able, op, length, threads):
+    """The peers' points of the plot."""
+    from cases import Case, inputs
+
+    case = Case(op, T=length)
+    x = inputs(case)
+    for peer in peers:
+        if able.get((case.op, case.face, case.dtype, peer.name)):
+            call = peer.make(case, x)
+            if call is not None:
+                found.append(Entry("lengths", peer.name, case, call, threads, 5))
+
+
+def run(found, rounds, step):
+    """Round after round, everything once; the last time in another order, lest one be always
+    behind the same neighbour."""
+    import linattn
+
+    threads = None
+    gc.collect()
+    gc.disable()
+    for n in range(rounds):
+        order = found if n % 2 == 0 else found[::-1]
+        for entry in sorted(order, key=lambda e: e.section == "threads"):
+            if n % entry.every == 0:
+                if entry.threads != threads:
+                    linattn.set_num_threads(threads := entry.threads)
+                entry.sample()
+            step()
+        gc.collect()
+    gc.enable()
+
+
+def progress(total, what):
+    """A function to call after each of `total` things: tqdm's, or a line of our own."""
+    if not sys.stderr.isatty():
+        return lambda: None
+    try:
+        from tqdm import tqdm
+        return tqdm(total=total, desc=what, leave=False).update
+    except ImportError:
+        done = 0
+
+    def update():
+        nonlocal done
+        done += 1
+        print(f"\r{what}: {done / total:4.0%}", end="\n" if done == total else "",
+              file=sys.stderr, flush=True)
+    return update
+
+
+def main():
+    given = arguments()
+    # before NumPy loads its BLAS
+    for name in ("OPENBLAS", "OMP", "MKL"):
+        os.environ[f"{name}_NUM_THREADS"] = str(given.threads)
+    import check
+    import report
+    from peers import available
+
+    import linattn
+
+    try:
+        given.plot = report.plot_path(given)
+    except report.NoPlot as error:
+        sys.exit(f"run.py: {error}")
+    given.plot_wanted = given.plot is not None
+    linattn.set_num_threads(given.threads)
+    peers, missing = ([], []) if given.no_peers else available(given.threads)
+    about = report.about(given, peers)
+    started = time.monotonic()
+    try:
+        found, ceilings, more = entries(given, peers, check.Checker(), progress(64, "checking"))
+    except check.WrongResult as error:
+        sys.exit(f"run.py: {error}\nrun.py: nothing was timed")
+    run(found, given.rounds, progress(given.rounds * len(found), "measuring"))
+    about["took"] = f"{time.monotonic() - started:.0f} s, {given.rounds} rounds"
+    figures = report.figures(about, found, ceilings, missing + more)
+    print(report.markdown(figures))
+    if given.results is not None:
+        print("\n".join(f"written: {path}" for path in report.write(given, figures)))
+    if given.plot is not None:
+        report.plot(given.plot, figures)
+        print(f"written: {given.plot}")
+
+
+if __name__ == "__main__":
+    main()
