@@ -8,8 +8,8 @@ CORE   := $(wildcard csrc/*.[ch] csrc/*.def csrc/cpu/*.[ch])
 SOURCE := $(CORE) setup.py pyproject.toml MANIFEST.in README.md LICENSE $(wildcard linattn/*.py linattn/*.pyi)
 C      := $(MAKE) --no-print-directory -C tests/c
 
-# -P keeps the checkout off sys.path: what runs is the installed package, never ./linattn.
-RUN    := $(BIN)/python -P
+# Keeps the checkout off sys.path, for children too: what runs is the installed package.
+RUN    := PYTHONSAFEPATH=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench lint fmt asan tsan fuzz docs clean

@@ -1,6 +1,7 @@
 """What is measured: the problems, with why each is there, and the calls to make of them."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -42,7 +43,8 @@ class Case:
 
     @property
     def flops(self):
-        return FLOPS[self.op] * K * V * self.heads * self.T * (BACKWARD if "backward" in self.face else 1)
+        faces = BACKWARD if self.face == "forward+backward" else 1
+        return faces * FLOPS[self.op] * K * V * self.heads * self.T
 
 
 def table():
@@ -72,18 +74,16 @@ def inputs(case):
     Gates are those of trained models: decays near 1, from exp(-0.002) to exp(-0.3) a token, and
     beta about a half; keys of a delta rule have unit norm.
     """
-    rng = np.random.default_rng(0)
-    dtype = bfloat16() if case.dtype == "bfloat16" else np.dtype(case.dtype)
-    shape = (1, case.T, case.heads)
-    x = {name: rng.standard_normal((*shape, K)) for name in "qkv"}
-    if case.op in ("delta_rule", "gated_delta_rule", "kda"):
-        x["k"] /= np.linalg.norm(x["k"], axis=-1, keepdims=True)
-        x["beta"] = rng.uniform(0.1, 0.9, shape)
+    delta = case.op in ("delta_rule", "gated_delta_rule", "kda")
+    names = ["q", "unit k" if delta else "k", "v"]
+    if delta:
+        names.append("beta")
     if case.op in ("simple_gla", "gated_delta_rule"):
-        x["g"] = -(10 ** rng.uniform(-2.7, -0.5, shape))
+        names.append("g")
     if case.op in ("gla", "kda"):
-        x["g"] = -(10 ** rng.uniform(-2.7, -0.5, (*shape, K)))
-    x = {name: a.astype(dtype) for name, a in x.items()}
+        names.append("g per key")
+    x = {name.replace("unit ", "").split()[0]: array(name, case.T, case.heads, case.dtype)
+         for name in names}
     if case.op == "lightning_attention":
         x["slopes"] = linattn.lightning_slopes(case.heads).astype(np.float32)
     if case.op == "retention":
@@ -93,6 +93,31 @@ def inputs(case):
     return x
 
 
+@cache  # the ops share them: T = 4096 of every op would be gigabytes
+def array(name, T, heads, dtype):
+    """One input array by its name in `inputs`."""
+    rng = np.random.default_rng(list(name.encode()))
+    shape = (1, T, heads)
+    if name == "beta":
+        a = rng.uniform(0.1, 0.9, shape)
+    elif name.startswith("g"):
+        a = -(10 ** rng.uniform(-2.7, -0.5, (*shape, K) if "key" in name else shape))
+    else:
+        a = rng.standard_normal((*shape, K))
+        if "unit" in name:
+            a /= np.linalg.norm(a, axis=-1, keepdims=True)
+    return a.astype(bfloat16() if dtype == "bfloat16" else dtype)
+
+
+def aligned(shape):
+    """float32 zeros at an address that is a multiple of 64, where NumPy promises 16."""
+    n = 4 * int(np.prod(shape))
+    raw = np.zeros(n + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start:start + n].view(np.float32).reshape(shape)
+
+
+@cache
 def gradient(case):
     """The gradient of o that the backward starts from."""
     shape = (1, case.T, case.heads, V)

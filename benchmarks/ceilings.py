@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from cases import H, K, V
+from cases import H, K, V, aligned
 
 ROUNDS = 100_000  # of 24 or 12 multiply-adds of a vector: some 0.3 ms
 COPY = 256 << 20  # bytes, many times any cache
@@ -39,13 +39,6 @@ def compiled():
     return peak, ""
 
 
-def aligned(n):
-    """n float32 zeros at an address that is a multiple of 64."""
-    raw = np.zeros(4 * n + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start:start + 4 * n].view(np.float32)
-
-
 def measures(threads):
     """(key, what it is, unit, work of one call, the call) for each; and what could not be run."""
     found, missing = [], []
@@ -57,7 +50,7 @@ def measures(threads):
         work = peak.peak_fma(1, ctypes.addressof(sink)) * ROUNDS
         found.append(("fma", "float32 multiply-add peak, one core", "GFLOP/s", work,
                       lambda: peak.peak_fma(ROUNDS, ctypes.addressof(sink))))
-        state = aligned(H * K * V)
+        state = aligned((H, K, V))
         found.append(("update", f"one pass over a state of {state.nbytes >> 10} KiB, read and "
                       "written, one core", "GB/s", 2 * state.nbytes,
                       lambda: peak.peak_update(state.ctypes.data, state.size, 1.0)))

@@ -49,10 +49,13 @@ class Checker:
 
     def ours(self, case):
         case, x, wanted = self.problem(case)
-        form = {"form": "chunk"} if case.face != "step" else {}
+        form = {"form": "chunk", "chunk_size": 16} if case.face != "step" else {}
         naive = expected(case, x, x["v"].dtype, form)
         got = result(case, ours(case, x), np.asarray)
         for i, (out, ref, other) in enumerate(zip(got, wanted, naive, strict=False)):
+            if out.size < 1000:  # a decay's gradient per head: too few numbers for a maximum
+                self.bounded("linattn", case, i, out, ref)
+                continue
             try:
                 testing.assert_accurate(out, ref, other, dtype=case.dtype if i else x["v"].dtype,
                                         gradient=i > 0, name=f"{case}, output {i}")
@@ -67,19 +70,17 @@ class Checker:
             return False
         got = result(case, call, peer.numpy)
         for i, (out, ref) in enumerate(zip(got, wanted, strict=True)):
-            off = np.sqrt(np.mean((out - ref) ** 2) / np.mean(ref**2))
-            if out.shape != ref.shape or not off < PEER_BOUND[case.dtype] * (2 if i else 1):
-                raise WrongResult(f"{peer.name}: {case}, output {i}: rms error {off:.1e}")
+            self.bounded(peer.name, case, i, out, ref)
         return True
+
+    def bounded(self, who, case, i, out, ref):
+        off = np.sqrt(np.mean((out - ref) ** 2) / np.mean(ref**2))
+        if out.shape != ref.shape or not off < PEER_BOUND[case.dtype] * (2 if i else 1):
+            raise WrongResult(f"{who}: {case}, output {i}: rms error {off:.1e}")
 
 
 def result(case, call, to_numpy):
     """The outputs of a call; of a step, those after the same token STEPS times."""
-    if case.face != "step":
+    for _ in range(STEPS if case.face == "step" else 1):
         got = call()
-        return [to_numpy(a) for a in (got if isinstance(got, tuple) else (got,))]
-    for _ in range(STEPS):
-        got = call()
-        if hasattr(call, "state"):  # it reads one state and writes another
-            np.copyto(*call.state)
     return [to_numpy(a) for a in (got if isinstance(got, tuple) else (got,))]

@@ -30,15 +30,20 @@ class Entry:
     call: object
     threads: int
     every: int = 1  # in which rounds
-    repeats: int = 0
+    repeats: int = 1
+    slow: bool = False
     samples: list = field(default_factory=list)
 
-    def sample(self):
-        if not self.repeats:
+    def prepare(self):
+        """How often to repeat; the first call of all, which pays for memory, is not counted."""
+        seconds = timed(self.call, 1)
+        if seconds < 5 * SLOW:
             seconds = timed(self.call, 1)
-            self.repeats = max(1, min(1000, int(LEAST / timed(self.call, 1))))
-            self.slow = seconds > SLOW
-        elif not self.slow:
+        self.repeats = max(1, min(1000, int(LEAST / seconds)))
+        self.slow = seconds > SLOW
+
+    def sample(self):
+        if not self.slow:
             self.call()
         self.samples.append(timed(self.call, self.repeats))
 
@@ -70,70 +75,57 @@ def arguments():
     return given
 
 
-def entries(given, peers, checker, step):
-    """Everything to time, checked. `step` is called after each check."""
-    import ceilings
+def wanted(given):
+    """(section, case, threads, whose, every how many rounds) of everything to time but ceilings."""
+    from cases import LENGTHS, Case, T, table
+
     import linattn
-    from cases import LENGTHS, Case, inputs, ours, table
 
-    cases = table()
-    found, missing = [], []
-    checked, able = set(), {}
+    found = [("table", case, given.threads, "all", 1) for case in table()]
+    for op in linattn.OPS:
+        for length, _ in LENGTHS:
+            if length == max(LENGTHS)[0]:
+                found.append(("lengths", Case(op, T=length), given.threads, "ours", 1))
+            elif length != T and not given.quick:
+                found.append(("lengths", Case(op, T=length), given.threads, "ours", 3))
+            if length != T and not given.quick and given.plot is not None:
+                found.append(("lengths", Case(op, T=length), given.threads, "peers", 5))
+        if len(os.sched_getaffinity(0)) > 1:
+            found.append(("threads", Case(op), 1 if given.threads > 1 else 2, "ours", 1))
+    return found
 
-    def add(section, case, threads, with_peers, every=1):
-        x = inputs(case)
-        kind = case.op, case.face, case.dtype
-        if kind not in checked:
-            checker.ours(case)
-            checked.add(kind)
-        found.append(Entry(section, "linattn", case, ours(case, x), threads, every))
-        for peer in peers if with_peers else ():
-            if (*kind, peer.name) not in able:
-                able[(*kind, peer.name)] = checker.peer(peer, case)
-            call = peer.make(case, x) if able[(*kind, peer.name)] else None
+
+def entries(given, peers):
+    """What to time, every kind of call checked on a shorter problem."""
+    from cases import inputs, ours
+    from check import Checker
+
+    found, checker, able = [], Checker(), {}
+    todo = wanted(given)
+    step = progress(len(todo), "checking")
+    for section, case, threads, whose, every in todo:
+        x, kind = inputs(case), (case.op, case.face, case.dtype)
+        if whose != "peers":
+            if kind not in able:
+                checker.ours(case)
+                able[kind] = True
+            found.append(Entry(section, "linattn", case, ours(case, x), threads, every))
+        for peer in peers if whose != "ours" else ():
+            if (kind, peer.name) not in able:
+                able[kind, peer.name] = checker.peer(peer, case)
+            call = peer.make(case, x) if able[kind, peer.name] else None
             if call is not None:
-                # the slow ones are not what decides: fewer samples of them
+                # a loop over the tokens is never the best: fewer samples of it
                 seldom = "loop" in peer.name and case.face != "step"
                 found.append(Entry(section, peer.name, case, call, threads,
                                    max(every, 3 if seldom else 1)))
         step()
-
-    for case in cases:
-        add("table", case, given.threads, True)
-    for op in linattn.OPS:
-        for length, _ in LENGTHS:
-            if length == 4096:
-                add("lengths", Case(op, T=length), given.threads, False)
-            elif length != 512 and not given.quick:
-                add("lengths", Case(op, T=length), given.threads, False, 3)
-        if not given.quick and given.plot_wanted:
-            for length, _ in LENGTHS:
-                if length != 512:
-                    add_peers(found, peers, able, op, length, given.threads)
-        if len(os.sched_getaffinity(0)) > 1:
-            add("threads", Case(op), 1 if given.threads > 1 else 2, False)
-    measured, missing = ceilings.measures(given.threads)
-    for key, _what, _unit, _work, call in measured:
-        found.append(Entry("ceiling", key, None, call, given.threads, 3 if key == "copy" else 1))
-    return found, measured, missing
-
-
-def add_peers(found, peers, able, op, length, threads):
-    """The peers' points of the plot."""
-    from cases import Case, inputs
-
-    case = Case(op, T=length)
-    x = inputs(case)
-    for peer in peers:
-        if able.get((case.op, case.face, case.dtype, peer.name)):
-            call = peer.make(case, x)
-            if call is not None:
-                found.append(Entry("lengths", peer.name, case, call, threads, 5))
+    return found
 
 
 def run(found, rounds, step):
-    """Round after round, everything once; the last time in another order, lest one be always
-    behind the same neighbour."""
+    """Round after round, everything once; every other round backwards, lest one always follow the
+    same neighbour. Other numbers of threads come last: the pool is not rebuilt in between."""
     import linattn
 
     threads = None
@@ -169,11 +161,25 @@ def progress(total, what):
     return update
 
 
+def best_blas():
+    """Let NumPy's OpenBLAS use AVX-512 where the processor has it: it goes by the AMD family, and
+    takes AVX2 kernels, half as fast, for one it does not know or where the environment says so."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return
+    flags = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    if "AuthenticAMD" in text and flags <= {*text.split()}:
+        os.environ["OPENBLAS_CORETYPE"] = "SKYLAKEX"
+
+
 def main():
     given = arguments()
     # before NumPy loads its BLAS
     for name in ("OPENBLAS", "OMP", "MKL"):
         os.environ[f"{name}_NUM_THREADS"] = str(given.threads)
+    best_blas()
+    import ceilings
     import check
     import report
     from peers import available
@@ -184,18 +190,22 @@ def main():
         given.plot = report.plot_path(given)
     except report.NoPlot as error:
         sys.exit(f"run.py: {error}")
-    given.plot_wanted = given.plot is not None
     linattn.set_num_threads(given.threads)
     peers, missing = ([], []) if given.no_peers else available(given.threads)
     about = report.about(given, peers)
     started = time.monotonic()
     try:
-        found, ceilings, more = entries(given, peers, check.Checker(), progress(64, "checking"))
+        found = entries(given, peers)
     except check.WrongResult as error:
         sys.exit(f"run.py: {error}\nrun.py: nothing was timed")
+    limits, more = ceilings.measures(given.threads)
+    found += [Entry("ceiling", key, None, call, given.threads, 3 if key == "copy" else 1)
+              for key, _, _, _, call in limits]
+    for entry in found:
+        entry.prepare()
     run(found, given.rounds, progress(given.rounds * len(found), "measuring"))
     about["took"] = f"{time.monotonic() - started:.0f} s, {given.rounds} rounds"
-    figures = report.figures(about, found, ceilings, missing + more)
+    figures = report.figures(about, found, limits, missing + more)
     print(report.markdown(figures))
     if given.results is not None:
         print("\n".join(f"written: {path}" for path in report.write(given, figures)))

@@ -22,10 +22,14 @@ from linattn import reference, testing
 
 def has_gradients(case):
     """Not where q and k have none, by the mathematics, and what comes out is rounding alone: one
-    key that is normalised, or one token that reads itself whatever its weight."""
+    key that is normalised, or one token that reads itself whatever its weight. Nor few keys that
+    are l2-normed: the gradient has a factor 1/|q|, and the largest error is that of the one q
+    nearest to zero."""
     if case.op == "linear_attention" and case.T <= 1 and not case.state:
         return False
-    return case.K > 1 or not (case.l2norm or case.op == "linear_attention")
+    if case.l2norm and case.K < 7:
+        return False
+    return case.K > 1 or case.op != "linear_attention"
 
 
 GRID = list(filter(has_gradients, cases(seed=2, limit=4_000)))
@@ -43,20 +47,26 @@ def test_backward(case, rng):
         x = inputs_of(case, rng)
         given = for_op(case, x)
         d = testing.make_output_gradients(case.op, rng, x)
-        do, d_state = d["do"], d["d_final_state"]
+        d_state = d["d_final_state"]
         grads = getattr(linattn, f"{case.op}_backward")(
-            do, **given, d_final_state=v_first(d_state) if case.v_first else d_state)
-        refs = reference.backward(case.op, do, **x, d_final_state=d_state, dtype=wider(case.dtype))
-        naives = reference.backward(case.op, do, **x, d_final_state=d_state, dtype=case.dtype,
-                                    **form_of(case))
+            d["do"], **given, d_final_state=v_first(d_state) if case.v_first else d_state)
         if case.v_first:
             grads = grads._replace(d_initial_state=v_first(grads.d_initial_state))
-        for name in grads._fields:
-            if name == "dg" and case.op in PER_HEAD:
-                continue  # a few numbers a call: test_gradients_of_gates_per_head has enough
-            pool.add(name, getattr(grads, name), getattr(refs, name), getattr(naives, name))
+        names = [name for name in grads._fields if name != "dg" or case.op not in PER_HEAD]
+        # a gate per head has a few numbers a call: test_gradients_of_gates_per_head has enough
+        add_gradients(pool, case, grads, x | d, names)
 
     repeated(case, rng, once).judge(str(case), gradient=True)
+
+
+def add_gradients(pool, case, grads, x, names):
+    def gradients(x, **how):
+        all_of_them = reference.backward(case.op, **x, **how)
+        return {name: getattr(all_of_them, name) for name in names}
+
+    pool.add({name: getattr(grads, name) for name in names},
+             gradients(x, dtype=wider(case.dtype)),
+             lambda x: gradients(x, dtype=case.dtype, **form_of(case)), x)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -70,7 +80,5 @@ def test_gradients_of_gates_per_head(op, dtype, mode, rng):
         x = inputs_of(case, rng)
         d = testing.make_output_gradients(op, rng, x)
         grads = getattr(linattn, f"{op}_backward")(**d, **for_op(case, x))
-        ref = reference.backward(op, **d, **x, dtype=wider(dtype))
-        naive = reference.backward(op, **d, **x, dtype=dtype, **form_of(case))
-        pool.add("dg", grads.dg, ref.dg, naive.dg)
+        add_gradients(pool, case, grads, x | d, ["dg"])
     pool.judge(str(case), gradient=True)

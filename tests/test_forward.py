@@ -21,11 +21,13 @@ def test_forward(case, rng):
         out = poisoned(x["v"].shape, case.dtype)
         o, state = getattr(linattn, case.op)(**given, output_final_state=True, out=out)
         assert o is out
-        ref_o, ref_state = reference_op(case)(**x, dtype=wider(case.dtype))
-        naive_o, naive_state = reference_op(case)(**x, dtype=case.dtype, **form_of(case))
         if case.v_first:
             state = v_first(state)
-        pool.add("o", o, ref_o, naive_o)
-        pool.add("final_state", state, ref_state, naive_state)
+
+        def reference(x, **how):
+            return dict(zip(("o", "final_state"), reference_op(case)(**x, **how), strict=True))
+
+        pool.add({"o": o, "final_state": state}, reference(x, dtype=wider(case.dtype)),
+                 lambda x: reference(x, dtype=case.dtype, **form_of(case)), x)
 
     repeated(case, rng, once).judge(str(case))

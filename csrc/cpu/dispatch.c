@@ -85,7 +85,11 @@ void la_fail_allocation(int n) { atomic_store(&fail_countdown, n); }
 
 /* The block of the last call is kept for the next: fresh memory costs a page fault every 4 KiB. One
  * is kept, and only up to this size; whoever finds it taken allocates. */
+#if defined(LA_POISON)
+static const size_t MOST_KEPT = 0; /* each call its own, so that a sanitizer sees where it ends */
+#else
 static const size_t MOST_KEPT = (size_t)64 << 20;
+#endif
 enum { HEADER = 4096 }; /* in front of a block: its size, and room to keep pages aligned */
 static _Atomic(char *) kept;
 
