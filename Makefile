@@ -21,7 +21,7 @@ demo: $(VENV)/installed  ## run the demo; ARGS="..." goes to it
 	$(RUN) -m linattn demo $(ARGS)
 test: $(VENV)/installed-test  ## run the tests; ARGS="-k gla" goes to pytest
 	$(RUN) -m pytest $(ARGS)
-bench: $(VENV)/installed  ## measure; ARGS="..." goes to benchmarks/run.py
+bench: $(VENV)/installed-bench  ## measure; ARGS="..." goes to benchmarks/run.py
 	$(RUN) benchmarks/run.py $(ARGS)
 lint: $(VENV)/installed-lint  ## ruff, clang-format, mypy, stubtest: nothing is changed
 	$(BIN)/ruff check . && $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
