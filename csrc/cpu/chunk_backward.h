@@ -149,7 +149,11 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     product(n, padded(n), V, dO, width, 1, f->Ut, cp, f->dP, cp, NULL, 0);
     transpose(p->K, V, f->dS, width, f->T, kp);
     product(n, kp, V, f->U, width, 1, f->T, kp, f->d_tilde, kp, NULL, 0);
-    if (decay == LA_TOKEN) f->de[0] = dot(p->K * width, S, f->dS);
+    if (decay == LA_TOKEN) {
+        wide sum = 0; /* K width terms in one number */
+        for (int64_t i = 0; i < p->K; i++) sum += dot(width, S + i * width, f->dS + i * width);
+        f->de[0] = (real)sum;
+    }
     for (int64_t i = 0; decay == LA_KEY && i < p->K; i++)
         f->de[i] = dot(width, S + i * width, f->dS + i * width);
 
@@ -231,10 +235,10 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_decay decay, const
         if (i < n - 1) dG[(n - 1) * cp + i] += dot(kp, c->k + i * kp, f->d_tilde + i * kp);
         add_scaled(kp, f->dk + i * kp, r, f->d_tilde + i * kp);
     }
-    real de = f->de[0];
+    wide de = f->de[0]; /* a running sum of all that the chunk's decays touch */
     /* was q^_i = e_i q_i, k^_i = e_i k_i, row i = a_i row i-1 */
     for (int64_t i = n - 1; i >= 0; i--) {
-        real d = 0;
+        wide d = 0;
         de += dot(kp, c->q + i * kp, dq_hat + i * kp);
         add_scaled(kp, f->dq + i * kp, c->e[i], dq_hat + i * kp);
         if (delta) {
@@ -245,7 +249,7 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_decay decay, const
             d += dG[i * cp + j] * c->gamma[(i - 1) * cp + j];
             if (j < i - 1) dG[(i - 1) * cp + j] += c->a[i] * dG[i * cp + j];
         }
-        f->da[i] = d + de * (i ? c->e[i - 1] : 1);
+        f->da[i] = (real)(d + de * (i ? c->e[i - 1] : 1));
         de *= c->a[i];
     }
 }
