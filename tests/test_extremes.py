@@ -47,8 +47,13 @@ def judge(op, rng, x, *, modes=MODES, chunk_sizes=(None,), gradients=True):
 
         compare(f"{op} {mode} {chunk}", dtype, False, twin, x,
                 ("o", o, ref_o), ("final_state", state, ref_state))
-    if not gradients:
-        return
+    if gradients:
+        judge_gradients(op, rng, x, runs)
+
+
+def judge_gradients(op, rng, x, runs):
+    """The gradients of x, each (mode, chunk size) beside its own naive twin."""
+    dtype = x["v"].dtype
     d = testing.make_output_gradients(op, rng, x)
     refs = reference.backward(op, **d, **x, dtype=wider(dtype))
     for mode, chunk in runs:
@@ -221,7 +226,7 @@ def test_beta_far_out(op, beta, length, dtype, rng):
     judge(op, rng, x, gradients=False)
     if "g" in x:
         x["g"][:] = 0
-    judge_delta(op, rng, x, (("recurrent", None), ("chunk", None), ("parallel", None)))
+    judge_gradients(op, rng, x, (("recurrent", None), ("chunk", None), ("parallel", None)))
 
 
 @pytest.mark.parametrize("op", DELTA)
@@ -252,20 +257,8 @@ def test_equal_keys(op, beta, dtype, rng):
     if "g" in x:
         x["g"][:] = 0
     judge(op, rng, x, chunk_sizes=(None, 17), gradients=False)
-    judge_delta(op, rng, x, (("recurrent", None), ("chunk", None), ("chunk", 17),
-                             ("parallel", None)))
-
-
-def judge_delta(op, rng, x, runs):
-    """The gradients of a delta rule, each form beside its own naive twin."""
-    dtype = x["v"].dtype
-    d = testing.make_output_gradients(op, rng, x)
-    refs = reference.backward(op, **d, **x, dtype=wider(dtype))
-    for mode, chunk in runs:
-        grads = getattr(linattn, f"{op}_backward")(**d, **x, mode=mode, chunk_size=chunk)
-        compare(f"{op}_backward {mode} {chunk}", dtype, True,
-                twin_gradients(op, dtype, mode, chunk), x | d,
-                *((name, getattr(grads, name), getattr(refs, name)) for name in grads._fields))
+    judge_gradients(op, rng, x, (("recurrent", None), ("chunk", None), ("chunk", 17),
+                                 ("parallel", None)))
 
 
 @pytest.mark.parametrize("op", DELTA)
