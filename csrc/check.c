@@ -102,8 +102,9 @@ static void user_letters(const la_problem *p, la_name name, char letters[LA_MAX_
     if (p->state_v_first && full[0] == 'N' && strlen(full) == 4) full = "NhVK";
     int n = 0;
     for (const char *c = full; *c; c++) {
+        const bool head = *c == 'B' || *c == 'H' || *c == 'h';
         if (*c == 'T' && p->face == LA_STEP) continue;
-        if (p->one_head && strchr("BHh", *c) && full[1]) continue; /* [HV] alone stays [1] */
+        if (p->one_head && head && full[1]) continue; /* [HV] alone stays [1] */
         if (p->one_head && *c == 'N' && !p->array[LA_CU].given) continue;
         letters[n++] = *c;
     }
@@ -277,14 +278,16 @@ static void make_canonical(const la_problem *p, la_name name, la_array *x)
     char letters[LA_MAX_DIMS + 1];
     user_letters(p, name, letters);
     const char *full = canonical_letters(name);
-    la_array y = *x;
-    y.ndim = (int)strlen(full);
-    for (int i = 0; i < y.ndim; i++) {
-        const char *at = strchr(letters, full[i]);
-        y.shape[i] = value_of(p, full[i]);
-        y.stride[i] = at ? x->stride[at - letters] : 0;
+    int64_t stride[LA_MAX_DIMS];
+    int n = 0;
+    for (; full[n]; n++) {
+        x->shape[n] = value_of(p, full[n]);
+        stride[n] = 0;
+        for (int i = 0; letters[i]; i++)
+            if (letters[i] == full[n]) stride[n] = x->stride[i];
     }
-    *x = y;
+    memcpy(x->stride, stride, sizeof *stride * (size_t)n);
+    x->ndim = n;
 }
 
 static la_status check_array(la_problem *p, la_name name)

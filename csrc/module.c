@@ -454,15 +454,19 @@ static PyObject *state_result(const call *c, la_name S, la_name z)
 
 static void extent(PyArrayObject *x, char **low, char **high)
 {
+    const int ndim = PyArray_NDIM(x);
+    const npy_intp *shape = PyArray_DIMS(x), *stride = PyArray_STRIDES(x);
     *low = PyArray_BYTES(x);
-    *high = *low + (PyArray_SIZE(x) ? PyArray_ITEMSIZE(x) : 0);
-    for (int i = 0; i < PyArray_NDIM(x) && PyArray_SIZE(x); i++) {
-        npy_intp reach = (PyArray_DIM(x, i) - 1) * PyArray_STRIDE(x, i);
+    *high = *low + PyArray_ITEMSIZE(x);
+    for (int i = 0; i < ndim; i++) {
+        npy_intp reach = (shape[i] - 1) * stride[i];
         if (reach < 0)
             *low += reach;
         else
             *high += reach;
     }
+    for (int i = 0; i < ndim; i++)
+        if (!shape[i]) *low = *high = PyArray_BYTES(x);
 }
 
 /* Extents first; only where they meet is NumPy asked for the exact answer. */

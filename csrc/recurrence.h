@@ -6,10 +6,11 @@
  *     read     o  = S' q  (unscaled)    after the write: a token sees itself
  *
  * The columns of S never mix, so a `lane` is whatever holds columns cheaply: a SIMD vector on a
- * CPU, one float in a CUDA thread. W lanes are worked on together; S is [K][W] lanes, its rows ld lanes apart. `decay` and
- * `rule` are compile-time constants wherever this text is used.
+ * CPU, one float in a CUDA thread. W lanes are worked on together; S is [K][W] lanes, its rows ld
+ * lanes apart. `decay` and `rule` are compile-time constants wherever this text is used.
  *
- * Needs: LA_FN, real, lane, lane_of_state (a lane wherever it lies), LANE_SUM (a lane's sum over its columns), MAX_STRIP >= W.
+ * Needs: LA_FN, real, lane, lane_of_state (a lane wherever it lies), LANE_SUM (a lane's sum over
+ * its columns), MAX_STRIP >= W.
  */
 
 /* Rows whose products are added up before they join the total: one chain of K terms would lose a
@@ -21,30 +22,45 @@ LA_FN real la_decay_of(const real *a, int i, const la_decay decay)
     return decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
 }
 
-/* p = S' diag(a) k: what the decayed state predicts for k. */
+/* p = S' diag(a) k: what the decayed state predicts for k; and o = S' diag(a) q, unless q is NULL. */
 LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int K, const real *k,
-                      const real *a, lane *p, const la_decay decay)
+                      const real *q, const real *a, lane *p, lane *o, const la_decay decay)
 {
     for (int w = 0; w < W; w++) p[w] = (lane){0};
+    for (int w = 0; w < W && q; w++) o[w] = (lane){0};
     for (int first = 0; first < K; first += LA_ROWS) {
-        lane sum[MAX_STRIP] = {{0}};
-        for (int i = first; i < K && i < first + LA_ROWS; i++)
-            for (int w = 0; w < W; w++) sum[w] += (la_decay_of(a, i, decay) * k[i]) * S[i * ld + w];
-        for (int w = 0; w < W; w++) p[w] += sum[w];
+        lane of_k[MAX_STRIP] = {{0}}, of_q[MAX_STRIP] = {{0}};
+        for (int i = first; i < K && i < first + LA_ROWS; i++) {
+            const real ai = la_decay_of(a, i, decay), ki = ai * k[i], qi = q ? ai * q[i] : 0;
+            for (int w = 0; w < W; w++) of_k[w] += ki * S[i * ld + w];
+            for (int w = 0; w < W && q; w++) of_q[w] += qi * S[i * ld + w];
+        }
+        for (int w = 0; w < W; w++) p[w] += of_k[w];
+        for (int w = 0; w < W && q; w++) o[w] += of_q[w];
     }
 }
 
+/* qk is q . k, which the delta rule needs: it reads before it writes, so that the state is gone
+ * through once for both products and once, from the rows just seen backwards, to be written. */
 LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int K, const real *q, const real *k,
-                    const lane *v, const real *a, real beta, lane *o, const la_decay decay,
+                    const lane *v, const real *a, real beta, real qk, lane *o, const la_decay decay,
                     const la_rule rule)
 {
     lane p[MAX_STRIP], u[MAX_STRIP];
 
-    for (int w = 0; w < W; w++) u[w] = v[w];
     if (rule == LA_DELTA) {
-        la_predict(S, W, ld, K, k, a, p, decay);
+        la_predict(S, W, ld, K, k, q, a, p, o, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
+        for (int w = 0; w < W; w++) o[w] += qk * u[w];
+        for (int i = K - 1; i >= 0; i--)
+            for (int w = 0; w < W; w++) {
+                lane s = S[i * ld + w];
+                if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
+                S[i * ld + w] = s + k[i] * u[w];
+            }
+        return;
     }
+    for (int w = 0; w < W; w++) u[w] = v[w];
     for (int w = 0; w < W; w++) o[w] = (lane){0};
     for (int first = 0; first < K; first += LA_ROWS) {
         lane sum[MAX_STRIP] = {{0}};
@@ -73,7 +89,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
 
     for (int w = 0; w < W; w++) u[w] = v[w]; /* the forward's p and u again */
     if (rule == LA_DELTA) {
-        la_predict((const lane_of_state *)S, W, W, K, k, a, p, decay);
+        la_predict((const lane_of_state *)S, W, W, K, k, NULL, a, p, NULL, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
     }
     for (int first = 0; first < K; first += LA_ROWS) {

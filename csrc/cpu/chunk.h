@@ -1,93 +1,96 @@
 /* The chunk form. C tokens at a time, four stages:
  *
  *     scores  what tokens of the chunk see of each other          P, L   (shared by all columns)
- *     solve   what each token writes                              U = beta (V - k^ S - L U)
- *     read    what each token reads                               O = q^ S + P U
- *     carry   the state the chunk leaves                          S <- diag(e) S + k~' U
+ *     solve   what each token writes                              U = beta (V - e k S - L U)
+ *     read    what each token reads                               O = e q S + P U
+ *     carry   the state the chunk leaves                          S <- diag(e) S + (r k)' U
  *
- *     q^_i = q_i e_i,  k^_i = k_i e_i      e_i: the decays from the chunk's start up to token i
- *     k~_j = k_j r_j                       r_j: the decays after token j up to the chunk's end
+ *     e_i: the decays from the chunk's start up to token i
+ *     r_j: the decays after token j up to the chunk's end
  *     P_ij = q_i . k_j Gamma_ij (j <= i)   Gamma_ij: the decays after j up to i
  *     L_ij = k_i . k_j Gamma_ij (j < i)
  *
  * e, r and Gamma are products of the decays a in [0, 1], so no gate can overflow, a = 0 needs no
  * clamp, and a kept decay beside a huge one loses no digits: no logarithm is summed and nothing is
- * divided (docs/decisions/0005). One decay per token: products of d tokens are made of two halves,
- * in twice the digits. One per key: the row k_j Gamma_ij is carried down the chunk, multiplied by
- * a_i at each token. */
+ * divided (docs/decisions/0005). One decay per token: e and r are numbers, and scale the rows of
+ * k S, q S and U; their products are made in twice the digits. One per key: they are rows, and
+ * scale those of k and q (`hat`: k^_i = e_i k_i, q^_i = e_i q_i; `tilde`: k~_j = r_j k_j, which are
+ * carried down the chunk, multiplied by a_i at each token). */
 
 typedef struct chunk {
     int64_t C;      /* room, in tokens */
     int64_t kp, cp; /* K and C, padded */
     int64_t n;      /* tokens in it now */
-    real *q, *k;    /* [C][kp] l2-normed and mapped */
+    real *k, *q;    /* [2C][kp], l2-normed and mapped: k, then (from row n) q; one matrix */
     real *a;        /* TOKEN [C], KEY [C][kp] */
     real *beta;     /* [C] */
     real *e;        /* TOKEN [C], KEY [C][kp] */
-    real *gamma;    /* TOKEN [C][cp]: Gamma */
-    wide
-        *products; /* TOKEN [C][cp]: row d-1 holds the products of d decays, by their first token */
-    real *hat;     /* [2C][kp]: k^, then (from row n) q^; additive ops: q^ only */
-    real *tilde;   /* [C][kp]: k~ */
-    real *kt;      /* [kp][cp]: k transposed */
-    real *qk, *kk; /* [C][cp]: the bare products q_i . k_j and k_i . k_j (not for KEY) */
-    real *P, *L;   /* [C][cp] */
-    real *den;     /* [C]: the normaliser's denominators */
+    real *gamma;    /* TOKEN [C][cp]: Gamma, its lower triangle; r is its last row */
+    wide *product;  /* TOKEN [cp]: a row of Gamma on its way */
+    real *hat;      /* KEY [2C][kp]: k^, then (from row n) q^ */
+    real *tilde;    /* KEY [C][kp]: k~ */
+    lane *part;     /* KEY [2][cp]: a row of P and L before the sum over a lane */
+    real *kt;       /* [kp][cp]: k (KEY: k~) transposed */
+    real *kk, *qk;  /* [2C][cp]: the bare products k_i . k_j, then (from row n) q_i . k_j */
+    real *P, *L;    /* [C][cp], their lower triangles; the bare products where nothing decays */
+    real *den;      /* [C]: the normaliser's denominators */
 } chunk;
 
 LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const la_decay decay,
                       const la_rule rule)
 {
     const int64_t kp = padded(p->K), cp = padded(C);
-    const int64_t gate = decay == LA_KEY ? C * kp : decay == LA_NONE ? 0 : C;
+    const bool key = decay == LA_KEY, token = decay == LA_TOKEN, delta = rule == LA_DELTA;
     *c = (chunk){.C = C, .kp = kp, .cp = cp};
-    c->q = take(m, C * kp);
-    c->k = take(m, C * kp);
-    c->a = take(m, gate);
-    c->e = take(m, gate);
+    c->k = take(m, 2 * C * kp);
+    c->a = take(m, key ? C * kp : token ? C : 0);
+    c->e = take(m, key ? C * kp : token ? C : 0);
     c->beta = take(m, C);
-    c->gamma = take(m, decay == LA_TOKEN ? C * cp : 0);
-    c->products =
-        (wide *)take(m, decay == LA_TOKEN ? C * cp * (int64_t)(sizeof(wide) / sizeof(real)) : 0);
-    c->hat = take(m, 2 * C * kp);
-    c->tilde = take(m, C * kp);
-    c->kt = take(m, decay == LA_KEY ? 0 : kp * cp);
-    c->qk = take(m, decay == LA_KEY ? 0 : C * cp);
-    c->kk = take(m, decay == LA_KEY || rule == LA_ADDITIVE ? 0 : C * cp);
-    c->P = take(m, C * cp);
-    c->L = take(m, rule == LA_DELTA ? C * cp : 0);
+    c->gamma = take(m, token ? C * cp : 0);
+    c->product = (wide *)take(m, token ? cp * (int64_t)(sizeof(wide) / sizeof(real)) : 0);
+    c->hat = take(m, key ? 2 * C * kp : 0);
+    c->tilde = take(m, key ? C * kp : 0);
+    c->part = (lane *)take(m, key ? 2 * cp * LANES : 0);
+    c->kt = take(m, kp * cp);
+    c->kk = take(m, key ? 0 : 2 * C * cp);
+    c->P = take(m, decay == LA_NONE ? 0 : C * cp);
+    c->L = take(m, decay == LA_NONE || !delta ? 0 : C * cp);
     c->den = take(m, C);
 }
 
-/* Ask for the rows of tokens t..t+n ahead of time: a head's rows lie far apart, too far for the
- * hardware to guess the next one, and a chunk's worth of work hides their way from memory. */
-LA_FN void prefetch_rows(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t n,
-                         int64_t h, int64_t column, int64_t columns)
+/* What tokens t..t+n of a unit read and write, by name, as far as there are any; a product of the
+ * state's size will ask for it. */
+LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
+                     const la_name *names, int count)
 {
-    const la_array *x = &p->array[name];
-    for (int64_t i = 0; i < n; i++) {
-        const char *row = at(x, b, t + i, h) + column * dtype_size(x->dtype);
-        for (int64_t byte = 0; byte < columns * dtype_size(x->dtype); byte += 64)
-            __builtin_prefetch(row + byte, 0, 2);
+    ahead next = {.rows = t + n < u->end ? n : u->end - t};
+    if (t < u->begin || next.rows <= 0) return (ahead){.parts = 0};
+    for (int i = 0; i < count; i++) {
+        const la_array *x = &p->array[names[i]];
+        const bool keys =
+            names[i] == LA_Q || names[i] == LA_K || names[i] == LA_DQ || names[i] == LA_DK;
+        const bool gate = names[i] == LA_G || names[i] == LA_DG;
+        const int64_t first = keys || gate ? 0 : u->v0, last = keys || gate ? p->K : u->v1;
+        if (gate && p->decay != LA_KEY) continue;
+        next.part[next.parts].at = at_column(x, u->b, t, keys ? u->h : u->hv, first);
+        next.part[next.parts].stride = x->stride[1] * dtype_size(x->dtype);
+        next.part[next.parts].bytes = (last - first) * dtype_size(x->dtype);
+        next.parts++;
     }
+    next.tiles = (p->K / (TILE / 2)) * ((u->v1 - u->v0) / (2 * LANES));
+    if (next.tiles < 1) next.tiles = 1;
+    return next;
 }
 
-LA_FN void prefetch_keys(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
-                         const la_decay decay)
-{
-    prefetch_rows(p, LA_Q, u->b, t, n, u->h, 0, p->K);
-    prefetch_rows(p, LA_K, u->b, t, n, u->h, 0, p->K);
-    if (decay == LA_KEY) prefetch_rows(p, LA_G, u->b, t, n, u->hv, 0, p->K);
-}
-
-/* Tokens t..t+n of the unit's sequence. */
+/* Tokens t..t+n of the unit's sequence; without q, and so without P, if they are not to be read. */
 LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t n,
-                      const la_decay decay, const la_rule rule)
+                      const bool reads, const la_decay decay, const la_rule rule)
 {
     c->n = n;
+    c->q = c->k + n * c->kp;
+    load_keys(p, LA_K, u->b, t, n, u->h, c->k);
+    if (reads) load_keys(p, LA_Q, u->b, t, n, u->h, c->q);
     for (int64_t i = 0; i < n; i++) {
-        load_key(p, LA_Q, u->b, t + i, u->h, c->q + i * c->kp);
-        load_key(p, LA_K, u->b, t + i, u->h, c->k + i * c->kp);
         load_decay(p, u, t + i, c->a + i * (decay == LA_KEY ? c->kp : 1), decay);
         if (rule == LA_DELTA) c->beta[i] = load_beta(p, u, t + i);
     }
@@ -109,105 +112,119 @@ LA_FN void copy_row(int64_t n, real *to, const real *x)
     for (int64_t i = 0; i < n; i += LANES) lanes_of(to + i)[0] = lanes_in(x + i)[0];
 }
 
-/* Where q^ starts: k^ and q^ are one matrix of 2n rows for the delta rule. */
-LA_FN real *q_hat(const chunk *c, const la_rule rule)
-{
-    return c->hat + (rule == LA_DELTA ? c->n * c->kp : 0);
-}
-
 /* ---- scores ---- */
 
-/* Gamma's lower triangle and e, each rounded once: a decay that is the same for every token would
- * round the same way every time, and the error would grow with the memory's reach. */
+/* Gamma and e, each rounded once: a decay that is the same for every token would round the same way
+ * every time, and the error would grow with the memory's reach. Row i is a_i times row i-1, and a
+ * new 1; what lies right of the diagonal is never read. */
 LA_FN void decay_products(chunk *c)
 {
-    const int64_t n = c->n, cp = c->cp;
-    for (int64_t i = 0; i < n; i++) c->products[i] = c->a[i];
-    for (int64_t d = 2; d <= n; d++) {
-        const wide *first = c->products + (d / 2 - 1) * cp;
-        const wide *second = c->products + (d - d / 2 - 1) * cp + d / 2;
-        wide *both = c->products + (d - 1) * cp;
-        for (int64_t i = 0; i + d <= n; i++) both[i] = first[i] * second[i];
-    }
-    for (int64_t i = 0; i < n; i++) {
-        real *G = c->gamma + i * cp;
-        for (int64_t j = 0; j < i; j++) G[j] = (real)c->products[(i - j - 1) * cp + j + 1];
-        G[i] = 1;
-        c->e[i] = (real)c->products[i * cp];
+    wide e = 1;
+    for (int64_t j = 0; j < c->cp; j++) c->product[j] = 0;
+    for (int64_t i = 0; i < c->n; i++) {
+        const wide a = c->a[i];
+        real *G = c->gamma + i * c->cp;
+        e *= a;
+        c->e[i] = (real)e;
+        for (int64_t j = 0; j < c->cp; j++) c->product[j] *= a;
+        c->product[i] = 1;
+        for (int64_t j = 0; j < c->cp; j++) G[j] = (real)c->product[j];
     }
 }
 
 /* One decay per token (or none): the products of the chunk's rows once, then Gamma over them. */
-LA_FN void scores_token(chunk *c, const la_problem *p, const la_decay decay, const la_rule rule)
+LA_FN void scores_token(chunk *c, const la_problem *p, const bool reads, const la_decay decay,
+                        const la_rule rule)
 {
-    const int64_t n = c->n, kp = c->kp, cp = c->cp, width = padded(n);
+    const int64_t n = c->n, kp = c->kp, cp = c->cp;
+    c->qk = c->kk + n * cp;
 
     transpose(n, p->K, c->k, kp, c->kt, cp);
-    product(n, width, p->K, c->q, kp, 1, c->kt, cp, c->qk, cp, NULL, 0);
-    if (rule == LA_DELTA) product(n, width, p->K, c->k, kp, 1, c->kt, cp, c->kk, cp, NULL, 0);
+    if (rule == LA_DELTA)
+        narrow_product(reads ? 2 * n : n, padded(n), p->K, c->k, kp, c->kt, cp, c->kk, cp);
+    else if (reads)
+        narrow_product(n, padded(n), p->K, c->q, kp, c->kt, cp, c->qk, cp);
+    if (decay == LA_NONE) {
+        c->P = c->qk;
+        c->L = c->kk;
+        return;
+    }
+    decay_products(c);
+    if (reads) multiply_row(n * cp, c->P, c->gamma, c->qk);
+    if (rule == LA_DELTA) multiply_row(n * cp, c->L, c->gamma, c->kk);
+}
 
-    if (decay != LA_NONE) decay_products(c);
-    for (int64_t i = 0; i < n; i++) {
-        real *P = c->P + i * cp, *L = c->L + i * cp, *qk = c->qk + i * cp, *kk = c->kk + i * cp;
-        if (decay == LA_NONE) {
-            for (int64_t j = 0; j <= i; j++) P[j] = qk[j];
-            if (rule == LA_DELTA)
-                for (int64_t j = 0; j < i; j++) L[j] = kk[j];
-        } else {
-            const real *G = c->gamma + i * cp;
-            for (int64_t j = 0; j <= i; j++) P[j] = G[j] * qk[j];
-            if (rule == LA_DELTA)
-                for (int64_t j = 0; j < i; j++) L[j] = G[j] * kk[j];
+/* Token i and R keys before it, from j on: k~_j <- a_i k~_j, and the lanes whose sums are P_ij and
+ * L_ij. */
+LA_FN void scores_of_keys(const chunk *c, const int R, int64_t i, int64_t j, const bool reads,
+                          const la_rule rule)
+{
+    const int64_t kp = c->kp;
+    const real *a = c->a + i * kp, *q = c->q + i * kp, *k = c->k + i * kp;
+    real *rows = c->tilde + j * kp;
+    lane P[ROWS] = {{0}}, L[ROWS] = {{0}};
+    for (int64_t x = 0; x < kp; x += LANES) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            lane row = lanes_in(a + x)[0] * lanes_in(rows + r * kp + x)[0];
+            lanes_of(rows + r * kp + x)[0] = row;
+            if (reads) P[r] += lanes_in(q + x)[0] * row;
+            if (rule == LA_DELTA) L[r] += lanes_in(k + x)[0] * row;
         }
     }
-    for (int64_t i = 0; i < n; i++) {
-        real *q = q_hat(c, rule) + i * kp, *k = c->hat + i * kp, *kr = c->tilde + i * kp;
-        real e = decay == LA_NONE ? 1 : c->e[i];
-        real r = decay == LA_NONE ? 1 : c->gamma[(n - 1) * cp + i];
-        scale_row(kp, q, c->q + i * kp, e);
-        if (rule == LA_DELTA) scale_row(kp, k, c->k + i * kp, e);
-        scale_row(kp, kr, c->k + i * kp, r);
+    for (int r = 0; r < R; r++) c->part[j + r] = P[r];
+    for (int r = 0; r < R && rule == LA_DELTA; r++) c->part[c->cp + j + r] = L[r];
+}
+
+LA_FN void sum_parts(int64_t count, const lane *part, real *to)
+{
+    for (int64_t j = 0; j < count; j += LANES) {
+        lane x[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) x[i] = part[j + i];
+        lanes_of(to + j)[0] = sum_each(x);
     }
 }
 
 /* One decay per token and key: each key's row is carried down the chunk. */
-LA_FN void scores_key(chunk *c, const la_rule rule)
+LA_FN void scores_key(chunk *c, const la_problem *p, const bool reads, const la_rule rule)
 {
     const int64_t n = c->n, kp = c->kp, cp = c->cp;
+    real *k_hat = c->hat, *q_hat = c->hat + n * kp;
 
+    for (int64_t j = 0; j < 2 * cp; j++) c->part[j] = (lane){0};
     for (int64_t i = 0; i < n; i++) {
-        real *e = c->e + i * kp;
-        if (i)
-            multiply_row(kp, e, c->a + i * kp, e - kp);
-        else
-            copy_row(kp, e, c->a);
-        multiply_row(kp, q_hat(c, rule) + i * kp, c->q + i * kp, e);
-        if (rule == LA_DELTA) multiply_row(kp, c->hat + i * kp, c->k + i * kp, e);
-    }
-    for (int64_t j = 0; j < n; j++) {
-        real *row = c->tilde + j * kp; /* k_j Gamma_ij, i running from j to the chunk's end */
-        copy_row(kp, row, c->k + j * kp);
-        c->P[j * cp + j] = dot(kp, c->q + j * kp, row);
-        for (int64_t i = j + 1; i < n; i++) {
-            lane sq = {0}, sk = {0};
-            for (int64_t x = 0; x < kp; x += LANES) {
-                lane r = lanes_in(row + x)[0] * lanes_in(c->a + i * kp + x)[0];
-                lanes_of(row + x)[0] = r;
-                sq += lanes_in(c->q + i * kp + x)[0] * r;
-                if (rule == LA_DELTA) sk += lanes_in(c->k + i * kp + x)[0] * r;
-            }
-            c->P[i * cp + j] = lane_sum(sq);
-            if (rule == LA_DELTA) c->L[i * cp + j] = lane_sum(sk);
+        const real *q = c->q + i * kp, *k = c->k + i * kp;
+        real *e = c->e + i * kp, *tilde = c->tilde + i * kp;
+        int64_t j = 0;
+        for (; j + ROWS <= i; j += ROWS) scores_of_keys(c, ROWS, i, j, reads, rule);
+        for (; j < i; j++) scores_of_keys(c, 1, i, j, reads, rule);
+        lane self = {0};
+        for (int64_t x = 0; x < kp; x += LANES) {
+            const lane kx = lanes_in(k + x)[0];
+            lane ex = lanes_in(c->a + i * kp + x)[0];
+            if (i) ex *= lanes_in(e - kp + x)[0];
+            lanes_of(e + x)[0] = ex;
+            if (rule == LA_DELTA) lanes_of(k_hat + i * kp + x)[0] = ex * kx;
+            lanes_of(tilde + x)[0] = kx;
+            if (!reads) continue;
+            lanes_of(q_hat + i * kp + x)[0] = ex * lanes_in(q + x)[0];
+            self += lanes_in(q + x)[0] * kx;
         }
+        c->part[i] = self;
+        if (reads) sum_parts(i + 1, c->part, c->P + i * cp);
+        if (rule == LA_DELTA) sum_parts(i, c->part + cp, c->L + i * cp);
     }
+    transpose(n, p->K, c->tilde, kp, c->kt, cp);
 }
 
-LA_FN void chunk_scores(chunk *c, const la_problem *p, const la_decay decay, const la_rule rule)
+LA_FN void chunk_scores(chunk *c, const la_problem *p, const bool reads, const la_decay decay,
+                        const la_rule rule)
 {
     if (decay == LA_KEY)
-        scores_key(c, rule);
+        scores_key(c, p, reads, rule);
     else
-        scores_token(c, p, decay, rule);
+        scores_token(c, p, reads, decay, rule);
 }
 
 /* ---- solve, read, carry: one panel of columns ---- */
@@ -215,9 +232,30 @@ LA_FN void chunk_scores(chunk *c, const la_problem *p, const la_decay decay, con
 typedef struct panel {
     int64_t v0, v1, width; /* columns of V; width is padded */
     real *S;               /* [K][width] */
-    real *U;               /* [C][width]: V, then what is written */
-    real *X;               /* [2C][width]: k^ S, then q^ S and O */
+    real *U;               /* [C][width]: what is written */
+    real *rU;              /* TOKEN [C][width]: r U, as the chunk's end sees it (else U) */
+    real *O;               /* [C][width]: what is read, if it must be converted */
 } panel;
+
+/* Rows of reals where they lie: in scratch, or in a user's array that needs no conversion. */
+typedef struct rows {
+    real *at;
+    int64_t ld;
+} rows;
+
+LA_FN lane_of_state *row_of(rows x, int64_t i, int64_t column)
+{
+    return (lane_of_state *)(x.at + i * x.ld + column);
+}
+
+/* The panel's columns of tokens t.. of an array, if they are whole lanes of reals; else `room`. */
+LA_FN rows rows_of(const la_problem *p, la_name name, const la_unit *u, int64_t t, const panel *s,
+                   real *room)
+{
+    const la_array *x = &p->array[name];
+    if (x->dtype != REAL_DTYPE || (s->v1 - s->v0) % LANES) return (rows){room, s->width};
+    return (rows){(real *)at_column(x, u->b, t, u->hv, s->v0), x->stride[1]};
+}
 
 LA_FN void load_values(const chunk *c, const la_problem *p, la_name name, const la_unit *u,
                        int64_t t, int64_t v0, int64_t v1, real *to, int64_t width)
@@ -227,38 +265,104 @@ LA_FN void load_values(const chunk *c, const la_problem *p, la_name name, const 
         load_row(to + i * width, v1 - v0, at_column(from, u->b, t + i, u->hv, v0), from->dtype);
 }
 
-/* From the first row down: E_i = V_i - (k^ S)_i - sum_{j<i} L_ij U_j, what the memory got wrong
- * about token i, and U_i = beta_i E_i. U holds V on entry; E may be U itself where only U is
- * wanted. */
-LA_FN void panel_solve(const chunk *c, const panel *s, real *E)
+LA_FN void store_values(const chunk *c, const la_problem *p, la_name name, const la_unit *u,
+                        int64_t t, int64_t v0, int64_t v1, const real *from, int64_t width)
 {
-    const int64_t width = s->width;
-#define SOLVE(NV, w) \
-    for (int64_t i = 0; i < c->n; i++) { \
-        lane sum[STRIP]; \
-        weighted_sum(NV, i, c->L + i * c->cp, 1, s->U + w, width, sum); \
-        for (int x = 0; x < NV; x++) { \
-            const int64_t at = i * width + w + x * LANES; \
-            lane e = lanes_in(s->U + at)[0] - lanes_in(s->X + at)[0] - sum[x]; \
-            lanes_of(E + at)[0] = e; \
-            lanes_of(s->U + at)[0] = c->beta[i] * e; \
-        } \
-    }
-    FOR_EACH_STRIP(width, SOLVE);
-#undef SOLVE
+    const la_array *to = &p->array[name];
+    for (int64_t i = 0; i < c->n; i++)
+        store_row(at_column(to, u->b, t + i, u->hv, v0), to->dtype, from + i * width, v1 - v0);
 }
 
-/* O += P U, row i from the rows up to i only: a NaN written later must not reach it. */
-LA_FN void panel_read(const chunk *c, const panel *s, real *O)
+/* The additive rule writes V as it is. */
+LA_FN void panel_write(const chunk *c, const la_problem *p, const la_unit *u, int64_t t,
+                       const panel *s, const la_decay decay)
 {
-#define READ(NV, w) \
-    for (int64_t i = 0; i < c->n; i++) { \
-        lane sum[STRIP]; \
-        weighted_sum(NV, i + 1, c->P + i * c->cp, 1, s->U + w, s->width, sum); \
-        for (int x = 0; x < NV; x++) lanes_of(O + i * s->width + w)[x] += sum[x]; \
+    const real *r = c->gamma + (c->n - 1) * c->cp;
+    load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
+    for (int64_t i = 0; decay == LA_TOKEN && i < c->n; i++)
+        scale_row(s->width, s->rU + i * s->width, s->U + i * s->width, r[i]);
+}
+
+/* The decays from the chunk's start to token i, where they scale a row of k S and q S. */
+LA_FN real from_start(const chunk *c, int64_t i, const la_decay decay)
+{
+    return decay == LA_TOKEN ? c->e[i] : 1;
+}
+
+/* R rows from i, NV lanes from column w of panel_solve. */
+LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
+                       const panel *s, rows V, real *E, const la_decay decay)
+{
+    const int64_t cp = c->cp, width = s->width;
+    const real *L = c->L + i * cp, *r = c->gamma + (c->n - 1) * cp;
+    const real *k = (decay == LA_KEY ? c->hat : c->k) + i * c->kp;
+    lane look[TILE], sum[TILE], u[STRIP];
+
+    tile_sum(R, NV, K, k, c->kp, 1, s->S + w, width, look);
+    tile_sum(R, NV, (int)i, L, cp, 1, s->U + w, width, sum);
+#pragma GCC unroll 8
+    for (int y = 0; y < R; y++) {
+        const real start = from_start(c, i + y, decay), beta = c->beta[i + y];
+        const int64_t at = (i + y) * width + w;
+#pragma GCC unroll 8
+        for (int x = 0; x < NV; x++) {
+            lane e = row_of(V, i + y, w)[x] - start * look[y * NV + x] - sum[y * NV + x];
+            u[x] = beta * e;
+            if (E) lanes_of(E + at)[x] = e;
+            lanes_of(s->U + at)[x] = u[x];
+            if (decay == LA_TOKEN) lanes_of(s->rU + at)[x] = r[i + y] * u[x];
+        }
+#pragma GCC unroll 8
+        for (int z = y + 1; z < R; z++)
+#pragma GCC unroll 8
+            for (int x = 0; x < NV; x++) sum[z * NV + x] += L[z * cp + i + y] * u[x];
     }
-    FOR_EACH_STRIP(s->width, READ);
-#undef READ
+}
+
+/* The delta rule, from the first row down: E_i = V_i - e_i (k S)_i - sum_{j<i} L_ij U_j, what the
+ * memory got wrong about token i, and U_i = beta_i E_i. E NULL: only U is wanted. */
+LA_COLD void panel_solve(const chunk *c, int64_t K, const panel *s, rows V, real *E,
+                         const la_decay decay)
+{
+    FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, s, V, E, decay);
+}
+
+LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c,
+                      const la_problem *p, const panel *s, rows O, const la_decay decay,
+                      bool normalised)
+{
+    const int64_t cp = c->cp, width = s->width;
+    const real *P = c->P + i * cp;
+    const real *q = (decay == LA_KEY ? c->hat + c->n * c->kp : c->q) + i * c->kp;
+    const real scale = (real)p->scale;
+    lane look[TILE], sum[TILE];
+
+    tile_sum(R, NV, (int)p->K, q, c->kp, 1, s->S + w, width, look);
+    tile_sum(R, NV, (int)i, P, cp, 1, s->U + w, width, sum);
+#pragma GCC unroll 8
+    for (int y = 0; y < R; y++) {
+        const real start = from_start(c, i + y, decay);
+        const real by = normalised ? divisor(p, c->den[i + y]) : 1;
+        const int64_t at = (i + y) * width + w;
+#pragma GCC unroll 8
+        for (int z = y; z < R; z++)
+#pragma GCC unroll 8
+            for (int x = 0; x < NV; x++)
+                sum[z * NV + x] += P[z * cp + i + y] * lanes_in(s->U + at)[x];
+#pragma GCC unroll 8
+        for (int x = 0; x < NV; x++) {
+            lane o = scale * (start * look[y * NV + x] + sum[y * NV + x]);
+            row_of(O, i + y, w)[x] = normalised ? o / by : o;
+        }
+    }
+}
+
+/* O_i = scale (e_i (q S)_i + sum_{j<=i} P_ij U_j), over the divisor if there is one. Row i takes the
+ * rows up to i only: a NaN written later must not reach it. */
+LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, rows O,
+                        const la_decay decay, bool normalised)
+{
+    FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, s, O, decay, normalised);
 }
 
 /* The decay of the whole chunk: one number, or one per key. */
@@ -268,11 +372,12 @@ LA_FN const real *whole_decay(const chunk *c, const la_decay decay)
     return c->e + (c->n - 1) * (decay == LA_KEY ? c->kp : 1);
 }
 
-/* S <- diag(e) S + k~' U, e the chunk's whole decay. */
-LA_FN void panel_carry(const chunk *c, const la_problem *p, panel *s, const la_decay decay)
+/* S' = diag(e) S + (r k)' U, e the chunk's whole decay. */
+LA_FN void panel_carry(const chunk *c, const la_problem *p, panel *s, real *to, ahead *next,
+                       const la_decay decay)
 {
-    product(p->K, s->width, c->n, c->tilde, 1, c->kp, s->U, s->width, s->S, s->width,
-            whole_decay(c, decay), decay == LA_KEY);
+    product_ahead(p->K, s->width, c->n, c->kt, c->cp, 1, decay == LA_TOKEN ? s->rU : s->U, s->width,
+                  to, s->width, s->S, whole_decay(c, decay), decay == LA_KEY, next);
 }
 
 /* z += sum_j k_j. Mapped keys are positive, so z grows with every token and its roundings, all of
@@ -284,7 +389,7 @@ LA_FN void add_keys(int64_t n, int64_t kp, const real *k, real *z, real *lost)
     for (int64_t x = 0; x < kp; x += LANES) {
         lane before = lanes_in(z + x)[0];
         lane add;
-        weighted_sum(1, n, &one, 0, k + x, kp, &add);
+        tile_sum(1, 1, (int)n, &one, 0, 0, k + x, kp, &add);
         add -= lanes_in(lost + x)[0];
         lane after = before + add;
         lane rounded = (after - before) - add;
@@ -305,89 +410,100 @@ LA_FN void chunk_denominators(chunk *c, real *z, real *lost)
     add_keys(c->n, c->kp, c->k, z, lost);
 }
 
-LA_FN void store_outputs(const chunk *c, const la_problem *p, const la_unit *u, int64_t t,
-                         const panel *s, real *O, bool normalised)
-{
-    const la_array *to = &p->array[LA_O];
-    for (int64_t i = 0; i < c->n; i++) {
-        real *row = O + i * s->width;
-        finish_row(p, row, s->width, normalised, c->den[i]);
-        store_row(at_column(to, u->b, t + i, u->hv, s->v0), to->dtype, row, s->v1 - s->v0);
-    }
-}
-
 /* ---- a whole sequence, forward ---- */
 
-/* Columns worked on together: their state, 128 x 64 floats, fits a 48 KiB L1 with the chunk. */
+/* Columns worked on together: their state, 128 x 64 floats, and the chunk fit a 48 KiB L1. */
 enum { PANEL = 64 };
 
 typedef struct forward_scratch {
     chunk c;
-    real *S, *U, *X, *z, *lost;
+    real *S;          /* [heads][panels][K][width] */
+    real *z, *lost;   /* [heads][kp] */
+    real *U, *rU, *O; /* one panel's */
 } forward_scratch;
 
-LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64_t C,
+LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64_t C, int64_t heads,
                         int64_t columns, const la_decay decay, const la_rule rule)
 {
     int64_t width = padded(columns < PANEL ? columns : PANEL);
     int64_t panels = (columns + PANEL - 1) / PANEL;
     chunk_take(&f->c, m, p, C, decay, rule);
-    f->S = take(m, panels * p->K * width);
+    f->S = take(m, heads * panels * p->K * width);
     f->U = take(m, C * width);
-    f->X = take(m, 2 * C * width);
-    f->z = take(m, padded(p->K));
-    f->lost = take(m, padded(p->K));
+    f->rU = take(m, decay == LA_TOKEN ? C * width : 0);
+    f->O = take(m, C * width);
+    f->z = take(m, heads * padded(p->K));
+    f->lost = take(m, heads * padded(p->K));
 }
 
-LA_FN panel panel_at(const forward_scratch *f, const la_problem *p, const la_unit *u, int64_t v)
+LA_FN panel panel_at(const forward_scratch *f, const la_problem *p, const la_unit *u, int64_t head,
+                     int64_t v)
 {
-    int64_t all = u->v1 - u->v0, width = padded(all < PANEL ? all : PANEL);
-    panel s = {.v0 = v, .v1 = v + PANEL < u->v1 ? v + PANEL : u->v1, .width = width};
-    s.S = f->S + (v - u->v0) / PANEL * p->K * width;
+    const int64_t all = u->v1 - u->v0, widest = padded(all < PANEL ? all : PANEL);
+    const int64_t panels = (all + PANEL - 1) / PANEL, which = head * panels + (v - u->v0) / PANEL;
+    panel s = {.v0 = v, .v1 = v + PANEL < u->v1 ? v + PANEL : u->v1};
+    s.width = padded(s.v1 - s.v0);
+    s.S = f->S + which * p->K * widest;
     s.U = f->U;
-    s.X = f->X;
+    s.rU = f->rU;
+    s.O = f->O;
     return s;
 }
 
-LA_FN void chunk_forward(const la_problem *p, const la_unit *u, int64_t C, arena *m,
+/* Tokens t.. of one panel's columns. */
+LA_FN void panel_forward(const chunk *c, const la_problem *p, const la_unit *u, int64_t t, panel *s,
+                         ahead *next, bool normalised, const la_decay decay, const la_rule rule)
+{
+    if (rule == LA_DELTA) {
+        const rows V = rows_of(p, LA_V, u, t, s, s->U);
+        if (V.at == s->U) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
+        panel_solve(c, p->K, s, V, NULL, decay);
+    } else {
+        panel_write(c, p, u, t, s, decay);
+    }
+    const rows O = rows_of(p, LA_O, u, t, s, s->O);
+    panel_read(c, p, s, O, decay, normalised);
+    if (O.at == s->O) store_values(c, p, LA_O, u, t, s->v0, s->v1, s->O, s->width);
+    panel_carry(c, p, s, s->S, next, decay);
+}
+
+/* The unit's heads walk side by side, chunk by chunk: their rows are neighbours in memory. */
+LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, arena *m,
                          const la_decay decay, const la_rule rule)
 {
+    static const la_name touched[] = {LA_O, LA_V, LA_G, LA_Q, LA_K};
     const bool normalised = is_normalised(p, decay, rule);
     forward_scratch f;
-    forward_take(&f, m, p, C, u->v1 - u->v0, decay, rule);
+    forward_take(&f, m, p, C, all->heads, all->v1 - all->v0, decay, rule);
     chunk *c = &f.c;
 
-    for (int64_t v = u->v0; v < u->v1; v += PANEL) {
-        panel s = panel_at(&f, p, u, v);
-        load_state(p, LA_S0, u, s.v0, s.v1, s.S, s.width);
-    }
-    if (normalised) load_z(p, LA_Z0, u, f.z);
-    fill(c->kp, f.lost, 0);
-
-    for (int64_t t = u->begin; t < u->end; t += C) {
-        const int64_t next = t + C, ahead = next + C < u->end ? C : u->end - next;
-        chunk_load(c, p, u, t, t + C < u->end ? C : u->end - t, decay, rule);
-        prefetch_keys(p, u, next, ahead, decay);
-        chunk_scores(c, p, decay, rule);
-        if (normalised) chunk_denominators(c, f.z, f.lost);
+    for (int64_t i = 0; i < all->heads; i++) {
+        const la_unit one = head_of(p, all, i), *u = &one;
         for (int64_t v = u->v0; v < u->v1; v += PANEL) {
-            panel s = panel_at(&f, p, u, v);
-            const int64_t rows = rule == LA_DELTA ? 2 * c->n : c->n;
-            real *O = rule == LA_DELTA ? s.X + c->n * s.width : s.X;
-            load_values(c, p, LA_V, u, t, s.v0, s.v1, s.U, s.width);
-            prefetch_rows(p, LA_V, u->b, next, ahead, u->hv, s.v0, s.v1 - s.v0);
-            prefetch_rows(p, LA_O, u->b, t, c->n, u->hv, s.v0, s.v1 - s.v0);
-            product(rows, s.width, p->K, c->hat, c->kp, 1, s.S, s.width, s.X, s.width, NULL, 0);
-            if (rule == LA_DELTA) panel_solve(c, &s, s.U);
-            panel_read(c, &s, O);
-            panel_carry(c, p, &s, decay);
-            store_outputs(c, p, u, t, &s, O, normalised);
+            panel s = panel_at(&f, p, u, i, v);
+            load_state(p, LA_S0, u, s.v0, s.v1, s.S, s.width);
         }
+        if (normalised) load_z(p, LA_Z0, u, f.z + i * c->kp);
+        fill(c->kp, f.lost + i * c->kp, 0);
     }
-
-    for (int64_t v = u->v0; v < u->v1; v += PANEL) {
-        panel s = panel_at(&f, p, u, v);
-        store_state(p, LA_ST, u, s.v0, s.v1, s.S, s.width);
+    for (int64_t t = all->begin; t < all->end; t += C)
+        for (int64_t i = 0; i < all->heads; i++) {
+            const la_unit one = head_of(p, all, i), *u = &one;
+            ahead next = ahead_of(p, u, t + C, C, touched, sizeof touched / sizeof *touched);
+            chunk_load(c, p, u, t, t + C < u->end ? C : u->end - t, true, decay, rule);
+            chunk_scores(c, p, true, decay, rule);
+            if (normalised) chunk_denominators(c, f.z + i * c->kp, f.lost + i * c->kp);
+            for (int64_t v = u->v0; v < u->v1; v += PANEL) {
+                panel s = panel_at(&f, p, u, i, v);
+                panel_forward(c, p, u, t, &s, &next, normalised, decay, rule);
+            }
+        }
+    for (int64_t i = 0; i < all->heads; i++) {
+        const la_unit one = head_of(p, all, i), *u = &one;
+        for (int64_t v = u->v0; v < u->v1; v += PANEL) {
+            panel s = panel_at(&f, p, u, i, v);
+            store_state(p, LA_ST, u, s.v0, s.v1, s.S, s.width);
+        }
+        if (normalised && u->v0 == 0) store_z(p, LA_ZT, u, f.z + i * c->kp);
     }
-    if (normalised && u->v0 == 0) store_z(p, LA_ZT, u, f.z);
 }

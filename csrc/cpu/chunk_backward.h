@@ -1,37 +1,52 @@
 /* The chunk form's adjoint, in the solve form: the triangular system is solved once more with the
  * transposed matrix, and no inverse is formed.
  *
- * A unit walks its chunks backwards with dS, the gradient of the state each chunk leaves. The
- * states the chunks started from are computed again: one walk forward keeps a state for every
- * segment of chunks, then each segment is walked again before its chunks are. With M chunks in a
- * segment and n in all that is M + n/M states instead of n; M = max(16, sqrt n) keeps 16 states of
- * 128 x 128 floats in a 1 MiB L2 for as long as that also bounds the memory.
+ * A unit walks its chunks backwards with dS, the gradient of the state each chunk leaves. What the
+ * forward had is computed again: one walk keeps a state for every segment of chunks, then each
+ * segment is walked again, keeping the state each chunk started from and what it wrote, before its
+ * chunks are gone through backwards. With M chunks in a segment and n in all that is M + n/M states
+ * instead of n. Up to 32 chunks are one segment, which spares the first walk; beyond that M =
+ * max(16, sqrt n): 16 states of 128 x 128 floats are 1 MiB, as large as an L2.
  *
  * Every unit's contribution to dq, dk, da and dbeta is a sum over its own columns. It goes to its
- * own slot of la_partials; gather adds the slots. */
+ * own slot of la_partials, and gather adds the slots; a unit that is alone writes it out itself. */
+
+enum { ONE_SEGMENT = 32 };
 
 LA_FN int64_t segment_length(int64_t chunks)
 {
     int64_t m = 16;
+    if (chunks <= ONE_SEGMENT) return chunks < 1 ? 1 : chunks;
     while (m * m < chunks) m++;
     return m;
 }
 
+/* States to keep at once in a run of so many chunks, or of fewer. */
+LA_FN int64_t segment_room(int64_t chunks)
+{
+    const int64_t m = segment_length(chunks);
+    return chunks > ONE_SEGMENT && m < ONE_SEGMENT ? ONE_SEGMENT : m;
+}
+
 typedef struct backward_scratch {
     chunk c;
-    real *S, *dS, *T;    /* [K][width]; T: a state transposed, [width][kp] */
-    real *states;        /* [M][K*width + kp]: chunk starts of a segment (state, then z) */
-    real *checkpoints;   /* [segments][K*width + kp] */
+    real *S, *dS;        /* [K][width] */
+    real *kept;          /* [M]: of a segment's chunks, the state and z they start from, U, E */
+    real *checkpoints;   /* [segments]: state and z */
     real *z, *dz, *lost; /* [kp] */
-    real *U, *E, *X;     /* [C][width]: what was written, what was wrong, k^ S */
+    real *U, *E;         /* [C][width], in `kept`: what the chunk wrote, and what was wrong */
+    real *rU;            /* TOKEN [C][width]: r U */
     real *dO;            /* [2C][width]: -dE, then (from row n) dO; one matrix for dS */
+    real *edO;           /* TOKEN [2C][width]: e times that */
     real *dU;            /* [C][width]: dU, then dV */
-    real *Ut;            /* [width][cp] */
+    real *Ut, *dOt;      /* [width][cp], [width][2C, padded]: U and dO transposed */
+    real *across;        /* [K][2C, padded]: d_tilde and d_hat, transposed */
     real *dP, *dL;       /* [C][cp] */
     real *d_hat;         /* [2C][kp]: dk^, then (from row n) dq^ */
     real *d_tilde;       /* [C][kp] */
     real *dq, *dk;       /* [C][kp] */
     real *da, *dbeta;    /* as a, beta */
+    real *kqt;           /* [kp][2C, padded]: k, then (from column n) q (KEY: k^, q^), transposed */
     real *de;            /* TOKEN [1], KEY [kp]: of the chunk's whole decay */
     real *rows;          /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma */
     real *carried;       /* [kp] */
@@ -43,27 +58,30 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
 {
     const int64_t kp = padded(p->K), cp = padded(C), width = padded(columns);
     const int64_t chunks = (length + C - 1) / C, M = segment_length(chunks);
-    const int64_t kept = p->K * width + kp;
+    const int64_t start = p->K * width + kp;
     chunk_take(&f->c, m, p, C, decay, rule);
     f->S = take(m, p->K * width);
     f->dS = take(m, p->K * width);
-    f->T = take(m, width * kp);
-    f->states = take(m, (M < chunks ? M : chunks) * kept);
-    f->checkpoints = take(m, (chunks + M - 1) / M * kept);
+    f->kept = take(m, segment_room(chunks) * (start + (rule == LA_DELTA ? 2 : 1) * C * width));
+    f->checkpoints = take(m, (chunks + M - 1) / M * start);
     f->z = take(m, kp);
     f->dz = take(m, kp);
     f->lost = take(m, kp);
-    f->U = take(m, C * width);
-    f->E = take(m, C * width);
-    f->X = take(m, C * width);
+    f->rU = take(m, decay == LA_TOKEN ? C * width : 0);
     f->dO = take(m, 2 * C * width);
+    f->edO = take(m, decay == LA_TOKEN ? 2 * C * width : 0);
     f->dU = take(m, C * width);
     f->Ut = take(m, width * cp);
-    f->dP = take(m, 2 * C * cp); /* dL follows dP: one product fills both */
-    f->dL = f->dP ? f->dP + C * cp : NULL;
+    f->dOt = take(m, width * padded(2 * C));
+    f->across = take(m, p->K * padded(2 * C));
+    f->dP = take(m, C * cp);
+    f->dL = take(m, C * cp);
     f->d_hat = take(m, 2 * C * kp);
     f->d_tilde = take(m, C * kp);
-    f->da = take(m, decay == LA_TOKEN ? C : 0);
+    f->dq = take(m, C * kp);
+    f->dk = take(m, C * kp);
+    f->da = take(m, decay == LA_KEY ? C * kp : C);
+    f->kqt = take(m, kp * padded(2 * C));
     f->dbeta = take(m, C);
     f->de = take(m, kp);
     f->rows = take(m, decay == LA_KEY ? C * kp : C * cp);
@@ -71,53 +89,72 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->d_den = take(m, C);
 }
 
-/* The chunk's writes again: U (and E) from V and the state it started from. */
-LA_FN void solve_again(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
-                       const real *S, int64_t width, const la_rule rule)
+/* The chunk's writes again: f->U (and f->E, unless it is NULL) from V and the state it started from. */
+LA_FN panel solve_again(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
+                        real *S, int64_t width, const la_decay decay, const la_rule rule)
 {
-    chunk *c = &f->c;
-    load_values(c, p, LA_V, u, t, u->v0, u->v1, f->U, width);
-    if (rule == LA_ADDITIVE) return;
-    panel s = {.width = width, .U = f->U, .X = f->X};
-    product(c->n, width, p->K, c->hat, c->kp, 1, S, width, f->X, width, NULL, 0);
-    panel_solve(c, &s, f->E);
+    panel s = {.v0 = u->v0, .v1 = u->v1, .width = width, .S = S};
+    s.U = f->U;
+    s.rU = f->rU;
+    if (rule == LA_ADDITIVE) {
+        panel_write(&f->c, p, u, t, &s, decay);
+        return s;
+    }
+    const rows V = rows_of(p, LA_V, u, t, &s, s.U);
+    if (V.at == s.U) load_values(&f->c, p, LA_V, u, t, s.v0, s.v1, s.U, width);
+    panel_solve(&f->c, p->K, &s, V, f->E, decay);
+    return s;
 }
 
-/* One chunk forward without reading: f->S and f->z move on to the chunk's end. */
+/* One chunk forward without reading: S goes on to `to` (NULL: it is not wanted), f->z to the chunk's
+ * end. */
 LA_FN void walk_chunk(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
-                      int64_t n, int64_t width, const la_decay decay, const la_rule rule)
+                      int64_t n, real *S, real *to, int64_t width, const la_decay decay,
+                      const la_rule rule)
 {
     chunk *c = &f->c;
-    const int64_t next = t + n, ahead = next + n < u->end ? n : u->end - next;
-    chunk_load(c, p, u, t, n, decay, rule);
-    prefetch_keys(p, u, next, ahead, decay);
-    prefetch_rows(p, LA_V, u->b, next, ahead, u->hv, u->v0, u->v1 - u->v0);
-    chunk_scores(c, p, decay, rule);
-    solve_again(f, p, u, t, f->S, width, rule);
-    panel s = {.width = width, .U = f->U, .X = f->X, .S = f->S};
-    panel_carry(c, p, &s, decay);
+    static const la_name touched[] = {LA_V, LA_G, LA_K};
+    ahead next = ahead_of(p, u, t + n, n, touched, sizeof touched / sizeof *touched);
+    chunk_load(c, p, u, t, n, false, decay, rule);
+    chunk_scores(c, p, false, decay, rule);
+    panel s = solve_again(f, p, u, t, S, width, decay, rule);
+    if (to) panel_carry(c, p, &s, to, &next, decay);
     if (p->normaliser != LA_UNNORMALISED) add_keys(n, c->kp, c->k, f->z, f->lost);
 }
 
+/* The last R rows but `done`, NV lanes from column w. */
+LA_FN void unsolve_block(const int R, const int NV, int64_t done, int64_t w, backward_scratch *f,
+                         int64_t width)
+{
+    const chunk *c = &f->c;
+    const int64_t cp = c->cp, after = c->n - done, i = after - R;
+    lane sum[TILE], minus[STRIP]; /* was E_i -= L_ij U_j; -dE_i is in dO's rows */
+
+    tile_sum(R, NV, (int)done, c->L + after * cp + i, 1, cp, f->dO + after * width + w, width, sum);
+#pragma GCC unroll 8
+    for (int y = R - 1; y >= 0; y--) {
+        const int64_t at = (i + y) * width + w;
+#pragma GCC unroll 8
+        for (int x = 0; x < NV; x++) {
+            lane du = lanes_in(f->dU + at)[x] + sum[y * NV + x];
+            minus[x] = -(c->beta[i + y] * du);
+            lanes_of(f->dU + at)[x] = du;
+            lanes_of(f->dO + at)[x] = minus[x];
+        }
+#pragma GCC unroll 8
+        for (int z = 0; z < y; z++)
+#pragma GCC unroll 8
+            for (int x = 0; x < NV; x++) sum[z * NV + x] += c->L[(i + y) * cp + i + z] * minus[x];
+    }
+}
+
 /* The adjoint of panel_solve, from the last row up. dU holds the gradient of U from what read it
- * outside the chunk's own solve. dE_i = beta_i dU_i goes to V and, negated, to k^ S. */
-LA_FN void solve_adjoint(backward_scratch *f, int64_t width)
+ * outside the chunk's own solve. dE_i = beta_i dU_i goes to V and, negated, to k S. */
+LA_COLD void solve_adjoint(backward_scratch *f, int64_t width)
 {
     chunk *c = &f->c;
     const int64_t n = c->n;
-#define UNSOLVE(NV, w) \
-    for (int64_t j = n - 1; j >= 0; j--) { \
-        lane sum[STRIP]; /* was E_i -= L_ij U_j; -dE_i is in dO's rows */ \
-        weighted_sum(NV, n - 1 - j, c->L + (j + 1) * c->cp + j, c->cp, \
-                     f->dO + (j + 1) * width + w, width, sum); \
-        for (int x = 0; x < NV; x++) { \
-            lane du = lanes_in(f->dU + j * width + w)[x] + sum[x]; \
-            lanes_of(f->dU + j * width + w)[x] = du; \
-            lanes_of(f->dO + j * width + w)[x] = -(c->beta[j] * du); \
-        } \
-    }
-    FOR_EACH_STRIP(width, UNSOLVE);
-#undef UNSOLVE
+    FOR_EACH_BLOCK(n, width, unsolve_block, f, width);
     for (int64_t i = 0; i < n; i++) {
         real *du = f->dU + i * width;
         f->dbeta[i] = dot(width, du, f->E + i * width); /* was U = beta E */
@@ -125,48 +162,80 @@ LA_FN void solve_adjoint(backward_scratch *f, int64_t width)
     }
 }
 
+/* dU_j = r_j (k dS)_j + sum_{i>=j} P_ij dO_i, of R rows from j and NV lanes from column w. */
+LA_FN void unread_block(const int R, const int NV, int64_t j, int64_t w, const backward_scratch *f,
+                        const real *dO, int64_t width, const la_decay decay)
+{
+    const chunk *c = &f->c;
+    const int64_t cp = c->cp, after = j + R;
+    const real *r = c->gamma + (c->n - 1) * cp;
+    lane sum[TILE];
+
+    tile_sum(R, NV, (int)(c->n - after), c->P + after * cp + j, 1, cp, dO + after * width + w,
+             width, sum);
+#pragma GCC unroll 8
+    for (int y = R - 1; y >= 0; y--)
+#pragma GCC unroll 8
+        for (int z = 0; z <= y; z++)
+#pragma GCC unroll 8
+            for (int x = 0; x < NV; x++)
+                sum[z * NV + x] +=
+                    c->P[(j + y) * cp + j + z] * lanes_in(dO + (j + y) * width + w)[x];
+#pragma GCC unroll 8
+    for (int y = 0; y < R; y++) {
+        const real end = decay == LA_TOKEN ? r[j + y] : 1;
+        lane *du = lanes_of(f->dU + (j + y) * width + w);
+#pragma GCC unroll 8
+        for (int x = 0; x < NV; x++) du[x] = end * du[x] + sum[y * NV + x];
+    }
+}
+
+/* Was O = P U, and S' = .. + (r k)' U: dU holds k dS, and becomes the gradient of U. */
+LA_COLD void read_adjoint(backward_scratch *f, const real *dO, int64_t width, const la_decay decay)
+{
+    FOR_EACH_BLOCK(f->c.n, width, unread_block, f, dO, width, decay);
+}
+
 /* The adjoint of read, solve and carry over this unit's columns: from dO and dS to dV, dP, dL,
  * dq^, dk^, dk~, the whole decay's de and the new dS. S: the state the chunk started from. */
 LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real *S, int64_t width,
-                           const la_decay decay, const la_rule rule)
+                           ahead *before, const la_decay decay, const la_rule rule)
 {
     chunk *c = &f->c;
     const int64_t n = c->n, kp = c->kp, cp = c->cp, V = width;
     const bool delta = rule == LA_DELTA;
     real *dO = f->dO + (delta ? n * width : 0);
 
-    /* Was S' = diag(e) S + k~' U and O = q^ S + P U. */
-    product(n, width, p->K, c->tilde, kp, 1, f->dS, width, f->dU, width, NULL, 0);
-#define UNREAD(NV, w) \
-    for (int64_t j = 0; j < n; j++) { \
-        lane sum[STRIP]; \
-        weighted_sum(NV, n - j, c->P + j * cp + j, cp, dO + j * width + w, width, sum); \
-        for (int x = 0; x < NV; x++) lanes_of(f->dU + j * width + w)[x] += sum[x]; \
-    }
-    FOR_EACH_STRIP(width, UNREAD);
-#undef UNREAD
+    /* Was S' = diag(e) S + (r k)' U and O = e q S + P U. */
+    product(n, width, p->K, decay == LA_KEY ? c->tilde : c->k, kp, 1, f->dS, width, f->dU, width,
+            NULL, 0);
+    read_adjoint(f, dO, width, decay);
     transpose(n, V, f->U, width, f->Ut, cp);
-    product(n, padded(n), V, dO, width, 1, f->Ut, cp, f->dP, cp, NULL, 0);
-    transpose(p->K, V, f->dS, width, f->T, kp);
-    product(n, kp, V, f->U, width, 1, f->T, kp, f->d_tilde, kp, NULL, 0);
-    if (decay == LA_TOKEN) {
-        wide sum = 0; /* K width terms in one number */
-        for (int64_t i = 0; i < p->K; i++) sum += dot(width, S + i * width, f->dS + i * width);
-        f->de[0] = (real)sum;
-    }
+    narrow_product(n, padded(n), V, dO, width, f->Ut, cp, f->dP, cp);
+    narrow_product(p->K, padded(n), V, f->dS, width, f->Ut, cp, f->across, cp);
+    transpose(p->K, n, f->across, cp, f->d_tilde, kp);
+    if (decay == LA_TOKEN) f->de[0] = (real)long_dot(p->K * width, S, f->dS);
     for (int64_t i = 0; decay == LA_KEY && i < p->K; i++)
         f->de[i] = dot(width, S + i * width, f->dS + i * width);
 
     if (delta) {
         solve_adjoint(f, width);
         /* Was E = V - k^ S - L U: dL = -strict(dE U'). */
-        product(n, padded(n), V, f->dO, width, 1, f->Ut, cp, f->dL, cp, NULL, 0);
+        narrow_product(n, padded(n), V, f->dO, width, f->Ut, cp, f->dL, cp);
     }
-    /* Was X = [k^; q^] S. */
-    transpose(p->K, V, S, width, f->T, kp);
-    product(delta ? 2 * n : n, kp, V, f->dO, width, 1, f->T, kp, f->d_hat, kp, NULL, 0);
-    product(p->K, width, delta ? 2 * n : n, c->hat, 1, kp, f->dO, width, f->dS, width,
-            whole_decay(c, decay), decay == LA_KEY);
+    /* Was X = [k; q] S, its rows scaled by e: d_hat is of the scaled rows. */
+    const int64_t rows = delta ? 2 * n : n, ldt = padded(rows);
+    transpose(rows, V, f->dO, width, f->dOt, ldt);
+    if (ldt == LANES)
+        narrow_product(p->K, ldt, V, S, width, f->dOt, ldt, f->across, ldt);
+    else
+        product(p->K, ldt, V, S, width, 1, f->dOt, ldt, f->across, ldt, NULL, 0);
+    transpose(p->K, rows, f->across, ldt, f->d_hat, kp);
+    for (int64_t i = 0; decay == LA_TOKEN && i < rows; i++)
+        scale_row(width, f->edO + i * width, f->dO + i * width, c->e[i < n ? i : i - n]);
+    transpose(rows, p->K, (decay == LA_KEY ? c->hat : c->k) + (2 * n - rows) * kp, kp, f->kqt, ldt);
+    product_ahead(p->K, width, rows, f->kqt, ldt, 1, decay == LA_TOKEN ? f->edO : f->dO, width,
+                  f->dS, width, f->dS, whole_decay(c, decay), decay == LA_KEY, before);
 }
 
 /* The normaliser's share, before columns_adjoint's results are used. dO is the gradient of num by
@@ -188,13 +257,14 @@ LA_FN void denominators_adjoint(backward_scratch *f, const la_problem *p)
     }
     for (int64_t x = 0; x < kp; x += LANES) {
         lane sum;
-        weighted_sum(1, c->n, f->d_den, 1, c->q + x, kp, &sum);
+        tile_sum(1, 1, (int)c->n, f->d_den, 0, 1, c->q + x, kp, &sum);
         lanes_of(f->dz + x)[0] += sum;
     }
 }
 
-/* The adjoint of scores_token. dq, dk are added to. */
-LA_FN void scores_token_adjoint(backward_scratch *f, const la_decay decay, const la_rule rule)
+/* The adjoint of scores_token. dq is written; so is dk, or (normalised) added to. */
+LA_FN void scores_token_adjoint(backward_scratch *f, bool normalised, const la_decay decay,
+                                const la_rule rule)
 {
     chunk *c = &f->c;
     const int64_t n = c->n, kp = c->kp, cp = c->cp;
@@ -216,8 +286,8 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_decay decay, const
         }
     }
     /* dP and dL are now the gradients of the bare products q_i . k_j and k_i . k_j. */
-    product(n, kp, n, f->dP, cp, 1, c->k, kp, f->dq, kp, &one, 0);
-    product(n, kp, n, f->dP, 1, cp, c->q, kp, f->dk, kp, &one, 0);
+    product(n, kp, n, f->dP, cp, 1, c->k, kp, f->dq, kp, NULL, 0);
+    product(n, kp, n, f->dP, 1, cp, c->q, kp, f->dk, kp, normalised ? &one : NULL, 0);
     if (delta) {
         product(n, kp, n, f->dL, cp, 1, c->k, kp, f->dk, kp, &one, 0);
         product(n, kp, n, f->dL, 1, cp, c->k, kp, f->dk, kp, &one, 0);
@@ -254,7 +324,7 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_decay decay, const
     }
 }
 
-/* The adjoint of scores_key: each key's row back up the chunk. */
+/* The adjoint of scores_key, added to dq and dk: each key's row back up the chunk. */
 LA_FN void scores_key_adjoint(backward_scratch *f, const la_rule rule)
 {
     chunk *c = &f->c;
@@ -317,16 +387,50 @@ LA_FN real *z_slot(const la_problem *p, const la_partials *sums, const la_unit *
     return (real *)sums->dz0 + ((u->hv * sums->panels + u->panel) * p->N + u->n) * sums->kp;
 }
 
+/* What columns_adjoint and the scores' adjoint left, to the user's arrays or to the unit's slots. */
+LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_unit *u,
+                           const la_partials *sums, int64_t t, int64_t width, const la_decay decay,
+                           const la_rule rule)
+{
+    const chunk *c = &f->c;
+    const int64_t n = c->n, kp = c->kp, gate = decay == LA_KEY ? kp : 1;
+    const la_array *dbeta = &p->array[LA_DBETA];
+
+    store_values(c, p, LA_DV, u, t, u->v0, u->v1, f->dU, width);
+    if (!sums->alone) {
+        copy_row(n * kp, slot(p, sums, sums->dq, u, t, kp), f->dq);
+        copy_row(n * kp, slot(p, sums, sums->dk, u, t, kp), f->dk);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        real *da = f->da + i * gate;
+        if (sums->alone) {
+            store_key_gradient(p, LA_Q, u->b, t + i, u->h, f->dq + i * kp, f->carried);
+            store_key_gradient(p, LA_K, u->b, t + i, u->h, f->dk + i * kp, f->carried);
+            if (rule == LA_DELTA)
+                store_element(at(dbeta, u->b, t + i, u->hv), dbeta->dtype, f->dbeta[i]);
+        } else if (rule == LA_DELTA) {
+            slot(p, sums, sums->dbeta, u, t, 1)[i] = f->dbeta[i];
+        }
+        if (decay != LA_NONE && sums->alone && p->decay != LA_HEAD)
+            store_gate_gradient(p, u, t + i, da, c->a + i * gate);
+        else if (decay != LA_NONE)
+            for (int64_t x = 0; x < gate; x++) slot(p, sums, sums->da, u, t + i, gate)[x] = da[x];
+    }
+}
+
 LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partials *sums, int64_t C,
                           arena *m, const la_decay decay, const la_rule rule)
 {
+    static const la_name touched[] = {LA_DV, LA_DO, LA_V, LA_G, LA_Q, LA_K, LA_DQ, LA_DK, LA_DG};
+    enum { TOUCHED = sizeof touched / sizeof *touched }; /* the last three only if written here */
     const bool normalised = is_normalised(p, decay, rule);
     const int64_t length = u->end - u->begin, chunks = (length + C - 1) / C;
     const int64_t M = segment_length(chunks), width = padded(u->v1 - u->v0);
     backward_scratch f;
     backward_take(&f, m, p, C, length, u->v1 - u->v0, decay, rule);
     chunk *c = &f.c;
-    const int64_t kp = c->kp, size = p->K * width, kept = size + kp;
+    const int64_t kp = c->kp, size = p->K * width, start = size + kp, written = C * width;
+    const int64_t each = start + (rule == LA_DELTA ? 2 : 1) * written;
 
     load_state(p, LA_S0, u, u->v0, u->v1, f.S, width);
     load_state(p, LA_DST, u, u->v0, u->v1, f.dS, width);
@@ -337,35 +441,37 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
     else
         fill(kp, f.dz, 0);
 
+    f.U = f.kept; /* not kept by this walk */
+    f.E = NULL;
     for (int64_t i = 0; i < chunks; i++) {
         if (i % M == 0) {
-            copy_row(size, f.checkpoints + i / M * kept, f.S);
-            copy_row(kp, f.checkpoints + i / M * kept + size, f.z);
+            copy_row(size, f.checkpoints + i / M * start, f.S);
+            copy_row(kp, f.checkpoints + i / M * start + size, f.z);
             if (i + M >= chunks) break; /* the last segment is walked below */
         }
-        walk_chunk(&f, p, u, u->begin + i * C, C, width, decay, rule);
+        walk_chunk(&f, p, u, u->begin + i * C, C, f.S, f.S, width, decay, rule);
     }
     for (int64_t first = (chunks - 1) / M * M; first >= 0 && chunks; first -= M) {
         const int64_t last = first + M < chunks ? first + M : chunks;
-        copy_row(size, f.S, f.checkpoints + first / M * kept);
-        copy_row(kp, f.z, f.checkpoints + first / M * kept + size);
+        copy_row(size, f.kept, f.checkpoints + first / M * start);
+        copy_row(kp, f.z, f.checkpoints + first / M * start + size);
         fill(kp, f.lost, 0);
         for (int64_t i = first; i < last; i++) {
-            copy_row(size, f.states + (i - first) * kept, f.S);
-            copy_row(kp, f.states + (i - first) * kept + size, f.z);
-            if (i + 1 < last) walk_chunk(&f, p, u, u->begin + i * C, C, width, decay, rule);
+            const int64_t t = u->begin + i * C, n = t + C < u->end ? C : u->end - t;
+            real *S = f.kept + (i - first) * each;
+            f.U = S + start;
+            f.E = f.U + written;
+            copy_row(kp, S + size, f.z);
+            walk_chunk(&f, p, u, t, n, S, i + 1 < last ? S + each : NULL, width, decay, rule);
         }
         for (int64_t i = last - 1; i >= first; i--) {
             const int64_t t = u->begin + i * C, n = t + C < u->end ? C : u->end - t;
-            const real *S = f.states + (i - first) * kept;
-            chunk_load(c, p, u, t, n, decay, rule);
-            if (i > 0) {
-                prefetch_keys(p, u, t - C, C, decay);
-                prefetch_rows(p, LA_V, u->b, t - C, C, u->hv, u->v0, u->v1 - u->v0);
-                prefetch_rows(p, LA_DO, u->b, t - C, C, u->hv, u->v0, u->v1 - u->v0);
-            }
-            chunk_scores(c, p, decay, rule);
-            solve_again(&f, p, u, t, S, width, rule);
+            const real *S = f.kept + (i - first) * each;
+            f.U = f.kept + (i - first) * each + start;
+            f.E = f.U + written;
+            chunk_load(c, p, u, t, n, true, decay, rule);
+            ahead before = ahead_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - 3);
+            chunk_scores(c, p, true, decay, rule);
             real *dO = f.dO + (rule == LA_DELTA ? n * width : 0);
             load_values(c, p, LA_DO, u, t, u->v0, u->v1, dO, width);
             if (normalised) {
@@ -376,25 +482,16 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
             }
             for (int64_t r = 0; r < n; r++) /* dO becomes the gradient of num: the same factor */
                 finish_row(p, dO + r * width, width, normalised, c->den[r]);
-            f.dq = slot(p, sums, sums->dq, u, t, kp);
-            f.dk = slot(p, sums, sums->dk, u, t, kp);
-            if (decay == LA_KEY) f.da = slot(p, sums, sums->da, u, t, kp);
-            fill(n * kp, f.dq, 0);
-            fill(n * kp, f.dk, 0);
-            columns_adjoint(&f, p, S, width, decay, rule);
+            if (decay == LA_KEY) fill(n * kp, f.dq, 0);
+            if (decay == LA_KEY) fill(n * kp, f.dk, 0);
+            columns_adjoint(&f, p, S, width, &before, decay, rule);
             if (normalised) denominators_adjoint(&f, p);
             if (decay == LA_KEY)
                 scores_key_adjoint(&f, rule);
             else
-                scores_token_adjoint(&f, decay, rule);
+                scores_token_adjoint(&f, normalised, decay, rule);
 
-            for (int64_t r = 0; r < n; r++) {
-                const la_array *dv = &p->array[LA_DV];
-                if (decay == LA_TOKEN) slot(p, sums, sums->da, u, t, 1)[r] = f.da[r];
-                if (rule == LA_DELTA) slot(p, sums, sums->dbeta, u, t, 1)[r] = f.dbeta[r];
-                store_row(at_column(dv, u->b, t + r, u->hv, u->v0), dv->dtype, f.dU + r * width,
-                          u->v1 - u->v0);
-            }
+            store_gradients(&f, p, u, sums, t, width, decay, rule);
         }
     }
     store_state(p, LA_DS0, u, u->v0, u->v1, f.dS, width);

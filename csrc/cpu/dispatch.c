@@ -138,12 +138,29 @@ static int64_t sequence_start(const la_problem *p, int64_t n)
     return ((const int32_t *)cu->data)[n * cu->stride[0]];
 }
 
-static la_unit unit_at(const la_problem *p, int64_t i, int64_t columns, int64_t panels)
+typedef struct {
+    const la_problem *p;
+    const la_kernels *kernels;
+    int64_t heads; /* value heads in a unit */
+    int64_t columns, panels;
+    const la_partials *sums;
+    int64_t blocks; /* of tokens, per batch row */
+    char *scratch;
+    size_t per_thread;
+} job;
+
+static int64_t groups(const la_problem *p, int64_t heads) { return (p->HV + heads - 1) / heads; }
+
+static la_unit unit_at(const job *j, int64_t i)
 {
-    la_unit u = {.panel = i % panels, .hv = i / panels % p->HV, .n = i / panels / p->HV};
+    const la_problem *p = j->p;
+    const int64_t group = i / j->panels % groups(p, j->heads);
+    la_unit u = {.panel = i % j->panels, .hv = group * j->heads};
+    u.n = i / j->panels / groups(p, j->heads);
     u.h = u.hv / (p->HV / p->H);
-    u.v0 = u.panel * columns;
-    u.v1 = u.v0 + columns < p->V ? u.v0 + columns : p->V;
+    u.heads = u.hv + j->heads < p->HV ? j->heads : p->HV - u.hv;
+    u.v0 = u.panel * j->columns;
+    u.v1 = u.v0 + j->columns < p->V ? u.v0 + j->columns : p->V;
     if (p->array[LA_CU].given) {
         u.begin = sequence_start(p, u.n);
         u.end = sequence_start(p, u.n + 1);
@@ -171,52 +188,50 @@ static double work_of(const la_problem *p, double products)
     return products * (double)p->tokens * (double)p->HV * (double)p->K * (double)p->V / 50;
 }
 
-typedef struct {
-    const la_problem *p;
-    const la_kernels *kernels;
-    int64_t columns, panels;
-    const la_partials *sums;
-    int64_t blocks; /* of tokens, per batch row */
-    char *scratch;
-    size_t per_thread;
-} job;
-
 static size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
 static void forward_unit(void *context, int64_t i, int thread)
 {
     const job *j = context;
-    la_unit u = unit_at(j->p, i, j->columns, j->panels);
+    la_unit u = unit_at(j, i);
     j->kernels->forward(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
 }
 
 static void step_unit(void *context, int64_t i, int thread)
 {
     const job *j = context;
-    la_unit u = unit_at(j->p, i, j->columns, j->panels);
+    la_unit u = unit_at(j, i);
     j->kernels->step(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
 }
 
 /* Columns of different units never mix and every column is computed the same way wherever it lies,
- * so the split may follow the number of threads without moving a bit. */
-static void split_columns(job *j, double nanoseconds)
+ * so the split may follow the number of threads without moving a bit. Few heads: their columns are
+ * shared out. Many: heads whose rows are neighbours go together (ahead.h), as long as their states
+ * fit in half of a small L2 cache and every thread has a unit or two. */
+static void split(job *j, double nanoseconds)
 {
-    int64_t heads = j->p->N * j->p->HV;
-    int threads = la_pool_threads(j->p->V > 1 ? heads + j->p->V / 32 : heads, nanoseconds);
-    j->columns = j->p->V;
-    while (heads * ((j->p->V + j->columns - 1) / j->columns) < threads && j->columns > 64)
+    enum { MOST_HEADS = 4, STATES = 256 << 10 };
+    const la_problem *p = j->p;
+    const int64_t all = p->N * p->HV, size = p->real == LA_F64 ? 8 : 4;
+    const int threads = la_pool_threads(p->V > 1 ? all + p->V / 32 : all, nanoseconds);
+    j->columns = p->V;
+    while (all * ((p->V + j->columns - 1) / j->columns) < threads && j->columns > 64)
         j->columns = (j->columns / 2 + 63) / 64 * 64;
-    j->panels = (j->p->V + j->columns - 1) / j->columns;
+    j->panels = (p->V + j->columns - 1) / j->columns;
+    for (j->heads = MOST_HEADS; j->heads > 1; j->heads /= 2)
+        if (p->N * groups(p, j->heads) * j->panels >= (threads > 1 ? 2 * threads : 1) &&
+            j->heads * p->K * j->columns * size <= STATES)
+            break;
 }
 
 la_status la_forward(la_problem *p)
 {
     job j = {.p = p, .kernels = kernels_for(p)};
     double nanoseconds = work_of(p, 3);
-    split_columns(&j, nanoseconds);
-    int64_t units = p->N * p->HV * j.panels;
+    split(&j, nanoseconds);
+    int64_t units = p->N * groups(p, j.heads) * j.panels;
     int threads = la_pool_threads(units, nanoseconds);
-    j.per_thread = whole_pages(j.kernels->forward_scratch(p, longest_sequence(p)));
+    j.per_thread = whole_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
     j.scratch = allocate(j.per_thread * (size_t)threads);
     if (!j.scratch) return out_of_memory(p);
     la_pool_run(threads, units, forward_unit, &j);
@@ -226,7 +241,7 @@ la_status la_forward(la_problem *p)
 
 la_status la_step(la_problem *p)
 {
-    job j = {.p = p, .kernels = kernels_for(p), .columns = p->V, .panels = 1};
+    job j = {.p = p, .kernels = kernels_for(p), .heads = 1, .columns = p->V, .panels = 1};
     int64_t units = p->N * p->HV;
     /* A step is bound by memory: 4 bytes read and written per multiply-add pair. */
     int threads = la_pool_threads(units, work_of(p, 8));
@@ -245,7 +260,7 @@ enum { GATHER_TOKENS = 64 };
 static void backward_unit(void *context, int64_t i, int thread)
 {
     const job *j = context;
-    la_unit u = unit_at(j->p, i, j->columns, j->panels);
+    la_unit u = unit_at(j, i);
     j->kernels->backward(j->p, &u, j->sums, j->scratch + (size_t)thread * j->per_thread);
 }
 
@@ -267,7 +282,7 @@ static void gather_head_unit(void *context, int64_t hv, int thread)
 
 la_status la_backward(la_problem *p)
 {
-    job j = {.p = p, .kernels = kernels_for(p)};
+    job j = {.p = p, .kernels = kernels_for(p), .heads = 1};
     const size_t real = p->real == LA_F64 ? 8 : 4;
     la_partials sums = {.tokens = p->tokens};
     sums.kp = (p->K + j.kernels->lanes - 1) / j.kernels->lanes * j.kernels->lanes;
@@ -276,11 +291,16 @@ la_status la_backward(la_problem *p)
     j.sums = &sums;
     j.blocks = (p->T + GATHER_TOKENS - 1) / GATHER_TOKENS;
 
+    sums.alone = p->causal && p->mode != LA_RECURRENT && sums.panels == 1 && p->HV == p->H;
+
     const size_t slots = (size_t)(p->HV * sums.panels), tokens = (size_t)p->tokens;
-    const size_t rows = whole_pages(slots * tokens * (size_t)sums.kp * real);
     const size_t numbers = whole_pages(slots * tokens * real);
-    const size_t gate = p->decay == LA_KEY ? rows : p->decay == LA_NONE ? 0 : numbers;
-    const size_t beta = p->rule == LA_DELTA ? numbers : 0;
+    const size_t rows = sums.alone ? 0 : whole_pages(slots * tokens * (size_t)sums.kp * real);
+    const size_t gate = p->decay == LA_HEAD                 ? numbers
+                        : p->decay == LA_NONE || sums.alone ? 0
+                        : p->decay == LA_KEY                ? rows
+                                                            : numbers;
+    const size_t beta = p->rule == LA_DELTA && !sums.alone ? numbers : 0;
     const size_t z = p->normaliser == LA_UNNORMALISED
                          ? 0
                          : whole_pages(slots * (size_t)p->N * (size_t)sums.kp * real);
@@ -300,7 +320,7 @@ la_status la_backward(la_problem *p)
     j.scratch = block + 2 * rows + gate + beta + z;
 
     la_pool_run(threads, units, backward_unit, &j);
-    la_pool_run(threads, p->B * j.blocks * p->H, gather_unit, &j);
+    if (!sums.alone) la_pool_run(threads, p->B * j.blocks * p->H, gather_unit, &j);
     la_pool_run(threads, p->HV, gather_head_unit, &j);
     release(block);
     return LA_OK;

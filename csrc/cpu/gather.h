@@ -21,43 +21,31 @@ LA_FN void add_slots(const la_partials *sums, const void *base, int64_t first, i
     }
 }
 
-/* The gradient of the gate as it was given, from that of the decay: was a = exp(g) or exp(-slope). */
-LA_FN void gate_adjoint(const la_problem *p, real *da, const real *a, int64_t n)
-{
-    if (p->gate == LA_DECAY) return;
-    for (int64_t i = 0; i < n; i++) da[i] *= p->gate == LA_SLOPE ? -a[i] : a[i];
-}
-
 static void gather(const la_problem *p, const la_rows *r, const la_partials *sums, void *scratch)
 {
     arena m = {scratch, 0};
     gather_scratch f;
     gather_take(&f, &m, p);
     const int64_t group = p->HV / p->H, panels = sums->panels, kp = sums->kp;
-    const la_array *dq = &p->array[LA_DQ], *dk = &p->array[LA_DK];
-    const la_array *dg = &p->array[LA_DG], *db = &p->array[LA_DBETA];
+    const la_array *db = &p->array[LA_DBETA];
 
     for (int64_t t = r->begin; t < r->end; t++) {
         const int64_t token = r->b * p->T + t;
         add_slots(sums, sums->dq, r->h * group * panels, group * panels, token, kp, f.sum);
-        load_key_adjoint(p, LA_Q, r->b, t, r->h, f.sum, f.row);
-        store_row(at(dq, r->b, t, r->h), dq->dtype, f.sum, p->K);
+        store_key_gradient(p, LA_Q, r->b, t, r->h, f.sum, f.row);
         add_slots(sums, sums->dk, r->h * group * panels, group * panels, token, kp, f.sum);
-        load_key_adjoint(p, LA_K, r->b, t, r->h, f.sum, f.row);
-        store_row(at(dk, r->b, t, r->h), dk->dtype, f.sum, p->K);
+        store_key_gradient(p, LA_K, r->b, t, r->h, f.sum, f.row);
 
         for (int64_t hv = r->h * group; hv < (r->h + 1) * group; hv++) {
             const la_unit u = {.b = r->b, .hv = hv};
             if (p->decay == LA_KEY) {
                 add_slots(sums, sums->da, hv * panels, panels, token, kp, f.sum);
                 load_decay(p, &u, t, f.row, LA_KEY);
-                gate_adjoint(p, f.sum, f.row, p->K);
-                store_row(at(dg, r->b, t, hv), dg->dtype, f.sum, p->K);
+                store_gate_gradient(p, &u, t, f.sum, f.row);
             } else if (p->decay == LA_TOKEN) {
                 add_slots(sums, sums->da, hv * panels, panels, token, 1, f.sum);
                 load_decay(p, &u, t, f.row, LA_TOKEN);
-                gate_adjoint(p, f.sum, f.row, 1);
-                store_element(at(dg, r->b, t, hv), dg->dtype, f.sum[0]);
+                store_gate_gradient(p, &u, t, f.sum, f.row);
             }
             if (p->rule == LA_DELTA) {
                 add_slots(sums, sums->dbeta, hv * panels, panels, token, 1, f.sum);

@@ -17,6 +17,7 @@
 
 #include "lanes.h"
 #include "arena.h"
+#include "ahead.h"
 #include "tile.h"
 #include "load.h"
 #include "chunk.h"
@@ -90,7 +91,7 @@ LA_FN int64_t chunk_length(const la_problem *p, int64_t longest)
 }
 
 /* What a unit of all columns takes; narrower units take less. */
-static size_t forward_scratch_bytes(const la_problem *p, int64_t longest)
+static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_t heads)
 {
     arena m = {NULL, 0};
     const int64_t C = chunk_length(p, longest);
@@ -102,7 +103,7 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest)
         scan_take(&f, &m, p);
     } else {
         forward_scratch f;
-        forward_take(&f, &m, p, C, p->V, kernel_decay(p), p->rule);
+        forward_take(&f, &m, p, C, heads, p->V, kernel_decay(p), p->rule);
     }
     return m.used;
 }
@@ -111,12 +112,17 @@ static void forward(const la_problem *p, const la_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
     const int64_t C = chunk_length(p, u->end - u->begin);
-    if (!p->causal) {
-        whole_forward(p, u, C < 64 ? C : 64, &m);
-    } else if (p->mode == LA_RECURRENT) {
-        PAIR(p).scan(p, u, LA_ST, LA_ZT, &m);
-    } else {
+    if (p->causal && p->mode != LA_RECURRENT) {
         PAIR(p).walk(p, u, C, &m);
+        return;
+    }
+    for (int64_t i = 0; i < u->heads; i++) {
+        const la_unit one = head_of(p, u, i);
+        m.used = 0;
+        if (p->causal)
+            PAIR(p).scan(p, &one, LA_ST, LA_ZT, &m);
+        else
+            whole_forward(p, &one, C < 64 ? C : 64, &m);
     }
 }
 

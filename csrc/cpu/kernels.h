@@ -5,12 +5,13 @@
 
 #include "../linattn.h"
 
-/* One sequence of one value head, and a range of its value columns. */
+/* One sequence of one value head (forward: or of a few), and a range of its value columns. */
 typedef struct la_unit {
     int64_t n;          /* sequence: which state */
     int64_t b;          /* batch row that holds its tokens */
     int64_t begin, end; /* its tokens in that row */
     int64_t h, hv;      /* query/key head, value head */
+    int64_t heads;      /* forward: value heads, from hv on */
     int64_t v0, v1;     /* value columns */
     int64_t panel;      /* which panel of value columns (backward) */
 } la_unit;
@@ -20,8 +21,11 @@ typedef struct la_unit {
 #define LA_BACKWARD_PANEL 128
 
 /* The backward's sums over value columns, one slot per (value head, panel), so that units never
- * write to the same place; `gather` adds the slots up in order. All in the instance's real type. */
+ * write to the same place; `gather` adds the slots up in order. All in the instance's real type.
+ * `alone`: every unit is the only one to add to its rows, and writes them out itself; there are no
+ * slots but da's for a gate per head, and dz0's. */
 typedef struct la_partials {
+    bool alone;
     int64_t panels;
     int64_t tokens; /* B * T */
     int64_t kp;     /* K, padded to whole lanes */
@@ -40,8 +44,8 @@ typedef struct la_kernels {
     const char *isa;
     int lanes; /* reals in a vector: how far rows are padded */
 
-    /* Scratch is per thread; longest is the longest sequence's length. */
-    size_t (*forward_scratch)(const la_problem *p, int64_t longest);
+    /* Scratch is per thread; longest is the longest sequence's length, heads a unit's. */
+    size_t (*forward_scratch)(const la_problem *p, int64_t longest, int64_t heads);
     void (*forward)(const la_problem *p, const la_unit *u, void *scratch);
     size_t (*step_scratch)(const la_problem *p);
     void (*step)(const la_problem *p, const la_unit *u, void *scratch);

@@ -204,12 +204,23 @@ LA_FN real l2norm_row(real *x, int64_t n)
     return factor;
 }
 
-LA_COLD void load_key(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t h, real *x)
+/* Tokens t..t+n of q or k, in padded rows. */
+LA_COLD void load_keys(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t n,
+                       int64_t h, real *x)
 {
     const la_array *from = &p->array[name];
-    load_row(x, p->K, at(from, b, t, h), from->dtype);
-    if (p->qk_l2norm) l2norm_row(x, p->K);
-    map_row(x, p->K, p->map[name == LA_K], (real)p->map_eps[name == LA_K]);
+    const la_map map = p->map[name == LA_K];
+    for (int64_t i = 0; i < n; i++) {
+        real *row = x + i * padded(p->K);
+        load_row(row, p->K, at(from, b, t + i, h), from->dtype);
+        if (p->qk_l2norm) l2norm_row(row, p->K);
+        if (map != LA_IDENTITY) map_row(row, p->K, map, (real)p->map_eps[name == LA_K]);
+    }
+}
+
+LA_FN void load_key(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t h, real *x)
+{
+    load_keys(p, name, b, t, 1, h, x);
 }
 
 /* The adjoint: dx is the gradient of what load_key gave and becomes that of the user's row. x is
@@ -226,6 +237,16 @@ LA_COLD void load_key_adjoint(const la_problem *p, la_name name, int64_t b, int6
         add_scaled(p->K, dx, -dot(p->K, x, dx), x);
         for (int64_t i = 0; i < p->K; i += LANES) lanes_of(dx + i)[0] *= factor;
     }
+}
+
+/* dx, the gradient of what load_key gave, to the user's dq or dk. room: scratch as long as a row. */
+LA_COLD void store_key_gradient(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t h,
+                                real *dx, real *room)
+{
+    const la_array *to = &p->array[name == LA_Q ? LA_DQ : LA_DK];
+    if (p->qk_l2norm || p->map[name == LA_K] != LA_IDENTITY)
+        load_key_adjoint(p, name, b, t, h, dx, room);
+    store_row(at(to, b, t, h), to->dtype, dx, p->K);
 }
 
 /* ---- the decay a = exp(g), one row for a per-key gate, else one number ---- */
@@ -246,10 +267,37 @@ LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
     }
 }
 
+/* The gradient of the gate as it was given, from that of the decay: was a = exp(g) or exp(-slope). */
+LA_FN void gate_adjoint(const la_problem *p, real *da, const real *a, int64_t n)
+{
+    if (p->gate == LA_DECAY) return;
+    for (int64_t i = 0; i < n; i++) da[i] *= p->gate == LA_SLOPE ? -a[i] : a[i];
+}
+
+/* da, the gradient of what load_decay gave, to the user's dg. */
+LA_FN void store_gate_gradient(const la_problem *p, const la_unit *u, int64_t t, real *da,
+                               const real *a)
+{
+    const la_array *to = &p->array[LA_DG];
+    const int64_t n = p->decay == LA_KEY ? p->K : 1;
+    gate_adjoint(p, da, a, n);
+    store_row(at(to, u->b, t, u->hv), to->dtype, da, n);
+}
+
 LA_FN real load_beta(const la_problem *p, const la_unit *u, int64_t t)
 {
     const la_array *beta = &p->array[LA_BETA];
     return load_element(at(beta, u->b, t, u->hv), beta->dtype);
+}
+
+/* The i-th head of a unit. */
+LA_FN la_unit head_of(const la_problem *p, const la_unit *all, int64_t i)
+{
+    la_unit u = *all;
+    u.hv += i;
+    u.h = u.hv / (p->HV / p->H);
+    u.heads = 1;
+    return u;
 }
 
 /* ---- states: a panel [K][width] of columns v0..v1, whatever the user's layout ---- */

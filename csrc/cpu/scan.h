@@ -7,19 +7,20 @@ enum { MAX_STRIP = 8 };
 #else
 enum { MAX_STRIP = 4 };
 #endif
+enum { PANEL_STRIP = 4 };
 
 #include "../recurrence.h"
 
 LA_FN void token_any(lane_of_state *S, int64_t W, int64_t ld, int64_t K, const real *q,
-                     const real *k, const lane *v, const real *a, real beta, lane *o,
+                     const real *k, const lane *v, const real *a, real beta, real qk, lane *o,
                      const la_decay decay, const la_rule rule)
 {
     switch (W) {
-    case 1: la_token(S, 1, ld, (int)K, q, k, v, a, beta, o, decay, rule); break;
-    case 2: la_token(S, 2, ld, (int)K, q, k, v, a, beta, o, decay, rule); break;
-    case 3: la_token(S, 3, ld, (int)K, q, k, v, a, beta, o, decay, rule); break;
-    case 4: la_token(S, 4, ld, (int)K, q, k, v, a, beta, o, decay, rule); break;
-    default: la_token(S, MAX_STRIP, ld, (int)K, q, k, v, a, beta, o, decay, rule); break;
+    case 1: la_token(S, 1, ld, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    case 2: la_token(S, 2, ld, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    case 3: la_token(S, 3, ld, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    case 4: la_token(S, 4, ld, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    default: la_token(S, MAX_STRIP, ld, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
     }
 }
 
@@ -32,7 +33,7 @@ typedef struct scan_scratch {
 
 LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
 {
-    const int64_t kp = padded(p->K), strip = STRIP * LANES;
+    const int64_t kp = padded(p->K), strip = PANEL_STRIP * LANES;
     f->S = take(m, p->K * strip);
     f->q = take(m, kp);
     f->k = take(m, kp);
@@ -50,7 +51,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
 {
     const bool normalised = is_normalised(p, decay, rule);
     const la_array *v = &p->array[LA_V], *o = &p->array[LA_O];
-    const int64_t kp = padded(p->K), strip = STRIP * LANES;
+    const int64_t kp = padded(p->K), strip = PANEL_STRIP * LANES;
     scan_scratch f;
     scan_take(&f, m, p);
     for (int64_t v0 = u->v0; v0 < u->v1; v0 += strip) {
@@ -64,8 +65,9 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
             load_key(p, LA_K, u->b, t, u->h, f.k);
             load_decay(p, u, t, f.a, decay);
             load_row(f.v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
+            const real qk = rule == LA_DELTA ? dot(kp, f.q, f.k) : 0;
             token_any((lane_of_state *)f.S, width / LANES, width / LANES, p->K, f.q, f.k,
-                      lanes_in(f.v), f.a, beta, lanes_of(f.o), decay, rule);
+                      lanes_in(f.v), f.a, beta, qk, lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
             finish_row(p, f.o, width, normalised, normalised ? dot(kp, f.q, f.z) : 0);
             store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, v1 - v0);
@@ -96,6 +98,7 @@ LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const 
     load_key(p, LA_Q, u->b, t, u->h, f.q);
     load_key(p, LA_K, u->b, t, u->h, f.k);
     load_decay(p, u, t, f.a, decay);
+    const real qk = rule == LA_DELTA ? dot(kp, f.q, f.k) : 0;
     if (normalised) {
         load_z(p, LA_Z0, u, f.z);
         add_scaled(kp, f.z, 1, f.k);
@@ -107,7 +110,7 @@ LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const 
         real *S = (real *)at_column(state, u->n, u->hv, 0, v0);
         load_row(f.v, W * LANES, at_column(v, u->b, t, u->hv, v0), v->dtype);
         token_any((lane_of_state *)S, W, state->stride[2] / LANES, p->K, f.q, f.k, lanes_in(f.v),
-                  f.a, beta, lanes_of(f.o), decay, rule);
+                  f.a, beta, qk, lanes_of(f.o), decay, rule);
         finish_row(p, f.o, W * LANES, normalised, normalised ? dot(kp, f.q, f.z) : 0);
         store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, W * LANES);
         v0 += W * LANES;
@@ -130,11 +133,11 @@ typedef struct scan_backward_scratch {
 LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_problem *p,
                               int64_t length)
 {
-    const int64_t kp = padded(p->K), strip = STRIP * LANES, M = segment_length(length);
+    const int64_t kp = padded(p->K), strip = PANEL_STRIP * LANES, M = segment_length(length);
     const int64_t kept = p->K * strip + kp;
     f->S = take(m, p->K * strip);
     f->dS = take(m, p->K * strip);
-    f->states = take(m, (M < length ? M : length) * kept);
+    f->states = take(m, segment_room(length) * kept);
     f->checkpoints = take(m, (length + M - 1) / M * kept);
     real **rows[] = {&f->q, &f->k, &f->a, &f->z, &f->dz, &f->lost, &f->dq, &f->dk, &f->da};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) *rows[i] = take(m, kp);
@@ -184,7 +187,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
 {
     const bool normalised = is_normalised(p, decay, rule);
     const la_array *d_o = &p->array[LA_DO], *dv = &p->array[LA_DV];
-    const int64_t kp = padded(p->K), strip = STRIP * LANES;
+    const int64_t kp = padded(p->K), strip = PANEL_STRIP * LANES;
     const int64_t length = u->end - u->begin, M = segment_length(length);
     scan_backward_scratch f;
     scan_backward_take(&f, m, p, length);
@@ -208,7 +211,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 if (i + M >= length) break;
             }
             real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
-            token_any((lane_of_state *)f.S, W, W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
+            token_any((lane_of_state *)f.S, W, W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, 0,
                       lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
         }
@@ -221,7 +224,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 copy_row(size, f.states + (i - first) * kept, f.S);
                 copy_row(kp, f.states + (i - first) * kept + size, f.z);
                 real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
-                token_any((lane_of_state *)f.S, W, W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
+                token_any((lane_of_state *)f.S, W, W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, 0,
                           lanes_of(f.o), decay, rule);
                 if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
             }

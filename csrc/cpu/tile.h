@@ -1,186 +1,285 @@
 /* Tiles: dense products of small matrices, lanes along the columns of the result. There is no
  * attention in this file.
  *
- * R rows by 2 lanes of accumulators: with 16 vector registers 6 x 2 leaves room for the two lanes
- * of B and a broadcast; with 32 registers 8 x 2 divides a chunk of 16 and keeps 16 independent
- * multiply-adds in flight (latency 4, two a cycle, needs 8). Wider tiles measured no faster.
+ * A tile is R rows of NV lanes, one accumulator each. With 32 vector registers 16 accumulators, as
+ * 8 x 2, divide a chunk of 16 and keep enough multiply-adds in flight (latency 4, two a cycle,
+ * needs 8); with 16 registers 6 x 2 leaves room for the two lanes of B and a broadcast. Wider
+ * tiles measured no faster.
  *
  * Every element is a sum in the order of p that joins what is there at its end, whatever tile it
- * falls in: the same bits however the columns are split. A sum of its own keeps
- * the roundings at the size of the sum: a state takes one rounding a chunk, not one a token. */
+ * falls in: the same bits however the columns are split. A sum of its own keeps the roundings at the
+ * size of the sum: a state takes one rounding a chunk, not one a token. */
 
 /* Terms added up in one chain before the sum joins the total: the error of a chain grows with its
  * length, and at 32 the additions to the totals cost 1/32 of the multiply-adds. */
 enum { CHAIN = 32 };
 
-/* Lanes of a row worked on together outside the tiles. */
-enum { STRIP = 4 };
-
+/* TILE accumulators, as TILE / 2 rows of two lanes; triangles go by blocks of ROWS rows and STRIP
+ * lanes, whose sums leave room for a row of what is solved. */
 #if LA_LANE_BYTES == 64
-enum { TILE_ROWS = 8 };
+enum { TILE = 16, STRIP = 2, ROWS = 8 };
 #else
-enum { TILE_ROWS = 6 };
+enum { TILE = 12, STRIP = 2, ROWS = 4 };
 #endif
 
-LA_FN void tile_one_chain(const int R, const int NV, int P, const real *restrict A, int64_t ai,
-                          int64_t ap, const real *restrict B, int64_t ldb, lane sum[8][2])
+/* sum[r][w] += sum over p of A[r][p] B[p][w] */
+LA_FN void add_terms(const int R, const int NV, int P, const real *restrict A, int64_t ai,
+                     int64_t ap, const real *restrict B, int64_t ldb, lane *sum)
 {
-#pragma GCC unroll 8
-    for (int i = 0; i < R; i++)
-#pragma GCC unroll 2
-        for (int j = 0; j < NV; j++) sum[i][j] = (lane){0};
     for (int p = 0; p < P; p++) {
-        const lane *b = lanes_in(B + p * ldb);
-        lane b0 = b[0], b1 = NV > 1 ? b[1] : b[0];
-#pragma GCC unroll 8
-        for (int i = 0; i < R; i++) {
-            real a = A[i * ai + p * ap];
-            sum[i][0] += a * b0;
-            if (NV > 1) sum[i][1] += a * b1;
+        lane b[STRIP];
+#pragma GCC unroll 4
+        for (int w = 0; w < NV; w++) b[w] = lanes_in(B + p * ldb)[w];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const real a = A[r * ai + p * ap];
+#pragma GCC unroll 4
+            for (int w = 0; w < NV; w++) sum[r * NV + w] += a * b[w];
         }
+    }
+}
+
+/* total[r][w] = sum over p < P of A[r][p] B[p][w], in registers. */
+LA_FN void tile_sum(const int R, const int NV, int P, const real *restrict A, int64_t ai,
+                    int64_t ap, const real *restrict B, int64_t ldb, lane *total)
+{
+#pragma GCC unroll 16
+    for (int i = 0; i < R * NV; i++) total[i] = (lane){0};
+    add_terms(R, NV, P < CHAIN ? P : CHAIN, A, ai, ap, B, ldb, total);
+    for (int p = CHAIN; p < P; p += CHAIN) {
+        lane sum[TILE];
+#pragma GCC unroll 16
+        for (int i = 0; i < R * NV; i++) sum[i] = (lane){0};
+        add_terms(R, NV, P - p < CHAIN ? P - p : CHAIN, A + p * ap, ai, ap, B + p * ldb, ldb, sum);
+#pragma GCC unroll 16
+        for (int i = 0; i < R * NV; i++) total[i] += sum[i];
     }
 }
 
 LA_FN void tile(const int R, const int NV, int P, const real *restrict A, int64_t ai, int64_t ap,
-                const real *restrict B, int64_t ldb, real *restrict C, int64_t ldc,
+                const real *restrict B, int64_t ldb, real *C, int64_t ldc, const real *D,
                 const real *restrict c, int64_t ci)
 {
-    lane total[8][2];
-    tile_one_chain(R, NV, P < CHAIN ? P : CHAIN, A, ai, ap, B, ldb, total);
-    for (int p = CHAIN; p < P; p += CHAIN) {
-        lane sum[8][2];
-        const int left = P - p < CHAIN ? P - p : CHAIN;
-        tile_one_chain(R, NV, left, A + p * ap, ai, ap, B + p * ldb, ldb, sum);
-#pragma GCC unroll 8
-        for (int i = 0; i < R; i++)
-#pragma GCC unroll 2
-            for (int j = 0; j < NV; j++) total[i][j] += sum[i][j];
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < R; i++)
-#pragma GCC unroll 2
-        for (int j = 0; j < NV; j++) {
-            lane *to = lanes_of(C + i * ldc) + j;
-            if (c)
-                *to = c[i * ci] * *to + total[i][j];
-            else
-                *to = total[i][j];
+    lane total[TILE];
+    tile_sum(R, NV, P, A, ai, ap, B, ldb, total);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int w = 0; w < NV; w++) {
+            lane x = total[r * NV + w];
+            if (D) x += c[r * ci] * lanes_in(D + r * ldc)[w];
+            lanes_of(C + r * ldc)[w] = x;
         }
 }
 
 LA_FN void tile_column(const int NV, int64_t M, int P, const real *A, int64_t ai, int64_t ap,
-                       const real *B, int64_t ldb, real *C, int64_t ldc, const real *c, int64_t ci)
+                       const real *B, int64_t ldb, real *C, int64_t ldc, const real *D,
+                       const real *c, int64_t ci, ahead *next)
 {
     int64_t i = 0;
-    for (; i + TILE_ROWS <= M; i += TILE_ROWS)
-        tile(TILE_ROWS, NV, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, c ? c + i * ci : c,
-             ci);
-#define LA_REST(R) \
-    case R: \
-        tile(R, NV, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, c ? c + i * ci : c, ci); \
-        break
+#define LA_TILE(R) \
+    tile(R, NV, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, D ? D + i * ldc : D, \
+         c ? c + i * ci : c, ci)
+    for (; i + TILE / 2 <= M; i += TILE / 2) {
+        if (next) ask(next);
+        LA_TILE(TILE / 2);
+    }
     switch (M - i) {
-        LA_REST(1);
-        LA_REST(2);
-        LA_REST(3);
-        LA_REST(4);
-        LA_REST(5);
+    case 1: LA_TILE(1); break;
+    case 2: LA_TILE(2); break;
+    case 3: LA_TILE(3); break;
+    case 4: LA_TILE(4); break;
+    case 5: LA_TILE(5); break;
 #if LA_LANE_BYTES == 64
-        LA_REST(6);
-        LA_REST(7);
+    case 6: LA_TILE(6); break;
+    case 7: LA_TILE(7); break;
 #endif
     }
-#undef LA_REST
+#undef LA_TILE
 }
 
 /* The factor c of products that add to what is there. */
 static const real one = 1;
 
-/* C[M][N] = diag(c) C + A B, A[i][p] at A[i*ai + p*ap], B[P][N] and C in rows of ldb and ldc reals,
- * N in whole lanes, rows aligned. c NULL: C is not read. ci = 0: one c for every row. */
-LA_COLD void product(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai, int64_t ap,
-                     const real *B, int64_t ldb, real *C, int64_t ldc, const real *c, int64_t ci)
+/* Sums as short as a chunk, or two: what a tile costs besides its multiply-adds shows, and is less
+ * where the compiler knows the length. */
+enum { SHORT = 16 };
+
+/* C[M][N] = diag(c) D + A B, A[i][p] at A[i*ai + p*ap], B[P][N] in rows of ldb reals, C and D of ldc,
+ * N in whole lanes, rows aligned. D may be C, or NULL for 0. ci = 0: one c for every row. next: what
+ * to ask memory for meanwhile, or NULL. */
+LA_COLD void product_ahead(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai, int64_t ap,
+                           const real *B, int64_t ldb, real *C, int64_t ldc, const real *D,
+                           const real *c, int64_t ci, ahead *next)
 {
     int64_t j = 0;
+    if (P == 2 * SHORT && ai == 2 * SHORT && ap == 1)
+        for (; j + 2 * LANES <= N; j += 2 * LANES)
+            tile_column(2, M, 2 * SHORT, A, 2 * SHORT, 1, B + j, ldb, C + j, ldc, D ? D + j : D, c,
+                        ci, next);
+    if (P == SHORT && ai == SHORT && ap == 1)
+        for (; j + 2 * LANES <= N; j += 2 * LANES)
+            tile_column(2, M, SHORT, A, SHORT, 1, B + j, ldb, C + j, ldc, D ? D + j : D, c, ci,
+                        next);
     for (; j + 2 * LANES <= N; j += 2 * LANES)
-        tile_column(2, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, c, ci);
-    if (j < N) tile_column(1, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, c, ci);
+        tile_column(2, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, D ? D + j : D, c, ci, next);
+    if (j < N)
+        tile_column(1, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, D ? D + j : D, c, ci, next);
 }
 
-/* total[w] = sum_j a_j x_j over n rows, a_j at a[j*step], x_j NV lanes of a row: for triangles, whose
- * rows have different lengths and must not touch what lies outside. */
-LA_FN void weighted_sum(const int NV, int64_t n, const real *a, int64_t step, const real *x,
-                        int64_t width, lane *total)
+/* In place, or (c NULL) alone: C = diag(c) C + A B. */
+LA_FN void product(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai, int64_t ap,
+                   const real *B, int64_t ldb, real *C, int64_t ldc, const real *c, int64_t ci)
 {
-    for (int w = 0; w < NV; w++) total[w] = (lane){0};
-    for (int64_t first = 0; first < n; first += CHAIN) {
-        const int64_t last = first + CHAIN < n ? first + CHAIN : n;
-        lane sum[STRIP];
-#pragma GCC unroll 4
-        for (int w = 0; w < NV; w++) sum[w] = (lane){0};
-        for (int64_t j = first; j < last; j++) {
-            const real aj = a[j * step];
-#pragma GCC unroll 4
-            for (int w = 0; w < NV; w++) sum[w] += aj * lanes_in(x + j * width)[w];
+    product_ahead(M, N, P, A, ai, ap, B, ldb, C, ldc, c ? C : NULL, c, ci, NULL);
+}
+
+/* C = A B for few columns, where a tile of one lane has too few multiply-adds in flight: even and odd
+ * p are chains of their own. A in rows of ai reals. */
+LA_FN void narrow_tile(const int R, int64_t P, const real *restrict A, int64_t ai,
+                       const real *restrict B, int64_t ldb, real *restrict C, int64_t ldc)
+{
+    lane total[TILE / 2];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) total[r] = (lane){0};
+    for (int64_t first = 0; first < P; first += CHAIN) {
+        const int64_t last = first + CHAIN < P ? first + CHAIN : P;
+        lane even[TILE / 2], odd[TILE / 2];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) even[r] = odd[r] = (lane){0};
+        for (int64_t p = first; p + 1 < last; p += 2) {
+            const lane b0 = lanes_in(B + p * ldb)[0], b1 = lanes_in(B + (p + 1) * ldb)[0];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                even[r] += A[r * ai + p] * b0;
+                odd[r] += A[r * ai + p + 1] * b1;
+            }
         }
-#pragma GCC unroll 4
-        for (int w = 0; w < NV; w++) total[w] += sum[w];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            if (last % 2) even[r] += A[r * ai + last - 1] * lanes_in(B + (last - 1) * ldb)[0];
+            total[r] += even[r] + odd[r];
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) lanes_of(C + r * ldc)[0] = total[r];
+}
+
+LA_COLD void narrow_product(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai,
+                            const real *B, int64_t ldb, real *C, int64_t ldc)
+{
+    for (int64_t j = 0; j < N; j += LANES) {
+        int64_t i = 0;
+        for (; i + TILE / 2 <= M; i += TILE / 2)
+            narrow_tile(TILE / 2, P, A + i * ai, ai, B + j, ldb, C + i * ldc + j, ldc);
+        for (; i + 2 <= M; i += 2)
+            narrow_tile(2, P, A + i * ai, ai, B + j, ldb, C + i * ldc + j, ldc);
+        if (i < M) narrow_tile(1, P, A + i * ai, ai, B + j, ldb, C + i * ldc + j, ldc);
     }
 }
 
-/* Call body(NV, w) for strips of STRIP lanes over a row's width, then for what is left, lane by
- * lane: four chains of additions at once hide each other's latency. */
-#define FOR_EACH_STRIP(width, body) \
+/* For triangles, whose rows have different lengths and must not touch what lies outside: call
+ * block(R, NV, i, w, ...) for R rows from i and NV lanes from column w, the rows in order within a
+ * strip of columns. */
+#define FOR_EACH_BLOCK(n, width, block, ...) \
     do { \
         int64_t w_ = 0; \
-        for (; w_ + STRIP * LANES <= (width); w_ += STRIP * LANES) body(STRIP, w_); \
-        for (; w_ < (width); w_ += LANES) body(1, w_); \
+        for (; w_ + STRIP * LANES <= (width); w_ += STRIP * LANES) { \
+            int64_t i_ = 0; \
+            for (; i_ + ROWS <= (n); i_ += ROWS) block(ROWS, STRIP, i_, w_, __VA_ARGS__); \
+            for (; i_ + 3 <= (n); i_ += 3) block(3, STRIP, i_, w_, __VA_ARGS__); \
+            for (; i_ < (n); i_++) block(1, STRIP, i_, w_, __VA_ARGS__); \
+        } \
+        for (; w_ < (width); w_ += LANES) { \
+            int64_t i_ = 0; \
+            for (; i_ + ROWS <= (n); i_ += ROWS) block(ROWS, 1, i_, w_, __VA_ARGS__); \
+            for (; i_ + 3 <= (n); i_ += 3) block(3, 1, i_, w_, __VA_ARGS__); \
+            for (; i_ < (n); i_++) block(1, 1, i_, w_, __VA_ARGS__); \
+        } \
     } while (0)
 
-/* A block of 16-byte vectors on its way from rows to columns. */
-#if defined(__clang__) || __GNUC__ >= 12
-#define HAVE_SHUFFLE 1
-#if LA_REAL_BITS == 32
-enum { BLOCK = 4 };
-LA_FN void transpose_block(const real *from, int64_t ld_from, real *to, int64_t ld_to)
-{
-    lane_16 r[4], s[4];
-    for (int i = 0; i < 4; i++) __builtin_memcpy(&r[i], from + i * ld_from, 16);
-    s[0] = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5);
-    s[1] = __builtin_shufflevector(r[0], r[1], 2, 6, 3, 7);
-    s[2] = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5);
-    s[3] = __builtin_shufflevector(r[2], r[3], 2, 6, 3, 7);
-    r[0] = __builtin_shufflevector(s[0], s[2], 0, 1, 4, 5);
-    r[1] = __builtin_shufflevector(s[0], s[2], 2, 3, 6, 7);
-    r[2] = __builtin_shufflevector(s[1], s[3], 0, 1, 4, 5);
-    r[3] = __builtin_shufflevector(s[1], s[3], 2, 3, 6, 7);
-    for (int i = 0; i < 4; i++) __builtin_memcpy(to + i * ld_to, &r[i], 16);
-}
-#else
-enum { BLOCK = 2 };
-LA_FN void transpose_block(const real *from, int64_t ld_from, real *to, int64_t ld_to)
-{
-    lane_16 r[2], s[2];
-    for (int i = 0; i < 2; i++) __builtin_memcpy(&r[i], from + i * ld_from, 16);
-    s[0] = __builtin_shufflevector(r[0], r[1], 0, 2);
-    s[1] = __builtin_shufflevector(r[0], r[1], 1, 3);
-    for (int i = 0; i < 2; i++) __builtin_memcpy(to + i * ld_to, &s[i], 16);
-}
+/* ZIP_LOW and ZIP_HIGH: the lower, and the upper, halves of two lanes, element by element in turn. */
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define HAVE_ZIP 1
 #endif
+#endif
+#if HAVE_ZIP
+/* clang-format off */
+#if LA_LANE_BYTES * 8 / LA_REAL_BITS == 16
+#define ZIP_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ZIP_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LA_LANE_BYTES * 8 / LA_REAL_BITS == 8
+#define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#elif LA_LANE_BYTES * 8 / LA_REAL_BITS == 4
+#define ZIP_LOW 0, 4, 1, 5
+#define ZIP_HIGH 2, 6, 3, 7
+#else
+#define ZIP_LOW 0, 2
+#define ZIP_HIGH 1, 3
+#endif
+/* clang-format on */
+LA_FN lane zip_low(lane x, lane y) { return __builtin_shufflevector(x, y, ZIP_LOW); }
+LA_FN lane zip_high(lane x, lane y) { return __builtin_shufflevector(x, y, ZIP_HIGH); }
+#else
+LA_FN lane zip_low(lane x, lane y)
+{
+    lane z;
+    for (int i = 0; i < LANES; i++) z[i] = (i % 2 ? y : x)[i / 2];
+    return z;
+}
+LA_FN lane zip_high(lane x, lane y)
+{
+    lane z;
+    for (int i = 0; i < LANES; i++) z[i] = (i % 2 ? y : x)[LANES / 2 + i / 2];
+    return z;
+}
 #endif
 
-/* to[n][m] = from[m][n]; the columns of `to` from M up to its padding become 0. */
+/* A square of LANES lanes, rows to columns: one round of zips moves a bit of the row's number to
+ * the column's, and one of the column's to the row's. */
+LA_FN void transpose_square(lane *x)
+{
+#pragma GCC unroll 16
+    for (int round = 1; round < LANES; round *= 2) {
+        lane y[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            y[2 * i] = zip_low(x[i], x[i + LANES / 2]);
+            y[2 * i + 1] = zip_high(x[i], x[i + LANES / 2]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) x[i] = y[i];
+    }
+}
+
+/* The sums over each of LANES lanes, side by side: the same rounds, the two halves added. */
+LA_FN lane sum_each(lane *x)
+{
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++)
+            x[i] = zip_low(x[i], x[i + half]) + zip_high(x[i], x[i + half]);
+    return x[0];
+}
+
+/* to[n][m] = from[m][n]; the columns of `to` from M up to its padding become 0. Rows are aligned. */
 LA_COLD void transpose(int64_t M, int64_t N, const real *restrict from, int64_t ld_from,
                        real *restrict to, int64_t ld_to)
 {
-    int64_t whole_m = 0, whole_n = 0;
-#if HAVE_SHUFFLE
-    whole_m = M / BLOCK * BLOCK;
-    whole_n = N / BLOCK * BLOCK;
-    for (int64_t n = 0; n < whole_n; n += BLOCK)
-        for (int64_t m = 0; m < whole_m; m += BLOCK)
-            transpose_block(from + m * ld_from + n, ld_from, to + n * ld_to + m, ld_to);
-#endif
+    const int64_t whole_m = M / LANES * LANES, whole_n = N / LANES * LANES;
+    for (int64_t n = 0; n < whole_n; n += LANES)
+        for (int64_t m = 0; m < whole_m; m += LANES) {
+            lane x[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) x[i] = lanes_in(from + (m + i) * ld_from + n)[0];
+            transpose_square(x);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) lanes_of(to + (n + i) * ld_to + m)[0] = x[i];
+        }
+    if (whole_m == M && whole_n == N) return;
     for (int64_t n = 0; n < N; n++) {
         for (int64_t m = n < whole_n ? whole_m : 0; m < M; m++)
             to[n * ld_to + m] = from[m * ld_from + n];
@@ -200,6 +299,22 @@ LA_FN real dot(int64_t n, const real *x, const real *y)
         total += sum;
     }
     return lane_sum(total);
+}
+
+/* The same for so many terms that one number of theirs would not do: parts of 4 x 8 lanes, four
+ * chains at a time. n is a multiple of LANES. */
+LA_FN wide long_dot(int64_t n, const real *x, const real *y)
+{
+    wide total = 0;
+    int64_t i = 0;
+    for (; i + CHAIN * LANES <= n; i += CHAIN * LANES) {
+        lane sum[4] = {{0}};
+        for (int j = 0; j < CHAIN; j += 4)
+#pragma GCC unroll 4
+            for (int s = 0; s < 4; s++) sum[s] += lanes_in(x + i)[j + s] * lanes_in(y + i)[j + s];
+        total += lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    }
+    return total + dot(n - i, x + i, y + i);
 }
 
 /* y += a x */
