@@ -151,8 +151,9 @@ def test_allocated_blocks_stay_flat(face, kind):
     """)
     for op, line in zip(OPS, text.splitlines(), strict=True):
         counts = [int(n) for n in line.split()]
-        # one block a call would be 300; the interpreter's own caches settle within some tens
-        assert counts[-1] - counts[1] < 100, (op, counts)
+        # A leak of one block a call adds 100 in every batch. The interpreter's own caches add up to
+        # 200, but in the first few batches only; a settled batch adds the 1 that holds its count.
+        assert min(np.diff(counts)) < 20, (op, counts)
 
 
 def references(x):
