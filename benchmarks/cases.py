@@ -28,6 +28,10 @@ LENGTHS = ((128, "short prompt"), (512, "the table's"), (1024, ""), (2048, ""),
            (4096, "rows of [B,T,H,D] far apart: every chunk is fetched from memory"))
 
 
+# T of one head, to see that a token costs the same however many there are
+COST_LENGTHS = tuple(4**n for n in range(4, 11))  # 2^8 to 2^20
+
+
 @dataclass(frozen=True)
 class Case:
     """One problem: an op, a face of it, a length and a dtype."""

@@ -231,8 +231,8 @@ def onnxruntime_peers(threads):
             helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)])
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
-        session = ort.InferenceSession(model.SerializeToString(), options,
-                                       providers=["CPUExecutionProvider"])
+        runner = ort.InferenceSession(model.SerializeToString(), options,
+                                      providers=["CPUExecutionProvider"])
         # bound once: a call copies nothing; a step's state is written where it was read, as ours
         # and arrays begin where its own allocator would let them: it is up to half as fast else
         held = {name: aligned(shape) for name, shape in shapes.items()}
@@ -240,7 +240,7 @@ def onnxruntime_peers(threads):
             held[name] = aligned(a.shape)
             held[name][:] = a
         held["state"] = held.get("past", held["state"])
-        binding = session.io_binding()
+        binding = runner.io_binding()
         for name in feed:
             binding.bind_cpu_input(name, held[name])
         for name in shapes:
@@ -249,7 +249,7 @@ def onnxruntime_peers(threads):
         o = held["o"].reshape(B, case.T, case.heads, V)
 
         def run():
-            session.run_with_iobinding(binding)
+            runner.run_with_iobinding(binding)
             return (o[:, 0] if step else o,)
         run.held = held  # the binding has their addresses only
         return run

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import os
 import platform
 import re
@@ -60,10 +61,10 @@ def about(given, peers):
     } | {peer.name: peer.version for peer in peers}
 
 
-def figures(about, found, ceilings, missing):
+def figures(about, found, ceilings, missing, memory):
     """Everything the reports need: seconds as median, least and count for each entry."""
     rows = [{"section": e.section, "who": e.who, "op": e.case.op, "face": e.case.face,
-             "T": e.case.T, "dtype": e.case.dtype, "threads": e.threads,
+             "T": e.case.T, "heads": e.case.heads, "dtype": e.case.dtype, "threads": e.threads,
              "median_s": statistics.median(e.samples), "min_s": min(e.samples),
              "samples": len(e.samples),
              "gflops": e.case.flops / statistics.median(e.samples) / 1e9,
@@ -74,7 +75,8 @@ def figures(about, found, ceilings, missing):
                     "median": work / statistics.median(samples[key]) / 1e9}
               for key, what, unit, work, _ in ceilings}
     return {"about": about, "problem": {"B": 1, "H": H, "K": K, "V": V}, "ceilings": limits,
-            "rows": rows, "not_run": [{"what": what, "why": why} for what, why in missing]}
+            "rows": rows, "memory": memory,
+            "not_run": [{"what": what, "why": why} for what, why in missing]}
 
 
 def pick(figures, **wanted):
@@ -123,6 +125,7 @@ def markdown(figures):
     out += lines(["ceiling", "median", "best", "unit"],
                  [[c["what"], f"{c['median']:.1f}", f"{c['best']:.1f}", c["unit"]]
                   for c in limits.values()])
+    at = len(out)  # where the summary goes
     peak = limits["fma"]["median"] * threads if "fma" in limits else None
     ratio = "ratio: the peer's time divided by ours"
     for face, dtype in (("forward", "float32"), ("forward+backward", "float32"),
@@ -154,7 +157,71 @@ def markdown(figures):
                       microseconds(seconds), factor])
     out += lines(["op", "us", "least", "floor us", "time / floor", "best peer", "its us", "ratio"],
                  table)
-    return "\n".join(out + scaling(figures) + every_peer(figures))
+    return "\n".join(out[:at] + targets(figures) + out[at:] + scaling(figures) + cost(figures)
+                     + every_peer(figures))
+
+
+SHARES = {"linear_attention": 0.75, "retention": 0.95, "simple_gla": 0.95, "gla": 0.70,
+          "delta_rule": 0.80, "gated_delta_rule": 0.88, "kda": 0.68}
+FALLBACK = "PyTorch, chunked"  # as transformers computes the gated delta rule without a kernel
+
+
+def targets(figures):
+    """What the library is meant to reach, and what it reached in this run."""
+    limits, threads = figures["ceilings"], int(figures["about"]["threads"])
+    ours = {(r["op"], r["face"], r["dtype"]): r
+            for r in pick(figures, section="table", who="linattn")}
+    forward = {op: ours[op, "forward", "float32"] for op in FLOPS}
+    table = []
+    if "fma" in limits:
+        peak = limits["fma"]["median"] * threads
+        asked = [((op, "forward", "float32"), share) for op, share in SHARES.items()]
+        asked += [(("gated_delta_rule", "forward", "bfloat16"), 1.30),
+                  (("gated_delta_rule", "forward+backward", "float32"), 0.55)]
+        table += [[f"share of peak: {' '.join(key)}", f">= {share:.2f}",
+                   f"{ours[key]['gflops'] / peak:.2f}"] for key, share in asked if key in ours]
+    far = {r["op"]: r for r in pick(figures, section="lengths", who="linattn", T=4096)}
+    worst = min(far, key=lambda op: far[op]["tokens_per_s"] / forward[op]["tokens_per_s"])
+    table.append([f"tokens/s, T = 4096 / {T}, the lowest ({worst})", ">= 0.88",
+                  f"{far[worst]['tokens_per_s'] / forward[worst]['tokens_per_s']:.2f}"])
+    step = ours["gated_delta_rule", "step", "float32"]
+    if "update" in limits:
+        floor = 8 * H * K * V / (limits["update"]["median"] * 1e9)
+        table.append(["time of a gated delta step / state read and written once", "<= 1.10",
+                      f"{step['median_s'] / floor:.2f}"])
+    for T_, heads in ((T, H), (4096, H), (4096, 1)):
+        ratio = by_threads(figures, "gated_delta_rule", T_, heads)
+        if ratio:
+            table.append([f"one thread / two, gated_delta_rule, T = {T_}, H = {heads}", ">= 1.90",
+                          f"{ratio[0]:.2f}"])
+    ratios = {op: against(figures, r)[2] for op, r in forward.items()}
+    found = {op: float(ratio) for op, ratio in ratios.items() if ratio != "-"}
+    if found:
+        worst = min(found, key=found.get)
+        table.append([f"best peer / ours, forward, the lowest ({worst})", ">= 1.40",
+                      f"{found[worst]:.2f}"])
+    slow = [r for r in pick(figures, section="table", who=FALLBACK, op="gated_delta_rule",
+                            face="forward", dtype="float32")]
+    if slow:
+        ratio = slow[0]["median_s"] / forward["gated_delta_rule"]["median_s"]
+        table.append([f"{FALLBACK} / ours, gated_delta_rule forward", ">= 25", f"{ratio:.1f}"])
+    if figures["memory"]:
+        table.append(["peak memory / inputs and output, gated_delta_rule, T = 2^20, H = 1",
+                      "<= 1.20", f"{figures['memory']:.2f}"])
+    slopes = cost_slopes(figures)
+    if slopes:
+        table.append(["slope of log time against log T, T = 2^8 to 2^20, H = 1", "1",
+                      f"{min(slopes.values()):.3f} to {max(slopes.values()):.3f}"])
+    return ["## Targets", "", *lines(["what", "asked", "measured"], table)]
+
+
+def by_threads(figures, op, length, heads):
+    """(one thread's time / several threads', the several), or None where there is one thread."""
+    rows = [r for r in figures["rows"] if r["who"] == "linattn" and r["face"] == "forward"
+            and (r["op"], r["T"], r["heads"], r["dtype"]) == (op, length, heads, "float32")]
+    one = [r for r in rows if r["threads"] == 1]
+    more = [r for r in rows if r["threads"] > 1]
+    return (one[0]["median_s"] / more[0]["median_s"], more[0]) if one and more else None
 
 
 def scaling(figures):
@@ -162,18 +229,43 @@ def scaling(figures):
     table = []
     for r in pick(figures, section="table", who="linattn", face="forward", dtype="float32"):
         far = pick(figures, section="lengths", who="linattn", op=r["op"], T=4096)
-        other = pick(figures, section="threads", op=r["op"])
-        one, more = sorted([r, *other], key=lambda r: r["threads"]) if other else (r, None)
-        table.append([r["op"], milliseconds(far[0]["median_s"]),
-                      f"{far[0]['tokens_per_s'] / r['tokens_per_s']:.2f}",
-                      more["threads"] if more else "-",
-                      milliseconds(more["median_s"]) if more else "-",
-                      f"{one['median_s'] / more['median_s']:.2f}" if more else "-"])
+        cells = [r["op"], milliseconds(far[0]["median_s"]),
+                 f"{far[0]['tokens_per_s'] / r['tokens_per_s']:.2f}"]
+        for length, heads in ((T, H), (4096, H), (4096, 1)):
+            ratio = by_threads(figures, r["op"], length, heads)
+            cells.append(f"{ratio[0]:.2f}" if ratio else "-")
+        table.append(cells)
     return ["## Long sequences and threads, forward, float32", "",
             f"tokens/s at T = 4096 divided by those at T = {T}; the time of one thread divided by "
-            f"that of several at T = {T}.", "",
-            *lines(["op", "ms at T = 4096", "tokens/s, 4096 / 512", "threads", "ms",
-                    "one thread / several"], table)]
+            "that of two.", "",
+            *lines(["op", "ms at T = 4096", "tokens/s, 4096 / 512", f"two threads, T = {T}",
+                    "T = 4096", "T = 4096, H = 1"], table)]
+
+
+def cost_slopes(figures):
+    """By op: the exponent p of the least squares fit of time = c T^p."""
+    slopes = {}
+    for op in FLOPS:
+        rows = pick(figures, section="cost", op=op)
+        if rows:
+            x = [math.log(r["T"]) for r in rows]
+            y = [math.log(r["median_s"]) for r in rows]
+            slopes[op] = statistics.linear_regression(x, y).slope
+    return slopes
+
+
+def cost(figures):
+    slopes = cost_slopes(figures)
+    if not slopes:
+        return []
+    lengths = sorted({r["T"] for r in pick(figures, section="cost")})
+    table = []
+    for op, slope in slopes.items():
+        each = {r["T"]: r["median_s"] / r["T"] for r in pick(figures, section="cost", op=op)}
+        table.append([op, *(f"{each[t] * 1e9:.0f}" for t in lengths), f"{slope:.3f}"])
+    return ["## Cost against T, forward, float32, H = 1", "",
+            "Nanoseconds per token, and the exponent p of time = c T^p.", "",
+            *lines(["op", *(f"2^{t.bit_length() - 1}" for t in lengths), "p"], table)]
 
 
 def every_peer(figures):
@@ -195,7 +287,10 @@ def write(given, figures):
 
 
 def results_name():
-    return "cpu-" + re.sub(r"[^a-z0-9]+", "-", machine().lower()).strip("-")
+    """By machine, and by instruction set where one was asked for."""
+    asked = os.environ.get("LINATTN_ISA")
+    return "cpu-" + re.sub(r"[^a-z0-9]+", "-", machine().lower()).strip("-") + (
+        f"-{asked}" if asked else "")
 
 
 def plot_path(given):
@@ -215,6 +310,37 @@ def plot_path(given):
     return wanted
 
 
+def plots(path, figures):
+    """Both pictures; returns their paths."""
+    plot(path, figures)
+    if not pick(figures, section="cost"):
+        return (path,)
+    second = path.with_stem(path.stem + "-cost")
+    plot_cost(second, figures)
+    return path, second
+
+
+def plot_cost(path, figures):
+    """Time against T: a straight line of slope 1 is what linear attention promises."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((7, 6), layout="constrained")
+    axes = figure.subplots()
+    for op, slope in cost_slopes(figures).items():
+        rows = sorted(pick(figures, section="cost", op=op), key=lambda r: r["T"])
+        axes.plot([r["T"] for r in rows], [r["median_s"] for r in rows], "o-", ms=4,
+                  label=f"{op} (slope {slope:.3f})")
+    axes.set(xscale="log", yscale="log", xlabel="T", ylabel="seconds, forward, float32, H = 1, "
+             f"K = V = {K}, threads: {figures['about']['threads']}")
+    lengths = sorted({r["T"] for r in pick(figures, section="cost")})
+    axes.set_xticks(lengths, [f"$2^{{{t.bit_length() - 1}}}$" for t in lengths])
+    axes.minorticks_off()
+    axes.grid(True, alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
 def plot(path, figures):
     """Tokens a second against T, a panel for every op, a line for ours and every peer."""
     from matplotlib.figure import Figure
@@ -226,13 +352,14 @@ def plot(path, figures):
         for i, name in enumerate(names):
             found = {r["T"]: r["tokens_per_s"] for r in figures["rows"]
                      if r["op"] == op and r["who"] == name and r["face"] == "forward"
-                     and r["dtype"] == "float32" and r["section"] != "threads"}
+                     and r["dtype"] == "float32" and r["section"] in ("table", "lengths")}
             if found:
                 axes.plot(sorted(found), [found[t] for t in sorted(found)], "o-", ms=4, label=name,
                           color=f"C{i}", lw=2.5 if i == 0 else 1.2)
         axes.set(title=op, xscale="log", yscale="log")
         axes.grid(True, which="major", alpha=0.3)
-    lengths = sorted({r["T"] for r in figures["rows"] if r["face"] == "forward"})
+    lengths = sorted({r["T"] for r in figures["rows"] if r["section"] in ("table", "lengths")
+                      and r["face"] == "forward"})
     panels[0, 0].set_xticks(lengths, [str(t) for t in lengths])
     panels[0, 0].minorticks_off()
     figure.supxlabel("T")

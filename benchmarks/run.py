@@ -24,7 +24,7 @@ SLOW = 0.06  # seconds from which a call is not warmed up before each sample
 class Entry:
     """One call to time."""
 
-    section: str  # "table" | "lengths" | "threads" | "ceiling"
+    section: str  # "table" | "lengths" | "cost" | "threads" | "ceiling"
     who: str
     case: object
     call: object
@@ -77,7 +77,7 @@ def arguments():
 
 def wanted(given):
     """(section, case, threads, whose, every how many rounds) of everything to time but ceilings."""
-    from cases import LENGTHS, Case, T, table
+    from cases import COST_LENGTHS, LENGTHS, Case, T, table
 
     import linattn
 
@@ -90,8 +90,16 @@ def wanted(given):
                 found.append(("lengths", Case(op, T=length), given.threads, "ours", 3))
             if length != T and not given.quick and given.plot is not None:
                 found.append(("lengths", Case(op, T=length), given.threads, "peers", 5))
-        if len(os.sched_getaffinity(0)) > 1:
-            found.append(("threads", Case(op), 1 if given.threads > 1 else 2, "ours", 1))
+        for length in COST_LENGTHS if not given.quick else ():
+            found.append(("cost", Case(op, T=length, heads=1), given.threads, "ours",
+                          5 if length > 2**16 else 1))
+    if len(os.sched_getaffinity(0)) > 1:
+        other = 1 if given.threads > 1 else 2
+        found += [("threads", Case(op), other, "ours", 1) for op in linattn.OPS]
+        found += [("threads", Case(op, T=4096), other, "ours", 1) for op in linattn.OPS]
+        if not given.quick:
+            found += [("threads", Case(op, T=4096, heads=1), other, "ours", 1)
+                      for op in linattn.OPS]
     return found
 
 
@@ -204,14 +212,14 @@ def main():
     for entry in found:
         entry.prepare()
     run(found, given.rounds, progress(given.rounds * len(found), "measuring"))
+    memory = None if given.quick else ceilings.memory()
     about["took"] = f"{time.monotonic() - started:.0f} s, {given.rounds} rounds"
-    figures = report.figures(about, found, limits, missing + more)
+    figures = report.figures(about, found, limits, missing + more, memory)
     print(report.markdown(figures))
     if given.results is not None:
         print("\n".join(f"written: {path}" for path in report.write(given, figures)))
     if given.plot is not None:
-        report.plot(given.plot, figures)
-        print(f"written: {given.plot}")
+        print("\n".join(f"written: {path}" for path in report.plots(given.plot, figures)))
 
 
 if __name__ == "__main__":
