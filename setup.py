@@ -1,10 +1,17 @@
-"""The C core as one extension module: every instruction set in it, one abi3 build for 3.11 and up.
+"""The C core as one extension module: every instruction set in it, one abi3 build for 3.11 and up;
+and the CUDA part, where nvcc is found.
 
 LINATTN_WERROR=1 turns compiler warnings into errors (CI). CC chooses the compiler.
+LINATTN_CUDA=1 insists on the CUDA part, =0 leaves it out. nvcc is looked for in CUDA_HOME, on the
+PATH, in /usr/local/cuda.
 """
 
 import glob
 import os
+import re
+import shlex
+import shutil
+import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,17 +35,71 @@ if os.environ.get("LINATTN_WERROR") == "1":
     FLAGS.append("-Werror")
 
 
+# Machine code for Ampere and all that runs its code (8.x), for Hopper, and PTX for what comes after.
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-gencode=arch=compute_90,code=compute_90",
+    "--threads=0",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+]
+if os.environ.get("LINATTN_WERROR") == "1":
+    NVCC_FLAGS.append("-Werror=all-warnings")
+
+
+def find_nvcc():
+    """Where nvcc is; None if there is none, or the CUDA part is not wanted."""
+    wanted = os.environ.get("LINATTN_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"LINATTN_CUDA: expected 0, 1 or nothing, got {wanted!r}")
+    if wanted == "0":
+        return None
+    home = os.environ.get("CUDA_HOME")
+    places = [os.path.join(home, "bin")] if home else []
+    places += [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    found = next((nvcc for place in places if (nvcc := shutil.which("nvcc", path=place))), None)
+    if wanted == "1" and not found:
+        raise SystemExit(f"LINATTN_CUDA=1 asks for the CUDA part, and nvcc was not found in {places}")
+    return found
+
+
+def cuda_libraries(nvcc):
+    """Directories with libcudart_static.a, as nvcc itself would link it."""
+    says = subprocess.run([nvcc, "--dryrun", "none.cu"], capture_output=True, text=True).stderr
+    line = re.search(r"^#\$ LIBRARIES=(.*)$", says, re.MULTILINE)
+    return [word[2:] for word in shlex.split(line[1]) if word.startswith("-L")] if line else []
+
+
 class ParallelBuild(build_ext):
-    """Compile the sources side by side: each instruction set takes seconds."""
+    """Compile the sources side by side: each instruction set takes seconds. nvcc takes the .cu."""
 
     def build_extension(self, ext):
-        compile_one = self.compiler.compile
+        compile_one, threads = self.compiler.compile, os.cpu_count()
+
+        def compile_cuda(source, output_dir, depends, **_):
+            (target,) = self.compiler.object_filenames([source], output_dir=output_dir)
+            newest = max(map(os.path.getmtime, [source, *depends]))
+            if self.force or not os.path.exists(target) or os.path.getmtime(target) < newest:
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                self.spawn([NVCC, *NVCC_FLAGS, "-c", source, "-o", target])
+            return [target]
+
+        def compile_any(source, options):
+            if source.endswith(".cu"):
+                return compile_cuda(source, **options)
+            return compile_one([source], **options)
 
         def compile_all(sources, **options):
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = pool.map(lambda source: compile_one([source], **options), sources)
+            # the longest first: nvcc's
+            order = sorted(sources, key=lambda source: not source.endswith(".cu"))
+            with ThreadPoolExecutor(threads) as pool:
+                objects = pool.map(lambda source: compile_any(source, options), order)
                 return [one for group in objects for one in group]
 
+        if ".cu" not in self.compiler.src_extensions:
+            self.compiler.src_extensions.append(".cu")
         self.compiler.compile = compile_all
         try:
             super().build_extension(ext)
@@ -46,13 +107,27 @@ class ParallelBuild(build_ext):
             self.compiler.compile = compile_one
 
 
+NVCC = find_nvcc()
+CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cu")) if NVCC else []
+
 core = Extension(
     "linattn._linattn",
-    sources=["csrc/module.c", "csrc/check.c", *sorted(glob.glob("csrc/cpu/*.c"))],
-    depends=[*glob.glob("csrc/*.h"), *glob.glob("csrc/*.def"), *glob.glob("csrc/cpu/*.h")],
+    sources=[*sorted(glob.glob("csrc/*.c")), *sorted(glob.glob("csrc/cpu/*.c")), *CUDA_SOURCES],
+    depends=[
+        path
+        for place in ("csrc", "csrc/cpu", "csrc/cuda")
+        for kind in ("h", "def", "cuh")
+        for path in glob.glob(f"{place}/*.{kind}")
+    ],
     include_dirs=[numpy.get_include()],
-    define_macros=[("Py_LIMITED_API", "0x030b0000")] if ABI3 else [],
+    define_macros=[
+        *([("Py_LIMITED_API", "0x030b0000")] if ABI3 else []),
+        *([("LA_CUDA", "1")] if NVCC else []),
+    ],
     extra_compile_args=FLAGS,
+    # The CUDA runtime goes in whole: it finds the driver when it is first used, or says there is none.
+    library_dirs=cuda_libraries(NVCC) if NVCC else [],
+    libraries=["cudart_static", "rt", "dl", "stdc++"] if NVCC else [],
     extra_link_args=["-pthread"],
     py_limited_api=ABI3,
 )

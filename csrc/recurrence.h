@@ -1,4 +1,4 @@
-/* THE RECURRENCE and its adjoint. One head, one token, a strip of value columns.
+/* THE RECURRENCE and its adjoint, for both devices. One head, one token, a strip of value columns.
  *
  *     decay    S <- diag(a) S           a = 1 | one scalar | one per key
  *     predict  p  = S' k                delta rule only
@@ -7,15 +7,21 @@
  *
  * The columns of S never mix, so a `lane` is whatever holds columns cheaply: a SIMD vector on a
  * CPU, one float in a CUDA thread. W lanes are worked on together; S is [K][W] lanes, its rows ld
- * lanes apart. `decay` and `rule` are compile-time constants wherever this text is used.
+ * lanes apart. A CUDA thread may hold some of a column's rows only (K of them, with the elements of
+ * k, q and a that belong to them): JOIN(x, y, W) then adds up what the threads of one column have in
+ * x and, unless it is NULL, in y.
+ * `decay` and `rule` are compile-time constants wherever this text is used.
  *
- * Needs: LA_FN, real, lane, lane_of_state (a lane wherever it lies), LANE_SUM (a lane's sum over
- * its columns), MAX_STRIP >= W.
+ * Needs: LA_FN, real, lane, lane_of_state (a lane wherever it lies), LANE_ZERO, LANE_SUM (a lane's
+ * sum over its columns), JOIN (nothing where a thread has all rows), UNROLL (before a loop
+ * whose S is in registers), MAX_STRIP >= W.
  */
 
 /* Rows whose products are added up before they join the total: one chain of K terms would lose a
  * bit or two more. */
 enum { LA_ROWS = 16 };
+
+LA_FN int la_last_row(int first, int K) { return K < first + LA_ROWS ? K : first + LA_ROWS; }
 
 LA_FN real la_decay_of(const real *a, int i, const la_decay decay)
 {
@@ -26,11 +32,12 @@ LA_FN real la_decay_of(const real *a, int i, const la_decay decay)
 LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int K, const real *k,
                       const real *q, const real *a, lane *p, lane *o, const la_decay decay)
 {
-    for (int w = 0; w < W; w++) p[w] = (lane){0};
-    for (int w = 0; w < W && q; w++) o[w] = (lane){0};
-    for (int first = 0; first < K; first += LA_ROWS) {
-        lane of_k[MAX_STRIP] = {{0}}, of_q[MAX_STRIP] = {{0}};
-        for (int i = first; i < K && i < first + LA_ROWS; i++) {
+    for (int w = 0; w < W; w++) p[w] = LANE_ZERO;
+    for (int w = 0; w < W && q; w++) o[w] = LANE_ZERO;
+    UNROLL for (int first = 0; first < K; first += LA_ROWS) {
+        const int last = la_last_row(first, K);
+        lane of_k[MAX_STRIP] = {LANE_ZERO}, of_q[MAX_STRIP] = {LANE_ZERO};
+        UNROLL for (int i = first; i < last; i++) {
             const real ai = la_decay_of(a, i, decay), ki = ai * k[i], qi = q ? ai * q[i] : 0;
             for (int w = 0; w < W; w++) of_k[w] += ki * S[i * ld + w];
             for (int w = 0; w < W && q; w++) of_q[w] += qi * S[i * ld + w];
@@ -38,6 +45,7 @@ LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int K, co
         for (int w = 0; w < W; w++) p[w] += of_k[w];
         for (int w = 0; w < W && q; w++) o[w] += of_q[w];
     }
+    JOIN(p, q ? o : NULL, W);
 }
 
 /* qk is q . k, which the delta rule needs: it reads before it writes, so that the state is gone
@@ -52,7 +60,7 @@ LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int K, const real
         la_predict(S, W, ld, K, k, q, a, p, o, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
         for (int w = 0; w < W; w++) o[w] += qk * u[w];
-        for (int i = K - 1; i >= 0; i--)
+        UNROLL for (int i = K - 1; i >= 0; i--)
             for (int w = 0; w < W; w++) {
                 lane s = S[i * ld + w];
                 if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
@@ -61,10 +69,11 @@ LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int K, const real
         return;
     }
     for (int w = 0; w < W; w++) u[w] = v[w];
-    for (int w = 0; w < W; w++) o[w] = (lane){0};
-    for (int first = 0; first < K; first += LA_ROWS) {
-        lane sum[MAX_STRIP] = {{0}};
-        for (int i = first; i < K && i < first + LA_ROWS; i++)
+    for (int w = 0; w < W; w++) o[w] = LANE_ZERO;
+    UNROLL for (int first = 0; first < K; first += LA_ROWS) {
+        const int last = la_last_row(first, K);
+        lane sum[MAX_STRIP] = {LANE_ZERO};
+        UNROLL for (int i = first; i < last; i++)
             for (int w = 0; w < W; w++) {
                 lane s = S[i * ld + w];
                 if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
@@ -74,6 +83,7 @@ LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int K, const real
             }
         for (int w = 0; w < W; w++) o[w] += sum[w];
     }
+    JOIN(o, NULL, W);
 }
 
 /* Its adjoint, line for line in reverse. S is the state before the token; dS arrives as the
@@ -84,7 +94,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
                             real *dq, real *dk, lane *dv, real *da, real *dbeta,
                             const la_decay decay, const la_rule rule)
 {
-    lane p[MAX_STRIP], u[MAX_STRIP], du[MAX_STRIP] = {{0}}, dp[MAX_STRIP];
+    lane p[MAX_STRIP], u[MAX_STRIP], du[MAX_STRIP] = {LANE_ZERO}, dp[MAX_STRIP];
     real db = 0;
 
     for (int w = 0; w < W; w++) u[w] = v[w]; /* the forward's p and u again */
@@ -93,7 +103,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
     }
     for (int first = 0; first < K; first += LA_ROWS) {
-        lane sum[MAX_STRIP] = {{0}};
+        lane sum[MAX_STRIP] = {LANE_ZERO};
         for (int i = first; i < K && i < first + LA_ROWS; i++) {
             lane gq = {0}, gk = {0};
             for (int w = 0; w < W; w++) {
@@ -123,7 +133,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
     for (int i = 0; i < K; i++) {
         const real ai = la_decay_of(a, i, decay);
         lane gk = {0};
-        if (decay == LA_KEY) ga = (lane){0};
+        if (decay == LA_KEY) ga = LANE_ZERO;
         for (int w = 0; w < W; w++) {
             if (rule == LA_DELTA) { /* was p = S' k, S the decayed state */
                 gk += (ai * S[i * W + w]) * dp[w];
@@ -138,7 +148,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
         if (decay == LA_KEY) da[i] += LANE_SUM(ga);
         if (decay == LA_TOKEN && (i + 1) % LA_ROWS == 0) {
             all += ga;
-            ga = (lane){0};
+            ga = LANE_ZERO;
         }
     }
     if (decay == LA_TOKEN) da[0] += LANE_SUM(all + ga);

@@ -9,6 +9,9 @@ enum { MAX_STRIP = 4 };
 #endif
 enum { PANEL_STRIP = 4 };
 
+#define LANE_ZERO ((lane){0})
+#define JOIN(x, y, W) /* a lane has all rows of its columns */
+#define UNROLL
 #include "../recurrence.h"
 
 LA_FN void token_any(lane_of_state *S, int64_t W, int64_t ld, int64_t K, const real *q,

@@ -1,0 +1,59 @@
+/* A checked problem as the kernels take it: one plain struct, passed by value.
+ *
+ * Letters as in linattn.h. A view is an array in its canonical letters, strides in elements, stride
+ * 0 for a letter the user left out. */
+#ifndef LINATTN_CUDA_CALL_CUH
+#define LINATTN_CUDA_CALL_CUH
+
+#include <cuda_runtime.h>
+
+extern "C" {
+#include "../linattn.h"
+}
+
+struct view {
+    char *data; /* NULL: not given */
+    int64_t stride[LA_MAX_DIMS];
+    la_dtype dtype;
+};
+
+struct call {
+    view q, k, v, g, beta, o; /* B T H K, B T HV V, B T HV K, B T HV */
+    view s0, z0, st, zt;      /* N HV K V, N HV K */
+    view cu;                  /* N+1; NULL: sequence n is batch row n */
+    view slot;                /* a step's states, if they are picked from a pool: [B], -1 for none */
+    int B, T, H, HV, K, V, N;
+    la_gate gate;
+    la_map map[2];
+    double map_eps[2];
+    la_normaliser normaliser;
+    double scale, eps;
+    bool qk_l2norm, causal;
+};
+
+/* One sequence of one value head. */
+struct unit {
+    int n, b, h, hv;
+    int begin, end; /* its tokens in batch row b */
+};
+
+/* Where sequence n lies. cu_seqlens has not been seen by the host, so whatever it says is kept
+ * within the T tokens there are. */
+__device__ inline unit unit_of(const call &c, int n, int hv)
+{
+    unit u = {n, n, hv / (c.HV / c.H), hv, 0, c.T};
+    if (!c.cu.data) return u;
+    int64_t edge[2];
+    for (int i = 0; i < 2; i++) {
+        const int64_t at = (n + i) * c.cu.stride[0];
+        edge[i] = c.cu.dtype == LA_I64 ? ((const int64_t *)c.cu.data)[at]
+                                       : ((const int32_t *)c.cu.data)[at];
+        edge[i] = min(max(edge[i], (int64_t)0), (int64_t)c.T);
+    }
+    u.b = 0;
+    u.begin = (int)edge[0];
+    u.end = (int)max(edge[0], edge[1]);
+    return u;
+}
+
+#endif

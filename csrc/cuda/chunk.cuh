@@ -1,0 +1,997 @@
+/* The chunk form on tensor cores, for bf16 arrays: two kernels.
+ *
+ * `prepare` does what belongs to one chunk of C = 64 tokens alone, all chunks side by side: the
+ * scores P = tril(Q K' . G) and, for the delta rule, the inverse A = (I + strict(diag(b) K K' . G))^-1
+ * diag(b), where G_ij is the decay from after token j through token i. `walk` then goes from chunk
+ * to chunk with the state in registers:
+ *
+ *     solve  W = V - k^ S      U = A W       (additive rule: U = V)
+ *     read   O = q^ S + P U                  (times scale)
+ *     carry  S <- diag(a) S + k~' U
+ *
+ * where q^ and k^ are rows of q and k times the decay from the chunk's start, k~ times the decay to
+ * its end, and a is the whole chunk's. A scalar decay scales rows of the products instead. Decays
+ * are multiplied, never summed as logarithms (docs/decisions/0005): no exponent is ever positive,
+ * and a decay of zero is a zero.
+ *
+ * `walk` computes everything transposed: a warp owns 16 value columns, as the 16 rows of its left
+ * operands. The accumulators of one product are then the left operand of the next, the state stays
+ * in registers both as sums and as an operand, and no warp waits for another but for the tiles. */
+#include "kernels.cuh"
+#include "load.cuh"
+#include "tile.cuh"
+
+#define LA_FN static __device__ __forceinline__
+#define LANE_ZERO 0
+#define LANE_SUM(x) (x)
+#define UNROLL
+#define JOIN(x, y, W) join_quads(x, y, W)
+typedef float real, lane, lane_of_state;
+enum { MAX_STRIP = 2 };
+
+/* The sums over the four threads that have a column's keys in an accumulator. */
+LA_FN void join_quads(float *x, float *y, int W)
+{
+    for (int w = 0; w < W; w++) x[w] = quad_sum(x[w]);
+    for (int w = 0; w < W && y; w++) y[w] = quad_sum(y[w]);
+}
+
+#include "../recurrence.h"
+
+enum { C = ROWS, LD = 68 }; /* rows of float32 matrices: 4 banks further each */
+
+/* ---- chunks of sequences ----
+ *
+ * What prepare leaves for walk lies in slots, one per chunk. Where sequence n's slots begin must be
+ * known without the lengths of those before it, so each may leave one slot unused:
+ * floor(end / C) - floor(start / C) + 1 >= ceil((end - start) / C). */
+
+struct chunks {
+    char *scores, *inverse; /* [slots][HV] tiles of C columns: P, A */
+    char *q, *k;            /* [slots][heads] tiles of KP columns; NULL: read as they are given */
+    char *kt;               /* per-key decays: [slots][HV] tiles, k~ */
+    float *in, *out;        /* scalar decays: [slots][HV][C], from the start, to the end */
+    float *total;           /* per-key decays: [slots][HV][KP], of the chunk */
+    int slots, heads;
+};
+
+__device__ inline int64_t edge_of(const call &c, int n)
+{
+    const int64_t at = n * c.cu.stride[0];
+    const int64_t x = c.cu.dtype == LA_I64 ? ((const int64_t *)c.cu.data)[at]
+                                           : ((const int32_t *)c.cu.data)[at];
+    return min(max(x, (int64_t)0), (int64_t)c.T);
+}
+
+__device__ inline int first_slot(const call &c, int n)
+{
+    return c.cu.data ? (int)(edge_of(c, n) / C) + n : n * ((c.T + C - 1) / C);
+}
+
+/* The sequence whose slot this is: the last that begins at or before it. */
+__device__ inline int sequence_of(const call &c, int slot)
+{
+    if (!c.cu.data) return slot / ((c.T + C - 1) / C);
+    int low = 0, high = c.N - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (first_slot(c, middle) <= slot)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* ---- prepare: loads ---- */
+
+/* Can rows of x be copied in pieces of 16 bytes? */
+static bool whole_pieces(const view &x, int columns)
+{
+    return (uintptr_t)x.data % 16 == 0 && x.stride[0] % 8 == 0 && x.stride[1] % 8 == 0 &&
+           x.stride[2] % 8 == 0 && columns % 8 == 0;
+}
+
+static bool keys_as_given(const call &c, const view &x, la_map map)
+{
+    return whole_pieces(x, c.K) && !c.qk_l2norm && map == LA_IDENTITY;
+}
+
+/* Tokens t..t+n of head h, by all threads; rows and columns past the end are zeros. The caller waits
+ * for the copies. */
+template <int COLUMNS>
+__device__ void copy_tile(const view &x, int columns, int b, int t, int n, int h, uint32_t tile)
+{
+    const char *from = at(x, b, t, h);
+    for (int i = threadIdx.x; i < C * COLUMNS / 8; i += blockDim.x) {
+        const int row = i / (COLUMNS / 8), piece = i % (COLUMNS / 8);
+        const bool there = row < n && piece * 8 < columns;
+        copy_async(tile + piece_at(row, piece),
+                   from + (there ? row * x.stride[1] * 2 + piece * 16 : 0), there);
+    }
+}
+
+__device__ inline void copy_bytes(uint32_t to, const char *from, int bytes)
+{
+    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) copy_async(to + i, from + i, true);
+}
+
+/* The same rows as the recurrence sees them: normed, mapped. A warp takes a row. */
+template <int KP>
+__device__ void load_keys(const call &c, const view &from, la_map map, double map_eps, int b, int t,
+                          int n, int h, char *tile)
+{
+    const int lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < C; row += blockDim.x / 32) {
+        float x[KP / 32], squares = 0;
+#pragma unroll
+        for (int j = 0; j < KP / 32; j++) {
+            const int i = j / 2 * 64 + lane * 2 + j % 2;
+            x[j] = row < n && i < c.K ? load<float>(at(from, b, t + row, h, i), LA_BF16) : 0;
+            squares += x[j] * x[j];
+        }
+        const float factor = c.qk_l2norm ? l2norm_factor(warp_sum(squares)) : 1;
+#pragma unroll
+        for (int j = 0; j < KP / 32; j++) {
+            const int i = j / 2 * 64 + lane * 2 + j % 2;
+            x[j] *= factor;
+            x[j] = row < n && i < c.K ? apply_map(x[j], map, (float)map_eps) : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < KP / 32; j += 2)
+            *(uint32_t *)(tile + element_at(row, j * 32 + lane * 2)) = pack(x[j], x[j + 1]);
+    }
+}
+
+/* q and k of a chunk, ready after the next __syncthreads. */
+template <int KP>
+__device__ void load_both(const call &c, const chunks &w, int b, int t, int n, int h, char *q,
+                          char *k, bool q_as_given, bool k_as_given)
+{
+    if (q_as_given)
+        copy_tile<KP>(c.q, c.K, b, t, n, h, address_of(q));
+    else
+        load_keys<KP>(c, c.q, c.map[0], c.map_eps[0], b, t, n, h, q);
+    if (k_as_given)
+        copy_tile<KP>(c.k, c.K, b, t, n, h, address_of(k));
+    else
+        load_keys<KP>(c, c.k, c.map[1], c.map_eps[1], b, t, n, h, k);
+    copies_end_group();
+    copies_wait<0>();
+}
+
+__device__ inline void write_tile(char *to, const char *tile, int bytes)
+{
+    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16)
+        *(uint4 *)(to + i) = *(const uint4 *)(tile + i);
+}
+
+/* ---- prepare: the inverse of I + L, L strictly lower triangular [C][C], in place ----
+ *
+ * Blocks of 16 by substitution in float32; then two at a time, [A 0; B D]^-1 has -D^-1 B A^-1 below
+ * the diagonal. Those products keep tf32's 11 bits, three more than the bf16 they end in. Four
+ * warps; room [4][32][12]. */
+__device__ inline void invert(float *L, float *room)
+{
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float *own = room + warp * 32 * 12; /* [32][8], rows 12 apart */
+    {
+        float *block = L + warp * 16 * (LD + 1), x[16];
+        const int column = lane % 16;
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float sum = i == column;
+#pragma unroll
+            for (int j = 0; j < i; j++) sum -= block[i * LD + j] * x[j];
+            x[i] = i < column ? 0 : sum;
+        }
+        __syncwarp();
+        if (lane < 16)
+#pragma unroll
+            for (int i = 0; i < 16; i++) block[i * LD + column] = x[i];
+    }
+    __syncthreads();
+    { /* 16 -> 32: two warps a pair, 8 columns each */
+        float *A = L + warp / 2 * 32 * (LD + 1), *B = A + 16 * LD, *D = B + 16;
+        const int column = warp % 2 * 8;
+        float c[4] = {}, e[4] = {};
+        multiply_tf32<2>(c, B, LD, A + column, LD);
+        put(own, 12, c, 1);
+        __syncthreads(); /* both have read B */
+        multiply_tf32<2>(e, D, LD, own, 12);
+        put(B + column, LD, e, -1);
+    }
+    __syncthreads();
+    { /* 32 -> 64: 8 columns a warp */
+        float *A = L, *B = A + 32 * LD, *D = B + 32;
+        const int column = warp * 8;
+        float c[2][4] = {}, e[2][4] = {};
+        for (int i = 0; i < 2; i++) {
+            multiply_tf32<4>(c[i], B + i * 16 * LD, LD, A + column, LD);
+            put(own + i * 16 * 12, 12, c[i], 1);
+        }
+        __syncthreads();
+        for (int i = 0; i < 2; i++) {
+            multiply_tf32<4>(e[i], D + i * 16 * LD, LD, own, 12);
+            put(B + i * 16 * LD + column, LD, e[i], -1);
+        }
+    }
+    __syncthreads();
+}
+
+/* A = L diag(beta) as a tile; the blocks of 16 above the diagonal are never read. */
+__device__ inline void write_inverse(const float *L, const float *beta, char *tile, char *to)
+{
+    for (int i = threadIdx.x; i < C * C / 2; i += blockDim.x) {
+        const int row = i / (C / 2), column = i % (C / 2) * 2;
+        const bool there = column / 16 <= row / 16;
+        *(uint32_t *)(tile + element_at(row, column)) =
+            there ? pack(L[row * LD + column] * beta[column],
+                         L[row * LD + column + 1] * beta[column + 1])
+                  : 0;
+    }
+    __syncthreads();
+    write_tile(to, tile, PANEL_BYTES);
+}
+
+/* ---- prepare: scalar decays ---- */
+
+template <int KP> struct scalar_room {
+    alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)], tile[PANEL_BYTES];
+    float L[C * LD], G[C * LD], room[4 * 32 * 12];
+    float a[C], beta[C];
+};
+
+template <int KP, la_rule RULE>
+__global__ void __launch_bounds__(128) prepare_scalar(const __grid_constant__ call c,
+                                                      const __grid_constant__ chunks w, bool q_as_given, bool k_as_given)
+{
+    extern __shared__ __align__(1024) char shared[];
+    scalar_room<KP> &s = *(scalar_room<KP> *)shared;
+    const int slot = blockIdx.x / c.H, h = blockIdx.x % c.H, group = c.HV / c.H;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    unit u = unit_of(c, sequence_of(c, slot), h * group);
+    const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
+    if (n <= 0) return;
+
+    load_both<KP>(c, w, u.b, t, n, h, s.q, s.k, q_as_given, k_as_given);
+    __syncthreads();
+    const int64_t keys = ((int64_t)slot * w.heads + h) * tile_bytes(KP);
+    if (w.q) write_tile(w.q + keys, s.q, tile_bytes(KP));
+    if (w.k) write_tile(w.k + keys, s.k, tile_bytes(KP));
+
+    /* Q K' and K K', on and below the diagonal; a warp takes 16 rows */
+    float qk[8][4] = {}, kk[8][4] = {};
+    const uint32_t k_tile = address_of(s.k), q_tile = address_of(s.q);
+#pragma unroll
+    for (int i = 0; i < KP; i += 16) {
+        const left of_q = load_left(q_tile, warp * 16, i);
+        left of_k;
+        if (RULE == LA_DELTA) of_k = load_left(k_tile, warp * 16, i);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (j > warp) continue;
+            const right b = load_right_of_rows(k_tile, j * 16, i);
+            multiply(qk[2 * j], qk[2 * j + 1], of_q, b);
+            if (RULE == LA_DELTA) multiply(kk[2 * j], kk[2 * j + 1], of_k, b);
+        }
+    }
+
+    for (int hv = h * group; hv < (h + 1) * group; hv++) {
+        const int64_t place = (int64_t)slot * c.HV + hv;
+        __syncthreads(); /* the head before has been written */
+        if (threadIdx.x < C) {
+            const int i = threadIdx.x;
+            s.a[i] = i < n && c.g.data
+                         ? decay_of(load<float>(at(c.g, u.b, t + i, hv), c.g.dtype), c.gate)
+                         : 1;
+            if (RULE == LA_DELTA)
+                s.beta[i] =
+                    i < n ? load<float>(at(c.beta, u.b, t + i, hv), c.beta.dtype) : 0;
+        }
+        __syncthreads();
+        if (threadIdx.x < C) {
+            const int j = threadIdx.x;
+            float g = 1;
+            s.G[j * LD + j] = 1;
+            for (int i = j + 1; i < C; i++) s.G[i * LD + j] = g *= s.a[i];
+        }
+        __syncthreads();
+        if (w.in && threadIdx.x < C) {
+            w.in[place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD];
+            w.out[place * C + threadIdx.x] = s.G[(C - 1) * LD + threadIdx.x];
+        }
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = warp * 16 + half * 8 + lane / 4, column = j * 8 + lane % 4 * 2;
+                const float2 g = *(const float2 *)&s.G[row * LD + column];
+                const float x = qk[j][2 * half], y = qk[j][2 * half + 1];
+                *(uint32_t *)(s.tile + element_at(row, column)) =
+                    pack(column <= row ? x * g.x : 0, column < row ? y * g.y : 0);
+                if (RULE == LA_DELTA) {
+                    const float b = s.beta[row];
+                    s.L[row * LD + column] = column < row ? b * kk[j][2 * half] * g.x : 0;
+                    s.L[row * LD + column + 1] =
+                        column + 1 < row ? b * kk[j][2 * half + 1] * g.y : 0;
+                }
+            }
+        __syncthreads();
+        write_tile(w.scores + place * PANEL_BYTES, s.tile, PANEL_BYTES);
+        if (RULE == LA_DELTA) {
+            invert(s.L, s.room);
+            write_inverse(s.L, s.beta, s.tile, w.inverse + place * PANEL_BYTES);
+        }
+    }
+}
+
+/* ---- prepare: decays per key ----
+ *
+ * The decay from after token j through token i differs from key to key, so it goes into the operands,
+ * block by block of 16 tokens: with f_i the decay from the start of i's block through token i, h_j
+ * that from after j to the end of j's block, and t_R that of the whole block R, block (I, J < I) is
+ * (k f) diag(t_(J+1) ... t_(I-1)) (k h)'. Diagonal blocks are (k f / t_I) (k h)' as long as t_I can be
+ * divided by, that is above 2^-100 (f / t is then below 2^100, far from the largest float, and h
+ * above 2^-100, far from the least); else each pair's decay is multiplied up in float32. */
+
+template <int KP> struct key_room {
+    alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)], kf[tile_bytes(KP)], kh[tile_bytes(KP)];
+    union {
+        float a[C * KP];
+        struct {
+            char tile[PANEL_BYTES];
+            float room[4 * 32 * 12];
+        };
+    };
+    float t[4 * KP], reciprocal[4 * KP], beta[C];
+};
+
+/* x by its keys' numbers: the left operand's columns are key.. + lane % 4 * 2 + {0, 1, 8, 9}. */
+__device__ __forceinline__ left scaled(const left &x, const float *by)
+{
+    const float *y = by + threadIdx.x % 4 * 2;
+    left z;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float2 of = unpack(x.x[e]), g = *(const float2 *)(y + e / 2 * 8);
+        z.x[e] = pack(of.x * g.x, of.y * g.y);
+    }
+    return z;
+}
+
+template <int KP, la_rule RULE>
+__global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call c,
+                                                   const __grid_constant__ chunks w, bool q_as_given,
+                                                   bool k_as_given)
+{
+    extern __shared__ __align__(1024) char shared[];
+    key_room<KP> &s = *(key_room<KP> *)shared;
+    float *L = (float *)s.q; /* over q f, k f and k h, once they have been read */
+    static_assert(sizeof(float) * C * LD <= 3 * tile_bytes(KP), "L lies over three tiles");
+    const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const unit u = unit_of(c, sequence_of(c, slot), hv);
+    const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
+    if (n <= 0) return;
+    const int64_t place = (int64_t)slot * c.HV + hv;
+
+    if (RULE == LA_DELTA && threadIdx.x < C)
+        s.beta[threadIdx.x] =
+            threadIdx.x < n ? load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype) : 0;
+    const bool rows_of_4 = c.g.dtype == LA_F32 && c.K % 4 == 0 && (uintptr_t)c.g.data % 16 == 0 &&
+                           (c.g.stride[0] | c.g.stride[1] | c.g.stride[2]) % 4 == 0;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < C * KP / 4; i += 128) {
+        const int row = i / (KP / 4), key = i % (KP / 4) * 4;
+        float4 a = make_float4(1, 1, 1, 1);
+        if (row < n && key < c.K) {
+            const char *g = at(c.g, u.b, t + row, hv, key);
+            if (rows_of_4) {
+                a = *(const float4 *)g;
+                a = make_float4(decay_of(a.x, c.gate), decay_of(a.y, c.gate), decay_of(a.z, c.gate),
+                                decay_of(a.w, c.gate));
+            } else {
+                const int size = dtype_size(c.g.dtype);
+                float x[4] = {1, 1, 1, 1};
+                for (int e = 0; e < 4 && key + e < c.K; e++)
+                    x[e] = decay_of(load<float>(g + e * size, c.g.dtype), c.gate);
+                a = make_float4(x[0], x[1], x[2], x[3]);
+            }
+        }
+        *(float4 *)&s.a[row * KP + key] = a;
+    }
+    load_both<KP>(c, w, u.b, t, n, u.h, s.q, s.k, q_as_given, k_as_given);
+    __syncthreads();
+
+    bool small = false;
+    for (int i = threadIdx.x; i < 4 * KP; i += 128) {
+        const int block = i / KP, key = i % KP;
+        float x = 1;
+#pragma unroll
+        for (int j = 0; j < 16; j++) x *= s.a[(block * 16 + j) * KP + key];
+        s.t[i] = x;
+        s.reciprocal[i] = 1 / x;
+        small |= !(x >= 0x1p-100f);
+    }
+    small = __syncthreads_or(small);
+
+    /* Diagonal blocks pair by pair: a lane has column lane % 16 and every other pair of keys. */
+    float slow_kk[16], slow_qk[16];
+    if (small) {
+        const int j = lane % 16, first = warp * 16;
+#pragma unroll
+        for (int i = 0; i < 16; i++) slow_kk[i] = slow_qk[i] = 0;
+        for (int key = lane / 16 * 2; key < KP; key += 4) {
+            float2 x = unpack(*(const uint32_t *)(s.k + element_at(first + j, key)));
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const float2 a = *(const float2 *)&s.a[(first + i) * KP + key];
+                const float2 k = unpack(*(const uint32_t *)(s.k + element_at(first + i, key)));
+                const float2 q = unpack(*(const uint32_t *)(s.q + element_at(first + i, key)));
+                if (i > j) {
+                    x.x *= a.x;
+                    x.y *= a.y;
+                }
+                if (i >= j) {
+                    slow_kk[i] += k.x * x.x + k.y * x.y;
+                    slow_qk[i] += q.x * x.x + q.y * x.y;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            slow_kk[i] += __shfl_xor_sync(~0u, slow_kk[i], 16);
+            slow_qk[i] += __shfl_xor_sync(~0u, slow_qk[i], 16);
+        }
+    }
+    __syncthreads();
+
+    /* Running products down and up the chunk, two keys a thread: half of the threads go down, making
+     * q^, k^, q f, k f; half go up, making k~, k h. */
+    const int half = threadIdx.x / 64, own = threadIdx.x % 64 * 2;
+    char *to_q = w.q + place * tile_bytes(KP), *to_k = w.k + place * tile_bytes(KP),
+         *to_kt = w.kt + place * tile_bytes(KP);
+    if (own < KP && half == 0) {
+        float2 all = make_float2(1, 1), f = all;
+#pragma unroll 4
+        for (int i = 0; i < C; i++) {
+            const float2 a = *(const float2 *)&s.a[i * KP + own];
+            const int here = element_at(i, own);
+            const float2 k = unpack(*(const uint32_t *)(s.k + here));
+            const float2 q = unpack(*(const uint32_t *)(s.q + here));
+            all = make_float2(all.x * a.x, all.y * a.y);
+            f = i % 16 ? make_float2(f.x * a.x, f.y * a.y) : a;
+            *(uint32_t *)(to_q + here) = pack(q.x * all.x, q.y * all.y);
+            *(uint32_t *)(s.q + here) = pack(q.x * f.x, q.y * f.y);
+            if (RULE == LA_DELTA) {
+                *(uint32_t *)(to_k + here) = pack(k.x * all.x, k.y * all.y);
+                *(uint32_t *)(s.kf + here) = pack(k.x * f.x, k.y * f.y);
+            }
+        }
+        *(float2 *)(w.total + place * KP + own) = all;
+    }
+    if (own < KP && half == 1) {
+        float2 all = make_float2(1, 1), h = all;
+#pragma unroll 4
+        for (int i = C - 1; i >= 0; i--) {
+            const float2 a = *(const float2 *)&s.a[i * KP + own];
+            const int here = element_at(i, own);
+            const float2 k = unpack(*(const uint32_t *)(s.k + here));
+            if (i % 16 == 15) h = make_float2(1, 1);
+            *(uint32_t *)(to_kt + here) = pack(k.x * all.x, k.y * all.y);
+            *(uint32_t *)(s.kh + here) = pack(k.x * h.x, k.y * h.y);
+            all = make_float2(all.x * a.x, all.y * a.y);
+            h = make_float2(h.x * a.x, h.y * a.y);
+        }
+    }
+    __syncthreads();
+
+    float qk[8][4] = {}, kk[8][4] = {};
+    const uint32_t kf = address_of(s.kf), qf = address_of(s.q), kh = address_of(s.kh);
+#pragma unroll
+    for (int i = 0; i < KP; i += 16) {
+        left of_q = load_left(qf, warp * 16, i), of_k;
+        if (RULE == LA_DELTA) of_k = load_left(kf, warp * 16, i);
+#pragma unroll
+        for (int back = 0; back < 4; back++) { /* block (warp, warp - back) */
+            if (back > warp) continue;
+            left x = of_q, y = of_k;
+            if (back == 0) {
+                if (small) continue;
+                x = scaled(of_q, s.reciprocal + warp * KP + i);
+                if (RULE == LA_DELTA) y = scaled(of_k, s.reciprocal + warp * KP + i);
+            } else if (back > 1) {
+                const float *by = s.t + (warp - back + 1) * KP + i;
+                x = of_q = scaled(of_q, by);
+                if (RULE == LA_DELTA) y = of_k = scaled(of_k, by);
+            }
+            const right b = load_right_of_rows(kh, (warp - back) * 16, i);
+#pragma unroll
+            for (int j = 0; j < 4; j++) { /* constant places of the sums */
+                if (j != warp - back) continue;
+                multiply(qk[2 * j], qk[2 * j + 1], x, b);
+                if (RULE == LA_DELTA) multiply(kk[2 * j], kk[2 * j + 1], y, b);
+            }
+        }
+    }
+    __syncthreads(); /* k f, k h and a are done with */
+
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int row = warp * 16 + half * 8 + lane / 4, column = j * 8 + lane % 4 * 2;
+            const float x = qk[j][2 * half], y = qk[j][2 * half + 1];
+            *(uint32_t *)(s.tile + element_at(row, column)) =
+                pack(column <= row ? x : 0, column < row ? y : 0);
+            if (RULE == LA_DELTA) {
+                const float b = s.beta[row];
+                L[row * LD + column] = column < row ? b * kk[j][2 * half] : 0;
+                L[row * LD + column + 1] = column + 1 < row ? b * kk[j][2 * half + 1] : 0;
+            }
+        }
+    if (small) {
+        __syncwarp();
+        const int column = warp * 16 + lane % 16;
+        if (lane < 16)
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const int row = warp * 16 + i;
+                if (row < column) continue;
+                *(bf16 *)(s.tile + element_at(row, column)) = __float2bfloat16_rn(slow_qk[i]);
+                if (RULE == LA_DELTA && row > column)
+                    L[row * LD + column] = s.beta[row] * slow_kk[i];
+            }
+    }
+    __syncthreads();
+    write_tile(w.scores + place * PANEL_BYTES, s.tile, PANEL_BYTES);
+    if (RULE == LA_DELTA) {
+        __syncthreads();
+        invert(L, s.room);
+        write_inverse(L, s.beta, s.tile, w.inverse + place * PANEL_BYTES);
+    }
+}
+
+/* ---- walk ---- */
+
+enum { SLICE_BYTES = C * 16 * 2 };
+
+/* A warp's 16 value columns of a chunk: 64 rows of two 16-byte pieces. */
+__device__ __forceinline__ int slice_at(int row, int piece)
+{
+    return row * 32 + ((piece ^ (row / 4 & 1)) << 4);
+}
+
+/* Where the parts of a stage lie in shared memory. */
+template <int KP, la_decay DECAY, la_rule RULE> struct stage {
+    static constexpr bool has_k = RULE == LA_DELTA || DECAY != LA_KEY; /* else k~ is all there is */
+    static constexpr int k = 0, q = k + (has_k ? tile_bytes(KP) : 0), kt = q + tile_bytes(KP);
+    static constexpr int scores = kt + (DECAY == LA_KEY ? tile_bytes(KP) : 0);
+    static constexpr int inverse = scores + PANEL_BYTES;
+    static constexpr int in = inverse + (RULE == LA_DELTA ? PANEL_BYTES : 0);
+    static constexpr int out = in + (DECAY == LA_TOKEN ? C * 4 : 0);
+    static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
+    static constexpr int v = total + (DECAY == LA_KEY ? KP * 4 : 0);
+    __host__ __device__ static constexpr int bytes(int warps) { return (v + warps * SLICE_BYTES + 1023) / 1024 * 1024; }
+};
+
+struct walk_flags {
+    bool v_pieces, o_pairs; /* rows of v come in 16-byte pieces, rows of o take 4 bytes */
+    bool q_given, k_given;
+};
+
+/* A chunk that holds a NaN or an infinity goes token by token: in a product with a triangle, zero
+ * times infinity would spoil the tokens before it. O' [16 columns][C] and S' as walk has them. */
+template <int KP, la_decay DECAY, la_rule RULE>
+__device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int n, int v0,
+                                        int columns, float *S, float *O)
+{
+    const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
+    float q[KP / 4], k[KP / 4], a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
+    for (int i = 0; i < n; i++) {
+        float squares_q = 0, squares_k = 0, qk = 0;
+        for (int j = 0; j < KP / 4; j++) {
+            const int key = j / 2 * 8 + pair + j % 2;
+            const bool there = key < c.K;
+            q[j] = there ? load<float>(at(c.q, u.b, t + i, u.h, key), LA_BF16) : 0;
+            k[j] = there ? load<float>(at(c.k, u.b, t + i, u.h, key), LA_BF16) : 0;
+            squares_q += q[j] * q[j];
+            squares_k += k[j] * k[j];
+            if (DECAY == LA_KEY)
+                a[j] = there ? decay_of(load<float>(at(c.g, u.b, t + i, u.hv, key), c.g.dtype),
+                                        c.gate)
+                             : 1;
+        }
+        const float factor_q = c.qk_l2norm ? l2norm_factor(quad_sum(squares_q)) : 1;
+        const float factor_k = c.qk_l2norm ? l2norm_factor(quad_sum(squares_k)) : 1;
+        for (int j = 0; j < KP / 4; j++) {
+            const bool there = j / 2 * 8 + pair + j % 2 < c.K;
+            q[j] = there ? apply_map(q[j] * factor_q, c.map[0], (float)c.map_eps[0]) : 0;
+            k[j] = there ? apply_map(k[j] * factor_k, c.map[1], (float)c.map_eps[1]) : 0;
+            qk += q[j] * k[j];
+        }
+        if (DECAY == LA_TOKEN) a[0] = decay_of(load<float>(at(c.g, u.b, t + i, u.hv), c.g.dtype), c.gate);
+        const float beta =
+            RULE == LA_DELTA ? load<float>(at(c.beta, u.b, t + i, u.hv), c.beta.dtype) : 0;
+        float v[2], o[2];
+        for (int w = 0; w < 2; w++)
+            v[w] = column + 8 * w < columns
+                       ? load<float>(at(c.v, u.b, t + i, u.hv, v0 + column + 8 * w), LA_BF16)
+                       : 0;
+        la_token(S, 2, 2, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
+        if (i / 2 % 4 * 2 != pair) continue;
+        O[i / 8 * 4 + i % 2] = o[0];
+        O[i / 8 * 4 + 2 + i % 2] = o[1];
+    }
+}
+
+template <int KP, la_decay DECAY, la_rule RULE>
+__device__ __forceinline__ void walk_tokens(const call &c, const unit &u, int t, int n, int v0,
+                                            int columns, float (&S)[KP / 8][4], float (&O)[8][4])
+{
+    float rows[KP / 4 * 2], o[8 * 4]; /* la_token's order: [key][column] */
+#pragma unroll
+    for (int i = 0; i < KP / 8; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) rows[(i * 2 + e % 2) * 2 + e / 2] = S[i][e];
+    token_walk<KP, DECAY, RULE>(c, u, t, n, v0, columns, rows, o);
+#pragma unroll
+    for (int i = 0; i < KP / 8; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) S[i][e] = rows[(i * 2 + e % 2) * 2 + e / 2];
+#pragma unroll
+    for (int i = 0; i < 8 * 4; i++) O[i / 4][i % 4] = o[i];
+}
+
+/* Is one of two bf16 a NaN or an infinity: is its exponent all ones? */
+__device__ __forceinline__ bool not_finite(uint32_t x)
+{
+    return (x & 0x7f800000) == 0x7f800000 || (x & 0x7f80) == 0x7f80;
+}
+
+template <int KP, la_decay DECAY, la_rule RULE>
+__global__ void __launch_bounds__(256)
+    walk(const __grid_constant__ call c, const __grid_constant__ chunks w, const walk_flags f,
+         int tiles)
+{
+    typedef stage<KP, DECAY, RULE> part;
+    extern __shared__ __align__(1024) char shared[];
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool normalised = DECAY == LA_NONE && RULE == LA_ADDITIVE &&
+                            c.normaliser != LA_UNNORMALISED;
+    const bool ones = normalised && warp == warps - 1; /* the column of ones: z, and its read */
+    const int own = warps - normalised, tile = blockIdx.x % tiles;
+    const int64_t head = blockIdx.x / tiles;
+    const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
+    const int v0 = ones ? 0 : (tile * own + warp) * 16, columns = ones ? 1 : min(16, c.V - v0);
+    const int chunk_count = (u.end - u.begin + C - 1) / C, slot0 = first_slot(c, u.n);
+    const int bytes = part::bytes(warps);
+    float *den = (float *)(shared + 2 * bytes); /* [C], if normalised */
+
+    /* S' [16 columns][KP]: thread has columns lane / 4 and + 8, keys 8 i + lane % 4 * 2 and + 1 */
+    float S[KP / 8][4];
+    const view &from = ones ? c.z0 : c.s0, &to = ones ? c.zt : c.st;
+#pragma unroll
+    for (int i = 0; i < KP / 8; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int column = lane / 4 + e / 2 * 8, key = i * 8 + lane % 4 * 2 + e % 2;
+            S[i][e] = 0;
+            if (from.data && column < columns && key < c.K)
+                S[i][e] = load<float>(at(from, u.n, u.hv, key, ones ? 0 : v0 + column), from.dtype);
+        }
+
+    const auto fetch = [&](int i) {
+        char *room = shared + i % 2 * bytes;
+        const uint32_t base = address_of(room);
+        const int t = u.begin + i * C, n = min(C, u.end - t);
+        const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
+        const int64_t keys =
+            (int64_t)(slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h);
+        if (part::has_k && f.k_given)
+            copy_tile<KP>(c.k, c.K, u.b, t, n, u.h, base + part::k);
+        else if (part::has_k)
+            copy_bytes(base + part::k, w.k + keys * tile_bytes(KP), tile_bytes(KP));
+        if (f.q_given)
+            copy_tile<KP>(c.q, c.K, u.b, t, n, u.h, base + part::q);
+        else
+            copy_bytes(base + part::q, w.q + keys * tile_bytes(KP), tile_bytes(KP));
+        copy_bytes(base + part::scores, w.scores + place * PANEL_BYTES, PANEL_BYTES);
+        if (RULE == LA_DELTA)
+            copy_bytes(base + part::inverse, w.inverse + place * PANEL_BYTES, PANEL_BYTES);
+        if (DECAY == LA_TOKEN) {
+            copy_bytes(base + part::in, (const char *)(w.in + place * C), C * 4);
+            copy_bytes(base + part::out, (const char *)(w.out + place * C), C * 4);
+        }
+        if (DECAY == LA_KEY) {
+            copy_bytes(base + part::kt, w.kt + place * tile_bytes(KP), tile_bytes(KP));
+            copy_bytes(base + part::total, (const char *)(w.total + place * KP), KP * 4);
+        }
+        char *slice = room + part::v + warp * SLICE_BYTES;
+        if (f.v_pieces && !ones) {
+            const char *x = at(c.v, u.b, t, u.hv, v0 < c.V ? v0 : 0);
+            for (int j = lane; j < C * 2; j += 32) {
+                const bool there = j / 2 < n && j % 2 * 8 < columns;
+                copy_async(address_of(slice) + slice_at(j / 2, j % 2),
+                           x + (there ? j / 2 * c.v.stride[1] * 2 + j % 2 * 16 : 0), there);
+            }
+        } else {
+            for (int j = lane; j < C * 16; j += 32) {
+                const int row = j / 16, column = j % 16;
+                bf16 x = __float2bfloat16_rn(0);
+                if (row < n && column < columns)
+                    x = ones ? __float2bfloat16_rn(1)
+                             : *(const bf16 *)at(c.v, u.b, t + row, u.hv, v0 + column);
+                *(bf16 *)(slice + slice_at(row, column / 8) + column % 8 * 2) = x;
+            }
+        }
+        copies_end_group();
+    };
+
+    /* The non-causal form goes through the chunks twice: to write all, then to read. */
+    for (int pass = c.causal ? 1 : 0; pass < 2; pass++) {
+        const bool writes = c.causal || pass == 0, reads = pass == 1;
+        __syncthreads();
+        if (chunk_count) fetch(0);
+        for (int i = 0; i < chunk_count; i++) {
+            copies_wait<0>();
+            __syncthreads(); /* chunk i is there, and nobody needs chunk i - 1 any more */
+            if (i + 1 < chunk_count) fetch(i + 1);
+            const char *room = shared + i % 2 * bytes;
+            const uint32_t base = address_of(room);
+            const int t = u.begin + i * C, n = min(C, u.end - t);
+            const float *in = (const float *)(room + part::in);
+            const float *out = (const float *)(room + part::out);
+            const int pair = lane % 4 * 2; /* this thread's two tokens, or keys, of every eight */
+
+            /* k^ S and q^ S, transposed: [16 columns][C] */
+            float kS[8][4] = {}, O[8][4] = {};
+#pragma unroll
+            for (int j = 0; j < KP / 16; j++) {
+                const left s = as_left(S[2 * j], S[2 * j + 1]);
+#pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    if (RULE == LA_DELTA)
+                        multiply(kS[2 * m], kS[2 * m + 1], s,
+                                 load_right_of_rows(base + part::k, m * 16, j * 16));
+                    multiply(O[2 * m], O[2 * m + 1], s,
+                             load_right_of_rows(base + part::q, m * 16, j * 16));
+                }
+            }
+
+            /* U: V as it lies, or A (V - k^ S); as left operands over the tokens */
+            left U[4], Ut[4]; /* Ut: rows times the decay to the chunk's end */
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                const int row = m * 16 + lane / 16 * 8 + lane % 8, piece = lane / 8 % 2;
+                load_matrices_transposed(U[m].x, base + part::v + warp * SLICE_BYTES +
+                                                     slice_at(row, piece));
+            }
+            if constexpr (RULE == LA_DELTA) {
+                float X[8][4] = {};
+#pragma unroll
+                for (int m = 0; m < 8; m++) {
+                    const float2 g = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8 + pair)
+                                                       : make_float2(1, 1);
+                    const float2 top = unpack(U[m / 2].x[m % 2 * 2]);
+                    const float2 low = unpack(U[m / 2].x[m % 2 * 2 + 1]);
+                    kS[m][0] = top.x - g.x * kS[m][0];
+                    kS[m][1] = top.y - g.y * kS[m][1];
+                    kS[m][2] = low.x - g.x * kS[m][2];
+                    kS[m][3] = low.y - g.y * kS[m][3];
+                }
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const left x = as_left(kS[2 * j], kS[2 * j + 1]);
+#pragma unroll
+                    for (int m = j; m < 4; m++)
+                        multiply(X[2 * m], X[2 * m + 1], x,
+                                 load_right_of_rows(base + part::inverse, m * 16, j * 16));
+                }
+#pragma unroll
+                for (int m = 0; m < 4; m++) U[m] = as_left(X[2 * m], X[2 * m + 1]);
+            }
+            bool odd = false; /* a NaN or an infinity */
+#pragma unroll
+            for (int m = 0; m < 4; m++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) odd |= not_finite(U[m].x[e]);
+            odd = __any_sync(~0u, odd) && c.causal;
+#pragma unroll
+            for (int m = 0; m < 4; m++) Ut[m] = U[m];
+            if constexpr (DECAY == LA_TOKEN)
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const float2 g = *(const float2 *)(out + m * 16 + e / 2 * 8 + pair);
+                    const float2 x = unpack(U[m].x[e]);
+                    Ut[m].x[e] = pack(g.x * x.x, g.y * x.y);
+                }
+            }
+
+            if (reads) {
+                if (DECAY == LA_TOKEN)
+#pragma unroll
+                    for (int m = 0; m < 8; m++) {
+                        const float2 g = *(const float2 *)(in + m * 8 + pair);
+                        O[m][0] *= g.x;
+                        O[m][1] *= g.y;
+                        O[m][2] *= g.x;
+                        O[m][3] *= g.y;
+                    }
+                if (odd)
+                    walk_tokens<KP, DECAY, RULE>(c, u, t, n, v0, columns, S, O);
+                else if (c.causal)
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+#pragma unroll
+                        for (int m = j; m < 4; m++)
+                            multiply(O[2 * m], O[2 * m + 1], U[j],
+                                     load_right_of_rows(base + part::scores, m * 16, j * 16));
+                if (normalised) {
+                    __syncthreads();
+                    if (ones && lane < 4)
+#pragma unroll
+                        for (int m = 0; m < 8; m++) {
+                            den[m * 8 + pair] = O[m][0];
+                            den[m * 8 + pair + 1] = O[m][1];
+                        }
+                    __syncthreads();
+                }
+#pragma unroll
+                for (int m = 0; m < 8; m++) {
+                    const float2 d = normalised ? *(const float2 *)(den + m * 8 + pair)
+                                                : make_float2(1, 1);
+                    const uint32_t x[2] = {
+                        transpose(pack(finish(c, O[m][0], d.x), finish(c, O[m][1], d.y))),
+                        transpose(pack(finish(c, O[m][2], d.x), finish(c, O[m][3], d.y)))};
+                    const int row = m * 8 + lane / 4; /* transposed: token, then columns */
+                    if (row >= n || ones) continue;
+                    char *o = at(c.o, u.b, t + row, u.hv, v0);
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {
+                        const int column = half * 8 + pair;
+                        if (f.o_pairs && column + 1 < columns) {
+                            *(uint32_t *)(o + column * 2) = x[half];
+                        } else {
+                            if (column < columns) *(uint16_t *)(o + column * 2) = (uint16_t)x[half];
+                            if (column + 1 < columns)
+                                *(uint16_t *)(o + column * 2 + 2) = (uint16_t)(x[half] >> 16);
+                        }
+                    }
+                }
+            }
+
+            if (!writes || odd) continue;
+            if constexpr (DECAY != LA_NONE)
+#pragma unroll
+            for (int j = 0; j < KP / 8; j++) {
+                const float2 a = DECAY == LA_KEY
+                                     ? *(const float2 *)(room + part::total + (j * 8 + pair) * 4)
+                                     : make_float2(in[C - 1], in[C - 1]);
+                S[j][0] *= a.x;
+                S[j][1] *= a.y;
+                S[j][2] *= a.x;
+                S[j][3] *= a.y;
+            }
+            const uint32_t kt = base + (DECAY == LA_KEY ? part::kt : part::k);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+#pragma unroll
+                for (int m = 0; m < KP / 16; m++)
+                    multiply(S[2 * m], S[2 * m + 1], Ut[j], load_right(kt, j * 16, m * 16));
+        }
+    }
+
+    if (!to.data || (ones && tile)) return;
+#pragma unroll
+    for (int i = 0; i < KP / 8; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int column = lane / 4 + e / 2 * 8, key = i * 8 + lane % 4 * 2 + e % 2;
+            if (column < columns && key < c.K)
+                store(at(to, u.n, u.hv, key, ones ? 0 : v0 + column), to.dtype, S[i][e]);
+        }
+}
+
+/* ---- the two launches, and the memory between them ---- */
+
+template <int KP, la_decay DECAY, la_rule RULE> constexpr auto prepare_of()
+{
+    if constexpr (DECAY == LA_KEY)
+        return prepare_key<KP, RULE>;
+    else
+        return prepare_scalar<KP, RULE>;
+}
+
+template <int KP, la_decay DECAY, la_rule RULE>
+static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t stream)
+{
+    typedef stage<KP, DECAY, RULE> part;
+    const bool q_as_given = keys_as_given(c, c.q, c.map[0]);
+    const bool k_as_given = keys_as_given(c, c.k, c.map[1]);
+    const bool normalised = c.normaliser != LA_UNNORMALISED;
+    const int64_t slots = c.cu.data ? (int64_t)c.T / C + c.N : (int64_t)c.N * ((c.T + C - 1) / C);
+    const int heads = DECAY == LA_KEY ? c.HV : c.H;
+    const int64_t places = slots * c.HV, tile = tile_bytes(KP);
+    const int64_t score = places * PANEL_BYTES, keys = slots * heads * tile;
+    const bool keep_q = DECAY == LA_KEY || !q_as_given;
+    const bool keep_k = part::has_k && (DECAY == LA_KEY || !k_as_given);
+    const int64_t inverse = RULE == LA_DELTA ? score : 0;
+    const int64_t kt = DECAY == LA_KEY ? places * tile : 0;
+    const int64_t numbers = places * 4 * (DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 2 * C : 0);
+    const int64_t bytes =
+        score + inverse + (keep_q ? keys : 0) + (keep_k ? keys : 0) + kt + numbers;
+    if (slots * c.HV > INT32_MAX) return cudaErrorInvalidConfiguration;
+
+    char *room = NULL;
+    cudaError_t error = cudaSuccess;
+    if (bytes) error = cudaMallocFromPoolAsync((void **)&room, bytes, pool, stream);
+    if (error != cudaSuccess) return error;
+    chunks w = {};
+    char *next = room;
+    const auto take = [&](int64_t n) {
+        char *x = n ? next : NULL;
+        next += n;
+        return x;
+    };
+    w.slots = (int)slots;
+    w.heads = heads;
+    w.scores = take(score);
+    w.inverse = take(inverse);
+    w.q = take(keep_q ? keys : 0);
+    w.k = take(keep_k ? keys : 0);
+    w.kt = take(kt);
+    float *x = (float *)take(numbers);
+    if (DECAY == LA_KEY) w.total = x;
+    if (DECAY == LA_TOKEN) {
+        w.in = x;
+        w.out = x + places * C;
+    }
+
+    if (places) {
+        const int prepare_bytes = DECAY == LA_KEY ? sizeof(key_room<KP>) : sizeof(scalar_room<KP>);
+        const auto prepare = prepare_of<KP, DECAY, RULE>();
+        error = cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     prepare_bytes);
+        if (error == cudaSuccess) {
+            prepare<<<(unsigned)(slots * heads), 128, prepare_bytes, stream>>>(c, w, q_as_given,
+                                                                             k_as_given);
+            error = cudaGetLastError();
+        }
+    }
+    if (error == cudaSuccess) {
+        const int slices = (c.V + 15) / 16;
+        int own = 8; /* warps with columns of their own */
+        while (own > 1 && (own / 2 >= slices || (int64_t)c.N * c.HV * ((slices + own - 1) / own) < 132))
+            own /= 2;
+        if (normalised && own == 8) own = 4;
+        const int tiles = (slices + own - 1) / own, warps = own + normalised;
+        const int walk_bytes = 2 * part::bytes(warps) + (normalised ? C * 4 : 0);
+        walk_flags f = {};
+        f.v_pieces = whole_pieces(c.v, c.V);
+        f.o_pairs = (uintptr_t)c.o.data % 4 == 0 &&
+                    (c.o.stride[0] | c.o.stride[1] | c.o.stride[2]) % 2 == 0;
+        f.q_given = !keep_q;
+        f.k_given = !keep_k;
+        const auto kernel = walk<KP, DECAY, RULE>;
+        error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, walk_bytes);
+        if (error == cudaSuccess) {
+            kernel<<<(unsigned)((int64_t)c.N * c.HV * tiles), warps * 32, walk_bytes, stream>>>(
+                c, w, f, tiles);
+            error = cudaGetLastError();
+        }
+    }
+    const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
+    return error == cudaSuccess ? freed : error;
+}
+
+template <la_decay DECAY, la_rule RULE>
+static cudaError_t chunks_any(const call &c, cudaMemPool_t pool, cudaStream_t stream)
+{
+    return c.K <= 64 ? launch_chunks<64, DECAY, RULE>(c, pool, stream)
+                     : launch_chunks<128, DECAY, RULE>(c, pool, stream);
+}

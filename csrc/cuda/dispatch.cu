@@ -1,0 +1,295 @@
+/* The device's entry points: the problem as kernels take it, the kernel for it, the stream. Nothing
+ * here waits for the device, and memory is taken and given back in stream order, so that a call can
+ * be captured in a CUDA graph. */
+#include "cuda.h"
+#include "kernels.cuh"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <limits.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- errors, devices ---- */
+
+static la_status say(la_problem *p, cudaError_t error)
+{
+    if (error == cudaSuccess) return LA_OK;
+    cudaGetLastError(); /* the next call starts clean */
+    if (error == cudaErrorMemoryAllocation) {
+        snprintf(p->message, sizeof p->message, "not enough memory on cuda:%d for the call's scratch",
+                 p->ordinal);
+        return LA_MEMORY_ERROR;
+    }
+    snprintf(p->message, sizeof p->message, "CUDA: %s", cudaGetErrorString(error));
+    return LA_RUNTIME_ERROR;
+}
+
+int la_cuda_device_count(void)
+{
+    int count = 0;
+    if (cudaGetDeviceCount(&count) != cudaSuccess) {
+        cudaGetLastError();
+        return 0;
+    }
+    return count;
+}
+
+const char *la_cuda_why_not(void)
+{
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error == cudaSuccess) return count ? NULL : "there is no CUDA device";
+    cudaGetLastError();
+    if (error == cudaErrorInsufficientDriver)
+        return "there is no NVIDIA driver, or one older than this build needs";
+    return cudaGetErrorString(error);
+}
+
+int la_cuda_ordinal_of(const void *data)
+{
+    cudaPointerAttributes is;
+    if (cudaPointerGetAttributes(&is, data) != cudaSuccess) {
+        cudaGetLastError();
+        return -1;
+    }
+    return is.type == cudaMemoryTypeDevice || is.type == cudaMemoryTypeManaged ? is.device : -1;
+}
+
+/* The caller's device for as long as this lives. */
+struct on_device {
+    int before = -1;
+    cudaError_t error;
+    explicit on_device(int ordinal)
+    {
+        error = cudaGetDevice(&before);
+        if (error == cudaSuccess && before != ordinal) error = cudaSetDevice(ordinal);
+    }
+    ~on_device()
+    {
+        if (before >= 0) cudaSetDevice(before);
+    }
+};
+
+/* ---- memory in stream order ---- */
+
+enum { MOST_DEVICES = 64 };
+
+/* A pool of our own per device: what is given back stays with it for the next call, where CUDA's
+ * default pool would return it to the system whenever the host waits. */
+static cudaError_t pool_of(int ordinal, cudaMemPool_t *pool)
+{
+    static cudaMemPool_t pools[MOST_DEVICES];
+    if (ordinal < 0 || ordinal >= MOST_DEVICES) return cudaErrorInvalidDevice;
+    cudaMemPool_t found = __atomic_load_n(&pools[ordinal], __ATOMIC_ACQUIRE);
+    if (!found) {
+        cudaMemPoolProps props = {};
+        props.allocType = cudaMemAllocationTypePinned;
+        props.location.type = cudaMemLocationTypeDevice;
+        props.location.id = ordinal;
+        cudaError_t error = cudaMemPoolCreate(&found, &props);
+        if (error != cudaSuccess) return error;
+        uint64_t keep = UINT64_MAX;
+        error = cudaMemPoolSetAttribute(found, cudaMemPoolAttrReleaseThreshold, &keep);
+        cudaMemPool_t none = NULL;
+        if (error != cudaSuccess || !__atomic_compare_exchange_n(&pools[ordinal], &none, found, false,
+                                                                 __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+            cudaMemPoolDestroy(found); /* another thread was first, or it is of no use */
+            if (error != cudaSuccess) return error;
+            found = none;
+        }
+    }
+    *pool = found;
+    return cudaSuccess;
+}
+
+la_status la_cuda_allocate(la_problem *p, size_t bytes, void **data)
+{
+    on_device here(p->ordinal);
+    cudaMemPool_t pool;
+    cudaError_t error = here.error;
+    if (error == cudaSuccess) error = pool_of(p->ordinal, &pool);
+    if (error == cudaSuccess)
+        error = cudaMallocFromPoolAsync(data, bytes ? bytes : 1, pool, (cudaStream_t)p->stream);
+    return say(p, error);
+}
+
+la_status la_cuda_release(int ordinal, void *stream, void *data)
+{
+    on_device here(ordinal);
+    cudaError_t error = here.error;
+    if (error == cudaSuccess) error = cudaFreeAsync(data, (cudaStream_t)stream);
+    if (error != cudaSuccess) cudaGetLastError();
+    return error == cudaSuccess ? LA_OK : LA_RUNTIME_ERROR;
+}
+
+la_status la_cuda_wait_stream(la_problem *p, void *other)
+{
+    on_device here(p->ordinal);
+    cudaEvent_t event;
+    cudaError_t error = here.error;
+    if (error == cudaSuccess) error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+    if (error != cudaSuccess) return say(p, error);
+    error = cudaEventRecord(event, (cudaStream_t)other);
+    if (error == cudaSuccess) error = cudaStreamWaitEvent((cudaStream_t)p->stream, event, 0);
+    cudaEventDestroy(event); /* freed once the wait is over */
+    return say(p, error);
+}
+
+la_status la_cuda_synchronize(la_problem *p)
+{
+    on_device here(p->ordinal);
+    return say(p, here.error != cudaSuccess ? here.error
+                                            : cudaStreamSynchronize((cudaStream_t)p->stream));
+}
+
+/* ---- a problem as the kernels take it ---- */
+
+static view view_of(const la_problem *p, la_name name)
+{
+    const la_array *a = &p->array[name];
+    view x = {};
+    if (!a->given) return x;
+    x.data = a->data;
+    x.dtype = a->dtype;
+    for (int i = 0; i < a->ndim; i++) x.stride[i] = a->stride[i];
+    return x;
+}
+
+static call call_of(const la_problem *p)
+{
+    call c = {};
+    const bool step = p->face == LA_STEP;
+    c.q = view_of(p, LA_Q);
+    c.k = view_of(p, LA_K);
+    c.v = view_of(p, LA_V);
+    c.g = view_of(p, LA_G);
+    c.beta = view_of(p, LA_BETA);
+    c.o = view_of(p, LA_O);
+    c.s0 = view_of(p, LA_S0);
+    c.z0 = view_of(p, LA_Z0);
+    c.st = view_of(p, step ? LA_S0 : LA_ST);
+    c.zt = view_of(p, step ? LA_Z0 : LA_ZT);
+    c.cu = view_of(p, LA_CU);
+    c.B = (int)p->B;
+    c.T = (int)p->T;
+    c.H = (int)p->H;
+    c.HV = (int)p->HV;
+    c.K = (int)p->K;
+    c.V = (int)p->V;
+    c.N = (int)p->N;
+    c.gate = p->gate;
+    c.scale = p->scale;
+    c.eps = p->eps;
+    c.normaliser = p->normaliser;
+    c.qk_l2norm = p->qk_l2norm;
+    c.causal = p->causal;
+    for (int i = 0; i < 2; i++) {
+        c.map[i] = p->map[i];
+        c.map_eps[i] = p->map_eps[i];
+    }
+    return c;
+}
+
+static la_decay kernel_decay(const la_problem *p)
+{
+    return p->decay == LA_HEAD ? LA_TOKEN : p->decay;
+}
+
+/* ---- a gate per head that lies on the host: HV numbers, carried over by a launch ---- */
+
+enum { CARRIED = 256 };
+struct carried {
+    double x[CARRIED];
+};
+
+static __global__ void put(double *to, int n, const __grid_constant__ carried from)
+{
+    for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from.x[i];
+}
+
+static double host_number(const la_array *a, int64_t i)
+{
+    const char *x = a->data + i * (a->dtype == LA_F64 ? 8 : a->dtype == LA_F32 ? 4 : 2);
+    if (a->dtype == LA_F64) return *(const double *)x;
+    if (a->dtype == LA_F32) return *(const float *)x;
+    if (a->dtype == LA_F16) return (double)__half2float(*(const __half *)x);
+    return (double)__bfloat162float(*(const __nv_bfloat16 *)x);
+}
+
+/* The gate on the device, [HV]; *held is then to be freed. */
+static cudaError_t carry_gate(const la_problem *p, call *c, void **held)
+{
+    const la_array *g = &p->array[LA_G];
+    cudaMemPool_t pool;
+    *held = NULL;
+    if (!g->given || !g->on_host) return cudaSuccess;
+    cudaError_t error = pool_of(p->ordinal, &pool);
+    if (error == cudaSuccess)
+        error = cudaMallocFromPoolAsync(held, (size_t)p->HV * 8, pool, (cudaStream_t)p->stream);
+    for (int64_t first = 0; error == cudaSuccess && first < p->HV; first += CARRIED) {
+        carried some;
+        const int n = (int)(p->HV - first < CARRIED ? p->HV - first : CARRIED);
+        for (int i = 0; i < n; i++) some.x[i] = host_number(g, (first + i) * g->stride[2]);
+        put<<<1, 256, 0, (cudaStream_t)p->stream>>>((double *)*held + first, n, some);
+        error = cudaGetLastError();
+    }
+    c->g = {(char *)*held, {0, 0, 1, 0}, LA_F64};
+    return error;
+}
+
+/* ---- entry points ---- */
+
+static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, const call &))
+{
+    on_device here(p->ordinal);
+    if (here.error != cudaSuccess) return say(p, here.error);
+    if (p->N * p->HV == 0) return LA_OK;
+    if (p->T > INT_MAX || p->N > INT_MAX || p->HV > INT_MAX || p->N * p->HV > INT_MAX / 8) {
+        snprintf(p->message, sizeof p->message,
+                 "q: expected T < 2^31 and N * HV <= 2^28 on CUDA, got T = %lld, N * HV = %lld",
+                 (long long)p->T, (long long)(p->N * p->HV));
+        return LA_VALUE_ERROR;
+    }
+    call c = call_of(p);
+    void *held;
+    cudaError_t error = carry_gate(p, &c, &held);
+    if (error == cudaSuccess) error = launch(p, c);
+    if (held) {
+        cudaError_t freed = cudaFreeAsync(held, (cudaStream_t)p->stream);
+        if (error == cudaSuccess) error = freed;
+    }
+    return say(p, error);
+}
+
+static cudaError_t token_by_token(const la_problem *p, const call &c)
+{
+    const launcher(&scan)[4][2] = p->real == LA_F64 ? scan_f64 : scan_f32;
+    return scan[kernel_decay(p)][p->rule](c, (cudaStream_t)p->stream);
+}
+
+/* Tensor cores round to bf16: arrays of bf16 lose nothing by that, others keep to the recurrence. */
+static cudaError_t by_chunks(const la_problem *p, const call &c)
+{
+    static const chunk_launcher chunk[4][2] = {{chunk_none_additive, chunk_none_delta},
+                                               {NULL, NULL}, /* HEAD is TOKEN */
+                                               {chunk_token_additive, chunk_token_delta},
+                                               {chunk_key_additive, chunk_key_delta}};
+    const bool fits = p->array[LA_Q].dtype == LA_BF16 && p->K <= 128;
+    cudaMemPool_t pool;
+    if (!fits || p->mode == LA_RECURRENT || p->T == 0) return token_by_token(p, c);
+    const cudaError_t error = pool_of(p->ordinal, &pool);
+    return error ? error : chunk[kernel_decay(p)][p->rule](c, pool, (cudaStream_t)p->stream);
+}
+
+la_status la_cuda_forward(la_problem *p) { return run(p, by_chunks); }
+
+static cudaError_t one_token(const la_problem *p, const call &c)
+{
+    if (p->real == LA_F64 || !(c.s0.stride[2] == 1 || c.s0.stride[3] == 1)) return token_by_token(p, c);
+    const launcher(&step)[4][2] = c.s0.stride[3] == 1 ? step_kv : step_vk;
+    return step[kernel_decay(p)][p->rule](c, (cudaStream_t)p->stream);
+}
+
+la_status la_cuda_step(la_problem *p) { return run(p, one_token); }

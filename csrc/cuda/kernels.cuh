@@ -1,0 +1,25 @@
+/* What the kernel files offer to dispatch.cu: a function per (decay, rule) that launches. */
+#ifndef LINATTN_CUDA_KERNELS_CUH
+#define LINATTN_CUDA_KERNELS_CUH
+
+#include "call.cuh"
+
+/* The six pairs of (decay, rule). HEAD is TOKEN with token stride 0. */
+#define LA_PAIRS(X) \
+    X(NONE, ADDITIVE) X(NONE, DELTA) X(TOKEN, ADDITIVE) X(TOKEN, DELTA) X(KEY, ADDITIVE) X(KEY, DELTA)
+
+typedef cudaError_t (*launcher)(const call &, cudaStream_t);
+
+extern const launcher scan_f32[4][2], scan_f64[4][2]; /* [decay][rule] */
+extern const launcher step_kv[4][2], step_vk[4][2];   /* by the state's layout; float32 sums */
+
+/* The chunk form of bf16 arrays with K <= 128; the pool is for what one kernel leaves the next. */
+typedef cudaError_t (*chunk_launcher)(const call &, cudaMemPool_t, cudaStream_t);
+cudaError_t chunk_none_additive(const call &, cudaMemPool_t, cudaStream_t);
+cudaError_t chunk_none_delta(const call &, cudaMemPool_t, cudaStream_t);
+cudaError_t chunk_token_additive(const call &, cudaMemPool_t, cudaStream_t);
+cudaError_t chunk_token_delta(const call &, cudaMemPool_t, cudaStream_t);
+cudaError_t chunk_key_additive(const call &, cudaMemPool_t, cudaStream_t);
+cudaError_t chunk_key_delta(const call &, cudaMemPool_t, cudaStream_t);
+
+#endif

@@ -1,0 +1,95 @@
+/* Elements in the user's dtypes, and what is fused into loading them: feature maps, the decay of a
+ * log gate. The CPU's load.h, one element at a time. */
+#ifndef LINATTN_CUDA_LOAD_CUH
+#define LINATTN_CUDA_LOAD_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "call.cuh"
+
+__device__ inline int dtype_size(la_dtype dtype)
+{
+    return dtype == LA_F64 || dtype == LA_I64 ? 8 : dtype == LA_F32 || dtype == LA_I32 ? 4 : 2;
+}
+
+/* Where element (i0, i1, i2, i3) of an array is. */
+__device__ inline char *at(const view &x, int64_t i0, int64_t i1 = 0, int64_t i2 = 0,
+                           int64_t i3 = 0)
+{
+    const int64_t i =
+        i0 * x.stride[0] + i1 * x.stride[1] + i2 * x.stride[2] + i3 * x.stride[3];
+    return x.data + i * dtype_size(x.dtype);
+}
+
+template <typename real> __device__ inline real load(const char *from, la_dtype dtype)
+{
+    switch (dtype) {
+    case LA_F64: return (real) * (const double *)from;
+    case LA_F32: return (real) * (const float *)from;
+    case LA_F16: return (real)__half2float(*(const __half *)from);
+    default: return (real)__bfloat162float(*(const __nv_bfloat16 *)from);
+    }
+}
+
+template <typename real> __device__ inline void store(char *to, la_dtype dtype, real x)
+{
+    switch (dtype) {
+    case LA_F64: *(double *)to = (double)x; break;
+    case LA_F32: *(float *)to = (float)x; break;
+    case LA_F16: *(__half *)to = __float2half_rn((float)x); break;
+    default: *(__nv_bfloat16 *)to = __float2bfloat16_rn((float)x); break;
+    }
+}
+
+/* As in flash-linear-attention: x / sqrt(sum x^2 + 1e-6). */
+template <typename real> __device__ inline real l2norm_factor(real squares)
+{
+    return 1 / (real)sqrt(squares + (real)1e-6);
+}
+
+template <typename real> __device__ inline real apply_map(real x, la_map map, real eps)
+{
+    switch (map) {
+    /* exp(x) below zero, never expm1(x) + 1: that is exactly 0 from about -17 on in float32 */
+    case LA_ELU1: return x > 0 ? x + 1 : exp(x > 0 ? (real)0 : x);
+    case LA_RELU: return (x < 0 ? (real)0 : x) + eps; /* a NaN stays one */
+    case LA_RELU2: x = x < 0 ? (real)0 : x; return x * x;
+    case LA_EXP: return exp(x);
+    default: return x;
+    }
+}
+
+template <typename real> __device__ inline real decay_of(real g, la_gate gate)
+{
+    return gate == LA_DECAY ? g : exp(gate == LA_SLOPE ? -g : g);
+}
+
+/* The read's end: o = scale num, or scale num / divisor(scale den). */
+template <typename real> __device__ inline real divisor(const call &c, real den)
+{
+    den *= (real)c.scale;
+    if (c.normaliser == LA_ADD) return den + (real)c.eps;
+    return den <= (real)c.eps ? (real)c.eps : den; /* a NaN stays one */
+}
+
+template <typename real> __device__ inline real finish(const call &c, real num, real den)
+{
+    const real o = num * (real)c.scale;
+    return c.normaliser == LA_UNNORMALISED ? o : o / divisor(c, den);
+}
+
+/* Sums over four neighbouring threads, and over a warp. */
+template <typename real> __device__ inline real quad_sum(real x)
+{
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+template <typename real> __device__ inline real warp_sum(real x)
+{
+    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+#endif

@@ -1,0 +1,272 @@
+/* The step: one token, the state changed where it lies. All that counts is to read and write the
+ * state once, in whole lines.
+ *
+ * A block has COLUMNS value columns of one head's state. In the layout [K][V] eight threads go along
+ * a row, four columns each, and 32 groups of them share the rows; in [V][K] a warp goes along the
+ * keys of four columns. Either way a thread holds ROWS keys of four columns, moved 16 bytes at a
+ * time. Included by one file per layout, which defines V_FIRST. */
+#include "kernels.cuh"
+#include "load.cuh"
+
+#define LA_FN static __device__ __forceinline__
+#define LANE_ZERO 0
+#define LANE_SUM(x) (x)
+#define UNROLL _Pragma("unroll")
+#define JOIN(x, y, W) join(x, y)
+typedef float real, lane, lane_of_state;
+enum { MAX_STRIP = 4, COLUMNS = 32, THREADS = 256, WARPS = THREADS / 32 };
+
+struct step_room {
+    float q[256], k[256], a[256], qk, beta;
+    float4 sums[2][WARPS][8]; /* [K][V]: each warp's, of its eight times four columns */
+};
+extern __shared__ __align__(16) char step_shared[];
+
+/* The sums over all threads that have these columns. Called once per launch: the room is not used
+ * again. */
+LA_FN void join(float *x, float *y)
+{
+    const int lane = threadIdx.x % 32;
+    for (int step = V_FIRST ? 1 : 8; step < 32; step *= 2)
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            x[w] += __shfl_xor_sync(~0u, x[w], step);
+            if (y) y[w] += __shfl_xor_sync(~0u, y[w], step);
+        }
+    if (V_FIRST) return;
+    step_room *s = (step_room *)step_shared;
+    if (lane < 8) {
+        s->sums[0][threadIdx.x / 32][lane] = make_float4(x[0], x[1], x[2], x[3]);
+        if (y) s->sums[1][threadIdx.x / 32][lane] = make_float4(y[0], y[1], y[2], y[3]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+        float *to = which ? y : x;
+        if (!to) continue;
+        to[0] = to[1] = to[2] = to[3] = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            const float4 z = s->sums[which][i][lane % 8];
+            to[0] += z.x;
+            to[1] += z.y;
+            to[2] += z.z;
+            to[3] += z.w;
+        }
+    }
+}
+
+#include "../recurrence.h"
+
+/* Four numbers in a row, of which the first `there` exist. */
+__device__ __forceinline__ void load_four(float (&x)[4], const char *from, la_dtype dtype, int there,
+                                          bool vector)
+{
+    if (vector && there >= 4) {
+        if (dtype == LA_F32) {
+            const float4 y = *(const float4 *)from;
+            x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+        } else {
+            const uint2 y = *(const uint2 *)from;
+            x[0] = __uint_as_float(y.x << 16), x[1] = __uint_as_float(y.x & 0xffff0000);
+            x[2] = __uint_as_float(y.y << 16), x[3] = __uint_as_float(y.y & 0xffff0000);
+        }
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        x[e] = e < there ? load<float>(from + e * dtype_size(dtype), dtype) : 0;
+}
+
+__device__ __forceinline__ void store_four(char *to, const float (&x)[4], la_dtype dtype, int there,
+                                           bool vector)
+{
+    if (vector && there >= 4) {
+        if (dtype == LA_F32) {
+            *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
+        } else {
+            const __nv_bfloat162 low = __floats2bfloat162_rn(x[0], x[1]);
+            const __nv_bfloat162 high = __floats2bfloat162_rn(x[2], x[3]);
+            *(uint2 *)to = make_uint2(*(const uint32_t *)&low, *(const uint32_t *)&high);
+        }
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        if (e < there) store(to + e * dtype_size(dtype), dtype, x[e]);
+}
+
+/* One warp: a row of q or k as the recurrence sees it, [8 * 32]. */
+__device__ __forceinline__ void load_key(const call &c, const view &from, la_map map, double map_eps,
+                                         int n, int h, float (&x)[8])
+{
+    const int lane = threadIdx.x % 32;
+    float squares = 0;
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const int i = lane + 32 * j;
+        x[j] = i < c.K ? load<float>(at(from, n, 0, h, i), from.dtype) : 0;
+        squares += x[j] * x[j];
+    }
+    const float factor = c.qk_l2norm ? l2norm_factor(warp_sum(squares)) : 1;
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        x[j] = lane + 32 * j < c.K ? apply_map(x[j] * factor, map, (float)map_eps) : 0;
+}
+
+/* Where row n's state is in the pool; -1: nowhere. */
+__device__ __forceinline__ int64_t slot_of(const call &c, int n)
+{
+    if (!c.slot.data) return n;
+    const int64_t i = n * c.slot.stride[0];
+    return c.slot.dtype == LA_I64 ? ((const int64_t *)c.slot.data)[i]
+                                  : ((const int32_t *)c.slot.data)[i];
+}
+
+template <la_decay DECAY, la_rule RULE, int ROWS>
+__global__ void __launch_bounds__(THREADS)
+    step(const __grid_constant__ call c, const bool vector)
+{
+    step_room &s = *(step_room *)step_shared;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int tiles = (c.V + COLUMNS - 1) / COLUMNS, tile = blockIdx.x % tiles;
+    const int n = blockIdx.x / tiles / c.HV, hv = blockIdx.x / tiles % c.HV, h = hv / (c.HV / c.H);
+    const int64_t slot = slot_of(c, n);
+    const int column = tile * COLUMNS + (V_FIRST ? warp : threadIdx.x % 8) * 4;
+    /* this thread's key i */
+    const auto key_of = [&](int i) {
+        return V_FIRST ? i / 4 * 128 + lane * 4 + i % 4 : threadIdx.x / 8 * ROWS + i;
+    };
+    float S[ROWS][4] = {}, q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1], v[4], o[4];
+
+    if (slot < 0) { /* a padded row */
+        if (V_FIRST ? lane == 0 : threadIdx.x < 8)
+            for (int w = 0; w < 4 && column + w < c.V; w++)
+                store(at(c.o, n, 0, hv, column + w), c.o.dtype, 0.0f);
+        return;
+    }
+
+    char *state = at(c.s0, slot, hv);
+    const int size = dtype_size(c.s0.dtype);
+    if (V_FIRST) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i += 4)
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                float x[4] = {};
+                if (column + w < c.V && key_of(i) < c.K)
+                    load_four(x, state + (key_of(i) + (column + w) * c.s0.stride[3]) * size,
+                              c.s0.dtype, c.K - key_of(i), vector);
+#pragma unroll
+                for (int e = 0; e < 4; e++) S[i + e][w] = x[e];
+            }
+    } else {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+            if (key_of(i) < c.K && column < c.V)
+                load_four(S[i], state + (key_of(i) * c.s0.stride[2] + column) * size, c.s0.dtype,
+                          c.V - column, vector);
+    }
+
+    if (warp == 0) {
+        float of_q[8], of_k[8], qk = 0;
+        load_key(c, c.q, c.map[0], c.map_eps[0], n, h, of_q);
+        load_key(c, c.k, c.map[1], c.map_eps[1], n, h, of_k);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            s.q[lane + 32 * j] = of_q[j];
+            s.k[lane + 32 * j] = of_k[j];
+            qk += of_q[j] * of_k[j];
+        }
+        qk = warp_sum(qk);
+        if (lane == 0) s.qk = qk;
+    }
+    if (DECAY == LA_KEY && threadIdx.x < c.K)
+        s.a[threadIdx.x] =
+            decay_of(load<float>(at(c.g, n, 0, hv, threadIdx.x), c.g.dtype), c.gate);
+    if (DECAY == LA_TOKEN) a[0] = decay_of(load<float>(at(c.g, n, 0, hv), c.g.dtype), c.gate);
+    const float beta = RULE == LA_DELTA ? load<float>(at(c.beta, n, 0, hv), c.beta.dtype) : 0;
+#pragma unroll
+    for (int w = 0; w < 4; w++)
+        v[w] = column + w < c.V ? load<float>(at(c.v, n, 0, hv, column + w), c.v.dtype) : 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        q[i] = s.q[key_of(i)];
+        k[i] = s.k[key_of(i)];
+        if (DECAY == LA_KEY) a[i] = key_of(i) < c.K ? s.a[key_of(i)] : 0;
+    }
+
+    la_token(&S[0][0], 4, 4, ROWS, q, k, v, a, beta, s.qk, o, DECAY, RULE);
+
+    if (V_FIRST ? lane == 0 : threadIdx.x < 8) {
+        float den = 0;
+        if (c.normaliser != LA_UNNORMALISED) /* z as it was; advance_z comes after */
+            for (int i = 0; i < c.K; i++)
+                den += (load<float>(at(c.z0, slot, hv, i), c.z0.dtype) + s.k[i]) * s.q[i];
+#pragma unroll
+        for (int w = 0; w < 4; w++)
+            if (column + w < c.V)
+                store(at(c.o, n, 0, hv, column + w), c.o.dtype, finish(c, o[w], den));
+    }
+
+    if (V_FIRST) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i += 4)
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                float x[4];
+#pragma unroll
+                for (int e = 0; e < 4; e++) x[e] = S[i + e][w];
+                if (column + w < c.V && key_of(i) < c.K)
+                    store_four(state + (key_of(i) + (column + w) * c.s0.stride[3]) * size, x,
+                               c.s0.dtype, c.K - key_of(i), vector);
+            }
+    } else {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+            if (key_of(i) < c.K && column < c.V)
+                store_four(state + (key_of(i) * c.s0.stride[2] + column) * size, S[i], c.s0.dtype,
+                           c.V - column, vector);
+    }
+}
+
+/* z <- z + k, once every block has read z: a warp per head. */
+static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
+{
+    const int n = blockIdx.x / c.HV, hv = blockIdx.x % c.HV, h = hv / (c.HV / c.H);
+    const int64_t slot = slot_of(c, n);
+    float k[8];
+    if (slot < 0) return;
+    load_key(c, c.k, c.map[1], c.map_eps[1], n, h, k);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        const int i = threadIdx.x + 32 * j;
+        if (i >= c.K) continue;
+        char *z = at(c.z0, slot, hv, i);
+        store(z, c.z0.dtype, load<float>(z, c.z0.dtype) + k[j]);
+    }
+}
+
+/* Do four numbers in a row of the state come in one piece? */
+static bool state_vectors(const call &c)
+{
+    const int size = c.s0.dtype == LA_F32 ? 4 : 2, along = V_FIRST ? 3 : 2;
+    const int64_t strides = c.s0.stride[0] | c.s0.stride[1] | c.s0.stride[along];
+    return (uintptr_t)c.s0.data % (4 * size) == 0 && strides % 4 == 0;
+}
+
+template <la_decay DECAY, la_rule RULE>
+static cudaError_t step_any(const call &c, cudaStream_t stream)
+{
+    const int tiles = (c.V + COLUMNS - 1) / COLUMNS;
+    const unsigned blocks = (unsigned)((int64_t)c.N * c.HV * tiles);
+    const bool vector = state_vectors(c);
+    if (c.K <= 128)
+        step<DECAY, RULE, 4><<<blocks, THREADS, sizeof(step_room), stream>>>(c, vector);
+    else
+        step<DECAY, RULE, 8><<<blocks, THREADS, sizeof(step_room), stream>>>(c, vector);
+    if (c.normaliser != LA_UNNORMALISED)
+        advance_z<<<(unsigned)(c.N * c.HV), 32, 0, stream>>>(c);
+    return cudaGetLastError();
+}

@@ -1,0 +1,188 @@
+/* Tiles in shared memory and the warp instructions that read and multiply them. No attention here.
+ *
+ * A tile is 64 rows of bf16 in panels of 64 columns: a row of a panel is 128 bytes, and its eight
+ * 16-byte pieces lie at piece ^ (row % 8), so that eight rows' same piece (what ldmatrix reads at
+ * once) are in eight different banks. It is the layout that the tensor memory engine calls
+ * SWIZZLE_128B. */
+#ifndef LINATTN_CUDA_TILE_CUH
+#define LINATTN_CUDA_TILE_CUH
+
+#include <cuda_bf16.h>
+#include <stdint.h>
+
+typedef __nv_bfloat16 bf16;
+
+enum { ROWS = 64, PANEL = 64, PANEL_BYTES = ROWS * PANEL * 2 };
+
+__host__ __device__ constexpr int tile_bytes(int columns) { return columns / PANEL * PANEL_BYTES; }
+
+/* Byte offset of a 16-byte piece (8 columns) of a row. */
+__device__ __forceinline__ int piece_at(int row, int piece)
+{
+    return piece / 8 * PANEL_BYTES + row * 128 + ((piece % 8 ^ row % 8) << 4);
+}
+
+__device__ __forceinline__ int element_at(int row, int column)
+{
+    return piece_at(row, column / 8) + column % 8 * 2;
+}
+
+__device__ __forceinline__ uint32_t address_of(const void *shared)
+{
+    return (uint32_t)__cvta_generic_to_shared(shared);
+}
+
+/* ---- copies that go on while the warp works ---- */
+
+/* 16 bytes, or zeros. */
+__device__ __forceinline__ void copy_async(uint32_t to, const void *from, bool there)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void copies_end_group()
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int LEFT> __device__ __forceinline__ void copies_wait()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+/* ---- fragments: 16 x 16 pieces of operands, as mma takes them ---- */
+
+/* Left operand [16 rows][16 k]; lies as rows. */
+struct left {
+    uint32_t x[4];
+};
+
+/* Right operands [16 k][8 n], two of them side by side. */
+struct right {
+    uint32_t x[4];
+};
+
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&x)[4], uint32_t from)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+/* Rows row.. and columns column.. of a tile as a left operand. */
+__device__ __forceinline__ left load_left(uint32_t tile, int row, int column)
+{
+    const int lane = threadIdx.x % 32;
+    left a;
+    load_matrices(a.x, tile + piece_at(row + lane % 16, column / 8 + lane / 16));
+    return a;
+}
+
+/* The tile's rows row..row+16 are n, its columns column..column+16 are k: B = tile'. */
+__device__ __forceinline__ right load_right_of_rows(uint32_t tile, int row, int column)
+{
+    const int lane = threadIdx.x % 32;
+    right b;
+    load_matrices(b.x, tile + piece_at(row + lane / 16 * 8 + lane % 8, column / 8 + lane / 8 % 2));
+    return b;
+}
+
+/* The tile's rows row..row+16 are k, its columns column..column+16 are n: B = tile. */
+__device__ __forceinline__ right load_right(uint32_t tile, int row, int column)
+{
+    const int lane = threadIdx.x % 32;
+    right b;
+    load_matrices_transposed(b.x, tile + piece_at(row + lane % 16, column / 8 + lane / 16));
+    return b;
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high)
+{
+    const __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+    return *(const uint32_t *)&x;
+}
+
+__device__ __forceinline__ float2 unpack(uint32_t x)
+{
+    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000));
+}
+
+/* Two neighbouring accumulators [16][8] as a left operand [16][16]: they lie the same way. */
+__device__ __forceinline__ left as_left(const float (&x)[4], const float (&y)[4])
+{
+    return {{pack(x[0], x[1]), pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3])}};
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], const left &a, uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
+}
+
+/* c[0], c[1] += a b: 16 columns. */
+__device__ __forceinline__ void multiply(float (&c0)[4], float (&c1)[4], const left &a,
+                                         const right &b)
+{
+    multiply(c0, a, b.x[0], b.x[1]);
+    multiply(c1, a, b.x[2], b.x[3]);
+}
+
+/* An 8 x 8 matrix of 16-bit numbers, a row's pair per thread, transposed. */
+__device__ __forceinline__ uint32_t transpose(uint32_t x)
+{
+    uint32_t y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+
+/* ---- float32 matrices in shared memory, multiplied with tf32's 11 bits ---- */
+
+__device__ __forceinline__ uint32_t tf32(float x)
+{
+    uint32_t y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+
+/* c [16][8] += A [16][8 STEPS] B [8 STEPS][8], rows lda and ldb apart. */
+template <int STEPS>
+__device__ __forceinline__ void multiply_tf32(float (&c)[4], const float *A, int lda,
+                                              const float *B, int ldb)
+{
+    const int lane = threadIdx.x % 32, i = lane / 4, j = lane % 4;
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        const float *a = A + i * lda + 8 * s + j, *b = B + (8 * s + j) * ldb + i;
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
+                     "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(tf32(a[0])), "r"(tf32(a[8 * lda])), "r"(tf32(a[4])),
+                       "r"(tf32(a[8 * lda + 4])), "r"(tf32(b[0])), "r"(tf32(b[4 * ldb])));
+    }
+}
+
+/* An accumulator [16][8] to rows ld apart, times sign. */
+__device__ __forceinline__ void put(float *to, int ld, const float (&c)[4], float sign)
+{
+    const int lane = threadIdx.x % 32;
+    float *x = to + lane / 4 * ld + lane % 4 * 2;
+    x[0] = sign * c[0];
+    x[1] = sign * c[1];
+    x[8 * ld] = sign * c[2];
+    x[8 * ld + 1] = sign * c[3];
+}
+
+#endif
