@@ -3,7 +3,7 @@ and the CUDA part, where nvcc is found.
 
 LINATTN_WERROR=1 turns compiler warnings into errors (CI). CC chooses the compiler.
 LINATTN_CUDA=1 insists on the CUDA part, =0 leaves it out. nvcc is looked for in CUDA_HOME, on the
-PATH, in /usr/local/cuda.
+PATH, in /usr/local/cuda. LINATTN_CUDA_ARCHS="80 90a 90+PTX" (the default) says for which devices.
 """
 
 import glob
@@ -36,12 +36,18 @@ if os.environ.get("LINATTN_WERROR") == "1":
 
 
 # Machine code for Ampere and all that runs its code (8.x), for Hopper, and PTX for what comes after.
+ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "80 90a 90+PTX").split()
+
+
+def gencode(arch):
+    number = arch.removesuffix("+PTX")
+    return f"-gencode=arch=compute_{number},code={'compute' if '+' in arch else 'sm'}_{number}"
+
+
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90a,code=sm_90a",
-    "-gencode=arch=compute_90,code=compute_90",
+    *map(gencode, ARCHS),
     "--threads=0",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 ]
@@ -122,7 +128,7 @@ core = Extension(
     include_dirs=[numpy.get_include()],
     define_macros=[
         *([("Py_LIMITED_API", "0x030b0000")] if ABI3 else []),
-        *([("LA_CUDA", "1")] if NVCC else []),
+        *([("LA_WITH_CUDA", "1")] if NVCC else []),
     ],
     extra_compile_args=FLAGS,
     # The CUDA runtime goes in whole: it finds the driver when it is first used, or says there is none.
