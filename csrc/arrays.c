@@ -216,6 +216,13 @@ static int refuse_read_only(const char *label)
     return -1;
 }
 
+static bool is_empty(const la_array *x)
+{
+    for (int i = 0; i < x->ndim; i++)
+        if (x->shape[i] == 0) return true;
+    return false;
+}
+
 static int64_t distance(int64_t stride) { return stride < 0 ? -stride : stride; }
 
 /* Do two elements lie in one place? Sorted by stride, each axis must step over all that the smaller
@@ -223,8 +230,7 @@ static int64_t distance(int64_t stride) { return stride < 0 ? -stride : stride; 
 static bool overlaps_itself(const la_array *x)
 {
     int64_t reach = 1, last = 0;
-    for (int i = 0; i < x->ndim; i++)
-        if (x->shape[i] == 0) return false;
+    if (is_empty(x)) return false;
     for (int i = 0; i < x->ndim; i++)
         if (x->shape[i] > 1 && x->stride[i] == 0) return true;
     for (int i = 0; i < x->ndim; i++) /* two axes of one stride */
@@ -475,76 +481,94 @@ static int view_tensor(view *x, const dl_tensor *t, const char *label)
     return 0;
 }
 
-/* The exchange table of an object's type, or NULL. Types are few and live long: the first ones are
- * remembered (and kept alive, so that an address says which type it is). */
-static const dl_exchange *exchange_of(PyObject *object)
+/* What a type with an exchange table has. */
+typedef struct {
+    const dl_exchange *table; /* NULL: the type has none */
+    PyObject *is_neg;         /* the method, None if it has none; borrowed */
+} exchanger;
+
+/* Types are few and live long: the first ones are remembered (and kept alive, so that an address
+ * says which type it is), the others looked up every time. */
+static exchanger exchange_of(PyObject *object)
 {
     enum { REMEMBERED = 8 };
     static struct {
         _Atomic(PyTypeObject *) type;
-        const dl_exchange *table;
+        exchanger has;
     } known[REMEMBERED];
     static atomic_int claimed;
     PyTypeObject *type = Py_TYPE(object);
     for (int i = 0; i < REMEMBERED; i++) {
         PyTypeObject *one = atomic_load_explicit(&known[i].type, memory_order_acquire);
-        if (one == type) return known[i].table;
+        if (one == type) return known[i].has;
         if (!one) break;
     }
+    exchanger has = {NULL, NULL};
     PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
-    const dl_exchange *table =
-        capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    if (capsule) has.table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     Py_XDECREF(capsule);
     PyErr_Clear();
-    while (table && table->version.major != 1) table = table->older;
-    if (!table || !table->borrow) return NULL;
+    while (has.table && has.table->version.major != 1) has.table = has.table->older;
+    if (!has.table || !has.table->borrow) return (exchanger){NULL, NULL};
+    has.is_neg = PyObject_GetAttr((PyObject *)type, word_is_neg);
+    if (!has.is_neg) {
+        PyErr_Clear();
+        has.is_neg = Py_None;
+        Py_INCREF(Py_None);
+    }
     int slot = atomic_load(&claimed) < REMEMBERED ? atomic_fetch_add(&claimed, 1) : REMEMBERED;
     if (slot < REMEMBERED) {
         Py_INCREF((PyObject *)type);
-        known[slot].table = table;
+        known[slot].has = has;
         atomic_store_explicit(&known[slot].type, type, memory_order_release);
+    } else {
+        Py_DECREF(has.is_neg); /* the type's own, and the object keeps the type */
     }
-    return table;
+    return has;
 }
 
-static int is_true(PyObject *object, PyObject *word, bool call_it)
+static int truth(PyObject *value)
 {
-    PyObject *value = PyObject_GetAttr(object, word);
-    if (!value) {
-        PyErr_Clear(); /* a library that has no such thing */
-        return 0;
-    }
-    if (call_it) {
-        PyObject *answer = PyObject_CallNoArgs(value);
-        Py_DECREF(value);
-        if (!answer) return -1;
-        value = answer;
-    }
+    if (!value) return -1;
     int yes = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
     Py_DECREF(value);
     return yes;
 }
 
-/* PyTorch lends its memory whatever it means: gradients asked for, signs not yet turned. */
-static int refuse_lazy(const char *label, PyObject *object)
+/* Does PyTorch record gradients? Asked once a call. Another library's arrays have no say in it. */
+static int records_gradients(la_call *c)
 {
-    int yes = is_true(object, word_requires_grad, false);
-    if (yes > 0) {
-        PyObject *torch = PyImport_ImportModule("torch");
-        PyObject *enabled = torch ? PyObject_CallMethod(torch, "is_grad_enabled", NULL) : NULL;
-        Py_XDECREF(torch);
-        if (!enabled) return -1;
-        yes = PyObject_IsTrue(enabled);
-        Py_DECREF(enabled);
-        if (yes > 0) {
-            PyErr_Format(PyExc_TypeError,
-                         "%s: requires gradients, which linattn's functions do not record yet; "
-                         "pass %s.detach() and use <op>_backward",
-                         label, label);
-            return -1;
-        }
+    static PyObject *enabled; /* torch.is_grad_enabled; written once, always with the same value */
+    if (c->gradients) return c->gradients > 0;
+    if (!enabled) {
+        PyObject *torch = PyDict_GetItemString(PyImport_GetModuleDict(), "torch"); /* borrowed */
+        if (torch) enabled = PyObject_GetAttrString(torch, "is_grad_enabled");
+        if (torch && !enabled) return -1;
     }
-    if (yes == 0) yes = is_true(object, word_is_neg, true);
+    int yes = enabled ? truth(PyObject_CallNoArgs(enabled)) : 0;
+    if (yes >= 0) c->gradients = yes ? 1 : -1;
+    return yes;
+}
+
+/* PyTorch lends its memory whatever it means: gradients asked for, signs not yet turned. */
+static int refuse_lazy(la_call *c, const char *label, PyObject *object, exchanger has)
+{
+    int yes = records_gradients(c);
+    if (yes > 0) {
+        PyObject *value = PyObject_GetAttr(object, word_requires_grad);
+        if (!value && !PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+        if (!value) PyErr_Clear();
+        yes = value ? truth(value) : 0;
+    }
+    if (yes > 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: requires gradients, which linattn's functions do not record yet; "
+                     "pass %s.detach() and use <op>_backward",
+                     label, label);
+        return -1;
+    }
+    if (yes == 0 && has.is_neg != Py_None)
+        yes = truth(PyObject_CallFunctionObjArgs(has.is_neg, object, NULL));
     if (yes > 0) {
         PyErr_Format(PyExc_TypeError,
                      "%s: expected the numbers themselves, got a view of their negatives; pass "
@@ -555,20 +579,21 @@ static int refuse_lazy(const char *label, PyObject *object)
     return yes;
 }
 
-static int view_exchange(la_call *c, la_name name, PyObject *object, const dl_exchange *table,
-                         view *x)
+static int view_exchange(la_call *c, la_name name, PyObject *object, exchanger has, view *x)
 {
     const char *label = la_array_name(&c->p, name);
     dl_tensor tensor;
-    if (refuse_lazy(label, object)) return -1;
-    if (table->borrow(object, &tensor)) return name_error(label);
+    if (refuse_lazy(c, label, object, has)) return -1;
+    if (has.table->borrow(object, &tensor)) return name_error(label);
     if (view_tensor(x, &tensor, label) || settle_device(c, name, x->device)) return -1;
     x->kind = LA_EXCHANGE;
-    x->table = table;
+    x->table = has.table;
     if (device_of(x->device) == LA_CUDA) {
-        if (table->current_stream(x->device.type, x->device.id, &x->stream))
-            return name_error(label);
         x->has_stream = true;
+        if (has.table == c->table)
+            x->stream = c->p.stream; /* q's library, and its device: the stream is known */
+        else if (has.table->current_stream(x->device.type, x->device.id, &x->stream))
+            return name_error(label);
     }
     Py_INCREF(object);
     x->owner = object;
@@ -675,6 +700,9 @@ static int view_dlpack(la_call *c, la_name name, PyObject *object, view *x)
 
 /* ---- __cuda_array_interface__ ---- */
 
+/* CUDA's other name of the legacy default stream, which NULL is as well. */
+#define LEGACY ((void *)1)
+
 static bool is_bfloat16(PyObject *object)
 {
     PyObject *dtype = PyObject_GetAttrString(object, "dtype");
@@ -776,6 +804,7 @@ static int read_interface(la_name name, const char *label, PyObject *object, PyO
                          label);
             return -1;
         }
+        if (x->stream == LEGACY) x->stream = NULL;
         x->has_stream = true;
     }
     return 0;
@@ -830,8 +859,8 @@ static int look(la_call *c, la_name name, PyObject *object, view *x)
 {
     memset(x, 0, offsetof(view, shape));
     memset(&x->read_only, 0, sizeof *x - offsetof(view, read_only));
-    const dl_exchange *table = exchange_of(object);
-    if (table) return view_exchange(c, name, object, table, x) ? -1 : 1;
+    const exchanger has = exchange_of(object);
+    if (has.table) return view_exchange(c, name, object, has, x) ? -1 : 1;
     if (PyType_Check(object)) return 0;
     const bool dlpack = PyObject_HasAttrString(object, "__dlpack__") &&
                         PyObject_HasAttrString(object, "__dlpack_device__");
@@ -896,9 +925,8 @@ static int settle_stream(la_call *c, la_name name, const view *x)
 static bool view_fits(const la_array *x, bool rows)
 {
     if ((uintptr_t)x->data % dtype_size[x->dtype]) return false;
-    for (int i = 0; i < x->ndim; i++)
-        if (x->shape[i] == 0) return true;
-    return !rows || x->ndim == 0 || x->shape[x->ndim - 1] <= 1 || x->stride[x->ndim - 1] == 1;
+    return is_empty(x) || !rows || x->ndim == 0 || x->shape[x->ndim - 1] <= 1 ||
+           x->stride[x->ndim - 1] == 1;
 }
 
 static int take_foreign(la_call *c, la_name name, PyObject *object, bool in_place);
@@ -962,6 +990,12 @@ static int take_view(la_call *c, la_name name, PyObject *object, view *x, bool i
     if (!a->on_host) c->span[name] = span_of(a);
 
     const int64_t size = (int64_t)dtype_size[a->dtype];
+    if (!a->data && !is_empty(a)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: expected an array with memory of its own, got %R without", label,
+                     (PyObject *)Py_TYPE(object));
+        return -1;
+    }
     const bool fits = view_fits(a, in_place || has_rows(&c->p, name));
     if (in_place && !fits) return refuse_strides(label, IN_PLACE, a->ndim, a->stride, size);
     if (in_place && overlaps_itself(a))
@@ -1197,11 +1231,11 @@ static PyObject *memory_dlpack(PyObject *self, PyObject *args, PyObject *keyword
         if (PyErr_Occurred()) return NULL;
     }
 #ifdef LA_WITH_CUDA
-    const long long theirs = stream == Py_None ? 0 : PyLong_AsLongLong(stream);
+    const long long number = stream == Py_None ? 0 : PyLong_AsLongLong(stream); /* -1: as it is */
     if (PyErr_Occurred()) return NULL;
-    if (m->device == LA_CUDA && theirs != -1 && (void *)(intptr_t)theirs != m->stream) {
-        la_call c = {.p = {.device = LA_CUDA, .ordinal = m->ordinal}};
-        c.p.stream = (void *)(intptr_t)theirs;
+    void *const theirs = number == 1 ? NULL : (void *)(intptr_t)number;
+    if (m->device == LA_CUDA && number != -1 && theirs != m->stream) {
+        la_call c = {.p = {.device = LA_CUDA, .ordinal = m->ordinal, .stream = theirs}};
         if (la_raise(&c, la_cuda_wait_stream(&c.p, m->stream))) return NULL;
     }
 #endif

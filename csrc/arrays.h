@@ -41,6 +41,7 @@ typedef struct {
     PyObject *out;               /* out as given; likewise */
     la_kind kind;
     const struct dl_exchange *table; /* of q's type, if kind is LA_EXCHANGE */
+    int gradients;                   /* 1: PyTorch records them; -1: it does not; 0: not asked */
     bool stream_unknown;             /* CUDA: some owner's stream is not known */
     int others;                      /* CUDA: streams of inputs that are not q's */
     void *other[LA_ARRAYS];
