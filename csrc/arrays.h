@@ -1,5 +1,5 @@
 /* Arrays of any kind (NumPy, the exchange table or capsules of DLPack, __cuda_array_interface__)
- * as la_arrays, and outputs back in the kind of q. With module.c the only place that knows Python.
+ * as la_arrays, and outputs back in the kind of q: arrays.c, with views.c and memory.c behind it.
  *
  * Functions that can fail return -1 (or NULL) with an exception set that names the argument. */
 #ifndef LINATTN_ARRAYS_H

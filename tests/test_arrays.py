@@ -472,7 +472,7 @@ def test_nothing_is_kept(op="gated_delta_rule"):
                     x.asked.clear()
         gc.collect()
         counts.append(sys.getallocatedblocks())
-    assert counts[-1] - counts[-2] < 25, counts  # a leak shows in every batch of 50
+    assert min(np.diff(counts)) < 25, counts  # a leak shows in every batch of 50, a cache at first
     assert [sys.getrefcount(x) for x in everything] == before
 
 
@@ -618,6 +618,32 @@ def test_torch_tensors_that_are_not_their_memory(torch):
             linattn.gla(**made | {"k": bad})
 
 
+def test_torch_tensors_without_memory(torch):
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, x):
+            return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return NotImplemented
+
+    made = converted(arguments("gla", "forward"), torch.from_numpy)
+    with pytest.raises((TypeError, RuntimeError), match=r"^k: "):
+        linattn.gla(**made | {"k": Wrapper(made["k"])})
+    empty = converted(arguments("gla", "forward", B=0), torch.from_numpy)
+    assert linattn.gla(**empty)[0].shape == (0, 5, 4, 6)
+
+
+def test_torch_subclasses(torch):
+    class Named(torch.Tensor):
+        pass
+
+    made = arguments("gla", "forward")
+    theirs = converted(made, lambda x: torch.from_numpy(x).as_subclass(Named))
+    assert_same_bits(linattn.gla(**theirs)[0].numpy(), linattn.gla(**made)[0])
+
+
 def test_torch_leaks_nothing(torch):
     made = {face: converted(arguments("gla", face), torch.from_numpy) for face in FACES}
     everything = list(leaves([list(x.values()) for x in made.values()]))
@@ -633,7 +659,7 @@ def test_torch_leaks_nothing(torch):
                 linattn.gla(**made["forward"] | {"k": made["forward"]["k"].int()})
         gc.collect()
         counts.append(sys.getallocatedblocks())
-    assert counts[-1] - counts[-2] < 25, counts  # a leak shows in every batch of 50
+    assert min(np.diff(counts)) < 25, counts  # a leak shows in every batch of 50, a cache at first
     assert [sys.getrefcount(x) for x in everything] == before
 
 
