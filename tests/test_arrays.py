@@ -460,7 +460,7 @@ def test_nothing_is_kept(op="gated_delta_rule"):
     before = [sys.getrefcount(x) for x in everything]
     counts = []
     for _ in range(5):
-        for _ in range(50):
+        for _ in range(120):
             for face in FACES:
                 call(op, face, theirs[face])
             for one in bad:
@@ -472,7 +472,8 @@ def test_nothing_is_kept(op="gated_delta_rule"):
                     x.asked.clear()
         gc.collect()
         counts.append(sys.getallocatedblocks())
-    assert min(np.diff(counts)) < 25, counts  # a leak shows in every batch of 50, a cache at first
+    # a leak shows in every batch of 120; ctypes, in the exporters, keeps ever fewer blocks more
+    assert min(np.diff(counts)) < 60, counts
     assert [sys.getrefcount(x) for x in everything] == before
 
 
