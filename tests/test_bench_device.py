@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 @pytest.fixture
 def bench(monkeypatch):
-    """benchmarks/ on sys.path and its modules, whose names are common ones, forgotten afterwards."""
+    """benchmarks/ on sys.path; its modules, whose names are common ones, are forgotten after."""
     if not BENCHMARKS.is_dir():
         pytest.skip("no checkout: benchmarks/ is not here")
     before = set(sys.modules)

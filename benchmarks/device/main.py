@@ -11,6 +11,7 @@ import time
 import traceback
 
 import torch
+from cases import V
 from report import commit, machine
 
 import linattn
@@ -68,7 +69,7 @@ def contestants(case, peers, copies, machine):
     """Ours and the peers that have the op: called once, checked, and so far not timed."""
     found, computed = [], []
     state = copies[0]["state"].clone() if case.face == "step" else None
-    size = case.B * case.HV * (2 * case.T * 128 + (4 * 128 * 128 if state is not None else 0))
+    size = 2 * case.B * case.T * case.HV * V + (0 if state is None else state.nbytes)
     for peer in (peer for peer in peers if peer.has(case)):
         each = Contestant(peer.name, [], size)
         try:

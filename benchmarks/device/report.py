@@ -82,7 +82,7 @@ def targets(figures):
         table.append(extreme(f"step B1 H32, us {what}, the most", f"<= {asked * 1e6:.0f}",
                              {r["op"]: r[key] for r in steps_of(1)}, max, us,
                              lambda x, asked=asked: x <= asked))
-    alone = {f"{r['op']} {r['face']}": r["import_s"] + r["call_s"] for r in figures["first"]
+    alone = {r["op"]: r["import_s"] + r["call_s"] for r in figures["first"]
              if r["who"] == "linattn" and "call_s" in r}
     table.append(extreme("import and first call in a fresh process, s, the most", f"<= {FIRST:.0f}",
                          alone, max, lambda x: f"{x:.2f}", lambda x: x <= FIRST))
@@ -134,15 +134,20 @@ def table_of(figures, face, unit, key):
 
 
 def short(figures):
-    """What to print last: targets, and a line for each case."""
-    table = []
+    """What to print last: a line for each case, what failed, and the targets."""
+    table, failed = [], []
     for r in figures["rows"]:
-        unit = us if r["face"] == "step" else ms
-        table.append([r["case"], r["who"], r["error"][:60] or unit(r["graph_s"]),
-                      unit(r["eager_s"]), unit(r["launch_s"]),
-                      ratio(max(floors(figures, r)), r["graph_s"])])
-    return "\n".join([*lines(["case", "who", "graph", "eager", "call", "floor / time"], table),
-                      "ms; us for a step", "", *target_lines(figures)])
+        if r["error"]:
+            failed.append(f"- {r['case']}, {r['who']}: {r['error'][:160]}")
+        if r["who"] != "linattn":
+            continue
+        unit, best = us if r["face"] == "step" else ms, (rivals(figures, r) or [None])[0]
+        table.append([r["case"], unit(r["graph_s"]), unit(r["eager_s"]), unit(r["launch_s"]),
+                      ratio(max(floors(figures, r)), r["graph_s"]),
+                      f"{best['who']} {unit(best['graph_s'])}" if best else "-",
+                      ratio(best and best["graph_s"], r["graph_s"])])
+    return "\n".join([*lines(["case", "graph", "eager", "call", "floor / it", "best peer", "ratio"],
+                             table), "ms; us for a step", "", *failed, "", *target_lines(figures)])
 
 
 def markdown(figures):

@@ -158,7 +158,7 @@ class Ceilings:
         self.products.clear()
 
     def sample(self):
-        for _ in range(3):
+        for _ in range(5):
             self.copies.append(self.machine.sample(lambda: self.b.copy_(self.a)))
             self.products.append(self.machine.sample(
                 lambda: torch.matmul(self.x, self.y, out=self.z)))
