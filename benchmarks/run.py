@@ -3,6 +3,9 @@
 Every round calls everything once, so that a clock that drifts or a neighbour that wakes up slows
 all of them alike; a figure is the median over the rounds. Nothing is printed before everything that
 is timed has been checked.
+
+Here for the CPU; --device cuda measures on a GPU, as device/ says, and --device torch walks through
+that with tiny problems where there is no GPU.
 """
 
 import argparse
@@ -57,20 +60,49 @@ def timed(call, repeats):
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--threads", type=int, default=1, help="of ours and of the peers")
+    parser.add_argument("--device", choices=("cpu", "cuda", "torch"), default="cpu",
+                        help="torch: what cuda does, tried out on the CPU with tiny problems")
     parser.add_argument("--quick", action="store_true",
                         help="few rounds, one length: a look, writes nothing unless told where")
     parser.add_argument("--rounds", type=int, help="samples of each figure")
-    parser.add_argument("--plot", metavar="PATH", type=Path,
-                        help="tokens/s against T (default: beside the results)")
-    parser.add_argument("--results", metavar="DIR", type=Path,
-                        help="where cpu-MACHINE.md and .json go (default: benchmarks/results)")
+    parser.add_argument("--results", metavar="DIR", type=Path, help="where DEVICE-MACHINE.md and "
+                        ".json go (default: benchmarks/results; --device torch: nowhere)")
     parser.add_argument("--no-peers", action="store_true", help="linattn and the ceilings only")
+    cpu = parser.add_argument_group("on the CPU")
+    cpu.add_argument("--threads", type=int, help="of ours and of the peers (default: 1)")
+    cpu.add_argument("--plot", metavar="PATH", type=Path,
+                     help="tokens/s against T (default: beside the results)")
+    gpu = parser.add_argument_group("on a GPU")
+    gpu.add_argument("--only", metavar="PATTERN", action="append",
+                     help="cases whose name has this regular expression, such as '^kda forward' or "
+                     "'step B1 '; may be repeated")
+    gpu.add_argument("--peers", metavar="PATTERN", action="append",
+                     help="peers whose name has this regular expression; may be repeated")
+    gpu.add_argument("--no-first", action="store_true",
+                     help="no first calls of linattn in fresh processes")
+    gpu.add_argument("--workers", metavar="N", type=int,
+                     help="processes that compile the peers' kernels beforehand (default: one for "
+                     "each core; 0: each is compiled when its turn comes)")
+    gpu.add_argument("--minutes", metavar="M", type=float,
+                     help="begin no further case after this time")
+    gpu.add_argument("--commit", metavar="TEXT", help="what to say where there is no checkout")
+    gpu.add_argument("--merge", metavar="JSON", type=Path, nargs="+",
+                     help="measure nothing: put these runs' results together; of a case in "
+                     "several, the last run's")
     given = parser.parse_args()
-    if given.threads < 1 or (given.rounds is not None and given.rounds < 1):
+    groups = {cpu: given.device == "cpu", gpu: given.device != "cpu" or given.merge}
+    for group, right in groups.items():
+        for action in group._group_actions:
+            if getattr(given, action.dest) not in (None, False) and not right:
+                parser.error(f"{action.option_strings[0]} goes with another --device")
+    if min(1 if n is None else n for n in (given.threads, given.rounds)) < 1:
         parser.error("--threads and --rounds must be at least 1")
-    given.rounds = given.rounds or (3 if given.quick else 15)
-    if given.results is None and not given.quick:
+    given.threads = given.threads or 1
+    given.workers = len(os.sched_getaffinity(0)) if given.workers is None else given.workers
+    given.no_first = given.no_first or given.quick
+    few, many = (3, 15) if given.device == "cpu" else (8, 30)
+    given.rounds = given.rounds or (few if given.quick else many)
+    if given.results is None and not given.quick and given.device != "torch":
         given.results = HERE / "results"
     return given
 
@@ -181,8 +213,21 @@ def best_blas():
         os.environ["OPENBLAS_CORETYPE"] = "SKYLAKEX"
 
 
+def merge(given):
+    from device import report
+
+    figures = report.merged(given.merge)
+    print(report.short(figures))
+    print("\n".join(f"written: {path}" for path in report.write(given.results, figures)))
+
+
 def main():
     given = arguments()
+    if given.merge:
+        return merge(given)
+    if given.device != "cpu":
+        from device.main import main as on_a_gpu
+        sys.exit(on_a_gpu(given))
     # before NumPy loads its BLAS
     for name in ("OPENBLAS", "OMP", "MKL"):
         os.environ[f"{name}_NUM_THREADS"] = str(given.threads)
