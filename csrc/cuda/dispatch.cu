@@ -197,7 +197,7 @@ static la_decay kernel_decay(const la_problem *p)
     return p->decay == LA_HEAD ? LA_TOKEN : p->decay;
 }
 
-/* ---- a gate per head that lies on the host: HV numbers, carried over by a launch ---- */
+/* ---- gates that lie on the host: HV numbers, or one head's one, carried over by a launch ---- */
 
 enum { CARRIED = 256 };
 struct carried {
@@ -218,24 +218,24 @@ static double host_number(const la_array *a, int64_t i)
     return (double)__bfloat162float(*(const __nv_bfloat16 *)x);
 }
 
-/* The gate on the device, [HV]; *held is then to be freed. */
-static cudaError_t carry_gate(const la_problem *p, call *c, void **held)
+/* One of g and beta, on the device as [HV]; *held is then to be freed. */
+static cudaError_t carry(const la_problem *p, la_name name, view *to, void **held)
 {
-    const la_array *g = &p->array[LA_G];
+    const la_array *from = &p->array[name];
     cudaMemPool_t pool;
     *held = NULL;
-    if (!g->given || !g->on_host) return cudaSuccess;
+    if (!from->given || !from->on_host) return cudaSuccess;
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error == cudaSuccess)
         error = cudaMallocFromPoolAsync(held, (size_t)p->HV * 8, pool, (cudaStream_t)p->stream);
     for (int64_t first = 0; error == cudaSuccess && first < p->HV; first += CARRIED) {
         carried some;
         const int n = (int)(p->HV - first < CARRIED ? p->HV - first : CARRIED);
-        for (int i = 0; i < n; i++) some.x[i] = host_number(g, (first + i) * g->stride[2]);
+        for (int i = 0; i < n; i++) some.x[i] = host_number(from, (first + i) * from->stride[2]);
         put<<<1, 256, 0, (cudaStream_t)p->stream>>>((double *)*held + first, n, some);
         error = cudaGetLastError();
     }
-    c->g = {(char *)*held, {0, 0, 1, 0}, LA_F64};
+    *to = {(char *)*held, {0, 0, 1, 0}, LA_F64};
     return error;
 }
 
@@ -253,11 +253,12 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
         return LA_VALUE_ERROR;
     }
     call c = call_of(p);
-    void *held;
-    cudaError_t error = carry_gate(p, &c, &held);
+    void *held[2] = {};
+    cudaError_t error = carry(p, LA_G, &c.g, held);
+    if (error == cudaSuccess) error = carry(p, LA_BETA, &c.beta, held + 1);
     if (error == cudaSuccess) error = launch(p, c);
-    if (held) {
-        cudaError_t freed = cudaFreeAsync(held, (cudaStream_t)p->stream);
+    for (void *x : held) {
+        const cudaError_t freed = x ? cudaFreeAsync(x, (cudaStream_t)p->stream) : cudaSuccess;
         if (error == cudaSuccess) error = freed;
     }
     return say(p, error);
