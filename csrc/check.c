@@ -1,5 +1,6 @@
 /* The only code that knows which arrays an op has, which shapes and dtypes are right, and how to
- * say that something is wrong. It serves every device: it reads no array but cu_seqlens. */
+ * say that something is wrong. It serves every device: it reads no array but cu_seqlens, and that
+ * only where it lies on the host. */
 #include "linattn.h"
 
 #include <math.h>
@@ -376,6 +377,10 @@ static la_status settle_sequences(la_problem *p)
                         "cu_seqlens: expected packed sequences to have B = 1, got B = %lld",
                         (long long)p->B);
     p->N = cu->shape[0] - 1;
+    if (p->device == LA_CUDA) { /* reading it would wait for the device */
+        make_canonical(p, LA_CU, cu);
+        return LA_OK;
+    }
     int64_t before = 0;
     for (int64_t n = 0; n <= p->N; n++) {
         const char *at = cu->data + n * cu->stride[0] * (cu->dtype == LA_I64 ? 8 : 4);
@@ -396,8 +401,17 @@ static la_status settle_sequences(la_problem *p)
     return LA_OK;
 }
 
+/* The CUDA kernels keep whole rows of a state on the chip. */
+#define CUDA_MAX_DIM 256
+
 static la_status check_options(la_problem *p)
 {
+    if (p->device == LA_CUDA && p->K > CUDA_MAX_DIM)
+        return complain(p, LA_VALUE_ERROR, "q: expected K <= %d on CUDA, got K = %lld",
+                        CUDA_MAX_DIM, (long long)p->K);
+    if (p->device == LA_CUDA && p->V > CUDA_MAX_DIM)
+        return complain(p, LA_VALUE_ERROR, "v: expected V <= %d on CUDA, got V = %lld",
+                        CUDA_MAX_DIM, (long long)p->V);
     if (p->has_chunk && p->chunk < 1)
         return complain(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld",
                         (long long)p->chunk);

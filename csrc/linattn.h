@@ -16,9 +16,11 @@
 
 typedef enum {
     LA_OK = 0,
-    LA_TYPE_ERROR,   /* not an array of a supported dtype */
-    LA_VALUE_ERROR,  /* shapes, values, combinations */
-    LA_MEMORY_ERROR, /* scratch could not be had */
+    LA_TYPE_ERROR,    /* not an array of a supported dtype */
+    LA_VALUE_ERROR,   /* shapes, values, combinations */
+    LA_MEMORY_ERROR,  /* scratch could not be had */
+    LA_RUNTIME_ERROR, /* the device, in its own words */
+    LA_UNSUPPORTED,   /* not there yet */
 } la_status;
 
 typedef enum { LA_F64, LA_F32, LA_F16, LA_BF16, LA_I64, LA_I32, LA_DTYPES } la_dtype;
@@ -30,6 +32,7 @@ typedef enum {
     LA_OPS
 } la_op;
 
+typedef enum { LA_CPU, LA_CUDA } la_device;
 typedef enum { LA_FORWARD, LA_STEP, LA_BACKWARD } la_face;
 typedef enum { LA_CHUNK, LA_RECURRENT, LA_PARALLEL } la_mode;
 
@@ -81,6 +84,7 @@ typedef enum {
 typedef struct la_array {
     char *data;
     bool given;
+    bool on_host; /* in a call on a device: a number per head, or one, that lies on the host */
     la_dtype dtype;
     int ndim;
     int64_t shape[LA_MAX_DIMS];
@@ -93,6 +97,9 @@ typedef struct la_problem {
     /* what the caller says */
     la_op op;
     la_face face;
+    la_device device; /* where every array lies */
+    int ordinal;      /* which CUDA device */
+    void *stream;     /* CUDA: the caller's current stream, a cudaStream_t */
     la_mode mode;
     bool has_chunk;
     int64_t chunk; /* tokens per chunk; 0 after la_check: the library's choice */
@@ -147,7 +154,8 @@ bool la_has(const la_problem *p, la_name name);
 /* After la_check: compare one output with the problem and make its strides canonical. */
 la_status la_check_output(la_problem *p, la_name name);
 
-/* After la_check: is some decay above one? A pass over the gate, for callers that must know first. */
+/* After la_check, on the host: is some decay above one? A pass over the gate, for callers that must
+ * know first. */
 bool la_gate_above_one(const la_problem *p);
 
 /* The CPU's entry points. Everything has been checked; only memory can fail, and it fails before

@@ -2,9 +2,9 @@
 
 from typing import Any, Final
 
-from numpy import ndarray
-
-_State = ndarray | tuple[ndarray, ndarray]
+# An array of any kind: NumPy's, or any with __dlpack__ or __cuda_array_interface__.
+_Array = Any
+_State = Any
 # (map of q, its eps, map of k, its eps, normaliser, eps, causal)
 _Features = tuple[int, float, int, float, int, float, bool]
 
@@ -15,15 +15,15 @@ COMPILER: Final[str]
 
 def forward(
     op: int,
-    q: ndarray,
-    k: ndarray,
-    v: ndarray,
-    g: ndarray | None,
-    alpha: ndarray | None,
-    beta: ndarray | None,
+    q: _Array,
+    k: _Array,
+    v: _Array,
+    g: _Array | None,
+    alpha: _Array | None,
+    beta: _Array | None,
     initial_state: _State | None,
-    cu_seqlens: ndarray | None,
-    out: ndarray | None,
+    cu_seqlens: _Array | None,
+    out: _Array | None,
     output_final_state: bool,
     scale: float | None,
     mode: str,
@@ -32,35 +32,35 @@ def forward(
     state_v_first: bool,
     features: _Features | None,
     /,
-) -> tuple[ndarray, Any]: ...
+) -> tuple[_Array, Any]: ...
 def step(
     op: int,
-    q: ndarray,
-    k: ndarray,
-    v: ndarray,
-    g: ndarray | float | None,
-    alpha: ndarray | float | None,
-    beta: ndarray | float | None,
+    q: _Array,
+    k: _Array,
+    v: _Array,
+    g: _Array | float | None,
+    alpha: _Array | float | None,
+    beta: _Array | float | None,
     state: _State,
-    out: ndarray | None,
+    out: _Array | None,
     scale: float | None,
     qk_l2norm: bool,
     state_v_first: bool,
     features: _Features | None,
     /,
-) -> ndarray: ...
+) -> _Array: ...
 def backward(
     op: int,
-    do: ndarray,
-    q: ndarray,
-    k: ndarray,
-    v: ndarray,
-    g: ndarray | None,
-    alpha: ndarray | None,
-    beta: ndarray | None,
+    do: _Array,
+    q: _Array,
+    k: _Array,
+    v: _Array,
+    g: _Array | None,
+    alpha: _Array | None,
+    beta: _Array | None,
     initial_state: _State | None,
     d_final_state: _State | None,
-    cu_seqlens: ndarray | None,
+    cu_seqlens: _Array | None,
     scale: float | None,
     mode: str,
     chunk_size: int | None,
@@ -68,7 +68,10 @@ def backward(
     state_v_first: bool,
     features: _Features | None,
     /,
-) -> tuple[ndarray, ndarray, ndarray, ndarray | None, ndarray | None, Any]: ...
+) -> tuple[_Array, _Array, _Array, _Array | None, _Array | None, Any]: ...
+def shares_memory(x: _Array, y: _Array, /) -> bool: ...
+def cuda_why_not() -> str | None: ...
+def cuda_device_count() -> int: ...
 def set_num_threads(n: int, /) -> None: ...
 def get_num_threads() -> int: ...
 def isa() -> tuple[str, dict[str, bool]]: ...

@@ -1,6 +1,10 @@
-"""Arrays that users make for the ops: states with the alignment the kernels like."""
+"""Arrays that users make for the ops, and what csrc/arrays.c asks of other array libraries."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -29,7 +33,10 @@ def zeros_state(
     state_v_first: bool = False,
     normalized: bool = False,
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-    """A zero state for ``op_step`` or ``initial_state``, aligned to a cache line.
+    """A zero state for ``op_step`` or ``initial_state``: NumPy's, aligned to a cache line.
+
+    For another kind of array ask its own library: ``torch.zeros(N, HV, K, V, device="cuda")``,
+    ``cupy.zeros((N, HV, K, V), "float32")``.
 
     Parameters
     ----------
@@ -54,3 +61,58 @@ def zeros_state(
         raise TypeError(f"dtype: expected float64, float32 or bfloat16, got {dtype}")
     S = _aligned_zeros((N, HV, V, K) if state_v_first else (N, HV, K, V), dtype)
     return (S, _aligned_zeros((N, HV, K), dtype)) if normalized else S
+
+
+# ---- called from csrc/arrays.c, for libraries that are then imported already ----
+
+
+def _contiguous(x: Any) -> Any:
+    """A contiguous copy of a device array by its own library; None where we know no way."""
+    if hasattr(x, "contiguous"):
+        return x.contiguous()
+    if type(x).__module__.partition(".")[0] == "cupy":
+        return sys.modules["cupy"].ascontiguousarray(x)
+    return None
+
+
+def _cupy_stream(x: Any, ordinal: int) -> int:
+    """CuPy's current stream on x's device."""
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(ordinal):
+        return cupy.cuda.get_current_stream().ptr
+
+
+def _cupy_empty(shape: tuple[int, ...], dtype: str, ordinal: int) -> tuple[Any, int]:
+    """A new array and its address."""
+    cupy = sys.modules["cupy"]
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        dtype = ml_dtypes.bfloat16
+    with cupy.cuda.Device(ordinal):
+        x = cupy.empty(shape, dtype)
+    return x, x.data.ptr
+
+
+def _importer(like: Any) -> Callable[[Any], Any] | None:
+    """from_dlpack of like's library, if there is one."""
+    if hasattr(like, "__array_namespace__"):
+        namespace = like.__array_namespace__()
+        if hasattr(namespace, "from_dlpack"):
+            return namespace.from_dlpack
+    library = sys.modules.get(type(like).__module__.partition(".")[0])
+    return getattr(library, "from_dlpack", None)
+
+
+def _imports(like: Any, _ordinal: int) -> int:
+    return int(_importer(like) is not None)
+
+
+def _import_like(like: Any, memory: Any) -> Any:
+    """Our memory as an array of like's kind; the memory itself where its library takes none."""
+    importer = _importer(like)
+    if importer is not None:
+        return importer(memory)
+    if type(like).__module__.partition(".")[0] == "numba":
+        return sys.modules["numba.cuda"].as_cuda_array(memory)
+    return memory

@@ -1,18 +1,22 @@
-"""The GPU, as far as this build knows it.
-
-This build has no CUDA part: every op runs on the CPU, and :func:`is_available` says False.
-"""
+"""The GPU, as far as this build knows it. Nothing here starts it but a question that needs it."""
 
 from __future__ import annotations
 
-__all__ = ["is_available", "why_not"]
+from linattn import _linattn
+
+__all__ = ["device_count", "is_available", "why_not"]
 
 
 def why_not() -> str | None:
     """Why no op can run on a GPU here; None if one can."""
-    return "this build of linattn has no CUDA part"
+    return _linattn.cuda_why_not()
 
 
 def is_available() -> bool:
     """Can an op run on a GPU here?"""
     return why_not() is None
+
+
+def device_count() -> int:
+    """How many GPUs an op could run on."""
+    return _linattn.cuda_device_count()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,8 @@ class FeatureMap:
     eps : float
         Of ``"relu+eps"``, 1e-3 by default.
     forward : callable, optional
-        phi itself, from an array [..., K] to an array [..., K'] of the same dtype.
+        phi itself, from an array [..., K] to an array [..., K'] of the same dtype. It gets the
+        caller's own arrays: NumPy's, PyTorch's, ...
     backward : callable, optional
         ``backward(x, dy)`` gives the gradient of x when dy is the gradient of phi(x). Only the
         op's backward needs it.
@@ -38,8 +40,8 @@ class FeatureMap:
 
     name: str
     eps: float = 1e-3
-    forward: Callable[[np.ndarray], np.ndarray] | None = None
-    backward: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    forward: Callable[[Any], Any] | None = None
+    backward: Callable[[Any, Any], Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -77,7 +79,7 @@ class FeatureMap:
 
 FEATURE_MAPS: tuple[str, ...] = tuple(_CORE)
 
-FeatureMapLike = str | FeatureMap | Callable[[np.ndarray], np.ndarray]
+FeatureMapLike = str | FeatureMap | Callable[[Any], Any]
 
 
 def _one(given: object) -> FeatureMap:
@@ -104,16 +106,39 @@ def feature_maps(given: object) -> tuple[FeatureMap, FeatureMap]:
     return _one(given), _one(given)
 
 
-def l2norm(x: np.ndarray) -> np.ndarray:
+# ---- arithmetic on the user's own arrays ----
+
+
+def is_array(x: object) -> bool:
+    """Is this an array of some library's? What is in it, the core will say."""
+    if isinstance(x, np.ndarray | np.generic):
+        return isinstance(x, np.ndarray)
+    return isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype")
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """x in this dtype; x itself if it has it."""
+    if x.dtype == dtype:
+        return x
+    return x.astype(dtype) if hasattr(x, "astype") else x.to(dtype)
+
+
+def _wide(x: Any) -> Any:
+    """x in float32 or better."""
+    if x.dtype.itemsize >= 4:
+        return x
+    return x.astype("float32") if hasattr(x, "astype") else x.float()
+
+
+def l2norm(x: Any) -> Any:
     """x / sqrt(sum x^2 + 1e-6) along the last axis, in float32 or better."""
-    y = x.astype(np.promote_types(x.dtype, np.float32), copy=False)
-    return (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6)).astype(x.dtype, copy=False)
+    y = _wide(x)
+    return cast(y / ((y * y).sum(-1, keepdims=True) + 1e-6) ** 0.5, x.dtype)
 
 
-def l2norm_backward(x: np.ndarray, dy: np.ndarray) -> np.ndarray:
+def l2norm_backward(x: Any, dy: Any) -> Any:
     """The gradient of x when dy is that of l2norm(x): r (dy - y y'dy), r the factor."""
-    wide = np.promote_types(x.dtype, np.float32)
-    x, dy = x.astype(wide, copy=False), dy.astype(wide, copy=False)
-    r = 1 / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+    x, dy = _wide(x), _wide(dy)
+    r = 1 / ((x * x).sum(-1, keepdims=True) + 1e-6) ** 0.5
     y = x * r
     return r * (dy - y * (y * dy).sum(-1, keepdims=True))

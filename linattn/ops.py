@@ -13,10 +13,14 @@ len(cu_seqlens) - 1). Gates called ``g`` are natural LOGARITHMS of the decay, g 
 itself goes under ``alpha`` (``gamma`` in retention). One head may drop its axes: q, k [T,K] and
 v [T,V] work and come back 2-D.
 
-Arrays are NumPy's: float64, float32, float16 or ml_dtypes.bfloat16, one dtype for q, k and v;
-gates any of them. Sums and states are float32, or float64 for float64 inputs. Inputs are never
-written. A wrong argument raises TypeError or ValueError that names it, what was expected and what
-came, before anything is written; MemoryError likewise.
+Arrays are NumPy's, PyTorch's, CuPy's, JAX's or any other library's that has ``__dlpack__`` or
+``__cuda_array_interface__``: float64, float32, float16 or bfloat16 (ml_dtypes' in NumPy), one dtype
+for q, k and v; gates any of them. A call runs where q lies, on the CPU or on a CUDA device, and all
+its arrays lie there (a gate with one number per head may stay on the host); what it returns is of
+q's kind. On a device a call is enqueued on the caller's current stream and nothing waits for it.
+Sums and states are float32, or float64 for float64 inputs. Inputs are never written. A wrong
+argument raises TypeError or ValueError that names it, what was expected and what came, before
+anything is written; MemoryError likewise.
 
 The functions are thin: they turn keywords into positions. What is right is decided in
 csrc/check.c, from the table in csrc/variants.def.
@@ -33,7 +37,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from linattn import _linattn
-from linattn.features import FeatureMap, FeatureMapLike, feature_maps, l2norm, l2norm_backward
+from linattn.features import (
+    FeatureMap,
+    FeatureMapLike,
+    cast,
+    feature_maps,
+    is_array,
+    l2norm,
+    l2norm_backward,
+)
 
 OPS: tuple[str, ...] = _linattn.OPS
 __all__ = [
@@ -46,7 +58,9 @@ __all__ = [
     *(f"{name}_backward" for name in OPS),
 ]
 
-State = np.ndarray | tuple[np.ndarray, np.ndarray]
+# An array of any kind (no protocol says it all: PyTorch's and NumPy's share no method).
+Array = Any
+State = Array | tuple[Array, Array]
 
 
 class Gradients(NamedTuple):
@@ -57,11 +71,11 @@ class Gradients(NamedTuple):
     op. What a call was not given is None.
     """
 
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
-    dg: np.ndarray | None
-    dbeta: np.ndarray | None
+    dq: Array
+    dk: Array
+    dv: Array
+    dg: Array | None
+    dbeta: Array | None
     d_initial_state: State | None
 
 
@@ -122,40 +136,40 @@ def _any_features(
 _named_features = lru_cache(maxsize=64, typed=True)(_any_features)
 
 
-def _apply(phi: FeatureMap, name: str, x: np.ndarray) -> np.ndarray:
+def _apply(phi: FeatureMap, name: str, x: Array) -> Array:
     """phi(x) for a map that is not the core's own."""
     if phi.forward is None:
         return x
     y = phi.forward(x)
-    if not isinstance(y, np.ndarray) or y.shape[:-1] != x.shape[:-1]:
+    if not is_array(y) or y.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"feature_map: expected {phi.name} to give an array [..., K'] for {name} of shape "
-            f"{x.shape}, got {y.shape if isinstance(y, np.ndarray) else type(y)}"
+            f"{tuple(x.shape)}, got {tuple(y.shape) if is_array(y) else type(y)}"
         )
-    return y.astype(x.dtype, copy=False)
+    return cast(y, x.dtype)
 
 
-def _apply_backward(phi: FeatureMap, name: str, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
+def _apply_backward(phi: FeatureMap, name: str, x: Array, dy: Array) -> Array:
     """The gradient of x when dy is that of phi(x): was y = phi(x)."""
     if phi.backward is None:
         return dy
     dx = phi.backward(x, dy)
-    if not isinstance(dx, np.ndarray) or dx.shape != x.shape:
+    if not is_array(dx) or dx.shape != x.shape:
         raise ValueError(
             f"feature_map: expected {phi.name}'s backward to give the gradient of {name}, "
-            f"shape {x.shape}, got {dx.shape if isinstance(dx, np.ndarray) else type(dx)}"
+            f"shape {tuple(x.shape)}, got {tuple(dx.shape) if is_array(dx) else type(dx)}"
         )
-    return dx.astype(x.dtype, copy=False)
+    return cast(dx, x.dtype)
 
 
 def _mapped(
     phi_q: FeatureMap,
     phi_k: FeatureMap,
-    q: np.ndarray,
-    k: np.ndarray,
+    q: Array,
+    k: Array,
     qk_l2norm: bool,
     written: dict[str, Any],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, bool]:
+) -> tuple[Array, Array, Array, Array, bool]:
     """q and k before and after the caller's own maps, and whether the core still has to l2-norm.
 
     The norm comes before the map, so a map outside the core takes the norm out with it.
@@ -163,8 +177,8 @@ def _mapped(
     if phi_q.forward is None and phi_k.forward is None:
         return q, k, q, k, qk_l2norm
     for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, np.ndarray):
-            raise TypeError(f"{name}: expected a NumPy array, got {type(x)}")
+        if not is_array(x):
+            raise TypeError(f"{name}: expected an array, got {type(x)}")
     _refuse_shared(written, q, k)
     if qk_l2norm:
         q, k = l2norm(q), l2norm(k)
@@ -178,22 +192,30 @@ def _default_gamma(HV: int) -> np.ndarray:
     return gamma
 
 
-def _retention_gamma(v: np.ndarray, ndim: int) -> np.ndarray | None:
+def _retention_gamma(v: Array, ndim: int) -> np.ndarray | None:
     """RetNet's decays for v's heads; None where v has none, which the core will say."""
-    if not isinstance(v, np.ndarray) or v.ndim not in (ndim, ndim - 2):
+    shape = getattr(v, "shape", None)
+    if not isinstance(shape, tuple) or len(shape) not in (ndim, ndim - 2):
         return None
-    return _default_gamma(v.shape[-2] if v.ndim == ndim else 1)
+    return _default_gamma(shape[-2] if len(shape) == ndim else 1)
 
 
-def _refuse_shared(written: dict[str, Any], q: np.ndarray, k: np.ndarray) -> None:
+def _refuse_shared(written: dict[str, Any], q: Array, k: Array) -> None:
     """What is written may not lie in q or k, also where a map made copies of them."""
     for name, given in written.items():
         for x in given if isinstance(given, tuple | list) else (given,):
             for of, other in (("q", q), ("k", k)):
-                if isinstance(x, np.ndarray) and np.shares_memory(x, other):
+                if is_array(x) and _share(x, other):
                     raise ValueError(
                         f"{name}: expected memory of its own, got memory shared with {of}"
                     )
+
+
+def _share(x: Array, y: Array) -> bool:
+    try:
+        return _linattn.shares_memory(x, y)
+    except (TypeError, ValueError):
+        return False  # one of them is no array for an op: the core refuses it by its name
 
 
 def _count(name: str, value: object) -> int:
@@ -244,9 +266,9 @@ _LINEAR = OPS.index("linear_attention")
 
 
 def linear_attention(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = "elu+1",
     normalize: bool | str = True,
@@ -255,13 +277,13 @@ def linear_attention(
     scale: float | None = None,
     initial_state: State | None = None,
     output_final_state: bool = False,
-    cu_seqlens: np.ndarray | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> tuple[np.ndarray, State | None]:
+    out: Array | None = None,
+) -> tuple[Array, State | None]:
     """Linear attention: the softmax replaced by a feature map, so that a sum serves as memory.
 
     ::
@@ -335,9 +357,9 @@ def linear_attention(
 
 
 def linear_attention_step(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     state: State,
     feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = "elu+1",
@@ -346,8 +368,8 @@ def linear_attention_step(
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
+    out: Array | None = None,
+) -> Array:
     """One token of causal :func:`linear_attention`; ``state`` is changed in place.
 
     Parameters
@@ -389,10 +411,10 @@ def linear_attention_step(
 
 
 def linear_attention_backward(
-    do: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = "elu+1",
     normalize: bool | str = True,
@@ -401,7 +423,7 @@ def linear_attention_backward(
     d_final_state: State | None = None,
     scale: float | None = None,
     initial_state: State | None = None,
-    cu_seqlens: np.ndarray | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -458,8 +480,7 @@ state_v_first :
     dq, dk, *rest = grads
     dq, dk = _apply_backward(phi_q, "q", q1, dq), _apply_backward(phi_k, "k", k1, dk)
     if qk_l2norm and not core_l2norm:  # was q1 = l2norm(q0)
-        dq = l2norm_backward(q0, dq).astype(q0.dtype, copy=False)
-        dk = l2norm_backward(k0, dk).astype(k0.dtype, copy=False)
+        dq, dk = cast(l2norm_backward(q0, dq), q0.dtype), cast(l2norm_backward(k0, dk), k0.dtype)
     return Gradients(dq, dk, *rest)
 
 
@@ -470,21 +491,21 @@ _RETENTION = OPS.index("retention")
 
 
 def retention(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    gamma: np.ndarray | None = None,
+    gamma: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: np.ndarray | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray | None]:
+    out: Array | None = None,
+) -> tuple[Array, Array | None]:
     """RetNet's retention: one constant decay per head.
 
     ::
@@ -546,17 +567,17 @@ def retention(
 
 
 def retention_step(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    gamma: np.ndarray | None = None,
-    state: np.ndarray,
+    gamma: Array | None = None,
+    state: Array,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
+    out: Array | None = None,
+) -> Array:
     """One token of :func:`retention`; ``state`` is changed in place.
 
     Parameters
@@ -597,16 +618,16 @@ def retention_step(
 
 
 def retention_backward(
-    do: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    gamma: np.ndarray | None = None,
-    d_final_state: np.ndarray | None = None,
+    gamma: Array | None = None,
+    d_final_state: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
-    cu_seqlens: np.ndarray | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -658,21 +679,21 @@ _LIGHTNING = OPS.index("lightning_attention")
 
 
 def lightning_attention(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    slopes: np.ndarray,
+    q: Array,
+    k: Array,
+    v: Array,
+    slopes: Array,
     *,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: np.ndarray | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray | None]:
+    out: Array | None = None,
+) -> tuple[Array, Array | None]:
     """Lightning Attention: one constant decay per head, given by its slope.
 
     ::
@@ -733,17 +754,17 @@ def lightning_attention(
 
 
 def lightning_attention_step(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    slopes: np.ndarray,
+    q: Array,
+    k: Array,
+    v: Array,
+    slopes: Array,
     *,
-    state: np.ndarray,
+    state: Array,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
+    out: Array | None = None,
+) -> Array:
     """One token of :func:`lightning_attention`; ``state`` is changed in place.
 
     Parameters
@@ -783,16 +804,16 @@ def lightning_attention_step(
 
 
 def lightning_attention_backward(
-    do: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    slopes: np.ndarray,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    slopes: Array,
     *,
-    d_final_state: np.ndarray | None = None,
+    d_final_state: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
-    cu_seqlens: np.ndarray | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -843,22 +864,22 @@ _SIMPLE_GLA = OPS.index("simple_gla")
 
 
 def simple_gla(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
+    alpha: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: np.ndarray | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray | None]:
+    out: Array | None = None,
+) -> tuple[Array, Array | None]:
     """Scalar-gated linear attention: one decay per token and head (Mamba-2's recurrence).
 
     ::
@@ -922,18 +943,18 @@ def simple_gla(
 
 
 def simple_gla_step(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
-    state: np.ndarray,
+    alpha: Array | None = None,
+    state: Array,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
+    out: Array | None = None,
+) -> Array:
     """One token of :func:`simple_gla`; ``state`` is changed in place.
 
     Parameters
@@ -975,17 +996,17 @@ def simple_gla_step(
 
 
 def simple_gla_backward(
-    do: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
-    d_final_state: np.ndarray | None = None,
+    alpha: Array | None = None,
+    d_final_state: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
-    cu_seqlens: np.ndarray | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -1038,22 +1059,22 @@ _GLA = OPS.index("gla")
 
 
 def gla(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
+    alpha: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: np.ndarray | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray | None]:
+    out: Array | None = None,
+) -> tuple[Array, Array | None]:
     """Gated linear attention: one decay per token, head and key.
 
     ::
@@ -1116,18 +1137,18 @@ def gla(
 
 
 def gla_step(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
-    state: np.ndarray,
+    alpha: Array | None = None,
+    state: Array,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
+    out: Array | None = None,
+) -> Array:
     """One token of :func:`gla`; ``state`` is changed in place.
 
     Parameters
@@ -1169,17 +1190,17 @@ def gla_step(
 
 
 def gla_backward(
-    do: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
-    d_final_state: np.ndarray | None = None,
+    alpha: Array | None = None,
+    d_final_state: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
-    cu_seqlens: np.ndarray | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -1232,21 +1253,21 @@ _DELTA = OPS.index("delta_rule")
 
 
 def delta_rule(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    beta: np.ndarray,
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array,
     *,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: np.ndarray | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray | None]:
+    out: Array | None = None,
+) -> tuple[Array, Array | None]:
     """The delta rule (DeltaNet): write what the state does not yet predict.
 
     ::
@@ -1310,17 +1331,17 @@ def delta_rule(
 
 
 def delta_rule_step(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    beta: np.ndarray,
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array,
     *,
-    state: np.ndarray,
+    state: Array,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
+    out: Array | None = None,
+) -> Array:
     """One token of :func:`delta_rule`; ``state`` is changed in place.
 
     Parameters
@@ -1360,16 +1381,16 @@ def delta_rule_step(
 
 
 def delta_rule_backward(
-    do: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    beta: np.ndarray,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array,
     *,
-    d_final_state: np.ndarray | None = None,
+    d_final_state: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
-    cu_seqlens: np.ndarray | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -1420,23 +1441,23 @@ _GATED_DELTA = OPS.index("gated_delta_rule")
 
 
 def gated_delta_rule(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
-    beta: np.ndarray | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    beta: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
+    alpha: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: np.ndarray | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray | None]:
+    out: Array | None = None,
+) -> tuple[Array, Array | None]:
     """The gated delta rule (Gated DeltaNet): decay, then the delta rule.
 
     ::
@@ -1503,19 +1524,19 @@ def gated_delta_rule(
 
 
 def gated_delta_rule_step(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
-    beta: np.ndarray | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    beta: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
-    state: np.ndarray,
+    alpha: Array | None = None,
+    state: Array,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
+    out: Array | None = None,
+) -> Array:
     """One token of :func:`gated_delta_rule`; ``state`` is changed in place.
 
     Parameters
@@ -1559,18 +1580,18 @@ def gated_delta_rule_step(
 
 
 def gated_delta_rule_backward(
-    do: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
-    beta: np.ndarray | None = None,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    beta: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
-    d_final_state: np.ndarray | None = None,
+    alpha: Array | None = None,
+    d_final_state: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
-    cu_seqlens: np.ndarray | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -1625,23 +1646,23 @@ _KDA = OPS.index("kda")
 
 
 def kda(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
-    beta: np.ndarray | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    beta: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
+    alpha: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
+    initial_state: Array | None = None,
     output_final_state: bool = False,
-    cu_seqlens: np.ndarray | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray | None]:
+    out: Array | None = None,
+) -> tuple[Array, Array | None]:
     """Kimi Delta Attention: a decay per key, then the delta rule on the decayed state.
 
     ::
@@ -1706,19 +1727,19 @@ def kda(
 
 
 def kda_step(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
-    beta: np.ndarray | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    beta: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
-    state: np.ndarray,
+    alpha: Array | None = None,
+    state: Array,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: np.ndarray | None = None,
-) -> np.ndarray:
+    out: Array | None = None,
+) -> Array:
     """One token of :func:`kda`; ``state`` is changed in place.
 
     Parameters
@@ -1762,18 +1783,18 @@ def kda_step(
 
 
 def kda_backward(
-    do: np.ndarray,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    g: np.ndarray | None = None,
-    beta: np.ndarray | None = None,
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    beta: Array | None = None,
     *,
-    alpha: np.ndarray | None = None,
-    d_final_state: np.ndarray | None = None,
+    alpha: Array | None = None,
+    d_final_state: Array | None = None,
     scale: float | None = None,
-    initial_state: np.ndarray | None = None,
-    cu_seqlens: np.ndarray | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
     mode: str = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,

@@ -168,7 +168,7 @@ OPTIONAL = {"gamma", "initial_state", "d_final_state"}
                          ids=["list", "str", "complex", "object", "dict", "bytes"])
 def test_not_an_array(op, face, name, bad):
     made = arguments(op, face) | {name: bad}
-    refused(function(op, face), made, TypeError, f"{name}: expected a NumPy array, got ",
+    refused(function(op, face), made, TypeError, f"{name}: expected an array, got ",
             type(bad).__name__)
 
 
@@ -448,15 +448,15 @@ def test_a_state_in_the_other_layout(op, face):
     (lambda S, z: S, TypeError, "expected the pair (S, z)"),
     (lambda S, z: (S,), ValueError, "expected the pair (S, z), got 1 items"),
     (lambda S, z: (S, z, z), ValueError, "expected the pair (S, z), got 3 items"),
-    (lambda S, z: (S, None), TypeError, "[1]: expected a NumPy array, got None"),
-    (lambda S, z: (None, z), TypeError, "[0]: expected a NumPy array, got None"),
+    (lambda S, z: (S, None), TypeError, "[1]: expected an array, got None"),
+    (lambda S, z: (None, z), TypeError, "[0]: expected an array, got None"),
     (lambda S, z: (S, z[:, :, :7].copy()), ValueError,
      "[1]: expected [N,HV,K] = (3, 4, 8), got (3, 4, 7)"),
     (lambda S, z: (S[:, :3].copy(), z), ValueError,
      "[0]: expected [N,HV,K,V] = (3, 4, 8, 6), got (3, 3, 8, 6)"),
     (lambda S, z: (z, S), ValueError, "[0]: expected [N,HV,K,V] = (3, 4, 8, 6), got (3, 4, 8)"),
     (lambda S, z: (S, z.astype(np.float64)), TypeError, "[1]: expected float32"),
-    (lambda S, z: (S, "z"), TypeError, "[1]: expected a NumPy array, got <class 'str'>"),
+    (lambda S, z: (S, "z"), TypeError, "[1]: expected an array, got <class 'str'>"),
     (lambda S, z: "Sz", TypeError, "expected the pair (S, z)"),
 ], ids=range(11))
 def test_the_pair_of_a_normalised_op(face, spoil, error, text):
@@ -470,7 +470,7 @@ def test_the_pair_of_a_normalised_op(face, spoil, error, text):
 @pytest.mark.parametrize("face", FACES)
 def test_a_pair_where_there_is_no_normaliser(face):
     refused(function("linear_attention", face), normalised(face) | {"normalize": False}, TypeError,
-            "state: expected a NumPy array, got <class 'tuple'>")
+            "state: expected an array, got <class 'tuple'>")
 
 
 @pytest.mark.parametrize("face", ["forward", "step"])

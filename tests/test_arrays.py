@@ -1,0 +1,666 @@
+"""Arrays of every kind give NumPy's bits and come back in their own kind; what cannot be taken is
+refused by name, and whatever happens nobody's memory is kept or ended twice."""
+
+import collections
+import ctypes
+import gc
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from test_arguments import FACES, OPS, arguments, assert_same_bits, function
+
+import linattn
+from linattn import _linattn
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def leaves(x):
+    """Every array in an answer."""
+    if isinstance(x, tuple | list):
+        for one in x:
+            yield from leaves(one)
+    elif x is not None:
+        yield x
+
+
+def converted(x, kind):
+    """The arrays of a call as another kind; a state's pair as well."""
+    if isinstance(x, dict):
+        return {name: converted(one, kind) for name, one in x.items()}
+    if isinstance(x, tuple | list):
+        return type(x)(converted(one, kind) for one in x)
+    return kind(x) if isinstance(x, np.ndarray) else x
+
+
+def call(op, face, made):
+    return function(op, face)(**made | ({"output_final_state": True} if face == "forward" else {}))
+
+
+# ---- a library of our own: DLPack and nothing else, every byte of it in view ----
+
+
+class Device(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
+
+
+class Dtype(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("device", Device), ("ndim", ctypes.c_int32),
+                ("dtype", Dtype), ("shape", ctypes.POINTER(ctypes.c_int64)),
+                ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64))
+
+
+DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Managed(ctypes.Structure):
+    _fields_ = (("tensor", Tensor), ("context", ctypes.c_void_p), ("deleter", DELETER))
+
+
+class Versioned(ctypes.Structure):
+    _fields_ = (("major", ctypes.c_uint32), ("minor", ctypes.c_uint32),
+                ("context", ctypes.c_void_p), ("deleter", DELETER), ("flags", ctypes.c_uint64),
+                ("tensor", Tensor))
+
+
+PyCapsule_New = ctypes.pythonapi.PyCapsule_New
+PyCapsule_New.restype = ctypes.py_object
+PyCapsule_New.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+PyCapsule_GetName = ctypes.pythonapi.PyCapsule_GetName
+PyCapsule_GetName.restype = ctypes.c_char_p
+PyCapsule_GetName.argtypes = (ctypes.py_object,)
+
+CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
+
+
+class Exporter:
+    """A NumPy array that shows DLPack's two methods only, and counts what happens to its capsules.
+
+    A capsule here has no destructor: it ends only if whoever took it over ends it.
+    """
+
+    versions = True
+    flags = 0
+    major = 1
+    device = (1, 0)
+    offset = 0
+    compact = False  # leave the strides out
+
+    def __init__(self, x, **options):
+        self.x, self.exported, self.ended, self.alive = x, 0, 0, {}
+        self.asked = []
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    @property
+    def shape(self):
+        return self.x.shape
+
+    @property
+    def dtype(self):
+        return self.x.dtype
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def end(self, address):
+        self.ended += 1
+        del self.alive[address]
+
+    def __dlpack__(self, **options):
+        self.asked.append(options)
+        if not self.versions and "max_version" in options:
+            raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
+        x = self.x
+        size = x.dtype.itemsize
+        sizes = (ctypes.c_int64 * max(x.ndim, 1))(*x.shape)
+        strides = (ctypes.c_int64 * max(x.ndim, 1))(*(s // size for s in x.strides))
+        code = 4 if x.dtype == BFLOAT16 else CODES[x.dtype.kind]
+        tensor = Tensor(x.ctypes.data - self.offset, Device(*self.device), x.ndim,
+                        Dtype(code, 8 * size, 1), sizes, None if self.compact else strides,
+                        self.offset)
+        deleter = DELETER(self.end)
+        versioned = self.versions and "max_version" in options
+        managed = (Versioned(self.major, 0, None, deleter, self.flags, tensor) if versioned
+                   else Managed(tensor, None, deleter))
+        address = ctypes.addressof(managed)
+        self.alive[address] = managed, sizes, strides, deleter
+        self.exported += 1
+        name = b"dltensor_versioned" if versioned else b"dltensor"
+        return PyCapsule_New(address, name, None)
+
+
+class Old(Exporter):
+    versions = False
+
+
+class Compact(Exporter):
+    """Strides left out, and the data behind an offset."""
+
+    compact = True
+    offset = 64
+
+    def __init__(self, x, **options):
+        super().__init__(np.ascontiguousarray(x) if x.ndim else x, **options)
+
+
+class Importer(Exporter):
+    """A library with a namespace: outputs come back as its own."""
+
+    class Namespace:
+        @staticmethod
+        def from_dlpack(memory):
+            return Importer(np.from_dlpack(memory))
+
+    def __array_namespace__(self):
+        return self.Namespace
+
+
+def numpy_of(x):
+    return x.x if isinstance(x, Exporter) else np.asarray(x)
+
+
+def all_ended(made):
+    for x in leaves(list(made.values())):
+        if isinstance(x, Exporter):
+            assert x.exported == x.ended and not x.alive
+
+
+@pytest.mark.parametrize("kind", [Exporter, Old, Compact, Importer])
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("op", OPS)
+def test_dlpack_gives_numpys_bits(op, face, kind):
+    made = arguments(op, face)
+    theirs = converted(arguments(op, face), kind)
+    want, got = call(op, face, made), call(op, face, theirs)
+    for x, y in zip(leaves(want), leaves(got), strict=True):
+        assert isinstance(y, Importer if kind is Importer else np.ndarray)
+        assert_same_bits(numpy_of(y), x)
+    for name in made:
+        for x, y in zip(leaves(made[name]), leaves(theirs[name]), strict=True):
+            if isinstance(x, np.ndarray):
+                assert_same_bits(numpy_of(y), x)  # a step's state, and inputs as they were
+    all_ended(theirs)
+    assert all(x.exported == 1 for x in leaves(list(theirs.values())) if isinstance(x, Exporter))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=str)
+def test_dlpack_dtypes(dtype):
+    made = arguments("gated_delta_rule", "forward", dtype=dtype)
+    want = linattn.gated_delta_rule(**made)[0]
+    got = linattn.gated_delta_rule(**converted(made, Exporter))[0]
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("layout", [
+    lambda x: np.stack([x, -x], -1)[..., 0], lambda x: x[..., ::-1], lambda x: x.swapaxes(0, 1),
+    lambda x: np.broadcast_to(x[:1], x.shape)], ids=["inner", "reversed", "swapped", "broadcast"])
+@pytest.mark.parametrize("face", ["forward", "backward"])
+def test_dlpack_strides(face, layout):
+    made = arguments("kda", face)
+    for name in ("q", "k", "v", "g", "beta"):
+        like = made[name].shape
+        x = layout(made[name])
+        made[name] = x if x.shape == like else x.swapaxes(0, 1).copy().swapaxes(0, 1).reshape(like)
+    want = call("kda", face, made)
+    theirs = converted(made, Exporter)
+    for x, y in zip(leaves(want), leaves(call("kda", face, theirs)), strict=True):
+        assert_same_bits(y, x)
+    all_ended(theirs)
+
+
+def test_a_step_refuses_what_it_would_have_to_copy():
+    made = arguments("kda", "step")
+    made["q"] = Exporter(np.stack([made["q"]] * 2, -1)[..., 0])
+    with pytest.raises(ValueError, match="q: expected an aligned array .* got strides"):
+        linattn.kda_step(**made)
+    assert made["q"].ended == 1
+
+
+def test_out_comes_back_itself():
+    for kind in (Exporter, Old):
+        made = arguments("gla", "forward")
+        out = kind(np.full(made["v"].shape, np.nan, np.float32))
+        o, _ = linattn.gla(**converted(made, kind), out=out)
+        assert o is out and out.ended == 1
+        assert_same_bits(out.x, linattn.gla(**made)[0])
+
+
+@pytest.mark.parametrize("kind", [Exporter, Old])
+@pytest.mark.parametrize("face", ["forward", "step"])
+def test_read_only(face, kind):
+    """Inputs may be; what is written may not."""
+    made = converted(arguments("delta_rule", face), lambda x: kind(x, flags=1))
+    out = np.zeros(made["v"].shape, np.float32)
+    state = made.pop("state") if face == "step" else None
+    extra = {"state": Exporter(state.x)} if face == "step" else {}
+    function("delta_rule", face)(**made, **extra)
+    bad = {"out": Exporter(out, flags=1)}
+    if face == "step":
+        with pytest.raises(ValueError, match="state: expected a writable array, got a read-only"):
+            linattn.delta_rule_step(**made, state=Exporter(state.x, flags=1))
+    with pytest.raises(ValueError, match="out: expected a writable array, got a read-only one"):
+        function("delta_rule", face)(**made, **extra, **bad)
+    copied = Exporter(out, flags=2)
+    with pytest.raises(ValueError, match="out: expected the array's own memory, got a copy"):
+        function("delta_rule", face)(**made, **extra, out=copied)
+    all_ended(made | bad | {"copied": copied})
+    assert not out.any()
+
+
+# ---- aliasing ----
+
+
+def test_memory_that_is_written_may_not_be_an_inputs():
+    for kind in (Exporter, np.asarray):
+        made = arguments("delta_rule", "forward", HV=2, V=8)
+        for name in "qkv":
+            with pytest.raises(ValueError, match=f"out: expected memory .* shared with {name}"):
+                linattn.delta_rule(**converted(made, Exporter) | {"out": kind(made[name])})
+        made = arguments("delta_rule", "step", HV=2, V=8)
+        with pytest.raises(ValueError, match="out: expected memory of its own, got .* with v"):
+            linattn.delta_rule_step(**converted(made, Exporter) | {"out": kind(made["v"])})
+
+
+def test_out_over_an_input_that_is_copied():
+    made = arguments("delta_rule", "forward", T=8, H=2, HV=2, K=8, V=8)
+    for dtype in (np.float32, BFLOAT16):
+        q, k, v = (made[x].astype(dtype) for x in "qkv")
+        out = Exporter(k)
+        k = Exporter(k[..., ::-1])
+        with pytest.raises(ValueError, match="out: expected memory of its own, got .* with k"):
+            linattn.delta_rule(q, k, v, made["beta"], out=out)
+
+
+def test_neighbours_in_one_buffer_are_allowed():
+    made = arguments("kda", "forward")
+    both = np.zeros((3, 5, 8, 6), np.float32)
+    both[:, :, ::2] = made["v"]
+    out = Exporter(both[:, :, 1::2])
+    linattn.kda(**converted(made | {"v": both[:, :, ::2]}, Exporter), out=out)
+    assert_same_bits(out.x, linattn.kda(**made)[0])
+
+
+def test_an_output_over_itself():
+    made = arguments("gla", "forward")
+    out = Exporter(np.lib.stride_tricks.as_strided(
+        np.zeros(1000, np.float32), made["v"].shape, (0, 96, 24, 4)))
+    with pytest.raises(ValueError, match="out: expected every element in a place of its own"):
+        linattn.gla(**made, out=out)
+    assert out.ended == 1
+
+
+def test_shares_memory():
+    x = np.zeros((4, 6), np.float32)
+    assert _linattn.shares_memory(x, Exporter(x[1:])) is True
+    assert _linattn.shares_memory(Exporter(x[:2]), Exporter(x[2:])) is False
+    assert _linattn.shares_memory(Exporter(x[:, ::2]), x[:, 1::2]) is False
+
+
+# ---- devices ----
+
+
+def on_cuda(x, ordinal=0):
+    return Exporter(x, device=(2, ordinal))
+
+
+@pytest.mark.skipif(linattn.cuda.is_available(), reason="this build has a device")
+@pytest.mark.parametrize("face", FACES)
+def test_cuda_without_a_device_says_so(face):
+    made = converted(arguments("gla", face), on_cuda)
+    with pytest.raises(RuntimeError, match="q: got an array on cuda:0, where no op can run: ") as e:
+        call("gla", face, made)
+    assert linattn.cuda.why_not() in str(e.value)
+    assert made["q"].exported == 0  # nobody asked for its memory
+
+
+@pytest.mark.parametrize("name", ["k", "v", "g", "beta", "initial_state", "cu_seqlens", "out"])
+def test_a_device_array_among_host_arrays(name):
+    made = arguments("kda", "forward", B=1)
+    made |= {"cu_seqlens": np.array([0, 5]), "out": np.zeros_like(made["v"])}
+    made[name] = on_cuda(made[name])
+    with pytest.raises(ValueError) as error:
+        linattn.kda(**made)
+    assert str(error.value) == f"{name}: expected an array on the CPU like q, got one on cuda:0"
+
+
+@pytest.mark.parametrize("type_", [4, 8, 10, 14, 99])
+def test_other_devices(type_):
+    made = arguments("gla", "forward")
+    for name in ("q", "v"):
+        with pytest.raises(ValueError, match=f"{name}: expected an array on the CPU or .* {type_}"):
+            linattn.gla(**made | {name: Exporter(made[name], device=(type_, 0))})
+
+
+def test_pinned_memory_is_the_hosts():
+    made = arguments("gla", "forward")
+    pinned = converted(made, lambda x: Exporter(x, device=(3, 0)))
+    assert_same_bits(linattn.gla(**pinned)[0], linattn.gla(**made)[0])
+
+
+def test_device_count():
+    assert (linattn.cuda.device_count() > 0) == linattn.cuda.is_available()
+
+
+# ---- what is no array for an op ----
+
+
+def refuses(made, error, match, name="k", op="gla"):
+    with pytest.raises(error, match=match) as caught:
+        getattr(linattn, op)(**made)
+    assert str(caught.value).startswith(name)
+    all_ended(made)
+    return caught.value
+
+
+@pytest.mark.parametrize(("dtype", "said"), [
+    (np.int8, "int8"), (np.uint16, "uint16"), (np.complex64, "complex64"), (bool, "bool")])
+def test_dtypes_without_a_place(dtype, said):
+    made = arguments("gla", "forward")
+    for kind in (Exporter, Old):
+        refuses(made | {"k": kind(made["k"].astype(dtype))}, TypeError,
+                f"k: expected float64, float32, float16 or bfloat16, got {said}$")
+
+
+def test_vector_dtypes_and_unknown_codes():
+    class Odd(Exporter):
+        def __dlpack__(self, **options):
+            capsule = super().__dlpack__(**options)
+            managed = next(iter(self.alive.values()))[0]
+            managed.tensor.dtype = Dtype(*self.odd)
+            return capsule
+
+    made = arguments("gla", "forward")
+    for odd in ((2, 32, 4), (17, 8, 1)):
+        refuses(made | {"k": Odd(made["k"], odd=odd)}, TypeError, r"got DLPack's dtype \(")
+
+
+def test_shapes_and_dimensions():
+    made = arguments("gla", "forward")
+    refuses(made | {"k": Exporter(made["k"][:, :2])}, ValueError, r"expected \[B,T,H,K\] = ")
+    refuses(made | {"k": Exporter(made["k"][None, None])}, ValueError, r"got \(1, 1, 3, 5, 2, 8\)")
+    refuses(made | {"k": Exporter(np.zeros((), np.float32))}, ValueError, r"got \(\)")
+
+
+def test_a_version_of_the_future():
+    made = arguments("gla", "forward")
+    refuses(made | {"k": Exporter(made["k"], major=2)}, TypeError, "DLPack version 1, got version 2")
+
+
+def test_exporters_that_fail():
+    class Failing(Exporter):
+        def __dlpack__(self, **options):
+            raise self.error
+
+    made = arguments("gla", "forward")
+    for error, becomes in ((BufferError("no"), TypeError), (ValueError("no"), ValueError),
+                           (RuntimeError("no"), RuntimeError), (MemoryError("no"), MemoryError),
+                           (TypeError("no"), TypeError), (OSError("no"), RuntimeError)):
+        raised = refuses(made | {"k": Failing(made["k"], error=error)}, becomes, "^k: no$")
+        assert raised.__cause__ is error
+    with pytest.raises(KeyboardInterrupt):
+        linattn.gla(**made | {"k": Failing(made["k"], error=KeyboardInterrupt())})
+
+
+def test_exporters_that_lie():
+    made = arguments("gla", "forward")
+
+    class NoCapsule(Exporter):
+        def __dlpack__(self, **options):
+            return 3
+
+    class Used(Exporter):
+        def __dlpack__(self, **options):
+            return self.capsule
+
+    class BadDevice(Exporter):
+        def __dlpack_device__(self):
+            return self.answer
+
+    refuses(made | {"k": NoCapsule(made["k"])}, TypeError, "expected __dlpack__ to give a DLPack")
+    x = Exporter(made["k"])
+    capsule = x.__dlpack__()
+    refuses(made | {"k": Used(made["k"], capsule=capsule)} | {"k": Used(x.x, capsule=3.5)},
+            TypeError, "expected __dlpack__ to give a DLPack capsule, got 3.5")
+    first = Used(x.x, capsule=capsule)
+    linattn.gla(**made | {"k": first})
+    assert x.ended == 1 and PyCapsule_GetName(capsule) == b"used_dltensor"
+    refuses(made | {"k": first}, TypeError, "expected __dlpack__ to give a DLPack")  # once only
+    assert x.ended == 1
+    for answer in (3, (), ("a", "b"), None):
+        refuses(made | {"k": BadDevice(made["k"], answer=answer)}, (TypeError, RuntimeError), "^k: ")
+
+
+def test_a_class_is_not_an_array():
+    made = arguments("gla", "forward")
+    for bad in (Exporter, np.ndarray, [1.0], "x", 3, object()):
+        refuses(made | {"k": bad}, TypeError, "^k: expected an array, got <class '")
+
+
+# ---- references ----
+
+
+def test_nothing_is_kept(op="gated_delta_rule"):
+    """References and blocks flat, capsules ended, on good calls and on bad ones."""
+    made = {face: arguments(op, face) for face in FACES}
+    theirs = {face: converted(made[face], Importer) for face in FACES}
+    bad = [{"k": Exporter(made["forward"]["k"].astype("i1"))}, {"v": Exporter(np.zeros(3))},
+           {"k": Exporter(made["forward"]["k"], major=2)}, {"beta": on_cuda(np.zeros((3, 5, 4)))},
+           {"out": Exporter(made["forward"]["v"])}, {"initial_state": 3}, {"mode": "x"},
+           {"out": Exporter(np.zeros_like(made["forward"]["v"]), flags=1)}]
+    everything = list(leaves([list(x.values()) for x in theirs.values()]))
+    before = [sys.getrefcount(x) for x in everything]
+    counts = []
+    for _ in range(5):
+        for _ in range(50):
+            for face in FACES:
+                call(op, face, theirs[face])
+            for one in bad:
+                with pytest.raises((TypeError, ValueError)):
+                    linattn.gated_delta_rule(**theirs["forward"] | one)
+            for x in [*everything, *leaves([list(one.values()) for one in bad])]:
+                if isinstance(x, Exporter):
+                    assert x.exported == x.ended and not x.alive
+                    x.asked.clear()
+        gc.collect()
+        counts.append(sys.getallocatedblocks())
+    assert counts[-1] - counts[-2] < 25, counts  # a leak shows in every batch of 50
+    assert [sys.getrefcount(x) for x in everything] == before
+
+
+def test_what_a_producer_is_asked():
+    made = arguments("gla", "forward")
+    k, old = Exporter(made["k"]), Old(made["q"])
+    linattn.gla(**made | {"k": k, "q": old})
+    assert k.asked == [{"max_version": (1, 0)}]
+    assert old.asked == [{"max_version": (1, 0)}, {}]
+
+
+def test_outputs_outlive_the_call():
+    made = converted(arguments("gla", "forward"), Importer)
+    o, state = linattn.gla(**made, output_final_state=True)
+    want = o.x.copy()
+    del made, state
+    gc.collect()
+    junk = [np.full(o.x.shape, np.nan, np.float32) for _ in range(50)]
+    assert_same_bits(o.x, want)
+    assert o.x.ctypes.data % 64 == 0
+    del junk
+
+
+# ---- the user's own feature maps, default gates ----
+
+
+def test_the_default_gamma_needs_a_shape_only():
+    for face in FACES:
+        made = arguments("retention", face)
+        del made["gamma"]
+        want, got = call("retention", face, made), None
+        made = arguments("retention", face)
+        del made["gamma"]
+        got = call("retention", face, converted(made, Exporter))
+        for x, y in zip(leaves(want), leaves(got), strict=True):
+            assert_same_bits(y, x)
+
+
+# ---- PyTorch ----
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+def torch_of(torch, x):
+    if x.dtype == BFLOAT16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def bits(x):
+    """A tensor's numbers as NumPy's, bfloat16 too."""
+    import torch
+
+    if x.dtype == torch.bfloat16:
+        return x.contiguous().view(torch.int16).numpy().view(BFLOAT16)
+    return x.numpy()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("op", OPS)
+def test_torch_gives_numpys_bits(torch, op, face, dtype):
+    made = arguments(op, face, dtype=dtype)
+    theirs = converted(converted(made, np.copy), lambda x: torch_of(torch, x))
+    want, got = call(op, face, made), call(op, face, theirs)
+    for x, y in zip(leaves(want), leaves(got), strict=True):
+        assert type(y) is torch.Tensor and y.is_contiguous()
+        assert_same_bits(bits(y), x)
+    for name in made:
+        for x, y in zip(leaves(made[name]), leaves(theirs[name]), strict=True):
+            if isinstance(x, np.ndarray):
+                assert_same_bits(bits(y), x)
+
+
+def test_torch_out_strides_and_kinds_mixed(torch):
+    made = arguments("kda", "forward")
+    want = linattn.kda(**made)[0]
+    q = torch.from_numpy(np.stack([made["q"]] * 2, -1))[..., 0]
+    out = torch.full(made["v"].shape, torch.nan)
+    o, state = linattn.kda(**made | {"q": q}, out=out, output_final_state=True)
+    assert o is out and type(state) is torch.Tensor
+    assert_same_bits(out.numpy(), want)
+    o, _ = linattn.kda(**made | {"k": torch.from_numpy(made["k"]), "g": Exporter(made["g"])})
+    assert type(o) is np.ndarray
+    assert_same_bits(o, want)
+    with pytest.raises(ValueError, match="out: expected memory of its own, got .* with v"):
+        linattn.kda(**made | {"q": q, "out": torch.from_numpy(made["v"])})
+
+
+def test_torch_steps_change_the_state_in_place(torch):
+    made = arguments("gated_delta_rule", "step")
+    theirs = converted(converted(made, np.copy), torch.from_numpy)
+    for _ in range(3):
+        want, got = (linattn.gated_delta_rule_step(**x) for x in (made, theirs))
+        assert_same_bits(got.numpy(), want)
+    assert_same_bits(theirs["state"].numpy(), made["state"])
+    bad = theirs | {"q": torch.stack([theirs["q"]] * 2, -1)[..., 0]}
+    with pytest.raises(ValueError, match="q: expected an aligned array in native"):
+        linattn.gated_delta_rule_step(**bad)
+
+
+def test_torch_numbers_for_gates(torch):
+    q, v = torch.ones(8), torch.ones(6)
+    state = torch.zeros(8, 6)
+    o = linattn.gated_delta_rule_step(q, q, v, -0.5, 0.25, state=state)
+    S = np.zeros((8, 6), np.float32)
+    want = linattn.gated_delta_rule_step(q.numpy(), q.numpy(), v.numpy(), -0.5, 0.25, state=S)
+    assert_same_bits(o.numpy(), want)
+    assert_same_bits(state.numpy(), S)
+
+
+def test_torch_gradients_are_refused(torch):
+    made = converted(arguments("gla", "forward"), torch.from_numpy)
+    for name in ("q", "k", "g", "initial_state"):
+        leaf = made[name].clone().requires_grad_()
+        for x in (leaf, leaf * 1.0, torch.nn.Parameter(made[name].clone())):
+            with pytest.raises(TypeError) as error:
+                linattn.gla(**made | {name: x})
+            assert str(error.value) == (
+                f"{name}: requires gradients, which linattn's functions do not record yet; pass "
+                f"{name}.detach() and use <op>_backward")
+            with torch.no_grad():
+                linattn.gla(**made | {name: x})
+            linattn.gla(**made | {name: x.detach()})
+
+
+def test_torch_tensors_that_are_not_their_memory(torch):
+    made = converted(arguments("gla", "forward"), torch.from_numpy)
+    negative = torch.complex(made["k"], -made["k"]).conj().imag
+    assert negative.is_neg()
+    with pytest.raises(TypeError, match=r"k: .* pass k.resolve_neg\(\)"):
+        linattn.gla(**made | {"k": negative})
+    o = linattn.gla(**made | {"k": negative.resolve_neg()})[0]
+    assert torch.equal(o, linattn.gla(**made)[0])
+    for bad, error in ((torch.complex(made["k"], made["k"]), TypeError),
+                       (made["k"].to_sparse(), (TypeError, ValueError, RuntimeError)),
+                       (made["k"].to(torch.int8), TypeError),
+                       (made["k"].to("meta"), (TypeError, ValueError, RuntimeError))):
+        with pytest.raises(error, match="^k: "):
+            linattn.gla(**made | {"k": bad})
+
+
+def test_torch_leaks_nothing(torch):
+    made = {face: converted(arguments("gla", face), torch.from_numpy) for face in FACES}
+    everything = list(leaves([list(x.values()) for x in made.values()]))
+    before = [sys.getrefcount(x) for x in everything]
+    counts = []
+    for _ in range(5):
+        for _ in range(50):
+            for face in FACES:
+                call("gla", face, made[face])
+            with pytest.raises(ValueError):
+                linattn.gla(**made["forward"] | {"out": made["forward"]["v"]})
+            with pytest.raises(TypeError):
+                linattn.gla(**made["forward"] | {"k": made["forward"]["k"].int()})
+        gc.collect()
+        counts.append(sys.getallocatedblocks())
+    assert counts[-1] - counts[-2] < 25, counts  # a leak shows in every batch of 50
+    assert [sys.getrefcount(x) for x in everything] == before
+
+
+def test_torch_feature_maps_get_tensors(torch):
+    seen = collections.Counter()
+
+    def phi(x):
+        seen[type(x)] += 1
+        return torch.cat([x.relu(), (-x).relu()], -1) + 0.1
+
+    def phi_numpy(x):
+        return np.concatenate([np.maximum(x, 0), np.maximum(-x, 0)], -1) + x.dtype.type(0.1)
+
+    made = arguments("linear_attention", "forward")
+    made.pop("initial_state")
+    for norm in (False, True):
+        want, _ = linattn.linear_attention(**made | {"feature_map": phi_numpy, "qk_l2norm": norm})
+        theirs = converted(made, torch.from_numpy) | {"feature_map": phi, "qk_l2norm": norm}
+        got, _ = linattn.linear_attention(**theirs)
+        np.testing.assert_allclose(got.numpy(), want, rtol=1e-5, atol=1e-6)
+    assert set(seen) == {torch.Tensor}
+    made = arguments("linear_attention", "forward", HV=2, V=8)
+    theirs = converted(made, torch.from_numpy)
+    with pytest.raises(ValueError, match="out: expected memory of its own, got .* with q"):
+        linattn.linear_attention(**theirs, feature_map=torch.exp, out=theirs["q"])
+
+
+def test_torch_default_gamma(torch):
+    made = arguments("retention", "forward")
+    del made["gamma"]
+    got, _ = linattn.retention(**converted(made, torch.from_numpy))
+    assert_same_bits(got.numpy(), linattn.retention(**made)[0])
