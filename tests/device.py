@@ -17,6 +17,7 @@ import ctypes
 import dataclasses
 import functools
 import inspect
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -49,8 +50,15 @@ def choose(name):
         raise RuntimeError(linattn.cuda.why_not())
     try:
         arrays = CuPy() if name == "cupy" else Torch(name)
-    except ImportError as error:
+    except pytest.skip.Exception as error:
         raise RuntimeError(error) from None
+
+
+def imported(name):
+    """A library that need not be there; what it warns of as it loads is its own affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, reason=f"{name} is not installed")
 
 
 def on_host():
@@ -100,9 +108,7 @@ class Torch:
     negative_strides = False
 
     def __init__(self, name):
-        import torch
-
-        self.torch = torch
+        self.torch = torch = imported("torch")
         self.device = torch.device("cpu" if name == "torch" else "cuda")
         names = ("float64", "float32", "float16", "int8", "int16", "int32", "int64",
                  "uint8", "uint16", "uint32", "uint64", "bool", "complex64", "complex128")
@@ -147,9 +153,7 @@ class CuPy:
     negative_strides = True
 
     def __init__(self):
-        import cupy
-
-        self.cupy = cupy
+        self.cupy = imported("cupy")
 
     def there(self, block):
         return self.cupy.asarray(block)

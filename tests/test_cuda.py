@@ -13,15 +13,21 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from device import imported
 
 import linattn
-from linattn import testing
+from linattn import reference, testing
 from linattn.testing import make_inputs
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or not linattn.cuda.is_available(),
-    reason=f"no GPU: {linattn.cuda.why_not() or 'PyTorch sees none'}")
+torch = imported("torch")
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not linattn.cuda.is_available(),
+        reason=f"no GPU: {linattn.cuda.why_not() or 'PyTorch sees none'}"),
+    # what other libraries warn of is not ours to mend
+    *(pytest.mark.filterwarnings(f"default::{kind}")
+      for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")),
+]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ops = pytest.mark.parametrize("op", linattn.OPS)
@@ -156,8 +162,8 @@ def judge(op, x, o, name=""):
 @ops
 def test_the_reference_of_these_tests_is_the_reference(op):
     x = make_inputs(op, np.random.default_rng(0), B=2, T=150, H=1, HV=2, K=16, V=24,
-                    initial_state=op != "linear_attention")
-    want, _ = getattr(linattn.reference, op)(**x)
+                    initial_state=True)
+    want, _ = getattr(reference, op)(**x)
     got, _ = reference64(op, over_arrays(to_gpu, x))
     np.testing.assert_allclose(to_host(got), want, rtol=1e-9, atol=1e-11)
 
@@ -362,6 +368,8 @@ def test_outputs_outlive_their_inputs():
 
 
 def test_calls_do_not_pile_up_memory():
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("other processes use the GPU's memory: run this one alone")
     x = problem("kda", B=1, T=4096)
     for _ in range(5):
         run("kda", x)
@@ -371,8 +379,7 @@ def test_calls_do_not_pile_up_memory():
         run("kda", x)
     torch.cuda.synchronize()
     after, _ = torch.cuda.mem_get_info()
-    others = 64 << 20  # 32 bytes for each would do; other processes may share the device
-    assert before - after < 200 * x["v"].nbytes / 4 + others
+    assert before - after <= 2 << 20  # CUDA's own unit
 
 
 def test_out_of_memory_leaves_the_context_usable():
@@ -491,7 +498,7 @@ def test_more_than_256_keys_or_values_are_refused(op, face):
 @ops
 def test_gradients_are_not_there_yet(op):
     x = problem(op)
-    with pytest.raises(NotImplementedError, match="CUDA"):
+    with pytest.raises(NotImplementedError, match="gradients on CUDA are not there yet"):
         getattr(linattn, f"{op}_backward")(x["v"], **x)
 
 
@@ -542,8 +549,8 @@ def test_bare_protocols(op, face, kind):
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @ops
 def test_cupy(op, dtype):
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    if dtype == "bfloat16" and not hasattr(cupy, "bfloat16"):
+    cupy = imported("cupy")
+    if dtype == "bfloat16":
         try:
             cupy.zeros(1, ml_dtypes.bfloat16)
         except (TypeError, ValueError):
@@ -553,6 +560,7 @@ def test_cupy(op, dtype):
         want = run(op, x, face)
         torch.cuda.synchronize()
         theirs = over_arrays(lambda a: cupy.asarray(to_host(a)), x)
+        cupy.cuda.Device().synchronize()
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             if face == "forward":
@@ -569,7 +577,7 @@ def test_cupy(op, dtype):
 @ops
 def test_jax(op, dtype):
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others need the memory too
-    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    jax = imported("jax")
     try:
         gpu = jax.devices("gpu")[0]
     except RuntimeError:
@@ -627,8 +635,9 @@ def test_more_than_65535_heads(op):
 
 @pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule"])
 def test_more_than_65535_chunks(op):
-    x = problem(op, B=1, T=64 * 65_540, H=1, HV=1, K=16, V=16, dtype="float32")
+    x = problem(op, B=1, T=65_540, H=1, HV=1, K=16, V=16, dtype="float32")
     del x["initial_state"]
+    x = {name: torch.cat([a] * 64, 1) for name, a in x.items()}
     o, _ = getattr(linattn, op)(**x)
     # The gates forget: 512 tokens on, what came before is gone.
     tail = {name: a[:, -4096:].contiguous() for name, a in x.items()}
