@@ -48,7 +48,7 @@ class ParallelBuild(build_ext):
 
 core = Extension(
     "linattn._linattn",
-    sources=["csrc/module.c", "csrc/arrays.c", "csrc/check.c", *sorted(glob.glob("csrc/cpu/*.c"))],
+    sources=sorted(glob.glob("csrc/*.c") + glob.glob("csrc/cpu/*.c")),
     depends=[*glob.glob("csrc/*.h"), *glob.glob("csrc/*.def"), *glob.glob("csrc/cpu/*.h")],
     include_dirs=[numpy.get_include()],
     define_macros=[("Py_LIMITED_API", "0x030b0000")] if ABI3 else [],

@@ -1,5 +1,5 @@
 /* Arrays of any kind (NumPy, the exchange table or capsules of DLPack, __cuda_array_interface__)
- * as la_arrays, and outputs back in the kind of q. With module.c the only place that knows Python.
+ * as la_arrays, and outputs back in the kind of q: arrays.c, with views.c and memory.c behind it.
  *
  * Functions that can fail return -1 (or NULL) with an exception set that names the argument. */
 #ifndef LINATTN_ARRAYS_H
@@ -41,6 +41,7 @@ typedef struct {
     PyObject *out;               /* out as given; likewise */
     la_kind kind;
     const struct dl_exchange *table; /* of q's type, if kind is LA_EXCHANGE */
+    int gradients;                   /* 1: PyTorch records them; -1: it does not; 0: not asked */
     bool stream_unknown;             /* CUDA: some owner's stream is not known */
     int others;                      /* CUDA: streams of inputs that are not q's */
     void *other[LA_ARRAYS];

@@ -1,5 +1,5 @@
 /* The module: arrays in (arrays.c), options in, a status out as an exception; what shapes are right
- * is check.c's business.
+ * is check.c's business. Beside arrays.c, views.c and memory.c the only file with Python.h.
  *
  * Arguments are positional (METH_FASTCALL): the keywords live in linattn/ops.py. */
 #include "arrays.h"

@@ -1,8 +1,9 @@
 """linattn: the linear-attention family, with a C core.
 
-Chunked forward passes, recurrent steps and gradients on NumPy arrays, with no compiler at run time
-and nothing else to install. Start with :func:`gated_delta_rule`, or with
-:mod:`linattn.reference`, which spells every op out in float64 NumPy.
+Chunked forward passes, recurrent steps and gradients on NumPy arrays, PyTorch tensors and those of
+any other library, with no compiler at run time and nothing but NumPy to install. Start with
+:func:`gated_delta_rule`, or with :mod:`linattn.reference`, which spells every op out in float64
+NumPy.
 """
 
 from linattn import ops

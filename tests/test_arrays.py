@@ -218,7 +218,7 @@ def test_dlpack_strides(face, layout):
 def test_a_step_refuses_what_it_would_have_to_copy():
     made = arguments("kda", "step")
     made["q"] = Exporter(np.stack([made["q"]] * 2, -1)[..., 0])
-    with pytest.raises(ValueError, match="q: expected an aligned array .* got strides"):
+    with pytest.raises(ValueError, match=r"q: expected an aligned array .* got strides"):
         linattn.kda_step(**made)
     assert made["q"].ended == 1
 
@@ -264,7 +264,7 @@ def test_memory_that_is_written_may_not_be_an_inputs():
             with pytest.raises(ValueError, match=f"out: expected memory .* shared with {name}"):
                 linattn.delta_rule(**converted(made, Exporter) | {"out": kind(made[name])})
         made = arguments("delta_rule", "step", HV=2, V=8)
-        with pytest.raises(ValueError, match="out: expected memory of its own, got .* with v"):
+        with pytest.raises(ValueError, match=r"out: expected memory of its own, got .* with v"):
             linattn.delta_rule_step(**converted(made, Exporter) | {"out": kind(made["v"])})
 
 
@@ -274,7 +274,7 @@ def test_out_over_an_input_that_is_copied():
         q, k, v = (made[x].astype(dtype) for x in "qkv")
         out = Exporter(k)
         k = Exporter(k[..., ::-1])
-        with pytest.raises(ValueError, match="out: expected memory of its own, got .* with k"):
+        with pytest.raises(ValueError, match=r"out: expected memory of its own, got .* with k"):
             linattn.delta_rule(q, k, v, made["beta"], out=out)
 
 
@@ -390,7 +390,8 @@ def test_shapes_and_dimensions():
 
 def test_a_version_of_the_future():
     made = arguments("gla", "forward")
-    refuses(made | {"k": Exporter(made["k"], major=2)}, TypeError, "DLPack version 1, got version 2")
+    made["k"] = Exporter(made["k"], major=2)
+    refuses(made, TypeError, "expected DLPack version 1, got version 2.0")
 
 
 def test_exporters_that_fail():
@@ -434,7 +435,8 @@ def test_exporters_that_lie():
     refuses(made | {"k": first}, TypeError, "expected __dlpack__ to give a DLPack")  # once only
     assert x.ended == 1
     for answer in (3, (), ("a", "b"), None):
-        refuses(made | {"k": BadDevice(made["k"], answer=answer)}, (TypeError, RuntimeError), "^k: ")
+        k = BadDevice(made["k"], answer=answer)
+        refuses(made | {"k": k}, (TypeError, RuntimeError), "^k: ")
 
 
 def test_a_class_is_not_an_array():
@@ -458,7 +460,7 @@ def test_nothing_is_kept(op="gated_delta_rule"):
     before = [sys.getrefcount(x) for x in everything]
     counts = []
     for _ in range(5):
-        for _ in range(50):
+        for _ in range(120):
             for face in FACES:
                 call(op, face, theirs[face])
             for one in bad:
@@ -470,7 +472,8 @@ def test_nothing_is_kept(op="gated_delta_rule"):
                     x.asked.clear()
         gc.collect()
         counts.append(sys.getallocatedblocks())
-    assert counts[-1] - counts[-2] < 25, counts  # a leak shows in every batch of 50
+    # a leak shows in every batch of 120; ctypes, in the exporters, keeps ever fewer blocks more
+    assert min(np.diff(counts)) < 60, counts
     assert [sys.getrefcount(x) for x in everything] == before
 
 
@@ -559,7 +562,7 @@ def test_torch_out_strides_and_kinds_mixed(torch):
     o, _ = linattn.kda(**made | {"k": torch.from_numpy(made["k"]), "g": Exporter(made["g"])})
     assert type(o) is np.ndarray
     assert_same_bits(o, want)
-    with pytest.raises(ValueError, match="out: expected memory of its own, got .* with v"):
+    with pytest.raises(ValueError, match=r"out: expected memory of its own, got .* with v"):
         linattn.kda(**made | {"q": q, "out": torch.from_numpy(made["v"])})
 
 
@@ -612,8 +615,34 @@ def test_torch_tensors_that_are_not_their_memory(torch):
                        (made["k"].to_sparse(), (TypeError, ValueError, RuntimeError)),
                        (made["k"].to(torch.int8), TypeError),
                        (made["k"].to("meta"), (TypeError, ValueError, RuntimeError))):
-        with pytest.raises(error, match="^k: "):
+        with pytest.raises(error, match=r"^k: "):
             linattn.gla(**made | {"k": bad})
+
+
+def test_torch_tensors_without_memory(torch):
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, x):
+            return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return NotImplemented
+
+    made = converted(arguments("gla", "forward"), torch.from_numpy)
+    with pytest.raises((TypeError, RuntimeError), match=r"^k: "):
+        linattn.gla(**made | {"k": Wrapper(made["k"])})
+    empty = converted(arguments("gla", "forward", B=0), torch.from_numpy)
+    assert linattn.gla(**empty)[0].shape == (0, 5, 4, 6)
+
+
+def test_torch_subclasses(torch):
+    class Named(torch.Tensor):
+        pass
+
+    made = arguments("gla", "forward")
+    theirs = converted(made, lambda x: torch.from_numpy(x).as_subclass(Named))
+    assert_same_bits(linattn.gla(**theirs)[0].numpy(), linattn.gla(**made)[0])
 
 
 def test_torch_leaks_nothing(torch):
@@ -631,7 +660,7 @@ def test_torch_leaks_nothing(torch):
                 linattn.gla(**made["forward"] | {"k": made["forward"]["k"].int()})
         gc.collect()
         counts.append(sys.getallocatedblocks())
-    assert counts[-1] - counts[-2] < 25, counts  # a leak shows in every batch of 50
+    assert min(np.diff(counts)) < 25, counts  # a leak shows in every batch of 50, a cache at first
     assert [sys.getrefcount(x) for x in everything] == before
 
 
@@ -655,7 +684,7 @@ def test_torch_feature_maps_get_tensors(torch):
     assert set(seen) == {torch.Tensor}
     made = arguments("linear_attention", "forward", HV=2, V=8)
     theirs = converted(made, torch.from_numpy)
-    with pytest.raises(ValueError, match="out: expected memory of its own, got .* with q"):
+    with pytest.raises(ValueError, match=r"out: expected memory of its own, got .* with q"):
         linattn.linear_attention(**theirs, feature_map=torch.exp, out=theirs["q"])
 
 

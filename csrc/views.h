@@ -1,0 +1,55 @@
+/* What arrays.c, views.c and memory.c share. */
+#ifndef LINATTN_VIEWS_H
+#define LINATTN_VIEWS_H
+
+#include "arrays.h"
+
+#include "dlpack.h"
+
+#define VIEW_DIMS 64 /* what is more is nobody's array */
+
+/* An array as its owner describes it. */
+typedef struct {
+    char *data;
+    dl_device device;
+    dl_dtype dtype;
+    int ndim;
+    int64_t shape[VIEW_DIMS], stride[VIEW_DIMS]; /* in elements */
+    bool read_only, copied;
+    bool has_stream; /* the owner says on which stream its work is */
+    void *stream;
+    la_kind kind;
+    const dl_exchange *table;
+    PyObject *owner; /* what keeps the memory; owned */
+} la_view;
+
+extern const size_t la_dtype_size[LA_DTYPES];
+extern const dl_dtype la_dl_dtypes[LA_DTYPES];
+
+int la_views_init(void);
+/* 1: filled; 0: not an array of any kind; -1: an exception. x->owner is the caller's in each case. */
+int la_look(la_call *c, la_name name, PyObject *object, la_view *x);
+/* Let go of what kept an array's memory: an object, or a capsule that was taken over. */
+void la_let_go(PyObject *object);
+la_device la_device_of(dl_device device);
+la_dtype la_dtype_in(dl_dtype dtype);
+/* Numbers that a device call takes from the host too: one per head. */
+bool la_may_lie_on_host(const la_problem *p, la_name name);
+/* An int that a helper in linattn/arrays.py returns. */
+int la_ask_helper(const char *helper, PyObject *object, int ordinal, void **pointer);
+
+/* Exceptions; all return -1. */
+int la_name_error(const char *label); /* the one at hand, as "label: ..." */
+int la_refuse_strides(const char *label, const char *expected, int ndim, const int64_t *stride,
+                      int64_t size);
+int la_refuse_device(const la_call *c, la_name name, la_device device, int ordinal);
+int la_refuse_dtype(const char *label, la_name name, dl_dtype dtype);
+const char *la_expected_dtypes(la_name name);
+
+/* Memory of our own. */
+int la_memory_init(void);
+bool la_is_memory(PyObject *object);
+/* A new one for an output of the call, and where it lies. */
+PyObject *la_memory_new(la_call *c, la_dtype dtype, int ndim, const int64_t *shape, char **data);
+
+#endif
