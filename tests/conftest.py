@@ -1,9 +1,12 @@
-"""What every test file shares: outputs that start as NaN, and the choice of cases.
+"""What every test file shares: outputs that start as NaN, the choice of cases and of the device.
 
 The grid is too large for every run: `--grid=sample` (the default) takes a fixed sample of it,
-`--grid=all` all of it.
+`--grid=all` all of it. `--device` says on what arrays the ops are called: see device.py.
 """
 
+from collections import Counter
+
+import device
 import numpy as np
 import pytest
 
@@ -11,6 +14,60 @@ import pytest
 def pytest_addoption(parser):
     parser.addoption("--grid", choices=("sample", "all"), default="sample",
                      help="how much of the grid of shapes to run")
+    parser.addoption("--device", choices=device.KINDS, default="numpy",
+                     help="the arrays that the ops are called with: NumPy's, or PyTorch's on the "
+                          "CPU (torch) or a GPU (cuda), or CuPy's")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gradients: a test of gradients alone")
+    try:
+        device.choose(config.getoption("--device"))
+    except RuntimeError as error:
+        raise pytest.UsageError(f"--device {config.getoption('--device')}: {error}") from None
+
+
+def pytest_report_header(config):
+    if device.kind != "numpy":
+        return (f"device: {device.kind}; test files with nothing for a device are left out, "
+                f"these run: {', '.join(device.FILES)}")
+
+
+def pytest_ignore_collect(collection_path):
+    path = collection_path
+    if device.kind != "numpy" and path.match("test_*.py") and path.name not in device.FILES:
+        return True
+
+
+def pytest_collection_modifyitems(items):
+    if device.has_gradients():
+        return
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.get_closest_marker("gradients") or parameters.get("face") == "backward":
+            item.add_marker(pytest.mark.skip(reason=device.NO_GRADIENTS))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    device.left_out.clear()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.extend(("left out", what) for what in sorted(device.left_out))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Which tests ran without a part of theirs."""
+    counts = Counter(
+        (what, report.nodeid.partition("[")[0])
+        for reports in terminalreporter.stats.values() for report in reports
+        if getattr(report, "when", None) == "call"
+        for key, what in report.user_properties if key == "left out")
+    if counts:
+        terminalreporter.section(f"parts left out on {device.kind}")
+    for (what, test), count in sorted(counts.items()):
+        terminalreporter.line(f"{what}: {test} ({count})")
 
 
 @pytest.fixture

@@ -87,12 +87,34 @@ def cases(seed, limit=12_000):
                         break
 
 
+# A tensor-core kernel has whole tiles of these, and its own edges.
+TENSOR_DIMENSIONS = (64, 128, 256)
+TENSOR_LENGTHS = (63, 64, 65, 128, 129, 257, 1000)
+TENSOR_HEADS = ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))
+
+
+def tensor_core_cases(seed):
+    """bfloat16 at every (op, K, V, T); each heads, layout, norm, state and packing several times
+    with each of them. The reference takes the chunk form here: the recurrence would take minutes.
+    """
+    rng = np.random.default_rng(seed)
+    sizes = itertools.product(TENSOR_DIMENSIONS, TENSOR_DIMENSIONS, TENSOR_LENGTHS)
+    for i, (K, V, T) in enumerate(sizes):
+        for j, op in enumerate(linattn.OPS):
+            heads = TENSOR_HEADS if T < 1000 else TENSOR_HEADS[:2]
+            H, HV = heads[(i + j) % len(heads)]
+            flags = {name: bool(rng.integers(2)) for name in ("packed", "v_first", "state")}
+            flags["l2norm"] = rng.integers(3) == 0
+            B = 1 if flags["packed"] or T > 200 else int(rng.integers(1, 3))
+            yield Case(op, "chunk", ml_dtypes.bfloat16, T, None, K, V, H, HV, B, **flags)
+
+
 def inputs_of(case, rng):
     """Keyword arguments for the op, and for its twin in linattn.reference."""
     cu = None
     if case.packed:
-        cuts = np.sort(rng.integers(0, case.T + 1, 3))
-        cu = np.concatenate([[0], cuts, [case.T]])
+        a, b = np.sort(rng.integers(0, case.T + 1, 2))
+        cu = np.array([0, a, a, b, case.T])  # one sequence is empty
     x = testing.make_inputs(case.op, rng, B=case.B, T=case.T, H=case.H, HV=case.HV, K=case.K,
                             V=case.V, dtype=case.dtype, initial_state=case.state, cu_seqlens=cu)
     if case.l2norm:

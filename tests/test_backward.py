@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from device import ops as linattn
 from grid import (
     DTYPES,
     MODES,
@@ -16,7 +17,6 @@ from grid import (
     wider,
 )
 
-import linattn
 from linattn import reference, testing
 
 
@@ -32,6 +32,7 @@ def has_gradients(case):
     return case.K > 1 or case.op != "linear_attention"
 
 
+pytestmark = pytest.mark.gradients
 GRID = list(filter(has_gradients, cases(seed=2, limit=4_000)))
 PER_HEAD = ("retention", "lightning_attention")
 

@@ -5,8 +5,8 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
+from device import ops as linattn
 
-import linattn
 from linattn import FeatureMap
 from linattn.features import FEATURE_MAPS
 from linattn.testing import make_inputs, make_output_gradients
@@ -108,6 +108,7 @@ def test_maps_are_never_negative(name):
     assert (phi_of_k(name, x) >= 0).all()
 
 
+@pytest.mark.gradients
 @maps
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "parallel"])
@@ -223,6 +224,7 @@ def test_a_function_equals_the_cores_own(given, norm):
             np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.gradients
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("given", [OWN, (OWN, "elu+1"), ("elu+1", OWN)],
                          ids=["both", "first", "second"])
@@ -239,6 +241,7 @@ def test_gradients_of_a_function_equal_the_cores_own(given, norm, normalize, cau
     assert got.dg is None and got.dbeta is None
 
 
+@pytest.mark.gradients
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
 def test_gradients_keep_the_dtype(dtype):
     made = inputs(dtype=dtype)
@@ -302,6 +305,7 @@ def test_a_function_that_gives_the_wrong_thing_is_refused(wrong):
             face(**made, feature_map=phi)
 
 
+@pytest.mark.gradients
 def test_a_backward_that_gives_the_wrong_shape_is_refused():
     phi = FeatureMap("wrong", forward=np.exp, backward=lambda x, dy: dy[..., :1])
     made = inputs()
@@ -317,6 +321,7 @@ def test_a_functions_own_exception_comes_through():
         linattn.linear_attention(**inputs(), feature_map=broken)
 
 
+@pytest.mark.gradients
 @pytest.mark.parametrize("given", [elu1, (elu1, "exp"), ("exp", FeatureMap("x", forward=elu1))],
                          ids=["function", "first", "second"])
 def test_the_gradient_of_a_function_needs_its_backward(given):

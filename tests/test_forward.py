@@ -1,20 +1,35 @@
 """The forward pass of every op, mode and dtype over the grid, by the acceptance rule."""
 
+import device
 from conftest import poisoned
-from grid import cases, for_op, form_of, inputs_of, reference_op, repeated, v_first, wider
-
-import linattn
+from device import ops as linattn
+from grid import (
+    cases,
+    for_op,
+    form_of,
+    inputs_of,
+    reference_op,
+    repeated,
+    tensor_core_cases,
+    v_first,
+    wider,
+)
 
 GRID = list(cases(seed=1, limit=6_000))
+TENSOR_CORES = list(tensor_core_cases(seed=3))
 
 
 def pytest_generate_tests(metafunc):
+    whole = metafunc.config.getoption("grid") == "all"
     if "case" in metafunc.fixturenames:
-        grid = GRID if metafunc.config.getoption("grid") == "all" else GRID[::7]
-        metafunc.parametrize("case", grid, ids=str)
+        metafunc.parametrize("case", GRID if whole else GRID[::7], ids=str)
+    if "tensor_case" in metafunc.fixturenames:
+        whole = whole or not device.on_host()
+        metafunc.parametrize("tensor_case", TENSOR_CORES if whole else TENSOR_CORES[::17], ids=str)
 
 
-def test_forward(case, rng):
+def check(case, rng, **how):
+    """The op against its reference, computed as `how` says."""
     def once(pool):
         x = inputs_of(case, rng)
         given = for_op(case, x)
@@ -27,7 +42,15 @@ def test_forward(case, rng):
         def reference(x, **how):
             return dict(zip(("o", "final_state"), reference_op(case)(**x, **how), strict=True))
 
-        pool.add({"o": o, "final_state": state}, reference(x, dtype=wider(case.dtype)),
+        pool.add({"o": o, "final_state": state}, reference(x, dtype=wider(case.dtype), **how),
                  lambda x: reference(x, dtype=case.dtype, **form_of(case)), x)
 
     repeated(case, rng, once).judge(str(case))
+
+
+def test_forward(case, rng):
+    check(case, rng)
+
+
+def test_forward_at_the_sizes_of_tensor_cores(tensor_case, rng):
+    check(tensor_case, rng, form="chunk")

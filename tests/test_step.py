@@ -5,9 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import poisoned
+from device import ops as linattn
 from grid import DTYPES, Case, Pool, inputs_of, reference_op, v_first, wider
-
-import linattn
 
 SHAPES = [  # (B, H, HV, K, V)
     (1, 1, 1, 1, 1), (2, 2, 4, 16, 8), (1, 1, 2, 7, 59), (3, 1, 1, 128, 64), (1, 2, 2, 33, 130),

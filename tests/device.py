@@ -1,0 +1,364 @@
+"""The ops on the arrays that `--device` names, for tests that make and compare NumPy arrays.
+
+    from device import ops as linattn
+
+is linattn itself with `--device numpy`. With another device every call of an op takes its NumPy
+arguments there, runs on the arrays of that kind, and brings back what comes out and what was
+written. The arguments of one call travel in one block of memory, the arena: strides, offsets and
+overlaps are as they were on the host, and between the arrays lie bytes that nobody may write.
+
+What a kind of array cannot be (read-only, byte-swapped, with negative strides in PyTorch) skips the
+test that asks for it, by name. A test that has a part with no meaning on a device leaves that part
+out by asking here (`gradients()`, `leave_out()`), and the run ends with a list of these.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import inspect
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import linattn
+
+KINDS = ("numpy", "torch", "cuda", "cupy")
+FILES = ("test_arguments.py", "test_backward.py", "test_cuda.py", "test_extremes.py",
+         "test_features.py", "test_forward.py", "test_properties.py", "test_step.py",
+         "test_worked_example.py")
+NO_GRADIENTS = "gradients on CUDA: not there yet"
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FACES = {f"{op}{face}" for op in linattn.OPS for face in ("", "_step", "_backward")}
+ARRAYS = {"do", "q", "k", "v", "g", "alpha", "beta", "gamma", "slopes", "initial_state", "state",
+          "d_final_state", "cu_seqlens", "out"}
+
+kind = "numpy"
+arrays = None  # a Torch or a CuPy
+left_out = set()
+
+
+def choose(name):
+    """Once, before a test file is read. Raises RuntimeError where there is no such device."""
+    global kind, arrays
+    kind = name
+    if name == "numpy":
+        return
+    if name != "torch" and not linattn.cuda.is_available():
+        raise RuntimeError(linattn.cuda.why_not())
+    try:
+        arrays = CuPy() if name == "cupy" else Torch(name)
+    except pytest.skip.Exception as error:
+        raise RuntimeError(error) from None
+
+
+def imported(name):
+    """A library that need not be there; what it warns of as it loads is its own affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, reason=f"{name} is not installed")
+
+
+def on_host():
+    return kind in ("numpy", "torch")
+
+
+def has_gradients():
+    return on_host()
+
+
+def leave_out(what):
+    left_out.add(what)
+
+
+def gradients():
+    """Are there gradients here? If not, the test that asks is noted as run without them."""
+    if not has_gradients():
+        leave_out(NO_GRADIENTS)
+    return has_gradients()
+
+
+def negative_strides():
+    """Are there arrays with negative strides here? If not, the test is noted as without them."""
+    there_are = arrays is None or arrays.negative_strides
+    if not there_are:
+        leave_out("negative strides")
+    return there_are
+
+
+def needs_host(what):
+    """Skip a test of what only a look at the values could tell."""
+    if not on_host():
+        pytest.skip(f"{kind}: {what}")
+
+
+def needs_numpy(what):
+    if kind != "numpy":
+        pytest.skip(f"{kind}: {what}")
+
+
+# ---- kinds of arrays ----
+
+
+class Torch:
+    """PyTorch's tensors, on the CPU or on the current CUDA device."""
+
+    negative_strides = False
+
+    def __init__(self, name):
+        self.torch = torch = imported("torch")
+        self.device = torch.device("cpu" if name == "torch" else "cuda")
+        names = ("float64", "float32", "float16", "int8", "int16", "int32", "int64",
+                 "uint8", "uint16", "uint32", "uint64", "bool", "complex64", "complex128")
+        self.dtypes = {np.dtype(name): getattr(torch, name) for name in names}
+        self.dtypes[BFLOAT16] = torch.bfloat16
+
+    def there(self, block):
+        return self.torch.from_numpy(block).to(self.device, copy=True)
+
+    def back(self, block):
+        return block.cpu().numpy()
+
+    def view(self, block, offset, x, shape, strides):
+        """shape and strides (in bytes) of x from byte `offset` on; or why that cannot be."""
+        size = x.dtype.itemsize
+        if x.dtype not in self.dtypes:
+            return f"no arrays of {x.dtype}"
+        if any(s < 0 for s in strides):
+            return "no negative strides"
+        if offset % size or any(s % size for s in strides):
+            return "no arrays whose elements are not aligned"
+        typed = block.view(self.dtypes[x.dtype])
+        return typed.as_strided(shape, [s // size for s in strides], offset // size)
+
+    def is_own(self, y):
+        return isinstance(y, self.torch.Tensor) and y.device.type == self.device.type
+
+    def from_numpy(self, y):
+        flat = self.there(np.ascontiguousarray(y).reshape(-1).view(np.uint8))
+        return flat.view(self.dtypes[y.dtype]).reshape(y.shape)
+
+    def to_numpy(self, y):
+        y = y.detach().cpu().contiguous()
+        if y.dtype == self.torch.bfloat16:
+            return y.view(self.torch.int16).numpy().view(BFLOAT16)
+        return y.numpy()
+
+
+class CuPy:
+    """CuPy's arrays. They may have any strides."""
+
+    negative_strides = True
+
+    def __init__(self):
+        self.cupy = imported("cupy")
+
+    def there(self, block):
+        return self.cupy.asarray(block)
+
+    def back(self, block):
+        return block.get()
+
+    def view(self, block, offset, x, shape, strides):
+        if not x.dtype.isnative or (x.dtype.kind not in "biufc" and x.dtype != BFLOAT16):
+            return f"no arrays of {x.dtype}"
+        try:
+            return self.cupy.ndarray(shape, x.dtype, block.data + offset, strides)
+        except (TypeError, ValueError):
+            return f"no arrays of {x.dtype}"
+
+    def is_own(self, y):
+        return isinstance(y, self.cupy.ndarray)
+
+    def from_numpy(self, y):
+        return self.cupy.asarray(y)
+
+    def to_numpy(self, y):
+        return y.get()
+
+
+# ---- one call ----
+
+GAP = 256  # bytes of 0xFF, a NaN in every dtype, before, between and behind the arrays
+ALIGN = 64  # where an array lies within so many bytes is as on the host
+
+
+def plain_strides(x):
+    """The strides of x, those of axes with one element or none as in a contiguous array."""
+    strides, size = [], x.dtype.itemsize
+    for n, stride in zip(reversed(x.shape), reversed(x.strides), strict=True):
+        strides.append(stride if n > 1 and x.size else size)
+        size *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def extent(x):
+    """The addresses [low, high) of x, which is not empty."""
+    low = x.__array_interface__["data"][0]
+    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
+    return low + sum(s for s in steps if s < 0), low + sum(s for s in steps if s > 0) + x.itemsize
+
+
+def memory(low, high):
+    """The bytes of the host at [low, high), as an array over them."""
+    return np.frombuffer((ctypes.c_uint8 * (high - low)).from_address(low), np.uint8)
+
+
+class Arena:
+    """The arrays of one call, on the device, and the way back."""
+
+    def __init__(self, xs):
+        spans = []  # [low, high, place in the arena]: arrays that overlap share one
+        for low, high in sorted(extent(x) for x in xs if x.size):
+            if spans and low < spans[-1][1]:
+                spans[-1][1] = max(spans[-1][1], high)
+            else:
+                spans.append([low, high, 0])
+        size = 0
+        for span in spans:
+            low, high, _ = span
+            span[2] = size + GAP + (low - size - GAP) % ALIGN
+            size = span[2] + high - low
+        self.spans = spans
+        block = np.full(-(-(size + GAP) // ALIGN) * ALIGN, 0xFF, np.uint8)
+        for low, high, place in spans:
+            block[place : place + high - low] = memory(low, high)
+        self.block = arrays.there(block)
+
+    def twin(self, x):
+        """The device's array for the host's x, or a str: why there can be none."""
+        offset = 0
+        if x.size:
+            address = x.__array_interface__["data"][0]
+            low, _, place = next(s for s in self.spans if s[0] <= address < s[1])
+            offset = place + address - low
+        return arrays.view(self.block, offset, x, x.shape, plain_strides(x))
+
+    def bring_back(self):
+        """What the call wrote, into the host's arrays; and a look at what it may not write."""
+        block = arrays.back(self.block)
+        end = 0
+        gaps = []
+        for low, high, place in self.spans:
+            gaps.append(block[end:place])
+            end = place + high - low
+            there, here = block[place:end], memory(low, high)
+            if not np.array_equal(there, here):
+                here[:] = there
+        gaps = np.concatenate([*gaps, block[end:]])
+        assert (gaps == 0xFF).all(), "memory outside the call's arrays was written"
+
+
+tolerant = False
+
+
+@contextlib.contextmanager
+def from_the_host():
+    """In here an array that the device has no form of is passed as it is, from the host."""
+    global tolerant
+    tolerant = True
+    try:
+        yield
+    finally:
+        tolerant = False
+
+
+def bridged(function):
+    """A function of NumPy arrays, for the device's."""
+    if function is None:
+        return None
+
+    @functools.wraps(function)
+    def bridge(*xs):
+        y = function(*map(arrays.to_numpy, xs))
+        return arrays.from_numpy(y) if isinstance(y, np.ndarray) else y
+
+    return bridge
+
+
+def bridged_map(given):
+    """What a test gives as feature_map, its functions bridged."""
+    if type(given) in (tuple, list):
+        return type(given)(map(bridged_map, given))
+    if isinstance(given, linattn.FeatureMap):
+        return dataclasses.replace(
+            given, forward=bridged(given.forward), backward=bridged(given.backward))
+    return bridged(given) if callable(given) else given
+
+
+def through_the_device(real):
+    positions = list(inspect.signature(real).parameters)
+
+    @functools.wraps(real)
+    def call(*args, **kwargs):
+        xs = []
+
+        def collect(name, x):
+            if name in ARRAYS:
+                for one in x if isinstance(x, tuple | list) else (x,):
+                    if isinstance(one, np.ndarray):
+                        xs.append(one)
+
+        for name, x in (*zip(positions, args, strict=False), *kwargs.items()):
+            collect(name, x)
+        arena = Arena(xs)
+        twins = []  # [(host's array, device's array)]
+
+        def convert(name, x):
+            if name == "feature_map":
+                return bridged_map(x)
+            if name not in ARRAYS:
+                return x
+            if type(x) in (tuple, list):
+                return type(x)(convert(name, one) for one in x)
+            if not isinstance(x, np.ndarray):
+                return x
+            twin = arena.twin(x)
+            if name in ("out", "state") and not x.flags.writeable:
+                twin = "no read-only arrays"
+            if isinstance(twin, str):
+                if not tolerant:
+                    pytest.skip(f"{kind} has {twin}")
+                return x
+            twins.append((x, twin))
+            return twin
+
+        def revert(y):
+            if y is None:
+                return None
+            if isinstance(y, tuple):
+                parts = map(revert, y)
+                return type(y)(*parts) if hasattr(y, "_fields") else tuple(parts)
+            for x, twin in twins:
+                if y is twin:
+                    return x
+            if tolerant and isinstance(y, np.ndarray):
+                return y
+            assert arrays.is_own(y), f"{real.__name__} of {kind} arrays gave a {type(y)}"
+            return arrays.to_numpy(y)
+
+        named = [convert(name, x) for name, x in zip(positions, args, strict=False)]
+        rest = args[len(named):]
+        kwargs = {name: convert(name, x) for name, x in kwargs.items()}
+        try:
+            return revert(real(*named, *rest, **kwargs))
+        finally:
+            arena.bring_back()
+
+    return call
+
+
+class Ops:
+    """linattn, its ops taken through the device."""
+
+    def __getattr__(self, name):
+        real = getattr(linattn, name)
+        if kind != "numpy" and name in FACES:
+            real = through_the_device(real)
+            setattr(self, name, real)
+        return real
+
+
+ops = Ops()

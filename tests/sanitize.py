@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""Small calls of every op on a GPU, each compared with the reference: for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck python tests/sanitize.py
+    compute-sanitizer --tool racecheck python tests/sanitize.py --ops kda,gla --dtypes bfloat16
+
+memcheck, racecheck, initcheck and synccheck make a program ten to a hundred times slower; without
+them all of this takes well under a minute. Every array is an allocation of its own, so that one
+element too far is seen. Exit status 1 if a result is wrong (the sanitizer has its own, see its
+--error-exitcode).
+"""
+
+import argparse
+import itertools
+import os
+import sys
+import time
+import zlib
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # PyTorch's blocks would hide what is too far
+
+import ml_dtypes
+import numpy as np
+import torch
+from grid import Pool, v_first, wider
+
+import linattn
+from linattn import reference, testing
+
+DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
+          "bfloat16": ml_dtypes.bfloat16}
+MODES = ("chunk", "recurrent", "parallel")
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+
+# T, K, V, H, HV, B, cu_seqlens, options. Around a tile and a chunk, and far from either.
+SHAPES = {
+    "one": (1, 1, 1, 1, 1, 1, None, {}),
+    "odd": (67, 59, 33, 1, 2, 2, None, {"qk_l2norm": True}),
+    "tile": (65, 64, 64, 2, 2, 1, None, {"state_v_first": True}),
+    "packed": (130, 72, 100, 1, 4, 1, [0, 0, 1, 65, 65, 129, 130], {}),
+    "wide": (70, 256, 128, 1, 1, 1, None, {}),
+    "empty": (0, 8, 8, 1, 1, 2, None, {}),
+}
+
+
+def to_gpu(x):
+    x = np.ascontiguousarray(x)
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).cuda().view(torch.bfloat16)
+    return torch.from_numpy(x).cuda()
+
+
+def to_host(x):
+    x = x.cpu().contiguous()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def over_arrays(function, x):
+    if isinstance(x, dict):
+        return {name: over_arrays(function, value) for name, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(over_arrays(function, value) for value in x)
+    return function(x) if isinstance(x, np.ndarray | torch.Tensor) else x
+
+
+def problem(op, dtype, shape, rng):
+    """The arguments, for the reference and for the op (on the host)."""
+    T, K, V, H, HV, B, cu, options = shape
+    x = testing.make_inputs(op, rng, B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype,
+                            initial_state=True,
+                            cu_seqlens=None if cu is None else np.array(cu, np.int32))
+    x |= {name: value for name, value in options.items() if name != "state_v_first"}
+    given = x | options
+    if "state_v_first" in options:
+        given["initial_state"] = v_first(x["initial_state"])
+    return x, given
+
+
+def forward(op, mode, given):
+    gpu = over_arrays(to_gpu, given)
+    gpu["out"] = torch.full_like(gpu["v"], torch.nan)
+    o, state = getattr(linattn, op)(**gpu, mode=mode, output_final_state=True)
+    assert o is gpu["out"]
+    return o, state
+
+
+def step(op, given):
+    gpu = over_arrays(to_gpu, given)
+    for name in PER_TOKEN:
+        if name in gpu:
+            gpu[name] = gpu[name][:, 0].clone()
+    state = gpu.pop("initial_state")
+    return getattr(linattn, f"{op}_step")(**gpu, state=state)[:, None], state
+
+
+def check(pool, op, what, x, given):
+    """One call, and its outputs into the pool beside their reference."""
+    if what == "step":  # the first token of each sequence
+        x, given = ({name: a[:, :1] if name in PER_TOKEN else a for name, a in y.items()}
+                    for y in (x, given))
+    o, state = over_arrays(to_host, step(op, given) if what == "step" else forward(op, what, given))
+    if given.get("state_v_first"):
+        state = v_first(state)
+    form = {"form": "recurrent" if what == "step" else what, "chunk_size": 16}
+
+    def twin(x, dtype=x["v"].dtype, **how):
+        return dict(zip(("o", "final_state"), getattr(reference, op)(**x, dtype=dtype, **how),
+                        strict=True))
+
+    pool.add({"o": o, "final_state": state}, twin(x, wider(x["v"].dtype)),
+             lambda x: twin(x, **form), x)
+
+
+def choices(text, known):
+    chosen = text.split(",")
+    for one in chosen:
+        if one not in known:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {one!r}")
+    return chosen
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name, known in (("ops", linattn.OPS), ("dtypes", DTYPES), ("shapes", SHAPES),
+                        ("modes", MODES), ("faces", ("forward", "step"))):
+        parser.add_argument(f"--{name}", default=list(known), metavar="A,B",
+                            type=lambda text, known=known: choices(text, known),
+                            help=f"some of {', '.join(known)}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="name every call before it")
+    chosen = parser.parse_args()
+    if not linattn.cuda.is_available():
+        sys.exit(f"no GPU: {linattn.cuda.why_not()}")
+
+    began, calls, problems = time.perf_counter(), 0, []
+    runs = [*(chosen.modes if "forward" in chosen.faces else ()),
+            *(("step",) if "step" in chosen.faces else ())]
+    for op, dtype, what in itertools.product(chosen.ops, chosen.dtypes, runs):
+        pool = Pool()  # the rule compares largest errors, so the shapes are judged together
+        for name in chosen.shapes:
+            shape = SHAPES[name]
+            if what == "step" and (not shape[0] or shape[6]):
+                continue
+            label = f"{op} {dtype} {what}"
+            if chosen.verbose:
+                print(label, name, flush=True)
+            rng = np.random.default_rng(zlib.crc32(f"{label} {name}".encode()))
+            check(pool, op, what, *problem(op, np.dtype(DTYPES[dtype]), shape, rng))
+            calls += 1
+        try:
+            pool.judge(label)
+        except AssertionError as error:
+            problems.append(str(error))
+    for text in problems:
+        print(text)
+    print(f"{calls} calls, {len(problems)} wrong, {time.perf_counter() - began:.1f} s")
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,686 @@
+"""What only a GPU has: streams, graphs, memory that is not the host's, other libraries' arrays.
+
+`--device cuda` runs the rest of the suite there. These run wherever PyTorch and a GPU are, and are
+skipped by name elsewhere.
+"""
+
+import itertools
+import os
+import statistics
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from device import imported
+
+import linattn
+from linattn import reference, testing
+from linattn.testing import make_inputs
+
+torch = imported("torch")
+pytestmark = [
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not linattn.cuda.is_available(),
+        reason=f"no GPU: {linattn.cuda.why_not() or 'PyTorch sees none'}"),
+    # what other libraries warn of is not ours to mend
+    *(pytest.mark.filterwarnings(f"default::{kind}")
+      for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")),
+]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ops = pytest.mark.parametrize("op", linattn.OPS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+
+
+def to_gpu(x, device="cuda"):
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).to(device).view(torch.bfloat16)
+    return torch.from_numpy(x).to(device)
+
+
+def to_host(x):
+    x = x.detach().cpu().contiguous()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def over_arrays(function, x):
+    if isinstance(x, dict):
+        return {name: over_arrays(function, value) for name, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(over_arrays(function, value) for value in x)
+    return function(x) if hasattr(x, "shape") else x
+
+
+def problem(op, seed=0, *, dtype="bfloat16", face="forward", **shape):
+    """A legal call on the GPU: B 2, T 200, HV 2 H, K 64, V 128 unless told otherwise."""
+    shape = {"B": 2, "T": 200, "H": 2, "HV": 4, "K": 64, "V": 128} | shape
+    if face == "step":
+        shape["T"] = 1
+    rng = np.random.default_rng(seed)
+    x = make_inputs(op, rng, dtype=np.dtype(dtype), initial_state=True, **shape)
+    if face == "step":
+        x = {name: a[:, 0] if name in PER_TOKEN else a for name, a in x.items()}
+        x["state"] = x.pop("initial_state")
+    return over_arrays(lambda a: to_gpu(np.ascontiguousarray(a)), x)
+
+
+def flat(x):
+    """The arrays of a result, in order."""
+    if isinstance(x, tuple):
+        return [y for one in x for y in flat(one)]
+    return [] if x is None else [x]
+
+
+def run(op, x, face="forward", **options):
+    """The arrays that a call makes or changes."""
+    if face == "step":
+        state = over_arrays(torch.clone, x["state"])
+        o = getattr(linattn, f"{op}_step")(**x | {"state": state}, **options)
+        return [o, *flat(state)]
+    return flat(getattr(linattn, op)(**x, output_final_state=True, **options))
+
+
+def bits(x):
+    return x.contiguous().view(torch.uint8)
+
+
+def assert_same_bits(got, want):
+    assert len(got) == len(want)
+    for x, y in zip(got, want, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        assert torch.equal(bits(x), bits(y)), (x.float() - y.float()).abs().max()
+
+
+# ---- the reference, on the device: hours of NumPy in seconds ----
+
+
+def reference64(op, x, dtype=None, C=64):
+    """o [B,T,HV,V] and S [B,HV,K,V], in float64 (or `dtype`), C tokens at a time.
+
+    With b_i the sum of the log decays up to token i of the chunk, per key or for all keys at once,
+        P_ij = (q_i e^b_i)'(k_j e^-b_j), L_ij = beta_i (k_i e^b_i)'(k_j e^-b_j) below the diagonal,
+        u = v, or (I + L)^-1 beta (v - (k e^b) S) under the delta rule,
+        o = scale ((q e^b) S + P u),  S <- e^b_C S + (k e^(b_C - b))' u.
+    b is at least -3 C (make_inputs), so e^-b is an ordinary number.
+    """
+    dtype = dtype or torch.float64
+    q, k, v = (x[name].to(dtype).transpose(1, 2) for name in ("q", "k", "v"))  # [B,H,T,.]
+    group = v.shape[1] // q.shape[1]
+    q, k = (a.repeat_interleave(group, 1) for a in (q, k))
+    (B, HV, T, V), K = v.shape, q.shape[3]
+    normalised = op == "linear_attention"
+    if normalised:  # the denominator is one more column of v
+        q, k = (torch.where(a > 0, a + 1, a.clamp(max=0).exp()) for a in (q, k))
+        v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    if "g" in x:
+        g = x["g"].to(dtype).transpose(1, 2).reshape(B, HV, T, -1)
+    else:
+        g = torch.zeros(HV, device=v.device, dtype=dtype)
+        if op == "retention":
+            g = x["gamma"].to(dtype).log()
+        elif op == "lightning_attention":
+            g = -x["slopes"].to(dtype)
+        g = g[None, :, None, None].expand(B, HV, T, 1)
+    beta = x["beta"].to(dtype).transpose(1, 2)[..., None] if "beta" in x else None
+
+    S = torch.zeros(B, HV, K, v.shape[3], device=v.device, dtype=dtype)
+    if "initial_state" in x:
+        S = torch.cat([s.to(dtype).reshape(B, HV, K, -1) for s in flat(x["initial_state"])], -1)
+    o = torch.empty_like(v)
+    for start in range(0, T, C):
+        at = slice(start, min(start + C, T))
+        b = g[:, :, at].cumsum(2)
+        last = b[:, :, -1:]
+        q_c, k_c, u = q[:, :, at] * b.exp(), k[:, :, at] * b.exp(), v[:, :, at]
+        k_back = (k[:, :, at] * (-b).exp()).transpose(2, 3)
+        if beta is not None:
+            L = (beta[:, :, at] * (k_c @ k_back)).tril(-1)
+            u = torch.linalg.solve_triangular(
+                L, beta[:, :, at] * (u - k_c @ S), upper=False, unitriangular=True)
+        o[:, :, at] = K**-0.5 * (q_c @ S + (q_c @ k_back).tril() @ u)
+        S = last.exp().transpose(2, 3) * S
+        S = S + (k[:, :, at] * (last - b).exp()).transpose(2, 3) @ u
+    if normalised:
+        o = o[..., :V] / o[..., V:].clamp(min=1e-6)
+        S = S[..., :V]
+    return o.transpose(1, 2), S
+
+
+def judge(op, x, o, name=""):
+    """o by the acceptance rule. The naive twin is the reference in float32, o rounded last."""
+    ref, _ = reference64(op, x)
+    naive, _ = reference64(op, x, torch.float32)
+    testing.assert_accurate(to_host(o), to_host(ref), to_host(naive.to(o.dtype)),
+                            dtype=to_host(o[:0]).dtype, name=f"{op} {name}")
+
+
+@ops
+def test_the_reference_of_these_tests_is_the_reference(op):
+    x = make_inputs(op, np.random.default_rng(0), B=2, T=150, H=1, HV=2, K=16, V=24,
+                    initial_state=True)
+    want, _ = getattr(reference, op)(**x)
+    got, _ = reference64(op, over_arrays(to_gpu, x))
+    np.testing.assert_allclose(to_host(got), want, rtol=1e-9, atol=1e-11)
+
+
+# ---- the same bits ----
+
+
+@dtypes
+@pytest.mark.parametrize("face", ["forward", "step"])
+@ops
+def test_twenty_launches_give_the_same_bits(op, face, dtype):
+    x = problem(op, dtype=dtype, face=face, T=1000)
+    first = run(op, x, face)
+    for _ in range(19):
+        assert_same_bits(run(op, x, face), first)
+
+
+@dtypes
+@pytest.mark.parametrize("face", ["forward", "step"])
+@pytest.mark.parametrize("rows", [3, 40])
+@ops
+def test_bits_do_not_know_their_neighbours(op, rows, face, dtype):
+    """One row alone, though few heads may be worked on in another way than many."""
+    x = problem(op, dtype=dtype, face=face, B=rows, T=1000, H=1, HV=2, V=64)
+    all_rows = run(op, x, face)
+    for row in (0, rows - 1):
+        alone = {name: a if name in ("gamma", "slopes") else
+                 over_arrays(lambda s, row=row: s[row:row + 1].clone(), a)
+                 for name, a in x.items()}
+        assert_same_bits(run(op, alone, face), [a[row:row + 1] for a in all_rows])
+
+
+@dtypes
+@ops
+def test_packed_sequences_on_the_device(op, dtype):
+    """cu_seqlens on the GPU, int32 and int64, empty sequences among them: as separate calls."""
+    cu = [0, 0, 63, 64, 64, 300, 429, 429]
+    x = problem(op, dtype=dtype, B=1, T=cu[-1])
+    state = x.pop("initial_state")
+    states = over_arrays(
+        lambda s: torch.cat([s * (n + 1) for n in range(len(cu) - 1)]), state)
+    for integer in (torch.int32, torch.int64):
+        o, *packed = run(op, x | {"initial_state": states}, cu_seqlens=torch.tensor(
+            cu, dtype=integer, device="cuda"))
+        for n, (start, end) in enumerate(itertools.pairwise(cu)):
+            part = {name: a[:, start:end] if name in PER_TOKEN else a for name, a in x.items()}
+            part["initial_state"] = over_arrays(lambda s, n=n: s[n:n + 1], states)
+            o_n, *states_n = run(op, part)
+            assert_same_bits([o[:, start:end]], [o_n])
+            assert_same_bits([s[n:n + 1] for s in packed], states_n)
+
+
+@ops
+def test_a_gate_per_head_may_lie_on_the_host(op):
+    gate = {"retention": "gamma", "lightning_attention": "slopes"}.get(op)
+    if gate is None:
+        pytest.skip(f"{op} has no gate per head")
+    for HV in (4, 300):
+        x = problem(op, T=70, H=1, HV=HV, V=16)
+        want = run(op, x)
+        assert_same_bits(run(op, x | {gate: to_host(x[gate])}), want)
+
+
+# ---- graphs, streams ----
+
+
+@pytest.mark.parametrize("final_state", [False, True], ids=["o", "o and state"])
+@dtypes
+@ops
+def test_a_graph_of_a_forward(op, dtype, final_state):
+    """A call that waited for the device, or took memory in a way that is not a stream's, could not
+    be captured. The graph reads the inputs anew each time."""
+    x = problem(op, dtype=dtype)
+    out = torch.full_like(x["v"], torch.nan)
+
+    def call():
+        return getattr(linattn, op)(**x, out=out, output_final_state=final_state)
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, state = call()
+    assert o is out
+    for seed in (1, 2, 3):
+        other = problem(op, seed, dtype=dtype)
+        for name, a in x.items():
+            for old, new in zip(flat(a), flat(other[name]), strict=True):
+                old.copy_(new)
+        out.fill_(torch.nan)
+        graph.replay()
+        want = run(op, other)
+        assert_same_bits(flat((o, state)), want if final_state else want[:1])
+
+
+@dtypes
+@ops
+def test_a_graph_of_a_step(op, dtype):
+    x = problem(op, dtype=dtype, face="step")
+    out = torch.empty_like(x["v"])
+    state = over_arrays(torch.clone, x["state"])
+    step = getattr(linattn, f"{op}_step")
+    step(**x | {"state": state}, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(**x | {"state": state}, out=out)
+    for s, fresh in zip(flat(state), flat(x["state"]), strict=True):
+        s.copy_(fresh)
+    by_hand = over_arrays(torch.clone, x["state"])
+    for token in range(3):
+        other = problem(op, token, dtype=dtype, face="step")
+        for name in PER_TOKEN:
+            if name in x:
+                x[name].copy_(other[name])
+        graph.replay()
+        want = step(**x | {"state": by_hand})
+        assert_same_bits([out, *flat(state)], [want, *flat(by_hand)])
+
+
+def busy(seconds=0.3):
+    """Something long on the current stream."""
+    torch.cuda._sleep(int(seconds * 1.7e9))
+
+
+@pytest.mark.parametrize("face", ["forward", "step"])
+@ops
+def test_the_callers_stream(op, face):
+    """Inputs that are still to be computed, behind a long kernel on a stream that is not the
+    default one: the call waits its turn there, and the host does not wait at all."""
+    x = problem(op, face=face)
+    run(op, x, face)  # the first call may load code
+    real = problem(op, 5, face=face)
+    want = run(op, real, face)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        busy()
+        for name, a in x.items():
+            for old, new in zip(flat(a), flat(real[name]), strict=True):
+                old.copy_(new, non_blocking=True)
+        got = run(op, x, face)
+        behind = torch.cuda.Event()
+        behind.record()
+        waited = behind.query()
+    assert not waited, "the call waited for the device"
+    stream.synchronize()
+    assert_same_bits(got, want)
+
+
+def test_threads_with_streams_of_their_own():
+    problems = [(op, problem(op, seed)) for seed, op in enumerate(linattn.OPS)]
+    want = [run(op, x) for op, x in problems]
+    torch.cuda.synchronize()
+    failures = []
+
+    def work(offset):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for i in range(40):
+                    j = (i + offset) % len(problems)
+                    assert_same_bits(run(*problems[j]), want[j])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("face", ["forward", "step"])
+@ops
+def test_outputs_in_memory_full_of_nan(op, face):
+    """What the caching allocator hands out is what others left there; scratch may be likewise."""
+    x = problem(op, face=face, T=131, K=100, V=72, dtype="float32")
+    want = run(op, x, face)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        blocks = [torch.full((1 << size,), torch.nan, device="cuda")
+                  for size in range(8, 26) for _ in range(3)]
+        blocks += [torch.full_like(a, torch.nan) for a in want for _ in range(8)]
+        del blocks
+        got = run(op, x, face)
+        assert all(torch.isfinite(a).all() for a in got)
+        assert_same_bits(got, want)
+
+
+def test_outputs_outlive_their_inputs():
+    x = problem("gated_delta_rule")
+    want = run("gated_delta_rule", x)
+    got = run("gated_delta_rule", over_arrays(torch.clone, x))
+    junk = [torch.full_like(a, torch.nan) for a in want for _ in range(50)]
+    assert_same_bits(got, want)
+    del junk
+
+
+def test_calls_do_not_pile_up_memory():
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("other processes use the GPU's memory: run this one alone")
+    x = problem("kda", B=1, T=4096)
+    for _ in range(5):
+        run("kda", x)
+    torch.cuda.synchronize()
+    before, _ = torch.cuda.mem_get_info()
+    for _ in range(200):
+        run("kda", x)
+    torch.cuda.synchronize()
+    after, _ = torch.cuda.mem_get_info()
+    assert before - after <= 2 << 20  # CUDA's own unit
+
+
+def test_out_of_memory_leaves_the_context_usable():
+    x = problem("gla", B=1, T=4, H=1, HV=1, K=8, V=8)
+    want = run("gla", x)
+    huge = {name: a[:, :1].expand(1, 2**40, *a.shape[2:]) if name in PER_TOKEN else a
+            for name, a in x.items()}
+    with pytest.raises((MemoryError, torch.cuda.OutOfMemoryError)):
+        linattn.gla(**huge)
+    assert_same_bits(run("gla", x), want)
+
+
+# ---- layouts ----
+
+LAYOUTS = {
+    "heads first": lambda a: a.transpose(1, 2).contiguous().transpose(1, 2),
+    "padded rows": lambda a: torch.nn.functional.pad(a, (3, 5))[..., 3:-5],
+    "every second": lambda a: a.repeat_interleave(2, -1)[..., ::2],
+    "last axis first": lambda a: a.movedim(-1, 0).contiguous().movedim(0, -1),
+    "every second row": lambda a: a.repeat_interleave(2, 0)[::2],
+    "off by one element": lambda a: torch.cat([a.flatten()[:1], a.flatten()])[1:].view(a.shape),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("layout", LAYOUTS)
+@ops
+def test_any_layout_gives_the_same_bits(op, layout, dtype):
+    x = problem(op, dtype=dtype)
+    odd = {name: LAYOUTS[layout](a) if name in PER_TOKEN else a for name, a in x.items()}
+    assert_same_bits(run(op, odd), run(op, x))
+    room = LAYOUTS[layout](torch.zeros_like(x["v"]))
+    if room.stride(-1) == 1:
+        o, _ = getattr(linattn, op)(**x, out=room)
+        assert o is room
+        assert_same_bits([o], run(op, x)[:1])
+
+
+def test_broadcast_inputs():
+    x = problem("gated_delta_rule")
+    wide = {name: a[:1].expand(a.shape) if name in PER_TOKEN else a for name, a in x.items()}
+    plain = {name: a.contiguous() if name in PER_TOKEN else a for name, a in wide.items()}
+    assert_same_bits(run("gated_delta_rule", wide), run("gated_delta_rule", plain))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "state"])
+def test_a_step_refuses_rows_that_it_would_have_to_copy(name):
+    x = problem("gated_delta_rule", face="step")
+    before = over_arrays(torch.clone, x)
+    odd = x | {name: x[name].repeat_interleave(2, -1)[..., ::2]}
+    with pytest.raises(ValueError, match=f"{name}: expected .*innermost axis is contiguous"):
+        linattn.gated_delta_rule_step(**odd)
+    assert_same_bits(flat(tuple(x.values())), flat(tuple(before.values())))
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize("face", ["forward", "step"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "state", "out"])
+def test_host_and_device_do_not_mix(face, name):
+    op, name = "kda", "initial_state" if (face, name) == ("forward", "state") else name
+    x = problem(op, face=face, dtype="float32")
+    x["out"] = torch.zeros_like(x["v"])
+    call = getattr(linattn, op if face == "forward" else f"{op}_step")
+    for host in (x[name].cpu(), x[name].cpu().numpy()):
+        with pytest.raises(ValueError) as error:
+            call(**x | {name: host})
+        where = "the CPU like q, got one on cuda:0" if name == "q" else \
+            "cuda:0 like q, got one on the CPU"
+        wrong = r"k" if name == "q" else name
+        assert str(error.value) == f"{wrong}: expected an array on {where}"
+    assert not x["out"].any()
+
+
+def test_cu_seqlens_on_the_host_are_refused_beside_a_device():
+    x = problem("gla", B=1)
+    with pytest.raises(ValueError, match="cu_seqlens: expected an array on cuda:0 like q"):
+        linattn.gla(**x, cu_seqlens=np.array([0, 200]))
+
+
+def test_another_device_is_refused_by_name():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    x = problem("kda")
+    with pytest.raises(ValueError, match=r"^v: expected an array on cuda:0 like q, got "
+                                         r"one on cuda:1$"):
+        linattn.kda(**x | {"v": x["v"].to("cuda:1")})
+
+
+@ops
+def test_the_second_device_is_used(op):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    x = problem(op)
+    there = over_arrays(lambda a: a.to("cuda:1"), x)
+    for face in ("forward", "step"):
+        x = problem(op, face=face)
+        there = over_arrays(lambda a: a.to("cuda:1"), x)
+        got = run(op, there, face)  # the current device is still the first
+        assert torch.cuda.current_device() == 0 and {a.device.index for a in got} == {1}
+        assert_same_bits([a.to("cuda:0") for a in got], run(op, x, face))
+
+
+@pytest.mark.parametrize("face", ["forward", "step"])
+@ops
+def test_more_than_256_keys_or_values_are_refused(op, face):
+    call = getattr(linattn, op if face == "forward" else f"{op}_step")
+    for letter, name in (("K", "q"), ("V", "v")):
+        x = problem(op, face=face, **{letter: 257})
+        with pytest.raises(ValueError, match=f"^{name}: expected {letter} <= 256 .* = 257$"):
+            call(**x)
+        call(**problem(op, face=face, **{letter: 256}))
+
+
+@ops
+def test_gradients_are_not_there_yet(op):
+    x = problem(op)
+    with pytest.raises(NotImplementedError, match="gradients on CUDA are not there yet"):
+        getattr(linattn, f"{op}_backward")(x["v"], **x)
+
+
+# ---- other libraries' arrays ----
+
+
+def arrays_of(op, face, dtype="float32"):
+    return problem(op, dtype=dtype, face=face)
+
+
+class Interface:
+    """Nothing but __cuda_array_interface__."""
+
+    def __init__(self, x):
+        self.x = x
+        self.__cuda_array_interface__ = x.__cuda_array_interface__
+
+
+class Dlpack:
+    """Nothing but DLPack's two methods."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __dlpack__(self, **options):
+        return self.x.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.x.__dlpack_device__()
+
+
+@pytest.mark.parametrize("kind", [Interface, Dlpack])
+@pytest.mark.parametrize("face", ["forward", "step"])
+@ops
+def test_bare_protocols(op, face, kind):
+    """With `out`, since nobody knows how to make one of these."""
+    x = arrays_of(op, face)
+    want = run(op, x, face)[0]
+    out = kind(torch.full_like(x["v"], torch.nan))
+    call = getattr(linattn, op if face == "forward" else f"{op}_step")
+    o = call(**over_arrays(lambda a: kind(a.clone()), x), out=out)
+    o = o[0] if face == "forward" else o
+    assert o is out
+    torch.cuda.synchronize()
+    assert_same_bits([out.x], [want])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@ops
+def test_cupy(op, dtype):
+    cupy = imported("cupy")
+    if dtype == "bfloat16":
+        try:
+            cupy.zeros(1, ml_dtypes.bfloat16)
+        except (TypeError, ValueError):
+            pytest.skip("this CuPy has no bfloat16")
+    for face in ("forward", "step"):
+        x = arrays_of(op, face, dtype)
+        want = run(op, x, face)
+        torch.cuda.synchronize()
+        theirs = over_arrays(lambda a: cupy.asarray(to_host(a)), x)
+        cupy.cuda.Device().synchronize()
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            if face == "forward":
+                got = flat(getattr(linattn, op)(**theirs, output_final_state=True))
+            else:
+                got = [getattr(linattn, f"{op}_step")(**theirs), *flat(theirs["state"])]
+        stream.synchronize()
+        assert all(isinstance(a, cupy.ndarray) for a in got)
+        for a, b in zip(got, want, strict=True):
+            assert a.get().tobytes() == to_host(b).tobytes()
+
+
+@dtypes
+@ops
+def test_jax(op, dtype):
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others need the memory too
+    jax = imported("jax")
+    try:
+        gpu = jax.devices("gpu")[0]
+    except RuntimeError:
+        pytest.skip("this JAX has no GPU")
+    x = arrays_of(op, "forward", dtype)
+    want = run(op, x)
+    theirs = over_arrays(lambda a: jax.device_put(to_host(a), gpu), x)
+    got = flat(getattr(linattn, op)(**theirs, output_final_state=True))
+    for a, b in zip(got, want, strict=True):
+        assert isinstance(a, jax.Array) and a.devices() == {gpu}
+        assert np.asarray(a).tobytes() == to_host(b).tobytes()
+    again = flat(getattr(linattn, op)(**theirs, output_final_state=True))
+    assert all(np.asarray(a).tobytes() == to_host(b).tobytes()
+               for a, b in zip(again, want, strict=True))
+
+
+# ---- long and large ----
+
+
+@dtypes
+@ops
+def test_a_long_sequence(op, dtype):
+    """2^17 tokens against the reference of this file."""
+    x = problem(op, dtype=dtype, B=1, T=2**17, H=1, HV=1, K=64, V=32)
+    del x["initial_state"]
+    o, _ = getattr(linattn, op)(**x)
+    judge(op, x, o, "2^17 tokens")
+
+
+@ops
+def test_tensor_cores_at_32768_tokens(op):
+    x = problem(op, B=1, T=32768, H=1, HV=1, K=128, V=128)
+    del x["initial_state"]
+    o, _ = getattr(linattn, op)(**x)
+    judge(op, x, o, "32768 tokens")
+
+
+@ops
+def test_a_long_sequence_token_by_token(op):
+    x = problem(op, dtype="float32", B=1, T=2**14, H=1, HV=1, K=64, V=32)
+    del x["initial_state"]
+    o, _ = getattr(linattn, op)(**x, mode="recurrent")
+    judge(op, x, o, "token by token")
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule"])
+def test_more_than_65535_heads(op):
+    """A launch has at most 65,535 blocks along its second and third axis."""
+    for face in ("forward", "step"):
+        x = problem(op, face=face, B=70_000, T=3, H=1, HV=1, K=8, V=8, dtype="float32")
+        rows = run(op, x, face)
+        last = over_arrays(lambda a: a[-1:].clone(), x)
+        assert_same_bits([a[-1:] for a in rows], run(op, last, face))
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule"])
+def test_more_than_65535_chunks(op):
+    x = problem(op, B=1, T=65_540, H=1, HV=1, K=16, V=16, dtype="float32")
+    del x["initial_state"]
+    x = {name: torch.cat([a] * 64, 1) for name, a in x.items()}
+    o, _ = getattr(linattn, op)(**x)
+    # The gates forget: 512 tokens on, what came before is gone.
+    tail = {name: a[:, -4096:].contiguous() for name, a in x.items()}
+    want, _ = reference64(op, tail)
+    naive, _ = reference64(op, tail, torch.float32)
+    testing.assert_accurate(to_host(o[:, -3584:]), to_host(want[:, -3584:]),
+                            to_host(naive[:, -3584:]), dtype=np.float32)
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule"])
+def test_more_elements_than_an_int_counts(op):
+    """v and o have 2^31 + 2^24 elements; the last head is the one alone."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("less than 24 GiB of the GPU's memory are free")
+    HV, T, V = 129, 2**17, 128
+    small = problem(op, B=1, T=T, H=1, HV=1, K=64, V=V)
+    del small["initial_state"]
+    x = {name: a if name in ("q", "k") else a.repeat_interleave(HV, 2)
+         for name, a in small.items()}
+    assert x["v"].numel() > 2**31
+    o, _ = getattr(linattn, op)(**x)
+    want, _ = getattr(linattn, op)(**small)
+    for head in (0, 127, 128):
+        assert_same_bits([o[:, :, head:head + 1]], [want])
+
+
+# ---- a step from Python, for the log ----
+
+
+@ops
+def test_time_of_a_step(op):
+    """Printed (pytest -rP), not judged: the median of 1000 calls, none of which waits."""
+    x = problem(op, B=1, H=32, HV=32, K=128, V=128, face="step")
+    out = torch.empty_like(x["v"])
+    step = getattr(linattn, f"{op}_step")
+    times = []
+    for i in range(1100):
+        if i % 50 == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step(**x, out=out)
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    print(f"{op}_step from Python, B 1, H 32, K V 128, bfloat16: "
+          f"median {statistics.median(times[100:]) * 1e6:.1f} us")
+    assert torch.isfinite(out).all()
