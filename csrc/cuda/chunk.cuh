@@ -21,6 +21,9 @@
 #include "load.cuh"
 #include "tile.cuh"
 
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
 #define LA_FN static __device__ __forceinline__
 #define LANE_ZERO 0
 #define LANE_SUM(x) (x)
@@ -85,16 +88,46 @@ __device__ inline int sequence_of(const call &c, int slot)
 
 /* ---- prepare: loads ---- */
 
-/* Can rows of x be copied in pieces of 16 bytes? */
-static bool whole_pieces(const view &x, int columns)
+struct tensor_maps {
+    CUtensorMap q, k, v;
+};
+
+/* The driver's, found at run time: nothing is linked against it. */
+static PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder()
 {
-    return (uintptr_t)x.data % 16 == 0 && x.stride[0] % 8 == 0 && x.stride[1] % 8 == 0 &&
-           x.stride[2] % 8 == 0 && columns % 8 == 0;
+    void *found = NULL;
+    cudaDriverEntryPointQueryResult how;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                               cudaEnableDefault, &how);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &how);
+#endif
+    if (error != cudaSuccess) cudaGetLastError();
+    return error == cudaSuccess ? (PFN_cuTensorMapEncodeTiled_v12000)found : NULL;
 }
 
-static bool keys_as_given(const call &c, const view &x, la_map map)
+/* x [B,T,heads,columns] as Hopper's copy engine takes it, in boxes of C tokens and `box` columns;
+ * and, for any device: can its rows be copied in pieces of 16 bytes? */
+static bool map_of(const call &c, const view &x, int heads, int columns, int box, CUtensorMap *map)
 {
-    return whole_pieces(x, c.K) && !c.qk_l2norm && map == LA_IDENTITY;
+    static const auto encode = tensor_map_encoder();
+    const int64_t sizes[] = {c.B, c.T, heads};
+    cuuint64_t size[4] = {(cuuint64_t)columns, (cuuint64_t)heads, (cuuint64_t)c.T, (cuuint64_t)c.B};
+    cuuint64_t stride[3]; /* bytes; of heads, tokens, batch rows */
+    const cuuint32_t boxes[4] = {(cuuint32_t)box, 1, C, 1}, step[4] = {1, 1, 1, 1};
+    if ((uintptr_t)x.data % 16 || columns % 8) return false;
+    for (int i = 0; i < 3; i++) {
+        if (sizes[i] > 1 && (x.stride[i] <= 0 || x.stride[i] % 8)) return false;
+        stride[2 - i] = sizes[i] > 1 ? (cuuint64_t)x.stride[i] * 2 : (cuuint64_t)columns * 2;
+    }
+    /* without the engine, rows are copied piece by piece */
+    return !encode || encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, size, stride, boxes,
+                             step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                             box == PANEL ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_32B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 /* Tokens t..t+n of head h, by all threads; rows and columns past the end are zeros. The caller waits
@@ -237,13 +270,20 @@ __device__ inline void write_inverse(const float *L, const float *beta, char *ti
 /* ---- prepare: scalar decays ---- */
 
 template <int KP> struct scalar_room {
-    alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)], tile[PANEL_BYTES];
-    float L[C * LD], G[C * LD], room[4 * 32 * 12];
+    union {
+        struct {
+            alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)];
+        };
+        struct { /* once the products are in registers */
+            char tile[PANEL_BYTES];
+            float G[C * LD], room[4 * 32 * 12]; /* G, then L in its place */
+        };
+    };
     float a[C], beta[C];
 };
 
 template <int KP, la_rule RULE>
-__global__ void __launch_bounds__(128) prepare_scalar(const __grid_constant__ call c,
+__global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(const __grid_constant__ call c,
                                                       const __grid_constant__ chunks w, bool q_as_given, bool k_as_given)
 {
     extern __shared__ __align__(1024) char shared[];
@@ -263,6 +303,7 @@ __global__ void __launch_bounds__(128) prepare_scalar(const __grid_constant__ ca
     /* Q K' and K K', on and below the diagonal; a warp takes 16 rows */
     float qk[8][4] = {}, kk[8][4] = {};
     const uint32_t k_tile = address_of(s.k), q_tile = address_of(s.q);
+    const uint32_t k_rows = lane_with_rows(k_tile);
 #pragma unroll
     for (int i = 0; i < KP; i += 16) {
         const left of_q = load_left(q_tile, warp * 16, i);
@@ -271,7 +312,7 @@ __global__ void __launch_bounds__(128) prepare_scalar(const __grid_constant__ ca
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if (j > warp) continue;
-            const right b = load_right_of_rows(k_tile, j * 16, i);
+            const right b = load_right_of_rows(k_rows, j * 16, i);
             multiply(qk[2 * j], qk[2 * j + 1], of_q, b);
             if (RULE == LA_DELTA) multiply(kk[2 * j], kk[2 * j + 1], of_k, b);
         }
@@ -301,6 +342,7 @@ __global__ void __launch_bounds__(128) prepare_scalar(const __grid_constant__ ca
             w.in[place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD];
             w.out[place * C + threadIdx.x] = s.G[(C - 1) * LD + threadIdx.x];
         }
+        if (RULE == LA_DELTA) __syncthreads();
 #pragma unroll
         for (int j = 0; j < 8; j++)
 #pragma unroll
@@ -312,16 +354,17 @@ __global__ void __launch_bounds__(128) prepare_scalar(const __grid_constant__ ca
                     pack(column <= row ? x * g.x : 0, column < row ? y * g.y : 0);
                 if (RULE == LA_DELTA) {
                     const float b = s.beta[row];
-                    s.L[row * LD + column] = column < row ? b * kk[j][2 * half] * g.x : 0;
-                    s.L[row * LD + column + 1] =
-                        column + 1 < row ? b * kk[j][2 * half + 1] * g.y : 0;
+                    *(float2 *)&s.G[row * LD + column] =
+                        make_float2(column < row ? b * kk[j][2 * half] * g.x : 0,
+                                    column + 1 < row ? b * kk[j][2 * half + 1] * g.y : 0);
                 }
             }
         __syncthreads();
         write_tile(w.scores + place * PANEL_BYTES, s.tile, PANEL_BYTES);
         if (RULE == LA_DELTA) {
-            invert(s.L, s.room);
-            write_inverse(s.L, s.beta, s.tile, w.inverse + place * PANEL_BYTES);
+            invert(s.G, s.room);
+            __syncthreads(); /* the scores have left the tile */
+            write_inverse(s.G, s.beta, s.tile, w.inverse + place * PANEL_BYTES);
         }
     }
 }
@@ -488,7 +531,8 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
     __syncthreads();
 
     float qk[8][4] = {}, kk[8][4] = {};
-    const uint32_t kf = address_of(s.kf), qf = address_of(s.q), kh = address_of(s.kh);
+    const uint32_t kf = address_of(s.kf), qf = address_of(s.q);
+    const uint32_t kh = lane_with_rows(address_of(s.kh));
 #pragma unroll
     for (int i = 0; i < KP; i += 16) {
         left of_q = load_left(qf, warp * 16, i), of_k;
@@ -578,7 +622,19 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
 
 struct walk_flags {
     bool v_pieces, o_pairs; /* rows of v come in 16-byte pieces, rows of o take 4 bytes */
-    bool q_given, k_given;
+};
+
+/* A sequence in `count` segments, walked side by side when there are few heads (docs/math.md: the
+ * segment map). What a segment makes of the state before it is S -> M S + X, so there are three
+ * launches: ENDS walks every segment from a state of zero, which ends as X, and, for the delta rule,
+ * from the columns of the identity with v = 0, which end as M's; `join_segments` goes along the
+ * segments; STARTS walks each again from the state it then has. */
+enum walk_kind { WHOLE, ENDS, STARTS };
+struct segments {
+    walk_kind kind;
+    int count;
+    float *ends;   /* [N * HV][count][16 (slices + key slices)][KP]: X', then M' */
+    float *starts; /* [N * HV][count][16 slices][KP]: S' */
 };
 
 /* A chunk that holds a NaN or an infinity goes token by token: in a product with a triangle, zero
@@ -644,6 +700,13 @@ __device__ __forceinline__ void walk_tokens(const call &c, const unit &u, int t,
     for (int i = 0; i < 8 * 4; i++) O[i / 4][i % 4] = o[i];
 }
 
+/* Up to two columns of o, `left` of which exist. */
+static __device__ __noinline__ void store_columns(char *o, uint32_t x, int left)
+{
+    if (left > 0) *(uint16_t *)o = (uint16_t)x;
+    if (left > 1) *(uint16_t *)(o + 2) = (uint16_t)(x >> 16);
+}
+
 /* Is one of two bf16 a NaN or an infinity: is its exponent all ones? */
 __device__ __forceinline__ bool not_finite(uint32_t x)
 {
@@ -651,9 +714,9 @@ __device__ __forceinline__ bool not_finite(uint32_t x)
 }
 
 template <int KP, la_decay DECAY, la_rule RULE>
-__global__ void __launch_bounds__(256)
-    walk(const __grid_constant__ call c, const __grid_constant__ chunks w, const walk_flags f,
-         int tiles)
+__global__ void __launch_bounds__(256, 1)
+    walk(const __grid_constant__ call c, const __grid_constant__ chunks w,
+         const __grid_constant__ tensor_maps maps, const walk_flags f, const segments g, int tiles)
 {
     typedef stage<KP, DECAY, RULE> part;
     extern __shared__ __align__(1024) char shared[];
@@ -662,88 +725,163 @@ __global__ void __launch_bounds__(256)
                             c.normaliser != LA_UNNORMALISED;
     const bool ones = normalised && warp == warps - 1; /* the column of ones: z, and its read */
     const int own = warps - normalised, tile = blockIdx.x % tiles;
-    const int64_t head = blockIdx.x / tiles;
+    const int segment = blockIdx.x / tiles % g.count;
+    const int64_t head = blockIdx.x / tiles / g.count;
     const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
-    const int v0 = ones ? 0 : (tile * own + warp) * 16, columns = ones ? 1 : min(16, c.V - v0);
-    const int chunk_count = (u.end - u.begin + C - 1) / C, slot0 = first_slot(c, u.n);
-    const int bytes = part::bytes(warps);
+    const int slices = (c.V + 15) / 16, slice_index = ones ? 0 : tile * own + warp;
+    const bool identity = g.kind == ENDS && slice_index >= slices; /* M's columns: v = 0 */
+    const int v0 = slice_index * 16, columns = ones ? 1 : identity ? 0 : min(16, c.V - v0);
+    const int v_slices = min(max(slices - tile * own, 0), own); /* of this block */
+    const int all_chunks = (u.end - u.begin + C - 1) / C;
+    const int first_chunk = (int)((int64_t)all_chunks * segment / g.count);
+    const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
+    const int slot0 = first_slot(c, u.n), bytes = part::bytes(warps);
     float *den = (float *)(shared + 2 * bytes); /* [C], if normalised */
+    const int pair = lane % 4 * 2; /* this thread's two tokens, or keys, of every eight */
+    const float scale = (float)c.scale;
+    const int64_t o_row = c.o.stride[1] * 2;
+    char *o_lane = at(c.o, u.b, u.begin + lane / 4, u.hv, v0 + pair);
 
-    /* S' [16 columns][KP]: thread has columns lane / 4 and + 8, keys 8 i + lane % 4 * 2 and + 1 */
+    /* S' [16 columns][KP]: thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
     float S[KP / 8][4];
     const view &from = ones ? c.z0 : c.s0, &to = ones ? c.zt : c.st;
 #pragma unroll
     for (int i = 0; i < KP / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int column = lane / 4 + e / 2 * 8, key = i * 8 + lane % 4 * 2 + e % 2;
+            const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
             S[i][e] = 0;
-            if (from.data && column < columns && key < c.K)
+            if (g.kind == ENDS)
+                S[i][e] = identity && (slice_index - slices) * 16 + column == key;
+            else if (g.kind == STARTS)
+                S[i][e] = slice_index < slices
+                              ? g.starts[((head * g.count + segment) * slices * 16 + v0 + column) *
+                                             KP + key]
+                              : 0;
+            else if (from.data && column < columns && key < c.K)
                 S[i][e] = load<float>(at(from, u.n, u.hv, key, ones ? 0 : v0 + column), from.dtype);
         }
 
-    const auto fetch = [&](int i) {
-        char *room = shared + i % 2 * bytes;
+    /* Chunk i into stage `room`; by the copy engine, or by everybody. */
+    const auto fetch = [&](int i, char *room, uint32_t barrier) {
         const uint32_t base = address_of(room);
         const int t = u.begin + i * C, n = min(C, u.end - t);
         const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
-        const int64_t keys =
-            (int64_t)(slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h);
-        if (part::has_k && f.k_given)
-            copy_tile<KP>(c.k, c.K, u.b, t, n, u.h, base + part::k);
-        else if (part::has_k)
-            copy_bytes(base + part::k, w.k + keys * tile_bytes(KP), tile_bytes(KP));
-        if (f.q_given)
-            copy_tile<KP>(c.q, c.K, u.b, t, n, u.h, base + part::q);
-        else
-            copy_bytes(base + part::q, w.q + keys * tile_bytes(KP), tile_bytes(KP));
-        copy_bytes(base + part::scores, w.scores + place * PANEL_BYTES, PANEL_BYTES);
-        if (RULE == LA_DELTA)
-            copy_bytes(base + part::inverse, w.inverse + place * PANEL_BYTES, PANEL_BYTES);
-        if (DECAY == LA_TOKEN) {
-            copy_bytes(base + part::in, (const char *)(w.in + place * C), C * 4);
-            copy_bytes(base + part::out, (const char *)(w.out + place * C), C * 4);
-        }
-        if (DECAY == LA_KEY) {
-            copy_bytes(base + part::kt, w.kt + place * tile_bytes(KP), tile_bytes(KP));
-            copy_bytes(base + part::total, (const char *)(w.total + place * KP), KP * 4);
-        }
+        const int64_t keys = ((int64_t)(slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) *
+                             tile_bytes(KP);
+        const struct {
+            int at;
+            const void *from;
+            int bytes;
+        } pieces[] = {
+            {part::k, part::has_k && w.k ? w.k + keys : NULL, tile_bytes(KP)},
+            {part::q, w.q ? w.q + keys : NULL, tile_bytes(KP)},
+            {part::kt, DECAY == LA_KEY ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
+            {part::scores, w.scores + place * PANEL_BYTES, PANEL_BYTES},
+            {part::inverse, RULE == LA_DELTA ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
+            {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
+            {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
+            {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
+        };
         char *slice = room + part::v + warp * SLICE_BYTES;
-        if (f.v_pieces && !ones) {
-            const char *x = at(c.v, u.b, t, u.hv, v0 < c.V ? v0 : 0);
+#if HAS_COPY_ENGINE
+        if (threadIdx.x == 0) {
+            int bytes = (part::has_k && !w.k ? tile_bytes(KP) : 0) + (!w.q ? tile_bytes(KP) : 0) +
+                        (f.v_pieces ? v_slices * SLICE_BYTES : 0);
+#pragma unroll
+            for (const auto &x : pieces)
+                if (x.from) bytes += x.bytes;
+            barrier_expect(barrier, bytes);
+#pragma unroll
+            for (const auto &x : pieces)
+                if (x.from) engine_copy(base + x.at, x.from, x.bytes, barrier);
+#pragma unroll
+            for (int j = 0; j < KP / PANEL; j++) {
+                if (part::has_k && !w.k)
+                    engine_copy_box(base + part::k + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
+                                    barrier);
+                if (!w.q)
+                    engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
+                                    barrier);
+            }
+            if (f.v_pieces)
+                for (int j = 0; j < v_slices; j++)
+                    engine_copy_box(base + part::v + j * SLICE_BYTES, &maps.v, (tile * own + j) * 16,
+                                    u.hv, t, u.b, barrier);
+        }
+        const bool v_comes = f.v_pieces && !ones;
+#else
+        if (part::has_k && !w.k) copy_tile<KP>(c.k, c.K, u.b, t, n, u.h, base + part::k);
+        if (!w.q) copy_tile<KP>(c.q, c.K, u.b, t, n, u.h, base + part::q);
+#pragma unroll
+        for (const auto &x : pieces)
+            if (x.from) copy_bytes(base + x.at, (const char *)x.from, x.bytes);
+        const bool v_comes = f.v_pieces && !ones;
+        if (v_comes && columns > 0) {
+            const char *x = at(c.v, u.b, t, u.hv, v0);
             for (int j = lane; j < C * 2; j += 32) {
                 const bool there = j / 2 < n && j % 2 * 8 < columns;
                 copy_async(address_of(slice) + slice_at(j / 2, j % 2),
                            x + (there ? j / 2 * c.v.stride[1] * 2 + j % 2 * 16 : 0), there);
             }
-        } else {
-            for (int j = lane; j < C * 16; j += 32) {
-                const int row = j / 16, column = j % 16;
-                bf16 x = __float2bfloat16_rn(0);
-                if (row < n && column < columns)
-                    x = ones ? __float2bfloat16_rn(1)
-                             : *(const bf16 *)at(c.v, u.b, t + row, u.hv, v0 + column);
-                *(bf16 *)(slice + slice_at(row, column / 8) + column % 8 * 2) = x;
-            }
         }
         copies_end_group();
+#endif
+        if (v_comes || columns <= 0) return;
+        for (int j = lane; j < C * 16; j += 32) {
+            const int row = j / 16, column = j % 16;
+            bf16 x = __float2bfloat16_rn(0);
+            if (row < n && column < columns)
+                x = ones ? __float2bfloat16_rn(1)
+                         : *(const bf16 *)at(c.v, u.b, t + row, u.hv, v0 + column);
+            *(bf16 *)(slice + slice_at(row, column / 8) + column % 8 * 2) = x;
+        }
     };
 
     /* The non-causal form goes through the chunks twice: to write all, then to read. */
+#if HAS_COPY_ENGINE
+    __shared__ uint64_t arrived[2];
+    const uint32_t barriers = address_of(arrived);
+    if (threadIdx.x == 0) {
+        barrier_init(barriers);
+        barrier_init(barriers + 8);
+        barriers_ready();
+    }
+#else
+    const uint32_t barriers = 0;
+#endif
+    int turn = 0; /* chunks so far, both passes */
     for (int pass = c.causal ? 1 : 0; pass < 2; pass++) {
-        const bool writes = c.causal || pass == 0, reads = pass == 1;
+        const bool writes = c.causal || pass == 0, reads = pass == 1 && g.kind != ENDS;
         __syncthreads();
-        if (chunk_count) fetch(0);
-        for (int i = 0; i < chunk_count; i++) {
-            copies_wait<0>();
-            __syncthreads(); /* chunk i is there, and nobody needs chunk i - 1 any more */
-            if (i + 1 < chunk_count) fetch(i + 1);
-            const char *room = shared + i % 2 * bytes;
+        if (first_chunk < last_chunk)
+            fetch(first_chunk, shared + turn % 2 * bytes, barriers + turn % 2 * 8);
+        for (int i = first_chunk; i < last_chunk; i++, turn++) {
+            char *room = shared + turn % 2 * bytes;
             const uint32_t base = address_of(room);
             const int t = u.begin + i * C, n = min(C, u.end - t);
+#if HAS_COPY_ENGINE
+            barrier_wait(barriers + turn % 2 * 8, turn / 2 % 2);
+            if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
+                if (part::has_k && !w.k)
+                    for (int j = threadIdx.x; j < (C - n) * KP / 8; j += blockDim.x)
+                        *(uint4 *)(room + part::k + piece_at(n + j / (KP / 8), j % (KP / 8))) =
+                            make_uint4(0, 0, 0, 0);
+                if (f.v_pieces && columns > 0 && !ones)
+                    for (int j = lane; j < (C - n) * 2; j += 32)
+                        *(uint4 *)(room + part::v + warp * SLICE_BYTES +
+                                   slice_at(n + j / 2, j % 2)) = make_uint4(0, 0, 0, 0);
+            }
+#else
+            copies_wait<0>();
+#endif
+            __syncthreads(); /* chunk i is there, and nobody needs chunk i - 1 any more */
+            if (i + 1 < last_chunk)
+                fetch(i + 1, shared + (turn + 1) % 2 * bytes, barriers + (turn + 1) % 2 * 8);
             const float *in = (const float *)(room + part::in);
             const float *out = (const float *)(room + part::out);
-            const int pair = lane % 4 * 2; /* this thread's two tokens, or keys, of every eight */
+            const uint32_t k_rows = lane_with_rows(base + part::k);
+            const uint32_t q_rows = lane_with_rows(base + part::q);
 
             /* k^ S and q^ S, transposed: [16 columns][C] */
             float kS[8][4] = {}, O[8][4] = {};
@@ -754,9 +892,10 @@ __global__ void __launch_bounds__(256)
                 for (int m = 0; m < 4; m++) {
                     if (RULE == LA_DELTA)
                         multiply(kS[2 * m], kS[2 * m + 1], s,
-                                 load_right_of_rows(base + part::k, m * 16, j * 16));
-                    multiply(O[2 * m], O[2 * m + 1], s,
-                             load_right_of_rows(base + part::q, m * 16, j * 16));
+                                 load_right_of_rows(k_rows, m * 16, j * 16));
+                    if (reads)
+                        multiply(O[2 * m], O[2 * m + 1], s,
+                                 load_right_of_rows(q_rows, m * 16, j * 16));
                 }
             }
 
@@ -765,10 +904,14 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int m = 0; m < 4; m++) {
                 const int row = m * 16 + lane / 16 * 8 + lane % 8, piece = lane / 8 % 2;
-                load_matrices_transposed(U[m].x, base + part::v + warp * SLICE_BYTES +
-                                                     slice_at(row, piece));
+                if (columns > 0)
+                    load_matrices_transposed(U[m].x, base + part::v + warp * SLICE_BYTES +
+                                                         slice_at(row, piece));
+                else
+                    U[m] = {};
             }
             if constexpr (RULE == LA_DELTA) {
+                const uint32_t A_rows = lane_with_rows(base + part::inverse);
                 float X[8][4] = {};
 #pragma unroll
                 for (int m = 0; m < 8; m++) {
@@ -787,7 +930,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
                     for (int m = j; m < 4; m++)
                         multiply(X[2 * m], X[2 * m + 1], x,
-                                 load_right_of_rows(base + part::inverse, m * 16, j * 16));
+                                 load_right_of_rows(A_rows, m * 16, j * 16));
                 }
 #pragma unroll
                 for (int m = 0; m < 4; m++) U[m] = as_left(X[2 * m], X[2 * m + 1]);
@@ -811,8 +954,9 @@ __global__ void __launch_bounds__(256)
                 }
             }
 
+            if (odd) walk_tokens<KP, DECAY, RULE>(c, u, t, n, v0, columns, S, O);
             if (reads) {
-                if (DECAY == LA_TOKEN)
+                if (DECAY == LA_TOKEN && !odd)
 #pragma unroll
                     for (int m = 0; m < 8; m++) {
                         const float2 g = *(const float2 *)(in + m * 8 + pair);
@@ -821,44 +965,51 @@ __global__ void __launch_bounds__(256)
                         O[m][2] *= g.x;
                         O[m][3] *= g.y;
                     }
-                if (odd)
-                    walk_tokens<KP, DECAY, RULE>(c, u, t, n, v0, columns, S, O);
-                else if (c.causal)
+                if (c.causal && !odd) {
+                    const uint32_t P_rows = lane_with_rows(base + part::scores);
 #pragma unroll
                     for (int j = 0; j < 4; j++)
 #pragma unroll
                         for (int m = j; m < 4; m++)
                             multiply(O[2 * m], O[2 * m + 1], U[j],
-                                     load_right_of_rows(base + part::scores, m * 16, j * 16));
+                                     load_right_of_rows(P_rows, m * 16, j * 16));
+                }
+#pragma unroll
+                for (int m = 0; m < 8; m++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) O[m][e] *= scale;
                 if (normalised) {
                     __syncthreads();
                     if (ones && lane < 4)
 #pragma unroll
-                        for (int m = 0; m < 8; m++) {
-                            den[m * 8 + pair] = O[m][0];
-                            den[m * 8 + pair + 1] = O[m][1];
-                        }
+                        for (int m = 0; m < 8; m++)
+                            *(float2 *)(den + m * 8 + pair) = make_float2(O[m][0], O[m][1]);
                     __syncthreads();
+#pragma unroll
+                    for (int m = 0; m < 8; m++) {
+                        const float2 d = *(const float2 *)(den + m * 8 + pair);
+                        const float x = clamped(c, d.x), y = clamped(c, d.y);
+                        O[m][0] /= x;
+                        O[m][1] /= y;
+                        O[m][2] /= x;
+                        O[m][3] /= y;
+                    }
                 }
+                if (!ones) {
+                    char *o = o_lane + (int64_t)i * C * o_row; /* transposed: token, then columns */
+                    const bool whole = f.o_pairs && columns == 16;
 #pragma unroll
-                for (int m = 0; m < 8; m++) {
-                    const float2 d = normalised ? *(const float2 *)(den + m * 8 + pair)
-                                                : make_float2(1, 1);
-                    const uint32_t x[2] = {
-                        transpose(pack(finish(c, O[m][0], d.x), finish(c, O[m][1], d.y))),
-                        transpose(pack(finish(c, O[m][2], d.x), finish(c, O[m][3], d.y)))};
-                    const int row = m * 8 + lane / 4; /* transposed: token, then columns */
-                    if (row >= n || ones) continue;
-                    char *o = at(c.o, u.b, t + row, u.hv, v0);
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const int column = half * 8 + pair;
-                        if (f.o_pairs && column + 1 < columns) {
-                            *(uint32_t *)(o + column * 2) = x[half];
-                        } else {
-                            if (column < columns) *(uint16_t *)(o + column * 2) = (uint16_t)x[half];
-                            if (column + 1 < columns)
-                                *(uint16_t *)(o + column * 2 + 2) = (uint16_t)(x[half] >> 16);
+                    for (int m = 0; m < 8; m++) {
+                        const uint32_t x = transpose(pack(O[m][0], O[m][1]));
+                        const uint32_t y = transpose(pack(O[m][2], O[m][3]));
+                        if (whole) {
+                            if (m * 8 + lane / 4 < n) {
+                                *(uint32_t *)(o + m * 8 * o_row) = x;
+                                *(uint32_t *)(o + m * 8 * o_row + 16) = y;
+                            }
+                        } else if (m * 8 + lane / 4 < n) {
+                            store_columns(o + m * 8 * o_row, x, columns - pair);
+                            store_columns(o + m * 8 * o_row + 16, y, columns - pair - 8);
                         }
                     }
                 }
@@ -876,7 +1027,7 @@ __global__ void __launch_bounds__(256)
                 S[j][2] *= a.x;
                 S[j][3] *= a.y;
             }
-            const uint32_t kt = base + (DECAY == LA_KEY ? part::kt : part::k);
+            const uint32_t kt = lane_with_columns(base + (DECAY == LA_KEY ? part::kt : part::k));
 #pragma unroll
             for (int j = 0; j < 4; j++)
 #pragma unroll
@@ -885,15 +1036,89 @@ __global__ void __launch_bounds__(256)
         }
     }
 
-    if (!to.data || (ones && tile)) return;
+    if (g.kind == ENDS) {
+        const int all = tiles * own * 16; /* rows of ends, whole blocks of them */
+        float *end = g.ends + ((head * g.count + segment) * all + v0 + lane / 4) * KP + pair;
+#pragma unroll
+        for (int i = 0; i < KP / 8; i++) {
+            *(float2 *)(end + i * 8) = make_float2(S[i][0], S[i][1]);
+            *(float2 *)(end + 8 * KP + i * 8) = make_float2(S[i][2], S[i][3]);
+        }
+        return;
+    }
+    if (!to.data || (ones && tile) || segment < g.count - 1) return;
 #pragma unroll
     for (int i = 0; i < KP / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int column = lane / 4 + e / 2 * 8, key = i * 8 + lane % 4 * 2 + e % 2;
+            const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
             if (column < columns && key < c.K)
                 store(at(to, u.n, u.hv, key, ones ? 0 : v0 + column), to.dtype, S[i][e]);
         }
+}
+
+/* The states at which segments start: S' <- S' M' + X', one segment after another, in float32. A
+ * block has 16 value columns of a head, a thread a key. `rows` of ends per segment. */
+template <int KP, la_decay DECAY, la_rule RULE>
+__global__ void __launch_bounds__(KP)
+    join_segments(const __grid_constant__ call c, const __grid_constant__ chunks w, const segments g,
+                  int rows)
+{
+    __shared__ float S[16][KP];
+    const int slices = (c.V + 15) / 16, slice = blockIdx.x % slices, key = threadIdx.x;
+    const int64_t head = blockIdx.x / slices;
+    const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
+    const int all_chunks = (u.end - u.begin + C - 1) / C, slot0 = first_slot(c, u.n);
+    float own[16];
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        const int column = slice * 16 + j;
+        own[j] = c.s0.data && column < c.V && key < c.K
+                     ? load<float>(at(c.s0, u.n, u.hv, key, column), c.s0.dtype)
+                     : 0;
+    }
+    for (int segment = 0; segment < g.count; segment++) {
+        float *start =
+            g.starts + ((head * g.count + segment) * slices * 16 + slice * 16) * KP + key;
+#pragma unroll
+        for (int j = 0; j < 16; j++) start[j * KP] = own[j];
+        if (segment == g.count - 1) return;
+
+        const float *end = g.ends + (head * g.count + segment) * rows * KP + key;
+        if constexpr (RULE == LA_ADDITIVE) {
+            const int first = (int)((int64_t)all_chunks * segment / g.count);
+            const int last = (int)((int64_t)all_chunks * (segment + 1) / g.count);
+            float a = 1;
+            if (DECAY != LA_NONE)
+#pragma unroll 8
+                for (int i = first; i < last; i++) {
+                    const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
+                    a *= DECAY == LA_KEY ? w.total[place * KP + key] : w.in[place * C + C - 1];
+                }
+#pragma unroll
+            for (int j = 0; j < 16; j++) own[j] = a * own[j] + end[(slice * 16 + j) * KP];
+        } else {
+#pragma unroll
+            for (int j = 0; j < 16; j++) {
+                S[j][key] = own[j];
+                own[j] = end[(slice * 16 + j) * KP];
+            }
+            __syncthreads();
+            const float *M = end + (int64_t)slices * 16 * KP;
+#pragma unroll 4
+            for (int i = 0; i < c.K; i += 4) {
+                float m[4]; /* M has rows for whole slices of keys */
+#pragma unroll
+                for (int e = 0; e < 4; e++) m[e] = M[(i + e) * KP];
+#pragma unroll
+                for (int j = 0; j < 16; j++) {
+                    const float4 x = *(const float4 *)&S[j][i];
+                    own[j] += x.x * m[0] + x.y * m[1] + x.z * m[2] + x.w * m[3];
+                }
+            }
+            __syncthreads();
+        }
+    }
 }
 
 /* ---- the two launches, and the memory between them ---- */
@@ -906,19 +1131,113 @@ template <int KP, la_decay DECAY, la_rule RULE> constexpr auto prepare_of()
         return prepare_scalar<KP, RULE>;
 }
 
+enum { PROCESSORS = 132 }; /* of an H200: what the splits below are tuned for, not a condition */
+
+/* Segments of each sequence: as many as fill the device with blocks of four warps, as long as a
+ * segment has eight chunks to pay for its launches. With the delta rule the ends cost more than the
+ * walk itself (2 of 2.6 parts: K more columns), so that fewer than four do not pay. */
+static int segments_for(const call &c, bool delta)
+{
+    const int64_t blocks = (int64_t)c.N * c.HV * ((c.V + 63) / 64);
+    const int64_t chunks = (c.cu.data ? c.T / max(c.N, 1) : c.T) / C;
+    if (!c.causal || c.normaliser != LA_UNNORMALISED) return 1;
+    const int64_t count = min(min(PROCESSORS / blocks, chunks / 8), (int64_t)32);
+    return count < (delta ? 4 : 2) ? 1 : (int)count;
+}
+
+/* Warps per block of walk, each with 16 value columns. All warps of a block read the same tiles, so
+ * a wide block saves traffic; narrow ones fill the device when there are few heads. Taken is the one
+ * with the least rounds times work per round, a round being as many blocks as fit at once, and a
+ * multiprocessor's work a fixed part (the chain of products) and one in proportion to its warps. */
+template <typename part> static int columns_per_block(const call &c, int64_t heads, int slices)
+{
+    const bool normalised = c.normaliser != LA_UNNORMALISED;
+    const int64_t processors = PROCESSORS, room = 227 << 10;
+    int best = 1;
+    double least = 0;
+    for (int own = 1; own <= 8 - normalised; own *= 2) {
+        const int64_t blocks = heads * ((slices + own - 1) / own);
+        const int64_t fit = room / (2 * part::bytes(own + normalised) + 2048);
+        if (fit == 0) break;
+        const int64_t rounds = (blocks + processors * fit - 1) / (processors * fit);
+        const int64_t each = (blocks + processors - 1) / processors;
+        const double cost = (double)rounds * (1 + 0.15 * (double)(own * (each < fit ? each : fit)));
+        if (least == 0 || cost < least) {
+            least = cost;
+            best = own;
+        }
+    }
+    return best;
+}
+
+template <int KP, la_decay DECAY, la_rule RULE>
+static cudaError_t launch_walk(const call &c, const chunks &w, const tensor_maps &maps,
+                               const walk_flags &f, const segments &g, int slices, int own,
+                               cudaStream_t stream)
+{
+    const bool normalised = c.normaliser != LA_UNNORMALISED;
+    const int tiles = (slices + own - 1) / own, warps = own + normalised;
+    const int bytes = 2 * stage<KP, DECAY, RULE>::bytes(warps) + (normalised ? C * 4 : 0);
+    const auto kernel = walk<KP, DECAY, RULE>;
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+    kernel<<<(unsigned)((int64_t)c.N * c.HV * g.count * tiles), warps * 32, bytes, stream>>>(
+        c, w, maps, f, g, tiles);
+    return cudaGetLastError();
+}
+
+template <int KP, la_decay DECAY, la_rule RULE>
+static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_maps &maps,
+                                const walk_flags &f, cudaMemPool_t pool, cudaStream_t stream)
+{
+    typedef stage<KP, DECAY, RULE> part;
+    const int slices = (c.V + 15) / 16, key_slices = RULE == LA_DELTA ? (c.K + 15) / 16 : 0;
+    segments g = {WHOLE, segments_for(c, RULE == LA_DELTA), NULL, NULL};
+    const int64_t heads = (int64_t)c.N * c.HV, units = heads * g.count;
+    const int own = columns_per_block<part>(c, units, slices);
+    if (g.count == 1)
+        return launch_walk<KP, DECAY, RULE>(c, w, maps, f, g, slices, own, stream);
+
+    const int ends_own = columns_per_block<part>(c, units, slices + key_slices);
+    const int64_t rows = (slices + key_slices + ends_own - 1) / ends_own * ends_own * 16;
+    const int64_t ends = units * rows * KP, starts = units * slices * 16 * KP;
+    cudaError_t error = cudaMallocFromPoolAsync((void **)&g.ends, (ends + starts) * 4, pool, stream);
+    if (error != cudaSuccess) return error;
+    g.starts = g.ends + ends;
+    g.kind = ENDS;
+    error = launch_walk<KP, DECAY, RULE>(c, w, maps, f, g, slices + key_slices, ends_own, stream);
+    if (error == cudaSuccess) {
+        join_segments<KP, DECAY, RULE>
+            <<<(unsigned)(heads * slices), KP, 0, stream>>>(c, w, g, (int)rows);
+        error = cudaGetLastError();
+    }
+    g.kind = STARTS;
+    if (error == cudaSuccess)
+        error = launch_walk<KP, DECAY, RULE>(c, w, maps, f, g, slices, own, stream);
+    const cudaError_t freed = cudaFreeAsync(g.ends, stream);
+    return error == cudaSuccess ? freed : error;
+}
+
 template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t stream)
 {
-    typedef stage<KP, DECAY, RULE> part;
-    const bool q_as_given = keys_as_given(c, c.q, c.map[0]);
-    const bool k_as_given = keys_as_given(c, c.k, c.map[1]);
-    const bool normalised = c.normaliser != LA_UNNORMALISED;
+    constexpr bool has_k = stage<KP, DECAY, RULE>::has_k;
+    tensor_maps maps = {};
+    walk_flags f = {};
+    const bool q_as_given = map_of(c, c.q, c.H, c.K, PANEL, &maps.q) && !c.qk_l2norm &&
+                            c.map[0] == LA_IDENTITY;
+    const bool k_as_given = map_of(c, c.k, c.H, c.K, PANEL, &maps.k) && !c.qk_l2norm &&
+                            c.map[1] == LA_IDENTITY;
+    f.v_pieces = map_of(c, c.v, c.HV, c.V, 16, &maps.v);
+    f.o_pairs = (uintptr_t)c.o.data % 4 == 0 &&
+                (c.o.stride[0] | c.o.stride[1] | c.o.stride[2]) % 2 == 0;
     const int64_t slots = c.cu.data ? (int64_t)c.T / C + c.N : (int64_t)c.N * ((c.T + C - 1) / C);
     const int heads = DECAY == LA_KEY ? c.HV : c.H;
     const int64_t places = slots * c.HV, tile = tile_bytes(KP);
     const int64_t score = places * PANEL_BYTES, keys = slots * heads * tile;
     const bool keep_q = DECAY == LA_KEY || !q_as_given;
-    const bool keep_k = part::has_k && (DECAY == LA_KEY || !k_as_given);
+    const bool keep_k = has_k && (DECAY == LA_KEY || !k_as_given);
     const int64_t inverse = RULE == LA_DELTA ? score : 0;
     const int64_t kt = DECAY == LA_KEY ? places * tile : 0;
     const int64_t numbers = places * 4 * (DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 2 * C : 0);
@@ -963,27 +1282,7 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
         }
     }
     if (error == cudaSuccess) {
-        const int slices = (c.V + 15) / 16;
-        int own = 8; /* warps with columns of their own */
-        while (own > 1 && (own / 2 >= slices || (int64_t)c.N * c.HV * ((slices + own - 1) / own) < 132))
-            own /= 2;
-        if (normalised && own == 8) own = 4;
-        const int tiles = (slices + own - 1) / own, warps = own + normalised;
-        const int walk_bytes = 2 * part::bytes(warps) + (normalised ? C * 4 : 0);
-        walk_flags f = {};
-        f.v_pieces = whole_pieces(c.v, c.V);
-        f.o_pairs = (uintptr_t)c.o.data % 4 == 0 &&
-                    (c.o.stride[0] | c.o.stride[1] | c.o.stride[2]) % 2 == 0;
-        f.q_given = !keep_q;
-        f.k_given = !keep_k;
-        const auto kernel = walk<KP, DECAY, RULE>;
-        error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, walk_bytes);
-        if (error == cudaSuccess) {
-            kernel<<<(unsigned)((int64_t)c.N * c.HV * tiles), warps * 32, walk_bytes, stream>>>(
-                c, w, f, tiles);
-            error = cudaGetLastError();
-        }
+        error = launch_walks<KP, DECAY, RULE>(c, w, maps, f, pool, stream);
     }
     const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;

@@ -32,6 +32,36 @@ template <typename real> __device__ inline real load(const char *from, la_dtype 
     }
 }
 
+/* Elements first, first + step, ... of a row of `count`, zeros past its end. The dtype is asked once,
+ * so that all N loads are under way before the first is waited for. */
+template <typename T, typename real, int N>
+__device__ __forceinline__ void load_as(real (&x)[N], const char *from, int first, int step, int count)
+{
+    T y[N];
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        if (first + step * j < count) y[j] = ((const T *)from)[first + step * j];
+#pragma unroll
+    for (int j = 0; j < N; j++) x[j] = first + step * j < count ? (real)(float)y[j] : 0;
+}
+
+template <typename real, int N>
+__device__ __forceinline__ void load_row(real (&x)[N], const char *from, la_dtype dtype, int first,
+                                         int step, int count)
+{
+    if (dtype == LA_F64) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            x[j] = first + step * j < count ? (real)((const double *)from)[first + step * j] : 0;
+    } else if (dtype == LA_F32) {
+        load_as<float>(x, from, first, step, count);
+    } else if (dtype == LA_F16) {
+        load_as<__half>(x, from, first, step, count);
+    } else {
+        load_as<__nv_bfloat16>(x, from, first, step, count);
+    }
+}
+
 template <typename real> __device__ inline void store(char *to, la_dtype dtype, real x)
 {
     switch (dtype) {
@@ -65,10 +95,9 @@ template <typename real> __device__ inline real decay_of(real g, la_gate gate)
     return gate == LA_DECAY ? g : exp(gate == LA_SLOPE ? -g : g);
 }
 
-/* The read's end: o = scale num, or scale num / divisor(scale den). */
-template <typename real> __device__ inline real divisor(const call &c, real den)
+/* The read's end: o = scale num, or scale num / clamped(scale den). */
+template <typename real> __device__ inline real clamped(const call &c, real den)
 {
-    den *= (real)c.scale;
     if (c.normaliser == LA_ADD) return den + (real)c.eps;
     return den <= (real)c.eps ? (real)c.eps : den; /* a NaN stays one */
 }
@@ -76,7 +105,7 @@ template <typename real> __device__ inline real divisor(const call &c, real den)
 template <typename real> __device__ inline real finish(const call &c, real num, real den)
 {
     const real o = num * (real)c.scale;
-    return c.normaliser == LA_UNNORMALISED ? o : o / divisor(c, den);
+    return c.normaliser == LA_UNNORMALISED ? o : o / clamped(c, den * (real)c.scale);
 }
 
 /* Sums over four neighbouring threads, and over a warp. */

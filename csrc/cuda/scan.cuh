@@ -51,14 +51,11 @@ __device__ void load_keys(const call &c, const view &from, la_map map, double ma
                           const unit &u, int t, real (&x)[ROWS * PARTS / 32])
 {
     const int lane = threadIdx.x % 32;
-    real squares = 0;
-#pragma unroll
-    for (int j = 0; j < ROWS * PARTS / 32; j++) {
-        const int i = lane + 32 * j;
-        x[j] = i < c.K ? load<real>(at(from, u.b, t, u.h, i), from.dtype) : 0;
-        squares += x[j] * x[j];
-    }
+    load_row(x, at(from, u.b, t, u.h), from.dtype, lane, 32, c.K);
     if (c.qk_l2norm) {
+        real squares = 0;
+#pragma unroll
+        for (int j = 0; j < ROWS * PARTS / 32; j++) squares += x[j] * x[j];
         const real factor = l2norm_factor(warp_sum(squares));
 #pragma unroll
         for (int j = 0; j < ROWS * PARTS / 32; j++) x[j] *= factor;
@@ -80,15 +77,16 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, b
         load_keys<ROWS>(c, c.k, c.map[1], c.map_eps[1], u, t + i, k);
 #pragma unroll
         for (int j = 0; j < ROWS * PARTS / 32; j++) {
-            const int row = lane + 32 * j;
-            to.q[i].at(row) = q[j];
-            to.k[i].at(row) = k[j];
+            to.q[i].at(lane + 32 * j) = q[j];
+            to.k[i].at(lane + 32 * j) = k[j];
             qk += q[j] * k[j];
-            if (DECAY == LA_KEY)
-                to.a[i].at(row) =
-                    row < c.K ? decay_of(load<real>(at(c.g, u.b, t + i, u.hv, row), c.g.dtype),
-                                         c.gate)
-                              : 0;
+        }
+        if (DECAY == LA_KEY) {
+            real g[ROWS * PARTS / 32];
+            load_row(g, at(c.g, u.b, t + i, u.hv), c.g.dtype, lane, 32, c.K);
+#pragma unroll
+            for (int j = 0; j < ROWS * PARTS / 32; j++)
+                to.a[i].at(lane + 32 * j) = lane + 32 * j < c.K ? decay_of(g[j], c.gate) : 0;
         }
         if (RULE == LA_DELTA) {
             qk = warp_sum(qk);

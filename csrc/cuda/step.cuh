@@ -17,7 +17,7 @@ typedef float real, lane, lane_of_state;
 enum { MAX_STRIP = 4, COLUMNS = 32, THREADS = 256, WARPS = THREADS / 32 };
 
 struct step_room {
-    float q[256], k[256], a[256], qk, beta;
+    float q[256], k[256], a[256], qk, den;
     float4 sums[2][WARPS][8]; /* [K][V]: each warp's, of its eight times four columns */
 };
 extern __shared__ __align__(16) char step_shared[];
@@ -102,12 +102,9 @@ __device__ __forceinline__ void load_key(const call &c, const view &from, la_map
 {
     const int lane = threadIdx.x % 32;
     float squares = 0;
+    load_row(x, at(from, n, 0, h), from.dtype, lane, 32, c.K);
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const int i = lane + 32 * j;
-        x[j] = i < c.K ? load<float>(at(from, n, 0, h, i), from.dtype) : 0;
-        squares += x[j] * x[j];
-    }
+    for (int j = 0; j < 8; j++) squares += x[j] * x[j];
     const float factor = c.qk_l2norm ? l2norm_factor(warp_sum(squares)) : 1;
 #pragma unroll
     for (int j = 0; j < 8; j++)
@@ -124,7 +121,7 @@ __device__ __forceinline__ int64_t slot_of(const call &c, int n)
 }
 
 template <la_decay DECAY, la_rule RULE, int ROWS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, ROWS == 4 ? 3 : 2)
     step(const __grid_constant__ call c, const bool vector)
 {
     step_room &s = *(step_room *)step_shared;
@@ -148,7 +145,28 @@ __global__ void __launch_bounds__(THREADS)
 
     char *state = at(c.s0, slot, hv);
     const int size = dtype_size(c.s0.dtype);
-    if (V_FIRST) {
+    /* The usual state, whole: nothing between the loads, so that all are under way at once. */
+    const bool whole = vector && c.s0.dtype == LA_F32 && (V_FIRST ? c.K : c.V) % 4 == 0;
+    const int64_t apart = c.s0.stride[V_FIRST ? 3 : 2];
+    float *of_thread = (float *)state + (V_FIRST ? column * apart + lane * 4
+                                                 : threadIdx.x / 8 * ROWS * apart + column);
+    if (whole) {
+        float4 x[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            /* [V][K]: column i % 4, its four keys i / 4; [K][V]: key i */
+            const bool there = V_FIRST ? column + i % 4 < c.V && key_of(i / 4 * 4) < c.K
+                                       : column < c.V && key_of(i) < c.K;
+            const float *from = of_thread + (V_FIRST ? i % 4 * apart + i / 4 * 128 : i * apart);
+            x[i] = there ? *(const float4 *)from : make_float4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const float y[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+            for (int e = 0; e < 4; e++) (V_FIRST ? S[i / 4 * 4 + e][i % 4] : S[i][e]) = y[e];
+        }
+    } else if (V_FIRST) {
 #pragma unroll
         for (int i = 0; i < ROWS; i += 4)
 #pragma unroll
@@ -180,15 +198,21 @@ __global__ void __launch_bounds__(THREADS)
         }
         qk = warp_sum(qk);
         if (lane == 0) s.qk = qk;
+        if (c.normaliser != LA_UNNORMALISED) { /* z as it was; advance_z comes after */
+            float z[8], den = 0;
+            load_row(z, at(c.z0, slot, hv), c.z0.dtype, lane, 32, c.K);
+#pragma unroll
+            for (int j = 0; j < 8; j++) den += (z[j] + of_k[j]) * of_q[j];
+            den = warp_sum(den);
+            if (lane == 0) s.den = den;
+        }
     }
     if (DECAY == LA_KEY && threadIdx.x < c.K)
         s.a[threadIdx.x] =
             decay_of(load<float>(at(c.g, n, 0, hv, threadIdx.x), c.g.dtype), c.gate);
     if (DECAY == LA_TOKEN) a[0] = decay_of(load<float>(at(c.g, n, 0, hv), c.g.dtype), c.gate);
     const float beta = RULE == LA_DELTA ? load<float>(at(c.beta, n, 0, hv), c.beta.dtype) : 0;
-#pragma unroll
-    for (int w = 0; w < 4; w++)
-        v[w] = column + w < c.V ? load<float>(at(c.v, n, 0, hv, column + w), c.v.dtype) : 0;
+    load_row(v, at(c.v, n, 0, hv), c.v.dtype, column, 1, c.V);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
@@ -200,17 +224,23 @@ __global__ void __launch_bounds__(THREADS)
     la_token(&S[0][0], 4, 4, ROWS, q, k, v, a, beta, s.qk, o, DECAY, RULE);
 
     if (V_FIRST ? lane == 0 : threadIdx.x < 8) {
-        float den = 0;
-        if (c.normaliser != LA_UNNORMALISED) /* z as it was; advance_z comes after */
-            for (int i = 0; i < c.K; i++)
-                den += (load<float>(at(c.z0, slot, hv, i), c.z0.dtype) + s.k[i]) * s.q[i];
 #pragma unroll
         for (int w = 0; w < 4; w++)
             if (column + w < c.V)
-                store(at(c.o, n, 0, hv, column + w), c.o.dtype, finish(c, o[w], den));
+                store(at(c.o, n, 0, hv, column + w), c.o.dtype, finish(c, o[w], s.den));
     }
 
-    if (V_FIRST) {
+    if (whole) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const bool there = V_FIRST ? column + i % 4 < c.V && key_of(i / 4 * 4) < c.K
+                                       : column < c.V && key_of(i) < c.K;
+            float *to = of_thread + (V_FIRST ? i % 4 * apart + i / 4 * 128 : i * apart), y[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) y[e] = V_FIRST ? S[i / 4 * 4 + e][i % 4] : S[i][e];
+            if (there) *(float4 *)to = make_float4(y[0], y[1], y[2], y[3]);
+        }
+    } else if (V_FIRST) {
 #pragma unroll
         for (int i = 0; i < ROWS; i += 4)
 #pragma unroll

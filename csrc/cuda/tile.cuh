@@ -52,6 +52,63 @@ template <int LEFT> __device__ __forceinline__ void copies_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
+/* ---- Hopper's copy engine: one thread asks, a barrier in shared memory counts the bytes ---- */
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define HAS_COPY_ENGINE 1
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+
+/* Let the copy engine see the barriers. */
+__device__ __forceinline__ void barriers_ready()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int phase)
+{
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}" ::"r"(barrier),
+                 "r"(phase)
+                 : "memory");
+}
+
+__device__ __forceinline__ void engine_copy(uint32_t to, const void *from, int bytes,
+                                            uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+                 "[%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+/* A box of a tensor: columns i0.., head i1, tokens i2.., batch row i3. */
+__device__ __forceinline__ void engine_copy_box(uint32_t to, const void *map, int i0, int i1, int i2,
+                                                int i3, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+                 "l"(map), "r"(barrier), "r"(i0), "r"(i1), "r"(i2), "r"(i3)
+                 : "memory");
+}
+#else
+#define HAS_COPY_ENGINE 0
+#endif
+
 /* ---- fragments: 16 x 16 pieces of operands, as mma takes them ---- */
 
 /* Left operand [16 rows][16 k]; lies as rows. */
@@ -89,21 +146,37 @@ __device__ __forceinline__ left load_left(uint32_t tile, int row, int column)
     return a;
 }
 
-/* The tile's rows row..row+16 are n, its columns column..column+16 are k: B = tile'. */
-__device__ __forceinline__ right load_right_of_rows(uint32_t tile, int row, int column)
+/* Where this lane reads a tile's 16 x 16 blocks as right operands: with the block's rows as n
+ * (B = tile'), or with its rows as k (B = tile). A block's place then costs an exclusive or, for its
+ * pieces, and constants. */
+__device__ __forceinline__ uint32_t lane_with_rows(uint32_t tile)
 {
     const int lane = threadIdx.x % 32;
+    return tile + piece_at(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+__device__ __forceinline__ uint32_t lane_with_columns(uint32_t tile)
+{
+    const int lane = threadIdx.x % 32;
+    return tile + piece_at(lane % 16, lane / 16);
+}
+
+__device__ __forceinline__ uint32_t block_at(uint32_t of_lane, int row, int column)
+{
+    return (of_lane ^ (column / 16 % 4 << 5)) + column / PANEL * PANEL_BYTES + row * 128;
+}
+
+__device__ __forceinline__ right load_right_of_rows(uint32_t of_lane, int row, int column)
+{
     right b;
-    load_matrices(b.x, tile + piece_at(row + lane / 16 * 8 + lane % 8, column / 8 + lane / 8 % 2));
+    load_matrices(b.x, block_at(of_lane, row, column));
     return b;
 }
 
-/* The tile's rows row..row+16 are k, its columns column..column+16 are n: B = tile. */
-__device__ __forceinline__ right load_right(uint32_t tile, int row, int column)
+__device__ __forceinline__ right load_right(uint32_t of_lane, int row, int column)
 {
-    const int lane = threadIdx.x % 32;
     right b;
-    load_matrices_transposed(b.x, tile + piece_at(row + lane % 16, column / 8 + lane / 16));
+    load_matrices_transposed(b.x, block_at(of_lane, row, column));
     return b;
 }
 
