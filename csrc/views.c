@@ -102,6 +102,10 @@ int la_refuse_strides(const char *label, const char *expected, int ndim, const i
 
 int la_refuse_device(const la_call *c, la_name name, la_device device, int ordinal)
 {
+    if (name != LA_Q && !c->p.array[LA_Q].given) { /* then nobody said where the call runs */
+        PyErr_SetString(PyExc_TypeError, "q: expected an array, got None");
+        return -1;
+    }
     char want[32] = "the CPU", got[32] = "the CPU";
     if (c->p.device == LA_CUDA) snprintf(want, sizeof want, "cuda:%d", c->p.ordinal);
     if (device == LA_CUDA) snprintf(got, sizeof got, "cuda:%d", ordinal);

@@ -146,8 +146,16 @@ def wider(dtype):
     return np.longdouble if np.dtype(dtype) == np.float64 else np.float64
 
 
-def form_of(case):
+def on_tensor_cores(dtype, K, mode, T=1):
+    """Does a GPU's forward pass multiply on tensor cores, its operands rounded to bfloat16? All
+    others walk the tokens there one by one, whatever the mode."""
+    return dtype == ml_dtypes.bfloat16 and K <= 128 and mode != "recurrent" and T > 0
+
+
+def form_of(case, gpu=False):
     """The reference's form of the same algorithm."""
+    if gpu and not on_tensor_cores(case.dtype, case.K, case.mode):
+        return {"form": "recurrent"}
     if case.mode == "chunk":
         return {"form": "chunk", "chunk_size": case.chunk or 16}
     return {"form": case.mode}
@@ -213,9 +221,15 @@ def worse(naive, other, ref):
 
 
 class Pool:
-    """Outputs of several repeats of a case, put together before they are judged."""
+    """Outputs of several repeats of a case, put together before they are judged.
 
-    def __init__(self):
+    state_dtype: what a final state is judged as, if not as what it is stored in, its twin rounded
+    to that. A state summed by tensor cores is a sum of products of bfloat16 numbers, and no better
+    than these.
+    """
+
+    def __init__(self, state_dtype=None):
+        self.state_dtype = state_dtype
         self.arrays = {}
         self.twins = []
 
@@ -240,6 +254,9 @@ class Pool:
     def judge(self, label, gradient=False):
         for name, (dtype, *stacks) in self.arrays.items():
             out, ref, naive = map(np.concatenate, stacks)
+            rounded = self.state_dtype is not None and name.startswith("final_state")
+            if rounded:
+                dtype, naive = self.state_dtype, naive.astype(self.state_dtype)
             how = {"dtype": dtype, "gradient": gradient, "name": f"{label} {name}"}
             try:
                 testing.assert_accurate(out, ref, naive, **how)
@@ -249,13 +266,14 @@ class Pool:
                     for twin, x in self.twins:
                         for key, value in throw_again(twin, x, seed).items():
                             again += [np.ravel(y) for n, y in parts(key, value) if n == name]
-                    naive = worse(naive, np.concatenate(again), ref)
+                    again = np.concatenate(again)
+                    naive = worse(naive, again.astype(dtype) if rounded else again, ref)
                 testing.assert_accurate(out, ref, naive, **how)
 
 
-def repeated(case, rng, once):
+def repeated(case, rng, once, state_dtype=None):
     """Call once(pool) until every array has enough numbers for the rule."""
-    pool = Pool()
+    pool = Pool(state_dtype)
     for _ in range(MOST_REPEATS):
         once(pool)
         if case.T * case.B == 0 or pool.least() >= POOL:

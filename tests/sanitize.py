@@ -22,7 +22,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # PyTorch's blocks would hid
 import ml_dtypes
 import numpy as np
 import torch
-from grid import Pool, v_first, wider
+from grid import Pool, on_tensor_cores, v_first, wider
 
 import linattn
 from linattn import reference, testing
@@ -95,6 +95,12 @@ def step(op, given):
     return getattr(linattn, f"{op}_step")(**gpu, state=state)[:, None], state
 
 
+def rounds(dtype, shape, what):
+    """Are its products those of tensor cores?"""
+    T, K = shape[:2]
+    return on_tensor_cores(np.dtype(DTYPES[dtype]), K, what, T) and what != "step"
+
+
 def check(pool, op, what, x, given):
     """One call, and its outputs into the pool beside their reference."""
     if what == "step":  # the first token of each sequence
@@ -103,7 +109,7 @@ def check(pool, op, what, x, given):
     o, state = over_arrays(to_host, step(op, given) if what == "step" else forward(op, what, given))
     if given.get("state_v_first"):
         state = v_first(state)
-    form = {"form": "recurrent" if what == "step" else what, "chunk_size": 16}
+    form = {"form": "recurrent" if pool.state_dtype is None else what, "chunk_size": 16}
 
     def twin(x, dtype=x["v"].dtype, **how):
         return dict(zip(("o", "final_state"), getattr(reference, op)(**x, dtype=dtype, **how),
@@ -137,7 +143,8 @@ def main():
     runs = [*(chosen.modes if "forward" in chosen.faces else ()),
             *(("step",) if "step" in chosen.faces else ())]
     for op, dtype, what in itertools.product(chosen.ops, chosen.dtypes, runs):
-        pool = Pool()  # the rule compares largest errors, so the shapes are judged together
+        # the rule compares largest errors, so shapes are judged together
+        exact, rounded = Pool(), Pool(state_dtype=DTYPES[dtype])
         for name in chosen.shapes:
             shape = SHAPES[name]
             if what == "step" and (not shape[0] or shape[6]):
@@ -146,12 +153,14 @@ def main():
             if chosen.verbose:
                 print(label, name, flush=True)
             rng = np.random.default_rng(zlib.crc32(f"{label} {name}".encode()))
-            check(pool, op, what, *problem(op, np.dtype(DTYPES[dtype]), shape, rng))
+            check(rounded if rounds(dtype, shape, what) else exact, op, what,
+                  *problem(op, np.dtype(DTYPES[dtype]), shape, rng))
             calls += 1
-        try:
-            pool.judge(label)
-        except AssertionError as error:
-            problems.append(str(error))
+        for pool in (exact, rounded):
+            try:
+                pool.judge(label)
+            except AssertionError as error:
+                problems.append(str(error))
     for text in problems:
         print(text)
     print(f"{calls} calls, {len(problems)} wrong, {time.perf_counter() - began:.1f} s")
