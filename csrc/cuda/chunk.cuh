@@ -55,6 +55,8 @@ struct chunks {
     char *kt;               /* per-key decays: [slots][HV] tiles, k~ */
     float *in, *out;        /* scalar decays: [slots][HV][C], from the start, to the end */
     float *total;           /* per-key decays: [slots][HV][KP], of the chunk */
+    int *odd;               /* [slots][HV]: the first token with a NaN or an infinity in q, k, the
+                             * gate or beta; C if there is none. From it on, P and A are zeros. */
     int slots, heads;
 };
 
@@ -267,6 +269,19 @@ __device__ inline void write_inverse(const float *L, const float *beta, char *ti
     write_tile(to, tile, PANEL_BYTES);
 }
 
+/* Sums of products q k' (and k k') of rows row and row + 8, columns column and + 1: on the diagonal,
+ * is a token's q or k not finite? Its square says so, and so does its product with the other. Rows
+ * from `end` on are somebody else's. */
+__device__ __forceinline__ void note_odd(const float (&qk)[4], const float (&kk)[4], int row,
+                                         int column, int *odd, int end = C)
+{
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const int of = row + e / 2 * 8;
+        if (of < end && column + e % 2 == of && !(isfinite(qk[e]) && isfinite(kk[e]))) atomicMin(odd, of);
+    }
+}
+
 /* ---- prepare: scalar decays ---- */
 
 template <int KP> struct scalar_room {
@@ -280,6 +295,7 @@ template <int KP> struct scalar_room {
         };
     };
     float a[C], beta[C];
+    int odd[2]; /* of q and k, of a value head */
 };
 
 template <int KP, la_rule RULE>
@@ -294,6 +310,7 @@ __global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(
     const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
 
+    if (threadIdx.x == 0) s.odd[0] = C;
     load_both<KP>(c, w, u.b, t, n, h, s.q, s.k, q_as_given, k_as_given);
     __syncthreads();
     const int64_t keys = ((int64_t)slot * w.heads + h) * tile_bytes(KP);
@@ -318,17 +335,29 @@ __global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(
         }
     }
 
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        note_odd(qk[j], kk[j], warp * 16 + lane / 4, j * 8 + lane % 4 * 2, s.odd);
+
     for (int hv = h * group; hv < (h + 1) * group; hv++) {
         const int64_t place = (int64_t)slot * c.HV + hv;
         __syncthreads(); /* the head before has been written */
-        if (threadIdx.x < C) {
-            const int i = threadIdx.x;
-            s.a[i] = i < n && c.g.data
-                         ? decay_of(load<float>(at(c.g, u.b, t + i, hv), c.g.dtype), c.gate)
-                         : 1;
+        if (threadIdx.x == 0) s.odd[1] = s.odd[0];
+        float a = 1, beta = 0;
+        if (threadIdx.x < n) {
+            if (c.g.data)
+                a = decay_of(load<float>(at(c.g, u.b, t + threadIdx.x, hv), c.g.dtype), c.gate);
             if (RULE == LA_DELTA)
-                s.beta[i] =
-                    i < n ? load<float>(at(c.beta, u.b, t + i, hv), c.beta.dtype) : 0;
+                beta = load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype);
+        }
+        __syncthreads();
+        if (!isfinite(a) || !isfinite(beta)) atomicMin(s.odd + 1, threadIdx.x);
+        __syncthreads();
+        const int odd = s.odd[1];
+        if (threadIdx.x < C) {
+            s.a[threadIdx.x] = threadIdx.x < odd ? a : 1;
+            s.beta[threadIdx.x] = threadIdx.x < odd ? beta : 0;
+            if (threadIdx.x == 0) w.odd[place] = odd;
         }
         __syncthreads();
         if (threadIdx.x < C) {
@@ -350,20 +379,20 @@ __global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(
                 const int row = warp * 16 + half * 8 + lane / 4, column = j * 8 + lane % 4 * 2;
                 const float2 g = *(const float2 *)&s.G[row * LD + column];
                 const float x = qk[j][2 * half], y = qk[j][2 * half + 1];
+                const int last = row < odd ? row : -1; /* the last column of this row */
                 *(uint32_t *)(s.tile + element_at(row, column)) =
-                    pack(column <= row ? x * g.x : 0, column < row ? y * g.y : 0);
+                    pack(column <= last ? x * g.x : 0, column < last ? y * g.y : 0);
                 if (RULE == LA_DELTA) {
                     const float b = s.beta[row];
                     *(float2 *)&s.G[row * LD + column] =
-                        make_float2(column < row ? b * kk[j][2 * half] * g.x : 0,
-                                    column + 1 < row ? b * kk[j][2 * half + 1] * g.y : 0);
+                        make_float2(column < last ? b * kk[j][2 * half] * g.x : 0,
+                                    column + 1 < last ? b * kk[j][2 * half + 1] * g.y : 0);
                 }
             }
         __syncthreads();
         write_tile(w.scores + place * PANEL_BYTES, s.tile, PANEL_BYTES);
         if (RULE == LA_DELTA) {
             invert(s.G, s.room);
-            __syncthreads(); /* the scores have left the tile */
             write_inverse(s.G, s.beta, s.tile, w.inverse + place * PANEL_BYTES);
         }
     }
@@ -374,11 +403,12 @@ __global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(
  * The decay from after token j through token i differs from key to key, so it goes into the operands,
  * block by block of 16 tokens: with f_i the decay from the start of i's block through token i, h_j
  * that from after j to the end of j's block, and t_R that of the whole block R, block (I, J < I) is
- * (k f) diag(t_(J+1) ... t_(I-1)) (k h)'. Diagonal blocks are (k f / t_I) (k h)' as long as t_I can be
- * divided by, that is above 2^-100 (f / t is then below 2^100, far from the largest float, and h
- * above 2^-100, far from the least); else each pair's decay is multiplied up in float32. */
+ * (k f) diag(t_(J+1) ... t_(I-1)) (k h)'. Diagonal blocks are (k f) (k / f)', which is good for a row
+ * as long as f has stayed within 2^-100 and 2^100 up to it, and looks at nothing after it; from the
+ * first row where it has not, each pair's decay is multiplied up in float32. */
 
 template <int KP> struct key_room {
+    /* k becomes k / f, q becomes q f */
     alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)], kf[tile_bytes(KP)], kh[tile_bytes(KP)];
     union {
         float a[C * KP];
@@ -387,7 +417,8 @@ template <int KP> struct key_room {
             float room[4 * 32 * 12];
         };
     };
-    float t[4 * KP], reciprocal[4 * KP], beta[C];
+    float t[4 * KP], beta[C];
+    int odd, slow[4]; /* slow: of each block, the first row whose diagonal goes pair by pair */
 };
 
 /* x by its keys' numbers: the left operand's columns are key.. + lane % 4 * 2 + {0, 1, 8, 9}. */
@@ -401,6 +432,68 @@ __device__ __forceinline__ left scaled(const left &x, const float *by)
         z.x[e] = pack(of.x * g.x, of.y * g.y);
     }
     return z;
+}
+
+/* The decays of a chunk, [C][KP] floats; ones past its end. */
+template <int KP> __device__ void load_decays(const call &c, const unit &u, int t, int n, float *a)
+{
+    const bool rows_of_4 = c.g.dtype == LA_F32 && c.K % 4 == 0 && (uintptr_t)c.g.data % 16 == 0 &&
+                           (c.g.stride[0] | c.g.stride[1] | c.g.stride[2]) % 4 == 0;
+    if (rows_of_4) {
+#pragma unroll 8
+        for (int i = threadIdx.x; i < C * KP / 4; i += 128) {
+            const int row = i / (KP / 4), key = i % (KP / 4) * 4;
+            float4 x = make_float4(1, 1, 1, 1);
+            if (row < n && key < c.K) {
+                x = *(const float4 *)at(c.g, u.b, t + row, u.hv, key);
+                x = make_float4(decay_of(x.x, c.gate), decay_of(x.y, c.gate), decay_of(x.z, c.gate),
+                                decay_of(x.w, c.gate));
+            }
+            *(float4 *)(a + row * KP + key) = x;
+        }
+        return;
+    }
+    const int lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < C; row += 4) {
+        float x[KP / 32];
+        if (row < n) load_row(x, at(c.g, u.b, t + row, u.hv), c.g.dtype, lane, 32, c.K);
+#pragma unroll
+        for (int j = 0; j < KP / 32; j++)
+            a[row * KP + lane + 32 * j] =
+                row < n && lane + 32 * j < c.K ? decay_of(x[j], c.gate) : 1;
+    }
+}
+
+/* Diagonal blocks pair by pair: a warp has a block, a lane its column lane % 16 and every other pair
+ * of keys. Rows of the sums k k' and q k'. */
+template <int KP>
+__device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&qk)[16])
+{
+    const int lane = threadIdx.x % 32, j = lane % 16, first = threadIdx.x / 32 * 16;
+#pragma unroll
+    for (int i = 0; i < 16; i++) kk[i] = qk[i] = 0;
+    for (int key = lane / 16 * 2; key < KP; key += 4) {
+        float2 x = unpack(*(const uint32_t *)(s.k + element_at(first + j, key)));
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const float2 a = *(const float2 *)&s.a[(first + i) * KP + key];
+            const float2 k = unpack(*(const uint32_t *)(s.k + element_at(first + i, key)));
+            const float2 q = unpack(*(const uint32_t *)(s.q + element_at(first + i, key)));
+            if (i > j) {
+                x.x *= a.x;
+                x.y *= a.y;
+            }
+            if (i >= j) {
+                kk[i] += k.x * x.x + k.y * x.y;
+                qk[i] += q.x * x.x + q.y * x.y;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        kk[i] += __shfl_xor_sync(~0u, kk[i], 16);
+        qk[i] += __shfl_xor_sync(~0u, qk[i], 16);
+    }
 }
 
 template <int KP, la_rule RULE>
@@ -419,105 +512,52 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
     if (n <= 0) return;
     const int64_t place = (int64_t)slot * c.HV + hv;
 
-    if (RULE == LA_DELTA && threadIdx.x < C)
-        s.beta[threadIdx.x] =
-            threadIdx.x < n ? load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype) : 0;
-    const bool rows_of_4 = c.g.dtype == LA_F32 && c.K % 4 == 0 && (uintptr_t)c.g.data % 16 == 0 &&
-                           (c.g.stride[0] | c.g.stride[1] | c.g.stride[2]) % 4 == 0;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < C * KP / 4; i += 128) {
-        const int row = i / (KP / 4), key = i % (KP / 4) * 4;
-        float4 a = make_float4(1, 1, 1, 1);
-        if (row < n && key < c.K) {
-            const char *g = at(c.g, u.b, t + row, hv, key);
-            if (rows_of_4) {
-                a = *(const float4 *)g;
-                a = make_float4(decay_of(a.x, c.gate), decay_of(a.y, c.gate), decay_of(a.z, c.gate),
-                                decay_of(a.w, c.gate));
-            } else {
-                const int size = dtype_size(c.g.dtype);
-                float x[4] = {1, 1, 1, 1};
-                for (int e = 0; e < 4 && key + e < c.K; e++)
-                    x[e] = decay_of(load<float>(g + e * size, c.g.dtype), c.gate);
-                a = make_float4(x[0], x[1], x[2], x[3]);
-            }
-        }
-        *(float4 *)&s.a[row * KP + key] = a;
-    }
+    if (threadIdx.x < 5) (threadIdx.x < 4 ? s.slow[threadIdx.x] : s.odd) = C;
+    load_decays<KP>(c, u, t, n, s.a);
     load_both<KP>(c, w, u.b, t, n, u.h, s.q, s.k, q_as_given, k_as_given);
     __syncthreads();
 
-    bool small = false;
+    if (RULE == LA_DELTA && threadIdx.x < C) {
+        const float beta =
+            threadIdx.x < n ? load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype) : 0;
+        if (!isfinite(beta)) atomicMin(&s.odd, threadIdx.x);
+        s.beta[threadIdx.x] = beta;
+    }
     for (int i = threadIdx.x; i < 4 * KP; i += 128) {
         const int block = i / KP, key = i % KP;
-        float x = 1;
+        float f = 1;
+        int slow = C, odd = C;
 #pragma unroll
-        for (int j = 0; j < 16; j++) x *= s.a[(block * 16 + j) * KP + key];
-        s.t[i] = x;
-        s.reciprocal[i] = 1 / x;
-        small |= !(x >= 0x1p-100f);
-    }
-    small = __syncthreads_or(small);
-
-    /* Diagonal blocks pair by pair: a lane has column lane % 16 and every other pair of keys. */
-    float slow_kk[16], slow_qk[16];
-    if (small) {
-        const int j = lane % 16, first = warp * 16;
+        for (int j = 15; j >= 0; j--)
+            if (!isfinite(s.a[(block * 16 + j) * KP + key])) odd = block * 16 + j;
 #pragma unroll
-        for (int i = 0; i < 16; i++) slow_kk[i] = slow_qk[i] = 0;
-        for (int key = lane / 16 * 2; key < KP; key += 4) {
-            float2 x = unpack(*(const uint32_t *)(s.k + element_at(first + j, key)));
-#pragma unroll
-            for (int i = 0; i < 16; i++) {
-                const float2 a = *(const float2 *)&s.a[(first + i) * KP + key];
-                const float2 k = unpack(*(const uint32_t *)(s.k + element_at(first + i, key)));
-                const float2 q = unpack(*(const uint32_t *)(s.q + element_at(first + i, key)));
-                if (i > j) {
-                    x.x *= a.x;
-                    x.y *= a.y;
-                }
-                if (i >= j) {
-                    slow_kk[i] += k.x * x.x + k.y * x.y;
-                    slow_qk[i] += q.x * x.x + q.y * x.y;
-                }
-            }
+        for (int j = 0; j < 16; j++) {
+            f *= s.a[(block * 16 + j) * KP + key];
+            if (!(f >= 0x1p-100f && f <= 0x1p100f)) slow = min(slow, block * 16 + j);
         }
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            slow_kk[i] += __shfl_xor_sync(~0u, slow_kk[i], 16);
-            slow_qk[i] += __shfl_xor_sync(~0u, slow_qk[i], 16);
-        }
+        s.t[i] = f;
+        if (slow < C) atomicMin(s.slow + block, slow);
+        if (odd < C) atomicMin(&s.odd, odd);
     }
     __syncthreads();
+    float slow_kk[16], slow_qk[16];
+    const int slow = s.slow[warp];
+    if (slow < C) multiply_pairs<KP>(s, slow_kk, slow_qk);
+    __syncthreads();
 
-    /* Running products down and up the chunk, two keys a thread: half of the threads go down, making
-     * q^, k^, q f, k f; half go up, making k~, k h. */
-    const int half = threadIdx.x / 64, own = threadIdx.x % 64 * 2;
+    /* Running products up the chunk, then down: two keys a thread, and half of the rows. */
     char *to_q = w.q + place * tile_bytes(KP), *to_k = w.k + place * tile_bytes(KP),
          *to_kt = w.kt + place * tile_bytes(KP);
-    if (own < KP && half == 0) {
-        float2 all = make_float2(1, 1), f = all;
-#pragma unroll 4
-        for (int i = 0; i < C; i++) {
-            const float2 a = *(const float2 *)&s.a[i * KP + own];
-            const int here = element_at(i, own);
-            const float2 k = unpack(*(const uint32_t *)(s.k + here));
-            const float2 q = unpack(*(const uint32_t *)(s.q + here));
-            all = make_float2(all.x * a.x, all.y * a.y);
-            f = i % 16 ? make_float2(f.x * a.x, f.y * a.y) : a;
-            *(uint32_t *)(to_q + here) = pack(q.x * all.x, q.y * all.y);
-            *(uint32_t *)(s.q + here) = pack(q.x * f.x, q.y * f.y);
-            if (RULE == LA_DELTA) {
-                *(uint32_t *)(to_k + here) = pack(k.x * all.x, k.y * all.y);
-                *(uint32_t *)(s.kf + here) = pack(k.x * f.x, k.y * f.y);
-            }
-        }
-        *(float2 *)(w.total + place * KP + own) = all;
-    }
-    if (own < KP && half == 1) {
+    const int own = threadIdx.x % (KP / 2) * 2, part = threadIdx.x / (KP / 2), parts = 256 / KP;
+    const int rows = C / parts;
+    {
         float2 all = make_float2(1, 1), h = all;
-#pragma unroll 4
-        for (int i = C - 1; i >= 0; i--) {
+        for (int block = 3; block >= (part + 1) * rows / 16; block--) {
+            all.x *= s.t[block * KP + own];
+            all.y *= s.t[block * KP + own + 1];
+        }
+#pragma unroll 8
+        for (int i = (part + 1) * rows - 1; i >= part * rows; i--) {
             const float2 a = *(const float2 *)&s.a[i * KP + own];
             const int here = element_at(i, own);
             const float2 k = unpack(*(const uint32_t *)(s.k + here));
@@ -527,12 +567,37 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
             all = make_float2(all.x * a.x, all.y * a.y);
             h = make_float2(h.x * a.x, h.y * a.y);
         }
+        if (part == 0) *(float2 *)(w.total + place * KP + own) = all;
+    }
+    __syncthreads(); /* k turns into k / f */
+    {
+        float2 all = make_float2(1, 1), f = all;
+        for (int block = 0; block < part * rows / 16; block++) {
+            all.x *= s.t[block * KP + own];
+            all.y *= s.t[block * KP + own + 1];
+        }
+#pragma unroll 8
+        for (int i = part * rows; i < (part + 1) * rows; i++) {
+            const float2 a = *(const float2 *)&s.a[i * KP + own];
+            const int here = element_at(i, own);
+            const float2 k = unpack(*(const uint32_t *)(s.k + here));
+            const float2 q = unpack(*(const uint32_t *)(s.q + here));
+            all = make_float2(all.x * a.x, all.y * a.y);
+            f = i % 16 ? make_float2(f.x * a.x, f.y * a.y) : a;
+            *(uint32_t *)(to_q + here) = pack(q.x * all.x, q.y * all.y);
+            *(uint32_t *)(s.q + here) = pack(q.x * f.x, q.y * f.y);
+            *(uint32_t *)(s.k + here) = pack(__fdividef(k.x, f.x), __fdividef(k.y, f.y));
+            if (RULE == LA_DELTA) {
+                *(uint32_t *)(to_k + here) = pack(k.x * all.x, k.y * all.y);
+                *(uint32_t *)(s.kf + here) = pack(k.x * f.x, k.y * f.y);
+            }
+        }
     }
     __syncthreads();
 
     float qk[8][4] = {}, kk[8][4] = {};
     const uint32_t kf = address_of(s.kf), qf = address_of(s.q);
-    const uint32_t kh = lane_with_rows(address_of(s.kh));
+    const uint32_t kh = lane_with_rows(address_of(s.kh)), k_f = lane_with_rows(address_of(s.k));
 #pragma unroll
     for (int i = 0; i < KP; i += 16) {
         left of_q = load_left(qf, warp * 16, i), of_k;
@@ -540,26 +605,33 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
 #pragma unroll
         for (int back = 0; back < 4; back++) { /* block (warp, warp - back) */
             if (back > warp) continue;
-            left x = of_q, y = of_k;
-            if (back == 0) {
-                if (small) continue;
-                x = scaled(of_q, s.reciprocal + warp * KP + i);
-                if (RULE == LA_DELTA) y = scaled(of_k, s.reciprocal + warp * KP + i);
-            } else if (back > 1) {
+            if (back > 1) {
                 const float *by = s.t + (warp - back + 1) * KP + i;
-                x = of_q = scaled(of_q, by);
-                if (RULE == LA_DELTA) y = of_k = scaled(of_k, by);
+                of_q = scaled(of_q, by);
+                if (RULE == LA_DELTA) of_k = scaled(of_k, by);
             }
-            const right b = load_right_of_rows(kh, (warp - back) * 16, i);
+            const right b = load_right_of_rows(back ? kh : k_f, (warp - back) * 16, i);
 #pragma unroll
             for (int j = 0; j < 4; j++) { /* constant places of the sums */
                 if (j != warp - back) continue;
-                multiply(qk[2 * j], qk[2 * j + 1], x, b);
-                if (RULE == LA_DELTA) multiply(kk[2 * j], kk[2 * j + 1], y, b);
+                multiply(qk[2 * j], qk[2 * j + 1], of_q, b);
+                if (RULE == LA_DELTA) multiply(kk[2 * j], kk[2 * j + 1], of_k, b);
             }
         }
     }
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        note_odd(qk[j], kk[j], warp * 16 + lane / 4, j * 8 + lane % 4 * 2, &s.odd, slow);
+    if (slow < C && lane < 16)
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            if (i == lane && warp * 16 + i >= slow && !(isfinite(slow_qk[i]) && isfinite(slow_kk[i])))
+                atomicMin(&s.odd, warp * 16 + i);
     __syncthreads(); /* k f, k h and a are done with */
+    const int odd = s.odd;
+    if (threadIdx.x == 0) w.odd[place] = odd;
+    if (RULE == LA_DELTA && threadIdx.x < C && threadIdx.x >= odd) s.beta[threadIdx.x] = 0;
+    __syncthreads();
 
 #pragma unroll
     for (int j = 0; j < 8; j++)
@@ -567,22 +639,24 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
         for (int half = 0; half < 2; half++) {
             const int row = warp * 16 + half * 8 + lane / 4, column = j * 8 + lane % 4 * 2;
             const float x = qk[j][2 * half], y = qk[j][2 * half + 1];
+            const int last = row < odd ? row : -1; /* the last column of this row */
             *(uint32_t *)(s.tile + element_at(row, column)) =
-                pack(column <= row ? x : 0, column < row ? y : 0);
+                pack(column <= last ? x : 0, column < last ? y : 0);
             if (RULE == LA_DELTA) {
                 const float b = s.beta[row];
-                L[row * LD + column] = column < row ? b * kk[j][2 * half] : 0;
-                L[row * LD + column + 1] = column + 1 < row ? b * kk[j][2 * half + 1] : 0;
+                *(float2 *)&L[row * LD + column] =
+                    make_float2(column < last ? b * kk[j][2 * half] : 0,
+                                column + 1 < last ? b * kk[j][2 * half + 1] : 0);
             }
         }
-    if (small) {
+    if (slow < C) {
         __syncwarp();
         const int column = warp * 16 + lane % 16;
         if (lane < 16)
 #pragma unroll
             for (int i = 0; i < 16; i++) {
                 const int row = warp * 16 + i;
-                if (row < column) continue;
+                if (row < slow || row < column || row >= odd) continue;
                 *(bf16 *)(s.tile + element_at(row, column)) = __float2bfloat16_rn(slow_qk[i]);
                 if (RULE == LA_DELTA && row > column)
                     L[row * LD + column] = s.beta[row] * slow_kk[i];
@@ -591,7 +665,6 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
     __syncthreads();
     write_tile(w.scores + place * PANEL_BYTES, s.tile, PANEL_BYTES);
     if (RULE == LA_DELTA) {
-        __syncthreads();
         invert(L, s.room);
         write_inverse(L, s.beta, s.tile, w.inverse + place * PANEL_BYTES);
     }
@@ -637,11 +710,12 @@ struct segments {
     float *starts; /* [N * HV][count][16 slices][KP]: S' */
 };
 
-/* A chunk that holds a NaN or an infinity goes token by token: in a product with a triangle, zero
- * times infinity would spoil the tokens before it. O' [16 columns][C] and S' as walk has them. */
+/* A chunk that holds a NaN or an infinity goes token by token, for its state and for O from token
+ * `first` on: in a product with a triangle, zero times infinity would spoil the tokens before it.
+ * O' [16 columns][C] and S' as walk has them. */
 template <int KP, la_decay DECAY, la_rule RULE>
-__device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int n, int v0,
-                                        int columns, float *S, float *O)
+__device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int n, int first,
+                                        int v0, int columns, float *S, float *O)
 {
     const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
     float q[KP / 4], k[KP / 4], a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
@@ -676,22 +750,25 @@ __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int
                        ? load<float>(at(c.v, u.b, t + i, u.hv, v0 + column + 8 * w), LA_BF16)
                        : 0;
         la_token(S, 2, 2, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
-        if (i / 2 % 4 * 2 != pair) continue;
+        if (i / 2 % 4 * 2 != pair || i < first) continue;
         O[i / 8 * 4 + i % 2] = o[0];
         O[i / 8 * 4 + 2 + i % 2] = o[1];
     }
 }
 
 template <int KP, la_decay DECAY, la_rule RULE>
-__device__ __forceinline__ void walk_tokens(const call &c, const unit &u, int t, int n, int v0,
-                                            int columns, float (&S)[KP / 8][4], float (&O)[8][4])
+__device__ __forceinline__ void walk_tokens(const call &c, const unit &u, int t, int n,
+                                            int first, int v0, int columns, float (&S)[KP / 8][4],
+                                            float (&O)[8][4])
 {
     float rows[KP / 4 * 2], o[8 * 4]; /* la_token's order: [key][column] */
 #pragma unroll
     for (int i = 0; i < KP / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) rows[(i * 2 + e % 2) * 2 + e / 2] = S[i][e];
-    token_walk<KP, DECAY, RULE>(c, u, t, n, v0, columns, rows, o);
+#pragma unroll
+    for (int i = 0; i < 8 * 4; i++) o[i] = O[i / 4][i % 4];
+    token_walk<KP, DECAY, RULE>(c, u, t, n, first, v0, columns, rows, o);
 #pragma unroll
     for (int i = 0; i < KP / 8; i++)
 #pragma unroll
@@ -711,6 +788,33 @@ static __device__ __noinline__ void store_columns(char *o, uint32_t x, int left)
 __device__ __forceinline__ bool not_finite(uint32_t x)
 {
     return (x & 0x7f800000) == 0x7f800000 || (x & 0x7f80) == 0x7f80;
+}
+
+/* Numbers of tokens t and t + 1, without those from token `end` on. */
+__device__ __forceinline__ uint32_t before(uint32_t x, int t, int end)
+{
+    return t + 1 < end ? x : t < end ? x & 0xffff : 0;
+}
+
+/* The first token of [16 columns][C] that is not finite in some column; C if all are. */
+static __device__ __noinline__ int first_odd_of(uint4 a, uint4 b, uint4 c, uint4 d)
+{
+    const uint32_t x[16] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w,
+                            c.x, c.y, c.z, c.w, d.x, d.y, d.z, d.w};
+    unsigned first = C;
+#pragma unroll
+    for (int i = 15; i >= 0; i--) {
+        const unsigned t = i / 4 * 16 + i % 4 / 2 * 8 + threadIdx.x % 4 * 2;
+        if (not_finite(x[i] & 0xffff0000)) first = min(first, t + 1);
+        if (not_finite(x[i] & 0xffff)) first = min(first, t);
+    }
+    return (int)__reduce_min_sync(~0u, first);
+}
+
+__device__ __forceinline__ int first_odd(const left (&x)[4])
+{
+    const auto four = [](const left &y) { return make_uint4(y.x[0], y.x[1], y.x[2], y.x[3]); };
+    return first_odd_of(four(x[0]), four(x[1]), four(x[2]), four(x[3]));
 }
 
 template <int KP, la_decay DECAY, la_rule RULE>
@@ -850,12 +954,14 @@ __global__ void __launch_bounds__(256, 1)
 #else
     const uint32_t barriers = 0;
 #endif
+    const auto odd_of = [&](int i) { return w.odd[(int64_t)(slot0 + i) * c.HV + u.hv]; };
     int turn = 0; /* chunks so far, both passes */
     for (int pass = c.causal ? 1 : 0; pass < 2; pass++) {
         const bool writes = c.causal || pass == 0, reads = pass == 1 && g.kind != ENDS;
         __syncthreads();
         if (first_chunk < last_chunk)
             fetch(first_chunk, shared + turn % 2 * bytes, barriers + turn % 2 * 8);
+        int odd_next = first_chunk < last_chunk ? odd_of(first_chunk) : C;
         for (int i = first_chunk; i < last_chunk; i++, turn++) {
             char *room = shared + turn % 2 * bytes;
             const uint32_t base = address_of(room);
@@ -871,13 +977,17 @@ __global__ void __launch_bounds__(256, 1)
                     for (int j = lane; j < (C - n) * 2; j += 32)
                         *(uint4 *)(room + part::v + warp * SLICE_BYTES +
                                    slice_at(n + j / 2, j % 2)) = make_uint4(0, 0, 0, 0);
+                stores_before_copies();
             }
 #else
             copies_wait<0>();
 #endif
             __syncthreads(); /* chunk i is there, and nobody needs chunk i - 1 any more */
-            if (i + 1 < last_chunk)
+            const int odd_here = odd_next;
+            if (i + 1 < last_chunk) {
                 fetch(i + 1, shared + (turn + 1) % 2 * bytes, barriers + (turn + 1) % 2 * 8);
+                odd_next = odd_of(i + 1);
+            }
             const float *in = (const float *)(room + part::in);
             const float *out = (const float *)(room + part::out);
             const uint32_t k_rows = lane_with_rows(base + part::k);
@@ -910,6 +1020,24 @@ __global__ void __launch_bounds__(256, 1)
                 else
                     U[m] = {};
             }
+            /* The first token here with a NaN or an infinity: it and what follows are left out of the
+             * products, exact zeros that change nothing before them. */
+            int odd = odd_here;
+            {
+                uint32_t found = 0;
+#pragma unroll
+                for (int m = 0; m < 4; m++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) found |= not_finite(U[m].x[e]);
+                if (__any_sync(~0u, found)) odd = min(odd, first_odd(U));
+            }
+            if (!c.causal) odd = C; /* every token reads all: there is no before */
+            if (odd < C)
+#pragma unroll
+                for (int m = 0; m < 4; m++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        U[m].x[e] = before(U[m].x[e], m * 16 + e / 2 * 8 + pair, odd);
             if constexpr (RULE == LA_DELTA) {
                 const uint32_t A_rows = lane_with_rows(base + part::inverse);
                 float X[8][4] = {};
@@ -924,6 +1052,12 @@ __global__ void __launch_bounds__(256, 1)
                     kS[m][2] = low.x - g.x * kS[m][2];
                     kS[m][3] = low.y - g.y * kS[m][3];
                 }
+                if (odd < C)
+#pragma unroll
+                    for (int m = 0; m < 8; m++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            if (m * 8 + pair + e % 2 >= odd) kS[m][e] = 0;
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     const left x = as_left(kS[2 * j], kS[2 * j + 1]);
@@ -935,12 +1069,14 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
                 for (int m = 0; m < 4; m++) U[m] = as_left(X[2 * m], X[2 * m + 1]);
             }
-            bool odd = false; /* a NaN or an infinity */
+            if (RULE == LA_DELTA && c.causal) { /* the state may hold one, too */
+                uint32_t found = 0;
 #pragma unroll
-            for (int m = 0; m < 4; m++)
+                for (int m = 0; m < 4; m++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) odd |= not_finite(U[m].x[e]);
-            odd = __any_sync(~0u, odd) && c.causal;
+                    for (int e = 0; e < 4; e++) found |= not_finite(U[m].x[e]);
+                if (__any_sync(~0u, found)) odd = 0;
+            }
 #pragma unroll
             for (int m = 0; m < 4; m++) Ut[m] = U[m];
             if constexpr (DECAY == LA_TOKEN)
@@ -954,9 +1090,8 @@ __global__ void __launch_bounds__(256, 1)
                 }
             }
 
-            if (odd) walk_tokens<KP, DECAY, RULE>(c, u, t, n, v0, columns, S, O);
             if (reads) {
-                if (DECAY == LA_TOKEN && !odd)
+                if (DECAY == LA_TOKEN)
 #pragma unroll
                     for (int m = 0; m < 8; m++) {
                         const float2 g = *(const float2 *)(in + m * 8 + pair);
@@ -965,7 +1100,7 @@ __global__ void __launch_bounds__(256, 1)
                         O[m][2] *= g.x;
                         O[m][3] *= g.y;
                     }
-                if (c.causal && !odd) {
+                if (c.causal) {
                     const uint32_t P_rows = lane_with_rows(base + part::scores);
 #pragma unroll
                     for (int j = 0; j < 4; j++)
@@ -974,6 +1109,9 @@ __global__ void __launch_bounds__(256, 1)
                             multiply(O[2 * m], O[2 * m + 1], U[j],
                                      load_right_of_rows(P_rows, m * 16, j * 16));
                 }
+            }
+            if (odd < C) walk_tokens<KP, DECAY, RULE>(c, u, t, n, odd, v0, columns, S, O);
+            if (reads) {
 #pragma unroll
                 for (int m = 0; m < 8; m++)
 #pragma unroll
@@ -1015,7 +1153,7 @@ __global__ void __launch_bounds__(256, 1)
                 }
             }
 
-            if (!writes || odd) continue;
+            if (!writes || odd < C) continue;
             if constexpr (DECAY != LA_NONE)
 #pragma unroll
             for (int j = 0; j < KP / 8; j++) {
@@ -1242,7 +1380,7 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
     const int64_t kt = DECAY == LA_KEY ? places * tile : 0;
     const int64_t numbers = places * 4 * (DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 2 * C : 0);
     const int64_t bytes =
-        score + inverse + (keep_q ? keys : 0) + (keep_k ? keys : 0) + kt + numbers;
+        score + inverse + (keep_q ? keys : 0) + (keep_k ? keys : 0) + kt + numbers + places * 4;
     if (slots * c.HV > INT32_MAX) return cudaErrorInvalidConfiguration;
 
     char *room = NULL;
@@ -1264,6 +1402,7 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
     w.k = take(keep_k ? keys : 0);
     w.kt = take(kt);
     float *x = (float *)take(numbers);
+    w.odd = (int *)take(places * 4);
     if (DECAY == LA_KEY) w.total = x;
     if (DECAY == LA_TOKEN) {
         w.in = x;

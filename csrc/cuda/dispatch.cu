@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 
 #include <limits.h>
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -231,7 +232,10 @@ static cudaError_t carry(const la_problem *p, la_name name, view *to, void **hel
     for (int64_t first = 0; error == cudaSuccess && first < p->HV; first += CARRIED) {
         carried some;
         const int n = (int)(p->HV - first < CARRIED ? p->HV - first : CARRIED);
-        for (int i = 0; i < n; i++) some.x[i] = host_number(from, (first + i) * from->stride[2]);
+        for (int i = 0; i < n; i++) {
+            const double x = host_number(from, (first + i) * from->stride[2]);
+            some.x[i] = name == LA_G && p->gate == LA_SLOPE ? exp(-x) : x;
+        }
         put<<<1, 256, 0, (cudaStream_t)p->stream>>>((double *)*held + first, n, some);
         error = cudaGetLastError();
     }
@@ -255,6 +259,7 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
     call c = call_of(p);
     void *held[2] = {};
     cudaError_t error = carry(p, LA_G, &c.g, held);
+    if (held[0] && c.gate == LA_SLOPE) c.gate = LA_DECAY; /* carried as exp(-slope) */
     if (error == cudaSuccess) error = carry(p, LA_BETA, &c.beta, held + 1);
     if (error == cudaSuccess) error = launch(p, c);
     for (void *x : held) {

@@ -5,6 +5,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <stdint.h>
 
 #include "call.cuh"
 
@@ -62,6 +63,21 @@ __device__ __forceinline__ void load_row(real (&x)[N], const char *from, la_dtyp
     }
 }
 
+/* The same in two halves, for numbers that are not needed yet: the bits, and what they mean. */
+__device__ __forceinline__ uint64_t bits_of(const char *from, la_dtype dtype)
+{
+    if (dtype == LA_F64) return *(const uint64_t *)from;
+    return dtype == LA_F32 ? *(const uint32_t *)from : *(const uint16_t *)from;
+}
+
+__device__ __forceinline__ float number(uint64_t bits, la_dtype dtype)
+{
+    if (dtype == LA_F64) return (float)__longlong_as_double((long long)bits);
+    if (dtype == LA_F32) return __uint_as_float((uint32_t)bits);
+    if (dtype == LA_BF16) return __uint_as_float((uint32_t)bits << 16);
+    return __half2float(__ushort_as_half((unsigned short)bits));
+}
+
 template <typename real> __device__ inline void store(char *to, la_dtype dtype, real x)
 {
     switch (dtype) {
@@ -90,9 +106,10 @@ template <typename real> __device__ inline real apply_map(real x, la_map map, re
     }
 }
 
+/* A slope is one number for all tokens, so that an error of its decay grows with T: in float64. */
 template <typename real> __device__ inline real decay_of(real g, la_gate gate)
 {
-    return gate == LA_DECAY ? g : exp(gate == LA_SLOPE ? -g : g);
+    return gate == LA_DECAY ? g : gate == LA_SLOPE ? (real)exp(-(double)g) : exp(g);
 }
 
 /* The read's end: o = scale num, or scale num / clamped(scale den). */

@@ -96,18 +96,32 @@ __device__ __forceinline__ void store_four(char *to, const float (&x)[4], la_dty
         if (e < there) store(to + e * dtype_size(dtype), dtype, x[e]);
 }
 
-/* One warp: a row of q or k as the recurrence sees it, [8 * 32]. */
-__device__ __forceinline__ void load_key(const call &c, const view &from, la_map map, double map_eps,
-                                         int n, int h, float (&x)[8])
+/* One warp: a row of q or k as the recurrence sees it, [KEYS * 32]. */
+template <int KEYS>
+__device__ __forceinline__ void load_bits(const call &c, const view &from, int n, int h,
+                                          uint64_t (&x)[KEYS])
+{
+    const int lane = threadIdx.x % 32, size = dtype_size(from.dtype);
+    const char *row = at(from, n, 0, h);
+#pragma unroll
+    for (int j = 0; j < KEYS; j++)
+        x[j] = lane + 32 * j < c.K ? bits_of(row + (lane + 32 * j) * size, from.dtype) : 0;
+}
+
+template <int KEYS>
+__device__ __forceinline__ void make_key(const call &c, const uint64_t (&bits)[KEYS], la_dtype dtype,
+                                         la_map map, double map_eps, float (&x)[KEYS])
 {
     const int lane = threadIdx.x % 32;
     float squares = 0;
-    load_row(x, at(from, n, 0, h), from.dtype, lane, 32, c.K);
 #pragma unroll
-    for (int j = 0; j < 8; j++) squares += x[j] * x[j];
+    for (int j = 0; j < KEYS; j++) {
+        x[j] = number(bits[j], dtype);
+        squares += x[j] * x[j];
+    }
     const float factor = c.qk_l2norm ? l2norm_factor(warp_sum(squares)) : 1;
 #pragma unroll
-    for (int j = 0; j < 8; j++)
+    for (int j = 0; j < KEYS; j++)
         x[j] = lane + 32 * j < c.K ? apply_map(x[j] * factor, map, (float)map_eps) : 0;
 }
 
@@ -120,8 +134,9 @@ __device__ __forceinline__ int64_t slot_of(const call &c, int n)
                                   : ((const int32_t *)c.slot.data)[i];
 }
 
-template <la_decay DECAY, la_rule RULE, int ROWS>
-__global__ void __launch_bounds__(THREADS, ROWS == 4 ? 3 : 2)
+/* WHOLE: a state of float32 whose rows come in pieces of 16 bytes. */
+template <la_decay DECAY, la_rule RULE, int ROWS, bool WHOLE>
+__global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
     step(const __grid_constant__ call c, const bool vector)
 {
     step_room &s = *(step_room *)step_shared;
@@ -145,13 +160,11 @@ __global__ void __launch_bounds__(THREADS, ROWS == 4 ? 3 : 2)
 
     char *state = at(c.s0, slot, hv);
     const int size = dtype_size(c.s0.dtype);
-    /* The usual state, whole: nothing between the loads, so that all are under way at once. */
-    const bool whole = vector && c.s0.dtype == LA_F32 && (V_FIRST ? c.K : c.V) % 4 == 0;
     const int64_t apart = c.s0.stride[V_FIRST ? 3 : 2];
     float *of_thread = (float *)state + (V_FIRST ? column * apart + lane * 4
                                                  : threadIdx.x / 8 * ROWS * apart + column);
-    if (whole) {
-        float4 x[ROWS];
+    float4 x[WHOLE ? ROWS : 1];
+    if constexpr (WHOLE) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             /* [V][K]: column i % 4, its four keys i / 4; [K][V]: key i */
@@ -159,12 +172,6 @@ __global__ void __launch_bounds__(THREADS, ROWS == 4 ? 3 : 2)
                                        : column < c.V && key_of(i) < c.K;
             const float *from = of_thread + (V_FIRST ? i % 4 * apart + i / 4 * 128 : i * apart);
             x[i] = there ? *(const float4 *)from : make_float4(0, 0, 0, 0);
-        }
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            const float y[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-#pragma unroll
-            for (int e = 0; e < 4; e++) (V_FIRST ? S[i / 4 * 4 + e][i % 4] : S[i][e]) = y[e];
         }
     } else if (V_FIRST) {
 #pragma unroll
@@ -186,12 +193,28 @@ __global__ void __launch_bounds__(THREADS, ROWS == 4 ? 3 : 2)
                           c.V - column, vector);
     }
 
+    /* Ask for everything before waiting for anything. */
+    enum { KEYS = ROWS }; /* of a lane of 32: 128 or 256 in all */
+    uint64_t q_bits[KEYS], k_bits[KEYS], v_bits[4], g_bits = 0, beta_bits = 0;
+    const int v_size = dtype_size(c.v.dtype), key = threadIdx.x;
+    const char *of_v = at(c.v, n, 0, hv, column);
     if (warp == 0) {
-        float of_q[8], of_k[8], qk = 0;
-        load_key(c, c.q, c.map[0], c.map_eps[0], n, h, of_q);
-        load_key(c, c.k, c.map[1], c.map_eps[1], n, h, of_k);
+        load_bits(c, c.q, n, h, q_bits);
+        load_bits(c, c.k, n, h, k_bits);
+    }
+    if (DECAY == LA_KEY && key < c.K) g_bits = bits_of(at(c.g, n, 0, hv, key), c.g.dtype);
+    if (DECAY == LA_TOKEN) g_bits = bits_of(at(c.g, n, 0, hv), c.g.dtype);
+    if (RULE == LA_DELTA) beta_bits = bits_of(at(c.beta, n, 0, hv), c.beta.dtype);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
+    for (int w = 0; w < 4; w++)
+        v_bits[w] = column + w < c.V ? bits_of(of_v + w * v_size, c.v.dtype) : 0;
+
+    if (warp == 0) {
+        float of_q[KEYS], of_k[KEYS], qk = 0;
+        make_key(c, q_bits, c.q.dtype, c.map[0], c.map_eps[0], of_q);
+        make_key(c, k_bits, c.k.dtype, c.map[1], c.map_eps[1], of_k);
+#pragma unroll
+        for (int j = 0; j < KEYS; j++) {
             s.q[lane + 32 * j] = of_q[j];
             s.k[lane + 32 * j] = of_k[j];
             qk += of_q[j] * of_k[j];
@@ -199,20 +222,26 @@ __global__ void __launch_bounds__(THREADS, ROWS == 4 ? 3 : 2)
         qk = warp_sum(qk);
         if (lane == 0) s.qk = qk;
         if (c.normaliser != LA_UNNORMALISED) { /* z as it was; advance_z comes after */
-            float z[8], den = 0;
+            float z[KEYS], den = 0;
             load_row(z, at(c.z0, slot, hv), c.z0.dtype, lane, 32, c.K);
 #pragma unroll
-            for (int j = 0; j < 8; j++) den += (z[j] + of_k[j]) * of_q[j];
+            for (int j = 0; j < KEYS; j++) den += (z[j] + of_k[j]) * of_q[j];
             den = warp_sum(den);
             if (lane == 0) s.den = den;
         }
     }
-    if (DECAY == LA_KEY && threadIdx.x < c.K)
-        s.a[threadIdx.x] =
-            decay_of(load<float>(at(c.g, n, 0, hv, threadIdx.x), c.g.dtype), c.gate);
-    if (DECAY == LA_TOKEN) a[0] = decay_of(load<float>(at(c.g, n, 0, hv), c.g.dtype), c.gate);
-    const float beta = RULE == LA_DELTA ? load<float>(at(c.beta, n, 0, hv), c.beta.dtype) : 0;
-    load_row(v, at(c.v, n, 0, hv), c.v.dtype, column, 1, c.V);
+    if (DECAY == LA_KEY && key < c.K) s.a[key] = decay_of(number(g_bits, c.g.dtype), c.gate);
+    if (DECAY == LA_TOKEN) a[0] = decay_of(number(g_bits, c.g.dtype), c.gate);
+    const float beta = RULE == LA_DELTA ? number(beta_bits, c.beta.dtype) : 0;
+#pragma unroll
+    for (int w = 0; w < 4; w++) v[w] = number(v_bits[w], c.v.dtype);
+    if constexpr (WHOLE)
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const float y[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+            for (int e = 0; e < 4; e++) (V_FIRST ? S[i / 4 * 4 + e][i % 4] : S[i][e]) = y[e];
+        }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
@@ -230,7 +259,7 @@ __global__ void __launch_bounds__(THREADS, ROWS == 4 ? 3 : 2)
                 store(at(c.o, n, 0, hv, column + w), c.o.dtype, finish(c, o[w], s.den));
     }
 
-    if (whole) {
+    if constexpr (WHOLE) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const bool there = V_FIRST ? column + i % 4 < c.V && key_of(i / 4 * 4) < c.K
@@ -266,9 +295,11 @@ static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ c
 {
     const int n = blockIdx.x / c.HV, hv = blockIdx.x % c.HV, h = hv / (c.HV / c.H);
     const int64_t slot = slot_of(c, n);
+    uint64_t bits[8];
     float k[8];
     if (slot < 0) return;
-    load_key(c, c.k, c.map[1], c.map_eps[1], n, h, k);
+    load_bits(c, c.k, n, h, bits);
+    make_key(c, bits, c.k.dtype, c.map[1], c.map_eps[1], k);
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         const int i = threadIdx.x + 32 * j;
@@ -286,17 +317,25 @@ static bool state_vectors(const call &c)
     return (uintptr_t)c.s0.data % (4 * size) == 0 && strides % 4 == 0;
 }
 
-template <la_decay DECAY, la_rule RULE>
-static cudaError_t step_any(const call &c, cudaStream_t stream)
+template <la_decay DECAY, la_rule RULE, int ROWS>
+static void launch_step(const call &c, cudaStream_t stream)
 {
     const int tiles = (c.V + COLUMNS - 1) / COLUMNS;
     const unsigned blocks = (unsigned)((int64_t)c.N * c.HV * tiles);
     const bool vector = state_vectors(c);
-    if (c.K <= 128)
-        step<DECAY, RULE, 4><<<blocks, THREADS, sizeof(step_room), stream>>>(c, vector);
-    else
-        step<DECAY, RULE, 8><<<blocks, THREADS, sizeof(step_room), stream>>>(c, vector);
+    const bool whole = vector && c.s0.dtype == LA_F32 && (V_FIRST ? c.K : c.V) % 4 == 0;
+    const auto kernel = whole ? step<DECAY, RULE, ROWS, true> : step<DECAY, RULE, ROWS, false>;
+    kernel<<<blocks, THREADS, sizeof(step_room), stream>>>(c, vector);
     if (c.normaliser != LA_UNNORMALISED)
         advance_z<<<(unsigned)(c.N * c.HV), 32, 0, stream>>>(c);
+}
+
+template <la_decay DECAY, la_rule RULE>
+static cudaError_t step_any(const call &c, cudaStream_t stream)
+{
+    if (c.K <= 128)
+        launch_step<DECAY, RULE, 4>(c, stream);
+    else
+        launch_step<DECAY, RULE, 8>(c, stream);
     return cudaGetLastError();
 }

@@ -69,6 +69,12 @@ __device__ __forceinline__ void barriers_ready()
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/* This thread's stores to shared memory come before copies that the engine is asked for later. */
+__device__ __forceinline__ void stores_before_copies()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
