@@ -204,13 +204,14 @@ __device__ inline void write_tile(char *to, const char *tile, int bytes)
 /* ---- prepare: the inverse of I + L, L strictly lower triangular [C][C], in place ----
  *
  * Blocks of 16 by substitution in float32; then two at a time, [A 0; B D]^-1 has -D^-1 B A^-1 below
- * the diagonal. Those products keep tf32's 11 bits, three more than the bf16 they end in. Four
- * warps; room [4][32][12]. */
+ * the diagonal. Those products keep tf32's 11 bits, three more than the bf16 they end in. The
+ * first four warps work; room [4][32][12]. */
 __device__ inline void invert(float *L, float *room)
 {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool works = warp < 4;
     float *own = room + warp * 32 * 12; /* [32][8], rows 12 apart */
-    {
+    if (works) {
         float *block = L + warp * 16 * (LD + 1), x[16];
         const int column = lane % 16;
 #pragma unroll
@@ -227,26 +228,30 @@ __device__ inline void invert(float *L, float *room)
     }
     __syncthreads();
     { /* 16 -> 32: two warps a pair, 8 columns each */
-        float *A = L + warp / 2 * 32 * (LD + 1), *B = A + 16 * LD, *D = B + 16;
+        float *A = L + warp / 2 % 2 * 32 * (LD + 1), *B = A + 16 * LD, *D = B + 16;
         const int column = warp % 2 * 8;
         float c[4] = {}, e[4] = {};
-        multiply_tf32<2>(c, B, LD, A + column, LD);
-        put(own, 12, c, 1);
+        if (works) {
+            multiply_tf32<2>(c, B, LD, A + column, LD);
+            put(own, 12, c, 1);
+        }
         __syncthreads(); /* both have read B */
-        multiply_tf32<2>(e, D, LD, own, 12);
-        put(B + column, LD, e, -1);
+        if (works) {
+            multiply_tf32<2>(e, D, LD, own, 12);
+            put(B + column, LD, e, -1);
+        }
     }
     __syncthreads();
     { /* 32 -> 64: 8 columns a warp */
         float *A = L, *B = A + 32 * LD, *D = B + 32;
         const int column = warp * 8;
         float c[2][4] = {}, e[2][4] = {};
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < 2 && works; i++) {
             multiply_tf32<4>(c[i], B + i * 16 * LD, LD, A + column, LD);
             put(own + i * 16 * 12, 12, c[i], 1);
         }
         __syncthreads();
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < 2 && works; i++) {
             multiply_tf32<4>(e[i], D + i * 16 * LD, LD, own, 12);
             put(B + i * 16 * LD + column, LD, e[i], -1);
         }
@@ -340,7 +345,7 @@ __global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(
         note_odd(qk[j], kk[j], warp * 16 + lane / 4, j * 8 + lane % 4 * 2, s.odd);
 
     for (int hv = h * group; hv < (h + 1) * group; hv++) {
-        const int64_t place = (int64_t)slot * c.HV + hv;
+        const int place = slot * c.HV + hv; /* the launch sees to it that it fits */
         __syncthreads(); /* the head before has been written */
         if (threadIdx.x == 0) s.odd[1] = s.odd[0];
         float a = 1, beta = 0;
@@ -360,7 +365,7 @@ __global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(
             if (threadIdx.x == 0) w.odd[place] = odd;
         }
         __syncthreads();
-        if (threadIdx.x < C) {
+        if (c.g.data && threadIdx.x < C) {
             const int j = threadIdx.x;
             float g = 1;
             s.G[j * LD + j] = 1;
@@ -368,8 +373,8 @@ __global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(
         }
         __syncthreads();
         if (w.in && threadIdx.x < C) {
-            w.in[place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD];
-            w.out[place * C + threadIdx.x] = s.G[(C - 1) * LD + threadIdx.x];
+            w.in[(int64_t)place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD];
+            w.out[(int64_t)place * C + threadIdx.x] = s.G[(C - 1) * LD + threadIdx.x];
         }
         if (RULE == LA_DELTA) __syncthreads();
 #pragma unroll
@@ -377,7 +382,8 @@ __global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int row = warp * 16 + half * 8 + lane / 4, column = j * 8 + lane % 4 * 2;
-                const float2 g = *(const float2 *)&s.G[row * LD + column];
+                const float2 g = c.g.data ? *(const float2 *)&s.G[row * LD + column]
+                                          : make_float2(1, 1);
                 const float x = qk[j][2 * half], y = qk[j][2 * half + 1];
                 const int last = row < odd ? row : -1; /* the last column of this row */
                 *(uint32_t *)(s.tile + element_at(row, column)) =
@@ -390,10 +396,10 @@ __global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(
                 }
             }
         __syncthreads();
-        write_tile(w.scores + place * PANEL_BYTES, s.tile, PANEL_BYTES);
+        write_tile(w.scores + (int64_t)place * PANEL_BYTES, s.tile, PANEL_BYTES);
         if (RULE == LA_DELTA) {
             invert(s.G, s.room);
-            write_inverse(s.G, s.beta, s.tile, w.inverse + place * PANEL_BYTES);
+            write_inverse(s.G, s.beta, s.tile, w.inverse + (int64_t)place * PANEL_BYTES);
         }
     }
 }
@@ -406,6 +412,8 @@ __global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(
  * (k f) diag(t_(J+1) ... t_(I-1)) (k h)'. Diagonal blocks are (k f) (k / f)', which is good for a row
  * as long as f has stayed within 2^-100 and 2^100 up to it, and looks at nothing after it; from the
  * first row where it has not, each pair's decay is multiplied up in float32. */
+
+enum { KEY_THREADS = 256 };
 
 template <int KP> struct key_room {
     /* k becomes k / f, q becomes q f */
@@ -441,7 +449,7 @@ template <int KP> __device__ void load_decays(const call &c, const unit &u, int 
                            (c.g.stride[0] | c.g.stride[1] | c.g.stride[2]) % 4 == 0;
     if (rows_of_4) {
 #pragma unroll 8
-        for (int i = threadIdx.x; i < C * KP / 4; i += 128) {
+        for (int i = threadIdx.x; i < C * KP / 4; i += KEY_THREADS) {
             const int row = i / (KP / 4), key = i % (KP / 4) * 4;
             float4 x = make_float4(1, 1, 1, 1);
             if (row < n && key < c.K) {
@@ -454,7 +462,7 @@ template <int KP> __device__ void load_decays(const call &c, const unit &u, int 
         return;
     }
     const int lane = threadIdx.x % 32;
-    for (int row = threadIdx.x / 32; row < C; row += 4) {
+    for (int row = threadIdx.x / 32; row < C; row += KEY_THREADS / 32) {
         float x[KP / 32];
         if (row < n) load_row(x, at(c.g, u.b, t + row, u.hv), c.g.dtype, lane, 32, c.K);
 #pragma unroll
@@ -497,7 +505,7 @@ __device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&q
 }
 
 template <int KP, la_rule RULE>
-__global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call c,
+__global__ void __launch_bounds__(KEY_THREADS, 2) prepare_key(const __grid_constant__ call c,
                                                    const __grid_constant__ chunks w, bool q_as_given,
                                                    bool k_as_given)
 {
@@ -510,7 +518,7 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
     const unit u = unit_of(c, sequence_of(c, slot), hv);
     const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
-    const int64_t place = (int64_t)slot * c.HV + hv;
+    const int place = slot * c.HV + hv; /* the launch sees to it that it fits */
 
     if (threadIdx.x < 5) (threadIdx.x < 4 ? s.slow[threadIdx.x] : s.odd) = C;
     load_decays<KP>(c, u, t, n, s.a);
@@ -523,7 +531,7 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
         if (!isfinite(beta)) atomicMin(&s.odd, threadIdx.x);
         s.beta[threadIdx.x] = beta;
     }
-    for (int i = threadIdx.x; i < 4 * KP; i += 128) {
+    for (int i = threadIdx.x; i < 4 * KP; i += KEY_THREADS) {
         const int block = i / KP, key = i % KP;
         float f = 1;
         int slow = C, odd = C;
@@ -541,49 +549,48 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
     }
     __syncthreads();
     float slow_kk[16], slow_qk[16];
-    const int slow = s.slow[warp];
+    const bool works = warp < 4; /* on the products; all load and scale */
+    const int slow = works ? s.slow[warp] : C;
     if (slow < C) multiply_pairs<KP>(s, slow_kk, slow_qk);
     __syncthreads();
 
-    /* Running products up the chunk, then down: two keys a thread, and half of the rows. */
-    char *to_q = w.q + place * tile_bytes(KP), *to_k = w.k + place * tile_bytes(KP),
-         *to_kt = w.kt + place * tile_bytes(KP);
-    const int own = threadIdx.x % (KP / 2) * 2, part = threadIdx.x / (KP / 2), parts = 256 / KP;
-    const int rows = C / parts;
-    {
+    /* Running products up the chunk, then down: two keys and a block of 16 rows a thread. */
+    const int64_t keys = (int64_t)place * tile_bytes(KP);
+    char *to_q = w.q + keys, *to_k = w.k + keys, *to_kt = w.kt + keys;
+    const int own = threadIdx.x % (KP / 2) * 2, block = threadIdx.x / (KP / 2);
+    if (block < 4) {
         float2 all = make_float2(1, 1), h = all;
-        for (int block = 3; block >= (part + 1) * rows / 16; block--) {
-            all.x *= s.t[block * KP + own];
-            all.y *= s.t[block * KP + own + 1];
+        for (int j = 3; j > block; j--) {
+            all.x *= s.t[j * KP + own];
+            all.y *= s.t[j * KP + own + 1];
         }
 #pragma unroll 8
-        for (int i = (part + 1) * rows - 1; i >= part * rows; i--) {
+        for (int i = block * 16 + 15; i >= block * 16; i--) {
             const float2 a = *(const float2 *)&s.a[i * KP + own];
             const int here = element_at(i, own);
             const float2 k = unpack(*(const uint32_t *)(s.k + here));
-            if (i % 16 == 15) h = make_float2(1, 1);
             *(uint32_t *)(to_kt + here) = pack(k.x * all.x, k.y * all.y);
             *(uint32_t *)(s.kh + here) = pack(k.x * h.x, k.y * h.y);
             all = make_float2(all.x * a.x, all.y * a.y);
             h = make_float2(h.x * a.x, h.y * a.y);
         }
-        if (part == 0) *(float2 *)(w.total + place * KP + own) = all;
+        if (block == 0) *(float2 *)(w.total + (int64_t)place * KP + own) = all;
     }
     __syncthreads(); /* k turns into k / f */
-    {
+    if (block < 4) {
         float2 all = make_float2(1, 1), f = all;
-        for (int block = 0; block < part * rows / 16; block++) {
-            all.x *= s.t[block * KP + own];
-            all.y *= s.t[block * KP + own + 1];
+        for (int j = 0; j < block; j++) {
+            all.x *= s.t[j * KP + own];
+            all.y *= s.t[j * KP + own + 1];
         }
 #pragma unroll 8
-        for (int i = part * rows; i < (part + 1) * rows; i++) {
+        for (int i = block * 16; i < block * 16 + 16; i++) {
             const float2 a = *(const float2 *)&s.a[i * KP + own];
             const int here = element_at(i, own);
             const float2 k = unpack(*(const uint32_t *)(s.k + here));
             const float2 q = unpack(*(const uint32_t *)(s.q + here));
             all = make_float2(all.x * a.x, all.y * a.y);
-            f = i % 16 ? make_float2(f.x * a.x, f.y * a.y) : a;
+            f = make_float2(f.x * a.x, f.y * a.y);
             *(uint32_t *)(to_q + here) = pack(q.x * all.x, q.y * all.y);
             *(uint32_t *)(s.q + here) = pack(q.x * f.x, q.y * f.y);
             *(uint32_t *)(s.k + here) = pack(__fdividef(k.x, f.x), __fdividef(k.y, f.y));
@@ -600,6 +607,7 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
     const uint32_t kh = lane_with_rows(address_of(s.kh)), k_f = lane_with_rows(address_of(s.k));
 #pragma unroll
     for (int i = 0; i < KP; i += 16) {
+        if (!works) continue;
         left of_q = load_left(qf, warp * 16, i), of_k;
         if (RULE == LA_DELTA) of_k = load_left(kf, warp * 16, i);
 #pragma unroll
@@ -621,7 +629,8 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
     }
 #pragma unroll
     for (int j = 0; j < 8; j++)
-        note_odd(qk[j], kk[j], warp * 16 + lane / 4, j * 8 + lane % 4 * 2, &s.odd, slow);
+        note_odd(qk[j], kk[j], warp * 16 + lane / 4, j * 8 + lane % 4 * 2, &s.odd,
+                 works ? slow : 0);
     if (slow < C && lane < 16)
 #pragma unroll
         for (int i = 0; i < 16; i++)
@@ -637,6 +646,7 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
     for (int j = 0; j < 8; j++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
+            if (!works) continue;
             const int row = warp * 16 + half * 8 + lane / 4, column = j * 8 + lane % 4 * 2;
             const float x = qk[j][2 * half], y = qk[j][2 * half + 1];
             const int last = row < odd ? row : -1; /* the last column of this row */
@@ -663,10 +673,10 @@ __global__ void __launch_bounds__(128) prepare_key(const __grid_constant__ call 
             }
     }
     __syncthreads();
-    write_tile(w.scores + place * PANEL_BYTES, s.tile, PANEL_BYTES);
+    write_tile(w.scores + (int64_t)place * PANEL_BYTES, s.tile, PANEL_BYTES);
     if (RULE == LA_DELTA) {
         invert(L, s.room);
-        write_inverse(L, s.beta, s.tile, w.inverse + place * PANEL_BYTES);
+        write_inverse(L, s.beta, s.tile, w.inverse + (int64_t)place * PANEL_BYTES);
     }
 }
 
@@ -944,11 +954,14 @@ __global__ void __launch_bounds__(256, 1)
 
     /* The non-causal form goes through the chunks twice: to write all, then to read. */
 #if HAS_COPY_ENGINE
-    __shared__ uint64_t arrived[2];
-    const uint32_t barriers = address_of(arrived);
+    /* Of each stage: it has been filled; every warp is done with it. */
+    __shared__ uint64_t filled[2], done[2];
+    const uint32_t barriers = address_of(filled), done_with = address_of(done);
     if (threadIdx.x == 0) {
-        barrier_init(barriers);
-        barrier_init(barriers + 8);
+        for (int j = 0; j < 2; j++) {
+            barrier_init(barriers + 8 * j, 1);
+            barrier_init(done_with + 8 * j, warps);
+        }
         barriers_ready();
     }
 #else
@@ -978,11 +991,15 @@ __global__ void __launch_bounds__(256, 1)
                         *(uint4 *)(room + part::v + warp * SLICE_BYTES +
                                    slice_at(n + j / 2, j % 2)) = make_uint4(0, 0, 0, 0);
                 stores_before_copies();
+                __syncthreads();
             }
+            if (threadIdx.x == 0 && turn > 0 && i + 1 < last_chunk)
+                barrier_wait(done_with + (turn + 1) % 2 * 8, (turn - 1) / 2 % 2);
+            __syncwarp();
 #else
             copies_wait<0>();
-#endif
             __syncthreads(); /* chunk i is there, and nobody needs chunk i - 1 any more */
+#endif
             const int odd_here = odd_next;
             if (i + 1 < last_chunk) {
                 fetch(i + 1, shared + (turn + 1) % 2 * bytes, barriers + (turn + 1) % 2 * 8);
@@ -1153,24 +1170,29 @@ __global__ void __launch_bounds__(256, 1)
                 }
             }
 
-            if (!writes || odd < C) continue;
-            if constexpr (DECAY != LA_NONE)
+            if (writes && odd == C) {
+                if constexpr (DECAY != LA_NONE)
 #pragma unroll
-            for (int j = 0; j < KP / 8; j++) {
-                const float2 a = DECAY == LA_KEY
-                                     ? *(const float2 *)(room + part::total + (j * 8 + pair) * 4)
-                                     : make_float2(in[C - 1], in[C - 1]);
-                S[j][0] *= a.x;
-                S[j][1] *= a.y;
-                S[j][2] *= a.x;
-                S[j][3] *= a.y;
+                for (int j = 0; j < KP / 8; j++) {
+                    const float2 a = DECAY == LA_KEY
+                                         ? *(const float2 *)(room + part::total + (j * 8 + pair) * 4)
+                                         : make_float2(in[C - 1], in[C - 1]);
+                    S[j][0] *= a.x;
+                    S[j][1] *= a.y;
+                    S[j][2] *= a.x;
+                    S[j][3] *= a.y;
+                }
+                const uint32_t kt = lane_with_columns(base + (DECAY == LA_KEY ? part::kt : part::k));
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+#pragma unroll
+                    for (int m = 0; m < KP / 16; m++)
+                        multiply(S[2 * m], S[2 * m + 1], Ut[j], load_right(kt, j * 16, m * 16));
             }
-            const uint32_t kt = lane_with_columns(base + (DECAY == LA_KEY ? part::kt : part::k));
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-#pragma unroll
-                for (int m = 0; m < KP / 16; m++)
-                    multiply(S[2 * m], S[2 * m + 1], Ut[j], load_right(kt, j * 16, m * 16));
+#if HAS_COPY_ENGINE
+            __syncwarp();
+            if (lane == 0) barrier_arrive(done_with + turn % 2 * 8);
+#endif
         }
     }
 
@@ -1415,8 +1437,8 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
         error = cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      prepare_bytes);
         if (error == cudaSuccess) {
-            prepare<<<(unsigned)(slots * heads), 128, prepare_bytes, stream>>>(c, w, q_as_given,
-                                                                             k_as_given);
+            prepare<<<(unsigned)(slots * heads), DECAY == LA_KEY ? KEY_THREADS : 128,
+                      prepare_bytes, stream>>>(c, w, q_as_given, k_as_given);
             error = cudaGetLastError();
         }
     }

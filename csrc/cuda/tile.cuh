@@ -57,9 +57,14 @@ template <int LEFT> __device__ __forceinline__ void copies_wait()
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define HAS_COPY_ENGINE 1
 
-__device__ __forceinline__ void barrier_init(uint32_t barrier)
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
 {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 /* Let the copy engine see the barriers. */
