@@ -29,7 +29,7 @@ def kernels(text):
 
 
 def main(logs):
-    seen = [kernel for log in logs for kernel in kernels(Path(log).read_text())]
+    seen = {kernel for log in logs for kernel in kernels(Path(log).read_text())}
     there = {(name.partition("_")[0], K, arch) for name, K, _, arch, *_ in seen}
     print(f"{len(seen)} chunk kernels; stack frame, spill stores, spill loads in bytes:")
     for name, K, switches, arch, *bytes_ in sorted(seen):
