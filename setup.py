@@ -1,7 +1,7 @@
 """The C core as one extension module: every instruction set in it, one abi3 build for 3.11 and up;
 and the CUDA part, where nvcc is found.
 
-LINATTN_WERROR=1 turns compiler warnings into errors (CI). CC chooses the compiler.
+LINATTN_WERROR=1 turns compiler warnings, nvcc's too, into errors (CI). CC chooses the compiler.
 LINATTN_CUDA=1 insists on the CUDA part, =0 leaves it out. nvcc is looked for in CUDA_HOME, on the
 PATH, in /usr/local/cuda. LINATTN_CUDA_ARCHS="80 90a 90+PTX" (the default) says for which devices.
 """
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy
 from setuptools import Extension, setup
@@ -35,7 +36,7 @@ if os.environ.get("LINATTN_WERROR") == "1":
     FLAGS.append("-Werror")
 
 
-# Machine code for Ampere and all that runs its code (8.x), for Hopper, and PTX for what comes after.
+# Machine code for Ampere and all that runs its code (8.x), for Hopper, and PTX for later devices.
 ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "80 90a 90+PTX").split()
 
 
@@ -48,7 +49,9 @@ NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
     *map(gencode, ARCHS),
-    "--threads=0",
+    # Files are compiled side by side already, one per core; a machine with more cores than files
+    # gives each more threads, for its architectures. A thread takes up to a gigabyte.
+    f"--threads={max(1, min(len(ARCHS), os.cpu_count() // 4))}",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 ]
 if os.environ.get("LINATTN_WERROR") == "1":
@@ -67,26 +70,37 @@ def find_nvcc():
     places += [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
     found = next((nvcc for place in places if (nvcc := shutil.which("nvcc", path=place))), None)
     if wanted == "1" and not found:
-        raise SystemExit(f"LINATTN_CUDA=1 asks for the CUDA part, and nvcc was not found in {places}")
+        raise SystemExit(f"LINATTN_CUDA=1 asks for the CUDA part; there is no nvcc in {places}")
     return found
 
 
 def cuda_libraries(nvcc):
-    """Directories with libcudart_static.a, as nvcc itself would link it."""
+    """Directories with libcudart_static.a: where nvcc itself would look."""
     says = subprocess.run([nvcc, "--dryrun", "none.cu"], capture_output=True, text=True).stderr
     line = re.search(r"^#\$ LIBRARIES=(.*)$", says, re.MULTILINE)
-    return [word[2:] for word in shlex.split(line[1]) if word.startswith("-L")] if line else []
+    named = [word[2:] for word in shlex.split(line[1]) if word.startswith("-L")] if line else []
+    # NVIDIA's wheels have it in lib, and an nvcc that says lib64
+    places = [place for name in named for place in (name, re.sub("lib64(?=$|/)", "lib", name))]
+    return [place for place in dict.fromkeys(map(os.path.normpath, places)) if os.path.isdir(place)]
 
 
 class ParallelBuild(build_ext):
     """Compile the sources side by side: each instruction set takes seconds. nvcc takes the .cu."""
 
+    def settings(self, name, *values):
+        """A file that is newer than what was built with other settings than these."""
+        path = os.path.join(self.build_temp, f"settings-{name}")
+        if not os.path.exists(path) or Path(path).read_text() != repr(values):
+            os.makedirs(self.build_temp, exist_ok=True)
+            Path(path).write_text(repr(values))
+        return path
+
     def build_extension(self, ext):
         compile_one, threads = self.compiler.compile, os.cpu_count()
 
-        def compile_cuda(source, output_dir, depends, **_):
+        def compile_cuda(source, output_dir, **_):
             (target,) = self.compiler.object_filenames([source], output_dir=output_dir)
-            newest = max(map(os.path.getmtime, [source, *depends]))
+            newest = max(map(os.path.getmtime, [source, *CUDA_HEADERS, nvcc_settings]))
             if self.force or not os.path.exists(target) or os.path.getmtime(target) < newest:
                 os.makedirs(os.path.dirname(target), exist_ok=True)
                 self.spawn([NVCC, *NVCC_FLAGS, "-c", source, "-o", target])
@@ -104,6 +118,8 @@ class ParallelBuild(build_ext):
                 objects = pool.map(lambda source: compile_any(source, options), order)
                 return [one for group in objects for one in group]
 
+        nvcc_settings = self.settings("nvcc", NVCC, NVCC_FLAGS) if NVCC else None
+        ext.depends.append(self.settings("all", NVCC, NVCC_FLAGS, FLAGS, os.environ.get("CC")))
         if ".cu" not in self.compiler.src_extensions:
             self.compiler.src_extensions.append(".cu")
         self.compiler.compile = compile_all
@@ -116,22 +132,26 @@ class ParallelBuild(build_ext):
 NVCC = find_nvcc()
 CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cu")) if NVCC else []
 
+
+def headers(*places):
+    names = (f"{place}/*.{kind}" for place in places for kind in ("h", "def", "cuh"))
+    return [path for name in names for path in glob.glob(name)]
+
+
+# What a .cu can include: a change in the CPU's rooms does not set nvcc to work.
+CUDA_HEADERS = headers("csrc", "csrc/cuda")
+
 core = Extension(
     "linattn._linattn",
     sources=[*sorted(glob.glob("csrc/*.c")), *sorted(glob.glob("csrc/cpu/*.c")), *CUDA_SOURCES],
-    depends=[
-        path
-        for place in ("csrc", "csrc/cpu", "csrc/cuda")
-        for kind in ("h", "def", "cuh")
-        for path in glob.glob(f"{place}/*.{kind}")
-    ],
+    depends=headers("csrc", "csrc/cpu", "csrc/cuda"),
     include_dirs=[numpy.get_include()],
     define_macros=[
         *([("Py_LIMITED_API", "0x030b0000")] if ABI3 else []),
         *([("LA_WITH_CUDA", "1")] if NVCC else []),
     ],
     extra_compile_args=FLAGS,
-    # The CUDA runtime goes in whole: it finds the driver when it is first used, or says there is none.
+    # The CUDA runtime goes in whole: when first used it finds the driver, or says there is none.
     library_dirs=cuda_libraries(NVCC) if NVCC else [],
     libraries=["cudart_static", "rt", "dl", "stdc++"] if NVCC else [],
     extra_link_args=["-pthread"],
