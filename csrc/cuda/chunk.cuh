@@ -259,7 +259,7 @@ __device__ inline void invert(float *L, float *room)
     __syncthreads();
 }
 
-/* A = L diag(beta) as a tile; the blocks of 16 above the diagonal are never read. */
+/* A = L diag(beta) as a tile; zeros above the diagonal. */
 __device__ inline void write_inverse(const float *L, const float *beta, char *tile, char *to)
 {
     for (int i = threadIdx.x; i < C * C / 2; i += blockDim.x) {
@@ -704,21 +704,23 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
 };
 
 struct walk_flags {
-    bool v_pieces, o_pairs; /* rows of v come in 16-byte pieces, rows of o take 4 bytes */
+    bool v_pieces, o_pieces; /* rows of v come, rows of o go in pieces of 16 bytes */
 };
 
 /* A sequence in `count` segments, walked side by side when there are few heads (docs/math.md: the
  * segment map). What a segment makes of the state before it is S -> M S + X, so there are three
- * launches: ENDS walks every segment from a state of zero, which ends as X, and, for the delta rule,
+ * launches: TO_ENDS walks every segment from a state of zero, which ends as X, and, for the delta rule,
  * from the columns of the identity with v = 0, which end as M's; `join_segments` goes along the
- * segments; STARTS walks each again from the state it then has. */
-enum walk_kind { WHOLE, ENDS, STARTS };
+ * segments; ALONG walks each again from the state it then has. */
 struct segments {
-    walk_kind kind;
     int count;
     float *ends;   /* [N * HV][count][16 (slices + key slices)][KP]: X', then M' */
-    float *starts; /* [N * HV][count][16 slices][KP]: S' */
+    float *starts; /* [N * HV][count][16 slices][KP]: S'; NULL: the call's own initial state */
 };
+
+/* What a walk is for: the causal form; the ends of segments; the form that is not causal, which goes
+ * through the chunks twice, to write all and then to read. */
+enum way { ALONG, TO_ENDS, ACROSS };
 
 /* A chunk that holds a NaN or an infinity goes token by token, for its state and for O from token
  * `first` on: in a product with a triangle, zero times infinity would spoil the tokens before it.
@@ -766,38 +768,50 @@ __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int
     }
 }
 
+/* `after`: the state after the chunk, in la_token's order [key][column]. */
 template <int KP, la_decay DECAY, la_rule RULE>
-__device__ __forceinline__ void walk_tokens(const call &c, const unit &u, int t, int n,
-                                            int first, int v0, int columns, float (&S)[KP / 8][4],
-                                            float (&O)[8][4])
+__device__ __forceinline__ void walk_tokens(const call &c, const unit &u, int t, int n, int first,
+                                            int v0, int columns, const float (&S)[KP / 8][4],
+                                            float (&O)[8][4], float (&after)[KP / 2])
 {
-    float rows[KP / 4 * 2], o[8 * 4]; /* la_token's order: [key][column] */
+    float o[8 * 4];
 #pragma unroll
     for (int i = 0; i < KP / 8; i++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) rows[(i * 2 + e % 2) * 2 + e / 2] = S[i][e];
+        for (int e = 0; e < 4; e++) after[(i * 2 + e % 2) * 2 + e / 2] = S[i][e];
 #pragma unroll
     for (int i = 0; i < 8 * 4; i++) o[i] = O[i / 4][i % 4];
-    token_walk<KP, DECAY, RULE>(c, u, t, n, first, v0, columns, rows, o);
-#pragma unroll
-    for (int i = 0; i < KP / 8; i++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) S[i][e] = rows[(i * 2 + e % 2) * 2 + e / 2];
+    token_walk<KP, DECAY, RULE>(c, u, t, n, first, v0, columns, after, o);
 #pragma unroll
     for (int i = 0; i < 8 * 4; i++) O[i / 4][i % 4] = o[i];
 }
 
-/* Up to two columns of o, `left` of which exist. */
-static __device__ __noinline__ void store_columns(char *o, uint32_t x, int left)
+/* A row's piece of 8 columns of o, of which `there` exist. */
+__device__ __forceinline__ void store_piece(char *to, uint4 x, int there)
 {
-    if (left > 0) *(uint16_t *)o = (uint16_t)x;
-    if (left > 1) *(uint16_t *)(o + 2) = (uint16_t)(x >> 16);
+    const uint32_t of[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        if (i < there) *(uint16_t *)(to + i * 2) = (uint16_t)(of[i / 2] >> i % 2 * 16);
 }
 
 /* Is one of two bf16 a NaN or an infinity: is its exponent all ones? */
 __device__ __forceinline__ bool not_finite(uint32_t x)
 {
     return (x & 0x7f800000) == 0x7f800000 || (x & 0x7f80) == 0x7f80;
+}
+
+/* Is any number of [16 columns][C] a NaN or an infinity? Zero times it is not zero, then. */
+__device__ __forceinline__ bool any_odd(const left (&x)[4])
+{
+    const __nv_bfloat162 zero = __floats2bfloat162_rn(0, 0);
+    __nv_bfloat162 sum[2] = {zero, zero};
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) sum[e % 2] = __hfma2(*(const __nv_bfloat162 *)&x[m].x[e], zero, sum[e % 2]);
+    const __nv_bfloat162 all = __hadd2(sum[0], sum[1]);
+    return __any_sync(~0u, (*(const uint32_t *)&all & 0x7fff7fff) != 0);
 }
 
 /* Numbers of tokens t and t + 1, without those from token `end` on. */
@@ -827,7 +841,7 @@ __device__ __forceinline__ int first_odd(const left (&x)[4])
     return first_odd_of(four(x[0]), four(x[1]), four(x[2]), four(x[3]));
 }
 
-template <int KP, la_decay DECAY, la_rule RULE>
+template <int KP, la_decay DECAY, la_rule RULE, way WAY>
 __global__ void __launch_bounds__(256, 1)
     walk(const __grid_constant__ call c, const __grid_constant__ chunks w,
          const __grid_constant__ tensor_maps maps, const walk_flags f, const segments g, int tiles)
@@ -843,7 +857,7 @@ __global__ void __launch_bounds__(256, 1)
     const int64_t head = blockIdx.x / tiles / g.count;
     const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
     const int slices = (c.V + 15) / 16, slice_index = ones ? 0 : tile * own + warp;
-    const bool identity = g.kind == ENDS && slice_index >= slices; /* M's columns: v = 0 */
+    const bool identity = WAY == TO_ENDS && slice_index >= slices; /* M's columns: v = 0 */
     const int v0 = slice_index * 16, columns = ones ? 1 : identity ? 0 : min(16, c.V - v0);
     const int v_slices = min(max(slices - tile * own, 0), own); /* of this block */
     const int all_chunks = (u.end - u.begin + C - 1) / C;
@@ -854,7 +868,7 @@ __global__ void __launch_bounds__(256, 1)
     const int pair = lane % 4 * 2; /* this thread's two tokens, or keys, of every eight */
     const float scale = (float)c.scale;
     const int64_t o_row = c.o.stride[1] * 2;
-    char *o_lane = at(c.o, u.b, u.begin + lane / 4, u.hv, v0 + pair);
+    char *o_lane = at(c.o, u.b, u.begin + lane / 2, u.hv, v0 + lane % 2 * 8);
 
     /* S' [16 columns][KP]: thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
     float S[KP / 8][4];
@@ -865,9 +879,9 @@ __global__ void __launch_bounds__(256, 1)
         for (int e = 0; e < 4; e++) {
             const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
             S[i][e] = 0;
-            if (g.kind == ENDS)
+            if (WAY == TO_ENDS)
                 S[i][e] = identity && (slice_index - slices) * 16 + column == key;
-            else if (g.kind == STARTS)
+            else if (g.starts)
                 S[i][e] = slice_index < slices
                               ? g.starts[((head * g.count + segment) * slices * 16 + v0 + column) *
                                              KP + key]
@@ -952,7 +966,6 @@ __global__ void __launch_bounds__(256, 1)
         }
     };
 
-    /* The non-causal form goes through the chunks twice: to write all, then to read. */
 #if HAS_COPY_ENGINE
     /* Of each stage: it has been filled; every warp is done with it. */
     __shared__ uint64_t filled[2], done[2];
@@ -969,8 +982,9 @@ __global__ void __launch_bounds__(256, 1)
 #endif
     const auto odd_of = [&](int i) { return w.odd[(int64_t)(slot0 + i) * c.HV + u.hv]; };
     int turn = 0; /* chunks so far, both passes */
-    for (int pass = c.causal ? 1 : 0; pass < 2; pass++) {
-        const bool writes = c.causal || pass == 0, reads = pass == 1 && g.kind != ENDS;
+    for (int pass = WAY == ACROSS ? 0 : 1; pass < 2; pass++) {
+        const bool writes = WAY != ACROSS || pass == 0;
+        const bool reads = WAY == ALONG || (WAY == ACROSS && pass == 1);
         __syncthreads();
         if (first_chunk < last_chunk)
             fetch(first_chunk, shared + turn % 2 * bytes, barriers + turn % 2 * 8);
@@ -1007,57 +1021,44 @@ __global__ void __launch_bounds__(256, 1)
             }
             const float *in = (const float *)(room + part::in);
             const float *out = (const float *)(room + part::out);
-            const uint32_t k_rows = lane_with_rows(base + part::k);
-            const uint32_t q_rows = lane_with_rows(base + part::q);
+            const uint32_t slice = base + part::v + warp * SLICE_BYTES;
+            const int slice_row = lane / 16 * 8 + lane % 8, slice_piece = lane / 8 % 2;
 
-            /* k^ S and q^ S, transposed: [16 columns][C] */
-            float kS[8][4] = {}, O[8][4] = {};
+            left s[KP / 16]; /* S', as it is before the chunk */
 #pragma unroll
-            for (int j = 0; j < KP / 16; j++) {
-                const left s = as_left(S[2 * j], S[2 * j + 1]);
-#pragma unroll
-                for (int m = 0; m < 4; m++) {
-                    if (RULE == LA_DELTA)
-                        multiply(kS[2 * m], kS[2 * m + 1], s,
-                                 load_right_of_rows(k_rows, m * 16, j * 16));
-                    if (reads)
-                        multiply(O[2 * m], O[2 * m + 1], s,
-                                 load_right_of_rows(q_rows, m * 16, j * 16));
-                }
-            }
+            for (int j = 0; j < KP / 16; j++) s[j] = as_left(S[2 * j], S[2 * j + 1]);
 
             /* U: V as it lies, or A (V - k^ S); as left operands over the tokens */
-            left U[4], Ut[4]; /* Ut: rows times the decay to the chunk's end */
+            left U[4];
 #pragma unroll
             for (int m = 0; m < 4; m++) {
-                const int row = m * 16 + lane / 16 * 8 + lane % 8, piece = lane / 8 % 2;
                 if (columns > 0)
-                    load_matrices_transposed(U[m].x, base + part::v + warp * SLICE_BYTES +
-                                                         slice_at(row, piece));
+                    load_matrices_transposed(U[m].x, slice + slice_at(m * 16 + slice_row, slice_piece));
                 else
                     U[m] = {};
             }
             /* The first token here with a NaN or an infinity: it and what follows are left out of the
              * products, exact zeros that change nothing before them. */
             int odd = odd_here;
-            {
-                uint32_t found = 0;
-#pragma unroll
-                for (int m = 0; m < 4; m++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) found |= not_finite(U[m].x[e]);
-                if (__any_sync(~0u, found)) odd = min(odd, first_odd(U));
-            }
-            if (!c.causal) odd = C; /* every token reads all: there is no before */
+            if (any_odd(U)) odd = min(odd, first_odd(U));
+            if (WAY == ACROSS) odd = C; /* every token reads all: there is no before */
             if (odd < C)
 #pragma unroll
                 for (int m = 0; m < 4; m++)
 #pragma unroll
                     for (int e = 0; e < 4; e++)
                         U[m].x[e] = before(U[m].x[e], m * 16 + e / 2 * 8 + pair, odd);
+
+            /* k^ S, A (V - k^ S) and q^ S, transposed: [16 columns][C] */
+            float O[8][4] = {}, X[8][4] = {};
             if constexpr (RULE == LA_DELTA) {
-                const uint32_t A_rows = lane_with_rows(base + part::inverse);
-                float X[8][4] = {};
+                float kS[8][4] = {};
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < KP / 16; j++) multiply_rows(kS, s[j], base + part::k, j * 16);
+                products_commit();
+                products_wait<0>();
+                products_in(kS);
 #pragma unroll
                 for (int m = 0; m < 8; m++) {
                     const float2 g = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8 + pair)
@@ -1075,37 +1076,41 @@ __global__ void __launch_bounds__(256, 1)
 #pragma unroll
                         for (int e = 0; e < 4; e++)
                             if (m * 8 + pair + e % 2 >= odd) kS[m][e] = 0;
+                left x[4];
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const left x = as_left(kS[2 * j], kS[2 * j + 1]);
+                for (int j = 0; j < 4; j++) x[j] = as_left(kS[2 * j], kS[2 * j + 1]);
+                products_begin();
 #pragma unroll
-                    for (int m = j; m < 4; m++)
-                        multiply(X[2 * m], X[2 * m + 1], x,
-                                 load_right_of_rows(A_rows, m * 16, j * 16));
-                }
+                for (int j = 0; j < 4; j++) multiply_rows(X, x[j], base + part::inverse, j * 16, j);
+                products_commit();
+            }
+            if (reads) {
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < KP / 16; j++) multiply_rows(O, s[j], base + part::q, j * 16);
+            }
+            products_commit();
+            if constexpr (RULE == LA_DELTA) {
+                products_wait<1>(); /* for A (V - k^ S) */
+                products_in(X);
 #pragma unroll
                 for (int m = 0; m < 4; m++) U[m] = as_left(X[2 * m], X[2 * m + 1]);
+                if (any_odd(U)) odd = 0; /* the state may hold one, too */
             }
-            if (RULE == LA_DELTA && c.causal) { /* the state may hold one, too */
-                uint32_t found = 0;
-#pragma unroll
-                for (int m = 0; m < 4; m++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) found |= not_finite(U[m].x[e]);
-                if (__any_sync(~0u, found)) odd = 0;
-            }
+            left Ut[4]; /* rows of U times the decay to the chunk's end */
 #pragma unroll
             for (int m = 0; m < 4; m++) Ut[m] = U[m];
             if constexpr (DECAY == LA_TOKEN)
 #pragma unroll
-            for (int m = 0; m < 4; m++) {
+                for (int m = 0; m < 4; m++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const float2 g = *(const float2 *)(out + m * 16 + e / 2 * 8 + pair);
-                    const float2 x = unpack(U[m].x[e]);
-                    Ut[m].x[e] = pack(g.x * x.x, g.y * x.y);
-                }
-            }
+                    for (int e = 0; e < 4; e++) {
+                        const float2 g = *(const float2 *)(out + m * 16 + e / 2 * 8 + pair);
+                        const float2 x = unpack(U[m].x[e]);
+                        Ut[m].x[e] = pack(g.x * x.x, g.y * x.y);
+                    }
+            products_wait<0>();
+            products_in(O);
 
             if (reads) {
                 if (DECAY == LA_TOKEN)
@@ -1117,17 +1122,37 @@ __global__ void __launch_bounds__(256, 1)
                         O[m][2] *= g.x;
                         O[m][3] *= g.y;
                     }
-                if (c.causal) {
-                    const uint32_t P_rows = lane_with_rows(base + part::scores);
+                if (WAY != ACROSS) {
+                    products_begin();
 #pragma unroll
-                    for (int j = 0; j < 4; j++)
-#pragma unroll
-                        for (int m = j; m < 4; m++)
-                            multiply(O[2 * m], O[2 * m + 1], U[j],
-                                     load_right_of_rows(P_rows, m * 16, j * 16));
+                    for (int j = 0; j < 4; j++) multiply_rows(O, U[j], base + part::scores, j * 16, j);
+                    products_commit();
                 }
             }
-            if (odd < C) walk_tokens<KP, DECAY, RULE>(c, u, t, n, odd, v0, columns, S, O);
+            products_wait<0>();
+            products_in(O);
+            float after[KP / 2]; /* the state, where tokens went one by one */
+            if (odd < C) walk_tokens<KP, DECAY, RULE>(c, u, t, n, odd, v0, columns, S, O, after);
+
+            if (writes) {
+                if constexpr (DECAY != LA_NONE)
+#pragma unroll
+                    for (int j = 0; j < KP / 8; j++) {
+                        const float2 a =
+                            DECAY == LA_KEY ? *(const float2 *)(room + part::total + (j * 8 + pair) * 4)
+                                            : make_float2(in[C - 1], in[C - 1]);
+                        S[j][0] *= a.x;
+                        S[j][1] *= a.y;
+                        S[j][2] *= a.x;
+                        S[j][3] *= a.y;
+                    }
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    multiply_columns(S, Ut[j], base + (DECAY == LA_KEY ? part::kt : part::k), j * 16);
+                products_commit();
+            }
+
             if (reads) {
 #pragma unroll
                 for (int m = 0; m < 8; m++)
@@ -1150,53 +1175,45 @@ __global__ void __launch_bounds__(256, 1)
                         O[m][3] /= y;
                     }
                 }
-                if (!ones) {
-                    char *o = o_lane + (int64_t)i * C * o_row; /* transposed: token, then columns */
-                    const bool whole = f.o_pairs && columns == 16;
+                if (!ones && columns > 0) { /* by way of the place of v, which is in registers now */
 #pragma unroll
-                    for (int m = 0; m < 8; m++) {
-                        const uint32_t x = transpose(pack(O[m][0], O[m][1]));
-                        const uint32_t y = transpose(pack(O[m][2], O[m][3]));
-                        if (whole) {
-                            if (m * 8 + lane / 4 < n) {
-                                *(uint32_t *)(o + m * 8 * o_row) = x;
-                                *(uint32_t *)(o + m * 8 * o_row + 16) = y;
-                            }
-                        } else if (m * 8 + lane / 4 < n) {
-                            store_columns(o + m * 8 * o_row, x, columns - pair);
-                            store_columns(o + m * 8 * o_row + 16, y, columns - pair - 8);
-                        }
+                    for (int m = 0; m < 8; m += 2) {
+                        const uint32_t x[4] = {pack(O[m][0], O[m][1]), pack(O[m][2], O[m][3]),
+                                               pack(O[m + 1][0], O[m + 1][1]),
+                                               pack(O[m + 1][2], O[m + 1][3])};
+                        store_matrices_transposed(slice + slice_at(m * 8 + slice_row, slice_piece), x);
+                    }
+                    __syncwarp();
+                    const char *from = room + part::v + warp * SLICE_BYTES;
+                    char *o = o_lane + (int64_t)i * C * o_row;
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const int row = j * 16 + lane / 2, there = columns - lane % 2 * 8;
+                        const uint4 x = *(const uint4 *)(from + slice_at(row, lane % 2));
+                        if (row >= n) continue;
+                        if (f.o_pieces && there >= 8)
+                            *(uint4 *)(o + j * 16 * o_row) = x;
+                        else
+                            store_piece(o + j * 16 * o_row, x, there);
                     }
                 }
             }
-
-            if (writes && odd == C) {
-                if constexpr (DECAY != LA_NONE)
+            products_wait<0>();
+            products_in(S);
+            if (odd < C && writes)
 #pragma unroll
-                for (int j = 0; j < KP / 8; j++) {
-                    const float2 a = DECAY == LA_KEY
-                                         ? *(const float2 *)(room + part::total + (j * 8 + pair) * 4)
-                                         : make_float2(in[C - 1], in[C - 1]);
-                    S[j][0] *= a.x;
-                    S[j][1] *= a.y;
-                    S[j][2] *= a.x;
-                    S[j][3] *= a.y;
-                }
-                const uint32_t kt = lane_with_columns(base + (DECAY == LA_KEY ? part::kt : part::k));
+                for (int j = 0; j < KP / 8; j++)
 #pragma unroll
-                for (int j = 0; j < 4; j++)
-#pragma unroll
-                    for (int m = 0; m < KP / 16; m++)
-                        multiply(S[2 * m], S[2 * m + 1], Ut[j], load_right(kt, j * 16, m * 16));
-            }
+                    for (int e = 0; e < 4; e++) S[j][e] = after[(j * 2 + e % 2) * 2 + e / 2];
 #if HAS_COPY_ENGINE
+            stores_before_copies();
             __syncwarp();
             if (lane == 0) barrier_arrive(done_with + turn % 2 * 8);
 #endif
         }
     }
 
-    if (g.kind == ENDS) {
+    if (WAY == TO_ENDS) {
         const int all = tiles * own * 16; /* rows of ends, whole blocks of them */
         float *end = g.ends + ((head * g.count + segment) * all + v0 + lane / 4) * KP + pair;
 #pragma unroll
@@ -1291,54 +1308,77 @@ template <int KP, la_decay DECAY, la_rule RULE> constexpr auto prepare_of()
         return prepare_scalar<KP, RULE>;
 }
 
-enum { PROCESSORS = 132 }; /* of an H200: what the splits below are tuned for, not a condition */
+/* What the splits below go by, of the current device. */
+struct device_traits {
+    int processors;
+    int room;      /* shared memory of a block, in bytes */
+    int warp_step; /* warps come in this many: Hopper's tensor cores work for four at once */
+};
+
+static cudaError_t traits_of_device(device_traits *d)
+{
+    int device, major;
+    cudaError_t error = cudaGetDevice(&device);
+    const struct {
+        int *to;
+        cudaDeviceAttr what;
+    } asked[] = {{&d->processors, cudaDevAttrMultiProcessorCount},
+                 {&d->room, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                 {&major, cudaDevAttrComputeCapabilityMajor}};
+    for (const auto &x : asked)
+        if (error == cudaSuccess) error = cudaDeviceGetAttribute(x.to, x.what, device);
+    d->warp_step = error == cudaSuccess && major == 9 ? 4 : 1;
+    return error;
+}
 
 /* Segments of each sequence: as many as fill the device with blocks of four warps, as long as a
  * segment has eight chunks to pay for its launches. With the delta rule the ends cost more than the
  * walk itself (2 of 2.6 parts: K more columns), so that fewer than four do not pay. */
-static int segments_for(const call &c, bool delta)
+static int segments_for(const call &c, const device_traits &d, bool delta)
 {
     const int64_t blocks = (int64_t)c.N * c.HV * ((c.V + 63) / 64);
     const int64_t chunks = (c.cu.data ? c.T / max(c.N, 1) : c.T) / C;
     if (!c.causal || c.normaliser != LA_UNNORMALISED) return 1;
-    const int64_t count = min(min(PROCESSORS / blocks, chunks / 8), (int64_t)32);
+    const int64_t count = min(min(d.processors / blocks, chunks / 8), (int64_t)32);
     return count < (delta ? 4 : 2) ? 1 : (int)count;
 }
 
 /* Warps per block of walk, each with 16 value columns. All warps of a block read the same tiles, so
  * a wide block saves traffic; narrow ones fill the device when there are few heads. Taken is the one
  * with the least rounds times work per round, a round being as many blocks as fit at once, and a
- * multiprocessor's work a fixed part (the chain of products) and one in proportion to its warps. */
-template <typename part> static int columns_per_block(const call &c, int64_t heads, int slices)
+ * multiprocessor's work a fixed part (the chain of products) and one in proportion to its warps.
+ * None (0) if not even the narrowest fits. */
+template <typename part>
+static int warps_per_block(const call &c, const device_traits &d, int64_t heads, int slices)
 {
     const bool normalised = c.normaliser != LA_UNNORMALISED;
-    const int64_t processors = PROCESSORS, room = 227 << 10;
-    int best = 1;
+    int best = 0;
     double least = 0;
-    for (int own = 1; own <= 8 - normalised; own *= 2) {
+    for (int warps = max(d.warp_step, 1 + normalised); warps <= 8; warps *= 2) {
+        const int own = warps - normalised;
         const int64_t blocks = heads * ((slices + own - 1) / own);
-        const int64_t fit = room / (2 * part::bytes(own + normalised) + 2048);
+        const int64_t fit = min(d.room / (2 * part::bytes(warps) + 1024), 8 / warps);
         if (fit == 0) break;
-        const int64_t rounds = (blocks + processors * fit - 1) / (processors * fit);
-        const int64_t each = (blocks + processors - 1) / processors;
-        const double cost = (double)rounds * (1 + 0.15 * (double)(own * (each < fit ? each : fit)));
-        if (least == 0 || cost < least) {
+        const int64_t rounds = (blocks + d.processors * fit - 1) / (d.processors * fit);
+        const int64_t each = (blocks + d.processors - 1) / d.processors;
+        const double cost = (double)rounds * (1 + 0.15 * (double)(warps * min(each, fit)));
+        if (best == 0 || cost < least) {
             least = cost;
-            best = own;
+            best = warps;
         }
     }
     return best;
 }
 
-template <int KP, la_decay DECAY, la_rule RULE>
+template <int KP, la_decay DECAY, la_rule RULE, way WAY>
 static cudaError_t launch_walk(const call &c, const chunks &w, const tensor_maps &maps,
-                               const walk_flags &f, const segments &g, int slices, int own,
+                               const walk_flags &f, const segments &g, int slices, int warps,
                                cudaStream_t stream)
 {
     const bool normalised = c.normaliser != LA_UNNORMALISED;
-    const int tiles = (slices + own - 1) / own, warps = own + normalised;
+    const int own = warps - normalised, tiles = (slices + own - 1) / own;
     const int bytes = 2 * stage<KP, DECAY, RULE>::bytes(warps) + (normalised ? C * 4 : 0);
-    const auto kernel = walk<KP, DECAY, RULE>;
+    const auto kernel = walk<KP, DECAY, RULE, WAY>;
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
@@ -1353,28 +1393,34 @@ static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_map
 {
     typedef stage<KP, DECAY, RULE> part;
     const int slices = (c.V + 15) / 16, key_slices = RULE == LA_DELTA ? (c.K + 15) / 16 : 0;
-    segments g = {WHOLE, segments_for(c, RULE == LA_DELTA), NULL, NULL};
-    const int64_t heads = (int64_t)c.N * c.HV, units = heads * g.count;
-    const int own = columns_per_block<part>(c, units, slices);
-    if (g.count == 1)
-        return launch_walk<KP, DECAY, RULE>(c, w, maps, f, g, slices, own, stream);
-
-    const int ends_own = columns_per_block<part>(c, units, slices + key_slices);
-    const int64_t rows = (slices + key_slices + ends_own - 1) / ends_own * ends_own * 16;
-    const int64_t ends = units * rows * KP, starts = units * slices * 16 * KP;
-    cudaError_t error = cudaMallocFromPoolAsync((void **)&g.ends, (ends + starts) * 4, pool, stream);
+    device_traits d;
+    cudaError_t error = traits_of_device(&d);
     if (error != cudaSuccess) return error;
-    g.starts = g.ends + ends;
-    g.kind = ENDS;
-    error = launch_walk<KP, DECAY, RULE>(c, w, maps, f, g, slices + key_slices, ends_own, stream);
+    segments g = {segments_for(c, d, RULE == LA_DELTA), NULL, NULL};
+    const int64_t heads = (int64_t)c.N * c.HV, units = heads * g.count;
+    const int warps = warps_per_block<part>(c, d, units, slices);
+    if (warps == 0) return cudaErrorNotSupported; /* too little shared memory */
+    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
+        if (!c.causal)
+            return launch_walk<KP, DECAY, RULE, ACROSS>(c, w, maps, f, g, slices, warps, stream);
+    if (g.count == 1)
+        return launch_walk<KP, DECAY, RULE, ALONG>(c, w, maps, f, g, slices, warps, stream);
+
+    const int ends_warps = warps_per_block<part>(c, d, units, slices + key_slices);
+    const int64_t rows = (slices + key_slices + ends_warps - 1) / ends_warps * ends_warps * 16;
+    const int64_t ends = units * rows * KP, starts = units * slices * 16 * KP;
+    error = cudaMallocFromPoolAsync((void **)&g.ends, (ends + starts) * 4, pool, stream);
+    if (error != cudaSuccess) return error;
+    float *const after_ends = g.ends + ends;
+    error = launch_walk<KP, DECAY, RULE, TO_ENDS>(c, w, maps, f, g, slices + key_slices, ends_warps, stream);
+    g.starts = after_ends;
     if (error == cudaSuccess) {
         join_segments<KP, DECAY, RULE>
             <<<(unsigned)(heads * slices), KP, 0, stream>>>(c, w, g, (int)rows);
         error = cudaGetLastError();
     }
-    g.kind = STARTS;
     if (error == cudaSuccess)
-        error = launch_walk<KP, DECAY, RULE>(c, w, maps, f, g, slices, own, stream);
+        error = launch_walk<KP, DECAY, RULE, ALONG>(c, w, maps, f, g, slices, warps, stream);
     const cudaError_t freed = cudaFreeAsync(g.ends, stream);
     return error == cudaSuccess ? freed : error;
 }
@@ -1390,8 +1436,8 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
     const bool k_as_given = map_of(c, c.k, c.H, c.K, PANEL, &maps.k) && !c.qk_l2norm &&
                             c.map[1] == LA_IDENTITY;
     f.v_pieces = map_of(c, c.v, c.HV, c.V, 16, &maps.v);
-    f.o_pairs = (uintptr_t)c.o.data % 4 == 0 &&
-                (c.o.stride[0] | c.o.stride[1] | c.o.stride[2]) % 2 == 0;
+    f.o_pieces = (uintptr_t)c.o.data % 16 == 0 &&
+                 (c.o.stride[0] | c.o.stride[1] | c.o.stride[2]) % 8 == 0;
     const int64_t slots = c.cu.data ? (int64_t)c.T / C + c.N : (int64_t)c.N * ((c.T + C - 1) / C);
     const int heads = DECAY == LA_KEY ? c.HV : c.H;
     const int64_t places = slots * c.HV, tile = tile_bytes(KP);

@@ -224,12 +224,134 @@ __device__ __forceinline__ void multiply(float (&c0)[4], float (&c1)[4], const l
     multiply(c1, a, b.x[2], b.x[3]);
 }
 
-/* An 8 x 8 matrix of 16-bit numbers, a row's pair per thread, transposed. */
-__device__ __forceinline__ uint32_t transpose(uint32_t x)
+/* ---- products of a warp's 16 rows with a whole tile ----
+ *
+ * c [16][8 N] += a B, where B's 16 k are columns of a tile (B = tile', the tile's rows are n) or 16 of
+ * its rows (B = tile, its columns are n). Hopper does them for four warps at once:
+ * the warps 4 i to 4 i + 3 of a block go through the same products at the same time, and the sums
+ * are there after `products_wait`; until then nobody touches them. Elsewhere each warp loads B piece
+ * by piece, and the sums are there at once. Layouts of a and c are the same. */
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define HAS_WARP_GROUPS 1
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void products_commit()
 {
-    uint32_t y;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/* Until all but the last LEFT committed products are done. */
+template <int LEFT> __device__ __forceinline__ void products_wait()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+/* Keeps the compiler from reading sums before the wait that precedes this. */
+template <int N> __device__ __forceinline__ void products_in(float (&c)[N][4])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
+}
+
+/* A tile as the tensor cores are told of it: the address, and the strides between panels and between
+ * eight rows, in 16 bytes; 1: SWIZZLE_128B. */
+__device__ __forceinline__ uint64_t described(uint32_t at)
+{
+    return (uint64_t)1 << 62 | (uint64_t)(8 * 128 / 16) << 32 | (uint64_t)(PANEL_BYTES / 16) << 16 |
+           (at & 0x3ffff) / 16;
+}
+
+#define C4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define C16(i) C4(i), C4(i + 1), C4(i + 2), C4(i + 3)
+#define R16_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define R16_1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define R16_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define R16_3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PRODUCT(N, SUMS, A, B, TRANSPOSED, ...) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, {" A "}, " B \
+                 ", 1, 1, 1, " #TRANSPOSED ";" \
+                 : __VA_ARGS__ \
+                 : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b))
+
+/* c += a tile'[column..][..]. The tile's first `zeros` blocks of 16 rows are known to be zeros there:
+ * no help here, where sums of one product are parts of another's only at the price of waiting. */
+__device__ __forceinline__ void multiply_rows(float (&c)[8][4], const left &a, uint32_t tile,
+                                              int column, int zeros = 0)
+{
+    const uint64_t b = described(tile + column / PANEL * PANEL_BYTES + column % PANEL * 2);
+    (void)zeros;
+    PRODUCT(64, R16_0 ", " R16_1, "%32, %33, %34, %35", "%36", 0, C16(0), C16(4));
+}
+
+/* c += a tile[row..][..] */
+__device__ __forceinline__ void multiply_columns(float (&c)[16][4], const left &a, uint32_t tile, int row)
+{
+    const uint64_t b = described(tile + row * 128);
+    PRODUCT(128, R16_0 ", " R16_1 ", " R16_2 ", " R16_3, "%64, %65, %66, %67", "%68", 1, C16(0),
+            C16(4), C16(8), C16(12));
+}
+
+__device__ __forceinline__ void multiply_columns(float (&c)[8][4], const left &a, uint32_t tile, int row)
+{
+    const uint64_t b = described(tile + row * 128);
+    PRODUCT(64, R16_0 ", " R16_1, "%32, %33, %34, %35", "%36", 1, C16(0), C16(4));
+}
+
+#undef C4
+#undef C16
+#undef R16_0
+#undef R16_1
+#undef R16_2
+#undef R16_3
+#undef PRODUCT
+#else
+#define HAS_WARP_GROUPS 0
+
+__device__ __forceinline__ void products_begin() {}
+__device__ __forceinline__ void products_commit() {}
+template <int LEFT> __device__ __forceinline__ void products_wait() {}
+template <int N> __device__ __forceinline__ void products_in(float (&)[N][4]) {}
+
+__device__ __forceinline__ void multiply_rows(float (&c)[8][4], const left &a, uint32_t tile,
+                                              int column, int zeros = 0)
+{
+    const uint32_t rows = lane_with_rows(tile);
+#pragma unroll
+    for (int m = zeros; m < 4; m++)
+        multiply(c[2 * m], c[2 * m + 1], a, load_right_of_rows(rows, m * 16, column));
+}
+
+template <int N>
+__device__ __forceinline__ void multiply_columns(float (&c)[N][4], const left &a, uint32_t tile, int row)
+{
+    const uint32_t columns = lane_with_columns(tile);
+#pragma unroll
+    for (int m = 0; m < N / 2; m++)
+        multiply(c[2 * m], c[2 * m + 1], a, load_right(columns, row, m * 16));
+}
+#endif
+
+/* Four 8 x 8 matrices of 16-bit numbers, a row's pair per thread, to shared memory, transposed. Lane
+ * 8 i + j says where row j of what matrix i becomes lies. */
+__device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uint32_t (&x)[4])
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+#else
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        uint32_t y;
+        asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x[i]));
+        const uint32_t row = __shfl_sync(~0u, to, i * 8 + lane / 4);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(y) : "memory");
+    }
+#endif
 }
 
 /* ---- float32 matrices in shared memory, multiplied with tf32's 11 bits ---- */
