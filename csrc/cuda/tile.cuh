@@ -120,6 +120,12 @@ __device__ __forceinline__ void engine_copy_box(uint32_t to, const void *map, in
 #define HAS_COPY_ENGINE 0
 #endif
 
+/* The first `warps` warps of the block wait for one another. */
+__device__ __forceinline__ void some_warps_wait(int warps)
+{
+    asm volatile("bar.sync 1, %0;" ::"r"(warps * 32) : "memory");
+}
+
 /* ---- fragments: 16 x 16 pieces of operands, as mma takes them ---- */
 
 /* Left operand [16 rows][16 k]; lies as rows. */

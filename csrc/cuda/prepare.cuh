@@ -1,0 +1,670 @@
+/* What belongs to one chunk of C = 64 tokens alone, all chunks side by side: the scores P, the inverse
+ * A, and, where decays are per key, the rows that they scale. See chunk.cuh for what they are. */
+#ifndef LINATTN_CUDA_PREPARE_CUH
+#define LINATTN_CUDA_PREPARE_CUH
+
+#include "kernels.cuh"
+#include "load.cuh"
+#include "tile.cuh"
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
+#define LA_FN static __device__ __forceinline__
+#define LANE_ZERO 0
+#define LANE_SUM(x) (x)
+#define UNROLL
+#define JOIN(x, y, W) join_quads(x, y, W)
+typedef float real, lane, lane_of_state;
+enum { MAX_STRIP = 2 };
+
+/* The sums over the four threads that have a column's keys in an accumulator. */
+LA_FN void join_quads(float *x, float *y, int W)
+{
+    for (int w = 0; w < W; w++) x[w] = quad_sum(x[w]);
+    for (int w = 0; w < W && y; w++) y[w] = quad_sum(y[w]);
+}
+
+#include "../recurrence.h"
+
+enum { C = ROWS, LD = 68 }; /* rows of float32 matrices: 4 banks further each */
+
+/* ---- chunks of sequences ----
+ *
+ * What prepare leaves for walk lies in slots, one per chunk. Where sequence n's slots begin must be
+ * known without the lengths of those before it, so each may leave one slot unused:
+ * floor(end / C) - floor(start / C) + 1 >= ceil((end - start) / C). */
+
+struct chunks {
+    char *scores, *inverse; /* [slots][HV] tiles of C columns: P, A */
+    char *q, *k;            /* [slots][heads] tiles of KP columns; NULL: read as they are given */
+    char *kt;               /* per-key decays: [slots][HV] tiles, k~ */
+    float *in, *out;        /* scalar decays: [slots][HV][C], from the start, to the end */
+    float *total;           /* per-key decays: [slots][HV][KP], of the chunk */
+    int *odd;               /* [slots][HV]: the first token with a NaN or an infinity in q, k, the
+                             * gate or beta; C if there is none. From it on, P and A are zeros. */
+    int slots, heads;
+};
+
+__device__ inline int64_t edge_of(const call &c, int n)
+{
+    const int64_t at = n * c.cu.stride[0];
+    const int64_t x = c.cu.dtype == LA_I64 ? ((const int64_t *)c.cu.data)[at]
+                                           : ((const int32_t *)c.cu.data)[at];
+    return min(max(x, (int64_t)0), (int64_t)c.T);
+}
+
+__device__ inline int first_slot(const call &c, int n)
+{
+    return c.cu.data ? (int)(edge_of(c, n) / C) + n : n * ((c.T + C - 1) / C);
+}
+
+/* The sequence whose slot this is: the last that begins at or before it. */
+__device__ inline int sequence_of(const call &c, int slot)
+{
+    if (!c.cu.data) return slot / ((c.T + C - 1) / C);
+    int low = 0, high = c.N - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (first_slot(c, middle) <= slot)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* ---- prepare: loads ---- */
+
+struct tensor_maps {
+    CUtensorMap q, k, v;
+};
+
+/* The driver's, found at run time: nothing is linked against it. */
+static PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder()
+{
+    void *found = NULL;
+    cudaDriverEntryPointQueryResult how;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                               cudaEnableDefault, &how);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &how);
+#endif
+    if (error != cudaSuccess) cudaGetLastError();
+    return error == cudaSuccess ? (PFN_cuTensorMapEncodeTiled_v12000)found : NULL;
+}
+
+/* x [B,T,heads,columns] as Hopper's copy engine takes it, in boxes of C tokens and a panel's columns;
+ * and, for any device: can its rows be copied in pieces of 16 bytes? */
+static bool map_of(const call &c, const view &x, int heads, int columns, CUtensorMap *map)
+{
+    static const auto encode = tensor_map_encoder();
+    const int64_t sizes[] = {c.B, c.T, heads};
+    cuuint64_t size[4] = {(cuuint64_t)columns, (cuuint64_t)heads, (cuuint64_t)c.T, (cuuint64_t)c.B};
+    cuuint64_t stride[3]; /* bytes; of heads, tokens, batch rows */
+    const cuuint32_t boxes[4] = {PANEL, 1, C, 1}, step[4] = {1, 1, 1, 1};
+    if ((uintptr_t)x.data % 16 || columns % 8) return false;
+    for (int i = 0; i < 3; i++) {
+        if (sizes[i] > 1 && (x.stride[i] <= 0 || x.stride[i] % 8)) return false;
+        stride[2 - i] = sizes[i] > 1 ? (cuuint64_t)x.stride[i] * 2 : (cuuint64_t)columns * 2;
+    }
+    /* without the engine, rows are copied piece by piece */
+    return !encode || encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, size, stride, boxes,
+                             step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+/* Tokens t..t+n of head h, by all threads; rows and columns past the end are zeros. The caller waits
+ * for the copies. */
+template <int COLUMNS>
+__device__ void copy_tile(const view &x, int columns, int b, int t, int n, int h, uint32_t tile)
+{
+    const char *from = at(x, b, t, h);
+    for (int i = threadIdx.x; i < C * COLUMNS / 8; i += blockDim.x) {
+        const int row = i / (COLUMNS / 8), piece = i % (COLUMNS / 8);
+        const bool there = row < n && piece * 8 < columns;
+        copy_async(tile + piece_at(row, piece),
+                   from + (there ? row * x.stride[1] * 2 + piece * 16 : 0), there);
+    }
+}
+
+__device__ inline void copy_bytes(uint32_t to, const char *from, int bytes)
+{
+    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) copy_async(to + i, from + i, true);
+}
+
+/* The same rows as the recurrence sees them: normed, mapped. A warp takes a row. */
+template <int KP>
+__device__ void load_keys(const call &c, const view &from, la_map map, double map_eps, int b, int t,
+                          int n, int h, char *tile)
+{
+    const int lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < C; row += blockDim.x / 32) {
+        float x[KP / 32], squares = 0;
+#pragma unroll
+        for (int j = 0; j < KP / 32; j++) {
+            const int i = j / 2 * 64 + lane * 2 + j % 2;
+            x[j] = row < n && i < c.K ? load<float>(at(from, b, t + row, h, i), LA_BF16) : 0;
+            squares += x[j] * x[j];
+        }
+        const float factor = c.qk_l2norm ? l2norm_factor(warp_sum(squares)) : 1;
+#pragma unroll
+        for (int j = 0; j < KP / 32; j++) {
+            const int i = j / 2 * 64 + lane * 2 + j % 2;
+            x[j] *= factor;
+            x[j] = row < n && i < c.K ? apply_map(x[j], map, (float)map_eps) : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < KP / 32; j += 2)
+            *(uint32_t *)(tile + element_at(row, j * 32 + lane * 2)) = pack(x[j], x[j + 1]);
+    }
+}
+
+/* q and k of a chunk, ready after the next __syncthreads. */
+template <int KP>
+__device__ void load_both(const call &c, const chunks &w, int b, int t, int n, int h, char *q,
+                          char *k, bool q_as_given, bool k_as_given)
+{
+    if (q_as_given)
+        copy_tile<KP>(c.q, c.K, b, t, n, h, address_of(q));
+    else
+        load_keys<KP>(c, c.q, c.map[0], c.map_eps[0], b, t, n, h, q);
+    if (k_as_given)
+        copy_tile<KP>(c.k, c.K, b, t, n, h, address_of(k));
+    else
+        load_keys<KP>(c, c.k, c.map[1], c.map_eps[1], b, t, n, h, k);
+    copies_end_group();
+    copies_wait<0>();
+}
+
+__device__ inline void write_tile(char *to, const char *tile, int bytes)
+{
+    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16)
+        *(uint4 *)(to + i) = *(const uint4 *)(tile + i);
+}
+
+/* ---- prepare: the inverse of I + L, L strictly lower triangular [C][C], in place ----
+ *
+ * Blocks of 16 by substitution in float32; then two at a time, [A 0; B D]^-1 has -D^-1 B A^-1 below
+ * the diagonal. Those products keep tf32's 11 bits, three more than the bf16 they end in. The
+ * first four warps work; room [4][32][12]. */
+__device__ inline void invert(float *L, float *room)
+{
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool works = warp < 4;
+    float *own = room + warp * 32 * 12; /* [32][8], rows 12 apart */
+    if (works) {
+        float *block = L + warp * 16 * (LD + 1), x[16];
+        const int column = lane % 16;
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            float sum = i == column;
+#pragma unroll
+            for (int j = 0; j < i; j++) sum -= block[i * LD + j] * x[j];
+            x[i] = i < column ? 0 : sum;
+        }
+        __syncwarp();
+        if (lane < 16)
+#pragma unroll
+            for (int i = 0; i < 16; i++) block[i * LD + column] = x[i];
+    }
+    __syncthreads();
+    { /* 16 -> 32: two warps a pair, 8 columns each */
+        float *A = L + warp / 2 % 2 * 32 * (LD + 1), *B = A + 16 * LD, *D = B + 16;
+        const int column = warp % 2 * 8;
+        float c[4] = {}, e[4] = {};
+        if (works) {
+            multiply_tf32<2>(c, B, LD, A + column, LD);
+            put(own, 12, c, 1);
+        }
+        __syncthreads(); /* both have read B */
+        if (works) {
+            multiply_tf32<2>(e, D, LD, own, 12);
+            put(B + column, LD, e, -1);
+        }
+    }
+    __syncthreads();
+    { /* 32 -> 64: 8 columns a warp */
+        float *A = L, *B = A + 32 * LD, *D = B + 32;
+        const int column = warp * 8;
+        float c[2][4] = {}, e[2][4] = {};
+        for (int i = 0; i < 2 && works; i++) {
+            multiply_tf32<4>(c[i], B + i * 16 * LD, LD, A + column, LD);
+            put(own + i * 16 * 12, 12, c[i], 1);
+        }
+        __syncthreads();
+        for (int i = 0; i < 2 && works; i++) {
+            multiply_tf32<4>(e[i], D + i * 16 * LD, LD, own, 12);
+            put(B + i * 16 * LD + column, LD, e[i], -1);
+        }
+    }
+    __syncthreads();
+}
+
+/* A = L diag(beta) as a tile; zeros above the diagonal. */
+__device__ inline void write_inverse(const float *L, const float *beta, char *tile, char *to)
+{
+    for (int i = threadIdx.x; i < C * C / 2; i += blockDim.x) {
+        const int row = i / (C / 2), column = i % (C / 2) * 2;
+        const bool there = column / 16 <= row / 16;
+        *(uint32_t *)(tile + element_at(row, column)) =
+            there ? pack(L[row * LD + column] * beta[column],
+                         L[row * LD + column + 1] * beta[column + 1])
+                  : 0;
+    }
+    __syncthreads();
+    write_tile(to, tile, PANEL_BYTES);
+}
+
+/* Sums of products q k' (and k k') of rows row and row + 8, columns column and + 1: on the diagonal,
+ * is a token's q or k not finite? Its square says so, and so does its product with the other. Rows
+ * from `end` on are somebody else's. */
+__device__ __forceinline__ void note_odd(const float (&qk)[4], const float (&kk)[4], int row,
+                                         int column, int *odd, int end = C)
+{
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const int of = row + e / 2 * 8;
+        if (of < end && column + e % 2 == of && !(isfinite(qk[e]) && isfinite(kk[e]))) atomicMin(odd, of);
+    }
+}
+
+/* ---- prepare: scalar decays ---- */
+
+template <int KP> struct scalar_room {
+    union {
+        struct {
+            alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)];
+        };
+        struct { /* once the products are in registers */
+            char tile[PANEL_BYTES];
+            float G[C * LD], room[4 * 32 * 12]; /* G, then L in its place */
+        };
+    };
+    float a[C], beta[C];
+    int odd[2]; /* of q and k, of a value head */
+};
+
+template <int KP, la_rule RULE>
+__global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(const __grid_constant__ call c,
+                                                      const __grid_constant__ chunks w, bool q_as_given, bool k_as_given)
+{
+    extern __shared__ __align__(1024) char shared[];
+    scalar_room<KP> &s = *(scalar_room<KP> *)shared;
+    const int slot = blockIdx.x / c.H, h = blockIdx.x % c.H, group = c.HV / c.H;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const float scale = (float)c.scale;
+    unit u = unit_of(c, sequence_of(c, slot), h * group);
+    const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
+    if (n <= 0) return;
+
+    if (threadIdx.x == 0) s.odd[0] = C;
+    load_both<KP>(c, w, u.b, t, n, h, s.q, s.k, q_as_given, k_as_given);
+    __syncthreads();
+    const int64_t keys = ((int64_t)slot * w.heads + h) * tile_bytes(KP);
+    if (w.q) write_tile(w.q + keys, s.q, tile_bytes(KP));
+    if (w.k) write_tile(w.k + keys, s.k, tile_bytes(KP));
+
+    /* Q K' and K K', on and below the diagonal; a warp takes 16 rows */
+    float qk[8][4] = {}, kk[8][4] = {};
+    const uint32_t k_tile = address_of(s.k), q_tile = address_of(s.q);
+    const uint32_t k_rows = lane_with_rows(k_tile);
+#pragma unroll
+    for (int i = 0; i < KP; i += 16) {
+        const left of_q = load_left(q_tile, warp * 16, i);
+        left of_k;
+        if (RULE == LA_DELTA) of_k = load_left(k_tile, warp * 16, i);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (j > warp) continue;
+            const right b = load_right_of_rows(k_rows, j * 16, i);
+            multiply(qk[2 * j], qk[2 * j + 1], of_q, b);
+            if (RULE == LA_DELTA) multiply(kk[2 * j], kk[2 * j + 1], of_k, b);
+        }
+    }
+
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        note_odd(qk[j], kk[j], warp * 16 + lane / 4, j * 8 + lane % 4 * 2, s.odd);
+
+    for (int hv = h * group; hv < (h + 1) * group; hv++) {
+        const int place = slot * c.HV + hv; /* the launch sees to it that it fits */
+        __syncthreads(); /* the head before has been written */
+        if (threadIdx.x == 0) s.odd[1] = s.odd[0];
+        float a = 1, beta = 0;
+        if (threadIdx.x < n) {
+            if (c.g.data)
+                a = decay_of(load<float>(at(c.g, u.b, t + threadIdx.x, hv), c.g.dtype), c.gate);
+            if (RULE == LA_DELTA)
+                beta = load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype);
+        }
+        __syncthreads();
+        if (!isfinite(a) || !isfinite(beta)) atomicMin(s.odd + 1, threadIdx.x);
+        __syncthreads();
+        const int odd = s.odd[1];
+        if (threadIdx.x < C) {
+            s.a[threadIdx.x] = threadIdx.x < odd ? a : 1;
+            s.beta[threadIdx.x] = threadIdx.x < odd ? beta : 0;
+            if (threadIdx.x == 0) w.odd[place] = odd;
+        }
+        __syncthreads();
+        if (c.g.data && threadIdx.x < C) {
+            const int j = threadIdx.x;
+            float g = 1;
+            s.G[j * LD + j] = 1;
+            for (int i = j + 1; i < C; i++) s.G[i * LD + j] = g *= s.a[i];
+        }
+        __syncthreads();
+        if (w.in && threadIdx.x < C) {
+            w.in[(int64_t)place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD];
+            w.out[(int64_t)place * C + threadIdx.x] = s.G[(C - 1) * LD + threadIdx.x];
+        }
+        if (RULE == LA_DELTA) __syncthreads();
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = warp * 16 + half * 8 + lane / 4, column = j * 8 + lane % 4 * 2;
+                const float2 g = c.g.data ? *(const float2 *)&s.G[row * LD + column]
+                                          : make_float2(1, 1);
+                const float x = qk[j][2 * half], y = qk[j][2 * half + 1];
+                const int last = row < odd ? row : -1; /* the last column of this row */
+                *(uint32_t *)(s.tile + element_at(row, column)) =
+                    pack(column <= last ? x * g.x * scale : 0, column < last ? y * g.y * scale : 0);
+                if (RULE == LA_DELTA) {
+                    const float b = s.beta[row];
+                    *(float2 *)&s.G[row * LD + column] =
+                        make_float2(column < last ? b * kk[j][2 * half] * g.x : 0,
+                                    column + 1 < last ? b * kk[j][2 * half + 1] * g.y : 0);
+                }
+            }
+        __syncthreads();
+        write_tile(w.scores + (int64_t)place * PANEL_BYTES, s.tile, PANEL_BYTES);
+        if (RULE == LA_DELTA) {
+            invert(s.G, s.room);
+            write_inverse(s.G, s.beta, s.tile, w.inverse + (int64_t)place * PANEL_BYTES);
+        }
+    }
+}
+
+/* ---- prepare: decays per key ----
+ *
+ * The decay from after token j through token i differs from key to key, so it goes into the operands,
+ * block by block of 16 tokens: with f_i the decay from the start of i's block through token i, h_j
+ * that from after j to the end of j's block, and t_R that of the whole block R, block (I, J < I) is
+ * (k f) diag(t_(J+1) ... t_(I-1)) (k h)'. Diagonal blocks are (k f) (k / f)', which is good for a row
+ * as long as f has stayed within 2^-100 and 2^100 up to it, and looks at nothing after it; from the
+ * first row where it has not, each pair's decay is multiplied up in float32. */
+
+enum { KEY_THREADS = 256 };
+
+template <int KP> struct key_room {
+    /* k becomes k / f, q becomes q f */
+    alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)], kf[tile_bytes(KP)], kh[tile_bytes(KP)];
+    union {
+        float a[C * KP];
+        struct {
+            char tile[PANEL_BYTES];
+            float room[4 * 32 * 12];
+        };
+    };
+    float t[4 * KP], beta[C];
+    int odd, slow[4]; /* slow: of each block, the first row whose diagonal goes pair by pair */
+};
+
+/* x by its keys' numbers: the left operand's columns are key.. + lane % 4 * 2 + {0, 1, 8, 9}. */
+__device__ __forceinline__ left scaled(const left &x, const float *by)
+{
+    const float *y = by + threadIdx.x % 4 * 2;
+    left z;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float2 of = unpack(x.x[e]), g = *(const float2 *)(y + e / 2 * 8);
+        z.x[e] = pack(of.x * g.x, of.y * g.y);
+    }
+    return z;
+}
+
+/* The decays of a chunk, [C][KP] floats; ones past its end. */
+template <int KP> __device__ void load_decays(const call &c, const unit &u, int t, int n, float *a)
+{
+    const bool rows_of_4 = c.g.dtype == LA_F32 && c.K % 4 == 0 && (uintptr_t)c.g.data % 16 == 0 &&
+                           (c.g.stride[0] | c.g.stride[1] | c.g.stride[2]) % 4 == 0;
+    if (rows_of_4) {
+#pragma unroll 8
+        for (int i = threadIdx.x; i < C * KP / 4; i += KEY_THREADS) {
+            const int row = i / (KP / 4), key = i % (KP / 4) * 4;
+            float4 x = make_float4(1, 1, 1, 1);
+            if (row < n && key < c.K) {
+                x = *(const float4 *)at(c.g, u.b, t + row, u.hv, key);
+                x = make_float4(decay_of(x.x, c.gate), decay_of(x.y, c.gate), decay_of(x.z, c.gate),
+                                decay_of(x.w, c.gate));
+            }
+            *(float4 *)(a + row * KP + key) = x;
+        }
+        return;
+    }
+    const int lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < C; row += KEY_THREADS / 32) {
+        float x[KP / 32];
+        if (row < n) load_row(x, at(c.g, u.b, t + row, u.hv), c.g.dtype, lane, 32, c.K);
+#pragma unroll
+        for (int j = 0; j < KP / 32; j++)
+            a[row * KP + lane + 32 * j] =
+                row < n && lane + 32 * j < c.K ? decay_of(x[j], c.gate) : 1;
+    }
+}
+
+/* Diagonal blocks pair by pair: a warp has a block, a lane its column lane % 16 and every other pair
+ * of keys. Rows of the sums k k' and q k'. */
+template <int KP>
+__device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&qk)[16])
+{
+    const int lane = threadIdx.x % 32, j = lane % 16, first = threadIdx.x / 32 * 16;
+#pragma unroll
+    for (int i = 0; i < 16; i++) kk[i] = qk[i] = 0;
+    for (int key = lane / 16 * 2; key < KP; key += 4) {
+        float2 x = unpack(*(const uint32_t *)(s.k + element_at(first + j, key)));
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const float2 a = *(const float2 *)&s.a[(first + i) * KP + key];
+            const float2 k = unpack(*(const uint32_t *)(s.k + element_at(first + i, key)));
+            const float2 q = unpack(*(const uint32_t *)(s.q + element_at(first + i, key)));
+            if (i > j) {
+                x.x *= a.x;
+                x.y *= a.y;
+            }
+            if (i >= j) {
+                kk[i] += k.x * x.x + k.y * x.y;
+                qk[i] += q.x * x.x + q.y * x.y;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        kk[i] += __shfl_xor_sync(~0u, kk[i], 16);
+        qk[i] += __shfl_xor_sync(~0u, qk[i], 16);
+    }
+}
+
+template <int KP, la_rule RULE>
+__global__ void __launch_bounds__(KEY_THREADS, 2) prepare_key(const __grid_constant__ call c,
+                                                   const __grid_constant__ chunks w, bool q_as_given,
+                                                   bool k_as_given)
+{
+    extern __shared__ __align__(1024) char shared[];
+    key_room<KP> &s = *(key_room<KP> *)shared;
+    float *L = (float *)s.q; /* over q f, k f and k h, once they have been read */
+    static_assert(sizeof(float) * C * LD <= 3 * tile_bytes(KP), "L lies over three tiles");
+    const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const float scale = (float)c.scale;
+    const unit u = unit_of(c, sequence_of(c, slot), hv);
+    const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
+    if (n <= 0) return;
+    const int place = slot * c.HV + hv; /* the launch sees to it that it fits */
+
+    if (threadIdx.x < 5) (threadIdx.x < 4 ? s.slow[threadIdx.x] : s.odd) = C;
+    load_decays<KP>(c, u, t, n, s.a);
+    load_both<KP>(c, w, u.b, t, n, u.h, s.q, s.k, q_as_given, k_as_given);
+    __syncthreads();
+
+    if (RULE == LA_DELTA && threadIdx.x < C) {
+        const float beta =
+            threadIdx.x < n ? load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype) : 0;
+        if (!isfinite(beta)) atomicMin(&s.odd, threadIdx.x);
+        s.beta[threadIdx.x] = beta;
+    }
+    for (int i = threadIdx.x; i < 4 * KP; i += KEY_THREADS) {
+        const int block = i / KP, key = i % KP;
+        float f = 1;
+        int slow = C, odd = C;
+#pragma unroll
+        for (int j = 15; j >= 0; j--)
+            if (!isfinite(s.a[(block * 16 + j) * KP + key])) odd = block * 16 + j;
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+            f *= s.a[(block * 16 + j) * KP + key];
+            if (!(f >= 0x1p-100f && f <= 0x1p100f)) slow = min(slow, block * 16 + j);
+        }
+        s.t[i] = f;
+        if (slow < C) atomicMin(s.slow + block, slow);
+        if (odd < C) atomicMin(&s.odd, odd);
+    }
+    __syncthreads();
+    float slow_kk[16], slow_qk[16];
+    const bool works = warp < 4; /* on the products; all load and scale */
+    const int slow = works ? s.slow[warp] : C;
+    if (slow < C) multiply_pairs<KP>(s, slow_kk, slow_qk);
+    __syncthreads();
+
+    /* Running products up the chunk, then down: two keys and a block of 16 rows a thread. */
+    const int64_t keys = (int64_t)place * tile_bytes(KP);
+    char *to_q = w.q + keys, *to_k = w.k + keys, *to_kt = w.kt + keys;
+    const int own = threadIdx.x % (KP / 2) * 2, block = threadIdx.x / (KP / 2);
+    if (block < 4) {
+        float2 all = make_float2(1, 1), h = all;
+        for (int j = 3; j > block; j--) {
+            all.x *= s.t[j * KP + own];
+            all.y *= s.t[j * KP + own + 1];
+        }
+#pragma unroll 8
+        for (int i = block * 16 + 15; i >= block * 16; i--) {
+            const float2 a = *(const float2 *)&s.a[i * KP + own];
+            const int here = element_at(i, own);
+            const float2 k = unpack(*(const uint32_t *)(s.k + here));
+            *(uint32_t *)(to_kt + here) = pack(k.x * all.x, k.y * all.y);
+            *(uint32_t *)(s.kh + here) = pack(k.x * h.x, k.y * h.y);
+            all = make_float2(all.x * a.x, all.y * a.y);
+            h = make_float2(h.x * a.x, h.y * a.y);
+        }
+        if (block == 0) *(float2 *)(w.total + (int64_t)place * KP + own) = all;
+    }
+    __syncthreads(); /* k turns into k / f */
+    if (block < 4) {
+        float2 all = make_float2(1, 1), f = all;
+        for (int j = 0; j < block; j++) {
+            all.x *= s.t[j * KP + own];
+            all.y *= s.t[j * KP + own + 1];
+        }
+#pragma unroll 8
+        for (int i = block * 16; i < block * 16 + 16; i++) {
+            const float2 a = *(const float2 *)&s.a[i * KP + own];
+            const int here = element_at(i, own);
+            const float2 k = unpack(*(const uint32_t *)(s.k + here));
+            const float2 q = unpack(*(const uint32_t *)(s.q + here));
+            all = make_float2(all.x * a.x, all.y * a.y);
+            f = make_float2(f.x * a.x, f.y * a.y);
+            *(uint32_t *)(to_q + here) = pack(q.x * all.x * scale, q.y * all.y * scale);
+            *(uint32_t *)(s.q + here) = pack(q.x * f.x, q.y * f.y);
+            *(uint32_t *)(s.k + here) = pack(__fdividef(k.x, f.x), __fdividef(k.y, f.y));
+            if (RULE == LA_DELTA) {
+                *(uint32_t *)(to_k + here) = pack(k.x * all.x, k.y * all.y);
+                *(uint32_t *)(s.kf + here) = pack(k.x * f.x, k.y * f.y);
+            }
+        }
+    }
+    __syncthreads();
+
+    float qk[8][4] = {}, kk[8][4] = {};
+    const uint32_t kf = address_of(s.kf), qf = address_of(s.q);
+    const uint32_t kh = lane_with_rows(address_of(s.kh)), k_f = lane_with_rows(address_of(s.k));
+#pragma unroll
+    for (int i = 0; i < KP; i += 16) {
+        if (!works) continue;
+        left of_q = load_left(qf, warp * 16, i), of_k;
+        if (RULE == LA_DELTA) of_k = load_left(kf, warp * 16, i);
+#pragma unroll
+        for (int back = 0; back < 4; back++) { /* block (warp, warp - back) */
+            if (back > warp) continue;
+            if (back > 1) {
+                const float *by = s.t + (warp - back + 1) * KP + i;
+                of_q = scaled(of_q, by);
+                if (RULE == LA_DELTA) of_k = scaled(of_k, by);
+            }
+            const right b = load_right_of_rows(back ? kh : k_f, (warp - back) * 16, i);
+#pragma unroll
+            for (int j = 0; j < 4; j++) { /* constant places of the sums */
+                if (j != warp - back) continue;
+                multiply(qk[2 * j], qk[2 * j + 1], of_q, b);
+                if (RULE == LA_DELTA) multiply(kk[2 * j], kk[2 * j + 1], of_k, b);
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        note_odd(qk[j], kk[j], warp * 16 + lane / 4, j * 8 + lane % 4 * 2, &s.odd,
+                 works ? slow : 0);
+    if (slow < C && lane < 16)
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            if (i == lane && warp * 16 + i >= slow && !(isfinite(slow_qk[i]) && isfinite(slow_kk[i])))
+                atomicMin(&s.odd, warp * 16 + i);
+    __syncthreads(); /* k f, k h and a are done with */
+    const int odd = s.odd;
+    if (threadIdx.x == 0) w.odd[place] = odd;
+    if (RULE == LA_DELTA && threadIdx.x < C && threadIdx.x >= odd) s.beta[threadIdx.x] = 0;
+    __syncthreads();
+
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (!works) continue;
+            const int row = warp * 16 + half * 8 + lane / 4, column = j * 8 + lane % 4 * 2;
+            const float x = qk[j][2 * half], y = qk[j][2 * half + 1];
+            const int last = row < odd ? row : -1; /* the last column of this row */
+            *(uint32_t *)(s.tile + element_at(row, column)) =
+                pack(column <= last ? x * scale : 0, column < last ? y * scale : 0);
+            if (RULE == LA_DELTA) {
+                const float b = s.beta[row];
+                *(float2 *)&L[row * LD + column] =
+                    make_float2(column < last ? b * kk[j][2 * half] : 0,
+                                column + 1 < last ? b * kk[j][2 * half + 1] : 0);
+            }
+        }
+    if (slow < C) {
+        __syncwarp();
+        const int column = warp * 16 + lane % 16;
+        if (lane < 16)
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const int row = warp * 16 + i;
+                if (row < slow || row < column || row >= odd) continue;
+                *(bf16 *)(s.tile + element_at(row, column)) = __float2bfloat16_rn(slow_qk[i] * scale);
+                if (RULE == LA_DELTA && row > column)
+                    L[row * LD + column] = s.beta[row] * slow_kk[i];
+            }
+    }
+    __syncthreads();
+    write_tile(w.scores + (int64_t)place * PANEL_BYTES, s.tile, PANEL_BYTES);
+    if (RULE == LA_DELTA) {
+        invert(L, s.room);
+        write_inverse(L, s.beta, s.tile, w.inverse + (int64_t)place * PANEL_BYTES);
+    }
+}
+
+#endif

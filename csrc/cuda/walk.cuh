@@ -1,0 +1,537 @@
+/* From chunk to chunk with the state in registers: solve, read, carry. See chunk.cuh for what that is.
+ *
+ * A warp has 16 value columns and goes through its chunks without waiting for others, but that on
+ * Hopper four warps share their products. There one warp more fetches the tiles, as many chunks ahead
+ * as shared memory has room for; elsewhere every thread copies its part of the next chunk. */
+#ifndef LINATTN_CUDA_WALK_CUH
+#define LINATTN_CUDA_WALK_CUH
+
+#include "prepare.cuh"
+
+enum { MOST_STAGES = 3, MOST_WARPS = 8, FETCHERS = 1 };
+
+/* Where the parts of a chunk lie in shared memory: a stage. */
+template <int KP, la_decay DECAY, la_rule RULE> struct stage {
+    static constexpr bool has_k = RULE == LA_DELTA || DECAY != LA_KEY; /* else k~ is all there is */
+    static constexpr int k = 0, q = k + (has_k ? tile_bytes(KP) : 0), kt = q + tile_bytes(KP);
+    static constexpr int scores = kt + (DECAY == LA_KEY ? tile_bytes(KP) : 0);
+    static constexpr int inverse = scores + PANEL_BYTES;
+    static constexpr int in = inverse + (RULE == LA_DELTA ? PANEL_BYTES : 0);
+    static constexpr int out = in + (DECAY == LA_TOKEN ? C * 4 : 0);
+    static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
+    static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
+    /* v: a panel for every four warps, in which a warp has 16 columns; o leaves by way of it */
+    __host__ __device__ static constexpr int bytes(int warps)
+    {
+        return v + (warps + 3) / 4 * PANEL_BYTES;
+    }
+};
+
+struct walk_flags {
+    bool v_pieces, o_pieces; /* rows of v come, rows of o go in pieces of 16 bytes */
+    int stages;
+};
+
+/* A sequence in `count` segments, walked side by side when there are few heads (docs/math.md: the
+ * segment map). What a segment makes of the state before it is S -> M S + X, so there are three
+ * launches: TO_ENDS walks every segment from a state of zero, which ends as X, and, for the delta rule,
+ * from the columns of the identity with v = 0, which end as M's; `join_segments` goes along the
+ * segments; ALONG walks each again from the state it then has. */
+struct segments {
+    int count;
+    float *ends;   /* [N * HV][count][16 (slices + key slices)][KP]: X', then M' */
+    float *starts; /* [N * HV][count][16 slices][KP]: S'; NULL: the call's own initial state */
+};
+
+/* What a walk is for: the causal form; the ends of segments; the form that is not causal, which goes
+ * through the chunks twice, to write all and then to read. */
+enum way { ALONG, TO_ENDS, ACROSS };
+
+/* A chunk that holds a NaN or an infinity goes token by token: in a product with a triangle, zero
+ * times infinity would spoil the tokens before it. S [key][column] and O [eight tokens][column, token
+ * of two] are this thread's numbers of S' and O' as walk has them; O comes out scaled. `ones`: v is
+ * one in its only column. */
+template <int KP, la_decay DECAY, la_rule RULE>
+__device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int n, int v0,
+                                        int columns, bool ones, float *S, float *O)
+{
+    const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
+    float q[KP / 4], k[KP / 4], a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
+    for (int i = 0; i < n; i++) {
+        float squares_q = 0, squares_k = 0, qk = 0;
+        for (int j = 0; j < KP / 4; j++) {
+            const int key = j / 2 * 8 + pair + j % 2;
+            const bool there = key < c.K;
+            q[j] = there ? load<float>(at(c.q, u.b, t + i, u.h, key), LA_BF16) : 0;
+            k[j] = there ? load<float>(at(c.k, u.b, t + i, u.h, key), LA_BF16) : 0;
+            squares_q += q[j] * q[j];
+            squares_k += k[j] * k[j];
+            if (DECAY == LA_KEY)
+                a[j] = there ? decay_of(load<float>(at(c.g, u.b, t + i, u.hv, key), c.g.dtype),
+                                        c.gate)
+                             : 1;
+        }
+        const float factor_q = c.qk_l2norm ? l2norm_factor(quad_sum(squares_q)) : 1;
+        const float factor_k = c.qk_l2norm ? l2norm_factor(quad_sum(squares_k)) : 1;
+        for (int j = 0; j < KP / 4; j++) {
+            const bool there = j / 2 * 8 + pair + j % 2 < c.K;
+            q[j] = there ? apply_map(q[j] * factor_q, c.map[0], (float)c.map_eps[0]) : 0;
+            k[j] = there ? apply_map(k[j] * factor_k, c.map[1], (float)c.map_eps[1]) : 0;
+            qk += q[j] * k[j];
+        }
+        if (DECAY == LA_TOKEN) a[0] = decay_of(load<float>(at(c.g, u.b, t + i, u.hv), c.g.dtype), c.gate);
+        const float beta =
+            RULE == LA_DELTA ? load<float>(at(c.beta, u.b, t + i, u.hv), c.beta.dtype) : 0;
+        float v[2], o[2];
+        for (int w = 0; w < 2; w++)
+            v[w] = column + 8 * w >= columns ? 0
+                   : ones ? 1
+                          : load<float>(at(c.v, u.b, t + i, u.hv, v0 + column + 8 * w), LA_BF16);
+        la_token(S, 2, 2, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
+        if (i / 2 % 4 * 2 != pair) continue;
+        O[i / 8 * 4 + i % 2] = o[0] * (float)c.scale;
+        O[i / 8 * 4 + 2 + i % 2] = o[1] * (float)c.scale;
+    }
+}
+
+/* A row's piece of 8 columns of o, of which `there` exist. */
+static __device__ __noinline__ void store_piece(char *to, uint4 x, int there)
+{
+    const uint32_t of[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        if (i < there) *(uint16_t *)(to + i * 2) = (uint16_t)(of[i / 2] >> i % 2 * 16);
+}
+
+/* Is any number of [16 columns][C] a NaN or an infinity? Zero times it is not zero, then. */
+__device__ __forceinline__ bool any_odd(const left (&x)[4])
+{
+    const __nv_bfloat162 zero = __floats2bfloat162_rn(0, 0);
+    __nv_bfloat162 sum[4] = {zero, zero, zero, zero};
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            sum[e] = __hfma2(*(const __nv_bfloat162 *)&x[m].x[e], zero, sum[e]);
+    const __nv_bfloat162 all = __hadd2(__hadd2(sum[0], sum[1]), __hadd2(sum[2], sum[3]));
+    return __any_sync(~0u, (*(const uint32_t *)&all & 0x7fff7fff) != 0);
+}
+
+template <int KP, la_decay DECAY, la_rule RULE, way WAY>
+__global__ void __maxnreg__(224) /* of 65536, for nine warps */
+    walk(const __grid_constant__ call c, const __grid_constant__ chunks w,
+         const __grid_constant__ tensor_maps maps, const walk_flags f, const segments g, int tiles)
+{
+    typedef stage<KP, DECAY, RULE> part;
+    extern __shared__ __align__(1024) char shared[];
+    const int warps = blockDim.x / 32 - HAS_COPY_ENGINE * FETCHERS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool normalised = DECAY == LA_NONE && RULE == LA_ADDITIVE &&
+                            c.normaliser != LA_UNNORMALISED;
+    const bool ones = normalised && warp == warps - 1; /* the column of ones: z, and its read */
+    const int own = warps - normalised, tile = blockIdx.x % tiles;
+    const int segment = blockIdx.x / tiles % g.count;
+    const int64_t head = blockIdx.x / tiles / g.count;
+    const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
+    const int slices = (c.V + 15) / 16, slice_index = ones ? 0 : tile * own + warp;
+    const bool identity = WAY == TO_ENDS && slice_index >= slices; /* M's columns: v = 0 */
+    const int v0 = slice_index * 16, columns = ones ? 1 : identity ? 0 : min(16, c.V - v0);
+    const int v_slices = min(max(slices - tile * own, 0), own); /* of this block */
+    const int all_chunks = (u.end - u.begin + C - 1) / C;
+    const int first_chunk = (int)((int64_t)all_chunks * segment / g.count);
+    const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
+    const int slot0 = first_slot(c, u.n), bytes = part::bytes(warps);
+    float *den = (float *)(shared + f.stages * bytes); /* [C], if normalised */
+
+    __shared__ int odd_at[MOST_STAGES]; /* is there a NaN or an infinity in q, k, the gate or beta? */
+#if HAS_COPY_ENGINE
+    /* Of each stage: it has been filled; every warp is done with it. */
+    __shared__ uint64_t filled[MOST_STAGES], done[MOST_STAGES];
+#endif
+    /* Chunk i into a stage: by one thread that asks the engine, or by all. */
+    const auto fetch = [&](int i, int into) {
+        const uint32_t base = address_of(shared + into * bytes);
+        const int t = u.begin + i * C;
+        const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
+        const int64_t keys = ((int64_t)(slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) *
+                             tile_bytes(KP);
+        const struct {
+            int at;
+            const void *from;
+            int bytes;
+        } pieces[] = {
+            {part::k, part::has_k && w.k ? w.k + keys : NULL, tile_bytes(KP)},
+            {part::q, w.q ? w.q + keys : NULL, tile_bytes(KP)},
+            {part::kt, DECAY == LA_KEY ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
+            {part::scores, w.scores + place * PANEL_BYTES, PANEL_BYTES},
+            {part::inverse, RULE == LA_DELTA ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
+            {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
+            {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
+            {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
+        };
+#if HAS_COPY_ENGINE
+        const uint32_t barrier = address_of(filled + into);
+        const int odd = w.odd[place];
+        const int v_panels = f.v_pieces ? (v_slices + 3) / 4 : 0;
+        int bytes = (part::has_k && !w.k ? tile_bytes(KP) : 0) + (!w.q ? tile_bytes(KP) : 0) +
+                    v_panels * PANEL_BYTES;
+#pragma unroll
+        for (const auto &x : pieces)
+            if (x.from) bytes += x.bytes;
+#pragma unroll
+        for (const auto &x : pieces)
+            if (x.from) engine_copy(base + x.at, x.from, x.bytes, barrier);
+#pragma unroll
+        for (int j = 0; j < KP / PANEL; j++) {
+            if (part::has_k && !w.k)
+                engine_copy_box(base + part::k + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
+                                barrier);
+            if (!w.q)
+                engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
+                                barrier);
+        }
+        for (int j = 0; j < v_panels; j++)
+            engine_copy_box(base + part::v + j * PANEL_BYTES, &maps.v, tile * own * 16 + j * PANEL,
+                            u.hv, t, u.b, barrier);
+        odd_at[into] = odd < C;
+        barrier_expect(barrier, bytes);
+#else
+        const int n = min(C, u.end - t);
+        if (part::has_k && !w.k) copy_tile<KP>(c.k, c.K, u.b, t, n, u.h, base + part::k);
+        if (!w.q) copy_tile<KP>(c.q, c.K, u.b, t, n, u.h, base + part::q);
+#pragma unroll
+        for (const auto &x : pieces)
+            if (x.from) copy_bytes(base + x.at, (const char *)x.from, x.bytes);
+        if (f.v_pieces && columns > 0 && !ones) {
+            const char *x = at(c.v, u.b, t, u.hv, v0);
+            const uint32_t to = base + part::v + warp / 4 * PANEL_BYTES;
+            for (int j = lane; j < C * 2; j += 32) {
+                const bool there = j / 2 < n && j % 2 * 8 < columns;
+                copy_async(to + piece_at(j / 2, warp % 4 * 2 + j % 2),
+                           x + (there ? j / 2 * c.v.stride[1] * 2 + j % 2 * 16 : 0), there);
+            }
+        }
+        if (threadIdx.x == 0) odd_at[into] = w.odd[place] < C;
+        copies_end_group();
+#endif
+    };
+
+    const int first_pass = WAY == ACROSS ? 0 : 1;
+#if HAS_COPY_ENGINE
+    if (threadIdx.x == 0) {
+        for (int j = 0; j < MOST_STAGES; j++) {
+            barrier_init(address_of(filled + j), 1);
+            barrier_init(address_of(done + j), warps);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+    if (warp == warps) {
+        if (lane > 0) return;
+        int at = 0, round = 0;
+        for (int pass = first_pass; pass < 2; pass++)
+            for (int i = first_chunk; i < last_chunk; i++) {
+                barrier_wait(address_of(done + at), round ^ 1); /* at once, the first time */
+                fetch(i, at);
+                if (++at == f.stages) at = 0, round ^= 1;
+            }
+        return;
+    }
+#endif
+
+    const int pair = lane % 4 * 2; /* this thread's two tokens, or keys, of every eight */
+    const float scale = (float)c.scale;
+    /* where this lane reads, transposed, and writes 8 x 8 blocks of its warp's columns of v, of o */
+    const int slice = part::v + warp / 4 * PANEL_BYTES +
+                      piece_at(lane / 16 * 8 + lane % 8, warp % 4 * 2 + lane / 8 % 2);
+    const int o_piece = part::v + warp / 4 * PANEL_BYTES + piece_at(lane / 2, warp % 4 * 2 + lane % 2);
+    const bool o_whole = f.o_pieces && columns == 16;
+
+    /* S' [16 columns][KP]: thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
+    float S[KP / 8][4];
+    const view &from = ones ? c.z0 : c.s0, &to = ones ? c.zt : c.st;
+#pragma unroll
+    for (int i = 0; i < KP / 8; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
+            S[i][e] = 0;
+            if (WAY == TO_ENDS)
+                S[i][e] = identity && (slice_index - slices) * 16 + column == key;
+            else if (g.starts)
+                S[i][e] = slice_index < slices
+                              ? g.starts[((head * g.count + segment) * slices * 16 + v0 + column) *
+                                             KP + key]
+                              : 0;
+            else if (from.data && column < columns && key < c.K)
+                S[i][e] = load<float>(at(from, u.n, u.hv, key, ones ? 0 : v0 + column), from.dtype);
+        }
+
+    int stage_at = 0, round = 0;
+    for (int pass = first_pass; pass < 2; pass++) {
+        const bool writes = WAY != ACROSS || pass == 0;
+        const bool reads = WAY == ALONG || (WAY == ACROSS && pass == 1);
+#if !HAS_COPY_ENGINE
+        __syncthreads();
+        if (first_chunk < last_chunk) fetch(first_chunk, stage_at);
+#endif
+        for (int i = first_chunk; i < last_chunk; i++) {
+            char *room = shared + stage_at * bytes;
+            const uint32_t base = address_of(room);
+            const int t = u.begin + i * C, n = min(C, u.end - t);
+#if HAS_COPY_ENGINE
+            barrier_wait(address_of(filled + stage_at), round);
+            if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
+                if (part::has_k && !w.k)
+                    for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32)
+                        *(uint4 *)(room + part::k + piece_at(n + j / (KP / 8), j % (KP / 8))) =
+                            make_uint4(0, 0, 0, 0);
+                if (f.v_pieces && columns > 0 && !ones)
+                    for (int j = lane; j < (C - n) * 2; j += 32)
+                        *(uint4 *)(room + part::v + warp / 4 * PANEL_BYTES +
+                                   piece_at(n + j / 2, warp % 4 * 2 + j % 2)) = make_uint4(0, 0, 0, 0);
+                stores_before_copies();
+                some_warps_wait(warps);
+            }
+#else
+            copies_wait<0>();
+            __syncthreads(); /* chunk i is there, and nobody needs chunk i - 1 any more */
+            if (i + 1 < last_chunk) fetch(i + 1, stage_at + 1 == f.stages ? 0 : stage_at + 1);
+#endif
+            if (!f.v_pieces && columns > 0 && !ones) { /* rows that cannot be copied in pieces */
+                for (int j = lane; j < C * 16; j += 32) {
+                    const int row = j / 16, column = j % 16;
+                    *(bf16 *)(room + part::v + warp / 4 * PANEL_BYTES +
+                              element_at(row, warp % 4 * 16 + column)) =
+                        row < n && column < columns
+                            ? *(const bf16 *)at(c.v, u.b, t + row, u.hv, v0 + column)
+                            : __float2bfloat16_rn(0);
+                }
+                __syncwarp();
+            }
+            const float *in = (const float *)(room + part::in);
+            const float *out = (const float *)(room + part::out);
+
+            left s[KP / 16]; /* S', as it is before the chunk */
+#pragma unroll
+            for (int j = 0; j < KP / 16; j++) s[j] = as_left(S[2 * j], S[2 * j + 1]);
+
+            /* U: V as it lies, or A (V - k^ S); as left operands over the tokens */
+            left U[4], Ut[4]; /* Ut: rows times the decay to the chunk's end */
+#pragma unroll
+            for (int m = 0; m < 4; m++) load_matrices_transposed(U[m].x, base + slice + m * 16 * 128);
+            if (columns <= 0)
+#pragma unroll
+                for (int m = 0; m < 4; m++) U[m] = {};
+            if (ones)
+#pragma unroll
+                for (int m = 0; m < 4; m++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const int token = m * 16 + e / 2 * 8 + pair;
+                        U[m].x[e] = e % 2 || lane >= 4 ? 0 : pack(token < n, token + 1 < n);
+                    }
+
+            float O[8][4] = {};
+            const auto read_state = [&] {
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < KP / 16; j++) multiply_rows(O, s[j], base + part::q, j * 16);
+                products_commit();
+            };
+            if constexpr (RULE == LA_DELTA) {
+                float W[8][4] = {}, X[8][4] = {};
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < KP / 16; j++) multiply_rows(W, s[j], base + part::k, j * 16);
+                products_commit();
+                products_wait<0>();
+                products_in(W);
+#pragma unroll
+                for (int m = 0; m < 8; m++) {
+                    const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8 + pair)
+                                                       : make_float2(1, 1);
+                    const float2 top = unpack(U[m / 2].x[m % 2 * 2]);
+                    const float2 low = unpack(U[m / 2].x[m % 2 * 2 + 1]);
+                    W[m][0] = top.x - a.x * W[m][0];
+                    W[m][1] = top.y - a.y * W[m][1];
+                    W[m][2] = low.x - a.x * W[m][2];
+                    W[m][3] = low.y - a.y * W[m][3];
+                }
+                left x[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) x[j] = as_left(W[2 * j], W[2 * j + 1]);
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_rows(X, x[j], base + part::inverse, j * 16, j);
+                products_commit();
+                if (reads) read_state();
+                products_wait<WAY == ALONG>(); /* for U, not yet for what is read */
+                products_in(X);
+#pragma unroll
+                for (int m = 0; m < 4; m++) U[m] = as_left(X[2 * m], X[2 * m + 1]);
+                if constexpr (DECAY == LA_TOKEN)
+#pragma unroll
+                    for (int m = 0; m < 8; m++) {
+                        const float2 a = *(const float2 *)(out + m * 8 + pair);
+                        Ut[m / 2].x[m % 2 * 2] = pack(a.x * X[m][0], a.y * X[m][1]);
+                        Ut[m / 2].x[m % 2 * 2 + 1] = pack(a.x * X[m][2], a.y * X[m][3]);
+                    }
+            } else {
+                if constexpr (DECAY == LA_TOKEN)
+#pragma unroll
+                    for (int m = 0; m < 4; m++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            const float2 a = *(const float2 *)(out + m * 16 + e / 2 * 8 + pair);
+                            const float2 x = unpack(U[m].x[e]);
+                            Ut[m].x[e] = pack(a.x * x.x, a.y * x.y);
+                        }
+            }
+            if constexpr (DECAY != LA_TOKEN)
+#pragma unroll
+                for (int m = 0; m < 4; m++) Ut[m] = U[m];
+            /* One in v, or in the state, is in U now. Where every token reads all, there is no token
+             * before it to be kept from it. */
+            const bool odd = WAY != ACROSS && (any_odd(U) || odd_at[stage_at]);
+
+            float after[KP / 2], o[8 * 4]; /* where tokens go one by one: the state, what is read */
+            if (__builtin_expect(odd, 0)) {
+#pragma unroll
+                for (int j = 0; j < KP / 8; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) after[(j * 2 + e % 2) * 2 + e / 2] = S[j][e];
+            }
+            if (writes && DECAY != LA_NONE)
+#pragma unroll
+                for (int j = 0; j < KP / 8; j++) {
+                    const float2 a =
+                        DECAY == LA_KEY ? *(const float2 *)(room + part::total + (j * 8 + pair) * 4)
+                                        : make_float2(in[C - 1], in[C - 1]);
+                    S[j][0] *= a.x;
+                    S[j][1] *= a.y;
+                    S[j][2] *= a.x;
+                    S[j][3] *= a.y;
+                }
+            if (RULE == LA_ADDITIVE && reads) read_state();
+            if (writes) {
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    multiply_columns(S, Ut[j], base + (DECAY == LA_KEY ? part::kt : part::k), j * 16);
+                products_commit();
+            }
+            if (reads) {
+                products_wait<WAY == ALONG>(); /* for q^ S, not yet for the state */
+                products_in(O);
+                if (DECAY != LA_KEY) /* else q^ has all of it */
+#pragma unroll
+                    for (int m = 0; m < 8; m++) {
+                        const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8 + pair)
+                                                           : make_float2(1, 1);
+                        const float x = scale * a.x, y = scale * a.y;
+                        O[m][0] *= x;
+                        O[m][1] *= y;
+                        O[m][2] *= x;
+                        O[m][3] *= y;
+                    }
+                if (WAY != ACROSS) {
+                    products_begin();
+#pragma unroll
+                    for (int j = 0; j < 4; j++) multiply_rows(O, U[j], base + part::scores, j * 16, j);
+                    products_commit();
+                }
+            }
+            products_wait<0>();
+            products_in(O);
+            products_in(S);
+            if (__builtin_expect(odd, 0)) {
+                token_walk<KP, DECAY, RULE>(c, u, t, n, v0, columns, ones, after, o);
+#pragma unroll
+                for (int m = 0; m < 8 * 4; m++) O[m / 4][m % 4] = o[m];
+                if (writes)
+#pragma unroll
+                    for (int j = 0; j < KP / 8; j++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) S[j][e] = after[(j * 2 + e % 2) * 2 + e / 2];
+            }
+
+            if (reads) {
+                if (normalised) {
+                    some_warps_wait(warps);
+                    if (ones && lane < 4)
+#pragma unroll
+                        for (int m = 0; m < 8; m++)
+                            *(float2 *)(den + m * 8 + pair) = make_float2(O[m][0], O[m][1]);
+                    some_warps_wait(warps);
+#pragma unroll
+                    for (int m = 0; m < 8; m++) {
+                        const float2 d = *(const float2 *)(den + m * 8 + pair);
+                        const float x = clamped(c, d.x), y = clamped(c, d.y);
+                        O[m][0] /= x;
+                        O[m][1] /= y;
+                        O[m][2] /= x;
+                        O[m][3] /= y;
+                    }
+                }
+                if (!ones && columns > 0) { /* by way of the place of v, which is in registers now */
+#pragma unroll
+                    for (int m = 0; m < 8; m += 2) {
+                        const uint32_t x[4] = {pack(O[m][0], O[m][1]), pack(O[m][2], O[m][3]),
+                                               pack(O[m + 1][0], O[m + 1][1]),
+                                               pack(O[m + 1][2], O[m + 1][3])};
+                        store_matrices_transposed(base + slice + m * 8 * 128, x);
+                    }
+                    __syncwarp();
+                    char *to_o = at(c.o, u.b, t + lane / 2, u.hv, v0 + lane % 2 * 8);
+                    const int64_t o_row = c.o.stride[1] * 2;
+                    uint4 x[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        x[j] = *(const uint4 *)(room + o_piece + j * 16 * 128);
+                    if (o_whole && n == C) {
+#pragma unroll
+                        for (int j = 0; j < 4; j++) *(uint4 *)(to_o + j * 16 * o_row) = x[j];
+                    } else {
+#pragma unroll
+                        for (int j = 0; j < 4; j++) {
+                            if (j * 16 + lane / 2 >= n) continue;
+                            if (o_whole)
+                                *(uint4 *)(to_o + j * 16 * o_row) = x[j];
+                            else
+                                store_piece(to_o + j * 16 * o_row, x[j], columns - lane % 2 * 8);
+                        }
+                    }
+                }
+            }
+#if HAS_COPY_ENGINE
+            stores_before_copies();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(address_of(done + stage_at));
+#endif
+            if (++stage_at == f.stages) stage_at = 0, round ^= 1;
+        }
+    }
+
+    if (WAY == TO_ENDS) {
+        const int all = tiles * own * 16; /* rows of ends, whole blocks of them */
+        float *end = g.ends + ((head * g.count + segment) * all + v0 + lane / 4) * KP + pair;
+#pragma unroll
+        for (int i = 0; i < KP / 8; i++) {
+            *(float2 *)(end + i * 8) = make_float2(S[i][0], S[i][1]);
+            *(float2 *)(end + 8 * KP + i * 8) = make_float2(S[i][2], S[i][3]);
+        }
+        return;
+    }
+    if (!to.data || (ones && tile) || segment < g.count - 1) return;
+#pragma unroll
+    for (int i = 0; i < KP / 8; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
+            if (column < columns && key < c.K)
+                store(at(to, u.n, u.hv, key, ones ? 0 : v0 + column), to.dtype, S[i][e]);
+        }
+}
+
+#endif
