@@ -435,6 +435,9 @@ static la_status check_options(la_problem *p)
     if (p->device == LA_CUDA && p->V > CUDA_MAX_DIM)
         return complain(p, LA_VALUE_ERROR, "v: expected V <= %d on CUDA, got V = %lld",
                         CUDA_MAX_DIM, (long long)p->V);
+    if (p->device == LA_CUDA && p->P > INT32_MAX)
+        return complain(p, LA_VALUE_ERROR, "%s: expected P < 2^31 on CUDA, got P = %lld",
+                        la_array_name(p, LA_S0), (long long)p->P);
     if (p->has_chunk && p->chunk < 1)
         return complain(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld",
                         (long long)p->chunk);

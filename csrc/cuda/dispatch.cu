@@ -181,7 +181,7 @@ static call call_of(const la_problem *p)
     c.K = (int)p->K;
     c.V = (int)p->V;
     c.N = (int)p->N;
-    c.P = p->P;
+    c.P = (int)p->P;
     c.gate = p->gate;
     c.scale = p->scale;
     c.eps = p->eps;

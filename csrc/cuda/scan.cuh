@@ -111,7 +111,7 @@ __global__ void __launch_bounds__((WARPS + 1) * 32) scan(const __grid_constant__
     const int tiles = (c.V + COLUMNS - 1) / COLUMNS, tile = blockIdx.x % tiles;
     const int64_t head = blockIdx.x / tiles;
     const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
-    const int64_t slot = slot_of(c, u.n);
+    const int slot = slot_of(c, u.n);
     const int v0 = tile * COLUMNS, part = threadIdx.x % PARTS;
     const bool ones = threadIdx.x / 32 == WARPS; /* the column of ones, eight times over */
     const int local = ones ? COLUMNS : threadIdx.x / PARTS, column = v0 + local;
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__((WARPS + 1) * 32) scan(const __grid_constant__
 template <int ROWS> static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
     const unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
-    const int64_t slot = slot_of(c, u.n);
+    const int slot = slot_of(c, u.n);
     real k[ROWS * PARTS / 32];
     if (slot < 0) return;
     load_keys<ROWS>(c, c.k, c.map[1], c.map_eps[1], u, 0, k);

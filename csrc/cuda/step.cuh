@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int tiles = (c.V + COLUMNS - 1) / COLUMNS, tile = blockIdx.x % tiles;
     const int n = blockIdx.x / tiles / c.HV, hv = blockIdx.x / tiles % c.HV, h = hv / (c.HV / c.H);
-    const int64_t slot = slot_of(c, n);
+    const int slot = slot_of(c, n);
     const int column = tile * COLUMNS + (V_FIRST ? warp : threadIdx.x % 8) * 4;
     /* this thread's key i */
     const auto key_of = [&](int i) {
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
 static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
     const int n = blockIdx.x / c.HV, hv = blockIdx.x % c.HV, h = hv / (c.HV / c.H);
-    const int64_t slot = slot_of(c, n);
+    const int slot = slot_of(c, n);
     uint64_t bits[8];
     float k[8];
     if (slot < 0) return;
