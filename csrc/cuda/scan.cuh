@@ -110,15 +110,15 @@ __global__ void __launch_bounds__((WARPS + 1) * 32) scan(const __grid_constant__
     batch<ROWS> &s = *(batch<ROWS> *)shared;
     const int tiles = (c.V + COLUMNS - 1) / COLUMNS, tile = blockIdx.x % tiles;
     const int64_t head = blockIdx.x / tiles;
-    const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
-    const int slot = slot_of(c, u.n);
+    unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
+    u.n = slot_of(c, u.n);
     const int v0 = tile * COLUMNS, part = threadIdx.x % PARTS;
     const bool ones = threadIdx.x / 32 == WARPS; /* the column of ones, eight times over */
     const int local = ones ? COLUMNS : threadIdx.x / PARTS, column = v0 + local;
     const bool mine = !ones && column < c.V;
     real S[ROWS];
 
-    if (slot < 0) { /* a step's row without a state */
+    if (u.n < 0) { /* a step's row without a state */
         if (mine && part == 0) store(at(c.o, u.b, 0, u.hv, column), c.o.dtype, (real)0);
         return;
     }
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__((WARPS + 1) * 32) scan(const __grid_constant__
         const int row = part * ROWS + i;
         S[i] = 0;
         if (from.data && row < c.K && (ones || mine))
-            S[i] = load<real>(at(from, slot, u.hv, row, ones ? 0 : column), from.dtype);
+            S[i] = load<real>(at(from, u.n, u.hv, row, ones ? 0 : column), from.dtype);
     }
 
     /* The non-causal form goes through the tokens twice: to write all, then to read. */
@@ -164,23 +164,23 @@ __global__ void __launch_bounds__((WARPS + 1) * 32) scan(const __grid_constant__
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int row = part * ROWS + i;
-        if (row < c.K) store(at(to, slot, u.hv, row, ones ? 0 : column), to.dtype, S[i]);
+        if (row < c.K) store(at(to, u.n, u.hv, row, ones ? 0 : column), to.dtype, S[i]);
     }
 }
 
 /* A step's z is where every tile of columns reads it, so it moves on once they are done. */
 template <int ROWS> static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
-    const unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
-    const int slot = slot_of(c, u.n);
+    unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
+    u.n = slot_of(c, u.n);
     real k[ROWS * PARTS / 32];
-    if (slot < 0) return;
+    if (u.n < 0) return;
     load_keys<ROWS>(c, c.k, c.map[1], c.map_eps[1], u, 0, k);
 #pragma unroll
     for (int j = 0; j < ROWS * PARTS / 32; j++) {
         const int i = threadIdx.x + 32 * j;
         if (i >= c.K) continue;
-        char *z = at(c.z0, slot, u.hv, i);
+        char *z = at(c.z0, u.n, u.hv, i);
         store(z, c.z0.dtype, load<real>(z, c.z0.dtype) + k[j]);
     }
 }
