@@ -1,6 +1,6 @@
 """The C core's functions as linattn/ops.py calls them: positions only, None for what is absent."""
 
-from typing import Any, Final, final
+from typing import Any, Final, Never, final
 
 # An array of any kind: NumPy's, or any with __dlpack__ or __cuda_array_interface__.
 _Array = Any
@@ -13,7 +13,7 @@ COMPILER: Final[str]
 
 @final
 class BoundStep:
-    def __call__(self) -> _Array: ...
+    def __call__(self, /, *args: Never, **kwargs: Never) -> _Array: ...
 
 # Only a step takes a number for a gate or beta (one head, one token).
 
