@@ -20,8 +20,10 @@
 void la_call_release(la_call *c)
 {
     for (int i = 0; i < LA_ARRAYS; i++) {
-        if (c->object[i]) la_let_go(c->object[i]);
-        Py_XDECREF(c->given[i]);
+        PyObject *const object = c->object[i];
+        c->object[i] = NULL;
+        if (object) la_let_go(object);
+        Py_CLEAR(c->given[i]);
     }
 }
 
@@ -91,7 +93,7 @@ static int number_of(la_dtype dtype)
 static bool has_rows(const la_problem *p, la_name name)
 {
     if (name == LA_G || name == LA_DG) return p->decay == LA_KEY;
-    return name != LA_BETA && name != LA_DBETA && name != LA_CU;
+    return name != LA_BETA && name != LA_DBETA && name != LA_CU && name != LA_SLOT;
 }
 
 #define IN_PLACE \
@@ -295,10 +297,23 @@ static PyObject *numpy_over(const la_array *x)
 
 /* ---- from a view to an la_array ---- */
 
+/* A bound step asks q's library for the current stream, each time, and no other library. */
+static int refuse_other_streams(const la_call *c, la_name name, const la_view *x, PyObject *object)
+{
+    if (x->kind == c->kind && x->table == c->table && x->kind != LA_EXPORTED) return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "%s: expected an array of %s, got %R: a bound step cannot know on which stream it "
+                 "is",
+                 la_array_name(&c->p, name), name == LA_Q ? "PyTorch or CuPy" : "q's library",
+                 (PyObject *)Py_TYPE(object));
+    return -1;
+}
+
 /* The call's stream, and those of others: q's library says where the call runs. */
-static int settle_stream(la_call *c, la_name name, const la_view *x)
+static int settle_stream(la_call *c, la_name name, const la_view *x, PyObject *object)
 {
     if (la_device_of(x->device) != LA_CUDA) return 0;
+    if (c->bound && refuse_other_streams(c, name, x, object)) return -1;
     if (name == LA_Q && x->kind != LA_CUPY) c->p.stream = x->stream;
     if (!x->has_stream) c->stream_unknown = true;
     if (!x->has_stream || x->stream == c->p.stream) return 0;
@@ -359,9 +374,9 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
             if (!imports) c->kind = LA_NUMPY;
         }
     }
-    if (settle_stream(c, name, x)) return -1;
+    if (settle_stream(c, name, x, object)) return -1;
     if (in_place && x->read_only) return refuse_read_only(label);
-    if (in_place && x->copied) {
+    if ((in_place || c->bound) && x->copied) {
         PyErr_Format(PyExc_ValueError, "%s: expected the array's own memory, got a copy of it",
                      label);
         return -1;
@@ -713,7 +728,7 @@ static int refuse_overlap(la_call *c, la_name written, la_name other)
 
 int la_refuse_overlaps(la_call *c)
 {
-    static const la_name read[] = {LA_Q, LA_K, LA_V, LA_G, LA_BETA, LA_CU};
+    static const la_name read[] = {LA_Q, LA_K, LA_V, LA_G, LA_BETA, LA_CU, LA_SLOT};
     const bool step = c->p.face == LA_STEP;
     for (size_t i = 0; i < sizeof read / sizeof *read; i++)
         if (refuse_overlap(c, LA_O, read[i]) ||
@@ -740,6 +755,16 @@ int la_shares_memory(PyObject *x, PyObject *y)
 }
 
 /* ---- streams ---- */
+
+int la_current_stream(la_call *c)
+{
+    if (c->p.device == LA_CPU) return 0;
+    const int failed =
+        c->kind == LA_CUPY
+            ? la_ask_helper("_cupy_stream", c->object[LA_Q], c->p.ordinal, &c->p.stream)
+            : c->table->current_stream(DL_CUDA, c->p.ordinal, &c->p.stream);
+    return failed ? la_name_error("q") : 0;
+}
 
 int la_settle_streams(la_call *c)
 {

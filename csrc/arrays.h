@@ -45,10 +45,11 @@ typedef struct {
     bool stream_unknown;             /* CUDA: some owner's stream is not known */
     int others;                      /* CUDA: streams of inputs that are not q's */
     void *other[LA_ARRAYS];
+    bool bound; /* a step that will be run again: nothing in it may grow stale */
 } la_call;
 
 int la_arrays_init(void);
-void la_call_release(la_call *c);
+void la_call_release(la_call *c); /* the references, once and for all */
 int la_raise(const la_call *c, la_status status);
 
 /* Inputs, q first: it says where every array lies. None is skipped. */
@@ -67,6 +68,8 @@ int la_shares_memory(PyObject *x, PyObject *y);
 
 /* CUDA, after the kernels are enqueued: nobody may change their arrays before they ran. */
 int la_settle_streams(la_call *c);
+/* CUDA: the caller's current stream, as of now. For calls that are bound. */
+int la_current_stream(la_call *c);
 /* What a call gives back: an array of q's kind, None where there is none; for states a pair. */
 PyObject *la_result(la_call *c, la_name name);
 PyObject *la_state_result(la_call *c, la_name S, la_name z);

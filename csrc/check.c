@@ -1,6 +1,6 @@
 /* The only code that knows which arrays an op has, which shapes and dtypes are right, and how to
- * say that something is wrong. It serves every device: it reads no array but cu_seqlens, and that
- * only where it lies on the host. */
+ * say that something is wrong. It serves every device: it reads no array but cu_seqlens and
+ * state_indices, and these only where they lie on the host. */
 #include "linattn.h"
 
 #include <math.h>
@@ -37,7 +37,8 @@ const char *const la_dtype_names[LA_DTYPES] = {
 
 /* ---- arrays: names and letters ----
  *
- * A letter is one character: B T H K V N as in the contract, h for HV, n for N+1. */
+ * A letter is one character: B T H K V N as in the contract, h for HV, n for N+1; P, the states of a
+ * pool, in the place of N. */
 
 /* clang-format off */
 const char *la_array_name(const la_problem *p, la_name name)
@@ -57,6 +58,7 @@ const char *la_array_name(const la_problem *p, la_name name)
         return pair ? "initial_state[0]" : "initial_state";
     case LA_Z0: return p->face == LA_STEP ? "state[1]" : "initial_state[1]";
     case LA_CU: return "cu_seqlens";
+    case LA_SLOT: return "state_indices";
     case LA_O: return "out";
     case LA_ST: return pair ? "final_state[0]" : "final_state";
     case LA_ZT: return "final_state[1]";
@@ -78,16 +80,18 @@ const char *la_array_name(const la_problem *p, la_name name)
 
 /* The letters that the kernels index by, always all of them. */
 /* clang-format off */
-static const char *canonical_letters(la_name name)
+static const char *canonical_letters(const la_problem *p, la_name name)
 {
+    const bool pool = p->array[LA_SLOT].given;
     switch (name) {
     case LA_Q: case LA_K: case LA_DQ: case LA_DK: return "BTHK";
     case LA_V: case LA_O: case LA_DO: case LA_DV: return "BThV";
     case LA_G: case LA_DG: return "BThK";
     case LA_BETA: case LA_DBETA: return "BTh";
-    case LA_S0: case LA_ST: case LA_DST: case LA_DS0: return "NhKV";
-    case LA_Z0: case LA_ZT: case LA_DZT: case LA_DZ0: return "NhK";
+    case LA_S0: case LA_ST: case LA_DST: case LA_DS0: return pool ? "PhKV" : "NhKV";
+    case LA_Z0: case LA_ZT: case LA_DZT: case LA_DZ0: return pool ? "PhK" : "NhK";
     case LA_CU: return "n";
+    case LA_SLOT: return "B";
     case LA_ARRAYS: break;
     }
     return "";
@@ -97,15 +101,16 @@ static const char *canonical_letters(la_name name)
 /* The letters that the user writes for this call, in the user's order. */
 static void user_letters(const la_problem *p, la_name name, char letters[LA_MAX_DIMS + 1])
 {
-    const char *full = canonical_letters(name);
+    const char *full = canonical_letters(p, name);
     if (name == LA_G || name == LA_DG)
         full = p->decay == LA_KEY ? "BThK" : p->decay == LA_TOKEN ? "BTh" : "h";
     if (p->state_v_first && full[0] == 'N' && strlen(full) == 4) full = "NhVK";
+    if (p->state_v_first && full[0] == 'P' && strlen(full) == 4) full = "PhVK";
     int n = 0;
     for (const char *c = full; *c; c++) {
         const bool head = *c == 'B' || *c == 'H' || *c == 'h';
         if (*c == 'T' && p->face == LA_STEP) continue;
-        if (p->one_head && head && full[1]) continue; /* [HV] alone stays [1] */
+        if (p->one_head && head && full[1]) continue; /* [HV] or [B] alone stays [1] */
         if (p->one_head && *c == 'N' && !p->array[LA_CU].given) continue;
         letters[n++] = *c;
     }
@@ -122,6 +127,7 @@ static int64_t value_of(const la_problem *p, char letter)
     case 'K': return p->K;
     case 'V': return p->V;
     case 'N': return p->N;
+    case 'P': return p->P;
     case 'n': return p->N + 1;
     }
     return 0;
@@ -214,10 +220,10 @@ static la_status check_dtype(la_problem *p, la_name name)
         return complain(p, LA_TYPE_ERROR,
                         "%s: expected float64, float32, float16 or bfloat16, got %s",
                         la_array_name(p, name), la_dtype_names[got]);
-    case LA_CU:
+    case LA_CU: case LA_SLOT:
         if (got == LA_I32 || got == LA_I64) return LA_OK;
-        return complain(p, LA_TYPE_ERROR, "cu_seqlens: expected int32 or int64, got %s",
-                        la_dtype_names[got]);
+        return complain(p, LA_TYPE_ERROR, "%s: expected int32 or int64, got %s",
+                        la_array_name(p, name), la_dtype_names[got]);
     case LA_Q: case LA_K: case LA_V: case LA_O: case LA_DO:
     case LA_DQ: case LA_DK: case LA_DV:
         want = p->array[LA_Q].dtype;
@@ -278,7 +284,7 @@ static void make_canonical(const la_problem *p, la_name name, la_array *x)
 {
     char letters[LA_MAX_DIMS + 1];
     user_letters(p, name, letters);
-    const char *full = canonical_letters(name);
+    const char *full = canonical_letters(p, name);
     int64_t stride[LA_MAX_DIMS];
     int n = 0;
     for (; full[n]; n++) {
@@ -401,6 +407,23 @@ static la_status settle_sequences(la_problem *p)
     return LA_OK;
 }
 
+/* The states that a step picks from: as many as there are. */
+static la_status settle_pool(la_problem *p)
+{
+    const la_array *S = &p->array[LA_S0];
+    int64_t unknown[LA_MAX_DIMS];
+    if (!p->array[LA_SLOT].given) return LA_OK;
+    const la_status status = check_array(p, LA_SLOT);
+    if (status || !S->given) return status;
+    if (S->ndim != la_shape_of(p, LA_S0, unknown))
+        return la_refuse_dims(p, LA_S0, S->ndim, S->shape);
+    p->P = S->shape[0];
+    if (p->P < 1)
+        return complain(p, LA_VALUE_ERROR, "%s: expected P >= 1 states in the pool, got P = 0",
+                        la_array_name(p, LA_S0));
+    return LA_OK;
+}
+
 /* The CUDA kernels keep whole rows of a state on the chip. */
 #define CUDA_MAX_DIM 256
 
@@ -412,6 +435,9 @@ static la_status check_options(la_problem *p)
     if (p->device == LA_CUDA && p->V > CUDA_MAX_DIM)
         return complain(p, LA_VALUE_ERROR, "v: expected V <= %d on CUDA, got V = %lld",
                         CUDA_MAX_DIM, (long long)p->V);
+    if (p->device == LA_CUDA && p->P > INT32_MAX)
+        return complain(p, LA_VALUE_ERROR, "%s: expected P < 2^31 on CUDA, got P = %lld",
+                        la_array_name(p, LA_S0), (long long)p->P);
     if (p->has_chunk && p->chunk < 1)
         return complain(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld",
                         (long long)p->chunk);
@@ -450,7 +476,7 @@ la_status la_check(la_problem *p)
                         la_dtype_names[dtype]);
     p->real = dtype == LA_F64 ? LA_F64 : LA_F32;
     if ((status = settle_letters(p)) || (status = settle_sequences(p)) ||
-        (status = check_options(p)))
+        (status = settle_pool(p)) || (status = check_options(p)))
         return status;
     if (!p->has_scale) p->scale = pow((double)p->K, -0.5); /* as NumPy: 1 / sqrt rounds twice */
 
@@ -470,3 +496,34 @@ la_status la_check(la_problem *p)
 }
 
 la_status la_check_output(la_problem *p, la_name name) { return check_array(p, name); }
+
+/* Two rows of one state would change it at once. Those that are equal modulo SEEN meet in a bit, and
+ * only then all before them are looked through. */
+la_status la_check_slots(la_problem *p, int64_t *room)
+{
+    enum { SEEN = 4096 };
+    const la_array *slot = &p->array[LA_SLOT];
+    uint64_t seen[SEEN / 64] = {0};
+    for (int64_t n = 0; n < p->B; n++) {
+        const char *at = slot->data + n * slot->stride[0] * (slot->dtype == LA_I64 ? 8 : 4);
+        const int64_t i = slot->dtype == LA_I64 ? *(const int64_t *)at : *(const int32_t *)at;
+        room[n] = i;
+        if (i == -1) continue;
+        if (i < -1 || i >= p->P)
+            return complain(p, LA_VALUE_ERROR,
+                            "state_indices: expected 0 to P - 1 = %lld, or -1 for no state, got "
+                            "%lld at index %lld",
+                            (long long)p->P - 1, (long long)i, (long long)n);
+        const uint64_t bit = (uint64_t)1 << i % 64;
+        uint64_t *const word = &seen[i % SEEN / 64];
+        for (int64_t before = 0; *word & bit && before < n; before++)
+            if (room[before] == i)
+                return complain(p, LA_VALUE_ERROR,
+                                "state_indices: expected no state twice, got %lld at index %lld "
+                                "and at index %lld",
+                                (long long)i, (long long)before, (long long)n);
+        *word |= bit;
+    }
+    p->slots = room;
+    return LA_OK;
+}

@@ -60,6 +60,7 @@ typedef enum {
     LA_S0,
     LA_Z0,
     LA_CU,
+    LA_SLOT,
     LA_O,
     LA_ST,
     LA_ZT,
@@ -118,11 +119,15 @@ typedef struct la_problem {
 
     /* what la_check settles */
     int64_t B, T, H, HV, K, V, N;
+    int64_t P;     /* states in a step's pool, if there are state_indices */
     bool one_head; /* 2-D notebook call (1-D for a step): no B, H, HV in any array */
     la_decay decay;
     la_rule rule;
     la_dtype real;  /* of sums and states: LA_F32, or LA_F64 for float64 inputs */
     int64_t tokens; /* B * T */
+
+    /* what la_check_slots settles: [B], -1 for no state; NULL without state_indices */
+    const int64_t *slots;
 
     /* what went wrong, in words */
     char message[LA_MESSAGE];
@@ -154,12 +159,16 @@ bool la_has(const la_problem *p, la_name name);
 /* After la_check: compare one output with the problem and make its strides canonical. */
 la_status la_check_output(la_problem *p, la_name name);
 
+/* After la_check, on the host: take a step's state_indices over into room for B numbers, which must
+ * live as long as the problem, and look at them there: nobody can change them any more. */
+la_status la_check_slots(la_problem *p, int64_t *room);
+
 /* After la_check, on the host: is some decay above one? A pass over the gate, for callers that must
  * know first. */
 bool la_gate_above_one(const la_problem *p);
 
-/* The CPU's entry points. Everything has been checked; only memory can fail, and it fails before
- * an output is written. */
+/* The CPU's entry points. Everything has been checked, state_indices too; only memory can fail, and it
+ * fails before an output is written. */
 la_status la_forward(la_problem *p);
 la_status la_backward(la_problem *p);
 la_status la_step(la_problem *p);

@@ -1,8 +1,9 @@
 /* The module: arrays in (arrays.c), options in, a status out as an exception; what shapes are right
- * is check.c's business. Beside arrays.c, views.c and memory.c the only file with Python.h.
+ * is check.c's business. Beside arrays.c, views.c, memory.c and bound.c the only file with Python.h.
  *
  * Arguments are positional (METH_FASTCALL): the keywords live in linattn/ops.py. */
 #include "arrays.h"
+#include "bound.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -130,15 +131,15 @@ static la_dtype dtype_of(const la_call *c, la_name name) { return c->p.array[nam
 
 /* ---- running ---- */
 
-/* Once per call site, by the warning filters' own rule: the frame above the op's Python function. */
-static int warn_of_growth(const la_call *c)
+/* Once per call site, by the warning filters' own rule. */
+static int warn_of_growth(const la_call *c, int level)
 {
     if (!la_gate_above_one(&c->p)) return 0;
     const char *name = la_array_name(&c->p, LA_G);
     const char *text = c->p.gate == LA_DECAY   ? "expected decays in [0, 1]"
                        : c->p.gate == LA_SLOPE ? "expected slopes >= 0"
                                                : "expected the log decay, g <= 0";
-    return PyErr_WarnFormat(PyExc_RuntimeWarning, 2,
+    return PyErr_WarnFormat(PyExc_RuntimeWarning, level,
                             "%s: %s, got values outside; the state may grow without bound", name,
                             text);
 }
@@ -154,17 +155,37 @@ static int run_on_device(la_call *c)
 }
 #endif
 
-static int run(la_call *c, la_status (*entry)(la_problem *))
+/* The call site is the frame `level` above: an op's Python function is one of its own. */
+enum { ABOVE_THE_OP = 2 };
+
+static int run(la_call *c, la_status (*entry)(la_problem *), int level)
 {
     la_status status;
 #ifdef LA_WITH_CUDA
     if (c->p.device == LA_CUDA) return run_on_device(c);
 #endif
-    if (warn_of_growth(c)) return -1;
+    if (warn_of_growth(c, level)) return -1;
     Py_BEGIN_ALLOW_THREADS
     status = entry(&c->p);
     Py_END_ALLOW_THREADS
     return la_raise(c, status);
+}
+
+/* state_indices are read again without the GIL, so they are taken over first. */
+int la_run_step(la_call *c, int level)
+{
+    enum { FEW = 64 };
+    int64_t few[FEW], *more = NULL;
+    const size_t B = (size_t)c->p.B;
+    if (!c->p.array[LA_SLOT].given || c->p.device != LA_CPU) return run(c, la_step, level);
+    if (B > FEW && !(more = PyMem_Malloc(B * sizeof *more))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const int failed =
+        la_raise(c, la_check_slots(&c->p, more ? more : few)) || run(c, la_step, level);
+    PyMem_Free(more);
+    return failed ? -1 : 0;
 }
 
 /* ---- the three faces ---- */
@@ -194,7 +215,7 @@ static PyObject *py_forward(PyObject *self, PyObject *const *args, Py_ssize_t na
     if (c.p.want_final && (la_allocate(&c, LA_ST, c.p.real) ||
                            (la_has(&c.p, LA_ZT) && la_allocate(&c, LA_ZT, c.p.real))))
         goto done;
-    if (run(&c, la_forward)) goto done;
+    if (run(&c, la_forward, ABOVE_THE_OP)) goto done;
     PyObject *o = la_result(&c, LA_O), *state = la_state_result(&c, LA_ST, LA_ZT);
     if (o && state) answer = PyTuple_Pack(2, o, state);
     Py_XDECREF(o);
@@ -204,29 +225,69 @@ done:
     return answer;
 }
 
-/* step(op, q, k, v, g, alpha, beta, state, out, scale, qk_l2norm, state_v_first, features) -> o */
+enum { STEP_ARGUMENTS = 14 };
+
+/* What a step is told: all of it checked, but nothing run. */
+static int take_step(la_call *c, PyObject *const *args)
+{
+    return take_features(c, args[13]) || la_take(c, LA_Q, args[1]) || la_take(c, LA_K, args[2]) ||
+                   la_take(c, LA_V, args[3]) || take_gate(c, args[4], args[5]) ||
+                   la_take(c, LA_BETA, args[6]) || la_take(c, LA_SLOT, args[8]) ||
+                   la_take_state(c, LA_S0, LA_Z0, args[7], true) ||
+                   la_take_in_place(c, LA_O, args[9]) || take_scale(c, args[10]) ||
+                   as_flag(args[11], "qk_l2norm", &c->p.qk_l2norm) ||
+                   as_flag(args[12], "state_v_first", &c->p.state_v_first) ||
+                   la_raise(c, la_check(&c->p)) ||
+                   (c->out ? la_raise(c, la_check_output(&c->p, LA_O))
+                           : la_allocate(c, LA_O, dtype_of(c, LA_V))) ||
+                   la_refuse_overlaps(c)
+               ? -1
+               : 0;
+}
+
+/* step(op, q, k, v, g, alpha, beta, state, state_indices, out, scale, qk_l2norm, state_v_first,
+ * features) -> o */
 static PyObject *py_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
     la_call c;
     PyObject *answer = NULL;
-    if (expect_arguments("step", nargs, 13) || call_begin(&c, LA_STEP, args[0])) return NULL;
-    if (take_features(&c, args[12]) || la_take(&c, LA_Q, args[1]) || la_take(&c, LA_K, args[2]) ||
-        la_take(&c, LA_V, args[3]) || take_gate(&c, args[4], args[5]) ||
-        la_take(&c, LA_BETA, args[6]) || la_take_state(&c, LA_S0, LA_Z0, args[7], true) ||
-        la_take_in_place(&c, LA_O, args[8]) || take_scale(&c, args[9]) ||
-        as_flag(args[10], "qk_l2norm", &c.p.qk_l2norm) ||
-        as_flag(args[11], "state_v_first", &c.p.state_v_first) || la_raise(&c, la_check(&c.p)))
-        goto done;
-    if (c.out) {
-        if (la_raise(&c, la_check_output(&c.p, LA_O))) goto done;
-    } else if (la_allocate(&c, LA_O, dtype_of(&c, LA_V))) {
-        goto done;
-    }
-    if (la_refuse_overlaps(&c) || run(&c, la_step)) goto done;
-    answer = la_result(&c, LA_O);
-done:
+    if (expect_arguments("step", nargs, STEP_ARGUMENTS) || call_begin(&c, LA_STEP, args[0]))
+        return NULL;
+    if (!take_step(&c, args) && !la_run_step(&c, ABOVE_THE_OP)) answer = la_result(&c, LA_O);
     la_call_release(&c);
+    return answer;
+}
+
+/* A bound step gives its out back each time, so it is an array of q's kind like any that is given. */
+static int settle_out(la_call *c, PyObject **made)
+{
+    if (c->out) return 0;
+    if (c->kind == LA_EXPORTED) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "out: expected an array, got None: a bound step writes it again and again, and "
+            "nobody knows how to make such an array of %R",
+            (PyObject *)Py_TYPE(c->like));
+        return -1;
+    }
+    *made = c->object[LA_O];
+    c->object[LA_O] = NULL;
+    return la_take_in_place(c, LA_O, *made) || la_raise(c, la_check_output(&c->p, LA_O)) ? -1 : 0;
+}
+
+/* bind(...) as step(...) -> BoundStep */
+static PyObject *py_bind(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)self;
+    la_call c;
+    PyObject *answer = NULL, *made = NULL;
+    if (expect_arguments("bind", nargs, STEP_ARGUMENTS) || call_begin(&c, LA_STEP, args[0]))
+        return NULL;
+    c.bound = true;
+    if (!take_step(&c, args) && !settle_out(&c, &made)) answer = la_bound_new(&c);
+    if (!answer) la_call_release(&c);
+    Py_XDECREF(made);
     return answer;
 }
 
@@ -260,7 +321,7 @@ static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t n
         (c.object[LA_S0] && la_allocate(&c, LA_DS0, c.p.real)) ||
         (c.object[LA_Z0] && la_allocate(&c, LA_DZ0, c.p.real)))
         goto done;
-    if (run(&c, la_backward)) goto done;
+    if (run(&c, la_backward, ABOVE_THE_OP)) goto done;
     static const la_name gradients[] = {LA_DQ, LA_DK, LA_DV, LA_DG, LA_DBETA};
     answer = PyTuple_New(6);
     for (int i = 0; answer && i < 6; i++) {
@@ -376,6 +437,7 @@ static PyObject *py_fail_allocation(PyObject *self, PyObject *object)
 static PyMethodDef methods[] = {
     {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL, "One forward pass."},
     {"step", (PyCFunction)(void (*)(void))py_step, METH_FASTCALL, "One token, state in place."},
+    {"bind", (PyCFunction)(void (*)(void))py_bind, METH_FASTCALL, "A step, checked and kept."},
     {"backward", (PyCFunction)(void (*)(void))py_backward, METH_FASTCALL, "One backward pass."},
     {"shares_memory", (PyCFunction)(void (*)(void))py_shares_memory, METH_FASTCALL,
      "Do two arrays share memory?"},
@@ -392,7 +454,7 @@ static PyMethodDef methods[] = {
 
 static int module_exec(PyObject *module)
 {
-    if (la_arrays_init()) return -1;
+    if (la_arrays_init() || la_bound_init(module)) return -1;
     const char *isa = getenv("LINATTN_ISA");
     if (isa && *isa && !la_isa_choose(isa)) {
         char names[64] = "";

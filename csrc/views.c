@@ -127,7 +127,8 @@ const dl_dtype la_dl_dtypes[LA_DTYPES] = {
 
 const char *la_expected_dtypes(la_name name)
 {
-    return name == LA_CU ? "int32 or int64" : "float64, float32, float16 or bfloat16";
+    return name == LA_CU || name == LA_SLOT ? "int32 or int64"
+                                            : "float64, float32, float16 or bfloat16";
 }
 
 la_dtype la_dtype_in(dl_dtype dtype)
@@ -308,6 +309,24 @@ static int refuse_lazy(la_call *c, const char *label, PyObject *object, exchange
     return yes;
 }
 
+/* A tensor may be given other memory (PyTorch's .data, set_). For the length of a call it will not be;
+ * what is bound holds the memory itself. */
+static int own_exchanged(const la_call *c, const char *label, PyObject *object,
+                         const dl_exchange *table, la_view *x)
+{
+    if (!c->bound) {
+        Py_INCREF(object);
+        x->owner = object;
+        return 0;
+    }
+    dl_versioned *managed = NULL;
+    if (table->managed_from_object(object, &managed)) return la_name_error(label);
+    x->owner = PyCapsule_New(managed, "used_dltensor_versioned", NULL);
+    if (x->owner) return 0;
+    if (managed->deleter) managed->deleter(managed);
+    return -1;
+}
+
 static int view_exchange(la_call *c, la_name name, PyObject *object, exchanger has, la_view *x)
 {
     const char *label = la_array_name(&c->p, name);
@@ -324,9 +343,7 @@ static int view_exchange(la_call *c, la_name name, PyObject *object, exchanger h
         else if (has.table->current_stream(x->device.type, x->device.id, &x->stream))
             return la_name_error(label);
     }
-    Py_INCREF(object);
-    x->owner = object;
-    return 0;
+    return own_exchanged(c, label, object, has.table, x);
 }
 
 /* __dlpack_device__(), which every exporter has. */

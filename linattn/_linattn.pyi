@@ -1,6 +1,6 @@
 """The C core's functions as linattn/ops.py calls them: positions only, None for what is absent."""
 
-from typing import Any, Final
+from typing import Any, Final, Never, final
 
 # An array of any kind: NumPy's, or any with __dlpack__ or __cuda_array_interface__.
 _Array = Any
@@ -10,6 +10,10 @@ _Features = tuple[int, float, int, float, int, float, bool]
 
 OPS: Final[tuple[str, ...]]
 COMPILER: Final[str]
+
+@final
+class BoundStep:
+    def __call__(self, /, *args: Never, **kwargs: Never) -> _Array: ...
 
 # Only a step takes a number for a gate or beta (one head, one token).
 
@@ -42,6 +46,7 @@ def step(
     alpha: _Array | float | None,
     beta: _Array | float | None,
     state: _State,
+    state_indices: _Array | None,
     out: _Array | None,
     scale: float | None,
     qk_l2norm: bool,
@@ -49,6 +54,23 @@ def step(
     features: _Features | None,
     /,
 ) -> _Array: ...
+def bind(
+    op: int,
+    q: _Array,
+    k: _Array,
+    v: _Array,
+    g: _Array | float | None,
+    alpha: _Array | float | None,
+    beta: _Array | float | None,
+    state: _State,
+    state_indices: _Array | None,
+    out: _Array | None,
+    scale: float | None,
+    qk_l2norm: bool,
+    state_v_first: bool,
+    features: _Features | None,
+    /,
+) -> BoundStep: ...
 def backward(
     op: int,
     do: _Array,

@@ -48,9 +48,12 @@ from linattn.features import (
 )
 
 OPS: tuple[str, ...] = _linattn.OPS
+BoundStep = _linattn.BoundStep
 __all__ = [
     "OPS",
+    "BoundStep",
     "Gradients",
+    "bind",
     "implicit_weights",
     "lightning_slopes",
     *OPS,
@@ -169,6 +172,7 @@ def _mapped(
     k: Array,
     qk_l2norm: bool,
     written: dict[str, Any],
+    call: Callable[..., Any] | None = None,
 ) -> tuple[Array, Array, Array, Array, bool]:
     """q and k before and after the caller's own maps, and whether the core still has to l2-norm.
 
@@ -176,6 +180,11 @@ def _mapped(
     """
     if phi_q.forward is None and phi_k.forward is None:
         return q, k, q, k, qk_l2norm
+    if call is _linattn.bind:
+        raise ValueError(
+            "feature_map: expected one that runs inside the kernels (a name), got a function: a "
+            "bound step would keep what it made of q and k, however these change"
+        )
     for name, x in (("q", q), ("k", k)):
         if not is_array(x):
             raise TypeError(f"{name}: expected an array, got {type(x)}")
@@ -362,6 +371,7 @@ def linear_attention_step(
     v: Array,
     *,
     state: State,
+    state_indices: Array | None = None,
     feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = "elu+1",
     normalize: bool | str = True,
     eps: float = 1e-6,
@@ -369,6 +379,7 @@ def linear_attention_step(
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     out: Array | None = None,
+    _call: Callable[..., Any] = _linattn.step,
 ) -> Array:
     """One token of causal :func:`linear_attention`; ``state`` is changed in place.
 
@@ -379,6 +390,9 @@ def linear_attention_step(
     state : the pair (S [B,HV,K,V], z [B,HV,K]), or S alone if not normalised
         float32 (float64 for float64 inputs) or bfloat16; rows contiguous. See
         :func:`linattn.zeros_state`.
+    state_indices : int array [B], optional
+        S and z are then pools [P,HV,K,V] and [P,HV,K]: row n has state ``state_indices[n]``, and -1
+        none (its o is zeros). No state twice.
     feature_map, normalize, eps, scale, qk_l2norm, state_v_first : see :func:`linear_attention`
     out : array [B,HV,V], optional
         Where o goes.
@@ -390,10 +404,9 @@ def linear_attention_step(
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
     phi_q, phi_k, core = _features(feature_map, normalize, eps, True)
-    _, _, q, k, qk_l2norm = _mapped(
-        phi_q, phi_k, q, k, qk_l2norm, {"out": out, "state": state}
-    )
-    return _linattn.step(
+    written = {"out": out, "state": state}
+    _, _, q, k, qk_l2norm = _mapped(phi_q, phi_k, q, k, qk_l2norm, written, _call)
+    return _call(
         _LINEAR,
         q,
         k,
@@ -402,6 +415,7 @@ def linear_attention_step(
         None,
         None,
         state,
+        state_indices,
         out,
         scale,
         qk_l2norm,
@@ -573,10 +587,12 @@ def retention_step(
     *,
     gamma: Array | None = None,
     state: Array,
+    state_indices: Array | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     out: Array | None = None,
+    _call: Callable[..., Any] = _linattn.step,
 ) -> Array:
     """One token of :func:`retention`; ``state`` is changed in place.
 
@@ -589,6 +605,9 @@ def retention_step(
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
         :func:`linattn.zeros_state`.
+    state_indices : int array [B], optional
+        ``state`` is then a pool [P,HV,K,V]: row n has state ``state_indices[n]``, and -1 none (its
+        o is zeros). No state twice.
     scale, qk_l2norm, state_v_first : see :func:`retention`
     out : array [B,HV,V], optional
         Where o goes.
@@ -600,7 +619,7 @@ def retention_step(
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
     gate = _retention_gamma(v, 3) if gamma is None else gamma
-    return _linattn.step(
+    return _call(
         _RETENTION,
         q,
         k,
@@ -609,6 +628,7 @@ def retention_step(
         gate,
         None,
         state,
+        state_indices,
         out,
         scale,
         qk_l2norm,
@@ -760,10 +780,12 @@ def lightning_attention_step(
     slopes: Array,
     *,
     state: Array,
+    state_indices: Array | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     out: Array | None = None,
+    _call: Callable[..., Any] = _linattn.step,
 ) -> Array:
     """One token of :func:`lightning_attention`; ``state`` is changed in place.
 
@@ -776,6 +798,9 @@ def lightning_attention_step(
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
         :func:`linattn.zeros_state`.
+    state_indices : int array [B], optional
+        ``state`` is then a pool [P,HV,K,V]: row n has state ``state_indices[n]``, and -1 none (its
+        o is zeros). No state twice.
     scale, qk_l2norm, state_v_first : see :func:`lightning_attention`
     out : array [B,HV,V], optional
         Where o goes.
@@ -786,7 +811,7 @@ def lightning_attention_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    return _linattn.step(
+    return _call(
         _LIGHTNING,
         q,
         k,
@@ -795,6 +820,7 @@ def lightning_attention_step(
         None,
         None,
         state,
+        state_indices,
         out,
         scale,
         qk_l2norm,
@@ -950,10 +976,12 @@ def simple_gla_step(
     *,
     alpha: Array | None = None,
     state: Array,
+    state_indices: Array | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     out: Array | None = None,
+    _call: Callable[..., Any] = _linattn.step,
 ) -> Array:
     """One token of :func:`simple_gla`; ``state`` is changed in place.
 
@@ -968,6 +996,9 @@ def simple_gla_step(
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
         :func:`linattn.zeros_state`.
+    state_indices : int array [B], optional
+        ``state`` is then a pool [P,HV,K,V]: row n has state ``state_indices[n]``, and -1 none (its
+        o is zeros). No state twice.
     scale, qk_l2norm, state_v_first : see :func:`simple_gla`
     out : array [B,HV,V], optional
         Where o goes.
@@ -978,7 +1009,7 @@ def simple_gla_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    return _linattn.step(
+    return _call(
         _SIMPLE_GLA,
         q,
         k,
@@ -987,6 +1018,7 @@ def simple_gla_step(
         alpha,
         None,
         state,
+        state_indices,
         out,
         scale,
         qk_l2norm,
@@ -1144,10 +1176,12 @@ def gla_step(
     *,
     alpha: Array | None = None,
     state: Array,
+    state_indices: Array | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     out: Array | None = None,
+    _call: Callable[..., Any] = _linattn.step,
 ) -> Array:
     """One token of :func:`gla`; ``state`` is changed in place.
 
@@ -1162,6 +1196,9 @@ def gla_step(
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
         :func:`linattn.zeros_state`.
+    state_indices : int array [B], optional
+        ``state`` is then a pool [P,HV,K,V]: row n has state ``state_indices[n]``, and -1 none (its
+        o is zeros). No state twice.
     scale, qk_l2norm, state_v_first : see :func:`gla`
     out : array [B,HV,V], optional
         Where o goes.
@@ -1172,7 +1209,7 @@ def gla_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    return _linattn.step(
+    return _call(
         _GLA,
         q,
         k,
@@ -1181,6 +1218,7 @@ def gla_step(
         alpha,
         None,
         state,
+        state_indices,
         out,
         scale,
         qk_l2norm,
@@ -1337,10 +1375,12 @@ def delta_rule_step(
     beta: Array,
     *,
     state: Array,
+    state_indices: Array | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     out: Array | None = None,
+    _call: Callable[..., Any] = _linattn.step,
 ) -> Array:
     """One token of :func:`delta_rule`; ``state`` is changed in place.
 
@@ -1353,6 +1393,9 @@ def delta_rule_step(
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
         :func:`linattn.zeros_state`.
+    state_indices : int array [B], optional
+        ``state`` is then a pool [P,HV,K,V]: row n has state ``state_indices[n]``, and -1 none (its
+        o is zeros). No state twice.
     scale, qk_l2norm, state_v_first : see :func:`delta_rule`
     out : array [B,HV,V], optional
         Where o goes.
@@ -1363,7 +1406,7 @@ def delta_rule_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    return _linattn.step(
+    return _call(
         _DELTA,
         q,
         k,
@@ -1372,6 +1415,7 @@ def delta_rule_step(
         None,
         beta,
         state,
+        state_indices,
         out,
         scale,
         qk_l2norm,
@@ -1532,10 +1576,12 @@ def gated_delta_rule_step(
     *,
     alpha: Array | None = None,
     state: Array,
+    state_indices: Array | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     out: Array | None = None,
+    _call: Callable[..., Any] = _linattn.step,
 ) -> Array:
     """One token of :func:`gated_delta_rule`; ``state`` is changed in place.
 
@@ -1552,6 +1598,9 @@ def gated_delta_rule_step(
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
         :func:`linattn.zeros_state`.
+    state_indices : int array [B], optional
+        ``state`` is then a pool [P,HV,K,V]: row n has state ``state_indices[n]``, and -1 none (its
+        o is zeros). No state twice.
     scale, qk_l2norm, state_v_first : see :func:`gated_delta_rule`
     out : array [B,HV,V], optional
         Where o goes.
@@ -1562,7 +1611,7 @@ def gated_delta_rule_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    return _linattn.step(
+    return _call(
         _GATED_DELTA,
         q,
         k,
@@ -1571,6 +1620,7 @@ def gated_delta_rule_step(
         alpha,
         beta,
         state,
+        state_indices,
         out,
         scale,
         qk_l2norm,
@@ -1735,10 +1785,12 @@ def kda_step(
     *,
     alpha: Array | None = None,
     state: Array,
+    state_indices: Array | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     out: Array | None = None,
+    _call: Callable[..., Any] = _linattn.step,
 ) -> Array:
     """One token of :func:`kda`; ``state`` is changed in place.
 
@@ -1755,6 +1807,9 @@ def kda_step(
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
         :func:`linattn.zeros_state`.
+    state_indices : int array [B], optional
+        ``state`` is then a pool [P,HV,K,V]: row n has state ``state_indices[n]``, and -1 none (its
+        o is zeros). No state twice.
     scale, qk_l2norm, state_v_first : see :func:`kda`
     out : array [B,HV,V], optional
         Where o goes.
@@ -1765,7 +1820,7 @@ def kda_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    return _linattn.step(
+    return _call(
         _KDA,
         q,
         k,
@@ -1774,6 +1829,7 @@ def kda_step(
         alpha,
         beta,
         state,
+        state_indices,
         out,
         scale,
         qk_l2norm,
@@ -1843,6 +1899,54 @@ def kda_backward(
         None,
     )
     return Gradients(*grads)
+
+
+# ---- bound steps ----
+
+_STEPS: tuple[Callable[..., Array], ...] = tuple(globals()[f"{name}_step"] for name in OPS)
+
+
+def bind(step: Callable[..., Array], *args: Any, **kwargs: Any) -> BoundStep:
+    """A step whose arguments are looked at once, to be run many times over the same arrays.
+
+    ::
+
+        step = linattn.bind(linattn.kda_step, q, k, v, g, beta, state=state, out=o)
+        for token in tokens:
+            ...              # new numbers into q, k, v, g and beta, where they lie
+            step()           # one token: state moves on, o is written and returned
+
+    Parameters
+    ----------
+    step : function
+        One of the eight ``<op>_step``.
+    *args, **kwargs
+        Its arguments. All checks are made now, but nothing is run. Without ``out`` an array for o
+        is made, once.
+
+    Returns
+    -------
+    BoundStep
+        Called without arguments it does what the step would do with what the arrays hold by then,
+        and returns ``out``, always the same array. On a GPU it is enqueued on the stream that is
+        current when it is called, and can be captured in a graph.
+
+    What lies in the arrays is the caller's to change: q, k, v, gates, beta, the state, and
+    ``state_indices``, which on the CPU are looked at in every call. What is no array stays as it
+    was: options, a number given for a gate. The arrays are kept alive; they must keep the memory
+    that they have (no ``resize``, no ``set_``). Two threads may call a bound step at once where
+    they could call the step: not for one state.
+
+    Refused (ValueError) is what would silently go on with old numbers: a feature map that is a
+    function, since it makes copies of q and k; an array that its library exports as a copy; on a
+    GPU arrays of other libraries than PyTorch or CuPy, or of two, whose current streams are not
+    known.
+    """
+    if not any(step is one for one in _STEPS):
+        what = getattr(step, "__name__", None) or repr(step)
+        error = ValueError if callable(step) else TypeError
+        raise error(f"step: expected one of the functions <op>_step, got {what}")
+    return step(*args, **kwargs, _call=_linattn.bind)
 
 
 # ---- analysis ----

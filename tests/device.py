@@ -26,14 +26,14 @@ import pytest
 import linattn
 
 KINDS = ("numpy", "torch", "cuda", "cupy")
-FILES = ("test_arguments.py", "test_backward.py", "test_cuda.py", "test_extremes.py",
-         "test_features.py", "test_forward.py", "test_properties.py", "test_step.py",
-         "test_worked_example.py")
+FILES = ("test_arguments.py", "test_backward.py", "test_bound.py", "test_cuda.py",
+         "test_extremes.py", "test_features.py", "test_forward.py", "test_pool.py",
+         "test_properties.py", "test_step.py", "test_worked_example.py")
 NO_GRADIENTS = "gradients on CUDA: not there yet"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FACES = {f"{op}{face}" for op in linattn.OPS for face in ("", "_step", "_backward")}
 ARRAYS = {"do", "q", "k", "v", "g", "alpha", "beta", "gamma", "slopes", "initial_state", "state",
-          "d_final_state", "cu_seqlens", "out"}
+          "d_final_state", "cu_seqlens", "state_indices", "out"}
 
 kind = "numpy"
 arrays = None  # a Torch or a CuPy

@@ -30,6 +30,7 @@ from linattn import reference, testing
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
           "bfloat16": ml_dtypes.bfloat16}
 MODES = ("chunk", "recurrent", "parallel")
+STEPS = ("step", "pool")  # the states of the second picked by state_indices
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 # T, K, V, H, HV, B, cu_seqlens, options. Around a tile and a chunk, and far from either.
@@ -86,27 +87,55 @@ def forward(op, mode, given):
     return o, state
 
 
-def step(op, given):
+def step(op, given, pooled):
     gpu = over_arrays(to_gpu, given)
     for name in PER_TOKEN:
         if name in gpu:
             gpu[name] = gpu[name][:, 0].clone()
     state = gpu.pop("initial_state")
+    if pooled:
+        return pooled_step(op, gpu, state)
     return getattr(linattn, f"{op}_step")(**gpu, state=state)[:, None], state
+
+
+def pooled_step(op, gpu, state):
+    """The states in every other slot of a pool, backwards, and a row more for every index that
+    names none: they must be zeros, and the slots between as they were."""
+    B = len(gpu["v"])
+    nowhere = [-1, -2, 2 * B, 2**31 - 1, -(2**31)]
+    slots = torch.arange(2 * B - 1, -1, -2)
+    indices = torch.cat([slots, torch.tensor(nowhere)]).to(torch.int32 if B % 2 else torch.int64)
+    for name in PER_TOKEN:
+        if name in gpu:
+            more = [len(nowhere), *gpu[name].shape[1:]]
+            gpu[name] = torch.cat([gpu[name], torch.full(more, torch.nan).to(gpu[name])])
+
+    def pool_of(s):
+        pool = torch.full([2 * B, *s.shape[1:]], 3.0).to(s)
+        pool[slots.cuda()] = s
+        return pool
+
+    pool = over_arrays(pool_of, state)
+    o = getattr(linattn, f"{op}_step")(**gpu, state=pool, state_indices=indices.cuda())
+    assert not o[B:].any(), f"{op}: a row without a state is not zero"
+    for s in pool if isinstance(pool, tuple) else (pool,):
+        assert (s[::2] == 3).all(), f"{op}: a state that no row has was written"
+    return o[:B, None], over_arrays(lambda s: s[slots.cuda()], pool)
 
 
 def rounds(dtype, shape, what):
     """Are its products those of tensor cores?"""
     T, K = shape[:2]
-    return on_tensor_cores(np.dtype(DTYPES[dtype]), K, what, T) and what != "step"
+    return on_tensor_cores(np.dtype(DTYPES[dtype]), K, what, T) and what not in STEPS
 
 
 def check(pool, op, what, x, given):
     """One call, and its outputs into the pool beside their reference."""
-    if what == "step":  # the first token of each sequence
+    if what in STEPS:  # the first token of each sequence
         x, given = ({name: a[:, :1] if name in PER_TOKEN else a for name, a in y.items()}
                     for y in (x, given))
-    o, state = over_arrays(to_host, step(op, given) if what == "step" else forward(op, what, given))
+    made = step(op, given, what == "pool") if what in STEPS else forward(op, what, given)
+    o, state = over_arrays(to_host, made)
     if given.get("state_v_first"):
         state = v_first(state)
     form = {"form": "recurrent" if pool.state_dtype is None else what, "chunk_size": 16}
@@ -141,13 +170,13 @@ def main():
 
     began, calls, problems = time.perf_counter(), 0, []
     runs = [*(chosen.modes if "forward" in chosen.faces else ()),
-            *(("step",) if "step" in chosen.faces else ())]
+            *(STEPS if "step" in chosen.faces else ())]
     for op, dtype, what in itertools.product(chosen.ops, chosen.dtypes, runs):
         # the rule compares largest errors, so shapes are judged together
         exact, rounded = Pool(), Pool(state_dtype=DTYPES[dtype])
         for name in chosen.shapes:
             shape = SHAPES[name]
-            if what == "step" and (not shape[0] or shape[6]):
+            if what in STEPS and (not shape[0] or shape[6]):
                 continue
             label = f"{op} {dtype} {what}"
             if chosen.verbose:

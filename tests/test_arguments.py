@@ -1214,6 +1214,7 @@ def fuzzed_calls(draw):
     junk = st.sampled_from(JUNK) | random_arrays()
     options = ["scale", "initial_state", "state", "d_final_state", "output_final_state",
                "cu_seqlens", "mode", "chunk_size", "qk_l2norm", "state_v_first", "out", "alpha",
+               "state_indices",
                "feature_map", "normalize", "eps", "causal", "nonsense"]
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from([*made, *options]))

@@ -284,6 +284,112 @@ def test_a_graph_of_a_step(op, dtype):
         assert_same_bits([out, *flat(state)], [want, *flat(by_hand)])
 
 
+@dtypes
+@ops
+def test_a_graph_of_a_bound_step(op, dtype):
+    """With its states in a pool: which ones, too, may be others in each replay."""
+    x = problem(op, dtype=dtype, face="step", B=5)
+    pool = x.pop("state")
+    x = {name: a[:2].clone() if name in PER_TOKEN else a for name, a in x.items()}
+    x["state_indices"] = torch.zeros(2, dtype=torch.int64, device="cuda")
+    start = over_arrays(torch.clone, pool)
+    step = getattr(linattn, f"{op}_step")
+    bound = linattn.bind(step, **x, state=pool)
+    x["state_indices"].copy_(torch.tensor([0, 1]))
+    out = bound()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert bound() is out
+    for s, fresh in zip(flat(pool), flat(start), strict=True):
+        s.copy_(fresh)
+    for token, indices in enumerate([[4, 2], [-1, 4], [0, 3]]):
+        other = problem(op, token, dtype=dtype, face="step")
+        for name in PER_TOKEN:
+            if name in x:
+                x[name].copy_(other[name])
+        x["state_indices"].copy_(torch.tensor(indices))
+        graph.replay()
+        want = step(**x, state=start)
+        assert_same_bits([out, *flat(pool)], [want, *flat(start)])
+
+
+@ops
+def test_a_bound_step_goes_where_the_caller_is(op):
+    """On the stream that is current when it is called, not when it was bound."""
+    x = problem(op, face="step")
+    step = getattr(linattn, f"{op}_step")
+    out = torch.empty_like(x["v"])
+    bound = linattn.bind(step, **x, out=out)
+    real = problem(op, 5, face="step")
+    want = run(op, real, "step")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        busy()
+        for name, a in x.items():
+            for old, new in zip(flat(a), flat(real[name]), strict=True):
+                old.copy_(new)
+        start = time.perf_counter()
+        assert bound() is out
+        took = time.perf_counter() - start
+        got = [a.clone() for a in (out, *flat(x["state"]))]
+    assert not stream.query(), "the kernel before it was over: nothing was shown"
+    assert took < 0.1, "the host waited"
+    stream.synchronize()
+    assert_same_bits(got, want)
+
+
+@dtypes
+@ops
+def test_indices_outside_the_pool_are_padding(op, dtype):
+    for v_first in (False, True):
+        x = problem(op, dtype=dtype, face="step", B=8, K=64, V=64)
+        pool = x.pop("state")
+        before = over_arrays(torch.clone, pool)
+        indices = torch.tensor([7, 8, -1, -2, 2**31 - 1, -(2**31), 0, 1000], device="cuda")
+        wide = indices.clone()
+        wide[1], wide[3] = 2**40, -(2**40)  # whose lower halves are 0
+        step = getattr(linattn, f"{op}_step")
+        for index in (indices, indices.to(torch.int32), wide):
+            state = over_arrays(torch.clone, before)
+            o = step(**x, state=state, state_indices=index, state_v_first=v_first)
+            assert not o[1:6].any() and not o[7].any() and o[0].any() and o[6].any()
+            for s, old in zip(flat(state), flat(before), strict=True):
+                assert_same_bits([s[1:7]], [old[1:7]])
+                assert not torch.equal(s[7], old[7]) and not torch.equal(s[0], old[0])
+
+
+def test_state_indices_on_the_host_are_refused_beside_a_device():
+    x = problem("gla", face="step")
+    for host in (np.array([0, 1]), torch.tensor([0, 1])):
+        with pytest.raises(ValueError, match="state_indices: expected an array on cuda:0 like q"):
+            linattn.gla_step(**x, state_indices=host)
+
+
+def test_a_bound_step_reads_a_gate_on_the_host_in_every_call():
+    x = problem("retention", face="step", dtype="float32")
+    gamma = to_host(x.pop("gamma"))
+    state = x["state"].clone()
+    bound = linattn.bind(linattn.retention_step, **x, gamma=gamma)
+    for value in (0.5, 0.75):
+        gamma[...] = value
+        want = linattn.retention_step(**x | {"state": state}, gamma=gamma.copy())
+        assert_same_bits([bound(), x["state"]], [want, state])
+
+
+def test_a_bound_step_refuses_streams_that_it_cannot_know():
+    x = problem("kda", face="step", dtype="float32")
+    out = torch.full_like(x["v"], torch.nan)
+    for kind in (Interface, Dlpack):
+        for name in ("q", "v", "state", "out"):
+            odd = x | {"out": out} | {name: kind((x | {"out": out})[name])}
+            kinds = "PyTorch or CuPy" if name == "q" else "q's library"
+            with pytest.raises(ValueError, match=f"^{name}: expected an array of {kinds}, got "):
+                linattn.bind(linattn.kda_step, **odd)
+    assert torch.isnan(out).all()
+
+
 def busy(seconds=0.3):
     """Something long on the current stream."""
     torch.cuda._sleep(int(seconds * 1.7e9))
@@ -683,4 +789,13 @@ def test_time_of_a_step(op):
     torch.cuda.synchronize()
     print(f"{op}_step from Python, B 1, H 32, K V 128, bfloat16: "
           f"median {statistics.median(times[100:]) * 1e6:.1f} us")
+    bound, times = linattn.bind(step, **x, out=out), []
+    for i in range(1100):
+        if i % 50 == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        bound()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    print(f"  bound: median {statistics.median(times[100:]) * 1e6:.1f} us")
     assert torch.isfinite(out).all()

@@ -96,7 +96,7 @@ def test_ops_are_the_functions():
     public = {name for name, x in vars(ops).items()
               if inspect.isfunction(x) and x.__module__ == ops.__name__ and name[0] != "_"}
     assert public == {name + face for name in linattn.OPS for face in FACES} | {
-        "implicit_weights", "lightning_slopes"}
+        "bind", "implicit_weights", "lightning_slopes"}
     assert set(ops.__all__) <= set(linattn.__all__)
     assert public <= set(ops.__all__)
 
@@ -121,7 +121,8 @@ def test_the_readme_has_every_op():
 
 def test_the_stub_of_the_core_has_every_function():
     stub = ast.parse((PACKAGE / "_linattn.pyi").read_text())
-    declared = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)} | {
+    declared = {node.name for node in stub.body
+                if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {
         node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
     there = {name for name in dir(_linattn) if not name.startswith("__")}
     assert declared == there
@@ -136,8 +137,15 @@ def test_the_package_is_typed():
 OPTIONS = {"scale": None, "initial_state": None, "output_final_state": False, "cu_seqlens": None,
            "mode": "chunk", "chunk_size": None, "qk_l2norm": False, "state_v_first": False,
            "out": None}
-STEP_OPTIONS = {"scale": None, "qk_l2norm": False, "state_v_first": False, "out": None}
+STEP_OPTIONS = {"state_indices": None, "scale": None, "qk_l2norm": False, "state_v_first": False,
+                "out": None}
 EMPTY = inspect.Parameter.empty
+
+
+def parameters_of(function):
+    """Those for users."""
+    parameters = inspect.signature(function).parameters
+    return {name: p for name, p in parameters.items() if name[0] != "_"}
 
 
 def extras(op):
@@ -169,7 +177,7 @@ def test_signatures(op, face):
         positional = {"do": EMPTY} | positional
         keyword |= OPTIONS | {"d_final_state": None}
         del keyword["output_final_state"], keyword["out"]
-    parameters = inspect.signature(getattr(linattn, op + face)).parameters
+    parameters = parameters_of(getattr(linattn, op + face))
     of_kind = {kind: {name: p.default for name, p in parameters.items() if p.kind is kind}
                for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD,
                             inspect.Parameter.KEYWORD_ONLY)}
@@ -188,7 +196,7 @@ def test_signatures(op, face):
 def test_docstrings_name_every_argument_and_its_shape(op, face):
     function = getattr(linattn, op + face)
     text = inspect.getdoc(function)
-    for name in inspect.signature(function).parameters:
+    for name in parameters_of(function):
         assert re.search(rf"\b{name}\b", text), name
     step = face == "_step"
     for shape in (["[B,H,K]", "[B,HV,V]", "[B,HV,K,V]"] if step else

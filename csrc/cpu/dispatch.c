@@ -167,6 +167,7 @@ static la_unit unit_at(const job *j, int64_t i)
     } else {
         u.b = u.n;
         u.end = p->T;
+        if (p->slots) u.n = p->slots[u.b];
     }
     return u;
 }
@@ -197,10 +198,22 @@ static void forward_unit(void *context, int64_t i, int thread)
     j->kernels->forward(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
 }
 
+/* A row of the batch that has no state: zeros have no bits set in any dtype. */
+static void clear_output(const la_problem *p, const la_unit *u)
+{
+    const la_array *o = &p->array[LA_O];
+    const int64_t size = o->dtype == LA_F64 ? 8 : o->dtype == LA_F32 ? 4 : 2;
+    memset(o->data + (u->b * o->stride[0] + u->hv * o->stride[2]) * size, 0, (size_t)(p->V * size));
+}
+
 static void step_unit(void *context, int64_t i, int thread)
 {
     const job *j = context;
     la_unit u = unit_at(j, i);
+    if (u.n < 0) {
+        clear_output(j->p, &u);
+        return;
+    }
     j->kernels->step(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
 }
 

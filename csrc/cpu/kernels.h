@@ -7,7 +7,7 @@
 
 /* One sequence of one value head (forward: or of a few), and a range of its value columns. */
 typedef struct la_unit {
-    int64_t n;          /* sequence: which state */
+    int64_t n;          /* sequence: which state; in a step's pool -1 for none */
     int64_t b;          /* batch row that holds its tokens */
     int64_t begin, end; /* its tokens in that row */
     int64_t h, hv;      /* query/key head, value head */

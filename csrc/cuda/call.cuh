@@ -21,8 +21,8 @@ struct call {
     view q, k, v, g, beta, o; /* B T H K, B T HV V, B T HV K, B T HV */
     view s0, z0, st, zt;      /* N HV K V, N HV K */
     view cu;                  /* N+1; NULL: sequence n is batch row n */
-    view slot;                /* a step's states, if they are picked from a pool: [B], -1 for none */
-    int B, T, H, HV, K, V, N;
+    view slot;                /* B: which of P states is a step's row's; NULL: row n has state n */
+    int B, T, H, HV, K, V, N, P;
     la_gate gate;
     la_map map[2];
     double map_eps[2];
@@ -54,6 +54,17 @@ __device__ inline unit unit_of(const call &c, int n, int hv)
     u.begin = (int)edge[0];
     u.end = (int)max(edge[0], edge[1]);
     return u;
+}
+
+/* Where row n's state is; -1: nowhere. state_indices has not been seen by the host, so whatever lies
+ * outside the pool is nowhere too. */
+__device__ __forceinline__ int slot_of(const call &c, int n)
+{
+    if (!c.slot.data) return n;
+    const int64_t i = n * c.slot.stride[0];
+    const int64_t slot = c.slot.dtype == LA_I64 ? ((const int64_t *)c.slot.data)[i]
+                                                : ((const int32_t *)c.slot.data)[i];
+    return slot >= 0 && slot < c.P ? (int)slot : -1;
 }
 
 #endif

@@ -173,6 +173,7 @@ static call call_of(const la_problem *p)
     c.st = view_of(p, step ? LA_S0 : LA_ST);
     c.zt = view_of(p, step ? LA_Z0 : LA_ZT);
     c.cu = view_of(p, LA_CU);
+    c.slot = view_of(p, LA_SLOT);
     c.B = (int)p->B;
     c.T = (int)p->T;
     c.H = (int)p->H;
@@ -180,6 +181,7 @@ static call call_of(const la_problem *p)
     c.K = (int)p->K;
     c.V = (int)p->V;
     c.N = (int)p->N;
+    c.P = (int)p->P;
     c.gate = p->gate;
     c.scale = p->scale;
     c.eps = p->eps;

@@ -110,12 +110,18 @@ __global__ void __launch_bounds__((WARPS + 1) * 32) scan(const __grid_constant__
     batch<ROWS> &s = *(batch<ROWS> *)shared;
     const int tiles = (c.V + COLUMNS - 1) / COLUMNS, tile = blockIdx.x % tiles;
     const int64_t head = blockIdx.x / tiles;
-    const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
+    unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
+    u.n = slot_of(c, u.n);
     const int v0 = tile * COLUMNS, part = threadIdx.x % PARTS;
     const bool ones = threadIdx.x / 32 == WARPS; /* the column of ones, eight times over */
     const int local = ones ? COLUMNS : threadIdx.x / PARTS, column = v0 + local;
     const bool mine = !ones && column < c.V;
     real S[ROWS];
+
+    if (u.n < 0) { /* a step's row without a state */
+        if (mine && part == 0) store(at(c.o, u.b, 0, u.hv, column), c.o.dtype, (real)0);
+        return;
+    }
 
     const view &from = ones ? c.z0 : c.s0, &to = ones ? c.zt : c.st;
 #pragma unroll
@@ -165,8 +171,10 @@ __global__ void __launch_bounds__((WARPS + 1) * 32) scan(const __grid_constant__
 /* A step's z is where every tile of columns reads it, so it moves on once they are done. */
 template <int ROWS> static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
-    const unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
+    unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
+    u.n = slot_of(c, u.n);
     real k[ROWS * PARTS / 32];
+    if (u.n < 0) return;
     load_keys<ROWS>(c, c.k, c.map[1], c.map_eps[1], u, 0, k);
 #pragma unroll
     for (int j = 0; j < ROWS * PARTS / 32; j++) {

@@ -125,15 +125,6 @@ __device__ __forceinline__ void make_key(const call &c, const uint64_t (&bits)[K
         x[j] = lane + 32 * j < c.K ? apply_map(x[j] * factor, map, (float)map_eps) : 0;
 }
 
-/* Where row n's state is in the pool; -1: nowhere. */
-__device__ __forceinline__ int64_t slot_of(const call &c, int n)
-{
-    if (!c.slot.data) return n;
-    const int64_t i = n * c.slot.stride[0];
-    return c.slot.dtype == LA_I64 ? ((const int64_t *)c.slot.data)[i]
-                                  : ((const int32_t *)c.slot.data)[i];
-}
-
 /* WHOLE: a state of float32 whose rows come in pieces of 16 bytes. */
 template <la_decay DECAY, la_rule RULE, int ROWS, bool WHOLE>
 __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
@@ -143,7 +134,7 @@ __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int tiles = (c.V + COLUMNS - 1) / COLUMNS, tile = blockIdx.x % tiles;
     const int n = blockIdx.x / tiles / c.HV, hv = blockIdx.x / tiles % c.HV, h = hv / (c.HV / c.H);
-    const int64_t slot = slot_of(c, n);
+    const int slot = slot_of(c, n);
     const int column = tile * COLUMNS + (V_FIRST ? warp : threadIdx.x % 8) * 4;
     /* this thread's key i */
     const auto key_of = [&](int i) {
@@ -294,7 +285,7 @@ __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
 static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
     const int n = blockIdx.x / c.HV, hv = blockIdx.x % c.HV, h = hv / (c.HV / c.H);
-    const int64_t slot = slot_of(c, n);
+    const int slot = slot_of(c, n);
     uint64_t bits[8];
     float k[8];
     if (slot < 0) return;

@@ -8,18 +8,19 @@
 static void bend_array(la_problem *p, draw *d)
 {
     const int name = (int)draw_int(d, LA_Q, LA_ARRAYS - 1);
+    const bool is_read = name == LA_CU || name == LA_SLOT;
     la_array *a = &p->array[name];
     const int axis = a->ndim ? (int)draw_int(d, 0, a->ndim - 1) : 0;
     switch (draw_int(d, 0, 4)) {
-    case 0: a->given = !a->given && name != LA_CU; break;
+    case 0: a->given = !a->given && !is_read; break;
     case 1:
-        /* cu_seqlens is read: an array claimed to be longer than it is would be the caller's lie */
-        if (name != LA_CU) a->dtype = (la_dtype)draw_int(d, 0, LA_DTYPES - 1);
+        /* an array that is read and claimed to be longer than it is would be the caller's lie */
+        if (!is_read) a->dtype = (la_dtype)draw_int(d, 0, LA_DTYPES - 1);
         break;
-    case 2: a->ndim = (int)draw_int(d, 0, name == LA_CU ? 0 : LA_MAX_DIMS); break;
+    case 2: a->ndim = (int)draw_int(d, 0, is_read ? 0 : LA_MAX_DIMS); break;
     case 3: a->shape[axis] = draw_int(d, 0, a->shape[axis]); break;
     default:
-        if (name != LA_CU) a->shape[axis] += draw_int(d, 1, 3);
+        if (!is_read) a->shape[axis] += draw_int(d, 1, 3);
     }
 }
 
@@ -48,6 +49,24 @@ static void bend_sequences(const la_problem *p, draw *d)
     memcpy(x, &value, element_size(cu->dtype));
 }
 
+/* A state outside the pool, and one that two rows have: likewise. */
+static bool bend_slots(const la_problem *p, draw *d)
+{
+    const la_array *slot = &p->array[LA_SLOT];
+    if (!slot->given || !array_size(slot)) return false;
+    char *const x = array_element(slot, draw_int(d, 0, array_size(slot) - 1));
+    static const int64_t far[] = {INT32_MIN, -2, INT32_MAX};
+    const int64_t value = draw_chance(d, 3) ? p->P : far[draw_int(d, 0, 2)];
+    if (array_size(slot) > 1 && draw_chance(d, 2)) {
+        const int64_t zero = 0; /* of the pool's states the first, twice */
+        memcpy(array_element(slot, 0), &zero, element_size(slot->dtype));
+        memcpy(array_element(slot, array_size(slot) - 1), &zero, element_size(slot->dtype));
+    } else {
+        memcpy(x, &value, element_size(slot->dtype));
+    }
+    return true;
+}
+
 bool check_bent(const sample *s, draw *d)
 {
     la_problem p = s->p;
@@ -63,6 +82,15 @@ bool check_bent(const sample *s, draw *d)
     for (int name = LA_O; name < LA_ARRAYS && !status; name++)
         if (p.array[name].given && la_has(&p, (la_name)name))
             status = la_check_output(&p, (la_name)name);
+    if (!status && p.array[LA_SLOT].given && p.B <= s->p.B) {
+        int64_t room[8]; /* B is at most 3 */
+        const bool bent = bend_slots(&p, d);
+        status = la_check_slots(&p, room);
+        if (bent && !status) {
+            fprintf(stderr, "state_indices that are wrong were taken\n");
+            return false;
+        }
+    }
     const bool said = p.message[0] && memchr(p.message, 0, sizeof p.message);
     if (status == LA_OK || (said && status <= LA_MEMORY_ERROR)) return true;
     fprintf(stderr, "status %d without a message\n", status);

@@ -106,6 +106,29 @@ static bool output_intact(const sample *s, int name)
     return good;
 }
 
+/* Was this row of the pool some row's? */
+static bool picked(const sample *s, int64_t row)
+{
+    for (int64_t n = 0; n < s->p.B; n++)
+        if (s->run.slots[n] == row) return true;
+    return false;
+}
+
+/* States that no row of the batch has: every bit as it was. */
+static bool pool_intact(const sample *s, int name)
+{
+    const la_array *a = &s->p.array[name];
+    const int64_t each = array_size(a) / s->p.P;
+    for (int64_t row = 0; row < s->p.P; row++)
+        for (int64_t i = 0; !picked(s, row) && i < each; i++) {
+            const char *x = array_element(a, row * each + i);
+            const char *before = s->block[name].saved + (x - s->block[name].start);
+            if (memcmp(x, before, element_size(a->dtype)) != 0)
+                return fail(s, name, "a state that nobody picked was written, element", i);
+        }
+    return true;
+}
+
 bool sample_intact(const sample *s)
 {
     for (int name = 0; name < LA_ARRAYS; name++) {
@@ -115,6 +138,7 @@ bool sample_intact(const sample *s)
                              : memcmp(b->start, b->saved, b->bytes) != 0 &&
                                    !fail(s, name, "an input was written", 0))
             return false;
+        if (s->run.slots && (name == LA_S0 || name == LA_Z0) && !pool_intact(s, name)) return false;
     }
     return true;
 }
@@ -137,6 +161,11 @@ la_status sample_run(sample *s)
     la_status status = la_check(&s->run);
     for (int name = LA_O; name < LA_ARRAYS && !status; name++)
         if (s->written[name]) status = la_check_output(&s->run, (la_name)name);
+    if (!status && s->p.array[LA_SLOT].given) {
+        if (!s->slots) s->slots = malloc(sizeof *s->slots * (size_t)(s->p.B + 1));
+        if (!s->slots) abort();
+        status = la_check_slots(&s->run, s->slots);
+    }
     if (status) return status;
     return s->p.face == LA_STEP       ? la_step(&s->run)
            : s->p.face == LA_BACKWARD ? la_backward(&s->run)
@@ -165,5 +194,6 @@ void sample_free(sample *s)
             munmap(s->block[name].map, s->block[name].map_bytes);
             free(s->block[name].saved);
         }
+    free(s->slots);
     memset(s, 0, sizeof *s);
 }

@@ -102,7 +102,7 @@ static double draw_value(const sample *s, draw *d, int name)
 static bool has_rows(const la_problem *p, int name)
 {
     if (name == LA_G || name == LA_DG) return p->decay == LA_KEY;
-    return name != LA_BETA && name != LA_DBETA && name != LA_CU;
+    return name != LA_BETA && name != LA_DBETA && name != LA_CU && name != LA_SLOT;
 }
 
 static la_dtype dtype_for(const la_problem *p, draw *d, int name, la_dtype dtype)
@@ -113,7 +113,8 @@ static la_dtype dtype_for(const la_problem *p, draw *d, int name, la_dtype dtype
     case LA_BETA: return (la_dtype)draw_int(d, LA_F64, LA_BF16);
     case LA_DG: return p->array[LA_G].dtype;
     case LA_DBETA: return p->array[LA_BETA].dtype;
-    case LA_CU: return draw_chance(d, 2) ? LA_I32 : LA_I64;
+    case LA_CU:
+    case LA_SLOT: return draw_chance(d, 2) ? LA_I32 : LA_I64;
     case LA_S0:
     case LA_Z0: return real == LA_F32 && draw_chance(d, 3) ? LA_BF16 : real;
     case LA_ST:
@@ -123,6 +124,16 @@ static la_dtype dtype_for(const la_problem *p, draw *d, int name, la_dtype dtype
     case LA_DS0:
     case LA_DZ0: return real;
     default: return dtype;
+    }
+}
+
+/* Every row a state of its own, or none: a walk through the pool by a step that meets all of it. */
+static void fill_slots(const la_problem *p, draw *d, la_array *a)
+{
+    int64_t at = draw_int(d, 0, p->P - 1);
+    for (int64_t n = 0; n < p->B; n++) {
+        store(array_element(a, n), a->dtype, draw_chance(d, 4) ? -1 : (double)at);
+        at = (at + 1) % p->P;
     }
 }
 
@@ -145,7 +156,7 @@ static void add_array(sample *s, draw *d, int name, la_dtype dtype, bool output)
         const bool row = rows && axis == a->ndim - 1;
         if (a->shape[axis] <= 1) {
             a->stride[axis] = draw_int(d, -99, 99); /* nobody may step along it */
-        } else if (!output && !row && draw_chance(d, 8) && name != LA_CU) {
+        } else if (!output && !row && draw_chance(d, 8) && name != LA_CU && name != LA_SLOT) {
             a->stride[axis] = 0;
         } else {
             a->stride[axis] = extent;
@@ -161,7 +172,8 @@ static void add_array(sample *s, draw *d, int name, la_dtype dtype, bool output)
     block_map(b, (array_size(a) ? (size_t)extent : 0) * element_size(a->dtype), draw_chance(d, 2));
     a->data = b->start + back * (int64_t)element_size(a->dtype);
     s->written[name] = output;
-    if (name != LA_CU && (!output || in_place))
+    if (name == LA_SLOT) fill_slots(p, d, a);
+    if (name != LA_CU && name != LA_SLOT && (!output || in_place))
         for (int64_t i = 0; i < array_size(a); i++)
             store(array_element(a, i), a->dtype, draw_value(s, d, name));
     if (name == LA_CU) {
@@ -190,6 +202,10 @@ static void draw_letters(la_problem *p, draw *d, int64_t largest)
         p->V = (p->V + 1) / 2;
     }
     p->N = p->B;
+    if (p->face == LA_STEP && draw_chance(d, 2)) {
+        p->array[LA_SLOT].given = true;
+        p->P = (p->B ? p->B : 1) + (draw_chance(d, 3) ? 0 : draw_int(d, 1, 4));
+    }
     if (p->face != LA_STEP && draw_chance(d, 4)) {
         p->array[LA_CU].given = true;
         p->B = 1;
@@ -237,7 +253,8 @@ void sample_make(sample *s, draw *d, int64_t largest)
         switch (name) {
         case LA_S0:
         case LA_Z0: has = state, output = face == LA_STEP; break;
-        case LA_CU: has = p->array[LA_CU].given; break;
+        case LA_CU:
+        case LA_SLOT: has = p->array[name].given; break;
         case LA_O: has = face != LA_BACKWARD; break;
         case LA_ST:
         case LA_ZT: has = face == LA_FORWARD && p->want_final; break;
@@ -258,11 +275,12 @@ void sample_describe(const sample *s)
     const la_problem *p = &s->p;
     fprintf(stderr,
             "  %s %s %s %s on %s, %d threads: B %lld T %lld H %lld HV %lld K %lld V %lld N %lld"
-            "%s%s chunk %lld normaliser %d maps %d %d l2norm %d causal %d scale %g v_first %d%s\n",
+            "%s%s pool %lld chunk %lld normaliser %d maps %d %d l2norm %d causal %d scale %g "
+            "v_first %d%s\n",
             la_op_names[p->op], faces[p->face], modes[p->mode],
             la_dtype_names[p->array[LA_Q].dtype], la_isa(), la_get_num_threads(), (long long)p->B,
             (long long)p->T, (long long)p->H, (long long)p->HV, (long long)p->K, (long long)p->V,
             (long long)p->N, p->one_head ? " one head" : "", p->array[LA_CU].given ? " packed" : "",
-            (long long)p->chunk, p->normaliser, p->map[0], p->map[1], p->qk_l2norm, p->causal,
-            p->scale, p->state_v_first, s->tame ? "" : " wild");
+            (long long)p->P, (long long)p->chunk, p->normaliser, p->map[0], p->map[1], p->qk_l2norm,
+            p->causal, p->scale, p->state_v_first, s->tame ? "" : " wild");
 }

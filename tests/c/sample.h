@@ -32,6 +32,7 @@ typedef struct {
     la_problem run; /* after la_check, of the last run */
     block block[LA_ARRAYS];
     bool written[LA_ARRAYS]; /* outputs, and a step's state */
+    int64_t *slots;          /* room for a step's state_indices */
     bool tame;               /* finite, well conditioned: results can be compared */
 } sample;
 
@@ -43,7 +44,8 @@ void sample_free(sample *s);
 la_status sample_run(sample *s);
 
 /* After a run: inputs as they were, nothing outside the elements of outputs changed, every element
- * of them written (and finite when tame). On failure a line on stderr and false. */
+ * of them written (and finite when tame), states of a pool that nobody picked as they were. On
+ * failure a line on stderr and false. */
 bool sample_intact(const sample *s);
 /* After a run that was refused: nothing changed at all. */
 bool sample_untouched(const sample *s);
