@@ -273,12 +273,13 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
     }
 
     if (places) {
-        const int prepare_bytes = DECAY == LA_KEY ? sizeof(key_room<KP>) : sizeof(scalar_room<KP>);
+        const int prepare_bytes = DECAY == LA_KEY ? sizeof(key_room<KP>)
+                                                   : sizeof(scalar_room<KP, RULE>);
         const auto prepare = prepare_of<KP, DECAY, RULE>();
         error = cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      prepare_bytes);
         if (error == cudaSuccess) {
-            prepare<<<(unsigned)(slots * heads), DECAY == LA_KEY ? KEY_THREADS : 128,
+            prepare<<<(unsigned)(slots * heads), DECAY == LA_KEY ? KEY_THREADS : SCALAR_THREADS,
                       prepare_bytes, stream>>>(c, w, q_as_given, k_as_given);
             error = cudaGetLastError();
         }

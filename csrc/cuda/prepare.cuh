@@ -27,7 +27,13 @@ LA_FN void join_quads(float *x, float *y, int W)
 
 #include "../recurrence.h"
 
-enum { C = ROWS, LD = 68 }; /* rows of float32 matrices: 4 banks further each */
+enum {
+    C = ROWS,
+    LD = 68, /* rows of float32 matrices: 4 banks further each, for fragments of tf32 */
+    LD_PAIRS = 72, /* 8 banks further each, for pairs as accumulators have them */
+    SCALAR_THREADS = 128,
+    KEY_THREADS = 256
+};
 
 /* ---- chunks of sequences ----
  *
@@ -41,8 +47,7 @@ struct chunks {
     char *kt;               /* per-key decays: [slots][HV] tiles, k~ */
     float *in, *out;        /* scalar decays: [slots][HV][C], from the start, to the end */
     float *total;           /* per-key decays: [slots][HV][KP], of the chunk */
-    int *odd;               /* [slots][HV]: the first token with a NaN or an infinity in q, k, the
-                             * gate or beta; C if there is none. From it on, P and A are zeros. */
+    int *odd;               /* [slots][HV]: is there a NaN or an infinity in q, k, the gate, beta? */
     int slots, heads;
 };
 
@@ -119,30 +124,30 @@ static bool map_of(const call &c, const view &x, int heads, int columns, CUtenso
 
 /* Tokens t..t+n of head h, by all threads; rows and columns past the end are zeros. The caller waits
  * for the copies. */
-template <int COLUMNS>
-__device__ void copy_tile(const view &x, int columns, int b, int t, int n, int h, uint32_t tile)
+template <int COLUMNS, int THREADS>
+__device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int t, int n, int h,
+                                          uint32_t tile)
 {
+    constexpr int PIECES = COLUMNS / 8, STEP = THREADS / PIECES;
+    static_assert(STEP % 8 == 0, "a thread's pieces are at the same place of their rows");
+    const int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+    const int64_t step = x.stride[1] * 2;
     const char *from = at(x, b, t, h);
-    for (int i = threadIdx.x; i < C * COLUMNS / 8; i += blockDim.x) {
-        const int row = i / (COLUMNS / 8), piece = i % (COLUMNS / 8);
-        const bool there = row < n && piece * 8 < columns;
-        copy_async(tile + piece_at(row, piece),
-                   from + (there ? row * x.stride[1] * 2 + piece * 16 : 0), there);
+    const uint32_t to = tile + piece_at(row, piece);
+#pragma unroll
+    for (int i = 0; i < C; i += STEP) {
+        const bool there = row + i < n && piece * 8 < columns;
+        copy_async(to + i * 128, from + (there ? (row + i) * step + piece * 16 : 0), there);
     }
 }
 
-__device__ inline void copy_bytes(uint32_t to, const char *from, int bytes)
-{
-    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) copy_async(to + i, from + i, true);
-}
-
 /* The same rows as the recurrence sees them: normed, mapped. A warp takes a row. */
-template <int KP>
+template <int KP, int THREADS>
 __device__ void load_keys(const call &c, const view &from, la_map map, double map_eps, int b, int t,
                           int n, int h, char *tile)
 {
     const int lane = threadIdx.x % 32;
-    for (int row = threadIdx.x / 32; row < C; row += blockDim.x / 32) {
+    for (int row = threadIdx.x / 32; row < C; row += THREADS / 32) {
         float x[KP / 32], squares = 0;
 #pragma unroll
         for (int j = 0; j < KP / 32; j++) {
@@ -164,33 +169,44 @@ __device__ void load_keys(const call &c, const view &from, la_map map, double ma
 }
 
 /* q and k of a chunk, ready after the next __syncthreads. */
-template <int KP>
-__device__ void load_both(const call &c, const chunks &w, int b, int t, int n, int h, char *q,
-                          char *k, bool q_as_given, bool k_as_given)
+template <int KP, int THREADS>
+__device__ void load_both(const call &c, int b, int t, int n, int h, char *q, char *k,
+                          bool q_as_given, bool k_as_given)
 {
     if (q_as_given)
-        copy_tile<KP>(c.q, c.K, b, t, n, h, address_of(q));
+        copy_tile<KP, THREADS>(c.q, c.K, b, t, n, h, address_of(q));
     else
-        load_keys<KP>(c, c.q, c.map[0], c.map_eps[0], b, t, n, h, q);
+        load_keys<KP, THREADS>(c, c.q, c.map[0], c.map_eps[0], b, t, n, h, q);
     if (k_as_given)
-        copy_tile<KP>(c.k, c.K, b, t, n, h, address_of(k));
+        copy_tile<KP, THREADS>(c.k, c.K, b, t, n, h, address_of(k));
     else
-        load_keys<KP>(c, c.k, c.map[1], c.map_eps[1], b, t, n, h, k);
+        load_keys<KP, THREADS>(c, c.k, c.map[1], c.map_eps[1], b, t, n, h, k);
     copies_end_group();
     copies_wait<0>();
 }
 
-__device__ inline void write_tile(char *to, const char *tile, int bytes)
+template <int BYTES, int THREADS> __device__ __forceinline__ void write_tile(char *to, const char *tile)
 {
-    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16)
-        *(uint4 *)(to + i) = *(const uint4 *)(tile + i);
+    const int first = threadIdx.x * 16;
+#pragma unroll
+    for (int i = 0; i < BYTES; i += THREADS * 16)
+        *(uint4 *)(to + first + i) = *(const uint4 *)(tile + first + i);
+}
+
+/* The blocks of 16 above the diagonal of a tile, which nothing else is put into. */
+template <int THREADS> __device__ __forceinline__ void clear_above(char *tile)
+{
+#pragma unroll
+    for (int i = threadIdx.x; i < C * 8; i += THREADS)
+        if (i % 8 / 2 > i / 8 / 16) *(uint4 *)(tile + piece_at(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
 }
 
 /* ---- prepare: the inverse of I + L, L strictly lower triangular [C][C], in place ----
  *
  * Blocks of 16 by substitution in float32; then two at a time, [A 0; B D]^-1 has -D^-1 B A^-1 below
  * the diagonal. Those products keep tf32's 11 bits, three more than the bf16 they end in. The
- * first four warps work; room [4][32][12]. */
+ * first four warps work; room [4][32][12]. Above the diagonal, blocks (0, 1) and (2, 3) of 16 are
+ * taken as they are: `clear_pairs` has made them zeros. */
 __device__ inline void invert(float *L, float *room)
 {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -203,7 +219,13 @@ __device__ inline void invert(float *L, float *room)
         for (int i = 0; i < 16; i++) {
             float sum = i == column;
 #pragma unroll
-            for (int j = 0; j < i; j++) sum -= block[i * LD + j] * x[j];
+            for (int j = 0; j < i; j += 4) {
+                const float4 y = *(const float4 *)(block + i * LD + j);
+                sum -= y.x * x[j];
+                if (j + 1 < i) sum -= y.y * x[j + 1];
+                if (j + 2 < i) sum -= y.z * x[j + 2];
+                if (j + 3 < i) sum -= y.w * x[j + 3];
+            }
             x[i] = i < column ? 0 : sum;
         }
         __syncwarp();
@@ -244,148 +266,176 @@ __device__ inline void invert(float *L, float *room)
     __syncthreads();
 }
 
-/* A = L diag(beta) as a tile; zeros above the diagonal. */
-__device__ inline void write_inverse(const float *L, const float *beta, char *tile, char *to)
+__device__ __forceinline__ void clear_pairs(float *L)
 {
-    for (int i = threadIdx.x; i < C * C / 2; i += blockDim.x) {
-        const int row = i / (C / 2), column = i % (C / 2) * 2;
-        const bool there = column / 16 <= row / 16;
-        *(uint32_t *)(tile + element_at(row, column)) =
-            there ? pack(L[row * LD + column] * beta[column],
-                         L[row * LD + column + 1] * beta[column + 1])
-                  : 0;
-    }
-    __syncthreads();
-    write_tile(to, tile, PANEL_BYTES);
+    if (threadIdx.x >= 128) return;
+    const int block = threadIdx.x / 64 * 32, row = threadIdx.x % 64 / 4, column = threadIdx.x % 4 * 4;
+    *(float4 *)(L + (block + row) * LD + block + 16 + column) = make_float4(0, 0, 0, 0);
 }
 
-/* Sums of products q k' (and k k') of rows row and row + 8, columns column and + 1: on the diagonal,
- * is a token's q or k not finite? Its square says so, and so does its product with the other. Rows
- * from `end` on are somebody else's. */
-__device__ __forceinline__ void note_odd(const float (&qk)[4], const float (&kk)[4], int row,
-                                         int column, int *odd, int end = C)
+/* A = L diag(beta) as a tile: the ten blocks on and below the diagonal. */
+template <int THREADS>
+__device__ __forceinline__ void put_inverse(const float *L, const float *beta, char *tile)
 {
+    const int row = threadIdx.x % 128 / 8, column = threadIdx.x % 8 * 2;
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-        const int of = row + e / 2 * 8;
-        if (of < end && column + e % 2 == of && !(isfinite(qk[e]) && isfinite(kk[e]))) atomicMin(odd, of);
+    for (int i = 0; i < 10; i += THREADS / 128) {
+        const int block = i + threadIdx.x / 128, I = (block > 0) + (block > 2) + (block > 5);
+        const int J = block - I * (I + 1) / 2;
+        const float2 x = *(const float2 *)(L + (I * 16 + row) * LD + J * 16 + column);
+        const float2 b = *(const float2 *)(beta + J * 16 + column);
+        *(uint32_t *)(tile + element_at(I * 16 + row, J * 16 + column)) = pack(x.x * b.x, x.y * b.y);
     }
+}
+
+/* Sums of products [16][8] of a block on the diagonal, from its column `first` on: is one on the
+ * diagonal itself not finite? A token's q times its k says whether there is a NaN or an infinity in
+ * either; k times k, whether such a sum is too large for float32. */
+__device__ __forceinline__ bool odd_on_diagonal(const float (&x)[4], int first)
+{
+    const int lane = threadIdx.x % 32, row = lane / 4, column = first + lane % 4 * 2;
+    bool odd = false;
+#pragma unroll
+    for (int e = 0; e < 4; e++) odd |= row + e / 2 * 8 == column + e % 2 && !isfinite(x[e]);
+    return odd;
 }
 
 /* ---- prepare: scalar decays ---- */
 
-template <int KP> struct scalar_room {
+template <int KP, la_rule RULE> struct scalar_room {
     union {
         struct {
             alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)];
         };
         struct { /* once the products are in registers */
             char tile[PANEL_BYTES];
-            float G[C * LD], room[4 * 32 * 12]; /* G, then L in its place */
+            float G[C * LD_PAIRS], L[RULE == LA_DELTA ? C * LD : 4];
+            float room[RULE == LA_DELTA ? 4 * 32 * 12 : 4];
         };
     };
     float a[C], beta[C];
-    int odd[2]; /* of q and k, of a value head */
+    int odd; /* in q, k */
 };
 
+/* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, K K' has ten. Warp w takes those of row
+ * w of Q K' and of row 3 - w of K K', w + 1 and 4 - w: five for every warp. */
 template <int KP, la_rule RULE>
-__global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(const __grid_constant__ call c,
-                                                      const __grid_constant__ chunks w, bool q_as_given, bool k_as_given)
+__global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
+    prepare_scalar(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
+                   bool k_as_given)
 {
     extern __shared__ __align__(1024) char shared[];
-    scalar_room<KP> &s = *(scalar_room<KP> *)shared;
+    scalar_room<KP, RULE> &s = *(scalar_room<KP, RULE> *)shared;
+    constexpr int THREADS = SCALAR_THREADS;
     const int slot = blockIdx.x / c.H, h = blockIdx.x % c.H, group = c.HV / c.H;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float scale = (float)c.scale;
-    unit u = unit_of(c, sequence_of(c, slot), h * group);
+    const unit u = unit_of(c, sequence_of(c, slot), h * group);
     const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
 
-    if (threadIdx.x == 0) s.odd[0] = C;
-    load_both<KP>(c, w, u.b, t, n, h, s.q, s.k, q_as_given, k_as_given);
+    /* asked for a head ahead */
+    float a = 1, beta = 0;
+    const auto load_gates = [&](int hv) {
+        if (threadIdx.x >= n) return;
+        if (c.g.data) a = load<float>(at(c.g, u.b, t + threadIdx.x, hv), c.g.dtype);
+        if (RULE == LA_DELTA) beta = load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype);
+    };
+    load_gates(h * group);
+    if (threadIdx.x == 0) s.odd = 0;
+    load_both<KP, THREADS>(c, u.b, t, n, h, s.q, s.k, q_as_given, k_as_given);
     __syncthreads();
     const int64_t keys = ((int64_t)slot * w.heads + h) * tile_bytes(KP);
-    if (w.q) write_tile(w.q + keys, s.q, tile_bytes(KP));
-    if (w.k) write_tile(w.k + keys, s.k, tile_bytes(KP));
+    if (w.q) write_tile<tile_bytes(KP), THREADS>(w.q + keys, s.q);
+    if (w.k) write_tile<tile_bytes(KP), THREADS>(w.k + keys, s.k);
 
-    /* Q K' and K K', on and below the diagonal; a warp takes 16 rows */
-    float qk[8][4] = {}, kk[8][4] = {};
+    float x[5][2][4] = {};
     const uint32_t k_tile = address_of(s.k), q_tile = address_of(s.q);
     const uint32_t k_rows = lane_with_rows(k_tile);
 #pragma unroll
     for (int i = 0; i < KP; i += 16) {
         const left of_q = load_left(q_tile, warp * 16, i);
         left of_k;
-        if (RULE == LA_DELTA) of_k = load_left(k_tile, warp * 16, i);
+        if (RULE == LA_DELTA) of_k = load_left(k_tile, (3 - warp) * 16, i);
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            if (j > warp) continue;
-            const right b = load_right_of_rows(k_rows, j * 16, i);
-            multiply(qk[2 * j], qk[2 * j + 1], of_q, b);
-            if (RULE == LA_DELTA) multiply(kk[2 * j], kk[2 * j + 1], of_k, b);
+        for (int j = 0; j < 5; j++) {
+            const bool scores = j <= warp;
+            if (RULE == LA_ADDITIVE && !scores) continue;
+            const right b = load_right_of_rows(k_rows, (scores ? j : 4 - j) * 16, i);
+            left of = of_q;
+            if (RULE == LA_DELTA && !scores) of = of_k;
+            multiply(x[j][0], x[j][1], of, b);
         }
     }
-
+    bool found = false;
 #pragma unroll
-    for (int j = 0; j < 8; j++)
-        note_odd(qk[j], kk[j], warp * 16 + lane / 4, j * 8 + lane % 4 * 2, s.odd);
+    for (int j = 0; j < 5; j++)
+        if (j == warp || (RULE == LA_DELTA && j == warp + 1)) /* on the diagonal */
+            found |= odd_on_diagonal(x[j][0], 0) | odd_on_diagonal(x[j][1], 8);
+    if (found) s.odd = 1;
+    __syncthreads();
+    clear_above<THREADS>(s.tile);
+    if (RULE == LA_DELTA) clear_pairs(s.L);
 
     for (int hv = h * group; hv < (h + 1) * group; hv++) {
-        const int place = slot * c.HV + hv; /* the launch sees to it that it fits */
-        __syncthreads(); /* the head before has been written */
-        if (threadIdx.x == 0) s.odd[1] = s.odd[0];
-        float a = 1, beta = 0;
-        if (threadIdx.x < n) {
-            if (c.g.data)
-                a = decay_of(load<float>(at(c.g, u.b, t + threadIdx.x, hv), c.g.dtype), c.gate);
-            if (RULE == LA_DELTA)
-                beta = load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype);
-        }
-        __syncthreads();
-        if (!isfinite(a) || !isfinite(beta)) atomicMin(s.odd + 1, threadIdx.x);
-        __syncthreads();
-        const int odd = s.odd[1];
+        const int64_t place = (int64_t)slot * c.HV + hv;
+        if (c.g.data && threadIdx.x < n) a = decay_of(a, c.gate);
         if (threadIdx.x < C) {
-            s.a[threadIdx.x] = threadIdx.x < odd ? a : 1;
-            s.beta[threadIdx.x] = threadIdx.x < odd ? beta : 0;
-            if (threadIdx.x == 0) w.odd[place] = odd;
+            s.a[threadIdx.x] = a;
+            s.beta[threadIdx.x] = beta;
         }
-        __syncthreads();
+        const bool odd = __syncthreads_or(threadIdx.x < n && !(isfinite(a) && isfinite(beta)));
+        if (threadIdx.x == 0) w.odd[place] = odd || s.odd;
+        if (hv + 1 < (h + 1) * group) load_gates(hv + 1);
+
+        /* G, a column a thread */
         if (c.g.data && threadIdx.x < C) {
             const int j = threadIdx.x;
             float g = 1;
-            s.G[j * LD + j] = 1;
-            for (int i = j + 1; i < C; i++) s.G[i * LD + j] = g *= s.a[i];
-        }
-        __syncthreads();
-        if (w.in && threadIdx.x < C) {
-            w.in[(int64_t)place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD];
-            w.out[(int64_t)place * C + threadIdx.x] = s.G[(C - 1) * LD + threadIdx.x];
-        }
-        if (RULE == LA_DELTA) __syncthreads();
+            s.G[j * LD_PAIRS + j] = 1;
+#pragma unroll 4
+            for (int i = j / 32 * 32; i < C; i += 4) {
+                const float4 of = *(const float4 *)(s.a + i);
+                const float four[4] = {of.x, of.y, of.z, of.w};
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int row = warp * 16 + half * 8 + lane / 4, column = j * 8 + lane % 4 * 2;
-                const float2 g = c.g.data ? *(const float2 *)&s.G[row * LD + column]
-                                          : make_float2(1, 1);
-                const float x = qk[j][2 * half], y = qk[j][2 * half + 1];
-                const int last = row < odd ? row : -1; /* the last column of this row */
-                *(uint32_t *)(s.tile + element_at(row, column)) =
-                    pack(column <= last ? x * g.x * scale : 0, column < last ? y * g.y * scale : 0);
-                if (RULE == LA_DELTA) {
-                    const float b = s.beta[row];
-                    *(float2 *)&s.G[row * LD + column] =
-                        make_float2(column < last ? b * kk[j][2 * half] * g.x : 0,
-                                    column + 1 < last ? b * kk[j][2 * half + 1] * g.y : 0);
-                }
+                for (int e = 0; e < 4; e++)
+                    if (i + e > j) s.G[(i + e) * LD_PAIRS + j] = g *= four[e];
             }
+            if (w.out) w.out[place * C + j] = g;
+        }
         __syncthreads();
-        write_tile(w.scores + (int64_t)place * PANEL_BYTES, s.tile, PANEL_BYTES);
-        if (RULE == LA_DELTA) {
-            invert(s.G, s.room);
-            write_inverse(s.G, s.beta, s.tile, w.inverse + (int64_t)place * PANEL_BYTES);
+        if (w.in && threadIdx.x < C)
+            w.in[place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD_PAIRS];
+        int first_row = lane / 4, first_pair = lane % 4 * 2;
+        asm volatile("" : "+r"(first_row), "+r"(first_pair)); /* not 40 addresses kept for all heads */
+#pragma unroll
+        for (int j = 0; j < 5; j++) {
+            const bool scores = j <= warp;
+            if (RULE == LA_ADDITIVE && !scores) continue;
+            const int I = scores ? warp : 3 - warp, J = scores ? j : 4 - j;
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = I * 16 + e / 2 * 8 + first_row;
+                const int column = J * 16 + e % 2 * 8 + first_pair;
+                const float2 g = c.g.data ? *(const float2 *)(s.G + row * LD_PAIRS + column)
+                                          : make_float2(1, 1);
+                const float y = x[j][e % 2][e / 2 * 2] * g.x, z = x[j][e % 2][e / 2 * 2 + 1] * g.y;
+                if (scores)
+                    *(uint32_t *)(s.tile + element_at(row, column)) =
+                        pack(column <= row ? y * scale : 0, column < row ? z * scale : 0);
+                else if (RULE == LA_DELTA)
+                    *(float2 *)(s.L + row * LD + column) =
+                        make_float2(column < row ? s.beta[row] * y : 0,
+                                    column + 1 < row ? s.beta[row] * z : 0);
+            }
+        }
+        __syncthreads();
+        write_tile<PANEL_BYTES, THREADS>(w.scores + place * PANEL_BYTES, s.tile);
+        if constexpr (RULE == LA_DELTA) {
+            invert(s.L, s.room);
+            put_inverse<THREADS>(s.L, s.beta, s.tile);
+            __syncthreads();
+            write_tile<PANEL_BYTES, THREADS>(w.inverse + place * PANEL_BYTES, s.tile);
         }
     }
 }
@@ -399,8 +449,6 @@ __global__ void __launch_bounds__(128, RULE == LA_DELTA ? 3 : 5) prepare_scalar(
  * as long as f has stayed within 2^-100 and 2^100 up to it, and looks at nothing after it; from the
  * first row where it has not, each pair's decay is multiplied up in float32. */
 
-enum { KEY_THREADS = 256 };
-
 template <int KP> struct key_room {
     /* k becomes k / f, q becomes q f */
     alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)], kf[tile_bytes(KP)], kh[tile_bytes(KP)];
@@ -412,7 +460,7 @@ template <int KP> struct key_room {
         };
     };
     float t[4 * KP], beta[C];
-    int odd, slow[4]; /* slow: of each block, the first row whose diagonal goes pair by pair */
+    int slow[4]; /* of each block, the first row whose diagonal goes pair by pair */
 };
 
 /* x by its keys' numbers: the left operand's columns are key.. + lane % 4 * 2 + {0, 1, 8, 9}. */
@@ -433,17 +481,26 @@ template <int KP> __device__ void load_decays(const call &c, const unit &u, int 
 {
     const bool rows_of_4 = c.g.dtype == LA_F32 && c.K % 4 == 0 && (uintptr_t)c.g.data % 16 == 0 &&
                            (c.g.stride[0] | c.g.stride[1] | c.g.stride[2]) % 4 == 0;
-    if (rows_of_4) {
-#pragma unroll 8
-        for (int i = threadIdx.x; i < C * KP / 4; i += KEY_THREADS) {
-            const int row = i / (KP / 4), key = i % (KP / 4) * 4;
-            float4 x = make_float4(1, 1, 1, 1);
-            if (row < n && key < c.K) {
-                x = *(const float4 *)at(c.g, u.b, t + row, u.hv, key);
-                x = make_float4(decay_of(x.x, c.gate), decay_of(x.y, c.gate), decay_of(x.z, c.gate),
-                                decay_of(x.w, c.gate));
-            }
-            *(float4 *)(a + row * KP + key) = x;
+    if (rows_of_4) { /* all loads under way before the first is waited for */
+        constexpr int COUNT = C * KP / 4 / KEY_THREADS, STEP = KEY_THREADS / (KP / 4);
+        const int first = threadIdx.x / (KP / 4), key = threadIdx.x % (KP / 4) * 4;
+        const float *from = (const float *)at(c.g, u.b, t, u.hv, key);
+        float4 x[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int row = first + i * STEP;
+            x[i] = row < n && key < c.K ? *(const float4 *)(from + row * c.g.stride[1])
+                                        : make_float4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int row = first + i * STEP;
+            const bool there = row < n && key < c.K;
+            if (c.gate != LA_DECAY) /* a log decay: slopes are never per key */
+                x[i] = make_float4(exp(x[i].x), exp(x[i].y), exp(x[i].z), exp(x[i].w));
+            else if (!there)
+                x[i] = make_float4(1, 1, 1, 1);
+            *(float4 *)(a + row * KP + key) = x[i];
         }
         return;
     }
@@ -490,10 +547,12 @@ __device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&q
     }
 }
 
+/* The warps 0 to 3 multiply the rows of Q K', 4 to 7 those of K K', longest first: the two that share
+ * a scheduler have five blocks together. */
 template <int KP, la_rule RULE>
-__global__ void __launch_bounds__(KEY_THREADS, 2) prepare_key(const __grid_constant__ call c,
-                                                   const __grid_constant__ chunks w, bool q_as_given,
-                                                   bool k_as_given)
+__global__ void __launch_bounds__(KEY_THREADS, 2)
+    prepare_key(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
+                bool k_as_given)
 {
     extern __shared__ __align__(1024) char shared[];
     key_room<KP> &s = *(key_room<KP> *)shared;
@@ -507,37 +566,35 @@ __global__ void __launch_bounds__(KEY_THREADS, 2) prepare_key(const __grid_const
     if (n <= 0) return;
     const int place = slot * c.HV + hv; /* the launch sees to it that it fits */
 
-    if (threadIdx.x < 5) (threadIdx.x < 4 ? s.slow[threadIdx.x] : s.odd) = C;
+    bool found = false; /* a NaN or an infinity */
+    if (threadIdx.x < 4) s.slow[threadIdx.x] = C;
     load_decays<KP>(c, u, t, n, s.a);
-    load_both<KP>(c, w, u.b, t, n, u.h, s.q, s.k, q_as_given, k_as_given);
+    load_both<KP, KEY_THREADS>(c, u.b, t, n, u.h, s.q, s.k, q_as_given, k_as_given);
     __syncthreads();
 
     if (RULE == LA_DELTA && threadIdx.x < C) {
         const float beta =
             threadIdx.x < n ? load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype) : 0;
-        if (!isfinite(beta)) atomicMin(&s.odd, threadIdx.x);
+        found |= !isfinite(beta);
         s.beta[threadIdx.x] = beta;
     }
     for (int i = threadIdx.x; i < 4 * KP; i += KEY_THREADS) {
         const int block = i / KP, key = i % KP;
         float f = 1;
-        int slow = C, odd = C;
-#pragma unroll
-        for (int j = 15; j >= 0; j--)
-            if (!isfinite(s.a[(block * 16 + j) * KP + key])) odd = block * 16 + j;
+        int slow = C;
 #pragma unroll
         for (int j = 0; j < 16; j++) {
-            f *= s.a[(block * 16 + j) * KP + key];
+            const float a = s.a[(block * 16 + j) * KP + key];
+            found |= !isfinite(a);
+            f *= a;
             if (!(f >= 0x1p-100f && f <= 0x1p100f)) slow = min(slow, block * 16 + j);
         }
         s.t[i] = f;
         if (slow < C) atomicMin(s.slow + block, slow);
-        if (odd < C) atomicMin(&s.odd, odd);
     }
     __syncthreads();
     float slow_kk[16], slow_qk[16];
-    const bool works = warp < 4; /* on the products; all load and scale */
-    const int slow = works ? s.slow[warp] : C;
+    const int slow = warp < 4 ? s.slow[warp] : C;
     if (slow < C) multiply_pairs<KP>(s, slow_kk, slow_qk);
     __syncthreads();
 
@@ -589,81 +646,71 @@ __global__ void __launch_bounds__(KEY_THREADS, 2) prepare_key(const __grid_const
     }
     __syncthreads();
 
-    float qk[8][4] = {}, kk[8][4] = {};
-    const uint32_t kf = address_of(s.kf), qf = address_of(s.q);
-    const uint32_t kh = lane_with_rows(address_of(s.kh)), k_f = lane_with_rows(address_of(s.k));
+    const bool scores = warp < 4, works = scores || RULE == LA_DELTA;
+    const int I = scores ? warp : 7 - warp;
+    float x[4][2][4] = {}; /* of blocks (I, I), (I, I - 1), ... */
+    if (works) {
+        const uint32_t rows = address_of(scores ? s.q : s.kf);
+        const uint32_t kh = lane_with_rows(address_of(s.kh)), k_f = lane_with_rows(address_of(s.k));
 #pragma unroll
-    for (int i = 0; i < KP; i += 16) {
-        if (!works) continue;
-        left of_q = load_left(qf, warp * 16, i), of_k;
-        if (RULE == LA_DELTA) of_k = load_left(kf, warp * 16, i);
+        for (int i = 0; i < KP; i += 16) {
+            left of = load_left(rows, I * 16, i);
 #pragma unroll
-        for (int back = 0; back < 4; back++) { /* block (warp, warp - back) */
-            if (back > warp) continue;
-            if (back > 1) {
-                const float *by = s.t + (warp - back + 1) * KP + i;
-                of_q = scaled(of_q, by);
-                if (RULE == LA_DELTA) of_k = scaled(of_k, by);
-            }
-            const right b = load_right_of_rows(back ? kh : k_f, (warp - back) * 16, i);
-#pragma unroll
-            for (int j = 0; j < 4; j++) { /* constant places of the sums */
-                if (j != warp - back) continue;
-                multiply(qk[2 * j], qk[2 * j + 1], of_q, b);
-                if (RULE == LA_DELTA) multiply(kk[2 * j], kk[2 * j + 1], of_k, b);
+            for (int back = 0; back < 4; back++) {
+                if (back > I) continue;
+                if (back > 1) of = scaled(of, s.t + (I - back + 1) * KP + i);
+                multiply(x[back][0], x[back][1], of,
+                         load_right_of_rows(back ? kh : k_f, (I - back) * 16, i));
             }
         }
+        if (I * 16 + lane / 4 < s.slow[I]) /* rows of both halves: those from slow on are not from here */
+            found |= odd_on_diagonal(x[0][0], 0);
+        if (I * 16 + 8 + lane / 4 < s.slow[I]) found |= odd_on_diagonal(x[0][1], 8);
     }
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-        note_odd(qk[j], kk[j], warp * 16 + lane / 4, j * 8 + lane % 4 * 2, &s.odd,
-                 works ? slow : 0);
     if (slow < C && lane < 16)
 #pragma unroll
         for (int i = 0; i < 16; i++)
-            if (i == lane && warp * 16 + i >= slow && !(isfinite(slow_qk[i]) && isfinite(slow_kk[i])))
-                atomicMin(&s.odd, warp * 16 + i);
-    __syncthreads(); /* k f, k h and a are done with */
-    const int odd = s.odd;
+            if (i == lane && warp * 16 + i >= slow)
+                found |= !(isfinite(slow_qk[i]) && isfinite(slow_kk[i]));
+    const bool odd = __syncthreads_or(found); /* k f, k h and a are done with */
     if (threadIdx.x == 0) w.odd[place] = odd;
-    if (RULE == LA_DELTA && threadIdx.x < C && threadIdx.x >= odd) s.beta[threadIdx.x] = 0;
-    __syncthreads();
+    clear_above<KEY_THREADS>(s.tile);
+    if (RULE == LA_DELTA) clear_pairs(L);
 
+    if (works)
 #pragma unroll
-    for (int j = 0; j < 8; j++)
+        for (int back = 0; back < 4; back++) {
+            if (back > I) continue;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (!works) continue;
-            const int row = warp * 16 + half * 8 + lane / 4, column = j * 8 + lane % 4 * 2;
-            const float x = qk[j][2 * half], y = qk[j][2 * half + 1];
-            const int last = row < odd ? row : -1; /* the last column of this row */
-            *(uint32_t *)(s.tile + element_at(row, column)) =
-                pack(column <= last ? x * scale : 0, column < last ? y * scale : 0);
-            if (RULE == LA_DELTA) {
-                const float b = s.beta[row];
-                *(float2 *)&L[row * LD + column] =
-                    make_float2(column < last ? b * kk[j][2 * half] : 0,
-                                column + 1 < last ? b * kk[j][2 * half + 1] : 0);
+            for (int e = 0; e < 4; e++) {
+                const int row = I * 16 + e / 2 * 8 + lane / 4;
+                const int column = (I - back) * 16 + e % 2 * 8 + lane % 4 * 2;
+                const float y = x[back][e % 2][e / 2 * 2], z = x[back][e % 2][e / 2 * 2 + 1];
+                if (scores)
+                    *(uint32_t *)(s.tile + element_at(row, column)) =
+                        pack(column <= row ? y * scale : 0, column < row ? z * scale : 0);
+                else
+                    *(float2 *)&L[row * LD + column] =
+                        make_float2(column < row ? s.beta[row] * y : 0,
+                                    column + 1 < row ? s.beta[row] * z : 0);
             }
         }
-    if (slow < C) {
-        __syncwarp();
-        const int column = warp * 16 + lane % 16;
-        if (lane < 16)
-#pragma unroll
-            for (int i = 0; i < 16; i++) {
-                const int row = warp * 16 + i;
-                if (row < slow || row < column || row >= odd) continue;
-                *(bf16 *)(s.tile + element_at(row, column)) = __float2bfloat16_rn(slow_qk[i] * scale);
-                if (RULE == LA_DELTA && row > column)
-                    L[row * LD + column] = s.beta[row] * slow_kk[i];
-            }
-    }
     __syncthreads();
-    write_tile(w.scores + (int64_t)place * PANEL_BYTES, s.tile, PANEL_BYTES);
-    if (RULE == LA_DELTA) {
+    if (slow < C && lane < 16)
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const int row = warp * 16 + i, column = warp * 16 + lane;
+            if (row < slow || row < column) continue;
+            *(bf16 *)(s.tile + element_at(row, column)) = __float2bfloat16_rn(slow_qk[i] * scale);
+            if (RULE == LA_DELTA && row > column) L[row * LD + column] = s.beta[row] * slow_kk[i];
+        }
+    __syncthreads();
+    write_tile<PANEL_BYTES, KEY_THREADS>(w.scores + (int64_t)place * PANEL_BYTES, s.tile);
+    if constexpr (RULE == LA_DELTA) {
         invert(L, s.room);
-        write_inverse(L, s.beta, s.tile, w.inverse + (int64_t)place * PANEL_BYTES);
+        put_inverse<KEY_THREADS>(L, s.beta, s.tile);
+        __syncthreads();
+        write_tile<PANEL_BYTES, KEY_THREADS>(w.inverse + (int64_t)place * PANEL_BYTES, s.tile);
     }
 }
 

@@ -94,6 +94,26 @@ __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int
     }
 }
 
+#if !HAS_COPY_ENGINE
+/* Tokens t..t+n of head h, by any number of threads; rows and columns past the end are zeros. */
+template <int COLUMNS>
+__device__ void copy_rows(const view &x, int columns, int b, int t, int n, int h, uint32_t tile)
+{
+    const char *from = at(x, b, t, h);
+    for (int i = threadIdx.x; i < C * COLUMNS / 8; i += blockDim.x) {
+        const int row = i / (COLUMNS / 8), piece = i % (COLUMNS / 8);
+        const bool there = row < n && piece * 8 < columns;
+        copy_async(tile + piece_at(row, piece),
+                   from + (there ? row * x.stride[1] * 2 + piece * 16 : 0), there);
+    }
+}
+
+__device__ inline void copy_bytes(uint32_t to, const char *from, int bytes)
+{
+    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) copy_async(to + i, from + i, true);
+}
+#endif
+
 /* A row's piece of 8 columns of o, of which `there` exist. */
 static __device__ __noinline__ void store_piece(char *to, uint4 x, int there)
 {
@@ -193,12 +213,12 @@ __global__ void __maxnreg__(224) /* of 65536, for nine warps */
         for (int j = 0; j < v_panels; j++)
             engine_copy_box(base + part::v + j * PANEL_BYTES, &maps.v, tile * own * 16 + j * PANEL,
                             u.hv, t, u.b, barrier);
-        odd_at[into] = odd < C;
+        odd_at[into] = odd;
         barrier_expect(barrier, bytes);
 #else
         const int n = min(C, u.end - t);
-        if (part::has_k && !w.k) copy_tile<KP>(c.k, c.K, u.b, t, n, u.h, base + part::k);
-        if (!w.q) copy_tile<KP>(c.q, c.K, u.b, t, n, u.h, base + part::q);
+        if (part::has_k && !w.k) copy_rows<KP>(c.k, c.K, u.b, t, n, u.h, base + part::k);
+        if (!w.q) copy_rows<KP>(c.q, c.K, u.b, t, n, u.h, base + part::q);
 #pragma unroll
         for (const auto &x : pieces)
             if (x.from) copy_bytes(base + x.at, (const char *)x.from, x.bytes);
@@ -211,7 +231,7 @@ __global__ void __maxnreg__(224) /* of 65536, for nine warps */
                            x + (there ? j / 2 * c.v.stride[1] * 2 + j % 2 * 16 : 0), there);
             }
         }
-        if (threadIdx.x == 0) odd_at[into] = w.odd[place] < C;
+        if (threadIdx.x == 0) odd_at[into] = w.odd[place];
         copies_end_group();
 #endif
     };
