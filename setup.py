@@ -98,18 +98,18 @@ class ParallelBuild(build_ext):
     def build_extension(self, ext):
         compile_one, threads = self.compiler.compile, os.cpu_count()
 
-        def compile_cuda(source, output_dir, **_):
-            (target,) = self.compiler.object_filenames([source], output_dir=output_dir)
-            newest = max(map(os.path.getmtime, [source, *CUDA_HEADERS, nvcc_settings]))
-            if self.force or not os.path.exists(target) or os.path.getmtime(target) < newest:
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                self.spawn([NVCC, *NVCC_FLAGS, "-c", source, "-o", target])
-            return [target]
-
         def compile_any(source, options):
-            if source.endswith(".cu"):
-                return compile_cuda(source, **options)
-            return compile_one([source], **options)
+            cuda = source.endswith(".cu")
+            (target,) = self.compiler.object_filenames([source], output_dir=options["output_dir"])
+            needs = [source, *(CUDA_HEADERS if cuda else C_HEADERS), *settings[cuda]]
+            newest = max(map(os.path.getmtime, needs))
+            if not self.force and os.path.exists(target) and os.path.getmtime(target) > newest:
+                return [target]
+            if not cuda:
+                return compile_one([source], **options)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            self.spawn([NVCC, *NVCC_FLAGS, "-c", source, "-o", target])
+            return [target]
 
         def compile_all(sources, **options):
             # the longest first: nvcc's
@@ -118,8 +118,11 @@ class ParallelBuild(build_ext):
                 objects = pool.map(lambda source: compile_any(source, options), order)
                 return [one for group in objects for one in group]
 
-        nvcc_settings = self.settings("nvcc", NVCC, NVCC_FLAGS) if NVCC else None
-        ext.depends.append(self.settings("all", NVCC, NVCC_FLAGS, FLAGS, os.environ.get("CC")))
+        settings = [
+            [self.settings("cc", bool(NVCC), FLAGS, os.environ.get("CC"))],
+            [self.settings("nvcc", NVCC, NVCC_FLAGS)],
+        ]
+        ext.depends.extend([*settings[0], *settings[1]])
         if ".cu" not in self.compiler.src_extensions:
             self.compiler.src_extensions.append(".cu")
         self.compiler.compile = compile_all
@@ -138,8 +141,9 @@ def headers(*places):
     return [path for name in names for path in glob.glob(name)]
 
 
-# What a .cu can include: a change in the CPU's rooms does not set nvcc to work.
+# What a .cu, a .c can include: a change in the CPU's rooms does not set nvcc to work.
 CUDA_HEADERS = headers("csrc", "csrc/cuda")
+C_HEADERS = [path for path in headers("csrc", "csrc/cpu", "csrc/cuda") if not path.endswith(".cuh")]
 
 core = Extension(
     "linattn._linattn",

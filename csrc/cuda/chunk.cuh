@@ -21,66 +21,92 @@
 #include "prepare.cuh"
 #include "walk.cuh"
 
-/* The states at which segments start: S' <- S' M' + X', one segment after another, in float32. A
- * block has 16 value columns of a head, a thread a key. `rows` of ends per segment. */
+/* The states at which segments start: S' <- S' M' + X', one segment after another, in float32. A block
+ * has JOINED value columns of a head; a thread has a key, and with the delta rule half of the keys that
+ * its sums are over. `rows` of ends per segment. */
+enum { JOINED = 8, AHEAD = 32 };
+template <la_rule RULE> constexpr int join_parts = RULE == LA_DELTA ? 2 : 1;
+
 template <int KP, la_decay DECAY, la_rule RULE>
-__global__ void __launch_bounds__(KP)
+__global__ void __launch_bounds__(KP *join_parts<RULE>)
     join_segments(const __grid_constant__ call c, const __grid_constant__ chunks w, const segments g,
                   int rows)
 {
-    __shared__ float S[16][KP];
-    const int slices = (c.V + 15) / 16, slice = blockIdx.x % slices, key = threadIdx.x;
-    const int64_t head = blockIdx.x / slices;
+    __shared__ float S[JOINED][KP], sums[JOINED][KP];
+    const int slices = (c.V + 15) / 16, groups = slices * 16 / JOINED;
+    const int first_column = blockIdx.x % groups * JOINED;
+    const int key = threadIdx.x % KP, half = threadIdx.x / KP;
+    const int64_t head = blockIdx.x / groups;
     const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
     const int all_chunks = (u.end - u.begin + C - 1) / C, slot0 = first_slot(c, u.n);
-    float own[16];
+    float own[JOINED];
 #pragma unroll
-    for (int j = 0; j < 16; j++) {
-        const int column = slice * 16 + j;
+    for (int j = 0; j < JOINED; j++) {
+        const int column = first_column + j;
         own[j] = c.s0.data && column < c.V && key < c.K
                      ? load<float>(at(c.s0, u.n, u.hv, key, column), c.s0.dtype)
                      : 0;
     }
     for (int segment = 0; segment < g.count; segment++) {
-        float *start =
-            g.starts + ((head * g.count + segment) * slices * 16 + slice * 16) * KP + key;
+        const int64_t here = head * g.count + segment;
+        float *start = g.starts + (here * slices * 16 + first_column) * KP + key;
+        if (half == 0)
 #pragma unroll
-        for (int j = 0; j < 16; j++) start[j * KP] = own[j];
+            for (int j = 0; j < JOINED; j++) start[j * KP] = own[j];
         if (segment == g.count - 1) return;
 
-        const float *end = g.ends + (head * g.count + segment) * rows * KP + key;
+        const float *end = g.ends + (here * rows + first_column) * KP + key;
         if constexpr (RULE == LA_ADDITIVE) {
             const int first = (int)((int64_t)all_chunks * segment / g.count);
             const int last = (int)((int64_t)all_chunks * (segment + 1) / g.count);
             float a = 1;
             if (DECAY != LA_NONE)
-#pragma unroll 8
-                for (int i = first; i < last; i++) {
-                    const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
-                    a *= DECAY == LA_KEY ? w.total[place * KP + key] : w.in[place * C + C - 1];
+                for (int i = first; i < last; i += AHEAD) {
+                    float x[AHEAD];
+#pragma unroll
+                    for (int j = 0; j < AHEAD; j++) {
+                        const int64_t place = (int64_t)(slot0 + i + j) * c.HV + u.hv;
+                        x[j] = i + j >= last      ? 1
+                               : DECAY == LA_KEY ? w.total[place * KP + key]
+                                                 : w.in[place * C + C - 1];
+                    }
+#pragma unroll
+                    for (int j = 0; j < AHEAD; j++) a *= x[j];
                 }
 #pragma unroll
-            for (int j = 0; j < 16; j++) own[j] = a * own[j] + end[(slice * 16 + j) * KP];
+            for (int j = 0; j < JOINED; j++) own[j] = a * own[j] + end[j * KP];
         } else {
+            const int keys = (c.K + 15) / 16 * 8; /* of a half; M has rows for whole slices */
+            const float *M = g.ends + (here * rows + slices * 16 + half * keys) * KP + key;
+            if (half == 0)
 #pragma unroll
-            for (int j = 0; j < 16; j++) {
-                S[j][key] = own[j];
-                own[j] = end[(slice * 16 + j) * KP];
-            }
+                for (int j = 0; j < JOINED; j++) {
+                    S[j][key] = own[j];
+                    own[j] = end[j * KP];
+                }
+            else
+#pragma unroll
+                for (int j = 0; j < JOINED; j++) own[j] = 0;
             __syncthreads();
-            const float *M = end + (int64_t)slices * 16 * KP;
-#pragma unroll 4
-            for (int i = 0; i < c.K; i += 4) {
-                float m[4]; /* M has rows for whole slices of keys */
+            for (int i = 0; i < keys; i += 8) {
+                float m[8];
 #pragma unroll
-                for (int e = 0; e < 4; e++) m[e] = M[(i + e) * KP];
+                for (int e = 0; e < 8; e++) m[e] = M[(i + e) * KP];
 #pragma unroll
-                for (int j = 0; j < 16; j++) {
-                    const float4 x = *(const float4 *)&S[j][i];
+                for (int j = 0; j < JOINED; j++) {
+                    const float4 x = *(const float4 *)&S[j][half * keys + i];
+                    const float4 y = *(const float4 *)&S[j][half * keys + i + 4];
                     own[j] += x.x * m[0] + x.y * m[1] + x.z * m[2] + x.w * m[3];
+                    own[j] += y.x * m[4] + y.y * m[5] + y.z * m[6] + y.w * m[7];
                 }
             }
+            if (half == 1)
+#pragma unroll
+                for (int j = 0; j < JOINED; j++) sums[j][key] = own[j];
             __syncthreads();
+            if (half == 0)
+#pragma unroll
+                for (int j = 0; j < JOINED; j++) own[j] += sums[j][key];
         }
     }
 }
@@ -117,7 +143,7 @@ static cudaError_t traits_of_device(const void *kernel, device_traits *d)
         if (error == cudaSuccess) error = cudaDeviceGetAttribute(x.to, x.what, device);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
     if (error != cudaSuccess) return error;
-    const bool hopper = code.ptxVersion >= 90; /* what it was compiled for, not where it runs */
+    const bool hopper = code.maxThreadsPerBlock > MOST_WARPS * 32; /* the code for it, that is */
     d->warp_step = hopper ? 4 : 1;
     d->fetchers = hopper ? FETCHERS : 0;
     return cudaSuccess;
@@ -149,7 +175,8 @@ static int warps_per_block(const call &c, const device_traits &d, int64_t heads,
     for (int warps = max(d.warp_step, 1 + normalised); warps <= MOST_WARPS; warps *= 2) {
         const int own = warps - normalised;
         const int64_t blocks = heads * ((slices + own - 1) / own);
-        const int64_t fit = min(d.room / (2 * part::bytes(warps) + 1024), MOST_WARPS / warps);
+        const int room = d.room / (2 * part::bytes(warps) + 1024);
+        const int64_t fit = min(room, d.fetchers ? 1 : MOST_WARPS / warps); /* by registers */
         if (fit == 0) break;
         const int64_t rounds = (blocks + d.processors * fit - 1) / (d.processors * fit);
         const int64_t each = (blocks + d.processors - 1) / d.processors;
@@ -211,7 +238,8 @@ static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_map
     g.starts = after_ends;
     if (error == cudaSuccess) {
         join_segments<KP, DECAY, RULE>
-            <<<(unsigned)(heads * slices), KP, 0, stream>>>(c, w, g, (int)rows);
+            <<<(unsigned)(heads * slices * 16 / JOINED), KP * join_parts<RULE>, 0, stream>>>(c, w, g,
+                                                                                             (int)rows);
         error = cudaGetLastError();
     }
     if (error == cudaSuccess)

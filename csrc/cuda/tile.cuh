@@ -54,8 +54,19 @@ template <int LEFT> __device__ __forceinline__ void copies_wait()
 
 /* ---- Hopper's copy engine: one thread asks, a barrier in shared memory counts the bytes ---- */
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define HAS_COPY_ENGINE 1
+
+/* By all four warps of a group. */
+template <int N> __device__ __forceinline__ void registers_down_to()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+template <int N> __device__ __forceinline__ void registers_up_to()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
 {

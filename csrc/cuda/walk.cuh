@@ -1,14 +1,16 @@
 /* From chunk to chunk with the state in registers: solve, read, carry. See chunk.cuh for what that is.
  *
  * A warp has 16 value columns and goes through its chunks without waiting for others, but that on
- * Hopper four warps share their products. There one warp more fetches the tiles, as many chunks ahead
+ * Hopper four warps share their products. There another warp fetches the tiles, as many chunks ahead
  * as shared memory has room for; elsewhere every thread copies its part of the next chunk. */
 #ifndef LINATTN_CUDA_WALK_CUH
 #define LINATTN_CUDA_WALK_CUH
 
 #include "prepare.cuh"
 
-enum { MOST_STAGES = 3, MOST_WARPS = 8, FETCHERS = 1 };
+/* Registers are given to four warps at once: the fetching one comes with three that do nothing, and
+ * leaves most of its registers to the others. 65536 = 128 (40 + 2 * 232), less 1024. */
+enum { MOST_STAGES = 3, MOST_WARPS = 8, FETCHERS = 4, FETCHER_REGISTERS = 40, WALKER_REGISTERS = 232 };
 
 /* Where the parts of a chunk lie in shared memory: a stage. */
 template <int KP, la_decay DECAY, la_rule RULE> struct stage {
@@ -138,7 +140,7 @@ __device__ __forceinline__ bool any_odd(const left (&x)[4])
 }
 
 template <int KP, la_decay DECAY, la_rule RULE, way WAY>
-__global__ void __maxnreg__(224) /* of 65536, for nine warps */
+__global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32, 1)
     walk(const __grid_constant__ call c, const __grid_constant__ chunks w,
          const __grid_constant__ tensor_maps maps, const walk_flags f, const segments g, int tiles)
 {
@@ -246,8 +248,9 @@ __global__ void __maxnreg__(224) /* of 65536, for nine warps */
         barriers_ready();
     }
     __syncthreads();
-    if (warp == warps) {
-        if (lane > 0) return;
+    if (warp >= warps) {
+        registers_down_to<FETCHER_REGISTERS>();
+        if (warp > warps || lane > 0) return;
         int at = 0, round = 0;
         for (int pass = first_pass; pass < 2; pass++)
             for (int i = first_chunk; i < last_chunk; i++) {
@@ -257,6 +260,7 @@ __global__ void __maxnreg__(224) /* of 65536, for nine warps */
             }
         return;
     }
+    registers_up_to<WALKER_REGISTERS>();
 #endif
 
     const int pair = lane % 4 * 2; /* this thread's two tokens, or keys, of every eight */
