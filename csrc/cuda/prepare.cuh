@@ -47,7 +47,8 @@ struct chunks {
     char *kt;               /* per-key decays: [slots][HV] tiles, k~ */
     float *in, *out;        /* scalar decays: [slots][HV][C], from the start, to the end */
     float *total;           /* per-key decays: [slots][HV][KP], of the chunk */
-    int *odd;               /* [slots][HV]: is there a NaN or an infinity in q, k, the gate, beta? */
+    int *odd;               /* [slots][HV]: the first token with a NaN or an infinity in q, k, the
+                             * gate or beta; C if there is none. From it on, P and A are zeros. */
     int slots, heads;
 };
 
@@ -290,13 +291,14 @@ __device__ __forceinline__ void put_inverse(const float *L, const float *beta, c
 
 /* Sums of products [16][8] of a block on the diagonal, from its column `first` on: is one on the
  * diagonal itself not finite? A token's q times its k says whether there is a NaN or an infinity in
- * either; k times k, whether such a sum is too large for float32. */
-__device__ __forceinline__ bool odd_on_diagonal(const float (&x)[4], int first)
+ * either; k times k, whether such a sum is too large for float32. The row, or C. */
+__device__ __forceinline__ int odd_on_diagonal(const float (&x)[4], int first)
 {
     const int lane = threadIdx.x % 32, row = lane / 4, column = first + lane % 4 * 2;
-    bool odd = false;
+    int odd = C;
 #pragma unroll
-    for (int e = 0; e < 4; e++) odd |= row + e / 2 * 8 == column + e % 2 && !isfinite(x[e]);
+    for (int e = 3; e >= 0; e--)
+        if (row + e / 2 * 8 == column + e % 2 && !isfinite(x[e])) odd = row + e / 2 * 8;
     return odd;
 }
 
@@ -314,7 +316,7 @@ template <int KP, la_rule RULE> struct scalar_room {
         };
     };
     float a[C], beta[C];
-    int odd; /* in q, k */
+    int odd[2]; /* in q, k; and in a value head's gate, beta */
 };
 
 /* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, K K' has ten. Warp w takes those of row
@@ -342,7 +344,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
         if (RULE == LA_DELTA) beta = load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype);
     };
     load_gates(h * group);
-    if (threadIdx.x == 0) s.odd = 0;
+    if (threadIdx.x == 0) s.odd[0] = C;
     load_both<KP, THREADS>(c, u.b, t, n, h, s.q, s.k, q_as_given, k_as_given);
     __syncthreads();
     const int64_t keys = ((int64_t)slot * w.heads + h) * tile_bytes(KP);
@@ -367,12 +369,12 @@ __global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
             multiply(x[j][0], x[j][1], of, b);
         }
     }
-    bool found = false;
 #pragma unroll
     for (int j = 0; j < 5; j++)
-        if (j == warp || (RULE == LA_DELTA && j == warp + 1)) /* on the diagonal */
-            found |= odd_on_diagonal(x[j][0], 0) | odd_on_diagonal(x[j][1], 8);
-    if (found) s.odd = 1;
+        if (j == warp || (RULE == LA_DELTA && j == warp + 1)) { /* on the diagonal */
+            const int row = min(odd_on_diagonal(x[j][0], 0), odd_on_diagonal(x[j][1], 8));
+            if (row < C) atomicMin(s.odd, (j == warp ? warp : 3 - warp) * 16 + row);
+        }
     __syncthreads();
     clear_above<THREADS>(s.tile);
     if (RULE == LA_DELTA) clear_pairs(s.L);
@@ -384,8 +386,17 @@ __global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
             s.a[threadIdx.x] = a;
             s.beta[threadIdx.x] = beta;
         }
-        const bool odd = __syncthreads_or(threadIdx.x < n && !(isfinite(a) && isfinite(beta)));
-        if (threadIdx.x == 0) w.odd[place] = odd || s.odd;
+        const bool found = threadIdx.x < n && !(isfinite(a) && isfinite(beta));
+        int odd = C;
+        if (__syncthreads_or(found || s.odd[0] < C)) {
+            if (threadIdx.x == 0) s.odd[1] = s.odd[0];
+            __syncthreads();
+            if (found) atomicMin(s.odd + 1, threadIdx.x);
+            __syncthreads();
+            odd = s.odd[1];
+            if (threadIdx.x < C && threadIdx.x >= odd) s.beta[threadIdx.x] = 0;
+        }
+        if (threadIdx.x == 0) w.odd[place] = odd;
         if (hv + 1 < (h + 1) * group) load_gates(hv + 1);
 
         /* G, a column a thread */
@@ -420,13 +431,14 @@ __global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
                 const float2 g = c.g.data ? *(const float2 *)(s.G + row * LD_PAIRS + column)
                                           : make_float2(1, 1);
                 const float y = x[j][e % 2][e / 2 * 2] * g.x, z = x[j][e % 2][e / 2 * 2 + 1] * g.y;
+                const int last = row < odd ? row : -1; /* the last column of this row */
                 if (scores)
                     *(uint32_t *)(s.tile + element_at(row, column)) =
-                        pack(column <= row ? y * scale : 0, column < row ? z * scale : 0);
+                        pack(column <= last ? y * scale : 0, column < last ? z * scale : 0);
                 else if (RULE == LA_DELTA)
                     *(float2 *)(s.L + row * LD + column) =
-                        make_float2(column < row ? s.beta[row] * y : 0,
-                                    column + 1 < row ? s.beta[row] * z : 0);
+                        make_float2(column < last ? s.beta[row] * y : 0,
+                                    column + 1 < last ? s.beta[row] * z : 0);
             }
         }
         __syncthreads();
@@ -460,7 +472,7 @@ template <int KP> struct key_room {
         };
     };
     float t[4 * KP], beta[C];
-    int slow[4]; /* of each block, the first row whose diagonal goes pair by pair */
+    int odd, slow[4]; /* slow: of each block, the first row whose diagonal goes pair by pair */
 };
 
 /* x by its keys' numbers: the left operand's columns are key.. + lane % 4 * 2 + {0, 1, 8, 9}. */
@@ -566,8 +578,8 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
     if (n <= 0) return;
     const int place = slot * c.HV + hv; /* the launch sees to it that it fits */
 
-    bool found = false; /* a NaN or an infinity */
-    if (threadIdx.x < 4) s.slow[threadIdx.x] = C;
+    int found = C; /* the first row with a NaN or an infinity */
+    if (threadIdx.x < 5) (threadIdx.x < 4 ? s.slow[threadIdx.x] : s.odd) = C;
     load_decays<KP>(c, u, t, n, s.a);
     load_both<KP, KEY_THREADS>(c, u.b, t, n, u.h, s.q, s.k, q_as_given, k_as_given);
     __syncthreads();
@@ -575,7 +587,7 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
     if (RULE == LA_DELTA && threadIdx.x < C) {
         const float beta =
             threadIdx.x < n ? load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype) : 0;
-        found |= !isfinite(beta);
+        if (!isfinite(beta)) found = threadIdx.x;
         s.beta[threadIdx.x] = beta;
     }
     for (int i = threadIdx.x; i < 4 * KP; i += KEY_THREADS) {
@@ -585,7 +597,7 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
 #pragma unroll
         for (int j = 0; j < 16; j++) {
             const float a = s.a[(block * 16 + j) * KP + key];
-            found |= !isfinite(a);
+            if (!isfinite(a)) found = min(found, block * 16 + j);
             f *= a;
             if (!(f >= 0x1p-100f && f <= 0x1p100f)) slow = min(slow, block * 16 + j);
         }
@@ -664,15 +676,23 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
             }
         }
         if (I * 16 + lane / 4 < s.slow[I]) /* rows of both halves: those from slow on are not from here */
-            found |= odd_on_diagonal(x[0][0], 0);
-        if (I * 16 + 8 + lane / 4 < s.slow[I]) found |= odd_on_diagonal(x[0][1], 8);
+            found = min(found, I * 16 + odd_on_diagonal(x[0][0], 0));
+        if (I * 16 + 8 + lane / 4 < s.slow[I])
+            found = min(found, I * 16 + odd_on_diagonal(x[0][1], 8));
     }
     if (slow < C && lane < 16)
 #pragma unroll
         for (int i = 0; i < 16; i++)
-            if (i == lane && warp * 16 + i >= slow)
-                found |= !(isfinite(slow_qk[i]) && isfinite(slow_kk[i]));
-    const bool odd = __syncthreads_or(found); /* k f, k h and a are done with */
+            if (i == lane && warp * 16 + i >= slow && !(isfinite(slow_qk[i]) && isfinite(slow_kk[i])))
+                found = min(found, warp * 16 + i);
+    int odd = C;
+    if (__syncthreads_or(found < C)) { /* k f, k h and a are done with */
+        atomicMin(&s.odd, found);
+        __syncthreads();
+        odd = s.odd;
+        if (RULE == LA_DELTA && threadIdx.x < C && threadIdx.x >= odd) s.beta[threadIdx.x] = 0;
+        __syncthreads();
+    }
     if (threadIdx.x == 0) w.odd[place] = odd;
     clear_above<KEY_THREADS>(s.tile);
     if (RULE == LA_DELTA) clear_pairs(L);
@@ -686,13 +706,14 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
                 const int row = I * 16 + e / 2 * 8 + lane / 4;
                 const int column = (I - back) * 16 + e % 2 * 8 + lane % 4 * 2;
                 const float y = x[back][e % 2][e / 2 * 2], z = x[back][e % 2][e / 2 * 2 + 1];
+                const int last = row < odd ? row : -1; /* the last column of this row */
                 if (scores)
                     *(uint32_t *)(s.tile + element_at(row, column)) =
-                        pack(column <= row ? y * scale : 0, column < row ? z * scale : 0);
+                        pack(column <= last ? y * scale : 0, column < last ? z * scale : 0);
                 else
                     *(float2 *)&L[row * LD + column] =
-                        make_float2(column < row ? s.beta[row] * y : 0,
-                                    column + 1 < row ? s.beta[row] * z : 0);
+                        make_float2(column < last ? s.beta[row] * y : 0,
+                                    column + 1 < last ? s.beta[row] * z : 0);
             }
         }
     __syncthreads();
@@ -700,7 +721,7 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             const int row = warp * 16 + i, column = warp * 16 + lane;
-            if (row < slow || row < column) continue;
+            if (row < slow || row < column || row >= odd) continue;
             *(bf16 *)(s.tile + element_at(row, column)) = __float2bfloat16_rn(slow_qk[i] * scale);
             if (RULE == LA_DELTA && row > column) L[row * LD + column] = s.beta[row] * slow_kk[i];
         }

@@ -273,6 +273,22 @@ template <int N> __device__ __forceinline__ void products_in(float (&c)[N][4])
         asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
 }
 
+/* Is x true in any thread of the four warps? */
+__device__ __forceinline__ bool any_of_group(bool x)
+{
+    int any;
+    asm volatile("{\n"
+                 ".reg .pred mine, all;\n"
+                 "setp.ne.s32 mine, %1, 0;\n"
+                 "bar.red.or.pred all, %2, 128, mine;\n"
+                 "selp.s32 %0, 1, 0, all;\n"
+                 "}"
+                 : "=r"(any)
+                 : "r"((int)x), "r"(2 + threadIdx.x / 128)
+                 : "memory");
+    return any;
+}
+
 /* A tile as the tensor cores are told of it: the address, and the strides between panels and between
  * eight rows, in 16 bytes; 1: SWIZZLE_128B. */
 __device__ __forceinline__ uint64_t described(uint32_t at)
@@ -331,6 +347,7 @@ __device__ __forceinline__ void products_begin() {}
 __device__ __forceinline__ void products_commit() {}
 template <int LEFT> __device__ __forceinline__ void products_wait() {}
 template <int N> __device__ __forceinline__ void products_in(float (&)[N][4]) {}
+__device__ __forceinline__ bool any_of_group(bool x) { return __any_sync(~0u, x); }
 
 __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const left &a, uint32_t tile,
                                               int column, int zeros = 0)

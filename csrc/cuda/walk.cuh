@@ -49,13 +49,13 @@ struct segments {
  * through the chunks twice, to write all and then to read. */
 enum way { ALONG, TO_ENDS, ACROSS };
 
-/* A chunk that holds a NaN or an infinity goes token by token: in a product with a triangle, zero
- * times infinity would spoil the tokens before it. S [key][column] and O [eight tokens][column, token
- * of two] are this thread's numbers of S' and O' as walk has them; O comes out scaled. `ones`: v is
- * one in its only column. */
+/* A chunk that holds a NaN or an infinity goes token by token, for its state and for O from token
+ * `first` on: in a product with a triangle, zero times infinity would spoil the tokens before it.
+ * S [key][column] and O [eight tokens][column, token of two] are this thread's numbers of S' and O' as
+ * walk has them; O comes out scaled. `ones`: v is one in its only column. */
 template <int KP, la_decay DECAY, la_rule RULE>
-__device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int n, int v0,
-                                        int columns, bool ones, float *S, float *O)
+__device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int n, int first,
+                                        int v0, int columns, bool ones, float *S, float *O)
 {
     const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
     float q[KP / 4], k[KP / 4], a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
@@ -90,7 +90,7 @@ __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int
                    : ones ? 1
                           : load<float>(at(c.v, u.b, t + i, u.hv, v0 + column + 8 * w), LA_BF16);
         la_token(S, 2, 2, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
-        if (i / 2 % 4 * 2 != pair) continue;
+        if (i / 2 % 4 * 2 != pair || i < first) continue;
         O[i / 8 * 4 + i % 2] = o[0] * (float)c.scale;
         O[i / 8 * 4 + 2 + i % 2] = o[1] * (float)c.scale;
     }
@@ -125,8 +125,9 @@ static __device__ __noinline__ void store_piece(char *to, uint4 x, int there)
         if (i < there) *(uint16_t *)(to + i * 2) = (uint16_t)(of[i / 2] >> i % 2 * 16);
 }
 
-/* Is any number of [16 columns][C] a NaN or an infinity? Zero times it is not zero, then. */
-__device__ __forceinline__ bool any_odd(const left (&x)[4])
+/* Is one of this thread's numbers of [16 columns][C] a NaN or an infinity? Zero times it is not zero,
+ * then. */
+__device__ __forceinline__ bool has_odd(const left (&x)[4])
 {
     const __nv_bfloat162 zero = __floats2bfloat162_rn(0, 0);
     __nv_bfloat162 sum[4] = {zero, zero, zero, zero};
@@ -136,7 +137,30 @@ __device__ __forceinline__ bool any_odd(const left (&x)[4])
         for (int e = 0; e < 4; e++)
             sum[e] = __hfma2(*(const __nv_bfloat162 *)&x[m].x[e], zero, sum[e]);
     const __nv_bfloat162 all = __hadd2(__hadd2(sum[0], sum[1]), __hadd2(sum[2], sum[3]));
-    return __any_sync(~0u, (*(const uint32_t *)&all & 0x7fff7fff) != 0);
+    return (*(const uint32_t *)&all & 0x7fff7fff) != 0;
+}
+
+/* The first token with one, in some column of this warp's; C if there is none. `from`: where this lane
+ * reads 8 x 8 blocks of its columns of v. */
+static __device__ __noinline__ int first_odd(uint32_t from)
+{
+    unsigned first = C;
+    for (int m = 3; m >= 0; m--) {
+        left x;
+        load_matrices_transposed(x.x, from + m * 16 * 128);
+        for (int e = 3; e >= 0; e--) {
+            const unsigned t = m * 16 + e / 2 * 8 + threadIdx.x % 4 * 2;
+            if ((x.x[e] & 0x7f800000) == 0x7f800000) first = min(first, t + 1);
+            if ((x.x[e] & 0x7f80) == 0x7f80) first = min(first, t);
+        }
+    }
+    return (int)__reduce_min_sync(~0u, first);
+}
+
+/* Numbers of tokens t and t + 1, without those from token `end` on. */
+__device__ __forceinline__ uint32_t before(uint32_t x, int t, int end)
+{
+    return t + 1 < end ? x : t < end ? x & 0xffff : 0;
 }
 
 template <int KP, la_decay DECAY, la_rule RULE, way WAY>
@@ -165,7 +189,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
     const int slot0 = first_slot(c, u.n), bytes = part::bytes(warps);
     float *den = (float *)(shared + f.stages * bytes); /* [C], if normalised */
 
-    __shared__ int odd_at[MOST_STAGES]; /* is there a NaN or an infinity in q, k, the gate or beta? */
+    __shared__ int odd_at[MOST_STAGES]; /* w.odd of the chunk */
 #if HAS_COPY_ENGINE
     /* Of each stage: it has been filled; every warp is done with it. */
     __shared__ uint64_t filled[MOST_STAGES], done[MOST_STAGES];
@@ -292,6 +316,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
         }
 
     int stage_at = 0, round = 0;
+    bool again = false;
+    int end = C; /* a second look at a chunk: the first token that is left out of the products */
     for (int pass = first_pass; pass < 2; pass++) {
         const bool writes = WAY != ACROSS || pass == 0;
         const bool reads = WAY == ALONG || (WAY == ACROSS && pass == 1);
@@ -305,7 +331,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
             const int t = u.begin + i * C, n = min(C, u.end - t);
 #if HAS_COPY_ENGINE
             barrier_wait(address_of(filled + stage_at), round);
-            if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
+            if (n < C && !again) { /* boxes go on into the next sequence, whose NaN must not come along */
                 if (part::has_k && !w.k)
                     for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32)
                         *(uint4 *)(room + part::k + piece_at(n + j / (KP / 8), j % (KP / 8))) =
@@ -318,9 +344,11 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
                 some_warps_wait(warps);
             }
 #else
-            copies_wait<0>();
-            __syncthreads(); /* chunk i is there, and nobody needs chunk i - 1 any more */
-            if (i + 1 < last_chunk) fetch(i + 1, stage_at + 1 == f.stages ? 0 : stage_at + 1);
+            if (!again) {
+                copies_wait<0>();
+                __syncthreads(); /* chunk i is there, and nobody needs chunk i - 1 any more */
+                if (i + 1 < last_chunk) fetch(i + 1, stage_at + 1 == f.stages ? 0 : stage_at + 1);
+            }
 #endif
             if (!f.v_pieces && columns > 0 && !ones) { /* rows that cannot be copied in pieces */
                 for (int j = lane; j < C * 16; j += 32) {
@@ -356,6 +384,13 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
                         U[m].x[e] = e % 2 || lane >= 4 ? 0 : pack(token < n, token + 1 < n);
                     }
 
+            if (end < C)
+#pragma unroll
+                for (int m = 0; m < 4; m++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        U[m].x[e] = before(U[m].x[e], m * 16 + e / 2 * 8 + pair, end);
+
             float O[8][4] = {};
             const auto read_state = [&] {
                 products_begin();
@@ -385,6 +420,12 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
                 left x[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) x[j] = as_left(W[2 * j], W[2 * j + 1]);
+                if (end < C)
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            x[j].x[e] = before(x[j].x[e], j * 16 + e / 2 * 8 + pair, end);
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++) multiply_rows(X, x[j], base + part::inverse, j * 16, j);
@@ -415,12 +456,26 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
             if constexpr (DECAY != LA_TOKEN)
 #pragma unroll
                 for (int m = 0; m < 4; m++) Ut[m] = U[m];
-            /* One in v, or in the state, is in U now. Where every token reads all, there is no token
-             * before it to be kept from it. */
-            const bool odd = WAY != ACROSS && (any_odd(U) || odd_at[stage_at]);
+            /* A NaN or an infinity in v, or in the state, is in U now. Then the chunk is looked at once
+             * more, without the tokens from the first such one on: exact zeros, which change nothing
+             * before them. Where every token reads all, there is none to be kept from it. */
+            if (WAY != ACROSS) {
+                const bool odd = has_odd(U) || (end == C && odd_at[stage_at] < C);
+                if (__builtin_expect(any_of_group(odd), 0)) {
+                    products_wait<0>();
+                    if (__any_sync(~0u, odd)) {
+                        int first = end < C ? 0 : odd_at[stage_at];
+                        if (end == C && columns > 0 && !ones) first = min(first, first_odd(base + slice));
+                        end = first < C ? first : 0; /* 0: it is in the state */
+                    }
+                    again = true;
+                    i--;
+                    continue;
+                }
+            }
 
             float after[KP / 2], o[8 * 4]; /* where tokens go one by one: the state, what is read */
-            if (__builtin_expect(odd, 0)) {
+            if (__builtin_expect(end < C, 0)) {
 #pragma unroll
                 for (int j = 0; j < KP / 8; j++)
 #pragma unroll
@@ -469,8 +524,10 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
             products_wait<0>();
             products_in(O);
             products_in(S);
-            if (__builtin_expect(odd, 0)) {
-                token_walk<KP, DECAY, RULE>(c, u, t, n, v0, columns, ones, after, o);
+            if (__builtin_expect(end < C, 0)) {
+                #pragma unroll
+                for (int m = 0; m < 8 * 4; m++) o[m] = O[m / 4][m % 4];
+                token_walk<KP, DECAY, RULE>(c, u, t, n, end, v0, columns, ones, after, o);
 #pragma unroll
                 for (int m = 0; m < 8 * 4; m++) O[m / 4][m % 4] = o[m];
                 if (writes)
@@ -534,6 +591,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
             if (lane == 0) barrier_arrive(address_of(done + stage_at));
 #endif
             if (++stage_at == f.stages) stage_at = 0, round ^= 1;
+            end = C;
+            again = false;
         }
     }
 
