@@ -34,10 +34,12 @@ LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int K, co
 {
     for (int w = 0; w < W; w++) p[w] = LANE_ZERO;
     for (int w = 0; w < W && q; w++) o[w] = LANE_ZERO;
-    UNROLL for (int first = 0; first < K; first += LA_ROWS) {
+    UNROLL for (int first = 0; first < K; first += LA_ROWS)
+    {
         const int last = la_last_row(first, K);
         lane of_k[MAX_STRIP] = {LANE_ZERO}, of_q[MAX_STRIP] = {LANE_ZERO};
-        UNROLL for (int i = first; i < last; i++) {
+        UNROLL for (int i = first; i < last; i++)
+        {
             const real ai = la_decay_of(a, i, decay), ki = ai * k[i], qi = q ? ai * q[i] : 0;
             for (int w = 0; w < W; w++) of_k[w] += ki * S[i * ld + w];
             for (int w = 0; w < W && q; w++) of_q[w] += qi * S[i * ld + w];
@@ -60,27 +62,28 @@ LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int K, const real
         la_predict(S, W, ld, K, k, q, a, p, o, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
         for (int w = 0; w < W; w++) o[w] += qk * u[w];
-        UNROLL for (int i = K - 1; i >= 0; i--)
-            for (int w = 0; w < W; w++) {
-                lane s = S[i * ld + w];
-                if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
-                S[i * ld + w] = s + k[i] * u[w];
-            }
+        UNROLL for (int i = K - 1; i >= 0; i--) for (int w = 0; w < W; w++)
+        {
+            lane s = S[i * ld + w];
+            if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
+            S[i * ld + w] = s + k[i] * u[w];
+        }
         return;
     }
     for (int w = 0; w < W; w++) u[w] = v[w];
     for (int w = 0; w < W; w++) o[w] = LANE_ZERO;
-    UNROLL for (int first = 0; first < K; first += LA_ROWS) {
+    UNROLL for (int first = 0; first < K; first += LA_ROWS)
+    {
         const int last = la_last_row(first, K);
         lane sum[MAX_STRIP] = {LANE_ZERO};
-        UNROLL for (int i = first; i < last; i++)
-            for (int w = 0; w < W; w++) {
-                lane s = S[i * ld + w];
-                if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
-                s += k[i] * u[w];
-                sum[w] += q[i] * s;
-                S[i * ld + w] = s;
-            }
+        UNROLL for (int i = first; i < last; i++) for (int w = 0; w < W; w++)
+        {
+            lane s = S[i * ld + w];
+            if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
+            s += k[i] * u[w];
+            sum[w] += q[i] * s;
+            S[i * ld + w] = s;
+        }
         for (int w = 0; w < W; w++) o[w] += sum[w];
     }
     JOIN(o, NULL, W);
