@@ -12,7 +12,7 @@ ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 FUNCTION = re.compile(r"Function properties for (\w+)")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 KERNEL = re.compile(r"_Z\d+(walk|prepare_[a-z]+)ILi(64|128)E(\w*?)Ev4call")
-SWITCH = re.compile(r"L\d+la_([a-z]+)(\d)E?")
+SWITCH = re.compile(r"L\d+(?:la_)?([a-z]+)(\d)E?")
 
 
 def kernels(text):

@@ -158,9 +158,10 @@ def markdown(figures):
         out += [f"## Run {i + 1} of {len(runs)}" if len(runs) > 1 else "## The run", ""]
         out += [f"- {name}: {value}" for name, value in run.items()
                 if not name.startswith("ceiling")]
-        names, limits = run["ceiling names"], run["ceilings"]
-        out += [f"- {names['copy']}: {limits['copy'] / 1e12:.3f} TB/s",
-                f"- {names['matmul']}: {limits['matmul'] / 1e12:.1f} TFLOP/s"]
+        if "ceilings" in run:  # else the time was up before the first case
+            names, limits = run["ceiling names"], run["ceilings"]
+            out += [f"- {names['copy']}: {limits['copy'] / 1e12:.3f} TB/s",
+                    f"- {names['matmul']}: {limits['matmul'] / 1e12:.1f} TFLOP/s"]
         out.append("")
     out += [f"- not run: {m['what']} ({m['why']})" for m in figures["not_run"]]
     out += ["", """\

@@ -165,7 +165,7 @@ static int segments_for(const call &c, const device_traits &d, bool delta)
  * a wide block saves traffic; narrow ones fill the device when there are few heads. Taken is the one
  * with the least rounds times work per round, a round being as many blocks as fit at once, and a
  * multiprocessor's work a fixed part (the chain of products) and one in proportion to its warps.
- * None (0) if not even the narrowest fits. */
+ * 0 if not even the narrowest fits. */
 template <typename part>
 static int warps_per_block(const call &c, const device_traits &d, int64_t heads, int slices)
 {
@@ -210,18 +210,14 @@ static cudaError_t launch_walk(const call &c, const chunks &w, const tensor_maps
 
 template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_maps &maps,
-                                const walk_flags &f, cudaMemPool_t pool, cudaStream_t stream)
+                                const walk_flags &f, const device_traits &d, cudaMemPool_t pool,
+                                cudaStream_t stream)
 {
     typedef stage<KP, DECAY, RULE> part;
     const int slices = (c.V + 15) / 16, key_slices = RULE == LA_DELTA ? (c.K + 15) / 16 : 0;
-    device_traits d;
-    cudaError_t error =
-        traits_of_device((const void *)walk<KP, DECAY, RULE, ALONG>, &d);
-    if (error != cudaSuccess) return error;
     segments g = {segments_for(c, d, RULE == LA_DELTA), NULL, NULL};
     const int64_t heads = (int64_t)c.N * c.HV, units = heads * g.count;
     const int warps = warps_per_block<part>(c, d, units, slices);
-    if (warps == 0) return cudaErrorNotSupported; /* too little shared memory */
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
         if (!c.causal)
             return launch_walk<KP, DECAY, RULE, ACROSS>(c, w, maps, f, g, d, slices, warps, stream);
@@ -231,7 +227,7 @@ static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_map
     const int ends_warps = warps_per_block<part>(c, d, units, slices + key_slices);
     const int64_t rows = (slices + key_slices + ends_warps - 1) / ends_warps * ends_warps * 16;
     const int64_t ends = units * rows * KP, starts = units * slices * 16 * KP;
-    error = cudaMallocFromPoolAsync((void **)&g.ends, (ends + starts) * 4, pool, stream);
+    cudaError_t error = cudaMallocFromPoolAsync((void **)&g.ends, (ends + starts) * 4, pool, stream);
     if (error != cudaSuccess) return error;
     float *const after_ends = g.ends + ends;
     error = launch_walk<KP, DECAY, RULE, TO_ENDS>(c, w, maps, f, g, d, slices + key_slices, ends_warps, stream);
@@ -252,6 +248,13 @@ template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t stream)
 {
     constexpr bool has_k = stage<KP, DECAY, RULE>::has_k;
+    constexpr int prepare_bytes =
+        DECAY == LA_KEY ? sizeof(key_room<KP>) : sizeof(scalar_room<KP, RULE>);
+    device_traits d;
+    cudaError_t error = traits_of_device((const void *)walk<KP, DECAY, RULE, ALONG>, &d);
+    if (error != cudaSuccess) return error;
+    if (prepare_bytes > d.room || warps_per_block<stage<KP, DECAY, RULE>>(c, d, 1, 1) == 0)
+        return cudaErrorNotSupported; /* nothing has been done */
     tensor_maps maps = {};
     walk_flags f = {};
     const bool q_as_given = map_of(c, c.q, c.H, c.K, &maps.q) && !c.qk_l2norm &&
@@ -275,7 +278,6 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
     if (slots * c.HV > INT32_MAX) return cudaErrorInvalidConfiguration;
 
     char *room = NULL;
-    cudaError_t error = cudaSuccess;
     if (bytes) error = cudaMallocFromPoolAsync((void **)&room, bytes, pool, stream);
     if (error != cudaSuccess) return error;
     chunks w = {};
@@ -301,8 +303,6 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
     }
 
     if (places) {
-        const int prepare_bytes = DECAY == LA_KEY ? sizeof(key_room<KP>)
-                                                   : sizeof(scalar_room<KP, RULE>);
         const auto prepare = prepare_of<KP, DECAY, RULE>();
         error = cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      prepare_bytes);
@@ -313,7 +313,7 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
         }
     }
     if (error == cudaSuccess) {
-        error = launch_walks<KP, DECAY, RULE>(c, w, maps, f, pool, stream);
+        error = launch_walks<KP, DECAY, RULE>(c, w, maps, f, d, pool, stream);
     }
     const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;

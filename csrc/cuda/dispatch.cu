@@ -287,8 +287,10 @@ static cudaError_t by_chunks(const la_problem *p, const call &c)
     const bool fits = p->array[LA_Q].dtype == LA_BF16 && p->K <= 128;
     cudaMemPool_t pool;
     if (!fits || p->mode == LA_RECURRENT || p->T == 0) return token_by_token(p, c);
-    const cudaError_t error = pool_of(p->ordinal, &pool);
-    return error ? error : chunk[kernel_decay(p)][p->rule](c, pool, (cudaStream_t)p->stream);
+    cudaError_t error = pool_of(p->ordinal, &pool);
+    if (error == cudaSuccess)
+        error = chunk[kernel_decay(p)][p->rule](c, pool, (cudaStream_t)p->stream);
+    return error == cudaErrorNotSupported ? token_by_token(p, c) : error;
 }
 
 la_status la_cuda_forward(la_problem *p) { return run(p, by_chunks); }
