@@ -41,6 +41,9 @@ SHAPES = {
     "packed": (130, 72, 100, 1, 4, 1, [0, 0, 1, 65, 65, 129, 130], {}),
     "wide": (70, 256, 128, 1, 1, 1, None, {}),
     "empty": (0, 8, 8, 1, 1, 2, None, {}),
+    # few heads and many chunks: the sequence in segments; many heads: states stream
+    "long": (2100, 64, 64, 1, 1, 1, None, {}),
+    "many": (3, 64, 128, 8, 16, 20, None, {}),
 }
 
 

@@ -196,6 +196,37 @@ def test_bits_do_not_know_their_neighbours(op, rows, face, dtype):
         assert_same_bits(run(op, alone, face), [a[row:row + 1] for a in all_rows])
 
 
+@pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
+@pytest.mark.parametrize("kind", ["bfloat16-float32", "bfloat16-bfloat16", "float32-float32",
+                                  "float16-float32"])
+@pytest.mark.parametrize("K, V, options", [(128, 128, {}), (112, 84, {"qk_l2norm": True}),
+                                           (64, 128, {})], ids=["128x128", "112x84", "64x128"])
+@ops
+def test_many_states_at_once_give_the_bits_of_few(op, K, V, options, kind, v_first):
+    """Enough heads for states to stream through shared memory, and the same rows eight by eight."""
+    dtype, state_dtype = kind.split("-")
+    x = problem(op, dtype=dtype, face="step", B=88, H=2, HV=8, K=K, V=V) | options
+    pool = flat(x.pop("state"))
+    if v_first:
+        pool[0] = pool[0].transpose(2, 3)
+    pool = [s.to(getattr(torch, state_dtype)).contiguous() for s in pool]
+    index = torch.randperm(88, generator=torch.Generator().manual_seed(K)).cuda()
+    index[5] = index[40] = -1
+    step = getattr(linattn, f"{op}_step")
+
+    def rows(state, at):
+        row = {name: a[at] if name in PER_TOKEN else a for name, a in x.items()}
+        return step(**row, state=tuple(state) if len(state) > 1 else state[0],
+                    state_indices=index[at], state_v_first=v_first)
+
+    together, few = ([s.clone() for s in pool] for _ in range(2))
+    o = rows(together, slice(None))
+    want = torch.cat([rows(few, slice(i, i + 8)) for i in range(0, 88, 8)])
+    assert not o[5].any() and not o[40].any() and o[6].any()
+    assert_same_bits([o, *together], [want, *few])
+    assert not torch.equal(together[0], pool[0])
+
+
 @dtypes
 @ops
 def test_packed_sequences_on_the_device(op, dtype):

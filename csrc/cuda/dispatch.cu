@@ -298,8 +298,12 @@ la_status la_cuda_forward(la_problem *p) { return run(p, by_chunks); }
 static cudaError_t one_token(const la_problem *p, const call &c)
 {
     if (p->real == LA_F64 || !(c.s0.stride[2] == 1 || c.s0.stride[3] == 1)) return token_by_token(p, c);
-    const launcher(&step)[4][2] = c.s0.stride[3] == 1 ? step_kv : step_vk;
-    return step[kernel_decay(p)][p->rule](c, (cudaStream_t)p->stream);
+    const bool k_first = c.s0.stride[3] == 1;
+    const la_decay decay = kernel_decay(p);
+    const launcher streamed = (k_first ? stream_kv : stream_vk)[decay][p->rule];
+    const launcher step = (k_first ? step_kv : step_vk)[decay][p->rule];
+    const cudaError_t error = streamed(c, (cudaStream_t)p->stream);
+    return error == cudaErrorNotSupported ? step(c, (cudaStream_t)p->stream) : error;
 }
 
 la_status la_cuda_step(la_problem *p) { return run(p, one_token); }

@@ -13,6 +13,9 @@ typedef cudaError_t (*launcher)(const call &, cudaStream_t);
 extern const launcher scan_f32[4][2], scan_f64[4][2]; /* [decay][rule] */
 extern const launcher step_kv[4][2], step_vk[4][2];   /* by the state's layout; float32 sums */
 
+/* The step of many states; cudaErrorNotSupported, with nothing done, where step_* are as good. */
+extern const launcher stream_kv[4][2], stream_vk[4][2];
+
 /* The chunk form of bf16 arrays with K <= 128; the pool is for what one kernel leaves the next.
  * cudaErrorNotSupported, with nothing done, where shared memory is too small for it. */
 typedef cudaError_t (*chunk_launcher)(const call &, cudaMemPool_t, cudaStream_t);

@@ -52,21 +52,10 @@ template <int LEFT> __device__ __forceinline__ void copies_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-/* ---- Hopper's copy engine: one thread asks, a barrier in shared memory counts the bytes ---- */
+/* ---- the copy engine, since Hopper: one thread asks, a barrier in shared memory counts the bytes ---- */
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define HAS_COPY_ENGINE 1
-
-/* By all four warps of a group. */
-template <int N> __device__ __forceinline__ void registers_down_to()
-{
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-template <int N> __device__ __forceinline__ void registers_up_to()
-{
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
 {
@@ -116,6 +105,20 @@ __device__ __forceinline__ void engine_copy(uint32_t to, const void *from, int b
                  "[%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
+}
+
+/* The other way, and until what this thread asked for has been read from shared memory. */
+__device__ __forceinline__ void engine_copy_back(void *to, uint32_t from, int bytes)
+{
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+__device__ __forceinline__ void engine_has_read()
+{
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 /* A box of a tensor: columns i0.., head i1, tokens i2.., batch row i3. */
@@ -251,6 +254,17 @@ __device__ __forceinline__ void multiply(float (&c0)[4], float (&c1)[4], const l
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define HAS_WARP_GROUPS 1
+
+/* By all four warps of a group. */
+template <int N> __device__ __forceinline__ void registers_down_to()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+template <int N> __device__ __forceinline__ void registers_up_to()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 

@@ -96,7 +96,7 @@ __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int
     }
 }
 
-#if !HAS_COPY_ENGINE
+#if !HAS_WARP_GROUPS
 /* Tokens t..t+n of head h, by any number of threads; rows and columns past the end are zeros. */
 template <int COLUMNS>
 __device__ void copy_rows(const view &x, int columns, int b, int t, int n, int h, uint32_t tile)
@@ -164,13 +164,13 @@ __device__ __forceinline__ uint32_t before(uint32_t x, int t, int end)
 }
 
 template <int KP, la_decay DECAY, la_rule RULE, way WAY>
-__global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32, 1)
+__global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32, 1)
     walk(const __grid_constant__ call c, const __grid_constant__ chunks w,
          const __grid_constant__ tensor_maps maps, const walk_flags f, const segments g, int tiles)
 {
     typedef stage<KP, DECAY, RULE> part;
     extern __shared__ __align__(1024) char shared[];
-    const int warps = blockDim.x / 32 - HAS_COPY_ENGINE * FETCHERS;
+    const int warps = blockDim.x / 32 - HAS_WARP_GROUPS * FETCHERS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool normalised = DECAY == LA_NONE && RULE == LA_ADDITIVE &&
                             c.normaliser != LA_UNNORMALISED;
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
     float *den = (float *)(shared + f.stages * bytes); /* [C], if normalised */
 
     __shared__ int odd_at[MOST_STAGES]; /* w.odd of the chunk */
-#if HAS_COPY_ENGINE
+#if HAS_WARP_GROUPS
     /* Of each stage: it has been filled; every warp is done with it. */
     __shared__ uint64_t filled[MOST_STAGES], done[MOST_STAGES];
 #endif
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
             {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
             {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
         };
-#if HAS_COPY_ENGINE
+#if HAS_WARP_GROUPS
         const uint32_t barrier = address_of(filled + into);
         const int odd = w.odd[place];
         const int v_panels = f.v_pieces ? (v_slices + 3) / 4 : 0;
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
     };
 
     const int first_pass = WAY == ACROSS ? 0 : 1;
-#if HAS_COPY_ENGINE
+#if HAS_WARP_GROUPS
     if (threadIdx.x == 0) {
         for (int j = 0; j < MOST_STAGES; j++) {
             barrier_init(address_of(filled + j), 1);
@@ -321,7 +321,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
     for (int pass = first_pass; pass < 2; pass++) {
         const bool writes = WAY != ACROSS || pass == 0;
         const bool reads = WAY == ALONG || (WAY == ACROSS && pass == 1);
-#if !HAS_COPY_ENGINE
+#if !HAS_WARP_GROUPS
         __syncthreads();
         if (first_chunk < last_chunk) fetch(first_chunk, stage_at);
 #endif
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
             char *room = shared + stage_at * bytes;
             const uint32_t base = address_of(room);
             const int t = u.begin + i * C, n = min(C, u.end - t);
-#if HAS_COPY_ENGINE
+#if HAS_WARP_GROUPS
             barrier_wait(address_of(filled + stage_at), round);
             if (n < C && !again) { /* boxes go on into the next sequence, whose NaN must not come along */
                 if (part::has_k && !w.k)
@@ -585,7 +585,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_COPY_ENGINE * FETCHERS) * 32
                     }
                 }
             }
-#if HAS_COPY_ENGINE
+#if HAS_WARP_GROUPS
             stores_before_copies();
             __syncwarp();
             if (lane == 0) barrier_arrive(address_of(done + stage_at));

@@ -1,0 +1,355 @@
+/* The step of many states: each goes through shared memory, fetched and put back by the copy engine.
+ *
+ * step.cuh's blocks wait for a state, work, write it, and are gone: whatever they wait for, the
+ * memory is idle. Here a block stays, with as many stages as its shared memory holds, and while one
+ * state is worked on others come and go. WORKERS warps do the token; a warp per stage fetches what
+ * belongs to it: the state by the engine, q, k, v and gates itself.
+ *
+ * A thread of a worker has four keys of eight columns. In the layout [K][V] eight lanes go along 32
+ * columns, four such groups share the warp's 16 keys, and two sets of eight workers share the
+ * columns; in [V][K] a warp goes along the keys of eight columns. Keys are thus shared, and sums
+ * added up, as in step.cuh: a row's bits do not tell how many rows were in the batch. Included by
+ * one file per layout, which defines V_FIRST. */
+#include "kernels.cuh"
+#include "tile.cuh"
+#include "token.cuh"
+
+#define LA_FN static __device__ __forceinline__
+#define LANE_ZERO 0
+#define LANE_SUM(x) (x)
+#define UNROLL _Pragma("unroll")
+#define JOIN(x, y, W) join(x, y)
+typedef float real, lane, lane_of_state;
+enum {
+    MOST = 128, /* keys, columns */
+    KEYS = 4,   /* of a thread */
+    COLUMNS = 8,
+    MAX_STRIP = COLUMNS,
+    WORKERS = MOST * MOST / (32 * KEYS * COLUMNS),
+    KEY_WORKERS = V_FIRST ? 1 : MOST / (4 * KEYS), /* that share the keys of the same columns */
+    MOST_STAGES = 4, /* more warps would leave each too few registers */
+    /* Smaller heads are left to step.cuh: a block's stages would hold too few bytes on their way. */
+    LEAST_BYTES = 32 * 1024,
+};
+
+/* A token as the recurrence sees it, zeros past K and V, and what the recurrence makes of it. */
+struct alignas(16) token_room {
+    float q[MOST], k[MOST], a[MOST], v[MOST], o[MOST];
+    float qk, beta;
+    bool live; /* is there a state? */
+};
+
+struct alignas(128) stream_room {
+    token_room token[MOST_STAGES];
+    float4 sums[WORKERS][32]; /* [K][V]: of a worker's keys, see join */
+    uint64_t full[MOST_STAGES], done[MOST_STAGES];
+};
+extern __shared__ __align__(128) char stream_shared[]; /* stream_room, the stages */
+
+/* Key i and column w of this thread. */
+__device__ __forceinline__ int key_of(int i)
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    return (V_FIRST ? lane : warp % KEY_WORKERS * 4 + lane / 8) * KEYS + i;
+}
+
+__device__ __forceinline__ int column_of(int w)
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    return V_FIRST ? warp * COLUMNS + w : warp / KEY_WORKERS * 64 + w / 4 * 32 + lane % 8 * 4 + w % 4;
+}
+
+/* x[0..N/2) <- half of the sums over lanes that differ in bit `step`: the first half where it is 0. */
+template <int N, int M> __device__ __forceinline__ void sum_half(float (&x)[M], int step)
+{
+    const bool second = threadIdx.x & step;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        const float keep = second ? x[i + N / 2] : x[i], give = second ? x[i] : x[i + N / 2];
+        x[i] = keep + __shfl_xor_sync(~0u, give, step);
+    }
+}
+
+/* The sums over all threads that have these columns, in x and, if there is one, in y; added up in the
+ * order of step.cuh's butterflies, but each by the lanes that are to have it alone. */
+LA_FN void join(float *x, float *y)
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float z[2 * COLUMNS];
+    if constexpr (V_FIRST) { /* in the end lane i has sum number i, its bits reversed */
+#pragma unroll
+        for (int w = 0; w < COLUMNS; w++) z[w] = x[w], z[COLUMNS + w] = y ? y[w] : 0;
+        int step = 1;
+        if (y) sum_half<16>(z, 1), step = 2;
+        sum_half<8>(z, step);
+        sum_half<4>(z, 2 * step);
+        sum_half<2>(z, 4 * step);
+        for (step *= 8; step < 32; step *= 2) z[0] += __shfl_xor_sync(~0u, z[0], step);
+#pragma unroll
+        for (int w = 0; w < COLUMNS; w++) {
+            const int reversed = (w & 4) / 4 + (w & 2) + (w & 1) * 4;
+            x[w] = __shfl_sync(~0u, z[0], y ? 2 * reversed : reversed);
+            if (y) y[w] = __shfl_sync(~0u, z[0], 2 * reversed + 1);
+        }
+    } else {
+        /* bit 3 of a lane: which four columns; bit 4: of x or of y */
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float four[4] = {x[e], y ? y[e] : x[4 + e], y ? x[4 + e] : 0, y ? y[4 + e] : 0};
+#pragma unroll
+            for (int i = 0; i < 4; i++) z[4 * i + e] = four[i];
+        }
+        if (y) {
+            sum_half<16>(z, 8);
+            sum_half<8>(z, 16);
+        } else {
+            sum_half<8>(z, 8);
+#pragma unroll
+            for (int e = 0; e < 4; e++) z[e] += __shfl_xor_sync(~0u, z[e], 16);
+        }
+        stream_room *s = (stream_room *)stream_shared;
+        some_warps_wait(WORKERS); /* the last sums have been read */
+        s->sums[warp][lane] = make_float4(z[0], z[1], z[2], z[3]);
+        some_warps_wait(WORKERS);
+        float sum[4] = {};
+#pragma unroll
+        for (int i = 0; i < KEY_WORKERS; i++) {
+            const float4 one = s->sums[warp / KEY_WORKERS * KEY_WORKERS + i][lane];
+            sum[0] += one.x;
+            sum[1] += one.y;
+            sum[2] += one.z;
+            sum[3] += one.w;
+        }
+#pragma unroll
+        for (int w = 0; w < COLUMNS; w++) {
+            x[w] = __shfl_sync(~0u, sum[w % 4], w / 4 * 8 + lane % 8);
+            if (y) y[w] = __shfl_sync(~0u, sum[w % 4], 16 + w / 4 * 8 + lane % 8);
+        }
+    }
+}
+
+#include "../recurrence.h"
+
+#if HAS_COPY_ENGINE
+/* The warp of stage s: every stages-th head of this block, until there is none left. */
+template <la_decay DECAY, la_rule RULE>
+__device__ __forceinline__ void fetch(const call &c, stream_room &room, uint32_t stage, int s,
+                                      int stages, int bytes)
+{
+    enum { EACH = MOST / 32 };
+    const uint32_t full = address_of(&room.full[s]), done = address_of(&room.done[s]);
+    const int lane = threadIdx.x % 32, v_size = dtype_size(c.v.dtype), g_size = dtype_size(c.g.dtype);
+    token_room &token = room.token[s];
+    char *state = NULL, *o_row = NULL;
+    float den = 0;
+    int round = 0;
+    const auto put_back = [&] {
+        barrier_wait(done, round - 1 & 1);
+        if (lane == 0 && state) engine_copy_back(state, stage, bytes);
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const int i = lane + 32 * j;
+            if (i < c.V)
+                store(o_row + i * c.o.stride[3] * dtype_size(c.o.dtype), c.o.dtype,
+                      state ? finish(c, token.o[i], den) : 0.0f);
+        }
+        if (lane == 0) engine_has_read();
+        __syncwarp();
+    };
+
+    for (int u = blockIdx.x + s * gridDim.x; u < c.N * c.HV; u += stages * gridDim.x, round++) {
+        const int n = u / c.HV, hv = u % c.HV, h = hv / (c.HV / c.H), slot = slot_of(c, n);
+        uint64_t q_bits[EACH], k_bits[EACH], v_bits[EACH], g_bits[EACH] = {}, beta_bits = 0;
+        float z[EACH] = {};
+        load_bits(c, c.q, n, h, q_bits);
+        load_bits(c, c.k, n, h, k_bits);
+        const char *of_v = at(c.v, n, 0, hv), *of_g = at(c.g, n, 0, hv);
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const int i = lane + 32 * j;
+            v_bits[j] = i < c.V ? bits_of(of_v + i * v_size, c.v.dtype) : 0;
+            if (DECAY == LA_KEY && i < c.K) g_bits[j] = bits_of(of_g + i * g_size, c.g.dtype);
+        }
+        if (DECAY == LA_TOKEN) g_bits[0] = bits_of(of_g, c.g.dtype);
+        if (RULE == LA_DELTA) beta_bits = bits_of(at(c.beta, n, 0, hv), c.beta.dtype);
+        char *of_z = NULL;
+        if (c.normaliser != LA_UNNORMALISED && slot >= 0) {
+            of_z = at(c.z0, slot, hv);
+            load_row(z, of_z, c.z0.dtype, lane, 32, c.K);
+        }
+
+        if (round) put_back();
+        o_row = at(c.o, n, 0, hv);
+        state = slot < 0 ? NULL : at(c.s0, slot, hv);
+        if (lane == 0 && state) {
+            barrier_expect(full, bytes);
+            engine_copy(stage, state, bytes, full);
+        } else if (lane == 0) {
+            barrier_arrive(full);
+        }
+
+        float q[EACH], k[EACH], qk = 0;
+        den = 0;
+        make_key(c, q_bits, c.q.dtype, c.map[0], c.map_eps[0], q);
+        make_key(c, k_bits, c.k.dtype, c.map[1], c.map_eps[1], k);
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const int i = lane + 32 * j;
+            token.q[i] = q[j];
+            token.k[i] = k[j];
+            token.v[i] = number(v_bits[j], c.v.dtype);
+            if (DECAY == LA_KEY)
+                token.a[i] = i < c.K ? decay_of(number(g_bits[j], c.g.dtype), c.gate) : 0;
+            qk += q[j] * k[j];
+            z[j] += k[j];
+            den += z[j] * q[j];
+            if (of_z && i < c.K) store(of_z + i * dtype_size(c.z0.dtype), c.z0.dtype, z[j]);
+        }
+        if (RULE == LA_DELTA) qk = warp_sum(qk);
+        if (c.normaliser != LA_UNNORMALISED) den = warp_sum(den);
+        if (lane == 0) {
+            if (DECAY == LA_TOKEN) token.a[0] = decay_of(number(g_bits[0], c.g.dtype), c.gate);
+            if (RULE == LA_DELTA) token.beta = number(beta_bits, c.beta.dtype);
+            token.qk = qk;
+            token.live = state != NULL;
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(full);
+    }
+    if (round) put_back();
+}
+
+/* A thread's part of a state, between shared memory and the recurrence's [keys][columns]. */
+template <bool LOAD>
+__device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stage, const call &c,
+                                           la_dtype dtype)
+{
+    const int size = dtype_size(dtype);
+#pragma unroll
+    for (int i = 0; i < KEYS * COLUMNS / 4; i++) {
+        /* four numbers in a row: columns of key i / 2, or the keys of column i */
+        const int key = key_of(V_FIRST ? 0 : i / 2), column = column_of(V_FIRST ? i : i % 2 * 4);
+        char *four = stage + (V_FIRST ? column * c.K + key : key * c.V + column) * size;
+        const bool there = key < c.K && column < c.V;
+        float x[4] = {};
+        if (LOAD && there) load_four(x, four, dtype, 4, true);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float &of_S = V_FIRST ? S[e][i] : S[i / 2][i % 2 * 4 + e];
+            if (LOAD)
+                of_S = x[e];
+            else
+                x[e] = of_S;
+        }
+        if (!LOAD && there) store_four(four, x, dtype, 4, true);
+    }
+}
+
+/* The dtype is asked once for all. */
+template <bool LOAD>
+__device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stage, const call &c)
+{
+    if (c.s0.dtype == LA_F32)
+        move_state<LOAD>(S, stage, c, LA_F32);
+    else
+        move_state<LOAD>(S, stage, c, LA_BF16);
+}
+
+/* Four numbers in a row of shared memory. */
+__device__ __forceinline__ void take(float *x, const float *from)
+{
+    const float4 y = *(const float4 *)from;
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+}
+#endif
+
+template <la_decay DECAY, la_rule RULE>
+__global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
+    stream_states(const __grid_constant__ call c, const int stages)
+{
+#if HAS_COPY_ENGINE
+    stream_room &room = *(stream_room *)stream_shared;
+    char *first_stage = stream_shared + sizeof(stream_room);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int bytes = c.K * c.V * dtype_size(c.s0.dtype);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < stages; s++) {
+            barrier_init(address_of(&room.full[s]), 2); /* the engine's bytes, the fetcher's */
+            barrier_init(address_of(&room.done[s]), WORKERS);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+
+    if (warp >= WORKERS) {
+        const int s = warp - WORKERS;
+        fetch<DECAY, RULE>(c, room, address_of(first_stage + s * bytes), s, stages, bytes);
+        return;
+    }
+
+    int s = 0, phase = 0;
+    for (int u = blockIdx.x; u < c.N * c.HV; u += gridDim.x) {
+        token_room &token = room.token[s];
+        barrier_wait(address_of(&room.full[s]), phase);
+        if (token.live) {
+            float S[KEYS][COLUMNS], q[KEYS], k[KEYS], v[COLUMNS], o[COLUMNS];
+            float a[DECAY == LA_KEY ? KEYS : 1];
+            char *stage = first_stage + s * bytes;
+            move_state<true>(S, stage, c);
+            take(q, token.q + key_of(0));
+            take(k, token.k + key_of(0));
+            take(v, token.v + column_of(0));
+            take(v + 4, token.v + column_of(4));
+            if constexpr (DECAY == LA_KEY)
+                take(a, token.a + key_of(0));
+            else
+                a[0] = token.a[0];
+            la_token(&S[0][0], COLUMNS, COLUMNS, KEYS, q, k, v, a, token.beta, token.qk, o, DECAY,
+                     RULE);
+            move_state<false>(S, stage, c);
+            stores_before_copies();
+#pragma unroll
+            for (int w = 0; w < COLUMNS; w += 4) /* all have the sums: one says them */
+                if (V_FIRST ? lane == w : warp % KEY_WORKERS == 0 && lane / 8 == w / 4)
+                    *(float4 *)(token.o + column_of(w)) = make_float4(o[w], o[w + 1], o[w + 2], o[w + 3]);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(address_of(&room.done[s]));
+        if (++s == stages) s = 0, phase ^= 1;
+    }
+#endif
+}
+
+/* cudaErrorNotSupported, with nothing done, where it is no gain or the states do not lie right: heads
+ * in one piece each, which the engine can take, and enough of them for every block to overlap. */
+template <la_decay DECAY, la_rule RULE>
+static cudaError_t stream_any(const call &c, cudaStream_t stream)
+{
+    const int size = c.s0.dtype == LA_F32 ? 4 : 2, bytes = c.K * c.V * size;
+    const int64_t *stride = c.s0.stride, heads = (int64_t)c.N * c.HV;
+    const int length = V_FIRST ? c.K : c.V;
+    const bool one_piece = stride[V_FIRST ? 3 : 2] == length && stride[V_FIRST ? 2 : 3] == 1;
+    const bool aligned = length % 4 == 0 && bytes % 16 == 0 && (uintptr_t)c.s0.data % 16 == 0 &&
+                         (stride[0] | stride[1]) * size % 16 == 0;
+    if (c.K > MOST || c.V > MOST || bytes < LEAST_BYTES || !one_piece || !aligned)
+        return cudaErrorNotSupported;
+
+    const auto kernel = stream_states<DECAY, RULE>;
+    int device, processors = 0, shared = 0;
+    cudaFuncAttributes code;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess && heads < 2 * processors) return cudaErrorNotSupported;
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
+    if (error != cudaSuccess) return error;
+    const int stages = min((shared - (int)sizeof(stream_room)) / bytes, (int)MOST_STAGES);
+    if (code.binaryVersion < 90 || stages < 2) return cudaErrorNotSupported;
+    const int room = (int)sizeof(stream_room) + stages * bytes;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
+    if (error != cudaSuccess) return error;
+    kernel<<<(unsigned)processors, (WORKERS + stages) * 32, room, stream>>>(c, stages);
+    return cudaGetLastError();
+}
