@@ -4,7 +4,9 @@
  * A block has COLUMNS value columns of one head's state. In the layout [K][V] eight threads go along
  * a row, four columns each, and 32 groups of them share the rows; in [V][K] a warp goes along the
  * keys of four columns. Either way a thread holds ROWS keys of four columns, moved 16 bytes at a
- * time. Included by one file per layout, which defines V_FIRST. */
+ * time. q, k and gates are made by every warp for itself: at one row of a batch all that a step takes
+ * is latency, and this needs no waiting for another warp. Included by one file per layout, which
+ * defines V_FIRST. */
 #include "kernels.cuh"
 #include "token.cuh"
 
@@ -16,9 +18,8 @@
 typedef float real, lane, lane_of_state;
 enum { MAX_STRIP = 4, COLUMNS = 32, THREADS = 256, WARPS = THREADS / 32 };
 
-struct step_room {
-    float q[256], k[256], a[256], qk, den;
-    float4 sums[2][WARPS][8]; /* [K][V]: each warp's, of its eight times four columns */
+struct step_room { /* [K][V]: each warp's sums, of its eight times four columns */
+    float4 sums[2][WARPS][8];
 };
 extern __shared__ __align__(16) char step_shared[];
 
@@ -58,21 +59,43 @@ LA_FN void join(float *x, float *y)
 
 #include "../recurrence.h"
 
+/* A number from 0 to 2^31 divided without dividing: n factor / 2^(31 + l) where by <= 2^l (Granlund and
+ * Montgomery 1994). Three divisions in a row would be a tenth of a microsecond. */
+struct divisor {
+    uint32_t factor;
+    int shift, by;
+    explicit divisor(int by) : by(by)
+    {
+        int l = 0;
+        while ((1LL << l) < by) l++;
+        shift = 31 + l;
+        factor = (uint32_t)((1ULL << shift) / (uint64_t)by + 1);
+    }
+};
+
+/* n, of which the quotient is returned and the remainder left. */
+__device__ __forceinline__ int divide(int &n, const divisor &d)
+{
+    const int quotient = (int)((uint64_t)(uint32_t)n * d.factor >> d.shift);
+    n -= quotient * d.by;
+    return quotient;
+}
+
 /* WHOLE: a state of float32 whose rows come in pieces of 16 bytes. */
 template <la_decay DECAY, la_rule RULE, int ROWS, bool WHOLE>
-__global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
-    step(const __grid_constant__ call c, const bool vector)
+__global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
+    step(const __grid_constant__ call c, const bool vector, const divisor tiles, const divisor heads,
+         const divisor group)
 {
-    step_room &s = *(step_room *)step_shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int tiles = (c.V + COLUMNS - 1) / COLUMNS, tile = blockIdx.x % tiles;
-    const int n = blockIdx.x / tiles / c.HV, hv = blockIdx.x / tiles % c.HV, h = hv / (c.HV / c.H);
-    const int slot = slot_of(c, n);
+    int tile = blockIdx.x;
+    int hv = divide(tile, tiles);
+    const int n = divide(hv, heads);
+    int in_group = hv;
+    const int h = divide(in_group, group), slot = slot_of(c, n);
     const int column = tile * COLUMNS + (V_FIRST ? warp : threadIdx.x % 8) * 4;
-    /* this thread's key i */
-    const auto key_of = [&](int i) {
-        return V_FIRST ? i / 4 * 128 + lane * 4 + i % 4 : threadIdx.x / 8 * ROWS + i;
-    };
+    const int keeper = V_FIRST ? lane : threadIdx.x / 8; /* the lane that makes this thread's keys */
+    const auto key_of = [&](int i) { return key_of_lane(keeper, i); };
     float S[ROWS][4] = {}, q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1], v[4], o[4];
 
     if (slot < 0) { /* a padded row */
@@ -86,16 +109,18 @@ __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
     const int size = dtype_size(c.s0.dtype);
     const int64_t apart = c.s0.stride[V_FIRST ? 3 : 2];
     float *of_thread = (float *)state + (V_FIRST ? column * apart + lane * 4
-                                                 : threadIdx.x / 8 * ROWS * apart + column);
+                                                 : key_of(0) * apart + column);
+    /* its piece i: in [V][K] column i % 4 and four keys from key i / 4 * 4 on; in [K][V] key i */
+    const auto piece_of = [&](int i) {
+        return of_thread + (V_FIRST ? i % 4 * apart + i / 4 * 128 : (i / 4 * 128 + i % 4) * apart);
+    };
     float4 x[WHOLE ? ROWS : 1];
     if constexpr (WHOLE) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
-            /* [V][K]: column i % 4, its four keys i / 4; [K][V]: key i */
             const bool there = V_FIRST ? column + i % 4 < c.V && key_of(i / 4 * 4) < c.K
                                        : column < c.V && key_of(i) < c.K;
-            const float *from = of_thread + (V_FIRST ? i % 4 * apart + i / 4 * 128 : i * apart);
-            x[i] = there ? *(const float4 *)from : make_float4(0, 0, 0, 0);
+            x[i] = there ? *(const float4 *)piece_of(i) : make_float4(0, 0, 0, 0);
         }
     } else if (V_FIRST) {
 #pragma unroll
@@ -118,47 +143,39 @@ __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
     }
 
     /* Ask for everything before waiting for anything. */
-    enum { KEYS = ROWS }; /* of a lane of 32: 128 or 256 in all */
-    uint64_t q_bits[KEYS], k_bits[KEYS], v_bits[4], g_bits = 0, beta_bits = 0;
-    const int v_size = dtype_size(c.v.dtype), key = threadIdx.x;
-    const char *of_v = at(c.v, n, 0, hv, column);
-    if (warp == 0) {
-        load_bits(c, c.q, n, h, q_bits);
-        load_bits(c, c.k, n, h, k_bits);
-    }
-    if (DECAY == LA_KEY && key < c.K) g_bits = bits_of(at(c.g, n, 0, hv, key), c.g.dtype);
+    four_bits q_bits[ROWS / 4], k_bits[ROWS / 4];
+    four_bits a_bits[ROWS / 4];
+    uint64_t g_bits = 0, beta_bits = 0;
+    load_key_bits<ROWS>(c, c.q, n, h, q_bits);
+    load_key_bits<ROWS>(c, c.k, n, h, k_bits);
+    if constexpr (DECAY == LA_KEY) load_decay_bits<ROWS>(c, n, hv, a_bits);
     if (DECAY == LA_TOKEN) g_bits = bits_of(at(c.g, n, 0, hv), c.g.dtype);
     if (RULE == LA_DELTA) beta_bits = bits_of(at(c.beta, n, 0, hv), c.beta.dtype);
-#pragma unroll
-    for (int w = 0; w < 4; w++)
-        v_bits[w] = column + w < c.V ? bits_of(of_v + w * v_size, c.v.dtype) : 0;
+    const four_bits v_bits = load_four_bits(at(c.v, n, 0, hv, column), c.v.dtype, c.V - column);
 
-    if (warp == 0) {
-        float of_q[KEYS], of_k[KEYS], qk = 0;
-        make_key(c, q_bits, c.q.dtype, c.map[0], c.map_eps[0], of_q);
-        make_key(c, k_bits, c.k.dtype, c.map[1], c.map_eps[1], of_k);
-#pragma unroll
-        for (int j = 0; j < KEYS; j++) {
-            s.q[lane + 32 * j] = of_q[j];
-            s.k[lane + 32 * j] = of_k[j];
-            qk += of_q[j] * of_k[j];
-        }
-        qk = warp_sum(qk);
-        if (lane == 0) s.qk = qk;
-        if (c.normaliser != LA_UNNORMALISED) { /* z as it was; advance_z comes after */
-            float z[KEYS], den = 0;
-            load_row(z, at(c.z0, slot, hv), c.z0.dtype, lane, 32, c.K);
-#pragma unroll
-            for (int j = 0; j < KEYS; j++) den += (z[j] + of_k[j]) * of_q[j];
-            den = warp_sum(den);
-            if (lane == 0) s.den = den;
-        }
-    }
-    if (DECAY == LA_KEY && key < c.K) s.a[key] = decay_of(number(g_bits, c.g.dtype), c.gate);
+    float qk = 0, den = 0;
+    make_key(c, q_bits, c.q.dtype, c.map[0], c.map_eps[0], q);
+    make_key(c, k_bits, c.k.dtype, c.map[1], c.map_eps[1], k);
+    if constexpr (DECAY == LA_KEY) make_decay(c, a_bits, a);
     if (DECAY == LA_TOKEN) a[0] = decay_of(number(g_bits, c.g.dtype), c.gate);
-    const float beta = RULE == LA_DELTA ? number(beta_bits, c.beta.dtype) : 0;
+    if (RULE == LA_DELTA) {
 #pragma unroll
-    for (int w = 0; w < 4; w++) v[w] = number(v_bits[w], c.v.dtype);
+        for (int i = 0; i < ROWS; i++) qk += q[i] * k[i];
+        qk = warp_sum(qk);
+    }
+    if (c.normaliser != LA_UNNORMALISED) { /* z as it was; advance_z comes after */
+        float next[ROWS];
+        den = warp_sum(denominator(c, at(c.z0, slot, hv), q, k, next));
+    }
+    const float beta = RULE == LA_DELTA ? number(beta_bits, c.beta.dtype) : 0;
+    numbers(v, v_bits, c.v.dtype);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) { /* from the lanes that made them to the threads that want them */
+        if (V_FIRST) continue;
+        q[i] = __shfl_sync(~0u, q[i], keeper);
+        k[i] = __shfl_sync(~0u, k[i], keeper);
+        if (DECAY == LA_KEY) a[i] = __shfl_sync(~0u, a[i], keeper);
+    }
     if constexpr (WHOLE)
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
@@ -166,21 +183,13 @@ __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
 #pragma unroll
             for (int e = 0; e < 4; e++) (V_FIRST ? S[i / 4 * 4 + e][i % 4] : S[i][e]) = y[e];
         }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        q[i] = s.q[key_of(i)];
-        k[i] = s.k[key_of(i)];
-        if (DECAY == LA_KEY) a[i] = key_of(i) < c.K ? s.a[key_of(i)] : 0;
-    }
-
-    la_token(&S[0][0], 4, 4, ROWS, q, k, v, a, beta, s.qk, o, DECAY, RULE);
+    la_token(&S[0][0], 4, 4, ROWS, q, k, v, a, beta, qk, o, DECAY, RULE);
 
     if (V_FIRST ? lane == 0 : threadIdx.x < 8) {
 #pragma unroll
         for (int w = 0; w < 4; w++)
             if (column + w < c.V)
-                store(at(c.o, n, 0, hv, column + w), c.o.dtype, finish(c, o[w], s.den));
+                store(at(c.o, n, 0, hv, column + w), c.o.dtype, finish(c, o[w], den));
     }
 
     if constexpr (WHOLE) {
@@ -188,10 +197,10 @@ __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
         for (int i = 0; i < ROWS; i++) {
             const bool there = V_FIRST ? column + i % 4 < c.V && key_of(i / 4 * 4) < c.K
                                        : column < c.V && key_of(i) < c.K;
-            float *to = of_thread + (V_FIRST ? i % 4 * apart + i / 4 * 128 : i * apart), y[4];
+            float y[4];
 #pragma unroll
             for (int e = 0; e < 4; e++) y[e] = V_FIRST ? S[i / 4 * 4 + e][i % 4] : S[i][e];
-            if (there) *(float4 *)to = make_float4(y[0], y[1], y[2], y[3]);
+            if (there) *(float4 *)piece_of(i) = make_float4(y[0], y[1], y[2], y[3]);
         }
     } else if (V_FIRST) {
 #pragma unroll
@@ -215,22 +224,18 @@ __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 4 : 2)
 }
 
 /* z <- z + k, once every block has read z: a warp per head. */
-static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
+template <int KEYS> __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
     const int n = blockIdx.x / c.HV, hv = blockIdx.x % c.HV, h = hv / (c.HV / c.H);
     const int slot = slot_of(c, n);
-    uint64_t bits[8];
-    float k[8];
+    four_bits bits[KEYS / 4];
+    float q[KEYS] = {}, k[KEYS], next[KEYS];
     if (slot < 0) return;
-    load_bits(c, c.k, n, h, bits);
+    load_key_bits<KEYS>(c, c.k, n, h, bits);
     make_key(c, bits, c.k.dtype, c.map[1], c.map_eps[1], k);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const int i = threadIdx.x + 32 * j;
-        if (i >= c.K) continue;
-        char *z = at(c.z0, slot, hv, i);
-        store(z, c.z0.dtype, load<float>(z, c.z0.dtype) + k[j]);
-    }
+    char *z = at(c.z0, slot, hv);
+    denominator(c, z, q, k, next);
+    store_keys(z, c.z0.dtype, c.K, next);
 }
 
 /* Do four numbers in a row of the state come in one piece? */
@@ -249,9 +254,10 @@ static void launch_step(const call &c, cudaStream_t stream)
     const bool vector = state_vectors(c);
     const bool whole = vector && c.s0.dtype == LA_F32 && (V_FIRST ? c.K : c.V) % 4 == 0;
     const auto kernel = whole ? step<DECAY, RULE, ROWS, true> : step<DECAY, RULE, ROWS, false>;
-    kernel<<<blocks, THREADS, sizeof(step_room), stream>>>(c, vector);
+    kernel<<<blocks, THREADS, sizeof(step_room), stream>>>(c, vector, divisor(tiles), divisor(c.HV),
+                                                           divisor(c.HV / c.H));
     if (c.normaliser != LA_UNNORMALISED)
-        advance_z<<<(unsigned)(c.N * c.HV), 32, 0, stream>>>(c);
+        advance_z<ROWS><<<(unsigned)(c.N * c.HV), 32, 0, stream>>>(c);
 }
 
 template <la_decay DECAY, la_rule RULE>

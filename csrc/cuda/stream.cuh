@@ -27,6 +27,7 @@ enum {
     MAX_STRIP = COLUMNS,
     WORKERS = MOST * MOST / (32 * KEYS * COLUMNS),
     KEY_WORKERS = V_FIRST ? 1 : MOST / (4 * KEYS), /* that share the keys of the same columns */
+    PIECES = 2,
     MOST_STAGES = 4, /* more warps would leave each too few registers */
     /* Smaller heads are left to step.cuh: a block's stages would hold too few bytes on their way. */
     LEAST_BYTES = 32 * 1024,
@@ -131,84 +132,95 @@ LA_FN void join(float *x, float *y)
 #include "../recurrence.h"
 
 #if HAS_COPY_ENGINE
-/* The warp of stage s: every stages-th head of this block, until there is none left. */
+/* Four numbers in a row of shared memory. */
+__device__ __forceinline__ void take(float *x, const float *from)
+{
+    const float4 y = *(const float4 *)from;
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+}
+
+__device__ __forceinline__ void give(float *to, const float (&x)[4])
+{
+    *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
+}
+
+/* The warp of stage s: every stages-th head of this block, until there is none left. A state goes and
+ * the next comes in PIECES, one as soon as the other has left its place. */
 template <la_decay DECAY, la_rule RULE>
 __device__ __forceinline__ void fetch(const call &c, stream_room &room, uint32_t stage, int s,
                                       int stages, int bytes)
 {
-    enum { EACH = MOST / 32 };
     const uint32_t full = address_of(&room.full[s]), done = address_of(&room.done[s]);
-    const int lane = threadIdx.x % 32, v_size = dtype_size(c.v.dtype), g_size = dtype_size(c.g.dtype);
+    const int lane = threadIdx.x % 32, piece = bytes / PIECES;
     token_room &token = room.token[s];
     char *state = NULL, *o_row = NULL;
     float den = 0;
     int round = 0;
     const auto put_back = [&] {
         barrier_wait(done, round - 1 & 1);
-        if (lane == 0 && state) engine_copy_back(state, stage, bytes);
+        if (lane == 0 && state)
+            for (int i = 0; i < PIECES; i++)
+                engine_copy_back(state + i * piece, stage + i * piece, piece);
+        float o[4];
+        take(o, token.o + lane * 4);
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            const int i = lane + 32 * j;
-            if (i < c.V)
-                store(o_row + i * c.o.stride[3] * dtype_size(c.o.dtype), c.o.dtype,
-                      state ? finish(c, token.o[i], den) : 0.0f);
+        for (int e = 0; e < 4; e++) {
+            const int column = lane * 4 + e;
+            if (column < c.V)
+                store(o_row + column * c.o.stride[3] * dtype_size(c.o.dtype), c.o.dtype,
+                      state ? finish(c, o[e], den) : 0.0f);
         }
-        if (lane == 0) engine_has_read();
         __syncwarp();
     };
 
     for (int u = blockIdx.x + s * gridDim.x; u < c.N * c.HV; u += stages * gridDim.x, round++) {
         const int n = u / c.HV, hv = u % c.HV, h = hv / (c.HV / c.H), slot = slot_of(c, n);
-        uint64_t q_bits[EACH], k_bits[EACH], v_bits[EACH], g_bits[EACH] = {}, beta_bits = 0;
-        float z[EACH] = {};
-        load_bits(c, c.q, n, h, q_bits);
-        load_bits(c, c.k, n, h, k_bits);
-        const char *of_v = at(c.v, n, 0, hv), *of_g = at(c.g, n, 0, hv);
-#pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            const int i = lane + 32 * j;
-            v_bits[j] = i < c.V ? bits_of(of_v + i * v_size, c.v.dtype) : 0;
-            if (DECAY == LA_KEY && i < c.K) g_bits[j] = bits_of(of_g + i * g_size, c.g.dtype);
-        }
-        if (DECAY == LA_TOKEN) g_bits[0] = bits_of(of_g, c.g.dtype);
+        four_bits q_bits[1], k_bits[1], a_bits[1];
+        uint64_t g_bits = 0, beta_bits = 0;
+        load_key_bits<KEYS>(c, c.q, n, h, q_bits);
+        load_key_bits<KEYS>(c, c.k, n, h, k_bits);
+        if (DECAY == LA_KEY) load_decay_bits<KEYS>(c, n, hv, a_bits);
+        if (DECAY == LA_TOKEN) g_bits = bits_of(at(c.g, n, 0, hv), c.g.dtype);
         if (RULE == LA_DELTA) beta_bits = bits_of(at(c.beta, n, 0, hv), c.beta.dtype);
-        char *of_z = NULL;
-        if (c.normaliser != LA_UNNORMALISED && slot >= 0) {
-            of_z = at(c.z0, slot, hv);
-            load_row(z, of_z, c.z0.dtype, lane, 32, c.K);
-        }
+        const four_bits v_bits =
+            load_four_bits(at(c.v, n, 0, hv, lane * 4), c.v.dtype, c.V - lane * 4);
 
         if (round) put_back();
         o_row = at(c.o, n, 0, hv);
         state = slot < 0 ? NULL : at(c.s0, slot, hv);
         if (lane == 0 && state) {
             barrier_expect(full, bytes);
-            engine_copy(stage, state, bytes, full);
+            static_assert(PIECES == 2, "one wait each");
+            engine_has_read<1>();
+            engine_copy(stage, state, piece, full);
+            engine_has_read<0>();
+            engine_copy(stage + piece, state + piece, piece, full);
         } else if (lane == 0) {
             barrier_arrive(full);
         }
 
-        float q[EACH], k[EACH], qk = 0;
-        den = 0;
+        float q[KEYS], k[KEYS], a[KEYS], v[4], qk = 0;
         make_key(c, q_bits, c.q.dtype, c.map[0], c.map_eps[0], q);
         make_key(c, k_bits, c.k.dtype, c.map[1], c.map_eps[1], k);
+        if (DECAY == LA_KEY) make_decay(c, a_bits, a);
+        numbers(v, v_bits, c.v.dtype);
+        give(token.q + lane * 4, q);
+        give(token.k + lane * 4, k);
+        give(token.v + lane * 4, v);
+        if (DECAY == LA_KEY) give(token.a + lane * 4, a);
+        if (RULE == LA_DELTA) {
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            const int i = lane + 32 * j;
-            token.q[i] = q[j];
-            token.k[i] = k[j];
-            token.v[i] = number(v_bits[j], c.v.dtype);
-            if (DECAY == LA_KEY)
-                token.a[i] = i < c.K ? decay_of(number(g_bits[j], c.g.dtype), c.gate) : 0;
-            qk += q[j] * k[j];
-            z[j] += k[j];
-            den += z[j] * q[j];
-            if (of_z && i < c.K) store(of_z + i * dtype_size(c.z0.dtype), c.z0.dtype, z[j]);
+            for (int i = 0; i < KEYS; i++) qk += q[i] * k[i];
+            qk = warp_sum(qk);
         }
-        if (RULE == LA_DELTA) qk = warp_sum(qk);
-        if (c.normaliser != LA_UNNORMALISED) den = warp_sum(den);
+        if (c.normaliser != LA_UNNORMALISED && state) {
+            float next[KEYS];
+            char *z = at(c.z0, slot, hv);
+            den = warp_sum(denominator(c, z, q, k, next));
+            store_keys(z, c.z0.dtype, c.K, next);
+        }
         if (lane == 0) {
-            if (DECAY == LA_TOKEN) token.a[0] = decay_of(number(g_bits[0], c.g.dtype), c.gate);
+            if (DECAY == LA_TOKEN) token.a[0] = decay_of(number(g_bits, c.g.dtype), c.gate);
             if (RULE == LA_DELTA) token.beta = number(beta_bits, c.beta.dtype);
             token.qk = qk;
             token.live = state != NULL;
@@ -217,6 +229,7 @@ __device__ __forceinline__ void fetch(const call &c, stream_room &room, uint32_t
         if (lane == 0) barrier_arrive(full);
     }
     if (round) put_back();
+    if (lane == 0) engine_has_read<0>();
 }
 
 /* A thread's part of a state, between shared memory and the recurrence's [keys][columns]. */
@@ -255,12 +268,6 @@ __device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stag
         move_state<LOAD>(S, stage, c, LA_BF16);
 }
 
-/* Four numbers in a row of shared memory. */
-__device__ __forceinline__ void take(float *x, const float *from)
-{
-    const float4 y = *(const float4 *)from;
-    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
-}
 #endif
 
 template <la_decay DECAY, la_rule RULE>
@@ -311,7 +318,8 @@ __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
 #pragma unroll
             for (int w = 0; w < COLUMNS; w += 4) /* all have the sums: one says them */
                 if (V_FIRST ? lane == w : warp % KEY_WORKERS == 0 && lane / 8 == w / 4)
-                    *(float4 *)(token.o + column_of(w)) = make_float4(o[w], o[w + 1], o[w + 2], o[w + 3]);
+                    *(float4 *)(token.o + column_of(w)) =
+                        make_float4(o[w], o[w + 1], o[w + 2], o[w + 3]);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(address_of(&room.done[s]));
@@ -329,7 +337,7 @@ static cudaError_t stream_any(const call &c, cudaStream_t stream)
     const int64_t *stride = c.s0.stride, heads = (int64_t)c.N * c.HV;
     const int length = V_FIRST ? c.K : c.V;
     const bool one_piece = stride[V_FIRST ? 3 : 2] == length && stride[V_FIRST ? 2 : 3] == 1;
-    const bool aligned = length % 4 == 0 && bytes % 16 == 0 && (uintptr_t)c.s0.data % 16 == 0 &&
+    const bool aligned = length % 4 == 0 && bytes % (16 * PIECES) == 0 && (uintptr_t)c.s0.data % 16 == 0 &&
                          (stride[0] | stride[1]) * size % 16 == 0;
     if (c.K > MOST || c.V > MOST || bytes < LEAST_BYTES || !one_piece || !aligned)
         return cudaErrorNotSupported;

@@ -107,7 +107,8 @@ __device__ __forceinline__ void engine_copy(uint32_t to, const void *from, int b
                  : "memory");
 }
 
-/* The other way, and until what this thread asked for has been read from shared memory. */
+/* The other way; and until all but the last LEFT of what this thread asked for have been read from
+ * shared memory. */
 __device__ __forceinline__ void engine_copy_back(void *to, uint32_t from, int bytes)
 {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
@@ -116,9 +117,9 @@ __device__ __forceinline__ void engine_copy_back(void *to, uint32_t from, int by
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-__device__ __forceinline__ void engine_has_read()
+template <int LEFT> __device__ __forceinline__ void engine_has_read()
 {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
 }
 
 /* A box of a tensor: columns i0.., head i1, tokens i2.., batch row i3. */

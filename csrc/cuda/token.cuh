@@ -42,43 +42,162 @@ __device__ __forceinline__ void store_four(char *to, const float (&x)[4], la_dty
         if (e < there) store(to + e * dtype_size(dtype), dtype, x[e]);
 }
 
-/* One warp: a row of q or k as the recurrence sees it, [KEYS * 32]. */
-template <int KEYS>
-__device__ __forceinline__ void load_bits(const call &c, const view &from, int n, int h,
-                                          uint64_t (&x)[KEYS])
+/* The same as the arrays of tokens have them: bits first, so that everything can be asked for before
+ * anything is waited for. Of 16 or 32 bits each; those that do not exist are zeros. */
+struct four_bits {
+    uint32_t x[4];
+};
+
+__device__ __forceinline__ four_bits load_four_bits(const char *from, la_dtype dtype, int there)
 {
-    const int lane = threadIdx.x % 32, size = dtype_size(from.dtype);
-    const char *row = at(from, n, 0, h);
+    const int size = dtype_size(dtype);
+    four_bits y = {};
+    if (there >= 4 && (uintptr_t)from % (4 * size) == 0) {
+        if (size == 4) {
+            const uint4 z = *(const uint4 *)from;
+            y.x[0] = z.x, y.x[1] = z.y, y.x[2] = z.z, y.x[3] = z.w;
+        } else {
+            const uint2 z = *(const uint2 *)from;
+            y.x[0] = z.x, y.x[1] = z.y;
+        }
+        return y;
+    }
 #pragma unroll
-    for (int j = 0; j < KEYS; j++)
-        x[j] = lane + 32 * j < c.K ? bits_of(row + (lane + 32 * j) * size, from.dtype) : 0;
+    for (int e = 0; e < 4; e++)
+        if (e < there) {
+            if (size == 4)
+                y.x[e] = ((const uint32_t *)from)[e];
+            else
+                y.x[e / 2] |= (uint32_t)((const uint16_t *)from)[e] << e % 2 * 16;
+        }
+    return y;
 }
 
-/* Asked once per row: dtype and map, of which the usual ones need no branch per element. */
-template <int KEYS>
-__device__ __forceinline__ void make_key(const call &c, const uint64_t (&bits)[KEYS], la_dtype dtype,
-                                         la_map map, double map_eps, float (&x)[KEYS])
+/* The dtype is asked once for all four. */
+__device__ __forceinline__ void numbers(float (&x)[4], const four_bits &bits, la_dtype dtype)
 {
-    const int lane = threadIdx.x % 32;
-    if (dtype == LA_BF16) {
+    if (dtype == LA_F32) {
 #pragma unroll
-        for (int j = 0; j < KEYS; j++) x[j] = number(bits[j], LA_BF16);
+        for (int e = 0; e < 4; e++) x[e] = __uint_as_float(bits.x[e]);
+    } else if (dtype == LA_BF16) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] = number(bits.x[e / 2] >> e % 2 * 16 & 0xffff, LA_BF16);
     } else {
 #pragma unroll
-        for (int j = 0; j < KEYS; j++) x[j] = number(bits[j], dtype);
+        for (int e = 0; e < 4; e++) x[e] = number(bits.x[e / 2] >> e % 2 * 16 & 0xffff, LA_F16);
+    }
+}
+
+/* ---- a row of keys, by one warp: a lane has four, or four of each half ---- */
+
+__device__ __forceinline__ int key_of_lane(int lane, int i) { return i / 4 * 128 + lane * 4 + i % 4; }
+
+template <int KEYS>
+__device__ __forceinline__ void load_key_bits(const call &c, const view &from, int n, int h,
+                                              four_bits (&x)[KEYS / 4])
+{
+    const int lane = threadIdx.x % 32;
+    const char *row = at(from, n, 0, h);
+#pragma unroll
+    for (int i = 0; i < KEYS; i += 4) {
+        const int key = key_of_lane(lane, i);
+        x[i / 4] = load_four_bits(row + key * dtype_size(from.dtype), from.dtype, c.K - key);
+    }
+}
+
+/* q or k as the recurrence sees it. The usual map needs no branch per element. */
+template <int KEYS>
+__device__ __forceinline__ void make_key(const call &c, const four_bits (&bits)[KEYS / 4],
+                                         la_dtype dtype, la_map map, double map_eps, float (&x)[KEYS])
+{
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < KEYS; i += 4) {
+        float four[4];
+        numbers(four, bits[i / 4], dtype);
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[i + e] = four[e];
     }
     if (c.qk_l2norm) {
         float squares = 0;
 #pragma unroll
-        for (int j = 0; j < KEYS; j++) squares += x[j] * x[j];
+        for (int i = 0; i < KEYS; i++) squares += x[i] * x[i];
         const float factor = l2norm_factor(warp_sum(squares));
 #pragma unroll
-        for (int j = 0; j < KEYS; j++) x[j] *= factor;
+        for (int i = 0; i < KEYS; i++) x[i] *= factor;
     }
     if (map != LA_IDENTITY)
 #pragma unroll
-        for (int j = 0; j < KEYS; j++)
-            x[j] = lane + 32 * j < c.K ? apply_map(x[j], map, (float)map_eps) : 0;
+        for (int i = 0; i < KEYS; i++)
+            x[i] = key_of_lane(lane, i) < c.K ? apply_map(x[i], map, (float)map_eps) : 0;
+}
+
+/* A gate per key: bits, of float32 where it is float64, and decays. */
+template <int KEYS>
+__device__ __forceinline__ void load_decay_bits(const call &c, int n, int hv, four_bits (&x)[KEYS / 4])
+{
+    const int lane = threadIdx.x % 32, size = dtype_size(c.g.dtype);
+    const char *row = at(c.g, n, 0, hv);
+#pragma unroll
+    for (int i = 0; i < KEYS; i += 4) {
+        const int key = key_of_lane(lane, i);
+        if (c.g.dtype != LA_F64) {
+            x[i / 4] = load_four_bits(row + key * size, c.g.dtype, c.K - key);
+        } else {
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                x[i / 4].x[e] =
+                    key + e < c.K ? __float_as_uint((float)((const double *)row)[key + e]) : 0;
+        }
+    }
+}
+
+/* Zeros where there is no key. */
+template <int KEYS>
+__device__ __forceinline__ void make_decay(const call &c, const four_bits (&bits)[KEYS / 4],
+                                           float (&a)[KEYS])
+{
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < KEYS; i += 4) {
+        float four[4];
+        numbers(four, bits[i / 4], c.g.dtype == LA_F64 ? LA_F32 : c.g.dtype);
+#pragma unroll
+        for (int e = 0; e < 4; e++) a[i + e] = four[e];
+    }
+    if (c.gate == LA_LOG)
+#pragma unroll
+        for (int i = 0; i < KEYS; i++) a[i] = decay_of(a[i], LA_LOG);
+#pragma unroll
+    for (int i = 0; i < KEYS; i++)
+        if (key_of_lane(lane, i) >= c.K) a[i] = 0;
+}
+
+/* z + k, what the normaliser will be, times q: this lane's part of its denominator. */
+template <int KEYS>
+__device__ __forceinline__ float denominator(const call &c, const char *z, const float (&q)[KEYS],
+                                             const float (&k)[KEYS], float (&next)[KEYS])
+{
+    const int lane = threadIdx.x % 32, size = dtype_size(c.z0.dtype);
+    float den = 0;
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) {
+        const int key = key_of_lane(lane, i);
+        next[i] = (key < c.K ? load<float>(z + key * size, c.z0.dtype) : 0) + k[i];
+        den += next[i] * q[i];
+    }
+    return den;
+}
+
+template <int KEYS>
+__device__ __forceinline__ void store_keys(char *to, la_dtype dtype, int K, const float (&x)[KEYS])
+{
+    const int lane = threadIdx.x % 32, size = dtype_size(dtype);
+#pragma unroll
+    for (int i = 0; i < KEYS; i++) {
+        const int key = key_of_lane(lane, i);
+        if (key < K) store(to + key * size, dtype, x[i]);
+    }
 }
 
 #endif
