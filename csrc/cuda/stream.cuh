@@ -225,8 +225,7 @@ __device__ __forceinline__ void fetch(const call &c, stream_room &room, uint32_t
             token.qk = qk;
             token.live = state != NULL;
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(full);
+        warp_arrives(full);
     }
     if (round) put_back();
     if (lane == 0) engine_has_read<0>();
@@ -281,8 +280,9 @@ __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
     const int bytes = c.K * c.V * dtype_size(c.s0.dtype);
     if (threadIdx.x == 0) {
         for (int s = 0; s < stages; s++) {
-            barrier_init(address_of(&room.full[s]), 2); /* the engine's bytes, the fetcher's */
-            barrier_init(address_of(&room.done[s]), WORKERS);
+            /* the engine's bytes, and the fetcher's own */
+            barrier_init(address_of(&room.full[s]), 1 + ARRIVALS_OF_WARP);
+            barrier_init(address_of(&room.done[s]), WORKERS * ARRIVALS_OF_WARP);
         }
         barriers_ready();
     }
@@ -321,8 +321,7 @@ __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
                     *(float4 *)(token.o + column_of(w)) =
                         make_float4(o[w], o[w + 1], o[w + 2], o[w + 3]);
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(address_of(&room.done[s]));
+        warp_arrives(address_of(&room.done[s]));
         if (++s == stages) s = 0, phase ^= 1;
     }
 #endif

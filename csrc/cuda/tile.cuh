@@ -67,6 +67,19 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+/* What all lanes of the warp have done so far is done. One lane says so for all, which the race
+ * checker does not follow; built with LA_EVERY_LANE_ARRIVES each says it for itself. */
+#ifdef LA_EVERY_LANE_ARRIVES
+enum { ARRIVALS_OF_WARP = 32 };
+#else
+enum { ARRIVALS_OF_WARP = 1 };
+#endif
+__device__ __forceinline__ void warp_arrives(uint32_t barrier)
+{
+    __syncwarp();
+    if (threadIdx.x % 32 < ARRIVALS_OF_WARP) barrier_arrive(barrier);
+}
+
 /* Let the copy engine see the barriers. */
 __device__ __forceinline__ void barriers_ready()
 {

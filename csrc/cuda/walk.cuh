@@ -267,7 +267,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     if (threadIdx.x == 0) {
         for (int j = 0; j < MOST_STAGES; j++) {
             barrier_init(address_of(filled + j), 1);
-            barrier_init(address_of(done + j), warps);
+            barrier_init(address_of(done + j), warps * ARRIVALS_OF_WARP);
         }
         barriers_ready();
     }
@@ -587,8 +587,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             }
 #if HAS_WARP_GROUPS
             stores_before_copies();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(address_of(done + stage_at));
+            warp_arrives(address_of(done + stage_at));
 #endif
             if (++stage_at == f.stages) stage_at = 0, round ^= 1;
             end = C;
