@@ -5,9 +5,11 @@
     compute-sanitizer --tool racecheck python tests/sanitize.py --ops kda,gla --dtypes bfloat16
 
 memcheck, racecheck, initcheck and synccheck make a program ten to a hundred times slower; without
-them all of this takes well under a minute. Every array is an allocation of its own, so that one
-element too far is seen. Exit status 1 if a result is wrong (the sanitizer has its own, see its
---error-exitcode).
+them all of this takes a minute or two. Every array is an allocation of its own, so that one element
+too far is seen. racecheck follows a barrier from thread to thread, not from a warp's lanes to the
+one that arrives for all of them: build with NVCC_APPEND_FLAGS=-DLA_EVERY_LANE_ARRIVES for it, else
+it finds races between the fetching warps and the others that are none. Exit status 1 if a result is
+wrong (the sanitizer has its own, see its --error-exitcode).
 """
 
 import argparse
