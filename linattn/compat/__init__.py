@@ -1,0 +1,2 @@
+"""The ops under the names, arguments and layouts of other libraries. Nothing here is imported by
+``import linattn``, and nothing here imports the library it stands in for."""

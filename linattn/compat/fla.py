@@ -1,0 +1,639 @@
+"""flash-linear-attention's functions, computed by linattn.
+
+The eight ops under the names of ``fla.ops`` (fla-core 0.6.0): the same arguments in the same order
+with the same defaults, arrays [B,T,H,K] and [B,T,HV,V], log decays, states [N,HV,K,V]::
+
+    from linattn.compat.fla import chunk_gated_delta_rule
+
+    o, state = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
+
+``chunk_*`` work chunk by chunk, ``fused_recurrent_*`` token by token. Arguments that change how fla
+computes but not what (``cu_seqlens_cpu``, ``chunk_indices``, ``safe_gate``, ``disable_recompute``,
+``use_graph``, ``max_num_seqs``) are taken and not needed. Whatever else differs from its default
+and is not supported raises a ValueError; nothing is ignored in silence. A state that was not asked
+for is None.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from linattn import ops
+
+__all__ = [
+    "chunk_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_gdn",
+    "chunk_gla",
+    "chunk_kda",
+    "chunk_lightning_attn",
+    "chunk_linear_attn",
+    "chunk_retention",
+    "chunk_simple_gla",
+    "fused_chunk_linear_attn",
+    "fused_chunk_retention",
+    "fused_chunk_simple_gla",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn",
+    "fused_recurrent_gla",
+    "fused_recurrent_kda",
+    "fused_recurrent_lightning_attn",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_retention",
+    "fused_recurrent_simple_gla",
+]
+
+Result = tuple[Any, Any]
+
+
+def _refuse(**given: Any) -> None:
+    """Raise if one of these is set: all are None or False where they are not."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            what = repr(value) if isinstance(value, bool | int | float | str) else "an array"
+            raise ValueError(f"{name}: not supported by linattn.compat.fla, got {what}")
+
+
+def chunk_linear_attn(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Any = None,
+) -> Result:
+    """:func:`linattn.linear_attention` of q and k as they are.
+
+    `normalize` divides by scale * z' q + 1e-10; the state is then the pair (S [N,H,K,V],
+    z [N,1,H,K]).
+    """
+    return _linear(
+        "chunk", q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens
+    )
+
+
+def fused_recurrent_linear_attn(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Any = None,
+) -> Result:
+    """:func:`chunk_linear_attn`, token by token and, by default, not normalised."""
+    _refuse(reverse=reverse)
+    return _linear(
+        "recurrent", q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens
+    )
+
+
+def _linear(
+    mode: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float | None,
+    initial_state: Any,
+    output_final_state: bool,
+    normalize: bool,
+    cu_seqlens: Any,
+) -> Result:
+    if normalize and initial_state is not None and not isinstance(initial_state, tuple):
+        raise ValueError(
+            "initial_state: expected the pair (S, z) of a normalised state, got one array"
+        )
+    if normalize and initial_state is not None:
+        S, z = initial_state
+        initial_state = S, z.reshape(z.shape[0], *z.shape[2:])
+    o, state = ops.linear_attention(
+        q,
+        k,
+        v,
+        feature_map="identity",
+        normalize="add" if normalize else False,
+        eps=1e-10,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        mode=mode,
+    )
+    if normalize and state is not None:
+        S, z = state
+        state = S, z.reshape(z.shape[0], 1, *z.shape[1:])
+    return o, state
+
+
+def chunk_retention(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    chunk_size: int | None = None,
+) -> Result:
+    """:func:`linattn.retention` with RetNet's decays, 1 - 2**(-5 - h)."""
+    return ops.retention(
+        q,
+        k,
+        v,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )
+
+
+def fused_recurrent_retention(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+) -> Result:
+    """:func:`chunk_retention`, token by token."""
+    _refuse(reverse=reverse)
+    return ops.retention(
+        q,
+        k,
+        v,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        mode="recurrent",
+        state_v_first=state_v_first,
+    )
+
+
+def chunk_lightning_attn(
+    q: Any,
+    k: Any,
+    v: Any,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    chunk_size: int | None = None,
+) -> Result:
+    """:func:`linattn.lightning_attention`, slopes 8 h / H * (1 - layer_idx / num_layers)."""
+    slopes = ops.lightning_slopes(
+        q.shape[2], layer=layer_idx, layers=num_layers, rule="transnormer"
+    )
+    return ops.lightning_attention(
+        q,
+        k,
+        v,
+        slopes,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )
+
+
+def fused_recurrent_lightning_attn(
+    q: Any,
+    k: Any,
+    v: Any,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Any = None,
+) -> Result:
+    """:func:`chunk_lightning_attn`, token by token."""
+    _refuse(reverse=reverse)
+    slopes = ops.lightning_slopes(
+        q.shape[2], layer=layer_idx, layers=num_layers, rule="transnormer"
+    )
+    return ops.lightning_attention(
+        q,
+        k,
+        v,
+        slopes,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        mode="recurrent",
+    )
+
+
+def chunk_simple_gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any = None,
+    g_gamma: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    *,
+    chunk_size: int | None = None,
+) -> Result:
+    """:func:`linattn.simple_gla` with the log decays g [B,T,H], g_gamma [H], their sum, or none."""
+    return _simple_gla(
+        "chunk",
+        q,
+        k,
+        v,
+        g,
+        g_gamma,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        state_v_first=state_v_first,
+    )
+
+
+def fused_recurrent_simple_gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any = None,
+    g_gamma: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+) -> Result:
+    """:func:`chunk_simple_gla`, token by token."""
+    _refuse(reverse=reverse)
+    return _simple_gla(
+        "recurrent",
+        q,
+        k,
+        v,
+        g,
+        g_gamma,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        state_v_first=state_v_first,
+    )
+
+
+def _simple_gla(mode: str, q: Any, k: Any, v: Any, g: Any, g_gamma: Any, **options: Any) -> Result:
+    if g is not None:
+        return ops.simple_gla(q, k, v, g if g_gamma is None else g + g_gamma, mode=mode, **options)
+    if g_gamma is not None:
+        return ops.lightning_attention(q, k, v, -g_gamma, mode=mode, **options)
+    return ops.linear_attention(
+        q, k, v, feature_map="identity", normalize=False, mode=mode, **options
+    )
+
+
+def chunk_gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+) -> Result:
+    """:func:`linattn.gla` with the log decays g [B,T,H,K]."""
+    return ops.gla(
+        q,
+        k,
+        v,
+        g,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        state_v_first=state_v_first,
+    )
+
+
+def fused_recurrent_gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    gk: Any = None,
+    gv: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+) -> Result:
+    """:func:`chunk_gla`, token by token: gk [B,T,H,K], or no decay."""
+    _refuse(gv=gv, reverse=reverse)
+    options = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "cu_seqlens": cu_seqlens,
+        "state_v_first": state_v_first,
+    }
+    if gk is None:
+        return _simple_gla("recurrent", q, k, v, None, None, **options)
+    return ops.gla(q, k, v, gk, mode="recurrent", **options)
+
+
+def chunk_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    *,
+    chunk_size: int | None = None,
+) -> Result:
+    """:func:`linattn.delta_rule`; float32 too."""
+    return ops.delta_rule(
+        q,
+        k,
+        v,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+    )
+
+
+def fused_recurrent_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Any = None,
+) -> Result:
+    """:func:`chunk_delta_rule`, token by token; beta is 1 by default."""
+    return ops.delta_rule(
+        q,
+        k,
+        v,
+        _beta(beta, v),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        mode="recurrent",
+        qk_l2norm=use_qk_l2norm_in_kernel,
+    )
+
+
+def chunk_gated_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    chunk_indices: Any = None,
+    cp_context: Any = None,
+    *,
+    chunk_size: int | None = None,
+    use_gate_in_kernel: bool = False,
+    A_log: Any = None,
+    dt_bias: Any = None,
+) -> Result:
+    """:func:`linattn.gated_delta_rule` with the log decays g [B,T,HV]."""
+    _refuse(
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        cp_context=cp_context,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+    )
+    return ops.gated_delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first,
+    )
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any = None,
+    gk: Any = None,
+    gv: Any = None,
+    beta: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+) -> Result:
+    """The gated delta rule, token by token, with decays of heads (g), of keys (gk), both or none.
+
+    g : array [B,T,HV], gk : array [B,T,HV,K], beta : array [B,T,HV], 1 by default.
+    """
+    _refuse(
+        gv=gv,
+        use_gate_in_kernel=use_gate_in_kernel,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+    )
+    beta = _beta(beta, v)
+    options = {
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "cu_seqlens": cu_seqlens,
+        "mode": "recurrent",
+        "qk_l2norm": use_qk_l2norm_in_kernel,
+        "state_v_first": state_v_first,
+    }
+    if gk is not None:
+        return ops.kda(q, k, v, gk if g is None else g[..., None] + gk, beta, **options)
+    if g is not None:
+        return ops.gated_delta_rule(q, k, v, g, beta, **options)
+    return ops.delta_rule(q, k, v, beta, **options)
+
+
+def chunk_kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    chunk_size: int | None = None,
+    A_log: Any = None,
+    dt_bias: Any = None,
+) -> Result:
+    """:func:`linattn.kda` with the log decays g [B,T,HV,K], bounded or not."""
+    _refuse(
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        return_intermediate_states=return_intermediate_states,
+        cp_context=cp_context,
+        A_log=A_log,
+        dt_bias=dt_bias,
+    )
+    return ops.kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first,
+    )
+
+
+def fused_recurrent_kda(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+) -> Result:
+    """:func:`chunk_kda`, token by token."""
+    _refuse(
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+    )
+    return ops.kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        mode="recurrent",
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first,
+    )
+
+
+def _beta(beta: Any, v: Any) -> Any:
+    """[B,T,HV]; ones, of v's kind, where it is not given."""
+    if beta is not None:
+        return beta
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(v, torch.Tensor):
+        return v.new_ones(v.shape[:3])
+    # NumPy 2, CuPy and JAX say which library they are of
+    namespace = v.__array_namespace__() if hasattr(v, "__array_namespace__") else np
+    return namespace.ones(v.shape[:3], dtype=v.dtype)
+
+
+# fla has these as kernels of their own: the same results
+fused_chunk_linear_attn = chunk_linear_attn
+fused_chunk_retention = chunk_retention
+fused_chunk_simple_gla = chunk_simple_gla
+chunk_gdn = chunk_gated_delta_rule
+fused_recurrent_gdn = fused_recurrent_gated_delta_rule

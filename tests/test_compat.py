@@ -1,0 +1,259 @@
+"""linattn.compat.fla: fla's names and arguments, and what its functions compute."""
+
+import inspect
+
+import numpy as np
+import pytest
+from device import imported
+
+from linattn import reference, testing
+from linattn.compat import fla
+from linattn.testing import make_inputs
+
+# Parameters of fla.ops, fla-core 0.6.0, in order, with their defaults; what fla takes as **kwargs
+# and looks at is keyword-only here.
+COMMON = "scale=None, initial_state=None, output_final_state=False"
+L2 = "use_qk_l2norm_in_kernel=False"
+SIGNATURES = {
+    "chunk_linear_attn": f"q, k, v, {COMMON}, normalize=True, cu_seqlens=None",
+    "fused_recurrent_linear_attn":
+        f"q, k, v, {COMMON}, reverse=False, normalize=False, cu_seqlens=None",
+    "chunk_retention": f"q, k, v, {COMMON}, cu_seqlens=None, *, chunk_size=None",
+    "fused_recurrent_retention":
+        f"q, k, v, {COMMON}, reverse=False, state_v_first=False, cu_seqlens=None",
+    "chunk_lightning_attn":
+        f"q, k, v, layer_idx, num_layers, {COMMON}, cu_seqlens=None, *, chunk_size=None",
+    "fused_recurrent_lightning_attn":
+        f"q, k, v, layer_idx, num_layers, {COMMON}, reverse=False, cu_seqlens=None",
+    "chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {COMMON}, state_v_first=False, "
+                        "cu_seqlens=None, cu_seqlens_cpu=None, *, chunk_size=None",
+    "fused_recurrent_simple_gla":
+        f"q, k, v, g=None, g_gamma=None, {COMMON}, reverse=False, state_v_first=False, "
+        "cu_seqlens=None",
+    "chunk_gla": f"q, k, v, g, {COMMON}, state_v_first=False, cu_seqlens=None, "
+                 "cu_seqlens_cpu=None",
+    "fused_recurrent_gla": f"q, k, v, gk=None, gv=None, {COMMON}, reverse=False, "
+                           "state_v_first=False, cu_seqlens=None",
+    "chunk_delta_rule": f"q, k, v, beta, {COMMON}, {L2}, cu_seqlens=None, cu_seqlens_cpu=None, "
+                        "*, chunk_size=None",
+    "fused_recurrent_delta_rule": f"q, k, v, beta=None, {COMMON}, {L2}, cu_seqlens=None",
+    "chunk_gated_delta_rule":
+        f"q, k, v, g, beta, {COMMON}, {L2}, use_beta_sigmoid_in_kernel=False, "
+        "allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, "
+        "chunk_indices=None, cp_context=None, *, chunk_size=None, use_gate_in_kernel=False, "
+        "A_log=None, dt_bias=None",
+    "fused_recurrent_gated_delta_rule":
+        f"q, k, v, g=None, gk=None, gv=None, beta=None, {COMMON}, {L2}, "
+        "use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False, "
+        "allow_neg_eigval=False, state_v_first=False, cu_seqlens=None",
+    "chunk_kda":
+        f"q, k, v, g, beta, {COMMON}, {L2}, use_gate_in_kernel=False, "
+        "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, "
+        "lower_bound=None, disable_recompute=False, return_intermediate_states=False, "
+        "state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, "
+        "use_graph=False, max_num_seqs=None, *, chunk_size=None, A_log=None, dt_bias=None",
+    "fused_recurrent_kda":
+        f"q, k, v, g, beta, A_log=None, dt_bias=None, {COMMON}, {L2}, use_gate_in_kernel=False, "
+        "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, lower_bound=None, "
+        "state_v_first=False, cu_seqlens=None",
+}
+ALIASES = {
+    "fused_chunk_linear_attn": "chunk_linear_attn", "fused_chunk_retention": "chunk_retention",
+    "fused_chunk_simple_gla": "chunk_simple_gla", "chunk_gdn": "chunk_gated_delta_rule",
+    "fused_recurrent_gdn": "fused_recurrent_gated_delta_rule",
+}
+# fla's name for an op -> ours
+OPS = {"linear_attn": "linear_attention", "retention": "retention",
+       "lightning_attn": "lightning_attention", "simple_gla": "simple_gla", "gla": "gla",
+       "delta_rule": "delta_rule", "gated_delta_rule": "gated_delta_rule", "kda": "kda"}
+LAYER, LAYERS = 3, 8
+# What must be refused, by name, wherever it is a parameter.
+UNSUPPORTED = {
+    "reverse": True, "gv": np.zeros(1), "use_gate_in_kernel": True, "A_log": np.zeros(1),
+    "dt_bias": np.zeros(1), "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True,
+    "lower_bound": -5.0, "return_intermediate_states": True, "cp_context": object(),
+}
+NO_EFFECT = {"cu_seqlens_cpu": np.array([0, 1]), "chunk_indices": np.zeros((1, 2)),
+             "safe_gate": True, "disable_recompute": True, "use_graph": True, "max_num_seqs": 4,
+             "chunk_size": 16}
+functions = pytest.mark.parametrize("name", SIGNATURES)
+
+
+def split(name):
+    """The mode and our op."""
+    kind, _, op = name.partition("_")
+    if kind == "fused":
+        kind, op = "recurrent", op.removeprefix("recurrent_")
+    return kind, OPS[op]
+
+
+def parameters(name):
+    return inspect.signature(getattr(fla, name)).parameters
+
+
+def arguments(name, rng, dtype=np.float64, B=2, T=70, H=2, HV=2, K=8, V=12):
+    """For our op and for fla's function, the same problem."""
+    _, op = split(name)
+    x = make_inputs(op, rng, B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype)
+    theirs = dict(x)
+    if op == "linear_attention":
+        x |= {"feature_map": "identity", "normalize": False}
+        theirs["normalize"] = False
+    if op == "retention":
+        x["gamma"] = 1 - 2.0 ** (-5 - np.arange(HV))
+        del theirs["gamma"]
+    if op == "lightning_attention":
+        x["slopes"] = 8 / HV * (1 - LAYER / LAYERS) * np.arange(HV)
+        del theirs["slopes"]
+        theirs |= {"layer_idx": LAYER, "num_layers": LAYERS}
+    if name == "fused_recurrent_gla":
+        theirs["gk"] = theirs.pop("g")
+    return x, theirs
+
+
+def agree(got, want):
+    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_every_name_is_there():
+    assert sorted(fla.__all__) == sorted([*SIGNATURES, *ALIASES])
+    for alias, name in ALIASES.items():
+        assert getattr(fla, alias) is getattr(fla, name)
+
+
+@functions
+def test_the_parameters_are_flas(name):
+    found = [str(p.replace(annotation=p.empty)) for p in parameters(name).values()]
+    kinds = [p.kind for p in parameters(name).values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds:
+        found.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    assert ", ".join(found) == SIGNATURES[name]
+
+
+@functions
+def test_it_computes_our_op(name, rng):
+    _, op = split(name)
+    x, theirs = arguments(name, rng)
+    want, state = getattr(reference, op)(**x)
+    o, final = getattr(fla, name)(**theirs, output_final_state=True)
+    agree(o, want)
+    agree(final, state)
+    assert getattr(fla, name)(**theirs)[1] is None
+    # on from there, and another scale
+    want, state = getattr(reference, op)(**x, initial_state=state, scale=0.3)
+    o, final = getattr(fla, name)(**theirs, initial_state=final, scale=0.3,
+                                  output_final_state=True)
+    agree(o, want)
+    agree(final, state)
+
+
+@functions
+def test_sequences_layouts_and_norms(name, rng):
+    _, op = split(name)
+    x, theirs = arguments(name, rng, B=1)
+    cu = np.array([0, 5, 5, 70])
+    more = {}
+    if "use_qk_l2norm_in_kernel" in parameters(name):
+        x["qk_l2norm"], more["use_qk_l2norm_in_kernel"] = True, True
+    v_first = "state_v_first" in parameters(name)
+    if v_first:
+        more["state_v_first"] = True
+    want, state = getattr(reference, op)(**x, cu_seqlens=cu)
+    o, final = getattr(fla, name)(**theirs, cu_seqlens=cu, output_final_state=True, **more)
+    agree(o, want)
+    agree(final.swapaxes(2, 3) if v_first else final, state)
+
+
+@functions
+def test_what_only_changes_how_is_taken(name, rng):
+    _, theirs = arguments(name, rng)
+    taken = {what: value for what, value in NO_EFFECT.items() if what in parameters(name)}
+    want, _ = getattr(fla, name)(**theirs)
+    agree(getattr(fla, name)(**theirs, **taken)[0], want)
+
+
+@functions
+def test_what_is_not_supported_is_refused_by_name(name, rng):
+    _, theirs = arguments(name, rng)
+    tried = [what for what in UNSUPPORTED if what in parameters(name)]
+    for what in tried:
+        with pytest.raises(ValueError, match=rf"^{what}: not supported"):
+            getattr(fla, name)(**theirs | {what: UNSUPPORTED[what]})
+    with pytest.raises(TypeError, match="head_first"):
+        getattr(fla, name)(**theirs, head_first=True)
+    # every parameter is one that is used, refused, or said to make no difference
+    known = {*theirs, *UNSUPPORTED, *NO_EFFECT, "scale", "initial_state", "output_final_state",
+             "cu_seqlens", "normalize", "state_v_first", "use_qk_l2norm_in_kernel", "g", "gk",
+             "g_gamma"}
+    assert set(parameters(name)) <= known
+
+
+@pytest.mark.parametrize("name", ["chunk_linear_attn", "fused_recurrent_linear_attn"])
+def test_a_normaliser_and_its_state(name, rng):
+    q, k = (rng.random((2, 33, 3, 6)) for _ in range(2))
+    v = rng.standard_normal((2, 33, 3, 5))
+    z = k.cumsum(1)
+    den = 6**-0.5 * (q * z).sum(-1, keepdims=True) + 1e-10
+    plain = getattr(fla, name)(q, k, v, normalize=False)[0]
+    o, (S, last) = getattr(fla, name)(q, k, v, normalize=True, output_final_state=True)
+    agree(o, plain / den)
+    assert last.shape == (2, 1, 3, 6)
+    agree(last[:, 0], z[:, -1])
+    half = getattr(fla, name)(q[:, :20], k[:, :20], v[:, :20], normalize=True,
+                              output_final_state=True)
+    rest = getattr(fla, name)(q[:, 20:], k[:, 20:], v[:, 20:], initial_state=half[1],
+                              normalize=True, output_final_state=True)
+    agree(np.concatenate([half[0], rest[0]], 1), o)
+    agree(rest[1][0], S)
+    with pytest.raises(ValueError, match=r"^initial_state: expected the pair"):
+        getattr(fla, name)(q, k, v, initial_state=S, normalize=True)
+
+
+@pytest.mark.parametrize("name", ["chunk_simple_gla", "fused_recurrent_simple_gla"])
+def test_decays_per_token_per_head_both_or_none(name, rng):
+    x, theirs = arguments(name, rng)
+    g, function = theirs.pop("g"), getattr(fla, name)
+    gamma = -rng.random(2)
+    whole = np.broadcast_to(gamma, g.shape)
+    for given, same in (({"g": g}, g), ({"g_gamma": gamma}, whole),
+                        ({"g": g, "g_gamma": gamma}, g + whole), ({}, 0 * g)):
+        agree(function(**theirs, **given)[0], reference.simple_gla(**x | {"g": same})[0])
+
+
+def test_the_gated_delta_rules_gates(rng):
+    name = "fused_recurrent_gated_delta_rule"
+    x, theirs = arguments(name, rng, HV=4)
+    g, beta, function = theirs.pop("g"), theirs.pop("beta"), getattr(fla, name)
+    gk = -rng.random((*g.shape, 8))
+    for given, same in (({"gk": gk}, gk), ({"g": g, "gk": gk}, g[..., None] + gk),
+                        ({}, np.zeros_like(gk))):
+        want = reference.kda(**x | {"g": same})[0]
+        agree(function(**theirs, beta=beta, **given)[0], want)
+    want = reference.gated_delta_rule(**x | {"beta": np.ones_like(beta)})[0]
+    agree(function(**theirs, g=g)[0], want)  # beta is 1 by default
+    x, theirs = arguments("fused_recurrent_delta_rule", rng)
+    want = reference.delta_rule(**x | {"beta": np.ones_like(x["beta"])})[0]
+    agree(fla.fused_recurrent_delta_rule(theirs["q"], theirs["k"], theirs["v"])[0], want)
+
+
+def test_no_decay_at_all_in_gla(rng):
+    x, theirs = arguments("fused_recurrent_gla", rng)
+    del theirs["gk"]
+    want = reference.gla(**x | {"g": np.zeros_like(x["g"])})[0]
+    agree(fla.fused_recurrent_gla(**theirs)[0], want)
+
+
+@functions
+def test_pytorchs_tensors(name, rng):
+    torch = imported("torch")
+    _, theirs = arguments(name, rng, dtype=np.float32)
+    want, _ = getattr(fla, name)(**theirs)
+    tensors = {what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a
+               for what, a in theirs.items()}
+    o, state = getattr(fla, name)(**tensors, output_final_state=True)
+    assert isinstance(o, torch.Tensor) and isinstance(state, torch.Tensor)
+    np.testing.assert_array_equal(o.numpy(), want)
+
+
+def test_every_op_that_fla_has_is_in_the_table():
+    assert {split(name)[1] for name in SIGNATURES} == set(OPS.values()) <= set(testing.GATES)
