@@ -4,14 +4,15 @@ Imported by linattn/ops.py when the first tensor comes, so that PyTorch is there
 compiled against it. Every op of the table is registered once, ``linattn::<op>`` and
 ``linattn::<op>_backward``, by one text: what the arguments are, and what is right, the core says.
 
-A call that nobody records or traces goes to the core directly.
+Tracers and transforms see the operators. Where there are none, autograd sees the core itself, and
+what nobody records goes straight to it: an operator costs many times what a small call does.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -181,19 +182,44 @@ def _derivative(run: Any) -> Any:
     return backward
 
 
-def _transformable(run: Any, derivative: Any, setup: Any) -> Any:
-    """An operator for torch.func, which takes no derivatives of those that PyTorch makes of it."""
+def _function(name: str, run: Any, derivative: Any, setup: Any) -> Any:
+    """`run`, recorded by an autograd.Function: the old kind, which is called in half the time."""
+
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        output = run(*arguments)
+        setup(ctx, arguments, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(derivative)}
+    made: Any = type(name, (torch.autograd.Function,), members)
+    return made.apply
+
+
+def _transformable(name: str, run: Any, derivative: Any, setup: Any) -> Any:
+    """The new kind, which torch.func asks for."""
     members = {
         "generate_vmap_rule": True,
         "forward": staticmethod(lambda *arguments: run(*arguments)),
         "setup_context": staticmethod(setup),
         "backward": staticmethod(derivative),
     }
-    made: Any = type("Transformable", (torch.autograd.Function,), members)
+    made: Any = type(name, (torch.autograd.Function,), members)
     return made.apply
 
 
-def _register(number: int, name: str) -> tuple[Any, Any]:
+def _no_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    pass
+
+
+class _Ways(NamedTuple):
+    """One op, for three audiences. All call the core in the end."""
+
+    autograd: Any  # a Function over the core: for autograd alone
+    operator: Any  # the operator: for whoever traces or looks on
+    transformed: Any  # a Function over it: torch.func knows no derivatives of custom operators
+
+
+def _register(number: int, name: str) -> _Ways:
     def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, g, alpha, beta, S, z, cu_seqlens, final, *options = arguments
         scale, mode, chunk_size, qk_l2norm, state_v_first, features = options
@@ -259,13 +285,22 @@ def _register(number: int, name: str) -> tuple[Any, Any]:
         op.register_autograd(derivative, setup_context=setup)
         return getattr(torch.ops.linattn, name + suffix).default
 
-    grad = define("_backward", _BACKWARD, run_backward, _fake_backward, twice, None)
-    op = define("", _FORWARD, run_forward, _fake_forward, _derivative(grad), _setup_context)
-    grad = _transformable(grad, twice, lambda ctx, inputs, output: None)
-    return op, _transformable(op, _derivative(grad), _setup_context)
+    def recorded(kind: Any, forward: Any, backward: Any) -> Any:
+        backward = kind(f"{name}_backward", backward, twice, _no_context)
+        return kind(name, forward, _derivative(backward), _setup_context)
+
+    backward = define("_backward", _BACKWARD, run_backward, _fake_backward, twice, None)
+    forward = define(
+        "", _FORWARD, run_forward, _fake_forward, _derivative(backward), _setup_context
+    )
+    return _Ways(
+        recorded(_function, run_forward, run_backward),
+        forward,
+        recorded(_transformable, forward, backward),
+    )
 
 
-_OPERATORS = tuple(_register(number, name) for number, name in enumerate(_linattn.OPS))
+_OPS = tuple(_register(number, name) for number, name in enumerate(_linattn.OPS))
 
 
 # ---- who goes there ----
@@ -274,17 +309,20 @@ _TENSORS = (Tensor, torch.nn.Parameter)
 _DEVICES = ("cpu", "cuda")
 
 
-def _nobody_looks(device: str, arrays: tuple[Any, ...]) -> bool:
-    """Is this a call on tensors with memory of which nothing is to be recorded?"""
-    if device not in _DEVICES or _modes() or _transform() is not None:
-        return False
-    if forward_ad._current_level >= 0:
-        return False
-    recording = torch.is_grad_enabled()
+def _way(op: int, device: str, arrays: tuple[Any, ...]) -> Any:
+    """Who has to know of a call on these; None if nobody has."""
+    if _transform() is not None:
+        return _OPS[op].transformed
+    if device not in _DEVICES or _modes():
+        return _OPS[op].operator
+    way, recording = None, torch.is_grad_enabled()
     for x in arrays:
-        if isinstance(x, Tensor) and (type(x) not in _TENSORS or (recording and x.requires_grad)):
-            return False
-    return True
+        if isinstance(x, Tensor):
+            if type(x) not in _TENSORS:
+                return _OPS[op].operator
+            if recording and x.requires_grad:
+                way = _OPS[op].autograd
+    return way
 
 
 def _refuse_tangents(arrays: tuple[Any, ...]) -> None:
@@ -418,18 +456,18 @@ def forward(
     S, z = initial_state, None
     if isinstance(initial_state, tuple | list) and len(initial_state) == 2:
         S, z = initial_state
-    run, transformed = _OPERATORS[op]
     rest = (output_final_state, scale, mode, chunk_size, qk_l2norm, state_v_first, features)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        way = _OPS[op].operator
+    else:
         arrays = (q, k, v, g, alpha, beta, S, z, scale)
-        if out is not None or _nobody_looks(device, arrays):
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(arrays)
+        way = None if out is not None else _way(op, device, arrays)
+        if way is None:
             return _linattn.forward(
                 op, q, k, v, g, alpha, beta, initial_state, cu_seqlens, out, *rest, 3
             )
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(arrays)
-        if _transform() is not None:
-            run = transformed
     try:
         fitted = _fitted((q, k, v, g, alpha, beta, S, z, cu_seqlens, *rest))
     except _Unfit as unfit:
@@ -439,7 +477,7 @@ def forward(
         raise TypeError(
             f"{name}: expected {expected} where gradients are recorded, got {type(got)}"
         ) from None
-    o, S, z = run(*fitted)
+    o, S, z = way(*fitted)
     if not output_final_state:
         return o, None
     return o, (S, z) if _is_normalised(features) else S

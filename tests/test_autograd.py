@@ -227,7 +227,7 @@ def test_feature_maps_of_ones_own_are_recorded(norm, rng):
     call, given = pure("linear_attention", x, feature_map=phi, qk_l2norm=norm)
     assert torch.autograd.gradcheck(call, given)
     for bad in (lambda y: y.detach().exp(), lambda y: torch.from_numpy(np.exp(y.detach().numpy()))):
-        with pytest.raises(ValueError, match="^feature_map: expected PyTorch to record what .* of q"):
+        with pytest.raises(ValueError, match=r"^feature_map: expected PyTorch to record .* of q"):
             linattn.linear_attention(**x, feature_map=bad)
         with torch.no_grad():
             linattn.linear_attention(**x, feature_map=bad)
@@ -262,7 +262,6 @@ def test_numpy_arrays_beside_tensors(rng):
     g = make_inputs("simple_gla", rng, **SIZES, dtype=BFLOAT16)["g"]
     x = inputs("simple_gla", rng, state=False, grad=True)
     want = linattn.simple_gla(**x | {"g": tensors(g)})[0]
-    assert_equal(linattn.simple_gla(**x | {"g": g}), [want, None][:1] + [None]) if False else None
     assert torch.equal(linattn.simple_gla(**x | {"g": g})[0], want)
 
 
@@ -282,14 +281,14 @@ def test_gates_with_a_default_or_from_numpy(rng):
 
 @pytest.fixture
 def spied(monkeypatch):
-    """A list that grows with every call that goes through an operator of PyTorch's."""
+    """A list that grows with every call that does not go straight to the core."""
     seen = []
 
-    def spy(operator):
-        return lambda *arguments: seen.append(operator) or operator(*arguments)
+    def spy(way):
+        return lambda *arguments: seen.append(way) or way(*arguments)
 
-    monkeypatch.setattr(autograd, "_OPERATORS",
-                        tuple(tuple(map(spy, pair)) for pair in autograd._OPERATORS))
+    monkeypatch.setattr(autograd, "_OPS",
+                        tuple(type(ways)(*map(spy, ways)) for ways in autograd._OPS))
     return seen
 
 
@@ -302,6 +301,26 @@ def test_what_nobody_asks_for_is_not_recorded(op, mode, rng, spied):
             assert not y.requires_grad and y.grad_fn is None
             assert y.is_inference() == (mode is torch.inference_mode)
     assert not spied
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_way_has_the_same_bits(op, rng, spied):
+    """Autograd's own, the operator's, that of torch.func."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    x = inputs(op, rng, grad=True)
+    want = gradients(op, x, output_final_state=True)
+    assert len(spied) == 1
+    with Watch():
+        assert_equal(gradients(op, x, output_final_state=True), want)
+    call, given = pure(op, x, output_final_state=True)
+    outputs, pull = torch.func.vjp(call, *[y.detach() for y in given])
+    assert_equal(pull(tuple(weights(o) for o in outputs)), want)
+    assert len(set(spied)) == 3
 
 
 def test_inference_tensors_cannot_be_saved(rng):
@@ -510,12 +529,18 @@ def test_compile_calls_as_people_write_them(rng, fresh_dynamo):
 
 
 def test_compile_for_any_length(rng, fresh_dynamo):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
     call = torch.compile(lambda q, k, v, g: linattn.gla(q, k, v, g, output_final_state=True),
-                         fullgraph=True, backend="aot_eager", dynamic=True)
-    for T in (3, 7, 20):
+                         fullgraph=True, backend=backend, dynamic=True)
+    for T in (6, 7, 20):  # no other size is one of these
         x = inputs("gla", rng, T=T, state=False, grad=True)
         assert_equal(call(**x), linattn.gla(**x, output_final_state=True))
-    assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(call)) <= 1
+    assert len(graphs) == 1
 
 
 def test_compile_under_autocast(rng, fresh_dynamo):
@@ -555,9 +580,6 @@ def test_functional_gradients(op, rng):
                      output_final_state=True)
     every = tuple(range(len(given)))
     assert_equal(torch.func.grad(loss, argnums=every)(*given), want)
-    outputs, pull = torch.func.vjp(call, *given)
-    assert_equal(outputs, call(*given))
-    assert_equal(pull(tuple(weights(o) for o in outputs)), want)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own loop
@@ -597,6 +619,7 @@ def test_gradients_of_gradients_are_refused(op, rng):
         torch.func.grad(lambda v: torch.func.grad(loss)(v).square().sum())(x["v"].detach())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, as it loads
 def test_forward_mode_is_refused(rng):
     from torch.autograd import forward_ad
 
@@ -615,14 +638,14 @@ def test_forward_mode_is_refused(rng):
 def test_out_is_refused_where_gradients_are_recorded(op, rng):
     x = inputs(op, rng, grad=True)
     out = torch.full_like(x["v"], 3)
-    with pytest.raises(ValueError, match="^q: requires gradients, .* there is no out; "):
+    with pytest.raises(ValueError, match=r"^q: requires gradients, .* there is no out; "):
         getattr(linattn, op)(**x, out=out)
     assert (out == 3).all()
     with torch.no_grad():
         assert getattr(linattn, op)(**x, out=out)[0] is out
     leaf = torch.empty_like(out).requires_grad_()
     x = inputs(op, rng)
-    with pytest.raises(ValueError, match="^out: requires gradients, "):
+    with pytest.raises(ValueError, match=r"^out: requires gradients, "):
         getattr(linattn, op)(**x, out=leaf)
 
 
@@ -636,7 +659,7 @@ def test_steps_are_refused_where_gradients_are_recorded(op, rng):
     for name in x:
         bad = x | {name: x[name].clone().requires_grad_(), "state": state}
         for call in (step, lambda **bad: linattn.bind(step, **bad)):
-            with pytest.raises(ValueError, match=f"^{name}: requires gradients, .* of a step"):
+            with pytest.raises(ValueError, match=rf"^{name}: requires gradients, .* of a step"):
                 call(**bad)
     assert_equal(leaves(state), before)
     with torch.no_grad():
@@ -647,7 +670,7 @@ def test_steps_are_refused_where_gradients_are_recorded(op, rng):
 def test_a_scale_that_would_have_a_gradient_is_refused(rng):
     x = inputs("gla", rng)
     scale = torch.tensor(0.5, requires_grad=True)
-    with pytest.raises(TypeError, match="^scale: expected a number where gradients are recorded"):
+    with pytest.raises(TypeError, match=r"^scale: expected a number where gradients are recorded"):
         linattn.gla(**x, scale=scale)
     assert linattn.gla(**x, scale=scale.detach())[0].shape == x["v"].shape
 
@@ -685,7 +708,8 @@ def test_wrong_arguments_have_the_words_that_they_have_without_gradients(name, r
 def test_numbers_and_flags_of_numpys(rng):
     x = inputs("gla", rng, grad=True)
     want = linattn.gla(**x, scale=0.5, chunk_size=3, qk_l2norm=True)[0]
-    for scale, chunk, flag in ((np.float32(0.5), np.int64(3), np.True_), (np.float64(0.5), 3, True)):
+    for scale, chunk, flag in ((np.float32(0.5), np.int64(3), np.True_),
+                               (np.float64(0.5), 3, True)):
         got = linattn.gla(**x, scale=scale, chunk_size=chunk, qk_l2norm=flag)[0]
         assert torch.equal(got, want) and got.requires_grad
     assert torch.equal(linattn.gla(**x, scale=1)[0], linattn.gla(**x, scale=1.0)[0])
