@@ -286,8 +286,8 @@ def _register(number: int, name: str) -> _Ways:
         return getattr(torch.ops.linattn, name + suffix).default
 
     def recorded(kind: Any, forward: Any, backward: Any) -> Any:
-        backward = kind(f"{name}_backward", backward, twice, _no_context)
-        return kind(name, forward, _derivative(backward), _setup_context)
+        again = kind(f"{name}_backward", backward, twice, _no_context)
+        return kind(name, forward, _derivative(again), _setup_context)
 
     backward = define("_backward", _BACKWARD, run_backward, _fake_backward, twice, None)
     forward = define(
@@ -305,7 +305,7 @@ _OPS = tuple(_register(number, name) for number, name in enumerate(_linattn.OPS)
 
 # ---- who goes there ----
 
-_TENSORS = (Tensor, torch.nn.Parameter)
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _DEVICES = ("cpu", "cuda")
 
 
@@ -317,11 +317,11 @@ def _way(op: int, device: str, arrays: tuple[Any, ...]) -> Any:
         return _OPS[op].operator
     way, recording = None, torch.is_grad_enabled()
     for x in arrays:
-        if isinstance(x, Tensor):
-            if type(x) not in _TENSORS:
-                return _OPS[op].operator
+        if type(x) in _TENSORS:
             if recording and x.requires_grad:
                 way = _OPS[op].autograd
+        elif x is not None and isinstance(x, Tensor):
+            return _OPS[op].operator
     return way
 
 
@@ -355,7 +355,7 @@ def _tensor(name: str, x: Any) -> Tensor | None:
         return torch.tensor(x)
     if hasattr(x, "__dlpack__") and not isinstance(x, np.ndarray | np.generic):
         return torch.from_dlpack(x).clone()
-    raise _Unfit(name, "an array", x)
+    raise _Unfit(name, "an array with __dlpack__", x)
 
 
 def _number(name: str, x: Any) -> float | None:

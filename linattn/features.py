@@ -34,8 +34,8 @@ class FeatureMap:
         phi itself, from an array [..., K] to an array [..., K'] of the same dtype. It gets the
         caller's own arrays: NumPy's, PyTorch's, ...
     backward : callable, optional
-        ``backward(x, dy)`` gives the gradient of x when dy is the gradient of phi(x). Only the
-        op's backward needs it.
+        ``backward(x, dy)`` gives the gradient of x when dy is the gradient of phi(x). Only
+        ``linear_attention_backward`` needs it: PyTorch records what ``forward`` does.
     """
 
     name: str

@@ -18,9 +18,10 @@ Arrays are NumPy's, PyTorch's, CuPy's, JAX's or any other library's that has ``_
 for q, k and v; gates any of them. A call runs where q lies, on the CPU or on a CUDA device, and all
 its arrays lie there (a gate with one number per head may stay on the host); what it returns is of
 q's kind. On a device a call is enqueued on the caller's current stream and nothing waits for it.
-Sums and states are float32, or float64 for float64 inputs. Inputs are never written. A wrong
-argument raises TypeError or ValueError that names it, what was expected and what came, before
-anything is written; MemoryError likewise.
+Sums and states are float32, or float64 for float64 inputs. Inputs are never written. If q is
+PyTorch's, gradients of the forward functions are recorded (linattn/autograd.py). A wrong argument
+raises TypeError or ValueError that names it, what was expected and what came, before anything is
+written; MemoryError likewise.
 
 The functions are thin: they turn keywords into positions. What is right is decided in
 csrc/check.c, from the table in csrc/variants.def.
