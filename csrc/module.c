@@ -5,6 +5,7 @@
 #include "arrays.h"
 #include "bound.h"
 
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -120,11 +121,30 @@ static int call_begin(la_call *c, la_face face, PyObject *op)
     return 0;
 }
 
+/* The call site is the frame `level` above: an op's Python function is one of its own. */
+enum { ABOVE_THE_OP = 2 };
+
 static int expect_arguments(const char *function, Py_ssize_t got, Py_ssize_t want)
 {
     if (got == want) return 0;
     PyErr_Format(PyExc_TypeError, "%s: expected %zd arguments, got %zd", function, want, got);
     return -1;
+}
+
+/* As many as `want`, or one more: the level of the call site. 0 is nobody's, who is not warned. */
+static int take_level(const char *function, PyObject *const *args, Py_ssize_t got, Py_ssize_t want,
+                      int *level)
+{
+    *level = ABOVE_THE_OP;
+    if (got != want + 1) return expect_arguments(function, got, want);
+    const long given = PyLong_AsLong(args[want]);
+    if (given == -1 && PyErr_Occurred()) return -1;
+    if (given < 0 || given > INT_MAX) {
+        PyErr_Format(PyExc_ValueError, "level: expected 0 or more, got %ld", given);
+        return -1;
+    }
+    *level = (int)given;
+    return 0;
 }
 
 static la_dtype dtype_of(const la_call *c, la_name name) { return c->p.array[name].dtype; }
@@ -134,7 +154,7 @@ static la_dtype dtype_of(const la_call *c, la_name name) { return c->p.array[nam
 /* Once per call site, by the warning filters' own rule. */
 static int warn_of_growth(const la_call *c, int level)
 {
-    if (!la_gate_above_one(&c->p)) return 0;
+    if (!level || !la_gate_above_one(&c->p)) return 0;
     const char *name = la_array_name(&c->p, LA_G);
     const char *text = c->p.gate == LA_DECAY   ? "expected decays in [0, 1]"
                        : c->p.gate == LA_SLOPE ? "expected slopes >= 0"
@@ -154,9 +174,6 @@ static int run_on_device(la_call *c)
     return la_raise(c, status) || la_settle_streams(c) ? -1 : 0;
 }
 #endif
-
-/* The call site is the frame `level` above: an op's Python function is one of its own. */
-enum { ABOVE_THE_OP = 2 };
 
 static int run(la_call *c, la_status (*entry)(la_problem *), int level)
 {
@@ -191,13 +208,15 @@ int la_run_step(la_call *c, int level)
 /* ---- the three faces ---- */
 
 /* forward(op, q, k, v, g, alpha, beta, initial_state, cu_seqlens, out, output_final_state, scale,
- * mode, chunk_size, qk_l2norm, state_v_first, features) -> (o, final_state) */
+ * mode, chunk_size, qk_l2norm, state_v_first, features[, level]) -> (o, final_state) */
 static PyObject *py_forward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
     la_call c;
+    int level;
     PyObject *answer = NULL;
-    if (expect_arguments("forward", nargs, 17) || call_begin(&c, LA_FORWARD, args[0])) return NULL;
+    if (take_level("forward", args, nargs, 17, &level) || call_begin(&c, LA_FORWARD, args[0]))
+        return NULL;
     if (take_features(&c, args[16]) || la_take(&c, LA_Q, args[1]) || la_take(&c, LA_K, args[2]) ||
         la_take(&c, LA_V, args[3]) || take_gate(&c, args[4], args[5]) ||
         la_take(&c, LA_BETA, args[6]) || la_take_state(&c, LA_S0, LA_Z0, args[7], false) ||
@@ -215,7 +234,7 @@ static PyObject *py_forward(PyObject *self, PyObject *const *args, Py_ssize_t na
     if (c.p.want_final && (la_allocate(&c, LA_ST, c.p.real) ||
                            (la_has(&c.p, LA_ZT) && la_allocate(&c, LA_ZT, c.p.real))))
         goto done;
-    if (run(&c, la_forward, ABOVE_THE_OP)) goto done;
+    if (run(&c, la_forward, level)) goto done;
     PyObject *o = la_result(&c, LA_O), *state = la_state_result(&c, LA_ST, LA_ZT);
     if (o && state) answer = PyTuple_Pack(2, o, state);
     Py_XDECREF(o);
@@ -292,13 +311,15 @@ static PyObject *py_bind(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 }
 
 /* backward(op, do, q, k, v, g, alpha, beta, initial_state, d_final_state, cu_seqlens, scale, mode,
- * chunk_size, qk_l2norm, state_v_first, features) -> (dq, dk, dv, dg, dbeta, d_initial_state) */
+ * chunk_size, qk_l2norm, state_v_first, features[, level]) -> (dq, dk, dv, dg, dbeta,
+ * d_initial_state) */
 static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
     la_call c;
+    int level;
     PyObject *answer = NULL;
-    if (expect_arguments("backward", nargs, 17) || call_begin(&c, LA_BACKWARD, args[0]))
+    if (take_level("backward", args, nargs, 17, &level) || call_begin(&c, LA_BACKWARD, args[0]))
         return NULL;
     if (take_features(&c, args[16]) || la_take(&c, LA_Q, args[2]) || la_take(&c, LA_DO, args[1]) ||
         la_take(&c, LA_K, args[3]) || la_take(&c, LA_V, args[4]) ||
@@ -321,7 +342,7 @@ static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t n
         (c.object[LA_S0] && la_allocate(&c, LA_DS0, c.p.real)) ||
         (c.object[LA_Z0] && la_allocate(&c, LA_DZ0, c.p.real)))
         goto done;
-    if (run(&c, la_backward, ABOVE_THE_OP)) goto done;
+    if (run(&c, la_backward, level)) goto done;
     static const la_name gradients[] = {LA_DQ, LA_DK, LA_DV, LA_DG, LA_DBETA};
     answer = PyTuple_New(6);
     for (int i = 0; answer && i < 6; i++) {

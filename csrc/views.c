@@ -291,10 +291,15 @@ static int refuse_lazy(la_call *c, const char *label, PyObject *object, exchange
         yes = value ? truth(value) : 0;
     }
     if (yes > 0) {
-        PyErr_Format(PyExc_TypeError,
-                     "%s: requires gradients, which linattn's functions do not record yet; "
-                     "pass %s.detach() and use <op>_backward",
-                     label, label);
+        static const char *const why[] = {
+            [LA_FORWARD] = "recorded only if q is a tensor of PyTorch's and there is no out",
+            [LA_BACKWARD] = "not recorded of gradients",
+            [LA_STEP] = "not recorded of a step, which changes its state in place",
+        };
+        PyErr_Format(PyExc_ValueError,
+                     "%s: requires gradients, which are %s; pass %s.detach(), or call it under "
+                     "torch.no_grad()",
+                     label, why[c->p.face], label);
         return -1;
     }
     if (yes == 0 && has.is_neg != Py_None)

@@ -15,7 +15,8 @@ COMPILER: Final[str]
 class BoundStep:
     def __call__(self, /, *args: Never, **kwargs: Never) -> _Array: ...
 
-# Only a step takes a number for a gate or beta (one head, one token).
+# Only a step takes a number for a gate or beta (one head, one token). `level` says how many frames
+# above its caller a warning belongs, as in warnings.warn; 0: no warnings.
 
 def forward(
     op: int,
@@ -35,6 +36,7 @@ def forward(
     qk_l2norm: bool,
     state_v_first: bool,
     features: _Features | None,
+    level: int = 2,
     /,
 ) -> tuple[_Array, Any]: ...
 def step(
@@ -89,6 +91,7 @@ def backward(
     qk_l2norm: bool,
     state_v_first: bool,
     features: _Features | None,
+    level: int = 2,
     /,
 ) -> tuple[_Array, _Array, _Array, _Array | None, _Array | None, Any]: ...
 def shares_memory(x: _Array, y: _Array, /) -> bool: ...

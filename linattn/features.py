@@ -34,8 +34,8 @@ class FeatureMap:
         phi itself, from an array [..., K] to an array [..., K'] of the same dtype. It gets the
         caller's own arrays: NumPy's, PyTorch's, ...
     backward : callable, optional
-        ``backward(x, dy)`` gives the gradient of x when dy is the gradient of phi(x). Only the
-        op's backward needs it.
+        ``backward(x, dy)`` gives the gradient of x when dy is the gradient of phi(x). Only
+        ``linear_attention_backward`` needs it: PyTorch records what ``forward`` does.
     """
 
     name: str
@@ -109,9 +109,12 @@ def feature_maps(given: object) -> tuple[FeatureMap, FeatureMap]:
 # ---- arithmetic on the user's own arrays ----
 
 
+_NUMPYS = (np.ndarray, np.generic)  # a tuple: torch.compile reads the line that asks
+
+
 def is_array(x: object) -> bool:
     """Is this an array of some library's? What is in it, the core will say."""
-    if isinstance(x, np.ndarray | np.generic):
+    if isinstance(x, _NUMPYS):
         return isinstance(x, np.ndarray)
     return isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype")
 

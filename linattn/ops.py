@@ -18,9 +18,10 @@ Arrays are NumPy's, PyTorch's, CuPy's, JAX's or any other library's that has ``_
 for q, k and v; gates any of them. A call runs where q lies, on the CPU or on a CUDA device, and all
 its arrays lie there (a gate with one number per head may stay on the host); what it returns is of
 q's kind. On a device a call is enqueued on the caller's current stream and nothing waits for it.
-Sums and states are float32, or float64 for float64 inputs. Inputs are never written. A wrong
-argument raises TypeError or ValueError that names it, what was expected and what came, before
-anything is written; MemoryError likewise.
+Sums and states are float32, or float64 for float64 inputs. Inputs are never written. If q is
+PyTorch's, gradients of the forward functions are recorded (linattn/autograd.py). A wrong argument
+raises TypeError or ValueError that names it, what was expected and what came, before anything is
+written; MemoryError likewise.
 
 The functions are thin: they turn keywords into positions. What is right is decided in
 csrc/check.c, from the table in csrc/variants.def.
@@ -29,6 +30,7 @@ csrc/check.c, from the table in csrc/variants.def.
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
@@ -83,6 +85,31 @@ class Gradients(NamedTuple):
 
 
 # ---- what the functions below share ----
+
+
+def _is_tensor(x: Array) -> bool:
+    """Is this PyTorch's? It is not imported for the question."""
+    if type(x) is np.ndarray or "torch" not in sys.modules:
+        return False
+    return isinstance(x, sys.modules["torch"].Tensor)
+
+
+def _is_recorded(x: Array) -> bool:
+    return _is_tensor(x) and x.requires_grad and sys.modules["torch"].is_grad_enabled()
+
+
+def _is_traced(x: Array) -> bool:
+    """Is torch.compile reading this line? It looks through a cache, and warns of that."""
+    return _is_tensor(x) and sys.modules["torch"].compiler.is_compiling()
+
+
+def _forward(q: Array) -> Callable[..., tuple[Array, Any]]:
+    """Who runs a forward pass: the core, or PyTorch, which records what it hands on to the core."""
+    if not _is_tensor(q):
+        return _linattn.forward
+    from linattn import autograd
+
+    return autograd.forward
 
 
 _Core = tuple[int, float, int, float, int, float, bool]
@@ -149,6 +176,11 @@ def _apply(phi: FeatureMap, name: str, x: Array) -> Array:
             f"feature_map: expected {phi.name} to give an array [..., K'] for {name} of shape "
             f"{tuple(x.shape)}, got {tuple(y.shape) if is_array(y) else type(y)}"
         )
+    if _is_recorded(x) and not _is_recorded(y):
+        raise ValueError(
+            f"feature_map: expected PyTorch to record what {phi.name} makes of {name}, which "
+            "requires gradients; got a result that requires none"
+        )
     return cast(y, x.dtype)
 
 
@@ -201,12 +233,16 @@ def _default_gamma(HV: int) -> np.ndarray:
     return gamma
 
 
-def _retention_gamma(v: Array, ndim: int) -> np.ndarray | None:
+def _retention_gamma(v: Array, ndim: int) -> Array | None:
     """RetNet's decays for v's heads; None where v has none, which the core will say."""
     shape = getattr(v, "shape", None)
     if not isinstance(shape, tuple) or len(shape) not in (ndim, ndim - 2):
         return None
-    return _default_gamma(shape[-2] if len(shape) == ndim else 1)
+    HV = shape[-2] if len(shape) == ndim else 1
+    if _is_traced(v):
+        torch = sys.modules["torch"]
+        return torch.tensor([1 - 2.0 ** (-5 - h) for h in range(HV)], dtype=torch.float64)
+    return _default_gamma(HV)
 
 
 def _refuse_shared(written: dict[str, Any], q: Array, k: Array) -> None:
@@ -342,9 +378,10 @@ def linear_attention(
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V], or the pair (S, z), or None
     """
-    phi_q, phi_k, core = _features(feature_map, normalize, eps, causal)
+    options = _any_features if _is_traced(q) else _features
+    phi_q, phi_k, core = options(feature_map, normalize, eps, causal)
     _, _, q, k, qk_l2norm = _mapped(phi_q, phi_k, q, k, qk_l2norm, {"out": out})
-    return _linattn.forward(
+    return _forward(q)(
         _LINEAR,
         q,
         k,
@@ -559,7 +596,7 @@ def retention(
     final_state : array [N,HV,K,V] or None
     """
     gate = _retention_gamma(v, 4) if gamma is None else gamma
-    return _linattn.forward(
+    return _forward(q)(
         _RETENTION,
         q,
         k,
@@ -752,7 +789,7 @@ def lightning_attention(
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
     """
-    return _linattn.forward(
+    return _forward(q)(
         _LIGHTNING,
         q,
         k,
@@ -947,7 +984,7 @@ def simple_gla(
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
     """
-    return _linattn.forward(
+    return _forward(q)(
         _SIMPLE_GLA,
         q,
         k,
@@ -1147,7 +1184,7 @@ def gla(
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
     """
-    return _linattn.forward(
+    return _forward(q)(
         _GLA,
         q,
         k,
@@ -1347,7 +1384,7 @@ def delta_rule(
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
     """
-    return _linattn.forward(
+    return _forward(q)(
         _DELTA,
         q,
         k,
@@ -1546,7 +1583,7 @@ def gated_delta_rule(
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
     """
-    return _linattn.forward(
+    return _forward(q)(
         _GATED_DELTA,
         q,
         k,
@@ -1755,7 +1792,7 @@ def kda(
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
     """
-    return _linattn.forward(
+    return _forward(q)(
         _KDA,
         q,
         k,

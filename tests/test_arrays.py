@@ -588,19 +588,29 @@ def test_torch_numbers_for_gates(torch):
     assert_same_bits(state.numpy(), S)
 
 
-def test_torch_gradients_are_refused(torch):
-    made = converted(arguments("gla", "forward"), torch.from_numpy)
-    for name in ("q", "k", "g", "initial_state"):
-        leaf = made[name].clone().requires_grad_()
-        for x in (leaf, leaf * 1.0, torch.nn.Parameter(made[name].clone())):
-            with pytest.raises(TypeError) as error:
-                linattn.gla(**made | {name: x})
-            assert str(error.value) == (
-                f"{name}: requires gradients, which linattn's functions do not record yet; pass "
-                f"{name}.detach() and use <op>_backward")
-            with torch.no_grad():
-                linattn.gla(**made | {name: x})
-            linattn.gla(**made | {name: x.detach()})
+def test_torch_gradients_that_nobody_records_are_refused(torch):
+    """What is recorded: test_autograd.py."""
+    why = {"forward": "recorded only if q is a tensor of PyTorch's and there is no out",
+           "step": "not recorded of a step, which changes its state in place",
+           "backward": "not recorded of gradients"}
+    for face in FACES:
+        made = converted(arguments("gla", face), torch.from_numpy)
+        if face == "forward":
+            made["out"] = torch.empty_like(made["v"])
+        for name in ("q", "k", "g", "state" if face == "step" else "initial_state"):
+            leaf = made[name].clone().requires_grad_()
+            for x in (leaf, leaf * 1.0, torch.nn.Parameter(made[name].clone())):
+                with pytest.raises(ValueError) as error:
+                    function("gla", face)(**made | {name: x})
+                assert str(error.value) == (
+                    f"{name}: requires gradients, which are {why[face]}; pass {name}.detach(), or "
+                    "call it under torch.no_grad()")
+                with torch.no_grad():
+                    function("gla", face)(**made | {name: x})
+                function("gla", face)(**made | {name: x.detach()})
+    numpys = arguments("gla", "forward")
+    with pytest.raises(ValueError, match=r"^k: requires gradients, which are recorded only if q"):
+        linattn.gla(**numpys | {"k": torch.from_numpy(numpys["k"]).requires_grad_()})
 
 
 def test_torch_tensors_that_are_not_their_memory(torch):
@@ -630,8 +640,10 @@ def test_torch_tensors_without_memory(torch):
             return NotImplemented
 
     made = converted(arguments("gla", "forward"), torch.from_numpy)
-    with pytest.raises((TypeError, RuntimeError), match=r"^k: "):
+    with pytest.raises(TypeError, match="__torch_dispatch__"):  # it is asked, and has no answer
         linattn.gla(**made | {"k": Wrapper(made["k"])})
+    with pytest.raises((TypeError, RuntimeError), match=r"^k: "):
+        linattn.gla(**made | {"k": Wrapper(made["k"]), "out": torch.empty_like(made["v"])})
     empty = converted(arguments("gla", "forward", B=0), torch.from_numpy)
     assert linattn.gla(**empty)[0].shape == (0, 5, 4, 6)
 

@@ -54,6 +54,12 @@ def test_importing_brings_in_numpy_only():
     assert not heavy
 
 
+def test_calls_on_numpys_arrays_bring_in_nothing():
+    loaded = python("import sys, numpy, linattn; x = numpy.ones((4, 2)); linattn.retention(x, x, x); "
+                    "print(*sys.modules)").split()
+    assert not {"torch", "linattn.autograd"} & set(loaded)
+
+
 def test_importing_starts_no_thread():
     assert python("import linattn, os; print(len(os.listdir('/proc/self/task')))",
                   OPENBLAS_NUM_THREADS="1").strip() == "1"

@@ -1,0 +1,747 @@
+"""PyTorch records, traces and transforms the ops: gradients by autograd are those of op_backward,
+bit for bit, and what cannot be differentiated is an error, never a gradient that is missing."""
+
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+from device import imported
+
+import linattn
+from linattn.testing import make_inputs
+
+torch = imported("torch")
+
+from linattn import autograd  # noqa: E402 (needs PyTorch)
+
+OPS = linattn.OPS
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+SIZES = {"B": 2, "T": 5, "H": 1, "HV": 2, "K": 3, "V": 4}
+
+
+# ---- calls, and what goes in and out of them ----
+
+
+def tensors(x, *, grad=False):
+    """NumPy's arrays as tensors, in whatever they lie."""
+    if isinstance(x, dict):
+        return {name: tensors(one, grad=grad) for name, one in x.items()}
+    if isinstance(x, tuple | list):
+        return type(x)(tensors(one, grad=grad) for one in x)
+    if not isinstance(x, np.ndarray):
+        return x
+    x = x.copy()
+    y = (torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == BFLOAT16
+         else torch.from_numpy(x))
+    return y.requires_grad_() if grad and y.is_floating_point() else y
+
+
+def leaves(x):
+    """Every tensor, in the order of the dict."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, dict):
+        return leaves(list(x.values()))
+    return [y for one in x for y in leaves(one)] if isinstance(x, tuple | list) else []
+
+
+def refilled(x, new):
+    """x with its tensors replaced, one after the other."""
+    if isinstance(x, torch.Tensor):
+        return next(new)
+    if isinstance(x, dict):
+        return {name: refilled(one, new) for name, one in x.items()}
+    return type(x)(refilled(one, new) for one in x) if isinstance(x, tuple | list) else x
+
+
+def inputs(op, rng, *, grad=False, dtype=np.float64, state=True, **changed):
+    made = make_inputs(op, rng, **SIZES | changed, dtype=dtype, initial_state=state)
+    return tensors(made, grad=grad)
+
+
+def pure(op, x, **options):
+    """The op as a function of its tensors alone, which gives tensors alone; and these tensors."""
+    def call(*given):
+        return tuple(leaves(getattr(linattn, op)(**refilled(x, iter(given)), **options)))
+
+    return call, leaves(x)
+
+
+def gradients(op, x, **options):
+    """By PyTorch, of a sum of all outputs with weights."""
+    call, given = pure(op, x, **options)
+    outputs = call(*given)
+    return torch.autograd.grad(outputs, given, [weights(o) for o in outputs])
+
+
+def weights(x):
+    return torch.linspace(-1, 1, x.numel(), dtype=torch.float64).reshape(x.shape).to(x.dtype)
+
+
+def by_the_backward_face(op, x, do, d_state, **options):
+    """Those of every tensor in x, in the same order."""
+    x = refilled(x, iter([one.detach() for one in leaves(x)]))
+    grads = getattr(linattn, op + "_backward")(do, **x, d_final_state=d_state, **options)
+    field = {"alpha": "dg", "gamma": "dg", "slopes": "dg", "initial_state": "d_initial_state"}
+    return leaves([getattr(grads, field.get(name, "d" + name)) for name in x if leaves(x[name])])
+
+
+def assert_equal(got, want):
+    assert len(got) == len(want)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x.detach(), y.detach())
+
+
+# Beside every op as it is: one head, packed, the other way round, other ways to compute.
+VARIANTS = {
+    "plain": {},
+    "no state": {"state": False},
+    "v first": {"state_v_first": True, "V": 3},
+    "l2norm": {"qk_l2norm": True, "mode": "recurrent", "scale": 0.7},
+    "chunks of 2": {"chunk_size": 2},
+}
+
+
+def variant(op, rng, name, **more):
+    """A call's tensors, and its options."""
+    sizes = {k: v for k, v in VARIANTS[name].items() if k in ("V", "state")}
+    options = {k: v for k, v in VARIANTS[name].items() if k not in sizes}
+    return inputs(op, rng, **sizes, **more), options
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("op", OPS)
+def test_gradcheck(op, name, rng):
+    x, options = variant(op, rng, name, grad=True)
+    if name != "plain" and "g" in x:
+        x["alpha"] = x.pop("g").detach().exp().requires_grad_()
+    call, given = pure(op, x, output_final_state=True, **options)
+    assert torch.autograd.gradcheck(call, given, fast_mode=name != "plain")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_the_bits_of_the_backward_face(op, dtype, rng):
+    x = inputs(op, rng, dtype=dtype, grad=True, T=20)
+    got = gradients(op, x, output_final_state=True)
+    o, state = getattr(linattn, op)(**x, output_final_state=True)
+    d_state = tuple(map(weights, state)) if isinstance(state, tuple) else weights(state)
+    assert_equal(got, by_the_backward_face(op, x, weights(o), d_state))
+    assert_equal(gradients(op, x), by_the_backward_face(op, x, weights(o), None))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_recorded_call_has_the_bits_of_one_that_is_not(op, rng):
+    x = inputs(op, rng, dtype=np.float32)
+    with_grad = refilled(x, iter([y.clone().requires_grad_() for y in leaves(x)]))
+    want = leaves(getattr(linattn, op)(**x, output_final_state=True))
+    got = leaves(getattr(linattn, op)(**with_grad, output_final_state=True))
+    assert_equal(got, want)
+    assert all(y.requires_grad and y.is_contiguous() for y in got)
+    o, state = getattr(linattn, op)(**with_grad)
+    assert state is None and torch.equal(o, want[0])
+
+
+@pytest.mark.parametrize("of", range(3))
+def test_gradients_of_one_output_alone(of, rng):
+    x = inputs("linear_attention", rng, grad=True)
+    call, given = pure("linear_attention", x, output_final_state=True)
+    outputs = call(*given)
+    got = torch.autograd.grad(outputs[of].sum(), given)
+    d = [torch.zeros_like(o) for o in outputs]
+    d[of] = torch.ones_like(d[of])
+    assert_equal(got, by_the_backward_face("linear_attention", x, d[0], (d[1], d[2])))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_of_one_input_alone(op, rng):
+    x = inputs(op, rng)
+    every = gradients(op, refilled(x, iter([y.clone().requires_grad_() for y in leaves(x)])))
+    for i, want in enumerate(every):
+        given = [y.clone() for y in leaves(x)]
+        given[i].requires_grad_()
+        o, _ = getattr(linattn, op)(**refilled(x, iter(given)))
+        o.backward(weights(o))
+        assert torch.equal(given[i].grad, want)
+        assert all(y.grad is None for j, y in enumerate(given) if j != i)
+
+
+def test_output_gradients_in_any_layout(rng):
+    x = inputs("kda", rng, grad=True)
+    call, given = pure("kda", x, output_final_state=True)
+    o, state = call(*given)
+    for do in (torch.ones((), dtype=o.dtype).expand(o.shape), weights(o.mT).mT,
+               torch.stack([weights(o)] * 2, -1)[..., 0], weights(o).flip(0)):
+        got = torch.autograd.grad(o, given, do, retain_graph=True)
+        want = by_the_backward_face("kda", x, do.contiguous(), None)
+        assert_equal(got, want)
+    d_state = torch.stack([weights(state)] * 2, -1)[..., 1]
+    got = torch.autograd.grad(state, given, d_state)
+    want = by_the_backward_face("kda", x, torch.zeros_like(o), d_state.contiguous())
+    assert_equal(got, want)
+
+
+def test_inputs_in_any_layout(rng):
+    x = inputs("gla", rng)
+    turned = {name: y.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+              for name, y in x.items()}
+    turned["v"] = torch.stack([x["v"]] * 2, -1).requires_grad_()
+    got = gradients("gla", turned | {"v": turned["v"][..., 0]})
+    assert_equal(got, by_the_backward_face("gla", x, weights(x["v"]), None))
+
+
+def test_packed_sequences_and_one_head(rng):
+    x = inputs("gated_delta_rule", rng, grad=True, B=1, state=False, T=9)
+    cu = torch.tensor([0, 4, 4, 9])
+    o, state = linattn.gated_delta_rule(**x, cu_seqlens=cu, output_final_state=True)
+    assert state.shape == (3, 2, 3, 4)
+    got = torch.autograd.grad((o, state), leaves(x), (weights(o), weights(state)))
+    want = by_the_backward_face("gated_delta_rule", x, weights(o), weights(state), cu_seqlens=cu)
+    assert_equal(got, want)
+    one = {name: y.detach()[0, :, 0].clone().requires_grad_() for name, y in x.items()}
+    call, given = pure("gated_delta_rule", one, output_final_state=True)
+    assert call(*given)[1].shape == (3, 4)
+    assert torch.autograd.gradcheck(call, given)
+
+
+@pytest.mark.parametrize("options", [
+    {"causal": False}, {"normalize": False}, {"normalize": "add", "eps": 0.5},
+    {"feature_map": ("exp", "relu2"), "normalize": "add"}, {"feature_map": "identity",
+                                                          "normalize": False}], ids=str)
+def test_options_of_linear_attention(options, rng):
+    x = inputs("linear_attention", rng, grad=True, state=False)
+    call, given = pure("linear_attention", x, **options)
+    assert torch.autograd.gradcheck(call, given)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_feature_maps_of_ones_own_are_recorded(norm, rng):
+    def phi(y):
+        return torch.cat([y.exp(), (-y).exp()], -1)
+
+    x = inputs("linear_attention", rng, grad=True, state=False)
+    call, given = pure("linear_attention", x, feature_map=phi, qk_l2norm=norm)
+    assert torch.autograd.gradcheck(call, given)
+    for bad in (lambda y: y.detach().exp(), lambda y: torch.from_numpy(np.exp(y.detach().numpy()))):
+        with pytest.raises(ValueError, match=r"^feature_map: expected PyTorch to record .* of q"):
+            linattn.linear_attention(**x, feature_map=bad)
+        with torch.no_grad():
+            linattn.linear_attention(**x, feature_map=bad)
+
+
+def test_a_bfloat16_state_has_a_bfloat16_gradient(rng):
+    x = inputs("simple_gla", rng, dtype=np.float32, grad=True)
+    x["initial_state"] = x["initial_state"].detach().bfloat16().requires_grad_()
+    *_, got = gradients("simple_gla", x, output_final_state=True)
+    assert got.dtype == torch.bfloat16 and got.any()
+
+
+def test_no_tokens_and_no_sequences(rng):
+    for sizes in ({"T": 0}, {"B": 0}):
+        x = inputs("kda", rng, grad=True, **sizes)
+        got = gradients("kda", x, output_final_state=True)
+        assert [y.shape for y in got] == [y.shape for y in leaves(x)]
+
+
+def test_numpy_arrays_beside_tensors(rng):
+    """They are copied: nobody who writes them later changes a gradient."""
+    made = make_inputs("simple_gla", rng, **SIZES | {"B": 1})
+    cu = np.array([0, 2, 5], np.int32)
+    x = tensors(made, grad=True)
+    want = torch.autograd.grad(linattn.simple_gla(**x, cu_seqlens=cu)[0].sum(), x["q"])
+    for kind in (np.copy, lambda g: g.astype(np.float64)[::-1][::-1]):
+        mixed = x | {"g": kind(made["g"]), "v": made["v"].copy()}
+        lengths = cu.copy()
+        o, _ = linattn.simple_gla(**mixed, cu_seqlens=lengths)
+        mixed["g"][:], mixed["v"][:], lengths[:] = np.nan, np.nan, 0
+        assert_equal(torch.autograd.grad(o.sum(), x["q"]), want)
+    g = make_inputs("simple_gla", rng, **SIZES, dtype=BFLOAT16)["g"]
+    x = inputs("simple_gla", rng, state=False, grad=True)
+    want = linattn.simple_gla(**x | {"g": tensors(g)})[0]
+    assert torch.equal(linattn.simple_gla(**x | {"g": g})[0], want)
+
+
+def test_gates_with_a_default_or_from_numpy(rng):
+    x = inputs("retention", rng, grad=True)
+    del x["gamma"]
+    assert_equal(gradients("retention", x),
+                 by_the_backward_face("retention", x, weights(x["v"]), None))
+    x = inputs("lightning_attention", rng, grad=True)
+    x["slopes"] = linattn.lightning_slopes(2)
+    assert_equal(gradients("lightning_attention", x),
+                 by_the_backward_face("lightning_attention", x, weights(x["v"]), None))
+
+
+# ---- what is recorded, and when ----
+
+
+@pytest.fixture
+def spied(monkeypatch):
+    """A list that grows with every call that does not go straight to the core."""
+    seen = []
+
+    def spy(way):
+        return lambda *arguments: seen.append(way) or way(*arguments)
+
+    monkeypatch.setattr(autograd, "_OPS",
+                        tuple(type(ways)(*map(spy, ways)) for ways in autograd._OPS))
+    return seen
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("op", OPS)
+def test_what_nobody_asks_for_is_not_recorded(op, mode, rng, spied):
+    x = inputs(op, rng, grad=mode is torch.no_grad)
+    with mode():
+        for y in leaves(getattr(linattn, op)(**x, output_final_state=True)):
+            assert not y.requires_grad and y.grad_fn is None
+            assert y.is_inference() == (mode is torch.inference_mode)
+    assert not spied
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_way_has_the_same_bits(op, rng, spied):
+    """Autograd's own, the operator's, that of torch.func."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    x = inputs(op, rng, grad=True)
+    want = gradients(op, x, output_final_state=True)
+    assert len(spied) == 1
+    with Watch():
+        assert_equal(gradients(op, x, output_final_state=True), want)
+    call, given = pure(op, x, output_final_state=True)
+    outputs, pull = torch.func.vjp(call, *[y.detach() for y in given])
+    assert_equal(pull(tuple(weights(o) for o in outputs)), want)
+    assert len(set(spied)) == 3
+
+
+def test_inference_tensors_cannot_be_saved(rng):
+    with torch.inference_mode():
+        x = inputs("gla", rng)
+    linattn.gla(**x)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        linattn.gla(**x | {"q": x["q"].clone().requires_grad_()})
+
+
+def test_parameters_of_a_module_learn(rng):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.state = torch.nn.Parameter(torch.zeros(1, 2, 3, 4, dtype=torch.float64))
+            self.g = torch.nn.Parameter(torch.full((2, 3), -0.5, dtype=torch.float64))
+
+        def forward(self, q, k, v):
+            g = self.g.expand(*v.shape[:3], 3)
+            return linattn.gla(q, k, v, g, initial_state=self.state.expand(len(q), 2, 3, 4))[0]
+
+    layer = Layer()
+    x = inputs("gla", rng, state=False)
+    q, k, v = x["q"], x["k"], x["v"]
+    optimizer = torch.optim.SGD(layer.parameters(), 0.05)
+    losses = []
+    for _ in range(20):
+        loss = ((layer(q, k, v) - v) ** 2).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    parameter = torch.nn.Parameter(q)
+    assert linattn.gla(parameter, k, v, x["g"])[0].grad_fn is not None
+
+
+def test_subclasses(rng):
+    class Named(torch.Tensor):
+        pass
+
+    x = inputs("gla", rng)
+    want = linattn.gla(**x)[0]
+    o, _ = linattn.gla(**{name: y.as_subclass(Named) for name, y in x.items()})
+    assert type(o) is Named and torch.equal(o.as_subclass(torch.Tensor), want)
+    q = x["q"].clone().as_subclass(Named).requires_grad_()
+    linattn.gla(**x | {"q": q})[0].sum().backward()
+    assert q.grad is not None
+
+
+def test_saved_tensors(rng):
+    """Hooks see them, and who writes one before the backward is told."""
+    x = inputs("delta_rule", rng, grad=True)
+    want = gradients("delta_rule", x)
+    packed = []
+
+    def pack(y):
+        packed.append(y)
+        return y.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
+        o, _ = linattn.delta_rule(**x)
+    assert len(packed) == 5  # q, k, v, beta and the initial state
+    assert_equal(torch.autograd.grad(o, leaves(x), weights(o)), want)
+    v = x["v"].detach().clone()
+    o, _ = linattn.delta_rule(**x | {"v": v})
+    v.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant, rng):
+    from torch.utils.checkpoint import checkpoint
+
+    x = inputs("gated_delta_rule", rng, grad=True)
+    want = gradients("gated_delta_rule", x, output_final_state=True)
+    call, given = pure("gated_delta_rule", x, output_final_state=True)
+    outputs = checkpoint(call, *given, use_reentrant=reentrant)
+    assert_equal(torch.autograd.grad(outputs, given, [weights(o) for o in outputs])
+                 if not reentrant else backward_into(given, outputs), want)
+
+
+def backward_into(given, outputs):
+    torch.autograd.backward(outputs, [weights(o) for o in outputs])
+    return [x.grad for x in given]
+
+
+def test_autocast(rng):
+    x = inputs("gated_delta_rule", rng, grad=True, dtype=np.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = {n: y.detach().to(dtype) if n in ("q", "k", "v") else y.detach()
+                for n, y in x.items()}
+        want = linattn.gated_delta_rule(**half, output_final_state=True)
+        with torch.autocast("cpu", dtype):
+            got = linattn.gated_delta_rule(**x, output_final_state=True)
+            with torch.no_grad():
+                again = linattn.gated_delta_rule(**x, output_final_state=True)
+        assert got[0].dtype == dtype and got[1].dtype == torch.float32
+        assert_equal(got, want)
+        assert_equal(again, want)
+        grads = torch.autograd.grad(got, leaves(x), (weights(got[0]), weights(got[1])))
+        of_half = by_the_backward_face("gated_delta_rule", half, weights(got[0]), weights(got[1]))
+        assert [y.dtype for y in grads] == [torch.float32] * 6
+        assert_equal(grads, [y.float() for y in of_half])
+    with torch.autocast("cpu", torch.bfloat16):
+        double = inputs("gla", rng)
+        assert linattn.gla(**double)[0].dtype == torch.float64  # as in a matrix product
+        out = torch.empty_like(x["v"])
+        with torch.no_grad():
+            assert linattn.gated_delta_rule(**x, out=out)[0] is out  # as in PyTorch: no casts
+        with torch.autocast("cpu", enabled=False):
+            assert linattn.gated_delta_rule(**x)[0].dtype == torch.float32
+
+
+# ---- torch.library, torch.compile, torch.func ----
+
+
+def operator_arguments(op, x, *, final=True, features=(2, 1e-3, 2, 1e-3, 1, 1e-6, 1)):
+    state, z = x["initial_state"] if op == "linear_attention" else (x.get("initial_state"), None)
+    gate = x.get("g", x.get("slopes"))
+    return (x["q"], x["k"], x["v"], gate, x.get("gamma"), x.get("beta"), state, z, None, final,
+            None, "chunk", None, False, False,
+            list(map(float, features)) if op == "linear_attention" else None)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op, rng):
+    x = inputs(op, rng, grad=True)
+    arguments = operator_arguments(op, x)
+    torch.library.opcheck(getattr(torch.ops.linattn, op).default, arguments)
+    torch.library.opcheck(getattr(torch.ops.linattn, op).default,
+                          operator_arguments(op, x, final=False), test_utils="test_faketensor")
+    before, after = arguments[:9], arguments[10:]
+    arrays = [None if y is None else y.detach() for y in before]
+    d_states = [None if y is None else weights(y) for y in arrays[6:8]]
+    torch.library.opcheck(getattr(torch.ops.linattn, op + "_backward").default,
+                          (weights(arrays[2]), *d_states, *arrays, *after))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_shapes_without_memory(op, rng):
+    """The fake implementation, against the core."""
+    cu = torch.tensor([0, 2, 5])
+    for options in ({}, {"state_v_first": True}, {"output_final_state": True},
+                    {"output_final_state": True, "state_v_first": True},
+                    {"output_final_state": True, "cu_seqlens": cu}):
+        for one_head in (False, True):
+            for dtype in (np.float64, np.float32, BFLOAT16):
+                x = inputs(op, rng, dtype=dtype, state=False, B=1, HV=1 if one_head else 2)
+                if one_head:
+                    x = {n: y[0, :, 0] if y.dim() > 1 else y for n, y in x.items()}
+                want = leaves(getattr(linattn, op)(**x, **options))
+                meta = {n: y.to("meta") for n, y in x.items()}
+                got = leaves(getattr(linattn, op)(**meta, **options))
+                described = [[(y.shape, y.dtype, y.stride()) for y in ys] for ys in (got, want)]
+                assert described[0] == described[1]
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(call):
+    return torch.compile(call, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_compile(op, rng, fresh_dynamo):
+    x = inputs(op, rng, grad=True, dtype=np.float32)
+    call, given = pure(op, x, output_final_state=True)
+    want = call(*given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = compiled(call)(*given)
+    assert_equal(got, want)
+    ds = [weights(o) for o in want]
+    assert_equal(torch.autograd.grad(got, given, ds), torch.autograd.grad(want, given, ds))
+
+
+def test_compile_calls_as_people_write_them(rng, fresh_dynamo):
+    """Defaults that Python fills in, NumPy's gates, functions as feature maps, no gradients."""
+    def phi(y):
+        return torch.nn.functional.elu(y) + 1
+
+    slopes = linattn.lightning_slopes(2)
+    calls = {
+        "retention": lambda x: linattn.retention(x["q"], x["k"], x["v"]),
+        "lightning_attention": lambda x: linattn.lightning_attention(
+            x["q"], x["k"], x["v"], slopes, chunk_size=4, scale=1),
+        "linear_attention": lambda x: linattn.linear_attention(
+            x["q"], x["k"], x["v"], feature_map=phi, qk_l2norm=True, normalize="clamp"),
+        "gla": lambda x: linattn.gla(x["q"], x["k"], x["v"], alpha=x["g"].exp(), mode="recurrent"),
+        "simple_gla": lambda x: linattn.simple_gla(
+            x["q"][:1], x["k"][:1], x["v"][:1], x["g"][:1], cu_seqlens=torch.tensor([0, 3, 5])),
+    }
+    for op, call in calls.items():
+        for grad in (False, True):
+            x = inputs(op, rng, grad=grad)
+            got, want = compiled(call)(x), call(x)
+            assert_equal(got[:1], want[:1])
+            assert got[0].requires_grad == grad and got[1] is None
+
+
+def test_compile_for_any_length(rng, fresh_dynamo):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    call = torch.compile(lambda q, k, v, g: linattn.gla(q, k, v, g, output_final_state=True),
+                         fullgraph=True, backend=backend, dynamic=True)
+    for T in (6, 7, 20):  # no other size is one of these
+        x = inputs("gla", rng, T=T, state=False, grad=True)
+        assert_equal(call(**x), linattn.gla(**x, output_final_state=True))
+    assert len(graphs) == 1
+
+
+def test_compile_under_autocast(rng, fresh_dynamo):
+    x = inputs("gla", rng, dtype=np.float32)
+    call, given = pure("gla", x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = compiled(call)(*given), call(*given)
+    assert got[0].dtype == torch.bfloat16
+    assert_equal(got, want)
+
+
+def test_export_and_make_fx_see_the_operator(rng):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = inputs("gla", rng)
+    graph = make_fx(lambda q: linattn.gla(**x | {"q": q})[0])(x["q"]).graph
+    assert torch.ops.linattn.gla.default in [node.target for node in graph.nodes]
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, g):
+            return linattn.gla(q, k, v, g)[0]
+
+    x.pop("initial_state")
+    exported = torch.export.export(Layer(), (), x)
+    assert torch.equal(exported.module()(**x), linattn.gla(**x)[0])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_functional_gradients(op, rng):
+    x = inputs(op, rng)
+    call, given = pure(op, x, output_final_state=True)
+
+    def loss(*given):
+        return sum((weights(o) * o).sum() for o in call(*given))
+
+    want = gradients(op, refilled(x, iter([y.clone().requires_grad_() for y in given])),
+                     output_final_state=True)
+    every = tuple(range(len(given)))
+    assert_equal(torch.func.grad(loss, argnums=every)(*given), want)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own loop
+def test_vmap_is_a_loop(rng):
+    x = inputs("gla", rng)
+    qs = torch.stack([x["q"], 2 * x["q"]])
+
+    def o(q):
+        return linattn.gla(**x | {"q": q})[0]
+
+    assert_equal([torch.func.vmap(o)(qs)], [torch.stack([o(q) for q in qs])])
+
+    def loss(q):
+        return o(q).sum()
+
+    assert_equal([torch.func.vmap(torch.func.grad(loss))(qs)],
+                 [torch.stack([torch.func.grad(loss)(q) for q in qs])])
+
+
+# ---- what cannot be differentiated ----
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_of_gradients_are_refused(op, rng):
+    x = inputs(op, rng, grad=True)
+    o, _ = getattr(linattn, op)(**x)
+    want = torch.autograd.grad(o.sum(), leaves(x), retain_graph=True)
+    got = torch.autograd.grad(o.sum(), leaves(x), create_graph=True)
+    assert_equal(got, want)
+    with pytest.raises(NotImplementedError, match=f"gradients of linattn.{op} are not diff"):
+        torch.autograd.grad(got[0].sum(), x["v"])
+
+    def loss(v):
+        return getattr(linattn, op)(**x | {"v": v})[0].sum()
+
+    with pytest.raises(NotImplementedError, match=f"gradients of linattn.{op} are not diff"):
+        torch.func.grad(lambda v: torch.func.grad(loss)(v).square().sum())(x["v"].detach())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, as it loads
+def test_forward_mode_is_refused(rng):
+    from torch.autograd import forward_ad
+
+    x = inputs("gla", rng)
+    with forward_ad.dual_level():
+        for name in ("q", "g", "initial_state"):
+            dual = forward_ad.make_dual(x[name], torch.ones_like(x[name]))
+            with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+                linattn.gla(**x | {name: dual})
+        assert torch.equal(linattn.gla(**x)[0], linattn.gla(**x)[0])
+    with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda q: linattn.gla(**x | {"q": q})[0], (x["q"],), (x["q"],))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_out_is_refused_where_gradients_are_recorded(op, rng):
+    x = inputs(op, rng, grad=True)
+    out = torch.full_like(x["v"], 3)
+    with pytest.raises(ValueError, match=r"^q: requires gradients, .* there is no out; "):
+        getattr(linattn, op)(**x, out=out)
+    assert (out == 3).all()
+    with torch.no_grad():
+        assert getattr(linattn, op)(**x, out=out)[0] is out
+    leaf = torch.empty_like(out).requires_grad_()
+    x = inputs(op, rng)
+    with pytest.raises(ValueError, match=r"^out: requires gradients, "):
+        getattr(linattn, op)(**x, out=leaf)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_steps_are_refused_where_gradients_are_recorded(op, rng):
+    x = inputs(op, rng)
+    state = x.pop("initial_state")
+    x = {name: y[:, 0].contiguous() if y.dim() > 2 else y for name, y in x.items()}
+    before = [y.clone() for y in leaves(state)]
+    step = getattr(linattn, op + "_step")
+    for name in x:
+        bad = x | {name: x[name].clone().requires_grad_(), "state": state}
+        for call in (step, lambda **bad: linattn.bind(step, **bad)):
+            with pytest.raises(ValueError, match=rf"^{name}: requires gradients, .* of a step"):
+                call(**bad)
+    assert_equal(leaves(state), before)
+    with torch.no_grad():
+        step(**bad)
+    assert not torch.equal(leaves(state)[0], before[0])
+
+
+def test_a_scale_that_would_have_a_gradient_is_refused(rng):
+    x = inputs("gla", rng)
+    scale = torch.tensor(0.5, requires_grad=True)
+    with pytest.raises(TypeError, match=r"^scale: expected a number where gradients are recorded"):
+        linattn.gla(**x, scale=scale)
+    assert linattn.gla(**x, scale=scale.detach())[0].shape == x["v"].shape
+
+
+BAD = {
+    "scale a word": {"scale": "x"}, "scale too large": {"scale": 10**400},
+    "scale a flag": {"scale": True},
+    "half a token": {"chunk_size": 1.5}, "chunk too large": {"chunk_size": 2**70},
+    "chunk zero": {"chunk_size": 0}, "chunk a flag": {"chunk_size": True},
+    "mode a number": {"mode": 3}, "mode": {"mode": "chunks"}, "flag": {"qk_l2norm": 1},
+    "flag None": {"output_final_state": None}, "flag word": {"state_v_first": "yes"},
+    "k a list": {"k": [1.0]}, "k None": {"k": None}, "g None": {"g": None}, "g number": {"g": 0.5},
+    "state a pair": {"initial_state": (1, 2)}, "state three": {"initial_state": (1, 2, 3)},
+    "state shape": {"initial_state": torch.zeros(1, 1, 3, 4, dtype=torch.float64)},
+    "v integers": {"v": torch.ones(2, 5, 2, 4, dtype=torch.int32)},
+    "v objects": {"v": np.full((2, 5, 2, 4), None)},
+    "q 3-D": {"q": torch.ones(5, 1, 3, dtype=torch.float64)},
+    "both gates": {"alpha": torch.ones(2, 5, 2, 3)}, "lengths": {"cu_seqlens": np.array([0, 3])},
+    "lengths a list": {"cu_seqlens": [0, 5]},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_arguments_have_the_words_that_they_have_without_gradients(name, rng):
+    x = inputs("gla", rng)
+    bad = x | BAD[name]
+    with pytest.raises((TypeError, ValueError)) as want:
+        linattn.gla(**bad)
+    leaf = "g" if name == "q 3-D" else "q"
+    with pytest.raises(want.type) as got:
+        linattn.gla(**bad | {leaf: bad[leaf].clone().requires_grad_()})
+    assert str(got.value) == str(want.value)
+
+
+def test_numbers_and_flags_of_numpys(rng):
+    x = inputs("gla", rng, grad=True)
+    want = linattn.gla(**x, scale=0.5, chunk_size=3, qk_l2norm=True)[0]
+    for scale, chunk, flag in ((np.float32(0.5), np.int64(3), np.True_),
+                               (np.float64(0.5), 3, True)):
+        got = linattn.gla(**x, scale=scale, chunk_size=chunk, qk_l2norm=flag)[0]
+        assert torch.equal(got, want) and got.requires_grad
+    assert torch.equal(linattn.gla(**x, scale=1)[0], linattn.gla(**x, scale=1.0)[0])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_growing_gate_is_warned_of_where_the_call_is(grad, rng):
+    x = inputs("simple_gla", rng, grad=grad)
+    x["g"] = x["g"].detach() + 5
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            o, _ = linattn.simple_gla(**x)  # one call site
+        if grad:
+            o.sum().backward()
+    assert [w.category for w in caught] == [RuntimeWarning]
+    assert caught[0].filename == __file__
+    assert str(caught[0].message).startswith("g: expected the log decay")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning):
+            linattn.simple_gla(**x)
+
+
+def test_on_a_gpu_a_backward_says_that_it_is_not_there(rng):
+    if not (torch.cuda.is_available() and linattn.cuda.is_available()):
+        pytest.skip("no CUDA device that PyTorch and linattn both know")
+    x = {name: y.detach().cuda().requires_grad_() for name, y in inputs(
+        "gla", rng, dtype=np.float32).items()}
+    o, _ = linattn.gla(**x)
+    assert o.is_cuda and o.grad_fn is not None
+    with torch.no_grad():
+        assert torch.equal(o, linattn.gla(**x)[0])
+    with pytest.raises(NotImplementedError, match="gradients on CUDA are not there yet"):
+        o.sum().backward()
