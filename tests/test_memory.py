@@ -93,7 +93,7 @@ def spoiled(op, face):
     return [(function, made | one) for one in bad]
 
 
-def blocks_of_legal_calls(op, face, batches=5, calls=100):
+def blocks_of_legal_calls(op, face, batches=12, calls=100):
     """sys.getallocatedblocks after each batch."""
     import gc
     function, made = problem(op, face)
@@ -117,7 +117,7 @@ def blocks_of_legal_calls(op, face, batches=5, calls=100):
     return counts
 
 
-def blocks_of_wrong_calls(op, face, batches=5, calls=100):
+def blocks_of_wrong_calls(op, face, batches=12, calls=100):
     import gc
     import warnings
     cases = spoiled(op, face)
@@ -152,7 +152,7 @@ def test_allocated_blocks_stay_flat(face, kind):
     for op, line in zip(OPS, text.splitlines(), strict=True):
         counts = [int(n) for n in line.split()]
         # A leak of one block a call adds 100 in every batch. The interpreter's own caches add up to
-        # 200, but in the first few batches only; a settled batch adds the 1 that holds its count.
+        # 200, but not forever; a settled batch adds the 1 that holds its count.
         assert min(np.diff(counts)) < 20, (op, counts)
 
 

@@ -1,0 +1,307 @@
+"""linattn.nn: the blocks go on where they stopped, learn, and compute what their papers say."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from device import imported
+
+from linattn import reference
+
+torch = imported("torch")
+nn = pytest.importorskip("linattn.nn", reason="PyTorch is not installed")
+F = torch.nn.functional
+
+D = 24
+BLOCKS = {
+    "Retention": lambda: nn.Retention(D, num_heads=2, expand_k=1, expand_v=1),
+    "GatedLinearAttention": lambda: nn.GatedLinearAttention(D, num_heads=3, gate_low_rank_dim=5),
+    "DeltaNet": lambda: nn.DeltaNet(D, num_heads=2),
+    "GatedDeltaNet": lambda: nn.GatedDeltaNet(D, num_heads=2, head_dim=6, num_v_heads=4),
+    "KimiDeltaAttention": lambda: nn.KimiDeltaAttention(D, num_heads=2, head_dim=6),
+}
+# of flash-linear-attention 0.6.0's layers
+NAMES = {
+    "Retention": "q_proj.weight k_proj.weight v_proj.weight g_proj.weight o_proj.weight "
+                 "g_norm_swish_gate.weight",
+    "GatedLinearAttention": "q_proj.weight k_proj.weight v_proj.weight g_proj.weight "
+                            "gk_proj.0.weight gk_proj.1.weight gk_proj.1.bias o_proj.weight "
+                            "g_norm_swish_gate.weight",
+    "DeltaNet": "q_proj.weight k_proj.weight v_proj.weight b_proj.weight q_conv1d.weight "
+                "k_conv1d.weight v_conv1d.weight o_norm.weight o_proj.weight",
+    "GatedDeltaNet": "q_proj.weight k_proj.weight v_proj.weight a_proj.weight b_proj.weight A_log "
+                     "dt_bias q_conv1d.weight k_conv1d.weight v_conv1d.weight g_proj.weight "
+                     "o_norm.weight o_proj.weight",
+    "KimiDeltaAttention": "q_proj.weight k_proj.weight v_proj.weight q_conv1d.weight "
+                          "k_conv1d.weight v_conv1d.weight f_proj.0.weight f_proj.1.weight "
+                          "b_proj.weight A_log dt_bias g_proj.0.weight g_proj.1.weight "
+                          "g_proj.1.bias o_norm.weight o_proj.weight",
+}
+blocks = pytest.mark.parametrize("name", BLOCKS)
+
+
+def block(name, dtype=None, seed=0):
+    torch.manual_seed(seed)
+    return BLOCKS[name]().to(dtype or torch.float64)
+
+
+def tokens(*shape, seed=1, dtype=None):
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, D, generator=made, dtype=torch.float64).to(dtype or torch.float64)
+
+
+def flat(state):
+    return [state.memory, *state.conv, *([] if state.position is None else [state.position])]
+
+
+def agree(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+
+
+# ---- the plain layer ----
+
+
+class Notes(torch.nn.Module):
+    """Linear attention as it is taught: a sum of phi(k) v', of all tokens or of those so far."""
+
+    def __init__(self, d_model, d_k, d_v):
+        super().__init__()
+        self.W_q = torch.nn.Linear(d_model, d_k, bias=False)
+        self.W_k = torch.nn.Linear(d_model, d_k, bias=False)
+        self.W_v = torch.nn.Linear(d_model, d_v, bias=False)
+
+    def forward(self, x, causal=False):
+        q, k, v = F.elu(self.W_q(x)) + 1, F.elu(self.W_k(x)) + 1, self.W_v(x)
+        S, z = k[..., :, None] * v[..., None, :], k
+        if causal:
+            S, z = S.cumsum(1), z.cumsum(1)
+        else:
+            S, z = S.sum(1, keepdim=True), z.sum(1, keepdim=True)
+        return (q[..., :, None] * S).sum(-2) / (q * z).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_linear_attention_is_the_notes(causal):
+    torch.manual_seed(0)
+    theirs = Notes(D, 8, 10).double()
+    ours = nn.LinearAttention(D, 8, 10).double()
+    ours.load_state_dict(theirs.state_dict())
+    x = [tokens(2, 40).requires_grad_() for _ in range(2)]
+    y = [layer(at, causal=causal) for layer, at in zip((ours, theirs), x, strict=True)]
+    agree(*y)
+    for each in y:
+        each.square().sum().backward()
+    agree(x[0].grad, x[1].grad)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        agree(a.grad, b.grad)
+    assert torch.equal(ours(x[0]), ours(x[0], False))
+
+
+# ---- the blocks ----
+
+
+@blocks
+def test_parameters_have_flas_names(name):
+    assert sorted(block(name).state_dict()) == sorted(NAMES[name].split())
+
+
+@blocks
+def test_on_from_a_state_and_step_by_step(name):
+    layer, x = block(name), tokens(3, 30)
+    with torch.no_grad():
+        y, state = layer(x)
+        first, half = layer(x[:, :13])
+        kept = [a.clone() for a in flat(half)]
+        rest, end = layer(x[:, 13:], half)
+        agree(torch.cat([first, rest], 1), y)
+        for a, b, before, after in zip(flat(end), flat(state), flat(half), kept, strict=True):
+            agree(a, b)
+            assert torch.equal(before, after)  # a state that was given is left alone
+    # gradients may be on: none are kept
+    stepped = [layer.step(x[:, t], half) for t in range(13, 30)]
+    assert not stepped[0].requires_grad
+    agree(torch.stack(stepped, 1), rest)
+    for a, b in zip(flat(half), flat(state), strict=True):
+        agree(a, b)
+    # and from nothing
+    state = layer.zeros_state(3)
+    agree(torch.stack([layer.step(x[:, t], state) for t in range(30)], 1), y)
+
+
+@blocks
+def test_packed_sequences_are_sequences(name):
+    layer, edges = block(name), [0, 2, 2, 9, 30]
+    x = tokens(1, 30)
+    with torch.no_grad():
+        before = layer(tokens(4, 7, seed=5))[1]
+        y, state = layer(x, before, torch.tensor(edges, dtype=torch.int32))
+        for n, (i, j) in enumerate(pairwise(edges)):
+            own = nn.State(before.memory[n:n + 1], tuple(c[n:n + 1] for c in before.conv),
+                           None if before.position is None else before.position[n:n + 1])
+            alone, end = layer(x[:, i:j], own)
+            agree(y[:, i:j], alone)
+            for a, b in zip(flat(state), flat(end), strict=True):
+                agree(a[n:n + 1], b)
+
+
+@blocks
+def test_every_parameter_learns(name):
+    layer, x = block(name), tokens(2, 20).requires_grad_()
+    y, state = layer(x)
+    (y.square().sum() + state.memory.square().sum()).backward()
+    for which, parameter in layer.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, which
+    assert x.grad.abs().sum() > 0
+
+
+@blocks
+def test_gradients_are_differences(name):
+    layer, x = block(name), tokens(1, 6)
+    way = tokens(1, 6, seed=3)
+    x.requires_grad_()
+    weight = tokens(1, 6, seed=4)
+    ((layer(x)[0] * weight).sum()).backward()
+    with torch.no_grad():
+        step = 1e-5
+        up, down = ((layer(x + s * way)[0] * weight).sum() for s in (step, -step))
+    assert math.isclose((x.grad * way).sum(), (up - down) / (2 * step), rel_tol=1e-6)
+
+
+@blocks
+def test_bfloat16_and_autocast(name):
+    layer, x = block(name), tokens(2, 30)
+    with torch.no_grad():
+        want, _ = layer(x)
+        narrow = block(name, torch.bfloat16)
+        y, state = narrow(x.bfloat16())
+        assert y.dtype == torch.bfloat16 and state.memory.dtype == torch.float32
+        assert narrow.step(x[:, 0].bfloat16(), state).dtype == torch.bfloat16
+        single = block(name, torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast, _ = single(x.float())
+    for got in (y, cast):
+        assert (got.double() - want).norm() < 0.05 * want.norm()
+        assert (got.double() - want).norm() > 0
+
+
+@blocks
+def test_compiled_without_a_break(name):
+    layer, x = block(name, torch.float32), tokens(2, 20, dtype=torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y, state = compiled(x)
+    want, end = layer(x)
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(state.memory, end.memory)
+    y.sum().backward()
+    assert layer.q_proj.weight.grad is not None
+
+
+# ---- what each is ----
+
+
+def by_hand(layer, x):
+    """A block from its formulas, the op apart: q, k, v after projection and convolution."""
+    def conv(y, name):
+        if not hasattr(layer, name):
+            return y
+        w = getattr(layer, name).weight[:, 0]
+        padded = F.pad(y, (0, 0, w.shape[1] - 1, 0))
+        return F.silu(sum(padded[:, j:j + y.shape[1]] * w[:, j] for j in range(w.shape[1])))
+
+    q, k, v = (conv(getattr(layer, f"{n}_proj")(x), f"{n}_conv1d") for n in "qkv")
+    return (q.unflatten(-1, (layer.H, -1)), k.unflatten(-1, (layer.H, -1)),
+            v.unflatten(-1, (layer.HV, -1)))
+
+
+def test_a_gated_delta_net_by_hand():
+    layer, x = block("GatedDeltaNet"), tokens(2, 25)
+    q, k, v = by_hand(layer, x)
+    g = -layer.A_log.exp() * F.softplus(layer.a_proj(x) + layer.dt_bias)
+    beta = layer.b_proj(x).sigmoid()
+    o, _ = reference.gated_delta_rule(
+        *(a.detach().numpy() for a in (q, k, v, g, beta)), qk_l2norm=True)
+    o = torch.from_numpy(o)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.o_norm.weight
+    o = o * F.silu(layer.g_proj(x)).unflatten(-1, (4, -1))
+    agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
+
+
+def test_a_kimi_delta_attention_by_hand():
+    layer, x = block("KimiDeltaAttention"), tokens(2, 25)
+    q, k, v = by_hand(layer, x)
+    rate = F.softplus(layer.f_proj(x) + layer.dt_bias).unflatten(-1, (2, 6))
+    g, beta = -layer.A_log.exp()[:, None] * rate, layer.b_proj(x).sigmoid()
+    o, _ = reference.kda(*(a.detach().numpy() for a in (q, k, v, g, beta)), qk_l2norm=True)
+    o = torch.from_numpy(o)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.o_norm.weight
+    o = o * layer.g_proj(x).sigmoid().unflatten(-1, (2, -1))
+    agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
+
+
+def test_a_retention_by_hand():
+    layer, x = block("Retention"), tokens(1, 25)
+    q, k, v = by_hand(layer, x)
+    t, half = torch.arange(25, dtype=torch.float64), layer.K // 2
+    turn = torch.polar(torch.ones(25, half).double(),
+                       t[:, None] * 10000.0 ** (-torch.arange(half) / half))
+
+    def turned(a):  # pairs of halves as complex numbers
+        z = torch.complex(a[..., :half], a[..., half:]) * turn[:, None]
+        return torch.cat([z.real, z.imag], -1)
+    gamma = 1 - 2.0 ** (-5 - np.arange(2))
+    o, _ = reference.retention(
+        *(a.detach().numpy() for a in (turned(q), turned(k), v)), gamma=gamma)
+    o = torch.from_numpy(o)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.g_norm_swish_gate.weight
+    o = o * F.silu(layer.g_proj(x)).unflatten(-1, (2, -1))
+    # angles are float32's, as at any position
+    torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(-2)), rtol=1e-4, atol=1e-6)
+
+
+def test_a_gated_linear_attention_by_hand():
+    layer, x = block("GatedLinearAttention"), tokens(2, 25)
+    q, k, v = by_hand(layer, x)
+    g = F.logsigmoid(layer.gk_proj(x)).unflatten(-1, (3, -1)) / 16
+    o, _ = reference.gla(*(a.detach().numpy() for a in (q, k, v, g)))
+    o = torch.from_numpy(o)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.g_norm_swish_gate.weight
+    o = o * F.silu(layer.g_proj(x)).unflatten(-1, (3, -1))
+    agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
+
+
+def test_a_delta_net_by_hand():
+    layer, x = block("DeltaNet"), tokens(2, 25)
+    q, k, v = by_hand(layer, x)
+    o, _ = reference.delta_rule(
+        *(a.detach().numpy() for a in (q, k, v, layer.b_proj(x).sigmoid())), qk_l2norm=True)
+    o = torch.from_numpy(o)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.o_norm.weight
+    agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
+
+
+def test_decays_begin_where_mamba_2s_do():
+    layer = nn.GatedDeltaNet(8, num_heads=512, head_dim=1, expand_v=1)
+    dt = F.softplus(layer.dt_bias.detach().double())
+    assert 1e-3 * 0.999 <= dt.min() and dt.max() <= 0.1 * 1.001
+    assert abs(dt.log().mean() - math.log(0.01)) < 0.2  # the middle of a log-uniform
+    assert layer.A_log.exp().max() <= 16 and 6 < layer.A_log.exp().mean() < 10
+
+
+# ---- errors ----
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match=r"^num_v_heads: expected a multiple of num_heads = 2"):
+        nn.GatedDeltaNet(D, num_heads=2, head_dim=4, num_v_heads=3)
+    with pytest.raises(ValueError, match=r"^expand_k: expected 24 \* expand_k to be a multiple"):
+        nn.DeltaNet(D, num_heads=5)
+    with pytest.raises(ValueError, match=r"^expand_k: expected an even number"):
+        nn.Retention(D, num_heads=8)
+    with pytest.raises(ValueError, match=r"^num_heads: expected at least 1"):
+        nn.DeltaNet(D, num_heads=0)
+    layer = block("DeltaNet")
+    with pytest.raises(ValueError, match=r"^x: expected \[B,T,24\], got \(2, 24\)"):
+        layer(tokens(2))
+    with pytest.raises(ValueError, match=r"^x: expected \[N,24\], got \(1, 2, 24\)"):
+        layer.step(tokens(1, 2), layer.zeros_state(1))
