@@ -23,6 +23,9 @@ from linattn import _linattn
 
 __all__ = ["forward"]
 
+if not hasattr(torch.library, "custom_op"):
+    raise ImportError(f"linattn takes tensors of PyTorch 2.4 or later, got {torch.__version__}")
+
 # As the core's forward takes them, a state in two, and what a backward has no use for apart.
 _ARRAYS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? alpha, Tensor? beta, "
@@ -80,12 +83,16 @@ def _call_site() -> int:
 # ---- the operators ----
 
 try:  # PyTorch has no public word for them
+    from torch._C import _get_tracing_state as _trace
     from torch._C import _len_torch_dispatch_stack as _modes
     from torch._C._functorch import maybe_current_level as _transform
 except ImportError:
 
     def _modes() -> int:
         return 1  # then every call takes the operator's way, which is right and slower
+
+    def _trace() -> Any:
+        return None
 
     def _transform() -> int | None:
         return None
@@ -313,7 +320,7 @@ def _way(op: int, device: str, arrays: tuple[Any, ...]) -> Any:
     """Who has to know of a call on these; None if nobody has."""
     if _transform() is not None:
         return _OPS[op].transformed
-    if device not in _DEVICES or _modes():
+    if device not in _DEVICES or _modes() or _trace() is not None:
         return _OPS[op].operator
     way, recording = None, torch.is_grad_enabled()
     for x in arrays:

@@ -26,9 +26,9 @@ import pytest
 import linattn
 
 KINDS = ("numpy", "torch", "cuda", "cupy")
-FILES = ("test_arguments.py", "test_backward.py", "test_bound.py", "test_cuda.py",
-         "test_extremes.py", "test_features.py", "test_forward.py", "test_pool.py",
-         "test_properties.py", "test_step.py", "test_worked_example.py")
+FILES = ("test_arguments.py", "test_autograd.py", "test_backward.py", "test_bound.py",
+         "test_cuda.py", "test_extremes.py", "test_features.py", "test_forward.py",
+         "test_pool.py", "test_properties.py", "test_step.py", "test_worked_example.py")
 NO_GRADIENTS = "gradients on CUDA: not there yet"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FACES = {f"{op}{face}" for op in linattn.OPS for face in ("", "_step", "_backward")}

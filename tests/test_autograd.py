@@ -568,6 +568,14 @@ def test_export_and_make_fx_see_the_operator(rng):
     assert torch.equal(exported.module()(**x), linattn.gla(**x)[0])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_sees_the_operator(rng):
+    x = inputs("gla", rng)
+    traced = torch.jit.trace(lambda q: linattn.gla(**x | {"q": q})[0], (x["q"],))
+    q = 2 * x["q"]
+    assert torch.equal(traced(q), linattn.gla(**x | {"q": q})[0])
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_functional_gradients(op, rng):
     x = inputs(op, rng)

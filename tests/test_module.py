@@ -55,8 +55,8 @@ def test_importing_brings_in_numpy_only():
 
 
 def test_calls_on_numpys_arrays_bring_in_nothing():
-    loaded = python("import sys, numpy, linattn; x = numpy.ones((4, 2)); linattn.retention(x, x, x); "
-                    "print(*sys.modules)").split()
+    loaded = python("import sys, numpy, linattn; x = numpy.ones((4, 2)); "
+                    "linattn.retention(x, x, x); print(*sys.modules)").split()
     assert not {"torch", "linattn.autograd"} & set(loaded)
 
 
