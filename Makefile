@@ -29,11 +29,11 @@ lint: $(VENV)/installed-lint  ## ruff, clang-format, mypy, stubtest: nothing is 
 fmt: $(VENV)/installed-lint  ## let ruff fix what it can and clang-format the C
 	$(BIN)/ruff check --fix . ; $(BIN)/clang-format -i $(FORMATTED)
 asan:  ## the C core under AddressSanitizer and UBSan, on random problems
-	$(C) asan
+	+$(C) asan
 tsan:  ## the thread pool under ThreadSanitizer
-	$(C) tsan
+	+$(C) tsan
 fuzz:  ## libFuzzer on the C core (needs clang)
-	$(C) fuzz
+	+$(C) fuzz
 docs: $(VENV)/installed-docs  ## the pages, into build/docs
 	$(RUN) -m sphinx -W docs build/docs
 clean:  ## remove everything that was built
