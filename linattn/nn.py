@@ -79,7 +79,7 @@ class _ShortConvolution(nn.Conv1d):
         if cu_seqlens is None:
             padded = torch.cat([before, x, x.new_zeros(B, 1, D)], 1)  # a window, even if T is 0
             y = F.conv1d(padded.mT, self.weight, groups=D).mT
-            return F.silu(y[:, :T]), padded[:, T:-1]
+            return F.silu(y[:, :T]), padded[:, T:-1].clone()  # a step writes it, y's backward reads
         # every sequence behind what came before it: no window sees two
         edges = cu_seqlens.to(torch.long)
         shift = (W - 1) * torch.arange(N, device=x.device)

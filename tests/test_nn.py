@@ -156,6 +156,18 @@ def test_every_parameter_learns(name):
 
 
 @blocks
+def test_a_step_between_a_forward_and_its_backward(name):
+    layer, x = block(name), tokens(2, 20)
+    y, state = layer(x)
+    layer.step(x[:, 0], state)
+    y.sum().backward()
+    got = layer.q_proj.weight.grad.clone()
+    layer.zero_grad()
+    layer(x)[0].sum().backward()
+    assert torch.equal(got, layer.q_proj.weight.grad)
+
+
+@blocks
 def test_gradients_are_differences(name):
     layer, x = block(name), tokens(1, 6)
     way = tokens(1, 6, seed=3)
