@@ -172,9 +172,8 @@ class _Block(nn.Module):
         conv: tuple[Tensor, ...] = ()
         if self.has_conv:
             before = (None,) * 3 if state is None else state.conv
-            layers = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             done = [layer(y, b, cu_seqlens)
-                    for layer, y, b in zip(layers, projected, before, strict=True)]
+                    for layer, y, b in zip(self._convolutions(), projected, before, strict=True)]
             projected, conv = [y for y, _ in done], tuple(c for _, c in done)
         q, k, v = self._by_heads(projected)
         at, position = self._positions(x, state, cu_seqlens)
@@ -191,9 +190,8 @@ class _Block(nn.Module):
             raise ValueError(f"x: expected [N,{self.d_model}], got {tuple(x.shape)}")
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         if self.has_conv:
-            layers = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             projected = [layer.step(y, before) for layer, y, before
-                         in zip(layers, projected, state.conv, strict=True)]
+                         in zip(self._convolutions(), projected, state.conv, strict=True)]
         q, k, v = self._by_heads(projected)
         q, k = self.turn(q, k, state.position)
         o = getattr(ops, f"{self.op}_step")(q, k, v, **self.arguments(x), state=state.memory)
@@ -204,14 +202,14 @@ class _Block(nn.Module):
     def zeros_state(self, N: int) -> State:
         """The state before N sequences, where the parameters lie."""
         like = self.q_proj.weight
-        conv = ()
-        if self.has_conv:
-            layers = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-            conv = tuple(like.new_zeros(N, layer.kernel_size[0] - 1, layer.in_channels)
-                         for layer in layers)
+        conv = tuple(like.new_zeros(N, layer.kernel_size[0] - 1, layer.in_channels)
+                     for layer in self._convolutions())
         real = torch.float64 if like.dtype == torch.float64 else torch.float32
         memory = like.new_zeros(N, self.HV, self.K, self.V, dtype=real)
         return State(memory, conv, self._no_position(like, N))
+
+    def _convolutions(self) -> tuple[_ShortConvolution, ...]:
+        return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.has_conv else ()
 
     def _by_heads(self, projected: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = projected

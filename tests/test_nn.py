@@ -226,6 +226,11 @@ def by_hand(layer, x):
             v.unflatten(-1, (layer.HV, -1)))
 
 
+def normed(o, weight):
+    o = torch.from_numpy(o)
+    return o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
 def test_a_gated_delta_net_by_hand():
     layer, x = block("GatedDeltaNet"), tokens(2, 25)
     q, k, v = by_hand(layer, x)
@@ -233,8 +238,7 @@ def test_a_gated_delta_net_by_hand():
     beta = layer.b_proj(x).sigmoid()
     o, _ = reference.gated_delta_rule(
         *(a.detach().numpy() for a in (q, k, v, g, beta)), qk_l2norm=True)
-    o = torch.from_numpy(o)
-    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.o_norm.weight
+    o = normed(o, layer.o_norm.weight)
     o = o * F.silu(layer.g_proj(x)).unflatten(-1, (4, -1))
     agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
 
@@ -245,8 +249,7 @@ def test_a_kimi_delta_attention_by_hand():
     rate = F.softplus(layer.f_proj(x) + layer.dt_bias).unflatten(-1, (2, 6))
     g, beta = -layer.A_log.exp()[:, None] * rate, layer.b_proj(x).sigmoid()
     o, _ = reference.kda(*(a.detach().numpy() for a in (q, k, v, g, beta)), qk_l2norm=True)
-    o = torch.from_numpy(o)
-    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.o_norm.weight
+    o = normed(o, layer.o_norm.weight)
     o = o * layer.g_proj(x).sigmoid().unflatten(-1, (2, -1))
     agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
 
@@ -264,8 +267,7 @@ def test_a_retention_by_hand():
     gamma = 1 - 2.0 ** (-5 - np.arange(2))
     o, _ = reference.retention(
         *(a.detach().numpy() for a in (turned(q), turned(k), v)), gamma=gamma)
-    o = torch.from_numpy(o)
-    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.g_norm_swish_gate.weight
+    o = normed(o, layer.g_norm_swish_gate.weight)
     o = o * F.silu(layer.g_proj(x)).unflatten(-1, (2, -1))
     # angles are float32's, as at any position
     torch.testing.assert_close(layer(x)[0], layer.o_proj(o.flatten(-2)), rtol=1e-4, atol=1e-6)
@@ -276,8 +278,7 @@ def test_a_gated_linear_attention_by_hand():
     q, k, v = by_hand(layer, x)
     g = F.logsigmoid(layer.gk_proj(x)).unflatten(-1, (3, -1)) / 16
     o, _ = reference.gla(*(a.detach().numpy() for a in (q, k, v, g)))
-    o = torch.from_numpy(o)
-    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.g_norm_swish_gate.weight
+    o = normed(o, layer.g_norm_swish_gate.weight)
     o = o * F.silu(layer.g_proj(x)).unflatten(-1, (3, -1))
     agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
 
@@ -287,8 +288,7 @@ def test_a_delta_net_by_hand():
     q, k, v = by_hand(layer, x)
     o, _ = reference.delta_rule(
         *(a.detach().numpy() for a in (q, k, v, layer.b_proj(x).sigmoid())), qk_l2norm=True)
-    o = torch.from_numpy(o)
-    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.o_norm.weight
+    o = normed(o, layer.o_norm.weight)
     agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
 
 
