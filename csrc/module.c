@@ -167,9 +167,11 @@ static int warn_of_growth(const la_call *c, int level)
 #ifdef LA_WITH_CUDA
 static int run_on_device(la_call *c)
 {
+    static la_status (*const entries[])(la_problem *) = {
+        [LA_FORWARD] = la_cuda_forward, [LA_STEP] = la_cuda_step, [LA_BACKWARD] = la_cuda_backward};
     la_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = c->p.face == LA_STEP ? la_cuda_step(&c->p) : la_cuda_forward(&c->p);
+    status = entries[c->p.face](&c->p);
     Py_END_ALLOW_THREADS
     return la_raise(c, status) || la_settle_streams(c) ? -1 : 0;
 }
@@ -330,11 +332,6 @@ static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t n
         as_flag(args[14], "qk_l2norm", &c.p.qk_l2norm) ||
         as_flag(args[15], "state_v_first", &c.p.state_v_first) || la_raise(&c, la_check(&c.p)))
         goto done;
-    if (c.p.device == LA_CUDA) {
-        PyErr_SetString(PyExc_NotImplementedError,
-                        "gradients on CUDA are not there yet: pass the arrays on the CPU");
-        goto done;
-    }
     if (la_allocate(&c, LA_DQ, dtype_of(&c, LA_Q)) || la_allocate(&c, LA_DK, dtype_of(&c, LA_K)) ||
         la_allocate(&c, LA_DV, dtype_of(&c, LA_V)) ||
         (la_has(&c.p, LA_DG) && la_allocate(&c, LA_DG, dtype_of(&c, LA_G))) ||

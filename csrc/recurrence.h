@@ -91,7 +91,8 @@ LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int K, const real
 
 /* Its adjoint, line for line in reverse. S is the state before the token; dS arrives as the
  * gradient of the state after it and leaves as the gradient of the state before it. dq, dk, da and
- * dbeta are added to, because several strips share them; dv is written. */
+ * dbeta are added to, because several strips share them; dv is written. Where a thread has some of the
+ * rows, a scalar da is of these, and each thread of a column has the whole of dv and dbeta. */
 LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const real *q,
                             const real *k, const lane *v, const real *a, real beta, const lane *d_o,
                             real *dq, real *dk, lane *dv, real *da, real *dbeta,
@@ -105,9 +106,12 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
         la_predict((const lane_of_state *)S, W, W, K, k, NULL, a, p, NULL, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
     }
-    for (int first = 0; first < K; first += LA_ROWS) {
+    UNROLL for (int first = 0; first < K; first += LA_ROWS)
+    {
+        const int last = la_last_row(first, K);
         lane sum[MAX_STRIP] = {LANE_ZERO};
-        for (int i = first; i < K && i < first + LA_ROWS; i++) {
+        UNROLL for (int i = first; i < last; i++)
+        {
             lane gq = {0}, gk = {0};
             for (int w = 0; w < W; w++) {
                 lane s = S[i * W + w];
@@ -122,6 +126,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
         }
         for (int w = 0; w < W; w++) du[w] += sum[w];
     }
+    JOIN(du, NULL, W);
     for (int w = 0; w < W; w++) { /* was u = beta (v - p) */
         dv[w] = du[w];
         if (rule == LA_DELTA) {
@@ -133,7 +138,8 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
     if (rule == LA_DELTA) *dbeta += db;
     if (rule == LA_ADDITIVE && decay == LA_NONE) return;
     lane all = {0}, ga = {0}; /* a scalar decay's gradient: of all rows, LA_ROWS at a time */
-    for (int i = 0; i < K; i++) {
+    UNROLL for (int i = 0; i < K; i++)
+    {
         const real ai = la_decay_of(a, i, decay);
         lane gk = {0};
         if (decay == LA_KEY) ga = LANE_ZERO;

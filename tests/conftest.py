@@ -20,7 +20,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gradients: a test of gradients alone")
     try:
         device.choose(config.getoption("--device"))
     except RuntimeError as error:
@@ -37,15 +36,6 @@ def pytest_ignore_collect(collection_path):
     path = collection_path
     if device.kind != "numpy" and path.match("test_*.py") and path.name not in device.FILES:
         return True
-
-
-def pytest_collection_modifyitems(items):
-    if device.has_gradients():
-        return
-    for item in items:
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        if item.get_closest_marker("gradients") or parameters.get("face") == "backward":
-            item.add_marker(pytest.mark.skip(reason=device.NO_GRADIENTS))
 
 
 @pytest.hookimpl(wrapper=True)

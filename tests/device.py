@@ -9,7 +9,7 @@ overlaps are as they were on the host, and between the arrays lie bytes that nob
 
 What a kind of array cannot be (read-only, byte-swapped, with negative strides in PyTorch) skips the
 test that asks for it, by name. A test that has a part with no meaning on a device leaves that part
-out by asking here (`gradients()`, `leave_out()`), and the run ends with a list of these.
+out by asking here (`negative_strides()`, `leave_out()`), and the run ends with a list of these.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ KINDS = ("numpy", "torch", "cuda", "cupy")
 FILES = ("test_arguments.py", "test_autograd.py", "test_backward.py", "test_bound.py",
          "test_cuda.py", "test_extremes.py", "test_features.py", "test_forward.py",
          "test_pool.py", "test_properties.py", "test_step.py", "test_worked_example.py")
-NO_GRADIENTS = "gradients on CUDA: not there yet"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FACES = {f"{op}{face}" for op in linattn.OPS for face in ("", "_step", "_backward")}
 ARRAYS = {"do", "q", "k", "v", "g", "alpha", "beta", "gamma", "slopes", "initial_state", "state",
@@ -65,19 +64,8 @@ def on_host():
     return kind in ("numpy", "torch")
 
 
-def has_gradients():
-    return on_host()
-
-
 def leave_out(what):
     left_out.add(what)
-
-
-def gradients():
-    """Are there gradients here? If not, the test that asks is noted as run without them."""
-    if not has_gradients():
-        leave_out(NO_GRADIENTS)
-    return has_gradients()
 
 
 def negative_strides():

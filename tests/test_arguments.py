@@ -31,11 +31,6 @@ def function(op, face):
     return getattr(linattn, op if face == "forward" else f"{op}_{face}")
 
 
-def faces():
-    """Those of the three that there are on the device."""
-    return [face for face in FACES if face != "backward" or device.gradients()]
-
-
 def gate_of(op):
     """The name of the op's gate, or None."""
     names = [name.split()[0] for name in GATES[op] if name != "beta"]
@@ -254,7 +249,7 @@ def test_gates_have_any_dtype(dtype, gate):
     for op, face in (("kda", "forward"), ("gated_delta_rule", "step"), ("kda", "backward")):
         made = arguments(op, face, dtype=dtype)
         made |= {"g": made["g"].astype(gate), "beta": made["beta"].astype(gate)}
-        if face not in faces():
+        if face not in FACES:
             continue
         result = function(op, face)(**made)
         if face == "backward":
@@ -490,7 +485,7 @@ def test_out_of_the_wrong_shape(face, axis):
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_batch(op):
-    for face in faces():
+    for face in FACES:
         result = function(op, face)(**arguments(op, face, B=0))
         if face == "backward":
             assert result.dq.shape == (0, 5, 2, 8) and result.dv.shape == (0, 5, 4, 6)
@@ -513,8 +508,6 @@ def test_no_tokens(op, mode):
     del made["initial_state"]
     _, state = function(op, "forward")(**made, mode=mode, output_final_state=True)
     assert state.shape == (3, 4, 8, 6) and not state.any()
-    if not device.gradients():
-        return
     made = arguments(op, "backward", T=0)
     grads = function(op, "backward")(**made, mode=mode)
     assert grads.dq.shape == (3, 0, 2, 8)
@@ -861,7 +854,6 @@ def test_any_layout_of_cu_seqlens(layout, dtype):
     assert_same_bits(linattn.kda(**made, cu_seqlens=layout(cu), output_final_state=True), want)
 
 
-@pytest.mark.gradients
 def test_broadcast_inputs():
     made = arguments("kda", "backward")
     for name in ("q", "k", "v", "g", "beta", "do", "initial_state"):
@@ -1113,7 +1105,7 @@ def test_as_an_error_it_leaves_everything_as_it_was(op, face, name, value, text)
                          ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize(("op", "name", "value"), INSIDE)
 def test_a_gate_inside_does_not_warn(op, name, value, dtype):
-    for face in faces():
+    for face in FACES:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             function(op, face)(**with_gate(op, face, name, value, dtype))
@@ -1237,7 +1229,7 @@ def none_is_refused():
 @given(call=fuzzed_calls())
 def test_fuzz(none_is_refused, call):
     op, face, made = call
-    if face not in faces():
+    if face not in FACES:
         return
     before = snapshot({name: x for name, x in made.items() if name not in ("state", "out")})
     try:

@@ -32,7 +32,6 @@ def has_gradients(case):
     return case.K > 1 or case.op != "linear_attention"
 
 
-pytestmark = pytest.mark.gradients
 GRID = list(filter(has_gradients, cases(seed=2, limit=4_000)))
 PER_HEAD = ("retention", "lightning_attention")
 

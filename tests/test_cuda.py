@@ -632,13 +632,6 @@ def test_more_than_256_keys_or_values_are_refused(op, face):
         call(**problem(op, face=face, **{letter: 256}))
 
 
-@ops
-def test_gradients_are_not_there_yet(op):
-    x = problem(op)
-    with pytest.raises(NotImplementedError, match="gradients on CUDA are not there yet"):
-        getattr(linattn, f"{op}_backward")(x["v"], **x)
-
-
 # ---- other libraries' arrays ----
 
 

@@ -59,8 +59,6 @@ def judge(op, rng, x, *, modes=MODES, chunk_sizes=(None,), gradients=True):
 
 def judge_gradients(op, rng, x, runs):
     """The gradients of x, each (mode, chunk size) beside its own naive twin."""
-    if not device.gradients():
-        return
     dtype = x["v"].dtype
     d = testing.make_output_gradients(op, rng, x)
     refs = reference.backward(op, **d, **x, dtype=wider(dtype))
@@ -176,7 +174,6 @@ def test_alpha_at_its_ends(op, alpha, dtype, rng):
     judge(op, rng, x)
 
 
-@pytest.mark.gradients
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("op", GATED)
 def test_the_gradient_of_alpha_zero_is_not_zero(op, mode, rng):
@@ -391,8 +388,6 @@ def test_negative_zero_is_zero(op, dtype, mode, rng):
                     getattr(linattn, op)(**x | zeros, mode=mode), strict=True):
         if a is not None:
             np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))
-    if not device.gradients():
-        return
     d = testing.make_output_gradients(op, rng, x)
     backward = getattr(linattn, f"{op}_backward")
     for a, b in zip(backward(**d, **x, mode=mode), backward(**d, **x | zeros, mode=mode),
@@ -442,8 +437,6 @@ def test_denominators_of_zero(feature_map, normalize, dtype, rng):
 
 
 def compare_gradients(x, do):
-    if not device.gradients():
-        return
     dtype = x["v"].dtype
     refs = reference.backward("linear_attention", do, **x, dtype=wider(dtype))
     for mode in MODES:
@@ -453,7 +446,6 @@ def compare_gradients(x, do):
                 *((name, getattr(grads, name), getattr(refs, name)) for name in ("dq", "dk", "dv")))
 
 
-@pytest.mark.gradients
 @pytest.mark.parametrize("dtype", REALS)
 @pytest.mark.parametrize("normalize", ("clamp", "add"))
 def test_gradients_at_denominators_of_zero(normalize, dtype, rng):

@@ -2,7 +2,6 @@
 
 import warnings
 
-import device
 import ml_dtypes
 import numpy as np
 import pytest
@@ -109,7 +108,6 @@ def test_maps_are_never_negative(name):
     assert (phi_of_k(name, x) >= 0).all()
 
 
-@pytest.mark.gradients
 @maps
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("mode", ["chunk", "recurrent", "parallel"])
@@ -225,7 +223,6 @@ def test_a_function_equals_the_cores_own(given, norm):
             np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.gradients
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("given", [OWN, (OWN, "elu+1"), ("elu+1", OWN)],
                          ids=["both", "first", "second"])
@@ -242,7 +239,6 @@ def test_gradients_of_a_function_equal_the_cores_own(given, norm, normalize, cau
     assert got.dg is None and got.dbeta is None
 
 
-@pytest.mark.gradients
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
 def test_gradients_keep_the_dtype(dtype):
     made = inputs(dtype=dtype)
@@ -273,13 +269,12 @@ def test_a_function_may_change_k():
     assert S.shape == (2, 4, 16, 5)
     assert o.tobytes() == want.tobytes() and S.tobytes() == S_want.tobytes()
 
-    if device.gradients():
-        do = np.random.default_rng(3).standard_normal(made["v"].shape)
-        got = linattn.linear_attention_backward(do, **made, feature_map=phi)
-        inner = linattn.linear_attention_backward(do, **mapped, feature_map="identity")
-        assert got.dq.shape == made["q"].shape
-        np.testing.assert_allclose(got.dq, squares_backward(made["q"], inner.dq), rtol=1e-14)
-        np.testing.assert_allclose(got.dk, squares_backward(made["k"], inner.dk), rtol=1e-14)
+    do = np.random.default_rng(3).standard_normal(made["v"].shape)
+    got = linattn.linear_attention_backward(do, **made, feature_map=phi)
+    inner = linattn.linear_attention_backward(do, **mapped, feature_map="identity")
+    assert got.dq.shape == made["q"].shape
+    np.testing.assert_allclose(got.dq, squares_backward(made["q"], inner.dq), rtol=1e-14)
+    np.testing.assert_allclose(got.dk, squares_backward(made["k"], inner.dk), rtol=1e-14)
 
     state = np.zeros((2, 4, 16, 5))
     for t in range(37):
@@ -307,7 +302,6 @@ def test_a_function_that_gives_the_wrong_thing_is_refused(wrong):
             face(**made, feature_map=phi)
 
 
-@pytest.mark.gradients
 def test_a_backward_that_gives_the_wrong_shape_is_refused():
     phi = FeatureMap("wrong", forward=np.exp, backward=lambda x, dy: dy[..., :1])
     made = inputs()
@@ -323,7 +317,6 @@ def test_a_functions_own_exception_comes_through():
         linattn.linear_attention(**inputs(), feature_map=broken)
 
 
-@pytest.mark.gradients
 @pytest.mark.parametrize("given", [elu1, (elu1, "exp"), ("exp", FeatureMap("x", forward=elu1))],
                          ids=["function", "first", "second"])
 def test_the_gradient_of_a_function_needs_its_backward(given):

@@ -8,7 +8,6 @@ Examples are derandomised: every run draws the same ones.
 import device
 import ml_dtypes
 import numpy as np
-import pytest
 from device import ops as linattn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -118,9 +117,7 @@ def state_of(outputs):
 
 
 def backward(op, x, d, **run):
-    """{name: gradient}; nothing on a device that has none, and the test is noted."""
-    if not device.gradients():
-        return {}
+    """{name: gradient}"""
     grads = getattr(linattn, f"{op}_backward")(**d, **x, **run)
     return {name: a for field in grads._fields
             for name, a in parts(field, getattr(grads, field)).items()}
@@ -264,7 +261,6 @@ def test_the_future_does_not_reach_the_past(problem, data, nan, rng):
     assert_same_bits(changed[:, :cut], o[:, :cut])
 
 
-@pytest.mark.gradients
 @PROFILE
 @given(problems(dtypes=DTYPES, least_T=1), st.data(), seeds())
 def test_the_gradient_of_the_past_does_not_reach_the_future(problem, data, rng):
@@ -400,8 +396,6 @@ def test_shared_heads_are_repeated_heads(problem, rng):
     group = x["v"].shape[2] // x["q"].shape[2]
     repeated = x | {name: np.repeat(x[name], group, axis=2) for name in ("q", "k")}
     assert_all_same_bits(forward(op, x, **run), forward(op, repeated, **run))
-    if not device.gradients():
-        return
     d = testing.make_output_gradients(op, rng, x)
     got, wanted = backward(op, x, d, **run), backward(op, repeated, d, **run)
     for name in ("dq", "dk"):
@@ -607,7 +601,6 @@ def test_special_cases(problem, rng):
 # ---- gradients ----
 
 
-@pytest.mark.gradients
 @PROFILE
 @given(problems(), seeds())
 def test_gradients_of_the_three_modes_agree(problem, rng):
@@ -619,7 +612,6 @@ def test_gradients_of_the_three_modes_agree(problem, rng):
         assert_all_agree(got, recurrent, gradient=True)
 
 
-@pytest.mark.gradients
 @PROFILE
 @given(problems(), seeds())
 def test_gradients_are_linear_in_what_comes_back(problem, rng):
@@ -639,7 +631,6 @@ def test_gradients_are_linear_in_what_comes_back(problem, rng):
         assert_agree(both[name], only_o[name] + only_state[name], name, gradient=True, size=size)
 
 
-@pytest.mark.gradients
 @PROFILE
 @given(problems(most_T=20, most_B=1, H=(1,)), seeds())
 def test_gradients_of_the_final_state_alone(problem, rng):

@@ -31,6 +31,15 @@ struct call {
     bool qk_l2norm, causal;
 };
 
+/* What a backward has besides. Gradients in have the shapes of o, st, zt; gradients out, of the inputs
+ * they are named after. */
+struct gradients {
+    view d_o, dst, dzt;
+    view dq, dk, dv, dg, dbeta, ds0, dz0;
+    la_gate gate;  /* as the caller gave it: carried over from the host, slopes are decays by now */
+    bool per_head; /* g is one number for all tokens: [HV] */
+};
+
 /* One sequence of one value head. */
 struct unit {
     int n, b, h, hv;

@@ -113,14 +113,6 @@ __global__ void __launch_bounds__(KP *join_parts<RULE>)
 
 /* ---- the two launches, and the memory between them ---- */
 
-template <int KP, la_decay DECAY, la_rule RULE> constexpr auto prepare_of()
-{
-    if constexpr (DECAY == LA_KEY)
-        return prepare_key<KP, RULE>;
-    else
-        return prepare_scalar<KP, RULE>;
-}
-
 /* What the splits below go by, of the current device and the code that it runs. */
 struct device_traits {
     int processors;

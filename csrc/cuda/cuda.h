@@ -21,6 +21,7 @@ int la_cuda_ordinal_of(const void *data);
 
 /* After la_check and on p->device == LA_CUDA: enqueue the call on p->stream of p->ordinal. */
 la_status la_cuda_forward(la_problem *p);
+la_status la_cuda_backward(la_problem *p);
 la_status la_cuda_step(la_problem *p);
 
 /* Memory on p->ordinal in p->stream's order, at least 256-byte aligned. */

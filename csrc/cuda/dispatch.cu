@@ -195,6 +195,24 @@ static call call_of(const la_problem *p)
     return c;
 }
 
+static gradients gradients_of(const la_problem *p)
+{
+    gradients d = {};
+    d.d_o = view_of(p, LA_DO);
+    d.dst = view_of(p, LA_DST);
+    d.dzt = view_of(p, LA_DZT);
+    d.dq = view_of(p, LA_DQ);
+    d.dk = view_of(p, LA_DK);
+    d.dv = view_of(p, LA_DV);
+    d.dg = view_of(p, LA_DG);
+    d.dbeta = view_of(p, LA_DBETA);
+    d.ds0 = view_of(p, LA_DS0);
+    d.dz0 = view_of(p, LA_DZ0);
+    d.gate = p->gate;
+    d.per_head = p->decay == LA_HEAD;
+    return d;
+}
+
 static la_decay kernel_decay(const la_problem *p)
 {
     return p->decay == LA_HEAD ? LA_TOKEN : p->decay;
@@ -307,3 +325,34 @@ static cudaError_t one_token(const la_problem *p, const call &c)
 }
 
 la_status la_cuda_step(la_problem *p) { return run(p, one_token); }
+
+/* The chunk form where it is good for more than the recurrence is: see by_chunks. */
+static cudaError_t in_reverse(const la_problem *p, const call &c)
+{
+    static const backward_launcher *const chunk[4] = {chunk_backward_none, NULL, chunk_backward_token,
+                                                      chunk_backward_key};
+    const backward_launcher(&adjoint)[4][2] = p->real == LA_F64 ? adjoint_f64 : adjoint_f32;
+    const la_decay decay = kernel_decay(p);
+    const gradients d = gradients_of(p);
+    const cudaStream_t stream = (cudaStream_t)p->stream;
+    const bool fits = p->array[LA_Q].dtype == LA_BF16 && p->K <= 128 && p->mode != LA_RECURRENT &&
+                      p->causal && p->normaliser == LA_UNNORMALISED;
+    cudaMemPool_t pool;
+    cudaError_t error = pool_of(p->ordinal, &pool);
+    if (error != cudaSuccess) return error;
+    error = fits ? chunk[decay][p->rule](c, d, pool, stream) : cudaErrorNotSupported;
+    return error == cudaErrorNotSupported ? adjoint[decay][p->rule](c, d, pool, stream) : error;
+}
+
+la_status la_cuda_backward(la_problem *p)
+{
+    const la_array *dg = &p->array[LA_DG];
+    if (p->N == 0 && p->decay == LA_HEAD && p->HV) { /* a sum over nothing */
+        on_device here(p->ordinal);
+        const size_t bytes = (size_t)p->HV * (dg->dtype == LA_F64 ? 8 : dg->dtype == LA_F32 ? 4 : 2);
+        return say(p, here.error != cudaSuccess
+                          ? here.error
+                          : cudaMemsetAsync(dg->data, 0, bytes, (cudaStream_t)p->stream));
+    }
+    return run(p, in_reverse);
+}

@@ -13,6 +13,17 @@ typedef cudaError_t (*launcher)(const call &, cudaStream_t);
 extern const launcher scan_f32[4][2], scan_f64[4][2]; /* [decay][rule] */
 extern const launcher step_kv[4][2], step_vk[4][2];   /* by the state's layout; float32 sums */
 
+/* Gradients, token by token in reverse; the pool is for states and for what several heads add up. */
+typedef cudaError_t (*backward_launcher)(const call &, const gradients &, cudaMemPool_t, cudaStream_t);
+extern const backward_launcher adjoint_f32[4][2], adjoint_f64[4][2];
+
+/* The chunk form's, of bf16 arrays with K <= 128 on Hopper; cudaErrorNotSupported, with nothing done,
+ * elsewhere and for arrays that its copy engine cannot take. */
+extern const backward_launcher chunk_backward_none[2], chunk_backward_token[2], chunk_backward_key[2];
+
+/* The end of it: a gate per head's, from [HV][B T]. */
+cudaError_t gather_gates(const call &, const gradients &, float *da, cudaStream_t);
+
 /* The step of many states; cudaErrorNotSupported, with nothing done, where step_* are as good. */
 extern const launcher stream_kv[4][2], stream_vk[4][2];
 

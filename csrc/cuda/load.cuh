@@ -106,10 +106,28 @@ template <typename real> __device__ inline real apply_map(real x, la_map map, re
     }
 }
 
+/* phi'(x), of the user's x after its norm. */
+template <typename real> __device__ inline real map_slope(real x, la_map map)
+{
+    switch (map) {
+    case LA_ELU1: return x > 0 ? (real)1 : exp(x > 0 ? (real)0 : x);
+    case LA_RELU: return x > 0 ? (real)1 : (real)0;
+    case LA_RELU2: return x > 0 ? 2 * x : (real)0;
+    case LA_EXP: return exp(x);
+    default: return 1;
+    }
+}
+
 /* A slope is one number for all tokens, so that an error of its decay grows with T: in float64. */
 template <typename real> __device__ inline real decay_of(real g, la_gate gate)
 {
     return gate == LA_DECAY ? g : gate == LA_SLOPE ? (real)exp(-(double)g) : exp(g);
+}
+
+/* The gradient of a gate as it was given, from that of its decay a. */
+template <typename real> __device__ inline real gate_gradient(real da, real a, la_gate gate)
+{
+    return gate == LA_DECAY ? da : gate == LA_SLOPE ? -a * da : a * da;
 }
 
 /* The read's end: o = scale num, or scale num / clamped(scale den). */
@@ -136,6 +154,41 @@ template <typename real> __device__ inline real warp_sum(real x)
 {
     for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
     return x;
+}
+
+/* Sums over the two lanes that are STEP apart: a lane keeps N of the 2 N, the upper one the last. */
+template <int N, int STEP, typename real>
+__device__ __forceinline__ void halve(const real (&x)[2 * N], real (&to)[N])
+{
+    const bool upper = threadIdx.x & STEP;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        to[i] = (upper ? x[N + i] : x[i]) + __shfl_xor_sync(~0u, upper ? x[i] : x[N + i], STEP);
+}
+
+/* dx, of q or k (map 0 or 1) as the recurrence sees it, becomes that of the row x as the caller gave it,
+ * zeros past its end. A warp has the row. */
+template <typename real, int N>
+__device__ __forceinline__ void key_gradient(const call &c, int map, real (&x)[N], real (&dx)[N])
+{
+    real factor = 1;
+    if (c.qk_l2norm) {
+        real squares = 0;
+#pragma unroll
+        for (int j = 0; j < N; j++) squares += x[j] * x[j];
+        factor = l2norm_factor(warp_sum(squares));
+#pragma unroll
+        for (int j = 0; j < N; j++) x[j] *= factor;
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) dx[j] *= map_slope(x[j], c.map[map]);
+    if (!c.qk_l2norm) return;
+    real along = 0; /* was y = x r, r = (x'x + eps)^-1/2: dx = r (dy - y y'dy) */
+#pragma unroll
+    for (int j = 0; j < N; j++) along += x[j] * dx[j];
+    along = warp_sum(along);
+#pragma unroll
+    for (int j = 0; j < N; j++) dx[j] = factor * (dx[j] - x[j] * along);
 }
 
 #endif

@@ -43,6 +43,7 @@ enum {
 
 struct chunks {
     char *scores, *inverse; /* [slots][HV] tiles of C columns: P, A */
+    char *lower;            /* a backward's, with the delta rule: -L, L without beta; else NULL */
     char *q, *k;            /* [slots][heads] tiles of KP columns; NULL: read as they are given */
     char *kt;               /* per-key decays: [slots][HV] tiles, k~ */
     float *in, *out;        /* scalar decays: [slots][HV][C], from the start, to the end */
@@ -419,6 +420,25 @@ __global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
             w.in[place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD_PAIRS];
         int first_row = lane / 4, first_pair = lane % 4 * 2;
         asm volatile("" : "+r"(first_row), "+r"(first_pair)); /* not 40 addresses kept for all heads */
+        if (RULE == LA_DELTA && w.lower) {
+#pragma unroll
+            for (int j = 0; j < 5; j++) {
+                if (j <= warp) continue;
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int row = (3 - warp) * 16 + e / 2 * 8 + first_row;
+                    const int column = (4 - j) * 16 + e % 2 * 8 + first_pair;
+                    const float2 g = c.g.data ? *(const float2 *)(s.G + row * LD_PAIRS + column)
+                                              : make_float2(1, 1);
+                    const float y = x[j][e % 2][e / 2 * 2], z = x[j][e % 2][e / 2 * 2 + 1];
+                    *(uint32_t *)(s.tile + element_at(row, column)) =
+                        pack(column < row ? -y * g.x : 0, column + 1 < row ? -z * g.y : 0);
+                }
+            }
+            __syncthreads();
+            write_tile<PANEL_BYTES, THREADS>(w.lower + place * PANEL_BYTES, s.tile);
+            __syncthreads();
+        }
 #pragma unroll
         for (int j = 0; j < 5; j++) {
             const bool scores = j <= warp;
@@ -469,6 +489,7 @@ template <int KP> struct key_room {
         struct {
             char tile[PANEL_BYTES];
             float room[4 * 32 * 12];
+            alignas(16) char lower[PANEL_BYTES]; /* a backward's */
         };
     };
     float t[4 * KP], beta[C];
@@ -695,6 +716,8 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
     }
     if (threadIdx.x == 0) w.odd[place] = odd;
     clear_above<KEY_THREADS>(s.tile);
+    const bool lower = RULE == LA_DELTA && w.lower;
+    if (lower) clear_above<KEY_THREADS>(s.lower);
     if (RULE == LA_DELTA) clear_pairs(L);
 
     if (works)
@@ -710,10 +733,14 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
                 if (scores)
                     *(uint32_t *)(s.tile + element_at(row, column)) =
                         pack(column <= last ? y * scale : 0, column < last ? z * scale : 0);
-                else
+                else {
                     *(float2 *)&L[row * LD + column] =
                         make_float2(column < last ? s.beta[row] * y : 0,
                                     column + 1 < last ? s.beta[row] * z : 0);
+                    if (lower)
+                        *(uint32_t *)(s.lower + element_at(row, column)) =
+                            pack(column < last ? -y : 0, column + 1 < last ? -z : 0);
+                }
             }
         }
     __syncthreads();
@@ -724,8 +751,12 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
             if (row < slow || row < column || row >= odd) continue;
             *(bf16 *)(s.tile + element_at(row, column)) = __float2bfloat16_rn(slow_qk[i] * scale);
             if (RULE == LA_DELTA && row > column) L[row * LD + column] = s.beta[row] * slow_kk[i];
+            if (lower && row > column)
+                *(bf16 *)(s.lower + element_at(row, column)) = __float2bfloat16_rn(-slow_kk[i]);
         }
     __syncthreads();
+    if (lower)
+        write_tile<PANEL_BYTES, KEY_THREADS>(w.lower + (int64_t)place * PANEL_BYTES, s.lower);
     write_tile<PANEL_BYTES, KEY_THREADS>(w.scores + (int64_t)place * PANEL_BYTES, s.tile);
     if constexpr (RULE == LA_DELTA) {
         invert(L, s.room);
@@ -733,6 +764,14 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
         __syncthreads();
         write_tile<PANEL_BYTES, KEY_THREADS>(w.inverse + (int64_t)place * PANEL_BYTES, s.tile);
     }
+}
+
+template <int KP, la_decay DECAY, la_rule RULE> constexpr auto prepare_of()
+{
+    if constexpr (DECAY == LA_KEY)
+        return prepare_key<KP, RULE>;
+    else
+        return prepare_scalar<KP, RULE>;
 }
 
 #endif

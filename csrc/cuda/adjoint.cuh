@@ -1,0 +1,483 @@
+/* Gradients, token by token: the recurrent mode, and every dtype the tensor cores would round.
+ *
+ * Included by one file per real type, which defines `real`.
+ *
+ * A block has one sequence of one value head and COLUMNS of its value columns, and goes through the
+ * tokens backwards with dS in registers. A token's adjoint needs the state before it, and states are
+ * computed forwards: one walk keeps the state before every segment of M tokens, and each segment is
+ * walked again, keeping all of its states, before its tokens are gone through backwards. With M near
+ * sqrt T that is 2 sqrt T states instead of T, for one more walk (docs/math.md, 8).
+ *
+ * Sums over value columns (dq, dk, da, dbeta) end in a slot per value head and block of columns; `gather`
+ * adds up the slots in their order and undoes what loading did to q, k and the gate. */
+enum { COLUMNS = 32, PARTS = 8 };
+#include "batch.cuh"
+
+enum { ADJOINT_THREADS = WARPS * 32, SUMS = 3 }; /* dq, dk, da */
+
+/* Value heads first..first + heads are worked on; scratch is for those. Slots are [heads][tiles]. */
+struct slots {
+    int first, heads, tiles, M, segments; /* segments: of all sequences, N of them perhaps unused */
+    int kp;                               /* K, padded */
+    int64_t tokens;                       /* B T */
+    real *dq, *dk, *da; /* [slots][tokens][kp]; da: [slots][tokens] of a scalar decay */
+    real *dbeta;        /* [slots][tokens] */
+    real *den;          /* normalised: [heads][tokens], the denominators */
+    real *states;       /* [slots][segments + N M][ROWS][ADJOINT_THREADS] */
+};
+
+/* Where sequence n's segments begin, as slots of chunks do: prepare.cuh. */
+__device__ inline int64_t first_segment(const call &c, int n, int M)
+{
+    if (!c.cu.data) return (int64_t)n * ((c.T + M - 1) / M);
+    return unit_of(c, n, 0).begin / M + n;
+}
+
+__device__ inline bool has_normaliser(const call &c) { return c.normaliser != LA_UNNORMALISED; }
+
+template <int ROWS> struct adjoint_room {
+    batch<ROWS> tokens; /* o: the gradient of num */
+    key_row<ROWS> sums[2][SUMS][WARPS]; /* of a token: each warp's part */
+    real scalars[2][2][WARPS];          /* of da and dbeta */
+};
+
+template <la_decay DECAY, la_rule RULE, int ROWS>
+__global__ void __launch_bounds__(ADJOINT_THREADS)
+    adjoint(const __grid_constant__ call c, const __grid_constant__ gradients d,
+            const __grid_constant__ slots f)
+{
+    extern __shared__ char shared[];
+    adjoint_room<ROWS> &s = *(adjoint_room<ROWS> *)shared;
+    const int tile = blockIdx.x % f.tiles, head = blockIdx.x / f.tiles % f.heads;
+    const unit u = unit_of(c, blockIdx.x / f.tiles / f.heads, f.first + head);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = threadIdx.x % PARTS;
+    const int v0 = tile * COLUMNS, local = threadIdx.x / PARTS, column = v0 + local;
+    const bool mine = column < c.V;
+    const int64_t slot = (int64_t)head * f.tiles + tile, row0 = (int64_t)u.b * c.T;
+    real *const dq = f.dq + (slot * f.tokens + row0) * f.kp;
+    real *const dk = f.dk + (slot * f.tokens + row0) * f.kp;
+    real *const da = f.da + (slot * f.tokens + row0) * (DECAY == LA_KEY ? f.kp : 1);
+    real *const dbeta = f.dbeta + slot * f.tokens + row0;
+    const real *const den = f.den + head * f.tokens + row0;
+    constexpr int STATE = ROWS * ADJOINT_THREADS;
+    real *const states = f.states + slot * (f.segments + (int64_t)c.N * f.M) * STATE + threadIdx.x;
+    real *const starts = states + first_segment(c, u.n, f.M) * STATE;
+    real *const kept = states + (f.segments + (int64_t)u.n * f.M) * STATE;
+    const bool normalised = has_normaliser(c);
+    real S[ROWS], dS[ROWS];
+
+    const auto load_both = [&](const view &from, real (&x)[ROWS]) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const int key = part * ROWS + i;
+            x[i] = from.data && key < c.K && mine
+                       ? load<real>(at(from, u.n, u.hv, key, column), from.dtype)
+                       : 0;
+        }
+    };
+    const auto put_state = [&](real *to) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) to[i * ADJOINT_THREADS] = S[i];
+    };
+    const auto get_state = [&](const real *from) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) S[i] = from[i * ADJOINT_THREADS];
+    };
+    /* Tokens t..t+n into shared memory, with the gradient of num. */
+    const auto load_tokens = [&](int t, int n, bool backwards) {
+        __syncthreads(); /* the batch before is done with */
+        load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, s.tokens);
+        for (int i = warp; i < n && backwards; i += WARPS)
+            if (v0 + lane < c.V) {
+                const real x = load<real>(at(d.d_o, u.b, t + i, u.hv, v0 + lane), d.d_o.dtype);
+                /* was o = scale num / divisor */
+                s.tokens.o[i][lane] = finish(c, x, normalised ? den[t + i] : (real)0);
+            } else {
+                s.tokens.o[i][lane] = 0;
+            }
+        __syncthreads();
+    };
+    int turn = 0; /* which of s.sums is written */
+    /* What the warps have of token t, together, into the slot. */
+    const auto store_sums = [&](int t, bool of_q, bool of_k) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < f.kp; i += ADJOINT_THREADS) {
+#pragma unroll
+            for (int which = 0; which < SUMS; which++) {
+                if (which == 0 ? !of_q : which == 1 ? !of_k : DECAY != LA_KEY) continue;
+                real x = 0;
+                for (int w = 0; w < WARPS; w++) x += s.sums[turn][which][w].at(i);
+                (which == 0 ? dq : which == 1 ? dk : da)[(int64_t)t * f.kp + i] = x;
+            }
+        }
+        if (threadIdx.x < 2 && of_q && of_k && (threadIdx.x ? RULE == LA_DELTA : DECAY == LA_TOKEN)) {
+            real x = 0;
+            for (int w = 0; w < WARPS; w++) x += s.scalars[turn][threadIdx.x][w];
+            (threadIdx.x ? dbeta : da)[t] = x;
+        }
+        turn ^= 1;
+    };
+    const auto sum_rows = [&](int which, real (&x)[ROWS]) {
+        real half[ROWS / 2], own[ROWS / 4]; /* a warp has four columns */
+        halve<ROWS / 2, 16>(x, half);
+        halve<ROWS / 4, 8>(half, own);
+        const int first = lane / 16 * (ROWS / 2) + lane / 8 % 2 * (ROWS / 4);
+#pragma unroll
+        for (int i = 0; i < ROWS / 4; i++) s.sums[turn][which][warp].part(part)[first + i] = own[i];
+    };
+
+    /* With the additive rule dS is little but a sum over all tokens, whose roundings would add up. They
+     * are kept, and given back once a batch. Was dS = a (before + q dO'). */
+    constexpr bool SUMS_UP = RULE == LA_ADDITIVE && DECAY != LA_KEY;
+    real lost[SUMS_UP ? ROWS : 1] = {};
+    const auto keep_lost = [&](const real *before, const real *q, real d_o, real a) {
+#pragma unroll
+        for (int i = 0; i < (SUMS_UP ? ROWS : 0); i++) {
+            const real x = q[i] * d_o, sum = before[i] + x, back = sum - before[i];
+            lost[i] += (before[i] - (sum - back)) + (x - back);
+            if (DECAY != LA_NONE) lost[i] = lost[i] * a + fma(sum, a, -dS[i]);
+        }
+    };
+    const auto give_back_lost = [&] {
+#pragma unroll
+        for (int i = 0; i < (SUMS_UP ? ROWS : 0); i++) {
+            dS[i] += lost[i];
+            lost[i] = 0;
+        }
+    };
+
+    load_both(c.s0, S);
+    load_both(d.dst, dS);
+    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
+        /* Not causal: every token reads what all have written. Write all, undo all reads, then all writes. */
+        for (int pass = 0; pass < 3 && !c.causal; pass++)
+            for (int t = u.begin; t < u.end; t += BATCH) {
+                const int n = min((int)BATCH, u.end - t);
+                load_tokens(t, n, pass == 1);
+                for (int i = 0; i < n; i++) {
+                    const real *q = s.tokens.q[i].part(part), *k = s.tokens.k[i].part(part);
+                    const real v = s.tokens.v[i][local], d_num = s.tokens.o[i][local];
+                    real g[ROWS], before[ROWS], dv = 0;
+#pragma unroll
+                    for (int j = 0; j < ROWS; j++) {
+                        before[j] = dS[j];
+                        if (pass == 0) S[j] += k[j] * v;
+                        if (pass == 1) { /* was num = S' q */
+                            g[j] = S[j] * d_num;
+                            dS[j] += q[j] * d_num;
+                        } else { /* was S <- S + k v' */
+                            g[j] = dS[j] * v;
+                            dv += dS[j] * k[j];
+                        }
+                    }
+                    if (pass == 1) keep_lost(before, q, d_num, 1);
+                    if (pass == 0) continue;
+                    dv = parts_sum(dv);
+                    if (pass == 2 && mine && part == 0)
+                        store(at(d.dv, u.b, t + i, u.hv, column), d.dv.dtype, dv);
+                    sum_rows(pass - 1, g);
+                    store_sums(t + i, pass == 1, pass == 2);
+                }
+                give_back_lost();
+            }
+    /* Segments forwards, the last alone being kept; then, each walked again before it, backwards. */
+    const int segments = c.causal ? (u.end - u.begin + f.M - 1) / f.M : 0;
+    for (int step = 0; step < 2 * segments - 1; step++) {
+        const bool ahead = step < segments - 1;
+        const int segment = step < segments ? step : 2 * segments - 2 - step;
+        const int a = u.begin + segment * f.M, b = min(a + f.M, u.end);
+        if (ahead)
+            put_state(starts + (int64_t)segment * STATE);
+        else if (step >= segments)
+            get_state(starts + (int64_t)segment * STATE);
+        for (int t = a; t < b; t += BATCH) {
+            const int n = min((int)BATCH, b - t);
+            load_tokens(t, n, false);
+            for (int i = 0; i < n; i++) {
+                const real *x = DECAY == LA_KEY ? s.tokens.a[i].part(part) : s.tokens.scalar_a + i;
+                real o;
+                if (!ahead) put_state(kept + (int64_t)(t - a + i) * STATE);
+                la_token(S, 1, 1, ROWS, s.tokens.q[i].part(part), s.tokens.k[i].part(part),
+                         &s.tokens.v[i][local], x, RULE == LA_DELTA ? s.tokens.beta[i] : 0,
+                         RULE == LA_DELTA ? s.tokens.qk[i] : 0, &o, DECAY, RULE);
+            }
+        }
+        if (ahead) continue;
+        for (int t = a + (b - a - 1) / BATCH * BATCH; t >= a; t -= BATCH) {
+            const int n = min((int)BATCH, b - t);
+            load_tokens(t, n, true);
+            for (int i = n - 1; i >= 0; i--) {
+                const real *x = DECAY == LA_KEY ? s.tokens.a[i].part(part) : s.tokens.scalar_a + i;
+                real gq[ROWS] = {}, gk[ROWS] = {}, ga[DECAY == LA_KEY ? ROWS : 1] = {}, gb = 0, dv;
+                get_state(kept + (int64_t)(t - a + i) * STATE);
+                real before[SUMS_UP ? ROWS : 1];
+#pragma unroll
+                for (int j = 0; j < (SUMS_UP ? ROWS : 0); j++) before[j] = dS[j];
+                la_token_adjoint(S, dS, 1, ROWS, s.tokens.q[i].part(part), s.tokens.k[i].part(part),
+                                 &s.tokens.v[i][local], x, RULE == LA_DELTA ? s.tokens.beta[i] : 0,
+                                 &s.tokens.o[i][local], gq, gk, &dv, ga, &gb, DECAY, RULE);
+                keep_lost(before, s.tokens.q[i].part(part), s.tokens.o[i][local], x[0]);
+                if (mine && part == 0) store(at(d.dv, u.b, t + i, u.hv, column), d.dv.dtype, dv);
+                sum_rows(0, gq);
+                sum_rows(1, gk);
+                if constexpr (DECAY == LA_KEY) sum_rows(2, ga);
+                if (DECAY == LA_TOKEN) {
+                    const real sum = warp_sum(ga[0]);
+                    if (lane == 0) s.scalars[turn][0][warp] = sum;
+                }
+                if (RULE == LA_DELTA) {
+                    const real sum = warp_sum(part == 0 ? gb : 0);
+                    if (lane == 0) s.scalars[turn][1][warp] = sum;
+                }
+                store_sums(t + i, true, true);
+            }
+            give_back_lost();
+        }
+    }
+    if (!d.ds0.data || !mine) return;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        const int key = part * ROWS + i;
+        if (key < c.K) store(at(d.ds0, u.n, u.hv, key, column), d.ds0.dtype, dS[i]);
+    }
+}
+
+/* ---- the normaliser: z is a vector of its own; a thread has a key ----
+ *
+ * One block per sequence and value head, K threads rounded up to warps. Sums over tokens in double: a
+ * running sum of positive keys of any length. */
+
+enum { MOST_KEYS = 256 };
+
+__device__ inline double block_sum(double x)
+{
+    __shared__ double of_warps[MOST_KEYS / 32];
+    x = warp_sum(x);
+    __syncthreads(); /* the sum before has been read */
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    double sum = 0;
+    for (int i = 0; i < blockDim.x / 32; i++) sum += of_warps[i];
+    return sum;
+}
+
+/* This thread's element of q or k at token t; zero past K. By whole blocks. */
+__device__ inline real key_of_thread(const call &c, const view &from, int map, const unit &u, int t)
+{
+    const bool there = threadIdx.x < c.K;
+    real x = there ? load<real>(at(from, u.b, t, u.h, threadIdx.x), from.dtype) : 0;
+    if (c.qk_l2norm) x *= l2norm_factor((real)block_sum((double)(x * x)));
+    return there ? apply_map(x, c.map[map], (real)c.map_eps[map]) : 0;
+}
+
+__device__ inline double z_of_thread(const view &from, const call &c, const unit &u)
+{
+    return from.data && threadIdx.x < c.K
+               ? load<real>(at(from, u.n, u.hv, threadIdx.x), from.dtype)
+               : 0;
+}
+
+static __global__ void denominators(const __grid_constant__ call c, const __grid_constant__ slots f)
+{
+    const int head = blockIdx.x % f.heads;
+    const unit u = unit_of(c, blockIdx.x / f.heads, f.first + head);
+    double z = z_of_thread(c.z0, c, u);
+    for (int pass = c.causal ? 1 : 0; pass < 2; pass++)
+        for (int t = u.begin; t < u.end; t++) {
+            if (c.causal || pass == 0) z += key_of_thread(c, c.k, 1, u, t);
+            if (pass == 0) continue;
+            const double den = block_sum(z * key_of_thread(c, c.q, 0, u, t));
+            if (threadIdx.x == 0) f.den[head * f.tokens + (int64_t)u.b * c.T + t] = (real)den;
+        }
+}
+
+/* What dq and dk have by way of the denominators, into the first slot of each head; dz0. */
+static __global__ void denominators_adjoint(const __grid_constant__ call c,
+                                            const __grid_constant__ gradients d,
+                                            const __grid_constant__ slots f)
+{
+    const int head = blockIdx.x % f.heads, key = threadIdx.x;
+    const unit u = unit_of(c, blockIdx.x / f.heads, f.first + head);
+    const int64_t row0 = (int64_t)u.b * c.T, apart = f.tokens * f.kp;
+    real *const dq = f.dq + head * f.tiles * apart + row0 * f.kp;
+    real *const dk = f.dk + head * f.tiles * apart + row0 * f.kp;
+    real *const den = f.den + head * f.tokens + row0;
+    double z = z_of_thread(c.z0, c, u), dz = z_of_thread(d.dzt, c, u);
+    if (!c.causal)
+        for (int t = u.begin; t < u.end; t++) z += key_of_thread(c, c.k, 1, u, t);
+    for (int t = u.begin; t < u.end; t++) {
+        const real q = key_of_thread(c, c.q, 0, u, t);
+        if (c.causal) z += key_of_thread(c, c.k, 1, u, t);
+        real sum = 0;
+        for (int i = 0; i < f.tiles && key < f.kp; i++) sum += dq[i * apart + (int64_t)t * f.kp + key];
+        const double with_num = block_sum((double)q * sum); /* num . dnum = q . dq */
+        const double scaled = den[t] * c.scale;
+        /* was o = scale num / divisor: a clamped divisor does not move */
+        const double d_den = c.normaliser == LA_CLAMP && scaled <= c.eps
+                                 ? 0
+                                 : -c.scale * with_num / clamped(c, scaled);
+        if (key < f.kp) dq[(int64_t)t * f.kp + key] += (real)(d_den * z);
+        __syncthreads();
+        if (key == 0) den[t] = (real)d_den;
+        if (!c.causal) dz += d_den * q;
+    }
+    __syncthreads();
+    for (int t = u.end - 1; t >= u.begin; t--) { /* was z <- z + k, den = q . z */
+        if (c.causal) dz += (double)den[t] * key_of_thread(c, c.q, 0, u, t);
+        if (key < f.kp) dk[(int64_t)t * f.kp + key] += (real)dz;
+    }
+    if (d.dz0.data && key < c.K) store(at(d.dz0, u.n, u.hv, key), d.dz0.dtype, (real)dz);
+}
+
+/* ---- the slots, together ---- */
+
+/* dx, the gradient of q or k as the recurrence sees it, to the user's; a warp has a row. */
+template <int KEYS>
+__device__ void store_key_gradient(const call &c, const view &from, const view &to, int map, int b,
+                                   int t, int h, real (&dx)[KEYS])
+{
+    const int lane = threadIdx.x % 32;
+    real x[KEYS];
+    load_row(x, at(from, b, t, h), from.dtype, lane, 32, c.K);
+    key_gradient(c, map, x, dx);
+#pragma unroll
+    for (int j = 0; j < KEYS; j++)
+        if (lane + 32 * j < c.K) store(at(to, b, t, h, lane + 32 * j), to.dtype, dx[j]);
+}
+
+/* A warp has a token of one q/k head, and of the value heads that read it. */
+template <la_decay DECAY, la_rule RULE, int KEYS>
+__global__ void __launch_bounds__(128)
+    gather(const __grid_constant__ call c, const __grid_constant__ gradients d,
+           const __grid_constant__ slots f)
+{
+    const int group = c.HV / c.H, heads = f.heads / group, lane = threadIdx.x % 32;
+    const int64_t i = (int64_t)blockIdx.x * 4 + threadIdx.x / 32, token = i / heads;
+    if (token >= f.tokens) return;
+    const int own = (int)(i % heads), h = f.first / group + own;
+    const int b = (int)(token / c.T), t = (int)(token % c.T);
+    const auto add_slots = [&](const real *from, int first, int count, real (&x)[KEYS]) {
+#pragma unroll
+        for (int j = 0; j < KEYS; j++) x[j] = 0;
+        for (int slot = first; slot < first + count; slot++)
+#pragma unroll
+            for (int j = 0; j < KEYS; j++)
+                if (lane + 32 * j < f.kp)
+                    x[j] += from[(slot * f.tokens + token) * f.kp + lane + 32 * j];
+    };
+    const auto add_numbers = [&](const real *from, int first) {
+        real x = 0;
+        for (int slot = first; slot < first + f.tiles; slot++) x += from[slot * f.tokens + token];
+        return x;
+    };
+    real x[KEYS];
+    add_slots(f.dq, own * group * f.tiles, group * f.tiles, x);
+    store_key_gradient<KEYS>(c, c.q, d.dq, 0, b, t, h, x);
+    add_slots(f.dk, own * group * f.tiles, group * f.tiles, x);
+    store_key_gradient<KEYS>(c, c.k, d.dk, 1, b, t, h, x);
+    for (int hv = h * group; hv < (h + 1) * group; hv++) {
+        const int first = (hv - f.first) * f.tiles;
+        if constexpr (DECAY == LA_KEY) {
+            real g[KEYS];
+            add_slots(f.da, first, f.tiles, x);
+            load_row(g, at(c.g, b, t, hv), c.g.dtype, lane, 32, c.K);
+#pragma unroll
+            for (int j = 0; j < KEYS; j++)
+                if (lane + 32 * j < c.K)
+                    store(at(d.dg, b, t, hv, lane + 32 * j), d.dg.dtype,
+                          gate_gradient(x[j], decay_of(g[j], c.gate), d.gate));
+        }
+        if (DECAY == LA_TOKEN && !d.per_head && lane == 0) {
+            const real a = decay_of(load<real>(at(c.g, b, t, hv), c.g.dtype), c.gate);
+            store(at(d.dg, b, t, hv), d.dg.dtype, gate_gradient(add_numbers(f.da, first), a, d.gate));
+        }
+        if (RULE == LA_DELTA && lane == 0)
+            store(at(d.dbeta, b, t, hv), d.dbeta.dtype, add_numbers(f.dbeta, first));
+    }
+}
+
+/* Every token's decay was this one: its gradients add up. A block has a value head. */
+static __global__ void __launch_bounds__(MOST_KEYS)
+    gather_head(const __grid_constant__ call c, const __grid_constant__ gradients d,
+                const __grid_constant__ slots f)
+{
+    const int hv = f.first + blockIdx.x;
+    const real *from = f.da + (int64_t)blockIdx.x * f.tiles * f.tokens;
+    double sum = 0;
+    for (int64_t i = threadIdx.x; i < f.tiles * f.tokens; i += blockDim.x) sum += from[i];
+    sum = block_sum(sum);
+    const real a = decay_of(load<real>(at(c.g, 0, 0, hv), c.g.dtype), c.gate);
+    if (threadIdx.x == 0) store(at(d.dg, 0, 0, hv), d.dg.dtype, gate_gradient((real)sum, a, d.gate));
+}
+
+/* ---- launches ---- */
+
+template <la_decay DECAY, la_rule RULE, int KEYS>
+static cudaError_t launch_gather(const call &c, const gradients &d, const slots &f, cudaStream_t stream)
+{
+    const int64_t rows = f.tokens * (f.heads / (c.HV / c.H));
+    if (rows) gather<DECAY, RULE, KEYS><<<(unsigned)((rows + 3) / 4), 128, 0, stream>>>(c, d, f);
+    return cudaGetLastError();
+}
+
+/* Scratch that a launch may take before heads are worked on in turns, in bytes. */
+static const int64_t ROOM = (int64_t)2 << 30;
+
+template <la_decay DECAY, la_rule RULE, int ROWS>
+static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool_t pool,
+                                  cudaStream_t stream)
+{
+    const auto kernel = adjoint<DECAY, RULE, ROWS>;
+    const int bytes = sizeof(adjoint_room<ROWS>), group = c.HV / c.H;
+    const bool normalised = c.normaliser != LA_UNNORMALISED;
+    slots f = {};
+    f.tiles = (c.V + COLUMNS - 1) / COLUMNS;
+    f.kp = (c.K + 31) / 32 * 32;
+    f.tokens = (int64_t)c.B * c.T;
+    const int64_t most = c.cu.data ? f.tokens / max(c.N, 1) : c.T; /* tokens of a usual sequence */
+    for (f.M = BATCH; (int64_t)f.M * f.M < most;) f.M += BATCH;
+    f.segments = (int)(c.cu.data ? c.T / f.M + c.N : c.N * (((int64_t)c.T + f.M - 1) / f.M));
+    const int64_t state = ROWS * ADJOINT_THREADS;
+    const int64_t states = c.causal ? f.segments + (int64_t)c.N * f.M : 0;
+    /* numbers of a value head, in their order: whole lines each */
+    const auto lines = [](int64_t n) { return (n + 31) / 32 * 32; };
+    const int64_t row = lines(f.tiles * f.tokens * f.kp), one = lines(f.tiles * f.tokens);
+    const int64_t of_da = DECAY == LA_KEY ? row : DECAY == LA_TOKEN ? one : 0;
+    const int64_t of_beta = RULE == LA_DELTA ? one : 0, of_den = normalised ? lines(f.tokens) : 0;
+    const int64_t each = 2 * row + of_da + of_beta + of_den + f.tiles * states * state;
+    f.heads = (int)min((int64_t)c.H, max(ROOM / (each * (int64_t)sizeof(real) * group + 1), (int64_t)1)) * group;
+
+    real *room = NULL;
+    cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error == cudaSuccess)
+        error = cudaMallocFromPoolAsync((void **)&room, each * f.heads * sizeof(real) + 1, pool, stream);
+    if (error != cudaSuccess) return error;
+    f.dq = room;
+    f.dk = f.dq + row * f.heads;
+    f.da = f.dk + row * f.heads;
+    f.dbeta = f.da + of_da * f.heads;
+    f.den = f.dbeta + of_beta * f.heads;
+    f.states = f.den + of_den * f.heads;
+    const int most_heads = f.heads, threads = (c.K + 31) / 32 * 32;
+    for (f.first = 0; f.first < c.HV && error == cudaSuccess; f.first += most_heads) {
+        f.heads = min(most_heads, c.HV - f.first);
+        const int64_t units = (int64_t)c.N * f.heads;
+        if (normalised) denominators<<<(unsigned)units, threads, 0, stream>>>(c, f);
+        kernel<<<(unsigned)(units * f.tiles), ADJOINT_THREADS, bytes, stream>>>(c, d, f);
+        if (normalised) denominators_adjoint<<<(unsigned)units, threads, 0, stream>>>(c, d, f);
+        error = launch_gather<DECAY, RULE, ROWS * PARTS / 32>(c, d, f, stream);
+        if (d.per_head) gather_head<<<f.heads, MOST_KEYS, 0, stream>>>(c, d, f);
+        if (error == cudaSuccess) error = cudaGetLastError();
+    }
+    const cudaError_t freed = cudaFreeAsync(room, stream);
+    return error == cudaSuccess ? freed : error;
+}
+
+template <la_decay DECAY, la_rule RULE>
+static cudaError_t adjoint_any(const call &c, const gradients &d, cudaMemPool_t pool,
+                               cudaStream_t stream)
+{
+    return c.K <= 128 ? launch_adjoint<DECAY, RULE, 16>(c, d, pool, stream)
+                      : launch_adjoint<DECAY, RULE, 32>(c, d, pool, stream);
+}

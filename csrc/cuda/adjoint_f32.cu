@@ -1,0 +1,21 @@
+/* The recurrence's adjoint in float. */
+typedef float real;
+#include "adjoint.cuh"
+
+const backward_launcher adjoint_f32[4][2] = {
+    {adjoint_any<LA_NONE, LA_ADDITIVE>, adjoint_any<LA_NONE, LA_DELTA>},
+    {NULL, NULL}, /* HEAD is TOKEN */
+    {adjoint_any<LA_TOKEN, LA_ADDITIVE>, adjoint_any<LA_TOKEN, LA_DELTA>},
+    {adjoint_any<LA_KEY, LA_ADDITIVE>, adjoint_any<LA_KEY, LA_DELTA>},
+};
+
+cudaError_t gather_gates(const call &c, const gradients &d, float *da, cudaStream_t stream)
+{
+    slots f = {};
+    f.heads = c.HV;
+    f.tiles = 1;
+    f.tokens = (int64_t)c.B * c.T;
+    f.da = da;
+    gather_head<<<c.HV, MOST_KEYS, 0, stream>>>(c, d, f);
+    return cudaGetLastError();
+}

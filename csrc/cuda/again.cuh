@@ -1,0 +1,506 @@
+/* The backward's two walks, on Hopper's tensor cores: what `walk` did is done again without reading,
+ * keeping what the adjoint of a chunk needs; then the chunks are walked backwards with dS, the gradient
+ * of the state, in registers. Columns of S never mix, so that everything is transposed as in walk.cuh:
+ * a warp has 16 value columns. docs/math.md, section 6, in two parts: what goes from chunk to chunk is
+ * here, what stays within one is local.cuh's.
+ *
+ *     AGAIN   W = V - k^ S,  U = A W,  E = W - L U         keeps S (before the chunk) and E
+ *             S <- diag(a) S + k~' U
+ *     BACK    dU = k~ dS + P' dO,  dV = A' dU,  Z = dU - L' dV    keeps dS (after the chunk) and Z
+ *             dS <- diag(a) dS + q^' dO - k^' dV
+ *
+ * U = diag(b) E and dV = diag(b) Z, for Z the gradient of U: with E and Z, not U and dV, the gradient of
+ * beta is Z_i . E_i, which divides by nothing. The additive rule has U = V and dV = dU, nothing else.
+ *
+ * In BACK a NaN in dO must not reach later tokens, which zero times NaN in a triangle's product would
+ * let it: see `spoiled`. */
+#ifndef LINATTN_CUDA_AGAIN_CUH
+#define LINATTN_CUDA_AGAIN_CUH
+
+#include "prepare.cuh"
+
+enum { LAP_STAGES = 2, LAP_WARPS = 8, LAP_FETCHERS = 4 };
+
+/* What the walks keep: tiles of C rows. */
+struct kept {
+    char *states, *d_states; /* [slots][HV][V / 64, rounded up] tiles of KP columns: S', dS' */
+    char *E, *Z;             /* [slots][HV][V / 64, rounded up] panels of C tokens; delta rule only */
+};
+
+struct back_maps {
+    CUtensorMap q, k, v, d_o;
+};
+
+/* Where the parts of a chunk lie in shared memory. */
+template <int KP, la_decay DECAY, la_rule RULE, bool BACK> struct lap {
+    static constexpr bool delta = RULE == LA_DELTA;
+    static constexpr bool has_k = delta || DECAY != LA_KEY; /* else k~ is all there is */
+    static constexpr int k = 0, q = k + (has_k ? tile_bytes(KP) : 0);
+    static constexpr int kt = q + (BACK ? tile_bytes(KP) : 0);
+    static constexpr int scores = kt + (DECAY == LA_KEY ? tile_bytes(KP) : 0);
+    static constexpr int inverse = scores + (BACK ? PANEL_BYTES : 0);
+    static constexpr int lower = inverse + (delta ? PANEL_BYTES : 0);
+    static constexpr int in = lower + (delta ? PANEL_BYTES : 0);
+    static constexpr int out = in + (DECAY == LA_TOKEN ? C * 4 : 0);
+    static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
+    static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
+    /* a panel for every four warps: v or dO, and what is written by way of its place */
+    __host__ __device__ static constexpr int bytes(int warps) { return v + warps / 4 * PANEL_BYTES; }
+};
+
+#if HAS_WARP_GROUPS
+/* Of each of this thread's two columns: one past the last token whose number is a NaN or an infinity. */
+__device__ __forceinline__ void spoiled_up_to(const left (&x)[4], int (&end)[2])
+{
+    end[0] = end[1] = 0;
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int t = m * 16 + e / 2 * 8 + threadIdx.x % 4 * 2;
+            if ((x[m].x[e] & 0x7f80) == 0x7f80) end[e % 2] = max(end[e % 2], t + 1);
+            if ((x[m].x[e] & 0x7f800000) == 0x7f800000) end[e % 2] = max(end[e % 2], t + 2);
+        }
+#pragma unroll
+    for (int w = 0; w < 2; w++) {
+        end[w] = max(end[w], __shfl_xor_sync(~0u, end[w], 1));
+        end[w] = max(end[w], __shfl_xor_sync(~0u, end[w], 2));
+    }
+}
+
+/* Without the tokens before `end`: zeros. */
+__device__ __forceinline__ void clear_before(left (&x)[4], const int (&end)[2])
+{
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int t = m * 16 + e / 2 * 8 + threadIdx.x % 4 * 2;
+            if (t < end[e % 2]) x[m].x[e] &= t + 1 < end[e % 2] ? 0 : 0xffff0000;
+        }
+}
+
+__device__ __forceinline__ void spoil_before(float (&x)[8][4], const int (&end)[2])
+{
+#pragma unroll
+    for (int m = 0; m < 8; m++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (m * 8 + threadIdx.x % 4 * 2 + e % 2 < end[e / 2]) x[m][e] = nanf("");
+}
+
+/* x [16 columns][64 tokens] as operands over the tokens, each token times its number; `by` NULL: one. */
+__device__ __forceinline__ void as_operands(left (&to)[4], const float (&x)[8][4], const float *by,
+                                            float factor)
+{
+#pragma unroll
+    for (int m = 0; m < 8; m++) {
+        const float2 a = by ? *(const float2 *)(by + m * 8 + threadIdx.x % 4 * 2) : make_float2(1, 1);
+        to[m / 2].x[m % 2 * 2] = pack(factor * a.x * x[m][0], factor * a.y * x[m][1]);
+        to[m / 2].x[m % 2 * 2 + 1] = pack(factor * a.x * x[m][2], factor * a.y * x[m][3]);
+    }
+}
+
+/* The same of operands. */
+__device__ __forceinline__ void scale_operands(left (&x)[4], const float *by, float factor)
+{
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float2 a = by ? *(const float2 *)(by + m * 16 + e / 2 * 8 + threadIdx.x % 4 * 2)
+                                : make_float2(1, 1);
+            const float2 y = unpack(x[m].x[e]);
+            x[m].x[e] = pack(factor * a.x * y.x, factor * a.y * y.y);
+        }
+}
+
+/* x' of a warp's 16 columns, by way of its 16 columns of a panel at `slice`. */
+__device__ __forceinline__ void put_columns(uint32_t slice, const float (&x)[8][4])
+{
+#pragma unroll
+    for (int m = 0; m < 8; m += 2) {
+        const uint32_t y[4] = {pack(x[m][0], x[m][1]), pack(x[m][2], x[m][3]),
+                               pack(x[m + 1][0], x[m + 1][1]), pack(x[m + 1][2], x[m + 1][3])};
+        store_matrices_transposed(slice + m * 8 * 128, y);
+    }
+    __syncwarp();
+}
+
+/* S', already as operands, as a tile: rows are value columns. `row` of the tile is this warp's first. */
+template <int KP> __device__ __forceinline__ void put_state(char *tile, int row, const left (&s)[KP / 16])
+{
+    const int lane = threadIdx.x % 32;
+    char *const own = tile + element_at(row + lane / 4, lane % 4 * 2); /* the row's first piece */
+#pragma unroll
+    for (int i = 0; i < KP / 8; i++) {
+        char *to = (char *)((uintptr_t)own ^ (i % 8 << 4)) + i / 8 * PANEL_BYTES;
+        *(uint32_t *)to = s[i / 2].x[i % 2 * 2];
+        *(uint32_t *)(to + 8 * 128) = s[i / 2].x[i % 2 * 2 + 1];
+    }
+}
+#endif
+
+template <int KP, la_decay DECAY, la_rule RULE, bool BACK>
+__device__ __forceinline__ void walk_again(const call &c, const gradients &d, const chunks &w,
+                                           const back_maps &maps, const kept &f, int tiles, int index)
+{
+#if HAS_WARP_GROUPS
+    typedef lap<KP, DECAY, RULE, BACK> part;
+    constexpr bool delta = RULE == LA_DELTA;
+    extern __shared__ __align__(1024) char shared[];
+    const int warps = blockDim.x / 32 - LAP_FETCHERS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tile = index % tiles, head = index / tiles;
+    const unit u = unit_of(c, head / c.HV, head % c.HV);
+    const int panels = (c.V + PANEL - 1) / PANEL, panel = tile * (warps / 4) + warp / 4;
+    const int v0 = panel * PANEL + warp % 4 * 16, columns = min(16, c.V - v0);
+    const int own_panels = min(warps / 4, panels - tile * (warps / 4));
+    const int all_chunks = (u.end - u.begin + C - 1) / C;
+    const int slot0 = first_slot(c, u.n), bytes = part::bytes(warps);
+    const auto chunk_at = [&](int i) { return BACK ? all_chunks - 1 - i : i; };
+
+    __shared__ int odd_at[LAP_STAGES]; /* w.odd of the chunk */
+    __shared__ uint64_t filled[LAP_STAGES], done[LAP_STAGES];
+    if (threadIdx.x == 0) {
+        for (int j = 0; j < LAP_STAGES; j++) {
+            barrier_init(address_of(filled + j), 1);
+            barrier_init(address_of(done + j), warps * ARRIVALS_OF_WARP);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+    if (warp >= warps) {
+        registers_down_to<40>();
+        if (warp > warps || lane > 0) return;
+        int into = 0, round = 0;
+        for (int step = 0; step < all_chunks; step++) {
+            const int i = chunk_at(step), t = u.begin + i * C;
+            const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
+            const int64_t keys = ((int64_t)(slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) *
+                                 tile_bytes(KP);
+            const uint32_t base = address_of(shared + into * bytes), barrier = address_of(filled + into);
+            const struct {
+                int at;
+                const void *from;
+                int bytes;
+            } pieces[] = {
+                {part::k, part::has_k && w.k ? w.k + keys : NULL, tile_bytes(KP)},
+                {part::q, BACK && w.q ? w.q + keys : NULL, tile_bytes(KP)},
+                {part::kt, DECAY == LA_KEY ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
+                {part::scores, BACK ? w.scores + place * PANEL_BYTES : NULL, PANEL_BYTES},
+                {part::inverse, delta ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
+                {part::lower, delta ? w.lower + place * PANEL_BYTES : NULL, PANEL_BYTES},
+                {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
+                {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
+                {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
+            };
+            barrier_wait(address_of(done + into), round ^ 1); /* at once, the first time */
+            const int odd = w.odd[place];
+            int expected = (part::has_k && !w.k ? tile_bytes(KP) : 0) +
+                           (BACK && !w.q ? tile_bytes(KP) : 0) + own_panels * PANEL_BYTES;
+#pragma unroll
+            for (const auto &x : pieces)
+                if (x.from) {
+                    expected += x.bytes;
+                    engine_copy(base + x.at, x.from, x.bytes, barrier);
+                }
+#pragma unroll
+            for (int j = 0; j < KP / PANEL; j++) {
+                if (part::has_k && !w.k)
+                    engine_copy_box(base + part::k + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
+                                    barrier);
+                if (BACK && !w.q)
+                    engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
+                                    barrier);
+            }
+            for (int j = 0; j < own_panels; j++)
+                engine_copy_box(base + part::v + j * PANEL_BYTES, BACK ? &maps.d_o : &maps.v,
+                                (tile * (warps / 4) + j) * PANEL, u.hv, t, u.b, barrier);
+            odd_at[into] = odd;
+            barrier_expect(barrier, expected);
+            if (++into == LAP_STAGES) into = 0, round ^= 1;
+        }
+        return;
+    }
+    registers_up_to<232>();
+
+    const int pair = lane % 4 * 2; /* this thread's two tokens, or keys, of every eight */
+    const float scale = (float)c.scale;
+    const int place_of_v = part::v + warp / 4 * PANEL_BYTES;
+    const int slice = place_of_v + piece_at(lane / 16 * 8 + lane % 8, warp % 4 * 2 + lane / 8 % 2);
+    const int piece = place_of_v + piece_at(lane / 2, warp % 4 * 2 + lane % 2);
+
+    /* S' or dS' [16 columns][KP]: thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
+    float S[KP / 8][4];
+    const view &from = BACK ? d.dst : c.s0;
+#pragma unroll
+    for (int i = 0; i < KP / 8; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
+            S[i][e] = from.data && column < columns && key < c.K
+                          ? load<float>(at(from, u.n, u.hv, key, v0 + column), from.dtype)
+                          : 0;
+        }
+
+    int stage_at = 0, round = 0;
+    for (int step = 0; step < all_chunks; step++) {
+        char *room = shared + stage_at * bytes;
+        const uint32_t base = address_of(room);
+        const int i = chunk_at(step), t = u.begin + i * C, n = min(C, u.end - t);
+        const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
+        barrier_wait(address_of(filled + stage_at), round);
+        if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
+            for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32) {
+                const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
+                if (part::has_k && !w.k) *(uint4 *)(room + part::k + at) = make_uint4(0, 0, 0, 0);
+                if (BACK && !w.q) *(uint4 *)(room + part::q + at) = make_uint4(0, 0, 0, 0);
+            }
+            for (int j = lane; j < (C - n) * 2; j += 32)
+                *(uint4 *)(room + place_of_v + piece_at(n + j / 2, warp % 4 * 2 + j % 2)) =
+                    make_uint4(0, 0, 0, 0);
+            stores_before_copies();
+            some_warps_wait(warps);
+        }
+        const float *in = (const float *)(room + part::in), *out = (const float *)(room + part::out);
+        const bool odd = odd_at[stage_at] < C; /* all of the chunk, and what depends on it, is spoiled */
+
+        left s[KP / 16];
+#pragma unroll
+        for (int j = 0; j < KP / 16; j++) s[j] = as_left(S[2 * j], S[2 * j + 1]);
+        /* what is kept of the state */
+        const auto keep_state = [&] {
+            if (v0 < panels * PANEL)
+                put_state<KP>((BACK ? f.d_states : f.states) + (place * panels + panel) * tile_bytes(KP),
+                              warp % 4 * 16, s);
+        };
+        left x[4]; /* V, or dO, as operands over the tokens */
+#pragma unroll
+        for (int m = 0; m < 4; m++) load_matrices_transposed(x[m].x, base + slice + m * 16 * 128);
+        if (columns <= 0)
+#pragma unroll
+            for (int m = 0; m < 4; m++) x[m] = {};
+        const auto decay_state = [&] {
+#pragma unroll
+            for (int j = 0; j < (DECAY == LA_NONE ? 0 : KP / 8); j++) {
+                const float2 a = DECAY == LA_KEY
+                                     ? *(const float2 *)(room + part::total + (j * 8 + pair) * 4)
+                                     : make_float2(in[C - 1], in[C - 1]);
+                S[j][0] *= a.x;
+                S[j][1] *= a.y;
+                S[j][2] *= a.x;
+                S[j][3] *= a.y;
+            }
+        };
+
+        if constexpr (!BACK) {
+            float E[8][4] = {};
+            keep_state();
+            if constexpr (delta) {
+                float X[8][4] = {};
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < KP / 16; j++) multiply_rows(E, s[j], base + part::k, j * 16);
+                products_commit();
+                products_wait<0>();
+                products_in(E);
+#pragma unroll
+                for (int m = 0; m < 8; m++) { /* W */
+                    const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8 + pair)
+                                                       : make_float2(1, 1);
+                    const float2 top = unpack(x[m / 2].x[m % 2 * 2]);
+                    const float2 low = unpack(x[m / 2].x[m % 2 * 2 + 1]);
+                    E[m][0] = top.x - a.x * E[m][0];
+                    E[m][1] = top.y - a.y * E[m][1];
+                    E[m][2] = low.x - a.x * E[m][2];
+                    E[m][3] = low.y - a.y * E[m][3];
+                }
+                as_operands(x, E, NULL, 1);
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_rows(X, x[j], base + part::inverse, j * 16);
+                products_commit();
+                products_wait<0>();
+                products_in(X);
+                as_operands(x, X, NULL, 1);
+                left carried[4];
+                as_operands(carried, X, DECAY == LA_TOKEN ? out : NULL, 1);
+                decay_state();
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_rows(E, x[j], base + part::lower, j * 16);
+                products_commit();
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    multiply_columns(S, carried[j], base + (DECAY == LA_KEY ? part::kt : part::k), j * 16);
+                products_commit();
+                products_wait<1>();
+                products_in(E);
+                if (odd) {
+                    const int all[2] = {C, C};
+                    spoil_before(E, all);
+                }
+                if (v0 < panels * PANEL) {
+                    put_columns(base + slice, E);
+                    char *to = f.E + (place * panels + panel) * PANEL_BYTES +
+                               piece_at(lane / 2, warp % 4 * 2 + lane % 2);
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        *(uint4 *)(to + j * 16 * 128) = *(const uint4 *)(room + piece + j * 16 * 128);
+                }
+                products_wait<0>();
+                products_in(S);
+            } else {
+                if (DECAY == LA_TOKEN) scale_operands(x, out, 1);
+                decay_state();
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    multiply_columns(S, x[j], base + (DECAY == LA_KEY ? part::kt : part::k), j * 16);
+                products_commit();
+                products_wait<0>();
+                products_in(S);
+            }
+        } else {
+            int end[2] = {};
+            spoiled_up_to(x, end);
+            if (odd) end[0] = end[1] = C;
+            const bool spoiled = __any_sync(~0u, end[0] | end[1]);
+            if (spoiled) clear_before(x, end);
+            /* was O = P U, S' = .. + (r k)' U: r multiplies the one product alone */
+            float dU[8][4] = {}, of_read[DECAY == LA_TOKEN ? 8 : 1][4] = {};
+            products_begin();
+#pragma unroll
+            for (int j = 0; j < KP / 16; j++)
+                multiply_rows(dU, s[j], base + (DECAY == LA_KEY ? part::kt : part::k), j * 16);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if constexpr (DECAY == LA_TOKEN)
+                    multiply_columns(of_read, x[j], base + part::scores, j * 16);
+                else
+                    multiply_columns(dU, x[j], base + part::scores, j * 16);
+            products_commit();
+            keep_state();
+            decay_state();
+            products_wait<0>();
+            products_in(dU);
+            products_in(of_read);
+            /* dO times the decay from the chunk's start and the scale, unless q^ has them */
+            if (DECAY != LA_KEY) scale_operands(x, DECAY == LA_TOKEN ? in : NULL, scale);
+            if constexpr (DECAY == LA_TOKEN)
+#pragma unroll
+                for (int m = 0; m < 8; m++) {
+                    const float2 a = *(const float2 *)(out + m * 8 + pair);
+                    dU[m][0] = a.x * dU[m][0] + of_read[m][0];
+                    dU[m][1] = a.y * dU[m][1] + of_read[m][1];
+                    dU[m][2] = a.x * dU[m][2] + of_read[m][2];
+                    dU[m][3] = a.y * dU[m][3] + of_read[m][3];
+                }
+            float dV[8][4];
+            if constexpr (delta) {
+#pragma unroll
+                for (int m = 0; m < 8 * 4; m++) dV[m / 4][m % 4] = 0;
+                left y[4];
+                as_operands(y, dU, NULL, 1);
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(dV, y[j], base + part::inverse, j * 16);
+                products_commit();
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + part::q, j * 16);
+                products_commit();
+                products_wait<1>();
+                products_in(dV);
+                left z[4];
+                as_operands(y, dV, NULL, 1);
+                as_operands(z, dV, DECAY == LA_TOKEN ? in : NULL, -1);
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(dU, y[j], base + part::lower, j * 16);
+                products_commit();
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(S, z[j], base + part::k, j * 16);
+                products_commit();
+                products_wait<1>();
+                products_in(dU);
+                if (spoiled) {
+                    spoil_before(dU, end);
+                    spoil_before(dV, end);
+                }
+                if (v0 < panels * PANEL) { /* Z */
+                    put_columns(base + slice, dU);
+                    char *to = f.Z + (place * panels + panel) * PANEL_BYTES +
+                               piece_at(lane / 2, warp % 4 * 2 + lane % 2);
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        *(uint4 *)(to + j * 16 * 128) = *(const uint4 *)(room + piece + j * 16 * 128);
+                    __syncwarp();
+                }
+            } else {
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + part::q, j * 16);
+                products_commit();
+                if (spoiled) spoil_before(dU, end);
+#pragma unroll
+                for (int m = 0; m < 8 * 4; m++) dV[m / 4][m % 4] = dU[m / 4][m % 4];
+            }
+            if (columns > 0) {
+                put_columns(base + slice, dV);
+                char *to = at(d.dv, u.b, t + lane / 2, u.hv, v0 + lane % 2 * 8);
+                const int64_t row = d.dv.stride[1] * 2;
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    if (j * 16 + lane / 2 < n && lane % 2 * 8 < columns)
+                        *(uint4 *)(to + j * 16 * row) = *(const uint4 *)(room + piece + j * 16 * 128);
+            }
+            products_wait<0>();
+            products_in(S);
+            if (spoiled)
+#pragma unroll
+                for (int j = 0; j < KP / 8; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (end[e / 2]) S[j][e] = nanf("");
+        }
+        if constexpr (!BACK)
+            if (odd)
+#pragma unroll
+                for (int j = 0; j < KP / 8; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) S[j][e] = nanf("");
+        stores_before_copies();
+        warp_arrives(address_of(done + stage_at));
+        if (++stage_at == LAP_STAGES) stage_at = 0, round ^= 1;
+    }
+    if constexpr (BACK)
+#pragma unroll
+        for (int i = 0; i < KP / 8; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
+                if (d.ds0.data && column < columns && key < c.K)
+                    store(at(d.ds0, u.n, u.hv, key, v0 + column), d.ds0.dtype, S[i][e]);
+            }
+#endif
+}
+
+/* Neither needs what the other keeps, so they go side by side: BACK, the longer one, in the first half of
+ * the blocks. */
+template <int KP, la_decay DECAY, la_rule RULE>
+__global__ void __launch_bounds__((LAP_WARPS + LAP_FETCHERS) * 32, 1)
+    walk_both(const __grid_constant__ call c, const __grid_constant__ gradients d,
+              const __grid_constant__ chunks w, const __grid_constant__ back_maps maps,
+              const __grid_constant__ kept f, int tiles)
+{
+    const int half = gridDim.x / 2, index = blockIdx.x % half;
+    if (blockIdx.x < half)
+        walk_again<KP, DECAY, RULE, true>(c, d, w, maps, f, tiles, index);
+    else
+        walk_again<KP, DECAY, RULE, false>(c, d, w, maps, f, tiles, index);
+}
+
+#endif

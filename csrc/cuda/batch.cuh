@@ -1,0 +1,110 @@
+/* Token by token, the threads' side: PARTS neighbouring threads share a value column, each with ROWS of
+ * its K rows, and tokens come in batches through shared memory. Included once per file, which defines
+ * `real` before it, and COLUMNS and PARTS. */
+#ifndef LINATTN_CUDA_BATCH_CUH
+#define LINATTN_CUDA_BATCH_CUH
+
+#include "kernels.cuh"
+#include "load.cuh"
+
+#define LA_FN static __device__ __forceinline__
+#define LANE_ZERO 0
+#define LANE_SUM(x) (x)
+#define UNROLL _Pragma("unroll")
+#define JOIN(x, y, W) join_parts(x, y, W)
+typedef real lane;
+typedef real lane_of_state;
+enum { MAX_STRIP = 1 };
+
+__device__ __forceinline__ real parts_sum(real x)
+{
+#pragma unroll
+    for (int step = 1; step < PARTS; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+
+/* The sums over the threads of a column. */
+LA_FN void join_parts(real *x, real *y, int W)
+{
+    for (int w = 0; w < W; w++) x[w] = parts_sum(x[w]);
+    for (int w = 0; w < W && y; w++) y[w] = parts_sum(y[w]);
+}
+
+#include "../recurrence.h"
+
+enum { BATCH = 16, WARPS = COLUMNS * PARTS / 32 };
+
+/* A row of K elements in shared memory: the parts 16 bytes further apart than they are long,
+ * so that threads that read theirs at once meet different banks. */
+template <int ROWS> struct key_row {
+    static constexpr int APART = ROWS + 16 / (int)sizeof(real);
+    real x[PARTS * APART];
+    __device__ real *part(int i) { return x + i * APART; }
+    __device__ real &at(int i) { return x[i / ROWS * APART + i % ROWS]; }
+};
+
+template <int ROWS> struct batch {
+    key_row<ROWS> q[BATCH], k[BATCH], a[BATCH]; /* a: per key; else one number each, in scalar_a */
+    real scalar_a[BATCH], beta[BATCH], qk[BATCH];
+    real v[BATCH][COLUMNS], o[BATCH][COLUMNS + 1]; /* o's last: the denominator */
+};
+
+/* One warp's share of K elements of q or k, as the recurrence sees them. */
+template <int ROWS>
+__device__ void load_keys(const call &c, const view &from, la_map map, double map_eps,
+                          const unit &u, int t, real (&x)[ROWS * PARTS / 32])
+{
+    const int lane = threadIdx.x % 32;
+    load_row(x, at(from, u.b, t, u.h), from.dtype, lane, 32, c.K);
+    if (c.qk_l2norm) {
+        real squares = 0;
+#pragma unroll
+        for (int j = 0; j < ROWS * PARTS / 32; j++) squares += x[j] * x[j];
+        const real factor = l2norm_factor(warp_sum(squares));
+#pragma unroll
+        for (int j = 0; j < ROWS * PARTS / 32; j++) x[j] *= factor;
+    }
+    if (map == LA_IDENTITY) return;
+#pragma unroll
+    for (int j = 0; j < ROWS * PARTS / 32; j++)
+        x[j] = lane + 32 * j < c.K ? apply_map(x[j], map, (real)map_eps) : 0;
+}
+
+/* Tokens t..t+n: a warp takes one token after another. */
+template <la_decay DECAY, la_rule RULE, int ROWS>
+__device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, batch<ROWS> &to)
+{
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = warp; i < n; i += blockDim.x / 32) {
+        real q[ROWS * PARTS / 32], k[ROWS * PARTS / 32], qk = 0;
+        load_keys<ROWS>(c, c.q, c.map[0], c.map_eps[0], u, t + i, q);
+        load_keys<ROWS>(c, c.k, c.map[1], c.map_eps[1], u, t + i, k);
+#pragma unroll
+        for (int j = 0; j < ROWS * PARTS / 32; j++) {
+            to.q[i].at(lane + 32 * j) = q[j];
+            to.k[i].at(lane + 32 * j) = k[j];
+            qk += q[j] * k[j];
+        }
+        if (DECAY == LA_KEY) {
+            real g[ROWS * PARTS / 32];
+            load_row(g, at(c.g, u.b, t + i, u.hv), c.g.dtype, lane, 32, c.K);
+#pragma unroll
+            for (int j = 0; j < ROWS * PARTS / 32; j++)
+                to.a[i].at(lane + 32 * j) = lane + 32 * j < c.K ? decay_of(g[j], c.gate) : 0;
+        }
+        if (RULE == LA_DELTA) {
+            qk = warp_sum(qk);
+            if (lane == 0) {
+                to.qk[i] = qk;
+                to.beta[i] = load<real>(at(c.beta, u.b, t + i, u.hv), c.beta.dtype);
+            }
+        }
+        if (DECAY == LA_TOKEN && lane == 0)
+            to.scalar_a[i] =
+                decay_of(load<real>(at(c.g, u.b, t + i, u.hv), c.g.dtype), c.gate);
+        to.v[i][lane] =
+            v0 + lane < c.V ? load<real>(at(c.v, u.b, t + i, u.hv, v0 + lane), c.v.dtype) : 0;
+    }
+}
+
+#endif

@@ -1,0 +1,450 @@
+/* The adjoint of what belongs to one chunk alone, all chunks side by side: from the states that the
+ * walks of again.cuh kept to dq, dk, the gate's gradient and beta's. docs/math.md, section 6:
+ *
+ *     dP = lower(dO U')       dL = -strict(dV U')       U = diag(b) E, dV = diag(b) Z
+ *     dq^ = dO S'             dk^ = -dV S'              dk~ = U dS'
+ *     dbeta_i = Z_i . E_i     de = sum of S * dS
+ *
+ * and from there the adjoint of the scores. Two groups of four warps share a chunk: one has what ends
+ * in dq, the other what ends in dk; a warp has 16 tokens. Value columns come by the panel. */
+#ifndef LINATTN_CUDA_LOCAL_CUH
+#define LINATTN_CUDA_LOCAL_CUH
+
+#include "again.cuh"
+
+enum { LOCAL_THREADS = 256, LOCAL_STAGES = 2 };
+
+/* Where the gradients of q and k go: to the caller's arrays if nothing else adds to them or was done to
+ * q and k before, else a slot per value head, for `gather`; da: to the gate's array, or for a gate per
+ * head a number per token. */
+struct local_flags {
+    bool direct, q_as_given, k_as_given;
+    float *dq, *dk; /* [HV][B T][kp] */
+    float *da;      /* [HV][B T] */
+    int kp;
+};
+
+/* A panel of value columns. */
+template <int KP, la_rule RULE> struct local_panel {
+    char U[PANEL_BYTES], dO[PANEL_BYTES]; /* U: E, or V */
+    char Z[RULE == LA_DELTA ? PANEL_BYTES : 16];
+    alignas(1024) char S[tile_bytes(KP)], dS[tile_bytes(KP)];
+};
+
+template <int KP, la_rule RULE> struct local_room {
+    alignas(1024) char q[tile_bytes(KP)], k[tile_bytes(KP)];
+    alignas(1024) local_panel<KP, RULE> panel[LOCAL_STAGES];
+    alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES]; /* of the bare products q_i . k_j, k_i . k_j */
+    float G[C * LD_PAIRS], dG[C * LD_PAIRS];
+    float a[C], beta[C], e[C], r[C]; /* e: decay from the chunk's start; r: to its end */
+    float of_q[C], of_k[C], of_r[C]; /* q . dq^, k . dk^, k . dk~: parts of the decays' gradients */
+    float up[4][C], of_e[4][C], quarter[4], da[2][C], sums[LOCAL_THREADS / 32];
+    uint64_t filled[LOCAL_STAGES];
+};
+
+#if HAS_WARP_GROUPS
+/* A warp's rows of a tile, transposed, as left operands: rows are columns column.. of the tile. */
+__device__ __forceinline__ left load_left_transposed(uint32_t tile, int row, int column)
+{
+    const int lane = threadIdx.x % 32;
+    left a;
+    load_matrices_transposed(a.x, tile + piece_at(row + lane / 16 * 8 + lane % 8,
+                                                  column / 8 + lane / 8 % 2));
+    return a;
+}
+
+/* Sums over the columns of x [16 rows][8 N] times a tile's rows row..: of this thread's two rows. */
+template <int N>
+__device__ __forceinline__ float2 dot_rows(const float (&x)[N][4], const char *tile, int row)
+{
+    const int lane = threadIdx.x % 32;
+    float2 sum = make_float2(0, 0);
+#pragma unroll
+    for (int m = 0; m < N; m++) {
+        const int at = element_at(row + lane / 4, m * 8 + lane % 4 * 2);
+        const float2 y = unpack(*(const uint32_t *)(tile + at));
+        const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
+        sum.x += x[m][0] * y.x + x[m][1] * y.y;
+        sum.y += x[m][2] * z.x + x[m][3] * z.y;
+    }
+    return make_float2(quad_sum(sum.x), quad_sum(sum.y));
+}
+
+template <int N> __device__ __forceinline__ void scale_rows(float (&x)[N][4], float top, float low)
+{
+#pragma unroll
+    for (int m = 0; m < N; m++) {
+        x[m][0] *= top;
+        x[m][1] *= top;
+        x[m][2] *= low;
+        x[m][3] *= low;
+    }
+}
+
+/* Rows of dq or dk, from a warp's sums: to the caller's rows, or in float32 to the slot of a value head. */
+template <int N>
+__device__ __forceinline__ void store_rows(const call &c, const unit &u, const view &to, float *slot,
+                                           int kp, int t, int n, int row, const float (&x)[N][4])
+{
+    const int lane = threadIdx.x % 32, pair = lane % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int i = row + lane / 4 + half * 8;
+        if (i >= n) continue;
+        if (slot) {
+            float *part = slot + ((int64_t)u.b * c.T + t + i) * kp + pair;
+#pragma unroll
+            for (int m = 0; m < N; m++)
+                if (m * 8 + pair < kp)
+                    *(float2 *)(part + m * 8) = make_float2(x[m][half * 2], x[m][half * 2 + 1]);
+            continue;
+        }
+        bf16 *own = (bf16 *)at(to, u.b, t + i, u.h) + pair;
+        if (c.K == N * 8) {
+#pragma unroll
+            for (int m = 0; m < N; m++)
+                *(uint32_t *)(own + m * 8) = pack(x[m][half * 2], x[m][half * 2 + 1]);
+            continue;
+        }
+#pragma unroll
+        for (int m = 0; m < N; m++)
+#pragma unroll
+            for (int e = 0; e < 2; e++)
+                if (m * 8 + pair + e < c.K) own[m * 8 + e] = __float2bfloat16_rn(x[m][half * 2 + e]);
+    }
+}
+#endif
+
+template <int KP, la_decay DECAY, la_rule RULE>
+__global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
+    local_scalar(const __grid_constant__ call c, const __grid_constant__ gradients d,
+                 const __grid_constant__ chunks w, const __grid_constant__ back_maps maps,
+                 const __grid_constant__ kept f, const __grid_constant__ local_flags to)
+{
+#if HAS_WARP_GROUPS
+    constexpr bool delta = RULE == LA_DELTA;
+    extern __shared__ __align__(1024) char shared[];
+    local_room<KP, RULE> &s = *(local_room<KP, RULE> *)shared;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
+    const bool first_group = __shfl_sync(~0u, warp, 0) < 4; /* the same in all lanes, for the compiler */
+    const int row0 = warp % 4 * 16, top = row0 + lane / 4, low = top + 8; /* this thread's rows */
+    const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
+    const unit u = unit_of(c, sequence_of(c, slot), hv);
+    const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
+    if (n <= 0) return;
+    const int64_t place = (int64_t)slot * c.HV + hv;
+    const int panels = (c.V + PANEL - 1) / PANEL;
+    const float scale = (float)c.scale;
+
+    const auto fetch = [&](int i) {
+        local_panel<KP, RULE> &x = s.panel[i % LOCAL_STAGES];
+        const uint32_t barrier = address_of(s.filled + i % LOCAL_STAGES);
+        const int64_t at = place * panels + i;
+        int expected = (delta ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP);
+        if (i == 0) {
+            const int64_t keys = ((int64_t)slot * w.heads + u.h) * tile_bytes(KP);
+            expected += 2 * tile_bytes(KP);
+            if (w.q) engine_copy(address_of(s.q), w.q + keys, tile_bytes(KP), barrier);
+            if (w.k) engine_copy(address_of(s.k), w.k + keys, tile_bytes(KP), barrier);
+            for (int j = 0; j < KP / PANEL; j++) {
+                if (!w.q)
+                    engine_copy_box(address_of(s.q) + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
+                                    barrier);
+                if (!w.k)
+                    engine_copy_box(address_of(s.k) + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
+                                    barrier);
+            }
+        }
+        if (delta) {
+            engine_copy(address_of(x.U), f.E + at * PANEL_BYTES, PANEL_BYTES, barrier);
+            engine_copy(address_of(x.Z), f.Z + at * PANEL_BYTES, PANEL_BYTES, barrier);
+        } else {
+            engine_copy_box(address_of(x.U), &maps.v, i * PANEL, hv, t, u.b, barrier);
+        }
+        engine_copy_box(address_of(x.dO), &maps.d_o, i * PANEL, hv, t, u.b, barrier);
+        engine_copy(address_of(x.S), f.states + at * tile_bytes(KP), tile_bytes(KP), barrier);
+        engine_copy(address_of(x.dS), f.d_states + at * tile_bytes(KP), tile_bytes(KP), barrier);
+        barrier_expect(barrier, expected);
+    };
+    if (threadIdx.x == 0) {
+        for (int j = 0; j < LOCAL_STAGES; j++) barrier_init(address_of(s.filled + j), 1);
+        barriers_ready();
+        for (int i = 0; i < min(panels, (int)LOCAL_STAGES); i++) fetch(i);
+    }
+    /* the gates meanwhile */
+    if (threadIdx.x < C) {
+        const int i = threadIdx.x;
+        s.a[i] = DECAY == LA_TOKEN && i < n
+                     ? decay_of(load<float>(at(c.g, u.b, t + i, hv), c.g.dtype), c.gate)
+                     : 1;
+        s.beta[i] = delta && i < n ? load<float>(at(c.beta, u.b, t + i, hv), c.beta.dtype)
+                    : delta        ? 0
+                                   : 1;
+    }
+    __syncthreads();
+    /* G by columns: a thread has 16 rows of column j, and so it has of what is summed up below. */
+    const int j_own = threadIdx.x % C, first_row = threadIdx.x / C * 16;
+    if constexpr (DECAY == LA_TOKEN) {
+        float g = 1;
+        for (int i = j_own + 1; i < first_row; i++) g *= s.a[i];
+#pragma unroll
+        for (int i = first_row; i < first_row + 16; i++) {
+            g = i > j_own ? g * s.a[i] : 1;
+            s.G[i * LD_PAIRS + j_own] = g;
+        }
+        if (first_row == C - 16) s.r[j_own] = g;
+        __syncthreads();
+    }
+    if (threadIdx.x < C) {
+        s.e[threadIdx.x] = DECAY == LA_TOKEN ? s.a[0] * s.G[threadIdx.x * LD_PAIRS] : 1;
+        if (DECAY == LA_NONE) s.r[threadIdx.x] = 1;
+    }
+
+    float X[8][4] = {};                  /* dO U' or Z U' */
+    float Y[KP / 8][4] = {};             /* dO S' or Z S' */
+    float R[KP / 8][4] = {};             /* of the second group: U dS' */
+    float along = 0;                     /* of S * dS */
+    for (int i = 0; i < panels; i++) {
+        local_panel<KP, RULE> &x = s.panel[i % LOCAL_STAGES];
+        barrier_wait(address_of(s.filled + i % LOCAL_STAGES), i / LOCAL_STAGES % 2);
+        if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
+            for (int j = threadIdx.x; j < (C - n) * 8; j += LOCAL_THREADS) {
+                const int at = piece_at(n + j / 8, j % 8);
+                if (!delta) *(uint4 *)(x.U + at) = make_uint4(0, 0, 0, 0);
+                *(uint4 *)(x.dO + at) = make_uint4(0, 0, 0, 0);
+            }
+            for (int j = threadIdx.x; j < (C - n) * KP / 8 && i == 0; j += LOCAL_THREADS) {
+                const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
+                *(uint4 *)(s.q + at) = make_uint4(0, 0, 0, 0);
+                *(uint4 *)(s.k + at) = make_uint4(0, 0, 0, 0);
+            }
+            stores_before_copies();
+            __syncthreads();
+        }
+        const uint32_t U = address_of(x.U), S = address_of(x.S), dS = address_of(x.dS);
+        const uint32_t own = address_of(first_group ? x.dO : x.Z);
+        left a[4], b[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (first_group || delta) a[j] = load_left(own, row0, j * 16);
+            if (!first_group) b[j] = load_left(U, row0, j * 16);
+        }
+        products_begin();
+        if (first_group || delta) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                multiply_rows(X, a[j], U, j * 16);
+                multiply_columns(Y, a[j], S, j * 16);
+            }
+        }
+        if (!first_group) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) multiply_columns(R, b[j], dS, j * 16);
+        }
+        products_commit();
+        if (DECAY == LA_TOKEN)
+#pragma unroll 4
+            for (int j = threadIdx.x * 16; j < tile_bytes(KP); j += LOCAL_THREADS * 16) {
+                const uint4 y = *(const uint4 *)(x.S + j), z = *(const uint4 *)(x.dS + j);
+                const uint32_t ys[4] = {y.x, y.y, y.z, y.w}, zs[4] = {z.x, z.y, z.z, z.w};
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const float2 p = unpack(ys[e]), q = unpack(zs[e]);
+                    along += p.x * q.x + p.y * q.y;
+                }
+            }
+        products_wait<0>();
+        products_in(X);
+        products_in(Y);
+        products_in(R);
+        __syncthreads(); /* the panel is done with */
+        if (threadIdx.x == 0 && i + LOCAL_STAGES < panels) fetch(i + LOCAL_STAGES);
+    }
+    if (DECAY == LA_TOKEN) {
+        along = warp_sum(along);
+        if (lane == 0) s.sums[warp] = along;
+    }
+
+    /* Rows of the scores' gradients: of this group's. The bare products q_i . k_j or k_i . k_j again. */
+    const float b_top = s.beta[top], b_low = s.beta[low];
+    float of_top, of_low; /* q . dq^ or k . dk^ */
+    {
+        const float x_top = first_group ? scale : -b_top, x_low = first_group ? scale : -b_low;
+        const float2 sum = dot_rows(Y, first_group ? s.q : s.k, row0);
+        of_top = x_top * sum.x;
+        of_low = x_low * sum.y;
+        scale_rows(Y, x_top * s.e[top], x_low * s.e[low]);
+        if (lane % 4 == 0) {
+            (first_group ? s.of_q : s.of_k)[top] = first_group || delta ? of_top : 0;
+            (first_group ? s.of_q : s.of_k)[low] = first_group || delta ? of_low : 0;
+        }
+    }
+    if (!first_group) {
+        const float2 sum = dot_rows(R, s.k, row0);
+        if (lane % 4 == 0) {
+            s.of_r[top] = b_top * sum.x;
+            s.of_r[low] = b_low * sum.y;
+        }
+        const float r_top = b_top * s.r[top], r_low = b_low * s.r[low];
+#pragma unroll
+        for (int m = 0; m < KP / 8; m++) {
+            Y[m][0] = (delta ? Y[m][0] : 0) + r_top * R[m][0];
+            Y[m][1] = (delta ? Y[m][1] : 0) + r_top * R[m][1];
+            Y[m][2] = (delta ? Y[m][2] : 0) + r_low * R[m][2];
+            Y[m][3] = (delta ? Y[m][3] : 0) + r_low * R[m][3];
+        }
+    }
+    float bare[8][4] = {};
+    if (DECAY == LA_TOKEN && (first_group || delta)) {
+        const uint32_t rows = address_of(first_group ? s.q : s.k), k = address_of(s.k);
+        left a[KP / 16];
+#pragma unroll
+        for (int j = 0; j < KP / 16; j++) a[j] = load_left(rows, row0, j * 16);
+        products_begin();
+#pragma unroll
+        for (int j = 0; j < KP / 16; j++) multiply_rows(bare, a[j], k, j * 16);
+        products_commit();
+        products_wait<0>();
+        products_in(bare);
+    }
+    left own[4]; /* dP or dL, as operands over the columns */
+    if (first_group || delta) {
+        char *tile = first_group ? s.dP : s.dL;
+        if (delta && !first_group && d.dbeta.data) /* Z_i . E_i */
+#pragma unroll
+            for (int m = 0; m < 8; m++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int i = e < 2 ? top : low, j = m * 8 + pair + e % 2;
+                    if (i == j && i < n) store(at(d.dbeta, u.b, t + i, hv), d.dbeta.dtype, X[m][e]);
+                }
+#pragma unroll
+        for (int m = 0; m < 8; m++) {
+            const int j = m * 8 + pair;
+            const float2 b = *(const float2 *)(s.beta + j);
+            const float x_top = first_group ? scale : -b_top, x_low = first_group ? scale : -b_low;
+            float2 g_top = make_float2(1, 1), g_low = g_top;
+            if (DECAY == LA_TOKEN) {
+                g_top = *(const float2 *)(s.G + top * LD_PAIRS + j);
+                g_low = *(const float2 *)(s.G + low * LD_PAIRS + j);
+            }
+            const int diagonal = first_group; /* P has one */
+            const float x0 = j < top + diagonal ? x_top * b.x * X[m][0] : 0;
+            const float x1 = j + 1 < top + diagonal ? x_top * b.y * X[m][1] : 0;
+            const float x2 = j < low + diagonal ? x_low * b.x * X[m][2] : 0;
+            const float x3 = j + 1 < low + diagonal ? x_low * b.y * X[m][3] : 0;
+            X[m][0] = x0 * g_top.x;
+            X[m][1] = x1 * g_top.y;
+            X[m][2] = x2 * g_low.x;
+            X[m][3] = x3 * g_low.y;
+            *(uint32_t *)(tile + element_at(top, j)) = pack(X[m][0], X[m][1]);
+            *(uint32_t *)(tile + element_at(low, j)) = pack(X[m][2], X[m][3]);
+            if (DECAY == LA_TOKEN && first_group) { /* was P = G q k': dG, below the diagonal */
+                *(float2 *)(s.dG + top * LD_PAIRS + j) =
+                    make_float2(j < top ? x0 * bare[m][0] : 0, j + 1 < top ? x1 * bare[m][1] : 0);
+                *(float2 *)(s.dG + low * LD_PAIRS + j) =
+                    make_float2(j < low ? x2 * bare[m][2] : 0, j + 1 < low ? x3 * bare[m][3] : 0);
+            } else if (DECAY == LA_TOKEN) {
+                bare[m][0] = j < top ? x0 * bare[m][0] : 0;
+                bare[m][1] = j + 1 < top ? x1 * bare[m][1] : 0;
+                bare[m][2] = j < low ? x2 * bare[m][2] : 0;
+                bare[m][3] = j + 1 < low ? x3 * bare[m][3] : 0;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) own[j] = as_left(X[2 * j], X[2 * j + 1]);
+    }
+    __syncthreads();
+    if (DECAY == LA_TOKEN && delta && !first_group) /* and L = G k k' */
+#pragma unroll
+        for (int m = 0; m < 8; m++) {
+            float2 *x = (float2 *)(s.dG + top * LD_PAIRS + m * 8 + pair);
+            float2 *y = (float2 *)(s.dG + low * LD_PAIRS + m * 8 + pair);
+            *x = make_float2(x->x + bare[m][0], x->y + bare[m][1]);
+            *y = make_float2(y->x + bare[m][2], y->y + bare[m][3]);
+        }
+    {
+        const uint32_t q = address_of(s.q), k = address_of(s.k);
+        left across[4], twice[4];
+        if (!first_group)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                across[j] = load_left_transposed(address_of(s.dP), j * 16, row0);
+                if (delta) twice[j] = load_left_transposed(address_of(s.dL), j * 16, row0);
+            }
+        products_begin();
+        if (first_group) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) multiply_columns(Y, own[j], k, j * 16); /* was P = q k' */
+        } else {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                multiply_columns(Y, across[j], q, j * 16);
+                if (delta) { /* was L = k k' */
+                    multiply_columns(Y, own[j], k, j * 16);
+                    multiply_columns(Y, twice[j], k, j * 16);
+                }
+            }
+        }
+        products_commit();
+        products_wait<0>();
+        products_in(Y);
+    }
+    const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
+    if (first_group)
+        store_rows(c, u, d.dq, to.direct ? NULL : to.dq + apart, to.kp, t, n, row0, Y);
+    else
+        store_rows(c, u, d.dk, to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, Y);
+    __syncthreads();
+    if constexpr (DECAY == LA_TOKEN) {
+        /* Up the recursions that made G and e, e_i = a_i e_(i-1) and row i of G a_i times the row before:
+         * D_ij = dG_ij + a_(i+1) D_(i+1)j, and da_i = sum_j D_ij G_(i-1)j + (gradient of e_i) e_(i-1). Each
+         * thread goes up its 16 rows, then again for what arrives there from the rows below. */
+        float D[16], x = 0, y = 1, of_e = 0;
+#pragma unroll
+        for (int i = 15; i >= 0; i--) {
+            const int row = first_row + i;
+            const float a = row < C - 1 ? s.a[row + 1] : 1;
+            x = x * a + s.dG[row * LD_PAIRS + j_own];
+            if (row == C - 1 && j_own < C - 1) x += s.of_r[j_own]; /* was k~_j = r_j k_j, r the last row */
+            D[i] = x;
+            y *= a;
+            if (row >= j_own) of_e += s.G[row * LD_PAIRS + j_own] * (s.of_q[row] + s.of_k[row]);
+        }
+        s.up[threadIdx.x / C][j_own] = x;
+        s.of_e[threadIdx.x / C][j_own] = of_e;
+        if (j_own == 0) s.quarter[threadIdx.x / C] = y; /* a of all rows below each of its own */
+        __syncthreads();
+        x = 0;
+        for (int q = 3; q > threadIdx.x / C; q--) x = s.up[q][j_own] + s.quarter[q] * x;
+#pragma unroll
+        for (int i = 15; i >= 0; i--) {
+            const int row = first_row + i;
+            x *= row < C - 1 ? s.a[row + 1] : 1;
+            D[i] = row > j_own ? (D[i] + x) * s.G[max(row - 1, 0) * LD_PAIRS + j_own] : 0;
+        }
+        float half[8], four[4], two[2], one[1]; /* sums over the warp's columns: a lane of two has a row */
+        halve<8, 16>(D, half);
+        halve<4, 8>(half, four);
+        halve<2, 4>(four, two);
+        halve<1, 2>(two, one);
+        one[0] += __shfl_xor_sync(~0u, one[0], 1);
+        if (lane % 2 == 0)
+            s.da[warp % 2][first_row + lane / 16 * 8 + lane / 8 % 2 * 4 + lane / 4 % 2 * 2 + lane / 2 % 2] =
+                one[0];
+        __syncthreads();
+        const int i = threadIdx.x;
+        if (i >= n) return;
+        float e = 0;
+        for (int q = 0; q < LOCAL_THREADS / 32; q++) e += s.sums[q];
+        e = e * s.r[i] + (s.of_e[0][i] + s.of_e[1][i]) + (s.of_e[2][i] + s.of_e[3][i]);
+        const float da = s.da[0][i] + s.da[1][i] + e * (i ? s.e[i - 1] : 1);
+        if (to.da)
+            to.da[((int64_t)hv * c.B + u.b) * c.T + t + i] = da;
+        else
+            store(at(d.dg, u.b, t + i, hv), d.dg.dtype, gate_gradient(da, s.a[i], d.gate));
+    }
+#endif
+}
+
+#endif

@@ -1,0 +1,460 @@
+/* local.cuh for decays per key. The decay from after token j through token i differs from key to key,
+ * so it goes into the operands block by block of 16 tokens, as in prepare.cuh: with f_i the decay from
+ * the start of i's block through i, h_j that from after j to the end of j's block and t_B that of the
+ * whole block B, a pair of tokens in blocks I > J has f_i (t between) h_j. No factor divides. With X_IJ
+ * one product of blocks of 16:
+ *
+ *     dq_i += f_i (X_I0 t_1 .. t_(I-1) + .. + X_I(I-1)),  X_IJ = dP_IJ (k h)_J        Horner's scheme
+ *     dk_j += h_j (X_3J .. + X_(J+1)J),                   X_IJ = dP_IJ' (q f)_I + dL_IJ' (k f)_I
+ *
+ * and pairs within a block go one by one in float32.
+ *
+ * The gradient of log a_i is the sum of what passes token i: of N_mj = (gradient) * (value) over all
+ * pairs m >= i > j, where j may be the state before the chunk and m the one after it. Pairs that end
+ * within i's block are a sum up from its end, those that begin there a sum down from its start, and those
+ * that pass the whole block one number per key: `passes`. Sums of terms only, none is a difference
+ * (docs/decisions/0010). */
+#ifndef LINATTN_CUDA_LOCAL_KEY_CUH
+#define LINATTN_CUDA_LOCAL_KEY_CUH
+
+#include "local.cuh"
+
+enum { BLOCKS = C / 16 };
+
+/* [C][KP] floats: four rows' same keys in different banks. */
+template <int KP> struct key_matrix {
+    float x[C * KP];
+    __device__ float &at(int row, int key) { return x[row * KP + (key ^ (row % 4 * 8))]; }
+    __device__ float2 &two(int row, int key) { return *(float2 *)&at(row, key); }
+};
+
+template <int KP, la_rule RULE> struct local_key_room {
+    alignas(1024) char q[tile_bytes(KP)], k[tile_bytes(KP)];
+    union {
+        local_panel<KP, RULE> panel;
+        struct {
+            alignas(1024) char qf[tile_bytes(KP)], kf[tile_bytes(KP)], kh[tile_bytes(KP)];
+        };
+        key_matrix<KP> dk; /* of pairs within a block */
+    };
+    alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
+    /* f, h: then what ends, what begins at a token; f at last: dq of pairs within a block */
+    key_matrix<KP> a, f, h;
+    float t[BLOCKS][KP], beta[C];
+    float dP_near[BLOCKS][16][16], dL_near[RULE == LA_DELTA ? BLOCKS : 1][16][16]; /* [j][i] */
+    float q_from_state[BLOCKS][KP], k_from_state[BLOCKS][KP], to_end[BLOCKS][KP];
+    float state[BLOCKS][KP]; /* parts of the sum of S * dS over value columns */
+    float from_0_past_1[KP], from_0_to_3[KP], from_1_to_3[KP];
+    uint64_t filled;
+};
+
+#if HAS_WARP_GROUPS
+/* Over the eight threads that have the same keys of other rows. */
+__device__ __forceinline__ float2 sum_of_rows(float2 x)
+{
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {
+        x.x += __shfl_xor_sync(~0u, x.x, step);
+        x.y += __shfl_xor_sync(~0u, x.y, step);
+    }
+    return x;
+}
+
+/* Sums over a warp's 16 rows of x [16][KP] times their rows of a tile: per key. */
+template <int KP>
+__device__ __forceinline__ void sum_rows(const float (&x)[KP / 8][4], const char *tile, int row, float *to)
+{
+    const int lane = threadIdx.x % 32, pair = lane % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < KP / 8; m++) {
+        const int at = element_at(row + lane / 4, m * 8 + pair);
+        const float2 y = unpack(*(const uint32_t *)(tile + at));
+        const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
+        const float2 sum = sum_of_rows(
+            make_float2(x[m][0] * y.x + x[m][2] * z.x, x[m][1] * y.y + x[m][3] * z.y));
+        if (lane < 4) *(float2 *)(to + m * 8 + pair) = sum;
+    }
+}
+
+/* x [16 rows][KP] times a number per key. */
+template <int KP> __device__ __forceinline__ void scale_keys(float (&x)[KP / 8][4], const float *by)
+{
+#pragma unroll
+    for (int m = 0; m < KP / 8; m++) {
+        const float2 a = *(const float2 *)(by + m * 8 + threadIdx.x % 4 * 2);
+        x[m][0] *= a.x;
+        x[m][1] *= a.y;
+        x[m][2] *= a.x;
+        x[m][3] *= a.y;
+    }
+}
+
+/* times the rows row.. of a matrix, and a number per row and key */
+template <int KP>
+__device__ __forceinline__ void scale_all(float (&x)[KP / 8][4], key_matrix<KP> &by, int row,
+                                          float top, float low)
+{
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < KP / 8; m++) {
+        const int key = m * 8 + lane % 4 * 2;
+        const float2 a = by.two(row + lane / 4, key), b = by.two(row + lane / 4 + 8, key);
+        x[m][0] *= top * a.x;
+        x[m][1] *= top * a.y;
+        x[m][2] *= low * b.x;
+        x[m][3] *= low * b.y;
+    }
+}
+
+/* c [16][KP] += a (16 rows of a tile, row..) */
+template <int KP>
+__device__ __forceinline__ void multiply_block(float (&c)[KP / 8][4], const left &a, uint32_t tile, int row)
+{
+    const uint32_t columns = lane_with_columns(tile);
+#pragma unroll
+    for (int m = 0; m < KP / 16; m++)
+        multiply(c[2 * m], c[2 * m + 1], a, load_right(columns, row, m * 16));
+}
+#endif
+
+template <int KP, la_rule RULE>
+__global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
+    local_key(const __grid_constant__ call c, const __grid_constant__ gradients d,
+              const __grid_constant__ chunks w, const __grid_constant__ back_maps maps,
+              const __grid_constant__ kept f, const __grid_constant__ local_flags to)
+{
+#if HAS_WARP_GROUPS
+    constexpr bool delta = RULE == LA_DELTA;
+    extern __shared__ __align__(1024) char shared[];
+    local_key_room<KP, RULE> &s = *(local_key_room<KP, RULE> *)shared;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
+    const bool first_group = __shfl_sync(~0u, warp, 0) < 4; /* the same in all lanes, for the compiler */
+    const int block = warp % 4, row0 = block * 16, top = row0 + lane / 4, low = top + 8;
+    const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
+    const unit u = unit_of(c, sequence_of(c, slot), hv);
+    const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
+    if (n <= 0) return;
+    const int64_t place = (int64_t)slot * c.HV + hv;
+    const int panels = (c.V + PANEL - 1) / PANEL;
+    const float scale = (float)c.scale;
+
+    const auto fetch = [&](int i) {
+        const uint32_t barrier = address_of(&s.filled);
+        const int64_t at = place * panels + i;
+        if (delta) {
+            engine_copy(address_of(s.panel.U), f.E + at * PANEL_BYTES, PANEL_BYTES, barrier);
+            engine_copy(address_of(s.panel.Z), f.Z + at * PANEL_BYTES, PANEL_BYTES, barrier);
+        } else {
+            engine_copy_box(address_of(s.panel.U), &maps.v, i * PANEL, hv, t, u.b, barrier);
+        }
+        engine_copy_box(address_of(s.panel.dO), &maps.d_o, i * PANEL, hv, t, u.b, barrier);
+        engine_copy(address_of(s.panel.S), f.states + at * tile_bytes(KP), tile_bytes(KP), barrier);
+        engine_copy(address_of(s.panel.dS), f.d_states + at * tile_bytes(KP), tile_bytes(KP), barrier);
+        barrier_expect(barrier, (delta ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP));
+    };
+    if (threadIdx.x == 0) {
+        barrier_init(address_of(&s.filled), 1);
+        barriers_ready();
+        fetch(0);
+    }
+    load_decays<KP>(c, u, t, n, s.a.x); /* rows as they come */
+    load_both<KP, LOCAL_THREADS>(c, u.b, t, n, u.h, s.q, s.k, to.q_as_given, to.k_as_given);
+    if (threadIdx.x < C)
+        s.beta[threadIdx.x] = !delta              ? 1
+                              : threadIdx.x < n ? load<float>(at(c.beta, u.b, t + threadIdx.x, hv),
+                                                             c.beta.dtype)
+                                                : 0;
+    __syncthreads();
+    /* two keys and a block of 16 tokens a thread */
+    const int own_key = threadIdx.x % (KP / 2) * 2, own_block = threadIdx.x / (KP / 2);
+    const bool has_keys = own_block < BLOCKS;
+    if (has_keys) {
+        float2 x = make_float2(1, 1);
+#pragma unroll
+        for (int i = 15; i >= 0; i--) {
+            const int row = own_block * 16 + i;
+            const float2 a = *(const float2 *)&s.a.x[row * KP + own_key];
+            s.h.two(row, own_key) = x;
+            x = make_float2(x.x * a.x, x.y * a.y);
+        }
+        x = make_float2(1, 1);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const int row = own_block * 16 + i;
+            const float2 a = *(const float2 *)&s.a.x[row * KP + own_key];
+            x = make_float2(x.x * a.x, x.y * a.y);
+            s.f.two(row, own_key) = x;
+        }
+        *(float2 *)&s.t[own_block][own_key] = x;
+    }
+
+    float X[8][4] = {};      /* dO U' or Z U' */
+    float Y[KP / 8][4] = {}; /* dO S' or Z S': then dq, dk, but for pairs within a block */
+    float R[KP / 8][4] = {}; /* of the second group: U dS' */
+    float2 along = make_float2(0, 0);
+    for (int i = 0; i < panels; i++) {
+        barrier_wait(address_of(&s.filled), i % 2);
+        if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
+            for (int j = threadIdx.x; j < (C - n) * 8; j += LOCAL_THREADS) {
+                const int at = piece_at(n + j / 8, j % 8);
+                if (!delta) *(uint4 *)(s.panel.U + at) = make_uint4(0, 0, 0, 0);
+                *(uint4 *)(s.panel.dO + at) = make_uint4(0, 0, 0, 0);
+            }
+            stores_before_copies();
+            __syncthreads();
+        }
+        const uint32_t U = address_of(s.panel.U), S = address_of(s.panel.S);
+        const uint32_t own = address_of(first_group ? s.panel.dO : s.panel.Z);
+        left a[4], b[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if (first_group || delta) a[j] = load_left(own, row0, j * 16);
+            if (!first_group) b[j] = load_left(U, row0, j * 16);
+        }
+        products_begin();
+        if (first_group || delta) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                multiply_rows(X, a[j], U, j * 16);
+                multiply_columns(Y, a[j], S, j * 16);
+            }
+        }
+        if (!first_group) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) multiply_columns(R, b[j], address_of(s.panel.dS), j * 16);
+        }
+        products_commit();
+        if (has_keys)
+#pragma unroll
+            for (int j = 0; j < 16; j++) {
+                const int at = element_at(own_block * 16 + j, own_key);
+                const float2 p = unpack(*(const uint32_t *)(s.panel.S + at));
+                const float2 q = unpack(*(const uint32_t *)(s.panel.dS + at));
+                along.x += p.x * q.x;
+                along.y += p.y * q.y;
+            }
+        products_wait<0>();
+        products_in(X);
+        products_in(Y);
+        products_in(R);
+        __syncthreads(); /* the panel is done with */
+        if (threadIdx.x == 0 && i + 1 < panels) fetch(i + 1);
+    }
+    if (has_keys) *(float2 *)&s.state[own_block][own_key] = along;
+
+    /* operands by blocks, over the panel */
+    if (has_keys)
+#pragma unroll 4
+        for (int i = 0; i < 16; i++) {
+            const int row = own_block * 16 + i, at = element_at(row, own_key);
+            const float2 q = unpack(*(const uint32_t *)(s.q + at));
+            const float2 k = unpack(*(const uint32_t *)(s.k + at));
+            const float2 a = s.f.two(row, own_key), b = s.h.two(row, own_key);
+            *(uint32_t *)(s.qf + at) = pack(q.x * a.x, q.y * a.y);
+            if (delta) *(uint32_t *)(s.kf + at) = pack(k.x * a.x, k.y * a.y);
+            *(uint32_t *)(s.kh + at) = pack(k.x * b.x, k.y * b.y);
+        }
+    /* the scores' gradients: of this group's */
+    const float b_top = s.beta[top], b_low = s.beta[low];
+    if (first_group || delta) {
+        char *tile = first_group ? s.dP : s.dL;
+        if (delta && !first_group) /* Z_i . E_i */
+#pragma unroll
+            for (int m = 0; m < 8; m++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int i = e < 2 ? top : low, j = m * 8 + pair + e % 2;
+                    if (i == j && i < n) store(at(d.dbeta, u.b, t + i, hv), d.dbeta.dtype, X[m][e]);
+                }
+        const int diagonal = first_group; /* P has one */
+#pragma unroll
+        for (int m = 0; m < 8; m++) {
+            const int j = m * 8 + pair;
+            const float2 b = *(const float2 *)(s.beta + j);
+            const float x_top = first_group ? scale : -b_top, x_low = first_group ? scale : -b_low;
+            X[m][0] = j < top + diagonal ? x_top * b.x * X[m][0] : 0;
+            X[m][1] = j + 1 < top + diagonal ? x_top * b.y * X[m][1] : 0;
+            X[m][2] = j < low + diagonal ? x_low * b.x * X[m][2] : 0;
+            X[m][3] = j + 1 < low + diagonal ? x_low * b.y * X[m][3] : 0;
+            *(uint32_t *)(tile + element_at(top, j)) = pack(X[m][0], X[m][1]);
+            *(uint32_t *)(tile + element_at(low, j)) = pack(X[m][2], X[m][3]);
+            if (m / 2 == block) {
+                float(*near)[16] = first_group ? s.dP_near[block] : s.dL_near[delta ? block : 0];
+                near[j % 16][top % 16] = X[m][0];
+                near[j % 16 + 1][top % 16] = X[m][1];
+                near[j % 16][low % 16] = X[m][2];
+                near[j % 16 + 1][low % 16] = X[m][3];
+            }
+        }
+    }
+    /* was q^ = e q, k^ = e k: from the state before the chunk */
+    for (int B = 0; B < block; B++) scale_keys<KP>(Y, s.t[B]);
+    scale_all<KP>(Y, s.f, row0, first_group ? scale : -b_top, first_group ? scale : -b_low);
+    sum_rows<KP>(Y, first_group ? s.q : s.k, row0,
+                 first_group ? s.q_from_state[block] : s.k_from_state[block]);
+    if (!first_group) { /* was k~ = r k: to the state after it */
+        for (int B = block + 1; B < BLOCKS; B++) scale_keys<KP>(R, s.t[B]);
+        scale_all<KP>(R, s.h, row0, b_top, b_low);
+        sum_rows<KP>(R, s.k, row0, s.to_end[block]);
+    }
+    __syncthreads();
+
+    /* pairs in different blocks: those that end in this warp's block, and those that begin there */
+    if (first_group || delta) {
+        const uint32_t tile = address_of(first_group ? s.dP : s.dL);
+        float x[KP / 8][4] = {};
+        for (int J = 0; J < block; J++) {
+            if (J) scale_keys<KP>(x, s.t[J]);
+            multiply_block<KP>(x, load_left(tile, row0, J * 16), address_of(s.kh), J * 16);
+        }
+        if (block) scale_all<KP>(x, s.f, row0, 1, 1);
+#pragma unroll
+        for (int m = 0; m < KP / 8; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) Y[m][e] += x[m][e];
+    }
+    if (!first_group) {
+        float x[KP / 8][4] = {};
+        /* of those so far, what passes block 1 or 2: sums over this block's tokens */
+        const auto passing = [&](const float *by, const float *and_by, float *sums) {
+#pragma unroll
+            for (int m = 0; m < KP / 8; m++) {
+                const int key = m * 8 + pair, at = element_at(top, key);
+                const float2 y = unpack(*(const uint32_t *)(s.k + at)), a = s.h.two(top, key);
+                const float2 z = unpack(*(const uint32_t *)(s.k + at + 8 * 128)), b = s.h.two(low, key);
+                const float2 t = *(const float2 *)(by + key);
+                const float2 r = and_by ? *(const float2 *)(and_by + key) : make_float2(1, 1);
+                const float2 sum = sum_of_rows(
+                    make_float2(x[m][0] * a.x * y.x + x[m][2] * b.x * z.x,
+                                x[m][1] * a.y * y.y + x[m][3] * b.y * z.y));
+                if (lane < 4) *(float2 *)(sums + key) = make_float2(t.x * r.x * sum.x, t.y * r.y * sum.y);
+            }
+        };
+        for (int I = BLOCKS - 1; I > block; I--) {
+            if (I < BLOCKS - 1) scale_keys<KP>(x, s.t[I]);
+            multiply_block<KP>(x, load_left_transposed(address_of(s.dP), I * 16, row0),
+                               address_of(s.qf), I * 16);
+            if (delta)
+                multiply_block<KP>(x, load_left_transposed(address_of(s.dL), I * 16, row0),
+                                   address_of(s.kf), I * 16);
+            if (block == 0 && I == 3) passing(s.t[2], s.t[1], s.from_0_to_3);
+            if (block == 0 && I == 2) passing(s.t[1], NULL, s.from_0_past_1);
+            if (block == 1 && I == 3) passing(s.t[2], NULL, s.from_1_to_3);
+        }
+        if (block < BLOCKS - 1) scale_all<KP>(x, s.h, row0, 1, 1);
+#pragma unroll
+        for (int m = 0; m < KP / 8; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) R[m][e] += x[m][e];
+    }
+    __syncthreads(); /* f, h and the operands are done with */
+    /* what ends at a token, over f; what begins there, over h */
+    const auto put = [&](const float (&x)[KP / 8][4], const char *tile, key_matrix<KP> &sums, bool add) {
+#pragma unroll
+        for (int m = 0; m < KP / 8; m++) {
+            const int key = m * 8 + pair, at = element_at(top, key);
+            const float2 y = unpack(*(const uint32_t *)(tile + at));
+            const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
+            float2 &p = sums.two(top, key), &q = sums.two(low, key);
+            p = make_float2((add ? p.x : 0) + x[m][0] * y.x, (add ? p.y : 0) + x[m][1] * y.y);
+            q = make_float2((add ? q.x : 0) + x[m][2] * z.x, (add ? q.y : 0) + x[m][3] * z.y);
+        }
+    };
+    if (first_group)
+        put(Y, s.q, s.f, false);
+    else
+        put(R, s.k, s.h, false);
+    __syncthreads();
+    if (!first_group) {
+        if (delta) put(Y, s.k, s.f, true);
+#pragma unroll
+        for (int m = 0; m < KP / 8; m++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) Y[m][e] = (delta ? Y[m][e] : 0) + R[m][e];
+    }
+    __syncthreads();
+
+    /* Pairs within a block, one key after the other: the row of token j goes down the block, rho_i = a_i
+     * rho_(i-1), and its gradient back up. */
+    if (has_keys)
+#pragma unroll 1
+        for (int key = own_key; key < own_key + 2; key++) {
+            float q[16], k[16], a[16], dq[16], dk[16], da[16];
+            const float(*dP)[16] = s.dP_near[own_block];
+            const float(*dL)[16] = s.dL_near[delta ? own_block : 0];
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const int row = own_block * 16 + i, at = element_at(row, key);
+                q[i] = __bfloat162float(*(const bf16 *)(s.q + at));
+                k[i] = __bfloat162float(*(const bf16 *)(s.k + at));
+                a[i] = s.a.x[row * KP + key];
+                dq[i] = dk[i] = da[i] = 0;
+            }
+#pragma unroll
+            for (int j = 0; j < 16; j++) {
+                float rho[16], of_rho = 0;
+                rho[j] = k[j];
+#pragma unroll
+                for (int i = j + 1; i < 16; i++) rho[i] = rho[i - 1] * a[i];
+#pragma unroll
+                for (int i = 15; i > j; i--) {
+                    const float x = dP[j][i];
+                    of_rho += x * q[i];
+                    dq[i] += x * rho[i];
+                    if (delta) {
+                        const float y = dL[j][i];
+                        of_rho += y * k[i];
+                        dk[i] += y * rho[i];
+                    }
+                    da[i] += of_rho * rho[i - 1];
+                    of_rho *= a[i];
+                }
+                dq[j] += dP[j][j] * k[j];
+                dk[j] += of_rho + dP[j][j] * q[j];
+            }
+            /* What passes the whole block. T_IJ: from block J to block I; -1: the state before, 4: after */
+            float passes = 0, all = 1;
+            for (int i = 0; i < BLOCKS; i++) {
+                passes += s.state[i][key];
+                all *= s.t[i][key];
+            }
+            passes *= all;
+            for (int i = own_block + 1; i < BLOCKS; i++)
+                passes += s.q_from_state[i][key] + (delta ? s.k_from_state[i][key] : 0);
+            for (int i = 0; i < own_block; i++) passes += s.to_end[i][key];
+            if (own_block == 1) passes += s.from_0_past_1[key];
+            if (own_block == 2) passes += s.from_0_to_3[key] + s.from_1_to_3[key];
+            float ends[16], sum = passes;
+#pragma unroll
+            for (int i = 15; i >= 0; i--) ends[i] = sum += s.f.at(own_block * 16 + i, key);
+            sum = 0;
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const int row = own_block * 16 + i;
+                if (row < n && key < c.K)
+                    store(at(d.dg, u.b, t + row, hv, key), d.dg.dtype, ends[i] + sum + a[i] * da[i]);
+                sum += s.h.at(row, key);
+                s.dk.at(row, key) = dk[i];
+            }
+#pragma unroll
+            for (int i = 0; i < 16; i++) s.f.at(own_block * 16 + i, key) = dq[i];
+        }
+    __syncthreads();
+    key_matrix<KP> &near = first_group ? s.f : s.dk;
+#pragma unroll
+    for (int m = 0; m < KP / 8; m++) {
+        const float2 x = near.two(top, m * 8 + pair), y = near.two(low, m * 8 + pair);
+        Y[m][0] += x.x;
+        Y[m][1] += x.y;
+        Y[m][2] += y.x;
+        Y[m][3] += y.y;
+    }
+    const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
+    if (first_group)
+        store_rows(c, u, d.dq, to.direct ? NULL : to.dq + apart, to.kp, t, n, row0, Y);
+    else
+        store_rows(c, u, d.dk, to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, Y);
+#endif
+}
+
+#endif
