@@ -152,6 +152,12 @@ def on_tensor_cores(dtype, K, mode, T=1):
     return dtype == ml_dtypes.bfloat16 and K <= 128 and mode != "recurrent" and T > 0
 
 
+def gradients_on_tensor_cores(op, dtype, K, V, mode, T=1):
+    """Does a GPU's backward pass? Hopper's does; on other devices it is more exact than that."""
+    return (on_tensor_cores(dtype, K, mode, T) and K >= 16 and V % 8 == 0
+            and op != "linear_attention")  # normalised, unless a caller says otherwise
+
+
 def form_of(case, gpu=False):
     """The reference's form of the same algorithm."""
     if gpu and not on_tensor_cores(case.dtype, case.K, case.mode):
@@ -220,10 +226,13 @@ def worse(naive, other, ref):
         return np.where(np.abs(b - c) > np.abs(a - c), b, a)
 
 
+STATES = ("final_state", "d_initial_state")
+
+
 class Pool:
     """Outputs of several repeats of a case, put together before they are judged.
 
-    state_dtype: what a final state is judged as, if not as what it is stored in, its twin rounded
+    state_dtype: what a state, or its gradient, is judged as, if not as what it is stored in, its twin rounded
     to that. A state summed by tensor cores is a sum of products of bfloat16 numbers, and no better
     than these.
     """
@@ -254,7 +263,7 @@ class Pool:
     def judge(self, label, gradient=False):
         for name, (dtype, *stacks) in self.arrays.items():
             out, ref, naive = map(np.concatenate, stacks)
-            rounded = self.state_dtype is not None and name.startswith("final_state")
+            rounded = self.state_dtype is not None and name.startswith(STATES)
             if rounded:
                 dtype, naive = self.state_dtype, naive.astype(self.state_dtype)
             how = {"dtype": dtype, "gradient": gradient, "name": f"{label} {name}"}

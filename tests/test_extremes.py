@@ -13,7 +13,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 from device import ops as linattn
-from grid import MODES, THROWS, on_tensor_cores, parts, throw_again, wider, worse
+from grid import (
+    MODES,
+    STATES,
+    THROWS,
+    gradients_on_tensor_cores,
+    on_tensor_cores,
+    parts,
+    throw_again,
+    wider,
+    worse,
+)
 
 from linattn import reference, testing
 
@@ -64,9 +74,12 @@ def judge_gradients(op, rng, x, runs):
     refs = reference.backward(op, **d, **x, dtype=wider(dtype))
     for mode, chunk in runs:
         grads = getattr(linattn, f"{op}_backward")(**d, **x, mode=mode, chunk_size=chunk)
+        rounded = not device.on_host() and gradients_on_tensor_cores(
+            op, dtype, x["q"].shape[-1], x["v"].shape[-1], mode)
         compare(f"{op}_backward {mode} {chunk}", dtype, True,
                 twin_gradients(op, dtype, mode, chunk), x | d,
-                *((name, getattr(grads, name), getattr(refs, name)) for name in grads._fields))
+                *((name, getattr(grads, name), getattr(refs, name)) for name in grads._fields),
+                rounded=rounded)
 
 
 def twin_gradients(op, dtype, mode, chunk):
@@ -79,7 +92,7 @@ def twin_gradients(op, dtype, mode, chunk):
 
 def compare(label, dtype, gradient, twin, x, *outputs, rounded=False):
     """Each (name, output, reference) beside the naive twin, thrown again before a failure.
-    rounded: the state is a sum of products of numbers of `dtype`, see grid.Pool."""
+    rounded: a state is a sum of products of numbers of `dtype`, see grid.Pool."""
     problems, naives = [], twin(x)
     for name, out, ref in outputs:
         labels = [part for part, _ in parts(name, out)]
@@ -90,7 +103,7 @@ def compare(label, dtype, gradient, twin, x, *outputs, rounded=False):
             if b.dtype == np.longdouble:
                 b = np.where(b.astype(a.dtype) == 0, 0, b)
             # a gate's gradient has the gate's dtype, a state float32 beside two-byte inputs
-            short = rounded and name == "final_state"
+            short = rounded and name in STATES
             c = c.astype(dtype) if short else c
             how = {"dtype": dtype if short or a.itemsize == 2 else a.dtype, "gradient": gradient,
                    "name": f"{label} {part}"}

@@ -244,10 +244,21 @@ __global__ void __launch_bounds__(ADJOINT_THREADS)
 
 /* ---- the normaliser: z is a vector of its own; a thread has a key ----
  *
- * One block per sequence and value head, K threads rounded up to warps. Sums over tokens in double: a
- * running sum of positive keys of any length. */
+ * One block per sequence and value head, K threads rounded up to warps. Sums over tokens in double, what
+ * their roundings lose kept: a running sum of positive keys of any length. */
 
 enum { MOST_KEYS = 256 };
+
+struct running {
+    double sum, lost;
+    __device__ void add(double x)
+    {
+        const double next = sum + x, back = next - sum;
+        lost += (sum - (next - back)) + (x - back);
+        sum = next;
+    }
+    __device__ double total() const { return sum + lost; }
+};
 
 __device__ inline double block_sum(double x)
 {
@@ -270,23 +281,23 @@ __device__ inline real key_of_thread(const call &c, const view &from, int map, c
     return there ? apply_map(x, c.map[map], (real)c.map_eps[map]) : 0;
 }
 
-__device__ inline double z_of_thread(const view &from, const call &c, const unit &u)
+__device__ inline running z_of_thread(const view &from, const call &c, const unit &u)
 {
-    return from.data && threadIdx.x < c.K
-               ? load<real>(at(from, u.n, u.hv, threadIdx.x), from.dtype)
-               : 0;
+    running z = {};
+    if (from.data && threadIdx.x < c.K) z.sum = load<real>(at(from, u.n, u.hv, threadIdx.x), from.dtype);
+    return z;
 }
 
 static __global__ void denominators(const __grid_constant__ call c, const __grid_constant__ slots f)
 {
     const int head = blockIdx.x % f.heads;
     const unit u = unit_of(c, blockIdx.x / f.heads, f.first + head);
-    double z = z_of_thread(c.z0, c, u);
+    running z = z_of_thread(c.z0, c, u);
     for (int pass = c.causal ? 1 : 0; pass < 2; pass++)
         for (int t = u.begin; t < u.end; t++) {
-            if (c.causal || pass == 0) z += key_of_thread(c, c.k, 1, u, t);
+            if (c.causal || pass == 0) z.add(key_of_thread(c, c.k, 1, u, t));
             if (pass == 0) continue;
-            const double den = block_sum(z * key_of_thread(c, c.q, 0, u, t));
+            const double den = block_sum(z.total() * key_of_thread(c, c.q, 0, u, t));
             if (threadIdx.x == 0) f.den[head * f.tokens + (int64_t)u.b * c.T + t] = (real)den;
         }
 }
@@ -302,12 +313,12 @@ static __global__ void denominators_adjoint(const __grid_constant__ call c,
     real *const dq = f.dq + head * f.tiles * apart + row0 * f.kp;
     real *const dk = f.dk + head * f.tiles * apart + row0 * f.kp;
     real *const den = f.den + head * f.tokens + row0;
-    double z = z_of_thread(c.z0, c, u), dz = z_of_thread(d.dzt, c, u);
+    running z = z_of_thread(c.z0, c, u), dz = z_of_thread(d.dzt, c, u);
     if (!c.causal)
-        for (int t = u.begin; t < u.end; t++) z += key_of_thread(c, c.k, 1, u, t);
+        for (int t = u.begin; t < u.end; t++) z.add(key_of_thread(c, c.k, 1, u, t));
     for (int t = u.begin; t < u.end; t++) {
         const real q = key_of_thread(c, c.q, 0, u, t);
-        if (c.causal) z += key_of_thread(c, c.k, 1, u, t);
+        if (c.causal) z.add(key_of_thread(c, c.k, 1, u, t));
         real sum = 0;
         for (int i = 0; i < f.tiles && key < f.kp; i++) sum += dq[i * apart + (int64_t)t * f.kp + key];
         const double with_num = block_sum((double)q * sum); /* num . dnum = q . dq */
@@ -316,17 +327,17 @@ static __global__ void denominators_adjoint(const __grid_constant__ call c,
         const double d_den = c.normaliser == LA_CLAMP && scaled <= c.eps
                                  ? 0
                                  : -c.scale * with_num / clamped(c, scaled);
-        if (key < f.kp) dq[(int64_t)t * f.kp + key] += (real)(d_den * z);
+        if (key < f.kp) dq[(int64_t)t * f.kp + key] += (real)(d_den * z.total());
         __syncthreads();
         if (key == 0) den[t] = (real)d_den;
-        if (!c.causal) dz += d_den * q;
+        if (!c.causal) dz.add(d_den * q);
     }
     __syncthreads();
     for (int t = u.end - 1; t >= u.begin; t--) { /* was z <- z + k, den = q . z */
-        if (c.causal) dz += (double)den[t] * key_of_thread(c, c.q, 0, u, t);
-        if (key < f.kp) dk[(int64_t)t * f.kp + key] += (real)dz;
+        if (c.causal) dz.add((double)den[t] * key_of_thread(c, c.q, 0, u, t));
+        if (key < f.kp) dk[(int64_t)t * f.kp + key] += (real)dz.total();
     }
-    if (d.dz0.data && key < c.K) store(at(d.dz0, u.n, u.hv, key), d.dz0.dtype, (real)dz);
+    if (d.dz0.data && key < c.K) store(at(d.dz0, u.n, u.hv, key), d.dz0.dtype, (real)dz.total());
 }
 
 /* ---- the slots, together ---- */

@@ -1,4 +1,5 @@
 #include "chunk.cuh"
+#include "chunk_backward.cuh"
 
 cudaError_t chunk_key_additive(const call &c, cudaMemPool_t pool, cudaStream_t stream)
 {
@@ -9,3 +10,6 @@ cudaError_t chunk_key_delta(const call &c, cudaMemPool_t pool, cudaStream_t stre
 {
     return chunks_any<LA_KEY, LA_DELTA>(c, pool, stream);
 }
+
+const backward_launcher chunk_backward_key[2] = {chunk_backward_any<LA_KEY, LA_ADDITIVE>,
+                                                chunk_backward_any<LA_KEY, LA_DELTA>};
