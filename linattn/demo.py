@@ -75,14 +75,14 @@ def standard_library():
 
 
 def read_text(files, limit):
-    """The first `limit` bytes of the files, one after the other."""
+    """The first `limit` bytes of the files (None: all), one after the other."""
     data = b""
     for path in files:
-        if len(data) >= limit:
+        if limit is not None and len(data) >= limit:
             break
         try:
             with open(path, "rb") as file:
-                part = file.read(limit - len(data))
+                part = file.read(-1 if limit is None else limit - len(data))
         except OSError as error:
             known = {FileNotFoundError: "no such file", IsADirectoryError: "is a directory"}
             why = known.get(type(error), f"cannot be read: {error.strerror}")
@@ -90,7 +90,7 @@ def read_text(files, limit):
         if not part:
             raise DemoError(f"{path}: the file is empty")
         if not looks_like_text(part):
-            raise DemoError(f"{path}: looks like a binary file; the demo reads text")
+            raise DemoError(f"{path}: looks like a binary file, text is expected")
         data += part
     return data
 

@@ -88,7 +88,7 @@ def test_bad_files(tmp_path, small):
     assert refused(tmp_path) == f"linattn demo: {tmp_path}: is a directory\n"
     path.write_bytes(b"")
     assert refused(path) == f"linattn demo: {path}: the file is empty\n"
-    binary = f"linattn demo: {path}: looks like a binary file; the demo reads text\n"
+    binary = f"linattn demo: {path}: looks like a binary file, text is expected\n"
     path.write_bytes(b"text, but for\0one byte")
     assert refused(path) == binary
     path.write_bytes(b"text" + bytes(range(128, 256)))
