@@ -25,6 +25,7 @@ import os
 import pickle
 import signal
 import time
+import warnings
 import zlib
 from pathlib import Path
 
@@ -32,8 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import linattn
-from linattn import demo
+from linattn import cuda, demo, ops
 from linattn import nn as layers
 
 FORMAT = "linattn train 1"  # of a checkpoint
@@ -67,13 +67,13 @@ class LinearAttention(_Attention):
 
     def forward(self, x, state=None):
         """x [B,T,D] -> y [B,T,D] and the state after it."""
-        o, state = linattn.linear_attention(
+        o, state = ops.linear_attention(
             *self.qkv(x), initial_state=state, output_final_state=True)
         return self.o_proj(o.flatten(-2)), state
 
     def step(self, x, state):
         """x [B,D] -> y [B,D]. The state changes in place."""
-        return self.o_proj(linattn.linear_attention_step(*self.qkv(x), state=state).flatten(-2))
+        return self.o_proj(ops.linear_attention_step(*self.qkv(x), state=state).flatten(-2))
 
 
 class SoftmaxAttention(_Attention):
@@ -127,7 +127,8 @@ class Block(nn.Module):
     def __init__(self, layer, d_model, num_heads):
         super().__init__()
         hidden = 64 * round(d_model * 8 / 3 / 64)
-        self.mixer_norm, self.mlp_norm = nn.RMSNorm(d_model), nn.RMSNorm(d_model)
+        self.mixer_norm = nn.RMSNorm(d_model, eps=1e-5)
+        self.mlp_norm = nn.RMSNorm(d_model, eps=1e-5)
         self.mixer = MIXERS[layer](d_model, num_heads)
         self.up = nn.Linear(d_model, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, d_model, bias=False)
@@ -153,7 +154,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(256, d_model)
         self.blocks = nn.ModuleList(Block(layer, d_model, num_heads) for _ in range(num_blocks))
-        self.norm = nn.RMSNorm(d_model)
+        self.norm = nn.RMSNorm(d_model, eps=1e-5)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens, states=None):
@@ -311,7 +312,9 @@ def fingerprint(data):
 def load(path):
     """A checkpoint, on the CPU. Nothing in it is run."""
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is not a checkpoint
+            saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["format"] == FORMAT:
             return saved
     except FileNotFoundError:
@@ -381,21 +384,25 @@ class Progress:
         self.begin = time.perf_counter()  # what was evaluated is not part of the rate
 
 
-def prepare(options, out, resume, plot, device):
+def prepare(options, out, resume, plot, device, prompt):
     """What the run needs, or the error that would only show after it."""
     saved = None if resume is None else load(resume)
     options = options if saved is None else saved["options"]
+    if not prompt:
+        raise TrainError("--prompt: expected at least one byte")
     if device == "cuda" and not torch.cuda.is_available():
         raise TrainError("--device cuda: PyTorch finds no GPU")
-    if device == "cuda" and options["layer"] != "softmax" and not linattn.cuda.is_available():
-        raise TrainError(f"--device cuda: {linattn.cuda.why_not()}")
+    if device == "cuda" and options["layer"] != "softmax" and not cuda.is_available():
+        raise TrainError(f"--device cuda: {cuda.why_not()}")
     text, first = read(options)
     training = Training(options, device)
     if saved is not None:
         if saved["text"] != fingerprint(text):
             raise TrainError(f"--resume {resume}: the text is not what it was trained on")
         training.restore(saved)
-    out = Path(out if out is not None else "linattn-train" if resume is None else resume.parent)
+    if out is None:
+        out = "linattn-train" if resume is None else Path(resume).parent
+    out = Path(out)
     if resume is None and (out / CHECKPOINT).exists():
         raise TrainError(f"{out / CHECKPOINT} is there already: go on with it (--resume "
                          f"{out / CHECKPOINT}), or choose another directory (--out)")
@@ -484,7 +491,7 @@ def draw(path, training, bits, baselines):
 def run(options, *, out=None, resume=None, plot=None, device="cpu", prompt="def ", length=400,
         temperature=0.8):
     """The whole command: train, save, report, draw and sample. options: what a checkpoint keeps."""
-    training, data, first, out, plot = prepare(options, out, resume, plot, device)
+    training, data, first, out, plot = prepare(options, out, resume, plot, device, prompt)
     o, checkpoint = training.options, out / CHECKPOINT
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     kept = data[first:]
