@@ -132,6 +132,8 @@ class Block(nn.Module):
         self.mixer = MIXERS[layer](d_model, num_heads)
         self.up = nn.Linear(d_model, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, d_model, bias=False)
+        for last in (self.mixer.o_proj, self.down):
+            nn.init.zeros_(last.weight)  # a block begins as the identity
 
     def forward(self, x, state=None):
         y, state = self.mixer(self.mixer_norm(x), state)
@@ -182,8 +184,9 @@ def code_length(model, tokens):
     device = tokens.device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         logits, _ = model(tokens[:, :-1])
-    nats = F.cross_entropy(logits.float().mT, tokens[:, 1:], reduction="none")
-    return nats / math.log(2)
+    nats = F.cross_entropy(
+        logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+    return nats.view(logits.shape[:2]) / math.log(2)
 
 
 # The text
