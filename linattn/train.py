@@ -22,7 +22,6 @@ what the uninterrupted run computes, on a CPU with the same number of threads bi
 import lzma
 import math
 import os
-import pickle
 import signal
 import time
 import warnings
@@ -193,7 +192,7 @@ def code_length(model, tokens):
 # -------------------------------------------------------------------------------
 
 def read(options):
-    """The text as uint8 [n], and where its held-out part begins."""
+    """The text, and where its held-out part begins."""
     try:
         data = demo.read_text(options["files"] or demo.standard_library(), None)
     except demo.DemoError as error:
@@ -272,10 +271,11 @@ class Training:
     def look(self):
         """Fetch the losses since the last look, which waits for the device: how many they are."""
         new, self.pending = self.pending, []
-        self.losses += torch.stack(new).tolist() if new else []
-        if not math.isfinite(sum(self.losses[-len(new):])):
+        losses = torch.stack(new).tolist() if new else []
+        if not math.isfinite(sum(losses)):
             raise RuntimeError(f"the loss at step {self.step} is not finite: try a smaller --lr")
-        return len(new)
+        self.losses += losses
+        return len(losses)
 
     def recent(self):
         """The mean of the latest losses."""
@@ -320,9 +320,9 @@ def load(path):
             saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["format"] == FORMAT:
             return saved
-    except FileNotFoundError:
-        raise TrainError(f"--resume {path}: no such file") from None
-    except (OSError, RuntimeError, EOFError, LookupError, TypeError, pickle.UnpicklingError):
+    except OSError as error:
+        raise TrainError(f"--resume {path}: {error.strerror or error}") from None
+    except Exception:  # what is not a checkpoint may fail in any way
         pass
     raise TrainError(f"--resume {path}: not a checkpoint of python -m linattn train")
 
@@ -442,7 +442,7 @@ def train(training, text, data, first, checkpoint):
                 progress.evaluated(bits)
                 training.save(checkpoint, data)
         if ctrl_c.came:
-            progress.trained(training.look())
+            training.look()
             training.save(checkpoint, data)
             raise KeyboardInterrupt(
                 f"stopped after step {training.step} of {o['steps']}; to go on: "

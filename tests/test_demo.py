@@ -1,4 +1,4 @@
-"""python -m linattn demo and info, as a user runs them; train, as far as it goes without PyTorch."""
+"""python -m linattn demo and info, as a user runs them; train, as far as it goes without torch."""
 
 import lzma
 import subprocess

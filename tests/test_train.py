@@ -307,7 +307,7 @@ def test_what_cannot_be_gone_on_with(refused, tmp_path, text):
             return Path.touch, (tmp_path / "harm",)
 
     out, path = tmp_path / "out", tmp_path / "out" / "checkpoint.pt"
-    assert refused("--resume", path) == f"--resume {path}: no such file"
+    assert refused("--resume", path) == f"--resume {path}: No such file or directory"
     assert command(text, *SMALL, "--steps", 2, "--out", out) == 0
     assert refused(text, *SMALL, "--out", out) == (
         f"{path} is there already: go on with it (--resume {path}), or choose another directory "
