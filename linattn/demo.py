@@ -69,6 +69,9 @@ class DemoError(Exception):
 # Input
 # -------------------------------------------------------------------------------
 
+SOURCE = "the Python standard library's source"
+
+
 def standard_library():
     """The standard library's top-level modules, sorted by name."""
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -373,7 +376,7 @@ def run(files=(), limit=2_000_000, names=tuple(MEMORIES), plot_path=None, seed=0
     if plot_path is not None:
         check_plot(plot_path)
     data = read_text(files or standard_library(), limit)
-    source = ", ".join(map(str, files)) or "the Python standard library's source"
+    source = ", ".join(map(str, files)) or SOURCE
     print(f"{len(data):,} bytes of {source}\n", flush=True)
     baselines = {"order-0 entropy": order0_entropy(data),
                  "zlib -9": 8 * len(zlib.compress(data, 9)) / len(data),

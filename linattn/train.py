@@ -475,16 +475,18 @@ def draw(path, training, bits, baselines):
 
     axes = (figure := Figure((8, 5), layout="constrained")).add_subplot()
     losses = torch.tensor(training.losses)
-    width = max(1, len(losses) // 100)
-    means = losses[:len(losses) // width * width].view(-1, width).mean(1)
-    axes.plot(range(1, len(losses) + 1), losses, lw=0.5, alpha=0.3, color="C0")
+    width = max(1, len(losses) // 50)
+    means = losses[:len(losses) // width * width].view(-1, width).mean(1).tolist()
+    axes.plot(range(1, len(losses) + 1), losses, lw=0.5, alpha=0.4, color="C0")
     axes.plot([width * (i + 0.5) for i in range(len(means))], means, color="C0", label="training")
-    axes.plot(*zip(*training.held_out, strict=True), "o-", ms=4, label="held out, a part of it")
+    axes.plot(*zip(*training.held_out, strict=True), "o-", ms=4, color="C1",
+              label="held out, a part of it")
     axes.plot(training.step, bits, "*", ms=12, color="C3", label=f"held out, all of it  {bits:.3f}")
     for (name, value), style in zip(baselines.items(), ("--", ":"), strict=True):
         axes.axhline(value, color="0.4", lw=1, ls=style, label=f"{name}  {value:.3f}")
-    top = max([bits, *baselines.values(), *means[len(means) // 50:].tolist()])
-    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, training.step), ylim=(0, 1.05 * top),
+    top = max([bits, *baselines.values(), *means])
+    axes.set(xlabel="step", ylabel="bits per byte",
+             xlim=(0, 1.03 * training.step), ylim=(0, 1.05 * top),
              title=f"A byte-level language model, {training.options['layer']}")
     axes.legend(fontsize=9)
     axes.grid(alpha=0.25)
@@ -501,9 +503,9 @@ def run(options, *, out=None, resume=None, plot=None, device="cpu", prompt="def 
     baselines = {"zlib -9": 8 * len(zlib.compress(kept, 9)) / len(kept),
                  "lzma": 8 * len(lzma.compress(kept)) / len(kept)}
     size = sum(p.numel() for p in training.model.parameters())
-    source = ", ".join(o["files"]) or "the Python standard library's source"
-    print(f"{len(data):,} bytes of {source}, the last {len(kept):,} held out\n"
-          f"{o['blocks']} blocks of {o['layer']}, {size:,} parameters; {o['steps']:,} steps of "
+    source = ", ".join(o["files"]) if len(o["files"]) < 3 else f"{len(o['files'])} files"
+    print(f"{len(data):,} bytes of {source or demo.SOURCE}, the last {len(kept):,} held out\n"
+          f"{o['layer']}, {size:,} parameters in all; {o['steps']:,} steps of "
           f"{o['batch']} x {o['context']} bytes on {device}\n", flush=True)
     progress = train(training, text, data, first, checkpoint)
     bits = held_out_bits(training.model, text, first, o["context"], o["batch"])

@@ -80,7 +80,7 @@ def test_every_layer_trains_and_speaks(layer, text, tmp_path, capsys):
     assert command(text, *SMALL, "--steps", 2, "--layer", layer, "--out", tmp_path / "out",
                    "--sample", 20, "--prompt", "import ") == 0
     shown = capsys.readouterr().out
-    assert f"blocks of {layer}, " in shown
+    assert f"\n{layer}, " in shown
     assert "20 bytes by step" in shown and "\nimport " in shown
 
 
