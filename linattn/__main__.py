@@ -39,15 +39,15 @@ LAYERS = ("gated_delta_net", "delta_net", "kda", "gla", "retention", "linear_att
 TRAINING = {
     "layer": ("gated_delta_net", str, None, "the mixer of each block"),
     "blocks": (3, positive, "N", "how many"),
-    "d_model": (192, positive, "D", "channels between the blocks"),
+    "d_model": (128, positive, "D", "channels between the blocks"),
     "head_dim": (64, positive, "K", "keys and values of a head; there are D / K heads"),
     "context": (256, positive, "T", "bytes of a training sequence, and of a held-out one"),
     "batch": (4, positive, "B", "sequences of a step"),
-    "steps": (1200, positive, "N", "how many"),
+    "steps": (2000, positive, "N", "how many"),
     "lr": (3e-3, number(0, float("inf")), "X", "the largest learning rate"),
     "seed": (0, not_negative(int), "N", "of the parameters, the batches and the sample"),
     "held_out": (0.05, number(0, 1), "X", "the share of the text, at its end, never learnt from"),
-    "every": (100, positive, "N", "steps from one checkpoint, and look at held-out text, to the "
+    "every": (200, positive, "N", "steps from one checkpoint, and look at held-out text, to the "
                                   "next"),
 }
 
@@ -103,6 +103,8 @@ def run_train(options):
              if getattr(options, name) is not None}
     if options.files:
         given["files"] = [os.path.abspath(path) for path in options.files]
+    # read when PyTorch is loaded: threads that spin while they wait take turns on a busy machine
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from linattn import train
     except ModuleNotFoundError as error:

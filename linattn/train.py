@@ -23,6 +23,7 @@ import lzma
 import math
 import os
 import signal
+import sys
 import time
 import warnings
 import zlib
@@ -380,10 +381,8 @@ class Progress:
         steps = self.training.options["steps"]
         line = (f"step {self.training.step:{len(str(steps))}}/{steps}   training "
                 f"{self.training.recent():.3f}   held out {bits:.3f} bits/byte   {self.rate()}")
-        if self.bar is None:
-            print(line, flush=True)
-        else:
-            self.bar.write(line)
+        (print if self.bar is None else self.bar.write)(line)
+        sys.stdout.flush()
         self.begin = time.perf_counter()  # what was evaluated is not part of the rate
 
 
