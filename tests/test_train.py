@@ -111,15 +111,19 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
 
 
 def test_nothing_is_learnt_from_what_is_held_out(text, tmp_path):
-    options = [*SMALL, "--steps", 5]
+    options = [*SMALL, "--held-out", 0.3, "--batch", 8, "--steps", 5]
+    data = text.read_bytes()[:52]
+    first = 36  # windows of 32 begin at 1 to 4, and many of them end where they may
+    text.write_bytes(data)
     assert command(text, *options, "--out", tmp_path / "a") == 0
-    data = text.read_bytes()
-    n = round(0.02 * len(data))
-    text.write_bytes(data[:-n] + b"x" * n)
+    text.write_bytes(data[:first] + b"~" * (52 - first))
     assert command(text, *options, "--out", tmp_path / "b") == 0
-    a, b = saved(tmp_path / "a"), saved(tmp_path / "b")
+    text.write_bytes(data[:first - 1] + b"~" * (53 - first))
+    assert command(text, *options, "--out", tmp_path / "c") == 0
+    a, b, c = (saved(tmp_path / name) for name in "abc")
     assert same(a["model"], b["model"]) and a["losses"] == b["losses"]
     assert a["held_out"] != b["held_out"]
+    assert not same(a["model"], c["model"])  # all the rest is learnt from
 
 
 def test_the_rate_rises_and_falls():
