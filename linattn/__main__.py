@@ -43,7 +43,7 @@ TRAINING = {
     "head_dim": (64, positive, "K", "keys and values of a head; there are D / K heads"),
     "context": (256, positive, "T", "bytes of a training sequence, and of a held-out one"),
     "batch": (4, positive, "B", "sequences of a step"),
-    "steps": (2000, positive, "N", "how many"),
+    "steps": (2400, positive, "N", "how many"),
     "lr": (3e-3, number(0, float("inf")), "X", "the largest learning rate"),
     "seed": (0, not_negative(int), "N", "of the parameters, the batches and the sample"),
     "held_out": (0.05, number(0, 1), "X", "the share of the text, at its end, never learnt from"),
