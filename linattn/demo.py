@@ -69,20 +69,23 @@ class DemoError(Exception):
 # Input
 # -------------------------------------------------------------------------------
 
+SOURCE = "the Python standard library's source"
+
+
 def standard_library():
     """The standard library's top-level modules, sorted by name."""
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
 def read_text(files, limit):
-    """The first `limit` bytes of the files, one after the other."""
+    """The first `limit` bytes of the files (None: all), one after the other."""
     data = b""
     for path in files:
-        if len(data) >= limit:
+        if limit is not None and len(data) >= limit:
             break
         try:
             with open(path, "rb") as file:
-                part = file.read(limit - len(data))
+                part = file.read(-1 if limit is None else limit - len(data))
         except OSError as error:
             known = {FileNotFoundError: "no such file", IsADirectoryError: "is a directory"}
             why = known.get(type(error), f"cannot be read: {error.strerror}")
@@ -90,7 +93,7 @@ def read_text(files, limit):
         if not part:
             raise DemoError(f"{path}: the file is empty")
         if not looks_like_text(part):
-            raise DemoError(f"{path}: looks like a binary file; the demo reads text")
+            raise DemoError(f"{path}: looks like a binary file, text is expected")
         data += part
     return data
 
@@ -373,7 +376,7 @@ def run(files=(), limit=2_000_000, names=tuple(MEMORIES), plot_path=None, seed=0
     if plot_path is not None:
         check_plot(plot_path)
     data = read_text(files or standard_library(), limit)
-    source = ", ".join(map(str, files)) or "the Python standard library's source"
+    source = ", ".join(map(str, files)) or SOURCE
     print(f"{len(data):,} bytes of {source}\n", flush=True)
     baselines = {"order-0 entropy": order0_entropy(data),
                  "zlib -9": 8 * len(zlib.compress(data, 9)) / len(data),

@@ -1,4 +1,4 @@
-"""python -m linattn demo and info, as a user runs them."""
+"""python -m linattn demo and info, as a user runs them; train, as far as it goes without torch."""
 
 import lzma
 import subprocess
@@ -88,7 +88,7 @@ def test_bad_files(tmp_path, small):
     assert refused(tmp_path) == f"linattn demo: {tmp_path}: is a directory\n"
     path.write_bytes(b"")
     assert refused(path) == f"linattn demo: {path}: the file is empty\n"
-    binary = f"linattn demo: {path}: looks like a binary file; the demo reads text\n"
+    binary = f"linattn demo: {path}: looks like a binary file, text is expected\n"
     path.write_bytes(b"text, but for\0one byte")
     assert refused(path) == binary
     path.write_bytes(b"text" + bytes(range(128, 256)))
@@ -189,3 +189,16 @@ def test_info():
     assert done.returncode == 0, done.stderr
     for key in ("linattn", "compiler", "instruction sets", "threads", "cuda"):
         assert key in done.stdout.lower()
+
+
+def test_train_without_pytorch():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; from linattn.__main__ "
+         "import main; sys.exit(main(['train']))"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "linattn train: needs PyTorch: pip install 'linattn[train]'\n"
+
+
+def test_train_says_what_it_takes():
+    done = linattn("train", "--help")
+    assert done.returncode == 0 and "(default: gated_delta_net)" in done.stdout

@@ -1,0 +1,531 @@
+"""Train a byte-level language model on real text: python -m linattn train. Needs PyTorch.
+
+A token is a byte. The model is an embedding, blocks, a norm and the embedding again as the head; a
+block is
+
+    x = x + mixer(norm(x))        one of linattn.nn's layers, or attention for comparison
+    x = x + mlp(norm(x))          SwiGLU
+
+The mixers have heads of the same size, so that their states [H,K,V] are the same too: what differs
+is how they forget and write. Softmax attention keeps all keys and values instead.
+
+The last part of the text is held out: nothing is learnt from it. Its figure, in bits per byte, is
+the length of a code for those bytes, each predicted from the up to T bytes before it in its window
+of T. zlib and lzma compress the same bytes from nothing. The model comes to them with what it has
+learnt from the text before; they look back further than one window. So the figures say how good
+the model is, not which of the two is the better compressor.
+
+Everything that the next step depends on is in a checkpoint: a run that goes on from one computes
+what the uninterrupted run computes, on a CPU with the same number of threads bit for bit.
+"""
+
+import lzma
+import math
+import os
+import signal
+import sys
+import time
+import warnings
+import zlib
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from linattn import cuda, demo, ops
+from linattn import nn as layers
+
+FORMAT = "linattn train 1"  # of a checkpoint
+CHECKPOINT = "checkpoint.pt"
+LOOK = 10  # steps from one look at the loss to the next: a look waits for the device
+WINDOWS = 64  # of the held-out text that are looked at on the way
+
+
+class TrainError(Exception):
+    """A message for the user: the input or an option cannot be used."""
+
+
+# Mixers
+# -------------------------------------------------------------------------------
+
+class _Attention(nn.Module):
+    """q, k and v by heads, and the output's matrix."""
+
+    def __init__(self, d_model, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.o_proj = nn.Linear(d_model, d_model, bias=False)
+
+    def qkv(self, x):
+        return self.qkv_proj(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
+
+
+class LinearAttention(_Attention):
+    """Linear attention with heads, and a state (S, z)."""
+
+    def forward(self, x, state=None):
+        """x [B,T,D] -> y [B,T,D] and the state after it."""
+        o, state = ops.linear_attention(
+            *self.qkv(x), initial_state=state, output_final_state=True)
+        return self.o_proj(o.flatten(-2)), state
+
+    def step(self, x, state):
+        """x [B,D] -> y [B,D]. The state changes in place."""
+        return self.o_proj(ops.linear_attention_step(*self.qkv(x), state=state).flatten(-2))
+
+
+class SoftmaxAttention(_Attention):
+    """Attention with rotary positions; the state is the list of the keys and values so far."""
+
+    def forward(self, x, state=None):
+        """x [B,T,D] -> y [B,T,D] and the state after it."""
+        q, k, v = (y.transpose(1, 2) for y in self.qkv(x))
+        past = 0 if state is None else state[0].shape[2]
+        q, k = _rotated(q, past), _rotated(k, past)
+        mask = None
+        if past:
+            k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=x.device).tril(past)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not past)
+        return self.o_proj(o.transpose(1, 2).flatten(-2)), [k, v]
+
+    def step(self, x, state):
+        """x [B,D] -> y [B,D]. The state grows in place."""
+        y, state[:] = self(x[:, None], state)
+        return y[:, 0]
+
+
+def _rotated(x, start):
+    """x [B,H,T,K], the first of its tokens at position `start`."""
+    half = x.shape[-1] // 2
+    rate = 10000.0 ** -(torch.arange(half, device=x.device) / half)
+    angle = torch.arange(start, start + x.shape[2], device=x.device)[:, None] * rate
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+# Every one with K = V = head_dim, of H heads: d_model = H head_dim
+MIXERS = {
+    "gated_delta_net": lambda D, H: layers.GatedDeltaNet(
+        D, num_heads=H, head_dim=D // H, expand_v=1),
+    "delta_net": lambda D, H: layers.DeltaNet(D, num_heads=H),
+    "kda": lambda D, H: layers.KimiDeltaAttention(D, num_heads=H, head_dim=D // H),
+    "gla": lambda D, H: layers.GatedLinearAttention(D, num_heads=H, expand_k=1),
+    "retention": lambda D, H: layers.Retention(D, num_heads=H, expand_v=1),
+    "linear_attention": LinearAttention,
+    "softmax": SoftmaxAttention,
+}
+
+
+# The model
+# -------------------------------------------------------------------------------
+
+class Block(nn.Module):
+    def __init__(self, layer, d_model, num_heads):
+        super().__init__()
+        hidden = 64 * round(d_model * 8 / 3 / 64)
+        self.mixer_norm = nn.RMSNorm(d_model, eps=1e-5)
+        self.mlp_norm = nn.RMSNorm(d_model, eps=1e-5)
+        self.mixer = MIXERS[layer](d_model, num_heads)
+        self.up = nn.Linear(d_model, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, d_model, bias=False)
+        for last in (self.mixer.o_proj, self.down):
+            nn.init.zeros_(last.weight)  # a block begins as the identity
+
+    def forward(self, x, state=None):
+        y, state = self.mixer(self.mixer_norm(x), state)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+    def step(self, x, state):
+        x = x + self.mixer.step(self.mixer_norm(x), state)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def mlp(self, x):
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * value)
+
+
+class LanguageModel(nn.Module):
+    """Bytes to the logits of the byte after each; `step` goes on from the states of `forward`."""
+
+    def __init__(self, layer, d_model, num_heads, num_blocks):
+        super().__init__()
+        self.embedding = nn.Embedding(256, d_model)
+        self.blocks = nn.ModuleList(Block(layer, d_model, num_heads) for _ in range(num_blocks))
+        self.norm = nn.RMSNorm(d_model, eps=1e-5)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, tokens, states=None):
+        """tokens [B,T] -> logits [B,T,256], and a state for each block."""
+        x, after = self.embedding(tokens), []
+        for block, state in zip(self.blocks, states or [None] * len(self.blocks), strict=True):
+            x, state = block(x, state)
+            after.append(state)
+        return self.head(x), after
+
+    @torch.no_grad()
+    def step(self, tokens, states):
+        """tokens [B] -> logits [B,256]. The states change in place."""
+        x = self.embedding(tokens)
+        for block, state in zip(self.blocks, states, strict=True):
+            x = block.step(x, state)
+        return self.head(x)
+
+    def head(self, x):
+        return F.linear(self.norm(x), self.embedding.weight)
+
+
+def code_length(model, tokens):
+    """Bits [B,T] of tokens[:, 1:], each predicted from those before it; tokens [B,T+1]."""
+    device = tokens.device.type
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        logits, _ = model(tokens[:, :-1])
+    nats = F.cross_entropy(
+        logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+    return nats.view(logits.shape[:2]) / math.log(2)
+
+
+# The text
+# -------------------------------------------------------------------------------
+
+def read(options):
+    """The text, and where its held-out part begins."""
+    try:
+        data = demo.read_text(options["files"] or demo.standard_library(), None)
+    except demo.DemoError as error:
+        raise TrainError(error) from None
+    first = len(data) - max(1, round(len(data) * options["held_out"]))
+    if first <= options["context"]:
+        raise TrainError(f"the text is too short: {len(data):,} bytes, of which {max(first, 0):,} "
+                         f"to learn from; --context {options['context']} takes one more than that")
+    return data, first
+
+
+def windows(text, starts, T):
+    """tokens [B,T+1]: a window of T bytes from each start on, after the byte before it."""
+    return text[starts[:, None] + torch.arange(-1, T, device=text.device)].long()
+
+
+@torch.no_grad()
+def held_out_bits(model, text, first, T, batch, every=1):
+    """Bits per byte of text[first:] in windows of T, each from nothing; of every n-th window."""
+    starts = torch.arange(first, len(text), T, device=text.device)[::every]
+    text = F.pad(text, (0, T))  # the last window ends there; nobody sees what comes later
+    total = count = 0
+    for some in starts.split(batch):
+        inside = some[:, None] + torch.arange(T, device=text.device) < len(text) - T
+        bits = code_length(model, windows(text, some, T))
+        total += (bits.double() * inside).sum().item()
+        count += inside.sum().item()
+    return total / count
+
+
+# The run
+# -------------------------------------------------------------------------------
+
+class Training:
+    """A model in training: what a checkpoint holds."""
+
+    def __init__(self, options, device):
+        D, head_dim = options["d_model"], options["head_dim"]
+        if D % head_dim or head_dim % 2:
+            raise TrainError(f"--head-dim: expected an even number that divides --d-model {D}, "
+                             f"got {head_dim}")
+        torch.manual_seed(options["seed"])
+        self.options, self.device = options, device
+        self.model = LanguageModel(options["layer"], D, D // head_dim, options["blocks"]).to(device)
+        groups = [{"params": [p for p in self.model.parameters() if (p.dim() > 1) == matrices],
+                   "weight_decay": 0.1 * matrices} for matrices in (True, False)]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        self.batches = torch.Generator().manual_seed(options["seed"])
+        self.step = 0
+        self.losses = []  # of each step, bits per byte
+        self.pending = []  # the latest of them, still on the device
+        self.held_out = []  # (step, bits per byte)
+
+    def rate(self):
+        """The learning rate of this step: a linear rise, then half a cosine to zero."""
+        o, warmup = self.options, min(100, self.options["steps"] // 10)
+        if self.step < warmup:
+            return o["lr"] * (self.step + 1) / (warmup + 1)
+        done = (self.step - warmup) / max(1, o["steps"] - warmup)
+        return o["lr"] * (1 + math.cos(math.pi * done)) / 2
+
+    def train_step(self, text, first):
+        """One step on a batch of windows of text[:first]."""
+        T, rate = self.options["context"], self.rate()
+        starts = torch.randint(1, first - T + 1, (self.options["batch"],), generator=self.batches)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = code_length(self.model, windows(text, starts.to(self.device), T)).mean()
+        self.optimizer.zero_grad()
+        (loss * math.log(2)).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.step += 1
+        self.pending.append(loss.detach())
+
+    def look(self):
+        """Fetch the losses since the last look, which waits for the device: how many they are."""
+        new, self.pending = self.pending, []
+        losses = torch.stack(new).tolist() if new else []
+        if not math.isfinite(sum(losses)):
+            raise RuntimeError(f"the loss at step {self.step} is not finite: try a smaller --lr")
+        self.losses += losses
+        return len(losses)
+
+    def recent(self):
+        """The mean of the latest losses."""
+        some = self.losses[-self.options["every"]:]
+        return sum(some) / len(some)
+
+    def save(self, path, text):
+        """Write a checkpoint: all of it or, if that fails, nothing."""
+        made = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            torch.save({
+                "format": FORMAT, "options": self.options, "text": fingerprint(text),
+                "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "step": self.step, "losses": self.losses, "held_out": self.held_out,
+                "batches": self.batches.get_state(), "random": torch.get_rng_state(),
+                "random_cuda": torch.cuda.get_rng_state_all() if self.device == "cuda" else [],
+            }, made)
+            os.replace(made, path)
+        finally:
+            made.unlink(missing_ok=True)
+
+    def restore(self, saved):
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.step, self.losses, self.held_out = (
+            saved[name] for name in ("step", "losses", "held_out"))
+        self.batches.set_state(saved["batches"])
+        torch.set_rng_state(saved["random"])
+        if self.device == "cuda" and saved["random_cuda"]:
+            torch.cuda.set_rng_state_all(saved["random_cuda"])
+
+
+def fingerprint(data):
+    return [len(data), zlib.crc32(data)]
+
+
+def load(path):
+    """A checkpoint, on the CPU. Nothing in it is run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is not a checkpoint
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        if saved["format"] == FORMAT:
+            return saved
+    except OSError as error:
+        raise TrainError(f"--resume {path}: {error.strerror or error}") from None
+    except Exception:  # what is not a checkpoint may fail in any way
+        pass
+    raise TrainError(f"--resume {path}: not a checkpoint of python -m linattn train")
+
+
+class CtrlC:
+    """Within it, the first Ctrl-C is only noted, so that a step is never cut in two."""
+
+    def __enter__(self):
+        self.came = False
+        self.before = signal.signal(signal.SIGINT, self.note)
+        return self
+
+    def note(self, *_):
+        self.came = True
+        signal.signal(signal.SIGINT, self.before)
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGINT, self.before)
+
+
+class Progress:
+    """tqdm's bar on a terminal, if tqdm is installed; and a line for each look at held-out text."""
+
+    def __init__(self, training):
+        self.training, self.bar = training, None
+        self.tokens, self.seconds, self.begin = 0, 0.0, time.perf_counter()
+        try:
+            from tqdm import tqdm
+            self.bar = tqdm(total=training.options["steps"], initial=training.step, unit="step",
+                            leave=False, disable=None)  # None: unless it is a terminal
+        except ImportError:
+            pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.bar is not None:
+            self.bar.close()
+
+    def rate(self):
+        return f"{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s"
+
+    def trained(self, steps):
+        """So many steps since the last call."""
+        o, now = self.training.options, time.perf_counter()
+        self.tokens += steps * o["batch"] * o["context"]
+        self.seconds, self.begin = self.seconds + now - self.begin, now
+        if self.bar is not None:
+            self.bar.set_postfix_str(
+                f"{self.training.recent():.3f} bits/byte, {self.rate()}", refresh=False)
+            self.bar.update(steps)
+
+    def evaluated(self, bits):
+        steps = self.training.options["steps"]
+        line = (f"step {self.training.step:{len(str(steps))}}/{steps}   training "
+                f"{self.training.recent():.3f}   held out {bits:.3f} bits/byte   {self.rate()}")
+        (print if self.bar is None else self.bar.write)(line)
+        sys.stdout.flush()
+        self.begin = time.perf_counter()  # what was evaluated is not part of the rate
+
+
+def prepare(options, out, resume, plot, device, prompt):
+    """What the run needs, or the error that would only show after it."""
+    saved = None if resume is None else load(resume)
+    options = options if saved is None else saved["options"]
+    if not prompt:
+        raise TrainError("--prompt: expected at least one byte")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise TrainError("--device cuda: PyTorch finds no GPU")
+    if device == "cuda" and options["layer"] != "softmax" and not cuda.is_available():
+        raise TrainError(f"--device cuda: {cuda.why_not()}")
+    text, first = read(options)
+    training = Training(options, device)
+    if saved is not None:
+        if saved["text"] != fingerprint(text):
+            raise TrainError(f"--resume {resume}: the text is not what it was trained on")
+        training.restore(saved)
+    if out is None:
+        out = "linattn-train" if resume is None else Path(resume).parent
+    out = Path(out)
+    if resume is None and (out / CHECKPOINT).exists():
+        raise TrainError(f"{out / CHECKPOINT} is there already: go on with it (--resume "
+                         f"{out / CHECKPOINT}), or choose another directory (--out)")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TrainError(f"--out {out}: {error.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise TrainError(f"--out {out}: cannot be written")
+    try:
+        demo.check_plot(plot if plot is not None else out / "loss.png")
+    except demo.DemoError as error:
+        if plot is not None:
+            raise TrainError(error) from None
+        print("no loss curve will be drawn: pip install 'linattn[train]' has matplotlib")
+    else:
+        plot = out / "loss.png" if plot is None else Path(plot)
+    return training, text, first, out, plot
+
+
+def train(training, text, data, first, checkpoint):
+    """Up to the last step, with a checkpoint after every so many and after the last."""
+    o = training.options
+    every = max(1, -(-(len(data) - first) // o["context"]) // WINDOWS)
+    with CtrlC() as ctrl_c, Progress(training) as progress:
+        while training.step < o["steps"] and not ctrl_c.came:
+            training.train_step(text, first)
+            is_due = training.step % o["every"] == 0 or training.step == o["steps"]
+            if is_due or training.step % LOOK == 0:
+                progress.trained(training.look())
+            if is_due:
+                bits = held_out_bits(training.model, text, first, o["context"], o["batch"], every)
+                training.held_out.append((training.step, bits))
+                progress.evaluated(bits)
+                training.save(checkpoint, data)
+        if ctrl_c.came:
+            training.look()
+            training.save(checkpoint, data)
+            raise KeyboardInterrupt(
+                f"stopped after step {training.step} of {o['steps']}; to go on: "
+                f"python -m linattn train --resume {checkpoint}")
+    return progress
+
+
+@torch.no_grad()
+def sample(model, prompt, n, temperature, seed=0):
+    """n bytes after the prompt: it is read at once, and what follows goes through `step`."""
+    device = model.embedding.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    logits, states = model(torch.tensor([list(prompt)], device=device))
+    made = [_drawn(logits[:, -1], temperature, generator)]
+    while len(made) < n:
+        made.append(_drawn(model.step(made[-1], states), temperature, generator))
+    return bytes(torch.cat(made).tolist())
+
+
+def _drawn(logits, temperature, generator):
+    """[B] from logits [B,256]."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+
+
+def draw(path, training, bits, baselines):
+    """The loss along the run, in bits per byte, beside what compressors get."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure((8, 5), layout="constrained")).add_subplot()
+    losses = torch.tensor(training.losses)
+    width = max(1, len(losses) // 50)
+    means = losses[:len(losses) // width * width].view(-1, width).mean(1).tolist()
+    axes.plot(range(1, len(losses) + 1), losses, lw=0.5, alpha=0.4, color="C0")
+    axes.plot([width * (i + 0.5) for i in range(len(means))], means, color="C0", label="training")
+    axes.plot(*zip(*training.held_out, strict=True), "o-", ms=4, color="C1",
+              label="held out, a part of it")
+    axes.plot(training.step, bits, "*", ms=12, color="C3", label=f"held out, all of it  {bits:.3f}")
+    for (name, value), style in zip(baselines.items(), ("--", ":"), strict=True):
+        axes.axhline(value, color="0.4", lw=1, ls=style, label=f"{name}  {value:.3f}")
+    top = max([bits, *baselines.values(), *means])
+    axes.set(xlabel="step", ylabel="bits per byte",
+             xlim=(0, 1.03 * training.step), ylim=(0, 1.05 * top),
+             title=f"A byte-level language model, {training.options['layer']}")
+    axes.legend(fontsize=9)
+    axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=130)
+
+
+def run(options, *, out=None, resume=None, plot=None, device="cpu", prompt="def ", length=400,
+        temperature=0.8):
+    """The whole command: train, save, report, draw and sample. options: what a checkpoint keeps."""
+    training, data, first, out, plot = prepare(options, out, resume, plot, device, prompt)
+    o, checkpoint = training.options, out / CHECKPOINT
+    text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    kept = data[first:]
+    baselines = {"zlib -9": 8 * len(zlib.compress(kept, 9)) / len(kept),
+                 "lzma": 8 * len(lzma.compress(kept)) / len(kept)}
+    size = sum(p.numel() for p in training.model.parameters())
+    source = ", ".join(o["files"]) if len(o["files"]) < 3 else f"{len(o['files'])} files"
+    print(f"{len(data):,} bytes of {source or demo.SOURCE}, the last {len(kept):,} held out\n"
+          f"{o['layer']}, {size:,} parameters in all; {o['steps']:,} steps of "
+          f"{o['batch']} x {o['context']} bytes on {device}\n", flush=True)
+    progress = train(training, text, data, first, checkpoint)
+    bits = held_out_bits(training.model, text, first, o["context"], o["batch"])
+    line = "{:<46}{:>8.3f}".format
+    print("\nheld out, bits per byte\n" + line(
+        f"{o['layer']}, after {training.step * o['batch'] * o['context']:,} bytes", bits))
+    for name, value in baselines.items():
+        print(line(f"{name} of the held-out bytes alone", value))
+    print("The model is " + " and ".join(
+        f"{abs(bits - value):.3f} {'below' if bits < value else 'ABOVE'} {name}"
+        for name, value in baselines.items()) + ".")
+    if progress.tokens:
+        print(f"\n{progress.tokens:,} bytes in {progress.seconds:,.0f} s of training, "
+              f"{progress.tokens / progress.seconds:,.0f} tokens/s")
+    print(f"wrote {checkpoint}")
+    if plot is not None:
+        draw(plot, training, bits, baselines)
+        print(f"wrote {plot}")
+    if length:
+        begin = time.perf_counter()
+        made = sample(training.model, prompt.encode(), length, temperature, o["seed"])
+        seconds = time.perf_counter() - begin
+        print(f"\n{length} bytes by step, temperature {temperature:g}, "
+              f"{length / seconds:,.0f} tokens/s:\n\n{prompt}{made.decode(errors='replace')}")

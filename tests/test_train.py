@@ -1,0 +1,344 @@
+"""python -m linattn train: small models, on this repository's own text."""
+
+import errno
+import io
+import pickle
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from device import imported
+
+import linattn
+from linattn import __main__, demo, reference
+from linattn.testing import assert_accurate
+
+torch = imported("torch")
+train = pytest.importorskip("linattn.train", reason="PyTorch is not installed")
+F = torch.nn.functional
+
+layers = pytest.mark.parametrize("layer", __main__.LAYERS)
+SMALL = ["--d-model", 32, "--head-dim", 16, "--blocks", 1, "--context", 32, "--batch", 2,
+         "--held-out", 0.02, "--sample", 0]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(Path(demo.__file__).read_bytes())
+    return path
+
+
+def command(*arguments):
+    return __main__.main(["train", *map(str, arguments)])
+
+
+def saved(directory):
+    return torch.load(directory / "checkpoint.pt", weights_only=True)
+
+
+def same(a, b):
+    """Bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+# ---- runs ----
+
+
+def test_the_loss_falls_below_what_counting_bytes_gets(text, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert command(text, *SMALL, "--steps", 80, "--lr", 0.01, "--batch", 8, "--every", 20,
+                   "--out", out) == 0
+    run = saved(out)
+    assert run["step"] == len(run["losses"]) == 80
+    assert 7 < run["losses"][0] < 9  # knows nothing: 8 bits
+    assert [step for step, _ in run["held_out"]] == [20, 40, 60, 80]
+    assert run["held_out"][-1][1] < run["held_out"][0][1]
+    assert np.mean(run["losses"][-20:]) < demo.order0_entropy(text.read_bytes()) - 0.2
+    shown = capsys.readouterr().out
+    assert shown.count("tokens/s") == 5 and "zlib -9 of the held-out bytes alone" in shown
+    assert {path.name for path in out.iterdir()} <= {"checkpoint.pt", "loss.png"}
+
+
+@layers
+def test_every_layer_trains_and_speaks(layer, text, tmp_path, capsys):
+    assert command(text, *SMALL, "--steps", 2, "--layer", layer, "--out", tmp_path / "out",
+                   "--sample", 20, "--prompt", "import ") == 0
+    shown = capsys.readouterr().out
+    assert f"\n{layer}, " in shown
+    assert "20 bytes by step" in shown and "\nimport " in shown
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
+        text, tmp_path, monkeypatch, capsys):
+    options = [text, *SMALL, "--steps", 25, "--every", 10]
+    assert command(*options, "--out", tmp_path / "whole") == 0
+
+    step = train.Training.train_step
+
+    def interrupted(self, *arguments):
+        if self.step == 13:
+            signal.raise_signal(signal.SIGINT)  # in the middle of a step
+        step(self, *arguments)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Training, "train_step", interrupted)
+        assert command(*options, "--out", tmp_path / "parts") == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    message, _, rest = capsys.readouterr().err.partition("python -m linattn train ")
+    assert message == "linattn train: stopped after step 14 of 25; to go on: "
+    assert saved(tmp_path / "parts")["step"] == 14
+    torch.manual_seed(99)  # another process has other random numbers
+    assert command(*rest.split()) == 0
+    assert same(saved(tmp_path / "parts"), saved(tmp_path / "whole"))
+    assert not same(saved(tmp_path / "parts")["model"], train.Training(
+        saved(tmp_path / "whole")["options"], "cpu").model.state_dict())
+
+
+def test_nothing_is_learnt_from_what_is_held_out(text, tmp_path):
+    options = [*SMALL, "--held-out", 0.3, "--batch", 8, "--steps", 5]
+    data = text.read_bytes()[:52]
+    first = 36  # windows of 32 begin at 1 to 4, and many of them end where they may
+    text.write_bytes(data)
+    assert command(text, *options, "--out", tmp_path / "a") == 0
+    text.write_bytes(data[:first] + b"~" * (52 - first))
+    assert command(text, *options, "--out", tmp_path / "b") == 0
+    text.write_bytes(data[:first - 1] + b"~" * (53 - first))
+    assert command(text, *options, "--out", tmp_path / "c") == 0
+    a, b, c = (saved(tmp_path / name) for name in "abc")
+    assert same(a["model"], b["model"]) and a["losses"] == b["losses"]
+    assert a["held_out"] != b["held_out"]
+    assert not same(a["model"], c["model"])  # all the rest is learnt from
+
+
+def test_the_rate_rises_and_falls():
+    options = {name: default for name, (default, *_) in __main__.TRAINING.items()}
+    training = train.Training(options | {"d_model": 64, "blocks": 1, "steps": 1000}, "cpu")
+    rates = []
+    for training.step in range(1000):
+        rates.append(training.rate())
+    assert np.argmax(rates) == 100 and rates[100] == options["lr"]
+    assert np.all(np.diff(rates[:101]) > 0) and np.all(np.diff(rates[100:]) < 0)
+    assert 0 < rates[0] < 0.02 * rates[100] and 0 < rates[-1] < 1e-4 * rates[100]
+
+
+# ---- figures ----
+
+
+def model(layer, dtype=None, blocks=2):
+    torch.manual_seed(3)
+    language = train.LanguageModel(layer, 32, 2, blocks)
+    for block in language.blocks:  # which would be the identity
+        for last in (block.mixer.o_proj, block.down):
+            torch.nn.init.normal_(last.weight, std=0.1)
+    return language.to(dtype or torch.float32)
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 100])
+def test_every_held_out_byte_is_coded_once(n):
+    language, T = model("delta_net"), 32
+    text = torch.randint(256, (150,), dtype=torch.uint8)
+    first, bits = 150 - n, 0.0
+    for start in range(first, 150, T):
+        window = text[start - 1:start + T].long()[None]
+        with torch.no_grad():
+            logits, _ = language(window[:, :-1])
+        chances = logits[0].double().log_softmax(-1)
+        bits -= chances[range(len(chances)), window[0, 1:]].sum().item() / np.log(2)
+    got = train.held_out_bits(language, text, first, T, batch=3)
+    assert got == pytest.approx(bits / n, rel=1e-5)
+
+
+class Spelled:
+    """linattn's ops as the reference has them, at float64 or, naively, at float32."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def __getattr__(self, name):
+        def op(*arrays, **keywords):
+            arrays = [x.detach().numpy() for x in arrays]
+            for not_asked in ("cu_seqlens", "initial_state", "output_final_state"):
+                assert keywords.pop(not_asked, None) in (None, True)
+            keywords = {key: x.detach().numpy() if isinstance(x, torch.Tensor) else x
+                        for key, x in keywords.items()}
+            o, state = getattr(reference, name)(*arrays, **keywords, dtype=self.dtype)
+            return torch.from_numpy(o.astype(self.dtype)), state
+        return op
+
+
+def spelled_attention(q, k, v, attn_mask, is_causal):
+    assert attn_mask is None and is_causal
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+    return logits.masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+@layers
+def test_steps_are_as_accurate_as_plain_numpy(layer, monkeypatch):
+    """A prompt is read by forward, the rest by step: the logits of all, by the acceptance rule."""
+    tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(1))
+    language = model(layer)
+    with torch.no_grad():
+        prompt, states = language(tokens[:, :15])
+        rest = [language.step(tokens[:, t], states) for t in range(15, 40)]
+    got = torch.cat([prompt, torch.stack(rest, 1)], 1).numpy()
+    spelled = {}
+    for dtype in (np.float64, np.float32):
+        for where in (train, train.layers):
+            monkeypatch.setattr(where, "ops", Spelled(dtype))
+        monkeypatch.setattr(F, "scaled_dot_product_attention", spelled_attention)
+        with torch.no_grad():
+            same_parameters = model(layer).to(torch.from_numpy(np.empty(0, dtype)).dtype)
+            spelled[dtype] = same_parameters(tokens)[0].numpy()
+    assert_accurate(got, spelled[np.float64], spelled[np.float32], dtype=np.float32, name=layer)
+
+
+@layers
+def test_the_sample_is_what_the_model_says(layer):
+    language, prompt = model(layer, torch.float64), b"def "
+    made = train.sample(language, prompt, 8, temperature=0)
+    for i in range(8):
+        seen = torch.tensor([list(prompt + made[:i])])
+        with torch.no_grad():
+            assert language(seen)[0][0, -1].argmax() == made[i]
+
+
+def test_temperature():
+    language = model("retention")
+    cold, warm, warm_again, other = (
+        train.sample(language, b"x", 50, *how) for how in ((1e-6,), (1.0, 1), (1.0, 1), (1.0, 2)))
+    assert cold == train.sample(language, b"x", 50, 0)
+    assert warm == warm_again != other
+
+
+# ---- files ----
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
+        text, tmp_path, monkeypatch, capsys):
+    out, save, times = tmp_path / "out", torch.save, []
+
+    def full(what, path):
+        times.append(path)
+        if len(times) == 2:
+            made = io.BytesIO()
+            save(what, made)
+            Path(path).write_bytes(made.getvalue()[:1000])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(what, path)
+    monkeypatch.setattr(torch, "save", full)
+    assert command(text, *SMALL, "--steps", 9, "--every", 3, "--out", out) == 1
+    assert capsys.readouterr().err == "linattn train: [Errno 28] No space left on device\n"
+    assert saved(out)["step"] == 3
+    assert [path.name for path in out.iterdir()] == ["checkpoint.pt"]
+    monkeypatch.setattr(torch, "save", save)
+    assert command("--resume", out / "checkpoint.pt", "--sample", 0) == 0
+    assert saved(out)["step"] == 9
+
+
+def test_the_loss_curve(text, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    options = [text, *SMALL, "--steps", 3]
+    assert command(*options, "--out", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert command(*options, "--out", tmp_path / "b", "--plot", tmp_path / "curve.svg") == 0
+    assert b"<svg" in (tmp_path / "curve.svg").read_bytes()
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["checkpoint.pt"]
+
+
+# ---- errors ----
+
+
+@pytest.fixture
+def refused(capsys):
+    def refused(*arguments):
+        capsys.readouterr()
+        assert command(*arguments) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and shown.err.count("\n") == 1
+        return shown.err.removeprefix("linattn train: ").rstrip()
+    return refused
+
+
+def test_what_cannot_be_trained_on(refused, tmp_path, text):
+    out = ["--out", tmp_path / "out"]
+    assert refused(tmp_path / "none", *out) == f"{tmp_path / 'none'}: no such file"
+    text.write_bytes(b"short" * 50)
+    assert refused(text, *out) == ("the text is too short: 250 bytes, of which 238 to learn from; "
+                                   "--context 256 takes one more than that")
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_that_do_not_fit(refused, tmp_path, text, monkeypatch):
+    out = ["--out", tmp_path / "out"]
+    for head_dim in (24, 32 + 1):
+        assert refused(text, *SMALL, *out, "--head-dim", head_dim) == (
+            f"--head-dim: expected an even number that divides --d-model 32, got {head_dim}")
+    assert refused(text, *SMALL, "--out", text) == f"--out {text}: File exists"
+    assert refused(text, *SMALL, *out, "--prompt", "") == "--prompt: expected at least one byte"
+    if not torch.cuda.is_available():
+        assert refused(text, *SMALL, *out, "--device", "cuda") == (
+            "--device cuda: PyTorch finds no GPU")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert refused(text, *SMALL, *out, "--device", "cuda") == (
+            f"--device cuda: {linattn.cuda.why_not()}")
+    for wrong in (["--layer", "lstm"], ["--steps", 0], ["--lr", "nan"], ["--lr", 0],
+                  ["--held-out", 1], ["--temperature", -1], ["--temperature", "nan"],
+                  ["--sample", -1], ["--seed", -1]):
+        with pytest.raises(SystemExit, match="2"):
+            command(text, *wrong)
+
+
+def test_what_cannot_be_gone_on_with(refused, tmp_path, text):
+    class Harm:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "harm",)
+
+    out, path = tmp_path / "out", tmp_path / "out" / "checkpoint.pt"
+    assert refused("--resume", path) == f"--resume {path}: No such file or directory"
+    assert command(text, *SMALL, "--steps", 2, "--out", out) == 0
+    assert refused(text, *SMALL, "--out", out) == (
+        f"{path} is there already: go on with it (--resume {path}), or choose another directory "
+        "(--out)")
+    assert refused("--resume", path, "--lr", 1) == "--lr: with --resume it is the checkpoint's"
+    assert refused(text, "--resume", path) == "FILE: with --resume it is the checkpoint's"
+    text.write_bytes(text.read_bytes().replace(b"the", b"THE"))
+    assert refused("--resume", path) == f"--resume {path}: the text is not what it was trained on"
+
+    whole = path.read_bytes()
+    not_one = f"--resume {path}: not a checkpoint of python -m linattn train"
+    for content in (b"", b"text", whole[:-1000], whole[1000:], pickle.dumps(Harm(), 2)):
+        path.write_bytes(content)
+        assert refused("--resume", path) == not_one
+    for content in ({}, [1], 3, {"format": "linattn train 0"}, {"harm": Harm()}):
+        torch.save(content, path)
+        assert refused("--resume", path) == not_one
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert command(text, *SMALL, "--steps", 30, "--lr", 1e30, "--out", out) == 1
+    assert capsys.readouterr().err == (
+        "linattn train: the loss at step 10 is not finite: try a smaller --lr\n")
+    assert not list(out.iterdir())
+
+
+def test_the_command_knows_the_layers():
+    assert list(__main__.LAYERS) == list(train.MIXERS)
