@@ -4,7 +4,7 @@
 
     from linattn.compat.transformers import use_linattn
 
-    model = AutoModelForCausalLM.from_pretrained(...)  # Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear, ...
+    model = AutoModelForCausalLM.from_pretrained(...)  # a Qwen3-Next, Qwen3.5, Kimi Linear, ...
     with use_linattn(model):
         model.generate(**tokens)                       # afterwards the model is as it was
 
@@ -236,8 +236,13 @@ def _recurrent(
 ) -> Result:
     """A token at a time; one token of which nobody wants gradients is a step, in half the time."""
     state = _state_of(query, initial_state)
-    one = state is not None and output_final_state and query.shape[1] == 1 and cu_seqlens is None
-    if not one or autograd.is_watched(op, (query, key, value, g, beta, state)):
+    if (
+        state is None
+        or query.shape[1] != 1
+        or not output_final_state
+        or cu_seqlens is not None
+        or autograd.is_watched(op, (query, key, value, g, beta, state))
+    ):
         return getattr(ops, op)(
             query,
             key,
@@ -271,9 +276,7 @@ _OURS: dict[tuple[str, str], Callable[..., Result]] = {
     ("chunk", "kimi_delta_attention"): chunk_kda,
     ("recurrent", "kimi_delta_attention"): recurrent_kda,
 }
-_NAME = re.compile(
-    "(?:.*_)?({})_({})".format(*("|".join(dict.fromkeys(words)) for words in zip(*_OURS)))
-)
+_NAME = re.compile("(?:.*_)?(chunk|recurrent)_(gated_delta_rule|kda|kimi_delta_attention)")
 _PARAMETERS = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 
 
@@ -296,10 +299,13 @@ def _replacement(name: str, function: Any) -> Callable[..., Result] | None:
 
 
 def _globals_of(code: CodeType) -> set[str]:
-    """The global names that a function reads, and those within it."""
-    names = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    """The global names like a delta rule's that a function reads, or a function within it."""
     inner = (_globals_of(c) for c in code.co_consts if isinstance(c, CodeType))
-    return names.union(*inner)
+    names: set[str] = set().union(*inner)
+    if any(map(_NAME.fullmatch, code.co_names)):  # attributes' names too
+        read = (i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+        names |= {name for name in read if _NAME.fullmatch(name)}
+    return names
 
 
 def _contents(cell: CellType) -> Any:
@@ -314,14 +320,6 @@ class _Remaker:
 
     def __init__(self) -> None:
         self.made: dict[Any, tuple[Any, tuple[str, ...]]] = {}
-        self.namespaces: dict[int, bool] = {}
-
-    def has_names(self, namespace: dict[str, Any]) -> bool:
-        """Could a function with these globals call a delta rule? Few could: the rest is not read."""
-        key = id(namespace)
-        if key not in self.namespaces:
-            self.namespaces[key] = any(map(_NAME.fullmatch, namespace))
-        return self.namespaces[key]
 
     def __call__(self, function: Any) -> tuple[Any, tuple[str, ...]]:
         """What to put in its place and the names that changed; (None, ()) if there are none.
@@ -349,11 +347,10 @@ class _Remaker:
     def remade(self, function: FunctionType) -> tuple[Any, tuple[str, ...]]:
         seen = function.__globals__
         ours = {}
-        if self.has_names(seen):
-            for name in sorted(_globals_of(function.__code__)):
-                mine = _replacement(name, seen.get(name))
-                if mine is not None:
-                    ours[name] = mine
+        for name in sorted(_globals_of(function.__code__)):
+            mine = _replacement(name, seen.get(name))
+            if mine is not None:
+                ours[name] = mine
         names, cells = list(ours), []
         for cell in function.__closure__ or ():
             inner, within = self(_contents(cell))
@@ -431,8 +428,8 @@ class Replacement:
         if not planned:
             rules = dict.fromkeys(rule for _, rule in _OURS)
             raise ValueError(
-                f"model: expected layers with functions chunk_* or recurrent_* of {', '.join(rules)}"
-                " (attributes of a layer, or globals that its methods call); "
+                "model: expected layers with functions chunk_* or recurrent_* of "
+                f"{', '.join(rules)} (attributes of a layer, or globals that its methods call); "
                 f"{type(self._model).__name__} has none"
             )
         self.layers: dict[str, tuple[str, ...]] = {}
@@ -485,7 +482,7 @@ def use_linattn(model: nn.Module) -> Replacement:
     """Make a loaded model compute its gated delta rules with linattn, on the CPU and on CUDA.
 
     From now on, until the ``with`` block ends or :meth:`Replacement.restore` is called. Gradients,
-    caches, padded batches, bfloat16 and torch.compile work as before; compile inside the block.
+    caches, padded batches, bfloat16 and torch.compile work as before.
     Raises ValueError if the model has no such layer, or one whose function has other parameters.
     """
     return Replacement(model)
