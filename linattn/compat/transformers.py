@@ -86,12 +86,13 @@ def _sequences(cu_seqlens: Any, others: dict[str, Any]) -> Any:
     return edges
 
 
-def _state_of(query: Tensor, state: Tensor | None) -> Tensor | None:
+def _state_of(query: Tensor, state: Tensor | None, copy: bool = False) -> Any:
     """A state as the ops take it: float32, or float64 beside float64."""
     if state is None:
         return None
     real = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return state.to(device=query.device, dtype=real)
+    kept = torch.contiguous_format if copy else torch.preserve_format
+    return state.to(device=query.device, dtype=real, copy=copy, memory_format=kept)
 
 
 def chunk_gated_delta_rule(
@@ -235,13 +236,12 @@ def _recurrent(
     cu_seqlens: Tensor | None,
 ) -> Result:
     """A token at a time; one token of which nobody wants gradients is a step, in half the time."""
-    state = _state_of(query, initial_state)
     if (
-        state is None
+        initial_state is None
         or query.shape[1] != 1
         or not output_final_state
         or cu_seqlens is not None
-        or autograd.is_watched(op, (query, key, value, g, beta, state))
+        or autograd.is_watched(op, (query, key, value, g, beta, initial_state))
     ):
         return getattr(ops, op)(
             query,
@@ -250,7 +250,7 @@ def _recurrent(
             g,
             beta,
             scale=scale,
-            initial_state=state,
+            initial_state=_state_of(query, initial_state),
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
             mode="recurrent",
@@ -259,8 +259,7 @@ def _recurrent(
     q, k, v, g, beta = (  # a step copies nothing
         x[:, 0] if x.stride(-1) == 1 else x[:, 0].contiguous() for x in (query, key, value, g, beta)
     )
-    if state is initial_state:  # which is the caller's
-        state = state.clone(memory_format=torch.contiguous_format)
+    state = _state_of(query, initial_state, copy=True)  # a step writes it
     step = getattr(ops, f"{op}_step")
     o = step(q, k, v, g, beta, state=state, scale=scale, qk_l2norm=qk_l2norm)
     return o[:, None], state
