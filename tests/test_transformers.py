@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from device import imported
 
+import linattn
 from linattn import ops
 from linattn.testing import assert_accurate
 
@@ -290,6 +291,29 @@ def test_a_prompt_in_parts_is_the_prompt(name, calls):
     op = op_of(name)
     assert calls == {(op, "chunk"): 6, (f"{op}_step", "chunk"): 2}
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not (linattn.cuda.is_available() and torch.cuda.is_available()),
+                    reason=linattn.cuda.why_not() or "PyTorch sees no GPU")
+@families
+def test_on_a_gpu(name, calls):
+    """The same on CUDA, the float64 functions too."""
+    m, (tokens, mask) = copy.deepcopy(model(name)).cuda(), (x.cuda() for x in text())
+    how = {"attention_mask": mask[:, :PROMPT], "do_sample": False, "max_new_tokens": 12}
+    with torch.inference_mode():
+        fallback = m(tokens, attention_mask=mask).logits[mask.bool()]
+        same = m.generate(tokens[:, :PROMPT], **how)
+        with use_linattn(m):
+            logits = m(tokens, attention_mask=mask).logits[mask.bool()]
+            assert torch.equal(m.generate(tokens[:, :PROMPT], **how), same)
+        with pytest.MonkeyPatch.context() as patch:
+            use_exact(m, patch)
+            want = m(tokens, attention_mask=mask).logits[mask.bool()]
+    op = op_of(name)
+    assert calls == {(op, "chunk"): 4, (f"{op}_step", "chunk"): 2 * 11}
+    assert logits.is_cuda and logits.dtype == torch.float32
+    assert_accurate(array(logits.cpu()), array(want.cpu()), array(fallback.cpu()),
+                    dtype=np.float32, name=name)
 
 
 def test_a_compiled_layer_keeps_its_graph():
