@@ -1,14 +1,14 @@
 """A model of transformers with its own functions and with linattn's, timed in one run:
 python benchmarks/models.py --help.
 
-The model is small and random, of Qwen3-Next's kind: three gated delta layers, then one of
-attention, twice. Both ways are measured in turns, a figure is the median over the rounds, and
-nothing is timed before the logits have been held against the float64 reference and the generated
-tokens against each other. Needs PyTorch and transformers, and nothing from the network.
+The models are small and random, of Qwen3-Next's kind (a few experts) and Qwen3.5's (none): three
+gated delta layers, then one of attention, twice. Both ways are measured in turns, a figure is the
+median over the rounds, and nothing is timed before the logits have been held against the float64
+reference and the generated tokens against each other. Needs PyTorch and transformers, and nothing
+from the network.
 """
 
 import argparse
-import copy
 import datetime
 import os
 import platform
@@ -42,6 +42,7 @@ MODEL = {
     "shared_expert_intermediate_size": 256, "intermediate_size": 1024, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": None,
 }
+KINDS = {"Qwen3-Next": "qwen3_next", "Qwen3.5": "qwen3_5_text"}
 LENGTHS = (512, 2048)
 PROMPT, NEW = 64, 64
 CHECKED = 200  # tokens
@@ -54,7 +55,7 @@ def arguments():
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
                         help="default: float32 on the CPU, bfloat16 on a GPU")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch and linattn (1)")
-    parser.add_argument("--rounds", type=int, default=7, help="samples of each figure (7)")
+    parser.add_argument("--rounds", type=int, default=5, help="samples of each figure (5)")
     parser.add_argument("--results", metavar="DIR", type=Path,
                         help="where transformers-DEVICE-MACHINE.md goes (default: nowhere)")
     given = parser.parse_args()
@@ -64,10 +65,12 @@ def arguments():
     return given
 
 
-def made(given):
+def made(given, kind):
     torch.manual_seed(0)
+    sizes = {name: n for name, n in MODEL.items()
+             if kind == "Qwen3-Next" or ("expert" not in name and "moe" not in name)}
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model("qwen3_next", **MODEL), dtype=torch.float32)
+        transformers.AutoConfig.for_model(KINDS[kind], **sizes), dtype=torch.float32)
     return model.eval().to(given.device)
 
 
@@ -137,7 +140,7 @@ class Alone(torch.nn.Module):
         return call
 
 
-def cases(given, model):
+def cases(given, kind, model):
     """(name, of which model, a call, what to divide its time by)."""
 
     @torch.inference_mode()
@@ -153,47 +156,54 @@ def cases(given, model):
         model(x, labels=x, use_cache=False).loss.backward()
 
     layer = model.model.layers[0].linear_attn
-    alone = Alone(layer)
-    for T in LENGTHS:
-        yield f"the function alone, T = {T}", alone, alone.call(given, T), 1
-    yield "the function alone, one token", alone, alone.call(given, 1), 1
-    for T in LENGTHS:
-        x = torch.randn(1, T, MODEL["hidden_size"], device=given.device, dtype=model.dtype)
-        yield f"a gated delta layer, T = {T}", model, lambda x=x: one(x), 1
+    if kind == next(iter(KINDS)):  # in the others they are the same
+        alone = Alone(layer)
+        for T in LENGTHS:
+            yield f"the function alone, T = {T}", alone, alone.call(given, T), 1
+        yield "the function alone, one token", alone, alone.call(given, 1), 1
+        for T in LENGTHS:
+            x = torch.randn(1, T, MODEL["hidden_size"], device=given.device, dtype=model.dtype)
+            yield f"a gated delta layer, T = {T}", model, lambda x=x: one(x), 1
     for T in LENGTHS:
         x = tokens(given, T)
-        yield f"the model, prefill, T = {T}", model, lambda x=x: prefill(x), 1
-    yield (f"the model, generate, a token of {NEW} after {PROMPT}", model,
+        yield f"{kind}, prefill, T = {T}", model, lambda x=x: prefill(x), 1
+    yield (f"{kind}, generate, one of {NEW} tokens after {PROMPT}", model,
            lambda: generated(given, model), NEW)
     if given.device == "cpu":
         x = tokens(given, LENGTHS[0])
-        yield f"the model, forward and backward, T = {LENGTHS[0]}", model, lambda: train(x), 1
+        yield f"{kind}, forward and backward, T = {LENGTHS[0]}", model, lambda: train(x), 1
+
+
+def on_one_core(given):
+    """Then the process's own time says more, on a machine with other work, than the clock's."""
+    return given.device == "cpu" and given.threads == 1
 
 
 def timed(given, call, repeats):
     """Seconds of a call, of several where one is short."""
+    clock = time.process_time if on_one_core(given) else time.perf_counter
     if repeats > 1:
         call()
     if given.device == "cuda":
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         call()
     if given.device == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
-def measure(given, model):
+def measure(given, kind, model):
     """name -> {who: seconds}."""
     found = {}
-    for name, whose, call, parts in cases(given, model):
+    for name, whose, call, parts in cases(given, kind, model):
         samples = found[name] = {"transformers": [], "linattn": []}
         repeats = 1
         for round in range(-1, given.rounds):  # the first says how often to repeat
             for who in samples:
                 ours = use_linattn(whose) if who == "linattn" else None
-                seconds = timed(given, call, repeats if round >= 0 else 2)
+                seconds = timed(given, call, repeats)
                 if ours:
                     ours.restore()
                 if round >= 0:
@@ -203,7 +213,7 @@ def measure(given, model):
     return found
 
 
-def about(given, model):
+def about(given, models):
     here = config()
     device = machine() if given.device == "cpu" else torch.cuda.get_device_name()
     return {
@@ -219,13 +229,14 @@ def about(given, model):
         "transformers": transformers.__version__,
         "PyTorch": torch.__version__,
         "Python": here["Python"],
-        "model": f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} random "
-                 "parameters: " + ", ".join(f"{name} {value}" for name, value in MODEL.items()
-                                            if "token_id" not in name),
+        "models": ", ".join(
+            f"{type(model).__name__} ({sum(p.numel() for p in model.parameters()):,} parameters)"
+            for model in models.values()) + ": " + ", ".join(
+            f"{name} {n}" for name, n in MODEL.items() if "token_id" not in name),
     }
 
 
-def markdown(facts, found):
+def markdown(given, facts, found):
     def cells(name, seconds):
         theirs, ours = (seconds[who] for who in ("transformers", "linattn"))
         middle = [statistics.median(x) for x in (theirs, ours)]
@@ -236,13 +247,16 @@ def markdown(facts, found):
     header = ["what", "transformers, ms", "least", "linattn, ms", "least", "ratio"]
     rows = [cells(name, seconds) for name, seconds in found.items()]
     return "\n".join((
-        "# A model of transformers with linattn's functions", "",
+        "# Models of transformers with linattn's functions", "",
         *(f"- {name}: {value}" for name, value in facts.items()), "",
         f"B = 1. Medians of {len(next(iter(found.values()))['linattn'])} rounds in which both take "
         "turns, the least beside them; ratio: transformers' own functions in PyTorch divided by "
-        "ours. All else of the model is the same in both. Other work ran on the machine's cores "
-        "meanwhile where the load says so: the ratios hold better than the times. Before anything "
-        "was timed, the logits in float32 were accepted against the float64 reference, and "
+        "ours. All else of a model is the same in both. "
+        + ("Times are the process's own on its core: other work ran on the machine meanwhile where "
+           "the load says so, and the ratios hold better than the times. " if on_one_core(given)
+           else "") +
+        "Before anything was timed, the logits in float32 were accepted against the float64 "
+        "reference, and "
         f"generate() gave the same {NEW} tokens with and without.", "",
         *lines(header, rows)))
 
@@ -252,11 +266,13 @@ def main():
     torch.set_num_threads(given.threads)
     linattn.set_num_threads(given.threads)
     transformers.logging.set_verbosity_error()
-    model = made(given)
-    facts = about(given, model)
-    check(given, model)
-    model = copy.deepcopy(model).to(getattr(torch, given.dtype))
-    text = markdown(facts, measure(given, model))
+    models = {kind: made(given, kind) for kind in KINDS}
+    facts, found = about(given, models), {}
+    for model in models.values():
+        check(given, model)
+    for kind, model in models.items():
+        found |= measure(given, kind, model.to(getattr(torch, given.dtype)))
+    text = markdown(given, facts, found)
     print(text)
     if given.results:
         given.results.mkdir(parents=True, exist_ok=True)
