@@ -226,31 +226,56 @@ def test_generate_gives_the_same_tokens(name, calls):
 
 
 @families
-def test_the_gradients_are_accurate(name, calls):
-    """Of all parameters, as one vector: a loss is a sum over all of them."""
+def test_the_gradients_of_a_layer_are_accurate(name, calls):
+    """Of its input, and of its parameters as one vector. Over a whole model, weights that happen to
+    lie badly make more of a rounding than the rule has room for, the fallback's too."""
+    m, (_, mask) = model(name), text()
+    layer = next(iter(layers_of(m).values()))
+    made = torch.Generator().manual_seed(2)
+    x, dy = torch.randn(2, 2, T, 48, generator=made)
+    x.requires_grad_()
+
+    def gradients():
+        layer.zero_grad()
+        x.grad = None
+        layer(x, attention_mask=mask).backward(dy)
+        return x.grad, torch.cat([p.grad.flatten() for p in layer.parameters()])
+
+    fallback = gradients()
+    with use_linattn(m):
+        ours = gradients()
+    assert calls == {(op_of(name), "chunk"): 1}
+    with pytest.MonkeyPatch.context() as patch:
+        use_exact(m, patch)
+        want = gradients()
+    layer.zero_grad()
+    for what, got, right, theirs in zip(("x", "parameters"), ours, want, fallback, strict=True):
+        assert_accurate(array(got), array(right), array(theirs), dtype=np.float32, gradient=True,
+                        name=f"{name}: {what}")
+
+
+@families
+def test_a_model_learns_as_before(name, calls):
+    """A coarse look: that every parameter is reached."""
     m, (tokens, mask) = model(name), text()
 
-    def gradient():
+    def gradients():
         m.train()
         m.zero_grad()
         labels = tokens.masked_fill(mask == 0, -100)
         m(tokens, attention_mask=mask, labels=labels).loss.backward()
         m.eval()
-        found = {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
-        return list(found), torch.cat([x.flatten() for x in found.values()])
+        return {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
 
-    which, fallback = gradient()
+    want = gradients()
     with use_linattn(m):
-        same, ours = gradient()
-    assert same == which and calls[op_of(name), "chunk"] == 2
-    for layer, one in layers_of(m).items():
-        assert {f"{layer}.{p}" for p, _ in one.named_parameters()} <= set(which)
-    with pytest.MonkeyPatch.context() as patch:
-        use_exact(m, patch)
-        _, want = gradient()
+        got = gradients()
     m.zero_grad()
-    assert_accurate(array(ours), array(want), array(fallback), dtype=np.float32, gradient=True,
-                    name=name)
+    assert got.keys() == want.keys() and calls == {(op_of(name), "chunk"): 2}
+    for layer, one in layers_of(m).items():
+        assert {f"{layer}.{p}" for p, _ in one.named_parameters()} <= got.keys()
+    ours, theirs = (torch.cat([x.flatten() for x in one.values()]) for one in (got, want))
+    assert (ours - theirs).norm() < 1e-3 * theirs.norm()
 
 
 @families
