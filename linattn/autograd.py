@@ -332,6 +332,17 @@ def _way(op: int, device: str, arrays: tuple[Any, ...]) -> Any:
     return way
 
 
+def is_watched(op: str, arrays: tuple[Any, ...]) -> bool:
+    """Does anybody record, trace, transform or cast a call on these, whose first is q?"""
+    device = arrays[0].device.type
+    return (
+        torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+        or (device in _DEVICES and torch.is_autocast_enabled(device))
+        or _way(_linattn.OPS.index(op), device, arrays) is not None
+    )
+
+
 def _refuse_tangents(arrays: tuple[Any, ...]) -> None:
     for x in arrays:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:

@@ -1,0 +1,487 @@
+"""Models of transformers, their delta rules computed by linattn.
+
+::
+
+    from linattn.compat.transformers import use_linattn
+
+    model = AutoModelForCausalLM.from_pretrained(...)  # a Qwen3-Next, Qwen3.5, Kimi Linear, ...
+    with use_linattn(model):
+        model.generate(**tokens)                       # afterwards the model is as it was
+
+    ours = use_linattn(model)                          # or until told otherwise
+    ...
+    ours.restore()
+
+Which models are meant is not listed anywhere: a layer is one if it keeps a chunked or recurrent
+gated delta rule (or Kimi delta attention) as an attribute, or if its methods call one by a global
+name, and if that function has the parameters that ours has. The layer then gets functions, or
+methods that see functions, of its own; nothing is written into its class, its module or
+transformers, so that other models of the process, of the same class too, stay as they are.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linattn import autograd, ops
+
+__all__ = [
+    "Replacement",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "recurrent_gated_delta_rule",
+    "recurrent_kda",
+    "use_linattn",
+]
+
+Result = tuple[Tensor, Tensor | None]
+
+# ---- the functions, as the layers of transformers call them ----
+
+# What a model hands down to whichever of its parts wants it, and a delta rule does not.
+_FOR_OTHERS = frozenset(
+    (
+        "cu_seq_lens_k",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "use_cache",
+    )
+)
+
+
+def _sequences(cu_seqlens: Any, others: dict[str, Any]) -> Any:
+    """The edges of packed sequences, or None, once every other argument is known to be harmless."""
+    packed = others.pop("cu_seq_lens_q", None)  # what becomes cu_seqlens in some layers
+    seq_idx = others.pop("seq_idx", None)
+    if others.get("is_causal") is True:
+        del others["is_causal"]
+    for name, value in others.items():
+        if value is not None and name not in _FOR_OTHERS:
+            what = repr(value) if isinstance(value, bool | int | float | str) else type(value)
+            raise ValueError(f"{name}: not supported by linattn.compat.transformers, got {what}")
+    edges = packed if cu_seqlens is None else cu_seqlens
+    # The convolution before this knows them apart by seq_idx, or refuses: by that alone.
+    if edges is not None and seq_idx is None:
+        raise ValueError(
+            "cu_seqlens: expected seq_idx beside it, without which the layer's convolution mixes "
+            "packed sequences"
+        )
+    if edges is None and seq_idx is not None:
+        raise ValueError("seq_idx: expected cu_seqlens beside it, got None")
+    return edges
+
+
+def _state_of(query: Tensor, state: Tensor | None, copy: bool = False) -> Any:
+    """A state as the ops take it: float32, or float64 beside float64."""
+    if state is None:
+        return None
+    real = torch.float64 if query.dtype == torch.float64 else torch.float32
+    kept = torch.contiguous_format if copy else torch.preserve_format
+    return state.to(device=query.device, dtype=real, copy=copy, memory_format=kept)
+
+
+def chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    chunk_size: int | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **others: Any,
+) -> Result:
+    """:func:`linattn.gated_delta_rule`, chunk by chunk.
+
+    query, key [B,T,H,K], value [B,T,HV,V], log decays g and beta [B,T,HV]; states [B,HV,K,V],
+    float32 (float64 for float64 inputs). Of `others` those that are about other parts of a model
+    (``num_items_in_batch``, ``position_ids``, ...) make no difference; any other raises ValueError.
+    """
+    return ops.gated_delta_rule(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        scale=scale,
+        initial_state=_state_of(query, initial_state),
+        output_final_state=output_final_state,
+        cu_seqlens=_sequences(cu_seqlens, others),
+        chunk_size=chunk_size,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+    )
+
+
+def recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **others: Any,
+) -> Result:
+    """:func:`chunk_gated_delta_rule`, token by token."""
+    return _recurrent(
+        "gated_delta_rule",
+        query,
+        key,
+        value,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        _sequences(cu_seqlens, others),
+    )
+
+
+def chunk_kda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    chunk_size: int | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **others: Any,
+) -> Result:
+    """:func:`linattn.kda`: :func:`chunk_gated_delta_rule` with log decays g [B,T,HV,K]."""
+    return ops.kda(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        scale=scale,
+        initial_state=_state_of(query, initial_state),
+        output_final_state=output_final_state,
+        cu_seqlens=_sequences(cu_seqlens, others),
+        chunk_size=chunk_size,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+    )
+
+
+def recurrent_kda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **others: Any,
+) -> Result:
+    """:func:`chunk_kda`, token by token."""
+    return _recurrent(
+        "kda",
+        query,
+        key,
+        value,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        _sequences(cu_seqlens, others),
+    )
+
+
+def _recurrent(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    qk_l2norm: bool,
+    cu_seqlens: Tensor | None,
+) -> Result:
+    """A token at a time; one token of which nobody wants gradients is a step, in half the time."""
+    if (
+        initial_state is None
+        or query.shape[1] != 1
+        or not output_final_state
+        or cu_seqlens is not None
+        or autograd.is_watched(op, (query, key, value, g, beta, initial_state))
+    ):
+        return getattr(ops, op)(
+            query,
+            key,
+            value,
+            g,
+            beta,
+            scale=scale,
+            initial_state=_state_of(query, initial_state),
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            mode="recurrent",
+            qk_l2norm=qk_l2norm,
+        )
+    q, k, v, g, beta = (  # a step copies nothing
+        x[:, 0] if x.stride(-1) == 1 else x[:, 0].contiguous() for x in (query, key, value, g, beta)
+    )
+    state = _state_of(query, initial_state, copy=True)  # a step writes it
+    step = getattr(ops, f"{op}_step")
+    o = step(q, k, v, g, beta, state=state, scale=scale, qk_l2norm=qk_l2norm)
+    return o[:, None], state
+
+
+# ---- which functions a layer has ----
+
+_OURS: dict[tuple[str, str], Callable[..., Result]] = {
+    ("chunk", "gated_delta_rule"): chunk_gated_delta_rule,
+    ("recurrent", "gated_delta_rule"): recurrent_gated_delta_rule,
+    ("chunk", "kda"): chunk_kda,
+    ("recurrent", "kda"): recurrent_kda,
+    ("chunk", "kimi_delta_attention"): chunk_kda,
+    ("recurrent", "kimi_delta_attention"): recurrent_kda,
+}
+_NAME = re.compile("(?:.*_)?(chunk|recurrent)_(gated_delta_rule|kda|kimi_delta_attention)")
+_PARAMETERS = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+
+
+def _replacement(name: str, function: Any) -> Callable[..., Result] | None:
+    """Ours for what a layer calls by this name; None if it is something else.
+
+    Raises ValueError if only the name is right.
+    """
+    words = _NAME.fullmatch(name)
+    if words is None or not callable(function):
+        return None
+    given = inspect.signature(getattr(function, "forward", function)).parameters  # a module's
+    missing = [p for p in _PARAMETERS if p not in given]
+    if missing or len(given) < 3 + len(_PARAMETERS):
+        raise ValueError(
+            f"{name}: expected a function (query, key, value, {', '.join(_PARAMETERS)}), "
+            f"got ({', '.join(given)})"
+        )
+    return _OURS[words.group(1), words.group(2)]
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    """The global names like a delta rule's that a function reads, or a function within it."""
+    inner = (_globals_of(c) for c in code.co_consts if isinstance(c, CodeType))
+    names: set[str] = set().union(*inner)
+    if any(map(_NAME.fullmatch, code.co_names)):  # attributes' names too
+        read = (i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+        names |= {name for name in read if _NAME.fullmatch(name)}
+    return names
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty as yet
+        return None
+
+
+class _Remaker:
+    """Functions made anew, in which the names of a delta rule mean ours."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, tuple[Any, tuple[str, ...]]] = {}
+
+    def __call__(self, function: Any) -> tuple[Any, tuple[str, ...]]:
+        """What to put in its place and the names that changed; (None, ()) if there are none.
+
+        A function that calls another through its closure (a decorator), a method and a partial are
+        looked into.
+        """
+        if isinstance(function, MethodType):
+            inner, names = self(function.__func__)
+            return (MethodType(inner, function.__self__) if names else None), names
+        if isinstance(function, functools.partial):
+            inner, names = self(function.func)
+            if not names:
+                return None, ()
+            partial = functools.partial(inner, *function.args, **function.keywords)
+            vars(partial).update(vars(function))
+            return partial, names
+        if not isinstance(function, FunctionType):
+            return None, ()
+        if function not in self.made:
+            self.made[function] = None, ()  # if it is in its own closure
+            self.made[function] = self.remade(function)
+        return self.made[function]
+
+    def remade(self, function: FunctionType) -> tuple[Any, tuple[str, ...]]:
+        seen = function.__globals__
+        ours = {}
+        for name in sorted(_globals_of(function.__code__)):
+            mine = _replacement(name, seen.get(name))
+            if mine is not None:
+                ours[name] = mine
+        names, cells = list(ours), []
+        for cell in function.__closure__ or ():
+            inner, within = self(_contents(cell))
+            cells.append(CellType(inner) if within else cell)
+            names.extend(within)
+        if not names:
+            return None, ()
+        if ours:
+            # Without __name__: torch.compile looks for a function's globals in the module of that
+            # name, and here they are these.
+            seen = {name: x for name, x in (seen | ours).items() if name != "__name__"}
+        made = FunctionType(
+            function.__code__.replace(),  # of its own: torch.compile keeps what it made by the code
+            seen,
+            function.__name__,
+            function.__defaults__,
+            tuple(cells) if function.__closure__ else None,
+        )
+        functools.update_wrapper(made, function)
+        made.__kwdefaults__ = function.__kwdefaults__
+        return made, tuple(dict.fromkeys(names))
+
+
+def _changes(layer: nn.Module, remade: _Remaker) -> dict[str, tuple[Any, tuple[str, ...]]]:
+    """What to set in a layer, and which functions are ours then, by attribute."""
+    found: dict[str, tuple[Any, tuple[str, ...]]] = {}
+    own = vars(layer)
+    for name, value in own.items():
+        ours = _replacement(name, value)
+        if ours is not None:
+            found[name] = ours, (name,)
+        elif isinstance(value, MethodType | functools.partial | FunctionType):  # a hook's, say
+            made, names = remade(value)
+            if names:
+                found[name] = made, names
+    for kind in type(layer).__mro__:
+        for name, value in vars(kind).items():
+            if name in own or name in found or name.startswith("__"):
+                continue
+            if isinstance(value, FunctionType) and getattr(type(layer), name, None) is value:
+                made, names = remade(value)
+                if names:
+                    found[name] = MethodType(made, layer), names
+    return found
+
+
+# ---- the way in, and back ----
+
+_NOTHING = object()
+
+
+class Replacement:
+    """What :func:`use_linattn` returns: a context manager, and :meth:`restore` without one.
+
+    ``layers`` has the names of the layers and, for each, those of the functions that are ours.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model)}")
+        self._model = model
+        self._entered = 0
+        self._before: list[tuple[nn.Module, str, Any, Any]] = []
+        self._apply()
+
+    def _apply(self) -> None:
+        remade = _Remaker()
+        planned = {}
+        for name, layer in self._model.named_modules():
+            try:
+                planned[name] = layer, _changes(layer, remade)
+            except ValueError as error:
+                raise ValueError(f"model: {name}: {error}") from None
+        planned = {name: plan for name, plan in planned.items() if plan[1]}
+        if not planned:
+            rules = dict.fromkeys(rule for _, rule in _OURS)
+            raise ValueError(
+                "model: expected layers with functions chunk_* or recurrent_* of "
+                f"{', '.join(rules)} (attributes of a layer, or globals that its methods call); "
+                f"{type(self._model).__name__} has none"
+            )
+        self.layers: dict[str, tuple[str, ...]] = {}
+        for name, (layer, changes) in planned.items():
+            for attribute, (ours, _) in changes.items():
+                before = vars(layer).get(attribute, _NOTHING)
+                self._before.append((layer, attribute, before, ours))
+                setattr(layer, attribute, ours)
+            used = (function for _, names in changes.values() for function in names)
+            self.layers[name] = tuple(dict.fromkeys(used))
+
+    def restore(self) -> None:
+        """Put back what was there. Nothing happens if it has been.
+
+        Raises RuntimeError, and changes nothing, if somebody else has replaced ours meanwhile: what
+        came last has to go first.
+        """
+        for layer, attribute, _, ours in self._before:
+            if vars(layer).get(attribute) is not ours:
+                raise RuntimeError(
+                    f"{type(layer).__name__}.{attribute} was replaced after use_linattn: "
+                    "that has to be undone first"
+                )
+        for layer, attribute, before, _ in self._before:
+            if before is _NOTHING:
+                delattr(layer, attribute)
+            else:
+                setattr(layer, attribute, before)
+        self._before.clear()
+
+    def __enter__(self) -> Replacement:
+        if not self._before:
+            self._apply()
+        self._entered += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered -= 1
+        if not self._entered:
+            self.restore()
+
+    def __repr__(self) -> str:
+        state = "in" if self._before else "no longer in"
+        kind = type(self._model).__name__
+        lines = (f"  {name}: {', '.join(used)}" for name, used in self.layers.items())
+        return "\n".join((f"linattn, {state} {len(self.layers)} layers of {kind}", *lines))
+
+
+def use_linattn(model: nn.Module) -> Replacement:
+    """Make a loaded model compute its gated delta rules with linattn, on the CPU and on CUDA.
+
+    From now on, until the ``with`` block ends or :meth:`Replacement.restore` is called. Gradients,
+    caches, padded batches, bfloat16 and torch.compile work as before.
+    Raises ValueError if the model has no such layer, or one whose function has other parameters.
+    """
+    return Replacement(model)
