@@ -232,9 +232,9 @@ STATES = ("final_state", "d_initial_state")
 class Pool:
     """Outputs of several repeats of a case, put together before they are judged.
 
-    state_dtype: what a state, or its gradient, is judged as, if not as what it is stored in, its twin rounded
-    to that. A state summed by tensor cores is a sum of products of bfloat16 numbers, and no better
-    than these.
+    state_dtype: what a state, or its gradient, is judged as, if not as what it is stored in, its
+    twin rounded to that. A state summed by tensor cores is a sum of products of bfloat16 numbers,
+    and no better than these.
     """
 
     def __init__(self, state_dtype=None):

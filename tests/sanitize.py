@@ -24,7 +24,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # PyTorch's blocks would hid
 import ml_dtypes
 import numpy as np
 import torch
-from grid import Pool, on_tensor_cores, v_first, wider
+from grid import Pool, gradients_on_tensor_cores, on_tensor_cores, v_first, wider
 
 import linattn
 from linattn import reference, testing
@@ -33,6 +33,7 @@ DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
           "bfloat16": ml_dtypes.bfloat16}
 MODES = ("chunk", "recurrent", "parallel")
 STEPS = ("step", "pool")  # the states of the second picked by state_indices
+GRADIENTS = "gradients"  # of the chunked form, or of what stands in for it
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 # T, K, V, H, HV, B, cu_seqlens, options. Around a tile and a chunk, and far from either.
@@ -128,9 +129,11 @@ def pooled_step(op, gpu, state):
     return o[:B, None], over_arrays(lambda s: s[slots.cuda()], pool)
 
 
-def rounds(dtype, shape, what):
+def rounds(op, dtype, shape, what):
     """Are its products those of tensor cores?"""
-    T, K = shape[:2]
+    T, K, V = shape[:3]
+    if what == GRADIENTS:
+        return gradients_on_tensor_cores(op, np.dtype(DTYPES[dtype]), K, V, "chunk", T)
     return on_tensor_cores(np.dtype(DTYPES[dtype]), K, what, T) and what not in STEPS
 
 
@@ -139,6 +142,9 @@ def check(pool, op, what, x, given):
     if what in STEPS:  # the first token of each sequence
         x, given = ({name: a[:, :1] if name in PER_TOKEN else a for name, a in y.items()}
                     for y in (x, given))
+    if what == GRADIENTS:
+        check_gradients(pool, op, x, given)
+        return
     made = step(op, given, what == "pool") if what in STEPS else forward(op, what, given)
     o, state = over_arrays(to_host, made)
     if given.get("state_v_first"):
@@ -153,6 +159,24 @@ def check(pool, op, what, x, given):
              lambda x: twin(x, **form), x)
 
 
+def check_gradients(pool, op, x, given):
+    d = testing.make_output_gradients(op, np.random.default_rng(1), x)
+    turned = given.get("state_v_first")
+    there = d | ({"d_final_state": v_first(d["d_final_state"])} if turned else {})
+    grads = getattr(linattn, f"{op}_backward")(
+        **over_arrays(to_gpu, there), **{name: over_arrays(to_gpu, a) for name, a in given.items()})
+    made = {name: over_arrays(to_host, a) for name, a in grads._asdict().items() if a is not None}
+    if turned:
+        made["d_initial_state"] = v_first(made["d_initial_state"])
+
+    def twin(x, dtype=x["v"].dtype, **how):
+        found = reference.backward(op, **x, dtype=dtype, **how)._asdict()
+        return {name: found[name] for name in made}
+
+    x = x | d
+    pool.add(made, twin(x, wider(x["v"].dtype)), lambda x: twin(x, form="chunk", chunk_size=16), x)
+
+
 def choices(text, known):
     chosen = text.split(",")
     for one in chosen:
@@ -164,7 +188,7 @@ def choices(text, known):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, known in (("ops", linattn.OPS), ("dtypes", DTYPES), ("shapes", SHAPES),
-                        ("modes", MODES), ("faces", ("forward", "step"))):
+                        ("modes", MODES), ("faces", ("forward", "step", "backward"))):
         parser.add_argument(f"--{name}", default=list(known), metavar="A,B",
                             type=lambda text, known=known: choices(text, known),
                             help=f"some of {', '.join(known)}")
@@ -175,7 +199,8 @@ def main():
 
     began, calls, problems = time.perf_counter(), 0, []
     runs = [*(chosen.modes if "forward" in chosen.faces else ()),
-            *(STEPS if "step" in chosen.faces else ())]
+            *(STEPS if "step" in chosen.faces else ()),
+            *([GRADIENTS] if "backward" in chosen.faces else [])]
     for op, dtype, what in itertools.product(chosen.ops, chosen.dtypes, runs):
         # the rule compares largest errors, so shapes are judged together
         exact, rounded = Pool(), Pool(state_dtype=DTYPES[dtype])
@@ -187,12 +212,12 @@ def main():
             if chosen.verbose:
                 print(label, name, flush=True)
             rng = np.random.default_rng(zlib.crc32(f"{label} {name}".encode()))
-            check(rounded if rounds(dtype, shape, what) else exact, op, what,
+            check(rounded if rounds(op, dtype, shape, what) else exact, op, what,
                   *problem(op, np.dtype(DTYPES[dtype]), shape, rng))
             calls += 1
         for pool in (exact, rounded):
             try:
-                pool.judge(label)
+                pool.judge(label, gradient=what == GRADIENTS)
             except AssertionError as error:
                 problems.append(str(error))
     for text in problems:
