@@ -71,7 +71,7 @@ def fla(op):
     return lambda x: getattr(fla.ops, name)(**x, **more, scale=K**-0.5)[0]
 
 
-def fallback(op):
+def fallback(op, solve):
     from peers import chunked, log_decay
 
     if GATES.get(op) == K:
@@ -80,7 +80,7 @@ def fallback(op):
     def call(x):
         rest = {name: a for name, a in x.items() if name not in "qkv"}
         return chunked(torch, x["q"], x["k"], x["v"], log_decay(torch, op, rest), x.get("beta"),
-                       solve="library")
+                       solve=solve)
     return call
 
 
@@ -129,7 +129,9 @@ def peak(device, call):
 
 def measure(op, given):
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
-    others = {"fla": fla} if given.device == "cuda" else {"PyTorch": fallback}
+    others = {"fla": fla} if given.device == "cuda" else {
+        "PyTorch, row by row as transformers": partial(fallback, solve="rows"),
+        "PyTorch, its own solver": partial(fallback, solve="library")}
     able, rows = {}, []
     for who, make in {"linattn": ours, **({} if given.no_peers else others)}.items():
         begun = time.perf_counter()
@@ -179,23 +181,29 @@ def time_all(op, shape, able, given, x, do):
 
 
 def table(rows):
+    """A line for each case and each of the others."""
     out, timed = [], [r for r in rows if not r["error"]]
-    for r in timed:
-        if r["who"] != "linattn":
-            continue
+    for r in (r for r in timed if r["who"] == "linattn"):
         B, T, H, HV = r["shape"]
-        other = next((o for o in timed if (o["op"], o["shape"]) == (r["op"], r["shape"])
-                      and o["who"] != "linattn"), None)
-        refused = next((o for o in rows if o["op"] == r["op"] and o["error"]), None)
         heads = f"H{H}" + (f"/{HV}" if HV != H else "")
-        gib = f"{r['bytes'] / 2**30:.2f}" if r["bytes"] else "-"
-        out.append([f"{r['op']} B{B} T{T} {heads}", f"{r['both_s'] * 1e3:.3f}",
-                    f"{r['forward_s'] * 1e3:.3f}", f"{r['rms']:.1e}", gib,
-                    f"{other['both_s'] * 1e3:.3f}" if other else "refused" if refused else "-",
-                    f"{other['both_s'] / r['both_s']:.2f}" if other else "-",
-                    f"{other['bytes'] / 2**30:.2f}" if other and other["bytes"] else "-"])
-    return lines(["case", "ours, ms", "of it forward", "rms", "GiB", "other, ms", "other / ours",
-                  "other GiB"], out)
+        others = [o for o in rows if o["op"] == r["op"] and o["who"] != "linattn"
+                  and (o["error"] or o["shape"] == r["shape"])]
+        for o in others or [{"who": "-", "error": "-", "both_s": None, "bytes": None}]:
+            refused = "-" if o["who"] == "-" else "refused"
+            out.append([f"{r['op']} B{B} T{T} {heads}", ms(r["both_s"]), ms(r["forward_s"]),
+                        f"{r['rms']:.1e}", gib(r["bytes"]), o["who"],
+                        *([refused, "-", "-"] if o["error"] else
+                          [ms(o["both_s"]), f"{o['both_s'] / r['both_s']:.2f}", gib(o["bytes"])])])
+    return lines(["case", "ours, ms", "of it forward", "rms", "GiB", "other", "its ms",
+                  "its / ours", "its GiB"], out)
+
+
+def ms(seconds):
+    return f"{seconds * 1e3:.3f}"
+
+
+def gib(size):
+    return f"{size / 2**30:.2f}" if size else "-"
 
 
 def main():
