@@ -1,7 +1,8 @@
 """What every test file shares: outputs that start as NaN, the choice of cases and of the device.
 
 The grid is too large for every run: `--grid=sample` (the default) takes a fixed sample of it,
-`--grid=all` all of it. `--device` says on what arrays the ops are called: see device.py.
+`--grid=few` a fifth of that, `--grid=all` all of it. `--device` says on what arrays the ops are
+called: see device.py.
 """
 
 from collections import Counter
@@ -12,7 +13,7 @@ import pytest
 
 
 def pytest_addoption(parser):
-    parser.addoption("--grid", choices=("sample", "all"), default="sample",
+    parser.addoption("--grid", choices=("few", "sample", "all"), default="sample",
                      help="how much of the grid of shapes to run")
     parser.addoption("--device", choices=device.KINDS, default="numpy",
                      help="the arrays that the ops are called with: NumPy's, or PyTorch's on the "

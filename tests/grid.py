@@ -146,6 +146,11 @@ def wider(dtype):
     return np.longdouble if np.dtype(dtype) == np.float64 else np.float64
 
 
+def sampled(grid, every, how):
+    """The cases of `--grid=how`: all of them, a fixed sample of one in `every`, or few of these."""
+    return {"all": grid, "sample": grid[::every], "few": grid[::every * 5]}[how]
+
+
 def on_tensor_cores(dtype, K, mode, T=1):
     """Does a GPU's forward pass multiply on tensor cores, its operands rounded to bfloat16? All
     others walk the tokens there one by one, whatever the mode."""

@@ -15,6 +15,7 @@ from grid import (
     gradients_on_tensor_cores,
     inputs_of,
     repeated,
+    sampled,
     v_first,
     wider,
 )
@@ -40,7 +41,7 @@ PER_HEAD = ("retention", "lightning_attention")
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        grid = GRID if metafunc.config.getoption("grid") == "all" else GRID[::13]
+        grid = sampled(GRID, 13, metafunc.config.getoption("grid"))
         metafunc.parametrize("case", grid, ids=str)
 
 

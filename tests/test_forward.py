@@ -11,6 +11,7 @@ from grid import (
     on_tensor_cores,
     reference_op,
     repeated,
+    sampled,
     tensor_core_cases,
     v_first,
     wider,
@@ -21,12 +22,12 @@ TENSOR_CORES = list(tensor_core_cases(seed=3))
 
 
 def pytest_generate_tests(metafunc):
-    whole = metafunc.config.getoption("grid") == "all"
+    how = metafunc.config.getoption("grid")
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", GRID if whole else GRID[::7], ids=str)
+        metafunc.parametrize("case", sampled(GRID, 7, how), ids=str)
     if "tensor_case" in metafunc.fixturenames:
-        whole = whole or not device.on_host()
-        metafunc.parametrize("tensor_case", TENSOR_CORES if whole else TENSOR_CORES[::17], ids=str)
+        how = how if device.on_host() else "all"
+        metafunc.parametrize("tensor_case", sampled(TENSOR_CORES, 17, how), ids=str)
 
 
 def check(case, rng, **how):
