@@ -64,6 +64,28 @@ def ours(op):
     return lambda x: getattr(linattn, op)(**x, **more)[0]
 
 
+class OnNumPy:
+    """Ours without PyTorch: the op and its backward face. What autograd costs is the difference."""
+
+    def __init__(self, op):
+        self.forward, self.backward = getattr(linattn, op), getattr(linattn, f"{op}_backward")
+        self.more = {}
+        if op == "linear_attention":
+            self.more = {"feature_map": "identity", "normalize": False}
+
+    def arrays(self, x):
+        return {name: a.detach().numpy() for name, a in x.items()} | self.more
+
+    def __call__(self, x):
+        return torch.from_numpy(self.forward(**self.arrays(x))[0])
+
+    def gradients(self, x, do):
+        arrays = self.arrays(x)
+        self.forward(**arrays)
+        found = self.backward(do.numpy(), **arrays)
+        return [torch.from_numpy(getattr(found, f"d{name}")) for name in x]
+
+
 def fla(op):
     import fla.ops
 
@@ -85,6 +107,8 @@ def fallback(op, solve):
 
 
 def gradients(call, x, do):
+    if isinstance(call, OnNumPy):
+        return call.gradients(x, do)
     o = call(x)
     return torch.autograd.grad(o, list(x.values()), do.to(o.dtype))
 
@@ -130,6 +154,7 @@ def peak(device, call):
 def measure(op, given):
     dtype = torch.bfloat16 if given.device == "cuda" else torch.float32
     others = {"fla": fla} if given.device == "cuda" else {
+        "linattn on NumPy's arrays": OnNumPy,
         "PyTorch, row by row as transformers": partial(fallback, solve="rows"),
         "PyTorch, its own solver": partial(fallback, solve="library")}
     able, rows = {}, []
