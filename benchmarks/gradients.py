@@ -24,6 +24,7 @@ import torch
 from report import commit, lines, machine
 
 import linattn
+from linattn import _linattn
 
 K = V = 128
 BOUND = 1.6e-2  # rms, of bfloat16 gradients: the acceptance rule's; float32's is 4e-6
@@ -261,7 +262,7 @@ def main():
         from device.peers import available
         about |= {peer.name: peer.version for peer in available("cuda")[0] if peer.name == "fla"}
     else:
-        about["threads"] = given.threads
+        about |= {"instruction set": _linattn.isa()[0], "threads": given.threads}
     dtype = "bfloat16" if given.device == "cuda" else "float32"
     text = [f"# Forward and backward on {device}", "",
             *(f"- {name}: {value}" for name, value in about.items()), "", f"""\
