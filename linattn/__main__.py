@@ -103,8 +103,6 @@ def run_train(options):
              if getattr(options, name) is not None}
     if options.files:
         given["files"] = [os.path.abspath(path) for path in options.files]
-    # read when PyTorch is loaded: threads that spin while they wait take turns on a busy machine
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from linattn import train
     except ModuleNotFoundError as error:
