@@ -94,6 +94,16 @@ def fla(op):
     return lambda x: getattr(fla.ops, name)(**x, **more, scale=K**-0.5)[0]
 
 
+def lift_refusal():
+    """Let fla compute what it refuses: gated gradients on Hopper with Triton 3.4 to 3.7.0, which
+    got them wrong (its issue 640). What comes out is checked as everybody's is."""
+    from fla.ops.common import chunk_o
+
+    if not hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):
+        raise SystemExit("this fla has no such refusal")
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+
+
 def fallback(op, solve):
     from peers import chunked, log_decay
 
@@ -241,14 +251,20 @@ def main():
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--workers", action="store_true",
                         help="first a process for each op, so that a peer compiles side by side")
+    parser.add_argument("--lift-refusal", action="store_true",
+                        help="time fla's gated gradients though it refuses them with this Triton, "
+                        "if they pass the check")
     parser.add_argument("--results", type=Path, metavar="DIR")
     parser.add_argument("--commit", help="what to write down, where there is no git")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     linattn.set_num_threads(given.threads)
     ops = given.only.split(",")
+    if given.lift_refusal:
+        lift_refusal()
     if given.workers:
-        command = [sys.executable, __file__, "--device", given.device, "--rounds", "1", "--only"]
+        command = [sys.executable, __file__, "--device", given.device, "--rounds", "1",
+                   *(["--lift-refusal"] if given.lift_refusal else []), "--only"]
         them = [subprocess.Popen([*command, op], stdout=subprocess.DEVNULL) for op in ops]
         for one in them:
             one.wait()

@@ -382,6 +382,20 @@ static PyObject *py_cuda_device_count(PyObject *self, PyObject *unused)
 #endif
 }
 
+static PyObject *py_cuda_trim(PyObject *self, PyObject *unused)
+{
+    (void)self;
+    (void)unused;
+#ifdef LA_WITH_CUDA
+    const char *wrong;
+    Py_BEGIN_ALLOW_THREADS;
+    wrong = la_cuda_trim();
+    Py_END_ALLOW_THREADS;
+    if (wrong) return PyErr_Format(PyExc_RuntimeError, "CUDA: %s", wrong);
+#endif
+    Py_RETURN_NONE;
+}
+
 /* ---- threads, instruction sets, the build ---- */
 
 static PyObject *py_set_num_threads(PyObject *self, PyObject *object)
@@ -459,6 +473,7 @@ static PyMethodDef methods[] = {
     {"backward", (PyCFunction)(void (*)(void))py_backward, METH_FASTCALL, "One backward pass."},
     {"shares_memory", (PyCFunction)(void (*)(void))py_shares_memory, METH_FASTCALL,
      "Do two arrays share memory?"},
+    {"cuda_trim", py_cuda_trim, METH_NOARGS, "Give back the device memory that calls keep."},
     {"cuda_why_not", py_cuda_why_not, METH_NOARGS, "Why no call can run on CUDA, or None."},
     {"cuda_device_count", py_cuda_device_count, METH_NOARGS, "How many CUDA devices there are."},
     {"set_num_threads", py_set_num_threads, METH_O, "Threads that a call may use."},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from linattn import _linattn
 
-__all__ = ["device_count", "is_available", "why_not"]
+__all__ = ["device_count", "empty_cache", "is_available", "why_not"]
 
 
 def why_not() -> str | None:
@@ -20,3 +20,19 @@ def is_available() -> bool:
 def device_count() -> int:
     """How many GPUs an op could run on."""
     return _linattn.cuda_device_count()
+
+
+def empty_cache() -> None:
+    """Give the memory that linattn keeps on the devices back to them.
+
+    A call's scratch (up to 4 GiB for gradients of long sequences with many heads) stays with a pool
+    of linattn's own for the next call; other libraries cannot use it meanwhile, and
+    ``torch.cuda.empty_cache`` does not know of it. What a running kernel still uses stays:
+    synchronize first. Does nothing where no op ran on a GPU.
+
+    Raises
+    ------
+    RuntimeError
+        If CUDA refuses, in its words.
+    """
+    _linattn.cuda_trim()

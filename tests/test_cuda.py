@@ -32,7 +32,11 @@ pytestmark = [
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ops = pytest.mark.parametrize("op", linattn.OPS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
-PER_TOKEN = ("q", "k", "v", "g", "beta")
+faces = pytest.mark.parametrize("face", ["forward", "step", "backward"])
+# linear_attention's gradients by chunks are those without its normaliser
+PLAIN = "linear_attention, not normalised"
+gradients = pytest.mark.parametrize("op", [*linattn.OPS, PLAIN])
+PER_TOKEN = ("q", "k", "v", "g", "beta", "do")
 
 
 def to_gpu(x, device="cuda"):
@@ -62,7 +66,12 @@ def problem(op, seed=0, *, dtype="bfloat16", face="forward", **shape):
     if face == "step":
         shape["T"] = 1
     rng = np.random.default_rng(seed)
+    op, plain = op.split(",")[0], op == PLAIN
     x = make_inputs(op, rng, dtype=np.dtype(dtype), initial_state=True, **shape)
+    if plain:
+        x |= {"initial_state": x["initial_state"][0], "normalize": False}
+    if face == "backward":
+        x |= testing.make_output_gradients(op, rng, x)
     if face == "step":
         x = {name: a[:, 0] if name in PER_TOKEN else a for name, a in x.items()}
         x["state"] = x.pop("initial_state")
@@ -78,6 +87,9 @@ def flat(x):
 
 def run(op, x, face="forward", **options):
     """The arrays that a call makes or changes."""
+    op = op.split(",")[0]
+    if face == "backward":
+        return flat(tuple(getattr(linattn, f"{op}_backward")(**x, **options)))
     if face == "step":
         state = over_arrays(torch.clone, x["state"])
         o = getattr(linattn, f"{op}_step")(**x | {"state": state}, **options)
@@ -169,6 +181,15 @@ def test_the_reference_of_these_tests_is_the_reference(op):
 
 
 # ---- the same bits ----
+
+
+@dtypes
+@gradients
+def test_twenty_backwards_give_the_same_bits(op, dtype):
+    x = problem(op, dtype=dtype, face="backward", T=1000)
+    first = run(op, x, "backward")
+    for _ in range(19):
+        assert_same_bits(run(op, x, "backward"), first)
 
 
 @dtypes
@@ -288,6 +309,27 @@ def test_a_graph_of_a_forward(op, dtype, final_state):
         graph.replay()
         want = run(op, other)
         assert_same_bits(flat((o, state)), want if final_state else want[:1])
+
+
+@dtypes
+@gradients
+def test_a_graph_of_a_backward(op, dtype):
+    x = problem(op, dtype=dtype, face="backward")
+    run(op, x, "backward")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run(op, x, "backward")
+    for seed in (1, 2, 3):
+        other = problem(op, seed, dtype=dtype, face="backward")
+        for name, a in x.items():
+            if name != "normalize":
+                for old, new in zip(flat(a), flat(other[name]), strict=True):
+                    old.copy_(new)
+        for a in made:
+            a.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(made, run(op, other, "backward"))
 
 
 @dtypes
@@ -426,7 +468,7 @@ def busy(seconds=0.3):
     torch.cuda._sleep(int(seconds * 1.7e9))
 
 
-@pytest.mark.parametrize("face", ["forward", "step"])
+@faces
 @ops
 def test_the_callers_stream(op, face):
     """Inputs that are still to be computed, behind a long kernel on a stream that is not the
@@ -477,7 +519,7 @@ def test_threads_with_streams_of_their_own():
 # ---- memory ----
 
 
-@pytest.mark.parametrize("face", ["forward", "step"])
+@faces
 @ops
 def test_outputs_in_memory_full_of_nan(op, face):
     """What the caching allocator hands out is what others left there; scratch may be likewise."""
@@ -504,16 +546,17 @@ def test_outputs_outlive_their_inputs():
     del junk
 
 
-def test_calls_do_not_pile_up_memory():
+@pytest.mark.parametrize("face", ["forward", "backward"])
+def test_calls_do_not_pile_up_memory(face):
     if "PYTEST_XDIST_WORKER" in os.environ:
         pytest.skip("other processes use the GPU's memory: run this one alone")
-    x = problem("kda", B=1, T=4096)
+    x = problem("kda", B=1, T=4096, face=face)
     for _ in range(5):
-        run("kda", x)
+        run("kda", x, face)
     torch.cuda.synchronize()
     before, _ = torch.cuda.mem_get_info()
     for _ in range(200):
-        run("kda", x)
+        run("kda", x, face)
     torch.cuda.synchronize()
     after, _ = torch.cuda.mem_get_info()
     assert before - after <= 2 << 20  # CUDA's own unit
@@ -792,6 +835,75 @@ def test_more_elements_than_an_int_counts(op):
     want, _ = getattr(linattn, op)(**small)
     for head in (0, 127, 128):
         assert_same_bits([o[:, :, head:head + 1]], [want])
+
+
+def heads_of(x, count):
+    """One head's problem for `count` heads, all alike."""
+    shared = ("initial_state", "d_final_state")
+    return {name: a if name in ("gamma", "slopes") else
+            over_arrays(lambda s: s.repeat_interleave(count, 1), a) if name in shared else
+            a.repeat_interleave(count, 2) for name, a in x.items()}
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule", "gla", "kda"])
+def test_gradients_in_turns(op):
+    """Scratch of more than 4 GiB is not taken: heads are worked on in turns, to the same bits."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("less than 24 GiB of the GPU's memory are free")
+    heads, T = 50, 2**16
+    small = problem(op, face="backward", B=1, T=T, H=1, HV=1, K=128, V=128)
+    x = heads_of(small, heads)
+    want = run(op, small, "backward")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    free, _ = torch.cuda.mem_get_info()
+    ours = torch.cuda.memory_reserved()
+    got = run(op, x, "backward")
+    torch.cuda.synchronize()
+    taken = free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - ours)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # nobody else uses the GPU's memory
+        assert taken <= (4 << 30) + (64 << 20)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        axis = 2 if a.shape[1] == T else 1
+        for head in (0, 24, 25, heads - 1):
+            assert_same_bits([a.narrow(axis, head, 1)], [b])
+    linattn.cuda.empty_cache()
+
+
+def test_gradients_of_more_elements_than_an_int_counts():
+    """v, do and dv have 2^31 + 2^24 elements, and one q/k head has all value heads."""
+    op = "gated_delta_rule"
+    if torch.cuda.mem_get_info()[0] < 72 << 30:
+        pytest.skip("less than 72 GiB of the GPU's memory are free")
+    HV, T = 129, 2**17
+    small = problem(op, face="backward", B=1, T=T, H=1, HV=1, K=64, V=128)
+    x = heads_of(small, HV) | {name: small[name] for name in ("q", "k")}
+    assert x["v"].numel() > 2**31
+    got = getattr(linattn, f"{op}_backward")(**x)
+    want = getattr(linattn, f"{op}_backward")(**small)
+    for name in ("dv", "dg", "dbeta"):
+        if getattr(want, name) is not None:
+            for head in (0, 127, 128):
+                assert_same_bits([getattr(got, name)[:, :, head:head + 1]], [getattr(want, name)])
+    for name in ("dq", "dk"):  # a sum over heads, each rounded once more: two bf16 roundings
+        sums, each = getattr(got, name).float(), getattr(want, name).float()
+        assert ((sums - HV * each).abs() <= 2**-7 * (HV * each).abs()).all()
+
+
+def test_what_calls_keep_can_be_given_back():
+    """Beside other processes too: what comes back is more than they take meanwhile."""
+    x = problem("gated_delta_rule", face="backward", B=1, T=2**15, H=32, HV=32, K=128, V=128)
+    run("gated_delta_rule", x, "backward")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info()
+    linattn.cuda.empty_cache()
+    after, _ = torch.cuda.mem_get_info()
+    assert after - before > 1 << 30
+    run("gated_delta_rule", x, "backward")
+    torch.cuda.synchronize()
+    linattn.cuda.empty_cache()
 
 
 # ---- a step from Python, for the log ----

@@ -5,6 +5,8 @@
  * were normed or mapped, by way of a slot per value head and `gather`. */
 #include "local_key.cuh"
 
+#include <initializer_list>
+
 template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_walks_again(const call &c, const gradients &d, const chunks &w,
                                       const back_maps &maps, const kept &f, int processors,
@@ -84,42 +86,56 @@ template <int KP, la_decay DECAY, la_rule RULE> constexpr auto local_of()
         return local_scalar<KP, DECAY, RULE>;
 }
 
+template <int KP, la_decay DECAY, la_rule RULE> constexpr int local_bytes()
+{
+    return DECAY == LA_KEY ? sizeof(local_key_room<KP, RULE>) : sizeof(local_room<KP, RULE>);
+}
+
+template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes()
+{
+    return DECAY == LA_KEY ? sizeof(key_room<KP>) : sizeof(scalar_room<KP, RULE>);
+}
+
+/* The same problem for `n` q/k heads from `h` on, and the value heads that read them. */
+static void narrow(call *c, gradients *d, int h, int n)
+{
+    const int group = c->HV / c->H, hv = h * group;
+    const auto from = [](int axis, int64_t i, std::initializer_list<view *> views) {
+        for (view *x : views)
+            if (x->data) x->data += i * x->stride[axis] * dtype_size(x->dtype);
+    };
+    from(2, h, {&c->q, &c->k, &d->dq, &d->dk});
+    from(2, hv, {&c->v, &c->g, &c->beta, &c->o, &d->d_o, &d->dv, &d->dg, &d->dbeta});
+    from(1, hv, {&c->s0, &c->z0, &c->st, &c->zt, &d->dst, &d->dzt, &d->ds0, &d->dz0});
+    c->H = n;
+    c->HV = n * group;
+}
+
+/* Scratch that a launch may take before heads are worked on in turns, in bytes: 96 heads of 16384
+ * tokens, or 4 of 2^18, which are enough blocks for every processor. */
+static const int64_t MOST_SCRATCH = (int64_t)4 << 30;
+
+struct backward_scratch {
+    chunks w;
+    kept f;
+    local_flags to;
+};
+
+/* What a call's kernels leave each other, laid out from `room` on (NULL: only counted), in bytes. */
 template <int KP, la_decay DECAY, la_rule RULE>
-static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cudaMemPool_t pool,
-                                         cudaStream_t stream)
+static int64_t lay_out(const call &c, const gradients &d, char *room, backward_scratch *x)
 {
     constexpr bool delta = RULE == LA_DELTA, per_key = DECAY == LA_KEY;
-    constexpr int local_bytes =
-        per_key ? sizeof(local_key_room<KP, RULE>) : sizeof(local_room<KP, RULE>);
-    constexpr int prepare_bytes = per_key ? sizeof(key_room<KP>) : sizeof(scalar_room<KP, RULE>);
-    const auto local = local_of<KP, DECAY, RULE>();
-    const auto prepare = prepare_of<KP, DECAY, RULE>();
-    int processors;
-    cudaError_t error = suits((const void *)local, local_bytes, &processors);
-    if (error != cudaSuccess) return error;
-    /* local_key knows the gradient of the logarithm, which divided by a decay of zero is nothing */
-    if (per_key && c.gate == LA_DECAY) return cudaErrorNotSupported;
-    back_maps maps = {};
-    const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
-    const bool q_as_given = map_of(c, c.q, c.H, c.K, &maps.q) && plain;
-    const bool k_as_given = map_of(c, c.k, c.H, c.K, &maps.k) && plain;
-    if (!map_of(c, c.v, c.HV, c.V, &maps.v) || !map_of(c, d.d_o, c.HV, c.V, &maps.d_o))
-        return cudaErrorNotSupported; /* rows that the copy engine cannot take */
-
+    chunks &w = x->w;
+    kept &f = x->f;
+    local_flags &to = x->to;
     const int64_t slots = c.cu.data ? (int64_t)c.T / C + c.N : (int64_t)c.N * ((c.T + C - 1) / C);
     const int64_t places = slots * c.HV, tile = tile_bytes(KP), panels = (c.V + PANEL - 1) / PANEL;
-    if (places > INT32_MAX) return cudaErrorNotSupported;
     const int64_t tokens = (int64_t)c.B * c.T, score = places * PANEL_BYTES;
     const int heads = per_key ? c.HV : c.H;
     const int64_t keys = slots * heads * tile;
-    chunks w = {};
-    kept f = {};
-    local_flags to = {};
     w.slots = (int)slots;
     w.heads = heads;
-    to.direct = plain && c.HV == c.H;
-    to.q_as_given = q_as_given;
-    to.k_as_given = k_as_given;
     to.kp = (c.K + 31) / 32 * 32;
     const struct {
         char **to;
@@ -128,8 +144,8 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
         {&w.scores, score},
         {&w.inverse, delta ? score : 0},
         {&w.lower, delta ? score : 0},
-        {&w.q, per_key || !q_as_given ? keys : 0},
-        {&w.k, per_key ? (delta ? keys : 0) : k_as_given ? 0 : keys},
+        {&w.q, per_key || !to.q_as_given ? keys : 0},
+        {&w.k, per_key ? (delta ? keys : 0) : to.k_as_given ? 0 : keys},
         {&w.kt, per_key ? keys : 0},
         {(char **)&w.total, per_key ? places * KP * 4 : 0},
         {(char **)&w.in, DECAY == LA_TOKEN ? places * C * 4 : 0},
@@ -144,35 +160,92 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
         {(char **)&to.da, d.per_head ? tokens * c.HV * 4 : 0},
     };
     int64_t bytes = 0;
-    for (const auto &x : parts) bytes += x.bytes;
-    char *room = NULL;
-    if (bytes) error = cudaMallocFromPoolAsync((void **)&room, bytes, pool, stream);
-    if (error != cudaSuccess) return error;
-    char *next = room;
-    for (const auto &x : parts) {
-        *x.to = x.bytes ? next : NULL;
-        next += x.bytes;
+    for (const auto &part : parts) {
+        *part.to = part.bytes && room ? room + bytes : NULL;
+        bytes += part.bytes;
     }
+    return bytes;
+}
 
-    error = cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, prepare_bytes);
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(local, cudaFuncAttributeMaxDynamicSharedMemorySize, local_bytes);
-    if (error == cudaSuccess && places) {
-        prepare<<<(unsigned)(slots * heads), per_key ? KEY_THREADS : SCALAR_THREADS, prepare_bytes,
-                  stream>>>(c, w, q_as_given, k_as_given);
+/* One turn, its heads and its scratch laid out. */
+template <int KP, la_decay DECAY, la_rule RULE>
+static cudaError_t launch_turn(const call &c, const gradients &d, const backward_scratch &x,
+                               int processors, cudaStream_t stream)
+{
+    constexpr bool per_key = DECAY == LA_KEY;
+    const auto prepare = prepare_of<KP, DECAY, RULE>();
+    const auto local = local_of<KP, DECAY, RULE>();
+    const int64_t places = (int64_t)x.w.slots * c.HV, tokens = (int64_t)c.B * c.T;
+    back_maps maps = {};
+    map_of(c, c.q, c.H, c.K, &maps.q); /* or q and k are read where prepare leaves them */
+    map_of(c, c.k, c.H, c.K, &maps.k);
+    if (!map_of(c, c.v, c.HV, c.V, &maps.v) || !map_of(c, d.d_o, c.HV, c.V, &maps.d_o))
+        return cudaErrorInvalidValue; /* they could be mapped for all heads */
+    cudaError_t error = cudaSuccess;
+    if (places) {
+        prepare<<<(unsigned)((int64_t)x.w.slots * x.w.heads), per_key ? KEY_THREADS : SCALAR_THREADS,
+                  prepare_bytes<KP, DECAY, RULE>(), stream>>>(c, x.w, x.to.q_as_given, x.to.k_as_given);
         error = cudaGetLastError();
     }
     if (error == cudaSuccess)
-        error = launch_walks_again<KP, DECAY, RULE>(c, d, w, maps, f, processors, stream);
+        error = launch_walks_again<KP, DECAY, RULE>(c, d, x.w, maps, x.f, processors, stream);
     if (error == cudaSuccess && places) {
-        local<<<(unsigned)places, LOCAL_THREADS, local_bytes, stream>>>(c, d, w, maps, f, to);
+        local<<<(unsigned)places, LOCAL_THREADS, local_bytes<KP, DECAY, RULE>(), stream>>>(
+            c, d, x.w, maps, x.f, x.to);
         error = cudaGetLastError();
     }
-    if (error == cudaSuccess && !to.direct && tokens) {
-        join_heads<<<(unsigned)((tokens * c.H + 7) / 8), 256, 0, stream>>>(c, d, to);
+    if (error == cudaSuccess && !x.to.direct && tokens) {
+        join_heads<<<(unsigned)((tokens * c.H + 7) / 8), 256, 0, stream>>>(c, d, x.to);
         error = cudaGetLastError();
     }
-    if (error == cudaSuccess && d.per_head) error = gather_gates(c, d, to.da, stream);
+    if (error == cudaSuccess && d.per_head) error = gather_gates(c, d, x.to.da, stream);
+    return error;
+}
+
+template <int KP, la_decay DECAY, la_rule RULE>
+static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cudaMemPool_t pool,
+                                         cudaStream_t stream)
+{
+    constexpr int local_room_bytes = local_bytes<KP, DECAY, RULE>();
+    const auto local = local_of<KP, DECAY, RULE>();
+    const auto prepare = prepare_of<KP, DECAY, RULE>();
+    int processors;
+    cudaError_t error = suits((const void *)local, local_room_bytes, &processors);
+    if (error != cudaSuccess) return error;
+    /* local_key knows the gradient of the logarithm, which divided by a decay of zero is nothing */
+    if (DECAY == LA_KEY && c.gate == LA_DECAY) return cudaErrorNotSupported;
+    CUtensorMap map;
+    if (!map_of(c, c.v, c.HV, c.V, &map) || !map_of(c, d.d_o, c.HV, c.V, &map))
+        return cudaErrorNotSupported; /* rows that the copy engine cannot take */
+    const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
+    backward_scratch x = {};
+    x.to.q_as_given = map_of(c, c.q, c.H, c.K, &map) && plain;
+    x.to.k_as_given = map_of(c, c.k, c.H, c.K, &map) && plain;
+    x.to.direct = plain && c.HV == c.H;
+
+    call some = c;
+    gradients d_some = d;
+    narrow(&some, &d_some, 0, 1);
+    const int64_t each = lay_out<KP, DECAY, RULE>(some, d_some, NULL, &x);
+    const int most = (int)max(min((int64_t)c.H, MOST_SCRATCH / max(each, (int64_t)1)), (int64_t)1);
+    const int turns = (c.H + most - 1) / most, heads = (c.H + turns - 1) / turns;
+    if ((int64_t)x.w.slots * heads * (c.HV / c.H) > INT32_MAX) return cudaErrorNotSupported;
+
+    error = cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 prepare_bytes<KP, DECAY, RULE>());
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(local, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     local_room_bytes);
+    char *room = NULL;
+    if (error == cudaSuccess && each)
+        error = cudaMallocFromPoolAsync((void **)&room, each * heads, pool, stream);
+    for (int h = 0; h < c.H && error == cudaSuccess; h += heads) {
+        some = c;
+        d_some = d;
+        narrow(&some, &d_some, h, min(heads, c.H - h));
+        lay_out<KP, DECAY, RULE>(some, d_some, room, &x);
+        error = launch_turn<KP, DECAY, RULE>(some, d_some, x, processors, stream);
+    }
     const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;
 }

@@ -28,6 +28,9 @@ la_status la_cuda_step(la_problem *p);
 la_status la_cuda_allocate(la_problem *p, size_t bytes, void **data);
 la_status la_cuda_release(int ordinal, void *stream, void *data);
 
+/* Give what the pools keep for the next call back to the devices; NULL, or what CUDA says. */
+const char *la_cuda_trim(void);
+
 /* What is enqueued on p->stream from now on waits for all that `other` holds by now. */
 la_status la_cuda_wait_stream(la_problem *p, void *other);
 

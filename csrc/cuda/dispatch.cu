@@ -79,9 +79,10 @@ enum { MOST_DEVICES = 64 };
 
 /* A pool of our own per device: what is given back stays with it for the next call, where CUDA's
  * default pool would return it to the system whenever the host waits. */
+static cudaMemPool_t pools[MOST_DEVICES];
+
 static cudaError_t pool_of(int ordinal, cudaMemPool_t *pool)
 {
-    static cudaMemPool_t pools[MOST_DEVICES];
     if (ordinal < 0 || ordinal >= MOST_DEVICES) return cudaErrorInvalidDevice;
     cudaMemPool_t found = __atomic_load_n(&pools[ordinal], __ATOMIC_ACQUIRE);
     if (!found) {
@@ -123,6 +124,18 @@ la_status la_cuda_release(int ordinal, void *stream, void *data)
     if (error == cudaSuccess) error = cudaFreeAsync(data, (cudaStream_t)stream);
     if (error != cudaSuccess) cudaGetLastError();
     return error == cudaSuccess ? LA_OK : LA_RUNTIME_ERROR;
+}
+
+const char *la_cuda_trim(void)
+{
+    cudaError_t error = cudaSuccess;
+    for (int i = 0; i < MOST_DEVICES && error == cudaSuccess; i++) {
+        const cudaMemPool_t pool = __atomic_load_n(&pools[i], __ATOMIC_ACQUIRE);
+        if (pool) error = cudaMemPoolTrimTo(pool, 0);
+    }
+    if (error == cudaSuccess) return NULL;
+    cudaGetLastError();
+    return cudaGetErrorString(error);
 }
 
 la_status la_cuda_wait_stream(la_problem *p, void *other)

@@ -9,7 +9,7 @@
 
 #include "call.cuh"
 
-__device__ inline int dtype_size(la_dtype dtype)
+__host__ __device__ inline int dtype_size(la_dtype dtype)
 {
     return dtype == LA_F64 || dtype == LA_I64 ? 8 : dtype == LA_F32 || dtype == LA_I32 ? 4 : 2;
 }
