@@ -30,9 +30,13 @@ K = V = 128
 BOUND = 1.6e-2  # rms, of bfloat16 gradients: the acceptance rule's; float32's is 4e-6
 DELTA = ("delta_rule", "gated_delta_rule", "kda")
 GATES = {"simple_gla": 1, "gated_delta_rule": 1, "gla": K, "kda": K}
-OPS = ("linear_attention", "retention", "simple_gla", "gla", "delta_rule", "gated_delta_rule",
-       "kda")
+OPS = ("linear_attention", "linear_attention, normalised", "retention", "simple_gla", "gla",
+       "delta_rule", "gated_delta_rule", "kda")
+NORMALISED = "linear_attention, normalised"
+OURS = {"linear_attention": {"feature_map": "identity", "normalize": False},
+        NORMALISED: {"feature_map": "identity"}}
 FLA = {"linear_attention": ("chunk_linear_attn", {"normalize": False}),
+       NORMALISED: ("chunk_linear_attn", {"normalize": True}),
        "retention": ("chunk_retention", {})}
 GPU_SHAPES = ((1, 8192, 96, 96), (1, 32768, 16, 32), (4, 2048, 16, 16))
 CPU_SHAPES = ((1, 512, 16, 16), (1, 2048, 16, 16))
@@ -50,6 +54,8 @@ def problem(op, shape, device, dtype):
         return torch.rand(B, T, *size, generator=random, device=device) * (high - low) + low
 
     x = {"q": normal(H, K), "k": normal(H, K), "v": normal(HV, V)}
+    if op == NORMALISED:
+        x |= {name: x[name].abs() for name in "qk"}
     if op in DELTA:
         x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
     x = {name: a.to(dtype) for name, a in x.items()}
@@ -61,18 +67,16 @@ def problem(op, shape, device, dtype):
 
 
 def ours(op):
-    more = {"feature_map": "identity", "normalize": False} if op == "linear_attention" else {}
-    return lambda x: getattr(linattn, op)(**x, **more)[0]
+    return lambda x: getattr(linattn, op.split(",")[0])(**x, **OURS.get(op, {}))[0]
 
 
 class OnNumPy:
     """Ours without PyTorch: the op and its backward face. What autograd costs is the difference."""
 
     def __init__(self, op):
-        self.forward, self.backward = getattr(linattn, op), getattr(linattn, f"{op}_backward")
-        self.more = {}
-        if op == "linear_attention":
-            self.more = {"feature_map": "identity", "normalize": False}
+        name = op.split(",")[0]
+        self.forward, self.backward = getattr(linattn, name), getattr(linattn, f"{name}_backward")
+        self.more = OURS.get(op, {})
 
     def arrays(self, x):
         return {name: a.detach().numpy() for name, a in x.items()} | self.more
@@ -109,6 +113,8 @@ def fallback(op, solve):
 
     if GATES.get(op) == K:
         raise NotImplementedError("it has no chunked form for gates per key")
+    if op == NORMALISED:
+        raise NotImplementedError("it has no normaliser")
 
     def call(x):
         rest = {name: a for name, a in x.items() if name not in "qkv"}
@@ -259,7 +265,7 @@ def main():
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     linattn.set_num_threads(given.threads)
-    ops = given.only.split(",")
+    ops = re.split(r",(?! )", given.only)
     if given.lift_refusal:
         lift_refusal()
     if given.workers:

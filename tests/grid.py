@@ -157,10 +157,9 @@ def on_tensor_cores(dtype, K, mode, T=1):
     return dtype == ml_dtypes.bfloat16 and K <= 128 and mode != "recurrent" and T > 0
 
 
-def gradients_on_tensor_cores(op, dtype, K, V, mode, T=1):
+def gradients_on_tensor_cores(dtype, K, V, mode, T=1):
     """Does a GPU's backward pass? Hopper's does; on other devices it is more exact than that."""
-    return (on_tensor_cores(dtype, K, mode, T) and K >= 16 and V % 8 == 0
-            and op != "linear_attention")  # normalised, unless a caller says otherwise
+    return on_tensor_cores(dtype, K, mode, T) and K >= 16 and V % 8 == 0
 
 
 def form_of(case, gpu=False):

@@ -60,7 +60,7 @@ def test_backward(case, rng):
         add_gradients(pool, case, grads, x | d, names)
 
     rounded = not device.on_host() and gradients_on_tensor_cores(
-        case.op, case.dtype, case.K, case.V, case.mode, case.T)
+        case.dtype, case.K, case.V, case.mode, case.T)
     repeated(case, rng, once, case.dtype if rounded else None).judge(str(case), gradient=True)
 
 

@@ -33,7 +33,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ops = pytest.mark.parametrize("op", linattn.OPS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 faces = pytest.mark.parametrize("face", ["forward", "step", "backward"])
-# linear_attention's gradients by chunks are those without its normaliser
 PLAIN = "linear_attention, not normalised"
 gradients = pytest.mark.parametrize("op", [*linattn.OPS, PLAIN])
 PER_TOKEN = ("q", "k", "v", "g", "beta", "do")

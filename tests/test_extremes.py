@@ -75,7 +75,7 @@ def judge_gradients(op, rng, x, runs):
     for mode, chunk in runs:
         grads = getattr(linattn, f"{op}_backward")(**d, **x, mode=mode, chunk_size=chunk)
         rounded = not device.on_host() and gradients_on_tensor_cores(
-            op, dtype, x["q"].shape[-1], x["v"].shape[-1], mode)
+            dtype, x["q"].shape[-1], x["v"].shape[-1], mode)
         compare(f"{op}_backward {mode} {chunk}", dtype, True,
                 twin_gradients(op, dtype, mode, chunk), x | d,
                 *((name, getattr(grads, name), getattr(refs, name)) for name in grads._fields),

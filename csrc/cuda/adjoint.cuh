@@ -12,6 +12,7 @@
  * adds up the slots in their order and undoes what loading did to q, k and the gate. */
 enum { COLUMNS = 32, PARTS = 8 };
 #include "batch.cuh"
+#include "normaliser.cuh"
 
 enum { ADJOINT_THREADS = WARPS * 32, SUMS = 3 }; /* dq, dk, da */
 
@@ -23,6 +24,7 @@ struct slots {
     real *dq, *dk, *da; /* [slots][tokens][kp]; da: [slots][tokens] of a scalar decay */
     real *dbeta;        /* [slots][tokens] */
     real *den;          /* normalised: [heads][tokens], the denominators */
+    double *z;          /* normalised: of segments of keys */
     real *states;       /* [slots][segments + N M][ROWS][ADJOINT_THREADS] */
 };
 
@@ -32,8 +34,6 @@ __device__ inline int64_t first_segment(const call &c, int n, int M)
     if (!c.cu.data) return (int64_t)n * ((c.T + M - 1) / M);
     return unit_of(c, n, 0).begin / M + n;
 }
-
-__device__ inline bool has_normaliser(const call &c) { return c.normaliser != LA_UNNORMALISED; }
 
 template <int ROWS> struct adjoint_room {
     batch<ROWS> tokens; /* o: the gradient of num */
@@ -242,104 +242,6 @@ __global__ void __launch_bounds__(ADJOINT_THREADS)
     }
 }
 
-/* ---- the normaliser: z is a vector of its own; a thread has a key ----
- *
- * One block per sequence and value head, K threads rounded up to warps. Sums over tokens in double, what
- * their roundings lose kept: a running sum of positive keys of any length. */
-
-enum { MOST_KEYS = 256 };
-
-struct running {
-    double sum, lost;
-    __device__ void add(double x)
-    {
-        const double next = sum + x, back = next - sum;
-        lost += (sum - (next - back)) + (x - back);
-        sum = next;
-    }
-    __device__ double total() const { return sum + lost; }
-};
-
-__device__ inline double block_sum(double x)
-{
-    __shared__ double of_warps[MOST_KEYS / 32];
-    x = warp_sum(x);
-    __syncthreads(); /* the sum before has been read */
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
-    __syncthreads();
-    double sum = 0;
-    for (int i = 0; i < blockDim.x / 32; i++) sum += of_warps[i];
-    return sum;
-}
-
-/* This thread's element of q or k at token t; zero past K. By whole blocks. */
-__device__ inline real key_of_thread(const call &c, const view &from, int map, const unit &u, int t)
-{
-    const bool there = threadIdx.x < c.K;
-    real x = there ? load<real>(at(from, u.b, t, u.h, threadIdx.x), from.dtype) : 0;
-    if (c.qk_l2norm) x *= l2norm_factor((real)block_sum((double)(x * x)));
-    return there ? apply_map(x, c.map[map], (real)c.map_eps[map]) : 0;
-}
-
-__device__ inline running z_of_thread(const view &from, const call &c, const unit &u)
-{
-    running z = {};
-    if (from.data && threadIdx.x < c.K) z.sum = load<real>(at(from, u.n, u.hv, threadIdx.x), from.dtype);
-    return z;
-}
-
-static __global__ void denominators(const __grid_constant__ call c, const __grid_constant__ slots f)
-{
-    const int head = blockIdx.x % f.heads;
-    const unit u = unit_of(c, blockIdx.x / f.heads, f.first + head);
-    running z = z_of_thread(c.z0, c, u);
-    for (int pass = c.causal ? 1 : 0; pass < 2; pass++)
-        for (int t = u.begin; t < u.end; t++) {
-            if (c.causal || pass == 0) z.add(key_of_thread(c, c.k, 1, u, t));
-            if (pass == 0) continue;
-            const double den = block_sum(z.total() * key_of_thread(c, c.q, 0, u, t));
-            if (threadIdx.x == 0) f.den[head * f.tokens + (int64_t)u.b * c.T + t] = (real)den;
-        }
-}
-
-/* What dq and dk have by way of the denominators, into the first slot of each head; dz0. */
-static __global__ void denominators_adjoint(const __grid_constant__ call c,
-                                            const __grid_constant__ gradients d,
-                                            const __grid_constant__ slots f)
-{
-    const int head = blockIdx.x % f.heads, key = threadIdx.x;
-    const unit u = unit_of(c, blockIdx.x / f.heads, f.first + head);
-    const int64_t row0 = (int64_t)u.b * c.T, apart = f.tokens * f.kp;
-    real *const dq = f.dq + head * f.tiles * apart + row0 * f.kp;
-    real *const dk = f.dk + head * f.tiles * apart + row0 * f.kp;
-    real *const den = f.den + head * f.tokens + row0;
-    running z = z_of_thread(c.z0, c, u), dz = z_of_thread(d.dzt, c, u);
-    if (!c.causal)
-        for (int t = u.begin; t < u.end; t++) z.add(key_of_thread(c, c.k, 1, u, t));
-    for (int t = u.begin; t < u.end; t++) {
-        const real q = key_of_thread(c, c.q, 0, u, t);
-        if (c.causal) z.add(key_of_thread(c, c.k, 1, u, t));
-        real sum = 0;
-        for (int i = 0; i < f.tiles && key < f.kp; i++) sum += dq[i * apart + (int64_t)t * f.kp + key];
-        const double with_num = block_sum((double)q * sum); /* num . dnum = q . dq */
-        const double scaled = den[t] * c.scale;
-        /* was o = scale num / divisor: a clamped divisor does not move */
-        const double d_den = c.normaliser == LA_CLAMP && scaled <= c.eps
-                                 ? 0
-                                 : -c.scale * with_num / clamped(c, scaled);
-        if (key < f.kp) dq[(int64_t)t * f.kp + key] += (real)(d_den * z.total());
-        __syncthreads();
-        if (key == 0) den[t] = (real)d_den;
-        if (!c.causal) dz.add(d_den * q);
-    }
-    __syncthreads();
-    for (int t = u.end - 1; t >= u.begin; t--) { /* was z <- z + k, den = q . z */
-        if (c.causal) dz.add((double)den[t] * key_of_thread(c, c.q, 0, u, t));
-        if (key < f.kp) dk[(int64_t)t * f.kp + key] += (real)dz.total();
-    }
-    if (d.dz0.data && key < c.K) store(at(d.dz0, u.n, u.hv, key), d.dz0.dtype, (real)dz.total());
-}
-
 /* ---- the slots, together ---- */
 
 /* dx, the gradient of q or k as the recurrence sees it, to the user's; a warp has a row. */
@@ -440,7 +342,7 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
 {
     const auto kernel = adjoint<DECAY, RULE, ROWS>;
     const int bytes = sizeof(adjoint_room<ROWS>), group = c.HV / c.H;
-    const bool normalised = c.normaliser != LA_UNNORMALISED;
+    const bool normalised = has_normaliser(c);
     slots f = {};
     f.tiles = (c.V + COLUMNS - 1) / COLUMNS;
     f.kp = (c.K + 31) / 32 * 32;
@@ -455,7 +357,9 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     const int64_t row = lines(f.tiles * f.tokens * f.kp), one = lines(f.tiles * f.tokens);
     const int64_t of_da = DECAY == LA_KEY ? row : DECAY == LA_TOKEN ? one : 0;
     const int64_t of_beta = RULE == LA_DELTA ? one : 0, of_den = normalised ? lines(f.tokens) : 0;
-    const int64_t each = 2 * row + of_da + of_beta + of_den + f.tiles * states * state;
+    const int64_t segments = normalised ? all_segments(c) : 0;
+    const int64_t of_z = segments * f.kp * (int64_t)(sizeof(double) / sizeof(real));
+    const int64_t each = 2 * row + of_da + of_beta + of_den + of_z + f.tiles * states * state;
     f.heads = (int)min((int64_t)c.H, max(ROOM / (each * (int64_t)sizeof(real) * group + 1), (int64_t)1)) * group;
 
     real *room = NULL;
@@ -469,14 +373,18 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     f.da = f.dk + row * f.heads;
     f.dbeta = f.da + of_da * f.heads;
     f.den = f.dbeta + of_beta * f.heads;
-    f.states = f.den + of_den * f.heads;
-    const int most_heads = f.heads, threads = (c.K + 31) / 32 * 32;
+    f.z = (double *)(f.den + of_den * f.heads);
+    f.states = f.den + (of_den + of_z) * f.heads;
+    const int most_heads = f.heads;
     for (f.first = 0; f.first < c.HV && error == cudaSuccess; f.first += most_heads) {
         f.heads = min(most_heads, c.HV - f.first);
         const int64_t units = (int64_t)c.N * f.heads;
-        if (normalised) denominators<<<(unsigned)units, threads, 0, stream>>>(c, f);
+        const through_z<real> by_z = {f.first,  f.heads,  f.tiles, f.kp, parts_of(c, f.heads),
+                                      f.tokens, segments, f.dq,    f.dk, f.den,
+                                      f.z};
+        if (normalised) launch_denominators(c, by_z, stream);
         kernel<<<(unsigned)(units * f.tiles), ADJOINT_THREADS, bytes, stream>>>(c, d, f);
-        if (normalised) denominators_adjoint<<<(unsigned)units, threads, 0, stream>>>(c, d, f);
+        if (normalised) launch_denominators_adjoint(c, d, by_z, stream);
         error = launch_gather<DECAY, RULE, ROWS * PARTS / 32>(c, d, f, stream);
         if (d.per_head) gather_head<<<f.heads, MOST_KEYS, 0, stream>>>(c, d, f);
         if (error == cudaSuccess) error = cudaGetLastError();

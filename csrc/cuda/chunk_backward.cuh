@@ -119,6 +119,8 @@ struct backward_scratch {
     chunks w;
     kept f;
     local_flags to;
+    through_z<float> z; /* if normalised */
+    char *d_num;        /* and the gradient of num, [B T][HV][V] in bf16 */
 };
 
 /* What a call's kernels leave each other, laid out from `room` on (NULL: only counted), in bytes. */
@@ -134,9 +136,11 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     const int64_t tokens = (int64_t)c.B * c.T, score = places * PANEL_BYTES;
     const int heads = per_key ? c.HV : c.H;
     const int64_t keys = slots * heads * tile;
+    const bool normalised = has_normaliser(c);
     w.slots = (int)slots;
     w.heads = heads;
     to.kp = (c.K + 31) / 32 * 32;
+    x->z.segments = normalised ? segments_of_keys(c) : 0;
     const struct {
         char **to;
         int64_t bytes;
@@ -157,6 +161,9 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {&f.Z, delta ? places * panels * PANEL_BYTES : 0},
         {(char **)&to.dq, to.direct ? 0 : tokens * c.HV * to.kp * 4},
         {(char **)&to.dk, to.direct ? 0 : tokens * c.HV * to.kp * 4},
+        {(char **)&x->z.z, normalised ? x->z.segments * c.HV * to.kp * 8 : 0},
+        {&x->d_num, normalised ? tokens * c.HV * c.V * 2 : 0},
+        {(char **)&x->z.den, normalised ? tokens * c.HV * 4 : 0},
         {(char **)&to.da, d.per_head ? tokens * c.HV * 4 : 0},
     };
     int64_t bytes = 0;
@@ -164,24 +171,53 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         *part.to = part.bytes && room ? room + bytes : NULL;
         bytes += part.bytes;
     }
+    x->z = {0, c.HV, 1, to.kp, 0, tokens, x->z.segments, to.dq, to.dk, x->z.den, x->z.z};
     return bytes;
+}
+
+/* The gradient of num, but for the scale: was o = scale num / divisor. A thread has eight columns. */
+static __global__ void __launch_bounds__(256)
+    divide(const __grid_constant__ call c, const __grid_constant__ gradients d, const float *den, char *to)
+{
+    const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x, tokens = (int64_t)c.B * c.T;
+    const int groups = c.V / 8, column = (int)(i % groups) * 8, hv = (int)(i / groups % c.HV);
+    const int64_t token = i / groups / c.HV;
+    if (token >= tokens) return;
+    const float by = clamped(c, den[hv * tokens + token] * (float)c.scale);
+    uint4 x = *(const uint4 *)at(d.d_o, (int)(token / c.T), (int)(token % c.T), hv, column);
+    uint32_t *const pair = (uint32_t *)&x;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float low = __uint_as_float(pair[j] << 16), high = __uint_as_float(pair[j] & 0xffff0000);
+        pair[j] = pack(low / by, high / by);
+    }
+    *(uint4 *)(to + i * 16) = x;
 }
 
 /* One turn, its heads and its scratch laid out. */
 template <int KP, la_decay DECAY, la_rule RULE>
-static cudaError_t launch_turn(const call &c, const gradients &d, const backward_scratch &x,
-                               int processors, cudaStream_t stream)
+static cudaError_t launch_turn(const call &c, gradients d, const backward_scratch &x, int processors,
+                               cudaStream_t stream)
 {
     constexpr bool per_key = DECAY == LA_KEY;
+    const bool normalised = has_normaliser(c);
     const auto prepare = prepare_of<KP, DECAY, RULE>();
     const auto local = local_of<KP, DECAY, RULE>();
     const int64_t places = (int64_t)x.w.slots * c.HV, tokens = (int64_t)c.B * c.T;
+    cudaError_t error = cudaSuccess;
+    if (normalised && tokens) {
+        error = find_denominators(c, x.z, stream);
+        if (error != cudaSuccess) return error;
+        divide<<<(unsigned)((tokens * c.HV * (c.V / 8) + 255) / 256), 256, 0, stream>>>(c, d, x.z.den,
+                                                                                      x.d_num);
+        const int64_t row = (int64_t)c.HV * c.V;
+        d.d_o = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
+    }
     back_maps maps = {};
     map_of(c, c.q, c.H, c.K, &maps.q); /* or q and k are read where prepare leaves them */
     map_of(c, c.k, c.H, c.K, &maps.k);
     if (!map_of(c, c.v, c.HV, c.V, &maps.v) || !map_of(c, d.d_o, c.HV, c.V, &maps.d_o))
         return cudaErrorInvalidValue; /* they could be mapped for all heads */
-    cudaError_t error = cudaSuccess;
     if (places) {
         prepare<<<(unsigned)((int64_t)x.w.slots * x.w.heads), per_key ? KEY_THREADS : SCALAR_THREADS,
                   prepare_bytes<KP, DECAY, RULE>(), stream>>>(c, x.w, x.to.q_as_given, x.to.k_as_given);
@@ -194,6 +230,7 @@ static cudaError_t launch_turn(const call &c, const gradients &d, const backward
             c, d, x.w, maps, x.f, x.to);
         error = cudaGetLastError();
     }
+    if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && !x.to.direct && tokens) {
         join_heads<<<(unsigned)((tokens * c.H + 7) / 8), 256, 0, stream>>>(c, d, x.to);
         error = cudaGetLastError();
@@ -221,7 +258,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     backward_scratch x = {};
     x.to.q_as_given = map_of(c, c.q, c.H, c.K, &map) && plain;
     x.to.k_as_given = map_of(c, c.k, c.H, c.K, &map) && plain;
-    x.to.direct = plain && c.HV == c.H;
+    x.to.direct = plain && c.HV == c.H && !has_normaliser(c);
 
     call some = c;
     gradients d_some = d;

@@ -339,8 +339,8 @@ static cudaError_t one_token(const la_problem *p, const call &c)
 
 la_status la_cuda_step(la_problem *p) { return run(p, one_token); }
 
-/* By chunks where by_chunks does, in causal forms without a normaliser, and not for the smallest K:
- * a l2norm's gradient is what is left of a few products, whose operands tensor cores have rounded. */
+/* By chunks where by_chunks does, in causal forms, and not for the smallest K: a l2norm's gradient is
+ * what is left of a few products, whose operands tensor cores have rounded. */
 static cudaError_t in_reverse(const la_problem *p, const call &c)
 {
     static const backward_launcher *const chunk[4] = {chunk_backward_none, NULL, chunk_backward_token,
@@ -350,7 +350,7 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
     const gradients d = gradients_of(p);
     const cudaStream_t stream = (cudaStream_t)p->stream;
     const bool fits = p->array[LA_Q].dtype == LA_BF16 && p->K >= 16 && p->K <= 128 &&
-                      p->mode != LA_RECURRENT && p->causal && p->normaliser == LA_UNNORMALISED;
+                      p->mode != LA_RECURRENT && p->causal;
     cudaMemPool_t pool;
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error != cudaSuccess) return error;

@@ -24,6 +24,19 @@ extern const backward_launcher chunk_backward_none[2], chunk_backward_token[2], 
 /* The end of it: a gate per head's, from [HV][B T]. */
 cudaError_t gather_gates(const call &, const gradients &, float *da, cudaStream_t);
 
+/* What the normaliser adds to gradients, of value heads first..first + heads: the denominators before
+ * everything else, and, when dq has what comes by way of the numerators, the rest. */
+template <typename real> struct through_z {
+    int first, heads, tiles, kp, parts; /* slots are [heads][tiles]; kp: K, padded; parts: blocks each */
+    int64_t tokens, segments;           /* B T; of a head, all its sequences together */
+    real *dq, *dk;                      /* [slots][tokens][kp] */
+    real *den;                          /* [heads][tokens] */
+    double *z;                          /* [heads][segments][kp] */
+};
+int64_t segments_of_keys(const call &);
+cudaError_t find_denominators(const call &, through_z<float>, cudaStream_t);
+cudaError_t undo_denominators(const call &, const gradients &, through_z<float>, cudaStream_t);
+
 /* The step of many states; cudaErrorNotSupported, with nothing done, where step_* are as good. */
 extern const launcher stream_kv[4][2], stream_vk[4][2];
 

@@ -130,6 +130,11 @@ template <typename real> __device__ inline real gate_gradient(real da, real a, l
     return gate == LA_DECAY ? da : gate == LA_SLOPE ? -a * da : a * da;
 }
 
+__host__ __device__ inline bool has_normaliser(const call &c)
+{
+    return c.normaliser != LA_UNNORMALISED;
+}
+
 /* The read's end: o = scale num, or scale num / clamped(scale den). */
 template <typename real> __device__ inline real clamped(const call &c, real den)
 {
