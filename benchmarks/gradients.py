@@ -34,7 +34,7 @@ OPS = ("linear_attention", "linear_attention, normalised", "retention", "simple_
        "delta_rule", "gated_delta_rule", "kda")
 NORMALISED = "linear_attention, normalised"
 OURS = {"linear_attention": {"feature_map": "identity", "normalize": False},
-        NORMALISED: {"feature_map": "identity"}}
+        NORMALISED: {"feature_map": "identity", "normalize": "clamp"}}  # q and k are positive
 FLA = {"linear_attention": ("chunk_linear_attn", {"normalize": False}),
        NORMALISED: ("chunk_linear_attn", {"normalize": True}),
        "retention": ("chunk_retention", {})}

@@ -278,19 +278,13 @@ def test_a_model_learns_as_before(name, calls):
     assert (ours - theirs).norm() < 1e-3 * theirs.norm()
 
 
-needs_gpu = pytest.mark.skipif(
-    not (linattn.cuda.is_available() and torch.cuda.is_available()),
-    reason=linattn.cuda.why_not() or "PyTorch sees no GPU")
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @families
-def test_a_layer_in_bfloat16_is_accurate(name, device):
+def test_a_layer_in_bfloat16_is_accurate(name):
     """Of one layer: over a whole model two roundings drift apart, whoever made them."""
-    m, mask = copy.deepcopy(model(name)).to(device, torch.bfloat16), text()[1].to(device)
+    m, (_, mask) = copy.deepcopy(model(name)).to(torch.bfloat16), text()
     layer = next(iter(layers_of(m).values()))
     made = torch.Generator().manual_seed(2)
-    x = torch.randn(2, T, 48, generator=made).to(device, torch.bfloat16)
+    x = torch.randn(2, T, 48, generator=made).to(torch.bfloat16)
     with torch.inference_mode():
         fallback = layer(x, attention_mask=mask)
         with use_linattn(m):
@@ -299,8 +293,7 @@ def test_a_layer_in_bfloat16_is_accurate(name, device):
             use_exact(m, patch)
             want = layer(x, attention_mask=mask)
     assert ours.dtype == torch.bfloat16
-    assert_accurate(*(array(o.cpu()) for o in (ours, want, fallback)), dtype=ml_dtypes.bfloat16,
-                    name=name)
+    assert_accurate(array(ours), array(want), array(fallback), dtype=ml_dtypes.bfloat16, name=name)
 
 
 @pytest.mark.parametrize("name", [name for name in ("qwen3_5_text", "kimi_linear")
@@ -325,7 +318,8 @@ def test_a_prompt_in_parts_is_the_prompt(name, calls):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
-@needs_gpu
+@pytest.mark.skipif(not (linattn.cuda.is_available() and torch.cuda.is_available()),
+                    reason=linattn.cuda.why_not() or "PyTorch sees no GPU")
 @families
 def test_on_a_gpu(name, calls):
     """The same on CUDA, the float64 functions too."""
