@@ -1,8 +1,8 @@
 """`--device emulated`: the ops on another machine's processor, the tests and references on this one's.
 
 LINATTN_EMULATED is the command that starts a Python of that machine in which linattn can be imported,
-by an emulator say. This file, run by it, is the other side: it reads calls from its standard input and
-answers on its standard output. A call's arrays travel with their arena (device.py), so they lie there
+by an emulator say. There `serve` reads calls from its standard input and answers on its standard
+output. A call's arrays travel with their arena (device.py), so they lie there
 as they do here. A reference in NumPy would take a hundred times as long there as the op does.
 """
 
@@ -47,7 +47,9 @@ class Emulated:
     def __init__(self):
         if not os.environ.get("LINATTN_EMULATED"):
             raise RuntimeError("LINATTN_EMULATED names no command that starts the other Python")
-        self.other = subprocess.Popen([*shlex.split(os.environ["LINATTN_EMULATED"]), __file__],
+        here = os.path.dirname(__file__)
+        start = f"import sys; sys.path.append({here!r}); import emulated; emulated.serve()"
+        self.other = subprocess.Popen([*shlex.split(os.environ["LINATTN_EMULATED"]), "-c", start],
                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.what = self.answer()
 
@@ -56,6 +58,9 @@ class Emulated:
             return pickle.load(self.other.stdout)
         except EOFError:
             raise RuntimeError(f"the other side ended with {self.other.wait()}") from None
+        except BaseException:  # a test's time is over: no other call may take what is still to come
+            self.other.kill()
+            raise
 
     def there(self, block):
         self.block, self.twins = block.copy(), []
@@ -88,10 +93,13 @@ class Emulated:
         return mapped(result, lambda y: self.twins[y.number] if isinstance(y, Twin) else y)
 
 
-def serve(calls, answers):
+def serve():
     import platform
 
     import linattn
+
+    calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what somebody prints is no answer
 
     def answer(*what):
         pickle.dump(what, answers)
@@ -124,10 +132,3 @@ def serve(calls, answers):
             except Exception as raised:
                 error = raised
         answer(error, mapped(result, twin_of), [(str(w.message), w.category) for w in warned], block)
-
-
-if __name__ == "__main__":
-    sys.modules["emulated"] = sys.modules["__main__"]  # the name that a Twin is pickled under
-    stdout = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what somebody prints is no answer
-    serve(sys.stdin.buffer, stdout)
