@@ -1,9 +1,9 @@
-"""`--device emulated`: the ops on another machine's processor, the tests and references on this one's.
+"""`--device emulated`: the ops on another machine's processor; tests and references stay here.
 
-LINATTN_EMULATED is the command that starts a Python of that machine in which linattn can be imported,
-by an emulator say. There `serve` reads calls from its standard input and answers on its standard
-output. A call's arrays travel with their arena (device.py), so they lie there
-as they do here. A reference in NumPy would take a hundred times as long there as the op does.
+LINATTN_EMULATED is the command that starts a Python of that machine in which linattn can be
+imported, by an emulator say. There `serve` reads calls from its standard input and answers on its
+standard output. A call's arrays travel with their arena (device.py), so that they lie there as they
+do here. The references in NumPy would take far longer there than the ops.
 """
 
 import os
@@ -108,27 +108,32 @@ def serve():
     answer(platform.machine(), linattn._linattn.isa()[0])
     while True:
         try:
-            name, block, args, kwargs = pickle.load(calls)
+            call = pickle.load(calls)
         except EOFError:
             return
-        block = block.copy()  # what was unpickled may be read-only
-        arrays = []  # [(array, twin)]
+        answer(*run(linattn, *call))
 
-        def made(x):
-            if not isinstance(x, Twin):
-                return x
-            arrays.append((x.over(block), x))
-            return arrays[-1][0]
 
-        def twin_of(y):
-            return next((twin for array, twin in arrays if y is array), y)
+def run(linattn, name, block, args, kwargs):
+    block = block.copy()  # what was unpickled may be read-only
+    arrays = []  # [(array, twin)]
 
-        error = result = None
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            try:
-                result = getattr(linattn, name)(
-                    *mapped(args, made), **{key: mapped(x, made) for key, x in kwargs.items()})
-            except Exception as raised:
-                error = raised
-        answer(error, mapped(result, twin_of), [(str(w.message), w.category) for w in warned], block)
+    def made(x):
+        if not isinstance(x, Twin):
+            return x
+        arrays.append((x.over(block), x))
+        return arrays[-1][0]
+
+    def twin_of(y):
+        return next((twin for array, twin in arrays if y is array), y)
+
+    error = result = None
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            result = getattr(linattn, name)(
+                *mapped(args, made), **{key: mapped(x, made) for key, x in kwargs.items()})
+        except Exception as raised:
+            error = raised
+    said = [(str(w.message), w.category) for w in warned]
+    return error, mapped(result, twin_of), said, block
