@@ -16,8 +16,9 @@ def pytest_addoption(parser):
     parser.addoption("--grid", choices=("few", "sample", "all"), default="sample",
                      help="how much of the grid of shapes to run")
     parser.addoption("--device", choices=device.KINDS, default="numpy",
-                     help="the arrays that the ops are called with: NumPy's, or PyTorch's on the "
-                          "CPU (torch) or a GPU (cuda), or CuPy's")
+                     help="the arrays that the ops are called with: NumPy's, here or on another "
+                          "processor (emulated), or PyTorch's on the CPU (torch) or a GPU (cuda), "
+                          "or CuPy's")
 
 
 def pytest_configure(config):
@@ -29,13 +30,14 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     if device.kind != "numpy":
-        return (f"device: {device.kind}; test files with nothing for a device are left out, "
-                f"these run: {', '.join(device.FILES)}")
+        what = f" {device.arrays.what}" if device.kind == "emulated" else ""
+        return (f"device: {device.kind}{what}; test files with nothing for a device are left out, "
+                f"these run: {', '.join(device.files())}")
 
 
 def pytest_ignore_collect(collection_path):
     path = collection_path
-    if device.kind != "numpy" and path.match("test_*.py") and path.name not in device.FILES:
+    if device.kind != "numpy" and path.match("test_*.py") and path.name not in device.files():
         return True
 
 

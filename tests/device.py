@@ -19,16 +19,19 @@ import functools
 import inspect
 import warnings
 
+import emulated
 import ml_dtypes
 import numpy as np
 import pytest
 
 import linattn
 
-KINDS = ("numpy", "torch", "cuda", "cupy")
+KINDS = ("numpy", "emulated", "torch", "cuda", "cupy")
 FILES = ("test_arguments.py", "test_autograd.py", "test_backward.py", "test_bound.py",
          "test_cuda.py", "test_extremes.py", "test_features.py", "test_forward.py",
          "test_pool.py", "test_properties.py", "test_step.py", "test_worked_example.py")
+COMPUTED = ("test_backward.py", "test_extremes.py", "test_forward.py", "test_pool.py",
+            "test_properties.py", "test_step.py")  # these have nothing but calls of the ops
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FACES = {f"{op}{face}" for op in linattn.OPS for face in ("", "_step", "_backward")}
 ARRAYS = {"do", "q", "k", "v", "g", "alpha", "beta", "gamma", "slopes", "initial_state", "state",
@@ -44,6 +47,9 @@ def choose(name):
     global kind, arrays
     kind = name
     if name == "numpy":
+        return
+    if name == "emulated":
+        arrays = emulated.Emulated()
         return
     if name != "torch" and not linattn.cuda.is_available():
         raise RuntimeError(linattn.cuda.why_not())
@@ -61,7 +67,12 @@ def imported(name):
 
 
 def on_host():
-    return kind in ("numpy", "torch")
+    return kind in ("numpy", "torch", "emulated")
+
+
+def files():
+    """The test files that have something for this device."""
+    return COMPUTED if kind == "emulated" else FILES
 
 
 def leave_out(what):
@@ -327,11 +338,14 @@ def through_the_device(real):
             assert arrays.is_own(y), f"{real.__name__} of {kind} arrays gave a {type(y)}"
             return arrays.to_numpy(y)
 
+        function = real
+        if kind == "emulated":
+            function = functools.partial(arrays.call, real.__name__)
         named = [convert(name, x) for name, x in zip(positions, args, strict=False)]
         rest = args[len(named):]
         kwargs = {name: convert(name, x) for name, x in kwargs.items()}
         try:
-            return revert(real(*named, *rest, **kwargs))
+            return revert(function(*named, *rest, **kwargs))
         finally:
             arena.bring_back()
 

@@ -8,6 +8,7 @@
 #define LA_INSTANCE la_cpu_avx2_f32
 #define LA_ISA "avx2"
 #define LA_LANE_BYTES 32
+#define LA_REGISTERS 16
 #define LA_REAL float
 #define LA_REAL_BITS 32
 #include "instance.h"

@@ -8,6 +8,7 @@
 #define LA_INSTANCE la_cpu_avx2_f64
 #define LA_ISA "avx2"
 #define LA_LANE_BYTES 32
+#define LA_REGISTERS 16
 #define LA_REAL double
 #define LA_REAL_BITS 64
 #include "instance.h"

@@ -10,6 +10,7 @@
 #define LA_INSTANCE la_cpu_avx512_f32
 #define LA_ISA "avx512"
 #define LA_LANE_BYTES 64
+#define LA_REGISTERS 32
 #define LA_REAL float
 #define LA_REAL_BITS 32
 #include "instance.h"

@@ -10,6 +10,7 @@
 #define LA_INSTANCE la_cpu_avx512_f64
 #define LA_ISA "avx512"
 #define LA_LANE_BYTES 64
+#define LA_REGISTERS 32
 #define LA_REAL double
 #define LA_REAL_BITS 64
 #include "instance.h"

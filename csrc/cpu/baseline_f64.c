@@ -2,6 +2,7 @@
 #define LA_INSTANCE la_cpu_baseline_f64
 #define LA_ISA "baseline"
 #define LA_LANE_BYTES 16
+#define LA_REGISTERS 16
 #define LA_REAL double
 #define LA_REAL_BITS 64
 #include "instance.h"

@@ -10,35 +10,41 @@
 
 /* ---- instruction sets ---- */
 
+/* By feature bits (the compiler's builtins also ask the system whether it saves the registers),
+ * never by the name of a processor family. */
+static bool anywhere(void) { return true; }
+
+#if defined(__x86_64__)
+static bool with_avx2(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("bmi2");
+}
+
+static bool with_avx512(void)
+{
+    return with_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
 typedef struct {
     const la_kernels *f32, *f64;
+    bool (*runs_here)(void);
 } instance;
 
+/* From the least to the best. */
 static const instance instances[] = {
-    {&la_cpu_baseline_f32, &la_cpu_baseline_f64},
+    {&la_cpu_baseline_f32, &la_cpu_baseline_f64, anywhere},
 #if defined(__x86_64__)
-    {&la_cpu_avx2_f32, &la_cpu_avx2_f64},
-    {&la_cpu_avx512_f32, &la_cpu_avx512_f64},
+    {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2},
+    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512},
+#elif defined(__aarch64__)
+    {&la_cpu_neon_f32, &la_cpu_neon_f64, anywhere}, /* every AArch64 Linux has it */
 #endif
 };
 enum { INSTANCES = sizeof instances / sizeof *instances };
-
-/* By feature bits (the compiler's builtins also ask the system whether it saves the registers),
- * never by the name of a processor family. */
-static bool runs_here(int i)
-{
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (i == 1)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-               __builtin_cpu_supports("bmi2");
-    if (i == 2)
-        return runs_here(1) && __builtin_cpu_supports("avx512f") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq");
-#endif
-    return i == 0;
-}
 
 static _Atomic int chosen = -1;
 
@@ -46,7 +52,7 @@ static int choose(void)
 {
     int i = atomic_load(&chosen);
     if (i >= 0) return i;
-    for (i = INSTANCES - 1; i > 0 && !runs_here(i); i--) continue;
+    for (i = INSTANCES - 1; i > 0 && !instances[i].runs_here(); i--) continue;
     atomic_store(&chosen, i);
     return i;
 }
@@ -55,7 +61,7 @@ bool la_isa_choose(const char *name)
 {
     for (int i = 0; i < INSTANCES; i++)
         if (!strcmp(name, instances[i].f32->isa)) {
-            if (!runs_here(i)) return false;
+            if (!instances[i].runs_here()) return false;
             atomic_store(&chosen, i);
             return true;
         }
@@ -67,7 +73,7 @@ int la_isa_count(void) { return INSTANCES; }
 
 const char *la_isa_name(int i, bool *here)
 {
-    *here = runs_here(i);
+    *here = instances[i].runs_here();
     return instances[i].f32->isa;
 }
 

@@ -1,8 +1,8 @@
 /* One instance: every kernel for one instruction set and one real type, as a table of functions.
  *
  * The files that include this say which: LA_INSTANCE (the table's name), LA_ISA (its name for
- * people), LA_LANE_BYTES, LA_REAL, LA_REAL_BITS, and the compiler's target. A kernel is a function
- * with constant (decay, rule): six pairs, never one per op. */
+ * people), LA_LANE_BYTES, LA_REGISTERS, LA_REAL, LA_REAL_BITS, and the compiler's target. A kernel
+ * is a function with constant (decay, rule): six pairs, never one per op. */
 
 #include <math.h>
 #include <string.h>

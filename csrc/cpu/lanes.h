@@ -2,7 +2,8 @@
  * that plain C arithmetic does not spell. Included once per instance; everything is static, so
  * that no copy compiled for a newer machine can win at link time.
  *
- * The instance files define LA_REAL (float or double), LA_REAL_BITS and LA_LANE_BYTES. */
+ * The instance files define LA_REAL (float or double), LA_REAL_BITS, LA_LANE_BYTES, and how many
+ * vectors the registers hold, LA_REGISTERS: 16 or 32. */
 
 typedef LA_REAL real;
 #if LA_REAL_BITS == 32

@@ -3,8 +3,10 @@
  *
  * A tile is R rows of NV lanes, one accumulator each. With 32 vector registers 16 accumulators, as
  * 8 x 2, divide a chunk of 16 and keep enough multiply-adds in flight (latency 4, two a cycle,
- * needs 8); with 16 registers 6 x 2 leaves room for the two lanes of B and a broadcast. Wider
- * tiles measured no faster.
+ * needs 8; NEON, up to four a cycle, 16), and what is left holds the two lanes of B and, before
+ * their multiply-adds, the eight elements of A: 26. A cycle of four multiply-adds then asks for 2.5
+ * loads, of which such cores do 3. With 16 registers 6 x 2 leaves room for the two lanes of B and a
+ * broadcast. Wider tiles measured no faster on x86-64.
  *
  * Every element is a sum in the order of p that joins what is there at its end, whatever tile it
  * falls in: the same bits however the columns are split. A sum of its own keeps the roundings at the
@@ -16,7 +18,7 @@ enum { CHAIN = 32 };
 
 /* TILE accumulators, as TILE / 2 rows of two lanes; triangles go by blocks of ROWS rows and STRIP
  * lanes, whose sums leave room for a row of what is solved. */
-#if LA_LANE_BYTES == 64
+#if LA_REGISTERS == 32
 enum { TILE = 16, STRIP = 2, ROWS = 8 };
 #else
 enum { TILE = 12, STRIP = 2, ROWS = 4 };
@@ -90,7 +92,7 @@ LA_FN void tile_column(const int NV, int64_t M, int P, const real *A, int64_t ai
     case 3: LA_TILE(3); break;
     case 4: LA_TILE(4); break;
     case 5: LA_TILE(5); break;
-#if LA_LANE_BYTES == 64
+#if LA_REGISTERS == 32
     case 6: LA_TILE(6); break;
     case 7: LA_TILE(7); break;
 #endif
