@@ -26,6 +26,7 @@ ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")
 FLAGS = [
     "-std=gnu11",
     "-O3",
+    "-fwrapv",  # as Python builds extensions, also where CFLAGS stands for its own flags
     "-ffp-contract=fast",  # a * b + c is one rounding where the machine has it: docs/decisions/0006
     "-fvisibility=hidden",
     "-Wall",
