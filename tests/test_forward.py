@@ -8,9 +8,9 @@ from grid import (
     for_op,
     form_of,
     inputs_of,
-    on_tensor_cores,
     reference_op,
     repeated,
+    rounds_products,
     sampled,
     tensor_core_cases,
     v_first,
@@ -48,7 +48,7 @@ def check(case, rng, **how):
                  lambda x: reference(x, dtype=case.dtype, **form_of(case, gpu)), x)
 
     gpu = not device.on_host()
-    rounded = gpu and on_tensor_cores(case.dtype, case.K, case.mode, case.T)
+    rounded = rounds_products(case.dtype, case.K, case.mode, case.T)
     repeated(case, rng, once, case.dtype if rounded else None).judge(str(case))
 
 

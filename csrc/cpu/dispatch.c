@@ -12,13 +12,18 @@
 
 typedef struct {
     const la_kernels *f32, *f64;
+    const la_kernels *bf16; /* for what in_pairs says; or NULL */
 } instance;
 
 static const instance instances[] = {
-    {&la_cpu_baseline_f32, &la_cpu_baseline_f64},
+    {&la_cpu_baseline_f32, &la_cpu_baseline_f64, NULL},
 #if defined(__x86_64__)
-    {&la_cpu_avx2_f32, &la_cpu_avx2_f64},
-    {&la_cpu_avx512_f32, &la_cpu_avx512_f64},
+    {&la_cpu_avx2_f32, &la_cpu_avx2_f64, NULL},
+    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, NULL},
+    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, &la_cpu_avx512_bf16},
+#if defined(LA_EMULATE_BF16)
+    {&la_cpu_avx2_f32, &la_cpu_avx2_f64, &la_cpu_avx2_bf16},
+#endif
 #endif
 };
 enum { INSTANCES = sizeof instances / sizeof *instances };
@@ -36,6 +41,10 @@ static bool runs_here(int i)
         return runs_here(1) && __builtin_cpu_supports("avx512f") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq");
+    if (i == 3) return runs_here(2) && __builtin_cpu_supports("avx512bf16");
+#if defined(LA_EMULATE_BF16)
+    if (i == 4) return runs_here(1);
+#endif
 #endif
     return i == 0;
 }
@@ -51,10 +60,12 @@ static int choose(void)
     return i;
 }
 
+static const char *name_of(const instance *i) { return (i->bf16 ? i->bf16 : i->f32)->isa; }
+
 bool la_isa_choose(const char *name)
 {
     for (int i = 0; i < INSTANCES; i++)
-        if (!strcmp(name, instances[i].f32->isa)) {
+        if (!strcmp(name, name_of(&instances[i]))) {
             if (!runs_here(i)) return false;
             atomic_store(&chosen, i);
             return true;
@@ -62,19 +73,31 @@ bool la_isa_choose(const char *name)
     return false;
 }
 
-const char *la_isa(void) { return instances[choose()].f32->isa; }
+const char *la_isa(void) { return name_of(&instances[choose()]); }
 int la_isa_count(void) { return INSTANCES; }
 
 const char *la_isa_name(int i, bool *here)
 {
     *here = runs_here(i);
-    return instances[i].f32->isa;
+    return name_of(&instances[i]);
 }
 
 static const la_kernels *kernels_for(const la_problem *p)
 {
     const instance *i = &instances[choose()];
     return p->real == LA_F64 ? i->f64 : i->f32;
+}
+
+/* A forward pass whose products the processor can take of bfloat16 numbers as they are. */
+static bool in_pairs(const la_problem *p)
+{
+    return p->causal && p->mode != LA_RECURRENT && p->array[LA_Q].dtype == LA_BF16;
+}
+
+static const la_kernels *forward_kernels_for(const la_problem *p)
+{
+    const la_kernels *bf16 = instances[choose()].bf16;
+    return bf16 && in_pairs(p) ? bf16 : kernels_for(p);
 }
 
 /* ---- scratch ---- */
@@ -239,7 +262,7 @@ static void split(job *j, double nanoseconds)
 
 la_status la_forward(la_problem *p)
 {
-    job j = {.p = p, .kernels = kernels_for(p)};
+    job j = {.p = p, .kernels = forward_kernels_for(p)};
     double nanoseconds = work_of(p, 3);
     split(&j, nanoseconds);
     int64_t units = p->N * groups(p, j.heads) * j.panels;
