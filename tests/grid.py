@@ -159,11 +159,11 @@ def on_tensor_cores(dtype, K, mode, T=1):
 
 
 def rounds_products(dtype, K, mode, T=1):
-    """Does a forward pass here round what it multiplies to bfloat16? A processor with an instruction
-    for such products does, causal ops taken for granted; no gradient there does."""
+    """Does a causal forward pass round what it multiplies to bfloat16? Also on the host, where the
+    processor has an instruction for such products, in chunks of up to 64 (no test has larger)."""
     if device.on_host():
         paired = _linattn.isa()[0] in ("avx512bf16", "avx2bf16")
-        return paired and dtype == ml_dtypes.bfloat16 and mode != "recurrent" and T > 0
+        return paired and dtype == ml_dtypes.bfloat16 and mode == "chunk" and T > 0
     return on_tensor_cores(dtype, K, mode, T)
 
 

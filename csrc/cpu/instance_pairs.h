@@ -1,5 +1,5 @@
-/* One instance of the chunk form by products of pairs (pairs.h): the forward pass of bfloat16 problems
- * that are causal and not recurrent, for one instruction set. dispatch.c sends it no others. Files that
+/* One instance of the chunk form by products of pairs (pairs.h): the forward pass of causal
+ * bfloat16 problems in chunks, for one instruction set. dispatch.c sends it no others. Files that
  * include this say what instance.h asks for, and LA_BF16_PRODUCTS. */
 
 #include <math.h>
