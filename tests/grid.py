@@ -158,12 +158,13 @@ def on_tensor_cores(dtype, K, mode, T=1):
     return dtype == ml_dtypes.bfloat16 and K <= 128 and mode != "recurrent" and T > 0
 
 
-def rounds_products(dtype, K, mode, T=1):
+def rounds_products(dtype, K, mode, T=1, chunk=None):
     """Does a causal forward pass round what it multiplies to bfloat16? Also on the host, where the
-    processor has an instruction for such products, in chunks of up to 64 (no test has larger)."""
+    processor has an instruction for such products, in chunks of up to 64."""
     if device.on_host():
         paired = _linattn.isa()[0] in ("avx512bf16", "avx2bf16")
-        return paired and dtype == ml_dtypes.bfloat16 and mode == "chunk" and T > 0
+        paired = paired and mode == "chunk" and (chunk or 0) <= 64
+        return paired and dtype == ml_dtypes.bfloat16 and T > 0
     return on_tensor_cores(dtype, K, mode, T)
 
 
