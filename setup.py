@@ -2,6 +2,7 @@
 and the CUDA part, where nvcc is found.
 
 LINATTN_WERROR=1 turns compiler warnings, nvcc's too, into errors (CI). CC chooses the compiler.
+LINATTN_EMULATE_BF16=1 adds an instance that tests the text of avx512bf16's on AVX2: never ship it.
 LINATTN_CUDA=1 insists on the CUDA part, =0 leaves it out. nvcc is looked for in CUDA_HOME, on the
 PATH, in /usr/local/cuda. LINATTN_CUDA_ARCHS="80 90a 90+PTX" (the default) says for which devices.
 """
@@ -35,6 +36,8 @@ FLAGS = [
 ]
 if os.environ.get("LINATTN_WERROR") == "1":
     FLAGS.append("-Werror")
+if os.environ.get("LINATTN_EMULATE_BF16") == "1":
+    FLAGS += ["-DLA_EMULATE_BF16", "-Wno-psabi"]  # no function is called with such a lane
 
 
 # Machine code for Ampere and all that runs its code (8.x), for Hopper, and PTX for later devices.

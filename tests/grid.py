@@ -7,11 +7,12 @@ with every (op, mode, dtype), the rest of the shape drawn at random but the same
 import itertools
 from dataclasses import dataclass
 
+import device
 import ml_dtypes
 import numpy as np
 
 import linattn
-from linattn import reference, testing
+from linattn import _linattn, reference, testing
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 MODES = ("chunk", "recurrent", "parallel")
@@ -157,6 +158,16 @@ def on_tensor_cores(dtype, K, mode, T=1):
     return dtype == ml_dtypes.bfloat16 and K <= 128 and mode != "recurrent" and T > 0
 
 
+def rounds_products(dtype, K, mode, T=1, chunk=None):
+    """Does a causal forward pass round what it multiplies to bfloat16? Also on the host, where the
+    processor has an instruction for such products, in chunks of up to 64."""
+    if device.on_host():
+        paired = _linattn.isa()[0] in ("avx512bf16", "avx2bf16")
+        paired = paired and mode == "chunk" and (chunk or 0) <= 64
+        return paired and dtype == ml_dtypes.bfloat16 and T > 0
+    return on_tensor_cores(dtype, K, mode, T)
+
+
 def gradients_on_tensor_cores(dtype, K, V, mode, T=1):
     """Does a GPU's backward pass? Hopper's does; on other devices it is more exact than that."""
     return on_tensor_cores(dtype, K, mode, T) and K >= 16 and V % 8 == 0
@@ -237,8 +248,8 @@ class Pool:
     """Outputs of several repeats of a case, put together before they are judged.
 
     state_dtype: what a state, or its gradient, is judged as, if not as what it is stored in, its
-    twin rounded to that. A state summed by tensor cores is a sum of products of bfloat16 numbers,
-    and no better than these.
+    twin rounded to that. A state summed by tensor cores, or by a processor's products of pairs, is
+    a sum of products of bfloat16 numbers, and no better than these.
     """
 
     def __init__(self, state_dtype=None):

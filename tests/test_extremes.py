@@ -18,8 +18,8 @@ from grid import (
     STATES,
     THROWS,
     gradients_on_tensor_cores,
-    on_tensor_cores,
     parts,
+    rounds_products,
     throw_again,
     wider,
     worse,
@@ -54,7 +54,7 @@ def judge(op, rng, x, *, modes=MODES, chunk_sizes=(None,), gradients=True):
         o, state = getattr(linattn, op)(
             **x, mode=mode, chunk_size=chunk, output_final_state=True)
 
-        rounded = not device.on_host() and on_tensor_cores(dtype, x["q"].shape[-1], mode)
+        rounded = rounds_products(dtype, x["q"].shape[-1], mode, chunk=chunk)
         form = mode if device.on_host() or rounded else "recurrent"
 
         def twin(x, form=form, chunk=chunk):

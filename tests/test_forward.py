@@ -1,16 +1,19 @@
 """The forward pass of every op, mode and dtype over the grid, by the acceptance rule."""
 
 import device
+import ml_dtypes
+import pytest
 from conftest import poisoned
 from device import ops as linattn
 from grid import (
+    Case,
     cases,
     for_op,
     form_of,
     inputs_of,
-    on_tensor_cores,
     reference_op,
     repeated,
+    rounds_products,
     sampled,
     tensor_core_cases,
     v_first,
@@ -48,7 +51,7 @@ def check(case, rng, **how):
                  lambda x: reference(x, dtype=case.dtype, **form_of(case, gpu)), x)
 
     gpu = not device.on_host()
-    rounded = gpu and on_tensor_cores(case.dtype, case.K, case.mode, case.T)
+    rounded = rounds_products(case.dtype, case.K, case.mode, case.T, case.chunk)
     repeated(case, rng, once, case.dtype if rounded else None).judge(str(case))
 
 
@@ -58,3 +61,9 @@ def test_forward(case, rng):
 
 def test_forward_at_the_sizes_of_tensor_cores(tensor_case, rng):
     check(tensor_case, rng, form="chunk")
+
+
+@pytest.mark.parametrize("op", ["delta_rule", "gated_delta_rule"])
+def test_long_chunks_of_few_keys(op, rng):
+    """The solve of a long chunk feeds each rounding to all tokens after it."""
+    check(Case(op, "chunk", ml_dtypes.bfloat16, T=257, chunk=128, K=3, V=16, H=1, HV=1, B=3), rng)

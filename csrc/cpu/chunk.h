@@ -82,6 +82,15 @@ LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n
     return next;
 }
 
+LA_FN void load_gates(chunk *c, const la_problem *p, const la_unit *u, int64_t t,
+                      const la_decay decay, const la_rule rule)
+{
+    for (int64_t i = 0; i < c->n; i++) {
+        load_decay(p, u, t + i, c->a + i * (decay == LA_KEY ? c->kp : 1), decay);
+        if (rule == LA_DELTA) c->beta[i] = load_beta(p, u, t + i);
+    }
+}
+
 /* Tokens t..t+n of the unit's sequence; without q, and so without P, if they are not to be read. */
 LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t n,
                       const bool reads, const la_decay decay, const la_rule rule)
@@ -90,10 +99,7 @@ LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t
     c->q = c->k + n * c->kp;
     load_keys(p, LA_K, u->b, t, n, u->h, c->k);
     if (reads) load_keys(p, LA_Q, u->b, t, n, u->h, c->q);
-    for (int64_t i = 0; i < n; i++) {
-        load_decay(p, u, t + i, c->a + i * (decay == LA_KEY ? c->kp : 1), decay);
-        if (rule == LA_DELTA) c->beta[i] = load_beta(p, u, t + i);
-    }
+    load_gates(c, p, u, t, decay, rule);
 }
 
 LA_FN void multiply_row(int64_t n, real *to, const real *x, const real *y)
@@ -132,6 +138,19 @@ LA_FN void decay_products(chunk *c)
     }
 }
 
+/* Gamma over the bare products, if there is one. */
+LA_FN void decayed_scores(chunk *c, const bool reads, const la_decay decay, const la_rule rule)
+{
+    if (decay == LA_NONE) {
+        c->P = c->qk;
+        c->L = c->kk;
+        return;
+    }
+    decay_products(c);
+    if (reads) multiply_row(c->n * c->cp, c->P, c->gamma, c->qk);
+    if (rule == LA_DELTA) multiply_row(c->n * c->cp, c->L, c->gamma, c->kk);
+}
+
 /* One decay per token (or none): the products of the chunk's rows once, then Gamma over them. */
 LA_FN void scores_token(chunk *c, const la_problem *p, const bool reads, const la_decay decay,
                         const la_rule rule)
@@ -144,14 +163,7 @@ LA_FN void scores_token(chunk *c, const la_problem *p, const bool reads, const l
         narrow_product(reads ? 2 * n : n, padded(n), p->K, c->k, kp, c->kt, cp, c->kk, cp);
     else if (reads)
         narrow_product(n, padded(n), p->K, c->q, kp, c->kt, cp, c->qk, cp);
-    if (decay == LA_NONE) {
-        c->P = c->qk;
-        c->L = c->kk;
-        return;
-    }
-    decay_products(c);
-    if (reads) multiply_row(n * cp, c->P, c->gamma, c->qk);
-    if (rule == LA_DELTA) multiply_row(n * cp, c->L, c->gamma, c->kk);
+    decayed_scores(c, reads, decay, rule);
 }
 
 /* Token i and R keys before it, from j on: k~_j <- a_i k~_j, and the lanes whose sums are P_ij and
@@ -187,7 +199,7 @@ LA_FN void sum_parts(int64_t count, const lane *part, real *to)
 }
 
 /* One decay per token and key: each key's row is carried down the chunk. */
-LA_FN void scores_key(chunk *c, const la_problem *p, const bool reads, const la_rule rule)
+LA_FN void scores_key(chunk *c, const bool reads, const la_rule rule)
 {
     const int64_t n = c->n, kp = c->kp, cp = c->cp;
     real *k_hat = c->hat, *q_hat = c->hat + n * kp;
@@ -215,22 +227,24 @@ LA_FN void scores_key(chunk *c, const la_problem *p, const bool reads, const la_
         if (reads) sum_parts(i + 1, c->part, c->P + i * cp);
         if (rule == LA_DELTA) sum_parts(i, c->part + cp, c->L + i * cp);
     }
-    transpose(n, p->K, c->tilde, kp, c->kt, cp);
 }
 
 LA_FN void chunk_scores(chunk *c, const la_problem *p, const bool reads, const la_decay decay,
                         const la_rule rule)
 {
-    if (decay == LA_KEY)
-        scores_key(c, p, reads, rule);
-    else
+    if (decay != LA_KEY) {
         scores_token(c, p, reads, decay, rule);
+        return;
+    }
+    scores_key(c, reads, rule);
+    transpose(c->n, p->K, c->tilde, c->kp, c->kt, c->cp);
 }
 
 /* ---- solve, read, carry: one panel of columns ---- */
 
 typedef struct panel {
     int64_t v0, v1, width; /* columns of V; width is padded */
+    int64_t which;         /* among those of a unit's heads */
     real *S;               /* [K][width] */
     real *U;               /* [C][width]: what is written */
     real *rU;              /* TOKEN [C][width]: r U, as the chunk's end sees it (else U) */
@@ -410,6 +424,8 @@ LA_FN void chunk_denominators(chunk *c, real *z, real *lost)
     add_keys(c->n, c->kp, c->k, z, lost);
 }
 
+#include "chunk_pairs.h"
+
 /* ---- a whole sequence, forward ---- */
 
 /* Columns worked on together: their state, 128 x 64 floats, and the chunk fit a 48 KiB L1. */
@@ -420,10 +436,12 @@ typedef struct forward_scratch {
     real *S;          /* [heads][panels][K][width] */
     real *z, *lost;   /* [heads][kp] */
     real *U, *rU, *O; /* one panel's */
+    pair_scratch x;
 } forward_scratch;
 
 LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64_t C, int64_t heads,
-                        int64_t columns, const la_decay decay, const la_rule rule)
+                        int64_t columns, const la_decay decay, const la_rule rule,
+                        const bool paired)
 {
     int64_t width = padded(columns < PANEL ? columns : PANEL);
     int64_t panels = (columns + PANEL - 1) / PANEL;
@@ -434,6 +452,7 @@ LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64
     f->O = take(m, C * width);
     f->z = take(m, heads * padded(p->K));
     f->lost = take(m, heads * padded(p->K));
+    if (paired) pairs_take(&f->x, m, p, C, heads, panels, width, decay);
 }
 
 LA_FN panel panel_at(const forward_scratch *f, const la_problem *p, const la_unit *u, int64_t head,
@@ -443,6 +462,7 @@ LA_FN panel panel_at(const forward_scratch *f, const la_problem *p, const la_uni
     const int64_t panels = (all + PANEL - 1) / PANEL, which = head * panels + (v - u->v0) / PANEL;
     panel s = {.v0 = v, .v1 = v + PANEL < u->v1 ? v + PANEL : u->v1};
     s.width = padded(s.v1 - s.v0);
+    s.which = which;
     s.S = f->S + which * p->K * widest;
     s.U = f->U;
     s.rU = f->rU;
@@ -467,14 +487,15 @@ LA_FN void panel_forward(const chunk *c, const la_problem *p, const la_unit *u, 
     panel_carry(c, p, s, s->S, next, decay);
 }
 
-/* The unit's heads walk side by side, chunk by chunk: their rows are neighbours in memory. */
+/* The unit's heads walk side by side, chunk by chunk: their rows are neighbours in memory. paired:
+ * by products of pairs. */
 LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, arena *m,
-                         const la_decay decay, const la_rule rule)
+                         const la_decay decay, const la_rule rule, const bool paired)
 {
     static const la_name touched[] = {LA_O, LA_V, LA_G, LA_Q, LA_K};
     const bool normalised = is_normalised(p, decay, rule);
     forward_scratch f;
-    forward_take(&f, m, p, C, all->heads, all->v1 - all->v0, decay, rule);
+    forward_take(&f, m, p, C, all->heads, all->v1 - all->v0, decay, rule, paired);
     chunk *c = &f.c;
 
     for (int64_t i = 0; i < all->heads; i++) {
@@ -482,6 +503,7 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, are
         for (int64_t v = u->v0; v < u->v1; v += PANEL) {
             panel s = panel_at(&f, p, u, i, v);
             load_state(p, LA_S0, u, s.v0, s.v1, s.S, s.width);
+            if (paired) pairs_load_state(&f.x, p, &s);
         }
         if (normalised) load_z(p, LA_Z0, u, f.z + i * c->kp);
         fill(c->kp, f.lost + i * c->kp, 0);
@@ -490,12 +512,20 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, are
         for (int64_t i = 0; i < all->heads; i++) {
             const la_unit one = head_of(p, all, i), *u = &one;
             ahead next = ahead_of(p, u, t + C, C, touched, sizeof touched / sizeof *touched);
-            chunk_load(c, p, u, t, t + C < u->end ? C : u->end - t, true, decay, rule);
-            chunk_scores(c, p, true, decay, rule);
+            const int64_t n = t + C < u->end ? C : u->end - t;
+            if (paired) {
+                pairs_scores(c, &f.x, p, u, t, n, decay, rule);
+            } else {
+                chunk_load(c, p, u, t, n, true, decay, rule);
+                chunk_scores(c, p, true, decay, rule);
+            }
             if (normalised) chunk_denominators(c, f.z + i * c->kp, f.lost + i * c->kp);
             for (int64_t v = u->v0; v < u->v1; v += PANEL) {
                 panel s = panel_at(&f, p, u, i, v);
-                panel_forward(c, p, u, t, &s, &next, normalised, decay, rule);
+                if (paired)
+                    pairs_forward(c, &f.x, p, u, t, &s, &next, normalised, decay, rule);
+                else
+                    panel_forward(c, p, u, t, &s, &next, normalised, decay, rule);
             }
         }
     for (int64_t i = 0; i < all->heads; i++) {

@@ -2,7 +2,7 @@
  *
  * The files that include this say which: LA_INSTANCE (the table's name), LA_ISA (its name for
  * people), LA_LANE_BYTES, LA_REGISTERS, LA_REAL, LA_REAL_BITS, and the compiler's target. A kernel
- * is a function with constant (decay, rule): six pairs, never one per op. */
+ * is a function with constant (decay, rule): six pairs (kinds.h), never one per op. */
 
 #include <math.h>
 #include <string.h>
@@ -16,6 +16,7 @@
 #endif
 
 #include "lanes.h"
+#include "kinds.h"
 #include "arena.h"
 #include "ahead.h"
 #include "tile.h"
@@ -27,16 +28,10 @@
 #include "gather.h"
 
 /* clang-format off */
-/* The six pairs of (decay, rule). HEAD is TOKEN with token stride 0. */
-#define LA_PAIRS(X) \
-    X(NONE, ADDITIVE) X(NONE, DELTA) X(TOKEN, ADDITIVE) X(TOKEN, DELTA) X(KEY, ADDITIVE) X(KEY, DELTA)
-
-#define LA_KERNEL static __attribute__((noinline)) void
-
 #define DEFINE_PAIR(decay, rule) \
     LA_KERNEL walk_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, arena *m) \
     { \
-        chunk_forward(p, u, C, m, LA_##decay, LA_##rule); \
+        chunk_forward(p, u, C, m, LA_##decay, LA_##rule, false); \
     } \
     LA_KERNEL scan_##decay##_##rule(const la_problem *p, const la_unit *u, la_name state, \
                                     la_name z, arena *m) \
@@ -73,28 +68,17 @@ static const struct {
 };
 /* clang-format on */
 
-LA_FN la_decay kernel_decay(const la_problem *p)
-{
-    return p->decay == LA_HEAD ? LA_TOKEN : p->decay;
-}
 #define PAIR(p) pairs[kernel_decay(p)][(p)->rule]
 
 /* Tokens per chunk. 16: the products with the state cost the same per token whatever C is, those
  * within the chunk grow with C, and 16 rows already run the tiles at full speed. */
 enum { CHUNK = 16 };
 
-LA_FN int64_t chunk_length(const la_problem *p, int64_t longest)
-{
-    int64_t C = p->mode == LA_PARALLEL ? longest : p->chunk ? p->chunk : CHUNK;
-    if (C > longest) C = longest;
-    return C < 1 ? 1 : C;
-}
-
 /* What a unit of all columns takes; narrower units take less. */
 static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_t heads)
 {
     arena m = {NULL, 0};
-    const int64_t C = chunk_length(p, longest);
+    const int64_t C = chunk_length(p, longest, CHUNK);
     if (!p->causal) {
         whole_scratch f;
         whole_take(&f, &m, p, C < 64 ? C : 64, p->V);
@@ -103,7 +87,7 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_
         scan_take(&f, &m, p);
     } else {
         forward_scratch f;
-        forward_take(&f, &m, p, C, heads, p->V, kernel_decay(p), p->rule);
+        forward_take(&f, &m, p, C, heads, p->V, kernel_decay(p), p->rule, false);
     }
     return m.used;
 }
@@ -111,7 +95,7 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_
 static void forward(const la_problem *p, const la_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
-    const int64_t C = chunk_length(p, u->end - u->begin);
+    const int64_t C = chunk_length(p, u->end - u->begin, CHUNK);
     if (p->causal && p->mode != LA_RECURRENT) {
         PAIR(p).walk(p, u, C, &m);
         return;
@@ -146,7 +130,7 @@ static void step(const la_problem *p, const la_unit *u, void *scratch)
 static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)
 {
     arena m = {NULL, 0};
-    const int64_t C = chunk_length(p, longest);
+    const int64_t C = chunk_length(p, longest, CHUNK);
     const int64_t columns = p->V < LA_BACKWARD_PANEL ? p->V : LA_BACKWARD_PANEL;
     if (!p->causal) {
         whole_scratch f;
@@ -164,7 +148,7 @@ static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)
 static void backward(const la_problem *p, const la_unit *u, const la_partials *sums, void *scratch)
 {
     arena m = {scratch, 0};
-    const int64_t C = chunk_length(p, u->end - u->begin);
+    const int64_t C = chunk_length(p, u->end - u->begin, CHUNK);
     if (!p->causal) {
         whole_backward(p, u, sums, C < 64 ? C : 64, &m);
     } else if (p->mode == LA_RECURRENT) {

@@ -1,0 +1,20 @@
+/* The text of avx512_bf16.c on AVX2, with lanes as wide and its instructions spelled out: to test it
+ * where the processor has none, and for nothing else (LINATTN_EMULATE_BF16 in setup.py). */
+#if defined(__x86_64__) && defined(LA_EMULATE_BF16)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,bmi2")
+#endif
+#define LA_INSTANCE la_cpu_avx2_bf16
+#define LA_ISA "avx2bf16"
+#define LA_LANE_BYTES 64
+#define LA_REGISTERS 32
+#define LA_REAL float
+#define LA_REAL_BITS 32
+#define LA_BF16_PRODUCTS 2
+#include "instance_pairs.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif
