@@ -28,10 +28,7 @@ static bool with_avx512(void)
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
 }
 
-static bool with_avx512bf16(void)
-{
-    return with_avx512() && __builtin_cpu_supports("avx512bf16");
-}
+static bool with_avx512bf16(void) { return with_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 typedef struct {
