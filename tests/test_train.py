@@ -96,10 +96,11 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
             signal.raise_signal(signal.SIGINT)  # in the middle of a step
         step(self, *arguments)
     capsys.readouterr()
+    before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
         patch.setattr(train.Training, "train_step", interrupted)
         assert command(*options, "--out", tmp_path / "parts") == 130
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     message, _, rest = capsys.readouterr().err.partition("python -m linattn train ")
     assert message == "linattn train: stopped after step 14 of 25; to go on: "
     assert saved(tmp_path / "parts")["step"] == 14
