@@ -28,13 +28,6 @@ struct slots {
     real *states;       /* [slots][segments + N M][ROWS][ADJOINT_THREADS] */
 };
 
-/* Where sequence n's segments begin, as slots of chunks do: prepare.cuh. */
-__device__ inline int64_t first_segment(const call &c, int n, int M)
-{
-    if (!c.cu.data) return (int64_t)n * ((c.T + M - 1) / M);
-    return unit_of(c, n, 0).begin / M + n;
-}
-
 template <int ROWS> struct adjoint_room {
     batch<ROWS> tokens; /* o: the gradient of num */
     key_row<ROWS> sums[2][SUMS][WARPS]; /* of a token: each warp's part */
@@ -349,7 +342,7 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     f.tokens = (int64_t)c.B * c.T;
     const int64_t most = c.cu.data ? f.tokens / max(c.N, 1) : c.T; /* tokens of a usual sequence */
     for (f.M = BATCH; (int64_t)f.M * f.M < most;) f.M += BATCH;
-    f.segments = (int)(c.cu.data ? c.T / f.M + c.N : c.N * (((int64_t)c.T + f.M - 1) / f.M));
+    f.segments = (int)segments_of(c, f.M);
     const int64_t state = ROWS * ADJOINT_THREADS;
     const int64_t states = c.causal ? f.segments + (int64_t)c.N * f.M : 0;
     /* numbers of a value head, in their order: whole lines each */
@@ -357,7 +350,7 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     const int64_t row = lines(f.tiles * f.tokens * f.kp), one = lines(f.tiles * f.tokens);
     const int64_t of_da = DECAY == LA_KEY ? row : DECAY == LA_TOKEN ? one : 0;
     const int64_t of_beta = RULE == LA_DELTA ? one : 0, of_den = normalised ? lines(f.tokens) : 0;
-    const int64_t segments = normalised ? all_segments(c) : 0;
+    const int64_t segments = normalised ? segments_of(c, SEGMENT) : 0;
     const int64_t of_z = segments * f.kp * (int64_t)(sizeof(double) / sizeof(real));
     const int64_t each = 2 * row + of_da + of_beta + of_den + of_z + f.tiles * states * state;
     f.heads = (int)min((int64_t)c.H, max(ROOM / (each * (int64_t)sizeof(real) * group + 1), (int64_t)1)) * group;
@@ -379,12 +372,15 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     for (f.first = 0; f.first < c.HV && error == cudaSuccess; f.first += most_heads) {
         f.heads = min(most_heads, c.HV - f.first);
         const int64_t units = (int64_t)c.N * f.heads;
-        const through_z<real> by_z = {f.first,  f.heads,  f.tiles, f.kp, parts_of(c, f.heads),
-                                      f.tokens, segments, f.dq,    f.dk, f.den,
-                                      f.z};
-        if (normalised) launch_denominators(c, by_z, stream);
+        const through_z<real> by_z = {f.first,  f.heads,  f.tiles, f.kp, 0,     f.tokens,
+                                      segments, f.dq,     f.dk,    f.den, f.z};
+        if (normalised) error = launch_denominators(c, by_z, stream);
+        if (error != cudaSuccess) break;
         kernel<<<(unsigned)(units * f.tiles), ADJOINT_THREADS, bytes, stream>>>(c, d, f);
-        if (normalised) launch_denominators_adjoint(c, d, by_z, stream);
+        error = cudaGetLastError();
+        if (error == cudaSuccess && normalised)
+            error = launch_denominators_adjoint(c, d, by_z, stream);
+        if (error != cudaSuccess) break;
         error = launch_gather<DECAY, RULE, ROWS * PARTS / 32>(c, d, f, stream);
         if (d.per_head) gather_head<<<f.heads, MOST_KEYS, 0, stream>>>(c, d, f);
         if (error == cudaSuccess) error = cudaGetLastError();

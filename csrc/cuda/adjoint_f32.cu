@@ -20,16 +20,14 @@ cudaError_t gather_gates(const call &c, const gradients &d, float *da, cudaStrea
     return cudaGetLastError();
 }
 
-int64_t segments_of_keys(const call &c) { return all_segments(c); }
+int64_t segments_of_keys(const call &c) { return segments_of(c, SEGMENT); }
 
 cudaError_t find_denominators(const call &c, through_z<float> f, cudaStream_t stream)
 {
-    f.parts = parts_of(c, f.heads);
     return launch_denominators(c, f, stream);
 }
 
 cudaError_t undo_denominators(const call &c, const gradients &d, through_z<float> f, cudaStream_t stream)
 {
-    f.parts = parts_of(c, f.heads);
     return launch_denominators_adjoint(c, d, f, stream);
 }

@@ -53,17 +53,17 @@ __device__ inline running z_of_thread(const view &from, const call &c, const uni
     return z;
 }
 
-/* How many segments there are, and where sequence n's begin, as slots of chunks do: prepare.cuh. */
-static int64_t all_segments(const call &c)
+/* How many segments of M tokens there are, and where sequence n's begin, as slots of chunks do:
+ * prepare.cuh. */
+static int64_t segments_of(const call &c, int M)
 {
-    return c.cu.data ? (int64_t)c.T / SEGMENT + c.N
-                     : (int64_t)c.N * (((int64_t)c.T + SEGMENT - 1) / SEGMENT);
+    return c.cu.data ? c.T / M + c.N : (int64_t)c.N * (((int64_t)c.T + M - 1) / M);
 }
 
-__device__ inline int64_t first_of_segments(const call &c, const unit &u)
+__device__ inline int64_t first_segment(const call &c, int n, int M)
 {
-    if (!c.cu.data) return (int64_t)u.n * ((c.T + SEGMENT - 1) / SEGMENT);
-    return u.begin / SEGMENT + u.n;
+    if (!c.cu.data) return (int64_t)n * ((c.T + M - 1) / M);
+    return unit_of(c, n, 0).begin / M + n;
 }
 
 /* A value head's sequence, as a block sees it. */
@@ -81,7 +81,7 @@ template <typename real> struct sequence_of_keys {
         u = unit_of(c, block / f.heads, f.first + head);
         count = (u.end - u.begin + SEGMENT - 1) / SEGMENT;
         kp = f.kp;
-        z = f.z + (head * f.segments + first_of_segments(c, u)) * kp + threadIdx.x;
+        z = f.z + (head * f.segments + first_segment(c, u.n, SEGMENT)) * kp + threadIdx.x;
         row0 = (int64_t)u.b * c.T;
         den = f.den + head * f.tokens + row0;
     }
@@ -209,9 +209,10 @@ static int parts_of(const call &c, int heads)
 }
 
 template <typename real>
-static cudaError_t launch_denominators(const call &c, const through_z<real> &f, cudaStream_t stream)
+static cudaError_t launch_denominators(const call &c, through_z<real> f, cudaStream_t stream)
 {
     const unsigned sequences = (unsigned)c.N * f.heads;
+    f.parts = parts_of(c, f.heads);
     sum_segments<real><<<sequences * f.parts, f.kp, 0, stream>>>(c, f);
     sum_before<real><<<sequences, f.kp, 0, stream>>>(c, f);
     denominators<real><<<sequences * f.parts, f.kp, 0, stream>>>(c, f);
@@ -219,10 +220,11 @@ static cudaError_t launch_denominators(const call &c, const through_z<real> &f, 
 }
 
 template <typename real>
-static cudaError_t launch_denominators_adjoint(const call &c, const gradients &d,
-                                               const through_z<real> &f, cudaStream_t stream)
+static cudaError_t launch_denominators_adjoint(const call &c, const gradients &d, through_z<real> f,
+                                               cudaStream_t stream)
 {
     const unsigned sequences = (unsigned)c.N * f.heads;
+    f.parts = parts_of(c, f.heads);
     denominators_adjoint<real><<<sequences * f.parts, f.kp, 0, stream>>>(c, f);
     sum_after<real><<<sequences, f.kp, 0, stream>>>(c, d, f);
     keys_adjoint<real><<<sequences * f.parts, f.kp, 0, stream>>>(c, f);
