@@ -4,9 +4,10 @@ and the CUDA part, where nvcc is found.
 LINATTN_WERROR=1 turns compiler warnings, nvcc's too, into errors (CI). CC chooses the compiler.
 LINATTN_EMULATE_BF16=1 adds an instance that tests the text of avx512bf16's on AVX2: never ship it.
 LINATTN_CUDA=1 insists on the CUDA part, =0 leaves it out. nvcc is looked for in CUDA_HOME, on the
-PATH, in /usr/local/cuda. LINATTN_CUDA_ARCHS="80 90a 90+PTX" (the default) says for which devices.
+PATH, in /usr/local/cuda. LINATTN_CUDA_ARCHS="80+PTX 90a" (about the default) says for which devices.
 """
 
+import fnmatch
 import glob
 import os
 import re
@@ -40,22 +41,30 @@ if os.environ.get("LINATTN_EMULATE_BF16") == "1":
     FLAGS += ["-DLA_EMULATE_BF16", "-Wno-psabi"]  # no function is called with such a lane
 
 
-# Machine code for Ampere and all that runs its code (8.x), for Hopper, and PTX for later devices.
-ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "80 90a 90+PTX").split()
+# Machine code for Ampere and all that runs its code (8.x), with PTX for later devices, and for Hopper.
+# A file of its own list gains by it: streams of states use Hopper's copy engine on what comes after it
+# too; float16's chunks are for Hopper alone.
+ASKED_ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "").split()
+ARCHS = {"": "80+PTX 90a", "stream_": "80 90a 90+PTX", "chunk_*_f16": "90a"}
+
+
+def archs_of(source):
+    name = os.path.basename(source)
+    return ASKED_ARCHS or ARCHS[max(p for p in ARCHS if fnmatch.fnmatch(name, p + "*"))].split()
 
 
 def gencode(arch):
     number = arch.removesuffix("+PTX")
-    return f"-gencode=arch=compute_{number},code={'compute' if '+' in arch else 'sm'}_{number}"
+    code = f"[sm_{number},compute_{number}]" if "+" in arch else f"sm_{number}"
+    return f"-gencode=arch=compute_{number},code={code}"
 
 
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
-    *map(gencode, ARCHS),
     # Files are compiled side by side already, one per core; a machine with more cores than files
     # gives each more threads, for its architectures. A thread takes up to a gigabyte.
-    f"--threads={max(1, min(len(ARCHS), os.cpu_count() // 4))}",
+    f"--threads={max(1, min(3, os.cpu_count() // 4))}",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 ]
 if os.environ.get("LINATTN_WERROR") == "1":
@@ -112,7 +121,7 @@ class ParallelBuild(build_ext):
             if not cuda:
                 return compile_one([source], **options)
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            self.spawn([NVCC, *NVCC_FLAGS, "-c", source, "-o", target])
+            self.spawn([NVCC, *NVCC_FLAGS, *map(gencode, archs_of(source)), "-c", source, "-o", target])
             return [target]
 
         def compile_all(sources, **options):
@@ -124,7 +133,7 @@ class ParallelBuild(build_ext):
 
         settings = [
             [self.settings("cc", bool(NVCC), FLAGS, os.environ.get("CC"))],
-            [self.settings("nvcc", NVCC, NVCC_FLAGS)],
+            [self.settings("nvcc", NVCC, NVCC_FLAGS, ASKED_ARCHS or ARCHS)],
         ]
         ext.depends.extend([*settings[0], *settings[1]])
         if ".cu" not in self.compiler.src_extensions:

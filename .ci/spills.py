@@ -1,6 +1,6 @@
 """Registers that the chunk kernels spill, from what nvcc -Xptxas=-v said: one log per argument.
 
-The kernels for K = V = 64 and 128 may spill none: the speed of bfloat16 rests on them. A stack
+The kernels for K = V = 64 and 128 may spill none: the speed of bfloat16 and float16 rests on them. A stack
 frame is no spill by itself; walk has one for what it does token by token.
 """
 
@@ -25,6 +25,7 @@ def kernels(text):
             function = found[1]
         elif (found := SPILLS.search(line)) and (name := KERNEL.match(function)):
             switches = " ".join(f"{what}={value}" for what, value in SWITCH.findall(name[3]))
+            switches += " of float16" if "__half" in name[3] else ""
             yield name[1], int(name[2]), switches, arch, *map(int, found.groups())
 
 
@@ -33,7 +34,7 @@ def main(logs):
     there = {(name.partition("_")[0], K, arch) for name, K, _, arch, *_ in seen}
     print(f"{len(seen)} chunk kernels; stack frame, spill stores, spill loads in bytes:")
     for name, K, switches, arch, *bytes_ in sorted(seen):
-        print(f"  {arch:7}{name:15} K = {K:3}  {switches:16}", *(f"{n:6}" for n in bytes_))
+        print(f"  {arch:7}{name:15} K = {K:3}  {switches:32}", *(f"{n:6}" for n in bytes_))
     missing = [(name, K, arch) for name in ("prepare", "walk") for K in (64, 128)
                for arch in ("sm_80", "sm_90a") if (name, K, arch) not in there]
     if missing:

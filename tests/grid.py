@@ -95,8 +95,8 @@ TENSOR_HEADS = ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))
 
 
 def tensor_core_cases(seed):
-    """bfloat16 at every (op, K, V, T); each heads, layout, norm, state and packing several times
-    with each of them. The reference takes the chunk form here: the recurrence would take minutes.
+    """bfloat16 at every (op, K, V, T), float16 at every fourth; each heads, layout, norm, state and
+    packing several times with each of them. The reference takes the chunk form here: the recurrence would take minutes.
     """
     rng = np.random.default_rng(seed)
     sizes = itertools.product(TENSOR_DIMENSIONS, TENSOR_DIMENSIONS, TENSOR_LENGTHS)
@@ -107,7 +107,8 @@ def tensor_core_cases(seed):
             flags = {name: bool(rng.integers(2)) for name in ("packed", "v_first", "state")}
             flags["l2norm"] = rng.integers(3) == 0
             B = 1 if flags["packed"] or T > 200 else int(rng.integers(1, 3))
-            yield Case(op, "chunk", ml_dtypes.bfloat16, T, None, K, V, H, HV, B, **flags)
+            dtype = np.float16 if (i + j) % 4 == 3 else ml_dtypes.bfloat16
+            yield Case(op, "chunk", dtype, T, None, K, V, H, HV, B, **flags)
 
 
 def inputs_of(case, rng):
@@ -153,14 +154,15 @@ def sampled(grid, every, how):
 
 
 def on_tensor_cores(dtype, K, mode, T=1):
-    """Does a GPU's forward pass multiply on tensor cores, its operands rounded to bfloat16? All
-    others walk the tokens there one by one, whatever the mode."""
-    return dtype == ml_dtypes.bfloat16 and K <= 128 and mode != "recurrent" and T > 0
+    """Does a GPU's forward pass multiply on tensor cores, its operands rounded to `dtype`? All
+    others walk the tokens there one by one, whatever the mode; so do float16 on devices before
+    Hopper, and the delta rule with K below 16, and are more exact then."""
+    return dtype in (ml_dtypes.bfloat16, np.float16) and K <= 128 and mode != "recurrent" and T > 0
 
 
 def rounds_products(dtype, K, mode, T=1, chunk=None):
-    """Does a causal forward pass round what it multiplies to bfloat16? Also on the host, where the
-    processor has an instruction for such products, in chunks of up to 64."""
+    """Does a causal forward pass round what it multiplies to `dtype`? Also on the host, where the
+    processor has an instruction for products of bfloat16 numbers, in chunks of up to 64."""
     if device.on_host():
         paired = _linattn.isa()[0] in ("avx512bf16", "avx2bf16")
         paired = paired and mode == "chunk" and (chunk or 0) <= 64
@@ -169,8 +171,9 @@ def rounds_products(dtype, K, mode, T=1, chunk=None):
 
 
 def gradients_on_tensor_cores(dtype, K, V, mode, T=1):
-    """Does a GPU's backward pass? Hopper's does; on other devices it is more exact than that."""
-    return on_tensor_cores(dtype, K, mode, T) and K >= 16 and V % 8 == 0
+    """Does a GPU's backward pass? Hopper's does, of bfloat16; on other devices it is more exact."""
+    return (dtype == ml_dtypes.bfloat16 and on_tensor_cores(dtype, K, mode, T) and K >= 16
+            and V % 8 == 0)
 
 
 def form_of(case, gpu=False):
@@ -249,7 +252,7 @@ class Pool:
 
     state_dtype: what a state, or its gradient, is judged as, if not as what it is stored in, its
     twin rounded to that. A state summed by tensor cores, or by a processor's products of pairs, is
-    a sum of products of bfloat16 numbers, and no better than these.
+    a sum of products of numbers of two bytes, and no better than these.
     """
 
     def __init__(self, state_dtype=None):

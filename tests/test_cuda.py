@@ -29,7 +29,7 @@ pytestmark = [
       for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")),
 ]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ops = pytest.mark.parametrize("op", linattn.OPS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 faces = pytest.mark.parametrize("face", ["forward", "step", "backward"])
@@ -779,12 +779,75 @@ def test_a_long_sequence(op, dtype):
     judge(op, x, o, "2^17 tokens")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @ops
-def test_tensor_cores_at_32768_tokens(op):
-    x = problem(op, B=1, T=32768, H=1, HV=1, K=128, V=128)
+def test_tensor_cores_at_32768_tokens(op, dtype):
+    x = problem(op, dtype=dtype, B=1, T=32768, H=1, HV=1, K=128, V=128)
     del x["initial_state"]
     o, _ = getattr(linattn, op)(**x)
     judge(op, x, o, "32768 tokens")
+
+
+def large_scores(x):
+    """q'k up to 1e6 from token 70 on, v small enough that o is an ordinary number."""
+    x["q"][:, 70:] *= 500
+    x["k"][:, 70:] *= 500
+    x["v"][:, 70:] /= 1e4
+
+
+def large_state(x):
+    """A state of about 1e7, which q brings back."""
+    x["initial_state"] = over_arrays(lambda s: s * 1e7, x["initial_state"])
+    x["q"] /= 1e4
+
+
+def large_growth(x):
+    """A decay above one, by which the state grows past 65504 within a chunk and shrinks again."""
+    x["g"][:, 100:116] = 1
+    x["g"][:, 116:132] = -1
+    x["q"] /= 1e4
+
+
+@pytest.mark.parametrize("large", [large_scores, large_state, large_growth])
+@pytest.mark.parametrize("op", [PLAIN, *linattn.OPS])
+def test_float16_numbers_between_that_float16_has_not(op, large):
+    """What products leave on the way is float32; where an operand of the next would not fit into
+    float16's range, the tokens go one by one. Equal to the recurrence but for rounding."""
+    x = problem(op, dtype="float16", T=300, K=128)
+    if op == PLAIN:
+        x["feature_map"] = "identity"
+    if large is large_growth and "g" not in x:
+        pytest.skip(f"{op} has no gate that may grow")
+    if large is large_scores and "beta" in x:
+        pytest.skip(f"{op} with keys of length 500 is no contraction: its state has no bound")
+    large(x)
+    op = op.split(",")[0]
+    want, _ = getattr(linattn, op)(**x, mode="recurrent")
+    got, _ = getattr(linattn, op)(**x)
+    assert torch.isfinite(want).all()
+    assert torch.isfinite(got).all(), "an infinity that float32 does not have"
+    error = (got - want).double().square().mean().sqrt() / want.double().square().mean().sqrt()
+    assert error < 4e-3, error
+
+
+@pytest.mark.parametrize("op", [PLAIN, "linear_attention"])
+def test_float16_sums_of_all_tokens(op):
+    """Not causal: every token reads the sum of 8192 values of 300 or so."""
+    x = problem(op, dtype="float16", T=8192, K=128)
+    del x["initial_state"]
+    if op == PLAIN:
+        x |= {"feature_map": "identity", "k": abs(x["k"])}
+    x["v"] = x["v"] * 10 + 300
+    x["q"] /= 1000
+    op = op.split(",")[0]
+    want, want_state = getattr(linattn, op)(**x, causal=False, mode="recurrent",
+                                            output_final_state=True)
+    got, state = getattr(linattn, op)(**x, causal=False, output_final_state=True)
+    assert max(abs(s).max() for s in flat(want_state)) > 65504
+    assert torch.isfinite(want).all()
+    for a, b in zip([got, *flat(state)], [want, *flat(want_state)], strict=True):
+        a, b = a.double(), b.double()
+        assert (a - b).square().mean().sqrt() < 4e-3 * b.square().mean().sqrt()
 
 
 @ops

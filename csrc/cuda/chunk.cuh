@@ -1,4 +1,4 @@
-/* The chunk form on tensor cores, for bf16 arrays: two kernels.
+/* The chunk form on tensor cores, for bf16 and, in the files named so, float16 arrays: two kernels.
  *
  * `prepare` does what belongs to one chunk of C = 64 tokens alone, all chunks side by side: the
  * scores P = tril(Q K' . G) and, for the delta rule, the inverse A = (I + strict(diag(b) K K' . G))^-1
@@ -20,6 +20,7 @@
  * `scale` goes into P, q^ and what scales rows of q^ S. */
 #include "prepare.cuh"
 #include "walk.cuh"
+#include "denominators.cuh"
 
 /* The states at which segments start: S' <- S' M' + X', one segment after another, in float32. A block
  * has JOINED value columns of a head; a thread has a key, and with the delta rule half of the keys that
@@ -27,7 +28,7 @@
 enum { JOINED = 8, AHEAD = 32 };
 template <la_rule RULE> constexpr int join_parts = RULE == LA_DELTA ? 2 : 1;
 
-template <int KP, la_decay DECAY, la_rule RULE>
+template <int KP, la_decay DECAY, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(KP *join_parts<RULE>)
     join_segments(const __grid_constant__ call c, const __grid_constant__ chunks w, const segments g,
                   int rows)
@@ -134,6 +135,10 @@ static cudaError_t traits_of_device(const void *kernel, device_traits *d)
     for (const auto &x : asked)
         if (error == cudaSuccess) error = cudaDeviceGetAttribute(x.to, x.what, device);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+        cudaGetLastError(); /* built for other devices alone */
+        return cudaErrorNotSupported;
+    }
     if (error != cudaSuccess) return error;
     const bool hopper = code.maxThreadsPerBlock > MOST_WARPS * 32; /* the code for it, that is */
     d->warp_step = hopper ? 4 : 1;
@@ -148,7 +153,7 @@ static int segments_for(const call &c, const device_traits &d, bool delta)
 {
     const int64_t blocks = (int64_t)c.N * c.HV * ((c.V + 63) / 64);
     const int64_t chunks = (c.cu.data ? c.T / max(c.N, 1) : c.T) / C;
-    if (!c.causal || c.normaliser != LA_UNNORMALISED) return 1;
+    if (!c.causal) return 1;
     const int64_t count = min(min(d.processors / blocks, chunks / 8), (int64_t)32);
     return count < (delta ? 4 : 2) ? 1 : (int)count;
 }
@@ -161,12 +166,10 @@ static int segments_for(const call &c, const device_traits &d, bool delta)
 template <typename part>
 static int warps_per_block(const call &c, const device_traits &d, int64_t heads, int slices)
 {
-    const bool normalised = c.normaliser != LA_UNNORMALISED;
     int best = 0;
     double least = 0;
-    for (int warps = max(d.warp_step, 1 + normalised); warps <= MOST_WARPS; warps *= 2) {
-        const int own = warps - normalised;
-        const int64_t blocks = heads * ((slices + own - 1) / own);
+    for (int warps = d.warp_step; warps <= MOST_WARPS; warps *= 2) {
+        const int64_t blocks = heads * ((slices + warps - 1) / warps);
         const int room = d.room / (2 * part::bytes(warps) + 1024);
         const int64_t fit = min(room, d.fetchers ? 1 : MOST_WARPS / warps); /* by registers */
         if (fit == 0) break;
@@ -186,11 +189,10 @@ static cudaError_t launch_walk(const call &c, const chunks &w, const tensor_maps
                                walk_flags f, const segments &g, const device_traits &d, int slices,
                                int warps, cudaStream_t stream)
 {
-    const bool normalised = c.normaliser != LA_UNNORMALISED;
-    const int own = warps - normalised, tiles = (slices + own - 1) / own;
+    const int tiles = (slices + warps - 1) / warps;
     const int stage_bytes = stage<KP, DECAY, RULE>::bytes(warps);
     f.stages = min((d.room - 1024) / stage_bytes, (int)MOST_STAGES);
-    const int bytes = f.stages * stage_bytes + (normalised ? C * 4 : 0);
+    const int bytes = f.stages * stage_bytes;
     const auto kernel = walk<KP, DECAY, RULE, WAY>;
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -264,7 +266,12 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
     const bool keep_k = has_k && (DECAY == LA_KEY || !k_as_given);
     const int64_t inverse = RULE == LA_DELTA ? score : 0;
     const int64_t kt = DECAY == LA_KEY ? places * tile : 0;
-    const int64_t numbers = places * 4 * (DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 2 * C : 0);
+    const bool normalised = has_normaliser(c);
+    const int64_t numbers = places * 4 *
+                            (DECAY == LA_KEY     ? KP
+                             : DECAY == LA_TOKEN ? 2 * C
+                             : normalised        ? KP + C
+                                                 : 0);
     const int64_t bytes =
         score + inverse + (keep_q ? keys : 0) + (keep_k ? keys : 0) + kt + numbers + places * 4;
     if (slots * c.HV > INT32_MAX) return cudaErrorInvalidConfiguration;
@@ -293,6 +300,10 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
         w.in = x;
         w.out = x + places * C;
     }
+    if (normalised) {
+        w.z = x;
+        w.den = x + places * KP;
+    }
 
     if (places) {
         const auto prepare = prepare_of<KP, DECAY, RULE>();
@@ -304,6 +315,8 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
             error = cudaGetLastError();
         }
     }
+    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
+        if (error == cudaSuccess && normalised) error = launch_divisors<KP>(c, w, stream);
     if (error == cudaSuccess) {
         error = launch_walks<KP, DECAY, RULE>(c, w, maps, f, d, pool, stream);
     }

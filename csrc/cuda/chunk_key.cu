@@ -1,15 +1,7 @@
 #include "chunk.cuh"
 #include "chunk_backward.cuh"
 
-cudaError_t chunk_key_additive(const call &c, cudaMemPool_t pool, cudaStream_t stream)
-{
-    return chunks_any<LA_KEY, LA_ADDITIVE>(c, pool, stream);
-}
-
-cudaError_t chunk_key_delta(const call &c, cudaMemPool_t pool, cudaStream_t stream)
-{
-    return chunks_any<LA_KEY, LA_DELTA>(c, pool, stream);
-}
+const chunk_launcher chunk_key[2] = {chunks_any<LA_KEY, LA_ADDITIVE>, chunks_any<LA_KEY, LA_DELTA>};
 
 const backward_launcher chunk_backward_key[2] = {chunk_backward_any<LA_KEY, LA_ADDITIVE>,
                                                 chunk_backward_any<LA_KEY, LA_DELTA>};

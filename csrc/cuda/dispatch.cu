@@ -308,19 +308,25 @@ static cudaError_t token_by_token(const la_problem *p, const call &c)
     return scan[kernel_decay(p)][p->rule](c, (cudaStream_t)p->stream);
 }
 
-/* Tensor cores round to bf16: arrays of bf16 lose nothing by that, others keep to the recurrence. */
+/* With fewer keys than this, those of a chunk are nearly parallel, and the delta rule's inverse hands each
+ * rounding on to all tokens after it; a l2norm's gradient is what is left of a few products. */
+enum { FEWEST_KEYS = 16 };
+
+/* Tensor cores round their operands to bf16, or to float16: arrays of these lose nothing by that, others
+ * keep to the recurrence. */
 static cudaError_t by_chunks(const la_problem *p, const call &c)
 {
-    static const chunk_launcher chunk[4][2] = {{chunk_none_additive, chunk_none_delta},
-                                               {NULL, NULL}, /* HEAD is TOKEN */
-                                               {chunk_token_additive, chunk_token_delta},
-                                               {chunk_key_additive, chunk_key_delta}};
-    const bool fits = p->array[LA_Q].dtype == LA_BF16 && p->K <= 128;
+    static const chunk_launcher *const chunk[2][4] = {
+        {chunk_none, NULL, chunk_token, chunk_key}, /* HEAD is TOKEN */
+        {chunk_none_f16, NULL, chunk_token_f16, chunk_key_f16}};
+    const la_dtype dtype = p->array[LA_Q].dtype;
+    const bool fits = (dtype == LA_BF16 || dtype == LA_F16) && p->K <= 128 &&
+                      (p->rule == LA_ADDITIVE || p->K >= FEWEST_KEYS);
     cudaMemPool_t pool;
     if (!fits || p->mode == LA_RECURRENT || p->T == 0) return token_by_token(p, c);
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error == cudaSuccess)
-        error = chunk[kernel_decay(p)][p->rule](c, pool, (cudaStream_t)p->stream);
+        error = chunk[dtype == LA_F16][kernel_decay(p)][p->rule](c, pool, (cudaStream_t)p->stream);
     return error == cudaErrorNotSupported ? token_by_token(p, c) : error;
 }
 
@@ -339,8 +345,7 @@ static cudaError_t one_token(const la_problem *p, const call &c)
 
 la_status la_cuda_step(la_problem *p) { return run(p, one_token); }
 
-/* By chunks where by_chunks does, in causal forms, and not for the smallest K: a l2norm's gradient is
- * what is left of a few products, whose operands tensor cores have rounded. */
+/* By chunks where by_chunks does, bfloat16 alone, in causal forms, with keys enough. */
 static cudaError_t in_reverse(const la_problem *p, const call &c)
 {
     static const backward_launcher *const chunk[4] = {chunk_backward_none, NULL, chunk_backward_token,
@@ -349,7 +354,7 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
     const la_decay decay = kernel_decay(p);
     const gradients d = gradients_of(p);
     const cudaStream_t stream = (cudaStream_t)p->stream;
-    const bool fits = p->array[LA_Q].dtype == LA_BF16 && p->K >= 16 && p->K <= 128 &&
+    const bool fits = p->array[LA_Q].dtype == LA_BF16 && p->K >= FEWEST_KEYS && p->K <= 128 &&
                       p->mode != LA_RECURRENT && p->causal;
     cudaMemPool_t pool;
     cudaError_t error = pool_of(p->ordinal, &pool);

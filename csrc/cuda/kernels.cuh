@@ -40,14 +40,11 @@ cudaError_t undo_denominators(const call &, const gradients &, through_z<float>,
 /* The step of many states; cudaErrorNotSupported, with nothing done, where step_* are as good. */
 extern const launcher stream_kv[4][2], stream_vk[4][2];
 
-/* The chunk form of bf16 arrays with K <= 128; the pool is for what one kernel leaves the next.
- * cudaErrorNotSupported, with nothing done, where shared memory is too small for it. */
+/* The chunk form with K <= 128, of bf16 arrays and, on Hopper, of float16 ones, by [rule]; the pool is
+ * for what one kernel leaves the next. cudaErrorNotSupported, with nothing done, where shared memory is
+ * too small for it or there is no code for the device. */
 typedef cudaError_t (*chunk_launcher)(const call &, cudaMemPool_t, cudaStream_t);
-cudaError_t chunk_none_additive(const call &, cudaMemPool_t, cudaStream_t);
-cudaError_t chunk_none_delta(const call &, cudaMemPool_t, cudaStream_t);
-cudaError_t chunk_token_additive(const call &, cudaMemPool_t, cudaStream_t);
-cudaError_t chunk_token_delta(const call &, cudaMemPool_t, cudaStream_t);
-cudaError_t chunk_key_additive(const call &, cudaMemPool_t, cudaStream_t);
-cudaError_t chunk_key_delta(const call &, cudaMemPool_t, cudaStream_t);
+extern const chunk_launcher chunk_none[2], chunk_token[2], chunk_key[2];
+extern const chunk_launcher chunk_none_f16[2], chunk_token_f16[2], chunk_key_f16[2];
 
 #endif

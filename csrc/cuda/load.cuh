@@ -161,6 +161,18 @@ template <typename real> __device__ inline real warp_sum(real x)
     return x;
 }
 
+/* A sum over tokens in double, what its roundings lose kept: positive keys, of any number. */
+struct running {
+    double sum, lost;
+    __device__ void add(double x)
+    {
+        const double next = sum + x, back = next - sum;
+        lost += (sum - (next - back)) + (x - back);
+        sum = next;
+    }
+    __device__ double total() const { return sum + lost; }
+};
+
 /* Sums over the two lanes that are STEP apart: a lane keeps N of the 2 N, the upper one the last. */
 template <int N, int STEP, typename real>
 __device__ __forceinline__ void halve(const real (&x)[2 * N], real (&to)[N])

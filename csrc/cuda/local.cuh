@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_rows(const call &c, const unit &u, const v
                     *(float2 *)(part + m * 8) = make_float2(x[m][half * 2], x[m][half * 2 + 1]);
             continue;
         }
-        bf16 *own = (bf16 *)at(to, u.b, t + i, u.h) + pair;
+        element *own = (element *)at(to, u.b, t + i, u.h) + pair;
         if (c.K == N * 8) {
 #pragma unroll
             for (int m = 0; m < N; m++)
@@ -110,7 +110,7 @@ __device__ __forceinline__ void store_rows(const call &c, const unit &u, const v
         for (int m = 0; m < N; m++)
 #pragma unroll
             for (int e = 0; e < 2; e++)
-                if (m * 8 + pair + e < c.K) own[m * 8 + e] = __float2bfloat16_rn(x[m][half * 2 + e]);
+                if (m * 8 + pair + e < c.K) own[m * 8 + e] = element_of(x[m][half * 2 + e]);
     }
 }
 #endif

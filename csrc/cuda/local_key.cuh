@@ -385,8 +385,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
 #pragma unroll
             for (int i = 0; i < 16; i++) {
                 const int row = own_block * 16 + i, at = element_at(row, key);
-                q[i] = __bfloat162float(*(const bf16 *)(s.q + at));
-                k[i] = __bfloat162float(*(const bf16 *)(s.k + at));
+                q[i] = (float)*(const element *)(s.q + at);
+                k[i] = (float)*(const element *)(s.k + at);
                 a[i] = s.a.x[row * KP + key];
                 dq[i] = dk[i] = da[i] = 0;
             }

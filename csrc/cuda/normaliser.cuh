@@ -2,8 +2,7 @@
  * through both. z is a vector of its own: a thread has a key, a block the K of one value head.
  *
  * Sequences go by segments, side by side: each segment's sum of keys, along the sequence what is before
- * each, and then its tokens one after the other; and the same in reverse. Sums over tokens in double,
- * what their roundings lose kept: a running sum of positive keys of any length. */
+ * each, and then its tokens one after the other; and the same in reverse. */
 #ifndef LINATTN_CUDA_NORMALISER_CUH
 #define LINATTN_CUDA_NORMALISER_CUH
 
@@ -11,17 +10,6 @@
 #include "load.cuh"
 
 enum { MOST_KEYS = 256, SEGMENT = 64 };
-
-struct running {
-    double sum, lost;
-    __device__ void add(double x)
-    {
-        const double next = sum + x, back = next - sum;
-        lost += (sum - (next - back)) + (x - back);
-        sum = next;
-    }
-    __device__ double total() const { return sum + lost; }
-};
 
 __device__ inline double block_sum(double x)
 {

@@ -48,6 +48,9 @@ struct chunks {
     char *kt;               /* per-key decays: [slots][HV] tiles, k~ */
     float *in, *out;        /* scalar decays: [slots][HV][C], from the start, to the end */
     float *total;           /* per-key decays: [slots][HV][KP], of the chunk */
+    float *z;               /* normalised: [slots][HV][KP], the chunk's sum of keys, then what tokens see
+                             * of other chunks' */
+    float *den;             /* normalised: [slots][HV][C], the row sums of P, then denominators */
     int *odd;               /* [slots][HV]: the first token with a NaN or an infinity in q, k, the
                              * gate or beta; C if there is none. From it on, P and A are zeros. */
     int slots, heads;
@@ -103,6 +106,9 @@ static PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder()
     return error == cudaSuccess ? (PFN_cuTensorMapEncodeTiled_v12000)found : NULL;
 }
 
+static constexpr CUtensorMapDataType ENGINE_DTYPE =
+    NARROW ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+
 /* x [B,T,heads,columns] as Hopper's copy engine takes it, in boxes of C tokens and a panel's columns;
  * and, for any device: can its rows be copied in pieces of 16 bytes? */
 static bool map_of(const call &c, const view &x, int heads, int columns, CUtensorMap *map)
@@ -118,8 +124,8 @@ static bool map_of(const call &c, const view &x, int heads, int columns, CUtenso
         stride[2 - i] = sizes[i] > 1 ? (cuuint64_t)x.stride[i] * 2 : (cuuint64_t)columns * 2;
     }
     /* without the engine, rows are copied piece by piece */
-    return !encode || encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, size, stride, boxes,
-                             step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+    return !encode || encode(map, ENGINE_DTYPE, 4, x.data, size, stride, boxes, step,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
@@ -154,7 +160,7 @@ __device__ void load_keys(const call &c, const view &from, la_map map, double ma
 #pragma unroll
         for (int j = 0; j < KP / 32; j++) {
             const int i = j / 2 * 64 + lane * 2 + j % 2;
-            x[j] = row < n && i < c.K ? load<float>(at(from, b, t + row, h, i), LA_BF16) : 0;
+            x[j] = row < n && i < c.K ? load<float>(at(from, b, t + row, h, i), ELEMENT_DTYPE) : 0;
             squares += x[j] * x[j];
         }
         const float factor = c.qk_l2norm ? l2norm_factor(warp_sum(squares)) : 1;
@@ -206,7 +212,7 @@ template <int THREADS> __device__ __forceinline__ void clear_above(char *tile)
 /* ---- prepare: the inverse of I + L, L strictly lower triangular [C][C], in place ----
  *
  * Blocks of 16 by substitution in float32; then two at a time, [A 0; B D]^-1 has -D^-1 B A^-1 below
- * the diagonal. Those products keep tf32's 11 bits, three more than the bf16 they end in. The
+ * the diagonal. Those products keep tf32's 11 bits, as many as float16 has and three more than bf16. The
  * first four warps work; room [4][32][12]. Above the diagonal, blocks (0, 1) and (2, 3) of 16 are
  * taken as they are: `clear_pairs` has made them zeros. */
 __device__ inline void invert(float *L, float *room)
@@ -303,6 +309,13 @@ __device__ __forceinline__ int odd_on_diagonal(const float (&x)[4], int first)
     return odd;
 }
 
+/* A score, of a token before the first odd one, that the elements have no number for, or that is no number
+ * because something on the way to it had none: this token and those after it go token by token. */
+__device__ __forceinline__ bool no_element(float x) { return NARROW && !(fabsf(x) <= MOST_OF_ELEMENT); }
+
+/* The same of what decays above one make of q and k. */
+__device__ __forceinline__ bool too_large(float x) { return isfinite(x) && no_element(x); }
+
 /* ---- prepare: scalar decays ---- */
 
 template <int KP, la_rule RULE> struct scalar_room {
@@ -322,7 +335,7 @@ template <int KP, la_rule RULE> struct scalar_room {
 
 /* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, K K' has ten. Warp w takes those of row
  * w of Q K' and of row 3 - w of K K', w + 1 and 4 - w: five for every warp. */
-template <int KP, la_rule RULE>
+template <int KP, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
     prepare_scalar(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
                    bool k_as_given)
@@ -351,6 +364,13 @@ __global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
     const int64_t keys = ((int64_t)slot * w.heads + h) * tile_bytes(KP);
     if (w.q) write_tile<tile_bytes(KP), THREADS>(w.q + keys, s.q);
     if (w.k) write_tile<tile_bytes(KP), THREADS>(w.k + keys, s.k);
+    float2 all_keys = make_float2(0, 0);
+    if (RULE == LA_ADDITIVE && w.z && threadIdx.x < KP / 2)
+#pragma unroll 8
+        for (int i = 0; i < C; i++) {
+            const float2 x = unpack(*(const uint32_t *)(s.k + element_at(i, threadIdx.x * 2)));
+            all_keys = make_float2(all_keys.x + x.x, all_keys.y + x.y);
+        }
 
     float x[5][2][4] = {};
     const uint32_t k_tile = address_of(s.k), q_tile = address_of(s.q);
@@ -398,6 +418,8 @@ __global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
             if (threadIdx.x < C && threadIdx.x >= odd) s.beta[threadIdx.x] = 0;
         }
         if (threadIdx.x == 0) w.odd[place] = odd;
+        if (RULE == LA_ADDITIVE && w.z && threadIdx.x < KP / 2)
+            *(float2 *)(w.z + place * KP + threadIdx.x * 2) = all_keys;
         if (hv + 1 < (h + 1) * group) load_gates(hv + 1);
 
         /* G, a column a thread */
@@ -418,6 +440,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
         __syncthreads();
         if (w.in && threadIdx.x < C)
             w.in[place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD_PAIRS];
+        float row_sums[2] = {};
         int first_row = lane / 4, first_pair = lane % 4 * 2;
         asm volatile("" : "+r"(first_row), "+r"(first_pair)); /* not 40 addresses kept for all heads */
         if (RULE == LA_DELTA && w.lower) {
@@ -452,16 +475,27 @@ __global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
                                           : make_float2(1, 1);
                 const float y = x[j][e % 2][e / 2 * 2] * g.x, z = x[j][e % 2][e / 2 * 2 + 1] * g.y;
                 const int last = row < odd ? row : -1; /* the last column of this row */
-                if (scores)
-                    *(uint32_t *)(s.tile + element_at(row, column)) =
-                        pack(column <= last ? y * scale : 0, column < last ? z * scale : 0);
-                else if (RULE == LA_DELTA)
+                if (scores) {
+                    const float p = column <= row ? y * scale : 0, r = column < row ? z * scale : 0;
+                    const uint32_t both = pack(p, r);
+                    const bool kept = row < odd, large = no_element(p) || no_element(r);
+                    const float2 rounded = kept && !large ? unpack(both) : make_float2(p, r);
+                    row_sums[e / 2] += rounded.x + rounded.y; /* as they multiply v */
+                    *(uint32_t *)(s.tile + element_at(row, column)) = kept ? both : 0;
+                    if (kept && large) atomicMin(w.odd + place, row);
+                } else if (RULE == LA_DELTA)
                     *(float2 *)(s.L + row * LD + column) =
                         make_float2(column < last ? s.beta[row] * y : 0,
                                     column + 1 < last ? s.beta[row] * z : 0);
             }
         }
         __syncthreads();
+        if (RULE == LA_ADDITIVE && w.den)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float sum = quad_sum(row_sums[e]);
+                if (lane % 4 == 0) w.den[place * C + warp * 16 + e * 8 + lane / 4] = sum;
+            }
         write_tile<PANEL_BYTES, THREADS>(w.scores + place * PANEL_BYTES, s.tile);
         if constexpr (RULE == LA_DELTA) {
             invert(s.L, s.room);
@@ -478,8 +512,10 @@ __global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
  * block by block of 16 tokens: with f_i the decay from the start of i's block through token i, h_j
  * that from after j to the end of j's block, and t_R that of the whole block R, block (I, J < I) is
  * (k f) diag(t_(J+1) ... t_(I-1)) (k h)'. Diagonal blocks are (k f) (k / f)', which is good for a row
- * as long as f has stayed within 2^-100 and 2^100 up to it, and looks at nothing after it; from the
- * first row where it has not, each pair's decay is multiplied up in float32. */
+ * as long as f has stayed within 1 / REACH and REACH up to it, and looks at nothing after it; from the
+ * first row where it has not, each pair's decay is multiplied up in float32. bf16's exponents reach
+ * from 2^-126 to 2^127, float16's from 2^-14 to 2^15; what is left is for k and q. */
+static constexpr float REACH = NARROW ? 0x1p8f : 0x1p100f;
 
 template <int KP> struct key_room {
     /* k becomes k / f, q becomes q f */
@@ -582,7 +618,7 @@ __device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&q
 
 /* The warps 0 to 3 multiply the rows of Q K', 4 to 7 those of K K', longest first: the two that share
  * a scheduler have five blocks together. */
-template <int KP, la_rule RULE>
+template <int KP, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(KEY_THREADS, 2)
     prepare_key(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
                 bool k_as_given)
@@ -620,7 +656,7 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
             const float a = s.a[(block * 16 + j) * KP + key];
             if (!isfinite(a)) found = min(found, block * 16 + j);
             f *= a;
-            if (!(f >= 0x1p-100f && f <= 0x1p100f)) slow = min(slow, block * 16 + j);
+            if (!(f >= 1 / REACH && f <= REACH)) slow = min(slow, block * 16 + j);
         }
         s.t[i] = f;
         if (slow < C) atomicMin(s.slow + block, slow);
@@ -647,6 +683,7 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
             const int here = element_at(i, own);
             const float2 k = unpack(*(const uint32_t *)(s.k + here));
             *(uint32_t *)(to_kt + here) = pack(k.x * all.x, k.y * all.y);
+            if (too_large(k.x * all.x) || too_large(k.y * all.y)) found = 0; /* decays above one */
             *(uint32_t *)(s.kh + here) = pack(k.x * h.x, k.y * h.y);
             all = make_float2(all.x * a.x, all.y * a.y);
             h = make_float2(h.x * a.x, h.y * a.y);
@@ -669,6 +706,7 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
             all = make_float2(all.x * a.x, all.y * a.y);
             f = make_float2(f.x * a.x, f.y * a.y);
             *(uint32_t *)(to_q + here) = pack(q.x * all.x * scale, q.y * all.y * scale);
+            if (too_large(q.x * all.x * scale) || too_large(q.y * all.y * scale)) found = 0;
             *(uint32_t *)(s.q + here) = pack(q.x * f.x, q.y * f.y);
             *(uint32_t *)(s.k + here) = pack(__fdividef(k.x, f.x), __fdividef(k.y, f.y));
             if (RULE == LA_DELTA) {
@@ -715,6 +753,7 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
         __syncthreads();
     }
     if (threadIdx.x == 0) w.odd[place] = odd;
+    int wide = C; /* the first row with a score that is too large */
     clear_above<KEY_THREADS>(s.tile);
     const bool lower = RULE == LA_DELTA && w.lower;
     if (lower) clear_above<KEY_THREADS>(s.lower);
@@ -730,6 +769,9 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
                 const int column = (I - back) * 16 + e % 2 * 8 + lane % 4 * 2;
                 const float y = x[back][e % 2][e / 2 * 2], z = x[back][e % 2][e / 2 * 2 + 1];
                 const int last = row < odd ? row : -1; /* the last column of this row */
+                if (scores && ((column <= last && no_element(y * scale)) ||
+                               (column < last && no_element(z * scale))))
+                    wide = min(wide, row);
                 if (scores)
                     *(uint32_t *)(s.tile + element_at(row, column)) =
                         pack(column <= last ? y * scale : 0, column < last ? z * scale : 0);
@@ -749,12 +791,14 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
         for (int i = 0; i < 16; i++) {
             const int row = warp * 16 + i, column = warp * 16 + lane;
             if (row < slow || row < column || row >= odd) continue;
-            *(bf16 *)(s.tile + element_at(row, column)) = __float2bfloat16_rn(slow_qk[i] * scale);
+            *(element *)(s.tile + element_at(row, column)) = element_of(slow_qk[i] * scale);
+            if (no_element(slow_qk[i] * scale)) wide = min(wide, row);
             if (RULE == LA_DELTA && row > column) L[row * LD + column] = s.beta[row] * slow_kk[i];
             if (lower && row > column)
-                *(bf16 *)(s.lower + element_at(row, column)) = __float2bfloat16_rn(-slow_kk[i]);
+                *(element *)(s.lower + element_at(row, column)) = element_of(-slow_kk[i]);
         }
     __syncthreads();
+    if (wide < C) atomicMin(w.odd + place, wide);
     if (lower)
         write_tile<PANEL_BYTES, KEY_THREADS>(w.lower + (int64_t)place * PANEL_BYTES, s.lower);
     write_tile<PANEL_BYTES, KEY_THREADS>(w.scores + (int64_t)place * PANEL_BYTES, s.tile);

@@ -1,6 +1,7 @@
 /* Tiles in shared memory and the warp instructions that read and multiply them. No attention here.
  *
- * A tile is 64 rows of bf16 in panels of 64 columns: a row of a panel is 128 bytes, and its eight
+ * Elements are bf16; in files that define LA_TILES_OF_F16 before they include this, float16. A tile is
+ * 64 rows of them in panels of 64 columns: a row of a panel is 128 bytes, and its eight
  * 16-byte pieces lie at piece ^ (row % 8), so that eight rows' same piece (what ldmatrix reads at
  * once) are in eight different banks. It is the layout that the tensor memory engine calls
  * SWIZZLE_128B. */
@@ -8,9 +9,45 @@
 #define LINATTN_CUDA_TILE_CUH
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <stdint.h>
 
-typedef __nv_bfloat16 bf16;
+#include "../linattn.h"
+
+#ifdef LA_TILES_OF_F16
+#define ELEMENT_NAME "f16" /* the instructions' */
+typedef __half element;
+typedef __half2 element_pair;
+static constexpr la_dtype ELEMENT_DTYPE = LA_F16;
+static constexpr uint32_t ELEMENT_EXPONENT = 0x7c00;
+static constexpr float MOST_OF_ELEMENT = 65504;
+
+__device__ __forceinline__ element_pair pair_of(float low, float high)
+{
+    return __floats2half2_rn(low, high);
+}
+__device__ __forceinline__ float2 numbers_of(element_pair x) { return __half22float2(x); }
+__device__ __forceinline__ element element_of(float x) { return __float2half_rn(x); }
+#else
+#define ELEMENT_NAME "bf16"
+typedef __nv_bfloat16 element;
+typedef __nv_bfloat162 element_pair;
+static constexpr la_dtype ELEMENT_DTYPE = LA_BF16;
+static constexpr uint32_t ELEMENT_EXPONENT = 0x7f80;
+static constexpr float MOST_OF_ELEMENT = __builtin_inff(); /* as good as float32's */
+
+__device__ __forceinline__ element_pair pair_of(float low, float high)
+{
+    return __floats2bfloat162_rn(low, high);
+}
+__device__ __forceinline__ float2 numbers_of(element_pair x)
+{
+    const uint32_t bits = *(const uint32_t *)&x; /* cheaper than two conversions */
+    return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000));
+}
+__device__ __forceinline__ element element_of(float x) { return __float2bfloat16_rn(x); }
+#endif
+static constexpr bool NARROW = ELEMENT_DTYPE == LA_F16; /* float32's numbers may be too large for it */
 
 enum { ROWS = 64, PANEL = 64, PANEL_BYTES = ROWS * PANEL * 2 };
 
@@ -227,14 +264,11 @@ __device__ __forceinline__ right load_right(uint32_t of_lane, int row, int colum
 
 __device__ __forceinline__ uint32_t pack(float low, float high)
 {
-    const __nv_bfloat162 x = __floats2bfloat162_rn(low, high);
+    const element_pair x = pair_of(low, high);
     return *(const uint32_t *)&x;
 }
 
-__device__ __forceinline__ float2 unpack(uint32_t x)
-{
-    return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000));
-}
+__device__ __forceinline__ float2 unpack(uint32_t x) { return numbers_of(*(const element_pair *)&x); }
 
 /* Two neighbouring accumulators [16][8] as a left operand [16][16]: they lie the same way. */
 __device__ __forceinline__ left as_left(const float (&x)[4], const float (&y)[4])
@@ -244,7 +278,7 @@ __device__ __forceinline__ left as_left(const float (&x)[4], const float (&y)[4]
 
 __device__ __forceinline__ void multiply(float (&c)[4], const left &a, uint32_t b0, uint32_t b1)
 {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT_NAME "." ELEMENT_NAME ".f32 {%0, %1, %2, %3}, "
                  "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
@@ -332,7 +366,7 @@ __device__ __forceinline__ uint64_t described(uint32_t at)
 #define R16_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define R16_3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define PRODUCT(N, SUMS, A, B, TRANSPOSED, ...) \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, {" A "}, " B \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ELEMENT_NAME "." ELEMENT_NAME " {" SUMS "}, {" A "}, " B \
                  ", 1, 1, 1, " #TRANSPOSED ";" \
                  : __VA_ARGS__ \
                  : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b))

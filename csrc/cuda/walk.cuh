@@ -19,7 +19,9 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     static constexpr int scores = kt + (DECAY == LA_KEY ? tile_bytes(KP) : 0);
     static constexpr int inverse = scores + PANEL_BYTES;
     static constexpr int in = inverse + (RULE == LA_DELTA ? PANEL_BYTES : 0);
-    static constexpr int out = in + (DECAY == LA_TOKEN ? C * 4 : 0);
+    static constexpr int den = in; /* ops that are normalised have no decay */
+    static constexpr bool may_divide = DECAY == LA_NONE && RULE == LA_ADDITIVE;
+    static constexpr int out = in + (DECAY == LA_TOKEN || may_divide ? C * 4 : 0);
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
     /* v: a panel for every four warps, in which a warp has 16 columns; o leaves by way of it */
@@ -52,10 +54,10 @@ enum way { ALONG, TO_ENDS, ACROSS };
 /* A chunk that holds a NaN or an infinity goes token by token, for its state and for O from token
  * `first` on: in a product with a triangle, zero times infinity would spoil the tokens before it.
  * S [key][column] and O [eight tokens][column, token of two] are this thread's numbers of S' and O' as
- * walk has them; O comes out scaled. `ones`: v is one in its only column. */
+ * walk has them; O comes out scaled. */
 template <int KP, la_decay DECAY, la_rule RULE>
 __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int n, int first,
-                                        int v0, int columns, bool ones, float *S, float *O)
+                                        int v0, int columns, float *S, float *O)
 {
     const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
     float q[KP / 4], k[KP / 4], a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
@@ -64,8 +66,8 @@ __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int
         for (int j = 0; j < KP / 4; j++) {
             const int key = j / 2 * 8 + pair + j % 2;
             const bool there = key < c.K;
-            q[j] = there ? load<float>(at(c.q, u.b, t + i, u.h, key), LA_BF16) : 0;
-            k[j] = there ? load<float>(at(c.k, u.b, t + i, u.h, key), LA_BF16) : 0;
+            q[j] = there ? load<float>(at(c.q, u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
+            k[j] = there ? load<float>(at(c.k, u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
             squares_q += q[j] * q[j];
             squares_k += k[j] * k[j];
             if (DECAY == LA_KEY)
@@ -86,9 +88,9 @@ __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int
             RULE == LA_DELTA ? load<float>(at(c.beta, u.b, t + i, u.hv), c.beta.dtype) : 0;
         float v[2], o[2];
         for (int w = 0; w < 2; w++)
-            v[w] = column + 8 * w >= columns ? 0
-                   : ones ? 1
-                          : load<float>(at(c.v, u.b, t + i, u.hv, v0 + column + 8 * w), LA_BF16);
+            v[w] = column + 8 * w < columns
+                       ? load<float>(at(c.v, u.b, t + i, u.hv, v0 + column + 8 * w), ELEMENT_DTYPE)
+                       : 0;
         la_token(S, 2, 2, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
         if (i / 2 % 4 * 2 != pair || i < first) continue;
         O[i / 8 * 4 + i % 2] = o[0] * (float)c.scale;
@@ -125,18 +127,18 @@ static __device__ __noinline__ void store_piece(char *to, uint4 x, int there)
         if (i < there) *(uint16_t *)(to + i * 2) = (uint16_t)(of[i / 2] >> i % 2 * 16);
 }
 
-/* Is one of this thread's numbers of [16 columns][C] a NaN or an infinity? Zero times it is not zero,
+/* Is one of this thread's numbers of [16 columns][16 N] a NaN or an infinity? Zero times it is not zero,
  * then. */
-__device__ __forceinline__ bool has_odd(const left (&x)[4])
+template <int N> __device__ __forceinline__ bool has_odd(const left (&x)[N])
 {
-    const __nv_bfloat162 zero = __floats2bfloat162_rn(0, 0);
-    __nv_bfloat162 sum[4] = {zero, zero, zero, zero};
+    const element_pair zero = pair_of(0, 0);
+    element_pair sum[4] = {zero, zero, zero, zero};
 #pragma unroll
-    for (int m = 0; m < 4; m++)
+    for (int m = 0; m < N; m++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            sum[e] = __hfma2(*(const __nv_bfloat162 *)&x[m].x[e], zero, sum[e]);
-    const __nv_bfloat162 all = __hadd2(__hadd2(sum[0], sum[1]), __hadd2(sum[2], sum[3]));
+            sum[e] = __hfma2(*(const element_pair *)&x[m].x[e], zero, sum[e]);
+    const element_pair all = __hadd2(__hadd2(sum[0], sum[1]), __hadd2(sum[2], sum[3]));
     return (*(const uint32_t *)&all & 0x7fff7fff) != 0;
 }
 
@@ -150,8 +152,8 @@ static __device__ __noinline__ int first_odd(uint32_t from)
         load_matrices_transposed(x.x, from + m * 16 * 128);
         for (int e = 3; e >= 0; e--) {
             const unsigned t = m * 16 + e / 2 * 8 + threadIdx.x % 4 * 2;
-            if ((x.x[e] & 0x7f800000) == 0x7f800000) first = min(first, t + 1);
-            if ((x.x[e] & 0x7f80) == 0x7f80) first = min(first, t);
+            if (!(~x.x[e] & ELEMENT_EXPONENT << 16)) first = min(first, t + 1);
+            if (!(~x.x[e] & ELEMENT_EXPONENT)) first = min(first, t);
         }
     }
     return (int)__reduce_min_sync(~0u, first);
@@ -163,7 +165,7 @@ __device__ __forceinline__ uint32_t before(uint32_t x, int t, int end)
     return t + 1 < end ? x : t < end ? x & 0xffff : 0;
 }
 
-template <int KP, la_decay DECAY, la_rule RULE, way WAY>
+template <int KP, la_decay DECAY, la_rule RULE, way WAY, typename = element>
 __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32, 1)
     walk(const __grid_constant__ call c, const __grid_constant__ chunks w,
          const __grid_constant__ tensor_maps maps, const walk_flags f, const segments g, int tiles)
@@ -172,22 +174,18 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     extern __shared__ __align__(1024) char shared[];
     const int warps = blockDim.x / 32 - HAS_WARP_GROUPS * FETCHERS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const bool normalised = DECAY == LA_NONE && RULE == LA_ADDITIVE &&
-                            c.normaliser != LA_UNNORMALISED;
-    const bool ones = normalised && warp == warps - 1; /* the column of ones: z, and its read */
-    const int own = warps - normalised, tile = blockIdx.x % tiles;
+    const int tile = blockIdx.x % tiles;
     const int segment = blockIdx.x / tiles % g.count;
     const int64_t head = blockIdx.x / tiles / g.count;
     const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
-    const int slices = (c.V + 15) / 16, slice_index = ones ? 0 : tile * own + warp;
+    const int slices = (c.V + 15) / 16, slice_index = tile * warps + warp;
     const bool identity = WAY == TO_ENDS && slice_index >= slices; /* M's columns: v = 0 */
-    const int v0 = slice_index * 16, columns = ones ? 1 : identity ? 0 : min(16, c.V - v0);
-    const int v_slices = min(max(slices - tile * own, 0), own); /* of this block */
+    const int v0 = slice_index * 16, columns = identity ? 0 : min(16, c.V - v0);
+    const int v_slices = min(max(slices - tile * warps, 0), warps); /* of this block */
     const int all_chunks = (u.end - u.begin + C - 1) / C;
     const int first_chunk = (int)((int64_t)all_chunks * segment / g.count);
     const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
     const int slot0 = first_slot(c, u.n), bytes = part::bytes(warps);
-    float *den = (float *)(shared + f.stages * bytes); /* [C], if normalised */
 
     __shared__ int odd_at[MOST_STAGES]; /* w.odd of the chunk */
 #if HAS_WARP_GROUPS
@@ -213,6 +211,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             {part::inverse, RULE == LA_DELTA ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
             {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
             {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
+            {part::den, part::may_divide && w.den ? w.den + place * C : NULL, C * 4},
             {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
         };
 #if HAS_WARP_GROUPS
@@ -237,7 +236,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                                 barrier);
         }
         for (int j = 0; j < v_panels; j++)
-            engine_copy_box(base + part::v + j * PANEL_BYTES, &maps.v, tile * own * 16 + j * PANEL,
+            engine_copy_box(base + part::v + j * PANEL_BYTES, &maps.v, tile * warps * 16 + j * PANEL,
                             u.hv, t, u.b, barrier);
         odd_at[into] = odd;
         barrier_expect(barrier, bytes);
@@ -248,7 +247,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 #pragma unroll
         for (const auto &x : pieces)
             if (x.from) copy_bytes(base + x.at, (const char *)x.from, x.bytes);
-        if (f.v_pieces && columns > 0 && !ones) {
+        if (f.v_pieces && columns > 0) {
             const char *x = at(c.v, u.b, t, u.hv, v0);
             const uint32_t to = base + part::v + warp / 4 * PANEL_BYTES;
             for (int j = lane; j < C * 2; j += 32) {
@@ -297,7 +296,6 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 
     /* S' [16 columns][KP]: thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
     float S[KP / 8][4];
-    const view &from = ones ? c.z0 : c.s0, &to = ones ? c.zt : c.st;
 #pragma unroll
     for (int i = 0; i < KP / 8; i++)
 #pragma unroll
@@ -311,8 +309,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                               ? g.starts[((head * g.count + segment) * slices * 16 + v0 + column) *
                                              KP + key]
                               : 0;
-            else if (from.data && column < columns && key < c.K)
-                S[i][e] = load<float>(at(from, u.n, u.hv, key, ones ? 0 : v0 + column), from.dtype);
+            else if (c.s0.data && column < columns && key < c.K)
+                S[i][e] = load<float>(at(c.s0, u.n, u.hv, key, v0 + column), c.s0.dtype);
         }
 
     int stage_at = 0, round = 0;
@@ -321,6 +319,22 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     for (int pass = first_pass; pass < 2; pass++) {
         const bool writes = WAY != ACROSS || pass == 0;
         const bool reads = WAY == ALONG || (WAY == ACROSS && pass == 1);
+        /* What all tokens read may be too large for the elements: by a power of two it is not. */
+        float grow = 1;
+        if (NARROW && WAY == ACROSS && reads) {
+            float most = 0;
+#pragma unroll
+            for (int j = 0; j < KP / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (isfinite(S[j][e])) most = fmaxf(most, fabsf(S[j][e]));
+            const unsigned all = __reduce_max_sync(~0u, __float_as_uint(most)); /* in the order of floats */
+            while (__uint_as_float(all) > MOST_OF_ELEMENT * grow) grow *= 2;
+#pragma unroll
+            for (int j = 0; j < KP / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) S[j][e] /= grow;
+        }
 #if !HAS_WARP_GROUPS
         __syncthreads();
         if (first_chunk < last_chunk) fetch(first_chunk, stage_at);
@@ -336,7 +350,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32)
                         *(uint4 *)(room + part::k + piece_at(n + j / (KP / 8), j % (KP / 8))) =
                             make_uint4(0, 0, 0, 0);
-                if (f.v_pieces && columns > 0 && !ones)
+                if (f.v_pieces && columns > 0)
                     for (int j = lane; j < (C - n) * 2; j += 32)
                         *(uint4 *)(room + part::v + warp / 4 * PANEL_BYTES +
                                    piece_at(n + j / 2, warp % 4 * 2 + j % 2)) = make_uint4(0, 0, 0, 0);
@@ -350,14 +364,14 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 if (i + 1 < last_chunk) fetch(i + 1, stage_at + 1 == f.stages ? 0 : stage_at + 1);
             }
 #endif
-            if (!f.v_pieces && columns > 0 && !ones) { /* rows that cannot be copied in pieces */
+            if (!f.v_pieces && columns > 0) { /* rows that cannot be copied in pieces */
                 for (int j = lane; j < C * 16; j += 32) {
                     const int row = j / 16, column = j % 16;
-                    *(bf16 *)(room + part::v + warp / 4 * PANEL_BYTES +
+                    *(element *)(room + part::v + warp / 4 * PANEL_BYTES +
                               element_at(row, warp % 4 * 16 + column)) =
                         row < n && column < columns
-                            ? *(const bf16 *)at(c.v, u.b, t + row, u.hv, v0 + column)
-                            : __float2bfloat16_rn(0);
+                            ? *(const element *)at(c.v, u.b, t + row, u.hv, v0 + column)
+                            : element_of(0);
                 }
                 __syncwarp();
             }
@@ -375,15 +389,6 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             if (columns <= 0)
 #pragma unroll
                 for (int m = 0; m < 4; m++) U[m] = {};
-            if (ones)
-#pragma unroll
-                for (int m = 0; m < 4; m++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const int token = m * 16 + e / 2 * 8 + pair;
-                        U[m].x[e] = e % 2 || lane >= 4 ? 0 : pack(token < n, token + 1 < n);
-                    }
-
             if (end < C)
 #pragma unroll
                 for (int m = 0; m < 4; m++)
@@ -458,14 +463,17 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 for (int m = 0; m < 4; m++) Ut[m] = U[m];
             /* A NaN or an infinity in v, or in the state, is in U now. Then the chunk is looked at once
              * more, without the tokens from the first such one on: exact zeros, which change nothing
-             * before them. Where every token reads all, there is none to be kept from it. */
+             * before them. Where every token reads all, there is none to be kept from it. With the
+             * additive rule a state too large for the elements is not seen in U; it goes token by token. */
             if (WAY != ACROSS) {
-                const bool odd = has_odd(U) || (end == C && odd_at[stage_at] < C);
+                bool odd = end > 0 && (has_odd(U) || (end == C && odd_at[stage_at] < C));
+                if (NARROW && DECAY == LA_TOKEN && end > 0) odd |= has_odd(Ut); /* of decays above one */
+                if (NARROW && RULE == LA_ADDITIVE && reads && end == C) odd |= has_odd(s);
                 if (__builtin_expect(any_of_group(odd), 0)) {
                     products_wait<0>();
                     if (__any_sync(~0u, odd)) {
                         int first = end < C ? 0 : odd_at[stage_at];
-                        if (end == C && columns > 0 && !ones) first = min(first, first_odd(base + slice));
+                        if (end == C && columns > 0) first = min(first, first_odd(base + slice));
                         end = first < C ? first : 0; /* 0: it is in the state */
                     }
                     again = true;
@@ -508,7 +516,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     for (int m = 0; m < 8; m++) {
                         const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8 + pair)
                                                            : make_float2(1, 1);
-                        const float x = scale * a.x, y = scale * a.y;
+                        const float x = grow * scale * a.x, y = grow * scale * a.y;
                         O[m][0] *= x;
                         O[m][1] *= y;
                         O[m][2] *= x;
@@ -527,7 +535,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             if (__builtin_expect(end < C, 0)) {
                 #pragma unroll
                 for (int m = 0; m < 8 * 4; m++) o[m] = O[m / 4][m % 4];
-                token_walk<KP, DECAY, RULE>(c, u, t, n, end, v0, columns, ones, after, o);
+                token_walk<KP, DECAY, RULE>(c, u, t, n, end, v0, columns, after, o);
 #pragma unroll
                 for (int m = 0; m < 8 * 4; m++) O[m / 4][m % 4] = o[m];
                 if (writes)
@@ -538,24 +546,16 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             }
 
             if (reads) {
-                if (normalised) {
-                    some_warps_wait(warps);
-                    if (ones && lane < 4)
-#pragma unroll
-                        for (int m = 0; m < 8; m++)
-                            *(float2 *)(den + m * 8 + pair) = make_float2(O[m][0], O[m][1]);
-                    some_warps_wait(warps);
+                if (part::may_divide && w.den)
 #pragma unroll
                     for (int m = 0; m < 8; m++) {
-                        const float2 d = *(const float2 *)(den + m * 8 + pair);
-                        const float x = clamped(c, d.x), y = clamped(c, d.y);
-                        O[m][0] /= x;
-                        O[m][1] /= y;
-                        O[m][2] /= x;
-                        O[m][3] /= y;
+                        const float2 by = *(const float2 *)(room + part::den + (m * 8 + pair) * 4);
+                        O[m][0] /= by.x;
+                        O[m][1] /= by.y;
+                        O[m][2] /= by.x;
+                        O[m][3] /= by.y;
                     }
-                }
-                if (!ones && columns > 0) { /* by way of the place of v, which is in registers now */
+                if (columns > 0) { /* by way of the place of v, which is in registers now */
 #pragma unroll
                     for (int m = 0; m < 8; m += 2) {
                         const uint32_t x[4] = {pack(O[m][0], O[m][1]), pack(O[m][2], O[m][3]),
@@ -593,10 +593,15 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             end = C;
             again = false;
         }
+        if (NARROW && WAY == ACROSS && reads)
+#pragma unroll
+            for (int j = 0; j < KP / 8; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) S[j][e] *= grow;
     }
 
     if (WAY == TO_ENDS) {
-        const int all = tiles * own * 16; /* rows of ends, whole blocks of them */
+        const int all = tiles * warps * 16; /* rows of ends, whole blocks of them */
         float *end = g.ends + ((head * g.count + segment) * all + v0 + lane / 4) * KP + pair;
 #pragma unroll
         for (int i = 0; i < KP / 8; i++) {
@@ -605,14 +610,14 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
         }
         return;
     }
-    if (!to.data || (ones && tile) || segment < g.count - 1) return;
+    if (!c.st.data || segment < g.count - 1) return;
 #pragma unroll
     for (int i = 0; i < KP / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
             if (column < columns && key < c.K)
-                store(at(to, u.n, u.hv, key, ones ? 0 : v0 + column), to.dtype, S[i][e]);
+                store(at(c.st, u.n, u.hv, key, v0 + column), c.st.dtype, S[i][e]);
         }
 }
 

@@ -1,0 +1,6 @@
+/* float16 arrays, on Hopper alone (setup.py): elsewhere they go token by token. */
+#define LA_TILES_OF_F16
+#include "chunk.cuh"
+
+const chunk_launcher chunk_none_f16[2] = {chunks_any<LA_NONE, LA_ADDITIVE>,
+                                          chunks_any<LA_NONE, LA_DELTA>};
