@@ -340,7 +340,7 @@ __device__ __forceinline__ void work(real (&S)[ROWS * STRIP], scanned<real, DECA
     const int part = math::part(), turn = math::turn();
     const real *from = tokens->q + part * PIECE, *columns = &tokens->v[turn][strip * STRIP];
     const real *scalars = tokens->scalars;
-    real *to = tokens->o + strip * STRIP + turn;
+    real *to = tokens->o + strip * STRIP + turn; /* where the token before's read will be */
     real q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1] = {}, v[STRIP], beta = 0, qk = 0;
     const auto take = [&] {
         take_rows<PARTS>(q, from);
@@ -371,12 +371,15 @@ __device__ __forceinline__ void work(real (&S)[ROWS * STRIP], scanned<real, DECA
             scalars += APART;
         }
         take(); /* the last once more, for nothing */
-        if (part < 4 && i > 0) to[(i - 1) * APART] = before[0];
+        if (i > 0) {
+            *to = before[0]; /* every fourth part the same number */
+            to += APART;
+        }
 #pragma unroll
         for (int w = 0; w < STRIP; w++) before[w] = o[w];
     }
     math::halves(before);
-    if (part < 4) to[(n - 1) * APART] = before[0];
+    *to = before[0];
 }
 
 /* The same for z, a column of ones: a warp has it all. */
@@ -446,37 +449,33 @@ __global__ void __launch_bounds__(most<real, PARTS>::THREADS)
                        : 0;
 
     /* The non-causal form goes through the tokens twice: to write all, then to read. */
-    const int there = u.end - u.begin, batches = there / batch + (there % batch != 0);
+    const int T = u.end - u.begin, batches = T / batch + (T % batch != 0);
     const int count = PLAIN && !c.causal ? 2 * batches : batches;
     const auto first_of = [&](int j) { return u.begin + (j < batches ? j : j - batches) * batch; };
     const auto room = [&](int j) { return (token *)scan_shared + j % 2 * batch; };
     const auto size_of = [&](int j) { return min(batch, u.end - first_of(j)); };
     const auto reads = [&](int j) { return !PLAIN || c.causal || j >= batches; };
     loader feed(c, u, have.loaders, warp, v0, columns);
-    if (loads && count) {
-        feed.fetch(first_of(0), size_of(0));
-        feed.put(room(0), size_of(0));
-        if (count > 1) feed.fetch(first_of(1), size_of(1));
-    }
-    __syncthreads();
+    /* Turn j works on batch j, puts the next, fetches the one after that and stores the one before. */
 #pragma unroll 1
-    for (int j = 0; j < count; j++) {
+    for (int j = -2; j <= count; j++) {
         if (loads) {
-            if (j + 1 < count) feed.put(room(j + 1), size_of(j + 1));
+            if (j >= -1 && j + 1 < count) feed.put(room(j + 1), size_of(j + 1));
             if (j + 2 < count) feed.fetch(first_of(j + 2), size_of(j + 2));
-            if (j && reads(j - 1)) feed.store_reads(room(j - 1), first_of(j - 1), size_of(j - 1));
+            if (j >= 1 && reads(j - 1))
+                feed.store_reads(room(j - 1), first_of(j - 1), size_of(j - 1));
         }
+        const bool there = j >= 0 && j < count;
         if constexpr (PLAIN) {
             const bool writes = c.causal || j < batches;
-            if (ones) work_on_z(z, room(j), size_of(j), writes, reads(j));
-            if (works && writes) work<false, RULE>(S, room(j), size_of(j), strip);
-            if (works && !writes) work<true, RULE>(S, room(j), size_of(j), strip);
-        } else if (works) {
+            if (there && ones) work_on_z(z, room(j), size_of(j), writes, reads(j));
+            if (there && works && writes) work<false, RULE>(S, room(j), size_of(j), strip);
+            if (there && works && !writes) work<true, RULE>(S, room(j), size_of(j), strip);
+        } else if (there && works) {
             work<false, RULE>(S, room(j), size_of(j), strip);
         }
         __syncthreads();
     }
-    if (loads && count) feed.store_reads(room(count - 1), first_of(count - 1), size_of(count - 1));
 
     if (c.st.data && works)
 #pragma unroll
