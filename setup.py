@@ -4,7 +4,7 @@ and the CUDA part, where nvcc is found.
 LINATTN_WERROR=1 turns compiler warnings, nvcc's too, into errors (CI). CC chooses the compiler.
 LINATTN_EMULATE_BF16=1 adds an instance that tests the text of avx512bf16's on AVX2: never ship it.
 LINATTN_CUDA=1 insists on the CUDA part, =0 leaves it out. nvcc is looked for in CUDA_HOME, on the
-PATH, in /usr/local/cuda. LINATTN_CUDA_ARCHS="80+PTX 90a" (about the default) says for which devices.
+PATH, in /usr/local/cuda. LINATTN_CUDA_ARCHS="80+PTX 90a" says for which devices: see ARCHS.
 """
 
 import fnmatch
@@ -41,9 +41,8 @@ if os.environ.get("LINATTN_EMULATE_BF16") == "1":
     FLAGS += ["-DLA_EMULATE_BF16", "-Wno-psabi"]  # no function is called with such a lane
 
 
-# Machine code for Ampere and all that runs its code (8.x), with PTX for later devices, and for Hopper.
-# A file of its own list gains by it: streams of states use Hopper's copy engine on what comes after it
-# too; float16's chunks are for Hopper alone.
+# Machine code for Ampere and all that runs its code (8.x), PTX for later devices; and Hopper.
+# Streams of states use Hopper's copy engine on what comes after it too; chunks of float16 are Hopper's.
 ASKED_ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "").split()
 ARCHS = {"": "80+PTX 90a", "stream_": "80 90a 90+PTX", "chunk_*_f16": "90a"}
 
@@ -121,7 +120,8 @@ class ParallelBuild(build_ext):
             if not cuda:
                 return compile_one([source], **options)
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            self.spawn([NVCC, *NVCC_FLAGS, *map(gencode, archs_of(source)), "-c", source, "-o", target])
+            codes = map(gencode, archs_of(source))
+            self.spawn([NVCC, *NVCC_FLAGS, *codes, "-c", source, "-o", target])
             return [target]
 
         def compile_all(sources, **options):

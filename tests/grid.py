@@ -96,7 +96,8 @@ TENSOR_HEADS = ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))
 
 def tensor_core_cases(seed):
     """bfloat16 at every (op, K, V, T), float16 at every fourth; each heads, layout, norm, state and
-    packing several times with each of them. The reference takes the chunk form here: the recurrence would take minutes.
+    packing several times with each of them. The reference takes the chunk form here: the recurrence
+    would take minutes.
     """
     rng = np.random.default_rng(seed)
     sizes = itertools.product(TENSOR_DIMENSIONS, TENSOR_DIMENSIONS, TENSOR_LENGTHS)

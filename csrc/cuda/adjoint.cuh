@@ -35,7 +35,7 @@ template <int ROWS> struct adjoint_room {
 };
 
 template <la_decay DECAY, la_rule RULE, int ROWS>
-__global__ void __launch_bounds__(ADJOINT_THREADS)
+static __global__ void __launch_bounds__(ADJOINT_THREADS)
     adjoint(const __grid_constant__ call c, const __grid_constant__ gradients d,
             const __grid_constant__ slots f)
 {
@@ -253,7 +253,7 @@ __device__ void store_key_gradient(const call &c, const view &from, const view &
 
 /* A warp has a token of one q/k head, and of the value heads that read it. */
 template <la_decay DECAY, la_rule RULE, int KEYS>
-__global__ void __launch_bounds__(128)
+static __global__ void __launch_bounds__(128)
     gather(const __grid_constant__ call c, const __grid_constant__ gradients d,
            const __grid_constant__ slots f)
 {

@@ -1,119 +1,565 @@
 /* Token by token: the recurrent mode, and every dtype the tensor cores would round.
  *
- * Included by one file per real type, which defines `real`.
+ * A block walks one sequence of one value head and some of its value columns. A thread has a block of
+ * the state in registers, ROWS keys of STRIP columns, so that an element of q or k that it reads from
+ * shared memory serves STRIP columns; PARTS lanes of a warp share the columns and add up what they have
+ * by halves. What every lane must know of a sum, the delta rule's prediction, goes back the same way;
+ * what is only stored, the read, is summed while the next token is worked on.
  *
- * A block walks one sequence of one value head and COLUMNS of its value columns. PARTS neighbouring
- * threads share a column, each with ROWS of its K rows in registers (128 floats in one thread
- * would spill), and add up what they have by shuffles. Tokens come in batches through shared
- * memory. A normalised op has a column of ones: a warp of its own, whose state is z and whose read
- * is the denominator. */
-enum { COLUMNS = 32, PARTS = 4 };
-#include "batch.cuh"
+ * Tokens come in batches through shared memory, in two rooms. While a batch is worked on, the one after
+ * it is put into the other room and the one after that is on its way to registers. Loading and working are
+ * two duties: with many heads every warp has both, with few a block has warps for each, so that the
+ * chain of tokens waits for nothing else. A normalised op has a warp for z.
+ *
+ * Included by one file per real type. */
+#include "kernels.cuh"
+#include "token.cuh"
 
-template <la_decay DECAY, la_rule RULE, int ROWS>
-__global__ void __launch_bounds__((WARPS + 1) * 32) scan(const __grid_constant__ call c)
+#include <limits.h>
+
+#define LA_FN static __device__ __forceinline__
+#define LANE_ZERO 0
+#define LANE_SUM(x) (x)
+#define UNROLL _Pragma("unroll")
+#define JOIN(x, y, W) join(x, y)
+
+enum { ROWS = 8, STRIP = 4, WORKERS = 4 };
+
+/* Which of the STRIP columns a register holds depends on the lane: w ^ turn. What a lane gives away in
+ * `halves` is then in the same registers everywhere, and nothing has to be selected. */
+template <typename real, int PARTS> struct recurrence {
+    typedef real lane, lane_of_state;
+    enum { MAX_STRIP = STRIP, STRIPS = 32 / PARTS }; /* of a warp: neighbouring lanes */
+
+    static __device__ __forceinline__ int part() { return threadIdx.x % 32 / STRIPS; }
+    static __device__ __forceinline__ int turn() { return part() % 2 * 2 + part() / 2 % 2; }
+
+    static __device__ __forceinline__ real beside(real x, int parts)
+    {
+        return __shfl_xor_sync(~0u, x, parts * STRIPS);
+    }
+
+    /* x[0] becomes the sum of column `turn` over the PARTS lanes; the others are used up. */
+    static __device__ __forceinline__ void halves(real (&x)[STRIP])
+    {
+        const real third = beside(x[2], 1), fourth = beside(x[3], 1);
+        x[0] += third;
+        x[1] += fourth;
+        x[0] += beside(x[1], 2);
+#pragma unroll
+        for (int step = 4; step < PARTS; step *= 2) x[0] += beside(x[0], step);
+    }
+
+    /* x: a prediction, if there is a y. Reads, whether y or alone in x, can wait: `work` sums them. */
+    static __device__ __forceinline__ void join(real *x, const real *y)
+    {
+        if (!y) return;
+        real sum[STRIP] = {x[0], x[1], x[2], x[3]};
+        halves(sum);
+        x[0] = sum[0];
+        x[1] = beside(x[0], 2);
+        x[2] = beside(x[0], 1);
+        x[3] = beside(x[1], 1);
+    }
+
+#include "../recurrence.h"
+};
+
+/* Numbers on their way, of which nothing is asked before they are needed: as they lie in memory, but for
+ * float64 in a problem of floats. */
+template <typename real> struct coming;
+
+template <> struct coming<float> {
+    typedef uint32_t one;
+    typedef four_bits four;
+    static __device__ __forceinline__ la_dtype of(la_dtype dtype)
+    {
+        return dtype == LA_F64 ? LA_F32 : dtype;
+    }
+    static __device__ __forceinline__ one load_one(const char *from, la_dtype dtype)
+    {
+        if (dtype == LA_F64) return __float_as_uint((float)*(const double *)from);
+        return (uint32_t)bits_of(from, dtype);
+    }
+    static __device__ __forceinline__ float number_of(one x, la_dtype dtype)
+    {
+        return number(x, of(dtype));
+    }
+    static __device__ __forceinline__ four load(const char *from, la_dtype dtype, int there)
+    {
+        if (dtype != LA_F64) return load_four_bits(from, dtype, there);
+        four x = {};
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (e < there) x.x[e] = load_one(from + 8 * e, dtype);
+        return x;
+    }
+    static __device__ __forceinline__ void numbers_of(float (&x)[4], const four &y, la_dtype dtype)
+    {
+        numbers(x, y, of(dtype));
+    }
+};
+
+template <> struct coming<double> {
+    typedef double one;
+    struct four {
+        double x[4];
+    };
+    static __device__ __forceinline__ one load_one(const char *from, la_dtype dtype)
+    {
+        return ::load<double>(from, dtype);
+    }
+    static __device__ __forceinline__ double number_of(one x, la_dtype) { return x; }
+    static __device__ __forceinline__ four load(const char *from, la_dtype dtype, int there)
+    {
+        four x;
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            x.x[e] = e < there ? load_one(from + e * dtype_size(dtype), dtype) : 0;
+        return x;
+    }
+    static __device__ __forceinline__ void numbers_of(double (&x)[4], const four &y, la_dtype)
+    {
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] = y.x[e];
+    }
+};
+
+/* Four numbers in a row of shared memory; a thread's rows, whose pieces of 16 bytes are PARTS apart. */
+template <typename real> struct alignas(16) four_of {
+    real x[4];
+};
+
+template <typename real> __device__ __forceinline__ void take_four(real (&x)[4], const real *from)
 {
-    extern __shared__ char shared[];
-    batch<ROWS> &s = *(batch<ROWS> *)shared;
-    const int tiles = (c.V + COLUMNS - 1) / COLUMNS, tile = blockIdx.x % tiles;
-    const int64_t head = blockIdx.x / tiles;
-    unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
-    u.n = slot_of(c, u.n);
-    const int v0 = tile * COLUMNS, part = threadIdx.x % PARTS;
-    const bool ones = threadIdx.x / 32 == WARPS; /* the column of ones, eight times over */
-    const int local = ones ? COLUMNS : threadIdx.x / PARTS, column = v0 + local;
-    const bool mine = !ones && column < c.V;
-    real S[ROWS];
+    const four_of<real> y = *(const four_of<real> *)from;
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] = y.x[e];
+}
 
+template <typename real> __device__ __forceinline__ void give_four(real *to, const real (&x)[4])
+{
+    *(four_of<real> *)to = {x[0], x[1], x[2], x[3]};
+}
+
+template <int PARTS, typename real>
+__device__ __forceinline__ void take_rows(real (&x)[ROWS], const real *from)
+{
+    constexpr int PIECE = 16 / sizeof(real);
+    struct alignas(16) piece {
+        real x[PIECE];
+    };
+#pragma unroll
+    for (int i = 0; i < ROWS; i += PIECE) {
+        const piece y = *(const piece *)(from + i * PARTS);
+#pragma unroll
+        for (int e = 0; e < PIECE; e++) x[i + e] = y.x[e];
+    }
+}
+
+/* A token as the recurrence sees it, zeros past K and V, and what it reads. */
+template <typename real, la_decay DECAY, int PARTS> struct alignas(16) scanned {
+    static constexpr int KEYS = ROWS * PARTS, COLUMNS = WORKERS * STRIP * (32 / PARTS);
+    static constexpr int APART =
+        COLUMNS + (PARTS == 32 ? 4 : 8);                  /* the lanes of a warp: different banks */
+    real q[KEYS], k[KEYS], a[DECAY == LA_KEY ? KEYS : 4]; /* in this order: work() */
+    real v[STRIP][APART];                                 /* as each turn has them */
+    real o[COLUMNS];
+    enum { A, BETA, QK, DEN, SCALARS };
+    real scalars[SCALARS];
+};
+
+/* How many warps have which duty: loaders are the first `loaders`, workers those from `first` on. */
+struct duties {
+    int loaders, first, workers;
+};
+
+/* How many tokens of a batch a loader has registers for, how many loaders there are where they do nothing
+ * else, and with how many workers: 11 warps leave a thread 168 registers, 7 all there can be. */
+template <typename real, int PARTS> struct most {
+    static constexpr int TOKENS = sizeof(real) == 4 && PARTS < 32 ? 2 : 1;
+    static constexpr int LOADERS = sizeof(real) == 4 ? 8 : 4, WORKERS_BESIDE = 2;
+    static constexpr int THREADS = (LOADERS + WORKERS_BESIDE + 1) * 32;
+};
+
+/* A number that all lanes have, so that the compiler sees it too: where a branch may part a warp it lets
+ * no shuffle pass. */
+__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(~0u, x, 0); }
+
+/* A loader's tokens: number `warp` of a batch, and every loaders-th after it. */
+template <typename real, la_decay DECAY, la_rule RULE, int PARTS> struct batch_loader {
+    typedef coming<real> kind;
+    typedef scanned<real, DECAY, PARTS> token;
+    static constexpr int TOKENS = most<real, PARTS>::TOKENS, KEYS = token::KEYS > 128 ? 8 : 4;
+    static constexpr int COLUMNS = (token::COLUMNS + 31) / 32; /* of a lane */
+    const call &c;
+    const unit u;
+    const int loaders, v0, columns, lane, warp;
+    const char *const q0, *const k0, *const g0, *const v_0;
+    typename kind::four q[TOKENS][KEYS / 4], k[TOKENS][KEYS / 4];
+    typename kind::four g[DECAY == LA_KEY ? TOKENS : 1][KEYS / 4];
+    typename kind::one v[TOKENS][COLUMNS], scalar_g, beta;
+
+    __device__ __forceinline__ batch_loader(const call &c, const unit &u, int loaders, int warp,
+                                            int v0, int columns)
+        : c(c), u(u), loaders(loaders), v0(v0), columns(min(columns, c.V - v0)),
+          lane(threadIdx.x % 32), warp(warp), q0(at(c.q, u.b, 0, u.h, lane * 4)),
+          k0(at(c.k, u.b, 0, u.h, lane * 4)),
+          g0(DECAY == LA_KEY ? at(c.g, u.b, 0, u.hv, lane * 4) : NULL),
+          v_0(at(c.v, u.b, 0, u.hv, v0 + lane))
+    {
+    }
+
+    /* Tokens t..t+n set out. */
+    __device__ __forceinline__ void fetch(int t, int n)
+    {
+        const auto keys = [&](const view &x, const char *from, int i,
+                              typename kind::four(&to)[KEYS / 4]) {
+            const int size = dtype_size(x.dtype);
+            from += (t + i) * x.stride[1] * size;
+#pragma unroll
+            for (int j = 0; j < KEYS / 4; j++)
+                to[j] = kind::load(from + j * 128 * size, x.dtype, c.K - lane * 4 - j * 128);
+        };
+#pragma unroll
+        for (int e = 0; e < TOKENS; e++) {
+            const int i = warp + loaders * e;
+            if (i >= n) break;
+            keys(c.q, q0, i, q[e]);
+            keys(c.k, k0, i, k[e]);
+            if constexpr (DECAY == LA_KEY) keys(c.g, g0, i, g[e]);
+            const int size = dtype_size(c.v.dtype);
+            const char *from = v_0 + (t + i) * c.v.stride[1] * size;
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                if (lane + 32 * j < columns)
+                    v[e][j] = kind::load_one(from + 32 * j * c.v.stride[3] * size, c.v.dtype);
+        }
+        if (warp == 0 && lane < n) { /* a lane has a token */
+            if (DECAY == LA_TOKEN)
+                scalar_g = kind::load_one(at(c.g, u.b, t + lane, u.hv), c.g.dtype);
+            if (RULE == LA_DELTA)
+                beta = kind::load_one(at(c.beta, u.b, t + lane, u.hv), c.beta.dtype);
+        }
+    }
+
+    /* What was fetched, as the recurrence sees it. */
+    __device__ __forceinline__ void put(token *to, int n)
+    {
+        const auto see = [&](const typename kind::four(&from)[KEYS / 4], la_dtype dtype,
+                             real(&x)[KEYS]) {
+#pragma unroll
+            for (int j = 0; j < KEYS; j += 4) {
+                real four[4];
+                kind::numbers_of(four, from[j / 4], dtype);
+#pragma unroll
+                for (int e = 0; e < 4; e++) x[j + e] = four[e];
+            }
+        };
+        const auto store_keys = [&](real *to, const real(&x)[KEYS]) {
+#pragma unroll
+            for (int j = 0; j < KEYS; j += 4) {
+                const real four[4] = {x[j], x[j + 1], x[j + 2], x[j + 3]};
+                if (key_of_lane(lane, j) < token::KEYS) give_four(to + key_of_lane(lane, j), four);
+            }
+        };
+#pragma unroll
+        for (int e = 0; e < TOKENS; e++) {
+            const int i = warp + loaders * e;
+            if (i >= n) break;
+            real x[KEYS], y[KEYS];
+            see(q[e], c.q.dtype, x);
+            norm_and_map(c, c.map[0], c.map_eps[0], x);
+            store_keys(to[i].q, x);
+            see(k[e], c.k.dtype, y);
+            norm_and_map(c, c.map[1], c.map_eps[1], y);
+            store_keys(to[i].k, y);
+            if (RULE == LA_DELTA) {
+                real qk = 0;
+#pragma unroll
+                for (int j = 0; j < KEYS; j++) qk += x[j] * y[j];
+                qk = warp_sum(qk);
+                if (lane == 0) to[i].scalars[token::QK] = qk;
+            }
+            if constexpr (DECAY == LA_KEY) {
+                see(g[e], c.g.dtype, x);
+                if (c.gate == LA_LOG)
+#pragma unroll
+                    for (int j = 0; j < KEYS; j++)
+                        x[j] = key_of_lane(lane, j) < c.K ? decay_of(x[j], LA_LOG) : 0;
+                store_keys(to[i].a, x);
+            }
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++) {
+                const int column = lane + 32 * j;
+                if (column >= token::COLUMNS) break;
+                const real x = column < columns ? kind::number_of(v[e][j], c.v.dtype) : 0;
+#pragma unroll
+                for (int turn = 0; turn < STRIP; turn++) to[i].v[turn][column ^ turn] = x;
+            }
+        }
+        if (warp == 0 && lane < n) {
+            if (DECAY == LA_TOKEN)
+                to[lane].scalars[token::A] = decay_of(kind::number_of(scalar_g, c.g.dtype), c.gate);
+            if (RULE == LA_DELTA)
+                to[lane].scalars[token::BETA] = kind::number_of(beta, c.beta.dtype);
+        }
+    }
+
+    /* What tokens t..t+n have read. */
+    __device__ __forceinline__ void store_reads(const token *from, int t, int n) const
+    {
+#pragma unroll
+        for (int e = 0; e < TOKENS; e++) {
+            const int i = warp + loaders * e;
+            if (i >= n) break;
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                if (lane + 32 * j < columns)
+                    store(at(c.o, u.b, t + i, u.hv, v0 + lane + 32 * j), c.o.dtype,
+                          finish(c, from[i].o[lane + 32 * j], from[i].scalars[token::DEN]));
+        }
+    }
+};
+
+/* The key of a thread's row i. */
+template <typename real, int PARTS> __device__ __forceinline__ int key_of_row(int part, int i)
+{
+    constexpr int PIECE = 16 / sizeof(real);
+    return i / PIECE * PIECE * PARTS + part * PIECE + i % PIECE;
+}
+
+/* n tokens; READ: that only read what all have written. */
+template <bool READ, la_rule RULE, typename real, la_decay DECAY, int PARTS>
+__device__ __forceinline__ void work(real (&S)[ROWS * STRIP], scanned<real, DECAY, PARTS> *tokens,
+                                     int n, int strip)
+{
+    typedef recurrence<real, PARTS> math;
+    typedef scanned<real, DECAY, PARTS> token;
+    constexpr int PIECE = 16 / sizeof(real), APART = sizeof(token) / sizeof(real);
+    const int part = math::part(), turn = math::turn();
+    const real *from = tokens->q + part * PIECE, *columns = &tokens->v[turn][strip * STRIP];
+    const real *scalars = tokens->scalars;
+    real *to = tokens->o + strip * STRIP + turn; /* where the token before's read will be */
+    real q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1] = {}, v[STRIP], beta = 0, qk = 0;
+    const auto take = [&] {
+        take_rows<PARTS>(q, from);
+        take_rows<PARTS>(k, from + token::KEYS);
+        if constexpr (DECAY == LA_KEY) take_rows<PARTS>(a, from + 2 * token::KEYS);
+        take_four(v, columns);
+        if (DECAY != LA_TOKEN && RULE != LA_DELTA) return;
+        real x[4];
+        take_four(x, scalars);
+        if (DECAY == LA_TOKEN) a[0] = x[token::A];
+        if (RULE == LA_DELTA) {
+            beta = x[token::BETA];
+            qk = part == 0 ? x[token::QK] : 0; /* the reads of the parts are yet to be summed */
+        }
+    };
+    real o[STRIP], before[STRIP] = {};
+    take();
+#pragma unroll 1
+    for (int i = 0; i < n; i++) {
+        math::halves(before);
+        if constexpr (READ)
+            math::la_predict(S, STRIP, STRIP, ROWS, q, NULL, a, o, NULL, DECAY);
+        else
+            math::la_token(S, STRIP, STRIP, ROWS, q, k, v, a, beta, qk, o, DECAY, RULE);
+        if (i + 1 < n) {
+            from += APART;
+            columns += APART;
+            scalars += APART;
+        }
+        take(); /* the last once more, for nothing */
+        if (i > 0) {
+            *to = before[0]; /* every fourth part the same number */
+            to += APART;
+        }
+#pragma unroll
+        for (int w = 0; w < STRIP; w++) before[w] = o[w];
+    }
+    math::halves(before);
+    *to = before[0];
+}
+
+/* The same for z, a column of ones: a warp has it all. */
+template <typename real, la_decay DECAY, int PARTS, int KEYS>
+__device__ __forceinline__ void work_on_z(real (&z)[KEYS], scanned<real, DECAY, PARTS> *tokens,
+                                          int n, bool writes, bool reads)
+{
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int i = 0; i < n; i++) {
+        real den = 0;
+#pragma unroll
+        for (int j = 0; j < KEYS; j++) {
+            const int key = key_of_lane(lane, j);
+            if (key >= ROWS * PARTS) continue;
+            if (writes) z[j] += tokens[i].k[key];
+            den += z[j] * tokens[i].q[key];
+        }
+        if (!reads) continue;
+        den = warp_sum(den);
+        if (lane == 0) tokens[i].scalars[tokens->DEN] = den;
+    }
+}
+
+template <typename real, la_decay DECAY, la_rule RULE, int PARTS>
+__global__ void __launch_bounds__(most<real, PARTS>::THREADS)
+    scan(const __grid_constant__ call c, const __grid_constant__ duties have)
+{
+    typedef recurrence<real, PARTS> math;
+    typedef batch_loader<real, DECAY, RULE, PARTS> loader;
+    typedef typename loader::token token;
+    constexpr bool PLAIN =
+        DECAY == LA_NONE && RULE == LA_ADDITIVE; /* may be normalised, not causal */
+    extern __shared__ __align__(16) char scan_shared[];
+    const int batch = have.loaders * most<real, PARTS>::TOKENS,
+              columns = have.workers * STRIP * math::STRIPS;
+    const int tiles = (c.V + columns - 1) / columns, tile = blockIdx.x % tiles, v0 = tile * columns;
+    const int64_t head = blockIdx.x / tiles;
+    const int warp = of_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
+    unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
+    u.n = of_warp(slot_of(c, u.n));
+    u.begin = of_warp(u.begin);
+    u.end = of_warp(u.end);
     if (u.n < 0) { /* a step's row without a state */
-        if (mine && part == 0) store(at(c.o, u.b, 0, u.hv, column), c.o.dtype, (real)0);
+        for (int i = threadIdx.x; i < min(columns, c.V - v0); i += blockDim.x)
+            store(at(c.o, u.b, 0, u.hv, v0 + i), c.o.dtype, (real)0);
         return;
     }
 
-    const view &from = ones ? c.z0 : c.s0, &to = ones ? c.zt : c.st;
+    const int strip = (warp - have.first) * math::STRIPS + lane % math::STRIPS;
+    const bool loads = warp < have.loaders, ones = PLAIN && warp == have.first + have.workers;
+    const bool works = warp >= have.first && warp < have.first + have.workers &&
+                       v0 + (warp - have.first) * STRIP * math::STRIPS < c.V;
+    const auto key = [&](int i) { return key_of_row<real, PARTS>(math::part(), i); };
+    const auto column = [&](int w) { return v0 + strip * STRIP + (w ^ math::turn()); };
+    real S[ROWS * STRIP], z[PLAIN ? loader::KEYS : 1];
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        const int row = part * ROWS + i;
-        S[i] = 0;
-        if (from.data && row < c.K && (ones || mine))
-            S[i] = load<real>(at(from, u.n, u.hv, row, ones ? 0 : column), from.dtype);
-    }
+    for (int i = 0; i < ROWS * STRIP; i++)
+        S[i] = works && c.s0.data && key(i / STRIP) < c.K && column(i % STRIP) < c.V
+                   ? load<real>(at(c.s0, u.n, u.hv, key(i / STRIP), column(i % STRIP)), c.s0.dtype)
+                   : 0;
+    if constexpr (PLAIN)
+#pragma unroll
+        for (int i = 0; i < loader::KEYS; i++)
+            z[i] = ones && c.z0.data && key_of_lane(lane, i) < c.K
+                       ? load<real>(at(c.z0, u.n, u.hv, key_of_lane(lane, i)), c.z0.dtype)
+                       : 0;
 
     /* The non-causal form goes through the tokens twice: to write all, then to read. */
-    for (int pass = c.causal ? 1 : 0; pass < 2; pass++)
-        for (int t = u.begin; t < u.end; t += BATCH) {
-            const int n = min(BATCH, u.end - t);
-            __syncthreads(); /* the batch before has been stored */
-            load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, s);
-            __syncthreads();
-            for (int i = 0; i < n; i++) {
-                const real v = ones ? 1 : s.v[i][local];
-                const real *a = DECAY == LA_KEY ? s.a[i].part(part) : s.scalar_a + i;
-                real o;
-                if (c.causal || pass == 0)
-                    la_token(S, 1, 1, ROWS, s.q[i].part(part), s.k[i].part(part), &v, a,
-                             RULE == LA_DELTA ? s.beta[i] : 0, RULE == LA_DELTA ? s.qk[i] : 0, &o,
-                             DECAY, RULE);
-                else
-                    la_predict(S, 1, 1, ROWS, s.q[i].part(part), NULL, a, &o, NULL, DECAY);
-                if (part == 0) s.o[i][local] = o;
-            }
-            if (pass == 0) continue;
-            __syncthreads();
-            const int lane = threadIdx.x % 32;
-            for (int i = threadIdx.x / 32; i < n; i += blockDim.x / 32)
-                if (v0 + lane < c.V)
-                    store(at(c.o, u.b, t + i, u.hv, v0 + lane), c.o.dtype,
-                          finish(c, s.o[i][lane], s.o[i][COLUMNS]));
+    const int T = u.end - u.begin, batches = T / batch + (T % batch != 0);
+    const int count = PLAIN && !c.causal ? 2 * batches : batches;
+    const auto first_of = [&](int j) { return u.begin + (j < batches ? j : j - batches) * batch; };
+    const auto room = [&](int j) { return (token *)scan_shared + j % 2 * batch; };
+    const auto size_of = [&](int j) { return min(batch, u.end - first_of(j)); };
+    const auto reads = [&](int j) { return !PLAIN || c.causal || j >= batches; };
+    loader feed(c, u, have.loaders, warp, v0, columns);
+    /* Turn j works on batch j, puts the next, fetches the one after that and stores the one before. */
+#pragma unroll 1
+    for (int j = -2; j <= count; j++) {
+        if (loads) {
+            if (j >= -1 && j + 1 < count) feed.put(room(j + 1), size_of(j + 1));
+            if (j + 2 < count) feed.fetch(first_of(j + 2), size_of(j + 2));
+            if (j >= 1 && reads(j - 1))
+                feed.store_reads(room(j - 1), first_of(j - 1), size_of(j - 1));
         }
-
-    if (!to.data || !(mine || (ones && tile == 0))) return;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        const int row = part * ROWS + i;
-        if (row < c.K) store(at(to, u.n, u.hv, row, ones ? 0 : column), to.dtype, S[i]);
+        const bool there = j >= 0 && j < count;
+        if constexpr (PLAIN) {
+            const bool writes = c.causal || j < batches;
+            if (there && ones) work_on_z(z, room(j), size_of(j), writes, reads(j));
+            if (there && works && writes) work<false, RULE>(S, room(j), size_of(j), strip);
+            if (there && works && !writes) work<true, RULE>(S, room(j), size_of(j), strip);
+        } else if (there && works) {
+            work<false, RULE>(S, room(j), size_of(j), strip);
+        }
+        __syncthreads();
     }
+
+    if (c.st.data && works)
+#pragma unroll
+        for (int i = 0; i < ROWS * STRIP; i++)
+            if (key(i / STRIP) < c.K && column(i % STRIP) < c.V)
+                store(at(c.st, u.n, u.hv, key(i / STRIP), column(i % STRIP)), c.st.dtype, S[i]);
+    if constexpr (PLAIN)
+        if (c.zt.data && ones && tile == 0)
+#pragma unroll
+            for (int i = 0; i < loader::KEYS; i++)
+                if (key_of_lane(lane, i) < c.K)
+                    store(at(c.zt, u.n, u.hv, key_of_lane(lane, i)), c.zt.dtype, z[i]);
 }
 
 /* A step's z is where every tile of columns reads it, so it moves on once they are done. */
-template <int ROWS> static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
+template <typename real>
+__global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
+    typedef coming<real> kind;
     unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
     u.n = slot_of(c, u.n);
-    real k[ROWS * PARTS / 32];
     if (u.n < 0) return;
-    load_keys<ROWS>(c, c.k, c.map[1], c.map_eps[1], u, 0, k);
+    const int lane = threadIdx.x % 32, size = dtype_size(c.k.dtype);
+    real k[8];
 #pragma unroll
-    for (int j = 0; j < ROWS * PARTS / 32; j++) {
-        const int i = threadIdx.x + 32 * j;
-        if (i >= c.K) continue;
-        char *z = at(c.z0, u.n, u.hv, i);
-        store(z, c.z0.dtype, load<real>(z, c.z0.dtype) + k[j]);
+    for (int i = 0; i < 8; i += 4) {
+        const int key = key_of_lane(lane, i);
+        real four[4];
+        kind::numbers_of(four, kind::load(at(c.k, u.b, 0, u.h) + key * size, c.k.dtype, c.K - key),
+                         c.k.dtype);
+#pragma unroll
+        for (int e = 0; e < 4; e++) k[i + e] = four[e];
+    }
+    norm_and_map(c, c.map[1], c.map_eps[1], k);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        if (key_of_lane(lane, i) >= c.K) continue;
+        char *z = at(c.z0, u.n, u.hv, key_of_lane(lane, i));
+        store(z, c.z0.dtype, load<real>(z, c.z0.dtype) + k[i]);
     }
 }
 
-template <la_decay DECAY, la_rule RULE, int ROWS>
+/* Blocks of WORKERS warps with both duties, if there are more than processors; else as many blocks as
+ * there are processors for, with loaders beside them. */
+template <typename real, la_decay DECAY, la_rule RULE, int PARTS>
 static cudaError_t launch_scan(const call &c, cudaStream_t stream)
 {
-    const auto kernel = scan<DECAY, RULE, ROWS>;
-    const int tiles = (c.V + COLUMNS - 1) / COLUMNS, bytes = sizeof(batch<ROWS>);
-    const int64_t blocks = (int64_t)c.N * c.HV * tiles;
-    const int warps = WARPS + (c.normaliser != LA_UNNORMALISED);
-    cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    const auto kernel = scan<real, DECAY, RULE, PARTS>;
+    const int64_t heads = (int64_t)c.N * c.HV;
+    const auto blocks = [&](int workers) {
+        const int columns = workers * STRIP * (32 / PARTS);
+        return heads * ((c.V + columns - 1) / columns);
+    };
+    int device, processors;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    duties x = {WORKERS, 0, WORKERS};
+    if (blocks(most<real, PARTS>::WORKERS_BESIDE) <= processors) {
+        x.loaders = x.first = most<real, PARTS>::LOADERS;
+        x.workers = blocks(1) > processors ? 2 : 1;
+    }
+    if (blocks(x.workers) > INT_MAX) return cudaErrorInvalidConfiguration;
+    /* at most 75 KiB */
+    const int bytes =
+        2 * x.loaders * most<real, PARTS>::TOKENS * (int)sizeof(scanned<real, DECAY, PARTS>);
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
     call d = c;
     const bool in_place = c.zt.data && c.zt.data == c.z0.data;
     if (in_place) d.zt.data = NULL;
-    kernel<<<(unsigned)blocks, warps * 32, bytes, stream>>>(d);
-    if (in_place) advance_z<ROWS><<<(unsigned)(c.N * c.HV), 32, 0, stream>>>(c);
+    const int warps = x.first + x.workers + has_normaliser(c);
+    kernel<<<(unsigned)blocks(x.workers), warps * 32, bytes, stream>>>(d, x);
+    if (in_place) advance_z<real><<<(unsigned)heads, 32, 0, stream>>>(c);
     return cudaGetLastError();
 }
 
-template <la_decay DECAY, la_rule RULE>
+template <typename real, la_decay DECAY, la_rule RULE>
 static cudaError_t scan_any(const call &c, cudaStream_t stream)
 {
-    if (c.K <= 64) return launch_scan<DECAY, RULE, 16>(c, stream);
-    if (c.K <= 128) return launch_scan<DECAY, RULE, 32>(c, stream);
-    return launch_scan<DECAY, RULE, 64>(c, stream);
+    /* float64 is for checks: fewer kernels to compile */
+    if constexpr (sizeof(real) == 4)
+        if (c.K <= 64) return launch_scan<real, DECAY, RULE, 8>(c, stream);
+    if (c.K <= 128) return launch_scan<real, DECAY, RULE, 16>(c, stream);
+    return launch_scan<real, DECAY, RULE, 32>(c, stream);
 }

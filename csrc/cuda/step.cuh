@@ -83,7 +83,7 @@ __device__ __forceinline__ int divide(int &n, const divisor &d)
 
 /* WHOLE: a state of float32 whose rows come in pieces of 16 bytes. */
 template <la_decay DECAY, la_rule RULE, int ROWS, bool WHOLE>
-__global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
+static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
     step(const __grid_constant__ call c, const bool vector, const divisor tiles, const divisor heads,
          const divisor group)
 {
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
 }
 
 /* z <- z + k, once every block has read z: a warp per head. */
-template <int KEYS> __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
+template <int KEYS> static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
     const int n = blockIdx.x / c.HV, hv = blockIdx.x % c.HV, h = hv / (c.HV / c.H);
     const int slot = slot_of(c, n);

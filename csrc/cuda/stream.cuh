@@ -270,7 +270,7 @@ __device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stag
 #endif
 
 template <la_decay DECAY, la_rule RULE>
-__global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
+static __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
     stream_states(const __grid_constant__ call c, const int stages)
 {
 #if HAS_COPY_ENGINE

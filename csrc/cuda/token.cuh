@@ -106,11 +106,28 @@ __device__ __forceinline__ void load_key_bits(const call &c, const view &from, i
 }
 
 /* q or k as the recurrence sees it. The usual map needs no branch per element. */
+template <typename real, int KEYS>
+__device__ __forceinline__ void norm_and_map(const call &c, la_map map, double map_eps, real (&x)[KEYS])
+{
+    const int lane = threadIdx.x % 32;
+    if (c.qk_l2norm) {
+        real squares = 0;
+#pragma unroll
+        for (int i = 0; i < KEYS; i++) squares += x[i] * x[i];
+        const real factor = l2norm_factor(warp_sum(squares));
+#pragma unroll
+        for (int i = 0; i < KEYS; i++) x[i] *= factor;
+    }
+    if (map != LA_IDENTITY)
+#pragma unroll
+        for (int i = 0; i < KEYS; i++)
+            x[i] = key_of_lane(lane, i) < c.K ? apply_map(x[i], map, (real)map_eps) : 0;
+}
+
 template <int KEYS>
 __device__ __forceinline__ void make_key(const call &c, const four_bits (&bits)[KEYS / 4],
                                          la_dtype dtype, la_map map, double map_eps, float (&x)[KEYS])
 {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < KEYS; i += 4) {
         float four[4];
@@ -118,18 +135,7 @@ __device__ __forceinline__ void make_key(const call &c, const four_bits (&bits)[
 #pragma unroll
         for (int e = 0; e < 4; e++) x[i + e] = four[e];
     }
-    if (c.qk_l2norm) {
-        float squares = 0;
-#pragma unroll
-        for (int i = 0; i < KEYS; i++) squares += x[i] * x[i];
-        const float factor = l2norm_factor(warp_sum(squares));
-#pragma unroll
-        for (int i = 0; i < KEYS; i++) x[i] *= factor;
-    }
-    if (map != LA_IDENTITY)
-#pragma unroll
-        for (int i = 0; i < KEYS; i++)
-            x[i] = key_of_lane(lane, i) < c.K ? apply_map(x[i], map, (float)map_eps) : 0;
+    norm_and_map(c, map, map_eps, x);
 }
 
 /* A gate per key: bits, of float32 where it is float64, and decays. */
