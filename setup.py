@@ -42,7 +42,7 @@ if os.environ.get("LINATTN_EMULATE_BF16") == "1":
 
 
 # Machine code for Ampere and all that runs its code (8.x), PTX for later devices; and Hopper.
-# Streams of states use Hopper's copy engine on what comes after it too; chunks of float16 are Hopper's.
+# Streams of states use Hopper's copy engine on what comes after it too; float16's chunks: Hopper's.
 ASKED_ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "").split()
 ARCHS = {"": "80+PTX 90a", "stream_": "80 90a 90+PTX", "chunk_*_f16": "90a"}
 

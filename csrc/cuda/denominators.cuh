@@ -34,38 +34,44 @@ __global__ void __launch_bounds__(KP)
         store(at(c.zt, u.n, u.hv, key), c.zt.dtype, (float)sum.total());
 }
 
-/* A block has a chunk of a value head, a warp one token after another. */
+/* A block has a chunk of a value head. A row of q is pieces of 16 bytes, one a lane: in its tile, or, as
+ * prepare found, where the caller has it. */
 template <int KP, typename = element>
 __global__ void __launch_bounds__(128)
     divisors(const __grid_constant__ call c, const __grid_constant__ chunks w)
 {
-    const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV, lane = threadIdx.x % 32;
+    constexpr int PIECES = KP / 8, STEP = 128 / PIECES, ROWS_OF_LANE = C / STEP;
+    const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
     const unit u = unit_of(c, sequence_of(c, slot), hv);
     const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
     const int64_t place = (int64_t)slot * c.HV + hv;
-    const char *q_tile = w.q ? w.q + ((int64_t)slot * w.heads + u.h) * tile_bytes(KP) : NULL;
-    float2 z[KP / 64];
+    const int first = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+    const char *tile = w.q ? w.q + ((int64_t)slot * w.heads + u.h) * tile_bytes(KP) : NULL;
+    const char *rows = at(c.q, u.b, t, u.h) + piece * 16;
+    uint4 q[ROWS_OF_LANE];
 #pragma unroll
-    for (int j = 0; j < KP / 64; j++) z[j] = *(const float2 *)(w.z + place * KP + j * 64 + lane * 2);
-#pragma unroll 4
-    for (int row = threadIdx.x / 32; row < C; row += 4) {
-        float den = 0;
+    for (int i = 0; i < ROWS_OF_LANE; i++) {
+        const int row = first + i * STEP;
+        q[i] = make_uint4(0, 0, 0, 0);
+        if (tile)
+            q[i] = *(const uint4 *)(tile + piece_at(row, piece));
+        else if (row < n && piece * 8 < c.K)
+            q[i] = *(const uint4 *)(rows + row * c.q.stride[1] * 2);
+    }
+    const float4 low = *(const float4 *)(w.z + place * KP + piece * 8);
+    const float4 high = *(const float4 *)(w.z + place * KP + piece * 8 + 4);
 #pragma unroll
-        for (int j = 0; j < KP / 64; j++) {
-            const int key = j * 64 + lane * 2;
-            float2 q = make_float2(0, 0);
-            if (q_tile)
-                q = unpack(*(const uint32_t *)(q_tile + element_at(row, key)));
-            else if (row < n) {
-                if (key < c.K) q.x = load<float>(at(c.q, u.b, t + row, u.h, key), ELEMENT_DTYPE);
-                if (key + 1 < c.K) q.y = load<float>(at(c.q, u.b, t + row, u.h, key + 1), ELEMENT_DTYPE);
-            }
-            den += q.x * z[j].x + q.y * z[j].y;
-        }
-        den = warp_sum(den) * (float)c.scale;
-        if (lane) continue;
+    for (int i = 0; i < ROWS_OF_LANE; i++) {
+        const int row = first + i * STEP;
+        const float2 x0 = unpack(q[i].x), x1 = unpack(q[i].y), x2 = unpack(q[i].z), x3 = unpack(q[i].w);
+        float den = x0.x * low.x + x0.y * low.y + x1.x * low.z + x1.y * low.w;
+        den += x2.x * high.x + x2.y * high.y + x3.x * high.z + x3.y * high.w;
+#pragma unroll
+        for (int step = 1; step < PIECES; step *= 2) den += __shfl_xor_sync(~0u, den, step);
+        if (piece) continue;
         float *to = w.den + place * C + row;
+        den *= (float)c.scale;
         *to = row < n ? clamped(c, c.causal ? den + *to : den) : 1;
     }
 }

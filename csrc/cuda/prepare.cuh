@@ -149,30 +149,56 @@ __device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int
     }
 }
 
-/* The same rows as the recurrence sees them: normed, mapped. A warp takes a row. */
+/* The same rows as the recurrence sees them: normed, mapped. A warp takes a row, four of them at once so
+ * that their loads are under way together. */
 template <int KP, int THREADS>
 __device__ void load_keys(const call &c, const view &from, la_map map, double map_eps, int b, int t,
                           int n, int h, char *tile)
 {
+    enum { AT_ONCE = 4 };
     const int lane = threadIdx.x % 32;
-    for (int row = threadIdx.x / 32; row < C; row += THREADS / 32) {
-        float x[KP / 32], squares = 0;
+    const char *start = at(from, b, t, h);
+    const int64_t step = from.stride[1], apart = from.stride[3];
+    const bool pairs = apart == 1 && ((step | c.K) & 1) == 0 && (uintptr_t)start % 4 == 0;
+    for (int first = threadIdx.x / 32; first < C; first += AT_ONCE * THREADS / 32) {
+        uint32_t bits[AT_ONCE][KP / 64]; /* of two keys */
 #pragma unroll
-        for (int j = 0; j < KP / 32; j++) {
-            const int i = j / 2 * 64 + lane * 2 + j % 2;
-            x[j] = row < n && i < c.K ? load<float>(at(from, b, t + row, h, i), ELEMENT_DTYPE) : 0;
-            squares += x[j] * x[j];
+        for (int r = 0; r < AT_ONCE; r++)
+#pragma unroll
+            for (int j = 0; j < KP / 64; j++) {
+                const int row = first + r * (THREADS / 32), key = j * 64 + lane * 2;
+                const char *x = start + (row * step + key * apart) * 2;
+                const int there = row < n ? c.K - key : 0;
+                bits[r][j] = 0;
+                if (pairs) {
+                    if (there > 0) bits[r][j] = *(const uint32_t *)x;
+                } else {
+                    if (there > 0) bits[r][j] = *(const uint16_t *)x;
+                    if (there > 1) bits[r][j] |= (uint32_t)(*(const uint16_t *)(x + apart * 2)) << 16;
+                }
+            }
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; r++) {
+            const int row = first + r * (THREADS / 32);
+            float x[KP / 32], squares = 0;
+#pragma unroll
+            for (int j = 0; j < KP / 32; j += 2) {
+                const float2 two = unpack(bits[r][j / 2]);
+                x[j] = two.x;
+                x[j + 1] = two.y;
+                squares += two.x * two.x + two.y * two.y;
+            }
+            const float factor = c.qk_l2norm ? l2norm_factor(warp_sum(squares)) : 1;
+#pragma unroll
+            for (int j = 0; j < KP / 32; j++) {
+                const int key = j / 2 * 64 + lane * 2 + j % 2;
+                x[j] *= factor;
+                x[j] = row < n && key < c.K ? apply_map(x[j], map, (float)map_eps) : 0;
+            }
+#pragma unroll
+            for (int j = 0; j < KP / 32; j += 2)
+                *(uint32_t *)(tile + element_at(row, j * 32 + lane * 2)) = pack(x[j], x[j + 1]);
         }
-        const float factor = c.qk_l2norm ? l2norm_factor(warp_sum(squares)) : 1;
-#pragma unroll
-        for (int j = 0; j < KP / 32; j++) {
-            const int i = j / 2 * 64 + lane * 2 + j % 2;
-            x[j] *= factor;
-            x[j] = row < n && i < c.K ? apply_map(x[j], map, (float)map_eps) : 0;
-        }
-#pragma unroll
-        for (int j = 0; j < KP / 32; j += 2)
-            *(uint32_t *)(tile + element_at(row, j * 32 + lane * 2)) = pack(x[j], x[j + 1]);
     }
 }
 
