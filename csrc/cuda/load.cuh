@@ -106,6 +106,23 @@ template <typename real> __device__ inline real apply_map(real x, la_map map, re
     }
 }
 
+/* The map is asked for once. */
+template <typename real, int N>
+__device__ __forceinline__ void apply_map_to_all(real (&x)[N], la_map map, real eps)
+{
+    const auto all = [&](la_map which) {
+#pragma unroll
+        for (int j = 0; j < N; j++) x[j] = apply_map(x[j], which, eps);
+    };
+    switch (map) {
+    case LA_ELU1: all(LA_ELU1); break;
+    case LA_RELU: all(LA_RELU); break;
+    case LA_RELU2: all(LA_RELU2); break;
+    case LA_EXP: all(LA_EXP); break;
+    default: break;
+    }
+}
+
 /* phi'(x), of the user's x after its norm. */
 template <typename real> __device__ inline real map_slope(real x, la_map map)
 {

@@ -2,15 +2,15 @@
  * through both. z is a vector of its own: a thread has a key, a block the K of one value head.
  *
  * Sequences go by segments, side by side: each segment's sum of keys, along the sequence what is before
- * each, and then its tokens one after the other; and the same in reverse. Tokens come in batches: all of a
- * batch's loads are under way before the first is used, and sums over keys wait for the block once. */
+ * each, and then its tokens one after the other; and the same in reverse. Loads of eight tokens at once, and
+ * their sums over keys together, made it slower (an H200, 96 heads of 8192 tokens: 5.6 ms for 4.2). */
 #ifndef LINATTN_CUDA_NORMALISER_CUH
 #define LINATTN_CUDA_NORMALISER_CUH
 
 #include "kernels.cuh"
 #include "load.cuh"
 
-enum { MOST_KEYS = 256, SEGMENT = 64, BATCH_OF_KEYS = 8 };
+enum { MOST_KEYS = 256, SEGMENT = 64 };
 
 __device__ inline double block_sum(double x)
 {
@@ -24,47 +24,14 @@ __device__ inline double block_sum(double x)
     return sum;
 }
 
-/* Each becomes its sum over the block. */
-__device__ inline void block_sums(double (&x)[BATCH_OF_KEYS])
-{
-    __shared__ double of_warps[BATCH_OF_KEYS][MOST_KEYS / 32];
-#pragma unroll
-    for (int j = 0; j < BATCH_OF_KEYS; j++) x[j] = warp_sum(x[j]);
-    __syncthreads(); /* the sums before have been read */
-    if (threadIdx.x % 32 == 0)
-#pragma unroll
-        for (int j = 0; j < BATCH_OF_KEYS; j++) of_warps[j][threadIdx.x / 32] = x[j];
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < BATCH_OF_KEYS; j++) {
-        x[j] = 0;
-        for (int i = 0; i < blockDim.x / 32; i++) x[j] += of_warps[j][i];
-    }
-}
-
-/* This thread's elements of q or k, of `count` tokens from t on; zeros past them, and past K. By whole
- * blocks. */
+/* This thread's element of q or k at token t; zero past K. By whole blocks. */
 template <typename real>
-__device__ inline void keys_of_thread(const call &c, const view &from, int map, const unit &u, int t,
-                                      int count, real (&x)[BATCH_OF_KEYS])
+__device__ inline real key_of_thread(const call &c, const view &from, int map, const unit &u, int t)
 {
     const bool there = threadIdx.x < c.K;
-#pragma unroll
-    for (int j = 0; j < BATCH_OF_KEYS; j++)
-        x[j] = there && j < count
-                   ? load<real>(at(from, u.b, t + j, u.h, threadIdx.x), from.dtype)
-                   : 0;
-    if (c.qk_l2norm) {
-        double squares[BATCH_OF_KEYS];
-#pragma unroll
-        for (int j = 0; j < BATCH_OF_KEYS; j++) squares[j] = (double)(x[j] * x[j]);
-        block_sums(squares);
-#pragma unroll
-        for (int j = 0; j < BATCH_OF_KEYS; j++) x[j] *= l2norm_factor((real)squares[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < BATCH_OF_KEYS; j++)
-        x[j] = there && j < count ? apply_map(x[j], c.map[map], (real)c.map_eps[map]) : 0;
+    real x = there ? load<real>(at(from, u.b, t, u.h, threadIdx.x), from.dtype) : 0;
+    if (c.qk_l2norm) x *= l2norm_factor((real)block_sum((double)(x * x)));
+    return there ? apply_map(x, c.map[map], (real)c.map_eps[map]) : 0;
 }
 
 template <typename real>
@@ -117,12 +84,7 @@ static __global__ void sum_segments(const __grid_constant__ call c,
     for (int s = blockIdx.x % f.parts; s < x.count; s += f.parts) {
         const int first = x.u.begin + s * SEGMENT, end = min(first + SEGMENT, x.u.end);
         running sum = {};
-        for (int t = first; t < end; t += BATCH_OF_KEYS) {
-            real k[BATCH_OF_KEYS];
-            keys_of_thread(c, c.k, 1, x.u, t, end - t, k);
-#pragma unroll
-            for (int j = 0; j < BATCH_OF_KEYS; j++) sum.add(k[j]);
-        }
+        for (int t = first; t < end; t++) sum.add(key_of_thread<real>(c, c.k, 1, x.u, t));
         x.z[s * x.kp] = sum.total();
     }
 }
@@ -150,20 +112,10 @@ static __global__ void denominators(const __grid_constant__ call c,
     for (int s = blockIdx.x % f.parts; s < x.count; s += f.parts) {
         const int first = x.u.begin + s * SEGMENT, end = min(first + SEGMENT, x.u.end);
         running z = {x.z[s * x.kp]};
-        for (int t = first; t < end; t += BATCH_OF_KEYS) {
-            real q[BATCH_OF_KEYS], k[BATCH_OF_KEYS];
-            double den[BATCH_OF_KEYS];
-            keys_of_thread(c, c.q, 0, x.u, t, end - t, q);
-            if (c.causal) keys_of_thread(c, c.k, 1, x.u, t, end - t, k);
-#pragma unroll
-            for (int j = 0; j < BATCH_OF_KEYS; j++) {
-                if (c.causal) z.add(k[j]);
-                den[j] = z.total() * q[j];
-            }
-            block_sums(den);
-#pragma unroll
-            for (int j = 0; j < BATCH_OF_KEYS; j++)
-                if (threadIdx.x == j && t + j < end) x.den[t + j] = (real)den[j];
+        for (int t = first; t < end; t++) {
+            if (c.causal) z.add(key_of_thread<real>(c, c.k, 1, x.u, t));
+            const double den = block_sum(z.total() * key_of_thread<real>(c, c.q, 0, x.u, t));
+            if (threadIdx.x == 0) x.den[t] = (real)den;
         }
     }
 }
@@ -181,40 +133,21 @@ static __global__ void denominators_adjoint(const __grid_constant__ call c,
     for (int s = blockIdx.x % f.parts; s < x.count; s += f.parts) {
         const int first = x.u.begin + s * SEGMENT, end = min(first + SEGMENT, x.u.end);
         running z = {x.z[s * x.kp]}, dz = {};
-        for (int t = first; t < end; t += BATCH_OF_KEYS) {
-            const int count = end - t;
-            real q[BATCH_OF_KEYS], k[BATCH_OF_KEYS], sum[BATCH_OF_KEYS], own[BATCH_OF_KEYS];
-            double with_num[BATCH_OF_KEYS]; /* num . dnum = q . dq */
-#pragma unroll
-            for (int j = 0; j < BATCH_OF_KEYS; j++)
-                sum[j] = own[j] = j < count ? dq[(int64_t)(t + j) * f.kp] : 0;
-            for (int i = 1; i < f.tiles; i++)
-#pragma unroll
-                for (int j = 0; j < BATCH_OF_KEYS; j++)
-                    if (j < count) sum[j] += dq[i * apart + (int64_t)(t + j) * f.kp];
-            keys_of_thread(c, c.q, 0, x.u, t, count, q);
-            if (c.causal) keys_of_thread(c, c.k, 1, x.u, t, count, k);
-            /* the same number in every thread; read before the thread j of them writes it */
-            real den[BATCH_OF_KEYS];
-#pragma unroll
-            for (int j = 0; j < BATCH_OF_KEYS; j++) {
-                den[j] = j < count ? x.den[t + j] : 1;
-                with_num[j] = (double)q[j] * sum[j];
-            }
-            block_sums(with_num);
-#pragma unroll
-            for (int j = 0; j < BATCH_OF_KEYS; j++) {
-                if (j >= count) break;
-                const double scaled = den[j] * c.scale;
-                /* was o = scale num / divisor: a clamped divisor does not move */
-                const double d_den = c.normaliser == LA_CLAMP && scaled <= c.eps
-                                         ? 0
-                                         : -c.scale * with_num[j] / clamped(c, scaled);
-                if (c.causal) z.add(k[j]);
-                dq[(int64_t)(t + j) * f.kp] = own[j] + (real)(d_den * z.total());
-                if (key == j) x.den[t + j] = (real)d_den;
-                dz.add(d_den * q[j]);
-            }
+        for (int t = first; t < end; t++) {
+            const real q = key_of_thread<real>(c, c.q, 0, x.u, t);
+            if (c.causal) z.add(key_of_thread<real>(c, c.k, 1, x.u, t));
+            real sum = 0;
+            for (int i = 0; i < f.tiles; i++) sum += dq[i * apart + (int64_t)t * f.kp];
+            const double with_num = block_sum((double)q * sum); /* num . dnum = q . dq */
+            const double scaled = x.den[t] * c.scale;
+            /* was o = scale num / divisor: a clamped divisor does not move */
+            const double d_den = c.normaliser == LA_CLAMP && scaled <= c.eps
+                                     ? 0
+                                     : -c.scale * with_num / clamped(c, scaled);
+            dq[(int64_t)t * f.kp] += (real)(d_den * z.total());
+            __syncthreads();
+            if (key == 0) x.den[t] = (real)d_den;
+            dz.add(d_den * q);
         }
         x.z[s * x.kp] = dz.total();
     }
@@ -247,18 +180,9 @@ static __global__ void keys_adjoint(const __grid_constant__ call c,
     for (int s = blockIdx.x % f.parts; s < x.count; s += f.parts) {
         const int first = x.u.begin + s * SEGMENT, end = min(first + SEGMENT, x.u.end);
         running dz = {x.z[s * x.kp]};
-        for (int last = end; last > first; last -= BATCH_OF_KEYS) { /* tokens t..last, backwards */
-            const int t = max(last - BATCH_OF_KEYS, first), count = last - t;
-            real q[BATCH_OF_KEYS], own[BATCH_OF_KEYS];
-#pragma unroll
-            for (int j = 0; j < BATCH_OF_KEYS; j++) own[j] = j < count ? dk[(int64_t)(t + j) * f.kp] : 0;
-            if (c.causal) keys_of_thread(c, c.q, 0, x.u, t, count, q);
-#pragma unroll
-            for (int j = BATCH_OF_KEYS - 1; j >= 0; j--) {
-                if (j >= count) continue;
-                if (c.causal) dz.add((double)x.den[t + j] * q[j]);
-                dk[(int64_t)(t + j) * f.kp] = own[j] + (real)dz.total();
-            }
+        for (int t = end - 1; t >= first; t--) {
+            if (c.causal) dz.add((double)x.den[t] * key_of_thread<real>(c, c.q, 0, x.u, t));
+            dk[(int64_t)t * f.kp] += (real)dz.total();
         }
     }
 }

@@ -190,11 +190,11 @@ __device__ void load_keys(const call &c, const view &from, la_map map, double ma
             }
             const float factor = c.qk_l2norm ? l2norm_factor(warp_sum(squares)) : 1;
 #pragma unroll
-            for (int j = 0; j < KP / 32; j++) {
-                const int key = j / 2 * 64 + lane * 2 + j % 2;
-                x[j] *= factor;
-                x[j] = row < n && key < c.K ? apply_map(x[j], map, (float)map_eps) : 0;
-            }
+            for (int j = 0; j < KP / 32; j++) x[j] *= factor;
+            apply_map_to_all(x, map, (float)map_eps);
+#pragma unroll
+            for (int j = 0; j < KP / 32; j++)
+                if (row >= n || j / 2 * 64 + lane * 2 + j % 2 >= c.K) x[j] = 0; /* a map may be 1 there */
 #pragma unroll
             for (int j = 0; j < KP / 32; j += 2)
                 *(uint32_t *)(tile + element_at(row, j * 32 + lane * 2)) = pack(x[j], x[j + 1]);
@@ -795,8 +795,9 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
                 const int column = (I - back) * 16 + e % 2 * 8 + lane % 4 * 2;
                 const float y = x[back][e % 2][e / 2 * 2], z = x[back][e % 2][e / 2 * 2 + 1];
                 const int last = row < odd ? row : -1; /* the last column of this row */
-                if (scores && ((column <= last && no_element(y * scale)) ||
-                               (column < last && no_element(z * scale))))
+                const bool here = back || row < s.slow[I]; /* else its score is yet to come */
+                if (scores && here && ((column <= last && no_element(y * scale)) ||
+                                       (column < last && no_element(z * scale))))
                     wide = min(wide, row);
                 if (scores)
                     *(uint32_t *)(s.tile + element_at(row, column)) =

@@ -474,6 +474,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     if (__any_sync(~0u, odd)) {
                         int first = end < C ? 0 : odd_at[stage_at];
                         if (end == C && columns > 0) first = min(first, first_odd(base + slice));
+                        if (NARROW && RULE == LA_ADDITIVE && reads && end == C && has_odd(s)) first = C;
                         end = first < C ? first : 0; /* 0: it is in the state */
                     }
                     again = true;
