@@ -340,8 +340,7 @@ static bool share(relay *r, const job *alone, int threads)
         r->rooms = r->rounds > 1 ? 2 * r->chunks : r->chunks;
         if ((size_t)(r->heads * r->rooms) * r->room_bytes <= room) break;
     }
-    const int64_t whole =
-        over(p->tokens * p->HV, longest); /* sequences and heads, if all were as long */
+    const int64_t whole = over(p->tokens * p->HV, longest); /* heads, were all sequences as long */
     const int64_t time =
         over(whole * alone->panels, threads) * (cost_of_scores(r->C) + alone->columns);
     return share_columns(r, whole, threads) * 8 <= time * 7; /* rounds cost something too */
