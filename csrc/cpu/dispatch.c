@@ -321,7 +321,7 @@ static int64_t share_columns(relay *r, int64_t whole, int threads)
 /* Is this the way for p, and how? `alone` is how units would go that share nothing. */
 static bool share(relay *r, const job *alone, int threads)
 {
-    enum { ROUND = 256, CACHE = 2 << 20 }; /* tokens; what a core has of L2 and L3, or less */
+    enum { ROUND = 512, CACHE = 2 << 20 }; /* tokens; what a core has of L2 and L3, or less */
     const la_problem *p = alone->p;
     const int64_t longest = longest_sequence(p);
     if (threads < 2 || !longest || !alone->kernels->scores || !p->causal || p->mode == LA_RECURRENT)
