@@ -10,6 +10,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -125,6 +126,77 @@ def test_packed_sequences_and_whole_sequences_do_not_either(op):
             linattn.set_num_threads(n)
             assert forward(op, inputs, **options) == o
             assert backward(op, inputs, **options) == grads
+
+
+# ---- threads that share a head ----
+
+# Fewer heads than threads, and work enough for eight: the scores of a chunk are made once, a round
+# of a few chunks ahead, and the head's columns are shared out.
+SHARED = {
+    "V=128": {"T": 600, "K": 64, "V": 128},
+    "V=64": {"T": 800, "K": 64, "V": 64},
+    "V=32": {"T": 1100, "K": 64, "V": 32},
+    "V=20": {"T": 1700, "K": 64, "V": 20},
+    "3 heads": {"T": 700, "HV": 3, "K": 33, "V": 67},
+    "5 heads": {"T": 270, "H": 5, "K": 48, "V": 80},
+    "two sequences": {"B": 2, "T": 290, "K": 64, "V": 96},
+    "rounds of few chunks": {"T": 600, "H": 3, "K": 256, "V": 48},
+    "one chunk and its rest": {"T": 17, "K": 256, "V": 512},
+}
+SEQUENCES = {
+    "empty and short ones": [0, 0, 1, 400, 403, 403, 690, 706, 706],
+    "one long one": [0, 7, 900, 900, 917],
+    "by rounds": [0, 304, 912, 929, 1234],
+}
+
+
+def assert_same_bits(op, inputs, **options):
+    linattn.set_num_threads(1)
+    want = forward(op, inputs, **options)
+    for n in range(2, 9):
+        linattn.set_num_threads(n)
+        assert forward(op, inputs, **options) == want, n
+
+
+@pytest.mark.parametrize("shape", list(SHARED))
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.bfloat16],
+                         ids=["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("op", OPS)
+def test_few_heads_give_the_same_bits(op, dtype, shape):
+    rng = np.random.default_rng(0)
+    for given in (True, False):
+        inputs = make_inputs(op, rng, **SHARED[shape], dtype=dtype, initial_state=given)
+        assert_same_bits(op, inputs)
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 1}, {"chunk_size": 23}, {"chunk_size": 100},
+                                     {"chunk_size": 250}, {"chunk_size": 64, "qk_l2norm": True},
+                                     {"mode": "parallel"}, {"state_v_first": True}], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_few_heads_do_with_options_too(op, options):
+    rng = np.random.default_rng(0)
+    for dims in ({"T": 533, "K": 48, "V": 130}, {"T": 100, "H": 3, "K": 128, "V": 64}):
+        inputs = make_inputs(op, rng, **dims, dtype=np.float32, initial_state=True)
+        if options.get("state_v_first"):
+            state = inputs["initial_state"]
+            pair = isinstance(state, tuple)
+            turned = np.ascontiguousarray(np.swapaxes(state[0] if pair else state, -1, -2))
+            inputs["initial_state"] = (turned, state[1]) if pair else turned
+        assert_same_bits(op, inputs, **options)
+
+
+@pytest.mark.parametrize("sequences", list(SEQUENCES))
+@pytest.mark.parametrize("op", OPS)
+def test_few_heads_of_packed_sequences_do(op, sequences):
+    rng, cu = np.random.default_rng(0), SEQUENCES[sequences]
+    for HV, V in ((1, 128), (1, 32), (3, 40)):
+        inputs = make_inputs(op, rng, T=cu[-1], H=1, HV=HV, K=48, V=V, dtype=np.float32,
+                             initial_state=True, cu_seqlens=cu)
+        assert_same_bits(op, inputs)
+        if op == "linear_attention":
+            inputs = make_inputs(op, rng, T=cu[-1], H=1, HV=HV, K=48, V=V, dtype=np.float32,
+                                 initial_state=True, cu_seqlens=cu, normalize=False)
+            assert_same_bits(op, inputs)
 
 
 def test_the_same_call_250_times():

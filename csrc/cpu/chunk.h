@@ -58,6 +58,16 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->den = take(m, C);
 }
 
+/* A chunk that several units read: the struct too lies in its room. NULL while measuring. */
+LA_FN chunk *chunk_in_room(arena *m, const la_problem *p, int64_t C, const la_decay decay,
+                           const la_rule rule)
+{
+    chunk c, *room = (chunk *)take(m, (sizeof c + sizeof(real) - 1) / sizeof(real));
+    chunk_take(&c, m, p, C, decay, rule);
+    if (room) *room = c;
+    return room;
+}
+
 /* What tokens t..t+n of a unit read and write, by name, as far as there are any; a product of the
  * state's size will ask for it. */
 LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
@@ -431,42 +441,39 @@ LA_FN void chunk_denominators(chunk *c, real *z, real *lost)
 /* Columns worked on together: their state, 128 x 64 floats, and the chunk fit a 48 KiB L1. */
 enum { PANEL = 64 };
 
-typedef struct forward_scratch {
-    chunk c;
+/* What a unit keeps from chunk to chunk. */
+typedef struct walk {
     real *S;          /* [heads][panels][K][width] */
     real *z, *lost;   /* [heads][kp] */
     real *U, *rU, *O; /* one panel's */
     pair_scratch x;
-} forward_scratch;
+} walk;
 
-LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64_t C, int64_t heads,
-                        int64_t columns, const la_decay decay, const la_rule rule,
-                        const bool paired)
+LA_FN void walk_take(walk *w, arena *m, const la_problem *p, int64_t C, int64_t heads,
+                     int64_t columns, const la_decay decay, const bool paired)
 {
     int64_t width = padded(columns < PANEL ? columns : PANEL);
     int64_t panels = (columns + PANEL - 1) / PANEL;
-    chunk_take(&f->c, m, p, C, decay, rule);
-    f->S = take(m, heads * panels * p->K * width);
-    f->U = take(m, C * width);
-    f->rU = take(m, decay == LA_TOKEN ? C * width : 0);
-    f->O = take(m, C * width);
-    f->z = take(m, heads * padded(p->K));
-    f->lost = take(m, heads * padded(p->K));
-    if (paired) pairs_take(&f->x, m, p, C, heads, panels, width, decay);
+    w->S = take(m, heads * panels * p->K * width);
+    w->U = take(m, C * width);
+    w->rU = take(m, decay == LA_TOKEN ? C * width : 0);
+    w->O = take(m, C * width);
+    w->z = take(m, heads * padded(p->K));
+    w->lost = take(m, heads * padded(p->K));
+    if (paired) pairs_take(&w->x, m, p, C, heads, panels, width, decay);
 }
 
-LA_FN panel panel_at(const forward_scratch *f, const la_problem *p, const la_unit *u, int64_t head,
-                     int64_t v)
+LA_FN panel panel_at(const walk *w, const la_problem *p, const la_unit *u, int64_t head, int64_t v)
 {
     const int64_t all = u->v1 - u->v0, widest = padded(all < PANEL ? all : PANEL);
     const int64_t panels = (all + PANEL - 1) / PANEL, which = head * panels + (v - u->v0) / PANEL;
     panel s = {.v0 = v, .v1 = v + PANEL < u->v1 ? v + PANEL : u->v1};
     s.width = padded(s.v1 - s.v0);
     s.which = which;
-    s.S = f->S + which * p->K * widest;
-    s.U = f->U;
-    s.rU = f->rU;
-    s.O = f->O;
+    s.S = w->S + which * p->K * widest;
+    s.U = w->U;
+    s.rU = w->rU;
+    s.O = w->O;
     return s;
 }
 
@@ -487,53 +494,126 @@ LA_FN void panel_forward(const chunk *c, const la_problem *p, const la_unit *u, 
     panel_carry(c, p, s, s->S, next, decay);
 }
 
+/* The states of the unit's i-th head, u. */
+LA_FN void walk_begin(walk *w, const la_problem *p, const la_unit *u, int64_t i,
+                      const la_decay decay, const la_rule rule, const bool paired)
+{
+    const int64_t kp = padded(p->K);
+    for (int64_t v = u->v0; v < u->v1; v += PANEL) {
+        panel s = panel_at(w, p, u, i, v);
+        load_state(p, LA_S0, u, s.v0, s.v1, s.S, s.width);
+        if (paired) pairs_load_state(&w->x, p, &s);
+    }
+    if (is_normalised(p, decay, rule)) load_z(p, LA_Z0, u, w->z + i * kp);
+    fill(kp, w->lost + i * kp, 0);
+}
+
+/* A chunk of tokens t.., its scores made. */
+LA_FN void walk_on(walk *w, chunk *c, const la_problem *p, const la_unit *u, int64_t i, int64_t t,
+                   ahead *next, const la_decay decay, const la_rule rule, const bool paired)
+{
+    const bool normalised = is_normalised(p, decay, rule);
+    if (normalised) chunk_denominators(c, w->z + i * c->kp, w->lost + i * c->kp);
+    for (int64_t v = u->v0; v < u->v1; v += PANEL) {
+        panel s = panel_at(w, p, u, i, v);
+        if (paired)
+            pairs_forward(c, &w->x, p, u, t, &s, next, normalised, decay, rule);
+        else
+            panel_forward(c, p, u, t, &s, next, normalised, decay, rule);
+    }
+}
+
+LA_FN void walk_end(const walk *w, const la_problem *p, const la_unit *u, int64_t i,
+                    const la_decay decay, const la_rule rule)
+{
+    for (int64_t v = u->v0; v < u->v1; v += PANEL) {
+        panel s = panel_at(w, p, u, i, v);
+        store_state(p, LA_ST, u, s.v0, s.v1, s.S, s.width);
+    }
+    if (is_normalised(p, decay, rule) && u->v0 == 0) store_z(p, LA_ZT, u, w->z + i * padded(p->K));
+}
+
+typedef struct forward_scratch {
+    chunk c;
+    walk w;
+} forward_scratch;
+
+LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64_t C, int64_t heads,
+                        int64_t columns, const la_decay decay, const la_rule rule,
+                        const bool paired)
+{
+    chunk_take(&f->c, m, p, C, decay, rule);
+    walk_take(&f->w, m, p, C, heads, columns, decay, paired);
+}
+
 /* The unit's heads walk side by side, chunk by chunk: their rows are neighbours in memory. paired:
  * by products of pairs. */
 LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, arena *m,
                          const la_decay decay, const la_rule rule, const bool paired)
 {
     static const la_name touched[] = {LA_O, LA_V, LA_G, LA_Q, LA_K};
-    const bool normalised = is_normalised(p, decay, rule);
     forward_scratch f;
     forward_take(&f, m, p, C, all->heads, all->v1 - all->v0, decay, rule, paired);
-    chunk *c = &f.c;
 
     for (int64_t i = 0; i < all->heads; i++) {
-        const la_unit one = head_of(p, all, i), *u = &one;
-        for (int64_t v = u->v0; v < u->v1; v += PANEL) {
-            panel s = panel_at(&f, p, u, i, v);
-            load_state(p, LA_S0, u, s.v0, s.v1, s.S, s.width);
-            if (paired) pairs_load_state(&f.x, p, &s);
-        }
-        if (normalised) load_z(p, LA_Z0, u, f.z + i * c->kp);
-        fill(c->kp, f.lost + i * c->kp, 0);
+        const la_unit u = head_of(p, all, i);
+        walk_begin(&f.w, p, &u, i, decay, rule, paired);
     }
     for (int64_t t = all->begin; t < all->end; t += C)
         for (int64_t i = 0; i < all->heads; i++) {
-            const la_unit one = head_of(p, all, i), *u = &one;
-            ahead next = ahead_of(p, u, t + C, C, touched, sizeof touched / sizeof *touched);
-            const int64_t n = t + C < u->end ? C : u->end - t;
+            const la_unit u = head_of(p, all, i);
+            ahead next = ahead_of(p, &u, t + C, C, touched, sizeof touched / sizeof *touched);
+            const int64_t n = t + C < u.end ? C : u.end - t;
             if (paired) {
-                pairs_scores(c, &f.x, p, u, t, n, decay, rule);
+                pairs_scores(&f.c, &f.w.x, p, &u, t, n, decay, rule);
             } else {
-                chunk_load(c, p, u, t, n, true, decay, rule);
-                chunk_scores(c, p, true, decay, rule);
+                chunk_load(&f.c, p, &u, t, n, true, decay, rule);
+                chunk_scores(&f.c, p, true, decay, rule);
             }
-            if (normalised) chunk_denominators(c, f.z + i * c->kp, f.lost + i * c->kp);
-            for (int64_t v = u->v0; v < u->v1; v += PANEL) {
-                panel s = panel_at(&f, p, u, i, v);
-                if (paired)
-                    pairs_forward(c, &f.x, p, u, t, &s, &next, normalised, decay, rule);
-                else
-                    panel_forward(c, p, u, t, &s, &next, normalised, decay, rule);
-            }
+            walk_on(&f.w, &f.c, p, &u, i, t, &next, decay, rule, paired);
         }
     for (int64_t i = 0; i < all->heads; i++) {
-        const la_unit one = head_of(p, all, i), *u = &one;
-        for (int64_t v = u->v0; v < u->v1; v += PANEL) {
-            panel s = panel_at(&f, p, u, i, v);
-            store_state(p, LA_ST, u, s.v0, s.v1, s.S, s.width);
-        }
-        if (normalised && u->v0 == 0) store_z(p, LA_ZT, u, f.z + i * c->kp);
+        const la_unit u = head_of(p, all, i);
+        walk_end(&f.w, p, &u, i, decay, rule);
     }
+}
+
+/* ---- a whole sequence, forward, by scores that units of the same head share ---- */
+
+/* The chunk of tokens t.., for whoever walks over it; u is one head. */
+LA_FN void scores_forward(const la_problem *p, const la_unit *u, int64_t t, int64_t C, arena *m,
+                          const la_decay decay, const la_rule rule)
+{
+    chunk *c = chunk_in_room(m, p, C, decay, rule);
+    chunk_load(c, p, u, t, t + C < u->end ? C : u->end - t, true, decay, rule);
+    chunk_scores(c, p, true, decay, rule);
+}
+
+LA_FN void columns_take(walk *w, real **den, arena *m, const la_problem *p, int64_t C,
+                        int64_t columns, const la_decay decay)
+{
+    walk_take(w, m, p, C, 1, columns, decay, false);
+    *den = take(m, C);
+}
+
+/* The unit's columns, over chunks whose scores are made. The scratch keeps what the next of them
+ * find. Chunks in rooms are only read; denominators go from chunk to chunk, and are the unit's. */
+LA_FN void columns_forward(const la_problem *p, const la_unit *u, const la_chunks *made, arena *m,
+                           const la_decay decay, const la_rule rule)
+{
+    static const la_name touched[] = {LA_O, LA_V};
+    const int64_t C = made->C;
+    walk w;
+    real *den;
+    columns_take(&w, &den, m, p, C, u->v1 - u->v0, decay);
+
+    if (made->begin == u->begin) walk_begin(&w, p, u, 0, decay, rule, false);
+    for (int64_t t = made->begin; t < made->end; t += C) {
+        const int64_t room = (t - u->begin) / C % made->rooms;
+        chunk c = *(const chunk *)(made->room + (size_t)room * made->bytes);
+        c.den = den;
+        ahead next = ahead_of(p, u, t + C, C, touched, sizeof touched / sizeof *touched);
+        walk_on(&w, &c, p, u, 0, t, &next, decay, rule, false);
+    }
+    if (made->end == u->end) walk_end(&w, p, u, 0, decay, rule);
 }

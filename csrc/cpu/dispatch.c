@@ -255,12 +255,11 @@ static void step_unit(void *context, int64_t i, int thread)
  * so the split may follow the number of threads without moving a bit. Few heads: their columns are
  * shared out. Many: heads whose rows are neighbours go together (ahead.h), as long as their states
  * fit in half of a small L2 cache and every thread has a unit or two. */
-static void split(job *j, double nanoseconds)
+static void split(job *j, int threads)
 {
     enum { MOST_HEADS = 4, STATES = 256 << 10 };
     const la_problem *p = j->p;
     const int64_t all = p->N * p->HV, size = p->real == LA_F64 ? 8 : 4;
-    const int threads = la_pool_threads(p->V > 1 ? all + p->V / 32 : all, nanoseconds);
     j->columns = p->V;
     while (all * ((p->V + j->columns - 1) / j->columns) < threads && j->columns > 64)
         j->columns = (j->columns / 2 + 63) / 64 * 64;
@@ -271,13 +270,133 @@ static void split(job *j, double nanoseconds)
             break;
 }
 
+/* ---- forward, by scores that the units of a head share ----
+ *
+ * Threads that share a head would each make its chunks' scores. Instead the sequences are walked in
+ * rounds of a few chunks: while units walk over the chunks of one round, each in columns of its own,
+ * others make the scores of the next round's, in the other half of the head's rooms. No unit waits
+ * for another of its run; the end of la_pool_run is where rounds meet (docs/decisions/0008). */
+
+enum { NARROWEST = 32 }; /* two lanes of AVX-512, a tile's width */
+
+typedef struct {
+    job j;
+    int64_t heads;  /* of all sequences */
+    int64_t C;      /* tokens in a chunk */
+    int64_t chunks; /* in a round */
+    int64_t rounds, now;
+    int64_t rooms; /* of a head */
+    size_t room_bytes;
+    char *room;
+} relay;
+
+static int64_t over(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+/* What scores cost a token, in columns: a column takes 3 K multiply-adds, scores up to 2 C K and, in
+ * chunks of 16, half of their time for loads and decays. */
+static int64_t cost_of_scores(int64_t C) { return C + 16; }
+
+/* Columns a unit so that the slowest thread has least to do; its time, in columns of the longest
+ * sequence. Scores fill what walks leave idle, but for those of a only round: these come first. */
+static int64_t share_columns(relay *r, int64_t whole, int threads)
+{
+    const la_problem *p = r->j.p;
+    const int64_t scores = cost_of_scores(r->C);
+    int64_t least = INT64_MAX;
+    for (int64_t panels = 1; panels <= over(p->V, NARROWEST); panels++) {
+        int64_t columns = over(over(p->V, panels), NARROWEST) * NARROWEST;
+        if (columns > p->V) columns = p->V;
+        const int64_t walk = over(whole * over(p->V, columns), threads) * columns;
+        const int64_t even = over(whole * (scores + p->V), threads);
+        const int64_t first = over(whole * r->chunks, threads) * scores / r->chunks;
+        const int64_t time = r->rounds == 1 ? first + walk : walk > even ? walk : even;
+        if (time >= least) continue;
+        least = time;
+        r->j.columns = columns;
+        r->j.panels = over(p->V, columns);
+    }
+    return least;
+}
+
+/* Is this the way for p, and how? `alone` is how units would go that share nothing. */
+static bool share(relay *r, const job *alone, int threads)
+{
+    enum { ROUND = 512, CACHE = 2 << 20 }; /* tokens; what a core has of L2 and L3, or less */
+    const la_problem *p = alone->p;
+    const int64_t longest = longest_sequence(p);
+    if (threads < 2 || !longest || !alone->kernels->scores || !p->causal || p->mode == LA_RECURRENT)
+        return false;
+
+    *r = (relay){.j = *alone, .heads = p->N * p->HV};
+    r->j.heads = 1;
+    r->C = r->j.kernels->chunk_tokens(p, longest);
+    r->room_bytes = r->j.kernels->scores_room(p, r->C);
+    const int64_t most = over(longest, r->C);
+    const size_t room = (size_t)threads * (r->room_bytes > CACHE ? r->room_bytes : CACHE);
+    for (int64_t chunks = over(ROUND, r->C);; chunks /= 2) {
+        if (!chunks) return false;
+        r->rounds = over(most, chunks);
+        r->chunks = over(most, r->rounds);
+        r->rooms = r->rounds > 1 ? 2 * r->chunks : r->chunks;
+        if ((size_t)(r->heads * r->rooms) * r->room_bytes <= room) break;
+    }
+    const int64_t whole = over(p->tokens * p->HV, longest); /* heads, were all sequences as long */
+    const int64_t time =
+        over(whole * alone->panels, threads) * (cost_of_scores(r->C) + alone->columns);
+    return share_columns(r, whole, threads) * 8 <= time * 7; /* rounds cost something too */
+}
+
+static void relay_unit(void *context, int64_t i, int thread)
+{
+    const relay *r = context;
+    const job *j = &r->j;
+    const int64_t round = r->chunks * r->C, walks = r->now < 0 ? 0 : r->heads * j->panels;
+    (void)thread;
+    if (i < walks) {
+        la_unit u = unit_at(j, i);
+        la_chunks made = {.C = r->C, .begin = u.begin + r->now * round, .rooms = r->rooms};
+        made.end = made.begin + round < u.end ? made.begin + round : u.end;
+        made.bytes = r->room_bytes;
+        made.room = r->room + (size_t)(i / j->panels * r->rooms) * r->room_bytes;
+        if (made.begin < u.end || r->now == 0) /* without tokens a state is passed on */
+            j->kernels->columns(j->p, &u, &made, j->scratch + (size_t)i * j->per_thread);
+        return;
+    }
+    const int64_t head = (i - walks) / r->chunks;
+    const int64_t chunk = (r->now + 1) * r->chunks + (i - walks) % r->chunks;
+    la_unit u = unit_at(j, head * j->panels);
+    const int64_t t = u.begin + chunk * r->C;
+    if (t < u.end)
+        j->kernels->scores(j->p, &u, t, r->C,
+                           r->room + (size_t)(head * r->rooms + chunk % r->rooms) * r->room_bytes);
+}
+
+static la_status forward_in_rounds(la_problem *p, relay *r, int threads)
+{
+    const int64_t walks = r->heads * r->j.panels, makes = r->heads * r->chunks;
+    const size_t rooms = whole_pages((size_t)(r->heads * r->rooms) * r->room_bytes);
+    r->j.per_thread = whole_pages(r->j.kernels->columns_scratch(p, r->C, r->j.columns));
+    r->room = allocate(rooms + r->j.per_thread * (size_t)walks);
+    if (!r->room) return out_of_memory(p);
+    r->j.scratch = r->room + rooms;
+    for (r->now = -1; r->now < r->rounds; r->now++)
+        la_pool_run(threads, (r->now < 0 ? 0 : walks) + (r->now + 1 < r->rounds ? makes : 0),
+                    relay_unit, r);
+    release(r->room);
+    return LA_OK;
+}
+
 la_status la_forward(la_problem *p)
 {
     job j = {.p = p, .kernels = forward_kernels_for(p)};
+    relay r;
     double nanoseconds = work_of(p, 3);
-    split(&j, nanoseconds);
+    /* A head's columns, and one more that makes its scores. */
+    int threads = la_pool_threads(p->N * p->HV * (over(p->V, NARROWEST) + 1), nanoseconds);
+    split(&j, threads);
+    if (share(&r, &j, threads)) return forward_in_rounds(p, &r, threads);
     int64_t units = p->N * groups(p, j.heads) * j.panels;
-    int threads = la_pool_threads(units, nanoseconds);
+    threads = la_pool_threads(units, nanoseconds);
     j.per_thread = whole_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
     j.scratch = allocate(j.per_thread * (size_t)threads);
     if (!j.scratch) return out_of_memory(p);

@@ -33,6 +33,16 @@
     { \
         chunk_forward(p, u, C, m, LA_##decay, LA_##rule, false); \
     } \
+    LA_KERNEL scores_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t t, int64_t C, \
+                                      arena *m) \
+    { \
+        scores_forward(p, u, t, C, m, LA_##decay, LA_##rule); \
+    } \
+    LA_KERNEL columns_##decay##_##rule(const la_problem *p, const la_unit *u, \
+                                       const la_chunks *made, arena *m) \
+    { \
+        columns_forward(p, u, made, m, LA_##decay, LA_##rule); \
+    } \
     LA_KERNEL scan_##decay##_##rule(const la_problem *p, const la_unit *u, la_name state, \
                                     la_name z, arena *m) \
     { \
@@ -56,14 +66,17 @@ LA_PAIRS(DEFINE_PAIR)
 
 static const struct {
     void (*walk)(const la_problem *, const la_unit *, int64_t, arena *);
+    void (*scores)(const la_problem *, const la_unit *, int64_t, int64_t, arena *);
+    void (*columns)(const la_problem *, const la_unit *, const la_chunks *, arena *);
     void (*scan)(const la_problem *, const la_unit *, la_name, la_name, arena *);
     void (*step)(const la_problem *, const la_unit *, arena *);
     void (*walk_back)(const la_problem *, const la_unit *, const la_partials *, int64_t, arena *);
     void (*scan_back)(const la_problem *, const la_unit *, const la_partials *, arena *);
 } pairs[4][2] = {
 #define ENTRY(decay, rule) \
-    [LA_##decay][LA_##rule] = {walk_##decay##_##rule, scan_##decay##_##rule, step_##decay##_##rule, \
-                               walk_back_##decay##_##rule, scan_back_##decay##_##rule},
+    [LA_##decay][LA_##rule] = {walk_##decay##_##rule, scores_##decay##_##rule, \
+                               columns_##decay##_##rule, scan_##decay##_##rule, \
+                               step_##decay##_##rule, walk_back_##decay##_##rule, scan_back_##decay##_##rule},
     LA_PAIRS(ENTRY)
 };
 /* clang-format on */
@@ -108,6 +121,39 @@ static void forward(const la_problem *p, const la_unit *u, void *scratch)
         else
             whole_forward(p, &one, C < 64 ? C : 64, &m);
     }
+}
+
+static int64_t chunk_tokens(const la_problem *p, int64_t longest)
+{
+    return chunk_length(p, longest, CHUNK);
+}
+
+static size_t scores_room_bytes(const la_problem *p, int64_t C)
+{
+    arena m = {NULL, 0};
+    chunk_in_room(&m, p, C, kernel_decay(p), p->rule);
+    return m.used;
+}
+
+static void scores(const la_problem *p, const la_unit *u, int64_t t, int64_t C, void *room)
+{
+    arena m = {room, 0};
+    PAIR(p).scores(p, u, t, C, &m);
+}
+
+static size_t columns_scratch_bytes(const la_problem *p, int64_t C, int64_t columns)
+{
+    arena m = {NULL, 0};
+    walk w;
+    real *den;
+    columns_take(&w, &den, &m, p, C, columns, kernel_decay(p));
+    return m.used;
+}
+
+static void columns(const la_problem *p, const la_unit *u, const la_chunks *made, void *scratch)
+{
+    arena m = {scratch, 0};
+    PAIR(p).columns(p, u, made, &m);
 }
 
 static size_t step_scratch_bytes(const la_problem *p)
@@ -171,6 +217,11 @@ const la_kernels LA_INSTANCE = {
     .lanes = LANES,
     .forward_scratch = forward_scratch_bytes,
     .forward = forward,
+    .chunk_tokens = chunk_tokens,
+    .scores_room = scores_room_bytes,
+    .scores = scores,
+    .columns_scratch = columns_scratch_bytes,
+    .columns = columns,
     .step_scratch = step_scratch_bytes,
     .step = step,
     .backward_scratch = backward_scratch_bytes,

@@ -16,6 +16,16 @@ typedef struct la_unit {
     int64_t panel;      /* which panel of value columns (backward) */
 } la_unit;
 
+/* Chunks of a unit whose scores are made: those of its tokens begin..end. The sequence's i-th chunk
+ * is in room i % rooms. */
+typedef struct la_chunks {
+    int64_t C;          /* tokens in a chunk */
+    int64_t begin, end; /* as in la_unit */
+    const char *room;
+    size_t bytes; /* of a room */
+    int64_t rooms;
+} la_chunks;
+
 /* Value columns per backward unit. Every unit adds to dq, dk, dg and dbeta, and the sums over
  * panels are taken in a fixed order, so this width (not the thread count) fixes the bits. */
 #define LA_BACKWARD_PANEL 128
@@ -47,6 +57,16 @@ typedef struct la_kernels {
     /* Scratch is per thread; longest is the longest sequence's length, heads a unit's. */
     size_t (*forward_scratch)(const la_problem *p, int64_t longest, int64_t heads);
     void (*forward)(const la_problem *p, const la_unit *u, void *scratch);
+
+    /* The chunked forward where units share a head: `scores` makes what they share of the chunk of
+     * tokens t.., in a room; `columns` walks over such chunks, with scratch that is the unit's own
+     * from its first chunk to its last. NULL where this is not offered. */
+    int64_t (*chunk_tokens)(const la_problem *p, int64_t longest);
+    size_t (*scores_room)(const la_problem *p, int64_t C);
+    void (*scores)(const la_problem *p, const la_unit *u, int64_t t, int64_t C, void *room);
+    size_t (*columns_scratch)(const la_problem *p, int64_t C, int64_t columns);
+    void (*columns)(const la_problem *p, const la_unit *u, const la_chunks *made, void *scratch);
+
     size_t (*step_scratch)(const la_problem *p);
     void (*step)(const la_problem *p, const la_unit *u, void *scratch);
     size_t (*backward_scratch)(const la_problem *p, int64_t longest);
