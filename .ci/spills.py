@@ -1,7 +1,7 @@
 """Registers that the chunk kernels spill, from what nvcc -Xptxas=-v said: one log per argument.
 
-The kernels for K = V = 64 and 128 may spill none: the speed of two-byte arrays rests on them. A stack
-frame is no spill by itself; walk has one for what it does token by token.
+The kernels for K = V = 64 and 128 may spill none: the speed of two-byte arrays rests on them. A
+stack frame is no spill by itself; walk has one for what it does token by token.
 """
 
 import re

@@ -26,7 +26,7 @@ enum { CHAINS = LANES == 16 ? 24 : 12 };
 double peak_fma(long rounds, float *sink) {
     lanes sum[CHAINS], a, b;
     for (int i = 0; i < LANES; i++)
-        a[i] = 0.999f, b[i] = 1e-3f * (float)i;
+        a[i] = 0.999f, b[i] = 1e-3f * (float)(i + 1); /* sums near b / (1 - a), never denormal */
     for (int c = 0; c < CHAINS; c++)
         sum[c] = b + (float)c;
     for (long r = 0; r < rounds; r++) {
