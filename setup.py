@@ -44,12 +44,13 @@ if os.environ.get("LINATTN_EMULATE_BF16") == "1":
 # Machine code for Ampere and all that runs its code (8.x), PTX for later devices; and Hopper.
 # Streams of states use Hopper's copy engine on what comes after it too; float16's chunks: Hopper's.
 ASKED_ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "").split()
-ARCHS = {"": "80+PTX 90a", "stream_": "80 90a 90+PTX", "chunk_*_f16": "90a"}
+ARCHS = {"stream_*": "80 90a 90+PTX", "chunk_*_f16.cu": "90a", "*": "80+PTX 90a"}
 
 
 def archs_of(source):
     name = os.path.basename(source)
-    return ASKED_ARCHS or ARCHS[max(p for p in ARCHS if fnmatch.fnmatch(name, p + "*"))].split()
+    return ASKED_ARCHS or next(
+        archs.split() for files, archs in ARCHS.items() if fnmatch.fnmatch(name, files))
 
 
 def gencode(arch):

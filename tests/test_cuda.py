@@ -788,6 +788,10 @@ def test_tensor_cores_at_32768_tokens(op, dtype):
     judge(op, x, o, "32768 tokens")
 
 
+# Two results that are each within the rule of the truth are no further apart than twice that.
+APART = 2 * testing.RMS_BOUND["float16"]
+
+
 def large_scores(x):
     """q'k up to 1e6 from token 70 on, v small enough that o is an ordinary number."""
     x["q"][:, 70:] *= 500
@@ -827,7 +831,7 @@ def test_float16_numbers_between_that_float16_has_not(op, large):
     assert torch.isfinite(want).all()
     assert torch.isfinite(got).all(), "an infinity that float32 does not have"
     error = (got - want).double().square().mean().sqrt() / want.double().square().mean().sqrt()
-    assert error < 4e-3, error
+    assert error < APART, error
 
 
 @pytest.mark.parametrize("op", [PLAIN, "linear_attention"])
@@ -847,7 +851,7 @@ def test_float16_sums_of_all_tokens(op):
     assert torch.isfinite(want).all()
     for a, b in zip([got, *flat(state)], [want, *flat(want_state)], strict=True):
         a, b = a.double(), b.double()
-        assert (a - b).square().mean().sqrt() < 4e-3 * b.square().mean().sqrt()
+        assert (a - b).square().mean().sqrt() < APART * b.square().mean().sqrt()
 
 
 @ops

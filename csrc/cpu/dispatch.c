@@ -297,7 +297,7 @@ static int64_t over(int64_t x, int64_t y) { return (x + y - 1) / y; }
 static int64_t cost_of_scores(int64_t C) { return C + 16; }
 
 /* Columns a unit so that the slowest thread has least to do; its time, in columns of the longest
- * sequence. Scores fill what walks leave idle, but for those of a only round: these come first. */
+ * sequence. Scores fill what walks leave idle, but for those of a single round: these come first. */
 static int64_t share_columns(relay *r, int64_t whole, int threads)
 {
     const la_problem *p = r->j.p;
