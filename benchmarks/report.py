@@ -52,7 +52,7 @@ def about(given, peers):
         "machine": f"{machine()}, {len(os.sched_getaffinity(0))} cores",
         "system": f"{platform.system()} {platform.machine()}",
         "load before": f"{os.getloadavg()[0]:.2f} (mean number of running processes)",
-        "commit": commit(),
+        "commit": given.commit or commit(),
         "command": shlex.join(["python", "benchmarks/run.py", *sys.argv[1:]]),
         "threads": str(given.threads),
         "linattn": f"{linattn.__version__}, {here['in use'].split()[0]}, {here['compiler']}",

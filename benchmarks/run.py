@@ -67,6 +67,7 @@ def arguments():
     parser.add_argument("--rounds", type=int, help="samples of each figure")
     parser.add_argument("--results", metavar="DIR", type=Path, help="where DEVICE-MACHINE.md and "
                         ".json go (default: benchmarks/results; --device torch: nowhere)")
+    parser.add_argument("--commit", metavar="TEXT", help="what to say where there is no checkout")
     parser.add_argument("--no-peers", action="store_true", help="linattn and the ceilings only")
     cpu = parser.add_argument_group("on the CPU")
     cpu.add_argument("--threads", type=int, help="of ours and of the peers (default: 1)")
@@ -85,7 +86,6 @@ def arguments():
                      "each core; 0: each is compiled when its turn comes)")
     gpu.add_argument("--minutes", metavar="M", type=float,
                      help="begin no further case after this time")
-    gpu.add_argument("--commit", metavar="TEXT", help="what to say where there is no checkout")
     gpu.add_argument("--merge", metavar="JSON", type=Path, nargs="+",
                      help="measure nothing: put these runs' results together; of a case in "
                      "several, the last run's")
