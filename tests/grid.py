@@ -157,14 +157,16 @@ def sampled(grid, every, how):
     return {"all": grid, "sample": grid[::every], "few": grid[::every * 5]}[how]
 
 
-def on_tensor_cores(dtype, K, mode, T=1):
+def on_tensor_cores(dtype, K, mode, T=64):
     """Does a GPU's forward pass multiply on tensor cores, its operands rounded to `dtype`? All
-    others walk the tokens there one by one, whatever the mode; so do float16 on devices before
-    Hopper, and the delta rule with K below 16, and are more exact then."""
-    return dtype in (ml_dtypes.bfloat16, np.float16) and K <= 128 and mode != "recurrent" and T > 0
+    others walk the tokens there one by one, whatever the mode; so do float16 and K above 128 on
+    devices before Hopper, the delta rule with K below 16, and packed sequences of a few tokens
+    each, and are more exact then."""
+    return (dtype in (ml_dtypes.bfloat16, np.float16) and K <= 256 and mode != "recurrent"
+            and T > device.FEW_TOKENS)
 
 
-def rounds_products(dtype, K, mode, T=1, chunk=None):
+def rounds_products(dtype, K, mode, T=64, chunk=None):
     """Does a causal forward pass round what it multiplies to `dtype`? Also on the host, where the
     processor has an instruction for products of bfloat16 numbers, in chunks of up to 64."""
     if device.on_host():
@@ -174,15 +176,15 @@ def rounds_products(dtype, K, mode, T=1, chunk=None):
     return on_tensor_cores(dtype, K, mode, T)
 
 
-def gradients_on_tensor_cores(dtype, K, V, mode, T=1):
+def gradients_on_tensor_cores(dtype, K, V, mode, T=64):
     """Does a GPU's backward pass? Hopper's does, of bfloat16; on other devices it is more exact."""
-    return (dtype == ml_dtypes.bfloat16 and on_tensor_cores(dtype, K, mode, T) and K >= 16
+    return (dtype == ml_dtypes.bfloat16 and mode != "recurrent" and T > 0 and 16 <= K <= 128
             and V % 8 == 0)
 
 
 def form_of(case, gpu=False):
     """The reference's form of the same algorithm."""
-    if gpu and not on_tensor_cores(case.dtype, case.K, case.mode):
+    if gpu and not on_tensor_cores(case.dtype, case.K, case.mode, case.T):
         return {"form": "recurrent"}
     if case.mode == "chunk":
         return {"form": "chunk", "chunk_size": case.chunk or 16}

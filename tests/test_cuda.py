@@ -192,10 +192,11 @@ def test_twenty_backwards_give_the_same_bits(op, dtype):
 
 
 @dtypes
+@pytest.mark.parametrize("K", [64, 256])
 @pytest.mark.parametrize("face", ["forward", "step"])
 @ops
-def test_twenty_launches_give_the_same_bits(op, face, dtype):
-    x = problem(op, dtype=dtype, face=face, T=1000)
+def test_twenty_launches_give_the_same_bits(op, face, K, dtype):
+    x = problem(op, dtype=dtype, face=face, T=1000, K=K)
     first = run(op, x, face)
     for _ in range(19):
         assert_same_bits(run(op, x, face), first)
@@ -248,11 +249,14 @@ def test_many_states_at_once_give_the_bits_of_few(op, K, V, options, kind, v_fir
 
 
 @dtypes
+@pytest.mark.parametrize("K", [64, 200])
+@pytest.mark.parametrize("cu", [[0, 0, 63, 72, 72, 300, 429, 429], [0, 1, 9, 9, 12]],
+                         ids=["chunks", "few tokens"])
 @ops
-def test_packed_sequences_on_the_device(op, dtype):
-    """cu_seqlens on the GPU, int32 and int64, empty sequences among them: as separate calls."""
-    cu = [0, 0, 63, 64, 64, 300, 429, 429]
-    x = problem(op, dtype=dtype, B=1, T=cu[-1])
+def test_packed_sequences_on_the_device(op, cu, K, dtype):
+    """cu_seqlens on the GPU, int32 and int64, empty sequences among them: as separate calls. What
+    goes token by token alone, up to 8 tokens, goes so here where all are as short."""
+    x = problem(op, dtype=dtype, B=1, T=cu[-1], K=K)
     state = x.pop("initial_state")
     states = over_arrays(
         lambda s: torch.cat([s * (n + 1) for n in range(len(cu) - 1)]), state)
@@ -780,16 +784,24 @@ def test_a_long_sequence(op, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("K", [128, 256])
 @ops
-def test_tensor_cores_at_32768_tokens(op, dtype):
-    x = problem(op, dtype=dtype, B=1, T=32768, H=1, HV=1, K=128, V=128)
+def test_tensor_cores_at_32768_tokens(op, K, dtype):
+    x = problem(op, dtype=dtype, B=1, T=32768, H=1, HV=1, K=K, V=128)
     del x["initial_state"]
     o, _ = getattr(linattn, op)(**x)
     judge(op, x, o, "32768 tokens")
 
 
 # Two results that are each within the rule of the truth are no further apart than twice that.
-APART = 2 * testing.RMS_BOUND["float16"]
+APART = {dtype: 2 * bound for dtype, bound in testing.RMS_BOUND.items()}
+
+
+def distance(got, want):
+    """The root mean square error where both are finite, relative to the wanted numbers'."""
+    there = torch.isfinite(got) & torch.isfinite(want)
+    got, want = got[there].double(), want[there].double()
+    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
 
 
 def large_scores(x):
@@ -813,11 +825,12 @@ def large_growth(x):
 
 
 @pytest.mark.parametrize("large", [large_scores, large_state, large_growth])
+@pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("op", [PLAIN, *linattn.OPS])
-def test_float16_numbers_between_that_float16_has_not(op, large):
+def test_float16_numbers_between_that_float16_has_not(op, K, large):
     """What products leave on the way is float32; where an operand of the next would not fit into
     float16's range, the tokens go one by one. Equal to the recurrence but for rounding."""
-    x = problem(op, dtype="float16", T=300, K=128)
+    x = problem(op, dtype="float16", T=300, K=K)
     if op == PLAIN:
         x["feature_map"] = "identity"
     if large is large_growth and "g" not in x:
@@ -830,14 +843,68 @@ def test_float16_numbers_between_that_float16_has_not(op, large):
     got, _ = getattr(linattn, op)(**x)
     assert torch.isfinite(want).all()
     assert torch.isfinite(got).all(), "an infinity that float32 does not have"
-    error = (got - want).double().square().mean().sqrt() / want.double().square().mean().sqrt()
-    assert error < APART, error
+    assert distance(got, want) < APART["float16"]
 
 
+def large_state_and_a_nan(x):
+    """A state too large for float16 in a few of its keys, in the chunk that also has a NaN."""
+    large_state(x)
+    for s in flat(x["initial_state"]):
+        s[..., 8:, :] /= 1e7
+    x["k"][:, 20, :, 3] = torch.nan
+
+
+@pytest.mark.parametrize("K", [128, 256])
+@pytest.mark.parametrize("op", [PLAIN, "simple_gla", "gla"])
+def test_float16_state_that_float16_has_not_beside_a_nan(op, K):
+    x = problem(op, dtype="float16", T=130, K=K)
+    if op == PLAIN:
+        x["feature_map"] = "identity"
+    large_state_and_a_nan(x)
+    op = op.split(",")[0]
+    want, _ = getattr(linattn, op)(**x, mode="recurrent")
+    got, _ = getattr(linattn, op)(**x)
+    assert torch.equal(torch.isfinite(got), torch.isfinite(want))
+    assert torch.isfinite(want[:, :20]).all() and not torch.isfinite(want[:, 20:]).any()
+    assert distance(got, want) < APART["float16"]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("K", [100, 200])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
+@pytest.mark.parametrize("op", [PLAIN, *linattn.OPS])
+def test_not_finite_in_one_number_of_a_chunk(op, name, K, dtype, value):
+    """The chunk's past keeps its bits, the rest is the recurrence's: finite where that is."""
+    x = problem(op, dtype=dtype, T=150, K=K, V=72)
+    plain = op == PLAIN
+    op = op.split(",")[0]
+    if name not in x:
+        pytest.skip(f"{op} has no {name}")
+    x |= {"feature_map": "identity"} if plain else {}
+    clean, _ = getattr(linattn, op)(**x)
+    if name == "initial_state":
+        flat(x[name])[0][0, 1, K - 3, 5] = value
+    elif name == "g":
+        x[name][0, 80, 1] = torch.nan  # a gate of infinity is refused
+    else:
+        x[name][(0, 80, 0, 7) if x[name].ndim == 4 else (0, 80, 0)] = value
+    want, want_state = getattr(linattn, op)(**x, mode="recurrent", output_final_state=True)
+    got, state = getattr(linattn, op)(**x, output_final_state=True)
+    assert not torch.isfinite(want).all()
+    for a, b in zip([got, *flat(state)], [want, *flat(want_state)], strict=True):
+        assert torch.equal(torch.isfinite(a), torch.isfinite(b))
+        assert distance(a, b) < APART[dtype]
+    if name != "initial_state":
+        assert_same_bits([got[:, :80]], [clean[:, :80]])
+    assert_same_bits([got[1]], [clean[1]])
+
+
+@pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("op", [PLAIN, "linear_attention"])
-def test_float16_sums_of_all_tokens(op):
+def test_float16_sums_of_all_tokens(op, K):
     """Not causal: every token reads the sum of 8192 values of 300 or so."""
-    x = problem(op, dtype="float16", T=8192, K=128)
+    x = problem(op, dtype="float16", T=8192, K=K)
     del x["initial_state"]
     if op == PLAIN:
         x |= {"feature_map": "identity", "k": abs(x["k"])}
@@ -850,8 +917,7 @@ def test_float16_sums_of_all_tokens(op):
     assert max(abs(s).max() for s in flat(want_state)) > 65504
     assert torch.isfinite(want).all()
     for a, b in zip([got, *flat(state)], [want, *flat(want_state)], strict=True):
-        a, b = a.double(), b.double()
-        assert (a - b).square().mean().sqrt() < APART * b.square().mean().sqrt()
+        assert distance(a, b) < APART["float16"]
 
 
 @ops

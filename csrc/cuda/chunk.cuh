@@ -158,19 +158,22 @@ static int segments_for(const call &c, const device_traits &d, bool delta)
     return count < (delta ? 4 : 2) ? 1 : (int)count;
 }
 
-/* Warps per block of walk, each with 16 value columns. All warps of a block read the same tiles, so
- * a wide block saves traffic; narrow ones fill the device when there are few heads. Taken is the one
- * with the least rounds times work per round, a round being as many blocks as fit at once, and a
- * multiprocessor's work a fixed part (the chain of products) and one in proportion to its warps.
- * 0 if not even the narrowest fits. */
+/* Slices of 16 value columns per block of walk, each a warp's, or two warps'. All warps of a block read
+ * the same tiles, so a wide block saves traffic; narrow ones fill the device when there are few heads.
+ * Taken is the one with the least rounds times work per round, a round being as many blocks as fit at
+ * once, and a multiprocessor's work a fixed part (the chain of products) and one in proportion to its
+ * warps. 0 if not even the narrowest fits. */
 template <typename part>
-static int warps_per_block(const call &c, const device_traits &d, int64_t heads, int slices)
+static int width_of_blocks(const call &c, const device_traits &d, int64_t heads, int slices)
 {
     int best = 0;
     double least = 0;
-    for (int warps = d.warp_step; warps <= MOST_WARPS; warps *= 2) {
-        const int64_t blocks = heads * ((slices + warps - 1) / warps);
-        const int room = d.room / (2 * part::bytes(warps) + 1024);
+    /* where nobody but the walking warps fetches, the next chunk needs a place while they are at this */
+    const int stages = d.fetchers ? 1 : 2;
+    for (int width = d.warp_step; width * part::halves <= MOST_WARPS; width *= 2) {
+        const int warps = width * part::halves;
+        const int64_t blocks = heads * ((slices + width - 1) / width);
+        const int room = d.room / (stages * part::bytes(width) + part::exchanged(width) + 1024);
         const int64_t fit = min(room, d.fetchers ? 1 : MOST_WARPS / warps); /* by registers */
         if (fit == 0) break;
         const int64_t rounds = (blocks + d.processors * fit - 1) / (d.processors * fit);
@@ -178,7 +181,7 @@ static int warps_per_block(const call &c, const device_traits &d, int64_t heads,
         const double cost = (double)rounds * (1 + 0.15 * (double)(warps * min(each, fit)));
         if (best == 0 || cost < least) {
             least = cost;
-            best = warps;
+            best = width;
         }
     }
     return best;
@@ -187,18 +190,18 @@ static int warps_per_block(const call &c, const device_traits &d, int64_t heads,
 template <int KP, la_decay DECAY, la_rule RULE, way WAY>
 static cudaError_t launch_walk(const call &c, const chunks &w, const tensor_maps &maps,
                                walk_flags f, const segments &g, const device_traits &d, int slices,
-                               int warps, cudaStream_t stream)
+                               int width, cudaStream_t stream)
 {
-    const int tiles = (slices + warps - 1) / warps;
-    const int stage_bytes = stage<KP, DECAY, RULE>::bytes(warps);
-    f.stages = min((d.room - 1024) / stage_bytes, (int)MOST_STAGES);
-    const int bytes = f.stages * stage_bytes;
+    typedef stage<KP, DECAY, RULE> part;
+    const int tiles = (slices + width - 1) / width, exchanged = part::exchanged(width);
+    f.stages = min((d.room - exchanged - 1024) / part::bytes(width), (int)MOST_STAGES);
+    const int bytes = f.stages * part::bytes(width) + exchanged;
     const auto kernel = walk<KP, DECAY, RULE, WAY>;
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
-    kernel<<<(unsigned)((int64_t)c.N * c.HV * g.count * tiles), (warps + d.fetchers) * 32, bytes,
-             stream>>>(c, w, maps, f, g, tiles);
+    kernel<<<(unsigned)((int64_t)c.N * c.HV * g.count * tiles), (width * part::halves + d.fetchers) * 32,
+             bytes, stream>>>(c, w, maps, f, g, tiles);
     return cudaGetLastError();
 }
 
@@ -211,20 +214,20 @@ static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_map
     const int slices = (c.V + 15) / 16, key_slices = RULE == LA_DELTA ? (c.K + 15) / 16 : 0;
     segments g = {segments_for(c, d, RULE == LA_DELTA), NULL, NULL};
     const int64_t heads = (int64_t)c.N * c.HV, units = heads * g.count;
-    const int warps = warps_per_block<part>(c, d, units, slices);
+    const int width = width_of_blocks<part>(c, d, units, slices);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
         if (!c.causal)
-            return launch_walk<KP, DECAY, RULE, ACROSS>(c, w, maps, f, g, d, slices, warps, stream);
+            return launch_walk<KP, DECAY, RULE, ACROSS>(c, w, maps, f, g, d, slices, width, stream);
     if (g.count == 1)
-        return launch_walk<KP, DECAY, RULE, ALONG>(c, w, maps, f, g, d, slices, warps, stream);
+        return launch_walk<KP, DECAY, RULE, ALONG>(c, w, maps, f, g, d, slices, width, stream);
 
-    const int ends_warps = warps_per_block<part>(c, d, units, slices + key_slices);
-    const int64_t rows = (slices + key_slices + ends_warps - 1) / ends_warps * ends_warps * 16;
+    const int ends_width = width_of_blocks<part>(c, d, units, slices + key_slices);
+    const int64_t rows = (slices + key_slices + ends_width - 1) / ends_width * ends_width * 16;
     const int64_t ends = units * rows * KP, starts = units * slices * 16 * KP;
     cudaError_t error = cudaMallocFromPoolAsync((void **)&g.ends, (ends + starts) * 4, pool, stream);
     if (error != cudaSuccess) return error;
     float *const after_ends = g.ends + ends;
-    error = launch_walk<KP, DECAY, RULE, TO_ENDS>(c, w, maps, f, g, d, slices + key_slices, ends_warps, stream);
+    error = launch_walk<KP, DECAY, RULE, TO_ENDS>(c, w, maps, f, g, d, slices + key_slices, ends_width, stream);
     g.starts = after_ends;
     if (error == cudaSuccess) {
         join_segments<KP, DECAY, RULE>
@@ -233,7 +236,7 @@ static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_map
         error = cudaGetLastError();
     }
     if (error == cudaSuccess)
-        error = launch_walk<KP, DECAY, RULE, ALONG>(c, w, maps, f, g, d, slices, warps, stream);
+        error = launch_walk<KP, DECAY, RULE, ALONG>(c, w, maps, f, g, d, slices, width, stream);
     const cudaError_t freed = cudaFreeAsync(g.ends, stream);
     return error == cudaSuccess ? freed : error;
 }
@@ -247,7 +250,7 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
     device_traits d;
     cudaError_t error = traits_of_device((const void *)walk<KP, DECAY, RULE, ALONG>, &d);
     if (error != cudaSuccess) return error;
-    if (prepare_bytes > d.room || warps_per_block<stage<KP, DECAY, RULE>>(c, d, 1, 1) == 0)
+    if (prepare_bytes > d.room || width_of_blocks<stage<KP, DECAY, RULE>>(c, d, 1, 1) == 0)
         return cudaErrorNotSupported; /* nothing has been done */
     tensor_maps maps = {};
     walk_flags f = {};
@@ -329,4 +332,11 @@ static cudaError_t chunks_any(const call &c, cudaMemPool_t pool, cudaStream_t st
 {
     return c.K <= 64 ? launch_chunks<64, DECAY, RULE>(c, pool, stream)
                      : launch_chunks<128, DECAY, RULE>(c, pool, stream);
+}
+
+/* 128 < K <= 256 */
+template <la_decay DECAY, la_rule RULE>
+static cudaError_t chunks_wide(const call &c, cudaMemPool_t pool, cudaStream_t stream)
+{
+    return launch_chunks<256, DECAY, RULE>(c, pool, stream);
 }

@@ -312,21 +312,29 @@ static cudaError_t token_by_token(const la_problem *p, const call &c)
  * rounding on to all tokens after it; a l2norm's gradient is what is left of a few products. */
 enum { FEWEST_KEYS = 16 };
 
+/* So many tokens of a sequence take less time one by one than as the chunk of 64 that they would be, mostly
+ * of zeros (docs/decisions/0023), and no product is rounded. */
+enum { FEW_TOKENS = 8 };
+
 /* Tensor cores round their operands to bf16, or to float16: arrays of these lose nothing by that, others
  * keep to the recurrence. */
 static cudaError_t by_chunks(const la_problem *p, const call &c)
 {
-    static const chunk_launcher *const chunk[2][4] = {
-        {chunk_none, NULL, chunk_token, chunk_key}, /* HEAD is TOKEN */
-        {chunk_none_f16, NULL, chunk_token_f16, chunk_key_f16}};
+    static const chunk_launcher *const chunk[2][2][4] = { /* [float16?][wide?]; HEAD is TOKEN */
+        {{chunk_none, NULL, chunk_token, chunk_key},
+         {chunk_none_wide, NULL, chunk_token_wide, chunk_key_wide}},
+        {{chunk_none_f16, NULL, chunk_token_f16, chunk_key_f16},
+         {chunk_none_wide_f16, NULL, chunk_token_wide_f16, chunk_key_wide_f16}}};
     const la_dtype dtype = p->array[LA_Q].dtype;
-    const bool fits = (dtype == LA_BF16 || dtype == LA_F16) && p->K <= 128 &&
+    const bool fits = (dtype == LA_BF16 || dtype == LA_F16) &&
                       (p->rule == LA_ADDITIVE || p->K >= FEWEST_KEYS);
+    const int64_t tokens = c.cu.data ? p->T / p->N : p->T; /* of a sequence */
     cudaMemPool_t pool;
-    if (!fits || p->mode == LA_RECURRENT || p->T == 0) return token_by_token(p, c);
+    if (!fits || p->mode == LA_RECURRENT || tokens <= FEW_TOKENS) return token_by_token(p, c);
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error == cudaSuccess)
-        error = chunk[dtype == LA_F16][kernel_decay(p)][p->rule](c, pool, (cudaStream_t)p->stream);
+        error = chunk[dtype == LA_F16][p->K > 128][kernel_decay(p)][p->rule](c, pool,
+                                                                             (cudaStream_t)p->stream);
     return error == cudaErrorNotSupported ? token_by_token(p, c) : error;
 }
 

@@ -136,16 +136,20 @@ template <int COLUMNS, int THREADS>
 __device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int t, int n, int h,
                                           uint32_t tile)
 {
-    constexpr int PIECES = COLUMNS / 8, STEP = THREADS / PIECES;
+    constexpr int SPAN = COLUMNS < THREADS ? COLUMNS : THREADS, PIECES = SPAN / 8, STEP = THREADS / PIECES;
     static_assert(STEP % 8 == 0, "a thread's pieces are at the same place of their rows");
-    const int row = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
+    const int row = threadIdx.x / PIECES;
     const int64_t step = x.stride[1] * 2;
     const char *from = at(x, b, t, h);
-    const uint32_t to = tile + piece_at(row, piece);
 #pragma unroll
-    for (int i = 0; i < C; i += STEP) {
-        const bool there = row + i < n && piece * 8 < columns;
-        copy_async(to + i * 128, from + (there ? (row + i) * step + piece * 16 : 0), there);
+    for (int j = 0; j < COLUMNS; j += SPAN) {
+        const int piece = j / 8 + threadIdx.x % PIECES;
+        const uint32_t to = tile + piece_at(row, piece);
+#pragma unroll
+        for (int i = 0; i < C; i += STEP) {
+            const bool there = row + i < n && piece * 8 < columns;
+            copy_async(to + i * 128, from + (there ? (row + i) * step + piece * 16 : 0), there);
+        }
     }
 }
 
@@ -362,7 +366,7 @@ template <int KP, la_rule RULE> struct scalar_room {
 /* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, K K' has ten. Warp w takes those of row
  * w of Q K' and of row 3 - w of K K', w + 1 and 4 - w: five for every warp. */
 template <int KP, la_rule RULE, typename = element>
-__global__ void __launch_bounds__(SCALAR_THREADS, RULE == LA_DELTA ? 4 : 5)
+__global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 ? 3 : RULE == LA_DELTA ? 4 : 5)
     prepare_scalar(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
                    bool k_as_given)
 {
@@ -645,7 +649,7 @@ __device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&q
 /* The warps 0 to 3 multiply the rows of Q K', 4 to 7 those of K K', longest first: the two that share
  * a scheduler have five blocks together. */
 template <int KP, la_rule RULE, typename = element>
-__global__ void __launch_bounds__(KEY_THREADS, 2)
+__global__ void __launch_bounds__(KEY_THREADS, KP > 128 ? 1 : 2)
     prepare_key(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
                 bool k_as_given)
 {
@@ -696,8 +700,12 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
     /* Running products up the chunk, then down: two keys and a block of 16 rows a thread. */
     const int64_t keys = (int64_t)place * tile_bytes(KP);
     char *to_q = w.q + keys, *to_k = w.k + keys, *to_kt = w.kt + keys;
-    const int own = threadIdx.x % (KP / 2) * 2, block = threadIdx.x / (KP / 2);
-    if (block < 4) {
+    constexpr int BLOCKS = KEY_THREADS / (KP / 2); /* at a time */
+    const int own = threadIdx.x % (KP / 2) * 2;
+#pragma unroll
+    for (int first = 0; first < 4; first += BLOCKS) {
+        const int block = first + threadIdx.x / (KP / 2);
+        if (block >= 4) continue;
         float2 all = make_float2(1, 1), h = all;
         for (int j = 3; j > block; j--) {
             all.x *= s.t[j * KP + own];
@@ -717,7 +725,10 @@ __global__ void __launch_bounds__(KEY_THREADS, 2)
         if (block == 0) *(float2 *)(w.total + (int64_t)place * KP + own) = all;
     }
     __syncthreads(); /* k turns into k / f */
-    if (block < 4) {
+#pragma unroll
+    for (int first = 0; first < 4; first += BLOCKS) {
+        const int block = first + threadIdx.x / (KP / 2);
+        if (block >= 4) continue;
         float2 all = make_float2(1, 1), f = all;
         for (int j = 0; j < block; j++) {
             all.x *= s.t[j * KP + own];

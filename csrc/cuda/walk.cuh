@@ -2,7 +2,11 @@
  *
  * A warp has 16 value columns and goes through its chunks without waiting for others, but that on
  * Hopper four warps share their products. There another warp fetches the tiles, as many chunks ahead
- * as shared memory has room for; elsewhere every thread copies its part of the next chunk. */
+ * as shared memory has room for; elsewhere every thread copies its part of the next chunk.
+ *
+ * With more than 128 keys a state does not fit a warp's registers: two warps have the same columns and
+ * half of the keys each. Products over keys are then two sums, which the two exchange; what follows from
+ * them, U, both have whole, and each finishes half of the tokens of O. */
 #ifndef LINATTN_CUDA_WALK_CUH
 #define LINATTN_CUDA_WALK_CUH
 
@@ -14,6 +18,7 @@ enum { MOST_STAGES = 3, MOST_WARPS = 8, FETCHERS = 4, FETCHER_REGISTERS = 40, WA
 
 /* Where the parts of a chunk lie in shared memory: a stage. */
 template <int KP, la_decay DECAY, la_rule RULE> struct stage {
+    static constexpr int halves = KP > 128 ? 2 : 1, keys = KP / halves; /* of a warp */
     static constexpr bool has_k = RULE == LA_DELTA || DECAY != LA_KEY; /* else k~ is all there is */
     static constexpr int k = 0, q = k + (has_k ? tile_bytes(KP) : 0), kt = q + tile_bytes(KP);
     static constexpr int scores = kt + (DECAY == LA_KEY ? tile_bytes(KP) : 0);
@@ -24,10 +29,15 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     static constexpr int out = in + (DECAY == LA_TOKEN || may_divide ? C * 4 : 0);
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
-    /* v: a panel for every four warps, in which a warp has 16 columns; o leaves by way of it */
-    __host__ __device__ static constexpr int bytes(int warps)
+    /* v: a panel for every four slices of 16 columns; o leaves by way of it */
+    __host__ __device__ static constexpr int bytes(int width)
     {
-        return v + (warps + 3) / 4 * PANEL_BYTES;
+        return v + (width + 3) / 4 * PANEL_BYTES;
+    }
+    /* after the stages: what two warps exchange, 32 numbers a lane */
+    __host__ __device__ static constexpr int exchanged(int width)
+    {
+        return halves == 1 ? 0 : 2 * width * 32 * 32 * 4;
     }
 };
 
@@ -54,10 +64,11 @@ enum way { ALONG, TO_ENDS, ACROSS };
 /* A chunk that holds a NaN or an infinity goes token by token, for its state and for O from token
  * `first` on: in a product with a triangle, zero times infinity would spoil the tokens before it.
  * S [key][column] and O [eight tokens][column, token of two] are this thread's numbers of S' and O' as
- * walk has them; O comes out scaled. */
+ * walk has them, O of tokens first_read to first_read + reads; O comes out scaled. */
 template <int KP, la_decay DECAY, la_rule RULE>
 __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int n, int first,
-                                        int v0, int columns, float *S, float *O)
+                                        int v0, int columns, float *S, float *O, int first_read,
+                                        int reads)
 {
     const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
     float q[KP / 4], k[KP / 4], a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
@@ -92,9 +103,10 @@ __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int
                        ? load<float>(at(c.v, u.b, t + i, u.hv, v0 + column + 8 * w), ELEMENT_DTYPE)
                        : 0;
         la_token(S, 2, 2, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
-        if (i / 2 % 4 * 2 != pair || i < first) continue;
-        O[i / 8 * 4 + i % 2] = o[0] * (float)c.scale;
-        O[i / 8 * 4 + 2 + i % 2] = o[1] * (float)c.scale;
+        const int read = i - first_read;
+        if (i / 2 % 4 * 2 != pair || i < first || read < 0 || read >= reads) continue;
+        O[read / 8 * 4 + read % 2] = o[0] * (float)c.scale;
+        O[read / 8 * 4 + 2 + read % 2] = o[1] * (float)c.scale;
     }
 }
 
@@ -159,11 +171,60 @@ static __device__ __noinline__ int first_odd(uint32_t from)
     return (int)__reduce_min_sync(~0u, first);
 }
 
+/* Is x true here or in the warp with the other half of the keys? x is the whole warp's. */
+template <int HALVES> __device__ __forceinline__ bool other_too(bool x, int line)
+{
+    if (HALVES == 1) return x;
+    int any;
+    asm volatile("{\n"
+                 ".reg .pred mine, all;\n"
+                 "setp.ne.s32 mine, %1, 0;\n"
+                 "bar.red.or.pred all, %2, 64, mine;\n"
+                 "selp.s32 %0, 1, 0, all;\n"
+                 "}"
+                 : "=r"(any)
+                 : "r"((int)x), "r"(4 + line)
+                 : "memory");
+    return any;
+}
+
 /* Numbers of tokens t and t + 1, without those from token `end` on. */
 __device__ __forceinline__ uint32_t before(uint32_t x, int t, int end)
 {
     return t + 1 < end ? x : t < end ? x & 0xffff : 0;
 }
+
+/* Two warps with the same columns, each with half of the keys: lane by lane, x for the other's. Each
+ * writes where it has read last time (`turn`), so that nothing is overwritten that has not been read. */
+struct partner {
+    float4 *room; /* this lane's, of two rooms */
+    int line, width, turn;
+
+    template <int N> __device__ __forceinline__ void exchange(float (&x)[N][4])
+    {
+        const int lanes = width * 32;
+        static_assert(N <= 8, "a room has 32 numbers a lane");
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            room[(turn * 8 + i) * lanes] = make_float4(x[i][0], x[i][1], x[i][2], x[i][3]);
+        asm volatile("bar.sync %0, 64;" ::"r"(4 + line) : "memory");
+        turn ^= 1;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const float4 y = room[(turn * 8 + i) * lanes];
+            x[i][0] = y.x;
+            x[i][1] = y.y;
+            x[i][2] = y.z;
+            x[i][3] = y.w;
+        }
+    }
+    __device__ __forceinline__ float largest(float x)
+    {
+        float other[1][4] = {{x}};
+        exchange(other);
+        return fmaxf(x, other[0][0]);
+    }
+};
 
 template <int KP, la_decay DECAY, la_rule RULE, way WAY, typename = element>
 __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32, 1)
@@ -171,21 +232,23 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
          const __grid_constant__ tensor_maps maps, const walk_flags f, const segments g, int tiles)
 {
     typedef stage<KP, DECAY, RULE> part;
+    constexpr int HALVES = part::halves, KEYS = part::keys;
     extern __shared__ __align__(1024) char shared[];
-    const int warps = blockDim.x / 32 - HAS_WARP_GROUPS * FETCHERS;
+    const int warps = blockDim.x / 32 - HAS_WARP_GROUPS * FETCHERS, width = warps / HALVES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int half = HALVES == 1 ? 0 : warp / width, line = HALVES == 1 ? warp : warp % width;
     const int tile = blockIdx.x % tiles;
     const int segment = blockIdx.x / tiles % g.count;
     const int64_t head = blockIdx.x / tiles / g.count;
     const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
-    const int slices = (c.V + 15) / 16, slice_index = tile * warps + warp;
+    const int slices = (c.V + 15) / 16, slice_index = tile * width + line;
     const bool identity = WAY == TO_ENDS && slice_index >= slices; /* M's columns: v = 0 */
     const int v0 = slice_index * 16, columns = identity ? 0 : min(16, c.V - v0);
-    const int v_slices = min(max(slices - tile * warps, 0), warps); /* of this block */
+    const int v_slices = min(max(slices - tile * width, 0), width); /* of this block */
     const int all_chunks = (u.end - u.begin + C - 1) / C;
     const int first_chunk = (int)((int64_t)all_chunks * segment / g.count);
     const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
-    const int slot0 = first_slot(c, u.n), bytes = part::bytes(warps);
+    const int slot0 = first_slot(c, u.n), bytes = part::bytes(width);
 
     __shared__ int odd_at[MOST_STAGES]; /* w.odd of the chunk */
 #if HAS_WARP_GROUPS
@@ -236,7 +299,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                                 barrier);
         }
         for (int j = 0; j < v_panels; j++)
-            engine_copy_box(base + part::v + j * PANEL_BYTES, &maps.v, tile * warps * 16 + j * PANEL,
+            engine_copy_box(base + part::v + j * PANEL_BYTES, &maps.v, tile * width * 16 + j * PANEL,
                             u.hv, t, u.b, barrier);
         odd_at[into] = odd;
         barrier_expect(barrier, bytes);
@@ -249,10 +312,10 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             if (x.from) copy_bytes(base + x.at, (const char *)x.from, x.bytes);
         if (f.v_pieces && columns > 0) {
             const char *x = at(c.v, u.b, t, u.hv, v0);
-            const uint32_t to = base + part::v + warp / 4 * PANEL_BYTES;
+            const uint32_t to = base + part::v + line / 4 * PANEL_BYTES;
             for (int j = lane; j < C * 2; j += 32) {
                 const bool there = j / 2 < n && j % 2 * 8 < columns;
-                copy_async(to + piece_at(j / 2, warp % 4 * 2 + j % 2),
+                copy_async(to + piece_at(j / 2, line % 4 * 2 + j % 2),
                            x + (there ? j / 2 * c.v.stride[1] * 2 + j % 2 * 16 : 0), there);
             }
         }
@@ -289,18 +352,23 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     const int pair = lane % 4 * 2; /* this thread's two tokens, or keys, of every eight */
     const float scale = (float)c.scale;
     /* where this lane reads, transposed, and writes 8 x 8 blocks of its warp's columns of v, of o */
-    const int slice = part::v + warp / 4 * PANEL_BYTES +
-                      piece_at(lane / 16 * 8 + lane % 8, warp % 4 * 2 + lane / 8 % 2);
-    const int o_piece = part::v + warp / 4 * PANEL_BYTES + piece_at(lane / 2, warp % 4 * 2 + lane % 2);
+    const int slice = part::v + line / 4 * PANEL_BYTES +
+                      piece_at(lane / 16 * 8 + lane % 8, line % 4 * 2 + lane / 8 % 2);
+    const int o_piece = part::v + line / 4 * PANEL_BYTES + piece_at(lane / 2, line % 4 * 2 + lane % 2);
     const bool o_whole = f.o_pieces && columns == 16;
 
-    /* S' [16 columns][KP]: thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
-    float S[KP / 8][4];
+    const int first_key = half * KEYS, own = half * tile_bytes(KEYS); /* of this warp, in tiles of keys */
+    constexpr int READ = 8 / HALVES; /* of eight tokens each: what it finishes of O */
+    const int first_read = half * READ;
+    partner other = {(float4 *)(shared + f.stages * bytes) + line * 32 + lane, line, width, half};
+
+    /* S' [16 columns][KEYS]: thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
+    float S[KEYS / 8][4];
 #pragma unroll
-    for (int i = 0; i < KP / 8; i++)
+    for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
+            const int column = lane / 4 + e / 2 * 8, key = first_key + i * 8 + pair + e % 2;
             S[i][e] = 0;
             if (WAY == TO_ENDS)
                 S[i][e] = identity && (slice_index - slices) * 16 + column == key;
@@ -324,14 +392,15 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
         if (NARROW && WAY == ACROSS && reads) {
             float most = 0;
 #pragma unroll
-            for (int j = 0; j < KP / 8; j++)
+            for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
                     if (isfinite(S[j][e])) most = fmaxf(most, fabsf(S[j][e]));
+            if (HALVES == 2) most = other.largest(most);
             const unsigned all = __reduce_max_sync(~0u, __float_as_uint(most)); /* in the order of floats */
             while (__uint_as_float(all) > MOST_OF_ELEMENT * grow) grow *= 2;
 #pragma unroll
-            for (int j = 0; j < KP / 8; j++)
+            for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) S[j][e] /= grow;
         }
@@ -352,8 +421,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                             make_uint4(0, 0, 0, 0);
                 if (f.v_pieces && columns > 0)
                     for (int j = lane; j < (C - n) * 2; j += 32)
-                        *(uint4 *)(room + part::v + warp / 4 * PANEL_BYTES +
-                                   piece_at(n + j / 2, warp % 4 * 2 + j % 2)) = make_uint4(0, 0, 0, 0);
+                        *(uint4 *)(room + part::v + line / 4 * PANEL_BYTES +
+                                   piece_at(n + j / 2, line % 4 * 2 + j % 2)) = make_uint4(0, 0, 0, 0);
                 stores_before_copies();
                 some_warps_wait(warps);
             }
@@ -367,8 +436,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             if (!f.v_pieces && columns > 0) { /* rows that cannot be copied in pieces */
                 for (int j = lane; j < C * 16; j += 32) {
                     const int row = j / 16, column = j % 16;
-                    *(element *)(room + part::v + warp / 4 * PANEL_BYTES +
-                              element_at(row, warp % 4 * 16 + column)) =
+                    *(element *)(room + part::v + line / 4 * PANEL_BYTES +
+                              element_at(row, line % 4 * 16 + column)) =
                         row < n && column < columns
                             ? *(const element *)at(c.v, u.b, t + row, u.hv, v0 + column)
                             : element_of(0);
@@ -378,9 +447,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             const float *in = (const float *)(room + part::in);
             const float *out = (const float *)(room + part::out);
 
-            left s[KP / 16]; /* S', as it is before the chunk */
+            left s[KEYS / 16]; /* S', as it is before the chunk */
 #pragma unroll
-            for (int j = 0; j < KP / 16; j++) s[j] = as_left(S[2 * j], S[2 * j + 1]);
+            for (int j = 0; j < KEYS / 16; j++) s[j] = as_left(S[2 * j], S[2 * j + 1]);
 
             /* U: V as it lies, or A (V - k^ S); as left operands over the tokens */
             left U[4], Ut[4]; /* Ut: rows times the decay to the chunk's end */
@@ -400,17 +469,29 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             const auto read_state = [&] {
                 products_begin();
 #pragma unroll
-                for (int j = 0; j < KP / 16; j++) multiply_rows(O, s[j], base + part::q, j * 16);
+                for (int j = 0; j < KEYS / 16; j++) multiply_rows(O, s[j], base + part::q + own, j * 16);
                 products_commit();
             };
             if constexpr (RULE == LA_DELTA) {
                 float W[8][4] = {}, X[8][4] = {};
                 products_begin();
 #pragma unroll
-                for (int j = 0; j < KP / 16; j++) multiply_rows(W, s[j], base + part::k, j * 16);
+                for (int j = 0; j < KEYS / 16; j++) multiply_rows(W, s[j], base + part::k + own, j * 16);
                 products_commit();
                 products_wait<0>();
                 products_in(W);
+                if constexpr (HALVES == 2) {
+                    float theirs[8][4];
+#pragma unroll
+                    for (int m = 0; m < 8; m++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) theirs[m][e] = W[m][e];
+                    other.exchange(theirs);
+#pragma unroll
+                    for (int m = 0; m < 8; m++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) W[m][e] += theirs[m][e];
+                }
 #pragma unroll
                 for (int m = 0; m < 8; m++) {
                     const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8 + pair)
@@ -467,14 +548,16 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
              * additive rule a state too large for the elements is not seen in U; it goes token by token. */
             if (WAY != ACROSS) {
                 bool odd = end > 0 && (has_odd(U) || (end == C && odd_at[stage_at] < C));
-                if (NARROW && DECAY == LA_TOKEN && end > 0) odd |= has_odd(Ut); /* of decays above one */
-                if (NARROW && RULE == LA_ADDITIVE && reads && end == C) odd |= has_odd(s);
+                if (NARROW && DECAY == LA_TOKEN && end == C) odd |= has_odd(Ut); /* of decays above one */
+                const bool too_wide = NARROW && RULE == LA_ADDITIVE && reads && end == C &&
+                                      other_too<HALVES>(__any_sync(~0u, has_odd(s)), line);
+                odd |= too_wide;
                 if (__builtin_expect(any_of_group(odd), 0)) {
                     products_wait<0>();
                     if (__any_sync(~0u, odd)) {
                         int first = end < C ? 0 : odd_at[stage_at];
                         if (end == C && columns > 0) first = min(first, first_odd(base + slice));
-                        if (NARROW && RULE == LA_ADDITIVE && reads && end == C && has_odd(s)) first = C;
+                        if (too_wide) first = C;
                         end = first < C ? first : 0; /* 0: it is in the state */
                     }
                     again = true;
@@ -483,18 +566,34 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 }
             }
 
-            float after[KP / 2], o[8 * 4]; /* where tokens go one by one: the state, what is read */
+            float after[KP / 2], o[READ * 4]; /* where tokens go one by one: the state, what is read */
             if (__builtin_expect(end < C, 0)) {
 #pragma unroll
-                for (int j = 0; j < KP / 8; j++)
+                for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) after[(j * 2 + e % 2) * 2 + e / 2] = S[j][e];
+                    for (int e = 0; e < 4; e++) after[((half * KEYS / 8 + j) * 2 + e % 2) * 2 + e / 2] = S[j][e];
+                if constexpr (HALVES == 2)
+#pragma unroll
+                    for (int i = 0; i < KEYS / 8; i += 8) {
+                        float theirs[8][4];
+#pragma unroll
+                        for (int j = 0; j < 8; j++)
+#pragma unroll
+                            for (int e = 0; e < 4; e++) theirs[j][e] = S[i + j][e];
+                        other.exchange(theirs);
+#pragma unroll
+                        for (int j = 0; j < 8; j++)
+#pragma unroll
+                            for (int e = 0; e < 4; e++)
+                                after[(((1 - half) * KEYS / 8 + i + j) * 2 + e % 2) * 2 + e / 2] =
+                                    theirs[j][e];
+                    }
             }
             if (writes && DECAY != LA_NONE)
 #pragma unroll
-                for (int j = 0; j < KP / 8; j++) {
+                for (int j = 0; j < KEYS / 8; j++) {
                     const float2 a =
-                        DECAY == LA_KEY ? *(const float2 *)(room + part::total + (j * 8 + pair) * 4)
+                        DECAY == LA_KEY ? *(const float2 *)(room + part::total + (first_key + j * 8 + pair) * 4)
                                         : make_float2(in[C - 1], in[C - 1]);
                     S[j][0] *= a.x;
                     S[j][1] *= a.y;
@@ -506,7 +605,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    multiply_columns(S, Ut[j], base + (DECAY == LA_KEY ? part::kt : part::k), j * 16);
+                    multiply_columns(S, Ut[j], base + (DECAY == LA_KEY ? part::kt : part::k) + own, j * 16);
                 products_commit();
             }
             if (reads) {
@@ -523,34 +622,58 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                         O[m][2] *= x;
                         O[m][3] *= y;
                     }
-                if (WAY != ACROSS) {
+                if (WAY != ACROSS) { /* two warps take half of the tokens to sum over */
+                    if constexpr (HALVES == 2)
+#pragma unroll
+                        for (int j = 0; j < 2; j++)
+#pragma unroll
+                            for (int e = 0; e < 4; e++) U[j].x[e] = half ? U[2 + j].x[e] : U[j].x[e];
+                    const uint32_t scores = base + part::scores + half * 64;
                     products_begin();
 #pragma unroll
-                    for (int j = 0; j < 4; j++) multiply_rows(O, U[j], base + part::scores, j * 16, j);
+                    for (int j = 0; j < 4 / HALVES; j++)
+                        multiply_rows(O, U[j], scores, j * 16, HALVES == 1 ? j : 0);
                     products_commit();
                 }
             }
             products_wait<0>();
             products_in(O);
             products_in(S);
-            if (__builtin_expect(end < C, 0)) {
-                #pragma unroll
-                for (int m = 0; m < 8 * 4; m++) o[m] = O[m / 4][m % 4];
-                token_walk<KP, DECAY, RULE>(c, u, t, n, end, v0, columns, after, o);
+            if constexpr (HALVES == 2)
+                if (reads) {
+                    float theirs[READ][4];
 #pragma unroll
-                for (int m = 0; m < 8 * 4; m++) O[m / 4][m % 4] = o[m];
+                    for (int m = 0; m < READ; m++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            theirs[m][e] = half ? O[m][e] : O[READ + m][e];
+                            O[m][e] = half ? O[READ + m][e] : O[m][e];
+                        }
+                    other.exchange(theirs);
+#pragma unroll
+                    for (int m = 0; m < READ; m++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) O[m][e] += theirs[m][e];
+                }
+            if (__builtin_expect(end < C, 0)) {
+#pragma unroll
+                for (int m = 0; m < READ * 4; m++) o[m] = O[m / 4][m % 4];
+                token_walk<KP, DECAY, RULE>(c, u, t, n, end, v0, columns, after, o, first_read * 8,
+                                            READ * 8);
+#pragma unroll
+                for (int m = 0; m < READ * 4; m++) O[m / 4][m % 4] = o[m];
                 if (writes)
 #pragma unroll
-                    for (int j = 0; j < KP / 8; j++)
+                    for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
-                        for (int e = 0; e < 4; e++) S[j][e] = after[(j * 2 + e % 2) * 2 + e / 2];
+                        for (int e = 0; e < 4; e++) S[j][e] = after[((half * KEYS / 8 + j) * 2 + e % 2) * 2 + e / 2];
             }
 
             if (reads) {
                 if (part::may_divide && w.den)
 #pragma unroll
-                    for (int m = 0; m < 8; m++) {
-                        const float2 by = *(const float2 *)(room + part::den + (m * 8 + pair) * 4);
+                    for (int m = 0; m < READ; m++) {
+                        const float2 by = *(const float2 *)(room + part::den + ((first_read + m) * 8 + pair) * 4);
                         O[m][0] /= by.x;
                         O[m][1] /= by.y;
                         O[m][2] /= by.x;
@@ -558,26 +681,27 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     }
                 if (columns > 0) { /* by way of the place of v, which is in registers now */
 #pragma unroll
-                    for (int m = 0; m < 8; m += 2) {
+                    for (int m = 0; m < READ; m += 2) {
                         const uint32_t x[4] = {pack(O[m][0], O[m][1]), pack(O[m][2], O[m][3]),
                                                pack(O[m + 1][0], O[m + 1][1]),
                                                pack(O[m + 1][2], O[m + 1][3])};
-                        store_matrices_transposed(base + slice + m * 8 * 128, x);
+                        store_matrices_transposed(base + slice + (first_read + m) * 8 * 128, x);
                     }
                     __syncwarp();
-                    char *to_o = at(c.o, u.b, t + lane / 2, u.hv, v0 + lane % 2 * 8);
+                    const int row = first_read * 8 + lane / 2; /* and 16 on */
+                    char *to_o = at(c.o, u.b, t + row, u.hv, v0 + lane % 2 * 8);
                     const int64_t o_row = c.o.stride[1] * 2;
-                    uint4 x[4];
+                    uint4 x[READ / 2];
 #pragma unroll
-                    for (int j = 0; j < 4; j++)
-                        x[j] = *(const uint4 *)(room + o_piece + j * 16 * 128);
+                    for (int j = 0; j < READ / 2; j++)
+                        x[j] = *(const uint4 *)(room + o_piece + (first_read * 8 + j * 16) * 128);
                     if (o_whole && n == C) {
 #pragma unroll
-                        for (int j = 0; j < 4; j++) *(uint4 *)(to_o + j * 16 * o_row) = x[j];
+                        for (int j = 0; j < READ / 2; j++) *(uint4 *)(to_o + j * 16 * o_row) = x[j];
                     } else {
 #pragma unroll
-                        for (int j = 0; j < 4; j++) {
-                            if (j * 16 + lane / 2 >= n) continue;
+                        for (int j = 0; j < READ / 2; j++) {
+                            if (row + j * 16 >= n) continue;
                             if (o_whole)
                                 *(uint4 *)(to_o + j * 16 * o_row) = x[j];
                             else
@@ -596,16 +720,17 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
         }
         if (NARROW && WAY == ACROSS && reads)
 #pragma unroll
-            for (int j = 0; j < KP / 8; j++)
+            for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) S[j][e] *= grow;
     }
 
     if (WAY == TO_ENDS) {
-        const int all = tiles * warps * 16; /* rows of ends, whole blocks of them */
-        float *end = g.ends + ((head * g.count + segment) * all + v0 + lane / 4) * KP + pair;
+        const int all = tiles * width * 16; /* rows of ends, whole blocks of them */
+        float *end = g.ends + ((head * g.count + segment) * all + v0 + lane / 4) * KP +
+                     first_key + pair;
 #pragma unroll
-        for (int i = 0; i < KP / 8; i++) {
+        for (int i = 0; i < KEYS / 8; i++) {
             *(float2 *)(end + i * 8) = make_float2(S[i][0], S[i][1]);
             *(float2 *)(end + 8 * KP + i * 8) = make_float2(S[i][2], S[i][3]);
         }
@@ -613,10 +738,10 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     }
     if (!c.st.data || segment < g.count - 1) return;
 #pragma unroll
-    for (int i = 0; i < KP / 8; i++)
+    for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
+            const int column = lane / 4 + e / 2 * 8, key = first_key + i * 8 + pair + e % 2;
             if (column < columns && key < c.K)
                 store(at(c.st, u.n, u.hv, key, v0 + column), c.st.dtype, S[i][e]);
         }
