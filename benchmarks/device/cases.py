@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from cases import K, V
+from cases import K
 
 import linattn
 
@@ -19,6 +19,7 @@ SHAPES = (  # every op's forward
     (1, 32768, 8, "one long prompt, few heads: the chain of chunks is the cost"),
     (4, 2048, 16, "a batch of prompts of ordinary length: one wave of blocks"),
 )
+WIDE = 256  # keys and values of a head: few heads, as RetNet and fla's gated delta layers have them
 GROUPED = (  # heads of q and k, of v: a model's on one, two and eight GPUs
     (1, 32768, 16, 64, "Qwen3-Next's heads, one long prompt"),
     (4, 8192, 16, 64, "Qwen3-Next's heads, a batch"),
@@ -47,18 +48,22 @@ class Case:
     HV: int
     why: str
     quick: bool = False
+    D: int = K  # keys and values of a head
+    dtype: str = "bfloat16"  # of q, k, v and o
 
     def __str__(self):
         heads = f"H{self.H}" + (f"/{self.HV}" if self.HV != self.H else "")
         length = "" if self.face == "step" else f" T{self.T}"
-        return f"{self.op} {self.face} B{self.B}{length} {heads}"
+        wide = f" K{self.D}" if self.D != K else ""
+        dtype = f" {self.dtype}" if self.dtype != "bfloat16" else ""
+        return f"{self.op} {self.face} B{self.B}{length} {heads}{wide}{dtype}"
 
     @property
     def bytes(self):
-        """Each array moved once: q, k, v, o in bfloat16, gates and state in float32."""
-        tokens, gates = self.B * self.T, (self.op in SCALAR) + K * (self.op in PER_KEY)
-        each = 2 * (2 * self.H * K + 2 * self.HV * V) + 4 * self.HV * (gates + (self.op in DELTA))
-        return tokens * each + (8 * self.B * self.HV * K * V if self.face == "step" else 0)
+        """Each array moved once: q, k, v, o of two bytes a number, gates and state in float32."""
+        tokens, gates = self.B * self.T, (self.op in SCALAR) + self.D * (self.op in PER_KEY)
+        each = 4 * self.D * (self.H + self.HV) + 4 * self.HV * (gates + (self.op in DELTA))
+        return tokens * each + (8 * self.B * self.HV * self.D**2 if self.face == "step" else 0)
 
     @property
     def flops(self):
@@ -68,11 +73,11 @@ class Case:
         to read and write the state; with the delta rule another 2 C K for k k', 2 C V to apply the
         triangular inverse and 2 C C / 3 to find it, 2 K V to predict.
         """
-        delta, tokens = self.op in DELTA, self.B * self.T
+        delta, tokens, D = self.op in DELTA, self.B * self.T, self.D
         if self.face == "step":
-            return tokens * self.HV * K * V * (4 + 2 * delta)
-        return tokens * (self.H * 2 * C * K * (1 + delta) + self.HV * (
-            2 * C * V * (1 + delta) + 4 * K * V + delta * (2 * K * V + 2 * C * C / 3)))
+            return tokens * self.HV * D * D * (4 + 2 * delta)
+        return tokens * (self.H * 2 * C * D * (1 + delta) + self.HV * (
+            2 * C * D * (1 + delta) + 4 * D * D + delta * (2 * D * D + 2 * C * C / 3)))
 
 
 def table(tiny=False):
@@ -88,6 +93,8 @@ def table(tiny=False):
             found += [Case(op, "forward", *shape) for shape in GROUPED]
         if op == "kda":
             found.append(Case(op, "forward", 1, 32768, 32, 32, "one long prompt, many heads"))
+        found.append(Case(op, "forward", 1, 8192, 24, 24, "K = V = 256", D=WIDE))
+        found.append(Case(op, "forward", 1, 8192, 96, 96, "float16", dtype="float16"))
         if op in STEPS:
             found += [Case(op, "step", B, 1, 32, 32, why, quick=B == 1) for B, why in BATCHES]
     return found
@@ -97,8 +104,9 @@ def inputs(case, device, seed):
     """A dict of tensors, the same for ours and for every peer: random, never zeros.
 
     Gates are those of trained models, as benchmarks/cases.py has them: decays from exp(-0.002) to
-    exp(-0.3) a token, beta about a half, keys of a delta rule of unit norm. q, k, v are bfloat16,
-    gates and beta float32, as every peer takes them; a step has its state, float32, besides.
+    exp(-0.3) a token, beta about a half, keys of a delta rule of unit norm. q, k, v are of the
+    case's dtype, gates and beta float32, as every peer takes them; a step has its state, float32,
+    besides.
     """
     random = torch.Generator(device).manual_seed(seed)
     # a step's have no axis of tokens
@@ -110,12 +118,13 @@ def inputs(case, device, seed):
     def uniform(low, high, *last):
         return torch.rand(*shape, *last, generator=random, device=device) * (high - low) + low
 
-    x = {"q": normal(case.H, K), "k": normal(case.H, K), "v": normal(case.HV, V)}
+    D = case.D
+    x = {"q": normal(case.H, D), "k": normal(case.H, D), "v": normal(case.HV, D)}
     if case.op in DELTA:
         x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
-    x = {name: a.bfloat16() for name, a in x.items()}
+    x = {name: a.to(getattr(torch, case.dtype)) for name, a in x.items()}
     if case.op in SCALAR + PER_KEY:
-        x["g"] = -(10 ** uniform(-2.7, -0.5, case.HV, *((K,) if case.op in PER_KEY else ())))
+        x["g"] = -(10 ** uniform(-2.7, -0.5, case.HV, *((D,) if case.op in PER_KEY else ())))
     if case.op in DELTA:
         x["beta"] = uniform(0.1, 0.9, case.HV)
     heads = torch.arange(case.HV, device=device, dtype=torch.float32)
@@ -124,7 +133,7 @@ def inputs(case, device, seed):
     if case.op == "lightning_attention":
         x["slopes"] = 8 / case.HV * (1 - LAYER / LAYERS) * heads
     if case.face == "step":
-        x["state"] = torch.randn(case.B, case.HV, K, V, generator=random, device=device)
+        x["state"] = torch.randn(case.B, case.HV, D, D, generator=random, device=device)
     return x
 
 

@@ -1,7 +1,7 @@
 """The first call in a fresh process, and the peers' kernels compiled by many processes at once.
 
-As a script: first.py DEVICE WHO OP FACE B T H HV prints {"import_s": ..., "call_s": ...}, PyTorch
-imported, the device in use and the inputs there before the clock starts.
+As a script: first.py DEVICE WHO OP FACE B T H HV D DTYPE prints {"import_s": ..., "call_s": ...},
+PyTorch imported, the device in use and the inputs there before the clock starts.
 """
 
 import json
@@ -20,7 +20,7 @@ LIMIT = 400  # seconds
 def one(device, who, case, env=None):
     """What the script prints for a case, with "total_s"; {"error": ...} where it fails."""
     command = [sys.executable, "-P", str(Path(__file__).resolve()), device, who, case.op, case.face,
-               *(str(n) for n in (case.B, case.T, case.H, case.HV))]
+               *(str(n) for n in (case.B, case.T, case.H, case.HV, case.D)), case.dtype]
     start = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT,
@@ -67,7 +67,7 @@ def compile_peers(device, peers, cases, workers, say):
 
 
 def main():
-    device, who, op, face, *sizes = sys.argv[1:]
+    device, who, op, face, *sizes, D, dtype = sys.argv[1:]
     import torch
 
     def sync():
@@ -82,7 +82,7 @@ def main():
     from device.cases import Case, inputs
     from device.peers import OURS, available
 
-    case = Case(op, face, *(int(n) for n in sizes), why="")
+    case = Case(op, face, *(int(n) for n in sizes), why="", D=int(D), dtype=dtype)
     x, peer = inputs(case, device, 0), OURS
     if who != "linattn":
         start = time.perf_counter()

@@ -11,7 +11,6 @@ import time
 import traceback
 
 import torch
-from cases import V
 from report import commit, machine
 
 import linattn
@@ -69,7 +68,7 @@ def contestants(case, peers, copies, machine):
     """Ours and the peers that have the op: called once, checked, and so far not timed."""
     found, computed = [], []
     state = copies[0]["state"].clone() if case.face == "step" else None
-    size = 2 * case.B * case.T * case.HV * V + (0 if state is None else state.nbytes)
+    size = 2 * case.B * case.T * case.HV * case.D + (0 if state is None else state.nbytes)
     for peer in (peer for peer in peers if peer.has(case)):
         each = Contestant(peer.name, [], size)
         try:
@@ -95,7 +94,8 @@ def contestants(case, peers, copies, machine):
     for same, group in groups.values():
         off = check.errors(case, same, [(o, new) for _, o, new in group])
         for (each, _, _), (whole, worst) in zip(group, off, strict=True):
-            each.whole, each.worst, each.error = whole, worst, check.verdict(whole, worst) or ""
+            each.whole, each.worst = whole, worst
+            each.error = check.verdict(whole, worst, case.dtype) or ""
     return found
 
 
@@ -123,7 +123,8 @@ def measure(case, peers, machine, rounds, seed):
     gc.enable()
     return [{
         "case": str(case), "op": case.op, "face": case.face, "B": case.B, "T": case.T, "H": case.H,
-        "HV": case.HV, "why": case.why, "bytes": case.bytes, "flops": case.flops,
+        "HV": case.HV, "D": case.D, "dtype": case.dtype, "why": case.why, "bytes": case.bytes,
+        "flops": case.flops,
         "who": each.who, "error": each.error, "note": each.note, "rms": each.whole,
         "rms_chunk": each.worst, "first_s": each.first, "copies": n,
         "calls": each.length if each.graph else None, "samples": len(each.graph),

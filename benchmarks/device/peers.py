@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from cases import K
 
 from .cases import LAYER, LAYERS, PER_KEY, ours
 
-SCALE = K**-0.5
 # fla may hand its calls to these where they are installed: here each stands for itself
 os.environ.update(FLA_FLASH_QLA="0", FLA_FLASH_KDA="0")
 
@@ -85,7 +83,7 @@ def fla():
             function = getattr(ops, name)
             arguments = {a: x[a] for a in ("q", "k", "v", *taken)} | options
             # heads of q and k may be fewer than of v: nothing is repeated
-            return lambda: (function(**arguments, scale=SCALE)[0], None)
+            return lambda: (function(**arguments, scale=case.D**-0.5)[0], None)
         return Peer(f"fla{variant}", about, has, make)
 
     def step(case, x):
@@ -95,7 +93,7 @@ def fla():
         arguments |= {theirs: x[a][:, None] for theirs, a in taken.items()}
 
         def run():  # the new state is another array
-            o, state = function(**arguments, scale=SCALE, initial_state=x["state"],
+            o, state = function(**arguments, scale=case.D**-0.5, initial_state=x["state"],
                                 output_final_state=True)
             return o[:, 0], state
         return run
@@ -126,7 +124,7 @@ def flash_qla():
 
     def make(case, x):
         arguments = {name: x[name] for name in ("q", "k", "v", "g", "beta")}
-        return lambda: (module.chunk_gated_delta_rule(**arguments, scale=SCALE)[0], None)
+        return lambda: (module.chunk_gated_delta_rule(**arguments, scale=case.D**-0.5)[0], None)
     return [Peer("FlashQLA", f"{installed('flash-qla')}, TileLang {installed('tilelang')}",
                  gated_delta, make)]
 
@@ -141,7 +139,7 @@ def flashinfer():
         starts = torch.arange(0, case.B * case.T + 1, case.T, device=x["v"].device)
         shape = x["v"].shape
         return lambda: (module.chunk_gated_delta_rule(
-            **arguments, scale=SCALE, cu_seqlens=starts).reshape(shape), None)
+            **arguments, scale=case.D**-0.5, cu_seqlens=starts).reshape(shape), None)
     return [Peer("FlashInfer", installed("flashinfer-python"), gated_delta, make)]
 
 
@@ -156,10 +154,10 @@ def flash_kda():
         g, beta = raw(x)
         out, device = torch.full_like(x["v"], float("nan")), x["v"].device
         zero = {"A_log": torch.zeros(case.HV, device=device),
-                "dt_bias": torch.zeros(case.HV, K, device=device)}
+                "dt_bias": torch.zeros(case.HV, case.D, device=device)}
 
         def run():
-            module.fwd(x["q"], x["k"], x["v"], g, beta, SCALE, out, **zero, lower_bound=low,
+            module.fwd(x["q"], x["k"], x["v"], g, beta, case.D**-0.5, out, **zero, lower_bound=low,
                        initial_state=None, final_state=None, cu_seqlens=None)
             return out, None
         return run
