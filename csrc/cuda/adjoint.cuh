@@ -302,6 +302,17 @@ static __global__ void __launch_bounds__(128)
     }
 }
 
+__device__ inline double block_sum(double x)
+{
+    __shared__ double of_warps[MOST_KEYS / 32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    double sum = 0;
+    for (int i = 0; i < blockDim.x / 32; i++) sum += of_warps[i];
+    return sum;
+}
+
 /* Every token's decay was this one: its gradients add up. A block has a value head. */
 static __global__ void __launch_bounds__(MOST_KEYS)
     gather_head(const __grid_constant__ call c, const __grid_constant__ gradients d,

@@ -1,37 +1,45 @@
 /* The normaliser's share of gradients: den = z'q, z the sum of the keys so far, and what comes back
- * through both. z is a vector of its own: a thread has a key, a block the K of one value head.
+ * through both. z is a vector of its own: a lane has every 32nd key, a warp the K of one value head.
  *
  * Sequences go by segments, side by side: each segment's sum of keys, along the sequence what is before
- * each, and then its tokens one after the other; and the same in reverse. Loads of eight tokens at once, and
- * their sums over keys together, made it slower (an H200, 96 heads of 8192 tokens: 5.6 ms for 4.2). */
+ * each, and then its tokens one after the other; and the same in reverse. A segment is a warp's, so that
+ * sums over keys wait for no other, and the rows of the next token are on their way meanwhile. */
 #ifndef LINATTN_CUDA_NORMALISER_CUH
 #define LINATTN_CUDA_NORMALISER_CUH
 
 #include "kernels.cuh"
 #include "load.cuh"
 
-enum { MOST_KEYS = 256, SEGMENT = 64 };
+enum { MOST_KEYS = 256, SEGMENT = 64, SEGMENTS_OF_BLOCK = 4 };
 
-__device__ inline double block_sum(double x)
+/* This lane's elements of a row of q or k, as they lie; zeros past K. */
+template <typename real, int N>
+__device__ __forceinline__ void keys_of_lane(real (&x)[N], const call &c, const view &from, const unit &u, int t)
 {
-    __shared__ double of_warps[MOST_KEYS / 32];
-    x = warp_sum(x);
-    __syncthreads(); /* the sum before has been read */
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
-    __syncthreads();
-    double sum = 0;
-    for (int i = 0; i < blockDim.x / 32; i++) sum += of_warps[i];
-    return sum;
+    const int lane = threadIdx.x % 32;
+    const char *row = at(from, u.b, t, u.h);
+    if (from.stride[3] == 1) return load_row(x, row, from.dtype, lane, 32, c.K);
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        x[j] = lane + 32 * j < c.K ? load<real>(at(from, u.b, t, u.h, lane + 32 * j), from.dtype) : 0;
 }
 
-/* This thread's element of q or k at token t; zero past K. By whole blocks. */
-template <typename real>
-__device__ inline real key_of_thread(const call &c, const view &from, int map, const unit &u, int t)
+/* The same as the recurrence sees them: normed, mapped. */
+template <typename real, int N>
+__device__ __forceinline__ void map_keys(real (&x)[N], const call &c, int map)
 {
-    const bool there = threadIdx.x < c.K;
-    real x = there ? load<real>(at(from, u.b, t, u.h, threadIdx.x), from.dtype) : 0;
-    if (c.qk_l2norm) x *= l2norm_factor((real)block_sum((double)(x * x)));
-    return there ? apply_map(x, c.map[map], (real)c.map_eps[map]) : 0;
+    if (c.qk_l2norm) {
+        double squares = 0;
+#pragma unroll
+        for (int j = 0; j < N; j++) squares += (double)x[j] * x[j];
+        const real factor = l2norm_factor((real)warp_sum(squares));
+#pragma unroll
+        for (int j = 0; j < N; j++) x[j] *= factor;
+    }
+    apply_map_to_all(x, c.map[map], (real)c.map_eps[map]);
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        if ((int)threadIdx.x % 32 + 32 * j >= c.K) x[j] = 0; /* a map may be 1 there */
 }
 
 template <typename real>
@@ -55,102 +63,193 @@ __device__ inline int64_t first_segment(const call &c, int n, int M)
     return unit_of(c, n, 0).begin / M + n;
 }
 
-/* A value head's sequence, as a block sees it. */
+/* A value head's sequence. */
 template <typename real> struct sequence_of_keys {
     unit u;
-    int count;  /* of its segments */
-    double *z;  /* this thread's element of the first of them; past K there is none */
+    int count; /* of its segments */
+    double *z; /* of the first of them */
     int64_t kp; /* from one to the next */
     int64_t row0;
     real *den;
 
-    __device__ sequence_of_keys(const call &c, const through_z<real> &f, int block)
+    __device__ sequence_of_keys(const call &c, const through_z<real> &f, int64_t index)
     {
-        const int head = block % f.heads;
-        u = unit_of(c, block / f.heads, f.first + head);
+        const int head = (int)(index % f.heads);
+        u = unit_of(c, (int)(index / f.heads), f.first + head);
         count = (u.end - u.begin + SEGMENT - 1) / SEGMENT;
         kp = f.kp;
-        z = f.z + (head * f.segments + first_segment(c, u.n, SEGMENT)) * kp + threadIdx.x;
+        z = f.z + (head * f.segments + first_segment(c, u.n, SEGMENT)) * kp;
         row0 = (int64_t)u.b * c.T;
         den = f.den + head * f.tokens + row0;
     }
 };
 
-template <typename real>
-static __global__ void sum_segments(const __grid_constant__ call c,
-                                    const __grid_constant__ through_z<real> f)
+/* Every warp's segments, one after another: do_segment(sequence, z of the segment, first, end). */
+template <typename real, typename function>
+__device__ __forceinline__ void each_segment(const call &c, const through_z<real> &f, function do_segment)
 {
-    const sequence_of_keys<real> x(c, f, blockIdx.x / f.parts);
-    for (int s = blockIdx.x % f.parts; s < x.count; s += f.parts) {
-        const int first = x.u.begin + s * SEGMENT, end = min(first + SEGMENT, x.u.end);
-        running sum = {};
-        for (int t = first; t < end; t++) sum.add(key_of_thread<real>(c, c.k, 1, x.u, t));
-        x.z[s * x.kp] = sum.total();
+    const int64_t warp = (int64_t)blockIdx.x * SEGMENTS_OF_BLOCK + threadIdx.x / 32;
+    if (warp >= (int64_t)c.N * f.heads * f.parts) return;
+    const sequence_of_keys<real> x(c, f, warp / f.parts);
+    for (int s = (int)(warp % f.parts); s < x.count; s += f.parts) {
+        const int first = x.u.begin + s * SEGMENT;
+        do_segment(x, x.z + s * x.kp, first, min(first + SEGMENT, x.u.end));
     }
 }
 
-/* Each segment's z becomes what is there before it; or, not causal, what all tokens see. */
+template <typename real, int N>
+static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
+    sum_segments(const __grid_constant__ call c, const __grid_constant__ through_z<real> f)
+{
+    const int lane = threadIdx.x % 32;
+    each_segment(c, f, [&](const sequence_of_keys<real> &x, double *z, int first, int end) {
+        running sum[N] = {};
+        real next[N];
+        keys_of_lane(next, c, c.k, x.u, first);
+        for (int t = first; t < end; t++) {
+            real k[N];
+#pragma unroll
+            for (int j = 0; j < N; j++) k[j] = next[j];
+            if (t + 1 < end) keys_of_lane(next, c, c.k, x.u, t + 1);
+            map_keys(k, c, 1);
+#pragma unroll
+            for (int j = 0; j < N; j++) sum[j].add(k[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (lane + 32 * j < f.kp) z[lane + 32 * j] = sum[j].total();
+    });
+}
+
+/* What is before each segment, from what each adds, in place; all together is left in `sum`. In the order of
+ * the sequence, or against it. */
+template <bool REVERSE> __device__ inline void running_sums(double *z, int count, int64_t kp, running &sum)
+{
+    enum { AT_ONCE = 16 }; /* asked for before the first is added */
+    for (int s = 0; s < count; s += AT_ONCE) {
+        double of_segment[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            of_segment[j] = s + j < count ? z[(REVERSE ? count - 1 - s - j : s + j) * kp] : 0;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            if (s + j < count) z[(REVERSE ? count - 1 - s - j : s + j) * kp] = sum.total();
+            sum.add(of_segment[j]);
+        }
+    }
+}
+
+/* Each segment's z becomes what is there before it; or, not causal, what all tokens see. A thread has a
+ * key. */
 template <typename real>
 static __global__ void sum_before(const __grid_constant__ call c,
                                   const __grid_constant__ through_z<real> f)
 {
     const sequence_of_keys<real> x(c, f, blockIdx.x);
+    double *const of_key = x.z + threadIdx.x;
     running z = z_of_thread<real>(c.z0, c, x.u);
-    for (int s = 0; s < x.count; s++) {
-        const double of_segment = x.z[s * x.kp];
-        x.z[s * x.kp] = z.total();
-        z.add(of_segment);
-    }
-    for (int s = 0; s < x.count && !c.causal; s++) x.z[s * x.kp] = z.total();
+    running_sums<false>(of_key, x.count, x.kp, z);
+    for (int s = 0; s < x.count && !c.causal; s++) of_key[s * x.kp] = z.total();
 }
 
-template <typename real>
-static __global__ void denominators(const __grid_constant__ call c,
-                                    const __grid_constant__ through_z<real> f)
+template <typename real, int N>
+static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
+    denominators(const __grid_constant__ call c, const __grid_constant__ through_z<real> f)
 {
-    const sequence_of_keys<real> x(c, f, blockIdx.x / f.parts);
-    for (int s = blockIdx.x % f.parts; s < x.count; s += f.parts) {
-        const int first = x.u.begin + s * SEGMENT, end = min(first + SEGMENT, x.u.end);
-        running z = {x.z[s * x.kp]};
+    const int lane = threadIdx.x % 32;
+    each_segment(c, f, [&](const sequence_of_keys<real> &x, double *of_segment, int first, int end) {
+        running z[N] = {};
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (lane + 32 * j < f.kp) z[j].sum = of_segment[lane + 32 * j];
+        real next_k[N], next_q[N];
+        keys_of_lane(next_k, c, c.k, x.u, first);
+        keys_of_lane(next_q, c, c.q, x.u, first);
         for (int t = first; t < end; t++) {
-            if (c.causal) z.add(key_of_thread<real>(c, c.k, 1, x.u, t));
-            const double den = block_sum(z.total() * key_of_thread<real>(c, c.q, 0, x.u, t));
-            if (threadIdx.x == 0) x.den[t] = (real)den;
+            real k[N], q[N];
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                k[j] = next_k[j];
+                q[j] = next_q[j];
+            }
+            if (t + 1 < end) {
+                keys_of_lane(next_k, c, c.k, x.u, t + 1);
+                keys_of_lane(next_q, c, c.q, x.u, t + 1);
+            }
+            map_keys(k, c, 1);
+            map_keys(q, c, 0);
+            double den = 0;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                if (c.causal) z[j].add(k[j]);
+                den += z[j].total() * q[j];
+            }
+            den = warp_sum(den);
+            if (lane == 0) x.den[t] = (real)den;
         }
-    }
+    });
 }
 
 /* The gradients of den, in its place, what dq has by way of them, and a segment's share of dz, in the
  * place of z. */
-template <typename real>
-static __global__ void denominators_adjoint(const __grid_constant__ call c,
-                                            const __grid_constant__ through_z<real> f)
+template <typename real, int N>
+static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
+    denominators_adjoint(const __grid_constant__ call c, const __grid_constant__ through_z<real> f)
 {
-    const sequence_of_keys<real> x(c, f, blockIdx.x / f.parts);
-    const int key = threadIdx.x;
+    const int lane = threadIdx.x % 32;
     const int64_t apart = f.tokens * f.kp;
-    real *const dq = f.dq + (int64_t)(x.u.hv - f.first) * f.tiles * apart + x.row0 * f.kp + key;
-    for (int s = blockIdx.x % f.parts; s < x.count; s += f.parts) {
-        const int first = x.u.begin + s * SEGMENT, end = min(first + SEGMENT, x.u.end);
-        running z = {x.z[s * x.kp]}, dz = {};
+    each_segment(c, f, [&](const sequence_of_keys<real> &x, double *of_segment, int first, int end) {
+        real *const dq = f.dq + (int64_t)(x.u.hv - f.first) * f.tiles * apart + x.row0 * f.kp + lane;
+        running z[N] = {}, dz[N] = {};
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (lane + 32 * j < f.kp) z[j].sum = of_segment[lane + 32 * j];
+        real next_k[N], next_q[N], next_sum[N];
+        const auto ask = [&](int t) {
+            keys_of_lane(next_k, c, c.k, x.u, t);
+            keys_of_lane(next_q, c, c.q, x.u, t);
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                next_sum[j] = 0;
+                for (int i = 0; i < f.tiles; i++)
+                    if (lane + 32 * j < f.kp) next_sum[j] += dq[i * apart + (int64_t)t * f.kp + 32 * j];
+            }
+        };
+        ask(first);
         for (int t = first; t < end; t++) {
-            const real q = key_of_thread<real>(c, c.q, 0, x.u, t);
-            if (c.causal) z.add(key_of_thread<real>(c, c.k, 1, x.u, t));
-            real sum = 0;
-            for (int i = 0; i < f.tiles; i++) sum += dq[i * apart + (int64_t)t * f.kp];
-            const double with_num = block_sum((double)q * sum); /* num . dnum = q . dq */
+            real k[N], q[N], sum[N], own[N];
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                k[j] = next_k[j];
+                q[j] = next_q[j];
+                sum[j] = next_sum[j];
+                own[j] = f.tiles == 1 || lane + 32 * j >= f.kp ? sum[j] : dq[(int64_t)t * f.kp + 32 * j];
+            }
             const double scaled = x.den[t] * c.scale;
+            if (t + 1 < end) ask(t + 1);
+            map_keys(k, c, 1);
+            map_keys(q, c, 0);
+            double with_num = 0; /* num . dnum = q . dq */
+#pragma unroll
+            for (int j = 0; j < N; j++) with_num += (double)q[j] * sum[j];
+            with_num = warp_sum(with_num);
             /* was o = scale num / divisor: a clamped divisor does not move */
             const double d_den = c.normaliser == LA_CLAMP && scaled <= c.eps
                                      ? 0
                                      : -c.scale * with_num / clamped(c, scaled);
-            dq[(int64_t)t * f.kp] += (real)(d_den * z.total());
-            __syncthreads();
-            if (key == 0) x.den[t] = (real)d_den;
-            dz.add(d_den * q);
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                if (c.causal) z[j].add(k[j]);
+                if (lane + 32 * j < f.kp)
+                    dq[(int64_t)t * f.kp + 32 * j] = own[j] + (real)(d_den * z[j].total());
+                dz[j].add(d_den * q[j]);
+            }
+            if (lane == 0) x.den[t] = (real)d_den; /* all have read it: they have summed since */
         }
-        x.z[s * x.kp] = dz.total();
-    }
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (lane + 32 * j < f.kp) of_segment[lane + 32 * j] = dz[j].total();
+    });
 }
 
 template <typename real>
@@ -158,53 +257,78 @@ static __global__ void sum_after(const __grid_constant__ call c, const __grid_co
                                  const __grid_constant__ through_z<real> f)
 {
     const sequence_of_keys<real> x(c, f, blockIdx.x);
+    double *const of_key = x.z + threadIdx.x;
     running dz = z_of_thread<real>(d.dzt, c, x.u);
-    for (int s = x.count - 1; s >= 0; s--) {
-        const double of_segment = x.z[s * x.kp];
-        x.z[s * x.kp] = dz.total();
-        dz.add(of_segment);
-    }
-    for (int s = 0; s < x.count && !c.causal; s++) x.z[s * x.kp] = dz.total();
+    running_sums<true>(of_key, x.count, x.kp, dz);
+    for (int s = 0; s < x.count && !c.causal; s++) of_key[s * x.kp] = dz.total();
     if (d.dz0.data && threadIdx.x < c.K)
         store(at(d.dz0, x.u.n, x.u.hv, threadIdx.x), d.dz0.dtype, (real)dz.total());
 }
 
 /* Was z <- z + k, den = z'q. */
-template <typename real>
-static __global__ void keys_adjoint(const __grid_constant__ call c,
-                                    const __grid_constant__ through_z<real> f)
+template <typename real, int N>
+static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
+    keys_adjoint(const __grid_constant__ call c, const __grid_constant__ through_z<real> f)
 {
-    const sequence_of_keys<real> x(c, f, blockIdx.x / f.parts);
-    const int64_t slot = (int64_t)(x.u.hv - f.first) * f.tiles;
-    real *const dk = f.dk + (slot * f.tokens + x.row0) * f.kp + threadIdx.x;
-    for (int s = blockIdx.x % f.parts; s < x.count; s += f.parts) {
-        const int first = x.u.begin + s * SEGMENT, end = min(first + SEGMENT, x.u.end);
-        running dz = {x.z[s * x.kp]};
+    const int lane = threadIdx.x % 32;
+    each_segment(c, f, [&](const sequence_of_keys<real> &x, double *of_segment, int first, int end) {
+        const int64_t slot = (int64_t)(x.u.hv - f.first) * f.tiles;
+        real *const dk = f.dk + (slot * f.tokens + x.row0) * f.kp + lane;
+        running dz[N] = {};
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (lane + 32 * j < f.kp) dz[j].sum = of_segment[lane + 32 * j];
+        real next_q[N], next_dk[N];
+        const auto ask = [&](int t) {
+            keys_of_lane(next_q, c, c.q, x.u, t);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                next_dk[j] = lane + 32 * j < f.kp ? dk[(int64_t)t * f.kp + 32 * j] : 0;
+        };
+        ask(end - 1);
         for (int t = end - 1; t >= first; t--) {
-            if (c.causal) dz.add((double)x.den[t] * key_of_thread<real>(c, c.q, 0, x.u, t));
-            dk[(int64_t)t * f.kp] += (real)dz.total();
+            real q[N], own[N];
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                q[j] = next_q[j];
+                own[j] = next_dk[j];
+            }
+            if (t > first) ask(t - 1);
+            map_keys(q, c, 0);
+            const double d_den = x.den[t];
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                if (c.causal) dz[j].add(d_den * q[j]);
+                if (lane + 32 * j < f.kp)
+                    dk[(int64_t)t * f.kp + 32 * j] = own[j] + (real)dz[j].total();
+            }
         }
-    }
+    });
 }
 
 /* ---- launches ---- */
 
-/* Blocks of a sequence: as many as its segments, while there are few sequences. */
+/* Warps of a sequence: as many as it has segments, while there are few sequences. */
 static int parts_of(const call &c, int heads)
 {
     const int64_t usual = c.cu.data ? (int64_t)c.T / max(c.N, 1) : c.T;
-    const int64_t most = max((int64_t)1, 16384 / ((int64_t)c.N * heads));
+    const int64_t most = max((int64_t)1, 65536 / ((int64_t)c.N * heads));
     return (int)max((int64_t)1, min(most, (usual + SEGMENT - 1) / SEGMENT));
 }
+
+/* A kernel by how many keys a lane has, 32 N >= kp. */
+#define BY_KEYS(kernel) (f.kp <= 128 ? kernel<real, 4> : kernel<real, 8>)
 
 template <typename real>
 static cudaError_t launch_denominators(const call &c, through_z<real> f, cudaStream_t stream)
 {
-    const unsigned sequences = (unsigned)c.N * f.heads;
+    const int64_t sequences = (int64_t)c.N * f.heads;
     f.parts = parts_of(c, f.heads);
-    sum_segments<real><<<sequences * f.parts, f.kp, 0, stream>>>(c, f);
-    sum_before<real><<<sequences, f.kp, 0, stream>>>(c, f);
-    denominators<real><<<sequences * f.parts, f.kp, 0, stream>>>(c, f);
+    const unsigned blocks = (unsigned)((sequences * f.parts + SEGMENTS_OF_BLOCK - 1) / SEGMENTS_OF_BLOCK);
+    const int threads = SEGMENTS_OF_BLOCK * 32;
+    BY_KEYS(sum_segments)<<<blocks, threads, 0, stream>>>(c, f);
+    sum_before<real><<<(unsigned)sequences, f.kp, 0, stream>>>(c, f);
+    BY_KEYS(denominators)<<<blocks, threads, 0, stream>>>(c, f);
     return cudaGetLastError();
 }
 
@@ -212,12 +336,16 @@ template <typename real>
 static cudaError_t launch_denominators_adjoint(const call &c, const gradients &d, through_z<real> f,
                                                cudaStream_t stream)
 {
-    const unsigned sequences = (unsigned)c.N * f.heads;
+    const int64_t sequences = (int64_t)c.N * f.heads;
     f.parts = parts_of(c, f.heads);
-    denominators_adjoint<real><<<sequences * f.parts, f.kp, 0, stream>>>(c, f);
-    sum_after<real><<<sequences, f.kp, 0, stream>>>(c, d, f);
-    keys_adjoint<real><<<sequences * f.parts, f.kp, 0, stream>>>(c, f);
+    const unsigned blocks = (unsigned)((sequences * f.parts + SEGMENTS_OF_BLOCK - 1) / SEGMENTS_OF_BLOCK);
+    const int threads = SEGMENTS_OF_BLOCK * 32;
+    BY_KEYS(denominators_adjoint)<<<blocks, threads, 0, stream>>>(c, f);
+    sum_after<real><<<(unsigned)sequences, f.kp, 0, stream>>>(c, d, f);
+    BY_KEYS(keys_adjoint)<<<blocks, threads, 0, stream>>>(c, f);
     return cudaGetLastError();
 }
+
+#undef BY_KEYS
 
 #endif
