@@ -160,29 +160,18 @@ def ggml_peers(threads):
         arrays = [aligned(a.shape) for a in given]
         for a, b in zip(arrays, given, strict=True):
             a[:] = b
-        n, shape = x["v"].size, ggml.state_shape(case.op, B, H)
-        outs = [aligned((n + B * H * K * V,)) for _ in range(2 if case.face == "step" else 1)]
-        o = [out[:n].reshape(B, T, H, V) for out in outs]
-        if case.face == "forward":
-            state = aligned(shape)
-            call = ggml.planned(case.op, arrays, state, outs[0])
+        n = x["v"].size
+        out = aligned((n + B * H * K * V,))  # o, then the state after the last token
+        o, after = out[:n].reshape(B, T, H, V), out[n:].reshape(ggml.state_shape(case.op, B, H))
+        # a step's state is written where it was read, as ours: another favour, as ggml's programs
+        # have it written elsewhere and copy it back
+        step = case.face == "step"
+        state = after if step else aligned(after.shape)
+        call = ggml.planned(case.op, arrays, state, out)
 
-            def forward():
-                call()
-                return (o[0],)
-            forward.held = arrays, state  # ggml has their addresses only
-            return forward
-        # an op never writes where it reads: two of them take turns, each reading the state that
-        # the other has written, and nothing is copied
-        calls = [ggml.planned(case.op, arrays, outs[1 - i][n:].reshape(shape), outs[i])
-                 for i in range(2)]
-        turn = 0
-
-        def step():
-            nonlocal turn
-            calls[turn]()
-            turn ^= 1
-            return (o[turn ^ 1][:, 0],)
-        step.held = arrays, outs
-        return step
+        def run():
+            call()
+            return (o[:, 0] if step else o,)
+        run.held = arrays, state  # ggml has their addresses only
+        return run
     return [Peer("ggml", ggml.about, make)]
