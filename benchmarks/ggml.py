@@ -1,6 +1,7 @@
 """ggml's gated_delta_net and gated_linear_attn, called in the library that a Python package brings.
 
-Nothing of such a package is imported: its libggml-cpu is opened, where there is one, and a graph of
+pip install llama-cpp-python (with CMAKE_ARGS=-DLLAVA_BUILD=OFF it compiles less) or, for a look,
+pywhispercpp. Nothing of them is imported: libggml-cpu is opened, where there is one, and a graph of
 the one op is computed, again and again, on arrays that are ours.
 """
 
@@ -13,38 +14,38 @@ import numpy as np
 from cases import K, V, aligned
 from peers import SCALE, Peer, log_decay
 
-# pip builds llama-cpp-python for the processor it is on; the others are built for many
-PACKAGES = ("llama-cpp-python", "llama-cpp-py-sync", "pywhispercpp")
+# pip compiles the first for the processor it is on; the second comes compiled for many
+PACKAGES = ("llama-cpp-python", "pywhispercpp")
 LIBRARY = re.compile(r"libggml-cpu(\.\d+)*\.(so|dylib)(\.\d+)*")
 DELTA = ("delta_rule", "gated_delta_rule", "kda")  # gated_delta_net's; the rest the other's
 FLOAT32 = 0  # GGML_TYPE_F32
 POOL_PARAMS = 4096  # bytes: more than a ggml_threadpool_params, of which only ggml knows the inside
 
-p = c_void_p
+ptr = c_void_p
 FUNCTIONS = {  # what it returns, what it takes
     "ggml_version": (c_char_p,),
     "ggml_tensor_overhead": (c_size_t,),
     "ggml_graph_overhead_custom": (c_size_t, c_size_t, c_bool),
-    "ggml_new_tensor_4d": (p, p, c_int, c_int64, c_int64, c_int64, c_int64),
-    "ggml_nbytes": (c_size_t, p),
-    "ggml_gated_delta_net": (p, p, p, p, p, p, p, p, c_int64),
-    "ggml_gated_linear_attn": (p, p, p, p, p, p, p, c_float),
-    "ggml_new_graph_custom": (p, p, c_size_t, c_bool),
-    "ggml_build_forward_expand": (None, p, p),
-    "ggml_threadpool_params_init": (None, p, c_int),
-    "ggml_threadpool_new": (p, p),
-    "ggml_backend_cpu_init": (p,),
-    "ggml_backend_cpu_set_n_threads": (None, p, c_int),
-    "ggml_backend_cpu_set_threadpool": (None, p, p),
-    "ggml_backend_cpu_buffer_from_ptr": (p, p, c_size_t),
-    "ggml_backend_tensor_alloc": (c_int, p, p, p),
-    "ggml_backend_graph_plan_create": (p, p, p),
-    "ggml_backend_graph_plan_compute": (c_int, p, p),
+    "ggml_new_tensor_4d": (ptr, ptr, c_int, c_int64, c_int64, c_int64, c_int64),
+    "ggml_nbytes": (c_size_t, ptr),
+    "ggml_gated_delta_net": (ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, c_int64),
+    "ggml_gated_linear_attn": (ptr, ptr, ptr, ptr, ptr, ptr, ptr, c_float),
+    "ggml_new_graph_custom": (ptr, ptr, c_size_t, c_bool),
+    "ggml_build_forward_expand": (None, ptr, ptr),
+    "ggml_threadpool_params_init": (None, ptr, c_int),
+    "ggml_threadpool_new": (ptr, ptr),
+    "ggml_backend_cpu_init": (ptr,),
+    "ggml_backend_cpu_set_n_threads": (None, ptr, c_int),
+    "ggml_backend_cpu_set_threadpool": (None, ptr, ptr),
+    "ggml_backend_cpu_buffer_from_ptr": (ptr, ptr, c_size_t),
+    "ggml_backend_tensor_alloc": (c_int, ptr, ptr, ptr),
+    "ggml_backend_graph_plan_create": (ptr, ptr, ptr),
+    "ggml_backend_graph_plan_compute": (c_int, ptr, ptr),
 }
 
 
 class InitParams(ctypes.Structure):
-    _fields_ = (("size", c_size_t), ("buffer", p), ("no_alloc", c_bool))
+    _fields_ = (("size", c_size_t), ("buffer", ptr), ("no_alloc", c_bool))
 
 
 def library():
@@ -59,7 +60,7 @@ def library():
             # through it the functions of libggml-base are found too, as what it was linked with
             path = min(files, key=lambda f: len(f.name)).locate()
             return ctypes.CDLL(str(path)), f"{package} {found.version}"
-    raise ImportError(f"none of {', '.join(PACKAGES)} is installed with its libggml-cpu")
+    raise ImportError(f"neither {' nor '.join(PACKAGES)} is installed with its libggml-cpu")
 
 
 class Ggml:
@@ -67,13 +68,14 @@ class Ggml:
 
     def __init__(self, threads):
         self.lib, package = library()
-        for name, (result, *takes) in {"ggml_init": (p, InitParams), **FUNCTIONS}.items():
+        for name, (result, *takes) in {"ggml_init": (ptr, InitParams), **FUNCTIONS}.items():
             function = getattr(self.lib, name)
             function.restype, function.argtypes = result, takes
             setattr(self, name.removeprefix("ggml_"), function)
         version = self.version().decode()
         self.release = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-        # how gated_delta_net takes the state: another form is an abort of the whole process
+        # gated_delta_net took the state otherwise before, and what it does not expect aborts the
+        # whole process; tried with 0.13.1 and 0.25.3
         if self.release != (0, 13) and self.release < (0, 15):
             raise ImportError(f"ggml {version} of {package}: neither 0.13 nor 0.15 or later")
         self.about = f"{version} of {package}, {self.built_for()}"

@@ -41,7 +41,7 @@ def test_ggml_has_no_gradients_no_bfloat16_and_no_other_shapes(peer, monkeypatch
 
 
 def test_a_package_without_the_library_is_no_peer(bench, monkeypatch):
-    """Of a package that was built without it, or is not there: the reason names the packages."""
+    """Built without it, or not there at all: the reason names the packages."""
     import ggml
 
     class Bare:
@@ -53,7 +53,7 @@ def test_a_package_without_the_library_is_no_peer(bench, monkeypatch):
             return Bare()
         raise metadata.PackageNotFoundError(name)
     monkeypatch.setattr(ggml.metadata, "distribution", distribution)
-    with pytest.raises(ImportError, match=" ".join(f"{name},?" for name in ggml.PACKAGES)):
+    with pytest.raises(ImportError, match=" nor ".join(ggml.PACKAGES)):
         ggml.ggml_peers(1)
 
 
