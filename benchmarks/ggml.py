@@ -78,13 +78,16 @@ class Ggml:
         # whole process; tried with 0.13.1 and 0.25.3
         if self.release != (0, 13) and self.release < (0, 15):
             raise ImportError(f"ggml {version} of {package}: neither 0.13 nor 0.15 or later")
+        if threads > 1 and not hasattr(self.lib, "omp_get_num_threads"):
+            raise ImportError(f"ggml {version} of {package}: built without OpenMP, its own threads "
+                              "wait for the next call in a loop, while the others are timed")
         self.about = f"{version} of {package}, {self.built_for()}"
         self.backend = self.backend_cpu_init()
         self.backend_cpu_set_n_threads(self.backend, threads)
-        if threads > 1:  # or a library built without OpenMP starts its threads anew in every call
-            params = ctypes.create_string_buffer(POOL_PARAMS)
-            self.threadpool_params_init(params, threads)
-            self.backend_cpu_set_threadpool(self.backend, self.threadpool_new(params))
+        # a pool for good, even of one: each call makes one and ends it else
+        params = ctypes.create_string_buffer(POOL_PARAMS)
+        self.threadpool_params_init(params, threads)
+        self.backend_cpu_set_threadpool(self.backend, self.threadpool_new(params))
 
     def built_for(self):
         """The vectors it was compiled for, which is more than half of how fast it is."""
