@@ -256,11 +256,17 @@ def onnxruntime_peers(threads):
     return [Peer("ONNX Runtime", ort.__version__, make)]
 
 
+def ggml_peers(threads):
+    import ggml
+
+    return ggml.ggml_peers(threads)
+
+
 def available(threads):
     """The peers that can run here; and those that cannot, by name, with the reason."""
     found, missing = [], []
     for name, make in (("NumPy", lambda t: numpy_peers()), ("PyTorch", torch_peers),
-                       ("ONNX Runtime", onnxruntime_peers)):
+                       ("ONNX Runtime", onnxruntime_peers), ("ggml", ggml_peers)):
         try:
             found += make(threads)
         except ImportError as error:

@@ -5,7 +5,9 @@ The grid is too large for every run: `--grid=sample` (the default) takes a fixed
 called: see device.py.
 """
 
+import sys
 from collections import Counter
+from pathlib import Path
 
 import device
 import numpy as np
@@ -61,6 +63,30 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section(f"parts left out on {device.kind}")
     for (what, test), count in sorted(counts.items()):
         terminalreporter.line(f"{what}: {test} ({count})")
+
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+COMMON = ("cases", "check", "ceilings", "device", "ggml", "peers", "report")
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """benchmarks/ on sys.path. Its modules have common names, which the tests' own have too: those
+    step aside meanwhile, and these are forgotten after."""
+    if not BENCHMARKS.is_dir():
+        pytest.skip("no checkout: benchmarks/ is not here")
+
+    def taken():
+        return {name: module for name, module in sys.modules.items()
+                if name.split(".")[0] in COMMON}
+    before = taken()
+    for name in before:
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield
+    for name in taken():
+        del sys.modules[name]
+    sys.modules.update(before)
 
 
 @pytest.fixture

@@ -1,40 +1,13 @@
 """The benchmark's part for the GPU, as far as it can be tried without one."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import linattn
 from linattn import reference
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-
-
-COMMON = ("cases", "check", "ceilings", "device", "peers", "report")
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """benchmarks/ on sys.path. Its modules have common names, which the tests' own have too: those
-    step aside meanwhile, and these are forgotten after."""
-    if not BENCHMARKS.is_dir():
-        pytest.skip("no checkout: benchmarks/ is not here")
-
-    def taken():
-        return {name: module for name, module in sys.modules.items()
-                if name.split(".")[0] in COMMON}
-    before = taken()
-    for name in before:
-        del sys.modules[name]
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in taken():
-        del sys.modules[name]
-    sys.modules.update(before)
 
 
 def row(case, who, graph_s, op="kda", face="forward", **more):
