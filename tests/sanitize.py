@@ -46,6 +46,7 @@ SHAPES = {
     "empty": (0, 8, 8, 1, 1, 2, None, {}),
     # few heads and many chunks: the sequence in segments; many heads: states stream
     "long": (2100, 64, 64, 1, 1, 1, None, {}),
+    "wide and long": (2100, 160, 24, 1, 1, 1, None, {}),
     "many": (3, 64, 128, 8, 16, 20, None, {}),
 }
 

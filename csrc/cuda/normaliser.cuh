@@ -7,24 +7,55 @@
 #ifndef LINATTN_CUDA_NORMALISER_CUH
 #define LINATTN_CUDA_NORMALISER_CUH
 
+#include <type_traits>
+
 #include "kernels.cuh"
 #include "load.cuh"
 
 enum { MOST_KEYS = 256, SEGMENT = 64, SEGMENTS_OF_BLOCK = 4 };
 
-/* This lane's elements of a row of q or k, as they lie; zeros past K. */
-template <typename real, int N>
-__device__ __forceinline__ void keys_of_lane(real (&x)[N], const call &c, const view &from, const unit &u, int t)
-{
-    const int lane = threadIdx.x % 32;
-    const char *row = at(from, u.b, t, u.h);
-    if (from.stride[3] == 1) return load_row(x, row, from.dtype, lane, 32, c.K);
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        x[j] = lane + 32 * j < c.K ? load<real>(at(from, u.b, t, u.h, lane + 32 * j), from.dtype) : 0;
-}
+/* The rows of q or k of one head, as a lane reads them. */
+template <typename real, int N> struct key_rows {
+    const char *first;  /* this lane's first element of token 0 */
+    int64_t step, far;  /* bytes to the next token; to this lane's next element */
+    int there;          /* elements that it has */
+    la_dtype dtype;
 
-/* The same as the recurrence sees them: normed, mapped. */
+    __device__ key_rows(const call &c, const view &from, const unit &u)
+    {
+        const int lane = threadIdx.x % 32, size = dtype_size(from.dtype);
+        first = at(from, u.b, 0, u.h, lane);
+        step = from.stride[1] * size;
+        far = from.stride[3] * size * 32;
+        there = lane < c.K ? (c.K - lane + 31) / 32 : 0;
+        dtype = from.dtype;
+    }
+
+    /* As they lie, so that nothing waits for them yet; and the numbers that they are. */
+    typedef typename std::conditional<sizeof(real) == 8, uint64_t, uint32_t>::type bits;
+    __device__ __forceinline__ void ask(bits (&x)[N], int t) const
+    {
+        const char *row = first + t * step;
+        if (dtype_size(dtype) == 2 && far == 64) {
+#pragma unroll
+            for (int j = 0; j < N; j++) x[j] = j < there ? *(const uint16_t *)(row + j * 64) : 0;
+        } else {
+#pragma unroll
+            for (int j = 0; j < N; j++) x[j] = j < there ? (bits)bits_of(row + j * far, dtype) : 0;
+        }
+    }
+    __device__ __forceinline__ void read(real (&x)[N], const bits (&from)[N]) const
+    {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if constexpr (sizeof(real) == 8)
+                x[j] = dtype == LA_F64 ? __longlong_as_double((long long)from[j]) : number(from[j], dtype);
+            else
+                x[j] = number(from[j], dtype);
+    }
+};
+
+/* As the recurrence sees them: normed, mapped. */
 template <typename real, int N>
 __device__ __forceinline__ void map_keys(real (&x)[N], const call &c, int map)
 {
@@ -104,13 +135,13 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
     const int lane = threadIdx.x % 32;
     each_segment(c, f, [&](const sequence_of_keys<real> &x, double *z, int first, int end) {
         running sum[N] = {};
-        real next[N];
-        keys_of_lane(next, c, c.k, x.u, first);
+        const key_rows<real, N> keys(c, c.k, x.u);
+        typename key_rows<real, N>::bits next[N];
+        keys.ask(next, first);
         for (int t = first; t < end; t++) {
             real k[N];
-#pragma unroll
-            for (int j = 0; j < N; j++) k[j] = next[j];
-            if (t + 1 < end) keys_of_lane(next, c, c.k, x.u, t + 1);
+            keys.read(k, next);
+            if (t + 1 < end) keys.ask(next, t + 1);
             map_keys(k, c, 1);
 #pragma unroll
             for (int j = 0; j < N; j++) sum[j].add(k[j]);
@@ -162,19 +193,17 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 #pragma unroll
         for (int j = 0; j < N; j++)
             if (lane + 32 * j < f.kp) z[j].sum = of_segment[lane + 32 * j];
-        real next_k[N], next_q[N];
-        keys_of_lane(next_k, c, c.k, x.u, first);
-        keys_of_lane(next_q, c, c.q, x.u, first);
+        const key_rows<real, N> keys(c, c.k, x.u), queries(c, c.q, x.u);
+        typename key_rows<real, N>::bits next_k[N], next_q[N];
+        keys.ask(next_k, first);
+        queries.ask(next_q, first);
         for (int t = first; t < end; t++) {
             real k[N], q[N];
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                k[j] = next_k[j];
-                q[j] = next_q[j];
-            }
+            keys.read(k, next_k);
+            queries.read(q, next_q);
             if (t + 1 < end) {
-                keys_of_lane(next_k, c, c.k, x.u, t + 1);
-                keys_of_lane(next_q, c, c.q, x.u, t + 1);
+                keys.ask(next_k, t + 1);
+                queries.ask(next_q, t + 1);
             }
             map_keys(k, c, 1);
             map_keys(q, c, 0);
@@ -204,29 +233,30 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 #pragma unroll
         for (int j = 0; j < N; j++)
             if (lane + 32 * j < f.kp) z[j].sum = of_segment[lane + 32 * j];
-        real next_k[N], next_q[N], next_sum[N];
+        const key_rows<real, N> keys(c, c.k, x.u), queries(c, c.q, x.u);
+        typename key_rows<real, N>::bits next_k[N], next_q[N];
+        real next_dq[N], next_den;
         const auto ask = [&](int t) {
-            keys_of_lane(next_k, c, c.k, x.u, t);
-            keys_of_lane(next_q, c, c.q, x.u, t);
+            keys.ask(next_k, t);
+            queries.ask(next_q, t);
+            next_den = x.den[t];
 #pragma unroll
-            for (int j = 0; j < N; j++) {
-                next_sum[j] = 0;
-                for (int i = 0; i < f.tiles; i++)
-                    if (lane + 32 * j < f.kp) next_sum[j] += dq[i * apart + (int64_t)t * f.kp + 32 * j];
-            }
+            for (int j = 0; j < N; j++)
+                next_dq[j] = lane + 32 * j < f.kp ? dq[(int64_t)t * f.kp + 32 * j] : 0;
         };
         ask(first);
         for (int t = first; t < end; t++) {
             real k[N], q[N], sum[N], own[N];
+            keys.read(k, next_k);
+            queries.read(q, next_q);
 #pragma unroll
-            for (int j = 0; j < N; j++) {
-                k[j] = next_k[j];
-                q[j] = next_q[j];
-                sum[j] = next_sum[j];
-                own[j] = f.tiles == 1 || lane + 32 * j >= f.kp ? sum[j] : dq[(int64_t)t * f.kp + 32 * j];
-            }
-            const double scaled = x.den[t] * c.scale;
+            for (int j = 0; j < N; j++) sum[j] = own[j] = next_dq[j];
+            const double scaled = next_den * c.scale;
             if (t + 1 < end) ask(t + 1);
+            for (int i = 1; i < f.tiles; i++)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    if (lane + 32 * j < f.kp) sum[j] += dq[i * apart + (int64_t)t * f.kp + 32 * j];
             map_keys(k, c, 1);
             map_keys(q, c, 0);
             double with_num = 0; /* num . dnum = q . dq */
@@ -278,9 +308,12 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 #pragma unroll
         for (int j = 0; j < N; j++)
             if (lane + 32 * j < f.kp) dz[j].sum = of_segment[lane + 32 * j];
-        real next_q[N], next_dk[N];
+        const key_rows<real, N> queries(c, c.q, x.u);
+        typename key_rows<real, N>::bits next_q[N];
+        real next_dk[N], next_den;
         const auto ask = [&](int t) {
-            keys_of_lane(next_q, c, c.q, x.u, t);
+            queries.ask(next_q, t);
+            next_den = x.den[t];
 #pragma unroll
             for (int j = 0; j < N; j++)
                 next_dk[j] = lane + 32 * j < f.kp ? dk[(int64_t)t * f.kp + 32 * j] : 0;
@@ -288,14 +321,12 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
         ask(end - 1);
         for (int t = end - 1; t >= first; t--) {
             real q[N], own[N];
+            queries.read(q, next_q);
 #pragma unroll
-            for (int j = 0; j < N; j++) {
-                q[j] = next_q[j];
-                own[j] = next_dk[j];
-            }
+            for (int j = 0; j < N; j++) own[j] = next_dk[j];
+            const double d_den = next_den;
             if (t > first) ask(t - 1);
             map_keys(q, c, 0);
-            const double d_den = x.den[t];
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 if (c.causal) dz[j].add(d_den * q[j]);
