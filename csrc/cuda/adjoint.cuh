@@ -54,7 +54,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     const real *const den = f.den + head * f.tokens + row0;
     constexpr int STATE = ROWS * ADJOINT_THREADS;
     real *const states = f.states + slot * (f.segments + (int64_t)c.N * f.M) * STATE + threadIdx.x;
-    real *const starts = states + first_segment(c, u.n, f.M) * STATE;
+    real *const starts = states + first_slot(c, u.n, f.M) * STATE;
     real *const kept = states + (f.segments + (int64_t)u.n * f.M) * STATE;
     const bool normalised = has_normaliser(c);
     real S[ROWS], dS[ROWS];
@@ -353,7 +353,7 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     f.tokens = (int64_t)c.B * c.T;
     const int64_t most = c.cu.data ? f.tokens / max(c.N, 1) : c.T; /* tokens of a usual sequence */
     for (f.M = BATCH; (int64_t)f.M * f.M < most;) f.M += BATCH;
-    f.segments = (int)segments_of(c, f.M);
+    f.segments = (int)slots_of(c, f.M);
     const int64_t state = ROWS * ADJOINT_THREADS;
     const int64_t states = c.causal ? f.segments + (int64_t)c.N * f.M : 0;
     /* numbers of a value head, in their order: whole lines each */
@@ -361,7 +361,7 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     const int64_t row = lines(f.tiles * f.tokens * f.kp), one = lines(f.tiles * f.tokens);
     const int64_t of_da = DECAY == LA_KEY ? row : DECAY == LA_TOKEN ? one : 0;
     const int64_t of_beta = RULE == LA_DELTA ? one : 0, of_den = normalised ? lines(f.tokens) : 0;
-    const int64_t segments = normalised ? segments_of(c, SEGMENT) : 0;
+    const int64_t segments = normalised ? slots_of(c, SEGMENT) : 0;
     const int64_t of_z = segments * f.kp * (int64_t)(sizeof(double) / sizeof(real));
     const int64_t each = 2 * row + of_da + of_beta + of_den + of_z + f.tiles * states * state;
     f.heads = (int)min((int64_t)c.H, max(ROOM / (each * (int64_t)sizeof(real) * group + 1), (int64_t)1)) * group;

@@ -20,7 +20,7 @@ cudaError_t gather_gates(const call &c, const gradients &d, float *da, cudaStrea
     return cudaGetLastError();
 }
 
-int64_t segments_of_keys(const call &c) { return segments_of(c, SEGMENT); }
+int64_t segments_of_keys(const call &c) { return slots_of(c, SEGMENT); }
 
 cudaError_t find_denominators(const call &c, through_z<float> f, cudaStream_t stream)
 {

@@ -51,23 +51,11 @@ template <int ROWS> struct batch {
 
 /* One warp's share of K elements of q or k, as the recurrence sees them. */
 template <int ROWS>
-__device__ void load_keys(const call &c, const view &from, la_map map, double map_eps,
-                          const unit &u, int t, real (&x)[ROWS * PARTS / 32])
+__device__ void load_keys(const call &c, const view &from, int map, const unit &u, int t,
+                          real (&x)[ROWS * PARTS / 32])
 {
-    const int lane = threadIdx.x % 32;
-    load_row(x, at(from, u.b, t, u.h), from.dtype, lane, 32, c.K);
-    if (c.qk_l2norm) {
-        real squares = 0;
-#pragma unroll
-        for (int j = 0; j < ROWS * PARTS / 32; j++) squares += x[j] * x[j];
-        const real factor = l2norm_factor(warp_sum(squares));
-#pragma unroll
-        for (int j = 0; j < ROWS * PARTS / 32; j++) x[j] *= factor;
-    }
-    if (map == LA_IDENTITY) return;
-#pragma unroll
-    for (int j = 0; j < ROWS * PARTS / 32; j++)
-        x[j] = lane + 32 * j < c.K ? apply_map(x[j], map, (real)map_eps) : 0;
+    load_row(x, at(from, u.b, t, u.h), from.dtype, (int)threadIdx.x % 32, 32, c.K);
+    norm_and_map(c, map, x, every_32nd());
 }
 
 /* Tokens t..t+n: a warp takes one token after another. */
@@ -77,8 +65,8 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, b
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = warp; i < n; i += blockDim.x / 32) {
         real q[ROWS * PARTS / 32], k[ROWS * PARTS / 32], qk = 0;
-        load_keys<ROWS>(c, c.q, c.map[0], c.map_eps[0], u, t + i, q);
-        load_keys<ROWS>(c, c.k, c.map[1], c.map_eps[1], u, t + i, k);
+        load_keys<ROWS>(c, c.q, 0, u, t + i, q);
+        load_keys<ROWS>(c, c.k, 1, u, t + i, k);
 #pragma unroll
         for (int j = 0; j < ROWS * PARTS / 32; j++) {
             to.q[i].at(lane + 32 * j) = q[j];

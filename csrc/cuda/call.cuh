@@ -46,23 +46,37 @@ struct unit {
     int begin, end; /* its tokens in batch row b */
 };
 
-/* Where sequence n lies. cu_seqlens has not been seen by the host, so whatever it says is kept
- * within the T tokens there are. */
+/* cu_seqlens has not been seen by the host, so whatever it says is kept within the T tokens there are. */
+__device__ inline int edge_of(const call &c, int n)
+{
+    const int64_t at = n * c.cu.stride[0];
+    const int64_t x = c.cu.dtype == LA_I64 ? ((const int64_t *)c.cu.data)[at]
+                                           : ((const int32_t *)c.cu.data)[at];
+    return (int)min(max(x, (int64_t)0), (int64_t)c.T);
+}
+
+/* Where sequence n lies. */
 __device__ inline unit unit_of(const call &c, int n, int hv)
 {
     unit u = {n, n, hv / (c.HV / c.H), hv, 0, c.T};
     if (!c.cu.data) return u;
-    int64_t edge[2];
-    for (int i = 0; i < 2; i++) {
-        const int64_t at = (n + i) * c.cu.stride[0];
-        edge[i] = c.cu.dtype == LA_I64 ? ((const int64_t *)c.cu.data)[at]
-                                       : ((const int32_t *)c.cu.data)[at];
-        edge[i] = min(max(edge[i], (int64_t)0), (int64_t)c.T);
-    }
     u.b = 0;
-    u.begin = (int)edge[0];
-    u.end = (int)max(edge[0], edge[1]);
+    u.begin = edge_of(c, n);
+    u.end = max(u.begin, edge_of(c, n + 1));
     return u;
+}
+
+/* What is kept of every M tokens of a sequence lies in slots: how many there are, and where sequence n's
+ * begin, which must be known without the lengths of those before it. So each may leave one slot unused:
+ * floor(end / M) - floor(start / M) + 1 >= ceil((end - start) / M). */
+static inline int64_t slots_of(const call &c, int M)
+{
+    return c.cu.data ? c.T / M + c.N : (int64_t)c.N * (((int64_t)c.T + M - 1) / M);
+}
+
+__device__ inline int64_t first_slot(const call &c, int n, int M)
+{
+    return c.cu.data ? edge_of(c, n) / M + n : (int64_t)n * ((c.T + M - 1) / M);
 }
 
 /* Where row n's state is; -1: nowhere. state_indices has not been seen by the host, so whatever lies

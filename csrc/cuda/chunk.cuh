@@ -261,7 +261,7 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
     f.v_pieces = map_of(c, c.v, c.HV, c.V, &maps.v);
     f.o_pieces = (uintptr_t)c.o.data % 16 == 0 &&
                  (c.o.stride[0] | c.o.stride[1] | c.o.stride[2]) % 8 == 0;
-    const int64_t slots = c.cu.data ? (int64_t)c.T / C + c.N : (int64_t)c.N * ((c.T + C - 1) / C);
+    const int64_t slots = slots_of(c, C);
     const int heads = DECAY == LA_KEY ? c.HV : c.H;
     const int64_t places = slots * c.HV, tile = tile_bytes(KP);
     const int64_t score = places * PANEL_BYTES, keys = slots * heads * tile;

@@ -131,7 +131,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     chunks &w = x->w;
     kept &f = x->f;
     local_flags &to = x->to;
-    const int64_t slots = c.cu.data ? (int64_t)c.T / C + c.N : (int64_t)c.N * ((c.T + C - 1) / C);
+    const int64_t slots = slots_of(c, C);
     const int64_t places = slots * c.HV, tile = tile_bytes(KP), panels = (c.V + PANEL - 1) / PANEL;
     const int64_t tokens = (int64_t)c.B * c.T, score = places * PANEL_BYTES;
     const int heads = per_key ? c.HV : c.H;

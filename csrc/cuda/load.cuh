@@ -200,6 +200,30 @@ __device__ __forceinline__ void halve(const real (&x)[2 * N], real (&to)[N])
         to[i] = (upper ? x[N + i] : x[i]) + __shfl_xor_sync(~0u, upper ? x[i] : x[N + i], STEP);
 }
 
+/* Which elements of a row a lane has, where a warp has the row. */
+struct every_32nd {
+    __device__ int operator()(int j) const { return (int)threadIdx.x % 32 + 32 * j; }
+};
+
+/* q or k (map 0 or 1) as the recurrence sees it: normed, mapped, zeros past its end. A warp has the row, a
+ * lane the elements key(0), key(1), ... of it. The usual map needs no branch per element. */
+template <typename real, int N, typename places>
+__device__ __forceinline__ void norm_and_map(const call &c, int map, real (&x)[N], places key)
+{
+    if (c.qk_l2norm) {
+        real squares = 0;
+#pragma unroll
+        for (int j = 0; j < N; j++) squares += x[j] * x[j];
+        const real factor = l2norm_factor(warp_sum(squares));
+#pragma unroll
+        for (int j = 0; j < N; j++) x[j] *= factor;
+    }
+    if (c.map[map] != LA_IDENTITY)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            x[j] = key(j) < c.K ? apply_map(x[j], c.map[map], (real)c.map_eps[map]) : 0;
+}
+
 /* dx, of q or k (map 0 or 1) as the recurrence sees it, becomes that of the row x as the caller gave it,
  * zeros past its end. A warp has the row. */
 template <typename real, int N>

@@ -55,43 +55,12 @@ template <typename real, int N> struct key_rows {
     }
 };
 
-/* As the recurrence sees them: normed, mapped. */
-template <typename real, int N>
-__device__ __forceinline__ void map_keys(real (&x)[N], const call &c, int map)
-{
-    if (c.qk_l2norm) {
-        double squares = 0;
-#pragma unroll
-        for (int j = 0; j < N; j++) squares += (double)x[j] * x[j];
-        const real factor = l2norm_factor((real)warp_sum(squares));
-#pragma unroll
-        for (int j = 0; j < N; j++) x[j] *= factor;
-    }
-    apply_map_to_all(x, c.map[map], (real)c.map_eps[map]);
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        if ((int)threadIdx.x % 32 + 32 * j >= c.K) x[j] = 0; /* a map may be 1 there */
-}
-
 template <typename real>
 __device__ inline running z_of_thread(const view &from, const call &c, const unit &u)
 {
     running z = {};
     if (from.data && threadIdx.x < c.K) z.sum = load<real>(at(from, u.n, u.hv, threadIdx.x), from.dtype);
     return z;
-}
-
-/* How many segments of M tokens there are, and where sequence n's begin, as slots of chunks do:
- * prepare.cuh. */
-static int64_t segments_of(const call &c, int M)
-{
-    return c.cu.data ? c.T / M + c.N : (int64_t)c.N * (((int64_t)c.T + M - 1) / M);
-}
-
-__device__ inline int64_t first_segment(const call &c, int n, int M)
-{
-    if (!c.cu.data) return (int64_t)n * ((c.T + M - 1) / M);
-    return unit_of(c, n, 0).begin / M + n;
 }
 
 /* A value head's sequence. */
@@ -109,7 +78,7 @@ template <typename real> struct sequence_of_keys {
         u = unit_of(c, (int)(index / f.heads), f.first + head);
         count = (u.end - u.begin + SEGMENT - 1) / SEGMENT;
         kp = f.kp;
-        z = f.z + (head * f.segments + first_segment(c, u.n, SEGMENT)) * kp;
+        z = f.z + (head * f.segments + first_slot(c, u.n, SEGMENT)) * kp;
         row0 = (int64_t)u.b * c.T;
         den = f.den + head * f.tokens + row0;
     }
@@ -142,7 +111,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
             real k[N];
             keys.read(k, next);
             if (t + 1 < end) keys.ask(next, t + 1);
-            map_keys(k, c, 1);
+            norm_and_map(c, 1, k, every_32nd());
 #pragma unroll
             for (int j = 0; j < N; j++) sum[j].add(k[j]);
         }
@@ -205,8 +174,8 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
                 keys.ask(next_k, t + 1);
                 queries.ask(next_q, t + 1);
             }
-            map_keys(k, c, 1);
-            map_keys(q, c, 0);
+            norm_and_map(c, 1, k, every_32nd());
+            norm_and_map(c, 0, q, every_32nd());
             double den = 0;
 #pragma unroll
             for (int j = 0; j < N; j++) {
@@ -257,8 +226,8 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 #pragma unroll
                 for (int j = 0; j < N; j++)
                     if (lane + 32 * j < f.kp) sum[j] += dq[i * apart + (int64_t)t * f.kp + 32 * j];
-            map_keys(k, c, 1);
-            map_keys(q, c, 0);
+            norm_and_map(c, 1, k, every_32nd());
+            norm_and_map(c, 0, q, every_32nd());
             double with_num = 0; /* num . dnum = q . dq */
 #pragma unroll
             for (int j = 0; j < N; j++) with_num += (double)q[j] * sum[j];
@@ -326,7 +295,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
             for (int j = 0; j < N; j++) own[j] = next_dk[j];
             const double d_den = next_den;
             if (t > first) ask(t - 1);
-            map_keys(q, c, 0);
+            norm_and_map(c, 0, q, every_32nd());
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 if (c.causal) dz[j].add(d_den * q[j]);

@@ -35,11 +35,7 @@ enum {
     KEY_THREADS = 256
 };
 
-/* ---- chunks of sequences ----
- *
- * What prepare leaves for walk lies in slots, one per chunk. Where sequence n's slots begin must be
- * known without the lengths of those before it, so each may leave one slot unused:
- * floor(end / C) - floor(start / C) + 1 >= ceil((end - start) / C). */
+/* ---- chunks of sequences: what prepare leaves for walk, in slots of C tokens ---- */
 
 struct chunks {
     char *scores, *inverse; /* [slots][HV] tiles of C columns: P, A */
@@ -56,18 +52,7 @@ struct chunks {
     int slots, heads;
 };
 
-__device__ inline int64_t edge_of(const call &c, int n)
-{
-    const int64_t at = n * c.cu.stride[0];
-    const int64_t x = c.cu.dtype == LA_I64 ? ((const int64_t *)c.cu.data)[at]
-                                           : ((const int32_t *)c.cu.data)[at];
-    return min(max(x, (int64_t)0), (int64_t)c.T);
-}
-
-__device__ inline int first_slot(const call &c, int n)
-{
-    return c.cu.data ? (int)(edge_of(c, n) / C) + n : n * ((c.T + C - 1) / C);
-}
+__device__ inline int first_slot(const call &c, int n) { return (int)first_slot(c, n, C); }
 
 /* The sequence whose slot this is: the last that begins at or before it. */
 __device__ inline int sequence_of(const call &c, int slot)

@@ -269,10 +269,10 @@ template <typename real, la_decay DECAY, la_rule RULE, int PARTS> struct batch_l
             if (i >= n) break;
             real x[KEYS], y[KEYS];
             see(q[e], c.q.dtype, x);
-            norm_and_map(c, c.map[0], c.map_eps[0], x);
+            norm_and_map(c, 0, x, by_fours());
             store_keys(to[i].q, x);
             see(k[e], c.k.dtype, y);
-            norm_and_map(c, c.map[1], c.map_eps[1], y);
+            norm_and_map(c, 1, y, by_fours());
             store_keys(to[i].k, y);
             if (RULE == LA_DELTA) {
                 real qk = 0;
@@ -509,7 +509,7 @@ __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 #pragma unroll
         for (int e = 0; e < 4; e++) k[i + e] = four[e];
     }
-    norm_and_map(c, c.map[1], c.map_eps[1], k);
+    norm_and_map(c, 1, k, by_fours());
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         if (key_of_lane(lane, i) >= c.K) continue;

@@ -154,8 +154,8 @@ static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
     const four_bits v_bits = load_four_bits(at(c.v, n, 0, hv, column), c.v.dtype, c.V - column);
 
     float qk = 0, den = 0;
-    make_key(c, q_bits, c.q.dtype, c.map[0], c.map_eps[0], q);
-    make_key(c, k_bits, c.k.dtype, c.map[1], c.map_eps[1], k);
+    make_key(c, q_bits, c.q.dtype, 0, q);
+    make_key(c, k_bits, c.k.dtype, 1, k);
     if constexpr (DECAY == LA_KEY) make_decay(c, a_bits, a);
     if (DECAY == LA_TOKEN) a[0] = decay_of(number(g_bits, c.g.dtype), c.gate);
     if (RULE == LA_DELTA) {
@@ -232,7 +232,7 @@ template <int KEYS> static __global__ void __launch_bounds__(32) advance_z(const
     float q[KEYS] = {}, k[KEYS], next[KEYS];
     if (slot < 0) return;
     load_key_bits<KEYS>(c, c.k, n, h, bits);
-    make_key(c, bits, c.k.dtype, c.map[1], c.map_eps[1], k);
+    make_key(c, bits, c.k.dtype, 1, k);
     char *z = at(c.z0, slot, hv);
     denominator(c, z, q, k, next);
     store_keys(z, c.z0.dtype, c.K, next);

@@ -200,8 +200,8 @@ __device__ __forceinline__ void fetch(const call &c, stream_room &room, uint32_t
         }
 
         float q[KEYS], k[KEYS], a[KEYS], v[4], qk = 0;
-        make_key(c, q_bits, c.q.dtype, c.map[0], c.map_eps[0], q);
-        make_key(c, k_bits, c.k.dtype, c.map[1], c.map_eps[1], k);
+        make_key(c, q_bits, c.q.dtype, 0, q);
+        make_key(c, k_bits, c.k.dtype, 1, k);
         if (DECAY == LA_KEY) make_decay(c, a_bits, a);
         numbers(v, v_bits, c.v.dtype);
         give(token.q + lane * 4, q);

@@ -105,28 +105,14 @@ __device__ __forceinline__ void load_key_bits(const call &c, const view &from, i
     }
 }
 
-/* q or k as the recurrence sees it. The usual map needs no branch per element. */
-template <typename real, int KEYS>
-__device__ __forceinline__ void norm_and_map(const call &c, la_map map, double map_eps, real (&x)[KEYS])
-{
-    const int lane = threadIdx.x % 32;
-    if (c.qk_l2norm) {
-        real squares = 0;
-#pragma unroll
-        for (int i = 0; i < KEYS; i++) squares += x[i] * x[i];
-        const real factor = l2norm_factor(warp_sum(squares));
-#pragma unroll
-        for (int i = 0; i < KEYS; i++) x[i] *= factor;
-    }
-    if (map != LA_IDENTITY)
-#pragma unroll
-        for (int i = 0; i < KEYS; i++)
-            x[i] = key_of_lane(lane, i) < c.K ? apply_map(x[i], map, (real)map_eps) : 0;
-}
+struct by_fours {
+    __device__ int operator()(int j) const { return key_of_lane((int)threadIdx.x % 32, j); }
+};
 
+/* q or k (map 0 or 1) as the recurrence sees it. */
 template <int KEYS>
 __device__ __forceinline__ void make_key(const call &c, const four_bits (&bits)[KEYS / 4],
-                                         la_dtype dtype, la_map map, double map_eps, float (&x)[KEYS])
+                                         la_dtype dtype, int map, float (&x)[KEYS])
 {
 #pragma unroll
     for (int i = 0; i < KEYS; i += 4) {
@@ -135,7 +121,7 @@ __device__ __forceinline__ void make_key(const call &c, const four_bits (&bits)[
 #pragma unroll
         for (int e = 0; e < 4; e++) x[i + e] = four[e];
     }
-    norm_and_map(c, map, map_eps, x);
+    norm_and_map(c, map, x, by_fours());
 }
 
 /* A gate per key: bits, of float32 where it is float64, and decays. */
