@@ -33,7 +33,7 @@ FILES = ("test_arguments.py", "test_autograd.py", "test_backward.py", "test_boun
 COMPUTED = ("test_backward.py", "test_extremes.py", "test_forward.py", "test_pool.py",
             "test_properties.py", "test_step.py")  # these have nothing but calls of the ops
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FEW_TOKENS = 8  # a GPU's sequences of up to so many go token by token: csrc/cuda/dispatch.cu
+FEW_TOKENS = 8  # up to so many go token by token on a GPU: csrc/cuda/dispatch.cu
 FACES = {f"{op}{face}" for op in linattn.OPS for face in ("", "_step", "_backward")}
 ARRAYS = {"do", "q", "k", "v", "g", "alpha", "beta", "gamma", "slopes", "initial_state", "state",
           "d_final_state", "cu_seqlens", "state_indices", "out"}

@@ -160,8 +160,7 @@ def sampled(grid, every, how):
 def on_tensor_cores(dtype, K, mode, T=64):
     """Does a GPU's forward pass multiply on tensor cores, its operands rounded to `dtype`? All
     others walk the tokens there one by one, whatever the mode; so do float16 and K above 128 on
-    devices before Hopper, the delta rule with K below 16, and packed sequences of a few tokens
-    each, and are more exact then."""
+    devices before Hopper, and the delta rule with K below 16, and are more exact then."""
     return (dtype in (ml_dtypes.bfloat16, np.float16) and K <= 256 and mode != "recurrent"
             and T > device.FEW_TOKENS)
 

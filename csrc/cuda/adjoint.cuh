@@ -302,6 +302,7 @@ static __global__ void __launch_bounds__(128)
     }
 }
 
+/* Once in a kernel: a second sum would overwrite the first's parts. */
 __device__ inline double block_sum(double x)
 {
     __shared__ double of_warps[MOST_KEYS / 32];

@@ -16,7 +16,8 @@
  *
  * `walk` computes everything transposed: a warp owns 16 value columns, as the 16 rows of its left
  * operands. The accumulators of one product are then the left operand of the next, the state stays
- * in registers both as sums and as an operand, and no warp waits for another but for the tiles.
+ * in registers both as sums and as an operand, and no warp waits for another but for the tiles, and, with
+ * K > 128, for the one with the other half of its keys.
  * `scale` goes into P, q^ and what scales rows of q^ S. */
 #include "prepare.cuh"
 #include "walk.cuh"

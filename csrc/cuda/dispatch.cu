@@ -312,8 +312,9 @@ static cudaError_t token_by_token(const la_problem *p, const call &c)
  * rounding on to all tokens after it; a l2norm's gradient is what is left of a few products. */
 enum { FEWEST_KEYS = 16 };
 
-/* So many tokens of a sequence take less time one by one than as the chunk of 64 that they would be, mostly
- * of zeros (docs/decisions/0023), and no product is rounded. */
+/* So many tokens take no more time one by one than as the chunk of 64 that they would be, mostly of zeros
+ * (docs/decisions/0023), and no product is rounded. Packed sequences are counted together: only the device
+ * knows how long each is. */
 enum { FEW_TOKENS = 8 };
 
 /* Tensor cores round their operands to bf16, or to float16: arrays of these lose nothing by that, others
@@ -328,9 +329,8 @@ static cudaError_t by_chunks(const la_problem *p, const call &c)
     const la_dtype dtype = p->array[LA_Q].dtype;
     const bool fits = (dtype == LA_BF16 || dtype == LA_F16) &&
                       (p->rule == LA_ADDITIVE || p->K >= FEWEST_KEYS);
-    const int64_t tokens = c.cu.data ? p->T / p->N : p->T; /* of a sequence */
     cudaMemPool_t pool;
-    if (!fits || p->mode == LA_RECURRENT || tokens <= FEW_TOKENS) return token_by_token(p, c);
+    if (!fits || p->mode == LA_RECURRENT || p->T <= FEW_TOKENS) return token_by_token(p, c);
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error == cudaSuccess)
         error = chunk[dtype == LA_F16][p->K > 128][kernel_decay(p)][p->rule](c, pool,

@@ -27,7 +27,7 @@ cudaError_t gather_gates(const call &, const gradients &, float *da, cudaStream_
 /* What the normaliser adds to gradients, of value heads first..first + heads: the denominators before
  * everything else, and, when dq has what comes by way of the numerators, the rest. */
 template <typename real> struct through_z {
-    int first, heads, tiles, kp, parts; /* slots are [heads][tiles]; kp: K, padded; parts: blocks each */
+    int first, heads, tiles, kp, parts; /* slots are [heads][tiles]; kp: K, padded; parts: warps each */
     int64_t tokens, segments;           /* B T; of a head, all its sequences together */
     real *dq, *dk;                      /* [slots][tokens][kp] */
     real *den;                          /* [heads][tokens] */

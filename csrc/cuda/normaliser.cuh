@@ -243,7 +243,8 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
                     dq[(int64_t)t * f.kp + 32 * j] = own[j] + (real)(d_den * z[j].total());
                 dz[j].add(d_den * q[j]);
             }
-            if (lane == 0) x.den[t] = (real)d_den; /* all have read it: they have summed since */
+            __syncwarp(); /* all have read it */
+            if (lane == 0) x.den[t] = (real)d_den;
         }
 #pragma unroll
         for (int j = 0; j < N; j++)

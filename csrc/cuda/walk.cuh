@@ -236,7 +236,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     extern __shared__ __align__(1024) char shared[];
     const int warps = blockDim.x / 32 - HAS_WARP_GROUPS * FETCHERS, width = warps / HALVES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int half = HALVES == 1 ? 0 : warp / width, line = HALVES == 1 ? warp : warp % width;
+    const int half = HALVES == 2 && warp >= width, line = warp - half * width;
     const int tile = blockIdx.x % tiles;
     const int segment = blockIdx.x / tiles % g.count;
     const int64_t head = blockIdx.x / tiles / g.count;
@@ -433,7 +433,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 if (i + 1 < last_chunk) fetch(i + 1, stage_at + 1 == f.stages ? 0 : stage_at + 1);
             }
 #endif
-            if (!f.v_pieces && columns > 0) { /* rows that cannot be copied in pieces */
+            /* rows that cannot be copied in pieces; two warps with the same columns write the same */
+            if (!f.v_pieces && columns > 0) {
                 for (int j = lane; j < C * 16; j += 32) {
                     const int row = j / 16, column = j % 16;
                     *(element *)(room + part::v + line / 4 * PANEL_BYTES +
@@ -628,11 +629,11 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                         for (int j = 0; j < 2; j++)
 #pragma unroll
                             for (int e = 0; e < 4; e++) U[j].x[e] = half ? U[2 + j].x[e] : U[j].x[e];
-                    const uint32_t scores = base + part::scores + half * 64;
                     products_begin();
 #pragma unroll
                     for (int j = 0; j < 4 / HALVES; j++)
-                        multiply_rows(O, U[j], scores, j * 16, HALVES == 1 ? j : 0);
+                        multiply_rows(O, U[j], base + part::scores, half * 32 + j * 16,
+                                      HALVES == 1 ? j : 0);
                     products_commit();
                 }
             }
