@@ -13,7 +13,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from device import imported
+from device import FEW_TOKENS, imported
 
 import linattn
 from linattn import reference, testing
@@ -105,6 +105,17 @@ def assert_same_bits(got, want):
     for x, y in zip(got, want, strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
         assert torch.equal(bits(x), bits(y)), (x.float() - y.float()).abs().max()
+
+
+# Two results that are each within the rule of the truth are no further apart than twice that.
+APART = {dtype: 2 * bound for dtype, bound in testing.RMS_BOUND.items()}
+
+
+def distance(got, want):
+    """The root mean square error where both are finite, relative to the wanted numbers'."""
+    there = torch.isfinite(got) & torch.isfinite(want)
+    got, want = got[there].double(), want[there].double()
+    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
 
 
 # ---- the reference, on the device: hours of NumPy in seconds ----
@@ -250,12 +261,13 @@ def test_many_states_at_once_give_the_bits_of_few(op, K, V, options, kind, v_fir
 
 @dtypes
 @pytest.mark.parametrize("K", [64, 200])
-@pytest.mark.parametrize("cu", [[0, 0, 63, 72, 72, 300, 429, 429], [0, 1, 5, 5, 8]],
+@pytest.mark.parametrize("cu", [[0, 0, 63, 64, 64, 300, 429, 429], [0, 1, 5, 5, 8]],
                          ids=["chunks", "few tokens"])
 @ops
 def test_packed_sequences_on_the_device(op, cu, K, dtype):
-    """cu_seqlens on the GPU, int32 and int64, empty sequences among them: as separate calls. Up
-    to 8 tokens go token by token, packed or not."""
+    """cu_seqlens on the GPU, int32 and int64, empty sequences among them: as separate calls. A
+    call of a few tokens goes token by token, so that a sequence as short has its bits only where
+    all are together."""
     x = problem(op, dtype=dtype, B=1, T=cu[-1], K=K)
     state = x.pop("initial_state")
     states = over_arrays(
@@ -267,8 +279,11 @@ def test_packed_sequences_on_the_device(op, cu, K, dtype):
             part = {name: a[:, start:end] if name in PER_TOKEN else a for name, a in x.items()}
             part["initial_state"] = over_arrays(lambda s, n=n: s[n:n + 1], states)
             o_n, *states_n = run(op, part)
-            assert_same_bits([o[:, start:end]], [o_n])
-            assert_same_bits([s[n:n + 1] for s in packed], states_n)
+            got, want = [o[:, start:end], *(s[n:n + 1] for s in packed)], [o_n, *states_n]
+            if dtype != "float32" and 0 < end - start <= FEW_TOKENS < cu[-1]:
+                assert all(distance(a, b) < APART[dtype] for a, b in zip(got, want, strict=True))
+            else:
+                assert_same_bits(got, want)
 
 
 @ops
@@ -793,17 +808,6 @@ def test_tensor_cores_at_32768_tokens(op, K, dtype):
     judge(op, x, o, "32768 tokens")
 
 
-# Two results that are each within the rule of the truth are no further apart than twice that.
-APART = {dtype: 2 * bound for dtype, bound in testing.RMS_BOUND.items()}
-
-
-def distance(got, want):
-    """The root mean square error where both are finite, relative to the wanted numbers'."""
-    there = torch.isfinite(got) & torch.isfinite(want)
-    got, want = got[there].double(), want[there].double()
-    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
-
-
 def large_scores(x):
     """q'k up to 1e6 from token 70 on, v small enough that o is an ordinary number."""
     x["q"][:, 70:] *= 500
@@ -846,21 +850,16 @@ def test_float16_numbers_between_that_float16_has_not(op, K, large):
     assert distance(got, want) < APART["float16"]
 
 
-def large_state_and_a_nan(x):
-    """A state too large for float16 in a few of its keys, in the chunk that also has a NaN."""
-    large_state(x)
-    for s in flat(x["initial_state"]):
-        s[..., 8:, :] /= 1e7
-    x["k"][:, 20, :, 3] = torch.nan
-
-
 @pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("op", [PLAIN, "simple_gla", "gla"])
 def test_float16_state_that_float16_has_not_beside_a_nan(op, K):
+    """Too large in a few of its keys, in the chunk that also has a NaN."""
     x = problem(op, dtype="float16", T=130, K=K)
     if op == PLAIN:
         x["feature_map"] = "identity"
-    large_state_and_a_nan(x)
+    large_state(x)
+    x["initial_state"][..., 8:, :] /= 1e7
+    x["k"][:, 20, :, 3] = torch.nan
     op = op.split(",")[0]
     want, _ = getattr(linattn, op)(**x, mode="recurrent")
     got, _ = getattr(linattn, op)(**x)
