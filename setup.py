@@ -42,10 +42,10 @@ if os.environ.get("LINATTN_EMULATE_BF16") == "1":
 
 
 # Machine code for Ampere and all that runs its code (8.x), PTX for later devices; and Hopper.
-# Streams of states use Hopper's copy engine on what comes after it too; float16's chunks, and those
-# with more than 128 keys: Hopper's.
+# Streams of states use Hopper's copy engine on what comes after it too; float16's chunks, float32's, and
+# those with more than 128 keys: Hopper's.
 ASKED_ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "").split()
-ARCHS = {"stream_*": "80 90a 90+PTX", "chunk_*_f16.cu": "90a", "chunk_*_wide.cu": "90a",
+ARCHS = {"stream_*": "80 90a 90+PTX", "chunk_*_f[13]*.cu": "90a", "chunk_*_wide.cu": "90a",
          "*": "80+PTX 90a"}
 
 

@@ -454,9 +454,15 @@ static la_status check_options(la_problem *p)
 
 /* ---- entry points ---- */
 
+static _Atomic bool tf32_allowed;
+
+void la_set_allow_tf32(bool allow) { tf32_allowed = allow; }
+bool la_get_allow_tf32(void) { return tf32_allowed; }
+
 void la_problem_init(la_problem *p, la_op op, la_face face)
 {
-    *p = (la_problem){.op = op, .face = face, .causal = true, .eps = 1e-6};
+    *p = (la_problem){
+        .op = op, .face = face, .causal = true, .eps = 1e-6, .allow_tf32 = la_get_allow_tf32()};
     p->decay = table[op].decay;
     p->rule = table[op].rule;
 }

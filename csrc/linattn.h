@@ -111,6 +111,7 @@ typedef struct la_problem {
     bool qk_l2norm;     /* q, k <- x / sqrt(sum x^2 + 1e-6), before the feature map */
     bool state_v_first; /* states are [N,HV,V,K] */
     bool want_final;
+    bool allow_tf32;   /* products of float32 numbers may be rounded as tf32's are */
     la_map map[2];     /* of q, of k */
     double map_eps[2]; /* relu: max(x,0) + eps */
     la_normaliser normaliser;
@@ -176,6 +177,10 @@ la_status la_step(la_problem *p);
 /* Threads: 0 asks for the default (affinity, LINATTN_NUM_THREADS, OMP_NUM_THREADS). */
 void la_set_num_threads(int n);
 int la_get_num_threads(void);
+
+/* What calls that do not say so themselves have as allow_tf32; false at first. */
+void la_set_allow_tf32(bool allow);
+bool la_get_allow_tf32(void);
 
 /* Instruction sets: the one in use, and the names compiled in that this machine can run. */
 const char *la_isa(void);

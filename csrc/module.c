@@ -210,23 +210,25 @@ int la_run_step(la_call *c, int level)
 /* ---- the three faces ---- */
 
 /* forward(op, q, k, v, g, alpha, beta, initial_state, cu_seqlens, out, output_final_state, scale,
- * mode, chunk_size, qk_l2norm, state_v_first, features[, level]) -> (o, final_state) */
+ * mode, chunk_size, qk_l2norm, state_v_first, allow_tf32, features[, level]) -> (o, final_state) */
 static PyObject *py_forward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
     la_call c;
     int level;
     PyObject *answer = NULL;
-    if (take_level("forward", args, nargs, 17, &level) || call_begin(&c, LA_FORWARD, args[0]))
+    if (take_level("forward", args, nargs, 18, &level) || call_begin(&c, LA_FORWARD, args[0]))
         return NULL;
-    if (take_features(&c, args[16]) || la_take(&c, LA_Q, args[1]) || la_take(&c, LA_K, args[2]) ||
+    if (take_features(&c, args[17]) || la_take(&c, LA_Q, args[1]) || la_take(&c, LA_K, args[2]) ||
         la_take(&c, LA_V, args[3]) || take_gate(&c, args[4], args[5]) ||
         la_take(&c, LA_BETA, args[6]) || la_take_state(&c, LA_S0, LA_Z0, args[7], false) ||
         la_take(&c, LA_CU, args[8]) || la_take_in_place(&c, LA_O, args[9]) ||
         as_flag(args[10], "output_final_state", &c.p.want_final) || take_scale(&c, args[11]) ||
         take_mode(&c, args[12]) || take_chunk_size(&c, args[13]) ||
         as_flag(args[14], "qk_l2norm", &c.p.qk_l2norm) ||
-        as_flag(args[15], "state_v_first", &c.p.state_v_first) || la_raise(&c, la_check(&c.p)))
+        as_flag(args[15], "state_v_first", &c.p.state_v_first) ||
+        (args[16] != Py_None && as_flag(args[16], "allow_tf32", &c.p.allow_tf32)) ||
+        la_raise(&c, la_check(&c.p)))
         goto done;
     if (c.out) {
         if (la_raise(&c, la_check_output(&c.p, LA_O)) || la_refuse_overlaps(&c)) goto done;
@@ -424,6 +426,22 @@ static PyObject *py_get_num_threads(PyObject *self, PyObject *unused)
 }
 
 /* -> (the one in use, {name: can it run here}) */
+static PyObject *py_set_allow_tf32(PyObject *self, PyObject *object)
+{
+    (void)self;
+    bool allow;
+    if (as_flag(object, "allow", &allow)) return NULL;
+    la_set_allow_tf32(allow);
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_get_allow_tf32(PyObject *self, PyObject *unused)
+{
+    (void)self;
+    (void)unused;
+    return PyBool_FromLong(la_get_allow_tf32());
+}
+
 static PyObject *py_isa(PyObject *self, PyObject *unused)
 {
     (void)self;
@@ -478,6 +496,9 @@ static PyMethodDef methods[] = {
     {"cuda_device_count", py_cuda_device_count, METH_NOARGS, "How many CUDA devices there are."},
     {"set_num_threads", py_set_num_threads, METH_O, "Threads that a call may use."},
     {"get_num_threads", py_get_num_threads, METH_NOARGS, "Threads that a call may use."},
+    {"set_allow_tf32", py_set_allow_tf32, METH_O, "May float32 products be rounded as tf32's?"},
+    {"get_allow_tf32", py_get_allow_tf32, METH_NOARGS,
+     "May float32 products be rounded as tf32's?"},
     {"isa", py_isa, METH_NOARGS, "The instruction set in use, and those compiled in."},
     {"set_isa", py_set_isa, METH_O, "Use this instruction set."},
     {"_fail_allocation", py_fail_allocation, METH_O,

@@ -8,7 +8,14 @@ NumPy.
 
 from linattn import ops
 from linattn.arrays import zeros_state
-from linattn.config import cuda, get_num_threads, set_num_threads, show_config
+from linattn.config import (
+    cuda,
+    get_float32_precision,
+    get_num_threads,
+    set_float32_precision,
+    set_num_threads,
+    show_config,
+)
 from linattn.features import FeatureMap
 from linattn.ops import *  # noqa: F403 (its __all__ names the ops)
 
@@ -17,7 +24,9 @@ __version__ = "0.1.0"
 __all__ = [
     "FeatureMap",
     "cuda",
+    "get_float32_precision",
     "get_num_threads",
+    "set_float32_precision",
     "set_num_threads",
     "show_config",
     "zeros_state",

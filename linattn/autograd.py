@@ -33,7 +33,7 @@ _ARRAYS = (
 )
 _OPTIONS = (
     "float? scale, str mode, SymInt? chunk_size, bool qk_l2norm, bool state_v_first, "
-    "float[]? features"
+    "bool? allow_tf32, float[]? features"
 )
 _FORWARD = f"({_ARRAYS}, bool output_final_state, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
@@ -118,6 +118,7 @@ def _fake_forward(
     chunk_size: int | None,
     qk_l2norm: bool,
     state_v_first: bool,
+    allow_tf32: bool | None,
     features: list[float] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The shapes and dtypes of the core's la_shape_of, for tensors without memory."""
@@ -229,7 +230,7 @@ class _Ways(NamedTuple):
 def _register(number: int, name: str) -> _Ways:
     def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, g, alpha, beta, S, z, cu_seqlens, final, *options = arguments
-        scale, mode, chunk_size, qk_l2norm, state_v_first, features = options
+        scale, mode, chunk_size, qk_l2norm, state_v_first, allow_tf32, features = options
         o, state = _linattn.forward(
             number,
             q,
@@ -247,6 +248,7 @@ def _register(number: int, name: str) -> _Ways:
             chunk_size,
             qk_l2norm,
             state_v_first,
+            allow_tf32,
             _core_features(features),
             _call_site(),
         )
@@ -255,7 +257,7 @@ def _register(number: int, name: str) -> _Ways:
 
     def run_backward(do: Tensor, dST: Any, dzT: Any, *arguments: Any) -> tuple[Tensor, ...]:
         q, k, v, g, alpha, beta, S, z, cu_seqlens, *options = arguments
-        scale, mode, chunk_size, qk_l2norm, state_v_first, features = options
+        scale, mode, chunk_size, qk_l2norm, state_v_first, _, features = options  # IEEE, all of them
         *gradients, d_state = _linattn.backward(
             number,
             do,
@@ -425,6 +427,7 @@ def _fitted(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         chunk_size,
         qk_l2norm,
         state_v_first,
+        allow_tf32,
         features,
     ) = arguments
     return (
@@ -443,6 +446,7 @@ def _fitted(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         _count("chunk_size", chunk_size),
         _flag("qk_l2norm", qk_l2norm),
         _flag("state_v_first", state_v_first),
+        None if allow_tf32 is None else _flag("allow_tf32", allow_tf32),
         features,
     )
 
@@ -464,6 +468,7 @@ def forward(
     chunk_size: Any,
     qk_l2norm: bool,
     state_v_first: bool,
+    allow_tf32: bool | None,
     features: Any,
 ) -> tuple[Tensor, Any]:
     """``_linattn.forward`` of a q of PyTorch's, recorded and traced if anybody asks for it."""
@@ -474,7 +479,8 @@ def forward(
     S, z = initial_state, None
     if isinstance(initial_state, tuple | list) and len(initial_state) == 2:
         S, z = initial_state
-    rest = (output_final_state, scale, mode, chunk_size, qk_l2norm, state_v_first, features)
+    options = (scale, mode, chunk_size, qk_l2norm, state_v_first, allow_tf32, features)
+    rest = (output_final_state, *options)
     if torch.compiler.is_compiling():
         way = _OPS[op].operator
     else:

@@ -8,7 +8,14 @@ import numpy as np
 
 from linattn import _linattn, cuda
 
-__all__ = ["cuda", "get_num_threads", "set_num_threads", "show_config"]
+__all__ = [
+    "cuda",
+    "get_float32_precision",
+    "get_num_threads",
+    "set_float32_precision",
+    "set_num_threads",
+    "show_config",
+]
 
 
 def set_num_threads(n: int) -> None:
@@ -20,6 +27,34 @@ def get_num_threads() -> int:
     """Threads that a call may use: set_num_threads, else LINATTN_NUM_THREADS, OMP_NUM_THREADS or
     the processors this process may run on."""
     return _linattn.get_num_threads()
+
+
+def set_float32_precision(precision: str) -> None:
+    """How products of float32 numbers may be rounded, in calls that do not say ``allow_tf32``.
+
+    Parameters
+    ----------
+    precision : {"ieee", "tf32"}
+        ``"ieee"``, the default: as float32. ``"tf32"``: at worst as tf32 rounds, operands to 11 bits;
+        sums and states stay float32. This lets float32 arrays on a GPU use its tensor cores, where
+        there is a kernel for it (forward passes in chunks, K <= 128, on Hopper), which keeps 16 bits
+        (docs/decisions/0025). Elsewhere, and in gradients and steps, it changes nothing.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is neither.
+    """
+    if not isinstance(precision, str):
+        raise TypeError(f"precision: expected 'ieee' or 'tf32', got {type(precision)}")
+    if precision not in ("ieee", "tf32"):
+        raise ValueError(f"precision: expected 'ieee' or 'tf32', got {precision!r}")
+    _linattn.set_allow_tf32(precision == "tf32")
+
+
+def get_float32_precision() -> str:
+    """What :func:`set_float32_precision` has set: ``"ieee"`` or ``"tf32"``."""
+    return "tf32" if _linattn.get_allow_tf32() else "ieee"
 
 
 def config() -> dict[str, str]:
@@ -37,6 +72,7 @@ def config() -> dict[str, str]:
         ),
         "in use": f"{isa} (LINATTN_ISA chooses)",
         "threads": f"{get_num_threads()} (set_num_threads or LINATTN_NUM_THREADS chooses)",
+        "float32": f"{get_float32_precision()} (set_float32_precision or allow_tf32 chooses)",
         "CUDA": "available" if cuda.is_available() else f"no: {cuda.why_not()}",
     }
 

@@ -327,6 +327,7 @@ def linear_attention(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    allow_tf32: bool | None = None,
     out: Array | None = None,
 ) -> tuple[Array, State | None]:
     """Linear attention: the softmax replaced by a feature map, so that a sum serves as memory.
@@ -370,6 +371,9 @@ def linear_attention(
         q, k <- x / sqrt(sum x^2 + 1e-6) along K, before the feature map.
     state_v_first : bool
         S is [N,HV,V,K].
+    allow_tf32 : bool, optional
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
+        as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -398,6 +402,7 @@ def linear_attention(
         chunk_size,
         qk_l2norm,
         state_v_first,
+        allow_tf32,
         core,
     )
 
@@ -555,6 +560,7 @@ def retention(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    allow_tf32: bool | None = None,
     out: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """RetNet's retention: one constant decay per head.
@@ -587,6 +593,9 @@ def retention(
         q, k <- x / sqrt(sum x^2 + 1e-6) along K.
     state_v_first : bool
         States are [N,HV,V,K].
+    allow_tf32 : bool, optional
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
+        as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -613,6 +622,7 @@ def retention(
         chunk_size,
         qk_l2norm,
         state_v_first,
+        allow_tf32,
         None,
     )
 
@@ -749,6 +759,7 @@ def lightning_attention(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    allow_tf32: bool | None = None,
     out: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Lightning Attention: one constant decay per head, given by its slope.
@@ -781,6 +792,9 @@ def lightning_attention(
         q, k <- x / sqrt(sum x^2 + 1e-6) along K.
     state_v_first : bool
         States are [N,HV,V,K].
+    allow_tf32 : bool, optional
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
+        as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -806,6 +820,7 @@ def lightning_attention(
         chunk_size,
         qk_l2norm,
         state_v_first,
+        allow_tf32,
         None,
     )
 
@@ -941,6 +956,7 @@ def simple_gla(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    allow_tf32: bool | None = None,
     out: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Scalar-gated linear attention: one decay per token and head (Mamba-2's recurrence).
@@ -976,6 +992,9 @@ def simple_gla(
         q, k <- x / sqrt(sum x^2 + 1e-6) along K.
     state_v_first : bool
         States are [N,HV,V,K].
+    allow_tf32 : bool, optional
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
+        as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1001,6 +1020,7 @@ def simple_gla(
         chunk_size,
         qk_l2norm,
         state_v_first,
+        allow_tf32,
         None,
     )
 
@@ -1142,6 +1162,7 @@ def gla(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    allow_tf32: bool | None = None,
     out: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Gated linear attention: one decay per token, head and key.
@@ -1176,6 +1197,9 @@ def gla(
         q, k <- x / sqrt(sum x^2 + 1e-6) along K.
     state_v_first : bool
         States are [N,HV,V,K].
+    allow_tf32 : bool, optional
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
+        as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1201,6 +1225,7 @@ def gla(
         chunk_size,
         qk_l2norm,
         state_v_first,
+        allow_tf32,
         None,
     )
 
@@ -1341,6 +1366,7 @@ def delta_rule(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    allow_tf32: bool | None = None,
     out: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """The delta rule (DeltaNet): write what the state does not yet predict.
@@ -1376,6 +1402,9 @@ def delta_rule(
         q, k <- x / sqrt(sum x^2 + 1e-6) along K.
     state_v_first : bool
         States are [N,HV,V,K].
+    allow_tf32 : bool, optional
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
+        as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1401,6 +1430,7 @@ def delta_rule(
         chunk_size,
         qk_l2norm,
         state_v_first,
+        allow_tf32,
         None,
     )
 
@@ -1537,6 +1567,7 @@ def gated_delta_rule(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    allow_tf32: bool | None = None,
     out: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """The gated delta rule (Gated DeltaNet): decay, then the delta rule.
@@ -1575,6 +1606,9 @@ def gated_delta_rule(
         q, k <- x / sqrt(sum x^2 + 1e-6) along K.
     state_v_first : bool
         States are [N,HV,V,K].
+    allow_tf32 : bool, optional
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
+        as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1600,6 +1634,7 @@ def gated_delta_rule(
         chunk_size,
         qk_l2norm,
         state_v_first,
+        allow_tf32,
         None,
     )
 
@@ -1748,6 +1783,7 @@ def kda(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    allow_tf32: bool | None = None,
     out: Array | None = None,
 ) -> tuple[Array, Array | None]:
     """Kimi Delta Attention: a decay per key, then the delta rule on the decayed state.
@@ -1784,6 +1820,9 @@ def kda(
         q, k <- x / sqrt(sum x^2 + 1e-6) along K.
     state_v_first : bool
         States are [N,HV,V,K].
+    allow_tf32 : bool, optional
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
+        as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1809,6 +1848,7 @@ def kda(
         chunk_size,
         qk_l2norm,
         state_v_first,
+        allow_tf32,
         None,
     )
 

@@ -157,11 +157,13 @@ def sampled(grid, every, how):
     return {"all": grid, "sample": grid[::every], "few": grid[::every * 5]}[how]
 
 
-def on_tensor_cores(dtype, K, mode, T=64):
-    """Does a GPU's forward pass multiply on tensor cores, its operands rounded to `dtype`? All
-    others walk the tokens there one by one, whatever the mode; so do float16 and K above 128 on
-    devices before Hopper, and the delta rule with K below 16, and are more exact then."""
-    return (dtype in (ml_dtypes.bfloat16, np.float16) and K <= 256 and mode != "recurrent"
+def on_tensor_cores(dtype, K, mode, T=64, tf32=False):
+    """Does a GPU's forward pass multiply on tensor cores, its operands rounded to `dtype`, or, where
+    float32 may be rounded as tf32, that? All others walk the tokens there one by one, whatever the
+    mode; so do float16, float32 and K above 128 on devices before Hopper, and the delta rule with K
+    below 16, and are more exact then."""
+    halves = dtype in (ml_dtypes.bfloat16, np.float16) and K <= 256
+    return ((halves or (tf32 and dtype == np.float32 and K <= 128)) and mode != "recurrent"
             and T > device.FEW_TOKENS)
 
 
@@ -283,13 +285,13 @@ class Pool:
         sizes = [sum(map(len, kept[1])) for kept in self.arrays.values()]
         return min(sizes, default=0)
 
-    def judge(self, label, gradient=False):
+    def judge(self, label, gradient=False, tf32=False):
         for name, (dtype, *stacks) in self.arrays.items():
             out, ref, naive = map(np.concatenate, stacks)
             rounded = self.state_dtype is not None and name.startswith(STATES)
             if rounded:
                 dtype, naive = self.state_dtype, naive.astype(self.state_dtype)
-            how = {"dtype": dtype, "gradient": gradient, "name": f"{label} {name}"}
+            how = {"dtype": dtype, "gradient": gradient, "name": f"{label} {name}", "tf32": tf32}
             try:
                 testing.assert_accurate(out, ref, naive, **how)
             except AssertionError:

@@ -616,9 +616,11 @@ OPTIONS = [
     ("state_v_first", None, TypeError), ("state_v_first", [], TypeError),
     ("output_final_state", "True", TypeError), ("output_final_state", 1, TypeError),
     ("output_final_state", None, TypeError), ("output_final_state", 1.0, TypeError),
+    ("allow_tf32", "tf32", TypeError), ("allow_tf32", 1, TypeError), ("allow_tf32", [], TypeError),
     ("features", "elu+1", TypeError),
 ]
-ONLY = {"mode": WHOLE, "chunk_size": WHOLE, "output_final_state": ("forward",)}
+ONLY = {"mode": WHOLE, "chunk_size": WHOLE, "output_final_state": ("forward",),
+        "allow_tf32": ("forward",)}
 
 
 def name_of(value):
@@ -1206,7 +1208,7 @@ def fuzzed_calls(draw):
     junk = st.sampled_from(JUNK) | random_arrays()
     options = ["scale", "initial_state", "state", "d_final_state", "output_final_state",
                "cu_seqlens", "mode", "chunk_size", "qk_l2norm", "state_v_first", "out", "alpha",
-               "state_indices",
+               "state_indices", "allow_tf32",
                "feature_map", "normalize", "eps", "causal", "nonsense"]
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from([*made, *options]))

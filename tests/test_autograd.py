@@ -692,6 +692,7 @@ BAD = {
     "chunk zero": {"chunk_size": 0}, "chunk a flag": {"chunk_size": True},
     "mode a number": {"mode": 3}, "mode": {"mode": "chunks"}, "flag": {"qk_l2norm": 1},
     "flag None": {"output_final_state": None}, "flag word": {"state_v_first": "yes"},
+    "tf32 a number": {"allow_tf32": 1},
     "k a list": {"k": [1.0]}, "k None": {"k": None}, "g None": {"g": None}, "g number": {"g": 0.5},
     "state a pair": {"initial_state": (1, 2)}, "state three": {"initial_state": (1, 2, 3)},
     "state shape": {"initial_state": torch.zeros(1, 1, 3, 4, dtype=torch.float64)},

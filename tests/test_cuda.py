@@ -32,6 +32,8 @@ pytestmark = [
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ops = pytest.mark.parametrize("op", linattn.OPS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
+KINDS = (*DTYPES, "tf32")  # of forward passes: float32 arrays too, with allow_tf32
+kinds = pytest.mark.parametrize("dtype", KINDS)
 faces = pytest.mark.parametrize("face", ["forward", "step", "backward"])
 PLAIN = "linear_attention, not normalised"
 gradients = pytest.mark.parametrize("op", [*linattn.OPS, PLAIN])
@@ -60,7 +62,10 @@ def over_arrays(function, x):
 
 
 def problem(op, seed=0, *, dtype="bfloat16", face="forward", **shape):
-    """A legal call on the GPU: B 2, T 200, HV 2 H, K 64, V 128 unless told otherwise."""
+    """A legal call on the GPU: B 2, T 200, HV 2 H, K 64, V 128 unless told otherwise. tf32: float32
+    arrays, and leave to round as tf32 does."""
+    tf32 = dtype == "tf32"
+    dtype = "float32" if tf32 else dtype
     shape = {"B": 2, "T": 200, "H": 2, "HV": 4, "K": 64, "V": 128} | shape
     if face == "step":
         shape["T"] = 1
@@ -74,7 +79,8 @@ def problem(op, seed=0, *, dtype="bfloat16", face="forward", **shape):
     if face == "step":
         x = {name: a[:, 0] if name in PER_TOKEN else a for name, a in x.items()}
         x["state"] = x.pop("initial_state")
-    return over_arrays(lambda a: to_gpu(np.ascontiguousarray(a)), x)
+    x = over_arrays(lambda a: to_gpu(np.ascontiguousarray(a)), x)
+    return x | {"allow_tf32": True} if tf32 else x
 
 
 def flat(x):
@@ -109,6 +115,7 @@ def assert_same_bits(got, want):
 
 # Two results that are each within the rule of the truth are no further apart than twice that.
 APART = {dtype: 2 * bound for dtype, bound in testing.RMS_BOUND.items()}
+APART["tf32"] = 2 * testing.RMS_BOUND_TF32
 
 
 def distance(got, want):
@@ -178,7 +185,8 @@ def judge(op, x, o, name=""):
     ref, _ = reference64(op, x)
     naive, _ = reference64(op, x, torch.float32)
     testing.assert_accurate(to_host(o), to_host(ref), to_host(naive.to(o.dtype)),
-                            dtype=to_host(o[:0]).dtype, name=f"{op} {name}")
+                            dtype=to_host(o[:0]).dtype, name=f"{op} {name}",
+                            tf32=x.get("allow_tf32", False))
 
 
 @ops
@@ -202,9 +210,13 @@ def test_twenty_backwards_give_the_same_bits(op, dtype):
         assert_same_bits(run(op, x, "backward"), first)
 
 
-@dtypes
-@pytest.mark.parametrize("K", [64, 256])
-@pytest.mark.parametrize("face", ["forward", "step"])
+# A forward pass of every kind, a step of every dtype.
+faces_and_kinds = pytest.mark.parametrize("face, dtype", [
+    *(("forward", kind) for kind in KINDS), *(("step", dtype) for dtype in DTYPES)])
+
+
+@faces_and_kinds
+@pytest.mark.parametrize("K", [64, 128, 256])
 @ops
 def test_twenty_launches_give_the_same_bits(op, face, K, dtype):
     x = problem(op, dtype=dtype, face=face, T=1000, K=K)
@@ -213,8 +225,7 @@ def test_twenty_launches_give_the_same_bits(op, face, K, dtype):
         assert_same_bits(run(op, x, face), first)
 
 
-@dtypes
-@pytest.mark.parametrize("face", ["forward", "step"])
+@faces_and_kinds
 @pytest.mark.parametrize("rows", [3, 40])
 @ops
 def test_bits_do_not_know_their_neighbours(op, rows, face, dtype):
@@ -259,8 +270,8 @@ def test_many_states_at_once_give_the_bits_of_few(op, K, V, options, kind, v_fir
     assert not torch.equal(together[0], pool[0])
 
 
-@dtypes
-@pytest.mark.parametrize("K", [64, 200])
+@kinds
+@pytest.mark.parametrize("K", [64, 128, 200])
 @pytest.mark.parametrize("cu", [[0, 0, 63, 64, 64, 300, 429, 429], [0, 1, 5, 5, 8]],
                          ids=["chunks", "few tokens"])
 @ops
@@ -301,7 +312,7 @@ def test_a_gate_per_head_may_lie_on_the_host(op):
 
 
 @pytest.mark.parametrize("final_state", [False, True], ids=["o", "o and state"])
-@dtypes
+@kinds
 @ops
 def test_a_graph_of_a_forward(op, dtype, final_state):
     """A call that waited for the device, or took memory in a way that is not a stream's, could not
@@ -320,8 +331,9 @@ def test_a_graph_of_a_forward(op, dtype, final_state):
     assert o is out
     for seed in (1, 2, 3):
         other = problem(op, seed, dtype=dtype)
-        for name, a in x.items():
-            for old, new in zip(flat(a), flat(other[name]), strict=True):
+        over = zip(flat(tuple(x.values())), flat(tuple(other.values())), strict=True)
+        for old, new in over:
+            if hasattr(old, "copy_"):
                 old.copy_(new)
         out.fill_(torch.nan)
         graph.replay()
@@ -602,7 +614,7 @@ LAYOUTS = {
 }
 
 
-@dtypes
+@kinds
 @pytest.mark.parametrize("layout", LAYOUTS)
 @ops
 def test_any_layout_gives_the_same_bits(op, layout, dtype):
@@ -788,7 +800,7 @@ def test_jax(op, dtype):
 # ---- long and large ----
 
 
-@dtypes
+@kinds
 @ops
 def test_a_long_sequence(op, dtype):
     """2^17 tokens against the reference of this file."""
@@ -798,8 +810,8 @@ def test_a_long_sequence(op, dtype):
     judge(op, x, o, "2^17 tokens")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("K", [128, 256])
+@pytest.mark.parametrize("K, dtype", [(128, "bfloat16"), (256, "bfloat16"), (128, "float16"),
+                                      (256, "float16"), (128, "tf32")])
 @ops
 def test_tensor_cores_at_32768_tokens(op, K, dtype):
     x = problem(op, dtype=dtype, B=1, T=32768, H=1, HV=1, K=K, V=128)
@@ -868,9 +880,39 @@ def test_float16_state_that_float16_has_not_beside_a_nan(op, K):
     assert distance(got, want) < APART["float16"]
 
 
+@ops
+def test_tf32_has_the_range_of_float32(op):
+    """Powers of two go through unrounded: a v of 2^100 times its size, and of 2^-60, gives such an o."""
+    x = problem(op, dtype="tf32", T=300, K=100, V=72)
+    del x["initial_state"]
+    o, _ = getattr(linattn, op)(**x)
+    for by in (2.0**100, 2.0**-60):
+        scaled, _ = getattr(linattn, op)(**x | {"v": x["v"] * by})
+        assert_same_bits([scaled], [o * by])
+
+
+@ops
+def test_tf32_only_where_it_is_allowed(op):
+    """By the call or by the setting, the call first. Nothing else rounds float32, and what may be
+    rounded is: within tf32's bound, and not to the bits of the recurrence."""
+    x = problem(op, dtype="float32", T=300, K=128)
+    forward = getattr(linattn, op)
+    plain, _ = forward(**x)
+    assert_same_bits([plain], [forward(**x, mode="recurrent")[0]])
+    allowed, _ = forward(**x, allow_tf32=True)
+    assert 0 < distance(allowed, plain) < APART["tf32"]
+    assert_same_bits([forward(**x, allow_tf32=True, mode="recurrent")[0]], [plain])
+    linattn.set_float32_precision("tf32")
+    try:
+        assert_same_bits([forward(**x)[0], forward(**x, allow_tf32=False)[0]], [allowed, plain])
+    finally:
+        linattn.set_float32_precision("ieee")
+    assert_same_bits([forward(**x)[0]], [plain])
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("K", [100, 200])
+@pytest.mark.parametrize("K, dtype", [(100, "bfloat16"), (100, "float16"), (100, "tf32"),
+                                      (200, "bfloat16"), (200, "float16")])
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
 @pytest.mark.parametrize("op", [PLAIN, *linattn.OPS])
 def test_not_finite_in_one_number_of_a_chunk(op, name, K, dtype, value):

@@ -1,7 +1,10 @@
 """The forward pass of every op, mode and dtype over the grid, by the acceptance rule."""
 
+import dataclasses
+
 import device
 import ml_dtypes
+import numpy as np
 import pytest
 from conftest import poisoned
 from device import ops as linattn
@@ -11,6 +14,7 @@ from grid import (
     for_op,
     form_of,
     inputs_of,
+    on_tensor_cores,
     reference_op,
     repeated,
     rounds_products,
@@ -22,6 +26,10 @@ from grid import (
 
 GRID = list(cases(seed=1, limit=6_000))
 TENSOR_CORES = list(tensor_core_cases(seed=3))
+# float32 at the same sizes, as far as it goes there, and at those of the grid
+TF32 = [dataclasses.replace(case, dtype=np.float32) for case in TENSOR_CORES
+        if case.dtype == ml_dtypes.bfloat16 and case.K <= 128]
+TF32_GRID = [case for case in GRID if case.dtype == np.float32 and case.K <= 128]
 
 
 def pytest_generate_tests(metafunc):
@@ -31,13 +39,16 @@ def pytest_generate_tests(metafunc):
     if "tensor_case" in metafunc.fixturenames:
         how = how if device.on_host() else "all"
         metafunc.parametrize("tensor_case", sampled(TENSOR_CORES, 17, how), ids=str)
+    if "tf32_case" in metafunc.fixturenames:
+        cases = [*sampled(TF32, 17 if device.on_host() else 1, how), *sampled(TF32_GRID, 17, how)]
+        metafunc.parametrize("tf32_case", cases, ids=str)
 
 
-def check(case, rng, **how):
+def check(case, rng, tf32=False, **how):
     """The op against its reference, computed as `how` says."""
     def once(pool):
         x = inputs_of(case, rng)
-        given = for_op(case, x)
+        given = for_op(case, x) | ({"allow_tf32": True} if tf32 else {})
         out = poisoned(x["v"].shape, case.dtype)
         o, state = getattr(linattn, case.op)(**given, output_final_state=True, out=out)
         assert o is out
@@ -52,7 +63,8 @@ def check(case, rng, **how):
 
     gpu = not device.on_host()
     rounded = rounds_products(case.dtype, case.K, case.mode, case.T, case.chunk)
-    repeated(case, rng, once, case.dtype if rounded else None).judge(str(case))
+    tf32 = tf32 and on_tensor_cores(case.dtype, case.K, case.mode, case.T, tf32=True) and gpu
+    repeated(case, rng, once, case.dtype if rounded else None).judge(str(case), tf32=tf32)
 
 
 def test_forward(case, rng):
@@ -61,6 +73,11 @@ def test_forward(case, rng):
 
 def test_forward_at_the_sizes_of_tensor_cores(tensor_case, rng):
     check(tensor_case, rng, form="chunk")
+
+
+def test_forward_where_tf32_is_allowed(tf32_case, rng):
+    """On the host this is float32 as ever."""
+    check(tf32_case, rng, tf32=True, form="chunk")
 
 
 @pytest.mark.parametrize("op", ["delta_rule", "gated_delta_rule"])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn import _linattn, ops
+from linattn import _linattn, ops, testing
 from linattn.testing import GATES
 
 PACKAGE = pathlib.Path(linattn.__file__).parent
@@ -141,7 +141,7 @@ def test_the_package_is_typed():
 
 OPTIONS = {"scale": None, "initial_state": None, "output_final_state": False, "cu_seqlens": None,
            "mode": "chunk", "chunk_size": None, "qk_l2norm": False, "state_v_first": False,
-           "out": None}
+           "allow_tf32": None, "out": None}
 STEP_OPTIONS = {"state_indices": None, "scale": None, "qk_l2norm": False, "state_v_first": False,
                 "out": None}
 EMPTY = inspect.Parameter.empty
@@ -181,7 +181,7 @@ def test_signatures(op, face):
     else:
         positional = {"do": EMPTY} | positional
         keyword |= OPTIONS | {"d_final_state": None}
-        del keyword["output_final_state"], keyword["out"]
+        del keyword["output_final_state"], keyword["out"], keyword["allow_tf32"]
     parameters = parameters_of(getattr(linattn, op + face))
     of_kind = {kind: {name: p.default for name, p in parameters.items() if p.kind is kind}
                for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -249,6 +249,32 @@ def test_show_config(capsys):
                  "CUDA", _linattn.isa()[0]):
         assert word in text
     assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_float32_precision():
+    assert linattn.get_float32_precision() == "ieee"
+    try:
+        linattn.set_float32_precision("tf32")
+        assert linattn.get_float32_precision() == "tf32"
+        assert "tf32" in linattn.config.config()["float32"]
+        for bad, error in (("TF32", ValueError), ("", ValueError), ("bf16", ValueError),
+                           (None, TypeError), (True, TypeError), (b"tf32", TypeError)):
+            with pytest.raises(error, match="^precision: expected 'ieee' or 'tf32', got "):
+                linattn.set_float32_precision(bad)
+        assert linattn.get_float32_precision() == "tf32"
+    finally:
+        linattn.set_float32_precision("ieee")
+    assert linattn.get_float32_precision() == "ieee"
+
+
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_tf32_changes_nothing_on_the_host(op):
+    x = testing.make_inputs(op, np.random.default_rng(0), B=1, T=70, H=1, HV=2, K=32, V=16,
+                            dtype=np.float32)
+    want, _ = getattr(linattn, op)(**x)
+    for allow in (True, False, np.True_, None):
+        got, _ = getattr(linattn, op)(**x, allow_tf32=allow)
+        assert got.tobytes() == want.tobytes()
 
 
 def test_python_m_linattn_info():

@@ -1,4 +1,5 @@
-/* The chunk form on tensor cores, for bf16 and, in the files named so, float16 arrays: two kernels.
+/* The chunk form on tensor cores, for bf16 and, in the files named so, float16 and float32 arrays: two
+ * kernels.
  *
  * `prepare` does what belongs to one chunk of C = 64 tokens alone, all chunks side by side: the
  * scores P = tril(Q K' . G) and, for the delta rule, the inverse A = (I + strict(diag(b) K K' . G))^-1
@@ -255,10 +256,9 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
         return cudaErrorNotSupported; /* nothing has been done */
     tensor_maps maps = {};
     walk_flags f = {};
-    const bool q_as_given = map_of(c, c.q, c.H, c.K, &maps.q) && !c.qk_l2norm &&
-                            c.map[0] == LA_IDENTITY;
-    const bool k_as_given = map_of(c, c.k, c.H, c.K, &maps.k) && !c.qk_l2norm &&
-                            c.map[1] == LA_IDENTITY;
+    const bool as_given = PLANES == 1 && !c.qk_l2norm;
+    const bool q_as_given = as_given && c.map[0] == LA_IDENTITY && map_of(c, c.q, c.H, c.K, &maps.q);
+    const bool k_as_given = as_given && c.map[1] == LA_IDENTITY && map_of(c, c.k, c.H, c.K, &maps.k);
     f.v_pieces = map_of(c, c.v, c.HV, c.V, &maps.v);
     f.o_pieces = (uintptr_t)c.o.data % 16 == 0 &&
                  (c.o.stride[0] | c.o.stride[1] | c.o.stride[2]) % 8 == 0;

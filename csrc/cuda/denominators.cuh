@@ -49,24 +49,31 @@ __global__ void __launch_bounds__(128)
     const int first = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
     const char *tile = w.q ? w.q + ((int64_t)slot * w.heads + u.h) * tile_bytes(KP) : NULL;
     const char *rows = at(c.q, u.b, t, u.h) + piece * 16;
-    uint4 q[ROWS_OF_LANE];
+    uint4 q[ROWS_OF_LANE][PLANES];
 #pragma unroll
-    for (int i = 0; i < ROWS_OF_LANE; i++) {
-        const int row = first + i * STEP;
-        q[i] = make_uint4(0, 0, 0, 0);
-        if (tile)
-            q[i] = *(const uint4 *)(tile + piece_at(row, piece));
-        else if (row < n && piece * 8 < c.K)
-            q[i] = *(const uint4 *)(rows + row * c.q.stride[1] * 2);
-    }
+    for (int i = 0; i < ROWS_OF_LANE; i++)
+#pragma unroll
+        for (int j = 0; j < PLANES; j++) {
+            const int row = first + i * STEP;
+            q[i][j] = make_uint4(0, 0, 0, 0);
+            if (tile)
+                q[i][j] = *(const uint4 *)(tile + j * PLANE_BYTES + piece_at(row, piece));
+            else if (row < n && piece * 8 < c.K)
+                q[i][j] = *(const uint4 *)(rows + row * c.q.stride[1] * 2);
+        }
     const float4 low = *(const float4 *)(w.z + place * KP + piece * 8);
     const float4 high = *(const float4 *)(w.z + place * KP + piece * 8 + 4);
 #pragma unroll
     for (int i = 0; i < ROWS_OF_LANE; i++) {
         const int row = first + i * STEP;
-        const float2 x0 = unpack(q[i].x), x1 = unpack(q[i].y), x2 = unpack(q[i].z), x3 = unpack(q[i].w);
-        float den = x0.x * low.x + x0.y * low.y + x1.x * low.z + x1.y * low.w;
-        den += x2.x * high.x + x2.y * high.y + x3.x * high.z + x3.y * high.w;
+        float den = 0;
+#pragma unroll
+        for (int j = PLANES - 1; j >= 0; j--) {
+            const float2 x0 = unpack(q[i][j].x), x1 = unpack(q[i][j].y);
+            const float2 x2 = unpack(q[i][j].z), x3 = unpack(q[i][j].w);
+            den += x0.x * low.x + x0.y * low.y + x1.x * low.z + x1.y * low.w;
+            den += x2.x * high.x + x2.y * high.y + x3.x * high.z + x3.y * high.w;
+        }
 #pragma unroll
         for (int step = 1; step < PIECES; step *= 2) den += __shfl_xor_sync(~0u, den, step);
         if (piece) continue;

@@ -317,24 +317,26 @@ enum { FEWEST_KEYS = 16 };
  * knows how long each is. */
 enum { FEW_TOKENS = 8 };
 
-/* Tensor cores round their operands to bf16, or to float16: arrays of these lose nothing by that, others
- * keep to the recurrence. */
+/* Tensor cores round their operands to bf16, or to float16: arrays of these lose nothing by that. float32
+ * ones lose a little, and keep to the recurrence unless they are allowed to; all others keep to it. */
 static cudaError_t by_chunks(const la_problem *p, const call &c)
 {
-    static const chunk_launcher *const chunk[2][2][4] = { /* [float16?][wide?]; HEAD is TOKEN */
-        {{chunk_none, NULL, chunk_token, chunk_key},
-         {chunk_none_wide, NULL, chunk_token_wide, chunk_key_wide}},
+    static const chunk_launcher *const chunk[][2][4] = { /* [dtype][wide?]; HEAD is TOKEN */
+        {},                                              /* float64 */
+        {{chunk_none_f32, NULL, chunk_token_f32, chunk_key_f32}},
         {{chunk_none_f16, NULL, chunk_token_f16, chunk_key_f16},
-         {chunk_none_wide_f16, NULL, chunk_token_wide_f16, chunk_key_wide_f16}}};
+         {chunk_none_wide_f16, NULL, chunk_token_wide_f16, chunk_key_wide_f16}},
+        {{chunk_none, NULL, chunk_token, chunk_key},
+         {chunk_none_wide, NULL, chunk_token_wide, chunk_key_wide}}};
+    static_assert(LA_F64 == 0 && LA_F32 == 1 && LA_F16 == 2 && LA_BF16 == 3, "as the rows come");
     const la_dtype dtype = p->array[LA_Q].dtype;
-    const bool fits = (dtype == LA_BF16 || dtype == LA_F16) &&
+    const chunk_launcher *const rules = chunk[dtype][p->K > 128][kernel_decay(p)];
+    const bool fits = rules && (dtype != LA_F32 || p->allow_tf32) &&
                       (p->rule == LA_ADDITIVE || p->K >= FEWEST_KEYS);
     cudaMemPool_t pool;
     if (!fits || p->mode == LA_RECURRENT || p->T <= FEW_TOKENS) return token_by_token(p, c);
     cudaError_t error = pool_of(p->ordinal, &pool);
-    if (error == cudaSuccess)
-        error = chunk[dtype == LA_F16][p->K > 128][kernel_decay(p)][p->rule](c, pool,
-                                                                             (cudaStream_t)p->stream);
+    if (error == cudaSuccess) error = rules[p->rule](c, pool, (cudaStream_t)p->stream);
     return error == cudaErrorNotSupported ? token_by_token(p, c) : error;
 }
 

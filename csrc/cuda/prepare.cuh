@@ -91,10 +91,13 @@ static PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder()
     return error == cudaSuccess ? (PFN_cuTensorMapEncodeTiled_v12000)found : NULL;
 }
 
-static constexpr CUtensorMapDataType ENGINE_DTYPE =
-    NARROW ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+static constexpr CUtensorMapDataType ENGINE_DTYPE = PLANES == 2 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                                    : NARROW    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+/* Columns of a box, whose rows have 128 bytes. */
+enum { BOX = 128 / sizeof(element), BOX_BYTES = C * 128, PIECE = 16 / sizeof(element) };
 
-/* x [B,T,heads,columns] as Hopper's copy engine takes it, in boxes of C tokens and a panel's columns;
+/* x [B,T,heads,columns] as Hopper's copy engine takes it, in boxes of C tokens and BOX columns;
  * and, for any device: can its rows be copied in pieces of 16 bytes? */
 static bool map_of(const call &c, const view &x, int heads, int columns, CUtensorMap *map)
 {
@@ -102,11 +105,11 @@ static bool map_of(const call &c, const view &x, int heads, int columns, CUtenso
     const int64_t sizes[] = {c.B, c.T, heads};
     cuuint64_t size[4] = {(cuuint64_t)columns, (cuuint64_t)heads, (cuuint64_t)c.T, (cuuint64_t)c.B};
     cuuint64_t stride[3]; /* bytes; of heads, tokens, batch rows */
-    const cuuint32_t boxes[4] = {PANEL, 1, C, 1}, step[4] = {1, 1, 1, 1};
-    if ((uintptr_t)x.data % 16 || columns % 8) return false;
+    const cuuint32_t boxes[4] = {BOX, 1, C, 1}, step[4] = {1, 1, 1, 1};
+    if ((uintptr_t)x.data % 16 || columns % PIECE) return false;
     for (int i = 0; i < 3; i++) {
-        if (sizes[i] > 1 && (x.stride[i] <= 0 || x.stride[i] % 8)) return false;
-        stride[2 - i] = sizes[i] > 1 ? (cuuint64_t)x.stride[i] * 2 : (cuuint64_t)columns * 2;
+        if (sizes[i] > 1 && (x.stride[i] <= 0 || x.stride[i] % PIECE)) return false;
+        stride[2 - i] = (cuuint64_t)(sizes[i] > 1 ? x.stride[i] : columns) * sizeof(element);
     }
     /* without the engine, rows are copied piece by piece */
     return !encode || encode(map, ENGINE_DTYPE, 4, x.data, size, stride, boxes, step,
@@ -148,22 +151,23 @@ __device__ void load_keys(const call &c, const view &from, la_map map, double ma
     const int lane = threadIdx.x % 32;
     const char *start = at(from, b, t, h);
     const int64_t step = from.stride[1], apart = from.stride[3];
-    const bool pairs = apart == 1 && ((step | c.K) & 1) == 0 && (uintptr_t)start % 4 == 0;
+    const bool pairs =
+        apart == 1 && ((step | c.K) & 1) == 0 && (uintptr_t)start % sizeof(given_pair) == 0;
     for (int first = threadIdx.x / 32; first < C; first += AT_ONCE * THREADS / 32) {
-        uint32_t bits[AT_ONCE][KP / 64]; /* of two keys */
+        given_pair two[AT_ONCE][KP / 64];
 #pragma unroll
         for (int r = 0; r < AT_ONCE; r++)
 #pragma unroll
             for (int j = 0; j < KP / 64; j++) {
                 const int row = first + r * (THREADS / 32), key = j * 64 + lane * 2;
-                const char *x = start + (row * step + key * apart) * 2;
+                const element *x = (const element *)start + row * step + key * apart;
                 const int there = row < n ? c.K - key : 0;
-                bits[r][j] = 0;
+                two[r][j] = given(element_of(0), element_of(0));
                 if (pairs) {
-                    if (there > 0) bits[r][j] = *(const uint32_t *)x;
+                    if (there > 0) two[r][j] = *(const given_pair *)x;
                 } else {
-                    if (there > 0) bits[r][j] = *(const uint16_t *)x;
-                    if (there > 1) bits[r][j] |= (uint32_t)(*(const uint16_t *)(x + apart * 2)) << 16;
+                    if (there > 0) two[r][j].x = x[0];
+                    if (there > 1) two[r][j].y = x[apart];
                 }
             }
 #pragma unroll
@@ -172,10 +176,10 @@ __device__ void load_keys(const call &c, const view &from, la_map map, double ma
             float x[KP / 32], squares = 0;
 #pragma unroll
             for (int j = 0; j < KP / 32; j += 2) {
-                const float2 two = unpack(bits[r][j / 2]);
-                x[j] = two.x;
-                x[j + 1] = two.y;
-                squares += two.x * two.x + two.y * two.y;
+                const float2 y = numbers_of(two[r][j / 2]);
+                x[j] = y.x;
+                x[j + 1] = y.y;
+                squares += y.x * y.x + y.y * y.y;
             }
             const float factor = c.qk_l2norm ? l2norm_factor(warp_sum(squares)) : 1;
 #pragma unroll
@@ -186,7 +190,7 @@ __device__ void load_keys(const call &c, const view &from, la_map map, double ma
                 if (row >= n || j / 2 * 64 + lane * 2 + j % 2 >= c.K) x[j] = 0; /* a map may be 1 there */
 #pragma unroll
             for (int j = 0; j < KP / 32; j += 2)
-                *(uint32_t *)(tile + element_at(row, j * 32 + lane * 2)) = pack(x[j], x[j + 1]);
+                put_pair(tile + element_at(row, j * 32 + lane * 2), x[j], x[j + 1]);
         }
     }
 }
@@ -221,7 +225,10 @@ template <int THREADS> __device__ __forceinline__ void clear_above(char *tile)
 {
 #pragma unroll
     for (int i = threadIdx.x; i < C * 8; i += THREADS)
-        if (i % 8 / 2 > i / 8 / 16) *(uint4 *)(tile + piece_at(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
+        if (i % 8 / 2 > i / 8 / 16)
+#pragma unroll
+            for (int j = 0; j < PLANES; j++)
+                *(uint4 *)(tile + j * PLANE_BYTES + piece_at(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
 }
 
 /* ---- prepare: the inverse of I + L, L strictly lower triangular [C][C], in place ----
@@ -307,7 +314,7 @@ __device__ __forceinline__ void put_inverse(const float *L, const float *beta, c
         const int J = block - I * (I + 1) / 2;
         const float2 x = *(const float2 *)(L + (I * 16 + row) * LD + J * 16 + column);
         const float2 b = *(const float2 *)(beta + J * 16 + column);
-        *(uint32_t *)(tile + element_at(I * 16 + row, J * 16 + column)) = pack(x.x * b.x, x.y * b.y);
+        put_pair(tile + element_at(I * 16 + row, J * 16 + column), x.x * b.x, x.y * b.y);
     }
 }
 
@@ -351,7 +358,7 @@ template <int KP, la_rule RULE> struct scalar_room {
 /* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, K K' has ten. Warp w takes those of row
  * w of Q K' and of row 3 - w of K K', w + 1 and 4 - w: five for every warp. */
 template <int KP, la_rule RULE, typename = element>
-__global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 ? 3 : RULE == LA_DELTA ? 4 : 5)
+__global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3 : RULE == LA_DELTA ? 4 : 5)
     prepare_scalar(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
                    bool k_as_given)
 {
@@ -383,7 +390,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 ? 3 : RULE == LA_DELT
     if (RULE == LA_ADDITIVE && w.z && threadIdx.x < KP / 2)
 #pragma unroll 8
         for (int i = 0; i < C; i++) {
-            const float2 x = unpack(*(const uint32_t *)(s.k + element_at(i, threadIdx.x * 2)));
+            const float2 x = get_pair(s.k + element_at(i, threadIdx.x * 2));
             all_keys = make_float2(all_keys.x + x.x, all_keys.y + x.y);
         }
 
@@ -392,17 +399,16 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 ? 3 : RULE == LA_DELT
     const uint32_t k_rows = lane_with_rows(k_tile);
 #pragma unroll
     for (int i = 0; i < KP; i += 16) {
-        const left of_q = load_left(q_tile, warp * 16, i);
-        left of_k;
-        if (RULE == LA_DELTA) of_k = load_left(k_tile, (3 - warp) * 16, i);
+        const operand of_q = load_operand(q_tile, warp * 16, i);
+        operand of_k;
+        if (RULE == LA_DELTA) of_k = load_operand(k_tile, (3 - warp) * 16, i);
 #pragma unroll
         for (int j = 0; j < 5; j++) {
             const bool scores = j <= warp;
             if (RULE == LA_ADDITIVE && !scores) continue;
-            const right b = load_right_of_rows(k_rows, (scores ? j : 4 - j) * 16, i);
-            left of = of_q;
+            operand of = of_q;
             if (RULE == LA_DELTA && !scores) of = of_k;
-            multiply(x[j][0], x[j][1], of, b);
+            multiply_with_rows(x[j][0], x[j][1], of, k_rows, (scores ? j : 4 - j) * 16, i);
         }
     }
 #pragma unroll
@@ -469,8 +475,8 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 ? 3 : RULE == LA_DELT
                     const float2 g = c.g.data ? *(const float2 *)(s.G + row * LD_PAIRS + column)
                                               : make_float2(1, 1);
                     const float y = x[j][e % 2][e / 2 * 2], z = x[j][e % 2][e / 2 * 2 + 1];
-                    *(uint32_t *)(s.tile + element_at(row, column)) =
-                        pack(column < row ? -y * g.x : 0, column + 1 < row ? -z * g.y : 0);
+                    put_pair(s.tile + element_at(row, column), column < row ? -y * g.x : 0,
+                             column + 1 < row ? -z * g.y : 0);
                 }
             }
             __syncthreads();
@@ -492,11 +498,11 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 ? 3 : RULE == LA_DELT
                 const int last = row < odd ? row : -1; /* the last column of this row */
                 if (scores) {
                     const float p = column <= row ? y * scale : 0, r = column < row ? z * scale : 0;
-                    const uint32_t both = pack(p, r);
+                    const pair_in_planes both = in_planes(p, r);
                     const bool kept = row < odd, large = no_element(p) || no_element(r);
-                    const float2 rounded = kept && !large ? unpack(both) : make_float2(p, r);
+                    const float2 rounded = kept && !large ? numbers(both) : make_float2(p, r);
                     row_sums[e / 2] += rounded.x + rounded.y; /* as they multiply v */
-                    *(uint32_t *)(s.tile + element_at(row, column)) = kept ? both : 0;
+                    put_pair(s.tile + element_at(row, column), kept ? both : pair_in_planes());
                     if (kept && large) atomicMin(w.odd + place, row);
                 } else if (RULE == LA_DELTA)
                     *(float2 *)(s.L + row * LD + column) =
@@ -548,14 +554,14 @@ template <int KP> struct key_room {
 };
 
 /* x by its keys' numbers: the left operand's columns are key.. + lane % 4 * 2 + {0, 1, 8, 9}. */
-__device__ __forceinline__ left scaled(const left &x, const float *by)
+__device__ __forceinline__ operand scaled(const operand &x, const float *by)
 {
     const float *y = by + threadIdx.x % 4 * 2;
-    left z;
+    operand z;
 #pragma unroll
     for (int e = 0; e < 4; e++) {
-        const float2 of = unpack(x.x[e]), g = *(const float2 *)(y + e / 2 * 8);
-        z.x[e] = pack(of.x * g.x, of.y * g.y);
+        const float2 of = numbers(x, e), g = *(const float2 *)(y + e / 2 * 8);
+        put_pair(z, e, of.x * g.x, of.y * g.y);
     }
     return z;
 }
@@ -608,12 +614,12 @@ __device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&q
 #pragma unroll
     for (int i = 0; i < 16; i++) kk[i] = qk[i] = 0;
     for (int key = lane / 16 * 2; key < KP; key += 4) {
-        float2 x = unpack(*(const uint32_t *)(s.k + element_at(first + j, key)));
+        float2 x = get_pair(s.k + element_at(first + j, key));
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             const float2 a = *(const float2 *)&s.a[(first + i) * KP + key];
-            const float2 k = unpack(*(const uint32_t *)(s.k + element_at(first + i, key)));
-            const float2 q = unpack(*(const uint32_t *)(s.q + element_at(first + i, key)));
+            const float2 k = get_pair(s.k + element_at(first + i, key));
+            const float2 q = get_pair(s.q + element_at(first + i, key));
             if (i > j) {
                 x.x *= a.x;
                 x.y *= a.y;
@@ -634,7 +640,7 @@ __device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&q
 /* The warps 0 to 3 multiply the rows of Q K', 4 to 7 those of K K', longest first: the two that share
  * a scheduler have five blocks together. */
 template <int KP, la_rule RULE, typename = element>
-__global__ void __launch_bounds__(KEY_THREADS, KP > 128 ? 1 : 2)
+__global__ void __launch_bounds__(KEY_THREADS, KP * PLANES > 128 ? 1 : 2)
     prepare_key(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
                 bool k_as_given)
 {
@@ -700,10 +706,10 @@ __global__ void __launch_bounds__(KEY_THREADS, KP > 128 ? 1 : 2)
         for (int i = block * 16 + 15; i >= block * 16; i--) {
             const float2 a = *(const float2 *)&s.a[i * KP + own];
             const int here = element_at(i, own);
-            const float2 k = unpack(*(const uint32_t *)(s.k + here));
-            *(uint32_t *)(to_kt + here) = pack(k.x * all.x, k.y * all.y);
+            const float2 k = get_pair(s.k + here);
+            put_pair(to_kt + here, k.x * all.x, k.y * all.y);
             if (too_large(k.x * all.x) || too_large(k.y * all.y)) found = 0; /* decays above one */
-            *(uint32_t *)(s.kh + here) = pack(k.x * h.x, k.y * h.y);
+            put_pair(s.kh + here, k.x * h.x, k.y * h.y);
             all = make_float2(all.x * a.x, all.y * a.y);
             h = make_float2(h.x * a.x, h.y * a.y);
         }
@@ -723,17 +729,17 @@ __global__ void __launch_bounds__(KEY_THREADS, KP > 128 ? 1 : 2)
         for (int i = block * 16; i < block * 16 + 16; i++) {
             const float2 a = *(const float2 *)&s.a[i * KP + own];
             const int here = element_at(i, own);
-            const float2 k = unpack(*(const uint32_t *)(s.k + here));
-            const float2 q = unpack(*(const uint32_t *)(s.q + here));
+            const float2 k = get_pair(s.k + here);
+            const float2 q = get_pair(s.q + here);
             all = make_float2(all.x * a.x, all.y * a.y);
             f = make_float2(f.x * a.x, f.y * a.y);
-            *(uint32_t *)(to_q + here) = pack(q.x * all.x * scale, q.y * all.y * scale);
+            put_pair(to_q + here, q.x * all.x * scale, q.y * all.y * scale);
             if (too_large(q.x * all.x * scale) || too_large(q.y * all.y * scale)) found = 0;
-            *(uint32_t *)(s.q + here) = pack(q.x * f.x, q.y * f.y);
-            *(uint32_t *)(s.k + here) = pack(__fdividef(k.x, f.x), __fdividef(k.y, f.y));
+            put_pair(s.q + here, q.x * f.x, q.y * f.y);
+            put_pair(s.k + here, __fdividef(k.x, f.x), __fdividef(k.y, f.y));
             if (RULE == LA_DELTA) {
-                *(uint32_t *)(to_k + here) = pack(k.x * all.x, k.y * all.y);
-                *(uint32_t *)(s.kf + here) = pack(k.x * f.x, k.y * f.y);
+                put_pair(to_k + here, k.x * all.x, k.y * all.y);
+                put_pair(s.kf + here, k.x * f.x, k.y * f.y);
             }
         }
     }
@@ -747,13 +753,12 @@ __global__ void __launch_bounds__(KEY_THREADS, KP > 128 ? 1 : 2)
         const uint32_t kh = lane_with_rows(address_of(s.kh)), k_f = lane_with_rows(address_of(s.k));
 #pragma unroll
         for (int i = 0; i < KP; i += 16) {
-            left of = load_left(rows, I * 16, i);
+            operand of = load_operand(rows, I * 16, i);
 #pragma unroll
             for (int back = 0; back < 4; back++) {
                 if (back > I) continue;
                 if (back > 1) of = scaled(of, s.t + (I - back + 1) * KP + i);
-                multiply(x[back][0], x[back][1], of,
-                         load_right_of_rows(back ? kh : k_f, (I - back) * 16, i));
+                multiply_with_rows(x[back][0], x[back][1], of, back ? kh : k_f, (I - back) * 16, i);
             }
         }
         if (I * 16 + lane / 4 < s.slow[I]) /* rows of both halves: those from slow on are not from here */
@@ -796,15 +801,15 @@ __global__ void __launch_bounds__(KEY_THREADS, KP > 128 ? 1 : 2)
                                        (column < last && no_element(z * scale))))
                     wide = min(wide, row);
                 if (scores)
-                    *(uint32_t *)(s.tile + element_at(row, column)) =
-                        pack(column <= last ? y * scale : 0, column < last ? z * scale : 0);
+                    put_pair(s.tile + element_at(row, column), column <= last ? y * scale : 0,
+                             column < last ? z * scale : 0);
                 else {
                     *(float2 *)&L[row * LD + column] =
                         make_float2(column < last ? s.beta[row] * y : 0,
                                     column + 1 < last ? s.beta[row] * z : 0);
                     if (lower)
-                        *(uint32_t *)(s.lower + element_at(row, column)) =
-                            pack(column < last ? -y : 0, column + 1 < last ? -z : 0);
+                        put_pair(s.lower + element_at(row, column), column < last ? -y : 0,
+                                 column + 1 < last ? -z : 0);
                 }
             }
         }
@@ -814,11 +819,11 @@ __global__ void __launch_bounds__(KEY_THREADS, KP > 128 ? 1 : 2)
         for (int i = 0; i < 16; i++) {
             const int row = warp * 16 + i, column = warp * 16 + lane;
             if (row < slow || row < column || row >= odd) continue;
-            *(element *)(s.tile + element_at(row, column)) = element_of(slow_qk[i] * scale);
+            put_one(s.tile + element_at(row, column), slow_qk[i] * scale);
             if (no_element(slow_qk[i] * scale)) wide = min(wide, row);
             if (RULE == LA_DELTA && row > column) L[row * LD + column] = s.beta[row] * slow_kk[i];
             if (lower && row > column)
-                *(element *)(s.lower + element_at(row, column)) = element_of(-slow_kk[i]);
+                put_one(s.lower + element_at(row, column), -slow_kk[i]);
         }
     __syncthreads();
     if (wide < C) atomicMin(w.odd + place, wide);

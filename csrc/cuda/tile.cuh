@@ -4,7 +4,12 @@
  * 64 rows of them in panels of 64 columns: a row of a panel is 128 bytes, and its eight
  * 16-byte pieces lie at piece ^ (row % 8), so that eight rows' same piece (what ldmatrix reads at
  * once) are in eight different banks. It is the layout that the tensor memory engine calls
- * SWIZZLE_128B. */
+ * SWIZZLE_128B.
+ *
+ * Files that define LA_TILES_OF_F32 have float32 numbers x as two bf16, x rounded and what that left: 16 or
+ * 17 bits of x's 24, six more than tf32 has, and all of its range. A panel is then two planes, the rounded
+ * numbers and, PLANE_BYTES on, the rest, and a product of two such numbers three products: all but rest
+ * times rest (docs/decisions/0025). */
 #ifndef LINATTN_CUDA_TILE_CUH
 #define LINATTN_CUDA_TILE_CUH
 
@@ -28,11 +33,18 @@ __device__ __forceinline__ element_pair pair_of(float low, float high)
 }
 __device__ __forceinline__ float2 numbers_of(element_pair x) { return __half22float2(x); }
 __device__ __forceinline__ element element_of(float x) { return __float2half_rn(x); }
+__device__ __forceinline__ element_pair given(element x, element y) { return __halves2half2(x, y); }
+typedef element_pair given_pair;
 #else
 #define ELEMENT_NAME "bf16"
+#ifdef LA_TILES_OF_F32
+typedef float element;
+static constexpr la_dtype ELEMENT_DTYPE = LA_F32;
+#else
 typedef __nv_bfloat16 element;
-typedef __nv_bfloat162 element_pair;
 static constexpr la_dtype ELEMENT_DTYPE = LA_BF16;
+#endif
+typedef __nv_bfloat162 element_pair;
 static constexpr uint32_t ELEMENT_EXPONENT = 0x7f80;
 static constexpr float MOST_OF_ELEMENT = __builtin_inff(); /* as good as float32's */
 
@@ -45,11 +57,21 @@ __device__ __forceinline__ float2 numbers_of(element_pair x)
     const uint32_t bits = *(const uint32_t *)&x; /* cheaper than two conversions */
     return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000));
 }
+#ifdef LA_TILES_OF_F32
+__device__ __forceinline__ float2 numbers_of(float2 x) { return x; }
+__device__ __forceinline__ element element_of(float x) { return x; }
+__device__ __forceinline__ float2 given(float x, float y) { return make_float2(x, y); }
+typedef float2 given_pair; /* two neighbours of the caller's */
+#else
 __device__ __forceinline__ element element_of(float x) { return __float2bfloat16_rn(x); }
+__device__ __forceinline__ element_pair given(element x, element y) { return __halves2bfloat162(x, y); }
+typedef element_pair given_pair;
+#endif
 #endif
 static constexpr bool NARROW = ELEMENT_DTYPE == LA_F16; /* float32's numbers may be too large for it */
+enum { PLANES = ELEMENT_DTYPE == LA_F32 ? 2 : 1 };
 
-enum { ROWS = 64, PANEL = 64, PANEL_BYTES = ROWS * PANEL * 2 };
+enum { ROWS = 64, PANEL = 64, PLANE_BYTES = ROWS * PANEL * 2, PANEL_BYTES = PLANES * PLANE_BYTES };
 
 __host__ __device__ constexpr int tile_bytes(int columns) { return columns / PANEL * PANEL_BYTES; }
 
@@ -270,6 +292,100 @@ __device__ __forceinline__ uint32_t pack(float low, float high)
 
 __device__ __forceinline__ float2 unpack(uint32_t x) { return numbers_of(*(const element_pair *)&x); }
 
+/* Two neighbouring numbers of a tile or an operand: what they are the sums of, plane by plane. */
+struct pair_in_planes {
+    uint32_t x[PLANES];
+};
+
+__device__ __forceinline__ pair_in_planes in_planes(float low, float high)
+{
+    pair_in_planes y;
+#pragma unroll
+    for (int i = 0; i < PLANES; i++) {
+        y.x[i] = pack(low, high);
+        if (i + 1 == PLANES) break;
+        const float2 taken = unpack(y.x[i]);
+        low -= taken.x;
+        high -= taken.y;
+    }
+    return y;
+}
+
+__device__ __forceinline__ float2 numbers(const pair_in_planes &x)
+{
+    float2 sum = unpack(x.x[PLANES - 1]);
+    if (PLANES == 2) {
+        const float2 most = unpack(x.x[0]);
+        sum = make_float2(most.x + sum.x, most.y + sum.y);
+    }
+    return sum;
+}
+
+/* `to` and `from`: in the first plane. */
+__device__ __forceinline__ void put_pair(char *to, const pair_in_planes &x)
+{
+#pragma unroll
+    for (int i = 0; i < PLANES; i++) *(uint32_t *)(to + i * PLANE_BYTES) = x.x[i];
+}
+
+__device__ __forceinline__ void put_pair(char *to, float low, float high)
+{
+    put_pair(to, in_planes(low, high));
+}
+
+__device__ __forceinline__ void put_one(char *to, float x)
+{
+    const pair_in_planes y = in_planes(x, 0);
+#pragma unroll
+    for (int i = 0; i < PLANES; i++) *(uint16_t *)(to + i * PLANE_BYTES) = (uint16_t)y.x[i];
+}
+
+__device__ __forceinline__ float2 get_pair(const char *from)
+{
+    pair_in_planes x;
+#pragma unroll
+    for (int i = 0; i < PLANES; i++) x.x[i] = *(const uint32_t *)(from + i * PLANE_BYTES);
+    return numbers(x);
+}
+
+/* A left operand in planes; its pair e is what every plane has as x[e]. */
+struct operand {
+    left of[PLANES];
+};
+
+__device__ __forceinline__ float2 numbers(const operand &a, int e)
+{
+    pair_in_planes x;
+#pragma unroll
+    for (int i = 0; i < PLANES; i++) x.x[i] = a.of[i].x[e];
+    return numbers(x);
+}
+
+__device__ __forceinline__ void put_pair(operand &a, int e, float low, float high)
+{
+    const pair_in_planes x = in_planes(low, high);
+#pragma unroll
+    for (int i = 0; i < PLANES; i++) a.of[i].x[e] = x.x[i];
+}
+
+__device__ __forceinline__ operand load_operand(uint32_t tile, int row, int column)
+{
+    operand a;
+#pragma unroll
+    for (int i = 0; i < PLANES; i++) a.of[i] = load_left(tile + i * PLANE_BYTES, row, column);
+    return a;
+}
+
+__device__ __forceinline__ operand as_operand(const float (&x)[4], const float (&y)[4])
+{
+    operand a;
+    put_pair(a, 0, x[0], x[1]);
+    put_pair(a, 1, x[2], x[3]);
+    put_pair(a, 2, y[0], y[1]);
+    put_pair(a, 3, y[2], y[3]);
+    return a;
+}
+
 /* Two neighbouring accumulators [16][8] as a left operand [16][16]: they lie the same way. */
 __device__ __forceinline__ left as_left(const float (&x)[4], const float (&y)[4])
 {
@@ -290,6 +406,19 @@ __device__ __forceinline__ void multiply(float (&c0)[4], float (&c1)[4], const l
 {
     multiply(c0, a, b.x[0], b.x[1]);
     multiply(c1, a, b.x[2], b.x[3]);
+}
+
+/* c [16][16] += a B', B 16 rows of a tile from `row`, 16 of its columns from `column`; of_lane as
+ * lane_with_rows gives it. */
+__device__ __forceinline__ void multiply_with_rows(float (&c0)[4], float (&c1)[4], const operand &a,
+                                                   uint32_t of_lane, int row, int column)
+{
+#pragma unroll
+    for (int i = PLANES - 1; i >= 0; i--) { /* of the tile's; small ones first */
+        const right b = load_right_of_rows(of_lane + i * PLANE_BYTES, row, column);
+#pragma unroll
+        for (int j = PLANES - 1 - i; j >= 0; j--) multiply(c0, c1, a.of[j], b);
+    }
 }
 
 /* ---- products of a warp's 16 rows with a whole tile ----
@@ -429,6 +558,28 @@ __device__ __forceinline__ void multiply_columns(float (&c)[N][4], const left &a
         multiply(c[2 * m], c[2 * m + 1], a, load_right(columns, row, m * 16));
 }
 #endif
+
+/* The same in planes. */
+__device__ __forceinline__ void multiply_rows(float (&c)[8][4], const operand &a, uint32_t tile,
+                                              int column, int zeros = 0)
+{
+#pragma unroll
+    for (int i = PLANES - 1; i >= 0; i--)
+#pragma unroll
+        for (int j = PLANES - 1 - i; j >= 0; j--)
+            multiply_rows(c, a.of[j], tile + i * PLANE_BYTES, column, zeros);
+}
+
+template <int N>
+__device__ __forceinline__ void multiply_columns(float (&c)[N][4], const operand &a, uint32_t tile,
+                                                 int row)
+{
+#pragma unroll
+    for (int i = PLANES - 1; i >= 0; i--)
+#pragma unroll
+        for (int j = PLANES - 1 - i; j >= 0; j--)
+            multiply_columns(c, a.of[j], tile + i * PLANE_BYTES, row);
+}
 
 /* Four 8 x 8 matrices of 16-bit numbers, a row's pair per thread, to shared memory, transposed. Lane
  * 8 i + j says where row j of what matrix i becomes lies. */

@@ -141,7 +141,7 @@ static __device__ __noinline__ void store_piece(char *to, uint4 x, int there)
 
 /* Is one of this thread's numbers of [16 columns][16 N] a NaN or an infinity? Zero times it is not zero,
  * then. */
-template <int N> __device__ __forceinline__ bool has_odd(const left (&x)[N])
+template <int N> __device__ __forceinline__ bool has_odd(const operand (&x)[N])
 {
     const element_pair zero = pair_of(0, 0);
     element_pair sum[4] = {zero, zero, zero, zero};
@@ -149,26 +149,20 @@ template <int N> __device__ __forceinline__ bool has_odd(const left (&x)[N])
     for (int m = 0; m < N; m++)
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            sum[e] = __hfma2(*(const element_pair *)&x[m].x[e], zero, sum[e]);
+            sum[e] = __hfma2(*(const element_pair *)&x[m].of[0].x[e], zero, sum[e]);
     const element_pair all = __hadd2(__hadd2(sum[0], sum[1]), __hadd2(sum[2], sum[3]));
     return (*(const uint32_t *)&all & 0x7fff7fff) != 0;
 }
 
-/* The first token with one, in some column of this warp's; C if there is none. `from`: where this lane
- * reads 8 x 8 blocks of its columns of v. */
-static __device__ __noinline__ int first_odd(uint32_t from)
+/* The first of n tokens with one in some of this warp's columns of v; C if there is none. */
+static __device__ __noinline__ int first_odd(const call &c, const unit &u, int t, int n, int v0, int columns)
 {
-    unsigned first = C;
-    for (int m = 3; m >= 0; m--) {
-        left x;
-        load_matrices_transposed(x.x, from + m * 16 * 128);
-        for (int e = 3; e >= 0; e--) {
-            const unsigned t = m * 16 + e / 2 * 8 + threadIdx.x % 4 * 2;
-            if (!(~x.x[e] & ELEMENT_EXPONENT << 16)) first = min(first, t + 1);
-            if (!(~x.x[e] & ELEMENT_EXPONENT)) first = min(first, t);
-        }
+    int first = C;
+    for (int j = threadIdx.x % 32; j < n * columns && first == C; j += 32) {
+        const float x = load<float>(at(c.v, u.b, t + j / columns, u.hv, v0 + j % columns), ELEMENT_DTYPE);
+        if (!isfinite(numbers(in_planes(x, 0)).x)) first = j / columns;
     }
-    return (int)__reduce_min_sync(~0u, first);
+    return (int)__reduce_min_sync(~0u, (unsigned)first);
 }
 
 /* Is x true here or in the warp with the other half of the keys? x is the whole warp's. */
@@ -188,10 +182,26 @@ template <int HALVES> __device__ __forceinline__ bool other_too(bool x, int line
     return any;
 }
 
-/* Numbers of tokens t and t + 1, without those from token `end` on. */
-__device__ __forceinline__ uint32_t before(uint32_t x, int t, int end)
+/* Four lefts of 16 tokens each, without those from token `end` on; pair: this lane's two of every eight. */
+__device__ __forceinline__ void keep_before(operand (&x)[4], int pair, int end)
 {
-    return t + 1 < end ? x : t < end ? x & 0xffff : 0;
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int t = m * 16 + e / 2 * 8 + pair;
+#pragma unroll
+            for (int i = 0; i < PLANES; i++)
+                x[m].of[i].x[e] &= t + 1 < end ? ~0u : t < end ? 0xffffu : 0;
+        }
+}
+
+/* A number of v where the copy engine has put it, by boxes of BOX columns; PLANES == 2. */
+__device__ __forceinline__ float value_in_box(const char *v, int row, int column)
+{
+    const int piece = column % BOX / PIECE;
+    return *(const float *)(v + column / BOX * BOX_BYTES + row * 128 + ((piece ^ row % 8) << 4) +
+                            column % PIECE * 4);
 }
 
 /* Two warps with the same columns, each with half of the keys: lane by lane, x for the other's. Each
@@ -298,9 +308,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
                                 barrier);
         }
-        for (int j = 0; j < v_panels; j++)
-            engine_copy_box(base + part::v + j * PANEL_BYTES, &maps.v, tile * width * 16 + j * PANEL,
-                            u.hv, t, u.b, barrier);
+        for (int j = 0; j < v_panels * PLANES; j++)
+            engine_copy_box(base + part::v + j * BOX_BYTES, &maps.v, tile * width * 16 + j * BOX, u.hv, t,
+                            u.b, barrier);
         odd_at[into] = odd;
         barrier_expect(barrier, bytes);
 #else
@@ -310,7 +320,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 #pragma unroll
         for (const auto &x : pieces)
             if (x.from) copy_bytes(base + x.at, (const char *)x.from, x.bytes);
-        if (f.v_pieces && columns > 0) {
+        if (PLANES == 1 && f.v_pieces && columns > 0) {
             const char *x = at(c.v, u.b, t, u.hv, v0);
             const uint32_t to = base + part::v + line / 4 * PANEL_BYTES;
             for (int j = lane; j < C * 2; j += 32) {
@@ -419,7 +429,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32)
                         *(uint4 *)(room + part::k + piece_at(n + j / (KP / 8), j % (KP / 8))) =
                             make_uint4(0, 0, 0, 0);
-                if (f.v_pieces && columns > 0)
+                if (PLANES == 1 && f.v_pieces && columns > 0)
                     for (int j = lane; j < (C - n) * 2; j += 32)
                         *(uint4 *)(room + part::v + line / 4 * PANEL_BYTES +
                                    piece_at(n + j / 2, line % 4 * 2 + j % 2)) = make_uint4(0, 0, 0, 0);
@@ -434,7 +444,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             }
 #endif
             /* rows that cannot be copied in pieces; two warps with the same columns write the same */
-            if (!f.v_pieces && columns > 0) {
+            if (PLANES == 1 && !f.v_pieces && columns > 0) {
                 for (int j = lane; j < C * 16; j += 32) {
                     const int row = j / 16, column = j % 16;
                     *(element *)(room + part::v + line / 4 * PANEL_BYTES +
@@ -448,37 +458,57 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             const float *in = (const float *)(room + part::in);
             const float *out = (const float *)(room + part::out);
 
-            left s[KEYS / 16]; /* S', as it is before the chunk */
+            /* S', as it is before the chunk; in planes there is no room for it beside S */
+            operand s[PLANES == 1 ? KEYS / 16 : 1];
+            if constexpr (PLANES == 1)
 #pragma unroll
-            for (int j = 0; j < KEYS / 16; j++) s[j] = as_left(S[2 * j], S[2 * j + 1]);
+                for (int j = 0; j < KEYS / 16; j++) s[j] = as_operand(S[2 * j], S[2 * j + 1]);
+            const auto multiply_state = [&](float(&sums)[8][4], int tile) {
+                constexpr int AT_ONCE = PLANES == 1 ? KEYS / 16 : 2;
+#pragma unroll
+                for (int i = 0; i < KEYS / 16; i += AT_ONCE) {
+                    products_begin();
+#pragma unroll
+                    for (int j = i; j < i + AT_ONCE; j++) {
+                        operand x = s[PLANES == 1 ? j : 0];
+                        if constexpr (PLANES == 2) x = as_operand(S[2 * j], S[2 * j + 1]);
+                        multiply_rows(sums, x, base + tile + own, j * 16);
+                    }
+                    products_commit();
+                    if (i + AT_ONCE < KEYS / 16) products_wait<1>();
+                }
+            };
 
             /* U: V as it lies, or A (V - k^ S); as left operands over the tokens */
-            left U[4], Ut[4]; /* Ut: rows times the decay to the chunk's end */
+            operand U[4], Ut[4]; /* Ut: rows times the decay to the chunk's end */
 #pragma unroll
-            for (int m = 0; m < 4; m++) load_matrices_transposed(U[m].x, base + slice + m * 16 * 128);
+            for (int m = 0; m < 4; m++) {
+                if constexpr (PLANES == 1) {
+                    load_matrices_transposed(U[m].of[0].x, base + slice + m * 16 * 128);
+                } else {
+                    const auto value = [&](int row, int column) {
+                        if (row >= n || column >= columns) return 0.0f;
+                        if (HAS_WARP_GROUPS && f.v_pieces)
+                            return value_in_box(room + part::v, row, line * 16 + column);
+                        return *(const float *)at(c.v, u.b, t + row, u.hv, v0 + column);
+                    };
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const int row = m * 16 + e / 2 * 8 + pair, column = lane / 4 + e % 2 * 8;
+                        put_pair(U[m], e, value(row, column), value(row + 1, column));
+                    }
+                }
+            }
             if (columns <= 0)
 #pragma unroll
                 for (int m = 0; m < 4; m++) U[m] = {};
-            if (end < C)
-#pragma unroll
-                for (int m = 0; m < 4; m++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        U[m].x[e] = before(U[m].x[e], m * 16 + e / 2 * 8 + pair, end);
+            if (end < C) keep_before(U, pair, end);
 
             float O[8][4] = {};
-            const auto read_state = [&] {
-                products_begin();
-#pragma unroll
-                for (int j = 0; j < KEYS / 16; j++) multiply_rows(O, s[j], base + part::q + own, j * 16);
-                products_commit();
-            };
+            const auto read_state = [&] { multiply_state(O, part::q); };
             if constexpr (RULE == LA_DELTA) {
                 float W[8][4] = {}, X[8][4] = {};
-                products_begin();
-#pragma unroll
-                for (int j = 0; j < KEYS / 16; j++) multiply_rows(W, s[j], base + part::k + own, j * 16);
-                products_commit();
+                multiply_state(W, part::k);
                 products_wait<0>();
                 products_in(W);
                 if constexpr (HALVES == 2) {
@@ -497,22 +527,17 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 for (int m = 0; m < 8; m++) {
                     const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8 + pair)
                                                        : make_float2(1, 1);
-                    const float2 top = unpack(U[m / 2].x[m % 2 * 2]);
-                    const float2 low = unpack(U[m / 2].x[m % 2 * 2 + 1]);
+                    const float2 top = numbers(U[m / 2], m % 2 * 2);
+                    const float2 low = numbers(U[m / 2], m % 2 * 2 + 1);
                     W[m][0] = top.x - a.x * W[m][0];
                     W[m][1] = top.y - a.y * W[m][1];
                     W[m][2] = low.x - a.x * W[m][2];
                     W[m][3] = low.y - a.y * W[m][3];
                 }
-                left x[4];
+                operand x[4];
 #pragma unroll
-                for (int j = 0; j < 4; j++) x[j] = as_left(W[2 * j], W[2 * j + 1]);
-                if (end < C)
-#pragma unroll
-                    for (int j = 0; j < 4; j++)
-#pragma unroll
-                        for (int e = 0; e < 4; e++)
-                            x[j].x[e] = before(x[j].x[e], j * 16 + e / 2 * 8 + pair, end);
+                for (int j = 0; j < 4; j++) x[j] = as_operand(W[2 * j], W[2 * j + 1]);
+                if (end < C) keep_before(x, pair, end);
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++) multiply_rows(X, x[j], base + part::inverse, j * 16, j);
@@ -521,13 +546,13 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 products_wait<WAY == ALONG>(); /* for U, not yet for what is read */
                 products_in(X);
 #pragma unroll
-                for (int m = 0; m < 4; m++) U[m] = as_left(X[2 * m], X[2 * m + 1]);
+                for (int m = 0; m < 4; m++) U[m] = as_operand(X[2 * m], X[2 * m + 1]);
                 if constexpr (DECAY == LA_TOKEN)
 #pragma unroll
                     for (int m = 0; m < 8; m++) {
                         const float2 a = *(const float2 *)(out + m * 8 + pair);
-                        Ut[m / 2].x[m % 2 * 2] = pack(a.x * X[m][0], a.y * X[m][1]);
-                        Ut[m / 2].x[m % 2 * 2 + 1] = pack(a.x * X[m][2], a.y * X[m][3]);
+                        put_pair(Ut[m / 2], m % 2 * 2, a.x * X[m][0], a.y * X[m][1]);
+                        put_pair(Ut[m / 2], m % 2 * 2 + 1, a.x * X[m][2], a.y * X[m][3]);
                     }
             } else {
                 if constexpr (DECAY == LA_TOKEN)
@@ -536,8 +561,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
                             const float2 a = *(const float2 *)(out + m * 16 + e / 2 * 8 + pair);
-                            const float2 x = unpack(U[m].x[e]);
-                            Ut[m].x[e] = pack(a.x * x.x, a.y * x.y);
+                            const float2 x = numbers(U[m], e);
+                            put_pair(Ut[m], e, a.x * x.x, a.y * x.y);
                         }
             }
             if constexpr (DECAY != LA_TOKEN)
@@ -557,7 +582,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     products_wait<0>();
                     if (__any_sync(~0u, odd)) {
                         int first = end < C ? 0 : odd_at[stage_at];
-                        if (end == C && columns > 0) first = min(first, first_odd(base + slice));
+                        if (end == C && columns > 0) first = min(first, first_odd(c, u, t, n, v0, columns));
                         if (too_wide) first = C;
                         end = first < C ? first : 0; /* 0: it is in the state */
                     }
@@ -590,6 +615,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                                     theirs[j][e];
                     }
             }
+            if (RULE == LA_ADDITIVE && reads) read_state();
             if (writes && DECAY != LA_NONE)
 #pragma unroll
                 for (int j = 0; j < KEYS / 8; j++) {
@@ -601,7 +627,6 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     S[j][2] *= a.x;
                     S[j][3] *= a.y;
                 }
-            if (RULE == LA_ADDITIVE && reads) read_state();
             if (writes) {
                 products_begin();
 #pragma unroll
@@ -628,7 +653,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 #pragma unroll
                         for (int j = 0; j < 2; j++)
 #pragma unroll
-                            for (int e = 0; e < 4; e++) U[j].x[e] = half ? U[2 + j].x[e] : U[j].x[e];
+                            for (int i = 0; i < PLANES * 4; i++)
+                                U[j].of[i / 4].x[i % 4] =
+                                    half ? U[2 + j].of[i / 4].x[i % 4] : U[j].of[i / 4].x[i % 4];
                     products_begin();
 #pragma unroll
                     for (int j = 0; j < 4 / HALVES; j++)
@@ -680,7 +707,17 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                         O[m][2] /= by.x;
                         O[m][3] /= by.y;
                     }
-                if (columns > 0) { /* by way of the place of v, which is in registers now */
+                if constexpr (PLANES == 2) { /* eight neighbours a row, as they are */
+                    float *to_o = (float *)at(c.o, u.b, t, u.hv, v0);
+#pragma unroll
+                    for (int m = 0; m < READ; m++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            const int row = (first_read + m) * 8 + pair + e % 2;
+                            const int column = lane / 4 + e / 2 * 8;
+                            if (row < n && column < columns) to_o[row * c.o.stride[1] + column] = O[m][e];
+                        }
+                } else if (columns > 0) { /* by way of the place of v, which is in registers now */
 #pragma unroll
                     for (int m = 0; m < READ; m += 2) {
                         const uint32_t x[4] = {pack(O[m][0], O[m][1]), pack(O[m][2], O[m][3]),
