@@ -30,7 +30,7 @@ import linattn
 from linattn import reference, testing
 
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
-          "bfloat16": ml_dtypes.bfloat16}
+          "bfloat16": ml_dtypes.bfloat16, "tf32": np.float32}  # the last: allowed in a forward pass
 MODES = ("chunk", "recurrent", "parallel")
 STEPS = ("step", "pool")  # the states of the second picked by state_indices
 GRADIENTS = "gradients"  # of the chunked form, or of what stands in for it
@@ -43,6 +43,7 @@ SHAPES = {
     "tile": (65, 64, 64, 2, 2, 1, None, {"state_v_first": True}),
     "packed": (130, 72, 100, 1, 4, 1, [0, 0, 1, 65, 65, 129, 130], {}),
     "wide": (70, 256, 128, 1, 1, 1, None, {}),
+    "wide and odd": (70, 200, 33, 1, 2, 1, None, {}),
     "empty": (0, 8, 8, 1, 1, 2, None, {}),
     # few heads and many chunks: the sequence in segments; many heads: states stream
     "long": (2100, 64, 64, 1, 1, 1, None, {}),
@@ -135,7 +136,8 @@ def rounds(op, dtype, shape, what):
     T, K, V = shape[:3]
     if what == GRADIENTS:
         return gradients_on_tensor_cores(np.dtype(DTYPES[dtype]), K, V, "chunk", T)
-    return on_tensor_cores(np.dtype(DTYPES[dtype]), K, what, T) and what not in STEPS
+    return (on_tensor_cores(np.dtype(DTYPES[dtype]), K, what, T, tf32=dtype == "tf32")
+            and what not in STEPS)
 
 
 def check(pool, op, what, x, given):
@@ -204,6 +206,9 @@ def main():
             *([GRADIENTS] if "backward" in chosen.faces else [])]
     for op, dtype, what in itertools.product(chosen.ops, chosen.dtypes, runs):
         # the rule compares largest errors, so shapes are judged together
+        tf32 = dtype == "tf32" and what in MODES
+        if dtype == "tf32" and not tf32:
+            continue  # nothing that float32 is not
         exact, rounded = Pool(), Pool(state_dtype=DTYPES[dtype])
         for name in chosen.shapes:
             shape = SHAPES[name]
@@ -213,12 +218,13 @@ def main():
             if chosen.verbose:
                 print(label, name, flush=True)
             rng = np.random.default_rng(zlib.crc32(f"{label} {name}".encode()))
-            check(rounded if rounds(op, dtype, shape, what) else exact, op, what,
-                  *problem(op, np.dtype(DTYPES[dtype]), shape, rng))
+            x, given = problem(op, np.dtype(DTYPES[dtype]), shape, rng)
+            given |= {"allow_tf32": True} if tf32 else {}
+            check(rounded if rounds(op, dtype, shape, what) else exact, op, what, x, given)
             calls += 1
         for pool in (exact, rounded):
             try:
-                pool.judge(label, gradient=what == GRADIENTS)
+                pool.judge(label, gradient=what == GRADIENTS, tf32=tf32 and pool is rounded)
             except AssertionError as error:
                 problems.append(str(error))
     for text in problems:

@@ -443,7 +443,7 @@ def operator_arguments(op, x, *, final=True, features=(2, 1e-3, 2, 1e-3, 1, 1e-6
     state, z = x["initial_state"] if op == "linear_attention" else (x.get("initial_state"), None)
     gate = x.get("g", x.get("slopes"))
     return (x["q"], x["k"], x["v"], gate, x.get("gamma"), x.get("beta"), state, z, None, final,
-            None, "chunk", None, False, False,
+            None, "chunk", None, False, False, None,
             list(map(float, features)) if op == "linear_attention" else None)
 
 
@@ -721,7 +721,7 @@ def test_numbers_and_flags_of_numpys(rng):
     want = linattn.gla(**x, scale=0.5, chunk_size=3, qk_l2norm=True)[0]
     for scale, chunk, flag in ((np.float32(0.5), np.int64(3), np.True_),
                                (np.float64(0.5), 3, True)):
-        got = linattn.gla(**x, scale=scale, chunk_size=chunk, qk_l2norm=flag)[0]
+        got = linattn.gla(**x, scale=scale, chunk_size=chunk, qk_l2norm=flag, allow_tf32=flag)[0]
         assert torch.equal(got, want) and got.requires_grad
     assert torch.equal(linattn.gla(**x, scale=1)[0], linattn.gla(**x, scale=1.0)[0])
 
