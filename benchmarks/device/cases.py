@@ -49,7 +49,7 @@ class Case:
     why: str
     quick: bool = False
     D: int = K  # keys and values of a head
-    dtype: str = "bfloat16"  # of q, k, v and o
+    dtype: str = "bfloat16"  # of q, k, v and o; tf32: float32, products rounded so or better
 
     def __str__(self):
         heads = f"H{self.H}" + (f"/{self.HV}" if self.HV != self.H else "")
@@ -60,10 +60,15 @@ class Case:
 
     @property
     def bytes(self):
-        """Each array moved once: q, k, v, o of two bytes a number, gates and state in float32."""
+        """Each array moved once; gates and state are float32."""
         tokens, gates = self.B * self.T, (self.op in SCALAR) + self.D * (self.op in PER_KEY)
-        each = 4 * self.D * (self.H + self.HV) + 4 * self.HV * (gates + (self.op in DELTA))
+        each = 2 * self.torch_dtype.itemsize * self.D * (self.H + self.HV)
+        each += 4 * self.HV * (gates + (self.op in DELTA))
         return tokens * each + (8 * self.B * self.HV * self.D**2 if self.face == "step" else 0)
+
+    @property
+    def torch_dtype(self):
+        return torch.float32 if self.dtype == "tf32" else getattr(torch, self.dtype)
 
     @property
     def flops(self):
@@ -94,7 +99,8 @@ def table(tiny=False):
         if op == "kda":
             found.append(Case(op, "forward", 1, 32768, 32, 32, "one long prompt, many heads"))
         found.append(Case(op, "forward", 1, 8192, 24, 24, "K = V = 256", D=WIDE))
-        found.append(Case(op, "forward", 1, 8192, 96, 96, "float16", dtype="float16"))
+        for dtype in ("float16", "tf32"):
+            found.append(Case(op, "forward", 1, 8192, 96, 96, dtype, dtype=dtype))
         if op in STEPS:
             found += [Case(op, "step", B, 1, 32, 32, why, quick=B == 1) for B, why in BATCHES]
     return found
@@ -122,7 +128,7 @@ def inputs(case, device, seed):
     x = {"q": normal(case.H, D), "k": normal(case.H, D), "v": normal(case.HV, D)}
     if case.op in DELTA:
         x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
-    x = {name: a.to(getattr(torch, case.dtype)) for name, a in x.items()}
+    x = {name: a.to(case.torch_dtype) for name, a in x.items()}
     if case.op in SCALAR + PER_KEY:
         x["g"] = -(10 ** uniform(-2.7, -0.5, case.HV, *((D,) if case.op in PER_KEY else ())))
     if case.op in DELTA:
@@ -147,6 +153,7 @@ def ours(case, x):
     more = {"feature_map": "identity", "normalize": False} if case.op == "linear_attention" else {}
     if case.face == "forward":
         op = getattr(linattn, case.op)
+        more |= {"allow_tf32": True} if case.dtype == "tf32" else {}
         return lambda: (op(**x, **more, out=out)[0], None)
     step, state = getattr(linattn, f"{case.op}_step"), x["state"]
     return lambda: (step(**x, **more, out=out), state)

@@ -68,7 +68,8 @@ def contestants(case, peers, copies, machine):
     """Ours and the peers that have the op: called once, checked, and so far not timed."""
     found, computed = [], []
     state = copies[0]["state"].clone() if case.face == "step" else None
-    size = 2 * case.B * case.T * case.HV * case.D + (0 if state is None else state.nbytes)
+    size = case.torch_dtype.itemsize * case.B * case.T * case.HV * case.D
+    size += 0 if state is None else state.nbytes
     for peer in (peer for peer in peers if peer.has(case)):
         each = Contestant(peer.name, [], size)
         try:

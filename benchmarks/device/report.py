@@ -165,12 +165,13 @@ def markdown(figures):
         out.append("")
     out += [f"- not run: {m['what']} ({m['why']})" for m in figures["not_run"]]
     out += ["", """\
-K = V = 128, or as the case says (K256: both); q, k, v and o bfloat16, or as it says; gates (the
+K = V = 128, or as the case says (K256: both); q, k, v and o bfloat16, or as it says (tf32: float32,
+ours with `allow_tf32=True`, fla with what Triton's products do by default, tf32); gates (the
 logarithm of the decay) and beta float32, no state in, none out; a step's state float32. H16/64: 16
 heads of q and k, 64 of v; nobody is given repeated heads. Every output was checked at the shape
-that is timed against the recurrence in float64 (rms below 8e-3, in float16 2e-3; of any 64 tokens
-of a head below ten times that); what failed is named and not timed. Ours and the peers take turns;
-medians.
+that is timed against the recurrence in float64 (rms below 8e-3, in float16 2e-3, tf32 1e-3; of any
+64 tokens of a head below ten times that); what failed is named and not timed. Ours and the peers
+take turns; medians.
 
 - graph: device time of a call, several captured in one graph, over copies of the inputs together
   twice as large as the cache. What could not be captured is timed by events, and says so.
