@@ -41,12 +41,13 @@ if os.environ.get("LINATTN_EMULATE_BF16") == "1":
     FLAGS += ["-DLA_EMULATE_BF16", "-Wno-psabi"]  # no function is called with such a lane
 
 
-# Machine code for Ampere and all that runs its code (8.x), PTX for later devices; and Hopper.
-# Streams of states use Hopper's copy engine on what comes after it too; float16's chunks, float32's, and
-# those with more than 128 keys: Hopper's.
+# Machine code for Ampere and all that runs its code (8.x), for Hopper, and PTX for later devices.
+# Files without a word of Hopper's are read once: its code comes from Ampere's PTX. Streams of
+# states use Hopper's copy engine on what comes after it too; float16's chunks, float32's, and those
+# with more than 128 keys: Hopper's.
 ASKED_ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "").split()
-ARCHS = {"stream_*": "80 90a 90+PTX", "chunk_*_f[13]*.cu": "90a", "chunk_*_wide.cu": "90a",
-         "*": "80+PTX 90a"}
+ARCHS = {"stream_*": "80 90+PTX", "chunk_*_f[13]*.cu": "90a", "chunk_*_wide.cu": "90a",
+         "chunk_*": "80+PTX 90a", "*": "80+90+PTX"}
 
 
 def archs_of(source):
@@ -56,9 +57,9 @@ def archs_of(source):
 
 
 def gencode(arch):
-    number = arch.removesuffix("+PTX")
-    code = f"[sm_{number},compute_{number}]" if "+" in arch else f"sm_{number}"
-    return f"-gencode=arch=compute_{number},code={code}"
+    number, *more = arch.split("+")
+    codes = [f"compute_{number}" if one == "PTX" else f"sm_{one}" for one in (number, *more)]
+    return f"-gencode=arch=compute_{number},code=[{','.join(codes)}]"
 
 
 NVCC_FLAGS = [

@@ -257,7 +257,7 @@ def _register(number: int, name: str) -> _Ways:
 
     def run_backward(do: Tensor, dST: Any, dzT: Any, *arguments: Any) -> tuple[Tensor, ...]:
         q, k, v, g, alpha, beta, S, z, cu_seqlens, *options = arguments
-        scale, mode, chunk_size, qk_l2norm, state_v_first, _, features = options  # IEEE, all of them
+        scale, mode, chunk_size, qk_l2norm, state_v_first, _, features = options
         *gradients, d_state = _linattn.backward(
             number,
             do,

@@ -372,8 +372,8 @@ def linear_attention(
     state_v_first : bool
         S is [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
-        as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
+        times as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -594,8 +594,8 @@ def retention(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
-        as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
+        times as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -793,8 +793,8 @@ def lightning_attention(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
-        as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
+        times as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -993,8 +993,8 @@ def simple_gla(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
-        as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
+        times as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1198,8 +1198,8 @@ def gla(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
-        as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
+        times as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1403,8 +1403,8 @@ def delta_rule(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
-        as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
+        times as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1607,8 +1607,8 @@ def gated_delta_rule(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
-        as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
+        times as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1821,8 +1821,8 @@ def kda(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several times
-        as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
+        times as fast. By default as :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 

@@ -158,10 +158,10 @@ def sampled(grid, every, how):
 
 
 def on_tensor_cores(dtype, K, mode, T=64, tf32=False):
-    """Does a GPU's forward pass multiply on tensor cores, its operands rounded to `dtype`, or, where
-    float32 may be rounded as tf32, that? All others walk the tokens there one by one, whatever the
-    mode; so do float16, float32 and K above 128 on devices before Hopper, and the delta rule with K
-    below 16, and are more exact then."""
+    """Does a GPU's forward pass multiply on tensor cores, its operands rounded to `dtype` or, where
+    float32 may be so rounded, as tf32? All others walk the tokens there one by one, whatever the
+    mode; so do float16, float32 and K above 128 on devices before Hopper, and the delta rule with
+    K below 16, and are more exact then."""
     halves = dtype in (ml_dtypes.bfloat16, np.float16) and K <= 256
     return ((halves or (tf32 and dtype == np.float32 and K <= 128)) and mode != "recurrent"
             and T > device.FEW_TOKENS)

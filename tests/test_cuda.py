@@ -882,7 +882,7 @@ def test_float16_state_that_float16_has_not_beside_a_nan(op, K):
 
 @ops
 def test_tf32_has_the_range_of_float32(op):
-    """Powers of two go through unrounded: a v of 2^100 times its size, and of 2^-60, gives such an o."""
+    """Powers of two go through unrounded: 2^100 times the v, or 2^-60, gives such an o."""
     x = problem(op, dtype="tf32", T=300, K=100, V=72)
     del x["initial_state"]
     o, _ = getattr(linattn, op)(**x)

@@ -259,7 +259,7 @@ def test_float32_precision():
         assert "tf32" in linattn.config.config()["float32"]
         for bad, error in (("TF32", ValueError), ("", ValueError), ("bf16", ValueError),
                            (None, TypeError), (True, TypeError), (b"tf32", TypeError)):
-            with pytest.raises(error, match="^precision: expected 'ieee' or 'tf32', got "):
+            with pytest.raises(error, match=r"^precision: expected 'ieee' or 'tf32', got "):
                 linattn.set_float32_precision(bad)
         assert linattn.get_float32_precision() == "tf32"
     finally:
