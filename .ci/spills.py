@@ -1,8 +1,8 @@
 """Registers that the chunk kernels spill, from what nvcc -Xptxas=-v said: one log per argument.
 
-The kernels for K = V = 64 and 128 may spill none: the speed of two-byte arrays rests on them. Those
-for more keys, and float32's in two planes, are listed only. A stack frame is no spill by itself; walk has one for what it does
-token by token.
+The kernels for K = V = 64 and 128 may spill none: the speed of two-byte arrays rests on them.
+Those for more keys, and float32's in two planes, are listed only. A stack frame is no spill by
+itself; walk has one for what it does token by token.
 """
 
 import re

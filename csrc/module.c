@@ -425,7 +425,6 @@ static PyObject *py_get_num_threads(PyObject *self, PyObject *unused)
     return PyLong_FromLong(la_get_num_threads());
 }
 
-/* -> (the one in use, {name: can it run here}) */
 static PyObject *py_set_allow_tf32(PyObject *self, PyObject *object)
 {
     (void)self;
@@ -442,6 +441,7 @@ static PyObject *py_get_allow_tf32(PyObject *self, PyObject *unused)
     return PyBool_FromLong(la_get_allow_tf32());
 }
 
+/* -> (the one in use, {name: can it run here}) */
 static PyObject *py_isa(PyObject *self, PyObject *unused)
 {
     (void)self;

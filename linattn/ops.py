@@ -372,8 +372,9 @@ def linear_attention(
     state_v_first : bool
         S is [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
-        times as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? A forward pass in chunks with
+        K <= 128 on a Hopper GPU is then 1.4 to 8 times as fast. By default as
+        :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -594,8 +595,9 @@ def retention(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
-        times as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? A forward pass in chunks with
+        K <= 128 on a Hopper GPU is then 1.4 to 8 times as fast. By default as
+        :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -793,8 +795,9 @@ def lightning_attention(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
-        times as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? A forward pass in chunks with
+        K <= 128 on a Hopper GPU is then 1.4 to 8 times as fast. By default as
+        :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -993,8 +996,9 @@ def simple_gla(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
-        times as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? A forward pass in chunks with
+        K <= 128 on a Hopper GPU is then 1.4 to 8 times as fast. By default as
+        :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1198,8 +1202,9 @@ def gla(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
-        times as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? A forward pass in chunks with
+        K <= 128 on a Hopper GPU is then 1.4 to 8 times as fast. By default as
+        :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1403,8 +1408,9 @@ def delta_rule(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
-        times as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? A forward pass in chunks with
+        K <= 128 on a Hopper GPU is then 1.4 to 8 times as fast. By default as
+        :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1607,8 +1613,9 @@ def gated_delta_rule(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
-        times as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? A forward pass in chunks with
+        K <= 128 on a Hopper GPU is then 1.4 to 8 times as fast. By default as
+        :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 
@@ -1821,8 +1828,9 @@ def kda(
     state_v_first : bool
         States are [N,HV,V,K].
     allow_tf32 : bool, optional
-        May products of float32 numbers be rounded as tf32's are? On a GPU they are then several
-        times as fast. By default as :func:`linattn.set_float32_precision` says.
+        May products of float32 numbers be rounded as tf32's are? A forward pass in chunks with
+        K <= 128 on a Hopper GPU is then 1.4 to 8 times as fast. By default as
+        :func:`linattn.set_float32_precision` says.
     out : array [B,T,HV,V], optional
         Where o goes.
 

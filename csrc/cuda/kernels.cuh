@@ -40,9 +40,10 @@ cudaError_t undo_denominators(const call &, const gradients &, through_z<float>,
 /* The step of many states; cudaErrorNotSupported, with nothing done, where step_* are as good. */
 extern const launcher stream_kv[4][2], stream_vk[4][2];
 
-/* The chunk form by [rule]: of bf16 arrays with K <= 128 and, on Hopper, of float16 ones, of float32 ones that
- * may be rounded, and with K to 256 (wide); the pool is for what one kernel leaves the next. cudaErrorNotSupported, with nothing done, where
- * shared memory is too small for it or there is no code for the device. */
+/* The chunk form by [rule]: of bf16 arrays with K <= 128 and, on Hopper, of float16 ones and of float32 ones
+ * that may be rounded, and of bf16 and float16 with K to 256 (wide); the pool is for what one kernel leaves the
+ * next. cudaErrorNotSupported, with nothing done, where shared memory is too small for it or there is no code
+ * for the device. */
 typedef cudaError_t (*chunk_launcher)(const call &, cudaMemPool_t, cudaStream_t);
 extern const chunk_launcher chunk_none[2], chunk_token[2], chunk_key[2];
 extern const chunk_launcher chunk_none_f16[2], chunk_token_f16[2], chunk_key_f16[2];

@@ -119,7 +119,7 @@ static bool map_of(const call &c, const view &x, int heads, int columns, CUtenso
 }
 
 /* Tokens t..t+n of head h, by all threads; rows and columns past the end are zeros. The caller waits
- * for the copies. */
+ * for the copies. Of elements of two bytes: in planes q and k are never as given. */
 template <int COLUMNS, int THREADS>
 __device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int t, int n, int h,
                                           uint32_t tile)
@@ -234,7 +234,8 @@ template <int THREADS> __device__ __forceinline__ void clear_above(char *tile)
 /* ---- prepare: the inverse of I + L, L strictly lower triangular [C][C], in place ----
  *
  * Blocks of 16 by substitution in float32; then two at a time, [A 0; B D]^-1 has -D^-1 B A^-1 below
- * the diagonal. Those products keep tf32's 11 bits, as many as float16 has and three more than bf16. The
+ * the diagonal. Those products keep tf32's 11 bits, as many as float16 has, three more than bf16 and five
+ * fewer than two planes of it. The
  * first four warps work; room [4][32][12]. Above the diagonal, blocks (0, 1) and (2, 3) of 16 are
  * taken as they are: `clear_pairs` has made them zeros. */
 __device__ inline void invert(float *L, float *room)

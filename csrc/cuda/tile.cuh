@@ -7,7 +7,7 @@
  * SWIZZLE_128B.
  *
  * Files that define LA_TILES_OF_F32 have float32 numbers x as two bf16, x rounded and what that left: 16 or
- * 17 bits of x's 24, six more than tf32 has, and all of its range. A panel is then two planes, the rounded
+ * 17 bits of x's 24 from 2^-117 on, where tf32 has 11, and its range. A panel is then two planes, the rounded
  * numbers and, PLANE_BYTES on, the rest, and a product of two such numbers three products: all but rest
  * times rest (docs/decisions/0025). */
 #ifndef LINATTN_CUDA_TILE_CUH
@@ -70,6 +70,7 @@ typedef element_pair given_pair;
 #endif
 static constexpr bool NARROW = ELEMENT_DTYPE == LA_F16; /* float32's numbers may be too large for it */
 enum { PLANES = ELEMENT_DTYPE == LA_F32 ? 2 : 1 };
+static constexpr float TOO_LARGE_FOR_PLANES = 0x1.ffp127f; /* from here on bf16 rounds to infinity */
 
 enum { ROWS = 64, PANEL = 64, PLANE_BYTES = ROWS * PANEL * 2, PANEL_BYTES = PLANES * PLANE_BYTES };
 

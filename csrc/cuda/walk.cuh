@@ -29,7 +29,7 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     static constexpr int out = in + (DECAY == LA_TOKEN || may_divide ? C * 4 : 0);
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
-    /* v: a panel for every four slices of 16 columns; o leaves by way of it */
+    /* v: a panel for every four slices of 16 columns; o leaves by way of it, but in planes */
     __host__ __device__ static constexpr int bytes(int width)
     {
         return v + (width + 3) / 4 * PANEL_BYTES;
@@ -42,7 +42,7 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
 };
 
 struct walk_flags {
-    bool v_pieces, o_pieces; /* rows of v come, rows of o go in pieces of 16 bytes */
+    bool v_pieces, o_pieces; /* rows of v come, rows of o go (not in planes) in pieces of 16 bytes */
     int stages;
 };
 
@@ -463,17 +463,26 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             if constexpr (PLANES == 1)
 #pragma unroll
                 for (int j = 0; j < KEYS / 16; j++) s[j] = as_operand(S[2 * j], S[2 * j + 1]);
+            bool large = false; /* for planes; elements say so themselves */
+            if constexpr (PLANES == 2 && RULE == LA_ADDITIVE)
+#pragma unroll
+                for (int j = 0; j < KEYS / 8; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) large |= !(fabsf(S[j][e]) < TOO_LARGE_FOR_PLANES);
             const auto multiply_state = [&](float(&sums)[8][4], int tile) {
                 constexpr int AT_ONCE = PLANES == 1 ? KEYS / 16 : 2;
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; i += AT_ONCE) {
+                    operand x[AT_ONCE];
+#pragma unroll
+                    for (int j = 0; j < AT_ONCE; j++) {
+                        x[j] = s[PLANES == 1 ? j : 0];
+                        if constexpr (PLANES == 2) x[j] = as_operand(S[2 * (i + j)], S[2 * (i + j) + 1]);
+                    }
                     products_begin();
 #pragma unroll
-                    for (int j = i; j < i + AT_ONCE; j++) {
-                        operand x = s[PLANES == 1 ? j : 0];
-                        if constexpr (PLANES == 2) x = as_operand(S[2 * j], S[2 * j + 1]);
-                        multiply_rows(sums, x, base + tile + own, j * 16);
-                    }
+                    for (int j = 0; j < AT_ONCE; j++)
+                        multiply_rows(sums, x[j], base + tile + own, (i + j) * 16);
                     products_commit();
                     if (i + AT_ONCE < KEYS / 16) products_wait<1>();
                 }
@@ -503,6 +512,19 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 #pragma unroll
                 for (int m = 0; m < 4; m++) U[m] = {};
             if (end < C) keep_before(U, pair, end);
+
+            const auto scale_rows = [&] { /* of the additive rule's U, for the carry */
+                if constexpr (DECAY == LA_TOKEN) {
+#pragma unroll
+                    for (int m = 0; m < 4; m++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            const float2 a = *(const float2 *)(out + m * 16 + e / 2 * 8 + pair);
+                            const float2 x = numbers(U[m], e);
+                            put_pair(Ut[m], e, a.x * x.x, a.y * x.y);
+                        }
+                }
+            };
 
             float O[8][4] = {};
             const auto read_state = [&] { multiply_state(O, part::q); };
@@ -554,16 +576,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                         put_pair(Ut[m / 2], m % 2 * 2, a.x * X[m][0], a.y * X[m][1]);
                         put_pair(Ut[m / 2], m % 2 * 2 + 1, a.x * X[m][2], a.y * X[m][3]);
                     }
-            } else {
-                if constexpr (DECAY == LA_TOKEN)
-#pragma unroll
-                    for (int m = 0; m < 4; m++)
-#pragma unroll
-                        for (int e = 0; e < 4; e++) {
-                            const float2 a = *(const float2 *)(out + m * 16 + e / 2 * 8 + pair);
-                            const float2 x = numbers(U[m], e);
-                            put_pair(Ut[m], e, a.x * x.x, a.y * x.y);
-                        }
+            } else if (PLANES == 1) {
+                scale_rows();
             }
             if constexpr (DECAY != LA_TOKEN)
 #pragma unroll
@@ -571,12 +585,13 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             /* A NaN or an infinity in v, or in the state, is in U now. Then the chunk is looked at once
              * more, without the tokens from the first such one on: exact zeros, which change nothing
              * before them. Where every token reads all, there is none to be kept from it. With the
-             * additive rule a state too large for the elements is not seen in U; it goes token by token. */
+             * additive rule a state that the elements have no number for (in planes: no rest, since that of an
+             * infinity is none) is not seen in U; it goes token by token. */
             if (WAY != ACROSS) {
                 bool odd = end > 0 && (has_odd(U) || (end == C && odd_at[stage_at] < C));
                 if (NARROW && DECAY == LA_TOKEN && end == C) odd |= has_odd(Ut); /* of decays above one */
-                const bool too_wide = NARROW && RULE == LA_ADDITIVE && reads && end == C &&
-                                      other_too<HALVES>(__any_sync(~0u, has_odd(s)), line);
+                const bool too_wide = (NARROW || PLANES == 2) && RULE == LA_ADDITIVE && reads && end == C &&
+                                      other_too<HALVES>(__any_sync(~0u, large || (NARROW && has_odd(s))), line);
                 odd |= too_wide;
                 if (__builtin_expect(any_of_group(odd), 0)) {
                     products_wait<0>();
@@ -616,6 +631,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     }
             }
             if (RULE == LA_ADDITIVE && reads) read_state();
+            if (RULE == LA_ADDITIVE && PLANES == 2) scale_rows(); /* now that planes of S are done with */
             if (writes && DECAY != LA_NONE)
 #pragma unroll
                 for (int j = 0; j < KEYS / 8; j++) {
