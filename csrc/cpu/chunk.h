@@ -87,7 +87,7 @@ LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n
         next.part[next.parts].bytes = (last - first) * dtype_size(x->dtype);
         next.parts++;
     }
-    next.tiles = (p->K / (TILE / 2)) * ((u->v1 - u->v0) / (2 * LANES));
+    next.tiles = (p->K / TALL) * ((u->v1 - u->v0) / (WIDE * LANES));
     if (next.tiles < 1) next.tiles = 1;
     return next;
 }

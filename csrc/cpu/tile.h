@@ -6,7 +6,11 @@
  * needs 8; NEON, up to four a cycle, 16), and what is left holds the two lanes of B and, before
  * their multiply-adds, the eight elements of A: 26. A cycle of four multiply-adds then asks for 2.5
  * loads, of which such cores do 3. With 16 registers 6 x 2 leaves room for the two lanes of B and a
- * broadcast. Wider tiles measured no faster on x86-64.
+ * broadcast.
+ *
+ * A short sum is one chain, has no totals beside it, and is over before what surrounds it is paid
+ * for. There the loop over p is unrolled and, with 32 registers, the tile 6 x 4: 10 loads for 24
+ * multiply-adds, not for 16, and rows of a whole panel.
  *
  * Every element is a sum in the order of p that joins what is there at its end, whatever tile it
  * falls in: the same bits however the columns are split. A sum of its own keeps the roundings at the
@@ -16,54 +20,78 @@
  * length, and at 32 the additions to the totals cost 1/32 of the multiply-adds. */
 enum { CHAIN = 32 };
 
-/* TILE accumulators, as TILE / 2 rows of two lanes; triangles go by blocks of ROWS rows and STRIP
- * lanes, whose sums leave room for a row of what is solved. */
+/* TILE accumulators, as TILE / 2 rows of two lanes; short sums as TALL rows of WIDE; triangles go by
+ * blocks of ROWS rows and STRIP lanes, whose sums leave room for a row of what is solved. */
 #if LA_REGISTERS == 32
-enum { TILE = 16, STRIP = 2, ROWS = 8 };
+enum { TILE = 16, STRIP = 2, ROWS = 8, TALL = 6, WIDE = 4 };
 #else
-enum { TILE = 12, STRIP = 2, ROWS = 4 };
+enum { TILE = 12, STRIP = 2, ROWS = 4, TALL = 6, WIDE = 2 };
 #endif
+
+/* sum[r][w] += A[r] B[w]: one term of each sum. */
+LA_FN void add_term(const int R, const int NV, const real *restrict A, int64_t ai,
+                    const real *restrict B, lane *sum)
+{
+    lane b[WIDE];
+#pragma GCC unroll 4
+    for (int w = 0; w < NV; w++) b[w] = lanes_in(B)[w];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+        const real a = A[r * ai];
+#pragma GCC unroll 4
+        for (int w = 0; w < NV; w++) sum[r * NV + w] += a * b[w];
+    }
+}
 
 /* sum[r][w] += sum over p of A[r][p] B[p][w] */
 LA_FN void add_terms(const int R, const int NV, int P, const real *restrict A, int64_t ai,
                      int64_t ap, const real *restrict B, int64_t ldb, lane *sum)
 {
-    for (int p = 0; p < P; p++) {
-        lane b[STRIP];
-#pragma GCC unroll 4
-        for (int w = 0; w < NV; w++) b[w] = lanes_in(B + p * ldb)[w];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            const real a = A[r * ai + p * ap];
-#pragma GCC unroll 4
-            for (int w = 0; w < NV; w++) sum[r * NV + w] += a * b[w];
-        }
-    }
+    for (int p = 0; p < P; p++) add_term(R, NV, A + p * ap, ai, B + p * ldb, sum);
 }
 
-/* total[r][w] = sum over p < P of A[r][p] B[p][w], in registers. */
+/* The same for a P that the compiler knows: what counts and addresses cost shows beside so few
+ * multiply-adds, and goes where the loop is unrolled. */
+LA_FN void add_known(const int R, const int NV, const int P, const real *restrict A, int64_t ai,
+                     int64_t ap, const real *restrict B, int64_t ldb, lane *sum)
+{
+#pragma GCC unroll 4
+    for (int p = 0; p < P; p++) add_term(R, NV, A + p * ap, ai, B + p * ldb, sum);
+}
+
+/* total[r][w] = sum over p < P of A[r][p] B[p][w], in registers. What does not fill a chain comes
+ * first. */
 LA_FN void tile_sum(const int R, const int NV, int P, const real *restrict A, int64_t ai,
                     int64_t ap, const real *restrict B, int64_t ldb, lane *total)
 {
 #pragma GCC unroll 16
     for (int i = 0; i < R * NV; i++) total[i] = (lane){0};
-    add_terms(R, NV, P < CHAIN ? P : CHAIN, A, ai, ap, B, ldb, total);
-    for (int p = CHAIN; p < P; p += CHAIN) {
+    int p = P % CHAIN;
+    add_terms(R, NV, p, A, ai, ap, B, ldb, total);
+    for (; p < P; p += CHAIN) {
         lane sum[TILE];
 #pragma GCC unroll 16
         for (int i = 0; i < R * NV; i++) sum[i] = (lane){0};
-        add_terms(R, NV, P - p < CHAIN ? P - p : CHAIN, A + p * ap, ai, ap, B + p * ldb, ldb, sum);
+        add_known(R, NV, CHAIN, A + p * ap, ai, ap, B + p * ldb, ldb, sum);
 #pragma GCC unroll 16
         for (int i = 0; i < R * NV; i++) total[i] += sum[i];
     }
 }
 
-LA_FN void tile(const int R, const int NV, int P, const real *restrict A, int64_t ai, int64_t ap,
-                const real *restrict B, int64_t ldb, real *C, int64_t ldc, const real *D,
-                const real *restrict c, int64_t ci)
+/* known: P, at most CHAIN, if the compiler is to know it; else 0. */
+LA_FN void tile(const int R, const int NV, const int known, int P, const real *restrict A,
+                int64_t ai, int64_t ap, const real *restrict B, int64_t ldb, real *C, int64_t ldc,
+                const real *D, const real *restrict c, int64_t ci)
 {
-    lane total[TILE];
-    tile_sum(R, NV, P, A, ai, ap, B, ldb, total);
+    lane total[TALL * WIDE];
+    if (known) {
+#pragma GCC unroll 24
+        for (int i = 0; i < R * NV; i++) total[i] = (lane){0};
+#pragma GCC unroll 16
+        for (int p = 0; p < known; p++) add_term(R, NV, A + p * ap, ai, B + p * ldb, total);
+    } else {
+        tile_sum(R, NV, P, A, ai, ap, B, ldb, total);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -74,17 +102,17 @@ LA_FN void tile(const int R, const int NV, int P, const real *restrict A, int64_
         }
 }
 
-LA_FN void tile_column(const int NV, int64_t M, int P, const real *A, int64_t ai, int64_t ap,
-                       const real *B, int64_t ldb, real *C, int64_t ldc, const real *D,
-                       const real *c, int64_t ci, ahead *next)
+LA_FN void tile_column(const int NV, const int tall, const int known, int64_t M, int P,
+                       const real *A, int64_t ai, int64_t ap, const real *B, int64_t ldb, real *C,
+                       int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next)
 {
     int64_t i = 0;
 #define LA_TILE(R) \
-    tile(R, NV, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, D ? D + i * ldc : D, \
+    tile(R, NV, known, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, D ? D + i * ldc : D, \
          c ? c + i * ci : c, ci)
-    for (; i + TILE / 2 <= M; i += TILE / 2) {
+    for (; i + tall <= M; i += tall) {
         if (next) ask(next);
-        LA_TILE(TILE / 2);
+        LA_TILE(tall);
     }
     switch (M - i) {
     case 1: LA_TILE(1); break;
@@ -92,10 +120,12 @@ LA_FN void tile_column(const int NV, int64_t M, int P, const real *A, int64_t ai
     case 3: LA_TILE(3); break;
     case 4: LA_TILE(4); break;
     case 5: LA_TILE(5); break;
-#if LA_REGISTERS == 32
-    case 6: LA_TILE(6); break;
-    case 7: LA_TILE(7); break;
-#endif
+    case 6:
+        if (tall > 6) LA_TILE(6);
+        break;
+    case 7:
+        if (tall > 7) LA_TILE(7);
+        break;
     }
 #undef LA_TILE
 }
@@ -104,7 +134,7 @@ LA_FN void tile_column(const int NV, int64_t M, int P, const real *A, int64_t ai
 static const real one = 1;
 
 /* Sums as short as a chunk, or two: what a tile costs besides its multiply-adds shows, and is less
- * where the compiler knows the length. */
+ * where the compiler knows the length, and, in a panel as wide as a tile, where its rows are. */
 enum { SHORT = 16 };
 
 /* C[M][N] = diag(c) D + A B, A[i][p] at A[i*ai + p*ap], B[P][N] in rows of ldb reals, C and D of ldc,
@@ -116,17 +146,25 @@ LA_COLD void product_ahead(int64_t M, int64_t N, int64_t P, const real *A, int64
 {
     int64_t j = 0;
     if (P == 2 * SHORT && ai == 2 * SHORT && ap == 1)
-        for (; j + 2 * LANES <= N; j += 2 * LANES)
-            tile_column(2, M, 2 * SHORT, A, 2 * SHORT, 1, B + j, ldb, C + j, ldc, D ? D + j : D, c,
-                        ci, next);
-    if (P == SHORT && ai == SHORT && ap == 1)
-        for (; j + 2 * LANES <= N; j += 2 * LANES)
-            tile_column(2, M, SHORT, A, SHORT, 1, B + j, ldb, C + j, ldc, D ? D + j : D, c, ci,
-                        next);
+        for (; j + WIDE * LANES <= N; j += WIDE * LANES)
+            tile_column(WIDE, TALL, 2 * SHORT, M, 2 * SHORT, A, 2 * SHORT, 1, B + j, ldb, C + j,
+                        ldc, D ? D + j : D, c, ci, next);
+    if (P == SHORT && ai == SHORT && ap == 1) {
+        if (N == WIDE * LANES && ldb == N && ldc == N && D) {
+            tile_column(WIDE, TALL, SHORT, M, SHORT, A, SHORT, 1, B, WIDE * LANES, C, WIDE * LANES,
+                        D, c, ci, next);
+            return;
+        }
+        for (; j + WIDE * LANES <= N; j += WIDE * LANES)
+            tile_column(WIDE, TALL, SHORT, M, SHORT, A, SHORT, 1, B + j, ldb, C + j, ldc,
+                        D ? D + j : D, c, ci, next);
+    }
     for (; j + 2 * LANES <= N; j += 2 * LANES)
-        tile_column(2, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, D ? D + j : D, c, ci, next);
+        tile_column(2, TILE / 2, 0, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, D ? D + j : D, c,
+                    ci, next);
     if (j < N)
-        tile_column(1, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, D ? D + j : D, c, ci, next);
+        tile_column(1, TILE / 2, 0, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, D ? D + j : D, c,
+                    ci, next);
 }
 
 /* In place, or (c NULL) alone: C = diag(c) C + A B. */
