@@ -69,9 +69,9 @@ LA_FN chunk *chunk_in_room(arena *m, const la_problem *p, int64_t C, const la_de
 }
 
 /* What tokens t..t+n of a unit read and write, by name, as far as there are any; a product of the
- * state's size will ask for it. */
+ * state's size will ask for it, and so will the blocks of so many `looks` at the state. */
 LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
-                     const la_name *names, int count)
+                     const la_name *names, int count, int looks)
 {
     ahead next = {.rows = t + n < u->end ? n : u->end - t};
     if (t < u->begin || next.rows <= 0) return (ahead){.parts = 0};
@@ -87,7 +87,8 @@ LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n
         next.part[next.parts].bytes = (last - first) * dtype_size(x->dtype);
         next.parts++;
     }
-    next.tiles = (p->K / TALL) * ((u->v1 - u->v0) / (WIDE * LANES));
+    next.tiles = (p->K / TALL) * ((u->v1 - u->v0) / (WIDE * LANES)) +
+                 looks * (n / ROWS) * ((u->v1 - u->v0) / (STRIP * LANES));
     if (next.tiles < 1) next.tiles = 1;
     return next;
 }
@@ -315,8 +316,9 @@ LA_FN real from_start(const chunk *c, int64_t i, const la_decay decay)
 
 /* R rows from i, NV lanes from column w of panel_solve. */
 LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
-                       const panel *s, rows V, real *E, const la_decay decay)
+                       const panel *s, rows V, real *E, ahead *next, const la_decay decay)
 {
+    if (next) ask(next);
     const int64_t cp = c->cp, width = s->width;
     const real *L = c->L + i * cp, *r = c->gamma + (c->n - 1) * cp;
     const real *k = (decay == LA_KEY ? c->hat : c->k) + i * c->kp;
@@ -345,16 +347,17 @@ LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const ch
 
 /* The delta rule, from the first row down: E_i = V_i - e_i (k S)_i - sum_{j<i} L_ij U_j, what the
  * memory got wrong about token i, and U_i = beta_i E_i. E NULL: only U is wanted. */
-LA_COLD void panel_solve(const chunk *c, int64_t K, const panel *s, rows V, real *E,
+LA_COLD void panel_solve(const chunk *c, int64_t K, const panel *s, rows V, real *E, ahead *next,
                          const la_decay decay)
 {
-    FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, s, V, E, decay);
+    FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, s, V, E, next, decay);
 }
 
 LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c,
-                      const la_problem *p, const panel *s, rows O, const la_decay decay,
-                      bool normalised)
+                      const la_problem *p, const panel *s, rows O, ahead *next,
+                      const la_decay decay, bool normalised)
 {
+    if (next) ask(next);
     const int64_t cp = c->cp, width = s->width;
     const real *P = c->P + i * cp;
     const real *q = (decay == LA_KEY ? c->hat + c->n * c->kp : c->q) + i * c->kp;
@@ -383,10 +386,10 @@ LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chu
 
 /* O_i = scale (e_i (q S)_i + sum_{j<=i} P_ij U_j), over the divisor if there is one. Row i takes the
  * rows up to i only: a NaN written later must not reach it. */
-LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, rows O,
+LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, rows O, ahead *next,
                         const la_decay decay, bool normalised)
 {
-    FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, s, O, decay, normalised);
+    FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, s, O, next, decay, normalised);
 }
 
 /* The decay of the whole chunk: one number, or one per key. */
@@ -477,6 +480,9 @@ LA_FN panel panel_at(const walk *w, const la_problem *p, const la_unit *u, int64
     return s;
 }
 
+/* How often panel_forward looks at the state: to read, and to solve. */
+LA_FN int looks(const la_rule rule) { return rule == LA_DELTA ? 2 : 1; }
+
 /* Tokens t.. of one panel's columns. */
 LA_FN void panel_forward(const chunk *c, const la_problem *p, const la_unit *u, int64_t t, panel *s,
                          ahead *next, bool normalised, const la_decay decay, const la_rule rule)
@@ -484,12 +490,12 @@ LA_FN void panel_forward(const chunk *c, const la_problem *p, const la_unit *u, 
     if (rule == LA_DELTA) {
         const rows V = rows_of(p, LA_V, u, t, s, s->U);
         if (V.at == s->U) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
-        panel_solve(c, p->K, s, V, NULL, decay);
+        panel_solve(c, p->K, s, V, NULL, next, decay);
     } else {
         panel_write(c, p, u, t, s, decay);
     }
     const rows O = rows_of(p, LA_O, u, t, s, s->O);
-    panel_read(c, p, s, O, decay, normalised);
+    panel_read(c, p, s, O, next, decay, normalised);
     if (O.at == s->O) store_values(c, p, LA_O, u, t, s->v0, s->v1, s->O, s->width);
     panel_carry(c, p, s, s->S, next, decay);
 }
@@ -562,7 +568,8 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, are
     for (int64_t t = all->begin; t < all->end; t += C)
         for (int64_t i = 0; i < all->heads; i++) {
             const la_unit u = head_of(p, all, i);
-            ahead next = ahead_of(p, &u, t + C, C, touched, sizeof touched / sizeof *touched);
+            ahead next = ahead_of(p, &u, t + C, C, touched, sizeof touched / sizeof *touched,
+                                  paired ? 0 : looks(rule));
             const int64_t n = t + C < u.end ? C : u.end - t;
             if (paired) {
                 pairs_scores(&f.c, &f.w.x, p, &u, t, n, decay, rule);
@@ -612,7 +619,8 @@ LA_FN void columns_forward(const la_problem *p, const la_unit *u, const la_chunk
         const int64_t room = (t - u->begin) / C % made->rooms;
         chunk c = *(const chunk *)(made->room + (size_t)room * made->bytes);
         c.den = den;
-        ahead next = ahead_of(p, u, t + C, C, touched, sizeof touched / sizeof *touched);
+        ahead next =
+            ahead_of(p, u, t + C, C, touched, sizeof touched / sizeof *touched, looks(rule));
         walk_on(&w, &c, p, u, 0, t, &next, decay, rule, false);
     }
     if (made->end == u->end) walk_end(&w, p, u, 0, decay, rule);

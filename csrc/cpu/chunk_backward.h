@@ -102,7 +102,7 @@ LA_FN panel solve_again(backward_scratch *f, const la_problem *p, const la_unit 
     }
     const rows V = rows_of(p, LA_V, u, t, &s, s.U);
     if (V.at == s.U) load_values(&f->c, p, LA_V, u, t, s.v0, s.v1, s.U, width);
-    panel_solve(&f->c, p->K, &s, V, f->E, decay);
+    panel_solve(&f->c, p->K, &s, V, f->E, NULL, decay);
     return s;
 }
 
@@ -114,7 +114,7 @@ LA_FN void walk_chunk(backward_scratch *f, const la_problem *p, const la_unit *u
 {
     chunk *c = &f->c;
     static const la_name touched[] = {LA_V, LA_G, LA_K};
-    ahead next = ahead_of(p, u, t + n, n, touched, sizeof touched / sizeof *touched);
+    ahead next = ahead_of(p, u, t + n, n, touched, sizeof touched / sizeof *touched, 0);
     chunk_load(c, p, u, t, n, false, decay, rule);
     chunk_scores(c, p, false, decay, rule);
     panel s = solve_again(f, p, u, t, S, width, decay, rule);
@@ -470,7 +470,8 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
             f.U = f.kept + (i - first) * each + start;
             f.E = f.U + written;
             chunk_load(c, p, u, t, n, true, decay, rule);
-            ahead before = ahead_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - 3);
+            ahead before =
+                ahead_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - 3, 0);
             chunk_scores(c, p, true, decay, rule);
             real *dO = f.dO + (rule == LA_DELTA ? n * width : 0);
             load_values(c, p, LA_DO, u, t, u->v0, u->v1, dO, width);
