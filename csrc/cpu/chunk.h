@@ -24,10 +24,10 @@ typedef struct chunk {
     real *k, *q;    /* [2C][kp], l2-normed and mapped: k, then (from row n) q; one matrix */
     real *a;        /* TOKEN [C], KEY [C][kp] */
     real *beta;     /* [C] */
-    real *e;        /* TOKEN [C], KEY [C][kp] */
+    real *e;        /* TOKEN [C], KEY [C][kp]; forward: KEY's in the place of a */
     real *gamma;    /* TOKEN [C][cp]: Gamma, its lower triangle; r is its last row */
     wide *product;  /* TOKEN [cp]: a row of Gamma on its way */
-    real *hat;      /* KEY [2C][kp]: k^, then (from row n) q^ */
+    real *hat;      /* KEY [2C][kp]: k^, then (from row n) q^; forward: in the place of k and q */
     real *tilde;    /* KEY [C][kp]: k~ */
     lane *part;     /* KEY [2][cp]: a row of P and L before the sum over a lane */
     real *kt;       /* [kp][cp]: k (KEY: k~) transposed */
@@ -36,19 +36,21 @@ typedef struct chunk {
     real *den;      /* [C]: the normaliser's denominators */
 } chunk;
 
-LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const la_decay decay,
-                      const la_rule rule)
+/* again: k, q and a are wanted again, for the adjoint. Who walks forward is done with a row of theirs
+ * once it is scaled, and what lies elsewhere has to come from the L2 cache. */
+LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const bool again,
+                      const la_decay decay, const la_rule rule)
 {
     const int64_t kp = padded(p->K), cp = padded(C);
     const bool key = decay == LA_KEY, token = decay == LA_TOKEN, delta = rule == LA_DELTA;
     *c = (chunk){.C = C, .kp = kp, .cp = cp};
     c->k = take(m, 2 * C * kp);
     c->a = take(m, key ? C * kp : token ? C : 0);
-    c->e = take(m, key ? C * kp : token ? C : 0);
+    c->e = key && !again ? c->a : take(m, key ? C * kp : token ? C : 0);
     c->beta = take(m, C);
     c->gamma = take(m, token ? C * cp : 0);
     c->product = (wide *)take(m, token ? cp * (int64_t)(sizeof(wide) / sizeof(real)) : 0);
-    c->hat = take(m, key ? 2 * C * kp : 0);
+    c->hat = key && !again ? c->k : take(m, key ? 2 * C * kp : 0);
     c->tilde = take(m, key ? C * kp : 0);
     c->part = (lane *)take(m, key ? 2 * cp * LANES : 0);
     c->kt = take(m, kp * cp);
@@ -63,7 +65,7 @@ LA_FN chunk *chunk_in_room(arena *m, const la_problem *p, int64_t C, const la_de
                            const la_rule rule)
 {
     chunk c, *room = (chunk *)take(m, (sizeof c + sizeof(real) - 1) / sizeof(real));
-    chunk_take(&c, m, p, C, decay, rule);
+    chunk_take(&c, m, p, C, false, decay, rule);
     if (room) *room = c;
     return room;
 }
@@ -187,12 +189,14 @@ LA_FN void scores_of_keys(const chunk *c, const int R, int64_t i, int64_t j, con
     real *rows = c->tilde + j * kp;
     lane P[ROWS] = {{0}}, L[ROWS] = {{0}};
     for (int64_t x = 0; x < kp; x += LANES) {
+        /* read once: for all the compiler knows, writing a row changes them */
+        const lane ax = lanes_in(a + x)[0], qx = lanes_in(q + x)[0], kx = lanes_in(k + x)[0];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            lane row = lanes_in(a + x)[0] * lanes_in(rows + r * kp + x)[0];
+            lane row = ax * lanes_in(rows + r * kp + x)[0];
             lanes_of(rows + r * kp + x)[0] = row;
-            if (reads) P[r] += lanes_in(q + x)[0] * row;
-            if (rule == LA_DELTA) L[r] += lanes_in(k + x)[0] * row;
+            if (reads) P[r] += qx * row;
+            if (rule == LA_DELTA) L[r] += kx * row;
         }
     }
     for (int r = 0; r < R; r++) c->part[j + r] = P[r];
@@ -224,15 +228,15 @@ LA_FN void scores_key(chunk *c, const bool reads, const la_rule rule)
         for (; j < i; j++) scores_of_keys(c, 1, i, j, reads, rule);
         lane self = {0};
         for (int64_t x = 0; x < kp; x += LANES) {
-            const lane kx = lanes_in(k + x)[0];
+            const lane kx = lanes_in(k + x)[0], qx = lanes_in(q + x)[0];
             lane ex = lanes_in(c->a + i * kp + x)[0];
             if (i) ex *= lanes_in(e - kp + x)[0];
             lanes_of(e + x)[0] = ex;
             if (rule == LA_DELTA) lanes_of(k_hat + i * kp + x)[0] = ex * kx;
             lanes_of(tilde + x)[0] = kx;
             if (!reads) continue;
-            lanes_of(q_hat + i * kp + x)[0] = ex * lanes_in(q + x)[0];
-            self += lanes_in(q + x)[0] * kx;
+            lanes_of(q_hat + i * kp + x)[0] = ex * qx;
+            self += qx * kx;
         }
         c->part[i] = self;
         if (reads) sum_parts(i + 1, c->part, c->P + i * cp);
@@ -548,7 +552,7 @@ LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64
                         int64_t columns, const la_decay decay, const la_rule rule,
                         const bool paired)
 {
-    chunk_take(&f->c, m, p, C, decay, rule);
+    chunk_take(&f->c, m, p, C, false, decay, rule);
     walk_take(&f->w, m, p, C, heads, columns, decay, paired);
 }
 

@@ -59,7 +59,7 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     const int64_t kp = padded(p->K), cp = padded(C), width = padded(columns);
     const int64_t chunks = (length + C - 1) / C, M = segment_length(chunks);
     const int64_t start = p->K * width + kp;
-    chunk_take(&f->c, m, p, C, decay, rule);
+    chunk_take(&f->c, m, p, C, true, decay, rule);
     f->S = take(m, p->K * width);
     f->dS = take(m, p->K * width);
     f->kept = take(m, segment_room(chunks) * (start + (rule == LA_DELTA ? 2 : 1) * C * width));
