@@ -312,35 +312,34 @@ LA_FN void panel_write(const chunk *c, const la_problem *p, const la_unit *u, in
         scale_row(s->width, s->rU + i * s->width, s->U + i * s->width, r[i]);
 }
 
-/* The decays from the chunk's start to token i, where they scale a row of k S and q S. */
-LA_FN real from_start(const chunk *c, int64_t i, const la_decay decay)
-{
-    return decay == LA_TOKEN ? c->e[i] : 1;
-}
+/* The decays from the chunk's start to token i, where they scale a row of k S and q S. What the blocks
+ * below do must be known to the compiler: a branch between a product and its sum, and the two are
+ * one rounding in one lane and two in another. */
+LA_FN real from_start(const chunk *c, int64_t i, const bool scaled) { return scaled ? c->e[i] : 1; }
 
 /* R rows from i, NV lanes from column w of panel_solve. */
 LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
-                       const panel *s, rows V, real *E, ahead *next, const la_decay decay)
+                       const real *k, const panel *s, rows V, real *E, ahead *next,
+                       const bool scaled)
 {
     if (next) ask(next);
     const int64_t cp = c->cp, width = s->width;
     const real *L = c->L + i * cp, *r = c->gamma + (c->n - 1) * cp;
-    const real *k = (decay == LA_KEY ? c->hat : c->k) + i * c->kp;
     lane look[TILE], sum[TILE], u[STRIP];
 
-    tile_sum(R, NV, K, k, c->kp, 1, s->S + w, width, look);
+    tile_sum(R, NV, K, k + i * c->kp, c->kp, 1, s->S + w, width, look);
     tile_sum(R, NV, (int)i, L, cp, 1, s->U + w, width, sum);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
-        const real start = from_start(c, i + y, decay), beta = c->beta[i + y];
+        const real start = from_start(c, i + y, scaled), beta = c->beta[i + y];
         const int64_t at = (i + y) * width + w;
 #pragma GCC unroll 8
         for (int x = 0; x < NV; x++) {
             lane e = row_of(V, i + y, w)[x] - start * look[y * NV + x] - sum[y * NV + x];
             u[x] = beta * e;
-            if (E) lanes_of(E + at)[x] = e;
+            lanes_of(E + at)[x] = e;
             lanes_of(s->U + at)[x] = u[x];
-            if (decay == LA_TOKEN) lanes_of(s->rU + at)[x] = r[i + y] * u[x];
+            if (scaled) lanes_of(s->rU + at)[x] = r[i + y] * u[x];
         }
 #pragma GCC unroll 8
         for (int z = y + 1; z < R; z++)
@@ -354,25 +353,29 @@ LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const ch
 LA_COLD void panel_solve(const chunk *c, int64_t K, const panel *s, rows V, real *E, ahead *next,
                          const la_decay decay)
 {
-    FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, s, V, E, next, decay);
+    const real *k = decay == LA_KEY ? c->hat : c->k;
+    if (!E) E = s->U; /* where U_i is written next */
+    if (decay == LA_TOKEN)
+        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, true);
+    else
+        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, false);
 }
 
 LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c,
-                      const la_problem *p, const panel *s, rows O, ahead *next,
-                      const la_decay decay, bool normalised)
+                      const la_problem *p, const real *q, const panel *s, rows O, ahead *next,
+                      const bool scaled, const bool normalised)
 {
     if (next) ask(next);
     const int64_t cp = c->cp, width = s->width;
     const real *P = c->P + i * cp;
-    const real *q = (decay == LA_KEY ? c->hat + c->n * c->kp : c->q) + i * c->kp;
     const real scale = (real)p->scale;
     lane look[TILE], sum[TILE];
 
-    tile_sum(R, NV, (int)p->K, q, c->kp, 1, s->S + w, width, look);
+    tile_sum(R, NV, (int)p->K, q + i * c->kp, c->kp, 1, s->S + w, width, look);
     tile_sum(R, NV, (int)i, P, cp, 1, s->U + w, width, sum);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
-        const real start = from_start(c, i + y, decay);
+        const real start = from_start(c, i + y, scaled);
         const real by = normalised ? divisor(p, c->den[i + y]) : 1;
         const int64_t at = (i + y) * width + w;
 #pragma GCC unroll 8
@@ -393,7 +396,13 @@ LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chu
 LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, rows O, ahead *next,
                         const la_decay decay, bool normalised)
 {
-    FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, s, O, next, decay, normalised);
+    const real *q = decay == LA_KEY ? c->hat + c->n * c->kp : c->q;
+    if (decay == LA_TOKEN)
+        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, true, false);
+    else if (normalised)
+        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, true);
+    else
+        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, false);
 }
 
 /* The decay of the whole chunk: one number, or one per key. */

@@ -184,7 +184,7 @@ LA_FN void solve_pairs(const int R, const int NV, int64_t i, int64_t w, const ch
 #pragma GCC unroll 8
         for (int v = 0; v < NV; v++)
             E[y * NV + v] = widen(V.at + (i + y) * V.ld + 2 * (w + v * LANES)) -
-                            from_start(c, i + y, decay) * E[y * NV + v];
+                            from_start(c, i + y, decay == LA_TOKEN) * E[y * NV + v];
     add_pairs(R, NV, (int)(i / 2), x->L + i * x->cw, x->cw, x->U + w, width, E);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
