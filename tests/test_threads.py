@@ -460,7 +460,8 @@ print(os.waitpid(child, 0)[1])
 # ---- signals, and the end ----
 
 LOOP = """
-import sys, numpy as np, linattn
+import signal, sys, numpy as np, linattn
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 linattn.set_num_threads(4)
 x = np.random.default_rng(0).standard_normal((1, 256, 8, 32)).astype(np.float32)
 print("ready", flush=True)
