@@ -24,7 +24,6 @@
 typedef __half element;
 typedef __half2 element_pair;
 static constexpr la_dtype ELEMENT_DTYPE = LA_F16;
-static constexpr uint32_t ELEMENT_EXPONENT = 0x7c00;
 static constexpr float MOST_OF_ELEMENT = 65504;
 
 __device__ __forceinline__ element_pair pair_of(float low, float high)
@@ -45,7 +44,6 @@ typedef __nv_bfloat16 element;
 static constexpr la_dtype ELEMENT_DTYPE = LA_BF16;
 #endif
 typedef __nv_bfloat162 element_pair;
-static constexpr uint32_t ELEMENT_EXPONENT = 0x7f80;
 static constexpr float MOST_OF_ELEMENT = __builtin_inff(); /* as good as float32's */
 
 __device__ __forceinline__ element_pair pair_of(float low, float high)
