@@ -943,7 +943,9 @@ def test_not_finite_in_one_number_of_a_chunk(op, name, K, dtype, value):
     for a, b in zip([got, *flat(state)], [want, *flat(want_state)], strict=True):
         assert torch.equal(torch.isfinite(a), torch.isfinite(b))
         assert distance(a, b) < APART[dtype]
-        if dtype == "tf32":  # which has IEEE's infinities too, not NaN in their place
+        if dtype == "tf32" and "beta" not in x:
+            # IEEE's infinities too, not NaN in their place; where the delta rule takes one from
+            # another, it is the order that decides
             assert torch.equal(a.isnan(), b.isnan())
             assert torch.equal(a == torch.inf, b == torch.inf)
     if name != "initial_state":

@@ -187,7 +187,7 @@ struct running {
         lost += (sum - (next - back)) + (x - back);
         sum = next;
     }
-    __device__ double total() const { return sum + lost; }
+    __device__ double total() const { return isinf(sum) ? sum : sum + lost; } /* nothing is lost of it */
 };
 
 /* Sums over the two lanes that are STEP apart: a lane keeps N of the 2 N, the upper one the last. */

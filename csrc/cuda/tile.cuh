@@ -344,7 +344,10 @@ __device__ __forceinline__ float2 get_pair(const char *from)
     pair_in_planes x;
 #pragma unroll
     for (int i = 0; i < PLANES; i++) x.x[i] = *(const uint32_t *)(from + i * PLANE_BYTES);
-    return numbers(x);
+    const float2 sum = numbers(x);
+    if (PLANES == 1) return sum;
+    const float2 most = unpack(x.x[0]); /* an infinity's rest is no number */
+    return make_float2(isinf(most.x) ? most.x : sum.x, isinf(most.y) ? most.y : sum.y);
 }
 
 /* A left operand in planes; its pair e is what every plane has as x[e]. */
@@ -479,57 +482,71 @@ __device__ __forceinline__ bool any_of_group(bool x)
     return any;
 }
 
-/* A tile as the tensor cores are told of it: the address, and the strides between panels and between
- * eight rows, in 16 bytes; 1: SWIZZLE_128B. */
-__device__ __forceinline__ uint64_t described(uint32_t at)
+/* A tile as the tensor cores are told of it, from `offset` bytes on: the address, and the strides between
+ * panels and between eight rows, in 16 bytes; 1: SWIZZLE_128B. Shared memory ends before 2^18 bytes: an
+ * address keeps to its 14 bits, so that a further product costs one addition. */
+__device__ __forceinline__ uint64_t described(uint32_t at, int offset)
 {
-    return (uint64_t)1 << 62 | (uint64_t)(8 * 128 / 16) << 32 | (uint64_t)(PANEL_BYTES / 16) << 16 |
-           (at & 0x3ffff) / 16;
+    const uint32_t low = (at / 16 | PANEL_BYTES / 16 << 16) + offset / 16;
+    return (uint64_t)(1 << 30 | 8 * 128 / 16) << 32 | low;
 }
 
-#define C4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-#define C16(i) C4(i), C4(i + 1), C4(i + 2), C4(i + 3)
+#define F4(i, HOW) HOW(c[i][0]), HOW(c[i][1]), HOW(c[i][2]), HOW(c[i][3])
+#define F16(i, HOW) F4(i, HOW), F4(i + 1, HOW), F4(i + 2, HOW), F4(i + 3, HOW)
+#define F32(HOW) F16(0, HOW), F16(4, HOW)
+#define F64(HOW) F32(HOW), F16(8, HOW), F16(12, HOW)
 #define R16_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define R16_1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define R16_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define R16_3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define PRODUCT(N, SUMS, A, B, TRANSPOSED, ...) \
+#define PRODUCT(N, SUMS, A, B, ADDS, TRANSPOSED, ...) \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ELEMENT_NAME "." ELEMENT_NAME " {" SUMS "}, {" A "}, " B \
-                 ", 1, 1, 1, " #TRANSPOSED ";" \
+                 ", " #ADDS ", 1, 1, " #TRANSPOSED ";" \
                  : __VA_ARGS__ \
                  : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b))
+#define PRODUCT_64(ADDS, TRANSPOSED, HOW) \
+    PRODUCT(64, R16_0 ", " R16_1, "%32, %33, %34, %35", "%36", ADDS, TRANSPOSED, F32(HOW))
+#define PRODUCT_128(ADDS, TRANSPOSED, HOW) \
+    PRODUCT(128, R16_0 ", " R16_1 ", " R16_2 ", " R16_3, "%64, %65, %66, %67", "%68", ADDS, TRANSPOSED, F64(HOW))
 
-/* c += a tile'[column..][..]. The tile's first `zeros` blocks of 16 rows are known to be zeros there:
+/* c += a tile'[column..][..]; `first`: c = that, for sums that begin here (a zero to add to would be
+ * written to all of them). The tile's first `zeros` blocks of 16 rows are known to be zeros there:
  * no help here, where sums of one product are parts of another's only at the price of waiting. */
 __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const left &a, uint32_t tile,
-                                              int column, int zeros = 0)
+                                              int column, bool first = false, int zeros = 0)
 {
-    const uint64_t b = described(tile + column / PANEL * PANEL_BYTES + column % PANEL * 2);
+    const uint64_t b = described(tile, column / PANEL * PANEL_BYTES + column % PANEL * 2);
     (void)zeros;
-    PRODUCT(64, R16_0 ", " R16_1, "%32, %33, %34, %35", "%36", 0, C16(0), C16(4));
+    if (first)
+        PRODUCT_64(0, 0, "=f");
+    else
+        PRODUCT_64(1, 0, "+f");
 }
 
 /* c += a tile[row..][..] */
 __device__ __forceinline__ void multiply_columns(float (&c)[16][4], const left &a, uint32_t tile, int row)
 {
-    const uint64_t b = described(tile + row * 128);
-    PRODUCT(128, R16_0 ", " R16_1 ", " R16_2 ", " R16_3, "%64, %65, %66, %67", "%68", 1, C16(0),
-            C16(4), C16(8), C16(12));
+    const uint64_t b = described(tile, row * 128);
+    PRODUCT_128(1, 1, "+f");
 }
 
 __device__ __forceinline__ void multiply_columns(float (&c)[8][4], const left &a, uint32_t tile, int row)
 {
-    const uint64_t b = described(tile + row * 128);
-    PRODUCT(64, R16_0 ", " R16_1, "%32, %33, %34, %35", "%36", 1, C16(0), C16(4));
+    const uint64_t b = described(tile, row * 128);
+    PRODUCT_64(1, 1, "+f");
 }
 
-#undef C4
-#undef C16
+#undef F4
+#undef F16
+#undef F32
+#undef F64
 #undef R16_0
 #undef R16_1
 #undef R16_2
 #undef R16_3
 #undef PRODUCT
+#undef PRODUCT_64
+#undef PRODUCT_128
 #else
 #define HAS_WARP_GROUPS 0
 
@@ -540,8 +557,11 @@ template <int N> __device__ __forceinline__ void products_in(float (&)[N][4]) {}
 __device__ __forceinline__ bool any_of_group(bool x) { return __any_sync(~0u, x); }
 
 __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const left &a, uint32_t tile,
-                                              int column, int zeros = 0)
+                                              int column, bool first = false, int zeros = 0)
 {
+    if (first)
+#pragma unroll
+        for (int m = 0; m < 8; m++) c[m][0] = c[m][1] = c[m][2] = c[m][3] = 0;
     const uint32_t rows = lane_with_rows(tile);
 #pragma unroll
     for (int m = zeros; m < 4; m++)
@@ -560,13 +580,13 @@ __device__ __forceinline__ void multiply_columns(float (&c)[N][4], const left &a
 
 /* The same in planes. */
 __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const operand &a, uint32_t tile,
-                                              int column, int zeros = 0)
+                                              int column, bool first = false, int zeros = 0)
 {
 #pragma unroll
     for (int i = PLANES - 1; i >= 0; i--)
 #pragma unroll
         for (int j = PLANES - 1 - i; j >= 0; j--)
-            multiply_rows(c, a.of[j], tile + i * PLANE_BYTES, column, zeros);
+            multiply_rows(c, a.of[j], tile + i * PLANE_BYTES, column, first && i == PLANES - 1, zeros);
 }
 
 template <int N>

@@ -469,7 +469,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) large |= !(fabsf(S[j][e]) < TOO_LARGE_FOR_PLANES);
-            const auto multiply_state = [&](float(&sums)[8][4], int tile) {
+            const auto multiply_state = [&](float(&sums)[8][4], int tile) { /* sums = S times it */
                 constexpr int AT_ONCE = PLANES == 1 ? KEYS / 16 : 2;
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; i += AT_ONCE) {
@@ -482,7 +482,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     products_begin();
 #pragma unroll
                     for (int j = 0; j < AT_ONCE; j++)
-                        multiply_rows(sums, x[j], base + tile + own, (i + j) * 16);
+                        multiply_rows(sums, x[j], base + tile + own, (i + j) * 16, i + j == 0);
                     products_commit();
                     if (i + AT_ONCE < KEYS / 16) products_wait<1>();
                 }
@@ -562,7 +562,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 if (end < C) keep_before(x, pair, end);
                 products_begin();
 #pragma unroll
-                for (int j = 0; j < 4; j++) multiply_rows(X, x[j], base + part::inverse, j * 16, j);
+                for (int j = 0; j < 4; j++) multiply_rows(X, x[j], base + part::inverse, j * 16, j == 0, j);
                 products_commit();
                 if (reads) read_state();
                 products_wait<WAY == ALONG>(); /* for U, not yet for what is read */
@@ -675,7 +675,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     products_begin();
 #pragma unroll
                     for (int j = 0; j < 4 / HALVES; j++)
-                        multiply_rows(O, U[j], base + part::scores, half * 32 + j * 16,
+                        multiply_rows(O, U[j], base + part::scores, half * 32 + j * 16, false,
                                       HALVES == 1 ? j : 0);
                     products_commit();
                 }
