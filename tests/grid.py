@@ -171,7 +171,7 @@ def rounds_products(dtype, K, mode, T=64, chunk=None):
     """Does a causal forward pass round what it multiplies to `dtype`? Also on the host, where the
     processor has an instruction for products of bfloat16 numbers, in chunks of up to 64."""
     if device.on_host():
-        paired = _linattn.isa()[0] in ("avx512bf16", "avx2bf16")
+        paired = _linattn.isa()[0] in ("avx512bf16", "amx", "avx2bf16", "avx2amx")
         paired = paired and mode == "chunk" and (chunk or 0) <= 64
         return paired and dtype == ml_dtypes.bfloat16 and T > 0
     return on_tensor_cores(dtype, K, mode, T)

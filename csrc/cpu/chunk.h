@@ -454,8 +454,13 @@ LA_FN void chunk_denominators(chunk *c, real *z, real *lost)
 
 /* ---- a whole sequence, forward ---- */
 
-/* Columns worked on together: their state, 128 x 64 floats, and the chunk fit a 48 KiB L1. */
+/* Columns worked on together: their state, 128 x 64 floats, and the chunk fit a 48 KiB L1. A product by AMX
+ * (pairs_amx.h) is over before it would have paid for being set up twice. */
+#ifdef LA_AMX
+enum { PANEL = 128 };
+#else
 enum { PANEL = 64 };
+#endif
 
 /* What a unit keeps from chunk to chunk. */
 typedef struct walk {

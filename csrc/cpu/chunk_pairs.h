@@ -13,6 +13,8 @@
  * factors. */
 
 #if defined(LA_BF16_PRODUCTS)
+enum { BLOCK = 16 }; /* tokens */
+
 typedef struct pair_scratch {
     int64_t kw, cw; /* words in a row of K numbers, of C */
     int64_t kr;     /* pairs of keys */
@@ -23,6 +25,8 @@ typedef struct pair_scratch {
     word *P, *L;    /* [C][cw]: P and -L */
     word *U, *rU;   /* one panel's [C/2][width]: pairs of tokens; rU for TOKEN, else U */
     word *V, *O;    /* [C][width/2]: rows that are no whole lanes */
+    real *kS, *qS;  /* one panel's [C][width]; one matrix, as k and q (from row n) are */
+    real *before;   /* [BLOCK][width]: what a block of tokens has from the blocks before it */
     word *S;        /* [heads][panels][kr][width]: pairs of keys */
     int64_t panel;  /* words of S in a panel */
 } pair_scratch;
@@ -44,6 +48,8 @@ LA_FN void pairs_take(pair_scratch *x, arena *m, const la_problem *p, int64_t C,
     x->rU = decay == LA_TOKEN ? take_words(m, (C + 1) / 2 * width) : x->U;
     x->V = take_words(m, C * width / 2);
     x->O = take_words(m, C * width / 2);
+    x->kS = take(m, 2 * C * width);
+    x->before = take(m, BLOCK * width);
     x->S = take_words(m, heads * panels * x->panel);
 }
 
@@ -170,22 +176,26 @@ LA_FN void pairs_write(const chunk *c, const pair_scratch *x, const panel *s, ha
         }
 }
 
-/* R rows from i (even), NV lanes from column w. */
-LA_FN void solve_pairs(const int R, const int NV, int64_t i, int64_t w, const chunk *c,
-                       const pair_scratch *x, const panel *s, half_rows V, const la_decay decay)
+/* R rows from i (even), NV lanes from column w; what tokens before `first` wrote is summed up already. */
+LA_FN void solve_pairs(const int R, const int NV, int64_t i, int64_t w, int64_t first,
+                       const chunk *c, const pair_scratch *x, const panel *s, half_rows V,
+                       const la_decay decay)
 {
     const int64_t cp = c->cp, width = s->width;
     const real *L = c->L + i * cp + i, *r = c->gamma + (c->n - 1) * cp + i;
     lane E[TILE], u[2][STRIP];
 
-    pair_sum(R, NV, (int)x->kr, x->k + i * x->kw, x->kw, pairs_of_state(x, s) + w, width, E);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++)
 #pragma GCC unroll 8
-        for (int v = 0; v < NV; v++)
+        for (int v = 0; v < NV; v++) {
+            const lane kS = lanes_in(x->kS + (i + y) * width + w)[v];
             E[y * NV + v] = widen(V.at + (i + y) * V.ld + 2 * (w + v * LANES)) -
-                            from_start(c, i + y, decay == LA_TOKEN) * E[y * NV + v];
-    add_pairs(R, NV, (int)(i / 2), x->L + i * x->cw, x->cw, x->U + w, width, E);
+                            from_start(c, i + y, decay == LA_TOKEN) * kS;
+            if (first) E[y * NV + v] += lanes_in(x->before + (i + y - first) * width + w)[v];
+        }
+    add_pairs(R, NV, (int)((i - first) / 2), x->L + i * x->cw + first / 2, x->cw,
+              x->U + first / 2 * width + w, width, E);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
 #pragma GCC unroll 8
@@ -206,27 +216,44 @@ LA_FN void solve_pairs(const int R, const int NV, int64_t i, int64_t w, const ch
     }
 }
 
+/* before = the rows of `scores` from token `first` on, times U up to there. */
+LA_FN void sum_before(const pair_scratch *x, const panel *s, const word *scores, int64_t first,
+                      int64_t end)
+{
+    if (first)
+        pair_product(end - first, s->width, first / 2, scores + first * x->cw, x->cw, x->U,
+                     s->width, x->before, s->width, NULL, NULL, 0, NULL, NULL);
+}
+
 LA_COLD void pairs_solve(const chunk *c, const pair_scratch *x, const panel *s, half_rows V,
                          const la_decay decay)
 {
-    FOR_EACH_EVEN_BLOCK(c->n, s->width, solve_pairs, c, x, s, V, decay);
+    for (int64_t first = 0; first < c->n; first += BLOCK) {
+        const int64_t end = first + BLOCK < c->n ? first + BLOCK : c->n;
+        sum_before(x, s, x->L, first, end);
+        FOR_EACH_EVEN_BLOCK(first, end, s->width, solve_pairs, first, c, x, s, V, decay);
+    }
 }
 
-LA_FN void read_pairs(const int R, const int NV, int64_t i, int64_t w, const chunk *c,
-                      const pair_scratch *x, const la_problem *p, const panel *s, half_rows to,
-                      const la_decay decay, bool normalised)
+LA_FN void read_pairs(const int R, const int NV, int64_t i, int64_t w, int64_t first,
+                      const chunk *c, const pair_scratch *x, const la_problem *p, const panel *s,
+                      half_rows to, const la_decay decay, bool normalised)
 {
     const int64_t width = s->width;
     const word *P = x->P + i * x->cw, *own = P + i / 2, *U = x->U + i / 2 * width + w;
     const real scale = (real)p->scale;
     lane O[TILE];
 
-    pair_sum(R, NV, (int)x->kr, x->q + i * x->kw, x->kw, pairs_of_state(x, s) + w, width, O);
 #pragma GCC unroll 8
-    for (int y = 0; decay == LA_TOKEN && y < R; y++)
+    for (int y = 0; y < R; y++)
 #pragma GCC unroll 8
-        for (int v = 0; v < NV; v++) O[y * NV + v] *= c->e[i + y];
-    add_pairs(R, NV, (int)(i / 2), P, x->cw, x->U + w, width, O);
+        for (int v = 0; v < NV; v++) {
+            const lane qS = lanes_in(x->qS + (i + y) * width + w)[v];
+            O[y * NV + v] = decay == LA_TOKEN ? c->e[i + y] * qS : qS;
+            if (first) O[y * NV + v] += lanes_in(x->before + (i + y - first) * width + w)[v];
+        }
+    add_pairs(R, NV, (int)((i - first) / 2), P + first / 2, x->cw, x->U + first / 2 * width + w,
+              width, O);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y += 2)
 #pragma GCC unroll 8
@@ -257,13 +284,28 @@ LA_FN void read_pairs(const int R, const int NV, int64_t i, int64_t w, const chu
 LA_COLD void pairs_read(const chunk *c, const pair_scratch *x, const la_problem *p, const panel *s,
                         half_rows O, const la_decay decay, bool normalised)
 {
-    FOR_EACH_EVEN_BLOCK(c->n, s->width, read_pairs, c, x, p, s, O, decay, normalised);
+    for (int64_t first = 0; first < c->n; first += BLOCK) {
+        const int64_t end = first + BLOCK < c->n ? first + BLOCK : c->n;
+        sum_before(x, s, x->P, first, end);
+        FOR_EACH_EVEN_BLOCK(first, end, s->width, read_pairs, first, c, x, p, s, O, decay,
+                            normalised);
+    }
+}
+
+/* What k and q (the additive rule: q alone) find in the state. */
+LA_FN void pairs_look(const chunk *c, pair_scratch *x, const panel *s, const la_rule rule)
+{
+    const int64_t first = rule == LA_DELTA ? 0 : c->n;
+    x->qS = x->kS + c->n * s->width;
+    pair_product(2 * c->n - first, s->width, x->kr, x->k + first * x->kw, x->kw,
+                 pairs_of_state(x, s), s->width, x->kS + first * s->width, s->width, NULL, NULL, 0,
+                 NULL, NULL);
 }
 
 /* Tokens t.. of one panel's columns. */
-LA_FN void pairs_forward(const chunk *c, const pair_scratch *x, const la_problem *p,
-                         const la_unit *u, int64_t t, panel *s, ahead *next, bool normalised,
-                         const la_decay decay, const la_rule rule)
+LA_FN void pairs_forward(const chunk *c, pair_scratch *x, const la_problem *p, const la_unit *u,
+                         int64_t t, panel *s, ahead *next, bool normalised, const la_decay decay,
+                         const la_rule rule)
 {
     const half_rows V = half_rows_of(p, LA_V, u, t, s, x->V);
     const half_rows O = half_rows_of(p, LA_O, u, t, s, x->O);
@@ -271,6 +313,7 @@ LA_FN void pairs_forward(const chunk *c, const pair_scratch *x, const la_problem
     for (int64_t i = 0; V.at == (char *)x->V && i < c->n; i++)
         copy_numbers(x->V + i * s->width / 2, s->width / 2,
                      at_column(&p->array[LA_V], u->b, t + i, u->hv, s->v0), columns);
+    pairs_look(c, x, s, rule);
     if (rule == LA_DELTA)
         pairs_solve(c, x, s, V, decay);
     else

@@ -7,6 +7,11 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 /* ---- instruction sets ---- */
 
@@ -29,6 +34,27 @@ static bool with_avx512(void)
 }
 
 static bool with_avx512bf16(void) { return with_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+/* The system keeps these registers for those who have asked: once, for all threads of the process. (Some
+ * compilers' builtins and headers do not know the names yet.) */
+static bool with_amx(void)
+{
+#if defined(__linux__)
+    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 }; /* CPUID 7, EDX */
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILE_DATA = 18 };
+    static _Atomic int allowed = -1;
+    if (atomic_load(&allowed) < 0) {
+        unsigned a, b, c, d;
+        const bool has = with_avx512bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
+                         (d & AMX_BF16) && (d & AMX_TILE);
+        atomic_store(&allowed,
+                     has && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA));
+    }
+    return atomic_load(&allowed) == 1;
+#else
+    return false;
+#endif
+}
 #endif
 
 typedef struct {
@@ -39,16 +65,18 @@ typedef struct {
 
 /* From the least to the best: the last that runs here is chosen. AVX-512-BF16 has twice the rate only by
  * some makers' instructions (on Sapphire Rapids half of it), and no feature bit says so: it serves those
- * who ask for it by name (docs/decisions/0020). */
+ * who ask for it by name (docs/decisions/0020). AMX is faster wherever it is (0026). */
 static const instance instances[] = {
     {&la_cpu_baseline_f32, &la_cpu_baseline_f64, anywhere, NULL},
 #if defined(__x86_64__)
 #if defined(LA_EMULATE_BF16)
     {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, &la_cpu_avx2_bf16},
+    {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, &la_cpu_avx2_amx},
 #endif
     {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, NULL},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512bf16, &la_cpu_avx512_bf16},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512, NULL},
+    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_amx, &la_cpu_amx},
 #elif defined(__aarch64__)
     {&la_cpu_neon_f32, &la_cpu_neon_f64, anywhere, NULL}, /* every AArch64 Linux has it */
 #endif

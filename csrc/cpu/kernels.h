@@ -82,7 +82,8 @@ extern const la_kernels la_cpu_baseline_f32, la_cpu_baseline_f64;
 #if defined(__x86_64__)
 extern const la_kernels la_cpu_avx2_f32, la_cpu_avx2_f64;
 extern const la_kernels la_cpu_avx512_f32, la_cpu_avx512_f64;
-extern const la_kernels la_cpu_avx512_bf16, la_cpu_avx2_bf16; /* forward alone: instance_pairs.h */
+/* forward alone: instance_pairs.h */
+extern const la_kernels la_cpu_avx512_bf16, la_cpu_amx, la_cpu_avx2_bf16, la_cpu_avx2_amx;
 #elif defined(__aarch64__)
 extern const la_kernels la_cpu_neon_f32, la_cpu_neon_f64;
 #endif

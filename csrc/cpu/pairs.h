@@ -26,13 +26,13 @@ LA_FN const words *words_in(const word *x)
 
 LA_FN word *take_words(arena *m, int64_t count) { return (word *)take(m, count); }
 
-/* A lane of bfloat16 numbers, anywhere, as reals. */
+#if LA_BF16_PRODUCTS == 1
+/* A lane of bfloat16 numbers, anywhere, as reals. (From convertvector gcc makes four pieces of it.) */
 LA_FN lane widen(const char *x)
 {
-    return (lane)(__builtin_convertvector(*(const half_lane *)x, words) << 16);
+    return (lane)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)x)), 16);
 }
 
-#if LA_BF16_PRODUCTS == 1
 LA_FN lane dot_pairs(lane sum, words a, words b)
 {
     return (lane)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -54,6 +54,11 @@ LA_FN void store_halves(char *to, lane x)
     *(half_lane *)to = (half_lane)_mm512_cvtneps_pbh((__m512)x);
 }
 #else
+LA_FN lane widen(const char *x)
+{
+    return (lane)(__builtin_convertvector(*(const half_lane *)x, words) << 16);
+}
+
 LA_FN lane dot_pairs(lane sum, words a, words b)
 {
     sum += (lane)(a & 0xffff0000) * (lane)(b & 0xffff0000);
@@ -126,6 +131,15 @@ LA_FN void pair_sum(const int R, const int NV, int P, const word *restrict A, in
     add_pairs(R, NV, P, A, ai, B, ldb, sum);
 }
 
+/* C[M][N] = diag(c) D + A B, and Z [M/2][N] the same in zipped rows of ldc words: as product_ahead,
+ * A[i][p] at A[i*ai + p], B[P][N], P pairs. D, Z, next may be NULL. */
+LA_COLD void pair_product(int64_t M, int64_t N, int64_t P, const word *A, int64_t ai, const word *B,
+                          int64_t ldb, real *C, int64_t ldc, const real *D, const real *c,
+                          int64_t ci, word *Z, ahead *next);
+
+#ifdef LA_AMX
+#include "pairs_amx.h"
+#else
 /* C = A B, and (D not NULL) + diag(c) D; Z, if not NULL, is C once more, zipped. */
 LA_FN void pair_tile(const int R, const int NV, int P, const word *A, int64_t ai, const word *B,
                      int64_t ldb, real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
@@ -173,8 +187,6 @@ LA_FN void pair_column(const int NV, int64_t M, int P, const word *A, int64_t ai
 #undef LA_TILE
 }
 
-/* C[M][N] = diag(c) D + A B, and Z [M/2][N] the same in zipped rows of ldc words: as product_ahead,
- * A[i][p] at A[i*ai + p], B[P][N], P pairs. D, Z, next may be NULL. */
 LA_COLD void pair_product(int64_t M, int64_t N, int64_t P, const word *A, int64_t ai, const word *B,
                           int64_t ldb, real *C, int64_t ldc, const real *D, const real *c,
                           int64_t ci, word *Z, ahead *next)
@@ -188,6 +200,9 @@ LA_COLD void pair_product(int64_t M, int64_t N, int64_t P, const word *A, int64_
     if (j < N) LA_COLUMN(1, (int)P, ai);
 #undef LA_COLUMN
 }
+
+LA_FN void pair_products_end(void) {}
+#endif
 
 /* A row of n reals in whole lanes, rounded, into round_up(n, 2 * LANES) numbers. */
 LA_FN void pack_row(word *to, const real *x, int64_t n)
@@ -210,18 +225,18 @@ LA_FN void copy_numbers(word *to, int64_t size, const char *from, int64_t n)
     memset((char *)to + 2 * n, 0, (size_t)(4 * size - 2 * n));
 }
 
-/* As FOR_EACH_BLOCK (tile.h), every block from an even row. */
-#define FOR_EACH_EVEN_BLOCK(n, width, block, ...) \
+/* As FOR_EACH_BLOCK (tile.h), of rows first..n, every block from an even row. */
+#define FOR_EACH_EVEN_BLOCK(first, n, width, block, ...) \
     do { \
         int64_t w_ = 0; \
         for (; w_ + STRIP * LANES <= (width); w_ += STRIP * LANES) { \
-            int64_t i_ = 0; \
+            int64_t i_ = (first); \
             for (; i_ + ROWS <= (n); i_ += ROWS) block(ROWS, STRIP, i_, w_, __VA_ARGS__); \
             for (; i_ + 2 <= (n); i_ += 2) block(2, STRIP, i_, w_, __VA_ARGS__); \
             if (i_ < (n)) block(1, STRIP, i_, w_, __VA_ARGS__); \
         } \
         for (; w_ < (width); w_ += LANES) { \
-            int64_t i_ = 0; \
+            int64_t i_ = (first); \
             for (; i_ + ROWS <= (n); i_ += ROWS) block(ROWS, 1, i_, w_, __VA_ARGS__); \
             for (; i_ + 2 <= (n); i_ += 2) block(2, 1, i_, w_, __VA_ARGS__); \
             if (i_ < (n)) block(1, 1, i_, w_, __VA_ARGS__); \

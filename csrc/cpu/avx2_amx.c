@@ -1,0 +1,20 @@
+/* The text of amx.c on AVX2, as avx2_bf16.c is that of avx512_bf16.c: for tests alone. */
+#if defined(__x86_64__) && defined(LA_EMULATE_BF16)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,bmi2")
+#endif
+#define LA_INSTANCE la_cpu_avx2_amx
+#define LA_ISA "avx2amx"
+#define LA_LANE_BYTES 64
+#define LA_REGISTERS 32
+#define LA_REAL float
+#define LA_REAL_BITS 32
+#define LA_BF16_PRODUCTS 2
+#define LA_AMX 2
+#include "instance_pairs.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif
