@@ -2,7 +2,8 @@
 and the CUDA part, where nvcc is found.
 
 LINATTN_WERROR=1 turns compiler warnings, nvcc's too, into errors (CI). CC chooses the compiler.
-LINATTN_EMULATE_BF16=1 adds instances that test the text of avx512bf16's and amx's on AVX2: never ship them.
+LINATTN_EMULATE_BF16=1 adds instances that test the text of avx512bf16 and amx on AVX2: never ship
+them.
 LINATTN_CUDA=1 insists on the CUDA part, =0 leaves it out. nvcc is looked for in CUDA_HOME, on the
 PATH, in /usr/local/cuda. LINATTN_CUDA_ARCHS="80+PTX 90a" says for which devices: see ARCHS.
 """
