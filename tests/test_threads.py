@@ -108,10 +108,11 @@ def of_columns(inputs, first, last):
             "initial_state": state}
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("op", OPS)
-def test_results_do_not_depend_on_where_a_column_lies(op):
+def test_results_do_not_depend_on_where_a_column_lies(op, dtype):
     rng = np.random.default_rng(0)
-    inputs = make_inputs(op, rng, B=1, T=61, H=2, HV=2, K=72, V=208, dtype=np.float32,
+    inputs = make_inputs(op, rng, B=1, T=61, H=2, HV=2, K=72, V=208, dtype=dtype,
                          initial_state=True)
 
     def stepped(inputs):
