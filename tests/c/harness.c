@@ -42,8 +42,9 @@ static double unit_roundoff(la_dtype dtype)
 /* Did the drawn run round what it multiplied to bfloat16? */
 static bool rounded_products(const la_problem *p)
 {
-    return strstr(la_isa(), "bf16") && p->face == LA_FORWARD && p->causal && p->mode == LA_CHUNK &&
-           p->chunk <= 64 && p->array[LA_Q].dtype == LA_BF16;
+    const bool pairs = strstr(la_isa(), "bf16") || strstr(la_isa(), "amx");
+    return pairs && p->face == LA_FORWARD && p->causal && p->mode == LA_CHUNK && p->chunk <= 64 &&
+           p->array[LA_Q].dtype == LA_BF16;
 }
 
 /* Inputs are of order 1, so sums have terms of the size of their largest result or of 1. Two orders
