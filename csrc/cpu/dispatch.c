@@ -65,7 +65,7 @@ typedef struct {
 
 /* From the least to the best: the last that runs here is chosen. AVX-512-BF16 has twice the rate only by
  * some makers' instructions (on Sapphire Rapids half of it), and no feature bit says so: it serves those
- * who ask for it by name (docs/decisions/0020). AMX is faster wherever it is (0026). */
+ * who ask for it by name (docs/decisions/0020). So does AMX, which is faster wherever it is, but rounds more (0026). */
 static const instance instances[] = {
     {&la_cpu_baseline_f32, &la_cpu_baseline_f64, anywhere, NULL},
 #if defined(__x86_64__)
@@ -75,8 +75,8 @@ static const instance instances[] = {
 #endif
     {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, NULL},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512bf16, &la_cpu_avx512_bf16},
-    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512, NULL},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_amx, &la_cpu_amx},
+    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512, NULL},
 #elif defined(__aarch64__)
     {&la_cpu_neon_f32, &la_cpu_neon_f64, anywhere, NULL}, /* every AArch64 Linux has it */
 #endif
