@@ -167,14 +167,23 @@ def on_tensor_cores(dtype, K, mode, T=64, tf32=False):
             and T > device.FEW_TOKENS)
 
 
-def rounds_products(dtype, K, mode, T=64, chunk=None):
-    """Does a causal forward pass round what it multiplies to `dtype`? Also on the host, where the
-    processor has an instruction for products of bfloat16 numbers, in chunks of up to 64."""
+def rounds_products(op, dtype, K, mode, T=64, chunk=None):
+    """Does a causal forward pass round what it multiplies to `dtype`?"""
     if device.on_host():
-        paired = _linattn.isa()[0] in ("avx512bf16", "amx", "avx2bf16", "avx2amx")
-        paired = paired and mode == "chunk" and (chunk or 0) <= 64
-        return paired and dtype == ml_dtypes.bfloat16 and T > 0
+        return bits_multiplied(op, dtype, mode, T, chunk) == 8
     return on_tensor_cores(dtype, K, mode, T)
+
+
+def bits_multiplied(op, dtype, mode, T=64, chunk=None):
+    """How many bits of a number a causal forward pass on the host multiplies, by a processor's
+    products of bfloat16 numbers, in chunks of up to 64: 8, one of them for a number, or 16, two;
+    0 where it does not."""
+    isa = _linattn.isa()[0]
+    paired = "bf16" in isa or "amx" in isa
+    if not (paired and op not in ("gla", "kda") and mode == "chunk" and (chunk or 0) <= 64
+            and dtype == ml_dtypes.bfloat16 and T > 0):
+        return 0
+    return 8 if "bf16" in isa else 16
 
 
 def gradients_on_tensor_cores(dtype, K, V, mode, T=64):
@@ -259,7 +268,8 @@ class Pool:
 
     state_dtype: what a state, or its gradient, is judged as, if not as what it is stored in, its
     twin rounded to that. A state summed by tensor cores, or by a processor's products of pairs, is
-    a sum of products of numbers of two bytes, and no better than these.
+    a sum of products of numbers of two bytes, and no better than these; with two of them for a
+    number, as good as where tf32 is allowed.
     """
 
     def __init__(self, state_dtype=None):

@@ -17,6 +17,7 @@ from grid import (
     MODES,
     STATES,
     THROWS,
+    bits_multiplied,
     gradients_on_tensor_cores,
     parts,
     rounds_products,
@@ -54,7 +55,8 @@ def judge(op, rng, x, *, modes=MODES, chunk_sizes=(None,), gradients=True):
         o, state = getattr(linattn, op)(
             **x, mode=mode, chunk_size=chunk, output_final_state=True)
 
-        rounded = rounds_products(dtype, x["q"].shape[-1], mode, chunk=chunk)
+        rounded = rounds_products(op, dtype, x["q"].shape[-1], mode, chunk=chunk)
+        tf32 = device.on_host() and bits_multiplied(op, dtype, mode, chunk=chunk) == 16
         form = mode if device.on_host() or rounded else "recurrent"
 
         def twin(x, form=form, chunk=chunk):
@@ -62,7 +64,7 @@ def judge(op, rng, x, *, modes=MODES, chunk_sizes=(None,), gradients=True):
             return {"o": o, "final_state": state}
 
         compare(f"{op} {mode} {chunk}", dtype, False, twin, x,
-                ("o", o, ref_o), ("final_state", state, ref_state), rounded=rounded)
+                ("o", o, ref_o), ("final_state", state, ref_state), rounded=rounded, tf32=tf32)
     if gradients:
         judge_gradients(op, rng, x, runs)
 
@@ -90,9 +92,9 @@ def twin_gradients(op, dtype, mode, chunk):
     return twin
 
 
-def compare(label, dtype, gradient, twin, x, *outputs, rounded=False):
+def compare(label, dtype, gradient, twin, x, *outputs, rounded=False, tf32=False):
     """Each (name, output, reference) beside the naive twin, thrown again before a failure.
-    rounded: a state is a sum of products of numbers of `dtype`, see grid.Pool."""
+    rounded: a state is a sum of products of numbers of `dtype`, tf32: of two for each."""
     problems, naives = [], twin(x)
     for name, out, ref in outputs:
         labels = [part for part, _ in parts(name, out)]
@@ -106,7 +108,7 @@ def compare(label, dtype, gradient, twin, x, *outputs, rounded=False):
             short = rounded and name in STATES
             c = c.astype(dtype) if short else c
             how = {"dtype": dtype if short or a.itemsize == 2 else a.dtype, "gradient": gradient,
-                   "name": f"{label} {part}"}
+                   "name": f"{label} {part}", "tf32": tf32}
             try:
                 testing.assert_accurate(a, b, c, **how)
             except AssertionError:
@@ -333,6 +335,30 @@ def test_not_finite_in_one_token(op, name, value, mode, dtype, rng):
     assert o[[0, 2]].tobytes() == clean[[0, 2]].tobytes()
     if np.isnan(value):
         np.testing.assert_array_equal(np.isnan(o), np.isnan(ref_o))
+
+
+@pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+@pytest.mark.parametrize("name", ("q", "k", "v", "initial_state"))
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_not_finite_in_one_number(op, name, value, mode, dtype, rng):
+    """As above, and what it does not reach stays finite: other columns, say, of what was in v."""
+    plain = {"feature_map": "identity", "normalize": False} if op == "linear_attention" else {}
+    x = testing.make_inputs(op, rng, B=2, T=70, K=40, V=24, dtype=dtype, initial_state=True)
+    if plain:
+        x["initial_state"] = x["initial_state"][0]
+    clean, _ = getattr(linattn, op)(**x, **plain, mode=mode)
+    x[name] = x[name].copy()
+    x[name][(1, 20, 0, 7) if name != "initial_state" else (1, 0, 20, 7)] = value
+    o, state = getattr(linattn, op)(**x, **plain, mode=mode, output_final_state=True)
+    want = getattr(reference, op)(**x, **plain, dtype=np.float64)
+    assert not np.isfinite(o).all()
+    for a, b in zip((o, state), want, strict=True):
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+    assert o[0].tobytes() == clean[0].tobytes()
+    if name != "initial_state":
+        assert o[1, :20].tobytes() == clean[1, :20].tobytes()
 
 
 @pytest.mark.parametrize("op", linattn.OPS)

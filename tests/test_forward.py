@@ -10,6 +10,7 @@ from conftest import poisoned
 from device import ops as linattn
 from grid import (
     Case,
+    bits_multiplied,
     cases,
     for_op,
     form_of,
@@ -62,8 +63,11 @@ def check(case, rng, tf32=False, **how):
                  lambda x: reference(x, dtype=case.dtype, **form_of(case, gpu)), x)
 
     gpu = not device.on_host()
-    rounded = rounds_products(case.dtype, case.K, case.mode, case.T, case.chunk)
-    tf32 = tf32 and on_tensor_cores(case.dtype, case.K, case.mode, case.T, tf32=True) and gpu
+    rounded = rounds_products(case.op, case.dtype, case.K, case.mode, case.T, case.chunk)
+    if gpu:
+        tf32 = tf32 and on_tensor_cores(case.dtype, case.K, case.mode, case.T, tf32=True)
+    else:
+        tf32 = bits_multiplied(case.op, case.dtype, case.mode, case.T, case.chunk) == 16
     repeated(case, rng, once, case.dtype if rounded else None).judge(str(case), tf32=tf32)
 
 

@@ -1,5 +1,5 @@
-/* AVX-512 with AMX: chunks of bfloat16 by products of matrices of pairs, sums in float. For all else the
- * other instances of AVX-512 serve. */
+/* AVX-512 with AMX: chunks of bfloat16 arrays by products of matrices, a real as the sum of two bfloat16
+ * numbers. For all else the other instances of AVX-512 serve. */
 #if defined(__x86_64__)
 #include <immintrin.h> /* before the target is set: its functions carry their own */
 #if defined(__clang__)
@@ -19,6 +19,9 @@
 #define LA_REAL_BITS 32
 #define LA_BF16_PRODUCTS 1
 #define LA_AMX 1
+#define LA_PLANES 2
+#define LA_TOKENS 32
+#define LA_PANEL 128
 #include "instance_pairs.h"
 #if defined(__clang__)
 #pragma clang attribute pop

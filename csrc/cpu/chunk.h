@@ -34,6 +34,9 @@ typedef struct chunk {
     real *kk, *qk;  /* [2C][cp]: the bare products k_i . k_j, then (from row n) q_i . k_j */
     real *P, *L;    /* [C][cp], their lower triangles; the bare products where nothing decays */
     real *den;      /* [C]: the normaliser's denominators */
+    /* [n], TOKEN and in pairs: what rows of k S, q S and U are scaled by, e, e and r */
+    const real *scale_kS, *scale_qS, *scale_U;
+    bool paired; /* its large products are those of pairs (chunk_pairs.h) */
 } chunk;
 
 /* again: k, q and a are wanted again, for the adjoint. Who walks forward is done with a row of theirs
@@ -110,6 +113,7 @@ LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t
 {
     c->n = n;
     c->q = c->k + n * c->kp;
+    c->paired = false;
     load_keys(p, LA_K, u->b, t, n, u->h, c->k);
     if (reads) load_keys(p, LA_Q, u->b, t, n, u->h, c->q);
     load_gates(c, p, u, t, decay, rule);
@@ -160,6 +164,8 @@ LA_FN void decayed_scores(chunk *c, const bool reads, const la_decay decay, cons
         return;
     }
     decay_products(c);
+    c->scale_kS = c->scale_qS = c->e;
+    c->scale_U = c->gamma + (c->n - 1) * c->cp;
     if (reads) multiply_row(c->n * c->cp, c->P, c->gamma, c->qk);
     if (rule == LA_DELTA) multiply_row(c->n * c->cp, c->L, c->gamma, c->kk);
 }
@@ -257,13 +263,25 @@ LA_FN void chunk_scores(chunk *c, const la_problem *p, const bool reads, const l
 
 /* ---- solve, read, carry: one panel of columns ---- */
 
+/* Known to the compiler where nobody makes such chunks. */
+LA_FN bool in_pairs(const chunk *c)
+{
+#ifdef HAVE_PAIRS
+    return c->paired;
+#else
+    (void)c;
+    return false;
+#endif
+}
+
 typedef struct panel {
     int64_t v0, v1, width; /* columns of V; width is padded */
     int64_t which;         /* among those of a unit's heads */
     real *S;               /* [K][width] */
     real *U;               /* [C][width]: what is written */
-    real *rU;              /* TOKEN [C][width]: r U, as the chunk's end sees it (else U) */
-    real *O;               /* [C][width]: what is read, if it must be converted */
+    real *rU; /* TOKEN and in pairs [C][width]: r U, as the chunk's end sees it (else U) */
+    real *O;  /* [C][width]: what is read, if it must be converted */
+    const real *kS, *qS; /* in pairs [C][width]: the products with the state, not scaled */
 } panel;
 
 /* Rows of reals where they lie: in scratch, or in a user's array that needs no conversion. */
@@ -306,32 +324,49 @@ LA_FN void store_values(const chunk *c, const la_problem *p, la_name name, const
 LA_FN void panel_write(const chunk *c, const la_problem *p, const la_unit *u, int64_t t,
                        const panel *s, const la_decay decay)
 {
-    const real *r = c->gamma + (c->n - 1) * c->cp;
     load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
-    for (int64_t i = 0; decay == LA_TOKEN && i < c->n; i++)
-        scale_row(s->width, s->rU + i * s->width, s->U + i * s->width, r[i]);
+    for (int64_t i = 0; (decay == LA_TOKEN || in_pairs(c)) && i < c->n; i++)
+        scale_row(s->width, s->rU + i * s->width, s->U + i * s->width, c->scale_U[i]);
 }
 
-/* The decays from the chunk's start to token i, where they scale a row of k S and q S. What the blocks
- * below do must be known to the compiler: a branch between a product and its sum, and the two are
- * one rounding in one lane and two in another. */
-LA_FN real from_start(const chunk *c, int64_t i, const bool scaled) { return scaled ? c->e[i] : 1; }
+/* R rows from i, NV lanes from column w of a product with the state: made here, or beforehand. */
+LA_FN void look_at_state(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
+                         const real *rows, const panel *s, const real *made, const bool paired,
+                         lane *look)
+{
+    if (!paired) {
+        tile_sum(R, NV, K, rows + i * c->kp, c->kp, 1, s->S + w, s->width, look);
+        return;
+    }
+#pragma GCC unroll 8
+    for (int y = 0; y < R; y++)
+#pragma GCC unroll 4
+        for (int x = 0; x < NV; x++) look[y * NV + x] = lanes_in(made + (i + y) * s->width + w)[x];
+}
+
+/* What a row of k S or q S is scaled by, where it is. What the blocks below do must be known to the
+ * compiler: a branch between a product and its sum, and the two are one rounding in one lane and two in
+ * another. */
+LA_FN real start_of(const real *scale, int64_t i, const bool scaled)
+{
+    return scaled ? scale[i] : 1;
+}
 
 /* R rows from i, NV lanes from column w of panel_solve. */
 LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
                        const real *k, const panel *s, rows V, real *E, ahead *next,
-                       const bool scaled)
+                       const bool scaled, const bool paired)
 {
     if (next) ask(next);
     const int64_t cp = c->cp, width = s->width;
-    const real *L = c->L + i * cp, *r = c->gamma + (c->n - 1) * cp;
+    const real *L = c->L + i * cp;
     lane look[TILE], sum[TILE], u[STRIP];
 
-    tile_sum(R, NV, K, k + i * c->kp, c->kp, 1, s->S + w, width, look);
+    look_at_state(R, NV, i, w, c, K, k, s, s->kS, paired, look);
     tile_sum(R, NV, (int)i, L, cp, 1, s->U + w, width, sum);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
-        const real start = from_start(c, i + y, scaled), beta = c->beta[i + y];
+        const real start = start_of(c->scale_kS, i + y, scaled), beta = c->beta[i + y];
         const int64_t at = (i + y) * width + w;
 #pragma GCC unroll 8
         for (int x = 0; x < NV; x++) {
@@ -339,7 +374,7 @@ LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const ch
             u[x] = beta * e;
             lanes_of(E + at)[x] = e;
             lanes_of(s->U + at)[x] = u[x];
-            if (scaled) lanes_of(s->rU + at)[x] = r[i + y] * u[x];
+            if (scaled) lanes_of(s->rU + at)[x] = c->scale_U[i + y] * u[x];
         }
 #pragma GCC unroll 8
         for (int z = y + 1; z < R; z++)
@@ -355,15 +390,17 @@ LA_COLD void panel_solve(const chunk *c, int64_t K, const panel *s, rows V, real
 {
     const real *k = decay == LA_KEY ? c->hat : c->k;
     if (!E) E = s->U; /* where U_i is written next */
-    if (decay == LA_TOKEN)
-        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, true);
+    if (in_pairs(c))
+        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, NULL, true, true);
+    else if (decay == LA_TOKEN)
+        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, true, false);
     else
-        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, false);
+        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, false, false);
 }
 
 LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c,
                       const la_problem *p, const real *q, const panel *s, rows O, ahead *next,
-                      const bool scaled, const bool normalised)
+                      const bool scaled, const bool normalised, const bool paired)
 {
     if (next) ask(next);
     const int64_t cp = c->cp, width = s->width;
@@ -371,11 +408,11 @@ LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chu
     const real scale = (real)p->scale;
     lane look[TILE], sum[TILE];
 
-    tile_sum(R, NV, (int)p->K, q + i * c->kp, c->kp, 1, s->S + w, width, look);
+    look_at_state(R, NV, i, w, c, (int)p->K, q, s, s->qS, paired, look);
     tile_sum(R, NV, (int)i, P, cp, 1, s->U + w, width, sum);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
-        const real start = from_start(c, i + y, scaled);
+        const real start = start_of(c->scale_qS, i + y, scaled);
         const real by = normalised ? divisor(p, c->den[i + y]) : 1;
         const int64_t at = (i + y) * width + w;
 #pragma GCC unroll 8
@@ -397,12 +434,14 @@ LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, row
                         const la_decay decay, bool normalised)
 {
     const real *q = decay == LA_KEY ? c->hat + c->n * c->kp : c->q;
-    if (decay == LA_TOKEN)
-        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, true, false);
+    if (in_pairs(c))
+        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, NULL, true, false, true);
+    else if (decay == LA_TOKEN)
+        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, true, false, false);
     else if (normalised)
-        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, true);
+        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, true, false);
     else
-        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, false);
+        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, false, false);
 }
 
 /* The decay of the whole chunk: one number, or one per key. */
@@ -454,10 +493,9 @@ LA_FN void chunk_denominators(chunk *c, real *z, real *lost)
 
 /* ---- a whole sequence, forward ---- */
 
-/* Columns worked on together: their state, 128 x 64 floats, and the chunk fit a 48 KiB L1. A product by AMX
- * (pairs_amx.h) is over before it would have paid for being set up twice. */
-#ifdef LA_AMX
-enum { PANEL = 128 };
+/* Columns worked on together: their state, 128 x 64 floats, and the chunk fit a 48 KiB L1. */
+#ifdef LA_PANEL
+enum { PANEL = LA_PANEL };
 #else
 enum { PANEL = 64 };
 #endif
@@ -477,11 +515,11 @@ LA_FN void walk_take(walk *w, arena *m, const la_problem *p, int64_t C, int64_t 
     int64_t panels = (columns + PANEL - 1) / PANEL;
     w->S = take(m, heads * panels * p->K * width);
     w->U = take(m, C * width);
-    w->rU = take(m, decay == LA_TOKEN ? C * width : 0);
+    w->rU = take(m, decay == LA_TOKEN || paired ? C * width : 0);
     w->O = take(m, C * width);
     w->z = take(m, heads * padded(p->K));
     w->lost = take(m, heads * padded(p->K));
-    if (paired) pairs_take(&w->x, m, p, C, heads, panels, width, decay);
+    if (paired) pairs_take(&w->x, m, p, C, width);
 }
 
 LA_FN panel panel_at(const walk *w, const la_problem *p, const la_unit *u, int64_t head, int64_t v)
@@ -502,9 +540,11 @@ LA_FN panel panel_at(const walk *w, const la_problem *p, const la_unit *u, int64
 LA_FN int looks(const la_rule rule) { return rule == LA_DELTA ? 2 : 1; }
 
 /* Tokens t.. of one panel's columns. */
-LA_FN void panel_forward(const chunk *c, const la_problem *p, const la_unit *u, int64_t t, panel *s,
-                         ahead *next, bool normalised, const la_decay decay, const la_rule rule)
+LA_FN void panel_forward(const chunk *c, pair_scratch *x, const la_problem *p, const la_unit *u,
+                         int64_t t, panel *s, ahead *next, bool normalised, const la_decay decay,
+                         const la_rule rule)
 {
+    if (in_pairs(c)) pairs_look(c, x, p, s, rule);
     if (rule == LA_DELTA) {
         const rows V = rows_of(p, LA_V, u, t, s, s->U);
         if (V.at == s->U) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
@@ -515,18 +555,20 @@ LA_FN void panel_forward(const chunk *c, const la_problem *p, const la_unit *u, 
     const rows O = rows_of(p, LA_O, u, t, s, s->O);
     panel_read(c, p, s, O, next, decay, normalised);
     if (O.at == s->O) store_values(c, p, LA_O, u, t, s->v0, s->v1, s->O, s->width);
-    panel_carry(c, p, s, s->S, next, decay);
+    if (in_pairs(c))
+        pairs_carry(c, x, p, s, next, decay);
+    else
+        panel_carry(c, p, s, s->S, next, decay);
 }
 
 /* The states of the unit's i-th head, u. */
 LA_FN void walk_begin(walk *w, const la_problem *p, const la_unit *u, int64_t i,
-                      const la_decay decay, const la_rule rule, const bool paired)
+                      const la_decay decay, const la_rule rule)
 {
     const int64_t kp = padded(p->K);
     for (int64_t v = u->v0; v < u->v1; v += PANEL) {
         panel s = panel_at(w, p, u, i, v);
         load_state(p, LA_S0, u, s.v0, s.v1, s.S, s.width);
-        if (paired) pairs_load_state(&w->x, p, &s);
     }
     if (is_normalised(p, decay, rule)) load_z(p, LA_Z0, u, w->z + i * kp);
     fill(kp, w->lost + i * kp, 0);
@@ -534,16 +576,13 @@ LA_FN void walk_begin(walk *w, const la_problem *p, const la_unit *u, int64_t i,
 
 /* A chunk of tokens t.., its scores made. */
 LA_FN void walk_on(walk *w, chunk *c, const la_problem *p, const la_unit *u, int64_t i, int64_t t,
-                   ahead *next, const la_decay decay, const la_rule rule, const bool paired)
+                   ahead *next, const la_decay decay, const la_rule rule)
 {
     const bool normalised = is_normalised(p, decay, rule);
     if (normalised) chunk_denominators(c, w->z + i * c->kp, w->lost + i * c->kp);
     for (int64_t v = u->v0; v < u->v1; v += PANEL) {
         panel s = panel_at(w, p, u, i, v);
-        if (paired)
-            pairs_forward(c, &w->x, p, u, t, &s, next, normalised, decay, rule);
-        else
-            panel_forward(c, p, u, t, &s, next, normalised, decay, rule);
+        panel_forward(c, &w->x, p, u, t, &s, next, normalised, decay, rule);
     }
 }
 
@@ -581,7 +620,7 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, are
 
     for (int64_t i = 0; i < all->heads; i++) {
         const la_unit u = head_of(p, all, i);
-        walk_begin(&f.w, p, &u, i, decay, rule, paired);
+        walk_begin(&f.w, p, &u, i, decay, rule);
     }
     for (int64_t t = all->begin; t < all->end; t += C)
         for (int64_t i = 0; i < all->heads; i++) {
@@ -595,7 +634,7 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, are
                 chunk_load(&f.c, p, &u, t, n, true, decay, rule);
                 chunk_scores(&f.c, p, true, decay, rule);
             }
-            walk_on(&f.w, &f.c, p, &u, i, t, &next, decay, rule, paired);
+            walk_on(&f.w, &f.c, p, &u, i, t, &next, decay, rule);
         }
     for (int64_t i = 0; i < all->heads; i++) {
         const la_unit u = head_of(p, all, i);
@@ -632,14 +671,14 @@ LA_FN void columns_forward(const la_problem *p, const la_unit *u, const la_chunk
     real *den;
     columns_take(&w, &den, m, p, C, u->v1 - u->v0, decay);
 
-    if (made->begin == u->begin) walk_begin(&w, p, u, 0, decay, rule, false);
+    if (made->begin == u->begin) walk_begin(&w, p, u, 0, decay, rule);
     for (int64_t t = made->begin; t < made->end; t += C) {
         const int64_t room = (t - u->begin) / C % made->rooms;
         chunk c = *(const chunk *)(made->room + (size_t)room * made->bytes);
         c.den = den;
         ahead next =
             ahead_of(p, u, t + C, C, touched, sizeof touched / sizeof *touched, looks(rule));
-        walk_on(&w, &c, p, u, 0, t, &next, decay, rule, false);
+        walk_on(&w, &c, p, u, 0, t, &next, decay, rule);
     }
     if (made->end == u->end) walk_end(&w, p, u, 0, decay, rule);
 }

@@ -65,7 +65,8 @@ typedef struct {
 
 /* From the least to the best: the last that runs here is chosen. AVX-512-BF16 has twice the rate only by
  * some makers' instructions (on Sapphire Rapids half of it), and no feature bit says so: it serves those
- * who ask for it by name (docs/decisions/0020). So does AMX, which is faster wherever it is, but rounds more (0026). */
+ * who ask for it by name (docs/decisions/0020). So does AMX by one number for a real: it is faster than by two, and
+ * rounds to 8 bits (0026). */
 static const instance instances[] = {
     {&la_cpu_baseline_f32, &la_cpu_baseline_f64, anywhere, NULL},
 #if defined(__x86_64__)
@@ -75,8 +76,9 @@ static const instance instances[] = {
 #endif
     {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, NULL},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512bf16, &la_cpu_avx512_bf16},
-    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_amx, &la_cpu_amx},
+    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_amx, &la_cpu_amx_bf16},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512, NULL},
+    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_amx, &la_cpu_amx},
 #elif defined(__aarch64__)
     {&la_cpu_neon_f32, &la_cpu_neon_f64, anywhere, NULL}, /* every AArch64 Linux has it */
 #endif
@@ -122,15 +124,15 @@ static const la_kernels *kernels_for(const la_problem *p)
     return p->real == LA_F64 ? i->f64 : i->f32;
 }
 
-/* A forward pass whose products the processor can take of bfloat16 numbers as they are. Within a chunk
- * the delta rule's solve feeds what was rounded to every later token; a state is met by the next
- * prediction, which mends it. In chunks of 129 and more, with few keys, the acceptance rule is missed:
- * such chunks, and mode="parallel", stay in float. */
+/* A forward pass whose large products can be those of bfloat16 pairs: of keys as the user gave them. A decay per
+ * key would scale them. Instances that round a float to 8 bits miss the acceptance rule in chunks of 129 and
+ * more, with few keys; such chunks, and mode="parallel", stay in float. */
 static bool in_pairs(const la_problem *p)
 {
     enum { MOST_TOKENS = 64 };
-    return p->causal && p->mode == LA_CHUNK && p->chunk <= MOST_TOKENS &&
-           p->array[LA_Q].dtype == LA_BF16;
+    return p->causal && p->mode == LA_CHUNK && p->chunk <= MOST_TOKENS && p->decay != LA_KEY &&
+           p->map[0] == LA_IDENTITY && p->map[1] == LA_IDENTITY &&
+           p->normaliser == LA_UNNORMALISED && p->array[LA_Q].dtype == LA_BF16;
 }
 
 static const la_kernels *forward_kernels_for(const la_problem *p)
@@ -138,6 +140,8 @@ static const la_kernels *forward_kernels_for(const la_problem *p)
     const la_kernels *bf16 = instances[choose()].bf16;
     return bf16 && in_pairs(p) ? bf16 : kernels_for(p);
 }
+
+int la_forward_bits(const la_problem *p) { return forward_kernels_for(p)->bits; }
 
 /* ---- scratch ---- */
 

@@ -215,6 +215,7 @@ static size_t gather_scratch_bytes(const la_problem *p)
 const la_kernels LA_INSTANCE = {
     .isa = LA_ISA,
     .lanes = LANES,
+    .bits = LA_REAL_BITS == 32 ? 24 : 53,
     .forward_scratch = forward_scratch_bytes,
     .forward = forward,
     .chunk_tokens = chunk_tokens,

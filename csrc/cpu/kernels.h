@@ -53,6 +53,7 @@ typedef struct la_rows {
 typedef struct la_kernels {
     const char *isa;
     int lanes; /* reals in a vector: how far rows are padded */
+    int bits;  /* of a real that are multiplied */
 
     /* Scratch is per thread; longest is the longest sequence's length, heads a unit's. */
     size_t (*forward_scratch)(const la_problem *p, int64_t longest, int64_t heads);
@@ -83,7 +84,8 @@ extern const la_kernels la_cpu_baseline_f32, la_cpu_baseline_f64;
 extern const la_kernels la_cpu_avx2_f32, la_cpu_avx2_f64;
 extern const la_kernels la_cpu_avx512_f32, la_cpu_avx512_f64;
 /* forward alone: instance_pairs.h */
-extern const la_kernels la_cpu_avx512_bf16, la_cpu_amx, la_cpu_avx2_bf16, la_cpu_avx2_amx;
+extern const la_kernels la_cpu_avx512_bf16, la_cpu_amx_bf16, la_cpu_amx;
+extern const la_kernels la_cpu_avx2_bf16, la_cpu_avx2_amx;
 #elif defined(__aarch64__)
 extern const la_kernels la_cpu_neon_f32, la_cpu_neon_f64;
 #endif

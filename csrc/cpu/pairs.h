@@ -1,20 +1,32 @@
 /* Pairs: products of bfloat16 numbers, two a lane's element at a time, summed in float. There is no
  * attention in this file. An instance has it that says LA_BF16_PRODUCTS: 1, by the processor's
- * instruction, twice as fast as float multiply-adds; 2, spelled out, as a test of the first.
+ * instruction; 2, spelled out, as a test of the first.
  *
- * A word is two bfloat16 numbers that are neighbours along a sum, the first in its low half. A
- * product's left factor lies in rows as it is, A[row][p, p+1]; its right factor has its rows zipped by
- * twos, B[p / 2][column][2]. An odd count is filled up with a zero.
+ * A word is two bfloat16 numbers, the first in its low half; the product of two words is the sum of two
+ * products. A left factor lies in rows of words, A[row][p]. A right factor is reals, and made words a strip of
+ * columns at a time. What a word holds is the instance's LA_PLANES:
+ *
+ *     1  two neighbours along the sum: a row of A as it is, rows of B zipped by twos. Half as many words as
+ *        terms; what is no bfloat16 number is rounded to 8 bits. An odd count is filled up with a zero.
+ *     2  one term: its bfloat16 number twice in A, a real as the sum of two numbers, high and low, in B.
+ *        16 bits of a real; what A holds must be bfloat16 numbers.
  *
  * The instruction takes denormal numbers for zeros, leaves none, and rounds between the two products
- * in its own way: all that is far below the 2^-9 that the factors are rounded by. So is the error of
- * one chain over all terms: of 64 for K = 128, 64 x 2^-24. Chains of CHAIN (tile.h) buy nothing. */
+ * in its own way: all that is far below what the factors are rounded by. So is the error of
+ * one chain over all terms: of 64 words for K = 128, 64 x 2^-24. Chains of CHAIN (tile.h) buy nothing. */
+
+#define HAVE_PAIRS 1
+enum { TERMS = LA_PLANES == 1 ? 2 : 1 }; /* in a word */
+
+/* Words of a row of A that may be read at once, zeros beyond a sum's own; rows of A, anything beyond a
+ * product's own. */
+enum { PADDED_WORDS = 16, ROWS_READ = 32 };
+enum { PAIR_LANES = 2 }; /* in a strip of B */
 
 typedef uint16_t half;
 /* Stored as words, rows are moved as lanes of reals too (transpose): they alias everything. */
 typedef uint32_t word __attribute__((may_alias));
 typedef uint32_t words __attribute__((vector_size(LA_LANE_BYTES), may_alias));
-typedef uint32_t words_unaligned __attribute__((vector_size(LA_LANE_BYTES), aligned(2), may_alias));
 typedef half halves __attribute__((vector_size(LA_LANE_BYTES), may_alias));
 typedef half half_lane __attribute__((vector_size(LA_LANE_BYTES / 2), aligned(2), may_alias));
 
@@ -27,12 +39,6 @@ LA_FN const words *words_in(const word *x)
 LA_FN word *take_words(arena *m, int64_t count) { return (word *)take(m, count); }
 
 #if LA_BF16_PRODUCTS == 1
-/* A lane of bfloat16 numbers, anywhere, as reals. (From convertvector gcc makes four pieces of it.) */
-LA_FN lane widen(const char *x)
-{
-    return (lane)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)x)), 16);
-}
-
 LA_FN lane dot_pairs(lane sum, words a, words b)
 {
     return (lane)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -48,17 +54,7 @@ LA_FN words zip(lane x, lane y)
                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     return (words)_mm512_permutexvar_epi16((__m512i)order, (__m512i)join(x, y));
 }
-
-LA_FN void store_halves(char *to, lane x)
-{
-    *(half_lane *)to = (half_lane)_mm512_cvtneps_pbh((__m512)x);
-}
 #else
-LA_FN lane widen(const char *x)
-{
-    return (lane)(__builtin_convertvector(*(const half_lane *)x, words) << 16);
-}
-
 LA_FN lane dot_pairs(lane sum, words a, words b)
 {
     sum += (lane)(a & 0xffff0000) * (lane)(b & 0xffff0000);
@@ -84,29 +80,50 @@ LA_FN words join(lane x, lane y)
 }
 
 LA_FN words zip(lane x, lane y) { return low_halves(x) | low_halves(y) << 16; }
-
-LA_FN void store_halves(char *to, lane x)
-{
-    *(half_lane *)to = __builtin_convertvector(low_halves(x), half_lane);
-}
 #endif
 
-/* A lane of the first numbers of pairs, from two lanes of pairs; of the second ones. */
-LA_FN words firsts(words x, words y)
+/* Two bfloat16 numbers whose sum is x, to 16 bits: its upper half, and what that leaves, rounded. An infinity
+ * leaves nothing. (What is added to round can make a NaN a zero, but the upper half of that is one too.) */
+LA_FN words split(lane x)
 {
-#if HAVE_ZIP
-    return (words)__builtin_shufflevector((halves)x, (halves)y, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18,
-                                          20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42, 44, 46,
-                                          48, 50, 52, 54, 56, 58, 60, 62);
-#else
-    halves z;
-    for (int i = 0; i < 2 * LANES; i++) z[i] = ((halves)(i < LANES ? x : y))[2 * i % (2 * LANES)];
-    return (words)z;
-#endif
+    const lane high = (lane)((words)x & 0xffff0000), zero = {0};
+    const lane low = pick(x == high, zero, x - high);
+    return (words)x >> 16 | (((words)low + 0x8000) & 0xffff0000);
 }
-LA_FN words seconds(words x, words y) { return firsts(x >> 16, y >> 16); }
 
-/* sum[r][w] += sum over p < P of A[r][p] . B[p][w], pairs of A in rows of ai words. */
+/* Words of a row of n numbers. */
+LA_FN int64_t words_for(int64_t n) { return (n + TERMS - 1) / TERMS; }
+LA_FN int64_t padded_words(int64_t n) { return round_up(words_for(n), PADDED_WORDS); }
+/* A row of n numbers in whole lanes, for a left factor. LA_PLANES 1 rounds them. */
+LA_FN void pack_left(word *to, const real *x, int64_t n)
+{
+    const lane zero = {0};
+    for (int64_t i = 0; i < n; i += TERMS * LANES) {
+        const lane *y = lanes_in(x + i);
+        if (LA_PLANES == 1)
+            words_of(to + i / TERMS)[0] = join(y[0], i + LANES < n ? y[1] : zero);
+        else
+            words_of(to + i / TERMS)[0] = (words)y[0] | (words)y[0] >> 16;
+    }
+}
+
+/* NV lanes of n rows of a right factor, and zeros. */
+LA_FN void pack_right(const int NV, word *to, const real *from, int64_t ld, int64_t n)
+{
+    const lane zero = {0};
+    for (int64_t i = 0; i < n; i += TERMS)
+#pragma GCC unroll 2
+        for (int w = 0; w < NV; w++) {
+            const lane *x = lanes_in(from + i * ld) + w;
+            words_of(to + i / TERMS * NV * LANES)[w] =
+                LA_PLANES == 2 ? split(x[0])
+                               : zip(x[0], i + 1 < n ? lanes_in(from + (i + 1) * ld)[w] : zero);
+        }
+    for (int64_t i = words_for(n) * NV; i < padded_words(n) * NV; i++)
+        words_of(to)[i] = (words)zero;
+}
+
+/* sum[r][w] += sum over p < P of A[r][p] . B[p][w], A in rows of ai words. */
 LA_FN void add_pairs(const int R, const int NV, int P, const word *restrict A, int64_t ai,
                      const word *restrict B, int64_t ldb, lane *sum)
 {
@@ -131,23 +148,19 @@ LA_FN void pair_sum(const int R, const int NV, int P, const word *restrict A, in
     add_pairs(R, NV, P, A, ai, B, ldb, sum);
 }
 
-/* C[M][N] = diag(c) D + A B, and Z [M/2][N] the same in zipped rows of ldc words: as product_ahead,
- * A[i][p] at A[i*ai + p], B[P][N], P pairs. D, Z, next may be NULL. */
-LA_COLD void pair_product(int64_t M, int64_t N, int64_t P, const word *A, int64_t ai, const word *B,
-                          int64_t ldb, real *C, int64_t ldc, const real *D, const real *c,
-                          int64_t ci, word *Z, ahead *next);
+/* NV lanes of pair_product: B is packed, its rows as long. */
+LA_FN void pair_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
+                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next);
 
 #ifdef LA_AMX
 #include "pairs_amx.h"
 #else
-/* C = A B, and (D not NULL) + diag(c) D; Z, if not NULL, is C once more, zipped. */
+/* C = A B, and (D not NULL) + diag(c) D. */
 LA_FN void pair_tile(const int R, const int NV, int P, const word *A, int64_t ai, const word *B,
-                     int64_t ldb, real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
-                     word *Z)
+                     real *C, int64_t ldc, const real *D, const real *c, int64_t ci)
 {
-    const lane zero = {0};
     lane x[TILE];
-    pair_sum(R, NV, P, A, ai, B, ldb, x);
+    pair_sum(R, NV, P, A, ai, B, NV * LANES, x);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -155,90 +168,43 @@ LA_FN void pair_tile(const int R, const int NV, int P, const word *A, int64_t ai
             if (D) x[r * NV + w] += c[r * ci] * lanes_in(D + r * ldc)[w];
             lanes_of(C + r * ldc)[w] = x[r * NV + w];
         }
-#pragma GCC unroll 8
-    for (int r = 0; Z && r < R; r += 2)
-#pragma GCC unroll 4
-        for (int w = 0; w < NV; w++)
-            words_of(Z + r / 2 * ldc)[w] =
-                zip(x[r * NV + w], r + 1 < R ? x[(r + 1) * NV + w] : zero);
 }
 
-LA_FN void pair_column(const int NV, int64_t M, int P, const word *A, int64_t ai, const word *B,
-                       int64_t ldb, real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
-                       word *Z, ahead *next)
+LA_FN void pair_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
+                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next)
 {
     int64_t i = 0;
 #define LA_TILE(R) \
-    pair_tile(R, NV, P, A + i * ai, ai, B, ldb, C + i * ldc, ldc, D ? D + i * ldc : D, \
-              c ? c + i * ci : c, ci, Z ? Z + i / 2 * ldc : Z)
+    pair_tile(R, NV, (int)P, A + i * ai, ai, B, C + i * ldc, ldc, D ? D + i * ldc : D, \
+              c ? c + i * ci : c, ci)
     for (; i + TILE / 2 <= M; i += TILE / 2) {
         if (next) ask(next);
         LA_TILE(TILE / 2);
     }
-    if (i + 4 <= M) {
-        LA_TILE(4);
-        i += 4;
-    }
-    if (i + 2 <= M) {
-        LA_TILE(2);
-        i += 2;
-    }
+    for (; i + 2 <= M; i += 2) LA_TILE(2);
     if (i < M) LA_TILE(1);
 #undef LA_TILE
 }
 
-LA_COLD void pair_product(int64_t M, int64_t N, int64_t P, const word *A, int64_t ai, const word *B,
-                          int64_t ldb, real *C, int64_t ldc, const real *D, const real *c,
-                          int64_t ci, word *Z, ahead *next)
-{
-    int64_t j = 0;
-#define LA_COLUMN(NV, P, ai) \
-    pair_column(NV, M, P, A, ai, B + j, ldb, C + j, ldc, D ? D + j : D, c, ci, Z ? Z + j : Z, next)
-    if (P == SHORT && ai == SHORT)
-        for (; j + 2 * LANES <= N; j += 2 * LANES) LA_COLUMN(2, SHORT, SHORT);
-    for (; j + 2 * LANES <= N; j += 2 * LANES) LA_COLUMN(2, (int)P, ai);
-    if (j < N) LA_COLUMN(1, (int)P, ai);
-#undef LA_COLUMN
-}
-
+LA_FN void pair_products_begin(void) {}
 LA_FN void pair_products_end(void) {}
 #endif
 
-/* A row of n reals in whole lanes, rounded, into round_up(n, 2 * LANES) numbers. */
-LA_FN void pack_row(word *to, const real *x, int64_t n)
+/* C[M][N] = diag(c) D + A B: as product_ahead, of n terms, A in rows of ai words, B[n][N]; `strip` has room for
+ * padded_words(n) rows of PAIR_LANES lanes. D and next may be NULL. */
+LA_COLD void pair_product(int64_t M, int64_t N, int64_t n, const word *A, int64_t ai, const real *B,
+                          int64_t ldb, real *C, int64_t ldc, const real *D, const real *c,
+                          int64_t ci, word *strip, ahead *next)
 {
-    const lane zero = {0};
-    for (int64_t i = 0; i < n; i += 2 * LANES)
-        words_of(to + i / 2)[0] =
-            join(lanes_in(x + i)[0], i + LANES < n ? lanes_in(x + i)[1] : zero);
-}
-
-/* n bfloat16 numbers from anywhere, the rest of `size` words 0. */
-LA_FN void copy_numbers(word *to, int64_t size, const char *from, int64_t n)
-{
-    if (n == 2 * size) {
-        for (int64_t i = 0; i < size; i += LANES)
-            words_of(to + i)[0] = *(const words_unaligned *)(from + 4 * i);
-        return;
+    int64_t j = 0;
+#define LA_STRIP(NV) \
+    pack_right(NV, strip, B + j, ldb, n); \
+    pair_strip(NV, M, words_for(n), A, ai, strip, C + j, ldc, D ? D + j : D, c, ci, next)
+    for (; j + PAIR_LANES * LANES <= N; j += PAIR_LANES * LANES) {
+        LA_STRIP(PAIR_LANES);
     }
-    memcpy(to, from, (size_t)(2 * n));
-    memset((char *)to + 2 * n, 0, (size_t)(4 * size - 2 * n));
+    if (j < N) {
+        LA_STRIP(1);
+    }
+#undef LA_STRIP
 }
-
-/* As FOR_EACH_BLOCK (tile.h), of rows first..n, every block from an even row. */
-#define FOR_EACH_EVEN_BLOCK(first, n, width, block, ...) \
-    do { \
-        int64_t w_ = 0; \
-        for (; w_ + STRIP * LANES <= (width); w_ += STRIP * LANES) { \
-            int64_t i_ = (first); \
-            for (; i_ + ROWS <= (n); i_ += ROWS) block(ROWS, STRIP, i_, w_, __VA_ARGS__); \
-            for (; i_ + 2 <= (n); i_ += 2) block(2, STRIP, i_, w_, __VA_ARGS__); \
-            if (i_ < (n)) block(1, STRIP, i_, w_, __VA_ARGS__); \
-        } \
-        for (; w_ < (width); w_ += LANES) { \
-            int64_t i_ = (first); \
-            for (; i_ + ROWS <= (n); i_ += ROWS) block(ROWS, 1, i_, w_, __VA_ARGS__); \
-            for (; i_ + 2 <= (n); i_ += 2) block(2, 1, i_, w_, __VA_ARGS__); \
-            if (i_ < (n)) block(1, 1, i_, w_, __VA_ARGS__); \
-        } \
-    } while (0)

@@ -1,15 +1,14 @@
-/* pair_product (pairs.h) by AMX: matrix registers of 16 rows of 64 bytes, and an instruction that adds to 16 x 16
- * floats the product of 16 x 16 pairs and 16 x 16 pairs. An instance has it that says LA_AMX: 1, by the
+/* pair_strip (pairs.h) by AMX: matrix registers of 16 rows of 64 bytes, and an instruction that adds to 16 x 16
+ * floats the product of 16 x 16 words and 16 x 16 words. An instance has it that says LA_AMX: 1, by the
  * processor's instructions; 2, spelled out, as a test of the first.
  *
- * Four registers are sums: 16 rows of 64 columns. A product takes 16 cycles, a load 8, and a product waits 52
- * for the one before it in the same sums: with four of them 64 cycles of products hide the loads, 40, and the
- * wait (Intel's optimization manual, throughput and latency of TDPBF16PS and TILELOADD). The others are the
- * factors, and the same once more for the last pairs of a sum, where they are fewer than 16.
+ * Four registers are sums: 32 rows of 32 columns; two and two have the factors. A product takes 16 cycles, a load
+ * 8, and a product waits 52 for the one before it in the same sums: four of them are 64 cycles (Intel's
+ * optimization manual, throughput and latency of TDPBF16PS and TILELOADD).
  *
  * As the instructions of pairs.h these take denormal numbers for zeros, and leave none. */
 
-enum { AMX_ROWS = 16, AMX_PAIRS = 16, AMX_COLUMNS = 4 * LANES };
+enum { AMX_ROWS = 16, AMX_WIDE = PAIR_LANES * LANES }; /* of a register; columns of a block */
 
 /* What the registers hold, as LDTILECFG reads it. */
 typedef struct amx_shape {
@@ -65,112 +64,80 @@ LA_FN void amx_multiply(int sums, int a, int b)
 }
 #endif
 
-LA_FN void amx_shape_for(amx_shape *shape, int rows, int64_t P)
+/* Every register whole: factors are padded (pairs.h). */
+LA_FN void pair_products_begin(void)
 {
-    const int last = P % AMX_PAIRS ? (int)(P % AMX_PAIRS) : AMX_PAIRS;
-    *shape = (amx_shape){.palette = 1};
+    amx_shape shape = {.palette = 1};
     for (int i = 0; i < 8; i++) {
-        shape->bytes[i] = 64;
-        shape->rows[i] = (uint8_t)rows;
+        shape.bytes[i] = 64;
+        shape.rows[i] = AMX_ROWS;
     }
-    shape->rows[5] = AMX_PAIRS;
-    shape->bytes[6] = (uint16_t)(4 * last);
-    shape->rows[7] = (uint8_t)last;
-}
-
-/* As many rows as the shape says, NV lanes of columns. */
-LA_FN void amx_sums(const int NV, int64_t P, const word *A, int64_t ai, const word *B, int64_t ldb,
-                    real *to, int64_t ld)
-{
-    int64_t p = 0;
-#define LA_EACH(DO, ...) \
-    DO(0, __VA_ARGS__); \
-    if (NV > 1) DO(1, __VA_ARGS__); \
-    if (NV > 2) DO(2, __VA_ARGS__); \
-    if (NV > 3) DO(3, __VA_ARGS__)
-#define LA_ZERO(v, _) amx_zero(v)
-#define LA_MULTIPLY(v, a, b) \
-    do { \
-        amx_load(b, B + p * ldb + (v) * LANES, ldb); \
-        amx_multiply(v, a, b); \
-    } while (0)
-#define LA_STORE(v, _) amx_store(v, to + (v) * LANES, ld)
-    LA_EACH(LA_ZERO, 0);
-    for (; p + AMX_PAIRS <= P; p += AMX_PAIRS) {
-        amx_load(4, A + p, ai);
-        LA_EACH(LA_MULTIPLY, 4, 5);
-    }
-    if (p < P) {
-        amx_load(6, A + p, ai);
-        LA_EACH(LA_MULTIPLY, 6, 7);
-    }
-    LA_EACH(LA_STORE, 0);
-#undef LA_EACH
-#undef LA_ZERO
-#undef LA_MULTIPLY
-#undef LA_STORE
-}
-
-/* C = sums + diag(c) D, and Z is C once more, zipped. */
-LA_FN void amx_finish(const int rows, const int NV, const real *sums, real *C, int64_t ldc,
-                      const real *D, const real *c, int64_t ci, word *Z, ahead *next)
-{
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r += 2) {
-        if (next && r % TALL == 0) ask(next); /* as often as tiles of TALL rows would */
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) {
-            lane x[2] = {{0}, {0}};
-#pragma GCC unroll 2
-            for (int y = 0; y < 2; y++) {
-                if (r + y == rows) break;
-                x[y] = lanes_in(sums + (r + y) * AMX_COLUMNS)[v] +
-                       c[(r + y) * ci] * lanes_in(D + (r + y) * ldc)[v];
-                lanes_of(C + (r + y) * ldc)[v] = x[y];
-            }
-            words_of(Z + r / 2 * ldc)[v] = zip(x[0], x[1]);
-        }
-    }
-}
-
-/* D and Z are both given, or neither. */
-LA_FN void amx_block(const int NV, int rows, int64_t P, const word *A, int64_t ai, const word *B,
-                     int64_t ldb, real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
-                     word *Z, ahead *next)
-{
-    real sums[AMX_ROWS * AMX_COLUMNS] __attribute__((aligned(64)));
-    if (!D) {
-        amx_sums(NV, P, A, ai, B, ldb, C, ldc);
-        return;
-    }
-    amx_sums(NV, P, A, ai, B, ldb, sums, AMX_COLUMNS);
-    if (rows == AMX_ROWS)
-        amx_finish(AMX_ROWS, NV, sums, C, ldc, D, c, ci, Z, next);
-    else
-        amx_finish(rows, NV, sums, C, ldc, D, c, ci, Z, next);
-}
-
-LA_COLD void pair_product(int64_t M, int64_t N, int64_t P, const word *A, int64_t ai, const word *B,
-                          int64_t ldb, real *C, int64_t ldc, const real *D, const real *c,
-                          int64_t ci, word *Z, ahead *next)
-{
-    amx_shape shape = {0};
-    amx_reads_memory();
-    for (int64_t i = 0; i < M; i += AMX_ROWS) {
-        const int rows = M - i < AMX_ROWS ? (int)(M - i) : AMX_ROWS;
-        if (rows != shape.rows[0]) {
-            amx_shape_for(&shape, rows, P);
-            amx_configure(&shape);
-        }
-        int64_t j = 0;
-#define LA_BLOCK(NV) \
-    amx_block(NV, rows, P, A + i * ai, ai, B + j, ldb, C + i * ldc + j, ldc, \
-              D ? D + i * ldc + j : D, c ? c + i * ci : c, ci, Z ? Z + i / 2 * ldc + j : Z, next)
-        for (; j + AMX_COLUMNS <= N; j += AMX_COLUMNS) LA_BLOCK(4);
-        for (; j < N; j += LANES) LA_BLOCK(1);
-#undef LA_BLOCK
-    }
+    amx_configure(&shape);
 }
 
 /* Whoever has the processor next need not save the registers. */
 LA_FN void pair_products_end(void) { amx_release(); }
+
+/* NR times 16 rows, NV lanes of columns. */
+LA_FN void amx_sums(const int NR, const int NV, int64_t P, const word *A, int64_t ai, const word *B,
+                    real *to, int64_t ld)
+{
+    amx_zero(0);
+    amx_zero(1);
+    amx_zero(2);
+    amx_zero(3);
+    for (int64_t p = 0; p < P; p += PADDED_WORDS) {
+        amx_load(4, A + p, ai);
+        if (NR > 1) amx_load(5, A + AMX_ROWS * ai + p, ai);
+        amx_load(6, B + p * NV * LANES, NV * LANES);
+        if (NV > 1) amx_load(7, B + p * NV * LANES + LANES, NV * LANES);
+        amx_multiply(0, 4, 6);
+        if (NR > 1) amx_multiply(2, 5, 6);
+        if (NV == 1) continue;
+        amx_multiply(1, 4, 7);
+        if (NR > 1) amx_multiply(3, 5, 7);
+    }
+    amx_store(0, to, ld);
+    if (NV > 1) amx_store(1, to + LANES, ld);
+    if (NR > 1) amx_store(2, to + AMX_ROWS * ld, ld);
+    if (NR > 1 && NV > 1) amx_store(3, to + AMX_ROWS * ld + LANES, ld);
+}
+
+/* Sums that are not whole registers, or to which diag(c) D is added, go through memory. */
+LA_FN void amx_block(const int NR, const int NV, int64_t rows, int64_t P, const word *A, int64_t ai,
+                     const word *B, real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
+                     ahead *next)
+{
+    real sums[2 * AMX_ROWS * AMX_WIDE] __attribute__((aligned(64)));
+    if (!D && rows == NR * AMX_ROWS) {
+        amx_sums(NR, NV, P, A, ai, B, C, ldc);
+        return;
+    }
+    amx_sums(NR, NV, P, A, ai, B, sums, AMX_WIDE);
+    for (int64_t r = 0; r < rows; r++) {
+        if (next && r % (TILE / 2) == 0) ask(next); /* as often as other tiles would */
+#pragma GCC unroll 2
+        for (int v = 0; v < NV; v++) {
+            lane x = lanes_in(sums + r * AMX_WIDE)[v];
+            if (D) x += c[r * ci] * lanes_in(D + r * ldc)[v];
+            lanes_of(C + r * ldc)[v] = x;
+        }
+    }
+}
+
+LA_FN void pair_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
+                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next)
+{
+    amx_reads_memory();
+#define LA_BLOCK(NR) \
+    amx_block(NR, NV, rows, P, A + i * ai, ai, B, C + i * ldc, ldc, D ? D + i * ldc : D, \
+              c ? c + i * ci : c, ci, next)
+    for (int64_t i = 0; i < M; i += 2 * AMX_ROWS) {
+        const int64_t rows = M - i < 2 * AMX_ROWS ? M - i : 2 * AMX_ROWS;
+        if (rows > AMX_ROWS)
+            LA_BLOCK(2);
+        else
+            LA_BLOCK(1);
+    }
+#undef LA_BLOCK
+}

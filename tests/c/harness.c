@@ -39,27 +39,21 @@ static double unit_roundoff(la_dtype dtype)
                              : 0x1p-8;
 }
 
-/* Did the drawn run round what it multiplied to bfloat16? */
-static bool rounded_products(const la_problem *p)
-{
-    const bool pairs = strstr(la_isa(), "bf16") || strstr(la_isa(), "amx");
-    return pairs && p->face == LA_FORWARD && p->causal && p->mode == LA_CHUNK && p->chunk <= 64 &&
-           p->array[LA_Q].dtype == LA_BF16;
-}
-
 /* Inputs are of order 1, so sums have terms of the size of their largest result or of 1. Two orders
  * of summation differ by about u sqrt(terms) of that; SLACK covers what follows on (the solve, the
  * normaliser). Storing in a narrow dtype adds at most one unit in the last place of the element.
  * A wrong index or mask is off by order 1. Products of rounded factors are sums over keys, and over
- * tokens, of terms that are each off by 2^-9; nothing follows on that is as large. */
+ * tokens, of terms that are each off by half a unit of what was multiplied; nothing follows on that is as
+ * large. */
 enum { SLACK = 8 };
 static double worst_ratio;
 
 static bool agree(const sample *s, const double *x, const double *y)
 {
     const la_problem *p = &s->p;
-    const bool rounded = rounded_products(&s->run);
-    const double u = rounded ? 0x1p-9 / SLACK : unit_roundoff(s->run.real);
+    const int bits = s->run.face == LA_FORWARD ? la_forward_bits(&s->run) : 53;
+    const bool rounded = bits <= 16;
+    const double u = rounded ? ldexp(1, -bits - 1) / SLACK : unit_roundoff(s->run.real);
     const double terms =
         rounded ? (double)p->K + (double)p->T
                 : (double)(p->T + 1) * (double)p->K * (double)p->V * (double)(p->HV / p->H);
