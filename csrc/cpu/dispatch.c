@@ -375,7 +375,7 @@ static bool share(relay *r, const job *alone, int threads)
     const int64_t whole = over(p->tokens * p->HV, longest); /* heads, were all sequences as long */
     const int64_t time =
         over(whole * alone->panels, threads) * (cost_of_scores(r->C) + alone->columns);
-    return share_columns(r, whole, threads) * 8 <= time * 7; /* rounds cost something too */
+    return share_columns(r, whole, threads) * 4 <= time * 3; /* rounds cost something too */
 }
 
 static void relay_unit(void *context, int64_t i, int thread)
@@ -478,13 +478,22 @@ static void gather_head_unit(void *context, int64_t hv, int thread)
     j->kernels->gather_head(j->p, hv, j->sums);
 }
 
+/* A single unit would run on a single core. Its scores are made twice then, on whatever number of threads:
+ * the width must not depend on it. */
+static int64_t backward_columns(const la_problem *p)
+{
+    const bool one_unit = p->N * p->HV == 1 && p->V <= LA_BACKWARD_PANEL;
+    const int64_t widest = one_unit ? LA_BACKWARD_PANEL / 2 : LA_BACKWARD_PANEL;
+    return p->V < widest ? p->V : widest;
+}
+
 la_status la_backward(la_problem *p)
 {
     job j = {.p = p, .kernels = kernels_for(p), .heads = 1};
     const size_t real = p->real == LA_F64 ? 8 : 4;
     la_partials sums = {.tokens = p->tokens};
     sums.kp = (p->K + j.kernels->lanes - 1) / j.kernels->lanes * j.kernels->lanes;
-    j.columns = p->V < LA_BACKWARD_PANEL ? p->V : LA_BACKWARD_PANEL;
+    j.columns = backward_columns(p);
     j.panels = sums.panels = (p->V + j.columns - 1) / j.columns;
     j.sums = &sums;
     j.blocks = (p->T + GATHER_TOKENS - 1) / GATHER_TOKENS;

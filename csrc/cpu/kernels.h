@@ -26,7 +26,7 @@ typedef struct la_chunks {
     int64_t rooms;
 } la_chunks;
 
-/* Value columns per backward unit. Every unit adds to dq, dk, dg and dbeta, and the sums over
+/* Value columns per backward unit, at most. Every unit adds to dq, dk, dg and dbeta, and the sums over
  * panels are taken in a fixed order, so this width (not the thread count) fixes the bits. */
 #define LA_BACKWARD_PANEL 128
 
