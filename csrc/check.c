@@ -133,13 +133,18 @@ static int64_t value_of(const la_problem *p, char letter)
     return 0;
 }
 
+static int values_of(const la_problem *p, const char *letters, int64_t shape[LA_MAX_DIMS])
+{
+    int ndim = 0;
+    for (; letters[ndim]; ndim++) shape[ndim] = value_of(p, letters[ndim]);
+    return ndim;
+}
+
 int la_shape_of(const la_problem *p, la_name name, int64_t shape[LA_MAX_DIMS])
 {
     char letters[LA_MAX_DIMS + 1];
     user_letters(p, name, letters);
-    int ndim = (int)strlen(letters);
-    for (int i = 0; i < ndim; i++) shape[i] = value_of(p, letters[i]);
-    return ndim;
+    return values_of(p, letters, shape);
 }
 
 bool la_has(const la_problem *p, la_name name)
@@ -244,13 +249,11 @@ static la_status check_dtype(la_problem *p, la_name name)
 }
 /* clang-format on */
 
-static la_status check_shape(la_problem *p, la_name name)
+static la_status check_shape(la_problem *p, la_name name, const char *letters)
 {
     const la_array *x = &p->array[name];
-    char letters[LA_MAX_DIMS + 1];
     int64_t want[LA_MAX_DIMS];
-    user_letters(p, name, letters);
-    int ndim = la_shape_of(p, name, want);
+    int ndim = values_of(p, letters, want);
     if (x->ndim == ndim && (ndim == 0 || !memcmp(x->shape, want, sizeof *want * (size_t)ndim)))
         return LA_OK;
     writer w = message(p);
@@ -280,10 +283,8 @@ la_status la_refuse_dims(la_problem *p, la_name name, int ndim, const int64_t *s
 }
 
 /* From the user's dimensions to the kernels': a letter the user left out gets stride 0. */
-static void make_canonical(const la_problem *p, la_name name, la_array *x)
+static void reorder(const la_problem *p, la_name name, const char *letters, la_array *x)
 {
-    char letters[LA_MAX_DIMS + 1];
-    user_letters(p, name, letters);
     const char *full = canonical_letters(p, name);
     int64_t stride[LA_MAX_DIMS];
     int n = 0;
@@ -299,10 +300,21 @@ static void make_canonical(const la_problem *p, la_name name, la_array *x)
 
 static la_status check_array(la_problem *p, la_name name)
 {
+    char letters[LA_MAX_DIMS + 1];
     la_status status = check_dtype(p, name);
-    if (!status) status = check_shape(p, name);
-    if (!status) make_canonical(p, name, &p->array[name]);
+    if (status) return status;
+    user_letters(p, name, letters);
+    status = check_shape(p, name, letters);
+    if (!status) reorder(p, name, letters, &p->array[name]);
     return status;
+}
+
+/* For an array whose shape is known to be right. */
+static void make_canonical(la_problem *p, la_name name)
+{
+    char letters[LA_MAX_DIMS + 1];
+    user_letters(p, name, letters);
+    reorder(p, name, letters, &p->array[name]);
 }
 
 /* ---- the letters ---- */
@@ -384,7 +396,7 @@ static la_status settle_sequences(la_problem *p)
                         (long long)p->B);
     p->N = cu->shape[0] - 1;
     if (p->device == LA_CUDA) { /* reading it would wait for the device */
-        make_canonical(p, LA_CU, cu);
+        make_canonical(p, LA_CU);
         return LA_OK;
     }
     int64_t before = 0;
@@ -403,7 +415,7 @@ static la_status settle_sequences(la_problem *p)
     if (before != p->T)
         return complain(p, LA_VALUE_ERROR, "cu_seqlens: expected to end at T = %lld, got %lld",
                         (long long)p->T, (long long)before);
-    make_canonical(p, LA_CU, cu);
+    make_canonical(p, LA_CU);
     return LA_OK;
 }
 
@@ -497,7 +509,7 @@ la_status la_check(la_problem *p)
             status = missing(p, name);
         if (status) return status;
     }
-    make_canonical(p, LA_Q, &p->array[LA_Q]);
+    make_canonical(p, LA_Q);
     return LA_OK;
 }
 

@@ -511,7 +511,7 @@ static int module_exec(PyObject *module)
     if (la_arrays_init() || la_bound_init(module)) return -1;
     const char *isa = getenv("LINATTN_ISA");
     if (isa && *isa && !la_isa_choose(isa)) {
-        char names[64] = "";
+        char names[128] = "";
         for (int i = 0; i < la_isa_count(); i++) {
             bool here;
             const char *name = la_isa_name(i, &here);
