@@ -375,7 +375,7 @@ static bool share(relay *r, const job *alone, int threads)
     const int64_t whole = over(p->tokens * p->HV, longest); /* heads, were all sequences as long */
     const int64_t time =
         over(whole * alone->panels, threads) * (cost_of_scores(r->C) + alone->columns);
-    return share_columns(r, whole, threads) * 4 <= time * 3; /* rounds cost something too */
+    return share_columns(r, whole, threads) * 8 <= time * 7; /* rounds cost something too */
 }
 
 static void relay_unit(void *context, int64_t i, int thread)
