@@ -230,7 +230,7 @@ class Arena:
     def twin(self, x):
         """The device's array for the host's x, or a str: why there can be none."""
         offset = 0
-        if x.size:
+        if x.nbytes:
             address = x.__array_interface__["data"][0]
             low, _, place = next(s for s in self.spans if s[0] <= address < s[1])
             offset = place + address - low
