@@ -17,6 +17,13 @@
  * scale those of k and q (`hat`: k^_i = e_i k_i, q^_i = e_i q_i; `tilde`: k~_j = r_j k_j, which are
  * carried down the chunk, multiplied by a_i at each token). */
 
+/* Does this instance make its large products in pairs (chunk_pairs.h)? */
+#ifdef LA_PLANES
+enum { PAIRED = true };
+#else
+enum { PAIRED = false };
+#endif
+
 typedef struct chunk {
     int64_t C;      /* room, in tokens */
     int64_t kp, cp; /* K and C, padded */
@@ -36,7 +43,6 @@ typedef struct chunk {
     real *den;      /* [C]: the normaliser's denominators */
     /* [n], TOKEN and in pairs: what rows of k S, q S and U are scaled by, e, e and r */
     const real *scale_kS, *scale_qS, *scale_U;
-    bool paired; /* its large products are those of pairs (chunk_pairs.h) */
 } chunk;
 
 /* again: k, q and a are wanted again, for the adjoint. Who walks forward is done with a row of theirs
@@ -113,7 +119,6 @@ LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t
 {
     c->n = n;
     c->q = c->k + n * c->kp;
-    c->paired = false;
     load_keys(p, LA_K, u->b, t, n, u->h, c->k);
     if (reads) load_keys(p, LA_Q, u->b, t, n, u->h, c->q);
     load_gates(c, p, u, t, decay, rule);
@@ -263,20 +268,8 @@ LA_FN void chunk_scores(chunk *c, const la_problem *p, const bool reads, const l
 
 /* ---- solve, read, carry: one panel of columns ---- */
 
-/* Known to the compiler where nobody makes such chunks. */
-LA_FN bool in_pairs(const chunk *c)
-{
-#ifdef HAVE_PAIRS
-    return c->paired;
-#else
-    (void)c;
-    return false;
-#endif
-}
-
 typedef struct panel {
     int64_t v0, v1, width; /* columns of V; width is padded */
-    int64_t which;         /* among those of a unit's heads */
     real *S;               /* [K][width] */
     real *U;               /* [C][width]: what is written */
     real *rU; /* TOKEN and in pairs [C][width]: r U, as the chunk's end sees it (else U) */
@@ -325,16 +318,15 @@ LA_FN void panel_write(const chunk *c, const la_problem *p, const la_unit *u, in
                        const panel *s, const la_decay decay)
 {
     load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
-    for (int64_t i = 0; (decay == LA_TOKEN || in_pairs(c)) && i < c->n; i++)
+    for (int64_t i = 0; (decay == LA_TOKEN || PAIRED) && i < c->n; i++)
         scale_row(s->width, s->rU + i * s->width, s->U + i * s->width, c->scale_U[i]);
 }
 
 /* R rows from i, NV lanes from column w of a product with the state: made here, or beforehand. */
 LA_FN void look_at_state(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
-                         const real *rows, const panel *s, const real *made, const bool paired,
-                         lane *look)
+                         const real *rows, const panel *s, const real *made, lane *look)
 {
-    if (!paired) {
+    if (!PAIRED) {
         tile_sum(R, NV, K, rows + i * c->kp, c->kp, 1, s->S + w, s->width, look);
         return;
     }
@@ -355,14 +347,14 @@ LA_FN real start_of(const real *scale, int64_t i, const bool scaled)
 /* R rows from i, NV lanes from column w of panel_solve. */
 LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
                        const real *k, const panel *s, rows V, real *E, ahead *next,
-                       const bool scaled, const bool paired)
+                       const bool scaled)
 {
     if (next) ask(next);
     const int64_t cp = c->cp, width = s->width;
     const real *L = c->L + i * cp;
     lane look[TILE], sum[TILE], u[STRIP];
 
-    look_at_state(R, NV, i, w, c, K, k, s, s->kS, paired, look);
+    look_at_state(R, NV, i, w, c, K, k, s, s->kS, look);
     tile_sum(R, NV, (int)i, L, cp, 1, s->U + w, width, sum);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
@@ -390,17 +382,15 @@ LA_COLD void panel_solve(const chunk *c, int64_t K, const panel *s, rows V, real
 {
     const real *k = decay == LA_KEY ? c->hat : c->k;
     if (!E) E = s->U; /* where U_i is written next */
-    if (in_pairs(c))
-        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, NULL, true, true);
-    else if (decay == LA_TOKEN)
-        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, true, false);
+    if (decay == LA_TOKEN || PAIRED)
+        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, true);
     else
-        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, false, false);
+        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, false);
 }
 
 LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c,
                       const la_problem *p, const real *q, const panel *s, rows O, ahead *next,
-                      const bool scaled, const bool normalised, const bool paired)
+                      const bool scaled, const bool normalised)
 {
     if (next) ask(next);
     const int64_t cp = c->cp, width = s->width;
@@ -408,7 +398,7 @@ LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chu
     const real scale = (real)p->scale;
     lane look[TILE], sum[TILE];
 
-    look_at_state(R, NV, i, w, c, (int)p->K, q, s, s->qS, paired, look);
+    look_at_state(R, NV, i, w, c, (int)p->K, q, s, s->qS, look);
     tile_sum(R, NV, (int)i, P, cp, 1, s->U + w, width, sum);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
@@ -434,14 +424,12 @@ LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, row
                         const la_decay decay, bool normalised)
 {
     const real *q = decay == LA_KEY ? c->hat + c->n * c->kp : c->q;
-    if (in_pairs(c))
-        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, NULL, true, false, true);
-    else if (decay == LA_TOKEN)
-        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, true, false, false);
+    if (decay == LA_TOKEN || PAIRED)
+        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, true, false);
     else if (normalised)
-        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, true, false);
+        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, true);
     else
-        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, false, false);
+        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, false);
 }
 
 /* The decay of the whole chunk: one number, or one per key. */
@@ -509,17 +497,17 @@ typedef struct walk {
 } walk;
 
 LA_FN void walk_take(walk *w, arena *m, const la_problem *p, int64_t C, int64_t heads,
-                     int64_t columns, const la_decay decay, const bool paired)
+                     int64_t columns, const la_decay decay)
 {
     int64_t width = padded(columns < PANEL ? columns : PANEL);
     int64_t panels = (columns + PANEL - 1) / PANEL;
     w->S = take(m, heads * panels * p->K * width);
     w->U = take(m, C * width);
-    w->rU = take(m, decay == LA_TOKEN || paired ? C * width : 0);
+    w->rU = take(m, decay == LA_TOKEN || PAIRED ? C * width : 0);
     w->O = take(m, C * width);
     w->z = take(m, heads * padded(p->K));
     w->lost = take(m, heads * padded(p->K));
-    if (paired) pairs_take(&w->x, m, p, C, width);
+    if (PAIRED) pairs_take(&w->x, m, p, C, width);
 }
 
 LA_FN panel panel_at(const walk *w, const la_problem *p, const la_unit *u, int64_t head, int64_t v)
@@ -528,7 +516,6 @@ LA_FN panel panel_at(const walk *w, const la_problem *p, const la_unit *u, int64
     const int64_t panels = (all + PANEL - 1) / PANEL, which = head * panels + (v - u->v0) / PANEL;
     panel s = {.v0 = v, .v1 = v + PANEL < u->v1 ? v + PANEL : u->v1};
     s.width = padded(s.v1 - s.v0);
-    s.which = which;
     s.S = w->S + which * p->K * widest;
     s.U = w->U;
     s.rU = w->rU;
@@ -536,7 +523,7 @@ LA_FN panel panel_at(const walk *w, const la_problem *p, const la_unit *u, int64
     return s;
 }
 
-/* How often panel_forward looks at the state: to read, and to solve. */
+/* How often panel_forward walks over blocks of tokens: to read, and to solve. */
 LA_FN int looks(const la_rule rule) { return rule == LA_DELTA ? 2 : 1; }
 
 /* Tokens t.. of one panel's columns. */
@@ -544,7 +531,7 @@ LA_FN void panel_forward(const chunk *c, pair_scratch *x, const la_problem *p, c
                          int64_t t, panel *s, ahead *next, bool normalised, const la_decay decay,
                          const la_rule rule)
 {
-    if (in_pairs(c)) pairs_look(c, x, p, s, rule);
+    if (PAIRED) pairs_look(c, x, p, s, rule);
     if (rule == LA_DELTA) {
         const rows V = rows_of(p, LA_V, u, t, s, s->U);
         if (V.at == s->U) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
@@ -555,7 +542,7 @@ LA_FN void panel_forward(const chunk *c, pair_scratch *x, const la_problem *p, c
     const rows O = rows_of(p, LA_O, u, t, s, s->O);
     panel_read(c, p, s, O, next, decay, normalised);
     if (O.at == s->O) store_values(c, p, LA_O, u, t, s->v0, s->v1, s->O, s->width);
-    if (in_pairs(c))
+    if (PAIRED)
         pairs_carry(c, x, p, s, next, decay);
     else
         panel_carry(c, p, s, s->S, next, decay);
@@ -602,21 +589,19 @@ typedef struct forward_scratch {
 } forward_scratch;
 
 LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64_t C, int64_t heads,
-                        int64_t columns, const la_decay decay, const la_rule rule,
-                        const bool paired)
+                        int64_t columns, const la_decay decay, const la_rule rule)
 {
     chunk_take(&f->c, m, p, C, false, decay, rule);
-    walk_take(&f->w, m, p, C, heads, columns, decay, paired);
+    walk_take(&f->w, m, p, C, heads, columns, decay);
 }
 
-/* The unit's heads walk side by side, chunk by chunk: their rows are neighbours in memory. paired:
- * by products of pairs. */
+/* The unit's heads walk side by side, chunk by chunk: their rows are neighbours in memory. */
 LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, arena *m,
-                         const la_decay decay, const la_rule rule, const bool paired)
+                         const la_decay decay, const la_rule rule)
 {
     static const la_name touched[] = {LA_O, LA_V, LA_G, LA_Q, LA_K};
     forward_scratch f;
-    forward_take(&f, m, p, C, all->heads, all->v1 - all->v0, decay, rule, paired);
+    forward_take(&f, m, p, C, all->heads, all->v1 - all->v0, decay, rule);
 
     for (int64_t i = 0; i < all->heads; i++) {
         const la_unit u = head_of(p, all, i);
@@ -625,10 +610,10 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, are
     for (int64_t t = all->begin; t < all->end; t += C)
         for (int64_t i = 0; i < all->heads; i++) {
             const la_unit u = head_of(p, all, i);
-            ahead next = ahead_of(p, &u, t + C, C, touched, sizeof touched / sizeof *touched,
-                                  paired ? 0 : looks(rule));
+            ahead next =
+                ahead_of(p, &u, t + C, C, touched, sizeof touched / sizeof *touched, looks(rule));
             const int64_t n = t + C < u.end ? C : u.end - t;
-            if (paired) {
+            if (PAIRED) {
                 pairs_scores(&f.c, &f.w.x, p, &u, t, n, decay, rule);
             } else {
                 chunk_load(&f.c, p, &u, t, n, true, decay, rule);
@@ -656,7 +641,7 @@ LA_FN void scores_forward(const la_problem *p, const la_unit *u, int64_t t, int6
 LA_FN void columns_take(walk *w, real **den, arena *m, const la_problem *p, int64_t C,
                         int64_t columns, const la_decay decay)
 {
-    walk_take(w, m, p, C, 1, columns, decay, false);
+    walk_take(w, m, p, C, 1, columns, decay);
     *den = take(m, C);
 }
 

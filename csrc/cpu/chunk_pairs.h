@@ -8,7 +8,7 @@
  * What may be rounded is a right factor on its way, S and r U, and no state is: no rounding is ever added up. k and q
  * go in as the user gave them; their norms scale what comes out (docs/decisions/0026). */
 
-#ifdef HAVE_PAIRS
+#ifdef LA_PLANES
 typedef struct pair_scratch {
     int64_t kw, cw; /* words in a left factor's row of K numbers, of C */
     word *keys;     /* [2C][kw]: k, then (from row n) q */
@@ -54,7 +54,6 @@ LA_FN void pairs_scores(chunk *c, pair_scratch *x, const la_problem *p, const la
     const int64_t kp = c->kp, cp = c->cp, first = rule == LA_DELTA ? 0 : n;
     real *of_k = x->norm, *of_q = x->norm + cp;
     c->n = n;
-    c->paired = true;
     pairs_load_keys(p, LA_K, u, t, n, c->k, x->keys, x->kw, of_k);
     pairs_load_keys(p, LA_Q, u, t, n, c->k + n * kp, x->keys + n * x->kw, x->kw, of_q);
     load_gates(c, p, u, t, decay, rule);
@@ -98,7 +97,7 @@ LA_FN void pairs_carry(const chunk *c, const pair_scratch *x, const la_problem *
                  whole_decay(c, decay), 0, x->strip, next);
 }
 #else
-/* No such products: nobody asks for a chunk in pairs. */
+/* No such products: nobody calls these. */
 typedef struct pair_scratch {
     char none;
 } pair_scratch;

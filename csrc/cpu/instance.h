@@ -31,7 +31,7 @@
 #define DEFINE_PAIR(decay, rule) \
     LA_KERNEL walk_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, arena *m) \
     { \
-        chunk_forward(p, u, C, m, LA_##decay, LA_##rule, false); \
+        chunk_forward(p, u, C, m, LA_##decay, LA_##rule); \
     } \
     LA_KERNEL scores_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t t, int64_t C, \
                                       arena *m) \
@@ -100,7 +100,7 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_
         scan_take(&f, &m, p);
     } else {
         forward_scratch f;
-        forward_take(&f, &m, p, C, heads, p->V, kernel_decay(p), p->rule, false);
+        forward_take(&f, &m, p, C, heads, p->V, kernel_decay(p), p->rule);
     }
     return m.used;
 }

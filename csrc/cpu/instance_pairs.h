@@ -28,7 +28,7 @@
 #define DEFINE_WALK(decay, rule) \
     LA_KERNEL walk_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, arena *m) \
     { \
-        chunk_forward(p, u, C, m, LA_##decay, LA_##rule, true); \
+        chunk_forward(p, u, C, m, LA_##decay, LA_##rule); \
     }
 LA_WALKS(DEFINE_WALK)
 
@@ -41,7 +41,7 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_
     arena m = {NULL, 0};
     forward_scratch f;
     forward_take(&f, &m, p, chunk_length(p, longest, LA_TOKENS), heads, p->V, kernel_decay(p),
-                 p->rule, true);
+                 p->rule);
     return m.used;
 }
 

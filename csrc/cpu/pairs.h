@@ -15,7 +15,6 @@
  * in its own way: all that is far below what the factors are rounded by. So is the error of
  * one chain over all terms: of 64 words for K = 128, 64 x 2^-24. Chains of CHAIN (tile.h) buy nothing. */
 
-#define HAVE_PAIRS 1
 enum { TERMS = LA_PLANES == 1 ? 2 : 1 }; /* in a word */
 
 /* Words of a row of A that may be read at once, zeros beyond a sum's own; rows of A, anything beyond a
@@ -123,31 +122,6 @@ LA_FN void pack_right(const int NV, word *to, const real *from, int64_t ld, int6
         words_of(to)[i] = (words)zero;
 }
 
-/* sum[r][w] += sum over p < P of A[r][p] . B[p][w], A in rows of ai words. */
-LA_FN void add_pairs(const int R, const int NV, int P, const word *restrict A, int64_t ai,
-                     const word *restrict B, int64_t ldb, lane *sum)
-{
-    for (int p = 0; p < P; p++) {
-        words b[STRIP];
-#pragma GCC unroll 4
-        for (int w = 0; w < NV; w++) b[w] = words_in(B + p * ldb)[w];
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            const words a = A[r * ai + p] - (words){0};
-#pragma GCC unroll 4
-            for (int w = 0; w < NV; w++) sum[r * NV + w] = dot_pairs(sum[r * NV + w], a, b[w]);
-        }
-    }
-}
-
-LA_FN void pair_sum(const int R, const int NV, int P, const word *restrict A, int64_t ai,
-                    const word *restrict B, int64_t ldb, lane *sum)
-{
-#pragma GCC unroll 16
-    for (int i = 0; i < R * NV; i++) sum[i] = (lane){0};
-    add_pairs(R, NV, P, A, ai, B, ldb, sum);
-}
-
 /* NV lanes of pair_product: B is packed, its rows as long. */
 LA_FN void pair_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
                       real *C, int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next);
@@ -156,11 +130,24 @@ LA_FN void pair_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t
 #include "pairs_amx.h"
 #else
 /* C = A B, and (D not NULL) + diag(c) D. */
-LA_FN void pair_tile(const int R, const int NV, int P, const word *A, int64_t ai, const word *B,
-                     real *C, int64_t ldc, const real *D, const real *c, int64_t ci)
+LA_FN void pair_tile(const int R, const int NV, int P, const word *restrict A, int64_t ai,
+                     const word *restrict B, real *C, int64_t ldc, const real *D, const real *c,
+                     int64_t ci)
 {
     lane x[TILE];
-    pair_sum(R, NV, P, A, ai, B, NV * LANES, x);
+#pragma GCC unroll 16
+    for (int i = 0; i < R * NV; i++) x[i] = (lane){0};
+    for (int p = 0; p < P; p++) {
+        words b[PAIR_LANES];
+#pragma GCC unroll 4
+        for (int w = 0; w < NV; w++) b[w] = words_in(B + p * NV * LANES)[w];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const words a = A[r * ai + p] - (words){0};
+#pragma GCC unroll 4
+            for (int w = 0; w < NV; w++) x[r * NV + w] = dot_pairs(x[r * NV + w], a, b[w]);
+        }
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
