@@ -1,29 +1,5 @@
-/* AVX-512 with AMX: chunks of bfloat16 arrays by products of matrices, a real as the sum of two bfloat16
- * numbers. For all else the other instances of AVX-512 serve. */
-#if defined(__x86_64__)
-#include <immintrin.h> /* before the target is set: its functions carry their own */
-#if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target( \
-        "amx-tile,amx-bf16,avx512bf16,avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,f16c,bmi2"))), \
-    apply_to = function)
-#else
-#pragma GCC target( \
-    "amx-tile,amx-bf16,avx512bf16,avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,f16c,bmi2")
-#endif
+/* By matrix registers, a real as the sum of two bfloat16 numbers. */
 #define LA_INSTANCE la_cpu_amx
 #define LA_ISA "amx"
-#define LA_LANE_BYTES 64
-#define LA_REGISTERS 32
-#define LA_REAL float
-#define LA_REAL_BITS 32
-#define LA_BF16_PRODUCTS 1
-#define LA_AMX 1
 #define LA_PLANES 2
-#define LA_TOKENS 32
-#define LA_PANEL 128
-#include "instance_pairs.h"
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
-#endif
+#include "amx.h"
