@@ -36,6 +36,20 @@ FLAGS = [
     "-Wextra",
     "-pthread",
 ]
+
+
+def compiler_knows(flag):
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    command = [*compiler, "-Werror", flag, "-c", "-x", "c", "-o", os.devnull, os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+# gcc 13 and later leave some sums unfused, those in one register: docs/decisions/0006
+if compiler_knows("--param=avoid-fma-max-bits=0"):
+    FLAGS.append("--param=avoid-fma-max-bits=0")
 if os.environ.get("LINATTN_WERROR") == "1":
     FLAGS.append("-Werror")
 if os.environ.get("LINATTN_EMULATE_BF16") == "1":
