@@ -188,10 +188,10 @@ int la_isa_count(void);
 const char *la_isa_name(int i, bool *runs_here);
 /* Choose by name; false if it is unknown or cannot run here. */
 bool la_isa_choose(const char *name);
-/* Bits of a number that the forward pass of this problem multiplies: 53, 24, or fewer. */
-int la_forward_bits(const la_problem *p);
 
 /* Tests only: let the n-th scratch allocation from now on fail (0: never). */
 void la_fail_allocation(int n);
+/* Tests only: bits of a number that the forward pass of this problem multiplies; 53, 24, or fewer. */
+int la_forward_bits(const la_problem *p);
 
 #endif

@@ -177,11 +177,11 @@ def rounds_products(op, dtype, K, mode, T=64, chunk=None):
 def bits_multiplied(op, dtype, mode, T=64, chunk=None):
     """How many bits of a number a causal forward pass on the host multiplies, by a processor's
     products of bfloat16 numbers, in chunks of up to 64: 8, one of them for a number, or 16, two;
-    0 where it does not."""
+    0 where it does not: with a decay per key, or a feature map, linear_attention's by default."""
     isa = _linattn.isa()[0]
     paired = "bf16" in isa or "amx" in isa
-    if not (paired and op not in ("gla", "kda") and mode == "chunk" and (chunk or 0) <= 64
-            and dtype == ml_dtypes.bfloat16 and T > 0):
+    if not (paired and op not in ("linear_attention", "gla", "kda") and mode == "chunk"
+            and (chunk or 0) <= 64 and dtype == ml_dtypes.bfloat16 and T > 0):
         return 0
     return 8 if "bf16" in isa else 16
 

@@ -11,13 +11,8 @@
 #pragma GCC target( \
     "amx-tile,amx-bf16,avx512bf16,avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,f16c,bmi2")
 #endif
-#define LA_LANE_BYTES 64
-#define LA_REGISTERS 32
-#define LA_REAL float
-#define LA_REAL_BITS 32
 #define LA_BF16_PRODUCTS 1
 #define LA_AMX 1
-#define LA_TOKENS 32
 #define LA_PANEL 128
 #include "instance_pairs.h"
 #if defined(__clang__)

@@ -7,14 +7,9 @@
 #endif
 #define LA_INSTANCE la_cpu_avx2_amx
 #define LA_ISA "avx2amx"
-#define LA_LANE_BYTES 64
-#define LA_REGISTERS 32
-#define LA_REAL float
-#define LA_REAL_BITS 32
 #define LA_BF16_PRODUCTS 2
 #define LA_AMX 2
 #define LA_PLANES 2
-#define LA_TOKENS 32
 #define LA_PANEL 128
 #include "instance_pairs.h"
 #if defined(__clang__)

@@ -11,14 +11,8 @@
 #endif
 #define LA_INSTANCE la_cpu_avx512_bf16
 #define LA_ISA "avx512bf16"
-#define LA_LANE_BYTES 64
-#define LA_REGISTERS 32
-#define LA_REAL float
-#define LA_REAL_BITS 32
 #define LA_BF16_PRODUCTS 1
 #define LA_PLANES 1
-#define LA_TOKENS 32
-#define LA_PANEL 64
 #include "instance_pairs.h"
 #if defined(__clang__)
 #pragma clang attribute pop

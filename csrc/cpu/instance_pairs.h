@@ -1,10 +1,11 @@
 /* One instance of the chunk form by products of pairs (chunk_pairs.h), for one instruction set: the
- * forward pass of what dispatch.c's in_pairs lets through. Files that include this say what instance.h asks
- * for, and LA_BF16_PRODUCTS, LA_PLANES (pairs.h), LA_AMX if they have it (pairs_amx.h), and
- *
- *     LA_TOKENS  tokens per chunk: a chunk reads, scales, writes and copies the state, whatever its length,
- *               and beside products of pairs that weighs more than beside those of floats
- *     LA_PANEL  columns worked on together */
+ * forward pass of what dispatch.c's in_pairs lets through. Files that include this say LA_INSTANCE and LA_ISA
+ * (instance.h), the compiler's target, LA_BF16_PRODUCTS, LA_PLANES (pairs.h), and LA_AMX (pairs_amx.h) and LA_PANEL
+ * (chunk.h) if they have them. */
+#define LA_LANE_BYTES 64
+#define LA_REGISTERS 32
+#define LA_REAL float
+#define LA_REAL_BITS 32
 
 #include <math.h>
 #include <string.h>
@@ -21,6 +22,10 @@
 #include "load.h"
 #include "pairs.h"
 #include "chunk.h"
+
+/* A chunk reads, scales and writes the state, whatever its length, and beside products of pairs that
+ * weighs more than beside those of floats. */
+enum { CHUNK = 32 };
 
 /* clang-format off */
 #define LA_WALKS(X) X(NONE, ADDITIVE) X(NONE, DELTA) X(TOKEN, ADDITIVE) X(TOKEN, DELTA)
@@ -40,15 +45,14 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_
 {
     arena m = {NULL, 0};
     forward_scratch f;
-    forward_take(&f, &m, p, chunk_length(p, longest, LA_TOKENS), heads, p->V, kernel_decay(p),
-                 p->rule);
+    forward_take(&f, &m, p, chunk_length(p, longest, CHUNK), heads, p->V, kernel_decay(p), p->rule);
     return m.used;
 }
 
 static void forward(const la_problem *p, const la_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
-    const int64_t C = chunk_length(p, u->end - u->begin, LA_TOKENS);
+    const int64_t C = chunk_length(p, u->end - u->begin, CHUNK);
     pair_products_begin();
     walks[kernel_decay(p)][p->rule](p, u, C, &m);
     pair_products_end();

@@ -197,9 +197,14 @@ LA_COLD void map_row_adjoint(real *dx, const real *x, int64_t n, la_map map)
 /* As in flash-linear-attention: x / sqrt(sum x^2 + 1e-6). */
 #define L2NORM_EPS ((real)1e-6)
 
+LA_FN real l2norm_factor(const real *x, int64_t n)
+{
+    return 1 / (real)LA_SQRT(dot(n, x, x) + L2NORM_EPS);
+}
+
 LA_FN real l2norm_row(real *x, int64_t n)
 {
-    real factor = 1 / (real)LA_SQRT(dot(n, x, x) + L2NORM_EPS);
+    const real factor = l2norm_factor(x, n);
     for (int64_t i = 0; i < n; i += LANES) lanes_of(x + i)[0] *= factor;
     return factor;
 }

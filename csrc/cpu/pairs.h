@@ -23,7 +23,7 @@ enum { PADDED_WORDS = 16, ROWS_READ = 32 };
 enum { PAIR_LANES = 2 }; /* in a strip of B */
 
 typedef uint16_t half;
-/* Stored as words, rows are moved as lanes of reals too (transpose): they alias everything. */
+/* They lie in an arena of reals: they alias everything. */
 typedef uint32_t word __attribute__((may_alias));
 typedef uint32_t words __attribute__((vector_size(LA_LANE_BYTES), may_alias));
 typedef half halves __attribute__((vector_size(LA_LANE_BYTES), may_alias));
@@ -93,6 +93,7 @@ LA_FN words split(lane x)
 /* Words of a row of n numbers. */
 LA_FN int64_t words_for(int64_t n) { return (n + TERMS - 1) / TERMS; }
 LA_FN int64_t padded_words(int64_t n) { return round_up(words_for(n), PADDED_WORDS); }
+
 /* A row of n numbers in whole lanes, for a left factor. LA_PLANES 1 rounds them. */
 LA_FN void pack_left(word *to, const real *x, int64_t n)
 {
