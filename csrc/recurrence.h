@@ -14,8 +14,12 @@
  *
  * Needs: LA_FN, real, lane, lane_of_state (a lane wherever it lies), LANE_ZERO, LANE_SUM (a lane's
  * sum over its columns), JOIN (nothing where a thread has all rows), UNROLL (before a loop
- * whose S is in registers), MAX_STRIP >= W.
+ * whose S is in registers), MAX_STRIP >= W. Where it helps: LANE_LOADED (a lane from memory, loaded
+ * once for all its uses).
  */
+#ifndef LANE_LOADED
+#define LANE_LOADED(x) (x)
+#endif
 
 /* Rows whose products are added up before they join the total: one chain of K terms would lose a
  * bit or two more. */
@@ -41,8 +45,11 @@ LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int K, co
         UNROLL for (int i = first; i < last; i++)
         {
             const real ai = la_decay_of(a, i, decay), ki = ai * k[i], qi = q ? ai * q[i] : 0;
-            for (int w = 0; w < W; w++) of_k[w] += ki * S[i * ld + w];
-            for (int w = 0; w < W && q; w++) of_q[w] += qi * S[i * ld + w];
+            for (int w = 0; w < W; w++) {
+                const lane s = LANE_LOADED(S[i * ld + w]);
+                of_k[w] += ki * s;
+                if (q) of_q[w] += qi * s;
+            }
         }
         for (int w = 0; w < W; w++) p[w] += of_k[w];
         for (int w = 0; w < W && q; w++) o[w] += of_q[w];
@@ -51,7 +58,8 @@ LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int K, co
 }
 
 /* qk is q . k, which the delta rule needs: it reads before it writes, so that the state is gone
- * through once for both products and once, from the rows just seen backwards, to be written. */
+ * through once for both products and once, from the rows just seen backwards, to be written. What a
+ * row is multiplied by is read once, before the row is written: for all the compiler knows it lies there. */
 LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int K, const real *q, const real *k,
                     const lane *v, const real *a, real beta, real qk, lane *o, const la_decay decay,
                     const la_rule rule)
@@ -62,11 +70,14 @@ LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int K, const real
         la_predict(S, W, ld, K, k, q, a, p, o, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
         for (int w = 0; w < W; w++) o[w] += qk * u[w];
-        UNROLL for (int i = K - 1; i >= 0; i--) for (int w = 0; w < W; w++)
+        UNROLL for (int i = K - 1; i >= 0; i--)
         {
-            lane s = S[i * ld + w];
-            if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
-            S[i * ld + w] = s + k[i] * u[w];
+            const real ai = la_decay_of(a, i, decay), ki = k[i];
+            for (int w = 0; w < W; w++) {
+                lane s = S[i * ld + w];
+                if (decay != LA_NONE) s *= ai;
+                S[i * ld + w] = s + ki * u[w];
+            }
         }
         return;
     }
@@ -76,13 +87,16 @@ LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int K, const real
     {
         const int last = la_last_row(first, K);
         lane sum[MAX_STRIP] = {LANE_ZERO};
-        UNROLL for (int i = first; i < last; i++) for (int w = 0; w < W; w++)
+        UNROLL for (int i = first; i < last; i++)
         {
-            lane s = S[i * ld + w];
-            if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
-            s += k[i] * u[w];
-            sum[w] += q[i] * s;
-            S[i * ld + w] = s;
+            const real ai = la_decay_of(a, i, decay), ki = k[i], qi = q[i];
+            for (int w = 0; w < W; w++) {
+                lane s = S[i * ld + w];
+                if (decay != LA_NONE) s *= ai;
+                s += ki * u[w];
+                sum[w] += qi * s;
+                S[i * ld + w] = s;
+            }
         }
         for (int w = 0; w < W; w++) o[w] += sum[w];
     }
@@ -112,14 +126,15 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
         lane sum[MAX_STRIP] = {LANE_ZERO};
         UNROLL for (int i = first; i < last; i++)
         {
+            const real ai = la_decay_of(a, i, decay), ki = k[i], qi = q[i];
             lane gq = {0}, gk = {0};
             for (int w = 0; w < W; w++) {
                 lane s = S[i * W + w];
-                if (decay != LA_NONE) s *= la_decay_of(a, i, decay);
-                gq += (s + k[i] * u[w]) * d_o[w]; /* was o = S' q, S the state written */
-                dS[i * W + w] += q[i] * d_o[w];
+                if (decay != LA_NONE) s *= ai;
+                gq += (s + ki * u[w]) * d_o[w]; /* was o = S' q, S the state written */
+                dS[i * W + w] += qi * d_o[w];
                 gk += dS[i * W + w] * u[w]; /* was S <- S + k u' */
-                sum[w] += k[i] * dS[i * W + w];
+                sum[w] += ki * dS[i * W + w];
             }
             dq[i] += LANE_SUM(gq);
             dk[i] += LANE_SUM(gk);
@@ -140,13 +155,13 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
     lane all = {0}, ga = {0}; /* a scalar decay's gradient: of all rows, LA_ROWS at a time */
     UNROLL for (int i = 0; i < K; i++)
     {
-        const real ai = la_decay_of(a, i, decay);
+        const real ai = la_decay_of(a, i, decay), ki = k[i];
         lane gk = {0};
         if (decay == LA_KEY) ga = LANE_ZERO;
         for (int w = 0; w < W; w++) {
             if (rule == LA_DELTA) { /* was p = S' k, S the decayed state */
                 gk += (ai * S[i * W + w]) * dp[w];
-                dS[i * W + w] += k[i] * dp[w];
+                dS[i * W + w] += ki * dp[w];
             }
             if (decay != LA_NONE) { /* was S <- diag(a) S */
                 ga += S[i * W + w] * dS[i * W + w];

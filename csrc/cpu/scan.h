@@ -15,6 +15,7 @@ enum { PANEL_STRIP = 4 };
 enum { STEP_STRIP = 4 };
 
 #define LANE_ZERO ((lane){0})
+#define LANE_LOADED lane_loaded
 #define JOIN(x, y, W) /* a lane has all rows of its columns */
 #define UNROLL
 #include "../recurrence.h"
@@ -113,14 +114,17 @@ LA_FN void look_and_write(const lane_of_state *next, lane_of_state *S, const int
             const int j = K - 1 - i;
             for (int64_t x = W * (int64_t)sizeof(lane); x < bytes && !S; x += CACHE_LINE)
                 __builtin_prefetch((const char *)(next + i * ld) + x, 0, 2);
+            const real aki = ak[i], aqi = aq[i];
             for (int w = 0; w < W && next; w++) {
-                of_k[w] += ak[i] * next[i * ld + w];
-                of_q[w] += aq[i] * next[i * ld + w];
+                const lane s = lane_loaded(next[i * ld + w]);
+                of_k[w] += aki * s;
+                of_q[w] += aqi * s;
             }
+            const real aj = la_decay_of(a, j, decay), kj = k[j];
             for (int w = 0; w < W && S; w++) {
                 lane s = S[j * ld + w];
-                if (decay != LA_NONE) s *= la_decay_of(a, j, decay);
-                S[j * ld + w] = s + k[j] * u[w];
+                if (decay != LA_NONE) s *= aj;
+                S[j * ld + w] = s + kj * u[w];
             }
         }
         for (int w = 0; w < W && next; w++) p[w] += of_k[w];
