@@ -138,6 +138,7 @@ LA_FN void pair_tile(const int R, const int NV, int P, const word *restrict A, i
     lane x[TILE];
 #pragma GCC unroll 16
     for (int i = 0; i < R * NV; i++) x[i] = (lane){0};
+#pragma GCC unroll 4
     for (int p = 0; p < P; p++) {
         words b[PAIR_LANES];
 #pragma GCC unroll 4
