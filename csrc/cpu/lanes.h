@@ -72,20 +72,6 @@ LA_FN real lane_sum(lane x)
 }
 #define LANE_SUM lane_sum
 
-/* A lane from memory that is used more than once. Left to itself gcc makes the memory an operand of every
- * multiply-add, and a look at the state waits for loads: Zen 4 does one of 64 bytes a cycle. */
-LA_FN lane lane_loaded(lane x)
-{
-#if defined(__x86_64__) && LA_REGISTERS == 32
-    __asm__("" : "+v"(x));
-#elif defined(__x86_64__)
-    __asm__("" : "+x"(x));
-#elif defined(__aarch64__)
-    __asm__("" : "+w"(x));
-#endif
-    return x;
-}
-
 /* mask ? x : y, bit by bit; masks come from lane comparisons. */
 LA_FN lane pick(lane_int mask, lane x, lane y)
 {
