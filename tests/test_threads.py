@@ -167,8 +167,8 @@ def test_packed_sequences_and_whole_sequences_do_not_either(op):
 
 # ---- threads that share a head ----
 
-# Fewer heads than threads, and work enough for eight: the scores of a chunk are made once, a round
-# of a few chunks ahead, and the head's columns are shared out.
+# Work enough for eight threads and more. Where every head has two, the scores of a chunk are made
+# once, a round of a few chunks ahead, and the head's columns are shared out.
 SHARED = {
     "V=128": {"T": 600, "K": 64, "V": 128},
     "V=64": {"T": 800, "K": 64, "V": 64},
@@ -190,7 +190,7 @@ SEQUENCES = {
 def assert_same_bits(op, inputs, **options):
     linattn.set_num_threads(1)
     want = forward(op, inputs, **options)
-    for n in range(2, 9):
+    for n in (*range(2, 9), 12):
         linattn.set_num_threads(n)
         assert forward(op, inputs, **options) == want, n
 

@@ -283,18 +283,31 @@ static void step_unit(void *context, int64_t i, int thread)
     j->kernels->step(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
 }
 
+static int64_t over(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+/* What scores cost a token, in columns: a column takes 3 K multiply-adds, scores up to 2 C K and, in
+ * chunks of 16, half of their time for loads and decays. */
+static int64_t cost_of_scores(int64_t C) { return C + 16; }
+
 /* Columns of different units never mix and every column is computed the same way wherever it lies,
- * so the split may follow the number of threads without moving a bit. Few heads: their columns are
- * shared out. Many: heads whose rows are neighbours go together (ahead.h), as long as their states
- * fit in half of a small L2 cache and every thread has a unit or two. */
+ * so the split may follow the number of threads without moving a bit. A head's columns are shared out
+ * where that leaves the slowest thread no more to do, its units' scores (of 16 tokens, say) counted.
+ * Many heads: those whose rows are neighbours go together (ahead.h), as long as their states fit in
+ * half of a small L2 cache and every thread has a unit or two. */
 static void split(job *j, int threads)
 {
-    enum { MOST_HEADS = 4, STATES = 256 << 10 };
+    enum { MOST_HEADS = 4, STATES = 256 << 10, NARROW = 64 };
     const la_problem *p = j->p;
     const int64_t all = p->N * p->HV, size = p->real == LA_F64 ? 8 : 4;
-    j->columns = p->V;
-    while (all * ((p->V + j->columns - 1) / j->columns) < threads && j->columns > 64)
-        j->columns = (j->columns / 2 + 63) / 64 * 64;
+    int64_t time = INT64_MAX;
+    for (int64_t columns = p->V;; columns = over(columns / 2, NARROW) * NARROW) {
+        const int64_t units = over(all * over(p->V, columns), threads);
+        if (units * (cost_of_scores(16) + columns) <= time) {
+            time = units * (cost_of_scores(16) + columns);
+            j->columns = columns;
+        }
+        if (columns <= NARROW) break;
+    }
     j->panels = (p->V + j->columns - 1) / j->columns;
     for (j->heads = MOST_HEADS; j->heads > 1; j->heads /= 2)
         if (p->N * groups(p, j->heads) * j->panels >= (threads > 1 ? 2 * threads : 1) &&
@@ -321,12 +334,6 @@ typedef struct {
     size_t room_bytes;
     char *room;
 } relay;
-
-static int64_t over(int64_t x, int64_t y) { return (x + y - 1) / y; }
-
-/* What scores cost a token, in columns: a column takes 3 K multiply-adds, scores up to 2 C K and, in
- * chunks of 16, half of their time for loads and decays. */
-static int64_t cost_of_scores(int64_t C) { return C + 16; }
 
 /* Columns a unit so that the slowest thread has least to do; its time, in columns of the longest
  * sequence. Scores fill what walks leave idle, but for those of a single round: these come first. */
@@ -358,6 +365,10 @@ static bool share(relay *r, const job *alone, int threads)
     const int64_t longest = longest_sequence(p);
     if (threads < 2 || !longest || !alone->kernels->scores || !p->causal || p->mode == LA_RECURRENT)
         return false;
+    /* To read what another core has made costs about as much as to make it: it pays where a head
+     * has two threads or more, and no sooner. Heads as if all sequences were as long. */
+    const int64_t whole = over(p->tokens * p->HV, longest);
+    if (2 * whole > threads) return false;
 
     *r = (relay){.j = *alone, .heads = p->N * p->HV};
     r->j.heads = 1;
@@ -372,7 +383,6 @@ static bool share(relay *r, const job *alone, int threads)
         r->rooms = r->rounds > 1 ? 2 * r->chunks : r->chunks;
         if ((size_t)(r->heads * r->rooms) * r->room_bytes <= room) break;
     }
-    const int64_t whole = over(p->tokens * p->HV, longest); /* heads, were all sequences as long */
     const int64_t time =
         over(whole * alone->panels, threads) * (cost_of_scores(r->C) + alone->columns);
     return share_columns(r, whole, threads) * 8 <= time * 7; /* rounds cost something too */

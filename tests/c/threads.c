@@ -13,14 +13,14 @@ enum { CALLERS = 8, PROBLEMS = 4 };
 static long rounds = 20;
 static atomic_bool failed;
 
-/* Large enough to be shared out: the pool's threshold is 30 us of work a thread. few: with fewer heads
- * than threads, in chunks, so that threads share a head. */
+/* Large enough to be shared out: the pool's threshold is 30 us of work a thread. few: in chunks,
+ * with half as many heads as threads at times, so that threads share a head. */
 static void make_large(sample *s, draw *d, bool few)
 {
     for (;;) {
         sample_make(s, d, 160);
         const la_problem *p = &s->p;
-        const bool shared = p->N * p->HV <= 3 && p->causal && p->mode == LA_CHUNK &&
+        const bool shared = p->N * p->HV <= 2 && p->causal && p->mode == LA_CHUNK &&
                             p->chunk <= 40 && p->face == LA_FORWARD;
         if (p->B * p->T * p->HV * p->K * p->V > 1 << 19 && p->face != LA_STEP && (shared || !few))
             return;
