@@ -185,17 +185,19 @@ static void describe(la_call *c, la_name name, PyObject *object)
     c->object[name] = object;
 }
 
-/* Of a dtype that the core has: 2, 4 or 8 bytes. */
+/* Of a dtype that the core has: 2, 4 or 8 bytes. Strides of nothing mean nothing. */
 static bool strides_fit(PyArrayObject *x, bool rows)
 {
-    const int ndim = PyArray_NDIM(x);
+    const int last = PyArray_NDIM(x) - 1;
     const npy_intp size = PyArray_ITEMSIZE(x);
     if (!PyArray_ISALIGNED(x) || PyArray_ISBYTESWAPPED(x)) return false;
-    if (PyArray_SIZE(x) == 0) return true; /* strides of nothing mean nothing */
-    for (int i = 0; i < ndim; i++)
-        if (PyArray_DIM(x, i) > 1 && PyArray_STRIDE(x, i) & (size - 1)) return false;
-    return !rows || ndim == 0 || PyArray_DIM(x, ndim - 1) <= 1 ||
-           PyArray_STRIDE(x, ndim - 1) == size;
+    for (int i = 0; i <= last; i++) {
+        if (PyArray_DIM(x, i) <= 1) continue;
+        const npy_intp stride = PyArray_STRIDE(x, i);
+        if (stride & (size - 1) || (rows && i == last && stride != size))
+            return PyArray_SIZE(x) == 0;
+    }
+    return true;
 }
 
 static la_span span_of_numpy(PyArrayObject *x)

@@ -98,22 +98,37 @@ static const char *canonical_letters(const la_problem *p, la_name name)
 }
 /* clang-format on */
 
+/* A state whose columns come before its keys. */
+static bool is_turned(const la_problem *p, const char *full)
+{
+    return p->state_v_first && (full[0] == 'N' || full[0] == 'P') && full[3] == 'V';
+}
+
+/* Does the user write a letter of this array in this call? One-head calls leave heads out, steps T, a
+ * gate what it has one number for. */
+static bool is_written(const la_problem *p, la_name name, char letter)
+{
+    const bool gate = name == LA_G || name == LA_DG;
+    if (gate && p->decay == LA_HEAD) return letter == 'h'; /* [HV] stays [1], and so does [B] */
+    switch (letter) {
+    case 'T': return p->face != LA_STEP;
+    case 'B': return !p->one_head || name == LA_SLOT;
+    case 'H':
+    case 'h': return !p->one_head;
+    case 'N': return !p->one_head || p->array[LA_CU].given;
+    case 'K': return !gate || p->decay == LA_KEY;
+    }
+    return true;
+}
+
 /* The letters that the user writes for this call, in the user's order. */
 static void user_letters(const la_problem *p, la_name name, char letters[LA_MAX_DIMS + 1])
 {
     const char *full = canonical_letters(p, name);
-    if (name == LA_G || name == LA_DG)
-        full = p->decay == LA_KEY ? "BThK" : p->decay == LA_TOKEN ? "BTh" : "h";
-    if (p->state_v_first && full[0] == 'N' && strlen(full) == 4) full = "NhVK";
-    if (p->state_v_first && full[0] == 'P' && strlen(full) == 4) full = "PhVK";
     int n = 0;
-    for (const char *c = full; *c; c++) {
-        const bool head = *c == 'B' || *c == 'H' || *c == 'h';
-        if (*c == 'T' && p->face == LA_STEP) continue;
-        if (p->one_head && head && full[1]) continue; /* [HV] or [B] alone stays [1] */
-        if (p->one_head && *c == 'N' && !p->array[LA_CU].given) continue;
-        letters[n++] = *c;
-    }
+    if (is_turned(p, full)) full = full[0] == 'N' ? "NhVK" : "PhVK";
+    for (const char *c = full; *c; c++)
+        if (is_written(p, name, *c)) letters[n++] = *c;
     letters[n] = 0;
 }
 
@@ -249,13 +264,13 @@ static la_status check_dtype(la_problem *p, la_name name)
 }
 /* clang-format on */
 
-static la_status check_shape(la_problem *p, la_name name, const char *letters)
+static la_status refuse_shape(la_problem *p, la_name name)
 {
     const la_array *x = &p->array[name];
+    char letters[LA_MAX_DIMS + 1];
     int64_t want[LA_MAX_DIMS];
-    int ndim = values_of(p, letters, want);
-    if (x->ndim == ndim && (ndim == 0 || !memcmp(x->shape, want, sizeof *want * (size_t)ndim)))
-        return LA_OK;
+    user_letters(p, name, letters);
+    const int ndim = values_of(p, letters, want);
     writer w = message(p);
     say(&w, "%s: expected ", la_array_name(p, name));
     if (ndim == 0) {
@@ -282,39 +297,42 @@ la_status la_refuse_dims(la_problem *p, la_name name, int ndim, const int64_t *s
     return LA_VALUE_ERROR;
 }
 
-/* From the user's dimensions to the kernels': a letter the user left out gets stride 0. */
-static void reorder(const la_problem *p, la_name name, const char *letters, la_array *x)
+/* From the user's dimensions to the kernels': a letter the user left out gets stride 0. False, and
+ * nothing is changed, if the shape is not right. */
+static bool make_canonical(la_problem *p, la_name name)
 {
+    la_array *x = &p->array[name];
     const char *full = canonical_letters(p, name);
-    int64_t stride[LA_MAX_DIMS];
-    int n = 0;
+    const bool turned = is_turned(p, full);
+    int64_t value[LA_MAX_DIMS];
+    bool written[LA_MAX_DIMS];
+    int n = 0, given = 0;
     for (; full[n]; n++) {
-        x->shape[n] = value_of(p, full[n]);
-        stride[n] = 0;
-        for (int i = 0; letters[i]; i++)
-            if (letters[i] == full[n]) stride[n] = x->stride[i];
+        value[n] = value_of(p, full[n]);
+        written[n] = is_written(p, name, full[n]);
+        if (!written[n]) continue;
+        const int i = given++ + (turned && n == 2) - (turned && n == 3);
+        if (i >= x->ndim || x->shape[i] != value[n]) return false;
     }
-    memcpy(x->stride, stride, sizeof *stride * (size_t)n);
+    if (given != x->ndim) return false;
+    if (turned) { /* K and V are always written */
+        const int64_t of_v = x->stride[given - 2];
+        x->stride[given - 2] = x->stride[given - 1];
+        x->stride[given - 1] = of_v;
+    }
     x->ndim = n;
+    while (n-- > 0) { /* the last first: none is written before it is read */
+        x->shape[n] = value[n];
+        x->stride[n] = written[n] ? x->stride[--given] : 0;
+    }
+    return true;
 }
 
 static la_status check_array(la_problem *p, la_name name)
 {
-    char letters[LA_MAX_DIMS + 1];
-    la_status status = check_dtype(p, name);
+    const la_status status = check_dtype(p, name);
     if (status) return status;
-    user_letters(p, name, letters);
-    status = check_shape(p, name, letters);
-    if (!status) reorder(p, name, letters, &p->array[name]);
-    return status;
-}
-
-/* For an array whose shape is known to be right. */
-static void make_canonical(la_problem *p, la_name name)
-{
-    char letters[LA_MAX_DIMS + 1];
-    user_letters(p, name, letters);
-    reorder(p, name, letters, &p->array[name]);
+    return make_canonical(p, name) ? LA_OK : refuse_shape(p, name);
 }
 
 /* ---- the letters ---- */
