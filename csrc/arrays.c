@@ -7,6 +7,7 @@
 #define LA_IMPORTS_NUMPY
 #include "views.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -45,7 +46,8 @@ int la_raise(const la_call *c, la_status status)
  * of it can only exist once ml_dtypes is imported, so nothing is imported here. */
 static int bfloat16_number(void)
 {
-    static int number = -1; /* written once, always with the same value */
+    static atomic_int known = -1; /* always of the same value, whoever writes it */
+    int number = atomic_load_explicit(&known, memory_order_relaxed);
     if (number >= 0) return number;
     PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
     PyObject *ml_dtypes = modules ? PyDict_GetItemString(modules, "ml_dtypes") : NULL;
@@ -54,6 +56,7 @@ static int bfloat16_number(void)
     PyArray_Descr *descr = NULL;
     if (type && PyArray_DescrConverter(type, &descr)) {
         number = descr->type_num;
+        atomic_store_explicit(&known, number, memory_order_relaxed);
         Py_DECREF((PyObject *)descr);
     }
     Py_XDECREF(type);

@@ -268,12 +268,18 @@ static int truth(PyObject *value)
 /* Does PyTorch record gradients? Asked once a call. Another library's arrays have no say in it. */
 static int records_gradients(la_call *c)
 {
-    static PyObject *enabled; /* torch.is_grad_enabled; written once, always with the same value */
+    static _Atomic(PyObject *) known; /* torch.is_grad_enabled; kept by who writes it first */
     if (c->gradients) return c->gradients > 0;
+    PyObject *enabled = atomic_load(&known);
     if (!enabled) {
         PyObject *torch = PyDict_GetItemString(PyImport_GetModuleDict(), "torch"); /* borrowed */
         if (torch) enabled = PyObject_GetAttrString(torch, "is_grad_enabled");
         if (torch && !enabled) return -1;
+        PyObject *first = NULL;
+        if (enabled && !atomic_compare_exchange_strong(&known, &first, enabled)) {
+            Py_DECREF(enabled);
+            enabled = first;
+        }
     }
     int yes = enabled ? truth(PyObject_CallNoArgs(enabled)) : 0;
     if (yes >= 0) c->gradients = yes ? 1 : -1;

@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import sysconfig
 
 import ml_dtypes
 import numpy as np
@@ -57,6 +58,11 @@ def test_calls_on_numpys_arrays_bring_in_nothing():
     loaded = python("import sys, numpy, linattn; x = numpy.ones((4, 2)); "
                     "linattn.retention(x, x, x); print(*sys.modules)").split()
     assert not {"torch", "linattn.autograd"} & set(loaded)
+
+
+@pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL")
+def test_a_free_threaded_python_stays_free():
+    assert python("import linattn, sys; print(sys._is_gil_enabled())").strip() == "False"
 
 
 def test_importing_starts_no_thread():
