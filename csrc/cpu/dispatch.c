@@ -207,8 +207,9 @@ static int64_t sequence_start(const la_problem *p, int64_t n)
 typedef struct {
     const la_problem *p;
     const la_kernels *kernels;
-    int64_t heads; /* value heads in a unit */
-    int64_t columns, panels;
+    int64_t heads;           /* value heads in a unit */
+    int64_t wide;            /* so many groups of heads come first, and are one unit each */
+    int64_t columns, panels; /* of the others' units */
     const la_partials *sums;
     int64_t blocks; /* of tokens, per batch row */
     char *scratch;
@@ -220,13 +221,15 @@ static int64_t groups(const la_problem *p, int64_t heads) { return (p->HV + head
 static la_unit unit_at(const job *j, int64_t i)
 {
     const la_problem *p = j->p;
-    const int64_t group = i / j->panels % groups(p, j->heads);
-    la_unit u = {.panel = i % j->panels, .hv = group * j->heads};
-    u.n = i / j->panels / groups(p, j->heads);
+    const bool wide = i < j->wide;
+    const int64_t group = wide ? i : j->wide + (i - j->wide) / j->panels;
+    la_unit u = {.panel = wide ? 0 : (i - j->wide) % j->panels};
+    u.hv = group % groups(p, j->heads) * j->heads;
+    u.n = group / groups(p, j->heads);
     u.h = u.hv / (p->HV / p->H);
     u.heads = u.hv + j->heads < p->HV ? j->heads : p->HV - u.hv;
     u.v0 = u.panel * j->columns;
-    u.v1 = u.v0 + j->columns < p->V ? u.v0 + j->columns : p->V;
+    u.v1 = !wide && u.v0 + j->columns < p->V ? u.v0 + j->columns : p->V;
     if (p->array[LA_CU].given) {
         u.begin = sequence_start(p, u.n);
         u.end = sequence_start(p, u.n + 1);
@@ -285,34 +288,26 @@ static void step_unit(void *context, int64_t i, int thread)
 
 static int64_t over(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
-/* What scores cost a token, in columns: a column takes 3 K multiply-adds, scores up to 2 C K and, in
- * chunks of 16, half of their time for loads and decays. */
-static int64_t cost_of_scores(int64_t C) { return C + 16; }
-
 /* Columns of different units never mix and every column is computed the same way wherever it lies,
- * so the split may follow the number of threads without moving a bit. A head's columns are shared out
- * where that leaves the slowest thread no more to do, its units' scores (of 16 tokens, say) counted.
- * Many heads: those whose rows are neighbours go together (ahead.h), as long as their states fit in
- * half of a small L2 cache and every thread has a unit or two. */
+ * so the split may follow the number of threads without moving a bit. Many heads: those whose rows are
+ * neighbours go together (ahead.h), as long as their states fit in half of a small L2 cache and every
+ * thread has two units. Fewer: as many as divide by the threads go whole, and the columns of those that
+ * are left are shared out while threads would have none, though each unit makes its own scores. */
 static void split(job *j, int threads)
 {
     enum { MOST_HEADS = 4, STATES = 256 << 10, NARROW = 64 };
     const la_problem *p = j->p;
-    const int64_t all = p->N * p->HV, size = p->real == LA_F64 ? 8 : 4;
-    int64_t time = INT64_MAX;
-    for (int64_t columns = p->V;; columns = over(columns / 2, NARROW) * NARROW) {
-        const int64_t units = over(all * over(p->V, columns), threads);
-        if (units * (cost_of_scores(16) + columns) <= time) {
-            time = units * (cost_of_scores(16) + columns);
-            j->columns = columns;
-        }
-        if (columns <= NARROW) break;
-    }
-    j->panels = (p->V + j->columns - 1) / j->columns;
+    const int64_t size = p->real == LA_F64 ? 8 : 4, left = p->N * p->HV % threads;
     for (j->heads = MOST_HEADS; j->heads > 1; j->heads /= 2)
-        if (p->N * groups(p, j->heads) * j->panels >= (threads > 1 ? 2 * threads : 1) &&
-            j->heads * p->K * j->columns * size <= STATES)
+        if (p->N * groups(p, j->heads) >= (threads > 1 ? 2 * threads : 1) &&
+            j->heads * p->K * p->V * size <= STATES)
             break;
+    j->wide = p->N * groups(p, j->heads);
+    j->columns = p->V;
+    while (j->heads == 1 && left && left * over(p->V, j->columns) < threads && j->columns > NARROW)
+        j->columns = over(j->columns / 2, NARROW) * NARROW;
+    j->panels = over(p->V, j->columns);
+    if (j->panels > 1) j->wide -= left;
 }
 
 /* ---- forward, by scores that the units of a head share ----
@@ -334,6 +329,10 @@ typedef struct {
     size_t room_bytes;
     char *room;
 } relay;
+
+/* What scores cost a token, in columns: a column takes 3 K multiply-adds, scores up to 2 C K and, in
+ * chunks of 16, half of their time for loads and decays. */
+static int64_t cost_of_scores(int64_t C) { return C + 16; }
 
 /* Columns a unit so that the slowest thread has least to do; its time, in columns of the longest
  * sequence. Scores fill what walks leave idle, but for those of a single round: these come first. */
@@ -372,6 +371,7 @@ static bool share(relay *r, const job *alone, int threads)
 
     *r = (relay){.j = *alone, .heads = p->N * p->HV};
     r->j.heads = 1;
+    r->j.wide = 0;
     r->C = r->j.kernels->chunk_tokens(p, longest);
     r->room_bytes = r->j.kernels->scores_room(p, r->C);
     const int64_t most = over(longest, r->C);
@@ -383,8 +383,9 @@ static bool share(relay *r, const job *alone, int threads)
         r->rooms = r->rounds > 1 ? 2 * r->chunks : r->chunks;
         if ((size_t)(r->heads * r->rooms) * r->room_bytes <= room) break;
     }
+    const int64_t columns = alone->wide ? p->V : alone->columns;
     const int64_t time =
-        over(whole * alone->panels, threads) * (cost_of_scores(r->C) + alone->columns);
+        over(whole * over(p->V, columns), threads) * (cost_of_scores(r->C) + columns);
     return share_columns(r, whole, threads) * 8 <= time * 7; /* rounds cost something too */
 }
 
@@ -437,7 +438,7 @@ la_status la_forward(la_problem *p)
     int threads = la_pool_threads(p->N * p->HV * (over(p->V, NARROWEST) + 1), nanoseconds);
     split(&j, threads);
     if (share(&r, &j, threads)) return forward_in_rounds(p, &r, threads);
-    int64_t units = p->N * groups(p, j.heads) * j.panels;
+    int64_t units = j.wide + (p->N * groups(p, j.heads) - j.wide) * j.panels;
     threads = la_pool_threads(units, nanoseconds);
     j.per_thread = whole_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
     j.scratch = allocate(j.per_thread * (size_t)threads);
