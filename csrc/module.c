@@ -118,8 +118,8 @@ static int call_begin(la_call *c, la_face face, PyObject *op)
         return -1;
     }
     la_problem_init(&c->p, (la_op)number, face);
-    memset(c->object, 0,
-           sizeof *c - offsetof(la_call, object)); /* all else: a step has little time */
+    char *rest = (char *)(&c->p + 1); /* after the problem, which would be cleared twice */
+    memset(rest, 0, (size_t)((char *)(c + 1) - rest));
     return 0;
 }
 

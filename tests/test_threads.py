@@ -167,8 +167,8 @@ def test_packed_sequences_and_whole_sequences_do_not_either(op):
 
 # ---- threads that share a head ----
 
-# Work enough for eight threads and more. Where every head has two, the scores of a chunk are made
-# once, a round of a few chunks ahead, and the head's columns are shared out.
+# Work enough for eight threads and more. A head's columns are shared out, 16 at least, and then its
+# tokens: who has the second part of a sequence walks over the first without reading.
 SHARED = {
     "V=128": {"T": 600, "K": 64, "V": 128},
     "V=64": {"T": 800, "K": 64, "V": 64},
@@ -177,13 +177,13 @@ SHARED = {
     "3 heads": {"T": 700, "HV": 3, "K": 33, "V": 67},
     "5 heads": {"T": 270, "H": 5, "K": 48, "V": 80},
     "two sequences": {"B": 2, "T": 290, "K": 64, "V": 96},
-    "rounds of few chunks": {"T": 600, "H": 3, "K": 256, "V": 48},
+    "many keys": {"T": 600, "H": 3, "K": 256, "V": 48},
     "one chunk and its rest": {"T": 17, "K": 256, "V": 512},
 }
 SEQUENCES = {
     "empty and short ones": [0, 0, 1, 400, 403, 403, 690, 706, 706],
     "one long one": [0, 7, 900, 900, 917],
-    "by rounds": [0, 304, 912, 929, 1234],
+    "four": [0, 304, 912, 929, 1234],
 }
 
 

@@ -69,16 +69,6 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->den = take(m, C);
 }
 
-/* A chunk that several units read: the struct too lies in its room. NULL while measuring. */
-LA_FN chunk *chunk_in_room(arena *m, const la_problem *p, int64_t C, const la_decay decay,
-                           const la_rule rule)
-{
-    chunk c, *room = (chunk *)take(m, (sizeof c + sizeof(real) - 1) / sizeof(real));
-    chunk_take(&c, m, p, C, false, decay, rule);
-    if (room) *room = c;
-    return room;
-}
-
 /* What tokens t..t+n of a unit read and write, by name, as far as there are any; a product of the
  * state's size will ask for it, and so will the blocks of so many `looks` at the state. */
 LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
@@ -98,8 +88,9 @@ LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n
         next.part[next.parts].bytes = (last - first) * dtype_size(x->dtype);
         next.parts++;
     }
-    next.tiles = (p->K / TALL) * ((u->v1 - u->v0) / (WIDE * LANES)) +
-                 looks * (n / ROWS) * ((u->v1 - u->v0) / (STRIP * LANES));
+    const int64_t lanes = padded(u->v1 - u->v0) / LANES, wide = lanes / WIDE;
+    const int64_t narrow = (lanes - wide * WIDE + 1) / 2, strips = (lanes + STRIP - 1) / STRIP;
+    next.tiles = wide * (p->K / TALL) + narrow * (p->K / (TILE / 2)) + looks * strips * (n / ROWS);
     if (next.tiles < 1) next.tiles = 1;
     return next;
 }
@@ -523,15 +514,12 @@ LA_FN panel panel_at(const walk *w, const la_problem *p, const la_unit *u, int64
     return s;
 }
 
-/* How often panel_forward walks over blocks of tokens: to read, and to solve. */
-LA_FN int looks(const la_rule rule) { return rule == LA_DELTA ? 2 : 1; }
-
 /* Tokens t.. of one panel's columns. */
 LA_FN void panel_forward(const chunk *c, pair_scratch *x, const la_problem *p, const la_unit *u,
-                         int64_t t, panel *s, ahead *next, bool normalised, const la_decay decay,
-                         const la_rule rule)
+                         int64_t t, panel *s, ahead *next, const bool reads, bool normalised,
+                         const la_decay decay, const la_rule rule)
 {
-    if (PAIRED) pairs_look(c, x, p, s, rule);
+    if (PAIRED) pairs_look(c, x, p, s, reads, rule);
     if (rule == LA_DELTA) {
         const rows V = rows_of(p, LA_V, u, t, s, s->U);
         if (V.at == s->U) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
@@ -539,9 +527,11 @@ LA_FN void panel_forward(const chunk *c, pair_scratch *x, const la_problem *p, c
     } else {
         panel_write(c, p, u, t, s, decay);
     }
-    const rows O = rows_of(p, LA_O, u, t, s, s->O);
-    panel_read(c, p, s, O, next, decay, normalised);
-    if (O.at == s->O) store_values(c, p, LA_O, u, t, s->v0, s->v1, s->O, s->width);
+    if (reads) {
+        const rows O = rows_of(p, LA_O, u, t, s, s->O);
+        panel_read(c, p, s, O, next, decay, normalised);
+        if (O.at == s->O) store_values(c, p, LA_O, u, t, s->v0, s->v1, s->O, s->width);
+    }
     if (PAIRED)
         pairs_carry(c, x, p, s, next, decay);
     else
@@ -559,18 +549,6 @@ LA_FN void walk_begin(walk *w, const la_problem *p, const la_unit *u, int64_t i,
     }
     if (is_normalised(p, decay, rule)) load_z(p, LA_Z0, u, w->z + i * kp);
     fill(kp, w->lost + i * kp, 0);
-}
-
-/* A chunk of tokens t.., its scores made. */
-LA_FN void walk_on(walk *w, chunk *c, const la_problem *p, const la_unit *u, int64_t i, int64_t t,
-                   ahead *next, const la_decay decay, const la_rule rule)
-{
-    const bool normalised = is_normalised(p, decay, rule);
-    if (normalised) chunk_denominators(c, w->z + i * c->kp, w->lost + i * c->kp);
-    for (int64_t v = u->v0; v < u->v1; v += PANEL) {
-        panel s = panel_at(w, p, u, i, v);
-        panel_forward(c, &w->x, p, u, t, &s, next, normalised, decay, rule);
-    }
 }
 
 LA_FN void walk_end(const walk *w, const la_problem *p, const la_unit *u, int64_t i,
@@ -595,11 +573,41 @@ LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64
     walk_take(&f->w, m, p, C, heads, columns, decay);
 }
 
+/* A chunk of tokens t.. of the unit's i-th head, u; reads: its outputs are wanted too. */
+LA_FN void walk_on(forward_scratch *f, const la_problem *p, const la_unit *u, int64_t i, int64_t t,
+                   int64_t n, ahead *next, const bool reads, const la_decay decay,
+                   const la_rule rule)
+{
+    const bool normalised = is_normalised(p, decay, rule);
+    chunk *c = &f->c;
+    real *z = f->w.z + i * c->kp, *lost = f->w.lost + i * c->kp;
+    if (PAIRED) {
+        pairs_scores(c, &f->w.x, p, u, t, n, reads, decay, rule);
+    } else {
+        chunk_load(c, p, u, t, n, reads, decay, rule);
+        chunk_scores(c, p, reads, decay, rule);
+    }
+    if (normalised && reads) chunk_denominators(c, z, lost);
+    if (normalised && !reads) add_keys(n, c->kp, c->k, z, lost);
+    for (int64_t v = u->v0; v < u->v1; v += PANEL) {
+        panel s = panel_at(&f->w, p, u, i, v);
+        panel_forward(c, &f->w.x, p, u, t, &s, next, reads, normalised, decay, rule);
+    }
+}
+
+/* The rows that the chunk of tokens t.. will touch. */
+LA_FN ahead ahead_of_chunk(const la_problem *p, const la_unit *u, int64_t t, int64_t C,
+                           const la_rule rule)
+{
+    static const la_name touched[] = {LA_V, LA_G, LA_K, LA_O, LA_Q}; /* the last two by reading */
+    const bool reads = t >= u->read;
+    return ahead_of(p, u, t, C, touched, reads ? 5 : 3, reads + (rule == LA_DELTA));
+}
+
 /* The unit's heads walk side by side, chunk by chunk: their rows are neighbours in memory. */
 LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, arena *m,
                          const la_decay decay, const la_rule rule)
 {
-    static const la_name touched[] = {LA_O, LA_V, LA_G, LA_Q, LA_K};
     forward_scratch f;
     forward_take(&f, m, p, C, all->heads, all->v1 - all->v0, decay, rule);
 
@@ -607,63 +615,18 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, are
         const la_unit u = head_of(p, all, i);
         walk_begin(&f.w, p, &u, i, decay, rule);
     }
-    for (int64_t t = all->begin; t < all->end; t += C)
+    for (int64_t t = all->begin; t < all->stop; t += C)
         for (int64_t i = 0; i < all->heads; i++) {
             const la_unit u = head_of(p, all, i);
-            ahead next =
-                ahead_of(p, &u, t + C, C, touched, sizeof touched / sizeof *touched, looks(rule));
-            const int64_t n = t + C < u.end ? C : u.end - t;
-            if (PAIRED) {
-                pairs_scores(&f.c, &f.w.x, p, &u, t, n, decay, rule);
-            } else {
-                chunk_load(&f.c, p, &u, t, n, true, decay, rule);
-                chunk_scores(&f.c, p, true, decay, rule);
-            }
-            walk_on(&f.w, &f.c, p, &u, i, t, &next, decay, rule);
+            ahead next = ahead_of_chunk(p, &u, t + C, C, rule);
+            const int64_t n = t + C < u.stop ? C : u.stop - t;
+            if (t >= u.read)
+                walk_on(&f, p, &u, i, t, n, &next, true, decay, rule);
+            else
+                walk_on(&f, p, &u, i, t, n, &next, false, decay, rule);
         }
-    for (int64_t i = 0; i < all->heads; i++) {
+    for (int64_t i = 0; all->stop == all->end && i < all->heads; i++) {
         const la_unit u = head_of(p, all, i);
         walk_end(&f.w, p, &u, i, decay, rule);
     }
-}
-
-/* ---- a whole sequence, forward, by scores that units of the same head share ---- */
-
-/* The chunk of tokens t.., for whoever walks over it; u is one head. */
-LA_FN void scores_forward(const la_problem *p, const la_unit *u, int64_t t, int64_t C, arena *m,
-                          const la_decay decay, const la_rule rule)
-{
-    chunk *c = chunk_in_room(m, p, C, decay, rule);
-    chunk_load(c, p, u, t, t + C < u->end ? C : u->end - t, true, decay, rule);
-    chunk_scores(c, p, true, decay, rule);
-}
-
-LA_FN void columns_take(walk *w, real **den, arena *m, const la_problem *p, int64_t C,
-                        int64_t columns, const la_decay decay)
-{
-    walk_take(w, m, p, C, 1, columns, decay);
-    *den = take(m, C);
-}
-
-/* The unit's columns, over chunks whose scores are made. The scratch keeps what the next of them
- * find. Chunks in rooms are only read; denominators go from chunk to chunk, and are the unit's. */
-LA_FN void columns_forward(const la_problem *p, const la_unit *u, const la_chunks *made, arena *m,
-                           const la_decay decay, const la_rule rule)
-{
-    static const la_name touched[] = {LA_O, LA_V};
-    const int64_t C = made->C;
-    walk w;
-    real *den;
-    columns_take(&w, &den, m, p, C, u->v1 - u->v0, decay);
-
-    if (made->begin == u->begin) walk_begin(&w, p, u, 0, decay, rule);
-    for (int64_t t = made->begin; t < made->end; t += C) {
-        const int64_t room = (t - u->begin) / C % made->rooms;
-        chunk c = *(const chunk *)(made->room + (size_t)room * made->bytes);
-        c.den = den;
-        ahead next =
-            ahead_of(p, u, t + C, C, touched, sizeof touched / sizeof *touched, looks(rule));
-        walk_on(&w, &c, p, u, 0, t, &next, decay, rule);
-    }
-    if (made->end == u->end) walk_end(&w, p, u, 0, decay, rule);
 }

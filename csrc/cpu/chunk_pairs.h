@@ -47,31 +47,36 @@ LA_FN void pairs_load_keys(const la_problem *p, la_name name, const la_unit *u, 
     }
 }
 
+/* Of k's rows and then q's: which are multiplied, k's by the delta rule, q's if they are to be read. */
+LA_FN int64_t first_row(int64_t n, const la_rule rule) { return rule == LA_DELTA ? 0 : n; }
+LA_FN int64_t end_row(int64_t n, const bool reads) { return reads ? 2 * n : n; }
+
 /* P, L, and what scales the rows of a panel. */
 LA_FN void pairs_scores(chunk *c, pair_scratch *x, const la_problem *p, const la_unit *u, int64_t t,
-                        int64_t n, const la_decay decay, const la_rule rule)
+                        int64_t n, const bool reads, const la_decay decay, const la_rule rule)
 {
-    const int64_t kp = c->kp, cp = c->cp, first = rule == LA_DELTA ? 0 : n;
+    const int64_t kp = c->kp, cp = c->cp, first = first_row(n, rule), end = end_row(n, reads);
     real *of_k = x->norm, *of_q = x->norm + cp;
     c->n = n;
     pairs_load_keys(p, LA_K, u, t, n, c->k, x->keys, x->kw, of_k);
-    pairs_load_keys(p, LA_Q, u, t, n, c->k + n * kp, x->keys + n * x->kw, x->kw, of_q);
+    if (reads) pairs_load_keys(p, LA_Q, u, t, n, c->k + n * kp, x->keys + n * x->kw, x->kw, of_q);
     load_gates(c, p, u, t, decay, rule);
     transpose(n, p->K, c->k, kp, c->kt, cp);
     for (int64_t k = 0; k < p->K; k++) pack_left(x->kt + k * x->cw, c->kt + k * cp, padded(n));
     c->qk = c->kk + n * cp;
-    pair_product(2 * n - first, padded(n), p->K, x->keys + first * x->kw, x->kw, c->kt, cp,
-                 c->kk + first * cp, cp, NULL, NULL, 0, x->strip, NULL);
-    for (int64_t i = first; p->qk_l2norm && i < 2 * n; i++) {
+    if (first < end)
+        pair_product(end - first, padded(n), p->K, x->keys + first * x->kw, x->kw, c->kt, cp,
+                     c->kk + first * cp, cp, NULL, NULL, 0, x->strip, NULL);
+    for (int64_t i = first; p->qk_l2norm && i < end; i++) {
         scale_row(padded(n), c->kk + i * cp, c->kk + i * cp, i < n ? of_k[i] : of_q[i - n]);
         multiply_row(padded(n), c->kk + i * cp, c->kk + i * cp, of_k);
     }
-    decayed_scores(c, true, decay, rule);
+    decayed_scores(c, reads, decay, rule);
 
     for (int64_t i = 0; i < n; i++) {
         const real e = decay == LA_TOKEN ? c->e[i] : 1, r = decay == LA_TOKEN ? c->scale_U[i] : 1;
         x->scale[i] = e * of_k[i];
-        x->scale[c->C + i] = e * of_q[i];
+        if (reads) x->scale[c->C + i] = e * of_q[i];
         x->end[i] = r * of_k[i];
     }
     c->scale_kS = x->scale;
@@ -81,12 +86,13 @@ LA_FN void pairs_scores(chunk *c, pair_scratch *x, const la_problem *p, const la
 
 /* What k and q (the additive rule: q alone) find in the state. */
 LA_FN void pairs_look(const chunk *c, const pair_scratch *x, const la_problem *p, panel *s,
-                      const la_rule rule)
+                      const bool reads, const la_rule rule)
 {
-    const int64_t first = rule == LA_DELTA ? 0 : c->n;
+    const int64_t first = first_row(c->n, rule), end = end_row(c->n, reads);
     s->kS = x->kS;
     s->qS = x->kS + c->n * s->width;
-    pair_product(2 * c->n - first, s->width, p->K, x->keys + first * x->kw, x->kw, s->S, s->width,
+    if (first == end) return;
+    pair_product(end - first, s->width, p->K, x->keys + first * x->kw, x->kw, s->S, s->width,
                  x->kS + first * s->width, s->width, NULL, NULL, 0, x->strip, NULL);
 }
 

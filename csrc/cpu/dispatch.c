@@ -210,11 +210,15 @@ typedef struct {
     int64_t heads;           /* value heads in a unit */
     int64_t wide;            /* so many groups of heads come first, and are one unit each */
     int64_t columns, panels; /* of the others' units */
+    int64_t parts;           /* of the others' sequences, one or two */
+    double first;            /* how much of a sequence is the first of two */
     const la_partials *sums;
     int64_t blocks; /* of tokens, per batch row */
     char *scratch;
     size_t per_thread;
 } job;
+
+static int64_t over(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 static int64_t groups(const la_problem *p, int64_t heads) { return (p->HV + heads - 1) / heads; }
 
@@ -222,8 +226,9 @@ static la_unit unit_at(const job *j, int64_t i)
 {
     const la_problem *p = j->p;
     const bool wide = i < j->wide;
-    const int64_t group = wide ? i : j->wide + (i - j->wide) / j->panels;
-    la_unit u = {.panel = wide ? 0 : (i - j->wide) % j->panels};
+    const int64_t of_head = j->panels * j->parts;
+    const int64_t group = wide ? i : j->wide + (i - j->wide) / of_head;
+    la_unit u = {.panel = wide ? 0 : (i - j->wide) % of_head / j->parts};
     u.hv = group % groups(p, j->heads) * j->heads;
     u.n = group / groups(p, j->heads);
     u.h = u.hv / (p->HV / p->H);
@@ -237,6 +242,17 @@ static la_unit unit_at(const job *j, int64_t i)
         u.b = u.n;
         u.end = p->T;
         if (p->slots) u.n = p->slots[u.b];
+    }
+    u.read = u.begin;
+    u.stop = u.end;
+    if (!wide && j->parts == 2) {
+        const int64_t C = j->kernels->chunk_tokens(p, u.end - u.begin);
+        const int64_t chunks = over(u.end - u.begin, C);
+        const int64_t cut = u.begin + (int64_t)((double)chunks * j->first) * C;
+        if ((i - j->wide) % 2)
+            u.read = cut;
+        else
+            u.stop = cut;
     }
     return u;
 }
@@ -264,6 +280,7 @@ static void forward_unit(void *context, int64_t i, int thread)
 {
     const job *j = context;
     la_unit u = unit_at(j, i);
+    if (u.read == u.stop && u.stop < u.end) return; /* a short sequence's part, of no tokens */
     j->kernels->forward(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
 }
 
@@ -286,160 +303,80 @@ static void step_unit(void *context, int64_t i, int thread)
     j->kernels->step(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
 }
 
-static int64_t over(int64_t x, int64_t y) { return (x + y - 1) / y; }
+/* ---- forward: units as large as threads allow ----
+ *
+ * Columns of different units never mix and every column is computed the same way wherever it lies, so the
+ * split may follow the number of threads without moving a bit (docs/decisions/0008). What units of one head
+ * both want, each makes for itself: to read what another core has made costs as much, and on some machines
+ * several times as much. */
 
-/* Columns of different units never mix and every column is computed the same way wherever it lies,
- * so the split may follow the number of threads without moving a bit. Many heads: those whose rows are
- * neighbours go together (ahead.h), as long as their states fit in half of a small L2 cache and every
- * thread has two units. Fewer: as many as divide by the threads go whole, and the columns of those that
- * are left are shared out while threads would have none, though each unit makes its own scores. */
+/* What a token of a head takes before its first column, in columns. */
+static int64_t cost_of_scores(const la_problem *p, int64_t C)
+{
+    if (!p->causal || p->mode == LA_RECURRENT) return 8;
+    return (C / 2 + 8) * (p->decay == LA_KEY ? 3 : 2) / 2;
+}
+
+/* Heads that are fewer than threads, or left over when each thread has had as many: columns are shared
+ * out, and where threads are left still, so is the sequence, in two parts. Who has the second walks over the
+ * first, for its state, without reading; both take as long. (A third part would save a tenth.) */
+static void share_out(job *j, int64_t heads, int threads, int64_t longest)
+{
+    enum { NARROW = 16 }; /* a lane of AVX-512 */
+    const la_problem *p = j->p;
+    const int most = p->causal && p->mode != LA_RECURRENT ? 2 : 1;
+    const double scores = (double)cost_of_scores(p, j->kernels->chunk_tokens(p, longest));
+    /* Walking, of walking and reading: so much of a column's work, and 3/4 of the scores'. */
+    const double walking = p->rule == LA_DELTA ? 2 / 3. : 1 / 2.;
+    /* What is done twice is worth it for an eighth. */
+    double least = (scores + (double)p->V) * 7 / 8;
+    job x = *j;
+    for (int64_t panels = 1; panels <= over(p->V, NARROW); panels++)
+        for (x.parts = 1; x.parts <= most; x.parts++) {
+            x.columns = over(over(p->V, panels), NARROW) * NARROW;
+            if (x.columns > p->V) x.columns = p->V;
+            x.panels = over(p->V, x.columns);
+            const double all = scores + (double)x.columns;
+            const double early = (scores * 3 / 4 + (double)x.columns * walking) / all;
+            x.first = 1 / (2 - early); /* first = early first + (1 - first) */
+            const double time = (double)over(heads * x.panels * x.parts, threads) * all *
+                                (x.parts == 2 ? x.first : 1);
+            if (time >= least) continue;
+            least = time;
+            *j = x;
+        }
+}
+
+/* Many heads: those whose rows are neighbours go together (ahead.h), as long as their states fit in half
+ * of a small L2 cache and every thread has two units. Fewer: as many as divide by the threads go whole. */
 static void split(job *j, int threads)
 {
-    enum { MOST_HEADS = 4, STATES = 256 << 10, NARROW = 64 };
+    enum { MOST_HEADS = 4, STATES = 256 << 10 };
     const la_problem *p = j->p;
-    const int64_t size = p->real == LA_F64 ? 8 : 4, left = p->N * p->HV % threads;
+    const int64_t size = p->real == LA_F64 ? 8 : 4, longest = longest_sequence(p);
     for (j->heads = MOST_HEADS; j->heads > 1; j->heads /= 2)
         if (p->N * groups(p, j->heads) >= (threads > 1 ? 2 * threads : 1) &&
             j->heads * p->K * p->V * size <= STATES)
             break;
     j->wide = p->N * groups(p, j->heads);
     j->columns = p->V;
-    while (j->heads == 1 && left && left * over(p->V, j->columns) < threads && j->columns > NARROW)
-        j->columns = over(j->columns / 2, NARROW) * NARROW;
-    j->panels = over(p->V, j->columns);
-    if (j->panels > 1) j->wide -= left;
-}
-
-/* ---- forward, by scores that the units of a head share ----
- *
- * Threads that share a head would each make its chunks' scores. Instead the sequences are walked in
- * rounds of a few chunks: while units walk over the chunks of one round, each in columns of its own,
- * others make the scores of the next round's, in the other half of the head's rooms. No unit waits
- * for another of its run; the end of la_pool_run is where rounds meet (docs/decisions/0008). */
-
-enum { NARROWEST = 32 }; /* two lanes of AVX-512, a tile's width */
-
-typedef struct {
-    job j;
-    int64_t heads;  /* of all sequences */
-    int64_t C;      /* tokens in a chunk */
-    int64_t chunks; /* in a round */
-    int64_t rounds, now;
-    int64_t rooms; /* of a head */
-    size_t room_bytes;
-    char *room;
-} relay;
-
-/* What scores cost a token, in columns: a column takes 3 K multiply-adds, scores up to 2 C K and, in
- * chunks of 16, half of their time for loads and decays. */
-static int64_t cost_of_scores(int64_t C) { return C + 16; }
-
-/* Columns a unit so that the slowest thread has least to do; its time, in columns of the longest
- * sequence. Scores fill what walks leave idle, but for those of a single round: these come first. */
-static int64_t share_columns(relay *r, int64_t whole, int threads)
-{
-    const la_problem *p = r->j.p;
-    const int64_t scores = cost_of_scores(r->C);
-    int64_t least = INT64_MAX;
-    for (int64_t panels = 1; panels <= over(p->V, NARROWEST); panels++) {
-        int64_t columns = over(over(p->V, panels), NARROWEST) * NARROWEST;
-        if (columns > p->V) columns = p->V;
-        const int64_t walk = over(whole * over(p->V, columns), threads) * columns;
-        const int64_t even = over(whole * (scores + p->V), threads);
-        const int64_t first = over(whole * r->chunks, threads) * scores / r->chunks;
-        const int64_t time = r->rounds == 1 ? first + walk : walk > even ? walk : even;
-        if (time >= least) continue;
-        least = time;
-        r->j.columns = columns;
-        r->j.panels = over(p->V, columns);
-    }
-    return least;
-}
-
-/* Is this the way for p, and how? `alone` is how units would go that share nothing. */
-static bool share(relay *r, const job *alone, int threads)
-{
-    enum { ROUND = 512, CACHE = 2 << 20 }; /* tokens; what a core has of L2 and L3, or less */
-    const la_problem *p = alone->p;
-    const int64_t longest = longest_sequence(p);
-    if (threads < 2 || !longest || !alone->kernels->scores || !p->causal || p->mode == LA_RECURRENT)
-        return false;
-    /* To read what another core has made costs about as much as to make it: it pays where a head
-     * has two threads or more, and no sooner. Heads as if all sequences were as long. */
-    const int64_t whole = over(p->tokens * p->HV, longest);
-    if (2 * whole > threads) return false;
-
-    *r = (relay){.j = *alone, .heads = p->N * p->HV};
-    r->j.heads = 1;
-    r->j.wide = 0;
-    r->C = r->j.kernels->chunk_tokens(p, longest);
-    r->room_bytes = r->j.kernels->scores_room(p, r->C);
-    const int64_t most = over(longest, r->C);
-    const size_t room = (size_t)threads * (r->room_bytes > CACHE ? r->room_bytes : CACHE);
-    for (int64_t chunks = over(ROUND, r->C);; chunks /= 2) {
-        if (!chunks) return false;
-        r->rounds = over(most, chunks);
-        r->chunks = over(most, r->rounds);
-        r->rooms = r->rounds > 1 ? 2 * r->chunks : r->chunks;
-        if ((size_t)(r->heads * r->rooms) * r->room_bytes <= room) break;
-    }
-    const int64_t columns = alone->wide ? p->V : alone->columns;
-    const int64_t time =
-        over(whole * over(p->V, columns), threads) * (cost_of_scores(r->C) + columns);
-    return share_columns(r, whole, threads) * 8 <= time * 7; /* rounds cost something too */
-}
-
-static void relay_unit(void *context, int64_t i, int thread)
-{
-    const relay *r = context;
-    const job *j = &r->j;
-    const int64_t round = r->chunks * r->C, walks = r->now < 0 ? 0 : r->heads * j->panels;
-    (void)thread;
-    if (i < walks) {
-        la_unit u = unit_at(j, i);
-        la_chunks made = {.C = r->C, .begin = u.begin + r->now * round, .rooms = r->rooms};
-        made.end = made.begin + round < u.end ? made.begin + round : u.end;
-        made.bytes = r->room_bytes;
-        made.room = r->room + (size_t)(i / j->panels * r->rooms) * r->room_bytes;
-        if (made.begin < u.end || r->now == 0) /* without tokens a state is passed on */
-            j->kernels->columns(j->p, &u, &made, j->scratch + (size_t)i * j->per_thread);
-        return;
-    }
-    const int64_t head = (i - walks) / r->chunks;
-    const int64_t chunk = (r->now + 1) * r->chunks + (i - walks) % r->chunks;
-    la_unit u = unit_at(j, head * j->panels);
-    const int64_t t = u.begin + chunk * r->C;
-    if (t < u.end)
-        j->kernels->scores(j->p, &u, t, r->C,
-                           r->room + (size_t)(head * r->rooms + chunk % r->rooms) * r->room_bytes);
-}
-
-static la_status forward_in_rounds(la_problem *p, relay *r, int threads)
-{
-    const int64_t walks = r->heads * r->j.panels, makes = r->heads * r->chunks;
-    const size_t rooms = whole_pages((size_t)(r->heads * r->rooms) * r->room_bytes);
-    r->j.per_thread = whole_pages(r->j.kernels->columns_scratch(p, r->C, r->j.columns));
-    r->room = allocate(rooms + r->j.per_thread * (size_t)walks);
-    if (!r->room) return out_of_memory(p);
-    r->j.scratch = r->room + rooms;
-    for (r->now = -1; r->now < r->rounds; r->now++)
-        la_pool_run(threads, (r->now < 0 ? 0 : walks) + (r->now + 1 < r->rounds ? makes : 0),
-                    relay_unit, r);
-    release(r->room);
-    return LA_OK;
+    j->panels = j->parts = 1;
+    if (j->heads > 1 || !longest || threads < 2) return;
+    /* Heads as if all sequences were as long. */
+    const int64_t heads = over(p->tokens * p->HV, longest);
+    const int64_t left = heads < threads ? heads : p->N * p->HV % threads;
+    if (!left) return;
+    share_out(j, left, threads, longest);
+    if (j->panels * j->parts > 1) j->wide = heads < threads ? 0 : j->wide - left;
 }
 
 la_status la_forward(la_problem *p)
 {
     job j = {.p = p, .kernels = forward_kernels_for(p)};
-    relay r;
-    double nanoseconds = work_of(p, 3);
-    /* A head's columns, and one more that makes its scores. */
-    int threads = la_pool_threads(p->N * p->HV * (over(p->V, NARROWEST) + 1), nanoseconds);
-    split(&j, threads);
-    if (share(&r, &j, threads)) return forward_in_rounds(p, &r, threads);
-    int64_t units = j.wide + (p->N * groups(p, j.heads) - j.wide) * j.panels;
-    threads = la_pool_threads(units, nanoseconds);
+    const double nanoseconds = work_of(p, 3);
+    split(&j, la_pool_threads(INT64_MAX, nanoseconds));
+    const int64_t units = j.wide + (p->N * groups(p, j.heads) - j.wide) * j.panels * j.parts;
+    const int threads = la_pool_threads(units, nanoseconds);
     j.per_thread = whole_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
     j.scratch = allocate(j.per_thread * (size_t)threads);
     if (!j.scratch) return out_of_memory(p);
@@ -450,7 +387,8 @@ la_status la_forward(la_problem *p)
 
 la_status la_step(la_problem *p)
 {
-    job j = {.p = p, .kernels = kernels_for(p), .heads = 1, .columns = p->V, .panels = 1};
+    job j = {
+        .p = p, .kernels = kernels_for(p), .heads = 1, .columns = p->V, .panels = 1, .parts = 1};
     int64_t units = p->N * p->HV;
     /* A step is bound by memory: 4 bytes read and written per multiply-add pair. */
     int threads = la_pool_threads(units, work_of(p, 8));
@@ -500,7 +438,7 @@ static int64_t backward_columns(const la_problem *p)
 
 la_status la_backward(la_problem *p)
 {
-    job j = {.p = p, .kernels = kernels_for(p), .heads = 1};
+    job j = {.p = p, .kernels = kernels_for(p), .heads = 1, .parts = 1};
     const size_t real = p->real == LA_F64 ? 8 : 4;
     la_partials sums = {.tokens = p->tokens};
     sums.kp = (p->K + j.kernels->lanes - 1) / j.kernels->lanes * j.kernels->lanes;

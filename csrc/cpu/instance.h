@@ -33,16 +33,6 @@
     { \
         chunk_forward(p, u, C, m, LA_##decay, LA_##rule); \
     } \
-    LA_KERNEL scores_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t t, int64_t C, \
-                                      arena *m) \
-    { \
-        scores_forward(p, u, t, C, m, LA_##decay, LA_##rule); \
-    } \
-    LA_KERNEL columns_##decay##_##rule(const la_problem *p, const la_unit *u, \
-                                       const la_chunks *made, arena *m) \
-    { \
-        columns_forward(p, u, made, m, LA_##decay, LA_##rule); \
-    } \
     LA_KERNEL scan_##decay##_##rule(const la_problem *p, const la_unit *u, la_name state, \
                                     la_name z, arena *m) \
     { \
@@ -66,17 +56,13 @@ LA_PAIRS(DEFINE_PAIR)
 
 static const struct {
     void (*walk)(const la_problem *, const la_unit *, int64_t, arena *);
-    void (*scores)(const la_problem *, const la_unit *, int64_t, int64_t, arena *);
-    void (*columns)(const la_problem *, const la_unit *, const la_chunks *, arena *);
     void (*scan)(const la_problem *, const la_unit *, la_name, la_name, arena *);
     void (*step)(const la_problem *, const la_unit *, arena *);
     void (*walk_back)(const la_problem *, const la_unit *, const la_partials *, int64_t, arena *);
     void (*scan_back)(const la_problem *, const la_unit *, const la_partials *, arena *);
 } pairs[4][2] = {
 #define ENTRY(decay, rule) \
-    [LA_##decay][LA_##rule] = {walk_##decay##_##rule, scores_##decay##_##rule, \
-                               columns_##decay##_##rule, scan_##decay##_##rule, \
-                               step_##decay##_##rule, walk_back_##decay##_##rule, scan_back_##decay##_##rule},
+    [LA_##decay][LA_##rule] = {walk_##decay##_##rule, scan_##decay##_##rule, step_##decay##_##rule, walk_back_##decay##_##rule, scan_back_##decay##_##rule},
     LA_PAIRS(ENTRY)
 };
 /* clang-format on */
@@ -87,11 +73,16 @@ static const struct {
  * within the chunk grow with C, and 16 rows already run the tiles at full speed. */
 enum { CHUNK = 16 };
 
+static int64_t chunk_tokens(const la_problem *p, int64_t length)
+{
+    return chunk_length(p, length, CHUNK);
+}
+
 /* What a unit of all columns takes; narrower units take less. */
 static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_t heads)
 {
     arena m = {NULL, 0};
-    const int64_t C = chunk_length(p, longest, CHUNK);
+    const int64_t C = chunk_tokens(p, longest);
     if (!p->causal) {
         whole_scratch f;
         whole_take(&f, &m, p, C < 64 ? C : 64, p->V);
@@ -108,7 +99,7 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_
 static void forward(const la_problem *p, const la_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
-    const int64_t C = chunk_length(p, u->end - u->begin, CHUNK);
+    const int64_t C = chunk_tokens(p, u->end - u->begin);
     if (p->causal && p->mode != LA_RECURRENT) {
         PAIR(p).walk(p, u, C, &m);
         return;
@@ -121,39 +112,6 @@ static void forward(const la_problem *p, const la_unit *u, void *scratch)
         else
             whole_forward(p, &one, C < 64 ? C : 64, &m);
     }
-}
-
-static int64_t chunk_tokens(const la_problem *p, int64_t longest)
-{
-    return chunk_length(p, longest, CHUNK);
-}
-
-static size_t scores_room_bytes(const la_problem *p, int64_t C)
-{
-    arena m = {NULL, 0};
-    chunk_in_room(&m, p, C, kernel_decay(p), p->rule);
-    return m.used;
-}
-
-static void scores(const la_problem *p, const la_unit *u, int64_t t, int64_t C, void *room)
-{
-    arena m = {room, 0};
-    PAIR(p).scores(p, u, t, C, &m);
-}
-
-static size_t columns_scratch_bytes(const la_problem *p, int64_t C, int64_t columns)
-{
-    arena m = {NULL, 0};
-    walk w;
-    real *den;
-    columns_take(&w, &den, &m, p, C, columns, kernel_decay(p));
-    return m.used;
-}
-
-static void columns(const la_problem *p, const la_unit *u, const la_chunks *made, void *scratch)
-{
-    arena m = {scratch, 0};
-    PAIR(p).columns(p, u, made, &m);
 }
 
 static size_t step_scratch_bytes(const la_problem *p)
@@ -176,7 +134,7 @@ static void step(const la_problem *p, const la_unit *u, void *scratch)
 static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)
 {
     arena m = {NULL, 0};
-    const int64_t C = chunk_length(p, longest, CHUNK);
+    const int64_t C = chunk_tokens(p, longest);
     const int64_t columns = p->V < LA_BACKWARD_PANEL ? p->V : LA_BACKWARD_PANEL;
     if (!p->causal) {
         whole_scratch f;
@@ -194,7 +152,7 @@ static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)
 static void backward(const la_problem *p, const la_unit *u, const la_partials *sums, void *scratch)
 {
     arena m = {scratch, 0};
-    const int64_t C = chunk_length(p, u->end - u->begin, CHUNK);
+    const int64_t C = chunk_tokens(p, u->end - u->begin);
     if (!p->causal) {
         whole_backward(p, u, sums, C < 64 ? C : 64, &m);
     } else if (p->mode == LA_RECURRENT) {
@@ -219,10 +177,6 @@ const la_kernels LA_INSTANCE = {
     .forward_scratch = forward_scratch_bytes,
     .forward = forward,
     .chunk_tokens = chunk_tokens,
-    .scores_room = scores_room_bytes,
-    .scores = scores,
-    .columns_scratch = columns_scratch_bytes,
-    .columns = columns,
     .step_scratch = step_scratch_bytes,
     .step = step,
     .backward_scratch = backward_scratch_bytes,

@@ -41,18 +41,23 @@ static void (*const walks[][2])(const la_problem *, const la_unit *, int64_t, ar
 #define ENTRY(decay, rule) [LA_##decay][LA_##rule] = walk_##decay##_##rule,
     LA_WALKS(ENTRY)};
 
+static int64_t chunk_tokens(const la_problem *p, int64_t length)
+{
+    return chunk_length(p, length, CHUNK);
+}
+
 static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_t heads)
 {
     arena m = {NULL, 0};
     forward_scratch f;
-    forward_take(&f, &m, p, chunk_length(p, longest, CHUNK), heads, p->V, kernel_decay(p), p->rule);
+    forward_take(&f, &m, p, chunk_tokens(p, longest), heads, p->V, kernel_decay(p), p->rule);
     return m.used;
 }
 
 static void forward(const la_problem *p, const la_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
-    const int64_t C = chunk_length(p, u->end - u->begin, CHUNK);
+    const int64_t C = chunk_tokens(p, u->end - u->begin);
     pair_products_begin();
     walks[kernel_decay(p)][p->rule](p, u, C, &m);
     pair_products_end();
@@ -64,4 +69,5 @@ const la_kernels LA_INSTANCE = {
     .bits = 8 * LA_PLANES,
     .forward_scratch = forward_scratch_bytes,
     .forward = forward,
+    .chunk_tokens = chunk_tokens,
 };

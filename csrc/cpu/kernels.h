@@ -10,21 +10,14 @@ typedef struct la_unit {
     int64_t n;          /* sequence: which state; in a step's pool -1 for none */
     int64_t b;          /* batch row that holds its tokens */
     int64_t begin, end; /* its tokens in that row */
-    int64_t h, hv;      /* query/key head, value head */
-    int64_t heads;      /* forward: value heads, from hv on */
-    int64_t v0, v1;     /* value columns */
-    int64_t panel;      /* which panel of value columns (backward) */
+    int64_t read,
+        stop;       /* forward: those whose outputs are wanted; what lies before is walked over for
+                           the state it leaves, and who stops at the end stores it */
+    int64_t h, hv;  /* query/key head, value head */
+    int64_t heads;  /* forward: value heads, from hv on */
+    int64_t v0, v1; /* value columns */
+    int64_t panel;  /* which panel of value columns (backward) */
 } la_unit;
-
-/* Chunks of a unit whose scores are made: those of its tokens begin..end. The sequence's i-th chunk
- * is in room i % rooms. */
-typedef struct la_chunks {
-    int64_t C;          /* tokens in a chunk */
-    int64_t begin, end; /* as in la_unit */
-    const char *room;
-    size_t bytes; /* of a room */
-    int64_t rooms;
-} la_chunks;
 
 /* Value columns per backward unit, at most. Every unit adds to dq, dk, dg and dbeta, and the sums over
  * panels are taken in a fixed order, so this width (not the thread count) fixes the bits. */
@@ -59,14 +52,8 @@ typedef struct la_kernels {
     size_t (*forward_scratch)(const la_problem *p, int64_t longest, int64_t heads);
     void (*forward)(const la_problem *p, const la_unit *u, void *scratch);
 
-    /* The chunked forward where units share a head: `scores` makes what they share of the chunk of
-     * tokens t.., in a room; `columns` walks over such chunks, with scratch that is the unit's own
-     * from its first chunk to its last. NULL where this is not offered. */
-    int64_t (*chunk_tokens)(const la_problem *p, int64_t longest);
-    size_t (*scores_room)(const la_problem *p, int64_t C);
-    void (*scores)(const la_problem *p, const la_unit *u, int64_t t, int64_t C, void *room);
-    size_t (*columns_scratch)(const la_problem *p, int64_t C, int64_t columns);
-    void (*columns)(const la_problem *p, const la_unit *u, const la_chunks *made, void *scratch);
+    /* Tokens in a chunk of a sequence of that length. */
+    int64_t (*chunk_tokens)(const la_problem *p, int64_t length);
 
     size_t (*step_scratch)(const la_problem *p);
     void (*step)(const la_problem *p, const la_unit *u, void *scratch);

@@ -134,7 +134,8 @@ LA_FN void tile_column(const int NV, const int tall, const int known, int64_t M,
 static const real one = 1;
 
 /* Sums as short as a chunk, or two: what a tile costs besides its multiply-adds shows, and is less
- * where the compiler knows the length, and, in a panel as wide as a tile, where its rows are. */
+ * where the compiler knows the length, and, in a panel as wide as a tile, of WIDE lanes or of two,
+ * where its rows are. */
 enum { SHORT = 16 };
 
 /* C[M][N] = diag(c) D + A B, A[i][p] at A[i*ai + p*ap], B[P][N] in rows of ldb reals, C and D of ldc,
@@ -153,6 +154,11 @@ LA_COLD void product_ahead(int64_t M, int64_t N, int64_t P, const real *A, int64
         if (N == WIDE * LANES && ldb == N && ldc == N && D) {
             tile_column(WIDE, TALL, SHORT, M, SHORT, A, SHORT, 1, B, WIDE * LANES, C, WIDE * LANES,
                         D, c, ci, next);
+            return;
+        }
+        if (WIDE > 2 && N == 2 * LANES && ldb == N && ldc == N && D) {
+            tile_column(2, TILE / 2, SHORT, M, SHORT, A, SHORT, 1, B, 2 * LANES, C, 2 * LANES, D, c,
+                        ci, next);
             return;
         }
         for (; j + WIDE * LANES <= N; j += WIDE * LANES)
