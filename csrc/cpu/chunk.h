@@ -625,7 +625,7 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, are
             else
                 walk_on(&f, p, &u, i, t, n, &next, false, decay, rule);
         }
-    for (int64_t i = 0; all->stop == all->end && i < all->heads; i++) {
+    for (int64_t i = 0; all->last && i < all->heads; i++) {
         const la_unit u = head_of(p, all, i);
         walk_end(&f.w, p, &u, i, decay, rule);
     }

@@ -245,14 +245,13 @@ static la_unit unit_at(const job *j, int64_t i)
     }
     u.read = u.begin;
     u.stop = u.end;
+    u.last = true;
     if (!wide && j->parts == 2) {
         const int64_t C = j->kernels->chunk_tokens(p, u.end - u.begin);
         const int64_t chunks = over(u.end - u.begin, C);
         const int64_t cut = u.begin + (int64_t)((double)chunks * j->first) * C;
-        if ((i - j->wide) % 2)
-            u.read = cut;
-        else
-            u.stop = cut;
+        u.last = (i - j->wide) % 2;
+        *(u.last ? &u.read : &u.stop) = cut;
     }
     return u;
 }
@@ -280,7 +279,7 @@ static void forward_unit(void *context, int64_t i, int thread)
 {
     const job *j = context;
     la_unit u = unit_at(j, i);
-    if (u.read == u.stop && u.stop < u.end) return; /* a short sequence's part, of no tokens */
+    if (u.read == u.stop && !u.last) return;
     j->kernels->forward(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
 }
 

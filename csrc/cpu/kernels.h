@@ -10,13 +10,12 @@ typedef struct la_unit {
     int64_t n;          /* sequence: which state; in a step's pool -1 for none */
     int64_t b;          /* batch row that holds its tokens */
     int64_t begin, end; /* its tokens in that row */
-    int64_t read,
-        stop;       /* forward: those whose outputs are wanted; what lies before is walked over for
-                           the state it leaves, and who stops at the end stores it */
-    int64_t h, hv;  /* query/key head, value head */
-    int64_t heads;  /* forward: value heads, from hv on */
-    int64_t v0, v1; /* value columns */
-    int64_t panel;  /* which panel of value columns (backward) */
+    int64_t read, stop; /* forward: those it reads; what lies before is walked over for its state */
+    bool last;          /* forward: the state after `stop` is the sequence's, and is stored */
+    int64_t h, hv;      /* query/key head, value head */
+    int64_t heads;      /* forward: value heads, from hv on */
+    int64_t v0, v1;     /* value columns */
+    int64_t panel;      /* which panel of value columns (backward) */
 } la_unit;
 
 /* Value columns per backward unit, at most. Every unit adds to dq, dk, dg and dbeta, and the sums over
