@@ -372,10 +372,10 @@ static void split(job *j, int threads)
 la_status la_forward(la_problem *p)
 {
     job j = {.p = p, .kernels = forward_kernels_for(p)};
-    const double nanoseconds = work_of(p, 3);
-    split(&j, la_pool_threads(INT64_MAX, nanoseconds));
+    int threads = la_pool_threads(INT64_MAX, work_of(p, 3));
+    split(&j, threads);
     const int64_t units = j.wide + (p->N * groups(p, j.heads) - j.wide) * j.panels * j.parts;
-    const int threads = la_pool_threads(units, nanoseconds);
+    if (units < threads) threads = (int)units;
     j.per_thread = whole_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
     j.scratch = allocate(j.per_thread * (size_t)threads);
     if (!j.scratch) return out_of_memory(p);

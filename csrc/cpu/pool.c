@@ -4,8 +4,9 @@
  * fork: a child has no workers, so the child's copy is reset and starts its own when needed. The
  * parent cannot be in the middle of a job started by the forking thread (la_pool_run returns only
  * when it is done), and a job that another thread runs belongs to the parent alone.
- * Concurrent callers: the pool serves one at a time; whoever finds it busy works alone. That costs
- * parallelism, never correctness: results do not depend on who computes a unit. */
+ * Concurrent callers: the pool serves one at a time; whoever finds it busy works alone, and is told so
+ * beforehand where it can be, since units for many threads do more in all. That costs parallelism, never
+ * correctness: results do not depend on who computes a unit. */
 #define _GNU_SOURCE
 #include "pool.h"
 #include "../linattn.h"
@@ -29,6 +30,7 @@ static const int64_t SPIN_NANOSECONDS = 160 * 1000;
 
 static struct {
     pthread_mutex_t caller; /* held by whoever's job runs */
+    _Atomic bool busy;      /* so that others can see it coming */
     pthread_mutex_t lock;   /* guards what follows, with the condition */
     pthread_cond_t wake;
     int started;          /* workers that exist */
@@ -83,7 +85,7 @@ int la_get_num_threads(void)
 
 int la_pool_threads(int64_t units, double nanoseconds)
 {
-    if (inside || units < 2 || nanoseconds < WORTH_SHARING) return 1;
+    if (inside || units < 2 || nanoseconds < WORTH_SHARING || atomic_load(&pool.busy)) return 1;
     int n = la_get_num_threads();
     if (n > units) n = (int)units;
     if (n * WORTH_SHARING / 2 > nanoseconds) n = (int)(nanoseconds / (WORTH_SHARING / 2));
@@ -155,6 +157,7 @@ static void after_fork_in_child(void)
     pthread_mutex_init(&pool.caller, NULL);
     pthread_mutex_init(&pool.lock, NULL);
     pthread_cond_init(&pool.wake, NULL);
+    atomic_store(&pool.busy, false);
     pool.started = 0;
     atomic_store(&pool.wanted, 0);
     atomic_store(&pool.working, 0);
@@ -191,6 +194,7 @@ void la_pool_run(int threads, int64_t units, la_work *work, void *context)
         inside = before;
         return;
     }
+    atomic_store(&pool.busy, true);
     start_workers(threads - 1);
     while (atomic_load(&pool.working)) relax(); /* late comers to the last job */
     pool.work = work;
@@ -206,5 +210,6 @@ void la_pool_run(int threads, int64_t units, la_work *work, void *context)
     take_units(0);
     atomic_store(&pool.wanted, 0); /* nobody joins any more */
     while (atomic_load(&pool.working)) relax();
+    atomic_store(&pool.busy, false);
     pthread_mutex_unlock(&pool.caller);
 }

@@ -7,7 +7,7 @@
 typedef void la_work(void *context, int64_t unit, int thread);
 
 /* How many threads a call with this many units and this much work would get at most: 1 when the
- * work is too small to share. */
+ * work is too small to share, or the pool at work for someone else. */
 int la_pool_threads(int64_t units, double nanoseconds);
 
 /* Call work(context, unit, thread) for every unit in [0, units), thread in [0, threads). The caller
