@@ -15,15 +15,28 @@
  * Needs: LA_FN, real, lane, lane_of_state (a lane wherever it lies), LANE_ZERO, LANE_SUM (a lane's
  * sum over its columns), JOIN (nothing where a thread has all rows), UNROLL (before a loop
  * whose S is in registers), MAX_STRIP >= W. Where it helps: LANE_LOADED (a lane from memory, loaded
- * once for all its uses).
+ * once for all its uses), UNROLL_LANES (before a loop that clears lanes), ASK_FOR (address, bytes: to ask
+ * memory for).
  */
 #ifndef LANE_LOADED
 #define LANE_LOADED(x) (x)
+#endif
+#ifndef UNROLL_LANES
+#define UNROLL_LANES
+#endif
+#ifndef ASK_FOR
+#define ASK_FOR(address, bytes)
 #endif
 
 /* Rows whose products are added up before they join the total: one chain of K terms would lose a
  * bit or two more. */
 enum { LA_ROWS = 16 };
+
+/* gcc makes a call, or an instruction as slow as one, of a loop that clears a few lanes. */
+LA_FN void la_clear(const int W, lane *x)
+{
+    UNROLL_LANES for (int w = 0; w < W; w++) x[w] = LANE_ZERO;
+}
 
 LA_FN int la_last_row(int first, int K) { return K < first + LA_ROWS ? K : first + LA_ROWS; }
 
@@ -32,19 +45,24 @@ LA_FN real la_decay_of(const real *a, int i, const la_decay decay)
     return decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
 }
 
-/* p = S' diag(a) k: what the decayed state predicts for k; and o = S' diag(a) q, unless q is NULL. */
-LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int K, const real *k,
-                      const real *q, const real *a, lane *p, lane *o, const la_decay decay)
+/* p = S' diag(a) k: what the decayed state predicts for k; and o = S' diag(a) q, unless q is NULL. The
+ * bytes right of each row that will be wanted next are asked for meanwhile. */
+LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int64_t right, int K,
+                      const real *k, const real *q, const real *a, lane *p, lane *o,
+                      const la_decay decay)
 {
-    for (int w = 0; w < W; w++) p[w] = LANE_ZERO;
-    for (int w = 0; w < W && q; w++) o[w] = LANE_ZERO;
+    la_clear(W, p);
+    if (q) la_clear(W, o);
     UNROLL for (int first = 0; first < K; first += LA_ROWS)
     {
         const int last = la_last_row(first, K);
-        lane of_k[MAX_STRIP] = {LANE_ZERO}, of_q[MAX_STRIP] = {LANE_ZERO};
+        lane of_k[MAX_STRIP], of_q[MAX_STRIP];
+        la_clear(W, of_k);
+        la_clear(W, of_q);
         UNROLL for (int i = first; i < last; i++)
         {
             const real ai = la_decay_of(a, i, decay), ki = ai * k[i], qi = q ? ai * q[i] : 0;
+            ASK_FOR(S + i * ld + W, right);
             for (int w = 0; w < W; w++) {
                 const lane s = LANE_LOADED(S[i * ld + w]);
                 of_k[w] += ki * s;
@@ -57,36 +75,44 @@ LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int K, co
     JOIN(p, q ? o : NULL, W);
 }
 
+/* S <- diag(a) S + k u', from the last row up: la_predict saw those last. What a row is multiplied by is
+ * read once, before the row is written: for all the compiler knows it lies there. */
+LA_FN void la_write(lane_of_state *S, const int W, int64_t ld, int K, const real *k, const lane *u,
+                    const real *a, const la_decay decay)
+{
+    UNROLL for (int i = K - 1; i >= 0; i--)
+    {
+        const real ai = la_decay_of(a, i, decay), ki = k[i];
+        for (int w = 0; w < W; w++) {
+            lane s = S[i * ld + w];
+            if (decay != LA_NONE) s *= ai;
+            S[i * ld + w] = s + ki * u[w];
+        }
+    }
+}
+
 /* qk is q . k, which the delta rule needs: it reads before it writes, so that the state is gone
- * through once for both products and once, from the rows just seen backwards, to be written. What a
- * row is multiplied by is read once, before the row is written: for all the compiler knows it lies there. */
-LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int K, const real *q, const real *k,
-                    const lane *v, const real *a, real beta, real qk, lane *o, const la_decay decay,
-                    const la_rule rule)
+ * through once for both products and once to be written. right: as for la_predict. */
+LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int64_t right, int K, const real *q,
+                    const real *k, const lane *v, const real *a, real beta, real qk, lane *o,
+                    const la_decay decay, const la_rule rule)
 {
     lane p[MAX_STRIP], u[MAX_STRIP];
 
     if (rule == LA_DELTA) {
-        la_predict(S, W, ld, K, k, q, a, p, o, decay);
+        la_predict(S, W, ld, right, K, k, q, a, p, o, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
         for (int w = 0; w < W; w++) o[w] += qk * u[w];
-        UNROLL for (int i = K - 1; i >= 0; i--)
-        {
-            const real ai = la_decay_of(a, i, decay), ki = k[i];
-            for (int w = 0; w < W; w++) {
-                lane s = S[i * ld + w];
-                if (decay != LA_NONE) s *= ai;
-                S[i * ld + w] = s + ki * u[w];
-            }
-        }
+        la_write(S, W, ld, K, k, u, a, decay);
         return;
     }
     for (int w = 0; w < W; w++) u[w] = v[w];
-    for (int w = 0; w < W; w++) o[w] = LANE_ZERO;
+    la_clear(W, o);
     UNROLL for (int first = 0; first < K; first += LA_ROWS)
     {
         const int last = la_last_row(first, K);
-        lane sum[MAX_STRIP] = {LANE_ZERO};
+        lane sum[MAX_STRIP];
+        la_clear(W, sum);
         UNROLL for (int i = first; i < last; i++)
         {
             const real ai = la_decay_of(a, i, decay), ki = k[i], qi = q[i];
@@ -112,18 +138,20 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
                             real *dq, real *dk, lane *dv, real *da, real *dbeta,
                             const la_decay decay, const la_rule rule)
 {
-    lane p[MAX_STRIP], u[MAX_STRIP], du[MAX_STRIP] = {LANE_ZERO}, dp[MAX_STRIP];
+    lane p[MAX_STRIP], u[MAX_STRIP], du[MAX_STRIP], dp[MAX_STRIP];
     real db = 0;
+    la_clear(W, du);
 
     for (int w = 0; w < W; w++) u[w] = v[w]; /* the forward's p and u again */
     if (rule == LA_DELTA) {
-        la_predict((const lane_of_state *)S, W, W, K, k, NULL, a, p, NULL, decay);
+        la_predict((const lane_of_state *)S, W, W, 0, K, k, NULL, a, p, NULL, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
     }
     UNROLL for (int first = 0; first < K; first += LA_ROWS)
     {
         const int last = la_last_row(first, K);
-        lane sum[MAX_STRIP] = {LANE_ZERO};
+        lane sum[MAX_STRIP];
+        la_clear(W, sum);
         UNROLL for (int i = first; i < last; i++)
         {
             const real ai = la_decay_of(a, i, decay), ki = k[i], qi = q[i];

@@ -9,11 +9,6 @@ enum { MAX_STRIP = 4 };
 #endif
 enum { PANEL_STRIP = 4 };
 
-/* Of a step by the delta rule, two such strips at a time: 128 rows of twice 64 floats are 64 KiB, but
- * what has been written may leave a 48 KiB L1 cache. Strips of two lanes save no more there, and cost
- * more where rows come from memory. */
-enum { STEP_STRIP = 4 };
-
 /* A lane from memory that is used more than once. Left to itself gcc makes the memory an operand of every
  * multiply-add, and a look at the state waits for loads: Zen 4 does one of 64 bytes a cycle. */
 LA_FN lane lane_loaded(lane x)
@@ -28,22 +23,30 @@ LA_FN lane lane_loaded(lane x)
     return x;
 }
 
+LA_FN void ask_for(const void *from, int64_t bytes)
+{
+    for (int64_t x = 0; x < bytes; x += CACHE_LINE)
+        __builtin_prefetch((const char *)from + x, 0, 2);
+}
+
 #define LANE_ZERO ((lane){0})
 #define LANE_LOADED lane_loaded
+#define ASK_FOR ask_for
+#define UNROLL_LANES _Pragma("GCC unroll 8")
 #define JOIN(x, y, W) /* a lane has all rows of its columns */
 #define UNROLL
 #include "../recurrence.h"
 
-LA_FN void token_any(lane_of_state *S, int64_t W, int64_t ld, int64_t K, const real *q,
-                     const real *k, const lane *v, const real *a, real beta, real qk, lane *o,
-                     const la_decay decay, const la_rule rule)
+LA_FN void token_any(lane_of_state *S, int64_t W, int64_t ld, int64_t right, int64_t K,
+                     const real *q, const real *k, const lane *v, const real *a, real beta, real qk,
+                     lane *o, const la_decay decay, const la_rule rule)
 {
     switch (W) {
-    case 1: la_token(S, 1, ld, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
-    case 2: la_token(S, 2, ld, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
-    case 3: la_token(S, 3, ld, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
-    case 4: la_token(S, 4, ld, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
-    default: la_token(S, MAX_STRIP, ld, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    case 1: la_token(S, 1, ld, right, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    case 2: la_token(S, 2, ld, right, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    case 3: la_token(S, 3, ld, right, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    case 4: la_token(S, 4, ld, right, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    default: la_token(S, MAX_STRIP, ld, right, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
     }
 }
 
@@ -52,7 +55,6 @@ typedef struct scan_scratch {
     real *q, *k, *a; /* [kp] */
     real *v, *o;     /* [strip] */
     real *z, *lost;  /* [kp] */
-    real *ak, *aq;   /* [kp]: decayed, for a step */
 } scan_scratch;
 
 LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
@@ -66,8 +68,6 @@ LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
     f->o = take(m, MAX_STRIP * LANES);
     f->z = take(m, kp);
     f->lost = take(m, kp);
-    f->ak = take(m, kp);
-    f->aq = take(m, kp);
 }
 
 /* A run of tokens over the unit's columns, strip by strip. A step is a run of one token whose
@@ -92,7 +92,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
             load_decay(p, u, t, f.a, decay);
             load_row(f.v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
             const real qk = rule == LA_DELTA ? dot(kp, f.q, f.k) : 0;
-            token_any((lane_of_state *)f.S, width / LANES, width / LANES, p->K, f.q, f.k,
+            token_any((lane_of_state *)f.S, width / LANES, width / LANES, 0, p->K, f.q, f.k,
                       lanes_in(f.v), f.a, beta, qk, lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
             finish_row(p, f.o, width, normalised, normalised ? dot(kp, f.q, f.z) : 0);
@@ -109,70 +109,6 @@ LA_FN bool state_in_place(const la_problem *p)
     const la_array *S = &p->array[LA_S0];
     return S->dtype == p->real && S->stride[3] == 1 && p->V % LANES == 0 &&
            S->stride[2] % LANES == 0 && S->stride[2] >= p->V;
-}
-
-/* Two strips of a step by the delta rule: `next` is looked at, p = S' diag(a) k and o = S' diag(a) q, from
- * its first row down; S, which has been, is decayed and takes k u', from its last row up. Either may be
- * NULL. The first look has nothing to write meanwhile. It asks the L2 cache for the rest of its rows,
- * `bytes` of each: a state that lies in memory comes by whole rows. */
-LA_FN void look_and_write(const lane_of_state *next, lane_of_state *S, const int W, int64_t ld,
-                          int64_t bytes, const scan_scratch *f, int K, const lane *u, lane *p,
-                          lane *o, const la_decay decay)
-{
-    const real *k = f->k, *a = f->a, *ak = f->ak, *aq = f->aq;
-    for (int w = 0; w < W && next; w++) p[w] = o[w] = LANE_ZERO;
-    for (int first = 0; first < K; first += LA_ROWS) {
-        const int last = la_last_row(first, K);
-        lane of_k[STEP_STRIP] = {LANE_ZERO}, of_q[STEP_STRIP] = {LANE_ZERO};
-        for (int i = first; i < last; i++) {
-            const int j = K - 1 - i;
-            for (int64_t x = W * (int64_t)sizeof(lane); x < bytes && !S; x += CACHE_LINE)
-                __builtin_prefetch((const char *)(next + i * ld) + x, 0, 2);
-            const real aki = ak[i], aqi = aq[i];
-            for (int w = 0; w < W && next; w++) {
-                const lane s = lane_loaded(next[i * ld + w]);
-                of_k[w] += aki * s;
-                of_q[w] += aqi * s;
-            }
-            const real aj = la_decay_of(a, j, decay), kj = k[j];
-            for (int w = 0; w < W && S; w++) {
-                lane s = S[j * ld + w];
-                if (decay != LA_NONE) s *= aj;
-                S[j * ld + w] = s + kj * u[w];
-            }
-        }
-        for (int w = 0; w < W && next; w++) p[w] += of_k[w];
-        for (int w = 0; w < W && next; w++) o[w] += of_q[w];
-    }
-}
-
-/* A step by the delta rule, columns v0..v1 in whole strips. Every row is wanted twice, and a head's do
- * not stay in the L1 cache in between; a strip's do, and it is written while the next one, to be looked
- * at, comes from the L2 cache. The sums are la_token's. */
-LA_FN void step_strips(const la_problem *p, const la_unit *u, const scan_scratch *f, int64_t v0,
-                       int64_t v1, real beta, real qk, const la_decay decay)
-{
-    enum { W = STEP_STRIP };
-    const la_array *v = &p->array[LA_V], *o = &p->array[LA_O], *state = &p->array[LA_S0];
-    const int64_t t = u->begin, ld = state->stride[2] / LANES;
-    const int64_t bytes = (v1 - v0) * (int64_t)sizeof(real);
-    lane predicted[W], sum[W], write[W] = {LANE_ZERO};
-    lane_of_state *S = (lane_of_state *)at_column(state, u->n, u->hv, 0, v0);
-
-    look_and_write(S, NULL, W, ld, bytes, f, (int)p->K, write, predicted, sum, decay);
-    for (; v0 < v1; v0 += W * LANES, S += W) {
-        load_row(f->v, W * LANES, at_column(v, u->b, t, u->hv, v0), v->dtype);
-        for (int w = 0; w < W; w++) {
-            write[w] = beta * (lanes_in(f->v)[w] - predicted[w]);
-            lanes_of(f->o)[w] = sum[w] + qk * write[w];
-        }
-        finish_row(p, f->o, W * LANES, false, 0);
-        store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f->o, W * LANES);
-        if (v0 + W * LANES < v1)
-            look_and_write(S + W, S, W, ld, 0, f, (int)p->K, write, predicted, sum, decay);
-        else
-            look_and_write(NULL, S, W, ld, 0, f, (int)p->K, write, NULL, NULL, decay);
-    }
 }
 
 /* One token, the state where it lies. */
@@ -194,29 +130,16 @@ LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const 
         add_scaled(kp, f.z, 1, f.k);
         store_z(p, LA_Z0, u, f.z);
     }
-    int64_t v0 = u->v0;
-    const int64_t strips = (u->v1 - v0) / (STEP_STRIP * LANES);
-    if (rule == LA_DELTA && strips > 1) {
-        for (int64_t x = 0; x < kp; x += LANES) {
-            const lane k = lanes_in(f.k + x)[0], q = lanes_in(f.q + x)[0];
-            const lane a =
-                decay == LA_KEY ? lanes_in(f.a + x)[0] : la_decay_of(f.a, 0, decay) - LANE_ZERO;
-            lanes_of(f.ak + x)[0] = a * k;
-            lanes_of(f.aq + x)[0] = a * q;
-        }
-        step_strips(p, u, &f, v0, v0 + strips * STEP_STRIP * LANES, beta, qk, decay);
-        v0 += strips * STEP_STRIP * LANES;
-    }
-    while (v0 < u->v1) {
-        const int64_t left = (u->v1 - v0) / LANES;
-        const int64_t W = left >= MAX_STRIP ? MAX_STRIP : left < 4 ? left : 4;
-        real *S = (real *)at_column(state, u->n, u->hv, 0, v0);
+    for (int64_t v0 = u->v0, W; v0 < u->v1; v0 += W * LANES) {
+        const int64_t left = (u->v1 - v0) / LANES, ld = state->stride[2] / LANES;
+        W = left >= MAX_STRIP ? MAX_STRIP : left < 4 ? left : 4;
+        const int64_t right = v0 == u->v0 ? (left - W) * (int64_t)sizeof(lane) : 0;
+        lane_of_state *S = (lane_of_state *)at_column(state, u->n, u->hv, 0, v0);
         load_row(f.v, W * LANES, at_column(v, u->b, t, u->hv, v0), v->dtype);
-        token_any((lane_of_state *)S, W, state->stride[2] / LANES, p->K, f.q, f.k, lanes_in(f.v),
-                  f.a, beta, qk, lanes_of(f.o), decay, rule);
+        token_any(S, W, ld, right, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, qk, lanes_of(f.o),
+                  decay, rule);
         finish_row(p, f.o, W * LANES, normalised, normalised ? dot(kp, f.q, f.z) : 0);
         store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, W * LANES);
-        v0 += W * LANES;
     }
 }
 
@@ -314,7 +237,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 if (i + M >= length) break;
             }
             real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
-            token_any((lane_of_state *)f.S, W, W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, 0,
+            token_any((lane_of_state *)f.S, W, W, 0, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, 0,
                       lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
         }
@@ -327,8 +250,8 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 copy_row(size, f.states + (i - first) * kept, f.S);
                 copy_row(kp, f.states + (i - first) * kept + size, f.z);
                 real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
-                token_any((lane_of_state *)f.S, W, W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, 0,
-                          lanes_of(f.o), decay, rule);
+                token_any((lane_of_state *)f.S, W, W, 0, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
+                          0, lanes_of(f.o), decay, rule);
                 if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
             }
             for (int64_t i = last - 1; i >= first; i--) {

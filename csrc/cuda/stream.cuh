@@ -311,7 +311,7 @@ static __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
                 take(a, token.a + key_of(0));
             else
                 a[0] = token.a[0];
-            la_token(&S[0][0], COLUMNS, COLUMNS, KEYS, q, k, v, a, token.beta, token.qk, o, DECAY,
+            la_token(&S[0][0], COLUMNS, COLUMNS, 0, KEYS, q, k, v, a, token.beta, token.qk, o, DECAY,
                      RULE);
             move_state<false>(S, stage, c);
             stores_before_copies();

@@ -102,7 +102,7 @@ __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int
             v[w] = column + 8 * w < columns
                        ? load<float>(at(c.v, u.b, t + i, u.hv, v0 + column + 8 * w), ELEMENT_DTYPE)
                        : 0;
-        la_token(S, 2, 2, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
+        la_token(S, 2, 2, 0, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
         const int read = i - first_read;
         if (i / 2 % 4 * 2 != pair || i < first || read < 0 || read >= reads) continue;
         O[read / 8 * 4 + read % 2] = o[0] * (float)c.scale;
