@@ -11,6 +11,7 @@
 #pragma GCC target( \
     "amx-tile,amx-bf16,avx512bf16,avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,f16c,bmi2")
 #endif
+#define LA_AVX512 1
 #define LA_BF16_PRODUCTS 1
 #define LA_AMX 1
 #define LA_PANEL 128

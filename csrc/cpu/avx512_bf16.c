@@ -9,6 +9,7 @@
 #else
 #pragma GCC target("avx512bf16,avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,f16c,bmi2")
 #endif
+#define LA_AVX512 1
 #define LA_INSTANCE la_cpu_avx512_bf16
 #define LA_ISA "avx512bf16"
 #define LA_BF16_PRODUCTS 1

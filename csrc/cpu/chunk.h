@@ -54,7 +54,7 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     const bool key = decay == LA_KEY, token = decay == LA_TOKEN, delta = rule == LA_DELTA;
     *c = (chunk){.C = C, .kp = kp, .cp = cp};
     c->k = take(m, 2 * C * kp);
-    c->a = take(m, key ? C * kp : token ? C : 0);
+    c->a = take(m, key ? C * kp : token ? cp : 0);
     c->e = key && !again ? c->a : take(m, key ? C * kp : token ? C : 0);
     c->beta = take(m, C);
     c->gamma = take(m, token ? C * cp : 0);
@@ -98,8 +98,9 @@ LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n
 LA_FN void load_gates(chunk *c, const la_problem *p, const la_unit *u, int64_t t,
                       const la_decay decay, const la_rule rule)
 {
+    if (decay == LA_TOKEN) load_decays(p, u, t, c->n, c->a);
     for (int64_t i = 0; i < c->n; i++) {
-        load_decay(p, u, t + i, c->a + i * (decay == LA_KEY ? c->kp : 1), decay);
+        if (decay == LA_KEY) load_decay(p, u, t + i, c->a + i * c->kp, decay);
         if (rule == LA_DELTA) c->beta[i] = load_beta(p, u, t + i);
     }
 }
@@ -145,9 +146,11 @@ LA_FN void decay_products(chunk *c)
         real *G = c->gamma + i * c->cp;
         e *= a;
         c->e[i] = (real)e;
-        for (int64_t j = 0; j < c->cp; j++) c->product[j] *= a;
-        c->product[i] = 1;
-        for (int64_t j = 0; j < c->cp; j++) G[j] = (real)c->product[j];
+        for (int64_t j = 0; j < c->cp; j++) {
+            /* the 1 written apart would lie in the way of the next row's whole vectors */
+            c->product[j] = j == i ? 1 : a * c->product[j];
+            G[j] = (real)c->product[j];
+        }
     }
 }
 

@@ -118,11 +118,13 @@ const char *la_isa_name(int i, bool *here)
     return name_of(&instances[i]);
 }
 
-static const la_kernels *kernels_for(const la_problem *p)
+const la_kernels *la_cpu_kernels(la_dtype real)
 {
     const instance *i = &instances[choose()];
-    return p->real == LA_F64 ? i->f64 : i->f32;
+    return real == LA_F64 ? i->f64 : i->f32;
 }
+
+static const la_kernels *kernels_for(const la_problem *p) { return la_cpu_kernels(p->real); }
 
 /* A forward pass whose large products can be those of bfloat16 pairs: of keys as the user gave them. A decay per
  * key would scale them. Instances that round a float to 8 bits miss the acceptance rule in chunks of 129 and

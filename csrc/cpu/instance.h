@@ -184,4 +184,5 @@ const la_kernels LA_INSTANCE = {
     .gather_scratch = gather_scratch_bytes,
     .gather = gather,
     .gather_head = gather_head,
+    .outside = outside,
 };

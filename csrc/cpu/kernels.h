@@ -63,7 +63,13 @@ typedef struct la_kernels {
                    void *scratch);
     /* What has no token axis: the gradient of a per-head gate and of z0, one value head a call. */
     void (*gather_head)(const la_problem *p, int64_t hv, const la_partials *sums);
+
+    bool (*outside)(const char *x, la_dtype dtype, int64_t n, int64_t stride, double lowest,
+                    double highest);
 } la_kernels;
+
+/* The chosen instance for a real type, float32 or float64. */
+const la_kernels *la_cpu_kernels(la_dtype real);
 
 extern const la_kernels la_cpu_baseline_f32, la_cpu_baseline_f64;
 #if defined(__x86_64__)

@@ -3,7 +3,7 @@
  * that no copy compiled for a newer machine can win at link time.
  *
  * The instance files define LA_REAL (float or double), LA_REAL_BITS, LA_LANE_BYTES, and how many
- * vectors the registers hold, LA_REGISTERS: 16 or 32. */
+ * vectors the registers hold, LA_REGISTERS: 16 or 32; LA_AVX512 where there is AVX-512. */
 
 typedef LA_REAL real;
 #if LA_REAL_BITS == 32
@@ -78,21 +78,56 @@ LA_FN lane pick(lane_int mask, lane x, lane y)
     return (lane)((mask & (lane_int)x) | (~mask & (lane_int)y));
 }
 
+/* What exp needs. Where one of two is NaN, the second. */
+#if LA_AVX512 && LA_REAL_BITS == 32
+LA_FN lane lane_most(lane x, lane y) { return (lane)_mm512_max_ps((__m512)x, (__m512)y); }
+LA_FN lane lane_least(lane x, lane y) { return (lane)_mm512_min_ps((__m512)x, (__m512)y); }
+LA_FN lane lane_rounded(lane x) { return (lane)_mm512_roundscale_ps((__m512)x, 0); }
+LA_FN lane lane_times_power(lane x, lane n) { return (lane)_mm512_scalef_ps((__m512)x, (__m512)n); }
+#elif LA_AVX512
+LA_FN lane lane_most(lane x, lane y) { return (lane)_mm512_max_pd((__m512d)x, (__m512d)y); }
+LA_FN lane lane_least(lane x, lane y) { return (lane)_mm512_min_pd((__m512d)x, (__m512d)y); }
+LA_FN lane lane_rounded(lane x) { return (lane)_mm512_roundscale_pd((__m512d)x, 0); }
+LA_FN lane lane_times_power(lane x, lane n)
+{
+    return (lane)_mm512_scalef_pd((__m512d)x, (__m512d)n);
+}
+#else
+#if LA_REAL_BITS == 32
+enum { MANTISSA = 23, BIAS = 127 };
+#define LA_ROUND 0x1.8p23f /* added, and what lies behind the point is gone */
+#else
+enum { MANTISSA = 52, BIAS = 1023 };
+#define LA_ROUND 0x1.8p52
+#endif
+LA_FN lane lane_most(lane x, lane y) { return pick(y < x, x, y); }
+LA_FN lane lane_least(lane x, lane y) { return pick(y > x, x, y); }
+LA_FN lane lane_rounded(lane x) { return (x + LA_ROUND) - LA_ROUND; }
+
+/* In two halves, because n reaches below the normal exponents. */
+LA_FN lane lane_times_power(lane x, lane n)
+{
+    const lane_int power = (lane_int)(n + LA_ROUND) - (lane_int)(LA_ROUND - (lane){0});
+    const lane_int half = power >> 1, rest = power - half;
+    return x * (lane)((half + BIAS) << MANTISSA) * (lane)((rest + BIAS) << MANTISSA);
+}
+#endif
+
 /* exp, within 2 ulp over the whole range: 0 below the least denormal, inf above the largest real,
  * NaN kept. x = n ln2 + r, |r| <= ln2/2, exp(r) by its own series.
  *
  * Where the series ends: the first term left out is (ln2/2)^8/8! = 5e-9 in float32 (half an ulp
  * is 6e-8), (ln2/2)^14/14! = 4e-18 in float64 (1.1e-16). ln2 is split so that n * LN2_HIGH is
- * exact. 2^n is applied in two halves because n reaches below the normal exponents. */
+ * exact. */
 LA_FN lane lane_exp(lane x)
 {
 #if LA_REAL_BITS == 32
-    enum { MANTISSA = 23, BIAS = 127, DEGREE = 7 };
-    const real lowest = -105, highest = 90, round = 0x1.8p23f;
+    enum { DEGREE = 7 };
+    const real lowest = -105, highest = 90;
     const real LN2_HIGH = 0x1.62e4p-1f, LN2_LOW = 0x1.7f7d1cp-20f;
 #else
-    enum { MANTISSA = 52, BIAS = 1023, DEGREE = 13 };
-    const real lowest = -750, highest = 710, round = 0x1.8p52;
+    enum { DEGREE = 13 };
+    const real lowest = -750, highest = 710;
     const real LN2_HIGH = 0x1.62e42fee0p-1, LN2_LOW = 0x1.a39ef35793c76p-33;
 #endif
     const real LOG2_E = (real)1.44269504088896340736;
@@ -103,15 +138,10 @@ LA_FN lane lane_exp(lane x)
         (real)(1. / 362880),      (real)(1. / 3628800), (real)(1. / 39916800),
         (real)(1. / 479001600),   (real)(1. / 6227020800)};
     /* clang-format on */
-    const lane low = lowest - (lane){0}, high = highest - (lane){0};
-    x = pick(x < low, low, x);
-    x = pick(x > high, high, x);
-    lane shifted = x * LOG2_E + round;
-    lane n = shifted - round;
-    lane r = (x - n * LN2_HIGH) - n * LN2_LOW;
+    x = lane_least(highest - (lane){0}, lane_most(lowest - (lane){0}, x));
+    const lane n = lane_rounded(x * LOG2_E);
+    const lane r = (x - n * LN2_HIGH) - n * LN2_LOW;
     lane series = over_factorial[DEGREE] - (lane){0};
     for (int i = DEGREE - 1; i >= 0; i--) series = series * r + over_factorial[i];
-    lane_int power = (lane_int)shifted - (lane_int)(round - (lane){0});
-    lane_int half = power >> 1, rest = power - half;
-    return series * (lane)((half + BIAS) << MANTISSA) * (lane)((rest + BIAS) << MANTISSA);
+    return lane_times_power(series, n);
 }
