@@ -51,8 +51,8 @@ LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int64_t r
                       const real *k, const real *q, const real *a, lane *p, lane *o,
                       const la_decay decay)
 {
-    la_clear(W, p);
     if (q) la_clear(W, o);
+    la_clear(W, p);
     UNROLL for (int first = 0; first < K; first += LA_ROWS)
     {
         const int last = la_last_row(first, K);
