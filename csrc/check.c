@@ -4,6 +4,7 @@
 #include "linattn.h"
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -497,6 +498,20 @@ void la_problem_init(la_problem *p, la_op op, la_face face)
     p->rule = table[op].rule;
 }
 
+/* K^-1/2 as NumPy rounds it: 1 / sqrt rounds twice, and pow takes 20 ns, so it is kept. */
+static double default_scale(int64_t K)
+{
+    enum { KEPT = 257 };
+    static _Atomic double kept[KEPT];
+    if (K >= KEPT) return pow((double)K, -0.5);
+    double scale = atomic_load_explicit(&kept[K], memory_order_relaxed);
+    if (scale == 0) {
+        scale = pow((double)K, -0.5);
+        atomic_store_explicit(&kept[K], scale, memory_order_relaxed);
+    }
+    return scale;
+}
+
 la_status la_check(la_problem *p)
 {
     static const la_name inputs[] = {LA_K,  LA_V,  LA_G,   LA_BETA, LA_S0,
@@ -514,7 +529,7 @@ la_status la_check(la_problem *p)
     if ((status = settle_letters(p)) || (status = settle_sequences(p)) ||
         (status = settle_pool(p)) || (status = check_options(p)))
         return status;
-    if (!p->has_scale) p->scale = pow((double)p->K, -0.5); /* as NumPy: 1 / sqrt rounds twice */
+    if (!p->has_scale) p->scale = default_scale(p->K);
 
     for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) {
         la_name name = inputs[i];
