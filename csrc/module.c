@@ -179,14 +179,6 @@ static int run_on_device(la_call *c)
 }
 #endif
 
-/* A step over so little, a microsecond at most, does not let others run meanwhile: to let go of the GIL and
- * take it back costs nearly a tenth of that, and whoever has it by then keeps it for 5 ms. */
-static bool is_brief(const la_problem *p)
-{
-    enum { NUMBERS = 16384 };
-    return p->face == LA_STEP && p->N * p->HV * p->K * p->V <= NUMBERS;
-}
-
 static int run(la_call *c, la_status (*entry)(la_problem *), int level)
 {
     la_status status;
@@ -194,7 +186,6 @@ static int run(la_call *c, la_status (*entry)(la_problem *), int level)
     if (c->p.device == LA_CUDA) return run_on_device(c);
 #endif
     if (warn_of_growth(c, level)) return -1;
-    if (is_brief(&c->p)) return la_raise(c, entry(&c->p));
     Py_BEGIN_ALLOW_THREADS
     status = entry(&c->p);
     Py_END_ALLOW_THREADS

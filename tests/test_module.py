@@ -336,6 +336,7 @@ def test_set_isa_refuses():
             _linattn.set_isa(bad)
 
 
+@pytest.mark.skipif(linattn.cuda.is_available(), reason="a CUDA device is here")
 def test_cuda_is_not_there_and_says_why():
     assert linattn.cuda.is_available() is False
     reason = linattn.cuda.why_not()
