@@ -2,6 +2,7 @@
  * ThreadSanitizer; each caller's results must also be the bits that it got alone. */
 #include "sample.h"
 
+#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -36,13 +37,26 @@ static size_t total_bytes(const sample *s)
     return n;
 }
 
+/* Which NaN is not promised: where two meet, the sign is that of an instruction's first operand, and the
+ * compiler orders them anew in each copy of a loop. */
+static void settle_nan(char *x, la_dtype dtype, size_t bytes)
+{
+    const size_t size = element_size(dtype);
+    for (size_t i = 0; i + size <= bytes; i += size)
+        if (isnan(element_value(x + i, dtype))) memset(x + i, 0xff, size);
+}
+
 static char *copy_outputs(const sample *s)
 {
     char *copy = malloc(total_bytes(s) + 1), *at = copy;
     if (!copy) abort();
     for (int name = 0; name < LA_ARRAYS; name++)
         if (s->written[name]) {
-            memcpy(at, s->block[name].start, s->block[name].bytes);
+            const block *from = &s->block[name];
+            const la_array *x = &s->p.array[name];
+            const size_t before = (size_t)(x->data - from->start) % element_size(x->dtype);
+            memcpy(at, from->start, from->bytes);
+            settle_nan(at + before, x->dtype, from->bytes - before);
             at += s->block[name].bytes;
         }
     return copy;
