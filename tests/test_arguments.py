@@ -1088,6 +1088,37 @@ def test_a_gate_outside_warns_once_per_call_site(op, face, name, value, text):
     assert seen[1].lineno > seen[0].lineno
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("op", "K"), [("gla", 7), ("gla", 70), ("simple_gla", None)])
+def test_a_gate_outside_is_seen_wherever_it_lies(op, K, dtype):
+    """In any token, head and key of a long gate, contiguous or not, by one thread or several."""
+    device.needs_host("the values of gates are not looked at")
+    T, H = 301, 9
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((1, T, H, n)).astype(np.float32) for n in (K or 4, K or 4, 3))
+    shape = (1, T, H, K) if K else (1, T, H)
+    whole = np.zeros((1, 2 * T, *shape[2:]), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    threads = linattn.get_num_threads()
+    try:
+        for g in (whole[:, :T], whole[:, ::2]):
+            for number in (1, 4):
+                linattn.set_num_threads(number)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    g[0, T // 2] = np.nan
+                    getattr(linattn, op)(q, k, v, g)
+                    g[...] = -0.5
+                    getattr(linattn, op)(q, k, v, g)
+                    for at in [(0,) * len(shape), tuple(n - 1 for n in shape),
+                               *(tuple(int(rng.integers(n)) for n in shape) for _ in range(8))]:
+                        g[at] = 1e-3
+                        with pytest.raises(RuntimeWarning, match="g: expected the log decay"):
+                            getattr(linattn, op)(q, k, v, g)
+                        g[at] = -0.5
+    finally:
+        linattn.set_num_threads(threads)
+
+
 @pytest.mark.parametrize(("op", "name", "value", "text"), OUTSIDE)
 @pytest.mark.parametrize("face", FACES)
 def test_as_an_error_it_leaves_everything_as_it_was(op, face, name, value, text):

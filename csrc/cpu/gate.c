@@ -55,14 +55,10 @@ bool la_gate_above_one(const la_problem *p)
                    .B = head ? 1 : p->B,
                    .T = head ? 1 : p->T};
     j.blocks = (j.T + BLOCK - 1) / BLOCK;
+    /* Read from the L3 cache or from memory: about .1 ns for 4 bytes. */
     const int64_t units = j.B * j.blocks;
-    if (units == 1) {
-        block_of_tokens(&j, 0, 0);
-    } else {
-        /* Read from the L3 cache or from memory: about .1 ns for 4 bytes. */
-        const double numbers =
-            (double)j.B * (double)j.T * (double)p->HV * (double)(p->decay == LA_KEY ? p->K : 1);
-        la_pool_run(la_pool_threads(units, .1 * numbers), units, block_of_tokens, &j);
-    }
+    const double numbers =
+        (double)j.B * (double)j.T * (double)p->HV * (double)(p->decay == LA_KEY ? p->K : 1);
+    la_pool_run(la_pool_threads(units, .1 * numbers), units, block_of_tokens, &j);
     return atomic_load(&j.found);
 }

@@ -64,6 +64,7 @@ typedef struct la_kernels {
     /* What has no token axis: the gradient of a per-head gate and of z0, one value head a call. */
     void (*gather_head)(const la_problem *p, int64_t hv, const la_partials *sums);
 
+    /* Is any of n numbers of a gate, `stride` apart, above `highest` or below `lowest`? */
     bool (*outside)(const char *x, la_dtype dtype, int64_t n, int64_t stride, double lowest,
                     double highest);
 } la_kernels;

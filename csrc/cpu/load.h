@@ -256,6 +256,18 @@ LA_COLD void store_key_gradient(const la_problem *p, la_name name, int64_t b, in
 
 /* ---- the decay a = exp(g), one row for a per-key gate, else one number ---- */
 
+/* One number each, of tokens t..t+n, to whole lanes: their exponentials cost what one of them does. */
+LA_FN void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64_t n, real *a)
+{
+    const la_array *g = &p->array[LA_G];
+    for (int64_t i = 0; i < n; i++) a[i] = load_element(at(g, u->b, t + i, u->hv), g->dtype);
+    for (int64_t i = n; i < padded(n); i++) a[i] = 0;
+    for (int64_t i = 0; i < n && p->gate != LA_DECAY; i += LANES) {
+        const lane x = lanes_in(a + i)[0];
+        lanes_of(a + i)[0] = lane_exp(p->gate == LA_SLOPE ? -x : x);
+    }
+}
+
 LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
                       const la_decay decay)
 {
@@ -266,20 +278,7 @@ LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
         for (int64_t i = 0; i < p->K; i += LANES) lanes_of(a + i)[0] = lane_exp(lanes_in(a + i)[0]);
         for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
     } else if (decay != LA_NONE) {
-        const real x = load_element(at(g, u->b, t, u->hv), g->dtype);
-        a[0] = p->gate == LA_DECAY ? x : lane_exp((p->gate == LA_SLOPE ? -x : x) - (lane){0})[0];
-    }
-}
-
-/* One number each, of tokens t..t+n: the exponentials of whole lanes at a time. */
-LA_FN void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64_t n, real *a)
-{
-    const la_array *g = &p->array[LA_G];
-    for (int64_t i = 0; i < n; i++) a[i] = load_element(at(g, u->b, t + i, u->hv), g->dtype);
-    for (int64_t i = n; i < padded(n); i++) a[i] = 0;
-    for (int64_t i = 0; i < n && p->gate != LA_DECAY; i += LANES) {
-        const lane x = lanes_in(a + i)[0];
-        lanes_of(a + i)[0] = lane_exp(p->gate == LA_SLOPE ? -x : x);
+        load_decays(p, u, t, 1, a);
     }
 }
 
@@ -312,20 +311,17 @@ LA_COLD bool outside(const char *x, la_dtype dtype, int64_t n, int64_t stride, d
     for (int64_t i = 0; i < n; i += PIECE) {
         const int64_t m = i + PIECE < n ? PIECE : n - i;
         const char *from = x + i * stride * size;
+        const lane_of_state *row = (const lane_of_state *)from;
         lane_int any = {0};
-        if (dtype == REAL_DTYPE && stride == 1 && m == PIECE) {
-            const lane_of_state *row = (const lane_of_state *)from;
-            for (int64_t j = 0; j < PIECE / LANES; j++) any |= (row[j] > high) | (row[j] < low);
-        } else {
+        if (dtype != REAL_DTYPE || stride != 1 || m % LANES) {
+            row = (const lane_of_state *)room;
             if (stride == 1)
                 convert_row(room, m, from, dtype);
             else
-                for (int64_t j = 0; j < m; j++)
-                    room[j] = load_element(from + j * stride * size, dtype);
-            for (int64_t j = m; j < padded(m); j++) room[j] = 0;
-            for (int64_t j = 0; j < m; j += LANES)
-                any |= (lanes_in(room + j)[0] > high) | (lanes_in(room + j)[0] < low);
+                for (int64_t j = 0; j < padded(m); j++)
+                    room[j] = j < m ? load_element(from + j * stride * size, dtype) : 0;
         }
+        for (int64_t j = 0; j < padded(m) / LANES; j++) any |= (row[j] > high) | (row[j] < low);
         for (int j = 0; j < LANES; j++)
             if (any[j]) return true;
     }
