@@ -2,6 +2,7 @@
 
 import inspect
 
+import ml_dtypes
 import numpy as np
 import pytest
 from device import imported
@@ -253,6 +254,88 @@ def test_pytorchs_tensors(name, rng):
     o, state = getattr(fla, name)(**tensors, output_final_state=True)
     assert isinstance(o, torch.Tensor) and isinstance(state, torch.Tensor)
     np.testing.assert_array_equal(o.numpy(), want)
+
+
+STATES = (np.float16, ml_dtypes.bfloat16, np.float64)
+
+
+def some_state(name, rng, dtype, B=2, H=2, K=8, V=12):
+    """An initial state; the pair where fla's function normalises by default."""
+    S = rng.standard_normal((B, H, K, V)).astype(dtype)
+    if name == "chunk_linear_attn":
+        return S, (9 + rng.random((B, 1, H, K))).astype(dtype)
+    return S
+
+
+def each(function, state):
+    return tuple(map(function, state)) if isinstance(state, tuple) else function(state)
+
+
+def parts(state):
+    return state if isinstance(state, tuple) else (state,)
+
+
+def by_default(name, theirs):
+    """These arguments without `normalize`, so that it is as fla has it."""
+    return {what: x for what, x in theirs.items() if what != "normalize"}
+
+
+@pytest.mark.parametrize("dtype", STATES)
+@functions
+def test_an_initial_state_of_any_float_dtype(name, dtype, rng):
+    _, theirs = arguments(name, rng, dtype=np.float32)
+    theirs, function = by_default(name, theirs), getattr(fla, name)
+    given = some_state(name, rng, dtype)
+    kept = each(np.copy, given)
+    o, final = function(**theirs, initial_state=given, output_final_state=True)
+    same = each(lambda x: x.astype(np.float32), given)
+    want, state = function(**theirs, initial_state=same, output_final_state=True)
+    assert {x.dtype for x in (o, *parts(final))} == {np.dtype(np.float32)}
+    np.testing.assert_array_equal(o, want)
+    for got, same in zip(parts(final) + parts(given), parts(state) + parts(kept), strict=True):
+        np.testing.assert_array_equal(got, same)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+@functions
+def test_sums_in_float64_take_a_state_of_any_float_dtype(name, dtype, rng):
+    _, theirs = arguments(name, rng)
+    state = some_state("", rng, dtype)
+    o, final = getattr(fla, name)(**theirs, initial_state=state, output_final_state=True)
+    want, _ = getattr(fla, name)(**theirs, initial_state=state.astype(np.float64))
+    assert o.dtype == final.dtype == np.float64
+    np.testing.assert_array_equal(o, want)
+
+
+@functions
+def test_a_state_that_is_no_float_is_refused(name, rng):
+    _, theirs = arguments(name, rng, dtype=np.float16)
+    for state, got in ((some_state("", rng, np.int64), "int64"), (3.0, "<class 'float'>")):
+        with pytest.raises(TypeError, match=rf"^initial_state: expected .*, got {got}$"):
+            getattr(fla, name)(**theirs, initial_state=state)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@functions
+def test_the_gradient_of_a_state_has_its_dtype(name, dtype, rng):
+    torch = imported("torch")
+    _, theirs = arguments(name, rng, dtype=np.float32)
+    theirs = {what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a
+              for what, a in by_default(name, theirs).items()}
+    state = each(lambda x: torch.from_numpy(x).to(getattr(torch, dtype)),
+                 some_state(name, rng, np.float32))
+
+    def gradients(state):
+        state = each(lambda x: x.detach().requires_grad_(), state)
+        o, final = getattr(fla, name)(**theirs, initial_state=state, output_final_state=True)
+        assert {x.dtype for x in parts(final)} == {torch.float32}
+        loss = o.square().sum() + sum(x.sum() for x in parts(final))
+        return torch.autograd.grad(loss, state)
+
+    exact = gradients(each(lambda x: x.float(), state))
+    for got, want in zip(gradients(state), exact, strict=True):
+        assert got.dtype == getattr(torch, dtype)
+        assert torch.equal(got, want.to(got.dtype))
 
 
 def test_every_op_that_fla_has_is_in_the_table():

@@ -12,6 +12,9 @@ computes but not what (``cu_seqlens_cpu``, ``chunk_indices``, ``safe_gate``, ``d
 ``use_graph``, ``max_num_seqs``) are taken and not needed. Whatever else differs from its default
 and is not supported raises a ValueError; nothing is ignored in silence. A state that was not asked
 for is None.
+
+An initial state may be float64, float32, float16 or bfloat16, whatever the dtype of q; fla's
+``chunk_gla`` and ``chunk_kda`` insist on float32. A final state is float32, and float64 if q is.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from linattn import ops
+from linattn.features import cast, is_array
 
 __all__ = [
     "chunk_delta_rule",
@@ -56,6 +60,43 @@ def _refuse(**given: Any) -> None:
         if value is not None and value is not False:
             what = repr(value) if isinstance(value, bool | int | float | str) else "an array"
             raise ValueError(f"{name}: not supported by linattn.compat.fla, got {what}")
+
+
+def _library(x: Any) -> Any:
+    """Whose are the dtypes of x? PyTorch's or, in every other library, NumPy's."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(x, torch.Tensor) else np
+
+
+def _float(x: Any) -> str | None:
+    """The name of x's dtype if the ops know it as a float; else None."""
+    name = str(getattr(x, "dtype", None)).removeprefix("torch.")
+    return name if name in ("float64", "float32", "float16", "bfloat16") else None
+
+
+def _state(q: Any, x: Any) -> Any:
+    """An initial state, in a dtype that the core takes.
+
+    fla loads a state of any float dtype as float32. The core takes the dtype of its sums, which is
+    float64 if q is float64 and float32 otherwise; then it takes bfloat16 too. PyTorch records the
+    conversion, so that the gradient has the dtype of what was given.
+    """
+    if isinstance(x, tuple):
+        return tuple(_state(q, one) for one in x)
+    if not is_array(x):
+        return x
+    double = getattr(q, "dtype", None) == _library(q).float64
+    sums = _library(x).float64 if double else _library(x).float32
+    if x.dtype == sums or (name := _float(x)) is None or (name == "bfloat16" and not double):
+        return x
+    return cast(x, sums)
+
+
+def _forward(
+    op: Any, q: Any, k: Any, v: Any, *gates: Any, initial_state: Any, **options: Any
+) -> Result:
+    """`op`, with the initial states that fla takes."""
+    return op(q, k, v, *gates, initial_state=_state(q, initial_state), **options)
 
 
 def chunk_linear_attn(
@@ -114,7 +155,8 @@ def _linear(
     if normalize and initial_state is not None:
         S, z = initial_state
         initial_state = S, z.reshape(z.shape[0], *z.shape[2:])
-    o, state = ops.linear_attention(
+    o, state = _forward(
+        ops.linear_attention,
         q,
         k,
         v,
@@ -145,7 +187,8 @@ def chunk_retention(
     chunk_size: int | None = None,
 ) -> Result:
     """:func:`linattn.retention` with RetNet's decays, 1 - 2**(-5 - h)."""
-    return ops.retention(
+    return _forward(
+        ops.retention,
         q,
         k,
         v,
@@ -170,7 +213,8 @@ def fused_recurrent_retention(
 ) -> Result:
     """:func:`chunk_retention`, token by token."""
     _refuse(reverse=reverse)
-    return ops.retention(
+    return _forward(
+        ops.retention,
         q,
         k,
         v,
@@ -200,7 +244,8 @@ def chunk_lightning_attn(
     slopes = ops.lightning_slopes(
         q.shape[2], layer=layer_idx, layers=num_layers, rule="transnormer"
     )
-    return ops.lightning_attention(
+    return _forward(
+        ops.lightning_attention,
         q,
         k,
         v,
@@ -230,7 +275,8 @@ def fused_recurrent_lightning_attn(
     slopes = ops.lightning_slopes(
         q.shape[2], layer=layer_idx, layers=num_layers, rule="transnormer"
     )
-    return ops.lightning_attention(
+    return _forward(
+        ops.lightning_attention,
         q,
         k,
         v,
@@ -307,11 +353,12 @@ def fused_recurrent_simple_gla(
 
 def _simple_gla(mode: str, q: Any, k: Any, v: Any, g: Any, g_gamma: Any, **options: Any) -> Result:
     if g is not None:
-        return ops.simple_gla(q, k, v, g if g_gamma is None else g + g_gamma, mode=mode, **options)
+        g = g if g_gamma is None else g + g_gamma
+        return _forward(ops.simple_gla, q, k, v, g, mode=mode, **options)
     if g_gamma is not None:
-        return ops.lightning_attention(q, k, v, -g_gamma, mode=mode, **options)
-    return ops.linear_attention(
-        q, k, v, feature_map="identity", normalize=False, mode=mode, **options
+        return _forward(ops.lightning_attention, q, k, v, -g_gamma, mode=mode, **options)
+    return _forward(
+        ops.linear_attention, q, k, v, feature_map="identity", normalize=False, mode=mode, **options
     )
 
 
@@ -328,7 +375,8 @@ def chunk_gla(
     cu_seqlens_cpu: Any = None,
 ) -> Result:
     """:func:`linattn.gla` with the log decays g [B,T,H,K]."""
-    return ops.gla(
+    return _forward(
+        ops.gla,
         q,
         k,
         v,
@@ -365,7 +413,7 @@ def fused_recurrent_gla(
     }
     if gk is None:
         return _simple_gla("recurrent", q, k, v, None, None, **options)
-    return ops.gla(q, k, v, gk, mode="recurrent", **options)
+    return _forward(ops.gla, q, k, v, gk, mode="recurrent", **options)
 
 
 def chunk_delta_rule(
@@ -383,7 +431,8 @@ def chunk_delta_rule(
     chunk_size: int | None = None,
 ) -> Result:
     """:func:`linattn.delta_rule`; float32 too."""
-    return ops.delta_rule(
+    return _forward(
+        ops.delta_rule,
         q,
         k,
         v,
@@ -409,7 +458,8 @@ def fused_recurrent_delta_rule(
     cu_seqlens: Any = None,
 ) -> Result:
     """:func:`chunk_delta_rule`, token by token; beta is 1 by default."""
-    return ops.delta_rule(
+    return _forward(
+        ops.delta_rule,
         q,
         k,
         v,
@@ -455,7 +505,8 @@ def chunk_gated_delta_rule(
         A_log=A_log,
         dt_bias=dt_bias,
     )
-    return ops.gated_delta_rule(
+    return _forward(
+        ops.gated_delta_rule,
         q,
         k,
         v,
@@ -514,10 +565,11 @@ def fused_recurrent_gated_delta_rule(
         "state_v_first": state_v_first,
     }
     if gk is not None:
-        return ops.kda(q, k, v, gk if g is None else g[..., None] + gk, beta, **options)
+        gk = gk if g is None else g[..., None] + gk
+        return _forward(ops.kda, q, k, v, gk, beta, **options)
     if g is not None:
-        return ops.gated_delta_rule(q, k, v, g, beta, **options)
-    return ops.delta_rule(q, k, v, beta, **options)
+        return _forward(ops.gated_delta_rule, q, k, v, g, beta, **options)
+    return _forward(ops.delta_rule, q, k, v, beta, **options)
 
 
 def chunk_kda(
@@ -559,7 +611,8 @@ def chunk_kda(
         A_log=A_log,
         dt_bias=dt_bias,
     )
-    return ops.kda(
+    return _forward(
+        ops.kda,
         q,
         k,
         v,
@@ -603,7 +656,8 @@ def fused_recurrent_kda(
         allow_neg_eigval=allow_neg_eigval,
         lower_bound=lower_bound,
     )
-    return ops.kda(
+    return _forward(
+        ops.kda,
         q,
         k,
         v,
