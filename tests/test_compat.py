@@ -338,5 +338,98 @@ def test_the_gradient_of_a_state_has_its_dtype(name, dtype, rng):
         assert torch.equal(got, want.to(got.dtype))
 
 
+RECURRENT = [name for name in SIGNATURES if name.startswith("fused_recurrent")]
+# of which of q and v o has the dtype, in fla
+O_LIKE = dict.fromkeys(RECURRENT, "q") | {
+    "fused_recurrent_gated_delta_rule": "v", "fused_recurrent_kda": "v"}
+DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
+          "bfloat16": ml_dtypes.bfloat16}
+MIXED = [  # q, k, v; and what holds all three
+    ("float32", "float32", "float16", "float32"),
+    ("float16", "float16", "float32", "float32"),
+    ("bfloat16", "bfloat16", "float32", "float32"),
+    ("bfloat16", "bfloat16", "float16", "float32"),
+    ("float32", "float32", "float64", "float64"),
+    ("float64", "float64", "bfloat16", "float64"),
+    ("bfloat16", "float32", "bfloat16", "float32"),
+]
+recurrent = pytest.mark.parametrize("name", RECURRENT)
+mixed = pytest.mark.parametrize("dtypes", MIXED, ids="-".join)
+
+
+def of_dtypes(theirs, q, k, v, *_):
+    return theirs | {what: theirs[what].astype(DTYPES[dtype])
+                     for what, dtype in (("q", q), ("k", k), ("v", v))}
+
+
+@mixed
+@recurrent
+def test_q_k_and_v_of_several_dtypes_token_by_token(name, dtypes, rng):
+    _, theirs = arguments(name, rng, T=9, dtype=np.float32)
+    theirs, function, wide = of_dtypes(theirs, *dtypes), getattr(fla, name), DTYPES[dtypes[3]]
+    more = {"initial_state": some_state("", rng, np.float16), "output_final_state": True}
+    o, final = function(**theirs, **more)
+    want, state = function(**theirs | {what: theirs[what].astype(wide) for what in "qkv"}, **more)
+    assert o.dtype == theirs[O_LIKE[name]].dtype and final.dtype == wide
+    np.testing.assert_array_equal(o, want.astype(o.dtype))
+    np.testing.assert_array_equal(final, state)
+
+
+@mixed
+def test_several_dtypes_and_no_gate(dtypes, rng):
+    for name, gates in (("fused_recurrent_gated_delta_rule", ("g", "beta")),
+                        ("fused_recurrent_gla", ("gk",)), ("fused_recurrent_simple_gla", ("g",)),
+                        ("fused_recurrent_delta_rule", ("beta",))):
+        _, theirs = arguments(name, rng, T=9, dtype=np.float32)
+        theirs = {x: a for x, a in of_dtypes(theirs, *dtypes).items() if x not in gates}
+        assert getattr(fla, name)(**theirs)[0].dtype == theirs[O_LIKE[name]].dtype
+
+
+@mixed
+def test_several_dtypes_and_a_normaliser(dtypes, rng):
+    """fla divides o, in q's dtype, by what q and k make: their common dtype if they differ."""
+    _, theirs = arguments("fused_recurrent_linear_attn", rng, T=9, dtype=np.float32)
+    theirs = of_dtypes(theirs | {what: abs(theirs[what]) for what in "qk"}, *dtypes)
+    o, final = fla.fused_recurrent_linear_attn(**theirs | {"normalize": True},
+                                               output_final_state=True)
+    assert o.dtype == (theirs["q"].dtype if dtypes[0] == dtypes[1] else np.float32)
+    assert {x.dtype for x in final} == {np.dtype(DTYPES[dtypes[3]])}
+
+
+@mixed
+@recurrent
+def test_gradients_of_several_dtypes(name, dtypes, rng):
+    torch = imported("torch")
+    _, theirs = arguments(name, rng, T=9, dtype=np.float32)
+    theirs = {what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a
+              for what, a in theirs.items()}
+    given = {what: theirs[what].to(getattr(torch, dtype)).requires_grad_()
+             for what, dtype in zip("qkv", dtypes, strict=False)}
+    o, _ = getattr(fla, name)(**theirs | given)
+    assert o.dtype == given[O_LIKE[name]].dtype
+    loss = o.float().sum()
+    wide = {what: x.detach().to(getattr(torch, dtypes[3])).requires_grad_()
+            for what, x in given.items()}
+    same = getattr(fla, name)(**theirs | wide)[0].float().sum()
+    want = torch.autograd.grad(same, list(wide.values()))
+    found = torch.autograd.grad(loss, list(given.values()))
+    for got, exact, x in zip(found, want, given.values(), strict=True):
+        assert got.dtype == x.dtype
+        assert torch.equal(got, exact.to(got.dtype))
+
+
+@functions
+def test_other_dtypes_of_v_are_refused(name, rng):
+    torch = imported("torch")
+    _, theirs = arguments(name, rng, T=9, dtype=np.float32)
+    v = theirs["v"]
+    wrong = [(v.astype(np.int32), "int32"), (torch.from_numpy(v).half(), "float16")]
+    if name not in RECURRENT:
+        wrong.append((v.astype(np.float16), "float16"))
+    for x, got in wrong:
+        with pytest.raises(TypeError, match=rf"^v: expected float32 .*, got {got}$"):
+            getattr(fla, name)(**theirs | {"v": x})
+
+
 def test_every_op_that_fla_has_is_in_the_table():
     assert {split(name)[1] for name in SIGNATURES} == set(OPS.values()) <= set(testing.GATES)

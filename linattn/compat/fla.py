@@ -15,6 +15,8 @@ for is None.
 
 An initial state may be float64, float32, float16 or bfloat16, whatever the dtype of q; fla's
 ``chunk_gla`` and ``chunk_kda`` insist on float32. A final state is float32, and float64 if q is.
+In ``fused_recurrent_*`` q, k and v may differ in dtype; one that is float64 is enough for a float64
+state then. o has the dtype of v in the gated delta rule and in ``kda``, and that of q elsewhere.
 """
 
 from __future__ import annotations
@@ -92,11 +94,43 @@ def _state(q: Any, x: Any) -> Any:
     return cast(x, sums)
 
 
+def _common(*arrays: Any) -> Any:
+    """The dtype that holds the several float dtypes of these; None if there are not several.
+
+    None, too, if one is no array, has another dtype than a float, or if only some are PyTorch's:
+    these are for the core to refuse.
+    """
+    if not all(is_array(x) for x in arrays) or all(x.dtype == arrays[0].dtype for x in arrays):
+        return None
+    names, library = [_float(x) for x in arrays], _library(arrays[0])
+    if None in names or any(_library(x) is not library for x in arrays):
+        return None
+    return library.float64 if "float64" in names else library.float32
+
+
 def _forward(
-    op: Any, q: Any, k: Any, v: Any, *gates: Any, initial_state: Any, **options: Any
+    op: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *gates: Any,
+    initial_state: Any,
+    mode: str = "chunk",
+    o_dtype: Any = None,
+    **options: Any,
 ) -> Result:
-    """`op`, with the initial states that fla takes."""
-    return op(q, k, v, *gates, initial_state=_state(q, initial_state), **options)
+    """`op`, with the dtypes that fla takes.
+
+    Token by token, fla loads q, k and v as float32, whatever the dtype of each. The core takes one
+    dtype. Where they differ, o is given `o_dtype`, or that of q if it is None.
+    """
+    common = _common(q, k, v) if mode == "recurrent" else None
+    if common is not None:
+        o_dtype = q.dtype if o_dtype is None else o_dtype
+        q, k, v = (cast(x, common) for x in (q, k, v))
+    state = _state(q, initial_state)
+    o, final = op(q, k, v, *gates, initial_state=state, mode=mode, **options)
+    return o if common is None else cast(o, o_dtype), final
 
 
 def chunk_linear_attn(
@@ -168,6 +202,7 @@ def _linear(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         mode=mode,
+        o_dtype=_common(q, k) if normalize else None,  # fla's o has it from the division
     )
     if normalize and state is not None:
         S, z = state
@@ -561,6 +596,7 @@ def fused_recurrent_gated_delta_rule(
         "output_final_state": output_final_state,
         "cu_seqlens": cu_seqlens,
         "mode": "recurrent",
+        "o_dtype": getattr(v, "dtype", None),
         "qk_l2norm": use_qk_l2norm_in_kernel,
         "state_v_first": state_v_first,
     }
@@ -668,6 +704,7 @@ def fused_recurrent_kda(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         mode="recurrent",
+        o_dtype=getattr(v, "dtype", None),
         qk_l2norm=use_qk_l2norm_in_kernel,
         state_v_first=state_v_first,
     )
