@@ -28,6 +28,7 @@ SIGNATURES = {
         f"q, k, v, layer_idx, num_layers, {COMMON}, reverse=False, cu_seqlens=None",
     "chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {COMMON}, state_v_first=False, "
                         "cu_seqlens=None, cu_seqlens_cpu=None, *, chunk_size=None",
+    "fused_chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {COMMON}, cu_seqlens=None",
     "fused_recurrent_simple_gla":
         f"q, k, v, g=None, g_gamma=None, {COMMON}, reverse=False, state_v_first=False, "
         "cu_seqlens=None",
@@ -60,7 +61,7 @@ SIGNATURES = {
 }
 ALIASES = {
     "fused_chunk_linear_attn": "chunk_linear_attn", "fused_chunk_retention": "chunk_retention",
-    "fused_chunk_simple_gla": "chunk_simple_gla", "chunk_gdn": "chunk_gated_delta_rule",
+    "chunk_gdn": "chunk_gated_delta_rule",
     "fused_recurrent_gdn": "fused_recurrent_gated_delta_rule",
 }
 # fla's name for an op -> ours
@@ -82,9 +83,7 @@ functions = pytest.mark.parametrize("name", SIGNATURES)
 
 def split(name):
     """The mode and our op."""
-    kind, _, op = name.partition("_")
-    if kind == "fused":
-        kind, op = "recurrent", op.removeprefix("recurrent_")
+    kind, _, op = name.removeprefix("fused_").partition("_")
     return kind, OPS[op]
 
 
@@ -210,7 +209,7 @@ def test_a_normaliser_and_its_state(name, rng):
         getattr(fla, name)(q, k, v, initial_state=S, normalize=True)
 
 
-@pytest.mark.parametrize("name", ["chunk_simple_gla", "fused_recurrent_simple_gla"])
+@pytest.mark.parametrize("name", [name for name in SIGNATURES if name.endswith("simple_gla")])
 def test_decays_per_token_per_head_both_or_none(name, rng):
     x, theirs = arguments(name, rng)
     g, function = theirs.pop("g"), getattr(fla, name)

@@ -356,6 +356,32 @@ def chunk_simple_gla(
     )
 
 
+def fused_chunk_simple_gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any = None,
+    g_gamma: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    cu_seqlens: Any = None,
+) -> Result:
+    """:func:`chunk_simple_gla`, with the fewer arguments that fla's has."""
+    return _simple_gla(
+        "chunk",
+        q,
+        k,
+        v,
+        g,
+        g_gamma,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+    )
+
+
 def fused_recurrent_simple_gla(
     q: Any,
     k: Any,
@@ -725,6 +751,5 @@ def _beta(beta: Any, v: Any) -> Any:
 # fla has these as kernels of their own: the same results
 fused_chunk_linear_attn = chunk_linear_attn
 fused_chunk_retention = chunk_retention
-fused_chunk_simple_gla = chunk_simple_gla
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
