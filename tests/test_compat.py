@@ -15,27 +15,28 @@ from linattn.testing import make_inputs
 # and looks at is keyword-only here.
 COMMON = "scale=None, initial_state=None, output_final_state=False"
 L2 = "use_qk_l2norm_in_kernel=False"
+OLD = "transpose_state_layout=None"
 SIGNATURES = {
     "chunk_linear_attn": f"q, k, v, {COMMON}, normalize=True, cu_seqlens=None",
     "fused_recurrent_linear_attn":
         f"q, k, v, {COMMON}, reverse=False, normalize=False, cu_seqlens=None",
     "chunk_retention": f"q, k, v, {COMMON}, cu_seqlens=None, *, chunk_size=None",
     "fused_recurrent_retention":
-        f"q, k, v, {COMMON}, reverse=False, state_v_first=False, cu_seqlens=None",
+        f"q, k, v, {COMMON}, reverse=False, state_v_first=False, cu_seqlens=None, *, {OLD}",
     "chunk_lightning_attn":
         f"q, k, v, layer_idx, num_layers, {COMMON}, cu_seqlens=None, *, chunk_size=None",
     "fused_recurrent_lightning_attn":
         f"q, k, v, layer_idx, num_layers, {COMMON}, reverse=False, cu_seqlens=None",
     "chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {COMMON}, state_v_first=False, "
-                        "cu_seqlens=None, cu_seqlens_cpu=None, *, chunk_size=None",
+                        f"cu_seqlens=None, cu_seqlens_cpu=None, *, chunk_size=None, {OLD}",
     "fused_chunk_simple_gla": f"q, k, v, g=None, g_gamma=None, {COMMON}, cu_seqlens=None",
     "fused_recurrent_simple_gla":
         f"q, k, v, g=None, g_gamma=None, {COMMON}, reverse=False, state_v_first=False, "
-        "cu_seqlens=None",
+        f"cu_seqlens=None, *, {OLD}",
     "chunk_gla": f"q, k, v, g, {COMMON}, state_v_first=False, cu_seqlens=None, "
-                 "cu_seqlens_cpu=None",
+                 f"cu_seqlens_cpu=None, *, {OLD}",
     "fused_recurrent_gla": f"q, k, v, gk=None, gv=None, {COMMON}, reverse=False, "
-                           "state_v_first=False, cu_seqlens=None",
+                           f"state_v_first=False, cu_seqlens=None, *, {OLD}",
     "chunk_delta_rule": f"q, k, v, beta, {COMMON}, {L2}, cu_seqlens=None, cu_seqlens_cpu=None, "
                         "*, chunk_size=None",
     "fused_recurrent_delta_rule": f"q, k, v, beta=None, {COMMON}, {L2}, cu_seqlens=None",
@@ -43,21 +44,22 @@ SIGNATURES = {
         f"q, k, v, g, beta, {COMMON}, {L2}, use_beta_sigmoid_in_kernel=False, "
         "allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, "
         "chunk_indices=None, cp_context=None, *, chunk_size=None, use_gate_in_kernel=False, "
-        "A_log=None, dt_bias=None",
+        f"A_log=None, dt_bias=None, {OLD}",
     "fused_recurrent_gated_delta_rule":
         f"q, k, v, g=None, gk=None, gv=None, beta=None, {COMMON}, {L2}, "
         "use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False, "
-        "allow_neg_eigval=False, state_v_first=False, cu_seqlens=None",
+        f"allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, *, {OLD}",
     "chunk_kda":
         f"q, k, v, g, beta, {COMMON}, {L2}, use_gate_in_kernel=False, "
         "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, "
         "lower_bound=None, disable_recompute=False, return_intermediate_states=False, "
         "state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, "
-        "use_graph=False, max_num_seqs=None, *, chunk_size=None, A_log=None, dt_bias=None",
+        "use_graph=False, max_num_seqs=None, *, chunk_size=None, A_log=None, dt_bias=None, "
+        f"{OLD}",
     "fused_recurrent_kda":
         f"q, k, v, g, beta, A_log=None, dt_bias=None, {COMMON}, {L2}, use_gate_in_kernel=False, "
         "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, lower_bound=None, "
-        "state_v_first=False, cu_seqlens=None",
+        f"state_v_first=False, cu_seqlens=None, *, {OLD}",
 }
 ALIASES = {
     "fused_chunk_linear_attn": "chunk_linear_attn", "fused_chunk_retention": "chunk_retention",
@@ -184,7 +186,7 @@ def test_what_is_not_supported_is_refused_by_name(name, rng):
     # every parameter is one that is used, refused, or said to make no difference
     known = {*theirs, *UNSUPPORTED, *NO_EFFECT, "scale", "initial_state", "output_final_state",
              "cu_seqlens", "normalize", "state_v_first", "use_qk_l2norm_in_kernel", "g", "gk",
-             "g_gamma"}
+             "g_gamma", "transpose_state_layout"}
     assert set(parameters(name)) <= known
 
 
@@ -253,6 +255,33 @@ def test_pytorchs_tensors(name, rng):
     o, state = getattr(fla, name)(**tensors, output_final_state=True)
     assert isinstance(o, torch.Tensor) and isinstance(state, torch.Tensor)
     np.testing.assert_array_equal(o.numpy(), want)
+
+
+@functions
+def test_the_old_name_of_state_v_first(name, rng):
+    _, theirs = arguments(name, rng)
+    function = getattr(fla, name)
+    if "state_v_first" not in parameters(name):
+        with pytest.raises(TypeError, match="transpose_state_layout"):
+            function(**theirs, transpose_state_layout=True)
+        return
+    for v_first, more in ((True, {}), (False, {}), (True, {"state_v_first": True}),
+                          (False, {"state_v_first": False})):
+        state = some_state("", rng, np.float64)
+        state = state.swapaxes(2, 3) if v_first else state
+        given = {"initial_state": state, "output_final_state": True}
+        want, last = function(**theirs, **given, state_v_first=v_first)
+        said = r"^transpose_state_layout: deprecated, its new name is state_v_first$"
+        with pytest.warns(DeprecationWarning, match=said) as caught:
+            o, final = function(**theirs, **given, transpose_state_layout=v_first, **more)
+        assert [w.filename for w in caught] == [__file__]
+        np.testing.assert_array_equal(o, want)
+        np.testing.assert_array_equal(final, last)
+    with pytest.raises(ValueError, match=r"^transpose_state_layout: expected .* state_v_first"):
+        function(**theirs, state_v_first=True, transpose_state_layout=False)
+    for wrong in ({"transpose_state_layout": 1}, {"state_v_first": 1}):
+        with pytest.raises(TypeError, match=rf"^{next(iter(wrong))}: expected True or False, got"):
+            function(**theirs, **{"transpose_state_layout": True} | wrong)
 
 
 STATES = (np.float16, ml_dtypes.bfloat16, np.float64)

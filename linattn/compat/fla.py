@@ -11,7 +11,8 @@ with the same defaults, arrays [B,T,H,K] and [B,T,HV,V], log decays, states [N,H
 computes but not what (``cu_seqlens_cpu``, ``chunk_indices``, ``safe_gate``, ``disable_recompute``,
 ``use_graph``, ``max_num_seqs``) are taken and not needed. Whatever else differs from its default
 and is not supported raises a ValueError; nothing is ignored in silence. A state that was not asked
-for is None.
+for is None. ``transpose_state_layout``, fla's old name of ``state_v_first``, is taken with a
+DeprecationWarning.
 
 An initial state may be float64, float32, float16 or bfloat16, whatever the dtype of q; fla's
 ``chunk_gla`` and ``chunk_kda`` insist on float32. A final state is float32, and float64 if q is.
@@ -22,6 +23,7 @@ state then. o has the dtype of v in the gated delta rule and in ``kda``, and tha
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -62,6 +64,29 @@ def _refuse(**given: Any) -> None:
         if value is not None and value is not False:
             what = repr(value) if isinstance(value, bool | int | float | str) else "an array"
             raise ValueError(f"{name}: not supported by linattn.compat.fla, got {what}")
+
+
+def _v_first(state_v_first: Any, transpose_state_layout: Any) -> Any:
+    """state_v_first, which may be given by its old name instead; None is not given."""
+    if transpose_state_layout is None:
+        return state_v_first
+    for name, value in (
+        ("state_v_first", state_v_first),
+        ("transpose_state_layout", transpose_state_layout),
+    ):
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name}: expected True or False, got {type(value)}")
+    if state_v_first and not transpose_state_layout:
+        raise ValueError(
+            "transpose_state_layout: expected the same as state_v_first, its new name, got "
+            "transpose_state_layout=False and state_v_first=True"
+        )
+    warnings.warn(
+        "transpose_state_layout: deprecated, its new name is state_v_first",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return transpose_state_layout
 
 
 def _library(x: Any) -> Any:
@@ -245,8 +270,11 @@ def fused_recurrent_retention(
     reverse: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Any = None,
+    *,
+    transpose_state_layout: bool | None = None,
 ) -> Result:
     """:func:`chunk_retention`, token by token."""
+    state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(reverse=reverse)
     return _forward(
         ops.retention,
@@ -338,8 +366,10 @@ def chunk_simple_gla(
     cu_seqlens_cpu: Any = None,
     *,
     chunk_size: int | None = None,
+    transpose_state_layout: bool | None = None,
 ) -> Result:
     """:func:`linattn.simple_gla` with the log decays g [B,T,H], g_gamma [H], their sum, or none."""
+    state_v_first = _v_first(state_v_first, transpose_state_layout)
     return _simple_gla(
         "chunk",
         q,
@@ -394,8 +424,11 @@ def fused_recurrent_simple_gla(
     reverse: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Any = None,
+    *,
+    transpose_state_layout: bool | None = None,
 ) -> Result:
     """:func:`chunk_simple_gla`, token by token."""
+    state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(reverse=reverse)
     return _simple_gla(
         "recurrent",
@@ -434,8 +467,11 @@ def chunk_gla(
     state_v_first: bool = False,
     cu_seqlens: Any = None,
     cu_seqlens_cpu: Any = None,
+    *,
+    transpose_state_layout: bool | None = None,
 ) -> Result:
     """:func:`linattn.gla` with the log decays g [B,T,H,K]."""
+    state_v_first = _v_first(state_v_first, transpose_state_layout)
     return _forward(
         ops.gla,
         q,
@@ -462,8 +498,11 @@ def fused_recurrent_gla(
     reverse: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Any = None,
+    *,
+    transpose_state_layout: bool | None = None,
 ) -> Result:
     """:func:`chunk_gla`, token by token: gk [B,T,H,K], or no decay."""
+    state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(gv=gv, reverse=reverse)
     options = {
         "scale": scale,
@@ -556,8 +595,10 @@ def chunk_gated_delta_rule(
     use_gate_in_kernel: bool = False,
     A_log: Any = None,
     dt_bias: Any = None,
+    transpose_state_layout: bool | None = None,
 ) -> Result:
     """:func:`linattn.gated_delta_rule` with the log decays g [B,T,HV]."""
+    state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
         allow_neg_eigval=allow_neg_eigval,
@@ -602,11 +643,14 @@ def fused_recurrent_gated_delta_rule(
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Any = None,
+    *,
+    transpose_state_layout: bool | None = None,
 ) -> Result:
     """The gated delta rule, token by token, with decays of heads (g), of keys (gk), both or none.
 
     g : array [B,T,HV], gk : array [B,T,HV,K], beta : array [B,T,HV], 1 by default.
     """
+    state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(
         gv=gv,
         use_gate_in_kernel=use_gate_in_kernel,
@@ -661,8 +705,10 @@ def chunk_kda(
     chunk_size: int | None = None,
     A_log: Any = None,
     dt_bias: Any = None,
+    transpose_state_layout: bool | None = None,
 ) -> Result:
     """:func:`linattn.kda` with the log decays g [B,T,HV,K], bounded or not."""
+    state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(
         use_gate_in_kernel=use_gate_in_kernel,
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
@@ -708,8 +754,11 @@ def fused_recurrent_kda(
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Any = None,
+    *,
+    transpose_state_layout: bool | None = None,
 ) -> Result:
     """:func:`chunk_kda`, token by token."""
+    state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(
         A_log=A_log,
         dt_bias=dt_bias,
