@@ -207,8 +207,20 @@ def test_a_normaliser_and_its_state(name, rng):
                               normalize=True, output_final_state=True)
     agree(np.concatenate([half[0], rest[0]], 1), o)
     agree(rest[1][0], S)
-    with pytest.raises(ValueError, match=r"^initial_state: expected the pair"):
-        getattr(fla, name)(q, k, v, initial_state=S, normalize=True)
+    pair = r"initial_state: expected the pair \(S, z\) of a normalised state, got "
+    for wrong, error, said in (
+            (S, ValueError, pair + "<class 'numpy.ndarray'>"),
+            ([S, last], ValueError, pair + "<class 'list'>"),
+            ((S, last, S), ValueError, pair + "a tuple of 3"),
+            ((S, None), TypeError,
+             r"initial_state\[1\]: expected an array, got <class 'NoneType'>"),
+            ((None, last), TypeError, r"initial_state\[0\]: expected an array, got None"),
+            ((S, last[:, 0]), ValueError,
+             r"initial_state\[1\]: expected \[N,1,H,K\], got \(2, 3, 6\)"),
+            ((S, k[:, :2]), ValueError,
+             r"initial_state\[1\]: expected \[N,1,H,K\], got \(2, 2, 3, 6\)")):
+        with pytest.raises(error, match=f"^{said}$"):
+            getattr(fla, name)(q, k, v, initial_state=wrong, normalize=True)
 
 
 @pytest.mark.parametrize("name", [name for name in SIGNATURES if name.endswith("simple_gla")])

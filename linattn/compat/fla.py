@@ -196,6 +196,21 @@ def fused_recurrent_linear_attn(
     )
 
 
+def _pair(state: Any) -> Any:
+    """(S, z) as linattn takes it, z [N,H,K]; fla's z is [N,1,H,K]."""
+    if not isinstance(state, tuple) or len(state) != 2:
+        got = f"a tuple of {len(state)}" if isinstance(state, tuple) else str(type(state))
+        raise ValueError(
+            f"initial_state: expected the pair (S, z) of a normalised state, got {got}"
+        )
+    S, z = state
+    if not is_array(z):
+        raise TypeError(f"initial_state[1]: expected an array, got {type(z)}")
+    if len(z.shape) != 4 or z.shape[1] != 1:
+        raise ValueError(f"initial_state[1]: expected [N,1,H,K], got {tuple(z.shape)}")
+    return S, z.reshape(z.shape[0], *z.shape[2:])
+
+
 def _linear(
     mode: str,
     q: Any,
@@ -207,13 +222,8 @@ def _linear(
     normalize: bool,
     cu_seqlens: Any,
 ) -> Result:
-    if normalize and initial_state is not None and not isinstance(initial_state, tuple):
-        raise ValueError(
-            "initial_state: expected the pair (S, z) of a normalised state, got one array"
-        )
     if normalize and initial_state is not None:
-        S, z = initial_state
-        initial_state = S, z.reshape(z.shape[0], *z.shape[2:])
+        initial_state = _pair(initial_state)
     o, state = _forward(
         ops.linear_attention,
         q,
