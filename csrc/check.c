@@ -298,6 +298,21 @@ la_status la_refuse_dims(la_problem *p, la_name name, int ndim, const int64_t *s
     return LA_VALUE_ERROR;
 }
 
+la_status la_refuse_memory(la_problem *p, la_name name)
+{
+    char letters[LA_MAX_DIMS + 1];
+    int64_t shape[LA_MAX_DIMS];
+    user_letters(p, name, letters);
+    const int ndim = values_of(p, letters, shape);
+    writer w = message(p);
+    say(&w, "%s: expected memory for ", name == LA_O ? "o" : la_array_name(p, name));
+    say_letters(&w, letters);
+    say(&w, " = ");
+    say_shape(&w, ndim, shape);
+    say(&w, ", got none");
+    return LA_MEMORY_ERROR;
+}
+
 /* From the user's dimensions to the kernels': a letter the user left out gets stride 0. False, and
  * nothing is changed, if the shape is not right. */
 static bool make_canonical(la_problem *p, la_name name)
@@ -547,6 +562,13 @@ la_status la_check(la_problem *p)
 }
 
 la_status la_check_output(la_problem *p, la_name name) { return check_array(p, name); }
+
+bool la_writes_nothing(const la_problem *p)
+{
+    if (p->tokens) return false;
+    if (p->face == LA_BACKWARD) return p->decay != LA_HEAD && !p->array[LA_S0].given;
+    return p->face == LA_STEP || !p->want_final;
+}
 
 /* Two rows of one state would change it at once. Those that are equal modulo SEEN meet in a bit, and
  * only then all before them are looked through. */

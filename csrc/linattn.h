@@ -156,6 +156,12 @@ int la_shape_of(const la_problem *p, la_name name, int64_t shape[LA_MAX_DIMS]);
 
 /* After la_check: does the op, face and normaliser have this array at all? */
 bool la_has(const la_problem *p, la_name name);
+/* After la_check: has no output of the call an element? The sizes of the others may be anything. */
+bool la_writes_nothing(const la_problem *p);
+
+/* After la_check: the message that an output of the call is too large for the memory there is. */
+la_status la_refuse_memory(la_problem *p, la_name name);
+
 
 /* After la_check: compare one output with the problem and make its strides canonical. */
 la_status la_check_output(la_problem *p, la_name name);

@@ -1,5 +1,6 @@
 /* Memory of our own as an array, for libraries that import only (JAX, Numba): they make no arrays
  * that somebody else may write, and take ours over. */
+#include "sizes.h"
 #include "views.h"
 
 #include <stdlib.h>
@@ -39,7 +40,7 @@ static void memory_dealloc(PyObject *self)
 static size_t bytes_of(const memory *m)
 {
     size_t bytes = la_dtype_size[m->dtype];
-    for (int i = 0; i < m->ndim; i++) bytes *= (size_t)m->shape[i];
+    for (int i = 0; i < m->ndim; i++) bytes = la_times(bytes, m->shape[i]);
     return bytes;
 }
 
@@ -56,7 +57,7 @@ PyObject *la_memory_new(la_call *c, la_dtype dtype, int ndim, const int64_t *sha
     memcpy(m->shape, shape, sizeof *shape * (size_t)ndim);
     int failed = 0;
     if (m->device == LA_CPU) { /* a cache line, which JAX wants to take memory as it is */
-        m->data = aligned_alloc(64, (bytes_of(m) + 64) & ~(size_t)63);
+        m->data = aligned_alloc(64, la_whole(la_plus(bytes_of(m), 1), 64));
         if (!m->data) failed = PyErr_NoMemory() == NULL;
     } else {
 #ifdef LA_WITH_CUDA

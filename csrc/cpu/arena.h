@@ -1,13 +1,17 @@
 /* Scratch, cut from one block: run the same cuts over no block to learn how large it must be. */
 
+#include "../sizes.h"
+
 typedef struct arena {
     char *base; /* NULL while measuring */
     size_t used;
 } arena;
 
-LA_FN real *take(arena *m, int64_t count)
+/* Room for rows x columns reals. What is too large shows while measuring, and is never cut. */
+LA_FN real *take(arena *m, size_t rows, size_t columns)
 {
     real *x = m->base ? (real *)(m->base + m->used) : NULL;
-    m->used += (size_t)round_up(count * (int64_t)sizeof(real), 64);
+    const size_t bytes = la_times(la_times(rows, columns), sizeof(real));
+    m->used = la_plus(m->used, la_whole(bytes, 64));
     return x;
 }

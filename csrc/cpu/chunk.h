@@ -53,20 +53,20 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     const int64_t kp = padded(p->K), cp = padded(C);
     const bool key = decay == LA_KEY, token = decay == LA_TOKEN, delta = rule == LA_DELTA;
     *c = (chunk){.C = C, .kp = kp, .cp = cp};
-    c->k = take(m, 2 * C * kp);
-    c->a = take(m, key ? C * kp : token ? cp : 0);
-    c->e = key && !again ? c->a : take(m, key ? C * kp : token ? C : 0);
-    c->beta = take(m, C);
-    c->gamma = take(m, token ? C * cp : 0);
-    c->product = (wide *)take(m, token ? cp * (int64_t)(sizeof(wide) / sizeof(real)) : 0);
-    c->hat = key && !again ? c->k : take(m, key ? 2 * C * kp : 0);
-    c->tilde = take(m, key ? C * kp : 0);
-    c->part = (lane *)take(m, key ? 2 * cp * LANES : 0);
-    c->kt = take(m, kp * cp);
-    c->kk = take(m, key ? 0 : 2 * C * cp);
-    c->P = take(m, decay == LA_NONE ? 0 : C * cp);
-    c->L = take(m, decay == LA_NONE || !delta ? 0 : C * cp);
-    c->den = take(m, C);
+    c->k = take(m, 2 * C, kp);
+    c->a = take(m, key ? C : token, key ? kp : cp);
+    c->e = key && !again ? c->a : take(m, C, key ? kp : token);
+    c->beta = take(m, 1, C);
+    c->gamma = take(m, token ? C : 0, cp);
+    c->product = (wide *)take(m, token ? cp : 0, sizeof(wide) / sizeof(real));
+    c->hat = key && !again ? c->k : take(m, key ? 2 * C : 0, kp);
+    c->tilde = take(m, key ? C : 0, kp);
+    c->part = (lane *)take(m, key ? 2 * cp : 0, LANES);
+    c->kt = take(m, kp, cp);
+    c->kk = take(m, key ? 0 : 2 * C, cp);
+    c->P = take(m, decay == LA_NONE ? 0 : C, cp);
+    c->L = take(m, decay == LA_NONE || !delta ? 0 : C, cp);
+    c->den = take(m, 1, C);
 }
 
 /* What tokens t..t+n of a unit read and write, by name, as far as there are any; a product of the
@@ -495,12 +495,12 @@ LA_FN void walk_take(walk *w, arena *m, const la_problem *p, int64_t C, int64_t 
 {
     int64_t width = padded(columns < PANEL ? columns : PANEL);
     int64_t panels = (columns + PANEL - 1) / PANEL;
-    w->S = take(m, heads * panels * p->K * width);
-    w->U = take(m, C * width);
-    w->rU = take(m, decay == LA_TOKEN || PAIRED ? C * width : 0);
-    w->O = take(m, C * width);
-    w->z = take(m, heads * padded(p->K));
-    w->lost = take(m, heads * padded(p->K));
+    w->S = take(m, la_times(heads * panels, p->K), width);
+    w->U = take(m, C, width);
+    w->rU = take(m, decay == LA_TOKEN || PAIRED ? C : 0, width);
+    w->O = take(m, C, width);
+    w->z = take(m, heads, padded(p->K));
+    w->lost = take(m, heads, padded(p->K));
     if (PAIRED) pairs_take(&w->x, m, p, C, width);
 }
 

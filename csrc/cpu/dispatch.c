@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "kernels.h"
 #include "pool.h"
+#include "../sizes.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -275,7 +276,7 @@ static double work_of(const la_problem *p, double products)
     return products * (double)p->tokens * (double)p->HV * (double)p->K * (double)p->V / 50;
 }
 
-static size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+static size_t whole_pages(size_t bytes) { return la_whole(bytes, 4096); }
 
 static void forward_unit(void *context, int64_t i, int thread)
 {
@@ -375,11 +376,12 @@ la_status la_forward(la_problem *p)
 {
     job j = {.p = p, .kernels = forward_kernels_for(p)};
     int threads = la_pool_threads(INT64_MAX, work_of(p, 3));
+    if (la_writes_nothing(p)) return LA_OK;
     split(&j, threads);
     const int64_t units = j.wide + (p->N * groups(p, j.heads) - j.wide) * j.panels * j.parts;
     if (units < threads) threads = (int)units;
     j.per_thread = whole_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
-    j.scratch = allocate(j.per_thread * (size_t)threads);
+    j.scratch = allocate(la_times(j.per_thread, threads));
     if (!j.scratch) return out_of_memory(p);
     la_pool_run(threads, units, forward_unit, &j);
     release(j.scratch);
@@ -390,11 +392,12 @@ la_status la_step(la_problem *p)
 {
     job j = {
         .p = p, .kernels = kernels_for(p), .heads = 1, .columns = p->V, .panels = 1, .parts = 1};
+    if (la_writes_nothing(p)) return LA_OK;
     int64_t units = p->N * p->HV;
     /* A step is bound by memory: 4 bytes read and written per multiply-add pair. */
     int threads = la_pool_threads(units, work_of(p, 8));
     j.per_thread = whole_pages(j.kernels->step_scratch(p));
-    j.scratch = allocate(j.per_thread * (size_t)threads);
+    j.scratch = allocate(la_times(j.per_thread, threads));
     if (!j.scratch) return out_of_memory(p);
     la_pool_run(threads, units, step_unit, &j);
     release(j.scratch);
@@ -443,6 +446,7 @@ la_status la_backward(la_problem *p)
     const size_t real = p->real == LA_F64 ? 8 : 4;
     la_partials sums = {.tokens = p->tokens};
     sums.kp = (p->K + j.kernels->lanes - 1) / j.kernels->lanes * j.kernels->lanes;
+    if (la_writes_nothing(p)) return LA_OK;
     j.columns = backward_columns(p);
     j.panels = sums.panels = (p->V + j.columns - 1) / j.columns;
     j.sums = &sums;
@@ -450,9 +454,9 @@ la_status la_backward(la_problem *p)
 
     sums.alone = p->causal && p->mode != LA_RECURRENT && sums.panels == 1 && p->HV == p->H;
 
-    const size_t slots = (size_t)(p->HV * sums.panels), tokens = (size_t)p->tokens;
-    const size_t numbers = whole_pages(slots * tokens * real);
-    const size_t rows = sums.alone ? 0 : whole_pages(slots * tokens * (size_t)sums.kp * real);
+    const size_t slots = la_times(p->HV, sums.panels), all = la_times(slots, p->tokens);
+    const size_t numbers = whole_pages(la_times(all, real));
+    const size_t rows = sums.alone ? 0 : whole_pages(la_times(all, la_times(sums.kp, real)));
     const size_t gate = p->decay == LA_HEAD                 ? numbers
                         : p->decay == LA_NONE || sums.alone ? 0
                         : p->decay == LA_KEY                ? rows
@@ -460,14 +464,19 @@ la_status la_backward(la_problem *p)
     const size_t beta = p->rule == LA_DELTA && !sums.alone ? numbers : 0;
     const size_t z = p->normaliser == LA_UNNORMALISED
                          ? 0
-                         : whole_pages(slots * (size_t)p->N * (size_t)sums.kp * real);
-    const int64_t units = p->N * p->HV * j.panels;
+                         : whole_pages(la_times(la_times(slots, p->N), la_times(sums.kp, real)));
+    /* Without tokens and without a state there is the gradient of a gate per head: zero. */
+    const bool walks = p->tokens || p->array[LA_S0].given;
+    const int64_t units = walks ? p->N * p->HV * j.panels : 0;
     const int threads = la_pool_threads(units, work_of(p, 11));
-    size_t each = j.kernels->backward_scratch(p, longest_sequence(p));
+    size_t each = walks ? j.kernels->backward_scratch(p, longest_sequence(p)) : 0;
     const size_t for_gather = j.kernels->gather_scratch(p);
     j.per_thread = whole_pages(each > for_gather ? each : for_gather);
 
-    char *block = allocate(2 * rows + gate + beta + z + j.per_thread * (size_t)threads);
+    const size_t parts[] = {rows, rows, gate, beta, z, la_times(j.per_thread, threads)};
+    size_t bytes = 0;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) bytes = la_plus(bytes, parts[i]);
+    char *block = allocate(bytes);
     if (!block) return out_of_memory(p);
     sums.dq = block;
     sums.dk = block + rows;

@@ -7,8 +7,8 @@ typedef struct gather_scratch {
 
 LA_FN void gather_take(gather_scratch *f, arena *m, const la_problem *p)
 {
-    f->sum = take(m, padded(p->K));
-    f->row = take(m, padded(p->K));
+    f->sum = take(m, 1, padded(p->K));
+    f->row = take(m, 1, padded(p->K));
 }
 
 /* sum[n] = the slots first..first+count, each `row` reals a token, at token `token`. */
@@ -61,7 +61,7 @@ static void gather_head(const la_problem *p, int64_t hv, const la_partials *sums
         const la_unit u = {.hv = hv};
         real a[LANES] __attribute__((aligned(LA_LANE_BYTES)));
         wide total = 0; /* B T terms */
-        for (int64_t s = 0; s < sums->panels; s++)
+        for (int64_t s = 0; sums->tokens && s < sums->panels; s++)
             for (int64_t t = 0; t < sums->tokens; t++)
                 total += ((const real *)sums->da)[(hv * sums->panels + s) * sums->tokens + t];
         real da = (real)total;

@@ -35,7 +35,10 @@ LA_FN const words *words_in(const word *x)
     return (const words *)__builtin_assume_aligned(x, LA_LANE_BYTES);
 }
 
-LA_FN word *take_words(arena *m, int64_t count) { return (word *)take(m, count); }
+LA_FN word *take_words(arena *m, size_t rows, size_t columns)
+{
+    return (word *)take(m, rows, columns);
+}
 
 #if LA_BF16_PRODUCTS == 1
 LA_FN lane dot_pairs(lane sum, words a, words b)

@@ -15,17 +15,17 @@ typedef struct whole_scratch {
 LA_FN void whole_take(whole_scratch *f, arena *m, const la_problem *p, int64_t C, int64_t columns)
 {
     const int64_t kp = padded(p->K), width = padded(columns);
-    f->S = take(m, p->K * width);
-    f->dS = take(m, p->K * width);
-    f->T = take(m, width * kp);
-    f->z = take(m, kp);
-    f->dz = take(m, kp);
-    f->lost = take(m, kp);
-    f->q = take(m, C * kp);
-    f->k = take(m, C * kp);
-    f->V = take(m, C * width);
-    f->O = take(m, C * width);
-    f->d = take(m, C * kp);
+    f->S = take(m, p->K, width);
+    f->dS = take(m, p->K, width);
+    f->T = take(m, width, kp);
+    f->z = take(m, 1, kp);
+    f->dz = take(m, 1, kp);
+    f->lost = take(m, 1, kp);
+    f->q = take(m, C, kp);
+    f->k = take(m, C, kp);
+    f->V = take(m, C, width);
+    f->O = take(m, C, width);
+    f->d = take(m, C, kp);
 }
 
 LA_FN void load_rows(const la_problem *p, la_name name, const la_unit *u, int64_t t, int64_t n,

@@ -1,0 +1,115 @@
+"""Arrays whose sizes no memory holds: the answer comes at once, or a MemoryError that names one.
+
+Each call runs in a process of its own, since a wrong size once was a wild address."""
+
+import re
+
+import numpy as np
+import pytest
+from test_module import python
+
+import linattn
+
+MODES = ("chunk", "recurrent", "parallel")
+BEFORE = """
+import numpy as np, linattn
+def gates(op, shape, K):
+    B_T_HV = shape[:-1]
+    return {"gla": {"g": np.zeros((*B_T_HV, K), "f")}, "simple_gla": {"g": np.zeros(B_T_HV, "f")},
+            "delta_rule": {"beta": np.zeros(B_T_HV, "f")},
+            "lightning_attention": {"slopes": np.zeros(shape[2] if len(shape) == 4 else 1, "f")},
+            "gated_delta_rule": {"g": np.zeros(B_T_HV, "f"), "beta": np.zeros(B_T_HV, "f")},
+            "kda": {"g": np.zeros((*B_T_HV, K), "f"), "beta": np.zeros(B_T_HV, "f")}}.get(op, {})
+"""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("op", linattn.OPS)
+@pytest.mark.parametrize(("q", "v"), [
+    ("(0, 2**20)", "(0, 2**42)"), ("(2**40, 0, 1, 1)", "(2**40, 0, 1, 1)"),
+    ("(0, 2**40, 1, 2**20)", "(0, 2**40, 1, 2**20)")], ids=["T=0", "T=0,B=2^40", "B=0,T=2^40"])
+def test_arrays_of_nothing_return_at_once(op, mode, q, v):
+    """With K V of 2^62 numbers, or 2^40 sequences without a token."""
+    code = f"""{BEFORE}
+q, v = np.empty({q}, "f"), np.empty({v}, "f")
+more = gates("{op}", v.shape, q.shape[-1])
+o, _ = linattn.{op}(q, q, v, **more, mode="{mode}")
+d = linattn.{op}_backward(v, q, q, v, **more, mode="{mode}")
+assert o.shape == v.shape and d.dq.shape == q.shape and d.dv.shape == v.shape
+if d.dg is not None and "g" not in more:
+    assert not np.asarray(d.dg).any()
+"""
+    python(code, timeout=20)
+
+
+@pytest.mark.parametrize("torch", [False, True])
+def test_a_final_state_that_cannot_be_had(torch):
+    if torch:
+        pytest.importorskip("torch")
+    done = python(f"""
+import numpy as np, linattn
+q, v = np.empty((0, 2**20), "f"), np.empty((0, 2**42), "f")
+if {torch}:
+    import torch
+    q, v = torch.from_numpy(q), torch.from_numpy(v)
+try:
+    linattn.retention(q, q, v, output_final_state=True)
+except MemoryError as error:
+    print(error, "|", type(error.__cause__).__name__)
+""", timeout=60)
+    assert done.startswith(
+        "final_state: expected memory for [K,V] = (1048576, 4398046511104), got none |")
+    assert not done.strip().endswith("NoneType")
+
+
+def test_an_output_that_cannot_be_had():
+    done = python("""
+import numpy as np, linattn
+x = np.broadcast_to(np.zeros((1, 1), "f"), (2**46, 1))
+for call in (linattn.retention, lambda *x: linattn.retention_backward(x[0], *x)):
+    try:
+        call(x, x, x)
+    except MemoryError as error:
+        print(error)
+""", timeout=20)
+    o, dq = done.splitlines()
+    assert re.match(r"o: expected memory for \[T,V\] = \(70368744177664, 1\), got none", o)
+    assert re.match(r"dq: expected memory for \[T,K\] = \(70368744177664, 1\), got none", dq)
+
+
+@pytest.mark.parametrize("call", [
+    "(x, x, x)", "(x, x, x, mode='parallel')", "_backward(x, x, x, x)",
+    "_backward(x, x, x, x, mode='parallel')", "_step(x[0], x[0], x[0], state=S)"])
+def test_a_state_that_cannot_be_had(call):
+    """K V = 2^44 numbers. (Token by token a pass keeps a strip of the state alone.)"""
+    done = python(f"""
+import numpy as np, linattn
+x = np.zeros((2, 2**22), "f")
+S = np.broadcast_to(np.zeros(1, "f"), (2**22, 2**22))
+try:
+    linattn.retention{call}
+except (MemoryError, ValueError) as error:
+    print(type(error).__name__, error)
+""", timeout=60)
+    if "state" in call:
+        assert done.startswith("ValueError state: expected a writable array")
+    else:
+        assert done.startswith("MemoryError not enough memory for the call's scratch"), done
+
+
+def test_sizes_below_zero_and_beyond_any_memory():
+    """As an owner's header may say them: no array of NumPy's has such."""
+    class Header:
+        def __init__(self, shape, **more):
+            self.__cuda_array_interface__ = {
+                "shape": shape, "typestr": "<f4", "data": (4096, False), "version": 3, **more}
+
+    for shape, more, text in (
+            ((-5, 2), {}, "expected sizes >= 0, got shape (-5, 2)"),
+            ((-1, 3, 1, 2), {"strides": (4, 4, 4, 4)}, "expected sizes >= 0, got shape (-1, 3,"),
+            ((2**62, 2**62), {}, "expected an array within 2^61 bytes, got shape"),
+            ((3, 3), {"strides": (2**62, 4)}, "expected an array within 2^61 bytes, got shape"),
+            ((3, 3), {"strides": (-2**63, 4)}, "expected an array within 2^61 bytes, got shape"),
+            ((3, 3), {"strides": (10, 4)}, "expected strides of whole elements, got strides (10")):
+        with pytest.raises(ValueError, match="^q: " + re.escape(text)):
+            linattn.linear_attention(Header(shape, **more), np.ones((2, 2)), np.ones((2, 2)))
