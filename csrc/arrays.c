@@ -155,17 +155,9 @@ static bool overlaps_itself(const la_array *x)
 
 static la_span span_of(const la_array *x)
 {
-    const int64_t size = (int64_t)la_dtype_size[x->dtype];
-    la_span span = {x->data, x->data + size};
-    for (int i = 0; i < x->ndim; i++) {
-        const int64_t reach = (x->shape[i] - 1) * x->stride[i] * size;
-        if (x->shape[i] == 0) return (la_span){x->data, x->data};
-        if (reach < 0)
-            span.low += reach;
-        else
-            span.high += reach;
-    }
-    return span;
+    int64_t low, high;
+    la_extent(x->ndim, x->shape, x->stride, (int64_t)la_dtype_size[x->dtype], &low, &high);
+    return (la_span){x->data + low, x->data + high};
 }
 
 /* ---- NumPy ---- */
@@ -245,7 +237,8 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
 {
     PyArrayObject *x = (PyArrayObject *)object;
     const char *label = NULL;
-    bool copy_it = name == LA_CU; /* read again without the GIL: nobody may change it meanwhile */
+    /* Read again without the GIL, or by a device: it must be as it was checked. */
+    bool copy_it = name == LA_CU || (c->p.device == LA_CUDA && !c->bound);
     if (name == LA_Q) c->like = object;
     c->given[name] = object;
 
@@ -281,6 +274,7 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
         Py_INCREF(object);
     }
     describe(c, name, object);
+    c->lent[name] = !copy_it && c->p.device == LA_CPU;
     if (in_place && !PyArray_IS_C_CONTIGUOUS(x) && overlaps_itself(&c->p.array[name]))
         return refuse_numpy_strides(la_array_name(&c->p, name),
                                     "every element in a place of its own", x);
@@ -362,6 +356,7 @@ static int take_contiguous(la_call *c, la_name name, PyObject *object)
     Py_DECREF(copy);
     c->like = like;
     c->span[name] = span;
+    c->lent[name] = false; /* the copy is ours */
     return failed;
 }
 
@@ -388,17 +383,19 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
         return -1;
     }
     if (la_dtype_in(x->dtype) == LA_DTYPES) return la_refuse_dtype(label, name, x->dtype);
-    if (x->ndim > LA_MAX_DIMS) return refuse_dims(c, name, x->ndim, x->shape);
+    if (x->layout.ndim > LA_MAX_DIMS) return refuse_dims(c, name, x->layout.ndim, x->layout.shape);
     a->given = true;
     a->on_host = device == LA_CPU && c->p.device == LA_CUDA;
     a->data = x->data;
     a->dtype = la_dtype_in(x->dtype);
-    a->ndim = x->ndim;
-    memcpy(a->shape, x->shape, sizeof *a->shape * (size_t)a->ndim);
-    memcpy(a->stride, x->stride, sizeof *a->stride * (size_t)a->ndim);
+    a->ndim = x->layout.ndim;
+    memcpy(a->shape, x->layout.shape, sizeof *a->shape * (size_t)a->ndim);
+    memcpy(a->stride, x->layout.stride, sizeof *a->stride * (size_t)a->ndim);
     c->object[name] = x->owner;
     x->owner = NULL;
-    if (!a->on_host) c->span[name] = span_of(a);
+    c->span[name] = a->on_host ? (la_span){NULL, NULL} : span_of(a);
+    c->lent[name] = x->table && !a->on_host;
+    c->lender[name] = x->table;
 
     const int64_t size = (int64_t)la_dtype_size[a->dtype];
     if (!a->data && !is_empty(a)) {
@@ -414,7 +411,9 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
                                  size);
     if (!fits && c->p.face == LA_STEP)
         return la_refuse_strides(label, NO_COPIES, a->ndim, a->stride, size);
-    if (fits && !(name == LA_CU && device == LA_CPU)) return 0;
+    const bool copy_it = device == LA_CPU && (name == LA_CU || (a->on_host && !c->bound));
+    if (fits && !copy_it) return 0;
+    c->lent[name] = false;
     if (device == LA_CUDA) {
         la_let_go(c->object[name]);
         c->object[name] = NULL;
@@ -512,6 +511,56 @@ int la_take_state(la_call *c, la_name S, la_name z, PyObject *object, bool in_pl
     return 0;
 }
 
+/* ---- have the arrays stayed where they were? ---- */
+
+/* To read an argument may run Python, and Python may resize an array that was read before. NumPy and
+ * the exchange table say without Python where an array lies by now. */
+static int look_again(const la_call *c, la_name name, la_span *now, bool *read_only)
+{
+    PyObject *const object = c->object[name];
+    *read_only = false;
+    if (!c->lender[name]) {
+        *now = span_of_numpy((PyArrayObject *)object);
+        *read_only = !PyArray_ISWRITEABLE((PyArrayObject *)object);
+        return 0;
+    }
+    dl_tensor tensor;
+    la_layout layout;
+    int64_t low, high;
+    if (c->lender[name]->borrow(object, &tensor)) return la_name_error(la_array_name(&c->p, name));
+    if (la_read_tensor(&layout, &tensor) != LA_LAYOUT_FITS) {
+        *now = (la_span){NULL, NULL};
+        return 0;
+    }
+    char *const data = (char *)tensor.data + tensor.byte_offset;
+    la_extent(layout.ndim, layout.shape, layout.stride, la_element_bytes(tensor.dtype), &low,
+              &high);
+    *now = (la_span){data + low, data + high};
+    return 0;
+}
+
+int la_still_there(const la_call *c)
+{
+    for (int i = 0; i < LA_ARRAYS; i++) {
+        const la_name name = (la_name)i;
+        const bool state = name == LA_S0 || name == LA_Z0;
+        la_span now;
+        bool read_only;
+        if (!c->lent[i]) continue;
+        if (look_again(c, name, &now, &read_only)) return -1;
+        if (now.low != c->span[i].low || now.high != c->span[i].high) {
+            PyErr_Format(PyExc_ValueError,
+                         "%s: expected its memory to stay where it is, got an array whose memory "
+                         "was exchanged or resized since it was read",
+                         la_array_name(&c->p, name));
+            return -1;
+        }
+        if (read_only && (name == LA_O || (state && c->p.face == LA_STEP)))
+            return refuse_read_only(la_array_name(&c->p, name));
+    }
+    return 0;
+}
+
 /* ---- outputs ---- */
 
 static void describe_dense(la_call *c, la_name name, char *data, la_dtype dtype, int ndim,
@@ -602,6 +651,17 @@ static int allocate_cupy(la_call *c, la_name name, la_dtype dtype, int ndim, con
     return 0;
 }
 
+/* Each library has words of its own for an array that it cannot make. */
+static int refuse_memory(la_call *c, la_name name)
+{
+    const bool theirs = c->p.device == LA_CPU && PyErr_ExceptionMatches(PyExc_RuntimeError);
+    if (!theirs && !PyErr_ExceptionMatches(PyExc_MemoryError) &&
+        !PyErr_ExceptionMatches(PyExc_ValueError))
+        return -1;
+    la_refuse_memory(&c->p, name);
+    return la_raise_from(PyExc_MemoryError, c->p.message, NULL);
+}
+
 int la_allocate(la_call *c, la_name name, la_dtype dtype)
 {
     int64_t shape[LA_MAX_DIMS];
@@ -618,7 +678,8 @@ int la_allocate(la_call *c, la_name name, la_dtype dtype)
         if (m) describe_dense(c, name, data, dtype, ndim, shape, m);
     }
     }
-    return failed ? -1 : la_raise(c, la_check_output(&c->p, name));
+    if (failed) return refuse_memory(c, name);
+    return la_raise(c, la_check_output(&c->p, name));
 }
 
 /* Memory of ours in the hands of q's library; any other array as it is. */

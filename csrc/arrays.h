@@ -37,8 +37,10 @@ typedef struct {
     PyObject *object[LA_ARRAYS]; /* what keeps p.array's memory (the array, a copy, a capsule) */
     PyObject *given[LA_ARRAYS];  /* as NumPy sees what the user gave; NULL: not asked yet */
     la_span span[LA_ARRAYS];     /* of inputs and of arrays written in place */
-    PyObject *like;              /* q; the user's call owns it */
-    PyObject *out;               /* out as given; likewise */
+    bool lent[LA_ARRAYS];        /* the core works on the owner's memory, and object is the owner */
+    const struct dl_exchange *lender[LA_ARRAYS]; /* whose table says where it lies; NULL: NumPy */
+    PyObject *like;                              /* q; the user's call owns it */
+    PyObject *out;                               /* out as given; likewise */
     la_kind kind;
     const struct dl_exchange *table; /* of q's type, if kind is LA_EXCHANGE */
     int gradients;                   /* 1: PyTorch records them; -1: it does not; 0: not asked */
@@ -63,6 +65,9 @@ int la_take_state(la_call *c, la_name S, la_name z, PyObject *object, bool in_pl
 int la_allocate(la_call *c, la_name name, la_dtype dtype);
 /* After la_check: what is written may lie in no input. */
 int la_refuse_overlaps(la_call *c);
+/* Have the arrays that were read stayed where they were, writable where they are written? Ask after the
+ * last Python that a call runs, and before the core looks at any of them. */
+int la_still_there(const la_call *c);
 /* 1 if two arrays share memory, 0 if not. */
 int la_shares_memory(PyObject *x, PyObject *y);
 

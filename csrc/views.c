@@ -53,6 +53,30 @@ void la_let_go(PyObject *object)
     Py_XDECREF(object);
 }
 
+/* Another exception in the place of the one at hand, which becomes its cause: with `text`, or, if that is
+ * NULL, as "label: ..." with the text it has. */
+int la_raise_from(PyObject *as, const char *text, const char *label)
+{
+    PyObject *type, *value, *traceback, *cause = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (text)
+        PyErr_SetString(as, text);
+    else
+        PyErr_Format(as, "%s: %S", label, value);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    cause = value;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (value)
+        PyException_SetCause(value, cause); /* steals cause */
+    else
+        Py_XDECREF(cause);
+    PyErr_Restore(type, value, traceback);
+    return -1;
+}
+
 /* What an array's owner raised, as "label: ..." and with the original as its cause. */
 int la_name_error(const char *label)
 {
@@ -68,32 +92,26 @@ int la_name_error(const char *label)
                                                                                    : kinds[i];
             break;
         }
-    PyObject *type, *value, *traceback, *cause = NULL;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    PyErr_Format(as, "%s: %S", label, value);
-    Py_XDECREF(type);
-    Py_XDECREF(traceback);
-    cause = value;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    if (value)
-        PyException_SetCause(value, cause); /* steals cause */
-    else
-        Py_XDECREF(cause);
-    PyErr_Restore(type, value, traceback);
-    return -1;
+    return la_raise_from(as, NULL, label);
+}
+
+static PyObject *tuple_of(int count, const int64_t *numbers)
+{
+    PyObject *tuple = PyTuple_New(count);
+    for (int i = 0; tuple && i < count; i++) {
+        PyObject *one = PyLong_FromLongLong(numbers[i]);
+        if (!one || PyTuple_SetItem(tuple, i, one)) Py_CLEAR(tuple);
+    }
+    return tuple;
 }
 
 /* ValueError: label: expected ..., got strides ... (in bytes, as NumPy gives them). */
 int la_refuse_strides(const char *label, const char *expected, int ndim, const int64_t *stride,
                       int64_t size)
 {
-    PyObject *got = PyTuple_New(ndim);
-    for (int i = 0; got && i < ndim; i++) {
-        PyObject *one = PyLong_FromLongLong(stride[i] * size);
-        if (!one || PyTuple_SetItem(got, i, one)) Py_CLEAR(got);
-    }
+    int64_t bytes[LA_LAYOUT_DIMS];
+    for (int i = 0; i < ndim; i++) bytes[i] = stride[i] * size;
+    PyObject *got = tuple_of(ndim, bytes);
     if (got)
         PyErr_Format(PyExc_ValueError, "%s: expected %s, got strides %R", label, expected, got);
     Py_XDECREF(got);
@@ -191,24 +209,38 @@ static int settle_device(la_call *c, la_name name, dl_device at)
     return la_refuse_device(c, name, device, ordinal);
 }
 
+/* 0 for a layout that fits; strides: as its owner gives them, NULL where they are dense. */
+static int refuse_layout(const char *label, la_layout_fault fault, const la_layout *x,
+                         const int64_t *strides)
+{
+    if (fault == LA_LAYOUT_FITS) return 0;
+    PyObject *shape = tuple_of(x->ndim, x->shape), *got = NULL;
+    if (shape && strides) got = tuple_of(x->ndim, strides);
+    if (shape && fault == LA_LAYOUT_DIMENSIONS)
+        PyErr_Format(PyExc_ValueError, "%s: expected up to %d dimensions, got more than %d", label,
+                     LA_MAX_DIMS, LA_LAYOUT_DIMS);
+    else if (shape && fault == LA_LAYOUT_NO_SHAPE)
+        PyErr_Format(PyExc_TypeError, "%s: expected an array with a shape, got one without", label);
+    else if (shape && fault == LA_LAYOUT_BELOW_ZERO)
+        PyErr_Format(PyExc_ValueError, "%s: expected sizes >= 0, got shape %R", label, shape);
+    else if (shape && fault == LA_LAYOUT_NOT_WHOLE && got)
+        PyErr_Format(PyExc_ValueError, "%s: expected strides of whole elements, got strides %R",
+                     label, got);
+    else if (shape && (got || !strides))
+        PyErr_Format(PyExc_ValueError,
+                     "%s: expected an array within 2^61 bytes, got shape %R and strides %R", label,
+                     shape, got ? got : Py_None);
+    Py_XDECREF(shape);
+    Py_XDECREF(got);
+    return -1;
+}
+
 static int view_tensor(la_view *x, const dl_tensor *t, const char *label)
 {
-    if (t->ndim < 0 || t->ndim > VIEW_DIMS) {
-        PyErr_Format(PyExc_ValueError, "%s: expected up to %d dimensions, got %d", label,
-                     LA_MAX_DIMS, (int)t->ndim);
-        return -1;
-    }
     x->data = (char *)t->data + t->byte_offset;
     x->device = t->device;
     x->dtype = t->dtype;
-    x->ndim = t->ndim;
-    int64_t dense = 1;
-    for (int i = t->ndim - 1; i >= 0; i--) {
-        x->shape[i] = t->shape[i];
-        x->stride[i] = t->strides ? t->strides[i] : dense;
-        dense *= t->shape[i];
-    }
-    return 0;
+    return refuse_layout(label, la_read_tensor(&x->layout, t), &x->layout, t->strides);
 }
 
 /* What a type with an exchange table has. */
@@ -320,22 +352,14 @@ static int refuse_lazy(la_call *c, const char *label, PyObject *object, exchange
     return yes;
 }
 
-/* A tensor may be given other memory (PyTorch's .data, set_). For the length of a call it will not be;
- * what is bound holds the memory itself. */
-static int own_exchanged(const la_call *c, const char *label, PyObject *object,
-                         const dl_exchange *table, la_view *x)
+/* A tensor may be given other memory (PyTorch's .data, set_). A call looks again before it runs; what
+ * is bound holds another tensor over the same memory, which only its owner can resize. */
+static PyObject *owner_of(const la_call *c, PyObject *object)
 {
-    if (!c->bound) {
-        Py_INCREF(object);
-        x->owner = object;
-        return 0;
-    }
-    dl_versioned *managed = NULL;
-    if (table->managed_from_object(object, &managed)) return la_name_error(label);
-    x->owner = PyCapsule_New(managed, "used_dltensor_versioned", NULL);
-    if (x->owner) return 0;
-    if (managed->deleter) managed->deleter(managed);
-    return -1;
+    if (c->bound && PyObject_HasAttrString(object, "detach"))
+        return PyObject_CallMethod(object, "detach", NULL);
+    Py_INCREF(object);
+    return object;
 }
 
 static int view_exchange(la_call *c, la_name name, PyObject *object, exchanger has, la_view *x)
@@ -343,7 +367,8 @@ static int view_exchange(la_call *c, la_name name, PyObject *object, exchanger h
     const char *label = la_array_name(&c->p, name);
     dl_tensor tensor;
     if (refuse_lazy(c, label, object, has)) return -1;
-    if (has.table->borrow(object, &tensor)) return la_name_error(label);
+    x->owner = owner_of(c, object);
+    if (!x->owner || has.table->borrow(x->owner, &tensor)) return la_name_error(label);
     if (view_tensor(x, &tensor, label) || settle_device(c, name, x->device)) return -1;
     x->kind = LA_EXCHANGE;
     x->table = has.table;
@@ -354,7 +379,7 @@ static int view_exchange(la_call *c, la_name name, PyObject *object, exchanger h
         else if (has.table->current_stream(x->device.type, x->device.id, &x->stream))
             return la_name_error(label);
     }
-    return own_exchanged(c, label, object, has.table, x);
+    return 0;
 }
 
 /* __dlpack_device__(), which every exporter has. */
@@ -482,19 +507,10 @@ static int read_typestr(const char *label, la_name name, PyObject *object, PyObj
                         dl_dtype *dtype)
 {
     PyObject *text = PyUnicode_Check(typestr) ? PyUnicode_AsUTF8String(typestr) : NULL;
-    const char *bytes = text ? PyBytes_AsString(text) : "";
-    dtype->lanes = 1;
-    dtype->bits = (uint8_t)(strlen(bytes) > 2 ? 8 * atoi(bytes + 2) : 0);
-    const char order = bytes[0], letter = order ? bytes[1] : 0;
-    bool known = order == '<' || order == '=' || order == '|';
-    if (letter == 'f')
-        dtype->code = DL_FLOAT;
-    else if (letter == 'i')
-        dtype->code = DL_INT;
-    else if (letter == 'V' && dtype->bits == 16 && is_bfloat16(object))
+    PyErr_Clear(); /* text that is no UTF-8 is no typestr */
+    const bool known = text && la_read_typestr(PyBytes_AsString(text), dtype);
+    if (known && dtype->code == DL_OPAQUE && dtype->bits == 16 && is_bfloat16(object))
         dtype->code = DL_BFLOAT;
-    else
-        known = false;
     if (!known)
         PyErr_Format(PyExc_TypeError, "%s: expected %s, got typestr %R", label,
                      la_expected_dtypes(name), typestr);
@@ -505,7 +521,7 @@ static int read_typestr(const char *label, la_name name, PyObject *object, PyObj
 /* Integers of a tuple; -1 if it is none, or too long. */
 static int read_tuple(PyObject *tuple, int64_t *numbers)
 {
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) > VIEW_DIMS) return -1;
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) > LA_LAYOUT_DIMS) return -1;
     const int n = (int)PyTuple_Size(tuple);
     for (int i = 0; i < n; i++) {
         numbers[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
@@ -524,8 +540,10 @@ static int read_interface(la_name name, const char *label, PyObject *object, PyO
     PyObject *strides = PyDict_GetItemString(interface, "strides");
     PyObject *stream = PyDict_GetItemString(interface, "stream");
     PyObject *mask = PyDict_GetItemString(interface, "mask");
+    int ndim;
     if (!shape || !typestr || !data || !PyTuple_Check(data) || PyTuple_Size(data) != 2 ||
-        (x->ndim = read_tuple(shape, x->shape)) < 0) {
+        (ndim = read_tuple(shape, x->layout.shape)) < 0) {
+        PyErr_Clear();
         PyErr_Format(PyExc_TypeError,
                      "%s: expected shape, typestr and data in __cuda_array_interface__, got %R",
                      label, interface);
@@ -536,28 +554,21 @@ static int read_interface(la_name name, const char *label, PyObject *object, PyO
         return -1;
     }
     if (read_typestr(label, name, object, typestr, &x->dtype)) return -1;
+    x->layout.ndim = ndim;
     x->data = PyLong_AsVoidPtr(PyTuple_GetItem(data, 0));
     if (PyErr_Occurred()) return la_name_error(label);
     x->read_only = PyObject_IsTrue(PyTuple_GetItem(data, 1)) != 0;
-    const int64_t size = x->dtype.bits / 8;
-    if (strides && strides != Py_None) {
-        if (read_tuple(strides, x->stride) != x->ndim) {
-            PyErr_Format(PyExc_TypeError, "%s: expected a stride for every axis, got %R", label,
-                         strides);
-            return -1;
-        }
-        for (int i = 0; i < x->ndim; i++) {
-            if (x->shape[i] > 1 && x->stride[i] % size)
-                return la_refuse_strides(label, "strides of whole elements", x->ndim, x->stride, 1);
-            x->stride[i] /= size;
-        }
-    } else {
-        int64_t dense = 1;
-        for (int i = x->ndim - 1; i >= 0; i--) {
-            x->stride[i] = dense;
-            dense *= x->shape[i];
-        }
+    int64_t bytes[LA_LAYOUT_DIMS];
+    const bool dense = !strides || strides == Py_None;
+    if (!dense && read_tuple(strides, bytes) != ndim) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_TypeError, "%s: expected a stride for every axis, got %R", label,
+                     strides);
+        return -1;
     }
+    const la_layout_fault fault =
+        la_read_strides(&x->layout, dense ? NULL : bytes, la_element_bytes(x->dtype));
+    if (refuse_layout(label, fault, &x->layout, dense ? NULL : bytes)) return -1;
     if (stream && stream != Py_None) {
         x->stream = PyLong_AsVoidPtr(stream); /* 1 and 2 are CUDA's own handles */
         if (PyErr_Occurred()) return la_name_error(label);
@@ -622,7 +633,7 @@ static int view_interface(la_call *c, la_name name, PyObject *object, PyObject *
 /* 1: filled; 0: not an array of any kind; -1: an exception. x->owner is to be let go of by all. */
 int la_look(la_call *c, la_name name, PyObject *object, la_view *x)
 {
-    memset(x, 0, offsetof(la_view, shape));
+    memset(x, 0, offsetof(la_view, layout));
     memset(&x->read_only, 0, sizeof *x - offsetof(la_view, read_only));
     const exchanger has = exchange_of(object);
     if (has.table) return view_exchange(c, name, object, has, x) ? -1 : 1;

@@ -4,17 +4,14 @@
 
 #include "arrays.h"
 
-#include "dlpack.h"
-
-#define VIEW_DIMS 64 /* what is more is nobody's array */
+#include "layout.h"
 
 /* An array as its owner describes it. */
 typedef struct {
     char *data;
     dl_device device;
     dl_dtype dtype;
-    int ndim;
-    int64_t shape[VIEW_DIMS], stride[VIEW_DIMS]; /* in elements */
+    la_layout layout;
     bool read_only, copied;
     bool has_stream; /* the owner says on which stream its work is */
     void *stream;
@@ -39,6 +36,7 @@ bool la_may_lie_on_host(const la_problem *p, la_name name);
 int la_ask_helper(const char *helper, PyObject *object, int ordinal, void **pointer);
 
 /* Exceptions; all return -1. */
+int la_raise_from(PyObject *as, const char *text, const char *label);
 int la_name_error(const char *label); /* the one at hand, as "label: ..." */
 int la_refuse_strides(const char *label, const char *expected, int ndim, const int64_t *stride,
                       int64_t size);

@@ -439,6 +439,20 @@ def test_exporters_that_lie():
         refuses(made | {"k": k}, (TypeError, RuntimeError), "^k: ")
 
 
+@pytest.mark.parametrize("typestr", [
+    "<f", "<f0", "<f32", "<f36", "<f4x", "<f 4", "<f-4", "<", "", ">f4", "<i" + 30 * "9", "\udcff",
+    4])
+def test_a_typestr_without_a_place(typestr):
+    """Also one whose bytes, times eight, fit in no byte: once a division by zero."""
+    class Header:
+        def __init__(self):
+            self.__cuda_array_interface__ = {"shape": (2, 2), "typestr": typestr, "version": 3,
+                                             "data": (4096, False), "strides": (8, 8)}
+
+    with pytest.raises(TypeError, match=r"^q: expected float64, float32, float16 or bfloat16"):
+        linattn.linear_attention(Header(), Header(), Header())
+
+
 def test_a_class_is_not_an_array():
     made = arguments("gla", "forward")
     for bad in (Exporter, np.ndarray, [1.0], "x", 3, object()):

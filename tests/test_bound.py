@@ -248,6 +248,57 @@ def test_a_tensor_that_is_given_other_memory():
     del trash
 
 
+@pytest.mark.parametrize("name", ["state", "v", "out"])
+def test_a_tensor_that_is_given_another_storage(name):
+    """set_ changes the tensor alone, and the bound memory stays. A storage of no bytes has none."""
+    if device.kind != "torch":
+        pytest.skip(f"{device.kind}: PyTorch's tensors on the CPU alone")
+    import torch
+
+    made = small()
+    want = here(linattn.gated_delta_rule_step(
+        **made | {"state": there(here(made["state"])), "out": None}))
+    bound = linattn.bind(linattn.gated_delta_rule_step, **made)
+    made[name].set_(torch.empty(0))
+    gc.collect()
+    bound()
+    if name != "out":
+        assert_bits(made["out"], want)
+    made = small()
+    bound = linattn.bind(linattn.gated_delta_rule_step, **made)
+    made[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"^{name}: expected its memory to stay where it is"):
+        bound()
+
+
+@pytest.mark.parametrize("name", ["state", "out"])
+def test_an_array_made_read_only_after_binding(name):
+    device.needs_numpy("its flag")
+    made = small()
+    bound = linattn.bind(linattn.gated_delta_rule_step, **made)
+    bound()
+    before = made["state"].copy(), made["out"].copy()
+    made[name].flags.writeable = False
+    with pytest.raises(ValueError, match=f"^{name}: expected a writable array, got a read-only"):
+        bound()
+    assert_bits(made["state"], before[0])
+    assert_bits(made["out"], before[1])
+    made[name].flags.writeable = True
+    bound()
+
+
+@pytest.mark.parametrize("name", ["state", "q", "beta"])
+def test_an_array_resized_after_binding(name):
+    device.needs_numpy("resize")
+    made = small()
+    made[name] = made[name].copy()
+    bound = linattn.bind(linattn.gated_delta_rule_step, **made)
+    bound()
+    made[name].resize((0,), refcheck=False)
+    with pytest.raises(ValueError, match=f"^{name}: expected its memory to stay where it is"):
+        bound()
+
+
 # ---- what is refused ----
 
 
