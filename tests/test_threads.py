@@ -264,16 +264,72 @@ def test_set_num_threads_refuses(bad, error):
 @pytest.mark.parametrize(("environment", "want"), [
     ({"LINATTN_NUM_THREADS": "3"}, 3), ({"OMP_NUM_THREADS": "2"}, 2),
     ({"LINATTN_NUM_THREADS": "3", "OMP_NUM_THREADS": "2"}, 3),
-    ({"LINATTN_NUM_THREADS": "0"}, None), ({"LINATTN_NUM_THREADS": "-1"}, None),
-    ({"LINATTN_NUM_THREADS": "many"}, None), ({"LINATTN_NUM_THREADS": "99999999999999"}, None),
+    ({"OMP_NUM_THREADS": "3,2"}, 3), ({"OMP_NUM_THREADS": " 2 "}, 2),
+    ({"OMP_NUM_THREADS": "512"}, 256),
+    ({"LINATTN_NUM_THREADS": "3", "OMP_NUM_THREADS": "many"}, 3),
     ({"LINATTN_NUM_THREADS": ""}, None), ({}, None)], ids=str)
 def test_threads_from_the_environment(environment, want):
-    clean = {name: x for name, x in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    code = "import linattn; print(linattn.get_num_threads())"
-    done = subprocess.run([sys.executable, "-c", code],
-                          env=clean | environment | {"PYTHONPATH": ROOT}, capture_output=True,
-                          text=True, timeout=30, check=True)
+    done = with_environment(environment)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) == (want or len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "2 threads", "1.5", "99999999999999", "3,2"])
+@pytest.mark.parametrize("name", ["LINATTN_NUM_THREADS", "OMP_NUM_THREADS"])
+def test_an_environment_that_holds_no_number_of_threads(name, text):
+    """OpenMP's variable may be a list, and may ask for more threads than there can be."""
+    if name[0] == "O" and text[0] in "93":
+        pytest.skip(f"{name}={text} is a number of threads")
+    done = with_environment({name: text})
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {name}: expected 1 to 256 threads, got {text}")
+
+
+def with_environment(environment):
+    clean = {name: x for name, x in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    return subprocess.run(
+        [sys.executable, "-c", "import linattn; print(linattn.get_num_threads())"],
+        env=clean | environment | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=30)
+
+
+# ---- the caller's floating-point mode ----
+
+
+@pytest.mark.parametrize("face", ["forward", "backward", "step"])
+def test_flush_to_zero_holds_on_every_thread(face):
+    """Numbers about 1e-20 have products below 2^-126, which a thread of another mode would keep."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(3)
+    shape = (64, 8, 32) if face == "step" else (1, 256, 8, 32)
+    q, k, v = ((rng.standard_normal(shape) * 1e-20).astype(np.float32) for _ in range(3))
+    g = -rng.random(shape[:-1]).astype(np.float32)
+
+    def call():
+        if face == "step":
+            state = np.zeros((64, 8, 32, 32), np.float32)
+            linattn.simple_gla_step(q, k, v, g, state=state)
+            return state.tobytes()
+        if face == "backward":
+            return linattn.simple_gla_backward(v * 1e20, q * 1e20, k, v, g).dg.tobytes()
+        return linattn.simple_gla(q, k, v, g, output_final_state=True)[1].tobytes()
+
+    def seen():
+        answers = set()
+        for i in range(30):
+            linattn.set_num_threads(1 + i % 3)
+            answers.add(call())
+        return answers
+
+    kept = seen()
+    torch.set_flush_denormal(True)
+    try:
+        flushed = seen()
+    finally:
+        torch.set_flush_denormal(False)
+    assert len(kept) == len(flushed) == 1
+    assert kept != flushed
+    assert seen() == kept
 
 
 # ---- several callers at once ----

@@ -11,6 +11,7 @@
 #include "pool.h"
 #include "../linattn.h"
 
+#include <fenv.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -41,6 +42,7 @@ static struct {
     int64_t units;
     la_work *work;
     void *context;
+    fenv_t mode; /* the caller's floating-point mode, which its job is computed in */
 } pool = {.caller = PTHREAD_MUTEX_INITIALIZER,
           .lock = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER};
@@ -48,19 +50,38 @@ static struct {
 static _Atomic int chosen_threads; /* 0: the default */
 static _Thread_local bool inside;  /* this thread is already in a job */
 
-static int from_environment(const char *name)
+/* 0: not set; -1: no number of threads. OpenMP's is a list, a number per level of nesting, and may ask
+ * for more than there can be. */
+static int from_environment(const char *name, bool list)
 {
     const char *text = getenv(name);
     if (!text || !*text) return 0;
     char *end;
-    long n = strtol(text, &end, 10);
-    return *end == 0 && n > 0 && n <= MAX_THREADS ? (int)n : 0;
+    const long n = strtol(text, &end, 10);
+    while (*end == ' ') end++;
+    if (end == text || n < 1 || (*end && !(list && *end == ','))) return -1;
+    if (n > MAX_THREADS) return list ? MAX_THREADS : -1;
+    return (int)n;
+}
+
+static int threads_of_linattn(void) { return from_environment("LINATTN_NUM_THREADS", false); }
+static int threads_of_openmp(void) { return from_environment("OMP_NUM_THREADS", true); }
+
+const char *la_threads_unreadable(const char **text)
+{
+    const int ours = threads_of_linattn();
+    const char *name = ours < 0                               ? "LINATTN_NUM_THREADS"
+                       : ours == 0 && threads_of_openmp() < 0 ? "OMP_NUM_THREADS"
+                                                              : NULL;
+    *text = name ? getenv(name) : NULL;
+    return name;
 }
 
 static int default_threads(void)
 {
-    int n = from_environment("LINATTN_NUM_THREADS");
-    if (!n) n = from_environment("OMP_NUM_THREADS");
+    int n = threads_of_linattn();
+    if (n < 1) n = threads_of_openmp();
+    if (n < 0) n = 0;
 #if defined(__linux__)
     cpu_set_t set;
     if (!n && !sched_getaffinity(0, sizeof set, &set)) n = CPU_COUNT(&set);
@@ -146,7 +167,10 @@ static void *worker(void *first_job)
          * waits for everybody inside to leave. */
         atomic_fetch_add(&pool.working, 1);
         int place = atomic_fetch_sub(&pool.wanted, 1);
-        if (place > 0) take_units(place);
+        if (place > 0) {
+            fesetenv(&pool.mode);
+            take_units(place);
+        }
         atomic_fetch_sub(&pool.working, 1);
     }
     return NULL;
@@ -213,3 +237,4 @@ void la_pool_run(int threads, int64_t units, la_work *work, void *context)
     atomic_store(&pool.busy, false);
     pthread_mutex_unlock(&pool.caller);
 }
+    fegetenv(&pool.mode);
