@@ -21,6 +21,7 @@ typedef enum {
     LA_MEMORY_ERROR,  /* scratch could not be had */
     LA_RUNTIME_ERROR, /* the device, in its own words */
     LA_UNSUPPORTED,   /* not there yet */
+    LA_INTERRUPTED,   /* the caller's wish: outputs hold anything */
 } la_status;
 
 typedef enum { LA_F64, LA_F32, LA_F16, LA_BF16, LA_I64, LA_I32, LA_DTYPES } la_dtype;
@@ -117,6 +118,7 @@ typedef struct la_problem {
     la_normaliser normaliser;
     double eps;
     bool causal;
+    struct la_watch *watch; /* watch.h; NULL: the call runs to its end */
 
     /* what la_check settles */
     int64_t B, T, H, HV, K, V, N;
@@ -154,14 +156,14 @@ la_status la_refuse_dims(la_problem *p, la_name name, int ndim, const int64_t *s
 /* After la_check: the shape of an array in the user's own dimensions; returns ndim. */
 int la_shape_of(const la_problem *p, la_name name, int64_t shape[LA_MAX_DIMS]);
 
-/* After la_check: does the op, face and normaliser have this array at all? */
-bool la_has(const la_problem *p, la_name name);
 /* After la_check: has no output of the call an element? The sizes of the others may be anything. */
 bool la_writes_nothing(const la_problem *p);
 
 /* After la_check: the message that an output of the call is too large for the memory there is. */
 la_status la_refuse_memory(la_problem *p, la_name name);
 
+/* After la_check: does the op, face and normaliser have this array at all? */
+bool la_has(const la_problem *p, la_name name);
 
 /* After la_check: compare one output with the problem and make its strides canonical. */
 la_status la_check_output(la_problem *p, la_name name);
@@ -180,7 +182,14 @@ la_status la_forward(la_problem *p);
 la_status la_backward(la_problem *p);
 la_status la_step(la_problem *p);
 
-/* Threads: 0 asks for the default (affinity, LINATTN_NUM_THREADS, OMP_NUM_THREADS). */
+/* Is the call to end early (watch.h)? Cheap enough for every chunk of tokens. */
+bool la_stopped(const la_problem *p);
+
+/* The environment's number of threads: LINATTN_NUM_THREADS, else OMP_NUM_THREADS, whose first number
+ * counts. The name of the variable that holds none, with its text; NULL if all is well. */
+const char *la_threads_unreadable(const char **text);
+
+/* Threads: 0 asks for the default (the environment, else the processors this process may use). */
 void la_set_num_threads(int n);
 int la_get_num_threads(void);
 

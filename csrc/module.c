@@ -4,12 +4,17 @@
  * Arguments are positional (METH_FASTCALL): the keywords live in linattn/ops.py. */
 #include "arrays.h"
 #include "bound.h"
+#include "watch.h"
 
 #include <limits.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #ifdef LA_WITH_CUDA
 #include "cuda/cuda.h"
@@ -153,17 +158,31 @@ static la_dtype dtype_of(const la_call *c, la_name name) { return c->p.array[nam
 
 /* ---- running ---- */
 
+/* Is some decay above one? Other threads of Python run meanwhile, unless the look is shorter than to
+ * let them. */
+static bool grows(const la_problem *p)
+{
+    enum { FEW = 4096 }; /* numbers: half a microsecond */
+    if (p->tokens * p->HV * (p->decay == LA_KEY ? p->K : 1) <= FEW) return la_gate_above_one(p);
+    bool found;
+    Py_BEGIN_ALLOW_THREADS
+    found = la_gate_above_one(p);
+    Py_END_ALLOW_THREADS
+    return found;
+}
+
 /* Once per call site, by the warning filters' own rule. */
 static int warn_of_growth(const la_call *c, int level)
 {
-    if (!level || !la_gate_above_one(&c->p)) return 0;
+    if (!level || !grows(&c->p)) return 0;
     const char *name = la_array_name(&c->p, LA_G);
-    const char *text = c->p.gate == LA_DECAY   ? "expected decays in [0, 1]"
-                       : c->p.gate == LA_SLOPE ? "expected slopes >= 0"
-                                               : "expected the log decay, g <= 0";
-    return PyErr_WarnFormat(PyExc_RuntimeWarning, level,
-                            "%s: %s, got values outside; the state may grow without bound", name,
-                            text);
+    const char *text = c->p.gate == LA_DECAY   ? "expected decays in [0, 1], got values outside"
+                       : c->p.gate == LA_SLOPE ? "expected slopes >= 0, got values outside"
+                                               : "expected the log decay, g <= 0, got values "
+                                                 "outside (alpha= takes the decay itself)";
+    const int failed = PyErr_WarnFormat(PyExc_RuntimeWarning, level,
+                                        "%s: %s; the state may grow without bound", name, text);
+    return failed || la_still_there(c) ? -1 : 0; /* a filter may be Python too */
 }
 
 #ifdef LA_WITH_CUDA
@@ -179,15 +198,54 @@ static int run_on_device(la_call *c)
 }
 #endif
 
+/* Signals, in the middle of a call: Python's handlers run, and may raise. Only the main thread has any,
+ * and none is asked about a second time where it is not. */
+static bool interrupted(void *state)
+{
+    PyThreadState **python = state;
+#if defined(__linux__)
+    if (syscall(SYS_gettid) != getpid()) return false;
+#endif
+    PyEval_RestoreThread(*python);
+    const bool raised = PyErr_CheckSignals();
+    *python = PyEval_SaveThread();
+    return raised;
+}
+
+/* The last Python that runs before the core looks at an array. */
+static int settle(la_call *c, int level)
+{
+    if (la_still_there(c)) return -1;
+    return c->p.device == LA_CPU ? warn_of_growth(c, level) : 0;
+}
+
+/* On the CPU, a pass over a sequence. */
+static int run_long(la_call *c, la_status (*entry)(la_problem *))
+{
+    la_watch watch;
+    PyThreadState *python = PyEval_SaveThread();
+    la_watch_begin(&watch, interrupted, &python);
+    c->p.watch = &watch;
+    const la_status status = entry(&c->p);
+    PyEval_RestoreThread(python);
+    return status == LA_INTERRUPTED ? -1 : la_raise(c, status); /* the exception is there */
+}
+
 static int run(la_call *c, la_status (*entry)(la_problem *), int level)
 {
-    la_status status;
+    if (settle(c, level)) return -1;
 #ifdef LA_WITH_CUDA
     if (c->p.device == LA_CUDA) return run_on_device(c);
 #endif
-    if (warn_of_growth(c, level)) return -1;
+    return run_long(c, entry);
+}
+
+/* A step is never cut short: its state is the old one or the new one. */
+static int run_brief(la_call *c)
+{
+    la_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = entry(&c->p);
+    status = la_step(&c->p);
     Py_END_ALLOW_THREADS
     return la_raise(c, status);
 }
@@ -198,13 +256,16 @@ int la_run_step(la_call *c, int level)
     enum { FEW = 64 };
     int64_t few[FEW], *more = NULL;
     const size_t B = (size_t)c->p.B;
-    if (!c->p.array[LA_SLOT].given || c->p.device != LA_CPU) return run(c, la_step, level);
+    if (settle(c, level)) return -1;
+#ifdef LA_WITH_CUDA
+    if (c->p.device == LA_CUDA) return run_on_device(c);
+#endif
+    if (!c->p.array[LA_SLOT].given) return run_brief(c);
     if (B > FEW && !(more = PyMem_Malloc(B * sizeof *more))) {
         PyErr_NoMemory();
         return -1;
     }
-    const int failed =
-        la_raise(c, la_check_slots(&c->p, more ? more : few)) || run(c, la_step, level);
+    const int failed = la_raise(c, la_check_slots(&c->p, more ? more : few)) || run_brief(c);
     PyMem_Free(more);
     return failed ? -1 : 0;
 }
@@ -221,16 +282,16 @@ static PyObject *py_forward(PyObject *self, PyObject *const *args, Py_ssize_t na
     PyObject *answer = NULL;
     if (take_level("forward", args, nargs, 18, &level) || call_begin(&c, LA_FORWARD, args[0]))
         return NULL;
-    if (take_features(&c, args[17]) || la_take(&c, LA_Q, args[1]) || la_take(&c, LA_K, args[2]) ||
-        la_take(&c, LA_V, args[3]) || take_gate(&c, args[4], args[5]) ||
-        la_take(&c, LA_BETA, args[6]) || la_take_state(&c, LA_S0, LA_Z0, args[7], false) ||
-        la_take(&c, LA_CU, args[8]) || la_take_in_place(&c, LA_O, args[9]) ||
-        as_flag(args[10], "output_final_state", &c.p.want_final) || take_scale(&c, args[11]) ||
-        take_mode(&c, args[12]) || take_chunk_size(&c, args[13]) ||
+    /* Options first: a number of the user's own class may run Python, which moves arrays. */
+    if (take_features(&c, args[17]) || as_flag(args[10], "output_final_state", &c.p.want_final) ||
+        take_scale(&c, args[11]) || take_mode(&c, args[12]) || take_chunk_size(&c, args[13]) ||
         as_flag(args[14], "qk_l2norm", &c.p.qk_l2norm) ||
         as_flag(args[15], "state_v_first", &c.p.state_v_first) ||
         (args[16] != Py_None && as_flag(args[16], "allow_tf32", &c.p.allow_tf32)) ||
-        la_raise(&c, la_check(&c.p)))
+        la_take(&c, LA_Q, args[1]) || la_take(&c, LA_K, args[2]) || la_take(&c, LA_V, args[3]) ||
+        take_gate(&c, args[4], args[5]) || la_take(&c, LA_BETA, args[6]) ||
+        la_take_state(&c, LA_S0, LA_Z0, args[7], false) || la_take(&c, LA_CU, args[8]) ||
+        la_take_in_place(&c, LA_O, args[9]) || la_raise(&c, la_check(&c.p)))
         goto done;
     if (c.out) {
         if (la_raise(&c, la_check_output(&c.p, LA_O)) || la_refuse_overlaps(&c)) goto done;
@@ -255,14 +316,14 @@ enum { STEP_ARGUMENTS = 14 };
 /* What a step is told: all of it checked, but nothing run. */
 static int take_step(la_call *c, PyObject *const *args)
 {
-    return take_features(c, args[13]) || la_take(c, LA_Q, args[1]) || la_take(c, LA_K, args[2]) ||
+    return take_features(c, args[13]) || take_scale(c, args[10]) ||
+                   as_flag(args[11], "qk_l2norm", &c->p.qk_l2norm) ||
+                   as_flag(args[12], "state_v_first", &c->p.state_v_first) ||
+                   la_take(c, LA_Q, args[1]) || la_take(c, LA_K, args[2]) ||
                    la_take(c, LA_V, args[3]) || take_gate(c, args[4], args[5]) ||
                    la_take(c, LA_BETA, args[6]) || la_take(c, LA_SLOT, args[8]) ||
                    la_take_state(c, LA_S0, LA_Z0, args[7], true) ||
-                   la_take_in_place(c, LA_O, args[9]) || take_scale(c, args[10]) ||
-                   as_flag(args[11], "qk_l2norm", &c->p.qk_l2norm) ||
-                   as_flag(args[12], "state_v_first", &c->p.state_v_first) ||
-                   la_raise(c, la_check(&c->p)) ||
+                   la_take_in_place(c, LA_O, args[9]) || la_raise(c, la_check(&c->p)) ||
                    (c->out ? la_raise(c, la_check_output(&c->p, LA_O))
                            : la_allocate(c, LA_O, dtype_of(c, LA_V))) ||
                    la_refuse_overlaps(c)
@@ -327,14 +388,14 @@ static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t n
     PyObject *answer = NULL;
     if (take_level("backward", args, nargs, 17, &level) || call_begin(&c, LA_BACKWARD, args[0]))
         return NULL;
-    if (take_features(&c, args[16]) || la_take(&c, LA_Q, args[2]) || la_take(&c, LA_DO, args[1]) ||
-        la_take(&c, LA_K, args[3]) || la_take(&c, LA_V, args[4]) ||
+    if (take_features(&c, args[16]) || take_scale(&c, args[11]) || take_mode(&c, args[12]) ||
+        take_chunk_size(&c, args[13]) || as_flag(args[14], "qk_l2norm", &c.p.qk_l2norm) ||
+        as_flag(args[15], "state_v_first", &c.p.state_v_first) || la_take(&c, LA_Q, args[2]) ||
+        la_take(&c, LA_DO, args[1]) || la_take(&c, LA_K, args[3]) || la_take(&c, LA_V, args[4]) ||
         take_gate(&c, args[5], args[6]) || la_take(&c, LA_BETA, args[7]) ||
         la_take_state(&c, LA_S0, LA_Z0, args[8], false) ||
         la_take_state(&c, LA_DST, LA_DZT, args[9], false) || la_take(&c, LA_CU, args[10]) ||
-        take_scale(&c, args[11]) || take_mode(&c, args[12]) || take_chunk_size(&c, args[13]) ||
-        as_flag(args[14], "qk_l2norm", &c.p.qk_l2norm) ||
-        as_flag(args[15], "state_v_first", &c.p.state_v_first) || la_raise(&c, la_check(&c.p)))
+        la_raise(&c, la_check(&c.p)))
         goto done;
     if (la_allocate(&c, LA_DQ, dtype_of(&c, LA_Q)) || la_allocate(&c, LA_DK, dtype_of(&c, LA_K)) ||
         la_allocate(&c, LA_DV, dtype_of(&c, LA_V)) ||
@@ -522,6 +583,11 @@ static int module_exec(PyObject *module)
         }
         PyErr_Format(PyExc_ImportError, "LINATTN_ISA: expected one that runs here (%s), got %s",
                      names, isa);
+        return -1;
+    }
+    const char *text, *variable = la_threads_unreadable(&text);
+    if (variable) {
+        PyErr_Format(PyExc_ImportError, "%s: expected 1 to 256 threads, got %s", variable, text);
         return -1;
     }
     PyObject *names = PyTuple_New(LA_OPS);

@@ -549,6 +549,75 @@ def test_ctrl_c_ends_a_loop_of_calls():
         assert text.strip() == "interrupted True"
 
 
+LONG_CALL = """
+import os, signal, sys, threading, time, numpy as np, linattn
+signal.signal(signal.SIGINT, signal.default_int_handler)
+linattn.set_num_threads({threads})
+row = np.random.default_rng(0).standard_normal((3, 1, 1, 2, {K}), np.float32) / 16
+q, k, v = (np.broadcast_to(x, (1, {T}, 2, {K})) for x in row)  # of no memory to speak of
+v = v[..., :32]
+beta, S = np.broadcast_to(np.float32(.5), v.shape[:3]), np.ones((1, 2, {K}, 32), np.float32)
+given, sent = (row.copy(), S.copy()), []
+def send():
+    time.sleep(.3)
+    sent.append(time.perf_counter())
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=send, daemon=True).start()
+try:
+    linattn.{call}
+except KeyboardInterrupt:
+    took = time.perf_counter() - sent[0]
+    assert np.array_equal(given[0], row) and np.array_equal(given[1], S)
+    small = np.ones((4, 2), np.float32)
+    assert np.isfinite(linattn.retention(small, small, small)[0]).all()
+    print(took)
+else:
+    print("inf: the call came to its end")
+"""
+
+
+@pytest.mark.parametrize(("call", "T", "K", "threads"), [
+    ("delta_rule(q, k, v, beta, initial_state=S)", 2**20, 256, 2),
+    ("delta_rule(q[:, :, :1], k[:, :, :1], v[:, :, :1], beta[:, :, :1])", 2**21, 256, 1),
+    ("delta_rule(q, k, v, beta, initial_state=S, mode='recurrent')", 2**19, 256, 2),
+    ("linear_attention(q, k, v, causal=False)", 2**20, 256, 1),
+    ("linear_attention_backward(v, q, k, v, causal=False)", 2**17, 256, 1),
+    ("delta_rule_backward(v, q, k, v, beta, initial_state=S)", 2**17, 256, 2),
+    ("delta_rule_backward(v, q, k, v, beta, mode='recurrent')", 2**16, 256, 2),
+], ids=["forward", "one unit of work", "recurrent", "noncausal", "noncausal, backward", "backward",
+        "recurrent, backward"])
+def test_ctrl_c_ends_a_long_call(call, T, K, threads):
+    """The calling thread looks about every tenth of a second, and a busy machine takes its time."""
+    code = LONG_CALL.format(call=call, T=T, K=K, threads=threads)
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": ROOT},
+                          capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split(":")[0]) < 0.5
+
+
+def test_a_call_of_another_thread_is_not_interrupted():
+    code = """
+import os, signal, threading, time, numpy as np, linattn
+x = np.random.default_rng(0).standard_normal((1, 2**15, 8, 64)).astype(np.float32)
+beta = np.full(x.shape[:3], .5, np.float32)
+want, answers = linattn.delta_rule(x, x, x, beta * 0)[0], []
+thread = threading.Thread(target=lambda: answers.append(linattn.delta_rule(x, x, x, beta * 0)[0]))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+thread.start()
+try:
+    time.sleep(.05)
+    os.kill(os.getpid(), signal.SIGINT)
+    thread.join()
+except KeyboardInterrupt:
+    print("interrupted")
+thread.join()
+print(np.array_equal(answers[0], want))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": ROOT},
+                          capture_output=True, text=True, timeout=50)
+    assert done.stdout.split() == ["interrupted", "True"], done.stderr
+
+
 def test_a_process_ends_while_workers_wait_and_threads_call():
     code = """
 import threading, numpy as np, linattn

@@ -592,7 +592,7 @@ LA_FN void walk_on(forward_scratch *f, const la_problem *p, const la_unit *u, in
     }
     if (normalised && reads) chunk_denominators(c, z, lost);
     if (normalised && !reads) add_keys(n, c->kp, c->k, z, lost);
-    for (int64_t v = u->v0; v < u->v1; v += PANEL) {
+    for (int64_t v = u->v0; v < u->v1 && !la_stopped(p); v += PANEL) {
         panel s = panel_at(&f->w, p, u, i, v);
         panel_forward(c, &f->w.x, p, u, t, &s, next, reads, normalised, decay, rule);
     }
@@ -618,7 +618,7 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, are
         const la_unit u = head_of(p, all, i);
         walk_begin(&f.w, p, &u, i, decay, rule);
     }
-    for (int64_t t = all->begin; t < all->stop; t += C)
+    for (int64_t t = all->begin; t < all->stop && !la_stopped(p); t += C)
         for (int64_t i = 0; i < all->heads; i++) {
             const la_unit u = head_of(p, all, i);
             ahead next = ahead_of_chunk(p, &u, t + C, C, rule);

@@ -445,6 +445,7 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
     f.U = f.kept; /* not kept by this walk */
     f.E = NULL;
     for (int64_t i = 0; i < chunks; i++) {
+        if (la_stopped(p)) return;
         if (i % M == 0) {
             copy_row(size, f.checkpoints + i / M * start, f.S);
             copy_row(kp, f.checkpoints + i / M * start + size, f.z);
@@ -458,6 +459,7 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
         copy_row(kp, f.z, f.checkpoints + first / M * start + size);
         fill(kp, f.lost, 0);
         for (int64_t i = first; i < last; i++) {
+            if (la_stopped(p)) return;
             const int64_t t = u->begin + i * C, n = t + C < u->end ? C : u->end - t;
             real *S = f.kept + (i - first) * each;
             f.U = S + start;
@@ -466,6 +468,7 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
             walk_chunk(&f, p, u, t, n, S, i + 1 < last ? S + each : NULL, width, decay, rule);
         }
         for (int64_t i = last - 1; i >= first; i--) {
+            if (la_stopped(p)) return;
             const int64_t t = u->begin + i * C, n = t + C < u->end ? C : u->end - t;
             const real *S = f.kept + (i - first) * each;
             f.U = f.kept + (i - first) * each + start;

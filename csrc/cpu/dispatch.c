@@ -198,6 +198,8 @@ static la_status out_of_memory(la_problem *p)
     return LA_MEMORY_ERROR;
 }
 
+static la_status status_of(const la_problem *p) { return la_stopped(p) ? LA_INTERRUPTED : LA_OK; }
+
 /* ---- units ---- */
 
 static int64_t sequence_start(const la_problem *p, int64_t n)
@@ -282,7 +284,7 @@ static void forward_unit(void *context, int64_t i, int thread)
 {
     const job *j = context;
     la_unit u = unit_at(j, i);
-    if (u.read == u.stop && !u.last) return;
+    if ((u.read == u.stop && !u.last) || la_stopped(j->p)) return;
     j->kernels->forward(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
 }
 
@@ -374,9 +376,9 @@ static void split(job *j, int threads)
 
 la_status la_forward(la_problem *p)
 {
+    if (la_writes_nothing(p)) return LA_OK;
     job j = {.p = p, .kernels = forward_kernels_for(p)};
     int threads = la_pool_threads(INT64_MAX, work_of(p, 3));
-    if (la_writes_nothing(p)) return LA_OK;
     split(&j, threads);
     const int64_t units = j.wide + (p->N * groups(p, j.heads) - j.wide) * j.panels * j.parts;
     if (units < threads) threads = (int)units;
@@ -385,14 +387,14 @@ la_status la_forward(la_problem *p)
     if (!j.scratch) return out_of_memory(p);
     la_pool_run(threads, units, forward_unit, &j);
     release(j.scratch);
-    return LA_OK;
+    return status_of(p);
 }
 
 la_status la_step(la_problem *p)
 {
+    if (la_writes_nothing(p)) return LA_OK;
     job j = {
         .p = p, .kernels = kernels_for(p), .heads = 1, .columns = p->V, .panels = 1, .parts = 1};
-    if (la_writes_nothing(p)) return LA_OK;
     int64_t units = p->N * p->HV;
     /* A step is bound by memory: 4 bytes read and written per multiply-add pair. */
     int threads = la_pool_threads(units, work_of(p, 8));
@@ -412,12 +414,14 @@ static void backward_unit(void *context, int64_t i, int thread)
 {
     const job *j = context;
     la_unit u = unit_at(j, i);
+    if (la_stopped(j->p)) return;
     j->kernels->backward(j->p, &u, j->sums, j->scratch + (size_t)thread * j->per_thread);
 }
 
 static void gather_unit(void *context, int64_t i, int thread)
 {
     const job *j = context;
+    if (la_stopped(j->p)) return;
     la_rows r = {.h = i % j->p->H, .b = i / j->p->H / j->blocks};
     r.begin = i / j->p->H % j->blocks * GATHER_TOKENS;
     r.end = r.begin + GATHER_TOKENS < j->p->T ? r.begin + GATHER_TOKENS : j->p->T;
@@ -442,11 +446,11 @@ static int64_t backward_columns(const la_problem *p)
 
 la_status la_backward(la_problem *p)
 {
+    if (la_writes_nothing(p)) return LA_OK;
     job j = {.p = p, .kernels = kernels_for(p), .heads = 1, .parts = 1};
     const size_t real = p->real == LA_F64 ? 8 : 4;
     la_partials sums = {.tokens = p->tokens};
     sums.kp = (p->K + j.kernels->lanes - 1) / j.kernels->lanes * j.kernels->lanes;
-    if (la_writes_nothing(p)) return LA_OK;
     j.columns = backward_columns(p);
     j.panels = sums.panels = (p->V + j.columns - 1) / j.columns;
     j.sums = &sums;
@@ -487,7 +491,7 @@ la_status la_backward(la_problem *p)
 
     la_pool_run(threads, units, backward_unit, &j);
     if (!sums.alone) la_pool_run(threads, p->B * j.blocks * p->H, gather_unit, &j);
-    la_pool_run(threads, p->HV, gather_head_unit, &j);
+    if (!la_stopped(p)) la_pool_run(threads, p->HV, gather_head_unit, &j);
     release(block);
-    return LA_OK;
+    return status_of(p);
 }

@@ -9,7 +9,7 @@
  * correctness: results do not depend on who computes a unit. */
 #define _GNU_SOURCE
 #include "pool.h"
-#include "../linattn.h"
+#include "../watch.h"
 
 #include <fenv.h>
 #include <pthread.h>
@@ -209,6 +209,43 @@ static void start_workers(int count)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
+/* ---- calls that end early ---- */
+
+/* About ten times a second. */
+enum { ASK_NANOSECONDS = 100 * 1000 * 1000 };
+
+/* Ten times as cheap as now(), and exact to some milliseconds. */
+static int64_t about_now(void)
+{
+#if defined(CLOCK_MONOTONIC_COARSE)
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+#else
+    return now();
+#endif
+}
+
+void la_watch_begin(la_watch *w, bool (*interrupted)(void *caller), void *caller)
+{
+    w->interrupted = interrupted;
+    w->caller = caller;
+    w->thread = &inside;
+    w->next = about_now() + ASK_NANOSECONDS;
+    atomic_init(&w->stop, false);
+}
+
+bool la_stopped(const la_problem *p)
+{
+    la_watch *const w = p->watch;
+    if (!w) return false;
+    if (atomic_load_explicit(&w->stop, memory_order_relaxed)) return true;
+    if (w->thread != &inside || about_now() < w->next) return false;
+    if (w->interrupted(w->caller)) atomic_store(&w->stop, true);
+    w->next = about_now() + ASK_NANOSECONDS;
+    return atomic_load_explicit(&w->stop, memory_order_relaxed);
+}
+
 void la_pool_run(int threads, int64_t units, la_work *work, void *context)
 {
     if (threads < 2 || inside || pthread_mutex_trylock(&pool.caller)) {
@@ -224,6 +261,7 @@ void la_pool_run(int threads, int64_t units, la_work *work, void *context)
     pool.work = work;
     pool.context = context;
     pool.units = units;
+    fegetenv(&pool.mode);
     atomic_store(&pool.next, 0);
     atomic_store(&pool.wanted, threads - 1);
     pthread_mutex_lock(&pool.lock);
@@ -237,4 +275,3 @@ void la_pool_run(int threads, int64_t units, la_work *work, void *context)
     atomic_store(&pool.busy, false);
     pthread_mutex_unlock(&pool.caller);
 }
-    fegetenv(&pool.mode);

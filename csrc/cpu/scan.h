@@ -9,6 +9,9 @@ enum { MAX_STRIP = 4 };
 #endif
 enum { PANEL_STRIP = 4 };
 
+/* Tokens between two looks whether the call is to end: some microseconds. A step has fewer. */
+enum { LOOK_UP = 64 };
+
 /* A lane from memory that is used more than once. Left to itself gcc makes the memory an operand of every
  * multiply-add, and a look at the state waits for loads: Zen 4 does one of 64 bytes a cycle. */
 LA_FN lane lane_loaded(lane x)
@@ -86,6 +89,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
         if (normalised) load_z(p, LA_Z0, u, f.z);
         fill(kp, f.lost, 0);
         for (int64_t t = u->begin; t < u->end; t++) {
+            if ((t - u->begin) % LOOK_UP == LOOK_UP - 1 && la_stopped(p)) return;
             real beta = rule == LA_DELTA ? load_beta(p, u, t) : 1;
             load_key(p, LA_Q, u->b, t, u->h, f.q);
             load_key(p, LA_K, u->b, t, u->h, f.k);
@@ -231,6 +235,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
         else
             fill(kp, f.dz, 0);
         for (int64_t i = 0; i < length; i++) {
+            if (i % LOOK_UP == LOOK_UP - 1 && la_stopped(p)) return;
             if (i % M == 0) {
                 copy_row(size, f.checkpoints + i / M * kept, f.S);
                 copy_row(kp, f.checkpoints + i / M * kept + size, f.z);
@@ -242,6 +247,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
             if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
         }
         for (int64_t first = (length - 1) / M * M; first >= 0 && length; first -= M) {
+            if (la_stopped(p)) return;
             const int64_t last = first + M < length ? first + M : length;
             copy_row(size, f.S, f.checkpoints + first / M * kept);
             copy_row(kp, f.z, f.checkpoints + first / M * kept + size);

@@ -46,6 +46,7 @@ LA_FN void whole_sum(whole_scratch *f, const la_problem *p, const la_unit *u, in
     fill(kp, f->lost, 0);
     for (int64_t t = u->begin; t < u->end; t += C) {
         const int64_t n = t + C < u->end ? C : u->end - t;
+        if (la_stopped(p)) return;
         for (int64_t i = 0; i < n; i++) load_key(p, LA_K, u->b, t + i, u->h, f->k + i * kp);
         add_keys(n, kp, f->k, f->z, f->lost);
         load_rows(p, LA_V, u, t, n, f->V, width);
@@ -63,6 +64,7 @@ LA_FN void whole_forward(const la_problem *p, const la_unit *u, int64_t C, arena
     whole_sum(&f, p, u, C);
     for (int64_t t = u->begin; t < u->end; t += C) {
         const int64_t n = t + C < u->end ? C : u->end - t;
+        if (la_stopped(p)) return;
         for (int64_t i = 0; i < n; i++) load_key(p, LA_Q, u->b, t + i, u->h, f.q + i * kp);
         product(n, width, p->K, f.q, kp, 1, f.S, width, f.O, width, NULL, 0);
         for (int64_t i = 0; i < n; i++) {
@@ -92,6 +94,7 @@ LA_FN void whole_backward(const la_problem *p, const la_unit *u, const la_partia
     transpose(p->K, width, f.S, width, f.T, kp);
     for (int64_t t = u->begin; t < u->end; t += C) { /* was o = scale q S / divisor(scale q z) */
         const int64_t n = t + C < u->end ? C : u->end - t;
+        if (la_stopped(p)) return;
         for (int64_t i = 0; i < n; i++) load_key(p, LA_Q, u->b, t + i, u->h, f.q + i * kp);
         load_rows(p, LA_DO, u, t, n, f.O, width);
         for (int64_t i = 0; i < n; i++)
@@ -110,6 +113,7 @@ LA_FN void whole_backward(const la_problem *p, const la_unit *u, const la_partia
     transpose(p->K, width, f.dS, width, f.T, kp);
     for (int64_t t = u->begin; t < u->end; t += C) { /* was S += k v', z += k */
         const int64_t n = t + C < u->end ? C : u->end - t;
+        if (la_stopped(p)) return;
         const la_array *dv = &p->array[LA_DV];
         for (int64_t i = 0; i < n; i++) load_key(p, LA_K, u->b, t + i, u->h, f.k + i * kp);
         load_rows(p, LA_V, u, t, n, f.V, width);
