@@ -36,7 +36,7 @@ from pathlib import Path
 import numpy as np
 
 import linattn
-from linattn import reference
+from linattn import files, reference
 from linattn.testing import assert_accurate
 
 ORDERS = (2, 3, 4, 6)  # head h sees the last ORDERS[h] bytes
@@ -77,19 +77,17 @@ def standard_library():
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
-def read_text(files, limit):
+def read_text(paths, limit):
     """The first `limit` bytes of the files (None: all), one after the other."""
     data = b""
-    for path in files:
+    for path in paths:
         if limit is not None and len(data) >= limit:
             break
+        wanted = None if limit is None else limit - len(data)
         try:
-            with open(path, "rb") as file:
-                part = file.read(-1 if limit is None else limit - len(data))
-        except OSError as error:
-            known = {FileNotFoundError: "no such file", IsADirectoryError: "is a directory"}
-            why = known.get(type(error), f"cannot be read: {error.strerror}")
-            raise DemoError(f"{path}: {why}") from None
+            part = files.read(path, wanted, files.TEXT_LIMIT, before=len(data))
+        except files.FileError as error:
+            raise DemoError(error) from None
         if not part:
             raise DemoError(f"{path}: the file is empty")
         if not looks_like_text(part):
@@ -370,13 +368,13 @@ def plot(path, figures, baselines):
     figure.savefig(path, dpi=130)
 
 
-def run(files=(), limit=2_000_000, names=tuple(MEMORIES), plot_path=None, seed=0):
+def run(paths=(), limit=2_000_000, names=tuple(MEMORIES), plot_path=None, seed=0):
     """The whole demo: read, measure, print, and draw if `plot_path` is given."""
     begin = time.perf_counter()
     if plot_path is not None:
         check_plot(plot_path)
-    data = read_text(files or standard_library(), limit)
-    source = ", ".join(map(str, files)) or SOURCE
+    data = read_text(paths or standard_library(), limit)
+    source = ", ".join(map(str, paths)) or SOURCE
     print(f"{len(data):,} bytes of {source}\n", flush=True)
     baselines = {"order-0 entropy": order0_entropy(data),
                  "zlib -9": 8 * len(zlib.compress(data, 9)) / len(data),

@@ -33,11 +33,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from linattn import cuda, demo, ops
+from linattn import cuda, demo, files, ops
 from linattn import nn as layers
 
 FORMAT = "linattn train 1"  # of a checkpoint
 CHECKPOINT = "checkpoint.pt"
+PER_PARAMETER = 12  # bytes of a checkpoint: a float32, and AdamW's two moments
 LOOK = 10  # steps from one look at the loss to the next: a look waits for the device
 WINDOWS = 64  # of the held-out text that are looked at on the way
 
@@ -318,11 +319,12 @@ def load(path):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is not a checkpoint
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+            with files.opened(path, files.CHECKPOINT_LIMIT) as file:
+                saved = torch.load(file, map_location="cpu", weights_only=True)
         if saved["format"] == FORMAT:
             return saved
-    except OSError as error:
-        raise TrainError(f"--resume {path}: {error.strerror or error}") from None
+    except files.FileError as error:
+        raise TrainError(f"--resume {error}") from None
     except Exception:  # what is not a checkpoint may fail in any way
         pass
     raise TrainError(f"--resume {path}: not a checkpoint of python -m linattn train")
@@ -398,6 +400,10 @@ def prepare(options, out, resume, plot, device, prompt):
         raise TrainError(f"--device cuda: {cuda.why_not()}")
     text, first = read(options)
     training = Training(options, device)
+    size = PER_PARAMETER * sum(p.numel() for p in training.model.parameters())
+    if size > files.CHECKPOINT_LIMIT:
+        raise TrainError(f"the model is too large: its checkpoint has {size:,} bytes, and "
+                         f"--resume reads at most {files.CHECKPOINT_LIMIT:,}")
     if saved is not None:
         if saved["text"] != fingerprint(text):
             raise TrainError(f"--resume {resume}: the text is not what it was trained on")

@@ -1,8 +1,12 @@
 """python -m linattn demo and info, as a user runs them; train, as far as it goes without torch."""
 
 import lzma
+import os
+import re
+import socket as socketlib
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -85,7 +89,6 @@ def test_bad_files(tmp_path, small):
     path = tmp_path / "bad"
     assert refused(path) == f"linattn demo: {path}: no such file\n"
     assert refused(small, path) == f"linattn demo: {path}: no such file\n"
-    assert refused(tmp_path) == f"linattn demo: {tmp_path}: is a directory\n"
     path.write_bytes(b"")
     assert refused(path) == f"linattn demo: {path}: the file is empty\n"
     binary = f"linattn demo: {path}: looks like a binary file, text is expected\n"
@@ -98,9 +101,85 @@ def test_bad_files(tmp_path, small):
 def test_a_file_that_cannot_be_read(small, monkeypatch):
     def denied(*_):
         raise PermissionError(13, "Permission denied")
-    monkeypatch.setattr("builtins.open", denied)  # file modes do not stop root
+    monkeypatch.setattr("os.open", denied)  # file modes do not stop root
     with pytest.raises(demo.DemoError, match=r"small\.txt: cannot be read: Permission denied"):
         demo.read_text([small], 10)
+
+
+@pytest.mark.timeout(60)  # a FIFO that is waited for never ends
+def test_only_regular_files_are_read(tmp_path, small, monkeypatch):
+    link, fifo, socket = (tmp_path / name for name in ("link", "fifo", "socket"))
+    link.symlink_to(small)
+    assert demo.read_text([link], None) == small.read_bytes()
+    os.mkfifo(fifo)
+    with monkeypatch.context() as patch, socketlib.socket(socketlib.AF_UNIX) as server:
+        patch.chdir(tmp_path)  # an address has 107 bytes at most
+        server.bind("socket")
+    to_fifo = tmp_path / "to fifo"
+    to_fifo.symlink_to(fifo)
+    for path, got in ((fifo, "a FIFO"), (to_fifo, "a FIFO"), (tmp_path, "a directory"),
+                      (socket, "a socket"), ("/dev/zero", "a character device")):
+        error = f"{path}: expected a regular file, got {got}"
+        with pytest.raises(demo.DemoError, match=f"^{re.escape(error)}$"):
+            demo.read_text([small, path], 10**6)  # with a limit: else /dev/zero would never end
+    assert refused(fifo) == f"linattn demo: {fifo}: expected a regular file, got a FIFO\n"
+
+
+def test_files_are_let_go(tmp_path, small):
+    before = os.listdir("/proc/self/fd")
+    for path in (small, tmp_path, "/dev/null"):
+        try:
+            demo.read_text([path], 10)
+        except demo.DemoError:
+            pass
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_what_no_file_can_have_as_its_name(name):
+    with pytest.raises(demo.DemoError, match="expected the name of a file, got what no file can"):
+        demo.read_text([name], 10)
+
+
+def test_text_has_a_largest_length(tmp_path, small, monkeypatch):
+    size = small.stat().st_size
+    other = tmp_path / "other.txt"
+    other.write_bytes(b"text")
+    monkeypatch.setattr(demo.files, "TEXT_LIMIT", size + 3)
+    for limit in (None, 10**12):
+        assert len(demo.read_text([small], limit)) == size
+        with pytest.raises(demo.DemoError) as error:
+            demo.read_text([small, other], limit)
+        assert str(error.value) == (
+            f"{other}: expected at most {size + 3:,} bytes in all, got {size + 4:,}")
+    assert len(demo.read_text([small, other], size + 2)) == size + 2  # enough was asked for
+    assert len(demo.read_text([small, other], size + 3)) == size + 3
+
+
+def test_a_long_file_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "long"
+    with open(path, "wb") as file:
+        file.truncate(demo.files.TEXT_LIMIT + 1)  # takes no room on the disk
+    tracemalloc.start()
+    try:
+        with pytest.raises(demo.DemoError, match="at most 1,073,741,824 bytes in all, got "):
+            demo.read_text([path], None)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(demo.DemoError, match="binary"):  # ten bytes are looked at, and no more
+        demo.read_text([path], 10)
+
+
+def test_a_file_that_is_longer_than_it_says(monkeypatch):
+    path = Path("/proc/self/status")  # it says 0
+    if not path.is_file() or path.stat().st_size:
+        pytest.skip("no such file here")
+    assert demo.read_text([path], None).startswith(b"Name:")
+    monkeypatch.setattr(demo.files, "TEXT_LIMIT", 100)
+    assert len(demo.read_text([path], 100)) == 100
+    with pytest.raises(demo.DemoError, match="expected at most 100 bytes in all, got more"):
+        demo.read_text([path], None)
 
 
 def test_bad_options(small, tmp_path):

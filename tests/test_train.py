@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import pickle
 import signal
 from pathlib import Path
@@ -286,6 +287,32 @@ def test_what_cannot_be_trained_on(refused, tmp_path, text):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.timeout(120)  # a FIFO that is waited for never ends
+def test_only_regular_files_are_read(refused, tmp_path):
+    fifo, out = tmp_path / "fifo", tmp_path / "out"
+    os.mkfifo(fifo)
+    for path, got in ((fifo, "a FIFO"), (tmp_path, "a directory"),
+                      ("/dev/null", "a character device")):
+        error = f"{path}: expected a regular file, got {got}"
+        assert refused(path, "--out", out) == error
+        assert refused("--resume", path) == f"--resume {error}"
+    assert not out.exists()
+
+
+def test_a_checkpoint_has_a_largest_length(refused, tmp_path, text, monkeypatch):
+    path = tmp_path / "long"
+    with open(path, "wb") as file:
+        file.truncate(train.files.CHECKPOINT_LIMIT + 1)  # takes no room on the disk
+    assert refused("--resume", path) == (
+        f"--resume {path}: expected at most 17,179,869,184 bytes in all, got 17,179,869,185")
+    options = [text, *SMALL, "--steps", 1, "--out"]
+    assert command(*options, tmp_path / "out") == 0
+    size = (tmp_path / "out" / "checkpoint.pt").stat().st_size
+    monkeypatch.setattr(train.files, "CHECKPOINT_LIMIT", size // 2)
+    assert "the model is too large: its checkpoint has " in refused(*options, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
 def test_options_that_do_not_fit(refused, tmp_path, text, monkeypatch):
     out = ["--out", tmp_path / "out"]
     for head_dim in (24, 32 + 1):
@@ -312,7 +339,7 @@ def test_what_cannot_be_gone_on_with(refused, tmp_path, text):
             return Path.touch, (tmp_path / "harm",)
 
     out, path = tmp_path / "out", tmp_path / "out" / "checkpoint.pt"
-    assert refused("--resume", path) == f"--resume {path}: No such file or directory"
+    assert refused("--resume", path) == f"--resume {path}: no such file"
     assert command(text, *SMALL, "--steps", 2, "--out", out) == 0
     assert refused(text, *SMALL, "--out", out) == (
         f"{path} is there already: go on with it (--resume {path}), or choose another directory "

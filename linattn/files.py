@@ -1,0 +1,100 @@
+"""Files as `python -m linattn` reads them: regular ones, of a bounded length."""
+
+import os
+import stat
+from contextlib import contextmanager
+
+# Bytes of text in all. enwik9, the longest text that models of bytes are usually compared on, has
+# 10^9. Training holds five times as much for a while: the text, and up to 4 bytes for each of its
+# characters while it is decoded. The longest usual text moves this number.
+TEXT_LIMIT = 2**30
+
+# Bytes of a checkpoint. A parameter takes 12: 4 of its own, 8 of AdamW's two moments. So there is
+# room for 1.4e9 parameters, a thousand times those of the default model. The largest model that
+# one GPU trains in float32 moves this number.
+CHECKPOINT_LIMIT = 2**34
+
+PIECE = 2**20  # bytes of a read: a short file then takes little memory, however much is asked for
+
+KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"),
+         (stat.S_ISCHR, "a character device"), (stat.S_ISBLK, "a block device"))
+
+
+class FileError(Exception):
+    """A message for the user: the file, what was expected, what came."""
+
+
+@contextmanager
+def opened(path, limit=None, before=0):
+    """The regular file at `path`, open for reading.
+
+    It is refused if it has more than `limit` bytes. The bytes that were read `before` from other
+    files count. The look is at what was opened: no other file can take its place between the look
+    and the reads.
+    """
+    fd = descriptor(path)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise not_regular(path, found.st_mode)
+        if limit is not None and before + found.st_size > limit:
+            raise too_long(path, limit, f"{before + found.st_size:,}")
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            yield file
+    except OSError as error:
+        raise unreadable(path, error) from None
+    finally:
+        os.close(fd)
+
+
+def descriptor(path):
+    try:
+        # without O_NONBLOCK the call waits for a FIFO's writer
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file") from None
+    except OSError as error:
+        if is_socket(path):  # which cannot be opened
+            raise not_regular(path, stat.S_IFSOCK) from None
+        raise unreadable(path, error) from None
+    except ValueError:  # a NUL, or half a character
+        raise FileError(f"{str(path)!r}: expected the name of a file, got what no file can have "
+                        "as its name") from None
+
+
+def read(path, wanted, limit, before=0):
+    """The first `wanted` bytes of a file, or all of them if that is None.
+
+    With the bytes `before`, they are at most `limit`. The length that the system tells is not
+    enough to know that: a file can grow, and those in /proc say 0.
+    """
+    room = limit - before
+    is_bounded = wanted is not None and wanted <= room
+    left, parts = wanted if is_bounded else room + 1, []
+    with opened(path, None if is_bounded else limit, before) as file:
+        while left and (part := file.read(min(left, PIECE))):
+            parts.append(part)
+            left -= len(part)
+    if not left and not is_bounded:
+        raise too_long(path, limit, "more")
+    return b"".join(parts)
+
+
+def is_socket(path):
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def not_regular(path, mode):
+    kind = next((name for is_one, name in KINDS if is_one(mode)), "a file of another kind")
+    return FileError(f"{path}: expected a regular file, got {kind}")
+
+
+def unreadable(path, error):
+    return FileError(f"{path}: cannot be read: {error.strerror or error}")
+
+
+def too_long(path, limit, got):
+    return FileError(f"{path}: expected at most {limit:,} bytes in all, got {got}")
