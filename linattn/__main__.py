@@ -4,11 +4,15 @@ import argparse
 import os
 import sys
 
+LARGEST = 2**63 - 1  # of whole numbers: PyTorch keeps 64 bits
+
 
 def positive(text):
     value = int(text)
     if value <= 0:
         raise argparse.ArgumentTypeError("must be at least 1")
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"must be at most {LARGEST}")
     return value
 
 
@@ -28,6 +32,8 @@ def not_negative(kind):
         value = kind(text)
         if not 0 <= value < float("inf"):
             raise argparse.ArgumentTypeError("must be at least 0")
+        if kind is int and value > LARGEST:
+            raise argparse.ArgumentTypeError(f"must be at most {LARGEST}")
         return value
     parse.__name__ = kind.__name__
     return parse

@@ -328,7 +328,7 @@ def test_options_that_do_not_fit(refused, tmp_path, text, monkeypatch):
             f"--device cuda: {linattn.cuda.why_not()}")
     for wrong in (["--layer", "lstm"], ["--steps", 0], ["--lr", "nan"], ["--lr", 0],
                   ["--held-out", 1], ["--temperature", -1], ["--temperature", "nan"],
-                  ["--sample", -1], ["--seed", -1]):
+                  ["--sample", -1], ["--seed", -1], ["--seed", 2**70], ["--batch", 2**70]):
         with pytest.raises(SystemExit, match="2"):
             command(text, *wrong)
 
