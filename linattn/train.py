@@ -25,7 +25,6 @@ import os
 import signal
 import sys
 import time
-import warnings
 import zlib
 from pathlib import Path
 
@@ -33,10 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from linattn import cuda, demo, files, ops
+from linattn import checkpoint, cuda, demo, files, ops
 from linattn import nn as layers
 
-FORMAT = "linattn train 1"  # of a checkpoint
 CHECKPOINT = "checkpoint.pt"
 PER_PARAMETER = 12  # bytes of a checkpoint: a float32, and AdamW's two moments
 LOOK = 10  # steps from one look at the loss to the next: a look waits for the device
@@ -228,20 +226,28 @@ def held_out_bits(model, text, first, T, batch, every=1):
 # The run
 # -------------------------------------------------------------------------------
 
+def language_model(options):
+    D, head_dim = options["d_model"], options["head_dim"]
+    if D % head_dim or head_dim % 2:
+        raise TrainError(f"--head-dim: expected an even number that divides --d-model {D}, "
+                         f"got {head_dim}")
+    return LanguageModel(options["layer"], D, D // head_dim, options["blocks"])
+
+
+def groups(model):
+    """The optimizer's: matrices, which decay, and the rest, which does not."""
+    return [{"params": [p for p in model.parameters() if (p.dim() > 1) == matrices],
+             "weight_decay": 0.1 * matrices} for matrices in (True, False)]
+
+
 class Training:
     """A model in training: what a checkpoint holds."""
 
     def __init__(self, options, device):
-        D, head_dim = options["d_model"], options["head_dim"]
-        if D % head_dim or head_dim % 2:
-            raise TrainError(f"--head-dim: expected an even number that divides --d-model {D}, "
-                             f"got {head_dim}")
         torch.manual_seed(options["seed"])
         self.options, self.device = options, device
-        self.model = LanguageModel(options["layer"], D, D // head_dim, options["blocks"]).to(device)
-        groups = [{"params": [p for p in self.model.parameters() if (p.dim() > 1) == matrices],
-                   "weight_decay": 0.1 * matrices} for matrices in (True, False)]
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        self.model = language_model(options).to(device)
+        self.optimizer = torch.optim.AdamW(groups(self.model), betas=(0.9, 0.95), fused=True)
         self.batches = torch.Generator().manual_seed(options["seed"])
         self.step = 0
         self.losses = []  # of each step, bits per byte
@@ -289,7 +295,7 @@ class Training:
         made = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             torch.save({
-                "format": FORMAT, "options": self.options, "text": fingerprint(text),
+                "format": checkpoint.FORMAT, "options": self.options, "text": fingerprint(text),
                 "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "step": self.step, "losses": self.losses, "held_out": self.held_out,
                 "batches": self.batches.get_state(), "random": torch.get_rng_state(),
@@ -301,7 +307,9 @@ class Training:
 
     def restore(self, saved):
         self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        # its groups are the options' to make, whatever the checkpoint says of them
+        self.optimizer.load_state_dict(
+            self.optimizer.state_dict() | {"state": saved["optimizer"]["state"]})
         self.step, self.losses, self.held_out = (
             saved[name] for name in ("step", "losses", "held_out"))
         self.batches.set_state(saved["batches"])
@@ -314,20 +322,22 @@ def fingerprint(data):
     return [len(data), zlib.crc32(data)]
 
 
-def load(path):
-    """A checkpoint, on the CPU. Nothing in it is run."""
+def skeleton(options):
+    """The model of a checkpoint and its optimizer's groups, without memory."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is not a checkpoint
-            with files.opened(path, files.CHECKPOINT_LIMIT) as file:
-                saved = torch.load(file, map_location="cpu", weights_only=True)
-        if saved["format"] == FORMAT:
-            return saved
-    except files.FileError as error:
+        with torch.device("meta"):
+            model = language_model(options)
+    except TrainError as error:
+        raise checkpoint.CheckpointError(error) from None
+    return model, groups(model)
+
+
+def load(path):
+    """A checkpoint that a run can go on with, on the CPU."""
+    try:
+        return checkpoint.load(path, skeleton)
+    except checkpoint.CheckpointError as error:
         raise TrainError(f"--resume {error}") from None
-    except Exception:  # what is not a checkpoint may fail in any way
-        pass
-    raise TrainError(f"--resume {path}: not a checkpoint of python -m linattn train")
 
 
 class CtrlC:
@@ -431,7 +441,7 @@ def prepare(options, out, resume, plot, device, prompt):
     return training, text, first, out, plot
 
 
-def train(training, text, data, first, checkpoint):
+def train(training, text, data, first, path):
     """Up to the last step, with a checkpoint after every so many and after the last."""
     o = training.options
     every = max(1, -(-(len(data) - first) // o["context"]) // WINDOWS)
@@ -445,13 +455,13 @@ def train(training, text, data, first, checkpoint):
                 bits = held_out_bits(training.model, text, first, o["context"], o["batch"], every)
                 training.held_out.append((training.step, bits))
                 progress.evaluated(bits)
-                training.save(checkpoint, data)
+                training.save(path, data)
         if ctrl_c.came:
             training.look()
-            training.save(checkpoint, data)
+            training.save(path, data)
             raise KeyboardInterrupt(
                 f"stopped after step {training.step} of {o['steps']}; to go on: "
-                f"python -m linattn train --resume {checkpoint}")
+                f"python -m linattn train --resume {path}")
     return progress
 
 
@@ -502,7 +512,7 @@ def run(options, *, out=None, resume=None, plot=None, device="cpu", prompt="def 
         temperature=0.8):
     """The whole command: train, save, report, draw and sample. options: what a checkpoint keeps."""
     training, data, first, out, plot = prepare(options, out, resume, plot, device, prompt)
-    o, checkpoint = training.options, out / CHECKPOINT
+    o, path = training.options, out / CHECKPOINT
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     kept = data[first:]
     baselines = {"zlib -9": 8 * len(zlib.compress(kept, 9)) / len(kept),
@@ -512,7 +522,7 @@ def run(options, *, out=None, resume=None, plot=None, device="cpu", prompt="def 
     print(f"{len(data):,} bytes of {source or demo.SOURCE}, the last {len(kept):,} held out\n"
           f"{o['layer']}, {size:,} parameters in all; {o['steps']:,} steps of "
           f"{o['batch']} x {o['context']} bytes on {device}\n", flush=True)
-    progress = train(training, text, data, first, checkpoint)
+    progress = train(training, text, data, first, path)
     bits = held_out_bits(training.model, text, first, o["context"], o["batch"])
     line = "{:<46}{:>8.3f}".format
     print("\nheld out, bits per byte\n" + line(
@@ -525,7 +535,7 @@ def run(options, *, out=None, resume=None, plot=None, device="cpu", prompt="def 
     if progress.tokens:
         print(f"\n{progress.tokens:,} bytes in {progress.seconds:,.0f} s of training, "
               f"{progress.tokens / progress.seconds:,.0f} tokens/s")
-    print(f"wrote {checkpoint}")
+    print(f"wrote {path}")
     if plot is not None:
         draw(plot, training, bits, baselines)
         print(f"wrote {plot}")

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import signal
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,7 @@ def test_every_layer_trains_and_speaks(layer, text, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"\n{layer}, " in shown
     assert "20 bytes by step" in shown and "\nimport " in shown
+    assert command("--resume", tmp_path / "out" / "checkpoint.pt", "--sample", 0) == 0
 
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
@@ -358,6 +360,170 @@ def test_what_cannot_be_gone_on_with(refused, tmp_path, text):
         torch.save(content, path)
         assert refused("--resume", path) == not_one
     assert not (tmp_path / "harm").exists()
+
+
+def without(*path):
+    def change(run):
+        *outer, last = path
+        for key in outer:
+            run = run[key]
+        del run[last]
+    return change
+
+
+def replaced(value, *path):
+    def change(run):
+        *outer, last = path
+        for key in outer:
+            run = run[key]
+        run[last] = value
+    return change
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory):
+    """A checkpoint of two steps, as bytes."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text").write_bytes(Path(demo.__file__).read_bytes())
+    assert command(folder / "text", *SMALL, "--steps", 3, "--every", 2, "--out",
+                   folder / "out") == 0
+    return (folder / "out" / "checkpoint.pt").read_bytes()
+
+
+Z = torch.zeros
+KEY, WHERE = "embedding.weight", ("optimizer", "state", 0)
+UNFIT = [
+    *((without(name), f"expected {name} in it, got none") for name in (
+        "options", "text", "model", "optimizer", "step", "losses", "held_out", "batches", "random",
+        "random_cuda")),
+    (replaced([], "options"), "expected options in it to be of type dict, got something of type "
+                              "list"),
+    (replaced(True, "step"), "expected step in it to be of type int, got True"),
+    (replaced(3.0, "step"), "expected step in it to be of type int, got 3.0"),
+    (replaced(4, "step"), "expected step to lie between 0 and 3, got 4"),
+    (replaced(-1, "step"), "expected step to lie between 0 and 3, got -1"),
+    (replaced(2, "step"), "expected 2 losses, got 3"),
+    (replaced("1", "losses", 0), "expected losses that are finite numbers, got '1'"),
+    (replaced(float("nan"), "losses", 2), "expected losses that are finite numbers, got nan"),
+    (replaced([], "held_out"), "expected held_out to have the figures of 2 steps, got those of 0"),
+    (replaced([3, 4], "held_out"), "expected held_out to be a list of steps and figures, got 3"),
+    (replaced([1], "text"), "expected text to be a length and a checksum, got something of type "
+                            "list"),
+    # options
+    (without("options", "blocks"), "expected blocks in options, got none"),
+    (without("options", "files"), "expected files in options, got none"),
+    (replaced("2", "options", "blocks"), "expected blocks in options to be of type int, got '2'"),
+    (replaced(0, "options", "blocks"), "the option blocks must be at least 1, got 0"),
+    (replaced(2**70, "options", "batch"),
+     "the option batch must be at most 9223372036854775807, got something of type int"),
+    (replaced(float("nan"), "options", "lr"), "the option lr must lie between 0 and inf, got nan"),
+    (replaced(1, "options", "held_out"), "the option held_out must lie between 0 and 1, got 1"),
+    (replaced("lstm", "options", "layer"), "expected the option layer to be one of "
+                                           f"{', '.join(__main__.LAYERS)}, got 'lstm'"),
+    (replaced([b"text"], "options", "files"),
+     "expected the option files to be a list of names, got something of type bytes"),
+    (replaced(24, "options", "head_dim"),
+     "--head-dim: expected an even number that divides --d-model 32, got 24"),
+    # shapes: what the options make, and what is there
+    (replaced(64, "options", "d_model"),
+     f"expected {KEY} in model to be float32 (256, 64), got float32 (256, 32)"),
+    (replaced(2**40, "options", "d_model"),
+     f"expected {KEY} in model to be float32 (256, {2**40}), got float32 (256, 32)"),
+    (replaced(10**9, "options", "blocks"), "expected 1000000000 blocks, got 19 tensors"),
+    (replaced(2, "options", "blocks"), "expected blocks.1.mixer_norm.weight in model, got none"),
+    (replaced("kda", "options", "layer"),
+     "expected blocks.0.mixer.dt_bias in model to be float32 (32,), got float32 (2,)"),
+    (without("model", KEY), f"expected {KEY} in model, got none"),
+    (replaced(Z(1), "model", "other"), "expected the tensors of gated_delta_net, got 'other'"),
+    (replaced(None, "model", KEY), f"expected {KEY} in model to be of type Tensor, got None"),
+    (replaced(Z(256, 32).half(), "model", KEY),
+     f"expected {KEY} in model to be float32 (256, 32), got float16 (256, 32)"),
+    (replaced(Z(256, 32).to_sparse(), "model", KEY),
+     f"expected {KEY} in model to be float32 (256, 32), got float32 (256, 32) sparse_coo"),
+    (replaced(Z(256, 32, device="meta"), "model", KEY),
+     f"expected {KEY} in model to be float32 (256, 32), got float32 (256, 32) on meta"),
+    (replaced(Z(1, 1).expand(256, 32), "model", KEY), f"expected {KEY} in model to be "),
+    # the optimizer
+    (without("optimizer", "state"), "expected state in optimizer, got none"),
+    (without("optimizer", "state", 0), "expected the moments of 19 parameters, got 18"),
+    (replaced({}, "optimizer", "state"), "expected the moments of 19 parameters, got 0"),
+    (replaced(1, *WHERE), "expected 0 in optimizer to be of type dict, got 1"),
+    (without(*WHERE, "exp_avg"), "expected exp_avg in optimizer 0, got none"),
+    (replaced(Z(3), *WHERE, "exp_avg_sq"),
+     "expected exp_avg_sq in optimizer 0 to be float32 (256, 32), got float32 (3,)"),
+    (replaced(3, *WHERE, "step"),
+     "expected step in optimizer 0 to be of type Tensor, got 3"),
+    # random numbers
+    (replaced(Z(3), "batches"),
+     "expected batches to be the state of a generator, got float32 (3,)"),
+    (replaced(Z(9).byte(), "random"),
+     "expected random to be the state of a generator, got uint8 (9,)"),
+    (replaced([Z(3)], "random_cuda"),
+     "expected random_cuda to be the states of generators, got float32 (3,)"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), UNFIT, ids=[message for _, message in UNFIT])
+def test_a_checkpoint_that_does_not_fit(change, message, refused, a_run, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    run = torch.load(io.BytesIO(a_run), weights_only=True)
+    change(run)
+    torch.save(run, path)
+    before = path.read_bytes()
+    assert refused("--resume", path).startswith(f"--resume {path}: {message}")
+    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_every_byte_that_changes_is_noticed(refused, a_run, tmp_path):
+    """Of the tensors and the rest, not of the gaps between them."""
+    path = tmp_path / "checkpoint.pt"
+    with zipfile.ZipFile(io.BytesIO(a_run)) as archive:
+        parts = [part for part in archive.infolist() if part.file_size]
+    for part in parts:
+        name, extra = (int.from_bytes(a_run[part.header_offset + i:part.header_offset + i + 2],
+                                      "little") for i in (26, 28))
+        start = part.header_offset + 30 + name + extra
+        changed = bytearray(a_run)
+        changed[start + part.file_size // 2] ^= 1
+        path.write_bytes(changed)
+        assert refused("--resume", path) == (f"--resume {path}: expected the bytes that were "
+                                             f"written, got others in {part.filename!r}")
+
+
+def test_a_checkpoint_is_no_larger_than_its_file(refused, a_run, tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    with zipfile.ZipFile(io.BytesIO(a_run)) as archive, \
+            zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for part in archive.infolist():
+            packed.writestr(part.filename, archive.read(part))
+    assert torch.load(path, weights_only=True)["step"] == 3  # PyTorch unpacks it
+    assert refused("--resume", path).endswith("not a checkpoint of python -m linattn train")
+
+
+def test_the_groups_of_an_optimizer_are_the_options_to_make(text, tmp_path):
+    options = [text, *SMALL, "--steps", 4, "--every", 2, "--out"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert command(*options, whole) == 0
+    halfway = train.Training.save
+    with pytest.MonkeyPatch.context() as patch:
+        def save(self, path, data):
+            halfway(self, path, data)
+            raise KeyboardInterrupt
+        patch.setattr(train.Training, "save", save)
+        assert command(*options, parts) == 130
+    run = saved(parts)
+    for group in run["optimizer"]["param_groups"]:
+        group.update(weight_decay="much", betas=None, fused=False)
+    torch.save(run, parts / "checkpoint.pt")
+    assert command("--resume", parts / "checkpoint.pt", "--sample", 0) == 0
+    assert same(saved(parts), saved(whole))
+
+
+def test_a_checkpoint_before_the_first_step(text, tmp_path):
+    options = {name: default for name, (default, *_) in __main__.TRAINING.items()}
+    options |= {"files": [str(text)], "d_model": 32, "head_dim": 16, "steps": 5}
+    train.Training(options, "cpu").save(tmp_path / "checkpoint.pt", text.read_bytes())
+    assert train.load(tmp_path / "checkpoint.pt")["step"] == 0
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path, capsys):
