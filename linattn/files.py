@@ -1,8 +1,13 @@
-"""Files as `python -m linattn` reads them: regular ones, of a bounded length."""
+"""Files as `python -m linattn` reads and writes them.
+
+It reads regular files of a bounded length. It writes a file whole or not at all.
+"""
 
 import os
 import stat
+import tempfile
 from contextlib import contextmanager
+from pathlib import Path
 
 # Bytes of text in all. enwik9, the longest text that models of bytes are usually compared on, has
 # 10^9. Training holds five times as much for a while: the text, and up to 4 bytes for each of its
@@ -78,6 +83,32 @@ def read(path, wanted, limit, before=0):
     if not left and not is_bounded:
         raise too_long(path, limit, "more")
     return b"".join(parts)
+
+
+@contextmanager
+def replaced(path):
+    """A file to write, which takes the place of the one at `path` when the block ends.
+
+    If the block fails, `path` is as it was and nothing is left. The name of the new file cannot be
+    known before, so no link can lie in wait for it. A link at `path` is replaced, not followed.
+    """
+    path = Path(path)
+    fd, made = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, 0o666 & ~umask())  # as open() makes a file; mkstemp's is the owner's only
+            yield file
+        os.replace(made, path)
+    except BaseException:
+        Path(made).unlink(missing_ok=True)
+        raise
+
+
+def umask():
+    """Of the process, which tells it only when it is set."""
+    mask = os.umask(0o077)  # until the next line a thread's new file has too few rights
+    os.umask(mask)
+    return mask
 
 
 def is_socket(path):

@@ -292,18 +292,14 @@ class Training:
 
     def save(self, path, text):
         """Write a checkpoint: all of it or, if that fails, nothing."""
-        made = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
+        with files.replaced(path) as file:
             torch.save({
                 "format": checkpoint.FORMAT, "options": self.options, "text": fingerprint(text),
                 "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "step": self.step, "losses": self.losses, "held_out": self.held_out,
                 "batches": self.batches.get_state(), "random": torch.get_rng_state(),
                 "random_cuda": torch.cuda.get_rng_state_all() if self.device == "cuda" else [],
-            }, made)
-            os.replace(made, path)
-        finally:
-            made.unlink(missing_ok=True)
+            }, file)
 
     def restore(self, saved):
         self.model.load_state_dict(saved["model"])

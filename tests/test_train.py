@@ -238,14 +238,14 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
         text, tmp_path, monkeypatch, capsys):
     out, save, times = tmp_path / "out", torch.save, []
 
-    def full(what, path):
-        times.append(path)
+    def full(what, file):
+        times.append(file)
         if len(times) == 2:
             made = io.BytesIO()
             save(what, made)
-            Path(path).write_bytes(made.getvalue()[:1000])
+            file.write(made.getvalue()[:1000])
             raise OSError(errno.ENOSPC, "No space left on device")
-        save(what, path)
+        save(what, file)
     monkeypatch.setattr(torch, "save", full)
     assert command(text, *SMALL, "--steps", 9, "--every", 3, "--out", out) == 1
     assert capsys.readouterr().err == "linattn train: [Errno 28] No space left on device\n"
@@ -254,6 +254,61 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
     monkeypatch.setattr(torch, "save", save)
     assert command("--resume", out / "checkpoint.pt", "--sample", 0) == 0
     assert saved(out)["step"] == 9
+
+
+def test_no_link_is_followed_to_write_a_checkpoint(text, tmp_path):
+    """Neither one that lies at the checkpoint's name, nor one that waits for the new file."""
+    out, mine = tmp_path / "out", tmp_path / "mine"
+    out.mkdir()
+    mine.write_bytes(b"mine")
+    for name in ("checkpoint.pt.part", f"checkpoint.pt.{os.getpid()}.part"):
+        (out / name).symlink_to(mine)
+    options = [text, *SMALL, "--steps", 2, "--every", 1]
+    assert command(*options, "--out", out) == 0
+    path = out / "checkpoint.pt"
+    assert saved(out)["step"] == 2 and not path.is_symlink()
+    assert mine.read_bytes() == b"mine"
+
+    whole = tmp_path / "whole.pt"
+    path.rename(whole)
+    path.symlink_to(whole)
+    before = whole.read_bytes()
+    with train.files.replaced(path) as file:
+        file.write(b"new")
+    assert whole.read_bytes() == before
+    assert path.read_bytes() == b"new" and not path.is_symlink()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o002, 0])
+def test_a_checkpoint_has_the_rights_of_any_new_file(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        with train.files.replaced(tmp_path / "checkpoint.pt") as file:
+            file.write(b"new")
+        (tmp_path / "plain").write_bytes(b"new")
+        assert os.umask(mask) == mask  # as it was
+    finally:
+        os.umask(before)
+    made, plain = ((tmp_path / name).stat().st_mode for name in ("checkpoint.pt", "plain"))
+    assert made == plain
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, MemoryError])
+def test_a_write_that_fails_leaves_nothing(error, tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(b"old")
+
+    def fail(*_):
+        raise error
+    for where in ("write", "replace"):
+        with pytest.raises(error), monkeypatch.context() as patch:
+            if where == "replace":
+                patch.setattr(os, "replace", fail)
+            with train.files.replaced(path) as file:
+                file.write(b"new")
+                if where == "write":
+                    fail()
+        assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_the_loss_curve(text, tmp_path, capsys):
