@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +18,20 @@ __all__ = ["zeros_state"]
 _ALIGNMENT = 64
 
 
+def _size(name: str, value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got bool")
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
+    if size < 0:
+        raise ValueError(f"{name}: expected a size >= 0, got {size}")
+    return size
+
+
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = int(np.prod(shape)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     raw = np.zeros(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(dtype).reshape(shape)
@@ -52,15 +66,33 @@ def zeros_state(
     Returns
     -------
     ndarray, or the pair (S, z)
+
+    Raises
+    ------
+    TypeError
+        A size is no int, or the dtype is another.
+    ValueError
+        A size is negative, or no address space holds the state.
+    MemoryError
+        The memory does not hold the state.
     """
-    for name, size in (("N", N), ("HV", HV), ("K", K), ("V", V)):
-        if size < 0:
-            raise ValueError(f"{name}: expected a size >= 0, got {size}")
+    N, HV, K, V = _size("N", N), _size("HV", HV), _size("K", K), _size("V", V)
     dtype = np.dtype(dtype)
     if dtype.name not in ("float64", "float32", "bfloat16"):
         raise TypeError(f"dtype: expected float64, float32 or bfloat16, got {dtype}")
-    S = _aligned_zeros((N, HV, V, K) if state_v_first else (N, HV, K, V), dtype)
-    return (S, _aligned_zeros((N, HV, K), dtype)) if normalized else S
+    got = f"N = {N}, HV = {HV}, K = {K}, V = {V} of {dtype}"
+    # NumPy multiplies the sizes beside a 0 too. z is no larger than S.
+    largest = math.prod(max(1, size) for size in (N, HV, K, V)) * dtype.itemsize
+    if largest + _ALIGNMENT > sys.maxsize:
+        most = sys.maxsize - _ALIGNMENT
+        raise ValueError(f"N, HV, K, V: expected a state of at most {most} bytes, got {got}")
+    try:
+        S = _aligned_zeros((N, HV, V, K) if state_v_first else (N, HV, K, V), dtype)
+        return (S, _aligned_zeros((N, HV, K), dtype)) if normalized else S
+    except MemoryError:
+        raise MemoryError(
+            f"N, HV, K, V: expected a state that fits in memory, got {got}"
+        ) from None
 
 
 # ---- called from csrc/arrays.c, for libraries that are then imported already ----

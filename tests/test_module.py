@@ -370,12 +370,40 @@ def test_zeros_state_fits_a_step():
         assert state[0].any() and state[1].any()
 
 
-@pytest.mark.parametrize(("bad", "error"), [
-    ((-1, 1, 1, 1), ValueError), ((1, 1, 1, -2), ValueError), ((1, 1, 1.5, 1), TypeError),
-    (("2", 1, 1, 1), TypeError), ((1, 1, 2**40, 2**40), (MemoryError, ValueError))], ids=str)
-def test_zeros_state_refuses_sizes(bad, error):
-    with pytest.raises(error):
-        linattn.zeros_state(*bad)
+@pytest.mark.parametrize(("bad", "error", "message"), [
+    ((-1, 1, 1, 1), ValueError, "N: expected a size >= 0, got -1"),
+    ((1, 1, 1, -2), ValueError, "V: expected a size >= 0, got -2"),
+    ((1, 1, 1.5, 1), TypeError, "K: expected an int, got float"),
+    (("2", 1, 1, 1), TypeError, "N: expected an int, got str"),
+    ((1, None, 1, 1), TypeError, "HV: expected an int, got NoneType"),
+    ((1, 1, 1, np.array([1, 2])), TypeError, "V: expected an int, got ndarray"),
+    ((1, True, 1, 1), TypeError, "HV: expected an int, got bool"),
+    *((bad, ValueError, f"N, HV, K, V: expected a state of at most {2**63 - 65} bytes, got N = "
+       f"{bad[0]}, HV = {bad[1]}, K = {bad[2]}, V = {bad[3]} of float32") for bad in (
+        (2**31, 2**31, 4, 1), (2**31, 2**31, 2**31, 1), (1, 1, 2**40, 2**40), (2**62, 1, 1, 1),
+        (2**63, 1, 1, 1), (0, 2**62, 2**62, 1), (np.int32(2**30), np.int32(2**30), 4, 1))),
+    *((bad, MemoryError, f"N, HV, K, V: expected a state that fits in memory, got N = {bad[0]}, "
+       f"HV = {bad[1]}, K = {bad[2]}, V = {bad[3]} of float32") for bad in (
+        (2**58, 1, 1, 1), (2**31, 2**27, 1, 1))),
+], ids=str)
+def test_zeros_state_refuses_sizes(bad, error, message):
+    for options in ({}, {"normalized": True}, {"state_v_first": True}):
+        with pytest.raises(error) as refused:
+            linattn.zeros_state(*bad, **options)
+        assert str(refused.value) == message and type(refused.value) is error
+
+
+def test_zeros_state_names_a_z_that_does_not_fit():
+    """V is 0, and S takes nothing."""
+    with pytest.raises(MemoryError, match=r"^N, HV, K, V: expected a state that fits"):
+        linattn.zeros_state(2**58, 1, 1, 0, normalized=True)
+
+
+def test_zeros_state_takes_any_int():
+    class Two:
+        def __index__(self):
+            return 2
+    assert linattn.zeros_state(Two(), np.int8(1), np.uint64(3), 4).shape == (2, 1, 3, 4)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.float16, "complex64", object, bool])
