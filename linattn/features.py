@@ -116,7 +116,21 @@ def is_array(x: object) -> bool:
     """Is this an array of some library's? What is in it, the core will say."""
     if isinstance(x, _NUMPYS):
         return isinstance(x, np.ndarray)
-    return isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype")
+    return shape_of(x) is not None and hasattr(x, "dtype") and has_memory(x)
+
+
+def has_memory(x: object) -> bool:
+    """Does this show its memory in a way that the core knows?"""
+    return hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__")
+
+
+def shape_of(x: object) -> tuple[Any, ...] | None:
+    """x's shape; None if it has none."""
+    try:
+        shape = x.shape  # type: ignore[attr-defined]
+    except Exception:  # what is no array may fail in any way, and so do PyTorch's nested tensors
+        return None
+    return shape if isinstance(shape, tuple) else None
 
 
 def cast(x: Any, dtype: Any) -> Any:

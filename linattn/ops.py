@@ -44,9 +44,11 @@ from linattn.features import (
     FeatureMapLike,
     cast,
     feature_maps,
+    has_memory,
     is_array,
     l2norm,
     l2norm_backward,
+    shape_of,
 )
 
 OPS: tuple[str, ...] = _linattn.OPS
@@ -233,16 +235,29 @@ def _default_gamma(HV: int) -> np.ndarray:
     return gamma
 
 
-def _retention_gamma(v: Array, ndim: int) -> Array | None:
-    """RetNet's decays for v's heads; None where v has none, which the core will say."""
-    shape = getattr(v, "shape", None)
-    if not isinstance(shape, tuple) or len(shape) not in (ndim, ndim - 2):
+def _retention_gamma(q: Array, k: Array, v: Array, ndim: int) -> Array | None:
+    """RetNet's decays for v's heads; None where the core will say what is wrong with v."""
+    shape = shape_of(v)
+    if shape is None:
+        if has_memory(q) and has_memory(k) and has_memory(v):  # the core would take all three
+            raise TypeError(
+                f"gamma: expected [HV], since v has no shape to make it of; got None ({type(v)})"
+            )
+        return None
+    if len(shape) not in (ndim, ndim - 2):
         return None
     HV = shape[-2] if len(shape) == ndim else 1
     if _is_traced(v):
         torch = sys.modules["torch"]
         return torch.tensor([1 - 2.0 ** (-5 - h) for h in range(HV)], dtype=torch.float64)
-    return _default_gamma(HV)
+    try:
+        return _default_gamma(HV)
+    except TypeError:  # that is no number, so v is no array
+        return None
+    except MemoryError:
+        raise MemoryError(
+            f"v: expected as many heads as fit in memory, got [HV] = ({HV},)"
+        ) from None
 
 
 def _refuse_shared(written: dict[str, Any], q: Array, k: Array) -> None:
@@ -606,7 +621,7 @@ def retention(
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
     """
-    gate = _retention_gamma(v, 4) if gamma is None else gamma
+    gate = _retention_gamma(q, k, v, 4) if gamma is None else gamma
     return _forward(q)(
         _RETENTION,
         q,
@@ -667,7 +682,7 @@ def retention_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    gate = _retention_gamma(v, 3) if gamma is None else gamma
+    gate = _retention_gamma(q, k, v, 3) if gamma is None else gamma
     return _call(
         _RETENTION,
         q,
@@ -721,7 +736,7 @@ def retention_backward(
     -------
     Gradients
     """
-    gate = _retention_gamma(v, 4) if gamma is None else gamma
+    gate = _retention_gamma(q, k, v, 4) if gamma is None else gamma
     grads = _linattn.backward(
         _RETENTION,
         do,

@@ -167,6 +167,36 @@ def test_not_an_array(op, face, name, bad):
             type(bad).__name__)
 
 
+class NoMemory:
+    """What looks like an array, up to a point."""
+
+    dtype = np.dtype(np.float32)
+
+    @property
+    def shape(self):
+        raise RuntimeError("no shape")
+
+
+class NoNumbers(NoMemory):
+    shape = (3, 5, "HV", 8)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("bad", [[[1.0]], 3, 1.5, "x", (1, 2), object(), NoMemory(), NoNumbers(),
+                                 np.float32(1)], ids=lambda bad: type(bad).__name__)
+def test_q_is_named_when_nothing_is_an_array(op, face, bad):
+    """With the gates that a call can do without left out, and whatever the ops look at before."""
+    made = arguments(op, face)
+    made |= dict.fromkeys(["q", "k", "v"], bad)
+    made.pop("gamma", None)
+    for options in ({}, {"feature_map": np.exp}, {"feature_map": np.exp, "qk_l2norm": True}):
+        if options and (op != "linear_attention" or face == "backward"):
+            break
+        refused(function(op, face), made | options, TypeError, "q: expected an array, got ",
+                type(bad).__name__)
+
+
 def outcome_of(call):
     """The exception of a call in a child: a crash there must not end the tests. (A device is of no
     use to a child; the checks are the same.)"""

@@ -5,6 +5,7 @@ import collections
 import ctypes
 import gc
 import sys
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -526,6 +527,40 @@ def test_the_default_gamma_needs_a_shape_only():
             assert_same_bits(y, x)
 
 
+class NoShape(Exporter):
+    @property
+    def shape(self):
+        raise AttributeError("no shape")
+
+
+class OddShape(Exporter):
+    @property
+    def shape(self):
+        return list(self.x.shape)
+
+
+@pytest.mark.parametrize("kind", [NoShape, OddShape])
+@pytest.mark.parametrize("face", FACES)
+def test_the_default_gamma_of_a_v_without_a_shape(face, kind):
+    made = arguments("retention", face)
+    call("retention", face, made | {name: kind(made[name]) for name in "qkv"})  # gamma is given
+    del made["gamma"]
+    for name in ("q", "k", ""):
+        given = made | {one: kind(made[one]) for one in "qkv"} | ({name: [1]} if name else {})
+        with pytest.raises(TypeError) as error:
+            call("retention", face, given)
+        assert str(error.value) == (
+            f"{name}: expected an array, got <class 'list'>" if name else
+            f"gamma: expected [HV], since v has no shape to make it of; got None ({kind})")
+
+
+def test_a_default_gamma_that_memory_does_not_hold():
+    x = np.ones((1, 1, 1, 1), np.float32)
+    v = np.broadcast_to(x, (1, 1, 2**58, 1))
+    with pytest.raises(MemoryError, match=r"^v: .* got \[HV\] = \(288230376151711744,\)$"):
+        linattn.retention(x, x, v)
+
+
 # ---- PyTorch ----
 
 
@@ -712,6 +747,15 @@ def test_torch_feature_maps_get_tensors(torch):
     theirs = converted(made, torch.from_numpy)
     with pytest.raises(ValueError, match=r"out: expected memory of its own, got .* with q"):
         linattn.linear_attention(**theirs, feature_map=torch.exp, out=theirs["q"])
+
+
+def test_torch_nested_tensors_are_named(torch):
+    """They have no shape, and say so with an error of their own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they may change
+        x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)])
+    with pytest.raises(TypeError, match=r"^q: expected an array, got "):
+        linattn.linear_attention(x, x, x, feature_map=torch.exp)
 
 
 def test_torch_default_gamma(torch):
