@@ -307,17 +307,23 @@ def lightning_slopes(
         raise ValueError(f"H: expected at least 1 head, got {H}")
     if not 0 <= layer < layers:
         raise ValueError(f"layer: expected 0 <= layer < layers = {layers}, got {layer}")
-    if rule == "transnormer":
-        return 8 * np.arange(H) / H * (1 - layer / layers)
-    if rule != "minimax":
+    if rule not in ("minimax", "transnormer"):
         raise ValueError(f"rule: expected 'minimax' or 'transnormer', got {rule!r}")
+    try:
+        if rule == "transnormer":
+            return 8 * np.arange(H) / H * (1 - layer / layers)
+        return _alibi(H) * (1 - layer / (layers - 1) + 1e-5 if layers > 1 else 1)
+    except (MemoryError, ValueError):  # NumPy's, of an array beyond the memory or its addresses
+        raise MemoryError(f"H: expected as many heads as fit in memory, got {H}") from None
+
+
+def _alibi(H: int) -> np.ndarray:
     below = 1 << (H.bit_length() - 1)
 
-    def alibi(n: int) -> np.ndarray:
+    def of_power(n: int) -> np.ndarray:
         return 2.0 ** (-8 * np.arange(1, n + 1) / n)
 
-    slopes = np.concatenate([alibi(below), alibi(2 * below)[::2][: H - below]])
-    return slopes * (1 - layer / (layers - 1) + 1e-5 if layers > 1 else 1)
+    return np.concatenate([of_power(below), of_power(2 * below)[::2][: H - below]])
 
 
 # ---- linear attention ----

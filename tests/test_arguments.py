@@ -724,6 +724,10 @@ def test_the_builders_refuse_too():
     for bad in ({"H": 2.5}, {"H": "4"}, {"H": None}, {"H": 4, "layer": "0"}):
         with pytest.raises(TypeError, match="expected"):
             linattn.lightning_slopes(**bad)
+    for H in (2**58, 2**62, 2**70):
+        for rule in ("minimax", "transnormer"):
+            with pytest.raises(MemoryError, match=f"^H: .* fit in memory, got {H}$"):
+                linattn.lightning_slopes(H, rule=rule)
     want = linattn.lightning_slopes(6)
     assert np.array_equal(linattn.lightning_slopes(np.int64(6)), want)
 
