@@ -33,7 +33,10 @@ typedef struct chunk {
     real *beta;     /* [C] */
     real *e;        /* TOKEN [C], KEY [C][kp]; forward: KEY's in the place of a */
     real *gamma;    /* TOKEN [C][cp]: Gamma, its lower triangle; r is its last row */
-    wide *product;  /* TOKEN [cp]: a row of Gamma on its way */
+    wide *product;  /* TOKEN [cp]: a row of Gamma on its way; KEY [kp]: of decays given as such */
+    real *rest;     /* TOKEN [cp]: what a lacks of the decay */
+    real *log;      /* KEY [kp]: the sum of the logarithms */
+    real *whole;    /* the chunk's whole decay: TOKEN [1], KEY [kp] */
     real *hat;      /* KEY [2C][kp]: k^, then (from row n) q^; forward: in the place of k and q */
     real *tilde;    /* KEY [C][kp]: k~ */
     lane *part;     /* KEY [2][cp]: a row of P and L before the sum over a lane */
@@ -41,6 +44,7 @@ typedef struct chunk {
     real *kk, *qk;  /* [2C][cp]: the bare products k_i . k_j, then (from row n) q_i . k_j */
     real *P, *L;    /* [C][cp], their lower triangles; the bare products where nothing decays */
     real *den;      /* [C]: the normaliser's denominators */
+    wide decayed;   /* TOKEN: the product of its decays */
     /* [n], TOKEN and in pairs: what rows of k S, q S and U are scaled by, e, e and r */
     const real *scale_kS, *scale_qS, *scale_U;
 } chunk;
@@ -58,7 +62,10 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->e = key && !again ? c->a : take(m, C, key ? kp : token);
     c->beta = take(m, 1, C);
     c->gamma = take(m, token ? C : 0, cp);
-    c->product = (wide *)take(m, token ? cp : 0, sizeof(wide) / sizeof(real));
+    c->product = (wide *)take(m, token ? cp : key ? kp : 0, sizeof(wide) / sizeof(real));
+    c->rest = take(m, 1, token ? cp : 0);
+    c->log = take(m, 1, key ? kp : 0);
+    c->whole = take(m, 1, key ? kp : 1);
     c->hat = key && !again ? c->k : take(m, key ? 2 * C : 0, kp);
     c->tilde = take(m, key ? C : 0, kp);
     c->part = (lane *)take(m, key ? 2 * cp : 0, LANES);
@@ -95,12 +102,49 @@ LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n
     return next;
 }
 
+/* Token i's decays, and what the whole chunk's come to by then: of logarithms the sum, which is exact
+ * enough where a state lives long; of decays given as such the product, in twice the digits. */
+LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t i)
+{
+    const la_array *g = &p->array[LA_G];
+    const int64_t kp = c->kp;
+    real *a = c->a + i * kp;
+    load_row(a, p->K, at(g, u->b, t + i, u->hv), g->dtype);
+    if (p->gate == LA_DECAY) {
+        for (int64_t x = 0; x < kp; x++) c->product[x] = i ? c->product[x] * a[x] : a[x];
+        return;
+    }
+    for (int64_t x = 0; x < kp; x += LANES) {
+        const lane log = lanes_in(a + x)[0];
+        lanes_of(c->log + x)[0] = i ? lanes_in(c->log + x)[0] + log : log;
+        lanes_of(a + x)[0] = lane_exp(log);
+    }
+    for (int64_t x = p->K; x < kp; x++) a[x] = 0;
+}
+
+/* The chunk's whole decay, for a state that is owed what the ones before it were rounded by. */
+LA_FN void settle_whole(chunk *c, const la_problem *p, real *owed, const la_decay decay)
+{
+    if (decay == LA_TOKEN) {
+        c->whole[0] = paid_back(c->decayed, owed);
+    } else if (decay == LA_KEY && p->gate == LA_DECAY) {
+        for (int64_t x = 0; x < c->kp; x++) c->whole[x] = paid_back(c->product[x], owed + x);
+    } else if (decay == LA_KEY) {
+        for (int64_t x = 0; x < c->kp; x += LANES) {
+            lane less;
+            const lane power = lane_exp_in_two(lanes_in(c->log + x)[0], &less), sum = power + less;
+            lanes_of(c->whole + x)[0] =
+                lane_paid_back(sum, less - (sum - power), lanes_of(owed + x));
+        }
+    }
+}
+
 LA_FN void load_gates(chunk *c, const la_problem *p, const la_unit *u, int64_t t,
                       const la_decay decay, const la_rule rule)
 {
-    if (decay == LA_TOKEN) load_decays(p, u, t, c->n, c->a);
+    if (decay == LA_TOKEN) load_decays(p, u, t, c->n, c->a, c->rest);
     for (int64_t i = 0; i < c->n; i++) {
-        if (decay == LA_KEY) load_decay(p, u, t + i, c->a + i * c->kp, decay);
+        if (decay == LA_KEY) load_key_decays(c, p, u, t, i);
         if (rule == LA_DELTA) c->beta[i] = load_beta(p, u, t + i);
     }
 }
@@ -142,7 +186,7 @@ LA_FN void decay_products(chunk *c)
     wide e = 1;
     for (int64_t j = 0; j < c->cp; j++) c->product[j] = 0;
     for (int64_t i = 0; i < c->n; i++) {
-        const wide a = c->a[i];
+        const wide a = (wide)c->a[i] + (wide)c->rest[i];
         real *G = c->gamma + i * c->cp;
         e *= a;
         c->e[i] = (real)e;
@@ -152,6 +196,7 @@ LA_FN void decay_products(chunk *c)
             G[j] = (real)c->product[j];
         }
     }
+    c->decayed = e;
 }
 
 /* Gamma over the bare products, if there is one. */
@@ -429,8 +474,7 @@ LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, row
 /* The decay of the whole chunk: one number, or one per key. */
 LA_FN const real *whole_decay(const chunk *c, const la_decay decay)
 {
-    if (decay == LA_NONE) return &one;
-    return c->e + (c->n - 1) * (decay == LA_KEY ? c->kp : 1);
+    return decay == LA_NONE ? &one : c->whole;
 }
 
 /* S' = diag(e) S + (r k)' U, e the chunk's whole decay. */
@@ -486,6 +530,7 @@ enum { PANEL = 64 };
 typedef struct walk {
     real *S;          /* [heads][panels][K][width] */
     real *z, *lost;   /* [heads][kp] */
+    real *owed;       /* [heads][kp]; TOKEN [heads][1] */
     real *U, *rU, *O; /* one panel's */
     pair_scratch x;
 } walk;
@@ -501,6 +546,7 @@ LA_FN void walk_take(walk *w, arena *m, const la_problem *p, int64_t C, int64_t 
     w->O = take(m, C, width);
     w->z = take(m, heads, padded(p->K));
     w->lost = take(m, heads, padded(p->K));
+    w->owed = take(m, heads, padded(p->K));
     if (PAIRED) pairs_take(&w->x, m, p, C, width);
 }
 
@@ -552,6 +598,7 @@ LA_FN void walk_begin(walk *w, const la_problem *p, const la_unit *u, int64_t i,
     }
     if (is_normalised(p, decay, rule)) load_z(p, LA_Z0, u, w->z + i * kp);
     fill(kp, w->lost + i * kp, 0);
+    fill(kp, w->owed + i * kp, 0);
 }
 
 LA_FN void walk_end(const walk *w, const la_problem *p, const la_unit *u, int64_t i,
@@ -590,6 +637,7 @@ LA_FN void walk_on(forward_scratch *f, const la_problem *p, const la_unit *u, in
         chunk_load(c, p, u, t, n, reads, decay, rule);
         chunk_scores(c, p, reads, decay, rule);
     }
+    settle_whole(c, p, f->w.owed + i * c->kp, decay);
     if (normalised && reads) chunk_denominators(c, z, lost);
     if (normalised && !reads) add_keys(n, c->kp, c->k, z, lost);
     for (int64_t v = u->v0; v < u->v1 && !la_stopped(p); v += PANEL) {

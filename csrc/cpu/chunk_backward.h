@@ -34,6 +34,7 @@ typedef struct backward_scratch {
     real *kept;          /* [M]: of a segment's chunks, the state and z they start from, U, E */
     real *checkpoints;   /* [segments]: state and z */
     real *z, *dz, *lost; /* [kp] */
+    real *owed, *d_owed; /* [kp]: to S, to dS */
     real *U, *E;         /* [C][width], in `kept`: what the chunk wrote, and what was wrong */
     real *rU;            /* TOKEN [C][width]: r U */
     real *dO;            /* [2C][width]: -dE, then (from row n) dO; one matrix for dS */
@@ -68,6 +69,8 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->z = take(m, 1, kp);
     f->dz = take(m, 1, kp);
     f->lost = take(m, 1, kp);
+    f->owed = take(m, 1, kp);
+    f->d_owed = take(m, 1, kp);
     f->rU = take(m, decay == LA_TOKEN ? C : 0, width);
     f->dO = take(m, 2 * C, width);
     f->edO = take(m, decay == LA_TOKEN ? 2 * C : 0, width);
@@ -118,6 +121,7 @@ LA_FN void walk_chunk(backward_scratch *f, const la_problem *p, const la_unit *u
     ahead next = ahead_of(p, u, t + n, n, touched, sizeof touched / sizeof *touched, 0);
     chunk_load(c, p, u, t, n, false, decay, rule);
     chunk_scores(c, p, false, decay, rule);
+    settle_whole(c, p, f->owed, decay);
     panel s = solve_again(f, p, u, t, S, width, decay, rule);
     if (to) panel_carry(c, p, &s, to, &next, decay);
     if (p->normaliser != LA_UNNORMALISED) add_keys(n, c->kp, c->k, f->z, f->lost);
@@ -442,6 +446,8 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
     else
         fill(kp, f.dz, 0);
 
+    fill(kp, f.owed, 0);
+    fill(kp, f.d_owed, 0);
     f.U = f.kept; /* not kept by this walk */
     f.E = NULL;
     for (int64_t i = 0; i < chunks; i++) {
@@ -458,6 +464,7 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
         copy_row(size, f.kept, f.checkpoints + first / M * start);
         copy_row(kp, f.z, f.checkpoints + first / M * start + size);
         fill(kp, f.lost, 0);
+        fill(kp, f.owed, 0);
         for (int64_t i = first; i < last; i++) {
             if (la_stopped(p)) return;
             const int64_t t = u->begin + i * C, n = t + C < u->end ? C : u->end - t;
@@ -477,6 +484,7 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
             ahead before =
                 ahead_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - 3, 0);
             chunk_scores(c, p, true, decay, rule);
+            settle_whole(c, p, f.d_owed, decay);
             real *dO = f.dO + (rule == LA_DELTA ? n * width : 0);
             load_values(c, p, LA_DO, u, t, u->v0, u->v1, dO, width);
             if (normalised) {

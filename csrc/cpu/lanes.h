@@ -113,13 +113,12 @@ LA_FN lane lane_times_power(lane x, lane n)
 }
 #endif
 
-/* exp, within 2 ulp over the whole range: 0 below the least denormal, inf above the largest real,
- * NaN kept. x = n ln2 + r, |r| <= ln2/2, exp(r) by its own series.
+/* x = n ln2 + r, |r| <= ln2/2: n, and exp(r) - 1 by its own series.
  *
  * Where the series ends: the first term left out is (ln2/2)^8/8! = 5e-9 in float32 (half an ulp
  * is 6e-8), (ln2/2)^14/14! = 4e-18 in float64 (1.1e-16). ln2 is split so that n * LN2_HIGH is
- * exact. */
-LA_FN lane lane_exp(lane x)
+ * exact. x is kept where exp(x) is neither 0 nor infinite, or just is. */
+LA_FN lane exp_less_one(lane x, lane *n)
 {
 #if LA_REAL_BITS == 32
     enum { DEGREE = 7 };
@@ -139,9 +138,29 @@ LA_FN lane lane_exp(lane x)
         (real)(1. / 479001600),   (real)(1. / 6227020800)};
     /* clang-format on */
     x = lane_least(highest - (lane){0}, lane_most(lowest - (lane){0}, x));
-    const lane n = lane_rounded(x * LOG2_E);
-    const lane r = (x - n * LN2_HIGH) - n * LN2_LOW;
+    *n = lane_rounded(x * LOG2_E);
+    const lane r = (x - *n * LN2_HIGH) - *n * LN2_LOW;
     lane series = over_factorial[DEGREE] - (lane){0};
-    for (int i = DEGREE - 1; i >= 0; i--) series = series * r + over_factorial[i];
-    return lane_times_power(series, n);
+    for (int i = DEGREE - 1; i >= 1; i--) series = series * r + over_factorial[i];
+    return series * r;
+}
+
+/* exp, within 2 ulp over the whole range: 0 below the least denormal, inf above the largest real,
+ * NaN kept. */
+LA_FN lane lane_exp(lane x)
+{
+    lane n;
+    const lane less_one = exp_less_one(x, &n);
+    return lane_times_power(1 + less_one, n);
+}
+
+/* The same as a sum of two: of a power of two and, for x near 0, of as many digits as x has, which one
+ * real would round away. (Above 0, where nothing decays, as one.) */
+LA_FN lane lane_exp_in_two(lane x, lane *rest)
+{
+    const lane zero = {0};
+    lane n;
+    const lane less_one = exp_less_one(x, &n);
+    *rest = pick(x > zero, zero, lane_times_power(less_one, n));
+    return pick(x > zero, lane_times_power(1 + less_one, n), lane_times_power(1 - zero, n));
 }

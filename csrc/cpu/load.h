@@ -256,15 +256,25 @@ LA_COLD void store_key_gradient(const la_problem *p, la_name name, int64_t b, in
 
 /* ---- the decay a = exp(g), one row for a per-key gate, else one number ---- */
 
-/* One number each, of tokens t..t+n, to whole lanes: their exponentials cost what one of them does. */
-LA_FN void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64_t n, real *a)
+/* One number each, of tokens t..t+n, to whole lanes: their exponentials cost what one of them does.
+ * rest, unless it is NULL: what a lacks of the decay. */
+LA_FN void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64_t n, real *a,
+                       real *rest)
 {
     const la_array *g = &p->array[LA_G];
     for (int64_t i = 0; i < n; i++) a[i] = load_element(at(g, u->b, t + i, u->hv), g->dtype);
     for (int64_t i = n; i < padded(n); i++) a[i] = 0;
+    for (int64_t i = 0; i < n && rest; i += LANES) lanes_of(rest + i)[0] = (lane){0};
     for (int64_t i = 0; i < n && p->gate != LA_DECAY; i += LANES) {
-        const lane x = lanes_in(a + i)[0];
-        lanes_of(a + i)[0] = lane_exp(p->gate == LA_SLOPE ? -x : x);
+        const lane x = p->gate == LA_SLOPE ? -lanes_in(a + i)[0] : lanes_in(a + i)[0];
+        if (!rest) {
+            lanes_of(a + i)[0] = lane_exp(x);
+            continue;
+        }
+        lane less;
+        const lane power = lane_exp_in_two(x, &less), sum = power + less;
+        lanes_of(a + i)[0] = sum;
+        lanes_of(rest + i)[0] = less - (sum - power);
     }
 }
 
@@ -278,7 +288,53 @@ LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
         for (int64_t i = 0; i < p->K; i += LANES) lanes_of(a + i)[0] = lane_exp(lanes_in(a + i)[0]);
         for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
     } else if (decay != LA_NONE) {
-        load_decays(p, u, t, 1, a);
+        load_decays(p, u, t, 1, a, NULL);
+    }
+}
+
+/* ---- what rounding a decay leaves owing ----
+ *
+ * A decay near 1 is rounded by up to 2^-25 of itself in float32, and where the decays are equal always to
+ * the same side: over 65536 tokens of g = -1e-5 the state would be off by 3e-4. So whoever multiplies a
+ * state by one decay after another owes it what the roundings so far come to, and pays it back with the
+ * next. A state of which less than a quarter is left owes nothing. */
+
+LA_FN real paid_back(wide decay, real *owed)
+{
+    const wide due = decay * (1 + (wide)*owed);
+    const real paid = (real)due;
+    *owed = paid > (real).25 && paid <= 1 ? (real)((due - (wide)paid) / (wide)paid) : 0;
+    return paid;
+}
+
+/* The same of lanes: a decay in two parts, a + rest, of which a is the sum rounded. */
+LA_FN lane lane_paid_back(lane a, lane rest, lane *owed)
+{
+    const lane due = rest + a * *owed, paid = a + due, zero = {0};
+    const lane_int lives = (paid > (real).25 - zero) & (paid <= 1 - zero);
+    *owed = pick(lives, (due - (paid - a)) / paid, zero);
+    return paid;
+}
+
+/* load_decay for a walk token by token; owed: one number, or one per key. */
+LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t, real *a,
+                                real *owed, const la_decay decay)
+{
+    if (decay == LA_NONE || p->gate == LA_DECAY) {
+        load_decay(p, u, t, a, decay);
+    } else if (decay == LA_TOKEN) {
+        real rest[LANES] __attribute__((aligned(LA_LANE_BYTES)));
+        load_decays(p, u, t, 1, a, rest);
+        a[0] = paid_back((wide)a[0] + (wide)rest[0], owed);
+    } else {
+        const la_array *g = &p->array[LA_G];
+        load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
+        for (int64_t i = 0; i < p->K; i += LANES) {
+            lane less;
+            const lane power = lane_exp_in_two(lanes_in(a + i)[0], &less), sum = power + less;
+            lanes_of(a + i)[0] = lane_paid_back(sum, less - (sum - power), lanes_of(owed + i));
+        }
+        for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
     }
 }
 

@@ -58,6 +58,7 @@ typedef struct scan_scratch {
     real *q, *k, *a; /* [kp] */
     real *v, *o;     /* [strip] */
     real *z, *lost;  /* [kp] */
+    real *owed;      /* [kp] */
 } scan_scratch;
 
 LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
@@ -71,6 +72,7 @@ LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
     f->o = take(m, MAX_STRIP, LANES);
     f->z = take(m, 1, kp);
     f->lost = take(m, 1, kp);
+    f->owed = take(m, 1, kp);
 }
 
 /* A run of tokens over the unit's columns, strip by strip. A step is a run of one token whose
@@ -88,12 +90,13 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
         load_state(p, LA_S0, u, v0, v1, f.S, width);
         if (normalised) load_z(p, LA_Z0, u, f.z);
         fill(kp, f.lost, 0);
+        fill(kp, f.owed, 0);
         for (int64_t t = u->begin; t < u->end; t++) {
             if ((t - u->begin) % LOOK_UP == LOOK_UP - 1 && la_stopped(p)) return;
             real beta = rule == LA_DELTA ? load_beta(p, u, t) : 1;
             load_key(p, LA_Q, u->b, t, u->h, f.q);
             load_key(p, LA_K, u->b, t, u->h, f.k);
-            load_decay(p, u, t, f.a, decay);
+            load_decay_paid_back(p, u, t, f.a, f.owed, decay);
             load_row(f.v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
             const real qk = rule == LA_DELTA ? dot(kp, f.q, f.k) : 0;
             token_any((lane_of_state *)f.S, width / LANES, width / LANES, 0, p->K, f.q, f.k,
@@ -156,6 +159,7 @@ typedef struct scan_backward_scratch {
     real *states;      /* [M][K*strip + kp]: before each token of a segment (state, z) */
     real *checkpoints; /* [segments][K*strip + kp] */
     real *q, *k, *a, *z, *dz, *lost; /* [kp] */
+    real *owed, *d_owed;             /* [kp]: to S, to dS */
     real *v, *o, *d_o, *dv;          /* [strip] */
     real *dq, *dk, *da;              /* [kp] */
 } scan_backward_scratch;
@@ -169,7 +173,8 @@ LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_probl
     f->dS = take(m, p->K, strip);
     f->states = take(m, segment_room(length), kept);
     f->checkpoints = take(m, (length + M - 1) / M, kept);
-    real **rows[] = {&f->q, &f->k, &f->a, &f->z, &f->dz, &f->lost, &f->dq, &f->dk, &f->da};
+    real **rows[] = {&f->q,    &f->k,      &f->a,  &f->z,  &f->dz, &f->lost,
+                     &f->owed, &f->d_owed, &f->dq, &f->dk, &f->da};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) *rows[i] = take(m, 1, kp);
     real **strips[] = {&f->v, &f->o, &f->d_o, &f->dv};
     for (size_t i = 0; i < sizeof strips / sizeof *strips; i++) *strips[i] = take(m, 1, strip);
@@ -202,12 +207,12 @@ LA_FN void token_adjoint_any(const lane *S, lane *dS, int64_t W, int64_t K,
 }
 
 LA_FN real scan_load(scan_backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
-                     int64_t v0, int64_t v1, const la_decay decay, const la_rule rule)
+                     int64_t v0, int64_t v1, real *owed, const la_decay decay, const la_rule rule)
 {
     const la_array *v = &p->array[LA_V];
     load_key(p, LA_Q, u->b, t, u->h, f->q);
     load_key(p, LA_K, u->b, t, u->h, f->k);
-    load_decay(p, u, t, f->a, decay);
+    load_decay_paid_back(p, u, t, f->a, owed, decay);
     load_row(f->v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
     return rule == LA_DELTA ? load_beta(p, u, t) : 1;
 }
@@ -234,6 +239,8 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
             load_z(p, LA_DZT, u, f.dz);
         else
             fill(kp, f.dz, 0);
+        fill(kp, f.owed, 0);
+        fill(kp, f.d_owed, 0);
         for (int64_t i = 0; i < length; i++) {
             if (i % LOOK_UP == LOOK_UP - 1 && la_stopped(p)) return;
             if (i % M == 0) {
@@ -241,7 +248,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 copy_row(kp, f.checkpoints + i / M * kept + size, f.z);
                 if (i + M >= length) break;
             }
-            real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
+            real beta = scan_load(&f, p, u, u->begin + i, v0, v1, f.owed, decay, rule);
             token_any((lane_of_state *)f.S, W, W, 0, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, 0,
                       lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
@@ -252,10 +259,11 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
             copy_row(size, f.S, f.checkpoints + first / M * kept);
             copy_row(kp, f.z, f.checkpoints + first / M * kept + size);
             fill(kp, f.lost, 0);
+            fill(kp, f.owed, 0);
             for (int64_t i = first; i < last; i++) {
                 copy_row(size, f.states + (i - first) * kept, f.S);
                 copy_row(kp, f.states + (i - first) * kept + size, f.z);
-                real beta = scan_load(&f, p, u, u->begin + i, v0, v1, decay, rule);
+                real beta = scan_load(&f, p, u, u->begin + i, v0, v1, f.owed, decay, rule);
                 token_any((lane_of_state *)f.S, W, W, 0, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
                           0, lanes_of(f.o), decay, rule);
                 if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
@@ -270,7 +278,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                                                : NULL;
                 real *db = rule == LA_DELTA ? slot(p, sums, sums->dbeta, u, t, 1) : NULL, dbeta = 0;
                 real den = 0;
-                real beta = scan_load(&f, p, u, t, v0, v1, decay, rule);
+                real beta = scan_load(&f, p, u, t, v0, v1, f.d_owed, decay, rule);
                 load_row(f.d_o, v1 - v0, at_column(d_o, u->b, t, u->hv, v0), d_o->dtype);
                 fill(kp, f.dq, 0);
                 fill(kp, f.dk, 0);

@@ -1,0 +1,97 @@
+"""Long sequences in float32, whose memory reaches back to their beginning: errors must not add up.
+
+The reference walks token by token in float64 to T = 65536. To 2^20 the library's own float64
+does: its error is far below what float32 can see."""
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn import reference
+from linattn.testing import RMS_BOUND
+
+LONG, LONGEST, K = 2**16, 2**20, 16
+GATED = {"simple_gla": "token", "gla": "key", "gated_delta_rule": "token", "kda": "key"}
+CASES = [(op, gate) for op in linattn.OPS
+         for gate in (("equal", "random", "alpha") if op in GATED else ("",))]
+
+
+def problem(op, gate, T):
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((T, K)) for _ in range(3))
+    k /= np.linalg.norm(k, axis=1, keepdims=True)
+    made = {"q": q, "k": k, "v": v}
+    if op in GATED:
+        shape = (T,) if GATED[op] == "token" else (T, K)
+        g = np.full(shape, -1e-5) if gate == "equal" else rng.uniform(-2e-5, 0, shape)
+        made["alpha" if gate == "alpha" else "g"] = np.exp(g) if gate == "alpha" else g
+    if "delta" in op or op == "kda":
+        made["beta"] = rng.uniform(0, 1, T)
+    if op == "retention":
+        made["gamma"] = np.array([1 - 2.0**-17])
+    if op == "lightning_attention":
+        made["slopes"] = np.array([1e-5])
+    made = {name: x.astype(np.float32) for name, x in made.items()}
+    if op == "linear_attention":
+        made |= {"normalize": False, "feature_map": "identity"}
+    return made
+
+
+def widened(made):
+    return {name: x.astype(np.float64) if isinstance(x, np.ndarray) else x
+            for name, x in made.items()}
+
+
+def error(x, exact):
+    x, exact = np.asarray(x, np.float64), np.asarray(exact, np.float64)
+    return np.sqrt(np.mean((x - exact) ** 2) / np.mean(exact**2))
+
+
+@pytest.mark.parametrize(("op", "gate"), CASES, ids=str)
+def test_65536_tokens(op, gate):
+    """In chunks, by the acceptance rule. The state is the sum of them all."""
+    made = problem(op, gate, LONG)
+    exact, final = getattr(reference, op)(**{
+        name: x if name in ("gamma", "slopes") else x[None, :, None] if np.ndim(x) else x
+        for name, x in widened(made).items()})
+    exact, final = exact[0, :, 0], final[0, 0]
+    o, state = getattr(linattn, op)(**made, output_final_state=True)
+    assert error(o, exact) < RMS_BOUND["float32"]
+    assert error(state, final) < RMS_BOUND["float32"]
+
+
+@pytest.mark.parametrize(("op", "gate"), [("simple_gla", "equal"), ("gla", "equal"),
+                                          ("retention", ""), ("linear_attention", "")], ids=str)
+def test_65536_tokens_one_by_one(op, gate):
+    """The state is rounded once a token, by up to 2^-24 of it, and roundings are a random walk."""
+    made = problem(op, gate, LONG)
+    exact, final = getattr(linattn, op)(**widened(made), output_final_state=True)
+    o, state = getattr(linattn, op)(**made, mode="recurrent", output_final_state=True)
+    most = np.sqrt(LONG / 3) * 2**-24
+    assert error(o, exact) < most
+    assert error(state, final) < most
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "gla", "gated_delta_rule", "kda"])
+def test_gradients_of_65536_tokens(op):
+    """dS is carried back over as many decays as S is carried on."""
+    made = problem(op, "equal", LONG)
+    do = np.zeros((LONG, K), np.float32)
+    do[-16:] = 1  # what the last tokens read, of what the first ones wrote
+    exact = getattr(linattn, op + "_backward")(do.astype(np.float64), **widened(made))
+    got = getattr(linattn, op + "_backward")(do, **made)
+    for name in ("dq", "dk", "dv", "dg"):
+        assert error(getattr(got, name), getattr(exact, name)) < 2 * RMS_BOUND["float32"], name
+
+
+@pytest.mark.parametrize(("op", "gate"), [("simple_gla", "equal"), ("gla", "random"),
+                                          ("linear_attention", ""), ("gated_delta_rule", "equal")],
+                         ids=str)
+def test_a_million_tokens(op, gate):
+    """Past 2^17 the roundings of the state, one in 16 tokens, pass the rule: see README."""
+    made = problem(op, gate, LONGEST)
+    exact, final = getattr(linattn, op)(**widened(made), output_final_state=True)
+    o, state = getattr(linattn, op)(**made, output_final_state=True)
+    most = np.sqrt(LONGEST / 16 / 3) * 2**-24  # 9e-6
+    assert error(o, exact) < most
+    assert error(state, final) < most
