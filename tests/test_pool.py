@@ -214,6 +214,18 @@ def test_a_state_for_two_rows(op):
             "state_indices: expected no state twice, got 2 at index 0 and at index 2")
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 2), (0, 2)])
+def test_a_state_for_any_two_rows(first, second, dtype):
+    """Rows that are neighbours, and rows that are not."""
+    device.needs_host("the values of state_indices are not looked at")
+    indices = np.array([4, 1, 0], dtype)
+    indices[second] = indices[first]
+    refused(step("kda"), spoiled("kda", state_indices=indices), ValueError,
+            f"state_indices: expected no state twice, got {indices[first]} at index {first} and at "
+            f"index {second}")
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_both_parts_of_a_pair_are_pools(op):
     if op != "linear_attention":
