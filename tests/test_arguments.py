@@ -1153,6 +1153,28 @@ def test_a_gate_outside_is_seen_wherever_it_lies(op, K, dtype):
         linattn.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("op", ["simple_gla", "gla"])
+def test_a_gate_outside_is_seen_at_the_ends_of_every_block(op, threads):
+    """The core looks at blocks of 64 tokens: at their first and last tokens, in each sequence."""
+    device.needs_host("the values of gates are not looked at")
+    B, T, H, K, block = 2, 64 * 3 + 1, 2, 4, 64
+    x = np.ones((B, T, H, K), np.float32)
+    g = np.full(x.shape if op == "gla" else x.shape[:3], -0.5, np.float32)
+    ends = sorted({*range(0, T, block), *range(block - 1, T, block), T - 1})
+    before = linattn.get_num_threads()
+    linattn.set_num_threads(threads)
+    try:
+        for b in range(B):
+            for t in ends:
+                g[b, t] = 1e-3
+                with pytest.warns(RuntimeWarning, match="g: expected the log decay"):
+                    getattr(linattn, op)(x, x, x, g)
+                g[b, t] = -0.5
+    finally:
+        linattn.set_num_threads(before)
+
+
 @pytest.mark.parametrize(("op", "name", "value", "text"), OUTSIDE)
 @pytest.mark.parametrize("face", FACES)
 def test_as_an_error_it_leaves_everything_as_it_was(op, face, name, value, text):
