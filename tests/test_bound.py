@@ -98,6 +98,25 @@ def test_tokens(op, kind, v_first, pooled, rng):
             assert_bits(state, want_state)
 
 
+@pytest.mark.parametrize("V", [16, 64, 128])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("op", OPS)
+def test_rows_of_a_state_that_lie_apart(op, dtype, V, rng):
+    """V + 1 numbers apart, V whole lanes of every instruction set: as a state without gaps."""
+    x, want_state = problem(op, rng, dtype, dtype, (1, 2, 24, V), P=B)
+    S, *z = parts(want_state)
+    wide = np.full((*S.shape[:-1], V + 1), 7, dtype)
+    wide[..., :V] = S
+    made, wide = on_device(at_token(x, 0)), there(wide)
+    state = (wide[..., :V], *map(there, z)) if z else wide[..., :V]
+    want_state = over(there, want_state)
+    bound = linattn.bind(step(op), **made, state=state)
+    for _ in range(3):
+        assert_bits(bound(), step(op)(**made, state=want_state))
+        assert_bits(state, want_state)
+        assert (here(wide)[..., V:] == 7).all()
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_out_is_made_once(op):
     made = small(op)

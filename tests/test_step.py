@@ -98,3 +98,26 @@ def test_steps_continue_a_forward_pass(op, rng):
     for t in range(23, 40):
         o = getattr(linattn, f"{op}_step")(**at_token(x, t), state=state)
         np.testing.assert_allclose(o, whole[:, t], rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("gap", [1, 16])
+@pytest.mark.parametrize("V", [16, 64, 128])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_rows_of_a_state_that_lie_apart(op, dtype, V, gap, rng):
+    """V is whole lanes on every machine. Rows V + 1 apart are not, rows V + 16 apart are."""
+    case = Case(op, "recurrent", dtype, 3, None, 24, V, 1, 2, 2)
+    x = inputs_of(case, rng)
+    want_state = fresh_state(case, x, dtype)
+    S, *z = want_state if isinstance(want_state, tuple) else (want_state,)
+    wide = np.full((*S.shape[:-1], V + gap), 7, dtype)
+    wide[..., :V] = S
+    state = (wide[..., :V], *map(np.copy, z)) if z else wide[..., :V]
+    for t in range(case.T):
+        args = at_token(x, t)
+        args.pop("initial_state")
+        o = getattr(linattn, f"{op}_step")(**args, state=state)
+        want = getattr(linattn, f"{op}_step")(**args, state=want_state)
+        np.testing.assert_array_equal(o, want)
+        np.testing.assert_array_equal(wide[..., :V], S)
+        assert (wide[..., V:] == 7).all()
