@@ -45,10 +45,10 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("tf32_case", cases, ids=str)
 
 
-def check(case, rng, tf32=False, **how):
-    """The op against its reference, computed as `how` says."""
+def check(case, rng, tf32=False, options=None, **how):
+    """The op against its reference, computed as `how` says; both are given the options."""
     def once(pool):
-        x = inputs_of(case, rng)
+        x = inputs_of(case, rng) | (options or {})
         given = for_op(case, x) | ({"allow_tf32": True} if tf32 else {})
         out = poisoned(x["v"].shape, case.dtype)
         o, state = getattr(linattn, case.op)(**given, output_final_state=True, out=out)
@@ -88,3 +88,13 @@ def test_forward_where_tf32_is_allowed(tf32_case, rng):
 def test_long_chunks_of_few_keys(op, rng):
     """The solve of a long chunk feeds each rounding to all tokens after it."""
     check(Case(op, "chunk", ml_dtypes.bfloat16, T=257, chunk=128, K=3, V=16, H=1, HV=1, B=3), rng)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("normalize", [True, "add"])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_whole_sequence_leaves_its_sums(dtype, normalize, packed, rng):
+    """Not causal: every token reads all of them, and S and z are what they leave."""
+    case = Case("linear_attention", "chunk", dtype, T=37, chunk=None, K=24, V=130, H=2, HV=4,
+                B=1 if packed else 3, packed=packed)
+    check(case, rng, options={"causal": False, "normalize": normalize})
