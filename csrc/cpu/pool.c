@@ -20,6 +20,11 @@
 #include <time.h>
 #include <unistd.h>
 
+/* Where a test holds a worker up (tests/c/waits.c): outside a job that it has seen, and inside. */
+#if !defined(LA_POOL_PAUSE)
+#define LA_POOL_PAUSE(inside)
+#endif
+
 enum { MAX_THREADS = 256 };
 
 /* Below this much work per extra thread, sharing costs more than it saves: handing a job to a
@@ -163,9 +168,11 @@ static void *worker(void *first_job)
     uint64_t seen = (uint64_t)(uintptr_t)first_job;
     for (;;) {
         seen = wait_for_job(seen);
+        LA_POOL_PAUSE(false);
         /* Enter first, then see whether the job still wants somebody: whoever offers the next one
          * waits for everybody inside to leave. */
         atomic_fetch_add(&pool.working, 1);
+        LA_POOL_PAUSE(true);
         int place = atomic_fetch_sub(&pool.wanted, 1);
         if (place > 0) {
             fesetenv(&pool.mode);
