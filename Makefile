@@ -12,7 +12,7 @@ C      := $(MAKE) --no-print-directory -C tests/c
 RUN    := PYTHONSAFEPATH=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint fmt asan tsan fuzz docs clean
+.PHONY: help demo test mutants bench lint fmt asan tsan fuzz docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 8
@@ -21,6 +21,8 @@ demo: $(VENV)/installed  ## run the demo; ARGS="..." goes to it
 	$(RUN) -m linattn demo $(ARGS)
 test: $(VENV)/installed-test  ## run the tests; ARGS="-k gla" goes to pytest
 	$(RUN) -m pytest $(ARGS)
+mutants: $(VENV)/installed-test  ## plant mistakes in the C core, which the tests must catch; ARGS names some
+	$(BIN)/pip install -q "setuptools>=77" && $(RUN) tests/mutants/run.py $(ARGS)
 bench: $(VENV)/installed-bench  ## measure; ARGS="..." goes to benchmarks/run.py
 	$(RUN) benchmarks/run.py $(ARGS)
 lint: $(VENV)/installed-lint  ## ruff, clang-format, mypy, stubtest: nothing is changed

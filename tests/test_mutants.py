@@ -1,0 +1,44 @@
+"""The list of planted mistakes fits the sources: `make mutants` plants them."""
+
+import importlib.util
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+spec = importlib.util.spec_from_file_location("mutants_run", ROOT / "tests" / "mutants" / "run.py")
+run = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(run)
+PATCHES = run.patches()
+ROOMS = ("check.c", "arrays.c", "views.c", "module.c", "bound.c", "pool.c", "gate.c", "dispatch.c",
+         "chunk.h", "chunk_backward.h", "scan.h", "whole.h", "gather.h", "load.h", "tile.h",
+         "recurrence.h")
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch["name"])
+def test_a_patch_applies_in_one_place(patch):
+    source = ROOT / patch["file"]
+    if not source.exists():
+        pytest.skip("no checkout: csrc/ is not here")
+    assert set(patch) == {"name", "file", "old", "new", "means", "tests"}
+    assert run.applies(patch, source.read_text())
+    assert patch["new"] != patch["old"] and patch["means"].endswith(".")
+    words = shlex.split(patch["tests"])
+    files = [word for word in words if word.startswith("tests/test_")]
+    assert words[0] == "make" or (files and all((ROOT / name).exists() for name in files))
+
+
+def test_every_room_has_a_patch():
+    assert {Path(patch["file"]).name for patch in PATCHES} >= set(ROOMS)
+
+
+def test_names_are_different():
+    assert len({patch["name"] for patch in PATCHES}) == len(PATCHES) >= 30
+
+
+def test_a_patch_that_is_nowhere_or_everywhere_does_not_apply():
+    patch = PATCHES[0]
+    assert run.applies(patch, f"x {patch['old']} y")
+    assert not run.applies(patch, "x y")
+    assert not run.applies(patch, 2 * patch["old"])
