@@ -546,6 +546,22 @@ def test_exp_map_with_a_row_that_overflows(dtype, rng):
         np.testing.assert_array_equal(np.isfinite(o), np.isfinite(ref))
 
 
+@pytest.mark.parametrize("causal", (True, False))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", REALS)
+def test_a_sum_of_keys_that_overflows(dtype, mode, causal):
+    """Then z is infinite, and what is read is 0: neither becomes NaN with the next tokens."""
+    device.needs_host("the test is of the host's sums")
+    huge = np.finfo(dtype).max / 4
+    q = np.ones((1, 70, 1, 1), dtype)
+    o, (S, z) = linattn.linear_attention(
+        q, q * huge, q / huge, feature_map="identity", normalize="clamp", mode=mode,
+        causal=causal, output_final_state=True)
+    assert np.isposinf(z).all()
+    np.testing.assert_allclose(S, 70, rtol=1e-5)
+    assert not o[:, 8:].any()
+
+
 # ---- long sequences ----
 
 
