@@ -485,6 +485,21 @@ def compare_gradients(x, do):
                 *((name, getattr(grads, name), getattr(refs, name)) for name in ("dq", "dk", "dv")))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", REALS)
+@pytest.mark.parametrize("normalize", ("clamp", "add"))
+@pytest.mark.parametrize("causal", (True, False))
+def test_a_denominator_that_is_nan(causal, normalize, dtype, mode, rng):
+    """It stays one where the numerator is a number: no clamp takes it for small."""
+    x = testing.make_inputs("linear_attention", rng, B=2, T=T, K=K, V=V, dtype=dtype,
+                            initial_state=True)
+    x["initial_state"][1][1, 0, 2] = np.nan
+    o, (S, z) = linattn.linear_attention(
+        **x, normalize=normalize, causal=causal, mode=mode, output_final_state=True)
+    assert np.isnan(o[1]).all() and np.isfinite(o[0]).all()
+    assert np.isfinite(S).all() and np.argwhere(~np.isfinite(z)).tolist() == [[1, 0, 2]]
+
+
 @pytest.mark.parametrize("dtype", REALS)
 @pytest.mark.parametrize("normalize", ("clamp", "add"))
 def test_gradients_at_denominators_of_zero(normalize, dtype, rng):
