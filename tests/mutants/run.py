@@ -101,7 +101,7 @@ class Copy:
         return next(self.place.glob(f"build/temp*/{name}"))
 
     def test(self, tests):
-        """None if they pass, else what fails first."""
+        """None if they pass, else the test that fails first, without its parameters."""
         words = shlex.split(tests)
         if words[0] != "make":
             words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
@@ -110,7 +110,7 @@ class Copy:
             return "hangs"
         if status == 0:
             return None
-        failed = re.search(r"^(?:FAILED|ERROR) \S*?(test_\S+)", output, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) \S*?(test_[^\s[]+)", output, re.MULTILINE)
         if failed:
             return failed[1]
         if words[0] == "make":
