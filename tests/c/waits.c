@@ -1,6 +1,6 @@
-/* waits: the pool's two waits for workers, each on a schedule on which a pool without it fails every
- * time. A worker is held up at the places of LA_POOL_PAUSE, or in a unit, until what must not happen
- * has happened, or for a tenth of a second. */
+/* waits: the pool's two waits for workers. Each has a schedule on which a pool without it fails
+ * every time. A worker is held up at the places of LA_POOL_PAUSE, or in a unit. It stays until
+ * what must not happen has happened, or for a tenth of a second. */
 static void hold_worker(int inside);
 #define LA_POOL_PAUSE hold_worker
 #include "../../csrc/cpu/pool.c"
