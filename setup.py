@@ -2,6 +2,7 @@
 and the CUDA part, where nvcc is found.
 
 LINATTN_WERROR=1 turns compiler warnings, nvcc's too, into errors (CI). CC chooses the compiler.
+LINATTN_DEBUG=1 keeps debugging information and symbols; CFLAGS says how to optimize.
 LINATTN_EMULATE_BF16=1 adds instances that test the text of avx512bf16 and amx on AVX2: never ship
 them.
 LINATTN_CUDA=1 insists on the CUDA part, =0 leaves it out. nvcc is looked for in CUDA_HOME, on the
@@ -15,6 +16,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,9 +28,12 @@ from setuptools.command.build_ext import build_ext
 # Free-threaded builds have no limited API yet; they get a wheel of their own.
 ABI3 = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
+DEBUG = os.environ.get("LINATTN_DEBUG", "") not in ("", "0")
+
 FLAGS = [
     "-std=gnu11",
-    "-O3",
+    # Python's own CFLAGS have -g: it adds five times the code, and names the build's folders.
+    *(["-g"] if DEBUG else ["-g0", "-O3"]),
     "-fwrapv",  # as Python builds extensions, also where CFLAGS stands for its own flags
     "-ffp-contract=fast",  # a * b + c is one rounding where the machine has it: docs/decisions/0006
     "-fvisibility=hidden",
@@ -54,6 +59,11 @@ if os.environ.get("LINATTN_WERROR") == "1":
     FLAGS.append("-Werror")
 if os.environ.get("LINATTN_EMULATE_BF16") == "1":
     FLAGS += ["-DLA_EMULATE_BF16", "-Wno-psabi"]  # no function is called with such a lane
+
+
+LINK_FLAGS = ["-pthread"]
+if sys.platform.startswith("linux") and not DEBUG:
+    LINK_FLAGS.append("-s")  # no symbols
 
 
 # Machine code for Ampere and all that runs its code (8.x), for Hopper, and PTX for later devices.
@@ -83,7 +93,7 @@ NVCC_FLAGS = [
     # Files are compiled side by side already, one per core; a machine with more cores than files
     # gives each more threads, for its architectures. A thread takes up to a gigabyte.
     f"--threads={max(1, min(3, os.cpu_count() // 4))}",
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    f"-Xcompiler=-fPIC,-fvisibility=hidden,{'-g' if DEBUG else '-g0'}",
 ]
 if os.environ.get("LINATTN_WERROR") == "1":
     NVCC_FLAGS.append("-Werror=all-warnings")
@@ -151,10 +161,11 @@ class ParallelBuild(build_ext):
                 return [one for group in objects for one in group]
 
         settings = [
-            [self.settings("cc", bool(NVCC), FLAGS, os.environ.get("CC"))],
+            [self.settings("cc", bool(NVCC), FLAGS, *map(os.environ.get, ("CC", "CFLAGS")))],
             [self.settings("nvcc", NVCC, NVCC_FLAGS, ASKED_ARCHS or ARCHS)],
         ]
-        ext.depends.extend([*settings[0], *settings[1]])
+        linked = self.settings("ld", self.compiler.linker_so, LINK_FLAGS)
+        ext.depends.extend([*settings[0], *settings[1], linked])
         if ".cu" not in self.compiler.src_extensions:
             self.compiler.src_extensions.append(".cu")
         self.compiler.compile = compile_all
@@ -190,7 +201,7 @@ core = Extension(
     # The CUDA runtime goes in whole: when first used it finds the driver, or says there is none.
     library_dirs=cuda_libraries(NVCC) if NVCC else [],
     libraries=["cudart_static", "rt", "dl", "stdc++"] if NVCC else [],
-    extra_link_args=["-pthread"],
+    extra_link_args=LINK_FLAGS,
     py_limited_api=ABI3,
 )
 

@@ -5,6 +5,7 @@ import inspect
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -88,6 +89,36 @@ import ml_dtypes
 y = x.astype(ml_dtypes.bfloat16)
 assert linattn.retention(y, y, y)[0].dtype == ml_dtypes.bfloat16
 """)
+
+
+# ---- the library's file ----
+
+
+@pytest.fixture(scope="module")
+def elf():
+    """What readelf says of the core: sections, segments, dynamic entries, symbols."""
+    library = pathlib.Path(_linattn.__file__)
+    if library.read_bytes()[:4] != b"\x7fELF":
+        pytest.skip("the core is no ELF library")
+    if not shutil.which("readelf"):
+        pytest.skip("no readelf (binutils) to read the library with")
+    if os.environ.get("LINATTN_DEBUG", "0") not in ("", "0"):
+        pytest.skip("LINATTN_DEBUG: the library keeps what the others lack")
+    return subprocess.run(["readelf", "-W", "-S", "-l", "-d", "--dyn-syms", library], check=True,
+                          capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"}).stdout
+
+
+def test_the_library_has_no_debugging_information(elf):
+    sections = re.findall(r"^ *\[ *\d+\] (\.\S+)", elf, re.M)
+    assert ".text" in sections
+    assert not [name for name in sections if re.match(r"\.(z?debug|symtab)", name)]
+
+
+def test_the_library_names_no_folder_of_the_build(elf):
+    content = pathlib.Path(_linattn.__file__).read_bytes()
+    assert not re.findall(rb"(?:/[\w.+-]{2,}){2,}\.(?:c|h|cu|cuh|o)\b", content)
+    assert os.fsencode(CHECKOUT) + b"/" not in content
+    assert os.fsencode(sys.base_prefix) + b"/lib" not in content
 
 
 # ---- one list of ops ----
