@@ -66,6 +66,14 @@ if sys.platform.startswith("linux") and not DEBUG:
     LINK_FLAGS.append("-s")  # no symbols
 
 
+def without_pythons_rpath(command):
+    """Some Pythons link extensions with the path of their own libraries. The core uses none of
+    those, and the path is one of the building machine. What the environment asks for stays."""
+    names = ("CC", "LDSHARED", "LDFLAGS", "CFLAGS", "CPPFLAGS")
+    asked = shlex.split(" ".join(os.environ.get(name, "") for name in names))
+    return [word for word in command if not word.startswith("-Wl,-rpath") or word in asked]
+
+
 # Machine code for Ampere and all that runs its code (8.x), for Hopper, and PTX for later devices.
 # Files without a word of Hopper's are read once: its code comes from Ampere's PTX. Streams of
 # states use Hopper's copy engine on what comes after it too; float16's chunks, float32's, and those
@@ -164,6 +172,7 @@ class ParallelBuild(build_ext):
             [self.settings("cc", bool(NVCC), FLAGS, *map(os.environ.get, ("CC", "CFLAGS")))],
             [self.settings("nvcc", NVCC, NVCC_FLAGS, ASKED_ARCHS or ARCHS)],
         ]
+        self.compiler.linker_so = without_pythons_rpath(self.compiler.linker_so)
         linked = self.settings("ld", self.compiler.linker_so, LINK_FLAGS)
         ext.depends.extend([*settings[0], *settings[1], linked])
         if ".cu" not in self.compiler.src_extensions:

@@ -108,6 +108,11 @@ def elf():
                           capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"}).stdout
 
 
+def test_the_library_is_found_without_paths(elf):
+    assert re.search(r"\(NEEDED\)", elf)
+    assert not re.findall(r"\((?:RPATH|RUNPATH)\).*", elf)
+
+
 def test_the_library_has_no_debugging_information(elf):
     sections = re.findall(r"^ *\[ *\d+\] (\.\S+)", elf, re.M)
     assert ".text" in sections
