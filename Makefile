@@ -4,7 +4,7 @@ ARGS   ?=
 VENV   := .venv
 WHEEL  := $(VENV)/wheel/*.whl
 BIN    := $(VENV)/bin
-CORE   := $(wildcard csrc/*.[ch] csrc/*.def csrc/cpu/*.[ch] csrc/cuda/*.[ch] csrc/cuda/*.cu csrc/cuda/*.cuh)
+CORE   := $(wildcard csrc/*.[ch] csrc/*.def csrc/*.map csrc/cpu/*.[ch] csrc/cuda/*.[ch] csrc/cuda/*.cu csrc/cuda/*.cuh)
 SOURCE := $(CORE) setup.py pyproject.toml MANIFEST.in README.md LICENSE $(wildcard linattn/*.py linattn/*/*.py linattn/*.pyi)
 C      := $(MAKE) --no-print-directory -C tests/c
 

@@ -61,9 +61,12 @@ if os.environ.get("LINATTN_EMULATE_BF16") == "1":
     FLAGS += ["-DLA_EMULATE_BF16", "-Wno-psabi"]  # no function is called with such a lane
 
 
+# What ELF's linkers know. EXPORTS names the one symbol that is seen outside: CUDA's runtime and
+# C++'s templates would add theirs, whatever our visibility is. -s: no symbols for debuggers.
+EXPORTS = "csrc/exports.map"
 LINK_FLAGS = ["-pthread"]
-if sys.platform.startswith("linux") and not DEBUG:
-    LINK_FLAGS.append("-s")  # no symbols
+if sys.platform.startswith("linux"):
+    LINK_FLAGS += [f"-Wl,--version-script={EXPORTS}", *([] if DEBUG else ["-s"])]
 
 
 def without_pythons_rpath(command):
@@ -174,7 +177,7 @@ class ParallelBuild(build_ext):
         ]
         self.compiler.linker_so = without_pythons_rpath(self.compiler.linker_so)
         linked = self.settings("ld", self.compiler.linker_so, LINK_FLAGS)
-        ext.depends.extend([*settings[0], *settings[1], linked])
+        ext.depends.extend([*settings[0], *settings[1], linked, EXPORTS])
         if ".cu" not in self.compiler.src_extensions:
             self.compiler.src_extensions.append(".cu")
         self.compiler.compile = compile_all

@@ -113,6 +113,14 @@ def test_the_library_is_found_without_paths(elf):
     assert not re.findall(r"\((?:RPATH|RUNPATH)\).*", elf)
 
 
+def test_the_library_exports_one_symbol(elf):
+    symbol = re.compile(r"^ *\d+: [0-9a-f]+ +\w+ +\w+ +(?:GLOBAL|WEAK|UNIQUE) +\w+ +(\w+) (\S+)",
+                        re.M)
+    symbols = symbol.findall(elf)
+    assert [place for place, _ in symbols].count("UND") > 10, "no symbols were found"
+    assert [name for place, name in symbols if place != "UND"] == ["PyInit__linattn"]
+
+
 def test_the_library_has_no_debugging_information(elf):
     sections = re.findall(r"^ *\[ *\d+\] (\.\S+)", elf, re.M)
     assert ".text" in sections
