@@ -62,11 +62,13 @@ if os.environ.get("LINATTN_EMULATE_BF16") == "1":
 
 
 # What ELF's linkers know. EXPORTS names the one symbol that is seen outside: CUDA's runtime and
-# C++'s templates would add theirs, whatever our visibility is. -s: no symbols for debuggers.
+# C++'s templates would add theirs, whatever our visibility is. relro, now: addresses of functions
+# are found when the library is loaded, and are not writable after. -s: no symbols for debuggers.
 EXPORTS = "csrc/exports.map"
 LINK_FLAGS = ["-pthread"]
 if sys.platform.startswith("linux"):
-    LINK_FLAGS += [f"-Wl,--version-script={EXPORTS}", *([] if DEBUG else ["-s"])]
+    LINK_FLAGS += [f"-Wl,--version-script={EXPORTS}", "-Wl,-z,relro,-z,now"]
+    LINK_FLAGS += [] if DEBUG else ["-s"]
 
 
 def without_pythons_rpath(command):

@@ -113,6 +113,11 @@ def test_the_library_is_found_without_paths(elf):
     assert not re.findall(r"\((?:RPATH|RUNPATH)\).*", elf)
 
 
+def test_addresses_of_functions_are_not_writable(elf):
+    assert re.search(r"^ *GNU_RELRO ", elf, re.M)
+    assert re.search(r"\(FLAGS\).*\bBIND_NOW\b|\(BIND_NOW\)", elf)
+
+
 def test_the_library_exports_one_symbol(elf):
     symbol = re.compile(r"^ *\d+: [0-9a-f]+ +\w+ +\w+ +(?:GLOBAL|WEAK|UNIQUE) +\w+ +(\w+) (\S+)",
                         re.M)
