@@ -12,10 +12,10 @@ C      := $(MAKE) --no-print-directory -C tests/c
 RUN    := PYTHONSAFEPATH=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants bench lint fmt asan tsan fuzz docs clean
+.PHONY: help demo test mutants bench lint fmt asan asan-python tsan fuzz docs clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 8
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 13
 
 demo: $(VENV)/installed  ## run the demo; ARGS="..." goes to it
 	$(RUN) -m linattn demo $(ARGS)
@@ -32,6 +32,8 @@ fmt: $(VENV)/installed-lint  ## let ruff fix what it can and clang-format the C
 	$(BIN)/ruff check --fix . ; $(BIN)/clang-format -i $(FORMATTED)
 asan:  ## the C core under AddressSanitizer and UBSan, on random problems
 	+$(C) asan
+asan-python: $(VENV)/installed-test  ## the whole extension under both, called from Python (gcc)
+	+$(C) asan-python PYTHON=$(abspath $(BIN)/python)
 tsan:  ## the thread pool under ThreadSanitizer
 	+$(C) tsan
 fuzz:  ## libFuzzer on the C core (needs clang)
