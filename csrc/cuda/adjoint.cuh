@@ -334,8 +334,7 @@ template <la_decay DECAY, la_rule RULE, int KEYS>
 static cudaError_t launch_gather(const call &c, const gradients &d, const slots &f, cudaStream_t stream)
 {
     const int64_t rows = f.tokens * (f.heads / (c.HV / c.H));
-    if (rows) gather<DECAY, RULE, KEYS><<<(unsigned)((rows + 3) / 4), 128, 0, stream>>>(c, d, f);
-    return cudaGetLastError();
+    return launch(gather<DECAY, RULE, KEYS>, (rows + 3) / 4, 128, 0, stream, c, d, f);
 }
 
 /* Scratch that a launch may take before heads are worked on in turns, in bytes. */
@@ -369,9 +368,7 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
 
     real *room = NULL;
     cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error == cudaSuccess)
-        error = cudaMallocFromPoolAsync((void **)&room, each * f.heads * sizeof(real) + 1, pool, stream);
+        cudaMallocFromPoolAsync((void **)&room, each * f.heads * sizeof(real) + 1, pool, stream);
     if (error != cudaSuccess) return error;
     f.dq = room;
     f.dk = f.dq + row * f.heads;
@@ -388,14 +385,13 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
                                       segments, f.dq,     f.dk,    f.den, f.z};
         if (normalised) error = launch_denominators(c, by_z, stream);
         if (error != cudaSuccess) break;
-        kernel<<<(unsigned)(units * f.tiles), ADJOINT_THREADS, bytes, stream>>>(c, d, f);
-        error = cudaGetLastError();
+        error = launch(kernel, units * f.tiles, ADJOINT_THREADS, bytes, stream, c, d, f);
         if (error == cudaSuccess && normalised)
             error = launch_denominators_adjoint(c, d, by_z, stream);
         if (error != cudaSuccess) break;
         error = launch_gather<DECAY, RULE, ROWS * PARTS / 32>(c, d, f, stream);
-        if (d.per_head) gather_head<<<f.heads, MOST_KEYS, 0, stream>>>(c, d, f);
-        if (error == cudaSuccess) error = cudaGetLastError();
+        if (error == cudaSuccess && d.per_head)
+            error = launch(gather_head, f.heads, MOST_KEYS, 0, stream, c, d, f);
     }
     const cudaError_t freed = cudaFreeAsync(room, stream);
     return error == cudaSuccess ? freed : error;

@@ -16,8 +16,7 @@ cudaError_t gather_gates(const call &c, const gradients &d, float *da, cudaStrea
     f.tiles = 1;
     f.tokens = (int64_t)c.B * c.T;
     f.da = da;
-    gather_head<<<c.HV, MOST_KEYS, 0, stream>>>(c, d, f);
-    return cudaGetLastError();
+    return launch(gather_head, c.HV, MOST_KEYS, 0, stream, c, d, f);
 }
 
 int64_t segments_of_keys(const call &c) { return slots_of(c, SEGMENT); }

@@ -199,12 +199,8 @@ static cudaError_t launch_walk(const call &c, const chunks &w, const tensor_maps
     f.stages = min((d.room - exchanged - 1024) / part::bytes(width), (int)MOST_STAGES);
     const int bytes = f.stages * part::bytes(width) + exchanged;
     const auto kernel = walk<KP, DECAY, RULE, WAY>;
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-    kernel<<<(unsigned)((int64_t)c.N * c.HV * g.count * tiles), (width * part::halves + d.fetchers) * 32,
-             bytes, stream>>>(c, w, maps, f, g, tiles);
-    return cudaGetLastError();
+    return launch(kernel, (int64_t)c.N * c.HV * g.count * tiles,
+                  (width * part::halves + d.fetchers) * 32, bytes, stream, c, w, maps, f, g, tiles);
 }
 
 template <int KP, la_decay DECAY, la_rule RULE>
@@ -231,12 +227,9 @@ static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_map
     float *const after_ends = g.ends + ends;
     error = launch_walk<KP, DECAY, RULE, TO_ENDS>(c, w, maps, f, g, d, slices + key_slices, ends_width, stream);
     g.starts = after_ends;
-    if (error == cudaSuccess) {
-        join_segments<KP, DECAY, RULE>
-            <<<(unsigned)(heads * slices * 16 / JOINED), KP * join_parts<RULE>, 0, stream>>>(c, w, g,
-                                                                                             (int)rows);
-        error = cudaGetLastError();
-    }
+    if (error == cudaSuccess)
+        error = launch(join_segments<KP, DECAY, RULE>, heads * slices * 16 / JOINED,
+                       KP * join_parts<RULE>, 0, stream, c, w, g, (int)rows);
     if (error == cudaSuccess)
         error = launch_walk<KP, DECAY, RULE, ALONG>(c, w, maps, f, g, d, slices, width, stream);
     const cudaError_t freed = cudaFreeAsync(g.ends, stream);
@@ -309,16 +302,10 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
         w.den = x + places * KP;
     }
 
-    if (places) {
-        const auto prepare = prepare_of<KP, DECAY, RULE>();
-        error = cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     prepare_bytes);
-        if (error == cudaSuccess) {
-            prepare<<<(unsigned)(slots * heads), DECAY == LA_KEY ? KEY_THREADS : SCALAR_THREADS,
-                      prepare_bytes, stream>>>(c, w, q_as_given, k_as_given);
-            error = cudaGetLastError();
-        }
-    }
+    if (places)
+        error = launch(prepare_of<KP, DECAY, RULE>(), slots * heads,
+                       DECAY == LA_KEY ? KEY_THREADS : SCALAR_THREADS, prepare_bytes, stream, c, w,
+                       q_as_given, k_as_given);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
         if (error == cudaSuccess && normalised) error = launch_divisors<KP>(c, w, stream);
     if (error == cudaSuccess) {

@@ -19,12 +19,8 @@ static cudaError_t launch_walks_again(const call &c, const gradients &d, const c
     const int warps = panels > 1 && heads * ((panels + 1) / 2) * 2 >= processors ? 8 : 4;
     const int tiles = (panels + warps / 4 - 1) / (warps / 4);
     const int bytes = LAP_STAGES * lap<KP, DECAY, RULE, true>::bytes(warps); /* the larger one's */
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-    kernel<<<(unsigned)(2 * heads * tiles), (warps + LAP_FETCHERS) * 32, bytes, stream>>>(c, d, w, maps,
-                                                                                        f, tiles);
-    return cudaGetLastError();
+    return launch(kernel, 2 * heads * tiles, (warps + LAP_FETCHERS) * 32, bytes, stream, c, d, w, maps,
+                  f, tiles);
 }
 
 /* Is this the code for Hopper, on a device with room for it? Other code is empty, and for one warp. */
@@ -96,7 +92,6 @@ template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes()
     return DECAY == LA_KEY ? sizeof(key_room<KP>) : sizeof(scalar_room<KP, RULE>);
 }
 
-/* The same problem for `n` q/k heads from `h` on, and the value heads that read them. */
 static void narrow(call *c, gradients *d, int h, int n)
 {
     const int group = c->HV / c->H, hv = h * group;
@@ -245,7 +240,6 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
 {
     constexpr int local_room_bytes = local_bytes<KP, DECAY, RULE>();
     const auto local = local_of<KP, DECAY, RULE>();
-    const auto prepare = prepare_of<KP, DECAY, RULE>();
     int processors;
     cudaError_t error = suits((const void *)local, local_room_bytes, &processors);
     if (error != cudaSuccess) return error;
@@ -268,11 +262,6 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     const int turns = (c.H + most - 1) / most, heads = (c.H + turns - 1) / turns;
     if ((int64_t)x.w.slots * heads * (c.HV / c.H) > INT32_MAX) return cudaErrorNotSupported;
 
-    error = cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 prepare_bytes<KP, DECAY, RULE>());
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(local, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     local_room_bytes);
     char *room = NULL;
     if (error == cudaSuccess && each)
         error = cudaMallocFromPoolAsync((void **)&room, each * heads, pool, stream);

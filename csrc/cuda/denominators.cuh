@@ -85,13 +85,9 @@ __global__ void __launch_bounds__(128)
 
 template <int KP> static cudaError_t launch_divisors(const call &c, const chunks &w, cudaStream_t stream)
 {
-    sum_keys<KP><<<(unsigned)(c.N * c.HV), KP, 0, stream>>>(c, w);
-    cudaError_t error = cudaGetLastError();
-    if (error == cudaSuccess && w.slots) {
-        divisors<KP><<<(unsigned)(w.slots * c.HV), 128, 0, stream>>>(c, w);
-        error = cudaGetLastError();
-    }
-    return error;
+    const cudaError_t error = launch(sum_keys<KP>, (int64_t)c.N * c.HV, KP, 0, stream, c, w);
+    if (error != cudaSuccess) return error;
+    return launch(divisors<KP>, (int64_t)w.slots * c.HV, 128, 0, stream, c, w);
 }
 
 #endif

@@ -23,6 +23,11 @@ static la_status say(la_problem *p, cudaError_t error)
                  p->ordinal);
         return LA_MEMORY_ERROR;
     }
+    if (error == cudaErrorInvalidConfiguration) {
+        snprintf(p->message, sizeof p->message,
+                 "q: expected fewer than 2^31 blocks of tokens, heads and columns on CUDA, got more");
+        return LA_VALUE_ERROR;
+    }
     snprintf(p->message, sizeof p->message, "CUDA: %s", cudaGetErrorString(error));
     return LA_RUNTIME_ERROR;
 }
@@ -97,6 +102,42 @@ static cudaError_t pool_of(int ordinal, cudaMemPool_t *pool)
         cudaMemPool_t none = NULL;
         if (error != cudaSuccess || !__atomic_compare_exchange_n(&pools[ordinal], &none, found, false,
                                                                  __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+/* ---- what kernels may have ---- */
+
+/* Kernels that have been given all their shared memory, and on which devices: found by their address. There
+ * are some 200. */
+cudaError_t allow_shared_memory(const void *kernel)
+{
+    enum { PLACES = 1024, DEVICES = 64 };
+    static struct {
+        const void *kernel;
+        uint64_t devices; /* a bit each */
+    } allowed[PLACES];
+    int device, most;
+    cudaFuncAttributes code;
+    uint64_t *seen = NULL;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    for (size_t n = 0, i = (uintptr_t)kernel / 16 % PLACES; n < PLACES; n++, i = (i + 1) % PLACES) {
+        const void *there = NULL;
+        if (__atomic_compare_exchange_n(&allowed[i].kernel, &there, kernel, false, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_ACQUIRE) ||
+            there == kernel) {
+            seen = &allowed[i].devices;
+            break;
+        }
+    }
+    const uint64_t bit = device < DEVICES ? (uint64_t)1 << device : 0;
+    if (seen && __atomic_load_n(seen, __ATOMIC_ACQUIRE) & bit) return cudaSuccess;
+    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     most - (int)code.sharedSizeBytes);
+    if (error == cudaSuccess && seen) __atomic_fetch_or(seen, bit, __ATOMIC_ACQ_REL);
+    return error;
+}
+
             cudaMemPoolDestroy(found); /* another thread was first, or it is of no use */
             if (error != cudaSuccess) return error;
             found = none;
@@ -269,8 +310,7 @@ static cudaError_t carry(const la_problem *p, la_name name, view *to, void **hel
             const double x = host_number(from, (first + i) * from->stride[2]);
             some.x[i] = name == LA_G && p->gate == LA_SLOPE ? exp(-x) : x;
         }
-        put<<<1, 256, 0, (cudaStream_t)p->stream>>>((double *)*held + first, n, some);
-        error = cudaGetLastError();
+        error = launch(put, 1, 256, 0, (cudaStream_t)p->stream, (double *)*held + first, n, some);
     }
     *to = {(char *)*held, {0, 0, 1, 0}, LA_F64};
     return error;

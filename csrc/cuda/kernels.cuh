@@ -3,6 +3,7 @@
 #define LINATTN_CUDA_KERNELS_CUH
 
 #include "call.cuh"
+#include "launch.cuh"
 
 /* The six pairs of (decay, rule). HEAD is TOKEN with token stride 0. */
 #define LA_PAIRS(X) \

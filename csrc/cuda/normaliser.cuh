@@ -325,12 +325,13 @@ static cudaError_t launch_denominators(const call &c, through_z<real> f, cudaStr
 {
     const int64_t sequences = (int64_t)c.N * f.heads;
     f.parts = parts_of(c, f.heads);
-    const unsigned blocks = (unsigned)((sequences * f.parts + SEGMENTS_OF_BLOCK - 1) / SEGMENTS_OF_BLOCK);
+    const int64_t blocks = (sequences * f.parts + SEGMENTS_OF_BLOCK - 1) / SEGMENTS_OF_BLOCK;
     const int threads = SEGMENTS_OF_BLOCK * 32;
-    BY_KEYS(sum_segments)<<<blocks, threads, 0, stream>>>(c, f);
-    sum_before<real><<<(unsigned)sequences, f.kp, 0, stream>>>(c, f);
-    BY_KEYS(denominators)<<<blocks, threads, 0, stream>>>(c, f);
-    return cudaGetLastError();
+    cudaError_t error = launch(BY_KEYS(sum_segments), blocks, threads, 0, stream, c, f);
+    if (error == cudaSuccess) error = launch(sum_before<real>, sequences, f.kp, 0, stream, c, f);
+    if (error == cudaSuccess)
+        error = launch(BY_KEYS(denominators), blocks, threads, 0, stream, c, f);
+    return error;
 }
 
 template <typename real>
@@ -339,12 +340,13 @@ static cudaError_t launch_denominators_adjoint(const call &c, const gradients &d
 {
     const int64_t sequences = (int64_t)c.N * f.heads;
     f.parts = parts_of(c, f.heads);
-    const unsigned blocks = (unsigned)((sequences * f.parts + SEGMENTS_OF_BLOCK - 1) / SEGMENTS_OF_BLOCK);
+    const int64_t blocks = (sequences * f.parts + SEGMENTS_OF_BLOCK - 1) / SEGMENTS_OF_BLOCK;
     const int threads = SEGMENTS_OF_BLOCK * 32;
-    BY_KEYS(denominators_adjoint)<<<blocks, threads, 0, stream>>>(c, f);
-    sum_after<real><<<(unsigned)sequences, f.kp, 0, stream>>>(c, d, f);
-    BY_KEYS(keys_adjoint)<<<blocks, threads, 0, stream>>>(c, f);
-    return cudaGetLastError();
+    cudaError_t error = launch(BY_KEYS(denominators_adjoint), blocks, threads, 0, stream, c, f);
+    if (error == cudaSuccess) error = launch(sum_after<real>, sequences, f.kp, 0, stream, c, d, f);
+    if (error == cudaSuccess)
+        error = launch(BY_KEYS(keys_adjoint), blocks, threads, 0, stream, c, f);
+    return error;
 }
 
 #undef BY_KEYS

@@ -539,19 +539,16 @@ static cudaError_t launch_scan(const call &c, cudaStream_t stream)
         x.loaders = x.first = most<real, PARTS>::LOADERS;
         x.workers = blocks(1) > processors ? 2 : 1;
     }
-    if (blocks(x.workers) > INT_MAX) return cudaErrorInvalidConfiguration;
     /* at most 75 KiB */
     const int bytes =
         2 * x.loaders * most<real, PARTS>::TOKENS * (int)sizeof(scanned<real, DECAY, PARTS>);
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
     call d = c;
     const bool in_place = c.zt.data && c.zt.data == c.z0.data;
     if (in_place) d.zt.data = NULL;
     const int warps = x.first + x.workers + has_normaliser(c);
-    kernel<<<(unsigned)blocks(x.workers), warps * 32, bytes, stream>>>(d, x);
-    if (in_place) advance_z<real><<<(unsigned)heads, 32, 0, stream>>>(c);
-    return cudaGetLastError();
+    error = launch(kernel, blocks(x.workers), warps * 32, bytes, stream, d, x);
+    if (error == cudaSuccess && in_place) error = launch(advance_z<real>, heads, 32, 0, stream, c);
+    return error;
 }
 
 template <typename real, la_decay DECAY, la_rule RULE>

@@ -247,25 +247,22 @@ static bool state_vectors(const call &c)
 }
 
 template <la_decay DECAY, la_rule RULE, int ROWS>
-static void launch_step(const call &c, cudaStream_t stream)
+static cudaError_t launch_step(const call &c, cudaStream_t stream)
 {
     const int tiles = (c.V + COLUMNS - 1) / COLUMNS;
-    const unsigned blocks = (unsigned)((int64_t)c.N * c.HV * tiles);
+    const int64_t heads = (int64_t)c.N * c.HV;
     const bool vector = state_vectors(c);
     const bool whole = vector && c.s0.dtype == LA_F32 && (V_FIRST ? c.K : c.V) % 4 == 0;
     const auto kernel = whole ? step<DECAY, RULE, ROWS, true> : step<DECAY, RULE, ROWS, false>;
-    kernel<<<blocks, THREADS, sizeof(step_room), stream>>>(c, vector, divisor(tiles), divisor(c.HV),
-                                                           divisor(c.HV / c.H));
-    if (c.normaliser != LA_UNNORMALISED)
-        advance_z<ROWS><<<(unsigned)(c.N * c.HV), 32, 0, stream>>>(c);
+    const cudaError_t error = launch(kernel, heads * tiles, THREADS, sizeof(step_room), stream, c,
+                                     vector, divisor(tiles), divisor(c.HV), divisor(c.HV / c.H));
+    if (error != cudaSuccess || c.normaliser == LA_UNNORMALISED) return error;
+    return launch(advance_z<ROWS>, heads, 32, 0, stream, c);
 }
 
 template <la_decay DECAY, la_rule RULE>
 static cudaError_t step_any(const call &c, cudaStream_t stream)
 {
-    if (c.K <= 128)
-        launch_step<DECAY, RULE, 4>(c, stream);
-    else
-        launch_step<DECAY, RULE, 8>(c, stream);
-    return cudaGetLastError();
+    return c.K <= 128 ? launch_step<DECAY, RULE, 4>(c, stream)
+                      : launch_step<DECAY, RULE, 8>(c, stream);
 }

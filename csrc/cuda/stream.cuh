@@ -355,8 +355,5 @@ static cudaError_t stream_any(const call &c, cudaStream_t stream)
     const int stages = min((shared - (int)sizeof(stream_room)) / bytes, (int)MOST_STAGES);
     if (code.binaryVersion < 90 || stages < 2) return cudaErrorNotSupported;
     const int room = (int)sizeof(stream_room) + stages * bytes;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room);
-    if (error != cudaSuccess) return error;
-    kernel<<<(unsigned)processors, (WORKERS + stages) * 32, room, stream>>>(c, stages);
-    return cudaGetLastError();
+    return launch(kernel, processors, (WORKERS + stages) * 32, room, stream, c, stages);
 }
