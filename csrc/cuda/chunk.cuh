@@ -236,8 +236,19 @@ static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_map
     return error == cudaSuccess ? freed : error;
 }
 
+/* Scratch of a call, in bytes: all that it may be. */
+template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const call &c)
+{
+    const int64_t slots = slots_of(c, C), places = slots * c.HV, tile = tile_bytes(KP);
+    const int64_t keys = slots * (DECAY == LA_KEY ? c.HV : c.H) * tile;
+    const int64_t numbers = DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 2 * C : KP + C;
+    return places * PANEL_BYTES * (RULE == LA_DELTA ? 2 : 1) + 2 * keys +
+           (DECAY == LA_KEY ? places * tile : 0) + places * 4 * (numbers + 1);
+}
+
+/* All heads of a call, or one turn's. */
 template <int KP, la_decay DECAY, la_rule RULE>
-static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t stream)
+static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t stream)
 {
     constexpr bool has_k = stage<KP, DECAY, RULE>::has_k;
     constexpr int prepare_bytes =
@@ -313,6 +324,22 @@ static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t
     }
     const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;
+}
+
+/* As many heads at once as MOST_SCRATCH is enough for. */
+template <int KP, la_decay DECAY, la_rule RULE>
+static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t stream)
+{
+    call some = c;
+    narrow(&some, 0, 1);
+    const int heads = heads_at_once(c, scratch_of<KP, DECAY, RULE>(some));
+    cudaError_t error = cudaSuccess;
+    for (int h = 0; h < c.H && error == cudaSuccess; h += heads) {
+        some = c;
+        narrow(&some, h, min(heads, c.H - h));
+        error = launch_turn<KP, DECAY, RULE>(some, pool, stream);
+    }
+    return error;
 }
 
 template <la_decay DECAY, la_rule RULE>

@@ -95,20 +95,11 @@ template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes()
 static void narrow(call *c, gradients *d, int h, int n)
 {
     const int group = c->HV / c->H, hv = h * group;
-    const auto from = [](int axis, int64_t i, std::initializer_list<view *> views) {
-        for (view *x : views)
-            if (x->data) x->data += i * x->stride[axis] * dtype_size(x->dtype);
-    };
-    from(2, h, {&c->q, &c->k, &d->dq, &d->dk});
-    from(2, hv, {&c->v, &c->g, &c->beta, &c->o, &d->d_o, &d->dv, &d->dg, &d->dbeta});
-    from(1, hv, {&c->s0, &c->z0, &c->st, &c->zt, &d->dst, &d->dzt, &d->ds0, &d->dz0});
-    c->H = n;
-    c->HV = n * group;
+    move_along(2, h, {&d->dq, &d->dk});
+    move_along(2, hv, {&d->d_o, &d->dv, &d->dg, &d->dbeta});
+    move_along(1, hv, {&d->dst, &d->dzt, &d->ds0, &d->dz0});
+    narrow(c, h, n);
 }
-
-/* Scratch that a launch may take before heads are worked on in turns, in bytes: 96 heads of 16384
- * tokens, or 4 of 2^18, which are enough blocks for every processor. */
-static const int64_t MOST_SCRATCH = (int64_t)4 << 30;
 
 struct backward_scratch {
     chunks w;
@@ -203,8 +194,9 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
     if (normalised && tokens) {
         error = find_denominators(c, x.z, stream);
         if (error != cudaSuccess) return error;
-        divide<<<(unsigned)((tokens * c.HV * (c.V / 8) + 255) / 256), 256, 0, stream>>>(c, d, x.z.den,
-                                                                                      x.d_num);
+        error = launch(divide, (tokens * c.HV * (c.V / 8) + 255) / 256, 256, 0, stream, c, d, x.z.den,
+                       x.d_num);
+        if (error != cudaSuccess) return error;
         const int64_t row = (int64_t)c.HV * c.V;
         d.d_o = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
     }
@@ -213,23 +205,18 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
     map_of(c, c.k, c.H, c.K, &maps.k);
     if (!map_of(c, c.v, c.HV, c.V, &maps.v) || !map_of(c, d.d_o, c.HV, c.V, &maps.d_o))
         return cudaErrorInvalidValue; /* they could be mapped for all heads */
-    if (places) {
-        prepare<<<(unsigned)((int64_t)x.w.slots * x.w.heads), per_key ? KEY_THREADS : SCALAR_THREADS,
-                  prepare_bytes<KP, DECAY, RULE>(), stream>>>(c, x.w, x.to.q_as_given, x.to.k_as_given);
-        error = cudaGetLastError();
-    }
+    if (places)
+        error = launch(prepare, (int64_t)x.w.slots * x.w.heads, per_key ? KEY_THREADS : SCALAR_THREADS,
+                       prepare_bytes<KP, DECAY, RULE>(), stream, c, x.w, x.to.q_as_given,
+                       x.to.k_as_given);
     if (error == cudaSuccess)
         error = launch_walks_again<KP, DECAY, RULE>(c, d, x.w, maps, x.f, processors, stream);
-    if (error == cudaSuccess && places) {
-        local<<<(unsigned)places, LOCAL_THREADS, local_bytes<KP, DECAY, RULE>(), stream>>>(
-            c, d, x.w, maps, x.f, x.to);
-        error = cudaGetLastError();
-    }
+    if (error == cudaSuccess)
+        error = launch(local, places, LOCAL_THREADS, local_bytes<KP, DECAY, RULE>(), stream, c, d, x.w,
+                       maps, x.f, x.to);
     if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
-    if (error == cudaSuccess && !x.to.direct && tokens) {
-        join_heads<<<(unsigned)((tokens * c.H + 7) / 8), 256, 0, stream>>>(c, d, x.to);
-        error = cudaGetLastError();
-    }
+    if (error == cudaSuccess && !x.to.direct)
+        error = launch(join_heads, (tokens * c.H + 7) / 8, 256, 0, stream, c, d, x.to);
     if (error == cudaSuccess && d.per_head) error = gather_gates(c, d, x.to.da, stream);
     return error;
 }
@@ -258,8 +245,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     gradients d_some = d;
     narrow(&some, &d_some, 0, 1);
     const int64_t each = lay_out<KP, DECAY, RULE>(some, d_some, NULL, &x);
-    const int most = (int)max(min((int64_t)c.H, MOST_SCRATCH / max(each, (int64_t)1)), (int64_t)1);
-    const int turns = (c.H + most - 1) / most, heads = (c.H + turns - 1) / turns;
+    const int heads = heads_at_once(c, each);
     if ((int64_t)x.w.slots * heads * (c.HV / c.H) > INT32_MAX) return cudaErrorNotSupported;
 
     char *room = NULL;

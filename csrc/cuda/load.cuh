@@ -5,6 +5,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <initializer_list>
 #include <stdint.h>
 
 #include "call.cuh"
@@ -250,3 +251,35 @@ __device__ __forceinline__ void key_gradient(const call &c, int map, real (&x)[N
 }
 
 #endif
+/* ---- some of the heads, where scratch for all would be too much ---- */
+
+/* Views of element i of an axis on. */
+static inline void move_along(int axis, int64_t i, std::initializer_list<view *> views)
+{
+    for (view *x : views)
+        if (x->data) x->data += i * x->stride[axis] * dtype_size(x->dtype);
+}
+
+/* The same problem for `n` q/k heads from `h` on, and the value heads that read them. */
+static inline void narrow(call *c, int h, int n)
+{
+    const int group = c->HV / c->H, hv = h * group;
+    move_along(2, h, {&c->q, &c->k});
+    move_along(2, hv, {&c->v, &c->g, &c->beta, &c->o});
+    move_along(1, hv, {&c->s0, &c->z0, &c->st, &c->zt});
+    c->H = n;
+    c->HV = n * group;
+}
+
+/* Scratch that a launch may take before heads are worked on in turns, in bytes: gradients of 96 heads of
+ * 16384 tokens, or of 4 of 2^18, which are enough blocks for every processor. */
+static const int64_t MOST_SCRATCH = (int64_t)4 << 30;
+
+/* q/k heads of a turn, of which each takes so many bytes: all turns about as large, and one head at least. */
+static inline int heads_at_once(const call &c, int64_t each)
+{
+    const int64_t fit = each > 0 ? MOST_SCRATCH / each : c.H;
+    const int most = (int)(fit < 1 ? 1 : fit < c.H ? fit : c.H), turns = (c.H + most - 1) / most;
+    return (c.H + turns - 1) / turns;
+}
+
