@@ -63,18 +63,42 @@ int la_cuda_ordinal_of(const void *data)
     return is.type == cudaMemoryTypeDevice || is.type == cudaMemoryTypeManaged ? is.device : -1;
 }
 
-/* The caller's device for as long as this lives. */
+/* Has this process a context on a device? To go back to one without would make it, and take hundreds of
+ * megabytes there. */
+static bool is_active(int ordinal)
+{
+    typedef int (*get_state)(int device, unsigned *flags, int *active);
+    void *found = NULL;
+    cudaDriverEntryPointQueryResult how;
+    unsigned flags;
+    int active = 0;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(
+        "cuDevicePrimaryCtxGetState", &found, 12000, cudaEnableDefault, &how);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &found, cudaEnableDefault, &how);
+#endif
+    if (error != cudaSuccess || !found) return true; /* as if it had one */
+    return ((get_state)found)(ordinal, &flags, &active) != 0 || active;
+}
+
+/* The caller's device for as long as this lives. What a first call makes, a pool and kernels that come to
+ * the device when they are first used, may be made while the caller captures a graph. */
 struct on_device {
-    int before = -1;
+    int before = -1, now;
     cudaError_t error;
-    explicit on_device(int ordinal)
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    explicit on_device(int ordinal) : now(ordinal)
     {
         error = cudaGetDevice(&before);
         if (error == cudaSuccess && before != ordinal) error = cudaSetDevice(ordinal);
+        if (error == cudaSuccess) error = cudaThreadExchangeStreamCaptureMode(&mode);
     }
     ~on_device()
     {
-        if (before >= 0) cudaSetDevice(before);
+        if (before >= 0 && before != now && is_active(before)) cudaSetDevice(before);
+        if (error == cudaSuccess) cudaThreadExchangeStreamCaptureMode(&mode);
     }
 };
 
