@@ -6,11 +6,11 @@
 #ifndef LINATTN_CUDA_H
 #define LINATTN_CUDA_H
 
-#include "../linattn.h"
-
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+#include "../linattn.h"
 
 /* Why no device can be used, in words; NULL if one can. The string lives as long as the process. */
 const char *la_cuda_why_not(void);

@@ -346,7 +346,7 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
 {
     on_device here(p->ordinal);
     if (here.error != cudaSuccess) return say(p, here.error);
-    if (p->N * p->HV == 0) return LA_OK;
+    if (la_writes_nothing(p) || p->N == 0) return LA_OK;
     if (p->T > INT_MAX || p->N > INT_MAX || p->HV > INT_MAX || p->N * p->HV > INT_MAX / 8) {
         snprintf(p->message, sizeof p->message,
                  "q: expected T < 2^31 and N * HV <= 2^28 on CUDA, got T = %lld, N * HV = %lld",
@@ -440,7 +440,8 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
 la_status la_cuda_backward(la_problem *p)
 {
     const la_array *dg = &p->array[LA_DG];
-    if (p->N == 0 && p->decay == LA_HEAD && p->HV) { /* a sum over nothing */
+    const bool none = p->N == 0 || (!p->tokens && !p->array[LA_S0].given);
+    if (none && p->decay == LA_HEAD) { /* a sum over nothing */
         on_device here(p->ordinal);
         const size_t bytes = (size_t)p->HV * (dg->dtype == LA_F64 ? 8 : dg->dtype == LA_F32 ? 4 : 2);
         return say(p, here.error != cudaSuccess
