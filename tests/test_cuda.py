@@ -7,6 +7,8 @@ skipped by name elsewhere.
 import itertools
 import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 
@@ -981,6 +983,105 @@ def test_a_long_sequence_token_by_token(op):
     judge(op, x, o, "token by token")
 
 
+@pytest.mark.parametrize("gate", ["equal", "random"])
+@pytest.mark.parametrize("op", ["retention", "simple_gla", "gated_delta_rule"])
+def test_65536_tokens_one_by_one(op, gate):
+    """A decay near 1 pays back what the one before it was rounded by. What is left is the state's
+    own roundings, one a token and each up to 2^-24, as a random walk."""
+    T, K = 2**16, 64
+    rng = np.random.default_rng(11)
+    q, k, v = (rng.standard_normal((1, T, 1, K)) for _ in range(3))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    x = {"q": q, "k": k, "v": v}
+    if op == "retention":
+        x["gamma"] = np.array([1 - 2.0**-17])
+    else:
+        x["g"] = np.full((1, T, 1), -1e-5) if gate == "equal" else rng.uniform(-2e-5, 0, (1, T, 1))
+    if "delta" in op:
+        x["beta"] = rng.uniform(0, 1, (1, T, 1))
+    x = {name: a.astype(np.float32) for name, a in x.items()}
+    exact, final = getattr(linattn, op)(**{name: a.astype(np.float64) for name, a in x.items()},
+                                        output_final_state=True)
+    o, state = getattr(linattn, op)(**over_arrays(to_gpu, x), output_final_state=True)
+    most = np.sqrt(T / 3) * 2**-24
+    for got, want in ((o, exact), (state, final)):
+        error = to_host(got).astype(np.float64) - want
+        assert np.sqrt(np.mean(error**2) / np.mean(want**2)) < most
+
+
+COLD = """
+import warnings
+warnings.simplefilter("ignore")
+import numpy as np, torch, linattn
+from linattn.testing import make_inputs, make_output_gradients
+op, face, dtype = {op!r}, {face!r}, {dtype!r}
+rng = np.random.default_rng(0)
+x = make_inputs(op, rng, B=2, T=200, H=2, HV=2, K=64, V=64, dtype=np.float32)
+if face == "backward":
+    x |= {{"do": make_output_gradients(op, rng, x)["do"]}}
+if face == "step":
+    names = ("q", "k", "v", "g", "beta")
+    x = {{name: a[:, 0] if name in names else a for name, a in x.items()}}
+x = {{name: torch.from_numpy(np.ascontiguousarray(a)).cuda() for name, a in x.items()}}
+x = {{name: a if name in ("gamma", "slopes") else a.to(getattr(torch, dtype))
+     for name, a in x.items()}}
+def call():
+    if face == "step":
+        S = torch.zeros(2, 2, 64, 64, device="cuda")
+        state = (S, torch.zeros(2, 2, 64, device="cuda")) if op == "linear_attention" else S
+        return getattr(linattn, op + "_step")(**x, state=state)
+    if face == "backward":
+        return getattr(linattn, op + "_backward")(**x).dv
+    return getattr(linattn, op)(**x)[0]
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    captured = call()
+graph.replay()
+torch.cuda.synchronize()
+warm = call()
+print(torch.equal(captured, warm))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@faces
+@pytest.mark.parametrize("op", ["linear_attention", "retention", "gated_delta_rule", "kda"])
+def test_a_cold_first_call_inside_a_capture(op, face, dtype):
+    """In a process where nothing of ours has run: the pool and the kernels are not there yet."""
+    done = subprocess.run([sys.executable, "-c", COLD.format(op=op, face=face, dtype=dtype)],
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1] == "True"
+
+
+def test_two_threads_and_two_shapes_of_one_kernel():
+    """A launch's shared memory was once allowed for each launch, and two threads took it from one
+    another: 10,000 calls of 8 and of 96 heads."""
+    problems = [problem("gated_delta_rule", B=1, T=128, H=H, HV=H, K=128, V=128) for H in (8, 96)]
+    wants = [run("gated_delta_rule", x) for x in problems]
+    wrong = []
+
+    def work(x, want):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for i in range(5000):
+                    got = linattn.gated_delta_rule(**x)[0]
+                    if i % 500 == 0:
+                        torch.cuda.current_stream().synchronize()
+                        assert_same_bits([got], want[:1])
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=pair)
+               for pair in zip(problems, wants, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
 @pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule"])
 def test_more_than_65535_heads(op):
     """A launch has at most 65,535 blocks along its second and third axis."""
@@ -1053,6 +1154,35 @@ def test_gradients_in_turns(op):
         axis = 2 if a.shape[1] == T else 1
         for head in (0, 24, 25, heads - 1):
             assert_same_bits([a.narrow(axis, head, 1)], [b])
+    linattn.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule", "gla", "kda"])
+def test_a_forward_pass_in_turns(op):
+    """Scratch of more than 4 GiB is not taken by a forward pass either: KDA of 32 heads and a
+    million tokens took 34 GiB."""
+    if torch.cuda.mem_get_info()[0] < 48 << 30:
+        pytest.skip("less than 48 GiB of the GPU's memory are free")
+    heads, T = 16, 2**19
+    small = problem(op, B=1, T=T, H=1, HV=1, K=128, V=128)
+    del small["initial_state"]
+    x = heads_of(small, heads)
+    want = run(op, small)
+    torch.cuda.synchronize()
+    linattn.cuda.empty_cache()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    ours = torch.cuda.memory_reserved()
+    got = run(op, x)
+    torch.cuda.synchronize()
+    taken = free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - ours)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        assert taken <= (4 << 30) + (256 << 20)
+    for a, b in zip(got, want, strict=True):
+        axis = 2 if a.shape[1] == T else 1
+        for head in (0, 7, heads - 1):
+            distant = distance(a.narrow(axis, head, 1), b)  # few heads go in other segments
+            assert distant < APART["bfloat16"]
     linattn.cuda.empty_cache()
 
 
