@@ -316,11 +316,12 @@ LA_FN lane lane_paid_back(lane a, lane rest, lane *owed)
     return paid;
 }
 
-/* load_decay for a walk token by token; owed: one number, or one per key. */
+/* load_decay for a walk token by token; owed: one number, or one per key. A step knows of no other
+ * token, and has the same bits wherever its state lies. */
 LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t, real *a,
                                 real *owed, const la_decay decay)
 {
-    if (decay == LA_NONE || p->gate == LA_DECAY) {
+    if (decay == LA_NONE || p->gate == LA_DECAY || p->face == LA_STEP) {
         load_decay(p, u, t, a, decay);
     } else if (decay == LA_TOKEN) {
         real rest[LANES] __attribute__((aligned(LA_LANE_BYTES)));
