@@ -218,11 +218,10 @@ static bool may_be_number(const la_problem *p, la_name name, PyObject *object)
             (PyLong_Check(object) && !PyBool_Check(object)));
 }
 
-/* Subclasses (memmap, matrix) are fine; a masked array's mask would be ignored. */
+/* Of a subclass: memmap and matrix are fine; a masked array's mask would be ignored. */
 static bool is_masked(PyObject *object)
 {
-    return !PyArray_CheckExact(object) && PyObject_HasAttrString(object, "mask") &&
-           PyObject_HasAttrString(object, "filled");
+    return PyObject_HasAttrString(object, "mask") && PyObject_HasAttrString(object, "filled");
 }
 
 static int refuse_numpy_strides(const char *label, const char *expected, PyArrayObject *x)
@@ -449,7 +448,8 @@ static int take_foreign(la_call *c, la_name name, PyObject *object, bool in_plac
 static int take(la_call *c, la_name name, PyObject *object, bool in_place)
 {
     if (object == Py_None) return 0;
-    if (PyArray_Check(object) && !is_masked(object)) {
+    if (PyArray_Check(object) && !PyArray_CheckExact(object)) c->ran_python = true;
+    if (PyArray_CheckExact(object) || (PyArray_Check(object) && !is_masked(object))) {
         Py_INCREF(object);
         return take_numpy(c, name, object, in_place);
     }
@@ -492,6 +492,7 @@ int la_take_state(la_call *c, la_name S, la_name z, PyObject *object, bool in_pl
                      what, (PyObject *)Py_TYPE(object));
         return -1;
     }
+    c->ran_python = c->ran_python || !(PyTuple_CheckExact(object) || PyList_CheckExact(object));
     if (PySequence_Size(object) != 2) {
         PyErr_Format(PyExc_ValueError, "%s: expected the pair (S, z), got %zd items", what,
                      PySequence_Size(object));
@@ -667,6 +668,7 @@ int la_allocate(la_call *c, la_name name, la_dtype dtype)
     int64_t shape[LA_MAX_DIMS];
     const int ndim = la_shape_of(&c->p, name, shape);
     int failed = 0;
+    c->ran_python = c->ran_python || c->kind == LA_CUPY || c->kind == LA_EXPORTED;
     switch (c->kind) {
     case LA_NUMPY: failed = allocate_numpy(c, name, dtype, ndim, shape); break;
     case LA_EXCHANGE: failed = allocate_exchange(c, name, dtype, ndim, shape); break;

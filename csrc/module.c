@@ -215,7 +215,7 @@ static bool interrupted(void *state)
 /* The last Python that runs before the core looks at an array. */
 static int settle(la_call *c, int level)
 {
-    if (la_still_there(c)) return -1;
+    if ((c->bound || c->ran_python) && la_still_there(c)) return -1;
     return c->p.device == LA_CPU ? warn_of_growth(c, level) : 0;
 }
 

@@ -247,7 +247,25 @@ static int view_tensor(la_view *x, const dl_tensor *t, const char *label)
 typedef struct {
     const dl_exchange *table; /* NULL: the type has none */
     PyObject *is_neg;         /* the method, None if it has none; borrowed */
+    bool runs_python;         /* to read an attribute may: a class derived from PyTorch's */
 } exchanger;
+
+static bool is_plain_tensor(PyTypeObject *type)
+{
+    static const char *const plain[][2] = {{"torch", "Tensor"},
+                                           {"torch.nn.parameter", "Parameter"}};
+    PyObject *module = PyObject_GetAttrString((PyObject *)type, "__module__");
+    PyObject *name = PyObject_GetAttrString((PyObject *)type, "__name__");
+    bool yes = false;
+    for (size_t i = 0; i < 2 && module && name; i++)
+        yes = yes || (PyUnicode_Check(module) && PyUnicode_Check(name) &&
+                      !PyUnicode_CompareWithASCIIString(module, plain[i][0]) &&
+                      !PyUnicode_CompareWithASCIIString(name, plain[i][1]));
+    Py_XDECREF(module);
+    Py_XDECREF(name);
+    PyErr_Clear();
+    return yes;
+}
 
 /* Types are few and live long: the first ones are remembered (and kept alive, so that an address
  * says which type it is), the others looked up every time. */
@@ -265,13 +283,14 @@ static exchanger exchange_of(PyObject *object)
         if (one == type) return known[i].has;
         if (!one) break;
     }
-    exchanger has = {NULL, NULL};
+    exchanger has = {NULL, NULL, true};
     PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
     if (capsule) has.table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     Py_XDECREF(capsule);
     PyErr_Clear();
     while (has.table && has.table->version.major != 1) has.table = has.table->older;
-    if (!has.table || !has.table->borrow) return (exchanger){NULL, NULL};
+    if (!has.table || !has.table->borrow) return (exchanger){NULL, NULL, true};
+    has.runs_python = !is_plain_tensor(type);
     has.is_neg = PyObject_GetAttr((PyObject *)type, word_is_neg);
     if (!has.is_neg) {
         PyErr_Clear();
@@ -636,6 +655,7 @@ int la_look(la_call *c, la_name name, PyObject *object, la_view *x)
     memset(x, 0, offsetof(la_view, layout));
     memset(&x->read_only, 0, sizeof *x - offsetof(la_view, read_only));
     const exchanger has = exchange_of(object);
+    c->ran_python = c->ran_python || has.runs_python;
     if (has.table) return view_exchange(c, name, object, has, x) ? -1 : 1;
     if (PyType_Check(object)) return 0;
     const bool dlpack = PyObject_HasAttrString(object, "__dlpack__") &&
