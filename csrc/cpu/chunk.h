@@ -116,8 +116,9 @@ LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int6
     }
     for (int64_t x = 0; x < kp; x += LANES) {
         const lane log = lanes_in(a + x)[0];
+        lane rest;
         lanes_of(c->log + x)[0] = i ? lanes_in(c->log + x)[0] + log : log;
-        lanes_of(a + x)[0] = lane_exp(log);
+        lanes_of(a + x)[0] = lane_decay(log, &rest);
     }
     for (int64_t x = p->K; x < kp; x++) a[x] = 0;
 }
@@ -131,10 +132,9 @@ LA_FN void settle_whole(chunk *c, const la_problem *p, real *owed, const la_deca
         for (int64_t x = 0; x < c->kp; x++) c->whole[x] = paid_back(c->product[x], owed + x);
     } else if (decay == LA_KEY) {
         for (int64_t x = 0; x < c->kp; x += LANES) {
-            lane less;
-            const lane power = lane_exp_in_two(lanes_in(c->log + x)[0], &less), sum = power + less;
-            lanes_of(c->whole + x)[0] =
-                lane_paid_back(sum, less - (sum - power), lanes_of(owed + x));
+            lane rest;
+            const lane rounded = lane_decay(lanes_in(c->log + x)[0], &rest);
+            lanes_of(c->whole + x)[0] = lane_paid_back(rounded, rest, lanes_of(owed + x));
         }
     }
 }

@@ -164,3 +164,13 @@ LA_FN lane lane_exp_in_two(lane x, lane *rest)
     *rest = pick(x > zero, zero, lane_times_power(less_one, n));
     return pick(x > zero, lane_times_power(1 + less_one, n), lane_times_power(1 - zero, n));
 }
+
+/* A decay, exp(x), and what its rounding took. Every decay is made here: written as lane_exp, the compiler
+ * would join its last product and sum in some places and not in others, and bits would differ. */
+LA_FN lane lane_decay(lane x, lane *rest)
+{
+    lane less;
+    const lane power = lane_exp_in_two(x, &less), sum = power + less;
+    *rest = less - (sum - power);
+    return sum;
+}

@@ -264,17 +264,12 @@ LA_FN void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64_t
     const la_array *g = &p->array[LA_G];
     for (int64_t i = 0; i < n; i++) a[i] = load_element(at(g, u->b, t + i, u->hv), g->dtype);
     for (int64_t i = n; i < padded(n); i++) a[i] = 0;
-    for (int64_t i = 0; i < n && rest; i += LANES) lanes_of(rest + i)[0] = (lane){0};
-    for (int64_t i = 0; i < n && p->gate != LA_DECAY; i += LANES) {
-        const lane x = p->gate == LA_SLOPE ? -lanes_in(a + i)[0] : lanes_in(a + i)[0];
-        if (!rest) {
-            lanes_of(a + i)[0] = lane_exp(x);
-            continue;
-        }
-        lane less;
-        const lane power = lane_exp_in_two(x, &less), sum = power + less;
-        lanes_of(a + i)[0] = sum;
-        lanes_of(rest + i)[0] = less - (sum - power);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const lane x = lanes_in(a + i)[0];
+        lane less = {0};
+        if (p->gate != LA_DECAY)
+            lanes_of(a + i)[0] = lane_decay(p->gate == LA_SLOPE ? -x : x, &less);
+        if (rest) lanes_of(rest + i)[0] = less;
     }
 }
 
@@ -285,7 +280,9 @@ LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
     if (decay == LA_KEY) {
         load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
         if (p->gate == LA_DECAY) return;
-        for (int64_t i = 0; i < p->K; i += LANES) lanes_of(a + i)[0] = lane_exp(lanes_in(a + i)[0]);
+        lane less;
+        for (int64_t i = 0; i < p->K; i += LANES)
+            lanes_of(a + i)[0] = lane_decay(lanes_in(a + i)[0], &less);
         for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
     } else if (decay != LA_NONE) {
         load_decays(p, u, t, 1, a, NULL);
@@ -331,9 +328,9 @@ LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t
         const la_array *g = &p->array[LA_G];
         load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
         for (int64_t i = 0; i < p->K; i += LANES) {
-            lane less;
-            const lane power = lane_exp_in_two(lanes_in(a + i)[0], &less), sum = power + less;
-            lanes_of(a + i)[0] = lane_paid_back(sum, less - (sum - power), lanes_of(owed + i));
+            lane rest;
+            const lane rounded = lane_decay(lanes_in(a + i)[0], &rest);
+            lanes_of(a + i)[0] = lane_paid_back(rounded, rest, lanes_of(owed + i));
         }
         for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
     }
