@@ -102,30 +102,6 @@ struct on_device {
     }
 };
 
-/* ---- memory in stream order ---- */
-
-enum { MOST_DEVICES = 64 };
-
-/* A pool of our own per device: what is given back stays with it for the next call, where CUDA's
- * default pool would return it to the system whenever the host waits. */
-static cudaMemPool_t pools[MOST_DEVICES];
-
-static cudaError_t pool_of(int ordinal, cudaMemPool_t *pool)
-{
-    if (ordinal < 0 || ordinal >= MOST_DEVICES) return cudaErrorInvalidDevice;
-    cudaMemPool_t found = __atomic_load_n(&pools[ordinal], __ATOMIC_ACQUIRE);
-    if (!found) {
-        cudaMemPoolProps props = {};
-        props.allocType = cudaMemAllocationTypePinned;
-        props.location.type = cudaMemLocationTypeDevice;
-        props.location.id = ordinal;
-        cudaError_t error = cudaMemPoolCreate(&found, &props);
-        if (error != cudaSuccess) return error;
-        uint64_t keep = UINT64_MAX;
-        error = cudaMemPoolSetAttribute(found, cudaMemPoolAttrReleaseThreshold, &keep);
-        cudaMemPool_t none = NULL;
-        if (error != cudaSuccess || !__atomic_compare_exchange_n(&pools[ordinal], &none, found, false,
-                                                                 __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
 /* ---- what kernels may have ---- */
 
 /* Kernels that have been given all their shared memory, and on which devices: found by their address. There
@@ -162,6 +138,30 @@ cudaError_t allow_shared_memory(const void *kernel)
     return error;
 }
 
+/* ---- memory in stream order ---- */
+
+enum { MOST_DEVICES = 64 };
+
+/* A pool of our own per device: what is given back stays with it for the next call, where CUDA's
+ * default pool would return it to the system whenever the host waits. */
+static cudaMemPool_t pools[MOST_DEVICES];
+
+static cudaError_t pool_of(int ordinal, cudaMemPool_t *pool)
+{
+    if (ordinal < 0 || ordinal >= MOST_DEVICES) return cudaErrorInvalidDevice;
+    cudaMemPool_t found = __atomic_load_n(&pools[ordinal], __ATOMIC_ACQUIRE);
+    if (!found) {
+        cudaMemPoolProps props = {};
+        props.allocType = cudaMemAllocationTypePinned;
+        props.location.type = cudaMemLocationTypeDevice;
+        props.location.id = ordinal;
+        cudaError_t error = cudaMemPoolCreate(&found, &props);
+        if (error != cudaSuccess) return error;
+        uint64_t keep = UINT64_MAX;
+        error = cudaMemPoolSetAttribute(found, cudaMemPoolAttrReleaseThreshold, &keep);
+        cudaMemPool_t none = NULL;
+        if (error != cudaSuccess || !__atomic_compare_exchange_n(&pools[ordinal], &none, found, false,
+                                                                 __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
             cudaMemPoolDestroy(found); /* another thread was first, or it is of no use */
             if (error != cudaSuccess) return error;
             found = none;

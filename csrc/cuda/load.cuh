@@ -250,7 +250,6 @@ __device__ __forceinline__ void key_gradient(const call &c, int map, real (&x)[N
     for (int j = 0; j < N; j++) dx[j] = factor * (dx[j] - x[j] * along);
 }
 
-#endif
 /* ---- some of the heads, where scratch for all would be too much ---- */
 
 /* Views of element i of an axis on. */
@@ -283,3 +282,4 @@ static inline int heads_at_once(const call &c, int64_t each)
     return (c.H + turns - 1) / turns;
 }
 
+#endif
