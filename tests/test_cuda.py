@@ -986,8 +986,8 @@ def test_a_long_sequence_token_by_token(op):
 @pytest.mark.parametrize("gate", ["equal", "random"])
 @pytest.mark.parametrize("op", ["retention", "simple_gla", "gated_delta_rule"])
 def test_65536_tokens_one_by_one(op, gate):
-    """The state's own roundings, one a token and each up to 2^-24, are a random walk. So are those
-    of decays that differ. Equal decays are rounded to one side, up to 2^-25 of each: see README."""
+    """The state's own roundings, one a token and each up to 2^-24, are a random walk. Those of
+    decays may go to one side, by up to 2^-25 of each: README says what comes of it."""
     T, K = 2**16, 64
     rng = np.random.default_rng(11)
     q, k, v = (rng.standard_normal((1, T, 1, K)) for _ in range(3))
@@ -1003,7 +1003,7 @@ def test_65536_tokens_one_by_one(op, gate):
     exact, final = getattr(linattn, op)(**{name: a.astype(np.float64) for name, a in x.items()},
                                         output_final_state=True)
     o, state = getattr(linattn, op)(**over_arrays(to_gpu, x), output_final_state=True)
-    most = T * 2**-25 if op == "simple_gla" and gate == "equal" else np.sqrt(T / 3) * 2**-24
+    most = T * 2**-25 if op == "simple_gla" else np.sqrt(T / 3) * 2**-24
     for got, want in ((o, exact), (state, final)):
         error = to_host(got).astype(np.float64) - want
         assert np.sqrt(np.mean(error**2) / np.mean(want**2)) < most
