@@ -566,8 +566,8 @@ la_status la_check_output(la_problem *p, la_name name) { return check_array(p, n
 bool la_writes_nothing(const la_problem *p)
 {
     if (p->tokens) return false;
-    if (p->face == LA_BACKWARD) return p->decay != LA_HEAD && !p->array[LA_S0].given;
-    return p->face == LA_STEP || !p->want_final;
+    if (p->face == LA_BACKWARD) return p->decay != LA_HEAD && !(p->N && p->array[LA_S0].given);
+    return p->face == LA_STEP || !(p->N && p->want_final);
 }
 
 /* Two rows of one state would change it at once. Those that are equal modulo SEEN meet in a bit, and

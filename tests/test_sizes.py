@@ -42,6 +42,16 @@ if d.dg is not None and "g" not in more:
     python(code, timeout=20)
 
 
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_final_states_of_an_empty_batch(op):
+    """No sequence, so no state either, however large each would be."""
+    python(f"""{BEFORE}
+q = np.empty((0, 2**40, 1, 2**20), "f")
+_, state = linattn.{op}(q, q, q, **gates("{op}", q.shape, 2**20), output_final_state=True)
+assert (state[0] if isinstance(state, tuple) else state).shape == (0, 1, 2**20, 2**20)
+""", timeout=20)
+
+
 @pytest.mark.parametrize("torch", [False, True])
 def test_a_final_state_that_cannot_be_had(torch):
     if torch:

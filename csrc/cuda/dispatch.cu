@@ -346,7 +346,7 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
 {
     on_device here(p->ordinal);
     if (here.error != cudaSuccess) return say(p, here.error);
-    if (la_writes_nothing(p) || p->N == 0) return LA_OK;
+    if (la_writes_nothing(p)) return LA_OK;
     if (p->T > INT_MAX || p->N > INT_MAX || p->HV > INT_MAX || p->N * p->HV > INT_MAX / 8) {
         snprintf(p->message, sizeof p->message,
                  "q: expected T < 2^31 and N * HV <= 2^28 on CUDA, got T = %lld, N * HV = %lld",
