@@ -299,7 +299,7 @@ static PyObject *numpy_over(const la_array *x)
 /* A bound step asks q's library for the current stream, each time, and no other library. */
 static int refuse_other_streams(const la_call *c, la_name name, const la_view *x, PyObject *object)
 {
-    if (x->kind == c->kind && x->table == c->table && x->kind != LA_EXPORTED) return 0;
+    if (x->library == c->library && x->table == c->table && x->library != LA_EXPORTED) return 0;
     PyErr_Format(PyExc_ValueError,
                  "%s: expected an array of %s, got %R: a bound step cannot know on which stream it "
                  "is",
@@ -313,7 +313,7 @@ static int settle_stream(la_call *c, la_name name, const la_view *x, PyObject *o
 {
     if (la_device_of(x->device) != LA_CUDA) return 0;
     if (c->bound && refuse_other_streams(c, name, x, object)) return -1;
-    if (name == LA_Q && x->kind != LA_CUPY) c->p.stream = x->stream;
+    if (name == LA_Q && x->library != LA_CUPY) c->p.stream = x->stream;
     if (!x->has_stream) c->stream_unknown = true;
     if (!x->has_stream || x->stream == c->p.stream) return 0;
     for (int i = 0; i < c->others; i++)
@@ -366,12 +366,12 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
     const la_device device = la_device_of(x->device);
     if (name == LA_Q) {
         c->like = object;
-        c->kind = x->kind;
+        c->library = x->library;
         c->table = x->table;
-        if (x->kind == LA_EXPORTED && device == LA_CPU) { /* NumPy's, if its library takes none */
+        if (x->library == LA_EXPORTED && device == LA_CPU) { /* NumPy's, if its library takes none */
             void *imports;
             if (la_ask_helper("_imports", object, 0, &imports)) return la_name_error(label);
-            if (!imports) c->kind = LA_NUMPY;
+            if (!imports) c->library = LA_NUMPY;
         }
     }
     if (settle_stream(c, name, x, object)) return -1;
@@ -668,8 +668,8 @@ int la_allocate(la_call *c, la_name name, la_dtype dtype)
     int64_t shape[LA_MAX_DIMS];
     const int ndim = la_shape_of(&c->p, name, shape);
     int failed = 0;
-    c->ran_python = c->ran_python || c->kind == LA_CUPY || c->kind == LA_EXPORTED;
-    switch (c->kind) {
+    c->ran_python = c->ran_python || c->library == LA_CUPY || c->library == LA_EXPORTED;
+    switch (c->library) {
     case LA_NUMPY: failed = allocate_numpy(c, name, dtype, ndim, shape); break;
     case LA_EXCHANGE: failed = allocate_exchange(c, name, dtype, ndim, shape); break;
     case LA_CUPY: failed = allocate_cupy(c, name, dtype, ndim, shape); break;
@@ -701,7 +701,7 @@ static PyObject *hand_over(const la_call *c, PyObject *object)
 PyObject *la_result(la_call *c, la_name name)
 {
     PyObject *x = name == LA_O && c->out ? c->out : c->object[name] ? c->object[name] : Py_None;
-    if (c->kind == LA_EXPORTED) return hand_over(c, x);
+    if (c->library == LA_EXPORTED) return hand_over(c, x);
     Py_INCREF(x);
     return x;
 }
@@ -829,7 +829,7 @@ int la_current_stream(la_call *c)
 {
     if (c->p.device == LA_CPU) return 0;
     const int failed =
-        c->kind == LA_CUPY
+        c->library == LA_CUPY
             ? la_ask_helper("_cupy_stream", c->object[LA_Q], c->p.ordinal, &c->p.stream)
             : c->table->current_stream(DL_CUDA, c->p.ordinal, &c->p.stream);
     return failed ? la_name_error("q") : 0;

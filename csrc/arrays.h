@@ -24,7 +24,7 @@ typedef enum {
     LA_EXCHANGE, /* through the type's exchange table (PyTorch) */
     LA_CUPY,
     LA_EXPORTED, /* our own memory, handed to its library (JAX, Numba) */
-} la_kind;
+} la_library;
 
 /* Where an array lies: what the user gave, also where the core reads a copy. */
 typedef struct {
@@ -42,8 +42,8 @@ typedef struct {
     const struct dl_exchange *lender[LA_ARRAYS]; /* whose table says where it lies; NULL: NumPy */
     PyObject *like;                              /* q; the user's call owns it */
     PyObject *out;                               /* out as given; likewise */
-    la_kind kind;
-    const struct dl_exchange *table; /* of q's type, if kind is LA_EXCHANGE */
+    la_library library;
+    const struct dl_exchange *table; /* of q's type, if library is LA_EXCHANGE */
     int gradients;                   /* 1: PyTorch records them; -1: it does not; 0: not asked */
     bool stream_unknown;             /* CUDA: some owner's stream is not known */
     int others;                      /* CUDA: streams of inputs that are not q's */

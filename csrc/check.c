@@ -11,25 +11,19 @@
 
 /* ---- the table, as data ---- */
 
-static const struct {
-    la_decay decay;
-    la_rule rule;
-    bool normaliser;
-} table[LA_OPS] = {
-#define PLAIN 0
-#define NORMALISER 1
-#define LA_VARIANT(name, decay, rule, z) {LA_##decay, LA_##rule, z},
+const la_variant la_variants[LA_OPS] = {
+#define PLAIN false
+#define NORMALISER true
+#define LA_VARIANT(name, decay, rule, z) {#name, LA_##decay, LA_##rule, LA_##decay##_##rule, z},
 #include "variants.def"
-#undef LA_VARIANT
 #undef PLAIN
 #undef NORMALISER
 };
 
-const char *const la_op_names[LA_OPS] = {
-#define LA_VARIANT(name, decay, rule, z) #name,
-#include "variants.def"
-#undef LA_VARIANT
-};
+const char *const la_decay_names[LA_DECAYS] = {
+    [LA_NONE] = "none", [LA_HEAD] = "head", [LA_TOKEN] = "token", [LA_KEY] = "key"};
+
+const char *const la_rule_names[LA_RULES] = {[LA_ADDITIVE] = "additive", [LA_DELTA] = "delta"};
 
 const char *const la_dtype_names[LA_DTYPES] = {
     [LA_F64] = "float64",   [LA_F32] = "float32", [LA_F16] = "float16",
@@ -491,10 +485,10 @@ static la_status check_options(la_problem *p)
         return complain(p, LA_VALUE_ERROR, "scale: expected a finite number, got %g", p->scale);
     if (!(p->eps >= 0) || isinf(p->eps))
         return complain(p, LA_VALUE_ERROR, "eps: expected a finite number >= 0, got %g", p->eps);
-    if (p->normaliser != LA_UNNORMALISED && !table[p->op].normaliser)
-        return complain(p, LA_VALUE_ERROR, "normalize: %s has no normaliser", la_op_names[p->op]);
+    if (p->normaliser != LA_UNNORMALISED && !la_variants[p->op].normaliser)
+        return complain(p, LA_VALUE_ERROR, "normalize: %s has no normaliser", la_variants[p->op].name);
     if (!p->causal && (p->face == LA_STEP || p->decay != LA_NONE || p->rule != LA_ADDITIVE))
-        return complain(p, LA_VALUE_ERROR, "causal: %s has no non-causal form", la_op_names[p->op]);
+        return complain(p, LA_VALUE_ERROR, "causal: %s has no non-causal form", la_variants[p->op].name);
     return LA_OK;
 }
 
@@ -509,8 +503,9 @@ void la_problem_init(la_problem *p, la_op op, la_face face)
 {
     *p = (la_problem){
         .op = op, .face = face, .causal = true, .eps = 1e-6, .allow_tf32 = la_get_allow_tf32()};
-    p->decay = table[op].decay;
-    p->rule = table[op].rule;
+    p->decay = la_variants[op].decay;
+    p->rule = la_variants[op].rule;
+    p->kind = la_variants[op].kind;
 }
 
 /* K^-1/2 as NumPy rounds it: 1 / sqrt rounds twice, and pow takes 20 ns, so it is kept. */

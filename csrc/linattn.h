@@ -29,7 +29,6 @@ typedef enum { LA_F64, LA_F32, LA_F16, LA_BF16, LA_I64, LA_I32, LA_DTYPES } la_d
 typedef enum {
 #define LA_VARIANT(name, decay, rule, z) LA_OP_##name,
 #include "variants.def"
-#undef LA_VARIANT
     LA_OPS
 } la_op;
 
@@ -38,8 +37,26 @@ typedef enum { LA_FORWARD, LA_STEP, LA_BACKWARD } la_face;
 typedef enum { LA_CHUNK, LA_RECURRENT, LA_PARALLEL } la_mode;
 
 /* HEAD exists for the checker only: the kernels see it as TOKEN with token stride 0. */
-typedef enum { LA_NONE, LA_HEAD, LA_TOKEN, LA_KEY } la_decay;
-typedef enum { LA_ADDITIVE, LA_DELTA } la_rule;
+typedef enum { LA_NONE, LA_HEAD, LA_TOKEN, LA_KEY, LA_DECAYS } la_decay;
+typedef enum { LA_ADDITIVE, LA_DELTA, LA_RULES } la_rule;
+
+/* Which kernels an op has: the rows of kinds.def. Tables of kernels are indexed by this. */
+typedef enum {
+#define LA_KIND(decay, rule) LA_##decay##_##rule,
+#include "kinds.def"
+    LA_KINDS,
+    LA_HEAD_ADDITIVE = LA_TOKEN_ADDITIVE,
+    LA_HEAD_DELTA = LA_TOKEN_DELTA,
+} la_kind;
+
+/* A row of variants.def. */
+typedef struct {
+    const char *name;
+    la_decay decay;
+    la_rule rule;
+    la_kind kind;
+    bool normaliser; /* the op may divide by q'z */
+} la_variant;
 
 /* How a gate is given: its logarithm g, the decay itself (alpha, gamma), or minus the logarithm
  * (slopes). */
@@ -126,6 +143,7 @@ typedef struct la_problem {
     bool one_head; /* 2-D notebook call (1-D for a step): no B, H, HV in any array */
     la_decay decay;
     la_rule rule;
+    la_kind kind;
     la_dtype real;  /* of sums and states: LA_F32, or LA_F64 for float64 inputs */
     int64_t tokens; /* B * T */
 
@@ -136,12 +154,20 @@ typedef struct la_problem {
     char message[LA_MESSAGE];
 } la_problem;
 
-/* The table's names, in its order, and the names of dtypes. */
-extern const char *const la_op_names[LA_OPS];
+/* The table, and the words for its values and for dtypes. */
+extern const la_variant la_variants[LA_OPS];
+extern const char *const la_decay_names[LA_DECAYS];
+extern const char *const la_rule_names[LA_RULES];
 extern const char *const la_dtype_names[LA_DTYPES];
 
 /* What an array is called in this call: `state` in a step, `alpha` for a decay given as such. */
 const char *la_array_name(const la_problem *p, la_name name);
+
+/* The decay as kernels see it: one per head is one per token that is always the same. */
+static inline la_decay la_kernel_decay(const la_problem *p)
+{
+    return p->decay == LA_HEAD ? LA_TOKEN : p->decay;
+}
 
 /* Set every option to its documented default. */
 void la_problem_init(la_problem *p, la_op op, la_face face);

@@ -349,7 +349,7 @@ static PyObject *py_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 static int settle_out(la_call *c, PyObject **made)
 {
     if (c->out) return 0;
-    if (c->kind == LA_EXPORTED) {
+    if (c->library == LA_EXPORTED) {
         PyErr_Format(
             PyExc_ValueError,
             "out: expected an array, got None: a bound step writes it again and again, and "
@@ -569,6 +569,30 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* ---- the tables, for Python ---- */
+
+static PyObject *name_of_op(int op) { return PyUnicode_FromString(la_variants[op].name); }
+
+static PyObject *row_of_op(int op)
+{
+    const la_variant *v = &la_variants[op];
+    return Py_BuildValue("(sssO)", v->name, la_decay_names[v->decay], la_rule_names[v->rule],
+                         v->normaliser ? Py_True : Py_False);
+}
+
+/* A tuple of n rows, as a constant of the module. */
+static int add_table(PyObject *module, const char *name, int n, PyObject *(*row)(int))
+{
+    PyObject *table = PyTuple_New(n);
+    for (int i = 0; table && i < n; i++) {
+        PyObject *one = row(i);
+        if (!one || PyTuple_SetItem(table, i, one)) Py_CLEAR(table);
+    }
+    const int failed = table ? PyModule_AddObjectRef(module, name, table) : -1;
+    Py_XDECREF(table);
+    return failed;
+}
+
 static int module_exec(PyObject *module)
 {
     if (la_arrays_init() || la_bound_init(module)) return -1;
@@ -590,17 +614,8 @@ static int module_exec(PyObject *module)
         PyErr_Format(PyExc_ImportError, "%s: expected 1 to 256 threads, got %s", variable, text);
         return -1;
     }
-    PyObject *names = PyTuple_New(LA_OPS);
-    if (!names) return -1;
-    for (int i = 0; i < LA_OPS; i++) {
-        PyObject *name = PyUnicode_FromString(la_op_names[i]);
-        if (!name || PyTuple_SetItem(names, i, name)) {
-            Py_DECREF(names);
-            return -1;
-        }
-    }
-    int failed = PyModule_AddObjectRef(module, "OPS", names);
-    Py_DECREF(names);
+    int failed = add_table(module, "OPS", LA_OPS, name_of_op) ||
+                 add_table(module, "VARIANTS", LA_OPS, row_of_op);
 #if defined(__clang__)
     failed = failed || PyModule_AddStringConstant(module, "COMPILER", "clang " __clang_version__);
 #else

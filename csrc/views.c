@@ -389,7 +389,7 @@ static int view_exchange(la_call *c, la_name name, PyObject *object, exchanger h
     x->owner = owner_of(c, object);
     if (!x->owner || has.table->borrow(x->owner, &tensor)) return la_name_error(label);
     if (view_tensor(x, &tensor, label) || settle_device(c, name, x->device)) return -1;
-    x->kind = LA_EXCHANGE;
+    x->library = LA_EXCHANGE;
     x->table = has.table;
     if (la_device_of(x->device) == LA_CUDA) {
         x->has_stream = true;
@@ -488,7 +488,7 @@ static int view_dlpack(la_call *c, la_name name, PyObject *object, la_view *x)
         return -1;
     }
     x->read_only = x->read_only || is_of(object, "jax");
-    x->kind = LA_EXPORTED;
+    x->library = LA_EXPORTED;
     if (view_tensor(x, tensor, label)) return -1;
     if (la_device_of(x->device) != la_device_of(device) ||
         (la_device_of(device) == LA_CUDA && x->device.id != device.id)) {
@@ -635,8 +635,8 @@ static int view_interface(la_call *c, la_name name, PyObject *object, PyObject *
 #endif
     }
     if (settle_device(c, name, x->device)) return -1;
-    x->kind = is_of(object, "cupy") ? LA_CUPY : LA_EXPORTED;
-    if (x->kind == LA_CUPY) { /* where its arrays are used next, whatever stream made this one */
+    x->library = is_of(object, "cupy") ? LA_CUPY : LA_EXPORTED;
+    if (x->library == LA_CUPY) { /* where its arrays are used next, whatever stream made this one */
         void *current;
         if (la_ask_helper("_cupy_stream", object, x->device.id, &current))
             return la_name_error(label);

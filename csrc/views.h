@@ -15,7 +15,7 @@ typedef struct {
     bool read_only, copied;
     bool has_stream; /* the owner says on which stream its work is */
     void *stream;
-    la_kind kind;
+    la_library library;
     const dl_exchange *table;
     PyObject *owner; /* what keeps the memory; owned */
 } la_view;

@@ -1,6 +1,6 @@
 """The C core's functions as linattn/ops.py calls them: positions only, None for what is absent."""
 
-from typing import Any, Final, Never, final
+from typing import Any, Final, Literal, Never, final
 
 # An array of any kind: NumPy's, or any with __dlpack__ or __cuda_array_interface__.
 _Array = Any
@@ -8,7 +8,11 @@ _State = Any
 # (map of q, its eps, map of k, its eps, normaliser, eps, causal)
 _Features = tuple[int, float, int, float, int, float, bool]
 
+_Decay = Literal["none", "head", "token", "key"]
+_Rule = Literal["additive", "delta"]
+
 OPS: Final[tuple[str, ...]]
+VARIANTS: Final[tuple[tuple[str, _Decay, _Rule, bool], ...]]  # a row of variants.def each
 COMPILER: Final[str]
 
 @final

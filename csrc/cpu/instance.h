@@ -2,7 +2,7 @@
  *
  * The files that include this say which: LA_INSTANCE (the table's name), LA_ISA (its name for
  * people), LA_LANE_BYTES, LA_REGISTERS, LA_REAL, LA_REAL_BITS, and the compiler's target. A kernel
- * is a function with constant (decay, rule): six pairs (kinds.h), never one per op. */
+ * is a function with constant decay and rule: one per line of kinds.def, never one per op. */
 
 #include <math.h>
 #include <string.h>
@@ -28,7 +28,7 @@
 #include "gather.h"
 
 /* clang-format off */
-#define DEFINE_PAIR(decay, rule) \
+#define LA_KIND(decay, rule) \
     LA_KERNEL walk_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, arena *m) \
     { \
         chunk_forward(p, u, C, m, LA_##decay, LA_##rule); \
@@ -52,7 +52,7 @@
     { \
         scan_backward(p, u, sums, m, LA_##decay, LA_##rule); \
     }
-LA_PAIRS(DEFINE_PAIR)
+#include "../kinds.def"
 
 static const struct {
     void (*walk)(const la_problem *, const la_unit *, int64_t, arena *);
@@ -60,14 +60,12 @@ static const struct {
     void (*step)(const la_problem *, const la_unit *, arena *);
     void (*walk_back)(const la_problem *, const la_unit *, const la_partials *, int64_t, arena *);
     void (*scan_back)(const la_problem *, const la_unit *, const la_partials *, arena *);
-} pairs[4][2] = {
-#define ENTRY(decay, rule) \
-    [LA_##decay][LA_##rule] = {walk_##decay##_##rule, scan_##decay##_##rule, step_##decay##_##rule, walk_back_##decay##_##rule, scan_back_##decay##_##rule},
-    LA_PAIRS(ENTRY)
+} kinds[LA_KINDS] = {
+#define LA_KIND(decay, rule) \
+    [LA_##decay##_##rule] = {walk_##decay##_##rule, scan_##decay##_##rule, step_##decay##_##rule, walk_back_##decay##_##rule, scan_back_##decay##_##rule},
+#include "../kinds.def"
 };
 /* clang-format on */
-
-#define PAIR(p) pairs[kernel_decay(p)][(p)->rule]
 
 /* Tokens per chunk. 16: the products with the state cost the same per token whatever C is, those
  * within the chunk grow with C, and 16 rows already run the tiles at full speed. */
@@ -91,7 +89,7 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_
         scan_take(&f, &m, p);
     } else {
         forward_scratch f;
-        forward_take(&f, &m, p, C, heads, p->V, kernel_decay(p), p->rule);
+        forward_take(&f, &m, p, C, heads, p->V, la_kernel_decay(p), p->rule);
     }
     return m.used;
 }
@@ -101,14 +99,14 @@ static void forward(const la_problem *p, const la_unit *u, void *scratch)
     arena m = {scratch, 0};
     const int64_t C = chunk_tokens(p, u->end - u->begin);
     if (p->causal && p->mode != LA_RECURRENT) {
-        PAIR(p).walk(p, u, C, &m);
+        kinds[p->kind].walk(p, u, C, &m);
         return;
     }
     for (int64_t i = 0; i < u->heads; i++) {
         const la_unit one = head_of(p, u, i);
         m.used = 0;
         if (p->causal)
-            PAIR(p).scan(p, &one, LA_ST, LA_ZT, &m);
+            kinds[p->kind].scan(p, &one, LA_ST, LA_ZT, &m);
         else
             whole_forward(p, &one, C < 64 ? C : 64, &m);
     }
@@ -126,9 +124,9 @@ static void step(const la_problem *p, const la_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
     if (state_in_place(p))
-        PAIR(p).step(p, u, &m);
+        kinds[p->kind].step(p, u, &m);
     else
-        PAIR(p).scan(p, u, LA_S0, LA_Z0, &m);
+        kinds[p->kind].scan(p, u, LA_S0, LA_Z0, &m);
 }
 
 static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)
@@ -144,7 +142,7 @@ static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)
         scan_backward_take(&f, &m, p, longest);
     } else {
         backward_scratch f;
-        backward_take(&f, &m, p, C, longest, columns, kernel_decay(p), p->rule);
+        backward_take(&f, &m, p, C, longest, columns, la_kernel_decay(p), p->rule);
     }
     return m.used;
 }
@@ -156,9 +154,9 @@ static void backward(const la_problem *p, const la_unit *u, const la_partials *s
     if (!p->causal) {
         whole_backward(p, u, sums, C < 64 ? C : 64, &m);
     } else if (p->mode == LA_RECURRENT) {
-        PAIR(p).scan_back(p, u, sums, &m);
+        kinds[p->kind].scan_back(p, u, sums, &m);
     } else {
-        PAIR(p).walk_back(p, u, sums, C, &m);
+        kinds[p->kind].walk_back(p, u, sums, C, &m);
     }
 }
 

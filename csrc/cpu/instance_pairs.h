@@ -50,7 +50,7 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_
 {
     arena m = {NULL, 0};
     forward_scratch f;
-    forward_take(&f, &m, p, chunk_tokens(p, longest), heads, p->V, kernel_decay(p), p->rule);
+    forward_take(&f, &m, p, chunk_tokens(p, longest), heads, p->V, la_kernel_decay(p), p->rule);
     return m.used;
 }
 
@@ -59,7 +59,7 @@ static void forward(const la_problem *p, const la_unit *u, void *scratch)
     arena m = {scratch, 0};
     const int64_t C = chunk_tokens(p, u->end - u->begin);
     pair_products_begin();
-    walks[kernel_decay(p)][p->rule](p, u, C, &m);
+    walks[la_kernel_decay(p)][p->rule](p, u, C, &m);
     pair_products_end();
 }
 

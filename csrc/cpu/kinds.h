@@ -1,17 +1,6 @@
-/* The kinds of kernel, and what they all ask of a problem. */
-
-/* clang-format off */
-/* The six pairs of (decay, rule). HEAD is TOKEN with token stride 0. */
-#define LA_PAIRS(X) \
-    X(NONE, ADDITIVE) X(NONE, DELTA) X(TOKEN, ADDITIVE) X(TOKEN, DELTA) X(KEY, ADDITIVE) X(KEY, DELTA)
-/* clang-format on */
+/* What kernels of every kind (kinds.def) ask of a problem. */
 
 #define LA_KERNEL static __attribute__((noinline)) void
-
-LA_FN la_decay kernel_decay(const la_problem *p)
-{
-    return p->decay == LA_HEAD ? LA_TOKEN : p->decay;
-}
 
 /* The delta rule writes what its state lacks, so that writes of more tokens than there are keys undo one
  * another, and a chunk's sum of them loses digits: with 32 tokens per key the state's error is 8e-7 of

@@ -2,11 +2,9 @@
 typedef float real;
 #include "adjoint.cuh"
 
-const backward_launcher adjoint_f32[4][2] = {
-    {adjoint_any<LA_NONE, LA_ADDITIVE>, adjoint_any<LA_NONE, LA_DELTA>},
-    {NULL, NULL}, /* HEAD is TOKEN */
-    {adjoint_any<LA_TOKEN, LA_ADDITIVE>, adjoint_any<LA_TOKEN, LA_DELTA>},
-    {adjoint_any<LA_KEY, LA_ADDITIVE>, adjoint_any<LA_KEY, LA_DELTA>},
+const backward_launcher adjoint_f32[LA_KINDS] = {
+#define LA_KIND(decay, rule) adjoint_any<LA_##decay, LA_##rule>,
+#include "../kinds.def"
 };
 
 cudaError_t gather_gates(const call &c, const gradients &d, float *da, cudaStream_t stream)

@@ -2,9 +2,7 @@
 typedef double real;
 #include "adjoint.cuh"
 
-const backward_launcher adjoint_f64[4][2] = {
-    {adjoint_any<LA_NONE, LA_ADDITIVE>, adjoint_any<LA_NONE, LA_DELTA>},
-    {NULL, NULL}, /* HEAD is TOKEN */
-    {adjoint_any<LA_TOKEN, LA_ADDITIVE>, adjoint_any<LA_TOKEN, LA_DELTA>},
-    {adjoint_any<LA_KEY, LA_ADDITIVE>, adjoint_any<LA_KEY, LA_DELTA>},
+const backward_launcher adjoint_f64[LA_KINDS] = {
+#define LA_KIND(decay, rule) adjoint_any<LA_##decay, LA_##rule>,
+#include "../kinds.def"
 };

@@ -291,11 +291,6 @@ static gradients gradients_of(const la_problem *p)
     return d;
 }
 
-static la_decay kernel_decay(const la_problem *p)
-{
-    return p->decay == LA_HEAD ? LA_TOKEN : p->decay;
-}
-
 /* ---- gates that lie on the host: HV numbers, or one head's one, carried over by a launch ---- */
 
 enum { CARRIED = 256 };
@@ -368,8 +363,7 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
 
 static cudaError_t token_by_token(const la_problem *p, const call &c)
 {
-    const launcher(&scan)[4][2] = p->real == LA_F64 ? scan_f64 : scan_f32;
-    return scan[kernel_decay(p)][p->rule](c, (cudaStream_t)p->stream);
+    return (p->real == LA_F64 ? scan_f64 : scan_f32)[p->kind](c, (cudaStream_t)p->stream);
 }
 
 /* With fewer keys than this, those of a chunk are nearly parallel, and the delta rule's inverse hands each
@@ -394,7 +388,7 @@ static cudaError_t by_chunks(const la_problem *p, const call &c)
          {chunk_none_wide, NULL, chunk_token_wide, chunk_key_wide}}};
     static_assert(LA_F64 == 0 && LA_F32 == 1 && LA_F16 == 2 && LA_BF16 == 3, "as the rows come");
     const la_dtype dtype = p->array[LA_Q].dtype;
-    const chunk_launcher *const rules = chunk[dtype][p->K > 128][kernel_decay(p)];
+    const chunk_launcher *const rules = chunk[dtype][p->K > 128][la_kernel_decay(p)];
     const bool fits = rules && (dtype != LA_F32 || p->allow_tf32) &&
                       (p->rule == LA_ADDITIVE || p->K >= FEWEST_KEYS);
     cudaMemPool_t pool;
@@ -410,9 +404,8 @@ static cudaError_t one_token(const la_problem *p, const call &c)
 {
     if (p->real == LA_F64 || !(c.s0.stride[2] == 1 || c.s0.stride[3] == 1)) return token_by_token(p, c);
     const bool k_first = c.s0.stride[3] == 1;
-    const la_decay decay = kernel_decay(p);
-    const launcher streamed = (k_first ? stream_kv : stream_vk)[decay][p->rule];
-    const launcher step = (k_first ? step_kv : step_vk)[decay][p->rule];
+    const launcher streamed = (k_first ? stream_kv : stream_vk)[p->kind];
+    const launcher step = (k_first ? step_kv : step_vk)[p->kind];
     const cudaError_t error = streamed(c, (cudaStream_t)p->stream);
     return error == cudaErrorNotSupported ? step(c, (cudaStream_t)p->stream) : error;
 }
@@ -424,8 +417,7 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
 {
     static const backward_launcher *const chunk[4] = {chunk_backward_none, NULL, chunk_backward_token,
                                                       chunk_backward_key};
-    const backward_launcher(&adjoint)[4][2] = p->real == LA_F64 ? adjoint_f64 : adjoint_f32;
-    const la_decay decay = kernel_decay(p);
+    const backward_launcher adjoint = (p->real == LA_F64 ? adjoint_f64 : adjoint_f32)[p->kind];
     const gradients d = gradients_of(p);
     const cudaStream_t stream = (cudaStream_t)p->stream;
     const bool fits = p->array[LA_Q].dtype == LA_BF16 && p->K >= FEWEST_KEYS && p->K <= 128 &&
@@ -433,8 +425,8 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
     cudaMemPool_t pool;
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error != cudaSuccess) return error;
-    error = fits ? chunk[decay][p->rule](c, d, pool, stream) : cudaErrorNotSupported;
-    return error == cudaErrorNotSupported ? adjoint[decay][p->rule](c, d, pool, stream) : error;
+    error = fits ? chunk[la_kernel_decay(p)][p->rule](c, d, pool, stream) : cudaErrorNotSupported;
+    return error == cudaErrorNotSupported ? adjoint(c, d, pool, stream) : error;
 }
 
 la_status la_cuda_backward(la_problem *p)

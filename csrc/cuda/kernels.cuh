@@ -1,22 +1,18 @@
-/* What the kernel files offer to dispatch.cu: a function per (decay, rule) that launches. */
+/* What the kernel files offer to dispatch.cu: a function per kind (kinds.def) that launches. */
 #ifndef LINATTN_CUDA_KERNELS_CUH
 #define LINATTN_CUDA_KERNELS_CUH
 
 #include "call.cuh"
 #include "launch.cuh"
 
-/* The six pairs of (decay, rule). HEAD is TOKEN with token stride 0. */
-#define LA_PAIRS(X) \
-    X(NONE, ADDITIVE) X(NONE, DELTA) X(TOKEN, ADDITIVE) X(TOKEN, DELTA) X(KEY, ADDITIVE) X(KEY, DELTA)
-
 typedef cudaError_t (*launcher)(const call &, cudaStream_t);
 
-extern const launcher scan_f32[4][2], scan_f64[4][2]; /* [decay][rule] */
-extern const launcher step_kv[4][2], step_vk[4][2];   /* by the state's layout; float32 sums */
+extern const launcher scan_f32[LA_KINDS], scan_f64[LA_KINDS];
+extern const launcher step_kv[LA_KINDS], step_vk[LA_KINDS]; /* by the state's layout; float32 sums */
 
 /* Gradients, token by token in reverse; the pool is for states and for what several heads add up. */
 typedef cudaError_t (*backward_launcher)(const call &, const gradients &, cudaMemPool_t, cudaStream_t);
-extern const backward_launcher adjoint_f32[4][2], adjoint_f64[4][2];
+extern const backward_launcher adjoint_f32[LA_KINDS], adjoint_f64[LA_KINDS];
 
 /* The chunk form's, of bf16 arrays with K <= 128 on Hopper; cudaErrorNotSupported, with nothing done,
  * elsewhere and for arrays that its copy engine cannot take. */
@@ -39,7 +35,7 @@ cudaError_t find_denominators(const call &, through_z<float>, cudaStream_t);
 cudaError_t undo_denominators(const call &, const gradients &, through_z<float>, cudaStream_t);
 
 /* The step of many states; cudaErrorNotSupported, with nothing done, where step_* are as good. */
-extern const launcher stream_kv[4][2], stream_vk[4][2];
+extern const launcher stream_kv[LA_KINDS], stream_vk[LA_KINDS];
 
 /* The chunk form by [rule]: of bf16 arrays with K <= 128 and, on Hopper, of float16 ones and of float32 ones
  * that may be rounded, and of bf16 and float16 with K to 256 (wide); the pool is for what one kernel leaves the

@@ -2,9 +2,7 @@
 enum { V_FIRST = 0 };
 #include "step.cuh"
 
-const launcher step_kv[4][2] = {
-    {step_any<LA_NONE, LA_ADDITIVE>, step_any<LA_NONE, LA_DELTA>},
-    {NULL, NULL}, /* HEAD is TOKEN */
-    {step_any<LA_TOKEN, LA_ADDITIVE>, step_any<LA_TOKEN, LA_DELTA>},
-    {step_any<LA_KEY, LA_ADDITIVE>, step_any<LA_KEY, LA_DELTA>},
+const launcher step_kv[LA_KINDS] = {
+#define LA_KIND(decay, rule) step_any<LA_##decay, LA_##rule>,
+#include "../kinds.def"
 };

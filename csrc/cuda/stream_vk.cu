@@ -2,9 +2,7 @@
 enum { V_FIRST = 1 };
 #include "stream.cuh"
 
-const launcher stream_vk[4][2] = {
-    {stream_any<LA_NONE, LA_ADDITIVE>, stream_any<LA_NONE, LA_DELTA>},
-    {NULL, NULL}, /* HEAD is TOKEN */
-    {stream_any<LA_TOKEN, LA_ADDITIVE>, stream_any<LA_TOKEN, LA_DELTA>},
-    {stream_any<LA_KEY, LA_ADDITIVE>, stream_any<LA_KEY, LA_DELTA>},
+const launcher stream_vk[LA_KINDS] = {
+#define LA_KIND(decay, rule) stream_any<LA_##decay, LA_##rule>,
+#include "../kinds.def"
 };

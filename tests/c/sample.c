@@ -277,7 +277,7 @@ void sample_describe(const sample *s)
             "  %s %s %s %s on %s, %d threads: B %lld T %lld H %lld HV %lld K %lld V %lld N %lld"
             "%s%s pool %lld chunk %lld normaliser %d maps %d %d l2norm %d causal %d scale %g "
             "v_first %d%s\n",
-            la_op_names[p->op], faces[p->face], modes[p->mode],
+            la_variants[p->op].name, faces[p->face], modes[p->mode],
             la_dtype_names[p->array[LA_Q].dtype], la_isa(), la_get_num_threads(), (long long)p->B,
             (long long)p->T, (long long)p->H, (long long)p->HV, (long long)p->K, (long long)p->V,
             (long long)p->N, p->one_head ? " one head" : "", p->array[LA_CU].given ? " packed" : "",
