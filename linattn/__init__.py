@@ -18,11 +18,14 @@ from linattn.config import (
 )
 from linattn.features import FeatureMap
 from linattn.ops import *  # noqa: F403 (its __all__ names the ops)
+from linattn.variants import VARIANTS, Variant
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "VARIANTS",
     "FeatureMap",
+    "Variant",
     "cuda",
     "get_float32_precision",
     "get_num_threads",
