@@ -28,18 +28,6 @@ void la_call_release(la_call *c)
     }
 }
 
-int la_raise(const la_call *c, la_status status)
-{
-    if (status == LA_OK) return 0;
-    PyErr_SetString(status == LA_TYPE_ERROR      ? PyExc_TypeError
-                    : status == LA_VALUE_ERROR   ? PyExc_ValueError
-                    : status == LA_MEMORY_ERROR  ? PyExc_MemoryError
-                    : status == LA_RUNTIME_ERROR ? PyExc_RuntimeError
-                                                 : PyExc_NotImplementedError,
-                    c->p.message);
-    return -1;
-}
-
 /* ---- dtypes ---- */
 
 /* NumPy knows bfloat16 only as ml_dtypes' own type, whose number is given at run time. An array
@@ -91,13 +79,6 @@ static int number_of(la_dtype dtype)
 }
 
 /* ---- what all kinds share ---- */
-
-/* The kernels walk these rows with unit stride; the rest may lie anywhere. */
-static bool has_rows(const la_problem *p, la_name name)
-{
-    if (name == LA_G || name == LA_DG) return p->decay == LA_KEY;
-    return name != LA_BETA && name != LA_DBETA && name != LA_CU && name != LA_SLOT;
-}
 
 #define IN_PLACE \
     "an aligned array in native byte order whose innermost axis is contiguous (it is written in " \
@@ -213,7 +194,7 @@ static la_span span_of_numpy(PyArrayObject *x)
 /* A gate or beta of one head and one token is a number. */
 static bool may_be_number(const la_problem *p, la_name name, PyObject *object)
 {
-    return p->face == LA_STEP && (name == LA_G || name == LA_BETA) &&
+    return p->face == LA_STEP && la_array_rows[name].dtype == LA_DTYPE_FLOAT &&
            (PyFloat_Check(object) || PyArray_CheckScalar(object) ||
             (PyLong_Check(object) && !PyBool_Check(object)));
 }
@@ -252,7 +233,7 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
         for (int i = 0; i < PyArray_NDIM(x); i++) shape[i] = PyArray_DIM(x, i);
         return refuse_dims(c, name, PyArray_NDIM(x), shape);
     }
-    if (!strides_fit(x, in_place || has_rows(&c->p, name))) {
+    if (!strides_fit(x, in_place || la_has_rows(&c->p, name))) {
         label = la_array_name(&c->p, name);
         if (in_place) return refuse_numpy_strides(label, IN_PLACE, x);
         if (c->p.face == LA_STEP) return refuse_numpy_strides(label, NO_COPIES, x);
@@ -403,7 +384,7 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
                      (PyObject *)Py_TYPE(object));
         return -1;
     }
-    const bool fits = view_fits(a, in_place || has_rows(&c->p, name));
+    const bool fits = view_fits(a, in_place || la_has_rows(&c->p, name));
     if (in_place && !fits) return la_refuse_strides(label, IN_PLACE, a->ndim, a->stride, size);
     if (in_place && overlaps_itself(a))
         return la_refuse_strides(label, "every element in a place of its own", a->ndim, a->stride,
@@ -472,40 +453,44 @@ static int take(la_call *c, la_name name, PyObject *object, bool in_place)
     return take_foreign(c, name, object, in_place);
 }
 
-int la_take(la_call *c, la_name name, PyObject *object) { return take(c, name, object, false); }
-
-int la_take_in_place(la_call *c, la_name name, PyObject *object)
+int la_take(la_call *c, la_name name, PyObject *object)
 {
+    const bool in_place = la_in(la_written[c->p.face], name);
     if (name == LA_O && object != Py_None) c->out = object;
-    return take(c, name, object, true);
+    return take(c, name, object, in_place);
 }
 
-int la_take_state(la_call *c, la_name S, la_name z, PyObject *object, bool in_place)
+/* z is the line behind S's in arrays.def. */
+_Static_assert(LA_Z0 == LA_S0 + 1 && LA_ZT == LA_ST + 1 && LA_DZ0 == LA_DS0 + 1 &&
+                   LA_DZT == LA_DST + 1,
+               "z follows S");
+static la_name z_of(la_name S) { return (la_name)(S + 1); }
+
+int la_take_state(la_call *c, la_name S, PyObject *object)
 {
-    if (object == Py_None || c->p.normaliser == LA_UNNORMALISED)
-        return take(c, S, object, in_place);
-    const char *what = c->p.face == LA_STEP ? "state"
-                       : S == LA_S0         ? "initial_state"
-                                            : "d_final_state";
+    if (object == Py_None || c->p.normaliser == LA_UNNORMALISED) return la_take(c, S, object);
+    const la_array_row *row = &la_array_rows[S];
+    const char *label =
+        c->p.face == LA_STEP && row->role == LA_STATE ? "state" : row->label[0];
     if (!PyTuple_Check(object) && !PyList_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s: expected the pair (S, z) of a normalised op, got %R",
-                     what, (PyObject *)Py_TYPE(object));
+                     label, (PyObject *)Py_TYPE(object));
         return -1;
     }
     c->ran_python = c->ran_python || !(PyTuple_CheckExact(object) || PyList_CheckExact(object));
     if (PySequence_Size(object) != 2) {
-        PyErr_Format(PyExc_ValueError, "%s: expected the pair (S, z), got %zd items", what,
+        PyErr_Format(PyExc_ValueError, "%s: expected the pair (S, z), got %zd items", label,
                      PySequence_Size(object));
         return -1;
     }
     for (int i = 0; i < 2; i++) {
-        const la_name name = i ? z : S;
+        const la_name name = i ? z_of(S) : S;
         PyObject *part = PySequence_GetItem(object, i);
         if (!part) return -1;
         if (part == Py_None)
             PyErr_Format(PyExc_TypeError, "%s: expected an array, got None",
                          la_array_name(&c->p, name));
-        int failed = part == Py_None || take(c, name, part, in_place);
+        int failed = part == Py_None || la_take(c, name, part);
         Py_DECREF(part);
         if (failed) return -1;
     }
@@ -542,21 +527,20 @@ static int look_again(const la_call *c, la_name name, la_span *now, bool *read_o
 
 int la_still_there(const la_call *c)
 {
-    for (int i = 0; i < LA_ARRAYS; i++) {
-        const la_name name = (la_name)i;
-        const bool state = name == LA_S0 || name == LA_Z0;
+    la_set given = la_read[c->p.face] | la_written[c->p.face];
+    for (la_name name; la_next(&given, &name);) {
         la_span now;
         bool read_only;
-        if (!c->lent[i]) continue;
+        if (!c->lent[name]) continue;
         if (look_again(c, name, &now, &read_only)) return -1;
-        if (now.low != c->span[i].low || now.high != c->span[i].high) {
+        if (now.low != c->span[name].low || now.high != c->span[name].high) {
             PyErr_Format(PyExc_ValueError,
                          "%s: expected its memory to stay where it is, got an array whose memory "
                          "was exchanged or resized since it was read",
                          la_array_name(&c->p, name));
             return -1;
         }
-        if (read_only && (name == LA_O || (state && c->p.face == LA_STEP)))
+        if (read_only && la_in(la_written[c->p.face], name))
             return refuse_read_only(la_array_name(&c->p, name));
     }
     return 0;
@@ -663,9 +647,10 @@ static int refuse_memory(la_call *c, la_name name)
     return la_raise_from(PyExc_MemoryError, c->p.message, NULL);
 }
 
-int la_allocate(la_call *c, la_name name, la_dtype dtype)
+int la_allocate(la_call *c, la_name name)
 {
     int64_t shape[LA_MAX_DIMS];
+    const la_dtype dtype = la_dtype_of(&c->p, name);
     const int ndim = la_shape_of(&c->p, name, shape);
     int failed = 0;
     c->ran_python = c->ran_python || c->library == LA_CUPY || c->library == LA_EXPORTED;
@@ -681,7 +666,8 @@ int la_allocate(la_call *c, la_name name, la_dtype dtype)
     }
     }
     if (failed) return refuse_memory(c, name);
-    return la_raise(c, la_check_output(&c->p, name));
+    la_settle_output(&c->p, name);
+    return 0;
 }
 
 /* Memory of ours in the hands of q's library; any other array as it is. */
@@ -706,10 +692,10 @@ PyObject *la_result(la_call *c, la_name name)
     return x;
 }
 
-PyObject *la_state_result(la_call *c, la_name S, la_name z)
+PyObject *la_state_result(la_call *c, la_name S)
 {
-    if (!c->object[z]) return la_result(c, S);
-    PyObject *pair = NULL, *one = la_result(c, S), *two = la_result(c, z);
+    if (!c->object[z_of(S)]) return la_result(c, S);
+    PyObject *pair = NULL, *one = la_result(c, S), *two = la_result(c, z_of(S));
     if (one && two) pair = PyTuple_Pack(2, one, two);
     Py_XDECREF(one);
     Py_XDECREF(two);
@@ -797,16 +783,14 @@ static int refuse_overlap(la_call *c, la_name written, la_name other)
 
 int la_refuse_overlaps(la_call *c)
 {
-    static const la_name read[] = {LA_Q, LA_K, LA_V, LA_G, LA_BETA, LA_CU, LA_SLOT};
-    const bool step = c->p.face == LA_STEP;
-    for (size_t i = 0; i < sizeof read / sizeof *read; i++)
-        if (refuse_overlap(c, LA_O, read[i]) ||
-            (step && (refuse_overlap(c, LA_S0, read[i]) || refuse_overlap(c, LA_Z0, read[i]))))
-            return -1;
-    return refuse_overlap(c, LA_O, LA_S0) || refuse_overlap(c, LA_O, LA_Z0) ||
-                   (step && refuse_overlap(c, LA_S0, LA_Z0))
-               ? -1
-               : 0;
+    la_set written = la_written[c->p.face], states = written & la_read[c->p.face];
+    for (la_name name; la_next(&written, &name);) {
+        la_set others = la_read[c->p.face] & ~states; /* what is read and nothing else */
+        others |= la_in(states, name) ? states & written : states; /* two states are one pair */
+        for (la_name other; la_next(&others, &other);)
+            if (refuse_overlap(c, name, other)) return -1;
+    }
+    return 0;
 }
 
 int la_shares_memory(PyObject *x, PyObject *y)

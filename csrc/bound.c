@@ -2,6 +2,8 @@
  * lie in; their contents are the caller's, who changes them in between. */
 #include "bound.h"
 
+#include "run.h"
+
 static PyTypeObject *bound_type;
 
 typedef struct {
@@ -66,7 +68,7 @@ static PyObject *bound_call(PyObject *self, PyObject *args, PyObject *keywords)
         return NULL;
     }
     la_call c = b->call;
-    if (la_current_stream(&c) || la_run_step(&c, 1)) return NULL;
+    if (la_current_stream(&c) || la_run_step(&c)) return NULL;
     Py_INCREF(out);
     return out;
 }

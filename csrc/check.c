@@ -30,100 +30,138 @@ const char *const la_dtype_names[LA_DTYPES] = {
     [LA_BF16] = "bfloat16", [LA_I64] = "int64",   [LA_I32] = "int32",
 };
 
-/* ---- arrays: names and letters ----
- *
- * A letter is one character: B T H K V N as in the contract, h for HV, n for N+1; P, the states of a
- * pool, in the place of N. */
+/* ---- arrays: the table, names and letters ---- */
+
+enum {
+    IN_F = 1 << LA_FORWARD,
+    IN_S = 1 << LA_STEP,
+    IN_B = 1 << LA_BACKWARD,
+    IN_FS = IN_F | IN_S,
+    IN_FB = IN_F | IN_B,
+    IN_FSB = IN_F | IN_S | IN_B
+};
+
+/* arrays.def's words that mean something else in C, or in linattn.h. */
+#define LA_PART_ALWAYS LA_ALWAYS
+#define LA_PART_DECAY LA_DECAY_OPS
+#define LA_PART_DELTA LA_DELTA_OPS
+#define LA_PART_NORMALISED LA_NORMALISED
+#define LABELS(label) {label, label "[0]", label "[1]"}
+#define IS_OUTPUT(role) (LA_##role == LA_OUTPUT)
+
+const la_array_row la_array_rows[LA_ARRAYS] = {
+#define LA_ARRAY(name, label, letters, passes, role, dtype, part, needed, gradient) \
+    [LA_##name] = {LABELS(label),   letters,     LA_##role, LA_DTYPE_##dtype, \
+                   LA_PART_##part,  LA_##needed, LA_##name}, \
+    [LA_D##name] = {LABELS(gradient), \
+                    letters, \
+                    IS_OUTPUT(role) ? LA_INPUT : LA_OUTPUT, \
+                    LA_DTYPE_##dtype, \
+                    LA_PART_##part, \
+                    IS_OUTPUT(role) ? LA_##needed : LA_OPTIONAL, \
+                    LA_##name},
+#define LA_INDEX(name, label, letters, passes) \
+    [LA_##name] = {LABELS(label), letters, LA_INPUT, LA_DTYPE_INTEGER, LA_ALWAYS, LA_OPTIONAL, LA_##name},
+#include "arrays.def"
+};
+
+_Static_assert(LA_ARRAYS <= 32, "a la_set has a bit per array");
+#define BIT(name, condition) | ((condition) ? (la_set)1 << LA_##name : 0)
 
 /* clang-format off */
+const la_set la_read[] = {
+#define LA_INDEX(name, label, letters, passes) BIT(name, IN_##passes & IN_F)
+#define LA_ARRAY(name, label, letters, passes, role, ...) BIT(name, IN_##passes & IN_F && !IS_OUTPUT(role))
+    [LA_FORWARD] = 0
+#include "arrays.def"
+    ,
+#define LA_INDEX(name, label, letters, passes) BIT(name, IN_##passes & IN_S)
+#define LA_ARRAY(name, label, letters, passes, role, ...) BIT(name, IN_##passes & IN_S && !IS_OUTPUT(role))
+    [LA_STEP] = 0
+#include "arrays.def"
+    ,
+#define LA_INDEX(name, label, letters, passes) BIT(name, IN_##passes & IN_B)
+#define LA_ARRAY(name, label, letters, passes, role, ...) \
+    BIT(name, IN_##passes & IN_B && !IS_OUTPUT(role)) BIT(D##name, IS_OUTPUT(role))
+    [LA_BACKWARD] = 0
+#include "arrays.def"
+};
+
+const la_set la_written[] = {
+#define LA_INDEX(...)
+#define LA_ARRAY(name, label, letters, passes, role, ...) BIT(name, IN_##passes & IN_F && IS_OUTPUT(role))
+    [LA_FORWARD] = 0
+#include "arrays.def"
+    ,
+#define LA_INDEX(...)
+#define LA_ARRAY(name, label, letters, passes, role, ...) BIT(name, IN_##passes & IN_S && LA_##role != LA_INPUT)
+    [LA_STEP] = 0
+#include "arrays.def"
+    ,
+#define LA_INDEX(...)
+#define LA_ARRAY(name, label, letters, passes, role, ...) BIT(D##name, IN_##passes & IN_B && !IS_OUTPUT(role))
+    [LA_BACKWARD] = 0
+#include "arrays.def"
+};
+/* clang-format on */
+
+/* How the decay is given decides what it is called. */
+static const char *gate_name(const la_problem *p)
+{
+    if (p->gate == LA_SLOPE) return "slopes";
+    if (p->gate == LA_LOG) return "g";
+    return p->decay == LA_HEAD ? "gamma" : "alpha";
+}
+
+static bool is_state(la_name name) { return la_array_rows[name].letters[0] == 'N'; }
+
 const char *la_array_name(const la_problem *p, la_name name)
 {
-    bool pair = p->normaliser != LA_UNNORMALISED;
-    switch (name) {
-    case LA_Q: return "q";
-    case LA_K: return "k";
-    case LA_V: return "v";
-    case LA_G:
-        if (p->gate == LA_SLOPE) return "slopes";
-        if (p->gate == LA_LOG) return "g";
-        return p->decay == LA_HEAD ? "gamma" : "alpha";
-    case LA_BETA: return "beta";
-    case LA_S0:
-        if (p->face == LA_STEP) return pair ? "state[0]" : "state";
-        return pair ? "initial_state[0]" : "initial_state";
-    case LA_Z0: return p->face == LA_STEP ? "state[1]" : "initial_state[1]";
-    case LA_CU: return "cu_seqlens";
-    case LA_SLOT: return "state_indices";
-    case LA_O: return "out";
-    case LA_ST: return pair ? "final_state[0]" : "final_state";
-    case LA_ZT: return "final_state[1]";
-    case LA_DO: return "do";
-    case LA_DST: return pair ? "d_final_state[0]" : "d_final_state";
-    case LA_DZT: return "d_final_state[1]";
-    case LA_DQ: return "dq";
-    case LA_DK: return "dk";
-    case LA_DV: return "dv";
-    case LA_DG: return "dg";
-    case LA_DBETA: return "dbeta";
-    case LA_DS0: return "d_initial_state[0]";
-    case LA_DZ0: return "d_initial_state[1]";
-    case LA_ARRAYS: break;
-    }
-    return "?";
+    static const char *const state[] = {"state", "state[0]", "state[1]"};
+    const la_array_row *row = &la_array_rows[name];
+    const bool pair = p->normaliser != LA_UNNORMALISED && is_state(name);
+    const int part = !pair ? 0 : row->part == LA_NORMALISED ? 2 : 1;
+    if (name == LA_G) return gate_name(p);
+    return p->face == LA_STEP && row->role == LA_STATE ? state[part] : row->label[part];
 }
-/* clang-format on */
-
-/* The letters that the kernels index by, always all of them. */
-/* clang-format off */
-static const char *canonical_letters(const la_problem *p, la_name name)
-{
-    const bool pool = p->array[LA_SLOT].given;
-    switch (name) {
-    case LA_Q: case LA_K: case LA_DQ: case LA_DK: return "BTHK";
-    case LA_V: case LA_O: case LA_DO: case LA_DV: return "BThV";
-    case LA_G: case LA_DG: return "BThK";
-    case LA_BETA: case LA_DBETA: return "BTh";
-    case LA_S0: case LA_ST: case LA_DST: case LA_DS0: return pool ? "PhKV" : "NhKV";
-    case LA_Z0: case LA_ZT: case LA_DZT: case LA_DZ0: return pool ? "PhK" : "NhK";
-    case LA_CU: return "n";
-    case LA_SLOT: return "B";
-    case LA_ARRAYS: break;
-    }
-    return "";
-}
-/* clang-format on */
 
 /* A state whose columns come before its keys. */
 static bool is_turned(const la_problem *p, const char *full)
 {
-    return p->state_v_first && (full[0] == 'N' || full[0] == 'P') && full[3] == 'V';
+    return p->state_v_first && full[0] == 'N' && full[3] == 'V';
 }
 
 /* Does the user write a letter of this array in this call? One-head calls leave heads out, steps T, a
  * gate what it has one number for. */
 static bool is_written(const la_problem *p, la_name name, char letter)
 {
-    const bool gate = name == LA_G || name == LA_DG;
+    const bool gate = la_array_rows[name].of == LA_G;
     if (gate && p->decay == LA_HEAD) return letter == 'h'; /* [HV] stays [1], and so does [B] */
     switch (letter) {
     case 'T': return p->face != LA_STEP;
     case 'B': return !p->one_head || name == LA_SLOT;
     case 'H':
     case 'h': return !p->one_head;
-    case 'N': return !p->one_head || p->array[LA_CU].given;
+    case 'N': return !p->one_head || p->array[LA_CU].given || p->array[LA_SLOT].given;
     case 'K': return !gate || p->decay == LA_KEY;
     }
     return true;
 }
 
+/* A step that picks its states has a pool of P where others have N states. */
+static char letter_of(const la_problem *p, char letter)
+{
+    return letter == 'N' && p->array[LA_SLOT].given ? 'P' : letter;
+}
+
 /* The letters that the user writes for this call, in the user's order. */
 static void user_letters(const la_problem *p, la_name name, char letters[LA_MAX_DIMS + 1])
 {
-    const char *full = canonical_letters(p, name);
+    const char *full = la_array_rows[name].letters;
     int n = 0;
-    if (is_turned(p, full)) full = full[0] == 'N' ? "NhVK" : "PhVK";
+    if (is_turned(p, full)) full = "NhVK";
     for (const char *c = full; *c; c++)
-        if (is_written(p, name, *c)) letters[n++] = *c;
+        if (is_written(p, name, *c)) letters[n++] = letter_of(p, *c);
     letters[n] = 0;
 }
 
@@ -157,20 +195,31 @@ int la_shape_of(const la_problem *p, la_name name, int64_t shape[LA_MAX_DIMS])
     return values_of(p, letters, shape);
 }
 
+bool la_has_rows(const la_problem *p, la_name name)
+{
+    const char *letters = la_array_rows[name].letters;
+    const char last = letters[strlen(letters) - 1];
+    return (last == 'K' || last == 'V') && is_written(p, name, last);
+}
+
 bool la_has(const la_problem *p, la_name name)
 {
-    bool z = p->normaliser != LA_UNNORMALISED;
-    switch (name) {
-    case LA_G:
-    case LA_DG: return p->decay != LA_NONE;
-    case LA_BETA:
-    case LA_DBETA: return p->rule == LA_DELTA;
-    case LA_Z0:
-    case LA_ZT:
-    case LA_DZT:
-    case LA_DZ0: return z;
-    default: return true;
+    if (!la_in(la_read[p->face] | la_written[p->face], name)) return false;
+    switch (la_array_rows[name].part) {
+    case LA_ALWAYS: return true;
+    case LA_DECAY_OPS: return p->decay != LA_NONE;
+    case LA_DELTA_OPS: return p->rule == LA_DELTA;
+    case LA_NORMALISED: return p->normaliser != LA_UNNORMALISED;
     }
+    return false;
+}
+
+la_dtype la_dtype_of(const la_problem *p, la_name name)
+{
+    const la_array_row *row = &la_array_rows[name];
+    return row->dtype == LA_DTYPE_OF_Q ? p->array[LA_Q].dtype
+           : row->dtype == LA_DTYPE_FLOAT ? p->array[row->of].dtype
+                                    : p->real;
 }
 
 /* ---- messages ---- */
@@ -222,42 +271,30 @@ static la_status complain(la_problem *p, la_status status, const char *format, .
 
 /* ---- one array ---- */
 
-/* clang-format off */
 static la_status check_dtype(la_problem *p, la_name name)
 {
-    const la_array *x = &p->array[name];
-    la_dtype got = x->dtype, want = p->real;
-    bool bf16_too = false;
-    switch (name) {
-    case LA_G:
-    case LA_BETA:
+    const la_array_row *row = &la_array_rows[name];
+    const la_dtype got = p->array[name].dtype;
+    if (row->dtype == LA_DTYPE_FLOAT && row->of == name) {
         if (got <= LA_BF16) return LA_OK;
         return complain(p, LA_TYPE_ERROR,
                         "%s: expected float64, float32, float16 or bfloat16, got %s",
                         la_array_name(p, name), la_dtype_names[got]);
-    case LA_CU: case LA_SLOT:
+    }
+    if (row->dtype == LA_DTYPE_INTEGER) {
         if (got == LA_I32 || got == LA_I64) return LA_OK;
         return complain(p, LA_TYPE_ERROR, "%s: expected int32 or int64, got %s",
                         la_array_name(p, name), la_dtype_names[got]);
-    case LA_Q: case LA_K: case LA_V: case LA_O: case LA_DO:
-    case LA_DQ: case LA_DK: case LA_DV:
-        want = p->array[LA_Q].dtype;
-        break;
-    case LA_DG: want = p->array[LA_G].dtype; break;
-    case LA_DBETA: want = p->array[LA_BETA].dtype; break;
-    case LA_S0: case LA_Z0:
-        bf16_too = p->real == LA_F32;
-        break;
-    default: break;
     }
+    const la_dtype want = la_dtype_of(p, name);
+    const bool stored = row->dtype == LA_DTYPE_STORED && row->of == name;
+    const bool bf16_too = stored && p->real == LA_F32;
     if (got == want || (bf16_too && got == LA_BF16)) return LA_OK;
     return complain(p, LA_TYPE_ERROR, "%s: expected %s%s%s, got %s", la_array_name(p, name),
                     la_dtype_names[want], bf16_too ? " or bfloat16" : "",
-                    want == p->array[LA_Q].dtype && name != LA_S0 && name != LA_Z0
-                        ? " (the dtype of q)" : "",
+                    want == p->array[LA_Q].dtype && !stored ? " (the dtype of q)" : "",
                     la_dtype_names[got]);
 }
-/* clang-format on */
 
 static la_status refuse_shape(la_problem *p, la_name name)
 {
@@ -312,13 +349,13 @@ la_status la_refuse_memory(la_problem *p, la_name name)
 static bool make_canonical(la_problem *p, la_name name)
 {
     la_array *x = &p->array[name];
-    const char *full = canonical_letters(p, name);
+    const char *full = la_array_rows[name].letters;
     const bool turned = is_turned(p, full);
     int64_t value[LA_MAX_DIMS];
     bool written[LA_MAX_DIMS];
     int n = 0, given = 0;
     for (; full[n]; n++) {
-        value[n] = value_of(p, full[n]);
+        value[n] = value_of(p, letter_of(p, full[n]));
         written[n] = is_written(p, name, full[n]);
         if (!written[n]) continue;
         const int i = given++ + (turned && n == 2) - (turned && n == 3);
@@ -522,10 +559,14 @@ static double default_scale(int64_t K)
     return scale;
 }
 
+static bool is_needed(const la_problem *p, la_name name)
+{
+    const la_need need = la_array_rows[name].need;
+    return (need == LA_REQUIRED || (need == LA_IN_STEP && p->face == LA_STEP)) && la_has(p, name);
+}
+
 la_status la_check(la_problem *p)
 {
-    static const la_name inputs[] = {LA_K,  LA_V,  LA_G,   LA_BETA, LA_S0,
-                                     LA_Z0, LA_DO, LA_DST, LA_DZT};
     la_status status = LA_OK;
 
     if (!p->array[LA_Q].given) return missing(p, LA_Q);
@@ -541,22 +582,19 @@ la_status la_check(la_problem *p)
         return status;
     if (!p->has_scale) p->scale = default_scale(p->K);
 
-    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) {
-        la_name name = inputs[i];
-        bool state = name == LA_S0 || name == LA_Z0;
-        bool optional = name == LA_DST || name == LA_DZT || (state && p->face != LA_STEP) ||
-                        (name == LA_DO && p->face != LA_BACKWARD);
+    la_set inputs = la_read[p->face];
+    for (la_name name; !status && la_next(&inputs, &name);) {
+        if (la_array_rows[name].dtype == LA_DTYPE_INTEGER) continue; /* settled above */
         if (p->array[name].given)
             status = check_array(p, name);
-        else if (!optional && la_has(p, name))
+        else if (is_needed(p, name))
             status = missing(p, name);
-        if (status) return status;
     }
-    make_canonical(p, LA_Q);
-    return LA_OK;
+    return status;
 }
 
 la_status la_check_output(la_problem *p, la_name name) { return check_array(p, name); }
+void la_settle_output(la_problem *p, la_name name) { make_canonical(p, name); }
 
 bool la_writes_nothing(const la_problem *p)
 {

@@ -20,7 +20,6 @@ typedef enum {
     LA_VALUE_ERROR,   /* shapes, values, combinations */
     LA_MEMORY_ERROR,  /* scratch could not be had */
     LA_RUNTIME_ERROR, /* the device, in its own words */
-    LA_UNSUPPORTED,   /* not there yet */
     LA_INTERRUPTED,   /* the caller's wish: outputs hold anything */
 } la_status;
 
@@ -68,32 +67,51 @@ typedef enum { LA_UNNORMALISED, LA_CLAMP, LA_ADD } la_normaliser;
 /* Feature maps that are applied while q and k are loaded. */
 typedef enum { LA_IDENTITY, LA_ELU1, LA_RELU, LA_RELU2, LA_EXP, LA_MAPS } la_map;
 
-/* Every array a call can have, by the name its error messages use. */
+/* Every array a call can have: the lines of arrays.def, and behind them their gradients. */
 typedef enum {
-    LA_Q,
-    LA_K,
-    LA_V,
-    LA_G,
-    LA_BETA,
-    LA_S0,
-    LA_Z0,
-    LA_CU,
-    LA_SLOT,
-    LA_O,
-    LA_ST,
-    LA_ZT,
-    LA_DO,
-    LA_DST,
-    LA_DZT,
-    LA_DQ,
-    LA_DK,
-    LA_DV,
-    LA_DG,
-    LA_DBETA,
-    LA_DS0,
-    LA_DZ0,
+#define LA_ARRAY(name, ...) LA_##name,
+#define LA_INDEX(name, ...) LA_##name,
+#include "arrays.def"
+#define LA_ARRAY(name, ...) LA_D##name,
+#define LA_INDEX(...)
+#include "arrays.def"
     LA_ARRAYS
 } la_name;
+
+/* The columns of arrays.def. */
+typedef enum { LA_INPUT, LA_STATE, LA_OUTPUT } la_role;
+typedef enum { LA_DTYPE_OF_Q, LA_DTYPE_FLOAT, LA_DTYPE_REAL, LA_DTYPE_STORED, LA_DTYPE_INTEGER } la_dtypes;
+typedef enum { LA_ALWAYS, LA_DECAY_OPS, LA_DELTA_OPS, LA_NORMALISED } la_part;
+typedef enum { LA_REQUIRED, LA_OPTIONAL, LA_IN_STEP } la_need;
+
+/* A line of arrays.def, or the gradient that follows from it. */
+typedef struct {
+    const char *label[3]; /* of the array; of S and z where a state is the pair of both */
+    const char *letters;
+    la_role role;
+    la_dtypes dtype;
+    la_part part;
+    la_need need;
+    la_name of; /* whose gradient it is; itself, if of none */
+} la_array_row;
+
+extern const la_array_row la_array_rows[LA_ARRAYS];
+
+/* A set of arrays, a bit each. */
+typedef uint32_t la_set;
+
+/* By pass: the arrays that a call reads, and those that it writes. A step's states are in both. */
+extern const la_set la_read[], la_written[];
+
+static inline bool la_in(la_set set, la_name name) { return set >> name & 1; }
+/* for (la_name name; la_next(&set, &name);): the arrays of a set, which is empty after. */
+static inline bool la_next(la_set *set, la_name *name)
+{
+    if (!*set) return false;
+    *name = (la_name)__builtin_ctz(*set);
+    *set &= *set - 1;
+    return true;
+}
 
 #define LA_MAX_DIMS 4
 
@@ -188,11 +206,20 @@ bool la_writes_nothing(const la_problem *p);
 /* After la_check: the message that an output of the call is too large for the memory there is. */
 la_status la_refuse_memory(la_problem *p, la_name name);
 
-/* After la_check: does the op, face and normaliser have this array at all? */
+/* After la_check: do the op, the face and the normaliser have this array at all? */
 bool la_has(const la_problem *p, la_name name);
 
-/* After la_check: compare one output with the problem and make its strides canonical. */
+/* After la_check: the dtype of an array that the call writes. */
+la_dtype la_dtype_of(const la_problem *p, la_name name);
+
+/* Must the kernels find this array's innermost axis with unit stride? The other axes may lie anywhere. */
+bool la_has_rows(const la_problem *p, la_name name);
+
+/* After la_check: compare an output of the caller's with the problem, and make its strides canonical. */
 la_status la_check_output(la_problem *p, la_name name);
+
+/* After la_check: make the strides of an output canonical that was made to la_shape_of and la_dtype_of. */
+void la_settle_output(la_problem *p, la_name name);
 
 /* After la_check, on the host: take a step's state_indices over into room for B numbers, which must
  * live as long as the problem, and look at them there: nobody can change them any more. */

@@ -1,20 +1,14 @@
-/* The module: arrays in (arrays.c), options in, a status out as an exception; what shapes are right
- * is check.c's business. Beside arrays.c, views.c, memory.c and bound.c the only file with Python.h.
+/* The module: keywords in, arrays and exceptions out. arrays.c takes the arrays, check.c says what is right,
+ * run.c runs the call.
  *
- * Arguments are positional (METH_FASTCALL): the keywords live in linattn/ops.py. */
-#include "arrays.h"
+ * Arguments come by keyword: the tables (arrays.def, and the options below) say which a pass has, and no
+ * order is kept anywhere. */
 #include "bound.h"
-#include "watch.h"
+#include "run.h"
 
-#include <limits.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #ifdef LA_WITH_CUDA
 #include "cuda/cuda.h"
@@ -102,250 +96,290 @@ static int take_features(la_call *c, PyObject *object)
     return 0;
 }
 
-/* g or alpha, never both: one array of the problem. A gate per head is a decay (gamma, which comes
- * as alpha) or a slope. */
-static int take_gate(la_call *c, PyObject *g, PyObject *alpha)
+/* ---- keywords ---- */
+
+static int take_output_final_state(la_call *c, PyObject *object)
 {
-    if (g != Py_None && alpha != Py_None) {
-        PyErr_SetString(PyExc_ValueError,
-                        "g, alpha: expected one of the two (log decay or decay), got both");
-        return -1;
-    }
-    c->p.gate = alpha != Py_None ? LA_DECAY : c->p.decay == LA_HEAD ? LA_SLOPE : LA_LOG;
-    return la_take(c, LA_G, alpha != Py_None ? alpha : g);
+    return as_flag(object, "output_final_state", &c->p.want_final);
 }
 
-static int call_begin(la_call *c, la_face face, PyObject *op)
+static int take_qk_l2norm(la_call *c, PyObject *object)
 {
-    long number = PyLong_AsLong(op);
-    if (number < 0 || number >= LA_OPS) {
-        if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "op: no number %ld", number);
-        return -1;
-    }
-    la_problem_init(&c->p, (la_op)number, face);
-    char *rest = (char *)(&c->p + 1); /* after the problem, which would be cleared twice */
-    memset(rest, 0, (size_t)((char *)(c + 1) - rest));
+    return as_flag(object, "qk_l2norm", &c->p.qk_l2norm);
+}
+
+static int take_state_v_first(la_call *c, PyObject *object)
+{
+    return as_flag(object, "state_v_first", &c->p.state_v_first);
+}
+
+static int take_allow_tf32(la_call *c, PyObject *object)
+{
+    return object == Py_None ? 0 : as_flag(object, "allow_tf32", &c->p.allow_tf32);
+}
+
+/* warn=False: not of a gate that grows. */
+static int take_warn(la_call *c, PyObject *object)
+{
+    bool warn;
+    if (as_flag(object, "warn", &warn)) return -1;
+    c->quiet = !warn;
     return 0;
 }
 
-/* The call site is the frame `level` above: an op's Python function is one of its own. */
-enum { ABOVE_THE_OP = 2 };
+enum { IN_F = 1 << LA_FORWARD, IN_S = 1 << LA_STEP, IN_B = 1 << LA_BACKWARD };
 
-static int expect_arguments(const char *function, Py_ssize_t got, Py_ssize_t want)
+static const struct {
+    const char *name;
+    int (*take)(la_call *c, PyObject *object);
+    int passes;
+} options[] = {
+    {"output_final_state", take_output_final_state, IN_F},
+    {"scale", take_scale, IN_F | IN_S | IN_B},
+    {"mode", take_mode, IN_F | IN_B},
+    {"chunk_size", take_chunk_size, IN_F | IN_B},
+    {"qk_l2norm", take_qk_l2norm, IN_F | IN_S | IN_B},
+    {"state_v_first", take_state_v_first, IN_F | IN_S | IN_B},
+    {"allow_tf32", take_allow_tf32, IN_F},
+    {"features", take_features, IN_F | IN_S | IN_B},
+    {"warn", take_warn, IN_F | IN_S | IN_B},
+};
+
+/* The decay is one array, which four keywords give. */
+static const struct {
+    const char *name;
+    la_gate how;
+} gates[] = {{"g", LA_LOG}, {"alpha", LA_DECAY}, {"gamma", LA_DECAY}, {"slopes", LA_SLOPE}};
+
+#define COUNT(table) (int)(sizeof(table) / sizeof *(table))
+
+/* Where the value of a keyword is kept: an array's by its name, then the gates', then the options'. */
+enum {
+    FIRST_GATE = LA_ARRAYS,
+    FIRST_OPTION = FIRST_GATE + COUNT(gates),
+    PLACES = FIRST_OPTION + COUNT(options)
+};
+
+typedef struct {
+    PyObject *name; /* interned */
+    int place;
+} keyword;
+
+/* The keywords of each pass, in the order of arrays.def, and how many there are. */
+static keyword keywords[3][PLACES];
+static int keyword_count[3];
+static PyObject *op_names[LA_OPS];
+
+static int add_keyword(int pass, const char *name, int place)
 {
-    if (got == want) return 0;
-    PyErr_Format(PyExc_TypeError, "%s: expected %zd arguments, got %zd", function, want, got);
+    PyObject *const interned = PyUnicode_InternFromString(name);
+    keywords[pass][keyword_count[pass]++] = (keyword){interned, place};
+    return interned ? 0 : -1;
+}
+
+/* z of a state comes with S, under one keyword. */
+static bool is_z(la_name name) { return la_array_rows[name].part == LA_NORMALISED; }
+
+/* The arrays that a caller may give: what the pass reads, and out. */
+static la_set given_arrays(la_face face)
+{
+    return la_read[face] | (la_written[face] & (la_set)1 << LA_O);
+}
+
+static int keywords_init(void)
+{
+    for (int i = 0; i < LA_OPS; i++)
+        if (!(op_names[i] = PyUnicode_InternFromString(la_variants[i].name))) return -1;
+    for (int pass = 0; pass < 3; pass++) {
+        const la_problem p = {.face = (la_face)pass};
+        la_set arrays = given_arrays((la_face)pass);
+        keyword_count[pass] = 0;
+        for (la_name name; la_next(&arrays, &name);) {
+            if (is_z(name)) continue;
+            for (int i = 0; name == LA_G && i < COUNT(gates); i++)
+                if (add_keyword(pass, gates[i].name, FIRST_GATE + i)) return -1;
+            if (name != LA_G && add_keyword(pass, la_array_name(&p, name), name)) return -1;
+        }
+        for (int i = 0; i < COUNT(options); i++)
+            if (options[i].passes >> pass & 1 &&
+                add_keyword(pass, options[i].name, FIRST_OPTION + i))
+                return -1;
+    }
+    return 0;
+}
+
+/* Callers mostly name arguments in our order, so each search begins where the last one ended. */
+static int place_of(la_face face, PyObject *name, int *at)
+{
+    const keyword *all = keywords[face];
+    const int count = keyword_count[face];
+    for (int tried = 0; tried < count; tried++) {
+        const int i = *at;
+        *at = i + 1 < count ? i + 1 : 0;
+        if (all[i].name == name) return all[i].place;
+    }
+    for (int i = 0; i < count; i++) /* a name that is not interned */
+        if (PyUnicode_Compare(all[i].name, name) == 0) return all[i].place;
     return -1;
 }
 
-/* As many as `want`, or one more: the level of the call site. 0 is nobody's, who is not warned. */
-static int take_level(const char *function, PyObject *const *args, Py_ssize_t got, Py_ssize_t want,
-                      int *level)
+static la_op op_of(PyObject *name)
 {
-    *level = ABOVE_THE_OP;
-    if (got != want + 1) return expect_arguments(function, got, want);
-    const long given = PyLong_AsLong(args[want]);
-    if (given == -1 && PyErr_Occurred()) return -1;
-    if (given < 0 || given > INT_MAX) {
-        PyErr_Format(PyExc_ValueError, "level: expected 0 or more, got %ld", given);
+    for (int i = 0; i < LA_OPS; i++)
+        if (op_names[i] == name) return (la_op)i;
+    for (int i = 0; PyUnicode_Check(name) && i < LA_OPS; i++)
+        if (PyUnicode_Compare(op_names[i], name) == 0) return (la_op)i;
+    return LA_OPS;
+}
+
+/* (op, /, *, q, k, v, ...): the values by their places, NULL for what is not there. */
+static int read_keywords(la_call *c, la_face face, PyObject *const *args, Py_ssize_t nargs,
+                         PyObject *names, PyObject *values[PLACES])
+{
+    const la_op op = nargs == 1 ? op_of(args[0]) : LA_OPS;
+    if (op == LA_OPS) {
+        PyErr_Format(PyExc_TypeError, "expected the name of an op, then keywords, got %R",
+                     nargs ? args[0] : Py_None);
         return -1;
     }
-    *level = (int)given;
+    la_problem_init(&c->p, op, face);
+    char *rest = (char *)(&c->p + 1); /* after the problem, which would be cleared twice */
+    memset(rest, 0, (size_t)((char *)(c + 1) - rest));
+    memset(values, 0, sizeof *values * PLACES);
+    const Py_ssize_t count = names ? PyTuple_Size(names) : 0;
+    int at = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *const name = PyTuple_GetItem(names, i);
+        const int place = place_of(face, name, &at);
+        if (place < 0) {
+            PyErr_Format(PyExc_TypeError, "%s: no argument of this pass is called %R",
+                         la_variants[op].name, name);
+            return -1;
+        }
+        values[place] = args[nargs + i];
+    }
     return 0;
 }
 
-static la_dtype dtype_of(const la_call *c, la_name name) { return c->p.array[name].dtype; }
-
-/* ---- running ---- */
-
-/* Is some decay above one? Other threads of Python run meanwhile, unless the look is shorter than to
- * let them. */
-static bool grows(const la_problem *p)
+/* One of the gate's keywords at most has an array. The first that is named says what a missing gate is
+ * called. */
+static int take_gate(la_call *c, PyObject *const *values)
 {
-    enum { FEW = 4096 }; /* numbers: half a microsecond */
-    if (p->tokens * p->HV * (p->decay == LA_KEY ? p->K : 1) <= FEW) return la_gate_above_one(p);
-    bool found;
-    Py_BEGIN_ALLOW_THREADS
-    found = la_gate_above_one(p);
-    Py_END_ALLOW_THREADS
-    return found;
-}
-
-/* Once per call site, by the warning filters' own rule. */
-static int warn_of_growth(const la_call *c, int level)
-{
-    if (!level || !grows(&c->p)) return 0;
-    const char *name = la_array_name(&c->p, LA_G);
-    const char *text = c->p.gate == LA_DECAY   ? "expected decays in [0, 1], got values outside"
-                       : c->p.gate == LA_SLOPE ? "expected slopes >= 0, got values outside"
-                                               : "expected the log decay, g <= 0, got values "
-                                                 "outside (alpha= takes the decay itself)";
-    const int failed = PyErr_WarnFormat(PyExc_RuntimeWarning, level,
-                                        "%s: %s; the state may grow without bound", name, text);
-    return failed || la_still_there(c) ? -1 : 0; /* a filter may be Python too */
-}
-
-#ifdef LA_WITH_CUDA
-static int run_on_device(la_call *c)
-{
-    static la_status (*const entries[])(la_problem *) = {
-        [LA_FORWARD] = la_cuda_forward, [LA_STEP] = la_cuda_step, [LA_BACKWARD] = la_cuda_backward};
-    la_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = entries[c->p.face](&c->p);
-    Py_END_ALLOW_THREADS
-    return la_raise(c, status) || la_settle_streams(c) ? -1 : 0;
-}
-#endif
-
-/* Signals, in the middle of a call: Python's handlers run, and may raise. Only the main thread has any,
- * and none is asked about a second time where it is not. */
-static bool interrupted(void *state)
-{
-    PyThreadState **python = state;
-#if defined(__linux__)
-    if (syscall(SYS_gettid) != getpid()) return false;
-#endif
-    PyEval_RestoreThread(*python);
-    const bool raised = PyErr_CheckSignals();
-    *python = PyEval_SaveThread();
-    return raised;
-}
-
-/* The last Python that runs before the core looks at an array. */
-static int settle(la_call *c, int level)
-{
-    if ((c->bound || c->ran_python) && la_still_there(c)) return -1;
-    return c->p.device == LA_CPU ? warn_of_growth(c, level) : 0;
-}
-
-/* On the CPU, a pass over a sequence. */
-static int run_long(la_call *c, la_status (*entry)(la_problem *))
-{
-    la_watch watch;
-    PyThreadState *python = PyEval_SaveThread();
-    la_watch_begin(&watch, interrupted, &python);
-    c->p.watch = &watch;
-    const la_status status = entry(&c->p);
-    PyEval_RestoreThread(python);
-    return status == LA_INTERRUPTED ? -1 : la_raise(c, status); /* the exception is there */
-}
-
-static int run(la_call *c, la_status (*entry)(la_problem *), int level)
-{
-    if (settle(c, level)) return -1;
-#ifdef LA_WITH_CUDA
-    if (c->p.device == LA_CUDA) return run_on_device(c);
-#endif
-    return run_long(c, entry);
-}
-
-/* A step is never cut short: its state is the old one or the new one. */
-static int run_brief(la_call *c)
-{
-    la_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = la_step(&c->p);
-    Py_END_ALLOW_THREADS
-    return la_raise(c, status);
-}
-
-/* state_indices are read again without the GIL, so they are taken over first. */
-int la_run_step(la_call *c, int level)
-{
-    enum { FEW = 64 };
-    int64_t few[FEW], *more = NULL;
-    const size_t B = (size_t)c->p.B;
-    if (settle(c, level)) return -1;
-#ifdef LA_WITH_CUDA
-    if (c->p.device == LA_CUDA) return run_on_device(c);
-#endif
-    if (!c->p.array[LA_SLOT].given) return run_brief(c);
-    if (B > FEW && !(more = PyMem_Malloc(B * sizeof *more))) {
-        PyErr_NoMemory();
-        return -1;
+    PyObject *gate = NULL;
+    for (int i = 0; i < COUNT(gates); i++) {
+        PyObject *const value = values[FIRST_GATE + i];
+        if (!value || (gate && value == Py_None)) continue;
+        if (gate && gate != Py_None) {
+            PyErr_SetString(PyExc_ValueError,
+                            "g, alpha: expected one of the two (log decay or decay), got both");
+            return -1;
+        }
+        gate = value;
+        c->p.gate = gates[i].how;
     }
-    const int failed = la_raise(c, la_check_slots(&c->p, more ? more : few)) || run_brief(c);
-    PyMem_Free(more);
-    return failed ? -1 : 0;
+    return gate ? la_take(c, LA_G, gate) : 0;
 }
 
-/* ---- the three faces ---- */
-
-/* forward(op, q, k, v, g, alpha, beta, initial_state, cu_seqlens, out, output_final_state, scale,
- * mode, chunk_size, qk_l2norm, state_v_first, allow_tf32, features[, level]) -> (o, final_state) */
-static PyObject *py_forward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+/* Options first: a number of the user's own class may run Python, which moves arrays. */
+static int take_all(la_call *c, PyObject *const *values)
 {
-    (void)self;
+    for (int i = 0; i < COUNT(options); i++) {
+        PyObject *const value = values[FIRST_OPTION + i];
+        if (value && options[i].take(c, value)) return -1;
+    }
+    la_set arrays = given_arrays(c->p.face);
+    for (la_name name; la_next(&arrays, &name);) {
+        PyObject *const value = values[name];
+        if (name == LA_G ? take_gate(c, values)
+            : !value     ? 0
+            : la_array_rows[name].letters[0] == 'N' ? la_take_state(c, name, value)
+                                                    : la_take(c, name, value))
+            return -1;
+    }
+    return la_raise(c, la_check(&c->p));
+}
+
+/* ---- outputs ---- */
+
+/* The gradient of each array that was given, final states where they are asked for, an o where the
+ * caller gave no out. */
+static bool is_wanted(const la_call *c, la_name name)
+{
+    const la_array_row *row = &la_array_rows[name];
+    if (!la_has(&c->p, name)) return false;
+    if (row->of != name) return c->p.array[row->of].given;
+    return row->need == LA_OPTIONAL ? c->p.want_final : !c->out;
+}
+
+static int allocate_outputs(la_call *c)
+{
+    la_set outputs = la_written[c->p.face] & ~la_read[c->p.face];
+    if (c->out && la_raise(c, la_check_output(&c->p, LA_O))) return -1;
+    for (la_name name; la_next(&outputs, &name);)
+        if (is_wanted(c, name) && la_allocate(c, name)) return -1;
+    return c->out || c->p.face == LA_STEP ? la_refuse_overlaps(c) : 0;
+}
+
+/* A tuple of what the pass writes, None for what it does not. */
+static PyObject *results(la_call *c)
+{
+    la_set outputs = la_written[c->p.face];
+    PyObject *found[LA_ARRAYS];
+    int n = 0;
+    for (la_name name; la_next(&outputs, &name);) {
+        if (is_z(name)) continue;
+        const bool state = la_array_rows[name].letters[0] == 'N';
+        if (!(found[n] = state ? la_state_result(c, name) : la_result(c, name))) break;
+        n++;
+    }
+    PyObject *tuple = PyErr_Occurred() ? NULL : PyTuple_New(n);
+    for (int i = 0; i < n; i++)
+        if (!tuple || PyTuple_SetItem(tuple, i, found[i])) Py_DECREF(found[i]);
+    return tuple;
+}
+
+/* ---- the three passes ---- */
+
+static PyObject *run_pass(la_face face, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
     la_call c;
-    int level;
-    PyObject *answer = NULL;
-    if (take_level("forward", args, nargs, 18, &level) || call_begin(&c, LA_FORWARD, args[0]))
-        return NULL;
-    /* Options first: a number of the user's own class may run Python, which moves arrays. */
-    if (take_features(&c, args[17]) || as_flag(args[10], "output_final_state", &c.p.want_final) ||
-        take_scale(&c, args[11]) || take_mode(&c, args[12]) || take_chunk_size(&c, args[13]) ||
-        as_flag(args[14], "qk_l2norm", &c.p.qk_l2norm) ||
-        as_flag(args[15], "state_v_first", &c.p.state_v_first) ||
-        (args[16] != Py_None && as_flag(args[16], "allow_tf32", &c.p.allow_tf32)) ||
-        la_take(&c, LA_Q, args[1]) || la_take(&c, LA_K, args[2]) || la_take(&c, LA_V, args[3]) ||
-        take_gate(&c, args[4], args[5]) || la_take(&c, LA_BETA, args[6]) ||
-        la_take_state(&c, LA_S0, LA_Z0, args[7], false) || la_take(&c, LA_CU, args[8]) ||
-        la_take_in_place(&c, LA_O, args[9]) || la_raise(&c, la_check(&c.p)))
-        goto done;
-    if (c.out) {
-        if (la_raise(&c, la_check_output(&c.p, LA_O)) || la_refuse_overlaps(&c)) goto done;
-    } else if (la_allocate(&c, LA_O, dtype_of(&c, LA_V))) {
-        goto done;
-    }
-    if (c.p.want_final && (la_allocate(&c, LA_ST, c.p.real) ||
-                           (la_has(&c.p, LA_ZT) && la_allocate(&c, LA_ZT, c.p.real))))
-        goto done;
-    if (run(&c, la_forward, level)) goto done;
-    PyObject *o = la_result(&c, LA_O), *state = la_state_result(&c, LA_ST, LA_ZT);
-    if (o && state) answer = PyTuple_Pack(2, o, state);
-    Py_XDECREF(o);
-    Py_XDECREF(state);
-done:
+    PyObject *values[PLACES], *answer = NULL;
+    if (read_keywords(&c, face, args, nargs, names, values)) return NULL;
+    if (!take_all(&c, values) && !allocate_outputs(&c) && !la_run_pass(&c)) answer = results(&c);
     la_call_release(&c);
     return answer;
 }
 
-enum { STEP_ARGUMENTS = 14 };
-
-/* What a step is told: all of it checked, but nothing run. */
-static int take_step(la_call *c, PyObject *const *args)
+/* forward(op, /, *, q, k, v, ...) -> (o, final_state) */
+static PyObject *py_forward(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *names)
 {
-    return take_features(c, args[13]) || take_scale(c, args[10]) ||
-                   as_flag(args[11], "qk_l2norm", &c->p.qk_l2norm) ||
-                   as_flag(args[12], "state_v_first", &c->p.state_v_first) ||
-                   la_take(c, LA_Q, args[1]) || la_take(c, LA_K, args[2]) ||
-                   la_take(c, LA_V, args[3]) || take_gate(c, args[4], args[5]) ||
-                   la_take(c, LA_BETA, args[6]) || la_take(c, LA_SLOT, args[8]) ||
-                   la_take_state(c, LA_S0, LA_Z0, args[7], true) ||
-                   la_take_in_place(c, LA_O, args[9]) || la_raise(c, la_check(&c->p)) ||
-                   (c->out ? la_raise(c, la_check_output(&c->p, LA_O))
-                           : la_allocate(c, LA_O, dtype_of(c, LA_V))) ||
-                   la_refuse_overlaps(c)
-               ? -1
-               : 0;
+    (void)self;
+    return run_pass(LA_FORWARD, args, nargs, names);
 }
 
-/* step(op, q, k, v, g, alpha, beta, state, state_indices, out, scale, qk_l2norm, state_v_first,
- * features) -> o */
-static PyObject *py_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+/* backward(op, /, *, do, q, k, v, ...) -> a gradient for each differentiable input of arrays.def */
+static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                             PyObject *names)
+{
+    (void)self;
+    return run_pass(LA_BACKWARD, args, nargs, names);
+}
+
+/* step(op, /, *, q, k, v, ..., state) -> o */
+static PyObject *py_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     (void)self;
     la_call c;
-    PyObject *answer = NULL;
-    if (expect_arguments("step", nargs, STEP_ARGUMENTS) || call_begin(&c, LA_STEP, args[0]))
-        return NULL;
-    if (!take_step(&c, args) && !la_run_step(&c, ABOVE_THE_OP)) answer = la_result(&c, LA_O);
+    PyObject *values[PLACES], *answer = NULL;
+    if (read_keywords(&c, LA_STEP, args, nargs, names, values)) return NULL;
+    if (!take_all(&c, values) && !allocate_outputs(&c) && !la_run_step(&c))
+        answer = la_result(&c, LA_O);
     la_call_release(&c);
     return answer;
 }
 
-/* A bound step gives its out back each time, so it is an array of q's kind like any that is given. */
+/* A bound step gives its out back each time, so it is an array of q's library like any that is given. */
 static int settle_out(la_call *c, PyObject **made)
 {
     if (c->out) return 0;
@@ -359,60 +393,21 @@ static int settle_out(la_call *c, PyObject **made)
     }
     *made = c->object[LA_O];
     c->object[LA_O] = NULL;
-    return la_take_in_place(c, LA_O, *made) || la_raise(c, la_check_output(&c->p, LA_O)) ? -1 : 0;
+    return la_take(c, LA_O, *made) || la_raise(c, la_check_output(&c->p, LA_O)) ? -1 : 0;
 }
 
 /* bind(...) as step(...) -> BoundStep */
-static PyObject *py_bind(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *py_bind(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     (void)self;
     la_call c;
-    PyObject *answer = NULL, *made = NULL;
-    if (expect_arguments("bind", nargs, STEP_ARGUMENTS) || call_begin(&c, LA_STEP, args[0]))
-        return NULL;
+    PyObject *values[PLACES], *answer = NULL, *made = NULL;
+    if (read_keywords(&c, LA_STEP, args, nargs, names, values)) return NULL;
     c.bound = true;
-    if (!take_step(&c, args) && !settle_out(&c, &made)) answer = la_bound_new(&c);
+    if (!take_all(&c, values) && !allocate_outputs(&c) && !settle_out(&c, &made))
+        answer = la_bound_new(&c);
     if (!answer) la_call_release(&c);
     Py_XDECREF(made);
-    return answer;
-}
-
-/* backward(op, do, q, k, v, g, alpha, beta, initial_state, d_final_state, cu_seqlens, scale, mode,
- * chunk_size, qk_l2norm, state_v_first, features[, level]) -> (dq, dk, dv, dg, dbeta,
- * d_initial_state) */
-static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    (void)self;
-    la_call c;
-    int level;
-    PyObject *answer = NULL;
-    if (take_level("backward", args, nargs, 17, &level) || call_begin(&c, LA_BACKWARD, args[0]))
-        return NULL;
-    if (take_features(&c, args[16]) || take_scale(&c, args[11]) || take_mode(&c, args[12]) ||
-        take_chunk_size(&c, args[13]) || as_flag(args[14], "qk_l2norm", &c.p.qk_l2norm) ||
-        as_flag(args[15], "state_v_first", &c.p.state_v_first) || la_take(&c, LA_Q, args[2]) ||
-        la_take(&c, LA_DO, args[1]) || la_take(&c, LA_K, args[3]) || la_take(&c, LA_V, args[4]) ||
-        take_gate(&c, args[5], args[6]) || la_take(&c, LA_BETA, args[7]) ||
-        la_take_state(&c, LA_S0, LA_Z0, args[8], false) ||
-        la_take_state(&c, LA_DST, LA_DZT, args[9], false) || la_take(&c, LA_CU, args[10]) ||
-        la_raise(&c, la_check(&c.p)))
-        goto done;
-    if (la_allocate(&c, LA_DQ, dtype_of(&c, LA_Q)) || la_allocate(&c, LA_DK, dtype_of(&c, LA_K)) ||
-        la_allocate(&c, LA_DV, dtype_of(&c, LA_V)) ||
-        (la_has(&c.p, LA_DG) && la_allocate(&c, LA_DG, dtype_of(&c, LA_G))) ||
-        (la_has(&c.p, LA_DBETA) && la_allocate(&c, LA_DBETA, dtype_of(&c, LA_BETA))) ||
-        (c.object[LA_S0] && la_allocate(&c, LA_DS0, c.p.real)) ||
-        (c.object[LA_Z0] && la_allocate(&c, LA_DZ0, c.p.real)))
-        goto done;
-    if (run(&c, la_backward, level)) goto done;
-    static const la_name gradients[] = {LA_DQ, LA_DK, LA_DV, LA_DG, LA_DBETA};
-    answer = PyTuple_New(6);
-    for (int i = 0; answer && i < 6; i++) {
-        PyObject *x = i < 5 ? la_result(&c, gradients[i]) : la_state_result(&c, LA_DS0, LA_DZ0);
-        if (!x || PyTuple_SetItem(answer, i, x)) Py_CLEAR(answer);
-    }
-done:
-    la_call_release(&c);
     return answer;
 }
 
@@ -420,7 +415,10 @@ done:
 static PyObject *py_shares_memory(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
-    if (expect_arguments("shares_memory", nargs, 2)) return NULL;
+    if (nargs != 2) {
+        PyErr_Format(PyExc_TypeError, "shares_memory: expected 2 arguments, got %zd", nargs);
+        return NULL;
+    }
     int shared = la_shares_memory(args[0], args[1]);
     return shared < 0 ? NULL : PyBool_FromLong(shared);
 }
@@ -548,10 +546,10 @@ static PyObject *py_fail_allocation(PyObject *self, PyObject *object)
 }
 
 static PyMethodDef methods[] = {
-    {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL, "One forward pass."},
-    {"step", (PyCFunction)(void (*)(void))py_step, METH_FASTCALL, "One token, state in place."},
-    {"bind", (PyCFunction)(void (*)(void))py_bind, METH_FASTCALL, "A step, checked and kept."},
-    {"backward", (PyCFunction)(void (*)(void))py_backward, METH_FASTCALL, "One backward pass."},
+    {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL | METH_KEYWORDS, "One forward pass."},
+    {"step", (PyCFunction)(void (*)(void))py_step, METH_FASTCALL | METH_KEYWORDS, "One token, state in place."},
+    {"bind", (PyCFunction)(void (*)(void))py_bind, METH_FASTCALL | METH_KEYWORDS, "A step, checked and kept."},
+    {"backward", (PyCFunction)(void (*)(void))py_backward, METH_FASTCALL | METH_KEYWORDS, "One backward pass."},
     {"shares_memory", (PyCFunction)(void (*)(void))py_shares_memory, METH_FASTCALL,
      "Do two arrays share memory?"},
     {"cuda_trim", py_cuda_trim, METH_NOARGS, "Give back the device memory that calls keep."},
@@ -580,6 +578,24 @@ static PyObject *row_of_op(int op)
                          v->normaliser ? Py_True : Py_False);
 }
 
+static const struct {
+    const char *label, *letters, *passes, *role, *dtype, *part, *needed, *gradient;
+} array_lines[] = {
+#define LA_INDEX(name, label, letters, passes) \
+    {label, letters, #passes, "INPUT", "INTEGER", "ALWAYS", "OPTIONAL", NULL},
+#define LA_ARRAY(name, label, letters, passes, role, dtype, part, needed, gradient) \
+    {label, letters, #passes, #role, #dtype, #part, #needed, gradient},
+#include "arrays.def"
+};
+
+/* A line of arrays.def in its own words. */
+static PyObject *line_of_array(int i)
+{
+    return Py_BuildValue("(ssssssss)", array_lines[i].label, array_lines[i].letters,
+                         array_lines[i].passes, array_lines[i].role, array_lines[i].dtype,
+                         array_lines[i].part, array_lines[i].needed, array_lines[i].gradient);
+}
+
 /* A tuple of n rows, as a constant of the module. */
 static int add_table(PyObject *module, const char *name, int n, PyObject *(*row)(int))
 {
@@ -595,7 +611,7 @@ static int add_table(PyObject *module, const char *name, int n, PyObject *(*row)
 
 static int module_exec(PyObject *module)
 {
-    if (la_arrays_init() || la_bound_init(module)) return -1;
+    if (la_arrays_init() || la_bound_init(module) || keywords_init()) return -1;
     const char *isa = getenv("LINATTN_ISA");
     if (isa && *isa && !la_isa_choose(isa)) {
         char names[128] = "";
@@ -615,7 +631,8 @@ static int module_exec(PyObject *module)
         return -1;
     }
     int failed = add_table(module, "OPS", LA_OPS, name_of_op) ||
-                 add_table(module, "VARIANTS", LA_OPS, row_of_op);
+                 add_table(module, "VARIANTS", LA_OPS, row_of_op) ||
+                 add_table(module, "ARRAYS", COUNT(array_lines), line_of_array);
 #if defined(__clang__)
     failed = failed || PyModule_AddStringConstant(module, "COMPILER", "clang " __clang_version__);
 #else

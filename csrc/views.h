@@ -4,8 +4,6 @@
 
 #include "arrays.h"
 
-#include "layout.h"
-
 /* An array as its owner describes it. */
 typedef struct {
     char *data;
@@ -20,8 +18,6 @@ typedef struct {
     PyObject *owner; /* what keeps the memory; owned */
 } la_view;
 
-extern const size_t la_dtype_size[LA_DTYPES];
-extern const dl_dtype la_dl_dtypes[LA_DTYPES];
 
 int la_views_init(void);
 /* 1: filled; 0: not an array of any kind; -1: an exception. x->owner is the caller's in each case. */
@@ -29,20 +25,10 @@ int la_look(la_call *c, la_name name, PyObject *object, la_view *x);
 /* Let go of what kept an array's memory: an object, or a capsule that was taken over. */
 void la_let_go(PyObject *object);
 la_device la_device_of(dl_device device);
-la_dtype la_dtype_in(dl_dtype dtype);
 /* Numbers that a device call takes from the host too: one per head. */
 bool la_may_lie_on_host(const la_problem *p, la_name name);
 /* An int that a helper in linattn/arrays.py returns. */
 int la_ask_helper(const char *helper, PyObject *object, int ordinal, void **pointer);
-
-/* Exceptions; all return -1. */
-int la_raise_from(PyObject *as, const char *text, const char *label);
-int la_name_error(const char *label); /* the one at hand, as "label: ..." */
-int la_refuse_strides(const char *label, const char *expected, int ndim, const int64_t *stride,
-                      int64_t size);
-int la_refuse_device(const la_call *c, la_name name, la_device device, int ordinal);
-int la_refuse_dtype(const char *label, la_name name, dl_dtype dtype);
-const char *la_expected_dtypes(la_name name);
 
 /* Memory of our own. */
 int la_memory_init(void);

@@ -6,7 +6,11 @@ any other library, with no compiler at run time and nothing but NumPy to install
 NumPy.
 """
 
-from linattn import ops
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from linattn._linattn import BoundStep
+from linattn.analysis import implicit_weights, lightning_slopes
 from linattn.arrays import zeros_state
 from linattn.config import (
     cuda,
@@ -17,21 +21,89 @@ from linattn.config import (
     show_config,
 )
 from linattn.features import FeatureMap
-from linattn.ops import *  # noqa: F403 (its __all__ names the ops)
-from linattn.variants import VARIANTS, Variant
+from linattn.ops._bind import bind
+from linattn.ops._core import Gradients
+from linattn.ops.delta_rule import delta_rule, delta_rule_backward, delta_rule_step
+from linattn.ops.gated_delta_rule import (
+    gated_delta_rule,
+    gated_delta_rule_backward,
+    gated_delta_rule_step,
+)
+from linattn.ops.gla import gla, gla_backward, gla_step
+from linattn.ops.kda import kda, kda_backward, kda_step
+from linattn.ops.lightning_attention import (
+    lightning_attention,
+    lightning_attention_backward,
+    lightning_attention_step,
+)
+from linattn.ops.linear_attention import (
+    linear_attention,
+    linear_attention_backward,
+    linear_attention_step,
+)
+from linattn.ops.retention import retention, retention_backward, retention_step
+from linattn.ops.simple_gla import simple_gla, simple_gla_backward, simple_gla_step
+from linattn.variants import OPS, VARIANTS, Variant
+
+if TYPE_CHECKING:
+    from linattn import nn, reference
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "OPS",
     "VARIANTS",
+    "BoundStep",
     "FeatureMap",
+    "Gradients",
     "Variant",
+    "bind",
     "cuda",
+    "delta_rule",
+    "delta_rule_backward",
+    "delta_rule_step",
+    "gated_delta_rule",
+    "gated_delta_rule_backward",
+    "gated_delta_rule_step",
     "get_float32_precision",
     "get_num_threads",
+    "gla",
+    "gla_backward",
+    "gla_step",
+    "implicit_weights",
+    "kda",
+    "kda_backward",
+    "kda_step",
+    "lightning_attention",
+    "lightning_attention_backward",
+    "lightning_attention_step",
+    "lightning_slopes",
+    "linear_attention",
+    "linear_attention_backward",
+    "linear_attention_step",
+    "nn",
+    "reference",
+    "retention",
+    "retention_backward",
+    "retention_step",
     "set_float32_precision",
     "set_num_threads",
     "show_config",
+    "simple_gla",
+    "simple_gla_backward",
+    "simple_gla_step",
     "zeros_state",
-    *ops.__all__,
 ]
+
+# Modules that import more than NumPy, or that few programs use: imported when they are first named.
+_LAZY = ("nn", "reference")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"linattn.{name}")
+    raise AttributeError(f"module 'linattn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

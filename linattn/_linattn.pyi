@@ -1,12 +1,9 @@
-"""The C core's functions as linattn/ops.py calls them: positions only, None for what is absent."""
+"""The C core's functions as linattn/ops and linattn/autograd.py call them."""
 
 from typing import Any, Final, Literal, Never, final
 
 # An array of any kind: NumPy's, or any with __dlpack__ or __cuda_array_interface__.
 _Array = Any
-_State = Any
-# (map of q, its eps, map of k, its eps, normaliser, eps, causal)
-_Features = tuple[int, float, int, float, int, float, bool]
 
 _Decay = Literal["none", "head", "token", "key"]
 _Rule = Literal["additive", "delta"]
@@ -19,86 +16,18 @@ COMPILER: Final[str]
 class BoundStep:
     def __call__(self, /, *args: Never, **kwargs: Never) -> _Array: ...
 
-# Only a step takes a number for a gate or beta (one head, one token). `level` says how many frames
-# above its caller a warning belongs, as in warnings.warn; 0: no warnings.
+_Line = tuple[str, str, str, str, str, str, str, str | None]
+ARRAYS: Final[tuple[_Line, ...]]  # a line of arrays.def each
 
-def forward(
-    op: int,
-    q: _Array,
-    k: _Array,
-    v: _Array,
-    g: _Array | None,
-    alpha: _Array | None,
-    beta: _Array | None,
-    initial_state: _State | None,
-    cu_seqlens: _Array | None,
-    out: _Array | None,
-    output_final_state: bool,
-    scale: float | None,
-    mode: str,
-    chunk_size: int | None,
-    qk_l2norm: bool,
-    state_v_first: bool,
-    allow_tf32: bool | None,
-    features: _Features | None,
-    level: int = 2,
-    /,
-) -> tuple[_Array, Any]: ...
-def step(
-    op: int,
-    q: _Array,
-    k: _Array,
-    v: _Array,
-    g: _Array | float | None,
-    alpha: _Array | float | None,
-    beta: _Array | float | None,
-    state: _State,
-    state_indices: _Array | None,
-    out: _Array | None,
-    scale: float | None,
-    qk_l2norm: bool,
-    state_v_first: bool,
-    features: _Features | None,
-    /,
-) -> _Array: ...
-def bind(
-    op: int,
-    q: _Array,
-    k: _Array,
-    v: _Array,
-    g: _Array | float | None,
-    alpha: _Array | float | None,
-    beta: _Array | float | None,
-    state: _State,
-    state_indices: _Array | None,
-    out: _Array | None,
-    scale: float | None,
-    qk_l2norm: bool,
-    state_v_first: bool,
-    features: _Features | None,
-    /,
-) -> BoundStep: ...
-def backward(
-    op: int,
-    do: _Array,
-    q: _Array,
-    k: _Array,
-    v: _Array,
-    g: _Array | None,
-    alpha: _Array | None,
-    beta: _Array | None,
-    initial_state: _State | None,
-    d_final_state: _State | None,
-    cu_seqlens: _Array | None,
-    scale: float | None,
-    mode: str,
-    chunk_size: int | None,
-    qk_l2norm: bool,
-    state_v_first: bool,
-    features: _Features | None,
-    level: int = 2,
-    /,
-) -> tuple[_Array, _Array, _Array, _Array | None, _Array | None, Any]: ...
+# The op's name, then the arrays and options of the pass by keyword: the labels of arrays.def (the
+# decay under g, alpha, gamma or slopes), and csrc/module.c's options. None, or no keyword, for what
+# is absent. warn=False: no warning of a decay above one.
+def forward(op: str, /, **arguments: Any) -> tuple[_Array, Any]: ...
+def step(op: str, /, **arguments: Any) -> _Array: ...
+def bind(op: str, /, **arguments: Any) -> BoundStep: ...
+
+# A gradient per input of arrays.def that has one; S and z of a state are one.
+def backward(op: str, /, **arguments: Any) -> tuple[Any, ...]: ...
 def shares_memory(x: _Array, y: _Array, /) -> bool: ...
 def cuda_why_not() -> str | None: ...
 def cuda_device_count() -> int: ...

@@ -11,7 +11,6 @@ what nobody records goes straight to it: an operator costs many times what a sma
 from __future__ import annotations
 
 import operator
-import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,27 +19,39 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from linattn import _linattn
+from linattn.variants import ARRAYS, OPS, ArrayLine
 
 __all__ = ["forward"]
 
 if not hasattr(torch.library, "custom_op"):
     raise ImportError(f"linattn takes tensors of PyTorch 2.4 or later, got {torch.__version__}")
 
-# As the core's forward takes them, a state in two, and what a backward has no use for apart.
-_ARRAYS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? alpha, Tensor? beta, "
-    "Tensor? initial_state, Tensor? initial_z, Tensor? cu_seqlens"
+# The inputs of a forward pass, by the lines of arrays.def. The decay is one array here, and the
+# option `gate` says under which keyword it was given; a state is two arrays, S and z.
+_INPUTS = tuple(line for line in ARRAYS if "F" in line.passes and line.role != "OUTPUT")
+_NAMES = tuple(
+    f"{line.label}_z" if line.part_of == "NORMALISED" else line.label for line in _INPUTS
 )
+_SMOOTH = tuple(line for line in _INPUTS if line.gradient is not None)
+_GATES = ("g", "alpha", "gamma", "slopes")
+
+
+def _declared(name: str, line: ArrayLine) -> str:
+    required = line.needed == "REQUIRED" and line.part_of == "ALWAYS"
+    return f"Tensor {name}" if required else f"Tensor? {name}"
+
+
+_ARRAYS = ", ".join(map(_declared, _NAMES, _INPUTS))
 _OPTIONS = (
-    "float? scale, str mode, SymInt? chunk_size, bool qk_l2norm, bool state_v_first, "
+    "str? gate, float? scale, str mode, SymInt? chunk_size, bool qk_l2norm, bool state_v_first, "
     "bool? allow_tf32, float[]? features"
 )
+_OPTION_NAMES = tuple(declared.split()[-1] for declared in _OPTIONS.split(","))
 _FORWARD = f"({_ARRAYS}, bool output_final_state, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
     f"(Tensor do, Tensor? d_final_state, Tensor? d_final_z, {_ARRAYS}, {_OPTIONS})"
-    f" -> ({', '.join(['Tensor'] * 7)})"
+    f" -> ({', '.join(['Tensor'] * len(_SMOOTH))})"
 )
-_N_ARRAYS, _N_OPTIONS = (text.count(",") + 1 for text in (_ARRAYS, _OPTIONS))
 
 
 class _Unfit(Exception):
@@ -61,6 +72,25 @@ def _core_features(features: list[float] | None) -> Any:
     return int(map_q), eps_q, int(map_k), eps_k, int(normaliser), eps, bool(causal)
 
 
+def _named(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
+    """An operator's arguments by their names."""
+    return {
+        **dict(zip(_NAMES, arrays, strict=True)),
+        **dict(zip(_OPTION_NAMES, options, strict=True)),
+    }
+
+
+def _for_core(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
+    """An operator's arguments by the core's keywords."""
+    named = _named(arrays, options)
+    gate, decay = named.pop("gate"), named.pop("g")
+    if gate is not None:
+        named[gate] = decay
+    S, z = named.pop("initial_state"), named.pop("initial_state_z")
+    features = _core_features(named.pop("features"))
+    return {**named, "initial_state": _core_state(S, z), "features": features}
+
+
 def _is_normalised(features: Any) -> bool:
     return features is not None and features[4] != 0
 
@@ -68,16 +98,6 @@ def _is_normalised(features: Any) -> bool:
 def _or_nothing(x: Tensor | None, q: Tensor) -> Tensor:
     """An operator gives as many tensors each time: one without elements for what is absent."""
     return q.new_empty(0) if x is None else x
-
-
-def _call_site() -> int:
-    """How many frames above my caller is the caller of the public function? 1 if there is none."""
-    frame, level = sys._getframe(2), 1
-    while frame.f_globals.get("__name__") != "linattn.ops":
-        if frame.f_back is None:
-            return 1
-        frame, level = frame.f_back, level + 1
-    return level + 2
 
 
 # ---- the operators ----
@@ -102,28 +122,13 @@ def _real(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _fake_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    alpha: Tensor | None,
-    beta: Tensor | None,
-    S: Tensor | None,
-    z: Tensor | None,
-    cu_seqlens: Tensor | None,
-    output_final_state: bool,
-    scale: float | None,
-    mode: str,
-    chunk_size: int | None,
-    qk_l2norm: bool,
-    state_v_first: bool,
-    allow_tf32: bool | None,
-    features: list[float] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The shapes and dtypes of the core's la_shape_of, for tensors without memory."""
+    n = len(_NAMES)
+    given = _named(arguments[:n], arguments[n + 1 :])
+    q, v, cu_seqlens = given["q"], given["v"], given["cu_seqlens"]
     o = v.new_empty(v.shape)
-    if not output_final_state:
+    if not arguments[n]:  # output_final_state
         return o, q.new_empty(0), q.new_empty(0)
     heads = list(v.shape[2:3]) if q.dim() == 4 else []
     if cu_seqlens is not None:
@@ -131,30 +136,31 @@ def _fake_forward(
     else:
         N = list(q.shape[:1]) if q.dim() == 4 else []
     K, V = q.shape[-1], v.shape[-1]
-    S_shape = [*N, *heads, V, K] if state_v_first else [*N, *heads, K, V]
-    z_shape = [*N, *heads, K] if _is_normalised(features) else None
-    real = _real(q)
-    return (
-        o,
-        q.new_empty(S_shape, dtype=real),
-        q.new_empty(0) if z_shape is None else q.new_empty(z_shape, dtype=real),
-    )
+    S_shape = [*N, *heads, V, K] if given["state_v_first"] else [*N, *heads, K, V]
+    S = q.new_empty(S_shape, dtype=_real(q))
+    if not _is_normalised(given["features"]):
+        return o, S, q.new_empty(0)
+    return o, S, q.new_empty([*N, *heads, K], dtype=_real(q))
 
 
 def _fake_backward(
     do: Tensor, d_final_state: Tensor | None, d_final_z: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
-    q, k, v, g, alpha, beta, S, z = arguments[: _N_ARRAYS - 1]
-    gate = g if alpha is None else alpha
-    given = [None if x is None else x.new_empty(x.shape) for x in (q, k, v, gate, beta)]
-    states = [None if x is None else x.new_empty(x.shape, dtype=_real(q)) for x in (S, z)]
-    return tuple(_or_nothing(x, q) for x in (*given, *states))
+    q = arguments[0]
+    fakes = []
+    for line, x in zip(_INPUTS, arguments[: len(_INPUTS)], strict=True):
+        if line.gradient is None:
+            continue
+        dtype = None if x is None or line.role != "STATE" else _real(q)
+        fakes.append(_or_nothing(None if x is None else x.new_empty(x.shape, dtype=dtype), q))
+    return tuple(fakes)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:_N_ARRAYS])
-    ctx.options = inputs[_N_ARRAYS + 1 :]
-    ctx.state_shapes = [x.shape for x in output[1:]] if inputs[_N_ARRAYS] else None
+    n = len(_NAMES)
+    ctx.save_for_backward(*inputs[:n])
+    ctx.options = inputs[n + 1 :]
+    ctx.state_shapes = [x.shape for x in output[1:]] if inputs[n] else None
     ctx.set_materialize_grads(False)
 
 
@@ -163,29 +169,27 @@ def _derivative(run: Any) -> Any:
 
     def backward(ctx: Any, do: Any, dST: Any, dzT: Any) -> tuple[Any, ...]:
         arrays = ctx.saved_tensors
-        q, _, v, g, alpha, beta, S, z, _ = arrays
-        *_, features = ctx.options
+        given = _named(arrays, ctx.options)
+        q, v, normalised = given["q"], given["v"], _is_normalised(given["features"])
         if do is None:
             do = v.new_zeros(v.shape)
         if ctx.state_shapes is None:
             dST = dzT = None
-        elif _is_normalised(features) and (dST is None) != (dzT is None):
+        elif normalised and (dST is None) != (dzT is None):
             d_states = zip((dST, dzT), ctx.state_shapes, strict=True)
             dST, dzT = (q.new_zeros(s, dtype=_real(q)) if x is None else x for x, s in d_states)
-        elif not _is_normalised(features):
+        elif not normalised:
             dzT = None
-        dq, dk, dv, dg, dbeta, dS, dz = run(do, dST, dzT, *arrays, *ctx.options)
-        return (
-            dq,
-            dk,
-            dv,
-            None if g is None else dg,
-            None if alpha is None else dg,
-            None if beta is None else dbeta,
-            None if S is None else dS.to(S.dtype),
-            None if z is None else dz.to(z.dtype),
-            *[None] * (2 + _N_OPTIONS),  # cu_seqlens, output_final_state
-        )
+        found = iter(run(do, dST, dzT, *arrays, *ctx.options))
+        gradients: list[Any] = []
+        for line, x in zip(_INPUTS, arrays, strict=True):
+            dx = next(found) if line.gradient is not None else None
+            if x is None:
+                dx = None
+            elif line.role == "STATE":
+                dx = dx.to(x.dtype)
+            gradients.append(dx)
+        return (*gradients, None, *[None] * len(_OPTION_NAMES))  # None: output_final_state
 
     return backward
 
@@ -227,59 +231,24 @@ class _Ways(NamedTuple):
     transformed: Any  # a Function over it: torch.func knows no derivatives of custom operators
 
 
-def _register(number: int, name: str) -> _Ways:
+def _register(name: str) -> _Ways:
+    n = len(_NAMES)
+
     def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, g, alpha, beta, S, z, cu_seqlens, final, *options = arguments
-        scale, mode, chunk_size, qk_l2norm, state_v_first, allow_tf32, features = options
-        o, state = _linattn.forward(
-            number,
-            q,
-            k,
-            v,
-            g,
-            alpha,
-            beta,
-            _core_state(S, z),
-            cu_seqlens,
-            None,
-            final,
-            scale,
-            mode,
-            chunk_size,
-            qk_l2norm,
-            state_v_first,
-            allow_tf32,
-            _core_features(features),
-            _call_site(),
-        )
+        given = _for_core(arguments[:n], arguments[n + 1 :])
+        o, state = _linattn.forward(name, output_final_state=arguments[n], **given)
         ST, zT = state if isinstance(state, tuple) else (state, None)
+        q = arguments[0]
         return o, _or_nothing(ST, q), _or_nothing(zT, q)
 
     def run_backward(do: Tensor, dST: Any, dzT: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        q, k, v, g, alpha, beta, S, z, cu_seqlens, *options = arguments
-        scale, mode, chunk_size, qk_l2norm, state_v_first, _, features = options
+        given = _for_core(arguments[:n], arguments[n:])
+        del given["allow_tf32"]  # a backward's products are never rounded so
         *gradients, d_state = _linattn.backward(
-            number,
-            do,
-            q,
-            k,
-            v,
-            g,
-            alpha,
-            beta,
-            _core_state(S, z),
-            _core_state(dST, dzT),
-            cu_seqlens,
-            scale,
-            mode,
-            chunk_size,
-            qk_l2norm,
-            state_v_first,
-            _core_features(features),
-            0,
+            name, do=do, d_final_state=_core_state(dST, dzT), warn=False, **given
         )
         dS, dz = d_state if isinstance(d_state, tuple) else (d_state, None)
-        return tuple(_or_nothing(x, q) for x in (*gradients, dS, dz))
+        return tuple(_or_nothing(x, arguments[0]) for x in (*gradients, dS, dz))
 
     def twice(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError(
@@ -309,16 +278,23 @@ def _register(number: int, name: str) -> _Ways:
     )
 
 
-_OPS = tuple(_register(number, name) for number, name in enumerate(_linattn.OPS))
+_OPS = {name: _register(name) for name in OPS}
 
 
 # ---- who goes there ----
 
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _DEVICES = ("cpu", "cuda")
+# The arguments that may be tensors of which PyTorch has to know, without the state. A scale is one
+# by mistake.
+_LOOKED_AT = (
+    *(line.label for line in _SMOOTH if line.role == "INPUT" and line.label != "g"),
+    *_GATES,
+    "scale",
+)
 
 
-def _way(op: int, device: str, arrays: tuple[Any, ...]) -> Any:
+def _way(op: str, device: str, arrays: tuple[Any, ...]) -> Any:
     """Who has to know of a call on these; None if nobody has."""
     if _transform() is not None:
         return _OPS[op].transformed
@@ -341,7 +317,7 @@ def is_watched(op: str, arrays: tuple[Any, ...]) -> bool:
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
         or (device in _DEVICES and torch.is_autocast_enabled(device))
-        or _way(_linattn.OPS.index(op), device, arrays) is not None
+        or _way(op, device, arrays) is not None
     )
 
 
@@ -410,98 +386,85 @@ def _word(name: str, x: Any) -> str:
     raise _Unfit(name, "a word", x)
 
 
-def _fitted(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    (
-        q,
-        k,
-        v,
-        g,
-        alpha,
-        beta,
-        S,
-        z,
-        cu_seqlens,
-        output_final_state,
-        scale,
-        mode,
-        chunk_size,
-        qk_l2norm,
-        state_v_first,
-        allow_tf32,
-        features,
-    ) = arguments
-    return (
-        q,
-        _tensor("k", k),
-        _tensor("v", v),
-        _tensor("g", g),
-        _tensor("alpha", alpha),
-        _tensor("beta", beta),
-        _tensor("initial_state", S),
-        _tensor("initial_state", z),
-        _tensor("cu_seqlens", cu_seqlens),
-        _flag("output_final_state", output_final_state),
-        _number("scale", scale),
-        _word("mode", mode),
-        _count("chunk_size", chunk_size),
-        _flag("qk_l2norm", qk_l2norm),
-        _flag("state_v_first", state_v_first),
-        None if allow_tf32 is None else _flag("allow_tf32", allow_tf32),
-        features,
-    )
+def _same(name: str, x: Any) -> Any:
+    return x
 
 
-def forward(
-    op: int,
-    q: Tensor,
-    k: Any,
-    v: Any,
-    g: Any,
-    alpha: Any,
-    beta: Any,
-    initial_state: Any,
-    cu_seqlens: Any,
-    out: Any,
-    output_final_state: bool,
-    scale: Any,
-    mode: str,
-    chunk_size: Any,
-    qk_l2norm: bool,
-    state_v_first: bool,
-    allow_tf32: bool | None,
-    features: Any,
-) -> tuple[Tensor, Any]:
-    """``_linattn.forward`` of a q of PyTorch's, recorded and traced if anybody asks for it."""
+def _flag_or_none(name: str, x: Any) -> bool | None:
+    return None if x is None else _flag(name, x)
+
+
+# How each option is made fit for an operator, and what it is where nothing is given.
+_FIT: dict[str, tuple[Any, Any]] = {
+    "gate": (_same, None),
+    "scale": (_number, None),
+    "mode": (_word, "chunk"),
+    "chunk_size": (_count, None),
+    "qk_l2norm": (_flag, False),
+    "state_v_first": (_flag, False),
+    "allow_tf32": (_flag_or_none, None),
+    "features": (_same, None),
+}
+
+
+def _gate_of(given: dict[str, Any]) -> str | None:
+    """The keyword that gives the decay; without a decay the first that is there."""
+    there = [name for name in _GATES if name in given]
+    full = [name for name in there if given[name] is not None]
+    if len(full) > 1:
+        raise _Unfit(full[1], "None beside " + full[0], given[full[1]])
+    return full[0] if full else there[0] if there else None
+
+
+def _state_of(given: dict[str, Any]) -> tuple[Any, Any]:
+    state = given.get("initial_state")
+    if isinstance(state, tuple | list) and len(state) == 2:
+        return state[0], state[1]
+    return state, None
+
+
+def _fitted(given: dict[str, Any]) -> tuple[Any, ...]:
+    """A call's arguments in the order of the operators' schema."""
+    gate = _gate_of(given)
+    S, z = _state_of(given)
+    values = {**given, "initial_state": S, "initial_state_z": z, "gate": gate}
+    if gate is not None:
+        values["g"] = given[gate]
+    arrays = [
+        _tensor(gate if line.label == "g" and gate else line.label, values.get(name))
+        for name, line in zip(_NAMES, _INPUTS, strict=True)
+    ]
+    final = _flag("output_final_state", given.get("output_final_state", False))
+    options = [_FIT[name][0](name, values.get(name, _FIT[name][1])) for name in _OPTION_NAMES]
+    return (*arrays, final, *options)
+
+
+def forward(op: str, /, **given: Any) -> tuple[Tensor, Any]:
+    """``_linattn.forward`` of a q of PyTorch's, recorded and traced if anything asks for it."""
+    q, out = given["q"], given.get("out")
     device = q.device.type
     if out is None and device in _DEVICES and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
-    S, z = initial_state, None
-    if isinstance(initial_state, tuple | list) and len(initial_state) == 2:
-        S, z = initial_state
-    options = (scale, mode, chunk_size, qk_l2norm, state_v_first, allow_tf32, features)
-    rest = (output_final_state, *options)
+        given |= {name: _cast(given[name], dtype) for name in ("q", "k", "v")}
     if torch.compiler.is_compiling():
         way = _OPS[op].operator
     else:
-        arrays = (q, k, v, g, alpha, beta, S, z, scale)
+        arrays = (*(given[name] for name in _LOOKED_AT if name in given), *_state_of(given))
         if forward_ad._current_level >= 0:
             _refuse_tangents(arrays)
         way = None if out is not None else _way(op, device, arrays)
         if way is None:
-            return _linattn.forward(
-                op, q, k, v, g, alpha, beta, initial_state, cu_seqlens, out, *rest, 3
-            )
+            return _linattn.forward(op, **given)
     try:
-        fitted = _fitted((q, k, v, g, alpha, beta, S, z, cu_seqlens, *rest))
+        fitted = _fitted(given)
     except _Unfit as unfit:
         name, expected, got = unfit.args
         with torch.no_grad():  # the core says what is wrong
-            _linattn.forward(op, q, k, v, g, alpha, beta, initial_state, cu_seqlens, out, *rest, 0)
+            _linattn.forward(op, warn=False, **given)
         raise TypeError(
             f"{name}: expected {expected} where gradients are recorded, got {type(got)}"
         ) from None
     o, S, z = way(*fitted)
-    if not output_final_state:
+    if not given.get("output_final_state", False):
         return o, None
-    return o, (S, z) if _is_normalised(features) else S
+    return o, (S, z) if _is_normalised(given.get("features")) else S

@@ -6,11 +6,15 @@ phi(q_i) . phi(k_j), so that the sum over j can be taken once (Katharopoulos et 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+
+from linattn import _linattn
 
 __all__ = ["FEATURE_MAPS", "FeatureMap"]
 
@@ -159,3 +163,148 @@ def l2norm_backward(x: Any, dy: Any) -> Any:
     r = 1 / ((x * x).sum(-1, keepdims=True) + 1e-6) ** 0.5
     y = x * r
     return r * (dy - y * (y * dy).sum(-1, keepdims=True))
+
+
+# ---- maps and options on their way to the core ----
+
+# (map of q, its eps, map of k, its eps, normaliser, eps, causal), as csrc/module.c takes them
+CoreFeatures = tuple[int, float, int, float, int, float, bool]
+
+
+def is_tensor(x: Any) -> bool:
+    """Is this PyTorch's? It is not imported for the question."""
+    if type(x) is np.ndarray or "torch" not in sys.modules:
+        return False
+    return isinstance(x, sys.modules["torch"].Tensor)
+
+
+def is_recorded(x: Any) -> bool:
+    return is_tensor(x) and x.requires_grad and sys.modules["torch"].is_grad_enabled()
+
+
+def is_traced(x: Any) -> bool:
+    """Is torch.compile reading this line? It looks through a cache, and warns of that."""
+    return is_tensor(x) and sys.modules["torch"].compiler.is_compiling()
+
+
+def core_features(
+    feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike],
+    normalize: bool | str,
+    eps: float,
+    causal: bool,
+) -> tuple[FeatureMap, FeatureMap, CoreFeatures]:
+    """The maps of q and k, and linear attention's options as the core takes them."""
+    if isinstance(feature_map, str) and isinstance(normalize, bool | str) and type(eps) is float:
+        return _named_features(feature_map, normalize, eps, causal is True or _flag(causal))
+    return any_features(feature_map, normalize, eps, causal)
+
+
+def _flag(causal: object) -> bool:
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"causal: expected True or False, got {type(causal).__name__}")
+    return bool(causal)
+
+
+def any_features(
+    feature_map: object, normalize: object, eps: object, causal: object
+) -> tuple[FeatureMap, FeatureMap, CoreFeatures]:
+    phi_q, phi_k = feature_maps(feature_map)
+    if isinstance(normalize, str):
+        if normalize not in ("clamp", "add"):
+            raise ValueError(f"normalize: expected a bool, 'clamp' or 'add', got {normalize!r}")
+        normalizer = 1 if normalize == "clamp" else 2
+    elif isinstance(normalize, bool | np.bool_):
+        normalizer = int(normalize)
+        if normalize and (phi_q.may_be_negative or phi_k.may_be_negative):
+            raise ValueError(
+                "normalize: with feature_map='identity' the denominator may be negative or zero, "
+                "and clamping it is wrong; expected False (or 'clamp' to insist), got True"
+            )
+    else:
+        raise TypeError(
+            f"normalize: expected a bool, 'clamp' or 'add', got {type(normalize).__name__}"
+        )
+    if isinstance(eps, bool) or not isinstance(eps, int | float | np.floating | np.integer):
+        raise TypeError(f"eps: expected a number, got {type(eps).__name__}")
+    try:
+        small = float(eps)
+    except OverflowError:
+        raise ValueError(f"eps: expected a finite number >= 0, got {eps}") from None
+    core = (phi_q.core, phi_q.eps, phi_k.core, phi_k.eps, normalizer, small, _flag(causal))
+    return phi_q, phi_k, core
+
+
+# A step is called for every token; the usual options are worked out once.
+_named_features = lru_cache(maxsize=64, typed=True)(any_features)
+
+
+def apply_map(phi: FeatureMap, name: str, x: Any) -> Any:
+    """phi(x) for a map that is not the core's own."""
+    if phi.forward is None:
+        return x
+    y = phi.forward(x)
+    if not is_array(y) or y.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"feature_map: expected {phi.name} to give an array [..., K'] for {name} of shape "
+            f"{tuple(x.shape)}, got {tuple(y.shape) if is_array(y) else type(y)}"
+        )
+    if is_recorded(x) and not is_recorded(y):
+        raise ValueError(
+            f"feature_map: expected PyTorch to record what {phi.name} makes of {name}, which "
+            "requires gradients; got a result that requires none"
+        )
+    return cast(y, x.dtype)
+
+
+def apply_map_backward(phi: FeatureMap, name: str, x: Any, dy: Any) -> Any:
+    """The gradient of x when dy is that of phi(x): was y = phi(x)."""
+    if phi.backward is None:
+        return dy
+    dx = phi.backward(x, dy)
+    if not is_array(dx) or dx.shape != x.shape:
+        raise ValueError(
+            f"feature_map: expected {phi.name}'s backward to give the gradient of {name}, "
+            f"shape {tuple(x.shape)}, got {tuple(dx.shape) if is_array(dx) else type(dx)}"
+        )
+    return cast(dx, x.dtype)
+
+
+def mapped(
+    phi_q: FeatureMap,
+    phi_k: FeatureMap,
+    q: Any,
+    k: Any,
+    qk_l2norm: bool,
+    written: dict[str, Any],
+) -> tuple[Any, Any, Any, Any, bool]:
+    """q and k before and after the caller's own maps, and whether the core still has to l2-norm.
+
+    The norm comes before the map, so a map outside the core takes the norm out with it.
+    """
+    if phi_q.forward is None and phi_k.forward is None:
+        return q, k, q, k, qk_l2norm
+    for name, x in (("q", q), ("k", k)):
+        if not is_array(x):
+            raise TypeError(f"{name}: expected an array, got {type(x)}")
+    _refuse_shared(written, q, k)
+    if qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    return q, k, apply_map(phi_q, "q", q), apply_map(phi_k, "k", k), False
+
+
+def _refuse_shared(written: dict[str, Any], q: Any, k: Any) -> None:
+    """What is written may not lie in q or k, also where a map made copies of them."""
+    for name, given in written.items():
+        for x in given if isinstance(given, tuple | list) else (given,):
+            for of, other in (("q", q), ("k", k)):
+                if is_array(x) and _share(x, other):
+                    raise ValueError(
+                        f"{name}: expected memory of its own, got memory shared with {of}"
+                    )
+
+
+def _share(x: Any, y: Any) -> bool:
+    try:
+        return _linattn.shares_memory(x, y)
+    except (TypeError, ValueError):
+        return False  # one of them is no array for an op: the core refuses it by its name

@@ -1,6 +1,7 @@
-"""The table of ops, csrc/variants.def, as Python sees it.
+"""The tables csrc/variants.def (the ops) and csrc/arrays.def (the arrays), as Python sees them.
 
-Whatever depends on an op's kind asks here: a list of ops by name is written nowhere else.
+Code that depends on the kind of an op, or on which arrays there are, asks here: no list of ops or
+of arrays is written a second time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from linattn import _linattn
 
-__all__ = ["OPS", "VARIANTS", "Variant"]
+__all__ = ["ARRAYS", "OPS", "VARIANTS", "ArrayLine", "Variant"]
 
 
 class Variant(NamedTuple):
@@ -30,3 +31,31 @@ class Variant(NamedTuple):
 
 OPS: tuple[str, ...] = _linattn.OPS
 VARIANTS: dict[str, Variant] = {row[0]: Variant(*row) for row in _linattn.VARIANTS}
+
+
+class ArrayLine(NamedTuple):
+    """A line of csrc/arrays.def, in its own words, which that file explains.
+
+    Two lines of one label are a state's S and its z.
+    """
+
+    label: str
+    letters: str
+    passes: str
+    role: str
+    dtype: str
+    part_of: str
+    needed: str
+    gradient: str | None
+
+    def is_of(self, variant: Variant) -> bool:
+        """Does the op have this array, in one of its passes and with some options?"""
+        return {
+            "ALWAYS": True,
+            "DECAY": variant.decay != "none",
+            "DELTA": variant.rule == "delta",
+            "NORMALISED": variant.normaliser,
+        }[self.part_of]
+
+
+ARRAYS: tuple[ArrayLine, ...] = tuple(ArrayLine(*line) for line in _linattn.ARRAYS)

@@ -1,6 +1,7 @@
 """The module itself: what importing costs, what it offers, and that every list of ops agrees."""
 
 import ast
+import importlib
 import inspect
 import os
 import pathlib
@@ -17,6 +18,7 @@ import pytest
 import linattn
 from linattn import _linattn, ops, testing
 from linattn.testing import GATES
+from linattn.variants import ARRAYS
 
 PACKAGE = pathlib.Path(linattn.__file__).parent
 CHECKOUT = pathlib.Path(__file__).parent.parent
@@ -153,22 +155,55 @@ def test_ops_are_the_tables():
 
 def test_ops_are_the_functions():
     assert linattn.OPS == _linattn.OPS == tuple(GATES)
-    public = {name for name, x in vars(ops).items()
-              if inspect.isfunction(x) and x.__module__ == ops.__name__ and name[0] != "_"}
+    public = {name for name, x in vars(ops).items() if inspect.isfunction(x) and name[0] != "_"}
     assert public == {name + face for name in linattn.OPS for face in FACES} | {
         "bind", "implicit_weights", "lightning_slopes"}
-    assert set(ops.__all__) <= set(linattn.__all__)
-    assert public <= set(ops.__all__)
+    assert public <= set(ops.__all__) <= set(linattn.__all__)
+    for op in linattn.OPS:
+        module = importlib.import_module(f"linattn.ops.{op}")
+        assert sorted(module.__all__) == sorted(op + face for face in FACES)
 
 
-def test_every_function_calls_the_core_by_its_own_number():
-    numbers = {name: x for name, x in vars(ops).items()
-               if re.fullmatch("_[A-Z_]+", name) and type(x) is int}
-    assert sorted(numbers.values()) == list(range(len(linattn.OPS)))
-    for number, op in enumerate(linattn.OPS):
+@pytest.mark.parametrize("table", ["VARIANTS", "ARRAYS"])
+def test_the_tables_of_c(table):
+    """Line by line, by their text."""
+    name = {"VARIANTS": "variants", "ARRAYS": "arrays"}[table]
+    path = CHECKOUT / "csrc" / f"{name}.def"
+    if not path.exists():
+        pytest.skip(f"csrc/{name}.def: not in a checkout")
+    lines = [[word.strip().strip('"') for word in line.split(",")]
+             for line in re.findall(r"^LA_(?:VARIANT|ARRAY|INDEX)\(([^)]*)\)", path.read_text(), re.M)]
+    if table == "VARIANTS":
+        assert [list(v) for v in linattn.VARIANTS.values()] == [
+            [op, decay.lower(), rule.lower(), z == "NORMALISER"] for op, decay, rule, z in lines]
+    else:
+        assert [[x.label, x.letters, x.passes] for x in ARRAYS] == [line[1:4] for line in lines]
+        assert [x.gradient for x in ARRAYS if x.gradient] == [x[8] for x in lines if len(x) == 9]
+
+
+def test_gradients_are_those_of_the_table():
+    smooth = [x.gradient for x in ARRAYS if x.gradient and x.role != "OUTPUT"]
+    assert list(dict.fromkeys(smooth)) == list(linattn.Gradients._fields)
+
+
+def test_every_function_calls_the_core_by_its_own_name():
+    for op in linattn.OPS:
         for face in FACES:
-            named = getattr(ops, op + face).__code__.co_names
-            assert [numbers[name] for name in named if name in numbers] == [number], op + face
+            constants = getattr(ops, op + face).__code__.co_consts
+            assert [x for x in constants if x in linattn.OPS] == [op], op + face
+
+
+def test_the_core_refuses_what_no_pass_has():
+    with pytest.raises(TypeError, match="kda: no argument of this pass is called 'slots'"):
+        _linattn.forward("kda", slots=None)
+    with pytest.raises(TypeError, match="kda: no argument of this pass is called 'do'"):
+        _linattn.step("kda", **{"".join(["d", "o"]): None})
+    for args in ((), ("softmax",), (3,), ("kda", "kda")):
+        with pytest.raises(TypeError, match="expected the name of an op"):
+            _linattn.backward(*args)
+    assert _linattn.step("".join(["delta", "_rule"]), **{  # neither name is interned
+        "".join([x]): y for x, y in (("q", np.ones(2)), ("k", np.ones(2)), ("v", np.ones(2)),
+                                     ("beta", 1.0), ("state", np.zeros((2, 2))))}).shape == (2,)
 
 
 def test_the_readme_has_every_op():

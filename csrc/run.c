@@ -1,0 +1,129 @@
+/* A checked call runs: the warning before, the GIL aside, signals in between, a status as an exception
+ * after. */
+#include "run.h"
+
+#include "watch.h"
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#ifdef LA_WITH_CUDA
+#include "cuda/cuda.h"
+#endif
+
+/* Is some decay above one? Other threads of Python run meanwhile, unless the look is shorter than to
+ * let them. */
+static bool grows(const la_problem *p)
+{
+    enum { FEW = 4096 }; /* numbers: half a microsecond */
+    if (p->tokens * p->HV * (p->decay == LA_KEY ? p->K : 1) <= FEW) return la_gate_above_one(p);
+    bool found;
+    Py_BEGIN_ALLOW_THREADS
+    found = la_gate_above_one(p);
+    Py_END_ALLOW_THREADS
+    return found;
+}
+
+/* A warning is Python's business: linattn/ops says whose line it names. */
+static int warn_of_growth(const la_call *c)
+{
+    if (c->quiet || !grows(&c->p)) return 0;
+    const char *expected = c->p.gate == LA_DECAY   ? "decays in [0, 1], got values outside"
+                           : c->p.gate == LA_SLOPE ? "slopes >= 0, got values outside"
+                                                   : "the log decay, g <= 0, got values outside "
+                                                     "(alpha= takes the decay itself)";
+    PyObject *module = PyImport_ImportModule("linattn.ops._core");
+    PyObject *done = module ? PyObject_CallMethod(module, "warn_of_growth", "ss",
+                                                  la_array_name(&c->p, LA_G), expected)
+                            : NULL;
+    Py_XDECREF(module);
+    Py_XDECREF(done);
+    return !done || la_still_there(c) ? -1 : 0; /* a filter may be Python too */
+}
+
+#ifdef LA_WITH_CUDA
+static int run_on_device(la_call *c)
+{
+    static la_status (*const entries[])(la_problem *) = {
+        [LA_FORWARD] = la_cuda_forward, [LA_STEP] = la_cuda_step, [LA_BACKWARD] = la_cuda_backward};
+    la_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = entries[c->p.face](&c->p);
+    Py_END_ALLOW_THREADS
+    return la_raise(c, status) || la_settle_streams(c) ? -1 : 0;
+}
+#endif
+
+/* Signals, in the middle of a call: Python's handlers run, and may raise. Only the main thread has any,
+ * and none is asked about a second time where it is not. */
+static bool interrupted(void *state)
+{
+    PyThreadState **python = state;
+#if defined(__linux__)
+    if (syscall(SYS_gettid) != getpid()) return false;
+#endif
+    PyEval_RestoreThread(*python);
+    const bool raised = PyErr_CheckSignals();
+    *python = PyEval_SaveThread();
+    return raised;
+}
+
+/* The last Python that runs before the core looks at an array. */
+static int settle(la_call *c)
+{
+    if ((c->bound || c->ran_python) && la_still_there(c)) return -1;
+    return c->p.device == LA_CPU ? warn_of_growth(c) : 0;
+}
+
+/* On the CPU, a pass over a sequence. */
+static int run_long(la_call *c, la_status (*entry)(la_problem *))
+{
+    la_watch watch;
+    PyThreadState *python = PyEval_SaveThread();
+    la_watch_begin(&watch, interrupted, &python);
+    c->p.watch = &watch;
+    const la_status status = entry(&c->p);
+    PyEval_RestoreThread(python);
+    return status == LA_INTERRUPTED ? -1 : la_raise(c, status); /* the exception is there */
+}
+
+int la_run_pass(la_call *c)
+{
+    if (settle(c)) return -1;
+#ifdef LA_WITH_CUDA
+    if (c->p.device == LA_CUDA) return run_on_device(c);
+#endif
+    return run_long(c, c->p.face == LA_FORWARD ? la_forward : la_backward);
+}
+
+/* A step is never cut short: its state is the old one or the new one. */
+static int run_brief(la_call *c)
+{
+    la_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = la_step(&c->p);
+    Py_END_ALLOW_THREADS
+    return la_raise(c, status);
+}
+
+/* state_indices are read again without the GIL, so they are taken over first. */
+int la_run_step(la_call *c)
+{
+    enum { FEW = 64 };
+    int64_t few[FEW], *more = NULL;
+    const size_t B = (size_t)c->p.B;
+    if (settle(c)) return -1;
+#ifdef LA_WITH_CUDA
+    if (c->p.device == LA_CUDA) return run_on_device(c);
+#endif
+    if (!c->p.array[LA_SLOT].given) return run_brief(c);
+    if (B > FEW && !(more = PyMem_Malloc(B * sizeof *more))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    const int failed = la_raise(c, la_check_slots(&c->p, more ? more : few)) || run_brief(c);
+    PyMem_Free(more);
+    return failed ? -1 : 0;
+}

@@ -1,0 +1,12 @@
+/* Run a call that has been checked and has its outputs. -1 with an exception set, or 0. */
+#ifndef LINATTN_RUN_H
+#define LINATTN_RUN_H
+
+#include "arrays.h"
+
+/* A forward or a backward pass. */
+int la_run_pass(la_call *c);
+/* A step: its state is the old one or the new one, whatever happens. */
+int la_run_step(la_call *c);
+
+#endif

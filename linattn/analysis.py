@@ -1,0 +1,121 @@
+"""Looking at ops, and the constants that models give them."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from linattn.variants import OPS
+
+__all__ = ["implicit_weights", "lightning_slopes"]
+
+
+def _count(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
+
+
+def lightning_slopes(
+    H: int, *, layer: int = 0, layers: int = 1, rule: str = "minimax"
+) -> np.ndarray:
+    """The slopes of :func:`lightning_attention` by either published rule, float64 [H].
+
+    Parameters
+    ----------
+    H : int
+        Heads.
+    layer, layers : int
+        Which layer of how many; deeper layers forget more slowly.
+    rule : {"minimax", "transnormer"}
+        ``"minimax"`` (Lightning Attention-2, MiniMax-01): ALiBi's slopes 2**(-8 (h+1) / H) (for an
+        H that is no power of two, those of the power below and every second of the power above),
+        times 1 - layer / (layers - 1) + 1e-5.
+        ``"transnormer"`` (TransNormerLLM): 8 h / H * (1 - layer / layers).
+    """
+    H, layer, layers = _count("H", H), _count("layer", layer), _count("layers", layers)
+    if H < 1:
+        raise ValueError(f"H: expected at least 1 head, got {H}")
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer: expected 0 <= layer < layers = {layers}, got {layer}")
+    if rule not in ("minimax", "transnormer"):
+        raise ValueError(f"rule: expected 'minimax' or 'transnormer', got {rule!r}")
+    try:
+        if rule == "transnormer":
+            return 8 * np.arange(H) / H * (1 - layer / layers)
+        return _alibi(H) * (1 - layer / (layers - 1) + 1e-5 if layers > 1 else 1)
+    except (MemoryError, ValueError):  # NumPy's, of an array beyond the memory or its addresses
+        raise MemoryError(f"H: expected as many heads as fit in memory, got {H}") from None
+
+
+def _alibi(H: int) -> np.ndarray:
+    below = 1 << (H.bit_length() - 1)
+
+    def of_power(n: int) -> np.ndarray:
+        return 2.0 ** (-8 * np.arange(1, n + 1) / n)
+
+    return np.concatenate([of_power(below), of_power(2 * below)[::2][: H - below]])
+
+
+def _weights(
+    op: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, arguments: dict[str, Any]
+) -> np.ndarray:
+    """The op's output; its warnings come from implicit_weights' own caller."""
+    from linattn import ops
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        o, _ = getattr(ops, op)(q, k, v, **arguments)
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=3)
+    return o
+
+
+def implicit_weights(
+    q: np.ndarray,
+    k: np.ndarray,
+    *,
+    op: str | Callable[..., Any] = "linear_attention",
+    **arguments: Any,
+) -> np.ndarray:
+    """The matrix A [B,HV,T,T] with o = A v: how much each token reads of each other.
+
+    Every op is linear in v, so its weights are what it makes of v = I. Takes memory and time
+    quadratic in T: for looking, not for training.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K], or [T,K] for one head (A is then [T,T])
+    op : str or function
+        Which op's weights; linear attention's by default.
+    **arguments
+        Of the op: gates, beta, feature_map, scale, ... HV is read off them, else it is H.
+    """
+    if callable(op):
+        op = getattr(op, "__name__", repr(op))
+    if op not in OPS:
+        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
+    if not isinstance(q, np.ndarray):
+        raise TypeError(f"q: expected a NumPy array, got {type(q)}")
+    if q.ndim not in (2, 4):
+        raise ValueError(f"q: expected [B,T,H,K], or [T,K] for one head, got {q.shape}")
+    for name in ("initial_state", "output_final_state", "out"):
+        if name in arguments:
+            raise ValueError(f"{name}: the weights are of the tokens alone; got {name}=")
+    T = q.shape[-2 if q.ndim == 2 else 1]
+    identity = np.eye(T, max(T, 1)).astype(q.dtype)  # an op wants V >= 1
+    if q.ndim == 2:
+        return _weights(op, q, k, identity, arguments)[:, :T]
+    HV = q.shape[2]
+    for name, axis in (("g", 2), ("alpha", 2), ("beta", 2), ("gamma", 0), ("slopes", 0)):
+        gate = arguments.get(name)
+        if isinstance(gate, np.ndarray) and gate.ndim > axis:
+            HV = gate.shape[axis]
+    v = np.broadcast_to(identity[None, :, None, :], (q.shape[0], T, HV, max(T, 1)))
+    weights = _weights(op, q, k, v, arguments)
+    return np.ascontiguousarray(weights.transpose(0, 2, 1, 3)[..., :T])

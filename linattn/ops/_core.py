@@ -1,0 +1,68 @@
+"""What the ops share: types, gradients, the way to the core, the warning of a gate that grows."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from linattn import _linattn
+from linattn.features import is_tensor
+
+__all__ = ["Array", "Gradients", "Mode", "State", "core_for", "warn_of_growth"]
+
+# The arrays of one call are of one library, which the type names: numpy.ndarray, torch.Tensor, ...
+# Its dtype, if the type has one, is that of q; states and gradients of gates may have another.
+Array = TypeVar("Array")
+State = Any  # S, or the pair (S, z) of an op that is normalised
+Mode = Literal["chunk", "recurrent", "parallel"]
+
+
+class Gradients(NamedTuple):
+    """The gradients that a backward returns, each with the shape and dtype of its input.
+
+    ``dg`` is the gradient of the gate as it was given: g, alpha, gamma or slopes.
+    ``d_initial_state`` is float32 (float64 for float64 inputs), the pair (dS, dz) for a normalised
+    op. The gradient of an argument that a call was not given is None.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dg: Any | None
+    dbeta: Any | None
+    d_initial_state: State | None
+
+
+def core_for(q: object) -> Callable[..., tuple[Any, Any]]:
+    """The forward pass for arrays like q: the core's, or PyTorch's way to it, which records."""
+    if not is_tensor(q):
+        return _linattn.forward
+    from linattn import autograd
+
+    return autograd.forward
+
+
+def _is_ours(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("linattn.ops")
+
+
+def warn_of_growth(name: str, expected: str) -> None:
+    """Called by the core, before it computes: some decay is above one.
+
+    The warning names the line that called the public function. Where none was called (a bound step,
+    a compiled graph), it names the line that called the core.
+    """
+    frame, level = sys._getframe(1), 2
+    caller = level
+    while frame is not None:
+        if _is_ours(frame.f_globals.get("__name__")):
+            caller = level + 1
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"{name}: expected {expected}; the state may grow without bound",
+        RuntimeWarning,
+        stacklevel=caller,
+    )

@@ -1,0 +1,216 @@
+"""Kimi Delta Attention (KDA): the delta rule with a decay per key. Forward, step, backward."""
+
+from __future__ import annotations
+
+from linattn import _linattn
+from linattn.ops._core import Array, Gradients, Mode, core_for
+
+__all__ = ["kda", "kda_backward", "kda_step"]
+
+
+def kda(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    beta: Array | None = None,
+    *,
+    alpha: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | None = None,
+    mode: Mode = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    allow_tf32: bool | None = None,
+    out: Array | None = None,
+) -> tuple[Array, Array | None]:
+    """Kimi Delta Attention: a decay per key, then the delta rule on the decayed state.
+
+    ::
+
+        S <- diag(exp(g_t)) S;   S <- S + beta_t k (v - S' k)',   o = scale * S' q
+
+    Kimi Team, 2025, *Kimi Linear: An Expressive, Efficient Attention Architecture*.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    g : array [B,T,HV,K], optional
+        Natural LOG of the decay, <= 0, for every key.
+    beta : array [B,T,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    scale : float, optional
+        Of the reads; K**-0.5 by default.
+    initial_state : array [N,HV,K,V], optional
+        float32 (float64 for float64 inputs) or bfloat16; zeros by default.
+    output_final_state : bool
+        Return the state after the last token; else None is returned in its place.
+    cu_seqlens : int array [N+1], optional
+        Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mode : {"chunk", "recurrent", "parallel"}
+        A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
+    chunk_size : int, optional
+        Tokens per chunk.
+    qk_l2norm : bool
+        q, k <- x / sqrt(sum x^2 + 1e-6) along K.
+    state_v_first : bool
+        States are [N,HV,V,K].
+    allow_tf32 : bool, optional
+        May products of float32 numbers be rounded as tf32's are? A forward pass in chunks with
+        K <= 128 on a Hopper GPU is then 1.4 to 8 times as fast. By default as
+        :func:`linattn.set_float32_precision` says.
+    out : array [B,T,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,T,HV,V], dtype of v
+    final_state : array [N,HV,K,V] or None
+    """
+    return core_for(q)(
+        "kda",
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        alpha=alpha,
+        beta=beta,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        out=out,
+        output_final_state=output_final_state,
+        scale=scale,
+        mode=mode,
+        chunk_size=chunk_size,
+        qk_l2norm=qk_l2norm,
+        state_v_first=state_v_first,
+        allow_tf32=allow_tf32,
+    )
+
+
+def kda_step(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    beta: Array | None = None,
+    *,
+    alpha: Array | None = None,
+    state: Array,
+    state_indices: Array | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: Array | None = None,
+) -> Array:
+    """One token of :func:`kda`; ``state`` is changed in place.
+
+    Parameters
+    ----------
+    q, k : array [B,H,K]
+    v : array [B,HV,V]
+    g : array [B,HV,K], optional
+        Natural LOG of the decay, <= 0, for every key.
+    beta : array [B,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    state : array [B,HV,K,V]
+        float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
+        :func:`linattn.zeros_state`.
+    state_indices : int array [B], optional
+        ``state`` is then a pool [P,HV,K,V]: row n has state ``state_indices[n]``, and -1 none (its
+        o is zeros). No state twice.
+    scale, qk_l2norm, state_v_first : see :func:`kda`
+    out : array [B,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,HV,V], dtype of v
+
+    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    """
+    return _linattn.step(
+        "kda",
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        alpha=alpha,
+        beta=beta,
+        state=state,
+        state_indices=state_indices,
+        out=out,
+        scale=scale,
+        qk_l2norm=qk_l2norm,
+        state_v_first=state_v_first,
+    )
+
+
+def kda_backward(
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None = None,
+    beta: Array | None = None,
+    *,
+    alpha: Array | None = None,
+    d_final_state: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
+    mode: Mode = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+) -> Gradients:
+    """The gradients of :func:`kda`.
+
+    Parameters
+    ----------
+    do : array [B,T,HV,V], dtype of v
+        The gradient of o.
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    g : array [B,T,HV,K], optional
+        Natural LOG of the decay, <= 0, for every key.
+    beta : array [B,T,HV]
+        How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    alpha : array like g, optional
+        The decay itself, in [0, 1], instead of g.
+    d_final_state : array [N,HV,K,V], optional
+        The gradient of the final state, float32 (float64 for float64 inputs).
+    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+        As in the forward call.
+
+    Returns
+    -------
+    Gradients
+    """
+    grads = _linattn.backward(
+        "kda",
+        do=do,
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        alpha=alpha,
+        beta=beta,
+        initial_state=initial_state,
+        d_final_state=d_final_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        mode=mode,
+        chunk_size=chunk_size,
+        qk_l2norm=qk_l2norm,
+        state_v_first=state_v_first,
+    )
+    return Gradients(*grads)

@@ -1,0 +1,240 @@
+"""Retention (RetNet): a constant decay per head. Forward, step, backward."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from linattn import _linattn
+from linattn.features import has_memory, is_traced, shape_of
+from linattn.ops._core import Array, Gradients, Mode, core_for
+
+__all__ = ["retention", "retention_backward", "retention_step"]
+
+
+@lru_cache(maxsize=64)
+def _default_gamma(HV: int) -> np.ndarray:
+    gamma = 1 - 2.0 ** (-5 - np.arange(HV))
+    gamma.flags.writeable = False
+    return gamma
+
+
+def _gamma_of(q: Array, k: Array, v: Array, ndim: int) -> Array | None:
+    """RetNet's decays for v's heads; None where the core will say what is wrong with v."""
+    shape = shape_of(v)
+    if shape is None:
+        if has_memory(q) and has_memory(k) and has_memory(v):  # the core would take all three
+            raise TypeError(
+                f"gamma: expected [HV], since v has no shape to make it of; got None ({type(v)})"
+            )
+        return None
+    if len(shape) not in (ndim, ndim - 2):
+        return None
+    HV = shape[-2] if len(shape) == ndim else 1
+    if is_traced(v):
+        torch = sys.modules["torch"]
+        return torch.tensor([1 - 2.0 ** (-5 - h) for h in range(HV)], dtype=torch.float64)
+    try:
+        return _default_gamma(HV)
+    except TypeError:  # that is no number, so v is no array
+        return None
+    except MemoryError:
+        raise MemoryError(
+            f"v: expected as many heads as fit in memory, got [HV] = ({HV},)"
+        ) from None
+
+
+def retention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    gamma: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Array | None = None,
+    mode: Mode = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    allow_tf32: bool | None = None,
+    out: Array | None = None,
+) -> tuple[Array, Array | None]:
+    """RetNet's retention: one constant decay per head.
+
+    ::
+
+        S <- gamma_h S + k v',   o = scale * S' q
+
+    Sun et al., 2023, *Retentive Network: A Successor to Transformer*.
+
+    Parameters
+    ----------
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    gamma : array [HV], optional
+        The decay itself, in [0, 1]; 1 - 2**(-5 - h) by default.
+    scale : float, optional
+        Of the reads; K**-0.5 by default.
+    initial_state : array [N,HV,K,V], optional
+        float32 (float64 for float64 inputs) or bfloat16; zeros by default.
+    output_final_state : bool
+        Return the state after the last token; else None is returned in its place.
+    cu_seqlens : int array [N+1], optional
+        Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mode : {"chunk", "recurrent", "parallel"}
+        A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
+    chunk_size : int, optional
+        Tokens per chunk.
+    qk_l2norm : bool
+        q, k <- x / sqrt(sum x^2 + 1e-6) along K.
+    state_v_first : bool
+        States are [N,HV,V,K].
+    allow_tf32 : bool, optional
+        May products of float32 numbers be rounded as tf32's are? A forward pass in chunks with
+        K <= 128 on a Hopper GPU is then 1.4 to 8 times as fast. By default as
+        :func:`linattn.set_float32_precision` says.
+    out : array [B,T,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,T,HV,V], dtype of v
+    final_state : array [N,HV,K,V] or None
+    """
+    gate = _gamma_of(q, k, v, 4) if gamma is None else gamma
+    return core_for(q)(
+        "retention",
+        q=q,
+        k=k,
+        v=v,
+        gamma=gate,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        out=out,
+        output_final_state=output_final_state,
+        scale=scale,
+        mode=mode,
+        chunk_size=chunk_size,
+        qk_l2norm=qk_l2norm,
+        state_v_first=state_v_first,
+        allow_tf32=allow_tf32,
+    )
+
+
+def retention_step(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    gamma: Array | None = None,
+    state: Array,
+    state_indices: Array | None = None,
+    scale: float | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+    out: Array | None = None,
+) -> Array:
+    """One token of :func:`retention`; ``state`` is changed in place.
+
+    Parameters
+    ----------
+    q, k : array [B,H,K]
+    v : array [B,HV,V]
+    gamma : array [HV], optional
+        The decay itself, in [0, 1]; 1 - 2**(-5 - h) by default.
+    state : array [B,HV,K,V]
+        float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
+        :func:`linattn.zeros_state`.
+    state_indices : int array [B], optional
+        ``state`` is then a pool [P,HV,K,V]: row n has state ``state_indices[n]``, and -1 none (its
+        o is zeros). No state twice.
+    scale, qk_l2norm, state_v_first : see :func:`retention`
+    out : array [B,HV,V], optional
+        Where o goes.
+
+    Returns
+    -------
+    o : array [B,HV,V], dtype of v
+
+    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    """
+    gate = _gamma_of(q, k, v, 3) if gamma is None else gamma
+    return _linattn.step(
+        "retention",
+        q=q,
+        k=k,
+        v=v,
+        gamma=gate,
+        state=state,
+        state_indices=state_indices,
+        out=out,
+        scale=scale,
+        qk_l2norm=qk_l2norm,
+        state_v_first=state_v_first,
+    )
+
+
+def bound_arguments(*, q: Any, k: Any, v: Any, gamma: Any, **rest: Any) -> dict[str, Any]:
+    """A step's arguments as the core takes them, for a step that is bound."""
+    gate = _gamma_of(q, k, v, 3) if gamma is None else gamma
+    return {"q": q, "k": k, "v": v, "gamma": gate, **rest}
+
+
+def retention_backward(
+    do: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    gamma: Array | None = None,
+    d_final_state: Array | None = None,
+    scale: float | None = None,
+    initial_state: Array | None = None,
+    cu_seqlens: Array | None = None,
+    mode: Mode = "chunk",
+    chunk_size: int | None = None,
+    qk_l2norm: bool = False,
+    state_v_first: bool = False,
+) -> Gradients:
+    """The gradients of :func:`retention`.
+
+    Parameters
+    ----------
+    do : array [B,T,HV,V], dtype of v
+        The gradient of o.
+    q, k : array [B,T,H,K]
+    v : array [B,T,HV,V]
+    gamma : array [HV], optional
+        The decay itself, in [0, 1]; 1 - 2**(-5 - h) by default.
+    d_final_state : array [N,HV,K,V], optional
+        The gradient of the final state, float32 (float64 for float64 inputs).
+    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+        As in the forward call.
+
+    Returns
+    -------
+    Gradients
+    """
+    gate = _gamma_of(q, k, v, 4) if gamma is None else gamma
+    grads = _linattn.backward(
+        "retention",
+        do=do,
+        q=q,
+        k=k,
+        v=v,
+        gamma=gate,
+        initial_state=initial_state,
+        d_final_state=d_final_state,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        mode=mode,
+        chunk_size=chunk_size,
+        qk_l2norm=qk_l2norm,
+        state_v_first=state_v_first,
+    )
+    return Gradients(*grads)
