@@ -233,7 +233,7 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
         for (int i = 0; i < PyArray_NDIM(x); i++) shape[i] = PyArray_DIM(x, i);
         return refuse_dims(c, name, PyArray_NDIM(x), shape);
     }
-    if (!strides_fit(x, in_place || la_has_rows(&c->p, name))) {
+    if (!strides_fit(x, true) && (in_place || la_has_rows(&c->p, name) || !strides_fit(x, false))) {
         label = la_array_name(&c->p, name);
         if (in_place) return refuse_numpy_strides(label, IN_PLACE, x);
         if (c->p.face == LA_STEP) return refuse_numpy_strides(label, NO_COPIES, x);

@@ -131,27 +131,37 @@ static bool is_turned(const la_problem *p, const char *full)
     return p->state_v_first && full[0] == 'N' && full[3] == 'V';
 }
 
-/* Does the user write a letter of this array in this call? One-head calls leave heads out, steps T, a
- * gate what it has one number for. */
-static bool is_written(const la_problem *p, la_name name, char letter)
+/* The size of an array's axis, and whether the user writes it in this call: one-head calls leave heads
+ * out, steps T, a gate the axes that it has one number for. A step that picks its states has a pool of P
+ * where others have N states. */
+static int64_t axis_of(const la_problem *p, la_name name, char letter, bool *written)
 {
-    const bool gate = la_array_rows[name].of == LA_G;
-    if (gate && p->decay == LA_HEAD) return letter == 'h'; /* [HV] stays [1], and so does [B] */
+    const bool heads = !p->one_head, gate = la_array_rows[name].of == LA_G;
+    int64_t size = 0;
+    *written = true;
     switch (letter) {
-    case 'T': return p->face != LA_STEP;
-    case 'B': return !p->one_head || name == LA_SLOT;
-    case 'H':
-    case 'h': return !p->one_head;
-    case 'N': return !p->one_head || p->array[LA_CU].given || p->array[LA_SLOT].given;
-    case 'K': return !gate || p->decay == LA_KEY;
+    case 'B': *written = heads || name == LA_SLOT, size = p->B; break;
+    case 'T': *written = p->face != LA_STEP, size = p->T; break;
+    case 'H': *written = heads, size = p->H; break;
+    case 'h': *written = heads, size = p->HV; break;
+    case 'K': *written = !gate || p->decay == LA_KEY, size = p->K; break;
+    case 'V': size = p->V; break;
+    case 'P': size = p->P; break;
+    case 'N':
+        *written = heads || p->array[LA_CU].given || p->array[LA_SLOT].given;
+        size = p->array[LA_SLOT].given ? p->P : p->N;
+        break;
+    case 'n': size = p->N + 1; break;
     }
-    return true;
+    if (gate && p->decay == LA_HEAD) *written = letter == 'h'; /* [HV] stays [1], and so does [B] */
+    return size;
 }
 
-/* A step that picks its states has a pool of P where others have N states. */
-static char letter_of(const la_problem *p, char letter)
+static bool is_written(const la_problem *p, la_name name, char letter)
 {
-    return letter == 'N' && p->array[LA_SLOT].given ? 'P' : letter;
+    bool written;
+    axis_of(p, name, letter, &written);
+    return written;
 }
 
 /* The letters that the user writes for this call, in the user's order. */
@@ -161,30 +171,16 @@ static void user_letters(const la_problem *p, la_name name, char letters[LA_MAX_
     int n = 0;
     if (is_turned(p, full)) full = "NhVK";
     for (const char *c = full; *c; c++)
-        if (is_written(p, name, *c)) letters[n++] = letter_of(p, *c);
+        if (is_written(p, name, *c))
+            letters[n++] = *c == 'N' && p->array[LA_SLOT].given ? 'P' : *c;
     letters[n] = 0;
-}
-
-static int64_t value_of(const la_problem *p, char letter)
-{
-    switch (letter) {
-    case 'B': return p->B;
-    case 'T': return p->T;
-    case 'H': return p->H;
-    case 'h': return p->HV;
-    case 'K': return p->K;
-    case 'V': return p->V;
-    case 'N': return p->N;
-    case 'P': return p->P;
-    case 'n': return p->N + 1;
-    }
-    return 0;
 }
 
 static int values_of(const la_problem *p, const char *letters, int64_t shape[LA_MAX_DIMS])
 {
     int ndim = 0;
-    for (; letters[ndim]; ndim++) shape[ndim] = value_of(p, letters[ndim]);
+    for (bool written; letters[ndim]; ndim++)
+        shape[ndim] = axis_of(p, LA_Q, letters[ndim], &written);
     return ndim;
 }
 
@@ -355,8 +351,7 @@ static bool make_canonical(la_problem *p, la_name name)
     bool written[LA_MAX_DIMS];
     int n = 0, given = 0;
     for (; full[n]; n++) {
-        value[n] = value_of(p, letter_of(p, full[n]));
-        written[n] = is_written(p, name, full[n]);
+        value[n] = axis_of(p, name, full[n], &written[n]);
         if (!written[n]) continue;
         const int i = given++ + (turned && n == 2) - (turned && n == 3);
         if (i >= x->ndim || x->shape[i] != value[n]) return false;

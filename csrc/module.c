@@ -232,22 +232,27 @@ static la_op op_of(PyObject *name)
     return LA_OPS;
 }
 
-/* (op, /, *, q, k, v, ...): the values by their places, NULL for what is not there. */
+/* (op, q, k, v, ...): the values by their places, NULL for what is not there. q, k and v may come by
+ * position, in the order of every op: with more than 14 keywords Python would make a dict of them. */
 static int read_keywords(la_call *c, la_face face, PyObject *const *args, Py_ssize_t nargs,
                          PyObject *names, PyObject *values[PLACES])
 {
-    const la_op op = nargs == 1 ? op_of(args[0]) : LA_OPS;
-    if (op == LA_OPS) {
-        PyErr_Format(PyExc_TypeError, "expected the name of an op, then keywords, got %R",
-                     nargs ? args[0] : Py_None);
+    enum { QKV = 3 };
+    const la_op op = nargs ? op_of(args[0]) : LA_OPS;
+    if (op == LA_OPS || (nargs != 1 && nargs != 1 + QKV)) {
+        PyErr_Format(PyExc_TypeError,
+                     "expected the name of an op, q, k and v, then keywords, got %zd arguments, the "
+                     "first %R",
+                     nargs, nargs ? args[0] : Py_None);
         return -1;
     }
     la_problem_init(&c->p, op, face);
     char *rest = (char *)(&c->p + 1); /* after the problem, which would be cleared twice */
     memset(rest, 0, (size_t)((char *)(c + 1) - rest));
     memset(values, 0, sizeof *values * PLACES);
+    for (int i = 1; i < nargs; i++) values[LA_Q + i - 1] = args[i];
     const Py_ssize_t count = names ? PyTuple_Size(names) : 0;
-    int at = 0;
+    int at = nargs > 1 ? QKV : 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *const name = PyTuple_GetItem(names, i);
         const int place = place_of(face, name, &at);
@@ -350,7 +355,7 @@ static PyObject *run_pass(la_face face, PyObject *const *args, Py_ssize_t nargs,
     return answer;
 }
 
-/* forward(op, /, *, q, k, v, ...) -> (o, final_state) */
+/* forward(op, q, k, v, ...) -> (o, final_state) */
 static PyObject *py_forward(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
                             PyObject *names)
 {
@@ -358,7 +363,7 @@ static PyObject *py_forward(PyObject *self, PyObject *const *args, Py_ssize_t na
     return run_pass(LA_FORWARD, args, nargs, names);
 }
 
-/* backward(op, /, *, do, q, k, v, ...) -> a gradient for each differentiable input of arrays.def */
+/* backward(op, q, k, v, do=..., ...) -> a gradient for each differentiable input of arrays.def */
 static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
                              PyObject *names)
 {
@@ -366,7 +371,7 @@ static PyObject *py_backward(PyObject *self, PyObject *const *args, Py_ssize_t n
     return run_pass(LA_BACKWARD, args, nargs, names);
 }
 
-/* step(op, /, *, q, k, v, ..., state) -> o */
+/* step(op, q, k, v, ..., state=...) -> o */
 static PyObject *py_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     (void)self;

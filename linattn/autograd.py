@@ -439,9 +439,10 @@ def _fitted(given: dict[str, Any]) -> tuple[Any, ...]:
     return (*arrays, final, *options)
 
 
-def forward(op: str, /, **given: Any) -> tuple[Tensor, Any]:
+def forward(op: str, q: Tensor, k: Any, v: Any, **given: Any) -> tuple[Tensor, Any]:
     """``_linattn.forward`` of a q of PyTorch's, recorded and traced if anything asks for it."""
-    q, out = given["q"], given.get("out")
+    given |= {"q": q, "k": k, "v": v}
+    out = given.get("out")
     device = q.device.type
     if out is None and device in _DEVICES and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from linattn import _linattn
+from linattn._linattn import backward as core_backward
+from linattn._linattn import step as core_step
 from linattn.ops._core import Array, Gradients, Mode, core_for
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_backward", "gated_delta_rule_step"]
@@ -77,14 +78,14 @@ def gated_delta_rule(
     """
     return core_for(q)(
         "gated_delta_rule",
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         g=g,
         alpha=alpha,
         beta=beta,
-        initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
         out=out,
         output_final_state=output_final_state,
         scale=scale,
@@ -139,16 +140,16 @@ def gated_delta_rule_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    return _linattn.step(
+    return core_step(
         "gated_delta_rule",
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         g=g,
         alpha=alpha,
         beta=beta,
-        state=state,
         state_indices=state_indices,
+        state=state,
         out=out,
         scale=scale,
         qk_l2norm=qk_l2norm,
@@ -197,18 +198,18 @@ def gated_delta_rule_backward(
     -------
     Gradients
     """
-    grads = _linattn.backward(
+    grads = core_backward(
         "gated_delta_rule",
-        do=do,
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         g=g,
         alpha=alpha,
         beta=beta,
-        initial_state=initial_state,
-        d_final_state=d_final_state,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        do=do,
+        d_final_state=d_final_state,
         scale=scale,
         mode=mode,
         chunk_size=chunk_size,

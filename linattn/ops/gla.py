@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from linattn import _linattn
+from linattn._linattn import backward as core_backward
+from linattn._linattn import step as core_step
 from linattn.ops._core import Array, Gradients, Mode, core_for
 
 __all__ = ["gla", "gla_backward", "gla_step"]
@@ -72,13 +73,13 @@ def gla(
     """
     return core_for(q)(
         "gla",
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         g=g,
         alpha=alpha,
-        initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
         out=out,
         output_final_state=output_final_state,
         scale=scale,
@@ -130,15 +131,15 @@ def gla_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    return _linattn.step(
+    return core_step(
         "gla",
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         g=g,
         alpha=alpha,
-        state=state,
         state_indices=state_indices,
+        state=state,
         out=out,
         scale=scale,
         qk_l2norm=qk_l2norm,
@@ -184,17 +185,17 @@ def gla_backward(
     -------
     Gradients
     """
-    grads = _linattn.backward(
+    grads = core_backward(
         "gla",
-        do=do,
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         g=g,
         alpha=alpha,
-        initial_state=initial_state,
-        d_final_state=d_final_state,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        do=do,
+        d_final_state=d_final_state,
         scale=scale,
         mode=mode,
         chunk_size=chunk_size,

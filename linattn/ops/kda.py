@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from linattn import _linattn
+from linattn._linattn import backward as core_backward
+from linattn._linattn import step as core_step
 from linattn.ops._core import Array, Gradients, Mode, core_for
 
 __all__ = ["kda", "kda_backward", "kda_step"]
@@ -75,14 +76,14 @@ def kda(
     """
     return core_for(q)(
         "kda",
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         g=g,
         alpha=alpha,
         beta=beta,
-        initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
         out=out,
         output_final_state=output_final_state,
         scale=scale,
@@ -137,16 +138,16 @@ def kda_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    return _linattn.step(
+    return core_step(
         "kda",
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         g=g,
         alpha=alpha,
         beta=beta,
-        state=state,
         state_indices=state_indices,
+        state=state,
         out=out,
         scale=scale,
         qk_l2norm=qk_l2norm,
@@ -195,18 +196,18 @@ def kda_backward(
     -------
     Gradients
     """
-    grads = _linattn.backward(
+    grads = core_backward(
         "kda",
-        do=do,
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         g=g,
         alpha=alpha,
         beta=beta,
-        initial_state=initial_state,
-        d_final_state=d_final_state,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        do=do,
+        d_final_state=d_final_state,
         scale=scale,
         mode=mode,
         chunk_size=chunk_size,

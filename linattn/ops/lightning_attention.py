@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from linattn import _linattn
+from linattn._linattn import backward as core_backward
+from linattn._linattn import step as core_step
 from linattn.ops._core import Array, Gradients, Mode, core_for
 
 __all__ = ["lightning_attention", "lightning_attention_backward", "lightning_attention_step"]
@@ -69,12 +70,12 @@ def lightning_attention(
     """
     return core_for(q)(
         "lightning_attention",
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         slopes=slopes,
-        initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
         out=out,
         output_final_state=output_final_state,
         scale=scale,
@@ -123,14 +124,14 @@ def lightning_attention_step(
 
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
-    return _linattn.step(
+    return core_step(
         "lightning_attention",
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         slopes=slopes,
-        state=state,
         state_indices=state_indices,
+        state=state,
         out=out,
         scale=scale,
         qk_l2norm=qk_l2norm,
@@ -173,16 +174,16 @@ def lightning_attention_backward(
     -------
     Gradients
     """
-    grads = _linattn.backward(
+    grads = core_backward(
         "lightning_attention",
-        do=do,
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         slopes=slopes,
-        initial_state=initial_state,
-        d_final_state=d_final_state,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        do=do,
+        d_final_state=d_final_state,
         scale=scale,
         mode=mode,
         chunk_size=chunk_size,

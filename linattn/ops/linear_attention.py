@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from linattn import _linattn
+from linattn._linattn import backward as core_backward
+from linattn._linattn import step as core_step
 from linattn.features import (
     FeatureMapLike,
     any_features,
@@ -98,11 +99,11 @@ def linear_attention(
     _, _, q, k, qk_l2norm = mapped(phi_q, phi_k, q, k, qk_l2norm, {"out": out})
     return core_for(q)(
         "linear_attention",
-        q=q,
-        k=k,
-        v=v,
-        initial_state=initial_state,
+        q,
+        k,
+        v,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
         out=out,
         output_final_state=output_final_state,
         scale=scale,
@@ -155,13 +156,13 @@ def linear_attention_step(
     phi_q, phi_k, core = core_features(feature_map, normalize, eps, True)
     written = {"out": out, "state": state}
     _, _, q, k, qk_l2norm = mapped(phi_q, phi_k, q, k, qk_l2norm, written)
-    return _linattn.step(
+    return core_step(
         "linear_attention",
-        q=q,
-        k=k,
-        v=v,
-        state=state,
+        q,
+        k,
+        v,
         state_indices=state_indices,
+        state=state,
         out=out,
         scale=scale,
         qk_l2norm=qk_l2norm,
@@ -237,15 +238,15 @@ state_v_first :
             )
     q0, k0 = q, k
     q1, k1, q, k, core_l2norm = mapped(phi_q, phi_k, q, k, qk_l2norm, {})
-    grads = _linattn.backward(
+    grads = core_backward(
         "linear_attention",
-        do=do,
-        q=q,
-        k=k,
-        v=v,
-        initial_state=initial_state,
-        d_final_state=d_final_state,
+        q,
+        k,
+        v,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        do=do,
+        d_final_state=d_final_state,
         scale=scale,
         mode=mode,
         chunk_size=chunk_size,

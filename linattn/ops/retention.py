@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from linattn import _linattn
+from linattn._linattn import backward as core_backward
+from linattn._linattn import step as core_step
 from linattn.features import has_memory, is_traced, shape_of
 from linattn.ops._core import Array, Gradients, Mode, core_for
 
@@ -109,12 +110,12 @@ def retention(
     gate = _gamma_of(q, k, v, 4) if gamma is None else gamma
     return core_for(q)(
         "retention",
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         gamma=gate,
-        initial_state=initial_state,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
         out=out,
         output_final_state=output_final_state,
         scale=scale,
@@ -164,14 +165,14 @@ def retention_step(
     Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
     """
     gate = _gamma_of(q, k, v, 3) if gamma is None else gamma
-    return _linattn.step(
+    return core_step(
         "retention",
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         gamma=gate,
-        state=state,
         state_indices=state_indices,
+        state=state,
         out=out,
         scale=scale,
         qk_l2norm=qk_l2norm,
@@ -221,16 +222,16 @@ def retention_backward(
     Gradients
     """
     gate = _gamma_of(q, k, v, 4) if gamma is None else gamma
-    grads = _linattn.backward(
+    grads = core_backward(
         "retention",
-        do=do,
-        q=q,
-        k=k,
-        v=v,
+        q,
+        k,
+        v,
         gamma=gate,
-        initial_state=initial_state,
-        d_final_state=d_final_state,
         cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        do=do,
+        d_final_state=d_final_state,
         scale=scale,
         mode=mode,
         chunk_size=chunk_size,
