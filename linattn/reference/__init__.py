@@ -1,0 +1,451 @@
+"""The eight ops in plain NumPy, float64: read this first, and compare everything with it.
+
+Every op keeps one matrix per head, the state S [K,V], and does the same four things for a token t:
+
+    decay    S <- diag(a_t) S           forget a little (a_t = exp(g_t), in [0, 1])
+    predict  p  = k_t' S                the state's answer to this key so far (delta rule only)
+    write    S <- S + k_t u_t'          u_t = v_t, or b_t (v_t - p) under the delta rule
+    read     o_t = scale q_t' S         after the write: a token sees itself
+
+Each op is spelled twice, for one head, q and k [T,K], v [T,V]:
+
+    *_tokens   the recurrence, token by token; this is the definition
+    *_chunk    C tokens at once: scores, (solve,) read, carry; C = T is the parallel form,
+               o = (q k' . mask) v, and C = 1 is the recurrence again
+
+The public functions below them loop over the batch, the packed sequences and the heads. Their
+letters are q, k [B,T,H,K]; v, o [B,T,HV,V]; g [B,T,HV] or [B,T,HV,K], the natural log of the decay;
+beta [B,T,HV]; state [N,HV,K,V]. Value head h reads the query and key head h // (HV/H).
+Keywords that all of them take, in `common`:
+
+    scale=None          the factor of the read; None is K**-0.5
+    initial_state=None  [N,HV,K,V]; None is zeros
+    cu_seqlens=None     [N+1], the starts of N sequences packed into one row (B = 1), and T last
+    qk_l2norm=False     q and k <- x / sqrt(sum x^2 + 1e-6) first
+    form="recurrent"    or "chunk", or "parallel" (one chunk); chunk_size=64
+    dtype=np.float64    the dtype of the arithmetic, see below
+
+They return (o, final_state), always both. Below each of them stands its record in OPS: its one-head
+functions, and how its decay is given. `backward` reads the record. So a new op is its functions and
+its record, all in this file.
+
+With dtype=np.float32 the same text is the "naive twin" of linattn.testing.assert_accurate: the
+whole calculation in float32. With float16 or bfloat16, q, k and v are rounded to that dtype, the
+state and the sums are float32, and o is rounded at the end. With np.longdouble it is the reference
+for a float64 kernel. Nothing is checked here, and nothing is imported from the rest of the package.
+
+The other files of this folder:
+
+    adjoints.py    the gradients, one adjoint per rule, and `backward`
+    elements.py    norm, feature maps, divisor and kinds of gate, each with its derivative
+    _loops.py      the record, the loops over sequences and heads, dtypes
+"""
+
+import numpy as np
+
+from ._loops import (
+    OPS,
+    Op,
+    by_form,
+    cast,
+    given_decay,
+    heads,
+    per_head,
+    read_scale,
+    rounded,
+    state_arrays,
+)
+from .adjoints import (
+    Gradients,
+    additive_adjoint,
+    backward,
+    chunk_adjoint,
+    delta_adjoint,
+    linear_attention_adjoint,
+    linear_attention_noncausal_adjoint,
+)
+from .elements import FEATURE_MAPS, divisor, feature_pair, l2norm, retnet_gamma
+
+__all__ = [
+    "FEATURE_MAPS",
+    "OPS",
+    "Gradients",
+    "Op",
+    "additive_adjoint",
+    "backward",
+    "chunk_adjoint",
+    "decay_matrix",
+    "delta_adjoint",
+    "delta_rule",
+    "delta_rule_chunk",
+    "delta_rule_tokens",
+    "faded_scores",
+    "gated_delta_rule",
+    "gated_delta_rule_chunk",
+    "gated_delta_rule_tokens",
+    "gla",
+    "gla_chunk",
+    "gla_tokens",
+    "implicit_weights",
+    "kda",
+    "kda_chunk",
+    "kda_tokens",
+    "l2norm",
+    "lightning_attention",
+    "lightning_attention_chunk",
+    "lightning_attention_tokens",
+    "linear_attention",
+    "linear_attention_adjoint",
+    "linear_attention_chunk",
+    "linear_attention_noncausal",
+    "linear_attention_noncausal_adjoint",
+    "linear_attention_tokens",
+    "retention",
+    "retention_chunk",
+    "retention_tokens",
+    "simple_gla",
+    "simple_gla_chunk",
+    "simple_gla_tokens",
+    "solve_unit_lower",
+]
+
+# ---------------------------------------------------------------------------------------------
+# One head. S comes in and goes out; it is never changed in place.
+# ---------------------------------------------------------------------------------------------
+
+
+def linear_attention_tokens(q, k, v, state, scale):
+    """Katharopoulos et al. 2020, "Transformers are RNNs"; q and k after the feature map.
+
+    z [K] is the sum of the keys: the state of a value that is always 1.
+    """
+    S, z = state
+    num, den = np.empty_like(v), np.empty_like(v[:, 0])
+    for t in range(len(q)):
+        S = S + np.outer(k[t], v[t])
+        z = z + k[t]
+        num[t] = scale * (q[t] @ S)
+        den[t] = scale * (q[t] @ z)
+    return num, den, (S, z)
+
+
+def linear_attention_chunk(q, k, v, state, scale):
+    """(Q K' . M) V, where M keeps j <= i; the tokens before the chunk are read through S and z."""
+    S, z = state
+    A = scale * np.tril(q @ k.T)  # scores [C,C]
+    num = scale * (q @ S) + A @ v  # read: the past, and the chunk itself
+    den = scale * (q @ z) + A.sum(1)
+    return num, den, (S + k.T @ v, z + k.sum(0))  # carry
+
+
+def linear_attention_noncausal(q, k, v, state, scale):
+    """Every token reads the state of the whole sequence: phi(Q) (phi(K)' V), without a mask."""
+    S, z = state
+    S, z = S + k.T @ v, z + k.sum(0)
+    return scale * (q @ S), scale * (q @ z), (S, z)
+
+
+def retention_tokens(q, k, v, gamma, S, scale):
+    """RetNet, Sun et al. 2023: S_n = gamma S_{n-1} + k_n v_n', one gamma per head."""
+    o = np.empty_like(v)
+    for n in range(len(q)):
+        S = gamma * S + np.outer(k[n], v[n])
+        o[n] = scale * (q[n] @ S)
+    return o, S
+
+
+def retention_chunk(q, k, v, gamma, S, scale):
+    """(Q K' . D) V with D_nm = gamma^(n-m), plus the read of the state, which fades by token."""
+    n = np.arange(len(q), dtype=q.dtype)
+    D = np.tril(gamma ** np.maximum(n[:, None] - n, 0))
+    xi = gamma ** (n + 1)  # from the state before the chunk to token n
+    zeta = gamma ** (len(q) - 1 - n)  # from token n to the end of the chunk
+    o = scale * xi[:, None] * (q @ S) + scale * (q @ k.T * D) @ v
+    S = gamma ** len(q) * S + k.T @ (zeta[:, None] * v)
+    return o, S
+
+
+def lightning_attention_tokens(q, k, v, slope, S, scale):
+    """Lightning Attention-2, Qin et al. 2024; MiniMax-01: kv <- lambda kv + k v', lambda = e^-s."""
+    lam = np.exp(-slope)
+    kv = S
+    o = np.empty_like(v)
+    for t in range(len(q)):
+        kv = lam * kv + np.outer(k[t], v[t])
+        o[t] = scale * (q[t] @ kv)
+    return o, kv
+
+
+def lightning_attention_chunk(q, k, v, slope, S, scale):
+    """Intra block (Q K' . M) V; inter block Lambda Q KV; KV <- lambda^C KV + (lambda^C/Lambda K)'V.
+
+    Lambda = diag(lambda^1 .. lambda^C). The quotient is written lambda^(C-i): it never overflows.
+    """
+    C = len(q)
+    lam = np.exp(-slope)
+    i = np.arange(1, C + 1, dtype=q.dtype)
+    M = np.tril(lam ** np.maximum(i[:, None] - i, 0))
+    intra = (scale * (q @ k.T) * M) @ v
+    inter = scale * ((lam**i)[:, None] * q) @ S
+    return intra + inter, lam**C * S + ((lam ** (C - i))[:, None] * k).T @ v
+
+
+def simple_gla_tokens(q, k, v, a, S, scale):
+    """A scalar decay a_t = exp(g_t) per token and head; Mamba-2's SSD (Dao and Gu 2024)."""
+    o = np.empty_like(v)
+    for t in range(len(q)):
+        S = a[t] * S + np.outer(k[t], v[t])
+        o[t] = scale * (q[t] @ S)
+    return o, S
+
+
+def simple_gla_chunk(q, k, v, a, S, scale):
+    """(Q K' . G) V, where G_ij = a_i ... a_{j+1} is the part of write j that is left at token i."""
+    G = decay_matrix(a)
+    from_start = np.cumprod(a)
+    o = scale * from_start[:, None] * (q @ S) + (scale * (q @ k.T) * G) @ v
+    S = from_start[-1] * S + k.T @ (G[-1][:, None] * v)
+    return o, S
+
+
+def gla_tokens(q, k, v, a, S, scale):
+    """Gated Linear Attention, Yang et al. 2024: every key channel has its own decay, a [T,K]."""
+    o = np.empty_like(v)
+    for t in range(len(q)):
+        S = a[t][:, None] * S + np.outer(k[t], v[t])
+        o[t] = scale * (q[t] @ S)
+    return o, S
+
+
+def gla_chunk(q, k, v, a, S, scale):
+    """A_ij = q_i' diag(a_i ... a_{j+1}) k_j: the keys fade, channel by channel, as i moves on."""
+    A, faded = faded_scores(q, k, a)
+    from_start = np.cumprod(a, axis=0)
+    o = scale * (q * from_start) @ S + scale * A @ v
+    S = from_start[-1][:, None] * S + faded.T @ v
+    return o, S
+
+
+def delta_rule_tokens(q, k, v, beta, S, scale):
+    """DeltaNet, Schlag et al. 2021: write only what the state does not yet answer.
+
+    S + b k (v - k'S)' is the other spelling, (I - b k k') S + b k v', with fewer multiplications.
+    """
+    o = np.empty_like(v)
+    for t in range(len(q)):
+        p = k[t] @ S
+        u = beta[t] * (v[t] - p)
+        S = S + np.outer(k[t], u)
+        o[t] = scale * (q[t] @ S)
+    return o, S
+
+
+def delta_rule_chunk(q, k, v, beta, S, scale):
+    """Yang et al. 2024, "Parallelizing linear transformers with the delta rule".
+
+    A prediction needs the writes before it: u_i = b_i (v_i - k_i'S - sum_{j<i} k_i.k_j u_j),
+    a triangular system for U [C,V]. The rest is linear attention with U in the place of V.
+    """
+    L = beta[:, None] * np.tril(k @ k.T, -1)  # scores
+    P = np.tril(q @ k.T)
+    U = solve_unit_lower(L, beta[:, None] * (v - k @ S))  # solve
+    o = scale * (q @ S) + scale * P @ U  # read
+    return o, S + k.T @ U  # carry
+
+
+def gated_delta_rule_tokens(q, k, v, a, beta, S, scale):
+    """Gated DeltaNet, Yang et al. 2024: S <- (I - b k k') a S + b k v', so decay comes first.
+
+    The prediction is made from the decayed state. Predicting from the undecayed one is the usual
+    mistake; the worked example in docs/math.md has the numbers that it gives.
+    """
+    o = np.empty_like(v)
+    for t in range(len(q)):
+        S = a[t] * S
+        u = beta[t] * (v[t] - k[t] @ S)
+        S = S + np.outer(k[t], u)
+        o[t] = scale * (q[t] @ S)
+    return o, S
+
+
+def gated_delta_rule_chunk(q, k, v, a, beta, S, scale):
+    """The delta rule's system, each pair (i, j) faded by G_ij and the state by a_1 ... a_i."""
+    G = decay_matrix(a)
+    from_start = np.cumprod(a)[:, None]
+    L = beta[:, None] * np.tril(k @ k.T, -1) * G  # scores
+    P = q @ k.T * G
+    U = solve_unit_lower(L, beta[:, None] * (v - from_start * (k @ S)))  # solve
+    o = scale * from_start * (q @ S) + scale * P @ U  # read
+    return o, from_start[-1] * S + k.T @ (G[-1][:, None] * U)  # carry
+
+
+def kda_tokens(q, k, v, a, beta, S, scale):
+    """Kimi Delta Attention, Kimi Linear 2025: S <- (I - b k k') diag(a) S + b k v', a [T,K]."""
+    o = np.empty_like(v)
+    for t in range(len(q)):
+        S = a[t][:, None] * S
+        u = beta[t] * (v[t] - k[t] @ S)
+        S = S + np.outer(k[t], u)
+        o[t] = scale * (q[t] @ S)
+    return o, S
+
+
+def kda_chunk(q, k, v, a, beta, S, scale):
+    """The delta rule's system with GLA's scores: the decay cannot be pulled out of k_i . k_j."""
+    from_start = np.cumprod(a, axis=0)
+    L = beta[:, None] * np.tril(faded_scores(k, k, a)[0], -1)  # scores
+    P, faded = faded_scores(q, k, a)
+    U = solve_unit_lower(L, beta[:, None] * (v - (k * from_start) @ S))  # solve
+    o = scale * (q * from_start) @ S + scale * P @ U  # read
+    return o, from_start[-1][:, None] * S + faded.T @ U  # carry
+
+
+# The chunk forms share these three. Decays are multiplied, never divided and never subtracted as
+# logarithms: so a = 0 (g = -inf) is an ordinary number, and a small decay next to a huge one keeps
+# its digits.
+
+
+def decay_matrix(a):
+    """G [C,C] with G_ij = a_i a_{i-1} ... a_{j+1} for j <= i, else 0. a [C]."""
+    G = np.eye(len(a), dtype=a.dtype)
+    for i in range(1, len(a)):
+        G[i, :i] = a[i] * G[i - 1, :i]
+    return G
+
+
+def faded_scores(q, k, a):
+    """A [C,C] with A_ij = q_i' (a_i ... a_{j+1} k_j) for j <= i, and k faded to the last token."""
+    A = np.zeros((len(q), len(q)), q.dtype)
+    faded = np.zeros_like(k)
+    for i in range(len(q)):
+        faded[:i] *= a[i]
+        faded[i] = k[i]
+        A[i, : i + 1] = faded[: i + 1] @ q[i]
+    return A, faded
+
+
+def solve_unit_lower(L, R):
+    """U with (I + L) U = R, for a strictly lower triangular L, by forward substitution."""
+    U = np.empty_like(R)
+    for i in range(len(R)):
+        U[i] = R[i] - L[i, :i] @ U[:i]
+    return U
+
+
+# ---------------------------------------------------------------------------------------------
+# The ops: [B,T,H,K] in, [B,T,HV,V] and [N,HV,K,V] out.
+# ---------------------------------------------------------------------------------------------
+
+
+def linear_attention(q, k, v, *, feature_map="elu+1", normalize=True, causal=True, eps=1e-6,
+                     scale=None, initial_state=None, cu_seqlens=None, qk_l2norm=False,
+                     form="recurrent", chunk_size=64, dtype=np.float64):
+    """o_i = num_i / max(den_i, eps), num = scale phi(q)'S, den = scale phi(q)'z.
+
+    normalize: True or "clamp" as above; "add" divides by den + eps; False returns num alone.
+    feature_map: a name in FEATURE_MAPS, a callable on the last axis, or a pair of them (q's, k's).
+    The state is the pair (S [N,HV,K,V], z [N,HV,K]) when normalised, else S alone.
+    causal=False: every token reads the state of its whole sequence.
+    """
+    q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
+    scale = read_scale(scale, q)
+    if qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    phi_q, phi_k = feature_pair(feature_map)
+    q, k = phi_q(q), phi_k(k)
+    one_head = by_form(OPS["linear_attention"], form, chunk_size)
+    num, den = np.empty_like(v), np.empty_like(v[..., 0])
+    S, z = state_arrays(initial_state, normalize, q, v, cu_seqlens)
+    with np.errstate(all="ignore"):  # NaN and inf are data here
+        for n, h, of_qk, of_v in heads(q, v, cu_seqlens):
+            q_h, k_h, v_h, state = q[of_qk], k[of_qk], v[of_v], (S[n, h], z[n, h])
+            if causal:
+                num[of_v], den[of_v], state = one_head(q_h, k_h, v_h, state, scale)
+            elif form == "parallel":
+                A = scale * q_h @ k_h.T
+                num[of_v] = A @ v_h + scale * q_h @ state[0]
+                den[of_v] = A.sum(1) + scale * q_h @ state[1]
+                *_, state = one_head(q_h, k_h, v_h, state, scale)
+            else:
+                num[of_v], den[of_v], state = linear_attention_noncausal(
+                    q_h, k_h, v_h, state, scale)
+            S[n, h], z[n, h] = state
+        o = num if normalize is False else num / divisor(den, normalize, eps)[..., None]
+    return rounded(o, dtype), (S if normalize is False else (S, z))
+
+
+OPS["linear_attention"] = Op(linear_attention_tokens, linear_attention_chunk, decay="none",
+                             has_normaliser=True, noncausal=linear_attention_noncausal)
+
+
+def retention(q, k, v, *, gamma=None, **common):
+    """gamma [HV], the decay itself; None is RetNet's 1 - 2^(-5-h)."""
+    gamma = retnet_gamma(v) if gamma is None else gamma
+    return per_head(OPS["retention"], q, k, v, gamma, **common)
+
+
+OPS["retention"] = Op(retention_tokens, retention_chunk, decay="head", default_decay=retnet_gamma)
+
+
+def lightning_attention(q, k, v, slopes, **common):
+    """slopes [HV] >= 0; the decay is exp(-slope)."""
+    return per_head(OPS["lightning_attention"], q, k, v, slopes, **common)
+
+
+OPS["lightning_attention"] = Op(lightning_attention_tokens, lightning_attention_chunk,
+                                decay="head")
+
+
+def simple_gla(q, k, v, g=None, *, alpha=None, dtype=np.float64, **common):
+    """g [B,T,HV], log decay; or alpha, the decay itself."""
+    a = given_decay(g, alpha, dtype)
+    return per_head(OPS["simple_gla"], q, k, v, a, dtype=dtype, **common)
+
+
+OPS["simple_gla"] = Op(simple_gla_tokens, simple_gla_chunk, decay="token")
+
+
+def gla(q, k, v, g=None, *, alpha=None, dtype=np.float64, **common):
+    """g [B,T,HV,K], log decay; or alpha, the decay itself."""
+    a = given_decay(g, alpha, dtype)
+    return per_head(OPS["gla"], q, k, v, a, dtype=dtype, **common)
+
+
+OPS["gla"] = Op(gla_tokens, gla_chunk, decay="key")
+
+
+def delta_rule(q, k, v, beta, **common):
+    """beta [B,T,HV], how much of the error is written."""
+    return per_head(OPS["delta_rule"], q, k, v, beta, **common)
+
+
+OPS["delta_rule"] = Op(delta_rule_tokens, delta_rule_chunk, decay="none")
+
+
+def gated_delta_rule(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
+    """g [B,T,HV], log decay, or alpha, the decay itself; beta [B,T,HV]."""
+    a = given_decay(g, alpha, dtype)
+    return per_head(OPS["gated_delta_rule"], q, k, v, a, beta, dtype=dtype, **common)
+
+
+OPS["gated_delta_rule"] = Op(gated_delta_rule_tokens, gated_delta_rule_chunk, decay="token")
+
+
+def kda(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
+    """g [B,T,HV,K], log decay, or alpha, the decay itself; beta [B,T,HV]."""
+    a = given_decay(g, alpha, dtype)
+    return per_head(OPS["kda"], q, k, v, a, beta, dtype=dtype, **common)
+
+
+OPS["kda"] = Op(kda_tokens, kda_chunk, decay="key")
+
+
+def implicit_weights(name, q, k, **arguments):
+    """A [B,HV,T,T] with o = A v: the op, run on the values e_1 .. e_T. arguments: the op's own."""
+    B, T = q.shape[:2]
+    by_token = [x for x in map(arguments.get, ("g", "alpha", "beta")) if x is not None]
+    by_head = [x for x in map(arguments.get, ("gamma", "slopes")) if x is not None]
+    HV = (np.shape(by_token[0])[2] if by_token
+          else len(by_head[0]) if by_head else q.shape[2])
+    v = np.broadcast_to(np.eye(T)[None, :, None, :], (B, T, HV, T))
+    return globals()[name](q, k, v, **arguments)[0].transpose(0, 2, 1, 3)

@@ -1,0 +1,149 @@
+"""From functions of one head to an op: the record, the loops over sequences and heads, dtypes."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from .elements import GIVEN_AS, l2norm
+
+
+class Op(NamedTuple):
+    """The record of an op. It stands below the op's public function."""
+
+    tokens: Callable  # one head, token by token
+    chunk: Callable  # one head, C tokens at once
+    decay: str  # a key of SHARED_AXES: the decay is one number per head, token or key
+    default_decay: Callable | None = None  # v -> the decay itself, for a call that gives none
+    has_normaliser: bool = False  # the state is (S, z), and the output is divided
+    noncausal: Callable | None = None  # one head, every token reads the last state
+
+
+OPS: dict[str, Op] = {}  # name -> record, filled where the ops are defined
+
+# The axes of [B,T,HV,K] along which all elements share one decay. "none": the decay is 1.
+SHARED_AXES = {"none": (0, 1, 2, 3), "head": (0, 1, 3), "token": (3,), "key": ()}
+
+# ---------------------------------------------------------------------------------------------
+# Loops.
+# ---------------------------------------------------------------------------------------------
+
+
+def per_head(op, q, k, v, *gates, scale=None, initial_state=None, cu_seqlens=None,
+             qk_l2norm=False, form="recurrent", chunk_size=64, dtype=np.float64):
+    """Run an op's one-head functions over the sequences and heads. A gate [HV] is per head."""
+    q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
+    gates = [cast(gate, working(dtype)) for gate in gates]
+    scale = read_scale(scale, q)
+    if qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    one_head = by_form(op, form, chunk_size)
+    o = np.empty_like(v)
+    S, _ = state_arrays(initial_state, False, q, v, cu_seqlens)
+    with np.errstate(all="ignore"):  # NaN and inf are data here
+        for n, h, of_qk, of_v in heads(q, v, cu_seqlens):
+            gates_h = [gate[h] if is_per_head(gate) else gate[of_v] for gate in gates]
+            o[of_v], S[n, h] = one_head(q[of_qk], k[of_qk], v[of_v], *gates_h, S[n, h], scale)
+    return rounded(o, dtype), S
+
+
+def by_form(op, form, chunk_size):
+    """The one-head function for a form; the chunk form hands the state from chunk to chunk."""
+    if form == "recurrent":
+        return op.tokens
+    if form not in ("parallel", "chunk"):
+        raise ValueError(f'form: expected "recurrent", "parallel" or "chunk", got {form!r}')
+
+    def chunk_by_chunk(q, k, v, *gates_state_scale):
+        *gates, state, scale = gates_state_scale
+        T = len(q)
+        if T == 0:
+            return op.tokens(q, k, v, *gates_state_scale)
+        outputs = []
+        C = T if form == "parallel" else chunk_size
+        for i in range(0, T, C):
+            rows = slice(i, i + C)
+            gates_i = [gate if is_constant(gate) else gate[rows] for gate in gates]
+            *output, state = op.chunk(q[rows], k[rows], v[rows], *gates_i, state, scale)
+            outputs.append(output)
+        return *map(np.concatenate, zip(*outputs, strict=True)), state
+
+    return chunk_by_chunk
+
+
+def is_per_head(gate):
+    """Whether a gate is [HV], not [B,T,HV] or [B,T,HV,K]."""
+    return gate.ndim == 1
+
+
+def is_constant(gate_h):
+    """Whether one head's part of a gate is one number, not [T] or [T,K]."""
+    return np.ndim(gate_h) == 0
+
+
+def heads(q, v, cu_seqlens):
+    """For every sequence n and value head h: n, h, the index of q and k, the index of v and o."""
+    B, T, HV = v.shape[:3]
+    group = HV // q.shape[2] if q.shape[2] else 1
+    if cu_seqlens is None:
+        sequences = [(b, slice(0, T)) for b in range(B)]
+    else:
+        ends = [int(end) for end in cu_seqlens]
+        sequences = [(0, slice(start, end)) for start, end in pairwise(ends)]
+    for n, (b, tokens) in enumerate(sequences):
+        for h in range(HV):
+            yield n, h, (b, tokens, h // group), (b, tokens, h)
+
+
+def state_arrays(given, normalize, q, v, cu_seqlens):
+    """S [N,HV,K,V] and z [N,HV,K] as new arrays, zeros where none was given."""
+    N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    S, z = np.zeros((N, HV, K, V), q.dtype), np.zeros((N, HV, K), q.dtype)
+    if given is not None:
+        given_S, given_z = (given, 0) if normalize is False else given
+        S[...] = given_S
+        z[...] = given_z
+    return S, z
+
+
+def read_scale(scale, q):
+    """The factor of the read: scale, or K**-0.5."""
+    return q.dtype.type(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def given_decay(g, alpha, dtype):
+    """The decay a from its logarithm g, or alpha, the decay itself."""
+    keyword, gate = ("g", g) if alpha is None else ("alpha", alpha)
+    to_decay, _ = GIVEN_AS[keyword]
+    return to_decay(cast(gate, working(dtype)))
+
+
+# ---------------------------------------------------------------------------------------------
+# Dtypes.
+# ---------------------------------------------------------------------------------------------
+
+
+def working(dtype):
+    """The dtype of the state and the sums: float32 for float16 and bfloat16, else dtype itself."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+
+
+def cast(x, dtype):
+    """x rounded to dtype, in the dtype of the sums."""
+    return rounded(np.asarray(x), dtype).astype(working(dtype))
+
+
+def rounded(x, dtype):
+    """x in dtype. An overflow makes inf without a warning."""
+    with np.errstate(all="ignore"):
+        return x.astype(dtype)
+
+
+def rounded_like(x, given, work):
+    """The naive twin rounds a gate's gradient to the gate's dtype where that is the shorter one."""
+    shorter = np.asarray(given).dtype
+    is_twin = np.dtype(work) == np.float32
+    return rounded(x, shorter) if is_twin and shorter.itemsize < x.dtype.itemsize else x
