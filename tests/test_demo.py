@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from linattn import demo
+from linattn.programs import demo
 
 MEMORIES = ["linear_attention", "retention", "delta_rule", "gated_delta_rule", "kda"]
 

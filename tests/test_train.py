@@ -13,14 +13,17 @@ import pytest
 from device import imported
 
 import linattn
-from linattn import __main__, demo, reference
+from linattn import reference
+from linattn.programs import demo
+from linattn.programs.command_line import main
+from linattn.programs.options import LAYERS, TRAINING
 from linattn.testing import assert_accurate
 
 torch = imported("torch")
-train = pytest.importorskip("linattn.train", reason="PyTorch is not installed")
+train = pytest.importorskip("linattn.programs.train", reason="PyTorch is not installed")
 F = torch.nn.functional
 
-layers = pytest.mark.parametrize("layer", __main__.LAYERS)
+layers = pytest.mark.parametrize("layer", LAYERS)
 SMALL = ["--d-model", 32, "--head-dim", 16, "--blocks", 1, "--context", 32, "--batch", 2,
          "--held-out", 0.02, "--sample", 0]
 
@@ -41,7 +44,7 @@ def text(tmp_path):
 
 
 def command(*arguments):
-    return __main__.main(["train", *map(str, arguments)])
+    return main(["train", *map(str, arguments)])
 
 
 def saved(directory):
@@ -131,7 +134,7 @@ def test_nothing_is_learnt_from_what_is_held_out(text, tmp_path):
 
 
 def test_the_rate_rises_and_falls():
-    options = {name: default for name, (default, *_) in __main__.TRAINING.items()}
+    options = {name: default for name, (default, *_) in TRAINING.items()}
     training = train.Training(options | {"d_model": 64, "blocks": 1, "steps": 1000}, "cpu")
     rates = []
     for training.step in range(1000):
@@ -474,7 +477,7 @@ UNFIT = [
     (replaced(float("nan"), "options", "lr"), "the option lr must lie between 0 and inf, got nan"),
     (replaced(1, "options", "held_out"), "the option held_out must lie between 0 and 1, got 1"),
     (replaced("lstm", "options", "layer"), "expected the option layer to be one of "
-                                           f"{', '.join(__main__.LAYERS)}, got 'lstm'"),
+                                           f"{', '.join(LAYERS)}, got 'lstm'"),
     (replaced([b"text"], "options", "files"),
      "expected the option files to be a list of names, got something of type bytes"),
     (replaced(24, "options", "head_dim"),
@@ -575,7 +578,7 @@ def test_the_groups_of_an_optimizer_are_the_options_to_make(text, tmp_path):
 
 
 def test_a_checkpoint_before_the_first_step(text, tmp_path):
-    options = {name: default for name, (default, *_) in __main__.TRAINING.items()}
+    options = {name: default for name, (default, *_) in TRAINING.items()}
     options |= {"files": [str(text)], "d_model": 32, "head_dim": 16, "steps": 5}
     train.Training(options, "cpu").save(tmp_path / "checkpoint.pt", text.read_bytes())
     assert train.load(tmp_path / "checkpoint.pt")["step"] == 0
@@ -590,4 +593,4 @@ def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path, capsys):
 
 
 def test_the_command_knows_the_layers():
-    assert list(__main__.LAYERS) == list(train.MIXERS)
+    assert list(LAYERS) == list(train.MIXERS)

@@ -32,8 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from linattn import checkpoint, cuda, demo, files, ops
+from linattn import cuda, ops
 from linattn import nn as layers
+from linattn.programs import checkpoint, demo, files
 
 CHECKPOINT = "checkpoint.pt"
 PER_PARAMETER = 12  # bytes of a checkpoint: a float32, and AdamW's two moments

@@ -14,8 +14,8 @@ import zipfile
 
 import torch
 
-from linattn import files
-from linattn.__main__ import LAYERS, TRAINING
+from linattn.programs import files
+from linattn.programs.options import LAYERS, TRAINING
 
 FORMAT = "linattn train 1"
 NOT_ONE = "not a checkpoint of python -m linattn train"

@@ -36,7 +36,8 @@ from pathlib import Path
 import numpy as np
 
 import linattn
-from linattn import files, reference
+from linattn import reference
+from linattn.programs import files
 from linattn.testing import assert_accurate
 
 ORDERS = (2, 3, 4, 6)  # head h sees the last ORDERS[h] bytes
