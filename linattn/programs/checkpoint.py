@@ -1,7 +1,7 @@
-"""Checkpoints of `python -m linattn train`: which ones a run can go on with.
+"""Which checkpoints of `python -m linattn train` a run can go on with.
 
-A file comes from anywhere, so all of it is looked at before a run begins. Nothing in it is run, and
-nothing in it takes more memory than the file is long.
+A file may come from anywhere, so all of it is checked before a run begins. Nothing in it is
+executed, and nothing in it takes more memory than the file is long.
 """
 
 import argparse
@@ -20,32 +20,32 @@ from linattn.programs.options import LAYERS, TRAINING
 FORMAT = "linattn train 1"
 NOT_ONE = "not a checkpoint of python -m linattn train"
 
-# What lies in one, beside the format.
+# The parts of a checkpoint beside its format, and their types.
 KINDS = {"options": dict, "text": list, "model": dict, "optimizer": dict, "step": int,
          "losses": list, "held_out": list, "batches": torch.Tensor, "random": torch.Tensor,
          "random_cuda": list}
 
 
 class CheckpointError(Exception):
-    """A message for the user: the file, what was expected, what came."""
+    """A message for the user: the file, the expectation, the finding."""
 
 
 def load(path, skeleton):
     """The checkpoint at `path`, on the CPU.
 
-    skeleton(options) gives the model and its optimizer's groups of parameters, all without memory,
-    or a CheckpointError.
+    skeleton(options) makes the model and its optimizer's groups of parameters, without memory, or
+    raises CheckpointError.
     """
     try:
         with warnings.catch_warnings(), files.opened(path, files.CHECKPOINT_LIMIT) as file:
-            warnings.simplefilter("ignore")  # of what is not a checkpoint
+            warnings.simplefilter("ignore")  # a file that is not a checkpoint may cause some
             damaged = damage(file)
             saved = None if damaged else torch.load(file, map_location="cpu", weights_only=True)
     except files.FileError as error:
         raise CheckpointError(error) from None
     except MemoryError:
         raise
-    except Exception:  # what is not a checkpoint may fail in any way
+    except Exception:  # a file that is not a checkpoint may fail in any way
         raise CheckpointError(f"{path}: {NOT_ONE}") from None
     if damaged:
         raise CheckpointError(f"{path}: expected the bytes that were written, got others in "
@@ -60,17 +60,17 @@ def load(path, skeleton):
 
 
 def damage(file):
-    """The first part of the archive whose checksum is wrong, or None. PyTorch looks at none."""
+    """The first part of the archive whose checksum is wrong, or None. PyTorch checks none."""
     try:
         with zipfile.ZipFile(file) as archive:
             parts = archive.infolist()
-            # as PyTorch writes them; else a short file could fill the memory
+            # PyTorch compresses no part. A compressed one could be short and still fill the memory.
             if (any(part.compress_type != zipfile.ZIP_STORED for part in parts)
                     or sum(part.file_size for part in parts) > os.fstat(file.fileno()).st_size):
                 raise CheckpointError(NOT_ONE)
             damaged = archive.testzip()
     except OSError as error:
-        if error.errno == errno.EINVAL:  # its table leads to before the file's first byte
+        if error.errno == errno.EINVAL:  # its table names a place before the file's first byte
             raise CheckpointError(NOT_ONE) from None
         raise
     file.seek(0)
@@ -78,13 +78,13 @@ def damage(file):
 
 
 def check(saved, skeleton):
-    """Raise CheckpointError, with what was expected and what came, if this fits no run."""
+    """Raise CheckpointError, with the expectation and the finding, if no run can use this."""
     for name, kind in KINDS.items():
         expect_item(name, saved, "it", kind)
     check_options(saved["options"])
     check_progress(saved)
     o = saved["options"]
-    # a skeleton takes time, if no memory: what makes it large is looked at before
+    # a skeleton takes no memory, but time: the two things that make it large are checked first
     expect_tensor("embedding.weight", saved["model"], "model", torch.float32, (256, o["d_model"]))
     expect(o["blocks"] <= len(saved["model"]), f"{o['blocks']} blocks",
            f"{len(saved['model'])} tensors")
@@ -116,13 +116,13 @@ def check_progress(saved):
     for loss in losses:
         expect(type(loss) is float and math.isfinite(loss), "losses that are finite numbers",
                described(loss))
-    looks = saved["held_out"]
-    for look in looks:
-        expect(isinstance(look, tuple) and list(map(type, look)) == [int, float],
-               "held_out to be a list of steps and figures", described(look))
+    figures = saved["held_out"]
+    for figure in figures:
+        expect(isinstance(figure, tuple) and list(map(type, figure)) == [int, float],
+               "held_out to be a list of steps and figures", described(figure))
     due = [n for n in range(1, step + 1) if n % o["every"] == 0 or n == o["steps"]]
-    expect([n for n, _ in looks] == due, f"held_out to have the figures of {len(due)} steps",
-           f"those of {len(looks)}")
+    expect([n for n, _ in figures] == due, f"held_out to have the figures of {len(due)} steps",
+           f"those of {len(figures)}")
     expect(list(map(type, saved["text"])) == [int, int], "text to be a length and a checksum",
            described(saved["text"]))
 
@@ -158,12 +158,13 @@ def check_random(saved):
 
 
 def expect(fits, expected, got):
+    """Raise CheckpointError unless `fits`."""
     if not fits:
         raise CheckpointError(f"expected {expected}, got {got}")
 
 
 def expect_item(name, among, where, kind):
-    """among[name], of this kind. An int is a float too, but a bool is no int."""
+    """Raise unless among[name] is of this kind. An int is a float too, but a bool is no int."""
     expect(name in among, f"{name} in {where}", "none")
     x = among[name]
     kinds = (int, float) if kind is float else kind
@@ -172,7 +173,10 @@ def expect_item(name, among, where, kind):
 
 
 def expect_tensor(name, among, where, dtype, shape):
-    """among[name], a tensor of this dtype and shape, dense: no longer than the file, that is."""
+    """Raise unless among[name] is a tensor of this dtype and shape.
+
+    It must be dense. A dense tensor takes no more memory than the file is long.
+    """
     expect_item(name, among, where, torch.Tensor)
     x = among[name]
     expect(x.dtype == dtype and x.shape == shape and x.layout == torch.strided
@@ -182,13 +186,14 @@ def expect_tensor(name, among, where, dtype, shape):
 
 
 def tensor(dtype, shape, layout=torch.strided, device="cpu"):
+    """A tensor in words."""
     odd = [] if layout == torch.strided else [str(layout).removeprefix("torch.")]
     odd += [] if device == "cpu" else [f"on {device}"]
     return " ".join([str(dtype).removeprefix("torch."), str(tuple(shape)), *odd])
 
 
 def described(x):
-    """In a few words on one line, whatever it is."""
+    """Any object in a few words on one line."""
     if isinstance(x, torch.Tensor):
         return tensor(x.dtype, x.shape, x.layout, x.device.type)
     if isinstance(x, str):

@@ -1,25 +1,25 @@
-"""What a state learns: real text, streamed once through five memories, with no training.
+"""python -m linattn demo: five memories read real text once and predict it, with no training.
 
-The state S of a linear attention layer is a model of what it has read, and every token is one step
-of learning: the delta rule is online gradient descent on |k'S - v|^2 (Schlag, Irie and Schmidhuber
-2021; Yang et al. 2024). So the demo lets the states learn to predict text, byte by byte:
+The state S of a linear attention layer is a model of the tokens that it has read, and every token
+is one step of learning: the delta rule is online gradient descent on |k'S - v|^2 (Schlag, Irie and
+Schmidhuber 2021; Yang et al. 2024). So the demo lets the states learn to predict text by bytes:
 
     context of byte t   the bytes before t
     key, query          fixed random signs of the last n bytes: a sign vector for every byte at
                         every distance, multiplied together. Equal contexts have equal keys; two
                         different ones are nearly orthogonal. Each head has its own n.
     value               byte t itself, one-hot
-    read                k'S is then an estimate of how likely each byte is after that context
+    read                k'S estimates how likely each byte is after that context
 
-A state of K rows holds about K contexts apart, so there are BUCKETS states per head and the last
-byte picks one: 64 sequences side by side, packed with cu_seqlens. A read comes after the write of
-the same token, therefore token t of a bucket writes the pair that the bucket saw last (its context
-and the byte that followed, both known by now) and reads with the context of byte t.
+A state of K rows can tell about K contexts apart. So there are BUCKETS states per head, and the
+last byte picks one: 64 sequences side by side, packed with cu_seqlens. A token's write comes before
+its read. So token t of a bucket writes the pair that the bucket saw last (its context and the byte
+that followed, both known by then), and reads with the context of byte t.
 
-The reads become probabilities with a few numbers per memory, learnt online as well (`Decoder`).
-Every probability depends on earlier bytes only, so -log2 p summed up is the length of a real
-code, and comparable with zlib's. Nothing is trained beforehand, and all memories get the same
-keys, values and decoder: what differs is what the state does with them.
+A few numbers per memory, which are learnt online as well, turn the reads into probabilities
+(`Decoder`). Every probability depends on earlier bytes only. So the sum of -log2 p is the length of
+a real code, which can be compared with zlib's. Nothing is trained beforehand, and all memories get
+the same keys, values and decoder. They differ only in the way that the state uses them.
 """
 
 import codecs
@@ -43,13 +43,13 @@ from linattn.testing import assert_accurate
 ORDERS = (2, 3, 4, 6)  # head h sees the last ORDERS[h] bytes
 H, K, V = len(ORDERS), 128, 128
 BUCKETS = 64
-SEGMENT = 32_768  # tokens per call; the states go from one call to the next
-STEPPED = 16_384  # tokens that are run one by one as well, from the start of the stream
-CHECKED = 1_024  # tokens compared with the float64 reference, which is slow
+SEGMENT = 32_768  # tokens of a call; its final states are the next call's initial states
+STEPPED = 16_384  # tokens, from the start of the stream, that are run one by one as well
+CHECKED = 1_024  # tokens that are compared with the float64 reference, which is slow
 
-# The gates: one number, or one per head or per head and key, the same for every token. Plain
-# linear attention is without feature map and normaliser here: the keys have random signs, and the
-# decoder divides every read by its own sum, for all memories.
+# The gates are the same for every token: one number, one per head, or one per head and key.
+# linear_attention has no feature map and no normaliser here: the keys have random signs, and the
+# decoder divides the reads of every memory by their sum.
 FORGET = np.log(np.array([0.9999, 0.9998, 0.9995, 0.999], np.float32))
 MEMORIES = {
     "linear_attention": {"feature_map": "identity", "normalize": False},
@@ -67,8 +67,9 @@ class DemoError(Exception):
     """A message for the user: the input or an option cannot be used."""
 
 
-# Input
-# -------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
+# Input.
+# ---------------------------------------------------------------------------------------------
 
 SOURCE = "the Python standard library's source"
 
@@ -79,7 +80,7 @@ def standard_library():
 
 
 def read_text(paths, limit):
-    """The first `limit` bytes of the files (None: all), one after the other."""
+    """The first `limit` bytes (None: all) of the files, which follow one another."""
     data = b""
     for path in paths:
         if limit is not None and len(data) >= limit:
@@ -98,10 +99,13 @@ def read_text(paths, limit):
 
 
 def looks_like_text(data):
-    """No NUL, and at most 30 % control characters and (outside UTF-8) bytes from 128 up."""
+    """Whether there is no NUL, and at most 30 % are control characters.
+
+    In text that is not UTF-8, bytes from 128 up count as control characters.
+    """
     odd = set(range(1, 32)) - set(b"\b\t\n\v\f\r\x1b") | {127}
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(data)  # may end inside a character
+        codecs.getincrementaldecoder("utf-8")().decode(data)  # data may end inside a character
     except UnicodeDecodeError:
         odd |= set(range(128, 256))
     return 0 not in data and sum(map(data.count, odd)) <= 0.3 * len(data)
@@ -114,11 +118,13 @@ def order0_entropy(data):
     return float(-(share * np.log2(share)).sum())
 
 
-# Keys, values, and the two ways to run a memory
-# -------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
+# Keys, values, and the two ways to run a memory.
+# ---------------------------------------------------------------------------------------------
+
 
 class Stream:
-    """The text as q [1,n,H,K], k [1,n,H,K] and v [1,n,H,V], float32, for any tokens of it."""
+    """The text as q [1,n,H,K], k [1,n,H,K] and v [1,n,H,V] in float32, for any of its tokens."""
 
     def __init__(self, data, seed):
         rng = np.random.default_rng(seed)
@@ -126,12 +132,12 @@ class Stream:
         self.padded = np.concatenate([np.zeros(max(ORDERS), np.uint8), self.text])
         signs = rng.integers(0, 2, (max(ORDERS), 256, K), np.int8)
         self.signs = 2 * signs - 1  # [distance, byte, K]
-        # no two components alike: 128 equal terms in a sum would all round the same way
+        # the components differ in size, because 128 equal terms of a sum would round the same way
         size = rng.uniform(0.5, 1.5, K)
         self.size = (size / np.linalg.norm(size)).astype(np.float32)
         self.one_hot = np.eye(V, dtype=np.float32)
         self.bucket = self.padded[max(ORDERS) - 1:-1] % BUCKETS  # of the last byte
-        # the previous token in the same bucket, -1 for the first
+        # the previous token of the same bucket, or -1
         order = np.argsort(self.bucket, kind="stable")
         same = self.bucket[order[1:]] == self.bucket[order[:-1]]
         self.previous = np.full(len(self.text), -1)
@@ -148,7 +154,7 @@ class Stream:
         return out
 
     def inputs(self, tokens):
-        """q, k, v: read with the context of each token, write its bucket's previous pair."""
+        """q, k, v that read with each token's context and write its bucket's previous pair."""
         before = self.previous[tokens]
         q, k, v = self.features(tokens), self.features(before), self.one_hot[self.text[before] % V]
         k[before < 0] = 0
@@ -156,7 +162,7 @@ class Stream:
         return q[None], k[None], np.broadcast_to(v[None, :, None], (1, len(tokens), H, V))
 
     def packed(self, start, stop):
-        """Tokens start to stop sorted by bucket: their order, (q, k, v), cu_seqlens."""
+        """The tokens from start to stop, sorted by bucket: their order, (q, k, v), cu_seqlens."""
         bucket = self.bucket[start:stop]
         order = np.argsort(bucket, kind="stable")
         starts = np.concatenate([[0], np.cumsum(np.bincount(bucket, minlength=BUCKETS))])
@@ -164,20 +170,20 @@ class Stream:
 
 
 def arguments(name, *outer):
-    """The memory's own arguments; those that go with tokens repeated to [*outer, ...]."""
+    """The memory's own arguments. Those with one value per token are repeated to [*outer, ...]."""
     return {key: np.broadcast_to(value, (*outer, *value.shape)) if key in PER_TOKEN else value
             for key, value in MEMORIES[name].items()}
 
 
 def chunked(op, name, inputs, starts, **keywords):
-    """One call of an op, linattn's or the reference's, for a packed segment: (o [n,H,V], state)."""
+    """(o [n,H,V], state) of one call for a packed segment. op is linattn's or the reference's."""
     n = inputs[0].shape[1]
     o, state = op(*inputs, **arguments(name, 1, n), scale=1.0, cu_seqlens=starts, **keywords)
     return o[0], state
 
 
 def stepped(stream, name, n):
-    """The first n tokens one by one, as a decoder would: o [n,H,V] and the seconds it took."""
+    """o [n,H,V] of the first n tokens, run one by one, and the seconds of the loop."""
     step = getattr(linattn, name + "_step")
     state = np.zeros((BUCKETS, H, K, V), np.float32)
     keywords = {key: np.ascontiguousarray(value) if key in PER_TOKEN else value
@@ -191,7 +197,7 @@ def stepped(stream, name, n):
 
 
 def accurate(stream, name, by_step):
-    """Do the chunked and the stepped outputs both meet the acceptance rule of linattn.testing?"""
+    """Whether the chunked and the stepped outputs both meet linattn.testing's acceptance rule."""
     n = min(CHECKED, len(by_step))
     order, inputs, starts = stream.packed(0, n)
     by_chunk, _ = chunked(getattr(linattn, name), name, inputs, starts)
@@ -206,27 +212,29 @@ def accurate(stream, name, by_step):
     return True
 
 
-# From reads to bits
-# -------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
+# From reads to bits.
+# ---------------------------------------------------------------------------------------------
+
 
 class Decoder:
     """Mixes the heads' reads into one distribution over the next byte.
 
-    A read x is clipped at 0, and x / (x + c) is its vote, c a tenth of the head's sum. The votes
-    and the log of the bytes' frequencies so far, each times a weight, are the logits of a softmax.
-    The weights learn by gradient descent on the code length. A block is coded with the weights and
-    frequencies from before the block: nothing looks ahead.
+    A read x is clipped at 0. Its vote is x / (x + c), where c is a tenth of the head's sum. The
+    logits of a softmax are the votes and the logs of the bytes' frequencies so far, each times a
+    weight. The weights learn by gradient descent on the code length. A block is coded with the
+    weights and frequencies from before the block, so that no prediction uses later bytes.
     """
 
     BLOCK, RATE, SOFTEN = 256, 0.3, 0.1
 
     def __init__(self):
         self.weight = np.ones(H, np.float32)
-        self.weight0 = 0.3  # of the frequencies
+        self.weight0 = 0.3  # the weight of the frequencies
         self.count = np.full(256, 0.1)
 
     def bits(self, o, row, text):
-        """Code lengths [n] of the bytes of `text`; byte i was predicted by o[row[i]]."""
+        """The code lengths [n] of the bytes of `text`; o[row[i]] predicted byte i."""
         out = np.empty(len(text))
         for i in range(0, len(text), self.BLOCK):
             block = slice(i, i + self.BLOCK)
@@ -234,6 +242,7 @@ class Decoder:
         return out
 
     def block(self, x, text):
+        """The code lengths [n] of one block, from its reads x [n,H,V]; then learn from it."""
         slot, i = text % V, np.arange(len(text))
         np.maximum(x, 0, out=x)
         x /= x + (self.SOFTEN * x.sum(-1, keepdims=True) + 1e-9)
@@ -254,15 +263,22 @@ class Decoder:
         return bits
 
 
-# The run
-# -------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
+# The run.
+# ---------------------------------------------------------------------------------------------
+
 
 def measure(data, names=tuple(MEMORIES), seed=0, progress=lambda n: None):
     """Stream `data` through the memories: {name: figures}, and the decoder's seconds.
 
-    The figures are bits [T] per byte, chunked and stepped (tokens/s, of the op's calls alone),
-    difference (the largest, of the tokens that were stepped) and accurate. `progress` is called
-    with the number of tokens done since the last call.
+    The figures of a memory are
+
+        bits                the code length [T] of each byte
+        chunked, stepped    tokens/s of the op's calls alone
+        difference          the largest between chunked and stepped outputs
+        accurate            as the function of that name finds
+
+    `progress` is called with the number of tokens done since its last call.
     """
     stream, T = Stream(data, seed), len(data)
     decoders = {name: Decoder() for name in names}
@@ -302,7 +318,7 @@ def measure(data, names=tuple(MEMORIES), seed=0, progress=lambda n: None):
 
 
 def progress_bar(total):
-    """A function to call with every count done: tqdm's, a line of our own, or silence."""
+    """A function to call with the number of bytes done; it draws only on a terminal."""
     if not sys.stderr.isatty():
         return lambda n: None
     try:
@@ -333,7 +349,7 @@ def table(figures, baselines):
 
 
 def check_plot(path):
-    """Raise before the long run if the picture could not be written after it."""
+    """Raise DemoError, before the long run, if the picture could not be written after it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
@@ -347,13 +363,13 @@ def check_plot(path):
 
 
 def plot(path, figures, baselines):
-    """Bits per byte along the stream, each point the mean of a hundredth of it."""
+    """Draw bits per byte along the stream; each point is the mean of a hundredth of it."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure((8, 5), layout="constrained")).add_subplot()
     for name, f in figures.items():
         T = len(f["bits"])
-        # the delta rules lie almost on one another: dashes let all of them be seen
+        # the lines of the delta rules nearly coincide: dashes show all of them
         style = {"gated_delta_rule": "--", "kda": ":"}.get(name, "-")
         edges = np.unique(np.linspace(0, T, 101).astype(int))
         means = np.add.reduceat(f["bits"], edges[:-1]) / np.diff(edges)
@@ -370,7 +386,7 @@ def plot(path, figures, baselines):
 
 
 def run(paths=(), limit=2_000_000, names=tuple(MEMORIES), plot_path=None, seed=0):
-    """The whole demo: read, measure, print, and draw if `plot_path` is given."""
+    """The whole demo: read, measure, print a report, and draw if `plot_path` is given."""
     begin = time.perf_counter()
     if plot_path is not None:
         check_plot(plot_path)

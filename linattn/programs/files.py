@@ -1,6 +1,6 @@
-"""Files as `python -m linattn` reads and writes them.
+"""The files that `python -m linattn` reads and writes.
 
-It reads regular files of a bounded length. It writes a file whole or not at all.
+It reads regular files of a bounded length. It writes the whole of a file or nothing.
 """
 
 import os
@@ -15,8 +15,8 @@ from pathlib import Path
 TEXT_LIMIT = 2**30
 
 # Bytes of a checkpoint. A parameter takes 12: 4 of its own, 8 of AdamW's two moments. So there is
-# room for 1.4e9 parameters, a thousand times those of the default model. The largest model that
-# one GPU trains in float32 moves this number.
+# room for 1.4e9 parameters, a thousand times the number of the default model. The largest model
+# that one GPU trains in float32 moves this number.
 CHECKPOINT_LIMIT = 2**34
 
 PIECE = 2**20  # bytes of a read: a short file then takes little memory, however much is asked for
@@ -26,16 +26,16 @@ KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOC
 
 
 class FileError(Exception):
-    """A message for the user: the file, what was expected, what came."""
+    """A message for the user: the file, the expectation, the finding."""
 
 
 @contextmanager
 def opened(path, limit=None, before=0):
     """The regular file at `path`, open for reading.
 
-    It is refused if it has more than `limit` bytes. The bytes that were read `before` from other
-    files count. The look is at what was opened: no other file can take its place between the look
-    and the reads.
+    It is refused if it has more than `limit` bytes, with those that were read `before` from other
+    files. The check is of the open file: no other file can take its place between the check and
+    the reads.
     """
     fd = descriptor(path)
     try:
@@ -53,13 +53,14 @@ def opened(path, limit=None, before=0):
 
 
 def descriptor(path):
+    """A descriptor of the file, or FileError."""
     try:
         # without O_NONBLOCK the call waits for a FIFO's writer
         return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except FileNotFoundError:
         raise FileError(f"{path}: no such file") from None
     except OSError as error:
-        if is_socket(path):  # which cannot be opened
+        if is_socket(path):  # a socket cannot be opened
             raise not_regular(path, stat.S_IFSOCK) from None
         raise unreadable(path, error) from None
     except ValueError:  # a NUL, or half a character
@@ -68,10 +69,10 @@ def descriptor(path):
 
 
 def read(path, wanted, limit, before=0):
-    """The first `wanted` bytes of a file, or all of them if that is None.
+    """The first `wanted` bytes of a file, or all of them if `wanted` is None.
 
-    With the bytes `before`, they are at most `limit`. The length that the system tells is not
-    enough to know that: a file can grow, and those in /proc say 0.
+    With the bytes `before`, they are at most `limit`. The length that the system reports cannot
+    show that: a file can grow, and a file in /proc has a length of 0.
     """
     room = limit - before
     is_bounded = wanted is not None and wanted <= room
@@ -89,14 +90,15 @@ def read(path, wanted, limit, before=0):
 def replaced(path):
     """A file to write, which takes the place of the one at `path` when the block ends.
 
-    If the block fails, `path` is as it was and nothing is left. The name of the new file cannot be
-    known before, so no link can lie in wait for it. A link at `path` is replaced, not followed.
+    If the block fails, `path` is as it was and no other file is left. The name of the new file
+    cannot be predicted, so no link can be there beforehand. A link at `path` is replaced, not
+    followed.
     """
     path = Path(path)
     fd, made = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")
     try:
         with os.fdopen(fd, "wb") as file:
-            os.fchmod(fd, 0o666 & ~umask())  # as open() makes a file; mkstemp's is the owner's only
+            os.fchmod(fd, 0o666 & ~umask())  # the mode of open(); mkstemp's is for the owner only
             yield file
         os.replace(made, path)
     except BaseException:
@@ -105,8 +107,8 @@ def replaced(path):
 
 
 def umask():
-    """Of the process, which tells it only when it is set."""
-    mask = os.umask(0o077)  # until the next line a thread's new file has too few rights
+    """The umask of the process. The system tells it only when it is set."""
+    mask = os.umask(0o077)  # until the next line, a new file of another thread has too few rights
     os.umask(mask)
     return mask
 

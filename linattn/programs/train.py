@@ -1,22 +1,22 @@
-"""Train a byte-level language model on real text: python -m linattn train. Needs PyTorch.
+"""python -m linattn train: train a byte-level language model on real text. Needs PyTorch.
 
-A token is a byte. The model is an embedding, blocks, a norm and the embedding again as the head; a
+A token is a byte. The model is an embedding, blocks, a norm, and the embedding again as the head. A
 block is
 
     x = x + mixer(norm(x))        one of linattn.nn's layers, or attention for comparison
     x = x + mlp(norm(x))          SwiGLU
 
-The mixers have heads of the same size, so that their states [H,K,V] are the same too: what differs
-is how they forget and write. Softmax attention keeps all keys and values instead.
+The mixers have heads of the same size, and so states [H,K,V] of the same size. They differ in the
+way that they forget and write. Softmax attention keeps all keys and values instead.
 
 The last part of the text is held out: nothing is learnt from it. Its figure, in bits per byte, is
-the length of a code for those bytes, each predicted from the up to T bytes before it in its window
-of T. zlib and lzma compress the same bytes from nothing. The model comes to them with what it has
-learnt from the text before; they look back further than one window. So the figures say how good
-the model is, not which of the two is the better compressor.
+the length of a code for those bytes. Each is predicted from the bytes before it, at most T, in its
+window of T. zlib and lzma compress the same bytes. They begin without knowledge, but see further
+back than one window; the model has learnt from the text before. So the figures say how good the
+model is, and not which of them is the better compressor.
 
-Everything that the next step depends on is in a checkpoint: a run that goes on from one computes
-what the uninterrupted run computes, on a CPU with the same number of threads bit for bit.
+A checkpoint has everything that the next step depends on: a run that goes on from it computes the
+same as the uninterrupted run. On a CPU, with the same number of threads, the bits are the same.
 """
 
 import lzma
@@ -38,19 +38,21 @@ from linattn.programs import checkpoint, demo, files
 
 CHECKPOINT = "checkpoint.pt"
 PER_PARAMETER = 12  # bytes of a checkpoint: a float32, and AdamW's two moments
-LOOK = 10  # steps from one look at the loss to the next: a look waits for the device
-WINDOWS = 64  # of the held-out text that are looked at on the way
+FETCH = 10  # steps from one fetch of the losses to the next; a fetch waits for the device
+WINDOWS = 64  # of held-out text, at most, that give a figure during the run
 
 
 class TrainError(Exception):
     """A message for the user: the input or an option cannot be used."""
 
 
-# Mixers
-# -------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
+# Mixers.
+# ---------------------------------------------------------------------------------------------
+
 
 class _Attention(nn.Module):
-    """q, k and v by heads, and the output's matrix."""
+    """The projections to q, k and v by heads, and the output's projection."""
 
     def __init__(self, d_model, num_heads):
         super().__init__()
@@ -63,7 +65,7 @@ class _Attention(nn.Module):
 
 
 class LinearAttention(_Attention):
-    """Linear attention with heads, and a state (S, z)."""
+    """Linear attention with the state (S, z)."""
 
     def forward(self, x, state=None):
         """x [B,T,D] -> y [B,T,D] and the state after it."""
@@ -77,7 +79,7 @@ class LinearAttention(_Attention):
 
 
 class SoftmaxAttention(_Attention):
-    """Attention with rotary positions; the state is the list of the keys and values so far."""
+    """Attention with rotary positions. The state is the list of the keys and values so far."""
 
     def forward(self, x, state=None):
         """x [B,T,D] -> y [B,T,D] and the state after it."""
@@ -98,7 +100,7 @@ class SoftmaxAttention(_Attention):
 
 
 def _rotated(x, start):
-    """x [B,H,T,K], the first of its tokens at position `start`."""
+    """x [B,H,T,K] rotated by position; its first token is at `start`."""
     half = x.shape[-1] // 2
     rate = 10000.0 ** -(torch.arange(half, device=x.device) / half)
     angle = torch.arange(start, start + x.shape[2], device=x.device)[:, None] * rate
@@ -107,7 +109,7 @@ def _rotated(x, start):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-# Every one with K = V = head_dim, of H heads: d_model = H head_dim
+# Each mixer has H heads with K = V = head_dim, and d_model = H head_dim.
 MIXERS = {
     "gated_delta_net": lambda D, H: layers.GatedDeltaNet(
         D, num_heads=H, head_dim=D // H, expand_v=1),
@@ -120,8 +122,10 @@ MIXERS = {
 }
 
 
-# The model
-# -------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
+# The model.
+# ---------------------------------------------------------------------------------------------
+
 
 class Block(nn.Module):
     def __init__(self, layer, d_model, num_heads):
@@ -150,7 +154,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes to the logits of the byte after each; `step` goes on from the states of `forward`."""
+    """The logits of the byte after each byte. `step` goes on from the states of `forward`."""
 
     def __init__(self, layer, d_model, num_heads, num_blocks):
         super().__init__()
@@ -160,7 +164,7 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens, states=None):
-        """tokens [B,T] -> logits [B,T,256], and a state for each block."""
+        """tokens [B,T] -> logits [B,T,256], and the state of each block."""
         x, after = self.embedding(tokens), []
         for block, state in zip(self.blocks, states or [None] * len(self.blocks), strict=True):
             x, state = block(x, state)
@@ -180,7 +184,7 @@ class LanguageModel(nn.Module):
 
 
 def code_length(model, tokens):
-    """Bits [B,T] of tokens[:, 1:], each predicted from those before it; tokens [B,T+1]."""
+    """Bits [B,T] of tokens[:, 1:], each predicted from the tokens before it; tokens [B,T+1]."""
     device = tokens.device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         logits, _ = model(tokens[:, :-1])
@@ -189,11 +193,13 @@ def code_length(model, tokens):
     return nats.view(logits.shape[:2]) / math.log(2)
 
 
-# The text
-# -------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
+# The text.
+# ---------------------------------------------------------------------------------------------
+
 
 def read(options):
-    """The text, and where its held-out part begins."""
+    """The text, and the position at which its held-out part begins."""
     try:
         data = demo.read_text(options["files"] or demo.standard_library(), None)
     except demo.DemoError as error:
@@ -206,15 +212,18 @@ def read(options):
 
 
 def windows(text, starts, T):
-    """tokens [B,T+1]: a window of T bytes from each start on, after the byte before it."""
+    """tokens [B,T+1]: for each start, the byte before it and T bytes from it on."""
     return text[starts[:, None] + torch.arange(-1, T, device=text.device)].long()
 
 
 @torch.no_grad()
 def held_out_bits(model, text, first, T, batch, every=1):
-    """Bits per byte of text[first:] in windows of T, each from nothing; of every n-th window."""
+    """Bits per byte of text[first:] in windows of T, each from an empty state.
+
+    Only every `every`-th window counts.
+    """
     starts = torch.arange(first, len(text), T, device=text.device)[::every]
-    text = F.pad(text, (0, T))  # the last window ends there; nobody sees what comes later
+    text = F.pad(text, (0, T))  # the last window may end in these zeros, which do not count
     total = count = 0
     for some in starts.split(batch):
         inside = some[:, None] + torch.arange(T, device=text.device) < len(text) - T
@@ -224,10 +233,13 @@ def held_out_bits(model, text, first, T, batch, every=1):
     return total / count
 
 
-# The run
-# -------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------
+# The run.
+# ---------------------------------------------------------------------------------------------
+
 
 def language_model(options):
+    """The model that the options describe, or TrainError."""
     D, head_dim = options["d_model"], options["head_dim"]
     if D % head_dim or head_dim % 2:
         raise TrainError(f"--head-dim: expected an even number that divides --d-model {D}, "
@@ -236,13 +248,13 @@ def language_model(options):
 
 
 def groups(model):
-    """The optimizer's: matrices, which decay, and the rest, which does not."""
+    """The optimizer's groups of parameters: matrices have weight decay, the others have none."""
     return [{"params": [p for p in model.parameters() if (p.dim() > 1) == matrices],
              "weight_decay": 0.1 * matrices} for matrices in (True, False)]
 
 
 class Training:
-    """A model in training: what a checkpoint holds."""
+    """A model in training: everything that a checkpoint holds."""
 
     def __init__(self, options, device):
         torch.manual_seed(options["seed"])
@@ -251,12 +263,12 @@ class Training:
         self.optimizer = torch.optim.AdamW(groups(self.model), betas=(0.9, 0.95), fused=True)
         self.batches = torch.Generator().manual_seed(options["seed"])
         self.step = 0
-        self.losses = []  # of each step, bits per byte
-        self.pending = []  # the latest of them, still on the device
+        self.losses = []  # bits per byte of each step
+        self.pending = []  # the latest losses, still on the device
         self.held_out = []  # (step, bits per byte)
 
     def rate(self):
-        """The learning rate of this step: a linear rise, then half a cosine to zero."""
+        """The learning rate of this step: it rises linearly, then falls by half a cosine to 0."""
         o, warmup = self.options, min(100, self.options["steps"] // 10)
         if self.step < warmup:
             return o["lr"] * (self.step + 1) / (warmup + 1)
@@ -277,8 +289,8 @@ class Training:
         self.step += 1
         self.pending.append(loss.detach())
 
-    def look(self):
-        """Fetch the losses since the last look, which waits for the device: how many they are."""
+    def fetch_losses(self):
+        """Fetch the losses since the last fetch, which waits for the device; their number."""
         new, self.pending = self.pending, []
         losses = torch.stack(new).tolist() if new else []
         if not math.isfinite(sum(losses)):
@@ -287,12 +299,12 @@ class Training:
         return len(losses)
 
     def recent(self):
-        """The mean of the latest losses."""
+        """The mean of the latest losses, at most `every`."""
         some = self.losses[-self.options["every"]:]
         return sum(some) / len(some)
 
     def save(self, path, text):
-        """Write a checkpoint: all of it or, if that fails, nothing."""
+        """Write a checkpoint. If that fails, nothing is written."""
         with files.replaced(path) as file:
             torch.save({
                 "format": checkpoint.FORMAT, "options": self.options, "text": fingerprint(text),
@@ -303,8 +315,9 @@ class Training:
             }, file)
 
     def restore(self, saved):
+        """Take the state of a run from a checkpoint."""
         self.model.load_state_dict(saved["model"])
-        # its groups are the options' to make, whatever the checkpoint says of them
+        # the groups follow from the options; the checkpoint's are not used
         self.optimizer.load_state_dict(
             self.optimizer.state_dict() | {"state": saved["optimizer"]["state"]})
         self.step, self.losses, self.held_out = (
@@ -316,11 +329,12 @@ class Training:
 
 
 def fingerprint(data):
+    """The length and a checksum."""
     return [len(data), zlib.crc32(data)]
 
 
 def skeleton(options):
-    """The model of a checkpoint and its optimizer's groups, without memory."""
+    """The model of a checkpoint and its optimizer's groups, on the meta device: no memory."""
     try:
         with torch.device("meta"):
             model = language_model(options)
@@ -338,7 +352,7 @@ def load(path):
 
 
 class CtrlC:
-    """Within it, the first Ctrl-C is only noted, so that a step is never cut in two."""
+    """In this block the first Ctrl-C is only noted, so that no step is interrupted."""
 
     def __enter__(self):
         self.came = False
@@ -354,7 +368,7 @@ class CtrlC:
 
 
 class Progress:
-    """tqdm's bar on a terminal, if tqdm is installed; and a line for each look at held-out text."""
+    """A line for each figure of held-out text, and tqdm's bar on a terminal if there is tqdm."""
 
     def __init__(self, training):
         self.training, self.bar = training, None
@@ -362,7 +376,7 @@ class Progress:
         try:
             from tqdm import tqdm
             self.bar = tqdm(total=training.options["steps"], initial=training.step, unit="step",
-                            leave=False, disable=None)  # None: unless it is a terminal
+                            leave=False, disable=None)  # None: it is drawn on a terminal only
         except ImportError:
             pass
 
@@ -374,10 +388,11 @@ class Progress:
             self.bar.close()
 
     def rate(self):
+        """Bytes trained on per second of training, as text."""
         return f"{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s"
 
     def trained(self, steps):
-        """So many steps since the last call."""
+        """Count the steps since the last call, and draw the bar."""
         o, now = self.training.options, time.perf_counter()
         self.tokens += steps * o["batch"] * o["context"]
         self.seconds, self.begin = self.seconds + now - self.begin, now
@@ -387,16 +402,17 @@ class Progress:
             self.bar.update(steps)
 
     def evaluated(self, bits):
+        """Print the figure of held-out text."""
         steps = self.training.options["steps"]
         line = (f"step {self.training.step:{len(str(steps))}}/{steps}   training "
                 f"{self.training.recent():.3f}   held out {bits:.3f} bits/byte   {self.rate()}")
         (print if self.bar is None else self.bar.write)(line)
         sys.stdout.flush()
-        self.begin = time.perf_counter()  # what was evaluated is not part of the rate
+        self.begin = time.perf_counter()  # the time of the evaluation is not part of the rate
 
 
 def prepare(options, out, resume, plot, device, prompt):
-    """What the run needs, or the error that would only show after it."""
+    """Everything that the run needs. Errors that would end a run later are raised here."""
     saved = None if resume is None else load(resume)
     options = options if saved is None else saved["options"]
     if not prompt:
@@ -439,22 +455,23 @@ def prepare(options, out, resume, plot, device, prompt):
 
 
 def train(training, text, data, first, path):
-    """Up to the last step, with a checkpoint after every so many and after the last."""
+    """Train up to the last step; write a checkpoint after every `every` steps and after the last.
+    """
     o = training.options
     every = max(1, -(-(len(data) - first) // o["context"]) // WINDOWS)
     with CtrlC() as ctrl_c, Progress(training) as progress:
         while training.step < o["steps"] and not ctrl_c.came:
             training.train_step(text, first)
             is_due = training.step % o["every"] == 0 or training.step == o["steps"]
-            if is_due or training.step % LOOK == 0:
-                progress.trained(training.look())
+            if is_due or training.step % FETCH == 0:
+                progress.trained(training.fetch_losses())
             if is_due:
                 bits = held_out_bits(training.model, text, first, o["context"], o["batch"], every)
                 training.held_out.append((training.step, bits))
                 progress.evaluated(bits)
                 training.save(path, data)
         if ctrl_c.came:
-            training.look()
+            training.fetch_losses()
             training.save(path, data)
             raise KeyboardInterrupt(
                 f"stopped after step {training.step} of {o['steps']}; to go on: "
@@ -464,7 +481,7 @@ def train(training, text, data, first, path):
 
 @torch.no_grad()
 def sample(model, prompt, n, temperature, seed=0):
-    """n bytes after the prompt: it is read at once, and what follows goes through `step`."""
+    """n bytes after the prompt: `forward` reads the prompt, then each byte goes through `step`."""
     device = model.embedding.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     logits, states = model(torch.tensor([list(prompt)], device=device))
@@ -475,14 +492,14 @@ def sample(model, prompt, n, temperature, seed=0):
 
 
 def _drawn(logits, temperature, generator):
-    """[B] from logits [B,256]."""
+    """Tokens [B] drawn from logits [B,256]."""
     if temperature == 0:
         return logits.argmax(-1)
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
 
 
 def draw(path, training, bits, baselines):
-    """The loss along the run, in bits per byte, beside what compressors get."""
+    """Draw the loss along the run, in bits per byte, beside the compressors' figures."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure((8, 5), layout="constrained")).add_subplot()
@@ -507,7 +524,10 @@ def draw(path, training, bits, baselines):
 
 def run(options, *, out=None, resume=None, plot=None, device="cpu", prompt="def ", length=400,
         temperature=0.8):
-    """The whole command: train, save, report, draw and sample. options: what a checkpoint keeps."""
+    """The whole command: train, save, report, draw and sample.
+
+    options: the TRAINING options and the files, which a checkpoint keeps.
+    """
     training, data, first, out, plot = prepare(options, out, resume, plot, device, prompt)
     o, path = training.options, out / CHECKPOINT
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
