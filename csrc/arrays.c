@@ -16,7 +16,9 @@
 #include "cuda/cuda.h"
 #endif
 
-/* ---- references and errors ---- */
+static PyObject *word_untyped_storage;
+
+/* ---- references ---- */
 
 void la_call_release(la_call *c)
 {
@@ -25,6 +27,7 @@ void la_call_release(la_call *c)
         c->object[i] = NULL;
         if (object) la_let_go(object);
         Py_CLEAR(c->given[i]);
+        Py_CLEAR(c->storage[i]);
     }
 }
 
@@ -349,7 +352,8 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
         c->like = object;
         c->library = x->library;
         c->table = x->table;
-        if (x->library == LA_EXPORTED && device == LA_CPU) { /* NumPy's, if its library takes none */
+        if (x->library == LA_EXPORTED &&
+            device == LA_CPU) { /* NumPy's, if its library takes none */
             void *imports;
             if (la_ask_helper("_imports", object, 0, &imports)) return la_name_error(label);
             if (!imports) c->library = LA_NUMPY;
@@ -470,8 +474,7 @@ int la_take_state(la_call *c, la_name S, PyObject *object)
 {
     if (object == Py_None || c->p.normaliser == LA_UNNORMALISED) return la_take(c, S, object);
     const la_array_row *row = &la_array_rows[S];
-    const char *label =
-        c->p.face == LA_STEP && row->role == LA_STATE ? "state" : row->label[0];
+    const char *label = c->p.face == LA_STEP && row->role == LA_STATE ? "state" : row->label[0];
     if (!PyTuple_Check(object) && !PyList_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s: expected the pair (S, z) of a normalised op, got %R",
                      label, (PyObject *)Py_TYPE(object));
@@ -756,12 +759,29 @@ static PyObject *numpy_of(la_call *c, la_name name)
     return c->given[name];
 }
 
+/* PyTorch's .data and set_ give a tensor other memory, and free the old, unless its storage is held. Call
+ * this before other threads may run, and before the last look at where arrays lie. */
+int la_hold(la_call *c)
+{
+    la_set given = la_read[c->p.face] | la_written[c->p.face];
+    for (la_name name; la_next(&given, &name);) {
+        if (!c->lent[name] || !c->lender[name]) continue;
+        c->storage[name] = PyObject_CallMethodObjArgs(c->object[name], word_untyped_storage, NULL);
+        if (c->storage[name]) continue;
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) /* not PyTorch's */
+            return la_name_error(la_array_name(&c->p, name));
+        PyErr_Clear();
+    }
+    return 0;
+}
+
 /* Extents first; only where they meet is the exact answer looked for. 1, 0 or -1. */
 static int meet(la_call *c, la_name name, la_call *d, la_name other)
 {
     const la_span x = c->span[name], y = d->span[other];
     if (x.high <= y.low || y.high <= x.low) return 0;
     if (c->p.device == LA_CUDA) return may_meet(&c->p.array[name], x, &d->p.array[other], y);
+    c->ran_python = true; /* NumPy's function may be someone's own by now */
     PyObject *one = numpy_of(c, name), *two = numpy_of(d, other);
     PyObject *numpy = one && two ? PyImport_ImportModule("numpy") : NULL;
     PyObject *shared = numpy ? PyObject_CallMethod(numpy, "shares_memory", "OO", one, two) : NULL;
@@ -837,5 +857,7 @@ int la_settle_streams(la_call *c)
 int la_arrays_init(void)
 {
     if (PyArray_ImportNumPyAPI() < 0) return -1;
+    word_untyped_storage = PyUnicode_InternFromString("untyped_storage");
+    if (!word_untyped_storage) return -1;
     return la_views_init() || la_memory_init() ? -1 : 0;
 }

@@ -22,6 +22,8 @@ int la_refuse_overlaps(la_call *c);
 /* Have the arrays that were read stayed where they were, writable where they are written? Ask after the
  * last Python that a call runs, and before the core looks at any of them. */
 int la_still_there(const la_call *c);
+/* Keep the memory of PyTorch's tensors, for a call during which other threads run. */
+int la_hold(la_call *c);
 /* 1 if two arrays share memory, 0 if not. */
 int la_shares_memory(PyObject *x, PyObject *y);
 

@@ -31,11 +31,12 @@ typedef struct {
 /* One call: the problem, and the references it rests on. All zero at first. */
 typedef struct {
     la_problem p;
-    PyObject *object[LA_ARRAYS]; /* what keeps p.array's memory (the array, a copy, a capsule) */
-    PyObject *given[LA_ARRAYS];  /* as NumPy sees what the user gave; NULL: not asked yet */
-    la_span span[LA_ARRAYS];     /* of inputs and of arrays written in place */
-    bool ran_python;             /* some array may have run Python when it was read */
-    bool lent[LA_ARRAYS];        /* the core works on the owner's memory, and object is the owner */
+    PyObject *object[LA_ARRAYS];  /* what keeps p.array's memory (the array, a copy, a capsule) */
+    PyObject *given[LA_ARRAYS];   /* as NumPy sees what the user gave; NULL: not asked yet */
+    PyObject *storage[LA_ARRAYS]; /* of PyTorch's tensors, while other threads run */
+    la_span span[LA_ARRAYS];      /* of inputs and of arrays written in place */
+    bool ran_python;              /* some array may have run Python when it was read */
+    bool lent[LA_ARRAYS]; /* the core works on the owner's memory, and object is the owner */
     const struct dl_exchange *lender[LA_ARRAYS]; /* whose table says where it lies; NULL: NumPy */
     PyObject *like;                              /* q; the user's call owns it */
     PyObject *out;                               /* out as given; likewise */

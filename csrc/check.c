@@ -51,17 +51,14 @@ enum {
 
 const la_array_row la_array_rows[LA_ARRAYS] = {
 #define LA_ARRAY(name, label, letters, passes, role, dtype, part, needed, gradient) \
-    [LA_##name] = {LABELS(label),   letters,     LA_##role, LA_DTYPE_##dtype, \
-                   LA_PART_##part,  LA_##needed, LA_##name}, \
-    [LA_D##name] = {LABELS(gradient), \
-                    letters, \
-                    IS_OUTPUT(role) ? LA_INPUT : LA_OUTPUT, \
-                    LA_DTYPE_##dtype, \
-                    LA_PART_##part, \
-                    IS_OUTPUT(role) ? LA_##needed : LA_OPTIONAL, \
+    [LA_##name] = {LABELS(label),  letters,     LA_##role, LA_DTYPE_##dtype, \
+                   LA_PART_##part, LA_##needed, LA_##name}, \
+    [LA_D##name] = {LABELS(gradient), letters,        IS_OUTPUT(role) ? LA_INPUT : LA_OUTPUT, \
+                    LA_DTYPE_##dtype, LA_PART_##part, IS_OUTPUT(role) ? LA_##needed : LA_OPTIONAL, \
                     LA_##name},
 #define LA_INDEX(name, label, letters, passes) \
-    [LA_##name] = {LABELS(label), letters, LA_INPUT, LA_DTYPE_INTEGER, LA_ALWAYS, LA_OPTIONAL, LA_##name},
+    [LA_##name] = {LABELS(label), letters,     LA_INPUT, LA_DTYPE_INTEGER, \
+                   LA_ALWAYS,     LA_OPTIONAL, LA_##name},
 #include "arrays.def"
 };
 
@@ -171,8 +168,7 @@ static void user_letters(const la_problem *p, la_name name, char letters[LA_MAX_
     int n = 0;
     if (is_turned(p, full)) full = "NhVK";
     for (const char *c = full; *c; c++)
-        if (is_written(p, name, *c))
-            letters[n++] = *c == 'N' && p->array[LA_SLOT].given ? 'P' : *c;
+        if (is_written(p, name, *c)) letters[n++] = *c == 'N' && p->array[LA_SLOT].given ? 'P' : *c;
     letters[n] = 0;
 }
 
@@ -213,9 +209,9 @@ bool la_has(const la_problem *p, la_name name)
 la_dtype la_dtype_of(const la_problem *p, la_name name)
 {
     const la_array_row *row = &la_array_rows[name];
-    return row->dtype == LA_DTYPE_OF_Q ? p->array[LA_Q].dtype
+    return row->dtype == LA_DTYPE_OF_Q    ? p->array[LA_Q].dtype
            : row->dtype == LA_DTYPE_FLOAT ? p->array[row->of].dtype
-                                    : p->real;
+                                          : p->real;
 }
 
 /* ---- messages ---- */
@@ -518,9 +514,11 @@ static la_status check_options(la_problem *p)
     if (!(p->eps >= 0) || isinf(p->eps))
         return complain(p, LA_VALUE_ERROR, "eps: expected a finite number >= 0, got %g", p->eps);
     if (p->normaliser != LA_UNNORMALISED && !la_variants[p->op].normaliser)
-        return complain(p, LA_VALUE_ERROR, "normalize: %s has no normaliser", la_variants[p->op].name);
+        return complain(p, LA_VALUE_ERROR, "normalize: %s has no normaliser",
+                        la_variants[p->op].name);
     if (!p->causal && (p->face == LA_STEP || p->decay != LA_NONE || p->rule != LA_ADDITIVE))
-        return complain(p, LA_VALUE_ERROR, "causal: %s has no non-causal form", la_variants[p->op].name);
+        return complain(p, LA_VALUE_ERROR, "causal: %s has no non-causal form",
+                        la_variants[p->op].name);
     return LA_OK;
 }
 

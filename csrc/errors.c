@@ -22,10 +22,10 @@ const char *la_why_no_cuda(void)
 int la_raise(const la_call *c, la_status status)
 {
     if (status == LA_OK) return 0;
-    PyErr_SetString(status == LA_TYPE_ERROR      ? PyExc_TypeError
-                    : status == LA_VALUE_ERROR   ? PyExc_ValueError
-                    : status == LA_MEMORY_ERROR  ? PyExc_MemoryError
-                                                 : PyExc_RuntimeError,
+    PyErr_SetString(status == LA_TYPE_ERROR     ? PyExc_TypeError
+                    : status == LA_VALUE_ERROR  ? PyExc_ValueError
+                    : status == LA_MEMORY_ERROR ? PyExc_MemoryError
+                                                : PyExc_RuntimeError,
                     c->p.message);
     return -1;
 }
@@ -62,7 +62,8 @@ int la_name_error(const char *label)
                          PyExc_AttributeError};
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "the array cannot be exported");
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return -1; /* an interrupt stays one */
-    PyObject *as = PyExc_RuntimeError;
+    PyObject *as =
+        PyErr_ExceptionMatches(PyExc_OverflowError) ? PyExc_ValueError : PyExc_RuntimeError;
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
         if (PyErr_ExceptionMatches(kinds[i])) {
             as = kinds[i] == PyExc_AttributeError || kinds[i] == PyExc_BufferError ? PyExc_TypeError
@@ -123,7 +124,7 @@ const dl_dtype la_dl_dtypes[LA_DTYPES] = {
 const char *la_expected_dtypes(la_name name)
 {
     return la_array_rows[name].dtype == LA_DTYPE_INTEGER ? "int32 or int64"
-                                                   : "float64, float32, float16 or bfloat16";
+                                                         : "float64, float32, float16 or bfloat16";
 }
 
 la_dtype la_dtype_in(dl_dtype dtype)

@@ -79,7 +79,8 @@ la_layout_fault la_read_strides(la_layout *x, const int64_t *bytes, int64_t elem
 la_layout_fault la_read_tensor(la_layout *x, const dl_tensor *tensor)
 {
     x->ndim = 0;
-    if (tensor->ndim < 0 || tensor->ndim > LA_LAYOUT_DIMS) return LA_LAYOUT_DIMENSIONS;
+    if (tensor->ndim < 0) return LA_LAYOUT_BELOW_NONE;
+    if (tensor->ndim > LA_LAYOUT_DIMS) return LA_LAYOUT_DIMENSIONS;
     if (tensor->ndim && !tensor->shape) return LA_LAYOUT_NO_SHAPE;
     x->ndim = tensor->ndim;
     const size_t all = sizeof *x->shape * (size_t)x->ndim;

@@ -18,7 +18,8 @@ typedef struct {
 /* What is wrong with one. */
 typedef enum {
     LA_LAYOUT_FITS,
-    LA_LAYOUT_DIMENSIONS, /* less than none, or more than LA_LAYOUT_DIMS */
+    LA_LAYOUT_BELOW_NONE, /* less than 0 dimensions */
+    LA_LAYOUT_DIMENSIONS, /* more than LA_LAYOUT_DIMS */
     LA_LAYOUT_NO_SHAPE,   /* dimensions, but no sizes */
     LA_LAYOUT_BELOW_ZERO, /* a size is */
     LA_LAYOUT_NOT_WHOLE,  /* a stride ends inside an element */

@@ -80,7 +80,13 @@ typedef enum {
 
 /* The columns of arrays.def. */
 typedef enum { LA_INPUT, LA_STATE, LA_OUTPUT } la_role;
-typedef enum { LA_DTYPE_OF_Q, LA_DTYPE_FLOAT, LA_DTYPE_REAL, LA_DTYPE_STORED, LA_DTYPE_INTEGER } la_dtypes;
+typedef enum {
+    LA_DTYPE_OF_Q,
+    LA_DTYPE_FLOAT,
+    LA_DTYPE_REAL,
+    LA_DTYPE_STORED,
+    LA_DTYPE_INTEGER
+} la_dtypes;
 typedef enum { LA_ALWAYS, LA_DECAY_OPS, LA_DELTA_OPS, LA_NORMALISED } la_part;
 typedef enum { LA_REQUIRED, LA_OPTIONAL, LA_IN_STEP } la_need;
 

@@ -240,10 +240,11 @@ static int read_keywords(la_call *c, la_face face, PyObject *const *args, Py_ssi
     enum { QKV = 3 };
     const la_op op = nargs ? op_of(args[0]) : LA_OPS;
     if (op == LA_OPS || (nargs != 1 && nargs != 1 + QKV)) {
-        PyErr_Format(PyExc_TypeError,
-                     "expected the name of an op, q, k and v, then keywords, got %zd arguments, the "
-                     "first %R",
-                     nargs, nargs ? args[0] : Py_None);
+        PyErr_Format(
+            PyExc_TypeError,
+            "expected the name of an op, q, k and v, then keywords, got %zd arguments, the "
+            "first %R",
+            nargs, nargs ? args[0] : Py_None);
         return -1;
     }
     la_problem_init(&c->p, op, face);
@@ -295,8 +296,8 @@ static int take_all(la_call *c, PyObject *const *values)
     la_set arrays = given_arrays(c->p.face);
     for (la_name name; la_next(&arrays, &name);) {
         PyObject *const value = values[name];
-        if (name == LA_G ? take_gate(c, values)
-            : !value     ? 0
+        if (name == LA_G                            ? take_gate(c, values)
+            : !value                                ? 0
             : la_array_rows[name].letters[0] == 'N' ? la_take_state(c, name, value)
                                                     : la_take(c, name, value))
             return -1;
@@ -551,10 +552,14 @@ static PyObject *py_fail_allocation(PyObject *self, PyObject *object)
 }
 
 static PyMethodDef methods[] = {
-    {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL | METH_KEYWORDS, "One forward pass."},
-    {"step", (PyCFunction)(void (*)(void))py_step, METH_FASTCALL | METH_KEYWORDS, "One token, state in place."},
-    {"bind", (PyCFunction)(void (*)(void))py_bind, METH_FASTCALL | METH_KEYWORDS, "A step, checked and kept."},
-    {"backward", (PyCFunction)(void (*)(void))py_backward, METH_FASTCALL | METH_KEYWORDS, "One backward pass."},
+    {"forward", (PyCFunction)(void (*)(void))py_forward, METH_FASTCALL | METH_KEYWORDS,
+     "One forward pass."},
+    {"step", (PyCFunction)(void (*)(void))py_step, METH_FASTCALL | METH_KEYWORDS,
+     "One token, state in place."},
+    {"bind", (PyCFunction)(void (*)(void))py_bind, METH_FASTCALL | METH_KEYWORDS,
+     "A step, checked and kept."},
+    {"backward", (PyCFunction)(void (*)(void))py_backward, METH_FASTCALL | METH_KEYWORDS,
+     "One backward pass."},
     {"shares_memory", (PyCFunction)(void (*)(void))py_shares_memory, METH_FASTCALL,
      "Do two arrays share memory?"},
     {"cuda_trim", py_cuda_trim, METH_NOARGS, "Give back the device memory that calls keep."},

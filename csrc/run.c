@@ -18,7 +18,8 @@
 static bool grows(const la_problem *p)
 {
     enum { FEW = 4096 }; /* numbers: half a microsecond */
-    if (p->tokens * p->HV * (p->decay == LA_KEY ? p->K : 1) <= FEW) return la_gate_above_one(p);
+    const int64_t rows = p->decay == LA_HEAD ? 1 : p->tokens;
+    if (rows * p->HV * (p->decay == LA_KEY ? p->K : 1) <= FEW) return la_gate_above_one(p);
     bool found;
     Py_BEGIN_ALLOW_THREADS
     found = la_gate_above_one(p);
@@ -73,8 +74,10 @@ static bool interrupted(void *state)
 /* The last Python that runs before the core looks at an array. */
 static int settle(la_call *c)
 {
+    const bool on_host = c->p.device == LA_CPU;
+    if (on_host && c->p.face != LA_STEP && la_hold(c)) return -1;
     if ((c->bound || c->ran_python) && la_still_there(c)) return -1;
-    return c->p.device == LA_CPU ? warn_of_growth(c) : 0;
+    return on_host && !la_writes_nothing(&c->p) ? warn_of_growth(c) : 0;
 }
 
 /* On the CPU, a pass over a sequence. */

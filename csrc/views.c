@@ -88,7 +88,10 @@ static int refuse_layout(const char *label, la_layout_fault fault, const la_layo
     if (fault == LA_LAYOUT_FITS) return 0;
     PyObject *shape = la_tuple_of(x->ndim, x->shape), *got = NULL;
     if (shape && strides) got = la_tuple_of(x->ndim, strides);
-    if (shape && fault == LA_LAYOUT_DIMENSIONS)
+    if (shape && fault == LA_LAYOUT_BELOW_NONE)
+        PyErr_Format(PyExc_ValueError, "%s: expected 0 to %d dimensions, got less than 0", label,
+                     LA_MAX_DIMS);
+    else if (shape && fault == LA_LAYOUT_DIMENSIONS)
         PyErr_Format(PyExc_ValueError, "%s: expected up to %d dimensions, got more than %d", label,
                      LA_MAX_DIMS, LA_LAYOUT_DIMS);
     else if (shape && fault == LA_LAYOUT_NO_SHAPE)
@@ -119,25 +122,7 @@ static int view_tensor(la_view *x, const dl_tensor *t, const char *label)
 typedef struct {
     const dl_exchange *table; /* NULL: the type has none */
     PyObject *is_neg;         /* the method, None if it has none; borrowed */
-    bool runs_python;         /* to read an attribute may: a class derived from PyTorch's */
 } exchanger;
-
-static bool is_plain_tensor(PyTypeObject *type)
-{
-    static const char *const plain[][2] = {{"torch", "Tensor"},
-                                           {"torch.nn.parameter", "Parameter"}};
-    PyObject *module = PyObject_GetAttrString((PyObject *)type, "__module__");
-    PyObject *name = PyObject_GetAttrString((PyObject *)type, "__name__");
-    bool yes = false;
-    for (size_t i = 0; i < 2 && module && name; i++)
-        yes = yes || (PyUnicode_Check(module) && PyUnicode_Check(name) &&
-                      !PyUnicode_CompareWithASCIIString(module, plain[i][0]) &&
-                      !PyUnicode_CompareWithASCIIString(name, plain[i][1]));
-    Py_XDECREF(module);
-    Py_XDECREF(name);
-    PyErr_Clear();
-    return yes;
-}
 
 /* Types are few and live long: the first ones are remembered (and kept alive, so that an address
  * says which type it is), the others looked up every time. */
@@ -155,14 +140,13 @@ static exchanger exchange_of(PyObject *object)
         if (one == type) return known[i].has;
         if (!one) break;
     }
-    exchanger has = {NULL, NULL, true};
+    exchanger has = {NULL, NULL};
     PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
     if (capsule) has.table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     Py_XDECREF(capsule);
     PyErr_Clear();
     while (has.table && has.table->version.major != 1) has.table = has.table->older;
-    if (!has.table || !has.table->borrow) return (exchanger){NULL, NULL, true};
-    has.runs_python = !is_plain_tensor(type);
+    if (!has.table || !has.table->borrow) return (exchanger){NULL, NULL};
     has.is_neg = PyObject_GetAttr((PyObject *)type, word_is_neg);
     if (!has.is_neg) {
         PyErr_Clear();
@@ -283,6 +267,10 @@ static int ask_device(PyObject *object, dl_device *device)
         part[i] = item ? PyLong_AsLong(item) : -1;
         Py_XDECREF(item);
         if (PyErr_Occurred()) Py_CLEAR(pair);
+    }
+    if (pair && (part[0] != (int32_t)part[0] || part[1] != (int32_t)part[1])) {
+        PyErr_Format(PyExc_ValueError, "__dlpack_device__: expected two int32, got %R", pair);
+        Py_CLEAR(pair);
     }
     if (!pair) return -1;
     Py_DECREF(pair);
@@ -487,13 +475,26 @@ int la_ask_helper(const char *helper, PyObject *object, int ordinal, void **poin
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* 1, 0, or -1 with an exception: only an AttributeError says that there is none. */
+static int has_attribute(PyObject *object, const char *name)
+{
+    PyObject *value = PyObject_GetAttrString(object, name);
+    if (!value && !PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+    PyErr_Clear();
+    const int there = value != NULL;
+    Py_XDECREF(value);
+    return there;
+}
+
 static int view_interface(la_call *c, la_name name, PyObject *object, PyObject *interface,
                           la_view *x)
 {
     const char *label = la_array_name(&c->p, name);
     if (read_interface(name, label, object, interface, x)) return -1;
     x->device = (dl_device){DL_CUDA, 0};
-    if (PyObject_HasAttrString(object, "__dlpack_device__")) {
+    const int says = has_attribute(object, "__dlpack_device__");
+    if (says < 0) return la_name_error(label);
+    if (says) {
         if (ask_device(object, &x->device)) return la_name_error(label);
 #ifdef LA_WITH_CUDA
     } else if (x->data) {
@@ -521,29 +522,40 @@ static int view_interface(la_call *c, la_name name, PyObject *object, PyObject *
     return 0;
 }
 
+/* By __cuda_array_interface__. 0: by DLPack rather, since version 3 is the first that names a stream. */
+static int look_at_interface(la_call *c, la_name name, PyObject *object, bool dlpack, la_view *x)
+{
+    PyObject *interface = PyObject_GetAttrString(object, "__cuda_array_interface__");
+    if (!interface) return la_name_error(la_array_name(&c->p, name));
+    PyObject *version = PyDict_Check(interface) ? PyDict_GetItemString(interface, "version") : NULL;
+    const long number = version ? PyLong_AsLong(version) : 0;
+    int found = 0;
+    if (PyErr_Occurred())
+        found = la_name_error(la_array_name(&c->p, name));
+    else if (version && (number >= 3 || !dlpack))
+        found = view_interface(c, name, object, interface, x) ? -1 : 1;
+    Py_DECREF(interface);
+    return found;
+}
+
 /* 1: filled; 0: not an array of any kind; -1: an exception. x->owner is to be let go of by all. */
 int la_look(la_call *c, la_name name, PyObject *object, la_view *x)
 {
     memset(x, 0, offsetof(la_view, layout));
     memset(&x->read_only, 0, sizeof *x - offsetof(la_view, read_only));
     const exchanger has = exchange_of(object);
-    c->ran_python = c->ran_python || has.runs_python;
+    c->ran_python = true; /* attributes and methods, of tensors too: modes of PyTorch look on */
     if (has.table) return view_exchange(c, name, object, has, x) ? -1 : 1;
     if (PyType_Check(object)) return 0;
-    const bool dlpack = PyObject_HasAttrString(object, "__dlpack__") &&
-                        PyObject_HasAttrString(object, "__dlpack_device__");
-    /* Version 3 is the first that says on which stream; JAX's has none. */
-    if (!is_of(object, "jax") && PyObject_HasAttrString(object, "__cuda_array_interface__")) {
-        PyObject *interface = PyObject_GetAttrString(object, "__cuda_array_interface__");
-        if (!interface) return la_name_error(la_array_name(&c->p, name));
-        PyObject *version =
-            PyDict_Check(interface) ? PyDict_GetItemString(interface, "version") : NULL;
-        int status = 0;
-        if (version && (PyLong_AsLong(version) >= 3 || !dlpack))
-            status = view_interface(c, name, object, interface, x) ? -1 : 1;
-        Py_DECREF(interface);
-        if (status) return status;
+    const int capsule = has_attribute(object, "__dlpack__");
+    const int place = capsule > 0 ? has_attribute(object, "__dlpack_device__") : capsule;
+    const int interface =
+        place < 0 || is_of(object, "jax") ? 0 : has_attribute(object, "__cuda_array_interface__");
+    if (place < 0 || interface < 0) return la_name_error(la_array_name(&c->p, name));
+    if (interface) {
+        const int found = look_at_interface(c, name, object, place > 0, x);
+        if (found) return found;
     }
-    if (!dlpack) return 0;
+    if (!place) return 0;
     return view_dlpack(c, name, object, x) ? -1 : 1;
 }

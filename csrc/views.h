@@ -18,7 +18,6 @@ typedef struct {
     PyObject *owner; /* what keeps the memory; owned */
 } la_view;
 
-
 int la_views_init(void);
 /* 1: filled; 0: not an array of any kind; -1: an exception. x->owner is the caller's in each case. */
 int la_look(la_call *c, la_name name, PyObject *object, la_view *x);

@@ -285,10 +285,9 @@ _OPS = {name: _register(name) for name in OPS}
 
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _DEVICES = ("cpu", "cuda")
-# The arguments that may be tensors of which PyTorch has to know, without the state. A scale is one
-# by mistake.
+# The arguments after q, k and v that may be tensors, without the state. A scale is one by mistake.
 _LOOKED_AT = (
-    *(line.label for line in _SMOOTH if line.role == "INPUT" and line.label != "g"),
+    *(line.label for line in _SMOOTH if line.role == "INPUT" and line.label not in "qkvg"),
     *_GATES,
     "scale",
 )
@@ -441,27 +440,28 @@ def _fitted(given: dict[str, Any]) -> tuple[Any, ...]:
 
 def forward(op: str, q: Tensor, k: Any, v: Any, **given: Any) -> tuple[Tensor, Any]:
     """``_linattn.forward`` of a q of PyTorch's, recorded and traced if anything asks for it."""
-    given |= {"q": q, "k": k, "v": v}
     out = given.get("out")
     device = q.device.type
     if out is None and device in _DEVICES and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        given |= {name: _cast(given[name], dtype) for name in ("q", "k", "v")}
+        q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
     if torch.compiler.is_compiling():
         way = _OPS[op].operator
     else:
-        arrays = (*(given[name] for name in _LOOKED_AT if name in given), *_state_of(given))
+        state = given.get("initial_state")
+        parts = state if isinstance(state, tuple | list) else (state,)
+        arrays = (q, k, v, *map(given.get, _LOOKED_AT), *parts)
         if forward_ad._current_level >= 0:
             _refuse_tangents(arrays)
         way = None if out is not None else _way(op, device, arrays)
         if way is None:
-            return _linattn.forward(op, **given)
+            return _linattn.forward(op, q, k, v, **given)
     try:
-        fitted = _fitted(given)
+        fitted = _fitted({"q": q, "k": k, "v": v, **given})
     except _Unfit as unfit:
         name, expected, got = unfit.args
         with torch.no_grad():  # the core says what is wrong
-            _linattn.forward(op, warn=False, **given)
+            _linattn.forward(op, q, k, v, warn=False, **given)
         raise TypeError(
             f"{name}: expected {expected} where gradients are recorded, got {type(got)}"
         ) from None

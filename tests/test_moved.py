@@ -2,6 +2,8 @@
 before: numbers come first, and an array that has moved is refused before anything is written."""
 
 import gc
+import threading
+import time
 import warnings
 
 import numpy as np
@@ -83,8 +85,12 @@ def test_an_array_that_a_later_one_frees(which):
 def test_a_tensor_that_a_later_one_frees(which, how):
     torch = pytest.importorskip("torch")
     q, k, v = (torch.ones(T, K) for _ in range(3))
+    done = []
 
     def does():
+        if done:  # a backward reads it twice, and the old memory might come back
+            return
+        done.append(True)
         if how == "set_":
             q.set_(torch.empty(0))
         elif how == "resize_":
@@ -143,3 +149,74 @@ def test_a_warning_that_frees_an_array(monkeypatch):
         monkeypatch.setattr(warnings, "showwarning", lambda *_, **__: free(q))
         with pytest.raises(ValueError, match=f"^q: {STAY}"):
             linattn.simple_gla(q, k, v, g)
+
+
+@pytest.mark.parametrize("nth", range(1, 8))
+def test_a_mode_of_pytorch_that_frees_a_tensor(nth):
+    """A mode sees every attribute that is read of a plain tensor, and is Python."""
+    torch = pytest.importorskip("torch")
+    from torch.overrides import TorchFunctionMode
+
+    q, k, v = (torch.ones(T, K) for _ in range(3))
+
+    class Frees(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen += 1
+            if self.seen == nth:
+                with torch._C.DisableTorchFunction():
+                    q.set_(torch.empty(0))
+                    gc.collect()
+            return function(*args, **(kwargs or {}))
+
+    try:
+        with Frees():
+            linattn.linear_attention_backward(v, q, k, v, **PLAIN)
+    except ValueError as error:  # before q is read, it is refused as what it is by then
+        assert STAY in str(error) or "got (0,)" in str(error)
+
+
+def test_a_dispatch_mode_that_frees_a_tensor():
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    q, k, v = (torch.ones(T, K) for _ in range(3))
+
+    class Frees(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "empty" in str(function):
+                q.untyped_storage().resize_(0)
+                gc.collect()
+            return function(*args, **(kwargs or {}))
+
+    with Frees(), pytest.raises(ValueError, match=f"^q: {STAY}"):
+        linattn.linear_attention_backward(v, q, k, v, **PLAIN)
+
+
+def test_a_thread_that_gives_a_tensor_other_memory():
+    """The call keeps the memory that it was given: the results are those of the old numbers."""
+    torch = pytest.importorskip("torch")
+    n = 2**19
+    q, k, v = (torch.full((n, K), 1 / 64) for _ in range(3))
+    beta = torch.full((n,), 0.1)
+    expected, _ = linattn.delta_rule(q.clone(), k, v, beta)
+
+    def frees():
+        time.sleep(0.05)
+        q.set_(torch.empty(0))
+        gc.collect()
+
+    thread = threading.Thread(target=frees)
+    thread.start()
+    o, _ = linattn.delta_rule(q, k, v, beta)
+    thread.join()
+    assert q.numel() == 0 and torch.equal(o, expected)
+
+
+def test_numpy_s_own_functions_may_be_replaced(monkeypatch):
+    q, k, v = arrays()
+    both = np.ones((2 * T, K), np.float32)
+    monkeypatch.setattr(np, "shares_memory", lambda *_: free(q))
+    with pytest.raises(ValueError, match=f"^q: {STAY}"):
+        linattn.retention(q, both[::2], v, out=both[1::2])

@@ -52,6 +52,34 @@ assert (state[0] if isinstance(state, tuple) else state).shape == (0, 1, 2**20, 
 """, timeout=20)
 
 
+@pytest.mark.parametrize("call", [
+    "lightning_attention(q, q, v, gate)", "retention(q, q, v, gamma=gate)",
+    "lightning_attention_step(q[:, 0], q[:, 0], v[:, 0], gate, state=S)"])
+def test_a_gate_of_many_heads_and_no_token(call):
+    """2^36 heads have no number that anything depends on, so none is looked at."""
+    python(f"""
+import numpy as np, linattn
+B = 0 if "step" in {call!r} else 1
+T = 1 if "step" in {call!r} else 0
+q, v = np.empty((B, T, 1, 1), "f"), np.empty((B, T, 2**36, 1), "f")
+S = np.empty((0, 2**36, 1, 1), "f")
+gate = np.broadcast_to(np.float32(0.5), 2**36)
+linattn.{call}
+""", timeout=20)
+
+
+def test_default_decays_of_too_many_heads():
+    done = python("""
+import numpy as np, linattn
+q, v = np.empty((1, 0, 1, 1), "f"), np.empty((1, 0, 2**60, 1), "f")
+try:
+    linattn.retention(q, q, v)
+except MemoryError as error:
+    print(error)
+""", timeout=20)
+    assert done.startswith(f"v: expected as many heads as fit in memory, got [HV] = ({2**60},)")
+
+
 @pytest.mark.parametrize("torch", [False, True])
 def test_a_final_state_that_cannot_be_had(torch):
     if torch:

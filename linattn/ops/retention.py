@@ -42,7 +42,7 @@ def _gamma_of(q: Array, k: Array, v: Array, ndim: int) -> Array | None:
         return _default_gamma(HV)
     except TypeError:  # that is no number, so v is no array
         return None
-    except MemoryError:
+    except (MemoryError, ValueError):  # NumPy's, of an array beyond the memory or its addresses
         raise MemoryError(
             f"v: expected as many heads as fit in memory, got [HV] = ({HV},)"
         ) from None
