@@ -2,16 +2,16 @@
 
 The grid is too large for every run: `--grid=sample` (the default) takes a fixed sample of it,
 `--grid=few` a fifth of that, `--grid=all` all of it. `--device` says on what arrays the ops are
-called: see device.py.
+called: see support/device.py.
 """
 
 import sys
 from collections import Counter
 from pathlib import Path
 
-import device
 import numpy as np
 import pytest
+from support import device
 
 
 def pytest_addoption(parser):
@@ -101,8 +101,3 @@ def hash_of(text):
     for byte in text.encode():
         value = (value ^ byte) * 16777619 % 2**32
     return value
-
-
-def poisoned(shape, dtype):
-    """An output buffer full of NaN: what is not written shows."""
-    return np.full(shape, np.nan).astype(dtype)

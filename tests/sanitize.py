@@ -24,7 +24,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # PyTorch's blocks would hid
 import ml_dtypes
 import numpy as np
 import torch
-from grid import Pool, gradients_on_tensor_cores, on_tensor_cores, v_first, wider
+from support.grid import Pool, gradients_on_tensor_cores, on_tensor_cores, v_first, wider
 
 import linattn
 from linattn import reference, testing

@@ -8,13 +8,13 @@ import signal
 import traceback
 import warnings
 
-import device
 import ml_dtypes
 import numpy as np
 import pytest
-from device import ops as linattn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import device
+from support.device import ops as linattn
 
 from linattn.testing import GATES
 

@@ -6,7 +6,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from device import imported
+from support.device import imported
 
 import linattn
 from linattn.testing import make_inputs

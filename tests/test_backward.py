@@ -1,10 +1,10 @@
 """The gradients of every op, mode and dtype over the grid, by the acceptance rule."""
 
-import device
 import numpy as np
 import pytest
-from device import ops as linattn
-from grid import (
+from support import device
+from support.device import ops as linattn
+from support.grid import (
     DTYPES,
     MODES,
     Case,

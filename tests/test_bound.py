@@ -11,11 +11,14 @@ import threading
 import warnings
 import weakref
 
-import device
 import ml_dtypes
 import numpy as np
 import pytest
-from test_pool import KINDS, PER_TOKEN, SHAPES, B, P, at_token, over, parts, problem
+from support import device
+from support.compare import assert_same_bits, leaves, over_arrays
+from support.dlpack import Exporter
+from support.pools import KINDS, SHAPES, B, P, pool_problem
+from support.problems import PER_TOKEN, at_token
 
 import linattn
 from linattn import _linattn
@@ -47,15 +50,13 @@ def step(op):
 
 
 def assert_bits(got, want):
-    for x, y in zip(parts(got), parts(want), strict=True):
-        x, y = here(x), here(y)
-        assert x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes()
+    assert_same_bits([here(x) for x in leaves(got)], [here(x) for x in leaves(want)])
 
 
 def small(op="gated_delta_rule", seed=0, **changed):
     """One token of B rows on the device, its state, and out."""
-    x, state = problem(op, np.random.default_rng(seed), np.float32, np.float32, SHAPES[0], P=B)
-    made = on_device(at_token(x, 0)) | {"state": over(there, state)}
+    x, state = pool_problem(op, np.random.default_rng(seed), np.float32, np.float32, SHAPES[0], P=B)
+    made = on_device(at_token(x, 0)) | {"state": over_arrays(there, state)}
     return made | {"out": there(np.full((B, *x["v"].shape[2:]), np.nan, np.float32))} | changed
 
 
@@ -75,15 +76,15 @@ def test_tokens(op, kind, v_first, pooled, rng):
             pytest.skip("this CuPy has no bfloat16")
     for shape in SHAPES[:2]:
         size, tokens = P if pooled else B, 4
-        x, start = problem(op, rng, *kind, shape, P=size, T=tokens, v_first=v_first)
+        x, start = pool_problem(op, rng, *kind, shape, P=size, T=tokens, v_first=v_first)
         made = on_device(at_token(x, 0))
-        state, want_state = over(there, start), over(there, start)
+        state, want_state = over_arrays(there, start), over_arrays(there, start)
         out = there(np.full((B, *x["v"].shape[2:]), np.nan).astype(kind[0]))
         if pooled:
             made["state_indices"] = there(np.zeros(B, np.int32))
         bound = linattn.bind(step(op), **made, state=state, out=out)
         assert type(bound) is linattn.BoundStep
-        assert_bits(state, over(there, start))
+        assert_bits(state, over_arrays(there, start))
         assert np.isnan(here(out).astype(np.float32)).all()
         for t in range(tokens):
             for name, a in at_token(x, t).items():
@@ -103,13 +104,13 @@ def test_tokens(op, kind, v_first, pooled, rng):
 @pytest.mark.parametrize("op", OPS)
 def test_rows_of_a_state_that_lie_apart(op, dtype, V, rng):
     """V + 1 numbers apart, V whole lanes of every instruction set: as a state without gaps."""
-    x, want_state = problem(op, rng, dtype, dtype, (1, 2, 24, V), P=B)
-    S, *z = parts(want_state)
+    x, want_state = pool_problem(op, rng, dtype, dtype, (1, 2, 24, V), P=B)
+    S, *z = leaves(want_state)
     wide = np.full((*S.shape[:-1], V + 1), 7, dtype)
     wide[..., :V] = S
     made, wide = on_device(at_token(x, 0)), there(wide)
     state = (wide[..., :V], *map(there, z)) if z else wide[..., :V]
-    want_state = over(there, want_state)
+    want_state = over_arrays(there, want_state)
     bound = linattn.bind(step(op), **made, state=state)
     for _ in range(3):
         assert_bits(bound(), step(op)(**made, state=want_state))
@@ -162,7 +163,7 @@ def test_a_number_for_a_gate_stays():
 def test_a_feature_map_by_name():
     for phi in ("relu+eps", linattn.FeatureMap("relu+eps", eps=0.5), ("elu+1", "exp")):
         made = small("linear_attention", feature_map=phi, eps=1e-3, normalize="add")
-        state = over(lambda s: there(here(s)), made["state"])
+        state = over_arrays(lambda s: there(here(s)), made["state"])
         bound = linattn.bind(linattn.linear_attention_step, **made)
         for _ in range(2):
             want = linattn.linear_attention_step(**made | {"state": state, "out": None})
@@ -337,7 +338,7 @@ def test_what_is_no_step():
                                  linattn.FeatureMap("mine", forward=np.exp)], ids=str)
 def test_a_feature_map_that_is_a_function(phi):
     made = small("linear_attention", feature_map=phi)
-    before = over(here, made["state"])
+    before = over_arrays(here, made["state"])
     with pytest.raises(ValueError, match=r"^feature_map: expected one that runs inside"):
         linattn.bind(linattn.linear_attention_step, **made)
     assert_bits(made["state"], before)
@@ -346,7 +347,7 @@ def test_a_feature_map_that_is_a_function(phi):
 @pytest.mark.parametrize("op", OPS)
 def test_bad_arguments_as_in_a_plain_call(op):
     made = small(op)
-    before = {name: over(here, x) for name, x in made.items()}
+    before = {name: over_arrays(here, x) for name, x in made.items()}
     wrong = {"q": made["q"][:-1], "v": None, "state": None, "out": made["v"],
              "state_indices": there(np.zeros(B, np.float32)), "scale": "x", "nonsense": 1}
     for name, bad in wrong.items():
@@ -385,7 +386,7 @@ def test_it_is_made_by_bind_alone():
 def test_indices_are_looked_at_in_every_call():
     device.needs_host("the values of state_indices are not looked at")
     rng = np.random.default_rng(1)
-    x, pool = problem("kda", rng, np.float32, np.float32, SHAPES[0])
+    x, pool = pool_problem("kda", rng, np.float32, np.float32, SHAPES[0])
     indices = there(np.full(B, 10**6))  # not yet what they will be
     made = on_device(at_token(x, 0)) | {"state": there(pool), "state_indices": indices}
     bound = linattn.bind(linattn.kda_step, **made)
@@ -446,8 +447,6 @@ def test_memory_that_is_not_there():
 def test_exporters_and_their_copies():
     """What a library exports as a copy would never change."""
     device.needs_numpy("an exporter over NumPy's arrays")
-    from test_arrays import Exporter
-
     made = small()
     state, out = made.pop("state"), made.pop("out")
     want_state = state.copy()

@@ -5,7 +5,7 @@ import inspect
 import ml_dtypes
 import numpy as np
 import pytest
-from device import imported
+from support.device import imported
 
 from linattn import reference, testing
 from linattn.compat import fla
@@ -93,7 +93,7 @@ def parameters(name):
     return inspect.signature(getattr(fla, name)).parameters
 
 
-def arguments(name, rng, dtype=np.float64, B=2, T=70, H=2, HV=2, K=8, V=12):
+def for_both(name, rng, dtype=np.float64, B=2, T=70, H=2, HV=2, K=8, V=12):
     """For our op and for fla's function, the same problem."""
     _, op = split(name)
     x = make_inputs(op, rng, B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype)
@@ -135,7 +135,7 @@ def test_the_parameters_are_flas(name):
 @functions
 def test_it_computes_our_op(name, rng):
     _, op = split(name)
-    x, theirs = arguments(name, rng)
+    x, theirs = for_both(name, rng)
     want, state = getattr(reference, op)(**x)
     o, final = getattr(fla, name)(**theirs, output_final_state=True)
     agree(o, want)
@@ -152,7 +152,7 @@ def test_it_computes_our_op(name, rng):
 @functions
 def test_sequences_layouts_and_norms(name, rng):
     _, op = split(name)
-    x, theirs = arguments(name, rng, B=1)
+    x, theirs = for_both(name, rng, B=1)
     cu = np.array([0, 5, 5, 70])
     more = {}
     if "use_qk_l2norm_in_kernel" in parameters(name):
@@ -168,7 +168,7 @@ def test_sequences_layouts_and_norms(name, rng):
 
 @functions
 def test_what_only_changes_how_is_taken(name, rng):
-    _, theirs = arguments(name, rng)
+    _, theirs = for_both(name, rng)
     taken = {what: value for what, value in NO_EFFECT.items() if what in parameters(name)}
     want, _ = getattr(fla, name)(**theirs)
     agree(getattr(fla, name)(**theirs, **taken)[0], want)
@@ -176,7 +176,7 @@ def test_what_only_changes_how_is_taken(name, rng):
 
 @functions
 def test_what_is_not_supported_is_refused_by_name(name, rng):
-    _, theirs = arguments(name, rng)
+    _, theirs = for_both(name, rng)
     tried = [what for what in UNSUPPORTED if what in parameters(name)]
     for what in tried:
         with pytest.raises(ValueError, match=rf"^{what}: not supported"):
@@ -225,7 +225,7 @@ def test_a_normaliser_and_its_state(name, rng):
 
 @pytest.mark.parametrize("name", [name for name in SIGNATURES if name.endswith("simple_gla")])
 def test_decays_per_token_per_head_both_or_none(name, rng):
-    x, theirs = arguments(name, rng)
+    x, theirs = for_both(name, rng)
     g, function = theirs.pop("g"), getattr(fla, name)
     gamma = -rng.random(2)
     whole = np.broadcast_to(gamma, g.shape)
@@ -236,7 +236,7 @@ def test_decays_per_token_per_head_both_or_none(name, rng):
 
 def test_the_gated_delta_rules_gates(rng):
     name = "fused_recurrent_gated_delta_rule"
-    x, theirs = arguments(name, rng, HV=4)
+    x, theirs = for_both(name, rng, HV=4)
     g, beta, function = theirs.pop("g"), theirs.pop("beta"), getattr(fla, name)
     gk = -rng.random((*g.shape, 8))
     for given, same in (({"gk": gk}, gk), ({"g": g, "gk": gk}, g[..., None] + gk),
@@ -245,13 +245,13 @@ def test_the_gated_delta_rules_gates(rng):
         agree(function(**theirs, beta=beta, **given)[0], want)
     want = reference.gated_delta_rule(**x | {"beta": np.ones_like(beta)})[0]
     agree(function(**theirs, g=g)[0], want)  # beta is 1 by default
-    x, theirs = arguments("fused_recurrent_delta_rule", rng)
+    x, theirs = for_both("fused_recurrent_delta_rule", rng)
     want = reference.delta_rule(**x | {"beta": np.ones_like(x["beta"])})[0]
     agree(fla.fused_recurrent_delta_rule(theirs["q"], theirs["k"], theirs["v"])[0], want)
 
 
 def test_no_decay_at_all_in_gla(rng):
-    x, theirs = arguments("fused_recurrent_gla", rng)
+    x, theirs = for_both("fused_recurrent_gla", rng)
     del theirs["gk"]
     want = reference.gla(**x | {"g": np.zeros_like(x["g"])})[0]
     agree(fla.fused_recurrent_gla(**theirs)[0], want)
@@ -260,7 +260,7 @@ def test_no_decay_at_all_in_gla(rng):
 @functions
 def test_pytorchs_tensors(name, rng):
     torch = imported("torch")
-    _, theirs = arguments(name, rng, dtype=np.float32)
+    _, theirs = for_both(name, rng, dtype=np.float32)
     want, _ = getattr(fla, name)(**theirs)
     tensors = {what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a
                for what, a in theirs.items()}
@@ -271,7 +271,7 @@ def test_pytorchs_tensors(name, rng):
 
 @functions
 def test_the_old_name_of_state_v_first(name, rng):
-    _, theirs = arguments(name, rng)
+    _, theirs = for_both(name, rng)
     function = getattr(fla, name)
     if "state_v_first" not in parameters(name):
         with pytest.raises(TypeError, match="transpose_state_layout"):
@@ -323,7 +323,7 @@ def by_default(name, theirs):
 @pytest.mark.parametrize("dtype", STATES)
 @functions
 def test_an_initial_state_of_any_float_dtype(name, dtype, rng):
-    _, theirs = arguments(name, rng, dtype=np.float32)
+    _, theirs = for_both(name, rng, dtype=np.float32)
     theirs, function = by_default(name, theirs), getattr(fla, name)
     given = some_state(name, rng, dtype)
     kept = each(np.copy, given)
@@ -339,7 +339,7 @@ def test_an_initial_state_of_any_float_dtype(name, dtype, rng):
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
 @functions
 def test_sums_in_float64_take_a_state_of_any_float_dtype(name, dtype, rng):
-    _, theirs = arguments(name, rng)
+    _, theirs = for_both(name, rng)
     state = some_state("", rng, dtype)
     o, final = getattr(fla, name)(**theirs, initial_state=state, output_final_state=True)
     want, _ = getattr(fla, name)(**theirs, initial_state=state.astype(np.float64))
@@ -349,7 +349,7 @@ def test_sums_in_float64_take_a_state_of_any_float_dtype(name, dtype, rng):
 
 @functions
 def test_a_state_that_is_no_float_is_refused(name, rng):
-    _, theirs = arguments(name, rng, dtype=np.float16)
+    _, theirs = for_both(name, rng, dtype=np.float16)
     for state, got in ((some_state("", rng, np.int64), "int64"), (3.0, "<class 'float'>")):
         with pytest.raises(TypeError, match=rf"^initial_state: expected .*, got {got}$"):
             getattr(fla, name)(**theirs, initial_state=state)
@@ -359,7 +359,7 @@ def test_a_state_that_is_no_float_is_refused(name, rng):
 @functions
 def test_the_gradient_of_a_state_has_its_dtype(name, dtype, rng):
     torch = imported("torch")
-    _, theirs = arguments(name, rng, dtype=np.float32)
+    _, theirs = for_both(name, rng, dtype=np.float32)
     theirs = {what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a
               for what, a in by_default(name, theirs).items()}
     state = each(lambda x: torch.from_numpy(x).to(getattr(torch, dtype)),
@@ -405,7 +405,7 @@ def of_dtypes(theirs, q, k, v, *_):
 @mixed
 @recurrent
 def test_q_k_and_v_of_several_dtypes_token_by_token(name, dtypes, rng):
-    _, theirs = arguments(name, rng, T=9, dtype=np.float32)
+    _, theirs = for_both(name, rng, T=9, dtype=np.float32)
     theirs, function, wide = of_dtypes(theirs, *dtypes), getattr(fla, name), DTYPES[dtypes[3]]
     more = {"initial_state": some_state("", rng, np.float16), "output_final_state": True}
     o, final = function(**theirs, **more)
@@ -420,7 +420,7 @@ def test_several_dtypes_and_no_gate(dtypes, rng):
     for name, gates in (("fused_recurrent_gated_delta_rule", ("g", "beta")),
                         ("fused_recurrent_gla", ("gk",)), ("fused_recurrent_simple_gla", ("g",)),
                         ("fused_recurrent_delta_rule", ("beta",))):
-        _, theirs = arguments(name, rng, T=9, dtype=np.float32)
+        _, theirs = for_both(name, rng, T=9, dtype=np.float32)
         theirs = {x: a for x, a in of_dtypes(theirs, *dtypes).items() if x not in gates}
         assert getattr(fla, name)(**theirs)[0].dtype == theirs[O_LIKE[name]].dtype
 
@@ -428,7 +428,7 @@ def test_several_dtypes_and_no_gate(dtypes, rng):
 @mixed
 def test_several_dtypes_and_a_normaliser(dtypes, rng):
     """fla divides o, in q's dtype, by what q and k make: their common dtype if they differ."""
-    _, theirs = arguments("fused_recurrent_linear_attn", rng, T=9, dtype=np.float32)
+    _, theirs = for_both("fused_recurrent_linear_attn", rng, T=9, dtype=np.float32)
     theirs = of_dtypes(theirs | {what: abs(theirs[what]) for what in "qk"}, *dtypes)
     o, final = fla.fused_recurrent_linear_attn(**theirs | {"normalize": True},
                                                output_final_state=True)
@@ -440,7 +440,7 @@ def test_several_dtypes_and_a_normaliser(dtypes, rng):
 @recurrent
 def test_gradients_of_several_dtypes(name, dtypes, rng):
     torch = imported("torch")
-    _, theirs = arguments(name, rng, T=9, dtype=np.float32)
+    _, theirs = for_both(name, rng, T=9, dtype=np.float32)
     theirs = {what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a
               for what, a in theirs.items()}
     given = {what: theirs[what].to(getattr(torch, dtype)).requires_grad_()
@@ -461,7 +461,7 @@ def test_gradients_of_several_dtypes(name, dtypes, rng):
 @functions
 def test_other_dtypes_of_v_are_refused(name, rng):
     torch = imported("torch")
-    _, theirs = arguments(name, rng, T=9, dtype=np.float32)
+    _, theirs = for_both(name, rng, T=9, dtype=np.float32)
     v = theirs["v"]
     wrong = [(v.astype(np.int32), "int32"), (torch.from_numpy(v).half(), "float16")]
     if name not in RECURRENT:

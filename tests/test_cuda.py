@@ -15,7 +15,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from device import FEW_TOKENS, imported
+from support.device import FEW_TOKENS, imported
 
 import linattn
 from linattn import reference, testing

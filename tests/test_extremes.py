@@ -8,12 +8,12 @@ sequences, and no array that is judged has fewer than 1000 numbers.
 
 import contextlib
 
-import device
 import ml_dtypes
 import numpy as np
 import pytest
-from device import ops as linattn
-from grid import (
+from support import device
+from support.device import ops as linattn
+from support.grid import (
     MODES,
     STATES,
     THROWS,

@@ -5,7 +5,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from device import ops as linattn
+from support.device import ops as linattn
 
 from linattn import FeatureMap
 from linattn.features import FEATURE_MAPS

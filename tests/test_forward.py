@@ -2,13 +2,12 @@
 
 import dataclasses
 
-import device
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import poisoned
-from device import ops as linattn
-from grid import (
+from support import device
+from support.device import ops as linattn
+from support.grid import (
     Case,
     bits_multiplied,
     cases,
@@ -24,6 +23,7 @@ from grid import (
     v_first,
     wider,
 )
+from support.problems import poisoned
 
 GRID = list(cases(seed=1, limit=6_000))
 TENSOR_CORES = list(tensor_core_cases(seed=3))

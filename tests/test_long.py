@@ -16,7 +16,7 @@ CASES = [(op, gate) for op in linattn.OPS
          for gate in (("equal", "random", "alpha") if op in GATED else ("",))]
 
 
-def problem(op, gate, T):
+def long_inputs(op, gate, T):
     rng = np.random.default_rng(7)
     q, k, v = (rng.standard_normal((T, K)) for _ in range(3))
     k /= np.linalg.norm(k, axis=1, keepdims=True)
@@ -50,7 +50,7 @@ def error(x, exact):
 @pytest.mark.parametrize(("op", "gate"), CASES, ids=str)
 def test_65536_tokens(op, gate):
     """In chunks, by the acceptance rule. The state is the sum of them all."""
-    made = problem(op, gate, LONG)
+    made = long_inputs(op, gate, LONG)
     exact, final = getattr(reference, op)(**{
         name: x if name in ("gamma", "slopes") else x[None, :, None] if np.ndim(x) else x
         for name, x in widened(made).items()})
@@ -64,7 +64,7 @@ def test_65536_tokens(op, gate):
                                           ("retention", ""), ("linear_attention", "")], ids=str)
 def test_65536_tokens_one_by_one(op, gate):
     """The state is rounded once a token, by up to 2^-24 of it, and roundings are a random walk."""
-    made = problem(op, gate, LONG)
+    made = long_inputs(op, gate, LONG)
     exact, final = getattr(linattn, op)(**widened(made), output_final_state=True)
     o, state = getattr(linattn, op)(**made, mode="recurrent", output_final_state=True)
     most = np.sqrt(LONG / 3) * 2**-24
@@ -75,7 +75,7 @@ def test_65536_tokens_one_by_one(op, gate):
 @pytest.mark.parametrize("op", ["simple_gla", "gla", "gated_delta_rule", "kda"])
 def test_gradients_of_65536_tokens(op):
     """dS is carried back over as many decays as S is carried on."""
-    made = problem(op, "equal", LONG)
+    made = long_inputs(op, "equal", LONG)
     do = np.zeros((LONG, K), np.float32)
     do[-16:] = 1  # what the last tokens read, of what the first ones wrote
     exact = getattr(linattn, op + "_backward")(do.astype(np.float64), **widened(made))
@@ -89,7 +89,7 @@ def test_gradients_of_65536_tokens(op):
                          ids=str)
 def test_a_million_tokens(op, gate):
     """Past 2^17 the roundings of the state, one in 16 tokens, pass the rule: see README."""
-    made = problem(op, gate, LONGEST)
+    made = long_inputs(op, gate, LONGEST)
     exact, final = getattr(linattn, op)(**widened(made), output_final_state=True)
     o, state = getattr(linattn, op)(**made, output_final_state=True)
     most = np.sqrt(LONGEST / 16 / 3) * 2**-24  # 9e-6

@@ -14,6 +14,7 @@ import sysconfig
 import ml_dtypes
 import numpy as np
 import pytest
+from support.processes import python
 
 import linattn
 from linattn import _linattn, ops, testing
@@ -23,18 +24,6 @@ from linattn.variants import ARRAYS
 PACKAGE = pathlib.Path(linattn.__file__).parent
 CHECKOUT = pathlib.Path(__file__).parent.parent
 FACES = ("", "_step", "_backward")
-
-
-def python(code, *, timeout=60, check=True, **environment):
-    """Run code in a fresh interpreter that sees this linattn; its stdout."""
-    path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True,
-        timeout=timeout, env=os.environ | {"PYTHONPATH": path} | environment)
-    if check:
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-    return done
 
 
 # ---- importing ----

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from device import imported
+from support.device import imported
 
 from linattn import reference
 

@@ -1,60 +1,19 @@
 """Steps whose states are picked from a pool: state_indices."""
 
-import device
-import ml_dtypes
 import numpy as np
 import pytest
-from conftest import poisoned
-from device import ops as linattn
-from test_arguments import arguments, refused
+from support import device
+from support.compare import assert_same_bits, over_arrays
+from support.device import ops as linattn
+from support.pools import KINDS, SHAPES, B, P, pool_problem
+from support.problems import PER_TOKEN, arguments, at_token, poisoned, refused
 
-from linattn.testing import make_inputs
-
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OPS = linattn.OPS
-PER_TOKEN = ("q", "k", "v", "g", "beta")
-KINDS = [  # dtypes of the inputs and of the state
-    (np.float64, np.float64), (np.float32, np.float32), (np.float16, np.float32),
-    (BFLOAT16, BFLOAT16),
-]
-SHAPES = [(2, 4, 16, 32), (1, 3, 7, 59), (1, 1, 130, 64)]  # H, HV, K, V
-P, B, TOKENS = 7, 4, 3
-
-
-def over(function, state):
-    """A state, or both parts of a pair."""
-    return tuple(map(function, state)) if isinstance(state, tuple) else function(state)
-
-
-def parts(state):
-    return state if isinstance(state, tuple) else (state,)
-
-
-def problem(op, rng, dtype, state_dtype, shape, B=B, P=P, T=1, v_first=False):
-    """The arguments of T steps, with a token axis, and a pool of P states."""
-    H, HV, K, V = shape
-    x = make_inputs(op, rng, B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype)
-    pool = make_inputs(op, rng, B=P, T=1, H=H, HV=HV, K=K, V=V, dtype=dtype, initial_state=True)
-    pool = over(lambda s: s.astype(state_dtype), pool["initial_state"])
-    if v_first:
-        swapped = np.ascontiguousarray(parts(pool)[0].swapaxes(2, 3))
-        pool = (swapped, *pool[1:]) if isinstance(pool, tuple) else swapped
-        x["state_v_first"] = True
-    return x, pool
-
-
-def at_token(x, t, rows=slice(None)):
-    return {name: np.ascontiguousarray(a[rows, t]) if name in PER_TOKEN else a
-            for name, a in x.items()}
+TOKENS = 3
 
 
 def step(op):
     return getattr(linattn, f"{op}_step")
-
-
-def assert_bits(got, want):
-    for x, y in zip(parts(got), parts(want), strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes()
 
 
 @pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
@@ -63,8 +22,8 @@ def assert_bits(got, want):
 @pytest.mark.parametrize("op", OPS)
 def test_rows_step_with_the_states_they_name(op, kind, shape, v_first, rng):
     """Every token another choice: as steps of one row each, and the rest of the pool as it was."""
-    x, pool = problem(op, rng, *kind, shape, T=TOKENS, v_first=v_first)
-    alone = [over(lambda s, i=i: s[i:i + 1].copy(), pool) for i in range(P)]
+    x, pool = pool_problem(op, rng, *kind, shape, T=TOKENS, v_first=v_first)
+    alone = [over_arrays(lambda s, i=i: s[i:i + 1].copy(), pool) for i in range(P)]
     for t in range(TOKENS):
         indices = rng.permutation(P)[:B].astype(np.int32 if t % 2 else np.int64)
         indices[t] = -1
@@ -76,43 +35,43 @@ def test_rows_step_with_the_states_they_name(op, kind, shape, v_first, rng):
                 assert o[n].tobytes() == bytes(o[n].nbytes)
                 continue
             want = step(op)(**at_token(x, t, slice(n, n + 1)), state=alone[i])
-            assert_bits(o[n:n + 1], want)
+            assert_same_bits(o[n:n + 1], want)
         for i in range(P):
-            assert_bits(over(lambda s, i=i: s[i:i + 1], pool), alone[i])
+            assert_same_bits(over_arrays(lambda s, i=i: s[i:i + 1], pool), alone[i])
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids=["float64", "bfloat16"])
 @pytest.mark.parametrize("op", OPS)
 def test_no_row_has_a_state(op, kind, rng):
     """Zeros, whatever the inputs are, and a pool that nobody touched."""
-    x, pool = problem(op, rng, *kind, SHAPES[0])
+    x, pool = pool_problem(op, rng, *kind, SHAPES[0])
     x = {name: np.full_like(a, np.nan) if name in PER_TOKEN else a for name, a in x.items()}
-    before = over(np.copy, pool)
+    before = over_arrays(np.copy, pool)
     out = poisoned((B, *x["v"].shape[2:]), kind[0])
     o = step(op)(**at_token(x, 0), state=pool, state_indices=np.full(B, -1), out=out)
     assert not o.astype(np.float32).any() and not np.signbit(o.astype(np.float32)).any()
-    assert_bits(pool, before)
+    assert_same_bits(pool, before)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_pool_of_any_size(op, rng):
     """Fewer states than rows, as many, and one."""
     for size in (1, 2, B):
-        x, pool = problem(op, rng, np.float32, np.float32, SHAPES[0], P=size)
+        x, pool = pool_problem(op, rng, np.float32, np.float32, SHAPES[0], P=size)
         indices = np.full(B, -1)
         indices[:size] = rng.permutation(size)
         rows = np.arange(size)
-        want_pool = over(lambda s, at=indices[:size]: s[at], pool)
+        want_pool = over_arrays(lambda s, at=indices[:size]: s[at], pool)
         want = step(op)(**at_token(x, 0, rows), state=want_pool)
         o = step(op)(**at_token(x, 0), state=pool, state_indices=indices)
-        assert_bits(o[:size], want)
+        assert_same_bits(o[:size], want)
         assert not o[size:].any()
-        assert_bits(over(lambda s, at=indices[:size]: s[at], pool), want_pool)
+        assert_same_bits(over_arrays(lambda s, at=indices[:size]: s[at], pool), want_pool)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_indices_lie_anywhere(dtype, rng):
-    x, pool = problem("gated_delta_rule", rng, np.float32, np.float32, SHAPES[0])
+    x, pool = pool_problem("gated_delta_rule", rng, np.float32, np.float32, SHAPES[0])
     plain = np.array([5, -1, 0, 3], dtype)
     want_pool = pool.copy()
     want = step("gated_delta_rule")(**at_token(x, 0), state=want_pool, state_indices=plain)
@@ -124,39 +83,40 @@ def test_indices_lie_anywhere(dtype, rng):
     for indices in layouts:
         state = pool.copy()
         o = step("gated_delta_rule")(**at_token(x, 0), state=state, state_indices=indices)
-        assert_bits(o, want)
-        assert_bits(state, want_pool)
+        assert_same_bits(o, want)
+        assert_same_bits(state, want_pool)
 
 
 def test_a_pool_with_gaps(rng):
     """Outer strides are free: every other state of a larger pool."""
-    x, pool = problem("kda", rng, np.float32, np.float32, SHAPES[0], P=2 * P)
+    x, pool = pool_problem("kda", rng, np.float32, np.float32, SHAPES[0], P=2 * P)
     indices = np.array([6, 2, -1, 0])
     want_pool = pool[::2].copy()
     want = step("kda")(**at_token(x, 0), state=want_pool, state_indices=indices)
     others = pool[1::2].copy()
-    assert_bits(step("kda")(**at_token(x, 0), state=pool[::2], state_indices=indices), want)
-    assert_bits(pool[::2], want_pool)
-    assert_bits(pool[1::2], others)
+    assert_same_bits(step("kda")(**at_token(x, 0), state=pool[::2], state_indices=indices), want)
+    assert_same_bits(pool[::2], want_pool)
+    assert_same_bits(pool[1::2], others)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_one_head(op, rng):
-    x, pool = problem(op, rng, np.float32, np.float32, (1, 1, 8, 6), B=1)
+    x, pool = pool_problem(op, rng, np.float32, np.float32, (1, 1, 8, 6), B=1)
     row = {name: a[0, 0, 0] if name in PER_TOKEN else a for name, a in x.items()}
-    want_pool = over(np.copy, pool)
+    want_pool = over_arrays(np.copy, pool)
     want = step(op)(**at_token(x, 0), state=want_pool, state_indices=np.array([4]))
-    flat = over(lambda s: s[:, 0].copy(), pool)
+    flat = over_arrays(lambda s: s[:, 0].copy(), pool)
     o = step(op)(**row, state=flat, state_indices=np.array([4]))
     assert o.shape == (6,)
-    assert_bits(o, want[0, 0])
-    assert_bits(flat, over(lambda s: s[:, 0].copy(), want_pool))
+    assert_same_bits(o, want[0, 0])
+    assert_same_bits(flat, over_arrays(lambda s: s[:, 0].copy(), want_pool))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_many_rows_of_a_large_pool(threads, rng):
     """More rows than fit on the stack, indices that are equal modulo a power of two."""
-    x, pool = problem("gated_delta_rule", rng, np.float32, np.float32, (1, 1, 8, 16), B=300, P=9000)
+    x, pool = pool_problem("gated_delta_rule", rng, np.float32, np.float32, (1, 1, 8, 16),
+                           B=300, P=9000)
     indices = rng.permutation(9000)[:300]
     indices[:3] = 5, 5 + 4096, 5 + 8192
     indices[3:] = [i for i in rng.permutation(9000) if i % 4096 != 5][:297]
@@ -168,8 +128,8 @@ def test_many_rows_of_a_large_pool(threads, rng):
         o = step("gated_delta_rule")(**at_token(x, 0), state=pool, state_indices=indices)
     finally:
         linattn.set_num_threads(before)
-    assert_bits(o, want)
-    assert_bits(pool[indices], want_pool)
+    assert_same_bits(o, want)
+    assert_same_bits(pool[indices], want_pool)
     if device.on_host():
         indices[299] = 5 + 4096
         with pytest.raises(ValueError, match="twice, got 4101 at index 1 and at index 299"):

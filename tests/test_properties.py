@@ -5,24 +5,24 @@ compared in float64 (`assert_agree`), and in float32 by the acceptance rule with
 Examples are derandomised: every run draws the same ones.
 """
 
-import device
 import ml_dtypes
 import numpy as np
-from device import ops as linattn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import device, grid
+from support.compare import assert_same_bits, over_arrays
+from support.device import ops as linattn
+from support.grid import MODES, parts
+from support.problems import PER_HEAD, PER_TOKEN
 
 from linattn import reference, testing
 
 PROFILE = settings(max_examples=200, derandomize=True, deadline=None, database=None,
                    suppress_health_check=list(HealthCheck))
 
-MODES = ("chunk", "recurrent", "parallel")
 GATED = ("simple_gla", "gla", "gated_delta_rule", "kda")
 DELTA = ("delta_rule", "gated_delta_rule", "kda")
 UNNORMALISED = tuple(op for op in linattn.OPS if op != "linear_attention")
-PER_TOKEN = ("q", "k", "v", "g", "alpha", "beta")  # [B,T,...]
-PER_HEAD = ("gamma", "slopes")  # [HV]
 REALS = (np.float64, np.float64, np.float64, np.float32)
 DTYPES = (*REALS, np.float16, ml_dtypes.bfloat16)
 
@@ -65,13 +65,6 @@ def seeds():
     return st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
-def over_state(function, state):
-    """function of S, or of both parts of (S, z)."""
-    if state is None:
-        return None
-    return tuple(map(function, state)) if isinstance(state, tuple) else function(state)
-
-
 def change(x, per_token=None, state=None, per_head=None):
     """x with a function applied to every [B,T,...] array, every state, every [HV] gate."""
     changed = dict(x)
@@ -81,9 +74,7 @@ def change(x, per_token=None, state=None, per_head=None):
         elif name in PER_HEAD and per_head:
             changed[name] = per_head(value)
         elif name in ("initial_state", "d_final_state") and state:
-            changed[name] = over_state(state, value)
-        elif name == "do" and per_token:
-            changed[name] = per_token(value)
+            changed[name] = over_arrays(state, value)
     return changed
 
 
@@ -96,18 +87,10 @@ def heads_of(x, heads):
                            lambda a: a[heads])
 
 
-def parts(name, value):
-    if value is None:
-        return {}
-    if isinstance(value, tuple):
-        return {f"{name}[{i}]": a for i, a in enumerate(value)}
-    return {name: value}
-
-
 def forward(op, x, **run):
     """{"o": o, and the parts of the final state}."""
     o, state = getattr(linattn, op)(**x, **run, output_final_state=True)
-    return {"o": o, **parts("final_state", state)}
+    return {"o": o} | dict(parts("final_state", state))
 
 
 def state_of(outputs):
@@ -120,18 +103,10 @@ def backward(op, x, d, **run):
     """{name: gradient}"""
     grads = getattr(linattn, f"{op}_backward")(**d, **x, **run)
     return {name: a for field in grads._fields
-            for name, a in parts(field, getattr(grads, field)).items()}
+            for name, a in parts(field, getattr(grads, field))}
 
 
 # ---- comparisons ----
-
-
-def assert_same_bits(a, b, name=""):
-    assert a.shape == b.shape and a.dtype == b.dtype, (name, a.shape, b.shape, a.dtype, b.dtype)
-    same = np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
-    if not same:
-        np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64), err_msg=name)
-        raise AssertionError(f"{name}: equal, but for the sign of a zero or the bits of a NaN")
 
 
 def assert_all_same_bits(got, wanted, but=()):
@@ -229,17 +204,17 @@ def test_steps_equal_one_forward(problem, v_first):
     state = linattn.zeros_state(B, HV, x["q"].shape[3], V, dtype=np.float64,
                                 normalized=normalized)
     if "initial_state" in x:
-        state = over_state(np.copy, x["initial_state"])
+        state = over_arrays(np.copy, x["initial_state"])
     if v_first:
-        state = v_first_of(state)
+        state = grid.v_first(state)
     given_to_step = {name: a for name, a in x.items() if name != "initial_state"}
     o = np.empty_like(x["v"])
     for t in range(T):
         token = change(given_to_step, lambda a, t=t: a[:, t])
         o[:, t] = step(**token, state=state, state_v_first=v_first)
     if v_first:
-        state = v_first_of(state)
-    assert_all_agree({"o": o, **parts("final_state", state)}, whole)
+        state = grid.v_first(state)
+    assert_all_agree({"o": o} | dict(parts("final_state", state)), whole)
 
 
 # ---- who can reach whom ----
@@ -422,7 +397,7 @@ def test_packed_sequences_are_separate_calls(problem, data, int32, rng):
     packed = one | {"cu_seqlens": cu.astype(np.int32 if int32 else np.int64)}
     d = testing.make_output_gradients(op, rng, packed)
     if "initial_state" in x:
-        packed["initial_state"] = over_state(
+        packed["initial_state"] = over_arrays(
             lambda a: np.concatenate([a * (n + 1) for n in range(N)]), x["initial_state"])
     o, grads = forward(op, packed, **run), backward(op, packed, d, **run)
     per_head_gate = 0
@@ -493,13 +468,6 @@ def test_scale_is_a_factor_of_the_read(problem, factor):
 # ---- layouts ----
 
 
-def v_first_of(state):
-    """S [N,HV,K,V] with its last two axes changed over; z is as it was."""
-    if isinstance(state, tuple):
-        return v_first_of(state[0]), state[1]
-    return np.ascontiguousarray(state.swapaxes(-1, -2))
-
-
 def transposed(outputs):
     """Every S in forward's or backward's outputs with its axes changed over."""
     return {n: a.swapaxes(-1, -2) if "state" in n and a.ndim == 4 else a
@@ -511,9 +479,9 @@ def transposed(outputs):
 def test_state_v_first_is_the_transposed_state(problem, rng):
     op, x, run = problem
     d = testing.make_output_gradients(op, rng, x)
-    y, d_y = dict(x), d | {"d_final_state": v_first_of(d["d_final_state"])}
+    y, d_y = dict(x), d | {"d_final_state": grid.v_first(d["d_final_state"])}
     if "initial_state" in x:
-        y["initial_state"] = v_first_of(x["initial_state"])
+        y["initial_state"] = grid.v_first(x["initial_state"])
     assert_all_same_bits(transposed(forward(op, y, state_v_first=True, **run)),
                          forward(op, x, **run))
     assert_all_same_bits(transposed(backward(op, y, d_y, state_v_first=True, **run)),
@@ -542,15 +510,14 @@ def test_strided_inputs_and_out(problem, data, rng):
 
     d = testing.make_output_gradients(op, rng, x)
     y = change(x | d, strided, strided, strided)
-    before = {n: over_state(np.copy, a) for n, a in y.items()
+    before = {n: over_arrays(np.copy, a) for n, a in y.items()
               if isinstance(a, np.ndarray | tuple)}
     d_y = {name: y.pop(name) for name in d}
     plain = forward(op, x, **run)
     assert_all_same_bits(forward(op, y, **run), plain)
     assert_all_same_bits(backward(op, y, d_y, **run), backward(op, x, d, **run))
     for name, a in before.items():  # inputs are never written
-        for i, part in parts(name, a).items():
-            assert_same_bits(parts(name, (y | d_y)[name])[i], part, i)
+        assert_same_bits((y | d_y)[name], a, name)
 
     B, T, HV, V = x["v"].shape
     room = np.full((B, T, HV, V + 2), 7).astype(x["v"].dtype)
@@ -620,7 +587,7 @@ def test_gradients_of_the_three_modes_agree(problem, rng):
 def test_gradients_are_linear_in_what_comes_back(problem, rng):
     op, x, run = problem
     d, e = (testing.make_output_gradients(op, rng, x) for _ in range(2))
-    twice = {"do": 2 * d["do"], "d_final_state": over_state(lambda a: 2 * a, d["d_final_state"])}
+    twice = {"do": 2 * d["do"], "d_final_state": over_arrays(lambda a: 2 * a, d["d_final_state"])}
     one = backward(op, x, d, **run)
     assert_all_same_bits(backward(op, x, twice, **run), {n: 2 * a for n, a in one.items()})
 
@@ -644,5 +611,5 @@ def test_gradients_of_the_final_state_alone(problem, rng):
     assert not grads["dq"].any()  # a query reads, and writes nothing
     refs = reference.backward(op, **d, **x, dtype=np.longdouble)
     for field in refs._fields:
-        for name, ref in parts(field, getattr(refs, field)).items():
+        for name, ref in parts(field, getattr(refs, field)):
             assert_agree(grads[name], ref.astype(np.float64), name, gradient=True)

@@ -32,7 +32,7 @@ CASE_NAMES = [op for op in OPS if op != "linear_attention"]
 CASE_NAMES += [f"linear_attention, {name}" for name in LINEAR_ATTENTION]
 
 
-def problem(op, options, seed=0, **shape):
+def with_options(op, options, seed=0, **shape):
     """Inputs for the op with its options, the initial state's width fitted to the feature map."""
     inputs = make_inputs(op, np.random.default_rng(seed), **shape,
                          normalize=options.get("normalize", True))
@@ -54,7 +54,7 @@ def arrays(result):
 @pytest.mark.parametrize(("op", "options"), CASES, ids=CASE_NAMES)
 @pytest.mark.parametrize("more", [{}, {"qk_l2norm": True, "scale": 0.7}], ids=["", "l2norm"])
 def test_the_forms_agree(op, options, more):
-    inputs = problem(op, options, B=2, T=37, H=2, HV=4, K=6, V=5, initial_state=True)
+    inputs = with_options(op, options, B=2, T=37, H=2, HV=4, K=6, V=5, initial_state=True)
     expected = arrays(call(op, inputs, **more))
     forms = [{"form": "parallel"}] + [{"form": "chunk", "chunk_size": c} for c in (1, 5, 16, 64)]
     for form in forms:
@@ -193,7 +193,7 @@ def assert_gradients(op, inputs, d_outputs):
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 def test_gradients(op, options, packed):
     shape = {"B": 1, "T": 5, "cu_seqlens": [0, 2, 2, 5]} if packed else {"B": 2, "T": 4}
-    inputs = problem(op, options, seed=5, H=1, HV=2, K=3, V=2, initial_state=True, **shape)
+    inputs = with_options(op, options, seed=5, H=1, HV=2, K=3, V=2, initial_state=True, **shape)
     rng = np.random.default_rng(6)
     d_outputs = make_output_gradients(op, rng, inputs)
     if callable(options.get("feature_map")):

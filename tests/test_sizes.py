@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from test_module import python
+from support.processes import python
 
 import linattn
 

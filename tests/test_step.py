@@ -4,21 +4,15 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import poisoned
-from device import ops as linattn
-from grid import DTYPES, Case, Pool, inputs_of, reference_op, v_first, wider
+from support.device import ops as linattn
+from support.grid import DTYPES, Case, Pool, inputs_of, reference_op, v_first, wider
+from support.problems import at_token, poisoned
 
 SHAPES = [  # (B, H, HV, K, V)
     (1, 1, 1, 1, 1), (2, 2, 4, 16, 8), (1, 1, 2, 7, 59), (3, 1, 1, 128, 64), (1, 2, 2, 33, 130),
     (1, 1, 1, 256, 256), (2, 4, 4, 64, 64), (1, 1, 4, 100, 3),
 ]
 TOKENS = 20
-
-
-def at_token(x, t):
-    """The arguments of one step: everything with a token axis, at t."""
-    fixed = ("initial_state", "gamma", "slopes", "qk_l2norm")
-    return {name: v if name in fixed else np.ascontiguousarray(v[:, t]) for name, v in x.items()}
 
 
 def step_through(case, x, state):

@@ -1,7 +1,6 @@
 """Threads, forks and signals: the same bits whoever computes them, and nothing ever hangs."""
 
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -13,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
+from support.compare import arrays_in
+from support.problems import at_token
+from support.processes import environment, python
 
 import linattn
 from linattn.testing import make_inputs, make_output_gradients
 
 OPS = linattn.OPS
-ROOT = str(pathlib.Path(linattn.__file__).parent.parent)
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -27,14 +28,6 @@ def threads_as_they_were():
     before = linattn.get_num_threads()
     yield
     linattn.set_num_threads(before)
-
-
-def arrays_in(x):
-    if isinstance(x, np.ndarray):
-        yield x
-    elif isinstance(x, tuple | list):
-        for one in x:
-            yield from arrays_in(one)
 
 
 def bits(result):
@@ -55,9 +48,7 @@ def step(op, inputs):
     inputs = dict(inputs)
     state = inputs.pop("initial_state")
     state = tuple(x.copy() for x in state) if isinstance(state, tuple) else state.copy()
-    per_token = {name: x[:, 0] if name not in ("gamma", "slopes") else x
-                 for name, x in inputs.items()}
-    o = getattr(linattn, f"{op}_step")(**per_token, state=state)
+    o = getattr(linattn, f"{op}_step")(**at_token(inputs, 0), state=state)
     return bits([o, state])
 
 
@@ -116,8 +107,7 @@ def test_results_do_not_depend_on_where_a_column_lies(op, dtype):
                          initial_state=True)
 
     def stepped(inputs):
-        x = {name: a[:, 0] if name not in ("gamma", "slopes", "initial_state", "normalize") else a
-             for name, a in inputs.items()}
+        x = at_token(inputs, 0)
         state = x.pop("initial_state")
         state = tuple(a.copy() for a in state) if isinstance(state, tuple) else state.copy()
         return getattr(linattn, f"{op}_step")(**x, state=state), state
@@ -187,7 +177,7 @@ SEQUENCES = {
 }
 
 
-def assert_same_bits(op, inputs, **options):
+def assert_no_number_of_threads_matters(op, inputs, **options):
     linattn.set_num_threads(1)
     want = forward(op, inputs, **options)
     for n in (*range(2, 9), 12):
@@ -203,7 +193,7 @@ def test_few_heads_give_the_same_bits(op, dtype, shape):
     rng = np.random.default_rng(0)
     for given in (True, False):
         inputs = make_inputs(op, rng, **SHARED[shape], dtype=dtype, initial_state=given)
-        assert_same_bits(op, inputs)
+        assert_no_number_of_threads_matters(op, inputs)
 
 
 @pytest.mark.parametrize("options", [{"chunk_size": 1}, {"chunk_size": 23}, {"chunk_size": 100},
@@ -219,7 +209,7 @@ def test_few_heads_do_with_options_too(op, options):
             pair = isinstance(state, tuple)
             turned = np.ascontiguousarray(np.swapaxes(state[0] if pair else state, -1, -2))
             inputs["initial_state"] = (turned, state[1]) if pair else turned
-        assert_same_bits(op, inputs, **options)
+        assert_no_number_of_threads_matters(op, inputs, **options)
 
 
 @pytest.mark.parametrize("sequences", list(SEQUENCES))
@@ -229,11 +219,11 @@ def test_few_heads_of_packed_sequences_do(op, sequences):
     for HV, V in ((1, 128), (1, 32), (3, 40)):
         inputs = make_inputs(op, rng, T=cu[-1], H=1, HV=HV, K=48, V=V, dtype=np.float32,
                              initial_state=True, cu_seqlens=cu)
-        assert_same_bits(op, inputs)
+        assert_no_number_of_threads_matters(op, inputs)
         if op == "linear_attention":
             inputs = make_inputs(op, rng, T=cu[-1], H=1, HV=HV, K=48, V=V, dtype=np.float32,
                                  initial_state=True, cu_seqlens=cu, normalize=False)
-            assert_same_bits(op, inputs)
+            assert_no_number_of_threads_matters(op, inputs)
 
 
 def test_the_same_call_250_times():
@@ -286,11 +276,11 @@ def test_an_environment_that_holds_no_number_of_threads(name, text):
         f"ImportError: {name}: expected 1 to 256 threads, got {text}")
 
 
-def with_environment(environment):
-    clean = {name: x for name, x in os.environ.items() if not name.endswith("_NUM_THREADS")}
+def with_environment(variables):
+    clean = {name: x for name, x in environment().items() if not name.endswith("_NUM_THREADS")}
     return subprocess.run(
         [sys.executable, "-c", "import linattn; print(linattn.get_num_threads())"],
-        env=clean | environment | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=30)
+        env=clean | variables, capture_output=True, text=True, timeout=30)
 
 
 # ---- the caller's floating-point mode ----
@@ -500,7 +490,8 @@ def test_fork_while_other_threads_are_in_calls():
 
 def test_the_first_call_may_be_in_a_child():
     code = """
-import os, numpy as np, linattn
+import os, warnings, numpy as np, linattn
+warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 on: forks beside threads
 x = np.ones((1, 64, 8, 32), np.float32)
 linattn.set_num_threads(4)
 child = os.fork()
@@ -509,9 +500,7 @@ if child == 0:
     os._exit(0 if np.isfinite(o).all() else 2)
 print(os.waitpid(child, 0)[1])
 """
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": ROOT},
-                          capture_output=True, text=True, timeout=30, check=True)
-    assert done.stdout.strip() == "0"
+    assert python(code, timeout=30).strip() == "0"
 
 
 # ---- signals, and the end ----
@@ -535,7 +524,7 @@ except KeyboardInterrupt:
 def test_ctrl_c_ends_a_loop_of_calls():
     for _ in range(3):
         process = subprocess.Popen([sys.executable, "-c", LOOP], stdout=subprocess.PIPE, text=True,
-                                   env=os.environ | {"PYTHONPATH": ROOT})
+                                   env=environment())
         try:
             assert process.stdout.readline().strip() == "ready"
             time.sleep(0.1)
@@ -589,10 +578,7 @@ else:
 def test_ctrl_c_ends_a_long_call(call, T, K, threads):
     """The calling thread looks about every tenth of a second, and a busy machine takes its time."""
     code = LONG_CALL.format(call=call, T=T, K=K, threads=threads)
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": ROOT},
-                          capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split(":")[0]) < 0.5
+    assert float(python(code, timeout=50).split(":")[0]) < 0.5
 
 
 def test_a_call_of_another_thread_is_not_interrupted():
@@ -613,8 +599,7 @@ except KeyboardInterrupt:
 thread.join()
 print(np.array_equal(answers[0], want))
 """
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": ROOT},
-                          capture_output=True, text=True, timeout=50)
+    done = python(code, timeout=50, check=False)
     assert done.stdout.split() == ["interrupted", "True"], done.stderr
 
 
@@ -632,7 +617,4 @@ for _ in range(20):
 print("done")
 """
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": ROOT},
-                              capture_output=True, text=True, timeout=30)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip() == "done"
+        assert python(code, timeout=30).strip() == "done"

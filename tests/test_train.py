@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device import imported
+from support.device import imported
 
 import linattn
 from linattn import reference

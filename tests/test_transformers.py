@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from device import imported
+from support.device import imported
 
 import linattn
 from linattn import ops

@@ -221,7 +221,7 @@ def nearly(x, y, message=""):
 @pytest.mark.parametrize(("name", "op", "gates"), ROWS, ids=ROW_NAMES)
 @pytest.mark.parametrize("mode", ["recurrent", "parallel", "chunk"])
 def test_op_rows(name, op, gates, mode):
-    from device import ops as linattn
+    from support.device import ops as linattn
 
     common = {"scale": 1.0, "mode": mode, "output_final_state": True}
     o, S = getattr(linattn, op)(one_head(q), one_head(k), one_head(v), **batched(gates), **common)
@@ -235,7 +235,7 @@ def test_op_rows(name, op, gates, mode):
 
 @pytest.mark.parametrize("mode", ["recurrent", "parallel", "chunk"])
 def test_op_decays_before_it_predicts(mode):
-    from device import ops as linattn
+    from support.device import ops as linattn
 
     beta, decay = per_token(Fraction(1, 2)), per_token(Fraction(9, 10))
     wrong = np.concatenate([np.zeros((1, 4)), table(WRONG_ORDER).astype(np.float64)])
@@ -248,7 +248,7 @@ def test_op_decays_before_it_predicts(mode):
 @pytest.mark.parametrize("name", NORMALISED)
 @pytest.mark.parametrize("mode", ["recurrent", "parallel", "chunk"])
 def test_op_normalised(name, mode):
-    from device import ops as linattn
+    from support.device import ops as linattn
 
     golden = GOLDEN[name]
     common = {"feature_map": NORMALISED[name][1], "scale": 1.0, "mode": mode,
@@ -268,7 +268,7 @@ def test_op_normalised(name, mode):
 
 @pytest.mark.parametrize("name", NORMALISED)
 def test_op_weights(name):
-    from device import ops as linattn
+    from support.device import ops as linattn
 
     options = {"feature_map": NORMALISED[name][1], "scale": 1.0}
     weights = linattn.implicit_weights(one_head(q), one_head(k), causal=False, **options)

@@ -47,8 +47,9 @@ class Emulated:
     def __init__(self):
         if not os.environ.get("LINATTN_EMULATED"):
             raise RuntimeError("LINATTN_EMULATED names no command that starts the other Python")
-        here = os.path.dirname(__file__)
-        start = f"import sys; sys.path.append({here!r}); import emulated; emulated.serve()"
+        tests = os.path.dirname(os.path.dirname(__file__))
+        start = (f"import sys; sys.path.append({tests!r}); "
+                 "from support import emulated; emulated.serve()")
         self.other = subprocess.Popen([*shlex.split(os.environ["LINATTN_EMULATED"]), "-c", start],
                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.what = self.answer()

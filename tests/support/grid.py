@@ -7,12 +7,12 @@ with every (op, mode, dtype), the rest of the shape drawn at random but the same
 import itertools
 from dataclasses import dataclass
 
-import device
 import ml_dtypes
 import numpy as np
 
 import linattn
 from linattn import _linattn, reference, testing
+from support import device
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 MODES = ("chunk", "recurrent", "parallel")

@@ -1,6 +1,6 @@
 """The ops on the arrays that `--device` names, for tests that make and compare NumPy arrays.
 
-    from device import ops as linattn
+    from support.device import ops as linattn
 
 is linattn itself with `--device numpy`. With another device every call of an op takes its NumPy
 arguments there, runs on the arrays of that kind, and brings back what comes out and what was
@@ -19,12 +19,12 @@ import functools
 import inspect
 import warnings
 
-import emulated
 import ml_dtypes
 import numpy as np
 import pytest
 
 import linattn
+from support import emulated
 
 KINDS = ("numpy", "emulated", "torch", "cuda", "cupy")
 FILES = ("test_arguments.py", "test_autograd.py", "test_backward.py", "test_bound.py",

@@ -1,0 +1,151 @@
+"""Legal calls of every op and face: their arrays by the contract's letters, and ways to spoil them.
+
+`arguments` gives every optional array, and sizes that all differ, for tests of what is refused.
+`problem` gives the inputs of linattn.testing, for tests of what is computed.
+"""
+
+import numpy as np
+import pytest
+
+from linattn.testing import GATES, make_inputs, make_output_gradients
+from support.compare import snapshot
+from support.device import ops as linattn
+
+OPS = linattn.OPS
+FACES = ("forward", "step", "backward")
+WHOLE = ("forward", "backward")  # of whole sequences
+LETTERS = {"B": 3, "T": 5, "H": 2, "HV": 4, "K": 8, "V": 6}  # all different
+PER_TOKEN = ("q", "k", "v", "g", "alpha", "beta", "do")  # [B,T,...]
+PER_HEAD = ("gamma", "slopes")  # [HV]
+
+
+def function(op, face):
+    return getattr(linattn, op if face == "forward" else f"{op}_{face}")
+
+
+def call(op, face, made):
+    """All that a call gives: a forward pass's final state too."""
+    return function(op, face)(**made | ({"output_final_state": True} if face == "forward" else {}))
+
+
+# ---- calls with random inputs ----
+
+
+def problem(op, face="forward", *, dtype=np.float32, seed=0, **sizes):
+    """The arguments of a legal call, with an initial state, and a step's without a token axis."""
+    rng = np.random.default_rng(seed)
+    x = make_inputs(op, rng, **sizes, dtype=dtype, initial_state=True)
+    if face == "backward":
+        x |= make_output_gradients(op, rng, x)
+    if face == "step":
+        x = at_token(x, 0)
+        x["state"] = x.pop("initial_state")
+    return x
+
+
+def at_token(x, t, rows=slice(None)):
+    """The arguments of one step, or of some rows of it: what has a token axis, at token t."""
+    return {name: np.ascontiguousarray(a[rows, t]) if name in PER_TOKEN else a
+            for name, a in x.items()}
+
+
+def poisoned(shape, dtype):
+    """An output buffer full of NaN: what is not written shows."""
+    return np.full(shape, np.nan).astype(dtype)
+
+
+# ---- calls with every array, by letters ----
+
+
+def gate_of(op):
+    """The name of the op's gate, or None."""
+    names = [name.split()[0] for name in GATES[op] if name != "beta"]
+    return names[0] if names else None
+
+
+def letters_of(op, face, name, *, one_head=False):
+    """The contract's letters for one array."""
+    letters = {
+        "q": "B T H K", "k": "B T H K", "v": "B T HV V", "do": "B T HV V", "out": "B T HV V",
+        "beta": "B T HV", "gamma": "HV", "slopes": "HV",
+        "initial_state": "N HV K V", "state": "N HV K V", "d_final_state": "N HV K V",
+        "g": "B T HV K" if "g per key" in GATES[op] else "B T HV",
+    }
+    letters["alpha"] = letters["g"]
+    got = letters[name].split()
+    if face == "step":
+        got = [x for x in got if x != "T"]
+    if one_head and name not in PER_HEAD:
+        got = [x for x in got if x not in ("B", "N", "H", "HV")]
+    return got
+
+
+def sizes(letters, dims):
+    return tuple(dims["B" if letter == "N" else letter] for letter in letters)
+
+
+def shape_text(shape):
+    return str(tuple(int(n) for n in shape))
+
+
+def array_names(op, face):
+    """Every array of a call but out and cu_seqlens, in the order of the signature."""
+    names = ["do"] if face == "backward" else []
+    names += ["q", "k", "v", *(name.split()[0] for name in GATES[op])]
+    names += ["state" if face == "step" else "initial_state"]
+    return [*names, "d_final_state"] if face == "backward" else names
+
+
+def values_for(rng, name, shape):
+    if name in ("g", "slopes"):
+        x = rng.uniform(0.1, 0.9, shape)
+        return x if name == "slopes" else -x
+    if name in ("alpha", "gamma", "beta"):
+        return rng.uniform(0.1, 0.9, shape)
+    return 0.5 * rng.standard_normal(shape)
+
+
+def arguments(op, face, *, dtype=np.float32, one_head=False, seed=0, **dims):
+    """A legal call, every optional array given; linear attention is not normalised (one state)."""
+    dims = LETTERS | dims | ({"B": 1, "H": 1, "HV": 1} if one_head else {})
+    rng = np.random.default_rng(seed)
+    real = np.float64 if np.dtype(dtype) == np.float64 else np.float32
+    made = {}
+    for name in array_names(op, face):
+        shape = sizes(letters_of(op, face, name, one_head=one_head), dims)
+        made[name] = np.asarray(values_for(rng, name, shape)).astype(
+            real if "state" in name else dtype)
+    return made | ({"normalize": False} if op == "linear_attention" else {})
+
+
+def normalised(face):
+    """As above with the pair (S, z)."""
+    made = arguments("linear_attention", face)
+    for name in ("state", "initial_state", "d_final_state"):
+        if name in made:
+            made[name] = (made[name], np.abs(made[name][..., 0]))
+    return made | {"normalize": True}
+
+
+def grown(x, axis):
+    """One element more along an axis."""
+    return np.concatenate([x, x.take([0], axis)], axis)
+
+
+def refused(call, made, error, *fragments):
+    """The call raises exactly this error, says all of these, and writes nothing."""
+    before = snapshot(made)
+    with pytest.raises((TypeError, ValueError, MemoryError)) as caught:
+        call(**made)
+    message = str(caught.value)
+    assert caught.type is error, f"{caught.type.__name__}: {message}"
+    for fragment in fragments:
+        assert fragment in message, message
+    assert snapshot(made) == before, "an array was written"
+
+
+CALLS = [(op, face) for op in OPS for face in FACES]
+SLOTS = [(op, face, name) for op, face in CALLS for name in array_names(op, face)]
+calls = pytest.mark.parametrize(("op", "face"), CALLS)
+slots = pytest.mark.parametrize(("op", "face", "name"), SLOTS)
+whole = pytest.mark.parametrize("face", WHOLE)
