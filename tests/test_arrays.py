@@ -10,7 +10,8 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
-from test_arguments import FACES, OPS, arguments, assert_same_bits, function
+from support.compare import assert_same_bits
+from support.problems import FACES, OPS, arguments, function
 
 import linattn
 from linattn import _linattn

@@ -1,0 +1,330 @@
+"""Shapes: every wrong one raises the documented exception, whose message names the array and gives
+its letters, and leaves every array as it was. Empty batches and sequences are legal."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import device
+from support.compare import assert_same_bits
+from support.device import ops as linattn
+from support.problems import (
+    FACES,
+    LETTERS,
+    OPS,
+    SLOTS,
+    arguments,
+    calls,
+    function,
+    gate_of,
+    grown,
+    letters_of,
+    normalised,
+    refused,
+    shape_text,
+    sizes,
+    slots,
+    whole,
+)
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@calls
+def test_the_legal_call_is_legal(op, face):
+    function(op, face)(**arguments(op, face))
+    function(op, face)(**arguments(op, face, one_head=True))
+
+
+# ---- wrong shapes ----
+
+
+def axes():
+    for op, face, name in SLOTS:
+        for axis, letter in enumerate(letters_of(op, face, name)):
+            yield pytest.param(op, face, name, axis, id=f"{op}-{face}-{name}-{letter}")
+
+
+@pytest.mark.parametrize(("op", "face", "name", "axis"), list(axes()))
+def test_each_letter_wrong(op, face, name, axis):
+    made = arguments(op, face)
+    letters = letters_of(op, face, name)
+    want, made[name] = made[name].shape, grown(made[name], axis)
+    call = function(op, face)
+    if name == "q":  # q says what B, T, H and K are; the others are then wrong
+        refused(call, made, ValueError, "k: expected [" if letters[axis] != "H" else "v: expected ",
+                ", got ")
+    elif name == "v" and letters[axis] == "HV":
+        refused(call, made, ValueError, "v: expected HV to be a multiple of H = 2, got HV = 5")
+    elif name == "v" and letters[axis] == "V":  # v says what V is
+        refused(call, made, ValueError, "state: expected [", f", got {shape_text(want[:1])[:-2]}")
+    else:
+        refused(call, made, ValueError,
+                f"{name}: expected [{','.join(letters)}] = {shape_text(want)}, got "
+                f"{shape_text(made[name].shape)}")
+
+
+@pytest.mark.parametrize(("op", "face", "name"),
+                         [s for s in SLOTS if s[2] not in ("q", "v", "gamma", "slopes")])
+def test_each_letter_wrong_for_one_head(op, face, name):
+    letters = letters_of(op, face, name, one_head=True)
+    for axis in range(len(letters)):
+        made = arguments(op, face, one_head=True)
+        want, made[name] = made[name].shape, grown(made[name], axis)
+        refused(function(op, face), made, ValueError,
+                f"{name}: expected [{','.join(letters)}] = {shape_text(want)}, got "
+                f"{shape_text(made[name].shape)}")
+
+
+@pytest.mark.parametrize("op", OPS)
+@whole
+def test_three_dimensions_are_refused_with_a_hint(op, face):
+    made = arguments(op, face)
+    refused(function(op, face), made | {"q": made["q"][0]}, ValueError,
+            "q: expected 4-D [B,T,H,K], or 2-D [T,K] for one head; got (5, 2, 8)",
+            "q[None]", "q[:, :, None]")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shape", [(), (8,), (1, 3, 5, 2, 8), (1,) * 8], ids=str)
+@whole
+def test_q_of_odd_dimensions(op, face, shape):
+    refused(function(op, face), arguments(op, face) | {"q": np.zeros(shape, np.float32)},
+            ValueError, "q: expected ", "[B,T,H,K]", f"got {shape_text(shape)}")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shape", [(), (2, 8), (3, 5, 2, 8), (1, 3, 5, 2, 8)], ids=str)
+def test_q_of_odd_dimensions_in_a_step(op, shape):
+    refused(function(op, "step"), arguments(op, "step") | {"q": np.zeros(shape, np.float32)},
+            ValueError, "q: expected ", "[B,H,K]", f"got {shape_text(shape)}")
+
+
+@slots
+def test_a_dimension_too_many_or_too_few(op, face, name):
+    made = arguments(op, face)
+    for bad in (made[name][None], np.asarray(made[name][0])):
+        if name == "q" or bad.ndim > 4:  # tests of their own
+            continue
+        refused(function(op, face), made | {name: bad}, ValueError, f"{name}: expected ",
+                f"got {shape_text(bad.shape)}")
+
+
+@pytest.mark.parametrize("name", ["k", "v", "g", "initial_state", "out"])
+def test_five_dimensions(name):
+    made = arguments("kda", "forward")
+    x = made[name] if name in made else np.zeros_like(made["v"])
+    refused(linattn.kda, made | {name: x[None]}, ValueError, f"{name}: expected ",
+            f"got {shape_text(x[None].shape)}")
+
+
+@calls
+@pytest.mark.parametrize("letter", ["K", "V", "H", "HV"])
+def test_sizes_that_may_not_be_zero(op, face, letter):
+    dims = {letter: 0} | ({"HV": 0} if letter == "H" else {})
+    names = {"K": "q: expected K >= 1, got K = 0", "V": "v: expected V >= 1, got V = 0",
+             "H": "q: expected H >= 1, got H = 0", "HV": "v: expected HV"}
+    refused(function(op, face), arguments(op, face, **dims), ValueError, names[letter])
+
+
+@calls
+@pytest.mark.parametrize("HV", [1, 3, 5])
+def test_value_heads_are_a_multiple_of_heads(op, face, HV):
+    refused(function(op, face), arguments(op, face, HV=HV), ValueError,
+            f"v: expected HV to be a multiple of H = 2, got HV = {HV}")
+
+
+CU_SEQLENS = [
+    ([1, 5], "cu_seqlens: expected to start at 0, got 1"),
+    ([-1, 5], "cu_seqlens: expected to start at 0, got -1"),
+    ([0, 3, 2, 5], "cu_seqlens: expected never to fall, got 2 after 3 at index 2"),
+    ([0, -1, 5], "cu_seqlens: expected never to fall, got -1 after 0 at index 1"),
+    ([0, 6, 5], "cu_seqlens: expected never to fall, got 5 after 6 at index 2"),
+    ([0, 4], "cu_seqlens: expected to end at T = 5, got 4"),
+    ([0, 6], "cu_seqlens: expected to end at T = 5, got 6"),
+    ([0, 2**31 - 1], "cu_seqlens: expected to end at T = 5, got 2147483647"),
+    ([0], "cu_seqlens: expected to end at T = 5, got 0"),
+    ([], "cu_seqlens: expected [N+1], got (0,)"),
+    ([[0, 5]], "cu_seqlens: expected [N+1], got (1, 2)"),
+    (5, "cu_seqlens: expected [N+1], got ()"),
+]
+
+
+@pytest.mark.parametrize(("cu", "text"), CU_SEQLENS, ids=[str(c) for c, _ in CU_SEQLENS])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@whole
+def test_cu_seqlens(cu, text, dtype, face):
+    if "[N+1]" not in text:
+        device.needs_host("the values of cu_seqlens are not looked at")
+    for op in ("retention", "kda"):
+        made = arguments(op, face, B=1) | {"cu_seqlens": np.array(cu, dtype)}
+        refused(function(op, face), made, ValueError, text)
+
+
+@pytest.mark.parametrize("op", OPS)
+@whole
+@pytest.mark.parametrize("B", [0, 2])
+def test_packed_sequences_have_one_row(op, face, B):
+    made = arguments(op, face, B=B) | {"cu_seqlens": np.array([0, 5])}
+    refused(function(op, face), made, ValueError,
+            f"cu_seqlens: expected packed sequences to have B = 1, got B = {B}")
+
+
+@pytest.mark.parametrize("op", OPS)
+@whole
+def test_states_of_packed_sequences_have_n_rows(op, face):
+    made = arguments(op, face, B=1) | {"cu_seqlens": np.array([0, 2, 5])}
+    refused(function(op, face), made, ValueError,
+            "initial_state: expected [N,HV,K,V] = (2, 4, 8, 6), got (1, 4, 8, 6)")
+
+
+@calls
+def test_a_state_in_the_other_layout(op, face):
+    name = "state" if face == "step" else "initial_state"
+    refused(function(op, face), arguments(op, face) | {"state_v_first": True}, ValueError,
+            f"{name}: expected [N,HV,V,K] = (3, 4, 6, 8), got (3, 4, 8, 6)")
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(("spoil", "error", "text"), [
+    (lambda S, z: S, TypeError, "expected the pair (S, z)"),
+    (lambda S, z: (S,), ValueError, "expected the pair (S, z), got 1 items"),
+    (lambda S, z: (S, z, z), ValueError, "expected the pair (S, z), got 3 items"),
+    (lambda S, z: (S, None), TypeError, "[1]: expected an array, got None"),
+    (lambda S, z: (None, z), TypeError, "[0]: expected an array, got None"),
+    (lambda S, z: (S, z[:, :, :7].copy()), ValueError,
+     "[1]: expected [N,HV,K] = (3, 4, 8), got (3, 4, 7)"),
+    (lambda S, z: (S[:, :3].copy(), z), ValueError,
+     "[0]: expected [N,HV,K,V] = (3, 4, 8, 6), got (3, 3, 8, 6)"),
+    (lambda S, z: (z, S), ValueError, "[0]: expected [N,HV,K,V] = (3, 4, 8, 6), got (3, 4, 8)"),
+    (lambda S, z: (S, z.astype(np.float64)), TypeError, "[1]: expected float32"),
+    (lambda S, z: (S, "z"), TypeError, "[1]: expected an array, got <class 'str'>"),
+    (lambda S, z: "Sz", TypeError, "expected the pair (S, z)"),
+], ids=range(11))
+def test_the_pair_of_a_normalised_op(face, spoil, error, text):
+    for name in {"forward": ["initial_state"], "step": ["state"],
+                 "backward": ["initial_state", "d_final_state"]}[face]:
+        made = normalised(face)
+        made[name] = spoil(*made[name])
+        refused(function("linear_attention", face), made, error, name, text)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_pair_where_there_is_no_normaliser(face):
+    refused(function("linear_attention", face), normalised(face) | {"normalize": False}, TypeError,
+            "state: expected an array, got <class 'tuple'>")
+
+
+@pytest.mark.parametrize("face", ["forward", "step"])
+@pytest.mark.parametrize("axis", range(4))
+def test_out_of_the_wrong_shape(face, axis):
+    letters = letters_of("kda", face, "out")
+    if axis == len(letters):
+        pytest.skip("a step has no T")
+    out = np.zeros(sizes(letters, LETTERS), np.float32)
+    refused(function("kda", face), arguments("kda", face) | {"out": grown(out, axis)}, ValueError,
+            f"out: expected [{','.join(letters)}] = {shape_text(out.shape)}, got "
+            f"{shape_text(grown(out, axis).shape)}")
+
+
+# ---- empty, but legal ----
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_batch(op):
+    for face in FACES:
+        result = function(op, face)(**arguments(op, face, B=0))
+        if face == "backward":
+            assert result.dq.shape == (0, 5, 2, 8) and result.dv.shape == (0, 5, 4, 6)
+            assert result.d_initial_state.shape == (0, 4, 8, 6)
+            for name in ("dgamma", "dslopes"):  # sums over nothing
+                if gate_of(op) == name[1:]:
+                    assert not result.dg.any()
+        else:
+            o = result[0] if face == "forward" else result
+            assert o.shape == ((0, 5, 4, 6) if face == "forward" else (0, 4, 6))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "parallel"])
+def test_no_tokens(op, mode):
+    made = arguments(op, "forward", T=0)
+    o, state = function(op, "forward")(**made, mode=mode, output_final_state=True)
+    assert o.shape == (3, 0, 4, 6)
+    assert state.tobytes() == made["initial_state"].tobytes()
+    del made["initial_state"]
+    _, state = function(op, "forward")(**made, mode=mode, output_final_state=True)
+    assert state.shape == (3, 4, 8, 6) and not state.any()
+    made = arguments(op, "backward", T=0)
+    grads = function(op, "backward")(**made, mode=mode)
+    assert grads.dq.shape == (3, 0, 2, 8)
+    assert grads.d_initial_state.tobytes() == made["d_final_state"].tobytes()
+    if gate_of(op) in ("gamma", "slopes"):
+        assert not grads.dg.any()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_sequences_and_empty_sequences(op):
+    made = arguments(op, "forward", B=1, T=0)
+    del made["initial_state"]
+    _, state = function(op, "forward")(
+        **made, cu_seqlens=np.array([0]), output_final_state=True)
+    assert state.shape == (0, 4, 8, 6)
+    made = arguments(op, "forward", B=1) | {"cu_seqlens": np.array([0, 0, 5, 5])}
+    made["initial_state"] = np.repeat(made["initial_state"], 3, 0)
+    _, state = function(op, "forward")(**made, output_final_state=True)
+    assert state[[0, 2]].tobytes() == made["initial_state"][[0, 2]].tobytes()
+    assert state[1].tobytes() != made["initial_state"][1].tobytes()
+
+
+def test_no_tokens_for_a_normalised_op_and_for_the_whole_sequence():
+    for causal in (True, False):
+        made = normalised("forward")
+        for name in "qkv":
+            made[name] = made[name][:, :0]
+        o, (S, z) = linattn.linear_attention(**made, causal=causal, output_final_state=True)
+        assert o.shape == (3, 0, 4, 6)
+        assert_same_bits((S, z), made["initial_state"])
+
+
+# ---- numbers for a step of one head ----
+
+
+@pytest.mark.parametrize("number", [float, np.float64, np.float32, np.float16, BFLOAT16.type,
+                                    lambda x: np.array(x, np.float32)])
+def test_one_head_takes_numbers_for_gates(number):
+    made = arguments("gated_delta_rule", "step", one_head=True)
+    made |= {"g": np.float32(-0.5), "beta": np.float32(0.5)}
+    other = made | {"g": number(-0.5), "beta": number(0.5), "state": made["state"].copy()}
+    assert_same_bits(linattn.gated_delta_rule_step(**other), linattn.gated_delta_rule_step(**made))
+    assert_same_bits(other["state"], made["state"])
+
+
+@pytest.mark.parametrize("name", ["g", "beta"])
+def test_a_number_for_several_heads_is_refused(name):
+    made = arguments("gated_delta_rule", "step") | {name: 0.0}
+    refused(linattn.gated_delta_rule_step, made, ValueError,
+            f"{name}: expected [B,HV] = (3, 4), got ()")
+
+
+# ---- too much memory ----
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_result_that_no_memory_holds(op):
+    """2^45 tokens seen through strides of zero."""
+    made = {}
+    for name, x in arguments(op, "forward", B=1, T=1, H=1, HV=1, K=1, V=1).items():
+        made[name] = x
+        if name in ("q", "k", "v", "g", "beta"):
+            made[name] = np.broadcast_to(x[:, :1], (1, 2**45, *x.shape[2:]))
+    with pytest.raises(MemoryError):
+        function(op, "forward")(**made, out=None)
+
+
+def test_scratch_that_no_memory_holds():
+    """Quadratic in 2^24 tokens: 2^50 bytes and more, which is past any address space."""
+    device.needs_host("a kernel may need no scratch, and time quadratic in 2^24 tokens")
+    x = np.broadcast_to(np.float16(1), (1, 2**24, 1, 1))
+    for options in ({"mode": "parallel"}, {"chunk_size": 2**24}):
+        with pytest.raises(MemoryError, match="scratch"):
+            linattn.linear_attention(x, x, x, **options)
