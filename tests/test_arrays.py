@@ -1,17 +1,24 @@
 """Arrays of every kind give NumPy's bits and come back in their own kind; what cannot be taken is
 refused by name, and whatever happens nobody's memory is kept or ended twice."""
 
-import collections
-import ctypes
 import gc
 import sys
-import warnings
 
 import ml_dtypes
 import numpy as np
 import pytest
-from support.compare import assert_same_bits
-from support.problems import FACES, OPS, arguments, function
+from support.compare import assert_same_bits, leaves, over_arrays
+from support.dlpack import (
+    Compact,
+    Dtype,
+    Exporter,
+    Importer,
+    Old,
+    PyCapsule_GetName,
+    all_ended,
+    numpy_of,
+)
+from support.problems import FACES, OPS, arguments, call, function
 
 import linattn
 from linattn import _linattn
@@ -19,159 +26,7 @@ from linattn import _linattn
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def leaves(x):
-    """Every array in an answer."""
-    if isinstance(x, tuple | list):
-        for one in x:
-            yield from leaves(one)
-    elif x is not None:
-        yield x
-
-
-def converted(x, kind):
-    """The arrays of a call as another kind; a state's pair as well."""
-    if isinstance(x, dict):
-        return {name: converted(one, kind) for name, one in x.items()}
-    if isinstance(x, tuple | list):
-        return type(x)(converted(one, kind) for one in x)
-    return kind(x) if isinstance(x, np.ndarray) else x
-
-
-def call(op, face, made):
-    return function(op, face)(**made | ({"output_final_state": True} if face == "forward" else {}))
-
-
-# ---- a library of our own: DLPack and nothing else, every byte of it in view ----
-
-
-class Device(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
-
-
-class Dtype(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
-
-
-class Tensor(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("device", Device), ("ndim", ctypes.c_int32),
-                ("dtype", Dtype), ("shape", ctypes.POINTER(ctypes.c_int64)),
-                ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64))
-
-
-DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-class Managed(ctypes.Structure):
-    _fields_ = (("tensor", Tensor), ("context", ctypes.c_void_p), ("deleter", DELETER))
-
-
-class Versioned(ctypes.Structure):
-    _fields_ = (("major", ctypes.c_uint32), ("minor", ctypes.c_uint32),
-                ("context", ctypes.c_void_p), ("deleter", DELETER), ("flags", ctypes.c_uint64),
-                ("tensor", Tensor))
-
-
-PyCapsule_New = ctypes.pythonapi.PyCapsule_New
-PyCapsule_New.restype = ctypes.py_object
-PyCapsule_New.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-PyCapsule_GetName = ctypes.pythonapi.PyCapsule_GetName
-PyCapsule_GetName.restype = ctypes.c_char_p
-PyCapsule_GetName.argtypes = (ctypes.py_object,)
-
-CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
-
-
-class Exporter:
-    """A NumPy array that shows DLPack's two methods only, and counts what happens to its capsules.
-
-    A capsule here has no destructor: it ends only if whoever took it over ends it.
-    """
-
-    versions = True
-    flags = 0
-    major = 1
-    device = (1, 0)
-    offset = 0
-    compact = False  # leave the strides out
-
-    def __init__(self, x, **options):
-        self.x, self.exported, self.ended, self.alive = x, 0, 0, {}
-        self.asked = []
-        for name, value in options.items():
-            setattr(self, name, value)
-
-    @property
-    def shape(self):
-        return self.x.shape
-
-    @property
-    def dtype(self):
-        return self.x.dtype
-
-    def __dlpack_device__(self):
-        return self.device
-
-    def end(self, address):
-        self.ended += 1
-        del self.alive[address]
-
-    def __dlpack__(self, **options):
-        self.asked.append(options)
-        if not self.versions and "max_version" in options:
-            raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
-        x = self.x
-        size = x.dtype.itemsize
-        sizes = (ctypes.c_int64 * max(x.ndim, 1))(*x.shape)
-        strides = (ctypes.c_int64 * max(x.ndim, 1))(*(s // size for s in x.strides))
-        code = 4 if x.dtype == BFLOAT16 else CODES[x.dtype.kind]
-        tensor = Tensor(x.ctypes.data - self.offset, Device(*self.device), x.ndim,
-                        Dtype(code, 8 * size, 1), sizes, None if self.compact else strides,
-                        self.offset)
-        deleter = DELETER(self.end)
-        versioned = self.versions and "max_version" in options
-        managed = (Versioned(self.major, 0, None, deleter, self.flags, tensor) if versioned
-                   else Managed(tensor, None, deleter))
-        address = ctypes.addressof(managed)
-        self.alive[address] = managed, sizes, strides, deleter
-        self.exported += 1
-        name = b"dltensor_versioned" if versioned else b"dltensor"
-        return PyCapsule_New(address, name, None)
-
-
-class Old(Exporter):
-    versions = False
-
-
-class Compact(Exporter):
-    """Strides left out, and the data behind an offset."""
-
-    compact = True
-    offset = 64
-
-    def __init__(self, x, **options):
-        super().__init__(np.ascontiguousarray(x) if x.ndim else x, **options)
-
-
-class Importer(Exporter):
-    """A library with a namespace: outputs come back as its own."""
-
-    class Namespace:
-        @staticmethod
-        def from_dlpack(memory):
-            return Importer(np.from_dlpack(memory))
-
-    def __array_namespace__(self):
-        return self.Namespace
-
-
-def numpy_of(x):
-    return x.x if isinstance(x, Exporter) else np.asarray(x)
-
-
-def all_ended(made):
-    for x in leaves(list(made.values())):
-        if isinstance(x, Exporter):
-            assert x.exported == x.ended and not x.alive
+# ---- a library with DLPack and nothing else ----
 
 
 @pytest.mark.parametrize("kind", [Exporter, Old, Compact, Importer])
@@ -179,7 +34,7 @@ def all_ended(made):
 @pytest.mark.parametrize("op", OPS)
 def test_dlpack_gives_numpys_bits(op, face, kind):
     made = arguments(op, face)
-    theirs = converted(arguments(op, face), kind)
+    theirs = over_arrays(kind, arguments(op, face))
     want, got = call(op, face, made), call(op, face, theirs)
     for x, y in zip(leaves(want), leaves(got), strict=True):
         assert isinstance(y, Importer if kind is Importer else np.ndarray)
@@ -196,7 +51,7 @@ def test_dlpack_gives_numpys_bits(op, face, kind):
 def test_dlpack_dtypes(dtype):
     made = arguments("gated_delta_rule", "forward", dtype=dtype)
     want = linattn.gated_delta_rule(**made)[0]
-    got = linattn.gated_delta_rule(**converted(made, Exporter))[0]
+    got = linattn.gated_delta_rule(**over_arrays(Exporter, made))[0]
     assert_same_bits(got, want)
 
 
@@ -211,7 +66,7 @@ def test_dlpack_strides(face, layout):
         x = layout(made[name])
         made[name] = x if x.shape == like else x.swapaxes(0, 1).copy().swapaxes(0, 1).reshape(like)
     want = call("kda", face, made)
-    theirs = converted(made, Exporter)
+    theirs = over_arrays(Exporter, made)
     for x, y in zip(leaves(want), leaves(call("kda", face, theirs)), strict=True):
         assert_same_bits(y, x)
     all_ended(theirs)
@@ -229,7 +84,7 @@ def test_out_comes_back_itself():
     for kind in (Exporter, Old):
         made = arguments("gla", "forward")
         out = kind(np.full(made["v"].shape, np.nan, np.float32))
-        o, _ = linattn.gla(**converted(made, kind), out=out)
+        o, _ = linattn.gla(**over_arrays(kind, made), out=out)
         assert o is out and out.ended == 1
         assert_same_bits(out.x, linattn.gla(**made)[0])
 
@@ -238,7 +93,7 @@ def test_out_comes_back_itself():
 @pytest.mark.parametrize("face", ["forward", "step"])
 def test_read_only(face, kind):
     """Inputs may be; what is written may not."""
-    made = converted(arguments("delta_rule", face), lambda x: kind(x, flags=1))
+    made = over_arrays(lambda x: kind(x, flags=1), arguments("delta_rule", face))
     out = np.zeros(made["v"].shape, np.float32)
     state = made.pop("state") if face == "step" else None
     extra = {"state": Exporter(state.x)} if face == "step" else {}
@@ -264,10 +119,10 @@ def test_memory_that_is_written_may_not_be_an_inputs():
         made = arguments("delta_rule", "forward", HV=2, V=8)
         for name in "qkv":
             with pytest.raises(ValueError, match=f"out: expected memory .* shared with {name}"):
-                linattn.delta_rule(**converted(made, Exporter) | {"out": kind(made[name])})
+                linattn.delta_rule(**over_arrays(Exporter, made) | {"out": kind(made[name])})
         made = arguments("delta_rule", "step", HV=2, V=8)
         with pytest.raises(ValueError, match=r"out: expected memory of its own, got .* with v"):
-            linattn.delta_rule_step(**converted(made, Exporter) | {"out": kind(made["v"])})
+            linattn.delta_rule_step(**over_arrays(Exporter, made) | {"out": kind(made["v"])})
 
 
 def test_out_over_an_input_that_is_copied():
@@ -285,7 +140,7 @@ def test_neighbours_in_one_buffer_are_allowed():
     both = np.zeros((3, 5, 8, 6), np.float32)
     both[:, :, ::2] = made["v"]
     out = Exporter(both[:, :, 1::2])
-    linattn.kda(**converted(made | {"v": both[:, :, ::2]}, Exporter), out=out)
+    linattn.kda(**over_arrays(Exporter, made | {"v": both[:, :, ::2]}), out=out)
     assert_same_bits(out.x, linattn.kda(**made)[0])
 
 
@@ -315,7 +170,7 @@ def on_cuda(x, ordinal=0):
 @pytest.mark.skipif(linattn.cuda.is_available(), reason="this build has a device")
 @pytest.mark.parametrize("face", FACES)
 def test_cuda_without_a_device_says_so(face):
-    made = converted(arguments("gla", face), on_cuda)
+    made = over_arrays(on_cuda, arguments("gla", face))
     with pytest.raises(RuntimeError, match="q: got an array on cuda:0, where no op can run: ") as e:
         call("gla", face, made)
     assert linattn.cuda.why_not() in str(e.value)
@@ -342,7 +197,7 @@ def test_other_devices(type_):
 
 def test_pinned_memory_is_the_hosts():
     made = arguments("gla", "forward")
-    pinned = converted(made, lambda x: Exporter(x, device=(3, 0)))
+    pinned = over_arrays(lambda x: Exporter(x, device=(3, 0)), made)
     assert_same_bits(linattn.gla(**pinned)[0], linattn.gla(**made)[0])
 
 
@@ -467,7 +322,7 @@ def test_a_class_is_not_an_array():
 def test_nothing_is_kept(op="gated_delta_rule"):
     """References and blocks flat, capsules ended, on good calls and on bad ones."""
     made = {face: arguments(op, face) for face in FACES}
-    theirs = {face: converted(made[face], Importer) for face in FACES}
+    theirs = {face: over_arrays(Importer, made[face]) for face in FACES}
     bad = [{"k": Exporter(made["forward"]["k"].astype("i1"))}, {"v": Exporter(np.zeros(3))},
            {"k": Exporter(made["forward"]["k"], major=2)}, {"beta": on_cuda(np.zeros((3, 5, 4)))},
            {"out": Exporter(made["forward"]["v"])}, {"initial_state": 3}, {"mode": "x"},
@@ -502,7 +357,7 @@ def test_what_a_producer_is_asked():
 
 
 def test_outputs_outlive_the_call():
-    made = converted(arguments("gla", "forward"), Importer)
+    made = over_arrays(Importer, arguments("gla", "forward"))
     o, state = linattn.gla(**made, output_final_state=True)
     want = o.x.copy()
     del made, state
@@ -523,7 +378,7 @@ def test_the_default_gamma_needs_a_shape_only():
         want, got = call("retention", face, made), None
         made = arguments("retention", face)
         del made["gamma"]
-        got = call("retention", face, converted(made, Exporter))
+        got = call("retention", face, over_arrays(Exporter, made))
         for x, y in zip(leaves(want), leaves(got), strict=True):
             assert_same_bits(y, x)
 
@@ -560,207 +415,3 @@ def test_a_default_gamma_that_memory_does_not_hold():
     v = np.broadcast_to(x, (1, 1, 2**58, 1))
     with pytest.raises(MemoryError, match=r"^v: .* got \[HV\] = \(288230376151711744,\)$"):
         linattn.retention(x, x, v)
-
-
-# ---- PyTorch ----
-
-
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch", reason="PyTorch is not installed")
-
-
-def torch_of(torch, x):
-    if x.dtype == BFLOAT16:
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
-
-
-def bits(x):
-    """A tensor's numbers as NumPy's, bfloat16 too."""
-    import torch
-
-    if x.dtype == torch.bfloat16:
-        return x.contiguous().view(torch.int16).numpy().view(BFLOAT16)
-    return x.numpy()
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=str)
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("op", OPS)
-def test_torch_gives_numpys_bits(torch, op, face, dtype):
-    made = arguments(op, face, dtype=dtype)
-    theirs = converted(converted(made, np.copy), lambda x: torch_of(torch, x))
-    want, got = call(op, face, made), call(op, face, theirs)
-    for x, y in zip(leaves(want), leaves(got), strict=True):
-        assert type(y) is torch.Tensor and y.is_contiguous()
-        assert_same_bits(bits(y), x)
-    for name in made:
-        for x, y in zip(leaves(made[name]), leaves(theirs[name]), strict=True):
-            if isinstance(x, np.ndarray):
-                assert_same_bits(bits(y), x)
-
-
-def test_torch_out_strides_and_kinds_mixed(torch):
-    made = arguments("kda", "forward")
-    want = linattn.kda(**made)[0]
-    q = torch.from_numpy(np.stack([made["q"]] * 2, -1))[..., 0]
-    out = torch.full(made["v"].shape, torch.nan)
-    o, state = linattn.kda(**made | {"q": q}, out=out, output_final_state=True)
-    assert o is out and type(state) is torch.Tensor
-    assert_same_bits(out.numpy(), want)
-    o, _ = linattn.kda(**made | {"k": torch.from_numpy(made["k"]), "g": Exporter(made["g"])})
-    assert type(o) is np.ndarray
-    assert_same_bits(o, want)
-    with pytest.raises(ValueError, match=r"out: expected memory of its own, got .* with v"):
-        linattn.kda(**made | {"q": q, "out": torch.from_numpy(made["v"])})
-
-
-def test_torch_steps_change_the_state_in_place(torch):
-    made = arguments("gated_delta_rule", "step")
-    theirs = converted(converted(made, np.copy), torch.from_numpy)
-    for _ in range(3):
-        want, got = (linattn.gated_delta_rule_step(**x) for x in (made, theirs))
-        assert_same_bits(got.numpy(), want)
-    assert_same_bits(theirs["state"].numpy(), made["state"])
-    bad = theirs | {"q": torch.stack([theirs["q"]] * 2, -1)[..., 0]}
-    with pytest.raises(ValueError, match="q: expected an aligned array in native"):
-        linattn.gated_delta_rule_step(**bad)
-
-
-def test_torch_numbers_for_gates(torch):
-    q, v = torch.ones(8), torch.ones(6)
-    state = torch.zeros(8, 6)
-    o = linattn.gated_delta_rule_step(q, q, v, -0.5, 0.25, state=state)
-    S = np.zeros((8, 6), np.float32)
-    want = linattn.gated_delta_rule_step(q.numpy(), q.numpy(), v.numpy(), -0.5, 0.25, state=S)
-    assert_same_bits(o.numpy(), want)
-    assert_same_bits(state.numpy(), S)
-
-
-def test_torch_gradients_that_nobody_records_are_refused(torch):
-    """What is recorded: test_autograd.py."""
-    why = {"forward": "recorded only if q is a tensor of PyTorch's and there is no out",
-           "step": "not recorded of a step, which changes its state in place",
-           "backward": "not recorded of gradients"}
-    for face in FACES:
-        made = converted(arguments("gla", face), torch.from_numpy)
-        if face == "forward":
-            made["out"] = torch.empty_like(made["v"])
-        for name in ("q", "k", "g", "state" if face == "step" else "initial_state"):
-            leaf = made[name].clone().requires_grad_()
-            for x in (leaf, leaf * 1.0, torch.nn.Parameter(made[name].clone())):
-                with pytest.raises(ValueError) as error:
-                    function("gla", face)(**made | {name: x})
-                assert str(error.value) == (
-                    f"{name}: requires gradients, which are {why[face]}; pass {name}.detach(), or "
-                    "call it under torch.no_grad()")
-                with torch.no_grad():
-                    function("gla", face)(**made | {name: x})
-                function("gla", face)(**made | {name: x.detach()})
-    numpys = arguments("gla", "forward")
-    with pytest.raises(ValueError, match=r"^k: requires gradients, which are recorded only if q"):
-        linattn.gla(**numpys | {"k": torch.from_numpy(numpys["k"]).requires_grad_()})
-
-
-def test_torch_tensors_that_are_not_their_memory(torch):
-    made = converted(arguments("gla", "forward"), torch.from_numpy)
-    negative = torch.complex(made["k"], -made["k"]).conj().imag
-    assert negative.is_neg()
-    with pytest.raises(TypeError, match=r"k: .* pass k.resolve_neg\(\)"):
-        linattn.gla(**made | {"k": negative})
-    o = linattn.gla(**made | {"k": negative.resolve_neg()})[0]
-    assert torch.equal(o, linattn.gla(**made)[0])
-    for bad, error in ((torch.complex(made["k"], made["k"]), TypeError),
-                       (made["k"].to_sparse(), (TypeError, ValueError, RuntimeError)),
-                       (made["k"].to(torch.int8), TypeError),
-                       (made["k"].to("meta"), (TypeError, ValueError, RuntimeError))):
-        with pytest.raises(error, match=r"^k: "):
-            linattn.gla(**made | {"k": bad})
-
-
-def test_torch_tensors_without_memory(torch):
-    class Wrapper(torch.Tensor):
-        @staticmethod
-        def __new__(cls, x):
-            return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
-
-        @classmethod
-        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-            return NotImplemented
-
-    made = converted(arguments("gla", "forward"), torch.from_numpy)
-    with pytest.raises(TypeError, match="__torch_dispatch__"):  # it is asked, and has no answer
-        linattn.gla(**made | {"k": Wrapper(made["k"])})
-    with pytest.raises((TypeError, RuntimeError), match=r"^k: "):
-        linattn.gla(**made | {"k": Wrapper(made["k"]), "out": torch.empty_like(made["v"])})
-    empty = converted(arguments("gla", "forward", B=0), torch.from_numpy)
-    assert linattn.gla(**empty)[0].shape == (0, 5, 4, 6)
-
-
-def test_torch_subclasses(torch):
-    class Named(torch.Tensor):
-        pass
-
-    made = arguments("gla", "forward")
-    theirs = converted(made, lambda x: torch.from_numpy(x).as_subclass(Named))
-    assert_same_bits(linattn.gla(**theirs)[0].numpy(), linattn.gla(**made)[0])
-
-
-def test_torch_leaks_nothing(torch):
-    made = {face: converted(arguments("gla", face), torch.from_numpy) for face in FACES}
-    everything = list(leaves([list(x.values()) for x in made.values()]))
-    before = [sys.getrefcount(x) for x in everything]
-    counts = []
-    for _ in range(5):
-        for _ in range(50):
-            for face in FACES:
-                call("gla", face, made[face])
-            with pytest.raises(ValueError):
-                linattn.gla(**made["forward"] | {"out": made["forward"]["v"]})
-            with pytest.raises(TypeError):
-                linattn.gla(**made["forward"] | {"k": made["forward"]["k"].int()})
-        gc.collect()
-        counts.append(sys.getallocatedblocks())
-    assert min(np.diff(counts)) < 25, counts  # a leak shows in every batch of 50, a cache at first
-    assert [sys.getrefcount(x) for x in everything] == before
-
-
-def test_torch_feature_maps_get_tensors(torch):
-    seen = collections.Counter()
-
-    def phi(x):
-        seen[type(x)] += 1
-        return torch.cat([x.relu(), (-x).relu()], -1) + 0.1
-
-    def phi_numpy(x):
-        return np.concatenate([np.maximum(x, 0), np.maximum(-x, 0)], -1) + x.dtype.type(0.1)
-
-    made = arguments("linear_attention", "forward")
-    made.pop("initial_state")
-    for norm in (False, True):
-        want, _ = linattn.linear_attention(**made | {"feature_map": phi_numpy, "qk_l2norm": norm})
-        theirs = converted(made, torch.from_numpy) | {"feature_map": phi, "qk_l2norm": norm}
-        got, _ = linattn.linear_attention(**theirs)
-        np.testing.assert_allclose(got.numpy(), want, rtol=1e-5, atol=1e-6)
-    assert set(seen) == {torch.Tensor}
-    made = arguments("linear_attention", "forward", HV=2, V=8)
-    theirs = converted(made, torch.from_numpy)
-    with pytest.raises(ValueError, match=r"out: expected memory of its own, got .* with q"):
-        linattn.linear_attention(**theirs, feature_map=torch.exp, out=theirs["q"])
-
-
-def test_torch_nested_tensors_are_named(torch):
-    """They have no shape, and say so with an error of their own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they may change
-        x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)])
-    with pytest.raises(TypeError, match=r"^q: expected an array, got "):
-        linattn.linear_attention(x, x, x, feature_map=torch.exp)
-
-
-def test_torch_default_gamma(torch):
-    made = arguments("retention", "forward")
-    del made["gamma"]
-    got, _ = linattn.retention(**converted(made, torch.from_numpy))
-    assert_same_bits(got.numpy(), linattn.retention(**made)[0])
