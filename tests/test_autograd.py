@@ -1,122 +1,41 @@
-"""PyTorch records, traces and transforms the ops: gradients by autograd are those of op_backward,
-bit for bit, and what cannot be differentiated is an error, never a gradient that is missing."""
+"""PyTorch records the ops: gradients by autograd are those of op_backward, bit for bit, and what
+cannot be differentiated is an error, never a gradient that is missing."""
 
 import warnings
 
 import ml_dtypes
 import numpy as np
 import pytest
-from support.device import imported
+from support.recorded import (
+    SETTINGS,
+    SIZES,
+    assert_equal,
+    by_the_backward_face,
+    gradients,
+    inputs,
+    pure,
+    refilled,
+    setting,
+    tensors,
+    weights,
+)
+from support.tensors import tensors_in, torch
 
 import linattn
+from linattn import autograd
 from linattn.testing import make_inputs
-
-torch = imported("torch")
-
-from linattn import autograd  # noqa: E402 (needs PyTorch)
 
 OPS = linattn.OPS
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-SIZES = {"B": 2, "T": 5, "H": 1, "HV": 2, "K": 3, "V": 4}
-
-
-# ---- calls, and what goes in and out of them ----
-
-
-def tensors(x, *, grad=False):
-    """NumPy's arrays as tensors, in whatever they lie."""
-    if isinstance(x, dict):
-        return {name: tensors(one, grad=grad) for name, one in x.items()}
-    if isinstance(x, tuple | list):
-        return type(x)(tensors(one, grad=grad) for one in x)
-    if not isinstance(x, np.ndarray):
-        return x
-    x = x.copy()
-    y = (torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == BFLOAT16
-         else torch.from_numpy(x))
-    return y.requires_grad_() if grad and y.is_floating_point() else y
-
-
-def leaves(x):
-    """Every tensor, in the order of the dict."""
-    if isinstance(x, torch.Tensor):
-        return [x]
-    if isinstance(x, dict):
-        return leaves(list(x.values()))
-    return [y for one in x for y in leaves(one)] if isinstance(x, tuple | list) else []
-
-
-def refilled(x, new):
-    """x with its tensors replaced, one after the other."""
-    if isinstance(x, torch.Tensor):
-        return next(new)
-    if isinstance(x, dict):
-        return {name: refilled(one, new) for name, one in x.items()}
-    return type(x)(refilled(one, new) for one in x) if isinstance(x, tuple | list) else x
-
-
-def inputs(op, rng, *, grad=False, dtype=np.float64, state=True, **changed):
-    made = make_inputs(op, rng, **SIZES | changed, dtype=dtype, initial_state=state)
-    return tensors(made, grad=grad)
-
-
-def pure(op, x, **options):
-    """The op as a function of its tensors alone, which gives tensors alone; and these tensors."""
-    def call(*given):
-        return tuple(leaves(getattr(linattn, op)(**refilled(x, iter(given)), **options)))
-
-    return call, leaves(x)
-
-
-def gradients(op, x, **options):
-    """By PyTorch, of a sum of all outputs with weights."""
-    call, given = pure(op, x, **options)
-    outputs = call(*given)
-    return torch.autograd.grad(outputs, given, [weights(o) for o in outputs])
-
-
-def weights(x):
-    return torch.linspace(-1, 1, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
-
-
-def by_the_backward_face(op, x, do, d_state, **options):
-    """Those of every tensor in x, in the same order."""
-    x = refilled(x, iter([one.detach() for one in leaves(x)]))
-    grads = getattr(linattn, op + "_backward")(do, **x, d_final_state=d_state, **options)
-    field = {"alpha": "dg", "gamma": "dg", "slopes": "dg", "initial_state": "d_initial_state"}
-    return leaves([getattr(grads, field.get(name, "d" + name)) for name in x if leaves(x[name])])
-
-
-def assert_equal(got, want):
-    assert len(got) == len(want)
-    for x, y in zip(got, want, strict=True):
-        assert x.dtype == y.dtype and torch.equal(x.detach(), y.detach())
-
-
-# Beside every op as it is: one head, packed, the other way round, other ways to compute.
-VARIANTS = {
-    "plain": {},
-    "no state": {"state": False},
-    "v first": {"state_v_first": True, "V": 3},
-    "l2norm": {"qk_l2norm": True, "mode": "recurrent", "scale": 0.7},
-    "chunks of 2": {"chunk_size": 2},
-}
-
-
-def variant(op, rng, name, **more):
-    """A call's tensors, and its options."""
-    sizes = {k: v for k, v in VARIANTS[name].items() if k in ("V", "state")}
-    options = {k: v for k, v in VARIANTS[name].items() if k not in sizes}
-    return inputs(op, rng, **sizes, **more), options
 
 
 # ---- gradients ----
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("op", OPS)
 def test_gradcheck(op, name, rng):
-    x, options = variant(op, rng, name, grad=True)
+    x, options = setting(op, rng, name, grad=True)
     if name != "plain" and "g" in x:
         x["alpha"] = x.pop("g").detach().exp().requires_grad_()
     call, given = pure(op, x, output_final_state=True, **options)
@@ -137,9 +56,9 @@ def test_the_bits_of_the_backward_face(op, dtype, rng):
 @pytest.mark.parametrize("op", OPS)
 def test_a_recorded_call_has_the_bits_of_one_that_is_not(op, rng):
     x = inputs(op, rng, dtype=np.float32)
-    with_grad = refilled(x, iter([y.clone().requires_grad_() for y in leaves(x)]))
-    want = leaves(getattr(linattn, op)(**x, output_final_state=True))
-    got = leaves(getattr(linattn, op)(**with_grad, output_final_state=True))
+    with_grad = refilled(x, iter([y.clone().requires_grad_() for y in tensors_in(x)]))
+    want = tensors_in(getattr(linattn, op)(**x, output_final_state=True))
+    got = tensors_in(getattr(linattn, op)(**with_grad, output_final_state=True))
     assert_equal(got, want)
     assert all(y.requires_grad and y.is_contiguous() for y in got)
     o, state = getattr(linattn, op)(**with_grad)
@@ -160,9 +79,9 @@ def test_gradients_of_one_output_alone(of, rng):
 @pytest.mark.parametrize("op", OPS)
 def test_gradients_of_one_input_alone(op, rng):
     x = inputs(op, rng)
-    every = gradients(op, refilled(x, iter([y.clone().requires_grad_() for y in leaves(x)])))
+    every = gradients(op, refilled(x, iter([y.clone().requires_grad_() for y in tensors_in(x)])))
     for i, want in enumerate(every):
-        given = [y.clone() for y in leaves(x)]
+        given = [y.clone() for y in tensors_in(x)]
         given[i].requires_grad_()
         o, _ = getattr(linattn, op)(**refilled(x, iter(given)))
         o.backward(weights(o))
@@ -199,7 +118,7 @@ def test_packed_sequences_and_one_head(rng):
     cu = torch.tensor([0, 4, 4, 9])
     o, state = linattn.gated_delta_rule(**x, cu_seqlens=cu, output_final_state=True)
     assert state.shape == (3, 2, 3, 4)
-    got = torch.autograd.grad((o, state), leaves(x), (weights(o), weights(state)))
+    got = torch.autograd.grad((o, state), tensors_in(x), (weights(o), weights(state)))
     want = by_the_backward_face("gated_delta_rule", x, weights(o), weights(state), cu_seqlens=cu)
     assert_equal(got, want)
     one = {name: y.detach()[0, :, 0].clone().requires_grad_() for name, y in x.items()}
@@ -244,7 +163,7 @@ def test_no_tokens_and_no_sequences(rng):
     for sizes in ({"T": 0}, {"B": 0}):
         x = inputs("kda", rng, grad=True, **sizes)
         got = gradients("kda", x, output_final_state=True)
-        assert [y.shape for y in got] == [y.shape for y in leaves(x)]
+        assert [y.shape for y in got] == [y.shape for y in tensors_in(x)]
 
 
 def test_numpy_arrays_beside_tensors(rng):
@@ -297,7 +216,7 @@ def spied(monkeypatch):
 def test_what_nobody_asks_for_is_not_recorded(op, mode, rng, spied):
     x = inputs(op, rng, grad=mode is torch.no_grad)
     with mode():
-        for y in leaves(getattr(linattn, op)(**x, output_final_state=True)):
+        for y in tensors_in(getattr(linattn, op)(**x, output_final_state=True)):
             assert not y.requires_grad and y.grad_fn is None
             assert y.is_inference() == (mode is torch.inference_mode)
     assert not spied
@@ -384,7 +303,7 @@ def test_saved_tensors(rng):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y):
         o, _ = linattn.delta_rule(**x)
     assert len(packed) == 5  # q, k, v, beta and the initial state
-    assert_equal(torch.autograd.grad(o, leaves(x), weights(o)), want)
+    assert_equal(torch.autograd.grad(o, tensors_in(x), weights(o)), want)
     v = x["v"].detach().clone()
     o, _ = linattn.delta_rule(**x | {"v": v})
     v.zero_()
@@ -422,7 +341,7 @@ def test_autocast(rng):
         assert got[0].dtype == dtype and got[1].dtype == torch.float32
         assert_equal(got, want)
         assert_equal(again, want)
-        grads = torch.autograd.grad(got, leaves(x), (weights(got[0]), weights(got[1])))
+        grads = torch.autograd.grad(got, tensors_in(x), (weights(got[0]), weights(got[1])))
         of_half = by_the_backward_face("gated_delta_rule", half, weights(got[0]), weights(got[1]))
         assert [y.dtype for y in grads] == [torch.float32] * 6
         assert_equal(grads, [y.float() for y in of_half])
@@ -436,179 +355,6 @@ def test_autocast(rng):
             assert linattn.gated_delta_rule(**x)[0].dtype == torch.float32
 
 
-# ---- torch.library, torch.compile, torch.func ----
-
-
-def operator_arguments(op, x, *, final=True, features=(2, 1e-3, 2, 1e-3, 1, 1e-6, 1)):
-    state, z = x["initial_state"] if op == "linear_attention" else (x.get("initial_state"), None)
-    gate = x.get("g", x.get("slopes"))
-    return (x["q"], x["k"], x["v"], gate, x.get("gamma"), x.get("beta"), state, z, None, final,
-            None, "chunk", None, False, False, None,
-            list(map(float, features)) if op == "linear_attention" else None)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_opcheck(op, rng):
-    x = inputs(op, rng, grad=True)
-    arguments = operator_arguments(op, x)
-    torch.library.opcheck(getattr(torch.ops.linattn, op).default, arguments)
-    torch.library.opcheck(getattr(torch.ops.linattn, op).default,
-                          operator_arguments(op, x, final=False), test_utils="test_faketensor")
-    before, after = arguments[:9], arguments[10:]
-    arrays = [None if y is None else y.detach() for y in before]
-    d_states = [None if y is None else weights(y) for y in arrays[6:8]]
-    torch.library.opcheck(getattr(torch.ops.linattn, op + "_backward").default,
-                          (weights(arrays[2]), *d_states, *arrays, *after))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_shapes_without_memory(op, rng):
-    """The fake implementation, against the core."""
-    cu = torch.tensor([0, 2, 5])
-    for options in ({}, {"state_v_first": True}, {"output_final_state": True},
-                    {"output_final_state": True, "state_v_first": True},
-                    {"output_final_state": True, "cu_seqlens": cu}):
-        for one_head in (False, True):
-            for dtype in (np.float64, np.float32, BFLOAT16):
-                x = inputs(op, rng, dtype=dtype, state=False, B=1, HV=1 if one_head else 2)
-                if one_head:
-                    x = {n: y[0, :, 0] if y.dim() > 1 else y for n, y in x.items()}
-                want = leaves(getattr(linattn, op)(**x, **options))
-                meta = {n: y.to("meta") for n, y in x.items()}
-                got = leaves(getattr(linattn, op)(**meta, **options))
-                described = [[(y.shape, y.dtype, y.stride()) for y in ys] for ys in (got, want)]
-                assert described[0] == described[1]
-
-
-@pytest.fixture
-def fresh_dynamo():
-    with warnings.catch_warnings():  # what PyTorch warns of as it loads is its own affair
-        warnings.simplefilter("ignore")
-        torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def compiled(call):
-    return torch.compile(call, fullgraph=True, backend="aot_eager")
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_compile(op, rng, fresh_dynamo):
-    x = inputs(op, rng, grad=True, dtype=np.float32)
-    call, given = pure(op, x, output_final_state=True)
-    want = call(*given)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        got = compiled(call)(*given)
-    assert_equal(got, want)
-    ds = [weights(o) for o in want]
-    assert_equal(torch.autograd.grad(got, given, ds), torch.autograd.grad(want, given, ds))
-
-
-def test_compile_calls_as_people_write_them(rng, fresh_dynamo):
-    """Defaults that Python fills in, NumPy's gates, functions as feature maps, no gradients."""
-    def phi(y):
-        return torch.nn.functional.elu(y) + 1
-
-    slopes = linattn.lightning_slopes(2)
-    calls = {
-        "retention": lambda x: linattn.retention(x["q"], x["k"], x["v"]),
-        "lightning_attention": lambda x: linattn.lightning_attention(
-            x["q"], x["k"], x["v"], slopes, chunk_size=4, scale=1),
-        "linear_attention": lambda x: linattn.linear_attention(
-            x["q"], x["k"], x["v"], feature_map=phi, qk_l2norm=True, normalize="clamp"),
-        "gla": lambda x: linattn.gla(x["q"], x["k"], x["v"], alpha=x["g"].exp(), mode="recurrent"),
-        "simple_gla": lambda x: linattn.simple_gla(
-            x["q"][:1], x["k"][:1], x["v"][:1], x["g"][:1], cu_seqlens=torch.tensor([0, 3, 5])),
-    }
-    for op, call in calls.items():
-        for grad in (False, True):
-            x = inputs(op, rng, grad=grad)
-            got, want = compiled(call)(x), call(x)
-            assert_equal(got[:1], want[:1])
-            assert got[0].requires_grad == grad and got[1] is None
-
-
-def test_compile_for_any_length(rng, fresh_dynamo):
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    call = torch.compile(lambda q, k, v, g: linattn.gla(q, k, v, g, output_final_state=True),
-                         fullgraph=True, backend=backend, dynamic=True)
-    for T in (6, 7, 20):  # no other size is one of these
-        x = inputs("gla", rng, T=T, state=False, grad=True)
-        assert_equal(call(**x), linattn.gla(**x, output_final_state=True))
-    assert len(graphs) == 1
-
-
-def test_compile_under_autocast(rng, fresh_dynamo):
-    x = inputs("gla", rng, dtype=np.float32)
-    call, given = pure("gla", x)
-    with torch.autocast("cpu", torch.bfloat16):
-        got, want = compiled(call)(*given), call(*given)
-    assert got[0].dtype == torch.bfloat16
-    assert_equal(got, want)
-
-
-def test_export_and_make_fx_see_the_operator(rng):
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    x = inputs("gla", rng)
-    graph = make_fx(lambda q: linattn.gla(**x | {"q": q})[0])(x["q"]).graph
-    assert torch.ops.linattn.gla.default in [node.target for node in graph.nodes]
-
-    class Layer(torch.nn.Module):
-        def forward(self, q, k, v, g):
-            return linattn.gla(q, k, v, g)[0]
-
-    x.pop("initial_state")
-    exported = torch.export.export(Layer(), (), x)
-    assert torch.equal(exported.module()(**x), linattn.gla(**x)[0])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_trace_sees_the_operator(rng):
-    x = inputs("gla", rng)
-    traced = torch.jit.trace(lambda q: linattn.gla(**x | {"q": q})[0], (x["q"],))
-    q = 2 * x["q"]
-    assert torch.equal(traced(q), linattn.gla(**x | {"q": q})[0])
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_functional_gradients(op, rng):
-    x = inputs(op, rng)
-    call, given = pure(op, x, output_final_state=True)
-
-    def loss(*given):
-        return sum((weights(o) * o).sum() for o in call(*given))
-
-    want = gradients(op, refilled(x, iter([y.clone().requires_grad_() for y in given])),
-                     output_final_state=True)
-    every = tuple(range(len(given)))
-    assert_equal(torch.func.grad(loss, argnums=every)(*given), want)
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own loop
-def test_vmap_is_a_loop(rng):
-    x = inputs("gla", rng)
-    qs = torch.stack([x["q"], 2 * x["q"]])
-
-    def o(q):
-        return linattn.gla(**x | {"q": q})[0]
-
-    assert_equal([torch.func.vmap(o)(qs)], [torch.stack([o(q) for q in qs])])
-
-    def loss(q):
-        return o(q).sum()
-
-    assert_equal([torch.func.vmap(torch.func.grad(loss))(qs)],
-                 [torch.stack([torch.func.grad(loss)(q) for q in qs])])
-
-
 # ---- what cannot be differentiated ----
 
 
@@ -616,8 +362,8 @@ def test_vmap_is_a_loop(rng):
 def test_gradients_of_gradients_are_refused(op, rng):
     x = inputs(op, rng, grad=True)
     o, _ = getattr(linattn, op)(**x)
-    want = torch.autograd.grad(o.sum(), leaves(x), retain_graph=True)
-    got = torch.autograd.grad(o.sum(), leaves(x), create_graph=True)
+    want = torch.autograd.grad(o.sum(), tensors_in(x), retain_graph=True)
+    got = torch.autograd.grad(o.sum(), tensors_in(x), create_graph=True)
     assert_equal(got, want)
     with pytest.raises(NotImplementedError, match=f"gradients of linattn.{op} are not diff"):
         torch.autograd.grad(got[0].sum(), x["v"])
@@ -664,17 +410,17 @@ def test_steps_are_refused_where_gradients_are_recorded(op, rng):
     x = inputs(op, rng)
     state = x.pop("initial_state")
     x = {name: y[:, 0].contiguous() if y.dim() > 2 else y for name, y in x.items()}
-    before = [y.clone() for y in leaves(state)]
+    before = [y.clone() for y in tensors_in(state)]
     step = getattr(linattn, op + "_step")
     for name in x:
         bad = x | {name: x[name].clone().requires_grad_(), "state": state}
         for call in (step, lambda **bad: linattn.bind(step, **bad)):
             with pytest.raises(ValueError, match=rf"^{name}: requires gradients, .* of a step"):
                 call(**bad)
-    assert_equal(leaves(state), before)
+    assert_equal(tensors_in(state), before)
     with torch.no_grad():
         step(**bad)
-    assert not torch.equal(leaves(state)[0], before[0])
+    assert not torch.equal(tensors_in(state)[0], before[0])
 
 
 def test_a_scale_that_would_have_a_gradient_is_refused(rng):
@@ -751,8 +497,8 @@ def test_on_a_gpu_the_gradients_are_those_of_the_cpu(op, rng):
         pytest.skip("no CUDA device that PyTorch and linattn both know")
     x = inputs(op, rng, grad=True)
     want = gradients(op, x, output_final_state=True)
-    there = refilled(x, iter([y.detach().cuda().requires_grad_() for y in leaves(x)]))
+    there = refilled(x, iter([y.detach().cuda().requires_grad_() for y in tensors_in(x)]))
     got = gradients(op, there, output_final_state=True)
-    for a, b in zip(leaves(got), leaves(want), strict=True):
+    for a, b in zip(tensors_in(got), tensors_in(want), strict=True):
         assert a.is_cuda and a.dtype == b.dtype
         torch.testing.assert_close(a.cpu(), b, rtol=1e-10, atol=1e-12)

@@ -28,7 +28,7 @@ from support import emulated
 
 KINDS = ("numpy", "emulated", "torch", "cuda", "cupy")
 FILES = ("test_arguments_dtypes.py", "test_arguments_options.py", "test_arguments_shapes.py",
-         "test_autograd.py", "test_backward.py", "test_bound.py",
+         "test_autograd.py", "test_autograd_transforms.py", "test_backward.py", "test_bound.py",
          "test_cuda.py", "test_extremes.py", "test_features.py", "test_forward.py",
          "test_pool.py", "test_properties.py", "test_step.py", "test_worked_example.py")
 COMPUTED = ("test_backward.py", "test_extremes.py", "test_forward.py", "test_pool.py",
