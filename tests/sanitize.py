@@ -24,7 +24,11 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # PyTorch's blocks would hid
 import ml_dtypes
 import numpy as np
 import torch
+from support.compare import over_arrays
+from support.gpu import to_gpu
 from support.grid import Pool, gradients_on_tensor_cores, on_tensor_cores, v_first, wider
+from support.problems import PER_TOKEN
+from support.tensors import to_numpy
 
 import linattn
 from linattn import reference, testing
@@ -34,7 +38,6 @@ DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
 MODES = ("chunk", "recurrent", "parallel")
 STEPS = ("step", "pool")  # the states of the second picked by state_indices
 GRADIENTS = "gradients"  # of the chunked form, or of what stands in for it
-PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 # T, K, V, H, HV, B, cu_seqlens, options. Around a tile and a chunk, and far from either.
 SHAPES = {
@@ -52,29 +55,7 @@ SHAPES = {
 }
 
 
-def to_gpu(x):
-    x = np.ascontiguousarray(x)
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.int16)).cuda().view(torch.bfloat16)
-    return torch.from_numpy(x).cuda()
-
-
-def to_host(x):
-    x = x.cpu().contiguous()
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
-
-
-def over_arrays(function, x):
-    if isinstance(x, dict):
-        return {name: over_arrays(function, value) for name, value in x.items()}
-    if isinstance(x, tuple):
-        return tuple(over_arrays(function, value) for value in x)
-    return function(x) if isinstance(x, np.ndarray | torch.Tensor) else x
-
-
-def problem(op, dtype, shape, rng):
+def inputs_of(op, dtype, shape, rng):
     """The arguments, for the reference and for the op (on the host)."""
     T, K, V, H, HV, B, cu, options = shape
     x = testing.make_inputs(op, rng, B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype,
@@ -149,7 +130,7 @@ def check(pool, op, what, x, given):
         check_gradients(pool, op, x, given)
         return
     made = step(op, given, what == "pool") if what in STEPS else forward(op, what, given)
-    o, state = over_arrays(to_host, made)
+    o, state = over_arrays(to_numpy, made)
     if given.get("state_v_first"):
         state = v_first(state)
     form = {"form": "recurrent" if pool.state_dtype is None else what, "chunk_size": 16}
@@ -168,7 +149,7 @@ def check_gradients(pool, op, x, given):
     there = d | ({"d_final_state": v_first(d["d_final_state"])} if turned else {})
     grads = getattr(linattn, f"{op}_backward")(
         **over_arrays(to_gpu, there), **{name: over_arrays(to_gpu, a) for name, a in given.items()})
-    made = {name: over_arrays(to_host, a) for name, a in grads._asdict().items() if a is not None}
+    made = {name: over_arrays(to_numpy, a) for name, a in grads._asdict().items() if a is not None}
     if turned:
         made["d_initial_state"] = v_first(made["d_initial_state"])
 
@@ -218,7 +199,7 @@ def main():
             if chosen.verbose:
                 print(label, name, flush=True)
             rng = np.random.default_rng(zlib.crc32(f"{label} {name}".encode()))
-            x, given = problem(op, np.dtype(DTYPES[dtype]), shape, rng)
+            x, given = inputs_of(op, np.dtype(DTYPES[dtype]), shape, rng)
             given |= {"allow_tf32": True} if tf32 else {}
             check(rounded if rounds(op, dtype, shape, what) else exact, op, what, x, given)
             calls += 1

@@ -29,8 +29,9 @@ from support import emulated
 KINDS = ("numpy", "emulated", "torch", "cuda", "cupy")
 FILES = ("test_arguments_dtypes.py", "test_arguments_options.py", "test_arguments_shapes.py",
          "test_autograd.py", "test_autograd_transforms.py", "test_backward.py", "test_bound.py",
-         "test_cuda.py", "test_extremes.py", "test_features.py", "test_forward.py",
-         "test_pool.py", "test_properties.py", "test_step.py", "test_worked_example.py")
+         "test_cuda.py", "test_cuda_bits.py", "test_cuda_large.py", "test_cuda_streams.py",
+         "test_extremes.py", "test_features.py", "test_forward.py", "test_pool.py",
+         "test_properties.py", "test_step.py", "test_worked_example.py")
 COMPUTED = ("test_backward.py", "test_extremes.py", "test_forward.py", "test_pool.py",
             "test_properties.py", "test_step.py")  # these have nothing but calls of the ops
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
