@@ -1,6 +1,11 @@
 """The acceptance rule and the random problems that every test uses, on every device."""
 
+import inspect
+
 import numpy as np
+
+from linattn import ops
+from linattn.variants import VARIANTS, Variant
 
 # r, the bound on rms(out - ref64) / rms(ref64). A correct result rounded once is off by at most
 # half a unit in the last place: 2e-3 in bfloat16, 2.4e-4 in float16. float32 and float64 have the
@@ -114,17 +119,18 @@ def _index(mask):
     return tuple(int(i) for i in np.argwhere(mask)[0])
 
 
-# which gates an op takes beside q, k and v
-GATES = {
-    "linear_attention": (),
-    "retention": ("gamma",),
-    "lightning_attention": ("slopes",),
-    "simple_gla": ("g",),
-    "gla": ("g per key",),
-    "delta_rule": ("beta",),
-    "gated_delta_rule": ("g", "beta"),
-    "kda": ("g per key", "beta"),
-}
+def _gates(variant: Variant) -> tuple[str, ...]:
+    """The gates that an op takes beside q, k and v."""
+    names: tuple[str, ...]
+    if variant.decay == "head":  # the table does not say how it is given, the op's signature does
+        given = inspect.signature(getattr(ops, variant.name)).parameters
+        names = tuple(name for name in ("gamma", "slopes") if name in given)
+    else:
+        names = {"none": (), "token": ("g",), "key": ("g per key",)}[variant.decay]
+    return (*names, "beta") if variant.rule == "delta" else names
+
+
+GATES = {name: _gates(variant) for name, variant in VARIANTS.items()}
 
 
 def make_inputs(op, rng, B=1, T=8, H=1, HV=None, K=4, V=4, dtype=np.float64, *,
@@ -160,7 +166,7 @@ def make_inputs(op, rng, B=1, T=8, H=1, HV=None, K=4, V=4, dtype=np.float64, *,
             shape = (B, T, HV, K) if gate == "g per key" else (B, T, HV)
             inputs["g"] = np.maximum(-np.logaddexp(0, rng.standard_normal(shape)), -3)
     inputs = {name: x.astype(dtype) for name, x in inputs.items()}
-    if op == "linear_attention" and normalize is not True:
+    if VARIANTS[op].normaliser and normalize is not True:
         inputs["normalize"] = normalize
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = np.asarray(cu_seqlens)
@@ -184,7 +190,7 @@ def _state(op, rng, inputs, dtype, sign):
     (B, _, HV, V), K = inputs["v"].shape, inputs["q"].shape[3]
     N = len(inputs["cu_seqlens"]) - 1 if "cu_seqlens" in inputs else B
     S = rng.standard_normal((N, HV, K, V)).astype(dtype)
-    if op != "linear_attention" or inputs.get("normalize", True) is False:
+    if not VARIANTS[op].normaliser or inputs.get("normalize", True) is False:
         return S
     z = rng.standard_normal((N, HV, K))
     return S, (z if sign else np.abs(z)).astype(dtype)
