@@ -42,6 +42,7 @@ from support.problems import (
     whole,
 )
 from support.processes import outcome_of
+from support.variants import HEAD_DECAY, KEY_DECAY
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -256,7 +257,7 @@ def test_a_step_takes_outer_strides(op, layout):
 def rows_of_a_step():
     for op in OPS:
         for name in [*array_names(op, "step"), "out"]:
-            if name in ("q", "k", "v", "state", "out") or (name == "g" and op in ("gla", "kda")):
+            if name in ("q", "k", "v", "state", "out") or (name == "g" and op in KEY_DECAY):
                 yield op, name
 
 
@@ -269,7 +270,7 @@ def test_a_step_refuses_rows_that_it_would_have_to_copy(op, name, layout):
 
 
 @pytest.mark.parametrize("layout", [every_other, backwards, transposed], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("op", ["gated_delta_rule", "retention", "lightning_attention"])
+@pytest.mark.parametrize("op", ["gated_delta_rule", *HEAD_DECAY])
 def test_a_step_takes_any_stride_of_a_gate_that_has_no_rows(op, layout):
     made = arguments(op, "step")
     odd = laid_out(made, layout, ["g", "beta", "gamma", "slopes"])

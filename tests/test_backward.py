@@ -19,6 +19,7 @@ from support.grid import (
     v_first,
     wider,
 )
+from support.variants import HEAD_DECAY
 
 from linattn import reference, testing
 
@@ -36,7 +37,6 @@ def has_gradients(case):
 
 
 GRID = list(filter(has_gradients, cases(seed=2, limit=4_000)))
-PER_HEAD = ("retention", "lightning_attention")
 
 
 def pytest_generate_tests(metafunc):
@@ -55,7 +55,7 @@ def test_backward(case, rng):
             d["do"], **given, d_final_state=v_first(d_state) if case.v_first else d_state)
         if case.v_first:
             grads = grads._replace(d_initial_state=v_first(grads.d_initial_state))
-        names = [name for name in grads._fields if name != "dg" or case.op not in PER_HEAD]
+        names = [name for name in grads._fields if name != "dg" or case.op not in HEAD_DECAY]
         # a gate per head has a few numbers a call: test_gradients_of_gates_per_head has enough
         add_gradients(pool, case, grads, x | d, names)
 
@@ -76,7 +76,7 @@ def add_gradients(pool, case, grads, x, names):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("op", PER_HEAD)
+@pytest.mark.parametrize("op", HEAD_DECAY)
 def test_gradients_of_gates_per_head(op, dtype, mode, rng):
     """One number per head, the sum over all tokens: judged over 2,048 heads."""
     case = Case(op, mode, dtype, 37, None, 16, 16, 32, 64, 1)

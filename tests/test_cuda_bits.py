@@ -18,8 +18,9 @@ from support.gpu import (
     ops,
     run,
 )
-from support.problems import PER_TOKEN
+from support.problems import PER_TOKEN, gate_of
 from support.tensors import to_numpy, torch
+from support.variants import HEAD_DECAY
 
 import linattn
 
@@ -127,9 +128,9 @@ def test_packed_sequences_on_the_device(op, cu, K, dtype):
 
 @ops
 def test_a_gate_per_head_may_lie_on_the_host(op):
-    gate = {"retention": "gamma", "lightning_attention": "slopes"}.get(op)
-    if gate is None:
+    if op not in HEAD_DECAY:
         pytest.skip(f"{op} has no gate per head")
+    gate = gate_of(op)
     for HV in (4, 300):
         x = gpu_problem(op, T=70, H=1, HV=HV, V=16)
         want = run(op, x)

@@ -20,6 +20,7 @@ from support.gpu import (
     to_gpu,
 )
 from support.tensors import to_numpy, torch
+from support.variants import DELTA, GATED, HEAD_DECAY, TOKEN_DECAY
 
 import linattn
 from linattn import reference, testing
@@ -69,7 +70,7 @@ def test_a_long_sequence_token_by_token(op):
 
 
 @pytest.mark.parametrize("gate", ["equal", "random"])
-@pytest.mark.parametrize("op", ["retention", "simple_gla", "gated_delta_rule"])
+@pytest.mark.parametrize("op", [HEAD_DECAY[0], *TOKEN_DECAY])
 def test_65536_tokens_one_by_one(op, gate):
     """The state's own roundings, one a token and each up to 2^-24, are a random walk. Those of
     decays may go to one side, by up to 2^-25 of each: README says what comes of it."""
@@ -82,7 +83,7 @@ def test_65536_tokens_one_by_one(op, gate):
         x["gamma"] = np.array([1 - 2.0**-17])
     else:
         x["g"] = np.full((1, T, 1), -1e-5) if gate == "equal" else rng.uniform(-2e-5, 0, (1, T, 1))
-    if "delta" in op:
+    if op in DELTA:
         x["beta"] = rng.uniform(0, 1, (1, T, 1))
     x = {name: a.astype(np.float32) for name, a in x.items()}
     exact, final = getattr(linattn, op)(**{name: a.astype(np.float64) for name, a in x.items()},
@@ -253,7 +254,7 @@ def test_float16_sums_of_all_tokens(op, K):
 # ---- many ----
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule"])
+@pytest.mark.parametrize("op", TOKEN_DECAY)
 def test_more_than_65535_heads(op):
     """A launch has at most 65,535 blocks along its second and third axis."""
     for face in ("forward", "step"):
@@ -263,7 +264,7 @@ def test_more_than_65535_heads(op):
         assert_same_bits([a[-1:] for a in rows], run(op, last, face))
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule"])
+@pytest.mark.parametrize("op", TOKEN_DECAY)
 def test_more_than_65535_chunks(op):
     x = gpu_problem(op, B=1, T=65_540, H=1, HV=1, K=16, V=16, dtype="float32")
     del x["initial_state"]
@@ -277,7 +278,7 @@ def test_more_than_65535_chunks(op):
                             to_numpy(naive[:, -3584:]), dtype=np.float32)
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule"])
+@pytest.mark.parametrize("op", TOKEN_DECAY)
 def test_more_elements_than_an_int_counts(op):
     """v and o have 2^31 + 2^24 elements; the last head is the one alone."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
@@ -294,7 +295,7 @@ def test_more_elements_than_an_int_counts(op):
         assert_same_bits([o[:, :, head:head + 1]], [want])
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule", "gla", "kda"])
+@pytest.mark.parametrize("op", GATED)
 def test_gradients_in_turns(op):
     """Scratch of more than 4 GiB is not taken: heads are worked on in turns, to the same bits."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
@@ -320,7 +321,7 @@ def test_gradients_in_turns(op):
     linattn.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gated_delta_rule", "gla", "kda"])
+@pytest.mark.parametrize("op", GATED)
 def test_a_forward_pass_in_turns(op):
     """Scratch of more than 4 GiB is not taken by a forward pass either: KDA of 32 heads and a
     million tokens took 34 GiB."""

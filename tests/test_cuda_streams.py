@@ -23,6 +23,7 @@ from support.gpu import (
 from support.problems import PER_TOKEN
 from support.processes import python
 from support.tensors import to_numpy, torch
+from support.variants import EVERY_DECAY
 
 import linattn
 
@@ -302,7 +303,7 @@ print(torch.equal(captured, warm))
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @faces
-@pytest.mark.parametrize("op", ["linear_attention", "retention", "gated_delta_rule", "kda"])
+@pytest.mark.parametrize("op", EVERY_DECAY)
 def test_a_cold_first_call_inside_a_capture(op, face, dtype):
     """In a process where nothing of ours has run: the pool and the kernels are not there yet."""
     printed = python(COLD.format(op=op, face=face, dtype=dtype), timeout=120)

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.variants import DELTA
 
 from linattn.programs import demo
-
-MEMORIES = ["linear_attention", "retention", "delta_rule", "gated_delta_rule", "kda"]
 
 
 def linattn(*arguments, **keywords):
@@ -48,10 +47,10 @@ def test_the_table(small):
     assert bits_per_byte(done.stdout, "lzma") == pytest.approx(
         8 * len(lzma.compress(data)) / len(data), abs=6e-4)
     plain = bits_per_byte(done.stdout, "linear_attention")
-    for name in ("delta_rule", "gated_delta_rule", "kda"):
+    for name in DELTA:
         assert bits_per_byte(done.stdout, name) < plain
     assert plain < bits_per_byte(done.stdout, "order-0 entropy")
-    assert done.stdout.count(" yes\n") == len(MEMORIES)
+    assert done.stdout.count(" yes\n") == len(demo.MEMORIES)
 
 
 def test_only_the_memories_asked_for(small):
@@ -214,9 +213,9 @@ def test_a_failure_of_the_run_is_one_line(small, monkeypatch, capsys):
 def test_code_lengths_depend_on_earlier_bytes_only(small):
     data = small.read_bytes()[:9_000]
     changed = data[:5_000] + bytes(reversed(data[5_000:]))
-    before, _ = demo.measure(data, MEMORIES)
-    after, _ = demo.measure(changed, MEMORIES)
-    for name in MEMORIES:
+    before, _ = demo.measure(data, demo.MEMORIES)
+    after, _ = demo.measure(changed, demo.MEMORIES)
+    for name in demo.MEMORIES:
         # the packing differs, and with it where the chunks of a sequence end: not bit-equal
         np.testing.assert_allclose(before[name]["bits"][:5_000], after[name]["bits"][:5_000],
                                    rtol=1e-3, atol=1e-3)

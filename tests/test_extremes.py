@@ -25,13 +25,10 @@ from support.grid import (
     wider,
     worse,
 )
+from support.variants import DELTA, GATED, KEY_DECAY
 
 from linattn import reference, testing
 
-SCALAR_GATE = ("simple_gla", "gated_delta_rule")
-KEY_GATE = ("gla", "kda")
-GATED = SCALAR_GATE + KEY_GATE
-DELTA = ("delta_rule", "gated_delta_rule", "kda")
 REALS = (np.float64, np.float32)
 ALL = (*REALS, np.float16, ml_dtypes.bfloat16)
 STRONG_CHUNKS = (1, 2, 15, 16, 17, 64)
@@ -135,7 +132,7 @@ def strong(kind, x, op, rng):
     elif kind == "mixed":  # -1e4 every 8th token, next to decays that keep almost everything
         g[:] = -rng.uniform(0, 0.1, g.shape)
         g[:, ::8] = -1e4
-        if op in KEY_GATE:
+        if op in KEY_DECAY:
             g[:, 3::8, :, ::3] = -np.inf
     elif kind == "-inf now and then":
         g[rng.random(g.shape) < 0.1] = -np.inf

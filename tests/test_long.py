@@ -5,13 +5,13 @@ does: its error is far below what float32 can see."""
 
 import numpy as np
 import pytest
+from support.variants import DELTA, GATED, TOKEN_DECAY
 
 import linattn
 from linattn import reference
 from linattn.testing import RMS_BOUND
 
 LONG, LONGEST, K = 2**16, 2**20, 16
-GATED = {"simple_gla": "token", "gla": "key", "gated_delta_rule": "token", "kda": "key"}
 CASES = [(op, gate) for op in linattn.OPS
          for gate in (("equal", "random", "alpha") if op in GATED else ("",))]
 
@@ -22,10 +22,10 @@ def long_inputs(op, gate, T):
     k /= np.linalg.norm(k, axis=1, keepdims=True)
     made = {"q": q, "k": k, "v": v}
     if op in GATED:
-        shape = (T,) if GATED[op] == "token" else (T, K)
+        shape = (T,) if op in TOKEN_DECAY else (T, K)
         g = np.full(shape, -1e-5) if gate == "equal" else rng.uniform(-2e-5, 0, shape)
         made["alpha" if gate == "alpha" else "g"] = np.exp(g) if gate == "alpha" else g
-    if "delta" in op or op == "kda":
+    if op in DELTA:
         made["beta"] = rng.uniform(0, 1, T)
     if op == "retention":
         made["gamma"] = np.array([1 - 2.0**-17])
@@ -72,7 +72,7 @@ def test_65536_tokens_one_by_one(op, gate):
     assert error(state, final) < most
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gla", "gated_delta_rule", "kda"])
+@pytest.mark.parametrize("op", GATED)
 def test_gradients_of_65536_tokens(op):
     """dS is carried back over as many decays as S is carried on."""
     made = long_inputs(op, "equal", LONG)

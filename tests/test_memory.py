@@ -10,6 +10,7 @@ import pytest
 from support.compare import arrays_in, snapshot
 from support.leaks import legal_call, spoiled
 from support.processes import python
+from support.variants import EVERY_DECAY, FEW
 
 import linattn
 from linattn import _linattn
@@ -179,7 +180,7 @@ needs_proc = pytest.mark.skipif(not HAS_PROC, reason="no /proc here")
 
 
 @needs_proc
-@pytest.mark.parametrize("op", ["linear_attention", "retention", "gated_delta_rule", "kda"])
+@pytest.mark.parametrize("op", EVERY_DECAY)
 def test_a_long_forward_takes_little_more_than_its_arrays(op):
     text = in_a_child(f"""
 linattn.set_num_threads(2)
@@ -192,7 +193,7 @@ print(given, *peak_of(function, made))
 
 @needs_proc
 @pytest.mark.parametrize("mode", ["chunk", "recurrent"])
-@pytest.mark.parametrize("op", ["linear_attention", "gated_delta_rule", "kda"])
+@pytest.mark.parametrize("op", FEW)
 def test_backward_is_linear_in_t(op, mode):
     """Beside its arrays a backward may take a few times T d, never T d d (256 MB and 1 GB here)."""
     sizes = {}

@@ -14,15 +14,13 @@ from support.compare import assert_same_bits, over_arrays
 from support.device import ops as linattn
 from support.grid import MODES, parts
 from support.problems import PER_HEAD, PER_TOKEN
+from support.variants import DELTA, GATED, HEAD_DECAY, KEY_DECAY, with_decay
 
 from linattn import reference, testing
 
 PROFILE = settings(max_examples=200, derandomize=True, deadline=None, database=None,
                    suppress_health_check=list(HealthCheck))
 
-GATED = ("simple_gla", "gla", "gated_delta_rule", "kda")
-DELTA = ("delta_rule", "gated_delta_rule", "kda")
-UNNORMALISED = tuple(op for op in linattn.OPS if op != "linear_attention")
 REALS = (np.float64, np.float64, np.float64, np.float32)
 DTYPES = (*REALS, np.float16, ml_dtypes.bfloat16)
 
@@ -291,7 +289,7 @@ def test_sequences_and_heads_do_not_know_their_neighbours(problem, rng):
     d = testing.make_output_gradients(op, rng, x)
     both = x | d
     o, grads = forward(op, x, **run), backward(op, x, d, **run)
-    but = ("dg",) if op in ("retention", "lightning_attention") else ()  # sums over sequences
+    but = ("dg",) if op in HEAD_DECAY else ()  # sums over sequences
 
     order = rng.permutation(B)
     for rows in (order, order[:1]):  # another order, and one alone
@@ -308,7 +306,7 @@ def test_sequences_and_heads_do_not_know_their_neighbours(problem, rng):
         wanted = {n: a.take(heads, 2 if n == "o" else 1) for n, a in o.items()}
         assert_all_same_bits(forward(op, y, **run), wanted)
         got = backward(op, y, d_heads, **run)
-        wanted = {n: a.take(heads, {"dg": a.ndim - 2 if op in ("gla", "kda") else a.ndim - 1,
+        wanted = {n: a.take(heads, {"dg": a.ndim - 2 if op in KEY_DECAY else a.ndim - 1,
                                     "dbeta": 2, "dv": 2}.get(n, 1))
                   for n, a in grads.items() if n not in ("dq", "dk")}
         for name in ("dq", "dk"):  # sums over the group: below
@@ -356,7 +354,7 @@ def test_beta_zero_writes_nothing(problem):
 @given(problems(ops=GATED))
 def test_g_zero_is_no_gate_and_alpha_is_exp_g(problem):
     op, x, run = problem
-    plain = {"simple_gla": "linear_attention", "gla": "linear_attention"}.get(op, "delta_rule")
+    plain = with_decay(op, "none")
     y = {name: a for name, a in x.items() if name != "g"}
     options = {"feature_map": "identity", "normalize": False} if "beta" not in x else {}
     assert_all_agree(forward(op, x | {"g": np.zeros_like(x["g"])}, **run),
@@ -549,7 +547,7 @@ def test_one_head_without_its_axes(problem, rng):
 
 
 @PROFILE
-@given(problems(ops=("retention", "lightning_attention", "gla", "kda")), seeds())
+@given(problems(ops=HEAD_DECAY + KEY_DECAY), seeds())
 def test_special_cases(problem, rng):
     op, x, run = problem
     x.pop("g", None)
@@ -564,7 +562,7 @@ def test_special_cases(problem, rng):
     else:
         g = -rng.exponential(1, (B, T, HV))
         x["g"] = np.broadcast_to(g[..., None], (B, T, HV, K)).copy()
-        plain, y = {"gla": "simple_gla", "kda": "gated_delta_rule"}[op], x | {"g": g}
+        plain, y = with_decay(op, "token"), x | {"g": g}
     assert_all_agree(forward(op, x, **run), forward(plain, y, **run))
 
 

@@ -6,12 +6,12 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
+from support.variants import GATED
 
 from linattn import reference
 from linattn.testing import GATES, assert_accurate, make_inputs, make_output_gradients
 
 OPS = tuple(GATES)
-GATED = ("simple_gla", "gla", "gated_delta_rule", "kda")
 LINEAR_ATTENTION = {
     "plain": {},
     "add": {"normalize": "add", "eps": 1e-2},

@@ -14,12 +14,13 @@ MODES = ("chunk", "recurrent", "parallel")
 BEFORE = """
 import numpy as np, linattn
 def gates(op, shape, K):
-    B_T_HV = shape[:-1]
-    return {"gla": {"g": np.zeros((*B_T_HV, K), "f")}, "simple_gla": {"g": np.zeros(B_T_HV, "f")},
-            "delta_rule": {"beta": np.zeros(B_T_HV, "f")},
-            "lightning_attention": {"slopes": np.zeros(shape[2] if len(shape) == 4 else 1, "f")},
-            "gated_delta_rule": {"g": np.zeros(B_T_HV, "f"), "beta": np.zeros(B_T_HV, "f")},
-            "kda": {"g": np.zeros((*B_T_HV, K), "f"), "beta": np.zeros(B_T_HV, "f")}}.get(op, {})
+    B_T_HV, row = shape[:-1], linattn.VARIANTS[op]
+    made = {"beta": np.zeros(B_T_HV, "f")} if row.rule == "delta" else {}
+    if row.decay in ("token", "key"):
+        made["g"] = np.zeros(B_T_HV if row.decay == "token" else (*B_T_HV, K), "f")
+    if op == "lightning_attention":
+        made["slopes"] = np.zeros(shape[2] if len(shape) == 4 else 1, "f")
+    return made
 """
 
 

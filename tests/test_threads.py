@@ -15,6 +15,7 @@ import pytest
 from support.compare import arrays_in
 from support.problems import at_token
 from support.processes import environment, python
+from support.variants import FEW
 
 import linattn
 from linattn.testing import make_inputs, make_output_gradients
@@ -137,7 +138,7 @@ def test_steps_do_not_depend_on_the_number_of_threads(op):
         assert step(op, inputs) == want, n
 
 
-@pytest.mark.parametrize("op", ["linear_attention", "gated_delta_rule", "kda"])
+@pytest.mark.parametrize("op", FEW)
 def test_packed_sequences_and_whole_sequences_do_not_either(op):
     rng = np.random.default_rng(0)
     cu = np.array([0, 1, 1, 130, 200, 333])

@@ -13,6 +13,7 @@ import numpy as np
 import linattn
 from linattn import _linattn, reference, testing
 from support import device
+from support.variants import KEY_DECAY, NORMALISED
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 MODES = ("chunk", "recurrent", "parallel")
@@ -180,7 +181,7 @@ def bits_multiplied(op, dtype, mode, T=64, chunk=None):
     0 where it does not: with a decay per key, or a feature map, linear_attention's by default."""
     isa = _linattn.isa()[0]
     paired = "bf16" in isa or "amx" in isa
-    if not (paired and op not in ("linear_attention", "gla", "kda") and mode == "chunk"
+    if not (paired and op not in NORMALISED + KEY_DECAY and mode == "chunk"
             and (chunk or 0) <= 64 and dtype == ml_dtypes.bfloat16 and T > 0):
         return 0
     return 8 if "bf16" in isa else 16

@@ -1,0 +1,28 @@
+"""Which ops are of which kind, by linattn.VARIANTS: no test types such a list (test_house.py).
+
+Every list has the table's order.
+"""
+
+from linattn import VARIANTS
+
+
+def ops_with(**kind):
+    """The ops whose row of the table has these fields."""
+    return tuple(op for op, row in VARIANTS.items()
+                 if all(getattr(row, field) == value for field, value in kind.items()))
+
+
+NO_DECAY, HEAD_DECAY, TOKEN_DECAY, KEY_DECAY = (
+    ops_with(decay=decay) for decay in ("none", "head", "token", "key"))
+GATED = tuple(op for op in VARIANTS if op in TOKEN_DECAY + KEY_DECAY)  # these take g, or alpha
+DELTA, NORMALISED = ops_with(rule="delta"), ops_with(normaliser=True)
+
+# For tests that would take too long with all ops: the least op, and the delta rule's with a gate.
+# Between them they have everything that a kernel can have, but for a decay per head.
+FEW = (NO_DECAY[0], *(op for op in DELTA if op in GATED))
+EVERY_DECAY = (FEW[0], HEAD_DECAY[0], *FEW[1:])
+
+
+def with_decay(op, decay):
+    """The op of the same rule with another decay."""
+    return next(other for other in ops_with(decay=decay, rule=VARIANTS[op].rule))
