@@ -7,9 +7,9 @@
 memcheck, racecheck, initcheck and synccheck make a program ten to a hundred times slower; without
 them all of this takes a minute or two. Every array is an allocation of its own, so that one element
 too far is seen. racecheck follows a barrier from thread to thread, not from a warp's lanes to the
-one that arrives for all of them: build with NVCC_APPEND_FLAGS=-DLA_EVERY_LANE_ARRIVES for it, else
-it finds races between the fetching warps and the others that are none. Exit status 1 if a result is
-wrong (the sanitizer has its own, see its --error-exitcode).
+one that arrives for all of them: build with NVCC_APPEND_FLAGS=-DLA_EVERY_LANE_ARRIVES for it.
+Otherwise it reports races between the fetching warps and the others where there are none. The exit
+status is 1 if a result is wrong. The sanitizer has a status of its own: see its --error-exitcode.
 """
 
 import argparse
@@ -88,8 +88,9 @@ def step(op, given, pooled):
 
 
 def pooled_step(op, gpu, state):
-    """The states in every other slot of a pool, backwards, and a row more for every index that
-    names none: they must be zeros, and the slots between as they were."""
+    """The states lie in every other slot of a pool, in reverse order. The batch has a further row
+    for every index that names no state: its output must be zero. The slots between must stay as
+    they were."""
     B = len(gpu["v"])
     nowhere = [-1, -2, 2 * B, 2**31 - 1, -(2**31)]
     slots = torch.arange(2 * B - 1, -1, -2)
@@ -135,12 +136,12 @@ def check(pool, op, what, x, given):
         state = v_first(state)
     form = {"form": "recurrent" if pool.state_dtype is None else what, "chunk_size": 16}
 
-    def twin(x, dtype=x["v"].dtype, **how):
+    def naive(x, dtype=x["v"].dtype, **how):
         return dict(zip(("o", "final_state"), getattr(reference, op)(**x, dtype=dtype, **how),
                         strict=True))
 
-    pool.add({"o": o, "final_state": state}, twin(x, wider(x["v"].dtype)),
-             lambda x: twin(x, **form), x)
+    pool.add({"o": o, "final_state": state}, naive(x, wider(x["v"].dtype)),
+             lambda x: naive(x, **form), x)
 
 
 def check_gradients(pool, op, x, given):
@@ -153,12 +154,13 @@ def check_gradients(pool, op, x, given):
     if turned:
         made["d_initial_state"] = v_first(made["d_initial_state"])
 
-    def twin(x, dtype=x["v"].dtype, **how):
+    def naive(x, dtype=x["v"].dtype, **how):
         found = reference.backward(op, **x, dtype=dtype, **how)._asdict()
         return {name: found[name] for name in made}
 
     x = x | d
-    pool.add(made, twin(x, wider(x["v"].dtype)), lambda x: twin(x, form="chunk", chunk_size=16), x)
+    pool.add(made, naive(x, wider(x["v"].dtype)),
+             lambda x: naive(x, form="chunk", chunk_size=16), x)
 
 
 def choices(text, known):

@@ -15,13 +15,13 @@ from support import device
 from support.device import ops as linattn
 from support.grid import (
     MODES,
+    RETRIES,
     STATES,
-    THROWS,
     bits_multiplied,
     gradients_on_tensor_cores,
     parts,
+    retried,
     rounds_products,
-    throw_again,
     wider,
     worse,
 )
@@ -56,18 +56,18 @@ def judge(op, rng, x, *, modes=MODES, chunk_sizes=(None,), gradients=True):
         tf32 = device.on_host() and bits_multiplied(op, dtype, mode, chunk=chunk) == 16
         form = mode if device.on_host() or rounded else "recurrent"
 
-        def twin(x, form=form, chunk=chunk):
+        def naive(x, form=form, chunk=chunk):
             o, state = function(**x, dtype=dtype, form=form, chunk_size=chunk or 16)
             return {"o": o, "final_state": state}
 
-        compare(f"{op} {mode} {chunk}", dtype, False, twin, x,
+        compare(f"{op} {mode} {chunk}", dtype, False, naive, x,
                 ("o", o, ref_o), ("final_state", state, ref_state), rounded=rounded, tf32=tf32)
     if gradients:
         judge_gradients(op, rng, x, runs)
 
 
 def judge_gradients(op, rng, x, runs):
-    """The gradients of x, each (mode, chunk size) beside its own naive twin."""
+    """The gradients of x, each (mode, chunk size) beside its own naive gradients."""
     dtype = x["v"].dtype
     d = testing.make_output_gradients(op, rng, x)
     refs = reference.backward(op, **d, **x, dtype=wider(dtype))
@@ -76,29 +76,29 @@ def judge_gradients(op, rng, x, runs):
         rounded = not device.on_host() and gradients_on_tensor_cores(
             dtype, x["q"].shape[-1], x["v"].shape[-1], mode)
         compare(f"{op}_backward {mode} {chunk}", dtype, True,
-                twin_gradients(op, dtype, mode, chunk), x | d,
+                naive_gradients(op, dtype, mode, chunk), x | d,
                 *((name, getattr(grads, name), getattr(refs, name)) for name in grads._fields),
                 rounded=rounded)
 
 
-def twin_gradients(op, dtype, mode, chunk):
-    """The naive twin of a backward, as a function of its inputs."""
-    def twin(x):
+def naive_gradients(op, dtype, mode, chunk):
+    """The reference's gradients at `dtype`, as a function of the inputs."""
+    def naive(x):
         grads = reference.backward(op, **x, dtype=dtype, form=mode, chunk_size=chunk or 16)
         return grads._asdict()
-    return twin
+    return naive
 
 
-def compare(label, dtype, gradient, twin, x, *outputs, rounded=False, tf32=False):
-    """Each (name, output, reference) beside the naive twin, thrown again before a failure.
-    rounded: a state is a sum of products of numbers of `dtype`, tf32: of two for each."""
-    problems, naives = [], twin(x)
+def compare(label, dtype, gradient, naive, x, *outputs, rounded=False, tf32=False):
+    """Judge each (name, output, reference) beside naive(x), with retries before a failure. rounded:
+    a state is a sum of products of numbers of `dtype`; tf32: two such numbers stand for each."""
+    problems, naives = [], naive(x)
     for name, out, ref in outputs:
         labels = [part for part, _ in parts(name, out)]
         for i, part in enumerate(labels):
             a, b, c = (parts(name, y)[i][1] for y in (out, ref, naives[name]))
             assert a.size >= 1000, (label, part, a.shape)
-            # A longdouble holds exp(-1e4); what float64 has no number for is 0 there, rightly.
+            # A longdouble holds exp(-1e4). float64 does not, and 0 is right there.
             if b.dtype == np.longdouble:
                 b = np.where(b.astype(a.dtype) == 0, 0, b)
             # a gate's gradient has the gate's dtype, a state float32 beside two-byte inputs
@@ -109,8 +109,8 @@ def compare(label, dtype, gradient, twin, x, *outputs, rounded=False, tf32=False
             try:
                 testing.assert_accurate(a, b, c, **how)
             except AssertionError:
-                for seed in range(1, THROWS):
-                    again = parts(name, throw_again(twin, x, seed)[name])[i][1]
+                for seed in range(1, RETRIES + 1):
+                    again = parts(name, retried(naive, x, seed)[name])[i][1]
                     c = worse(c, again.astype(dtype) if short else again, b)
                 try:
                     testing.assert_accurate(a, b, c, **how)
@@ -322,8 +322,8 @@ def test_not_finite_in_one_token(op, name, value, mode, dtype, rng):
     x[name] = x[name].copy()
     x[name][1, 20] = value
     o, state = getattr(linattn, op)(**x, mode=mode, output_final_state=True)
-    # The whole token is hit, so inf - inf may or may not come up: which of inf and NaN it is
-    # depends on the order of the sums, that it is not finite does not.
+    # The whole token is hit, so inf - inf may occur. The order of the sums decides between inf and
+    # NaN; in any order the result is not finite.
     ref_o, ref_state = getattr(reference, op)(**x, dtype=dtype)
     np.testing.assert_array_equal(np.isfinite(o), np.isfinite(ref_o))
     for (_, a), (_, b) in zip(parts("state", state), parts("state", ref_state), strict=True):
@@ -340,7 +340,7 @@ def test_not_finite_in_one_token(op, name, value, mode, dtype, rng):
 @pytest.mark.parametrize("name", ("q", "k", "v", "initial_state"))
 @pytest.mark.parametrize("op", linattn.OPS)
 def test_not_finite_in_one_number(op, name, value, mode, dtype, rng):
-    """As above, and what it does not reach stays finite: other columns, say, of what was in v."""
+    """As above. Elements that it does not reach stay finite, for example the other columns of v."""
     plain = {"feature_map": "identity", "normalize": False} if op == "linear_attention" else {}
     x = testing.make_inputs(op, rng, B=2, T=70, K=40, V=24, dtype=dtype, initial_state=True)
     if plain:
@@ -463,8 +463,8 @@ def test_denominators_of_zero(feature_map, normalize, dtype, rng):
     for mode in MODES:
         o, _ = linattn.linear_attention(**x, mode=mode)
         assert not o[:, :9].any() and not o[:, 15:18].any()
-    # Where den is 0 the gradient is do / eps, a million times the rest: judge what is ordinary
-    # by itself, with those rows' do at zero.
+    # Where den is 0 the gradient is do / eps, a million times the rest. The ordinary rows are
+    # judged by themselves, with do = 0 in those.
     judge("linear_attention", rng, x, gradients=False)
     do = rng.standard_normal(x["v"].shape).astype(dtype)
     do[:, :9] = 0
@@ -478,7 +478,7 @@ def compare_gradients(x, do):
     for mode in MODES:
         grads = linattn.linear_attention_backward(do, **x, mode=mode)
         compare(f"linear_attention_backward {mode}", dtype, True,
-                twin_gradients("linear_attention", dtype, mode, 16), x | {"do": do},
+                naive_gradients("linear_attention", dtype, mode, 16), x | {"do": do},
                 *((name, getattr(grads, name), getattr(refs, name)) for name in ("dq", "dk", "dv")))
 
 
@@ -487,7 +487,7 @@ def compare_gradients(x, do):
 @pytest.mark.parametrize("normalize", ("clamp", "add"))
 @pytest.mark.parametrize("causal", (True, False))
 def test_a_denominator_that_is_nan(causal, normalize, dtype, mode, rng):
-    """It stays one where the numerator is a number: no clamp takes it for small."""
+    """A NaN stays NaN where the numerator is a number: no clamp takes it for small."""
     x = testing.make_inputs("linear_attention", rng, B=2, T=T, K=K, V=V, dtype=dtype,
                             initial_state=True)
     x["initial_state"][1][1, 0, 2] = np.nan
@@ -562,7 +562,7 @@ def test_exp_map_with_a_row_that_overflows(dtype, rng):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", REALS)
 def test_a_sum_of_keys_that_overflows(dtype, mode, causal):
-    """Then z is infinite, and what is read is 0: neither becomes NaN with the next tokens."""
+    """Then z is infinite and reads are 0. Neither becomes NaN with the next tokens."""
     device.needs_host("the test is of the host's sums")
     huge = np.finfo(dtype).max / 4
     q = np.ones((1, 70, 1, 1), dtype)
@@ -593,8 +593,8 @@ def test_a_long_sequence(op, mode, rng):
 
 @pytest.mark.parametrize("op", ("simple_gla", "gated_delta_rule", "kda"))
 def test_a_million_tokens(op, rng):
-    """2^20 tokens. The gates forget: 512 tokens on (a decay of e^-400), what came before is gone,
-    and the reference may start there."""
+    """2^20 tokens. The gates forget: after 512 tokens, a decay of e^-400, nothing of the earlier
+    ones is left, and the reference may start there."""
     T, tail, lead = 2**20, 2048, 512
     x = testing.make_inputs(op, rng, T=T, K=8, V=8, dtype=np.float32)
     chunk, _ = getattr(linattn, op)(**x)

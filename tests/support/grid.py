@@ -56,14 +56,15 @@ class Case:
 
 
 def _cost(case):
-    """What the reference needs, in tokens of one small head: it walks them one by one."""
+    """The reference's work, in tokens of one small head: it goes token by token."""
     tokens = max(case.B, 1) * case.T * case.HV
     quadratic = case.T / 100 if case.mode == "parallel" else 0
     return tokens * (1 + case.K * case.V / 2000 + quadratic)
 
 
 def cases(seed, limit=12_000):
-    """Each axis value with every (op, mode, dtype); what a case is not about shrinks to `limit`."""
+    """Each axis value with every (op, mode, dtype). A case that costs more than `limit` shrinks
+    along its other axes."""
     rng = np.random.default_rng(seed)
     axes = {"T": LENGTHS, "chunk": CHUNKS, "K": DIMENSIONS, "V": DIMENSIONS, "heads": HEADS,
             "B": BATCHES}
@@ -96,9 +97,9 @@ TENSOR_HEADS = ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))
 
 
 def tensor_core_cases(seed):
-    """bfloat16 at every (op, K, V, T), and after these float16 at every fourth; each heads, layout,
-    norm, state and packing several times with each of them. The reference takes the chunk form
-    here: the recurrence would take minutes.
+    """bfloat16 at every (op, K, V, T), then float16 at every fourth of these. Each number of heads,
+    layout, norm, state and packing occurs several times with each of them. The reference uses the
+    chunk form here, because the recurrence would take minutes.
     """
     rng = np.random.default_rng(seed)
     halves = []
@@ -117,7 +118,7 @@ def tensor_core_cases(seed):
 
 
 def inputs_of(case, rng):
-    """Keyword arguments for the op, and for its twin in linattn.reference."""
+    """Keyword arguments for the op, and for its namesake in linattn.reference."""
     cu = None
     if case.packed:
         a, b = np.sort(rng.integers(0, case.T + 1, 2))
@@ -149,7 +150,8 @@ def for_op(case, x):
 
 
 def wider(dtype):
-    """What the reference computes in: float64 has no spare digits against itself."""
+    """The dtype that the reference computes in: against float64 it needs more digits than
+    float64."""
     return np.longdouble if np.dtype(dtype) == np.float64 else np.float64
 
 
@@ -159,26 +161,27 @@ def sampled(grid, every, how):
 
 
 def on_tensor_cores(dtype, K, mode, T=64, tf32=False):
-    """Does a GPU's forward pass multiply on tensor cores, its operands rounded to `dtype` or, where
-    float32 may be so rounded, as tf32? All others walk the tokens there one by one, whatever the
-    mode; so do float16, float32 and K above 128 on devices before Hopper, and the delta rule with
-    K below 16, and are more exact then."""
+    """Does a GPU's forward pass multiply on tensor cores? Its operands are then rounded to `dtype`,
+    or to tf32 where that is allowed for float32. All other passes go token by token, in every mode.
+    The answer is yes for some that in fact go token by token and are more exact: float16, float32
+    and K above 128 on devices before Hopper, and the delta rule with K below 16."""
     halves = dtype in (ml_dtypes.bfloat16, np.float16) and K <= 256
     return ((halves or (tf32 and dtype == np.float32 and K <= 128)) and mode != "recurrent"
             and T > device.FEW_TOKENS)
 
 
 def rounds_products(op, dtype, K, mode, T=64, chunk=None):
-    """Does a causal forward pass round what it multiplies to `dtype`?"""
+    """Does a causal forward pass round its factors to `dtype`?"""
     if device.on_host():
         return bits_multiplied(op, dtype, mode, T, chunk) == 8
     return on_tensor_cores(dtype, K, mode, T)
 
 
 def bits_multiplied(op, dtype, mode, T=64, chunk=None):
-    """How many bits of a number a causal forward pass on the host multiplies, by a processor's
-    products of bfloat16 numbers, in chunks of up to 64: 8, one of them for a number, or 16, two;
-    0 where it does not: with a decay per key, or a feature map, linear_attention's by default."""
+    """How many bits of a number the host's bfloat16 products multiply, in a causal forward pass
+    with chunks of up to 64 tokens. 8: one bfloat16 number stands for each number. 16: two do. 0:
+    the pass does not use these products, for example with a decay per key or a feature map, which
+    linear_attention has by default."""
     isa = _linattn.isa()[0]
     paired = "bf16" in isa or "amx" in isa
     if not (paired and op not in NORMALISED + KEY_DECAY and mode == "chunk"
@@ -188,7 +191,8 @@ def bits_multiplied(op, dtype, mode, T=64, chunk=None):
 
 
 def gradients_on_tensor_cores(dtype, K, V, mode, T=64):
-    """Does a GPU's backward pass? Hopper's does, of bfloat16; on other devices it is more exact."""
+    """Does a GPU's backward pass multiply on tensor cores? Hopper's does in bfloat16; others are
+    more exact."""
     return (dtype == ml_dtypes.bfloat16 and mode != "recurrent" and T > 0 and 16 <= K <= 128
             and V % 8 == 0)
 
@@ -203,7 +207,7 @@ def form_of(case, gpu=False):
 
 
 def parts(name, value):
-    """[(name, array)] of an output: a state may be a pair, and what is absent is left out."""
+    """[(name, array)] of an output: a state may be a pair, and None has no entry."""
     if value is None:
         return []
     if isinstance(value, tuple):
@@ -211,10 +215,10 @@ def parts(name, value):
     return [(name, value)]
 
 
-# The naive twin is one throw of the dice: its largest error may be lucky. Before a case fails, the
-# twin is thrown again with the keys in another order (the same sums, rounded another way), and the
-# largest error of all throws is the yardstick.
-THROWS = 8
+# The largest error of naive is one sample, and may be small by luck. Before a case fails, naive is
+# computed again with its keys in other orders: the same sums, rounded in other ways. The largest
+# error of all these is the yardstick.
+RETRIES = 7
 
 
 def _state_keys(state, order):
@@ -236,7 +240,7 @@ def shuffle_keys(x, order):
 
 
 def unshuffle_keys(outputs, order):
-    """The outputs {name: value} of a shuffled problem, their keys in the order they had."""
+    """The outputs {name: value} of a shuffled problem, with the keys in their first order."""
     back = np.argsort(order)
     outputs = dict(outputs)
     for name, value in outputs.items():
@@ -247,10 +251,10 @@ def unshuffle_keys(outputs, order):
     return outputs
 
 
-def throw_again(twin, x, seed):
-    """The twin's outputs {name: value} with shuffled keys; twin takes x and gives such outputs."""
+def retried(naive, x, seed):
+    """naive(x), a dict {name: output}, computed with shuffled keys."""
     order = np.random.default_rng(seed).permutation(x["q"].shape[-1])
-    return unshuffle_keys(twin(shuffle_keys(x, order)), order)
+    return unshuffle_keys(naive(shuffle_keys(x, order)), order)
 
 
 def worse(naive, other, ref):
@@ -267,21 +271,22 @@ STATES = ("final_state", "d_initial_state")
 class Pool:
     """Outputs of several repeats of a case, put together before they are judged.
 
-    state_dtype: what a state, or its gradient, is judged as, if not as what it is stored in, its
-    twin rounded to that. A state summed by tensor cores, or by a processor's products of pairs, is
-    a sum of products of numbers of two bytes, and no better than these; with two of them for a
-    number, as good as where tf32 is allowed.
+    state_dtype: the dtype by which a state or its gradient is judged, and to which naive's is
+    rounded. By default it is the dtype that the state is stored in. Tensor cores, and a
+    processor's bfloat16 products, sum a state from products of two-byte numbers, so it is no
+    better than these. Where two of them stand for each number, it is as good as tf32.
     """
 
     def __init__(self, state_dtype=None):
         self.state_dtype = state_dtype
         self.arrays = {}
-        self.twins = []
+        self.naives = []
 
-    def add(self, outs, refs, twin, x):
-        """{name: output}, {name: reference}, and the naive twin: a function of the inputs x."""
-        self.twins.append((twin, x))
-        naives = twin(x)
+    def add(self, outs, refs, naive, x):
+        """{name: output}, {name: reference}, and naive: a function of the inputs x that gives the
+        same."""
+        self.naives.append((naive, x))
+        naives = naive(x)
         for name in outs:
             triples = [parts(name, y[name]) for y in (outs, refs, naives)]
             assert [n for n, _ in triples[0]] == [n for n, _ in triples[1]], (name, outs, refs)
@@ -306,10 +311,10 @@ class Pool:
             try:
                 testing.assert_accurate(out, ref, naive, **how)
             except AssertionError:
-                for seed in range(1, THROWS):
+                for seed in range(1, RETRIES + 1):
                     again = []
-                    for twin, x in self.twins:
-                        for key, value in throw_again(twin, x, seed).items():
+                    for function, x in self.naives:
+                        for key, value in retried(function, x, seed).items():
                             again += [np.ravel(y) for n, y in parts(key, value) if n == name]
                     again = np.concatenate(again)
                     naive = worse(naive, again.astype(dtype) if rounded else again, ref)
