@@ -1,8 +1,8 @@
-"""What every test file shares: outputs that start as NaN, the choice of cases and of the device.
+"""Options, markers and fixtures: the choice of cases and of the device.
 
 The grid is too large for every run: `--grid=sample` (the default) takes a fixed sample of it,
-`--grid=few` a fifth of that, `--grid=all` all of it. `--device` says on what arrays the ops are
-called: see support/device.py.
+`--grid=few` a fifth of that, `--grid=all` all of it. `--device` names the arrays that the ops are
+called on: see support/device.py.
 """
 
 import sys
@@ -53,7 +53,7 @@ def pytest_runtest_call(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Which tests ran without a part of theirs."""
+    """List the tests that ran without one of their parts."""
     counts = Counter(
         (what, report.nodeid.partition("[")[0])
         for reports in terminalreporter.stats.values() for report in reports

@@ -1,5 +1,5 @@
-"""Types, dtypes and memory: what is no array, or one of a wrong dtype, is refused by name. Odd but
-legal layouts give the same bits, and memory that is written may not be an input's."""
+"""Types, dtypes and memory. An argument that is no array, or has a wrong dtype, is refused by name.
+Odd but legal layouts give the same bits. Outputs may not share memory with inputs."""
 
 import re
 
@@ -62,7 +62,7 @@ def test_not_an_array(op, face, name, bad):
 
 
 class NoMemory:
-    """What looks like an array, up to a point."""
+    """An object that looks like an array, up to a point."""
 
     dtype = np.dtype(np.float32)
 
@@ -80,7 +80,7 @@ class NoNumbers(NoMemory):
 @pytest.mark.parametrize("bad", [[[1.0]], 3, 1.5, "x", (1, 2), object(), NoMemory(), NoNumbers(),
                                  np.float32(1)], ids=lambda bad: type(bad).__name__)
 def test_q_is_named_when_nothing_is_an_array(op, face, bad):
-    """With the gates that a call can do without left out, and whatever the ops look at before."""
+    """Optional gates are left out. Options that the ops read before q do not change the message."""
     made = arguments(op, face)
     made |= dict.fromkeys(["q", "k", "v"], bad)
     made.pop("gamma", None)

@@ -1,5 +1,5 @@
-"""Options: keywords, numbers, flags and the values of gates. A wrong one is refused by name, a gate
-that grows is warned of. At the end a fuzzer gives any argument any value."""
+"""Options: keywords, numbers, flags and the values of gates. A wrong one is refused by name; a gate
+that makes a state grow raises a warning. At the end a fuzzer gives any argument any value."""
 
 import functools
 import re
@@ -406,7 +406,7 @@ def fuzzed_calls(draw):
         name = draw(st.sampled_from([*made, *options]))
         made[name] = draw(junk)
         if name == "cu_seqlens" and not device.on_host():
-            del made[name]  # values that are not looked at must be right
+            del made[name]  # a device's values are not read, and must be right
     return op, face, made
 
 

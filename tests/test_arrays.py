@@ -1,5 +1,5 @@
-"""Arrays of every kind give NumPy's bits and come back in their own kind; what cannot be taken is
-refused by name, and whatever happens nobody's memory is kept or ended twice."""
+"""Arrays of every kind give NumPy's bits and come back in their own kind. An array that cannot be
+taken is refused by name. No memory is kept after a call, and none is released twice."""
 
 import gc
 import sys
@@ -92,7 +92,7 @@ def test_out_comes_back_itself():
 @pytest.mark.parametrize("kind", [Exporter, Old])
 @pytest.mark.parametrize("face", ["forward", "step"])
 def test_read_only(face, kind):
-    """Inputs may be; what is written may not."""
+    """An input may be read-only; out and state may not."""
     made = over_arrays(lambda x: kind(x, flags=1), arguments("delta_rule", face))
     out = np.zeros(made["v"].shape, np.float32)
     state = made.pop("state") if face == "step" else None
@@ -174,7 +174,7 @@ def test_cuda_without_a_device_says_so(face):
     with pytest.raises(RuntimeError, match="q: got an array on cuda:0, where no op can run: ") as e:
         call("gla", face, made)
     assert linattn.cuda.why_not() in str(e.value)
-    assert made["q"].exported == 0  # nobody asked for its memory
+    assert made["q"].exported == 0  # its memory was not asked for
 
 
 @pytest.mark.parametrize("name", ["k", "v", "g", "beta", "initial_state", "cu_seqlens", "out"])
@@ -300,7 +300,7 @@ def test_exporters_that_lie():
     "<f", "<f0", "<f32", "<f36", "<f4x", "<f 4", "<f-4", "<", "", ">f4", "<i" + 30 * "9", "\udcff",
     4])
 def test_a_typestr_without_a_place(typestr):
-    """Also one whose bytes, times eight, fit in no byte: once a division by zero."""
+    """Also an item size whose bits do not fit in a byte: this was a division by zero once."""
     class Header:
         def __init__(self):
             self.__cuda_array_interface__ = {"shape": (2, 2), "typestr": typestr, "version": 3,
@@ -320,7 +320,7 @@ def test_a_class_is_not_an_array():
 
 
 def test_nothing_is_kept(op="gated_delta_rule"):
-    """References and blocks flat, capsules ended, on good calls and on bad ones."""
+    """Good calls and bad ones keep no reference and no block, and end every capsule."""
     made = {face: arguments(op, face) for face in FACES}
     theirs = {face: over_arrays(Importer, made[face]) for face in FACES}
     bad = [{"k": Exporter(made["forward"]["k"].astype("i1"))}, {"v": Exporter(np.zeros(3))},
@@ -343,7 +343,7 @@ def test_nothing_is_kept(op="gated_delta_rule"):
                     x.asked.clear()
         gc.collect()
         counts.append(sys.getallocatedblocks())
-    # a leak shows in every batch of 120; ctypes, in the exporters, keeps ever fewer blocks more
+    # a leak shows in every batch of 120; the exporters' ctypes keeps ever fewer new blocks
     assert min(np.diff(counts)) < 60, counts
     assert [sys.getrefcount(x) for x in everything] == before
 

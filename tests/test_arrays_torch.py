@@ -1,5 +1,5 @@
-"""PyTorch's tensors give NumPy's bits and come back as tensors; those that the ops cannot take are
-refused by name. Gradients: test_autograd.py."""
+"""PyTorch's tensors give NumPy's bits and come back as tensors; a tensor that the ops cannot take
+is refused by name. Gradients: test_autograd.py."""
 
 import collections
 import gc
@@ -73,7 +73,7 @@ def test_torch_numbers_for_gates():
 
 
 def test_torch_gradients_that_nobody_records_are_refused():
-    """What is recorded: test_autograd.py."""
+    """test_autograd.py has the calls that are recorded."""
     why = {"forward": "recorded only if q is a tensor of PyTorch's and there is no out",
            "step": "not recorded of a step, which changes its state in place",
            "backward": "not recorded of gradients"}

@@ -1,5 +1,5 @@
-"""PyTorch records the ops: gradients by autograd are those of op_backward, bit for bit, and what
-cannot be differentiated is an error, never a gradient that is missing."""
+"""PyTorch records the ops: autograd's gradients are those of op_backward, bit for bit. A call that
+cannot be differentiated is an error, and never returns without a gradient."""
 
 import warnings
 
@@ -167,7 +167,7 @@ def test_no_tokens_and_no_sequences(rng):
 
 
 def test_numpy_arrays_beside_tensors(rng):
-    """They are copied: nobody who writes them later changes a gradient."""
+    """They are copied, so writing to them later changes no gradient."""
     made = make_inputs("simple_gla", rng, **SIZES | {"B": 1})
     cu = np.array([0, 2, 5], np.int32)
     x = tensors(made, grad=True)
@@ -200,7 +200,7 @@ def test_gates_with_a_default_or_from_numpy(rng):
 
 @pytest.fixture
 def spied(monkeypatch):
-    """A list that grows with every call that does not go straight to the core."""
+    """A list that grows with every call that is not passed straight to the core."""
     seen = []
 
     def spy(way):
@@ -224,7 +224,7 @@ def test_what_nobody_asks_for_is_not_recorded(op, mode, rng, spied):
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_way_has_the_same_bits(op, rng, spied):
-    """Autograd's own, the operator's, that of torch.func."""
+    """By autograd's own function, by the operator, and by torch.func."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
@@ -291,7 +291,7 @@ def test_subclasses(rng):
 
 
 def test_saved_tensors(rng):
-    """Hooks see them, and who writes one before the backward is told."""
+    """Hooks see them, and a write to one before the backward pass is an error."""
     x = inputs("delta_rule", rng, grad=True)
     want = gradients("delta_rule", x)
     packed = []

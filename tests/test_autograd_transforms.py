@@ -65,7 +65,7 @@ def test_shapes_without_memory(op, rng):
 
 @pytest.fixture
 def fresh_dynamo():
-    with warnings.catch_warnings():  # what PyTorch warns of as it loads is its own affair
+    with warnings.catch_warnings():  # PyTorch's own warnings while it loads are ignored
         warnings.simplefilter("ignore")
         torch._dynamo.reset()
     yield

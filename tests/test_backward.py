@@ -25,10 +25,10 @@ from linattn import reference, testing
 
 
 def has_gradients(case):
-    """Not where q and k have none, by the mathematics, and what comes out is rounding alone: one
-    key that is normalised, or one token that reads itself whatever its weight. Nor few keys that
-    are l2-normed: the gradient has a factor 1/|q|, and the largest error is that of the one q
-    nearest to zero."""
+    """Can this case's gradients be judged? In two kinds of case q and k have no gradient by the
+    mathematics, and the result is rounding alone: one normalised key, and one token that reads
+    itself, whatever its weight. With few l2-normed keys the gradient has a factor 1/|q|, and the
+    largest error is that of the q nearest to zero."""
     if case.op == "linear_attention" and case.T <= 1 and not case.state:
         return False
     if case.l2norm and case.K < 7:

@@ -1,7 +1,7 @@
 """Bound steps: checked once, run many times over arrays whose contents change meanwhile.
 
-The arrays live from call to call, so they are made here, of the kind that `--device` names, instead
-of going there and back with each call.
+The arrays live from call to call, so they are made here, of the kind that `--device` names, and do
+not go there and back with each call.
 """
 
 import copy
@@ -32,7 +32,7 @@ def there(x):
 
 
 def here(x):
-    """What an array holds now, as NumPy's own."""
+    """An array's contents as a NumPy array of its own."""
     return np.array(x if isinstance(x, np.ndarray) else device.arrays.to_numpy(x))
 
 
@@ -68,7 +68,7 @@ def small(op="gated_delta_rule", seed=0, **changed):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(np.dtype(d).name for d in kind))
 @pytest.mark.parametrize("op", OPS)
 def test_tokens(op, kind, v_first, pooled, rng):
-    """As plain steps over the same arrays, bit for bit; the indices of a pool change too."""
+    """Bit for bit as plain steps over the same arrays. The indices of a pool change too."""
     if kind[0] == ml_dtypes.bfloat16 and device.kind == "cupy":
         try:
             there(np.zeros(1, kind[0]))
@@ -250,7 +250,7 @@ def test_references_come_out_even():
 
 
 def test_a_tensor_that_is_given_other_memory():
-    """PyTorch lets it. What is bound is the memory, which must not go away."""
+    """PyTorch allows it. The step is bound to the memory, which must not go away."""
     if device.kind not in ("torch", "cuda"):
         pytest.skip(f"{device.kind}: PyTorch's alone")
     made = small()
@@ -445,7 +445,7 @@ def test_memory_that_is_not_there():
 
 
 def test_exporters_and_their_copies():
-    """What a library exports as a copy would never change."""
+    """A copy that a library exports would never change."""
     device.needs_numpy("an exporter over NumPy's arrays")
     made = small()
     state, out = made.pop("state"), made.pop("out")

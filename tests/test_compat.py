@@ -11,8 +11,8 @@ from linattn import VARIANTS, reference
 from linattn.compat import fla
 from linattn.testing import make_inputs
 
-# Parameters of fla.ops, fla-core 0.6.0, in order, with their defaults; what fla takes as **kwargs
-# and looks at is keyword-only here.
+# Parameters of fla.ops, fla-core 0.6.0, in order, with their defaults. Those that fla reads from
+# **kwargs are keyword-only here.
 COMMON = "scale=None, initial_state=None, output_final_state=False"
 L2 = "use_qk_l2norm_in_kernel=False"
 OLD = "transpose_state_layout=None"
@@ -69,7 +69,7 @@ ALIASES = {
 # fla's name for an op -> ours, where they differ
 OURS = {"linear_attn": "linear_attention", "lightning_attn": "lightning_attention"}
 LAYER, LAYERS = 3, 8
-# What must be refused, by name, wherever it is a parameter.
+# These must be refused by name, wherever they are parameters.
 UNSUPPORTED = {
     "reverse": True, "gv": np.zeros(1), "use_gate_in_kernel": True, "A_log": np.zeros(1),
     "dt_bias": np.zeros(1), "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True,
@@ -181,7 +181,7 @@ def test_what_is_not_supported_is_refused_by_name(name, rng):
             getattr(fla, name)(**theirs | {what: UNSUPPORTED[what]})
     with pytest.raises(TypeError, match="head_first"):
         getattr(fla, name)(**theirs, head_first=True)
-    # every parameter is one that is used, refused, or said to make no difference
+    # every parameter is used, refused, or documented to make no difference
     known = {*theirs, *UNSUPPORTED, *NO_EFFECT, "scale", "initial_state", "output_final_state",
              "cu_seqlens", "normalize", "state_v_first", "use_qk_l2norm_in_kernel", "g", "gk",
              "g_gamma", "transpose_state_layout"}
@@ -377,12 +377,12 @@ def test_the_gradient_of_a_state_has_its_dtype(name, dtype, rng):
 
 
 RECURRENT = [name for name in SIGNATURES if name.startswith("fused_recurrent")]
-# of which of q and v o has the dtype, in fla
+# whether fla's o has the dtype of q or of v
 O_LIKE = dict.fromkeys(RECURRENT, "q") | {
     "fused_recurrent_gated_delta_rule": "v", "fused_recurrent_kda": "v"}
 DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
           "bfloat16": ml_dtypes.bfloat16}
-MIXED = [  # q, k, v; and what holds all three
+MIXED = [  # q, k, v, and a dtype that holds all three
     ("float32", "float32", "float16", "float32"),
     ("float16", "float16", "float32", "float32"),
     ("bfloat16", "bfloat16", "float32", "float32"),
@@ -425,7 +425,7 @@ def test_several_dtypes_and_no_gate(dtypes, rng):
 
 @mixed
 def test_several_dtypes_and_a_normaliser(dtypes, rng):
-    """fla divides o, in q's dtype, by what q and k make: their common dtype if they differ."""
+    """fla divides o, in q's dtype, by a denominator in the common dtype of q and k."""
     _, theirs = for_both("fused_recurrent_linear_attn", rng, T=9, dtype=np.float32)
     theirs = of_dtypes(theirs | {what: abs(theirs[what]) for what in "qk"}, *dtypes)
     o, final = fla.fused_recurrent_linear_attn(**theirs | {"normalize": True},

@@ -1,7 +1,7 @@
-"""What only a GPU has: memory that is not the host's, layouts there, other libraries' arrays.
+"""Tests of a GPU alone: memory on the device, layouts there, other libraries' arrays.
 
-`--device cuda` runs the rest of the suite there. This file and its sisters test_cuda_*.py run
-wherever PyTorch and a GPU are, and are skipped by name elsewhere.
+`--device cuda` runs the rest of the suite there. This file and test_cuda_*.py run wherever PyTorch
+and a GPU are, and are skipped by name elsewhere.
 """
 
 import os
@@ -28,7 +28,7 @@ pytestmark = needs_gpu
 @faces
 @ops
 def test_outputs_in_memory_full_of_nan(op, face):
-    """What the caching allocator hands out is what others left there; scratch may be likewise."""
+    """The caching allocator hands out memory with old contents. Scratch may have them too."""
     x = gpu_problem(op, face=face, T=131, K=100, V=72, dtype="float32")
     want = run(op, x, face)
     for _ in range(3):
@@ -192,7 +192,7 @@ def arrays_of(op, face, dtype="float32"):
 @pytest.mark.parametrize("face", ["forward", "step"])
 @ops
 def test_bare_protocols(op, face, kind):
-    """With `out`, since nobody knows how to make one of these."""
+    """With `out`, since the library cannot make such arrays."""
     x = arrays_of(op, face)
     want = run(op, x, face)[0]
     out = kind(torch.full_like(x["v"], torch.nan))

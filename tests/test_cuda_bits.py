@@ -58,7 +58,7 @@ def test_twenty_launches_give_the_same_bits(op, face, K, dtype):
 @pytest.mark.parametrize("rows", [3, 40])
 @ops
 def test_bits_do_not_know_their_neighbours(op, rows, face, dtype):
-    """One row alone, though few heads may be worked on in another way than many."""
+    """One row alone gives the same bits, though few heads may take another path than many."""
     x = gpu_problem(op, dtype=dtype, face=face, B=rows, T=1000, H=1, HV=2, V=64)
     all_rows = run(op, x, face)
     for row in (0, rows - 1):
@@ -75,7 +75,8 @@ def test_bits_do_not_know_their_neighbours(op, rows, face, dtype):
                                            (64, 128, {})], ids=["128x128", "112x84", "64x128"])
 @ops
 def test_many_states_at_once_give_the_bits_of_few(op, K, V, options, kind, v_first):
-    """Enough heads for states to stream through shared memory, and the same rows eight by eight."""
+    """Enough heads that states are copied through shared memory, and the same rows eight at a
+    time."""
     dtype, state_dtype = kind.split("-")
     x = gpu_problem(op, dtype=dtype, face="step", B=88, H=2, HV=8, K=K, V=V) | options
     pool = leaves(x.pop("state"))
@@ -105,9 +106,9 @@ def test_many_states_at_once_give_the_bits_of_few(op, K, V, options, kind, v_fir
                          ids=["chunks", "few tokens"])
 @ops
 def test_packed_sequences_on_the_device(op, cu, K, dtype):
-    """cu_seqlens on the GPU, int32 and int64, empty sequences among them: as separate calls. A
-    call of a few tokens goes token by token, so that a sequence as short has its bits only where
-    all are together."""
+    """cu_seqlens on the GPU, int32 and int64, empty sequences among them: as separate calls. A call
+    of a few tokens goes token by token. So a sequence as short has the bits of a separate call only
+    if the whole packed call is as short."""
     x = gpu_problem(op, dtype=dtype, B=1, T=cu[-1], K=K)
     state = x.pop("initial_state")
     states = over_arrays(

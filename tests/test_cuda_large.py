@@ -72,8 +72,8 @@ def test_a_long_sequence_token_by_token(op):
 @pytest.mark.parametrize("gate", ["equal", "random"])
 @pytest.mark.parametrize("op", [HEAD_DECAY[0], *TOKEN_DECAY])
 def test_65536_tokens_one_by_one(op, gate):
-    """The state's own roundings, one a token and each up to 2^-24, are a random walk. Those of
-    decays may go to one side, by up to 2^-25 of each: README says what comes of it."""
+    """The state's own roundings, one a token and each up to 2^-24, are a random walk. Decays may
+    all be rounded to one side, by up to 2^-25 of each: README gives the consequence."""
     T, K = 2**16, 64
     rng = np.random.default_rng(11)
     q, k, v = (rng.standard_normal((1, T, 1, K)) for _ in range(3))
@@ -122,8 +122,8 @@ def large_growth(x):
 @pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("op", [PLAIN, *linattn.OPS])
 def test_float16_numbers_between_that_float16_has_not(op, K, large):
-    """What products leave on the way is float32; where an operand of the next would not fit into
-    float16's range, the tokens go one by one. Equal to the recurrence but for rounding."""
+    """Products leave float32. Where an operand of the next product does not fit into float16's
+    range, the kernel goes token by token. The result equals the recurrence except for rounding."""
     x = gpu_problem(op, dtype="float16", T=300, K=K)
     if op == PLAIN:
         x["feature_map"] = "identity"
@@ -143,7 +143,7 @@ def test_float16_numbers_between_that_float16_has_not(op, K, large):
 @pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("op", [PLAIN, "simple_gla", "gla"])
 def test_float16_state_that_float16_has_not_beside_a_nan(op, K):
-    """Too large in a few of its keys, in the chunk that also has a NaN."""
+    """The state is too large in a few of its keys, in the chunk that also has a NaN."""
     x = gpu_problem(op, dtype="float16", T=130, K=K)
     if op == PLAIN:
         x["feature_map"] = "identity"
@@ -160,7 +160,7 @@ def test_float16_state_that_float16_has_not_beside_a_nan(op, K):
 
 @ops
 def test_tf32_has_the_range_of_float32(op):
-    """Powers of two go through unrounded: 2^100 times the v, or 2^-60, gives such an o."""
+    """Powers of two are not rounded: scaling v by 2^100 or 2^-60 scales o by exactly that."""
     x = gpu_problem(op, dtype="tf32", T=300, K=100, V=72)
     del x["initial_state"]
     o, _ = getattr(linattn, op)(**x)
@@ -171,8 +171,9 @@ def test_tf32_has_the_range_of_float32(op):
 
 @ops
 def test_tf32_only_where_it_is_allowed(op):
-    """By the call or by the setting, the call first. Nothing else rounds float32, and what may be
-    rounded is: within tf32's bound, and not to the bits of the recurrence."""
+    """The call or the setting allows it; the call has precedence. Nothing else rounds float32.
+    Where it is allowed, the result is within tf32's bound and differs from the recurrence's
+    bits."""
     x = gpu_problem(op, dtype="float32", T=300, K=128)
     forward = getattr(linattn, op)
     plain, plain_state = forward(**x, output_final_state=True)
@@ -201,7 +202,7 @@ def test_tf32_only_where_it_is_allowed(op):
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
 @pytest.mark.parametrize("op", [PLAIN, *linattn.OPS])
 def test_not_finite_in_one_number_of_a_chunk(op, name, K, dtype, value):
-    """The chunk's past keeps its bits, the rest is the recurrence's: finite where that is."""
+    """The chunk's earlier tokens keep their bits. The others are finite where the recurrence is."""
     x = gpu_problem(op, dtype=dtype, T=150, K=K, V=72)
     plain = op == PLAIN
     op = op.split(",")[0]
@@ -222,8 +223,8 @@ def test_not_finite_in_one_number_of_a_chunk(op, name, K, dtype, value):
         assert torch.equal(torch.isfinite(a), torch.isfinite(b))
         assert distance(a, b) < APART[dtype]
         if dtype == "tf32" and "beta" not in x:
-            # IEEE's infinities too, not NaN in their place; where the delta rule takes one from
-            # another, it is the order that decides
+            # IEEE's infinities stay infinities. The delta rule may subtract one from another, and
+            # then the order of the sums decides whether NaN comes out
             assert torch.equal(a.isnan(), b.isnan())
             assert torch.equal(a == torch.inf, b == torch.inf)
     if name != "initial_state":
@@ -270,7 +271,7 @@ def test_more_than_65535_chunks(op):
     del x["initial_state"]
     x = {name: torch.cat([a] * 64, 1) for name, a in x.items()}
     o, _ = getattr(linattn, op)(**x)
-    # The gates forget: 512 tokens on, what came before is gone.
+    # The gates forget: after 512 tokens nothing of the earlier ones is left.
     tail = {name: a[:, -4096:].contiguous() for name, a in x.items()}
     want, _ = reference64(op, tail)
     naive, _ = reference64(op, tail, torch.float32)
@@ -280,7 +281,7 @@ def test_more_than_65535_chunks(op):
 
 @pytest.mark.parametrize("op", TOKEN_DECAY)
 def test_more_elements_than_an_int_counts(op):
-    """v and o have 2^31 + 2^24 elements; the last head is the one alone."""
+    """v and o have 2^31 + 2^24 elements. Every head is a copy of the small call's."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("less than 24 GiB of the GPU's memory are free")
     HV, T, V = 129, 2**17, 128
@@ -297,7 +298,8 @@ def test_more_elements_than_an_int_counts(op):
 
 @pytest.mark.parametrize("op", GATED)
 def test_gradients_in_turns(op):
-    """Scratch of more than 4 GiB is not taken: heads are worked on in turns, to the same bits."""
+    """A backward pass takes at most 4 GiB of scratch: it takes the heads in turns, to the same
+    bits."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("less than 24 GiB of the GPU's memory are free")
     heads, T = 50, 2**16
@@ -311,7 +313,7 @@ def test_gradients_in_turns(op):
     got = run(op, x, "backward")
     torch.cuda.synchronize()
     taken = free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - ours)
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # nobody else uses the GPU's memory
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # no other process uses the GPU's memory
         assert taken <= (4 << 30) + (64 << 20)
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
@@ -323,8 +325,8 @@ def test_gradients_in_turns(op):
 
 @pytest.mark.parametrize("op", GATED)
 def test_a_forward_pass_in_turns(op):
-    """Scratch of more than 4 GiB is not taken by a forward pass either: KDA of 32 heads and a
-    million tokens took 34 GiB."""
+    """A forward pass takes at most 4 GiB of scratch too. KDA of 32 heads and a million tokens took
+    34 GiB once."""
     if torch.cuda.mem_get_info()[0] < 48 << 30:
         pytest.skip("less than 48 GiB of the GPU's memory are free")
     heads, T = 16, 2**19
@@ -371,7 +373,7 @@ def test_gradients_of_more_elements_than_an_int_counts():
 
 
 def test_what_calls_keep_can_be_given_back():
-    """Beside other processes too: what comes back is more than they take meanwhile."""
+    """Other processes may run: more memory comes back than they take meanwhile."""
     x = gpu_problem("gated_delta_rule", face="backward", B=1, T=2**15, H=32, HV=32, K=128, V=128)
     run("gated_delta_rule", x, "backward")
     torch.cuda.synchronize()

@@ -37,8 +37,8 @@ pytestmark = needs_gpu
 @kinds
 @ops
 def test_a_graph_of_a_forward(op, dtype, final_state):
-    """A call that waited for the device, or took memory in a way that is not a stream's, could not
-    be captured. The graph reads the inputs anew each time."""
+    """A call that waited for the device, or took memory outside the stream's order, could not be
+    captured. The graph reads the inputs again in each replay."""
     x = gpu_problem(op, dtype=dtype)
     out = torch.full_like(x["v"], torch.nan)
 
@@ -112,7 +112,7 @@ def test_a_graph_of_a_step(op, dtype):
 @dtypes
 @ops
 def test_a_graph_of_a_bound_step(op, dtype):
-    """With its states in a pool: which ones, too, may be others in each replay."""
+    """With its states in a pool. The indices of the states may change from replay to replay."""
     x = gpu_problem(op, dtype=dtype, face="step", B=5)
     pool = x.pop("state")
     x = {name: a[:2].clone() if name in PER_TOKEN else a for name, a in x.items()}
@@ -218,8 +218,8 @@ def test_a_bound_step_refuses_streams_that_it_cannot_know():
 @faces
 @ops
 def test_the_callers_stream(op, face):
-    """Inputs that are still to be computed, behind a long kernel on a stream that is not the
-    default one: the call waits its turn there, and the host does not wait at all."""
+    """The inputs are computed after a long kernel, on a stream that is not the default one. The
+    call is queued behind it, and the host does not wait."""
     x = gpu_problem(op, face=face)
     run(op, x, face)  # the first call may load code
     real = gpu_problem(op, 5, face=face)
@@ -305,14 +305,14 @@ print(torch.equal(captured, warm))
 @faces
 @pytest.mark.parametrize("op", EVERY_DECAY)
 def test_a_cold_first_call_inside_a_capture(op, face, dtype):
-    """In a process where nothing of ours has run: the pool and the kernels are not there yet."""
+    """In a process that has made no call yet, so the pool and the kernels are not loaded."""
     printed = python(COLD.format(op=op, face=face, dtype=dtype), timeout=120)
     assert printed.split()[-1] == "True"
 
 
 def test_two_threads_and_two_shapes_of_one_kernel():
-    """A launch's shared memory was once allowed for each launch, and two threads took it from one
-    another: 10,000 calls of 8 and of 96 heads."""
+    """10,000 calls of 8 and of 96 heads. Every launch used to set its kernel's limit of shared
+    memory, and two threads reset each other's."""
     problems = [gpu_problem("gated_delta_rule", B=1, T=128, H=H, HV=H, K=128, V=128)
                 for H in (8, 96)]
     wants = [run("gated_delta_rule", x) for x in problems]

@@ -120,7 +120,7 @@ def test_only_regular_files_are_read(tmp_path, small, monkeypatch):
                       (socket, "a socket"), ("/dev/zero", "a character device")):
         error = f"{path}: expected a regular file, got {got}"
         with pytest.raises(demo.DemoError, match=f"^{re.escape(error)}$"):
-            demo.read_text([small, path], 10**6)  # with a limit: else /dev/zero would never end
+            demo.read_text([small, path], 10**6)  # with a limit: without one /dev/zero never ends
     assert refused(fifo) == f"linattn demo: {fifo}: expected a regular file, got a FIFO\n"
 
 

@@ -94,7 +94,7 @@ def test_long_chunks_of_few_keys(op, rng):
 @pytest.mark.parametrize("normalize", [True, "add"])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_a_whole_sequence_leaves_its_sums(dtype, normalize, packed, rng):
-    """Not causal: every token reads all of them, and S and z are what they leave."""
+    """Not causal: every token reads all of them, and S and z are the sums over all."""
     case = Case("linear_attention", "chunk", dtype, T=37, chunk=None, K=24, V=130, H=2, HV=4,
                 B=1 if packed else 3, packed=packed)
     check(case, rng, options={"causal": False, "normalize": normalize})

@@ -1,7 +1,7 @@
 """Long sequences in float32, whose memory reaches back to their beginning: errors must not add up.
 
-The reference walks token by token in float64 to T = 65536. To 2^20 the library's own float64
-does: its error is far below what float32 can see."""
+Up to T = 65536 the reference goes token by token in float64. Up to 2^20 the library's own float64
+is the reference: its error is far below float32's rounding."""
 
 import numpy as np
 import pytest
@@ -77,7 +77,7 @@ def test_gradients_of_65536_tokens(op):
     """dS is carried back over as many decays as S is carried on."""
     made = long_inputs(op, "equal", LONG)
     do = np.zeros((LONG, K), np.float32)
-    do[-16:] = 1  # what the last tokens read, of what the first ones wrote
+    do[-16:] = 1  # the last tokens read what the first ones wrote
     exact = getattr(linattn, op + "_backward")(do.astype(np.float64), **widened(made))
     got = getattr(linattn, op + "_backward")(do, **made)
     for name in ("dq", "dk", "dv", "dg"):

@@ -1,4 +1,5 @@
-"""Memory: nothing leaks, on no path; what cannot be had is a MemoryError; no call takes T x T."""
+"""Memory: nothing leaks on any path, an allocation that fails is a MemoryError, and no call takes
+T x T."""
 
 import os
 import sys
@@ -17,13 +18,13 @@ from linattn import _linattn
 
 OPS = linattn.OPS
 MB = 2**20
-# glibc otherwise learns to keep large blocks, and what was freed before hides what a call takes
+# otherwise glibc learns to keep large blocks, and freed ones hide what a call takes
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 IMPORTS = "import linattn; from support.leaks import *\n"
 
 
 def in_a_child(code):
-    """What code prints in a fresh interpreter that measures itself by support.leaks."""
+    """Run code in a fresh interpreter that measures itself by support.leaks: its stdout."""
     return python(IMPORTS + textwrap.dedent(code), timeout=100, **GIVE_BACK)
 
 

@@ -1,4 +1,4 @@
-"""The module itself: what importing costs, what it offers, and that every list of ops agrees."""
+"""The module itself: the cost of an import, its names, and that every list of ops agrees."""
 
 import ast
 import importlib
@@ -34,7 +34,7 @@ def test_importing_takes_less_than_50_ms_past_numpy():
             "print(time.perf_counter() - t)")
     python(code)  # the byte code is written
     seconds = [float(python(code)) for _ in range(7)]
-    assert min(seconds) < 0.05, seconds  # what else the machine does only adds
+    assert min(seconds) < 0.05, seconds  # other load on the machine only adds to it
 
 
 def test_importing_brings_in_numpy_only():
@@ -87,7 +87,7 @@ assert linattn.retention(y, y, y)[0].dtype == ml_dtypes.bfloat16
 
 @pytest.fixture(scope="module")
 def elf():
-    """What readelf says of the core: sections, segments, dynamic entries, symbols."""
+    """readelf's description of the core: sections, segments, dynamic entries, symbols."""
     library = pathlib.Path(_linattn.__file__)
     if library.read_bytes()[:4] != b"\x7fELF":
         pytest.skip("the core is no ELF library")

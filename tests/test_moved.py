@@ -64,7 +64,7 @@ def calls(q, k, v):
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("name", ["scale", "chunk_size"])
 def test_numbers_are_read_before_arrays(which, name):
-    """The array is already gone, and is refused as what it is by then."""
+    """The array is already gone, and is refused by its shape at that time."""
     q, k, v = arrays()
     call = list(calls(q, k, v))[which]
     with pytest.raises(ValueError, match=r"^q: expected .*got \(0,\)"):
@@ -140,7 +140,7 @@ def test_a_steps_state_that_a_later_argument_frees():
 
 
 def test_a_warning_that_frees_an_array(monkeypatch):
-    """What shows a warning is Python too."""
+    """The code that shows a warning is Python too."""
     q, k, v = arrays()
     g = np.full(T, 0.1, np.float32)
 

@@ -21,7 +21,8 @@ def step(op):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(np.dtype(d).name for d in kind))
 @pytest.mark.parametrize("op", OPS)
 def test_rows_step_with_the_states_they_name(op, kind, shape, v_first, rng):
-    """Every token another choice: as steps of one row each, and the rest of the pool as it was."""
+    """Every token has another choice. The outputs are those of steps of one row each, and the rest
+    of the pool stays as it was."""
     x, pool = pool_problem(op, rng, *kind, shape, T=TOKENS, v_first=v_first)
     alone = [over_arrays(lambda s, i=i: s[i:i + 1].copy(), pool) for i in range(P)]
     for t in range(TOKENS):
@@ -43,7 +44,7 @@ def test_rows_step_with_the_states_they_name(op, kind, shape, v_first, rng):
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids=["float64", "bfloat16"])
 @pytest.mark.parametrize("op", OPS)
 def test_no_row_has_a_state(op, kind, rng):
-    """Zeros, whatever the inputs are, and a pool that nobody touched."""
+    """The output is zero, whatever the inputs are, and the pool is not touched."""
     x, pool = pool_problem(op, rng, *kind, SHAPES[0])
     x = {name: np.full_like(a, np.nan) if name in PER_TOKEN else a for name, a in x.items()}
     before = over_arrays(np.copy, pool)

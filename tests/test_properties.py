@@ -1,4 +1,4 @@
-"""What holds for every op whatever the shapes: one algebraic property a test.
+"""Properties that hold for every op and every shape: one algebraic property a test.
 
 Where the contract promises bits, bits are compared. Elsewhere two ways to the same result are
 compared in float64 (`assert_agree`), and in float32 by the acceptance rule with the reference.
@@ -115,9 +115,9 @@ def assert_all_same_bits(got, wanted, but=()):
 
 
 def assert_agree(a, b, name="", gradient=False, size=None):
-    """Two float64 ways to one result. The acceptance rule allows each an rms error of r = 1e-12
-    (2e-12 for a gradient) of the rms of the result, so between them twice that. `size` is the rms
-    to measure by where b is a sum of larger terms."""
+    """Compare two float64 ways to one result. The acceptance rule allows each an rms error of r =
+    1e-12 (2e-12 for a gradient) of the rms of the result, so they may be twice that apart. Where b
+    is a sum of larger terms, `size` is the rms to compare with."""
     assert a.shape == b.shape and a.dtype == b.dtype == np.float64, (name, a.dtype, b.dtype)
     assert np.isfinite(a).all() and np.isfinite(b).all(), name
     r = testing.RMS_BOUND["float64"] * (2 if gradient else 1)
@@ -375,7 +375,7 @@ def test_shared_heads_are_repeated_heads(problem, rng):
         terms = wanted.pop(name)
         B, T, HV, K = terms.shape
         total = terms.reshape(B, T, HV // group, group, K).sum(3)
-        # what the group's heads say may cancel
+        # the terms of the group's heads may cancel
         assert_agree(got.pop(name), total, name, gradient=True, size=rms(terms))
     assert_all_same_bits(got, wanted)
 
@@ -390,7 +390,8 @@ def test_packed_sequences_are_separate_calls(problem, data, int32, rng):
     N = len(cu) - 1
     few = {int(n) <= device.FEW_TOKENS for n in (*np.diff(cu), T) if n}
     if not device.on_host() and len(few) == 2:
-        run = run | {"mode": "recurrent"}  # some of these calls would go so, and others by chunks
+        # otherwise some of these calls go token by token, and others by chunks
+        run = run | {"mode": "recurrent"}
     one = {name: a for name, a in x.items() if name != "initial_state"}
     packed = one | {"cu_seqlens": cu.astype(np.int32 if int32 else np.int64)}
     d = testing.make_output_gradients(op, rng, packed)
@@ -450,7 +451,7 @@ def test_scale_is_a_factor_of_the_read(problem, factor):
     normalised = op == "linear_attention" and x.get("normalize", True)
     K = x["q"].shape[3]
     o = forward(op, x, **run)
-    assert_all_same_bits(forward(op, x, scale=K**-0.5, **run), o)  # what None means
+    assert_all_same_bits(forward(op, x, scale=K**-0.5, **run), o)  # the default scale
     scaled = forward(op, x, scale=factor * K**-0.5, **run)
     assert_all_same_bits(
         *({n: a for n, a in y.items() if n != "o"} for y in (scaled, o)))  # states do not read

@@ -281,7 +281,7 @@ def test_long_enough_is_fast_enough():
     assert time.process_time() - start < 10  # measured: 0.1 s; the room is for loaded machines
 
 
-# ---- the naive twin and the acceptance rule
+# ---- naive, and the acceptance rule ----
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])

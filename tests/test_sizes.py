@@ -137,7 +137,7 @@ except (MemoryError, ValueError) as error:
 
 
 def test_sizes_below_zero_and_beyond_any_memory():
-    """As an owner's header may say them: no array of NumPy's has such."""
+    """As an exporter may give them; no NumPy array has such sizes."""
     class Header:
         def __init__(self, shape, **more):
             self.__cuda_array_interface__ = {

@@ -62,8 +62,8 @@ def test_steps(op, dtype, shape, v_first_layout, rng):
 
 @pytest.mark.parametrize("op", linattn.OPS)
 def test_a_state_in_bfloat16(op, rng):
-    """The state is rounded after every token, the arithmetic is float32: as the same rounding done
-    by hand between float32 steps, bit for bit."""
+    """The arithmetic is float32, and the state is rounded after every token. The same rounding by
+    hand between float32 steps gives the same bits."""
     case = Case(op, "recurrent", np.float32, TOKENS, None, 32, 48, 2, 4, 2)
     x = inputs_of(case, rng)
     short = fresh_state(case, x, ml_dtypes.bfloat16)

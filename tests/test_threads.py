@@ -1,4 +1,4 @@
-"""Threads, forks and signals: the same bits whoever computes them, and nothing ever hangs."""
+"""Threads, forks and signals: any number of threads gives the same bits, and nothing ever hangs."""
 
 import os
 import signal
@@ -158,8 +158,9 @@ def test_packed_sequences_and_whole_sequences_do_not_either(op):
 
 # ---- threads that share a head ----
 
-# Work enough for eight threads and more. A head's columns are shared out, 16 at least, and then its
-# tokens: who has the second part of a sequence walks over the first without reading.
+# Work enough for eight threads and more. A head's columns are divided among threads, 16 or more to
+# each, and then its tokens: a thread with the second part of a sequence runs over the first part
+# without reads.
 SHARED = {
     "V=128": {"T": 600, "K": 64, "V": 128},
     "V=64": {"T": 800, "K": 64, "V": 64},
@@ -400,7 +401,7 @@ def test_the_gil_is_released():
     ended = time.perf_counter()
     stop.set()
     thread.join(10)
-    # the middle half of the call, where Python's own thread switches at its ends do not count
+    # only the middle half of the call counts: Python switches threads at its ends by itself
     quarter = (ended - began) / 4
     during = [t for t in ticks if began + quarter < t < ended - quarter]
     assert len(during) >= 3, (len(during), ended - began)
@@ -577,7 +578,7 @@ else:
 ], ids=["forward", "one unit of work", "recurrent", "noncausal", "noncausal, backward", "backward",
         "recurrent, backward"])
 def test_ctrl_c_ends_a_long_call(call, T, K, threads):
-    """The calling thread looks about every tenth of a second, and a busy machine takes its time."""
+    """The calling thread checks about every tenth of a second; a busy machine takes longer."""
     code = LONG_CALL.format(call=call, T=T, K=K, threads=threads)
     assert float(python(code, timeout=50).split(":")[0]) < 0.5
 

@@ -130,7 +130,7 @@ def test_nothing_is_learnt_from_what_is_held_out(text, tmp_path):
     a, b, c = (saved(tmp_path / name) for name in "abc")
     assert same(a["model"], b["model"]) and a["losses"] == b["losses"]
     assert a["held_out"] != b["held_out"]
-    assert not same(a["model"], c["model"])  # all the rest is learnt from
+    assert not same(a["model"], c["model"])  # the rest is the training text
 
 
 def test_the_rate_rises_and_falls():
@@ -482,7 +482,7 @@ UNFIT = [
      "expected the option files to be a list of names, got something of type bytes"),
     (replaced(24, "options", "head_dim"),
      "--head-dim: expected an even number that divides --d-model 32, got 24"),
-    # shapes: what the options make, and what is there
+    # shapes: by the options, and in the file
     (replaced(64, "options", "d_model"),
      f"expected {KEY} in model to be float32 (256, 64), got float32 (256, 32)"),
     (replaced(2**40, "options", "d_model"),

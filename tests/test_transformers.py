@@ -1,5 +1,5 @@
-"""linattn.compat.transformers: real models of every family that has such layers, small and random,
-compute with linattn what they computed before, and are as they were afterwards."""
+"""linattn.compat.transformers: small random models of every family with such layers. With linattn
+they compute the same results as before. Afterwards they are as they were."""
 
 import copy
 import functools
@@ -227,8 +227,8 @@ def test_generate_gives_the_same_tokens(name, calls):
 
 @families
 def test_the_gradients_of_a_layer_are_accurate(name, calls):
-    """Of its input, and of its parameters as one vector. Over a whole model, weights that happen to
-    lie badly make more of a rounding than the rule has room for, the fallback's too."""
+    """The gradients of its input, and of its parameters as one vector. Over a whole model some
+    random weights amplify a rounding beyond the rule's bound, in the fallback too."""
     m, (_, mask) = model(name), text()
     layer = next(iter(layers_of(m).values()))
     made = torch.Generator().manual_seed(2)
@@ -256,7 +256,7 @@ def test_the_gradients_of_a_layer_are_accurate(name, calls):
 
 @families
 def test_a_model_learns_as_before(name, calls):
-    """A coarse look: that every parameter is reached."""
+    """A coarse check that every parameter is reached."""
     m, (tokens, mask) = model(name), text()
 
     def gradients():
@@ -280,7 +280,7 @@ def test_a_model_learns_as_before(name, calls):
 
 @families
 def test_a_layer_in_bfloat16_is_accurate(name):
-    """Of one layer: over a whole model two roundings drift apart, whoever made them."""
+    """One layer, because over a whole model any two roundings drift apart."""
     m, (_, mask) = copy.deepcopy(model(name)).to(torch.bfloat16), text()
     layer = next(iter(layers_of(m).values()))
     made = torch.Generator().manual_seed(2)
@@ -299,7 +299,8 @@ def test_a_layer_in_bfloat16_is_accurate(name):
 @pytest.mark.parametrize("name", [name for name in ("qwen3_5_text", "kimi_linear")
                                   if name in there])
 def test_a_prompt_in_parts_is_the_prompt(name, calls):
-    """A cache goes from a prompt to another, and from ours to the fallback's and back."""
+    """A cache is handed from one prompt to the next, and between our functions and the
+    fallback's."""
     m, (tokens, _) = model(name), text()
     with torch.inference_mode():
         whole = m(tokens, use_cache=False).logits
@@ -452,7 +453,7 @@ def test_other_models_stay_as_they_are(calls):
     with use_linattn(m):
         assert same(before, snapshot(other)) and in_use(other, calls) == 0
         inner = copy.deepcopy(m)
-        assert in_use(inner, calls) == 2  # a copy is like what it was made from
+        assert in_use(inner, calls) == 2  # a copy equals its original
         assert all(layer.forward.__self__ is layer for layer in layers_of(inner).values())
 
 
@@ -654,7 +655,7 @@ def test_what_is_not_supported_is_refused_by_name(function):
         call(*x, seq_idx=index)
     with pytest.raises(TypeError, match="positional"):
         call(*x, 64)
-    # and what is about something else makes no difference
+    # an argument about something else makes no difference
     others = dict.fromkeys(compat._FOR_OTHERS, 1) | {"is_causal": True, "anything": None}
     assert torch.equal(call(*x, **others)[0], call(*x)[0])
 

@@ -148,7 +148,7 @@ def per_token(x):
 
 
 def calls(name):
-    """Every (op, gates) that must give this row of the table."""
+    """All pairs (op, gates) that must give this row of the table."""
     a, beta = UNNORMALISED[name]
     log_a = np.log(float(a))
     g, g_key = np.full(5, log_a), np.full((5, 4), log_a)
@@ -169,7 +169,7 @@ def calls(name):
 
 
 def batched(gates):
-    """One head's gates as [B,T,HV,...]; what is per head already stays."""
+    """One head's gates as [B,T,HV,...]. Gates per head stay as they are."""
     return {name: one_head(x) if name in ("g", "alpha", "beta") else x
             for name, x in gates.items()}
 

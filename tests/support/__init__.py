@@ -1,1 +1,1 @@
-"""What the test files share: problems, comparisons, the grid, the devices, child processes."""
+"""Helpers that test files share: problems, comparisons, the grid, devices, child processes."""

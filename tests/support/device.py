@@ -5,11 +5,12 @@
 is linattn itself with `--device numpy`. With another device every call of an op takes its NumPy
 arguments there, runs on the arrays of that kind, and brings back what comes out and what was
 written. The arguments of one call travel in one block of memory, the arena: strides, offsets and
-overlaps are as they were on the host, and between the arrays lie bytes that nobody may write.
+overlaps are as they were on the host. Between the arrays lie bytes that no call may write.
 
-What a kind of array cannot be (read-only, byte-swapped, with negative strides in PyTorch) skips the
-test that asks for it, by name. A test that has a part with no meaning on a device leaves that part
-out by asking here (`negative_strides()`, `leave_out()`), and the run ends with a list of these.
+Some arrays do not exist in some libraries: read-only ones, byte-swapped ones, negative strides in
+PyTorch. A test that needs one is skipped, and the report names the reason. If only a part of a test
+has no meaning on a device, the test asks here (`negative_strides()`, `leave_out()`) and leaves that
+part out. The run ends with a list of these parts.
 """
 
 import contextlib
@@ -63,7 +64,7 @@ def choose(name):
 
 
 def imported(name):
-    """A library that need not be there; what it warns of as it loads is its own affair."""
+    """An optional library. Its own warnings while it loads are ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip(name, reason=f"{name} is not installed")
@@ -83,7 +84,7 @@ def leave_out(what):
 
 
 def negative_strides():
-    """Are there arrays with negative strides here? If not, the test is noted as without them."""
+    """Can arrays have negative strides here? If not, note that the test ran without them."""
     there_are = arrays is None or arrays.negative_strides
     if not there_are:
         leave_out("negative strides")
@@ -91,7 +92,7 @@ def negative_strides():
 
 
 def needs_host(what):
-    """Skip a test of what only a look at the values could tell."""
+    """Skip a test of something that only the arrays' values show."""
     if not on_host():
         pytest.skip(f"{kind}: {what}")
 
@@ -124,7 +125,8 @@ class Torch:
         return block.cpu().numpy()
 
     def view(self, block, offset, x, shape, strides):
-        """shape and strides (in bytes) of x from byte `offset` on; or why that cannot be."""
+        """An array of this shape and these strides (in bytes) from byte `offset` on, with x's
+        dtype. If there can be none, a str that says why."""
         size = x.dtype.itemsize
         if x.dtype not in self.dtypes:
             return f"no arrays of {x.dtype}"
@@ -184,7 +186,7 @@ class CuPy:
 # ---- one call ----
 
 GAP = 256  # bytes of 0xFF, a NaN in every dtype, before, between and behind the arrays
-ALIGN = 64  # where an array lies within so many bytes is as on the host
+ALIGN = 64  # an array's address modulo this is as on the host
 
 
 def plain_strides(x):
@@ -230,7 +232,7 @@ class Arena:
         self.block = arrays.there(block)
 
     def twin(self, x):
-        """The device's array for the host's x, or a str: why there can be none."""
+        """The device's array for the host's x. If there can be none, a str that says why."""
         offset = 0
         if x.nbytes:
             address = x.__array_interface__["data"][0]
@@ -239,7 +241,7 @@ class Arena:
         return arrays.view(self.block, offset, x, x.shape, plain_strides(x))
 
     def bring_back(self):
-        """What the call wrote, into the host's arrays; and a look at what it may not write."""
+        """Copy what the call wrote into the host's arrays, and check that it wrote nothing else."""
         block = arrays.back(self.block)
         end = 0
         gaps = []
@@ -258,7 +260,7 @@ tolerant = False
 
 @contextlib.contextmanager
 def from_the_host():
-    """In here an array that the device has no form of is passed as it is, from the host."""
+    """Within this context, an array that the device cannot have is passed as the host's."""
     global tolerant
     tolerant = True
     try:
@@ -281,7 +283,7 @@ def bridged(function):
 
 
 def bridged_map(given):
-    """What a test gives as feature_map, its functions bridged."""
+    """A test's feature_map argument, its functions bridged."""
     if type(given) in (tuple, list):
         return type(given)(map(bridged_map, given))
     if isinstance(given, linattn.FeatureMap):

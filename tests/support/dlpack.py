@@ -50,7 +50,7 @@ CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 class Exporter:
     """A NumPy array that shows DLPack's two methods only, and counts what happens to its capsules.
 
-    A capsule here has no destructor: it ends only if whoever took it over ends it.
+    A capsule here has no destructor: only its consumer can end it.
     """
 
     versions = True

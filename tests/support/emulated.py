@@ -1,8 +1,8 @@
 """`--device emulated`: the ops on another machine's processor; tests and references stay here.
 
-LINATTN_EMULATED is the command that starts a Python of that machine in which linattn can be
-imported, by an emulator say. There `serve` reads calls from its standard input and answers on its
-standard output. A call's arrays travel with their arena (device.py), so that they lie there as they
+LINATTN_EMULATED is the command that starts a Python of that machine, for example in an emulator.
+linattn must be importable there. There `serve` reads calls from standard input and writes answers
+to standard output. A call's arrays travel with their arena (device.py), so they lie there as they
 do here. The references in NumPy would take far longer there than the ops.
 """
 
@@ -40,7 +40,7 @@ def mapped(x, change):
 
 
 class Emulated:
-    """What device.py needs of a kind of arrays. There is one arena at a time."""
+    """The methods that device.py needs of a kind of arrays. There is one arena at a time."""
 
     negative_strides = True
 
@@ -59,7 +59,7 @@ class Emulated:
             return pickle.load(self.other.stdout)
         except EOFError:
             raise RuntimeError(f"the other side ended with {self.other.wait()}") from None
-        except BaseException:  # a test's time is over: no other call may take what is still to come
+        except BaseException:  # a test ran out of time: no other call may read its late answer
             self.other.kill()
             raise
 
@@ -100,7 +100,7 @@ def serve():
     import linattn
 
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what somebody prints is no answer
+    os.dup2(2, 1)  # other output must not mix with the answers
 
     def answer(*what):
         pickle.dump(what, answers)
@@ -116,7 +116,7 @@ def serve():
 
 
 def run(linattn, name, block, args, kwargs):
-    block = block.copy()  # what was unpickled may be read-only
+    block = block.copy()  # an unpickled array may be read-only
     arrays = []  # [(array, twin)]
 
     def made(x):

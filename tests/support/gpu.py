@@ -1,4 +1,4 @@
-"""What the tests of a GPU share: problems there, and the reference on the device."""
+"""Helpers of the GPU's tests: problems on the device, and the reference computed there."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ needs_gpu = [
     pytest.mark.skipif(
         not torch.cuda.is_available() or not linattn.cuda.is_available(),
         reason=f"no GPU: {linattn.cuda.why_not() or 'PyTorch sees none'}"),
-    # what other libraries warn of is not ours to mend
+    # other libraries' warnings are not ours to mend
     *(pytest.mark.filterwarnings(f"default::{kind}")
       for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")),
 ]
@@ -35,7 +35,7 @@ def to_gpu(x, device="cuda"):
 
 def gpu_problem(op, seed=0, *, dtype="bfloat16", face="forward", **shape):
     """A legal call on the GPU: B 2, T 200, HV 2 H, K 64, V 128 unless told otherwise. tf32: float32
-    arrays, and leave to round as tf32 does."""
+    arrays, with permission to round them to tf32."""
     tf32 = dtype == "tf32"
     dtype = np.dtype("float32" if tf32 else dtype)
     shape = {"B": 2, "T": 200, "H": 2, "HV": 4, "K": 64, "V": 128} | shape
@@ -59,7 +59,7 @@ def run(op, x, face="forward", **options):
     return leaves(getattr(linattn, op)(**x, output_final_state=True, **options))
 
 
-# Two results that are each within the rule of the truth are no further apart than twice that.
+# If each of two results meets the rule, they are at most twice its bound apart.
 APART = {dtype: 2 * bound for dtype, bound in testing.RMS_BOUND.items()}
 APART["tf32"] = 2 * testing.RMS_BOUND_TF32
 
@@ -77,7 +77,7 @@ def busy(seconds=0.3):
 
 
 def heads_of(x, count):
-    """One head's problem for `count` heads, all alike."""
+    """One head's problem, repeated for `count` heads."""
     shared = ("initial_state", "d_final_state")
     return {name: a if name in PER_HEAD else
             over_arrays(lambda s: s.repeat_interleave(count, 1), a) if name in shared else
@@ -164,7 +164,8 @@ def reference64(op, x, dtype=None, C=64):
 
 
 def judge(op, x, o, name=""):
-    """o by the acceptance rule. The naive twin is the reference in float32, o rounded last."""
+    """Judge o by the acceptance rule. naive is the reference in float32, its o rounded at the
+    end."""
     ref, _ = reference64(op, x)
     naive, _ = reference64(op, x, torch.float32)
     testing.assert_accurate(to_numpy(o), to_numpy(ref), to_numpy(naive.to(o.dtype)),

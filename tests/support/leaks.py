@@ -104,7 +104,7 @@ def resident():
 
 def peak_of(function, made):
     """The bytes that a call takes at its highest, and those of its results."""
-    # the high-water mark is reset where the kernel allows it, else it only rises
+    # the high-water mark is reset if the kernel allows it; otherwise it only rises
     start = resident()
     try:
         with open("/proc/self/clear_refs", "w") as f:

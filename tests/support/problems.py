@@ -1,7 +1,7 @@
 """Legal calls of every op and face: their arrays by the contract's letters, and ways to spoil them.
 
-`arguments` gives every optional array, and sizes that all differ, for tests of what is refused.
-`problem` gives the inputs of linattn.testing, for tests of what is computed.
+`arguments` gives every optional array, with sizes that all differ: for tests of errors. `problem`
+gives the inputs of linattn.testing: for tests of results.
 """
 
 import numpy as np
@@ -44,13 +44,14 @@ def problem(op, face="forward", *, dtype=np.float32, seed=0, **sizes):
 
 
 def at_token(x, t, rows=slice(None)):
-    """The arguments of one step, or of some rows of it: what has a token axis, at token t."""
+    """The arguments of one step, or of some of its rows: arrays with a token axis are taken at
+    token t."""
     return {name: np.ascontiguousarray(a[rows, t]) if name in PER_TOKEN else a
             for name, a in x.items()}
 
 
 def poisoned(shape, dtype):
-    """An output buffer full of NaN: what is not written shows."""
+    """An output buffer full of NaN, so that elements that a call leaves out show."""
     return np.full(shape, np.nan).astype(dtype)
 
 

@@ -11,7 +11,7 @@ SIZES = {"B": 2, "T": 5, "H": 1, "HV": 2, "K": 3, "V": 4}
 
 
 def tensors(x, *, grad=False):
-    """NumPy's arrays as tensors, in whatever they lie."""
+    """NumPy's arrays as tensors, at any depth of dicts, tuples and lists."""
     if isinstance(x, dict):
         return {name: tensors(one, grad=grad) for name, one in x.items()}
     if isinstance(x, tuple | list):
@@ -37,7 +37,8 @@ def inputs(op, rng, *, grad=False, dtype=np.float64, state=True, **changed):
 
 
 def pure(op, x, **options):
-    """The op as a function of its tensors alone, which gives tensors alone; and these tensors."""
+    """A function from the op's tensors alone to a tuple of tensors, and the tensors to call it
+    with."""
     def call(*given):
         return tuple(tensors_in(getattr(linattn, op)(**refilled(x, iter(given)), **options)))
 
@@ -45,7 +46,7 @@ def pure(op, x, **options):
 
 
 def gradients(op, x, **options):
-    """By PyTorch, of a sum of all outputs with weights."""
+    """PyTorch's gradients of a weighted sum of all outputs."""
     call, given = pure(op, x, **options)
     outputs = call(*given)
     return torch.autograd.grad(outputs, given, [weights(o) for o in outputs])
@@ -56,7 +57,7 @@ def weights(x):
 
 
 def by_the_backward_face(op, x, do, d_state, **options):
-    """Those of every tensor in x, in the same order."""
+    """The backward face's gradients of every tensor in x, in the same order."""
     x = refilled(x, iter([one.detach() for one in tensors_in(x)]))
     grads = getattr(linattn, op + "_backward")(do, **x, d_final_state=d_state, **options)
     field = {"alpha": "dg", "gamma": "dg", "slopes": "dg", "initial_state": "d_initial_state"}
@@ -70,7 +71,7 @@ def assert_equal(got, want):
         assert x.dtype == y.dtype and torch.equal(x.detach(), y.detach())
 
 
-# Beside every op as it is: one head, packed, the other way round, other ways to compute.
+# Ways to call an op, the plain one first.
 SETTINGS = {
     "plain": {},
     "no state": {"state": False},

@@ -1,4 +1,4 @@
-"""Which ops are of which kind, by linattn.VARIANTS: no test types such a list (test_house.py).
+"""The ops of each kind, from linattn.VARIANTS: no test types such a list (test_house.py).
 
 Every list has the table's order.
 """
@@ -17,8 +17,8 @@ NO_DECAY, HEAD_DECAY, TOKEN_DECAY, KEY_DECAY = (
 GATED = tuple(op for op in VARIANTS if op in TOKEN_DECAY + KEY_DECAY)  # these take g, or alpha
 DELTA, NORMALISED = ops_with(rule="delta"), ops_with(normaliser=True)
 
-# For tests that would take too long with all ops: the least op, and the delta rule's with a gate.
-# Between them they have everything that a kernel can have, but for a decay per head.
+# For tests that would take too long with all ops: the plainest op, and the delta rules with a gate.
+# Together they have everything that a kernel can have except a decay per head.
 FEW = (NO_DECAY[0], *(op for op in DELTA if op in GATED))
 EVERY_DECAY = (FEW[0], HEAD_DECAY[0], *FEW[1:])
 
