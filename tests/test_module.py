@@ -160,8 +160,8 @@ def test_the_tables_of_c(table):
     path = CHECKOUT / "csrc" / f"{name}.def"
     if not path.exists():
         pytest.skip(f"csrc/{name}.def: not in a checkout")
-    lines = [[word.strip().strip('"') for word in line.split(",")]
-             for line in re.findall(r"^LA_(?:VARIANT|ARRAY|INDEX)\(([^)]*)\)", path.read_text(), re.M)]
+    found = re.findall(r"^LA_(?:VARIANT|ARRAY|INDEX)\(([^)]*)\)", path.read_text(), re.M)
+    lines = [[word.strip().strip('"') for word in line.split(",")] for line in found]
     if table == "VARIANTS":
         assert [list(v) for v in linattn.VARIANTS.values()] == [
             [op, decay.lower(), rule.lower(), z == "NORMALISER"] for op, decay, rule, z in lines]

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 import linattn
+from linattn import variants
 from support import emulated
 
 KINDS = ("numpy", "emulated", "torch", "cuda", "cupy")
@@ -38,8 +39,10 @@ COMPUTED = ("test_backward.py", "test_extremes.py", "test_forward.py", "test_poo
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FEW_TOKENS = 8  # up to so many go token by token on a GPU: csrc/cuda/dispatch.cu
 FACES = {f"{op}{face}" for op in linattn.OPS for face in ("", "_step", "_backward")}
-ARRAYS = {"do", "q", "k", "v", "g", "alpha", "beta", "gamma", "slopes", "initial_state", "state",
-          "d_final_state", "cu_seqlens", "state_indices", "out"}
+# the keywords of arrays: the table's, the gradients of outputs, other names of g and of a state
+ARRAYS = {"alpha", "gamma", "slopes", "state"}.union(
+    (x.label for x in variants.ARRAYS),
+    (x.gradient for x in variants.ARRAYS if x.role == "OUTPUT"))
 
 kind = "numpy"
 arrays = None  # a Torch or a CuPy
