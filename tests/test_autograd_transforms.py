@@ -24,9 +24,9 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 def operator_arguments(op, x, *, final=True, features=(2, 1e-3, 2, 1e-3, 1, 1e-6, 1)):
     state, z = x["initial_state"] if op == "linear_attention" else (x.get("initial_state"), None)
-    gate = x.get("g", x.get("slopes"))
-    return (x["q"], x["k"], x["v"], gate, x.get("gamma"), x.get("beta"), state, z, None, final,
-            None, "chunk", None, False, False, None,
+    gate = next((name for name in ("g", "gamma", "slopes") if name in x), None)
+    return (x["q"], x["k"], x["v"], x.get(gate), x.get("beta"), None, state, z, final,
+            gate, None, "chunk", None, False, False, None,
             list(map(float, features)) if op == "linear_attention" else None)
 
 
@@ -37,7 +37,7 @@ def test_opcheck(op, rng):
     torch.library.opcheck(getattr(torch.ops.linattn, op).default, arguments)
     torch.library.opcheck(getattr(torch.ops.linattn, op).default,
                           operator_arguments(op, x, final=False), test_utils="test_faketensor")
-    before, after = arguments[:9], arguments[10:]
+    before, after = arguments[:8], arguments[9:]
     arrays = [None if y is None else y.detach() for y in before]
     d_states = [None if y is None else weights(y) for y in arrays[6:8]]
     torch.library.opcheck(getattr(torch.ops.linattn, op + "_backward").default,

@@ -12,7 +12,7 @@ import linattn
 ROOT = pathlib.Path(__file__).parents[1]
 # A list of three ops or more is asked of linattn.VARIANTS, in tests by support/variants.py. In
 # these rooms an op is a file, a definition, or what another library has for it.
-ROOMS = re.compile(r"linattn/(ops|reference|compat)\b|linattn/(nn|train|demo|__main__)\.py$"
+ROOMS = re.compile(r"linattn/(ops|reference|compat|programs)\b|linattn/(nn|__init__)\.py$"
                    r"|benchmarks/")
 MOST = 2
 # {(file, the ops that one display names): why they are named there}
