@@ -23,8 +23,8 @@ test: $(VENV)/installed-test  ## run the tests; ARGS="-k gla" goes to pytest
 	$(RUN) -m pytest $(ARGS)
 mutants: $(VENV)/installed-test  ## plant mistakes in the C core, which the tests must catch; ARGS names some
 	$(BIN)/pip install -q "setuptools>=77" && $(RUN) tests/mutants/run.py $(ARGS)
-bench: $(VENV)/installed-bench  ## measure; ARGS="..." goes to benchmarks/run.py
-	$(RUN) benchmarks/run.py $(ARGS)
+bench: $(VENV)/installed-bench $(VENV)/path/benchmarks  ## measure; ARGS="cuda --quick" goes to python -m benchmarks
+	PYTHONPATH=$(abspath $(VENV)/path) $(RUN) -m benchmarks $(or $(ARGS),cpu)
 lint: $(VENV)/installed-lint  ## ruff, clang-format, mypy, stubtest: nothing is changed
 	$(BIN)/ruff check . && $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(BIN)/mypy && cd $(BIN) && ./python -P -m mypy.stubtest linattn._linattn
@@ -52,5 +52,8 @@ $(BIN)/python:
 $(VENV)/installed: $(SOURCE) | $(BIN)/python
 	rm -rf $(VENV)/wheel && $(BIN)/pip wheel -q --no-deps -w $(VENV)/wheel .
 	$(BIN)/pip install -q --force-reinstall --no-deps $(WHEEL) && $(BIN)/pip install -q $(WHEEL) && touch $@
+# benchmarks/ alone, without the linattn beside it that has no extension
+$(VENV)/path/benchmarks: | $(BIN)/python
+	mkdir -p $(@D) && ln -sfn ../../benchmarks $@
 $(VENV)/installed-%: $(VENV)/installed
 	$(BIN)/pip install -q "$$(echo $(WHEEL))[$*]" && touch $@

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured between the cases it is compared with; and memory."""
+"""The ceilings of this machine, measured between the cases beside which they stand; and memory."""
 
 import ctypes
 import os
@@ -10,9 +10,11 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from cases import H, K, V, aligned
 
 from linattn.config import config
+
+from .base import Case
+from .inputs import aligned
 
 ROUNDS = 100_000  # of 24 or 12 multiply-adds of a vector: some 0.3 ms
 COPY = 256 << 20  # bytes, many times any cache
@@ -48,7 +50,7 @@ def compiled():
 
 
 def measures(threads):
-    """(key, what it is, unit, work of one call, the call) for each; and what could not be run."""
+    """([(key, description, unit, work of one call, call)], [(description, why it cannot run)])."""
     found, missing = [], []
     peak, why = compiled()
     if peak is None:
@@ -58,7 +60,7 @@ def measures(threads):
         work = peak.peak_fma(1, ctypes.addressof(sink)) * ROUNDS
         found.append(("fma", "float32 multiply-add peak, one core", "GFLOP/s", work,
                       lambda: peak.peak_fma(ROUNDS, ctypes.addressof(sink))))
-        state = aligned((H, K, V))
+        state = aligned((Case.HV, Case.D, Case.D))
         found.append(("update", f"one pass over a state of {state.nbytes >> 10} KiB, read and "
                       "written, one core", "GB/s", 2 * state.nbytes,
                       lambda: peak.peak_update(state.ctypes.data, state.size, 1.0)))

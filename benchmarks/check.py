@@ -1,57 +1,56 @@
-"""Whatever is timed is right first: against linattn.reference in float64, on a shorter problem."""
+"""Every call is checked before it is timed, against the reference in float64.
+
+On the CPU the check is of a shorter problem against `linattn.reference`; on a GPU it is of the very
+shape that is timed, against the chunked form in float64 on that GPU.
+"""
 
 from dataclasses import replace
 
 import numpy as np
-from cases import gradient, inputs, ours
 
 from linattn import reference, testing
+
+from .base import CHUNK, WrongResult
+from .inputs import gradient, numpy_inputs, options, ours
 
 T, HEADS, STEPS = 192, 2, 3  # three of the peers' chunks; tokens in a row for a step
 # rms(out - ref) / rms(ref) of a peer; ours go by the acceptance rule of linattn.testing
 PEER_BOUND = {"float32": 1e-5, "bfloat16": 2e-2}
-
-
-class WrongResult(Exception):
-    """Something did not compute what it is timed for."""
-
-
-def shortened(case):
-    return replace(case, T=1 if case.face == "step" else T, heads=HEADS)
+LOCAL = 10  # 64 tokens of a head may be this much worse; one wrong chunk drowns in the whole
 
 
 def expected(case, x, dtype, form):
-    """What the shortened case should return: (o,) or (o, gradients ...), computed at dtype."""
-    if case.face == "step":  # one token, again and again
+    """The right outputs of a shortened case, (o,) or (o, gradients ...), computed at dtype."""
+    form = form | options(case)
+    if case.pass_ == "step":  # one token, again and again
         x = {name: np.repeat(a, STEPS, 1) if np.ndim(a) > 1 else a for name, a in x.items()}
     o = getattr(reference, case.op)(**x, dtype=dtype, **form)[0]
-    if case.face == "forward":
+    if case.pass_ == "forward":
         return (o,)
-    if case.face == "step":
+    if case.pass_ == "step":
         return (o[:, -1],)
     grads = reference.backward(case.op, gradient(case), **x, dtype=dtype, **form)
-    wanted = [d for d in grads[:5] if d is not None]
-    return (o, *wanted)
+    return (o, *(d for d in grads[:5] if d is not None))
 
 
 class Checker:
-    """Checks calls against references that are computed once per case."""
+    """Checks calls on the CPU against references that are computed once per case."""
 
     def __init__(self):
         self.known = {}
 
     def problem(self, case):
-        case = shortened(case)
+        case = replace(case, T=1 if case.pass_ == "step" else T, H=HEADS, HV=HEADS)
         if case not in self.known:
-            x = inputs(case)
+            x = numpy_inputs(case)
             self.known[case] = x, expected(case, x, np.float64, {})
         return case, *self.known[case]
 
     def ours(self, case):
         case, x, wanted = self.problem(case)
-        form = {"form": "chunk", "chunk_size": 16} if case.face != "step" else {}
+        form = {"form": "chunk", "chunk_size": 16} if case.pass_ != "step" else {}
         naive = expected(case, x, x["v"].dtype, form)
-        got = result(case, ours(case, x), np.asarray)
+        got = outputs(case, ours(case, x), np.asarray)
         for i, (out, ref, other) in enumerate(zip(got, wanted, naive, strict=False)):
             if out.size < 1000:  # a decay's gradient per head: too few numbers for a maximum
                 self.bounded("linattn", case, i, out, ref)
@@ -63,24 +62,114 @@ class Checker:
                 raise WrongResult(f"linattn: {error}") from None
 
     def peer(self, peer, case):
-        """False where the peer has no such op."""
         case, x, wanted = self.problem(case)
-        call = peer.make(case, x)
-        if call is None:
-            return False
-        got = result(case, call, peer.numpy)
+        got = outputs(case, peer.make(case, x), peer.numpy)
         for i, (out, ref) in enumerate(zip(got, wanted, strict=True)):
             self.bounded(peer.name, case, i, out, ref)
-        return True
 
-    def bounded(self, who, case, i, out, ref):
+    def bounded(self, name, case, i, out, ref):
         off = np.sqrt(np.mean((out - ref) ** 2) / np.mean(ref**2))
         if out.shape != ref.shape or not off < PEER_BOUND[case.dtype] * (2 if i else 1):
-            raise WrongResult(f"{who}: {case}, output {i}: rms error {off:.1e}")
+            raise WrongResult(f"{name}: {case} {case.dtype}, output {i}: rms error {off:.1e}")
 
 
-def result(case, call, to_numpy):
-    """The outputs of a call; of a step, those after the same token STEPS times."""
-    for _ in range(STEPS if case.face == "step" else 1):
+def outputs(case, call, to_numpy):
+    """The outputs of a call; of a step, o after the same token STEPS times."""
+    for _ in range(STEPS if case.pass_ == "step" else 1):
         got = call()
-    return [to_numpy(a) for a in (got if isinstance(got, tuple) else (got,))]
+    return [to_numpy(a) for a in (got[:1] if case.pass_ == "step" else got)]
+
+
+def log_decay(xp, x):
+    """The log decay [B,T,HV] or [B,T,HV,K] that the gate stands for, None for none."""
+    if "gamma" in x or "slopes" in x:
+        per_head = xp.log(x["gamma"]) if "gamma" in x else -x["slopes"]
+        return xp.broadcast_to(per_head, x["v"].shape[:3])
+    return x.get("g")
+
+
+def chunks(x):
+    """Yields (first token, o [B,HV,C,V], the state after it) for one chunk after another.
+
+    For every decay and rule: with G the running sum of the log decays and
+    D[i,j] = exp(G[i] - G[j]) for j <= i, inside a chunk that begins with the state S
+
+        p = (k e^G) S + (k k' D below the diagonal) u     the prediction of the delta rule
+        u = v  |  beta (v - p), unit lower triangular in u
+        o = scale ((q e^G) S + (q k' D up to the diagonal) u)
+        S <- e^(G at the end) S + (k e^(G at the end - G))' u
+    """
+    import torch
+
+    q, k, v, beta, state = (x.get(name) for name in ("q", "k", "v", "beta", "state"))
+    (B, T, HV, V), K = v.shape, k.shape[-1]
+    per_token = {name: a.double() for name, a in x.items() if name in ("g", "gamma", "slopes")}
+    g = log_decay(torch, per_token | {"v": v})
+    g = v.new_zeros(B, T, HV, 1).double() if g is None else g.reshape(B, T, HV, -1)
+    S = v.new_zeros(B, HV, K, V).double() if state is None else state.double()
+    for t in range(0, T, CHUNK):
+        def part(a, t=t):
+            a = a[:, t:t + CHUNK].double().transpose(1, 2)  # [B,H,C,...]
+            return a.repeat_interleave(HV // a.shape[1], 1)
+        Q, Key, u, G = part(q) * K**-0.5, part(k), part(v), part(g).cumsum(2)
+        grown = G.exp()
+        lower = torch.ones(G.shape[2], G.shape[2], dtype=torch.bool, device=v.device).tril()
+        D = G[:, :, :, None] - G[:, :, None]  # above the diagonal it may be large: cut, then exp
+        D = D.masked_fill_(~lower[:, :, None], -torch.inf).exp_()
+        if D.shape[-1] == 1:
+            read, seen = Q @ Key.mT * D[..., 0], Key @ Key.mT * D[..., 0]
+        else:
+            D *= Key[:, :, None]
+            read, seen = ((a[:, :, :, None, :] @ D.mT)[:, :, :, 0] for a in (Q, Key))
+        if beta is not None:
+            b = part(beta)[..., None]
+            right = b * (u - (Key * grown) @ S)
+            u = torch.linalg.solve_triangular((b * seen).tril(-1), right, upper=False,
+                                              unitriangular=True)
+        o = (Q * grown) @ S + read @ u
+        S = grown[:, :, -1, :, None] * S + (Key * (G[:, :, -1:] - G).exp()).mT @ u
+        yield t, o, S
+
+
+def errors(case, x, computed):
+    """For each (o,) or (o, state) of `computed` its relative errors (of all, of the worst chunk).
+
+    NaN where the output has one; a wrong shape is an infinite error.
+    """
+    import torch
+
+    computed = [(o[:, None], *state) if case.pass_ == "step" else (o, *state)
+                for o, *state in computed]  # a step's o has one token and no axis for it
+    sums = [[0.0, 0.0] for _ in computed]  # squares: of errors, the worst chunk's share
+    size, after = 0.0, None
+    right = [o.shape == x["v"].shape for o, *_ in computed]
+    for t, ref, after in chunks(x):  # noqa: B007 -- the last one is wanted
+        squares = ref.square()
+        size += squares.sum()
+        local = squares.mean((2, 3)).clamp_min(1e-300)
+        for each, (o, *_), fits in zip(sums, computed, right, strict=True):
+            if fits:
+                off = (o[:, t:t + CHUNK].double().transpose(1, 2) - ref).square_()
+                each[0] += off.sum()
+                each[1] = torch.maximum(torch.as_tensor(each[1], device=off.device),
+                                        (off.mean((2, 3)) / local).max())  # keeps a NaN
+    found = []
+    for each, (_, *state), fits in zip(sums, computed, right, strict=True):
+        if not fits:
+            found.append((float("inf"), float("inf")))
+            continue
+        whole, worst = float(each[0] / size) ** 0.5, float(each[1]) ** 0.5
+        if state:
+            off = float((state[0].double() - after).square().sum() / after.square().sum()) ** 0.5
+            whole = whole if whole > off or whole != whole else off
+        found.append((whole, worst))
+    return found
+
+
+def verdict(whole, worst, dtype="bfloat16"):
+    """Why an output with these errors, rms(out - ref) / rms(ref), is refused, or ""."""
+    bound = testing.RMS_BOUND_TF32 if dtype == "tf32" else testing.RMS_BOUND[dtype]
+    if whole < bound and worst < LOCAL * bound:
+        return ""
+    return (f"wrong: rms error {whole:.1e} of all, {worst:.1e} of the worst chunk, "
+            f"expected < {bound:.0e}, < {LOCAL * bound:.0e}")

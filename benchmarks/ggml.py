@@ -11,18 +11,19 @@ from ctypes import c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from importlib import metadata
 
 import numpy as np
-from cases import K, V, aligned
-from peers import SCALE, Peer, log_decay
+
+from .base import Peer
+from .check import log_decay
+from .inputs import aligned
 
 # pip compiles the first for the processor it is on; the second comes compiled for many
 PACKAGES = ("llama-cpp-python", "pywhispercpp")
 LIBRARY = re.compile(r"libggml-cpu(\.\d+)*\.(so|dylib)(\.\d+)*")
-DELTA = ("delta_rule", "gated_delta_rule", "kda")  # gated_delta_net's; the rest the other's
 FLOAT32 = 0  # GGML_TYPE_F32
 POOL_PARAMS = 4096  # bytes: more than a ggml_threadpool_params, of which only ggml knows the inside
 
 ptr = c_void_p
-FUNCTIONS = {  # what it returns, what it takes
+FUNCTIONS = {  # its result, its arguments
     "ggml_version": (c_char_p,),
     "ggml_tensor_overhead": (c_size_t,),
     "ggml_graph_overhead_custom": (c_size_t, c_size_t, c_bool),
@@ -57,7 +58,7 @@ def library():
             continue
         files = [f for f in found.files or () if LIBRARY.fullmatch(f.name)]
         if files:
-            # through it the functions of libggml-base are found too, as what it was linked with
+            # the functions of libggml-base are found through it too, since it is linked with that
             path = min(files, key=lambda f: len(f.name)).locate()
             return ctypes.CDLL(str(path)), f"{package} {found.version}"
     raise ImportError(f"neither {' nor '.join(PACKAGES)} is installed with its libggml-cpu")
@@ -74,8 +75,8 @@ class Ggml:
             setattr(self, name.removeprefix("ggml_"), function)
         version = self.version().decode()
         self.release = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
-        # gated_delta_net took the state otherwise before, and what it does not expect aborts the
-        # whole process; tried with 0.13.1 and 0.25.3
+        # Before, gated_delta_net took the state in another shape, and a wrong shape aborts the
+        # process. Tried with 0.13.1 and 0.25.3.
         if self.release != (0, 13) and self.release < (0, 15):
             raise ImportError(f"ggml {version} of {package}: neither 0.13 nor 0.15 or later")
         if threads > 1 and not hasattr(self.lib, "omp_get_num_threads"):
@@ -97,8 +98,8 @@ class Ggml:
                 return name.upper()
         return "no AVX"
 
-    def planned(self, op, arrays, state, out):
-        """A function that computes the op into `out`: o, and the state after it.
+    def planned(self, case, arrays, state, out):
+        """A function that computes the case into `out`: o, and the state after it.
 
         Arrays are ggml's as they are: its first dimension is our last, and memory is the same.
         Contexts and plans, a few kilobytes each, live as long as the process.
@@ -106,11 +107,11 @@ class Ggml:
         size = 16 * self.tensor_overhead() + self.graph_overhead_custom(8, False)
         context = self.init(InitParams(size, None, True))
         tensors = [self.tensor(context, a) for a in (*arrays, state)]
-        if op in DELTA:
+        if case.delta:
             result = self.gated_delta_net(context, *tensors, 1)  # 1: the last token's state only
         else:
             q, k, v, g, s = tensors
-            result = self.gated_linear_attn(context, k, v, q, g, s, SCALE)
+            result = self.gated_linear_attn(context, k, v, q, g, s, case.D**-0.5)
         assert self.nbytes(result) == out.nbytes
         self.place(result, out)
         graph = self.new_graph_custom(context, 8, False)
@@ -135,48 +136,49 @@ class Ggml:
         if self.backend_tensor_alloc(buffer, tensor, a.ctypes.data) != 0:
             raise RuntimeError("ggml: no tensor in this array's memory")
 
-    def state_shape(self, op, B, heads):
+    def state_shape(self, case):
         """As the op takes it; [V,K] of each head for gated_delta_net, [K,V] for the other."""
-        if op not in DELTA:
-            return 1, 1, B, heads * K * V
-        return (1, B, 1, heads * K * V) if self.release == (0, 13) else (B, heads, V, K)
+        B, heads, D = case.B, case.HV, case.D
+        if not case.delta:
+            return 1, 1, B, heads * D * D
+        return (1, B, 1, heads * D * D) if self.release == (0, 13) else (B, heads, D, D)
 
 
-def ggml_peers(threads):
+def peers(threads):
     try:
         ggml = Ggml(threads)
     except (AttributeError, OSError) as error:  # not a function of it; not for this system
         raise ImportError(str(error)) from None
 
+    def has(case):
+        return case.dtype == "float32" and case.pass_ != "forward+backward"
+
     def make(case, x):
-        # float32 only, as many values as keys, and no gradients
-        if case.dtype != "float32" or case.face == "forward+backward" or K != V:
-            return None
-        B, T, H, _ = x["q"].shape
-        g = log_decay(np, case.op, x)
-        # prepared once, which is a favour: gated_linear_attn takes decays where ours takes their
-        # logs, and one for each key where others have one for a head; no decay is one of 1
-        if case.op in DELTA:
+        B, T, H, D = x["v"].shape
+        g = log_decay(np, x)
+        # Prepared once, which is a favour: gated_linear_attn takes decays where ours takes their
+        # logarithms, and one for each key where others have one for a head. No decay is one of 1.
+        if case.delta:
             g = np.zeros((B, T, H, 1)) if g is None else g.reshape(B, T, H, -1)
             given = [x["q"], x["k"], x["v"], g, x["beta"][..., None]]
         else:
             g = np.ones((B, T, H, 1)) if g is None else np.exp(g).reshape(B, T, H, -1)
-            given = [x["q"], x["k"], x["v"], np.broadcast_to(g, (B, T, H, K))]
+            given = [x["q"], x["k"], x["v"], np.broadcast_to(g, (B, T, H, D))]
         arrays = [aligned(a.shape) for a in given]
         for a, b in zip(arrays, given, strict=True):
             a[:] = b
         n = x["v"].size
-        out = aligned((n + B * H * K * V,))  # o, then the state after the last token
-        o, after = out[:n].reshape(B, T, H, V), out[n:].reshape(ggml.state_shape(case.op, B, H))
-        # a step's state is written where it was read, as ours: another favour, as ggml's programs
-        # have it written elsewhere and copy it back
-        step = case.face == "step"
+        out = aligned((n + B * H * D * D,))  # o, then the state after the last token
+        o, after = out[:n].reshape(B, T, H, D), out[n:].reshape(ggml.state_shape(case))
+        # A step's state is written where it was read, as ours: another favour, as ggml's programs
+        # have it written elsewhere and copy it back.
+        step = case.pass_ == "step"
         state = after if step else aligned(after.shape)
-        call = ggml.planned(case.op, arrays, state, out)
+        call = ggml.planned(case, arrays, state, out)
 
         def run():
             call()
             return (o[:, 0] if step else o,)
         run.held = arrays, state  # ggml has their addresses only
         return run
-    return [Peer("ggml", ggml.about, make)]
+    return [Peer("ggml", ggml.about, make, has)]

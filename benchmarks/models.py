@@ -1,38 +1,27 @@
-"""A model of transformers with its own functions and with linattn's, timed in one run:
-python benchmarks/models.py --help.
+"""A model of transformers with its own functions and with linattn's, timed in one run.
 
 The models are small and random, of Qwen3-Next's kind (a few experts) and Qwen3.5's (none): three
-gated delta layers, then one of attention, twice. Both ways are measured in turns, a figure is the
-median over the rounds, and nothing is timed before the logits have been held against the float64
-reference and the generated tokens against each other. Needs PyTorch and transformers, and nothing
-from the network.
+gated delta layers, then one of attention, twice. Both ways take turns, a figure is the median over
+the rounds, and nothing is timed before the logits have been held against the float64 reference and
+the generated tokens against each other. Needs nothing from the network.
 """
 
-import argparse
-import datetime
-import os
-import platform
-import shlex
-import statistics
 import sys
 import time
-from pathlib import Path
 from unittest import mock
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # python -P leaves it out
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import numpy as np
+import torch
+import transformers
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from report import commit, lines, machine, results_name  # noqa: E402
+import linattn
+from linattn import reference
+from linattn.compat.transformers import use_linattn
+from linattn.testing import assert_accurate
 
-import linattn  # noqa: E402
-from linattn import reference  # noqa: E402
-from linattn.compat.transformers import use_linattn  # noqa: E402
-from linattn.config import config  # noqa: E402
-from linattn.testing import assert_accurate  # noqa: E402
+from . import report
+from .base import Result
+from .report import lines, ms, ratio
 
 MODEL = {
     "vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
@@ -47,22 +36,6 @@ LENGTHS = (512, 2048)
 PROMPT, NEW = 64, 64
 CHECKED = 200  # tokens
 LEAST = 20e-3  # seconds a sample lasts at least
-
-
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"),
-                        help="default: float32 on the CPU, bfloat16 on a GPU")
-    parser.add_argument("--threads", type=int, default=1, help="of PyTorch and linattn (1)")
-    parser.add_argument("--rounds", type=int, default=5, help="samples of each figure (5)")
-    parser.add_argument("--results", metavar="DIR", type=Path,
-                        help="where transformers-DEVICE-MACHINE.md goes (default: nowhere)")
-    given = parser.parse_args()
-    if min(given.threads, given.rounds) < 1:
-        parser.error("--threads and --rounds must be at least 1")
-    given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
-    return given
 
 
 def made(given, kind):
@@ -134,14 +107,14 @@ class Alone(torch.nn.Module):
 
         @torch.inference_mode()
         def call():
-            one = T == 1  # what it is then is looked up in each call
+            one = T == 1  # both functions are looked up in each call, since they are replaced
             (self.recurrent_gated_delta_rule if one else self.chunk_gated_delta_rule)(
                 *x, **options)
         return call
 
 
 def cases(given, kind, model):
-    """(name, of which model, a call, what to divide its time by)."""
+    """(name, the model whose functions are replaced, a call, the divisor of its time)."""
 
     @torch.inference_mode()
     def prefill(x):
@@ -182,104 +155,83 @@ def on_one_core(given):
 def timed(given, call, repeats):
     """Seconds of a call, of several where one is short."""
     clock = time.process_time if on_one_core(given) else time.perf_counter
+    sync = torch.cuda.synchronize if given.device == "cuda" else lambda: None
     if repeats > 1:
         call()
-    if given.device == "cuda":
-        torch.cuda.synchronize()
+    sync()
     start = clock()
     for _ in range(repeats):
         call()
-    if given.device == "cuda":
-        torch.cuda.synchronize()
+    sync()
     return (clock() - start) / repeats
 
 
 def measure(given, kind, model):
-    """name -> {who: seconds}."""
-    found = {}
+    """Two results of each case, whose name is their section."""
+    found = []
     for name, whose, call, parts in cases(given, kind, model):
-        samples = found[name] = {"transformers": [], "linattn": []}
+        pair = [Result(None, peer, name, given.threads) for peer in ("transformers", "linattn")]
         repeats = 1
-        for round in range(-1, given.rounds):  # the first says how often to repeat
-            for who in samples:
-                ours = use_linattn(whose) if who == "linattn" else None
+        for n in range(-1, given.rounds):  # the first says how often to repeat
+            for result in pair:
+                ours = use_linattn(whose) if result.peer == "linattn" else None
                 seconds = timed(given, call, repeats)
                 if ours:
                     ours.restore()
-                if round >= 0:
-                    samples[who].append(seconds / parts)
-                elif who == "transformers":
+                if n >= 0:
+                    result.add("call", seconds / parts)
+                elif not ours:
                     repeats = max(1, min(1000, int(LEAST / seconds)))
+        found += pair
     return found
 
 
 def about(given, models):
-    here = config()
-    device = machine() if given.device == "cpu" else torch.cuda.get_device_name()
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{device}, {len(os.sched_getaffinity(0))} cores",
-        "system": f"{platform.system()} {platform.machine()}",
-        "load before": f"{os.getloadavg()[0]:.2f} (mean number of running processes)",
-        "commit": commit(),
-        "command": shlex.join(["python", "benchmarks/models.py", *sys.argv[1:]]),
-        "threads": str(given.threads),
-        "dtype": given.dtype,
-        "linattn": f"{linattn.__version__}, {here['in use'].split()[0]}, {here['compiler']}",
-        "transformers": transformers.__version__,
-        "PyTorch": torch.__version__,
-        "Python": here["Python"],
-        "models": ", ".join(
+    return report.about(
+        given, dtype=given.dtype, transformers=transformers.__version__,
+        **({"GPU": report.gpu()[1]} if given.device == "cuda" else {}),
+        models=", ".join(
             f"{type(model).__name__} ({sum(p.numel() for p in model.parameters()):,} parameters)"
             for model in models.values()) + ": " + ", ".join(
-            f"{name} {n}" for name, n in MODEL.items() if "token_id" not in name),
-    }
+            f"{name} {n}" for name, n in MODEL.items() if "token_id" not in name))
 
 
-def markdown(given, facts, found):
-    def cells(name, seconds):
-        theirs, ours = (seconds[who] for who in ("transformers", "linattn"))
-        middle = [statistics.median(x) for x in (theirs, ours)]
-        least = [min(x) for x in (theirs, ours)]
-        return [name, *(f"{1e3 * s:.2f}" for x in zip(middle, least, strict=True) for s in x),
-                f"{middle[0] / middle[1]:.2f}"]
-
-    header = ["what", "transformers, ms", "least", "linattn, ms", "least", "ratio"]
-    rows = [cells(name, seconds) for name, seconds in found.items()]
+def markdown(given, record):
+    rows = []
+    for theirs, own in zip(record.pick(peer="transformers"), record.pick(peer="linattn"),
+                           strict=True):
+        rows.append([own.section, *(ms(seconds, ".2f") for r in (theirs, own)
+                                    for seconds in (r.median(), r.least())),
+                     ratio(theirs.median(), own.median())])
     return "\n".join((
         "# Models of transformers with linattn's functions", "",
-        *(f"- {name}: {value}" for name, value in facts.items()), "",
-        f"B = 1. Medians of {len(next(iter(found.values()))['linattn'])} rounds in which both take "
-        "turns, the least beside them; ratio: transformers' own functions in PyTorch divided by "
-        "ours. All else of a model is the same in both. "
+        *report.facts(record.runs[0]["about"]), "",
+        f"B = 1. Medians of {given.rounds} rounds in which both take turns, the least beside them; "
+        "ratio: transformers' own functions in PyTorch divided by ours. All else of a model is the "
+        "same in both. "
         + ("Times are the process's own on its core: other work ran on the machine meanwhile where "
            "the load says so, and the ratios hold better than the times. " if on_one_core(given)
            else "") +
         "Before anything was timed, the logits in float32 were accepted against the float64 "
-        "reference, and "
-        f"generate() gave the same {NEW} tokens with and without.", "",
-        *lines(header, rows)))
+        f"reference, and generate() gave the same {NEW} tokens with and without.", "",
+        *lines(["what", "transformers, ms", "least", "linattn, ms", "least", "ratio"], rows)))
 
 
-def main():
-    given = arguments()
+def run(given):
+    if given.device == "cuda" and not torch.cuda.is_available():
+        return "models: PyTorch finds no GPU"
+    given.dtype = given.dtype or ("float32" if given.device == "cpu" else "bfloat16")
     torch.set_num_threads(given.threads)
     linattn.set_num_threads(given.threads)
     transformers.logging.set_verbosity_error()
     models = {kind: made(given, kind) for kind in KINDS}
-    facts, found = about(given, models), {}
+    record = report.Record([{"about": about(given, models), "ceilings": {}}])
     for model in models.values():
         check(given, model)
     for kind, model in models.items():
-        found |= measure(given, kind, model.to(getattr(torch, given.dtype)))
-    text = markdown(given, facts, found)
-    print(text)
-    if given.results:
-        given.results.mkdir(parents=True, exist_ok=True)
-        name = results_name() if given.device == "cpu" else (
-            "cuda-" + torch.cuda.get_device_name().lower().replace(" ", "-"))
-        (given.results / f"transformers-{name}.md").write_text(text)
-
-
-if __name__ == "__main__":
-    main()
+        record.results += measure(given, kind, model.to(getattr(torch, given.dtype)))
+    page = markdown(given, record)
+    print(page)
+    record.write(given, report.results_name("models") if given.device == "cpu" else
+                 f"models-cuda-{report.slug(report.gpu()[0])}", page)
+    return 0

@@ -1,6 +1,5 @@
-"""The benchmark's part for the GPU, as far as it can be tried without one."""
+"""The GPU programs of benchmarks/, as far as they can be tried without a GPU."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -9,95 +8,108 @@ import pytest
 import linattn
 from linattn import reference
 
-
-def row(case, who, graph_s, op="kda", face="forward", **more):
-    return {"case": case, "who": who, "op": op, "face": face, "B": 1, "T": 8192, "H": 96, "HV": 96,
-            "why": "", "bytes": 1e9, "flops": 1e11, "error": "", "note": "", "rms": 1e-3,
-            "rms_chunk": 1e-2, "first_s": 1.0, "copies": 1, "calls": 4, "samples": 30,
-            "graph_s": graph_s, "graph_min_s": graph_s, "eager_s": graph_s, "launch_s": None,
-            "run": 0, "case_s": 1.0} | more
+pytestmark = pytest.mark.usefixtures("bench")
 
 
-def figures(rows, copy=4e12):
-    return {"runs": [{"device": "NVIDIA H200, 132 multiprocessors", "ceilings":
-                      {"copy": copy, "matmul": 7e14}, "ceiling names":
-                      {"copy": "copy", "matmul": "product"}}],
-            "rows": rows, "first": [], "not_run": []}
+def result(op, peer, graph, H=96, **more):
+    from benchmarks.base import Case, Result
+
+    case = Case(op, B=1, T=8192, H=H, HV=H, dtype="bfloat16")
+    seconds = {kind: [graph] for kind in ("graph", "eager", "first")} if graph else {}
+    return Result(case, peer, seconds=seconds, rms=1e-3, rms_chunk=1e-2, **more)
+
+
+def record(results, copy=4.0):
+    from benchmarks.report import Record
+
+    ceilings = {"copy": {"what": "copy", "unit": "TB/s", "median": copy, "best": copy},
+                "matmul": {"what": "product", "unit": "TFLOP/s", "median": 700.0, "best": 700.0}}
+    about = {"device": "NVIDIA H200, 132 multiprocessors"}
+    return Record([{"about": about, "ceilings": ceilings}], results)
 
 
 KDA = "kda forward B1 T8192 H96"
 
 
-def test_targets_tell_ahead_from_behind_and_not_run(bench):
-    from device import report
+def test_targets_tell_ahead_from_behind_and_not_run():
+    from benchmarks import cuda
 
     def verdicts(ours, fla):
-        found = figures([row(KDA, "linattn", ours), row(KDA, "fla", fla),
-                         row(KDA, "FlashKDA", ours / 2)])
-        return {what: (measured, met) for what, _, measured, met in report.targets(found)}
+        found = record([result("kda", "linattn", ours), result("kda", "fla", fla),
+                        result("kda", "FlashKDA", ours / 2)])
+        return {what: (measured, met) for what, _, measured, met in cuda.targets(found)}
     ahead, behind = verdicts(1e-3, 2e-3), verdicts(2e-3, 1e-3)
     least = "fla / ours, kda forward, the least of 1 (B1 T8192 H96)"
     assert ahead[least] == ("2.00", "yes") and behind[least] == ("0.50", "NO")
     assert ahead[f"{KDA}, ms"] == ("1.000", "yes") and behind[f"{KDA}, ms"] == ("2.000", "NO")
-    assert ahead["simple_gla forward B1 T8192 H96, ms"] == (report.NOT_RUN, "-")
+    assert ahead["simple_gla forward B1 T8192 H96, ms"] == (cuda.NOT_RUN, "-")
 
 
-def test_a_failed_check_of_ours_is_a_missed_target(bench):
-    from device import report
+def test_a_failed_check_of_ours_is_a_missed_target():
+    from benchmarks import cuda
 
-    found = figures([row(KDA, "linattn", None, error="wrong: rms error"), row(KDA, "fla", 1e-3)])
-    met = {what: met for what, _, _, met in report.targets(found)}
+    found = record([result("kda", "linattn", None, error="wrong: rms error"),
+                    result("kda", "fla", 1e-3)])
+    met = {what: met for what, _, _, met in cuda.targets(found)}
     assert met["fla / ours, kda forward, the least of 0"] == "NO"
-    assert "wrong: rms error" in report.markdown(found)
+    assert "wrong: rms error" in cuda.markdown(found)
 
 
-def test_merged_runs_keep_their_own_ceilings_and_the_last_of_a_case(bench, tmp_path):
-    from device import report
+def test_merged_runs_keep_their_own_ceilings_and_the_last_of_a_case(tmp_path):
+    from benchmarks import cuda
+    from benchmarks.__main__ import arguments
+    from benchmarks.report import Record
 
-    runs = [figures([row(KDA, "linattn", 1e-3), row(KDA, "fla", 2e-3),
-                     row("gla forward B1 T8192 H96", "linattn", 3e-3, op="gla")], copy=1e12),
-            figures([row(KDA, "linattn", 5e-4)], copy=2e12)]
-    paths = []
+    runs = [record([result("kda", "linattn", 1e-3), result("kda", "fla", 2e-3),
+                    result("gla", "linattn", 3e-3)], copy=1.0),
+            record([result("kda", "linattn", 5e-4)], copy=2.0)]
     for i, run in enumerate(runs):
-        paths.append(tmp_path / f"{i}.json")
-        paths[-1].write_text(json.dumps(run))
-    found = report.merged(paths)
-    assert [(r["op"], r["who"], r["graph_s"]) for r in found["rows"]] == [
+        given = arguments(["cuda", "--results", str(tmp_path / str(i))])
+        cuda.write(given, run)
+    paths = [str(tmp_path / f"{i}/cuda-nvidia-h200.json") for i in range(2)]
+    given = arguments(["cuda", "--results", str(tmp_path), "--merge", *paths])
+    assert not cuda.run(given)
+    found = Record.read(tmp_path / "cuda-nvidia-h200.json")
+    assert found == cuda.merged(paths)
+    assert [(r.case.op, r.peer, r.median("graph")) for r in found.results] == [
         ("gla", "linattn", 3e-3), ("kda", "linattn", 5e-4)]
-    assert [report.floors(found, r)[0] for r in found["rows"]] == [1e-3, 5e-4]
-    md, data = report.write(tmp_path / "out", found)
-    assert md.name == "cuda-nvidia-h200.md" and json.loads(data.read_text()) == found
-    assert "Run 2 of 2" in md.read_text()
-
-
-def small(case):
-    return replace(case, B=2, T=1 if case.face == "step" else 150, H=2,
-                   HV=4 if case.op == "gated_delta_rule" and case.face == "forward" else 2)
+    gla, kda = found.results
+    assert cuda.floors(found, gla)[0] == gla.case.bytes / 1e12
+    assert cuda.floors(found, kda)[0] == kda.case.bytes / 2e12
+    assert "Run 2 of 2" in (tmp_path / "cuda-nvidia-h200.md").read_text()
 
 
 @pytest.mark.parametrize("op", linattn.OPS)
-def test_its_float64_is_the_reference(bench, op):
+def test_its_float64_is_the_reference(op):
     torch = pytest.importorskip("torch")
-    from device import check
-    from device.cases import inputs, table
+    from benchmarks import check
+    from benchmarks.cuda import table
+    from benchmarks.inputs import options, torch_inputs
 
-    for case in {small(case) for case in table(tiny=True) if case.op == op}:
-        x = inputs(case, "cpu", 0)
+    for case in (case for case in table(tiny=True) if case.op == op):
+        case = replace(case, T=1 if case.pass_ == "step" else 150)
+        x = torch_inputs(case, "cpu", 0)
         plain = {name: a.double().numpy() for name, a in x.items() if name != "state"}
-        if case.face == "step":
-            plain = {name: a[:, None] if name in ("q", "k", "v", "g", "beta") else a
-                     for name, a in plain.items()}
-        if op == "linear_attention":
-            plain.update(feature_map="identity", normalize=False)
-        state = x["state"].double().numpy() if case.face == "step" else None
-        o, after = getattr(reference, op)(**plain, initial_state=state)
-        if case.face == "step":
+        state = x["state"].double().numpy() if case.pass_ == "step" else None
+        o, after = getattr(reference, op)(**plain, **options(case), initial_state=state)
+        if case.pass_ == "step":
             o = o[:, 0]
         right = torch.from_numpy(np.asarray(o)), torch.from_numpy(np.asarray(after))
         nan, wrong = right[0].clone(), right[0].clone()
         nan[..., -1] = np.nan
         wrong[-1, -1] *= 1.5
-        got = check.errors(case, x, [right, (nan, None), (wrong, None), (right[0][..., 1:], None)])
+        got = check.errors(case, x, [right, (nan,), (wrong,), (right[0][..., 1:],)])
         assert max(got[0]) < 1e-12, case
-        assert check.verdict(*got[0]) is None
+        assert check.verdict(*got[0]) == ""
         assert all(check.verdict(*off) for off in got[1:]), case
+
+
+def test_without_a_gpu_the_programs_say_so():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    from benchmarks import cuda, gradients
+    from benchmarks.__main__ import arguments
+
+    for program, *argv in (cuda, "cuda"), (gradients, "gradients", "--device", "cuda"):
+        assert "no GPU" in program.run(arguments(argv))

@@ -1,4 +1,4 @@
-"""The benchmark's peer that is called by address: ggml, where a package has its library."""
+"""ggml, the peer of benchmarks/ that is called by address, where a package has its library."""
 
 from dataclasses import replace
 from importlib import metadata
@@ -7,42 +7,42 @@ import pytest
 
 import linattn
 
+pytestmark = pytest.mark.usefixtures("bench")
+
 
 @pytest.fixture
 def peer(bench):
-    from peers import ggml_peers
+    from benchmarks import ggml
 
     try:
-        return ggml_peers(1)[0]
+        return ggml.peers(1)[0]
     except ImportError as error:
         pytest.skip(f"no ggml: {error}")
 
 
-@pytest.mark.parametrize("face", ("forward", "step"))
+@pytest.mark.parametrize("pass_", ("forward", "step"))
 @pytest.mark.parametrize("op", linattn.OPS)
-def test_ggml_computes_what_it_is_timed_for(peer, op, face):
-    import check
-    from cases import Case
+def test_ggml_computes_what_it_is_timed_for(peer, op, pass_):
+    from benchmarks import check
+    from benchmarks.base import Case, WrongResult
 
-    checker, case = check.Checker(), Case(op, face)
-    assert checker.peer(peer, case)
-    with pytest.raises(check.WrongResult):
+    checker, case = check.Checker(), Case(op, pass_)
+    assert peer.has(case)
+    checker.peer(peer, case)
+    with pytest.raises(WrongResult):
         checker.peer(replace(peer, numpy=lambda o: 1.0001 * o), case)
 
 
-def test_ggml_has_no_gradients_no_bfloat16_and_no_other_shapes(peer, monkeypatch):
-    import ggml
-    from cases import Case
+def test_ggml_has_no_gradients_and_no_bfloat16(peer):
+    from benchmarks.base import Case
 
-    for case in Case("kda", "forward+backward"), Case("kda", dtype="bfloat16"):
-        assert peer.make(case, {}) is None
-    monkeypatch.setattr(ggml, "V", ggml.K // 2)
-    assert peer.make(Case("kda"), {}) is None
+    assert not peer.has(Case("kda", "forward+backward"))
+    assert not peer.has(Case("kda", dtype="bfloat16"))
 
 
-def test_a_package_without_the_library_is_no_peer(bench, monkeypatch):
+def test_a_package_without_the_library_is_no_peer(monkeypatch):
     """Built without it, or not there at all: the reason names the packages."""
-    import ggml
+    from benchmarks import ggml
 
     class Bare:
         version = "1"
@@ -54,13 +54,13 @@ def test_a_package_without_the_library_is_no_peer(bench, monkeypatch):
         raise metadata.PackageNotFoundError(name)
     monkeypatch.setattr(ggml.metadata, "distribution", distribution)
     with pytest.raises(ImportError, match=" nor ".join(ggml.PACKAGES)):
-        ggml.ggml_peers(1)
+        ggml.peers(1)
 
 
 @pytest.mark.parametrize("name, is_it", [
     ("libggml-cpu.so", True), ("libggml-cpu.so.0.25.3", True), ("libggml-cpu.0.dylib", True),
     ("libggml-cpu-67036419.so.0.13.1", False), ("libggml-base.so", False)])
-def test_the_library_is_told_from_its_neighbours(bench, name, is_it):
-    from ggml import LIBRARY
+def test_the_library_is_told_from_its_neighbours(name, is_it):
+    from benchmarks.ggml import LIBRARY
 
     assert bool(LIBRARY.fullmatch(name)) == is_it

@@ -1,1 +1,0 @@
-"""The benchmark on a GPU: ours and its peers in one process, as run.py --device cuda starts it."""

@@ -1,0 +1,82 @@
+"""The recurrence as users of NumPy and PyTorch write it, from the mathematics of docs/math.md.
+
+The chunked form is matrix products over chunks of 64, as the fallback of transformers for the gated
+delta rule; the other form is a loop over the tokens. `xp` is numpy or torch.
+"""
+
+from .base import CHUNK
+
+
+def chunked(xp, q, k, v, g, beta, solve="rows", C=CHUNK):
+    """Chunks of C tokens as matrix products; g [B,T,H] or None, beta [B,T,H] or None.
+
+    q, k, v [B,T,H,D], T a multiple of C. With beta, the errors u of a chunk solve the unit lower
+    triangular system (I + L) u = beta (v - decayed k' S), L = strictly lower (beta k k' * decay):
+    row after row as transformers does ("rows"), or by the library's own solver ("library").
+    """
+    B, T, H, D = q.shape
+    V, scale = v.shape[-1], D**-0.5
+
+    def heads_first(x):
+        x = x.reshape(B, T // C, C, H, *x.shape[3:])
+        axes = (0, 3, 1, 2, 4)[:x.ndim]
+        return x.permute(*axes).contiguous() if hasattr(x, "permute") else x.transpose(axes).copy()
+    q, k, v = heads_first(q) * scale, heads_first(k), heads_first(v)  # [B,H,N,C,D]
+    k_t = k.swapaxes(-1, -2)
+    if g is None:
+        grown = faded = decay = last = None
+    else:
+        G = xp.cumsum(heads_first(g), -1)
+        # above the diagonal the exponent may be large: cut before exp as well as after
+        decay = xp.tril(xp.exp(xp.tril(G[..., :, None] - G[..., None, :])))
+        grown, last = xp.exp(G)[..., None], xp.exp(G[..., -1])[..., None, None]
+        faded = xp.exp(G[..., -1:] - G)[..., None]
+    scores = q @ k_t
+    scores = xp.tril(scores) if g is None else scores * decay
+    if beta is not None:
+        beta = heads_first(beta)[..., None]
+        k_beta = k * beta
+        L = k_beta @ k_t
+        L = xp.tril(L if g is None else L * decay, -1)
+        right = xp.concatenate([v * beta, k_beta if g is None else k_beta * grown], -1)
+        if solve == "library":
+            right = xp.linalg.solve_triangular(L, right, upper=False, unitriangular=True)
+        else:
+            right = inverse_by_rows(xp, L) @ right
+        v, w = right[..., :V], right[..., V:]
+    q = q if g is None else q * grown
+    k_t = k_t if g is None else (k * faded).swapaxes(-1, -2)
+    S, rows = xp.zeros((B, H, D, V), dtype=v.dtype), []
+    for n in range(T // C):
+        u = v[:, :, n] if beta is None else v[:, :, n] - w[:, :, n] @ S
+        rows.append(q[:, :, n] @ S + scores[:, :, n] @ u)
+        S = (S if g is None else S * last[:, :, n]) + k_t[:, :, n] @ u
+    return xp.stack(rows, 2).reshape(B, H, T, V).swapaxes(1, 2)
+
+
+def inverse_by_rows(xp, L):
+    """(I + L)^-1, one row of every chunk at a time: row i is -L[i] times the rows above it."""
+    copy = L.clone if hasattr(L, "clone") else L.copy
+    X, C = -copy(), L.shape[-1]
+    for i in range(1, C):
+        row, above = X[..., i:i + 1, :i], X[..., :i, :i]
+        if hasattr(L, "clone"):  # autograd keeps them, and X changes
+            row, above = row.clone(), above.clone()
+        X[..., i:i + 1, :i] = row + row @ above
+    return X + xp.eye(C, dtype=L.dtype)
+
+
+def recurrent(xp, q, k, v, g, beta, S=None):
+    """A loop over the tokens; g [B,T,H] or [B,T,H,K] or None. Returns o and the state."""
+    B, T, H, D = q.shape
+    S, rows = xp.zeros((B, H, D, v.shape[-1]), dtype=v.dtype) if S is None else S, []
+    a = None if g is None else xp.exp(g)
+    for t in range(T):
+        if a is not None:
+            S = S * (a[:, t, ..., None] if a.ndim == 4 else a[:, t, ..., None, None])
+        u = v[:, t]
+        if beta is not None:
+            u = (u - (k[:, t, :, None] @ S)[..., 0, :]) * beta[:, t, :, None]
+        S = S + k[:, t, :, :, None] * u[..., None, :]
+        rows.append(D**-0.5 * (q[:, t, :, None] @ S)[..., 0, :])
+    return xp.stack(rows, 1), S
