@@ -12,6 +12,8 @@ PROGRAMS = {
     "cuda": "the ops on a GPU, beside flash-linear-attention and others that are installed",
     "gradients": "forward and backward through PyTorch's autograd, a training step's share",
     "models": "a model of transformers with its own functions and with linattn's",
+    "kernel": "one op at one shape on the current GPU: its time, the cycles of a chunk and, where "
+              "cuobjdump is on PATH, the registers and spills of its kernels; no peers, no files",
 }
 
 
@@ -33,7 +35,7 @@ def arguments(argv=None):
             of[name].add_argument(*options, **more)
     add("cpu cuda", "--quick", action="store_true",
         help="few rounds and few cases; writes no files without --results")
-    add("cpu cuda gradients models", "--rounds", type=count, help="samples of each figure")
+    add("cpu cuda gradients models kernel", "--rounds", type=count, help="samples of each figure")
     add("cpu cuda gradients models", "--results", metavar="DIR", type=Path,
         help="where PROGRAM-MACHINE.md and .json go (default: build/results)")
     add("cpu cuda gradients models", "--commit", metavar="TEXT",
@@ -66,8 +68,13 @@ def arguments(argv=None):
         help="lift fla's refusal to compute gated gradients with this Triton; they are checked")
     add("models", "--dtype", choices=("float32", "bfloat16"),
         help="default: float32 on the CPU, bfloat16 on a GPU")
+    add("kernel", "op", metavar="OP", help="such as kda")
+    add("kernel", "shape", metavar="SHAPE", nargs="*",
+        help="B1 T8192 H96 (the default), H16/64 for 16 heads of q and k and 64 of v, K256; "
+        "float16 or tf32 in the place of bfloat16; step for a step")
     given = parser.parse_args(argv)
-    settle(given)
+    if given.program != "kernel":
+        settle(given)
     return given
 
 

@@ -108,8 +108,52 @@ def test_without_a_gpu_the_programs_say_so():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    from benchmarks import cuda, gradients
+    from benchmarks import cuda, gradients, kernel
     from benchmarks.__main__ import arguments
 
-    for program, *argv in (cuda, "cuda"), (gradients, "gradients", "--device", "cuda"):
+    for program, *argv in (cuda, "cuda"), (gradients, "gradients", "--device", "cuda"), (
+            kernel, "kernel", "kda", "T64"):
         assert "no GPU" in program.run(arguments(argv))
+
+
+def test_a_shape_is_read_as_it_is_printed():
+    pytest.importorskip("torch")
+    from benchmarks.kernel import case_of
+
+    for words in "B4 T8192 H16/64", "B1 T64 H2 K256 float16", "B1 T64 H2 tf32":
+        assert case_of("kda", words.split()).shape == words
+    assert str(case_of("gla", ["B8", "step", "H32"])) == "gla step B8 H32"
+    for words in ["X4"], ["H"], ["float8"]:
+        with pytest.raises(ValueError, match=words[0]):
+            case_of("kda", words)
+    with pytest.raises(ValueError, match="no_op"):
+        case_of("no_op", [])
+
+
+def test_cycles_and_registers_of_a_kernel():
+    pytest.importorskip("torch")
+    from benchmarks.kernel import case_of, cycles, usage
+
+    case = case_of("kda", ["B1", "T128", "H4"])  # 2 chunks of 4 heads
+    assert cycles(case, 1e-6, 2e9, 100) == pytest.approx((25000, 1000))
+    dump = """
+Fatbin elf code:
+================
+arch = sm_90a
+
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function _Z4walkILi128EEv4call:
+  REG:168 STACK:16 SHARED:1024 LOCAL:0 CONSTANT[0]:640 TEXTURE:0 SURFACE:0 SAMPLER:0
+
+Fatbin elf code:
+================
+arch = sm_80
+
+Resource usage:
+ Function _Z4walkILi128EEv4call:
+  REG:255 STACK:0 SHARED:0 LOCAL:0
+"""
+    assert usage(dump) == {("sm_90a", "_Z4walkILi128EEv4call"): (168, 16, 1024),
+                           ("sm_80", "_Z4walkILi128EEv4call"): (255, 0, 0)}
