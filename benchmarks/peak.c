@@ -1,5 +1,5 @@
 /* The ceilings that the figures are shares of: float32 multiply-adds a second and bytes a second, on
- * one core. run.py compiles this with -march=native, so that it is this machine's peak. */
+ * one core. ceilings.py compiles this with -march=native, so that it is this machine's peak. */
 #include <stddef.h>
 #include <string.h>
 
