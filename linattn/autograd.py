@@ -183,7 +183,7 @@ def _derivative(run: Any) -> Any:
         found = iter(run(do, dST, dzT, *arrays, *ctx.options))
         gradients: list[Any] = []
         for line, x in zip(_INPUTS, arrays, strict=True):
-            dx = next(found) if line.gradient is not None else None
+            dx: Any = next(found) if line.gradient is not None else None
             if x is None:
                 dx = None
             elif line.role == "STATE":

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import typing
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,7 @@ from support.processes import python
 
 import linattn
 from linattn import _linattn, ops, testing
+from linattn.ops import _core
 from linattn.testing import GATES
 from linattn.variants import ARRAYS
 
@@ -173,6 +175,18 @@ def test_the_tables_of_c(table):
 def test_gradients_are_those_of_the_table():
     smooth = [x.gradient for x in ARRAYS if x.gradient and x.role != "OUTPUT"]
     assert list(dict.fromkeys(smooth)) == list(linattn.Gradients._fields)
+
+
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_overloads_have_the_functions_own_parameters(op):
+    """Type checkers read three signatures; the function has the keywords written out."""
+    real = set(inspect.signature(getattr(ops, op)).parameters)
+    overloads = typing.get_overloads(getattr(ops, op))
+    assert len(overloads) == 3
+    for one in overloads:
+        own = set(inspect.signature(one).parameters) - {"options"}
+        assert own | set(_core.ForwardOptions.__annotations__) == real
+        assert not own & set(_core.ForwardOptions.__annotations__)
 
 
 def test_every_function_calls_the_core_by_its_own_name():

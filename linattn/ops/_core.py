@@ -5,18 +5,43 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from types import FrameType
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 from linattn import _linattn
 from linattn.features import is_tensor
 
-__all__ = ["Array", "Gradients", "Mode", "State", "core_for", "warn_of_growth"]
+__all__ = [
+    "AnyArray",
+    "Array",
+    "ForwardOptions",
+    "Gradients",
+    "Mode",
+    "State",
+    "core_for",
+    "warn_of_growth",
+]
 
-# The arrays of one call are of one library, which the type names: numpy.ndarray, torch.Tensor, ...
-# Its dtype, if the type has one, is that of q; states and gradients of gates may have another.
+# q, k, v and o are of one type, numpy.ndarray or torch.Tensor with its dtype. The other arrays of a
+# call are of the same library, but gates and states may have dtypes of their own.
 Array = TypeVar("Array")
+AnyArray = Any
 State = Any  # S, or the pair (S, z) of an op that is normalised
 Mode = Literal["chunk", "recurrent", "parallel"]
+
+
+class ForwardOptions(TypedDict, total=False):
+    """The keywords that every forward function has, for type checkers; ops.gla spells them out."""
+
+    scale: float | None
+    initial_state: Any
+    cu_seqlens: Any
+    mode: Mode
+    chunk_size: int | None
+    qk_l2norm: bool
+    state_v_first: bool
+    allow_tf32: bool | None
+    out: Any
 
 
 class Gradients(NamedTuple):
@@ -54,8 +79,8 @@ def warn_of_growth(name: str, expected: str) -> None:
     The warning names the line that called the public function. Where none was called (a bound step,
     a compiled graph), it names the line that called the core.
     """
-    frame, level = sys._getframe(1), 2
-    caller = level
+    frame: FrameType | None = sys._getframe(1)
+    level = caller = 2
     while frame is not None:
         if _is_ours(frame.f_globals.get("__name__")):
             caller = level + 1

@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
+from typing import Literal, Unpack, overload
+
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
-from linattn.ops._core import Array, Gradients, Mode, core_for
+from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, core_for
 
 __all__ = ["delta_rule", "delta_rule_backward", "delta_rule_step"]
 
 
+@overload
 def delta_rule(
     q: Array,
     k: Array,
     v: Array,
-    beta: Array,
+    beta: AnyArray,
+    *,
+    output_final_state: Literal[False] = ...,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, None]: ...
+@overload
+def delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: AnyArray,
+    *,
+    output_final_state: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, AnyArray]: ...
+@overload
+def delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: AnyArray,
+    *,
+    output_final_state: bool,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, AnyArray | None]: ...
+def delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: AnyArray,
     *,
     scale: float | None = None,
-    initial_state: Array | None = None,
+    initial_state: AnyArray | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
+    cu_seqlens: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
-    out: Array | None = None,
-) -> tuple[Array, Array | None]:
+    out: AnyArray | None = None,
+) -> tuple[Array, AnyArray | None]:
     """The delta rule (DeltaNet): write what the state does not yet predict.
 
     ::
@@ -94,14 +126,14 @@ def delta_rule_step(
     q: Array,
     k: Array,
     v: Array,
-    beta: Array,
+    beta: AnyArray,
     *,
-    state: Array,
-    state_indices: Array | None = None,
+    state: AnyArray,
+    state_indices: AnyArray | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: Array | None = None,
+    out: AnyArray | None = None,
 ) -> Array:
     """One token of :func:`delta_rule`; ``state`` is changed in place.
 
@@ -147,12 +179,12 @@ def delta_rule_backward(
     q: Array,
     k: Array,
     v: Array,
-    beta: Array,
+    beta: AnyArray,
     *,
-    d_final_state: Array | None = None,
+    d_final_state: AnyArray | None = None,
     scale: float | None = None,
-    initial_state: Array | None = None,
-    cu_seqlens: Array | None = None,
+    initial_state: AnyArray | None = None,
+    cu_seqlens: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,

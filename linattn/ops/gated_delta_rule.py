@@ -2,32 +2,70 @@
 
 from __future__ import annotations
 
+from typing import Literal, Unpack, overload
+
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
-from linattn.ops._core import Array, Gradients, Mode, core_for
+from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, core_for
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_backward", "gated_delta_rule_step"]
 
 
+@overload
 def gated_delta_rule(
     q: Array,
     k: Array,
     v: Array,
-    g: Array | None = None,
-    beta: Array | None = None,
+    g: AnyArray | None = ...,
+    beta: AnyArray | None = ...,
     *,
-    alpha: Array | None = None,
+    output_final_state: Literal[False] = ...,
+    alpha: AnyArray | None = ...,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, None]: ...
+@overload
+def gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: AnyArray | None = ...,
+    beta: AnyArray | None = ...,
+    *,
+    output_final_state: Literal[True],
+    alpha: AnyArray | None = ...,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, AnyArray]: ...
+@overload
+def gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: AnyArray | None = ...,
+    beta: AnyArray | None = ...,
+    *,
+    output_final_state: bool,
+    alpha: AnyArray | None = ...,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, AnyArray | None]: ...
+def gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: AnyArray | None = None,
+    beta: AnyArray | None = None,
+    *,
+    alpha: AnyArray | None = None,
     scale: float | None = None,
-    initial_state: Array | None = None,
+    initial_state: AnyArray | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
+    cu_seqlens: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
-    out: Array | None = None,
-) -> tuple[Array, Array | None]:
+    out: AnyArray | None = None,
+) -> tuple[Array, AnyArray | None]:
     """The gated delta rule (Gated DeltaNet): decay, then the delta rule.
 
     ::
@@ -101,16 +139,16 @@ def gated_delta_rule_step(
     q: Array,
     k: Array,
     v: Array,
-    g: Array | None = None,
-    beta: Array | None = None,
+    g: AnyArray | None = None,
+    beta: AnyArray | None = None,
     *,
-    alpha: Array | None = None,
-    state: Array,
-    state_indices: Array | None = None,
+    alpha: AnyArray | None = None,
+    state: AnyArray,
+    state_indices: AnyArray | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: Array | None = None,
+    out: AnyArray | None = None,
 ) -> Array:
     """One token of :func:`gated_delta_rule`; ``state`` is changed in place.
 
@@ -162,14 +200,14 @@ def gated_delta_rule_backward(
     q: Array,
     k: Array,
     v: Array,
-    g: Array | None = None,
-    beta: Array | None = None,
+    g: AnyArray | None = None,
+    beta: AnyArray | None = None,
     *,
-    alpha: Array | None = None,
-    d_final_state: Array | None = None,
+    alpha: AnyArray | None = None,
+    d_final_state: AnyArray | None = None,
     scale: float | None = None,
-    initial_state: Array | None = None,
-    cu_seqlens: Array | None = None,
+    initial_state: AnyArray | None = None,
+    cu_seqlens: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,

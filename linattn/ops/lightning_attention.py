@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
+from typing import Literal, Unpack, overload
+
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
-from linattn.ops._core import Array, Gradients, Mode, core_for
+from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, core_for
 
 __all__ = ["lightning_attention", "lightning_attention_backward", "lightning_attention_step"]
 
 
+@overload
 def lightning_attention(
     q: Array,
     k: Array,
     v: Array,
-    slopes: Array,
+    slopes: AnyArray,
+    *,
+    output_final_state: Literal[False] = ...,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, None]: ...
+@overload
+def lightning_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    slopes: AnyArray,
+    *,
+    output_final_state: Literal[True],
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, AnyArray]: ...
+@overload
+def lightning_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    slopes: AnyArray,
+    *,
+    output_final_state: bool,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, AnyArray | None]: ...
+def lightning_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    slopes: AnyArray,
     *,
     scale: float | None = None,
-    initial_state: Array | None = None,
+    initial_state: AnyArray | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
+    cu_seqlens: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
-    out: Array | None = None,
-) -> tuple[Array, Array | None]:
+    out: AnyArray | None = None,
+) -> tuple[Array, AnyArray | None]:
     """Lightning Attention: one constant decay per head, given by its slope.
 
     ::
@@ -91,14 +123,14 @@ def lightning_attention_step(
     q: Array,
     k: Array,
     v: Array,
-    slopes: Array,
+    slopes: AnyArray,
     *,
-    state: Array,
-    state_indices: Array | None = None,
+    state: AnyArray,
+    state_indices: AnyArray | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: Array | None = None,
+    out: AnyArray | None = None,
 ) -> Array:
     """One token of :func:`lightning_attention`; ``state`` is changed in place.
 
@@ -144,12 +176,12 @@ def lightning_attention_backward(
     q: Array,
     k: Array,
     v: Array,
-    slopes: Array,
+    slopes: AnyArray,
     *,
-    d_final_state: Array | None = None,
+    d_final_state: AnyArray | None = None,
     scale: float | None = None,
-    initial_state: Array | None = None,
-    cu_seqlens: Array | None = None,
+    initial_state: AnyArray | None = None,
+    cu_seqlens: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
@@ -16,11 +16,50 @@ from linattn.features import (
     l2norm_backward,
     mapped,
 )
-from linattn.ops._core import Array, Gradients, Mode, State, core_for
+from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, State, core_for
 
 __all__ = ["linear_attention", "linear_attention_backward", "linear_attention_step"]
 
 
+@overload
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    output_final_state: Literal[False] = ...,
+    feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = ...,
+    normalize: bool | str = ...,
+    causal: bool = ...,
+    eps: float = ...,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, None]: ...
+@overload
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    output_final_state: Literal[True],
+    feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = ...,
+    normalize: bool | str = ...,
+    causal: bool = ...,
+    eps: float = ...,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, State]: ...
+@overload
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    output_final_state: bool,
+    feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = ...,
+    normalize: bool | str = ...,
+    causal: bool = ...,
+    eps: float = ...,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, State | None]: ...
 def linear_attention(
     q: Array,
     k: Array,
@@ -33,13 +72,13 @@ def linear_attention(
     scale: float | None = None,
     initial_state: State | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
+    cu_seqlens: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
-    out: Array | None = None,
+    out: AnyArray | None = None,
 ) -> tuple[Array, State | None]:
     """Linear attention: the softmax replaced by a feature map, so that a sum serves as memory.
 
@@ -122,14 +161,14 @@ def linear_attention_step(
     v: Array,
     *,
     state: State,
-    state_indices: Array | None = None,
+    state_indices: AnyArray | None = None,
     feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = "elu+1",
     normalize: bool | str = True,
     eps: float = 1e-6,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: Array | None = None,
+    out: AnyArray | None = None,
 ) -> Array:
     """One token of causal :func:`linear_attention`; ``state`` is changed in place.
 
@@ -203,7 +242,7 @@ def linear_attention_backward(
     d_final_state: State | None = None,
     scale: float | None = None,
     initial_state: State | None = None,
-    cu_seqlens: Array | None = None,
+    cu_seqlens: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -236,7 +275,8 @@ state_v_first :
                 "feature_map: the gradient of a function of your own needs "
                 f"FeatureMap(name, forward=..., backward=...), got {phi.name} without backward"
             )
-    q0, k0 = q, k
+    q0: Any = q
+    k0: Any = k
     q1, k1, q, k, core_l2norm = mapped(phi_q, phi_k, q, k, qk_l2norm, {})
     grads = core_backward(
         "linear_attention",

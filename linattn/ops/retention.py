@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
 from linattn.features import has_memory, is_traced, shape_of
-from linattn.ops._core import Array, Gradients, Mode, core_for
+from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, core_for
 
 __all__ = ["retention", "retention_backward", "retention_step"]
 
@@ -23,7 +23,7 @@ def _default_gamma(HV: int) -> np.ndarray:
     return gamma
 
 
-def _gamma_of(q: Array, k: Array, v: Array, ndim: int) -> Array | None:
+def _gamma_of(q: Any, k: Any, v: Any, ndim: int) -> Any:
     """RetNet's decays for v's heads; None where the core will say what is wrong with v."""
     shape = shape_of(v)
     if shape is None:
@@ -48,23 +48,53 @@ def _gamma_of(q: Array, k: Array, v: Array, ndim: int) -> Array | None:
         ) from None
 
 
+@overload
 def retention(
     q: Array,
     k: Array,
     v: Array,
     *,
-    gamma: Array | None = None,
+    output_final_state: Literal[False] = ...,
+    gamma: AnyArray | None = ...,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, None]: ...
+@overload
+def retention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    output_final_state: Literal[True],
+    gamma: AnyArray | None = ...,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, AnyArray]: ...
+@overload
+def retention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    output_final_state: bool,
+    gamma: AnyArray | None = ...,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, AnyArray | None]: ...
+def retention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    gamma: AnyArray | None = None,
     scale: float | None = None,
-    initial_state: Array | None = None,
+    initial_state: AnyArray | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Array | None = None,
+    cu_seqlens: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
-    out: Array | None = None,
-) -> tuple[Array, Array | None]:
+    out: AnyArray | None = None,
+) -> tuple[Array, AnyArray | None]:
     """RetNet's retention: one constant decay per head.
 
     ::
@@ -132,13 +162,13 @@ def retention_step(
     k: Array,
     v: Array,
     *,
-    gamma: Array | None = None,
-    state: Array,
-    state_indices: Array | None = None,
+    gamma: AnyArray | None = None,
+    state: AnyArray,
+    state_indices: AnyArray | None = None,
     scale: float | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
-    out: Array | None = None,
+    out: AnyArray | None = None,
 ) -> Array:
     """One token of :func:`retention`; ``state`` is changed in place.
 
@@ -192,11 +222,11 @@ def retention_backward(
     k: Array,
     v: Array,
     *,
-    gamma: Array | None = None,
-    d_final_state: Array | None = None,
+    gamma: AnyArray | None = None,
+    d_final_state: AnyArray | None = None,
     scale: float | None = None,
-    initial_state: Array | None = None,
-    cu_seqlens: Array | None = None,
+    initial_state: AnyArray | None = None,
+    cu_seqlens: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
