@@ -25,9 +25,11 @@ mutants: $(VENV)/installed-test  ## plant mistakes in the C core, which the test
 	$(BIN)/pip install -q "setuptools>=77" && $(RUN) tests/mutants/run.py $(ARGS)
 bench: $(VENV)/installed-bench $(VENV)/path/benchmarks  ## measure; ARGS="cuda --quick" goes to python -m benchmarks
 	PYTHONPATH=$(abspath $(VENV)/path) $(RUN) -m benchmarks $(or $(ARGS),cpu)
-lint: $(VENV)/installed-lint  ## ruff, clang-format, mypy, stubtest: nothing is changed
+lint: $(VENV)/installed-lint  ## ruff, clang-format, mypy, stubtest, pyright: nothing is changed
 	$(BIN)/ruff check . && $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(BIN)/mypy && cd $(BIN) && ./python -P -m mypy.stubtest linattn._linattn
+	cd tests/typing && $(abspath $(BIN))/python -P $(SCRIPT) && \
+		$(abspath $(BIN))/mypy $(STRICT) $(SCRIPT) && $(abspath $(BIN))/pyright
 fmt: $(VENV)/installed-lint  ## let ruff fix what it can and clang-format the C
 	$(BIN)/ruff check --fix . ; $(BIN)/clang-format -i $(FORMATTED)
 asan:  ## the C core under AddressSanitizer and UBSan, on random problems
@@ -43,6 +45,10 @@ docs: $(VENV)/installed-docs  ## the pages, into build/docs
 clean:  ## remove everything that was built
 	rm -rf build dist $(VENV) *.egg-info linattn/*.so .*_cache .hypothesis
 
+# A user's script, for type checkers that read the installed package: they run where the checkout's is not
+# seen. mypy sees no op as long as linattn.ops computes its __all__, hence attr-defined.
+SCRIPT := user_script.py
+STRICT  = --config-file= --cache-dir=$(abspath $(VENV))/mypy --strict --disable-error-code=attr-defined
 FORMATTED = $(filter %.c %.h,$(CORE)) $(wildcard tests/c/*.[ch])
 
 # One environment. The package is built once into a wheel; the stamps say which of its extras are in.
