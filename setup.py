@@ -228,7 +228,7 @@ core = Extension(
     extra_compile_args=FLAGS,
     # The CUDA runtime goes in whole: when first used it finds the driver, or says there is none.
     library_dirs=cuda_libraries(NVCC) if NVCC else [],
-    libraries=["cudart_static", "rt", "dl", "stdc++"] if NVCC else [],
+    libraries=[*(["cudart_static", "rt", "dl", "stdc++"] if NVCC else []), "m"],
     extra_link_args=LINK_FLAGS,
     py_limited_api=ABI3,
 )
