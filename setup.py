@@ -6,7 +6,8 @@ LINATTN_DEBUG=1 keeps debugging information and symbols; CFLAGS says how to opti
 LINATTN_EMULATE_BF16=1 adds instances that test the text of avx512bf16 and amx on AVX2: never ship
 them.
 LINATTN_CUDA=1 insists on the CUDA part, =0 leaves it out. nvcc is looked for in CUDA_HOME, on the
-PATH, in /usr/local/cuda. LINATTN_CUDA_ARCHS="80+PTX 90a" says for which devices: see ARCHS.
+PATH, in /usr/local/cuda. LINATTN_CUDA_ARCHS="80+PTX 90a" says for which devices, "all" stands for
+those of ARCHS. Without it the build is for this machine's GPUs alone; for all, where it has none.
 """
 
 import fnmatch
@@ -92,24 +93,61 @@ def without_pythons_rpath(command):
 
 
 # Machine code for Ampere and all that runs its code (8.x), for Hopper, and PTX for later devices.
-# Files without a word of Hopper's are read once: its code comes from Ampere's PTX. Streams of
-# states use Hopper's copy engine on what comes after it too; float16's chunks, float32's, and those
-# with more than 128 keys: Hopper's.
-ASKED_ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "").split()
+# A file without a word of Hopper's is read once: Hopper's code comes from Ampere's PTX. Streams of
+# states use Hopper's copy engine on later devices too. Chunks of float16, of float32, and with more
+# than 128 keys are for Hopper alone: elsewhere these calls go token by token.
 ARCHS = {"stream_*": "80 90+PTX", "chunk_*_f[13]*.cu": "90a", "chunk_*_wide.cu": "90a",
          "chunk_*": "80+PTX 90a", "*": "80+90+PTX"}
+ASKED_ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "").split()
+HOPPER = "90"
+OLDEST = 80
+
+
+def gpus():
+    """The compute capabilities of this machine's GPUs, such as "86", from nvidia-smi."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = set(re.findall(r"^(\d+)\.(\d)$", said.stdout, re.MULTILINE))
+    return sorted((a + b for a, b in found if int(a + b) >= OLDEST), key=int)
+
+
+def parts(arch):
+    """The architecture that a file is read for, and those that code is made for.
+
+    "80+90+PTX" is read for 80, and makes code for 80 and 90, and PTX. "80:86" is read for 80, and
+    makes code for 86.
+    """
+    read, _, written = arch.rpartition(":")
+    return read or written.split("+")[0], written.split("+")
+
+
+def archs_for(gpu, archs):
+    """A file's code for one GPU, read as `archs` has it for this GPU: no result changes a bit."""
+    if gpu == HOPPER and "90a" in archs:
+        return "90a"
+    read = [read for read, _ in map(parts, archs) if read.isdigit() and int(read) <= int(gpu)]
+    return f"{max(read, key=int)}:{gpu}" if read else None
 
 
 def archs_of(source):
+    """The architectures of a .cu, a word for each time that nvcc reads it."""
+    if ASKED_ARCHS not in ([], ["all"]):
+        return ASKED_ARCHS
     name = os.path.basename(source)
-    return ASKED_ARCHS or next(
-        archs.split() for files, archs in ARCHS.items() if fnmatch.fnmatch(name, files))
+    archs = next(archs.split() for files, archs in ARCHS.items() if fnmatch.fnmatch(name, files))
+    if not GPUS:
+        return archs
+    # PTX of Hopper's own instructions: quick to make, and no other GPU runs it
+    return list(filter(None, (archs_for(gpu, archs) for gpu in GPUS))) or ["90a:PTX"]
 
 
 def gencode(arch):
-    number, *more = arch.split("+")
-    codes = [f"compute_{number}" if one == "PTX" else f"sm_{one}" for one in (number, *more)]
-    return f"-gencode=arch=compute_{number},code=[{','.join(codes)}]"
+    read, written = parts(arch)
+    codes = [f"compute_{read}" if one == "PTX" else f"sm_{one}" for one in written]
+    return f"-gencode=arch=compute_{read},code=[{','.join(codes)}]"
 
 
 NVCC_FLAGS = [
@@ -155,6 +193,12 @@ def cuda_libraries(nvcc):
     return [place for place in dict.fromkeys(map(os.path.normpath, places)) if os.path.isdir(place)]
 
 
+def knows(nvcc, gpu):
+    """Has this nvcc machine code for a GPU? One that is newer than nvcc runs the PTX of ARCHS."""
+    says = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout
+    return f"sm_{gpu}" in says.split()
+
+
 class ParallelBuild(build_ext):
     """Compile the sources side by side: each instruction set takes seconds. nvcc takes the .cu."""
 
@@ -194,7 +238,7 @@ class ParallelBuild(build_ext):
         environment = [os.environ.get(name) for name in ("CC", "CFLAGS")]
         settings = [
             [self.settings("cc", bool(NVCC), FLAGS, GUARD, KERNELS, *environment)],
-            [self.settings("nvcc", NVCC, NVCC_FLAGS, ASKED_ARCHS or ARCHS)],
+            [self.settings("nvcc", NVCC, NVCC_FLAGS, [*map(archs_of, CUDA_SOURCES)])],
         ]
         self.compiler.linker_so = without_pythons_rpath(self.compiler.linker_so)
         linked = self.settings("ld", self.compiler.linker_so, LINK_FLAGS)
@@ -210,6 +254,9 @@ class ParallelBuild(build_ext):
 
 NVCC = find_nvcc()
 CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cu")) if NVCC else []
+GPUS = [] if ASKED_ARCHS or not NVCC else gpus()
+if not all(knows(NVCC, gpu) for gpu in GPUS):
+    GPUS = []
 
 
 def headers(*places):
