@@ -199,6 +199,49 @@ def knows(nvcc, gpu):
     return f"sm_{gpu}" in says.split()
 
 
+def tell(text):
+    """Write to the log, and to the terminal: pip shows a build's log with -v only."""
+    print(text, file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        return
+    try:
+        terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY)
+    except OSError:
+        return
+    with open(terminal, "w") as screen:
+        if os.tcgetpgrp(terminal) == os.getpgrp():  # a terminal may stop a job in the background
+            screen.write(f"\n{text}\n")
+
+
+def machine_codes(source):
+    """The architectures of a .cu that ptxas makes machine code for."""
+    return [code for arch in archs_of(source) for code in parts(arch)[1] if code != "PTX"]
+
+
+def seconds_of(source):
+    """The processor time of a file, roughly."""
+    if source.endswith(".cu"):
+        return 13 * max(1, len(machine_codes(source)))  # the 33 codes of ARCHS take 7 minutes
+    return 20 if fnmatch.fnmatch(source, "*_f[36][24].c") else 1
+
+
+def announce(sources):
+    """Say for which GPUs nvcc compiles, how long that takes, and how to have less of it."""
+    kinds = ", ".join(sorted({f"sm_{code}" for one in sources for code in machine_codes(one)}))
+    cores = min(os.cpu_count() or 1, len(sources))
+    minutes = max(1, round(sum(map(seconds_of, sources)) / 60 / cores))
+    whose, less = ("", "90a builds for one kind of GPU")
+    if GPUS:
+        whose, less = ("this machine's GPU alone: ", "all builds for every kind")
+    text = (f"linattn: nvcc compiles {len(sources)} files for {whose}{kinds}. This takes about "
+            f"{minutes} min on {cores} cores.\n"
+            f"linattn: LINATTN_CUDA=0 leaves the CUDA part out, LINATTN_CUDA_ARCHS={less}.")
+    if os.environ.get("LINATTN_CUDA"):
+        print(text, file=sys.stderr, flush=True)
+    else:
+        tell(text)
+
+
 class ParallelBuild(build_ext):
     """Compile the sources side by side: each instruction set takes seconds. nvcc takes the .cu."""
 
@@ -216,9 +259,7 @@ class ParallelBuild(build_ext):
         def compile_any(source, options):
             cuda = source.endswith(".cu")
             (target,) = self.compiler.object_filenames([source], output_dir=options["output_dir"])
-            needs = [source, *(CUDA_HEADERS if cuda else C_HEADERS), *settings[cuda]]
-            newest = max(map(os.path.getmtime, needs))
-            if not self.force and os.path.exists(target) and os.path.getmtime(target) > newest:
+            if not is_stale(source, target):
                 return [target]
             if not cuda:
                 flags = [*options["extra_postargs"], *guard_of(source)]
@@ -228,9 +269,19 @@ class ParallelBuild(build_ext):
             self.spawn([NVCC, *NVCC_FLAGS, *codes, "-c", source, "-o", target])
             return [target]
 
+        def is_stale(source, target):
+            cuda = source.endswith(".cu")
+            needs = [source, *(CUDA_HEADERS if cuda else C_HEADERS), *settings[cuda]]
+            newest = max(map(os.path.getmtime, needs))
+            return self.force or not os.path.exists(target) or os.path.getmtime(target) <= newest
+
         def compile_all(sources, **options):
-            # the longest first: nvcc's
-            order = sorted(sources, key=lambda source: not source.endswith(".cu"))
+            targets = self.compiler.object_filenames(sources, output_dir=options["output_dir"])
+            stale = [source for source, target in zip(sources, targets, strict=True)
+                     if source.endswith(".cu") and is_stale(source, target)]
+            if stale:
+                announce(stale)
+            order = sorted(sources, key=seconds_of, reverse=True)
             with ThreadPoolExecutor(threads) as pool:
                 objects = pool.map(lambda source: compile_any(source, options), order)
                 return [one for group in objects for one in group]
