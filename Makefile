@@ -55,8 +55,11 @@ FORMATTED = $(filter %.c %.h,$(CORE)) $(wildcard tests/c/*.[ch])
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("linattn needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV) && $@ -m pip install -q --upgrade pip
+# Without a GPU the CUDA part could not run, and nvcc takes minutes for it: LINATTN_CUDA=1 builds it.
 $(VENV)/installed: $(SOURCE) | $(BIN)/python
-	rm -rf $(VENV)/wheel && $(BIN)/pip wheel -q --no-deps -w $(VENV)/wheel .
+	rm -rf $(VENV)/wheel
+	[ "$$LINATTN_CUDA" ] || nvidia-smi -L 2>/dev/null | grep -q ^GPU || export LINATTN_CUDA=0; \
+	$(BIN)/pip wheel -q --no-deps -w $(VENV)/wheel .
 	$(BIN)/pip install -q --force-reinstall --no-deps $(WHEEL) && $(BIN)/pip install -q $(WHEEL) && touch $@
 # benchmarks/ alone, without the linattn beside it that has no extension
 $(VENV)/path/benchmarks: | $(BIN)/python
