@@ -5,7 +5,6 @@
 
 #include <math.h>
 #include <stdarg.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -524,11 +523,6 @@ static la_status check_options(la_problem *p)
 
 /* ---- entry points ---- */
 
-static _Atomic bool tf32_allowed;
-
-void la_set_allow_tf32(bool allow) { tf32_allowed = allow; }
-bool la_get_allow_tf32(void) { return tf32_allowed; }
-
 void la_problem_init(la_problem *p, la_op op, la_face face)
 {
     *p = (la_problem){
@@ -536,20 +530,6 @@ void la_problem_init(la_problem *p, la_op op, la_face face)
     p->decay = la_variants[op].decay;
     p->rule = la_variants[op].rule;
     p->kind = la_variants[op].kind;
-}
-
-/* K^-1/2 as NumPy rounds it: 1 / sqrt rounds twice, and pow takes 20 ns, so it is kept. */
-static double default_scale(int64_t K)
-{
-    enum { KEPT = 257 };
-    static _Atomic double kept[KEPT];
-    if (K >= KEPT) return pow((double)K, -0.5);
-    double scale = atomic_load_explicit(&kept[K], memory_order_relaxed);
-    if (scale == 0) {
-        scale = pow((double)K, -0.5);
-        atomic_store_explicit(&kept[K], scale, memory_order_relaxed);
-    }
-    return scale;
 }
 
 static bool is_needed(const la_problem *p, la_name name)
@@ -573,7 +553,7 @@ la_status la_check(la_problem *p)
     if ((status = settle_letters(p)) || (status = settle_sequences(p)) ||
         (status = settle_pool(p)) || (status = check_options(p)))
         return status;
-    if (!p->has_scale) p->scale = default_scale(p->K);
+    if (!p->has_scale) p->scale = la_default_scale(p->K);
 
     la_set inputs = la_read[p->face];
     for (la_name name; !status && la_next(&inputs, &name);) {

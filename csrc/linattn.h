@@ -256,6 +256,9 @@ int la_get_num_threads(void);
 void la_set_allow_tf32(bool allow);
 bool la_get_allow_tf32(void);
 
+/* What scale=None means: K^-1/2. */
+double la_default_scale(int64_t K);
+
 /* Instruction sets: the one in use, and the names compiled in that this machine can run. */
 const char *la_isa(void);
 int la_isa_count(void);
