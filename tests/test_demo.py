@@ -194,6 +194,20 @@ def test_bad_options(small, tmp_path):
     assert "the name must end in one of" in refused(small, "--plot", tmp_path / "out.text")
 
 
+@pytest.mark.timeout(60)  # a FIFO that is waited for never ends
+def test_a_plot_replaces_a_link_and_waits_for_nothing(tmp_path, small):
+    pytest.importorskip("matplotlib")
+    precious, link, fifo = (tmp_path / name for name in ("precious", "link.png", "fifo.png"))
+    precious.write_bytes(b"mine")
+    link.symlink_to(precious)
+    assert linattn("demo", small, "--plot", link).returncode == 0
+    assert precious.read_bytes() == b"mine"
+    assert not link.is_symlink() and link.read_bytes()[:4] == b"\x89PNG"
+    os.mkfifo(fifo)
+    assert refused(small, "--plot", fifo) == (
+        f"linattn demo: {fifo}: expected a regular file, got a FIFO\n")
+
+
 def test_plot_without_matplotlib(small, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(demo.DemoError, match=r"pip install 'linattn\[plot\]'"):

@@ -24,7 +24,7 @@ class WithDlpack(Interface):
 
 def test_a_version_that_is_no_number():
     for kind in (Interface, WithDlpack):
-        with pytest.raises(TypeError, match="^q: .*str"):
+        with pytest.raises(TypeError, match=r"^q: .*str"):
             linattn.retention(kind(version="x"), ONES, ONES)
 
 
@@ -47,5 +47,5 @@ def test_a_device_of_more_than_32_bits(device):
         def __dlpack__(self, **how):
             return ONES.__dlpack__()
 
-    with pytest.raises(ValueError, match="^q: "):
+    with pytest.raises(ValueError, match=r"^q: "):
         linattn.retention(Far(), ONES, ONES)

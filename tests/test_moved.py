@@ -215,7 +215,7 @@ def test_a_thread_that_gives_a_tensor_other_memory():
 
 
 def test_numpy_s_own_functions_may_be_replaced(monkeypatch):
-    q, k, v = arrays()
+    q, _, v = arrays()
     both = np.ones((2 * T, K), np.float32)
     monkeypatch.setattr(np, "shares_memory", lambda *_: free(q))
     with pytest.raises(ValueError, match=f"^q: {STAY}"):

@@ -5,6 +5,8 @@ import io
 import os
 import pickle
 import signal
+import struct
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -371,6 +373,36 @@ def test_a_checkpoint_has_a_largest_length(refused, tmp_path, text, monkeypatch)
     monkeypatch.setattr(train.files, "CHECKPOINT_LIMIT", size // 2)
     assert "the model is too large: its checkpoint has " in refused(*options, tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+def test_a_pickle_that_makes_more_than_the_file_holds(refused, tmp_path):
+    """PyTorch lets bytearray(n) pass with weights_only."""
+    whole, path = tmp_path / "whole.pt", tmp_path / "made.pt"
+    torch.save({"format": "linattn train 1"}, whole)
+    size = struct.pack("<q", 6 << 30)
+    pickled = b"\x80\x02cbuiltins\nbytearray\n\x8a\x08" + size + b"\x85R."
+    with zipfile.ZipFile(whole) as parts, zipfile.ZipFile(path, "w") as made:
+        for part in parts.infolist():
+            is_pickle = part.filename.endswith("data.pkl")
+            made.writestr(part.filename, pickled if is_pickle else parts.read(part))
+    tracemalloc.start()
+    error = refused("--resume", path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert error == f"--resume {path}: not a checkpoint of python -m linattn train"
+    assert most < 2**24
+
+
+@pytest.mark.timeout(120)
+def test_a_loss_curve_replaces_a_link(tmp_path, text):
+    pytest.importorskip("matplotlib")
+    precious, out = tmp_path / "precious", tmp_path / "out"
+    precious.write_bytes(b"mine")
+    out.mkdir()
+    (out / "loss.png").symlink_to(precious)
+    assert command(text, *SMALL, "--steps", 1, "--out", out) == 0
+    assert precious.read_bytes() == b"mine"
+    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_options_that_do_not_fit(refused, tmp_path, text, monkeypatch):

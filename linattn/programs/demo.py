@@ -357,8 +357,12 @@ def check_plot(path):
     path, known = Path(path), FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise DemoError(f"{path}: the name must end in one of .{', .'.join(sorted(known))}")
-    target = path if path.exists() else path.absolute().parent
-    if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
+    try:
+        files.expect_replaceable(path)
+    except files.FileError as error:
+        raise DemoError(error) from None
+    folder = path.absolute().parent
+    if not folder.exists() or not os.access(folder, os.W_OK):
         raise DemoError(f"{path}: cannot be written")
 
 
@@ -382,7 +386,7 @@ def plot(path, figures, baselines):
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     figure.legend(fontsize=8, ncols=4, loc="outside lower center")
     axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=130)
+    files.save_figure(figure, path)
 
 
 def run(paths=(), limit=2_000_000, names=tuple(MEMORIES), plot_path=None, seed=0):

@@ -106,6 +106,22 @@ def replaced(path):
         raise
 
 
+def save_figure(figure, path):
+    """Write a figure of matplotlib's; the end of the name says in which format."""
+    with replaced(path) as file:
+        figure.savefig(file, format=Path(path).suffix[1:].lower(), dpi=130)
+
+
+def expect_replaceable(path):
+    """Raise FileError unless `path` is free, a regular file or a link: these can be replaced."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise not_regular(path, mode)
+
+
 def umask():
     """The umask of the process. The system tells it only when it is set."""
     mask = os.umask(0o077)  # until the next line, a new file of another thread has too few rights

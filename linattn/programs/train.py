@@ -448,7 +448,7 @@ def prepare(options, out, resume, plot, device, prompt):
     except demo.DemoError as error:
         if plot is not None:
             raise TrainError(error) from None
-        print("no loss curve will be drawn: pip install 'linattn[train]' has matplotlib")
+        print(f"no loss curve will be drawn: {error}")
     else:
         plot = out / "loss.png" if plot is None else Path(plot)
     return training, text, first, out, plot
@@ -519,7 +519,7 @@ def draw(path, training, bits, baselines):
              title=f"A byte-level language model, {training.options['layer']}")
     axes.legend(fontsize=9)
     axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=130)
+    files.save_figure(figure, path)
 
 
 def run(options, *, out=None, resume=None, plot=None, device="cpu", prompt="def ", length=400,
