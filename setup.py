@@ -218,6 +218,11 @@ def machine_codes(source):
     return [code for arch in archs_of(source) for code in parts(arch)[1] if code != "PTX"]
 
 
+def kinds_of(sources):
+    """The architectures of all machine code, as users read them: "sm_80, sm_90"."""
+    return ", ".join(sorted({f"sm_{code}" for one in sources for code in machine_codes(one)}))
+
+
 def seconds_of(source):
     """The processor time of a file, roughly."""
     if source.endswith(".cu"):
@@ -227,14 +232,13 @@ def seconds_of(source):
 
 def announce(sources):
     """Say for which GPUs nvcc compiles, how long that takes, and how to have less of it."""
-    kinds = ", ".join(sorted({f"sm_{code}" for one in sources for code in machine_codes(one)}))
     cores = min(os.cpu_count() or 1, len(sources))
     minutes = max(1, round(sum(map(seconds_of, sources)) / 60 / cores))
     whose, less = ("", "90a builds for one kind of GPU")
     if GPUS:
         whose, less = ("this machine's GPU alone: ", "all builds for every kind")
-    text = (f"linattn: nvcc compiles {len(sources)} files for {whose}{kinds}. This takes about "
-            f"{minutes} min on {cores} cores.\n"
+    text = (f"linattn: nvcc compiles {len(sources)} files for {whose}{kinds_of(sources)}. "
+            f"This takes about {minutes} min on {cores} cores.\n"
             f"linattn: LINATTN_CUDA=0 leaves the CUDA part out, LINATTN_CUDA_ARCHS={less}.")
     if os.environ.get("LINATTN_CUDA"):
         print(text, file=sys.stderr, flush=True)
@@ -288,7 +292,7 @@ class ParallelBuild(build_ext):
 
         environment = [os.environ.get(name) for name in ("CC", "CFLAGS")]
         settings = [
-            [self.settings("cc", bool(NVCC), FLAGS, GUARD, KERNELS, *environment)],
+            [self.settings("cc", CUDA_ARCHS, FLAGS, GUARD, KERNELS, *environment)],
             [self.settings("nvcc", NVCC, NVCC_FLAGS, [*map(archs_of, CUDA_SOURCES)])],
         ]
         self.compiler.linker_so = without_pythons_rpath(self.compiler.linker_so)
@@ -308,6 +312,7 @@ CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cu")) if NVCC else []
 GPUS = [] if ASKED_ARCHS or not NVCC else gpus()
 if not all(knows(NVCC, gpu) for gpu in GPUS):
     GPUS = []
+CUDA_ARCHS = kinds_of(CUDA_SOURCES)  # show_config prints it
 
 
 def headers(*places):
@@ -326,7 +331,7 @@ core = Extension(
     include_dirs=[numpy.get_include()],
     define_macros=[
         *([("Py_LIMITED_API", "0x030b0000")] if ABI3 else []),
-        *([("LA_WITH_CUDA", "1")] if NVCC else []),
+        *([("LA_WITH_CUDA", "1"), ("LA_CUDA_ARCHS", f'"{CUDA_ARCHS}"')] if NVCC else []),
     ],
     extra_compile_args=FLAGS,
     # The CUDA runtime goes in whole: when first used it finds the driver, or says there is none.

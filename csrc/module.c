@@ -13,6 +13,9 @@
 #ifdef LA_WITH_CUDA
 #include "cuda/cuda.h"
 #endif
+#ifndef LA_CUDA_ARCHS
+#define LA_CUDA_ARCHS "" /* setup.py says which devices have machine code */
+#endif
 
 /* ---- options ---- */
 
@@ -648,6 +651,7 @@ static int module_exec(PyObject *module)
 #else
     failed = failed || PyModule_AddStringConstant(module, "COMPILER", "gcc " __VERSION__);
 #endif
+    failed = failed || PyModule_AddStringConstant(module, "CUDA_ARCHS", LA_CUDA_ARCHS);
     return failed ? -1 : 0;
 }
 

@@ -11,6 +11,7 @@ _Rule = Literal["additive", "delta"]
 OPS: Final[tuple[str, ...]]
 VARIANTS: Final[tuple[tuple[str, _Decay, _Rule, bool], ...]]  # a row of variants.def each
 COMPILER: Final[str]
+CUDA_ARCHS: Final[str]  # "sm_80, sm_90"; empty without a CUDA part
 
 @final
 class BoundStep:

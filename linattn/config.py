@@ -74,6 +74,7 @@ def config() -> dict[str, str]:
         "in use": f"{isa} (LINATTN_ISA chooses)",
         "threads": f"{get_num_threads()} (set_num_threads or LINATTN_NUM_THREADS chooses)",
         "float32": f"{get_float32_precision()} (set_float32_precision or allow_tf32 chooses)",
+        "CUDA code": _linattn.CUDA_ARCHS or "none",
         "CUDA": "available" if cuda.is_available() else f"no: {cuda.why_not()}",
     }
 
