@@ -13,10 +13,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A list of three ops or more is asked of linattn.VARIANTS, in tests by support/variants.py. In
 # these rooms an op is a file, a definition, or what another library has for it.
 ROOMS = re.compile(r"linattn/(ops|reference|compat|programs)\b|linattn/(nn|__init__)\.py$"
-                   r"|benchmarks/")
+                   r"|benchmarks/peers_\w+\.py$")
 MOST = 2
 # {(file, the ops that one display names): why they are named there}
 ALLOWED = {
+    ("benchmarks/cpu.py",
+     "linear_attention retention simple_gla gla delta_rule gated_delta_rule kda"):
+        "a measured goal for each",
     ("tests/test_autograd_transforms.py",
      "retention lightning_attention linear_attention gla simple_gla"):
         "a call of each is written out",
