@@ -25,7 +25,7 @@ void la_call_release(la_call *c)
     for (int i = 0; i < LA_ARRAYS; i++) {
         PyObject *const object = c->object[i];
         c->object[i] = NULL;
-        if (object) la_let_go(object);
+        if (object) la_release_owner(object);
         Py_CLEAR(c->given[i]);
         Py_CLEAR(c->storage[i]);
     }
@@ -399,7 +399,7 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
     if (fits && !copy_it) return 0;
     c->lent[name] = false;
     if (device == LA_CUDA) {
-        la_let_go(c->object[name]);
+        la_release_owner(c->object[name]);
         c->object[name] = NULL;
         return take_contiguous(c, name, object);
     }
@@ -410,7 +410,7 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
                           : NULL;
     if (!copy) return -1;
     const la_dtype dtype = a->dtype; /* NumPy may have seen the bits only */
-    la_let_go(c->object[name]);
+    la_release_owner(c->object[name]);
     describe(c, name, copy);
     a->dtype = dtype;
     return 0;
@@ -419,14 +419,14 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
 static int take_foreign(la_call *c, la_name name, PyObject *object, bool in_place)
 {
     la_view x;
-    int found = la_look(c, name, object, &x);
+    int found = la_view_of(c, name, object, &x);
     if (found == 0) {
         PyErr_Format(PyExc_TypeError, "%s: expected an array, got %R", la_array_name(&c->p, name),
                      (PyObject *)Py_TYPE(object));
         return -1;
     }
     int failed = found < 0 || take_view(c, name, object, &x, in_place);
-    la_let_go(x.owner);
+    la_release_owner(x.owner);
     return failed ? -1 : 0;
 }
 
@@ -504,7 +504,7 @@ int la_take_state(la_call *c, la_name S, PyObject *object)
 
 /* To read an argument may run Python, and Python may resize an array that was read before. NumPy and
  * the exchange table say without Python where an array lies by now. */
-static int look_again(const la_call *c, la_name name, la_span *now, bool *read_only)
+static int place_now(const la_call *c, la_name name, la_span *now, bool *read_only)
 {
     PyObject *const object = c->object[name];
     *read_only = false;
@@ -535,7 +535,7 @@ int la_still_there(const la_call *c)
         la_span now;
         bool read_only;
         if (!c->lent[name]) continue;
-        if (look_again(c, name, &now, &read_only)) return -1;
+        if (place_now(c, name, &now, &read_only)) return -1;
         if (now.low != c->span[name].low || now.high != c->span[name].high) {
             PyErr_Format(PyExc_ValueError,
                          "%s: expected its memory to stay where it is, got an array whose memory "
@@ -674,7 +674,7 @@ int la_allocate(la_call *c, la_name name)
 }
 
 /* Memory of ours in the hands of q's library; any other array as it is. */
-static PyObject *hand_over(const la_call *c, PyObject *object)
+static PyObject *to_library(const la_call *c, PyObject *object)
 {
     if (!la_is_memory(object)) {
         Py_INCREF(object);
@@ -690,7 +690,7 @@ static PyObject *hand_over(const la_call *c, PyObject *object)
 PyObject *la_result(la_call *c, la_name name)
 {
     PyObject *x = name == LA_O && c->out ? c->out : c->object[name] ? c->object[name] : Py_None;
-    if (c->library == LA_EXPORTED) return hand_over(c, x);
+    if (c->library == LA_EXPORTED) return to_library(c, x);
     Py_INCREF(x);
     return x;
 }
@@ -737,7 +737,7 @@ static int64_t runs_of(const la_array *x, int64_t *run)
 /* On a device, where nobody solves the general question: runs at multiples of one common step lie
  * apart if they do within one step. So neighbours along one axis of a buffer are told apart, and
  * what is neither that nor apart altogether counts as shared. */
-static bool may_meet(const la_array *x, la_span at_x, const la_array *y, la_span at_y)
+static bool may_overlap(const la_array *x, la_span at_x, const la_array *y, la_span at_y)
 {
     if (x->data < at_x.low || x->data >= at_x.high || y->data < at_y.low || y->data >= at_y.high)
         return true; /* a copy, whose original has lost its strides */
@@ -776,29 +776,29 @@ int la_hold(la_call *c)
 }
 
 /* Extents first; only where they meet is the exact answer looked for. 1, 0 or -1. */
-static int meet(la_call *c, la_name name, la_call *d, la_name other)
+static int overlap(la_call *c, la_name name, la_call *d, la_name other)
 {
     const la_span x = c->span[name], y = d->span[other];
     if (x.high <= y.low || y.high <= x.low) return 0;
-    if (c->p.device == LA_CUDA) return may_meet(&c->p.array[name], x, &d->p.array[other], y);
+    if (c->p.device == LA_CUDA) return may_overlap(&c->p.array[name], x, &d->p.array[other], y);
     c->ran_python = true; /* NumPy's function may be someone's own by now */
     PyObject *one = numpy_of(c, name), *two = numpy_of(d, other);
     PyObject *numpy = one && two ? PyImport_ImportModule("numpy") : NULL;
     PyObject *shared = numpy ? PyObject_CallMethod(numpy, "shares_memory", "OO", one, two) : NULL;
     Py_XDECREF(numpy);
     if (!shared) return -1;
-    int overlap = PyObject_IsTrue(shared);
+    const int answer = PyObject_IsTrue(shared);
     Py_DECREF(shared);
-    return overlap;
+    return answer;
 }
 
 static int refuse_overlap(la_call *c, la_name written, la_name other)
 {
-    int overlap = meet(c, written, c, other);
-    if (overlap > 0)
+    const int shared = overlap(c, written, c, other);
+    if (shared > 0)
         PyErr_Format(PyExc_ValueError, "%s: expected memory of its own, got memory shared with %s",
                      la_array_name(&c->p, written), la_array_name(&c->p, other));
-    return overlap ? -1 : 0;
+    return shared ? -1 : 0;
 }
 
 int la_refuse_overlaps(la_call *c)
@@ -821,7 +821,7 @@ int la_shares_memory(PyObject *x, PyObject *y)
     int shared = la_take(&c[0], LA_Q, x) || la_take(&c[1], LA_Q, y) ? -1 : 0;
     const la_problem *p = &c[0].p, *o = &c[1].p;
     if (!shared && p->device == o->device && p->ordinal == o->ordinal)
-        shared = meet(&c[0], LA_Q, &c[1], LA_Q);
+        shared = overlap(&c[0], LA_Q, &c[1], LA_Q);
     la_call_release(&c[0]);
     la_call_release(&c[1]);
     return shared;

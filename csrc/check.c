@@ -217,9 +217,9 @@ la_dtype la_dtype_of(const la_problem *p, la_name name)
 
 typedef struct {
     char *at, *end;
-} writer;
+} text;
 
-static void say(writer *w, const char *format, ...)
+static void append(text *w, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
@@ -228,30 +228,27 @@ static void say(writer *w, const char *format, ...)
     w->at = n < w->end - w->at ? w->at + n : w->end - 1;
 }
 
-static writer message(la_problem *p)
+static text message(la_problem *p) { return (text){p->message, p->message + sizeof p->message}; }
+
+static void append_shape(text *w, int ndim, const int64_t *shape)
 {
-    return (writer){p->message, p->message + sizeof p->message};
+    append(w, "(");
+    for (int i = 0; i < ndim; i++) append(w, i ? ", %lld" : "%lld", (long long)shape[i]);
+    append(w, ndim == 1 ? ",)" : ")");
 }
 
-static void say_shape(writer *w, int ndim, const int64_t *shape)
+static void append_letters(text *w, const char *letters)
 {
-    say(w, "(");
-    for (int i = 0; i < ndim; i++) say(w, i ? ", %lld" : "%lld", (long long)shape[i]);
-    say(w, ndim == 1 ? ",)" : ")");
-}
-
-static void say_letters(writer *w, const char *letters)
-{
-    say(w, "[");
+    append(w, "[");
     for (const char *c = letters; *c; c++)
-        say(w, "%s%s", c == letters ? "" : ",",
-            *c == 'h'   ? "HV"
-            : *c == 'n' ? "N+1"
-                        : (char[2]){*c, 0});
-    say(w, "]");
+        append(w, "%s%s", c == letters ? "" : ",",
+               *c == 'h'   ? "HV"
+               : *c == 'n' ? "N+1"
+                           : (char[2]){*c, 0});
+    append(w, "]");
 }
 
-static la_status complain(la_problem *p, la_status status, const char *format, ...)
+static la_status fail(la_problem *p, la_status status, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
@@ -268,23 +265,22 @@ static la_status check_dtype(la_problem *p, la_name name)
     const la_dtype got = p->array[name].dtype;
     if (row->dtype == LA_DTYPE_FLOAT && row->of == name) {
         if (got <= LA_BF16) return LA_OK;
-        return complain(p, LA_TYPE_ERROR,
-                        "%s: expected float64, float32, float16 or bfloat16, got %s",
-                        la_array_name(p, name), la_dtype_names[got]);
+        return fail(p, LA_TYPE_ERROR, "%s: expected float64, float32, float16 or bfloat16, got %s",
+                    la_array_name(p, name), la_dtype_names[got]);
     }
     if (row->dtype == LA_DTYPE_INTEGER) {
         if (got == LA_I32 || got == LA_I64) return LA_OK;
-        return complain(p, LA_TYPE_ERROR, "%s: expected int32 or int64, got %s",
-                        la_array_name(p, name), la_dtype_names[got]);
+        return fail(p, LA_TYPE_ERROR, "%s: expected int32 or int64, got %s", la_array_name(p, name),
+                    la_dtype_names[got]);
     }
     const la_dtype want = la_dtype_of(p, name);
     const bool stored = row->dtype == LA_DTYPE_STORED && row->of == name;
     const bool bf16_too = stored && p->real == LA_F32;
     if (got == want || (bf16_too && got == LA_BF16)) return LA_OK;
-    return complain(p, LA_TYPE_ERROR, "%s: expected %s%s%s, got %s", la_array_name(p, name),
-                    la_dtype_names[want], bf16_too ? " or bfloat16" : "",
-                    want == p->array[LA_Q].dtype && !stored ? " (the dtype of q)" : "",
-                    la_dtype_names[got]);
+    return fail(p, LA_TYPE_ERROR, "%s: expected %s%s%s, got %s", la_array_name(p, name),
+                la_dtype_names[want], bf16_too ? " or bfloat16" : "",
+                want == p->array[LA_Q].dtype && !stored ? " (the dtype of q)" : "",
+                la_dtype_names[got]);
 }
 
 static la_status refuse_shape(la_problem *p, la_name name)
@@ -294,17 +290,17 @@ static la_status refuse_shape(la_problem *p, la_name name)
     int64_t want[LA_MAX_DIMS];
     user_letters(p, name, letters);
     const int ndim = values_of(p, letters, want);
-    writer w = message(p);
-    say(&w, "%s: expected ", la_array_name(p, name));
+    text w = message(p);
+    append(&w, "%s: expected ", la_array_name(p, name));
     if (ndim == 0) {
-        say(&w, "a scalar (one head), got ");
+        append(&w, "a scalar (one head), got ");
     } else {
-        say_letters(&w, letters);
-        say(&w, " = ");
-        say_shape(&w, ndim, want);
-        say(&w, ", got ");
+        append_letters(&w, letters);
+        append(&w, " = ");
+        append_shape(&w, ndim, want);
+        append(&w, ", got ");
     }
-    say_shape(&w, x->ndim, x->shape);
+    append_shape(&w, x->ndim, x->shape);
     return LA_VALUE_ERROR;
 }
 
@@ -312,11 +308,11 @@ la_status la_refuse_dims(la_problem *p, la_name name, int ndim, const int64_t *s
 {
     char letters[LA_MAX_DIMS + 1];
     user_letters(p, name, letters);
-    writer w = message(p);
-    say(&w, "%s: expected ", la_array_name(p, name));
-    say_letters(&w, letters);
-    say(&w, ", got ");
-    say_shape(&w, ndim, shape);
+    text w = message(p);
+    append(&w, "%s: expected ", la_array_name(p, name));
+    append_letters(&w, letters);
+    append(&w, ", got ");
+    append_shape(&w, ndim, shape);
     return LA_VALUE_ERROR;
 }
 
@@ -326,12 +322,12 @@ la_status la_refuse_memory(la_problem *p, la_name name)
     int64_t shape[LA_MAX_DIMS];
     user_letters(p, name, letters);
     const int ndim = values_of(p, letters, shape);
-    writer w = message(p);
-    say(&w, "%s: expected memory for ", name == LA_O ? "o" : la_array_name(p, name));
-    say_letters(&w, letters);
-    say(&w, " = ");
-    say_shape(&w, ndim, shape);
-    say(&w, ", got none");
+    text w = message(p);
+    append(&w, "%s: expected memory for ", name == LA_O ? "o" : la_array_name(p, name));
+    append_letters(&w, letters);
+    append(&w, " = ");
+    append_shape(&w, ndim, shape);
+    append(&w, ", got none");
     return LA_MEMORY_ERROR;
 }
 
@@ -374,16 +370,16 @@ static la_status check_array(la_problem *p, la_name name)
 
 /* ---- the letters ---- */
 
-static la_status missing(la_problem *p, la_name name)
+static la_status refuse_missing(la_problem *p, la_name name)
 {
     char letters[LA_MAX_DIMS + 1];
     user_letters(p, name, letters);
-    writer w = message(p);
-    say(&w, "%s: expected ", la_array_name(p, name));
-    if (name == LA_G && p->decay != LA_HEAD) say(&w, "the log decay ");
-    say_letters(&w, letters);
-    if (name == LA_G && p->decay != LA_HEAD) say(&w, " (or alpha=, the decay itself)");
-    say(&w, ", got None");
+    text w = message(p);
+    append(&w, "%s: expected ", la_array_name(p, name));
+    if (name == LA_G && p->decay != LA_HEAD) append(&w, "the log decay ");
+    append_letters(&w, letters);
+    if (name == LA_G && p->decay != LA_HEAD) append(&w, " (or alpha=, the decay itself)");
+    append(&w, ", got None");
     return LA_TYPE_ERROR;
 }
 
@@ -397,19 +393,19 @@ static la_status settle_letters(la_problem *p)
     const char *shape_v = step ? "[B,HV,V]" : "[B,T,HV,V]", *one_v = step ? "[V]" : "[T,V]";
 
     if (q->ndim != full && q->ndim != one) {
-        writer w = message(p);
-        say(&w, "q: expected %d-D %s, or %d-D %s for one head; got ", full, shape_q, one, one_q);
-        say_shape(&w, q->ndim, q->shape);
+        text w = message(p);
+        append(&w, "q: expected %d-D %s, or %d-D %s for one head; got ", full, shape_q, one, one_q);
+        append_shape(&w, q->ndim, q->shape);
         if (!step && q->ndim == 3)
-            say(&w, ", which could mean two things: write q[None] if it is [T,H,K], "
-                    "q[:, :, None] if it is [B,T,K]");
+            append(&w, ", which could mean two things: write q[None] if it is [T,H,K], "
+                       "q[:, :, None] if it is [B,T,K]");
         return LA_VALUE_ERROR;
     }
     p->one_head = q->ndim == one;
     if (v->ndim != q->ndim) {
-        writer w = message(p);
-        say(&w, "v: expected %d-D %s like q, got ", q->ndim, p->one_head ? one_v : shape_v);
-        say_shape(&w, v->ndim, v->shape);
+        text w = message(p);
+        append(&w, "v: expected %d-D %s like q, got ", q->ndim, p->one_head ? one_v : shape_v);
+        append_shape(&w, v->ndim, v->shape);
         return LA_VALUE_ERROR;
     }
     p->B = p->T = p->H = p->HV = 1;
@@ -421,13 +417,12 @@ static la_status settle_letters(la_problem *p)
     if (!step) p->T = q->shape[p->one_head ? 0 : 1];
     p->K = q->shape[q->ndim - 1];
     p->V = v->shape[v->ndim - 1];
-    if (p->K < 1) return complain(p, LA_VALUE_ERROR, "q: expected K >= 1, got K = 0");
-    if (p->V < 1) return complain(p, LA_VALUE_ERROR, "v: expected V >= 1, got V = 0");
-    if (p->H < 1) return complain(p, LA_VALUE_ERROR, "q: expected H >= 1, got H = 0");
+    if (p->K < 1) return fail(p, LA_VALUE_ERROR, "q: expected K >= 1, got K = 0");
+    if (p->V < 1) return fail(p, LA_VALUE_ERROR, "v: expected V >= 1, got V = 0");
+    if (p->H < 1) return fail(p, LA_VALUE_ERROR, "q: expected H >= 1, got H = 0");
     if (p->HV < 1 || p->HV % p->H)
-        return complain(p, LA_VALUE_ERROR,
-                        "v: expected HV to be a multiple of H = %lld, got HV = %lld",
-                        (long long)p->H, (long long)p->HV);
+        return fail(p, LA_VALUE_ERROR, "v: expected HV to be a multiple of H = %lld, got HV = %lld",
+                    (long long)p->H, (long long)p->HV);
     p->N = p->B;
     p->tokens = p->B * p->T;
     return LA_OK;
@@ -440,15 +435,15 @@ static la_status settle_sequences(la_problem *p)
     la_status status = check_dtype(p, LA_CU);
     if (status) return status;
     if (cu->ndim != 1 || cu->shape[0] < 1) {
-        writer w = message(p);
-        say(&w, "cu_seqlens: expected [N+1], got ");
-        say_shape(&w, cu->ndim, cu->shape);
+        text w = message(p);
+        append(&w, "cu_seqlens: expected [N+1], got ");
+        append_shape(&w, cu->ndim, cu->shape);
         return LA_VALUE_ERROR;
     }
     if (p->B != 1)
-        return complain(p, LA_VALUE_ERROR,
-                        "cu_seqlens: expected packed sequences to have B = 1, got B = %lld",
-                        (long long)p->B);
+        return fail(p, LA_VALUE_ERROR,
+                    "cu_seqlens: expected packed sequences to have B = 1, got B = %lld",
+                    (long long)p->B);
     p->N = cu->shape[0] - 1;
     if (p->device == LA_CUDA) { /* reading it would wait for the device */
         make_canonical(p, LA_CU);
@@ -459,17 +454,17 @@ static la_status settle_sequences(la_problem *p)
         const char *at = cu->data + n * cu->stride[0] * (cu->dtype == LA_I64 ? 8 : 4);
         int64_t value = cu->dtype == LA_I64 ? *(const int64_t *)at : *(const int32_t *)at;
         if (n == 0 && value != 0)
-            return complain(p, LA_VALUE_ERROR, "cu_seqlens: expected to start at 0, got %lld",
-                            (long long)value);
+            return fail(p, LA_VALUE_ERROR, "cu_seqlens: expected to start at 0, got %lld",
+                        (long long)value);
         if (value < before)
-            return complain(p, LA_VALUE_ERROR,
-                            "cu_seqlens: expected never to fall, got %lld after %lld at index %lld",
-                            (long long)value, (long long)before, (long long)n);
+            return fail(p, LA_VALUE_ERROR,
+                        "cu_seqlens: expected never to fall, got %lld after %lld at index %lld",
+                        (long long)value, (long long)before, (long long)n);
         before = value;
     }
     if (before != p->T)
-        return complain(p, LA_VALUE_ERROR, "cu_seqlens: expected to end at T = %lld, got %lld",
-                        (long long)p->T, (long long)before);
+        return fail(p, LA_VALUE_ERROR, "cu_seqlens: expected to end at T = %lld, got %lld",
+                    (long long)p->T, (long long)before);
     make_canonical(p, LA_CU);
     return LA_OK;
 }
@@ -486,8 +481,8 @@ static la_status settle_pool(la_problem *p)
         return la_refuse_dims(p, LA_S0, S->ndim, S->shape);
     p->P = S->shape[0];
     if (p->P < 1)
-        return complain(p, LA_VALUE_ERROR, "%s: expected P >= 1 states in the pool, got P = 0",
-                        la_array_name(p, LA_S0));
+        return fail(p, LA_VALUE_ERROR, "%s: expected P >= 1 states in the pool, got P = 0",
+                    la_array_name(p, LA_S0));
     return LA_OK;
 }
 
@@ -497,27 +492,25 @@ static la_status settle_pool(la_problem *p)
 static la_status check_options(la_problem *p)
 {
     if (p->device == LA_CUDA && p->K > CUDA_MAX_DIM)
-        return complain(p, LA_VALUE_ERROR, "q: expected K <= %d on CUDA, got K = %lld",
-                        CUDA_MAX_DIM, (long long)p->K);
+        return fail(p, LA_VALUE_ERROR, "q: expected K <= %d on CUDA, got K = %lld", CUDA_MAX_DIM,
+                    (long long)p->K);
     if (p->device == LA_CUDA && p->V > CUDA_MAX_DIM)
-        return complain(p, LA_VALUE_ERROR, "v: expected V <= %d on CUDA, got V = %lld",
-                        CUDA_MAX_DIM, (long long)p->V);
+        return fail(p, LA_VALUE_ERROR, "v: expected V <= %d on CUDA, got V = %lld", CUDA_MAX_DIM,
+                    (long long)p->V);
     if (p->device == LA_CUDA && p->P > INT32_MAX)
-        return complain(p, LA_VALUE_ERROR, "%s: expected P < 2^31 on CUDA, got P = %lld",
-                        la_array_name(p, LA_S0), (long long)p->P);
+        return fail(p, LA_VALUE_ERROR, "%s: expected P < 2^31 on CUDA, got P = %lld",
+                    la_array_name(p, LA_S0), (long long)p->P);
     if (p->has_chunk && p->chunk < 1)
-        return complain(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld",
-                        (long long)p->chunk);
+        return fail(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld", (long long)p->chunk);
     if (p->has_scale && !isfinite(p->scale))
-        return complain(p, LA_VALUE_ERROR, "scale: expected a finite number, got %g", p->scale);
+        return fail(p, LA_VALUE_ERROR, "scale: expected a finite number, got %g", p->scale);
     if (!(p->eps >= 0) || isinf(p->eps))
-        return complain(p, LA_VALUE_ERROR, "eps: expected a finite number >= 0, got %g", p->eps);
+        return fail(p, LA_VALUE_ERROR, "eps: expected a finite number >= 0, got %g", p->eps);
     if (p->normaliser != LA_UNNORMALISED && !la_variants[p->op].normaliser)
-        return complain(p, LA_VALUE_ERROR, "normalize: %s has no normaliser",
-                        la_variants[p->op].name);
+        return fail(p, LA_VALUE_ERROR, "normalize: %s has no normaliser", la_variants[p->op].name);
     if (!p->causal && (p->face == LA_STEP || p->decay != LA_NONE || p->rule != LA_ADDITIVE))
-        return complain(p, LA_VALUE_ERROR, "causal: %s has no non-causal form",
-                        la_variants[p->op].name);
+        return fail(p, LA_VALUE_ERROR, "causal: %s has no non-causal form",
+                    la_variants[p->op].name);
     return LA_OK;
 }
 
@@ -542,13 +535,12 @@ la_status la_check(la_problem *p)
 {
     la_status status = LA_OK;
 
-    if (!p->array[LA_Q].given) return missing(p, LA_Q);
-    if (!p->array[LA_V].given) return missing(p, LA_V);
+    if (!p->array[LA_Q].given) return refuse_missing(p, LA_Q);
+    if (!p->array[LA_V].given) return refuse_missing(p, LA_V);
     la_dtype dtype = p->array[LA_Q].dtype;
     if (dtype > LA_BF16)
-        return complain(p, LA_TYPE_ERROR,
-                        "q: expected float64, float32, float16 or bfloat16, got %s",
-                        la_dtype_names[dtype]);
+        return fail(p, LA_TYPE_ERROR, "q: expected float64, float32, float16 or bfloat16, got %s",
+                    la_dtype_names[dtype]);
     p->real = dtype == LA_F64 ? LA_F64 : LA_F32;
     if ((status = settle_letters(p)) || (status = settle_sequences(p)) ||
         (status = settle_pool(p)) || (status = check_options(p)))
@@ -561,7 +553,7 @@ la_status la_check(la_problem *p)
         if (p->array[name].given)
             status = check_array(p, name);
         else if (is_needed(p, name))
-            status = missing(p, name);
+            status = refuse_missing(p, name);
     }
     return status;
 }
@@ -589,18 +581,18 @@ la_status la_check_slots(la_problem *p, int64_t *room)
         room[n] = i;
         if (i == -1) continue;
         if (i < -1 || i >= p->P)
-            return complain(p, LA_VALUE_ERROR,
-                            "state_indices: expected 0 to P - 1 = %lld, or -1 for no state, got "
-                            "%lld at index %lld",
-                            (long long)p->P - 1, (long long)i, (long long)n);
+            return fail(p, LA_VALUE_ERROR,
+                        "state_indices: expected 0 to P - 1 = %lld, or -1 for no state, got "
+                        "%lld at index %lld",
+                        (long long)p->P - 1, (long long)i, (long long)n);
         const uint64_t bit = (uint64_t)1 << i % 64;
         uint64_t *const word = &seen[i % SEEN / 64];
         for (int64_t before = 0; *word & bit && before < n; before++)
             if (room[before] == i)
-                return complain(p, LA_VALUE_ERROR,
-                                "state_indices: expected no state twice, got %lld at index %lld "
-                                "and at index %lld",
-                                (long long)i, (long long)before, (long long)n);
+                return fail(p, LA_VALUE_ERROR,
+                            "state_indices: expected no state twice, got %lld at index %lld "
+                            "and at index %lld",
+                            (long long)i, (long long)before, (long long)n);
         *word |= bit;
     }
     p->slots = room;

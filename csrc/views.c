@@ -24,7 +24,7 @@ int la_views_init(void)
 
 /* Let go of what kept an array's memory. A capsule here is one that was taken over: its tensor is
  * ended by us, once. */
-void la_let_go(PyObject *object)
+void la_release_owner(PyObject *object)
 {
     if (object && PyCapsule_CheckExact(object)) {
         PyObject *type, *value, *traceback;
@@ -164,7 +164,7 @@ static exchanger exchange_of(PyObject *object)
     return has;
 }
 
-static int truth(PyObject *value)
+static int as_bool(PyObject *value)
 {
     if (!value) return -1;
     int yes = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
@@ -188,7 +188,7 @@ static int records_gradients(la_call *c)
             enabled = first;
         }
     }
-    int yes = enabled ? truth(PyObject_CallNoArgs(enabled)) : 0;
+    int yes = enabled ? as_bool(PyObject_CallNoArgs(enabled)) : 0;
     if (yes >= 0) c->gradients = yes ? 1 : -1;
     return yes;
 }
@@ -201,7 +201,7 @@ static int refuse_lazy(la_call *c, const char *label, PyObject *object, exchange
         PyObject *value = PyObject_GetAttr(object, word_requires_grad);
         if (!value && !PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
         if (!value) PyErr_Clear();
-        yes = value ? truth(value) : 0;
+        yes = value ? as_bool(value) : 0;
     }
     if (yes > 0) {
         static const char *const why[] = {
@@ -216,7 +216,7 @@ static int refuse_lazy(la_call *c, const char *label, PyObject *object, exchange
         return -1;
     }
     if (yes == 0 && has.is_neg != Py_None)
-        yes = truth(PyObject_CallFunctionObjArgs(has.is_neg, object, NULL));
+        yes = as_bool(PyObject_CallFunctionObjArgs(has.is_neg, object, NULL));
     if (yes > 0) {
         PyErr_Format(PyExc_TypeError,
                      "%s: expected the numbers themselves, got a view of their negatives; pass "
@@ -523,7 +523,7 @@ static int view_interface(la_call *c, la_name name, PyObject *object, PyObject *
 }
 
 /* By __cuda_array_interface__. 0: by DLPack rather, since version 3 is the first that names a stream. */
-static int look_at_interface(la_call *c, la_name name, PyObject *object, bool dlpack, la_view *x)
+static int view_by_interface(la_call *c, la_name name, PyObject *object, bool dlpack, la_view *x)
 {
     PyObject *interface = PyObject_GetAttrString(object, "__cuda_array_interface__");
     if (!interface) return la_name_error(la_array_name(&c->p, name));
@@ -539,7 +539,7 @@ static int look_at_interface(la_call *c, la_name name, PyObject *object, bool dl
 }
 
 /* 1: filled; 0: not an array of any kind; -1: an exception. x->owner is to be let go of by all. */
-int la_look(la_call *c, la_name name, PyObject *object, la_view *x)
+int la_view_of(la_call *c, la_name name, PyObject *object, la_view *x)
 {
     memset(x, 0, offsetof(la_view, layout));
     memset(&x->read_only, 0, sizeof *x - offsetof(la_view, read_only));
@@ -553,7 +553,7 @@ int la_look(la_call *c, la_name name, PyObject *object, la_view *x)
         place < 0 || is_of(object, "jax") ? 0 : has_attribute(object, "__cuda_array_interface__");
     if (place < 0 || interface < 0) return la_name_error(la_array_name(&c->p, name));
     if (interface) {
-        const int found = look_at_interface(c, name, object, place > 0, x);
+        const int found = view_by_interface(c, name, object, place > 0, x);
         if (found) return found;
     }
     if (!place) return 0;

@@ -20,9 +20,9 @@ typedef struct {
 
 int la_views_init(void);
 /* 1: filled; 0: not an array of any kind; -1: an exception. x->owner is the caller's in each case. */
-int la_look(la_call *c, la_name name, PyObject *object, la_view *x);
+int la_view_of(la_call *c, la_name name, PyObject *object, la_view *x);
 /* Let go of what kept an array's memory: an object, or a capsule that was taken over. */
-void la_let_go(PyObject *object);
+void la_release_owner(PyObject *object);
 la_device la_device_of(dl_device device);
 /* Numbers that a device call takes from the host too: one per head. */
 bool la_may_lie_on_host(const la_problem *p, la_name name);
