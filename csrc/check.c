@@ -489,6 +489,9 @@ static la_status settle_pool(la_problem *p)
 /* The CUDA kernels keep whole rows of a state on the chip. */
 #define CUDA_MAX_DIM 256
 
+/* Kernels number the heads of all sequences by ints, eight blocks for each at most. */
+#define CUDA_MAX_HEADS (INT32_MAX / 8)
+
 static la_status check_options(la_problem *p)
 {
     if (p->device == LA_CUDA && p->K > CUDA_MAX_DIM)
@@ -500,6 +503,12 @@ static la_status check_options(la_problem *p)
     if (p->device == LA_CUDA && p->P > INT32_MAX)
         return fail(p, LA_VALUE_ERROR, "%s: expected P < 2^31 on CUDA, got P = %lld",
                     la_array_name(p, LA_S0), (long long)p->P);
+    if (p->device == LA_CUDA && !la_writes_nothing(p) && /* else nothing is launched */
+        (p->T > INT32_MAX || p->N > INT32_MAX || p->HV > INT32_MAX ||
+         p->N * p->HV > CUDA_MAX_HEADS))
+        return fail(p, LA_VALUE_ERROR,
+                    "q: expected T < 2^31 and N * HV <= 2^28 on CUDA, got T = %lld, N * HV = %lld",
+                    (long long)p->T, (long long)(p->N * p->HV));
     if (p->has_chunk && p->chunk < 1)
         return fail(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld", (long long)p->chunk);
     if (p->has_scale && !isfinite(p->scale))

@@ -7,7 +7,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <limits.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -342,12 +341,6 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
     on_device here(p->ordinal);
     if (here.error != cudaSuccess) return say(p, here.error);
     if (la_writes_nothing(p)) return LA_OK;
-    if (p->T > INT_MAX || p->N > INT_MAX || p->HV > INT_MAX || p->N * p->HV > INT_MAX / 8) {
-        snprintf(p->message, sizeof p->message,
-                 "q: expected T < 2^31 and N * HV <= 2^28 on CUDA, got T = %lld, N * HV = %lld",
-                 (long long)p->T, (long long)(p->N * p->HV));
-        return LA_VALUE_ERROR;
-    }
     call c = call_of(p);
     void *held[2] = {};
     cudaError_t error = carry(p, LA_G, &c.g, held);
