@@ -336,3 +336,21 @@ def test_two_threads_and_two_shapes_of_one_kernel():
     for thread in threads:
         thread.join()
     assert not wrong, wrong[0]
+
+
+def test_a_call_on_one_device_opens_no_context_on_another():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU: a context on another is not possible")
+    python("""
+import ctypes, torch, linattn
+cuda = ctypes.CDLL("libcuda.so.1")
+def is_active(device):
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    assert cuda.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+    return bool(active.value)
+q = torch.ones(1, 64, 1, 64, device="cuda:1", dtype=torch.bfloat16)
+linattn.retention(q, q, q)
+linattn.retention_backward(q, q, q, q)
+torch.cuda.synchronize(1)
+assert is_active(1) and not is_active(0)
+""")

@@ -381,12 +381,9 @@ def test_nested_use_from_executors():
             assert got == [want[i], want[i], want[(i + 1) % len(calls)]]
 
 
-def test_the_gil_is_released():
-    """While one call runs, another Python thread counts."""
-    inputs = make_inputs("gated_delta_rule", np.random.default_rng(0), T=512, H=1, K=128, V=128,
-                         dtype=np.float32)
-    inputs = {name: np.broadcast_to(x, (200, *x.shape[1:])) for name, x in inputs.items()}
-    linattn.set_num_threads(1)
+def ticks_during(call):
+    """How often another Python thread ran in the middle half of a call; at its ends Python switches
+    threads by itself."""
     ticks, stop = [], threading.Event()
 
     def tick():
@@ -397,14 +394,37 @@ def test_the_gil_is_released():
     thread = threading.Thread(target=tick, daemon=True)
     thread.start()
     began = time.perf_counter()
-    linattn.gated_delta_rule(**inputs)
+    call()
     ended = time.perf_counter()
     stop.set()
     thread.join(10)
-    # only the middle half of the call counts: Python switches threads at its ends by itself
     quarter = (ended - began) / 4
-    during = [t for t in ticks if began + quarter < t < ended - quarter]
-    assert len(during) >= 3, (len(during), ended - began)
+    return sum(began + quarter < t < ended - quarter for t in ticks)
+
+
+def test_the_gil_is_released():
+    inputs = make_inputs("gated_delta_rule", np.random.default_rng(0), T=512, H=1, K=128, V=128,
+                         dtype=np.float32)
+    inputs = {name: np.broadcast_to(x, (200, *x.shape[1:])) for name, x in inputs.items()}
+    linattn.set_num_threads(1)
+    assert ticks_during(lambda: linattn.gated_delta_rule(**inputs)) >= 3
+
+
+def test_the_gil_is_released_while_a_gate_is_read():
+    """The warning is an error here, so the call ends after the pass over the gate."""
+    T, K = 2**19, 256  # 512 MiB of gate: some 50 ms
+    q, x = (np.broadcast_to(np.zeros(n, np.float32), (1, T, 1, n)) for n in (K, 1))
+    g = np.full((1, T, 1, K), -0.1, np.float32)
+    g[0, -1] = 1
+    linattn.set_num_threads(1)
+
+    def call():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(RuntimeWarning):
+                linattn.gla(q, q, x, g)
+
+    assert max(ticks_during(call) for _ in range(3)) >= 3
 
 
 # ---- fork ----
