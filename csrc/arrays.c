@@ -1,5 +1,4 @@
-/* Whose memory is it? Arrays in, of any kind, and outputs of q's kind; what shapes are right is
- * check.c's business.
+/* Arrays of any library come in, and outputs of q's library go out. check.c says which shapes are right.
  *
  * NumPy's arrays come first and directly: a step is called for every token. Every other array is
  * asked where it lies (a view) and becomes an la_array from there. On the host NumPy does the rare
@@ -37,7 +36,7 @@ void la_call_release(la_call *c)
  * of it can only exist once ml_dtypes is imported, so nothing is imported here. */
 static int bfloat16_number(void)
 {
-    static atomic_int known = -1; /* always of the same value, whoever writes it */
+    static atomic_int known = -1; /* every thread would write the same value */
     int number = atomic_load_explicit(&known, memory_order_relaxed);
     if (number >= 0) return number;
     PyObject *modules = PyImport_GetModuleDict(); /* borrowed */
@@ -71,7 +70,7 @@ static la_dtype dtype_of(PyArrayObject *x)
     return LA_DTYPES;
 }
 
-/* NumPy's number of a dtype; -1 for a bfloat16 that nobody has imported. */
+/* NumPy's number of a dtype; -1 for bfloat16 before ml_dtypes is imported. */
 static int number_of(la_dtype dtype)
 {
     static const int numbers[LA_DTYPES] = {
@@ -264,7 +263,7 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
     return 0;
 }
 
-/* NumPy's view of host memory. Of a bfloat16 that nobody has imported it sees the bits. */
+/* NumPy's view of host memory. Before ml_dtypes is imported, it sees the bits of a bfloat16. */
 static PyObject *numpy_over(const la_array *x)
 {
     const int number = number_of(x->dtype);
@@ -734,9 +733,9 @@ static int64_t runs_of(const la_array *x, int64_t *run)
     return common;
 }
 
-/* On a device, where nobody solves the general question: runs at multiples of one common step lie
- * apart if they do within one step. So neighbours along one axis of a buffer are told apart, and
- * what is neither that nor apart altogether counts as shared. */
+/* On a device the general question is not solved. Runs at multiples of one common step lie apart if they
+ * do within one step, so neighbours along one axis of a buffer are told apart. Other arrays whose extents
+ * meet count as shared. */
 static bool may_overlap(const la_array *x, la_span at_x, const la_array *y, la_span at_y)
 {
     if (x->data < at_x.low || x->data >= at_x.high || y->data < at_y.low || y->data >= at_y.high)

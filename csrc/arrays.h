@@ -27,11 +27,11 @@ int la_hold(la_call *c);
 /* 1 if two arrays share memory, 0 if not. */
 int la_shares_memory(PyObject *x, PyObject *y);
 
-/* CUDA, after the kernels are enqueued: nobody may change their arrays before they ran. */
+/* CUDA, after the kernels are enqueued: other streams may change their arrays only after they ran. */
 int la_settle_streams(la_call *c);
 /* CUDA: the caller's current stream, as of now. For calls that are bound. */
 int la_current_stream(la_call *c);
-/* What a call gives back: an array of q's kind, None where there is none; for states a pair. */
+/* The result of a call: an array of q's library, or None where there is none; for states a pair. */
 PyObject *la_result(la_call *c, la_name name);
 PyObject *la_state_result(la_call *c, la_name S);
 

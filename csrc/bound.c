@@ -1,5 +1,5 @@
-/* A bound step: a checked call that is kept, and run as often as it is called. It owns what its arrays
- * lie in; their contents are the caller's, who changes them in between. */
+/* A bound step: a checked call that is kept, and run as often as it is called. It keeps the memory of its
+ * arrays; the caller changes their contents in between. */
 #include "bound.h"
 
 #include "run.h"

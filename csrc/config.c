@@ -1,4 +1,4 @@
-/* What holds for the whole process: whether tf32 is allowed, and scales that have been worked out. */
+/* Settings of the whole process: whether tf32 is allowed, and scales that have been worked out. */
 #include "linattn.h"
 
 #include <math.h>

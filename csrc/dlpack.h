@@ -35,7 +35,7 @@ typedef struct {
     uint64_t byte_offset;
 } dl_tensor;
 
-/* In a capsule called "dltensor", "used_dltensor" once somebody has taken it over. */
+/* In a capsule called "dltensor", "used_dltensor" once its tensor was taken over. */
 typedef struct dl_managed {
     dl_tensor tensor;
     void *context;

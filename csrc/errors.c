@@ -54,7 +54,7 @@ int la_raise_from(PyObject *as, const char *text, const char *label)
     return -1;
 }
 
-/* What an array's owner raised, as "label: ..." and with the original as its cause. */
+/* The exception that an array's owner raised, as "label: ..." and with the original as its cause. */
 int la_name_error(const char *label)
 {
     PyObject *kinds[] = {PyExc_TypeError,     PyExc_ValueError,          PyExc_BufferError,
@@ -98,7 +98,7 @@ int la_refuse_strides(const char *label, const char *expected, int ndim, const i
 
 int la_refuse_device(const la_call *c, la_name name, la_device device, int ordinal)
 {
-    if (name != LA_Q && !c->p.array[LA_Q].given) { /* then nobody said where the call runs */
+    if (name != LA_Q && !c->p.array[LA_Q].given) { /* then the device of the call is not known */
         PyErr_SetString(PyExc_TypeError, "q: expected an array, got None");
         return -1;
     }

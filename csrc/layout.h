@@ -15,7 +15,7 @@ typedef struct {
     int64_t shape[LA_LAYOUT_DIMS], stride[LA_LAYOUT_DIMS]; /* in elements */
 } la_layout;
 
-/* What is wrong with one. */
+/* The fault of a layout. */
 typedef enum {
     LA_LAYOUT_FITS,
     LA_LAYOUT_BELOW_NONE, /* less than 0 dimensions */

@@ -5,7 +5,7 @@
  *
  * A caller describes a call in an la_problem (arrays as the user gave them, options), la_check
  * compares it with the table in variants.def and settles the letters and the strides, and
- * la_forward, la_backward or la_step do the work. Nobody behind la_check looks at a shape again.
+ * la_forward, la_backward or la_step do the work. No room behind la_check looks at a shape again.
  */
 #ifndef LINATTN_H
 #define LINATTN_H
@@ -184,7 +184,7 @@ extern const char *const la_decay_names[LA_DECAYS];
 extern const char *const la_rule_names[LA_RULES];
 extern const char *const la_dtype_names[LA_DTYPES];
 
-/* What an array is called in this call: `state` in a step, `alpha` for a decay given as such. */
+/* The name of an array in this call: `state` in a step, `alpha` for a decay given as such. */
 const char *la_array_name(const la_problem *p, la_name name);
 
 /* The decay as kernels see it: one per head is one per token that is always the same. */
@@ -227,8 +227,8 @@ la_status la_check_output(la_problem *p, la_name name);
 /* After la_check: make the strides of an output canonical that was made to la_shape_of and la_dtype_of. */
 void la_settle_output(la_problem *p, la_name name);
 
-/* After la_check, on the host: take a step's state_indices over into room for B numbers, which must
- * live as long as the problem, and look at them there: nobody can change them any more. */
+/* After la_check, on the host: copy a step's state_indices into room for B numbers, which must live as long
+ * as the problem, and check the copy, which no other thread can change. */
 la_status la_check_slots(la_problem *p, int64_t *room);
 
 /* After la_check, on the host: is some decay above one? A pass over the gate, for callers that must
@@ -252,11 +252,11 @@ const char *la_threads_unreadable(const char **text);
 void la_set_num_threads(int n);
 int la_get_num_threads(void);
 
-/* What calls that do not say so themselves have as allow_tf32; false at first. */
+/* The default of allow_tf32; false at first. */
 void la_set_allow_tf32(bool allow);
 bool la_get_allow_tf32(void);
 
-/* What scale=None means: K^-1/2. */
+/* The scale of scale=None: K^-1/2. */
 double la_default_scale(int64_t K);
 
 /* Instruction sets: the one in use, and the names compiled in that this machine can run. */

@@ -1,5 +1,5 @@
-/* Memory of our own as an array, for libraries that import only (JAX, Numba): they make no arrays
- * that somebody else may write, and take ours over. */
+/* Memory of our own as an array, for libraries that only import (JAX, Numba): they make no arrays that
+ * another library may write, and take ours over. */
 #include "sizes.h"
 #include "views.h"
 

@@ -396,7 +396,7 @@ static int settle_out(la_call *c, PyObject **made)
         PyErr_Format(
             PyExc_ValueError,
             "out: expected an array, got None: a bound step writes it again and again, and "
-            "nobody knows how to make such an array of %R",
+            "no array of %R can be made here",
             (PyObject *)Py_TYPE(c->like));
         return -1;
     }

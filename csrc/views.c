@@ -118,7 +118,7 @@ static int view_tensor(la_view *x, const dl_tensor *t, const char *label)
     return refuse_layout(label, la_read_tensor(&x->layout, t), &x->layout, t->strides);
 }
 
-/* What a type with an exchange table has. */
+/* A type with an exchange table. */
 typedef struct {
     const dl_exchange *table; /* NULL: the type has none */
     PyObject *is_neg;         /* the method, None if it has none; borrowed */
@@ -175,7 +175,7 @@ static int as_bool(PyObject *value)
 /* Does PyTorch record gradients? Asked once a call. Another library's arrays have no say in it. */
 static int records_gradients(la_call *c)
 {
-    static _Atomic(PyObject *) known; /* torch.is_grad_enabled; kept by who writes it first */
+    static _Atomic(PyObject *) known; /* torch.is_grad_enabled; the first that is written stays */
     if (c->gradients) return c->gradients > 0;
     PyObject *enabled = atomic_load(&known);
     if (!enabled) {

@@ -1,4 +1,4 @@
-/* What arrays.c, views.c and memory.c share. */
+/* Shared by arrays.c, views.c and memory.c. */
 #ifndef LINATTN_VIEWS_H
 #define LINATTN_VIEWS_H
 

@@ -2,10 +2,11 @@
 
 Imported by linattn/ops.py when the first tensor comes, so that PyTorch is there already; nothing is
 compiled against it. Every op of the table is registered once, ``linattn::<op>`` and
-``linattn::<op>_backward``, by one text: what the arguments are, and what is right, the core says.
+``linattn::<op>_backward``, by one text. The core says what the arguments are, and what is right.
 
-Tracers and transforms see the operators. Where there are none, autograd sees the core itself, and
-what nobody records goes straight to it: an operator costs many times what a small call does.
+Tracers and transforms see the operators. Where there are none, autograd sees the core itself. A
+call that is not recorded goes straight to the core: an operator costs many times what a small call
+does.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ class _Ways(NamedTuple):
     """One op, for three audiences. All call the core in the end."""
 
     autograd: Any  # a Function over the core: for autograd alone
-    operator: Any  # the operator: for whoever traces or looks on
+    operator: Any  # the operator: for tracers, modes and subclasses
     transformed: Any  # a Function over it: torch.func knows no derivatives of custom operators
 
 
@@ -281,7 +282,7 @@ def _register(name: str) -> _Ways:
 _OPS = {name: _register(name) for name in OPS}
 
 
-# ---- who goes there ----
+# ---- the way of a call ----
 
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _DEVICES = ("cpu", "cuda")
@@ -294,7 +295,7 @@ _LOOKED_AT = (
 
 
 def _way(op: str, device: str, arrays: tuple[Any, ...]) -> Any:
-    """Who has to know of a call on these; None if nobody has."""
+    """The way of a call on these, if PyTorch has to know of it; else None."""
     if _transform() is not None:
         return _OPS[op].transformed
     if device not in _DEVICES or _modes() or _trace() is not None:
@@ -310,7 +311,7 @@ def _way(op: str, device: str, arrays: tuple[Any, ...]) -> Any:
 
 
 def is_watched(op: str, arrays: tuple[Any, ...]) -> bool:
-    """Does anybody record, trace, transform or cast a call on these, whose first is q?"""
+    """Is a call on these, q first, recorded, traced, transformed or cast?"""
     device = arrays[0].device.type
     return (
         torch.compiler.is_compiling()
@@ -339,7 +340,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _tensor(name: str, x: Any) -> Tensor | None:
-    """Another library's array beside tensors: a copy, which nobody writes before the backward."""
+    """Another library's array beside tensors: a copy, which stays as it is until the backward."""
     if x is None or isinstance(x, Tensor):
         return x
     if isinstance(x, np.ndarray) and torch.compiler.is_compiling():

@@ -235,7 +235,7 @@ def _recurrent(
     qk_l2norm: bool,
     cu_seqlens: Tensor | None,
 ) -> Result:
-    """A token at a time; one token of which nobody wants gradients is a step, in half the time."""
+    """A token at a time. One token without gradients is a step, in half the time."""
     if (
         initial_state is None
         or query.shape[1] != 1
@@ -441,10 +441,10 @@ class Replacement:
             self.layers[name] = tuple(dict.fromkeys(used))
 
     def restore(self) -> None:
-        """Put back what was there. Nothing happens if it has been.
+        """Put back the functions that were there before. A second call does nothing.
 
-        Raises RuntimeError, and changes nothing, if somebody else has replaced ours meanwhile: what
-        came last has to go first.
+        Raises RuntimeError, and changes nothing, if ours were replaced meanwhile: the last
+        replacement has to be undone first.
         """
         for layer, attribute, _, ours in self._before:
             if vars(layer).get(attribute) is not ours:
