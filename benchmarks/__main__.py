@@ -112,7 +112,8 @@ def main():
     given = arguments()
     environment(given)
     try:
-        program = importlib.import_module(f".{given.program}", __package__)
+        name = "cuda_report" if getattr(given, "merge", None) else given.program
+        program = importlib.import_module(f".{name}", __package__)
     except ImportError as error:
         if (error.name or "").startswith(__package__):
             raise

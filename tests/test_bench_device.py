@@ -32,7 +32,7 @@ KDA = "kda forward B1 T8192 H96"
 
 
 def test_targets_tell_ahead_from_behind_and_not_run():
-    from benchmarks import cuda
+    from benchmarks import cuda_report as cuda
 
     def verdicts(ours, fla):
         found = record([result("kda", "linattn", ours), result("kda", "fla", fla),
@@ -46,7 +46,7 @@ def test_targets_tell_ahead_from_behind_and_not_run():
 
 
 def test_a_failed_check_of_ours_is_a_missed_target():
-    from benchmarks import cuda
+    from benchmarks import cuda_report as cuda
 
     found = record([result("kda", "linattn", None, error="wrong: rms error"),
                     result("kda", "fla", 1e-3)])
@@ -56,7 +56,7 @@ def test_a_failed_check_of_ours_is_a_missed_target():
 
 
 def test_merged_runs_keep_their_own_ceilings_and_the_last_of_a_case(tmp_path):
-    from benchmarks import cuda
+    from benchmarks import cuda_report as cuda
     from benchmarks.__main__ import arguments
     from benchmarks.report import Record
 
