@@ -50,27 +50,27 @@ def compiled():
 
 
 def measures(threads):
-    """([(key, description, unit, work of one call, call)], [(description, why it cannot run)])."""
+    """([(key, description, unit, units of one call, call)], [(description, why it cannot run)])."""
     found, missing = [], []
     peak, why = compiled()
     if peak is None:
         missing.append(("FMA peak, state update and copy", f"peak.c: {why}"))
     else:
         sink = ctypes.c_float()
-        work = peak.peak_fma(1, ctypes.addressof(sink)) * ROUNDS
+        work = peak.peak_fma(1, ctypes.addressof(sink)) * ROUNDS / 1e9
         found.append(("fma", "float32 multiply-add peak, one core", "GFLOP/s", work,
                       lambda: peak.peak_fma(ROUNDS, ctypes.addressof(sink))))
         state = aligned((Case.HV, Case.D, Case.D))
         found.append(("update", f"one pass over a state of {state.nbytes >> 10} KiB, read and "
-                      "written, one core", "GB/s", 2 * state.nbytes,
+                      "written, one core", "GB/s", 2 * state.nbytes / 1e9,
                       lambda: peak.peak_update(state.ctypes.data, state.size, 1.0)))
         a, b = np.zeros(COPY, np.uint8), np.ones(COPY, np.uint8)
         found.append(("copy", f"copy of {COPY >> 20} MiB, read and written, one core", "GB/s",
-                      2 * COPY, lambda: peak.peak_copy(a.ctypes.data, b.ctypes.data, COPY)))
+                      2 * COPY / 1e9, lambda: peak.peak_copy(a.ctypes.data, b.ctypes.data, COPY)))
     n = 1024
     x, y, z = (np.ones((n, n), np.float32) for _ in range(3))
     found.append(("sgemm", f"NumPy sgemm {n}^3, {threads} thread{'s' * (threads > 1)}", "GFLOP/s",
-                  2 * n**3, lambda: np.matmul(x, y, out=z)))
+                  2 * n**3 / 1e9, lambda: np.matmul(x, y, out=z)))
     return found, missing
 
 
