@@ -48,7 +48,7 @@ clean:  ## remove everything that was built
 # A user's script, for type checkers that read the installed package: they run where the checkout's is not
 # seen. mypy sees no op as long as linattn.ops computes its __all__, hence attr-defined.
 SCRIPT := user_script.py
-STRICT  = --config-file= --cache-dir=$(abspath $(VENV))/mypy --strict --disable-error-code=attr-defined
+STRICT  = --config-file= --cache-dir=$(abspath $(VENV))/mypy --strict
 FORMATTED = $(filter %.c %.h,$(CORE)) $(wildcard tests/c/*.[ch])
 
 # One environment. The package is built once into a wheel; the stamps say which of its extras are in.

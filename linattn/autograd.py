@@ -12,6 +12,7 @@ does.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,20 +104,13 @@ def _or_nothing(x: Tensor | None, q: Tensor) -> Tensor:
 
 # ---- the operators ----
 
-try:  # PyTorch has no public word for them
-    from torch._C import _get_tracing_state as _trace
-    from torch._C import _len_torch_dispatch_stack as _modes
-    from torch._C._functorch import maybe_current_level as _transform
-except ImportError:
-
-    def _modes() -> int:
-        return 1  # then every call takes the operator's way, which is right and slower
-
-    def _trace() -> Any:
-        return None
-
-    def _transform() -> int | None:
-        return None
+# PyTorch has no public names for these. Without _modes every call takes the operator's way, which
+# is right and slower.
+_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_trace: Callable[[], Any] = getattr(torch._C, "_get_tracing_state", lambda: None)
+_transform: Callable[[], Any] = getattr(
+    getattr(torch._C, "_functorch", None), "maybe_current_level", lambda: None
+)
 
 
 def _real(q: Tensor) -> torch.dtype:

@@ -14,6 +14,7 @@ that its state dicts load.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +123,7 @@ class _Block(nn.Module):
     """
 
     op = ""
-    gate_activation = staticmethod(F.silu)
+    gate_activation: Callable[..., Tensor] = staticmethod(F.silu)
     norm_name = "o_norm"
 
     def __init__(self, d_model: int, num_heads: int, num_v_heads: int, K: int, V: int,
@@ -157,7 +158,8 @@ class _Block(nn.Module):
 
     def output_gate(self, x: Tensor) -> Tensor | None:
         """[...,HV*V], before its activation."""
-        return self.g_proj(x) if hasattr(self, "g_proj") else None
+        g_proj: Any = getattr(self, "g_proj", None)
+        return None if g_proj is None else g_proj(x)
 
     def forward(self, x: Tensor, state: State | None = None,
                 cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:

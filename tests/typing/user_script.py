@@ -26,12 +26,12 @@ beta: Floats = np.abs(np.tanh(random(B, T, H)))
 
 # A whole sequence, with and without the state that it leaves.
 o, final = linattn.gated_delta_rule(q, k, v, g, beta, qk_l2norm=True)
-assert_type(o, Any)
-assert final is None
+assert_type(o, Floats)
+assert_type(final, None)
 o, final = linattn.gated_delta_rule(
     q, k, v, g, beta, mode="chunk", qk_l2norm=True, output_final_state=True
 )
-assert_type(o, Any)
+assert_type(o, Floats)
 assert final is not None and final.shape == (B, H, K, V)
 
 # Token by token, the state in place.
@@ -41,7 +41,7 @@ for t in range(T):
     read = linattn.gated_delta_rule_step(
         q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state=state, qk_l2norm=True
     )
-    assert_type(read, Any)
+    assert_type(read, Floats)
     np.testing.assert_allclose(read, o[:, t], rtol=1e-3, atol=1e-5)
 
 # The same arrays many times over.
