@@ -1,8 +1,9 @@
 """Registers that the CUDA kernels spill, from what nvcc -Xptxas=-v said: a log for each .cu file.
 
 `.ci/spills.txt` lists every kernel that spills, with its bytes of stores and loads, as one release
-of nvcc compiles them. A kernel that spills more, or that is not in the list, is a failure. With
---write the list is made anew. Another release of nvcc gives other numbers. Then chunk kernels of
+of nvcc compiles them. A kernel that spills more, or that is not in the list, is a failure. After a
+run of the CI, `python .ci/spills.py --write build/ptxas/*` makes the list anew, for a reader of the
+difference to accept. Another release of nvcc gives other numbers. Then chunk kernels of
 two-byte arrays with K <= 128 may spill nothing, because the speed of these arrays rests on them.
 All other kernels are printed only.
 
