@@ -26,12 +26,12 @@ mutants: $(VENV)/installed-test  ## plant mistakes in the C core, which the test
 bench: $(VENV)/installed-bench $(VENV)/path/benchmarks  ## measure; ARGS="cuda --quick" goes to python -m benchmarks
 	PYTHONPATH=$(abspath $(VENV)/path) $(RUN) -m benchmarks $(or $(ARGS),cpu)
 lint: $(VENV)/installed-lint  ## ruff, clang-format, mypy, stubtest, pyright: nothing is changed
-	$(BIN)/ruff check . && $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(BIN)/mypy && cd $(BIN) && ./python -P -m mypy.stubtest linattn._linattn
 	cd tests/typing && $(abspath $(BIN))/python -P $(SCRIPT) && \
 		$(abspath $(BIN))/mypy $(STRICT) $(SCRIPT) && $(abspath $(BIN))/pyright
-fmt: $(VENV)/installed-lint  ## let ruff fix what it can and clang-format the C
-	$(BIN)/ruff check --fix . ; $(BIN)/clang-format -i $(FORMATTED)
+fmt: $(VENV)/installed-lint  ## let ruff fix what it can and format the Python, and clang-format the C
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format . ; $(BIN)/clang-format -i $(FORMATTED)
 asan:  ## the C core under AddressSanitizer and UBSan, on random problems
 	+$(C) asan
 asan-python: $(VENV)/installed-test  ## the whole extension under both, called from Python (gcc)

@@ -96,8 +96,13 @@ def without_pythons_rpath(command):
 # A file without a word of Hopper's is read once: Hopper's code comes from Ampere's PTX. Streams of
 # states use Hopper's copy engine on later devices too. Chunks of float16, of float32, and with more
 # than 128 keys are for Hopper alone: elsewhere these calls go token by token.
-ARCHS = {"stream_*": "80 90+PTX", "chunk_*_f[13]*.cu": "90a", "chunk_*_wide.cu": "90a",
-         "chunk_*": "80+PTX 90a", "*": "80+90+PTX"}
+ARCHS = {
+    "stream_*": "80 90+PTX",
+    "chunk_*_f[13]*.cu": "90a",
+    "chunk_*_wide.cu": "90a",
+    "chunk_*": "80+PTX 90a",
+    "*": "80+90+PTX",
+}
 ASKED_ARCHS = os.environ.get("LINATTN_CUDA_ARCHS", "").split()
 HOPPER = "90"
 OLDEST = 80
@@ -237,9 +242,11 @@ def announce(sources):
     whose, less = ("", "90a builds for one kind of GPU")
     if GPUS:
         whose, less = ("this machine's GPU alone: ", "all builds for every kind")
-    text = (f"linattn: nvcc compiles {len(sources)} files for {whose}{kinds_of(sources)}. "
-            f"This takes about {minutes} min on {cores} cores.\n"
-            f"linattn: LINATTN_CUDA=0 leaves the CUDA part out, LINATTN_CUDA_ARCHS={less}.")
+    text = (
+        f"linattn: nvcc compiles {len(sources)} files for {whose}{kinds_of(sources)}. "
+        f"This takes about {minutes} min on {cores} cores.\n"
+        f"linattn: LINATTN_CUDA=0 leaves the CUDA part out, LINATTN_CUDA_ARCHS={less}."
+    )
     if os.environ.get("LINATTN_CUDA"):
         print(text, file=sys.stderr, flush=True)
     else:
@@ -281,8 +288,11 @@ class ParallelBuild(build_ext):
 
         def compile_all(sources, **options):
             targets = self.compiler.object_filenames(sources, output_dir=options["output_dir"])
-            stale = [source for source, target in zip(sources, targets, strict=True)
-                     if source.endswith(".cu") and is_stale(source, target)]
+            stale = [
+                source
+                for source, target in zip(sources, targets, strict=True)
+                if source.endswith(".cu") and is_stale(source, target)
+            ]
             if stale:
                 announce(stale)
             order = sorted(sources, key=seconds_of, reverse=True)
