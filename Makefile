@@ -46,7 +46,7 @@ clean:  ## remove everything that was built
 	rm -rf build dist $(VENV) *.egg-info linattn/*.so .*_cache .hypothesis
 
 # A user's script, for type checkers that read the installed package: they run where the checkout's is not
-# seen. mypy sees no op as long as linattn.ops computes its __all__, hence attr-defined.
+# seen.
 SCRIPT := user_script.py
 STRICT  = --config-file= --cache-dir=$(abspath $(VENV))/mypy --strict
 FORMATTED = $(filter %.c %.h,$(CORE)) $(wildcard tests/c/*.[ch])

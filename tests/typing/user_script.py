@@ -3,7 +3,7 @@
 Both read the installed package. The script also runs, and prints nothing: python user_script.py.
 """
 
-from typing import Any, assert_type
+from typing import TYPE_CHECKING, Any, assert_type
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,17 @@ beta: Floats = np.abs(np.tanh(random(B, T, H)))
 o, final = linattn.gated_delta_rule(q, k, v, g, beta, qk_l2norm=True)
 assert_type(o, Floats)
 assert_type(final, None)
+assert final is None
 o, final = linattn.gated_delta_rule(
     q, k, v, g, beta, mode="chunk", qk_l2norm=True, output_final_state=True
 )
 assert_type(o, Floats)
 assert final is not None and final.shape == (B, H, K, V)
+
+# A name that is wrong is found before the script runs.
+if TYPE_CHECKING:
+    linattn.gated_delta_rule(q, k, v, g, beta, mode="chunks")  # type: ignore[call-overload]
+    linattn.gated_delta_rule(q, k, v, g, beta, out_state=True)  # type: ignore[call-overload]
 
 # Token by token, the state in place.
 state = linattn.zeros_state(B, H, K, V)
