@@ -13,7 +13,7 @@ PROGRAMS = {
     "gradients": "forward and backward through PyTorch's autograd, a training step's share",
     "models": "a model of transformers with its own functions and with linattn's",
     "kernel": "one op at one shape on the current GPU: its time, the cycles of a chunk and, where "
-              "cuobjdump is on PATH, the registers and spills of its kernels; no peers, no files",
+    "cuobjdump is on PATH, the registers and spills of its kernels; no peers, no files",
 }
 
 
@@ -24,54 +24,124 @@ def count(value):
 
 
 def arguments(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure linattn "
-                                     "beside its peers. Each is checked, then all take turns.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure linattn beside its peers. Each is checked, then all take turns.",
+    )
     programs = parser.add_subparsers(dest="program", required=True, metavar="PROGRAM")
-    of = {name: programs.add_parser(name, help=text, description=f"Measure {text}.")
-          for name, text in PROGRAMS.items()}
+    of = {
+        name: programs.add_parser(name, help=text, description=f"Measure {text}.")
+        for name, text in PROGRAMS.items()
+    }
 
     def add(names, *options, **more):
         for name in names.split():
             of[name].add_argument(*options, **more)
-    add("cpu cuda", "--quick", action="store_true",
-        help="few rounds and few cases; writes no files without --results")
+
+    add(
+        "cpu cuda",
+        "--quick",
+        action="store_true",
+        help="few rounds and few cases; writes no files without --results",
+    )
     add("cpu cuda gradients models kernel", "--rounds", type=count, help="samples of each figure")
-    add("cpu cuda gradients models", "--results", metavar="DIR", type=Path,
-        help="where PROGRAM-MACHINE.md and .json go (default: build/results)")
-    add("cpu cuda gradients models", "--commit", metavar="TEXT",
-        help="the commit, where there is no checkout to ask")
+    add(
+        "cpu cuda gradients models",
+        "--results",
+        metavar="DIR",
+        type=Path,
+        help="where PROGRAM-MACHINE.md and .json go (default: build/results)",
+    )
+    add(
+        "cpu cuda gradients models",
+        "--commit",
+        metavar="TEXT",
+        help="the commit, where there is no checkout to ask",
+    )
     add("cpu cuda gradients", "--no-peers", action="store_true", help="linattn and ceilings only")
     add("cpu gradients models", "--threads", type=count, default=1, help="on the CPU, of all (1)")
-    add("cpu", "--plot", metavar="PATH", type=Path,
+    add(
+        "cpu",
+        "--plot",
+        metavar="PATH",
+        type=Path,
         help="a plot of tokens/s against T, and one of the cost against T beside it "
-        "(default: beside the results)")
-    add("cuda", "--dry-run", action="store_true",
-        help="the same code with tiny problems on the CPU: no GPU, no figures, no files")
-    add("cuda", "--only", metavar="PATTERN", action="append",
+        "(default: beside the results)",
+    )
+    add(
+        "cuda",
+        "--dry-run",
+        action="store_true",
+        help="the same code with tiny problems on the CPU: no GPU, no figures, no files",
+    )
+    add(
+        "cuda",
+        "--only",
+        metavar="PATTERN",
+        action="append",
         help="cases whose name has this regular expression, such as '^kda forward' or 'step B1 '; "
-        "may be repeated")
-    add("cuda", "--peers", metavar="PATTERN", action="append",
-        help="peers whose name has this regular expression; may be repeated")
-    add("cuda", "--no-first", action="store_true",
-        help="no first calls of linattn in fresh processes")
-    add("cuda", "--workers", metavar="N", type=int, default=len(os.sched_getaffinity(0)),
+        "may be repeated",
+    )
+    add(
+        "cuda",
+        "--peers",
+        metavar="PATTERN",
+        action="append",
+        help="peers whose name has this regular expression; may be repeated",
+    )
+    add(
+        "cuda",
+        "--no-first",
+        action="store_true",
+        help="no first calls of linattn in fresh processes",
+    )
+    add(
+        "cuda",
+        "--workers",
+        metavar="N",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
         help="processes that compile the peers' kernels beforehand (default: one for each core; "
-        "0: each is compiled when its turn comes)")
+        "0: each is compiled when its turn comes)",
+    )
     add("cuda", "--minutes", metavar="M", type=float, help="begin no further case after this time")
-    add("cuda", "--merge", metavar="JSON", type=Path, nargs="+",
-        help="measure nothing, and join the results of these runs; the last run of a case counts")
+    add(
+        "cuda",
+        "--merge",
+        metavar="JSON",
+        type=Path,
+        nargs="+",
+        help="measure nothing, and join the results of these runs; the last run of a case counts",
+    )
     add("gradients models", "--device", choices=("cpu", "cuda"), default="cpu")
     add("gradients", "--only", metavar="OP,OP", help="ops, by name")
-    add("gradients", "--workers", action="store_true",
-        help="run each op in a process of its own first, so that a peer compiles side by side")
-    add("gradients", "--lift-refusal", action="store_true",
-        help="lift fla's refusal to compute gated gradients with this Triton; they are checked")
-    add("models", "--dtype", choices=("float32", "bfloat16"),
-        help="default: float32 on the CPU, bfloat16 on a GPU")
+    add(
+        "gradients",
+        "--workers",
+        action="store_true",
+        help="run each op in a process of its own first, so that a peer compiles side by side",
+    )
+    add(
+        "gradients",
+        "--lift-refusal",
+        action="store_true",
+        help="lift fla's refusal to compute gated gradients with this Triton; they are checked",
+    )
+    add(
+        "models",
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="default: float32 on the CPU, bfloat16 on a GPU",
+    )
     add("kernel", "op", metavar="OP", help="such as kda")
-    add("kernel", "shape", metavar="SHAPE", nargs="*",
+    add(
+        "kernel",
+        "shape",
+        metavar="SHAPE",
+        nargs="*",
         help="B1 T8192 H96 (the default), H16/64 for 16 heads of q and k and 64 of v, K256; "
-        "float16 or tf32 in the place of bfloat16; step for a step")
+        "float16 or tf32 in the place of bfloat16; step for a step",
+    )
     given = parser.parse_args(argv)
     if given.program != "kernel":
         settle(given)
@@ -117,9 +187,14 @@ def main():
     except ImportError as error:
         if (error.name or "").startswith(__package__):
             raise
-        sys.exit(f"{given.program}: {error}" + (
-            "\nbuild it in place (python setup.py build_ext --inplace), or use `make bench`"
-            if "_linattn" in str(error) else ""))
+        sys.exit(
+            f"{given.program}: {error}"
+            + (
+                "\nbuild it in place (python setup.py build_ext --inplace), or use `make bench`"
+                if "_linattn" in str(error)
+                else ""
+            )
+        )
     sys.exit(program.run(given))
 
 

@@ -42,9 +42,13 @@ class Case:
     @property
     def shape(self):
         heads = f"H{self.H}" + (f"/{self.HV}" if self.HV != self.H else "")
-        return (f"B{self.B}" + (f" T{self.T}" if self.pass_ != "step" else "") + f" {heads}"
-                + (f" K{self.D}" if self.D != 128 else "")
-                + (f" {self.dtype}" if self.dtype not in ("bfloat16", "float32") else ""))
+        return (
+            f"B{self.B}"
+            + (f" T{self.T}" if self.pass_ != "step" else "")
+            + f" {heads}"
+            + (f" K{self.D}" if self.D != 128 else "")
+            + (f" {self.dtype}" if self.dtype not in ("bfloat16", "float32") else "")
+        )
 
     @property
     def variant(self):
@@ -71,8 +75,10 @@ class Case:
         C, D, delta, tokens = CHUNK, self.D, self.delta, self.B * self.T
         if self.pass_ == "step":
             return tokens * self.HV * D * D * (4 + 2 * delta)
-        return tokens * (self.H * 2 * C * D * (1 + delta) + self.HV * (
-            2 * C * D * (1 + delta) + 4 * D * D + delta * (2 * D * D + 2 * C * C / 3)))
+        return tokens * (
+            self.H * 2 * C * D * (1 + delta)
+            + self.HV * (2 * C * D * (1 + delta) + 4 * D * D + delta * (2 * D * D + 2 * C * C / 3))
+        )
 
     @property
     def itemsize(self):
@@ -143,5 +149,7 @@ class Result:
 
     def has(self, **wanted):
         """Whether its fields, or those of its case, are these."""
-        return all(getattr(self if name in vars(self) else self.case, name) == value
-                   for name, value in wanted.items())
+        return all(
+            getattr(self if name in vars(self) else self.case, name) == value
+            for name, value in wanted.items()
+        )

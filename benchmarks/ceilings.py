@@ -27,12 +27,23 @@ def compiled():
     """
     cc = shlex.split(os.environ.get("CC", "cc"))
     native = ["-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
-    flags = {"avx2": ["-mavx2", "-mfma"], "baseline": [] if platform.machine() == "x86_64"
-             else native}.get(config()["in use"].split()[0], native)
+    flags = {
+        "avx2": ["-mavx2", "-mfma"],
+        "baseline": [] if platform.machine() == "x86_64" else native,
+    }.get(config()["in use"].split()[0], native)
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "peak.so"
-        command = [*cc, "-O3", *flags, "-ffp-contract=fast", "-shared", "-fPIC",
-                   str(Path(__file__).with_name("peak.c")), "-o", str(library)]
+        command = [
+            *cc,
+            "-O3",
+            *flags,
+            "-ffp-contract=fast",
+            "-shared",
+            "-fPIC",
+            str(Path(__file__).with_name("peak.c")),
+            "-o",
+            str(library),
+        ]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except OSError as error:
@@ -41,9 +52,11 @@ def compiled():
             return None, error.stderr.strip() or str(error)
         peak = ctypes.CDLL(str(library))
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    for name, arguments in (("fma", [ctypes.c_long, pointer]),
-                            ("update", [pointer, size, ctypes.c_float]),
-                            ("copy", [pointer, pointer, size])):
+    for name, arguments in (
+        ("fma", [ctypes.c_long, pointer]),
+        ("update", [pointer, size, ctypes.c_float]),
+        ("copy", [pointer, pointer, size]),
+    ):
         function = getattr(peak, f"peak_{name}")
         function.restype, function.argtypes = ctypes.c_double, arguments
     return peak, ""
@@ -58,19 +71,46 @@ def measures(threads):
     else:
         sink = ctypes.c_float()
         work = peak.peak_fma(1, ctypes.addressof(sink)) * ROUNDS / 1e9
-        found.append(("fma", "float32 multiply-add peak, one core", "GFLOP/s", work,
-                      lambda: peak.peak_fma(ROUNDS, ctypes.addressof(sink))))
+        found.append(
+            (
+                "fma",
+                "float32 multiply-add peak, one core",
+                "GFLOP/s",
+                work,
+                lambda: peak.peak_fma(ROUNDS, ctypes.addressof(sink)),
+            )
+        )
         state = aligned((Case.HV, Case.D, Case.D))
-        found.append(("update", f"one pass over a state of {state.nbytes >> 10} KiB, read and "
-                      "written, one core", "GB/s", 2 * state.nbytes / 1e9,
-                      lambda: peak.peak_update(state.ctypes.data, state.size, 1.0)))
+        found.append(
+            (
+                "update",
+                f"one pass over a state of {state.nbytes >> 10} KiB, read and written, one core",
+                "GB/s",
+                2 * state.nbytes / 1e9,
+                lambda: peak.peak_update(state.ctypes.data, state.size, 1.0),
+            )
+        )
         a, b = np.zeros(COPY, np.uint8), np.ones(COPY, np.uint8)
-        found.append(("copy", f"copy of {COPY >> 20} MiB, read and written, one core", "GB/s",
-                      2 * COPY / 1e9, lambda: peak.peak_copy(a.ctypes.data, b.ctypes.data, COPY)))
+        found.append(
+            (
+                "copy",
+                f"copy of {COPY >> 20} MiB, read and written, one core",
+                "GB/s",
+                2 * COPY / 1e9,
+                lambda: peak.peak_copy(a.ctypes.data, b.ctypes.data, COPY),
+            )
+        )
     n = 1024
     x, y, z = (np.ones((n, n), np.float32) for _ in range(3))
-    found.append(("sgemm", f"NumPy sgemm {n}^3, {threads} thread{'s' * (threads > 1)}", "GFLOP/s",
-                  2 * n**3 / 1e9, lambda: np.matmul(x, y, out=z)))
+    found.append(
+        (
+            "sgemm",
+            f"NumPy sgemm {n}^3, {threads} thread{'s' * (threads > 1)}",
+            "GFLOP/s",
+            2 * n**3 / 1e9,
+            lambda: np.matmul(x, y, out=z),
+        )
+    )
     return found, missing
 
 
@@ -101,8 +141,9 @@ def memory():
     """Peak memory of a gated delta rule of 2^20 tokens, in units of its inputs and output together;
     None where the system does not tell."""
     try:
-        done = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True,
-                              text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True
+        )
     except subprocess.CalledProcessError:
         return None
     return float(done.stdout)

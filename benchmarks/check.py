@@ -56,8 +56,14 @@ class Checker:
                 self.bounded("linattn", case, i, out, ref)
                 continue
             try:
-                testing.assert_accurate(out, ref, other, dtype=case.dtype if i else x["v"].dtype,
-                                        gradient=i > 0, name=f"{case}, output {i}")
+                testing.assert_accurate(
+                    out,
+                    ref,
+                    other,
+                    dtype=case.dtype if i else x["v"].dtype,
+                    gradient=i > 0,
+                    name=f"{case}, output {i}",
+                )
             except AssertionError as error:
                 raise WrongResult(f"linattn: {error}") from None
 
@@ -108,9 +114,11 @@ def chunks(x):
     g = v.new_zeros(B, T, HV, 1).double() if g is None else g.reshape(B, T, HV, -1)
     S = v.new_zeros(B, HV, K, V).double() if state is None else state.double()
     for t in range(0, T, CHUNK):
+
         def part(a, t=t):
-            a = a[:, t:t + CHUNK].double().transpose(1, 2)  # [B,H,C,...]
+            a = a[:, t : t + CHUNK].double().transpose(1, 2)  # [B,H,C,...]
             return a.repeat_interleave(HV // a.shape[1], 1)
+
         Q, Key, u, G = part(q) * K**-0.5, part(k), part(v), part(g).cumsum(2)
         grown = G.exp()
         lower = torch.ones(G.shape[2], G.shape[2], dtype=torch.bool, device=v.device).tril()
@@ -124,8 +132,9 @@ def chunks(x):
         if beta is not None:
             b = part(beta)[..., None]
             right = b * (u - (Key * grown) @ S)
-            u = torch.linalg.solve_triangular((b * seen).tril(-1), right, upper=False,
-                                              unitriangular=True)
+            u = torch.linalg.solve_triangular(
+                (b * seen).tril(-1), right, upper=False, unitriangular=True
+            )
         o = (Q * grown) @ S + read @ u
         S = grown[:, :, -1, :, None] * S + (Key * (G[:, :, -1:] - G).exp()).mT @ u
         yield t, o, S
@@ -138,8 +147,9 @@ def errors(case, x, computed):
     """
     import torch
 
-    computed = [(o[:, None], *state) if case.pass_ == "step" else (o, *state)
-                for o, *state in computed]  # a step's o has one token and no axis for it
+    computed = [
+        (o[:, None], *state) if case.pass_ == "step" else (o, *state) for o, *state in computed
+    ]  # a step's o has one token and no axis for it
     sums = [[0.0, 0.0] for _ in computed]  # squares: of errors, the worst chunk's share
     size, after = 0.0, None
     right = [o.shape == x["v"].shape for o, *_ in computed]
@@ -149,10 +159,11 @@ def errors(case, x, computed):
         local = squares.mean((2, 3)).clamp_min(1e-300)
         for each, (o, *_), fits in zip(sums, computed, right, strict=True):
             if fits:
-                off = (o[:, t:t + CHUNK].double().transpose(1, 2) - ref).square_()
+                off = (o[:, t : t + CHUNK].double().transpose(1, 2) - ref).square_()
                 each[0] += off.sum()
-                each[1] = torch.maximum(torch.as_tensor(each[1], device=off.device),
-                                        (off.mean((2, 3)) / local).max())  # keeps a NaN
+                each[1] = torch.maximum(
+                    torch.as_tensor(each[1], device=off.device), (off.mean((2, 3)) / local).max()
+                )  # keeps a NaN
     found = []
     for each, (_, *state), fits in zip(sums, computed, right, strict=True):
         if not fits:
@@ -171,5 +182,7 @@ def verdict(whole, worst, dtype="bfloat16"):
     bound = testing.RMS_BOUND_TF32 if dtype == "tf32" else testing.RMS_BOUND[dtype]
     if whole < bound and worst < LOCAL * bound:
         return ""
-    return (f"wrong: rms error {whole:.1e} of all, {worst:.1e} of the worst chunk, "
-            f"expected < {bound:.0e}, < {LOCAL * bound:.0e}")
+    return (
+        f"wrong: rms error {whole:.1e} of all, {worst:.1e} of the worst chunk, "
+        f"expected < {bound:.0e}, < {LOCAL * bound:.0e}"
+    )

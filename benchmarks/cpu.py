@@ -21,10 +21,19 @@ T, H, D = Case.T, Case.H, Case.D
 BOTH, FAR = "forward+backward", 4096
 LENGTHS = (128, T, 1024, 2048, FAR)  # FAR: rows of [B,T,H,D] far apart, from memory for every chunk
 COST_LENGTHS = tuple(4**n for n in range(4, 11))  # of one head, 2^8 to 2^20
-SHARES = {"linear_attention": 0.75, "retention": 0.95, "simple_gla": 0.95, "gla": 0.70,
-          "delta_rule": 0.80, "gated_delta_rule": 0.88, "kda": 0.68}  # asked, of the peak
-MORE_SHARES = ((("gated_delta_rule", "forward", "bfloat16"), 1.30),
-               (("gated_delta_rule", BOTH, "float32"), 0.55))
+SHARES = {
+    "linear_attention": 0.75,
+    "retention": 0.95,
+    "simple_gla": 0.95,
+    "gla": 0.70,
+    "delta_rule": 0.80,
+    "gated_delta_rule": 0.88,
+    "kda": 0.68,
+}  # asked, of the peak
+MORE_SHARES = (
+    (("gated_delta_rule", "forward", "bfloat16"), 1.30),
+    (("gated_delta_rule", BOTH, "float32"), 0.55),
+)
 FALLBACK = "PyTorch, chunked"  # as transformers computes the gated delta rule without a kernel
 THREADED = ((T, H), (FAR, H), (FAR, 1))  # T, heads
 
@@ -55,12 +64,27 @@ def wanted(given):
             if length != T and not given.quick and given.plot is not None:
                 found.append(("lengths", case, given.threads, "peers", 5))
         for length in COST_LENGTHS if not given.quick else ():
-            found.append(("cost", Case(op, T=length, H=1, HV=1), given.threads, "ours",
-                          5 if length > 2**16 else 1))
+            found.append(
+                (
+                    "cost",
+                    Case(op, T=length, H=1, HV=1),
+                    given.threads,
+                    "ours",
+                    5 if length > 2**16 else 1,
+                )
+            )
     if len(os.sched_getaffinity(0)) > 1:
-        found += [("threads", Case(op, T=length, H=heads, HV=heads), 1 if given.threads > 1 else 2,
-                   "ours", 1) for length, heads in THREADED[:2 if given.quick else 3]
-                  for op in VARIANTS]
+        found += [
+            (
+                "threads",
+                Case(op, T=length, H=heads, HV=heads),
+                1 if given.threads > 1 else 2,
+                "ours",
+                1,
+            )
+            for length, heads in THREADED[: 2 if given.quick else 3]
+            for op in VARIANTS
+        ]
     return found
 
 
@@ -83,8 +107,13 @@ def checked(given, peers):
                     able.add((kind, peer.name))
                 # a loop over the tokens is never the best, and gets fewer samples
                 seldom = "loop" in peer.name and case.pass_ != "step"
-                found.append(Timed(Result(case, peer.name, section, threads), peer.make(case, x),
-                                   max(every, 3 if seldom else 1)))
+                found.append(
+                    Timed(
+                        Result(case, peer.name, section, threads),
+                        peer.make(case, x),
+                        max(every, 3 if seldom else 1),
+                    )
+                )
         step()
     return found
 
@@ -115,8 +144,10 @@ def run(given):
     except WrongResult as error:
         return f"cpu: {error}\ncpu: nothing was timed"
     limits, more = ceilings.measures(given.threads)
-    ends = {key: Timed(Result(None, key, "ceiling", given.threads), call, 3 if key == "copy" else 1)
-            for key, _, _, _, call in limits}
+    ends = {
+        key: Timed(Result(None, key, "ceiling", given.threads), call, 3 if key == "copy" else 1)
+        for key, _, _, _, call in limits
+    }
     everything = [*found, *ends.values()]
     for each in everything:
         each.prepare()
@@ -125,7 +156,10 @@ def run(given):
     about["took"] = f"{time.monotonic() - started:.0f} s, {given.rounds} rounds"
     record = report.Record(
         [{"about": about, "ceilings": measured(limits, {k: t.result for k, t in ends.items()})}],
-        [each.result for each in found], missing + more, memory)
+        [each.result for each in found],
+        missing + more,
+        memory,
+    )
     page = markdown(record)
     print(page)
     record.write(given, report.results_name("cpu"), page)
@@ -134,6 +168,7 @@ def run(given):
 
 
 # The report.
+
 
 def gflops(r):
     return r.case.flops / r.median() / 1e9
@@ -145,15 +180,21 @@ def tokens(r):
 
 def against(record, r):
     """The best peer's result, or None."""
-    peers = [p for p in record.pick(section="table", op=r.case.op, pass_=r.case.pass_,
-                                    dtype=r.case.dtype) if p.peer != "linattn"]
+    peers = [
+        p
+        for p in record.pick(section="table", op=r.case.op, pass_=r.case.pass_, dtype=r.case.dtype)
+        if p.peer != "linattn"
+    ]
     return min(peers, key=lambda p: p.median(), default=None)
 
 
 def peer_cells(record, r, unit):
     best = against(record, r)
-    return [best.peer, unit(best.median()), ratio(best.median(), r.median())] if best else [
-        "none", "-", "-"]
+    return (
+        [best.peer, unit(best.median()), ratio(best.median(), r.median())]
+        if best
+        else ["none", "-", "-"]
+    )
 
 
 def ms(seconds):
@@ -163,46 +204,115 @@ def ms(seconds):
 def markdown(record):
     (run,), threads = record.runs, given_threads(record)
     limits = run["ceilings"]
-    out = [f"# linattn on {run['about']['machine']}", "", *report.facts(run["about"]),
-           *report.not_run(record), "",
-           f"H = {H}, K = {D}, V = {D}, B = 1. Medians of interleaved rounds, the least "
-           "beside them. Operations are those the recurrence needs, per token and head: "
-           + ", ".join(f"{op} {per_element(op)}KV" for op in VARIANTS)
-           + "; forward and backward together three times the forward's. Every call was checked "
-           "against the float64 reference before it was timed.", "", "## Ceilings", "",
-           *lines(["ceiling", "median", "best", "unit"],
-                  [[c["what"], f"{c['median']:.1f}", f"{c['best']:.1f}", c["unit"]]
-                   for c in limits.values()]),
-           "## Targets", "", *lines(["what", "asked", "measured"], targets(record))]
+    out = [
+        f"# linattn on {run['about']['machine']}",
+        "",
+        *report.facts(run["about"]),
+        *report.not_run(record),
+        "",
+        f"H = {H}, K = {D}, V = {D}, B = 1. Medians of interleaved rounds, the least "
+        "beside them. Operations are those the recurrence needs, per token and head: "
+        + ", ".join(f"{op} {per_element(op)}KV" for op in VARIANTS)
+        + "; forward and backward together three times the forward's. Every call was checked "
+        "against the float64 reference before it was timed.",
+        "",
+        "## Ceilings",
+        "",
+        *lines(
+            ["ceiling", "median", "best", "unit"],
+            [
+                [c["what"], f"{c['median']:.1f}", f"{c['best']:.1f}", c["unit"]]
+                for c in limits.values()
+            ],
+        ),
+        "## Targets",
+        "",
+        *lines(["what", "asked", "measured"], targets(record)),
+    ]
     peak, why = peak_of(record), "ratio: the peer's time divided by ours"
     for pass_, dtype in ("forward", "float32"), (BOTH, "float32"), ("forward", "bfloat16"):
         rows = record.pick(section="table", peer="linattn", pass_=pass_, dtype=dtype)
         if not rows:
             out += [f"## {pass_}, {dtype}", "", "Not run: ml_dtypes is not installed.", ""]
             continue
-        out += [f"## {pass_}, {dtype}, T = {T}", "",
-                f"share: of the float32 multiply-add peak of {threads} core{'s' * (threads > 1)}; "
-                f"{why}.", "",
-                *lines(["op", "ms", "least", "GFLOP/s", "share", "tokens/s", "best peer", "its ms",
-                        "ratio"],
-                       [[r.case.op, ms(r.median()), ms(r.least()), f"{gflops(r):.1f}",
-                         ratio(gflops(r), peak), f"{tokens(r):,.0f}", *peer_cells(record, r, ms)]
-                        for r in rows])]
+        out += [
+            f"## {pass_}, {dtype}, T = {T}",
+            "",
+            f"share: of the float32 multiply-add peak of {threads} core{'s' * (threads > 1)}; "
+            f"{why}.",
+            "",
+            *lines(
+                [
+                    "op",
+                    "ms",
+                    "least",
+                    "GFLOP/s",
+                    "share",
+                    "tokens/s",
+                    "best peer",
+                    "its ms",
+                    "ratio",
+                ],
+                [
+                    [
+                        r.case.op,
+                        ms(r.median()),
+                        ms(r.least()),
+                        f"{gflops(r):.1f}",
+                        ratio(gflops(r), peak),
+                        f"{tokens(r):,.0f}",
+                        *peer_cells(record, r, ms),
+                    ]
+                    for r in rows
+                ],
+            ),
+        ]
     floor = step_floor(record)
-    out += ["## One step, float32 state", "", "floor: reading and writing the state once, at the "
-            f"rate above; {why}. Times include the call from Python.", "",
-            *lines(["op", "us", "least", "floor us", "time / floor", "best peer", "its us",
-                    "ratio"],
-                   [[r.case.op, us(r.median()), us(r.least()), us(floor), ratio(r.median(), floor),
-                     *peer_cells(record, r, us)]
-                    for r in record.pick(section="table", peer="linattn", pass_="step")])]
+    out += [
+        "## One step, float32 state",
+        "",
+        "floor: reading and writing the state once, at the "
+        f"rate above; {why}. Times include the call from Python.",
+        "",
+        *lines(
+            ["op", "us", "least", "floor us", "time / floor", "best peer", "its us", "ratio"],
+            [
+                [
+                    r.case.op,
+                    us(r.median()),
+                    us(r.least()),
+                    us(floor),
+                    ratio(r.median(), floor),
+                    *peer_cells(record, r, us),
+                ]
+                for r in record.pick(section="table", peer="linattn", pass_="step")
+            ],
+        ),
+    ]
     out += scaling(record) + cost(record)
     others = [r for r in record.pick(section="table") if r.peer != "linattn"]
     if others:
-        out += ["## Every peer", "", "Milliseconds, median.", "", *lines(
-            ["peer", "op", "pass", "dtype", "ms", "least", "samples"],
-            [[r.peer, r.case.op, r.case.pass_, r.case.dtype, report.ms(r.median()),
-              report.ms(r.least()), len(r.seconds["call"])] for r in others])]
+        out += [
+            "## Every peer",
+            "",
+            "Milliseconds, median.",
+            "",
+            *lines(
+                ["peer", "op", "pass", "dtype", "ms", "least", "samples"],
+                [
+                    [
+                        r.peer,
+                        r.case.op,
+                        r.case.pass_,
+                        r.case.dtype,
+                        report.ms(r.median()),
+                        report.ms(r.least()),
+                        len(r.seconds["call"]),
+                    ]
+                    for r in others
+                ],
+            ),
+        ]
     return "\n".join(out)
 
 
@@ -223,50 +333,93 @@ def step_floor(record):
 
 def targets(record):
     """[what, asked, measured] of every target."""
-    mine = {(r.case.op, r.case.pass_, r.case.dtype): r
-            for r in record.pick(section="table", peer="linattn")}
+    mine = {
+        (r.case.op, r.case.pass_, r.case.dtype): r
+        for r in record.pick(section="table", peer="linattn")
+    }
     forward = {op: mine[op, "forward", "float32"] for op in VARIANTS}
     gated, rows, peak = "gated_delta_rule", [], peak_of(record)
     if peak:
-        rows += [[f"share of peak: {' '.join(key)}", f">= {share:.2f}",
-                  ratio(gflops(mine[key]), peak)]
-                 for key, share in (*(((op, "forward", "float32"), n) for op, n in SHARES.items()),
-                                    *MORE_SHARES) if key in mine]
-    far = {r.case.op: tokens(r) / tokens(forward[r.case.op])
-           for r in record.pick(section="lengths", peer="linattn", T=FAR)}
+        rows += [
+            [f"share of peak: {' '.join(key)}", f">= {share:.2f}", ratio(gflops(mine[key]), peak)]
+            for key, share in (
+                *(((op, "forward", "float32"), n) for op, n in SHARES.items()),
+                *MORE_SHARES,
+            )
+            if key in mine
+        ]
+    far = {
+        r.case.op: tokens(r) / tokens(forward[r.case.op])
+        for r in record.pick(section="lengths", peer="linattn", T=FAR)
+    }
     worst = min(far, key=far.get)
-    rows.append([f"tokens/s, T = {FAR} / {T}, the lowest ({worst})", ">= 0.88",
-                 f"{far[worst]:.2f}"])
+    rows.append(
+        [f"tokens/s, T = {FAR} / {T}, the lowest ({worst})", ">= 0.88", f"{far[worst]:.2f}"]
+    )
     if step_floor(record):
-        rows.append(["time of a gated delta step / state read and written once", "<= 1.10",
-                     ratio(mine[gated, "step", "float32"].median(), step_floor(record))])
+        rows.append(
+            [
+                "time of a gated delta step / state read and written once",
+                "<= 1.10",
+                ratio(mine[gated, "step", "float32"].median(), step_floor(record)),
+            ]
+        )
     for length, heads in THREADED:
         if faster := by_threads(record, gated, length, heads):
-            rows.append([f"one thread / two, {gated}, T = {length}, H = {heads}", ">= 1.90",
-                         f"{faster:.2f}"])
-    best = {op: against(record, r).median() / r.median() for op, r in forward.items()
-            if against(record, r)}
+            rows.append(
+                [
+                    f"one thread / two, {gated}, T = {length}, H = {heads}",
+                    ">= 1.90",
+                    f"{faster:.2f}",
+                ]
+            )
+    best = {
+        op: against(record, r).median() / r.median()
+        for op, r in forward.items()
+        if against(record, r)
+    }
     if best:
         worst = min(best, key=best.get)
-        rows.append([f"best peer / ours, forward, the lowest ({worst})", ">= 1.40",
-                     f"{best[worst]:.2f}"])
-    for r in record.pick(section="table", peer=FALLBACK, op=gated, pass_="forward",
-                         dtype="float32"):
-        rows.append([f"{FALLBACK} / ours, {gated} forward", ">= 25",
-                     f"{r.median() / forward[gated].median():.1f}"])
+        rows.append(
+            [f"best peer / ours, forward, the lowest ({worst})", ">= 1.40", f"{best[worst]:.2f}"]
+        )
+    for r in record.pick(
+        section="table", peer=FALLBACK, op=gated, pass_="forward", dtype="float32"
+    ):
+        rows.append(
+            [
+                f"{FALLBACK} / ours, {gated} forward",
+                ">= 25",
+                f"{r.median() / forward[gated].median():.1f}",
+            ]
+        )
     if record.memory:
-        rows.append([f"peak memory / inputs and output, {gated}, T = 2^20, H = 1", "<= 1.20",
-                     f"{record.memory:.2f}"])
+        rows.append(
+            [
+                f"peak memory / inputs and output, {gated}, T = 2^20, H = 1",
+                "<= 1.20",
+                f"{record.memory:.2f}",
+            ]
+        )
     if slopes := cost_slopes(record):
-        rows.append(["slope of log time against log T, T = 2^8 to 2^20, H = 1", "1",
-                     f"{min(slopes.values()):.3f} to {max(slopes.values()):.3f}"])
+        rows.append(
+            [
+                "slope of log time against log T, T = 2^8 to 2^20, H = 1",
+                "1",
+                f"{min(slopes.values()):.3f} to {max(slopes.values()):.3f}",
+            ]
+        )
     return rows
 
 
 def by_threads(record, op, length, heads):
     """One thread's time / several threads', or None where there is one thread."""
-    rows = [r for r in record.pick(peer="linattn", pass_="forward", op=op, T=length, H=heads,
-                                   dtype="float32")]
+    rows = [
+        r
+        for r in record.pick(
+            peer="linattn", pass_="forward", op=op, T=length, H=heads, dtype="float32"
+        )
+    ]
     one = [r.median() for r in rows if r.threads == 1]
     more = [r.median() for r in rows if r.threads > 1]
     return one[0] / more[0] if one and more else None
@@ -276,15 +429,33 @@ def scaling(record):
     """Long sequences against short ones, and threads."""
     rows = []
     for r in record.pick(section="table", peer="linattn", pass_="forward", dtype="float32"):
-        far, = record.pick(section="lengths", peer="linattn", op=r.case.op, T=FAR)
-        rows.append([r.case.op, ms(far.median()), ratio(tokens(far), tokens(r)),
-                     *(report.text(by_threads(record, r.case.op, *each), ".2f")
-                       for each in THREADED)])
-    return ["## Long sequences and threads, forward, float32", "",
-            f"tokens/s at T = {FAR} divided by those at T = {T}; the time of one thread divided by "
-            "that of two.", "",
-            *lines(["op", f"ms at T = {FAR}", f"tokens/s, {FAR} / {T}", f"two threads, T = {T}",
-                    f"T = {FAR}", f"T = {FAR}, H = 1"], rows)]
+        (far,) = record.pick(section="lengths", peer="linattn", op=r.case.op, T=FAR)
+        rows.append(
+            [
+                r.case.op,
+                ms(far.median()),
+                ratio(tokens(far), tokens(r)),
+                *(report.text(by_threads(record, r.case.op, *each), ".2f") for each in THREADED),
+            ]
+        )
+    return [
+        "## Long sequences and threads, forward, float32",
+        "",
+        f"tokens/s at T = {FAR} divided by those at T = {T}; the time of one thread divided by "
+        "that of two.",
+        "",
+        *lines(
+            [
+                "op",
+                f"ms at T = {FAR}",
+                f"tokens/s, {FAR} / {T}",
+                f"two threads, T = {T}",
+                f"T = {FAR}",
+                f"T = {FAR}, H = 1",
+            ],
+            rows,
+        ),
+    ]
 
 
 def cost_slopes(record):
@@ -302,11 +473,19 @@ def cost(record):
         return []
     each = {(r.case.op, r.case.T): r.median() / r.case.T for r in record.pick(section="cost")}
     lengths = sorted({length for _, length in each})
-    return ["## Cost against T, forward, float32, H = 1", "",
-            "Nanoseconds per token, and the exponent p of time = c T^p.", "",
-            *lines(["op", *(f"2^{t.bit_length() - 1}" for t in lengths), "p"],
-                   [[op, *(report.text(each[op, t], ".0f", 1e9) for t in lengths), f"{p:.3f}"]
-                    for op, p in slopes.items()])]
+    return [
+        "## Cost against T, forward, float32, H = 1",
+        "",
+        "Nanoseconds per token, and the exponent p of time = c T^p.",
+        "",
+        *lines(
+            ["op", *(f"2^{t.bit_length() - 1}" for t in lengths), "p"],
+            [
+                [op, *(report.text(each[op, t], ".0f", 1e9) for t in lengths), f"{p:.3f}"]
+                for op, p in slopes.items()
+            ],
+        ),
+    ]
 
 
 def picture(given):
@@ -339,18 +518,29 @@ def plots(path, record):
     ours_first = dict.fromkeys(["linattn", *sorted(r.peer for r in record.results)])
     for op, axes in zip(VARIANTS, panels.flat, strict=True):
         for i, name in enumerate(ours_first):
-            found = sorted((r.case.T, tokens(r)) for r in record.pick(
-                op=op, peer=name, pass_="forward", dtype="float32", H=H)
-                if r.section in ("table", "lengths"))
+            found = sorted(
+                (r.case.T, tokens(r))
+                for r in record.pick(op=op, peer=name, pass_="forward", dtype="float32", H=H)
+                if r.section in ("table", "lengths")
+            )
             if found:
-                axes.plot(*zip(*found, strict=True), "o-", ms=4, label=name, color=f"C{i}",
-                          lw=2.5 if i == 0 else 1.2)
+                axes.plot(
+                    *zip(*found, strict=True),
+                    "o-",
+                    ms=4,
+                    label=name,
+                    color=f"C{i}",
+                    lw=2.5 if i == 0 else 1.2,
+                )
         axes.set_title(op)
         on_log_axes(axes, LENGTHS, [str(t) for t in LENGTHS])
     figure.supxlabel("T")
     figure.supylabel(f"tokens/s, forward, float32, H = {H}, K = V = {D}, {threads}")
-    handles = {label: line for axes in panels.flat
-               for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: line
+        for axes in panels.flat
+        for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles))
     save(figure, path)
     if not record.pick(section="cost"):

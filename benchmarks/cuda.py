@@ -50,8 +50,9 @@ def table(tiny=False):
     for op, variant in VARIANTS.items():
         grouped = op == "gated_delta_rule"
         if tiny:  # for a machine with no GPU: the same code, no figures
-            found.append(case_of(op, "forward", 2, 128, 2, 4 if grouped else 2, "dry run",
-                                 quick=True))
+            found.append(
+                case_of(op, "forward", 2, 128, 2, 4 if grouped else 2, "dry run", quick=True)
+            )
             found += [case_of(op, "step", 2, 1, 2, 2, "dry run", quick=True)] * (op in STEPS)
             continue
         found += [case_of(op, "forward", B, T, H, H, why, quick=B == 4) for B, T, H, why in SHAPES]
@@ -70,8 +71,12 @@ def table(tiny=False):
 
 def wanted(given):
     """The cases asked for; a pattern is searched for in a case's name."""
-    return [case for case in table(tiny=given.dry_run) if (case.quick or not given.quick)
-            and (not given.only or any(re.search(p, str(case)) for p in given.only))]
+    return [
+        case
+        for case in table(tiny=given.dry_run)
+        if (case.quick or not given.quick)
+        and (not given.only or any(re.search(p, str(case)) for p in given.only))
+    ]
 
 
 def called(case, peers, copies, machine):
@@ -110,8 +115,10 @@ def called(case, peers, copies, machine):
 
 def measure(case, peers, machine, rounds, seed):
     """The results of one case."""
-    copies = [torch_inputs(case, machine.kind, seed + i)
-              for i in range(max(1, -(-machine.cold // case.bytes)))]
+    copies = [
+        torch_inputs(case, machine.kind, seed + i)
+        for i in range(max(1, -(-machine.cold // case.bytes)))
+    ]
     timed = called(case, peers, copies, machine)
     size = case.itemsize * case.B * case.T * case.HV * case.D
     size += copies[0]["state"].nbytes if case.pass_ == "step" else 0
@@ -123,7 +130,7 @@ def measure(case, peers, machine, rounds, seed):
             each.result.error = described(error, 300)
             traceback.print_exc()
     with quiet():
-        for kind in ("graph", "eager", "launch")[:3 if case.pass_ == "step" else 2]:
+        for kind in ("graph", "eager", "launch")[: 3 if case.pass_ == "step" else 2]:
             for _, each in in_turns([c for c in timed if not c.result.error], rounds):
                 each.sample(kind)
     return [each.result for each in timed]
@@ -137,19 +144,23 @@ def run(given):
 
     def say(text):
         print(f"[{time.monotonic() - started:5.0f} s] {text}", file=sys.stderr, flush=True)
+
     cases = wanted(given)
     if not cases:
         return f"cuda: no case is called {given.only}"
     machine = Host() if given.dry_run else Gpu()
     if given.dry_run:
         torch.set_num_threads(1)
-    peers, missing = ([], []) if given.no_peers else available(
-        {"PyTorch": dry} if given.dry_run else MAKERS)
+    peers, missing = (
+        ([], []) if given.no_peers else available({"PyTorch": dry} if given.dry_run else MAKERS)
+    )
     peers = [p for p in peers if not given.peers or any(re.search(x, p.name) for x in given.peers)]
-    device = f"{report.machine()} (dry run: no GPU, no figures)" if given.dry_run else (
-        report.gpu()[1])
-    record = report.Record([{"about": report.about(given, peers, device=device) | triton()}],
-                           not_run=missing)
+    device = (
+        f"{report.machine()} (dry run: no GPU, no figures)" if given.dry_run else (report.gpu()[1])
+    )
+    record = report.Record(
+        [{"about": report.about(given, peers, device=device) | triton()}], not_run=missing
+    )
     if not given.no_first and not given.quick:
         say("first calls of linattn, each in a fresh process")
         record.results += first.ours(machine.kind, cases)
@@ -160,21 +171,28 @@ def run(given):
     for i, case in enumerate(cases):
         if given.minutes and time.monotonic() - started > 60 * given.minutes:
             late = True
-            record.not_run.append((", ".join(str(c) for c in cases[i:]),
-                                   f"not begun within {given.minutes} minutes"))
+            record.not_run.append(
+                (", ".join(str(c) for c in cases[i:]), f"not begun within {given.minutes} minutes")
+            )
             break
         begun = time.monotonic()
         with torch.inference_mode():
             results = measure(case, [OURS, *peers], machine, given.rounds, seed=1000 * i)
             ceilings.sample()
         record.results += results
-        say(f"{case}, {time.monotonic() - begun:.1f} s: " + ", ".join(
-            f"{r.peer} {r.error or report.ms(r.median('graph'), '.4f') + ' ms'}" for r in results))
+        say(
+            f"{case}, {time.monotonic() - begun:.1f} s: "
+            + ", ".join(
+                f"{r.peer} {r.error or report.ms(r.median('graph'), '.4f') + ' ms'}"
+                for r in results
+            )
+        )
         gc.collect()
         if not given.dry_run:
             torch.cuda.empty_cache()
-        record.runs[0]["about"]["took"] = (f"{time.monotonic() - started:.0f} s, "
-                                           f"{given.rounds} samples of each figure")
+        record.runs[0]["about"]["took"] = (
+            f"{time.monotonic() - started:.0f} s, {given.rounds} samples of each figure"
+        )
         record.runs[0]["ceilings"] = ceilings.figures()
         write(given, record, say=False)  # in case the time runs out
     print(short(record))

@@ -35,9 +35,15 @@ def merged(paths):
         for r in new.results:
             r.run += len(found.runs)
         found.runs += new.runs
-        found.results = [r for r in found.results if (
-            str(r.case) not in timed if r.section == "table" else
-            (r.peer, str(r.case)) not in calls)] + new.results
+        found.results = [
+            r
+            for r in found.results
+            if (
+                str(r.case) not in timed
+                if r.section == "table"
+                else (r.peer, str(r.case)) not in calls
+            )
+        ] + new.results
         found.not_run += [pair for pair in new.not_run if pair not in found.not_run]
     return found
 
@@ -52,8 +58,10 @@ def run(given):
 def floors(record, r):
     """Seconds: every array moved once at copy speed; the products at the matrix units' speed."""
     limits = record.runs[r.run]["ceilings"]
-    return (r.case.bytes / (limits["copy"]["median"] * 1e12),
-            r.case.products / (limits["matmul"]["median"] * 1e12))
+    return (
+        r.case.bytes / (limits["copy"]["median"] * 1e12),
+        r.case.products / (limits["matmul"]["median"] * 1e12),
+    )
 
 
 def ours_of(record, **wanted):
@@ -62,8 +70,11 @@ def ours_of(record, **wanted):
 
 def rivals(record, r, which="", kind="graph"):
     """The case's timed results of others, the fastest first."""
-    found = [x for x in record.pick(section="table", case=r.case) if x.peer != "linattn"
-             and x.peer.startswith(which) and x.median(kind)]
+    found = [
+        x
+        for x in record.pick(section="table", case=r.case)
+        if x.peer != "linattn" and x.peer.startswith(which) and x.median(kind)
+    ]
     return sorted(found, key=lambda x: x.median(kind))
 
 
@@ -75,8 +86,11 @@ def targets(record):
             cases = ours_of(record, op=op, pass_=pass_)
             if not cases:
                 continue
-            ratios = {r.case.shape: rivals(record, r, "fla")[0].median("graph") / r.median("graph")
-                      for r in cases if r.median("graph") and rivals(record, r, "fla")}
+            ratios = {
+                r.case.shape: rivals(record, r, "fla")[0].median("graph") / r.median("graph")
+                for r in cases
+                if r.median("graph") and rivals(record, r, "fla")
+            }
             failed = [str(r.case) for r in cases if r.error]
             what = f"fla / ours, {op} {pass_}, the least of {len(ratios)}"
             if failed:
@@ -85,25 +99,62 @@ def targets(record):
                 rows.append(extreme(what, "> 1.00", ratios, min, ".2f", lambda x: x > 1))
     for name, asked in FORWARD:
         seconds = next((r.median("graph") for r in ours_of(record) if str(r.case) == name), None)
-        rows.append([f"{name}, ms", f"<= {asked:.2f}", ms(seconds) if seconds else NOT_RUN,
-                     met(seconds * 1e3 <= asked) if seconds else "-"])
+        rows.append(
+            [
+                f"{name}, ms",
+                f"<= {asked:.2f}",
+                ms(seconds) if seconds else NOT_RUN,
+                met(seconds * 1e3 <= asked) if seconds else "-",
+            ]
+        )
 
     def of_steps(B, value):
-        return {r.case.op: value(r) for r in ours_of(record, pass_="step", B=B, H=32)
-                if r.median("graph")}
-    rows.append(extreme("step B256 H32, share of copy speed, the least", f">= {STEP_SHARE:.2f}",
-                        of_steps(256, lambda r: floors(record, r)[0] / r.median("graph")),
-                        min, ".2f", lambda x: x >= STEP_SHARE))
-    for what, kind, asked in (("in a graph", "graph", STEP_GRAPH),
-                              ("until the call from Python returns", "launch", STEP_CALL),
-                              ("calls back to back from Python", "eager", STEP_CALL)):
-        rows.append(extreme(f"step B1 H32, us {what}, the most", f"<= {asked * 1e6:.0f}",
-                            of_steps(1, lambda r, kind=kind: r.median(kind) * 1e6), max, ".1f",
-                            lambda x, asked=asked: x <= asked * 1e6))
-    alone = {r.case.op: r.median("import") + r.median()
-             for r in record.pick(section="first", peer="linattn") if r.median()}
-    rows.append(extreme("import and first call in a fresh process, s, the most", f"<= {FIRST:.0f}",
-                        alone, max, ".2f", lambda x: x <= FIRST))
+        return {
+            r.case.op: value(r)
+            for r in ours_of(record, pass_="step", B=B, H=32)
+            if r.median("graph")
+        }
+
+    rows.append(
+        extreme(
+            "step B256 H32, share of copy speed, the least",
+            f">= {STEP_SHARE:.2f}",
+            of_steps(256, lambda r: floors(record, r)[0] / r.median("graph")),
+            min,
+            ".2f",
+            lambda x: x >= STEP_SHARE,
+        )
+    )
+    for what, kind, asked in (
+        ("in a graph", "graph", STEP_GRAPH),
+        ("until the call from Python returns", "launch", STEP_CALL),
+        ("calls back to back from Python", "eager", STEP_CALL),
+    ):
+        rows.append(
+            extreme(
+                f"step B1 H32, us {what}, the most",
+                f"<= {asked * 1e6:.0f}",
+                of_steps(1, lambda r, kind=kind: r.median(kind) * 1e6),
+                max,
+                ".1f",
+                lambda x, asked=asked: x <= asked * 1e6,
+            )
+        )
+    alone = {
+        r.case.op: r.median("import") + r.median()
+        for r in record.pick(section="first", peer="linattn")
+        if r.median()
+    }
+    rows.append(
+        extreme(
+            "import and first call in a fresh process, s, the most",
+            f"<= {FIRST:.0f}",
+            alone,
+            max,
+            ".2f",
+            lambda x: x <= FIRST,
+        )
+    )
     return rows
 
 
@@ -122,16 +173,37 @@ def table_of(record, pass_, unit, kind):
     """Ours, fla and the best of all peers by one kind of time, with the floors."""
     rows = []
     for r in ours_of(record, pass_=pass_):
-        fla, best = ([*rivals(record, r, name, kind), None][0]
-                     for name in ("fla", ""))
+        fla, best = ([*rivals(record, r, name, kind), None][0] for name in ("fla", ""))
         fla, own, low = fla and fla.median(kind), r.median(kind), floors(record, r)
-        rows.append([str(r.case), "failed" if r.error else unit(own), unit(fla), ratio(fla, own),
-                     best.peer if best else "none", unit(best and best.median(kind)),
-                     ratio(best and best.median(kind), own), *(unit(x) for x in low),
-                     ratio(max(low), own)])
+        rows.append(
+            [
+                str(r.case),
+                "failed" if r.error else unit(own),
+                unit(fla),
+                ratio(fla, own),
+                best.peer if best else "none",
+                unit(best and best.median(kind)),
+                ratio(best and best.median(kind), own),
+                *(unit(x) for x in low),
+                ratio(max(low), own),
+            ]
+        )
     name = unit.__name__
-    return lines(["case", name, f"fla {name}", "fla / ours", "best peer", f"its {name}",
-                  "its / ours", f"bytes {name}", f"products {name}", "floor / ours"], rows)
+    return lines(
+        [
+            "case",
+            name,
+            f"fla {name}",
+            "fla / ours",
+            "best peer",
+            f"its {name}",
+            "its / ours",
+            f"bytes {name}",
+            f"products {name}",
+            "floor / ours",
+        ],
+        rows,
+    )
 
 
 def short(record):
@@ -140,14 +212,30 @@ def short(record):
     for r in ours_of(record):
         unit, best = us if r.case.pass_ == "step" else ms, [*rivals(record, r), None][0]
         graph = r.median("graph")
-        rows.append([str(r.case), unit(graph), unit(r.median("eager")), unit(r.median("launch")),
-                     ratio(max(floors(record, r)), graph),
-                     f"{best.peer} {unit(best.median('graph'))}" if best else "-",
-                     ratio(best and best.median("graph"), graph)])
-    failed = [f"- {r.case}, {r.peer}: {r.error[:160]}" for r in record.pick(section="table")
-              if r.error]
-    return "\n".join([*lines(["case", "graph", "eager", "call", "floor / it", "best peer", "ratio"],
-                             rows), "ms; us for a step", "", *failed, "", *target_lines(record)])
+        rows.append(
+            [
+                str(r.case),
+                unit(graph),
+                unit(r.median("eager")),
+                unit(r.median("launch")),
+                ratio(max(floors(record, r)), graph),
+                f"{best.peer} {unit(best.median('graph'))}" if best else "-",
+                ratio(best and best.median("graph"), graph),
+            ]
+        )
+    failed = [
+        f"- {r.case}, {r.peer}: {r.error[:160]}" for r in record.pick(section="table") if r.error
+    ]
+    return "\n".join(
+        [
+            *lines(["case", "graph", "eager", "call", "floor / it", "best peer", "ratio"], rows),
+            "ms; us for a step",
+            "",
+            *failed,
+            "",
+            *target_lines(record),
+        ]
+    )
 
 
 def markdown(record):
@@ -157,9 +245,14 @@ def markdown(record):
         several = f"## Run {i + 1} of {len(record.runs)}"
         out += [several if len(record.runs) > 1 else "## The run", "", *report.facts(one["about"])]
         # none: the time was up before the first case
-        out += [f"- {c['what']}: {c['median']:.{3 if key == 'copy' else 1}f} {c['unit']}"
-                for key, c in one.get("ceilings", {}).items()] + [""]
-    out += [*report.not_run(record), "", """\
+        out += [
+            f"- {c['what']}: {c['median']:.{3 if key == 'copy' else 1}f} {c['unit']}"
+            for key, c in one.get("ceilings", {}).items()
+        ] + [""]
+    out += [
+        *report.not_run(record),
+        "",
+        """\
 K = V = 128, or as the case says (K256: both); q, k, v and o bfloat16, or as it says (tf32: float32,
 ours with `allow_tf32=True`, fla with the default of Triton's products, tf32); gates (the
 logarithm of the decay) and beta float32, no state in, none out; a step's state float32. H16/64: 16
@@ -175,28 +268,71 @@ take turns; medians.
   matrix product's speed; per token 2 C K for each head of q and k, 2 C V + 4 K V for each of v,
   with the delta rule 2 C K and 2 C V + 2 K V + 2 C C / 3 more, C = 64; 4 K V or 6 K V for a step.
   floor: the larger of the two.
-""", ""]
+""",
+        "",
+    ]
     for title, pass_, unit, kind in (
-            ("Forward, in a graph", "forward", ms, "graph"),
-            ("Forward, called from Python", "forward", ms, "eager"),
-            ("One step, in a graph", "step", us, "graph"),
-            ("One step, called from Python, back to back", "step", us, "eager"),
-            ("One step, until the call returns", "step", us, "launch")):
+        ("Forward, in a graph", "forward", ms, "graph"),
+        ("Forward, called from Python", "forward", ms, "eager"),
+        ("One step, in a graph", "step", us, "graph"),
+        ("One step, called from Python, back to back", "step", us, "eager"),
+        ("One step, until the call returns", "step", us, "launch"),
+    ):
         out += [f"## {title}", "", *table_of(record, pass_, unit, kind)]
-    out += ["## First calls", "", """\
+    out += [
+        "## First calls",
+        "",
+        """\
 Seconds in a fresh process, the GPU in use and the inputs there before: importing, and the first
 call, which for a compiler at run time is compilation and tuning (at 256 tokens).
-""", "", *lines(["peer", "case", "import s", "first call s", "how"],
-                [[r.peer, str(r.case), text(r.median("import")), text(r.median()),
-                  r.error or r.note] for r in record.pick(section="first")])]
+""",
+        "",
+        *lines(
+            ["peer", "case", "import s", "first call s", "how"],
+            [
+                [r.peer, str(r.case), text(r.median("import")), text(r.median()), r.error or r.note]
+                for r in record.pick(section="first")
+            ],
+        ),
+    ]
     rows = record.pick(section="table")
-    out += ["## Every peer", "", "ms; first: the first call in the measuring process, in s.", "",
-            *lines(["case", "peer", "graph", "least", "eager", "first", "rms", "64 tokens'",
-                    "calls", "copies", "note"],
-                   [[str(r.case), r.peer, ms(r.median("graph")), ms(r.least("graph")),
-                     ms(r.median("eager")), text(r.median("first")), text(r.rms, ".1e"),
-                     text(r.rms_chunk, ".1e"), r.calls or "-", r.copies, r.error or r.note]
-                    for r in rows])]
+    out += [
+        "## Every peer",
+        "",
+        "ms; first: the first call in the measuring process, in s.",
+        "",
+        *lines(
+            [
+                "case",
+                "peer",
+                "graph",
+                "least",
+                "eager",
+                "first",
+                "rms",
+                "64 tokens'",
+                "calls",
+                "copies",
+                "note",
+            ],
+            [
+                [
+                    str(r.case),
+                    r.peer,
+                    ms(r.median("graph")),
+                    ms(r.least("graph")),
+                    ms(r.median("eager")),
+                    text(r.median("first")),
+                    text(r.rms, ".1e"),
+                    text(r.rms_chunk, ".1e"),
+                    r.calls or "-",
+                    r.copies,
+                    r.error or r.note,
+                ]
+                for r in rows
+            ],
+        ),
+    ]
     whys = dict.fromkeys((f"{r.case.pass_} {r.case.shape}", r.case.why) for r in rows)
     out += ["## Why these cases", "", *(f"- {what}: {why}" for what, why in whys)]
     return "\n".join(out) + "\n"

@@ -25,8 +25,9 @@ def one(device, name, case, how, env=None):
     command = [sys.executable, "-m", "benchmarks.first", device, name, json.dumps(asdict(case))]
     start = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT,
-                              env=os.environ | (env or {}))
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT, env=os.environ | (env or {})
+        )
     except subprocess.TimeoutExpired:
         result.error = f"more than {LIMIT} s"
         return result
@@ -52,13 +53,17 @@ def compile_peers(peers, cases, workers, say):
     this process will find them in. Their choice among kernels is not kept."""
     env = {"FLA_CACHE_RESULTS": "0", "TRITON_CACHE_AUTOTUNING": "0"}
     todo = dict.fromkeys(  # once each, in order
-        (peer.name, replace(case, T=min(case.T, SHORT))) for case in cases for peer in peers
-        if peer.has(case) and (case.pass_ == "forward" or case.B == 1))
+        (peer.name, replace(case, T=min(case.T, SHORT)))
+        for case in cases
+        for peer in peers
+        if peer.has(case) and (case.pass_ == "forward" or case.B == 1)
+    )
 
     def work(item):
         found = one("cuda", *item, f"{workers} processes side by side", env)
         say(f"{item[0]} {item[1]}: {found.error or format(found.median('total'), '.0f') + ' s'}")
         return found
+
     with ThreadPoolExecutor(workers) as pool:
         # backwards, because the last ops of the table have the most kernels
         return list(pool.map(work, reversed(todo)))[::-1]
@@ -71,10 +76,12 @@ def main():
     def sync():
         if device == "cuda":
             torch.cuda.synchronize()
+
     torch.zeros(1, device=device)
     sync()
     start = time.perf_counter()
     import linattn  # noqa: F401
+
     seconds = time.perf_counter() - start
     from .base import Case
     from .inputs import torch_inputs

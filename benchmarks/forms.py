@@ -19,8 +19,9 @@ def chunked(xp, q, k, v, g, beta, solve="rows", C=CHUNK):
 
     def heads_first(x):
         x = x.reshape(B, T // C, C, H, *x.shape[3:])
-        axes = (0, 3, 1, 2, 4)[:x.ndim]
+        axes = (0, 3, 1, 2, 4)[: x.ndim]
         return x.permute(*axes).contiguous() if hasattr(x, "permute") else x.transpose(axes).copy()
+
     q, k, v = heads_first(q) * scale, heads_first(k), heads_first(v)  # [B,H,N,C,D]
     k_t = k.swapaxes(-1, -2)
     if g is None:
@@ -59,10 +60,10 @@ def inverse_by_rows(xp, L):
     copy = L.clone if hasattr(L, "clone") else L.copy
     X, C = -copy(), L.shape[-1]
     for i in range(1, C):
-        row, above = X[..., i:i + 1, :i], X[..., :i, :i]
+        row, above = X[..., i : i + 1, :i], X[..., :i, :i]
         if hasattr(L, "clone"):  # autograd keeps them, and X changes
             row, above = row.clone(), above.clone()
-        X[..., i:i + 1, :i] = row + row @ above
+        X[..., i : i + 1, :i] = row + row @ above
     return X + xp.eye(C, dtype=L.dtype)
 
 

@@ -80,8 +80,10 @@ class Ggml:
         if self.release != (0, 13) and self.release < (0, 15):
             raise ImportError(f"ggml {version} of {package}: neither 0.13 nor 0.15 or later")
         if threads > 1 and not hasattr(self.lib, "omp_get_num_threads"):
-            raise ImportError(f"ggml {version} of {package}: built without OpenMP, its own threads "
-                              "wait for the next call in a loop, while the others are timed")
+            raise ImportError(
+                f"ggml {version} of {package}: built without OpenMP, its own threads "
+                "wait for the next call in a loop, while the others are timed"
+            )
         self.about = f"{version} of {package}, {self.built_for()}"
         self.backend = self.backend_cpu_init()
         self.backend_cpu_set_n_threads(self.backend, threads)
@@ -122,6 +124,7 @@ class Ggml:
         def call():
             if compute(backend, plan) != 0:
                 raise RuntimeError("ggml: the graph was not computed")
+
         return call
 
     def tensor(self, context, a):
@@ -179,6 +182,8 @@ def peers(threads):
         def run():
             call()
             return (o[:, 0] if step else o,)
+
         run.held = arrays, state  # ggml has their addresses only
         return run
+
     return [Peer("ggml", ggml.about, make, has)]

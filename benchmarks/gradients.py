@@ -38,9 +38,12 @@ GROUPED = ("gated_delta_rule", "kda")  # measured with fewer heads of q and k to
 
 def ops():
     """name -> case without a shape. Retention stands for both fixed decays."""
-    cases = [Case(op, "forward+backward", normalised=normalised) for op in VARIANTS
-             for normalised in ((False, True) if VARIANTS[op].normaliser else (False,))
-             if op != "lightning_attention"]
+    cases = [
+        Case(op, "forward+backward", normalised=normalised)
+        for op in VARIANTS
+        for normalised in ((False, True) if VARIANTS[op].normaliser else (False,))
+        if op != "lightning_attention"
+    ]
     return {case.name: case for case in cases}
 
 
@@ -54,6 +57,7 @@ def inputs(case, device):
 def recorded(function):
     """make(case, x) of a peer whose function(case) gives o from the arrays and is differentiated
     by autograd."""
+
     def make(case, x):
         attend, do = function(case), x["do"]
         plain = {name: a for name, a in x.items() if name != "do"}
@@ -62,7 +66,9 @@ def recorded(function):
         def both():
             o = attend(leaves)
             return torch.autograd.grad(o, list(leaves.values()), do.to(o.dtype))
+
         return {"both": both, "forward": torch.no_grad()(lambda: attend(plain))}
+
     return make
 
 
@@ -80,6 +86,7 @@ def on_numpy(case, x):
         op(**arrays, **more)
         found = backward(do, **arrays, **more)
         return [torch.from_numpy(getattr(found, f"d{name}")) for name in arrays]
+
     return {"both": both, "forward": lambda: torch.from_numpy(op(**arrays, **more)[0])}
 
 
@@ -105,8 +112,10 @@ def fallback(solve):
         if case.normalised:
             raise NotImplementedError("it has no normaliser")
         fixed = {name: torch.from_numpy(a) for name, a in by_head(case).items()}
-        return lambda x: chunked(torch, x["q"], x["k"], x["v"], log_decay(torch, fixed | x),
-                                 x.get("beta"), solve=solve)
+        return lambda x: chunked(
+            torch, x["q"], x["k"], x["v"], log_decay(torch, fixed | x), x.get("beta"), solve=solve
+        )
+
     return function
 
 
@@ -116,9 +125,12 @@ def peers(given):
         return found
     if given.device == "cuda":
         return [*found, Peer("fla", "", recorded(fla))]
-    return [*found, Peer("linattn on NumPy's arrays", "", on_numpy),
-            Peer("PyTorch, row by row as transformers", "", recorded(fallback("rows"))),
-            Peer("PyTorch, its own solver", "", recorded(fallback("library")))]
+    return [
+        *found,
+        Peer("linattn on NumPy's arrays", "", on_numpy),
+        Peer("PyTorch, row by row as transformers", "", recorded(fallback("rows"))),
+        Peer("PyTorch, its own solver", "", recorded(fallback("library"))),
+    ]
 
 
 def error(peer, case, device):
@@ -158,8 +170,11 @@ def measure(case, given, machine):
         # a peer may raise anything, and the others are still to be measured
         except Exception as problem:
             found.append(Result(case, peer.name, "refused", error=described(problem)))
-        print(f"{case.name} {peer.name}: checked in {time.perf_counter() - begun:.0f} s",
-              file=sys.stderr, flush=True)
+        print(
+            f"{case.name} {peer.name}: checked in {time.perf_counter() - begun:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     for B, T, H, HV in GPU_SHAPES if given.device == "cuda" else CPU_SHAPES:
         if H == HV or case.op in GROUPED:
             found += in_turn(replace(case, B=B, T=T, H=H, HV=HV), able, given, machine)
@@ -171,8 +186,10 @@ def measure(case, given, machine):
 def in_turn(case, able, given, machine):
     """The results of one shape."""
     x = inputs(case, given.device)
-    timed = [(Result(case, name, threads=given.threads, rms=off), peer.make(case, x))
-             for name, (peer, off) in able.items()]
+    timed = [
+        (Result(case, name, threads=given.threads, rms=off), peer.make(case, x))
+        for name, (peer, off) in able.items()
+    ]
     for n, (result, calls) in in_turns(timed, given.rounds + 2):
         for kind, call in calls.items():
             seconds = machine.plain(call)
@@ -187,17 +204,51 @@ def table(record):
     """A line for each case and each of the others."""
     rows = []
     for r in record.pick(section="table", peer="linattn"):
-        others = [o for o in record.results if o.peer != "linattn" and (
-            o.case == r.case or (o.error and o.case.name == r.case.name))]
-        own = [f"{r.case.name} {r.case.shape}", ms(r.median("both")), ms(r.median("forward")),
-               f"{r.rms:.1e}", gib(r.memory)]
+        others = [
+            o
+            for o in record.results
+            if o.peer != "linattn"
+            and (o.case == r.case or (o.error and o.case.name == r.case.name))
+        ]
+        own = [
+            f"{r.case.name} {r.case.shape}",
+            ms(r.median("both")),
+            ms(r.median("forward")),
+            f"{r.rms:.1e}",
+            gib(r.memory),
+        ]
         for o in others or [None]:
-            rows.append([*own, *(["-"] * 4 if o is None else [o.peer, "refused", "-", "-"]
-                                 if o.error else [o.peer, ms(o.median("both")),
-                                                  ratio(o.median("both"), r.median("both")),
-                                                  gib(o.memory)])])
-    return lines(["case", "ours, ms", "of it forward", "rms", "GiB", "other", "its ms",
-                  "its / ours", "its GiB"], rows)
+            rows.append(
+                [
+                    *own,
+                    *(
+                        ["-"] * 4
+                        if o is None
+                        else [o.peer, "refused", "-", "-"]
+                        if o.error
+                        else [
+                            o.peer,
+                            ms(o.median("both")),
+                            ratio(o.median("both"), r.median("both")),
+                            gib(o.memory),
+                        ]
+                    ),
+                ]
+            )
+    return lines(
+        [
+            "case",
+            "ours, ms",
+            "of it forward",
+            "rms",
+            "GiB",
+            "other",
+            "its ms",
+            "its / ours",
+            "its GiB",
+        ],
+        rows,
+    )
 
 
 def gib(size):
@@ -218,9 +269,20 @@ def run(given):
         lift_refusal()
     if given.workers:
         with tempfile.TemporaryDirectory() as nowhere:
-            command = [sys.executable, "-m", "benchmarks", "gradients", "--device", given.device,
-                       "--rounds", "1", "--results", nowhere,
-                       *(["--lift-refusal"] if given.lift_refusal else []), "--only"]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks",
+                "gradients",
+                "--device",
+                given.device,
+                "--rounds",
+                "1",
+                "--results",
+                nowhere,
+                *(["--lift-refusal"] if given.lift_refusal else []),
+                "--only",
+            ]
             them = [subprocess.Popen([*command, op], stdout=subprocess.DEVNULL) for op in chosen]
             for one in them:
                 one.wait()
@@ -232,13 +294,23 @@ def run(given):
     dtype, machine = ("bfloat16", Gpu()) if cuda else ("float32", Host())
     for op in chosen:
         record.results += measure(replace(known[op], dtype=dtype), given, machine)
-    page = "\n".join([
-        f"# Forward and backward on {device}", "", *report.facts(about), "", f"""\
+    page = "\n".join(
+        [
+            f"# Forward and backward on {device}",
+            "",
+            *report.facts(about),
+            "",
+            f"""\
 K = V = {Case.D}; {dtype} q, k, v, float32 gates; through torch.autograd, medians of interleaved
 rounds. rms: the worst gradient's, against float64, at T = 192. GiB: PyTorch's own memory at its
 peak; ours without the kernels' scratch, which is not PyTorch's.
-""", *table(record), "",
-        *(f"- {r.case.name}, {r.peer}: {r.error}" for r in record.results if r.error), ""])
+""",
+            *table(record),
+            "",
+            *(f"- {r.case.name}, {r.peer}: {r.error}" for r in record.results if r.error),
+            "",
+        ]
+    )
     print(page)
     record.write(given, f"gradients-{given.device}-{report.slug(device)}", page)
     return 1 if any(r.peer == "linattn" and r.error for r in record.results) else 0

@@ -17,8 +17,11 @@ LAYER, LAYERS = 12, 24  # of lightning attention's slopes
 
 def drawn(case, draw):
     """q, k, v and the gates per token; `draw(kind, *last)` makes an array [B, T, *last]."""
-    x = {"q": draw("q", case.H, case.D), "k": draw("unit k" if case.delta else "k", case.H, case.D),
-         "v": draw("v", case.HV, case.D)}
+    x = {
+        "q": draw("q", case.H, case.D),
+        "k": draw("unit k" if case.delta else "k", case.H, case.D),
+        "v": draw("v", case.HV, case.D),
+    }
     if case.normalised:  # a sum of weights of both signs may be near zero
         x |= {name: abs(x[name]) for name in "qk"}
     if case.variant.decay in ("token", "key"):
@@ -78,7 +81,7 @@ def aligned(shape):
     n = 4 * int(np.prod(shape))
     raw = np.zeros(n + 64, np.uint8)
     start = -raw.ctypes.data % 64
-    return raw[start:start + n].view(np.float32).reshape(shape)
+    return raw[start : start + n].view(np.float32).reshape(shape)
 
 
 @cache
@@ -107,7 +110,8 @@ def torch_inputs(case, device, seed):
             return 0.1 + 0.8 * a if kind == "beta" else -(10 ** (-2.7 + 2.2 * a))
         a = torch.randn(*shape, generator=random, device=device)
         return (torch.nn.functional.normalize(a, dim=-1) if "unit" in kind else a).to(
-            torch_dtype(case))
+            torch_dtype(case)
+        )
 
     x = drawn(case, draw)
     x |= {name: torch.from_numpy(a).to(device) for name, a in by_head(case).items()}
@@ -128,8 +132,9 @@ def ours(case, x):
     if case.dtype == "tf32":
         more["allow_tf32"] = True
     if case.pass_ == "step":
-        token = {name: a[:, 0] if name in ("q", "k", "v", "g", "beta") else a
-                 for name, a in x.items()}
+        token = {
+            name: a[:, 0] if name in ("q", "k", "v", "g", "beta") else a for name, a in x.items()
+        }
         state = token.pop("state", None)
         if state is None:
             state = linattn.zeros_state(case.B, case.HV, case.D, case.D)
@@ -143,6 +148,7 @@ def ours(case, x):
     def both():
         o, _ = op(**x, **more, out=out)
         return (o, *(d for d in backward(do, **x, **more) if d is not None))
+
     return both
 
 

@@ -65,15 +65,26 @@ def compiled():
     if tools:
         return {}, f"no registers and spills: {' and '.join(tools)} not on PATH"
     try:
-        dump = subprocess.run(["cuobjdump", "--dump-resource-usage", _linattn.__file__], check=True,
-                              capture_output=True, text=True).stdout
+        dump = subprocess.run(
+            ["cuobjdump", "--dump-resource-usage", _linattn.__file__],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
         found = usage(dump)
-        names = subprocess.run(["c++filt"], input="\n".join(name for _, name in found), check=True,
-                               capture_output=True, text=True).stdout.splitlines()
+        names = subprocess.run(
+            ["c++filt"],
+            input="\n".join(name for _, name in found),
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError) as error:
         return {}, f"no registers and spills: {described(error)}"
-    return {(arch, name): numbers for (arch, _), name, numbers
-            in zip(found, names, found.values(), strict=True)}, ""
+    return {
+        (arch, name): numbers
+        for (arch, _), name, numbers in zip(found, names, found.values(), strict=True)
+    }, ""
 
 
 def launched(call):
@@ -105,9 +116,13 @@ def kernels(case):
     for name, (count, took) in ran.items():
         numbers = next((found[arch, name] for arch in archs if (arch, name) in found), ["-"] * 3)
         rows.append([name, count, f"{took:.1f}", *numbers])
-    return [*lines(["kernel", "launches", "us", "registers", "stack", "shared"], rows),
-            why or "stack: bytes a thread, spilled registers among them; -: compiled by the driver "
-            "from PTX, or not ours", ""]
+    return [
+        *lines(["kernel", "launches", "us", "registers", "stack", "shared"], rows),
+        why
+        or "stack: bytes a thread, spilled registers among them; -: compiled by the driver "
+        "from PTX, or not ours",
+        "",
+    ]
 
 
 def run(given):
@@ -118,24 +133,36 @@ def run(given):
     except ValueError as error:
         return f"kernel: {error}"
     with torch.inference_mode():
-        result, = measure(case, [OURS], Gpu(), given.rounds or 30, seed=0)
+        (result,) = measure(case, [OURS], Gpu(), given.rounds or 30, seed=0)
         if result.error:
             return f"{case}: {result.error}"
         table = kernels(case)
     unit = us if case.pass_ == "step" else ms
     print(f"# {case}, {report.gpu()[1]}\n")
-    print("\n".join(lines([unit.__name__, "median", "least"], [
-        [kind, unit(result.median(kind)), unit(result.least(kind))] for kind in result.seconds
-        if kind != "first"])))
+    print(
+        "\n".join(
+            lines(
+                [unit.__name__, "median", "least"],
+                [
+                    [kind, unit(result.median(kind)), unit(result.least(kind))]
+                    for kind in result.seconds
+                    if kind != "first"
+                ],
+            )
+        )
+    )
     clock, multi = report.smi("clocks.max.sm"), torch.cuda.get_device_properties(0)
     if not clock.isdigit():
         print(f"no cycles: the clock rate is {clock}\n")
     elif case.pass_ != "step":
-        each, chain = cycles(case, result.median("graph"), int(clock) * 1e6,
-                             multi.multi_processor_count)
-        print(f"cycles at {clock} MHz, the highest clock rate: {text(each, ',.0f')} of one "
-              f"multiprocessor for a chunk of {CHUNK} tokens and a value head; "
-              f"{text(chain, ',.0f')} from one chunk of a sequence to the next\n")
+        each, chain = cycles(
+            case, result.median("graph"), int(clock) * 1e6, multi.multi_processor_count
+        )
+        print(
+            f"cycles at {clock} MHz, the highest clock rate: {text(each, ',.0f')} of one "
+            f"multiprocessor for a chunk of {CHUNK} tokens and a value head; "
+            f"{text(chain, ',.0f')} from one chunk of a sequence to the next\n"
+        )
     print("\n".join(table))
     if result.note:
         print(result.note)

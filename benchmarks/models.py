@@ -24,12 +24,24 @@ from .base import Result
 from .report import lines, ms, ratio
 
 MODEL = {
-    "vocab_size": 4096, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 256, "intermediate_size": 1024, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": None,
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "intermediate_size": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
 }
 KINDS = {"Qwen3-Next": "qwen3_next", "Qwen3.5": "qwen3_5_text"}
 LENGTHS = (512, 2048)
@@ -40,10 +52,14 @@ LEAST = 20e-3  # seconds a sample lasts at least
 
 def made(given, kind):
     torch.manual_seed(0)
-    sizes = {name: n for name, n in MODEL.items()
-             if kind == "Qwen3-Next" or ("expert" not in name and "moe" not in name)}
+    sizes = {
+        name: n
+        for name, n in MODEL.items()
+        if kind == "Qwen3-Next" or ("expert" not in name and "moe" not in name)
+    }
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(KINDS[kind], **sizes), dtype=torch.float32)
+        transformers.AutoConfig.for_model(KINDS[kind], **sizes), dtype=torch.float32
+    )
     return model.eval().to(given.device)
 
 
@@ -61,8 +77,9 @@ def exactly(q, k, v, g, beta, *, initial_state, output_final_state, qk_l2norm, *
 
 def generated(given, model, how_many=NEW):
     prompt = tokens(given, PROMPT)
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
-                          max_new_tokens=how_many)
+    return model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=how_many
+    )
 
 
 def check(given, model):
@@ -91,7 +108,8 @@ class Alone(torch.nn.Module):
         self.chunk_gated_delta_rule = module.torch_chunk_gated_delta_rule
         self.recurrent_gated_delta_rule = module.torch_recurrent_gated_delta_rule
         self.heads = [(layer.num_k_heads, layer.head_k_dim)] * 2 + [
-            (layer.num_v_heads, layer.head_v_dim)]
+            (layer.num_v_heads, layer.head_v_dim)
+        ]
 
     def call(self, given, T):
         made = torch.Generator().manual_seed(T)
@@ -102,14 +120,15 @@ class Alone(torch.nn.Module):
             "g": -torch.rand(1, T, HV, generator=made).to(given.device),
             "beta": torch.rand(1, T, HV, generator=made).to(**how),
             "initial_state": torch.randn(1, HV, K, V, generator=made).to(given.device),
-            "output_final_state": True, "use_qk_l2norm_in_kernel": True,
+            "output_final_state": True,
+            "use_qk_l2norm_in_kernel": True,
         }
 
         @torch.inference_mode()
         def call():
             one = T == 1  # both functions are looked up in each call, since they are replaced
-            (self.recurrent_gated_delta_rule if one else self.chunk_gated_delta_rule)(
-                *x, **options)
+            (self.recurrent_gated_delta_rule if one else self.chunk_gated_delta_rule)(*x, **options)
+
         return call
 
 
@@ -140,8 +159,12 @@ def cases(given, kind, model):
     for T in LENGTHS:
         x = tokens(given, T)
         yield f"{kind}, prefill, T = {T}", model, lambda x=x: prefill(x), 1
-    yield (f"{kind}, generate, one of {NEW} tokens after {PROMPT}", model,
-           lambda: generated(given, model), NEW)
+    yield (
+        f"{kind}, generate, one of {NEW} tokens after {PROMPT}",
+        model,
+        lambda: generated(given, model),
+        NEW,
+    )
     if given.device == "cpu":
         x = tokens(given, LENGTHS[0])
         yield f"{kind}, forward and backward, T = {LENGTHS[0]}", model, lambda: train(x), 1
@@ -188,33 +211,52 @@ def measure(given, kind, model):
 
 def about(given, models):
     return report.about(
-        given, dtype=given.dtype, transformers=transformers.__version__,
+        given,
+        dtype=given.dtype,
+        transformers=transformers.__version__,
         **({"GPU": report.gpu()[1]} if given.device == "cuda" else {}),
         models=", ".join(
             f"{type(model).__name__} ({sum(p.numel() for p in model.parameters()):,} parameters)"
-            for model in models.values()) + ": " + ", ".join(
-            f"{name} {n}" for name, n in MODEL.items() if "token_id" not in name))
+            for model in models.values()
+        )
+        + ": "
+        + ", ".join(f"{name} {n}" for name, n in MODEL.items() if "token_id" not in name),
+    )
 
 
 def markdown(given, record):
     rows = []
-    for theirs, own in zip(record.pick(peer="transformers"), record.pick(peer="linattn"),
-                           strict=True):
-        rows.append([own.section, *(ms(seconds, ".2f") for r in (theirs, own)
-                                    for seconds in (r.median(), r.least())),
-                     ratio(theirs.median(), own.median())])
-    return "\n".join((
-        "# Models of transformers with linattn's functions", "",
-        *report.facts(record.runs[0]["about"]), "",
-        f"B = 1. Medians of {given.rounds} rounds in which both take turns, the least beside them; "
-        "ratio: transformers' own functions in PyTorch divided by ours. All else of a model is the "
-        "same in both. "
-        + ("Times are the process's own on its core: other work ran on the machine meanwhile where "
-           "the load says so, and the ratios hold better than the times. " if on_one_core(given)
-           else "") +
-        "Before anything was timed, the logits in float32 were accepted against the float64 "
-        f"reference, and generate() gave the same {NEW} tokens with and without.", "",
-        *lines(["what", "transformers, ms", "least", "linattn, ms", "least", "ratio"], rows)))
+    for theirs, own in zip(
+        record.pick(peer="transformers"), record.pick(peer="linattn"), strict=True
+    ):
+        rows.append(
+            [
+                own.section,
+                *(ms(seconds, ".2f") for r in (theirs, own) for seconds in (r.median(), r.least())),
+                ratio(theirs.median(), own.median()),
+            ]
+        )
+    return "\n".join(
+        (
+            "# Models of transformers with linattn's functions",
+            "",
+            *report.facts(record.runs[0]["about"]),
+            "",
+            f"B = 1. Medians of {given.rounds} rounds in which both take turns, the least beside "
+            "them; ratio: transformers' own functions in PyTorch divided by ours. All else of a "
+            "model is the same in both. "
+            + (
+                "Times are the process's own on its core: other work ran on the machine meanwhile "
+                "where the load says so, and the ratios hold better than the times. "
+                if on_one_core(given)
+                else ""
+            )
+            + "Before anything was timed, the logits in float32 were accepted against the float64 "
+            f"reference, and generate() gave the same {NEW} tokens with and without.",
+            "",
+            *lines(["what", "transformers, ms", "least", "linattn, ms", "least", "ratio"], rows),
+        )
+    )
 
 
 def run(given):
@@ -232,6 +274,11 @@ def run(given):
         record.results += measure(given, kind, model.to(getattr(torch, given.dtype)))
     page = markdown(given, record)
     print(page)
-    record.write(given, report.results_name("models") if given.device == "cpu" else
-                 f"models-cuda-{report.slug(report.gpu()[0])}", page)
+    record.write(
+        given,
+        report.results_name("models")
+        if given.device == "cpu"
+        else f"models-cuda-{report.slug(report.gpu()[0])}",
+        page,
+    )
     return 0

@@ -23,6 +23,7 @@ def step_of(form, of):
     def step():
         o, state[0] = form(state[0])
         return (of(o),)
+
     return step
 
 
@@ -34,12 +35,15 @@ def numpy_peers(threads):
         return lambda: (chunked(np, *arrays),)
 
     def has(case):
-        return case.dtype == "float32" and (case.pass_ == "step" or (
-            case.pass_ == "forward" and case.variant.decay in SCALAR))
+        return case.dtype == "float32" and (
+            case.pass_ == "step" or (case.pass_ == "forward" and case.variant.decay in SCALAR)
+        )
+
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     core = os.environ.get("OPENBLAS_CORETYPE")
     about = f"{np.__version__}, {blas.get('name')} {blas.get('version')}" + (
-        f", OPENBLAS_CORETYPE={core}" if core else "")
+        f", OPENBLAS_CORETYPE={core}" if core else ""
+    )
     return [Peer("NumPy", about, make, has)]
 
 
@@ -68,12 +72,14 @@ def torch_peers(threads):
             def forward(x, S=None):
                 x = {name: a.float() for name, a in x.items()}
                 arrays = x["q"], x["k"], x["v"], log_decay(torch, x), x.get("beta")
-                return recurrent(torch, *arrays, S=S) if solve == "loop" else (
-                    chunked(torch, *arrays, solve=solve), None)
+                return (
+                    recurrent(torch, *arrays, S=S)
+                    if solve == "loop"
+                    else (chunked(torch, *arrays, solve=solve), None)
+                )
 
             if case.pass_ == "step":
-                return torch.inference_mode()(
-                    step_of(lambda S: forward(x, S), lambda o: o[:, 0]))
+                return torch.inference_mode()(step_of(lambda S: forward(x, S), lambda o: o[:, 0]))
             if case.pass_ == "forward":
                 return torch.inference_mode()(lambda: (forward(x)[0],))
             leaves = {name: a.clone().requires_grad_() for name, a in x.items()}
@@ -82,16 +88,25 @@ def torch_peers(threads):
             def both():
                 o = forward(leaves)[0]
                 return (o.detach(), *torch.autograd.grad(o, list(leaves.values()), do))
+
             return both
+
         return make
 
     def peer(name, solve, has):
-        return Peer(f"PyTorch, {name}", torch.__version__, maker(solve), has,
-                    numpy=lambda a: a.float().numpy())
-    return [peer("chunked", "rows", has_chunks),
-            peer("chunked, triangular solve", "library",
-                 lambda case: has_chunks(case) and case.delta),
-            peer("token loop", "loop", has_loop)]
+        return Peer(
+            f"PyTorch, {name}",
+            torch.__version__,
+            maker(solve),
+            has,
+            numpy=lambda a: a.float().numpy(),
+        )
+
+    return [
+        peer("chunked", "rows", has_chunks),
+        peer("chunked, triangular solve", "library", lambda case: has_chunks(case) and case.delta),
+        peer("token loop", "loop", has_loop),
+    ]
 
 
 def onnxruntime_peers(threads):
@@ -114,19 +129,33 @@ def onnxruntime_peers(threads):
         names = [name if name in feed else "" for name in ("q", "k", "v", "past", "g", "beta")]
         rule = "_".join(["gated"] * (g is not None) + ["delta"] * case.delta) or "linear"
         node = helper.make_node(
-            "LinearAttention", names, ["o", "state"], domain="com.microsoft", update_rule=rule,
-            q_num_heads=case.H, kv_num_heads=case.HV, scale=D**-0.5)
+            "LinearAttention",
+            names,
+            ["o", "state"],
+            domain="com.microsoft",
+            update_rule=rule,
+            q_num_heads=case.H,
+            kv_num_heads=case.HV,
+            scale=D**-0.5,
+        )
         shapes = {"o": (B, case.T, case.HV * D), "state": (B, case.HV, D, D)}
-        values = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-                  for name, shape in (*((n, a.shape) for n, a in feed.items()), *shapes.items())}
-        graph = helper.make_graph([node], "linear_attention", [values[n] for n in feed],
-                                  [values[n] for n in shapes])
-        model = helper.make_model(graph, ir_version=10, opset_imports=[
-            helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)])
+        values = {
+            name: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+            for name, shape in (*((n, a.shape) for n, a in feed.items()), *shapes.items())
+        }
+        graph = helper.make_graph(
+            [node], "linear_attention", [values[n] for n in feed], [values[n] for n in shapes]
+        )
+        model = helper.make_model(
+            graph,
+            ir_version=10,
+            opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)],
+        )
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
-        runner = ort.InferenceSession(model.SerializeToString(), options,
-                                      providers=["CPUExecutionProvider"])
+        runner = ort.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
         # Bound once, so that a call copies nothing. A step's state is written where it was read, as
         # ours is. Arrays begin where its own allocator would let them: elsewhere it is up to twice
         # as slow.
@@ -146,8 +175,10 @@ def onnxruntime_peers(threads):
         def run():
             runner.run_with_iobinding(binding)
             return (o[:, 0] if step else o,)
+
         run.held = held  # the binding has their addresses only
         return run
+
     return [Peer("ONNX Runtime", ort.__version__, make, has)]
 
 
@@ -157,8 +188,12 @@ def ggml_peers(threads):
     return ggml.peers(threads)
 
 
-MAKERS = {"NumPy": numpy_peers, "PyTorch": torch_peers, "ONNX Runtime": onnxruntime_peers,
-          "ggml": ggml_peers}
+MAKERS = {
+    "NumPy": numpy_peers,
+    "PyTorch": torch_peers,
+    "ONNX Runtime": onnxruntime_peers,
+    "ggml": ggml_peers,
+}
 
 
 def available(makers, *arguments):

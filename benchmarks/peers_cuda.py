@@ -23,11 +23,14 @@ OURS = Peer("linattn", "", ours)
 
 # fla's chunked functions by op, ours first: (variant, function, further arguments)
 FLA = {
-    "linear_attention": [("", "chunk_linear_attn", {}),
-                         (" fused_chunk", "fused_chunk_linear_attn", {})],
+    "linear_attention": [
+        ("", "chunk_linear_attn", {}),
+        (" fused_chunk", "fused_chunk_linear_attn", {}),
+    ],
     "retention": [("", "chunk_retention", {}), (" fused_chunk", "fused_chunk_retention", {})],
-    "lightning_attention": [("", "chunk_lightning_attn",
-                             {"layer_idx": LAYER, "num_layers": LAYERS})],
+    "lightning_attention": [
+        ("", "chunk_lightning_attn", {"layer_idx": LAYER, "num_layers": LAYERS})
+    ],
     "simple_gla": [("", "chunk_simple_gla", {}), (" fused_chunk", "fused_chunk_simple_gla", {})],
     # the gates are above -5, so that both compute the same: the one any gate, the other those
     "kda": [("", "chunk_kda", {}), (" safe_gate", "chunk_kda", {"safe_gate": True})],
@@ -51,8 +54,9 @@ def installed(name):
 
 def fla_arguments(case, x, g="g"):
     """The decay that is fixed by head is a matter of fla's own functions."""
-    arguments = {{"g": g}.get(name, name): x[name] for name in ("q", "k", "v", "g", "beta")
-                 if name in x}
+    arguments = {
+        {"g": g}.get(name, name): x[name] for name in ("q", "k", "v", "g", "beta") if name in x
+    }
     if case.variant.normaliser:
         arguments["normalize"] = case.normalised
     return arguments | {"scale": case.D**-0.5}
@@ -84,15 +88,20 @@ def fla():
                 def step():  # the new state is another array
                     o, state = function(**arguments)
                     return o[:, 0], state
+
                 return step
             function, more = fla_forward(case, variant)
             # heads of q and k may be fewer than of v: nothing is repeated
             arguments = fla_arguments(case, x) | more
             return lambda: (function(**arguments)[0],)
+
         return Peer(f"fla{variant}", about, make, has)
+
     about = f"fla-core {installed('fla-core')}, Triton {installed('triton')}, {fla_backends()}"
-    return [peer(variant) for variant in dict.fromkeys(
-        variant for rows in FLA.values() for variant, *_ in rows)]
+    return [
+        peer(variant)
+        for variant in dict.fromkeys(variant for rows in FLA.values() for variant, *_ in rows)
+    ]
 
 
 def fla_backends():
@@ -102,9 +111,12 @@ def fla_backends():
         active = {name: registry.get_active() for name, registry in registries.items()}
     except (ImportError, AttributeError) as error:
         return f"backend unknown ({error})"
-    other = [f"{name}: {backend.backend_type}" for name, backend in sorted(active.items())
-             if backend is not None and name in ("common", "gla", "gated_delta_rule", "kda",
-                                                 "simple_gla")]
+    other = [
+        f"{name}: {backend.backend_type}"
+        for name, backend in sorted(active.items())
+        if backend is not None
+        and name in ("common", "gla", "gated_delta_rule", "kda", "simple_gla")
+    ]
     return "backend Triton" + (f" but {', '.join(other)} where they accept" if other else "")
 
 
@@ -118,8 +130,15 @@ def flash_qla():
     def make(case, x):
         arguments = fla_arguments(case, x)
         return lambda: (module.chunk_gated_delta_rule(**arguments)[0],)
-    return [Peer("FlashQLA", f"{installed('flash-qla')}, TileLang {installed('tilelang')}",
-                 make, only("gated_delta_rule"))]
+
+    return [
+        Peer(
+            "FlashQLA",
+            f"{installed('flash-qla')}, TileLang {installed('tilelang')}",
+            make,
+            only("gated_delta_rule"),
+        )
+    ]
 
 
 def flashinfer():
@@ -131,8 +150,12 @@ def flashinfer():
         arguments["g"] = x["g"].exp().flatten(0, 1)
         starts = torch.arange(0, case.B * case.T + 1, case.T, device=x["v"].device)
         shape = x["v"].shape
-        return lambda: (module.chunk_gated_delta_rule(
-            **arguments, scale=case.D**-0.5, cu_seqlens=starts).reshape(shape),)
+        return lambda: (
+            module.chunk_gated_delta_rule(
+                **arguments, scale=case.D**-0.5, cu_seqlens=starts
+            ).reshape(shape),
+        )
+
     return [Peer("FlashInfer", installed("flashinfer-python"), make, only("gated_delta_rule"))]
 
 
@@ -146,32 +169,64 @@ def flash_kda():
     def make(case, x):
         g, beta = raw(x)
         out, device = torch.full_like(x["v"], float("nan")), x["v"].device
-        zero = {"A_log": torch.zeros(case.HV, device=device),
-                "dt_bias": torch.zeros(case.HV, case.D, device=device)}
+        zero = {
+            "A_log": torch.zeros(case.HV, device=device),
+            "dt_bias": torch.zeros(case.HV, case.D, device=device),
+        }
 
         def run():
-            module.fwd(x["q"], x["k"], x["v"], g, beta, case.D**-0.5, out, **zero, lower_bound=low,
-                       initial_state=None, final_state=None, cu_seqlens=None)
+            module.fwd(
+                x["q"],
+                x["k"],
+                x["v"],
+                g,
+                beta,
+                case.D**-0.5,
+                out,
+                **zero,
+                lower_bound=low,
+                initial_state=None,
+                final_state=None,
+                cu_seqlens=None,
+            )
             return (out,)
+
         return run
 
     def computes(case, x):
         g, beta = raw(x)
         unit = torch.nn.functional.normalize
-        return x | {"g": low * g.double().sigmoid(), "beta": beta.double().sigmoid(),
-                    "q": unit(x["q"].double(), dim=-1), "k": unit(x["k"].double(), dim=-1)}
+        return x | {
+            "g": low * g.double().sigmoid(),
+            "beta": beta.double().sigmoid(),
+            "q": unit(x["q"].double(), dim=-1),
+            "k": unit(x["k"].double(), dim=-1),
+        }
+
     return [Peer("FlashKDA", installed("flash-kda"), make, only("kda"), computes=computes)]
 
 
 def dry():
     """For a machine with no GPU: PyTorch in float32, from the benchmark on the CPU."""
+
     def make(case, x):
-        x = {name: a.float().repeat_interleave(case.HV // case.H, 2) if name in ("q", "k") else
-             a.float() for name, a in x.items()}
+        x = {
+            name: a.float().repeat_interleave(case.HV // case.H, 2)
+            if name in ("q", "k")
+            else a.float()
+            for name, a in x.items()
+        }
         arrays = *(x[name] for name in "qkv"), log_decay(torch, x), x.get("beta")
         return lambda: (chunked(torch, *arrays, solve="library").bfloat16(),)
-    return [Peer("PyTorch, chunked", torch.__version__, make,
-                 lambda case: case.pass_ == "forward" and case.variant.decay in SCALAR)]
+
+    return [
+        Peer(
+            "PyTorch, chunked",
+            torch.__version__,
+            make,
+            lambda case: case.pass_ == "forward" and case.variant.decay in SCALAR,
+        )
+    ]
 
 
 MAKERS = {"fla": fla, "FlashQLA": flash_qla, "FlashInfer": flashinfer, "FlashKDA": flash_kda}

@@ -48,8 +48,9 @@ class Record:
     @classmethod
     def read(cls, path):
         found = json.loads(Path(path).read_text())
-        found["results"] = [Result(**r | {"case": r["case"] and Case(**r["case"])})
-                            for r in found["results"]]
+        found["results"] = [
+            Result(**r | {"case": r["case"] and Case(**r["case"])}) for r in found["results"]
+        ]
         found["not_run"] = [tuple(pair) for pair in found["not_run"]]
         return cls(**found)
 
@@ -68,28 +69,41 @@ def gpu():
     import torch
 
     it = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return it.name, (f"{it.name}, {it.multi_processor_count} multiprocessors, "
-                     f"{it.total_memory / 2**30:.0f} GiB, L2 {it.L2_cache_size / 2**20:.0f} MiB, "
-                     f"driver {smi('driver_version')}")
+    return it.name, (
+        f"{it.name}, {it.multi_processor_count} multiprocessors, "
+        f"{it.total_memory / 2**30:.0f} GiB, L2 {it.L2_cache_size / 2**20:.0f} MiB, "
+        f"driver {smi('driver_version')}"
+    )
 
 
 def smi(what):
     """An answer of nvidia-smi about the first GPU."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(command, check=True, capture_output=True,
-                              text=True).stdout.split("\n")[0].strip()
+        return (
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            .stdout.split("\n")[0]
+            .strip()
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         return f"unknown ({error})"
 
 
 def commit():
     def git(*arguments):
-        return subprocess.run(["git", "-C", str(HERE), *arguments], check=True,
-                              capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(HERE), *arguments], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/",
-                      ":(exclude,top)benchmarks/results")
+        changed = git(
+            "status",
+            "--porcelain",
+            "--untracked-files=no",
+            "--",
+            ":/",
+            ":(exclude,top)benchmarks/results",
+        )
         return git("rev-parse", "HEAD") + (" with uncommitted changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "not a checkout"
@@ -138,10 +152,18 @@ def lines(header, rows):
     width = [max(len(str(row[i])) for row in (header, *rows)) for i in range(len(header))]
 
     def line(cells):
-        return "| " + " | ".join(str(c).ljust(w) if i == 0 else str(c).rjust(w) for i, (c, w)
-                                 in enumerate(zip(cells, width, strict=True))) + " |"
-    rule = "|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":")
-                          for i, w in enumerate(width)) + "|"
+        return (
+            "| "
+            + " | ".join(
+                str(c).ljust(w) if i == 0 else str(c).rjust(w)
+                for i, (c, w) in enumerate(zip(cells, width, strict=True))
+            )
+            + " |"
+        )
+
+    rule = (
+        "|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(width)) + "|"
+    )
     return [line(header), rule, *(line(row) for row in rows), ""]
 
 

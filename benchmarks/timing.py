@@ -90,6 +90,7 @@ class Gpu:
 
         def run(kept=kept):
             graph.replay()
+
         run()
         self.sync()
         return run
@@ -187,10 +188,21 @@ class Ceilings:
         x, y = (torch.randn(n, n, device=machine.kind).to(dtype) for _ in range(2))
         z, self.machine = torch.empty_like(x), machine
         self.measures = (  # key, what, unit, work, call
-            ("copy", f"device-to-device copy of {moved >> 20} MiB, read and written", "TB/s",
-             2 * moved / 1e12, lambda: b.copy_(a)),
-            ("matmul", f"{str(dtype).split('.')[1]} product {n}^3, random data", "TFLOP/s",
-             2 * n**3 / 1e12, lambda: torch.matmul(x, y, out=z)))
+            (
+                "copy",
+                f"device-to-device copy of {moved >> 20} MiB, read and written",
+                "TB/s",
+                2 * moved / 1e12,
+                lambda: b.copy_(a),
+            ),
+            (
+                "matmul",
+                f"{str(dtype).split('.')[1]} product {n}^3, random data",
+                "TFLOP/s",
+                2 * n**3 / 1e12,
+                lambda: torch.matmul(x, y, out=z),
+            ),
+        )
         self.results = {key: Result(None, key, "ceiling") for key, *_ in self.measures}
         for _ in range(3):
             self.sample()
@@ -208,9 +220,16 @@ class Ceilings:
 
 def ceilings(measures, results):
     """key -> a description, the unit, the median and the best."""
-    return {key: {"what": what, "unit": unit, "median": work / results[key].median(),
-                  "best": work / results[key].least()}
-            for key, what, unit, work, _ in measures if results[key].seconds}
+    return {
+        key: {
+            "what": what,
+            "unit": unit,
+            "median": work / results[key].median(),
+            "best": work / results[key].least(),
+        }
+        for key, what, unit, work, _ in measures
+        if results[key].seconds
+    }
 
 
 def progress(total, what):

@@ -90,9 +90,7 @@ def zeros_state(
         S = _aligned_zeros((N, HV, V, K) if state_v_first else (N, HV, K, V), dtype)
         return (S, _aligned_zeros((N, HV, K), dtype)) if normalized else S
     except MemoryError:
-        raise MemoryError(
-            f"N, HV, K, V: expected a state that fits in memory, got {got}"
-        ) from None
+        raise MemoryError(f"N, HV, K, V: expected a state that fits in memory, got {got}") from None
 
 
 # ---- called from csrc/arrays.c, for libraries that are then imported already ----

@@ -126,16 +126,29 @@ class _Block(nn.Module):
     gate_activation: Callable[..., Tensor] = staticmethod(F.silu)
     norm_name = "o_norm"
 
-    def __init__(self, d_model: int, num_heads: int, num_v_heads: int, K: int, V: int,
-                 conv_size: int | None, norm_eps: float) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_v_heads: int,
+        K: int,
+        V: int,
+        conv_size: int | None,
+        norm_eps: float,
+    ) -> None:
         super().__init__()
-        for name, value in (("d_model", d_model), ("num_heads", num_heads), ("head_dim", K),
-                            ("expand_v", V)):
+        for name, value in (
+            ("d_model", d_model),
+            ("num_heads", num_heads),
+            ("head_dim", K),
+            ("expand_v", V),
+        ):
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
         if num_v_heads < 1 or num_v_heads % num_heads:
-            raise ValueError(f"num_v_heads: expected a multiple of num_heads = {num_heads}, "
-                             f"got {num_v_heads}")
+            raise ValueError(
+                f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}"
+            )
         self.d_model, self.H, self.HV, self.K, self.V = d_model, num_heads, num_v_heads, K, V
         self.q_proj = nn.Linear(d_model, num_heads * K, bias=False)
         self.k_proj = nn.Linear(d_model, num_heads * K, bias=False)
@@ -161,8 +174,9 @@ class _Block(nn.Module):
         g_proj: Any = getattr(self, "g_proj", None)
         return None if g_proj is None else g_proj(x)
 
-    def forward(self, x: Tensor, state: State | None = None,
-                cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         """x [B,T,D] -> y [B,T,D] and the state after it.
 
         With cu_seqlens [N+1] B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]; a
@@ -174,15 +188,23 @@ class _Block(nn.Module):
         conv: tuple[Tensor, ...] = ()
         if self.has_conv:
             before = (None,) * 3 if state is None else state.conv
-            done = [layer(y, b, cu_seqlens)
-                    for layer, y, b in zip(self._convolutions(), projected, before, strict=True)]
+            done = [
+                layer(y, b, cu_seqlens)
+                for layer, y, b in zip(self._convolutions(), projected, before, strict=True)
+            ]
             projected, conv = [y for y, _ in done], tuple(c for _, c in done)
         q, k, v = self._by_heads(projected)
         at, position = self._positions(x, state, cu_seqlens)
         q, k = self.turn(q, k, at)
         o, memory = getattr(ops, self.op)(
-            q, k, v, **self.arguments(x), cu_seqlens=cu_seqlens, output_final_state=True,
-            initial_state=None if state is None else state.memory)
+            q,
+            k,
+            v,
+            **self.arguments(x),
+            cu_seqlens=cu_seqlens,
+            output_final_state=True,
+            initial_state=None if state is None else state.memory,
+        )
         return self._output(o, x), State(memory, conv, position)
 
     @torch.no_grad()
@@ -192,8 +214,12 @@ class _Block(nn.Module):
             raise ValueError(f"x: expected [N,{self.d_model}], got {tuple(x.shape)}")
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         if self.has_conv:
-            projected = [layer.step(y, before) for layer, y, before
-                         in zip(self._convolutions(), projected, state.conv, strict=True)]
+            projected = [
+                layer.step(y, before)
+                for layer, y, before in zip(
+                    self._convolutions(), projected, state.conv, strict=True
+                )
+            ]
         q, k, v = self._by_heads(projected)
         q, k = self.turn(q, k, state.position)
         o = getattr(ops, f"{self.op}_step")(q, k, v, **self.arguments(x), state=state.memory)
@@ -204,8 +230,10 @@ class _Block(nn.Module):
     def zeros_state(self, N: int) -> State:
         """The state before N sequences, where the parameters lie."""
         like = self.q_proj.weight
-        conv = tuple(like.new_zeros(N, layer.kernel_size[0] - 1, layer.in_channels)
-                     for layer in self._convolutions())
+        conv = tuple(
+            like.new_zeros(N, layer.kernel_size[0] - 1, layer.in_channels)
+            for layer in self._convolutions()
+        )
         real = torch.float64 if like.dtype == torch.float64 else torch.float32
         memory = like.new_zeros(N, self.HV, self.K, self.V, dtype=real)
         return State(memory, conv, self._no_position(like, N))
@@ -215,8 +243,11 @@ class _Block(nn.Module):
 
     def _by_heads(self, projected: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = projected
-        return (q.unflatten(-1, (self.H, self.K)), k.unflatten(-1, (self.H, self.K)),
-                v.unflatten(-1, (self.HV, self.V)))
+        return (
+            q.unflatten(-1, (self.H, self.K)),
+            k.unflatten(-1, (self.H, self.K)),
+            v.unflatten(-1, (self.HV, self.V)),
+        )
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         gate, norm = self.output_gate(x), getattr(self, self.norm_name)
@@ -228,8 +259,9 @@ class _Block(nn.Module):
     def _no_position(self, like: Tensor, N: int) -> Tensor | None:
         return None
 
-    def _positions(self, x: Tensor, state: State | None,
-                   cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _positions(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Of each token, and after the last of each sequence."""
         return None, None
 
@@ -242,10 +274,19 @@ class Retention(_Block):
     op = "retention"
     norm_name = "g_norm_swish_gate"
 
-    def __init__(self, d_model: int, *, num_heads: int = 8, expand_k: float = 1,
-                 expand_v: float = 2, norm_eps: float = 1e-5) -> None:
-        K, V = (_share(name, d_model, expand, num_heads)
-                for name, expand in (("expand_k", expand_k), ("expand_v", expand_v)))
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 8,
+        expand_k: float = 1,
+        expand_v: float = 2,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        K, V = (
+            _share(name, d_model, expand, num_heads)
+            for name, expand in (("expand_k", expand_k), ("expand_v", expand_v))
+        )
         super().__init__(d_model, num_heads, num_heads, K, V, None, norm_eps)
         if K % 2:
             raise ValueError(f"expand_k: expected an even number of keys per head, got {K}")
@@ -266,13 +307,15 @@ class Retention(_Block):
         def turned(x: Tensor) -> Tensor:
             a, b = x[..., :half], x[..., half:]
             return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
         return turned(q), turned(k)
 
     def _no_position(self, like: Tensor, N: int) -> Tensor | None:
         return torch.zeros(N, dtype=torch.long, device=like.device)
 
-    def _positions(self, x: Tensor, state: State | None,
-                   cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _positions(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         B, T = x.shape[:2]
         token = torch.arange(T, device=x.device)
         if cu_seqlens is None:
@@ -294,18 +337,36 @@ class GatedLinearAttention(_Block):
     op = "gla"
     norm_name = "g_norm_swish_gate"
 
-    def __init__(self, d_model: int, *, num_heads: int = 4, expand_k: float = 0.5,
-                 expand_v: float = 1, gate_low_rank_dim: int = 16,
-                 gate_logit_normalizer: float = 16, norm_eps: float = 1e-5) -> None:
-        K, V = (_share(name, d_model, expand, num_heads)
-                for name, expand in (("expand_k", expand_k), ("expand_v", expand_v)))
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 4,
+        expand_k: float = 0.5,
+        expand_v: float = 1,
+        gate_low_rank_dim: int = 16,
+        gate_logit_normalizer: float = 16,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        K, V = (
+            _share(name, d_model, expand, num_heads)
+            for name, expand in (("expand_k", expand_k), ("expand_v", expand_v))
+        )
         super().__init__(d_model, num_heads, num_heads, K, V, None, norm_eps)
         self.gate_logit_normalizer = gate_logit_normalizer
-        self.gk_proj = nn.Sequential(nn.Linear(d_model, gate_low_rank_dim, bias=False),
-                                     nn.Linear(gate_low_rank_dim, num_heads * K))
+        self.gk_proj = nn.Sequential(
+            nn.Linear(d_model, gate_low_rank_dim, bias=False),
+            nn.Linear(gate_low_rank_dim, num_heads * K),
+        )
         self.g_proj = nn.Linear(d_model, num_heads * V, bias=False)
-        for layer in (self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.o_proj,
-                      *self.gk_proj):
+        for layer in (
+            self.q_proj,
+            self.k_proj,
+            self.v_proj,
+            self.g_proj,
+            self.o_proj,
+            *self.gk_proj,
+        ):
             nn.init.xavier_uniform_(layer.weight, gain=2**-2.5)
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
@@ -320,10 +381,20 @@ class DeltaNet(_Block):
 
     op = "delta_rule"
 
-    def __init__(self, d_model: int, *, num_heads: int = 4, expand_k: float = 1,
-                 expand_v: float = 1, conv_size: int = 4, norm_eps: float = 1e-5) -> None:
-        K, V = (_share(name, d_model, expand, num_heads)
-                for name, expand in (("expand_k", expand_k), ("expand_v", expand_v)))
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 4,
+        expand_k: float = 1,
+        expand_v: float = 1,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        K, V = (
+            _share(name, d_model, expand, num_heads)
+            for name, expand in (("expand_k", expand_k), ("expand_v", expand_v))
+        )
         super().__init__(d_model, num_heads, num_heads, K, V, conv_size, norm_eps)
         self.b_proj = nn.Linear(d_model, num_heads, bias=False)
 
@@ -338,9 +409,17 @@ class GatedDeltaNet(_Block):
 
     op = "gated_delta_rule"
 
-    def __init__(self, d_model: int, *, num_heads: int = 6, head_dim: int = 256,
-                 expand_v: float = 2, num_v_heads: int | None = None, conv_size: int = 4,
-                 norm_eps: float = 1e-5) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 6,
+        head_dim: int = 256,
+        expand_v: float = 2,
+        num_v_heads: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
         HV = num_heads if num_v_heads is None else num_v_heads
         V = _share("expand_v", head_dim, expand_v, 1)
         super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps)
@@ -352,8 +431,11 @@ class GatedDeltaNet(_Block):
     def arguments(self, x: Tensor) -> dict[str, Any]:
         real = _real(x)
         rate = F.softplus(self.a_proj(x).to(real) + self.dt_bias)
-        return {"g": -self.A_log.to(real).exp() * rate,
-                "beta": self.b_proj(x).to(real).sigmoid(), "qk_l2norm": True}
+        return {
+            "g": -self.A_log.to(real).exp() * rate,
+            "beta": self.b_proj(x).to(real).sigmoid(),
+            "qk_l2norm": True,
+        }
 
 
 class KimiDeltaAttention(_Block):
@@ -364,14 +446,23 @@ class KimiDeltaAttention(_Block):
     op = "kda"
     gate_activation = staticmethod(torch.sigmoid)
 
-    def __init__(self, d_model: int, *, num_heads: int = 16, head_dim: int = 128,
-                 expand_v: float = 1, num_v_heads: int | None = None, conv_size: int = 4,
-                 norm_eps: float = 1e-5) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 16,
+        head_dim: int = 128,
+        expand_v: float = 1,
+        num_v_heads: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
         HV = num_heads if num_v_heads is None else num_v_heads
         V = _share("expand_v", head_dim, expand_v, 1)
         super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps)
-        self.f_proj = nn.Sequential(nn.Linear(d_model, V, bias=False),
-                                    nn.Linear(V, HV * head_dim, bias=False))
+        self.f_proj = nn.Sequential(
+            nn.Linear(d_model, V, bias=False), nn.Linear(V, HV * head_dim, bias=False)
+        )
         self.b_proj = nn.Linear(d_model, HV, bias=False)
         self.A_log, self.dt_bias = _decay_parameters(HV, HV * head_dim, 1)
         self.g_proj = nn.Sequential(nn.Linear(d_model, V, bias=False), nn.Linear(V, HV * V))
@@ -379,16 +470,20 @@ class KimiDeltaAttention(_Block):
     def arguments(self, x: Tensor) -> dict[str, Any]:
         real = _real(x)
         rate = F.softplus(self.f_proj(x).to(real) + self.dt_bias).unflatten(-1, (self.HV, self.K))
-        return {"g": -self.A_log.to(real).exp()[:, None] * rate,
-                "beta": self.b_proj(x).to(real).sigmoid(), "qk_l2norm": True}
+        return {
+            "g": -self.A_log.to(real).exp()[:, None] * rate,
+            "beta": self.b_proj(x).to(real).sigmoid(),
+            "qk_l2norm": True,
+        }
 
 
 def _share(name: str, size: int, expand: float, heads: int) -> int:
     """size * expand / heads, which must be a whole number."""
     share = size * expand / max(heads, 1)
     if share != int(share):
-        raise ValueError(f"{name}: expected {size} * {name} to be a multiple of {heads}, "
-                         f"got {expand}")
+        raise ValueError(
+            f"{name}: expected {size} * {name} to be a multiple of {heads}, got {expand}"
+        )
     return int(share)
 
 

@@ -38,13 +38,13 @@ def assert_accurate(out, ref64, naive, *, dtype, gradient=False, tf32=False, nam
     label = f"{name}: " if name else ""
     if not out.shape == ref64.shape == naive.shape:
         raise AssertionError(
-            f"{label}shapes differ: out {out.shape}, ref64 {ref64.shape}, naive {naive.shape}")
+            f"{label}shapes differ: out {out.shape}, ref64 {ref64.shape}, naive {naive.shape}"
+        )
     wide = np.result_type(np.float64, ref64.dtype)
     with np.errstate(all="ignore"):
         held = ref64.astype(dtype)  # 1e39 is inf in float32, rightly
         rounded = _around_0_3(held, tf32 and dtype == np.float32)
-    out, ref64, naive, held, rounded = (
-        x.astype(wide) for x in (out, ref64, naive, held, rounded))
+    out, ref64, naive, held, rounded = (x.astype(wide) for x in (out, ref64, naive, held, rounded))
 
     problems = []
     for what, is_so in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
@@ -52,11 +52,13 @@ def assert_accurate(out, ref64, naive, *, dtype, gradient=False, tf32=False, nam
         if wrong.any():
             problems.append(
                 f"{what}: {is_so(out).sum()} in out, {is_so(held).sum()} in ref64, first "
-                f"difference at {_index(wrong)}")
+                f"difference at {_index(wrong)}"
+            )
     finite = np.isfinite(held)
     if not np.isfinite(naive[finite]).all():
         problems.append(
-            f"naive is not finite at {_index(finite & ~np.isfinite(naive))}, where ref64 is")
+            f"naive is not finite at {_index(finite & ~np.isfinite(naive))}, where ref64 is"
+        )
 
     # what is not finite in out is already in problems; leave it out of the figures
     both = finite & np.isfinite(out)
@@ -70,7 +72,8 @@ def assert_accurate(out, ref64, naive, *, dtype, gradient=False, tf32=False, nam
         problems.append(
             f"max|out - ref64| = {worst:.3e} > {bound:.3e} = 2 * {bound_naive:.3e} (naive) "
             f"+ 2 * {bound_rounding:.3e} (rounding), at {where}: "
-            f"out {out[where]!r}, ref64 {ref64[where]!r}")
+            f"out {out[where]!r}, ref64 {ref64[where]!r}"
+        )
 
     r = RMS_BOUND_TF32 if tf32 and dtype == np.float32 else RMS_BOUND[dtype.name]
     r = 2 * r if gradient else r
@@ -78,11 +81,13 @@ def assert_accurate(out, ref64, naive, *, dtype, gradient=False, tf32=False, nam
     if rms_ref > 0 and not rms_error / rms_ref < r:
         problems.append(
             f"rms(out - ref64) / rms(ref64) = {rms_error:.3e} / {rms_ref:.3e} = "
-            f"{rms_error / rms_ref:.3e}, not < {r:.1e}")
+            f"{rms_error / rms_ref:.3e}, not < {r:.1e}"
+        )
 
     if problems:
         raise AssertionError(
-            f"{label}not accurate for {dtype.name}, shape {out.shape}\n  " + "\n  ".join(problems))
+            f"{label}not accurate for {dtype.name}, shape {out.shape}\n  " + "\n  ".join(problems)
+        )
 
 
 def _around_0_3(x, tf32):
@@ -133,8 +138,21 @@ def _gates(variant: Variant) -> tuple[str, ...]:
 GATES = {name: _gates(variant) for name, variant in VARIANTS.items()}
 
 
-def make_inputs(op, rng, B=1, T=8, H=1, HV=None, K=4, V=4, dtype=np.float64, *,
-                initial_state=False, cu_seqlens=None, normalize=True):
+def make_inputs(
+    op,
+    rng,
+    B=1,
+    T=8,
+    H=1,
+    HV=None,
+    K=4,
+    V=4,
+    dtype=np.float64,
+    *,
+    initial_state=False,
+    cu_seqlens=None,
+    normalize=True,
+):
     """A legal random problem: a dict of arrays to call linattn's, or the reference's, op with.
 
     q, k and v are about normal; a delta rule's keys have about unit norm, so that its solve is well

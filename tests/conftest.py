@@ -15,12 +15,20 @@ from support import device
 
 
 def pytest_addoption(parser):
-    parser.addoption("--grid", choices=("few", "sample", "all"), default="sample",
-                     help="how much of the grid of shapes to run")
-    parser.addoption("--device", choices=device.KINDS, default="numpy",
-                     help="the arrays that the ops are called with: NumPy's, here or on another "
-                          "processor (emulated), or PyTorch's on the CPU (torch) or a GPU (cuda), "
-                          "or CuPy's")
+    parser.addoption(
+        "--grid",
+        choices=("few", "sample", "all"),
+        default="sample",
+        help="how much of the grid of shapes to run",
+    )
+    parser.addoption(
+        "--device",
+        choices=device.KINDS,
+        default="numpy",
+        help="the arrays that the ops are called with: NumPy's, here or on another "
+        "processor (emulated), or PyTorch's on the CPU (torch) or a GPU (cuda), "
+        "or CuPy's",
+    )
 
 
 def pytest_configure(config):
@@ -33,8 +41,10 @@ def pytest_configure(config):
 def pytest_report_header(config):
     if device.kind != "numpy":
         what = f" {device.arrays.what}" if device.kind == "emulated" else ""
-        return (f"device: {device.kind}{what}; test files with nothing for a device are left out, "
-                f"these run: {', '.join(device.files())}")
+        return (
+            f"device: {device.kind}{what}; test files with nothing for a device are left out, "
+            f"these run: {', '.join(device.files())}"
+        )
 
 
 def pytest_ignore_collect(collection_path):
@@ -56,9 +66,12 @@ def pytest_terminal_summary(terminalreporter):
     """List the tests that ran without one of their parts."""
     counts = Counter(
         (what, report.nodeid.partition("[")[0])
-        for reports in terminalreporter.stats.values() for report in reports
+        for reports in terminalreporter.stats.values()
+        for report in reports
         if getattr(report, "when", None) == "call"
-        for key, what in report.user_properties if key == "left out")
+        for key, what in report.user_properties
+        if key == "left out"
+    )
     if counts:
         terminalreporter.section(f"parts left out on {device.kind}")
     for (what, test), count in sorted(counts.items()):

@@ -53,12 +53,16 @@ OPTIONAL = {"gamma", "initial_state", "d_final_state"}
 
 
 @slots
-@pytest.mark.parametrize("bad", [[[1.0]], "x", 1j, object(), {"a": 1}, b"12345678"],
-                         ids=["list", "str", "complex", "object", "dict", "bytes"])
+@pytest.mark.parametrize(
+    "bad",
+    [[[1.0]], "x", 1j, object(), {"a": 1}, b"12345678"],
+    ids=["list", "str", "complex", "object", "dict", "bytes"],
+)
 def test_not_an_array(op, face, name, bad):
     made = arguments(op, face) | {name: bad}
-    refused(function(op, face), made, TypeError, f"{name}: expected an array, got ",
-            type(bad).__name__)
+    refused(
+        function(op, face), made, TypeError, f"{name}: expected an array, got ", type(bad).__name__
+    )
 
 
 class NoMemory:
@@ -77,8 +81,11 @@ class NoNumbers(NoMemory):
 
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("bad", [[[1.0]], 3, 1.5, "x", (1, 2), object(), NoMemory(), NoNumbers(),
-                                 np.float32(1)], ids=lambda bad: type(bad).__name__)
+@pytest.mark.parametrize(
+    "bad",
+    [[[1.0]], 3, 1.5, "x", (1, 2), object(), NoMemory(), NoNumbers(), np.float32(1)],
+    ids=lambda bad: type(bad).__name__,
+)
 def test_q_is_named_when_nothing_is_an_array(op, face, bad):
     """Optional gates are left out. Options that the ops read before q do not change the message."""
     made = arguments(op, face)
@@ -87,12 +94,18 @@ def test_q_is_named_when_nothing_is_an_array(op, face, bad):
     for options in ({}, {"feature_map": np.exp}, {"feature_map": np.exp, "qk_l2norm": True}):
         if options and (op != "linear_attention" or face == "backward"):
             break
-        refused(function(op, face), made | options, TypeError, "q: expected an array, got ",
-                type(bad).__name__)
+        refused(
+            function(op, face),
+            made | options,
+            TypeError,
+            "q: expected an array, got ",
+            type(bad).__name__,
+        )
 
 
-@pytest.mark.parametrize(("op", "face", "name"),
-                         [slot for slot in SLOTS if slot[2] not in OPTIONAL])
+@pytest.mark.parametrize(
+    ("op", "face", "name"), [slot for slot in SLOTS if slot[2] not in OPTIONAL]
+)
 def test_none_where_an_array_is_needed(op, face, name):
     made = arguments(op, face) | {name: None}
     text = outcome_of(lambda: function(op, face)(**made))
@@ -104,8 +117,23 @@ def test_none_where_an_array_is_optional(op, face, name):
     function(op, face)(**arguments(op, face) | {name: None})
 
 
-BAD_DTYPES = ["int8", "int32", "int64", "uint8", "uint64", "bool", "complex64", "complex128",
-              "longdouble", "object", "U3", "S3", "V0", "datetime64[s]", "f4,f4"]  # V0: no bytes
+BAD_DTYPES = [
+    "int8",
+    "int32",
+    "int64",
+    "uint8",
+    "uint64",
+    "bool",
+    "complex64",
+    "complex128",
+    "longdouble",
+    "object",
+    "U3",
+    "S3",
+    "V0",
+    "datetime64[s]",
+    "f4,f4",
+]  # V0: no bytes
 
 
 @slots
@@ -121,8 +149,12 @@ def test_unsupported_dtype(op, face, name, dtype):
 def test_one_dtype_for_q_k_v_and_do(op, face, name, other):
     made = arguments(op, face)
     made[name] = made[name].astype(other)
-    refused(function(op, face), made, TypeError,
-            f"{name}: expected float32 (the dtype of q), got {np.dtype(other).name}")
+    refused(
+        function(op, face),
+        made,
+        TypeError,
+        f"{name}: expected float32 (the dtype of q), got {np.dtype(other).name}",
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16])
@@ -133,8 +165,13 @@ def test_a_state_has_the_dtype_of_the_sums(op, face, dtype):
         name = "state" if face == "step" else "initial_state"
         made[name] = made[name].astype(wrong)
         want = "float64" if dtype == np.float64 else "float32"
-        refused(function(op, face), made, TypeError, f"{name}: expected {want}",
-                f"got {np.dtype(wrong).name}")
+        refused(
+            function(op, face),
+            made,
+            TypeError,
+            f"{name}: expected {want}",
+            f"got {np.dtype(wrong).name}",
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16])
@@ -154,18 +191,25 @@ def test_gates_have_any_dtype(dtype, gate):
 
 
 @pytest.mark.parametrize("face", ["forward", "step"])
-@pytest.mark.parametrize("bad", [[1.0], "x", True, np.float64, np.float16, np.int32, "complex64"],
-                         ids=str)
+@pytest.mark.parametrize(
+    "bad", [[1.0], "x", True, np.float64, np.float16, np.int32, "complex64"], ids=str
+)
 def test_out_of_the_wrong_type(face, bad):
     shape = sizes(letters_of("kda", face, "out"), LETTERS)
     array = np.zeros(shape, bad) if bad in (np.float64, np.float16, np.int32, "complex64") else bad
-    refused(function("kda", face), arguments("kda", face) | {"out": array}, TypeError,
-            "out: expected ", "got ")
+    refused(
+        function("kda", face),
+        arguments("kda", face) | {"out": array},
+        TypeError,
+        "out: expected ",
+        "got ",
+    )
 
 
 @whole
-@pytest.mark.parametrize("dtype", ["float32", "float64", "uint32", "uint64", "int16", "bool",
-                                   "object", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "uint32", "uint64", "int16", "bool", "object", "complex64"]
+)
 @pytest.mark.parametrize("op", ["linear_attention", "kda"])
 def test_cu_seqlens_of_the_wrong_dtype(op, face, dtype):
     made = arguments(op, face, B=1) | {"cu_seqlens": np.array([0, 5]).astype(dtype)}
@@ -203,8 +247,10 @@ def test_any_layout_of_one_argument(face, layout):
     for name in array_names("kda", face):
         assert_same_bits(function("kda", face)(**laid_out(made, layout, [name])), want)
     made = normalised(face)
-    assert_same_bits(function("linear_attention", face)(**laid_out(made, layout)),
-                     function("linear_attention", face)(**made))
+    assert_same_bits(
+        function("linear_attention", face)(**laid_out(made, layout)),
+        function("linear_attention", face)(**made),
+    )
 
 
 @whole
@@ -219,8 +265,11 @@ def test_any_layout_for_one_head_and_v_first(face, layout):
     assert_same_bits(function("gla", face)(**laid_out(made, layout)), function("gla", face)(**made))
 
 
-@pytest.mark.parametrize("layout", [every_other, backwards, byte_swapped, misaligned, record_field],
-                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "layout",
+    [every_other, backwards, byte_swapped, misaligned, record_field],
+    ids=lambda f: f.__name__,
+)
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_any_layout_of_cu_seqlens(layout, dtype):
     made = arguments("kda", "forward", B=1)
@@ -242,8 +291,9 @@ def test_broadcast_inputs():
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("layout", [heads_first, outer_backwards, padded_rows],
-                         ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "layout", [heads_first, outer_backwards, padded_rows], ids=lambda f: f.__name__
+)
 def test_a_step_takes_outer_strides(op, layout):
     made = arguments(op, "step")
     odd = laid_out(made, layout)
@@ -265,8 +315,13 @@ def rows_of_a_step():
 @pytest.mark.parametrize("layout", ROWS_BROKEN, ids=lambda f: f.__name__)
 def test_a_step_refuses_rows_that_it_would_have_to_copy(op, name, layout):
     made = arguments(op, "step") | {"out": np.zeros((3, 4, 6), np.float32)}
-    refused(function(op, "step"), laid_out(made, layout, [name]), ValueError, f"{name}: expected",
-            "innermost axis is contiguous")
+    refused(
+        function(op, "step"),
+        laid_out(made, layout, [name]),
+        ValueError,
+        f"{name}: expected",
+        "innermost axis is contiguous",
+    )
 
 
 @pytest.mark.parametrize("layout", [every_other, backwards, transposed], ids=lambda f: f.__name__)
@@ -284,29 +339,48 @@ def test_read_only_inputs_are_fine_and_read_only_outputs_are_not(op):
     for face in FACES:
         made = laid_out(arguments(op, face), read_only)
         if face == "step":
-            refused(function(op, face), made, ValueError, "state: expected a writable array",
-                    "read-only")
+            refused(
+                function(op, face),
+                made,
+                ValueError,
+                "state: expected a writable array",
+                "read-only",
+            )
             made["state"] = made["state"].copy()
         function(op, face)(**made)
         if face != "backward":
             out = read_only(np.zeros(sizes(letters_of(op, face, "out"), LETTERS), np.float32))
-            refused(function(op, face), made | {"out": out}, ValueError,
-                    "out: expected a writable array", "read-only")
+            refused(
+                function(op, face),
+                made | {"out": out},
+                ValueError,
+                "out: expected a writable array",
+                "read-only",
+            )
 
 
 def test_a_read_only_part_of_a_pair():
     for i in range(2):
         made = normalised("step")
         made["state"][i].flags.writeable = False
-        refused(linattn.linear_attention_step, made, ValueError,
-                f"state[{i}]: expected a writable array")
+        refused(
+            linattn.linear_attention_step,
+            made,
+            ValueError,
+            f"state[{i}]: expected a writable array",
+        )
 
 
 @pytest.mark.parametrize("layout", ROWS_BROKEN, ids=lambda f: f.__name__)
 def test_out_with_broken_rows_is_refused(layout):
     made = arguments("kda", "forward")
-    refused(linattn.kda, made | {"out": layout(np.zeros_like(made["v"]))}, ValueError,
-            "out: expected", "contiguous")
+    refused(
+        linattn.kda,
+        made | {"out": layout(np.zeros_like(made["v"]))},
+        ValueError,
+        "out: expected",
+        "contiguous",
+    )
 
 
 # ---- aliasing ----
@@ -339,16 +413,26 @@ def test_memory_that_is_written_may_not_be_an_inputs(op, face, written, name):
     made |= {"out": np.zeros(sizes(letters_of(op, face, "out"), LETTERS), np.float32)}
     last = min(made[name].size - 1, 3)  # the outer ends just meet, or nearly
     for offset in (0, last):
-        refused(function(op, face), share(made, written, name, offset), ValueError,
-                "expected memory of its own, got memory shared with ", name, written)
+        refused(
+            function(op, face),
+            share(made, written, name, offset),
+            ValueError,
+            "expected memory of its own, got memory shared with ",
+            name,
+            written,
+        )
 
 
 @pytest.mark.parametrize("face", ["forward", "step"])
 def test_out_over_q_k_or_v_itself(face):
     for name in "qkv":
         made = arguments("delta_rule", face, HV=2, V=8)
-        refused(function("delta_rule", face), made | {"out": made[name]}, ValueError,
-                f"out: expected memory of its own, got memory shared with {name}")
+        refused(
+            function("delta_rule", face),
+            made | {"out": made[name]},
+            ValueError,
+            f"out: expected memory of its own, got memory shared with {name}",
+        )
 
 
 def test_out_over_cu_seqlens():
@@ -361,30 +445,47 @@ def test_out_over_cu_seqlens():
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("view", [lambda x: x[..., ::-1], lambda x: x.swapaxes(1, 3)],
-                         ids=["reversed", "transposed"])
+@pytest.mark.parametrize(
+    "view", [lambda x: x[..., ::-1], lambda x: x.swapaxes(1, 3)], ids=["reversed", "transposed"]
+)
 def test_out_over_an_input_that_is_copied(name, view):
     """The core reads a copy, but the caller's input would be written all the same."""
     made = arguments("delta_rule", "forward", T=8, H=2, HV=2, K=8, V=8)
-    refused(linattn.delta_rule, made | {name: view(made[name]), "out": made[name]}, ValueError,
-            f"out: expected memory of its own, got memory shared with {name}")
+    refused(
+        linattn.delta_rule,
+        made | {name: view(made[name]), "out": made[name]},
+        ValueError,
+        f"out: expected memory of its own, got memory shared with {name}",
+    )
 
 
 def test_out_over_an_input_that_python_maps():
     made = arguments("linear_attention", "forward", HV=2, V=8)
-    refused(linattn.linear_attention, made | {"feature_map": np.exp, "out": made["q"]}, ValueError,
-            "out: expected memory of its own, got memory shared with q")
+    refused(
+        linattn.linear_attention,
+        made | {"feature_map": np.exp, "out": made["q"]},
+        ValueError,
+        "out: expected memory of its own, got memory shared with q",
+    )
 
 
 def test_the_parts_of_a_state_may_not_overlap():
     made = normalised("step")
     S = made["state"][0]
-    refused(linattn.linear_attention_step, made | {"state": (S, S[..., 0, :].reshape(3, 4, 6))},
-            ValueError, "state[1]")  # wrong shape first: K = 8
+    refused(
+        linattn.linear_attention_step,
+        made | {"state": (S, S[..., 0, :].reshape(3, 4, 6))},
+        ValueError,
+        "state[1]",
+    )  # wrong shape first: K = 8
     made = arguments("linear_attention", "step", V=8) | {"normalize": True}
     S = made["state"]
-    refused(linattn.linear_attention_step, made | {"state": (S, S[:, :, 0])}, ValueError,
-            "state[0]: expected memory of its own, got memory shared with state[1]")
+    refused(
+        linattn.linear_attention_step,
+        made | {"state": (S, S[:, :, 0])},
+        ValueError,
+        "state[0]: expected memory of its own, got memory shared with state[1]",
+    )
 
 
 def test_neighbours_in_one_buffer_are_allowed():

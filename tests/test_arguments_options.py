@@ -58,11 +58,20 @@ def test_a_missing_array(op, face, name):
 @pytest.mark.parametrize(("op", "face"), [c for c in CALLS if gate_of(c[0]) == "g"])
 def test_g_or_alpha(op, face):
     made = arguments(op, face)
-    refused(function(op, face), made | {"alpha": np.exp(made["g"])}, ValueError,
-            "g, alpha: expected one of the two", "got both")
+    refused(
+        function(op, face),
+        made | {"alpha": np.exp(made["g"])},
+        ValueError,
+        "g, alpha: expected one of the two",
+        "got both",
+    )
     letters = ",".join(letters_of(op, face, "g"))
-    refused(function(op, face), made | {"g": None}, TypeError,
-            f"g: expected the log decay [{letters}] (or alpha=, the decay itself), got None")
+    refused(
+        function(op, face),
+        made | {"g": None},
+        TypeError,
+        f"g: expected the log decay [{letters}] (or alpha=, the decay itself), got None",
+    )
     del made["g"]
     refused(function(op, face), made, TypeError, f"g: expected the log decay [{letters}]")
     function(op, face)(**made, alpha=np.exp(arguments(op, face)["g"]))
@@ -73,9 +82,13 @@ def test_messages_about_alpha_call_it_alpha(op, face):
     made = arguments(op, face)
     bad = np.exp(made.pop("g"))
     letters = ",".join(letters_of(op, face, "g"))
-    refused(function(op, face), made | {"alpha": grown(bad, 0)}, ValueError,
-            f"alpha: expected [{letters}] = {shape_text(bad.shape)}, got "
-            f"{shape_text(grown(bad, 0).shape)}")
+    refused(
+        function(op, face),
+        made | {"alpha": grown(bad, 0)},
+        ValueError,
+        f"alpha: expected [{letters}] = {shape_text(bad.shape)}, got "
+        f"{shape_text(grown(bad, 0).shape)}",
+    )
     refused(function(op, face), made | {"alpha": bad.astype(int)}, TypeError, "alpha: expected ")
 
 
@@ -94,32 +107,61 @@ def test_missing_state(op):
 
 
 OPTIONS = [
-    ("scale", "x", TypeError), ("scale", [1.0], TypeError), ("scale", 1j, TypeError),
-    ("scale", True, TypeError), ("scale", np.True_, TypeError),
-    ("scale", np.array([1.0, 2.0]), TypeError), ("scale", 10**400, ValueError),
-    ("scale", np.inf, ValueError), ("scale", -np.inf, ValueError), ("scale", np.nan, ValueError),
-    ("mode", 3, TypeError), ("mode", None, TypeError), ("mode", b"chunk", TypeError),
-    ("mode", True, TypeError), ("mode", "chunked", ValueError), ("mode", "", ValueError),
-    ("mode", "Chunk", ValueError), ("mode", "chunk\0", ValueError),
+    ("scale", "x", TypeError),
+    ("scale", [1.0], TypeError),
+    ("scale", 1j, TypeError),
+    ("scale", True, TypeError),
+    ("scale", np.True_, TypeError),
+    ("scale", np.array([1.0, 2.0]), TypeError),
+    ("scale", 10**400, ValueError),
+    ("scale", np.inf, ValueError),
+    ("scale", -np.inf, ValueError),
+    ("scale", np.nan, ValueError),
+    ("mode", 3, TypeError),
+    ("mode", None, TypeError),
+    ("mode", b"chunk", TypeError),
+    ("mode", True, TypeError),
+    ("mode", "chunked", ValueError),
+    ("mode", "", ValueError),
+    ("mode", "Chunk", ValueError),
+    ("mode", "chunk\0", ValueError),
     ("mode", "ch\udc80", ValueError),
-    ("chunk_size", 0, ValueError), ("chunk_size", -1, ValueError),
-    ("chunk_size", 2**70, ValueError), ("chunk_size", -2**70, ValueError),
+    ("chunk_size", 0, ValueError),
+    ("chunk_size", -1, ValueError),
+    ("chunk_size", 2**70, ValueError),
+    ("chunk_size", -(2**70), ValueError),
     ("chunk_size", 1.5, TypeError),
-    ("chunk_size", 16.0, TypeError), ("chunk_size", True, TypeError),
-    ("chunk_size", "16", TypeError), ("chunk_size", [16], TypeError),
-    ("chunk_size", np.float32(16), TypeError), ("chunk_size", np.array([16, 2]), TypeError),
-    ("qk_l2norm", "False", TypeError), ("qk_l2norm", 0, TypeError), ("qk_l2norm", 1, TypeError),
-    ("qk_l2norm", None, TypeError), ("qk_l2norm", 0.0, TypeError),
+    ("chunk_size", 16.0, TypeError),
+    ("chunk_size", True, TypeError),
+    ("chunk_size", "16", TypeError),
+    ("chunk_size", [16], TypeError),
+    ("chunk_size", np.float32(16), TypeError),
+    ("chunk_size", np.array([16, 2]), TypeError),
+    ("qk_l2norm", "False", TypeError),
+    ("qk_l2norm", 0, TypeError),
+    ("qk_l2norm", 1, TypeError),
+    ("qk_l2norm", None, TypeError),
+    ("qk_l2norm", 0.0, TypeError),
     ("qk_l2norm", np.array([True, False]), TypeError),
-    ("state_v_first", "yes", TypeError), ("state_v_first", 1, TypeError),
-    ("state_v_first", None, TypeError), ("state_v_first", [], TypeError),
-    ("output_final_state", "True", TypeError), ("output_final_state", 1, TypeError),
-    ("output_final_state", None, TypeError), ("output_final_state", 1.0, TypeError),
-    ("allow_tf32", "tf32", TypeError), ("allow_tf32", 1, TypeError), ("allow_tf32", [], TypeError),
+    ("state_v_first", "yes", TypeError),
+    ("state_v_first", 1, TypeError),
+    ("state_v_first", None, TypeError),
+    ("state_v_first", [], TypeError),
+    ("output_final_state", "True", TypeError),
+    ("output_final_state", 1, TypeError),
+    ("output_final_state", None, TypeError),
+    ("output_final_state", 1.0, TypeError),
+    ("allow_tf32", "tf32", TypeError),
+    ("allow_tf32", 1, TypeError),
+    ("allow_tf32", [], TypeError),
     ("features", "elu+1", TypeError),
 ]
-ONLY = {"mode": WHOLE, "chunk_size": WHOLE, "output_final_state": ("forward",),
-        "allow_tf32": ("forward",)}
+ONLY = {
+    "mode": WHOLE,
+    "chunk_size": WHOLE,
+    "output_final_state": ("forward",),
+    "allow_tf32": ("forward",),
+}
 
 
 def name_of(value):
@@ -140,28 +182,52 @@ def test_options_that_are_legal():
     want = linattn.kda(**made, scale=2.0, chunk_size=3, qk_l2norm=True, output_final_state=True)
     for scale in (2, np.float32(2), np.int64(2), np.float16(2)):
         for three in (3, np.int64(3), np.uint8(3)):
-            got = linattn.kda(**made, scale=scale, chunk_size=three, qk_l2norm=np.True_,
-                              output_final_state=np.True_)
+            got = linattn.kda(
+                **made,
+                scale=scale,
+                chunk_size=three,
+                qk_l2norm=np.True_,
+                output_final_state=np.True_,
+            )
             assert_same_bits(got, want)
     assert_same_bits(linattn.kda(**made, chunk_size=2**62), linattn.kda(**made, mode="parallel"))
 
 
 LINEAR_OPTIONS = [
-    ("feature_map", "softmax", ValueError), ("feature_map", "", ValueError),
-    ("feature_map", 3, TypeError), ("feature_map", None, TypeError),
-    ("feature_map", {}, TypeError), ("feature_map", {"elu+1"}, TypeError),
-    ("feature_map", np.zeros(3), TypeError), ("feature_map", ("elu+1",), ValueError),
-    ("feature_map", ("elu+1", "elu+1", "elu+1"), ValueError), ("feature_map", (), ValueError),
-    ("feature_map", ("elu+1", 3), TypeError), ("feature_map", ["elu+1", "nope"], ValueError),
+    ("feature_map", "softmax", ValueError),
+    ("feature_map", "", ValueError),
+    ("feature_map", 3, TypeError),
+    ("feature_map", None, TypeError),
+    ("feature_map", {}, TypeError),
+    ("feature_map", {"elu+1"}, TypeError),
+    ("feature_map", np.zeros(3), TypeError),
+    ("feature_map", ("elu+1",), ValueError),
+    ("feature_map", ("elu+1", "elu+1", "elu+1"), ValueError),
+    ("feature_map", (), ValueError),
+    ("feature_map", ("elu+1", 3), TypeError),
+    ("feature_map", ["elu+1", "nope"], ValueError),
     ("feature_map", ("elu+1", ["elu+1"]), TypeError),
-    ("normalize", "force", ValueError), ("normalize", "", ValueError), ("normalize", 1, TypeError),
-    ("normalize", None, TypeError), ("normalize", 1.0, TypeError), ("normalize", [], TypeError),
+    ("normalize", "force", ValueError),
+    ("normalize", "", ValueError),
+    ("normalize", 1, TypeError),
+    ("normalize", None, TypeError),
+    ("normalize", 1.0, TypeError),
+    ("normalize", [], TypeError),
     ("normalize", np.array([True]), TypeError),
-    ("eps", -1e-6, ValueError), ("eps", np.nan, ValueError), ("eps", np.inf, ValueError),
-    ("eps", -np.inf, ValueError), ("eps", "x", TypeError), ("eps", None, TypeError),
-    ("eps", True, TypeError), ("eps", 1j, TypeError), ("eps", [1e-6], TypeError),
-    ("eps", np.array(1e-6), TypeError), ("eps", 10**400, ValueError),
-    ("causal", "yes", TypeError), ("causal", 0, TypeError), ("causal", None, TypeError),
+    ("eps", -1e-6, ValueError),
+    ("eps", np.nan, ValueError),
+    ("eps", np.inf, ValueError),
+    ("eps", -np.inf, ValueError),
+    ("eps", "x", TypeError),
+    ("eps", None, TypeError),
+    ("eps", True, TypeError),
+    ("eps", 1j, TypeError),
+    ("eps", [1e-6], TypeError),
+    ("eps", np.array(1e-6), TypeError),
+    ("eps", 10**400, ValueError),
+    ("causal", "yes", TypeError),
+    ("causal", 0, TypeError),
+    ("causal", None, TypeError),
     ("causal", [], TypeError),
 ]
 
@@ -175,19 +241,34 @@ def test_options_of_linear_attention(face, name, bad, error):
 
 
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("given", ["identity", ("identity", "elu+1"), ("elu+1", "identity"),
-                                   linattn.FeatureMap("identity")], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    ["identity", ("identity", "elu+1"), ("elu+1", "identity"), linattn.FeatureMap("identity")],
+    ids=str,
+)
 def test_identity_is_not_normalised_unless_one_insists(face, given):
     call = function("linear_attention", face)
-    refused(call, normalised(face) | {"feature_map": given}, ValueError, "normalize: ",
-            "identity", "got True")
+    refused(
+        call,
+        normalised(face) | {"feature_map": given},
+        ValueError,
+        "normalize: ",
+        "identity",
+        "got True",
+    )
     call(**normalised(face) | {"feature_map": given, "normalize": "clamp"})
     call(**arguments("linear_attention", face) | {"feature_map": given})
 
 
 def test_the_builders_refuse_too():
-    for bad in ({"H": 0}, {"H": -1}, {"H": 4, "layer": 1}, {"H": 4, "layer": -1},
-                {"H": 4, "rule": "alibi"}, {"H": 4, "layers": 0}):
+    for bad in (
+        {"H": 0},
+        {"H": -1},
+        {"H": 4, "layer": 1},
+        {"H": 4, "layer": -1},
+        {"H": 4, "rule": "alibi"},
+        {"H": 4, "layers": 0},
+    ):
         with pytest.raises(ValueError, match="expected"):
             linattn.lightning_slopes(**bad)
     for bad in ({"H": 2.5}, {"H": "4"}, {"H": None}, {"H": 4, "layer": "0"}):
@@ -201,17 +282,21 @@ def test_the_builders_refuse_too():
     assert np.array_equal(linattn.lightning_slopes(np.int64(6)), want)
 
 
-@pytest.mark.parametrize(("bad", "error", "text"), [
-    ({"op": "softmax"}, ValueError, "op: expected one of linear_attention"),
-    ({"op": 3}, (TypeError, ValueError), "op: expected one of linear_attention"),
-    ({"op": functools.partial(linattn.retention)}, (TypeError, ValueError), "op: expected"),
-    ({"q": [[1.0]]}, TypeError, "q: expected a NumPy array"),
-    ({"q": np.zeros((2, 3, 4))}, ValueError, "q: expected [B,T,H,K]"),
-    ({"k": np.zeros((1, 5, 2, 3))}, ValueError, "k: expected [B,T,H,K] = (1, 5, 2, 8)"),
-    ({"initial_state": np.zeros((1, 2, 8, 5))}, ValueError, "initial_state: "),
-    ({"out": np.zeros((1, 2, 5, 5))}, ValueError, "out: "),
-    ({"output_final_state": True}, ValueError, "output_final_state: "),
-], ids=range(9))
+@pytest.mark.parametrize(
+    ("bad", "error", "text"),
+    [
+        ({"op": "softmax"}, ValueError, "op: expected one of linear_attention"),
+        ({"op": 3}, (TypeError, ValueError), "op: expected one of linear_attention"),
+        ({"op": functools.partial(linattn.retention)}, (TypeError, ValueError), "op: expected"),
+        ({"q": [[1.0]]}, TypeError, "q: expected a NumPy array"),
+        ({"q": np.zeros((2, 3, 4))}, ValueError, "q: expected [B,T,H,K]"),
+        ({"k": np.zeros((1, 5, 2, 3))}, ValueError, "k: expected [B,T,H,K] = (1, 5, 2, 8)"),
+        ({"initial_state": np.zeros((1, 2, 8, 5))}, ValueError, "initial_state: "),
+        ({"out": np.zeros((1, 2, 5, 5))}, ValueError, "out: "),
+        ({"output_final_state": True}, ValueError, "output_final_state: "),
+    ],
+    ids=range(9),
+)
 def test_implicit_weights_refuses(bad, error, text):
     made = {"q": np.ones((1, 5, 2, 8)), "k": np.ones((1, 5, 2, 8))} | bad
     with pytest.raises(error) as caught:
@@ -292,8 +377,11 @@ def test_a_gate_outside_is_seen_wherever_it_lies(op, K, dtype):
                     getattr(linattn, op)(q, k, v, g)
                     g[...] = -0.5
                     getattr(linattn, op)(q, k, v, g)
-                    for at in [(0,) * len(shape), tuple(n - 1 for n in shape),
-                               *(tuple(int(rng.integers(n)) for n in shape) for _ in range(8))]:
+                    for at in [
+                        (0,) * len(shape),
+                        tuple(n - 1 for n in shape),
+                        *(tuple(int(rng.integers(n)) for n in shape) for _ in range(8)),
+                    ]:
                         g[at] = 1e-3
                         with pytest.raises(RuntimeWarning, match="g: expected the log decay"):
                             getattr(linattn, op)(q, k, v, g)
@@ -339,8 +427,9 @@ def test_as_an_error_it_leaves_everything_as_it_was(op, face, name, value, text)
     assert snapshot(made) == before
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16],
-                         ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    "dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=lambda d: np.dtype(d).name
+)
 @pytest.mark.parametrize(("op", "name", "value"), INSIDE)
 def test_a_gate_inside_does_not_warn(op, name, value, dtype):
     for face in FACES:
@@ -349,8 +438,9 @@ def test_a_gate_inside_does_not_warn(op, name, value, dtype):
             function(op, face)(**with_gate(op, face, name, value, dtype))
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16],
-                         ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    "dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=lambda d: np.dtype(d).name
+)
 @pytest.mark.parametrize("where", [0, 7, 200, -1])
 def test_one_positive_log_decay_is_found_wherever_it_is(dtype, where):
     device.needs_host("the values of gates are not looked at")
@@ -377,8 +467,30 @@ def test_the_weights_function_warns_where_it_is_called():
 # ---- fuzz ----
 
 DTYPES = [np.float64, np.float32, np.float16, BFLOAT16, np.int32, np.bool_, np.complex64, object]
-JUNK = [None, True, 0, -1, 2**70, 0.5, float("nan"), float("inf"), 1j, "chunk", "elu+1", "x", b"x",
-        [], [1.0], (), (1, 2), {}, ..., np.float32(1), np.array(1.0), np.zeros(3, np.int64)]
+JUNK = [
+    None,
+    True,
+    0,
+    -1,
+    2**70,
+    0.5,
+    float("nan"),
+    float("inf"),
+    1j,
+    "chunk",
+    "elu+1",
+    "x",
+    b"x",
+    [],
+    [1.0],
+    (),
+    (1, 2),
+    {},
+    ...,
+    np.float32(1),
+    np.array(1.0),
+    np.zeros(3, np.int64),
+]
 
 
 @st.composite
@@ -393,15 +505,36 @@ def random_arrays(draw):
 @st.composite
 def fuzzed_calls(draw):
     op, face = draw(st.sampled_from(CALLS))
-    dims = {"B": draw(st.integers(0, 2)), "T": draw(st.integers(0, 3)),
-            "H": draw(st.integers(1, 2)), "K": draw(st.integers(1, 3))}
+    dims = {
+        "B": draw(st.integers(0, 2)),
+        "T": draw(st.integers(0, 3)),
+        "H": draw(st.integers(1, 2)),
+        "K": draw(st.integers(1, 3)),
+    }
     dims |= {"HV": dims["H"] * draw(st.integers(1, 2)), "V": draw(st.integers(1, 3))}
     made = arguments(op, face, one_head=draw(st.booleans()), **dims)
     junk = st.sampled_from(JUNK) | random_arrays()
-    options = ["scale", "initial_state", "state", "d_final_state", "output_final_state",
-               "cu_seqlens", "mode", "chunk_size", "qk_l2norm", "state_v_first", "out", "alpha",
-               "state_indices", "allow_tf32",
-               "feature_map", "normalize", "eps", "causal", "nonsense"]
+    options = [
+        "scale",
+        "initial_state",
+        "state",
+        "d_final_state",
+        "output_final_state",
+        "cu_seqlens",
+        "mode",
+        "chunk_size",
+        "qk_l2norm",
+        "state_v_first",
+        "out",
+        "alpha",
+        "state_indices",
+        "allow_tf32",
+        "feature_map",
+        "normalize",
+        "eps",
+        "causal",
+        "nonsense",
+    ]
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from([*made, *options]))
         made[name] = draw(junk)
@@ -434,7 +567,8 @@ def test_fuzz(none_is_refused, call):
     except (TypeError, ValueError, MemoryError) as error:
         message = str(error)
         names = [*made, "normalize", "q", "k", "v", "g", "beta", "gamma", "slopes", "state"]
-        assert any(re.search(rf"\b{name}\b", message) for name in names), \
-            "".join(traceback.format_exception(error))
+        assert any(re.search(rf"\b{name}\b", message) for name in names), "".join(
+            traceback.format_exception(error)
+        )
     after = snapshot({name: x for name, x in made.items() if name not in ("state", "out")})
     assert before == after

@@ -51,52 +51,83 @@ def test_each_letter_wrong(op, face, name, axis):
     want, made[name] = made[name].shape, grown(made[name], axis)
     call = function(op, face)
     if name == "q":  # q says what B, T, H and K are; the others are then wrong
-        refused(call, made, ValueError, "k: expected [" if letters[axis] != "H" else "v: expected ",
-                ", got ")
+        refused(
+            call,
+            made,
+            ValueError,
+            "k: expected [" if letters[axis] != "H" else "v: expected ",
+            ", got ",
+        )
     elif name == "v" and letters[axis] == "HV":
         refused(call, made, ValueError, "v: expected HV to be a multiple of H = 2, got HV = 5")
     elif name == "v" and letters[axis] == "V":  # v says what V is
         refused(call, made, ValueError, "state: expected [", f", got {shape_text(want[:1])[:-2]}")
     else:
-        refused(call, made, ValueError,
-                f"{name}: expected [{','.join(letters)}] = {shape_text(want)}, got "
-                f"{shape_text(made[name].shape)}")
+        refused(
+            call,
+            made,
+            ValueError,
+            f"{name}: expected [{','.join(letters)}] = {shape_text(want)}, got "
+            f"{shape_text(made[name].shape)}",
+        )
 
 
-@pytest.mark.parametrize(("op", "face", "name"),
-                         [s for s in SLOTS if s[2] not in ("q", "v", "gamma", "slopes")])
+@pytest.mark.parametrize(
+    ("op", "face", "name"), [s for s in SLOTS if s[2] not in ("q", "v", "gamma", "slopes")]
+)
 def test_each_letter_wrong_for_one_head(op, face, name):
     letters = letters_of(op, face, name, one_head=True)
     for axis in range(len(letters)):
         made = arguments(op, face, one_head=True)
         want, made[name] = made[name].shape, grown(made[name], axis)
-        refused(function(op, face), made, ValueError,
-                f"{name}: expected [{','.join(letters)}] = {shape_text(want)}, got "
-                f"{shape_text(made[name].shape)}")
+        refused(
+            function(op, face),
+            made,
+            ValueError,
+            f"{name}: expected [{','.join(letters)}] = {shape_text(want)}, got "
+            f"{shape_text(made[name].shape)}",
+        )
 
 
 @pytest.mark.parametrize("op", OPS)
 @whole
 def test_three_dimensions_are_refused_with_a_hint(op, face):
     made = arguments(op, face)
-    refused(function(op, face), made | {"q": made["q"][0]}, ValueError,
-            "q: expected 4-D [B,T,H,K], or 2-D [T,K] for one head; got (5, 2, 8)",
-            "q[None]", "q[:, :, None]")
+    refused(
+        function(op, face),
+        made | {"q": made["q"][0]},
+        ValueError,
+        "q: expected 4-D [B,T,H,K], or 2-D [T,K] for one head; got (5, 2, 8)",
+        "q[None]",
+        "q[:, :, None]",
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(), (8,), (1, 3, 5, 2, 8), (1,) * 8], ids=str)
 @whole
 def test_q_of_odd_dimensions(op, face, shape):
-    refused(function(op, face), arguments(op, face) | {"q": np.zeros(shape, np.float32)},
-            ValueError, "q: expected ", "[B,T,H,K]", f"got {shape_text(shape)}")
+    refused(
+        function(op, face),
+        arguments(op, face) | {"q": np.zeros(shape, np.float32)},
+        ValueError,
+        "q: expected ",
+        "[B,T,H,K]",
+        f"got {shape_text(shape)}",
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(), (2, 8), (3, 5, 2, 8), (1, 3, 5, 2, 8)], ids=str)
 def test_q_of_odd_dimensions_in_a_step(op, shape):
-    refused(function(op, "step"), arguments(op, "step") | {"q": np.zeros(shape, np.float32)},
-            ValueError, "q: expected ", "[B,H,K]", f"got {shape_text(shape)}")
+    refused(
+        function(op, "step"),
+        arguments(op, "step") | {"q": np.zeros(shape, np.float32)},
+        ValueError,
+        "q: expected ",
+        "[B,H,K]",
+        f"got {shape_text(shape)}",
+    )
 
 
 @slots
@@ -105,32 +136,50 @@ def test_a_dimension_too_many_or_too_few(op, face, name):
     for bad in (made[name][None], np.asarray(made[name][0])):
         if name == "q" or bad.ndim > 4:  # tests of their own
             continue
-        refused(function(op, face), made | {name: bad}, ValueError, f"{name}: expected ",
-                f"got {shape_text(bad.shape)}")
+        refused(
+            function(op, face),
+            made | {name: bad},
+            ValueError,
+            f"{name}: expected ",
+            f"got {shape_text(bad.shape)}",
+        )
 
 
 @pytest.mark.parametrize("name", ["k", "v", "g", "initial_state", "out"])
 def test_five_dimensions(name):
     made = arguments("kda", "forward")
     x = made[name] if name in made else np.zeros_like(made["v"])
-    refused(linattn.kda, made | {name: x[None]}, ValueError, f"{name}: expected ",
-            f"got {shape_text(x[None].shape)}")
+    refused(
+        linattn.kda,
+        made | {name: x[None]},
+        ValueError,
+        f"{name}: expected ",
+        f"got {shape_text(x[None].shape)}",
+    )
 
 
 @calls
 @pytest.mark.parametrize("letter", ["K", "V", "H", "HV"])
 def test_sizes_that_may_not_be_zero(op, face, letter):
     dims = {letter: 0} | ({"HV": 0} if letter == "H" else {})
-    names = {"K": "q: expected K >= 1, got K = 0", "V": "v: expected V >= 1, got V = 0",
-             "H": "q: expected H >= 1, got H = 0", "HV": "v: expected HV"}
+    names = {
+        "K": "q: expected K >= 1, got K = 0",
+        "V": "v: expected V >= 1, got V = 0",
+        "H": "q: expected H >= 1, got H = 0",
+        "HV": "v: expected HV",
+    }
     refused(function(op, face), arguments(op, face, **dims), ValueError, names[letter])
 
 
 @calls
 @pytest.mark.parametrize("HV", [1, 3, 5])
 def test_value_heads_are_a_multiple_of_heads(op, face, HV):
-    refused(function(op, face), arguments(op, face, HV=HV), ValueError,
-            f"v: expected HV to be a multiple of H = 2, got HV = {HV}")
+    refused(
+        function(op, face),
+        arguments(op, face, HV=HV),
+        ValueError,
+        f"v: expected HV to be a multiple of H = 2, got HV = {HV}",
+    )
 
 
 CU_SEQLENS = [
@@ -165,44 +214,69 @@ def test_cu_seqlens(cu, text, dtype, face):
 @pytest.mark.parametrize("B", [0, 2])
 def test_packed_sequences_have_one_row(op, face, B):
     made = arguments(op, face, B=B) | {"cu_seqlens": np.array([0, 5])}
-    refused(function(op, face), made, ValueError,
-            f"cu_seqlens: expected packed sequences to have B = 1, got B = {B}")
+    refused(
+        function(op, face),
+        made,
+        ValueError,
+        f"cu_seqlens: expected packed sequences to have B = 1, got B = {B}",
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
 @whole
 def test_states_of_packed_sequences_have_n_rows(op, face):
     made = arguments(op, face, B=1) | {"cu_seqlens": np.array([0, 2, 5])}
-    refused(function(op, face), made, ValueError,
-            "initial_state: expected [N,HV,K,V] = (2, 4, 8, 6), got (1, 4, 8, 6)")
+    refused(
+        function(op, face),
+        made,
+        ValueError,
+        "initial_state: expected [N,HV,K,V] = (2, 4, 8, 6), got (1, 4, 8, 6)",
+    )
 
 
 @calls
 def test_a_state_in_the_other_layout(op, face):
     name = "state" if face == "step" else "initial_state"
-    refused(function(op, face), arguments(op, face) | {"state_v_first": True}, ValueError,
-            f"{name}: expected [N,HV,V,K] = (3, 4, 6, 8), got (3, 4, 8, 6)")
+    refused(
+        function(op, face),
+        arguments(op, face) | {"state_v_first": True},
+        ValueError,
+        f"{name}: expected [N,HV,V,K] = (3, 4, 6, 8), got (3, 4, 8, 6)",
+    )
 
 
 @pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize(("spoil", "error", "text"), [
-    (lambda S, z: S, TypeError, "expected the pair (S, z)"),
-    (lambda S, z: (S,), ValueError, "expected the pair (S, z), got 1 items"),
-    (lambda S, z: (S, z, z), ValueError, "expected the pair (S, z), got 3 items"),
-    (lambda S, z: (S, None), TypeError, "[1]: expected an array, got None"),
-    (lambda S, z: (None, z), TypeError, "[0]: expected an array, got None"),
-    (lambda S, z: (S, z[:, :, :7].copy()), ValueError,
-     "[1]: expected [N,HV,K] = (3, 4, 8), got (3, 4, 7)"),
-    (lambda S, z: (S[:, :3].copy(), z), ValueError,
-     "[0]: expected [N,HV,K,V] = (3, 4, 8, 6), got (3, 3, 8, 6)"),
-    (lambda S, z: (z, S), ValueError, "[0]: expected [N,HV,K,V] = (3, 4, 8, 6), got (3, 4, 8)"),
-    (lambda S, z: (S, z.astype(np.float64)), TypeError, "[1]: expected float32"),
-    (lambda S, z: (S, "z"), TypeError, "[1]: expected an array, got <class 'str'>"),
-    (lambda S, z: "Sz", TypeError, "expected the pair (S, z)"),
-], ids=range(11))
+@pytest.mark.parametrize(
+    ("spoil", "error", "text"),
+    [
+        (lambda S, z: S, TypeError, "expected the pair (S, z)"),
+        (lambda S, z: (S,), ValueError, "expected the pair (S, z), got 1 items"),
+        (lambda S, z: (S, z, z), ValueError, "expected the pair (S, z), got 3 items"),
+        (lambda S, z: (S, None), TypeError, "[1]: expected an array, got None"),
+        (lambda S, z: (None, z), TypeError, "[0]: expected an array, got None"),
+        (
+            lambda S, z: (S, z[:, :, :7].copy()),
+            ValueError,
+            "[1]: expected [N,HV,K] = (3, 4, 8), got (3, 4, 7)",
+        ),
+        (
+            lambda S, z: (S[:, :3].copy(), z),
+            ValueError,
+            "[0]: expected [N,HV,K,V] = (3, 4, 8, 6), got (3, 3, 8, 6)",
+        ),
+        (lambda S, z: (z, S), ValueError, "[0]: expected [N,HV,K,V] = (3, 4, 8, 6), got (3, 4, 8)"),
+        (lambda S, z: (S, z.astype(np.float64)), TypeError, "[1]: expected float32"),
+        (lambda S, z: (S, "z"), TypeError, "[1]: expected an array, got <class 'str'>"),
+        (lambda S, z: "Sz", TypeError, "expected the pair (S, z)"),
+    ],
+    ids=range(11),
+)
 def test_the_pair_of_a_normalised_op(face, spoil, error, text):
-    for name in {"forward": ["initial_state"], "step": ["state"],
-                 "backward": ["initial_state", "d_final_state"]}[face]:
+    for name in {
+        "forward": ["initial_state"],
+        "step": ["state"],
+        "backward": ["initial_state", "d_final_state"],
+    }[face]:
         made = normalised(face)
         made[name] = spoil(*made[name])
         refused(function("linear_attention", face), made, error, name, text)
@@ -210,8 +284,12 @@ def test_the_pair_of_a_normalised_op(face, spoil, error, text):
 
 @pytest.mark.parametrize("face", FACES)
 def test_a_pair_where_there_is_no_normaliser(face):
-    refused(function("linear_attention", face), normalised(face) | {"normalize": False}, TypeError,
-            "state: expected an array, got <class 'tuple'>")
+    refused(
+        function("linear_attention", face),
+        normalised(face) | {"normalize": False},
+        TypeError,
+        "state: expected an array, got <class 'tuple'>",
+    )
 
 
 @pytest.mark.parametrize("face", ["forward", "step"])
@@ -221,9 +299,13 @@ def test_out_of_the_wrong_shape(face, axis):
     if axis == len(letters):
         pytest.skip("a step has no T")
     out = np.zeros(sizes(letters, LETTERS), np.float32)
-    refused(function("kda", face), arguments("kda", face) | {"out": grown(out, axis)}, ValueError,
-            f"out: expected [{','.join(letters)}] = {shape_text(out.shape)}, got "
-            f"{shape_text(grown(out, axis).shape)}")
+    refused(
+        function("kda", face),
+        arguments("kda", face) | {"out": grown(out, axis)},
+        ValueError,
+        f"out: expected [{','.join(letters)}] = {shape_text(out.shape)}, got "
+        f"{shape_text(grown(out, axis).shape)}",
+    )
 
 
 # ---- empty, but legal ----
@@ -266,8 +348,7 @@ def test_no_tokens(op, mode):
 def test_no_sequences_and_empty_sequences(op):
     made = arguments(op, "forward", B=1, T=0)
     del made["initial_state"]
-    _, state = function(op, "forward")(
-        **made, cu_seqlens=np.array([0]), output_final_state=True)
+    _, state = function(op, "forward")(**made, cu_seqlens=np.array([0]), output_final_state=True)
     assert state.shape == (0, 4, 8, 6)
     made = arguments(op, "forward", B=1) | {"cu_seqlens": np.array([0, 0, 5, 5])}
     made["initial_state"] = np.repeat(made["initial_state"], 3, 0)
@@ -289,8 +370,10 @@ def test_no_tokens_for_a_normalised_op_and_for_the_whole_sequence():
 # ---- numbers for a step of one head ----
 
 
-@pytest.mark.parametrize("number", [float, np.float64, np.float32, np.float16, BFLOAT16.type,
-                                    lambda x: np.array(x, np.float32)])
+@pytest.mark.parametrize(
+    "number",
+    [float, np.float64, np.float32, np.float16, BFLOAT16.type, lambda x: np.array(x, np.float32)],
+)
 def test_one_head_takes_numbers_for_gates(number):
     made = arguments("gated_delta_rule", "step", one_head=True)
     made |= {"g": np.float32(-0.5), "beta": np.float32(0.5)}
@@ -302,8 +385,9 @@ def test_one_head_takes_numbers_for_gates(number):
 @pytest.mark.parametrize("name", ["g", "beta"])
 def test_a_number_for_several_heads_is_refused(name):
     made = arguments("gated_delta_rule", "step") | {name: 0.0}
-    refused(linattn.gated_delta_rule_step, made, ValueError,
-            f"{name}: expected [B,HV] = (3, 4), got ()")
+    refused(
+        linattn.gated_delta_rule_step, made, ValueError, f"{name}: expected [B,HV] = (3, 4), got ()"
+    )
 
 
 # ---- too much memory ----

@@ -55,9 +55,16 @@ def test_dlpack_dtypes(dtype):
     assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("layout", [
-    lambda x: np.stack([x, -x], -1)[..., 0], lambda x: x[..., ::-1], lambda x: x.swapaxes(0, 1),
-    lambda x: np.broadcast_to(x[:1], x.shape)], ids=["inner", "reversed", "swapped", "broadcast"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: np.stack([x, -x], -1)[..., 0],
+        lambda x: x[..., ::-1],
+        lambda x: x.swapaxes(0, 1),
+        lambda x: np.broadcast_to(x[:1], x.shape),
+    ],
+    ids=["inner", "reversed", "swapped", "broadcast"],
+)
 @pytest.mark.parametrize("face", ["forward", "backward"])
 def test_dlpack_strides(face, layout):
     made = arguments("kda", face)
@@ -146,8 +153,9 @@ def test_neighbours_in_one_buffer_are_allowed():
 
 def test_an_output_over_itself():
     made = arguments("gla", "forward")
-    out = Exporter(np.lib.stride_tricks.as_strided(
-        np.zeros(1000, np.float32), made["v"].shape, (0, 96, 24, 4)))
+    out = Exporter(
+        np.lib.stride_tricks.as_strided(np.zeros(1000, np.float32), made["v"].shape, (0, 96, 24, 4))
+    )
     with pytest.raises(ValueError, match="out: expected every element in a place of its own"):
         linattn.gla(**made, out=out)
     assert out.ended == 1
@@ -216,13 +224,18 @@ def refuses(made, error, match, name="k", op="gla"):
     return caught.value
 
 
-@pytest.mark.parametrize(("dtype", "said"), [
-    (np.int8, "int8"), (np.uint16, "uint16"), (np.complex64, "complex64"), (bool, "bool")])
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [(np.int8, "int8"), (np.uint16, "uint16"), (np.complex64, "complex64"), (bool, "bool")],
+)
 def test_dtypes_without_a_place(dtype, said):
     made = arguments("gla", "forward")
     for kind in (Exporter, Old):
-        refuses(made | {"k": kind(made["k"].astype(dtype))}, TypeError,
-                f"k: expected float64, float32, float16 or bfloat16, got {said}$")
+        refuses(
+            made | {"k": kind(made["k"].astype(dtype))},
+            TypeError,
+            f"k: expected float64, float32, float16 or bfloat16, got {said}$",
+        )
 
 
 def test_vector_dtypes_and_unknown_codes():
@@ -257,9 +270,14 @@ def test_exporters_that_fail():
             raise self.error
 
     made = arguments("gla", "forward")
-    for error, becomes in ((BufferError("no"), TypeError), (ValueError("no"), ValueError),
-                           (RuntimeError("no"), RuntimeError), (MemoryError("no"), MemoryError),
-                           (TypeError("no"), TypeError), (OSError("no"), RuntimeError)):
+    for error, becomes in (
+        (BufferError("no"), TypeError),
+        (ValueError("no"), ValueError),
+        (RuntimeError("no"), RuntimeError),
+        (MemoryError("no"), MemoryError),
+        (TypeError("no"), TypeError),
+        (OSError("no"), RuntimeError),
+    ):
         raised = refuses(made | {"k": Failing(made["k"], error=error)}, becomes, "^k: no$")
         assert raised.__cause__ is error
     with pytest.raises(KeyboardInterrupt):
@@ -284,8 +302,11 @@ def test_exporters_that_lie():
     refuses(made | {"k": NoCapsule(made["k"])}, TypeError, "expected __dlpack__ to give a DLPack")
     x = Exporter(made["k"])
     capsule = x.__dlpack__()
-    refuses(made | {"k": Used(made["k"], capsule=capsule)} | {"k": Used(x.x, capsule=3.5)},
-            TypeError, "expected __dlpack__ to give a DLPack capsule, got 3.5")
+    refuses(
+        made | {"k": Used(made["k"], capsule=capsule)} | {"k": Used(x.x, capsule=3.5)},
+        TypeError,
+        "expected __dlpack__ to give a DLPack capsule, got 3.5",
+    )
     first = Used(x.x, capsule=capsule)
     linattn.gla(**made | {"k": first})
     assert x.ended == 1 and PyCapsule_GetName(capsule) == b"used_dltensor"
@@ -296,15 +317,36 @@ def test_exporters_that_lie():
         refuses(made | {"k": k}, (TypeError, RuntimeError), "^k: ")
 
 
-@pytest.mark.parametrize("typestr", [
-    "<f", "<f0", "<f32", "<f36", "<f4x", "<f 4", "<f-4", "<", "", ">f4", "<i" + 30 * "9", "\udcff",
-    4])
+@pytest.mark.parametrize(
+    "typestr",
+    [
+        "<f",
+        "<f0",
+        "<f32",
+        "<f36",
+        "<f4x",
+        "<f 4",
+        "<f-4",
+        "<",
+        "",
+        ">f4",
+        "<i" + 30 * "9",
+        "\udcff",
+        4,
+    ],
+)
 def test_a_typestr_without_a_place(typestr):
     """Also an item size whose bits do not fit in a byte: this was a division by zero once."""
+
     class Header:
         def __init__(self):
-            self.__cuda_array_interface__ = {"shape": (2, 2), "typestr": typestr, "version": 3,
-                                             "data": (4096, False), "strides": (8, 8)}
+            self.__cuda_array_interface__ = {
+                "shape": (2, 2),
+                "typestr": typestr,
+                "version": 3,
+                "data": (4096, False),
+                "strides": (8, 8),
+            }
 
     with pytest.raises(TypeError, match=r"^q: expected float64, float32, float16 or bfloat16"):
         linattn.linear_attention(Header(), Header(), Header())
@@ -323,10 +365,16 @@ def test_nothing_is_kept(op="gated_delta_rule"):
     """Good calls and bad ones keep no reference and no block, and end every capsule."""
     made = {face: arguments(op, face) for face in FACES}
     theirs = {face: over_arrays(Importer, made[face]) for face in FACES}
-    bad = [{"k": Exporter(made["forward"]["k"].astype("i1"))}, {"v": Exporter(np.zeros(3))},
-           {"k": Exporter(made["forward"]["k"], major=2)}, {"beta": on_cuda(np.zeros((3, 5, 4)))},
-           {"out": Exporter(made["forward"]["v"])}, {"initial_state": 3}, {"mode": "x"},
-           {"out": Exporter(np.zeros_like(made["forward"]["v"]), flags=1)}]
+    bad = [
+        {"k": Exporter(made["forward"]["k"].astype("i1"))},
+        {"v": Exporter(np.zeros(3))},
+        {"k": Exporter(made["forward"]["k"], major=2)},
+        {"beta": on_cuda(np.zeros((3, 5, 4)))},
+        {"out": Exporter(made["forward"]["v"])},
+        {"initial_state": 3},
+        {"mode": "x"},
+        {"out": Exporter(np.zeros_like(made["forward"]["v"]), flags=1)},
+    ]
     everything = list(leaves([list(x.values()) for x in theirs.values()]))
     before = [sys.getrefcount(x) for x in everything]
     counts = []
@@ -406,8 +454,10 @@ def test_the_default_gamma_of_a_v_without_a_shape(face, kind):
         with pytest.raises(TypeError) as error:
             call("retention", face, given)
         assert str(error.value) == (
-            f"{name}: expected an array, got <class 'list'>" if name else
-            f"gamma: expected [HV], since v has no shape to make it of; got None ({kind})")
+            f"{name}: expected an array, got <class 'list'>"
+            if name
+            else f"gamma: expected [HV], since v has no shape to make it of; got None ({kind})"
+        )
 
 
 def test_a_default_gamma_that_memory_does_not_hold():

@@ -74,9 +74,11 @@ def test_torch_numbers_for_gates():
 
 def test_torch_gradients_that_nobody_records_are_refused():
     """test_autograd.py has the calls that are recorded."""
-    why = {"forward": "recorded only if q is a tensor of PyTorch's and there is no out",
-           "step": "not recorded of a step, which changes its state in place",
-           "backward": "not recorded of gradients"}
+    why = {
+        "forward": "recorded only if q is a tensor of PyTorch's and there is no out",
+        "step": "not recorded of a step, which changes its state in place",
+        "backward": "not recorded of gradients",
+    }
     for face in FACES:
         made = over_arrays(torch.from_numpy, arguments("gla", face))
         if face == "forward":
@@ -88,7 +90,8 @@ def test_torch_gradients_that_nobody_records_are_refused():
                     function("gla", face)(**made | {name: x})
                 assert str(error.value) == (
                     f"{name}: requires gradients, which are {why[face]}; pass {name}.detach(), or "
-                    "call it under torch.no_grad()")
+                    "call it under torch.no_grad()"
+                )
                 with torch.no_grad():
                     function("gla", face)(**made | {name: x})
                 function("gla", face)(**made | {name: x.detach()})
@@ -105,10 +108,12 @@ def test_torch_tensors_that_are_not_their_memory():
         linattn.gla(**made | {"k": negative})
     o = linattn.gla(**made | {"k": negative.resolve_neg()})[0]
     assert torch.equal(o, linattn.gla(**made)[0])
-    for bad, error in ((torch.complex(made["k"], made["k"]), TypeError),
-                       (made["k"].to_sparse(), (TypeError, ValueError, RuntimeError)),
-                       (made["k"].to(torch.int8), TypeError),
-                       (made["k"].to("meta"), (TypeError, ValueError, RuntimeError))):
+    for bad, error in (
+        (torch.complex(made["k"], made["k"]), TypeError),
+        (made["k"].to_sparse(), (TypeError, ValueError, RuntimeError)),
+        (made["k"].to(torch.int8), TypeError),
+        (made["k"].to("meta"), (TypeError, ValueError, RuntimeError)),
+    ):
         with pytest.raises(error, match=r"^k: "):
             linattn.gla(**made | {"k": bad})
 

@@ -93,8 +93,12 @@ def test_output_gradients_in_any_layout(rng):
     x = inputs("kda", rng, grad=True)
     call, given = pure("kda", x, output_final_state=True)
     o, state = call(*given)
-    for do in (torch.ones((), dtype=o.dtype).expand(o.shape), weights(o.mT).mT,
-               torch.stack([weights(o)] * 2, -1)[..., 0], weights(o).flip(0)):
+    for do in (
+        torch.ones((), dtype=o.dtype).expand(o.shape),
+        weights(o.mT).mT,
+        torch.stack([weights(o)] * 2, -1)[..., 0],
+        weights(o).flip(0),
+    ):
         got = torch.autograd.grad(o, given, do, retain_graph=True)
         want = by_the_backward_face("kda", x, do.contiguous(), None)
         assert_equal(got, want)
@@ -106,8 +110,10 @@ def test_output_gradients_in_any_layout(rng):
 
 def test_inputs_in_any_layout(rng):
     x = inputs("gla", rng)
-    turned = {name: y.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-              for name, y in x.items()}
+    turned = {
+        name: y.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+        for name, y in x.items()
+    }
     turned["v"] = torch.stack([x["v"]] * 2, -1).requires_grad_()
     got = gradients("gla", turned | {"v": turned["v"][..., 0]})
     assert_equal(got, by_the_backward_face("gla", x, weights(x["v"]), None))
@@ -127,10 +133,17 @@ def test_packed_sequences_and_one_head(rng):
     assert torch.autograd.gradcheck(call, given)
 
 
-@pytest.mark.parametrize("options", [
-    {"causal": False}, {"normalize": False}, {"normalize": "add", "eps": 0.5},
-    {"feature_map": ("exp", "relu2"), "normalize": "add"}, {"feature_map": "identity",
-                                                          "normalize": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"normalize": False},
+        {"normalize": "add", "eps": 0.5},
+        {"feature_map": ("exp", "relu2"), "normalize": "add"},
+        {"feature_map": "identity", "normalize": False},
+    ],
+    ids=str,
+)
 def test_options_of_linear_attention(options, rng):
     x = inputs("linear_attention", rng, grad=True, state=False)
     call, given = pure("linear_attention", x, **options)
@@ -187,12 +200,15 @@ def test_numpy_arrays_beside_tensors(rng):
 def test_gates_with_a_default_or_from_numpy(rng):
     x = inputs("retention", rng, grad=True)
     del x["gamma"]
-    assert_equal(gradients("retention", x),
-                 by_the_backward_face("retention", x, weights(x["v"]), None))
+    assert_equal(
+        gradients("retention", x), by_the_backward_face("retention", x, weights(x["v"]), None)
+    )
     x = inputs("lightning_attention", rng, grad=True)
     x["slopes"] = linattn.lightning_slopes(2)
-    assert_equal(gradients("lightning_attention", x),
-                 by_the_backward_face("lightning_attention", x, weights(x["v"]), None))
+    assert_equal(
+        gradients("lightning_attention", x),
+        by_the_backward_face("lightning_attention", x, weights(x["v"]), None),
+    )
 
 
 # ---- what is recorded, and when ----
@@ -206,8 +222,9 @@ def spied(monkeypatch):
     def spy(way):
         return lambda *arguments: seen.append(way) or way(*arguments)
 
-    monkeypatch.setattr(autograd, "_OPS",
-                        {op: type(ways)(*map(spy, ways)) for op, ways in autograd._OPS.items()})
+    monkeypatch.setattr(
+        autograd, "_OPS", {op: type(ways)(*map(spy, ways)) for op, ways in autograd._OPS.items()}
+    )
     return seen
 
 
@@ -319,8 +336,12 @@ def test_activation_checkpointing(reentrant, rng):
     want = gradients("gated_delta_rule", x, output_final_state=True)
     call, given = pure("gated_delta_rule", x, output_final_state=True)
     outputs = checkpoint(call, *given, use_reentrant=reentrant)
-    assert_equal(torch.autograd.grad(outputs, given, [weights(o) for o in outputs])
-                 if not reentrant else backward_into(given, outputs), want)
+    assert_equal(
+        torch.autograd.grad(outputs, given, [weights(o) for o in outputs])
+        if not reentrant
+        else backward_into(given, outputs),
+        want,
+    )
 
 
 def backward_into(given, outputs):
@@ -331,8 +352,9 @@ def backward_into(given, outputs):
 def test_autocast(rng):
     x = inputs("gated_delta_rule", rng, grad=True, dtype=np.float32)
     for dtype in (torch.bfloat16, torch.float16):
-        half = {n: y.detach().to(dtype) if n in ("q", "k", "v") else y.detach()
-                for n, y in x.items()}
+        half = {
+            n: y.detach().to(dtype) if n in ("q", "k", "v") else y.detach() for n, y in x.items()
+        }
         want = linattn.gated_delta_rule(**half, output_final_state=True)
         with torch.autocast("cpu", dtype):
             got = linattn.gated_delta_rule(**x, output_final_state=True)
@@ -432,20 +454,31 @@ def test_a_scale_that_would_have_a_gradient_is_refused(rng):
 
 
 BAD = {
-    "scale a word": {"scale": "x"}, "scale too large": {"scale": 10**400},
+    "scale a word": {"scale": "x"},
+    "scale too large": {"scale": 10**400},
     "scale a flag": {"scale": True},
-    "half a token": {"chunk_size": 1.5}, "chunk too large": {"chunk_size": 2**70},
-    "chunk zero": {"chunk_size": 0}, "chunk a flag": {"chunk_size": True},
-    "mode a number": {"mode": 3}, "mode": {"mode": "chunks"}, "flag": {"qk_l2norm": 1},
-    "flag None": {"output_final_state": None}, "flag word": {"state_v_first": "yes"},
+    "half a token": {"chunk_size": 1.5},
+    "chunk too large": {"chunk_size": 2**70},
+    "chunk zero": {"chunk_size": 0},
+    "chunk a flag": {"chunk_size": True},
+    "mode a number": {"mode": 3},
+    "mode": {"mode": "chunks"},
+    "flag": {"qk_l2norm": 1},
+    "flag None": {"output_final_state": None},
+    "flag word": {"state_v_first": "yes"},
     "tf32 a number": {"allow_tf32": 1},
-    "k a list": {"k": [1.0]}, "k None": {"k": None}, "g None": {"g": None}, "g number": {"g": 0.5},
-    "state a pair": {"initial_state": (1, 2)}, "state three": {"initial_state": (1, 2, 3)},
+    "k a list": {"k": [1.0]},
+    "k None": {"k": None},
+    "g None": {"g": None},
+    "g number": {"g": 0.5},
+    "state a pair": {"initial_state": (1, 2)},
+    "state three": {"initial_state": (1, 2, 3)},
     "state shape": {"initial_state": torch.zeros(1, 1, 3, 4, dtype=torch.float64)},
     "v integers": {"v": torch.ones(2, 5, 2, 4, dtype=torch.int32)},
     "v objects": {"v": np.full((2, 5, 2, 4), None)},
     "q 3-D": {"q": torch.ones(5, 1, 3, dtype=torch.float64)},
-    "both gates": {"alpha": torch.ones(2, 5, 2, 3)}, "lengths": {"cu_seqlens": np.array([0, 3])},
+    "both gates": {"alpha": torch.ones(2, 5, 2, 3)},
+    "lengths": {"cu_seqlens": np.array([0, 3])},
     "lengths a list": {"cu_seqlens": [0, 5]},
 }
 
@@ -465,8 +498,10 @@ def test_wrong_arguments_have_the_words_that_they_have_without_gradients(name, r
 def test_numbers_and_flags_of_numpys(rng):
     x = inputs("gla", rng, grad=True)
     want = linattn.gla(**x, scale=0.5, chunk_size=3, qk_l2norm=True)[0]
-    for scale, chunk, flag in ((np.float32(0.5), np.int64(3), np.True_),
-                               (np.float64(0.5), 3, True)):
+    for scale, chunk, flag in (
+        (np.float32(0.5), np.int64(3), np.True_),
+        (np.float64(0.5), 3, True),
+    ):
         got = linattn.gla(**x, scale=scale, chunk_size=chunk, qk_l2norm=flag, allow_tf32=flag)[0]
         assert torch.equal(got, want) and got.requires_grad
     assert torch.equal(linattn.gla(**x, scale=1)[0], linattn.gla(**x, scale=1.0)[0])

@@ -25,9 +25,25 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 def operator_arguments(op, x, *, final=True, features=(2, 1e-3, 2, 1e-3, 1, 1e-6, 1)):
     state, z = x["initial_state"] if op == "linear_attention" else (x.get("initial_state"), None)
     gate = next((name for name in ("g", "gamma", "slopes") if name in x), None)
-    return (x["q"], x["k"], x["v"], x.get(gate), x.get("beta"), None, state, z, final,
-            gate, None, "chunk", None, False, False, None,
-            list(map(float, features)) if op == "linear_attention" else None)
+    return (
+        x["q"],
+        x["k"],
+        x["v"],
+        x.get(gate),
+        x.get("beta"),
+        None,
+        state,
+        z,
+        final,
+        gate,
+        None,
+        "chunk",
+        None,
+        False,
+        False,
+        None,
+        list(map(float, features)) if op == "linear_attention" else None,
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -35,22 +51,31 @@ def test_opcheck(op, rng):
     x = inputs(op, rng, grad=True)
     arguments = operator_arguments(op, x)
     torch.library.opcheck(getattr(torch.ops.linattn, op).default, arguments)
-    torch.library.opcheck(getattr(torch.ops.linattn, op).default,
-                          operator_arguments(op, x, final=False), test_utils="test_faketensor")
+    torch.library.opcheck(
+        getattr(torch.ops.linattn, op).default,
+        operator_arguments(op, x, final=False),
+        test_utils="test_faketensor",
+    )
     before, after = arguments[:8], arguments[9:]
     arrays = [None if y is None else y.detach() for y in before]
     d_states = [None if y is None else weights(y) for y in arrays[6:8]]
-    torch.library.opcheck(getattr(torch.ops.linattn, op + "_backward").default,
-                          (weights(arrays[2]), *d_states, *arrays, *after))
+    torch.library.opcheck(
+        getattr(torch.ops.linattn, op + "_backward").default,
+        (weights(arrays[2]), *d_states, *arrays, *after),
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_shapes_without_memory(op, rng):
     """The fake implementation, against the core."""
     cu = torch.tensor([0, 2, 5])
-    for options in ({}, {"state_v_first": True}, {"output_final_state": True},
-                    {"output_final_state": True, "state_v_first": True},
-                    {"output_final_state": True, "cu_seqlens": cu}):
+    for options in (
+        {},
+        {"state_v_first": True},
+        {"output_final_state": True},
+        {"output_final_state": True, "state_v_first": True},
+        {"output_final_state": True, "cu_seqlens": cu},
+    ):
         for one_head in (False, True):
             for dtype in (np.float64, np.float32, BFLOAT16):
                 x = inputs(op, rng, dtype=dtype, state=False, B=1, HV=1 if one_head else 2)
@@ -91,6 +116,7 @@ def test_compile(op, rng, fresh_dynamo):
 
 def test_compile_calls_as_people_write_them(rng, fresh_dynamo):
     """Defaults that Python fills in, NumPy's gates, functions as feature maps, no gradients."""
+
     def phi(y):
         return torch.nn.functional.elu(y) + 1
 
@@ -98,12 +124,15 @@ def test_compile_calls_as_people_write_them(rng, fresh_dynamo):
     calls = {
         "retention": lambda x: linattn.retention(x["q"], x["k"], x["v"]),
         "lightning_attention": lambda x: linattn.lightning_attention(
-            x["q"], x["k"], x["v"], slopes, chunk_size=4, scale=1),
+            x["q"], x["k"], x["v"], slopes, chunk_size=4, scale=1
+        ),
         "linear_attention": lambda x: linattn.linear_attention(
-            x["q"], x["k"], x["v"], feature_map=phi, qk_l2norm=True, normalize="clamp"),
+            x["q"], x["k"], x["v"], feature_map=phi, qk_l2norm=True, normalize="clamp"
+        ),
         "gla": lambda x: linattn.gla(x["q"], x["k"], x["v"], alpha=x["g"].exp(), mode="recurrent"),
         "simple_gla": lambda x: linattn.simple_gla(
-            x["q"][:1], x["k"][:1], x["v"][:1], x["g"][:1], cu_seqlens=torch.tensor([0, 3, 5])),
+            x["q"][:1], x["k"][:1], x["v"][:1], x["g"][:1], cu_seqlens=torch.tensor([0, 3, 5])
+        ),
     }
     for op, call in calls.items():
         for grad in (False, True):
@@ -120,8 +149,12 @@ def test_compile_for_any_length(rng, fresh_dynamo):
         graphs.append(graph)
         return graph.forward
 
-    call = torch.compile(lambda q, k, v, g: linattn.gla(q, k, v, g, output_final_state=True),
-                         fullgraph=True, backend=backend, dynamic=True)
+    call = torch.compile(
+        lambda q, k, v, g: linattn.gla(q, k, v, g, output_final_state=True),
+        fullgraph=True,
+        backend=backend,
+        dynamic=True,
+    )
     for T in (6, 7, 20):  # no other size is one of these
         x = inputs("gla", rng, T=T, state=False, grad=True)
         assert_equal(call(**x), linattn.gla(**x, output_final_state=True))
@@ -169,8 +202,9 @@ def test_functional_gradients(op, rng):
     def loss(*given):
         return sum((weights(o) * o).sum() for o in call(*given))
 
-    want = gradients(op, refilled(x, iter([y.clone().requires_grad_() for y in given])),
-                     output_final_state=True)
+    want = gradients(
+        op, refilled(x, iter([y.clone().requires_grad_() for y in given])), output_final_state=True
+    )
     every = tuple(range(len(given)))
     assert_equal(torch.func.grad(loss, argnums=every)(*given), want)
 
@@ -188,5 +222,7 @@ def test_vmap_is_a_loop(rng):
     def loss(q):
         return o(q).sum()
 
-    assert_equal([torch.func.vmap(torch.func.grad(loss))(qs)],
-                 [torch.stack([torch.func.grad(loss)(q) for q in qs])])
+    assert_equal(
+        [torch.func.vmap(torch.func.grad(loss))(qs)],
+        [torch.stack([torch.func.grad(loss)(q) for q in qs])],
+    )

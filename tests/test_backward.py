@@ -52,7 +52,8 @@ def test_backward(case, rng):
         d = testing.make_output_gradients(case.op, rng, x)
         d_state = d["d_final_state"]
         grads = getattr(linattn, f"{case.op}_backward")(
-            d["do"], **given, d_final_state=v_first(d_state) if case.v_first else d_state)
+            d["do"], **given, d_final_state=v_first(d_state) if case.v_first else d_state
+        )
         if case.v_first:
             grads = grads._replace(d_initial_state=v_first(grads.d_initial_state))
         names = [name for name in grads._fields if name != "dg" or case.op not in HEAD_DECAY]
@@ -60,7 +61,8 @@ def test_backward(case, rng):
         add_gradients(pool, case, grads, x | d, names)
 
     rounded = not device.on_host() and gradients_on_tensor_cores(
-        case.dtype, case.K, case.V, case.mode, case.T)
+        case.dtype, case.K, case.V, case.mode, case.T
+    )
     repeated(case, rng, once, case.dtype if rounded else None).judge(str(case), gradient=True)
 
 
@@ -69,9 +71,12 @@ def add_gradients(pool, case, grads, x, names):
         all_of_them = reference.backward(case.op, **x, **how)
         return {name: getattr(all_of_them, name) for name in names}
 
-    pool.add({name: getattr(grads, name) for name in names},
-             gradients(x, dtype=wider(case.dtype)),
-             lambda x: gradients(x, dtype=case.dtype, **form_of(case)), x)
+    pool.add(
+        {name: getattr(grads, name) for name in names},
+        gradients(x, dtype=wider(case.dtype)),
+        lambda x: gradients(x, dtype=case.dtype, **form_of(case)),
+        x,
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

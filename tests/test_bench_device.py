@@ -22,8 +22,10 @@ def result(op, peer, graph, H=96, **more):
 def record(results, copy=4.0):
     from benchmarks.report import Record
 
-    ceilings = {"copy": {"what": "copy", "unit": "TB/s", "median": copy, "best": copy},
-                "matmul": {"what": "product", "unit": "TFLOP/s", "median": 700.0, "best": 700.0}}
+    ceilings = {
+        "copy": {"what": "copy", "unit": "TB/s", "median": copy, "best": copy},
+        "matmul": {"what": "product", "unit": "TFLOP/s", "median": 700.0, "best": 700.0},
+    }
     about = {"device": "NVIDIA H200, 132 multiprocessors"}
     return Record([{"about": about, "ceilings": ceilings}], results)
 
@@ -35,9 +37,15 @@ def test_targets_tell_ahead_from_behind_and_not_run():
     from benchmarks import cuda_report as cuda
 
     def verdicts(ours, fla):
-        found = record([result("kda", "linattn", ours), result("kda", "fla", fla),
-                        result("kda", "FlashKDA", ours / 2)])
+        found = record(
+            [
+                result("kda", "linattn", ours),
+                result("kda", "fla", fla),
+                result("kda", "FlashKDA", ours / 2),
+            ]
+        )
         return {what: (measured, met) for what, _, measured, met in cuda.targets(found)}
+
     ahead, behind = verdicts(1e-3, 2e-3), verdicts(2e-3, 1e-3)
     least = "fla / ours, kda forward, the least of 1 (B1 T8192 H96)"
     assert ahead[least] == ("2.00", "yes") and behind[least] == ("0.50", "NO")
@@ -48,8 +56,9 @@ def test_targets_tell_ahead_from_behind_and_not_run():
 def test_a_failed_check_of_ours_is_a_missed_target():
     from benchmarks import cuda_report as cuda
 
-    found = record([result("kda", "linattn", None, error="wrong: rms error"),
-                    result("kda", "fla", 1e-3)])
+    found = record(
+        [result("kda", "linattn", None, error="wrong: rms error"), result("kda", "fla", 1e-3)]
+    )
     met = {what: met for what, _, _, met in cuda.targets(found)}
     assert met["fla / ours, kda forward, the least of 0"] == "NO"
     assert "wrong: rms error" in cuda.markdown(found)
@@ -60,9 +69,17 @@ def test_merged_runs_keep_their_own_ceilings_and_the_last_of_a_case(tmp_path):
     from benchmarks.__main__ import arguments
     from benchmarks.report import Record
 
-    runs = [record([result("kda", "linattn", 1e-3), result("kda", "fla", 2e-3),
-                    result("gla", "linattn", 3e-3)], copy=1.0),
-            record([result("kda", "linattn", 5e-4)], copy=2.0)]
+    runs = [
+        record(
+            [
+                result("kda", "linattn", 1e-3),
+                result("kda", "fla", 2e-3),
+                result("gla", "linattn", 3e-3),
+            ],
+            copy=1.0,
+        ),
+        record([result("kda", "linattn", 5e-4)], copy=2.0),
+    ]
     for i, run in enumerate(runs):
         given = arguments(["cuda", "--results", str(tmp_path / str(i))])
         cuda.write(given, run)
@@ -72,7 +89,9 @@ def test_merged_runs_keep_their_own_ceilings_and_the_last_of_a_case(tmp_path):
     found = Record.read(tmp_path / "cuda-nvidia-h200.json")
     assert found == cuda.merged(paths)
     assert [(r.case.op, r.peer, r.median("graph")) for r in found.results] == [
-        ("gla", "linattn", 3e-3), ("kda", "linattn", 5e-4)]
+        ("gla", "linattn", 3e-3),
+        ("kda", "linattn", 5e-4),
+    ]
     gla, kda = found.results
     assert cuda.floors(found, gla)[0] == gla.case.bytes / 1e12
     assert cuda.floors(found, kda)[0] == kda.case.bytes / 2e12
@@ -111,8 +130,11 @@ def test_without_a_gpu_the_programs_say_so():
     from benchmarks import cuda, gradients, kernel
     from benchmarks.__main__ import arguments
 
-    for program, *argv in (cuda, "cuda"), (gradients, "gradients", "--device", "cuda"), (
-            kernel, "kernel", "kda", "T64"):
+    for program, *argv in (
+        (cuda, "cuda"),
+        (gradients, "gradients", "--device", "cuda"),
+        (kernel, "kernel", "kda", "T64"),
+    ):
         assert "no GPU" in program.run(arguments(argv))
 
 
@@ -155,5 +177,7 @@ Resource usage:
  Function _Z4walkILi128EEv4call:
   REG:255 STACK:0 SHARED:0 LOCAL:0
 """
-    assert usage(dump) == {("sm_90a", "_Z4walkILi128EEv4call"): (168, 16, 1024),
-                           ("sm_80", "_Z4walkILi128EEv4call"): (255, 0, 0)}
+    assert usage(dump) == {
+        ("sm_90a", "_Z4walkILi128EEv4call"): (168, 16, 1024),
+        ("sm_80", "_Z4walkILi128EEv4call"): (255, 0, 0),
+    }

@@ -52,14 +52,22 @@ def test_a_package_without_the_library_is_no_peer(monkeypatch):
         if name == ggml.PACKAGES[0]:
             return Bare()
         raise metadata.PackageNotFoundError(name)
+
     monkeypatch.setattr(ggml.metadata, "distribution", distribution)
     with pytest.raises(ImportError, match=" nor ".join(ggml.PACKAGES)):
         ggml.peers(1)
 
 
-@pytest.mark.parametrize("name, is_it", [
-    ("libggml-cpu.so", True), ("libggml-cpu.so.0.25.3", True), ("libggml-cpu.0.dylib", True),
-    ("libggml-cpu-67036419.so.0.13.1", False), ("libggml-base.so", False)])
+@pytest.mark.parametrize(
+    "name, is_it",
+    [
+        ("libggml-cpu.so", True),
+        ("libggml-cpu.so.0.25.3", True),
+        ("libggml-cpu.0.dylib", True),
+        ("libggml-cpu-67036419.so.0.13.1", False),
+        ("libggml-base.so", False),
+    ],
+)
 def test_the_library_is_told_from_its_neighbours(name, is_it):
     from benchmarks.ggml import LIBRARY
 

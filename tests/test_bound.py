@@ -175,8 +175,9 @@ def test_several_threads():
     made = small()
     count, rounds = 4, 50
     states = [there(here(made["state"])) for _ in range(count + 1)]
-    steps = [linattn.bind(step("gated_delta_rule"), **made | {"state": s, "out": None})
-             for s in states]
+    steps = [
+        linattn.bind(step("gated_delta_rule"), **made | {"state": s, "out": None}) for s in states
+    ]
     for _ in range(rounds):
         want = steps[-1]()
 
@@ -276,8 +277,9 @@ def test_a_tensor_that_is_given_another_storage(name):
     import torch
 
     made = small()
-    want = here(linattn.gated_delta_rule_step(
-        **made | {"state": there(here(made["state"])), "out": None}))
+    want = here(
+        linattn.gated_delta_rule_step(**made | {"state": there(here(made["state"])), "out": None})
+    )
     bound = linattn.bind(linattn.gated_delta_rule_step, **made)
     made[name].set_(torch.empty(0))
     gc.collect()
@@ -334,8 +336,11 @@ def test_what_is_no_step():
         linattn.bind()
 
 
-@pytest.mark.parametrize("phi", [np.exp, ("elu+1", np.exp), (np.exp, "elu+1"),
-                                 linattn.FeatureMap("mine", forward=np.exp)], ids=str)
+@pytest.mark.parametrize(
+    "phi",
+    [np.exp, ("elu+1", np.exp), (np.exp, "elu+1"), linattn.FeatureMap("mine", forward=np.exp)],
+    ids=str,
+)
 def test_a_feature_map_that_is_a_function(phi):
     made = small("linear_attention", feature_map=phi)
     before = over_arrays(here, made["state"])
@@ -348,8 +353,15 @@ def test_a_feature_map_that_is_a_function(phi):
 def test_bad_arguments_as_in_a_plain_call(op):
     made = small(op)
     before = {name: over_arrays(here, x) for name, x in made.items()}
-    wrong = {"q": made["q"][:-1], "v": None, "state": None, "out": made["v"],
-             "state_indices": there(np.zeros(B, np.float32)), "scale": "x", "nonsense": 1}
+    wrong = {
+        "q": made["q"][:-1],
+        "v": None,
+        "state": None,
+        "out": made["v"],
+        "state_indices": there(np.zeros(B, np.float32)),
+        "scale": "x",
+        "nonsense": 1,
+    }
     for name, bad in wrong.items():
         texts = []
         for call in (step(op), lambda **x: linattn.bind(step(op), **x)):
@@ -393,8 +405,11 @@ def test_indices_are_looked_at_in_every_call():
     write(indices, np.arange(B))
     out = bound()
     before = [here(out), here(made["state"])]
-    for bad, text in (([0, 1, P, 2], f"got {P} at index 2"), ([0, -2, 1, 2], "got -2 at index 1"),
-                      ([0, 1, 2, 1], "twice, got 1 at index 1 and at index 3")):
+    for bad, text in (
+        ([0, 1, P, 2], f"got {P} at index 2"),
+        ([0, -2, 1, 2], "got -2 at index 1"),
+        ([0, 1, 2, 1], "twice, got 1 at index 1 and at index 3"),
+    ):
         write(indices, np.array(bad))
         with pytest.raises(ValueError, match=f"^state_indices: expected .*{text}$"):
             bound()
@@ -461,6 +476,7 @@ def test_exporters_and_their_copies():
     for name in made:
         copied = Exporter(made[name], flags=2)
         with pytest.raises(ValueError, match=f"^{name}: expected the array's own memory, got a"):
-            linattn.bind(linattn.gated_delta_rule_step, **made | {name: copied}, state=state,
-                         out=out)
+            linattn.bind(
+                linattn.gated_delta_rule_step, **made | {name: copied}, state=state, out=out
+            )
         assert copied.ended == 1

@@ -16,6 +16,7 @@ from linattn.testing import make_inputs
 COMMON = "scale=None, initial_state=None, output_final_state=False"
 L2 = "use_qk_l2norm_in_kernel=False"
 OLD = "transpose_state_layout=None"
+# fmt: off
 SIGNATURES = {
     "chunk_linear_attn": f"q, k, v, {COMMON}, normalize=True, cu_seqlens=None",
     "fused_recurrent_linear_attn":
@@ -61,8 +62,10 @@ SIGNATURES = {
         "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, lower_bound=None, "
         f"state_v_first=False, cu_seqlens=None, *, {OLD}",
 }
+# fmt: on
 ALIASES = {
-    "fused_chunk_linear_attn": "chunk_linear_attn", "fused_chunk_retention": "chunk_retention",
+    "fused_chunk_linear_attn": "chunk_linear_attn",
+    "fused_chunk_retention": "chunk_retention",
     "chunk_gdn": "chunk_gated_delta_rule",
     "fused_recurrent_gdn": "fused_recurrent_gated_delta_rule",
 }
@@ -71,13 +74,26 @@ OURS = {"linear_attn": "linear_attention", "lightning_attn": "lightning_attentio
 LAYER, LAYERS = 3, 8
 # These must be refused by name, wherever they are parameters.
 UNSUPPORTED = {
-    "reverse": True, "gv": np.zeros(1), "use_gate_in_kernel": True, "A_log": np.zeros(1),
-    "dt_bias": np.zeros(1), "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True,
-    "lower_bound": -5.0, "return_intermediate_states": True, "cp_context": object(),
+    "reverse": True,
+    "gv": np.zeros(1),
+    "use_gate_in_kernel": True,
+    "A_log": np.zeros(1),
+    "dt_bias": np.zeros(1),
+    "use_beta_sigmoid_in_kernel": True,
+    "allow_neg_eigval": True,
+    "lower_bound": -5.0,
+    "return_intermediate_states": True,
+    "cp_context": object(),
 }
-NO_EFFECT = {"cu_seqlens_cpu": np.array([0, 1]), "chunk_indices": np.zeros((1, 2)),
-             "safe_gate": True, "disable_recompute": True, "use_graph": True, "max_num_seqs": 4,
-             "chunk_size": 16}
+NO_EFFECT = {
+    "cu_seqlens_cpu": np.array([0, 1]),
+    "chunk_indices": np.zeros((1, 2)),
+    "safe_gate": True,
+    "disable_recompute": True,
+    "use_graph": True,
+    "max_num_seqs": 4,
+    "chunk_size": 16,
+}
 functions = pytest.mark.parametrize("name", SIGNATURES)
 
 
@@ -141,8 +157,7 @@ def test_it_computes_our_op(name, rng):
     assert getattr(fla, name)(**theirs)[1] is None
     # on from there, and another scale
     want, state = getattr(reference, op)(**x, initial_state=state, scale=0.3)
-    o, final = getattr(fla, name)(**theirs, initial_state=final, scale=0.3,
-                                  output_final_state=True)
+    o, final = getattr(fla, name)(**theirs, initial_state=final, scale=0.3, output_final_state=True)
     agree(o, want)
     agree(final, state)
 
@@ -182,9 +197,22 @@ def test_what_is_not_supported_is_refused_by_name(name, rng):
     with pytest.raises(TypeError, match="head_first"):
         getattr(fla, name)(**theirs, head_first=True)
     # every parameter is used, refused, or documented to make no difference
-    known = {*theirs, *UNSUPPORTED, *NO_EFFECT, "scale", "initial_state", "output_final_state",
-             "cu_seqlens", "normalize", "state_v_first", "use_qk_l2norm_in_kernel", "g", "gk",
-             "g_gamma", "transpose_state_layout"}
+    known = {
+        *theirs,
+        *UNSUPPORTED,
+        *NO_EFFECT,
+        "scale",
+        "initial_state",
+        "output_final_state",
+        "cu_seqlens",
+        "normalize",
+        "state_v_first",
+        "use_qk_l2norm_in_kernel",
+        "g",
+        "gk",
+        "g_gamma",
+        "transpose_state_layout",
+    }
     assert set(parameters(name)) <= known
 
 
@@ -199,24 +227,33 @@ def test_a_normaliser_and_its_state(name, rng):
     agree(o, plain / den)
     assert last.shape == (2, 1, 3, 6)
     agree(last[:, 0], z[:, -1])
-    half = getattr(fla, name)(q[:, :20], k[:, :20], v[:, :20], normalize=True,
-                              output_final_state=True)
-    rest = getattr(fla, name)(q[:, 20:], k[:, 20:], v[:, 20:], initial_state=half[1],
-                              normalize=True, output_final_state=True)
+    half = getattr(fla, name)(
+        q[:, :20], k[:, :20], v[:, :20], normalize=True, output_final_state=True
+    )
+    rest = getattr(fla, name)(
+        q[:, 20:],
+        k[:, 20:],
+        v[:, 20:],
+        initial_state=half[1],
+        normalize=True,
+        output_final_state=True,
+    )
     agree(np.concatenate([half[0], rest[0]], 1), o)
     agree(rest[1][0], S)
     pair = r"initial_state: expected the pair \(S, z\) of a normalised state, got "
     for wrong, error, said in (
-            (S, ValueError, pair + "<class 'numpy.ndarray'>"),
-            ([S, last], ValueError, pair + "<class 'list'>"),
-            ((S, last, S), ValueError, pair + "a tuple of 3"),
-            ((S, None), TypeError,
-             r"initial_state\[1\]: expected an array, got <class 'NoneType'>"),
-            ((None, last), TypeError, r"initial_state\[0\]: expected an array, got None"),
-            ((S, last[:, 0]), ValueError,
-             r"initial_state\[1\]: expected \[N,1,H,K\], got \(2, 3, 6\)"),
-            ((S, k[:, :2]), ValueError,
-             r"initial_state\[1\]: expected \[N,1,H,K\], got \(2, 2, 3, 6\)")):
+        (S, ValueError, pair + "<class 'numpy.ndarray'>"),
+        ([S, last], ValueError, pair + "<class 'list'>"),
+        ((S, last, S), ValueError, pair + "a tuple of 3"),
+        ((S, None), TypeError, r"initial_state\[1\]: expected an array, got <class 'NoneType'>"),
+        ((None, last), TypeError, r"initial_state\[0\]: expected an array, got None"),
+        ((S, last[:, 0]), ValueError, r"initial_state\[1\]: expected \[N,1,H,K\], got \(2, 3, 6\)"),
+        (
+            (S, k[:, :2]),
+            ValueError,
+            r"initial_state\[1\]: expected \[N,1,H,K\], got \(2, 2, 3, 6\)",
+        ),
+    ):
         with pytest.raises(error, match=f"^{said}$"):
             getattr(fla, name)(q, k, v, initial_state=wrong, normalize=True)
 
@@ -227,8 +264,12 @@ def test_decays_per_token_per_head_both_or_none(name, rng):
     g, function = theirs.pop("g"), getattr(fla, name)
     gamma = -rng.random(2)
     whole = np.broadcast_to(gamma, g.shape)
-    for given, same in (({"g": g}, g), ({"g_gamma": gamma}, whole),
-                        ({"g": g, "g_gamma": gamma}, g + whole), ({}, 0 * g)):
+    for given, same in (
+        ({"g": g}, g),
+        ({"g_gamma": gamma}, whole),
+        ({"g": g, "g_gamma": gamma}, g + whole),
+        ({}, 0 * g),
+    ):
         agree(function(**theirs, **given)[0], reference.simple_gla(**x | {"g": same})[0])
 
 
@@ -237,8 +278,11 @@ def test_the_gated_delta_rules_gates(rng):
     x, theirs = for_both(name, rng, HV=4)
     g, beta, function = theirs.pop("g"), theirs.pop("beta"), getattr(fla, name)
     gk = -rng.random((*g.shape, 8))
-    for given, same in (({"gk": gk}, gk), ({"g": g, "gk": gk}, g[..., None] + gk),
-                        ({}, np.zeros_like(gk))):
+    for given, same in (
+        ({"gk": gk}, gk),
+        ({"g": g, "gk": gk}, g[..., None] + gk),
+        ({}, np.zeros_like(gk)),
+    ):
         want = reference.kda(**x | {"g": same})[0]
         agree(function(**theirs, beta=beta, **given)[0], want)
     want = reference.gated_delta_rule(**x | {"beta": np.ones_like(beta)})[0]
@@ -260,8 +304,9 @@ def test_pytorchs_tensors(name, rng):
     torch = imported("torch")
     _, theirs = for_both(name, rng, dtype=np.float32)
     want, _ = getattr(fla, name)(**theirs)
-    tensors = {what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a
-               for what, a in theirs.items()}
+    tensors = {
+        what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a for what, a in theirs.items()
+    }
     o, state = getattr(fla, name)(**tensors, output_final_state=True)
     assert isinstance(o, torch.Tensor) and isinstance(state, torch.Tensor)
     np.testing.assert_array_equal(o.numpy(), want)
@@ -275,8 +320,12 @@ def test_the_old_name_of_state_v_first(name, rng):
         with pytest.raises(TypeError, match="transpose_state_layout"):
             function(**theirs, transpose_state_layout=True)
         return
-    for v_first, more in ((True, {}), (False, {}), (True, {"state_v_first": True}),
-                          (False, {"state_v_first": False})):
+    for v_first, more in (
+        (True, {}),
+        (False, {}),
+        (True, {"state_v_first": True}),
+        (False, {"state_v_first": False}),
+    ):
         state = some_state("", rng, np.float64)
         state = state.swapaxes(2, 3) if v_first else state
         given = {"initial_state": state, "output_final_state": True}
@@ -358,10 +407,13 @@ def test_a_state_that_is_no_float_is_refused(name, rng):
 def test_the_gradient_of_a_state_has_its_dtype(name, dtype, rng):
     torch = imported("torch")
     _, theirs = for_both(name, rng, dtype=np.float32)
-    theirs = {what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a
-              for what, a in by_default(name, theirs).items()}
-    state = each(lambda x: torch.from_numpy(x).to(getattr(torch, dtype)),
-                 some_state(name, rng, np.float32))
+    theirs = {
+        what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a
+        for what, a in by_default(name, theirs).items()
+    }
+    state = each(
+        lambda x: torch.from_numpy(x).to(getattr(torch, dtype)), some_state(name, rng, np.float32)
+    )
 
     def gradients(state):
         state = each(lambda x: x.detach().requires_grad_(), state)
@@ -379,9 +431,15 @@ def test_the_gradient_of_a_state_has_its_dtype(name, dtype, rng):
 RECURRENT = [name for name in SIGNATURES if name.startswith("fused_recurrent")]
 # whether fla's o has the dtype of q or of v
 O_LIKE = dict.fromkeys(RECURRENT, "q") | {
-    "fused_recurrent_gated_delta_rule": "v", "fused_recurrent_kda": "v"}
-DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
-          "bfloat16": ml_dtypes.bfloat16}
+    "fused_recurrent_gated_delta_rule": "v",
+    "fused_recurrent_kda": "v",
+}
+DTYPES = {
+    "float64": np.float64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
 MIXED = [  # q, k, v, and a dtype that holds all three
     ("float32", "float32", "float16", "float32"),
     ("float16", "float16", "float32", "float32"),
@@ -396,8 +454,9 @@ mixed = pytest.mark.parametrize("dtypes", MIXED, ids="-".join)
 
 
 def of_dtypes(theirs, q, k, v, *_):
-    return theirs | {what: theirs[what].astype(DTYPES[dtype])
-                     for what, dtype in (("q", q), ("k", k), ("v", v))}
+    return theirs | {
+        what: theirs[what].astype(DTYPES[dtype]) for what, dtype in (("q", q), ("k", k), ("v", v))
+    }
 
 
 @mixed
@@ -415,9 +474,12 @@ def test_q_k_and_v_of_several_dtypes_token_by_token(name, dtypes, rng):
 
 @mixed
 def test_several_dtypes_and_no_gate(dtypes, rng):
-    for name, gates in (("fused_recurrent_gated_delta_rule", ("g", "beta")),
-                        ("fused_recurrent_gla", ("gk",)), ("fused_recurrent_simple_gla", ("g",)),
-                        ("fused_recurrent_delta_rule", ("beta",))):
+    for name, gates in (
+        ("fused_recurrent_gated_delta_rule", ("g", "beta")),
+        ("fused_recurrent_gla", ("gk",)),
+        ("fused_recurrent_simple_gla", ("g",)),
+        ("fused_recurrent_delta_rule", ("beta",)),
+    ):
         _, theirs = for_both(name, rng, T=9, dtype=np.float32)
         theirs = {x: a for x, a in of_dtypes(theirs, *dtypes).items() if x not in gates}
         assert getattr(fla, name)(**theirs)[0].dtype == theirs[O_LIKE[name]].dtype
@@ -428,8 +490,9 @@ def test_several_dtypes_and_a_normaliser(dtypes, rng):
     """fla divides o, in q's dtype, by a denominator in the common dtype of q and k."""
     _, theirs = for_both("fused_recurrent_linear_attn", rng, T=9, dtype=np.float32)
     theirs = of_dtypes(theirs | {what: abs(theirs[what]) for what in "qk"}, *dtypes)
-    o, final = fla.fused_recurrent_linear_attn(**theirs | {"normalize": True},
-                                               output_final_state=True)
+    o, final = fla.fused_recurrent_linear_attn(
+        **theirs | {"normalize": True}, output_final_state=True
+    )
     assert o.dtype == (theirs["q"].dtype if dtypes[0] == dtypes[1] else np.float32)
     assert {x.dtype for x in final} == {np.dtype(DTYPES[dtypes[3]])}
 
@@ -439,15 +502,19 @@ def test_several_dtypes_and_a_normaliser(dtypes, rng):
 def test_gradients_of_several_dtypes(name, dtypes, rng):
     torch = imported("torch")
     _, theirs = for_both(name, rng, T=9, dtype=np.float32)
-    theirs = {what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a
-              for what, a in theirs.items()}
-    given = {what: theirs[what].to(getattr(torch, dtype)).requires_grad_()
-             for what, dtype in zip("qkv", dtypes, strict=False)}
+    theirs = {
+        what: torch.from_numpy(a) if isinstance(a, np.ndarray) else a for what, a in theirs.items()
+    }
+    given = {
+        what: theirs[what].to(getattr(torch, dtype)).requires_grad_()
+        for what, dtype in zip("qkv", dtypes, strict=False)
+    }
     o, _ = getattr(fla, name)(**theirs | given)
     assert o.dtype == given[O_LIKE[name]].dtype
     loss = o.float().sum()
-    wide = {what: x.detach().to(getattr(torch, dtypes[3])).requires_grad_()
-            for what, x in given.items()}
+    wide = {
+        what: x.detach().to(getattr(torch, dtypes[3])).requires_grad_() for what, x in given.items()
+    }
     same = getattr(fla, name)(**theirs | wide)[0].float().sum()
     want = torch.autograd.grad(same, list(wide.values()))
     found = torch.autograd.grad(loss, list(given.values()))

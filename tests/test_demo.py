@@ -18,8 +18,13 @@ from linattn.programs import demo
 
 
 def linattn(*arguments, **keywords):
-    return subprocess.run([sys.executable, "-m", "linattn", *map(str, arguments)],
-                          capture_output=True, text=True, timeout=120, **keywords)
+    return subprocess.run(
+        [sys.executable, "-m", "linattn", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **keywords,
+    )
 
 
 @pytest.fixture
@@ -41,11 +46,14 @@ def test_the_table(small):
     data = small.read_bytes()[:20_000]
     counts = np.array([data.count(b) for b in set(data)]) / len(data)
     assert bits_per_byte(done.stdout, "order-0 entropy") == pytest.approx(
-        -np.sum(counts * np.log2(counts)), abs=6e-4)
+        -np.sum(counts * np.log2(counts)), abs=6e-4
+    )
     assert bits_per_byte(done.stdout, "zlib -9") == pytest.approx(
-        8 * len(zlib.compress(data, 9)) / len(data), abs=6e-4)
+        8 * len(zlib.compress(data, 9)) / len(data), abs=6e-4
+    )
     assert bits_per_byte(done.stdout, "lzma") == pytest.approx(
-        8 * len(lzma.compress(data)) / len(data), abs=6e-4)
+        8 * len(lzma.compress(data)) / len(data), abs=6e-4
+    )
     plain = bits_per_byte(done.stdout, "linear_attention")
     for name in DELTA:
         assert bits_per_byte(done.stdout, name) < plain
@@ -100,6 +108,7 @@ def test_bad_files(tmp_path, small):
 def test_a_file_that_cannot_be_read(small, monkeypatch):
     def denied(*_):
         raise PermissionError(13, "Permission denied")
+
     monkeypatch.setattr("os.open", denied)  # file modes do not stop root
     with pytest.raises(demo.DemoError, match=r"small\.txt: cannot be read: Permission denied"):
         demo.read_text([small], 10)
@@ -116,8 +125,13 @@ def test_only_regular_files_are_read(tmp_path, small, monkeypatch):
         server.bind("socket")
     to_fifo = tmp_path / "to fifo"
     to_fifo.symlink_to(fifo)
-    for path, got in ((fifo, "a FIFO"), (to_fifo, "a FIFO"), (tmp_path, "a directory"),
-                      (socket, "a socket"), ("/dev/zero", "a character device")):
+    for path, got in (
+        (fifo, "a FIFO"),
+        (to_fifo, "a FIFO"),
+        (tmp_path, "a directory"),
+        (socket, "a socket"),
+        ("/dev/zero", "a character device"),
+    ):
         error = f"{path}: expected a regular file, got {got}"
         with pytest.raises(demo.DemoError, match=f"^{re.escape(error)}$"):
             demo.read_text([small, path], 10**6)  # with a limit: without one /dev/zero never ends
@@ -150,7 +164,8 @@ def test_text_has_a_largest_length(tmp_path, small, monkeypatch):
         with pytest.raises(demo.DemoError) as error:
             demo.read_text([small, other], limit)
         assert str(error.value) == (
-            f"{other}: expected at most {size + 3:,} bytes in all, got {size + 4:,}")
+            f"{other}: expected at most {size + 3:,} bytes in all, got {size + 4:,}"
+        )
     assert len(demo.read_text([small, other], size + 2)) == size + 2  # enough was asked for
     assert len(demo.read_text([small, other], size + 3)) == size + 3
 
@@ -183,7 +198,8 @@ def test_a_file_that_is_longer_than_it_says(monkeypatch):
 
 def test_bad_options(small, tmp_path):
     assert "--memories: 'gru' is not one of linear_attention, retention" in refused(
-        small, "--memories", "kda,gru")
+        small, "--memories", "kda,gru"
+    )
     assert "--seed: must be at least 0" in refused(small, "--seed", -1)
     for value in ("0", "-5", "many"):
         done = linattn("demo", small, "--bytes", value)
@@ -205,7 +221,8 @@ def test_a_plot_replaces_a_link_and_waits_for_nothing(tmp_path, small):
     assert not link.is_symlink() and link.read_bytes()[:4] == b"\x89PNG"
     os.mkfifo(fifo)
     assert refused(small, "--plot", fifo) == (
-        f"linattn demo: {fifo}: expected a regular file, got a FIFO\n")
+        f"linattn demo: {fifo}: expected a regular file, got a FIFO\n"
+    )
 
 
 def test_plot_without_matplotlib(small, monkeypatch, tmp_path):
@@ -219,6 +236,7 @@ def test_a_failure_of_the_run_is_one_line(small, monkeypatch, capsys):
 
     def fail(*_, **__):
         raise MemoryError
+
     monkeypatch.setattr(demo, "measure", fail)
     assert __main__.main(["demo", str(small)]) == 1
     assert capsys.readouterr().err == "linattn demo: out of memory\n"
@@ -231,8 +249,9 @@ def test_code_lengths_depend_on_earlier_bytes_only(small):
     after, _ = demo.measure(changed, demo.MEMORIES)
     for name in demo.MEMORIES:
         # the packing differs, and with it where the chunks of a sequence end: not bit-equal
-        np.testing.assert_allclose(before[name]["bits"][:5_000], after[name]["bits"][:5_000],
-                                   rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(
+            before[name]["bits"][:5_000], after[name]["bits"][:5_000], rtol=1e-3, atol=1e-3
+        )
         assert np.abs(before[name]["bits"][5_000:] - after[name]["bits"][5_000:]).max() > 1
 
 
@@ -243,10 +262,10 @@ def test_the_decoder_is_causal_bit_for_bit():
     bits = demo.Decoder().bits(o, np.arange(1000), text)
     for t in (255, 256, 700):
         other, other_text = o.copy(), text.copy()
-        other[t + 1:] = rng.standard_normal((999 - t, demo.H, demo.V))
-        other_text[t + 1:] = 7
+        other[t + 1 :] = rng.standard_normal((999 - t, demo.H, demo.V))
+        other_text[t + 1 :] = 7
         got = demo.Decoder().bits(other, np.arange(1000), other_text)
-        np.testing.assert_array_equal(got[:t + 1], bits[:t + 1])
+        np.testing.assert_array_equal(got[: t + 1], bits[: t + 1])
 
 
 def test_code_lengths_are_those_of_a_distribution():
@@ -285,8 +304,16 @@ def test_info():
 
 def test_train_without_pytorch():
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; from linattn.__main__ "
-         "import main; sys.exit(main(['train']))"], capture_output=True, text=True, timeout=120)
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.modules['torch'] = None; from linattn.__main__ "
+            "import main; sys.exit(main(['train']))",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == "linattn train: needs PyTorch: pip install 'linattn[train]'\n"
 

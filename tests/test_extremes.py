@@ -46,11 +46,11 @@ def judge(op, rng, x, *, modes=MODES, chunk_sizes=(None,), gradients=True):
     dtype = x["v"].dtype
     function = getattr(reference, op)
     ref_o, ref_state = function(**x, dtype=wider(dtype))
-    runs = [(mode, chunk) for mode in modes
-            for chunk in (chunk_sizes if mode == "chunk" else (None,))]
+    runs = [
+        (mode, chunk) for mode in modes for chunk in (chunk_sizes if mode == "chunk" else (None,))
+    ]
     for mode, chunk in runs:
-        o, state = getattr(linattn, op)(
-            **x, mode=mode, chunk_size=chunk, output_final_state=True)
+        o, state = getattr(linattn, op)(**x, mode=mode, chunk_size=chunk, output_final_state=True)
 
         rounded = rounds_products(op, dtype, x["q"].shape[-1], mode, chunk=chunk)
         tf32 = device.on_host() and bits_multiplied(op, dtype, mode, chunk=chunk) == 16
@@ -60,8 +60,17 @@ def judge(op, rng, x, *, modes=MODES, chunk_sizes=(None,), gradients=True):
             o, state = function(**x, dtype=dtype, form=form, chunk_size=chunk or 16)
             return {"o": o, "final_state": state}
 
-        compare(f"{op} {mode} {chunk}", dtype, False, naive, x,
-                ("o", o, ref_o), ("final_state", state, ref_state), rounded=rounded, tf32=tf32)
+        compare(
+            f"{op} {mode} {chunk}",
+            dtype,
+            False,
+            naive,
+            x,
+            ("o", o, ref_o),
+            ("final_state", state, ref_state),
+            rounded=rounded,
+            tf32=tf32,
+        )
     if gradients:
         judge_gradients(op, rng, x, runs)
 
@@ -74,18 +83,26 @@ def judge_gradients(op, rng, x, runs):
     for mode, chunk in runs:
         grads = getattr(linattn, f"{op}_backward")(**d, **x, mode=mode, chunk_size=chunk)
         rounded = not device.on_host() and gradients_on_tensor_cores(
-            dtype, x["q"].shape[-1], x["v"].shape[-1], mode)
-        compare(f"{op}_backward {mode} {chunk}", dtype, True,
-                naive_gradients(op, dtype, mode, chunk), x | d,
-                *((name, getattr(grads, name), getattr(refs, name)) for name in grads._fields),
-                rounded=rounded)
+            dtype, x["q"].shape[-1], x["v"].shape[-1], mode
+        )
+        compare(
+            f"{op}_backward {mode} {chunk}",
+            dtype,
+            True,
+            naive_gradients(op, dtype, mode, chunk),
+            x | d,
+            *((name, getattr(grads, name), getattr(refs, name)) for name in grads._fields),
+            rounded=rounded,
+        )
 
 
 def naive_gradients(op, dtype, mode, chunk):
     """The reference's gradients at `dtype`, as a function of the inputs."""
+
     def naive(x):
         grads = reference.backward(op, **x, dtype=dtype, form=mode, chunk_size=chunk or 16)
         return grads._asdict()
+
     return naive
 
 
@@ -104,8 +121,12 @@ def compare(label, dtype, gradient, naive, x, *outputs, rounded=False, tf32=Fals
             # a gate's gradient has the gate's dtype, a state float32 beside two-byte inputs
             short = rounded and name in STATES
             c = c.astype(dtype) if short else c
-            how = {"dtype": dtype if short or a.itemsize == 2 else a.dtype, "gradient": gradient,
-                   "name": f"{label} {part}", "tf32": tf32}
+            how = {
+                "dtype": dtype if short or a.itemsize == 2 else a.dtype,
+                "gradient": gradient,
+                "name": f"{label} {part}",
+                "tf32": tf32,
+            }
             try:
                 testing.assert_accurate(a, b, c, **how)
             except AssertionError:
@@ -139,10 +160,13 @@ def strong(kind, x, op, rng):
     elif kind == "zero":
         g[:] = 0
     elif kind == "near the end of exp":  # exp is denormal, then 0
-        g[:] = rng.uniform(-110, -80, g.shape) if x["v"].dtype != np.float64 else rng.uniform(
-            -760, -700, g.shape)
+        g[:] = (
+            rng.uniform(-110, -80, g.shape)
+            if x["v"].dtype != np.float64
+            else rng.uniform(-760, -700, g.shape)
+        )
     elif kind == "spread":  # from hardly any decay to all of it, beside each other
-        g[:] = -10.0 ** rng.uniform(-6, 4, g.shape)
+        g[:] = -(10.0 ** rng.uniform(-6, 4, g.shape))
     return x | {"g": g}
 
 
@@ -200,8 +224,14 @@ def test_the_gradient_of_alpha_zero_is_not_zero(op, mode, rng):
 
 
 @pytest.mark.parametrize("dtype", REALS)
-@pytest.mark.parametrize("op,ends", (("retention", (0, 1)), ("lightning_attention", (0, 1e4)),
-                                     ("lightning_attention", (0, np.inf))))
+@pytest.mark.parametrize(
+    "op,ends",
+    (
+        ("retention", (0, 1)),
+        ("lightning_attention", (0, 1e4)),
+        ("lightning_attention", (0, np.inf)),
+    ),
+)
 def test_one_decay_per_head_at_its_ends(op, ends, dtype, rng):
     x = make(op, rng, dtype, B=1, T=9, H=1000, K=3, V=3)
     gate = "gamma" if op == "retention" else "slopes"
@@ -280,8 +310,9 @@ def test_equal_keys(op, beta, dtype, rng):
     if "g" in x:
         x["g"][:] = 0
     judge(op, rng, x, chunk_sizes=(None, 17), gradients=False)
-    judge_gradients(op, rng, x, (("recurrent", None), ("chunk", None), ("chunk", 17),
-                                 ("parallel", None)))
+    judge_gradients(
+        op, rng, x, (("recurrent", None), ("chunk", None), ("chunk", 17), ("parallel", None))
+    )
 
 
 @pytest.mark.parametrize("op", DELTA)
@@ -397,8 +428,9 @@ def test_denormal_keys_are_read(op, dtype, rng):
     x = make(op, rng, dtype)
     options = {}
     if op == "linear_attention":
-        x = testing.make_inputs(op, rng, B=B, T=T, K=K, V=V, dtype=dtype, normalize=False,
-                                initial_state=True)
+        x = testing.make_inputs(
+            op, rng, B=B, T=T, K=K, V=V, dtype=dtype, normalize=False, initial_state=True
+        )
         options = {"feature_map": "identity"}
     tiny = float(np.finfo(dtype).tiny)
     x["k"] = (x["k"] * (tiny / 16)).astype(dtype)
@@ -420,14 +452,18 @@ def test_negative_zero_is_zero(op, dtype, mode, rng):
             x[name][..., ::2] = 0
             zeros[name] = np.where(x[name] == 0, -x[name], x[name]).astype(x[name].dtype)
             assert np.signbit(zeros[name]).any()
-    for a, b in zip(getattr(linattn, op)(**x, mode=mode),
-                    getattr(linattn, op)(**x | zeros, mode=mode), strict=True):
+    for a, b in zip(
+        getattr(linattn, op)(**x, mode=mode),
+        getattr(linattn, op)(**x | zeros, mode=mode),
+        strict=True,
+    ):
         if a is not None:
             np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))
     d = testing.make_output_gradients(op, rng, x)
     backward = getattr(linattn, f"{op}_backward")
-    for a, b in zip(backward(**d, **x, mode=mode), backward(**d, **x | zeros, mode=mode),
-                    strict=True):
+    for a, b in zip(
+        backward(**d, **x, mode=mode), backward(**d, **x | zeros, mode=mode), strict=True
+    ):
         if isinstance(a, np.ndarray):
             np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))
 
@@ -477,9 +513,14 @@ def compare_gradients(x, do):
     refs = reference.backward("linear_attention", do, **x, dtype=wider(dtype))
     for mode in MODES:
         grads = linattn.linear_attention_backward(do, **x, mode=mode)
-        compare(f"linear_attention_backward {mode}", dtype, True,
-                naive_gradients("linear_attention", dtype, mode, 16), x | {"do": do},
-                *((name, getattr(grads, name), getattr(refs, name)) for name in ("dq", "dk", "dv")))
+        compare(
+            f"linear_attention_backward {mode}",
+            dtype,
+            True,
+            naive_gradients("linear_attention", dtype, mode, 16),
+            x | {"do": do},
+            *((name, getattr(grads, name), getattr(refs, name)) for name in ("dq", "dk", "dv")),
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -488,11 +529,13 @@ def compare_gradients(x, do):
 @pytest.mark.parametrize("causal", (True, False))
 def test_a_denominator_that_is_nan(causal, normalize, dtype, mode, rng):
     """A NaN stays NaN where the numerator is a number: no clamp takes it for small."""
-    x = testing.make_inputs("linear_attention", rng, B=2, T=T, K=K, V=V, dtype=dtype,
-                            initial_state=True)
+    x = testing.make_inputs(
+        "linear_attention", rng, B=2, T=T, K=K, V=V, dtype=dtype, initial_state=True
+    )
     x["initial_state"][1][1, 0, 2] = np.nan
     o, (S, z) = linattn.linear_attention(
-        **x, normalize=normalize, causal=causal, mode=mode, output_final_state=True)
+        **x, normalize=normalize, causal=causal, mode=mode, output_final_state=True
+    )
     assert np.isnan(o[1]).all() and np.isfinite(o[0]).all()
     assert np.isfinite(S).all() and np.argwhere(~np.isfinite(z)).tolist() == [[1, 0, 2]]
 
@@ -522,8 +565,7 @@ def test_elu_far_below_zero(normalize, dtype, rng):
         assert (o > 0).all()
         exact = np.exp(k.astype(np.float64))
         least = np.finfo(dtype).smallest_subnormal
-        np.testing.assert_array_less(np.abs(o - exact),
-                                     2 * np.finfo(dtype).eps * exact + 2 * least)
+        np.testing.assert_array_less(np.abs(o - exact), 2 * np.finfo(dtype).eps * exact + 2 * least)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -536,7 +578,8 @@ def test_exp_map_overflows_where_numpy_does(dtype, mode):
     with np.errstate(all="ignore"):
         want = np.exp(x)
     got, _ = linattn.linear_attention(
-        one, x, one, feature_map=("identity", "exp"), normalize=False, scale=1.0, mode=mode)
+        one, x, one, feature_map=("identity", "exp"), normalize=False, scale=1.0, mode=mode
+    )
     for is_so in (np.isnan, np.isposinf, np.isneginf):
         np.testing.assert_array_equal(is_so(got), is_so(want))
     normal = np.isfinite(want) & (want > np.finfo(dtype).tiny)
@@ -567,8 +610,15 @@ def test_a_sum_of_keys_that_overflows(dtype, mode, causal):
     huge = np.finfo(dtype).max / 4
     q = np.ones((1, 70, 1, 1), dtype)
     o, (S, z) = linattn.linear_attention(
-        q, q * huge, q / huge, feature_map="identity", normalize="clamp", mode=mode,
-        causal=causal, output_final_state=True)
+        q,
+        q * huge,
+        q / huge,
+        feature_map="identity",
+        normalize="clamp",
+        mode=mode,
+        causal=causal,
+        output_final_state=True,
+    )
     assert np.isposinf(z).all()
     np.testing.assert_allclose(S, 70, rtol=1e-5)
     assert not o[:, 8:].any()
@@ -585,8 +635,7 @@ def test_a_long_sequence(op, mode, rng):
     o, state = getattr(linattn, op)(**x, mode=mode, output_final_state=True)
     function = getattr(reference, op)
     ref_o, ref_state = function(**x, form="chunk")
-    naive_o, naive_state = function(**x, dtype=np.float32,
-                                    form=mode, chunk_size=16)
+    naive_o, naive_state = function(**x, dtype=np.float32, form=mode, chunk_size=16)
     testing.assert_accurate(o, ref_o, naive_o, dtype=np.float32, name=op)
     del state, ref_state, naive_state
 
@@ -601,9 +650,14 @@ def test_a_million_tokens(op, rng):
     recurrent, _ = getattr(linattn, op)(**x, mode="recurrent")
     function = getattr(reference, op)
     for start in (2**19, T - lead - tail):
-        part = {name: a[:, start:start + lead + tail] for name, a in x.items()}
+        part = {name: a[:, start : start + lead + tail] for name, a in x.items()}
         ref = function(**part)[0][:, lead:]
         for o, form in ((chunk, "chunk"), (recurrent, "recurrent")):
             naive = function(**part, dtype=np.float32, form=form, chunk_size=16)[0][:, lead:]
-            testing.assert_accurate(o[:, start + lead:start + lead + tail], ref, naive,
-                                    dtype=np.float32, name=f"{op} {form} from {start}")
+            testing.assert_accurate(
+                o[:, start + lead : start + lead + tail],
+                ref,
+                naive,
+                dtype=np.float32,
+                name=f"{op} {form} from {start}",
+            )

@@ -30,16 +30,48 @@ SLOPES = {
     "relu2": lambda x: 2 * np.where(x > 0, x, 0),
     "exp": np.exp,
 }
-EXTREMES = [0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 3.5, -5.0, -16.5, -17.5, -18.0, -30.0, -60.0,
-            -80.0, -87.0, -1e4, -1e30, 10.0, 80.0, 88.0, 1e4, 1e30, np.inf, -np.inf, np.nan]
+EXTREMES = [
+    0.0,
+    -0.0,
+    1e-30,
+    -1e-30,
+    1.0,
+    -1.0,
+    3.5,
+    -5.0,
+    -16.5,
+    -17.5,
+    -18.0,
+    -30.0,
+    -60.0,
+    -80.0,
+    -87.0,
+    -1e4,
+    -1e30,
+    10.0,
+    80.0,
+    88.0,
+    1e4,
+    1e30,
+    np.inf,
+    -np.inf,
+    np.nan,
+]
 
 
 def phi_of_k(name, x):
     """The core's phi(x), in its float32 or float64: one token, S = 0 + phi(k) * 1, K = 1 a head."""
     k = x.reshape(-1, 1, 1, 1)
     one = np.ones_like(k)
-    _, S = linattn.linear_attention(one, k, one, feature_map=("identity", name), normalize=False,
-                                    mode="recurrent", output_final_state=True)
+    _, S = linattn.linear_attention(
+        one,
+        k,
+        one,
+        feature_map=("identity", name),
+        normalize=False,
+        mode="recurrent",
+        output_final_state=True,
+    )
     return S.reshape(-1)
 
 
@@ -48,8 +80,15 @@ def phi_of_q(name, x):
     q = x.reshape(-1, 1, 1, 1)
     real = np.float64 if x.dtype == np.float64 else np.float32
     o, _ = linattn.linear_attention(
-        q, np.zeros_like(q), np.zeros_like(q), feature_map=(name, "identity"), normalize=False,
-        scale=1.0, mode="recurrent", initial_state=np.ones(q.shape, real))
+        q,
+        np.zeros_like(q),
+        np.zeros_like(q),
+        feature_map=(name, "identity"),
+        normalize=False,
+        scale=1.0,
+        mode="recurrent",
+        initial_state=np.ones(q.shape, real),
+    )
     return o.reshape(-1)
 
 
@@ -66,8 +105,9 @@ def assert_close(got, want, ulps):
     error = np.abs(got64[finite] - want64[finite])
     bound = ulps * float(info.eps) * np.abs(want64[finite]) + tiny
     assert (error <= bound).all(), (got[finite][error > bound], want[finite][error > bound])
-    assert np.array_equal(np.signbit(got64[finite & (want64 < 0)]),
-                          np.signbit(want64[finite & (want64 < 0)]))
+    assert np.array_equal(
+        np.signbit(got64[finite & (want64 < 0)]), np.signbit(want64[finite & (want64 < 0)])
+    )
 
 
 @maps
@@ -117,8 +157,15 @@ def test_slopes_at_the_extremes(name, dtype, mode):
     k = x.reshape(-1, 1, 1, 1)
     one, zero = np.ones_like(k), np.zeros_like(k)
     grads = linattn.linear_attention_backward(
-        zero, one, k, one, feature_map=("identity", name), normalize=False, mode=mode,
-        d_final_state=np.ones(k.shape, dtype))
+        zero,
+        one,
+        k,
+        one,
+        feature_map=("identity", name),
+        normalize=False,
+        mode=mode,
+        d_final_state=np.ones(k.shape, dtype),
+    )
     with np.errstate(all="ignore"):
         assert_close(grads.dk.reshape(-1), SLOPES[name](x.astype(np.float64)), 4)
 
@@ -138,21 +185,25 @@ def test_one_nan_stays_in_its_own_sequence(name):
 # ---- FeatureMap ----
 
 
-@pytest.mark.parametrize(("arguments", "error", "text"), [
-    ({"name": "softmax"}, ValueError, "'softmax'"),
-    ({"name": ""}, ValueError, "feature_map: expected one of 'identity'"),
-    ({"name": 3}, TypeError, "name"),
-    ({"name": None}, TypeError, "name"),
-    ({"name": ["exp"]}, TypeError, "name"),
-    ({"name": "relu+eps", "eps": -1}, ValueError, "eps >= 0, got -1"),
-    ({"name": "relu+eps", "eps": np.nan}, ValueError, "eps >= 0, got nan"),
-    ({"name": "relu+eps", "eps": np.inf}, ValueError, "eps >= 0, got inf"),
-    ({"name": "relu+eps", "eps": "x"}, TypeError, "eps"),
-    ({"name": "relu+eps", "eps": None}, TypeError, "eps"),
-    ({"name": "mine", "forward": 3}, TypeError, "forward"),
-    ({"name": "mine", "forward": np.exp, "backward": 3}, TypeError, "backward"),
-    ({"name": "exp", "backward": lambda x, dy: dy}, ValueError, "backward"),
-], ids=range(13))
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"name": "softmax"}, ValueError, "'softmax'"),
+        ({"name": ""}, ValueError, "feature_map: expected one of 'identity'"),
+        ({"name": 3}, TypeError, "name"),
+        ({"name": None}, TypeError, "name"),
+        ({"name": ["exp"]}, TypeError, "name"),
+        ({"name": "relu+eps", "eps": -1}, ValueError, "eps >= 0, got -1"),
+        ({"name": "relu+eps", "eps": np.nan}, ValueError, "eps >= 0, got nan"),
+        ({"name": "relu+eps", "eps": np.inf}, ValueError, "eps >= 0, got inf"),
+        ({"name": "relu+eps", "eps": "x"}, TypeError, "eps"),
+        ({"name": "relu+eps", "eps": None}, TypeError, "eps"),
+        ({"name": "mine", "forward": 3}, TypeError, "forward"),
+        ({"name": "mine", "forward": np.exp, "backward": 3}, TypeError, "backward"),
+        ({"name": "exp", "backward": lambda x, dy: dy}, ValueError, "backward"),
+    ],
+    ids=range(13),
+)
 def test_a_wrong_feature_map_is_refused_when_it_is_made(arguments, error, text):
     with pytest.raises((TypeError, ValueError)) as caught:
         FeatureMap(**arguments)
@@ -161,8 +212,9 @@ def test_a_wrong_feature_map_is_refused_when_it_is_made(arguments, error, text):
 
 
 def inputs(**options):
-    return make_inputs("linear_attention", np.random.default_rng(1), B=2, T=37, H=2, HV=4, K=8, V=5,
-                       **options)
+    return make_inputs(
+        "linear_attention", np.random.default_rng(1), B=2, T=37, H=2, HV=4, K=8, V=5, **options
+    )
 
 
 @maps
@@ -187,8 +239,9 @@ def test_a_pair_maps_q_with_the_first_and_k_with_the_second():
     made = inputs(normalize=False)
     o, S = linattn.linear_attention(**made, feature_map=("exp", "relu2"), output_final_state=True)
     mapped = made | {"q": np.exp(made["q"]), "k": np.maximum(made["k"], 0) ** 2}
-    want, S_want = linattn.linear_attention(**mapped, feature_map="identity",
-                                            output_final_state=True)
+    want, S_want = linattn.linear_attention(
+        **mapped, feature_map="identity", output_final_state=True
+    )
     np.testing.assert_allclose(o, want, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(S, S_want, rtol=1e-12, atol=1e-12)
 
@@ -208,15 +261,18 @@ OWN = FeatureMap("my elu", forward=elu1, backward=elu1_backward)
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("given", [elu1, OWN, (elu1, "elu+1"), ("elu+1", elu1)],
-                         ids=["function", "map", "first", "second"])
+@pytest.mark.parametrize(
+    "given",
+    [elu1, OWN, (elu1, "elu+1"), ("elu+1", elu1)],
+    ids=["function", "map", "first", "second"],
+)
 def test_a_function_equals_the_cores_own(given, norm):
     for normalize in (True, False, "add"):
         made = inputs(normalize=normalize, initial_state=True)
-        o, state = linattn.linear_attention(**made, feature_map=given, qk_l2norm=norm,
-                                            output_final_state=True)
-        want, state_want = linattn.linear_attention(**made, qk_l2norm=norm,
-                                                    output_final_state=True)
+        o, state = linattn.linear_attention(
+            **made, feature_map=given, qk_l2norm=norm, output_final_state=True
+        )
+        want, state_want = linattn.linear_attention(**made, qk_l2norm=norm, output_final_state=True)
         np.testing.assert_allclose(o, want, rtol=1e-12, atol=1e-13)
         parts = zip(state, state_want, strict=True) if normalize else [(state, state_want)]
         for x, y in parts:
@@ -224,8 +280,9 @@ def test_a_function_equals_the_cores_own(given, norm):
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("given", [OWN, (OWN, "elu+1"), ("elu+1", OWN)],
-                         ids=["both", "first", "second"])
+@pytest.mark.parametrize(
+    "given", [OWN, (OWN, "elu+1"), ("elu+1", OWN)], ids=["both", "first", "second"]
+)
 @pytest.mark.parametrize("normalize", [True, False, "add"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_of_a_function_equal_the_cores_own(given, norm, normalize, causal):
@@ -243,8 +300,11 @@ def test_gradients_of_a_function_equal_the_cores_own(given, norm, normalize, cau
 def test_gradients_keep_the_dtype(dtype):
     made = inputs(dtype=dtype)
     made |= make_output_gradients("linear_attention", np.random.default_rng(2), made)
-    wide = FeatureMap("wide", forward=lambda x: elu1(x.astype(np.float64)),
-                      backward=lambda x, dy: elu1_backward(x.astype(np.float64), dy))
+    wide = FeatureMap(
+        "wide",
+        forward=lambda x: elu1(x.astype(np.float64)),
+        backward=lambda x, dy: elu1_backward(x.astype(np.float64), dy),
+    )
     for given in (OWN, wide):
         o, _ = linattn.linear_attention(made["q"], made["k"], made["v"], feature_map=given)
         grads = linattn.linear_attention_backward(**made, feature_map=given, qk_l2norm=True)
@@ -264,8 +324,9 @@ def test_a_function_may_change_k():
     made = inputs(normalize=False)
     o, S = linattn.linear_attention(**made, feature_map=phi, output_final_state=True)
     mapped = made | {"q": squares(made["q"]), "k": squares(made["k"])}
-    want, S_want = linattn.linear_attention(**mapped, feature_map="identity",
-                                            output_final_state=True)
+    want, S_want = linattn.linear_attention(
+        **mapped, feature_map="identity", output_final_state=True
+    )
     assert S.shape == (2, 4, 16, 5)
     assert o.tobytes() == want.tobytes() and S.tobytes() == S_want.tobytes()
 
@@ -279,7 +340,8 @@ def test_a_function_may_change_k():
     state = np.zeros((2, 4, 16, 5))
     for t in range(37):
         last = linattn.linear_attention_step(
-            *(made[x][:, t] for x in "qkv"), state=state, feature_map=phi, normalize=False)
+            *(made[x][:, t] for x in "qkv"), state=state, feature_map=phi, normalize=False
+        )
     np.testing.assert_allclose(last, o[:, -1], rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(state, S, rtol=1e-10, atol=1e-12)
 
@@ -289,9 +351,11 @@ def test_functions_that_disagree_about_k_are_refused():
         linattn.linear_attention(**inputs(), feature_map=("exp", lambda x: x[..., :3]))
 
 
-@pytest.mark.parametrize("wrong", [lambda x: x[:1], lambda x: None, lambda x: 3.0,
-                                   lambda x: x.tolist(), lambda x: x.sum()],
-                         ids=["rows", "None", "number", "list", "scalar"])
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda x: x[:1], lambda x: None, lambda x: 3.0, lambda x: x.tolist(), lambda x: x.sum()],
+    ids=["rows", "None", "number", "list", "scalar"],
+)
 def test_a_function_that_gives_the_wrong_thing_is_refused(wrong):
     for face in (linattn.linear_attention, linattn.linear_attention_backward):
         made = inputs()
@@ -317,8 +381,11 @@ def test_a_functions_own_exception_comes_through():
         linattn.linear_attention(**inputs(), feature_map=broken)
 
 
-@pytest.mark.parametrize("given", [elu1, (elu1, "exp"), ("exp", FeatureMap("x", forward=elu1))],
-                         ids=["function", "first", "second"])
+@pytest.mark.parametrize(
+    "given",
+    [elu1, (elu1, "exp"), ("exp", FeatureMap("x", forward=elu1))],
+    ids=["function", "first", "second"],
+)
 def test_the_gradient_of_a_function_needs_its_backward(given):
     made = inputs()
     with pytest.raises(ValueError, match="feature_map: the gradient of a function of your own"):

@@ -28,8 +28,11 @@ from support.problems import poisoned
 GRID = list(cases(seed=1, limit=6_000))
 TENSOR_CORES = list(tensor_core_cases(seed=3))
 # float32 at the same sizes, as far as it goes there, and at those of the grid
-TF32 = [dataclasses.replace(case, dtype=np.float32) for case in TENSOR_CORES
-        if case.dtype == ml_dtypes.bfloat16 and case.K <= 128]
+TF32 = [
+    dataclasses.replace(case, dtype=np.float32)
+    for case in TENSOR_CORES
+    if case.dtype == ml_dtypes.bfloat16 and case.K <= 128
+]
 TF32_GRID = [case for case in GRID if case.dtype == np.float32 and case.K <= 128]
 
 
@@ -47,6 +50,7 @@ def pytest_generate_tests(metafunc):
 
 def check(case, rng, tf32=False, options=None, **how):
     """The op against its reference, computed as `how` says; both are given the options."""
+
     def once(pool):
         x = inputs_of(case, rng) | (options or {})
         given = for_op(case, x) | ({"allow_tf32": True} if tf32 else {})
@@ -59,8 +63,12 @@ def check(case, rng, tf32=False, options=None, **how):
         def reference(x, **how):
             return dict(zip(("o", "final_state"), reference_op(case)(**x, **how), strict=True))
 
-        pool.add({"o": o, "final_state": state}, reference(x, dtype=wider(case.dtype), **how),
-                 lambda x: reference(x, dtype=case.dtype, **form_of(case, gpu)), x)
+        pool.add(
+            {"o": o, "final_state": state},
+            reference(x, dtype=wider(case.dtype), **how),
+            lambda x: reference(x, dtype=case.dtype, **form_of(case, gpu)),
+            x,
+        )
 
     gpu = not device.on_host()
     rounded = rounds_products(case.op, case.dtype, case.K, case.mode, case.T, case.chunk)
@@ -95,6 +103,17 @@ def test_long_chunks_of_few_keys(op, rng):
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_a_whole_sequence_leaves_its_sums(dtype, normalize, packed, rng):
     """Not causal: every token reads all of them, and S and z are the sums over all."""
-    case = Case("linear_attention", "chunk", dtype, T=37, chunk=None, K=24, V=130, H=2, HV=4,
-                B=1 if packed else 3, packed=packed)
+    case = Case(
+        "linear_attention",
+        "chunk",
+        dtype,
+        T=37,
+        chunk=None,
+        K=24,
+        V=130,
+        H=2,
+        HV=4,
+        B=1 if packed else 3,
+        packed=packed,
+    )
     check(case, rng, options={"causal": False, "normalize": normalize})

@@ -11,7 +11,12 @@ ONES = np.ones((2, 2), np.float32)
 class Interface:
     def __init__(self, **more):
         self.__cuda_array_interface__ = {
-            "shape": (2, 2), "typestr": "<f4", "data": (4096, False), "version": 3, **more}
+            "shape": (2, 2),
+            "typestr": "<f4",
+            "data": (4096, False),
+            "version": 3,
+            **more,
+        }
 
 
 class WithDlpack(Interface):

@@ -60,8 +60,12 @@ def test_references_to_arguments_do_not_change(op, face):
     cu = np.array([0, 4, 9])
     if face != "step":
         _, packed = legal_call(op, face, B=1)
-        cases.append((function, {name: x for name, x in packed.items() if "state" not in name}
-                      | {"cu_seqlens": cu}))
+        cases.append(
+            (
+                function,
+                {name: x for name, x in packed.items() if "state" not in name} | {"cu_seqlens": cu},
+            )
+        )
     for call, arguments in cases:
         before = references(arguments)
         for _ in range(3):
@@ -142,8 +146,10 @@ def test_each_allocation_that_fails_is_a_memory_error(op, face, failing):
     function, made = legal_call(op, face)
     if face != "backward":
         made["out"] = np.full(made["v"].shape, 7, np.float32)
-    copy = {name: tuple(y.copy() for y in x) if isinstance(x, tuple) else x.copy()
-            for name, x in made.items()}
+    copy = {
+        name: tuple(y.copy() for y in x) if isinstance(x, tuple) else x.copy()
+        for name, x in made.items()
+    }
     want = snapshot([function(**copy)])
     before = snapshot(made)
     failing(1)
@@ -164,8 +170,11 @@ def test_the_nth_allocation_fails(failing):
         function(**made)
 
 
-@pytest.mark.parametrize("options", [{"mode": "recurrent"}, {"mode": "parallel"},
-                                     {"chunk_size": 1}, {"causal": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "recurrent"}, {"mode": "parallel"}, {"chunk_size": 1}, {"causal": False}],
+    ids=str,
+)
 def test_every_way_through_says_so(options, failing):
     for face in ("forward", "backward"):
         function, made = legal_call("linear_attention", face)

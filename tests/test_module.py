@@ -32,25 +32,43 @@ FACES = ("", "_step", "_backward")
 
 
 def test_importing_takes_less_than_50_ms_past_numpy():
-    code = ("import time, numpy; t = time.perf_counter(); import linattn; "
-            "print(time.perf_counter() - t)")
+    code = (
+        "import time, numpy; t = time.perf_counter(); import linattn; "
+        "print(time.perf_counter() - t)"
+    )
     python(code)  # the byte code is written
     seconds = [float(python(code)) for _ in range(7)]
     assert min(seconds) < 0.05, seconds  # other load on the machine only adds to it
 
 
 def test_importing_brings_in_numpy_only():
-    loaded = set(python(
-        "import sys, numpy; before = set(sys.modules); import linattn; "
-        "print(*{m.split('.')[0] for m in set(sys.modules) - before})").split())
-    heavy = loaded & {"torch", "ml_dtypes", "jax", "cupy", "scipy", "matplotlib", "ctypes",
-                      "multiprocessing", "asyncio", "linattn.demo", "linattn.reference"}
+    loaded = set(
+        python(
+            "import sys, numpy; before = set(sys.modules); import linattn; "
+            "print(*{m.split('.')[0] for m in set(sys.modules) - before})"
+        ).split()
+    )
+    heavy = loaded & {
+        "torch",
+        "ml_dtypes",
+        "jax",
+        "cupy",
+        "scipy",
+        "matplotlib",
+        "ctypes",
+        "multiprocessing",
+        "asyncio",
+        "linattn.demo",
+        "linattn.reference",
+    }
     assert not heavy
 
 
 def test_calls_on_numpys_arrays_bring_in_nothing():
-    loaded = python("import sys, numpy, linattn; x = numpy.ones((4, 2)); "
-                    "linattn.retention(x, x, x); print(*sys.modules)").split()
+    loaded = python(
+        "import sys, numpy, linattn; x = numpy.ones((4, 2)); "
+        "linattn.retention(x, x, x); print(*sys.modules)"
+    ).split()
     assert not {"torch", "linattn.autograd"} & set(loaded)
 
 
@@ -60,8 +78,13 @@ def test_a_free_threaded_python_stays_free():
 
 
 def test_importing_starts_no_thread():
-    assert python("import linattn, os; print(len(os.listdir('/proc/self/task')))",
-                  OPENBLAS_NUM_THREADS="1").strip() == "1"
+    assert (
+        python(
+            "import linattn, os; print(len(os.listdir('/proc/self/task')))",
+            OPENBLAS_NUM_THREADS="1",
+        ).strip()
+        == "1"
+    )
 
 
 def test_star_import_and_all():
@@ -97,8 +120,13 @@ def elf():
         pytest.skip("no readelf (binutils) to read the library with")
     if os.environ.get("LINATTN_DEBUG", "0") not in ("", "0"):
         pytest.skip("LINATTN_DEBUG: the library keeps what the others lack")
-    return subprocess.run(["readelf", "-W", "-S", "-l", "-d", "--dyn-syms", library], check=True,
-                          capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"}).stdout
+    return subprocess.run(
+        ["readelf", "-W", "-S", "-l", "-d", "--dyn-syms", library],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"LC_ALL": "C"},
+    ).stdout
 
 
 def test_the_library_is_found_without_paths(elf):
@@ -112,8 +140,9 @@ def test_addresses_of_functions_are_not_writable(elf):
 
 
 def test_the_library_exports_one_symbol(elf):
-    symbol = re.compile(r"^ *\d+: [0-9a-f]+ +\w+ +\w+ +(?:GLOBAL|WEAK|UNIQUE) +\w+ +(\w+) (\S+)",
-                        re.M)
+    symbol = re.compile(
+        r"^ *\d+: [0-9a-f]+ +\w+ +\w+ +(?:GLOBAL|WEAK|UNIQUE) +\w+ +(\w+) (\S+)", re.M
+    )
     symbols = symbol.findall(elf)
     assert [place for place, _ in symbols].count("UND") > 10, "no symbols were found"
     assert [name for place, name in symbols if place != "UND"] == ["PyInit__linattn"]
@@ -148,7 +177,10 @@ def test_ops_are_the_functions():
     assert linattn.OPS == _linattn.OPS == tuple(GATES)
     public = {name for name, x in vars(ops).items() if inspect.isfunction(x) and name[0] != "_"}
     assert public == {name + face for name in linattn.OPS for face in FACES} | {
-        "bind", "implicit_weights", "lightning_slopes"}
+        "bind",
+        "implicit_weights",
+        "lightning_slopes",
+    }
     assert public <= set(ops.__all__) <= set(linattn.__all__)
     for op in linattn.OPS:
         module = importlib.import_module(f"linattn.ops.{op}")
@@ -166,7 +198,8 @@ def test_the_tables_of_c(table):
     lines = [[word.strip().strip('"') for word in line.split(",")] for line in found]
     if table == "VARIANTS":
         assert [list(v) for v in linattn.VARIANTS.values()] == [
-            [op, decay.lower(), rule.lower(), z == "NORMALISER"] for op, decay, rule, z in lines]
+            [op, decay.lower(), rule.lower(), z == "NORMALISER"] for op, decay, rule, z in lines
+        ]
     else:
         assert [[x.label, x.letters, x.passes] for x in ARRAYS] == [line[1:4] for line in lines]
         assert [x.gradient for x in ARRAYS if x.gradient] == [x[8] for x in lines if len(x) == 9]
@@ -204,9 +237,19 @@ def test_the_core_refuses_what_no_pass_has():
     for args in ((), ("softmax",), (3,), ("kda", 1, 2)):
         with pytest.raises(TypeError, match="expected the name of an op"):
             _linattn.backward(*args)
-    assert _linattn.step("".join(["delta", "_rule"]), **{  # neither name is interned
-        "".join([x]): y for x, y in (("q", np.ones(2)), ("k", np.ones(2)), ("v", np.ones(2)),
-                                     ("beta", 1.0), ("state", np.zeros((2, 2))))}).shape == (2,)
+    assert _linattn.step(
+        "".join(["delta", "_rule"]),
+        **{  # neither name is interned
+            "".join([x]): y
+            for x, y in (
+                ("q", np.ones(2)),
+                ("k", np.ones(2)),
+                ("v", np.ones(2)),
+                ("beta", 1.0),
+                ("state", np.zeros((2, 2))),
+            )
+        },
+    ).shape == (2,)
 
 
 def test_the_readme_has_every_op():
@@ -219,9 +262,9 @@ def test_the_readme_has_every_op():
 
 def test_the_stub_of_the_core_has_every_function():
     stub = ast.parse((PACKAGE / "_linattn.pyi").read_text())
-    declared = {node.name for node in stub.body
-                if isinstance(node, ast.FunctionDef | ast.ClassDef)} | {
-        node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
+    declared = {
+        node.name for node in stub.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    } | {node.target.id for node in stub.body if isinstance(node, ast.AnnAssign)}
     there = {name for name in dir(_linattn) if not name.startswith("__")}
     assert declared == there
 
@@ -232,11 +275,25 @@ def test_the_package_is_typed():
 
 # ---- signatures ----
 
-OPTIONS = {"scale": None, "initial_state": None, "output_final_state": False, "cu_seqlens": None,
-           "mode": "chunk", "chunk_size": None, "qk_l2norm": False, "state_v_first": False,
-           "allow_tf32": None, "out": None}
-STEP_OPTIONS = {"state_indices": None, "scale": None, "qk_l2norm": False, "state_v_first": False,
-                "out": None}
+OPTIONS = {
+    "scale": None,
+    "initial_state": None,
+    "output_final_state": False,
+    "cu_seqlens": None,
+    "mode": "chunk",
+    "chunk_size": None,
+    "qk_l2norm": False,
+    "state_v_first": False,
+    "allow_tf32": None,
+    "out": None,
+}
+STEP_OPTIONS = {
+    "state_indices": None,
+    "scale": None,
+    "qk_l2norm": False,
+    "state_v_first": False,
+    "out": None,
+}
 EMPTY = inspect.Parameter.empty
 
 
@@ -276,15 +333,17 @@ def test_signatures(op, face):
         keyword |= OPTIONS | {"d_final_state": None}
         del keyword["output_final_state"], keyword["out"], keyword["allow_tf32"]
     parameters = parameters_of(getattr(linattn, op + face))
-    of_kind = {kind: {name: p.default for name, p in parameters.items() if p.kind is kind}
-               for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                            inspect.Parameter.KEYWORD_ONLY)}
+    of_kind = {
+        kind: {name: p.default for name, p in parameters.items() if p.kind is kind}
+        for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    }
     got_positional, got_keyword = of_kind.values()
     assert list(got_positional.items()) == list(positional.items())
     assert got_keyword == keyword
     assert len(parameters) == len(got_positional) + len(got_keyword)
     assert [name for name in got_keyword if name in OPTIONS] == [
-        name for name in OPTIONS if name in got_keyword]  # one order everywhere
+        name for name in OPTIONS if name in got_keyword
+    ]  # one order everywhere
     for name, parameter in parameters.items():
         assert parameter.annotation is not EMPTY, name
 
@@ -297,8 +356,9 @@ def test_docstrings_name_every_argument_and_its_shape(op, face):
     for name in parameters_of(function):
         assert re.search(rf"\b{name}\b", text), name
     step = face == "_step"
-    for shape in (["[B,H,K]", "[B,HV,V]", "[B,HV,K,V]"] if step else
-                  ["[B,T,H,K]", "[B,T,HV,V]", "[N,HV,K,V]"]):
+    for shape in (
+        ["[B,H,K]", "[B,HV,V]", "[B,HV,K,V]"] if step else ["[B,T,H,K]", "[B,T,HV,V]", "[N,HV,K,V]"]
+    ):
         assert shape in text
     if "g" in GATES[op]:
         assert ("[B,HV]" if step else "[B,T,HV]") in text
@@ -338,8 +398,15 @@ def test_gradients():
 def test_show_config(capsys):
     linattn.show_config()
     text = capsys.readouterr().out
-    for word in (linattn.__version__, np.__version__, "compiler", "instruction sets", "threads",
-                 "CUDA", _linattn.isa()[0]):
+    for word in (
+        linattn.__version__,
+        np.__version__,
+        "compiler",
+        "instruction sets",
+        "threads",
+        "CUDA",
+        _linattn.isa()[0],
+    ):
         assert word in text
     assert not any(line != line.rstrip() for line in text.splitlines())
 
@@ -350,8 +417,14 @@ def test_float32_precision():
         linattn.set_float32_precision("tf32")
         assert linattn.get_float32_precision() == "tf32"
         assert "tf32" in linattn.config.config()["float32"]
-        for bad, error in (("TF32", ValueError), ("", ValueError), ("bf16", ValueError),
-                           (None, TypeError), (True, TypeError), (b"tf32", TypeError)):
+        for bad, error in (
+            ("TF32", ValueError),
+            ("", ValueError),
+            ("bf16", ValueError),
+            (None, TypeError),
+            (True, TypeError),
+            (b"tf32", TypeError),
+        ):
             with pytest.raises(error, match=r"^precision: expected 'ieee' or 'tf32', got "):
                 linattn.set_float32_precision(bad)
         assert linattn.get_float32_precision() == "tf32"
@@ -362,8 +435,9 @@ def test_float32_precision():
 
 @pytest.mark.parametrize("op", linattn.OPS)
 def test_tf32_changes_nothing_on_the_host(op):
-    x = testing.make_inputs(op, np.random.default_rng(0), B=1, T=70, H=1, HV=2, K=32, V=16,
-                            dtype=np.float32)
+    x = testing.make_inputs(
+        op, np.random.default_rng(0), B=1, T=70, H=1, HV=2, K=32, V=16, dtype=np.float32
+    )
     want, _ = getattr(linattn, op)(**x)
     for allow in (True, False, np.True_, None):
         got, _ = getattr(linattn, op)(**x, allow_tf32=allow)
@@ -371,8 +445,13 @@ def test_tf32_changes_nothing_on_the_host(op):
 
 
 def test_python_m_linattn_info():
-    done = subprocess.run([sys.executable, "-m", "linattn", "info"], capture_output=True, text=True,
-                          timeout=60, env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)})
+    done = subprocess.run(
+        [sys.executable, "-m", "linattn", "info"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
+    )
     assert done.returncode == 0, done.stderr
     assert linattn.__version__ in done.stdout and _linattn.isa()[0] in done.stdout
 
@@ -438,8 +517,9 @@ def test_cuda_is_not_there_and_says_why():
 @pytest.mark.parametrize("state_v_first", [False, True])
 def test_zeros_state(dtype, normalized, state_v_first):
     for N, HV, K, V in ((2, 3, 5, 7), (1, 1, 1, 1), (0, 2, 3, 4), (4, 8, 128, 128)):
-        made = linattn.zeros_state(N, HV, K, V, dtype=dtype, state_v_first=state_v_first,
-                                   normalized=normalized)
+        made = linattn.zeros_state(
+            N, HV, K, V, dtype=dtype, state_v_first=state_v_first, normalized=normalized
+        )
         S, *z = made if normalized else (made,)
         assert S.shape == ((N, HV, V, K) if state_v_first else (N, HV, K, V))
         assert [x.shape for x in z] == ([(N, HV, K)] if normalized else [])
@@ -457,22 +537,45 @@ def test_zeros_state_fits_a_step():
         assert state[0].any() and state[1].any()
 
 
-@pytest.mark.parametrize(("bad", "error", "message"), [
-    ((-1, 1, 1, 1), ValueError, "N: expected a size >= 0, got -1"),
-    ((1, 1, 1, -2), ValueError, "V: expected a size >= 0, got -2"),
-    ((1, 1, 1.5, 1), TypeError, "K: expected an int, got float"),
-    (("2", 1, 1, 1), TypeError, "N: expected an int, got str"),
-    ((1, None, 1, 1), TypeError, "HV: expected an int, got NoneType"),
-    ((1, 1, 1, np.array([1, 2])), TypeError, "V: expected an int, got ndarray"),
-    ((1, True, 1, 1), TypeError, "HV: expected an int, got bool"),
-    *((bad, ValueError, f"N, HV, K, V: expected a state of at most {2**63 - 65} bytes, got N = "
-       f"{bad[0]}, HV = {bad[1]}, K = {bad[2]}, V = {bad[3]} of float32") for bad in (
-        (2**31, 2**31, 4, 1), (2**31, 2**31, 2**31, 1), (1, 1, 2**40, 2**40), (2**62, 1, 1, 1),
-        (2**63, 1, 1, 1), (0, 2**62, 2**62, 1), (np.int32(2**30), np.int32(2**30), 4, 1))),
-    *((bad, MemoryError, f"N, HV, K, V: expected a state that fits in memory, got N = {bad[0]}, "
-       f"HV = {bad[1]}, K = {bad[2]}, V = {bad[3]} of float32") for bad in (
-        (2**58, 1, 1, 1), (2**31, 2**27, 1, 1))),
-], ids=str)
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ((-1, 1, 1, 1), ValueError, "N: expected a size >= 0, got -1"),
+        ((1, 1, 1, -2), ValueError, "V: expected a size >= 0, got -2"),
+        ((1, 1, 1.5, 1), TypeError, "K: expected an int, got float"),
+        (("2", 1, 1, 1), TypeError, "N: expected an int, got str"),
+        ((1, None, 1, 1), TypeError, "HV: expected an int, got NoneType"),
+        ((1, 1, 1, np.array([1, 2])), TypeError, "V: expected an int, got ndarray"),
+        ((1, True, 1, 1), TypeError, "HV: expected an int, got bool"),
+        *(
+            (
+                bad,
+                ValueError,
+                f"N, HV, K, V: expected a state of at most {2**63 - 65} bytes, got N = "
+                f"{bad[0]}, HV = {bad[1]}, K = {bad[2]}, V = {bad[3]} of float32",
+            )
+            for bad in (
+                (2**31, 2**31, 4, 1),
+                (2**31, 2**31, 2**31, 1),
+                (1, 1, 2**40, 2**40),
+                (2**62, 1, 1, 1),
+                (2**63, 1, 1, 1),
+                (0, 2**62, 2**62, 1),
+                (np.int32(2**30), np.int32(2**30), 4, 1),
+            )
+        ),
+        *(
+            (
+                bad,
+                MemoryError,
+                f"N, HV, K, V: expected a state that fits in memory, got N = {bad[0]}, "
+                f"HV = {bad[1]}, K = {bad[2]}, V = {bad[3]} of float32",
+            )
+            for bad in ((2**58, 1, 1, 1), (2**31, 2**27, 1, 1))
+        ),
+    ],
+    ids=str,
+)
 def test_zeros_state_refuses_sizes(bad, error, message):
     for options in ({}, {"normalized": True}, {"state_v_first": True}):
         with pytest.raises(error) as refused:
@@ -490,6 +593,7 @@ def test_zeros_state_takes_any_int():
     class Two:
         def __index__(self):
             return 2
+
     assert linattn.zeros_state(Two(), np.int8(1), np.uint64(3), 4).shape == (2, 1, 3, 4)
 
 

@@ -11,9 +11,24 @@ spec = importlib.util.spec_from_file_location("mutants_run", ROOT / "tests" / "m
 run = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(run)
 PATCHES = run.patches()
-ROOMS = ("check.c", "arrays.c", "views.c", "module.c", "bound.c", "pool.c", "gate.c", "dispatch.c",
-         "chunk.h", "chunk_backward.h", "scan.h", "whole.h", "gather.h", "load.h", "tile.h",
-         "recurrence.h")
+ROOMS = (
+    "check.c",
+    "arrays.c",
+    "views.c",
+    "module.c",
+    "bound.c",
+    "pool.c",
+    "gate.c",
+    "dispatch.c",
+    "chunk.h",
+    "chunk_backward.h",
+    "scan.h",
+    "whole.h",
+    "gather.h",
+    "load.h",
+    "tile.h",
+    "recurrence.h",
+)
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch["name"])

@@ -24,19 +24,19 @@ BLOCKS = {
 # of flash-linear-attention 0.6.0's layers
 NAMES = {
     "Retention": "q_proj.weight k_proj.weight v_proj.weight g_proj.weight o_proj.weight "
-                 "g_norm_swish_gate.weight",
+    "g_norm_swish_gate.weight",
     "GatedLinearAttention": "q_proj.weight k_proj.weight v_proj.weight g_proj.weight "
-                            "gk_proj.0.weight gk_proj.1.weight gk_proj.1.bias o_proj.weight "
-                            "g_norm_swish_gate.weight",
+    "gk_proj.0.weight gk_proj.1.weight gk_proj.1.bias o_proj.weight "
+    "g_norm_swish_gate.weight",
     "DeltaNet": "q_proj.weight k_proj.weight v_proj.weight b_proj.weight q_conv1d.weight "
-                "k_conv1d.weight v_conv1d.weight o_norm.weight o_proj.weight",
+    "k_conv1d.weight v_conv1d.weight o_norm.weight o_proj.weight",
     "GatedDeltaNet": "q_proj.weight k_proj.weight v_proj.weight a_proj.weight b_proj.weight A_log "
-                     "dt_bias q_conv1d.weight k_conv1d.weight v_conv1d.weight g_proj.weight "
-                     "o_norm.weight o_proj.weight",
+    "dt_bias q_conv1d.weight k_conv1d.weight v_conv1d.weight g_proj.weight "
+    "o_norm.weight o_proj.weight",
     "KimiDeltaAttention": "q_proj.weight k_proj.weight v_proj.weight q_conv1d.weight "
-                          "k_conv1d.weight v_conv1d.weight f_proj.0.weight f_proj.1.weight "
-                          "b_proj.weight A_log dt_bias g_proj.0.weight g_proj.1.weight "
-                          "g_proj.1.bias o_norm.weight o_proj.weight",
+    "k_conv1d.weight v_conv1d.weight f_proj.0.weight f_proj.1.weight "
+    "b_proj.weight A_log dt_bias g_proj.0.weight g_proj.1.weight "
+    "g_proj.1.bias o_norm.weight o_proj.weight",
 }
 blocks = pytest.mark.parametrize("name", BLOCKS)
 
@@ -137,12 +137,15 @@ def test_packed_sequences_are_sequences(name):
         before = layer(tokens(4, 7, seed=5))[1]
         y, state = layer(x, before, torch.tensor(edges, dtype=torch.int32))
         for n, (i, j) in enumerate(pairwise(edges)):
-            own = nn.State(before.memory[n:n + 1], tuple(c[n:n + 1] for c in before.conv),
-                           None if before.position is None else before.position[n:n + 1])
+            own = nn.State(
+                before.memory[n : n + 1],
+                tuple(c[n : n + 1] for c in before.conv),
+                None if before.position is None else before.position[n : n + 1],
+            )
             alone, end = layer(x[:, i:j], own)
             agree(y[:, i:j], alone)
             for a, b in zip(flat(state), flat(end), strict=True):
-                agree(a[n:n + 1], b)
+                agree(a[n : n + 1], b)
 
 
 @blocks
@@ -214,16 +217,20 @@ def test_compiled_without_a_break(name):
 
 def by_hand(layer, x):
     """A block from its formulas, the op apart: q, k, v after projection and convolution."""
+
     def conv(y, name):
         if not hasattr(layer, name):
             return y
         w = getattr(layer, name).weight[:, 0]
         padded = F.pad(y, (0, 0, w.shape[1] - 1, 0))
-        return F.silu(sum(padded[:, j:j + y.shape[1]] * w[:, j] for j in range(w.shape[1])))
+        return F.silu(sum(padded[:, j : j + y.shape[1]] * w[:, j] for j in range(w.shape[1])))
 
     q, k, v = (conv(getattr(layer, f"{n}_proj")(x), f"{n}_conv1d") for n in "qkv")
-    return (q.unflatten(-1, (layer.H, -1)), k.unflatten(-1, (layer.H, -1)),
-            v.unflatten(-1, (layer.HV, -1)))
+    return (
+        q.unflatten(-1, (layer.H, -1)),
+        k.unflatten(-1, (layer.H, -1)),
+        v.unflatten(-1, (layer.HV, -1)),
+    )
 
 
 def normed(o, weight):
@@ -237,7 +244,8 @@ def test_a_gated_delta_net_by_hand():
     g = -layer.A_log.exp() * F.softplus(layer.a_proj(x) + layer.dt_bias)
     beta = layer.b_proj(x).sigmoid()
     o, _ = reference.gated_delta_rule(
-        *(a.detach().numpy() for a in (q, k, v, g, beta)), qk_l2norm=True)
+        *(a.detach().numpy() for a in (q, k, v, g, beta)), qk_l2norm=True
+    )
     o = normed(o, layer.o_norm.weight)
     o = o * F.silu(layer.g_proj(x)).unflatten(-1, (4, -1))
     agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
@@ -258,15 +266,18 @@ def test_a_retention_by_hand():
     layer, x = block("Retention"), tokens(1, 25)
     q, k, v = by_hand(layer, x)
     t, half = torch.arange(25, dtype=torch.float64), layer.K // 2
-    turn = torch.polar(torch.ones(25, half).double(),
-                       t[:, None] * 10000.0 ** (-torch.arange(half) / half))
+    turn = torch.polar(
+        torch.ones(25, half).double(), t[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    )
 
     def turned(a):  # pairs of halves as complex numbers
         z = torch.complex(a[..., :half], a[..., half:]) * turn[:, None]
         return torch.cat([z.real, z.imag], -1)
+
     gamma = 1 - 2.0 ** (-5 - np.arange(2))
     o, _ = reference.retention(
-        *(a.detach().numpy() for a in (turned(q), turned(k), v)), gamma=gamma)
+        *(a.detach().numpy() for a in (turned(q), turned(k), v)), gamma=gamma
+    )
     o = normed(o, layer.g_norm_swish_gate.weight)
     o = o * F.silu(layer.g_proj(x)).unflatten(-1, (2, -1))
     # angles are float32's, as at any position
@@ -287,7 +298,8 @@ def test_a_delta_net_by_hand():
     layer, x = block("DeltaNet"), tokens(2, 25)
     q, k, v = by_hand(layer, x)
     o, _ = reference.delta_rule(
-        *(a.detach().numpy() for a in (q, k, v, layer.b_proj(x).sigmoid())), qk_l2norm=True)
+        *(a.detach().numpy() for a in (q, k, v, layer.b_proj(x).sigmoid())), qk_l2norm=True
+    )
     o = normed(o, layer.o_norm.weight)
     agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
 

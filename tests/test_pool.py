@@ -24,7 +24,7 @@ def test_rows_step_with_the_states_they_name(op, kind, shape, v_first, rng):
     """Every token has another choice. The outputs are those of steps of one row each, and the rest
     of the pool stays as it was."""
     x, pool = pool_problem(op, rng, *kind, shape, T=TOKENS, v_first=v_first)
-    alone = [over_arrays(lambda s, i=i: s[i:i + 1].copy(), pool) for i in range(P)]
+    alone = [over_arrays(lambda s, i=i: s[i : i + 1].copy(), pool) for i in range(P)]
     for t in range(TOKENS):
         indices = rng.permutation(P)[:B].astype(np.int32 if t % 2 else np.int64)
         indices[t] = -1
@@ -36,9 +36,9 @@ def test_rows_step_with_the_states_they_name(op, kind, shape, v_first, rng):
                 assert o[n].tobytes() == bytes(o[n].nbytes)
                 continue
             want = step(op)(**at_token(x, t, slice(n, n + 1)), state=alone[i])
-            assert_same_bits(o[n:n + 1], want)
+            assert_same_bits(o[n : n + 1], want)
         for i in range(P):
-            assert_same_bits(over_arrays(lambda s, i=i: s[i:i + 1], pool), alone[i])
+            assert_same_bits(over_arrays(lambda s, i=i: s[i : i + 1], pool), alone[i])
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]], ids=["float64", "bfloat16"])
@@ -116,8 +116,9 @@ def test_one_head(op, rng):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_many_rows_of_a_large_pool(threads, rng):
     """More rows than fit on the stack, indices that are equal modulo a power of two."""
-    x, pool = pool_problem("gated_delta_rule", rng, np.float32, np.float32, (1, 1, 8, 16),
-                           B=300, P=9000)
+    x, pool = pool_problem(
+        "gated_delta_rule", rng, np.float32, np.float32, (1, 1, 8, 16), B=300, P=9000
+    )
     indices = rng.permutation(9000)[:300]
     indices[:3] = 5, 5 + 4096, 5 + 8192
     indices[3:] = [i for i in rng.permutation(9000) if i % 4096 != 5][:297]
@@ -163,16 +164,24 @@ def test_values_outside_the_pool(op):
                 if not np.iinfo(dtype).min <= bad <= np.iinfo(dtype).max:
                     continue
                 indices[n] = bad
-                refused(step(op), spoiled(op, state_indices=indices), ValueError,
-                        "state_indices: expected 0 to P - 1 = 4, or -1 for no state, "
-                        f"got {bad} at index {n}")
+                refused(
+                    step(op),
+                    spoiled(op, state_indices=indices),
+                    ValueError,
+                    "state_indices: expected 0 to P - 1 = 4, or -1 for no state, "
+                    f"got {bad} at index {n}",
+                )
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_state_for_two_rows(op):
     device.needs_host("the values of state_indices are not looked at")
-    refused(step(op), spoiled(op, state_indices=np.array([2, -1, 2], np.int32)), ValueError,
-            "state_indices: expected no state twice, got 2 at index 0 and at index 2")
+    refused(
+        step(op),
+        spoiled(op, state_indices=np.array([2, -1, 2], np.int32)),
+        ValueError,
+        "state_indices: expected no state twice, got 2 at index 0 and at index 2",
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -182,9 +191,13 @@ def test_a_state_for_any_two_rows(first, second, dtype):
     device.needs_host("the values of state_indices are not looked at")
     indices = np.array([4, 1, 0], dtype)
     indices[second] = indices[first]
-    refused(step("kda"), spoiled("kda", state_indices=indices), ValueError,
-            f"state_indices: expected no state twice, got {indices[first]} at index {first} and at "
-            f"index {second}")
+    refused(
+        step("kda"),
+        spoiled("kda", state_indices=indices),
+        ValueError,
+        f"state_indices: expected no state twice, got {indices[first]} at index {first} and at "
+        f"index {second}",
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -198,41 +211,68 @@ def test_both_parts_of_a_pair_are_pools(op):
 
 @pytest.mark.parametrize("shape", [(2,), (4,), (3, 1), (1, 3), ()], ids=str)
 def test_shapes_of_indices(shape):
-    refused(step("kda"), spoiled("kda", state_indices=np.full(shape, -1)), ValueError,
-            f"state_indices: expected [B] = (3,), got {shape}")
+    refused(
+        step("kda"),
+        spoiled("kda", state_indices=np.full(shape, -1)),
+        ValueError,
+        f"state_indices: expected [B] = (3,), got {shape}",
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int16, np.uint8, np.bool_])
 def test_dtypes_of_indices(dtype):
-    refused(step("kda"), spoiled("kda", state_indices=np.zeros(3, dtype)), TypeError,
-            "state_indices: expected int32 or int64, got ")
+    refused(
+        step("kda"),
+        spoiled("kda", state_indices=np.zeros(3, dtype)),
+        TypeError,
+        "state_indices: expected int32 or int64, got ",
+    )
 
 
 @pytest.mark.parametrize("bad", [[4, -1, 0], (4, -1, 0), 4, "x", True], ids=repr)
 def test_indices_that_are_no_array(bad):
-    refused(step("kda"), spoiled("kda", state_indices=bad), TypeError,
-            "state_indices: expected an array, got ")
+    refused(
+        step("kda"),
+        spoiled("kda", state_indices=bad),
+        TypeError,
+        "state_indices: expected an array, got ",
+    )
 
 
-@pytest.mark.parametrize(("shape", "text"), [
-    ((5, 4, 6, 8), " = (5, 4, 8, 6), got (5, 4, 6, 8)"),
-    ((5, 2, 8, 6), " = (5, 4, 8, 6), got (5, 2, 8, 6)"),
-    ((4, 8, 6), ", got (4, 8, 6)"), ((5, 1, 4, 8, 6), ", got (5, 1, 4, 8, 6)")], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ((5, 4, 6, 8), " = (5, 4, 8, 6), got (5, 4, 6, 8)"),
+        ((5, 2, 8, 6), " = (5, 4, 8, 6), got (5, 2, 8, 6)"),
+        ((4, 8, 6), ", got (4, 8, 6)"),
+        ((5, 1, 4, 8, 6), ", got (5, 1, 4, 8, 6)"),
+    ],
+    ids=str,
+)
 def test_shapes_of_pools(shape, text):
-    refused(step("kda"), spoiled("kda", state=np.ones(shape, np.float32)), ValueError,
-            f"state: expected [P,HV,K,V]{text}")
+    refused(
+        step("kda"),
+        spoiled("kda", state=np.ones(shape, np.float32)),
+        ValueError,
+        f"state: expected [P,HV,K,V]{text}",
+    )
 
 
 def test_an_empty_pool():
-    refused(step("kda"), spoiled("kda", state=np.ones((0, 4, 8, 6), np.float32)), ValueError,
-            "state: expected P >= 1 states in the pool, got P = 0")
+    refused(
+        step("kda"),
+        spoiled("kda", state=np.ones((0, 4, 8, 6), np.float32)),
+        ValueError,
+        "state: expected P >= 1 states in the pool, got P = 0",
+    )
 
 
 def test_states_without_indices_are_one_a_row():
     made = spoiled("kda")
     del made["state_indices"]
-    refused(step("kda"), made, ValueError,
-            "state: expected [N,HV,K,V] = (3, 4, 8, 6), got (5, 4, 8, 6)")
+    refused(
+        step("kda"), made, ValueError, "state: expected [N,HV,K,V] = (3, 4, 8, 6), got (5, 4, 8, 6)"
+    )
 
 
 @pytest.mark.parametrize("written", ["out", "state"])
@@ -240,15 +280,23 @@ def test_indices_in_memory_that_is_written(written):
     made = spoiled("kda")
     inside = made[written].reshape(-1)[:3].view(np.int32)
     inside[...] = 4, -1, 0
-    refused(step("kda"), made | {"state_indices": inside}, ValueError,
-            f"{written}: expected memory of its own, got memory shared with state_indices")
+    refused(
+        step("kda"),
+        made | {"state_indices": inside},
+        ValueError,
+        f"{written}: expected memory of its own, got memory shared with state_indices",
+    )
 
 
 def test_byteswapped_indices():
     device.needs_numpy("no arrays of swapped bytes")
     swapped = np.array([4, -1, 0], np.dtype(np.int64).newbyteorder())
-    refused(step("kda"), spoiled("kda", state_indices=swapped), ValueError,
-            "state_indices: expected an aligned array in native byte order")
+    refused(
+        step("kda"),
+        spoiled("kda", state_indices=swapped),
+        ValueError,
+        "state_indices: expected an aligned array in native byte order",
+    )
 
 
 def test_it_is_a_step_keyword_only():

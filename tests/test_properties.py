@@ -18,8 +18,13 @@ from support.variants import DELTA, GATED, HEAD_DECAY, KEY_DECAY, with_decay
 
 from linattn import reference, testing
 
-PROFILE = settings(max_examples=200, derandomize=True, deadline=None, database=None,
-                   suppress_health_check=list(HealthCheck))
+PROFILE = settings(
+    max_examples=200,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 REALS = (np.float64, np.float64, np.float64, np.float32)
 DTYPES = (*REALS, np.float16, ml_dtypes.bfloat16)
@@ -29,8 +34,19 @@ DTYPES = (*REALS, np.float16, ml_dtypes.bfloat16)
 
 
 @st.composite
-def problems(draw, ops=linattn.OPS, dtypes=(np.float64,), least_T=0, most_T=70, least_B=1,
-             most_B=2, options=True, l2norm=True, H=(1, 2), least_V=1):
+def problems(
+    draw,
+    ops=linattn.OPS,
+    dtypes=(np.float64,),
+    least_T=0,
+    most_T=70,
+    least_B=1,
+    most_B=2,
+    options=True,
+    l2norm=True,
+    H=(1, 2),
+    least_V=1,
+):
     """An op, its keyword arguments (inputs and options), and how to run it (mode, chunk_size)."""
     op = draw(st.sampled_from(ops))
     heads = draw(st.sampled_from(H))
@@ -39,11 +55,18 @@ def problems(draw, ops=linattn.OPS, dtypes=(np.float64,), least_T=0, most_T=70, 
     if op == "linear_attention" and options:
         normalize = draw(st.sampled_from((True, "add", False)))
     x = testing.make_inputs(
-        op, generator(draw), B=draw(st.integers(least_B, most_B)),
-        T=draw(st.integers(least_T, most_T)), H=heads,
-        HV=heads * draw(st.integers(1, 2)), K=K, V=draw(st.integers(least_V, 40)),
-        dtype=draw(st.sampled_from(dtypes)), initial_state=draw(st.booleans()),
-        normalize=normalize)
+        op,
+        generator(draw),
+        B=draw(st.integers(least_B, most_B)),
+        T=draw(st.integers(least_T, most_T)),
+        H=heads,
+        HV=heads * draw(st.integers(1, 2)),
+        K=K,
+        V=draw(st.integers(least_V, 40)),
+        dtype=draw(st.sampled_from(dtypes)),
+        initial_state=draw(st.booleans()),
+        normalize=normalize,
+    )
     if op == "linear_attention" and options:
         maps = ("elu+1", "relu+eps", "exp", *(() if normalize else ("identity", "relu2")))
         x["feature_map"] = draw(st.sampled_from(maps))
@@ -81,8 +104,7 @@ def heads_of(x, heads):
     group = x["v"].shape[2] // x["q"].shape[2]
     shared = {name: x[name][:, :, [h // group for h in heads]] for name in ("q", "k")}
     own = {name: a for name, a in x.items() if name not in shared}
-    return shared | change(own, lambda a: a[:, :, heads], lambda a: a[:, heads],
-                           lambda a: a[heads])
+    return shared | change(own, lambda a: a[:, :, heads], lambda a: a[:, heads], lambda a: a[heads])
 
 
 def forward(op, x, **run):
@@ -100,8 +122,7 @@ def state_of(outputs):
 def backward(op, x, d, **run):
     """{name: gradient}"""
     grads = getattr(linattn, f"{op}_backward")(**d, **x, **run)
-    return {name: a for field in grads._fields
-            for name, a in parts(field, getattr(grads, field))}
+    return {name: a for field in grads._fields for name, a in parts(field, getattr(grads, field))}
 
 
 # ---- comparisons ----
@@ -156,8 +177,21 @@ def test_the_three_modes_are_accurate_in_float32(problem, rng):
     _, T, HV, V = x["v"].shape
     B = -(-1000 // (T * HV * V))
     options = {name: x[name] for name in ("feature_map", "qk_l2norm") if name in x}
-    x = testing.make_inputs(op, rng, B=B, T=T, H=x["q"].shape[2], HV=HV, K=x["q"].shape[3], V=V,
-                            dtype=np.float32, normalize=x.get("normalize", True)) | options
+    x = (
+        testing.make_inputs(
+            op,
+            rng,
+            B=B,
+            T=T,
+            H=x["q"].shape[2],
+            HV=HV,
+            K=x["q"].shape[3],
+            V=V,
+            dtype=np.float32,
+            normalize=x.get("normalize", True),
+        )
+        | options
+    )
     function = getattr(reference, op)
     ref, _ = function(**x)
     for mode in MODES:
@@ -175,8 +209,9 @@ def test_any_chunk_size_agrees(problem, other):
     assert_all_agree(forward(op, x, mode="chunk", chunk_size=other), chunked)
     assert_all_agree(forward(op, x, mode="chunk", chunk_size=1), forward(op, x, mode="recurrent"))
     T = max(x["v"].shape[1], 1)
-    assert_all_same_bits(forward(op, x, mode="chunk", chunk_size=T),
-                         forward(op, x, mode="parallel"))
+    assert_all_same_bits(
+        forward(op, x, mode="chunk", chunk_size=T), forward(op, x, mode="parallel")
+    )
 
 
 @PROFILE
@@ -199,8 +234,7 @@ def test_steps_equal_one_forward(problem, v_first):
     B, T, HV, V = x["v"].shape
     step = getattr(linattn, f"{op}_step")
     normalized = "final_state" not in whole
-    state = linattn.zeros_state(B, HV, x["q"].shape[3], V, dtype=np.float64,
-                                normalized=normalized)
+    state = linattn.zeros_state(B, HV, x["q"].shape[3], V, dtype=np.float64, normalized=normalized)
     if "initial_state" in x:
         state = over_arrays(np.copy, x["initial_state"])
     if v_first:
@@ -276,8 +310,9 @@ def test_a_nan_stays_in_its_sequence_and_head(problem, data, rng):
         assert_same_bits(ill_grads[key][sequences], grads[key][sequences], key)
         axis = 1 if key.startswith("d_initial") else 2
         others = sorted({i // group for i in heads}) if key in ("dq", "dk") else heads
-        assert_same_bits(ill_grads[key][b].take(others, axis - 1),
-                         grads[key][b].take(others, axis - 1), key)
+        assert_same_bits(
+            ill_grads[key][b].take(others, axis - 1), grads[key][b].take(others, axis - 1), key
+        )
     assert np.isnan(ill["o"][b, t:, h].astype(np.float64)).any()
 
 
@@ -306,9 +341,16 @@ def test_sequences_and_heads_do_not_know_their_neighbours(problem, rng):
         wanted = {n: a.take(heads, 2 if n == "o" else 1) for n, a in o.items()}
         assert_all_same_bits(forward(op, y, **run), wanted)
         got = backward(op, y, d_heads, **run)
-        wanted = {n: a.take(heads, {"dg": a.ndim - 2 if op in KEY_DECAY else a.ndim - 1,
-                                    "dbeta": 2, "dv": 2}.get(n, 1))
-                  for n, a in grads.items() if n not in ("dq", "dk")}
+        wanted = {
+            n: a.take(
+                heads,
+                {"dg": a.ndim - 2 if op in KEY_DECAY else a.ndim - 1, "dbeta": 2, "dv": 2}.get(
+                    n, 1
+                ),
+            )
+            for n, a in grads.items()
+            if n not in ("dq", "dk")
+        }
         for name in ("dq", "dk"):  # sums over the group: below
             got.pop(name, None)
         assert_all_same_bits(got, wanted)
@@ -325,7 +367,8 @@ def test_linear_in_v(problem, rng):
     v = x["v"]
     w = rng.standard_normal(v.shape)
     both, one, other, twice = (
-        forward(op, zeros | {"v": values}, **run) for values in (v - 3 * w, v, w, 2 * v))
+        forward(op, zeros | {"v": values}, **run) for values in (v - 3 * w, v, w, 2 * v)
+    )
     assert_same_bits(twice["o"], 2 * one["o"])
     size = rms(one["o"]) + 3 * rms(other["o"])
     assert_agree(both["o"], one["o"] - 3 * other["o"], "o", size=size)
@@ -357,8 +400,9 @@ def test_g_zero_is_no_gate_and_alpha_is_exp_g(problem):
     plain = with_decay(op, "none")
     y = {name: a for name, a in x.items() if name != "g"}
     options = {"feature_map": "identity", "normalize": False} if "beta" not in x else {}
-    assert_all_agree(forward(op, x | {"g": np.zeros_like(x["g"])}, **run),
-                     forward(plain, y | options, **run))
+    assert_all_agree(
+        forward(op, x | {"g": np.zeros_like(x["g"])}, **run), forward(plain, y | options, **run)
+    )
     assert_all_agree(forward(op, y | {"alpha": np.exp(x["g"])}, **run), forward(op, x, **run))
 
 
@@ -397,18 +441,26 @@ def test_packed_sequences_are_separate_calls(problem, data, int32, rng):
     d = testing.make_output_gradients(op, rng, packed)
     if "initial_state" in x:
         packed["initial_state"] = over_arrays(
-            lambda a: np.concatenate([a * (n + 1) for n in range(N)]), x["initial_state"])
+            lambda a: np.concatenate([a * (n + 1) for n in range(N)]), x["initial_state"]
+        )
     o, grads = forward(op, packed, **run), backward(op, packed, d, **run)
     per_head_gate = 0
     for n in range(N):
-        y = change(packed | d, lambda a, n=n: a[:, cu[n]:cu[n + 1]], lambda a, n=n: a[n:n + 1])
+        y = change(packed | d, lambda a, n=n: a[:, cu[n] : cu[n + 1]], lambda a, n=n: a[n : n + 1])
         del y["cu_seqlens"]
         d_n = {name: y.pop(name) for name in d}
-        rows = {name: a[:, cu[n]:cu[n + 1]] if name == "o" else a[n:n + 1]
-                for name, a in o.items()}
+        rows = {
+            name: a[:, cu[n] : cu[n + 1]] if name == "o" else a[n : n + 1] for name, a in o.items()
+        }
         assert_all_same_bits(forward(op, y, **run), rows)
-        rows = {name: a[n:n + 1] if name.startswith("d_initial") else
-                a if a.ndim == 1 else a[:, cu[n]:cu[n + 1]] for name, a in grads.items()}
+        rows = {
+            name: a[n : n + 1]
+            if name.startswith("d_initial")
+            else a
+            if a.ndim == 1
+            else a[:, cu[n] : cu[n + 1]]
+            for name, a in grads.items()
+        }
         alone = backward(op, y, d_n, **run)
         assert_all_same_bits(alone, rows, [name for name, a in alone.items() if a.ndim == 1])
         if "dg" in alone and alone["dg"].ndim == 1:
@@ -454,7 +506,8 @@ def test_scale_is_a_factor_of_the_read(problem, factor):
     assert_all_same_bits(forward(op, x, scale=K**-0.5, **run), o)  # the default scale
     scaled = forward(op, x, scale=factor * K**-0.5, **run)
     assert_all_same_bits(
-        *({n: a for n, a in y.items() if n != "o"} for y in (scaled, o)))  # states do not read
+        *({n: a for n, a in y.items() if n != "o"} for y in (scaled, o))
+    )  # states do not read
     if not normalised:
         assert_agree(scaled["o"], factor * o["o"], "o")
         twice = forward(op, x, scale=2 * factor * K**-0.5, **run)
@@ -469,8 +522,9 @@ def test_scale_is_a_factor_of_the_read(problem, factor):
 
 def transposed(outputs):
     """Every S in forward's or backward's outputs with its axes changed over."""
-    return {n: a.swapaxes(-1, -2) if "state" in n and a.ndim == 4 else a
-            for n, a in outputs.items()}
+    return {
+        n: a.swapaxes(-1, -2) if "state" in n and a.ndim == 4 else a for n, a in outputs.items()
+    }
 
 
 @PROFILE
@@ -481,10 +535,12 @@ def test_state_v_first_is_the_transposed_state(problem, rng):
     y, d_y = dict(x), d | {"d_final_state": grid.v_first(d["d_final_state"])}
     if "initial_state" in x:
         y["initial_state"] = grid.v_first(x["initial_state"])
-    assert_all_same_bits(transposed(forward(op, y, state_v_first=True, **run)),
-                         forward(op, x, **run))
-    assert_all_same_bits(transposed(backward(op, y, d_y, state_v_first=True, **run)),
-                         backward(op, x, d, **run))
+    assert_all_same_bits(
+        transposed(forward(op, y, state_v_first=True, **run)), forward(op, x, **run)
+    )
+    assert_all_same_bits(
+        transposed(backward(op, y, d_y, state_v_first=True, **run)), backward(op, x, d, **run)
+    )
 
 
 LAYOUTS = {
@@ -509,8 +565,7 @@ def test_strided_inputs_and_out(problem, data, rng):
 
     d = testing.make_output_gradients(op, rng, x)
     y = change(x | d, strided, strided, strided)
-    before = {n: over_arrays(np.copy, a) for n, a in y.items()
-              if isinstance(a, np.ndarray | tuple)}
+    before = {n: over_arrays(np.copy, a) for n, a in y.items() if isinstance(a, np.ndarray | tuple)}
     d_y = {name: y.pop(name) for name in d}
     plain = forward(op, x, **run)
     assert_all_same_bits(forward(op, y, **run), plain)
@@ -537,8 +592,10 @@ def test_one_head_without_its_axes(problem, rng):
     d_y = {name: y.pop(name) for name in d}
 
     def dropped(outputs):
-        return {n: a if a.ndim == 1 else a[0, 0] if "state" in n else a[0, :, 0]
-                for n, a in outputs.items()}
+        return {
+            n: a if a.ndim == 1 else a[0, 0] if "state" in n else a[0, :, 0]
+            for n, a in outputs.items()
+        }
 
     assert_all_same_bits(forward(op, y, **run), dropped(forward(op, x, **run)))
     assert_all_same_bits(backward(op, y, d_y, **run), dropped(backward(op, x, d, **run)))
@@ -593,7 +650,8 @@ def test_gradients_are_linear_in_what_comes_back(problem, rng):
     # do of one problem and d_final_state of another: each alone is the other's complement
     only_o = backward(op, x, {"do": e["do"]}, **run)
     only_state = backward(
-        op, x, {"do": np.zeros_like(d["do"]), "d_final_state": d["d_final_state"]}, **run)
+        op, x, {"do": np.zeros_like(d["do"]), "d_final_state": d["d_final_state"]}, **run
+    )
     both = backward(op, x, {"do": e["do"], "d_final_state": d["d_final_state"]}, **run)
     for name in both:
         size = rms(only_o[name]) + rms(only_state[name])

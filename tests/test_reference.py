@@ -21,8 +21,10 @@ LINEAR_ATTENTION = {
     "non-causal, numerator only": {"causal": False, "normalize": False, "feature_map": "exp"},
     "relu squared": {"feature_map": "relu2", "normalize": "add", "eps": 0.5},
     "pair": {"feature_map": ("exp", "elu+1")},
-    "callable": {"feature_map": lambda x: np.concatenate([np.exp(x), np.exp(-x)], -1) / 2,
-                 "normalize": False},
+    "callable": {
+        "feature_map": lambda x: np.concatenate([np.exp(x), np.exp(-x)], -1) / 2,
+        "normalize": False,
+    },
     "clamped": {"eps": 6.0},
     "forced": {"feature_map": "identity", "normalize": "force", "eps": 0.5},
 }
@@ -34,8 +36,9 @@ CASE_NAMES += [f"linear_attention, {name}" for name in LINEAR_ATTENTION]
 
 def with_options(op, options, seed=0, **shape):
     """Inputs for the op with its options, the initial state's width fitted to the feature map."""
-    inputs = make_inputs(op, np.random.default_rng(seed), **shape,
-                         normalize=options.get("normalize", True))
+    inputs = make_inputs(
+        op, np.random.default_rng(seed), **shape, normalize=options.get("normalize", True)
+    )
     if callable(options.get("feature_map")) and "initial_state" in inputs:
         inputs["initial_state"] = np.concatenate([inputs["initial_state"]] * 2, -2)
     return {**inputs, **options}
@@ -73,11 +76,14 @@ def test_packed_sequences_are_separate_ones(op, form):
     initial = inputs.pop("initial_state")
     for n, (start, end) in enumerate(pairwise(ends)):
         one = {name: x[:, start:end] if x.ndim > 2 else x for name, x in inputs.items()}
-        one["initial_state"] = (tuple(x[n:n + 1] for x in initial) if isinstance(initial, tuple)
-                                else initial[n:n + 1])
+        one["initial_state"] = (
+            tuple(x[n : n + 1] for x in initial)
+            if isinstance(initial, tuple)
+            else initial[n : n + 1]
+        )
         o_n, state_n = arrays(call(op, one, form=form, chunk_size=3))[:2]
         np.testing.assert_array_equal(o[:, start:end], o_n)
-        np.testing.assert_array_equal(state[n:n + 1], state_n)
+        np.testing.assert_array_equal(state[n : n + 1], state_n)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -114,11 +120,14 @@ def test_the_family_is_one_recurrence():
     constant = np.broadcast_to(-slopes, g.shape)
     same(r.lightning_attention(**inputs, slopes=slopes), r.simple_gla(**inputs, g=constant))
     gamma = [1 - 2.0 ** (-5 - h) for h in range(4)]
-    same(r.lightning_attention(**inputs, slopes=slopes),
-         r.retention(**inputs, gamma=np.exp(-slopes)))
+    same(
+        r.lightning_attention(**inputs, slopes=slopes), r.retention(**inputs, gamma=np.exp(-slopes))
+    )
     same(r.retention(**inputs), r.retention(**inputs, gamma=gamma))
-    same(r.simple_gla(**inputs, g=g * 0),
-         r.linear_attention(**inputs, feature_map="identity", normalize=False))
+    same(
+        r.simple_gla(**inputs, g=g * 0),
+        r.linear_attention(**inputs, feature_map="identity", normalize=False),
+    )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -133,8 +142,9 @@ def test_value_heads_share_the_query_and_key_head_beside_them(op):
     single = reference.backward(op, **repeated, **d_outputs)
     for name in ("dq", "dk"):
         per_value_head = getattr(single, name).reshape(2, 6, 2, 2, 4)
-        np.testing.assert_allclose(getattr(shared, name), per_value_head.sum(3), rtol=1e-12,
-                                   atol=1e-14)
+        np.testing.assert_allclose(
+            getattr(shared, name), per_value_head.sum(3), rtol=1e-12, atol=1e-14
+        )
     np.testing.assert_array_equal(shared.dv, single.dv)
     other = {**inputs, "q": inputs["q"].copy()}
     other["q"][:, :, 1] += 1
@@ -156,20 +166,32 @@ def test_implicit_weights_are_the_op():
 
 # ---- gradients
 
-GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "beta": "dbeta", "g": "dg", "alpha": "dg",
-               "gamma": "dg", "slopes": "dg", "initial_state": "d_initial_state"}
+GRADIENT_OF = {
+    "q": "dq",
+    "k": "dk",
+    "v": "dv",
+    "beta": "dbeta",
+    "g": "dg",
+    "alpha": "dg",
+    "gamma": "dg",
+    "slopes": "dg",
+    "initial_state": "d_initial_state",
+}
 
 
 def assert_gradients(op, inputs, d_outputs):
     """Every element of every input, nudged by 1e-5 either way, against reference.backward."""
+
     def loss():
         o, state = call(op, inputs)
-        pairs = zip(arrays((o, state)), arrays((d_outputs["do"], d_outputs["d_final_state"])),
-                    strict=True)
+        pairs = zip(
+            arrays((o, state)), arrays((d_outputs["do"], d_outputs["d_final_state"])), strict=True
+        )
         return sum((x * dx).sum() for x, dx in pairs)
 
-    gradients = reference.backward(op, d_outputs["do"], **inputs,
-                                   d_final_state=d_outputs["d_final_state"])
+    gradients = reference.backward(
+        op, d_outputs["do"], **inputs, d_final_state=d_outputs["d_final_state"]
+    )
     given = [name for name in GRADIENT_OF if name in inputs]
     absent = set(gradients._fields) - {GRADIENT_OF[name] for name in given}
     assert all(getattr(gradients, name) is None for name in absent)
@@ -227,8 +249,9 @@ def test_extreme_gates(op, extreme, dtype):
     inputs = make_inputs(op, np.random.default_rng(9), T=40, HV=2, dtype=dtype, initial_state=True)
     inputs["g"][:, ::8] = extreme
     o, state = call(op, inputs, dtype=dtype)
-    gradients = reference.backward(op, np.ones_like(o), **inputs, d_final_state=np.ones_like(state),
-                                   dtype=dtype)
+    gradients = reference.backward(
+        op, np.ones_like(o), **inputs, d_final_state=np.ones_like(state), dtype=dtype
+    )
     assert all(np.isfinite(x).all() for x in (o, state, *gradients) if x is not None)
     for form in ("parallel", "chunk"):
         other = call(op, inputs, form=form, chunk_size=16)
@@ -255,8 +278,9 @@ def test_nothing_in_nothing_out():
             for form in ("recurrent", "parallel", "chunk"):
                 o, state = call(op, inputs, form=form)
                 assert o.shape == (B, T, 1, 4)
-                for x, y in zip(arrays((o, state))[1:],
-                                arrays((o, inputs["initial_state"]))[1:], strict=True):
+                for x, y in zip(
+                    arrays((o, state))[1:], arrays((o, inputs["initial_state"]))[1:], strict=True
+                ):
                     np.testing.assert_array_equal(x, y)
             gradients = reference.backward(op, o, **inputs)
             assert gradients.dq.shape == inputs["q"].shape
@@ -265,8 +289,10 @@ def test_nothing_in_nothing_out():
 def test_inputs_are_not_written():
     for op in OPS:
         inputs = make_inputs(op, np.random.default_rng(11), initial_state=True)
-        copies = {name: tuple(np.copy(y) for y in x) if isinstance(x, tuple) else np.copy(x)
-                  for name, x in inputs.items()}
+        copies = {
+            name: tuple(np.copy(y) for y in x) if isinstance(x, tuple) else np.copy(x)
+            for name, x in inputs.items()
+        }
         d_outputs = make_output_gradients(op, np.random.default_rng(12), inputs)
         call(op, inputs)
         reference.backward(op, **inputs, **d_outputs)
@@ -321,8 +347,9 @@ class TestTheRule:
 
     def check(self, out, ref=ref, naive=None, **more):
         naive = np.asarray(ref, np.float32) if naive is None else naive
-        assert_accurate(np.asarray(out, np.float32), np.asarray(ref), naive,
-                        **({"dtype": np.float32} | more))
+        assert_accurate(
+            np.asarray(out, np.float32), np.asarray(ref), naive, **({"dtype": np.float32} | more)
+        )
 
     def test_passes_what_is_right(self):
         self.check(self.ref)

@@ -1,6 +1,5 @@
 """T steps of every op and dtype against the reference, and against one forward pass."""
 
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,8 +8,14 @@ from support.grid import DTYPES, Case, Pool, inputs_of, reference_op, v_first, w
 from support.problems import at_token, poisoned
 
 SHAPES = [  # (B, H, HV, K, V)
-    (1, 1, 1, 1, 1), (2, 2, 4, 16, 8), (1, 1, 2, 7, 59), (3, 1, 1, 128, 64), (1, 2, 2, 33, 130),
-    (1, 1, 1, 256, 256), (2, 4, 4, 64, 64), (1, 1, 4, 100, 3),
+    (1, 1, 1, 1, 1),
+    (2, 2, 4, 16, 8),
+    (1, 1, 2, 7, 59),
+    (3, 1, 1, 128, 64),
+    (1, 2, 2, 33, 130),
+    (1, 1, 1, 256, 256),
+    (2, 4, 4, 64, 64),
+    (1, 1, 4, 100, 3),
 ]
 TOKENS = 20
 
@@ -53,8 +58,12 @@ def test_steps(op, dtype, shape, v_first_layout, rng):
         x = inputs_of(case, rng)
         state = fresh_state(case, x, np.float64 if dtype == np.float64 else np.float32)
         o = step_through(case, x, state)
-        pool.add({"o": o, "final_state": v_first(state) if v_first_layout else state},
-                 reference(x, dtype=wider(dtype)), lambda x: reference(x, dtype=dtype), x)
+        pool.add(
+            {"o": o, "final_state": v_first(state) if v_first_layout else state},
+            reference(x, dtype=wider(dtype)),
+            lambda x: reference(x, dtype=dtype),
+            x,
+        )
         if pool.least() >= 2048:
             break
     pool.judge(str(case))

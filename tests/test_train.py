@@ -26,8 +26,22 @@ train = pytest.importorskip("linattn.programs.train", reason="PyTorch is not ins
 F = torch.nn.functional
 
 layers = pytest.mark.parametrize("layer", LAYERS)
-SMALL = ["--d-model", 32, "--head-dim", 16, "--blocks", 1, "--context", 32, "--batch", 2,
-         "--held-out", 0.02, "--sample", 0]
+SMALL = [
+    "--d-model",
+    32,
+    "--head-dim",
+    16,
+    "--blocks",
+    1,
+    "--context",
+    32,
+    "--batch",
+    2,
+    "--held-out",
+    0.02,
+    "--sample",
+    0,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +83,12 @@ def same(a, b):
 
 def test_the_loss_falls_below_what_counting_bytes_gets(text, tmp_path, capsys):
     out = tmp_path / "out"
-    assert command(text, *SMALL, "--steps", 80, "--lr", 0.01, "--batch", 8, "--every", 20,
-                   "--out", out) == 0
+    assert (
+        command(
+            text, *SMALL, "--steps", 80, "--lr", 0.01, "--batch", 8, "--every", 20, "--out", out
+        )
+        == 0
+    )
     run = saved(out)
     assert run["step"] == len(run["losses"]) == 80
     assert 7 < run["losses"][0] < 9  # knows nothing: 8 bits
@@ -84,16 +102,30 @@ def test_the_loss_falls_below_what_counting_bytes_gets(text, tmp_path, capsys):
 
 @layers
 def test_every_layer_trains_and_speaks(layer, text, tmp_path, capsys):
-    assert command(text, *SMALL, "--steps", 2, "--layer", layer, "--out", tmp_path / "out",
-                   "--sample", 20, "--prompt", "import ") == 0
+    assert (
+        command(
+            text,
+            *SMALL,
+            "--steps",
+            2,
+            "--layer",
+            layer,
+            "--out",
+            tmp_path / "out",
+            "--sample",
+            20,
+            "--prompt",
+            "import ",
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert f"\n{layer}, " in shown
     assert "20 bytes by step" in shown and "\nimport " in shown
     assert command("--resume", tmp_path / "out" / "checkpoint.pt", "--sample", 0) == 0
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
-        text, tmp_path, monkeypatch, capsys):
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(text, tmp_path, monkeypatch, capsys):
     options = [text, *SMALL, "--steps", 25, "--every", 10]
     assert command(*options, "--out", tmp_path / "whole") == 0
 
@@ -103,6 +135,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
         if self.step == 13:
             signal.raise_signal(signal.SIGINT)  # in the middle of a step
         step(self, *arguments)
+
     capsys.readouterr()
     before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
@@ -115,8 +148,10 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     torch.manual_seed(99)  # another process has other random numbers
     assert command(*rest.split()) == 0
     assert same(saved(tmp_path / "parts"), saved(tmp_path / "whole"))
-    assert not same(saved(tmp_path / "parts")["model"], train.Training(
-        saved(tmp_path / "whole")["options"], "cpu").model.state_dict())
+    assert not same(
+        saved(tmp_path / "parts")["model"],
+        train.Training(saved(tmp_path / "whole")["options"], "cpu").model.state_dict(),
+    )
 
 
 def test_nothing_is_learnt_from_what_is_held_out(text, tmp_path):
@@ -127,7 +162,7 @@ def test_nothing_is_learnt_from_what_is_held_out(text, tmp_path):
     assert command(text, *options, "--out", tmp_path / "a") == 0
     text.write_bytes(data[:first] + b"~" * (52 - first))
     assert command(text, *options, "--out", tmp_path / "b") == 0
-    text.write_bytes(data[:first - 1] + b"~" * (53 - first))
+    text.write_bytes(data[: first - 1] + b"~" * (53 - first))
     assert command(text, *options, "--out", tmp_path / "c") == 0
     a, b, c = (saved(tmp_path / name) for name in "abc")
     assert same(a["model"], b["model"]) and a["losses"] == b["losses"]
@@ -164,7 +199,7 @@ def test_every_held_out_byte_is_coded_once(n):
     text = torch.randint(256, (150,), dtype=torch.uint8)
     first, bits = 150 - n, 0.0
     for start in range(first, 150, T):
-        window = text[start - 1:start + T].long()[None]
+        window = text[start - 1 : start + T].long()[None]
         with torch.no_grad():
             logits, _ = language(window[:, :-1])
         chances = logits[0].double().log_softmax(-1)
@@ -184,10 +219,13 @@ class Spelled:
             arrays = [x.detach().numpy() for x in arrays]
             for not_asked in ("cu_seqlens", "initial_state", "output_final_state"):
                 assert keywords.pop(not_asked, None) in (None, True)
-            keywords = {key: x.detach().numpy() if isinstance(x, torch.Tensor) else x
-                        for key, x in keywords.items()}
+            keywords = {
+                key: x.detach().numpy() if isinstance(x, torch.Tensor) else x
+                for key, x in keywords.items()
+            }
             o, state = getattr(reference, name)(*arrays, **keywords, dtype=self.dtype)
             return torch.from_numpy(o.astype(self.dtype)), state
+
         return op
 
 
@@ -231,7 +269,8 @@ def test_the_sample_is_what_the_model_says(layer):
 def test_temperature():
     language = model("retention")
     cold, warm, warm_again, other = (
-        train.sample(language, b"x", 50, *how) for how in ((1e-6,), (1.0, 1), (1.0, 1), (1.0, 2)))
+        train.sample(language, b"x", 50, *how) for how in ((1e-6,), (1.0, 1), (1.0, 1), (1.0, 2))
+    )
     assert cold == train.sample(language, b"x", 50, 0)
     assert warm == warm_again != other
 
@@ -240,7 +279,8 @@ def test_temperature():
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
-        text, tmp_path, monkeypatch, capsys):
+    text, tmp_path, monkeypatch, capsys
+):
     out, save, times = tmp_path / "out", torch.save, []
 
     def full(what, file):
@@ -251,6 +291,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
             file.write(made.getvalue()[:1000])
             raise OSError(errno.ENOSPC, "No space left on device")
         save(what, file)
+
     monkeypatch.setattr(torch, "save", full)
     assert command(text, *SMALL, "--steps", 9, "--every", 3, "--out", out) == 1
     assert capsys.readouterr().err == "linattn train: [Errno 28] No space left on device\n"
@@ -305,6 +346,7 @@ def test_a_write_that_fails_leaves_nothing(error, tmp_path, monkeypatch):
 
     def fail(*_):
         raise error
+
     for where in ("write", "replace"):
         with pytest.raises(error), monkeypatch.context() as patch:
             if where == "replace":
@@ -337,6 +379,7 @@ def refused(capsys):
         shown = capsys.readouterr()
         assert shown.out == "" and shown.err.count("\n") == 1
         return shown.err.removeprefix("linattn train: ").rstrip()
+
     return refused
 
 
@@ -344,8 +387,10 @@ def test_what_cannot_be_trained_on(refused, tmp_path, text):
     out = ["--out", tmp_path / "out"]
     assert refused(tmp_path / "none", *out) == f"{tmp_path / 'none'}: no such file"
     text.write_bytes(b"short" * 50)
-    assert refused(text, *out) == ("the text is too short: 250 bytes, of which 238 to learn from; "
-                                   "--context 256 takes one more than that")
+    assert refused(text, *out) == (
+        "the text is too short: 250 bytes, of which 238 to learn from; "
+        "--context 256 takes one more than that"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -353,8 +398,11 @@ def test_what_cannot_be_trained_on(refused, tmp_path, text):
 def test_only_regular_files_are_read(refused, tmp_path):
     fifo, out = tmp_path / "fifo", tmp_path / "out"
     os.mkfifo(fifo)
-    for path, got in ((fifo, "a FIFO"), (tmp_path, "a directory"),
-                      ("/dev/null", "a character device")):
+    for path, got in (
+        (fifo, "a FIFO"),
+        (tmp_path, "a directory"),
+        ("/dev/null", "a character device"),
+    ):
         error = f"{path}: expected a regular file, got {got}"
         assert refused(path, "--out", out) == error
         assert refused("--resume", path) == f"--resume {error}"
@@ -366,7 +414,8 @@ def test_a_checkpoint_has_a_largest_length(refused, tmp_path, text, monkeypatch)
     with open(path, "wb") as file:
         file.truncate(train.files.CHECKPOINT_LIMIT + 1)  # takes no room on the disk
     assert refused("--resume", path) == (
-        f"--resume {path}: expected at most 17,179,869,184 bytes in all, got 17,179,869,185")
+        f"--resume {path}: expected at most 17,179,869,184 bytes in all, got 17,179,869,185"
+    )
     options = [text, *SMALL, "--steps", 1, "--out"]
     assert command(*options, tmp_path / "out") == 0
     size = (tmp_path / "out" / "checkpoint.pt").stat().st_size
@@ -409,18 +458,31 @@ def test_options_that_do_not_fit(refused, tmp_path, text, monkeypatch):
     out = ["--out", tmp_path / "out"]
     for head_dim in (24, 32 + 1):
         assert refused(text, *SMALL, *out, "--head-dim", head_dim) == (
-            f"--head-dim: expected an even number that divides --d-model 32, got {head_dim}")
+            f"--head-dim: expected an even number that divides --d-model 32, got {head_dim}"
+        )
     assert refused(text, *SMALL, "--out", text) == f"--out {text}: File exists"
     assert refused(text, *SMALL, *out, "--prompt", "") == "--prompt: expected at least one byte"
     if not torch.cuda.is_available():
         assert refused(text, *SMALL, *out, "--device", "cuda") == (
-            "--device cuda: PyTorch finds no GPU")
+            "--device cuda: PyTorch finds no GPU"
+        )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         assert refused(text, *SMALL, *out, "--device", "cuda") == (
-            f"--device cuda: {linattn.cuda.why_not()}")
-    for wrong in (["--layer", "lstm"], ["--steps", 0], ["--lr", "nan"], ["--lr", 0],
-                  ["--held-out", 1], ["--temperature", -1], ["--temperature", "nan"],
-                  ["--sample", -1], ["--seed", -1], ["--seed", 2**70], ["--batch", 2**70]):
+            f"--device cuda: {linattn.cuda.why_not()}"
+        )
+    for wrong in (
+        ["--layer", "lstm"],
+        ["--steps", 0],
+        ["--lr", "nan"],
+        ["--lr", 0],
+        ["--held-out", 1],
+        ["--temperature", -1],
+        ["--temperature", "nan"],
+        ["--sample", -1],
+        ["--seed", -1],
+        ["--seed", 2**70],
+        ["--batch", 2**70],
+    ):
         with pytest.raises(SystemExit, match="2"):
             command(text, *wrong)
 
@@ -435,7 +497,8 @@ def test_what_cannot_be_gone_on_with(refused, tmp_path, text):
     assert command(text, *SMALL, "--steps", 2, "--out", out) == 0
     assert refused(text, *SMALL, "--out", out) == (
         f"{path} is there already: go on with it (--resume {path}), or choose another directory "
-        "(--out)")
+        "(--out)"
+    )
     assert refused("--resume", path, "--lr", 1) == "--lr: with --resume it is the checkpoint's"
     assert refused(text, "--resume", path) == "FILE: with --resume it is the checkpoint's"
     text.write_bytes(text.read_bytes().replace(b"the", b"THE"))
@@ -458,6 +521,7 @@ def without(*path):
         for key in outer:
             run = run[key]
         del run[last]
+
     return change
 
 
@@ -467,6 +531,7 @@ def replaced(value, *path):
         for key in outer:
             run = run[key]
         run[last] = value
+
     return change
 
 
@@ -475,19 +540,34 @@ def a_run(tmp_path_factory):
     """A checkpoint of two steps, as bytes."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text").write_bytes(Path(demo.__file__).read_bytes())
-    assert command(folder / "text", *SMALL, "--steps", 3, "--every", 2, "--out",
-                   folder / "out") == 0
+    assert (
+        command(folder / "text", *SMALL, "--steps", 3, "--every", 2, "--out", folder / "out") == 0
+    )
     return (folder / "out" / "checkpoint.pt").read_bytes()
 
 
 Z = torch.zeros
 KEY, WHERE = "embedding.weight", ("optimizer", "state", 0)
 UNFIT = [
-    *((without(name), f"expected {name} in it, got none") for name in (
-        "options", "text", "model", "optimizer", "step", "losses", "held_out", "batches", "random",
-        "random_cuda")),
-    (replaced([], "options"), "expected options in it to be of type dict, got something of type "
-                              "list"),
+    *(
+        (without(name), f"expected {name} in it, got none")
+        for name in (
+            "options",
+            "text",
+            "model",
+            "optimizer",
+            "step",
+            "losses",
+            "held_out",
+            "batches",
+            "random",
+            "random_cuda",
+        )
+    ),
+    (
+        replaced([], "options"),
+        "expected options in it to be of type dict, got something of type list",
+    ),
     (replaced(True, "step"), "expected step in it to be of type int, got True"),
     (replaced(3.0, "step"), "expected step in it to be of type int, got 3.0"),
     (replaced(4, "step"), "expected step to lie between 0 and 3, got 4"),
@@ -497,41 +577,63 @@ UNFIT = [
     (replaced(float("nan"), "losses", 2), "expected losses that are finite numbers, got nan"),
     (replaced([], "held_out"), "expected held_out to have the figures of 2 steps, got those of 0"),
     (replaced([3, 4], "held_out"), "expected held_out to be a list of steps and figures, got 3"),
-    (replaced([1], "text"), "expected text to be a length and a checksum, got something of type "
-                            "list"),
+    (
+        replaced([1], "text"),
+        "expected text to be a length and a checksum, got something of type list",
+    ),
     # options
     (without("options", "blocks"), "expected blocks in options, got none"),
     (without("options", "files"), "expected files in options, got none"),
     (replaced("2", "options", "blocks"), "expected blocks in options to be of type int, got '2'"),
     (replaced(0, "options", "blocks"), "the option blocks must be at least 1, got 0"),
-    (replaced(2**70, "options", "batch"),
-     "the option batch must be at most 9223372036854775807, got something of type int"),
+    (
+        replaced(2**70, "options", "batch"),
+        "the option batch must be at most 9223372036854775807, got something of type int",
+    ),
     (replaced(float("nan"), "options", "lr"), "the option lr must lie between 0 and inf, got nan"),
     (replaced(1, "options", "held_out"), "the option held_out must lie between 0 and 1, got 1"),
-    (replaced("lstm", "options", "layer"), "expected the option layer to be one of "
-                                           f"{', '.join(LAYERS)}, got 'lstm'"),
-    (replaced([b"text"], "options", "files"),
-     "expected the option files to be a list of names, got something of type bytes"),
-    (replaced(24, "options", "head_dim"),
-     "--head-dim: expected an even number that divides --d-model 32, got 24"),
+    (
+        replaced("lstm", "options", "layer"),
+        f"expected the option layer to be one of {', '.join(LAYERS)}, got 'lstm'",
+    ),
+    (
+        replaced([b"text"], "options", "files"),
+        "expected the option files to be a list of names, got something of type bytes",
+    ),
+    (
+        replaced(24, "options", "head_dim"),
+        "--head-dim: expected an even number that divides --d-model 32, got 24",
+    ),
     # shapes: by the options, and in the file
-    (replaced(64, "options", "d_model"),
-     f"expected {KEY} in model to be float32 (256, 64), got float32 (256, 32)"),
-    (replaced(2**40, "options", "d_model"),
-     f"expected {KEY} in model to be float32 (256, {2**40}), got float32 (256, 32)"),
+    (
+        replaced(64, "options", "d_model"),
+        f"expected {KEY} in model to be float32 (256, 64), got float32 (256, 32)",
+    ),
+    (
+        replaced(2**40, "options", "d_model"),
+        f"expected {KEY} in model to be float32 (256, {2**40}), got float32 (256, 32)",
+    ),
     (replaced(10**9, "options", "blocks"), "expected 1000000000 blocks, got 19 tensors"),
     (replaced(2, "options", "blocks"), "expected blocks.1.mixer_norm.weight in model, got none"),
-    (replaced("kda", "options", "layer"),
-     "expected blocks.0.mixer.dt_bias in model to be float32 (32,), got float32 (2,)"),
+    (
+        replaced("kda", "options", "layer"),
+        "expected blocks.0.mixer.dt_bias in model to be float32 (32,), got float32 (2,)",
+    ),
     (without("model", KEY), f"expected {KEY} in model, got none"),
     (replaced(Z(1), "model", "other"), "expected the tensors of gated_delta_net, got 'other'"),
     (replaced(None, "model", KEY), f"expected {KEY} in model to be of type Tensor, got None"),
-    (replaced(Z(256, 32).half(), "model", KEY),
-     f"expected {KEY} in model to be float32 (256, 32), got float16 (256, 32)"),
-    (replaced(Z(256, 32).to_sparse(), "model", KEY),
-     f"expected {KEY} in model to be float32 (256, 32), got float32 (256, 32) sparse_coo"),
-    (replaced(Z(256, 32, device="meta"), "model", KEY),
-     f"expected {KEY} in model to be float32 (256, 32), got float32 (256, 32) on meta"),
+    (
+        replaced(Z(256, 32).half(), "model", KEY),
+        f"expected {KEY} in model to be float32 (256, 32), got float16 (256, 32)",
+    ),
+    (
+        replaced(Z(256, 32).to_sparse(), "model", KEY),
+        f"expected {KEY} in model to be float32 (256, 32), got float32 (256, 32) sparse_coo",
+    ),
+    (
+        replaced(Z(256, 32, device="meta"), "model", KEY),
+        f"expected {KEY} in model to be float32 (256, 32), got float32 (256, 32) on meta",
+    ),
     (replaced(Z(1, 1).expand(256, 32), "model", KEY), f"expected {KEY} in model to be "),
     # the optimizer
     (without("optimizer", "state"), "expected state in optimizer, got none"),
@@ -539,17 +641,24 @@ UNFIT = [
     (replaced({}, "optimizer", "state"), "expected the moments of 19 parameters, got 0"),
     (replaced(1, *WHERE), "expected 0 in optimizer to be of type dict, got 1"),
     (without(*WHERE, "exp_avg"), "expected exp_avg in optimizer 0, got none"),
-    (replaced(Z(3), *WHERE, "exp_avg_sq"),
-     "expected exp_avg_sq in optimizer 0 to be float32 (256, 32), got float32 (3,)"),
-    (replaced(3, *WHERE, "step"),
-     "expected step in optimizer 0 to be of type Tensor, got 3"),
+    (
+        replaced(Z(3), *WHERE, "exp_avg_sq"),
+        "expected exp_avg_sq in optimizer 0 to be float32 (256, 32), got float32 (3,)",
+    ),
+    (replaced(3, *WHERE, "step"), "expected step in optimizer 0 to be of type Tensor, got 3"),
     # random numbers
-    (replaced(Z(3), "batches"),
-     "expected batches to be the state of a generator, got float32 (3,)"),
-    (replaced(Z(9).byte(), "random"),
-     "expected random to be the state of a generator, got uint8 (9,)"),
-    (replaced([Z(3)], "random_cuda"),
-     "expected random_cuda to be the states of generators, got float32 (3,)"),
+    (
+        replaced(Z(3), "batches"),
+        "expected batches to be the state of a generator, got float32 (3,)",
+    ),
+    (
+        replaced(Z(9).byte(), "random"),
+        "expected random to be the state of a generator, got uint8 (9,)",
+    ),
+    (
+        replaced([Z(3)], "random_cuda"),
+        "expected random_cuda to be the states of generators, got float32 (3,)",
+    ),
 ]
 
 
@@ -570,20 +679,26 @@ def test_every_byte_that_changes_is_noticed(refused, a_run, tmp_path):
     with zipfile.ZipFile(io.BytesIO(a_run)) as archive:
         parts = [part for part in archive.infolist() if part.file_size]
     for part in parts:
-        name, extra = (int.from_bytes(a_run[part.header_offset + i:part.header_offset + i + 2],
-                                      "little") for i in (26, 28))
+        name, extra = (
+            int.from_bytes(a_run[part.header_offset + i : part.header_offset + i + 2], "little")
+            for i in (26, 28)
+        )
         start = part.header_offset + 30 + name + extra
         changed = bytearray(a_run)
         changed[start + part.file_size // 2] ^= 1
         path.write_bytes(changed)
-        assert refused("--resume", path) == (f"--resume {path}: expected the bytes that were "
-                                             f"written, got others in {part.filename!r}")
+        assert refused("--resume", path) == (
+            f"--resume {path}: expected the bytes that were "
+            f"written, got others in {part.filename!r}"
+        )
 
 
 def test_a_checkpoint_is_no_larger_than_its_file(refused, a_run, tmp_path):
     path = tmp_path / "checkpoint.pt"
-    with zipfile.ZipFile(io.BytesIO(a_run)) as archive, \
-            zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+    with (
+        zipfile.ZipFile(io.BytesIO(a_run)) as archive,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
         for part in archive.infolist():
             packed.writestr(part.filename, archive.read(part))
     assert torch.load(path, weights_only=True)["step"] == 3  # PyTorch unpacks it
@@ -596,9 +711,11 @@ def test_the_groups_of_an_optimizer_are_the_options_to_make(text, tmp_path):
     assert command(*options, whole) == 0
     halfway = train.Training.save
     with pytest.MonkeyPatch.context() as patch:
+
         def save(self, path, data):
             halfway(self, path, data)
             raise KeyboardInterrupt
+
         patch.setattr(train.Training, "save", save)
         assert command(*options, parts) == 130
     run = saved(parts)
@@ -620,7 +737,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path, capsys):
     out = tmp_path / "out"
     assert command(text, *SMALL, "--steps", 30, "--lr", 1e30, "--out", out) == 1
     assert capsys.readouterr().err == (
-        "linattn train: the loss at step 10 is not finite: try a smaller --lr\n")
+        "linattn train: the loss at step 10 is not finite: try a smaller --lr\n"
+    )
     assert not list(out.iterdir())
 
 

@@ -33,40 +33,95 @@ nn = torch.nn
 LAYERS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 INDEXED = {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
 SIZES = {
-    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "max_position_embeddings": 256, "initializer_range": 0.1,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
 }
 # every expert for every token: a router that chooses jumps where it is undecided
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-           "shared_expert_intermediate_size": 16}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 GATED_DELTA = SIZES | {
-    "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
 }
 KIMI_DELTA = SIZES | {
-    "num_key_value_heads": 4, "linear_num_heads": 2, "linear_head_dim": 16, "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "linear_num_heads": 2,
+    "linear_head_dim": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 16,
     "mlp_layer_types": ["dense", "sparse", "dense"],
 }
-VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
-          "out_hidden_size": 48, "num_position_embeddings": 16}
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+}
 FAMILIES = {
     "qwen3_next": GATED_DELTA | EXPERTS | LAYERS,
     "qwen3_5_text": GATED_DELTA | LAYERS,
     "qwen3_5_moe_text": GATED_DELTA | EXPERTS | LAYERS,
-    "qwen4_exp_text": GATED_DELTA | EXPERTS | INDEXED | {
-        "hc_lowrank": 8, "hc_count": 2, "indexer_budget": 256, "indexer_compress_ratio": 4,
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    "qwen4_exp_text": GATED_DELTA
+    | EXPERTS
+    | INDEXED
+    | {
+        "hc_lowrank": 8,
+        "hc_count": 2,
+        "indexer_budget": 256,
+        "indexer_compress_ratio": 4,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+    },
     "olmo_hybrid": GATED_DELTA | LAYERS | {"num_key_value_heads": 4},
-    "kimi_linear": KIMI_DELTA | LAYERS | {
-        "qk_rope_head_dim": 8, "num_experts": 2, "num_experts_per_token": 2},
-    "bailing_hybrid": KIMI_DELTA | LAYERS | {
-        "qk_rope_head_dim": 8, "num_experts": 2, "num_experts_per_token": 2, "topk_group": 1,
-        "num_expert_group": 1, "num_nextn_predict_layers": 0},
-    "glm5_next": {"vision_config": VISION, "text_config": KIMI_DELTA | INDEXED | {
-        "q_lora_rank": 16, "n_routed_experts": 2, "num_experts_per_tok": 2, "index_n_heads": 2,
-        "index_head_dim": 16, "index_topk": 256, "hc_mult": 2, "indexer_types": ["full"] * 3}},
+    "kimi_linear": KIMI_DELTA
+    | LAYERS
+    | {"qk_rope_head_dim": 8, "num_experts": 2, "num_experts_per_token": 2},
+    "bailing_hybrid": KIMI_DELTA
+    | LAYERS
+    | {
+        "qk_rope_head_dim": 8,
+        "num_experts": 2,
+        "num_experts_per_token": 2,
+        "topk_group": 1,
+        "num_expert_group": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm5_next": {
+        "vision_config": VISION,
+        "text_config": KIMI_DELTA
+        | INDEXED
+        | {
+            "q_lora_rank": 16,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 2,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 256,
+            "hc_mult": 2,
+            "indexer_types": ["full"] * 3,
+        },
+    },
 }
 FAMILIES["qwen3_5"] = {"vision_config": VISION, "text_config": FAMILIES["qwen3_5_text"]}
 there = [name for name in FAMILIES if name in transformers.CONFIG_MAPPING]
@@ -79,8 +134,9 @@ T, PROMPT = 70, 50
 def model(name=ONE):
     config = transformers.AutoConfig.for_model(name, **copy.deepcopy(FAMILIES[name]))
     several = "text_config" in FAMILIES[name]
-    auto = (transformers.AutoModelForImageTextToText if several
-            else transformers.AutoModelForCausalLM)
+    auto = (
+        transformers.AutoModelForImageTextToText if several else transformers.AutoModelForCausalLM
+    )
     torch.manual_seed(0)
     return auto.from_config(config, experts_implementation="eager", dtype=torch.float32).eval()
 
@@ -113,12 +169,24 @@ def layers_of(model):
 
 def fallbacks_of(model):
     """The modules of transformers and the names of the functions that the layers call there."""
-    return {(sys.modules[type(model.get_submodule(layer)).__module__], function)
-            for layer, functions in looked_at(model).items() for function in functions}
+    return {
+        (sys.modules[type(model.get_submodule(layer)).__module__], function)
+        for layer, functions in looked_at(model).items()
+        for function in functions
+    }
 
 
-def exact(query, key, value, g, beta, initial_state=None, output_final_state=False,
-          use_qk_l2norm_in_kernel=False, **_):
+def exact(
+    query,
+    key,
+    value,
+    g,
+    beta,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    **_,
+):
     """Either rule, token by token, in float64."""
     q, k, v, decay, beta = (x.double() for x in (query, key, value, g.double().exp(), beta))
     if use_qk_l2norm_in_kernel:
@@ -181,11 +249,18 @@ def op_of(name):
 def test_every_family_is_here():
     folder = Path(transformers.__file__).parent / "models"
     defined = re.compile(
-        r"^def \w*(chunk|recurrent)_(gated_delta_rule|kda|kimi_delta_attention)\(", re.M)
-    installed = {path.stem for path in folder.glob("*/modeling_*.py")
-                 if defined.search(path.read_text(encoding="utf-8"))}
-    tried = {type(layer).__module__.rpartition(".")[2]
-             for name in there for layer in layers_of(model(name)).values()}
+        r"^def \w*(chunk|recurrent)_(gated_delta_rule|kda|kimi_delta_attention)\(", re.M
+    )
+    installed = {
+        path.stem
+        for path in folder.glob("*/modeling_*.py")
+        if defined.search(path.read_text(encoding="utf-8"))
+    }
+    tried = {
+        type(layer).__module__.rpartition(".")[2]
+        for name in there
+        for layer in layers_of(model(name)).values()
+    }
     assert installed == tried
 
 
@@ -207,8 +282,12 @@ def test_the_logits_are_accurate(name, calls):
 @families
 def test_generate_gives_the_same_tokens(name, calls):
     m, (tokens, mask) = model(name), text()
-    how = {"attention_mask": mask[:, :PROMPT], "do_sample": False, "max_new_tokens": 12,
-           "return_dict_in_generate": True}
+    how = {
+        "attention_mask": mask[:, :PROMPT],
+        "do_sample": False,
+        "max_new_tokens": 12,
+        "return_dict_in_generate": True,
+    }
     fallback = m.generate(tokens[:, :PROMPT], **how)
     assert not calls
     with use_linattn(m):
@@ -219,8 +298,9 @@ def test_generate_gives_the_same_tokens(name, calls):
     op = op_of(name)
     assert calls == {(op, "chunk"): 2, (f"{op}_step", "chunk"): 2 * 11}
     for layer in layers_of(m).values():
-        there, here = (x.past_key_values.layers[layer.layer_idx].recurrent_states[0]
-                       for x in (fallback, ours))
+        there, here = (
+            x.past_key_values.layers[layer.layer_idx].recurrent_states[0] for x in (fallback, ours)
+        )
         assert here.dtype == there.dtype == torch.float32 and here.shape == there.shape
         torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
 
@@ -250,8 +330,14 @@ def test_the_gradients_of_a_layer_are_accurate(name, calls):
         want = gradients()
     layer.zero_grad()
     for what, got, right, theirs in zip(("x", "parameters"), ours, want, fallback, strict=True):
-        assert_accurate(array(got), array(right), array(theirs), dtype=np.float32, gradient=True,
-                        name=f"{name}: {what}")
+        assert_accurate(
+            array(got),
+            array(right),
+            array(theirs),
+            dtype=np.float32,
+            gradient=True,
+            name=f"{name}: {what}",
+        )
 
 
 @families
@@ -296,8 +382,9 @@ def test_a_layer_in_bfloat16_is_accurate(name):
     assert_accurate(array(ours), array(want), array(fallback), dtype=ml_dtypes.bfloat16, name=name)
 
 
-@pytest.mark.parametrize("name", [name for name in ("qwen3_5_text", "kimi_linear")
-                                  if name in there])
+@pytest.mark.parametrize(
+    "name", [name for name in ("qwen3_5_text", "kimi_linear") if name in there]
+)
 def test_a_prompt_in_parts_is_the_prompt(name, calls):
     """A cache is handed from one prompt to the next, and between our functions and the
     fallback's."""
@@ -306,8 +393,13 @@ def test_a_prompt_in_parts_is_the_prompt(name, calls):
         whole = m(tokens, use_cache=False).logits
         cache = None
         parts = []
-        for use, piece in ((True, slice(0, 30)), (True, slice(30, 47)), (False, slice(47, 48)),
-                           (True, slice(48, 49)), (True, slice(49, T))):
+        for use, piece in (
+            (True, slice(0, 30)),
+            (True, slice(30, 47)),
+            (False, slice(47, 48)),
+            (True, slice(48, 49)),
+            (True, slice(49, T)),
+        ):
             ours = use_linattn(m) if use else None
             out = m(tokens[:, piece], past_key_values=cache, use_cache=True)
             if ours:
@@ -319,8 +411,10 @@ def test_a_prompt_in_parts_is_the_prompt(name, calls):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not (linattn.cuda.is_available() and torch.cuda.is_available()),
-                    reason=linattn.cuda.why_not() or "PyTorch sees no GPU")
+@pytest.mark.skipif(
+    not (linattn.cuda.is_available() and torch.cuda.is_available()),
+    reason=linattn.cuda.why_not() or "PyTorch sees no GPU",
+)
 @families
 def test_on_a_gpu(name, calls):
     """The same on CUDA, the float64 functions too."""
@@ -338,8 +432,9 @@ def test_on_a_gpu(name, calls):
     op = op_of(name)
     assert calls == {(op, "chunk"): 4, (f"{op}_step", "chunk"): 2 * 11}
     assert logits.is_cuda and logits.dtype == torch.float32
-    assert_accurate(array(logits.cpu()), array(want.cpu()), array(fallback.cpu()),
-                    dtype=np.float32, name=name)
+    assert_accurate(
+        array(logits.cpu()), array(want.cpu()), array(fallback.cpu()), dtype=np.float32, name=name
+    )
 
 
 def test_a_compiled_layer_keeps_its_graph():
@@ -467,10 +562,19 @@ def test_the_state_dict_does_not_notice():
 # ---- what is a layer ----
 
 
-def recurrent(query, key, value, g, beta, initial_state=None, output_final_state=False,
-              use_qk_l2norm_in_kernel=False):
-    return exact(query, key, value, g, beta, initial_state, output_final_state,
-                 use_qk_l2norm_in_kernel)
+def recurrent(
+    query,
+    key,
+    value,
+    g,
+    beta,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+):
+    return exact(
+        query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel
+    )
 
 
 class ByAttribute(nn.Module):
@@ -484,7 +588,8 @@ class ByAttribute(nn.Module):
     def forward(self, *x, **options):
         one = x[0].shape[1] == 1
         return (self.recurrent_gated_delta_rule if one else self.chunk_gated_delta_rule)(
-            *x, **options)
+            *x, **options
+        )
 
 
 torch_recurrent_kda = recurrent
@@ -508,7 +613,7 @@ class ByName(nn.Module):
 
     @logged
     def forward(self, *x, **options):
-        o, = [torch_recurrent_kda(*x, **options) for _ in range(1)]
+        (o,) = [torch_recurrent_kda(*x, **options) for _ in range(1)]
         return o
 
 
@@ -563,10 +668,14 @@ def test_hooks_stay_around_a_forward(calls):
 
 
 def test_a_model_without_such_layers_is_refused():
-    config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8,
-                                      num_hidden_layers=1, num_attention_heads=1)
-    with pytest.raises(ValueError, match=r"^model: expected layers .* gated_delta_rule, kda, "
-                                         r"kimi_delta_attention .*; LlamaForCausalLM has none"):
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"^model: expected layers .* gated_delta_rule, kda, "
+        r"kimi_delta_attention .*; LlamaForCausalLM has none",
+    ):
         use_linattn(transformers.AutoModelForCausalLM.from_config(config))
     with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, got .*str"):
         use_linattn("Qwen/Qwen3-Next-80B-A3B-Instruct")
@@ -577,16 +686,23 @@ def test_a_function_with_other_parameters_is_refused():
         raise AssertionError
 
     whole = nn.ModuleDict({"first": ByAttribute(), "second": ByAttribute(other)})
-    with pytest.raises(ValueError, match=r"^model: second: chunk_gated_delta_rule: expected a func"
-                                         r"tion \(query, key, value, g, .* got \(query, .*state\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"^model: second: chunk_gated_delta_rule: expected a func"
+        r"tion \(query, key, value, g, .* got \(query, .*state\)",
+    ):
         use_linattn(whole)
     assert whole["first"].chunk_gated_delta_rule is recurrent  # nothing was touched
 
 
 # ---- the functions ----
 
-FUNCTIONS = {"chunk_gated_delta_rule": 1, "recurrent_gated_delta_rule": 1, "chunk_kda": 2,
-             "recurrent_kda": 2}
+FUNCTIONS = {
+    "chunk_gated_delta_rule": 1,
+    "recurrent_gated_delta_rule": 1,
+    "chunk_kda": 2,
+    "recurrent_kda": 2,
+}
 functions = pytest.mark.parametrize("function", FUNCTIONS)
 
 
@@ -606,8 +722,11 @@ def test_a_function_computes_its_op(function, T):
     state = torch.randn(2, 4, 4, 5, generator=torch.Generator().manual_seed(4))
     before = state.clone()
     for initial_state in (None, state, state.mT.contiguous().mT):
-        options = {"initial_state": initial_state, "output_final_state": True,
-                   "use_qk_l2norm_in_kernel": True}
+        options = {
+            "initial_state": initial_state,
+            "output_final_state": True,
+            "use_qk_l2norm_in_kernel": True,
+        }
         got, want = call(*x, **options), exact(*x, **options)
         torch.testing.assert_close(got, want)
         assert torch.equal(state, before) and got[1].dtype == torch.float32
@@ -621,12 +740,14 @@ def test_a_function_computes_its_op(function, T):
 def test_dtypes_of_states(function):
     call = getattr(compat, function)
     x = some(1, gates=FUNCTIONS[function])
-    for dtype, kept in ((torch.float64, torch.float64), (torch.float16, torch.float32),
-                        (torch.bfloat16, torch.float32)):
+    for dtype, kept in (
+        (torch.float64, torch.float64),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+    ):
         for given in (torch.float32, torch.float64, torch.bfloat16):
             state = torch.ones(2, 4, 4, 5, dtype=given)
-            o, final = call(*(y.to(dtype) for y in x), initial_state=state,
-                            output_final_state=True)
+            o, final = call(*(y.to(dtype) for y in x), initial_state=state, output_final_state=True)
             assert (o.dtype, final.dtype) == (dtype, kept) and (state == 1).all()
 
 
@@ -637,15 +758,20 @@ def test_a_token_that_is_recorded(function):
     x = [y.double().requires_grad_() for y in some(1, gates=FUNCTIONS[function])]
     state = torch.ones(2, 4, 4, 5, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(
-        lambda *x: call(*x[:-1], initial_state=x[-1], output_final_state=True), (*x, state))
+        lambda *x: call(*x[:-1], initial_state=x[-1], output_final_state=True), (*x, state)
+    )
 
 
 @functions
 def test_what_is_not_supported_is_refused_by_name(function):
     call, x = getattr(compat, function), some(3, gates=FUNCTIONS[function])
     edges, index = torch.tensor([0, 1, 3]), torch.tensor([[0, 1, 1]])
-    for name, value in (("use_gate_in_kernel", True), ("is_causal", False), ("A_log", x[0]),
-                        ("something_else", "x")):
+    for name, value in (
+        ("use_gate_in_kernel", True),
+        ("is_causal", False),
+        ("A_log", x[0]),
+        ("something_else", "x"),
+    ):
         with pytest.raises(ValueError, match=rf"^{name}: not supported by linattn"):
             call(*x, **{name: value})
     for given in ({"cu_seqlens": edges}, {"cu_seq_lens_q": edges}):

@@ -44,6 +44,7 @@ UNNORMALISED = {
 }
 
 # the table of docs/math.md: o of cat, sat, on and mat; o of The is 0
+# fmt: off
 PRINTED = {
     "derived_identity_causal_unnormalised": "3 0 0 0 | 1 2 2 0 | 1 1 0 2 | 7/4 7/4 7/4 7/4",
     "derived_scalar_decay_09": "2.7 0 0 0 | .81 1.8 2 0 | .729 .81 0 2 | 1.4061 1.479 1.56 1.65",
@@ -52,12 +53,13 @@ PRINTED = {
     "derived_gdn_alpha09_beta_half":
         "1.35 0 0 0 | 0 .45 1 0 | 0 0 0 1 | .49801875 .2383125 .47625 .4875",
 }
+# fmt: on
 WRONG_ORDER = "1.35 0 0 0 | -.045 .4 1 0 | -.0405 -.045 0 1 | .5056125 .216375 .4425 .45"
 PRINTED_NORMALISED = {
     "out": "51/182 59/182 55/182 55/182 | 67/206 55/206 63/206 59/206 | 61/210 13/42 13/42 61/210"
-           " | 3/10 3/10 5/18 29/90 | 55/182 55/182 55/182 55/182",
+    " | 3/10 3/10 5/18 29/90 | 55/182 55/182 55/182 55/182",
     "causal_out": "1 0 0 0 | 4/7 3/7 0 0 | 5/16 11/32 11/32 0 | 1/4 1/4 2/9 5/18"
-                  " | 55/182 55/182 55/182 55/182",
+    " | 55/182 55/182 55/182 55/182",
 }
 
 
@@ -170,8 +172,7 @@ def calls(name):
 
 def batched(gates):
     """One head's gates as [B,T,HV,...]. Gates per head stay as they are."""
-    return {name: one_head(x) if name in ("g", "alpha", "beta") else x
-            for name, x in gates.items()}
+    return {name: one_head(x) if name in ("g", "alpha", "beta") else x for name, x in gates.items()}
 
 
 ROWS = [(name, op, gates) for name in UNNORMALISED for op, gates in calls(name)]
@@ -185,8 +186,9 @@ def close(x, y, message=""):
 @pytest.mark.parametrize(("name", "op", "gates"), ROWS, ids=ROW_NAMES)
 @pytest.mark.parametrize("form", ["recurrent", "parallel", "chunk"])
 def test_reference_rows(name, op, gates, form):
-    o, S = getattr(reference, op)(one_head(q), one_head(k), one_head(v), **batched(gates),
-                                  scale=1.0, form=form, chunk_size=2)
+    o, S = getattr(reference, op)(
+        one_head(q), one_head(k), one_head(v), **batched(gates), scale=1.0, form=form, chunk_size=2
+    )
     close(o[0, :, 0], floats(GOLDEN[name]["o"]))
     close(S[0, 0], floats(GOLDEN[name]["S"]))
 
@@ -197,17 +199,20 @@ def test_reference_normalised(name, form):
     golden = GOLDEN[name]
     options = {"feature_map": NORMALISED[name][1], "scale": 1.0, "form": form, "chunk_size": 2}
     for causal, out in ((True, "causal_out"), (False, "out")):
-        o, (S, z) = reference.linear_attention(one_head(q), one_head(k), one_head(v),
-                                               causal=causal, **options)
+        o, (S, z) = reference.linear_attention(
+            one_head(q), one_head(k), one_head(v), causal=causal, **options
+        )
         close(o[0, :, 0], floats(golden[out]), out)
         close(S[0, 0], floats(golden["KV"]))
         close(z[0, 0], floats(golden["key_sum"]))
         num = "causal_num" if causal else "num"
-        o, _ = reference.linear_attention(one_head(q), one_head(k), one_head(v), causal=causal,
-                                          normalize=False, **options)
+        o, _ = reference.linear_attention(
+            one_head(q), one_head(k), one_head(v), causal=causal, normalize=False, **options
+        )
         close(o[0, :, 0], floats(golden[num]), num)
-    weights = reference.implicit_weights("linear_attention", one_head(q), one_head(k),
-                                         causal=False, **options)
+    weights = reference.implicit_weights(
+        "linear_attention", one_head(q), one_head(k), causal=False, **options
+    )
     close(weights[0, 0], floats(golden["weights"]))
 
 
@@ -251,17 +256,23 @@ def test_op_normalised(name, mode):
     from support.device import ops as linattn
 
     golden = GOLDEN[name]
-    common = {"feature_map": NORMALISED[name][1], "scale": 1.0, "mode": mode,
-              "output_final_state": True}
+    common = {
+        "feature_map": NORMALISED[name][1],
+        "scale": 1.0,
+        "mode": mode,
+        "output_final_state": True,
+    }
     for causal, out in ((True, "causal_out"), (False, "out")):
-        o, (S, z) = linattn.linear_attention(one_head(q), one_head(k), one_head(v), causal=causal,
-                                             **common)
+        o, (S, z) = linattn.linear_attention(
+            one_head(q), one_head(k), one_head(v), causal=causal, **common
+        )
         nearly(o[0, :, 0], floats(golden[out]), out)
         nearly(S[0, 0], floats(golden["KV"]))
         nearly(z[0, 0], floats(golden["key_sum"]))
         num = "causal_num" if causal else "num"
-        o, S = linattn.linear_attention(one_head(q), one_head(k), one_head(v), causal=causal,
-                                        normalize=False, **common)
+        o, S = linattn.linear_attention(
+            one_head(q), one_head(k), one_head(v), causal=causal, normalize=False, **common
+        )
         nearly(o[0, :, 0], floats(golden[num]), num)
         nearly(S[0, 0], floats(golden["KV"]))
 
@@ -274,9 +285,12 @@ def test_op_weights(name):
     weights = linattn.implicit_weights(one_head(q), one_head(k), causal=False, **options)
     assert weights.shape == (1, 1, 5, 5)
     nearly(weights[0, 0], floats(GOLDEN[name]["weights"]))
-    weights = linattn.implicit_weights(one_head(q), one_head(k), causal=False, normalize=False,
-                                       **options)
+    weights = linattn.implicit_weights(
+        one_head(q), one_head(k), causal=False, normalize=False, **options
+    )
     nearly(weights[0, 0], floats(GOLDEN[name]["raw"]))
     weights = linattn.implicit_weights(one_head(q), one_head(k), **options)
-    nearly(weights[0, 0], np.tri(5) * floats(GOLDEN[name]["raw"])
-           / floats(GOLDEN[name]["causal_den"])[:, None])
+    nearly(
+        weights[0, 0],
+        np.tri(5) * floats(GOLDEN[name]["raw"]) / floats(GOLDEN[name]["causal_den"])[:, None],
+    )

@@ -22,8 +22,9 @@ class Op:
     def setup(self, op, pass_):
         linattn.set_num_threads(1)
         rng = np.random.default_rng(0)
-        x = make_inputs(op, rng, T=1 if pass_ == "step" else T, H=H, K=D, V=D, dtype=np.float32,
-                        normalize=False)
+        x = make_inputs(
+            op, rng, T=1 if pass_ == "step" else T, H=H, K=D, V=D, dtype=np.float32, normalize=False
+        )
         if pass_ == "step":
             x = {name: a[:, 0] if np.ndim(a) > 2 else a for name, a in x.items()}
             x |= {"state": linattn.zeros_state(1, H, D, D), "out": np.empty_like(x["v"])}

@@ -23,9 +23,18 @@ FORMAT = "linattn train 1"
 NOT_ONE = "not a checkpoint of python -m linattn train"
 
 # The parts of a checkpoint beside its format, and their types.
-KINDS = {"options": dict, "text": list, "model": dict, "optimizer": dict, "step": int,
-         "losses": list, "held_out": list, "batches": torch.Tensor, "random": torch.Tensor,
-         "random_cuda": list}
+KINDS = {
+    "options": dict,
+    "text": list,
+    "model": dict,
+    "optimizer": dict,
+    "step": int,
+    "losses": list,
+    "held_out": list,
+    "batches": torch.Tensor,
+    "random": torch.Tensor,
+    "random_cuda": list,
+}
 
 
 class CheckpointError(Exception):
@@ -50,8 +59,9 @@ def load(path, skeleton):
     except Exception:  # a file that is not a checkpoint may fail in any way
         raise CheckpointError(f"{path}: {NOT_ONE}") from None
     if damaged:
-        raise CheckpointError(f"{path}: expected the bytes that were written, got others in "
-                              f"{damaged!r}")
+        raise CheckpointError(
+            f"{path}: expected the bytes that were written, got others in {damaged!r}"
+        )
     if not isinstance(saved, dict) or described(saved.get("format")) != repr(FORMAT):
         raise CheckpointError(f"{path}: {NOT_ONE}")
     try:
@@ -73,7 +83,8 @@ def load_plain(file):
         with archive.open(name) as pickled:
             for opcode, argument, _ in pickletools.genops(pickled):
                 if opcode.name == "STACK_GLOBAL" or (
-                        opcode.name in ("GLOBAL", "INST") and not CALLED.fullmatch(argument)):
+                    opcode.name in ("GLOBAL", "INST") and not CALLED.fullmatch(argument)
+                ):
                     raise CheckpointError(NOT_ONE)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=True)
@@ -85,8 +96,10 @@ def damage(file):
         with zipfile.ZipFile(file) as archive:
             parts = archive.infolist()
             # PyTorch compresses no part. A compressed one could be short and still fill the memory.
-            if (any(part.compress_type != zipfile.ZIP_STORED for part in parts)
-                    or sum(part.file_size for part in parts) > os.fstat(file.fileno()).st_size):
+            if (
+                any(part.compress_type != zipfile.ZIP_STORED for part in parts)
+                or sum(part.file_size for part in parts) > os.fstat(file.fileno()).st_size
+            ):
                 raise CheckpointError(NOT_ONE)
             damaged = archive.testzip()
     except OSError as error:
@@ -106,8 +119,11 @@ def check(saved, skeleton):
     o = saved["options"]
     # a skeleton takes no memory, but time: the two things that make it large are checked first
     expect_tensor("embedding.weight", saved["model"], "model", torch.float32, (256, o["d_model"]))
-    expect(o["blocks"] <= len(saved["model"]), f"{o['blocks']} blocks",
-           f"{len(saved['model'])} tensors")
+    expect(
+        o["blocks"] <= len(saved["model"]),
+        f"{o['blocks']} blocks",
+        f"{len(saved['model'])} tensors",
+    )
     model, groups = skeleton(o)
     check_model(saved["model"], model.state_dict(), o["layer"])
     check_moments(saved, [p for group in groups for p in group["params"]])
@@ -121,9 +137,13 @@ def check_options(options):
             parse(str(options[name]))
         except argparse.ArgumentTypeError as error:
             raise CheckpointError(
-                f"the option {name} {error}, got {described(options[name])}") from None
-    expect(options["layer"] in LAYERS, f"the option layer to be one of {', '.join(LAYERS)}",
-           described(options["layer"]))
+                f"the option {name} {error}, got {described(options[name])}"
+            ) from None
+    expect(
+        options["layer"] in LAYERS,
+        f"the option layer to be one of {', '.join(LAYERS)}",
+        described(options["layer"]),
+    )
     expect_item("files", options, "options", list)
     for path in options["files"]:
         expect(type(path) is str, "the option files to be a list of names", described(path))
@@ -134,17 +154,29 @@ def check_progress(saved):
     expect(0 <= step <= o["steps"], f"step to lie between 0 and {o['steps']}", described(step))
     expect(len(losses) == step, f"{step} losses", f"{len(losses)}")
     for loss in losses:
-        expect(type(loss) is float and math.isfinite(loss), "losses that are finite numbers",
-               described(loss))
+        expect(
+            type(loss) is float and math.isfinite(loss),
+            "losses that are finite numbers",
+            described(loss),
+        )
     figures = saved["held_out"]
     for figure in figures:
-        expect(isinstance(figure, tuple) and list(map(type, figure)) == [int, float],
-               "held_out to be a list of steps and figures", described(figure))
+        expect(
+            isinstance(figure, tuple) and list(map(type, figure)) == [int, float],
+            "held_out to be a list of steps and figures",
+            described(figure),
+        )
     due = [n for n in range(1, step + 1) if n % o["every"] == 0 or n == o["steps"]]
-    expect([n for n, _ in figures] == due, f"held_out to have the figures of {len(due)} steps",
-           f"those of {len(figures)}")
-    expect(list(map(type, saved["text"])) == [int, int], "text to be a length and a checksum",
-           described(saved["text"]))
+    expect(
+        [n for n, _ in figures] == due,
+        f"held_out to have the figures of {len(due)} steps",
+        f"those of {len(figures)}",
+    )
+    expect(
+        list(map(type, saved["text"])) == [int, int],
+        "text to be a length and a checksum",
+        described(saved["text"]),
+    )
 
 
 def check_model(model, made, layer):
@@ -161,8 +193,11 @@ def check_moments(saved, parameters):
     expect(state.keys() == set(due), f"the moments of {len(due)} parameters", f"{len(state)}")
     for i in due:
         expect_item(i, state, "optimizer", dict)
-        for name, shape in (("step", ()), ("exp_avg", parameters[i].shape),
-                            ("exp_avg_sq", parameters[i].shape)):
+        for name, shape in (
+            ("step", ()),
+            ("exp_avg", parameters[i].shape),
+            ("exp_avg_sq", parameters[i].shape),
+        ):
             expect_tensor(name, state[i], f"optimizer {i}", torch.float32, shape)
 
 
@@ -173,8 +208,11 @@ def check_random(saved):
         except (RuntimeError, TypeError, ValueError):
             expect(False, f"{name} to be the state of a generator", described(saved[name]))
     for x in saved["random_cuda"]:
-        expect(isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 1,
-               "random_cuda to be the states of generators", described(x))
+        expect(
+            isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 1,
+            "random_cuda to be the states of generators",
+            described(x),
+        )
 
 
 def expect(fits, expected, got):
@@ -188,8 +226,11 @@ def expect_item(name, among, where, kind):
     expect(name in among, f"{name} in {where}", "none")
     x = among[name]
     kinds = (int, float) if kind is float else kind
-    expect(isinstance(x, kinds) and not isinstance(x, bool),
-           f"{name} in {where} to be of type {kind.__name__}", described(x))
+    expect(
+        isinstance(x, kinds) and not isinstance(x, bool),
+        f"{name} in {where} to be of type {kind.__name__}",
+        described(x),
+    )
 
 
 def expect_tensor(name, among, where, dtype, shape):
@@ -199,10 +240,15 @@ def expect_tensor(name, among, where, dtype, shape):
     """
     expect_item(name, among, where, torch.Tensor)
     x = among[name]
-    expect(x.dtype == dtype and x.shape == shape and x.layout == torch.strided
-           and x.device.type == "cpu" and x.is_contiguous(),
-           f"{name} in {where} to be {tensor(dtype, shape)}",
-           tensor(x.dtype, x.shape, x.layout, x.device.type))
+    expect(
+        x.dtype == dtype
+        and x.shape == shape
+        and x.layout == torch.strided
+        and x.device.type == "cpu"
+        and x.is_contiguous(),
+        f"{name} in {where} to be {tensor(dtype, shape)}",
+        tensor(x.dtype, x.shape, x.layout, x.device.type),
+    )
 
 
 def tensor(dtype, shape, layout=torch.strided, device="cpu"):

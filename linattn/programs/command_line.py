@@ -20,11 +20,21 @@ def main(argv=None):
 
 def add_demo(commands):
     demo = commands.add_parser(
-        "demo", help="stream real text through the memories and report bits per byte and tokens/s")
-    demo.add_argument("files", metavar="FILE", nargs="*",
-                      help="text to read (default: the Python standard library's source)")
-    demo.add_argument("--bytes", type=positive, default=2_000_000, metavar="N",
-                      help="how much to read (default: %(default)s)")
+        "demo", help="stream real text through the memories and report bits per byte and tokens/s"
+    )
+    demo.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="*",
+        help="text to read (default: the Python standard library's source)",
+    )
+    demo.add_argument(
+        "--bytes",
+        type=positive,
+        default=2_000_000,
+        metavar="N",
+        help="how much to read (default: %(default)s)",
+    )
     demo.add_argument("--memories", metavar="A,B,...", help="which memories (default: all)")
     demo.add_argument("--plot", metavar="OUT.png", help="draw bits per byte along the stream")
     demo.add_argument("--seed", type=int, default=0, help="of the random features (default: 0)")
@@ -32,25 +42,55 @@ def add_demo(commands):
 
 def add_train(commands):
     train = commands.add_parser(
-        "train", help="train a byte-level language model on real text (needs PyTorch)")
-    train.add_argument("files", metavar="FILE", nargs="*",
-                       help="text to learn (default: the Python standard library's source)")
+        "train", help="train a byte-level language model on real text (needs PyTorch)"
+    )
+    train.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="*",
+        help="text to learn (default: the Python standard library's source)",
+    )
     for name, (default, parse, letter, text) in TRAINING.items():
-        train.add_argument("--" + name.replace("_", "-"), type=parse, metavar=letter,
-                           choices=LAYERS if name == "layer" else None,
-                           help=f"{text} (default: {default})")
-    train.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
-                       help="float32 on the CPU, bfloat16 autocast on a GPU (default: cpu)")
-    train.add_argument("--out", metavar="DIR", help="where the checkpoint and the loss curve go "
-                       "(default: linattn-train, or where the checkpoint is)")
+        train.add_argument(
+            "--" + name.replace("_", "-"),
+            type=parse,
+            metavar=letter,
+            choices=LAYERS if name == "layer" else None,
+            help=f"{text} (default: {default})",
+        )
+    train.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="float32 on the CPU, bfloat16 autocast on a GPU (default: cpu)",
+    )
+    train.add_argument(
+        "--out",
+        metavar="DIR",
+        help="where the checkpoint and the loss curve go "
+        "(default: linattn-train, or where the checkpoint is)",
+    )
     train.add_argument("--resume", metavar="CHECKPOINT", help="go on with a run")
-    train.add_argument("--plot", metavar="OUT.png",
-                       help="the loss curve (default: DIR/loss.png if matplotlib is installed)")
+    train.add_argument(
+        "--plot",
+        metavar="OUT.png",
+        help="the loss curve (default: DIR/loss.png if matplotlib is installed)",
+    )
     train.add_argument("--prompt", default="def ", help="of the sample (default: %(default)r)")
-    train.add_argument("--sample", type=not_negative(int), default=400, metavar="N",
-                       help="bytes of it, 0 for none (default: %(default)s)")
-    train.add_argument("--temperature", type=not_negative(float), default=0.8, metavar="X",
-                       help="of it, 0 for the likeliest byte (default: %(default)s)")
+    train.add_argument(
+        "--sample",
+        type=not_negative(int),
+        default=400,
+        metavar="N",
+        help="bytes of it, 0 for none (default: %(default)s)",
+    )
+    train.add_argument(
+        "--temperature",
+        type=not_negative(float),
+        default=0.8,
+        metavar="X",
+        help="of it, 0 for the likeliest byte (default: %(default)s)",
+    )
 
 
 def run_info(options):
@@ -67,11 +107,14 @@ def run_demo(options):
         names = options.memories.split(",") if options.memories else list(demo.MEMORIES)
         if unknown := [name for name in names if name not in demo.MEMORIES]:
             raise demo.DemoError(
-                f"--memories: {unknown[0]!r} is not one of {', '.join(demo.MEMORIES)}")
+                f"--memories: {unknown[0]!r} is not one of {', '.join(demo.MEMORIES)}"
+            )
         if options.seed < 0:
             raise demo.DemoError("--seed: must be at least 0")
-        demo.run(options.files, options.bytes, list(dict.fromkeys(names)), options.plot,
-                 options.seed)
+        demo.run(
+            options.files, options.bytes, list(dict.fromkeys(names)), options.plot, options.seed
+        )
+
     return status("demo", run, demo.DemoError)
 
 
@@ -84,17 +127,26 @@ def run_train(options):
         return failed("train", "needs PyTorch: pip install 'linattn[train]'", 2)
 
     def run():
-        given = {name: getattr(options, name) for name in TRAINING
-                 if getattr(options, name) is not None}
+        given = {
+            name: getattr(options, name) for name in TRAINING if getattr(options, name) is not None
+        }
         if options.files:
             given["files"] = [os.path.abspath(path) for path in options.files]
         if options.resume is not None and given:
             name = "FILE" if options.files else "--" + next(iter(given)).replace("_", "-")
             raise train.TrainError(f"{name}: with --resume it is the checkpoint's")
         defaults = {name: default for name, (default, *_) in TRAINING.items()}
-        train.run({"files": []} | defaults | given, out=options.out, resume=options.resume,
-                  plot=options.plot, device=options.device, prompt=options.prompt,
-                  length=options.sample, temperature=options.temperature)
+        train.run(
+            {"files": []} | defaults | given,
+            out=options.out,
+            resume=options.resume,
+            plot=options.plot,
+            device=options.device,
+            prompt=options.prompt,
+            length=options.sample,
+            temperature=options.temperature,
+        )
+
     return status("train", run, train.TrainError)
 
 

@@ -57,8 +57,10 @@ MEMORIES = {
     "delta_rule": {"beta": np.full(H, 0.2, np.float32)},
     "gated_delta_rule": {"g": FORGET, "beta": np.full(H, 0.2, np.float32)},
     # half of the keys forget, half never do
-    "kda": {"g": FORGET[:, None] * (np.arange(K) % 2).astype(np.float32),
-            "beta": np.full(H, 0.2, np.float32)},
+    "kda": {
+        "g": FORGET[:, None] * (np.arange(K) % 2).astype(np.float32),
+        "beta": np.full(H, 0.2, np.float32),
+    },
 }
 PER_TOKEN = ("g", "beta")
 
@@ -136,7 +138,7 @@ class Stream:
         size = rng.uniform(0.5, 1.5, K)
         self.size = (size / np.linalg.norm(size)).astype(np.float32)
         self.one_hot = np.eye(V, dtype=np.float32)
-        self.bucket = self.padded[max(ORDERS) - 1:-1] % BUCKETS  # of the last byte
+        self.bucket = self.padded[max(ORDERS) - 1 : -1] % BUCKETS  # of the last byte
         # the previous token of the same bucket, or -1
         order = np.argsort(self.bucket, kind="stable")
         same = self.bucket[order[1:]] == self.bucket[order[:-1]]
@@ -171,8 +173,10 @@ class Stream:
 
 def arguments(name, *outer):
     """The memory's own arguments. Those with one value per token are repeated to [*outer, ...]."""
-    return {key: np.broadcast_to(value, (*outer, *value.shape)) if key in PER_TOKEN else value
-            for key, value in MEMORIES[name].items()}
+    return {
+        key: np.broadcast_to(value, (*outer, *value.shape)) if key in PER_TOKEN else value
+        for key, value in MEMORIES[name].items()
+    }
 
 
 def chunked(op, name, inputs, starts, **keywords):
@@ -186,13 +190,15 @@ def stepped(stream, name, n):
     """o [n,H,V] of the first n tokens, run one by one, and the seconds of the loop."""
     step = getattr(linattn, name + "_step")
     state = np.zeros((BUCKETS, H, K, V), np.float32)
-    keywords = {key: np.ascontiguousarray(value) if key in PER_TOKEN else value
-                for key, value in arguments(name, 1).items()}
+    keywords = {
+        key: np.ascontiguousarray(value) if key in PER_TOKEN else value
+        for key, value in arguments(name, 1).items()
+    }
     q, k, v = (np.ascontiguousarray(x[0])[:, None] for x in stream.inputs(np.arange(n)))
     o = np.empty((n, H, V), np.float32)
     begin = time.perf_counter()
     for t, b in enumerate(stream.bucket[:n].tolist()):
-        o[t] = step(q[t], k[t], v[t], **keywords, state=state[b:b + 1], scale=1.0)[0]
+        o[t] = step(q[t], k[t], v[t], **keywords, state=state[b : b + 1], scale=1.0)[0]
     return o, time.perf_counter() - begin
 
 
@@ -294,8 +300,13 @@ def measure(data, names=tuple(MEMORIES), seed=0, progress=lambda n: None):
             for name in names:
                 begin = time.perf_counter()
                 o[name], states[name] = chunked(
-                    getattr(linattn, name), name, inputs, starts,
-                    initial_state=states[name], output_final_state=True)
+                    getattr(linattn, name),
+                    name,
+                    inputs,
+                    starts,
+                    initial_state=states[name],
+                    output_final_state=True,
+                )
                 seconds[name] += time.perf_counter() - begin
             if start == 0:
                 for name in names:
@@ -304,11 +315,17 @@ def measure(data, names=tuple(MEMORIES), seed=0, progress=lambda n: None):
                     figures[name] = {
                         "stepped": n / took,
                         "difference": float(np.abs(by_step - o[name][row[:n]]).max()),
-                        "accurate": accurate(stream, name, by_step)}
+                        "accurate": accurate(stream, name, by_step),
+                    }
             begin = time.perf_counter()
-            for name, part in zip(names, pool.map(
+            for name, part in zip(
+                names,
+                pool.map(
                     lambda name: decoders[name].bits(o[name], row, stream.text[start:stop]),  # noqa: B023
-                    names), strict=True):
+                    names,
+                ),
+                strict=True,
+            ):
                 bits[name][start:stop] = part
             decoding += time.perf_counter() - begin
             progress(stop - start)
@@ -323,6 +340,7 @@ def progress_bar(total):
         return lambda n: None
     try:
         from tqdm import tqdm
+
         return tqdm(total=total, unit="B", unit_scale=True, leave=False).update
     except ImportError:
         done = 0
@@ -330,8 +348,13 @@ def progress_bar(total):
     def update(n):
         nonlocal done
         done += n
-        print(f"\r{done / total:4.0%} of {total:,} bytes", end="\n" if done == total else "",
-              file=sys.stderr, flush=True)
+        print(
+            f"\r{done / total:4.0%} of {total:,} bytes",
+            end="\n" if done == total else "",
+            file=sys.stderr,
+            flush=True,
+        )
+
     return update
 
 
@@ -340,9 +363,17 @@ def table(figures, baselines):
     line = "{:<17}{:>10}{:>15}{:>15}{:>18}{:>10}".format
     rows = [line("", "bits/byte", "chunked tok/s", "stepped tok/s", "max |difference|", "accurate")]
     rows += [line(name, f"{bits:.3f}", *[""] * 4).rstrip() for name, bits in baselines.items()]
-    rows += [line(name, f"{f['bits'].mean():.3f}", f"{f['chunked']:,.0f}", f"{f['stepped']:,.0f}",
-                  f"{f['difference']:.1e}", "yes" if f["accurate"] else "NO")
-             for name, f in figures.items()]
+    rows += [
+        line(
+            name,
+            f"{f['bits'].mean():.3f}",
+            f"{f['chunked']:,.0f}",
+            f"{f['stepped']:,.0f}",
+            f"{f['difference']:.1e}",
+            "yes" if f["accurate"] else "NO",
+        )
+        for name, f in figures.items()
+    ]
     for at in (1, 2 + len(baselines)):
         rows.insert(at, "-" * len(rows[0]))
     return "\n".join(rows)
@@ -377,12 +408,22 @@ def plot(path, figures, baselines):
         style = {"gated_delta_rule": "--", "kda": ":"}.get(name, "-")
         edges = np.unique(np.linspace(0, T, 101).astype(int))
         means = np.add.reduceat(f["bits"], edges[:-1]) / np.diff(edges)
-        axes.plot((edges[:-1] + edges[1:]) / 2, means, lw=1.5, ls=style,
-                  label=f"{name}  {f['bits'].mean():.2f}")
+        axes.plot(
+            (edges[:-1] + edges[1:]) / 2,
+            means,
+            lw=1.5,
+            ls=style,
+            label=f"{name}  {f['bits'].mean():.2f}",
+        )
     for (name, value), style in zip(baselines.items(), (":", "--", "-."), strict=True):
         axes.axhline(value, color="0.4", lw=1, ls=style, label=f"{name}  {value:.2f}")
-    axes.set(xlabel="bytes read", ylabel="bits per byte", xlim=(0, T), ylim=(0, None),
-             title="Predicting each next byte of a text, learning online")
+    axes.set(
+        xlabel="bytes read",
+        ylabel="bits per byte",
+        xlim=(0, T),
+        ylim=(0, None),
+        title="Predicting each next byte of a text, learning online",
+    )
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     figure.legend(fontsize=8, ncols=4, loc="outside lower center")
     axes.grid(alpha=0.25)
@@ -397,9 +438,11 @@ def run(paths=(), limit=2_000_000, names=tuple(MEMORIES), plot_path=None, seed=0
     data = read_text(paths or standard_library(), limit)
     source = ", ".join(map(str, paths)) or SOURCE
     print(f"{len(data):,} bytes of {source}\n", flush=True)
-    baselines = {"order-0 entropy": order0_entropy(data),
-                 "zlib -9": 8 * len(zlib.compress(data, 9)) / len(data),
-                 "lzma": 8 * len(lzma.compress(data)) / len(data)}
+    baselines = {
+        "order-0 entropy": order0_entropy(data),
+        "zlib -9": 8 * len(zlib.compress(data, 9)) / len(data),
+        "lzma": 8 * len(lzma.compress(data)) / len(data),
+    }
     figures, decoding = measure(data, names, seed, progress_bar(len(data)))
     print(table(figures, baselines))
     n = min(STEPPED, len(data))

@@ -21,8 +21,13 @@ CHECKPOINT_LIMIT = 2**34
 
 PIECE = 2**20  # bytes of a read: a short file then takes little memory, however much is asked for
 
-KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"),
-         (stat.S_ISCHR, "a character device"), (stat.S_ISBLK, "a block device"))
+KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
 
 
 class FileError(Exception):
@@ -64,8 +69,9 @@ def descriptor(path):
             raise not_regular(path, stat.S_IFSOCK) from None
         raise unreadable(path, error) from None
     except ValueError:  # a NUL, or half a character
-        raise FileError(f"{str(path)!r}: expected the name of a file, got what no file can have "
-                        "as its name") from None
+        raise FileError(
+            f"{str(path)!r}: expected the name of a file, got what no file can have as its name"
+        ) from None
 
 
 def read(path, wanted, limit, before=0):

@@ -17,17 +17,20 @@ def positive(text):
 
 def number(low, high):
     """A parser of numbers above `low` and below `high`."""
+
     def parse(text):
         value = float(text)
         if not low < value < high:
             raise argparse.ArgumentTypeError(f"must lie between {low:g} and {high:g}")
         return value
+
     parse.__name__ = "number"
     return parse
 
 
 def not_negative(kind):
     """A parser of finite numbers of type `kind`, at least 0."""
+
     def parse(text):
         value = kind(text)
         if not 0 <= value < float("inf"):
@@ -35,6 +38,7 @@ def not_negative(kind):
         if kind is int and value > LARGEST:
             raise argparse.ArgumentTypeError(f"must be at most {LARGEST}")
         return value
+
     parse.__name__ = kind.__name__
     return parse
 
@@ -54,6 +58,10 @@ TRAINING = {
     "lr": (3e-3, number(0, float("inf")), "X", "the largest learning rate"),
     "seed": (0, not_negative(int), "N", "of the parameters, the batches and the sample"),
     "held_out": (0.05, number(0, 1), "X", "the share of the text, at its end, never learnt from"),
-    "every": (200, positive, "N", "steps from one checkpoint, and look at held-out text, to the "
-                                  "next"),
+    "every": (
+        200,
+        positive,
+        "N",
+        "steps from one checkpoint, and look at held-out text, to the next",
+    ),
 }

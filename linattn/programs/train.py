@@ -69,8 +69,7 @@ class LinearAttention(_Attention):
 
     def forward(self, x, state=None):
         """x [B,T,D] -> y [B,T,D] and the state after it."""
-        o, state = ops.linear_attention(
-            *self.qkv(x), initial_state=state, output_final_state=True)
+        o, state = ops.linear_attention(*self.qkv(x), initial_state=state, output_final_state=True)
         return self.o_proj(o.flatten(-2)), state
 
     def step(self, x, state):
@@ -112,7 +111,8 @@ def _rotated(x, start):
 # Each mixer has H heads with K = V = head_dim, and d_model = H head_dim.
 MIXERS = {
     "gated_delta_net": lambda D, H: layers.GatedDeltaNet(
-        D, num_heads=H, head_dim=D // H, expand_v=1),
+        D, num_heads=H, head_dim=D // H, expand_v=1
+    ),
     "delta_net": lambda D, H: layers.DeltaNet(D, num_heads=H),
     "kda": lambda D, H: layers.KimiDeltaAttention(D, num_heads=H, head_dim=D // H),
     "gla": lambda D, H: layers.GatedLinearAttention(D, num_heads=H, expand_k=1),
@@ -188,8 +188,7 @@ def code_length(model, tokens):
     device = tokens.device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         logits, _ = model(tokens[:, :-1])
-    nats = F.cross_entropy(
-        logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+    nats = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
     return nats.view(logits.shape[:2]) / math.log(2)
 
 
@@ -206,8 +205,10 @@ def read(options):
         raise TrainError(error) from None
     first = len(data) - max(1, round(len(data) * options["held_out"]))
     if first <= options["context"]:
-        raise TrainError(f"the text is too short: {len(data):,} bytes, of which {max(first, 0):,} "
-                         f"to learn from; --context {options['context']} takes one more than that")
+        raise TrainError(
+            f"the text is too short: {len(data):,} bytes, of which {max(first, 0):,} "
+            f"to learn from; --context {options['context']} takes one more than that"
+        )
     return data, first
 
 
@@ -242,15 +243,21 @@ def language_model(options):
     """The model that the options describe, or TrainError."""
     D, head_dim = options["d_model"], options["head_dim"]
     if D % head_dim or head_dim % 2:
-        raise TrainError(f"--head-dim: expected an even number that divides --d-model {D}, "
-                         f"got {head_dim}")
+        raise TrainError(
+            f"--head-dim: expected an even number that divides --d-model {D}, got {head_dim}"
+        )
     return LanguageModel(options["layer"], D, D // head_dim, options["blocks"])
 
 
 def groups(model):
     """The optimizer's groups of parameters: matrices have weight decay, the others have none."""
-    return [{"params": [p for p in model.parameters() if (p.dim() > 1) == matrices],
-             "weight_decay": 0.1 * matrices} for matrices in (True, False)]
+    return [
+        {
+            "params": [p for p in model.parameters() if (p.dim() > 1) == matrices],
+            "weight_decay": 0.1 * matrices,
+        }
+        for matrices in (True, False)
+    ]
 
 
 class Training:
@@ -300,28 +307,39 @@ class Training:
 
     def recent(self):
         """The mean of the latest losses, at most `every`."""
-        some = self.losses[-self.options["every"]:]
+        some = self.losses[-self.options["every"] :]
         return sum(some) / len(some)
 
     def save(self, path, text):
         """Write a checkpoint. If that fails, nothing is written."""
         with files.replaced(path) as file:
-            torch.save({
-                "format": checkpoint.FORMAT, "options": self.options, "text": fingerprint(text),
-                "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-                "step": self.step, "losses": self.losses, "held_out": self.held_out,
-                "batches": self.batches.get_state(), "random": torch.get_rng_state(),
-                "random_cuda": torch.cuda.get_rng_state_all() if self.device == "cuda" else [],
-            }, file)
+            torch.save(
+                {
+                    "format": checkpoint.FORMAT,
+                    "options": self.options,
+                    "text": fingerprint(text),
+                    "model": self.model.state_dict(),
+                    "optimizer": self.optimizer.state_dict(),
+                    "step": self.step,
+                    "losses": self.losses,
+                    "held_out": self.held_out,
+                    "batches": self.batches.get_state(),
+                    "random": torch.get_rng_state(),
+                    "random_cuda": torch.cuda.get_rng_state_all() if self.device == "cuda" else [],
+                },
+                file,
+            )
 
     def restore(self, saved):
         """Take the state of a run from a checkpoint."""
         self.model.load_state_dict(saved["model"])
         # the groups follow from the options; the checkpoint's are not used
         self.optimizer.load_state_dict(
-            self.optimizer.state_dict() | {"state": saved["optimizer"]["state"]})
+            self.optimizer.state_dict() | {"state": saved["optimizer"]["state"]}
+        )
         self.step, self.losses, self.held_out = (
-            saved[name] for name in ("step", "losses", "held_out"))
+            saved[name] for name in ("step", "losses", "held_out")
+        )
         self.batches.set_state(saved["batches"])
         torch.set_rng_state(saved["random"])
         if self.device == "cuda" and saved["random_cuda"]:
@@ -375,8 +393,14 @@ class Progress:
         self.tokens, self.seconds, self.begin = 0, 0.0, time.perf_counter()
         try:
             from tqdm import tqdm
-            self.bar = tqdm(total=training.options["steps"], initial=training.step, unit="step",
-                            leave=False, disable=None)  # None: it is drawn on a terminal only
+
+            self.bar = tqdm(
+                total=training.options["steps"],
+                initial=training.step,
+                unit="step",
+                leave=False,
+                disable=None,
+            )  # None: it is drawn on a terminal only
         except ImportError:
             pass
 
@@ -398,14 +422,17 @@ class Progress:
         self.seconds, self.begin = self.seconds + now - self.begin, now
         if self.bar is not None:
             self.bar.set_postfix_str(
-                f"{self.training.recent():.3f} bits/byte, {self.rate()}", refresh=False)
+                f"{self.training.recent():.3f} bits/byte, {self.rate()}", refresh=False
+            )
             self.bar.update(steps)
 
     def evaluated(self, bits):
         """Print the figure of held-out text."""
         steps = self.training.options["steps"]
-        line = (f"step {self.training.step:{len(str(steps))}}/{steps}   training "
-                f"{self.training.recent():.3f}   held out {bits:.3f} bits/byte   {self.rate()}")
+        line = (
+            f"step {self.training.step:{len(str(steps))}}/{steps}   training "
+            f"{self.training.recent():.3f}   held out {bits:.3f} bits/byte   {self.rate()}"
+        )
         (print if self.bar is None else self.bar.write)(line)
         sys.stdout.flush()
         self.begin = time.perf_counter()  # the time of the evaluation is not part of the rate
@@ -425,8 +452,10 @@ def prepare(options, out, resume, plot, device, prompt):
     training = Training(options, device)
     size = PER_PARAMETER * sum(p.numel() for p in training.model.parameters())
     if size > files.CHECKPOINT_LIMIT:
-        raise TrainError(f"the model is too large: its checkpoint has {size:,} bytes, and "
-                         f"--resume reads at most {files.CHECKPOINT_LIMIT:,}")
+        raise TrainError(
+            f"the model is too large: its checkpoint has {size:,} bytes, and "
+            f"--resume reads at most {files.CHECKPOINT_LIMIT:,}"
+        )
     if saved is not None:
         if saved["text"] != fingerprint(text):
             raise TrainError(f"--resume {resume}: the text is not what it was trained on")
@@ -435,8 +464,10 @@ def prepare(options, out, resume, plot, device, prompt):
         out = "linattn-train" if resume is None else Path(resume).parent
     out = Path(out)
     if resume is None and (out / CHECKPOINT).exists():
-        raise TrainError(f"{out / CHECKPOINT} is there already: go on with it (--resume "
-                         f"{out / CHECKPOINT}), or choose another directory (--out)")
+        raise TrainError(
+            f"{out / CHECKPOINT} is there already: go on with it (--resume "
+            f"{out / CHECKPOINT}), or choose another directory (--out)"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -455,8 +486,7 @@ def prepare(options, out, resume, plot, device, prompt):
 
 
 def train(training, text, data, first, path):
-    """Train up to the last step; write a checkpoint after every `every` steps and after the last.
-    """
+    """Train up to the last step. Checkpoints are written after every `every` steps and the last."""
     o = training.options
     every = max(1, -(-(len(data) - first) // o["context"]) // WINDOWS)
     with CtrlC() as ctrl_c, Progress(training) as progress:
@@ -475,7 +505,8 @@ def train(training, text, data, first, path):
             training.save(path, data)
             raise KeyboardInterrupt(
                 f"stopped after step {training.step} of {o['steps']}; to go on: "
-                f"python -m linattn train --resume {path}")
+                f"python -m linattn train --resume {path}"
+            )
     return progress
 
 
@@ -505,25 +536,43 @@ def draw(path, training, bits, baselines):
     axes = (figure := Figure((8, 5), layout="constrained")).add_subplot()
     losses = torch.tensor(training.losses)
     width = max(1, len(losses) // 50)
-    means = losses[:len(losses) // width * width].view(-1, width).mean(1).tolist()
+    means = losses[: len(losses) // width * width].view(-1, width).mean(1).tolist()
     axes.plot(range(1, len(losses) + 1), losses, lw=0.5, alpha=0.4, color="C0")
     axes.plot([width * (i + 0.5) for i in range(len(means))], means, color="C0", label="training")
-    axes.plot(*zip(*training.held_out, strict=True), "o-", ms=4, color="C1",
-              label="held out, a part of it")
+    axes.plot(
+        *zip(*training.held_out, strict=True),
+        "o-",
+        ms=4,
+        color="C1",
+        label="held out, a part of it",
+    )
     axes.plot(training.step, bits, "*", ms=12, color="C3", label=f"held out, all of it  {bits:.3f}")
     for (name, value), style in zip(baselines.items(), ("--", ":"), strict=True):
         axes.axhline(value, color="0.4", lw=1, ls=style, label=f"{name}  {value:.3f}")
     top = max([bits, *baselines.values(), *means])
-    axes.set(xlabel="step", ylabel="bits per byte",
-             xlim=(0, 1.03 * training.step), ylim=(0, 1.05 * top),
-             title=f"A byte-level language model, {training.options['layer']}")
+    axes.set(
+        xlabel="step",
+        ylabel="bits per byte",
+        xlim=(0, 1.03 * training.step),
+        ylim=(0, 1.05 * top),
+        title=f"A byte-level language model, {training.options['layer']}",
+    )
     axes.legend(fontsize=9)
     axes.grid(alpha=0.25)
     files.save_figure(figure, path)
 
 
-def run(options, *, out=None, resume=None, plot=None, device="cpu", prompt="def ", length=400,
-        temperature=0.8):
+def run(
+    options,
+    *,
+    out=None,
+    resume=None,
+    plot=None,
+    device="cpu",
+    prompt="def ",
+    length=400,
+    temperature=0.8,
+):
     """The whole command: train, save, report, draw and sample.
 
     options: the TRAINING options and the files, which a checkpoint keeps.
@@ -532,26 +581,40 @@ def run(options, *, out=None, resume=None, plot=None, device="cpu", prompt="def 
     o, path = training.options, out / CHECKPOINT
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     kept = data[first:]
-    baselines = {"zlib -9": 8 * len(zlib.compress(kept, 9)) / len(kept),
-                 "lzma": 8 * len(lzma.compress(kept)) / len(kept)}
+    baselines = {
+        "zlib -9": 8 * len(zlib.compress(kept, 9)) / len(kept),
+        "lzma": 8 * len(lzma.compress(kept)) / len(kept),
+    }
     size = sum(p.numel() for p in training.model.parameters())
     source = ", ".join(o["files"]) if len(o["files"]) < 3 else f"{len(o['files'])} files"
-    print(f"{len(data):,} bytes of {source or demo.SOURCE}, the last {len(kept):,} held out\n"
-          f"{o['layer']}, {size:,} parameters in all; {o['steps']:,} steps of "
-          f"{o['batch']} x {o['context']} bytes on {device}\n", flush=True)
+    print(
+        f"{len(data):,} bytes of {source or demo.SOURCE}, the last {len(kept):,} held out\n"
+        f"{o['layer']}, {size:,} parameters in all; {o['steps']:,} steps of "
+        f"{o['batch']} x {o['context']} bytes on {device}\n",
+        flush=True,
+    )
     progress = train(training, text, data, first, path)
     bits = held_out_bits(training.model, text, first, o["context"], o["batch"])
     line = "{:<46}{:>8.3f}".format
-    print("\nheld out, bits per byte\n" + line(
-        f"{o['layer']}, after {training.step * o['batch'] * o['context']:,} bytes", bits))
+    print(
+        "\nheld out, bits per byte\n"
+        + line(f"{o['layer']}, after {training.step * o['batch'] * o['context']:,} bytes", bits)
+    )
     for name, value in baselines.items():
         print(line(f"{name} of the held-out bytes alone", value))
-    print("The model is " + " and ".join(
-        f"{abs(bits - value):.3f} {'below' if bits < value else 'ABOVE'} {name}"
-        for name, value in baselines.items()) + ".")
+    print(
+        "The model is "
+        + " and ".join(
+            f"{abs(bits - value):.3f} {'below' if bits < value else 'ABOVE'} {name}"
+            for name, value in baselines.items()
+        )
+        + "."
+    )
     if progress.tokens:
-        print(f"\n{progress.tokens:,} bytes in {progress.seconds:,.0f} s of training, "
-              f"{progress.tokens / progress.seconds:,.0f} tokens/s")
+        print(
+            f"\n{progress.tokens:,} bytes in {progress.seconds:,.0f} s of training, "
+            f"{progress.tokens / progress.seconds:,.0f} tokens/s"
+        )
     print(f"wrote {path}")
     if plot is not None:
         draw(plot, training, bits, baselines)
@@ -560,5 +623,7 @@ def run(options, *, out=None, resume=None, plot=None, device="cpu", prompt="def 
         begin = time.perf_counter()
         made = sample(training.model, prompt.encode(), length, temperature, o["seed"])
         seconds = time.perf_counter() - begin
-        print(f"\n{length} bytes by step, temperature {temperature:g}, "
-              f"{length / seconds:,.0f} tokens/s:\n\n{prompt}{made.decode(errors='replace')}")
+        print(
+            f"\n{length} bytes by step, temperature {temperature:g}, "
+            f"{length / seconds:,.0f} tokens/s:\n\n{prompt}{made.decode(errors='replace')}"
+        )

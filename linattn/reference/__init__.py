@@ -337,9 +337,23 @@ def solve_unit_lower(L, R):
 # ---------------------------------------------------------------------------------------------
 
 
-def linear_attention(q, k, v, *, feature_map="elu+1", normalize=True, causal=True, eps=1e-6,
-                     scale=None, initial_state=None, cu_seqlens=None, qk_l2norm=False,
-                     form="recurrent", chunk_size=64, dtype=np.float64):
+def linear_attention(
+    q,
+    k,
+    v,
+    *,
+    feature_map="elu+1",
+    normalize=True,
+    causal=True,
+    eps=1e-6,
+    scale=None,
+    initial_state=None,
+    cu_seqlens=None,
+    qk_l2norm=False,
+    form="recurrent",
+    chunk_size=64,
+    dtype=np.float64,
+):
     """o_i = num_i / max(den_i, eps), num = scale phi(q)'S, den = scale phi(q)'z.
 
     normalize: True or "clamp" as above; "add" divides by den + eps; False returns num alone.
@@ -368,14 +382,20 @@ def linear_attention(q, k, v, *, feature_map="elu+1", normalize=True, causal=Tru
                 *_, state = one_head(q_h, k_h, v_h, state, scale)
             else:
                 num[of_v], den[of_v], state = linear_attention_noncausal(
-                    q_h, k_h, v_h, state, scale)
+                    q_h, k_h, v_h, state, scale
+                )
             S[n, h], z[n, h] = state
         o = num if normalize is False else num / divisor(den, normalize, eps)[..., None]
     return rounded(o, dtype), (S if normalize is False else (S, z))
 
 
-OPS["linear_attention"] = Op(linear_attention_tokens, linear_attention_chunk, decay="none",
-                             has_normaliser=True, noncausal=linear_attention_noncausal)
+OPS["linear_attention"] = Op(
+    linear_attention_tokens,
+    linear_attention_chunk,
+    decay="none",
+    has_normaliser=True,
+    noncausal=linear_attention_noncausal,
+)
 
 
 def retention(q, k, v, *, gamma=None, **common):
@@ -392,8 +412,7 @@ def lightning_attention(q, k, v, slopes, **common):
     return per_head(OPS["lightning_attention"], q, k, v, slopes, **common)
 
 
-OPS["lightning_attention"] = Op(lightning_attention_tokens, lightning_attention_chunk,
-                                decay="head")
+OPS["lightning_attention"] = Op(lightning_attention_tokens, lightning_attention_chunk, decay="head")
 
 
 def simple_gla(q, k, v, g=None, *, alpha=None, dtype=np.float64, **common):
@@ -445,7 +464,6 @@ def implicit_weights(name, q, k, **arguments):
     B, T = q.shape[:2]
     by_token = [x for x in map(arguments.get, ("g", "alpha", "beta")) if x is not None]
     by_head = [x for x in map(arguments.get, ("gamma", "slopes")) if x is not None]
-    HV = (np.shape(by_token[0])[2] if by_token
-          else len(by_head[0]) if by_head else q.shape[2])
+    HV = np.shape(by_token[0])[2] if by_token else len(by_head[0]) if by_head else q.shape[2]
     v = np.broadcast_to(np.eye(T)[None, :, None, :], (B, T, HV, T))
     return globals()[name](q, k, v, **arguments)[0].transpose(0, 2, 1, 3)

@@ -30,8 +30,20 @@ SHARED_AXES = {"none": (0, 1, 2, 3), "head": (0, 1, 3), "token": (3,), "key": ()
 # ---------------------------------------------------------------------------------------------
 
 
-def per_head(op, q, k, v, *gates, scale=None, initial_state=None, cu_seqlens=None,
-             qk_l2norm=False, form="recurrent", chunk_size=64, dtype=np.float64):
+def per_head(
+    op,
+    q,
+    k,
+    v,
+    *gates,
+    scale=None,
+    initial_state=None,
+    cu_seqlens=None,
+    qk_l2norm=False,
+    form="recurrent",
+    chunk_size=64,
+    dtype=np.float64,
+):
     """Run an op's one-head functions over the sequences and heads. A gate [HV] is per head."""
     q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
     gates = [cast(gate, working(dtype)) for gate in gates]

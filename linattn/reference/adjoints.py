@@ -245,8 +245,17 @@ def _normalised_head_adjoint(op, q, k, v, state, scale, do, d_state, C, causal, 
         return linear_attention_adjoint(q, k, v, S, z, scale, dnum, dden, dS, dz)
     # z is the state of one more column of values, which is 1 for every token
     dq, dk, dv, _, _, dS = chunk_adjoint(
-        q, k, _with_column(v, np.ones_like(den)), np.ones((len(v), 1), v.dtype), None,
-        _with_column(S, z), scale, _with_column(dnum, dden), _with_column(dS, dz), C)
+        q,
+        k,
+        _with_column(v, np.ones_like(den)),
+        np.ones((len(v), 1), v.dtype),
+        None,
+        _with_column(S, z),
+        scale,
+        _with_column(dnum, dden),
+        _with_column(dS, dz),
+        C,
+    )
     return dq, dk, dv[:, :-1], dS[:, :-1], dS[:, -1]
 
 
@@ -278,10 +287,31 @@ class Gradients(NamedTuple):
     d_initial_state: np.ndarray | tuple | None
 
 
-def backward(name, do, q, k, v, *, g=None, alpha=None, gamma=None, slopes=None, beta=None,
-             feature_map="elu+1", normalize=True, causal=True, eps=1e-6, scale=None,
-             initial_state=None, d_final_state=None, cu_seqlens=None, qk_l2norm=False,
-             form="recurrent", chunk_size=64, dtype=np.float64):
+def backward(
+    name,
+    do,
+    q,
+    k,
+    v,
+    *,
+    g=None,
+    alpha=None,
+    gamma=None,
+    slopes=None,
+    beta=None,
+    feature_map="elu+1",
+    normalize=True,
+    causal=True,
+    eps=1e-6,
+    scale=None,
+    initial_state=None,
+    d_final_state=None,
+    cu_seqlens=None,
+    qk_l2norm=False,
+    form="recurrent",
+    chunk_size=64,
+    dtype=np.float64,
+):
     """The gradients of sum(do * o) + sum(d_final_state * final_state) for the op called `name`.
 
     An argument that was not given has the gradient None. A normalised op's states come as pairs
@@ -291,8 +321,10 @@ def backward(name, do, q, k, v, *, g=None, alpha=None, gamma=None, slopes=None, 
     if not op.has_normaliser:
         feature_map, normalize = "identity", False
     do, v = cast(do, dtype), cast(v, dtype)
-    q_in, k_in = (_Input(cast(x, dtype), phi, qk_l2norm)
-                  for x, phi in zip((q, k), feature_pair(feature_map), strict=True))
+    q_in, k_in = (
+        _Input(cast(x, dtype), phi, qk_l2norm)
+        for x, phi in zip((q, k), feature_pair(feature_map), strict=True)
+    )
     scale = read_scale(scale, q_in.given)
     q, k = q_in.mapped, k_in.mapped
     keyword, gate = _first_given(gamma=gamma, slopes=slopes, alpha=alpha, g=g)
@@ -310,13 +342,25 @@ def backward(name, do, q, k, v, *, g=None, alpha=None, gamma=None, slopes=None, 
             C = _chunk_length(form, len(v[j]), chunk_size)
             if op.has_normaliser:
                 dq_h, dk_h, dv[j], dS[n, h], dz[n, h] = _normalised_head_adjoint(
-                    op, q[i], k[i], v[j], (S[n, h], z[n, h]), scale, do[j], (dS[n, h], dz[n, h]),
-                    C, causal, normalize, eps)
+                    op,
+                    q[i],
+                    k[i],
+                    v[j],
+                    (S[n, h], z[n, h]),
+                    scale,
+                    do[j],
+                    (dS[n, h], dz[n, h]),
+                    C,
+                    causal,
+                    normalize,
+                    eps,
+                )
             else:
                 b_h = None if b is None else b[j]
                 dq_h, dk_h, dv[j], da_h, db_h, dS[n, h] = _head_adjoint(
-                    q[i], k[i], v[j], a_keys[j], b_h, S[n, h], scale, do[j], dS[n, h], C)
-                da[j][:, :da_h.shape[1]] = da_h
+                    q[i], k[i], v[j], a_keys[j], b_h, S[n, h], scale, do[j], dS[n, h], C
+                )
+                da[j][:, : da_h.shape[1]] = da_h
                 if b is not None:
                     dbeta[j] = db_h
             dq[i] += dq_h
@@ -324,7 +368,10 @@ def backward(name, do, q, k, v, *, g=None, alpha=None, gamma=None, slopes=None, 
         dq, dk = q_in.adjoint(dq), k_in.adjoint(dk)
         dg = _gate_gradient(op, keyword, gate, a, da, work)
     return Gradients(
-        rounded(dq, dtype), rounded(dk, dtype), rounded(dv, dtype), dg,
+        rounded(dq, dtype),
+        rounded(dk, dtype),
+        rounded(dv, dtype),
+        dg,
         None if beta is None else rounded_like(dbeta, beta, work),
         None if initial_state is None else dS if normalize is False else (dS, dz),
     )

@@ -26,10 +26,14 @@ def l2norm_adjoint(x, dy):
 # name -> phi, and phi' written with x and y = phi(x). exp never gets an argument that overflows:
 # elu+1 is exp(x) below 0, not expm1(x) + 1, which is exactly 0 in float32 from about -17.5 on.
 FEATURE_MAPS = {
-    "elu+1": (lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
-              lambda x, y: np.where(x > 0, np.ones_like(y), y)),
-    "relu+eps": (lambda x: np.maximum(x, 0) + x.dtype.type(1e-3),
-                 lambda x, y: (x > 0).astype(x.dtype)),
+    "elu+1": (
+        lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
+        lambda x, y: np.where(x > 0, np.ones_like(y), y),
+    ),
+    "relu+eps": (
+        lambda x: np.maximum(x, 0) + x.dtype.type(1e-3),
+        lambda x, y: (x > 0).astype(x.dtype),
+    ),
     "relu2": (lambda x: np.maximum(x, 0) ** 2, lambda x, y: 2 * np.maximum(x, 0)),
     "exp": (np.exp, lambda x, y: y),
     "identity": (lambda x: x, lambda x, y: np.ones_like(x)),

@@ -46,9 +46,11 @@ def assert_same_bits(got, want, name=""):
         if isinstance(x, np.ndarray):
             if x.tobytes() != y.tobytes():
                 np.testing.assert_array_equal(
-                    x.astype(np.float64), y.astype(np.float64), err_msg=name)
+                    x.astype(np.float64), y.astype(np.float64), err_msg=name
+                )
                 raise AssertionError(
-                    f"{name}: equal, but for the sign of a zero or the bits of a NaN")
+                    f"{name}: equal, but for the sign of a zero or the bits of a NaN"
+                )
         else:
             torch = sys.modules["torch"]
             same = torch.equal(*(a.contiguous().view(torch.uint8) for a in (x, y)))

@@ -29,20 +29,41 @@ from linattn import variants
 from support import emulated
 
 KINDS = ("numpy", "emulated", "torch", "cuda", "cupy")
-FILES = ("test_arguments_dtypes.py", "test_arguments_options.py", "test_arguments_shapes.py",
-         "test_autograd.py", "test_autograd_transforms.py", "test_backward.py", "test_bound.py",
-         "test_cuda.py", "test_cuda_bits.py", "test_cuda_large.py", "test_cuda_streams.py",
-         "test_extremes.py", "test_features.py", "test_forward.py", "test_pool.py",
-         "test_properties.py", "test_step.py", "test_worked_example.py")
-COMPUTED = ("test_backward.py", "test_extremes.py", "test_forward.py", "test_pool.py",
-            "test_properties.py", "test_step.py")  # these have nothing but calls of the ops
+FILES = (
+    "test_arguments_dtypes.py",
+    "test_arguments_options.py",
+    "test_arguments_shapes.py",
+    "test_autograd.py",
+    "test_autograd_transforms.py",
+    "test_backward.py",
+    "test_bound.py",
+    "test_cuda.py",
+    "test_cuda_bits.py",
+    "test_cuda_large.py",
+    "test_cuda_streams.py",
+    "test_extremes.py",
+    "test_features.py",
+    "test_forward.py",
+    "test_pool.py",
+    "test_properties.py",
+    "test_step.py",
+    "test_worked_example.py",
+)
+COMPUTED = (
+    "test_backward.py",
+    "test_extremes.py",
+    "test_forward.py",
+    "test_pool.py",
+    "test_properties.py",
+    "test_step.py",
+)  # these have nothing but calls of the ops
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FEW_TOKENS = 8  # up to so many go token by token on a GPU: csrc/cuda/dispatch.cu
 FACES = {f"{op}{face}" for op in linattn.OPS for face in ("", "_step", "_backward")}
 # the keywords of arrays: the table's, the gradients of outputs, other names of g and of a state
 ARRAYS = {"alpha", "gamma", "slopes", "state"}.union(
-    (x.label for x in variants.ARRAYS),
-    (x.gradient for x in variants.ARRAYS if x.role == "OUTPUT"))
+    (x.label for x in variants.ARRAYS), (x.gradient for x in variants.ARRAYS if x.role == "OUTPUT")
+)
 
 kind = "numpy"
 arrays = None  # a Torch or a CuPy
@@ -116,8 +137,22 @@ class Torch:
     def __init__(self, name):
         self.torch = torch = imported("torch")
         self.device = torch.device("cpu" if name == "torch" else "cuda")
-        names = ("float64", "float32", "float16", "int8", "int16", "int32", "int64",
-                 "uint8", "uint16", "uint32", "uint64", "bool", "complex64", "complex128")
+        names = (
+            "float64",
+            "float32",
+            "float16",
+            "int8",
+            "int16",
+            "int32",
+            "int64",
+            "uint8",
+            "uint16",
+            "uint32",
+            "uint64",
+            "bool",
+            "complex64",
+            "complex128",
+        )
         self.dtypes = {np.dtype(name): getattr(torch, name) for name in names}
         self.dtypes[BFLOAT16] = torch.bfloat16
 
@@ -291,7 +326,8 @@ def bridged_map(given):
         return type(given)(map(bridged_map, given))
     if isinstance(given, linattn.FeatureMap):
         return dataclasses.replace(
-            given, forward=bridged(given.forward), backward=bridged(given.backward))
+            given, forward=bridged(given.forward), backward=bridged(given.backward)
+        )
     return bridged(given) if callable(given) else given
 
 
@@ -350,7 +386,7 @@ def through_the_device(real):
         if kind == "emulated":
             function = functools.partial(arrays.call, real.__name__)
         named = [convert(name, x) for name, x in zip(positions, args, strict=False)]
-        rest = args[len(named):]
+        rest = args[len(named) :]
         kwargs = {name: convert(name, x) for name, x in kwargs.items()}
         try:
             return revert(function(*named, *rest, **kwargs))

@@ -19,9 +19,15 @@ class Dtype(ctypes.Structure):
 
 
 class Tensor(ctypes.Structure):
-    _fields_ = (("data", ctypes.c_void_p), ("device", Device), ("ndim", ctypes.c_int32),
-                ("dtype", Dtype), ("shape", ctypes.POINTER(ctypes.c_int64)),
-                ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64))
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", Device),
+        ("ndim", ctypes.c_int32),
+        ("dtype", Dtype),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
 
 
 DELETER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -32,9 +38,14 @@ class Managed(ctypes.Structure):
 
 
 class Versioned(ctypes.Structure):
-    _fields_ = (("major", ctypes.c_uint32), ("minor", ctypes.c_uint32),
-                ("context", ctypes.c_void_p), ("deleter", DELETER), ("flags", ctypes.c_uint64),
-                ("tensor", Tensor))
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", DELETER),
+        ("flags", ctypes.c_uint64),
+        ("tensor", Tensor),
+    )
 
 
 PyCapsule_New = ctypes.pythonapi.PyCapsule_New
@@ -90,13 +101,22 @@ class Exporter:
         sizes = (ctypes.c_int64 * max(x.ndim, 1))(*x.shape)
         strides = (ctypes.c_int64 * max(x.ndim, 1))(*(s // size for s in x.strides))
         code = 4 if x.dtype == BFLOAT16 else CODES[x.dtype.kind]
-        tensor = Tensor(x.ctypes.data - self.offset, Device(*self.device), x.ndim,
-                        Dtype(code, 8 * size, 1), sizes, None if self.compact else strides,
-                        self.offset)
+        tensor = Tensor(
+            x.ctypes.data - self.offset,
+            Device(*self.device),
+            x.ndim,
+            Dtype(code, 8 * size, 1),
+            sizes,
+            None if self.compact else strides,
+            self.offset,
+        )
         deleter = DELETER(self.end)
         versioned = self.versions and "max_version" in options
-        managed = (Versioned(self.major, 0, None, deleter, self.flags, tensor) if versioned
-                   else Managed(tensor, None, deleter))
+        managed = (
+            Versioned(self.major, 0, None, deleter, self.flags, tensor)
+            if versioned
+            else Managed(tensor, None, deleter)
+        )
         address = ctypes.addressof(managed)
         self.alive[address] = managed, sizes, strides, deleter
         self.exported += 1

@@ -48,10 +48,15 @@ class Emulated:
         if not os.environ.get("LINATTN_EMULATED"):
             raise RuntimeError("LINATTN_EMULATED names no command that starts the other Python")
         tests = os.path.dirname(os.path.dirname(__file__))
-        start = (f"import sys; sys.path.append({tests!r}); "
-                 "from support import emulated; emulated.serve()")
-        self.other = subprocess.Popen([*shlex.split(os.environ["LINATTN_EMULATED"]), "-c", start],
-                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        start = (
+            f"import sys; sys.path.append({tests!r}); "
+            "from support import emulated; emulated.serve()"
+        )
+        self.other = subprocess.Popen(
+            [*shlex.split(os.environ["LINATTN_EMULATED"]), "-c", start],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         self.what = self.answer()
 
     def answer(self):
@@ -133,7 +138,8 @@ def run(linattn, name, block, args, kwargs):
         warnings.simplefilter("always")
         try:
             result = getattr(linattn, name)(
-                *mapped(args, made), **{key: mapped(x, made) for key, x in kwargs.items()})
+                *mapped(args, made), **{key: mapped(x, made) for key, x in kwargs.items()}
+            )
         except Exception as raised:
             error = raised
     said = [(str(w.message), w.category) for w in warned]

@@ -13,10 +13,13 @@ from support.tensors import to_numpy, to_tensor, torch
 needs_gpu = [
     pytest.mark.skipif(
         not torch.cuda.is_available() or not linattn.cuda.is_available(),
-        reason=f"no GPU: {linattn.cuda.why_not() or 'PyTorch sees none'}"),
+        reason=f"no GPU: {linattn.cuda.why_not() or 'PyTorch sees none'}",
+    ),
     # other libraries' warnings are not ours to mend
-    *(pytest.mark.filterwarnings(f"default::{kind}")
-      for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")),
+    *(
+        pytest.mark.filterwarnings(f"default::{kind}")
+        for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
+    ),
 ]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -79,9 +82,14 @@ def busy(seconds=0.3):
 def heads_of(x, count):
     """One head's problem, repeated for `count` heads."""
     shared = ("initial_state", "d_final_state")
-    return {name: a if name in PER_HEAD else
-            over_arrays(lambda s: s.repeat_interleave(count, 1), a) if name in shared else
-            a.repeat_interleave(count, 2) for name, a in x.items()}
+    return {
+        name: a
+        if name in PER_HEAD
+        else over_arrays(lambda s: s.repeat_interleave(count, 1), a)
+        if name in shared
+        else a.repeat_interleave(count, 2)
+        for name, a in x.items()
+    }
 
 
 # ---- arrays with a protocol and nothing else ----
@@ -153,7 +161,8 @@ def reference64(op, x, dtype=None, C=64):
         if beta is not None:
             L = (beta[:, :, at] * (k_c @ k_back)).tril(-1)
             u = torch.linalg.solve_triangular(
-                L, beta[:, :, at] * (u - k_c @ S), upper=False, unitriangular=True)
+                L, beta[:, :, at] * (u - k_c @ S), upper=False, unitriangular=True
+            )
         o[:, :, at] = K**-0.5 * (q_c @ S + (q_c @ k_back).tril() @ u)
         S = last.exp().transpose(2, 3) * S
         S = S + (k[:, :, at] * (last - b).exp()).transpose(2, 3) @ u
@@ -168,6 +177,11 @@ def judge(op, x, o, name=""):
     end."""
     ref, _ = reference64(op, x)
     naive, _ = reference64(op, x, torch.float32)
-    testing.assert_accurate(to_numpy(o), to_numpy(ref), to_numpy(naive.to(o.dtype)),
-                            dtype=to_numpy(o[:0]).dtype, name=f"{op} {name}",
-                            tf32=x.get("allow_tf32", False))
+    testing.assert_accurate(
+        to_numpy(o),
+        to_numpy(ref),
+        to_numpy(naive.to(o.dtype)),
+        dtype=to_numpy(o[:0]).dtype,
+        name=f"{op} {name}",
+        tf32=x.get("allow_tf32", False),
+    )

@@ -49,10 +49,13 @@ class Case:
     state: bool = True
 
     def __str__(self):
-        flags = "".join(name for name in ("packed", "v_first", "l2norm", "state")
-                        if getattr(self, name))
-        return (f"{self.op}-{self.mode}-{np.dtype(self.dtype).name}-T{self.T}-C{self.chunk}"
-                f"-K{self.K}-V{self.V}-H{self.H}.{self.HV}-B{self.B}-{flags}")
+        flags = "".join(
+            name for name in ("packed", "v_first", "l2norm", "state") if getattr(self, name)
+        )
+        return (
+            f"{self.op}-{self.mode}-{np.dtype(self.dtype).name}-T{self.T}-C{self.chunk}"
+            f"-K{self.K}-V{self.V}-H{self.H}.{self.HV}-B{self.B}-{flags}"
+        )
 
 
 def _cost(case):
@@ -66,8 +69,14 @@ def cases(seed, limit=12_000):
     """Each axis value with every (op, mode, dtype). A case that costs more than `limit` shrinks
     along its other axes."""
     rng = np.random.default_rng(seed)
-    axes = {"T": LENGTHS, "chunk": CHUNKS, "K": DIMENSIONS, "V": DIMENSIONS, "heads": HEADS,
-            "B": BATCHES}
+    axes = {
+        "T": LENGTHS,
+        "chunk": CHUNKS,
+        "K": DIMENSIONS,
+        "V": DIMENSIONS,
+        "heads": HEADS,
+        "B": BATCHES,
+    }
     smaller = (("B", 1), ("heads", (1, 1)), ("K", 16), ("V", 16), ("T", 257), ("T", 65))
     for op, mode, dtype in itertools.product(linattn.OPS, MODES, DTYPES):
         for axis, values in axes.items():
@@ -123,8 +132,19 @@ def inputs_of(case, rng):
     if case.packed:
         a, b = np.sort(rng.integers(0, case.T + 1, 2))
         cu = np.array([0, a, a, b, case.T])  # one sequence is empty
-    x = testing.make_inputs(case.op, rng, B=case.B, T=case.T, H=case.H, HV=case.HV, K=case.K,
-                            V=case.V, dtype=case.dtype, initial_state=case.state, cu_seqlens=cu)
+    x = testing.make_inputs(
+        case.op,
+        rng,
+        B=case.B,
+        T=case.T,
+        H=case.H,
+        HV=case.HV,
+        K=case.K,
+        V=case.V,
+        dtype=case.dtype,
+        initial_state=case.state,
+        cu_seqlens=cu,
+    )
     if case.l2norm:
         x["qk_l2norm"] = True
     return x
@@ -157,7 +177,7 @@ def wider(dtype):
 
 def sampled(grid, every, how):
     """The cases of `--grid=how`: all of them, a fixed sample of one in `every`, or few of these."""
-    return {"all": grid, "sample": grid[::every], "few": grid[::every * 5]}[how]
+    return {"all": grid, "sample": grid[::every], "few": grid[:: every * 5]}[how]
 
 
 def on_tensor_cores(dtype, K, mode, T=64, tf32=False):
@@ -166,8 +186,11 @@ def on_tensor_cores(dtype, K, mode, T=64, tf32=False):
     The answer is yes for some that in fact go token by token and are more exact: float16, float32
     and K above 128 on devices before Hopper, and the delta rule with K below 16."""
     halves = dtype in (ml_dtypes.bfloat16, np.float16) and K <= 256
-    return ((halves or (tf32 and dtype == np.float32 and K <= 128)) and mode != "recurrent"
-            and T > device.FEW_TOKENS)
+    return (
+        (halves or (tf32 and dtype == np.float32 and K <= 128))
+        and mode != "recurrent"
+        and T > device.FEW_TOKENS
+    )
 
 
 def rounds_products(op, dtype, K, mode, T=64, chunk=None):
@@ -184,8 +207,14 @@ def bits_multiplied(op, dtype, mode, T=64, chunk=None):
     linear_attention has by default."""
     isa = _linattn.isa()[0]
     paired = "bf16" in isa or "amx" in isa
-    if not (paired and op not in NORMALISED + KEY_DECAY and mode == "chunk"
-            and (chunk or 0) <= 64 and dtype == ml_dtypes.bfloat16 and T > 0):
+    if not (
+        paired
+        and op not in NORMALISED + KEY_DECAY
+        and mode == "chunk"
+        and (chunk or 0) <= 64
+        and dtype == ml_dtypes.bfloat16
+        and T > 0
+    ):
         return 0
     return 8 if "bf16" in isa else 16
 
@@ -193,8 +222,13 @@ def bits_multiplied(op, dtype, mode, T=64, chunk=None):
 def gradients_on_tensor_cores(dtype, K, V, mode, T=64):
     """Does a GPU's backward pass multiply on tensor cores? Hopper's does in bfloat16; others are
     more exact."""
-    return (dtype == ml_dtypes.bfloat16 and mode != "recurrent" and T > 0 and 16 <= K <= 128
-            and V % 8 == 0)
+    return (
+        dtype == ml_dtypes.bfloat16
+        and mode != "recurrent"
+        and T > 0
+        and 16 <= K <= 128
+        and V % 8 == 0
+    )
 
 
 def form_of(case, gpu=False):

@@ -24,21 +24,45 @@ def spoiled(op, face):
     """Calls that fail, one for every place where a call can: (function, arguments, errors)."""
     function, made = legal_call(op, face)
     state = "state" if face == "step" else "initial_state"
-    strided = {name: x[..., ::2] if x.ndim else x for name, x in made.items()
-               if isinstance(x, np.ndarray)}
+    strided = {
+        name: x[..., ::2] if x.ndim else x for name, x in made.items() if isinstance(x, np.ndarray)
+    }
     bad = [
-        {"q": [1.0]}, {"k": made["k"].astype(int)}, {"v": made["v"].astype("c8")},
-        {"v": made["v"][:1]}, {"q": made["q"][None, None]}, {"k": made["k"][..., :3]},
-        {state: 3}, {state: (1, 2)}, {state: (made["v"],)}, {state: (made["v"], None)},
-        {"scale": "x"}, {"scale": np.nan}, {"qk_l2norm": 1}, {"state_v_first": None},
-        strided, {"nonsense": 1},
+        {"q": [1.0]},
+        {"k": made["k"].astype(int)},
+        {"v": made["v"].astype("c8")},
+        {"v": made["v"][:1]},
+        {"q": made["q"][None, None]},
+        {"k": made["k"][..., :3]},
+        {state: 3},
+        {state: (1, 2)},
+        {state: (made["v"],)},
+        {state: (made["v"], None)},
+        {"scale": "x"},
+        {"scale": np.nan},
+        {"qk_l2norm": 1},
+        {"state_v_first": None},
+        strided,
+        {"nonsense": 1},
     ]
     if face != "step":
-        bad += [{"mode": "x"}, {"mode": 3}, {"chunk_size": 0}, {"chunk_size": 2**70},
-                {"chunk_size": 1.5}, {"cu_seqlens": np.array([0, 3])}, {"cu_seqlens": [0, 9]}]
+        bad += [
+            {"mode": "x"},
+            {"mode": 3},
+            {"chunk_size": 0},
+            {"chunk_size": 2**70},
+            {"chunk_size": 1.5},
+            {"cu_seqlens": np.array([0, 3])},
+            {"cu_seqlens": [0, 9]},
+        ]
     if face != "backward":
-        bad += [{"out": 3}, {"out": np.zeros(3)}, {"out": made["v"]},
-                {"out": made["v"].astype(np.float64)}, {"out": made["v"][..., ::-1]}]
+        bad += [
+            {"out": 3},
+            {"out": np.zeros(3)},
+            {"out": made["v"]},
+            {"out": made["v"].astype(np.float64)},
+            {"out": made["v"][..., ::-1]},
+        ]
     if face == "forward":
         bad += [{"output_final_state": "x"}]
     if op == "linear_attention":
@@ -52,8 +76,10 @@ def blocks_of_legal_calls(op, face, batches=12, calls=100):
     """sys.getallocatedblocks after each batch."""
     function, made = legal_call(op, face)
     f64, wide = legal_call(op, face, dtype=np.float64)
-    swapped = {name: x.byteswap().view(x.dtype.newbyteorder()) if isinstance(x, np.ndarray) else x
-               for name, x in made.items()}
+    swapped = {
+        name: x.byteswap().view(x.dtype.newbyteorder()) if isinstance(x, np.ndarray) else x
+        for name, x in made.items()
+    }
     own = {"feature_map": np.exp} if op == "linear_attention" and face != "backward" else {}
     out = {} if face == "backward" else {"out": np.empty_like(made["v"])}
     counts = []

@@ -8,7 +8,9 @@ from support.compare import leaves, over_arrays
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 KINDS = [  # dtypes of the inputs and of the state
-    (np.float64, np.float64), (np.float32, np.float32), (np.float16, np.float32),
+    (np.float64, np.float64),
+    (np.float32, np.float32),
+    (np.float16, np.float32),
     (BFLOAT16, BFLOAT16),
 ]
 SHAPES = [(2, 4, 16, 32), (1, 3, 7, 59), (1, 1, 130, 64)]  # H, HV, K, V

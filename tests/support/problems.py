@@ -46,8 +46,9 @@ def problem(op, face="forward", *, dtype=np.float32, seed=0, **sizes):
 def at_token(x, t, rows=slice(None)):
     """The arguments of one step, or of some of its rows: arrays with a token axis are taken at
     token t."""
-    return {name: np.ascontiguousarray(a[rows, t]) if name in PER_TOKEN else a
-            for name, a in x.items()}
+    return {
+        name: np.ascontiguousarray(a[rows, t]) if name in PER_TOKEN else a for name, a in x.items()
+    }
 
 
 def poisoned(shape, dtype):
@@ -67,9 +68,17 @@ def gate_of(op):
 def letters_of(op, face, name, *, one_head=False):
     """The contract's letters for one array."""
     letters = {
-        "q": "B T H K", "k": "B T H K", "v": "B T HV V", "do": "B T HV V", "out": "B T HV V",
-        "beta": "B T HV", "gamma": "HV", "slopes": "HV",
-        "initial_state": "N HV K V", "state": "N HV K V", "d_final_state": "N HV K V",
+        "q": "B T H K",
+        "k": "B T H K",
+        "v": "B T HV V",
+        "do": "B T HV V",
+        "out": "B T HV V",
+        "beta": "B T HV",
+        "gamma": "HV",
+        "slopes": "HV",
+        "initial_state": "N HV K V",
+        "state": "N HV K V",
+        "d_final_state": "N HV K V",
         "g": "B T HV K" if "g per key" in GATES[op] else "B T HV",
     }
     letters["alpha"] = letters["g"]
@@ -115,7 +124,8 @@ def arguments(op, face, *, dtype=np.float32, one_head=False, seed=0, **dims):
     for name in array_names(op, face):
         shape = sizes(letters_of(op, face, name, one_head=one_head), dims)
         made[name] = np.asarray(values_for(rng, name, shape)).astype(
-            real if "state" in name else dtype)
+            real if "state" in name else dtype
+        )
     return made | ({"normalize": False} if op == "linear_attention" else {})
 
 

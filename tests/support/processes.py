@@ -26,8 +26,13 @@ def python(code, *, timeout=60, check=True, **variables):
 
     With check=False any ending is fine, and the finished process is the answer.
     """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True,
-                          text=True, timeout=timeout, env=environment(**variables))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(**variables),
+    )
     if check:
         assert done.returncode == 0, done.stderr
         return done.stdout

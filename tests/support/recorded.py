@@ -39,6 +39,7 @@ def inputs(op, rng, *, grad=False, dtype=np.float64, state=True, **changed):
 def pure(op, x, **options):
     """A function from the op's tensors alone to a tuple of tensors, and the tensors to call it
     with."""
+
     def call(*given):
         return tuple(tensors_in(getattr(linattn, op)(**refilled(x, iter(given)), **options)))
 
@@ -61,8 +62,9 @@ def by_the_backward_face(op, x, do, d_state, **options):
     x = refilled(x, iter([one.detach() for one in tensors_in(x)]))
     grads = getattr(linattn, op + "_backward")(do, **x, d_final_state=d_state, **options)
     field = {"alpha": "dg", "gamma": "dg", "slopes": "dg", "initial_state": "d_initial_state"}
-    return tensors_in([getattr(grads, field.get(name, "d" + name))
-                       for name in x if tensors_in(x[name])])
+    return tensors_in(
+        [getattr(grads, field.get(name, "d" + name)) for name in x if tensors_in(x[name])]
+    )
 
 
 def assert_equal(got, want):

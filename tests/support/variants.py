@@ -8,12 +8,16 @@ from linattn import VARIANTS
 
 def ops_with(**kind):
     """The ops whose row of the table has these fields."""
-    return tuple(op for op, row in VARIANTS.items()
-                 if all(getattr(row, field) == value for field, value in kind.items()))
+    return tuple(
+        op
+        for op, row in VARIANTS.items()
+        if all(getattr(row, field) == value for field, value in kind.items())
+    )
 
 
 NO_DECAY, HEAD_DECAY, TOKEN_DECAY, KEY_DECAY = (
-    ops_with(decay=decay) for decay in ("none", "head", "token", "key"))
+    ops_with(decay=decay) for decay in ("none", "head", "token", "key")
+)
 GATED = tuple(op for op in VARIANTS if op in TOKEN_DECAY + KEY_DECAY)  # these take g, or alpha
 DELTA, NORMALISED = ops_with(rule="delta"), ops_with(normaliser=True)
 
