@@ -4,6 +4,7 @@ backward face."""
 import numpy as np
 
 import linattn
+import linattn.autograd  # registers the operators
 from linattn.testing import make_inputs
 from support.tensors import tensors_in, to_tensor, torch
 
