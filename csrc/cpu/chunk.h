@@ -181,11 +181,11 @@ LA_FN void copy_row(int64_t n, real *to, const real *x)
 /* Gamma and e, each rounded once: a decay that is the same for every token would round the same way
  * every time, and the error would grow with the memory's reach. Row i is a_i times row i-1, and a
  * new 1; what lies right of the diagonal is never read. */
-LA_FN void decay_products(chunk *c)
+LA_FN void decay_products(chunk *c, const la_problem *p)
 {
     wide e = 1;
     for (int64_t j = 0; j < c->cp; j++) c->product[j] = 0;
-    for (int64_t i = 0; i < c->n; i++) {
+    for (int64_t i = 0; i < c->n && !stopped_after(p, i); i++) {
         const wide a = (wide)c->a[i] + (wide)c->rest[i];
         real *G = c->gamma + i * c->cp;
         e *= a;
@@ -200,18 +200,22 @@ LA_FN void decay_products(chunk *c)
 }
 
 /* Gamma over the bare products, if there is one. */
-LA_FN void decayed_scores(chunk *c, const bool reads, const la_decay decay, const la_rule rule)
+LA_FN void decayed_scores(chunk *c, const la_problem *p, const bool reads, const la_decay decay,
+                          const la_rule rule)
 {
     if (decay == LA_NONE) {
         c->P = c->qk;
         c->L = c->kk;
         return;
     }
-    decay_products(c);
+    decay_products(c, p);
     c->scale_kS = c->scale_qS = c->e;
     c->scale_U = c->gamma + (c->n - 1) * c->cp;
-    if (reads) multiply_row(c->n * c->cp, c->P, c->gamma, c->qk);
-    if (rule == LA_DELTA) multiply_row(c->n * c->cp, c->L, c->gamma, c->kk);
+    for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end) {
+        const int64_t at = i * c->cp, size = (end - i) * c->cp;
+        if (reads) multiply_row(size, c->P + at, c->gamma + at, c->qk + at);
+        if (rule == LA_DELTA) multiply_row(size, c->L + at, c->gamma + at, c->kk + at);
+    }
 }
 
 /* One decay per token (or none): the products of the chunk's rows once, then Gamma over them. */
@@ -223,10 +227,10 @@ LA_FN void scores_token(chunk *c, const la_problem *p, const bool reads, const l
 
     transpose(n, p->K, c->k, kp, c->kt, cp);
     if (rule == LA_DELTA)
-        narrow_product(reads ? 2 * n : n, padded(n), p->K, c->k, kp, c->kt, cp, c->kk, cp);
+        long_narrow_product(p, reads ? 2 * n : n, padded(n), p->K, c->k, kp, c->kt, cp, c->kk, cp);
     else if (reads)
-        narrow_product(n, padded(n), p->K, c->q, kp, c->kt, cp, c->qk, cp);
-    decayed_scores(c, reads, decay, rule);
+        long_narrow_product(p, n, padded(n), p->K, c->q, kp, c->kt, cp, c->qk, cp);
+    decayed_scores(c, p, reads, decay, rule);
 }
 
 /* Token i and R keys before it, from j on: k~_j <- a_i k~_j, and the lanes whose sums are P_ij and
@@ -264,13 +268,13 @@ LA_FN void sum_parts(int64_t count, const lane *part, real *to)
 }
 
 /* One decay per token and key: each key's row is carried down the chunk. */
-LA_FN void scores_key(chunk *c, const bool reads, const la_rule rule)
+LA_FN void scores_key(chunk *c, const la_problem *p, const bool reads, const la_rule rule)
 {
     const int64_t n = c->n, kp = c->kp, cp = c->cp;
     real *k_hat = c->hat, *q_hat = c->hat + n * kp;
 
     for (int64_t j = 0; j < 2 * cp; j++) c->part[j] = (lane){0};
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n && !stopped_after_keys(p, i, n); i++) {
         const real *q = c->q + i * kp, *k = c->k + i * kp;
         real *e = c->e + i * kp, *tilde = c->tilde + i * kp;
         int64_t j = 0;
@@ -301,7 +305,7 @@ LA_FN void chunk_scores(chunk *c, const la_problem *p, const bool reads, const l
         scores_token(c, p, reads, decay, rule);
         return;
     }
-    scores_key(c, reads, rule);
+    scores_key(c, p, reads, rule);
     transpose(c->n, p->K, c->tilde, c->kp, c->kt, c->cp);
 }
 
@@ -416,15 +420,17 @@ LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const ch
 
 /* The delta rule, from the first row down: E_i = V_i - e_i (k S)_i - sum_{j<i} L_ij U_j, what the
  * memory got wrong about token i, and U_i = beta_i E_i. E NULL: only U is wanted. */
-LA_COLD void panel_solve(const chunk *c, int64_t K, const panel *s, rows V, real *E, ahead *next,
-                         const la_decay decay)
+LA_COLD void panel_solve(const chunk *c, const la_problem *p, const panel *s, rows V, real *E,
+                         ahead *next, const la_decay decay)
 {
     const real *k = decay == LA_KEY ? c->hat : c->k;
+    const int K = (int)p->K;
     if (!E) E = s->U; /* where U_i is written next */
-    if (decay == LA_TOKEN || PAIRED)
-        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, true);
-    else
-        FOR_EACH_BLOCK(c->n, s->width, solve_block, c, (int)K, k, s, V, E, next, false);
+    for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
+        if (decay == LA_TOKEN || PAIRED)
+            FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, k, s, V, E, next, true);
+        else
+            FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, k, s, V, E, next, false);
 }
 
 LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c,
@@ -463,12 +469,13 @@ LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, row
                         const la_decay decay, bool normalised)
 {
     const real *q = decay == LA_KEY ? c->hat + c->n * c->kp : c->q;
-    if (decay == LA_TOKEN || PAIRED)
-        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, true, false);
-    else if (normalised)
-        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, true);
-    else
-        FOR_EACH_BLOCK(c->n, s->width, read_block, c, p, q, s, O, next, false, false);
+    for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
+        if (decay == LA_TOKEN || PAIRED)
+            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, true, false);
+        else if (normalised)
+            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, true);
+        else
+            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, false);
 }
 
 /* The decay of the whole chunk: one number, or one per key. */
@@ -505,9 +512,9 @@ LA_FN void add_keys(int64_t n, int64_t kp, const real *k, real *z, real *lost)
 
 /* den_i = q_i z + sum_{j<=i} q_i k_j, and z <- z + sum_j k_j. Only ungated additive ops have z, so
  * P holds the bare products. */
-LA_FN void chunk_denominators(chunk *c, real *z, real *lost)
+LA_FN void chunk_denominators(chunk *c, const la_problem *p, real *z, real *lost)
 {
-    for (int64_t i = 0; i < c->n; i++) {
+    for (int64_t i = 0; i < c->n && !stopped_after(p, i); i++) {
         real within = 0;
         for (int64_t j = 0; j <= i; j++) within += c->P[i * c->cp + j];
         c->den[i] = dot(c->kp, c->q + i * c->kp, z) + within;
@@ -572,7 +579,7 @@ LA_FN void panel_forward(const chunk *c, pair_scratch *x, const la_problem *p, c
     if (rule == LA_DELTA) {
         const rows V = rows_of(p, LA_V, u, t, s, s->U);
         if (V.at == s->U) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
-        panel_solve(c, p->K, s, V, NULL, next, decay);
+        panel_solve(c, p, s, V, NULL, next, decay);
     } else {
         panel_write(c, p, u, t, s, decay);
     }
@@ -638,7 +645,7 @@ LA_FN void walk_on(forward_scratch *f, const la_problem *p, const la_unit *u, in
         chunk_scores(c, p, reads, decay, rule);
     }
     settle_whole(c, p, f->w.owed + i * c->kp, decay);
-    if (normalised && reads) chunk_denominators(c, z, lost);
+    if (normalised && reads) chunk_denominators(c, p, z, lost);
     if (normalised && !reads) add_keys(n, c->kp, c->k, z, lost);
     for (int64_t v = u->v0; v < u->v1 && !la_stopped(p); v += PANEL) {
         panel s = panel_at(&f->w, p, u, i, v);

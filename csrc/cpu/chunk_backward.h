@@ -106,7 +106,7 @@ LA_FN panel solve_again(backward_scratch *f, const la_problem *p, const la_unit 
     }
     const rows V = rows_of(p, LA_V, u, t, &s, s.U);
     if (V.at == s.U) load_values(&f->c, p, LA_V, u, t, s.v0, s.v1, s.U, width);
-    panel_solve(&f->c, p->K, &s, V, f->E, NULL, decay);
+    panel_solve(&f->c, p, &s, V, f->E, NULL, decay);
     return s;
 }
 
@@ -155,11 +155,12 @@ LA_FN void unsolve_block(const int R, const int NV, int64_t done, int64_t w, bac
 
 /* The adjoint of panel_solve, from the last row up. dU holds the gradient of U from what read it
  * outside the chunk's own solve. dE_i = beta_i dU_i goes to V and, negated, to k S. */
-LA_COLD void solve_adjoint(backward_scratch *f, int64_t width)
+LA_COLD void solve_adjoint(backward_scratch *f, const la_problem *p, int64_t width)
 {
     chunk *c = &f->c;
     const int64_t n = c->n;
-    FOR_EACH_BLOCK(n, width, unsolve_block, f, width);
+    for (int64_t i = 0, end; (end = stretch_end(p, i, n)) > i; i = end)
+        FOR_EACH_BLOCK(i, end, width, unsolve_block, f, width);
     for (int64_t i = 0; i < n; i++) {
         real *du = f->dU + i * width;
         f->dbeta[i] = dot(width, du, f->E + i * width); /* was U = beta E */
@@ -196,9 +197,11 @@ LA_FN void unread_block(const int R, const int NV, int64_t j, int64_t w, const b
 }
 
 /* Was O = P U, and S' = .. + (r k)' U: dU holds k dS, and becomes the gradient of U. */
-LA_COLD void read_adjoint(backward_scratch *f, const real *dO, int64_t width, const la_decay decay)
+LA_COLD void read_adjoint(backward_scratch *f, const la_problem *p, const real *dO, int64_t width,
+                          const la_decay decay)
 {
-    FOR_EACH_BLOCK(f->c.n, width, unread_block, f, dO, width, decay);
+    for (int64_t j = 0, end; (end = stretch_end(p, j, f->c.n)) > j; j = end)
+        FOR_EACH_BLOCK(j, end, width, unread_block, f, dO, width, decay);
 }
 
 /* The adjoint of read, solve and carry over this unit's columns: from dO and dS to dV, dP, dL,
@@ -214,9 +217,10 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     /* Was S' = diag(e) S + (r k)' U and O = e q S + P U. */
     product(n, width, p->K, decay == LA_KEY ? c->tilde : c->k, kp, 1, f->dS, width, f->dU, width,
             NULL, 0);
-    read_adjoint(f, dO, width, decay);
+    read_adjoint(f, p, dO, width, decay);
     transpose(n, V, f->U, width, f->Ut, cp);
-    narrow_product(n, padded(n), V, dO, width, f->Ut, cp, f->dP, cp);
+    long_narrow_product(p, n, padded(n), V, dO, width, f->Ut, cp, f->dP, cp);
+    if (stopped_between(p, n)) return;
     narrow_product(p->K, padded(n), V, f->dS, width, f->Ut, cp, f->across, cp);
     transpose(p->K, n, f->across, cp, f->d_tilde, kp);
     if (decay == LA_TOKEN) f->de[0] = (real)long_dot(p->K * width, S, f->dS);
@@ -224,10 +228,11 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
         f->de[i] = dot(width, S + i * width, f->dS + i * width);
 
     if (delta) {
-        solve_adjoint(f, width);
+        solve_adjoint(f, p, width);
         /* Was E = V - k^ S - L U: dL = -strict(dE U'). */
-        narrow_product(n, padded(n), V, f->dO, width, f->Ut, cp, f->dL, cp);
+        long_narrow_product(p, n, padded(n), V, f->dO, width, f->Ut, cp, f->dL, cp);
     }
+    if (stopped_between(p, n)) return;
     /* Was X = [k; q] S, its rows scaled by e: d_hat is of the scaled rows. */
     const int64_t rows = delta ? 2 * n : n, ldt = padded(rows);
     transpose(rows, V, f->dO, width, f->dOt, ldt);
@@ -236,6 +241,7 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     else
         product(p->K, ldt, V, S, width, 1, f->dOt, ldt, f->across, ldt, NULL, 0);
     transpose(p->K, rows, f->across, ldt, f->d_hat, kp);
+    if (stopped_between(p, n)) return;
     for (int64_t i = 0; decay == LA_TOKEN && i < rows; i++)
         scale_row(width, f->edO + i * width, f->dO + i * width, c->e[i < n ? i : i - n]);
     transpose(rows, p->K, (decay == LA_KEY ? c->hat : c->k) + (2 * n - rows) * kp, kp, f->kqt, ldt);
@@ -249,14 +255,14 @@ LA_FN void denominators_adjoint(backward_scratch *f, const la_problem *p)
 {
     chunk *c = &f->c;
     const int64_t kp = c->kp, cp = c->cp;
-    for (int64_t i = 0; i < c->n; i++) {
+    for (int64_t i = 0; i < c->n && !stopped_after(p, i); i++) {
         real sum = dot(kp, c->q + i * kp, f->d_hat + i * kp);
         for (int64_t j = 0; j <= i; j++) sum += c->P[i * cp + j] * f->dP[i * cp + j];
         f->d_den[i] = d_denominator(p, c->den[i], sum);
     }
     /* Was den_i = q_i z + sum_{j<=i} P_ij, and z' = z + sum_j k_j. */
     for (int64_t j = 0; j < c->n; j++) copy_row(kp, f->dk + j * kp, f->dz);
-    for (int64_t i = 0; i < c->n; i++) {
+    for (int64_t i = 0; i < c->n && !stopped_after(p, i); i++) {
         add_scaled(kp, f->d_hat + i * kp, f->d_den[i], f->z);
         for (int64_t j = 0; j <= i; j++) f->dP[i * cp + j] += f->d_den[i];
     }
@@ -268,15 +274,15 @@ LA_FN void denominators_adjoint(backward_scratch *f, const la_problem *p)
 }
 
 /* The adjoint of scores_token. dq is written; so is dk, or (normalised) added to. */
-LA_FN void scores_token_adjoint(backward_scratch *f, bool normalised, const la_decay decay,
-                                const la_rule rule)
+LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool normalised,
+                                const la_decay decay, const la_rule rule)
 {
     chunk *c = &f->c;
     const int64_t n = c->n, kp = c->kp, cp = c->cp;
     const bool delta = rule == LA_DELTA;
     real *dG = f->rows, *dq_hat = f->d_hat + (delta ? n * kp : 0);
 
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n && !stopped_after(p, i); i++) {
         real *dP = f->dP + i * cp, *dL = f->dL + i * cp, *dGi = dG + i * cp;
         const real *G = c->gamma + i * cp, *qk = c->qk + i * cp, *kk = c->kk + i * cp;
         for (int64_t j = i + 1; j < padded(n); j++) dP[j] = 0;
@@ -291,11 +297,11 @@ LA_FN void scores_token_adjoint(backward_scratch *f, bool normalised, const la_d
         }
     }
     /* dP and dL are now the gradients of the bare products q_i . k_j and k_i . k_j. */
-    product(n, kp, n, f->dP, cp, 1, c->k, kp, f->dq, kp, NULL, 0);
-    product(n, kp, n, f->dP, 1, cp, c->q, kp, f->dk, kp, normalised ? &one : NULL, 0);
+    long_product(p, n, kp, n, f->dP, cp, 1, c->k, kp, f->dq, kp, NULL);
+    long_product(p, n, kp, n, f->dP, 1, cp, c->q, kp, f->dk, kp, normalised ? &one : NULL);
     if (delta) {
-        product(n, kp, n, f->dL, cp, 1, c->k, kp, f->dk, kp, &one, 0);
-        product(n, kp, n, f->dL, 1, cp, c->k, kp, f->dk, kp, &one, 0);
+        long_product(p, n, kp, n, f->dL, cp, 1, c->k, kp, f->dk, kp, &one);
+        long_product(p, n, kp, n, f->dL, 1, cp, c->k, kp, f->dk, kp, &one);
     }
     if (decay == LA_NONE) {
         for (int64_t i = 0; i < n; i++) {
@@ -312,7 +318,7 @@ LA_FN void scores_token_adjoint(backward_scratch *f, bool normalised, const la_d
     }
     wide de = f->de[0]; /* a running sum of all that the chunk's decays touch */
     /* was q^_i = e_i q_i, k^_i = e_i k_i, row i = a_i row i-1 */
-    for (int64_t i = n - 1; i >= 0; i--) {
+    for (int64_t i = n - 1; i >= 0 && !stopped_after(p, n - 1 - i); i--) {
         wide d = 0;
         de += dot(kp, c->q + i * kp, dq_hat + i * kp);
         add_scaled(kp, f->dq + i * kp, c->e[i], dq_hat + i * kp);
@@ -330,7 +336,7 @@ LA_FN void scores_token_adjoint(backward_scratch *f, bool normalised, const la_d
 }
 
 /* The adjoint of scores_key, added to dq and dk: each key's row back up the chunk. */
-LA_FN void scores_key_adjoint(backward_scratch *f, const la_rule rule)
+LA_FN void scores_key_adjoint(backward_scratch *f, const la_problem *p, const la_rule rule)
 {
     chunk *c = &f->c;
     const int64_t n = c->n, kp = c->kp, cp = c->cp;
@@ -354,7 +360,7 @@ LA_FN void scores_key_adjoint(backward_scratch *f, const la_rule rule)
         }
     /* Was row_j = k_j; row_i = a_i row_{i-1}; P_ij = q_i row_i; L_ij = k_i row_i; k~_j the last
      * row. */
-    for (int64_t j = 0; j < n; j++) {
+    for (int64_t j = 0; j < n && !stopped_after_keys(p, j, n); j++) {
         copy_row(kp, row + j * kp, c->k + j * kp);
         for (int64_t i = j + 1; i < n; i++)
             multiply_row(kp, row + i * kp, row + (i - 1) * kp, c->a + i * kp);
@@ -491,18 +497,19 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
                 copy_row(kp, f.z, S + size);
                 copy_row(kp, f.carried, f.z);
                 fill(kp, f.lost, 0);
-                chunk_denominators(c, f.carried, f.lost);
+                chunk_denominators(c, p, f.carried, f.lost);
             }
             for (int64_t r = 0; r < n; r++) /* dO becomes the gradient of num: the same factor */
                 finish_row(p, dO + r * width, width, normalised, c->den[r]);
             if (decay == LA_KEY) fill(n * kp, f.dq, 0);
             if (decay == LA_KEY) fill(n * kp, f.dk, 0);
             columns_adjoint(&f, p, S, width, &before, decay, rule);
+            if (stopped_between(p, n)) return;
             if (normalised) denominators_adjoint(&f, p);
             if (decay == LA_KEY)
-                scores_key_adjoint(&f, rule);
+                scores_key_adjoint(&f, p, rule);
             else
-                scores_token_adjoint(&f, normalised, decay, rule);
+                scores_token_adjoint(&f, p, normalised, decay, rule);
 
             store_gradients(&f, p, u, sums, t, width, decay, rule);
         }

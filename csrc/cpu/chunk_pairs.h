@@ -71,7 +71,7 @@ LA_FN void pairs_scores(chunk *c, pair_scratch *x, const la_problem *p, const la
         scale_row(padded(n), c->kk + i * cp, c->kk + i * cp, i < n ? of_k[i] : of_q[i - n]);
         multiply_row(padded(n), c->kk + i * cp, c->kk + i * cp, of_k);
     }
-    decayed_scores(c, reads, decay, rule);
+    decayed_scores(c, p, reads, decay, rule);
 
     for (int64_t i = 0; i < n; i++) {
         const real e = decay == LA_TOKEN ? c->e[i] : 1, r = decay == LA_TOKEN ? c->scale_U[i] : 1;

@@ -385,7 +385,7 @@ la_status la_forward(la_problem *p)
     j.per_thread = whole_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
     j.scratch = allocate(la_times(j.per_thread, threads));
     if (!j.scratch) return out_of_memory(p);
-    la_pool_run(threads, units, forward_unit, &j);
+    la_pool_run(threads, units, forward_unit, &j, p);
     release(j.scratch);
     return status_of(p);
 }
@@ -401,7 +401,7 @@ la_status la_step(la_problem *p)
     j.per_thread = whole_pages(j.kernels->step_scratch(p));
     j.scratch = allocate(la_times(j.per_thread, threads));
     if (!j.scratch) return out_of_memory(p);
-    la_pool_run(threads, units, step_unit, &j);
+    la_pool_run(threads, units, step_unit, &j, NULL); /* to its end */
     release(j.scratch);
     return LA_OK;
 }
@@ -489,9 +489,9 @@ la_status la_backward(la_problem *p)
     sums.dz0 = block + 2 * rows + gate + beta;
     j.scratch = block + 2 * rows + gate + beta + z;
 
-    la_pool_run(threads, units, backward_unit, &j);
-    if (!sums.alone) la_pool_run(threads, p->B * j.blocks * p->H, gather_unit, &j);
-    if (!la_stopped(p)) la_pool_run(threads, p->HV, gather_head_unit, &j);
+    la_pool_run(threads, units, backward_unit, &j, p);
+    if (!sums.alone) la_pool_run(threads, p->B * j.blocks * p->H, gather_unit, &j, p);
+    if (!la_stopped(p)) la_pool_run(threads, p->HV, gather_head_unit, &j, p);
     release(block);
     return status_of(p);
 }

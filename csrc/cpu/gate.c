@@ -59,6 +59,6 @@ bool la_gate_above_one(const la_problem *p)
     const int64_t units = j.B * j.blocks;
     const double numbers =
         (double)j.B * (double)j.T * (double)p->HV * (double)(p->decay == LA_KEY ? p->K : 1);
-    la_pool_run(la_pool_threads(units, .1 * numbers), units, block_of_tokens, &j);
+    la_pool_run(la_pool_threads(units, .1 * numbers), units, block_of_tokens, &j, NULL);
     return atomic_load(&j.found);
 }

@@ -20,6 +20,7 @@
 #include "arena.h"
 #include "ahead.h"
 #include "tile.h"
+#include "stretch.h"
 #include "load.h"
 #include "chunk.h"
 #include "chunk_backward.h"

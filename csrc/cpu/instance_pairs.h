@@ -19,6 +19,7 @@
 #include "arena.h"
 #include "ahead.h"
 #include "tile.h"
+#include "stretch.h"
 #include "load.h"
 #include "pairs.h"
 #include "chunk.h"

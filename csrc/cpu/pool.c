@@ -253,7 +253,18 @@ bool la_stopped(const la_problem *p)
     return atomic_load_explicit(&w->stop, memory_order_relaxed);
 }
 
-void la_pool_run(int threads, int64_t units, la_work *work, void *context)
+/* The caller has no unit left, and another thread may have seconds of one before it. A look takes
+ * 10 ns, and the pauses between two looks some microseconds. */
+static void wait_for_workers(const la_problem *p)
+{
+    enum { PAUSES = 256 };
+    for (unsigned i = 1; atomic_load(&pool.working); i++) {
+        relax();
+        if (i % PAUSES == 0 && p) la_stopped(p);
+    }
+}
+
+void la_pool_run(int threads, int64_t units, la_work *work, void *context, const la_problem *p)
 {
     if (threads < 2 || inside || pthread_mutex_trylock(&pool.caller)) {
         bool before = inside;
@@ -278,7 +289,7 @@ void la_pool_run(int threads, int64_t units, la_work *work, void *context)
 
     take_units(0);
     atomic_store(&pool.wanted, 0); /* nobody joins any more */
-    while (atomic_load(&pool.working)) relax();
+    wait_for_workers(p);
     atomic_store(&pool.busy, false);
     pthread_mutex_unlock(&pool.caller);
 }

@@ -2,6 +2,8 @@
 #ifndef LINATTN_CPU_POOL_H
 #define LINATTN_CPU_POOL_H
 
+#include "../linattn.h"
+
 #include <stdint.h>
 
 typedef void la_work(void *context, int64_t unit, int thread);
@@ -11,7 +13,9 @@ typedef void la_work(void *context, int64_t unit, int thread);
 int la_pool_threads(int64_t units, double nanoseconds);
 
 /* Call work(context, unit, thread) for every unit in [0, units), thread in [0, threads). The caller
- * takes part. A nested call, or one that finds the pool at work for someone else, does it alone. */
-void la_pool_run(int threads, int64_t units, la_work *work, void *context);
+ * takes part. A nested call, or one that finds the pool at work for someone else, does it alone.
+ * p: the problem whose signals the caller looks for while it waits for the other threads. NULL: it
+ * looks for none. */
+void la_pool_run(int threads, int64_t units, la_work *work, void *context, const la_problem *p);
 
 #endif

@@ -225,19 +225,19 @@ LA_COLD void narrow_product(int64_t M, int64_t N, int64_t P, const real *A, int6
 }
 
 /* For triangles, whose rows have different lengths and must not touch what lies outside: call
- * block(R, NV, i, w, ...) for R rows from i and NV lanes from column w, the rows in order within a
- * strip of columns. */
-#define FOR_EACH_BLOCK(n, width, block, ...) \
+ * block(R, NV, i, w, ...) for R rows from i and NV lanes from column w, the rows from `first` up to n
+ * in order within a strip of columns. */
+#define FOR_EACH_BLOCK(first, n, width, block, ...) \
     do { \
         int64_t w_ = 0; \
         for (; w_ + STRIP * LANES <= (width); w_ += STRIP * LANES) { \
-            int64_t i_ = 0; \
+            int64_t i_ = (first); \
             for (; i_ + ROWS <= (n); i_ += ROWS) block(ROWS, STRIP, i_, w_, __VA_ARGS__); \
             for (; i_ + 3 <= (n); i_ += 3) block(3, STRIP, i_, w_, __VA_ARGS__); \
             for (; i_ < (n); i_++) block(1, STRIP, i_, w_, __VA_ARGS__); \
         } \
         for (; w_ < (width); w_ += LANES) { \
-            int64_t i_ = 0; \
+            int64_t i_ = (first); \
             for (; i_ + ROWS <= (n); i_ += ROWS) block(ROWS, 1, i_, w_, __VA_ARGS__); \
             for (; i_ + 3 <= (n); i_ += 3) block(3, 1, i_, w_, __VA_ARGS__); \
             for (; i_ < (n); i_++) block(1, 1, i_, w_, __VA_ARGS__); \

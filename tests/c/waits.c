@@ -1,5 +1,6 @@
-/* waits: the pool's two waits for workers. Each has a schedule on which a pool without it fails
- * every time. A worker is held up at the places of LA_POOL_PAUSE, or in a unit. It stays until
+/* waits: the pool's two waits for workers, and what the caller does in the second. Each has a
+ * schedule on which a pool without it fails every time. A worker is held up at the places of
+ * LA_POOL_PAUSE, or in a unit. It stays until
  * what must not happen has happened, or for a tenth of a second. */
 static void hold_worker(int inside);
 #define LA_POOL_PAUSE hold_worker
@@ -53,10 +54,10 @@ static void second_job(void *context, int64_t unit, int thread)
 static bool a_job_begins_with_no_worker_inside(void)
 {
     atomic_store(&holding, true);
-    la_pool_run(THREADS, 1, first_job, NULL);
+    la_pool_run(THREADS, 1, first_job, NULL, NULL);
     atomic_store(&first_over, true);
     wait_for(&entered);
-    la_pool_run(THREADS, 1, second_job, NULL);
+    la_pool_run(THREADS, 1, second_job, NULL, NULL);
     wait_for(&left);
     atomic_store(&holding, false);
     return !atomic_load(&began_too_early);
@@ -79,17 +80,51 @@ static void slow_in_the_worker(void *context, int64_t unit, int thread)
 
 static bool a_call_returns_after_its_last_unit(void)
 {
-    la_pool_run(THREADS, THREADS, slow_in_the_worker, NULL);
+    la_pool_run(THREADS, THREADS, slow_in_the_worker, NULL, NULL);
     atomic_store(&returned, true);
     wait_for(&done);
     return !atomic_load(&returned_too_early);
+}
+
+/* ---- while it waits: the caller looks for signals ---- */
+
+static atomic_bool began[THREADS], stopped_in_time;
+
+static bool always(void *caller)
+{
+    (void)caller;
+    return true;
+}
+
+/* The caller's unit ends at once. The worker's goes on until the call is to end. */
+static void long_in_the_worker(void *context, int64_t unit, int thread)
+{
+    enum { ENOUGH = 20 }; /* looks of the caller */
+    const int64_t until = now() + ENOUGH * (int64_t)ASK_NANOSECONDS;
+    bool stopped = false;
+    (void)unit;
+    atomic_store(&began[thread], true);
+    wait_for(&began[1 - thread]);
+    if (!thread) return;
+    while (!(stopped = la_stopped(context)) && now() < until) relax();
+    atomic_store(&stopped_in_time, stopped);
+}
+
+static bool a_caller_that_waits_looks_for_signals(void)
+{
+    la_watch watch;
+    la_problem p = {.watch = &watch};
+    la_watch_begin(&watch, always, NULL);
+    la_pool_run(THREADS, THREADS, long_in_the_worker, &p, &p);
+    return atomic_load(&stopped_in_time);
 }
 
 int main(void)
 {
     const bool before = a_job_begins_with_no_worker_inside();
     const bool after = a_call_returns_after_its_last_unit();
-    printf("waits: before a job: %s; after a job: %s\n", before ? "right" : "WRONG",
-           after ? "right" : "WRONG");
-    return !before || !after;
+    const bool meanwhile = a_caller_that_waits_looks_for_signals();
+    printf("waits: before a job: %s; after a job: %s; meanwhile: %s\n", before ? "right" : "WRONG",
+           after ? "right" : "WRONG", meanwhile ? "right" : "WRONG");
+    return !before || !after || !meanwhile;
 }

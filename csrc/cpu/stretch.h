@@ -1,0 +1,50 @@
+/* Stretches: rows of a chunk between two looks whether the call is to end (watch.h). A chunk may be
+ * as long as its sequence (mode="parallel"), and what grows with the square of its tokens then takes
+ * seconds. It goes by stretches of rows, and the rest of the chunk is left out when the call is to
+ * end: outputs are undefined then. A chunk of the usual length is one stretch, without a look. */
+
+/* A multiple of a tile's rows, so that the tiles are the same. 48 rows of 30,000 tokens and 256 keys
+ * are 370 million multiply-adds, 10 to 50 ms. */
+enum { STRETCH = 48 };
+
+/* The end of the stretch that begins at row `first` of n. It is `first` if no rows are left, or the
+ * call is to end. */
+LA_FN int64_t stretch_end(const la_problem *p, int64_t first, int64_t n)
+{
+    if (first && (first >= n || la_stopped(p))) return first;
+    return first + STRETCH < n ? first + STRETCH : n;
+}
+
+/* Is the call to end, after so many rows of its chunk? For rows whose work the call does in a loop of
+ * its own. */
+LA_FN bool stopped_after(const la_problem *p, int64_t rows)
+{
+    return rows && rows % STRETCH == 0 && la_stopped(p);
+}
+
+/* The same between two parts of a chunk of n tokens, for what grows with n alone. */
+LA_FN bool stopped_between(const la_problem *p, int64_t n) { return n > STRETCH && la_stopped(p); }
+
+/* The same where a row is a product with every key, and reads and writes a row of memory for each:
+ * 4 rows of 30,000 tokens and 256 keys take 40 to 120 ms. n: the chunk's tokens. */
+LA_FN bool stopped_after_keys(const la_problem *p, int64_t rows, int64_t n)
+{
+    return n > STRETCH && rows % 4 == 3 && la_stopped(p);
+}
+
+/* narrow_product, by stretches. */
+LA_FN void long_narrow_product(const la_problem *p, int64_t M, int64_t N, int64_t P, const real *A,
+                               int64_t ai, const real *B, int64_t ldb, real *C, int64_t ldc)
+{
+    for (int64_t i = 0, end; (end = stretch_end(p, i, M)) > i; i = end)
+        narrow_product(end - i, N, P, A + i * ai, ai, B, ldb, C + i * ldc, ldc);
+}
+
+/* product, by stretches: C = c C + A B, or (c NULL) A B. */
+LA_FN void long_product(const la_problem *p, int64_t M, int64_t N, int64_t P, const real *A,
+                        int64_t ai, int64_t ap, const real *B, int64_t ldb, real *C, int64_t ldc,
+                        const real *c)
+{
+    for (int64_t i = 0, end; (end = stretch_end(p, i, M)) > i; i = end)
+        product(end - i, N, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, c, 0);
+}
