@@ -1,195 +1,10 @@
-/* The CPU's entry points: choose the instance once, cut a problem into units, give every thread
- * its scratch, run. */
-#define _GNU_SOURCE
+/* The CPU's entry points: cut a problem into units, give every thread its scratch, run. */
 #include "kernels.h"
 #include "pool.h"
+#include "scratch.h"
 #include "../sizes.h"
 
-#include <stdatomic.h>
-#include <stdlib.h>
 #include <string.h>
-#if defined(__x86_64__) && defined(__linux__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-/* ---- instruction sets ---- */
-
-/* By feature bits (the compiler's builtins also ask the system whether it saves the registers),
- * never by the name of a processor family. */
-static bool anywhere(void) { return true; }
-
-#if defined(__x86_64__)
-static bool with_avx2(void)
-{
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("bmi2");
-}
-
-static bool with_avx512(void)
-{
-    return with_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-}
-
-static bool with_avx512bf16(void) { return with_avx512() && __builtin_cpu_supports("avx512bf16"); }
-
-/* The system keeps these registers for those who have asked: once, for all threads of the process. (Some
- * compilers' builtins and headers do not know the names yet.) */
-static bool with_amx(void)
-{
-#if defined(__linux__)
-    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 }; /* CPUID 7, EDX */
-    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILE_DATA = 18 };
-    static _Atomic int allowed = -1;
-    if (atomic_load(&allowed) < 0) {
-        unsigned a, b, c, d;
-        const bool has = with_avx512bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
-                         (d & AMX_BF16) && (d & AMX_TILE);
-        atomic_store(&allowed,
-                     has && !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA));
-    }
-    return atomic_load(&allowed) == 1;
-#else
-    return false;
-#endif
-}
-#endif
-
-typedef struct {
-    const la_kernels *f32, *f64;
-    bool (*runs_here)(void);
-    const la_kernels *bf16; /* for what in_pairs says; or NULL */
-} instance;
-
-/* From the least to the best: the last that runs here is chosen. AVX-512-BF16 has twice the rate only by
- * some makers' instructions (on Sapphire Rapids half of it), and no feature bit says so: it serves those
- * who ask for it by name (docs/decisions/0020). So does AMX by one number for a real: it is faster than by two, and
- * rounds to 8 bits (0026). */
-static const instance instances[] = {
-    {&la_cpu_baseline_f32, &la_cpu_baseline_f64, anywhere, NULL},
-#if defined(__x86_64__)
-#if defined(LA_EMULATE_BF16)
-    {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, &la_cpu_avx2_bf16},
-    {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, &la_cpu_avx2_amx},
-#endif
-    {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, NULL},
-    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512bf16, &la_cpu_avx512_bf16},
-    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_amx, &la_cpu_amx_bf16},
-    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512, NULL},
-    {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_amx, &la_cpu_amx},
-#elif defined(__aarch64__)
-    {&la_cpu_neon_f32, &la_cpu_neon_f64, anywhere, NULL}, /* every AArch64 Linux has it */
-#endif
-};
-enum { INSTANCES = sizeof instances / sizeof *instances };
-
-static _Atomic int chosen = -1;
-
-static int choose(void)
-{
-    int i = atomic_load(&chosen);
-    if (i >= 0) return i;
-    for (i = INSTANCES - 1; i > 0 && !instances[i].runs_here(); i--) continue;
-    atomic_store(&chosen, i);
-    return i;
-}
-
-static const char *name_of(const instance *i) { return (i->bf16 ? i->bf16 : i->f32)->isa; }
-
-bool la_isa_choose(const char *name)
-{
-    for (int i = 0; i < INSTANCES; i++)
-        if (!strcmp(name, name_of(&instances[i]))) {
-            if (!instances[i].runs_here()) return false;
-            atomic_store(&chosen, i);
-            return true;
-        }
-    return false;
-}
-
-const char *la_isa(void) { return name_of(&instances[choose()]); }
-int la_isa_count(void) { return INSTANCES; }
-
-const char *la_isa_name(int i, bool *here)
-{
-    *here = instances[i].runs_here();
-    return name_of(&instances[i]);
-}
-
-const la_kernels *la_cpu_kernels(la_dtype real)
-{
-    const instance *i = &instances[choose()];
-    return real == LA_F64 ? i->f64 : i->f32;
-}
-
-static const la_kernels *kernels_for(const la_problem *p) { return la_cpu_kernels(p->real); }
-
-/* A forward pass whose large products can be those of bfloat16 pairs: of keys as the user gave them. A decay per
- * key would scale them. Instances that round a float to 8 bits miss the acceptance rule in chunks of 129 and
- * more, with few keys; such chunks, and mode="parallel", stay in float. */
-static bool in_pairs(const la_problem *p)
-{
-    enum { MOST_TOKENS = 64 };
-    return p->causal && p->mode == LA_CHUNK && p->chunk <= MOST_TOKENS && p->decay != LA_KEY &&
-           p->map[0] == LA_IDENTITY && p->map[1] == LA_IDENTITY &&
-           p->normaliser == LA_UNNORMALISED && p->array[LA_Q].dtype == LA_BF16;
-}
-
-static const la_kernels *forward_kernels_for(const la_problem *p)
-{
-    const la_kernels *bf16 = instances[choose()].bf16;
-    return bf16 && in_pairs(p) ? bf16 : kernels_for(p);
-}
-
-int la_forward_bits(const la_problem *p) { return forward_kernels_for(p)->bits; }
-
-/* ---- scratch ---- */
-
-static _Atomic int fail_countdown;
-
-void la_fail_allocation(int n) { atomic_store(&fail_countdown, n); }
-
-/* The block of the last call is kept for the next: fresh memory costs a page fault every 4 KiB. One
- * is kept, and only up to this size; whoever finds it taken allocates. */
-#if defined(LA_POISON)
-static const size_t MOST_KEPT = 0; /* each call its own, so that a sanitizer sees where it ends */
-#else
-static const size_t MOST_KEPT = (size_t)64 << 20;
-#endif
-enum { HEADER = 4096 }; /* in front of a block: its size, and room to keep pages aligned */
-static _Atomic(char *) kept;
-
-/* Aligned to a page: tiles want cache lines, and neighbours on other threads want none shared. */
-static void *allocate(size_t bytes)
-{
-    if (atomic_load(&fail_countdown) > 0 && atomic_fetch_sub(&fail_countdown, 1) == 1) return NULL;
-    if (bytes > PTRDIFF_MAX / 2) return NULL;
-    char *block = atomic_exchange(&kept, NULL);
-    if (block && *(size_t *)block < bytes) {
-        free(block);
-        block = NULL;
-    }
-    if (!block) {
-        void *fresh;
-        if (posix_memalign(&fresh, 4096, HEADER + bytes)) return NULL;
-        block = fresh;
-        *(size_t *)block = bytes;
-    }
-#if defined(LA_POISON)
-    memset(block + HEADER, 0xff, bytes); /* NaN in every dtype: reading the unwritten shows */
-#endif
-    return block + HEADER;
-}
-
-static void release(void *scratch)
-{
-    char *block = (char *)scratch - HEADER;
-    if (*(size_t *)block <= MOST_KEPT) block = atomic_exchange(&kept, block);
-    free(block);
-}
 
 static la_status out_of_memory(la_problem *p)
 {
@@ -377,32 +192,36 @@ static void split(job *j, int threads)
 la_status la_forward(la_problem *p)
 {
     if (la_writes_nothing(p)) return LA_OK;
-    job j = {.p = p, .kernels = forward_kernels_for(p)};
+    job j = {.p = p, .kernels = la_cpu_forward_kernels(p)};
     int threads = la_pool_threads(INT64_MAX, work_of(p, 3));
     split(&j, threads);
     const int64_t units = j.wide + (p->N * groups(p, j.heads) - j.wide) * j.panels * j.parts;
     if (units < threads) threads = (int)units;
     j.per_thread = whole_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
-    j.scratch = allocate(la_times(j.per_thread, threads));
+    j.scratch = la_scratch_take(la_times(j.per_thread, threads));
     if (!j.scratch) return out_of_memory(p);
     la_pool_run(threads, units, forward_unit, &j, p);
-    release(j.scratch);
+    la_scratch_give(j.scratch);
     return status_of(p);
 }
 
 la_status la_step(la_problem *p)
 {
     if (la_writes_nothing(p)) return LA_OK;
-    job j = {
-        .p = p, .kernels = kernels_for(p), .heads = 1, .columns = p->V, .panels = 1, .parts = 1};
+    job j = {.p = p,
+             .kernels = la_cpu_kernels(p->real),
+             .heads = 1,
+             .columns = p->V,
+             .panels = 1,
+             .parts = 1};
     int64_t units = p->N * p->HV;
     /* A step is bound by memory: 4 bytes read and written per multiply-add pair. */
     int threads = la_pool_threads(units, work_of(p, 8));
     j.per_thread = whole_pages(j.kernels->step_scratch(p));
-    j.scratch = allocate(la_times(j.per_thread, threads));
+    j.scratch = la_scratch_take(la_times(j.per_thread, threads));
     if (!j.scratch) return out_of_memory(p);
     la_pool_run(threads, units, step_unit, &j, NULL); /* to its end */
-    release(j.scratch);
+    la_scratch_give(j.scratch);
     return LA_OK;
 }
 
@@ -447,7 +266,7 @@ static int64_t backward_columns(const la_problem *p)
 la_status la_backward(la_problem *p)
 {
     if (la_writes_nothing(p)) return LA_OK;
-    job j = {.p = p, .kernels = kernels_for(p), .heads = 1, .parts = 1};
+    job j = {.p = p, .kernels = la_cpu_kernels(p->real), .heads = 1, .parts = 1};
     const size_t real = p->real == LA_F64 ? 8 : 4;
     la_partials sums = {.tokens = p->tokens};
     sums.kp = (p->K + j.kernels->lanes - 1) / j.kernels->lanes * j.kernels->lanes;
@@ -480,7 +299,7 @@ la_status la_backward(la_problem *p)
     const size_t parts[] = {rows, rows, gate, beta, z, la_times(j.per_thread, threads)};
     size_t bytes = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) bytes = la_plus(bytes, parts[i]);
-    char *block = allocate(bytes);
+    char *block = la_scratch_take(bytes);
     if (!block) return out_of_memory(p);
     sums.dq = block;
     sums.dk = block + rows;
@@ -492,6 +311,6 @@ la_status la_backward(la_problem *p)
     la_pool_run(threads, units, backward_unit, &j, p);
     if (!sums.alone) la_pool_run(threads, p->B * j.blocks * p->H, gather_unit, &j, p);
     if (!la_stopped(p)) la_pool_run(threads, p->HV, gather_head_unit, &j, p);
-    release(block);
+    la_scratch_give(block);
     return status_of(p);
 }

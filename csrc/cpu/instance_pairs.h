@@ -1,5 +1,5 @@
 /* One instance of the chunk form by products of pairs (chunk_pairs.h), for one instruction set: the
- * forward pass of what dispatch.c's in_pairs lets through. Files that include this say LA_INSTANCE and LA_ISA
+ * forward pass of the problems that isa.c's wants_bf16 lets through. Files that include this say LA_INSTANCE and LA_ISA
  * (instance.h), the compiler's target, LA_BF16_PRODUCTS, LA_PLANES (pairs.h), and LA_AMX (pairs_amx.h) and LA_PANEL
  * (chunk.h) if they have them. */
 #define LA_LANE_BYTES 64

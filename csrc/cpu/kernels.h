@@ -71,6 +71,8 @@ typedef struct la_kernels {
 
 /* The chosen instance for a real type, float32 or float64. */
 const la_kernels *la_cpu_kernels(la_dtype real);
+/* The same for a forward pass, which may have kernels of its own by products of bfloat16. */
+const la_kernels *la_cpu_forward_kernels(const la_problem *p);
 
 extern const la_kernels la_cpu_baseline_f32, la_cpu_baseline_f64;
 #if defined(__x86_64__)

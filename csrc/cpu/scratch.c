@@ -1,0 +1,51 @@
+/* Scratch memory of calls. */
+#include "scratch.h"
+
+#include "../linattn.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+static _Atomic int fail_countdown;
+
+void la_fail_allocation(int n) { atomic_store(&fail_countdown, n); }
+
+/* The block of the last call is kept for the next: fresh memory costs a page fault every 4 KiB. One is
+ * kept, and only up to this size. A call that finds it taken allocates. */
+#if defined(LA_POISON)
+static const size_t MOST_KEPT = 0; /* each call its own, so that a sanitizer sees where it ends */
+#else
+static const size_t MOST_KEPT = (size_t)64 << 20;
+#endif
+enum { HEADER = 4096 }; /* in front of a block: its size, and room to keep pages aligned */
+static _Atomic(char *) kept;
+
+/* Aligned to a page: tiles want cache lines, and neighbours on other threads want none shared. */
+void *la_scratch_take(size_t bytes)
+{
+    if (atomic_load(&fail_countdown) > 0 && atomic_fetch_sub(&fail_countdown, 1) == 1) return NULL;
+    if (bytes > PTRDIFF_MAX / 2) return NULL;
+    char *block = atomic_exchange(&kept, NULL);
+    if (block && *(size_t *)block < bytes) {
+        free(block);
+        block = NULL;
+    }
+    if (!block) {
+        void *fresh;
+        if (posix_memalign(&fresh, 4096, HEADER + bytes)) return NULL;
+        block = fresh;
+        *(size_t *)block = bytes;
+    }
+#if defined(LA_POISON)
+    memset(block + HEADER, 0xff, bytes); /* NaN in every dtype: reading the unwritten shows */
+#endif
+    return block + HEADER;
+}
+
+void la_scratch_give(void *scratch)
+{
+    char *block = (char *)scratch - HEADER;
+    if (*(size_t *)block <= MOST_KEPT) block = atomic_exchange(&kept, block);
+    free(block);
+}
