@@ -487,7 +487,7 @@ static la_status settle_pool(la_problem *p)
 }
 
 /* The CUDA kernels keep whole rows of a state on the chip. */
-#define CUDA_MAX_DIM 256
+#define CUDA_MAX_DIM 512
 
 /* Kernels number the heads of all sequences by ints, eight blocks for each at most. */
 #define CUDA_MAX_HEADS (INT32_MAX / 8)

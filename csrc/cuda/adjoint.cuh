@@ -1,6 +1,10 @@
 /* Gradients, token by token: the recurrent mode, and every dtype the tensor cores would round.
  *
- * Included by one file per real type, which defines `real`.
+ * Included by one file per real type and size of K, which defines `real` and how a block is split:
+ *     COLUMNS, PARTS  value columns of a block, and threads of a column: 256 threads
+ *     MOST_ROWS       keys of a thread, where K is largest: more would not fit its registers
+ *     BATCH           tokens that are in shared memory at once
+ *     TURNS           2: a token's sums are added up while the next one's are written; 1: before that
  *
  * A block has one sequence of one value head and COLUMNS of its value columns, and goes through the
  * tokens backwards with dS in registers. A token's adjoint needs the state before it, and states are
@@ -10,11 +14,10 @@
  *
  * Sums over value columns (dq, dk, da, dbeta) end in a slot per value head and block of columns; `gather`
  * adds up the slots in their order and undoes what loading did to q, k and the gate. */
-enum { COLUMNS = 32, PARTS = 8 };
 #include "batch.cuh"
 #include "normaliser.cuh"
 
-enum { ADJOINT_THREADS = WARPS * 32, SUMS = 3 }; /* dq, dk, da */
+enum { ADJOINT_THREADS = WARPS * 32, GATHER_THREADS = 256, SUMS = 3 }; /* dq, dk, da */
 
 /* Value heads first..first + heads are worked on; scratch is for those. Slots are [heads][tiles]. */
 struct slots {
@@ -30,8 +33,8 @@ struct slots {
 
 template <int ROWS> struct adjoint_room {
     batch<ROWS> tokens; /* o: the gradient of num */
-    key_row<ROWS> sums[2][SUMS][WARPS]; /* of a token: each warp's part */
-    real scalars[2][2][WARPS];          /* of da and dbeta */
+    key_row<ROWS> sums[TURNS][SUMS][WARPS]; /* of a token: each warp's part */
+    real scalars[TURNS][2][WARPS];          /* of da and dbeta */
 };
 
 template <la_decay DECAY, la_rule RULE, int ROWS>
@@ -79,8 +82,11 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     /* Tokens t..t+n into shared memory, with the gradient of num. */
     const auto load_tokens = [&](int t, int n, bool backwards) {
         __syncthreads(); /* the batch before is done with */
-        load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, s.tokens);
-        for (int i = warp; i < n && backwards; i += WARPS)
+        if constexpr (PARTS == 8)
+            load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, s.tokens);
+        else
+            load_batch_of_many<DECAY, RULE, ROWS>(c, u, t, n, v0, s.tokens);
+        for (int i = warp; i < n && backwards && lane < COLUMNS; i += WARPS)
             if (v0 + lane < c.V) {
                 const real x = load<real>(at(d.d_o, u.b, t + i, u.hv, v0 + lane), d.d_o.dtype);
                 /* was o = scale num / divisor */
@@ -108,19 +114,28 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
             for (int w = 0; w < WARPS; w++) x += s.scalars[turn][threadIdx.x][w];
             (threadIdx.x ? dbeta : da)[t] = x;
         }
-        turn ^= 1;
+        if (TURNS == 2)
+            turn ^= 1;
+        else
+            __syncthreads();
     };
     const auto sum_rows = [&](int which, real (&x)[ROWS]) {
-        real half[ROWS / 2], own[ROWS / 4]; /* a warp has four columns */
-        halve<ROWS / 2, 16>(x, half);
-        halve<ROWS / 4, 8>(half, own);
-        const int first = lane / 16 * (ROWS / 2) + lane / 8 % 2 * (ROWS / 4);
+        if constexpr (PARTS == 32) { /* a warp has one column */
 #pragma unroll
-        for (int i = 0; i < ROWS / 4; i++) s.sums[turn][which][warp].part(part)[first + i] = own[i];
+            for (int i = 0; i < ROWS; i++) s.sums[turn][which][warp].part(part)[i] = x[i];
+        } else { /* four */
+            real half[ROWS / 2], own[ROWS / 4];
+            halve<ROWS / 2, 16>(x, half);
+            halve<ROWS / 4, 8>(half, own);
+            const int first = lane / 16 * (ROWS / 2) + lane / 8 % 2 * (ROWS / 4);
+#pragma unroll
+            for (int i = 0; i < ROWS / 4; i++) s.sums[turn][which][warp].part(part)[first + i] = own[i];
+        }
     };
 
     /* With the additive rule dS is little but a sum over all tokens, whose roundings would add up. They
-     * are kept, and given back once a batch. Was dS = a (before + q dO'). */
+     * are kept, and given back once a batch. What that rounds is kept too where batches are short: 16
+     * tokens make it small enough. Was dS = a (before + q dO'). */
     constexpr bool SUMS_UP = RULE == LA_ADDITIVE && DECAY != LA_KEY;
     real lost[SUMS_UP ? ROWS : 1] = {};
     const auto keep_lost = [&](const real *before, const real *q, real d_o, real a) {
@@ -134,8 +149,9 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     const auto give_back_lost = [&] {
 #pragma unroll
         for (int i = 0; i < (SUMS_UP ? ROWS : 0); i++) {
+            const real before = dS[i];
             dS[i] += lost[i];
-            lost[i] = 0;
+            lost[i] = BATCH < 16 ? lost[i] - (dS[i] - before) : 0;
         }
     };
 
@@ -305,7 +321,7 @@ static __global__ void __launch_bounds__(128)
 /* Once in a kernel: a second sum would overwrite the first's parts. */
 __device__ inline double block_sum(double x)
 {
-    __shared__ double of_warps[MOST_KEYS / 32];
+    __shared__ double of_warps[GATHER_THREADS / 32];
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
     __syncthreads();
@@ -315,7 +331,7 @@ __device__ inline double block_sum(double x)
 }
 
 /* Every token's decay was this one: its gradients add up. A block has a value head. */
-static __global__ void __launch_bounds__(MOST_KEYS)
+static __global__ void __launch_bounds__(GATHER_THREADS)
     gather_head(const __grid_constant__ call c, const __grid_constant__ gradients d,
                 const __grid_constant__ slots f)
 {
@@ -391,7 +407,7 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
         if (error != cudaSuccess) break;
         error = launch_gather<DECAY, RULE, ROWS * PARTS / 32>(c, d, f, stream);
         if (error == cudaSuccess && d.per_head)
-            error = launch(gather_head, f.heads, MOST_KEYS, 0, stream, c, d, f);
+            error = launch(gather_head, f.heads, GATHER_THREADS, 0, stream, c, d, f);
     }
     const cudaError_t freed = cudaFreeAsync(room, stream);
     return error == cudaSuccess ? freed : error;
@@ -402,7 +418,7 @@ static cudaError_t adjoint_any(const call &c, const gradients &d, cudaMemPool_t 
                                cudaStream_t stream)
 {
     /* float64 is for checks, and has kernels for the largest K alone: these take a minute to compile */
-    if constexpr (sizeof(real) == 4)
+    if constexpr (sizeof(real) == 4 && PARTS == 8)
         if (c.K <= 128) return launch_adjoint<DECAY, RULE, 16>(c, d, pool, stream);
-    return launch_adjoint<DECAY, RULE, 32>(c, d, pool, stream);
+    return launch_adjoint<DECAY, RULE, MOST_ROWS>(c, d, pool, stream);
 }

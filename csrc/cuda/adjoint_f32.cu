@@ -1,5 +1,6 @@
 /* The recurrence's adjoint in float. */
 typedef float real;
+enum { COLUMNS = 32, PARTS = 8, MOST_ROWS = 32, BATCH = 16, TURNS = 2 };
 #include "adjoint.cuh"
 
 const backward_launcher adjoint_f32[LA_KINDS] = {
@@ -14,7 +15,7 @@ cudaError_t gather_gates(const call &c, const gradients &d, float *da, cudaStrea
     f.tiles = 1;
     f.tokens = (int64_t)c.B * c.T;
     f.da = da;
-    return launch(gather_head, c.HV, MOST_KEYS, 0, stream, c, d, f);
+    return launch(gather_head, c.HV, GATHER_THREADS, 0, stream, c, d, f);
 }
 
 int64_t segments_of_keys(const call &c) { return slots_of(c, SEGMENT); }

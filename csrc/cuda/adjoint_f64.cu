@@ -1,5 +1,6 @@
 /* The recurrence's adjoint in double. */
 typedef double real;
+enum { COLUMNS = 32, PARTS = 8, MOST_ROWS = 32, BATCH = 16, TURNS = 2 };
 #include "adjoint.cuh"
 
 const backward_launcher adjoint_f64[LA_KINDS] = {

@@ -1,6 +1,6 @@
 /* Token by token, the threads' side: PARTS neighbouring threads share a value column, each with ROWS of
- * its K rows, and tokens come in batches through shared memory. Included once per file, which defines
- * `real` before it, and COLUMNS and PARTS. */
+ * its K rows, and tokens come through shared memory, BATCH at once. Included once per file, which defines
+ * `real` before it, and COLUMNS, PARTS and BATCH. */
 #ifndef LINATTN_CUDA_BATCH_CUH
 #define LINATTN_CUDA_BATCH_CUH
 
@@ -32,7 +32,7 @@ LA_FN void join_parts(real *x, real *y, int W)
 
 #include "../recurrence.h"
 
-enum { BATCH = 16, WARPS = COLUMNS * PARTS / 32 };
+enum { WARPS = COLUMNS * PARTS / 32 };
 
 /* A row of K elements in shared memory: the parts 16 bytes further apart than they are long,
  * so that threads that read theirs at once meet different banks. */
@@ -90,9 +90,19 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, b
         if (DECAY == LA_TOKEN && lane == 0)
             to.scalar_a[i] =
                 decay_of(load<real>(at(c.g, u.b, t + i, u.hv), c.g.dtype), c.gate);
-        to.v[i][lane] =
-            v0 + lane < c.V ? load<real>(at(c.v, u.b, t + i, u.hv, v0 + lane), c.v.dtype) : 0;
+        if (lane < COLUMNS)
+            to.v[i][lane] =
+                v0 + lane < c.V ? load<real>(at(c.v, u.b, t + i, u.hv, v0 + lane), c.v.dtype) : 0;
     }
+}
+
+/* The same, called. A lane has so many keys that its text, three times in a kernel, would take half of
+ * the time to compile it, and registers. */
+template <la_decay DECAY, la_rule RULE, int ROWS>
+__device__ __noinline__ void load_batch_of_many(const call &c, const unit &u, int t, int n, int v0,
+                                                batch<ROWS> &to)
+{
+    load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, to);
 }
 
 #endif

@@ -359,6 +359,11 @@ static cudaError_t token_by_token(const la_problem *p, const call &c)
     return (p->real == LA_F64 ? scan_f64 : scan_f32)[p->kind](c, (cudaStream_t)p->stream);
 }
 
+/* Of the chunk form and of step.cuh. With more keys everything goes token by token: forward passes and
+ * steps by scan.cuh, gradients by files of their own. All kernels share out the value columns among
+ * blocks, however many they are. */
+enum { MOST_KEYS = 256 };
+
 /* With fewer keys than this, those of a chunk are nearly parallel, and the delta rule's inverse hands each
  * rounding on to all tokens after it; a l2norm's gradient is what is left of a few products. */
 enum { FEWEST_KEYS = 16 };
@@ -382,7 +387,7 @@ static cudaError_t by_chunks(const la_problem *p, const call &c)
     static_assert(LA_F64 == 0 && LA_F32 == 1 && LA_F16 == 2 && LA_BF16 == 3, "as the rows come");
     const la_dtype dtype = p->array[LA_Q].dtype;
     const chunk_launcher *const rules = chunk[dtype][p->K > 128][la_kernel_decay(p)];
-    const bool fits = rules && (dtype != LA_F32 || p->allow_tf32) &&
+    const bool fits = rules && p->K <= MOST_KEYS && (dtype != LA_F32 || p->allow_tf32) &&
                       (p->rule == LA_ADDITIVE || p->K >= FEWEST_KEYS);
     cudaMemPool_t pool;
     if (!fits || p->mode == LA_RECURRENT || p->T <= FEW_TOKENS) return token_by_token(p, c);
@@ -395,7 +400,8 @@ la_status la_cuda_forward(la_problem *p) { return run(p, by_chunks); }
 
 static cudaError_t one_token(const la_problem *p, const call &c)
 {
-    if (p->real == LA_F64 || !(c.s0.stride[2] == 1 || c.s0.stride[3] == 1)) return token_by_token(p, c);
+    if (p->real == LA_F64 || p->K > MOST_KEYS || !(c.s0.stride[2] == 1 || c.s0.stride[3] == 1))
+        return token_by_token(p, c);
     const bool k_first = c.s0.stride[3] == 1;
     const launcher streamed = (k_first ? stream_kv : stream_vk)[p->kind];
     const launcher step = (k_first ? step_kv : step_vk)[p->kind];
@@ -410,7 +416,10 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
 {
     static const backward_launcher *const chunk[4] = {chunk_backward_none, NULL, chunk_backward_token,
                                                       chunk_backward_key};
-    const backward_launcher adjoint = (p->real == LA_F64 ? adjoint_f64 : adjoint_f32)[p->kind];
+    static const backward_launcher *const adjoints[2][2] = {/* [float64?][wide?] */
+                                                            {adjoint_f32, adjoint_f32_wide},
+                                                            {adjoint_f64, adjoint_f64_wide}};
+    const backward_launcher adjoint = adjoints[p->real == LA_F64][p->K > MOST_KEYS][p->kind];
     const gradients d = gradients_of(p);
     const cudaStream_t stream = (cudaStream_t)p->stream;
     const bool fits = p->array[LA_Q].dtype == LA_BF16 && p->K >= FEWEST_KEYS && p->K <= 128 &&

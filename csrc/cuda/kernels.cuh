@@ -8,11 +8,13 @@
 typedef cudaError_t (*launcher)(const call &, cudaStream_t);
 
 extern const launcher scan_f32[LA_KINDS], scan_f64[LA_KINDS];
-extern const launcher step_kv[LA_KINDS], step_vk[LA_KINDS]; /* by the state's layout; float32 sums */
+/* By the state's layout; float32 sums, K <= 256. */
+extern const launcher step_kv[LA_KINDS], step_vk[LA_KINDS];
 
 /* Gradients, token by token in reverse; the pool is for states and for what several heads add up. */
 typedef cudaError_t (*backward_launcher)(const call &, const gradients &, cudaMemPool_t, cudaStream_t);
-extern const backward_launcher adjoint_f32[LA_KINDS], adjoint_f64[LA_KINDS];
+extern const backward_launcher adjoint_f32[LA_KINDS], adjoint_f64[LA_KINDS];           /* K <= 256 */
+extern const backward_launcher adjoint_f32_wide[LA_KINDS], adjoint_f64_wide[LA_KINDS]; /* 256 < K <= 512 */
 
 /* The chunk form's, of bf16 arrays with K <= 128 on Hopper; cudaErrorNotSupported, with nothing done,
  * elsewhere and for arrays that its copy engine cannot take. */

@@ -12,7 +12,7 @@
 #include "kernels.cuh"
 #include "load.cuh"
 
-enum { MOST_KEYS = 256, SEGMENT = 64, SEGMENTS_OF_BLOCK = 4 };
+enum { SEGMENT = 64, SEGMENTS_OF_BLOCK = 4 };
 
 /* The rows of q or k of one head, as a lane reads them. */
 template <typename real, int N> struct key_rows {
@@ -317,8 +317,10 @@ static int parts_of(const call &c, int heads)
     return (int)max((int64_t)1, min(most, (usual + SEGMENT - 1) / SEGMENT));
 }
 
-/* A kernel by how many keys a lane has, 32 N >= kp. */
-#define BY_KEYS(kernel) (f.kp <= 128 ? kernel<real, 4> : kernel<real, 8>)
+/* A kernel by how many keys a lane has, 32 N >= kp: as many as there may be, or four. */
+enum { LANE_KEYS = MOST_ROWS * PARTS / 32 };
+#define BY_KEYS(kernel) \
+    (f.kp <= 128 ? kernel<real, LANE_KEYS == 8 ? 4 : LANE_KEYS> : kernel<real, LANE_KEYS>)
 
 template <typename real>
 static cudaError_t launch_denominators(const call &c, through_z<real> f, cudaStream_t stream)

@@ -23,7 +23,11 @@
 #define UNROLL _Pragma("unroll")
 #define JOIN(x, y, W) join(x, y)
 
-enum { ROWS = 8, STRIP = 4, WORKERS = 4 };
+enum { STRIP = 4, WORKERS = 4 };
+
+/* The split of KP keys, which is K, padded. A warp's lanes are enough for 256 of them in rows of 8. */
+template <int KP> constexpr int rows = KP <= 256 ? 8 : 16;
+template <int KP> constexpr int parts = KP / rows<KP>;
 
 /* Which of the STRIP columns a register holds depends on the lane: w ^ turn. What a lane gives away in
  * `halves` is then in the same registers everywhere, and nothing has to be selected. */
@@ -142,7 +146,7 @@ template <typename real> __device__ __forceinline__ void give_four(real *to, con
     *(four_of<real> *)to = {x[0], x[1], x[2], x[3]};
 }
 
-template <int PARTS, typename real>
+template <int PARTS, typename real, int ROWS>
 __device__ __forceinline__ void take_rows(real (&x)[ROWS], const real *from)
 {
     constexpr int PIECE = 16 / sizeof(real);
@@ -158,11 +162,11 @@ __device__ __forceinline__ void take_rows(real (&x)[ROWS], const real *from)
 }
 
 /* A token as the recurrence sees it, zeros past K and V, and what it reads. */
-template <typename real, la_decay DECAY, int PARTS> struct alignas(16) scanned {
-    static constexpr int KEYS = ROWS * PARTS, COLUMNS = WORKERS * STRIP * (32 / PARTS);
+template <typename real, la_decay DECAY, int KP> struct alignas(16) scanned {
+    static constexpr int PARTS = parts<KP>, COLUMNS = WORKERS * STRIP * (32 / PARTS);
     static constexpr int APART =
         COLUMNS + (PARTS == 32 ? 4 : 8);                  /* the lanes of a warp: different banks */
-    real q[KEYS], k[KEYS], a[DECAY == LA_KEY ? KEYS : 4]; /* in this order: work() */
+    real q[KP], k[KP], a[DECAY == LA_KEY ? KP : 4];       /* in this order: work() */
     real v[STRIP][APART];                                 /* as each turn has them */
     real o[COLUMNS];
     enum { A, BETA, QK, DEN, SCALARS };
@@ -175,10 +179,11 @@ struct duties {
 };
 
 /* How many tokens of a batch a loader has registers for, how many loaders there are where they do nothing
- * else, and with how many workers: 11 warps leave a thread 168 registers, 7 all there can be. */
-template <typename real, int PARTS> struct most {
-    static constexpr int TOKENS = sizeof(real) == 4 && PARTS < 32 ? 2 : 1;
-    static constexpr int LOADERS = sizeof(real) == 4 ? 8 : 4, WORKERS_BESIDE = 2;
+ * else, and with how many workers: 11 warps leave a thread 168 registers, 7 all there can be. A token of
+ * twice the bytes has half of the loaders, so that a batch takes the same room. */
+template <typename real, int KP> struct most {
+    static constexpr int TOKENS = sizeof(real) == 4 && KP < 256 ? 2 : 1;
+    static constexpr int LOADERS = (KP <= 256 ? 32 : 16) / (int)sizeof(real), WORKERS_BESIDE = 2;
     static constexpr int THREADS = (LOADERS + WORKERS_BESIDE + 1) * 32;
 };
 
@@ -187,11 +192,11 @@ template <typename real, int PARTS> struct most {
 __device__ __forceinline__ int of_warp(int x) { return __shfl_sync(~0u, x, 0); }
 
 /* A loader's tokens: number `warp` of a batch, and every loaders-th after it. */
-template <typename real, la_decay DECAY, la_rule RULE, int PARTS> struct batch_loader {
+template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_loader {
     typedef coming<real> kind;
-    typedef scanned<real, DECAY, PARTS> token;
-    static constexpr int TOKENS = most<real, PARTS>::TOKENS, KEYS = token::KEYS > 128 ? 8 : 4;
-    static constexpr int COLUMNS = (token::COLUMNS + 31) / 32; /* of a lane */
+    typedef scanned<real, DECAY, KP> token;
+    static constexpr int TOKENS = most<real, KP>::TOKENS;
+    static constexpr int KEYS = KP > 128 ? KP / 32 : 4, COLUMNS = (token::COLUMNS + 31) / 32; /* of a lane */
     const call &c;
     const unit u;
     const int loaders, v0, columns, lane, warp;
@@ -260,7 +265,7 @@ template <typename real, la_decay DECAY, la_rule RULE, int PARTS> struct batch_l
 #pragma unroll
             for (int j = 0; j < KEYS; j += 4) {
                 const real four[4] = {x[j], x[j + 1], x[j + 2], x[j + 3]};
-                if (key_of_lane(lane, j) < token::KEYS) give_four(to + key_of_lane(lane, j), four);
+                if (key_of_lane(lane, j) < KP) give_four(to + key_of_lane(lane, j), four);
             }
         };
 #pragma unroll
@@ -330,12 +335,13 @@ template <typename real, int PARTS> __device__ __forceinline__ int key_of_row(in
 }
 
 /* n tokens; READ: that only read what all have written. */
-template <bool READ, la_rule RULE, typename real, la_decay DECAY, int PARTS>
-__device__ __forceinline__ void work(real (&S)[ROWS * STRIP], scanned<real, DECAY, PARTS> *tokens,
+template <bool READ, la_rule RULE, typename real, la_decay DECAY, int KP>
+__device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, DECAY, KP> *tokens,
                                      int n, int strip)
 {
+    constexpr int ROWS = rows<KP>, PARTS = parts<KP>;
     typedef recurrence<real, PARTS> math;
-    typedef scanned<real, DECAY, PARTS> token;
+    typedef scanned<real, DECAY, KP> token;
     constexpr int PIECE = 16 / sizeof(real), APART = sizeof(token) / sizeof(real);
     const int part = math::part(), turn = math::turn();
     const real *from = tokens->q + part * PIECE, *columns = &tokens->v[turn][strip * STRIP];
@@ -344,8 +350,8 @@ __device__ __forceinline__ void work(real (&S)[ROWS * STRIP], scanned<real, DECA
     real q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1] = {}, v[STRIP], beta = 0, qk = 0;
     const auto take = [&] {
         take_rows<PARTS>(q, from);
-        take_rows<PARTS>(k, from + token::KEYS);
-        if constexpr (DECAY == LA_KEY) take_rows<PARTS>(a, from + 2 * token::KEYS);
+        take_rows<PARTS>(k, from + KP);
+        if constexpr (DECAY == LA_KEY) take_rows<PARTS>(a, from + 2 * KP);
         take_four(v, columns);
         if (DECAY != LA_TOKEN && RULE != LA_DELTA) return;
         real x[4];
@@ -383,8 +389,8 @@ __device__ __forceinline__ void work(real (&S)[ROWS * STRIP], scanned<real, DECA
 }
 
 /* The same for z, a column of ones: a warp has it all. */
-template <typename real, la_decay DECAY, int PARTS, int KEYS>
-__device__ __forceinline__ void work_on_z(real (&z)[KEYS], scanned<real, DECAY, PARTS> *tokens,
+template <typename real, la_decay DECAY, int KP, int KEYS>
+__device__ __forceinline__ void work_on_z(real (&z)[KEYS], scanned<real, DECAY, KP> *tokens,
                                           int n, bool writes, bool reads)
 {
     const int lane = threadIdx.x % 32;
@@ -394,7 +400,7 @@ __device__ __forceinline__ void work_on_z(real (&z)[KEYS], scanned<real, DECAY, 
 #pragma unroll
         for (int j = 0; j < KEYS; j++) {
             const int key = key_of_lane(lane, j);
-            if (key >= ROWS * PARTS) continue;
+            if (key >= KP) continue;
             if (writes) z[j] += tokens[i].k[key];
             den += z[j] * tokens[i].q[key];
         }
@@ -404,17 +410,18 @@ __device__ __forceinline__ void work_on_z(real (&z)[KEYS], scanned<real, DECAY, 
     }
 }
 
-template <typename real, la_decay DECAY, la_rule RULE, int PARTS>
-__global__ void __launch_bounds__(most<real, PARTS>::THREADS)
+template <typename real, la_decay DECAY, la_rule RULE, int KP>
+__global__ void __launch_bounds__(most<real, KP>::THREADS)
     scan(const __grid_constant__ call c, const __grid_constant__ duties have)
 {
+    constexpr int ROWS = rows<KP>, PARTS = parts<KP>;
     typedef recurrence<real, PARTS> math;
-    typedef batch_loader<real, DECAY, RULE, PARTS> loader;
+    typedef batch_loader<real, DECAY, RULE, KP> loader;
     typedef typename loader::token token;
     constexpr bool PLAIN =
         DECAY == LA_NONE && RULE == LA_ADDITIVE; /* may be normalised, not causal */
     extern __shared__ __align__(16) char scan_shared[];
-    const int batch = have.loaders * most<real, PARTS>::TOKENS,
+    const int batch = have.loaders * most<real, KP>::TOKENS,
               columns = have.workers * STRIP * math::STRIPS;
     const int tiles = (c.V + columns - 1) / columns, tile = blockIdx.x % tiles, v0 = tile * columns;
     const int64_t head = blockIdx.x / tiles;
@@ -491,7 +498,7 @@ __global__ void __launch_bounds__(most<real, PARTS>::THREADS)
 }
 
 /* A step's z is where every tile of columns reads it, so it moves on once they are done. */
-template <typename real>
+template <typename real, int KEYS>
 __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
     typedef coming<real> kind;
@@ -499,9 +506,9 @@ __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
     u.n = slot_of(c, u.n);
     if (u.n < 0) return;
     const int lane = threadIdx.x % 32, size = dtype_size(c.k.dtype);
-    real k[8];
+    real k[KEYS];
 #pragma unroll
-    for (int i = 0; i < 8; i += 4) {
+    for (int i = 0; i < KEYS; i += 4) {
         const int key = key_of_lane(lane, i);
         real four[4];
         kind::numbers_of(four, kind::load(at(c.k, u.b, 0, u.h) + key * size, c.k.dtype, c.K - key),
@@ -511,7 +518,7 @@ __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
     }
     norm_and_map(c, 1, k, by_fours());
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < KEYS; i++) {
         if (key_of_lane(lane, i) >= c.K) continue;
         char *z = at(c.z0, u.n, u.hv, key_of_lane(lane, i));
         store(z, c.z0.dtype, load<real>(z, c.z0.dtype) + k[i]);
@@ -520,13 +527,13 @@ __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 
 /* Blocks of WORKERS warps with both duties, if there are more than processors; else as many blocks as
  * there are processors for, with loaders beside them. */
-template <typename real, la_decay DECAY, la_rule RULE, int PARTS>
+template <typename real, la_decay DECAY, la_rule RULE, int KP>
 static cudaError_t launch_scan(const call &c, cudaStream_t stream)
 {
-    const auto kernel = scan<real, DECAY, RULE, PARTS>;
+    const auto kernel = scan<real, DECAY, RULE, KP>;
     const int64_t heads = (int64_t)c.N * c.HV;
     const auto blocks = [&](int workers) {
-        const int columns = workers * STRIP * (32 / PARTS);
+        const int columns = workers * STRIP * (32 / parts<KP>);
         return heads * ((c.V + columns - 1) / columns);
     };
     int device, processors;
@@ -534,20 +541,21 @@ static cudaError_t launch_scan(const call &c, cudaStream_t stream)
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
-    duties x = {WORKERS, 0, WORKERS};
-    if (blocks(most<real, PARTS>::WORKERS_BESIDE) <= processors) {
-        x.loaders = x.first = most<real, PARTS>::LOADERS;
+    duties x = {min((int)WORKERS, most<real, KP>::LOADERS), 0, WORKERS};
+    if (blocks(most<real, KP>::WORKERS_BESIDE) <= processors) {
+        x.loaders = x.first = most<real, KP>::LOADERS;
         x.workers = blocks(1) > processors ? 2 : 1;
     }
     /* at most 75 KiB */
     const int bytes =
-        2 * x.loaders * most<real, PARTS>::TOKENS * (int)sizeof(scanned<real, DECAY, PARTS>);
+        2 * x.loaders * most<real, KP>::TOKENS * (int)sizeof(scanned<real, DECAY, KP>);
     call d = c;
     const bool in_place = c.zt.data && c.zt.data == c.z0.data;
     if (in_place) d.zt.data = NULL;
     const int warps = x.first + x.workers + has_normaliser(c);
     error = launch(kernel, blocks(x.workers), warps * 32, bytes, stream, d, x);
-    if (error == cudaSuccess && in_place) error = launch(advance_z<real>, heads, 32, 0, stream, c);
+    if (error == cudaSuccess && in_place)
+        error = launch(advance_z<real, (KP <= 256 ? 8 : 16)>, heads, 32, 0, stream, c);
     return error;
 }
 
@@ -556,7 +564,8 @@ static cudaError_t scan_any(const call &c, cudaStream_t stream)
 {
     /* float64 is for checks: fewer kernels to compile */
     if constexpr (sizeof(real) == 4)
-        if (c.K <= 64) return launch_scan<real, DECAY, RULE, 8>(c, stream);
-    if (c.K <= 128) return launch_scan<real, DECAY, RULE, 16>(c, stream);
-    return launch_scan<real, DECAY, RULE, 32>(c, stream);
+        if (c.K <= 64) return launch_scan<real, DECAY, RULE, 64>(c, stream);
+    if (c.K <= 128) return launch_scan<real, DECAY, RULE, 128>(c, stream);
+    if (c.K <= 256) return launch_scan<real, DECAY, RULE, 256>(c, stream);
+    return launch_scan<real, DECAY, RULE, 512>(c, stream);
 }

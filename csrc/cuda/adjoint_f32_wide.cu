@@ -1,0 +1,10 @@
+/* The recurrence's adjoint in float, 256 < K <= 512. A block takes 91 KiB of shared memory; with batches of
+ * 16 tokens, or two turns, it would take more than there is. */
+typedef float real;
+enum { COLUMNS = 8, PARTS = 32, MOST_ROWS = 16, BATCH = 4, TURNS = 1 };
+#include "adjoint.cuh"
+
+const backward_launcher adjoint_f32_wide[LA_KINDS] = {
+#define LA_KIND(decay, rule) adjoint_any<LA_##decay, LA_##rule>,
+#include "../kinds.def"
+};
