@@ -33,8 +33,13 @@ from support.tensors import to_numpy
 import linattn
 from linattn import reference, testing
 
-DTYPES = {"float64": np.float64, "float32": np.float32, "float16": np.float16,
-          "bfloat16": ml_dtypes.bfloat16, "tf32": np.float32}  # the last: allowed in a forward pass
+DTYPES = {
+    "float64": np.float64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "tf32": np.float32,
+}  # the last: allowed in a forward pass
 MODES = ("chunk", "recurrent", "parallel")
 STEPS = ("step", "pool")  # the states of the second picked by state_indices
 GRADIENTS = "gradients"  # of the chunked form, or of what stands in for it
@@ -58,9 +63,19 @@ SHAPES = {
 def inputs_of(op, dtype, shape, rng):
     """The arguments, for the reference and for the op (on the host)."""
     T, K, V, H, HV, B, cu, options = shape
-    x = testing.make_inputs(op, rng, B=B, T=T, H=H, HV=HV, K=K, V=V, dtype=dtype,
-                            initial_state=True,
-                            cu_seqlens=None if cu is None else np.array(cu, np.int32))
+    x = testing.make_inputs(
+        op,
+        rng,
+        B=B,
+        T=T,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        dtype=dtype,
+        initial_state=True,
+        cu_seqlens=None if cu is None else np.array(cu, np.int32),
+    )
     x |= {name: value for name, value in options.items() if name != "state_v_first"}
     given = x | options
     if "state_v_first" in options:
@@ -118,15 +133,19 @@ def rounds(op, dtype, shape, what):
     T, K, V = shape[:3]
     if what == GRADIENTS:
         return gradients_on_tensor_cores(np.dtype(DTYPES[dtype]), K, V, "chunk", T)
-    return (on_tensor_cores(np.dtype(DTYPES[dtype]), K, what, T, tf32=dtype == "tf32")
-            and what not in STEPS)
+    return (
+        on_tensor_cores(np.dtype(DTYPES[dtype]), K, what, T, tf32=dtype == "tf32")
+        and what not in STEPS
+    )
 
 
 def check(pool, op, what, x, given):
     """One call, and its outputs into the pool beside their reference."""
     if what in STEPS:  # the first token of each sequence
-        x, given = ({name: a[:, :1] if name in PER_TOKEN else a for name, a in y.items()}
-                    for y in (x, given))
+        x, given = (
+            {name: a[:, :1] if name in PER_TOKEN else a for name, a in y.items()}
+            for y in (x, given)
+        )
     if what == GRADIENTS:
         check_gradients(pool, op, x, given)
         return
@@ -137,11 +156,13 @@ def check(pool, op, what, x, given):
     form = {"form": "recurrent" if pool.state_dtype is None else what, "chunk_size": 16}
 
     def naive(x, dtype=x["v"].dtype, **how):
-        return dict(zip(("o", "final_state"), getattr(reference, op)(**x, dtype=dtype, **how),
-                        strict=True))
+        return dict(
+            zip(("o", "final_state"), getattr(reference, op)(**x, dtype=dtype, **how), strict=True)
+        )
 
-    pool.add({"o": o, "final_state": state}, naive(x, wider(x["v"].dtype)),
-             lambda x: naive(x, **form), x)
+    pool.add(
+        {"o": o, "final_state": state}, naive(x, wider(x["v"].dtype)), lambda x: naive(x, **form), x
+    )
 
 
 def check_gradients(pool, op, x, given):
@@ -149,7 +170,8 @@ def check_gradients(pool, op, x, given):
     turned = given.get("state_v_first")
     there = d | ({"d_final_state": v_first(d["d_final_state"])} if turned else {})
     grads = getattr(linattn, f"{op}_backward")(
-        **over_arrays(to_gpu, there), **{name: over_arrays(to_gpu, a) for name, a in given.items()})
+        **over_arrays(to_gpu, there), **{name: over_arrays(to_gpu, a) for name, a in given.items()}
+    )
     made = {name: over_arrays(to_numpy, a) for name, a in grads._asdict().items() if a is not None}
     if turned:
         made["d_initial_state"] = v_first(made["d_initial_state"])
@@ -159,8 +181,9 @@ def check_gradients(pool, op, x, given):
         return {name: found[name] for name in made}
 
     x = x | d
-    pool.add(made, naive(x, wider(x["v"].dtype)),
-             lambda x: naive(x, form="chunk", chunk_size=16), x)
+    pool.add(
+        made, naive(x, wider(x["v"].dtype)), lambda x: naive(x, form="chunk", chunk_size=16), x
+    )
 
 
 def choices(text, known):
@@ -173,20 +196,31 @@ def choices(text, known):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, known in (("ops", linattn.OPS), ("dtypes", DTYPES), ("shapes", SHAPES),
-                        ("modes", MODES), ("faces", ("forward", "step", "backward"))):
-        parser.add_argument(f"--{name}", default=list(known), metavar="A,B",
-                            type=lambda text, known=known: choices(text, known),
-                            help=f"some of {', '.join(known)}")
+    for name, known in (
+        ("ops", linattn.OPS),
+        ("dtypes", DTYPES),
+        ("shapes", SHAPES),
+        ("modes", MODES),
+        ("faces", ("forward", "step", "backward")),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            default=list(known),
+            metavar="A,B",
+            type=lambda text, known=known: choices(text, known),
+            help=f"some of {', '.join(known)}",
+        )
     parser.add_argument("-v", "--verbose", action="store_true", help="name every call before it")
     chosen = parser.parse_args()
     if not linattn.cuda.is_available():
         sys.exit(f"no GPU: {linattn.cuda.why_not()}")
 
     began, calls, problems = time.perf_counter(), 0, []
-    runs = [*(chosen.modes if "forward" in chosen.faces else ()),
-            *(STEPS if "step" in chosen.faces else ()),
-            *([GRADIENTS] if "backward" in chosen.faces else [])]
+    runs = [
+        *(chosen.modes if "forward" in chosen.faces else ()),
+        *(STEPS if "step" in chosen.faces else ()),
+        *([GRADIENTS] if "backward" in chosen.faces else []),
+    ]
     for op, dtype, what in itertools.product(chosen.ops, chosen.dtypes, runs):
         # the rule compares largest errors, so shapes are judged together
         tf32 = dtype == "tf32" and what in MODES

@@ -30,22 +30,24 @@ pytestmark = needs_gpu
 # ---- the same bits ----
 
 
+@pytest.mark.parametrize("K", [64, 320])
 @dtypes
 @gradients
-def test_twenty_backwards_give_the_same_bits(op, dtype):
-    x = gpu_problem(op, dtype=dtype, face="backward", T=1000)
+def test_twenty_backwards_give_the_same_bits(op, dtype, K):
+    x = gpu_problem(op, dtype=dtype, face="backward", T=1000, K=K)
     first = run(op, x, "backward")
     for _ in range(19):
         assert_same_bits(run(op, x, "backward"), first)
 
 
 # A forward pass of every kind, a step of every dtype.
-faces_and_kinds = pytest.mark.parametrize("face, dtype", [
-    *(("forward", kind) for kind in KINDS), *(("step", dtype) for dtype in DTYPES)])
+faces_and_kinds = pytest.mark.parametrize(
+    "face, dtype", [*(("forward", kind) for kind in KINDS), *(("step", dtype) for dtype in DTYPES)]
+)
 
 
 @faces_and_kinds
-@pytest.mark.parametrize("K", [64, 128, 256])
+@pytest.mark.parametrize("K", [64, 128, 256, 512])
 @ops
 def test_twenty_launches_give_the_same_bits(op, face, K, dtype):
     x = gpu_problem(op, dtype=dtype, face=face, T=1000, K=K)
@@ -62,17 +64,24 @@ def test_bits_do_not_know_their_neighbours(op, rows, face, dtype):
     x = gpu_problem(op, dtype=dtype, face=face, B=rows, T=1000, H=1, HV=2, V=64)
     all_rows = run(op, x, face)
     for row in (0, rows - 1):
-        alone = {name: a if name in ("gamma", "slopes") else
-                 over_arrays(lambda s, row=row: s[row:row + 1].clone(), a)
-                 for name, a in x.items()}
-        assert_same_bits(run(op, alone, face), [a[row:row + 1] for a in all_rows])
+        alone = {
+            name: a
+            if name in ("gamma", "slopes")
+            else over_arrays(lambda s, row=row: s[row : row + 1].clone(), a)
+            for name, a in x.items()
+        }
+        assert_same_bits(run(op, alone, face), [a[row : row + 1] for a in all_rows])
 
 
 @pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
-@pytest.mark.parametrize("kind", ["bfloat16-float32", "bfloat16-bfloat16", "float32-float32",
-                                  "float16-float32"])
-@pytest.mark.parametrize("K, V, options", [(128, 128, {}), (112, 84, {"qk_l2norm": True}),
-                                           (64, 128, {})], ids=["128x128", "112x84", "64x128"])
+@pytest.mark.parametrize(
+    "kind", ["bfloat16-float32", "bfloat16-bfloat16", "float32-float32", "float16-float32"]
+)
+@pytest.mark.parametrize(
+    "K, V, options",
+    [(128, 128, {}), (112, 84, {"qk_l2norm": True}), (64, 128, {})],
+    ids=["128x128", "112x84", "64x128"],
+)
 @ops
 def test_many_states_at_once_give_the_bits_of_few(op, K, V, options, kind, v_first):
     """Enough heads that states are copied through shared memory, and the same rows eight at a
@@ -89,8 +98,12 @@ def test_many_states_at_once_give_the_bits_of_few(op, K, V, options, kind, v_fir
 
     def rows(state, at):
         row = {name: a[at] if name in PER_TOKEN else a for name, a in x.items()}
-        return step(**row, state=tuple(state) if len(state) > 1 else state[0],
-                    state_indices=index[at], state_v_first=v_first)
+        return step(
+            **row,
+            state=tuple(state) if len(state) > 1 else state[0],
+            state_indices=index[at],
+            state_v_first=v_first,
+        )
 
     together, few = ([s.clone() for s in pool] for _ in range(2))
     o = rows(together, slice(None))
@@ -102,8 +115,9 @@ def test_many_states_at_once_give_the_bits_of_few(op, K, V, options, kind, v_fir
 
 @kinds
 @pytest.mark.parametrize("K", [64, 128, 200])
-@pytest.mark.parametrize("cu", [[0, 0, 63, 64, 64, 300, 429, 429], [0, 1, 5, 5, 8]],
-                         ids=["chunks", "few tokens"])
+@pytest.mark.parametrize(
+    "cu", [[0, 0, 63, 64, 64, 300, 429, 429], [0, 1, 5, 5, 8]], ids=["chunks", "few tokens"]
+)
 @ops
 def test_packed_sequences_on_the_device(op, cu, K, dtype):
     """cu_seqlens on the GPU, int32 and int64, empty sequences among them: as separate calls. A call
@@ -111,16 +125,18 @@ def test_packed_sequences_on_the_device(op, cu, K, dtype):
     if the whole packed call is as short."""
     x = gpu_problem(op, dtype=dtype, B=1, T=cu[-1], K=K)
     state = x.pop("initial_state")
-    states = over_arrays(
-        lambda s: torch.cat([s * (n + 1) for n in range(len(cu) - 1)]), state)
+    states = over_arrays(lambda s: torch.cat([s * (n + 1) for n in range(len(cu) - 1)]), state)
     for integer in (torch.int32, torch.int64):
-        o, *packed = run(op, x | {"initial_state": states}, cu_seqlens=torch.tensor(
-            cu, dtype=integer, device="cuda"))
+        o, *packed = run(
+            op,
+            x | {"initial_state": states},
+            cu_seqlens=torch.tensor(cu, dtype=integer, device="cuda"),
+        )
         for n, (start, end) in enumerate(itertools.pairwise(cu)):
             part = {name: a[:, start:end] if name in PER_TOKEN else a for name, a in x.items()}
-            part["initial_state"] = over_arrays(lambda s, n=n: s[n:n + 1], states)
+            part["initial_state"] = over_arrays(lambda s, n=n: s[n : n + 1], states)
             o_n, *states_n = run(op, part)
-            got, want = [o[:, start:end], *(s[n:n + 1] for s in packed)], [o_n, *states_n]
+            got, want = [o[:, start:end], *(s[n : n + 1] for s in packed)], [o_n, *states_n]
             if dtype != "float32" and 0 < end - start <= FEW_TOKENS < cu[-1]:
                 assert all(distance(a, b) < APART[dtype] for a, b in zip(got, want, strict=True))
             else:

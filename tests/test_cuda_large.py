@@ -31,8 +31,9 @@ pytestmark = needs_gpu
 
 @ops
 def test_the_reference_of_these_tests_is_the_reference(op):
-    x = make_inputs(op, np.random.default_rng(0), B=2, T=150, H=1, HV=2, K=16, V=24,
-                    initial_state=True)
+    x = make_inputs(
+        op, np.random.default_rng(0), B=2, T=150, H=1, HV=2, K=16, V=24, initial_state=True
+    )
     want, _ = getattr(reference, op)(**x)
     got, _ = reference64(op, over_arrays(to_gpu, x))
     np.testing.assert_allclose(to_numpy(got), want, rtol=1e-9, atol=1e-11)
@@ -51,8 +52,10 @@ def test_a_long_sequence(op, dtype):
     judge(op, x, o, "2^17 tokens")
 
 
-@pytest.mark.parametrize("K, dtype", [(128, "bfloat16"), (256, "bfloat16"), (128, "float16"),
-                                      (256, "float16"), (128, "tf32")])
+@pytest.mark.parametrize(
+    "K, dtype",
+    [(128, "bfloat16"), (256, "bfloat16"), (128, "float16"), (256, "float16"), (128, "tf32")],
+)
 @ops
 def test_tensor_cores_at_32768_tokens(op, K, dtype):
     x = gpu_problem(op, dtype=dtype, B=1, T=32768, H=1, HV=1, K=K, V=128)
@@ -86,8 +89,9 @@ def test_65536_tokens_one_by_one(op, gate):
     if op in DELTA:
         x["beta"] = rng.uniform(0, 1, (1, T, 1))
     x = {name: a.astype(np.float32) for name, a in x.items()}
-    exact, final = getattr(linattn, op)(**{name: a.astype(np.float64) for name, a in x.items()},
-                                        output_final_state=True)
+    exact, final = getattr(linattn, op)(
+        **{name: a.astype(np.float64) for name, a in x.items()}, output_final_state=True
+    )
     o, state = getattr(linattn, op)(**over_arrays(to_gpu, x), output_final_state=True)
     most = T * 2**-25 if op == "simple_gla" else np.sqrt(T / 3) * 2**-24
     for got, want in ((o, exact), (state, final)):
@@ -197,8 +201,10 @@ def test_tf32_only_where_it_is_allowed(op):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("K, dtype", [(100, "bfloat16"), (100, "float16"), (100, "tf32"),
-                                      (200, "bfloat16"), (200, "float16")])
+@pytest.mark.parametrize(
+    "K, dtype",
+    [(100, "bfloat16"), (100, "float16"), (100, "tf32"), (200, "bfloat16"), (200, "float16")],
+)
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
 @pytest.mark.parametrize("op", [PLAIN, *linattn.OPS])
 def test_not_finite_in_one_number_of_a_chunk(op, name, K, dtype, value):
@@ -243,8 +249,9 @@ def test_float16_sums_of_all_tokens(op, K):
     x["v"] = x["v"] * 10 + 300
     x["q"] /= 1000
     op = op.split(",")[0]
-    want, want_state = getattr(linattn, op)(**x, causal=False, mode="recurrent",
-                                            output_final_state=True)
+    want, want_state = getattr(linattn, op)(
+        **x, causal=False, mode="recurrent", output_final_state=True
+    )
     got, state = getattr(linattn, op)(**x, causal=False, output_final_state=True)
     assert max(abs(s).max() for s in leaves(want_state)) > 65504
     assert torch.isfinite(want).all()
@@ -275,8 +282,12 @@ def test_more_than_65535_chunks(op):
     tail = {name: a[:, -4096:].contiguous() for name, a in x.items()}
     want, _ = reference64(op, tail)
     naive, _ = reference64(op, tail, torch.float32)
-    testing.assert_accurate(to_numpy(o[:, -3584:]), to_numpy(want[:, -3584:]),
-                            to_numpy(naive[:, -3584:]), dtype=np.float32)
+    testing.assert_accurate(
+        to_numpy(o[:, -3584:]),
+        to_numpy(want[:, -3584:]),
+        to_numpy(naive[:, -3584:]),
+        dtype=np.float32,
+    )
 
 
 @pytest.mark.parametrize("op", TOKEN_DECAY)
@@ -287,13 +298,12 @@ def test_more_elements_than_an_int_counts(op):
     HV, T, V = 129, 2**17, 128
     small = gpu_problem(op, B=1, T=T, H=1, HV=1, K=64, V=V)
     del small["initial_state"]
-    x = {name: a if name in ("q", "k") else a.repeat_interleave(HV, 2)
-         for name, a in small.items()}
+    x = {name: a if name in ("q", "k") else a.repeat_interleave(HV, 2) for name, a in small.items()}
     assert x["v"].numel() > 2**31
     o, _ = getattr(linattn, op)(**x)
     want, _ = getattr(linattn, op)(**small)
     for head in (0, 127, 128):
-        assert_same_bits([o[:, :, head:head + 1]], [want])
+        assert_same_bits([o[:, :, head : head + 1]], [want])
 
 
 @pytest.mark.parametrize("op", GATED)
@@ -366,7 +376,7 @@ def test_gradients_of_more_elements_than_an_int_counts():
     for name in ("dv", "dg", "dbeta"):
         if getattr(want, name) is not None:
             for head in (0, 127, 128):
-                assert_same_bits([getattr(got, name)[:, :, head:head + 1]], [getattr(want, name)])
+                assert_same_bits([getattr(got, name)[:, :, head : head + 1]], [getattr(want, name)])
     for name in ("dq", "dk"):  # a sum over heads, each rounded once more: two bf16 roundings
         sums, each = getattr(got, name).float(), getattr(want, name).float()
         assert ((sums - HV * each).abs() <= 2**-7 * (HV * each).abs()).all()

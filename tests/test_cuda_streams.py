@@ -313,8 +313,9 @@ def test_a_cold_first_call_inside_a_capture(op, face, dtype):
 def test_two_threads_and_two_shapes_of_one_kernel():
     """10,000 calls of 8 and of 96 heads. Every launch used to set its kernel's limit of shared
     memory, and two threads reset each other's."""
-    problems = [gpu_problem("gated_delta_rule", B=1, T=128, H=H, HV=H, K=128, V=128)
-                for H in (8, 96)]
+    problems = [
+        gpu_problem("gated_delta_rule", B=1, T=128, H=H, HV=H, K=128, V=128) for H in (8, 96)
+    ]
     wants = [run("gated_delta_rule", x) for x in problems]
     wrong = []
 
@@ -329,8 +330,9 @@ def test_two_threads_and_two_shapes_of_one_kernel():
         except BaseException as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=pair)
-               for pair in zip(problems, wants, strict=True)]
+    threads = [
+        threading.Thread(target=work, args=pair) for pair in zip(problems, wants, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -12,8 +12,11 @@ from linattn import reference
 from linattn.testing import RMS_BOUND
 
 LONG, LONGEST, K = 2**16, 2**20, 16
-CASES = [(op, gate) for op in linattn.OPS
-         for gate in (("equal", "random", "alpha") if op in GATED else ("",))]
+CASES = [
+    (op, gate)
+    for op in linattn.OPS
+    for gate in (("equal", "random", "alpha") if op in GATED else ("",))
+]
 
 
 def long_inputs(op, gate, T):
@@ -38,8 +41,9 @@ def long_inputs(op, gate, T):
 
 
 def widened(made):
-    return {name: x.astype(np.float64) if isinstance(x, np.ndarray) else x
-            for name, x in made.items()}
+    return {
+        name: x.astype(np.float64) if isinstance(x, np.ndarray) else x for name, x in made.items()
+    }
 
 
 def error(x, exact):
@@ -51,17 +55,23 @@ def error(x, exact):
 def test_65536_tokens(op, gate):
     """In chunks, by the acceptance rule. The state is the sum of them all."""
     made = long_inputs(op, gate, LONG)
-    exact, final = getattr(reference, op)(**{
-        name: x if name in ("gamma", "slopes") else x[None, :, None] if np.ndim(x) else x
-        for name, x in widened(made).items()})
+    exact, final = getattr(reference, op)(
+        **{
+            name: x if name in ("gamma", "slopes") else x[None, :, None] if np.ndim(x) else x
+            for name, x in widened(made).items()
+        }
+    )
     exact, final = exact[0, :, 0], final[0, 0]
     o, state = getattr(linattn, op)(**made, output_final_state=True)
     assert error(o, exact) < RMS_BOUND["float32"]
     assert error(state, final) < RMS_BOUND["float32"]
 
 
-@pytest.mark.parametrize(("op", "gate"), [("simple_gla", "equal"), ("gla", "equal"),
-                                          ("retention", ""), ("linear_attention", "")], ids=str)
+@pytest.mark.parametrize(
+    ("op", "gate"),
+    [("simple_gla", "equal"), ("gla", "equal"), ("retention", ""), ("linear_attention", "")],
+    ids=str,
+)
 def test_65536_tokens_one_by_one(op, gate):
     """The state is rounded once a token, by up to 2^-24 of it, and roundings are a random walk."""
     made = long_inputs(op, gate, LONG)
@@ -84,9 +94,16 @@ def test_gradients_of_65536_tokens(op):
         assert error(getattr(got, name), getattr(exact, name)) < 2 * RMS_BOUND["float32"], name
 
 
-@pytest.mark.parametrize(("op", "gate"), [("simple_gla", "equal"), ("gla", "random"),
-                                          ("linear_attention", ""), ("gated_delta_rule", "equal")],
-                         ids=str)
+@pytest.mark.parametrize(
+    ("op", "gate"),
+    [
+        ("simple_gla", "equal"),
+        ("gla", "random"),
+        ("linear_attention", ""),
+        ("gated_delta_rule", "equal"),
+    ],
+    ids=str,
+)
 def test_a_million_tokens(op, gate):
     """Past 2^17 the roundings of the state, one in 16 tokens, pass the rule: see README."""
     made = long_inputs(op, gate, LONGEST)

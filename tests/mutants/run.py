@@ -31,8 +31,8 @@ MOST_SECONDS = 300  # of one patch's tests; they take a few
 
 # What a build or an editor leaves behind, in any folder.
 NOT_COPIED = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*_cache",
-    ".hypothesis")
+    ".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
+)
 
 
 def patches():
@@ -60,16 +60,26 @@ class Copy:
         compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "cc")} "$@" -O1\n')
         compiler.chmod(0o755)
         self.environment = os.environ | {
-            "LINATTN_CUDA": "0", "CC": str(compiler), "PYTHONPATH": str(place),
-            "PYTHONDONTWRITEBYTECODE": "1"}
+            "LINATTN_CUDA": "0",
+            "CC": str(compiler),
+            "PYTHONPATH": str(place),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         for name in ("LINATTN_WERROR", "LINATTN_ISA", "PYTHONSAFEPATH"):
             self.environment.pop(name, None)
 
     def run(self, command, seconds=None):
         """(its exit status, its output); None is the status of a command that hangs."""
         try:
-            done = subprocess.run(command, cwd=self.place, env=self.environment, text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds)
+            done = subprocess.run(
+                command,
+                cwd=self.place,
+                env=self.environment,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+            )
         except subprocess.TimeoutExpired as error:
             return None, str(error)
         return done.returncode, done.stdout
@@ -81,8 +91,10 @@ class Copy:
             raise SystemExit(f"the build failed\n{output[-4000:]}")
 
     def choose_instruction_set(self):
-        script = ("from linattn import _linattn\n"
-                  "print(*(name for name, here in _linattn.isa()[1].items() if here))")
+        script = (
+            "from linattn import _linattn\n"
+            "print(*(name for name, here in _linattn.isa()[1].items() if here))"
+        )
         status, output = self.run([sys.executable, "-c", script])
         if status:
             raise SystemExit(f"the copy cannot be imported\n{output[-4000:]}")
@@ -152,19 +164,27 @@ def check_baseline(copy, some):
 
 
 def table(rows, isa):
-    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], text=True,
-                            capture_output=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "-C", ROOT, "describe", "--always", "--dirty"], text=True, capture_output=True
+    ).stdout.strip()
     caught = sum(1 for row in rows if row[2] == "caught")
     lines = [
-        "# Planted mistakes", "",
+        "# Planted mistakes",
+        "",
         "`make mutants` plants small mistakes in the C core, one at a time. It runs the tests that",
         "must catch each of them, and writes this page. The mistakes are in",
-        "[tests/mutants/patches.toml](../tests/mutants/patches.toml).", "",
+        "[tests/mutants/patches.toml](../tests/mutants/patches.toml).",
+        "",
         f"{datetime.date.today()}, commit {commit or 'unknown'}, on {isa}: "
-        f"{caught} of {len(rows)} caught.", "",
-        "| mistake | file | | seconds | first failing test |", "|---|---|---|---|---|"]
-    lines += [f"| {name} | `{file}` | {what} | {seconds:.0f} | {escaped(first)} |"
-              for name, file, what, seconds, first in rows]
+        f"{caught} of {len(rows)} caught.",
+        "",
+        "| mistake | file | | seconds | first failing test |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | `{file}` | {what} | {seconds:.0f} | {escaped(first)} |"
+        for name, file, what, seconds, first in rows
+    ]
     return "\n".join(lines) + "\n"
 
 
