@@ -1,11 +1,13 @@
 """House rules that a program can hold: lists of ops come from the table, helpers from support."""
 
 import ast
+import fnmatch
 import pathlib
 import re
 import subprocess
 
 import pytest
+from support.variants import GATED
 
 import linattn
 
@@ -38,12 +40,12 @@ ALLOWED = {
 }
 
 
-def tracked():
-    """The Python files that git tracks, by their paths from the top."""
+def tracked(pattern="*.py"):
+    """The files that git tracks, the Python ones by default, by their paths from the top."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout: git does not say which files are ours")
     done = subprocess.run(
-        ["git", "-C", ROOT, "ls-files", "*.py"], check=True, capture_output=True, text=True
+        ["git", "-C", ROOT, "ls-files", pattern], check=True, capture_output=True, text=True
     )
     return [name for name in done.stdout.split() if (ROOT / name).exists()]
 
@@ -103,3 +105,47 @@ def test_test_files_import_from_support_alone():
                     else []
                 )
                 assert not names & set(imported) and "conftest" not in imported, name
+
+
+# ---- docs/adding-a-variant.md ----
+
+GUIDE = ROOT / "docs" / "adding-a-variant.md"
+TOYS = ("head_delta", "offset")  # the examples, which are not in the sources
+PATH = re.compile(r".*/.*|.*\.(c|h|cu|cuh|def|md|py|pyi|toml|cff|png)")
+
+
+def named_by_the_guide():
+    """Its paths, and its other words in backticks. Code of the examples is left out."""
+    prose = re.sub(r"^```.*?^```$", "", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    spans = [
+        span
+        for span in re.findall(r"`([^`]+)`", prose)
+        if not any(toy in span.lower() for toy in TOYS)
+    ]
+    return [x for x in spans if PATH.fullmatch(x)], [x for x in spans if not PATH.fullmatch(x)]
+
+
+def is_at(place, name, op):
+    """Is a file at a place of the guide: a path, a pattern of paths, or a folder and a slash?"""
+    pattern = place.replace("<op>", op)
+    return fnmatch.fnmatch(name, pattern + "*" if pattern.endswith("/") else pattern)
+
+
+def test_the_guide_names_only_what_exists():
+    paths, words = named_by_the_guide()
+    files, op = tracked("."), linattn.OPS[0]
+    assert not [path for path in paths if not any(is_at(path, name, op) for name in files)]
+    rooms = re.compile(r"csrc/|linattn/|benchmarks/\w+\.py|tests/(c|support)/|setup\.py")
+    sources = [(ROOT / name).read_text() for name in files if rooms.match(name)]
+    known = {word for source in sources for word in re.findall(r"\w+", source)}
+    used = set(re.findall(r"[A-Za-z_]\w+", " ".join(words).replace("<op>", op)))
+    assert sorted(used - known) == []
+
+
+@pytest.mark.parametrize("op", [GATED[0], GATED[-1]])
+def test_the_guide_names_every_file_that_names_an_op(op):
+    paths, _ = named_by_the_guide()
+    of_op = re.compile(rf"\b{op}\b".encode())
+    files = [name for name in tracked(".") if of_op.search((ROOT / name).read_bytes())]
+    files = [name for name in files if ROOT / name != GUIDE]
+    assert not [name for name in files if not any(is_at(path, name, op) for path in paths)]

@@ -105,7 +105,8 @@ def test_gradients_of_65536_tokens(op):
     ids=str,
 )
 def test_a_million_tokens(op, gate):
-    """Past 2^17 the roundings of the state, one in 16 tokens, pass the rule: see docs/accuracy.md."""
+    """Past 2^17 tokens the roundings of the state, one in 16 tokens, pass the rule
+    (docs/accuracy.md)."""
     made = long_inputs(op, gate, LONGEST)
     exact, final = getattr(linattn, op)(**widened(made), output_final_state=True)
     o, state = getattr(linattn, op)(**made, output_final_state=True)
