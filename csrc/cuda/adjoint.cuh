@@ -278,7 +278,7 @@ static __global__ void __launch_bounds__(128)
     if (token >= f.tokens) return;
     const int own = (int)(i % heads), h = f.first / group + own;
     const int b = (int)(token / c.T), t = (int)(token % c.T);
-    const auto add_slots = [&](const real *from, int first, int count, real (&x)[KEYS]) {
+    const auto add_run = [&](const real *from, int first, int count, real (&x)[KEYS]) {
 #pragma unroll
         for (int j = 0; j < KEYS; j++) x[j] = 0;
         for (int slot = first; slot < first + count; slot++)
@@ -287,9 +287,30 @@ static __global__ void __launch_bounds__(128)
                 if (lane + 32 * j < f.kp)
                     x[j] += from[(slot * f.tokens + token) * f.kp + lane + 32 * j];
     };
+    /* Narrow blocks of columns leave many slots: their sum has two levels (docs/decisions/0011). Blocks of
+     * 32 columns leave 16 at most. */
+    constexpr int RUN = COLUMNS < 32 ? 8 : 16;
+    const auto add_slots = [&](const real *from, int first, int count, real (&x)[KEYS]) {
+        if constexpr (COLUMNS >= 32) {
+            add_run(from, first, count, x);
+        } else {
+            real run[KEYS];
+            add_run(from, first, min(RUN, count), x);
+            for (int done = RUN; done < count; done += RUN) {
+                add_run(from, first + done, min(RUN, count - done), run);
+#pragma unroll
+                for (int j = 0; j < KEYS; j++) x[j] += run[j];
+            }
+        }
+    };
     const auto add_numbers = [&](const real *from, int first) {
         real x = 0;
-        for (int slot = first; slot < first + f.tiles; slot++) x += from[slot * f.tokens + token];
+        for (int done = 0; done < f.tiles; done += RUN) {
+            real run = 0;
+            for (int slot = first + done; slot < first + min(done + RUN, f.tiles); slot++)
+                run += from[slot * f.tokens + token];
+            x += run;
+        }
         return x;
     };
     real x[KEYS];
