@@ -46,7 +46,8 @@ from linattn.ops.simple_gla import simple_gla, simple_gla_backward, simple_gla_s
 from linattn.variants import OPS, VARIANTS, Variant
 
 if TYPE_CHECKING:
-    from linattn import nn, reference
+    from linattn import nn as nn
+    from linattn import reference as reference
 
 __version__ = "0.1.0"
 
@@ -81,8 +82,6 @@ __all__ = [
     "linear_attention",
     "linear_attention_backward",
     "linear_attention_step",
-    "nn",
-    "reference",
     "retention",
     "retention_backward",
     "retention_step",

@@ -1,12 +1,15 @@
 """Calls of the ops on PyTorch's tensors, and their gradients by two ways: by PyTorch, and by the
 backward face."""
 
+import importlib
+
 import numpy as np
 
 import linattn
-import linattn.autograd  # registers the operators
 from linattn.testing import make_inputs
 from support.tensors import tensors_in, to_tensor, torch
+
+importlib.import_module("linattn.autograd")  # registers the operators, where PyTorch is
 
 SIZES = {"B": 2, "T": 5, "H": 1, "HV": 2, "K": 3, "V": 4}
 
