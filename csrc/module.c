@@ -343,7 +343,10 @@ static PyObject *results(la_call *c)
     }
     PyObject *tuple = PyErr_Occurred() ? NULL : PyTuple_New(n);
     for (int i = 0; i < n; i++)
-        if (!tuple || PyTuple_SetItem(tuple, i, found[i])) Py_DECREF(found[i]);
+        if (tuple)
+            PyTuple_SetItem(tuple, i, found[i]); /* takes the reference over */
+        else
+            Py_DECREF(found[i]);
     return tuple;
 }
 
