@@ -113,3 +113,23 @@ def test_a_million_tokens(op, gate):
     most = np.sqrt(LONGEST / 16 / 3) * 2**-24  # 9e-6
     assert error(o, exact) < most
     assert error(state, final) < most
+
+
+@pytest.mark.parametrize("gate", ["equal", "random"])
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
+def test_reflections(op, gate):
+    """With beta = 2 a token reflects the state, which damps no error. Chunks may lose twice what
+    tokens one by one lose, as the acceptance rule has it."""
+    rng = np.random.default_rng(3)
+    T, K = 4096, 64
+    q, k, v = (rng.standard_normal((T, K)) for _ in range(3))
+    k /= np.linalg.norm(k, axis=1, keepdims=True)
+    shape = (T,) if op in TOKEN_DECAY else (T, K)
+    g = np.full(shape, -1e-5) if gate == "equal" else rng.uniform(-2e-5, 0, shape)
+    made = {"q": q, "k": k, "v": v, "g": g, "beta": np.full(T, 2.0)}
+    made = {name: x.astype(np.float32) for name, x in made.items()}
+    exact, _ = getattr(linattn, op)(**widened(made))
+    by_chunks, by_tokens = (
+        error(getattr(linattn, op)(**made, mode=mode)[0], exact) for mode in ("chunk", "recurrent")
+    )
+    assert by_chunks < 2 * by_tokens

@@ -36,6 +36,7 @@ typedef struct chunk {
     wide *product;  /* TOKEN [cp]: a row of Gamma on its way; KEY [kp]: of decays given as such */
     real *rest;     /* TOKEN [cp]: what a lacks of the decay */
     real *log;      /* KEY [kp]: the sum of the logarithms */
+    real *owed;     /* KEY [kp]: what the chunk's decays so far were rounded by */
     real *whole;    /* the chunk's whole decay: TOKEN [1], KEY [kp] */
     real *hat;      /* KEY [2C][kp]: k^, then (from row n) q^; forward: in the place of k and q */
     real *tilde;    /* KEY [C][kp]: k~ */
@@ -65,6 +66,7 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->product = (wide *)take(m, token ? cp : key ? kp : 0, sizeof(wide) / sizeof(real));
     c->rest = take(m, 1, token ? cp : 0);
     c->log = take(m, 1, key ? kp : 0);
+    c->owed = take(m, 1, key ? kp : 0);
     c->whole = take(m, 1, key ? kp : 1);
     c->hat = key && !again ? c->k : take(m, key ? 2 * C : 0, kp);
     c->tilde = take(m, key ? C : 0, kp);
@@ -103,7 +105,9 @@ LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n
 }
 
 /* Token i's decays, and what the whole chunk's come to by then: of logarithms the sum, which is exact
- * enough where a state lives long; of decays given as such the product, in twice the digits. */
+ * enough where a state lives long; of decays given as such the product, in twice the digits. Each
+ * decay pays back what the chunk's earlier ones were rounded by: rows of k^, q^ and k~ are products
+ * of up to C decays, and equal ones would all be rounded to the same side. */
 LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t i)
 {
     const la_array *g = &p->array[LA_G];
@@ -117,8 +121,10 @@ LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int6
     for (int64_t x = 0; x < kp; x += LANES) {
         const lane log = lanes_in(a + x)[0];
         lane rest;
+        const lane decay = lane_decay(log, &rest);
+        if (!i) lanes_of(c->owed + x)[0] = (lane){0};
         lanes_of(c->log + x)[0] = i ? lanes_in(c->log + x)[0] + log : log;
-        lanes_of(a + x)[0] = lane_decay(log, &rest);
+        lanes_of(a + x)[0] = lane_paid_back(decay, rest, lanes_of(c->owed + x));
     }
     for (int64_t x = p->K; x < kp; x++) a[x] = 0;
 }
