@@ -1,10 +1,11 @@
 """Plant each mistake of patches.toml and see whether the tests catch it.
 
-    python tests/mutants/run.py [--place DIRECTORY] [part of a name ...]
+    python tests/mutants/run.py [--place DIRECTORY] [--jobs COUNT] [part of a name ...]
 
 It works in a copy of the checkout: a temporary one, or the one in DIRECTORY, which stays for the
 next run. The copy is built without CUDA and must pass first. Then the patches are planted one at a
-time, and the tests that a patch names must fail. A run of all patches writes docs/mutants.md.
+time, and the tests that a patch names must fail. A run of all patches writes docs/mutants.md. With
+several jobs each has a copy of the copy, and plants patches in its own.
 
 To be quick it compiles with -O1, and a patch in a header goes into the float32 instance of one
 instruction set only: the tests run on that one.
@@ -13,6 +14,7 @@ instruction set only: the tests run on that one.
 import argparse
 import datetime
 import os
+import queue
 import re
 import shlex
 import shutil
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -67,6 +70,17 @@ class Copy:
         }
         for name in ("LINATTN_WERROR", "LINATTN_ISA", "PYTHONSAFEPATH"):
             self.environment.pop(name, None)
+
+    def at(self, place):
+        """A copy of this one, built like it."""
+        shutil.copytree(self.place, place, copy_function=shutil.copy2)
+        other = Copy.__new__(Copy)
+        other.place, other.mark = place, place / self.mark.name
+        other.environment = {
+            name: value.replace(str(self.place), str(place))
+            for name, value in self.environment.items()
+        }
+        return other
 
     def run(self, command, seconds=None):
         """(its exit status, its output); None is the status of a command that hangs."""
@@ -192,35 +206,52 @@ def escaped(test):
     return f"`{test}`".replace("|", "\\|") if test else ""
 
 
-def plant_all(copy, some):
-    """Rows of the table, printed as they come."""
-    for patch in some:
-        start, first = time.monotonic(), ""
-        if not applies(patch, (copy.place / patch["file"]).read_text()):
-            what = "does not apply"
-        else:
-            first = copy.plant(patch) or ""
-            what = "caught" if first else "survived"
-        row = (patch["name"], patch["file"], what, time.monotonic() - start, first)
-        print(f"{what:9} {row[3]:4.0f} s  {row[0]}  {first}", flush=True)
-        yield row
+def planted(copy, patch):
+    """The patch's row of the table, printed when it is there."""
+    start, first = time.monotonic(), ""
+    if not applies(patch, (copy.place / patch["file"]).read_text()):
+        what = "does not apply"
+    else:
+        first = copy.plant(patch) or ""
+        what = "caught" if first else "survived"
+    row = (patch["name"], patch["file"], what, time.monotonic() - start, first)
+    print(f"{what:9} {row[3]:4.0f} s  {row[0]}  {first}", flush=True)
+    return row
+
+
+def plant_all(copies, some):
+    """Rows of the table, in the order of the patches."""
+    idle = queue.SimpleQueue()
+    for copy in copies:
+        idle.put(copy)
+
+    def plant(patch):
+        copy = idle.get()
+        row = planted(copy, patch)
+        idle.put(copy)
+        return row
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        return list(pool.map(plant, some))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="parts of names of patches; without any: all")
     parser.add_argument("--place", type=Path, help="a directory for the copy, which stays there")
+    parser.add_argument("--jobs", type=int, default=1, help="how many patches at once")
     options = parser.parse_args()
     some = chosen(options.names)
     if not some:
         parser.error("there is no such patch")
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Copy((options.place or Path(temporary)).resolve())
+        copy = Copy((options.place or Path(temporary) / "job0").resolve())
         copy.build()
         isa = copy.choose_instruction_set()
         print(f"{len(some)} patches on {isa}, in {copy.place}; first without any", flush=True)
         check_baseline(copy, some)
-        rows = list(plant_all(copy, some))
+        more = [Path(temporary) / f"job{i}" for i in range(1, options.jobs)]
+        rows = plant_all([copy, *(copy.at(place) for place in more)], some)
     if not options.names:
         TABLE.write_text(table(rows, isa))
     return 0 if all(row[2] == "caught" for row in rows) else 1
