@@ -170,13 +170,6 @@ def chosen(names):
     return [one for one in patches() if not names or any(name in one["name"] for name in names)]
 
 
-def check_baseline(copy, some):
-    for tests in sorted({patch["tests"] for patch in some}):
-        failed = copy.test(tests)
-        if failed:
-            raise SystemExit(f"without a patch, {tests} fails: {failed}")
-
-
 def table(rows, isa):
     commit = subprocess.run(
         ["git", "-C", ROOT, "describe", "--always", "--dirty"], text=True, capture_output=True
@@ -219,20 +212,28 @@ def planted(copy, patch):
     return row
 
 
-def plant_all(copies, some):
-    """Rows of the table, in the order of the patches."""
+def spread(copies, work, items):
+    """[work(a copy, item)] in the order of the items; a copy has one item at a time."""
     idle = queue.SimpleQueue()
     for copy in copies:
         idle.put(copy)
 
-    def plant(patch):
+    def done(item):
         copy = idle.get()
-        row = planted(copy, patch)
-        idle.put(copy)
-        return row
+        try:
+            return work(copy, item)
+        finally:
+            idle.put(copy)
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        return list(pool.map(plant, some))
+        return list(pool.map(done, items))
+
+
+def check_baseline(copies, some):
+    every = sorted({patch["tests"] for patch in some})
+    for tests, failed in zip(every, spread(copies, Copy.test, every), strict=True):
+        if failed:
+            raise SystemExit(f"without a patch, {tests} fails: {failed}")
 
 
 def main():
@@ -249,9 +250,10 @@ def main():
         copy.build()
         isa = copy.choose_instruction_set()
         print(f"{len(some)} patches on {isa}, in {copy.place}; first without any", flush=True)
-        check_baseline(copy, some)
         more = [Path(temporary) / f"job{i}" for i in range(1, options.jobs)]
-        rows = plant_all([copy, *(copy.at(place) for place in more)], some)
+        copies = [copy, *(copy.at(place) for place in more)]
+        check_baseline(copies, some)
+        rows = spread(copies, planted, some)
     if not options.names:
         TABLE.write_text(table(rows, isa))
     return 0 if all(row[2] == "caught" for row in rows) else 1
