@@ -88,7 +88,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
             load_batch_of_many<DECAY, RULE, ROWS>(c, u, t, n, v0, s.tokens);
         for (int i = warp; i < n && backwards && lane < COLUMNS; i += WARPS)
             if (v0 + lane < c.V) {
-                const real x = load<real>(at(d.d_o, u.b, t + i, u.hv, v0 + lane), d.d_o.dtype);
+                const real x =
+                    load<real>(at(d[LA_DO], u.b, t + i, u.hv, v0 + lane), d[LA_DO].dtype);
                 /* was o = scale num / divisor */
                 s.tokens.o[i][lane] = finish(c, x, normalised ? den[t + i] : (real)0);
             } else {
@@ -155,8 +156,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
         }
     };
 
-    load_both(c.s0, S);
-    load_both(d.dst, dS);
+    load_both(c.x[LA_S0], S);
+    load_both(d[LA_DST], dS);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
         /* Not causal: every token reads what all have written. Write all, undo all reads, then all writes. */
         for (int pass = 0; pass < 3 && !c.causal; pass++)
@@ -183,7 +184,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                     if (pass == 0) continue;
                     dv = parts_sum(dv);
                     if (pass == 2 && mine && part == 0)
-                        store(at(d.dv, u.b, t + i, u.hv, column), d.dv.dtype, dv);
+                        store(at(d[LA_DV], u.b, t + i, u.hv, column), d[LA_DV].dtype, dv);
                     sum_rows(pass - 1, g);
                     store_sums(t + i, pass == 1, pass == 2);
                 }
@@ -226,7 +227,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                                  &s.tokens.v[i][local], x, RULE == LA_DELTA ? s.tokens.beta[i] : 0,
                                  &s.tokens.o[i][local], gq, gk, &dv, ga, &gb, DECAY, RULE);
                 keep_lost(before, s.tokens.q[i].part(part), s.tokens.o[i][local], x[0]);
-                if (mine && part == 0) store(at(d.dv, u.b, t + i, u.hv, column), d.dv.dtype, dv);
+                if (mine && part == 0)
+                    store(at(d[LA_DV], u.b, t + i, u.hv, column), d[LA_DV].dtype, dv);
                 sum_rows(0, gq);
                 sum_rows(1, gk);
                 if constexpr (DECAY == LA_KEY) sum_rows(2, ga);
@@ -243,11 +245,11 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
             give_back_lost();
         }
     }
-    if (!d.ds0.data || !mine) return;
+    if (!d[LA_DS0].data || !mine) return;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         const int key = part * ROWS + i;
-        if (key < c.K) store(at(d.ds0, u.n, u.hv, key, column), d.ds0.dtype, dS[i]);
+        if (key < c.K) store(at(d[LA_DS0], u.n, u.hv, key, column), d[LA_DS0].dtype, dS[i]);
     }
 }
 
@@ -315,27 +317,28 @@ static __global__ void __launch_bounds__(128)
     };
     real x[KEYS];
     add_slots(f.dq, own * group * f.tiles, group * f.tiles, x);
-    store_key_gradient<KEYS>(c, c.q, d.dq, 0, b, t, h, x);
+    store_key_gradient<KEYS>(c, c.x[LA_Q], d[LA_DQ], 0, b, t, h, x);
     add_slots(f.dk, own * group * f.tiles, group * f.tiles, x);
-    store_key_gradient<KEYS>(c, c.k, d.dk, 1, b, t, h, x);
+    store_key_gradient<KEYS>(c, c.x[LA_K], d[LA_DK], 1, b, t, h, x);
     for (int hv = h * group; hv < (h + 1) * group; hv++) {
         const int first = (hv - f.first) * f.tiles;
         if constexpr (DECAY == LA_KEY) {
             real g[KEYS];
             add_slots(f.da, first, f.tiles, x);
-            load_row(g, at(c.g, b, t, hv), c.g.dtype, lane, 32, c.K);
+            load_row(g, at(c.x[LA_G], b, t, hv), c.x[LA_G].dtype, lane, 32, c.K);
 #pragma unroll
             for (int j = 0; j < KEYS; j++)
                 if (lane + 32 * j < c.K)
-                    store(at(d.dg, b, t, hv, lane + 32 * j), d.dg.dtype,
+                    store(at(d[LA_DG], b, t, hv, lane + 32 * j), d[LA_DG].dtype,
                           gate_gradient(x[j], decay_of(g[j], c.gate), d.gate));
         }
         if (DECAY == LA_TOKEN && !d.per_head && lane == 0) {
-            const real a = decay_of(load<real>(at(c.g, b, t, hv), c.g.dtype), c.gate);
-            store(at(d.dg, b, t, hv), d.dg.dtype, gate_gradient(add_numbers(f.da, first), a, d.gate));
+            const real a = decay_of(load<real>(at(c.x[LA_G], b, t, hv), c.x[LA_G].dtype), c.gate);
+            store(at(d[LA_DG], b, t, hv), d[LA_DG].dtype,
+                  gate_gradient(add_numbers(f.da, first), a, d.gate));
         }
         if (RULE == LA_DELTA && lane == 0)
-            store(at(d.dbeta, b, t, hv), d.dbeta.dtype, add_numbers(f.dbeta, first));
+            store(at(d[LA_DBETA], b, t, hv), d[LA_DBETA].dtype, add_numbers(f.dbeta, first));
     }
 }
 
@@ -361,8 +364,9 @@ static __global__ void __launch_bounds__(GATHER_THREADS)
     double sum = 0;
     for (int64_t i = threadIdx.x; i < f.tiles * f.tokens; i += blockDim.x) sum += from[i];
     sum = block_sum(sum);
-    const real a = decay_of(load<real>(at(c.g, 0, 0, hv), c.g.dtype), c.gate);
-    if (threadIdx.x == 0) store(at(d.dg, 0, 0, hv), d.dg.dtype, gate_gradient((real)sum, a, d.gate));
+    const real a = decay_of(load<real>(at(c.x[LA_G], 0, 0, hv), c.x[LA_G].dtype), c.gate);
+    if (threadIdx.x == 0)
+        store(at(d[LA_DG], 0, 0, hv), d[LA_DG].dtype, gate_gradient((real)sum, a, d.gate));
 }
 
 /* ---- launches ---- */
@@ -388,7 +392,8 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     f.tiles = (c.V + COLUMNS - 1) / COLUMNS;
     f.kp = (c.K + 31) / 32 * 32;
     f.tokens = (int64_t)c.B * c.T;
-    const int64_t most = c.cu.data ? f.tokens / max(c.N, 1) : c.T; /* tokens of a usual sequence */
+    const int64_t most =
+        c.x[LA_CU].data ? f.tokens / max(c.N, 1) : c.T; /* tokens of a usual sequence */
     for (f.M = BATCH; (int64_t)f.M * f.M < most;) f.M += BATCH;
     f.segments = (int)slots_of(c, f.M);
     const int64_t state = ROWS * ADJOINT_THREADS;

@@ -232,7 +232,7 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
 
     /* S' or dS' [16 columns][KP]: thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
     float S[KP / 8][4];
-    const view &from = BACK ? d.dst : c.s0;
+    const view &from = BACK ? d[LA_DST] : c.x[LA_S0];
 #pragma unroll
     for (int i = 0; i < KP / 8; i++)
 #pragma unroll
@@ -450,8 +450,8 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
             }
             if (columns > 0) {
                 put_columns(base + slice, dV);
-                char *to = at(d.dv, u.b, t + lane / 2, u.hv, v0 + lane % 2 * 8);
-                const int64_t row = d.dv.stride[1] * 2;
+                char *to = at(d[LA_DV], u.b, t + lane / 2, u.hv, v0 + lane % 2 * 8);
+                const int64_t row = d[LA_DV].stride[1] * 2;
 #pragma unroll
                 for (int j = 0; j < 4; j++)
                     if (j * 16 + lane / 2 < n && lane % 2 * 8 < columns)
@@ -482,8 +482,8 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
-                if (d.ds0.data && column < columns && key < c.K)
-                    store(at(d.ds0, u.n, u.hv, key, v0 + column), d.ds0.dtype, S[i][e]);
+                if (d[LA_DS0].data && column < columns && key < c.K)
+                    store(at(d[LA_DS0], u.n, u.hv, key, v0 + column), d[LA_DS0].dtype, S[i][e]);
             }
 #endif
 }

@@ -65,8 +65,8 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, b
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = warp; i < n; i += blockDim.x / 32) {
         real q[ROWS * PARTS / 32], k[ROWS * PARTS / 32], qk = 0;
-        load_keys<ROWS>(c, c.q, 0, u, t + i, q);
-        load_keys<ROWS>(c, c.k, 1, u, t + i, k);
+        load_keys<ROWS>(c, c.x[LA_Q], 0, u, t + i, q);
+        load_keys<ROWS>(c, c.x[LA_K], 1, u, t + i, k);
 #pragma unroll
         for (int j = 0; j < ROWS * PARTS / 32; j++) {
             to.q[i].at(lane + 32 * j) = q[j];
@@ -75,7 +75,7 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, b
         }
         if (DECAY == LA_KEY) {
             real g[ROWS * PARTS / 32];
-            load_row(g, at(c.g, u.b, t + i, u.hv), c.g.dtype, lane, 32, c.K);
+            load_row(g, at(c.x[LA_G], u.b, t + i, u.hv), c.x[LA_G].dtype, lane, 32, c.K);
 #pragma unroll
             for (int j = 0; j < ROWS * PARTS / 32; j++)
                 to.a[i].at(lane + 32 * j) = lane + 32 * j < c.K ? decay_of(g[j], c.gate) : 0;
@@ -84,15 +84,16 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, b
             qk = warp_sum(qk);
             if (lane == 0) {
                 to.qk[i] = qk;
-                to.beta[i] = load<real>(at(c.beta, u.b, t + i, u.hv), c.beta.dtype);
+                to.beta[i] = load<real>(at(c.x[LA_BETA], u.b, t + i, u.hv), c.x[LA_BETA].dtype);
             }
         }
         if (DECAY == LA_TOKEN && lane == 0)
             to.scalar_a[i] =
-                decay_of(load<real>(at(c.g, u.b, t + i, u.hv), c.g.dtype), c.gate);
+                decay_of(load<real>(at(c.x[LA_G], u.b, t + i, u.hv), c.x[LA_G].dtype), c.gate);
         if (lane < COLUMNS)
-            to.v[i][lane] =
-                v0 + lane < c.V ? load<real>(at(c.v, u.b, t + i, u.hv, v0 + lane), c.v.dtype) : 0;
+            to.v[i][lane] = v0 + lane < c.V ? load<real>(at(c.x[LA_V], u.b, t + i, u.hv, v0 + lane),
+                                                         c.x[LA_V].dtype)
+                                            : 0;
     }
 }
 

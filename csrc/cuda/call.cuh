@@ -1,7 +1,9 @@
-/* A checked problem as the kernels take it: one plain struct, passed by value.
+/* A checked problem as the kernels take it: a plain struct, passed by value. A backward pass has a
+ * second one for its gradients, so that the other passes hand over no views that they do not use. A
+ * view has 48 bytes; all parameters of a kernel may have 4 KiB.
  *
  * Letters as in linattn.h. A view is an array in its canonical letters, strides in elements, stride
- * 0 for a letter the user left out. */
+ * 0 for a letter the user left out. arrays.def names the arrays, with their letters. */
 #ifndef LINATTN_CUDA_CALL_CUH
 #define LINATTN_CUDA_CALL_CUH
 
@@ -17,11 +19,20 @@ struct view {
     la_dtype dtype;
 };
 
+/* The arrays of arrays.def without their gradients, which follow them in la_name. */
+#define LA_ARRAY(...) +1
+#define LA_INDEX(...) +1
+static constexpr int ARRAYS = 0
+#include "../arrays.def"
+    ;
+static_assert(ARRAYS == (int)LA_DQ, "the gradients follow the arrays");
+
+/* c.x[LA_Q] is the view of q. An operator [] would cost walk 5 to 12 % more code:
+ * behind it nvcc 13.0 loads the strides of a state again for each element. The new states of a
+ * step lie over its initial ones. Without cu_seqlens sequence n is batch row n. Without
+ * state_indices row n of a step has state n; with them it has one of P states. */
 struct call {
-    view q, k, v, g, beta, o; /* B T H K, B T HV V, B T HV K, B T HV */
-    view s0, z0, st, zt;      /* N HV K V, N HV K */
-    view cu;                  /* N+1; NULL: sequence n is batch row n */
-    view slot;                /* B: which of P states is a step's row's; NULL: row n has state n */
+    view x[ARRAYS];
     int B, T, H, HV, K, V, N, P;
     la_gate gate;
     la_map map[2];
@@ -31,13 +42,15 @@ struct call {
     bool qk_l2norm, causal;
 };
 
-/* What a backward has besides. Gradients in have the shapes of o, st, zt; gradients out, of the inputs
- * they are named after. */
+/* The gradients of a backward pass: d[LA_DQ] is the view of dq. The code of no kernel grows by this
+ * operator. */
 struct gradients {
-    view d_o, dst, dzt;
-    view dq, dk, dv, dg, dbeta, ds0, dz0;
+    view x[LA_ARRAYS - ARRAYS];
     la_gate gate;  /* as the caller gave it: carried over from the host, slopes are decays by now */
     bool per_head; /* g is one number for all tokens: [HV] */
+
+    __host__ __device__ view &operator[](la_name name) { return x[name - ARRAYS]; }
+    __host__ __device__ const view &operator[](la_name name) const { return x[name - ARRAYS]; }
 };
 
 /* One sequence of one value head. */
@@ -49,9 +62,9 @@ struct unit {
 /* cu_seqlens has not been seen by the host, so whatever it says is kept within the T tokens there are. */
 __device__ inline int edge_of(const call &c, int n)
 {
-    const int64_t at = n * c.cu.stride[0];
-    const int64_t x = c.cu.dtype == LA_I64 ? ((const int64_t *)c.cu.data)[at]
-                                           : ((const int32_t *)c.cu.data)[at];
+    const int64_t at = n * c.x[LA_CU].stride[0];
+    const int64_t x = c.x[LA_CU].dtype == LA_I64 ? ((const int64_t *)c.x[LA_CU].data)[at]
+                                           : ((const int32_t *)c.x[LA_CU].data)[at];
     return (int)min(max(x, (int64_t)0), (int64_t)c.T);
 }
 
@@ -59,7 +72,7 @@ __device__ inline int edge_of(const call &c, int n)
 __device__ inline unit unit_of(const call &c, int n, int hv)
 {
     unit u = {n, n, hv / (c.HV / c.H), hv, 0, c.T};
-    if (!c.cu.data) return u;
+    if (!c.x[LA_CU].data) return u;
     u.b = 0;
     u.begin = edge_of(c, n);
     u.end = max(u.begin, edge_of(c, n + 1));
@@ -71,22 +84,22 @@ __device__ inline unit unit_of(const call &c, int n, int hv)
  * floor(end / M) - floor(start / M) + 1 >= ceil((end - start) / M). */
 static inline int64_t slots_of(const call &c, int M)
 {
-    return c.cu.data ? c.T / M + c.N : (int64_t)c.N * (((int64_t)c.T + M - 1) / M);
+    return c.x[LA_CU].data ? c.T / M + c.N : (int64_t)c.N * (((int64_t)c.T + M - 1) / M);
 }
 
 __device__ inline int64_t first_slot(const call &c, int n, int M)
 {
-    return c.cu.data ? edge_of(c, n) / M + n : (int64_t)n * ((c.T + M - 1) / M);
+    return c.x[LA_CU].data ? edge_of(c, n) / M + n : (int64_t)n * ((c.T + M - 1) / M);
 }
 
 /* Where row n's state is; -1: nowhere. state_indices has not been seen by the host, so whatever lies
  * outside the pool is nowhere too. */
 __device__ __forceinline__ int slot_of(const call &c, int n)
 {
-    if (!c.slot.data) return n;
-    const int64_t i = n * c.slot.stride[0];
-    const int64_t slot = c.slot.dtype == LA_I64 ? ((const int64_t *)c.slot.data)[i]
-                                                : ((const int32_t *)c.slot.data)[i];
+    if (!c.x[LA_SLOT].data) return n;
+    const int64_t i = n * c.x[LA_SLOT].stride[0];
+    const int64_t slot = c.x[LA_SLOT].dtype == LA_I64 ? ((const int64_t *)c.x[LA_SLOT].data)[i]
+                                                : ((const int32_t *)c.x[LA_SLOT].data)[i];
     return slot >= 0 && slot < c.P ? (int)slot : -1;
 }
 

@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(KP *join_parts<RULE>)
 #pragma unroll
     for (int j = 0; j < JOINED; j++) {
         const int column = first_column + j;
-        own[j] = c.s0.data && column < c.V && key < c.K
-                     ? load<float>(at(c.s0, u.n, u.hv, key, column), c.s0.dtype)
+        own[j] = c.x[LA_S0].data && column < c.V && key < c.K
+                     ? load<float>(at(c.x[LA_S0], u.n, u.hv, key, column), c.x[LA_S0].dtype)
                      : 0;
     }
     for (int segment = 0; segment < g.count; segment++) {
@@ -154,7 +154,7 @@ static cudaError_t traits_of_device(const void *kernel, device_traits *d)
 static int segments_for(const call &c, const device_traits &d, bool delta)
 {
     const int64_t blocks = (int64_t)c.N * c.HV * ((c.V + 63) / 64);
-    const int64_t chunks = (c.cu.data ? c.T / max(c.N, 1) : c.T) / C;
+    const int64_t chunks = (c.x[LA_CU].data ? c.T / max(c.N, 1) : c.T) / C;
     if (!c.causal) return 1;
     const int64_t count = min(min(d.processors / blocks, chunks / 8), (int64_t)32);
     return count < (delta ? 4 : 2) ? 1 : (int)count;
@@ -261,11 +261,13 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     tensor_maps maps = {};
     walk_flags f = {};
     const bool as_given = PLANES == 1 && !c.qk_l2norm;
-    const bool q_as_given = as_given && c.map[0] == LA_IDENTITY && map_of(c, c.q, c.H, c.K, &maps.q);
-    const bool k_as_given = as_given && c.map[1] == LA_IDENTITY && map_of(c, c.k, c.H, c.K, &maps.k);
-    f.v_pieces = map_of(c, c.v, c.HV, c.V, &maps.v);
-    f.o_pieces = (uintptr_t)c.o.data % 16 == 0 &&
-                 (c.o.stride[0] | c.o.stride[1] | c.o.stride[2]) % 8 == 0;
+    const bool q_as_given =
+        as_given && c.map[0] == LA_IDENTITY && map_of(c, c.x[LA_Q], c.H, c.K, &maps.q);
+    const bool k_as_given =
+        as_given && c.map[1] == LA_IDENTITY && map_of(c, c.x[LA_K], c.H, c.K, &maps.k);
+    f.v_pieces = map_of(c, c.x[LA_V], c.HV, c.V, &maps.v);
+    f.o_pieces = (uintptr_t)c.x[LA_O].data % 16 == 0 &&
+                 (c.x[LA_O].stride[0] | c.x[LA_O].stride[1] | c.x[LA_O].stride[2]) % 8 == 0;
     const int64_t slots = slots_of(c, C);
     const int heads = DECAY == LA_KEY ? c.HV : c.H;
     const int64_t places = slots * c.HV, tile = tile_bytes(KP);

@@ -52,7 +52,7 @@ static __global__ void __launch_bounds__(256)
     const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
 #pragma unroll
     for (int which = 0; which < 2; which++) {
-        const view &x = which ? c.k : c.q, &to = which ? d.dk : d.dq;
+        const view &x = which ? c.x[LA_K] : c.x[LA_Q], &to = which ? d[LA_DK] : d[LA_DQ];
         const float *slot = (which ? from.dk : from.dq) + (h * group * tokens + token) * from.kp + key;
         float dx[4] = {}, y[4] = {};
         for (int j = 0; j < group && key < from.kp; j++, slot += tokens * from.kp) {
@@ -92,13 +92,13 @@ template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes()
     return DECAY == LA_KEY ? sizeof(key_room<KP>) : sizeof(scalar_room<KP, RULE>);
 }
 
-static void narrow(call *c, gradients *d, int h, int n)
+static void narrow(call &c, gradients &d, int h, int n)
 {
-    const int group = c->HV / c->H, hv = h * group;
-    move_along(2, h, {&d->dq, &d->dk});
-    move_along(2, hv, {&d->d_o, &d->dv, &d->dg, &d->dbeta});
-    move_along(1, hv, {&d->dst, &d->dzt, &d->ds0, &d->dz0});
-    narrow(c, h, n);
+    const int group = c.HV / c.H, hv = h * group;
+    move_along(2, h, {&d[LA_DQ], &d[LA_DK]});
+    move_along(2, hv, {&d[LA_DO], &d[LA_DV], &d[LA_DG], &d[LA_DBETA]});
+    move_along(1, hv, {&d[LA_DST], &d[LA_DZT], &d[LA_DS0], &d[LA_DZ0]});
+    narrow(&c, h, n);
 }
 
 struct backward_scratch {
@@ -170,7 +170,7 @@ static __global__ void __launch_bounds__(256)
     const int64_t token = i / groups / c.HV;
     if (token >= tokens) return;
     const float by = clamped(c, den[hv * tokens + token] * (float)c.scale);
-    uint4 x = *(const uint4 *)at(d.d_o, (int)(token / c.T), (int)(token % c.T), hv, column);
+    uint4 x = *(const uint4 *)at(d[LA_DO], (int)(token / c.T), (int)(token % c.T), hv, column);
     uint32_t *const pair = (uint32_t *)&x;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -198,12 +198,12 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
                        x.d_num);
         if (error != cudaSuccess) return error;
         const int64_t row = (int64_t)c.HV * c.V;
-        d.d_o = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
+        d[LA_DO] = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
     }
     back_maps maps = {};
-    map_of(c, c.q, c.H, c.K, &maps.q); /* or q and k are read where prepare leaves them */
-    map_of(c, c.k, c.H, c.K, &maps.k);
-    if (!map_of(c, c.v, c.HV, c.V, &maps.v) || !map_of(c, d.d_o, c.HV, c.V, &maps.d_o))
+    map_of(c, c.x[LA_Q], c.H, c.K, &maps.q); /* or q and k are read where prepare leaves them */
+    map_of(c, c.x[LA_K], c.H, c.K, &maps.k);
+    if (!map_of(c, c.x[LA_V], c.HV, c.V, &maps.v) || !map_of(c, d[LA_DO], c.HV, c.V, &maps.d_o))
         return cudaErrorInvalidValue; /* they could be mapped for all heads */
     if (places)
         error = launch(prepare, (int64_t)x.w.slots * x.w.heads, per_key ? KEY_THREADS : SCALAR_THREADS,
@@ -233,17 +233,17 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     /* local_key knows the gradient of the logarithm, which divided by a decay of zero is nothing */
     if (DECAY == LA_KEY && c.gate == LA_DECAY) return cudaErrorNotSupported;
     CUtensorMap map;
-    if (!map_of(c, c.v, c.HV, c.V, &map) || !map_of(c, d.d_o, c.HV, c.V, &map))
+    if (!map_of(c, c.x[LA_V], c.HV, c.V, &map) || !map_of(c, d[LA_DO], c.HV, c.V, &map))
         return cudaErrorNotSupported; /* rows that the copy engine cannot take */
     const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
     backward_scratch x = {};
-    x.to.q_as_given = map_of(c, c.q, c.H, c.K, &map) && plain;
-    x.to.k_as_given = map_of(c, c.k, c.H, c.K, &map) && plain;
+    x.to.q_as_given = map_of(c, c.x[LA_Q], c.H, c.K, &map) && plain;
+    x.to.k_as_given = map_of(c, c.x[LA_K], c.H, c.K, &map) && plain;
     x.to.direct = plain && c.HV == c.H && !has_normaliser(c);
 
     call some = c;
     gradients d_some = d;
-    narrow(&some, &d_some, 0, 1);
+    narrow(some, d_some, 0, 1);
     const int64_t each = lay_out<KP, DECAY, RULE>(some, d_some, NULL, &x);
     const int heads = heads_at_once(c, each);
     if ((int64_t)x.w.slots * heads * (c.HV / c.H) > INT32_MAX) return cudaErrorNotSupported;
@@ -254,7 +254,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     for (int h = 0; h < c.H && error == cudaSuccess; h += heads) {
         some = c;
         d_some = d;
-        narrow(&some, &d_some, h, min(heads, c.H - h));
+        narrow(some, d_some, h, min(heads, c.H - h));
         lay_out<KP, DECAY, RULE>(some, d_some, room, &x);
         error = launch_turn<KP, DECAY, RULE>(some, d_some, x, processors, stream);
     }

@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(KP)
     const int64_t step = (int64_t)c.HV * KP;
     float *z = w.z + ((int64_t)first_slot(c, u.n) * c.HV + u.hv) * KP + key;
     running sum = {};
-    if (c.z0.data && key < c.K) sum.sum = load<float>(at(c.z0, u.n, u.hv, key), c.z0.dtype);
+    if (c.x[LA_Z0].data && key < c.K)
+        sum.sum = load<float>(at(c.x[LA_Z0], u.n, u.hv, key), c.x[LA_Z0].dtype);
     for (int i = 0; i < count; i += AT_ONCE) {
         float x[AT_ONCE];
 #pragma unroll
@@ -30,8 +31,8 @@ __global__ void __launch_bounds__(KP)
         }
     }
     for (int i = 0; i < count && !c.causal; i++) z[i * step] = (float)sum.total();
-    if (c.zt.data && key < c.K)
-        store(at(c.zt, u.n, u.hv, key), c.zt.dtype, (float)sum.total());
+    if (c.x[LA_ZT].data && key < c.K)
+        store(at(c.x[LA_ZT], u.n, u.hv, key), c.x[LA_ZT].dtype, (float)sum.total());
 }
 
 /* A block has a chunk of a value head. A row of q is pieces of 16 bytes, one a lane: in its tile, or, as
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(128)
     const int64_t place = (int64_t)slot * c.HV + hv;
     const int first = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
     const char *tile = w.q ? w.q + ((int64_t)slot * w.heads + u.h) * tile_bytes(KP) : NULL;
-    const char *rows = at(c.q, u.b, t, u.h) + piece * 16;
+    const char *rows = at(c.x[LA_Q], u.b, t, u.h) + piece * 16;
     uint4 q[ROWS_OF_LANE][PLANES];
 #pragma unroll
     for (int i = 0; i < ROWS_OF_LANE; i++)
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(128)
             if (tile)
                 q[i][j] = *(const uint4 *)(tile + j * PLANE_BYTES + piece_at(row, piece));
             else if (row < n && piece * 8 < c.K)
-                q[i][j] = *(const uint4 *)(rows + row * c.q.stride[1] * 2);
+                q[i][j] = *(const uint4 *)(rows + row * c.x[LA_Q].stride[1] * 2);
         }
     const float4 low = *(const float4 *)(w.z + place * KP + piece * 8);
     const float4 high = *(const float4 *)(w.z + place * KP + piece * 8 + 4);

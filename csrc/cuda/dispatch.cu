@@ -238,19 +238,11 @@ static view view_of(const la_problem *p, la_name name)
 static call call_of(const la_problem *p)
 {
     call c = {};
-    const bool step = p->face == LA_STEP;
-    c.q = view_of(p, LA_Q);
-    c.k = view_of(p, LA_K);
-    c.v = view_of(p, LA_V);
-    c.g = view_of(p, LA_G);
-    c.beta = view_of(p, LA_BETA);
-    c.o = view_of(p, LA_O);
-    c.s0 = view_of(p, LA_S0);
-    c.z0 = view_of(p, LA_Z0);
-    c.st = view_of(p, step ? LA_S0 : LA_ST);
-    c.zt = view_of(p, step ? LA_Z0 : LA_ZT);
-    c.cu = view_of(p, LA_CU);
-    c.slot = view_of(p, LA_SLOT);
+    for (int i = 0; i < ARRAYS; i++) c.x[i] = view_of(p, (la_name)i);
+    if (p->face == LA_STEP) {
+        c.x[LA_ST] = c.x[LA_S0];
+        c.x[LA_ZT] = c.x[LA_Z0];
+    }
     c.B = (int)p->B;
     c.T = (int)p->T;
     c.H = (int)p->H;
@@ -275,16 +267,7 @@ static call call_of(const la_problem *p)
 static gradients gradients_of(const la_problem *p)
 {
     gradients d = {};
-    d.d_o = view_of(p, LA_DO);
-    d.dst = view_of(p, LA_DST);
-    d.dzt = view_of(p, LA_DZT);
-    d.dq = view_of(p, LA_DQ);
-    d.dk = view_of(p, LA_DK);
-    d.dv = view_of(p, LA_DV);
-    d.dg = view_of(p, LA_DG);
-    d.dbeta = view_of(p, LA_DBETA);
-    d.ds0 = view_of(p, LA_DS0);
-    d.dz0 = view_of(p, LA_DZ0);
+    for (int i = ARRAYS; i < LA_ARRAYS; i++) d[(la_name)i] = view_of(p, (la_name)i);
     d.gate = p->gate;
     d.per_head = p->decay == LA_HEAD;
     return d;
@@ -343,9 +326,9 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
     if (la_writes_nothing(p)) return LA_OK;
     call c = call_of(p);
     void *held[2] = {};
-    cudaError_t error = carry(p, LA_G, &c.g, held);
+    cudaError_t error = carry(p, LA_G, &c.x[LA_G], held);
     if (held[0] && c.gate == LA_SLOPE) c.gate = LA_DECAY; /* carried as exp(-slope) */
-    if (error == cudaSuccess) error = carry(p, LA_BETA, &c.beta, held + 1);
+    if (error == cudaSuccess) error = carry(p, LA_BETA, &c.x[LA_BETA], held + 1);
     if (error == cudaSuccess) error = launch(p, c);
     for (void *x : held) {
         const cudaError_t freed = x ? cudaFreeAsync(x, (cudaStream_t)p->stream) : cudaSuccess;
@@ -400,9 +383,10 @@ la_status la_cuda_forward(la_problem *p) { return run(p, by_chunks); }
 
 static cudaError_t one_token(const la_problem *p, const call &c)
 {
-    if (p->real == LA_F64 || p->K > MOST_KEYS || !(c.s0.stride[2] == 1 || c.s0.stride[3] == 1))
+    if (p->real == LA_F64 || p->K > MOST_KEYS ||
+        !(c.x[LA_S0].stride[2] == 1 || c.x[LA_S0].stride[3] == 1))
         return token_by_token(p, c);
-    const bool k_first = c.s0.stride[3] == 1;
+    const bool k_first = c.x[LA_S0].stride[3] == 1;
     const launcher streamed = (k_first ? stream_kv : stream_vk)[p->kind];
     const launcher step = (k_first ? step_kv : step_vk)[p->kind];
     const cudaError_t error = streamed(c, (cudaStream_t)p->stream);

@@ -175,11 +175,12 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     if (threadIdx.x < C) {
         const int i = threadIdx.x;
         s.a[i] = DECAY == LA_TOKEN && i < n
-                     ? decay_of(load<float>(at(c.g, u.b, t + i, hv), c.g.dtype), c.gate)
+                     ? decay_of(load<float>(at(c.x[LA_G], u.b, t + i, hv), c.x[LA_G].dtype), c.gate)
                      : 1;
-        s.beta[i] = delta && i < n ? load<float>(at(c.beta, u.b, t + i, hv), c.beta.dtype)
-                    : delta        ? 0
-                                   : 1;
+        s.beta[i] = delta && i < n
+                        ? load<float>(at(c.x[LA_BETA], u.b, t + i, hv), c.x[LA_BETA].dtype)
+                    : delta ? 0
+                            : 1;
     }
     __syncthreads();
     /* G by columns: a thread has 16 rows of column j, and so it has of what is summed up below. */
@@ -310,13 +311,14 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     left own[4]; /* dP or dL, as operands over the columns */
     if (first_group || delta) {
         char *tile = first_group ? s.dP : s.dL;
-        if (delta && !first_group && d.dbeta.data) /* Z_i . E_i */
+        if (delta && !first_group && d[LA_DBETA].data) /* Z_i . E_i */
 #pragma unroll
             for (int m = 0; m < 8; m++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int i = e < 2 ? top : low, j = m * 8 + pair + e % 2;
-                    if (i == j && i < n) store(at(d.dbeta, u.b, t + i, hv), d.dbeta.dtype, X[m][e]);
+                    if (i == j && i < n)
+                        store(at(d[LA_DBETA], u.b, t + i, hv), d[LA_DBETA].dtype, X[m][e]);
                 }
 #pragma unroll
         for (int m = 0; m < 8; m++) {
@@ -392,9 +394,9 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     }
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
     if (first_group)
-        store_rows(c, u, d.dq, to.direct ? NULL : to.dq + apart, to.kp, t, n, row0, Y);
+        store_rows(c, u, d[LA_DQ], to.direct ? NULL : to.dq + apart, to.kp, t, n, row0, Y);
     else
-        store_rows(c, u, d.dk, to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, Y);
+        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, Y);
     __syncthreads();
     if constexpr (DECAY == LA_TOKEN) {
         /* Up the recursions that made G and e, e_i = a_i e_(i-1) and row i of G a_i times the row before:
@@ -442,7 +444,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
         if (to.da)
             to.da[((int64_t)hv * c.B + u.b) * c.T + t + i] = da;
         else
-            store(at(d.dg, u.b, t + i, hv), d.dg.dtype, gate_gradient(da, s.a[i], d.gate));
+            store(at(d[LA_DG], u.b, t + i, hv), d[LA_DG].dtype, gate_gradient(da, s.a[i], d.gate));
     }
 #endif
 }

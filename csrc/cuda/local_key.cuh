@@ -160,10 +160,11 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     load_decays<KP>(c, u, t, n, s.a.x); /* rows as they come */
     load_both<KP, LOCAL_THREADS>(c, u.b, t, n, u.h, s.q, s.k, to.q_as_given, to.k_as_given);
     if (threadIdx.x < C)
-        s.beta[threadIdx.x] = !delta              ? 1
-                              : threadIdx.x < n ? load<float>(at(c.beta, u.b, t + threadIdx.x, hv),
-                                                             c.beta.dtype)
-                                                : 0;
+        s.beta[threadIdx.x] =
+            !delta ? 1
+            : threadIdx.x < n
+                ? load<float>(at(c.x[LA_BETA], u.b, t + threadIdx.x, hv), c.x[LA_BETA].dtype)
+                : 0;
     __syncthreads();
     /* two keys and a block of 16 tokens a thread */
     const int own_key = threadIdx.x % (KP / 2) * 2, own_block = threadIdx.x / (KP / 2);
@@ -264,7 +265,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int i = e < 2 ? top : low, j = m * 8 + pair + e % 2;
-                    if (i == j && i < n) store(at(d.dbeta, u.b, t + i, hv), d.dbeta.dtype, X[m][e]);
+                    if (i == j && i < n)
+                        store(at(d[LA_DBETA], u.b, t + i, hv), d[LA_DBETA].dtype, X[m][e]);
                 }
         const int diagonal = first_group; /* P has one */
 #pragma unroll
@@ -432,7 +434,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
             for (int i = 0; i < 16; i++) {
                 const int row = own_block * 16 + i;
                 if (row < n && key < c.K)
-                    store(at(d.dg, u.b, t + row, hv, key), d.dg.dtype, ends[i] + sum + a[i] * da[i]);
+                    store(at(d[LA_DG], u.b, t + row, hv, key), d[LA_DG].dtype,
+                          ends[i] + sum + a[i] * da[i]);
                 sum += s.h.at(row, key);
                 s.dk.at(row, key) = dk[i];
             }
@@ -451,9 +454,9 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     }
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
     if (first_group)
-        store_rows(c, u, d.dq, to.direct ? NULL : to.dq + apart, to.kp, t, n, row0, Y);
+        store_rows(c, u, d[LA_DQ], to.direct ? NULL : to.dq + apart, to.kp, t, n, row0, Y);
     else
-        store_rows(c, u, d.dk, to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, Y);
+        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, Y);
 #endif
 }
 

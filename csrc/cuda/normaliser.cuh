@@ -104,7 +104,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
     const int lane = threadIdx.x % 32;
     each_segment(c, f, [&](const sequence_of_keys<real> &x, double *z, int first, int end) {
         running sum[N] = {};
-        const key_rows<real, N> keys(c, c.k, x.u);
+        const key_rows<real, N> keys(c, c.x[LA_K], x.u);
         typename key_rows<real, N>::bits next[N];
         keys.ask(next, first);
         for (int t = first; t < end; t++) {
@@ -147,7 +147,7 @@ static __global__ void sum_before(const __grid_constant__ call c,
 {
     const sequence_of_keys<real> x(c, f, blockIdx.x);
     double *const of_key = x.z + threadIdx.x;
-    running z = z_of_thread<real>(c.z0, c, x.u);
+    running z = z_of_thread<real>(c.x[LA_Z0], c, x.u);
     running_sums<false>(of_key, x.count, x.kp, z);
     for (int s = 0; s < x.count && !c.causal; s++) of_key[s * x.kp] = z.total();
 }
@@ -162,7 +162,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 #pragma unroll
         for (int j = 0; j < N; j++)
             if (lane + 32 * j < f.kp) z[j].sum = of_segment[lane + 32 * j];
-        const key_rows<real, N> keys(c, c.k, x.u), queries(c, c.q, x.u);
+        const key_rows<real, N> keys(c, c.x[LA_K], x.u), queries(c, c.x[LA_Q], x.u);
         typename key_rows<real, N>::bits next_k[N], next_q[N];
         keys.ask(next_k, first);
         queries.ask(next_q, first);
@@ -202,7 +202,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 #pragma unroll
         for (int j = 0; j < N; j++)
             if (lane + 32 * j < f.kp) z[j].sum = of_segment[lane + 32 * j];
-        const key_rows<real, N> keys(c, c.k, x.u), queries(c, c.q, x.u);
+        const key_rows<real, N> keys(c, c.x[LA_K], x.u), queries(c, c.x[LA_Q], x.u);
         typename key_rows<real, N>::bits next_k[N], next_q[N];
         real next_dq[N], next_den;
         const auto ask = [&](int t) {
@@ -258,11 +258,11 @@ static __global__ void sum_after(const __grid_constant__ call c, const __grid_co
 {
     const sequence_of_keys<real> x(c, f, blockIdx.x);
     double *const of_key = x.z + threadIdx.x;
-    running dz = z_of_thread<real>(d.dzt, c, x.u);
+    running dz = z_of_thread<real>(d[LA_DZT], c, x.u);
     running_sums<true>(of_key, x.count, x.kp, dz);
     for (int s = 0; s < x.count && !c.causal; s++) of_key[s * x.kp] = dz.total();
-    if (d.dz0.data && threadIdx.x < c.K)
-        store(at(d.dz0, x.u.n, x.u.hv, threadIdx.x), d.dz0.dtype, (real)dz.total());
+    if (d[LA_DZ0].data && threadIdx.x < c.K)
+        store(at(d[LA_DZ0], x.u.n, x.u.hv, threadIdx.x), d[LA_DZ0].dtype, (real)dz.total());
 }
 
 /* Was z <- z + k, den = z'q. */
@@ -278,7 +278,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 #pragma unroll
         for (int j = 0; j < N; j++)
             if (lane + 32 * j < f.kp) dz[j].sum = of_segment[lane + 32 * j];
-        const key_rows<real, N> queries(c, c.q, x.u);
+        const key_rows<real, N> queries(c, c.x[LA_Q], x.u);
         typename key_rows<real, N>::bits next_q[N];
         real next_dk[N], next_den;
         const auto ask = [&](int t) {
@@ -312,7 +312,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 /* Warps of a sequence: as many as it has segments, while there are few sequences. */
 static int parts_of(const call &c, int heads)
 {
-    const int64_t usual = c.cu.data ? (int64_t)c.T / max(c.N, 1) : c.T;
+    const int64_t usual = c.x[LA_CU].data ? (int64_t)c.T / max(c.N, 1) : c.T;
     const int64_t most = max((int64_t)1, 65536 / ((int64_t)c.N * heads));
     return (int)max((int64_t)1, min(most, (usual + SEGMENT - 1) / SEGMENT));
 }

@@ -57,7 +57,7 @@ __device__ inline int first_slot(const call &c, int n) { return (int)first_slot(
 /* The sequence whose slot this is: the last that begins at or before it. */
 __device__ inline int sequence_of(const call &c, int slot)
 {
-    if (!c.cu.data) return slot / ((c.T + C - 1) / C);
+    if (!c.x[LA_CU].data) return slot / ((c.T + C - 1) / C);
     int low = 0, high = c.N - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
@@ -201,13 +201,13 @@ __device__ void load_both(const call &c, int b, int t, int n, int h, char *q, ch
                           bool q_as_given, bool k_as_given)
 {
     if (q_as_given)
-        copy_tile<KP, THREADS>(c.q, c.K, b, t, n, h, address_of(q));
+        copy_tile<KP, THREADS>(c.x[LA_Q], c.K, b, t, n, h, address_of(q));
     else
-        load_keys<KP, THREADS>(c, c.q, c.map[0], c.map_eps[0], b, t, n, h, q);
+        load_keys<KP, THREADS>(c, c.x[LA_Q], c.map[0], c.map_eps[0], b, t, n, h, q);
     if (k_as_given)
-        copy_tile<KP, THREADS>(c.k, c.K, b, t, n, h, address_of(k));
+        copy_tile<KP, THREADS>(c.x[LA_K], c.K, b, t, n, h, address_of(k));
     else
-        load_keys<KP, THREADS>(c, c.k, c.map[1], c.map_eps[1], b, t, n, h, k);
+        load_keys<KP, THREADS>(c, c.x[LA_K], c.map[1], c.map_eps[1], b, t, n, h, k);
     copies_end_group();
     copies_wait<0>();
 }
@@ -377,8 +377,10 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3 : 
     float a = 1, beta = 0;
     const auto load_gates = [&](int hv) {
         if (threadIdx.x >= n) return;
-        if (c.g.data) a = load<float>(at(c.g, u.b, t + threadIdx.x, hv), c.g.dtype);
-        if (RULE == LA_DELTA) beta = load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype);
+        if (c.x[LA_G].data)
+            a = load<float>(at(c.x[LA_G], u.b, t + threadIdx.x, hv), c.x[LA_G].dtype);
+        if (RULE == LA_DELTA)
+            beta = load<float>(at(c.x[LA_BETA], u.b, t + threadIdx.x, hv), c.x[LA_BETA].dtype);
     };
     load_gates(h * group);
     if (threadIdx.x == 0) s.odd[0] = C;
@@ -424,7 +426,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3 : 
 
     for (int hv = h * group; hv < (h + 1) * group; hv++) {
         const int64_t place = (int64_t)slot * c.HV + hv;
-        if (c.g.data && threadIdx.x < n) a = decay_of(a, c.gate);
+        if (c.x[LA_G].data && threadIdx.x < n) a = decay_of(a, c.gate);
         if (threadIdx.x < C) {
             s.a[threadIdx.x] = a;
             s.beta[threadIdx.x] = beta;
@@ -445,7 +447,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3 : 
         if (hv + 1 < (h + 1) * group) load_gates(hv + 1);
 
         /* G, a column a thread */
-        if (c.g.data && threadIdx.x < C) {
+        if (c.x[LA_G].data && threadIdx.x < C) {
             const int j = threadIdx.x;
             float g = 1;
             s.G[j * LD_PAIRS + j] = 1;
@@ -473,8 +475,9 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3 : 
                 for (int e = 0; e < 4; e++) {
                     const int row = (3 - warp) * 16 + e / 2 * 8 + first_row;
                     const int column = (4 - j) * 16 + e % 2 * 8 + first_pair;
-                    const float2 g = c.g.data ? *(const float2 *)(s.G + row * LD_PAIRS + column)
-                                              : make_float2(1, 1);
+                    const float2 g = c.x[LA_G].data
+                                         ? *(const float2 *)(s.G + row * LD_PAIRS + column)
+                                         : make_float2(1, 1);
                     const float y = x[j][e % 2][e / 2 * 2], z = x[j][e % 2][e / 2 * 2 + 1];
                     put_pair(s.tile + element_at(row, column), column < row ? -y * g.x : 0,
                              column + 1 < row ? -z * g.y : 0);
@@ -493,7 +496,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3 : 
             for (int e = 0; e < 4; e++) {
                 const int row = I * 16 + e / 2 * 8 + first_row;
                 const int column = J * 16 + e % 2 * 8 + first_pair;
-                const float2 g = c.g.data ? *(const float2 *)(s.G + row * LD_PAIRS + column)
+                const float2 g = c.x[LA_G].data ? *(const float2 *)(s.G + row * LD_PAIRS + column)
                                           : make_float2(1, 1);
                 const float y = x[j][e % 2][e / 2 * 2] * g.x, z = x[j][e % 2][e / 2 * 2 + 1] * g.y;
                 const int last = row < odd ? row : -1; /* the last column of this row */
@@ -570,17 +573,18 @@ __device__ __forceinline__ operand scaled(const operand &x, const float *by)
 /* The decays of a chunk, [C][KP] floats; ones past its end. */
 template <int KP> __device__ void load_decays(const call &c, const unit &u, int t, int n, float *a)
 {
-    const bool rows_of_4 = c.g.dtype == LA_F32 && c.K % 4 == 0 && (uintptr_t)c.g.data % 16 == 0 &&
-                           (c.g.stride[0] | c.g.stride[1] | c.g.stride[2]) % 4 == 0;
+    const bool rows_of_4 =
+        c.x[LA_G].dtype == LA_F32 && c.K % 4 == 0 && (uintptr_t)c.x[LA_G].data % 16 == 0 &&
+        (c.x[LA_G].stride[0] | c.x[LA_G].stride[1] | c.x[LA_G].stride[2]) % 4 == 0;
     if (rows_of_4) { /* all loads under way before the first is waited for */
         constexpr int COUNT = C * KP / 4 / KEY_THREADS, STEP = KEY_THREADS / (KP / 4);
         const int first = threadIdx.x / (KP / 4), key = threadIdx.x % (KP / 4) * 4;
-        const float *from = (const float *)at(c.g, u.b, t, u.hv, key);
+        const float *from = (const float *)at(c.x[LA_G], u.b, t, u.hv, key);
         float4 x[COUNT];
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int row = first + i * STEP;
-            x[i] = row < n && key < c.K ? *(const float4 *)(from + row * c.g.stride[1])
+            x[i] = row < n && key < c.K ? *(const float4 *)(from + row * c.x[LA_G].stride[1])
                                         : make_float4(0, 0, 0, 0);
         }
 #pragma unroll
@@ -598,7 +602,7 @@ template <int KP> __device__ void load_decays(const call &c, const unit &u, int 
     const int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < C; row += KEY_THREADS / 32) {
         float x[KP / 32];
-        if (row < n) load_row(x, at(c.g, u.b, t + row, u.hv), c.g.dtype, lane, 32, c.K);
+        if (row < n) load_row(x, at(c.x[LA_G], u.b, t + row, u.hv), c.x[LA_G].dtype, lane, 32, c.K);
 #pragma unroll
         for (int j = 0; j < KP / 32; j++)
             a[row * KP + lane + 32 * j] =
@@ -664,8 +668,9 @@ __global__ void __launch_bounds__(KEY_THREADS, KP * PLANES > 128 ? 1 : 2)
     __syncthreads();
 
     if (RULE == LA_DELTA && threadIdx.x < C) {
-        const float beta =
-            threadIdx.x < n ? load<float>(at(c.beta, u.b, t + threadIdx.x, hv), c.beta.dtype) : 0;
+        const float beta = threadIdx.x < n ? load<float>(at(c.x[LA_BETA], u.b, t + threadIdx.x, hv),
+                                                         c.x[LA_BETA].dtype)
+                                           : 0;
         if (!isfinite(beta)) found = threadIdx.x;
         s.beta[threadIdx.x] = beta;
     }

@@ -208,10 +208,10 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
     __device__ __forceinline__ batch_loader(const call &c, const unit &u, int loaders, int warp,
                                             int v0, int columns)
         : c(c), u(u), loaders(loaders), v0(v0), columns(min(columns, c.V - v0)),
-          lane(threadIdx.x % 32), warp(warp), q0(at(c.q, u.b, 0, u.h, lane * 4)),
-          k0(at(c.k, u.b, 0, u.h, lane * 4)),
-          g0(DECAY == LA_KEY ? at(c.g, u.b, 0, u.hv, lane * 4) : NULL),
-          v_0(at(c.v, u.b, 0, u.hv, v0 + lane))
+          lane(threadIdx.x % 32), warp(warp), q0(at(c.x[LA_Q], u.b, 0, u.h, lane * 4)),
+          k0(at(c.x[LA_K], u.b, 0, u.h, lane * 4)),
+          g0(DECAY == LA_KEY ? at(c.x[LA_G], u.b, 0, u.hv, lane * 4) : NULL),
+          v_0(at(c.x[LA_V], u.b, 0, u.hv, v0 + lane))
     {
     }
 
@@ -230,21 +230,22 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
         for (int e = 0; e < TOKENS; e++) {
             const int i = warp + loaders * e;
             if (i >= n) break;
-            keys(c.q, q0, i, q[e]);
-            keys(c.k, k0, i, k[e]);
-            if constexpr (DECAY == LA_KEY) keys(c.g, g0, i, g[e]);
-            const int size = dtype_size(c.v.dtype);
-            const char *from = v_0 + (t + i) * c.v.stride[1] * size;
+            keys(c.x[LA_Q], q0, i, q[e]);
+            keys(c.x[LA_K], k0, i, k[e]);
+            if constexpr (DECAY == LA_KEY) keys(c.x[LA_G], g0, i, g[e]);
+            const int size = dtype_size(c.x[LA_V].dtype);
+            const char *from = v_0 + (t + i) * c.x[LA_V].stride[1] * size;
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
                 if (lane + 32 * j < columns)
-                    v[e][j] = kind::load_one(from + 32 * j * c.v.stride[3] * size, c.v.dtype);
+                    v[e][j] =
+                        kind::load_one(from + 32 * j * c.x[LA_V].stride[3] * size, c.x[LA_V].dtype);
         }
         if (warp == 0 && lane < n) { /* a lane has a token */
             if (DECAY == LA_TOKEN)
-                scalar_g = kind::load_one(at(c.g, u.b, t + lane, u.hv), c.g.dtype);
+                scalar_g = kind::load_one(at(c.x[LA_G], u.b, t + lane, u.hv), c.x[LA_G].dtype);
             if (RULE == LA_DELTA)
-                beta = kind::load_one(at(c.beta, u.b, t + lane, u.hv), c.beta.dtype);
+                beta = kind::load_one(at(c.x[LA_BETA], u.b, t + lane, u.hv), c.x[LA_BETA].dtype);
         }
     }
 
@@ -273,10 +274,10 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
             const int i = warp + loaders * e;
             if (i >= n) break;
             real x[KEYS], y[KEYS];
-            see(q[e], c.q.dtype, x);
+            see(q[e], c.x[LA_Q].dtype, x);
             norm_and_map(c, 0, x, by_fours());
             store_keys(to[i].q, x);
-            see(k[e], c.k.dtype, y);
+            see(k[e], c.x[LA_K].dtype, y);
             norm_and_map(c, 1, y, by_fours());
             store_keys(to[i].k, y);
             if (RULE == LA_DELTA) {
@@ -287,7 +288,7 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
                 if (lane == 0) to[i].scalars[token::QK] = qk;
             }
             if constexpr (DECAY == LA_KEY) {
-                see(g[e], c.g.dtype, x);
+                see(g[e], c.x[LA_G].dtype, x);
                 if (c.gate == LA_LOG)
 #pragma unroll
                     for (int j = 0; j < KEYS; j++)
@@ -298,16 +299,17 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
             for (int j = 0; j < COLUMNS; j++) {
                 const int column = lane + 32 * j;
                 if (column >= token::COLUMNS) break;
-                const real x = column < columns ? kind::number_of(v[e][j], c.v.dtype) : 0;
+                const real x = column < columns ? kind::number_of(v[e][j], c.x[LA_V].dtype) : 0;
 #pragma unroll
                 for (int turn = 0; turn < STRIP; turn++) to[i].v[turn][column ^ turn] = x;
             }
         }
         if (warp == 0 && lane < n) {
             if (DECAY == LA_TOKEN)
-                to[lane].scalars[token::A] = decay_of(kind::number_of(scalar_g, c.g.dtype), c.gate);
+                to[lane].scalars[token::A] =
+                    decay_of(kind::number_of(scalar_g, c.x[LA_G].dtype), c.gate);
             if (RULE == LA_DELTA)
-                to[lane].scalars[token::BETA] = kind::number_of(beta, c.beta.dtype);
+                to[lane].scalars[token::BETA] = kind::number_of(beta, c.x[LA_BETA].dtype);
         }
     }
 
@@ -321,7 +323,7 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
                 if (lane + 32 * j < columns)
-                    store(at(c.o, u.b, t + i, u.hv, v0 + lane + 32 * j), c.o.dtype,
+                    store(at(c.x[LA_O], u.b, t + i, u.hv, v0 + lane + 32 * j), c.x[LA_O].dtype,
                           finish(c, from[i].o[lane + 32 * j], from[i].scalars[token::DEN]));
         }
     }
@@ -432,7 +434,7 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
     u.end = of_warp(u.end);
     if (u.n < 0) { /* a step's row without a state */
         for (int i = threadIdx.x; i < min(columns, c.V - v0); i += blockDim.x)
-            store(at(c.o, u.b, 0, u.hv, v0 + i), c.o.dtype, (real)0);
+            store(at(c.x[LA_O], u.b, 0, u.hv, v0 + i), c.x[LA_O].dtype, (real)0);
         return;
     }
 
@@ -445,15 +447,17 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
     real S[ROWS * STRIP], z[PLAIN ? loader::KEYS : 1];
 #pragma unroll
     for (int i = 0; i < ROWS * STRIP; i++)
-        S[i] = works && c.s0.data && key(i / STRIP) < c.K && column(i % STRIP) < c.V
-                   ? load<real>(at(c.s0, u.n, u.hv, key(i / STRIP), column(i % STRIP)), c.s0.dtype)
+        S[i] = works && c.x[LA_S0].data && key(i / STRIP) < c.K && column(i % STRIP) < c.V
+                   ? load<real>(at(c.x[LA_S0], u.n, u.hv, key(i / STRIP), column(i % STRIP)),
+                                c.x[LA_S0].dtype)
                    : 0;
     if constexpr (PLAIN)
 #pragma unroll
         for (int i = 0; i < loader::KEYS; i++)
-            z[i] = ones && c.z0.data && key_of_lane(lane, i) < c.K
-                       ? load<real>(at(c.z0, u.n, u.hv, key_of_lane(lane, i)), c.z0.dtype)
-                       : 0;
+            z[i] =
+                ones && c.x[LA_Z0].data && key_of_lane(lane, i) < c.K
+                    ? load<real>(at(c.x[LA_Z0], u.n, u.hv, key_of_lane(lane, i)), c.x[LA_Z0].dtype)
+                    : 0;
 
     /* The non-causal form goes through the tokens twice: to write all, then to read. */
     const int T = u.end - u.begin, batches = T / batch + (T % batch != 0);
@@ -484,17 +488,18 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
         __syncthreads();
     }
 
-    if (c.st.data && works)
+    if (c.x[LA_ST].data && works)
 #pragma unroll
         for (int i = 0; i < ROWS * STRIP; i++)
             if (key(i / STRIP) < c.K && column(i % STRIP) < c.V)
-                store(at(c.st, u.n, u.hv, key(i / STRIP), column(i % STRIP)), c.st.dtype, S[i]);
+                store(at(c.x[LA_ST], u.n, u.hv, key(i / STRIP), column(i % STRIP)),
+                      c.x[LA_ST].dtype, S[i]);
     if constexpr (PLAIN)
-        if (c.zt.data && ones && tile == 0)
+        if (c.x[LA_ZT].data && ones && tile == 0)
 #pragma unroll
             for (int i = 0; i < loader::KEYS; i++)
                 if (key_of_lane(lane, i) < c.K)
-                    store(at(c.zt, u.n, u.hv, key_of_lane(lane, i)), c.zt.dtype, z[i]);
+                    store(at(c.x[LA_ZT], u.n, u.hv, key_of_lane(lane, i)), c.x[LA_ZT].dtype, z[i]);
 }
 
 /* A step's z is where every tile of columns reads it, so it moves on once they are done. */
@@ -505,14 +510,15 @@ __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
     unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
     u.n = slot_of(c, u.n);
     if (u.n < 0) return;
-    const int lane = threadIdx.x % 32, size = dtype_size(c.k.dtype);
+    const int lane = threadIdx.x % 32, size = dtype_size(c.x[LA_K].dtype);
     real k[KEYS];
 #pragma unroll
     for (int i = 0; i < KEYS; i += 4) {
         const int key = key_of_lane(lane, i);
         real four[4];
-        kind::numbers_of(four, kind::load(at(c.k, u.b, 0, u.h) + key * size, c.k.dtype, c.K - key),
-                         c.k.dtype);
+        kind::numbers_of(
+            four, kind::load(at(c.x[LA_K], u.b, 0, u.h) + key * size, c.x[LA_K].dtype, c.K - key),
+            c.x[LA_K].dtype);
 #pragma unroll
         for (int e = 0; e < 4; e++) k[i + e] = four[e];
     }
@@ -520,8 +526,8 @@ __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
         if (key_of_lane(lane, i) >= c.K) continue;
-        char *z = at(c.z0, u.n, u.hv, key_of_lane(lane, i));
-        store(z, c.z0.dtype, load<real>(z, c.z0.dtype) + k[i]);
+        char *z = at(c.x[LA_Z0], u.n, u.hv, key_of_lane(lane, i));
+        store(z, c.x[LA_Z0].dtype, load<real>(z, c.x[LA_Z0].dtype) + k[i]);
     }
 }
 
@@ -550,8 +556,8 @@ static cudaError_t launch_scan(const call &c, cudaStream_t stream)
     const int bytes =
         2 * x.loaders * most<real, KP>::TOKENS * (int)sizeof(scanned<real, DECAY, KP>);
     call d = c;
-    const bool in_place = c.zt.data && c.zt.data == c.z0.data;
-    if (in_place) d.zt.data = NULL;
+    const bool in_place = c.x[LA_ZT].data && c.x[LA_ZT].data == c.x[LA_Z0].data;
+    if (in_place) d.x[LA_ZT].data = NULL;
     const int warps = x.first + x.workers + has_normaliser(c);
     error = launch(kernel, blocks(x.workers), warps * 32, bytes, stream, d, x);
     if (error == cudaSuccess && in_place)

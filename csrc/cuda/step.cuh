@@ -101,13 +101,13 @@ static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
     if (slot < 0) { /* a padded row */
         if (V_FIRST ? lane == 0 : threadIdx.x < 8)
             for (int w = 0; w < 4 && column + w < c.V; w++)
-                store(at(c.o, n, 0, hv, column + w), c.o.dtype, 0.0f);
+                store(at(c.x[LA_O], n, 0, hv, column + w), c.x[LA_O].dtype, 0.0f);
         return;
     }
 
-    char *state = at(c.s0, slot, hv);
-    const int size = dtype_size(c.s0.dtype);
-    const int64_t apart = c.s0.stride[V_FIRST ? 3 : 2];
+    char *state = at(c.x[LA_S0], slot, hv);
+    const int size = dtype_size(c.x[LA_S0].dtype);
+    const int64_t apart = c.x[LA_S0].stride[V_FIRST ? 3 : 2];
     float *of_thread = (float *)state + (V_FIRST ? column * apart + lane * 4
                                                  : key_of(0) * apart + column);
     /* its piece i: in [V][K] column i % 4 and four keys from key i / 4 * 4 on; in [K][V] key i */
@@ -129,8 +129,8 @@ static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
             for (int w = 0; w < 4; w++) {
                 float x[4] = {};
                 if (column + w < c.V && key_of(i) < c.K)
-                    load_four(x, state + (key_of(i) + (column + w) * c.s0.stride[3]) * size,
-                              c.s0.dtype, c.K - key_of(i), vector);
+                    load_four(x, state + (key_of(i) + (column + w) * c.x[LA_S0].stride[3]) * size,
+                              c.x[LA_S0].dtype, c.K - key_of(i), vector);
 #pragma unroll
                 for (int e = 0; e < 4; e++) S[i + e][w] = x[e];
             }
@@ -138,26 +138,27 @@ static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
             if (key_of(i) < c.K && column < c.V)
-                load_four(S[i], state + (key_of(i) * c.s0.stride[2] + column) * size, c.s0.dtype,
-                          c.V - column, vector);
+                load_four(S[i], state + (key_of(i) * c.x[LA_S0].stride[2] + column) * size,
+                          c.x[LA_S0].dtype, c.V - column, vector);
     }
 
     /* Ask for everything before waiting for anything. */
     four_bits q_bits[ROWS / 4], k_bits[ROWS / 4];
     four_bits a_bits[ROWS / 4];
     uint64_t g_bits = 0, beta_bits = 0;
-    load_key_bits<ROWS>(c, c.q, n, h, q_bits);
-    load_key_bits<ROWS>(c, c.k, n, h, k_bits);
+    load_key_bits<ROWS>(c, c.x[LA_Q], n, h, q_bits);
+    load_key_bits<ROWS>(c, c.x[LA_K], n, h, k_bits);
     if constexpr (DECAY == LA_KEY) load_decay_bits<ROWS>(c, n, hv, a_bits);
-    if (DECAY == LA_TOKEN) g_bits = bits_of(at(c.g, n, 0, hv), c.g.dtype);
-    if (RULE == LA_DELTA) beta_bits = bits_of(at(c.beta, n, 0, hv), c.beta.dtype);
-    const four_bits v_bits = load_four_bits(at(c.v, n, 0, hv, column), c.v.dtype, c.V - column);
+    if (DECAY == LA_TOKEN) g_bits = bits_of(at(c.x[LA_G], n, 0, hv), c.x[LA_G].dtype);
+    if (RULE == LA_DELTA) beta_bits = bits_of(at(c.x[LA_BETA], n, 0, hv), c.x[LA_BETA].dtype);
+    const four_bits v_bits =
+        load_four_bits(at(c.x[LA_V], n, 0, hv, column), c.x[LA_V].dtype, c.V - column);
 
     float qk = 0, den = 0;
-    make_key(c, q_bits, c.q.dtype, 0, q);
-    make_key(c, k_bits, c.k.dtype, 1, k);
+    make_key(c, q_bits, c.x[LA_Q].dtype, 0, q);
+    make_key(c, k_bits, c.x[LA_K].dtype, 1, k);
     if constexpr (DECAY == LA_KEY) make_decay(c, a_bits, a);
-    if (DECAY == LA_TOKEN) a[0] = decay_of(number(g_bits, c.g.dtype), c.gate);
+    if (DECAY == LA_TOKEN) a[0] = decay_of(number(g_bits, c.x[LA_G].dtype), c.gate);
     if (RULE == LA_DELTA) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) qk += q[i] * k[i];
@@ -165,10 +166,10 @@ static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
     }
     if (c.normaliser != LA_UNNORMALISED) { /* z as it was; advance_z comes after */
         float next[ROWS];
-        den = warp_sum(denominator(c, at(c.z0, slot, hv), q, k, next));
+        den = warp_sum(denominator(c, at(c.x[LA_Z0], slot, hv), q, k, next));
     }
-    const float beta = RULE == LA_DELTA ? number(beta_bits, c.beta.dtype) : 0;
-    numbers(v, v_bits, c.v.dtype);
+    const float beta = RULE == LA_DELTA ? number(beta_bits, c.x[LA_BETA].dtype) : 0;
+    numbers(v, v_bits, c.x[LA_V].dtype);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) { /* from the lanes that made them to the threads that want them */
         if (V_FIRST) continue;
@@ -189,7 +190,7 @@ static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
 #pragma unroll
         for (int w = 0; w < 4; w++)
             if (column + w < c.V)
-                store(at(c.o, n, 0, hv, column + w), c.o.dtype, finish(c, o[w], den));
+                store(at(c.x[LA_O], n, 0, hv, column + w), c.x[LA_O].dtype, finish(c, o[w], den));
     }
 
     if constexpr (WHOLE) {
@@ -211,15 +212,15 @@ static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
 #pragma unroll
                 for (int e = 0; e < 4; e++) x[e] = S[i + e][w];
                 if (column + w < c.V && key_of(i) < c.K)
-                    store_four(state + (key_of(i) + (column + w) * c.s0.stride[3]) * size, x,
-                               c.s0.dtype, c.K - key_of(i), vector);
+                    store_four(state + (key_of(i) + (column + w) * c.x[LA_S0].stride[3]) * size, x,
+                               c.x[LA_S0].dtype, c.K - key_of(i), vector);
             }
     } else {
 #pragma unroll
         for (int i = 0; i < ROWS; i++)
             if (key_of(i) < c.K && column < c.V)
-                store_four(state + (key_of(i) * c.s0.stride[2] + column) * size, S[i], c.s0.dtype,
-                           c.V - column, vector);
+                store_four(state + (key_of(i) * c.x[LA_S0].stride[2] + column) * size, S[i],
+                           c.x[LA_S0].dtype, c.V - column, vector);
     }
 }
 
@@ -231,19 +232,19 @@ template <int KEYS> static __global__ void __launch_bounds__(32) advance_z(const
     four_bits bits[KEYS / 4];
     float q[KEYS] = {}, k[KEYS], next[KEYS];
     if (slot < 0) return;
-    load_key_bits<KEYS>(c, c.k, n, h, bits);
-    make_key(c, bits, c.k.dtype, 1, k);
-    char *z = at(c.z0, slot, hv);
+    load_key_bits<KEYS>(c, c.x[LA_K], n, h, bits);
+    make_key(c, bits, c.x[LA_K].dtype, 1, k);
+    char *z = at(c.x[LA_Z0], slot, hv);
     denominator(c, z, q, k, next);
-    store_keys(z, c.z0.dtype, c.K, next);
+    store_keys(z, c.x[LA_Z0].dtype, c.K, next);
 }
 
 /* Do four numbers in a row of the state come in one piece? */
 static bool state_vectors(const call &c)
 {
-    const int size = c.s0.dtype == LA_F32 ? 4 : 2, along = V_FIRST ? 3 : 2;
-    const int64_t strides = c.s0.stride[0] | c.s0.stride[1] | c.s0.stride[along];
-    return (uintptr_t)c.s0.data % (4 * size) == 0 && strides % 4 == 0;
+    const int size = c.x[LA_S0].dtype == LA_F32 ? 4 : 2, along = V_FIRST ? 3 : 2;
+    const int64_t strides = c.x[LA_S0].stride[0] | c.x[LA_S0].stride[1] | c.x[LA_S0].stride[along];
+    return (uintptr_t)c.x[LA_S0].data % (4 * size) == 0 && strides % 4 == 0;
 }
 
 template <la_decay DECAY, la_rule RULE, int ROWS>
@@ -252,7 +253,7 @@ static cudaError_t launch_step(const call &c, cudaStream_t stream)
     const int tiles = (c.V + COLUMNS - 1) / COLUMNS;
     const int64_t heads = (int64_t)c.N * c.HV;
     const bool vector = state_vectors(c);
-    const bool whole = vector && c.s0.dtype == LA_F32 && (V_FIRST ? c.K : c.V) % 4 == 0;
+    const bool whole = vector && c.x[LA_S0].dtype == LA_F32 && (V_FIRST ? c.K : c.V) % 4 == 0;
     const auto kernel = whole ? step<DECAY, RULE, ROWS, true> : step<DECAY, RULE, ROWS, false>;
     const cudaError_t error = launch(kernel, heads * tiles, THREADS, sizeof(step_room), stream, c,
                                      vector, divisor(tiles), divisor(c.HV), divisor(c.HV / c.H));

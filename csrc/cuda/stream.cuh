@@ -167,8 +167,8 @@ __device__ __forceinline__ void fetch(const call &c, stream_room &room, uint32_t
         for (int e = 0; e < 4; e++) {
             const int column = lane * 4 + e;
             if (column < c.V)
-                store(o_row + column * c.o.stride[3] * dtype_size(c.o.dtype), c.o.dtype,
-                      state ? finish(c, o[e], den) : 0.0f);
+                store(o_row + column * c.x[LA_O].stride[3] * dtype_size(c.x[LA_O].dtype),
+                      c.x[LA_O].dtype, state ? finish(c, o[e], den) : 0.0f);
         }
         __syncwarp();
     };
@@ -177,17 +177,17 @@ __device__ __forceinline__ void fetch(const call &c, stream_room &room, uint32_t
         const int n = u / c.HV, hv = u % c.HV, h = hv / (c.HV / c.H), slot = slot_of(c, n);
         four_bits q_bits[1], k_bits[1], a_bits[1];
         uint64_t g_bits = 0, beta_bits = 0;
-        load_key_bits<KEYS>(c, c.q, n, h, q_bits);
-        load_key_bits<KEYS>(c, c.k, n, h, k_bits);
+        load_key_bits<KEYS>(c, c.x[LA_Q], n, h, q_bits);
+        load_key_bits<KEYS>(c, c.x[LA_K], n, h, k_bits);
         if (DECAY == LA_KEY) load_decay_bits<KEYS>(c, n, hv, a_bits);
-        if (DECAY == LA_TOKEN) g_bits = bits_of(at(c.g, n, 0, hv), c.g.dtype);
-        if (RULE == LA_DELTA) beta_bits = bits_of(at(c.beta, n, 0, hv), c.beta.dtype);
+        if (DECAY == LA_TOKEN) g_bits = bits_of(at(c.x[LA_G], n, 0, hv), c.x[LA_G].dtype);
+        if (RULE == LA_DELTA) beta_bits = bits_of(at(c.x[LA_BETA], n, 0, hv), c.x[LA_BETA].dtype);
         const four_bits v_bits =
-            load_four_bits(at(c.v, n, 0, hv, lane * 4), c.v.dtype, c.V - lane * 4);
+            load_four_bits(at(c.x[LA_V], n, 0, hv, lane * 4), c.x[LA_V].dtype, c.V - lane * 4);
 
         if (round) put_back();
-        o_row = at(c.o, n, 0, hv);
-        state = slot < 0 ? NULL : at(c.s0, slot, hv);
+        o_row = at(c.x[LA_O], n, 0, hv);
+        state = slot < 0 ? NULL : at(c.x[LA_S0], slot, hv);
         if (lane == 0 && state) {
             barrier_expect(full, bytes);
             static_assert(PIECES == 2, "one wait each");
@@ -200,10 +200,10 @@ __device__ __forceinline__ void fetch(const call &c, stream_room &room, uint32_t
         }
 
         float q[KEYS], k[KEYS], a[KEYS], v[4], qk = 0;
-        make_key(c, q_bits, c.q.dtype, 0, q);
-        make_key(c, k_bits, c.k.dtype, 1, k);
+        make_key(c, q_bits, c.x[LA_Q].dtype, 0, q);
+        make_key(c, k_bits, c.x[LA_K].dtype, 1, k);
         if (DECAY == LA_KEY) make_decay(c, a_bits, a);
-        numbers(v, v_bits, c.v.dtype);
+        numbers(v, v_bits, c.x[LA_V].dtype);
         give(token.q + lane * 4, q);
         give(token.k + lane * 4, k);
         give(token.v + lane * 4, v);
@@ -215,13 +215,13 @@ __device__ __forceinline__ void fetch(const call &c, stream_room &room, uint32_t
         }
         if (c.normaliser != LA_UNNORMALISED && state) {
             float next[KEYS];
-            char *z = at(c.z0, slot, hv);
+            char *z = at(c.x[LA_Z0], slot, hv);
             den = warp_sum(denominator(c, z, q, k, next));
-            store_keys(z, c.z0.dtype, c.K, next);
+            store_keys(z, c.x[LA_Z0].dtype, c.K, next);
         }
         if (lane == 0) {
-            if (DECAY == LA_TOKEN) token.a[0] = decay_of(number(g_bits, c.g.dtype), c.gate);
-            if (RULE == LA_DELTA) token.beta = number(beta_bits, c.beta.dtype);
+            if (DECAY == LA_TOKEN) token.a[0] = decay_of(number(g_bits, c.x[LA_G].dtype), c.gate);
+            if (RULE == LA_DELTA) token.beta = number(beta_bits, c.x[LA_BETA].dtype);
             token.qk = qk;
             token.live = state != NULL;
         }
@@ -261,7 +261,7 @@ __device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stag
 template <bool LOAD>
 __device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stage, const call &c)
 {
-    if (c.s0.dtype == LA_F32)
+    if (c.x[LA_S0].dtype == LA_F32)
         move_state<LOAD>(S, stage, c, LA_F32);
     else
         move_state<LOAD>(S, stage, c, LA_BF16);
@@ -277,7 +277,7 @@ static __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
     stream_room &room = *(stream_room *)stream_shared;
     char *first_stage = stream_shared + sizeof(stream_room);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int bytes = c.K * c.V * dtype_size(c.s0.dtype);
+    const int bytes = c.K * c.V * dtype_size(c.x[LA_S0].dtype);
     if (threadIdx.x == 0) {
         for (int s = 0; s < stages; s++) {
             /* the engine's bytes, and the fetcher's own */
@@ -332,11 +332,12 @@ static __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
 template <la_decay DECAY, la_rule RULE>
 static cudaError_t stream_any(const call &c, cudaStream_t stream)
 {
-    const int size = c.s0.dtype == LA_F32 ? 4 : 2, bytes = c.K * c.V * size;
-    const int64_t *stride = c.s0.stride, heads = (int64_t)c.N * c.HV;
+    const int size = c.x[LA_S0].dtype == LA_F32 ? 4 : 2, bytes = c.K * c.V * size;
+    const int64_t *stride = c.x[LA_S0].stride, heads = (int64_t)c.N * c.HV;
     const int length = V_FIRST ? c.K : c.V;
     const bool one_piece = stride[V_FIRST ? 3 : 2] == length && stride[V_FIRST ? 2 : 3] == 1;
-    const bool aligned = length % 4 == 0 && bytes % (16 * PIECES) == 0 && (uintptr_t)c.s0.data % 16 == 0 &&
+    const bool aligned = length % 4 == 0 && bytes % (16 * PIECES) == 0 &&
+                         (uintptr_t)c.x[LA_S0].data % 16 == 0 &&
                          (stride[0] | stride[1]) * size % 16 == 0;
     if (c.K > MOST || c.V > MOST || bytes < LEAST_BYTES || !one_piece || !aligned)
         return cudaErrorNotSupported;

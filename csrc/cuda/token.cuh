@@ -128,13 +128,13 @@ __device__ __forceinline__ void make_key(const call &c, const four_bits (&bits)[
 template <int KEYS>
 __device__ __forceinline__ void load_decay_bits(const call &c, int n, int hv, four_bits (&x)[KEYS / 4])
 {
-    const int lane = threadIdx.x % 32, size = dtype_size(c.g.dtype);
-    const char *row = at(c.g, n, 0, hv);
+    const int lane = threadIdx.x % 32, size = dtype_size(c.x[LA_G].dtype);
+    const char *row = at(c.x[LA_G], n, 0, hv);
 #pragma unroll
     for (int i = 0; i < KEYS; i += 4) {
         const int key = key_of_lane(lane, i);
-        if (c.g.dtype != LA_F64) {
-            x[i / 4] = load_four_bits(row + key * size, c.g.dtype, c.K - key);
+        if (c.x[LA_G].dtype != LA_F64) {
+            x[i / 4] = load_four_bits(row + key * size, c.x[LA_G].dtype, c.K - key);
         } else {
 #pragma unroll
             for (int e = 0; e < 4; e++)
@@ -153,7 +153,7 @@ __device__ __forceinline__ void make_decay(const call &c, const four_bits (&bits
 #pragma unroll
     for (int i = 0; i < KEYS; i += 4) {
         float four[4];
-        numbers(four, bits[i / 4], c.g.dtype == LA_F64 ? LA_F32 : c.g.dtype);
+        numbers(four, bits[i / 4], c.x[LA_G].dtype == LA_F64 ? LA_F32 : c.x[LA_G].dtype);
 #pragma unroll
         for (int e = 0; e < 4; e++) a[i + e] = four[e];
     }
@@ -170,12 +170,12 @@ template <int KEYS>
 __device__ __forceinline__ float denominator(const call &c, const char *z, const float (&q)[KEYS],
                                              const float (&k)[KEYS], float (&next)[KEYS])
 {
-    const int lane = threadIdx.x % 32, size = dtype_size(c.z0.dtype);
+    const int lane = threadIdx.x % 32, size = dtype_size(c.x[LA_Z0].dtype);
     float den = 0;
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
         const int key = key_of_lane(lane, i);
-        next[i] = (key < c.K ? load<float>(z + key * size, c.z0.dtype) : 0) + k[i];
+        next[i] = (key < c.K ? load<float>(z + key * size, c.x[LA_Z0].dtype) : 0) + k[i];
         den += next[i] * q[i];
     }
     return den;

@@ -77,12 +77,13 @@ __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int
         for (int j = 0; j < KP / 4; j++) {
             const int key = j / 2 * 8 + pair + j % 2;
             const bool there = key < c.K;
-            q[j] = there ? load<float>(at(c.q, u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
-            k[j] = there ? load<float>(at(c.k, u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
+            q[j] = there ? load<float>(at(c.x[LA_Q], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
+            k[j] = there ? load<float>(at(c.x[LA_K], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
             squares_q += q[j] * q[j];
             squares_k += k[j] * k[j];
             if (DECAY == LA_KEY)
-                a[j] = there ? decay_of(load<float>(at(c.g, u.b, t + i, u.hv, key), c.g.dtype),
+                a[j] = there ? decay_of(load<float>(at(c.x[LA_G], u.b, t + i, u.hv, key),
+                                                    c.x[LA_G].dtype),
                                         c.gate)
                              : 1;
         }
@@ -94,13 +95,16 @@ __device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int
             k[j] = there ? apply_map(k[j] * factor_k, c.map[1], (float)c.map_eps[1]) : 0;
             qk += q[j] * k[j];
         }
-        if (DECAY == LA_TOKEN) a[0] = decay_of(load<float>(at(c.g, u.b, t + i, u.hv), c.g.dtype), c.gate);
-        const float beta =
-            RULE == LA_DELTA ? load<float>(at(c.beta, u.b, t + i, u.hv), c.beta.dtype) : 0;
+        if (DECAY == LA_TOKEN)
+            a[0] = decay_of(load<float>(at(c.x[LA_G], u.b, t + i, u.hv), c.x[LA_G].dtype), c.gate);
+        const float beta = RULE == LA_DELTA
+                               ? load<float>(at(c.x[LA_BETA], u.b, t + i, u.hv), c.x[LA_BETA].dtype)
+                               : 0;
         float v[2], o[2];
         for (int w = 0; w < 2; w++)
             v[w] = column + 8 * w < columns
-                       ? load<float>(at(c.v, u.b, t + i, u.hv, v0 + column + 8 * w), ELEMENT_DTYPE)
+                       ? load<float>(at(c.x[LA_V], u.b, t + i, u.hv, v0 + column + 8 * w),
+                                     ELEMENT_DTYPE)
                        : 0;
         la_token(S, 2, 2, 0, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
         const int read = i - first_read;
@@ -159,7 +163,8 @@ static __device__ __noinline__ int first_odd(const call &c, const unit &u, int t
 {
     int first = C;
     for (int j = threadIdx.x % 32; j < n * columns && first == C; j += 32) {
-        const float x = load<float>(at(c.v, u.b, t + j / columns, u.hv, v0 + j % columns), ELEMENT_DTYPE);
+        const float x =
+            load<float>(at(c.x[LA_V], u.b, t + j / columns, u.hv, v0 + j % columns), ELEMENT_DTYPE);
         if (!isfinite(numbers(in_planes(x, 0)).x)) first = j / columns;
     }
     return (int)__reduce_min_sync(~0u, (unsigned)first);
@@ -315,18 +320,18 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
         barrier_expect(barrier, bytes);
 #else
         const int n = min(C, u.end - t);
-        if (part::has_k && !w.k) copy_rows<KP>(c.k, c.K, u.b, t, n, u.h, base + part::k);
-        if (!w.q) copy_rows<KP>(c.q, c.K, u.b, t, n, u.h, base + part::q);
+        if (part::has_k && !w.k) copy_rows<KP>(c.x[LA_K], c.K, u.b, t, n, u.h, base + part::k);
+        if (!w.q) copy_rows<KP>(c.x[LA_Q], c.K, u.b, t, n, u.h, base + part::q);
 #pragma unroll
         for (const auto &x : pieces)
             if (x.from) copy_bytes(base + x.at, (const char *)x.from, x.bytes);
         if (PLANES == 1 && f.v_pieces && columns > 0) {
-            const char *x = at(c.v, u.b, t, u.hv, v0);
+            const char *x = at(c.x[LA_V], u.b, t, u.hv, v0);
             const uint32_t to = base + part::v + line / 4 * PANEL_BYTES;
             for (int j = lane; j < C * 2; j += 32) {
                 const bool there = j / 2 < n && j % 2 * 8 < columns;
                 copy_async(to + piece_at(j / 2, line % 4 * 2 + j % 2),
-                           x + (there ? j / 2 * c.v.stride[1] * 2 + j % 2 * 16 : 0), there);
+                           x + (there ? j / 2 * c.x[LA_V].stride[1] * 2 + j % 2 * 16 : 0), there);
             }
         }
         if (threadIdx.x == 0) odd_at[into] = w.odd[place];
@@ -387,8 +392,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                               ? g.starts[((head * g.count + segment) * slices * 16 + v0 + column) *
                                              KP + key]
                               : 0;
-            else if (c.s0.data && column < columns && key < c.K)
-                S[i][e] = load<float>(at(c.s0, u.n, u.hv, key, v0 + column), c.s0.dtype);
+            else if (c.x[LA_S0].data && column < columns && key < c.K)
+                S[i][e] =
+                    load<float>(at(c.x[LA_S0], u.n, u.hv, key, v0 + column), c.x[LA_S0].dtype);
         }
 
     int stage_at = 0, round = 0;
@@ -450,7 +456,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     *(element *)(room + part::v + line / 4 * PANEL_BYTES +
                               element_at(row, line % 4 * 16 + column)) =
                         row < n && column < columns
-                            ? *(const element *)at(c.v, u.b, t + row, u.hv, v0 + column)
+                            ? *(const element *)at(c.x[LA_V], u.b, t + row, u.hv, v0 + column)
                             : element_of(0);
                 }
                 __syncwarp();
@@ -499,7 +505,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                         if (row >= n || column >= columns) return 0.0f;
                         if (HAS_WARP_GROUPS && f.v_pieces)
                             return value_in_box(room + part::v, row, line * 16 + column);
-                        return *(const float *)at(c.v, u.b, t + row, u.hv, v0 + column);
+                        return *(const float *)at(c.x[LA_V], u.b, t + row, u.hv, v0 + column);
                     };
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
@@ -724,14 +730,15 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                         O[m][3] /= by.y;
                     }
                 if constexpr (PLANES == 2) { /* eight neighbours a row, as they are */
-                    float *to_o = (float *)at(c.o, u.b, t, u.hv, v0);
+                    float *to_o = (float *)at(c.x[LA_O], u.b, t, u.hv, v0);
 #pragma unroll
                     for (int m = 0; m < READ; m++)
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
                             const int row = (first_read + m) * 8 + pair + e % 2;
                             const int column = lane / 4 + e / 2 * 8;
-                            if (row < n && column < columns) to_o[row * c.o.stride[1] + column] = O[m][e];
+                            if (row < n && column < columns)
+                                to_o[row * c.x[LA_O].stride[1] + column] = O[m][e];
                         }
                 } else if (columns > 0) { /* by way of the place of v, which is in registers now */
 #pragma unroll
@@ -743,8 +750,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     }
                     __syncwarp();
                     const int row = first_read * 8 + lane / 2; /* and 16 on */
-                    char *to_o = at(c.o, u.b, t + row, u.hv, v0 + lane % 2 * 8);
-                    const int64_t o_row = c.o.stride[1] * 2;
+                    char *to_o = at(c.x[LA_O], u.b, t + row, u.hv, v0 + lane % 2 * 8);
+                    const int64_t o_row = c.x[LA_O].stride[1] * 2;
                     uint4 x[READ / 2];
 #pragma unroll
                     for (int j = 0; j < READ / 2; j++)
@@ -790,14 +797,14 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
         }
         return;
     }
-    if (!c.st.data || segment < g.count - 1) return;
+    if (!c.x[LA_ST].data || segment < g.count - 1) return;
 #pragma unroll
     for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int column = lane / 4 + e / 2 * 8, key = first_key + i * 8 + pair + e % 2;
             if (column < columns && key < c.K)
-                store(at(c.st, u.n, u.hv, key, v0 + column), c.st.dtype, S[i][e]);
+                store(at(c.x[LA_ST], u.n, u.hv, key, v0 + column), c.x[LA_ST].dtype, S[i][e]);
         }
 }
 
