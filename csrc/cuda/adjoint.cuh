@@ -32,7 +32,7 @@ struct slots {
 };
 
 template <int ROWS> struct adjoint_room {
-    batch<ROWS> tokens; /* o: the gradient of num */
+    batch<ROWS> tokens;                     /* o: the gradient of num */
     key_row<ROWS> sums[TURNS][SUMS][WARPS]; /* of a token: each warp's part */
     real scalars[TURNS][2][WARPS];          /* of da and dbeta */
 };
@@ -62,7 +62,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     const bool normalised = has_normaliser(c);
     real S[ROWS], dS[ROWS];
 
-    const auto load_both = [&](const view &from, real (&x)[ROWS]) {
+    const auto load_both = [&](const view &from, real(&x)[ROWS]) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const int key = part * ROWS + i;
@@ -110,7 +110,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                 (which == 0 ? dq : which == 1 ? dk : da)[(int64_t)t * f.kp + i] = x;
             }
         }
-        if (threadIdx.x < 2 && of_q && of_k && (threadIdx.x ? RULE == LA_DELTA : DECAY == LA_TOKEN)) {
+        if (threadIdx.x < 2 && of_q && of_k &&
+            (threadIdx.x ? RULE == LA_DELTA : DECAY == LA_TOKEN)) {
             real x = 0;
             for (int w = 0; w < WARPS; w++) x += s.scalars[turn][threadIdx.x][w];
             (threadIdx.x ? dbeta : da)[t] = x;
@@ -120,7 +121,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
         else
             __syncthreads();
     };
-    const auto sum_rows = [&](int which, real (&x)[ROWS]) {
+    const auto sum_rows = [&](int which, real(&x)[ROWS]) {
         if constexpr (PARTS == 32) { /* a warp has one column */
 #pragma unroll
             for (int i = 0; i < ROWS; i++) s.sums[turn][which][warp].part(part)[i] = x[i];
@@ -130,7 +131,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
             halve<ROWS / 4, 8>(half, own);
             const int first = lane / 16 * (ROWS / 2) + lane / 8 % 2 * (ROWS / 4);
 #pragma unroll
-            for (int i = 0; i < ROWS / 4; i++) s.sums[turn][which][warp].part(part)[first + i] = own[i];
+            for (int i = 0; i < ROWS / 4; i++)
+                s.sums[turn][which][warp].part(part)[first + i] = own[i];
         }
     };
 
@@ -280,7 +282,7 @@ static __global__ void __launch_bounds__(128)
     if (token >= f.tokens) return;
     const int own = (int)(i % heads), h = f.first / group + own;
     const int b = (int)(token / c.T), t = (int)(token % c.T);
-    const auto add_run = [&](const real *from, int first, int count, real (&x)[KEYS]) {
+    const auto add_run = [&](const real *from, int first, int count, real(&x)[KEYS]) {
 #pragma unroll
         for (int j = 0; j < KEYS; j++) x[j] = 0;
         for (int slot = first; slot < first + count; slot++)
@@ -292,7 +294,7 @@ static __global__ void __launch_bounds__(128)
     /* Narrow blocks of columns leave many slots: their sum has two levels (docs/decisions/0011). Blocks of
      * 32 columns leave 16 at most. */
     constexpr int RUN = COLUMNS < 32 ? 8 : 16;
-    const auto add_slots = [&](const real *from, int first, int count, real (&x)[KEYS]) {
+    const auto add_slots = [&](const real *from, int first, int count, real(&x)[KEYS]) {
         if constexpr (COLUMNS >= 32) {
             add_run(from, first, count, x);
         } else {
@@ -372,7 +374,8 @@ static __global__ void __launch_bounds__(GATHER_THREADS)
 /* ---- launches ---- */
 
 template <la_decay DECAY, la_rule RULE, int KEYS>
-static cudaError_t launch_gather(const call &c, const gradients &d, const slots &f, cudaStream_t stream)
+static cudaError_t launch_gather(const call &c, const gradients &d, const slots &f,
+                                 cudaStream_t stream)
 {
     const int64_t rows = f.tokens * (f.heads / (c.HV / c.H));
     return launch(gather<DECAY, RULE, KEYS>, (rows + 3) / 4, 128, 0, stream, c, d, f);
@@ -406,7 +409,9 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     const int64_t segments = normalised ? slots_of(c, SEGMENT) : 0;
     const int64_t of_z = segments * f.kp * (int64_t)(sizeof(double) / sizeof(real));
     const int64_t each = 2 * row + of_da + of_beta + of_den + of_z + f.tiles * states * state;
-    f.heads = (int)min((int64_t)c.H, max(ROOM / (each * (int64_t)sizeof(real) * group + 1), (int64_t)1)) * group;
+    f.heads =
+        (int)min((int64_t)c.H, max(ROOM / (each * (int64_t)sizeof(real) * group + 1), (int64_t)1)) *
+        group;
 
     real *room = NULL;
     cudaError_t error =
@@ -423,8 +428,8 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     for (f.first = 0; f.first < c.HV && error == cudaSuccess; f.first += most_heads) {
         f.heads = min(most_heads, c.HV - f.first);
         const int64_t units = (int64_t)c.N * f.heads;
-        const through_z<real> by_z = {f.first,  f.heads,  f.tiles, f.kp, 0,     f.tokens,
-                                      segments, f.dq,     f.dk,    f.den, f.z};
+        const through_z<real> by_z = {f.first,  f.heads, f.tiles, f.kp,  0,  f.tokens,
+                                      segments, f.dq,    f.dk,    f.den, f.z};
         if (normalised) error = launch_denominators(c, by_z, stream);
         if (error != cudaSuccess) break;
         error = launch(kernel, units * f.tiles, ADJOINT_THREADS, bytes, stream, c, d, f);

@@ -25,7 +25,8 @@ cudaError_t find_denominators(const call &c, through_z<float> f, cudaStream_t st
     return launch_denominators(c, f, stream);
 }
 
-cudaError_t undo_denominators(const call &c, const gradients &d, through_z<float> f, cudaStream_t stream)
+cudaError_t undo_denominators(const call &c, const gradients &d, through_z<float> f,
+                              cudaStream_t stream)
 {
     return launch_denominators_adjoint(c, d, f, stream);
 }

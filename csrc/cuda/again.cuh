@@ -24,7 +24,8 @@ enum { LAP_STAGES = 2, LAP_WARPS = 8, LAP_FETCHERS = 4 };
 /* What the walks keep: tiles of C rows. */
 struct kept {
     char *states, *d_states; /* [slots][HV][V / 64, rounded up] tiles of KP columns: S', dS' */
-    char *E, *Z;             /* [slots][HV][V / 64, rounded up] panels of C tokens; delta rule only */
+    /* [slots][HV][V / 64, rounded up] panels of C tokens; delta rule only */
+    char *E, *Z;
 };
 
 struct back_maps {
@@ -45,7 +46,10 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACK> struct lap {
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
     /* a panel for every four warps: v or dO, and what is written by way of its place */
-    __host__ __device__ static constexpr int bytes(int warps) { return v + warps / 4 * PANEL_BYTES; }
+    __host__ __device__ static constexpr int bytes(int warps)
+    {
+        return v + warps / 4 * PANEL_BYTES;
+    }
 };
 
 #if HAS_WARP_GROUPS
@@ -95,7 +99,8 @@ __device__ __forceinline__ void as_operands(left (&to)[4], const float (&x)[8][4
 {
 #pragma unroll
     for (int m = 0; m < 8; m++) {
-        const float2 a = by ? *(const float2 *)(by + m * 8 + threadIdx.x % 4 * 2) : make_float2(1, 1);
+        const float2 a =
+            by ? *(const float2 *)(by + m * 8 + threadIdx.x % 4 * 2) : make_float2(1, 1);
         to[m / 2].x[m % 2 * 2] = pack(factor * a.x * x[m][0], factor * a.y * x[m][1]);
         to[m / 2].x[m % 2 * 2 + 1] = pack(factor * a.x * x[m][2], factor * a.y * x[m][3]);
     }
@@ -128,7 +133,8 @@ __device__ __forceinline__ void put_columns(uint32_t slice, const float (&x)[8][
 }
 
 /* S', already as operands, as a tile: rows are value columns. `row` of the tile is this warp's first. */
-template <int KP> __device__ __forceinline__ void put_state(char *tile, int row, const left (&s)[KP / 16])
+template <int KP>
+__device__ __forceinline__ void put_state(char *tile, int row, const left (&s)[KP / 16])
 {
     const int lane = threadIdx.x % 32;
     char *const own = tile + element_at(row + lane / 4, lane % 4 * 2); /* the row's first piece */
@@ -143,13 +149,15 @@ template <int KP> __device__ __forceinline__ void put_state(char *tile, int row,
 
 template <int KP, la_decay DECAY, la_rule RULE, bool BACK>
 __device__ __forceinline__ void walk_again(const call &c, const gradients &d, const chunks &w,
-                                           const back_maps &maps, const kept &f, int tiles, int index)
+                                           const back_maps &maps, const kept &f, int tiles,
+                                           int index)
 {
 #if HAS_WARP_GROUPS
     typedef lap<KP, DECAY, RULE, BACK> part;
     constexpr bool delta = RULE == LA_DELTA;
     extern __shared__ __align__(1024) char shared[];
-    const int warps = blockDim.x / 32 - LAP_FETCHERS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warps = blockDim.x / 32 - LAP_FETCHERS, warp = threadIdx.x / 32,
+              lane = threadIdx.x % 32;
     const int tile = index % tiles, head = index / tiles;
     const unit u = unit_of(c, head / c.HV, head % c.HV);
     const int panels = (c.V + PANEL - 1) / PANEL, panel = tile * (warps / 4) + warp / 4;
@@ -176,9 +184,10 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
         for (int step = 0; step < all_chunks; step++) {
             const int i = chunk_at(step), t = u.begin + i * C;
             const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
-            const int64_t keys = ((int64_t)(slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) *
-                                 tile_bytes(KP);
-            const uint32_t base = address_of(shared + into * bytes), barrier = address_of(filled + into);
+            const int64_t keys =
+                ((int64_t)(slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) * tile_bytes(KP);
+            const uint32_t base = address_of(shared + into * bytes),
+                           barrier = address_of(filled + into);
             const struct {
                 int at;
                 const void *from;
@@ -207,11 +216,11 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
 #pragma unroll
             for (int j = 0; j < KP / PANEL; j++) {
                 if (part::has_k && !w.k)
-                    engine_copy_box(base + part::k + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
-                                    barrier);
+                    engine_copy_box(base + part::k + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t,
+                                    u.b, barrier);
                 if (BACK && !w.q)
-                    engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
-                                    barrier);
+                    engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t,
+                                    u.b, barrier);
             }
             for (int j = 0; j < own_panels; j++)
                 engine_copy_box(base + part::v + j * PANEL_BYTES, BACK ? &maps.d_o : &maps.v,
@@ -262,8 +271,10 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
             stores_before_copies();
             some_warps_wait(warps);
         }
-        const float *in = (const float *)(room + part::in), *out = (const float *)(room + part::out);
-        const bool odd = odd_at[stage_at] < C; /* all of the chunk, and what depends on it, is spoiled */
+        const float *in = (const float *)(room + part::in),
+                    *out = (const float *)(room + part::out);
+        /* all of the chunk, and what depends on it, is spoiled */
+        const bool odd = odd_at[stage_at] < C;
 
         left s[KP / 16];
 #pragma unroll
@@ -271,7 +282,8 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
         /* what is kept of the state */
         const auto keep_state = [&] {
             if (v0 < panels * PANEL)
-                put_state<KP>((BACK ? f.d_states : f.states) + (place * panels + panel) * tile_bytes(KP),
+                put_state<KP>((BACK ? f.d_states : f.states) +
+                                  (place * panels + panel) * tile_bytes(KP),
                               warp % 4 * 16, s);
         };
         left x[4]; /* V, or dO, as operands over the tokens */
@@ -333,7 +345,8 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    multiply_columns(S, carried[j], base + (DECAY == LA_KEY ? part::kt : part::k), j * 16);
+                    multiply_columns(S, carried[j], base + (DECAY == LA_KEY ? part::kt : part::k),
+                                     j * 16);
                 products_commit();
                 products_wait<1>();
                 products_in(E);
@@ -347,7 +360,8 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
                                piece_at(lane / 2, warp % 4 * 2 + lane % 2);
 #pragma unroll
                     for (int j = 0; j < 4; j++)
-                        *(uint4 *)(to + j * 16 * 128) = *(const uint4 *)(room + piece + j * 16 * 128);
+                        *(uint4 *)(to + j * 16 * 128) =
+                            *(const uint4 *)(room + piece + j * 16 * 128);
                 }
                 products_wait<0>();
                 products_in(S);
@@ -357,7 +371,8 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    multiply_columns(S, x[j], base + (DECAY == LA_KEY ? part::kt : part::k), j * 16);
+                    multiply_columns(S, x[j], base + (DECAY == LA_KEY ? part::kt : part::k),
+                                     j * 16);
                 products_commit();
                 products_wait<0>();
                 products_in(S);
@@ -405,7 +420,8 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
                 as_operands(y, dU, NULL, 1);
                 products_begin();
 #pragma unroll
-                for (int j = 0; j < 4; j++) multiply_columns(dV, y[j], base + part::inverse, j * 16);
+                for (int j = 0; j < 4; j++)
+                    multiply_columns(dV, y[j], base + part::inverse, j * 16);
                 products_commit();
                 products_begin();
 #pragma unroll
@@ -436,7 +452,8 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
                                piece_at(lane / 2, warp % 4 * 2 + lane % 2);
 #pragma unroll
                     for (int j = 0; j < 4; j++)
-                        *(uint4 *)(to + j * 16 * 128) = *(const uint4 *)(room + piece + j * 16 * 128);
+                        *(uint4 *)(to + j * 16 * 128) =
+                            *(const uint4 *)(room + piece + j * 16 * 128);
                     __syncwarp();
                 }
             } else {
@@ -455,7 +472,8 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
 #pragma unroll
                 for (int j = 0; j < 4; j++)
                     if (j * 16 + lane / 2 < n && lane % 2 * 8 < columns)
-                        *(uint4 *)(to + j * 16 * row) = *(const uint4 *)(room + piece + j * 16 * 128);
+                        *(uint4 *)(to + j * 16 * row) =
+                            *(const uint4 *)(room + piece + j * 16 * 128);
             }
             products_wait<0>();
             products_in(S);

@@ -64,7 +64,7 @@ __device__ inline int edge_of(const call &c, int n)
 {
     const int64_t at = n * c.x[LA_CU].stride[0];
     const int64_t x = c.x[LA_CU].dtype == LA_I64 ? ((const int64_t *)c.x[LA_CU].data)[at]
-                                           : ((const int32_t *)c.x[LA_CU].data)[at];
+                                                 : ((const int32_t *)c.x[LA_CU].data)[at];
     return (int)min(max(x, (int64_t)0), (int64_t)c.T);
 }
 
@@ -99,7 +99,7 @@ __device__ __forceinline__ int slot_of(const call &c, int n)
     if (!c.x[LA_SLOT].data) return n;
     const int64_t i = n * c.x[LA_SLOT].stride[0];
     const int64_t slot = c.x[LA_SLOT].dtype == LA_I64 ? ((const int64_t *)c.x[LA_SLOT].data)[i]
-                                                : ((const int32_t *)c.x[LA_SLOT].data)[i];
+                                                      : ((const int32_t *)c.x[LA_SLOT].data)[i];
     return slot >= 0 && slot < c.P ? (int)slot : -1;
 }
 

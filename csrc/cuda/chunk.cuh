@@ -32,8 +32,8 @@ template <la_rule RULE> constexpr int join_parts = RULE == LA_DELTA ? 2 : 1;
 
 template <int KP, la_decay DECAY, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(KP *join_parts<RULE>)
-    join_segments(const __grid_constant__ call c, const __grid_constant__ chunks w, const segments g,
-                  int rows)
+    join_segments(const __grid_constant__ call c, const __grid_constant__ chunks w,
+                  const segments g, int rows)
 {
     __shared__ float S[JOINED][KP], sums[JOINED][KP];
     const int slices = (c.V + 15) / 16, groups = slices * 16 / JOINED;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(KP *join_parts<RULE>)
 #pragma unroll
                     for (int j = 0; j < AHEAD; j++) {
                         const int64_t place = (int64_t)(slot0 + i + j) * c.HV + u.hv;
-                        x[j] = i + j >= last      ? 1
+                        x[j] = i + j >= last     ? 1
                                : DECAY == LA_KEY ? w.total[place * KP + key]
                                                  : w.in[place * C + C - 1];
                     }
@@ -222,10 +222,12 @@ static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_map
     const int ends_width = width_of_blocks<part>(c, d, units, slices + key_slices);
     const int64_t rows = (slices + key_slices + ends_width - 1) / ends_width * ends_width * 16;
     const int64_t ends = units * rows * KP, starts = units * slices * 16 * KP;
-    cudaError_t error = cudaMallocFromPoolAsync((void **)&g.ends, (ends + starts) * 4, pool, stream);
+    cudaError_t error =
+        cudaMallocFromPoolAsync((void **)&g.ends, (ends + starts) * 4, pool, stream);
     if (error != cudaSuccess) return error;
     float *const after_ends = g.ends + ends;
-    error = launch_walk<KP, DECAY, RULE, TO_ENDS>(c, w, maps, f, g, d, slices + key_slices, ends_width, stream);
+    error = launch_walk<KP, DECAY, RULE, TO_ENDS>(c, w, maps, f, g, d, slices + key_slices,
+                                                  ends_width, stream);
     g.starts = after_ends;
     if (error == cudaSuccess)
         error = launch(join_segments<KP, DECAY, RULE>, heads * slices * 16 / JOINED,

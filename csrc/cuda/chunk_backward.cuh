@@ -19,8 +19,8 @@ static cudaError_t launch_walks_again(const call &c, const gradients &d, const c
     const int warps = panels > 1 && heads * ((panels + 1) / 2) * 2 >= processors ? 8 : 4;
     const int tiles = (panels + warps / 4 - 1) / (warps / 4);
     const int bytes = LAP_STAGES * lap<KP, DECAY, RULE, true>::bytes(warps); /* the larger one's */
-    return launch(kernel, 2 * heads * tiles, (warps + LAP_FETCHERS) * 32, bytes, stream, c, d, w, maps,
-                  f, tiles);
+    return launch(kernel, 2 * heads * tiles, (warps + LAP_FETCHERS) * 32, bytes, stream, c, d, w,
+                  maps, f, tiles);
 }
 
 /* Is this the code for Hopper, on a device with room for it? Other code is empty, and for one warp. */
@@ -36,13 +36,14 @@ static cudaError_t suits(const void *local, int bytes, int *processors)
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, local);
     if (error != cudaSuccess) return error;
     return code.maxThreadsPerBlock >= LOCAL_THREADS && bytes <= room ? cudaSuccess
-                                                                    : cudaErrorNotSupported;
+                                                                     : cudaErrorNotSupported;
 }
 
 /* dq and dk of the value heads of one q/k head, together, and what loading did to q and k undone. A warp
  * has a token: a lane four keys. */
 static __global__ void __launch_bounds__(256)
-    join_heads(const __grid_constant__ call c, const __grid_constant__ gradients d, const local_flags from)
+    join_heads(const __grid_constant__ call c, const __grid_constant__ gradients d,
+               const local_flags from)
 {
     const int64_t i = (int64_t)blockIdx.x * 8 + threadIdx.x / 32, tokens = (int64_t)c.B * c.T;
     const int64_t token = i / c.H;
@@ -53,7 +54,8 @@ static __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int which = 0; which < 2; which++) {
         const view &x = which ? c.x[LA_K] : c.x[LA_Q], &to = which ? d[LA_DK] : d[LA_DQ];
-        const float *slot = (which ? from.dk : from.dq) + (h * group * tokens + token) * from.kp + key;
+        const float *slot =
+            (which ? from.dk : from.dq) + (h * group * tokens + token) * from.kp + key;
         float dx[4] = {}, y[4] = {};
         for (int j = 0; j < group && key < from.kp; j++, slot += tokens * from.kp) {
             const float4 part = *(const float4 *)slot;
@@ -135,7 +137,9 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {&w.inverse, delta ? score : 0},
         {&w.lower, delta ? score : 0},
         {&w.q, per_key || !to.q_as_given ? keys : 0},
-        {&w.k, per_key ? (delta ? keys : 0) : to.k_as_given ? 0 : keys},
+        {&w.k, per_key         ? (delta ? keys : 0)
+               : to.k_as_given ? 0
+                               : keys},
         {&w.kt, per_key ? keys : 0},
         {(char **)&w.total, per_key ? places * KP * 4 : 0},
         {(char **)&w.in, DECAY == LA_TOKEN ? places * C * 4 : 0},
@@ -163,7 +167,8 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
 
 /* The gradient of num, but for the scale: was o = scale num / divisor. A thread has eight columns. */
 static __global__ void __launch_bounds__(256)
-    divide(const __grid_constant__ call c, const __grid_constant__ gradients d, const float *den, char *to)
+    divide(const __grid_constant__ call c, const __grid_constant__ gradients d, const float *den,
+           char *to)
 {
     const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x, tokens = (int64_t)c.B * c.T;
     const int groups = c.V / 8, column = (int)(i % groups) * 8, hv = (int)(i / groups % c.HV);
@@ -174,7 +179,8 @@ static __global__ void __launch_bounds__(256)
     uint32_t *const pair = (uint32_t *)&x;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const float low = __uint_as_float(pair[j] << 16), high = __uint_as_float(pair[j] & 0xffff0000);
+        const float low = __uint_as_float(pair[j] << 16),
+                    high = __uint_as_float(pair[j] & 0xffff0000);
         pair[j] = pack(low / by, high / by);
     }
     *(uint4 *)(to + i * 16) = x;
@@ -182,8 +188,8 @@ static __global__ void __launch_bounds__(256)
 
 /* One turn, its heads and its scratch laid out. */
 template <int KP, la_decay DECAY, la_rule RULE>
-static cudaError_t launch_turn(const call &c, gradients d, const backward_scratch &x, int processors,
-                               cudaStream_t stream)
+static cudaError_t launch_turn(const call &c, gradients d, const backward_scratch &x,
+                               int processors, cudaStream_t stream)
 {
     constexpr bool per_key = DECAY == LA_KEY;
     const bool normalised = has_normaliser(c);
@@ -194,8 +200,8 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
     if (normalised && tokens) {
         error = find_denominators(c, x.z, stream);
         if (error != cudaSuccess) return error;
-        error = launch(divide, (tokens * c.HV * (c.V / 8) + 255) / 256, 256, 0, stream, c, d, x.z.den,
-                       x.d_num);
+        error = launch(divide, (tokens * c.HV * (c.V / 8) + 255) / 256, 256, 0, stream, c, d,
+                       x.z.den, x.d_num);
         if (error != cudaSuccess) return error;
         const int64_t row = (int64_t)c.HV * c.V;
         d[LA_DO] = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
@@ -206,14 +212,14 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
     if (!map_of(c, c.x[LA_V], c.HV, c.V, &maps.v) || !map_of(c, d[LA_DO], c.HV, c.V, &maps.d_o))
         return cudaErrorInvalidValue; /* they could be mapped for all heads */
     if (places)
-        error = launch(prepare, (int64_t)x.w.slots * x.w.heads, per_key ? KEY_THREADS : SCALAR_THREADS,
-                       prepare_bytes<KP, DECAY, RULE>(), stream, c, x.w, x.to.q_as_given,
-                       x.to.k_as_given);
+        error = launch(prepare, (int64_t)x.w.slots * x.w.heads,
+                       per_key ? KEY_THREADS : SCALAR_THREADS, prepare_bytes<KP, DECAY, RULE>(),
+                       stream, c, x.w, x.to.q_as_given, x.to.k_as_given);
     if (error == cudaSuccess)
         error = launch_walks_again<KP, DECAY, RULE>(c, d, x.w, maps, x.f, processors, stream);
     if (error == cudaSuccess)
-        error = launch(local, places, LOCAL_THREADS, local_bytes<KP, DECAY, RULE>(), stream, c, d, x.w,
-                       maps, x.f, x.to);
+        error = launch(local, places, LOCAL_THREADS, local_bytes<KP, DECAY, RULE>(), stream, c, d,
+                       x.w, maps, x.f, x.to);
     if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && !x.to.direct)
         error = launch(join_heads, (tokens * c.H + 7) / 8, 256, 0, stream, c, d, x.to);

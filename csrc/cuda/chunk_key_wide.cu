@@ -2,4 +2,4 @@
 #include "chunk.cuh"
 
 const chunk_launcher chunk_key_wide[2] = {chunks_wide<LA_KEY, LA_ADDITIVE>,
-                                         chunks_wide<LA_KEY, LA_DELTA>};
+                                          chunks_wide<LA_KEY, LA_DELTA>};

@@ -1,7 +1,8 @@
 #include "chunk.cuh"
 #include "chunk_backward.cuh"
 
-const chunk_launcher chunk_none[2] = {chunks_any<LA_NONE, LA_ADDITIVE>, chunks_any<LA_NONE, LA_DELTA>};
+const chunk_launcher chunk_none[2] = {chunks_any<LA_NONE, LA_ADDITIVE>,
+                                      chunks_any<LA_NONE, LA_DELTA>};
 
 const backward_launcher chunk_backward_none[2] = {chunk_backward_any<LA_NONE, LA_ADDITIVE>,
-                                                chunk_backward_any<LA_NONE, LA_DELTA>};
+                                                  chunk_backward_any<LA_NONE, LA_DELTA>};

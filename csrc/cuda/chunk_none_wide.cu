@@ -2,4 +2,4 @@
 #include "chunk.cuh"
 
 const chunk_launcher chunk_none_wide[2] = {chunks_wide<LA_NONE, LA_ADDITIVE>,
-                                         chunks_wide<LA_NONE, LA_DELTA>};
+                                           chunks_wide<LA_NONE, LA_DELTA>};

@@ -2,4 +2,4 @@
 #include "chunk.cuh"
 
 const chunk_launcher chunk_token_wide[2] = {chunks_wide<LA_TOKEN, LA_ADDITIVE>,
-                                         chunks_wide<LA_TOKEN, LA_DELTA>};
+                                            chunks_wide<LA_TOKEN, LA_DELTA>};

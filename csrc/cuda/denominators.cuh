@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(128)
     }
 }
 
-template <int KP> static cudaError_t launch_divisors(const call &c, const chunks &w, cudaStream_t stream)
+template <int KP>
+static cudaError_t launch_divisors(const call &c, const chunks &w, cudaStream_t stream)
 {
     const cudaError_t error = launch(sum_keys<KP>, (int64_t)c.N * c.HV, KP, 0, stream, c, w);
     if (error != cudaSuccess) return error;

@@ -18,13 +18,14 @@ static la_status say(la_problem *p, cudaError_t error)
     if (error == cudaSuccess) return LA_OK;
     cudaGetLastError(); /* the next call starts clean */
     if (error == cudaErrorMemoryAllocation) {
-        snprintf(p->message, sizeof p->message, "not enough memory on cuda:%d for the call's scratch",
-                 p->ordinal);
+        snprintf(p->message, sizeof p->message,
+                 "not enough memory on cuda:%d for the call's scratch", p->ordinal);
         return LA_MEMORY_ERROR;
     }
     if (error == cudaErrorInvalidConfiguration) {
-        snprintf(p->message, sizeof p->message,
-                 "q: expected fewer than 2^31 blocks of tokens, heads and columns on CUDA, got more");
+        snprintf(
+            p->message, sizeof p->message,
+            "q: expected fewer than 2^31 blocks of tokens, heads and columns on CUDA, got more");
         return LA_VALUE_ERROR;
     }
     snprintf(p->message, sizeof p->message, "CUDA: %s", cudaGetErrorString(error));
@@ -72,8 +73,8 @@ static bool is_active(int ordinal)
     unsigned flags;
     int active = 0;
 #if CUDART_VERSION >= 12050
-    const cudaError_t error = cudaGetDriverEntryPointByVersion(
-        "cuDevicePrimaryCtxGetState", &found, 12000, cudaEnableDefault, &how);
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &found,
+                                                               12000, cudaEnableDefault, &how);
 #else
     const cudaError_t error =
         cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &found, cudaEnableDefault, &how);
@@ -159,8 +160,9 @@ static cudaError_t pool_of(int ordinal, cudaMemPool_t *pool)
         uint64_t keep = UINT64_MAX;
         error = cudaMemPoolSetAttribute(found, cudaMemPoolAttrReleaseThreshold, &keep);
         cudaMemPool_t none = NULL;
-        if (error != cudaSuccess || !__atomic_compare_exchange_n(&pools[ordinal], &none, found, false,
-                                                                 __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+        if (error != cudaSuccess ||
+            !__atomic_compare_exchange_n(&pools[ordinal], &none, found, false, __ATOMIC_ACQ_REL,
+                                         __ATOMIC_ACQUIRE)) {
             cudaMemPoolDestroy(found); /* another thread was first, or it is of no use */
             if (error != cudaSuccess) return error;
             found = none;
@@ -360,8 +362,9 @@ enum { FEW_TOKENS = 8 };
  * ones lose a little, and keep to the recurrence unless they are allowed to; all others keep to it. */
 static cudaError_t by_chunks(const la_problem *p, const call &c)
 {
-    static const chunk_launcher *const chunk[][2][4] = { /* [dtype][wide?]; HEAD is TOKEN */
-        {},                                              /* float64 */
+    /* [dtype][wide?]; HEAD is TOKEN */
+    static const chunk_launcher *const chunk[][2][4] = {
+        {}, /* float64 */
         {{chunk_none_f32, NULL, chunk_token_f32, chunk_key_f32}},
         {{chunk_none_f16, NULL, chunk_token_f16, chunk_key_f16},
          {chunk_none_wide_f16, NULL, chunk_token_wide_f16, chunk_key_wide_f16}},
@@ -398,8 +401,8 @@ la_status la_cuda_step(la_problem *p) { return run(p, one_token); }
 /* By chunks where by_chunks does, bfloat16 alone, in causal forms, with keys enough. */
 static cudaError_t in_reverse(const la_problem *p, const call &c)
 {
-    static const backward_launcher *const chunk[4] = {chunk_backward_none, NULL, chunk_backward_token,
-                                                      chunk_backward_key};
+    static const backward_launcher *const chunk[4] = {chunk_backward_none, NULL,
+                                                      chunk_backward_token, chunk_backward_key};
     static const backward_launcher *const adjoints[2][2] = {/* [float64?][wide?] */
                                                             {adjoint_f32, adjoint_f32_wide},
                                                             {adjoint_f64, adjoint_f64_wide}};
@@ -421,7 +424,9 @@ la_status la_cuda_backward(la_problem *p)
     const bool none = p->N == 0 || (!p->tokens && !p->array[LA_S0].given);
     if (none && p->decay == LA_HEAD) { /* a sum over nothing */
         on_device here(p->ordinal);
-        const size_t bytes = (size_t)p->HV * (dg->dtype == LA_F64 ? 8 : dg->dtype == LA_F32 ? 4 : 2);
+        const size_t bytes = (size_t)p->HV * (dg->dtype == LA_F64   ? 8
+                                              : dg->dtype == LA_F32 ? 4
+                                                                    : 2);
         return say(p, here.error != cudaSuccess
                           ? here.error
                           : cudaMemsetAsync(dg->data, 0, bytes, (cudaStream_t)p->stream));

@@ -12,13 +12,17 @@ extern const launcher scan_f32[LA_KINDS], scan_f64[LA_KINDS];
 extern const launcher step_kv[LA_KINDS], step_vk[LA_KINDS];
 
 /* Gradients, token by token in reverse; the pool is for states and for what several heads add up. */
-typedef cudaError_t (*backward_launcher)(const call &, const gradients &, cudaMemPool_t, cudaStream_t);
-extern const backward_launcher adjoint_f32[LA_KINDS], adjoint_f64[LA_KINDS];           /* K <= 256 */
-extern const backward_launcher adjoint_f32_wide[LA_KINDS], adjoint_f64_wide[LA_KINDS]; /* 256 < K <= 512 */
+typedef cudaError_t (*backward_launcher)(const call &, const gradients &, cudaMemPool_t,
+                                         cudaStream_t);
+/* K <= 256 */
+extern const backward_launcher adjoint_f32[LA_KINDS], adjoint_f64[LA_KINDS];
+/* 256 < K <= 512 */
+extern const backward_launcher adjoint_f32_wide[LA_KINDS], adjoint_f64_wide[LA_KINDS];
 
 /* The chunk form's, of bf16 arrays with K <= 128 on Hopper; cudaErrorNotSupported, with nothing done,
  * elsewhere and for arrays that its copy engine cannot take. */
-extern const backward_launcher chunk_backward_none[2], chunk_backward_token[2], chunk_backward_key[2];
+extern const backward_launcher chunk_backward_none[2], chunk_backward_token[2],
+    chunk_backward_key[2];
 
 /* The end of it: a gate per head's, from [HV][B T]. */
 cudaError_t gather_gates(const call &, const gradients &, float *da, cudaStream_t);
@@ -26,11 +30,12 @@ cudaError_t gather_gates(const call &, const gradients &, float *da, cudaStream_
 /* What the normaliser adds to gradients, of value heads first..first + heads: the denominators before
  * everything else, and, when dq has what comes by way of the numerators, the rest. */
 template <typename real> struct through_z {
-    int first, heads, tiles, kp, parts; /* slots are [heads][tiles]; kp: K, padded; parts: warps each */
-    int64_t tokens, segments;           /* B T; of a head, all its sequences together */
-    real *dq, *dk;                      /* [slots][tokens][kp] */
-    real *den;                          /* [heads][tokens] */
-    double *z;                          /* [heads][segments][kp] */
+    /* slots are [heads][tiles]; kp: K, padded; parts: warps each */
+    int first, heads, tiles, kp, parts;
+    int64_t tokens, segments; /* B T; of a head, all its sequences together */
+    real *dq, *dk;            /* [slots][tokens][kp] */
+    real *den;                /* [heads][tokens] */
+    double *z;                /* [heads][segments][kp] */
 };
 int64_t segments_of_keys(const call &);
 cudaError_t find_denominators(const call &, through_z<float>, cudaStream_t);

@@ -18,8 +18,8 @@ enum { SHARED_ANYWAY = 48 << 10 };
 
 /* A launch of no blocks is none. */
 template <typename... Parameters, typename... Arguments>
-static cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int64_t threads, int64_t bytes,
-                          cudaStream_t stream, const Arguments &...arguments)
+static cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int64_t threads,
+                          int64_t bytes, cudaStream_t stream, const Arguments &...arguments)
 {
     if (blocks == 0) return cudaSuccess;
     if (blocks < 0 || blocks > INT_MAX) return cudaErrorInvalidConfiguration;

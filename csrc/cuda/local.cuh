@@ -34,7 +34,8 @@ template <int KP, la_rule RULE> struct local_panel {
 template <int KP, la_rule RULE> struct local_room {
     alignas(1024) char q[tile_bytes(KP)], k[tile_bytes(KP)];
     alignas(1024) local_panel<KP, RULE> panel[LOCAL_STAGES];
-    alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES]; /* of the bare products q_i . k_j, k_i . k_j */
+    /* of the bare products q_i . k_j, k_i . k_j */
+    alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
     float G[C * LD_PAIRS], dG[C * LD_PAIRS];
     float a[C], beta[C], e[C], r[C]; /* e: decay from the chunk's start; r: to its end */
     float of_q[C], of_k[C], of_r[C]; /* q . dq^, k . dk^, k . dk~: parts of the decays' gradients */
@@ -48,8 +49,8 @@ __device__ __forceinline__ left load_left_transposed(uint32_t tile, int row, int
 {
     const int lane = threadIdx.x % 32;
     left a;
-    load_matrices_transposed(a.x, tile + piece_at(row + lane / 16 * 8 + lane % 8,
-                                                  column / 8 + lane / 8 % 2));
+    load_matrices_transposed(
+        a.x, tile + piece_at(row + lane / 16 * 8 + lane % 8, column / 8 + lane / 8 % 2));
     return a;
 }
 
@@ -83,8 +84,9 @@ template <int N> __device__ __forceinline__ void scale_rows(float (&x)[N][4], fl
 
 /* Rows of dq or dk, from a warp's sums: to the caller's rows, or in float32 to the slot of a value head. */
 template <int N>
-__device__ __forceinline__ void store_rows(const call &c, const unit &u, const view &to, float *slot,
-                                           int kp, int t, int n, int row, const float (&x)[N][4])
+__device__ __forceinline__ void store_rows(const call &c, const unit &u, const view &to,
+                                           float *slot, int kp, int t, int n, int row,
+                                           const float (&x)[N][4])
 {
     const int lane = threadIdx.x % 32, pair = lane % 4 * 2;
 #pragma unroll
@@ -126,7 +128,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     extern __shared__ __align__(1024) char shared[];
     local_room<KP, RULE> &s = *(local_room<KP, RULE> *)shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
-    const bool first_group = __shfl_sync(~0u, warp, 0) < 4; /* the same in all lanes, for the compiler */
+    /* the same in all lanes, for the compiler */
+    const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
     const int row0 = warp % 4 * 16, top = row0 + lane / 4, low = top + 8; /* this thread's rows */
     const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
     const unit u = unit_of(c, sequence_of(c, slot), hv);
@@ -148,11 +151,11 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
             if (w.k) engine_copy(address_of(s.k), w.k + keys, tile_bytes(KP), barrier);
             for (int j = 0; j < KP / PANEL; j++) {
                 if (!w.q)
-                    engine_copy_box(address_of(s.q) + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
-                                    barrier);
+                    engine_copy_box(address_of(s.q) + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t,
+                                    u.b, barrier);
                 if (!w.k)
-                    engine_copy_box(address_of(s.k) + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
-                                    barrier);
+                    engine_copy_box(address_of(s.k) + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t,
+                                    u.b, barrier);
             }
         }
         if (delta) {
@@ -201,10 +204,10 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
         if (DECAY == LA_NONE) s.r[threadIdx.x] = 1;
     }
 
-    float X[8][4] = {};                  /* dO U' or Z U' */
-    float Y[KP / 8][4] = {};             /* dO S' or Z S' */
-    float R[KP / 8][4] = {};             /* of the second group: U dS' */
-    float along = 0;                     /* of S * dS */
+    float X[8][4] = {};      /* dO U' or Z U' */
+    float Y[KP / 8][4] = {}; /* dO S' or Z S' */
+    float R[KP / 8][4] = {}; /* of the second group: U dS' */
+    float along = 0;         /* of S * dS */
     for (int i = 0; i < panels; i++) {
         local_panel<KP, RULE> &x = s.panel[i % LOCAL_STAGES];
         barrier_wait(address_of(s.filled + i % LOCAL_STAGES), i / LOCAL_STAGES % 2);
@@ -408,7 +411,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
             const int row = first_row + i;
             const float a = row < C - 1 ? s.a[row + 1] : 1;
             x = x * a + s.dG[row * LD_PAIRS + j_own];
-            if (row == C - 1 && j_own < C - 1) x += s.of_r[j_own]; /* was k~_j = r_j k_j, r the last row */
+            /* was k~_j = r_j k_j, r the last row */
+            if (row == C - 1 && j_own < C - 1) x += s.of_r[j_own];
             D[i] = x;
             y *= a;
             if (row >= j_own) of_e += s.G[row * LD_PAIRS + j_own] * (s.of_q[row] + s.of_k[row]);
@@ -425,15 +429,16 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
             x *= row < C - 1 ? s.a[row + 1] : 1;
             D[i] = row > j_own ? (D[i] + x) * s.G[max(row - 1, 0) * LD_PAIRS + j_own] : 0;
         }
-        float half[8], four[4], two[2], one[1]; /* sums over the warp's columns: a lane of two has a row */
+        /* sums over the warp's columns: a lane of two has a row */
+        float half[8], four[4], two[2], one[1];
         halve<8, 16>(D, half);
         halve<4, 8>(half, four);
         halve<2, 4>(four, two);
         halve<1, 2>(two, one);
         one[0] += __shfl_xor_sync(~0u, one[0], 1);
         if (lane % 2 == 0)
-            s.da[warp % 2][first_row + lane / 16 * 8 + lane / 8 % 2 * 4 + lane / 4 % 2 * 2 + lane / 2 % 2] =
-                one[0];
+            s.da[warp % 2][first_row + lane / 16 * 8 + lane / 8 % 2 * 4 + lane / 4 % 2 * 2 +
+                           lane / 2 % 2] = one[0];
         __syncthreads();
         const int i = threadIdx.x;
         if (i >= n) return;

@@ -62,7 +62,8 @@ __device__ __forceinline__ float2 sum_of_rows(float2 x)
 
 /* Sums over a warp's 16 rows of x [16][KP] times their rows of a tile: per key. */
 template <int KP>
-__device__ __forceinline__ void sum_rows(const float (&x)[KP / 8][4], const char *tile, int row, float *to)
+__device__ __forceinline__ void sum_rows(const float (&x)[KP / 8][4], const char *tile, int row,
+                                         float *to)
 {
     const int lane = threadIdx.x % 32, pair = lane % 4 * 2;
 #pragma unroll
@@ -70,8 +71,8 @@ __device__ __forceinline__ void sum_rows(const float (&x)[KP / 8][4], const char
         const int at = element_at(row + lane / 4, m * 8 + pair);
         const float2 y = unpack(*(const uint32_t *)(tile + at));
         const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
-        const float2 sum = sum_of_rows(
-            make_float2(x[m][0] * y.x + x[m][2] * z.x, x[m][1] * y.y + x[m][3] * z.y));
+        const float2 sum =
+            sum_of_rows(make_float2(x[m][0] * y.x + x[m][2] * z.x, x[m][1] * y.y + x[m][3] * z.y));
         if (lane < 4) *(float2 *)(to + m * 8 + pair) = sum;
     }
 }
@@ -108,7 +109,8 @@ __device__ __forceinline__ void scale_all(float (&x)[KP / 8][4], key_matrix<KP> 
 
 /* c [16][KP] += a (16 rows of a tile, row..) */
 template <int KP>
-__device__ __forceinline__ void multiply_block(float (&c)[KP / 8][4], const left &a, uint32_t tile, int row)
+__device__ __forceinline__ void multiply_block(float (&c)[KP / 8][4], const left &a, uint32_t tile,
+                                               int row)
 {
     const uint32_t columns = lane_with_columns(tile);
 #pragma unroll
@@ -128,7 +130,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     extern __shared__ __align__(1024) char shared[];
     local_key_room<KP, RULE> &s = *(local_key_room<KP, RULE> *)shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
-    const bool first_group = __shfl_sync(~0u, warp, 0) < 4; /* the same in all lanes, for the compiler */
+    /* the same in all lanes, for the compiler */
+    const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
     const int block = warp % 4, row0 = block * 16, top = row0 + lane / 4, low = top + 8;
     const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
     const unit u = unit_of(c, sequence_of(c, slot), hv);
@@ -149,7 +152,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
         }
         engine_copy_box(address_of(s.panel.dO), &maps.d_o, i * PANEL, hv, t, u.b, barrier);
         engine_copy(address_of(s.panel.S), f.states + at * tile_bytes(KP), tile_bytes(KP), barrier);
-        engine_copy(address_of(s.panel.dS), f.d_states + at * tile_bytes(KP), tile_bytes(KP), barrier);
+        engine_copy(address_of(s.panel.dS), f.d_states + at * tile_bytes(KP), tile_bytes(KP),
+                    barrier);
         barrier_expect(barrier, (delta ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP));
     };
     if (threadIdx.x == 0) {
@@ -323,13 +327,15 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
             for (int m = 0; m < KP / 8; m++) {
                 const int key = m * 8 + pair, at = element_at(top, key);
                 const float2 y = unpack(*(const uint32_t *)(s.k + at)), a = s.h.two(top, key);
-                const float2 z = unpack(*(const uint32_t *)(s.k + at + 8 * 128)), b = s.h.two(low, key);
+                const float2 z = unpack(*(const uint32_t *)(s.k + at + 8 * 128)),
+                             b = s.h.two(low, key);
                 const float2 t = *(const float2 *)(by + key);
                 const float2 r = and_by ? *(const float2 *)(and_by + key) : make_float2(1, 1);
-                const float2 sum = sum_of_rows(
-                    make_float2(x[m][0] * a.x * y.x + x[m][2] * b.x * z.x,
-                                x[m][1] * a.y * y.y + x[m][3] * b.y * z.y));
-                if (lane < 4) *(float2 *)(sums + key) = make_float2(t.x * r.x * sum.x, t.y * r.y * sum.y);
+                const float2 sum =
+                    sum_of_rows(make_float2(x[m][0] * a.x * y.x + x[m][2] * b.x * z.x,
+                                            x[m][1] * a.y * y.y + x[m][3] * b.y * z.y));
+                if (lane < 4)
+                    *(float2 *)(sums + key) = make_float2(t.x * r.x * sum.x, t.y * r.y * sum.y);
             }
         };
         for (int I = BLOCKS - 1; I > block; I--) {
@@ -351,7 +357,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     }
     __syncthreads(); /* f, h and the operands are done with */
     /* what ends at a token, over f; what begins there, over h */
-    const auto put = [&](const float (&x)[KP / 8][4], const char *tile, key_matrix<KP> &sums, bool add) {
+    const auto put = [&](const float(&x)[KP / 8][4], const char *tile, key_matrix<KP> &sums,
+                         bool add) {
 #pragma unroll
         for (int m = 0; m < KP / 8; m++) {
             const int key = m * 8 + pair, at = element_at(top, key);

@@ -16,9 +16,9 @@ enum { SEGMENT = 64, SEGMENTS_OF_BLOCK = 4 };
 
 /* The rows of q or k of one head, as a lane reads them. */
 template <typename real, int N> struct key_rows {
-    const char *first;  /* this lane's first element of token 0 */
-    int64_t step, far;  /* bytes to the next token; to this lane's next element */
-    int there;          /* elements that it has */
+    const char *first; /* this lane's first element of token 0 */
+    int64_t step, far; /* bytes to the next token; to this lane's next element */
+    int there;         /* elements that it has */
     la_dtype dtype;
 
     __device__ key_rows(const call &c, const view &from, const unit &u)
@@ -49,7 +49,8 @@ template <typename real, int N> struct key_rows {
 #pragma unroll
         for (int j = 0; j < N; j++)
             if constexpr (sizeof(real) == 8)
-                x[j] = dtype == LA_F64 ? __longlong_as_double((long long)from[j]) : number(from[j], dtype);
+                x[j] = dtype == LA_F64 ? __longlong_as_double((long long)from[j])
+                                       : number(from[j], dtype);
             else
                 x[j] = number(from[j], dtype);
     }
@@ -59,15 +60,16 @@ template <typename real>
 __device__ inline running z_of_thread(const view &from, const call &c, const unit &u)
 {
     running z = {};
-    if (from.data && threadIdx.x < c.K) z.sum = load<real>(at(from, u.n, u.hv, threadIdx.x), from.dtype);
+    if (from.data && threadIdx.x < c.K)
+        z.sum = load<real>(at(from, u.n, u.hv, threadIdx.x), from.dtype);
     return z;
 }
 
 /* A value head's sequence. */
 template <typename real> struct sequence_of_keys {
     unit u;
-    int count; /* of its segments */
-    double *z; /* of the first of them */
+    int count;  /* of its segments */
+    double *z;  /* of the first of them */
     int64_t kp; /* from one to the next */
     int64_t row0;
     real *den;
@@ -86,7 +88,8 @@ template <typename real> struct sequence_of_keys {
 
 /* Every warp's segments, one after another: do_segment(sequence, z of the segment, first, end). */
 template <typename real, typename function>
-__device__ __forceinline__ void each_segment(const call &c, const through_z<real> &f, function do_segment)
+__device__ __forceinline__ void each_segment(const call &c, const through_z<real> &f,
+                                             function do_segment)
 {
     const int64_t warp = (int64_t)blockIdx.x * SEGMENTS_OF_BLOCK + threadIdx.x / 32;
     if (warp >= (int64_t)c.N * f.heads * f.parts) return;
@@ -102,7 +105,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
     sum_segments(const __grid_constant__ call c, const __grid_constant__ through_z<real> f)
 {
     const int lane = threadIdx.x % 32;
-    each_segment(c, f, [&](const sequence_of_keys<real> &x, double *z, int first, int end) {
+    each_segment(c, f, [&](const auto &x, double *z, int first, int end) {
         running sum[N] = {};
         const key_rows<real, N> keys(c, c.x[LA_K], x.u);
         typename key_rows<real, N>::bits next[N];
@@ -123,7 +126,8 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 
 /* What is before each segment, from what each adds, in place; all together is left in `sum`. In the order of
  * the sequence, or against it. */
-template <bool REVERSE> __device__ inline void running_sums(double *z, int count, int64_t kp, running &sum)
+template <bool REVERSE>
+__device__ inline void running_sums(double *z, int count, int64_t kp, running &sum)
 {
     enum { AT_ONCE = 16 }; /* asked for before the first is added */
     for (int s = 0; s < count; s += AT_ONCE) {
@@ -157,7 +161,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
     denominators(const __grid_constant__ call c, const __grid_constant__ through_z<real> f)
 {
     const int lane = threadIdx.x % 32;
-    each_segment(c, f, [&](const sequence_of_keys<real> &x, double *of_segment, int first, int end) {
+    each_segment(c, f, [&](const auto &x, double *of_segment, int first, int end) {
         running z[N] = {};
 #pragma unroll
         for (int j = 0; j < N; j++)
@@ -196,8 +200,9 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 {
     const int lane = threadIdx.x % 32;
     const int64_t apart = f.tokens * f.kp;
-    each_segment(c, f, [&](const sequence_of_keys<real> &x, double *of_segment, int first, int end) {
-        real *const dq = f.dq + (int64_t)(x.u.hv - f.first) * f.tiles * apart + x.row0 * f.kp + lane;
+    each_segment(c, f, [&](const auto &x, double *of_segment, int first, int end) {
+        real *const dq =
+            f.dq + (int64_t)(x.u.hv - f.first) * f.tiles * apart + x.row0 * f.kp + lane;
         running z[N] = {}, dz[N] = {};
 #pragma unroll
         for (int j = 0; j < N; j++)
@@ -253,7 +258,8 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 }
 
 template <typename real>
-static __global__ void sum_after(const __grid_constant__ call c, const __grid_constant__ gradients d,
+static __global__ void sum_after(const __grid_constant__ call c,
+                                 const __grid_constant__ gradients d,
                                  const __grid_constant__ through_z<real> f)
 {
     const sequence_of_keys<real> x(c, f, blockIdx.x);
@@ -271,7 +277,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
     keys_adjoint(const __grid_constant__ call c, const __grid_constant__ through_z<real> f)
 {
     const int lane = threadIdx.x % 32;
-    each_segment(c, f, [&](const sequence_of_keys<real> &x, double *of_segment, int first, int end) {
+    each_segment(c, f, [&](const auto &x, double *of_segment, int first, int end) {
         const int64_t slot = (int64_t)(x.u.hv - f.first) * f.tiles;
         real *const dk = f.dk + (slot * f.tokens + x.row0) * f.kp + lane;
         running dz[N] = {};
@@ -320,7 +326,7 @@ static int parts_of(const call &c, int heads)
 /* A kernel by how many keys a lane has, 32 N >= kp: as many as there may be, or four. */
 enum { LANE_KEYS = MOST_ROWS * PARTS / 32 };
 #define BY_KEYS(kernel) \
-    (f.kp <= 128 ? kernel<real, LANE_KEYS == 8 ? 4 : LANE_KEYS> : kernel<real, LANE_KEYS>)
+    (f.kp <= 128 ? kernel < real, LANE_KEYS == 8 ? 4 : LANE_KEYS > : kernel<real, LANE_KEYS>)
 
 template <typename real>
 static cudaError_t launch_denominators(const call &c, through_z<real> f, cudaStream_t stream)

@@ -29,7 +29,7 @@ LA_FN void join_quads(float *x, float *y, int W)
 
 enum {
     C = ROWS,
-    LD = 68, /* rows of float32 matrices: 4 banks further each, for fragments of tf32 */
+    LD = 68,       /* rows of float32 matrices: 4 banks further each, for fragments of tf32 */
     LD_PAIRS = 72, /* 8 banks further each, for pairs as accumulators have them */
     SCALAR_THREADS = 128,
     KEY_THREADS = 256
@@ -44,10 +44,10 @@ struct chunks {
     char *kt;               /* per-key decays: [slots][HV] tiles, k~ */
     float *in, *out;        /* scalar decays: [slots][HV][C], from the start, to the end */
     float *total;           /* per-key decays: [slots][HV][KP], of the chunk */
-    float *z;               /* normalised: [slots][HV][KP], the chunk's sum of keys, then what tokens see
+    float *z;   /* normalised: [slots][HV][KP], the chunk's sum of keys, then what tokens see
                              * of other chunks' */
-    float *den;             /* normalised: [slots][HV][C], the row sums of P, then denominators */
-    int *odd;               /* [slots][HV]: the first token with a NaN or an infinity in q, k, the
+    float *den; /* normalised: [slots][HV][C], the row sums of P, then denominators */
+    int *odd;   /* [slots][HV]: the first token with a NaN or an infinity in q, k, the
                              * gate or beta; C if there is none. From it on, P and A are zeros. */
     int slots, heads;
 };
@@ -81,8 +81,8 @@ static PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder()
     void *found = NULL;
     cudaDriverEntryPointQueryResult how;
 #if CUDART_VERSION >= 12050
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                                               cudaEnableDefault, &how);
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                               12000, cudaEnableDefault, &how);
 #else
     const cudaError_t error =
         cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &how);
@@ -124,7 +124,8 @@ template <int COLUMNS, int THREADS>
 __device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int t, int n, int h,
                                           uint32_t tile)
 {
-    constexpr int SPAN = COLUMNS < THREADS ? COLUMNS : THREADS, PIECES = SPAN / 8, STEP = THREADS / PIECES;
+    constexpr int SPAN = COLUMNS < THREADS ? COLUMNS : THREADS, PIECES = SPAN / 8,
+                  STEP = THREADS / PIECES;
     static_assert(STEP % 8 == 0, "a thread's pieces are at the same place of their rows");
     const int row = threadIdx.x / PIECES;
     const int64_t step = x.stride[1] * 2;
@@ -186,8 +187,8 @@ __device__ void load_keys(const call &c, const view &from, la_map map, double ma
             for (int j = 0; j < KP / 32; j++) x[j] *= factor;
             apply_map_to_all(x, map, (float)map_eps);
 #pragma unroll
-            for (int j = 0; j < KP / 32; j++)
-                if (row >= n || j / 2 * 64 + lane * 2 + j % 2 >= c.K) x[j] = 0; /* a map may be 1 there */
+            for (int j = 0; j < KP / 32; j++) /* a map may be 1 there */
+                if (row >= n || j / 2 * 64 + lane * 2 + j % 2 >= c.K) x[j] = 0;
 #pragma unroll
             for (int j = 0; j < KP / 32; j += 2)
                 put_pair(tile + element_at(row, j * 32 + lane * 2), x[j], x[j + 1]);
@@ -212,7 +213,8 @@ __device__ void load_both(const call &c, int b, int t, int n, int h, char *q, ch
     copies_wait<0>();
 }
 
-template <int BYTES, int THREADS> __device__ __forceinline__ void write_tile(char *to, const char *tile)
+template <int BYTES, int THREADS>
+__device__ __forceinline__ void write_tile(char *to, const char *tile)
 {
     const int first = threadIdx.x * 16;
 #pragma unroll
@@ -228,7 +230,8 @@ template <int THREADS> __device__ __forceinline__ void clear_above(char *tile)
         if (i % 8 / 2 > i / 8 / 16)
 #pragma unroll
             for (int j = 0; j < PLANES; j++)
-                *(uint4 *)(tile + j * PLANE_BYTES + piece_at(i / 8, i % 8)) = make_uint4(0, 0, 0, 0);
+                *(uint4 *)(tile + j * PLANE_BYTES + piece_at(i / 8, i % 8)) =
+                    make_uint4(0, 0, 0, 0);
 }
 
 /* ---- prepare: the inverse of I + L, L strictly lower triangular [C][C], in place ----
@@ -300,7 +303,8 @@ __device__ inline void invert(float *L, float *room)
 __device__ __forceinline__ void clear_pairs(float *L)
 {
     if (threadIdx.x >= 128) return;
-    const int block = threadIdx.x / 64 * 32, row = threadIdx.x % 64 / 4, column = threadIdx.x % 4 * 4;
+    const int block = threadIdx.x / 64 * 32, row = threadIdx.x % 64 / 4,
+              column = threadIdx.x % 4 * 4;
     *(float4 *)(L + (block + row) * LD + block + 16 + column) = make_float4(0, 0, 0, 0);
 }
 
@@ -334,7 +338,10 @@ __device__ __forceinline__ int odd_on_diagonal(const float (&x)[4], int first)
 
 /* A score, of a token before the first odd one, that the elements have no number for, or that is no number
  * because something on the way to it had none: this token and those after it go token by token. */
-__device__ __forceinline__ bool no_element(float x) { return NARROW && !(fabsf(x) <= MOST_OF_ELEMENT); }
+__device__ __forceinline__ bool no_element(float x)
+{
+    return NARROW && !(fabsf(x) <= MOST_OF_ELEMENT);
+}
 
 /* The same of what decays above one make of q and k. */
 __device__ __forceinline__ bool too_large(float x) { return isfinite(x) && no_element(x); }
@@ -359,9 +366,11 @@ template <int KP, la_rule RULE> struct scalar_room {
 /* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, K K' has ten. Warp w takes those of row
  * w of Q K' and of row 3 - w of K K', w + 1 and 4 - w: five for every warp. */
 template <int KP, la_rule RULE, typename = element>
-__global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3 : RULE == LA_DELTA ? 4 : 5)
-    prepare_scalar(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
-                   bool k_as_given)
+__global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
+                                                  : RULE == LA_DELTA      ? 4
+                                                                          : 5)
+    prepare_scalar(const __grid_constant__ call c, const __grid_constant__ chunks w,
+                   bool q_as_given, bool k_as_given)
 {
     extern __shared__ __align__(1024) char shared[];
     scalar_room<KP, RULE> &s = *(scalar_room<KP, RULE> *)shared;
@@ -466,7 +475,8 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3 : 
             w.in[place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD_PAIRS];
         float row_sums[2] = {};
         int first_row = lane / 4, first_pair = lane % 4 * 2;
-        asm volatile("" : "+r"(first_row), "+r"(first_pair)); /* not 40 addresses kept for all heads */
+        /* not 40 addresses kept for all heads */
+        asm volatile("" : "+r"(first_row), "+r"(first_pair));
         if (RULE == LA_DELTA && w.lower) {
 #pragma unroll
             for (int j = 0; j < 5; j++) {
@@ -497,7 +507,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3 : 
                 const int row = I * 16 + e / 2 * 8 + first_row;
                 const int column = J * 16 + e % 2 * 8 + first_pair;
                 const float2 g = c.x[LA_G].data ? *(const float2 *)(s.G + row * LD_PAIRS + column)
-                                          : make_float2(1, 1);
+                                                : make_float2(1, 1);
                 const float y = x[j][e % 2][e / 2 * 2] * g.x, z = x[j][e % 2][e / 2 * 2 + 1] * g.y;
                 const int last = row < odd ? row : -1; /* the last column of this row */
                 if (scores) {
@@ -645,7 +655,7 @@ __device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&q
 /* The warps 0 to 3 multiply the rows of Q K', 4 to 7 those of K K', longest first: the two that share
  * a scheduler have five blocks together. */
 template <int KP, la_rule RULE, typename = element>
-__global__ void __launch_bounds__(KEY_THREADS, KP * PLANES > 128 ? 1 : 2)
+__global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     prepare_key(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
                 bool k_as_given)
 {
@@ -767,15 +777,16 @@ __global__ void __launch_bounds__(KEY_THREADS, KP * PLANES > 128 ? 1 : 2)
                 multiply_with_rows(x[back][0], x[back][1], of, back ? kh : k_f, (I - back) * 16, i);
             }
         }
-        if (I * 16 + lane / 4 < s.slow[I]) /* rows of both halves: those from slow on are not from here */
-            found = min(found, I * 16 + odd_on_diagonal(x[0][0], 0));
+        /* rows of both halves: those from slow on are not from here */
+        if (I * 16 + lane / 4 < s.slow[I]) found = min(found, I * 16 + odd_on_diagonal(x[0][0], 0));
         if (I * 16 + 8 + lane / 4 < s.slow[I])
             found = min(found, I * 16 + odd_on_diagonal(x[0][1], 8));
     }
     if (slow < C && lane < 16)
 #pragma unroll
         for (int i = 0; i < 16; i++)
-            if (i == lane && warp * 16 + i >= slow && !(isfinite(slow_qk[i]) && isfinite(slow_kk[i])))
+            if (i == lane && warp * 16 + i >= slow &&
+                !(isfinite(slow_qk[i]) && isfinite(slow_kk[i])))
                 found = min(found, warp * 16 + i);
     int odd = C;
     if (__syncthreads_or(found < C)) { /* k f, k h and a are done with */
@@ -801,10 +812,11 @@ __global__ void __launch_bounds__(KEY_THREADS, KP * PLANES > 128 ? 1 : 2)
                 const int row = I * 16 + e / 2 * 8 + lane / 4;
                 const int column = (I - back) * 16 + e % 2 * 8 + lane % 4 * 2;
                 const float y = x[back][e % 2][e / 2 * 2], z = x[back][e % 2][e / 2 * 2 + 1];
-                const int last = row < odd ? row : -1; /* the last column of this row */
+                const int last = row < odd ? row : -1;     /* the last column of this row */
                 const bool here = back || row < s.slow[I]; /* else its score is yet to come */
-                if (scores && here && ((column <= last && no_element(y * scale)) ||
-                                       (column < last && no_element(z * scale))))
+                if (scores && here &&
+                    ((column <= last && no_element(y * scale)) ||
+                     (column < last && no_element(z * scale))))
                     wide = min(wide, row);
                 if (scores)
                     put_pair(s.tile + element_at(row, column), column <= last ? y * scale : 0,
@@ -828,8 +840,7 @@ __global__ void __launch_bounds__(KEY_THREADS, KP * PLANES > 128 ? 1 : 2)
             put_one(s.tile + element_at(row, column), slow_qk[i] * scale);
             if (no_element(slow_qk[i] * scale)) wide = min(wide, row);
             if (RULE == LA_DELTA && row > column) L[row * LD + column] = s.beta[row] * slow_kk[i];
-            if (lower && row > column)
-                put_one(s.lower + element_at(row, column), -slow_kk[i]);
+            if (lower && row > column) put_one(s.lower + element_at(row, column), -slow_kk[i]);
         }
     __syncthreads();
     if (wide < C) atomicMin(w.odd + place, wide);

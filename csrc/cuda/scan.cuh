@@ -165,9 +165,9 @@ __device__ __forceinline__ void take_rows(real (&x)[ROWS], const real *from)
 template <typename real, la_decay DECAY, int KP> struct alignas(16) scanned {
     static constexpr int PARTS = parts<KP>, COLUMNS = WORKERS * STRIP * (32 / PARTS);
     static constexpr int APART =
-        COLUMNS + (PARTS == 32 ? 4 : 8);                  /* the lanes of a warp: different banks */
-    real q[KP], k[KP], a[DECAY == LA_KEY ? KP : 4];       /* in this order: work() */
-    real v[STRIP][APART];                                 /* as each turn has them */
+        COLUMNS + (PARTS == 32 ? 4 : 8);            /* the lanes of a warp: different banks */
+    real q[KP], k[KP], a[DECAY == LA_KEY ? KP : 4]; /* in this order: work() */
+    real v[STRIP][APART];                           /* as each turn has them */
     real o[COLUMNS];
     enum { A, BETA, QK, DEN, SCALARS };
     real scalars[SCALARS];
@@ -196,7 +196,8 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
     typedef coming<real> kind;
     typedef scanned<real, DECAY, KP> token;
     static constexpr int TOKENS = most<real, KP>::TOKENS;
-    static constexpr int KEYS = KP > 128 ? KP / 32 : 4, COLUMNS = (token::COLUMNS + 31) / 32; /* of a lane */
+    /* of a lane */
+    static constexpr int KEYS = KP > 128 ? KP / 32 : 4, COLUMNS = (token::COLUMNS + 31) / 32;
     const call &c;
     const unit u;
     const int loaders, v0, columns, lane, warp;
@@ -392,8 +393,8 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
 
 /* The same for z, a column of ones: a warp has it all. */
 template <typename real, la_decay DECAY, int KP, int KEYS>
-__device__ __forceinline__ void work_on_z(real (&z)[KEYS], scanned<real, DECAY, KP> *tokens,
-                                          int n, bool writes, bool reads)
+__device__ __forceinline__ void work_on_z(real (&z)[KEYS], scanned<real, DECAY, KP> *tokens, int n,
+                                          bool writes, bool reads)
 {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1

@@ -83,9 +83,9 @@ __device__ __forceinline__ int divide(int &n, const divisor &d)
 
 /* WHOLE: a state of float32 whose rows come in pieces of 16 bytes. */
 template <la_decay DECAY, la_rule RULE, int ROWS, bool WHOLE>
-static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
-    step(const __grid_constant__ call c, const bool vector, const divisor tiles, const divisor heads,
-         const divisor group)
+static __global__ void __launch_bounds__(THREADS, WHOLE &&ROWS == 4 ? 3 : 2)
+    step(const __grid_constant__ call c, const bool vector, const divisor tiles,
+         const divisor heads, const divisor group)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int tile = blockIdx.x;
@@ -94,7 +94,8 @@ static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
     int in_group = hv;
     const int h = divide(in_group, group), slot = slot_of(c, n);
     const int column = tile * COLUMNS + (V_FIRST ? warp : threadIdx.x % 8) * 4;
-    const int keeper = V_FIRST ? lane : threadIdx.x / 8; /* the lane that makes this thread's keys */
+    /* the lane that makes this thread's keys */
+    const int keeper = V_FIRST ? lane : threadIdx.x / 8;
     const auto key_of = [&](int i) { return key_of_lane(keeper, i); };
     float S[ROWS][4] = {}, q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1], v[4], o[4];
 
@@ -108,8 +109,8 @@ static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
     char *state = at(c.x[LA_S0], slot, hv);
     const int size = dtype_size(c.x[LA_S0].dtype);
     const int64_t apart = c.x[LA_S0].stride[V_FIRST ? 3 : 2];
-    float *of_thread = (float *)state + (V_FIRST ? column * apart + lane * 4
-                                                 : key_of(0) * apart + column);
+    float *of_thread =
+        (float *)state + (V_FIRST ? column * apart + lane * 4 : key_of(0) * apart + column);
     /* its piece i: in [V][K] column i % 4 and four keys from key i / 4 * 4 on; in [K][V] key i */
     const auto piece_of = [&](int i) {
         return of_thread + (V_FIRST ? i % 4 * apart + i / 4 * 128 : (i / 4 * 128 + i % 4) * apart);
@@ -171,7 +172,8 @@ static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
     const float beta = RULE == LA_DELTA ? number(beta_bits, c.x[LA_BETA].dtype) : 0;
     numbers(v, v_bits, c.x[LA_V].dtype);
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) { /* from the lanes that made them to the threads that want them */
+    /* from the lanes that made them to the threads that want them */
+    for (int i = 0; i < ROWS; i++) {
         if (V_FIRST) continue;
         q[i] = __shfl_sync(~0u, q[i], keeper);
         k[i] = __shfl_sync(~0u, k[i], keeper);
@@ -225,7 +227,8 @@ static __global__ void __launch_bounds__(THREADS, WHOLE && ROWS == 4 ? 3 : 2)
 }
 
 /* z <- z + k, once every block has read z: a warp per head. */
-template <int KEYS> static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
+template <int KEYS>
+static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
     const int n = blockIdx.x / c.HV, hv = blockIdx.x % c.HV, h = hv / (c.HV / c.H);
     const int slot = slot_of(c, n);

@@ -57,7 +57,8 @@ __device__ __forceinline__ int key_of(int i)
 __device__ __forceinline__ int column_of(int w)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    return V_FIRST ? warp * COLUMNS + w : warp / KEY_WORKERS * 64 + w / 4 * 32 + lane % 8 * 4 + w % 4;
+    return V_FIRST ? warp * COLUMNS + w
+                   : warp / KEY_WORKERS * 64 + w / 4 * 32 + lane % 8 * 4 + w % 4;
 }
 
 /* x[0..N/2) <- half of the sums over lanes that differ in bit `step`: the first half where it is 0. */
@@ -311,8 +312,8 @@ static __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
                 take(a, token.a + key_of(0));
             else
                 a[0] = token.a[0];
-            la_token(&S[0][0], COLUMNS, COLUMNS, 0, KEYS, q, k, v, a, token.beta, token.qk, o, DECAY,
-                     RULE);
+            la_token(&S[0][0], COLUMNS, COLUMNS, 0, KEYS, q, k, v, a, token.beta, token.qk, o,
+                     DECAY, RULE);
             move_state<false>(S, stage, c);
             stores_before_copies();
 #pragma unroll

@@ -62,13 +62,18 @@ __device__ __forceinline__ float2 given(float x, float y) { return make_float2(x
 typedef float2 given_pair; /* two neighbours of the caller's */
 #else
 __device__ __forceinline__ element element_of(float x) { return __float2bfloat16_rn(x); }
-__device__ __forceinline__ element_pair given(element x, element y) { return __halves2bfloat162(x, y); }
+__device__ __forceinline__ element_pair given(element x, element y)
+{
+    return __halves2bfloat162(x, y);
+}
 typedef element_pair given_pair;
 #endif
 #endif
-static constexpr bool NARROW = ELEMENT_DTYPE == LA_F16; /* float32's numbers may be too large for it */
+/* float32's numbers may be too large for it */
+static constexpr bool NARROW = ELEMENT_DTYPE == LA_F16;
 enum { PLANES = ELEMENT_DTYPE == LA_F32 ? 2 : 1 };
-static constexpr float TOO_LARGE_FOR_PLANES = 0x1.ffp127f; /* from here on bf16 rounds to infinity */
+/* from here on bf16 rounds to infinity */
+static constexpr float TOO_LARGE_FOR_PLANES = 0x1.ffp127f;
 
 enum { ROWS = 64, PANEL = 64, PLANE_BYTES = ROWS * PANEL * 2, PANEL_BYTES = PLANES * PLANE_BYTES };
 
@@ -117,7 +122,8 @@ template <int LEFT> __device__ __forceinline__ void copies_wait()
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
 {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
+                 : "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
@@ -172,10 +178,11 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int phase)
 __device__ __forceinline__ void engine_copy(uint32_t to, const void *from, int bytes,
                                             uint32_t barrier)
 {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-                 "[%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+        "[%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 
 /* The other way; and until all but the last LEFT of what this thread asked for have been read from
@@ -194,8 +201,8 @@ template <int LEFT> __device__ __forceinline__ void engine_has_read()
 }
 
 /* A box of a tensor: columns i0.., head i1, tokens i2.., batch row i3. */
-__device__ __forceinline__ void engine_copy_box(uint32_t to, const void *map, int i0, int i1, int i2,
-                                                int i3, uint32_t barrier)
+__device__ __forceinline__ void engine_copy_box(uint32_t to, const void *map, int i0, int i1,
+                                                int i2, int i3, uint32_t barrier)
 {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
@@ -289,7 +296,10 @@ __device__ __forceinline__ uint32_t pack(float low, float high)
     return *(const uint32_t *)&x;
 }
 
-__device__ __forceinline__ float2 unpack(uint32_t x) { return numbers_of(*(const element_pair *)&x); }
+__device__ __forceinline__ float2 unpack(uint32_t x)
+{
+    return numbers_of(*(const element_pair *)&x);
+}
 
 /* Two neighbouring numbers of a tile or an operand: what they are the sums of, plane by plane. */
 struct pair_in_planes {
@@ -396,10 +406,11 @@ __device__ __forceinline__ left as_left(const float (&x)[4], const float (&y)[4]
 
 __device__ __forceinline__ void multiply(float (&c)[4], const left &a, uint32_t b0, uint32_t b1)
 {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT_NAME "." ELEMENT_NAME ".f32 {%0, %1, %2, %3}, "
-                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT_NAME "." ELEMENT_NAME
+        ".f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b0), "r"(b1));
 }
 
 /* c[0], c[1] += a b: 16 columns. */
@@ -445,7 +456,10 @@ template <int N> __device__ __forceinline__ void registers_up_to()
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_begin()
+{
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 
 __device__ __forceinline__ void products_commit()
 {
@@ -500,14 +514,15 @@ __device__ __forceinline__ uint64_t described(uint32_t at, int offset)
 #define R16_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define R16_3 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define PRODUCT(N, SUMS, A, B, ADDS, TRANSPOSED, ...) \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ELEMENT_NAME "." ELEMENT_NAME " {" SUMS "}, {" A "}, " B \
-                 ", " #ADDS ", 1, 1, " #TRANSPOSED ";" \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ELEMENT_NAME "." ELEMENT_NAME \
+                 " {" SUMS "}, {" A "}, " B ", " #ADDS ", 1, 1, " #TRANSPOSED ";" \
                  : __VA_ARGS__ \
                  : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b))
 #define PRODUCT_64(ADDS, TRANSPOSED, HOW) \
     PRODUCT(64, R16_0 ", " R16_1, "%32, %33, %34, %35", "%36", ADDS, TRANSPOSED, F32(HOW))
 #define PRODUCT_128(ADDS, TRANSPOSED, HOW) \
-    PRODUCT(128, R16_0 ", " R16_1 ", " R16_2 ", " R16_3, "%64, %65, %66, %67", "%68", ADDS, TRANSPOSED, F64(HOW))
+    PRODUCT(128, R16_0 ", " R16_1 ", " R16_2 ", " R16_3, "%64, %65, %66, %67", "%68", ADDS, \
+            TRANSPOSED, F64(HOW))
 
 /* c += a tile'[column..][..]; `first`: c = that, for sums that begin here (a zero to add to would be
  * written to all of them). The tile's first `zeros` blocks of 16 rows are known to be zeros there:
@@ -524,13 +539,15 @@ __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const left &a, u
 }
 
 /* c += a tile[row..][..] */
-__device__ __forceinline__ void multiply_columns(float (&c)[16][4], const left &a, uint32_t tile, int row)
+__device__ __forceinline__ void multiply_columns(float (&c)[16][4], const left &a, uint32_t tile,
+                                                 int row)
 {
     const uint64_t b = described(tile, row * 128);
     PRODUCT_128(1, 1, "+f");
 }
 
-__device__ __forceinline__ void multiply_columns(float (&c)[8][4], const left &a, uint32_t tile, int row)
+__device__ __forceinline__ void multiply_columns(float (&c)[8][4], const left &a, uint32_t tile,
+                                                 int row)
 {
     const uint64_t b = described(tile, row * 128);
     PRODUCT_64(1, 1, "+f");
@@ -569,7 +586,8 @@ __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const left &a, u
 }
 
 template <int N>
-__device__ __forceinline__ void multiply_columns(float (&c)[N][4], const left &a, uint32_t tile, int row)
+__device__ __forceinline__ void multiply_columns(float (&c)[N][4], const left &a, uint32_t tile,
+                                                 int row)
 {
     const uint32_t columns = lane_with_columns(tile);
 #pragma unroll
@@ -586,7 +604,8 @@ __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const operand &a
     for (int i = PLANES - 1; i >= 0; i--)
 #pragma unroll
         for (int j = PLANES - 1 - i; j >= 0; j--)
-            multiply_rows(c, a.of[j], tile + i * PLANE_BYTES, column, first && i == PLANES - 1, zeros);
+            multiply_rows(c, a.of[j], tile + i * PLANE_BYTES, column, first && i == PLANES - 1,
+                          zeros);
 }
 
 template <int N>
@@ -639,10 +658,10 @@ __device__ __forceinline__ void multiply_tf32(float (&c)[4], const float *A, int
     for (int s = 0; s < STEPS; s++) {
         const float *a = A + i * lda + 8 * s + j, *b = B + (8 * s + j) * ldb + i;
         asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
-                     "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(tf32(a[0])), "r"(tf32(a[8 * lda])), "r"(tf32(a[4])),
-                       "r"(tf32(a[8 * lda + 4])), "r"(tf32(b[0])), "r"(tf32(b[4 * ldb])));
+            "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(tf32(a[0])), "r"(tf32(a[8 * lda])), "r"(tf32(a[4])), "r"(tf32(a[8 * lda + 4])),
+              "r"(tf32(b[0])), "r"(tf32(b[4 * ldb])));
     }
 }
 

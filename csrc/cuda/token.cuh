@@ -5,8 +5,8 @@
 #include "load.cuh"
 
 /* Four numbers in a row, of which the first `there` exist. */
-__device__ __forceinline__ void load_four(float (&x)[4], const char *from, la_dtype dtype, int there,
-                                          bool vector)
+__device__ __forceinline__ void load_four(float (&x)[4], const char *from, la_dtype dtype,
+                                          int there, bool vector)
 {
     if (vector && there >= 4) {
         if (dtype == LA_F32) {
@@ -90,7 +90,10 @@ __device__ __forceinline__ void numbers(float (&x)[4], const four_bits &bits, la
 
 /* ---- a row of keys, by one warp: a lane has four, or four of each half ---- */
 
-__device__ __forceinline__ int key_of_lane(int lane, int i) { return i / 4 * 128 + lane * 4 + i % 4; }
+__device__ __forceinline__ int key_of_lane(int lane, int i)
+{
+    return i / 4 * 128 + lane * 4 + i % 4;
+}
 
 template <int KEYS>
 __device__ __forceinline__ void load_key_bits(const call &c, const view &from, int n, int h,
@@ -126,7 +129,8 @@ __device__ __forceinline__ void make_key(const call &c, const four_bits (&bits)[
 
 /* A gate per key: bits, of float32 where it is float64, and decays. */
 template <int KEYS>
-__device__ __forceinline__ void load_decay_bits(const call &c, int n, int hv, four_bits (&x)[KEYS / 4])
+__device__ __forceinline__ void load_decay_bits(const call &c, int n, int hv,
+                                                four_bits (&x)[KEYS / 4])
 {
     const int lane = threadIdx.x % 32, size = dtype_size(c.x[LA_G].dtype);
     const char *row = at(c.x[LA_G], n, 0, hv);

@@ -14,7 +14,13 @@
 
 /* Registers are given to four warps at once: the fetching one comes with three that do nothing, and
  * leaves most of its registers to the others. 65536 = 128 (40 + 2 * 232), less 1024. */
-enum { MOST_STAGES = 3, MOST_WARPS = 8, FETCHERS = 4, FETCHER_REGISTERS = 40, WALKER_REGISTERS = 232 };
+enum {
+    MOST_STAGES = 3,
+    MOST_WARPS = 8,
+    FETCHERS = 4,
+    FETCHER_REGISTERS = 40,
+    WALKER_REGISTERS = 232
+};
 
 /* Where the parts of a chunk lie in shared memory: a stage. */
 template <int KP, la_decay DECAY, la_rule RULE> struct stage {
@@ -42,7 +48,8 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
 };
 
 struct walk_flags {
-    bool v_pieces, o_pieces; /* rows of v come, rows of o go (not in planes) in pieces of 16 bytes */
+    /* rows of v come, rows of o go (not in planes) in pieces of 16 bytes */
+    bool v_pieces, o_pieces;
     int stages;
 };
 
@@ -130,7 +137,8 @@ __device__ void copy_rows(const view &x, int columns, int b, int t, int n, int h
 
 __device__ inline void copy_bytes(uint32_t to, const char *from, int bytes)
 {
-    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) copy_async(to + i, from + i, true);
+    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16)
+        copy_async(to + i, from + i, true);
 }
 #endif
 
@@ -159,7 +167,8 @@ template <int N> __device__ __forceinline__ bool has_odd(const operand (&x)[N])
 }
 
 /* The first of n tokens with one in some of this warp's columns of v; C if there is none. */
-static __device__ __noinline__ int first_odd(const call &c, const unit &u, int t, int n, int v0, int columns)
+static __device__ __noinline__ int first_odd(const call &c, const unit &u, int t, int n, int v0,
+                                             int columns)
 {
     int first = C;
     for (int j = threadIdx.x % 32; j < n * columns && first == C; j += 32) {
@@ -275,8 +284,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
         const uint32_t base = address_of(shared + into * bytes);
         const int t = u.begin + i * C;
         const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
-        const int64_t keys = ((int64_t)(slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) *
-                             tile_bytes(KP);
+        const int64_t keys =
+            ((int64_t)(slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) * tile_bytes(KP);
         const struct {
             int at;
             const void *from;
@@ -314,8 +323,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                                 barrier);
         }
         for (int j = 0; j < v_panels * PLANES; j++)
-            engine_copy_box(base + part::v + j * BOX_BYTES, &maps.v, tile * width * 16 + j * BOX, u.hv, t,
-                            u.b, barrier);
+            engine_copy_box(base + part::v + j * BOX_BYTES, &maps.v, tile * width * 16 + j * BOX,
+                            u.hv, t, u.b, barrier);
         odd_at[into] = odd;
         barrier_expect(barrier, bytes);
 #else
@@ -369,10 +378,12 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     /* where this lane reads, transposed, and writes 8 x 8 blocks of its warp's columns of v, of o */
     const int slice = part::v + line / 4 * PANEL_BYTES +
                       piece_at(lane / 16 * 8 + lane % 8, line % 4 * 2 + lane / 8 % 2);
-    const int o_piece = part::v + line / 4 * PANEL_BYTES + piece_at(lane / 2, line % 4 * 2 + lane % 2);
+    const int o_piece =
+        part::v + line / 4 * PANEL_BYTES + piece_at(lane / 2, line % 4 * 2 + lane % 2);
     const bool o_whole = f.o_pieces && columns == 16;
 
-    const int first_key = half * KEYS, own = half * tile_bytes(KEYS); /* of this warp, in tiles of keys */
+    /* of this warp, in tiles of keys */
+    const int first_key = half * KEYS, own = half * tile_bytes(KEYS);
     constexpr int READ = 8 / HALVES; /* of eight tokens each: what it finishes of O */
     const int first_read = half * READ;
     partner other = {(float4 *)(shared + f.stages * bytes) + line * 32 + lane, line, width, half};
@@ -388,10 +399,11 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             if (WAY == TO_ENDS)
                 S[i][e] = identity && (slice_index - slices) * 16 + column == key;
             else if (g.starts)
-                S[i][e] = slice_index < slices
-                              ? g.starts[((head * g.count + segment) * slices * 16 + v0 + column) *
-                                             KP + key]
-                              : 0;
+                S[i][e] =
+                    slice_index < slices
+                        ? g.starts[((head * g.count + segment) * slices * 16 + v0 + column) * KP +
+                                   key]
+                        : 0;
             else if (c.x[LA_S0].data && column < columns && key < c.K)
                 S[i][e] =
                     load<float>(at(c.x[LA_S0], u.n, u.hv, key, v0 + column), c.x[LA_S0].dtype);
@@ -413,7 +425,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 for (int e = 0; e < 4; e++)
                     if (isfinite(S[j][e])) most = fmaxf(most, fabsf(S[j][e]));
             if (HALVES == 2) most = other.largest(most);
-            const unsigned all = __reduce_max_sync(~0u, __float_as_uint(most)); /* in the order of floats */
+            /* in the order of floats */
+            const unsigned all = __reduce_max_sync(~0u, __float_as_uint(most));
             while (__uint_as_float(all) > MOST_OF_ELEMENT * grow) grow *= 2;
 #pragma unroll
             for (int j = 0; j < KEYS / 8; j++)
@@ -430,7 +443,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             const int t = u.begin + i * C, n = min(C, u.end - t);
 #if HAS_WARP_GROUPS
             barrier_wait(address_of(filled + stage_at), round);
-            if (n < C && !again) { /* boxes go on into the next sequence, whose NaN must not come along */
+            /* boxes go on into the next sequence, whose NaN must not come along */
+            if (n < C && !again) {
                 if (part::has_k && !w.k)
                     for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32)
                         *(uint4 *)(room + part::k + piece_at(n + j / (KP / 8), j % (KP / 8))) =
@@ -438,7 +452,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 if (PLANES == 1 && f.v_pieces && columns > 0)
                     for (int j = lane; j < (C - n) * 2; j += 32)
                         *(uint4 *)(room + part::v + line / 4 * PANEL_BYTES +
-                                   piece_at(n + j / 2, line % 4 * 2 + j % 2)) = make_uint4(0, 0, 0, 0);
+                                   piece_at(n + j / 2, line % 4 * 2 + j % 2)) =
+                            make_uint4(0, 0, 0, 0);
                 stores_before_copies();
                 some_warps_wait(warps);
             }
@@ -454,7 +469,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 for (int j = lane; j < C * 16; j += 32) {
                     const int row = j / 16, column = j % 16;
                     *(element *)(room + part::v + line / 4 * PANEL_BYTES +
-                              element_at(row, line % 4 * 16 + column)) =
+                                 element_at(row, line % 4 * 16 + column)) =
                         row < n && column < columns
                             ? *(const element *)at(c.x[LA_V], u.b, t + row, u.hv, v0 + column)
                             : element_of(0);
@@ -475,7 +490,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) large |= !(fabsf(S[j][e]) < TOO_LARGE_FOR_PLANES);
-            const auto multiply_state = [&](float(&sums)[8][4], int tile) { /* sums = S times it */
+            /* sums = S times it */
+            const auto multiply_state = [&](float(&sums)[8][4], int tile) {
                 constexpr int AT_ONCE = PLANES == 1 ? KEYS / 16 : 2;
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; i += AT_ONCE) {
@@ -483,7 +499,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 #pragma unroll
                     for (int j = 0; j < AT_ONCE; j++) {
                         x[j] = s[PLANES == 1 ? j : 0];
-                        if constexpr (PLANES == 2) x[j] = as_operand(S[2 * (i + j)], S[2 * (i + j) + 1]);
+                        if constexpr (PLANES == 2)
+                            x[j] = as_operand(S[2 * (i + j)], S[2 * (i + j) + 1]);
                     }
                     products_begin();
 #pragma unroll
@@ -519,7 +536,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 for (int m = 0; m < 4; m++) U[m] = {};
             if (end < C) keep_before(U, pair, end);
 
-            const auto scale_rows = [&] { /* of the additive rule's U, for the carry */
+            /* of the additive rule's U, for the carry */
+            const auto scale_rows = [&] {
                 if constexpr (DECAY == LA_TOKEN) {
 #pragma unroll
                     for (int m = 0; m < 4; m++)
@@ -568,7 +586,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 if (end < C) keep_before(x, pair, end);
                 products_begin();
 #pragma unroll
-                for (int j = 0; j < 4; j++) multiply_rows(X, x[j], base + part::inverse, j * 16, j == 0, j);
+                for (int j = 0; j < 4; j++)
+                    multiply_rows(X, x[j], base + part::inverse, j * 16, j == 0, j);
                 products_commit();
                 if (reads) read_state();
                 products_wait<WAY == ALONG>(); /* for U, not yet for what is read */
@@ -595,15 +614,18 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
              * infinity is none) is not seen in U; it goes token by token. */
             if (WAY != ACROSS) {
                 bool odd = end > 0 && (has_odd(U) || (end == C && odd_at[stage_at] < C));
-                if (NARROW && DECAY == LA_TOKEN && end == C) odd |= has_odd(Ut); /* of decays above one */
-                const bool too_wide = (NARROW || PLANES == 2) && RULE == LA_ADDITIVE && reads && end == C &&
-                                      other_too<HALVES>(__any_sync(~0u, large || (NARROW && has_odd(s))), line);
+                /* of decays above one */
+                if (NARROW && DECAY == LA_TOKEN && end == C) odd |= has_odd(Ut);
+                const bool too_wide =
+                    (NARROW || PLANES == 2) && RULE == LA_ADDITIVE && reads && end == C &&
+                    other_too<HALVES>(__any_sync(~0u, large || (NARROW && has_odd(s))), line);
                 odd |= too_wide;
                 if (__builtin_expect(any_of_group(odd), 0)) {
                     products_wait<0>();
                     if (__any_sync(~0u, odd)) {
                         int first = end < C ? 0 : odd_at[stage_at];
-                        if (end == C && columns > 0) first = min(first, first_odd(c, u, t, n, v0, columns));
+                        if (end == C && columns > 0)
+                            first = min(first, first_odd(c, u, t, n, v0, columns));
                         if (too_wide) first = C;
                         end = first < C ? first : 0; /* 0: it is in the state */
                     }
@@ -613,12 +635,14 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 }
             }
 
-            float after[KP / 2], o[READ * 4]; /* where tokens go one by one: the state, what is read */
+            /* where tokens go one by one: the state, what is read */
+            float after[KP / 2], o[READ * 4];
             if (__builtin_expect(end < C, 0)) {
 #pragma unroll
                 for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) after[((half * KEYS / 8 + j) * 2 + e % 2) * 2 + e / 2] = S[j][e];
+                    for (int e = 0; e < 4; e++)
+                        after[((half * KEYS / 8 + j) * 2 + e % 2) * 2 + e / 2] = S[j][e];
                 if constexpr (HALVES == 2)
 #pragma unroll
                     for (int i = 0; i < KEYS / 8; i += 8) {
@@ -637,13 +661,15 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     }
             }
             if (RULE == LA_ADDITIVE && reads) read_state();
-            if (RULE == LA_ADDITIVE && PLANES == 2) scale_rows(); /* now that planes of S are done with */
+            /* now that planes of S are done with */
+            if (RULE == LA_ADDITIVE && PLANES == 2) scale_rows();
             if (writes && DECAY != LA_NONE)
 #pragma unroll
                 for (int j = 0; j < KEYS / 8; j++) {
                     const float2 a =
-                        DECAY == LA_KEY ? *(const float2 *)(room + part::total + (first_key + j * 8 + pair) * 4)
-                                        : make_float2(in[C - 1], in[C - 1]);
+                        DECAY == LA_KEY
+                            ? *(const float2 *)(room + part::total + (first_key + j * 8 + pair) * 4)
+                            : make_float2(in[C - 1], in[C - 1]);
                     S[j][0] *= a.x;
                     S[j][1] *= a.y;
                     S[j][2] *= a.x;
@@ -653,7 +679,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    multiply_columns(S, Ut[j], base + (DECAY == LA_KEY ? part::kt : part::k) + own, j * 16);
+                    multiply_columns(S, Ut[j], base + (DECAY == LA_KEY ? part::kt : part::k) + own,
+                                     j * 16);
                 products_commit();
             }
             if (reads) {
@@ -716,14 +743,16 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 #pragma unroll
                     for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
-                        for (int e = 0; e < 4; e++) S[j][e] = after[((half * KEYS / 8 + j) * 2 + e % 2) * 2 + e / 2];
+                        for (int e = 0; e < 4; e++)
+                            S[j][e] = after[((half * KEYS / 8 + j) * 2 + e % 2) * 2 + e / 2];
             }
 
             if (reads) {
                 if (part::may_divide && w.den)
 #pragma unroll
                     for (int m = 0; m < READ; m++) {
-                        const float2 by = *(const float2 *)(room + part::den + ((first_read + m) * 8 + pair) * 4);
+                        const float2 by =
+                            *(const float2 *)(room + part::den + ((first_read + m) * 8 + pair) * 4);
                         O[m][0] /= by.x;
                         O[m][1] /= by.y;
                         O[m][2] /= by.x;
@@ -788,8 +817,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 
     if (WAY == TO_ENDS) {
         const int all = tiles * width * 16; /* rows of ends, whole blocks of them */
-        float *end = g.ends + ((head * g.count + segment) * all + v0 + lane / 4) * KP +
-                     first_key + pair;
+        float *end =
+            g.ends + ((head * g.count + segment) * all + v0 + lane / 4) * KP + first_key + pair;
 #pragma unroll
         for (int i = 0; i < KEYS / 8; i++) {
             *(float2 *)(end + i * 8) = make_float2(S[i][0], S[i][1]);
