@@ -1,6 +1,6 @@
 /* The chunk form's adjoint on Hopper's tensor cores, for bf16 arrays: three kernels.
  *
- * `prepare` as in the forward, with L besides; `walk_both`, forwards and backwards; and the local part of
+ * `prepare` as in the forward, with L besides; `chunks_both_ways`, forwards and backwards; and the local part of
  * every chunk. dq and dk go to the caller's arrays, or, where value heads share them or q and k
  * were normed or mapped, by way of a slot per value head and `gather`. */
 #include "local_key.cuh"
@@ -8,19 +8,20 @@
 #include <initializer_list>
 
 template <int KP, la_decay DECAY, la_rule RULE>
-static cudaError_t launch_walks_again(const call &c, const gradients &d, const chunks &w,
-                                      const back_maps &maps, const kept &f, int processors,
-                                      cudaStream_t stream)
+static cudaError_t launch_both_ways(const call &c, const gradients &d, const chunks &w,
+                                    const backward_maps &maps, const kept &f, int processors,
+                                    cudaStream_t stream)
 {
-    const auto kernel = walk_both<KP, DECAY, RULE>;
+    const auto kernel = chunks_both_ways<KP, DECAY, RULE>;
     const int panels = (c.V + PANEL - 1) / PANEL;
     const int64_t heads = (int64_t)c.N * c.HV;
     /* two panels share the tiles of a block, unless that leaves processors without one */
     const int warps = panels > 1 && heads * ((panels + 1) / 2) * 2 >= processors ? 8 : 4;
     const int tiles = (panels + warps / 4 - 1) / (warps / 4);
-    const int bytes = LAP_STAGES * lap<KP, DECAY, RULE, true>::bytes(warps); /* the larger one's */
-    return launch(kernel, 2 * heads * tiles, (warps + LAP_FETCHERS) * 32, bytes, stream, c, d, w,
-                  maps, f, tiles);
+    const int bytes =
+        ADJOINT_STAGES * adjoint_stage<KP, DECAY, RULE, true>::bytes(warps); /* the larger one's */
+    return launch(kernel, 2 * heads * tiles, (warps + ADJOINT_FETCHERS) * 32, bytes, stream, c, d,
+                  w, maps, f, tiles);
 }
 
 /* Is this the code for Hopper, on a device with room for it? Other code is empty, and for one warp. */
@@ -206,7 +207,7 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
         const int64_t row = (int64_t)c.HV * c.V;
         d[LA_DO] = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
     }
-    back_maps maps = {};
+    backward_maps maps = {};
     map_of(c, c.x[LA_Q], c.H, c.K, &maps.q); /* or q and k are read where prepare leaves them */
     map_of(c, c.x[LA_K], c.H, c.K, &maps.k);
     if (!map_of(c, c.x[LA_V], c.HV, c.V, &maps.v) || !map_of(c, d[LA_DO], c.HV, c.V, &maps.d_o))
@@ -216,7 +217,7 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
                        per_key ? KEY_THREADS : SCALAR_THREADS, prepare_bytes<KP, DECAY, RULE>(),
                        stream, c, x.w, x.to.q_as_given, x.to.k_as_given);
     if (error == cudaSuccess)
-        error = launch_walks_again<KP, DECAY, RULE>(c, d, x.w, maps, x.f, processors, stream);
+        error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, processors, stream);
     if (error == cudaSuccess)
         error = launch(local, places, LOCAL_THREADS, local_bytes<KP, DECAY, RULE>(), stream, c, d,
                        x.w, maps, x.f, x.to);

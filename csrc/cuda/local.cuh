@@ -1,5 +1,5 @@
 /* The adjoint of what belongs to one chunk alone, all chunks side by side: from the states that the
- * walks of again.cuh kept to dq, dk, the gate's gradient and beta's. docs/math.md, section 6:
+ * walks of recompute.cuh kept to dq, dk, the gate's gradient and beta's. docs/math.md, section 6:
  *
  *     dP = lower(dO U')       dL = -strict(dV U')       U = diag(b) E, dV = diag(b) Z
  *     dq^ = dO S'             dk^ = -dV S'              dk~ = U dS'
@@ -10,7 +10,7 @@
 #ifndef LINATTN_CUDA_LOCAL_CUH
 #define LINATTN_CUDA_LOCAL_CUH
 
-#include "again.cuh"
+#include "recompute.cuh"
 
 enum { LOCAL_THREADS = 256, LOCAL_STAGES = 2 };
 
@@ -120,7 +120,7 @@ __device__ __forceinline__ void store_rows(const call &c, const unit &u, const v
 template <int KP, la_decay DECAY, la_rule RULE>
 __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     local_scalar(const __grid_constant__ call c, const __grid_constant__ gradients d,
-                 const __grid_constant__ chunks w, const __grid_constant__ back_maps maps,
+                 const __grid_constant__ chunks w, const __grid_constant__ backward_maps maps,
                  const __grid_constant__ kept f, const __grid_constant__ local_flags to)
 {
 #if HAS_WARP_GROUPS

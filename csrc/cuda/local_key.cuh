@@ -122,7 +122,7 @@ __device__ __forceinline__ void multiply_block(float (&c)[KP / 8][4], const left
 template <int KP, la_rule RULE>
 __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     local_key(const __grid_constant__ call c, const __grid_constant__ gradients d,
-              const __grid_constant__ chunks w, const __grid_constant__ back_maps maps,
+              const __grid_constant__ chunks w, const __grid_constant__ backward_maps maps,
               const __grid_constant__ kept f, const __grid_constant__ local_flags to)
 {
 #if HAS_WARP_GROUPS

@@ -410,7 +410,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
         }
 
     int stage_at = 0, round = 0;
-    bool again = false;
+    bool second_time = false;
     int end = C; /* a second look at a chunk: the first token that is left out of the products */
     for (int pass = first_pass; pass < 2; pass++) {
         const bool writes = WAY != ACROSS || pass == 0;
@@ -444,7 +444,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 #if HAS_WARP_GROUPS
             barrier_wait(address_of(filled + stage_at), round);
             /* boxes go on into the next sequence, whose NaN must not come along */
-            if (n < C && !again) {
+            if (n < C && !second_time) {
                 if (part::has_k && !w.k)
                     for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32)
                         *(uint4 *)(room + part::k + piece_at(n + j / (KP / 8), j % (KP / 8))) =
@@ -458,7 +458,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 some_warps_wait(warps);
             }
 #else
-            if (!again) {
+            if (!second_time) {
                 copies_wait<0>();
                 __syncthreads(); /* chunk i is there, and nobody needs chunk i - 1 any more */
                 if (i + 1 < last_chunk) fetch(i + 1, stage_at + 1 == f.stages ? 0 : stage_at + 1);
@@ -629,7 +629,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                         if (too_wide) first = C;
                         end = first < C ? first : 0; /* 0: it is in the state */
                     }
-                    again = true;
+                    second_time = true;
                     i--;
                     continue;
                 }
@@ -806,7 +806,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 #endif
             if (++stage_at == f.stages) stage_at = 0, round ^= 1;
             end = C;
-            again = false;
+            second_time = false;
         }
         if (NARROW && WAY == ACROSS && reads)
 #pragma unroll

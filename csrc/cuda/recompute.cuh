@@ -4,22 +4,22 @@
  * a warp has 16 value columns. docs/math.md, section 6, in two parts: what goes from chunk to chunk is
  * here, what stays within one is local.cuh's.
  *
- *     AGAIN   W = V - k^ S,  U = A W,  E = W - L U         keeps S (before the chunk) and E
+ *     RECOMPUTE   W = V - k^ S,  U = A W,  E = W - L U         keeps S (before the chunk) and E
  *             S <- diag(a) S + k~' U
- *     BACK    dU = k~ dS + P' dO,  dV = A' dU,  Z = dU - L' dV    keeps dS (after the chunk) and Z
+ *     BACKWARD    dU = k~ dS + P' dO,  dV = A' dU,  Z = dU - L' dV    keeps dS (after the chunk) and Z
  *             dS <- diag(a) dS + q^' dO - k^' dV
  *
  * U = diag(b) E and dV = diag(b) Z, for Z the gradient of U: with E and Z, not U and dV, the gradient of
  * beta is Z_i . E_i, which divides by nothing. The additive rule has U = V and dV = dU, nothing else.
  *
- * In BACK a NaN in dO must not reach later tokens, which zero times NaN in a triangle's product would
+ * In BACKWARD a NaN in dO must not reach later tokens, which zero times NaN in a triangle's product would
  * let it: see `spoiled`. */
-#ifndef LINATTN_CUDA_AGAIN_CUH
-#define LINATTN_CUDA_AGAIN_CUH
+#ifndef LINATTN_CUDA_RECOMPUTE_CUH
+#define LINATTN_CUDA_RECOMPUTE_CUH
 
 #include "prepare.cuh"
 
-enum { LAP_STAGES = 2, LAP_WARPS = 8, LAP_FETCHERS = 4 };
+enum { ADJOINT_STAGES = 2, ADJOINT_WARPS = 8, ADJOINT_FETCHERS = 4 };
 
 /* What the walks keep: tiles of C rows. */
 struct kept {
@@ -28,18 +28,18 @@ struct kept {
     char *E, *Z;
 };
 
-struct back_maps {
+struct backward_maps {
     CUtensorMap q, k, v, d_o;
 };
 
 /* Where the parts of a chunk lie in shared memory. */
-template <int KP, la_decay DECAY, la_rule RULE, bool BACK> struct lap {
+template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_stage {
     static constexpr bool delta = RULE == LA_DELTA;
     static constexpr bool has_k = delta || DECAY != LA_KEY; /* else k~ is all there is */
     static constexpr int k = 0, q = k + (has_k ? tile_bytes(KP) : 0);
-    static constexpr int kt = q + (BACK ? tile_bytes(KP) : 0);
+    static constexpr int kt = q + (BACKWARD ? tile_bytes(KP) : 0);
     static constexpr int scores = kt + (DECAY == LA_KEY ? tile_bytes(KP) : 0);
-    static constexpr int inverse = scores + (BACK ? PANEL_BYTES : 0);
+    static constexpr int inverse = scores + (BACKWARD ? PANEL_BYTES : 0);
     static constexpr int lower = inverse + (delta ? PANEL_BYTES : 0);
     static constexpr int in = lower + (delta ? PANEL_BYTES : 0);
     static constexpr int out = in + (DECAY == LA_TOKEN ? C * 4 : 0);
@@ -147,16 +147,16 @@ __device__ __forceinline__ void put_state(char *tile, int row, const left (&s)[K
 }
 #endif
 
-template <int KP, la_decay DECAY, la_rule RULE, bool BACK>
-__device__ __forceinline__ void walk_again(const call &c, const gradients &d, const chunks &w,
-                                           const back_maps &maps, const kept &f, int tiles,
-                                           int index)
+template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD>
+__device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradients &d,
+                                                   const chunks &w, const backward_maps &maps,
+                                                   const kept &f, int tiles, int index)
 {
 #if HAS_WARP_GROUPS
-    typedef lap<KP, DECAY, RULE, BACK> part;
+    typedef adjoint_stage<KP, DECAY, RULE, BACKWARD> part;
     constexpr bool delta = RULE == LA_DELTA;
     extern __shared__ __align__(1024) char shared[];
-    const int warps = blockDim.x / 32 - LAP_FETCHERS, warp = threadIdx.x / 32,
+    const int warps = blockDim.x / 32 - ADJOINT_FETCHERS, warp = threadIdx.x / 32,
               lane = threadIdx.x % 32;
     const int tile = index % tiles, head = index / tiles;
     const unit u = unit_of(c, head / c.HV, head % c.HV);
@@ -165,12 +165,12 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
     const int own_panels = min(warps / 4, panels - tile * (warps / 4));
     const int all_chunks = (u.end - u.begin + C - 1) / C;
     const int slot0 = first_slot(c, u.n), bytes = part::bytes(warps);
-    const auto chunk_at = [&](int i) { return BACK ? all_chunks - 1 - i : i; };
+    const auto chunk_at = [&](int i) { return BACKWARD ? all_chunks - 1 - i : i; };
 
-    __shared__ int odd_at[LAP_STAGES]; /* w.odd of the chunk */
-    __shared__ uint64_t filled[LAP_STAGES], done[LAP_STAGES];
+    __shared__ int odd_at[ADJOINT_STAGES]; /* w.odd of the chunk */
+    __shared__ uint64_t filled[ADJOINT_STAGES], done[ADJOINT_STAGES];
     if (threadIdx.x == 0) {
-        for (int j = 0; j < LAP_STAGES; j++) {
+        for (int j = 0; j < ADJOINT_STAGES; j++) {
             barrier_init(address_of(filled + j), 1);
             barrier_init(address_of(done + j), warps * ARRIVALS_OF_WARP);
         }
@@ -194,9 +194,9 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
                 int bytes;
             } pieces[] = {
                 {part::k, part::has_k && w.k ? w.k + keys : NULL, tile_bytes(KP)},
-                {part::q, BACK && w.q ? w.q + keys : NULL, tile_bytes(KP)},
+                {part::q, BACKWARD && w.q ? w.q + keys : NULL, tile_bytes(KP)},
                 {part::kt, DECAY == LA_KEY ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
-                {part::scores, BACK ? w.scores + place * PANEL_BYTES : NULL, PANEL_BYTES},
+                {part::scores, BACKWARD ? w.scores + place * PANEL_BYTES : NULL, PANEL_BYTES},
                 {part::inverse, delta ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
                 {part::lower, delta ? w.lower + place * PANEL_BYTES : NULL, PANEL_BYTES},
                 {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
@@ -206,7 +206,7 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
             barrier_wait(address_of(done + into), round ^ 1); /* at once, the first time */
             const int odd = w.odd[place];
             int expected = (part::has_k && !w.k ? tile_bytes(KP) : 0) +
-                           (BACK && !w.q ? tile_bytes(KP) : 0) + own_panels * PANEL_BYTES;
+                           (BACKWARD && !w.q ? tile_bytes(KP) : 0) + own_panels * PANEL_BYTES;
 #pragma unroll
             for (const auto &x : pieces)
                 if (x.from) {
@@ -218,16 +218,16 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
                 if (part::has_k && !w.k)
                     engine_copy_box(base + part::k + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t,
                                     u.b, barrier);
-                if (BACK && !w.q)
+                if (BACKWARD && !w.q)
                     engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t,
                                     u.b, barrier);
             }
             for (int j = 0; j < own_panels; j++)
-                engine_copy_box(base + part::v + j * PANEL_BYTES, BACK ? &maps.d_o : &maps.v,
+                engine_copy_box(base + part::v + j * PANEL_BYTES, BACKWARD ? &maps.d_o : &maps.v,
                                 (tile * (warps / 4) + j) * PANEL, u.hv, t, u.b, barrier);
             odd_at[into] = odd;
             barrier_expect(barrier, expected);
-            if (++into == LAP_STAGES) into = 0, round ^= 1;
+            if (++into == ADJOINT_STAGES) into = 0, round ^= 1;
         }
         return;
     }
@@ -241,7 +241,7 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
 
     /* S' or dS' [16 columns][KP]: thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
     float S[KP / 8][4];
-    const view &from = BACK ? d[LA_DST] : c.x[LA_S0];
+    const view &from = BACKWARD ? d[LA_DST] : c.x[LA_S0];
 #pragma unroll
     for (int i = 0; i < KP / 8; i++)
 #pragma unroll
@@ -263,7 +263,7 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
             for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32) {
                 const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
                 if (part::has_k && !w.k) *(uint4 *)(room + part::k + at) = make_uint4(0, 0, 0, 0);
-                if (BACK && !w.q) *(uint4 *)(room + part::q + at) = make_uint4(0, 0, 0, 0);
+                if (BACKWARD && !w.q) *(uint4 *)(room + part::q + at) = make_uint4(0, 0, 0, 0);
             }
             for (int j = lane; j < (C - n) * 2; j += 32)
                 *(uint4 *)(room + place_of_v + piece_at(n + j / 2, warp % 4 * 2 + j % 2)) =
@@ -282,7 +282,7 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
         /* what is kept of the state */
         const auto keep_state = [&] {
             if (v0 < panels * PANEL)
-                put_state<KP>((BACK ? f.d_states : f.states) +
+                put_state<KP>((BACKWARD ? f.d_states : f.states) +
                                   (place * panels + panel) * tile_bytes(KP),
                               warp % 4 * 16, s);
         };
@@ -305,7 +305,7 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
             }
         };
 
-        if constexpr (!BACK) {
+        if constexpr (!BACKWARD) {
             float E[8][4] = {};
             keep_state();
             if constexpr (delta) {
@@ -335,8 +335,8 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
                 products_wait<0>();
                 products_in(X);
                 as_operands(x, X, NULL, 1);
-                left carried[4];
-                as_operands(carried, X, DECAY == LA_TOKEN ? out : NULL, 1);
+                left to_state[4];
+                as_operands(to_state, X, DECAY == LA_TOKEN ? out : NULL, 1);
                 decay_state();
                 products_begin();
 #pragma unroll
@@ -345,7 +345,7 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    multiply_columns(S, carried[j], base + (DECAY == LA_KEY ? part::kt : part::k),
+                    multiply_columns(S, to_state[j], base + (DECAY == LA_KEY ? part::kt : part::k),
                                      j * 16);
                 products_commit();
                 products_wait<1>();
@@ -484,7 +484,7 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
                     for (int e = 0; e < 4; e++)
                         if (end[e / 2]) S[j][e] = nanf("");
         }
-        if constexpr (!BACK)
+        if constexpr (!BACKWARD)
             if (odd)
 #pragma unroll
                 for (int j = 0; j < KP / 8; j++)
@@ -492,9 +492,9 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
                     for (int e = 0; e < 4; e++) S[j][e] = nanf("");
         stores_before_copies();
         warp_arrives(address_of(done + stage_at));
-        if (++stage_at == LAP_STAGES) stage_at = 0, round ^= 1;
+        if (++stage_at == ADJOINT_STAGES) stage_at = 0, round ^= 1;
     }
-    if constexpr (BACK)
+    if constexpr (BACKWARD)
 #pragma unroll
         for (int i = 0; i < KP / 8; i++)
 #pragma unroll
@@ -506,19 +506,19 @@ __device__ __forceinline__ void walk_again(const call &c, const gradients &d, co
 #endif
 }
 
-/* Neither needs what the other keeps, so they go side by side: BACK, the longer one, in the first half of
+/* Neither needs what the other keeps, so they go side by side: BACKWARD, the longer one, in the first half of
  * the blocks. */
 template <int KP, la_decay DECAY, la_rule RULE>
-__global__ void __launch_bounds__((LAP_WARPS + LAP_FETCHERS) * 32, 1)
-    walk_both(const __grid_constant__ call c, const __grid_constant__ gradients d,
-              const __grid_constant__ chunks w, const __grid_constant__ back_maps maps,
-              const __grid_constant__ kept f, int tiles)
+__global__ void __launch_bounds__((ADJOINT_WARPS + ADJOINT_FETCHERS) * 32, 1)
+    chunks_both_ways(const __grid_constant__ call c, const __grid_constant__ gradients d,
+                     const __grid_constant__ chunks w, const __grid_constant__ backward_maps maps,
+                     const __grid_constant__ kept f, int tiles)
 {
     const int half = gridDim.x / 2, index = blockIdx.x % half;
     if (blockIdx.x < half)
-        walk_again<KP, DECAY, RULE, true>(c, d, w, maps, f, tiles, index);
+        chunks_for_adjoint<KP, DECAY, RULE, true>(c, d, w, maps, f, tiles, index);
     else
-        walk_again<KP, DECAY, RULE, false>(c, d, w, maps, f, tiles, index);
+        chunks_for_adjoint<KP, DECAY, RULE, false>(c, d, w, maps, f, tiles, index);
 }
 
 #endif
