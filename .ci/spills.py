@@ -21,8 +21,12 @@ LIST = Path(__file__).with_suffix(".txt")
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 FUNCTION = re.compile(r"Function properties for (\w+)")
 SPILLS = re.compile(r"\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-CHUNK = re.compile(r"(walk|prepare_[a-z]+)<(64|128), (?!.*\bfloat\b)")
-PLACES = {("sm_80", "walk"), ("sm_80", "prepare"), ("sm_90a", "walk"), ("sm_90a", "prepare")}
+CHUNK = re.compile(r"(chunks_forward|prepare_[a-z]+)<(64|128), (?!.*\bfloat\b)")
+PLACES = {
+    (arch, kernel)
+    for arch in ("sm_80", "sm_90a")
+    for kernel in ("chunks_forward", "prepare_key", "prepare_scalar")
+}
 
 
 def spills(logs):
@@ -45,7 +49,7 @@ def plain(names):
     ).stdout.splitlines()
     for name in said:
         name = re.sub(r"^void |_INTERNAL_\w+::|\(anonymous namespace\)::", "", name)
-        name = re.sub(r"\(la_(decay|rule)\)", r"\1=", name).replace("(way)", "way=")
+        name = re.sub(r"\(la_(decay|rule)\)", r"\1=", name).replace("(form)", "form=")
         yield name[: name.index("(")] if "(" in name else name
 
 
@@ -76,7 +80,7 @@ def main():
         for ((arch, file, _), bytes_), name in zip(found, names, strict=True)
     }
     spilling = {key: bytes_ for key, bytes_ in sorted(kernels.items()) if any(bytes_)}
-    there = {(arch, re.split("[<_]", name)[0]) for arch, _, name in kernels}
+    there = {(arch, name.split("<")[0]) for arch, _, name in kernels}
     if missing := PLACES - there:
         return f"not in the logs: {sorted(missing)}"
     if options.write:

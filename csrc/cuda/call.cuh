@@ -27,7 +27,7 @@ static constexpr int ARRAYS = 0
     ;
 static_assert(ARRAYS == (int)LA_DQ, "the gradients follow the arrays");
 
-/* c.x[LA_Q] is the view of q. An operator [] would cost walk 5 to 12 % more code:
+/* c.x[LA_Q] is the view of q. An operator [] would cost chunks_forward 5 to 12 % more code:
  * behind it nvcc 13.0 loads the strides of a state again for each element. The new states of a
  * step lie over its initial ones. Without cu_seqlens sequence n is batch row n. Without
  * state_indices row n of a step has state n; with them it has one of P states. */

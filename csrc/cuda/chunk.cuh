@@ -3,7 +3,7 @@
  *
  * `prepare` does what belongs to one chunk of C = 64 tokens alone, all chunks side by side: the
  * scores P = tril(Q K' . G) and, for the delta rule, the inverse A = (I + strict(diag(b) K K' . G))^-1
- * diag(b), where G_ij is the decay from after token j through token i. `walk` then goes from chunk
+ * diag(b), where G_ij is the decay from after token j through token i. `chunks_forward` then goes from chunk
  * to chunk with the state in registers:
  *
  *     solve  W = V - k^ S      U = A W       (additive rule: U = V)
@@ -15,13 +15,13 @@
  * are multiplied, never summed as logarithms (docs/decisions/0005): no exponent is ever positive,
  * and a decay of zero is a zero.
  *
- * `walk` computes everything transposed: a warp owns 16 value columns, as the 16 rows of its left
+ * `chunks_forward` computes everything transposed: a warp owns 16 value columns, as the 16 rows of its left
  * operands. The accumulators of one product are then the left operand of the next, the state stays
  * in registers both as sums and as an operand, and no warp waits for another but for the tiles, and, with
  * K > 128, for the one with the other half of its keys.
  * `scale` goes into P, q^ and what scales rows of q^ S. */
 #include "prepare.cuh"
-#include "walk.cuh"
+#include "chunk_carry.cuh"
 #include "denominators.cuh"
 
 /* The states at which segments start: S' <- S' M' + X', one segment after another, in float32. A block
@@ -189,24 +189,24 @@ static int width_of_blocks(const call &c, const device_traits &d, int64_t heads,
     return best;
 }
 
-template <int KP, la_decay DECAY, la_rule RULE, way WAY>
-static cudaError_t launch_walk(const call &c, const chunks &w, const tensor_maps &maps,
-                               walk_flags f, const segments &g, const device_traits &d, int slices,
-                               int width, cudaStream_t stream)
+template <int KP, la_decay DECAY, la_rule RULE, form FORM>
+static cudaError_t launch_chunks_forward(const call &c, const chunks &w, const tensor_maps &maps,
+                                         forward_flags f, const segments &g, const device_traits &d,
+                                         int slices, int width, cudaStream_t stream)
 {
     typedef stage<KP, DECAY, RULE> part;
     const int tiles = (slices + width - 1) / width, exchanged = part::exchanged(width);
     f.stages = min((d.room - exchanged - 1024) / part::bytes(width), (int)MOST_STAGES);
     const int bytes = f.stages * part::bytes(width) + exchanged;
-    const auto kernel = walk<KP, DECAY, RULE, WAY>;
+    const auto kernel = chunks_forward<KP, DECAY, RULE, FORM>;
     return launch(kernel, (int64_t)c.N * c.HV * g.count * tiles,
                   (width * part::halves + d.fetchers) * 32, bytes, stream, c, w, maps, f, g, tiles);
 }
 
 template <int KP, la_decay DECAY, la_rule RULE>
-static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_maps &maps,
-                                const walk_flags &f, const device_traits &d, cudaMemPool_t pool,
-                                cudaStream_t stream)
+static cudaError_t launch_segments(const call &c, const chunks &w, const tensor_maps &maps,
+                                   const forward_flags &f, const device_traits &d,
+                                   cudaMemPool_t pool, cudaStream_t stream)
 {
     typedef stage<KP, DECAY, RULE> part;
     const int slices = (c.V + 15) / 16, key_slices = RULE == LA_DELTA ? (c.K + 15) / 16 : 0;
@@ -215,9 +215,11 @@ static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_map
     const int width = width_of_blocks<part>(c, d, units, slices);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
         if (!c.causal)
-            return launch_walk<KP, DECAY, RULE, ACROSS>(c, w, maps, f, g, d, slices, width, stream);
+            return launch_chunks_forward<KP, DECAY, RULE, NONCAUSAL>(c, w, maps, f, g, d, slices,
+                                                                     width, stream);
     if (g.count == 1)
-        return launch_walk<KP, DECAY, RULE, ALONG>(c, w, maps, f, g, d, slices, width, stream);
+        return launch_chunks_forward<KP, DECAY, RULE, CAUSAL>(c, w, maps, f, g, d, slices, width,
+                                                              stream);
 
     const int ends_width = width_of_blocks<part>(c, d, units, slices + key_slices);
     const int64_t rows = (slices + key_slices + ends_width - 1) / ends_width * ends_width * 16;
@@ -226,14 +228,15 @@ static cudaError_t launch_walks(const call &c, const chunks &w, const tensor_map
         cudaMallocFromPoolAsync((void **)&g.ends, (ends + starts) * 4, pool, stream);
     if (error != cudaSuccess) return error;
     float *const after_ends = g.ends + ends;
-    error = launch_walk<KP, DECAY, RULE, TO_ENDS>(c, w, maps, f, g, d, slices + key_slices,
-                                                  ends_width, stream);
+    error = launch_chunks_forward<KP, DECAY, RULE, SEGMENT_ENDS>(
+        c, w, maps, f, g, d, slices + key_slices, ends_width, stream);
     g.starts = after_ends;
     if (error == cudaSuccess)
         error = launch(join_segments<KP, DECAY, RULE>, heads * slices * 16 / JOINED,
                        KP * join_parts<RULE>, 0, stream, c, w, g, (int)rows);
     if (error == cudaSuccess)
-        error = launch_walk<KP, DECAY, RULE, ALONG>(c, w, maps, f, g, d, slices, width, stream);
+        error = launch_chunks_forward<KP, DECAY, RULE, CAUSAL>(c, w, maps, f, g, d, slices, width,
+                                                               stream);
     const cudaError_t freed = cudaFreeAsync(g.ends, stream);
     return error == cudaSuccess ? freed : error;
 }
@@ -256,12 +259,12 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     constexpr int prepare_bytes =
         DECAY == LA_KEY ? sizeof(key_room<KP>) : sizeof(scalar_room<KP, RULE>);
     device_traits d;
-    cudaError_t error = traits_of_device((const void *)walk<KP, DECAY, RULE, ALONG>, &d);
+    cudaError_t error = traits_of_device((const void *)chunks_forward<KP, DECAY, RULE, CAUSAL>, &d);
     if (error != cudaSuccess) return error;
     if (prepare_bytes > d.room || width_of_blocks<stage<KP, DECAY, RULE>>(c, d, 1, 1) == 0)
         return cudaErrorNotSupported; /* nothing has been done */
     tensor_maps maps = {};
-    walk_flags f = {};
+    forward_flags f = {};
     const bool as_given = PLANES == 1 && !c.qk_l2norm;
     const bool q_as_given =
         as_given && c.map[0] == LA_IDENTITY && map_of(c, c.x[LA_Q], c.H, c.K, &maps.q);
@@ -324,7 +327,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
         if (error == cudaSuccess && normalised) error = launch_divisors<KP>(c, w, stream);
     if (error == cudaSuccess) {
-        error = launch_walks<KP, DECAY, RULE>(c, w, maps, f, d, pool, stream);
+        error = launch_segments<KP, DECAY, RULE>(c, w, maps, f, d, pool, stream);
     }
     const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;

@@ -1,6 +1,6 @@
-/* The backward's two walks, on Hopper's tensor cores: what `walk` did is done again without reading,
+/* The backward's two walks, on Hopper's tensor cores: what `chunks_forward` did is done again without reading,
  * keeping what the adjoint of a chunk needs; then the chunks are walked backwards with dS, the gradient
- * of the state, in registers. Columns of S never mix, so that everything is transposed as in walk.cuh:
+ * of the state, in registers. Columns of S never mix, so that everything is transposed as in chunk_carry.cuh:
  * a warp has 16 value columns. docs/math.md, section 6, in two parts: what goes from chunk to chunk is
  * here, what stays within one is local.cuh's.
  *

@@ -7,8 +7,8 @@
  * With more than 128 keys a state does not fit a warp's registers: two warps have the same columns and
  * half of the keys each. Products over keys are then two sums, which the two exchange; what follows from
  * them, U, both have whole, and each finishes half of the tokens of O. */
-#ifndef LINATTN_CUDA_WALK_CUH
-#define LINATTN_CUDA_WALK_CUH
+#ifndef LINATTN_CUDA_CHUNK_CARRY_CUH
+#define LINATTN_CUDA_CHUNK_CARRY_CUH
 
 #include "prepare.cuh"
 
@@ -47,7 +47,7 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     }
 };
 
-struct walk_flags {
+struct forward_flags {
     /* rows of v come, rows of o go (not in planes) in pieces of 16 bytes */
     bool v_pieces, o_pieces;
     int stages;
@@ -55,9 +55,9 @@ struct walk_flags {
 
 /* A sequence in `count` segments, walked side by side when there are few heads (docs/math.md: the
  * segment map). What a segment makes of the state before it is S -> M S + X, so there are three
- * launches: TO_ENDS walks every segment from a state of zero, which ends as X, and, for the delta rule,
+ * launches: SEGMENT_ENDS walks every segment from a state of zero, which ends as X, and, for the delta rule,
  * from the columns of the identity with v = 0, which end as M's; `join_segments` goes along the
- * segments; ALONG walks each again from the state it then has. */
+ * segments; CAUSAL walks each again from the state it then has. */
 struct segments {
     int count;
     float *ends;   /* [N * HV][count][16 (slices + key slices)][KP]: X', then M' */
@@ -66,16 +66,16 @@ struct segments {
 
 /* What a walk is for: the causal form; the ends of segments; the form that is not causal, which goes
  * through the chunks twice, to write all and then to read. */
-enum way { ALONG, TO_ENDS, ACROSS };
+enum form { CAUSAL, SEGMENT_ENDS, NONCAUSAL };
 
 /* A chunk that holds a NaN or an infinity goes token by token, for its state and for O from token
  * `first` on: in a product with a triangle, zero times infinity would spoil the tokens before it.
  * S [key][column] and O [eight tokens][column, token of two] are this thread's numbers of S' and O' as
  * walk has them, O of tokens first_read to first_read + reads; O comes out scaled. */
 template <int KP, la_decay DECAY, la_rule RULE>
-__device__ __noinline__ void token_walk(const call &c, const unit &u, int t, int n, int first,
-                                        int v0, int columns, float *S, float *O, int first_read,
-                                        int reads)
+__device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t, int n, int first,
+                                             int v0, int columns, float *S, float *O,
+                                             int first_read, int reads)
 {
     const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
     float q[KP / 4], k[KP / 4], a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
@@ -250,10 +250,11 @@ struct partner {
     }
 };
 
-template <int KP, la_decay DECAY, la_rule RULE, way WAY, typename = element>
+template <int KP, la_decay DECAY, la_rule RULE, form FORM, typename = element>
 __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32, 1)
-    walk(const __grid_constant__ call c, const __grid_constant__ chunks w,
-         const __grid_constant__ tensor_maps maps, const walk_flags f, const segments g, int tiles)
+    chunks_forward(const __grid_constant__ call c, const __grid_constant__ chunks w,
+                   const __grid_constant__ tensor_maps maps, const forward_flags f,
+                   const segments g, int tiles)
 {
     typedef stage<KP, DECAY, RULE> part;
     constexpr int HALVES = part::halves, KEYS = part::keys;
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     const int64_t head = blockIdx.x / tiles / g.count;
     const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
     const int slices = (c.V + 15) / 16, slice_index = tile * width + line;
-    const bool identity = WAY == TO_ENDS && slice_index >= slices; /* M's columns: v = 0 */
+    const bool identity = FORM == SEGMENT_ENDS && slice_index >= slices; /* M's columns: v = 0 */
     const int v0 = slice_index * 16, columns = identity ? 0 : min(16, c.V - v0);
     const int v_slices = min(max(slices - tile * width, 0), width); /* of this block */
     const int all_chunks = (u.end - u.begin + C - 1) / C;
@@ -348,7 +349,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 #endif
     };
 
-    const int first_pass = WAY == ACROSS ? 0 : 1;
+    const int first_pass = FORM == NONCAUSAL ? 0 : 1;
 #if HAS_WARP_GROUPS
     if (threadIdx.x == 0) {
         for (int j = 0; j < MOST_STAGES; j++) {
@@ -396,7 +397,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
         for (int e = 0; e < 4; e++) {
             const int column = lane / 4 + e / 2 * 8, key = first_key + i * 8 + pair + e % 2;
             S[i][e] = 0;
-            if (WAY == TO_ENDS)
+            if (FORM == SEGMENT_ENDS)
                 S[i][e] = identity && (slice_index - slices) * 16 + column == key;
             else if (g.starts)
                 S[i][e] =
@@ -413,11 +414,11 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     bool second_time = false;
     int end = C; /* a second look at a chunk: the first token that is left out of the products */
     for (int pass = first_pass; pass < 2; pass++) {
-        const bool writes = WAY != ACROSS || pass == 0;
-        const bool reads = WAY == ALONG || (WAY == ACROSS && pass == 1);
+        const bool writes = FORM != NONCAUSAL || pass == 0;
+        const bool reads = FORM == CAUSAL || (FORM == NONCAUSAL && pass == 1);
         /* What all tokens read may be too large for the elements: by a power of two it is not. */
         float grow = 1;
-        if (NARROW && WAY == ACROSS && reads) {
+        if (NARROW && FORM == NONCAUSAL && reads) {
             float most = 0;
 #pragma unroll
             for (int j = 0; j < KEYS / 8; j++)
@@ -590,7 +591,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                     multiply_rows(X, x[j], base + part::inverse, j * 16, j == 0, j);
                 products_commit();
                 if (reads) read_state();
-                products_wait<WAY == ALONG>(); /* for U, not yet for what is read */
+                products_wait<FORM == CAUSAL>(); /* for U, not yet for what is read */
                 products_in(X);
 #pragma unroll
                 for (int m = 0; m < 4; m++) U[m] = as_operand(X[2 * m], X[2 * m + 1]);
@@ -612,7 +613,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
              * before them. Where every token reads all, there is none to be kept from it. With the
              * additive rule a state that the elements have no number for (in planes: no rest, since that of an
              * infinity is none) is not seen in U; it goes token by token. */
-            if (WAY != ACROSS) {
+            if (FORM != NONCAUSAL) {
                 bool odd = end > 0 && (has_odd(U) || (end == C && odd_at[stage_at] < C));
                 /* of decays above one */
                 if (NARROW && DECAY == LA_TOKEN && end == C) odd |= has_odd(Ut);
@@ -684,7 +685,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 products_commit();
             }
             if (reads) {
-                products_wait<WAY == ALONG>(); /* for q^ S, not yet for the state */
+                products_wait<FORM == CAUSAL>(); /* for q^ S, not yet for the state */
                 products_in(O);
                 if (DECAY != LA_KEY) /* else q^ has all of it */
 #pragma unroll
@@ -697,7 +698,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                         O[m][2] *= x;
                         O[m][3] *= y;
                     }
-                if (WAY != ACROSS) { /* two warps take half of the tokens to sum over */
+                if (FORM != NONCAUSAL) { /* two warps take half of the tokens to sum over */
                     if constexpr (HALVES == 2)
 #pragma unroll
                         for (int j = 0; j < 2; j++)
@@ -735,8 +736,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             if (__builtin_expect(end < C, 0)) {
 #pragma unroll
                 for (int m = 0; m < READ * 4; m++) o[m] = O[m / 4][m % 4];
-                token_walk<KP, DECAY, RULE>(c, u, t, n, end, v0, columns, after, o, first_read * 8,
-                                            READ * 8);
+                chunk_by_tokens<KP, DECAY, RULE>(c, u, t, n, end, v0, columns, after, o,
+                                                 first_read * 8, READ * 8);
 #pragma unroll
                 for (int m = 0; m < READ * 4; m++) O[m / 4][m % 4] = o[m];
                 if (writes)
@@ -808,14 +809,14 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             end = C;
             second_time = false;
         }
-        if (NARROW && WAY == ACROSS && reads)
+        if (NARROW && FORM == NONCAUSAL && reads)
 #pragma unroll
             for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) S[j][e] *= grow;
     }
 
-    if (WAY == TO_ENDS) {
+    if (FORM == SEGMENT_ENDS) {
         const int all = tiles * width * 16; /* rows of ends, whole blocks of them */
         float *end =
             g.ends + ((head * g.count + segment) * all + v0 + lane / 4) * KP + first_key + pair;
