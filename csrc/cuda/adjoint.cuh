@@ -47,7 +47,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     const int tile = blockIdx.x % f.tiles, head = blockIdx.x / f.tiles % f.heads;
     const unit u = unit_of(c, blockIdx.x / f.tiles / f.heads, f.first + head);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = threadIdx.x % PARTS;
-    const int v0 = tile * COLUMNS, local = threadIdx.x / PARTS, column = v0 + local;
+    const int v0 = tile * COLUMNS, own_column = threadIdx.x / PARTS, column = v0 + own_column;
     const bool mine = column < c.V;
     const int64_t slot = (int64_t)head * f.tiles + tile, row0 = (int64_t)u.b * c.T;
     real *const dq = f.dq + (slot * f.tokens + row0) * f.kp;
@@ -168,7 +168,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                 load_tokens(t, n, pass == 1);
                 for (int i = 0; i < n; i++) {
                     const real *q = s.tokens.q[i].part(part), *k = s.tokens.k[i].part(part);
-                    const real v = s.tokens.v[i][local], d_num = s.tokens.o[i][local];
+                    const real v = s.tokens.v[i][own_column], d_num = s.tokens.o[i][own_column];
                     real g[ROWS], before[ROWS], dv = 0;
 #pragma unroll
                     for (int j = 0; j < ROWS; j++) {
@@ -210,7 +210,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                 real o;
                 if (!ahead) put_state(kept + (int64_t)(t - a + i) * STATE);
                 la_token(S, 1, 1, 0, ROWS, s.tokens.q[i].part(part), s.tokens.k[i].part(part),
-                         &s.tokens.v[i][local], x, RULE == LA_DELTA ? s.tokens.beta[i] : 0,
+                         &s.tokens.v[i][own_column], x, RULE == LA_DELTA ? s.tokens.beta[i] : 0,
                          RULE == LA_DELTA ? s.tokens.qk[i] : 0, &o, DECAY, RULE);
             }
         }
@@ -226,9 +226,10 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
 #pragma unroll
                 for (int j = 0; j < (SUMS_UP ? ROWS : 0); j++) before[j] = dS[j];
                 la_token_adjoint(S, dS, 1, ROWS, s.tokens.q[i].part(part), s.tokens.k[i].part(part),
-                                 &s.tokens.v[i][local], x, RULE == LA_DELTA ? s.tokens.beta[i] : 0,
-                                 &s.tokens.o[i][local], gq, gk, &dv, ga, &gb, DECAY, RULE);
-                keep_lost(before, s.tokens.q[i].part(part), s.tokens.o[i][local], x[0]);
+                                 &s.tokens.v[i][own_column], x,
+                                 RULE == LA_DELTA ? s.tokens.beta[i] : 0,
+                                 &s.tokens.o[i][own_column], gq, gk, &dv, ga, &gb, DECAY, RULE);
+                keep_lost(before, s.tokens.q[i].part(part), s.tokens.o[i][own_column], x[0]);
                 if (mine && part == 0)
                     store(at(d[LA_DV], u.b, t + i, u.hv, column), d[LA_DV].dtype, dv);
                 sum_rows(0, gq);

@@ -3,7 +3,7 @@
  * `prepare` as in the forward, with L besides; `chunks_both_ways`, forwards and backwards; and the local part of
  * every chunk. dq and dk go to the caller's arrays, or, where value heads share them or q and k
  * were normed or mapped, by way of a slot per value head and `gather`. */
-#include "local_key.cuh"
+#include "intra_chunk_adjoint_key.cuh"
 
 #include <initializer_list>
 
@@ -25,7 +25,7 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
 }
 
 /* Is this the code for Hopper, on a device with room for it? Other code is empty, and for one warp. */
-static cudaError_t suits(const void *local, int bytes, int *processors)
+static cudaError_t suits(const void *intra, int bytes, int *processors)
 {
     int device, room;
     cudaFuncAttributes code;
@@ -34,9 +34,9 @@ static cudaError_t suits(const void *local, int bytes, int *processors)
         error = cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, local);
+    if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, intra);
     if (error != cudaSuccess) return error;
-    return code.maxThreadsPerBlock >= LOCAL_THREADS && bytes <= room ? cudaSuccess
+    return code.maxThreadsPerBlock >= INTRA_THREADS && bytes <= room ? cudaSuccess
                                                                      : cudaErrorNotSupported;
 }
 
@@ -44,7 +44,7 @@ static cudaError_t suits(const void *local, int bytes, int *processors)
  * has a token: a lane four keys. */
 static __global__ void __launch_bounds__(256)
     join_heads(const __grid_constant__ call c, const __grid_constant__ gradients d,
-               const local_flags from)
+               const intra_flags from)
 {
     const int64_t i = (int64_t)blockIdx.x * 8 + threadIdx.x / 32, tokens = (int64_t)c.B * c.T;
     const int64_t token = i / c.H;
@@ -77,17 +77,17 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-template <int KP, la_decay DECAY, la_rule RULE> constexpr auto local_of()
+template <int KP, la_decay DECAY, la_rule RULE> constexpr auto intra_chunk_adjoint_of()
 {
     if constexpr (DECAY == LA_KEY)
-        return local_key<KP, RULE>;
+        return intra_chunk_adjoint_key<KP, RULE>;
     else
-        return local_scalar<KP, DECAY, RULE>;
+        return intra_chunk_adjoint_scalar<KP, DECAY, RULE>;
 }
 
-template <int KP, la_decay DECAY, la_rule RULE> constexpr int local_bytes()
+template <int KP, la_decay DECAY, la_rule RULE> constexpr int intra_bytes()
 {
-    return DECAY == LA_KEY ? sizeof(local_key_room<KP, RULE>) : sizeof(local_room<KP, RULE>);
+    return DECAY == LA_KEY ? sizeof(intra_key_room<KP, RULE>) : sizeof(intra_room<KP, RULE>);
 }
 
 template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes()
@@ -107,7 +107,7 @@ static void narrow(call &c, gradients &d, int h, int n)
 struct backward_scratch {
     chunks w;
     kept f;
-    local_flags to;
+    intra_flags to;
     through_z<float> z; /* if normalised */
     char *d_num;        /* and the gradient of num, [B T][HV][V] in bf16 */
 };
@@ -119,7 +119,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     constexpr bool delta = RULE == LA_DELTA, per_key = DECAY == LA_KEY;
     chunks &w = x->w;
     kept &f = x->f;
-    local_flags &to = x->to;
+    intra_flags &to = x->to;
     const int64_t slots = slots_of(c, C);
     const int64_t places = slots * c.HV, tile = tile_bytes(KP), panels = (c.V + PANEL - 1) / PANEL;
     const int64_t tokens = (int64_t)c.B * c.T, score = places * PANEL_BYTES;
@@ -195,7 +195,7 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
     constexpr bool per_key = DECAY == LA_KEY;
     const bool normalised = has_normaliser(c);
     const auto prepare = prepare_of<KP, DECAY, RULE>();
-    const auto local = local_of<KP, DECAY, RULE>();
+    const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>();
     const int64_t places = (int64_t)x.w.slots * c.HV, tokens = (int64_t)c.B * c.T;
     cudaError_t error = cudaSuccess;
     if (normalised && tokens) {
@@ -219,7 +219,7 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
     if (error == cudaSuccess)
         error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, processors, stream);
     if (error == cudaSuccess)
-        error = launch(local, places, LOCAL_THREADS, local_bytes<KP, DECAY, RULE>(), stream, c, d,
+        error = launch(intra, places, INTRA_THREADS, intra_bytes<KP, DECAY, RULE>(), stream, c, d,
                        x.w, maps, x.f, x.to);
     if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && !x.to.direct)
@@ -232,12 +232,12 @@ template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cudaMemPool_t pool,
                                          cudaStream_t stream)
 {
-    constexpr int local_room_bytes = local_bytes<KP, DECAY, RULE>();
-    const auto local = local_of<KP, DECAY, RULE>();
+    constexpr int intra_room_bytes = intra_bytes<KP, DECAY, RULE>();
+    const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>();
     int processors;
-    cudaError_t error = suits((const void *)local, local_room_bytes, &processors);
+    cudaError_t error = suits((const void *)intra, intra_room_bytes, &processors);
     if (error != cudaSuccess) return error;
-    /* local_key knows the gradient of the logarithm, which divided by a decay of zero is nothing */
+    /* intra_chunk_adjoint_key knows the gradient of the logarithm, which divided by a decay of zero is nothing */
     if (DECAY == LA_KEY && c.gate == LA_DECAY) return cudaErrorNotSupported;
     CUtensorMap map;
     if (!map_of(c, c.x[LA_V], c.HV, c.V, &map) || !map_of(c, d[LA_DO], c.HV, c.V, &map))

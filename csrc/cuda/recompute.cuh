@@ -2,7 +2,7 @@
  * keeping what the adjoint of a chunk needs; then the chunks are walked backwards with dS, the gradient
  * of the state, in registers. Columns of S never mix, so that everything is transposed as in chunk_carry.cuh:
  * a warp has 16 value columns. docs/math.md, section 6, in two parts: what goes from chunk to chunk is
- * here, what stays within one is local.cuh's.
+ * here, what stays within one is intra_chunk_adjoint.cuh's.
  *
  *     RECOMPUTE   W = V - k^ S,  U = A W,  E = W - L U         keeps S (before the chunk) and E
  *             S <- diag(a) S + k~' U

@@ -7,17 +7,17 @@
  *
  * and from there the adjoint of the scores. Two groups of four warps share a chunk: one has what ends
  * in dq, the other what ends in dk; a warp has 16 tokens. Value columns come by the panel. */
-#ifndef LINATTN_CUDA_LOCAL_CUH
-#define LINATTN_CUDA_LOCAL_CUH
+#ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_CUH
+#define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_CUH
 
 #include "recompute.cuh"
 
-enum { LOCAL_THREADS = 256, LOCAL_STAGES = 2 };
+enum { INTRA_THREADS = 256, INTRA_STAGES = 2 };
 
 /* Where the gradients of q and k go: to the caller's arrays if nothing else adds to them or was done to
  * q and k before, else a slot per value head, for `gather`; da: to the gate's array, or for a gate per
  * head a number per token. */
-struct local_flags {
+struct intra_flags {
     bool direct, q_as_given, k_as_given;
     float *dq, *dk; /* [HV][B T][kp] */
     float *da;      /* [HV][B T] */
@@ -25,22 +25,22 @@ struct local_flags {
 };
 
 /* A panel of value columns. */
-template <int KP, la_rule RULE> struct local_panel {
+template <int KP, la_rule RULE> struct intra_panel {
     char U[PANEL_BYTES], dO[PANEL_BYTES]; /* U: E, or V */
     char Z[RULE == LA_DELTA ? PANEL_BYTES : 16];
     alignas(1024) char S[tile_bytes(KP)], dS[tile_bytes(KP)];
 };
 
-template <int KP, la_rule RULE> struct local_room {
+template <int KP, la_rule RULE> struct intra_room {
     alignas(1024) char q[tile_bytes(KP)], k[tile_bytes(KP)];
-    alignas(1024) local_panel<KP, RULE> panel[LOCAL_STAGES];
+    alignas(1024) intra_panel<KP, RULE> panel[INTRA_STAGES];
     /* of the bare products q_i . k_j, k_i . k_j */
     alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
     float G[C * LD_PAIRS], dG[C * LD_PAIRS];
     float a[C], beta[C], e[C], r[C]; /* e: decay from the chunk's start; r: to its end */
     float of_q[C], of_k[C], of_r[C]; /* q . dq^, k . dk^, k . dk~: parts of the decays' gradients */
-    float up[4][C], of_e[4][C], quarter[4], da[2][C], sums[LOCAL_THREADS / 32];
-    uint64_t filled[LOCAL_STAGES];
+    float up[4][C], of_e[4][C], quarter[4], da[2][C], sums[INTRA_THREADS / 32];
+    uint64_t filled[INTRA_STAGES];
 };
 
 #if HAS_WARP_GROUPS
@@ -118,15 +118,17 @@ __device__ __forceinline__ void store_rows(const call &c, const unit &u, const v
 #endif
 
 template <int KP, la_decay DECAY, la_rule RULE>
-__global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
-    local_scalar(const __grid_constant__ call c, const __grid_constant__ gradients d,
-                 const __grid_constant__ chunks w, const __grid_constant__ backward_maps maps,
-                 const __grid_constant__ kept f, const __grid_constant__ local_flags to)
+__global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
+    intra_chunk_adjoint_scalar(const __grid_constant__ call c, const __grid_constant__ gradients d,
+                               const __grid_constant__ chunks w,
+                               const __grid_constant__ backward_maps maps,
+                               const __grid_constant__ kept f,
+                               const __grid_constant__ intra_flags to)
 {
 #if HAS_WARP_GROUPS
     constexpr bool delta = RULE == LA_DELTA;
     extern __shared__ __align__(1024) char shared[];
-    local_room<KP, RULE> &s = *(local_room<KP, RULE> *)shared;
+    intra_room<KP, RULE> &s = *(intra_room<KP, RULE> *)shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
     /* the same in all lanes, for the compiler */
     const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
@@ -140,8 +142,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     const float scale = (float)c.scale;
 
     const auto fetch = [&](int i) {
-        local_panel<KP, RULE> &x = s.panel[i % LOCAL_STAGES];
-        const uint32_t barrier = address_of(s.filled + i % LOCAL_STAGES);
+        intra_panel<KP, RULE> &x = s.panel[i % INTRA_STAGES];
+        const uint32_t barrier = address_of(s.filled + i % INTRA_STAGES);
         const int64_t at = place * panels + i;
         int expected = (delta ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP);
         if (i == 0) {
@@ -170,9 +172,9 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
         barrier_expect(barrier, expected);
     };
     if (threadIdx.x == 0) {
-        for (int j = 0; j < LOCAL_STAGES; j++) barrier_init(address_of(s.filled + j), 1);
+        for (int j = 0; j < INTRA_STAGES; j++) barrier_init(address_of(s.filled + j), 1);
         barriers_ready();
-        for (int i = 0; i < min(panels, (int)LOCAL_STAGES); i++) fetch(i);
+        for (int i = 0; i < min(panels, (int)INTRA_STAGES); i++) fetch(i);
     }
     /* the gates meanwhile */
     if (threadIdx.x < C) {
@@ -209,15 +211,15 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     float R[KP / 8][4] = {}; /* of the second group: U dS' */
     float along = 0;         /* of S * dS */
     for (int i = 0; i < panels; i++) {
-        local_panel<KP, RULE> &x = s.panel[i % LOCAL_STAGES];
-        barrier_wait(address_of(s.filled + i % LOCAL_STAGES), i / LOCAL_STAGES % 2);
+        intra_panel<KP, RULE> &x = s.panel[i % INTRA_STAGES];
+        barrier_wait(address_of(s.filled + i % INTRA_STAGES), i / INTRA_STAGES % 2);
         if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
-            for (int j = threadIdx.x; j < (C - n) * 8; j += LOCAL_THREADS) {
+            for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS) {
                 const int at = piece_at(n + j / 8, j % 8);
                 if (!delta) *(uint4 *)(x.U + at) = make_uint4(0, 0, 0, 0);
                 *(uint4 *)(x.dO + at) = make_uint4(0, 0, 0, 0);
             }
-            for (int j = threadIdx.x; j < (C - n) * KP / 8 && i == 0; j += LOCAL_THREADS) {
+            for (int j = threadIdx.x; j < (C - n) * KP / 8 && i == 0; j += INTRA_THREADS) {
                 const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
                 *(uint4 *)(s.q + at) = make_uint4(0, 0, 0, 0);
                 *(uint4 *)(s.k + at) = make_uint4(0, 0, 0, 0);
@@ -248,7 +250,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
         products_commit();
         if (DECAY == LA_TOKEN)
 #pragma unroll 4
-            for (int j = threadIdx.x * 16; j < tile_bytes(KP); j += LOCAL_THREADS * 16) {
+            for (int j = threadIdx.x * 16; j < tile_bytes(KP); j += INTRA_THREADS * 16) {
                 const uint4 y = *(const uint4 *)(x.S + j), z = *(const uint4 *)(x.dS + j);
                 const uint32_t ys[4] = {y.x, y.y, y.z, y.w}, zs[4] = {z.x, z.y, z.z, z.w};
 #pragma unroll
@@ -262,7 +264,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
         products_in(Y);
         products_in(R);
         __syncthreads(); /* the panel is done with */
-        if (threadIdx.x == 0 && i + LOCAL_STAGES < panels) fetch(i + LOCAL_STAGES);
+        if (threadIdx.x == 0 && i + INTRA_STAGES < panels) fetch(i + INTRA_STAGES);
     }
     if (DECAY == LA_TOKEN) {
         along = warp_sum(along);
@@ -443,7 +445,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
         const int i = threadIdx.x;
         if (i >= n) return;
         float e = 0;
-        for (int q = 0; q < LOCAL_THREADS / 32; q++) e += s.sums[q];
+        for (int q = 0; q < INTRA_THREADS / 32; q++) e += s.sums[q];
         e = e * s.r[i] + (s.of_e[0][i] + s.of_e[1][i]) + (s.of_e[2][i] + s.of_e[3][i]);
         const float da = s.da[0][i] + s.da[1][i] + e * (i ? s.e[i - 1] : 1);
         if (to.da)

@@ -1,4 +1,4 @@
-/* local.cuh for decays per key. The decay from after token j through token i differs from key to key,
+/* intra_chunk_adjoint.cuh for decays per key. The decay from after token j through token i differs from key to key,
  * so it goes into the operands block by block of 16 tokens, as in prepare.cuh: with f_i the decay from
  * the start of i's block through i, h_j that from after j to the end of j's block and t_B that of the
  * whole block B, a pair of tokens in blocks I > J has f_i (t between) h_j. No factor divides. With X_IJ
@@ -14,10 +14,10 @@
  * within i's block are a sum up from its end, those that begin there a sum down from its start, and those
  * that pass the whole block one number per key: `passes`. Sums of terms only, none is a difference
  * (docs/decisions/0010). */
-#ifndef LINATTN_CUDA_LOCAL_KEY_CUH
-#define LINATTN_CUDA_LOCAL_KEY_CUH
+#ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
+#define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
 
-#include "local.cuh"
+#include "intra_chunk_adjoint.cuh"
 
 enum { BLOCKS = C / 16 };
 
@@ -28,10 +28,10 @@ template <int KP> struct key_matrix {
     __device__ float2 &two(int row, int key) { return *(float2 *)&at(row, key); }
 };
 
-template <int KP, la_rule RULE> struct local_key_room {
+template <int KP, la_rule RULE> struct intra_key_room {
     alignas(1024) char q[tile_bytes(KP)], k[tile_bytes(KP)];
     union {
-        local_panel<KP, RULE> panel;
+        intra_panel<KP, RULE> panel;
         struct {
             alignas(1024) char qf[tile_bytes(KP)], kf[tile_bytes(KP)], kh[tile_bytes(KP)];
         };
@@ -120,15 +120,16 @@ __device__ __forceinline__ void multiply_block(float (&c)[KP / 8][4], const left
 #endif
 
 template <int KP, la_rule RULE>
-__global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
-    local_key(const __grid_constant__ call c, const __grid_constant__ gradients d,
-              const __grid_constant__ chunks w, const __grid_constant__ backward_maps maps,
-              const __grid_constant__ kept f, const __grid_constant__ local_flags to)
+__global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
+    intra_chunk_adjoint_key(const __grid_constant__ call c, const __grid_constant__ gradients d,
+                            const __grid_constant__ chunks w,
+                            const __grid_constant__ backward_maps maps,
+                            const __grid_constant__ kept f, const __grid_constant__ intra_flags to)
 {
 #if HAS_WARP_GROUPS
     constexpr bool delta = RULE == LA_DELTA;
     extern __shared__ __align__(1024) char shared[];
-    local_key_room<KP, RULE> &s = *(local_key_room<KP, RULE> *)shared;
+    intra_key_room<KP, RULE> &s = *(intra_key_room<KP, RULE> *)shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
     /* the same in all lanes, for the compiler */
     const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
         fetch(0);
     }
     load_decays<KP>(c, u, t, n, s.a.x); /* rows as they come */
-    load_both<KP, LOCAL_THREADS>(c, u.b, t, n, u.h, s.q, s.k, to.q_as_given, to.k_as_given);
+    load_both<KP, INTRA_THREADS>(c, u.b, t, n, u.h, s.q, s.k, to.q_as_given, to.k_as_given);
     if (threadIdx.x < C)
         s.beta[threadIdx.x] =
             !delta ? 1
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? LOCAL_THREADS : 32, 1)
     for (int i = 0; i < panels; i++) {
         barrier_wait(address_of(&s.filled), i % 2);
         if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
-            for (int j = threadIdx.x; j < (C - n) * 8; j += LOCAL_THREADS) {
+            for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS) {
                 const int at = piece_at(n + j / 8, j % 8);
                 if (!delta) *(uint4 *)(s.panel.U + at) = make_uint4(0, 0, 0, 0);
                 *(uint4 *)(s.panel.dO + at) = make_uint4(0, 0, 0, 0);
