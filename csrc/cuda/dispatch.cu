@@ -390,9 +390,9 @@ static cudaError_t one_token(const la_problem *p, const call &c)
         !(c.x[LA_S0].stride[2] == 1 || c.x[LA_S0].stride[3] == 1))
         return token_by_token(p, c);
     const bool k_first = c.x[LA_S0].stride[3] == 1;
-    const launcher streamed = (k_first ? stream_kv : stream_vk)[p->kind];
+    const launcher many = (k_first ? step_many_kv : step_many_vk)[p->kind];
     const launcher step = (k_first ? step_kv : step_vk)[p->kind];
-    const cudaError_t error = streamed(c, (cudaStream_t)p->stream);
+    const cudaError_t error = many(c, (cudaStream_t)p->stream);
     return error == cudaErrorNotSupported ? step(c, (cudaStream_t)p->stream) : error;
 }
 

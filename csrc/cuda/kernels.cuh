@@ -42,7 +42,7 @@ cudaError_t find_denominators(const call &, through_z<float>, cudaStream_t);
 cudaError_t undo_denominators(const call &, const gradients &, through_z<float>, cudaStream_t);
 
 /* The step of many states; cudaErrorNotSupported, with nothing done, where step_* are as good. */
-extern const launcher stream_kv[LA_KINDS], stream_vk[LA_KINDS];
+extern const launcher step_many_kv[LA_KINDS], step_many_vk[LA_KINDS];
 
 /* The chunk form by [rule]: of bf16 arrays with K <= 128 and, on Hopper, of float16 ones and of float32 ones
  * that may be rounded, and of bf16 and float16 with K to 256 (wide); the pool is for what one kernel leaves the

@@ -40,12 +40,12 @@ struct alignas(16) token_room {
     bool live; /* is there a state? */
 };
 
-struct alignas(128) stream_room {
+struct alignas(128) step_many_room {
     token_room token[MOST_STAGES];
     float4 sums[WORKERS][32]; /* [K][V]: of a worker's keys, see join */
     uint64_t full[MOST_STAGES], done[MOST_STAGES];
 };
-extern __shared__ __align__(128) char stream_shared[]; /* stream_room, the stages */
+extern __shared__ __align__(128) char step_many_shared[]; /* step_many_room, the stages */
 
 /* Key i and column w of this thread. */
 __device__ __forceinline__ int key_of(int i)
@@ -109,7 +109,7 @@ LA_FN void join(float *x, float *y)
 #pragma unroll
             for (int e = 0; e < 4; e++) z[e] += __shfl_xor_sync(~0u, z[e], 16);
         }
-        stream_room *s = (stream_room *)stream_shared;
+        step_many_room *s = (step_many_room *)step_many_shared;
         some_warps_wait(WORKERS); /* the last sums have been read */
         s->sums[warp][lane] = make_float4(z[0], z[1], z[2], z[3]);
         some_warps_wait(WORKERS);
@@ -148,7 +148,7 @@ __device__ __forceinline__ void give(float *to, const float (&x)[4])
 /* The warp of stage s: every stages-th head of this block, until there is none left. A state goes and
  * the next comes in PIECES, one as soon as the other has left its place. */
 template <la_decay DECAY, la_rule RULE>
-__device__ __forceinline__ void fetch(const call &c, stream_room &room, uint32_t stage, int s,
+__device__ __forceinline__ void fetch(const call &c, step_many_room &room, uint32_t stage, int s,
                                       int stages, int bytes)
 {
     const uint32_t full = address_of(&room.full[s]), done = address_of(&room.done[s]);
@@ -272,11 +272,11 @@ __device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stag
 
 template <la_decay DECAY, la_rule RULE>
 static __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
-    stream_states(const __grid_constant__ call c, const int stages)
+    step_many(const __grid_constant__ call c, const int stages)
 {
 #if HAS_COPY_ENGINE
-    stream_room &room = *(stream_room *)stream_shared;
-    char *first_stage = stream_shared + sizeof(stream_room);
+    step_many_room &room = *(step_many_room *)step_many_shared;
+    char *first_stage = step_many_shared + sizeof(step_many_room);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int bytes = c.K * c.V * dtype_size(c.x[LA_S0].dtype);
     if (threadIdx.x == 0) {
@@ -331,7 +331,7 @@ static __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
 /* cudaErrorNotSupported, with nothing done, where it is no gain or the states do not lie right: heads
  * in one piece each, which the engine can take, and enough of them for every block to overlap. */
 template <la_decay DECAY, la_rule RULE>
-static cudaError_t stream_any(const call &c, cudaStream_t stream)
+static cudaError_t step_many_any(const call &c, cudaStream_t stream)
 {
     const int size = c.x[LA_S0].dtype == LA_F32 ? 4 : 2, bytes = c.K * c.V * size;
     const int64_t *stride = c.x[LA_S0].stride, heads = (int64_t)c.N * c.HV;
@@ -343,7 +343,7 @@ static cudaError_t stream_any(const call &c, cudaStream_t stream)
     if (c.K > MOST || c.V > MOST || bytes < LEAST_BYTES || !one_piece || !aligned)
         return cudaErrorNotSupported;
 
-    const auto kernel = stream_states<DECAY, RULE>;
+    const auto kernel = step_many<DECAY, RULE>;
     int device, processors = 0, shared = 0;
     cudaFuncAttributes code;
     cudaError_t error = cudaGetDevice(&device);
@@ -354,8 +354,8 @@ static cudaError_t stream_any(const call &c, cudaStream_t stream)
         error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
     if (error != cudaSuccess) return error;
-    const int stages = min((shared - (int)sizeof(stream_room)) / bytes, (int)MOST_STAGES);
+    const int stages = min((shared - (int)sizeof(step_many_room)) / bytes, (int)MOST_STAGES);
     if (code.binaryVersion < 90 || stages < 2) return cudaErrorNotSupported;
-    const int room = (int)sizeof(stream_room) + stages * bytes;
+    const int room = (int)sizeof(step_many_room) + stages * bytes;
     return launch(kernel, processors, (WORKERS + stages) * 32, room, stream, c, stages);
 }
