@@ -13,7 +13,7 @@
 
 /* ---- errors, devices ---- */
 
-static la_status say(la_problem *p, cudaError_t error)
+static la_status status_of(la_problem *p, cudaError_t error)
 {
     if (error == cudaSuccess) return LA_OK;
     cudaGetLastError(); /* the next call starts clean */
@@ -180,7 +180,7 @@ la_status la_cuda_allocate(la_problem *p, size_t bytes, void **data)
     if (error == cudaSuccess) error = pool_of(p->ordinal, &pool);
     if (error == cudaSuccess)
         error = cudaMallocFromPoolAsync(data, bytes ? bytes : 1, pool, (cudaStream_t)p->stream);
-    return say(p, error);
+    return status_of(p, error);
 }
 
 la_status la_cuda_release(int ordinal, void *stream, void *data)
@@ -210,18 +210,18 @@ la_status la_cuda_wait_stream(la_problem *p, void *other)
     cudaEvent_t event;
     cudaError_t error = here.error;
     if (error == cudaSuccess) error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
-    if (error != cudaSuccess) return say(p, error);
+    if (error != cudaSuccess) return status_of(p, error);
     error = cudaEventRecord(event, (cudaStream_t)other);
     if (error == cudaSuccess) error = cudaStreamWaitEvent((cudaStream_t)p->stream, event, 0);
     cudaEventDestroy(event); /* freed once the wait is over */
-    return say(p, error);
+    return status_of(p, error);
 }
 
 la_status la_cuda_synchronize(la_problem *p)
 {
     on_device here(p->ordinal);
-    return say(p, here.error != cudaSuccess ? here.error
-                                            : cudaStreamSynchronize((cudaStream_t)p->stream));
+    return status_of(p, here.error != cudaSuccess ? here.error
+                                                  : cudaStreamSynchronize((cudaStream_t)p->stream));
 }
 
 /* ---- a problem as the kernels take it ---- */
@@ -277,12 +277,13 @@ static gradients gradients_of(const la_problem *p)
 
 /* ---- gates that lie on the host: HV numbers, or one head's one, carried over by a launch ---- */
 
-enum { CARRIED = 256 };
-struct carried {
-    double x[CARRIED];
+enum { GATE_NUMBERS = 256 };
+struct gate_numbers {
+    double x[GATE_NUMBERS];
 };
 
-static __global__ void put(double *to, int n, const __grid_constant__ carried from)
+static __global__ void store_gate_numbers(double *to, int n,
+                                          const __grid_constant__ gate_numbers from)
 {
     for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from.x[i];
 }
@@ -297,7 +298,7 @@ static double host_number(const la_array *a, int64_t i)
 }
 
 /* One of g and beta, on the device as [HV]; *held is then to be freed. */
-static cudaError_t carry(const la_problem *p, la_name name, view *to, void **held)
+static cudaError_t upload_gate(const la_problem *p, la_name name, view *to, void **held)
 {
     const la_array *from = &p->array[name];
     cudaMemPool_t pool;
@@ -306,14 +307,15 @@ static cudaError_t carry(const la_problem *p, la_name name, view *to, void **hel
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error == cudaSuccess)
         error = cudaMallocFromPoolAsync(held, (size_t)p->HV * 8, pool, (cudaStream_t)p->stream);
-    for (int64_t first = 0; error == cudaSuccess && first < p->HV; first += CARRIED) {
-        carried some;
-        const int n = (int)(p->HV - first < CARRIED ? p->HV - first : CARRIED);
+    for (int64_t first = 0; error == cudaSuccess && first < p->HV; first += GATE_NUMBERS) {
+        gate_numbers some;
+        const int n = (int)(p->HV - first < GATE_NUMBERS ? p->HV - first : GATE_NUMBERS);
         for (int i = 0; i < n; i++) {
             const double x = host_number(from, (first + i) * from->stride[2]);
             some.x[i] = name == LA_G && p->gate == LA_SLOPE ? exp(-x) : x;
         }
-        error = launch(put, 1, 256, 0, (cudaStream_t)p->stream, (double *)*held + first, n, some);
+        error = launch(store_gate_numbers, 1, 256, 0, (cudaStream_t)p->stream,
+                       (double *)*held + first, n, some);
     }
     *to = {(char *)*held, {0, 0, 1, 0}, LA_F64};
     return error;
@@ -324,19 +326,19 @@ static cudaError_t carry(const la_problem *p, la_name name, view *to, void **hel
 static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, const call &))
 {
     on_device here(p->ordinal);
-    if (here.error != cudaSuccess) return say(p, here.error);
+    if (here.error != cudaSuccess) return status_of(p, here.error);
     if (la_writes_nothing(p)) return LA_OK;
     call c = call_of(p);
     void *held[2] = {};
-    cudaError_t error = carry(p, LA_G, &c.x[LA_G], held);
+    cudaError_t error = upload_gate(p, LA_G, &c.x[LA_G], held);
     if (held[0] && c.gate == LA_SLOPE) c.gate = LA_DECAY; /* carried as exp(-slope) */
-    if (error == cudaSuccess) error = carry(p, LA_BETA, &c.x[LA_BETA], held + 1);
+    if (error == cudaSuccess) error = upload_gate(p, LA_BETA, &c.x[LA_BETA], held + 1);
     if (error == cudaSuccess) error = launch(p, c);
     for (void *x : held) {
         const cudaError_t freed = x ? cudaFreeAsync(x, (cudaStream_t)p->stream) : cudaSuccess;
         if (error == cudaSuccess) error = freed;
     }
-    return say(p, error);
+    return status_of(p, error);
 }
 
 static cudaError_t token_by_token(const la_problem *p, const call &c)
@@ -427,9 +429,9 @@ la_status la_cuda_backward(la_problem *p)
         const size_t bytes = (size_t)p->HV * (dg->dtype == LA_F64   ? 8
                                               : dg->dtype == LA_F32 ? 4
                                                                     : 2);
-        return say(p, here.error != cudaSuccess
-                          ? here.error
-                          : cudaMemsetAsync(dg->data, 0, bytes, (cudaStream_t)p->stream));
+        return status_of(p, here.error != cudaSuccess
+                                ? here.error
+                                : cudaMemsetAsync(dg->data, 0, bytes, (cudaStream_t)p->stream));
     }
     return run(p, in_reverse);
 }
