@@ -99,7 +99,7 @@ def without_pythons_rpath(command):
 ARCHS = {
     "step_many_*": "80 90+PTX",
     "chunk_*_f[13]*.cu": "90a",
-    "chunk_*_wide.cu": "90a",
+    "chunk_*_k256.cu": "90a",
     "chunk_*": "80+PTX 90a",
     "*": "80+90+PTX",
 }

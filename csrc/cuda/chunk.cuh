@@ -358,7 +358,7 @@ static cudaError_t chunks_any(const call &c, cudaMemPool_t pool, cudaStream_t st
 
 /* 128 < K <= 256 */
 template <la_decay DECAY, la_rule RULE>
-static cudaError_t chunks_wide(const call &c, cudaMemPool_t pool, cudaStream_t stream)
+static cudaError_t chunks_k256(const call &c, cudaMemPool_t pool, cudaStream_t stream)
 {
     return launch_chunks<256, DECAY, RULE>(c, pool, stream);
 }

@@ -617,17 +617,17 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
                 bool odd = end > 0 && (has_odd(U) || (end == C && odd_at[stage_at] < C));
                 /* of decays above one */
                 if (NARROW && DECAY == LA_TOKEN && end == C) odd |= has_odd(Ut);
-                const bool too_wide =
+                const bool state_too_large =
                     (NARROW || PLANES == 2) && RULE == LA_ADDITIVE && reads && end == C &&
                     other_too<HALVES>(__any_sync(~0u, large || (NARROW && has_odd(s))), line);
-                odd |= too_wide;
+                odd |= state_too_large;
                 if (__builtin_expect(any_of_group(odd), 0)) {
                     products_wait<0>();
                     if (__any_sync(~0u, odd)) {
                         int first = end < C ? 0 : odd_at[stage_at];
                         if (end == C && columns > 0)
                             first = min(first, first_odd(c, u, t, n, v0, columns));
-                        if (too_wide) first = C;
+                        if (state_too_large) first = C;
                         end = first < C ? first : 0; /* 0: it is in the state */
                     }
                     second_time = true;

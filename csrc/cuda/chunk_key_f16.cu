@@ -4,5 +4,5 @@
 
 const chunk_launcher chunk_key_f16[2] = {chunks_any<LA_KEY, LA_ADDITIVE>,
                                          chunks_any<LA_KEY, LA_DELTA>};
-const chunk_launcher chunk_key_wide_f16[2] = {chunks_wide<LA_KEY, LA_ADDITIVE>,
-                                              chunks_wide<LA_KEY, LA_DELTA>};
+const chunk_launcher chunk_key_k256_f16[2] = {chunks_k256<LA_KEY, LA_ADDITIVE>,
+                                              chunks_k256<LA_KEY, LA_DELTA>};

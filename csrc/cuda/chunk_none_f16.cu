@@ -4,5 +4,5 @@
 
 const chunk_launcher chunk_none_f16[2] = {chunks_any<LA_NONE, LA_ADDITIVE>,
                                           chunks_any<LA_NONE, LA_DELTA>};
-const chunk_launcher chunk_none_wide_f16[2] = {chunks_wide<LA_NONE, LA_ADDITIVE>,
-                                               chunks_wide<LA_NONE, LA_DELTA>};
+const chunk_launcher chunk_none_k256_f16[2] = {chunks_k256<LA_NONE, LA_ADDITIVE>,
+                                               chunks_k256<LA_NONE, LA_DELTA>};

@@ -4,5 +4,5 @@
 
 const chunk_launcher chunk_token_f16[2] = {chunks_any<LA_TOKEN, LA_ADDITIVE>,
                                            chunks_any<LA_TOKEN, LA_DELTA>};
-const chunk_launcher chunk_token_wide_f16[2] = {chunks_wide<LA_TOKEN, LA_ADDITIVE>,
-                                                chunks_wide<LA_TOKEN, LA_DELTA>};
+const chunk_launcher chunk_token_k256_f16[2] = {chunks_k256<LA_TOKEN, LA_ADDITIVE>,
+                                                chunks_k256<LA_TOKEN, LA_DELTA>};

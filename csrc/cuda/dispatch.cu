@@ -369,9 +369,9 @@ static cudaError_t by_chunks(const la_problem *p, const call &c)
         {}, /* float64 */
         {{chunk_none_f32, NULL, chunk_token_f32, chunk_key_f32}},
         {{chunk_none_f16, NULL, chunk_token_f16, chunk_key_f16},
-         {chunk_none_wide_f16, NULL, chunk_token_wide_f16, chunk_key_wide_f16}},
+         {chunk_none_k256_f16, NULL, chunk_token_k256_f16, chunk_key_k256_f16}},
         {{chunk_none, NULL, chunk_token, chunk_key},
-         {chunk_none_wide, NULL, chunk_token_wide, chunk_key_wide}}};
+         {chunk_none_k256, NULL, chunk_token_k256, chunk_key_k256}}};
     static_assert(LA_F64 == 0 && LA_F32 == 1 && LA_F16 == 2 && LA_BF16 == 3, "as the rows come");
     const la_dtype dtype = p->array[LA_Q].dtype;
     const chunk_launcher *const rules = chunk[dtype][p->K > 128][la_kernel_decay(p)];
@@ -406,8 +406,8 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
     static const backward_launcher *const chunk[4] = {chunk_backward_none, NULL,
                                                       chunk_backward_token, chunk_backward_key};
     static const backward_launcher *const adjoints[2][2] = {/* [float64?][wide?] */
-                                                            {adjoint_f32, adjoint_f32_wide},
-                                                            {adjoint_f64, adjoint_f64_wide}};
+                                                            {adjoint_f32, adjoint_f32_k512},
+                                                            {adjoint_f64, adjoint_f64_k512}};
     const backward_launcher adjoint = adjoints[p->real == LA_F64][p->K > MOST_KEYS][p->kind];
     const gradients d = gradients_of(p);
     const cudaStream_t stream = (cudaStream_t)p->stream;

@@ -17,7 +17,7 @@ typedef cudaError_t (*backward_launcher)(const call &, const gradients &, cudaMe
 /* K <= 256 */
 extern const backward_launcher adjoint_f32[LA_KINDS], adjoint_f64[LA_KINDS];
 /* 256 < K <= 512 */
-extern const backward_launcher adjoint_f32_wide[LA_KINDS], adjoint_f64_wide[LA_KINDS];
+extern const backward_launcher adjoint_f32_k512[LA_KINDS], adjoint_f64_k512[LA_KINDS];
 
 /* The chunk form's, of bf16 arrays with K <= 128 on Hopper; cudaErrorNotSupported, with nothing done,
  * elsewhere and for arrays that its copy engine cannot take. */
@@ -52,7 +52,7 @@ typedef cudaError_t (*chunk_launcher)(const call &, cudaMemPool_t, cudaStream_t)
 extern const chunk_launcher chunk_none[2], chunk_token[2], chunk_key[2];
 extern const chunk_launcher chunk_none_f16[2], chunk_token_f16[2], chunk_key_f16[2];
 extern const chunk_launcher chunk_none_f32[2], chunk_token_f32[2], chunk_key_f32[2];
-extern const chunk_launcher chunk_none_wide[2], chunk_token_wide[2], chunk_key_wide[2];
-extern const chunk_launcher chunk_none_wide_f16[2], chunk_token_wide_f16[2], chunk_key_wide_f16[2];
+extern const chunk_launcher chunk_none_k256[2], chunk_token_k256[2], chunk_key_k256[2];
+extern const chunk_launcher chunk_none_k256_f16[2], chunk_token_k256_f16[2], chunk_key_k256_f16[2];
 
 #endif

@@ -797,7 +797,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
         __syncthreads();
     }
     if (threadIdx.x == 0) w.odd[place] = odd;
-    int wide = C; /* the first row with a score that is too large */
+    int too_large_from = C; /* the first row with a score that is too large */
     clear_above<KEY_THREADS>(s.tile);
     const bool lower = RULE == LA_DELTA && w.lower;
     if (lower) clear_above<KEY_THREADS>(s.lower);
@@ -817,7 +817,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
                 if (scores && here &&
                     ((column <= last && no_element(y * scale)) ||
                      (column < last && no_element(z * scale))))
-                    wide = min(wide, row);
+                    too_large_from = min(too_large_from, row);
                 if (scores)
                     put_pair(s.tile + element_at(row, column), column <= last ? y * scale : 0,
                              column < last ? z * scale : 0);
@@ -838,12 +838,12 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
             const int row = warp * 16 + i, column = warp * 16 + lane;
             if (row < slow || row < column || row >= odd) continue;
             put_one(s.tile + element_at(row, column), slow_qk[i] * scale);
-            if (no_element(slow_qk[i] * scale)) wide = min(wide, row);
+            if (no_element(slow_qk[i] * scale)) too_large_from = min(too_large_from, row);
             if (RULE == LA_DELTA && row > column) L[row * LD + column] = s.beta[row] * slow_kk[i];
             if (lower && row > column) put_one(s.lower + element_at(row, column), -slow_kk[i]);
         }
     __syncthreads();
-    if (wide < C) atomicMin(w.odd + place, wide);
+    if (too_large_from < C) atomicMin(w.odd + place, too_large_from);
     if (lower)
         write_tile<PANEL_BYTES, KEY_THREADS>(w.lower + (int64_t)place * PANEL_BYTES, s.lower);
     write_tile<PANEL_BYTES, KEY_THREADS>(w.scores + (int64_t)place * PANEL_BYTES, s.tile);

@@ -4,7 +4,7 @@ typedef float real;
 enum { COLUMNS = 8, PARTS = 32, MOST_ROWS = 16, BATCH = 4, TURNS = 1 };
 #include "adjoint.cuh"
 
-const backward_launcher adjoint_f32_wide[LA_KINDS] = {
+const backward_launcher adjoint_f32_k512[LA_KINDS] = {
 #define LA_KIND(decay, rule) adjoint_any<LA_##decay, LA_##rule>,
 #include "../kinds.def"
 };
