@@ -20,7 +20,7 @@
 enum { ADJOINT_THREADS = WARPS * 32, GATHER_THREADS = 256, SUMS = 3 }; /* dq, dk, da */
 
 /* Value heads first..first + heads are worked on; scratch is for those. Slots are [heads][tiles]. */
-struct slots {
+struct adjoint_scratch {
     int first, heads, tiles, M, segments; /* segments: of all sequences, N of them perhaps unused */
     int kp;                               /* K, padded */
     int64_t tokens;                       /* B T */
@@ -40,7 +40,7 @@ template <int ROWS> struct adjoint_room {
 template <la_decay DECAY, la_rule RULE, int ROWS>
 static __global__ void __launch_bounds__(ADJOINT_THREADS)
     adjoint(const __grid_constant__ call c, const __grid_constant__ gradients d,
-            const __grid_constant__ slots f)
+            const __grid_constant__ adjoint_scratch f)
 {
     extern __shared__ char shared[];
     adjoint_room<ROWS> &s = *(adjoint_room<ROWS> *)shared;
@@ -49,15 +49,16 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = threadIdx.x % PARTS;
     const int v0 = tile * COLUMNS, own_column = threadIdx.x / PARTS, column = v0 + own_column;
     const bool mine = column < c.V;
-    const int64_t slot = (int64_t)head * f.tiles + tile, row0 = (int64_t)u.b * c.T;
-    real *const dq = f.dq + (slot * f.tokens + row0) * f.kp;
-    real *const dk = f.dk + (slot * f.tokens + row0) * f.kp;
-    real *const da = f.da + (slot * f.tokens + row0) * (DECAY == LA_KEY ? f.kp : 1);
-    real *const dbeta = f.dbeta + slot * f.tokens + row0;
+    const int64_t partial = (int64_t)head * f.tiles + tile, row0 = (int64_t)u.b * c.T;
+    real *const dq = f.dq + (partial * f.tokens + row0) * f.kp;
+    real *const dk = f.dk + (partial * f.tokens + row0) * f.kp;
+    real *const da = f.da + (partial * f.tokens + row0) * (DECAY == LA_KEY ? f.kp : 1);
+    real *const dbeta = f.dbeta + partial * f.tokens + row0;
     const real *const den = f.den + head * f.tokens + row0;
     constexpr int STATE = ROWS * ADJOINT_THREADS;
-    real *const states = f.states + slot * (f.segments + (int64_t)c.N * f.M) * STATE + threadIdx.x;
-    real *const starts = states + first_slot(c, u.n, f.M) * STATE;
+    real *const states =
+        f.states + partial * (f.segments + (int64_t)c.N * f.M) * STATE + threadIdx.x;
+    real *const starts = states + first_chunk_slot(c, u.n, f.M) * STATE;
     real *const kept = states + (f.segments + (int64_t)u.n * f.M) * STATE;
     const bool normalised = has_normaliser(c);
     real S[ROWS], dS[ROWS];
@@ -276,7 +277,7 @@ __device__ void store_key_gradient(const call &c, const view &from, const view &
 template <la_decay DECAY, la_rule RULE, int KEYS>
 static __global__ void __launch_bounds__(128)
     gather(const __grid_constant__ call c, const __grid_constant__ gradients d,
-           const __grid_constant__ slots f)
+           const __grid_constant__ adjoint_scratch f)
 {
     const int group = c.HV / c.H, heads = f.heads / group, lane = threadIdx.x % 32;
     const int64_t i = (int64_t)blockIdx.x * 4 + threadIdx.x / 32, token = i / heads;
@@ -286,16 +287,16 @@ static __global__ void __launch_bounds__(128)
     const auto add_run = [&](const real *from, int first, int count, real(&x)[KEYS]) {
 #pragma unroll
         for (int j = 0; j < KEYS; j++) x[j] = 0;
-        for (int slot = first; slot < first + count; slot++)
+        for (int partial = first; partial < first + count; partial++)
 #pragma unroll
             for (int j = 0; j < KEYS; j++)
                 if (lane + 32 * j < f.kp)
-                    x[j] += from[(slot * f.tokens + token) * f.kp + lane + 32 * j];
+                    x[j] += from[(partial * f.tokens + token) * f.kp + lane + 32 * j];
     };
     /* Narrow blocks of columns leave many slots: their sum has two levels (docs/decisions/0011). Blocks of
      * 32 columns leave 16 at most. */
     constexpr int RUN = COLUMNS < 32 ? 8 : 16;
-    const auto add_slots = [&](const real *from, int first, int count, real(&x)[KEYS]) {
+    const auto add_partials = [&](const real *from, int first, int count, real(&x)[KEYS]) {
         if constexpr (COLUMNS >= 32) {
             add_run(from, first, count, x);
         } else {
@@ -312,22 +313,22 @@ static __global__ void __launch_bounds__(128)
         real x = 0;
         for (int done = 0; done < f.tiles; done += RUN) {
             real run = 0;
-            for (int slot = first + done; slot < first + min(done + RUN, f.tiles); slot++)
-                run += from[slot * f.tokens + token];
+            for (int partial = first + done; partial < first + min(done + RUN, f.tiles); partial++)
+                run += from[partial * f.tokens + token];
             x += run;
         }
         return x;
     };
     real x[KEYS];
-    add_slots(f.dq, own * group * f.tiles, group * f.tiles, x);
+    add_partials(f.dq, own * group * f.tiles, group * f.tiles, x);
     store_key_gradient<KEYS>(c, c.x[LA_Q], d[LA_DQ], 0, b, t, h, x);
-    add_slots(f.dk, own * group * f.tiles, group * f.tiles, x);
+    add_partials(f.dk, own * group * f.tiles, group * f.tiles, x);
     store_key_gradient<KEYS>(c, c.x[LA_K], d[LA_DK], 1, b, t, h, x);
     for (int hv = h * group; hv < (h + 1) * group; hv++) {
         const int first = (hv - f.first) * f.tiles;
         if constexpr (DECAY == LA_KEY) {
             real g[KEYS];
-            add_slots(f.da, first, f.tiles, x);
+            add_partials(f.da, first, f.tiles, x);
             load_row(g, at(c.x[LA_G], b, t, hv), c.x[LA_G].dtype, lane, 32, c.K);
 #pragma unroll
             for (int j = 0; j < KEYS; j++)
@@ -360,7 +361,7 @@ __device__ inline double block_sum(double x)
 /* Every token's decay was this one: its gradients add up. A block has a value head. */
 static __global__ void __launch_bounds__(GATHER_THREADS)
     gather_head(const __grid_constant__ call c, const __grid_constant__ gradients d,
-                const __grid_constant__ slots f)
+                const __grid_constant__ adjoint_scratch f)
 {
     const int hv = f.first + blockIdx.x;
     const real *from = f.da + (int64_t)blockIdx.x * f.tiles * f.tokens;
@@ -375,7 +376,7 @@ static __global__ void __launch_bounds__(GATHER_THREADS)
 /* ---- launches ---- */
 
 template <la_decay DECAY, la_rule RULE, int KEYS>
-static cudaError_t launch_gather(const call &c, const gradients &d, const slots &f,
+static cudaError_t launch_gather(const call &c, const gradients &d, const adjoint_scratch &f,
                                  cudaStream_t stream)
 {
     const int64_t rows = f.tokens * (f.heads / (c.HV / c.H));
@@ -392,14 +393,14 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     const auto kernel = adjoint<DECAY, RULE, ROWS>;
     const int bytes = sizeof(adjoint_room<ROWS>), group = c.HV / c.H;
     const bool normalised = has_normaliser(c);
-    slots f = {};
+    adjoint_scratch f = {};
     f.tiles = (c.V + COLUMNS - 1) / COLUMNS;
     f.kp = (c.K + 31) / 32 * 32;
     f.tokens = (int64_t)c.B * c.T;
     const int64_t most =
         c.x[LA_CU].data ? f.tokens / max(c.N, 1) : c.T; /* tokens of a usual sequence */
     for (f.M = BATCH; (int64_t)f.M * f.M < most;) f.M += BATCH;
-    f.segments = (int)slots_of(c, f.M);
+    f.segments = (int)chunk_slots_of(c, f.M);
     const int64_t state = ROWS * ADJOINT_THREADS;
     const int64_t states = c.causal ? f.segments + (int64_t)c.N * f.M : 0;
     /* numbers of a value head, in their order: whole lines each */
@@ -407,7 +408,7 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     const int64_t row = lines(f.tiles * f.tokens * f.kp), one = lines(f.tiles * f.tokens);
     const int64_t of_da = DECAY == LA_KEY ? row : DECAY == LA_TOKEN ? one : 0;
     const int64_t of_beta = RULE == LA_DELTA ? one : 0, of_den = normalised ? lines(f.tokens) : 0;
-    const int64_t segments = normalised ? slots_of(c, SEGMENT) : 0;
+    const int64_t segments = normalised ? chunk_slots_of(c, SEGMENT) : 0;
     const int64_t of_z = segments * f.kp * (int64_t)(sizeof(double) / sizeof(real));
     const int64_t each = 2 * row + of_da + of_beta + of_den + of_z + f.tiles * states * state;
     f.heads =

@@ -10,7 +10,7 @@ const backward_launcher adjoint_f32[LA_KINDS] = {
 
 cudaError_t gather_gates(const call &c, const gradients &d, float *da, cudaStream_t stream)
 {
-    slots f = {};
+    adjoint_scratch f = {};
     f.heads = c.HV;
     f.tiles = 1;
     f.tokens = (int64_t)c.B * c.T;
@@ -18,7 +18,7 @@ cudaError_t gather_gates(const call &c, const gradients &d, float *da, cudaStrea
     return launch(gather_head, c.HV, GATHER_THREADS, 0, stream, c, d, f);
 }
 
-int64_t segments_of_keys(const call &c) { return slots_of(c, SEGMENT); }
+int64_t segments_of_keys(const call &c) { return chunk_slots_of(c, SEGMENT); }
 
 cudaError_t find_denominators(const call &c, through_z<float> f, cudaStream_t stream)
 {

@@ -82,25 +82,25 @@ __device__ inline unit unit_of(const call &c, int n, int hv)
 /* What is kept of every M tokens of a sequence lies in slots: how many there are, and where sequence n's
  * begin, which must be known without the lengths of those before it. So each may leave one slot unused:
  * floor(end / M) - floor(start / M) + 1 >= ceil((end - start) / M). */
-static inline int64_t slots_of(const call &c, int M)
+static inline int64_t chunk_slots_of(const call &c, int M)
 {
     return c.x[LA_CU].data ? c.T / M + c.N : (int64_t)c.N * (((int64_t)c.T + M - 1) / M);
 }
 
-__device__ inline int64_t first_slot(const call &c, int n, int M)
+__device__ inline int64_t first_chunk_slot(const call &c, int n, int M)
 {
     return c.x[LA_CU].data ? edge_of(c, n) / M + n : (int64_t)n * ((c.T + M - 1) / M);
 }
 
 /* Where row n's state is; -1: nowhere. state_indices has not been seen by the host, so whatever lies
  * outside the pool is nowhere too. */
-__device__ __forceinline__ int slot_of(const call &c, int n)
+__device__ __forceinline__ int state_index_of(const call &c, int n)
 {
     if (!c.x[LA_SLOT].data) return n;
     const int64_t i = n * c.x[LA_SLOT].stride[0];
-    const int64_t slot = c.x[LA_SLOT].dtype == LA_I64 ? ((const int64_t *)c.x[LA_SLOT].data)[i]
-                                                      : ((const int32_t *)c.x[LA_SLOT].data)[i];
-    return slot >= 0 && slot < c.P ? (int)slot : -1;
+    const int64_t index = c.x[LA_SLOT].dtype == LA_I64 ? ((const int64_t *)c.x[LA_SLOT].data)[i]
+                                                       : ((const int32_t *)c.x[LA_SLOT].data)[i];
+    return index >= 0 && index < c.P ? (int)index : -1;
 }
 
 #endif

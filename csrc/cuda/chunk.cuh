@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(KP *join_parts<RULE>)
     const int key = threadIdx.x % KP, half = threadIdx.x / KP;
     const int64_t head = blockIdx.x / groups;
     const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
-    const int all_chunks = (u.end - u.begin + C - 1) / C, slot0 = first_slot(c, u.n);
+    const int all_chunks = (u.end - u.begin + C - 1) / C, chunk_slot0 = first_chunk_slot(c, u.n);
     float own[JOINED];
 #pragma unroll
     for (int j = 0; j < JOINED; j++) {
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(KP *join_parts<RULE>)
                     float x[AHEAD];
 #pragma unroll
                     for (int j = 0; j < AHEAD; j++) {
-                        const int64_t place = (int64_t)(slot0 + i + j) * c.HV + u.hv;
+                        const int64_t place = (int64_t)(chunk_slot0 + i + j) * c.HV + u.hv;
                         x[j] = i + j >= last     ? 1
                                : DECAY == LA_KEY ? w.total[place * KP + key]
                                                  : w.in[place * C + C - 1];
@@ -244,8 +244,9 @@ static cudaError_t launch_segments(const call &c, const chunks &w, const tensor_
 /* Scratch of a call, in bytes: all that it may be. */
 template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const call &c)
 {
-    const int64_t slots = slots_of(c, C), places = slots * c.HV, tile = tile_bytes(KP);
-    const int64_t keys = slots * (DECAY == LA_KEY ? c.HV : c.H) * tile;
+    const int64_t chunk_slots = chunk_slots_of(c, C), places = chunk_slots * c.HV,
+                  tile = tile_bytes(KP);
+    const int64_t keys = chunk_slots * (DECAY == LA_KEY ? c.HV : c.H) * tile;
     const int64_t numbers = DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 2 * C : KP + C;
     return places * PANEL_BYTES * (RULE == LA_DELTA ? 2 : 1) + 2 * keys +
            (DECAY == LA_KEY ? places * tile : 0) + places * 4 * (numbers + 1);
@@ -273,10 +274,10 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     f.v_pieces = map_of(c, c.x[LA_V], c.HV, c.V, &maps.v);
     f.o_pieces = (uintptr_t)c.x[LA_O].data % 16 == 0 &&
                  (c.x[LA_O].stride[0] | c.x[LA_O].stride[1] | c.x[LA_O].stride[2]) % 8 == 0;
-    const int64_t slots = slots_of(c, C);
+    const int64_t chunk_slots = chunk_slots_of(c, C);
     const int heads = DECAY == LA_KEY ? c.HV : c.H;
-    const int64_t places = slots * c.HV, tile = tile_bytes(KP);
-    const int64_t score = places * PANEL_BYTES, keys = slots * heads * tile;
+    const int64_t places = chunk_slots * c.HV, tile = tile_bytes(KP);
+    const int64_t score = places * PANEL_BYTES, keys = chunk_slots * heads * tile;
     const bool keep_q = DECAY == LA_KEY || !q_as_given;
     const bool keep_k = has_k && (DECAY == LA_KEY || !k_as_given);
     const int64_t inverse = RULE == LA_DELTA ? score : 0;
@@ -289,7 +290,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
                                                  : 0);
     const int64_t bytes =
         score + inverse + (keep_q ? keys : 0) + (keep_k ? keys : 0) + kt + numbers + places * 4;
-    if (slots * c.HV > INT32_MAX) return cudaErrorInvalidConfiguration;
+    if (chunk_slots * c.HV > INT32_MAX) return cudaErrorInvalidConfiguration;
 
     char *room = NULL;
     if (bytes) error = cudaMallocFromPoolAsync((void **)&room, bytes, pool, stream);
@@ -301,7 +302,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
         next += n;
         return x;
     };
-    w.slots = (int)slots;
+    w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
     w.scores = take(score);
     w.inverse = take(inverse);
@@ -321,7 +322,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     }
 
     if (places)
-        error = launch(prepare_of<KP, DECAY, RULE>(), slots * heads,
+        error = launch(prepare_of<KP, DECAY, RULE>(), chunk_slots * heads,
                        DECAY == LA_KEY ? KEY_THREADS : SCALAR_THREADS, prepare_bytes, stream, c, w,
                        q_as_given, k_as_given);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)

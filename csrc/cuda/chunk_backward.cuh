@@ -55,12 +55,12 @@ static __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int which = 0; which < 2; which++) {
         const view &x = which ? c.x[LA_K] : c.x[LA_Q], &to = which ? d[LA_DK] : d[LA_DQ];
-        const float *slot =
+        const float *partial =
             (which ? from.dk : from.dq) + (h * group * tokens + token) * from.kp + key;
         float dx[4] = {}, y[4] = {};
-        for (int j = 0; j < group && key < from.kp; j++, slot += tokens * from.kp) {
-            const float4 part = *(const float4 *)slot;
-            dx[0] += part.x, dx[1] += part.y, dx[2] += part.z, dx[3] += part.w;
+        for (int j = 0; j < group && key < from.kp; j++, partial += tokens * from.kp) {
+            const float4 one = *(const float4 *)partial;
+            dx[0] += one.x, dx[1] += one.y, dx[2] += one.z, dx[3] += one.w;
         }
         if (!plain) {
             load_row(y, at(x, b, t, h, key), x.dtype, 0, 1, c.K - key);
@@ -120,13 +120,14 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     chunks &w = x->w;
     kept &f = x->f;
     intra_flags &to = x->to;
-    const int64_t slots = slots_of(c, C);
-    const int64_t places = slots * c.HV, tile = tile_bytes(KP), panels = (c.V + PANEL - 1) / PANEL;
+    const int64_t chunk_slots = chunk_slots_of(c, C);
+    const int64_t places = chunk_slots * c.HV, tile = tile_bytes(KP),
+                  panels = (c.V + PANEL - 1) / PANEL;
     const int64_t tokens = (int64_t)c.B * c.T, score = places * PANEL_BYTES;
     const int heads = per_key ? c.HV : c.H;
-    const int64_t keys = slots * heads * tile;
+    const int64_t keys = chunk_slots * heads * tile;
     const bool normalised = has_normaliser(c);
-    w.slots = (int)slots;
+    w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
     to.kp = (c.K + 31) / 32 * 32;
     x->z.segments = normalised ? segments_of_keys(c) : 0;
@@ -196,7 +197,7 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
     const bool normalised = has_normaliser(c);
     const auto prepare = prepare_of<KP, DECAY, RULE>();
     const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>();
-    const int64_t places = (int64_t)x.w.slots * c.HV, tokens = (int64_t)c.B * c.T;
+    const int64_t places = (int64_t)x.w.chunk_slots * c.HV, tokens = (int64_t)c.B * c.T;
     cudaError_t error = cudaSuccess;
     if (normalised && tokens) {
         error = find_denominators(c, x.z, stream);
@@ -213,7 +214,7 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
     if (!map_of(c, c.x[LA_V], c.HV, c.V, &maps.v) || !map_of(c, d[LA_DO], c.HV, c.V, &maps.d_o))
         return cudaErrorInvalidValue; /* they could be mapped for all heads */
     if (places)
-        error = launch(prepare, (int64_t)x.w.slots * x.w.heads,
+        error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads,
                        per_key ? KEY_THREADS : SCALAR_THREADS, prepare_bytes<KP, DECAY, RULE>(),
                        stream, c, x.w, x.to.q_as_given, x.to.k_as_given);
     if (error == cudaSuccess)
@@ -253,7 +254,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     narrow(some, d_some, 0, 1);
     const int64_t each = lay_out<KP, DECAY, RULE>(some, d_some, NULL, &x);
     const int heads = heads_at_once(c, each);
-    if ((int64_t)x.w.slots * heads * (c.HV / c.H) > INT32_MAX) return cudaErrorNotSupported;
+    if ((int64_t)x.w.chunk_slots * heads * (c.HV / c.H) > INT32_MAX) return cudaErrorNotSupported;
 
     char *room = NULL;
     if (error == cudaSuccess && each)

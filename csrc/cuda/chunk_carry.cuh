@@ -273,7 +273,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     const int all_chunks = (u.end - u.begin + C - 1) / C;
     const int first_chunk = (int)((int64_t)all_chunks * segment / g.count);
     const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
-    const int slot0 = first_slot(c, u.n), bytes = part::bytes(width);
+    const int chunk_slot0 = first_chunk_slot(c, u.n), bytes = part::bytes(width);
 
     __shared__ int odd_at[MOST_STAGES]; /* w.odd of the chunk */
 #if HAS_WARP_GROUPS
@@ -284,9 +284,10 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     const auto fetch = [&](int i, int into) {
         const uint32_t base = address_of(shared + into * bytes);
         const int t = u.begin + i * C;
-        const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
+        const int64_t place = (int64_t)(chunk_slot0 + i) * c.HV + u.hv;
         const int64_t keys =
-            ((int64_t)(slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) * tile_bytes(KP);
+            ((int64_t)(chunk_slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) *
+            tile_bytes(KP);
         const struct {
             int at;
             const void *from;

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(KP)
     const unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
     const int key = threadIdx.x, count = (u.end - u.begin + C - 1) / C;
     const int64_t step = (int64_t)c.HV * KP;
-    float *z = w.z + ((int64_t)first_slot(c, u.n) * c.HV + u.hv) * KP + key;
+    float *z = w.z + ((int64_t)first_chunk_slot(c, u.n) * c.HV + u.hv) * KP + key;
     running sum = {};
     if (c.x[LA_Z0].data && key < c.K)
         sum.sum = load<float>(at(c.x[LA_Z0], u.n, u.hv, key), c.x[LA_Z0].dtype);
@@ -42,13 +42,13 @@ __global__ void __launch_bounds__(128)
     divisors(const __grid_constant__ call c, const __grid_constant__ chunks w)
 {
     constexpr int PIECES = KP / 8, STEP = 128 / PIECES, ROWS_OF_LANE = C / STEP;
-    const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
-    const unit u = unit_of(c, sequence_of(c, slot), hv);
-    const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
+    const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
+    const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
+    const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
-    const int64_t place = (int64_t)slot * c.HV + hv;
+    const int64_t place = (int64_t)chunk_slot * c.HV + hv;
     const int first = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
-    const char *tile = w.q ? w.q + ((int64_t)slot * w.heads + u.h) * tile_bytes(KP) : NULL;
+    const char *tile = w.q ? w.q + ((int64_t)chunk_slot * w.heads + u.h) * tile_bytes(KP) : NULL;
     const char *rows = at(c.x[LA_Q], u.b, t, u.h) + piece * 16;
     uint4 q[ROWS_OF_LANE][PLANES];
 #pragma unroll
@@ -89,7 +89,7 @@ static cudaError_t launch_divisors(const call &c, const chunks &w, cudaStream_t 
 {
     const cudaError_t error = launch(sum_keys<KP>, (int64_t)c.N * c.HV, KP, 0, stream, c, w);
     if (error != cudaSuccess) return error;
-    return launch(divisors<KP>, (int64_t)w.slots * c.HV, 128, 0, stream, c, w);
+    return launch(divisors<KP>, (int64_t)w.chunk_slots * c.HV, 128, 0, stream, c, w);
 }
 
 #endif

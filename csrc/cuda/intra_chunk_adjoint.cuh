@@ -85,7 +85,7 @@ template <int N> __device__ __forceinline__ void scale_rows(float (&x)[N][4], fl
 /* Rows of dq or dk, from a warp's sums: to the caller's rows, or in float32 to the slot of a value head. */
 template <int N>
 __device__ __forceinline__ void store_rows(const call &c, const unit &u, const view &to,
-                                           float *slot, int kp, int t, int n, int row,
+                                           float *partial, int kp, int t, int n, int row,
                                            const float (&x)[N][4])
 {
     const int lane = threadIdx.x % 32, pair = lane % 4 * 2;
@@ -93,8 +93,8 @@ __device__ __forceinline__ void store_rows(const call &c, const unit &u, const v
     for (int half = 0; half < 2; half++) {
         const int i = row + lane / 4 + half * 8;
         if (i >= n) continue;
-        if (slot) {
-            float *part = slot + ((int64_t)u.b * c.T + t + i) * kp + pair;
+        if (partial) {
+            float *part = partial + ((int64_t)u.b * c.T + t + i) * kp + pair;
 #pragma unroll
             for (int m = 0; m < N; m++)
                 if (m * 8 + pair < kp)
@@ -133,11 +133,11 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     /* the same in all lanes, for the compiler */
     const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
     const int row0 = warp % 4 * 16, top = row0 + lane / 4, low = top + 8; /* this thread's rows */
-    const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
-    const unit u = unit_of(c, sequence_of(c, slot), hv);
-    const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
+    const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
+    const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
+    const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
-    const int64_t place = (int64_t)slot * c.HV + hv;
+    const int64_t place = (int64_t)chunk_slot * c.HV + hv;
     const int panels = (c.V + PANEL - 1) / PANEL;
     const float scale = (float)c.scale;
 
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         const int64_t at = place * panels + i;
         int expected = (delta ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP);
         if (i == 0) {
-            const int64_t keys = ((int64_t)slot * w.heads + u.h) * tile_bytes(KP);
+            const int64_t keys = ((int64_t)chunk_slot * w.heads + u.h) * tile_bytes(KP);
             expected += 2 * tile_bytes(KP);
             if (w.q) engine_copy(address_of(s.q), w.q + keys, tile_bytes(KP), barrier);
             if (w.k) engine_copy(address_of(s.k), w.k + keys, tile_bytes(KP), barrier);

@@ -134,11 +134,11 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     /* the same in all lanes, for the compiler */
     const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
     const int block = warp % 4, row0 = block * 16, top = row0 + lane / 4, low = top + 8;
-    const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
-    const unit u = unit_of(c, sequence_of(c, slot), hv);
-    const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
+    const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
+    const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
+    const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
-    const int64_t place = (int64_t)slot * c.HV + hv;
+    const int64_t place = (int64_t)chunk_slot * c.HV + hv;
     const int panels = (c.V + PANEL - 1) / PANEL;
     const float scale = (float)c.scale;
 

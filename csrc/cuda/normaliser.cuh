@@ -80,7 +80,7 @@ template <typename real> struct sequence_of_keys {
         u = unit_of(c, (int)(index / f.heads), f.first + head);
         count = (u.end - u.begin + SEGMENT - 1) / SEGMENT;
         kp = f.kp;
-        z = f.z + (head * f.segments + first_slot(c, u.n, SEGMENT)) * kp;
+        z = f.z + (head * f.segments + first_chunk_slot(c, u.n, SEGMENT)) * kp;
         row0 = (int64_t)u.b * c.T;
         den = f.den + head * f.tokens + row0;
     }
@@ -278,8 +278,8 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 {
     const int lane = threadIdx.x % 32;
     each_segment(c, f, [&](const auto &x, double *of_segment, int first, int end) {
-        const int64_t slot = (int64_t)(x.u.hv - f.first) * f.tiles;
-        real *const dk = f.dk + (slot * f.tokens + x.row0) * f.kp + lane;
+        const int64_t partial = (int64_t)(x.u.hv - f.first) * f.tiles;
+        real *const dk = f.dk + (partial * f.tokens + x.row0) * f.kp + lane;
         running dz[N] = {};
 #pragma unroll
         for (int j = 0; j < N; j++)

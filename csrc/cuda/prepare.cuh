@@ -49,19 +49,22 @@ struct chunks {
     float *den; /* normalised: [slots][HV][C], the row sums of P, then denominators */
     int *odd;   /* [slots][HV]: the first token with a NaN or an infinity in q, k, the
                              * gate or beta; C if there is none. From it on, P and A are zeros. */
-    int slots, heads;
+    int chunk_slots, heads;
 };
 
-__device__ inline int first_slot(const call &c, int n) { return (int)first_slot(c, n, C); }
+__device__ inline int first_chunk_slot(const call &c, int n)
+{
+    return (int)first_chunk_slot(c, n, C);
+}
 
 /* The sequence whose slot this is: the last that begins at or before it. */
-__device__ inline int sequence_of(const call &c, int slot)
+__device__ inline int sequence_of(const call &c, int chunk_slot)
 {
-    if (!c.x[LA_CU].data) return slot / ((c.T + C - 1) / C);
+    if (!c.x[LA_CU].data) return chunk_slot / ((c.T + C - 1) / C);
     int low = 0, high = c.N - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (first_slot(c, middle) <= slot)
+        if (first_chunk_slot(c, middle) <= chunk_slot)
             low = middle;
         else
             high = middle - 1;
@@ -375,11 +378,11 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
     extern __shared__ __align__(1024) char shared[];
     scalar_room<KP, RULE> &s = *(scalar_room<KP, RULE> *)shared;
     constexpr int THREADS = SCALAR_THREADS;
-    const int slot = blockIdx.x / c.H, h = blockIdx.x % c.H, group = c.HV / c.H;
+    const int chunk_slot = blockIdx.x / c.H, h = blockIdx.x % c.H, group = c.HV / c.H;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float scale = (float)c.scale;
-    const unit u = unit_of(c, sequence_of(c, slot), h * group);
-    const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
+    const unit u = unit_of(c, sequence_of(c, chunk_slot), h * group);
+    const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
 
     /* asked for a head ahead */
@@ -395,7 +398,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
     if (threadIdx.x == 0) s.odd[0] = C;
     load_both<KP, THREADS>(c, u.b, t, n, h, s.q, s.k, q_as_given, k_as_given);
     __syncthreads();
-    const int64_t keys = ((int64_t)slot * w.heads + h) * tile_bytes(KP);
+    const int64_t keys = ((int64_t)chunk_slot * w.heads + h) * tile_bytes(KP);
     if (w.q) write_tile<tile_bytes(KP), THREADS>(w.q + keys, s.q);
     if (w.k) write_tile<tile_bytes(KP), THREADS>(w.k + keys, s.k);
     float2 all_keys = make_float2(0, 0);
@@ -434,7 +437,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
     if (RULE == LA_DELTA) clear_pairs(s.L);
 
     for (int hv = h * group; hv < (h + 1) * group; hv++) {
-        const int64_t place = (int64_t)slot * c.HV + hv;
+        const int64_t place = (int64_t)chunk_slot * c.HV + hv;
         if (c.x[LA_G].data && threadIdx.x < n) a = decay_of(a, c.gate);
         if (threadIdx.x < C) {
             s.a[threadIdx.x] = a;
@@ -663,13 +666,13 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     key_room<KP> &s = *(key_room<KP> *)shared;
     float *L = (float *)s.q; /* over q f, k f and k h, once they have been read */
     static_assert(sizeof(float) * C * LD <= 3 * tile_bytes(KP), "L lies over three tiles");
-    const int slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
+    const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float scale = (float)c.scale;
-    const unit u = unit_of(c, sequence_of(c, slot), hv);
-    const int t = u.begin + (slot - first_slot(c, u.n)) * C, n = min(C, u.end - t);
+    const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
+    const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
-    const int place = slot * c.HV + hv; /* the launch sees to it that it fits */
+    const int place = chunk_slot * c.HV + hv; /* the launch sees to it that it fits */
 
     int found = C; /* the first row with a NaN or an infinity */
     if (threadIdx.x < 5) (threadIdx.x < 4 ? s.slow[threadIdx.x] : s.odd) = C;

@@ -164,7 +164,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     const int v0 = panel * PANEL + warp % 4 * 16, columns = min(16, c.V - v0);
     const int own_panels = min(warps / 4, panels - tile * (warps / 4));
     const int all_chunks = (u.end - u.begin + C - 1) / C;
-    const int slot0 = first_slot(c, u.n), bytes = part::bytes(warps);
+    const int chunk_slot0 = first_chunk_slot(c, u.n), bytes = part::bytes(warps);
     const auto chunk_at = [&](int i) { return BACKWARD ? all_chunks - 1 - i : i; };
 
     __shared__ int odd_at[ADJOINT_STAGES]; /* w.odd of the chunk */
@@ -183,9 +183,10 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         int into = 0, round = 0;
         for (int step = 0; step < all_chunks; step++) {
             const int i = chunk_at(step), t = u.begin + i * C;
-            const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
+            const int64_t place = (int64_t)(chunk_slot0 + i) * c.HV + u.hv;
             const int64_t keys =
-                ((int64_t)(slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) * tile_bytes(KP);
+                ((int64_t)(chunk_slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) *
+                tile_bytes(KP);
             const uint32_t base = address_of(shared + into * bytes),
                            barrier = address_of(filled + into);
             const struct {
@@ -257,7 +258,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         char *room = shared + stage_at * bytes;
         const uint32_t base = address_of(room);
         const int i = chunk_at(step), t = u.begin + i * C, n = min(C, u.end - t);
-        const int64_t place = (int64_t)(slot0 + i) * c.HV + u.hv;
+        const int64_t place = (int64_t)(chunk_slot0 + i) * c.HV + u.hv;
         barrier_wait(address_of(filled + stage_at), round);
         if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32) {

@@ -430,7 +430,7 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
     const int64_t head = blockIdx.x / tiles;
     const int warp = of_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
     unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
-    u.n = of_warp(slot_of(c, u.n));
+    u.n = of_warp(state_index_of(c, u.n));
     u.begin = of_warp(u.begin);
     u.end = of_warp(u.end);
     if (u.n < 0) { /* a step's row without a state */
@@ -509,7 +509,7 @@ __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
     typedef coming<real> kind;
     unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
-    u.n = slot_of(c, u.n);
+    u.n = state_index_of(c, u.n);
     if (u.n < 0) return;
     const int lane = threadIdx.x % 32, size = dtype_size(c.x[LA_K].dtype);
     real k[KEYS];

@@ -92,21 +92,21 @@ static __global__ void __launch_bounds__(THREADS, WHOLE &&ROWS == 4 ? 3 : 2)
     int hv = divide(tile, tiles);
     const int n = divide(hv, heads);
     int in_group = hv;
-    const int h = divide(in_group, group), slot = slot_of(c, n);
+    const int h = divide(in_group, group), state_index = state_index_of(c, n);
     const int column = tile * COLUMNS + (V_FIRST ? warp : threadIdx.x % 8) * 4;
     /* the lane that makes this thread's keys */
     const int keeper = V_FIRST ? lane : threadIdx.x / 8;
     const auto key_of = [&](int i) { return key_of_lane(keeper, i); };
     float S[ROWS][4] = {}, q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1], v[4], o[4];
 
-    if (slot < 0) { /* a padded row */
+    if (state_index < 0) { /* a padded row */
         if (V_FIRST ? lane == 0 : threadIdx.x < 8)
             for (int w = 0; w < 4 && column + w < c.V; w++)
                 store(at(c.x[LA_O], n, 0, hv, column + w), c.x[LA_O].dtype, 0.0f);
         return;
     }
 
-    char *state = at(c.x[LA_S0], slot, hv);
+    char *state = at(c.x[LA_S0], state_index, hv);
     const int size = dtype_size(c.x[LA_S0].dtype);
     const int64_t apart = c.x[LA_S0].stride[V_FIRST ? 3 : 2];
     float *of_thread =
@@ -167,7 +167,7 @@ static __global__ void __launch_bounds__(THREADS, WHOLE &&ROWS == 4 ? 3 : 2)
     }
     if (c.normaliser != LA_UNNORMALISED) { /* z as it was; advance_z comes after */
         float next[ROWS];
-        den = warp_sum(denominator(c, at(c.x[LA_Z0], slot, hv), q, k, next));
+        den = warp_sum(denominator(c, at(c.x[LA_Z0], state_index, hv), q, k, next));
     }
     const float beta = RULE == LA_DELTA ? number(beta_bits, c.x[LA_BETA].dtype) : 0;
     numbers(v, v_bits, c.x[LA_V].dtype);
@@ -231,13 +231,13 @@ template <int KEYS>
 static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
     const int n = blockIdx.x / c.HV, hv = blockIdx.x % c.HV, h = hv / (c.HV / c.H);
-    const int slot = slot_of(c, n);
+    const int state_index = state_index_of(c, n);
     four_bits bits[KEYS / 4];
     float q[KEYS] = {}, k[KEYS], next[KEYS];
-    if (slot < 0) return;
+    if (state_index < 0) return;
     load_key_bits<KEYS>(c, c.x[LA_K], n, h, bits);
     make_key(c, bits, c.x[LA_K].dtype, 1, k);
-    char *z = at(c.x[LA_Z0], slot, hv);
+    char *z = at(c.x[LA_Z0], state_index, hv);
     denominator(c, z, q, k, next);
     store_keys(z, c.x[LA_Z0].dtype, c.K, next);
 }

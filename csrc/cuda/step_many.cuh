@@ -175,7 +175,8 @@ __device__ __forceinline__ void fetch(const call &c, step_many_room &room, uint3
     };
 
     for (int u = blockIdx.x + s * gridDim.x; u < c.N * c.HV; u += stages * gridDim.x, round++) {
-        const int n = u / c.HV, hv = u % c.HV, h = hv / (c.HV / c.H), slot = slot_of(c, n);
+        const int n = u / c.HV, hv = u % c.HV, h = hv / (c.HV / c.H),
+                  state_index = state_index_of(c, n);
         four_bits q_bits[1], k_bits[1], a_bits[1];
         uint64_t g_bits = 0, beta_bits = 0;
         load_key_bits<KEYS>(c, c.x[LA_Q], n, h, q_bits);
@@ -188,7 +189,7 @@ __device__ __forceinline__ void fetch(const call &c, step_many_room &room, uint3
 
         if (round) put_back();
         o_row = at(c.x[LA_O], n, 0, hv);
-        state = slot < 0 ? NULL : at(c.x[LA_S0], slot, hv);
+        state = state_index < 0 ? NULL : at(c.x[LA_S0], state_index, hv);
         if (lane == 0 && state) {
             barrier_expect(full, bytes);
             static_assert(PIECES == 2, "one wait each");
@@ -216,7 +217,7 @@ __device__ __forceinline__ void fetch(const call &c, step_many_room &room, uint3
         }
         if (c.normaliser != LA_UNNORMALISED && state) {
             float next[KEYS];
-            char *z = at(c.x[LA_Z0], slot, hv);
+            char *z = at(c.x[LA_Z0], state_index, hv);
             den = warp_sum(denominator(c, z, q, k, next));
             store_keys(z, c.x[LA_Z0].dtype, c.K, next);
         }
