@@ -196,10 +196,10 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     /* Segments forwards, the last alone being kept; then, each walked again before it, backwards. */
     const int segments = c.causal ? (u.end - u.begin + f.M - 1) / f.M : 0;
     for (int step = 0; step < 2 * segments - 1; step++) {
-        const bool ahead = step < segments - 1;
+        const bool forward_only = step < segments - 1;
         const int segment = step < segments ? step : 2 * segments - 2 - step;
         const int a = u.begin + segment * f.M, b = min(a + f.M, u.end);
-        if (ahead)
+        if (forward_only)
             put_state(starts + (int64_t)segment * STATE);
         else if (step >= segments)
             get_state(starts + (int64_t)segment * STATE);
@@ -209,13 +209,13 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
             for (int i = 0; i < n; i++) {
                 const real *x = DECAY == LA_KEY ? s.tokens.a[i].part(part) : s.tokens.scalar_a + i;
                 real o;
-                if (!ahead) put_state(kept + (int64_t)(t - a + i) * STATE);
+                if (!forward_only) put_state(kept + (int64_t)(t - a + i) * STATE);
                 la_token(S, 1, 1, 0, ROWS, s.tokens.q[i].part(part), s.tokens.k[i].part(part),
                          &s.tokens.v[i][own_column], x, RULE == LA_DELTA ? s.tokens.beta[i] : 0,
                          RULE == LA_DELTA ? s.tokens.qk[i] : 0, &o, DECAY, RULE);
             }
         }
-        if (ahead) continue;
+        if (forward_only) continue;
         for (int t = a + (b - a - 1) / BATCH * BATCH; t >= a; t -= BATCH) {
             const int n = min((int)BATCH, b - t);
             load_tokens(t, n, true);

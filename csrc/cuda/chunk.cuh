@@ -27,7 +27,7 @@
 /* The states at which segments start: S' <- S' M' + X', one segment after another, in float32. A block
  * has JOINED value columns of a head; a thread has a key, and with the delta rule half of the keys that
  * its sums are over. `rows` of ends per segment. */
-enum { JOINED = 8, AHEAD = 32 };
+enum { JOINED = 8, PREFETCHED = 32 };
 template <la_rule RULE> constexpr int join_parts = RULE == LA_DELTA ? 2 : 1;
 
 template <int KP, la_decay DECAY, la_rule RULE, typename = element>
@@ -64,17 +64,17 @@ __global__ void __launch_bounds__(KP *join_parts<RULE>)
             const int last = (int)((int64_t)all_chunks * (segment + 1) / g.count);
             float a = 1;
             if (DECAY != LA_NONE)
-                for (int i = first; i < last; i += AHEAD) {
-                    float x[AHEAD];
+                for (int i = first; i < last; i += PREFETCHED) {
+                    float x[PREFETCHED];
 #pragma unroll
-                    for (int j = 0; j < AHEAD; j++) {
+                    for (int j = 0; j < PREFETCHED; j++) {
                         const int64_t place = (int64_t)(chunk_slot0 + i + j) * c.HV + u.hv;
                         x[j] = i + j >= last     ? 1
                                : DECAY == LA_KEY ? w.total[place * KP + key]
                                                  : w.in[place * C + C - 1];
                     }
 #pragma unroll
-                    for (int j = 0; j < AHEAD; j++) a *= x[j];
+                    for (int j = 0; j < PREFETCHED; j++) a *= x[j];
                 }
 #pragma unroll
             for (int j = 0; j < JOINED; j++) own[j] = a * own[j] + end[j * KP];

@@ -33,7 +33,7 @@ template <typename real, int N> struct key_rows {
 
     /* As they lie, so that nothing waits for them yet; and the numbers that they are. */
     typedef typename std::conditional<sizeof(real) == 8, uint64_t, uint32_t>::type bits;
-    __device__ __forceinline__ void ask(bits (&x)[N], int t) const
+    __device__ __forceinline__ void prefetch(bits (&x)[N], int t) const
     {
         const char *row = first + t * step;
         if (dtype_size(dtype) == 2 && far == 64) {
@@ -109,11 +109,11 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
         running sum[N] = {};
         const key_rows<real, N> keys(c, c.x[LA_K], x.u);
         typename key_rows<real, N>::bits next[N];
-        keys.ask(next, first);
+        keys.prefetch(next, first);
         for (int t = first; t < end; t++) {
             real k[N];
             keys.read(k, next);
-            if (t + 1 < end) keys.ask(next, t + 1);
+            if (t + 1 < end) keys.prefetch(next, t + 1);
             norm_and_map(c, 1, k, every_32nd());
 #pragma unroll
             for (int j = 0; j < N; j++) sum[j].add(k[j]);
@@ -168,15 +168,15 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
             if (lane + 32 * j < f.kp) z[j].sum = of_segment[lane + 32 * j];
         const key_rows<real, N> keys(c, c.x[LA_K], x.u), queries(c, c.x[LA_Q], x.u);
         typename key_rows<real, N>::bits next_k[N], next_q[N];
-        keys.ask(next_k, first);
-        queries.ask(next_q, first);
+        keys.prefetch(next_k, first);
+        queries.prefetch(next_q, first);
         for (int t = first; t < end; t++) {
             real k[N], q[N];
             keys.read(k, next_k);
             queries.read(q, next_q);
             if (t + 1 < end) {
-                keys.ask(next_k, t + 1);
-                queries.ask(next_q, t + 1);
+                keys.prefetch(next_k, t + 1);
+                queries.prefetch(next_q, t + 1);
             }
             norm_and_map(c, 1, k, every_32nd());
             norm_and_map(c, 0, q, every_32nd());
@@ -210,15 +210,15 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
         const key_rows<real, N> keys(c, c.x[LA_K], x.u), queries(c, c.x[LA_Q], x.u);
         typename key_rows<real, N>::bits next_k[N], next_q[N];
         real next_dq[N], next_den;
-        const auto ask = [&](int t) {
-            keys.ask(next_k, t);
-            queries.ask(next_q, t);
+        const auto prefetch = [&](int t) {
+            keys.prefetch(next_k, t);
+            queries.prefetch(next_q, t);
             next_den = x.den[t];
 #pragma unroll
             for (int j = 0; j < N; j++)
                 next_dq[j] = lane + 32 * j < f.kp ? dq[(int64_t)t * f.kp + 32 * j] : 0;
         };
-        ask(first);
+        prefetch(first);
         for (int t = first; t < end; t++) {
             real k[N], q[N], sum[N], own[N];
             keys.read(k, next_k);
@@ -226,7 +226,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 #pragma unroll
             for (int j = 0; j < N; j++) sum[j] = own[j] = next_dq[j];
             const double scaled = next_den * c.scale;
-            if (t + 1 < end) ask(t + 1);
+            if (t + 1 < end) prefetch(t + 1);
             for (int i = 1; i < f.tiles; i++)
 #pragma unroll
                 for (int j = 0; j < N; j++)
@@ -287,21 +287,21 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
         const key_rows<real, N> queries(c, c.x[LA_Q], x.u);
         typename key_rows<real, N>::bits next_q[N];
         real next_dk[N], next_den;
-        const auto ask = [&](int t) {
-            queries.ask(next_q, t);
+        const auto prefetch = [&](int t) {
+            queries.prefetch(next_q, t);
             next_den = x.den[t];
 #pragma unroll
             for (int j = 0; j < N; j++)
                 next_dk[j] = lane + 32 * j < f.kp ? dk[(int64_t)t * f.kp + 32 * j] : 0;
         };
-        ask(end - 1);
+        prefetch(end - 1);
         for (int t = end - 1; t >= first; t--) {
             real q[N], own[N];
             queries.read(q, next_q);
 #pragma unroll
             for (int j = 0; j < N; j++) own[j] = next_dk[j];
             const double d_den = next_den;
-            if (t > first) ask(t - 1);
+            if (t > first) prefetch(t - 1);
             norm_and_map(c, 0, q, every_32nd());
 #pragma unroll
             for (int j = 0; j < N; j++) {
