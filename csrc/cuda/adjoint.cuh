@@ -12,12 +12,12 @@
  * walked again, keeping all of its states, before its tokens are gone through backwards. With M near
  * sqrt T that is 2 sqrt T states instead of T, for one more walk (docs/math.md, 8).
  *
- * Sums over value columns (dq, dk, da, dbeta) end in a slot per value head and block of columns; `gather`
+ * Sums over value columns (dq, dk, da, dbeta) end in a slot per value head and block of columns; `reduce_partials`
  * adds up the slots in their order and undoes what loading did to q, k and the gate. */
 #include "batch.cuh"
 #include "normaliser.cuh"
 
-enum { ADJOINT_THREADS = WARPS * 32, GATHER_THREADS = 256, SUMS = 3 }; /* dq, dk, da */
+enum { ADJOINT_THREADS = WARPS * 32, REDUCE_THREADS = 256, SUMS = 3 }; /* dq, dk, da */
 
 /* Value heads first..first + heads are worked on; scratch is for those. Slots are [heads][tiles]. */
 struct adjoint_scratch {
@@ -276,8 +276,8 @@ __device__ void store_key_gradient(const call &c, const view &from, const view &
 /* A warp has a token of one q/k head, and of the value heads that read it. */
 template <la_decay DECAY, la_rule RULE, int KEYS>
 static __global__ void __launch_bounds__(128)
-    gather(const __grid_constant__ call c, const __grid_constant__ gradients d,
-           const __grid_constant__ adjoint_scratch f)
+    reduce_partials(const __grid_constant__ call c, const __grid_constant__ gradients d,
+                    const __grid_constant__ adjoint_scratch f)
 {
     const int group = c.HV / c.H, heads = f.heads / group, lane = threadIdx.x % 32;
     const int64_t i = (int64_t)blockIdx.x * 4 + threadIdx.x / 32, token = i / heads;
@@ -349,7 +349,7 @@ static __global__ void __launch_bounds__(128)
 /* Once in a kernel: a second sum would overwrite the first's parts. */
 __device__ inline double block_sum(double x)
 {
-    __shared__ double of_warps[GATHER_THREADS / 32];
+    __shared__ double of_warps[REDUCE_THREADS / 32];
     x = warp_sum(x);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
     __syncthreads();
@@ -359,9 +359,9 @@ __device__ inline double block_sum(double x)
 }
 
 /* Every token's decay was this one: its gradients add up. A block has a value head. */
-static __global__ void __launch_bounds__(GATHER_THREADS)
-    gather_head(const __grid_constant__ call c, const __grid_constant__ gradients d,
-                const __grid_constant__ adjoint_scratch f)
+static __global__ void __launch_bounds__(REDUCE_THREADS)
+    reduce_gate_of_head(const __grid_constant__ call c, const __grid_constant__ gradients d,
+                        const __grid_constant__ adjoint_scratch f)
 {
     const int hv = f.first + blockIdx.x;
     const real *from = f.da + (int64_t)blockIdx.x * f.tiles * f.tokens;
@@ -376,11 +376,11 @@ static __global__ void __launch_bounds__(GATHER_THREADS)
 /* ---- launches ---- */
 
 template <la_decay DECAY, la_rule RULE, int KEYS>
-static cudaError_t launch_gather(const call &c, const gradients &d, const adjoint_scratch &f,
+static cudaError_t launch_reduce(const call &c, const gradients &d, const adjoint_scratch &f,
                                  cudaStream_t stream)
 {
     const int64_t rows = f.tokens * (f.heads / (c.HV / c.H));
-    return launch(gather<DECAY, RULE, KEYS>, (rows + 3) / 4, 128, 0, stream, c, d, f);
+    return launch(reduce_partials<DECAY, RULE, KEYS>, (rows + 3) / 4, 128, 0, stream, c, d, f);
 }
 
 /* Scratch that a launch may take before heads are worked on in turns, in bytes. */
@@ -438,9 +438,9 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
         if (error == cudaSuccess && normalised)
             error = launch_denominators_adjoint(c, d, by_z, stream);
         if (error != cudaSuccess) break;
-        error = launch_gather<DECAY, RULE, ROWS * PARTS / 32>(c, d, f, stream);
+        error = launch_reduce<DECAY, RULE, ROWS * PARTS / 32>(c, d, f, stream);
         if (error == cudaSuccess && d.per_head)
-            error = launch(gather_head, f.heads, GATHER_THREADS, 0, stream, c, d, f);
+            error = launch(reduce_gate_of_head, f.heads, REDUCE_THREADS, 0, stream, c, d, f);
     }
     const cudaError_t freed = cudaFreeAsync(room, stream);
     return error == cudaSuccess ? freed : error;

@@ -8,14 +8,14 @@ const backward_launcher adjoint_f32[LA_KINDS] = {
 #include "../kinds.def"
 };
 
-cudaError_t gather_gates(const call &c, const gradients &d, float *da, cudaStream_t stream)
+cudaError_t reduce_gates(const call &c, const gradients &d, float *da, cudaStream_t stream)
 {
     adjoint_scratch f = {};
     f.heads = c.HV;
     f.tiles = 1;
     f.tokens = (int64_t)c.B * c.T;
     f.da = da;
-    return launch(gather_head, c.HV, GATHER_THREADS, 0, stream, c, d, f);
+    return launch(reduce_gate_of_head, c.HV, REDUCE_THREADS, 0, stream, c, d, f);
 }
 
 int64_t segments_of_keys(const call &c) { return chunk_slots_of(c, SEGMENT); }

@@ -2,7 +2,7 @@
  *
  * `prepare` as in the forward, with L besides; `chunks_both_ways`, forwards and backwards; and the local part of
  * every chunk. dq and dk go to the caller's arrays, or, where value heads share them or q and k
- * were normed or mapped, by way of a slot per value head and `gather`. */
+ * were normed or mapped, by way of a slot per value head and `reduce_partials`. */
 #include "intra_chunk_adjoint_key.cuh"
 
 #include <initializer_list>
@@ -43,8 +43,8 @@ static cudaError_t suits(const void *intra, int bytes, int *processors)
 /* dq and dk of the value heads of one q/k head, together, and what loading did to q and k undone. A warp
  * has a token: a lane four keys. */
 static __global__ void __launch_bounds__(256)
-    join_heads(const __grid_constant__ call c, const __grid_constant__ gradients d,
-               const intra_flags from)
+    reduce_heads(const __grid_constant__ call c, const __grid_constant__ gradients d,
+                 const intra_flags from)
 {
     const int64_t i = (int64_t)blockIdx.x * 8 + threadIdx.x / 32, tokens = (int64_t)c.B * c.T;
     const int64_t token = i / c.H;
@@ -224,8 +224,8 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
                        x.w, maps, x.f, x.to);
     if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && !x.to.direct)
-        error = launch(join_heads, (tokens * c.H + 7) / 8, 256, 0, stream, c, d, x.to);
-    if (error == cudaSuccess && d.per_head) error = gather_gates(c, d, x.to.da, stream);
+        error = launch(reduce_heads, (tokens * c.H + 7) / 8, 256, 0, stream, c, d, x.to);
+    if (error == cudaSuccess && d.per_head) error = reduce_gates(c, d, x.to.da, stream);
     return error;
 }
 

@@ -15,7 +15,7 @@
 enum { INTRA_THREADS = 256, INTRA_STAGES = 2 };
 
 /* Where the gradients of q and k go: to the caller's arrays if nothing else adds to them or was done to
- * q and k before, else a slot per value head, for `gather`; da: to the gate's array, or for a gate per
+ * q and k before, else a slot per value head, for `reduce_partials`; da: to the gate's array, or for a gate per
  * head a number per token. */
 struct intra_flags {
     bool direct, q_as_given, k_as_given;

@@ -25,7 +25,7 @@ extern const backward_launcher chunk_backward_none[2], chunk_backward_token[2],
     chunk_backward_key[2];
 
 /* The end of it: a gate per head's, from [HV][B T]. */
-cudaError_t gather_gates(const call &, const gradients &, float *da, cudaStream_t);
+cudaError_t reduce_gates(const call &, const gradients &, float *da, cudaStream_t);
 
 /* What the normaliser adds to gradients, of value heads first..first + heads: the denominators before
  * everything else, and, when dq has what comes by way of the numerators, the rest. */
