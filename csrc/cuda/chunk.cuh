@@ -121,7 +121,7 @@ struct device_traits {
     int processors;
     int room;      /* shared memory of a block, in bytes */
     int warp_step; /* warps come in this many: Hopper's tensor cores work for four at once */
-    int fetchers;  /* warps that do nothing but fetch */
+    int producers; /* warps that do nothing but fetch */
 };
 
 static cudaError_t traits_of_device(const void *kernel, device_traits *d)
@@ -144,7 +144,7 @@ static cudaError_t traits_of_device(const void *kernel, device_traits *d)
     if (error != cudaSuccess) return error;
     const bool hopper = code.maxThreadsPerBlock > MOST_WARPS * 32; /* the code for it, that is */
     d->warp_step = hopper ? 4 : 1;
-    d->fetchers = hopper ? FETCHERS : 0;
+    d->producers = hopper ? PRODUCERS : 0;
     return cudaSuccess;
 }
 
@@ -171,12 +171,12 @@ static int width_of_blocks(const call &c, const device_traits &d, int64_t heads,
     int best = 0;
     double least = 0;
     /* where nobody but the walking warps fetches, the next chunk needs a place while they are at this */
-    const int stages = d.fetchers ? 1 : 2;
+    const int stages = d.producers ? 1 : 2;
     for (int width = d.warp_step; width * part::halves <= MOST_WARPS; width *= 2) {
         const int warps = width * part::halves;
         const int64_t blocks = heads * ((slices + width - 1) / width);
         const int room = d.room / (stages * part::bytes(width) + part::exchanged(width) + 1024);
-        const int64_t fit = min(room, d.fetchers ? 1 : MOST_WARPS / warps); /* by registers */
+        const int64_t fit = min(room, d.producers ? 1 : MOST_WARPS / warps); /* by registers */
         if (fit == 0) break;
         const int64_t rounds = (blocks + d.processors * fit - 1) / (d.processors * fit);
         const int64_t each = (blocks + d.processors - 1) / d.processors;
@@ -200,7 +200,8 @@ static cudaError_t launch_chunks_forward(const call &c, const chunks &w, const t
     const int bytes = f.stages * part::bytes(width) + exchanged;
     const auto kernel = chunks_forward<KP, DECAY, RULE, FORM>;
     return launch(kernel, (int64_t)c.N * c.HV * g.count * tiles,
-                  (width * part::halves + d.fetchers) * 32, bytes, stream, c, w, maps, f, g, tiles);
+                  (width * part::halves + d.producers) * 32, bytes, stream, c, w, maps, f, g,
+                  tiles);
 }
 
 template <int KP, la_decay DECAY, la_rule RULE>

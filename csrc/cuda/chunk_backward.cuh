@@ -20,7 +20,7 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
     const int tiles = (panels + warps / 4 - 1) / (warps / 4);
     const int bytes =
         ADJOINT_STAGES * adjoint_stage<KP, DECAY, RULE, true>::bytes(warps); /* the larger one's */
-    return launch(kernel, 2 * heads * tiles, (warps + ADJOINT_FETCHERS) * 32, bytes, stream, c, d,
+    return launch(kernel, 2 * heads * tiles, (warps + ADJOINT_PRODUCERS) * 32, bytes, stream, c, d,
                   w, maps, f, tiles);
 }
 

@@ -17,9 +17,9 @@
 enum {
     MOST_STAGES = 3,
     MOST_WARPS = 8,
-    FETCHERS = 4,
-    FETCHER_REGISTERS = 40,
-    WALKER_REGISTERS = 232
+    PRODUCERS = 4,
+    PRODUCER_REGISTERS = 40,
+    CONSUMER_REGISTERS = 232
 };
 
 /* Where the parts of a chunk lie in shared memory: a stage. */
@@ -251,7 +251,7 @@ struct partner {
 };
 
 template <int KP, la_decay DECAY, la_rule RULE, form FORM, typename = element>
-__global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32, 1)
+__global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 32, 1)
     chunks_forward(const __grid_constant__ call c, const __grid_constant__ chunks w,
                    const __grid_constant__ tensor_maps maps, const forward_flags f,
                    const segments g, int tiles)
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     typedef stage<KP, DECAY, RULE> part;
     constexpr int HALVES = part::halves, KEYS = part::keys;
     extern __shared__ __align__(1024) char shared[];
-    const int warps = blockDim.x / 32 - HAS_WARP_GROUPS * FETCHERS, width = warps / HALVES;
+    const int warps = blockDim.x / 32 - HAS_WARP_GROUPS * PRODUCERS, width = warps / HALVES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int half = HALVES == 2 && warp >= width, line = warp - half * width;
     const int tile = blockIdx.x % tiles;
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
     __shared__ int odd_at[MOST_STAGES]; /* w.odd of the chunk */
 #if HAS_WARP_GROUPS
     /* Of each stage: it has been filled; every warp is done with it. */
-    __shared__ uint64_t filled[MOST_STAGES], done[MOST_STAGES];
+    __shared__ uint64_t full[MOST_STAGES], empty[MOST_STAGES];
 #endif
     /* Chunk i into a stage: by one thread that asks the engine, or by all. */
     const auto fetch = [&](int i, int into) {
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
         };
 #if HAS_WARP_GROUPS
-        const uint32_t barrier = address_of(filled + into);
+        const uint32_t barrier = address_of(full + into);
         const int odd = w.odd[place];
         const int v_panels = f.v_pieces ? (v_slices + 3) / 4 : 0;
         int bytes = (part::has_k && !w.k ? tile_bytes(KP) : 0) + (!w.q ? tile_bytes(KP) : 0) +
@@ -354,25 +354,25 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
 #if HAS_WARP_GROUPS
     if (threadIdx.x == 0) {
         for (int j = 0; j < MOST_STAGES; j++) {
-            barrier_init(address_of(filled + j), 1);
-            barrier_init(address_of(done + j), warps * ARRIVALS_OF_WARP);
+            barrier_init(address_of(full + j), 1);
+            barrier_init(address_of(empty + j), warps * ARRIVALS_OF_WARP);
         }
         barriers_ready();
     }
     __syncthreads();
     if (warp >= warps) {
-        registers_down_to<FETCHER_REGISTERS>();
+        registers_down_to<PRODUCER_REGISTERS>();
         if (warp > warps || lane > 0) return;
         int at = 0, round = 0;
         for (int pass = first_pass; pass < 2; pass++)
             for (int i = first_chunk; i < last_chunk; i++) {
-                barrier_wait(address_of(done + at), round ^ 1); /* at once, the first time */
+                barrier_wait(address_of(empty + at), round ^ 1); /* at once, the first time */
                 fetch(i, at);
                 if (++at == f.stages) at = 0, round ^= 1;
             }
         return;
     }
-    registers_up_to<WALKER_REGISTERS>();
+    registers_up_to<CONSUMER_REGISTERS>();
 #endif
 
     const int pair = lane % 4 * 2; /* this thread's two tokens, or keys, of every eight */
@@ -444,7 +444,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             const uint32_t base = address_of(room);
             const int t = u.begin + i * C, n = min(C, u.end - t);
 #if HAS_WARP_GROUPS
-            barrier_wait(address_of(filled + stage_at), round);
+            barrier_wait(address_of(full + stage_at), round);
             /* boxes go on into the next sequence, whose NaN must not come along */
             if (n < C && !second_time) {
                 if (part::has_k && !w.k)
@@ -804,7 +804,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * FETCHERS) * 32
             }
 #if HAS_WARP_GROUPS
             stores_before_copies();
-            warp_arrives(address_of(done + stage_at));
+            warp_arrives(address_of(empty + stage_at));
 #endif
             if (++stage_at == f.stages) stage_at = 0, round ^= 1;
             end = C;

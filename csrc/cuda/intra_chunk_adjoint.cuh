@@ -40,7 +40,7 @@ template <int KP, la_rule RULE> struct intra_room {
     float a[C], beta[C], e[C], r[C]; /* e: decay from the chunk's start; r: to its end */
     float of_q[C], of_k[C], of_r[C]; /* q . dq^, k . dk^, k . dk~: parts of the decays' gradients */
     float up[4][C], of_e[4][C], quarter[4], da[2][C], sums[INTRA_THREADS / 32];
-    uint64_t filled[INTRA_STAGES];
+    uint64_t full[INTRA_STAGES];
 };
 
 #if HAS_WARP_GROUPS
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
 
     const auto fetch = [&](int i) {
         intra_panel<KP, RULE> &x = s.panel[i % INTRA_STAGES];
-        const uint32_t barrier = address_of(s.filled + i % INTRA_STAGES);
+        const uint32_t barrier = address_of(s.full + i % INTRA_STAGES);
         const int64_t at = place * panels + i;
         int expected = (delta ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP);
         if (i == 0) {
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         barrier_expect(barrier, expected);
     };
     if (threadIdx.x == 0) {
-        for (int j = 0; j < INTRA_STAGES; j++) barrier_init(address_of(s.filled + j), 1);
+        for (int j = 0; j < INTRA_STAGES; j++) barrier_init(address_of(s.full + j), 1);
         barriers_ready();
         for (int i = 0; i < min(panels, (int)INTRA_STAGES); i++) fetch(i);
     }
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     float along = 0;         /* of S * dS */
     for (int i = 0; i < panels; i++) {
         intra_panel<KP, RULE> &x = s.panel[i % INTRA_STAGES];
-        barrier_wait(address_of(s.filled + i % INTRA_STAGES), i / INTRA_STAGES % 2);
+        barrier_wait(address_of(s.full + i % INTRA_STAGES), i / INTRA_STAGES % 2);
         if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS) {
                 const int at = piece_at(n + j / 8, j % 8);

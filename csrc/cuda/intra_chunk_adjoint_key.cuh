@@ -45,7 +45,7 @@ template <int KP, la_rule RULE> struct intra_key_room {
     float q_from_state[BLOCKS][KP], k_from_state[BLOCKS][KP], to_end[BLOCKS][KP];
     float state[BLOCKS][KP]; /* parts of the sum of S * dS over value columns */
     float from_0_past_1[KP], from_0_to_3[KP], from_1_to_3[KP];
-    uint64_t filled;
+    uint64_t full;
 };
 
 #if HAS_WARP_GROUPS
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     const float scale = (float)c.scale;
 
     const auto fetch = [&](int i) {
-        const uint32_t barrier = address_of(&s.filled);
+        const uint32_t barrier = address_of(&s.full);
         const int64_t at = place * panels + i;
         if (delta) {
             engine_copy(address_of(s.panel.U), f.E + at * PANEL_BYTES, PANEL_BYTES, barrier);
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         barrier_expect(barrier, (delta ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP));
     };
     if (threadIdx.x == 0) {
-        barrier_init(address_of(&s.filled), 1);
+        barrier_init(address_of(&s.full), 1);
         barriers_ready();
         fetch(0);
     }
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     float R[KP / 8][4] = {}; /* of the second group: U dS' */
     float2 along = make_float2(0, 0);
     for (int i = 0; i < panels; i++) {
-        barrier_wait(address_of(&s.filled), i % 2);
+        barrier_wait(address_of(&s.full), i % 2);
         if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS) {
                 const int at = piece_at(n + j / 8, j % 8);

@@ -19,7 +19,7 @@
 
 #include "prepare.cuh"
 
-enum { ADJOINT_STAGES = 2, ADJOINT_WARPS = 8, ADJOINT_FETCHERS = 4 };
+enum { ADJOINT_STAGES = 2, ADJOINT_WARPS = 8, ADJOINT_PRODUCERS = 4 };
 
 /* What the walks keep: tiles of C rows. */
 struct kept {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     typedef adjoint_stage<KP, DECAY, RULE, BACKWARD> part;
     constexpr bool delta = RULE == LA_DELTA;
     extern __shared__ __align__(1024) char shared[];
-    const int warps = blockDim.x / 32 - ADJOINT_FETCHERS, warp = threadIdx.x / 32,
+    const int warps = blockDim.x / 32 - ADJOINT_PRODUCERS, warp = threadIdx.x / 32,
               lane = threadIdx.x % 32;
     const int tile = index % tiles, head = index / tiles;
     const unit u = unit_of(c, head / c.HV, head % c.HV);
@@ -168,11 +168,11 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     const auto chunk_at = [&](int i) { return BACKWARD ? all_chunks - 1 - i : i; };
 
     __shared__ int odd_at[ADJOINT_STAGES]; /* w.odd of the chunk */
-    __shared__ uint64_t filled[ADJOINT_STAGES], done[ADJOINT_STAGES];
+    __shared__ uint64_t full[ADJOINT_STAGES], empty[ADJOINT_STAGES];
     if (threadIdx.x == 0) {
         for (int j = 0; j < ADJOINT_STAGES; j++) {
-            barrier_init(address_of(filled + j), 1);
-            barrier_init(address_of(done + j), warps * ARRIVALS_OF_WARP);
+            barrier_init(address_of(full + j), 1);
+            barrier_init(address_of(empty + j), warps * ARRIVALS_OF_WARP);
         }
         barriers_ready();
     }
@@ -188,7 +188,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 ((int64_t)(chunk_slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) *
                 tile_bytes(KP);
             const uint32_t base = address_of(shared + into * bytes),
-                           barrier = address_of(filled + into);
+                           barrier = address_of(full + into);
             const struct {
                 int at;
                 const void *from;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
                 {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
             };
-            barrier_wait(address_of(done + into), round ^ 1); /* at once, the first time */
+            barrier_wait(address_of(empty + into), round ^ 1); /* at once, the first time */
             const int odd = w.odd[place];
             int expected = (part::has_k && !w.k ? tile_bytes(KP) : 0) +
                            (BACKWARD && !w.q ? tile_bytes(KP) : 0) + own_panels * PANEL_BYTES;
@@ -259,7 +259,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         const uint32_t base = address_of(room);
         const int i = chunk_at(step), t = u.begin + i * C, n = min(C, u.end - t);
         const int64_t place = (int64_t)(chunk_slot0 + i) * c.HV + u.hv;
-        barrier_wait(address_of(filled + stage_at), round);
+        barrier_wait(address_of(full + stage_at), round);
         if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32) {
                 const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
@@ -492,7 +492,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
 #pragma unroll
                     for (int e = 0; e < 4; e++) S[j][e] = nanf("");
         stores_before_copies();
-        warp_arrives(address_of(done + stage_at));
+        warp_arrives(address_of(empty + stage_at));
         if (++stage_at == ADJOINT_STAGES) stage_at = 0, round ^= 1;
     }
     if constexpr (BACKWARD)
@@ -510,7 +510,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
 /* Neither needs what the other keeps, so they go side by side: BACKWARD, the longer one, in the first half of
  * the blocks. */
 template <int KP, la_decay DECAY, la_rule RULE>
-__global__ void __launch_bounds__((ADJOINT_WARPS + ADJOINT_FETCHERS) * 32, 1)
+__global__ void __launch_bounds__((ADJOINT_WARPS + ADJOINT_PRODUCERS) * 32, 1)
     chunks_both_ways(const __grid_constant__ call c, const __grid_constant__ gradients d,
                      const __grid_constant__ chunks w, const __grid_constant__ backward_maps maps,
                      const __grid_constant__ kept f, int tiles)

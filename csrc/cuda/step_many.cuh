@@ -25,8 +25,8 @@ enum {
     KEYS = 4,   /* of a thread */
     COLUMNS = 8,
     MAX_STRIP = COLUMNS,
-    WORKERS = MOST * MOST / (32 * KEYS * COLUMNS),
-    KEY_WORKERS = V_FIRST ? 1 : MOST / (4 * KEYS), /* that share the keys of the same columns */
+    CONSUMERS = MOST * MOST / (32 * KEYS * COLUMNS),
+    KEY_CONSUMERS = V_FIRST ? 1 : MOST / (4 * KEYS), /* that share the keys of the same columns */
     PIECES = 2,
     MOST_STAGES = 4, /* more warps would leave each too few registers */
     /* Smaller heads are left to step.cuh: a block's stages would hold too few bytes on their way. */
@@ -42,8 +42,8 @@ struct alignas(16) token_room {
 
 struct alignas(128) step_many_room {
     token_room token[MOST_STAGES];
-    float4 sums[WORKERS][32]; /* [K][V]: of a worker's keys, see join */
-    uint64_t full[MOST_STAGES], done[MOST_STAGES];
+    float4 sums[CONSUMERS][32]; /* [K][V]: of a worker's keys, see join */
+    uint64_t full[MOST_STAGES], empty[MOST_STAGES];
 };
 extern __shared__ __align__(128) char step_many_shared[]; /* step_many_room, the stages */
 
@@ -51,14 +51,14 @@ extern __shared__ __align__(128) char step_many_shared[]; /* step_many_room, the
 __device__ __forceinline__ int key_of(int i)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    return (V_FIRST ? lane : warp % KEY_WORKERS * 4 + lane / 8) * KEYS + i;
+    return (V_FIRST ? lane : warp % KEY_CONSUMERS * 4 + lane / 8) * KEYS + i;
 }
 
 __device__ __forceinline__ int column_of(int w)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     return V_FIRST ? warp * COLUMNS + w
-                   : warp / KEY_WORKERS * 64 + w / 4 * 32 + lane % 8 * 4 + w % 4;
+                   : warp / KEY_CONSUMERS * 64 + w / 4 * 32 + lane % 8 * 4 + w % 4;
 }
 
 /* x[0..N/2) <- half of the sums over lanes that differ in bit `step`: the first half where it is 0. */
@@ -110,13 +110,13 @@ LA_FN void join(float *x, float *y)
             for (int e = 0; e < 4; e++) z[e] += __shfl_xor_sync(~0u, z[e], 16);
         }
         step_many_room *s = (step_many_room *)step_many_shared;
-        some_warps_wait(WORKERS); /* the last sums have been read */
+        some_warps_wait(CONSUMERS); /* the last sums have been read */
         s->sums[warp][lane] = make_float4(z[0], z[1], z[2], z[3]);
-        some_warps_wait(WORKERS);
+        some_warps_wait(CONSUMERS);
         float sum[4] = {};
 #pragma unroll
-        for (int i = 0; i < KEY_WORKERS; i++) {
-            const float4 one = s->sums[warp / KEY_WORKERS * KEY_WORKERS + i][lane];
+        for (int i = 0; i < KEY_CONSUMERS; i++) {
+            const float4 one = s->sums[warp / KEY_CONSUMERS * KEY_CONSUMERS + i][lane];
             sum[0] += one.x;
             sum[1] += one.y;
             sum[2] += one.z;
@@ -148,17 +148,17 @@ __device__ __forceinline__ void give(float *to, const float (&x)[4])
 /* The warp of stage s: every stages-th head of this block, until there is none left. A state goes and
  * the next comes in PIECES, one as soon as the other has left its place. */
 template <la_decay DECAY, la_rule RULE>
-__device__ __forceinline__ void fetch(const call &c, step_many_room &room, uint32_t stage, int s,
-                                      int stages, int bytes)
+__device__ __forceinline__ void produce(const call &c, step_many_room &room, uint32_t stage, int s,
+                                        int stages, int bytes)
 {
-    const uint32_t full = address_of(&room.full[s]), done = address_of(&room.done[s]);
+    const uint32_t full = address_of(&room.full[s]), empty = address_of(&room.empty[s]);
     const int lane = threadIdx.x % 32, piece = bytes / PIECES;
     token_room &token = room.token[s];
     char *state = NULL, *o_row = NULL;
     float den = 0;
     int round = 0;
     const auto put_back = [&] {
-        barrier_wait(done, round - 1 & 1);
+        barrier_wait(empty, round - 1 & 1);
         if (lane == 0 && state)
             for (int i = 0; i < PIECES; i++)
                 engine_copy_back(state + i * piece, stage + i * piece, piece);
@@ -272,7 +272,7 @@ __device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stag
 #endif
 
 template <la_decay DECAY, la_rule RULE>
-static __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
+static __global__ void __launch_bounds__((CONSUMERS + MOST_STAGES) * 32, 1)
     step_many(const __grid_constant__ call c, const int stages)
 {
 #if HAS_COPY_ENGINE
@@ -284,15 +284,15 @@ static __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
         for (int s = 0; s < stages; s++) {
             /* the engine's bytes, and the fetcher's own */
             barrier_init(address_of(&room.full[s]), 1 + ARRIVALS_OF_WARP);
-            barrier_init(address_of(&room.done[s]), WORKERS * ARRIVALS_OF_WARP);
+            barrier_init(address_of(&room.empty[s]), CONSUMERS * ARRIVALS_OF_WARP);
         }
         barriers_ready();
     }
     __syncthreads();
 
-    if (warp >= WORKERS) {
-        const int s = warp - WORKERS;
-        fetch<DECAY, RULE>(c, room, address_of(first_stage + s * bytes), s, stages, bytes);
+    if (warp >= CONSUMERS) {
+        const int s = warp - CONSUMERS;
+        produce<DECAY, RULE>(c, room, address_of(first_stage + s * bytes), s, stages, bytes);
         return;
     }
 
@@ -319,11 +319,11 @@ static __global__ void __launch_bounds__((WORKERS + MOST_STAGES) * 32, 1)
             stores_before_copies();
 #pragma unroll
             for (int w = 0; w < COLUMNS; w += 4) /* all have the sums: one says them */
-                if (V_FIRST ? lane == w : warp % KEY_WORKERS == 0 && lane / 8 == w / 4)
+                if (V_FIRST ? lane == w : warp % KEY_CONSUMERS == 0 && lane / 8 == w / 4)
                     *(float4 *)(token.o + column_of(w)) =
                         make_float4(o[w], o[w + 1], o[w + 2], o[w + 3]);
         }
-        warp_arrives(address_of(&room.done[s]));
+        warp_arrives(address_of(&room.empty[s]));
         if (++s == stages) s = 0, phase ^= 1;
     }
 #endif
@@ -358,5 +358,5 @@ static cudaError_t step_many_any(const call &c, cudaStream_t stream)
     const int stages = min((shared - (int)sizeof(step_many_room)) / bytes, (int)MOST_STAGES);
     if (code.binaryVersion < 90 || stages < 2) return cudaErrorNotSupported;
     const int room = (int)sizeof(step_many_room) + stages * bytes;
-    return launch(kernel, processors, (WORKERS + stages) * 32, room, stream, c, stages);
+    return launch(kernel, processors, (CONSUMERS + stages) * 32, room, stream, c, stages);
 }
