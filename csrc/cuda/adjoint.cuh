@@ -141,21 +141,21 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
      * are kept, and given back once a batch. What that rounds is kept too where batches are short: 16
      * tokens make it small enough. Was dS = a (before + q dO'). */
     constexpr bool SUMS_UP = RULE == LA_ADDITIVE && DECAY != LA_KEY;
-    real lost[SUMS_UP ? ROWS : 1] = {};
-    const auto keep_lost = [&](const real *before, const real *q, real d_o, real a) {
+    real kahan[SUMS_UP ? ROWS : 1] = {};
+    const auto collect_kahan = [&](const real *before, const real *q, real d_o, real a) {
 #pragma unroll
         for (int i = 0; i < (SUMS_UP ? ROWS : 0); i++) {
             const real x = q[i] * d_o, sum = before[i] + x, back = sum - before[i];
-            lost[i] += (before[i] - (sum - back)) + (x - back);
-            if (DECAY != LA_NONE) lost[i] = lost[i] * a + fma(sum, a, -dS[i]);
+            kahan[i] += (before[i] - (sum - back)) + (x - back);
+            if (DECAY != LA_NONE) kahan[i] = kahan[i] * a + fma(sum, a, -dS[i]);
         }
     };
-    const auto give_back_lost = [&] {
+    const auto add_kahan = [&] {
 #pragma unroll
         for (int i = 0; i < (SUMS_UP ? ROWS : 0); i++) {
             const real before = dS[i];
-            dS[i] += lost[i];
-            lost[i] = BATCH < 16 ? lost[i] - (dS[i] - before) : 0;
+            dS[i] += kahan[i];
+            kahan[i] = BATCH < 16 ? kahan[i] - (dS[i] - before) : 0;
         }
     };
 
@@ -183,7 +183,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                             dv += dS[j] * k[j];
                         }
                     }
-                    if (pass == 1) keep_lost(before, q, d_num, 1);
+                    if (pass == 1) collect_kahan(before, q, d_num, 1);
                     if (pass == 0) continue;
                     dv = parts_sum(dv);
                     if (pass == 2 && mine && part == 0)
@@ -191,7 +191,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                     sum_rows(pass - 1, g);
                     store_sums(t + i, pass == 1, pass == 2);
                 }
-                give_back_lost();
+                add_kahan();
             }
     /* Segments forwards, the last alone being kept; then, each walked again before it, backwards. */
     const int segments = c.causal ? (u.end - u.begin + f.M - 1) / f.M : 0;
@@ -230,7 +230,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                                  &s.tokens.v[i][own_column], x,
                                  RULE == LA_DELTA ? s.tokens.beta[i] : 0,
                                  &s.tokens.o[i][own_column], gq, gk, &dv, ga, &gb, DECAY, RULE);
-                keep_lost(before, s.tokens.q[i].part(part), s.tokens.o[i][own_column], x[0]);
+                collect_kahan(before, s.tokens.q[i].part(part), s.tokens.o[i][own_column], x[0]);
                 if (mine && part == 0)
                     store(at(d[LA_DV], u.b, t + i, u.hv, column), d[LA_DV].dtype, dv);
                 sum_rows(0, gq);
@@ -246,7 +246,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                 }
                 store_sums(t + i, true, true);
             }
-            give_back_lost();
+            add_kahan();
         }
     }
     if (!d[LA_DS0].data || !mine) return;

@@ -311,7 +311,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     w.k = take(keep_k ? keys : 0);
     w.kt = take(kt);
     float *x = (float *)take(numbers);
-    w.odd = (int *)take(places * 4);
+    w.nonfinite = (int *)take(places * 4);
     if (DECAY == LA_KEY) w.total = x;
     if (DECAY == LA_TOKEN) {
         w.in = x;

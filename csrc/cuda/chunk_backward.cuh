@@ -146,7 +146,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {(char **)&w.total, per_key ? places * KP * 4 : 0},
         {(char **)&w.in, DECAY == LA_TOKEN ? places * C * 4 : 0},
         {(char **)&w.out, DECAY == LA_TOKEN ? places * C * 4 : 0},
-        {(char **)&w.odd, (places * 4 + 1023) / 1024 * 1024},
+        {(char **)&w.nonfinite, (places * 4 + 1023) / 1024 * 1024},
         {&f.states, places * panels * tile},
         {&f.d_states, places * panels * tile},
         {&f.E, delta ? places * panels * PANEL_BYTES : 0},

@@ -153,7 +153,7 @@ static __device__ __noinline__ void store_piece(char *to, uint4 x, int there)
 
 /* Is one of this thread's numbers of [16 columns][16 N] a NaN or an infinity? Zero times it is not zero,
  * then. */
-template <int N> __device__ __forceinline__ bool has_odd(const operand (&x)[N])
+template <int N> __device__ __forceinline__ bool has_nonfinite(const operand (&x)[N])
 {
     const element_pair zero = pair_of(0, 0);
     element_pair sum[4] = {zero, zero, zero, zero};
@@ -167,8 +167,8 @@ template <int N> __device__ __forceinline__ bool has_odd(const operand (&x)[N])
 }
 
 /* The first of n tokens with one in some of this warp's columns of v; C if there is none. */
-static __device__ __noinline__ int first_odd(const call &c, const unit &u, int t, int n, int v0,
-                                             int columns)
+static __device__ __noinline__ int first_nonfinite(const call &c, const unit &u, int t, int n,
+                                                   int v0, int columns)
 {
     int first = C;
     for (int j = threadIdx.x % 32; j < n * columns && first == C; j += 32) {
@@ -275,7 +275,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
     const int chunk_slot0 = first_chunk_slot(c, u.n), bytes = part::bytes(width);
 
-    __shared__ int odd_at[MOST_STAGES]; /* w.odd of the chunk */
+    __shared__ int nonfinite_at[MOST_STAGES]; /* w.odd of the chunk */
 #if HAS_WARP_GROUPS
     /* Of each stage: it has been filled; every warp is done with it. */
     __shared__ uint64_t full[MOST_STAGES], empty[MOST_STAGES];
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
         };
 #if HAS_WARP_GROUPS
         const uint32_t barrier = address_of(full + into);
-        const int odd = w.odd[place];
+        const int nonfinite = w.nonfinite[place];
         const int v_panels = f.v_pieces ? (v_slices + 3) / 4 : 0;
         int bytes = (part::has_k && !w.k ? tile_bytes(KP) : 0) + (!w.q ? tile_bytes(KP) : 0) +
                     v_panels * PANEL_BYTES;
@@ -327,7 +327,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
         for (int j = 0; j < v_panels * PLANES; j++)
             engine_copy_box(base + part::v + j * BOX_BYTES, &maps.v, tile * width * 16 + j * BOX,
                             u.hv, t, u.b, barrier);
-        odd_at[into] = odd;
+        nonfinite_at[into] = nonfinite;
         barrier_expect(barrier, bytes);
 #else
         const int n = min(C, u.end - t);
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                            x + (there ? j / 2 * c.x[LA_V].stride[1] * 2 + j % 2 * 16 : 0), there);
             }
         }
-        if (threadIdx.x == 0) odd_at[into] = w.odd[place];
+        if (threadIdx.x == 0) nonfinite_at[into] = w.nonfinite[place];
         copies_end_group();
 #endif
     };
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                       piece_at(lane / 16 * 8 + lane % 8, line % 4 * 2 + lane / 8 % 2);
     const int o_piece =
         part::v + line / 4 * PANEL_BYTES + piece_at(lane / 2, line % 4 * 2 + lane % 2);
-    const bool o_whole = f.o_pieces && columns == 16;
+    const bool o_vectors = f.o_pieces && columns == 16;
 
     /* of this warp, in tiles of keys */
     const int first_key = half * KEYS, own = half * tile_bytes(KEYS);
@@ -615,19 +615,20 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
              * additive rule a state that the elements have no number for (in planes: no rest, since that of an
              * infinity is none) is not seen in U; it goes token by token. */
             if (FORM != NONCAUSAL) {
-                bool odd = end > 0 && (has_odd(U) || (end == C && odd_at[stage_at] < C));
+                bool nonfinite =
+                    end > 0 && (has_nonfinite(U) || (end == C && nonfinite_at[stage_at] < C));
                 /* of decays above one */
-                if (NARROW && DECAY == LA_TOKEN && end == C) odd |= has_odd(Ut);
+                if (NARROW && DECAY == LA_TOKEN && end == C) nonfinite |= has_nonfinite(Ut);
                 const bool state_too_large =
                     (NARROW || PLANES == 2) && RULE == LA_ADDITIVE && reads && end == C &&
-                    other_too<HALVES>(__any_sync(~0u, large || (NARROW && has_odd(s))), line);
-                odd |= state_too_large;
-                if (__builtin_expect(any_of_group(odd), 0)) {
+                    other_too<HALVES>(__any_sync(~0u, large || (NARROW && has_nonfinite(s))), line);
+                nonfinite |= state_too_large;
+                if (__builtin_expect(any_of_group(nonfinite), 0)) {
                     products_wait<0>();
-                    if (__any_sync(~0u, odd)) {
-                        int first = end < C ? 0 : odd_at[stage_at];
+                    if (__any_sync(~0u, nonfinite)) {
+                        int first = end < C ? 0 : nonfinite_at[stage_at];
                         if (end == C && columns > 0)
-                            first = min(first, first_odd(c, u, t, n, v0, columns));
+                            first = min(first, first_nonfinite(c, u, t, n, v0, columns));
                         if (state_too_large) first = C;
                         end = first < C ? first : 0; /* 0: it is in the state */
                     }
@@ -787,14 +788,14 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
 #pragma unroll
                     for (int j = 0; j < READ / 2; j++)
                         x[j] = *(const uint4 *)(room + o_piece + (first_read * 8 + j * 16) * 128);
-                    if (o_whole && n == C) {
+                    if (o_vectors && n == C) {
 #pragma unroll
                         for (int j = 0; j < READ / 2; j++) *(uint4 *)(to_o + j * 16 * o_row) = x[j];
                     } else {
 #pragma unroll
                         for (int j = 0; j < READ / 2; j++) {
                             if (row + j * 16 >= n) continue;
-                            if (o_whole)
+                            if (o_vectors)
                                 *(uint4 *)(to_o + j * 16 * o_row) = x[j];
                             else
                                 store_piece(to_o + j * 16 * o_row, x[j], columns - lane % 2 * 8);

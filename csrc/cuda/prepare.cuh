@@ -44,10 +44,10 @@ struct chunks {
     char *kt;               /* per-key decays: [slots][HV] tiles, k~ */
     float *in, *out;        /* scalar decays: [slots][HV][C], from the start, to the end */
     float *total;           /* per-key decays: [slots][HV][KP], of the chunk */
-    float *z;   /* normalised: [slots][HV][KP], the chunk's sum of keys, then what tokens see
+    float *z;       /* normalised: [slots][HV][KP], the chunk's sum of keys, then what tokens see
                              * of other chunks' */
-    float *den; /* normalised: [slots][HV][C], the row sums of P, then denominators */
-    int *odd;   /* [slots][HV]: the first token with a NaN or an infinity in q, k, the
+    float *den;     /* normalised: [slots][HV][C], the row sums of P, then denominators */
+    int *nonfinite; /* [slots][HV]: the first token with a NaN or an infinity in q, k, the
                              * gate or beta; C if there is none. From it on, P and A are zeros. */
     int chunk_slots, heads;
 };
@@ -329,14 +329,14 @@ __device__ __forceinline__ void put_inverse(const float *L, const float *beta, c
 /* Sums of products [16][8] of a block on the diagonal, from its column `first` on: is one on the
  * diagonal itself not finite? A token's q times its k says whether there is a NaN or an infinity in
  * either; k times k, whether such a sum is too large for float32. The row, or C. */
-__device__ __forceinline__ int odd_on_diagonal(const float (&x)[4], int first)
+__device__ __forceinline__ int nonfinite_on_diagonal(const float (&x)[4], int first)
 {
     const int lane = threadIdx.x % 32, row = lane / 4, column = first + lane % 4 * 2;
-    int odd = C;
+    int nonfinite = C;
 #pragma unroll
     for (int e = 3; e >= 0; e--)
-        if (row + e / 2 * 8 == column + e % 2 && !isfinite(x[e])) odd = row + e / 2 * 8;
-    return odd;
+        if (row + e / 2 * 8 == column + e % 2 && !isfinite(x[e])) nonfinite = row + e / 2 * 8;
+    return nonfinite;
 }
 
 /* A score, of a token before the first odd one, that the elements have no number for, or that is no number
@@ -363,7 +363,7 @@ template <int KP, la_rule RULE> struct scalar_room {
         };
     };
     float a[C], beta[C];
-    int odd[2]; /* in q, k; and in a value head's gate, beta */
+    int nonfinite[2]; /* in q, k; and in a value head's gate, beta */
 };
 
 /* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, K K' has ten. Warp w takes those of row
@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
             beta = load<float>(at(c.x[LA_BETA], u.b, t + threadIdx.x, hv), c.x[LA_BETA].dtype);
     };
     load_gates(h * group);
-    if (threadIdx.x == 0) s.odd[0] = C;
+    if (threadIdx.x == 0) s.nonfinite[0] = C;
     load_both<KP, THREADS>(c, u.b, t, n, h, s.q, s.k, q_as_given, k_as_given);
     __syncthreads();
     const int64_t keys = ((int64_t)chunk_slot * w.heads + h) * tile_bytes(KP);
@@ -429,8 +429,9 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
 #pragma unroll
     for (int j = 0; j < 5; j++)
         if (j == warp || (RULE == LA_DELTA && j == warp + 1)) { /* on the diagonal */
-            const int row = min(odd_on_diagonal(x[j][0], 0), odd_on_diagonal(x[j][1], 8));
-            if (row < C) atomicMin(s.odd, (j == warp ? warp : 3 - warp) * 16 + row);
+            const int row =
+                min(nonfinite_on_diagonal(x[j][0], 0), nonfinite_on_diagonal(x[j][1], 8));
+            if (row < C) atomicMin(s.nonfinite, (j == warp ? warp : 3 - warp) * 16 + row);
         }
     __syncthreads();
     clear_above<THREADS>(s.tile);
@@ -444,16 +445,16 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
             s.beta[threadIdx.x] = beta;
         }
         const bool found = threadIdx.x < n && !(isfinite(a) && isfinite(beta));
-        int odd = C;
-        if (__syncthreads_or(found || s.odd[0] < C)) {
-            if (threadIdx.x == 0) s.odd[1] = s.odd[0];
+        int nonfinite = C;
+        if (__syncthreads_or(found || s.nonfinite[0] < C)) {
+            if (threadIdx.x == 0) s.nonfinite[1] = s.nonfinite[0];
             __syncthreads();
-            if (found) atomicMin(s.odd + 1, threadIdx.x);
+            if (found) atomicMin(s.nonfinite + 1, threadIdx.x);
             __syncthreads();
-            odd = s.odd[1];
-            if (threadIdx.x < C && threadIdx.x >= odd) s.beta[threadIdx.x] = 0;
+            nonfinite = s.nonfinite[1];
+            if (threadIdx.x < C && threadIdx.x >= nonfinite) s.beta[threadIdx.x] = 0;
         }
-        if (threadIdx.x == 0) w.odd[place] = odd;
+        if (threadIdx.x == 0) w.nonfinite[place] = nonfinite;
         if (RULE == LA_ADDITIVE && w.z && threadIdx.x < KP / 2)
             *(float2 *)(w.z + place * KP + threadIdx.x * 2) = all_keys;
         if (hv + 1 < (h + 1) * group) load_gates(hv + 1);
@@ -512,15 +513,15 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
                 const float2 g = c.x[LA_G].data ? *(const float2 *)(s.G + row * LD_PAIRS + column)
                                                 : make_float2(1, 1);
                 const float y = x[j][e % 2][e / 2 * 2] * g.x, z = x[j][e % 2][e / 2 * 2 + 1] * g.y;
-                const int last = row < odd ? row : -1; /* the last column of this row */
+                const int last = row < nonfinite ? row : -1; /* the last column of this row */
                 if (scores) {
                     const float p = column <= row ? y * scale : 0, r = column < row ? z * scale : 0;
                     const pair_in_planes both = in_planes(p, r);
-                    const bool kept = row < odd, large = no_element(p) || no_element(r);
+                    const bool kept = row < nonfinite, large = no_element(p) || no_element(r);
                     const float2 rounded = kept && !large ? numbers(both) : make_float2(p, r);
                     row_sums[e / 2] += rounded.x + rounded.y; /* as they multiply v */
                     put_pair(s.tile + element_at(row, column), kept ? both : pair_in_planes());
-                    if (kept && large) atomicMin(w.odd + place, row);
+                    if (kept && large) atomicMin(w.nonfinite + place, row);
                 } else if (RULE == LA_DELTA)
                     *(float2 *)(s.L + row * LD + column) =
                         make_float2(column < last ? s.beta[row] * y : 0,
@@ -567,7 +568,8 @@ template <int KP> struct key_room {
         };
     };
     float t[4 * KP], beta[C];
-    int odd, slow[4]; /* slow: of each block, the first row whose diagonal goes pair by pair */
+    int nonfinite,
+        slow[4]; /* slow: of each block, the first row whose diagonal goes pair by pair */
 };
 
 /* x by its keys' numbers: the left operand's columns are key.. + lane % 4 * 2 + {0, 1, 8, 9}. */
@@ -675,7 +677,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     const int place = chunk_slot * c.HV + hv; /* the launch sees to it that it fits */
 
     int found = C; /* the first row with a NaN or an infinity */
-    if (threadIdx.x < 5) (threadIdx.x < 4 ? s.slow[threadIdx.x] : s.odd) = C;
+    if (threadIdx.x < 5) (threadIdx.x < 4 ? s.slow[threadIdx.x] : s.nonfinite) = C;
     load_decays<KP>(c, u, t, n, s.a);
     load_both<KP, KEY_THREADS>(c, u.b, t, n, u.h, s.q, s.k, q_as_given, k_as_given);
     __syncthreads();
@@ -781,9 +783,10 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
             }
         }
         /* rows of both halves: those from slow on are not from here */
-        if (I * 16 + lane / 4 < s.slow[I]) found = min(found, I * 16 + odd_on_diagonal(x[0][0], 0));
+        if (I * 16 + lane / 4 < s.slow[I])
+            found = min(found, I * 16 + nonfinite_on_diagonal(x[0][0], 0));
         if (I * 16 + 8 + lane / 4 < s.slow[I])
-            found = min(found, I * 16 + odd_on_diagonal(x[0][1], 8));
+            found = min(found, I * 16 + nonfinite_on_diagonal(x[0][1], 8));
     }
     if (slow < C && lane < 16)
 #pragma unroll
@@ -791,15 +794,16 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
             if (i == lane && warp * 16 + i >= slow &&
                 !(isfinite(slow_qk[i]) && isfinite(slow_kk[i])))
                 found = min(found, warp * 16 + i);
-    int odd = C;
+    int nonfinite = C;
     if (__syncthreads_or(found < C)) { /* k f, k h and a are done with */
-        atomicMin(&s.odd, found);
+        atomicMin(&s.nonfinite, found);
         __syncthreads();
-        odd = s.odd;
-        if (RULE == LA_DELTA && threadIdx.x < C && threadIdx.x >= odd) s.beta[threadIdx.x] = 0;
+        nonfinite = s.nonfinite;
+        if (RULE == LA_DELTA && threadIdx.x < C && threadIdx.x >= nonfinite)
+            s.beta[threadIdx.x] = 0;
         __syncthreads();
     }
-    if (threadIdx.x == 0) w.odd[place] = odd;
+    if (threadIdx.x == 0) w.nonfinite[place] = nonfinite;
     int too_large_from = C; /* the first row with a score that is too large */
     clear_above<KEY_THREADS>(s.tile);
     const bool lower = RULE == LA_DELTA && w.lower;
@@ -815,8 +819,8 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
                 const int row = I * 16 + e / 2 * 8 + lane / 4;
                 const int column = (I - back) * 16 + e % 2 * 8 + lane % 4 * 2;
                 const float y = x[back][e % 2][e / 2 * 2], z = x[back][e % 2][e / 2 * 2 + 1];
-                const int last = row < odd ? row : -1;     /* the last column of this row */
-                const bool here = back || row < s.slow[I]; /* else its score is yet to come */
+                const int last = row < nonfinite ? row : -1; /* the last column of this row */
+                const bool here = back || row < s.slow[I];   /* else its score is yet to come */
                 if (scores && here &&
                     ((column <= last && no_element(y * scale)) ||
                      (column < last && no_element(z * scale))))
@@ -839,14 +843,14 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             const int row = warp * 16 + i, column = warp * 16 + lane;
-            if (row < slow || row < column || row >= odd) continue;
+            if (row < slow || row < column || row >= nonfinite) continue;
             put_one(s.tile + element_at(row, column), slow_qk[i] * scale);
             if (no_element(slow_qk[i] * scale)) too_large_from = min(too_large_from, row);
             if (RULE == LA_DELTA && row > column) L[row * LD + column] = s.beta[row] * slow_kk[i];
             if (lower && row > column) put_one(s.lower + element_at(row, column), -slow_kk[i]);
         }
     __syncthreads();
-    if (too_large_from < C) atomicMin(w.odd + place, too_large_from);
+    if (too_large_from < C) atomicMin(w.nonfinite + place, too_large_from);
     if (lower)
         write_tile<PANEL_BYTES, KEY_THREADS>(w.lower + (int64_t)place * PANEL_BYTES, s.lower);
     write_tile<PANEL_BYTES, KEY_THREADS>(w.scores + (int64_t)place * PANEL_BYTES, s.tile);

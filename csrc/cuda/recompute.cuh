@@ -167,7 +167,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     const int chunk_slot0 = first_chunk_slot(c, u.n), bytes = part::bytes(warps);
     const auto chunk_at = [&](int i) { return BACKWARD ? all_chunks - 1 - i : i; };
 
-    __shared__ int odd_at[ADJOINT_STAGES]; /* w.odd of the chunk */
+    __shared__ int nonfinite_at[ADJOINT_STAGES]; /* w.odd of the chunk */
     __shared__ uint64_t full[ADJOINT_STAGES], empty[ADJOINT_STAGES];
     if (threadIdx.x == 0) {
         for (int j = 0; j < ADJOINT_STAGES; j++) {
@@ -205,7 +205,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
             };
             barrier_wait(address_of(empty + into), round ^ 1); /* at once, the first time */
-            const int odd = w.odd[place];
+            const int nonfinite = w.nonfinite[place];
             int expected = (part::has_k && !w.k ? tile_bytes(KP) : 0) +
                            (BACKWARD && !w.q ? tile_bytes(KP) : 0) + own_panels * PANEL_BYTES;
 #pragma unroll
@@ -226,7 +226,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             for (int j = 0; j < own_panels; j++)
                 engine_copy_box(base + part::v + j * PANEL_BYTES, BACKWARD ? &maps.d_o : &maps.v,
                                 (tile * (warps / 4) + j) * PANEL, u.hv, t, u.b, barrier);
-            odd_at[into] = odd;
+            nonfinite_at[into] = nonfinite;
             barrier_expect(barrier, expected);
             if (++into == ADJOINT_STAGES) into = 0, round ^= 1;
         }
@@ -275,7 +275,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         const float *in = (const float *)(room + part::in),
                     *out = (const float *)(room + part::out);
         /* all of the chunk, and what depends on it, is spoiled */
-        const bool odd = odd_at[stage_at] < C;
+        const bool nonfinite = nonfinite_at[stage_at] < C;
 
         left s[KP / 16];
 #pragma unroll
@@ -351,7 +351,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 products_commit();
                 products_wait<1>();
                 products_in(E);
-                if (odd) {
+                if (nonfinite) {
                     const int all[2] = {C, C};
                     spoil_before(E, all);
                 }
@@ -381,7 +381,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         } else {
             int end[2] = {};
             spoiled_up_to(x, end);
-            if (odd) end[0] = end[1] = C;
+            if (nonfinite) end[0] = end[1] = C;
             const bool spoiled = __any_sync(~0u, end[0] | end[1]);
             if (spoiled) clear_before(x, end);
             /* was O = P U, S' = .. + (r k)' U: r multiplies the one product alone */
@@ -486,7 +486,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                         if (end[e / 2]) S[j][e] = nanf("");
         }
         if constexpr (!BACKWARD)
-            if (odd)
+            if (nonfinite)
 #pragma unroll
                 for (int j = 0; j < KP / 8; j++)
 #pragma unroll

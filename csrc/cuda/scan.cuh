@@ -134,20 +134,20 @@ template <typename real> struct alignas(16) four_of {
     real x[4];
 };
 
-template <typename real> __device__ __forceinline__ void take_four(real (&x)[4], const real *from)
+template <typename real> __device__ __forceinline__ void read_four(real (&x)[4], const real *from)
 {
     const four_of<real> y = *(const four_of<real> *)from;
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = y.x[e];
 }
 
-template <typename real> __device__ __forceinline__ void give_four(real *to, const real (&x)[4])
+template <typename real> __device__ __forceinline__ void write_four(real *to, const real (&x)[4])
 {
     *(four_of<real> *)to = {x[0], x[1], x[2], x[3]};
 }
 
 template <int PARTS, typename real, int ROWS>
-__device__ __forceinline__ void take_rows(real (&x)[ROWS], const real *from)
+__device__ __forceinline__ void read_rows(real (&x)[ROWS], const real *from)
 {
     constexpr int PIECE = 16 / sizeof(real);
     struct alignas(16) piece {
@@ -253,8 +253,8 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
     /* What was fetched, as the recurrence sees it. */
     __device__ __forceinline__ void put(token *to, int n)
     {
-        const auto see = [&](const typename kind::four(&from)[KEYS / 4], la_dtype dtype,
-                             real(&x)[KEYS]) {
+        const auto unpack_keys = [&](const typename kind::four(&from)[KEYS / 4], la_dtype dtype,
+                                     real(&x)[KEYS]) {
 #pragma unroll
             for (int j = 0; j < KEYS; j += 4) {
                 real four[4];
@@ -267,7 +267,7 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
 #pragma unroll
             for (int j = 0; j < KEYS; j += 4) {
                 const real four[4] = {x[j], x[j + 1], x[j + 2], x[j + 3]};
-                if (key_of_lane(lane, j) < KP) give_four(to + key_of_lane(lane, j), four);
+                if (key_of_lane(lane, j) < KP) write_four(to + key_of_lane(lane, j), four);
             }
         };
 #pragma unroll
@@ -275,10 +275,10 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
             const int i = warp + loaders * e;
             if (i >= n) break;
             real x[KEYS], y[KEYS];
-            see(q[e], c.x[LA_Q].dtype, x);
+            unpack_keys(q[e], c.x[LA_Q].dtype, x);
             norm_and_map(c, 0, x, by_fours());
             store_keys(to[i].q, x);
-            see(k[e], c.x[LA_K].dtype, y);
+            unpack_keys(k[e], c.x[LA_K].dtype, y);
             norm_and_map(c, 1, y, by_fours());
             store_keys(to[i].k, y);
             if (RULE == LA_DELTA) {
@@ -289,7 +289,7 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
                 if (lane == 0) to[i].scalars[token::QK] = qk;
             }
             if constexpr (DECAY == LA_KEY) {
-                see(g[e], c.x[LA_G].dtype, x);
+                unpack_keys(g[e], c.x[LA_G].dtype, x);
                 if (c.gate == LA_LOG)
 #pragma unroll
                     for (int j = 0; j < KEYS; j++)
@@ -351,14 +351,14 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
     const real *scalars = tokens->scalars;
     real *to = tokens->o + strip * STRIP + turn; /* where the token before's read will be */
     real q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1] = {}, v[STRIP], beta = 0, qk = 0;
-    const auto take = [&] {
-        take_rows<PARTS>(q, from);
-        take_rows<PARTS>(k, from + KP);
-        if constexpr (DECAY == LA_KEY) take_rows<PARTS>(a, from + 2 * KP);
-        take_four(v, columns);
+    const auto read_token = [&] {
+        read_rows<PARTS>(q, from);
+        read_rows<PARTS>(k, from + KP);
+        if constexpr (DECAY == LA_KEY) read_rows<PARTS>(a, from + 2 * KP);
+        read_four(v, columns);
         if (DECAY != LA_TOKEN && RULE != LA_DELTA) return;
         real x[4];
-        take_four(x, scalars);
+        read_four(x, scalars);
         if (DECAY == LA_TOKEN) a[0] = x[token::A];
         if (RULE == LA_DELTA) {
             beta = x[token::BETA];
@@ -366,7 +366,7 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
         }
     };
     real o[STRIP], before[STRIP] = {};
-    take();
+    read_token();
 #pragma unroll 1
     for (int i = 0; i < n; i++) {
         math::halves(before);
@@ -379,7 +379,7 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
             columns += APART;
             scalars += APART;
         }
-        take(); /* the last once more, for nothing */
+        read_token(); /* the last once more, for nothing */
         if (i > 0) {
             *to = before[0]; /* every fourth part the same number */
             to += APART;

@@ -82,8 +82,8 @@ __device__ __forceinline__ int divide(int &n, const divisor &d)
 }
 
 /* WHOLE: a state of float32 whose rows come in pieces of 16 bytes. */
-template <la_decay DECAY, la_rule RULE, int ROWS, bool WHOLE>
-static __global__ void __launch_bounds__(THREADS, WHOLE &&ROWS == 4 ? 3 : 2)
+template <la_decay DECAY, la_rule RULE, int ROWS, bool ALL_VECTORS>
+static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 2)
     step(const __grid_constant__ call c, const bool vector, const divisor tiles,
          const divisor heads, const divisor group)
 {
@@ -115,8 +115,8 @@ static __global__ void __launch_bounds__(THREADS, WHOLE &&ROWS == 4 ? 3 : 2)
     const auto piece_of = [&](int i) {
         return of_thread + (V_FIRST ? i % 4 * apart + i / 4 * 128 : (i / 4 * 128 + i % 4) * apart);
     };
-    float4 x[WHOLE ? ROWS : 1];
-    if constexpr (WHOLE) {
+    float4 x[ALL_VECTORS ? ROWS : 1];
+    if constexpr (ALL_VECTORS) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const bool there = V_FIRST ? column + i % 4 < c.V && key_of(i / 4 * 4) < c.K
@@ -179,7 +179,7 @@ static __global__ void __launch_bounds__(THREADS, WHOLE &&ROWS == 4 ? 3 : 2)
         k[i] = __shfl_sync(~0u, k[i], keeper);
         if (DECAY == LA_KEY) a[i] = __shfl_sync(~0u, a[i], keeper);
     }
-    if constexpr (WHOLE)
+    if constexpr (ALL_VECTORS)
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const float y[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
@@ -195,7 +195,7 @@ static __global__ void __launch_bounds__(THREADS, WHOLE &&ROWS == 4 ? 3 : 2)
                 store(at(c.x[LA_O], n, 0, hv, column + w), c.x[LA_O].dtype, finish(c, o[w], den));
     }
 
-    if constexpr (WHOLE) {
+    if constexpr (ALL_VECTORS) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const bool there = V_FIRST ? column + i % 4 < c.V && key_of(i / 4 * 4) < c.K
@@ -256,8 +256,9 @@ static cudaError_t launch_step(const call &c, cudaStream_t stream)
     const int tiles = (c.V + COLUMNS - 1) / COLUMNS;
     const int64_t heads = (int64_t)c.N * c.HV;
     const bool vector = state_vectors(c);
-    const bool whole = vector && c.x[LA_S0].dtype == LA_F32 && (V_FIRST ? c.K : c.V) % 4 == 0;
-    const auto kernel = whole ? step<DECAY, RULE, ROWS, true> : step<DECAY, RULE, ROWS, false>;
+    const bool all_vectors = vector && c.x[LA_S0].dtype == LA_F32 && (V_FIRST ? c.K : c.V) % 4 == 0;
+    const auto kernel =
+        all_vectors ? step<DECAY, RULE, ROWS, true> : step<DECAY, RULE, ROWS, false>;
     const cudaError_t error = launch(kernel, heads * tiles, THREADS, sizeof(step_room), stream, c,
                                      vector, divisor(tiles), divisor(c.HV), divisor(c.HV / c.H));
     if (error != cudaSuccess || c.normaliser == LA_UNNORMALISED) return error;

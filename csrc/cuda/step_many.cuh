@@ -67,8 +67,8 @@ template <int N, int M> __device__ __forceinline__ void sum_half(float (&x)[M], 
     const bool second = threadIdx.x & step;
 #pragma unroll
     for (int i = 0; i < N / 2; i++) {
-        const float keep = second ? x[i + N / 2] : x[i], give = second ? x[i] : x[i + N / 2];
-        x[i] = keep + __shfl_xor_sync(~0u, give, step);
+        const float keep = second ? x[i + N / 2] : x[i], write_four = second ? x[i] : x[i + N / 2];
+        x[i] = keep + __shfl_xor_sync(~0u, write_four, step);
     }
 }
 
@@ -134,13 +134,13 @@ LA_FN void join(float *x, float *y)
 
 #if HAS_COPY_ENGINE
 /* Four numbers in a row of shared memory. */
-__device__ __forceinline__ void take(float *x, const float *from)
+__device__ __forceinline__ void read_four(float *x, const float *from)
 {
     const float4 y = *(const float4 *)from;
     x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
 }
 
-__device__ __forceinline__ void give(float *to, const float (&x)[4])
+__device__ __forceinline__ void write_four(float *to, const float (&x)[4])
 {
     *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
 }
@@ -163,7 +163,7 @@ __device__ __forceinline__ void produce(const call &c, step_many_room &room, uin
             for (int i = 0; i < PIECES; i++)
                 engine_copy_back(state + i * piece, stage + i * piece, piece);
         float o[4];
-        take(o, token.o + lane * 4);
+        read_four(o, token.o + lane * 4);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int column = lane * 4 + e;
@@ -206,10 +206,10 @@ __device__ __forceinline__ void produce(const call &c, step_many_room &room, uin
         make_key(c, k_bits, c.x[LA_K].dtype, 1, k);
         if (DECAY == LA_KEY) make_decay(c, a_bits, a);
         numbers(v, v_bits, c.x[LA_V].dtype);
-        give(token.q + lane * 4, q);
-        give(token.k + lane * 4, k);
-        give(token.v + lane * 4, v);
-        if (DECAY == LA_KEY) give(token.a + lane * 4, a);
+        write_four(token.q + lane * 4, q);
+        write_four(token.k + lane * 4, k);
+        write_four(token.v + lane * 4, v);
+        if (DECAY == LA_KEY) write_four(token.a + lane * 4, a);
         if (RULE == LA_DELTA) {
 #pragma unroll
             for (int i = 0; i < KEYS; i++) qk += q[i] * k[i];
@@ -305,12 +305,12 @@ static __global__ void __launch_bounds__((CONSUMERS + MOST_STAGES) * 32, 1)
             float a[DECAY == LA_KEY ? KEYS : 1];
             char *stage = first_stage + s * bytes;
             move_state<true>(S, stage, c);
-            take(q, token.q + key_of(0));
-            take(k, token.k + key_of(0));
-            take(v, token.v + column_of(0));
-            take(v + 4, token.v + column_of(4));
+            read_four(q, token.q + key_of(0));
+            read_four(k, token.k + key_of(0));
+            read_four(v, token.v + column_of(0));
+            read_four(v + 4, token.v + column_of(4));
             if constexpr (DECAY == LA_KEY)
-                take(a, token.a + key_of(0));
+                read_four(a, token.a + key_of(0));
             else
                 a[0] = token.a[0];
             la_token(&S[0][0], COLUMNS, COLUMNS, 0, KEYS, q, k, v, a, token.beta, token.qk, o,
