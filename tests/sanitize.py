@@ -52,6 +52,7 @@ SHAPES = {
     "packed": (130, 72, 100, 1, 4, 1, [0, 0, 1, 65, 65, 129, 130], {}),
     "wide": (70, 256, 128, 1, 1, 1, None, {}),
     "wide and odd": (70, 200, 33, 1, 2, 1, None, {}),
+    "widest": (70, 320, 33, 1, 2, 1, None, {}),  # token by token, whatever the mode
     "empty": (0, 8, 8, 1, 1, 2, None, {}),
     # few heads and many chunks: the sequence in segments; many heads: states stream
     "long": (2100, 64, 64, 1, 1, 1, None, {}),
