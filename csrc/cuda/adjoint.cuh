@@ -1,39 +1,44 @@
-/* Gradients, token by token: the recurrent mode, and every dtype the tensor cores would round.
+/* Gradients, token by token: the recurrent mode, and every dtype that tensor cores would round.
  *
- * Included by one file per real type and size of K, which defines `real` and how a block is split:
+ * Included by one file per real type and size of K. The file defines `real` and the split of a
+ * block:
  *     COLUMNS, PARTS  value columns of a block, and threads of a column: 256 threads
- *     MOST_ROWS       keys of a thread, where K is largest: more would not fit its registers
- *     BATCH           tokens that are in shared memory at once
- *     TURNS           2: a token's sums are added up while the next one's are written; 1: before that
+ *     MOST_ROWS       keys of a thread for the largest K: more would not fit its registers
+ *     BATCH           tokens in shared memory at a time
+ *     TURNS           2: the sums of a token are added up while those of the next one are written;
+ *                     1: before that
  *
- * A block has one sequence of one value head and COLUMNS of its value columns, and goes through the
- * tokens backwards with dS in registers. A token's adjoint needs the state before it, and states are
- * computed forwards: one walk keeps the state before every segment of M tokens, and each segment is
- * walked again, keeping all of its states, before its tokens are gone through backwards. With M near
- * sqrt T that is 2 sqrt T states instead of T, for one more walk (docs/math.md, 8).
+ * A block has one sequence of one value head and COLUMNS of its value columns. It goes through the
+ * tokens backwards with dS in registers. The adjoint of a token needs the state before it, and
+ * states come forwards. So a first pass keeps the state before every segment of M tokens. Then,
+ * from the last segment to the first, the states of a segment are recomputed and all kept, and its
+ * tokens are taken backwards. With M near sqrt T this keeps 2 sqrt T states instead of T, for one
+ * more forward pass (docs/math.md, 8).
  *
- * Sums over value columns (dq, dk, da, dbeta) end in a slot per value head and block of columns; `reduce_partials`
- * adds up the slots in their order and undoes what loading did to q, k and the gate. */
+ * Sums over value columns (dq, dk, da, dbeta) end as partials, one per value head and block of
+ * columns. `reduce_partials` adds them up in their order, and applies the adjoint of loading to q,
+ * k and the gate. */
 #include "batch.cuh"
 #include "normaliser.cuh"
 
-enum { ADJOINT_THREADS = WARPS * 32, REDUCE_THREADS = 256, SUMS = 3 }; /* dq, dk, da */
+enum { ADJOINT_THREADS = WARPS * 32, REDUCE_THREADS = 256, SUMS = 3 }; /* SUMS: dq, dk, da */
 
-/* Value heads first..first + heads are worked on; scratch is for those. Slots are [heads][tiles]. */
+/* Scratch for the value heads first..first + heads of a turn. Partials are [heads][tiles]. */
 struct adjoint_scratch {
-    int first, heads, tiles, M, segments; /* segments: of all sequences, N of them perhaps unused */
-    int kp;                               /* K, padded */
-    int64_t tokens;                       /* B T */
-    real *dq, *dk, *da; /* [slots][tokens][kp]; da: [slots][tokens] of a scalar decay */
-    real *dbeta;        /* [slots][tokens] */
+    /* segments: of all sequences, with up to N of them unused */
+    int first, heads, tiles, M, segments;
+    int kp;             /* K, padded */
+    int64_t tokens;     /* B T */
+    real *dq, *dk, *da; /* [partials][tokens][kp]; da of a scalar decay: [partials][tokens] */
+    real *dbeta;        /* [partials][tokens] */
     real *den;          /* normalised: [heads][tokens], the denominators */
-    double *z;          /* normalised: of segments of keys */
-    real *states;       /* [slots][segments + N M][ROWS][ADJOINT_THREADS] */
+    double *z;          /* normalised: the sums of keys by segment */
+    real *states;       /* [partials][segments + N M][ROWS][ADJOINT_THREADS] */
 };
 
 template <int ROWS> struct adjoint_room {
-    batch<ROWS> tokens;                     /* o: the gradient of num */
-    key_row<ROWS> sums[TURNS][SUMS][WARPS]; /* of a token: each warp's part */
+    batch<ROWS> tokens;                     /* o holds the gradient of num */
+    key_row<ROWS> sums[TURNS][SUMS][WARPS]; /* the part of each warp of the sums of a token */
     real scalars[TURNS][2][WARPS];          /* of da and dbeta */
 };
 
@@ -82,7 +87,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     };
     /* Tokens t..t+n into shared memory, with the gradient of num. */
     const auto load_tokens = [&](int t, int n, bool backwards) {
-        __syncthreads(); /* the batch before is done with */
+        __syncthreads(); /* all threads are done with the batch before */
         if constexpr (PARTS == 8)
             load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, s.tokens);
         else
@@ -98,8 +103,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
             }
         __syncthreads();
     };
-    int turn = 0; /* which of s.sums is written */
-    /* What the warps have of token t, together, into the slot. */
+    int turn = 0; /* which of s.sums is being written */
+    /* Add up the parts of the warps for token t, and store them as a partial. */
     const auto store_sums = [&](int t, bool of_q, bool of_k) {
         __syncthreads();
         for (int i = threadIdx.x; i < f.kp; i += ADJOINT_THREADS) {
@@ -126,7 +131,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
         if constexpr (PARTS == 32) { /* a warp has one column */
 #pragma unroll
             for (int i = 0; i < ROWS; i++) s.sums[turn][which][warp].part(part)[i] = x[i];
-        } else { /* four */
+        } else { /* a warp has four columns */
             real half[ROWS / 2], own[ROWS / 4];
             halve<ROWS / 2, 16>(x, half);
             halve<ROWS / 4, 8>(half, own);
@@ -137,9 +142,10 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
         }
     };
 
-    /* With the additive rule dS is little but a sum over all tokens, whose roundings would add up. They
-     * are kept, and given back once a batch. What that rounds is kept too where batches are short: 16
-     * tokens make it small enough. Was dS = a (before + q dO'). */
+    /* With the additive rule dS is little more than a sum over all tokens, and its roundings would
+     * add up. `kahan` collects them, and dS gets them back once per batch. If batches are short,
+     * the rounding of that is kept too; with 16 tokens it is small enough. Was dS = a (before + q
+     * dO'). */
     constexpr bool SUMS_UP = RULE == LA_ADDITIVE && DECAY != LA_KEY;
     real kahan[SUMS_UP ? ROWS : 1] = {};
     const auto collect_kahan = [&](const real *before, const real *q, real d_o, real a) {
@@ -162,7 +168,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     load_both(c.x[LA_S0], S);
     load_both(d[LA_DST], dS);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
-        /* Not causal: every token reads what all have written. Write all, undo all reads, then all writes. */
+        /* Noncausal: every token reads what all tokens have written. Pass 0 writes all, pass 1 is
+         * the adjoint of all reads, pass 2 the adjoint of all writes. */
         for (int pass = 0; pass < 3 && !c.causal; pass++)
             for (int t = u.begin; t < u.end; t += BATCH) {
                 const int n = min((int)BATCH, u.end - t);
@@ -193,7 +200,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                 }
                 add_kahan();
             }
-    /* Segments forwards, the last alone being kept; then, each walked again before it, backwards. */
+    /* The segments forwards: each keeps the state before it, and the last one keeps all its states.
+     * Then the segments backwards: each but the last first recomputes all its states. */
     const int segments = c.causal ? (u.end - u.begin + f.M - 1) / f.M : 0;
     for (int step = 0; step < 2 * segments - 1; step++) {
         const bool forward_only = step < segments - 1;
@@ -257,9 +265,10 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     }
 }
 
-/* ---- the slots, together ---- */
+/* ---- reduction of the partials ---- */
 
-/* dx, the gradient of q or k as the recurrence sees it, to the user's; a warp has a row. */
+/* dx, the gradient of q or k as the recurrence sees it, becomes that of the array of the user. A
+ * warp has a row. */
 template <int KEYS>
 __device__ void store_key_gradient(const call &c, const view &from, const view &to, int map, int b,
                                    int t, int h, real (&dx)[KEYS])
@@ -293,8 +302,8 @@ static __global__ void __launch_bounds__(128)
                 if (lane + 32 * j < f.kp)
                     x[j] += from[(partial * f.tokens + token) * f.kp + lane + 32 * j];
     };
-    /* Narrow blocks of columns leave many slots: their sum has two levels (docs/decisions/0011). Blocks of
-     * 32 columns leave 16 at most. */
+    /* Narrow blocks of columns leave many partials, so the sum has two levels
+     * (docs/decisions/0011). Blocks of 32 columns leave 16 at most. */
     constexpr int RUN = COLUMNS < 32 ? 8 : 16;
     const auto add_partials = [&](const real *from, int first, int count, real(&x)[KEYS]) {
         if constexpr (COLUMNS >= 32) {
@@ -346,7 +355,7 @@ static __global__ void __launch_bounds__(128)
     }
 }
 
-/* Once in a kernel: a second sum would overwrite the first's parts. */
+/* Only once in a kernel: a second sum would overwrite the parts of the first. */
 __device__ inline double block_sum(double x)
 {
     __shared__ double of_warps[REDUCE_THREADS / 32];
@@ -358,7 +367,7 @@ __device__ inline double block_sum(double x)
     return sum;
 }
 
-/* Every token's decay was this one: its gradients add up. A block has a value head. */
+/* One decay serves all tokens, so its gradients add up. A block has a value head. */
 static __global__ void __launch_bounds__(REDUCE_THREADS)
     reduce_gate_of_head(const __grid_constant__ call c, const __grid_constant__ gradients d,
                         const __grid_constant__ adjoint_scratch f)
@@ -383,7 +392,7 @@ static cudaError_t launch_reduce(const call &c, const gradients &d, const adjoin
     return launch(reduce_partials<DECAY, RULE, KEYS>, (rows + 3) / 4, 128, 0, stream, c, d, f);
 }
 
-/* Scratch that a launch may take before heads are worked on in turns, in bytes. */
+/* Scratch of a launch, in bytes. If all heads need more, the heads are taken in turns. */
 static const int64_t ROOM = (int64_t)2 << 30;
 
 template <la_decay DECAY, la_rule RULE, int ROWS>
@@ -398,12 +407,12 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     f.kp = (c.K + 31) / 32 * 32;
     f.tokens = (int64_t)c.B * c.T;
     const int64_t most =
-        c.x[LA_CU].data ? f.tokens / max(c.N, 1) : c.T; /* tokens of a usual sequence */
+        c.x[LA_CU].data ? f.tokens / max(c.N, 1) : c.T; /* tokens of an average sequence */
     for (f.M = BATCH; (int64_t)f.M * f.M < most;) f.M += BATCH;
     f.segments = (int)chunk_slots_of(c, f.M);
     const int64_t state = ROWS * ADJOINT_THREADS;
     const int64_t states = c.causal ? f.segments + (int64_t)c.N * f.M : 0;
-    /* numbers of a value head, in their order: whole lines each */
+    /* numbers of a value head, in this order, each rounded up to whole cache lines */
     const auto lines = [](int64_t n) { return (n + 31) / 32 * 32; };
     const int64_t row = lines(f.tiles * f.tokens * f.kp), one = lines(f.tiles * f.tokens);
     const int64_t of_da = DECAY == LA_KEY ? row : DECAY == LA_TOKEN ? one : 0;
@@ -450,7 +459,8 @@ template <la_decay DECAY, la_rule RULE>
 static cudaError_t adjoint_any(const call &c, const gradients &d, cudaMemPool_t pool,
                                cudaStream_t stream)
 {
-    /* float64 is for checks, and has kernels for the largest K alone: these take a minute to compile */
+    /* float64 serves for checks, and its kernels take a minute to compile: it has those for the
+     * largest K only */
     if constexpr (sizeof(real) == 4 && PARTS == 8)
         if (c.K <= 128) return launch_adjoint<DECAY, RULE, 16>(c, d, pool, stream);
     return launch_adjoint<DECAY, RULE, MOST_ROWS>(c, d, pool, stream);

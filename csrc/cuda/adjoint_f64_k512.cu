@@ -1,5 +1,5 @@
-/* The recurrence's adjoint in double, 256 < K <= 512. A block takes 136 KiB of shared memory; with batches of
- * 16 tokens, or two turns, it would take more than there is. */
+/* The adjoint of the recurrence in double, 256 < K <= 512. A block takes 136 KiB of shared memory.
+ * With batches of 16 tokens, or with two turns, it would take more than there is. */
 typedef double real;
 enum { COLUMNS = 8, PARTS = 32, MOST_ROWS = 16, BATCH = 2, TURNS = 1 };
 #include "adjoint.cuh"

@@ -1,6 +1,6 @@
-/* Token by token, the threads' side: PARTS neighbouring threads share a value column, each with ROWS of
- * its K rows, and tokens come through shared memory, BATCH at once. Included once per file, which defines
- * `real` before it, and COLUMNS, PARTS and BATCH. */
+/* Token by token, the part of the threads. PARTS neighbouring threads share a value column, each
+ * with ROWS of its K rows. Tokens come through shared memory, BATCH at a time. Included once per
+ * file, which defines `real`, COLUMNS, PARTS and BATCH before it. */
 #ifndef LINATTN_CUDA_BATCH_CUH
 #define LINATTN_CUDA_BATCH_CUH
 
@@ -34,8 +34,8 @@ LA_FN void join_parts(real *x, real *y, int W)
 
 enum { WARPS = COLUMNS * PARTS / 32 };
 
-/* A row of K elements in shared memory: the parts 16 bytes further apart than they are long,
- * so that threads that read theirs at once meet different banks. */
+/* A row of K elements in shared memory. The parts are 16 bytes further apart than they are long, so
+ * that threads that read their parts at the same time use different banks. */
 template <int ROWS> struct key_row {
     static constexpr int APART = ROWS + 16 / (int)sizeof(real);
     real x[PARTS * APART];
@@ -44,12 +44,13 @@ template <int ROWS> struct key_row {
 };
 
 template <int ROWS> struct batch {
-    key_row<ROWS> q[BATCH], k[BATCH], a[BATCH]; /* a: per key; else one number each, in scalar_a */
+    /* a: of a decay per key; a scalar decay is in scalar_a */
+    key_row<ROWS> q[BATCH], k[BATCH], a[BATCH];
     real scalar_a[BATCH], beta[BATCH], qk[BATCH];
-    real v[BATCH][COLUMNS], o[BATCH][COLUMNS + 1]; /* o's last: the denominator */
+    real v[BATCH][COLUMNS], o[BATCH][COLUMNS + 1]; /* the last element of o is the denominator */
 };
 
-/* One warp's share of K elements of q or k, as the recurrence sees them. */
+/* The share of one warp of K elements of q or k, as the recurrence sees them. */
 template <int ROWS>
 __device__ void load_keys(const call &c, const view &from, int map, const unit &u, int t,
                           real (&x)[ROWS * PARTS / 32])
@@ -58,7 +59,7 @@ __device__ void load_keys(const call &c, const view &from, int map, const unit &
     norm_and_map(c, map, x, every_32nd());
 }
 
-/* Tokens t..t+n: a warp takes one token after another. */
+/* Tokens t..t+n. A warp loads one token after another. */
 template <la_decay DECAY, la_rule RULE, int ROWS>
 __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, batch<ROWS> &to)
 {
@@ -97,8 +98,8 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, b
     }
 }
 
-/* The same, called. A lane has so many keys that its text, three times in a kernel, would take half of
- * the time to compile it, and registers. */
+/* The same as a function that is called. With so many keys per lane, three inlined copies in a
+ * kernel would cost registers and half of the compile time. */
 template <la_decay DECAY, la_rule RULE, int ROWS>
 __device__ __noinline__ void load_batch_of_many(const call &c, const unit &u, int t, int n, int v0,
                                                 batch<ROWS> &to)

@@ -2,8 +2,9 @@
  * second one for its gradients, so that the other passes hand over no views that they do not use. A
  * view has 48 bytes; all parameters of a kernel may have 4 KiB.
  *
- * Letters as in linattn.h. A view is an array in its canonical letters, strides in elements, stride
- * 0 for a letter the user left out. arrays.def names the arrays, with their letters. */
+ * The letters are those of linattn.h. A view is an array in its canonical letters, with strides in
+ * elements. The stride is 0 for a letter that the user left out. arrays.def names the arrays and
+ * their letters. */
 #ifndef LINATTN_CUDA_CALL_CUH
 #define LINATTN_CUDA_CALL_CUH
 
@@ -14,7 +15,7 @@ extern "C" {
 }
 
 struct view {
-    char *data; /* NULL: not given */
+    char *data; /* NULL: the array is not given */
     int64_t stride[LA_MAX_DIMS];
     la_dtype dtype;
 };
@@ -46,8 +47,8 @@ struct call {
  * operator. */
 struct gradients {
     view x[LA_ARRAYS - ARRAYS];
-    la_gate gate;  /* as the caller gave it: carried over from the host, slopes are decays by now */
-    bool per_head; /* g is one number for all tokens: [HV] */
+    la_gate gate;  /* how the caller gave the gate: an uploaded slope is a decay in call.gate */
+    bool per_head; /* the gate is one number for all tokens: [HV] */
 
     __host__ __device__ view &operator[](la_name name) { return x[name - ARRAYS]; }
     __host__ __device__ const view &operator[](la_name name) const { return x[name - ARRAYS]; }
@@ -59,7 +60,7 @@ struct unit {
     int begin, end; /* its tokens in batch row b */
 };
 
-/* cu_seqlens has not been seen by the host, so whatever it says is kept within the T tokens there are. */
+/* The host has not seen cu_seqlens, so the kernels keep its values within 0 and T. */
 __device__ inline int edge_of(const call &c, int n)
 {
     const int64_t at = n * c.x[LA_CU].stride[0];
@@ -68,7 +69,7 @@ __device__ inline int edge_of(const call &c, int n)
     return (int)min(max(x, (int64_t)0), (int64_t)c.T);
 }
 
-/* Where sequence n lies. */
+/* Where sequence n lies, and its heads. */
 __device__ inline unit unit_of(const call &c, int n, int hv)
 {
     unit u = {n, n, hv / (c.HV / c.H), hv, 0, c.T};
@@ -79,9 +80,10 @@ __device__ inline unit unit_of(const call &c, int n, int hv)
     return u;
 }
 
-/* What is kept of every M tokens of a sequence lies in slots: how many there are, and where sequence n's
- * begin, which must be known without the lengths of those before it. So each may leave one slot unused:
- * floor(end / M) - floor(start / M) + 1 >= ceil((end - start) / M). */
+/* Some kernels keep a tile, a state or a sum for every M tokens of a sequence, in a chunk slot. The
+ * first slot of sequence n must be known without the lengths of the sequences before it. So each of
+ * these may leave one slot unused: floor(end / M) - floor(start / M) + 1 >= ceil((end - start) /
+ * M). */
 static inline int64_t chunk_slots_of(const call &c, int M)
 {
     return c.x[LA_CU].data ? c.T / M + c.N : (int64_t)c.N * (((int64_t)c.T + M - 1) / M);
@@ -92,8 +94,8 @@ __device__ inline int64_t first_chunk_slot(const call &c, int n, int M)
     return c.x[LA_CU].data ? edge_of(c, n) / M + n : (int64_t)n * ((c.T + M - 1) / M);
 }
 
-/* Where row n's state is; -1: nowhere. state_indices has not been seen by the host, so whatever lies
- * outside the pool is nowhere too. */
+/* The index of the state of row n, or -1 for no state. The host has not seen state_indices, so an
+ * index outside the pool means no state too. */
 __device__ __forceinline__ int state_index_of(const call &c, int n)
 {
     if (!c.x[LA_SLOT].data) return n;

@@ -1,8 +1,9 @@
-/* The CUDA wing's door: what module.c and arrays.c call where LA_WITH_CUDA is defined. Plain C, without
- * CUDA's headers; a stream is a cudaStream_t (NULL: the legacy default stream).
+/* The functions of the CUDA part that module.c and arrays.c call where LA_WITH_CUDA is defined.
+ * Plain C, without the headers of CUDA. A stream is a cudaStream_t (NULL: the legacy default
+ * stream).
  *
- * Nothing here waits for the device but la_cuda_synchronize. A failure leaves CUDA's own words in
- * p->message. The current device is the same after each call as before. */
+ * Only la_cuda_synchronize waits for the device. After a failure the message in p->message is the
+ * one of CUDA. The current device is the same after each call as before. */
 #ifndef LINATTN_CUDA_H
 #define LINATTN_CUDA_H
 
@@ -12,29 +13,32 @@ extern "C" {
 
 #include "../linattn.h"
 
-/* Why no device can be used, in words; NULL if one can. The string lives as long as the process. */
+/* The reason why no device can be used, in words; NULL if one can. The string lives as long as the
+ * process. */
 const char *la_cuda_why_not(void);
 int la_cuda_device_count(void);
 
-/* Which device holds this address; -1 if none does. */
+/* The number of the device that holds this address; -1 if there is none. */
 int la_cuda_ordinal_of(const void *data);
 
-/* After la_check and on p->device == LA_CUDA: enqueue the call on p->stream of p->ordinal. */
+/* After la_check, with p->device == LA_CUDA: enqueue the call on p->stream of device p->ordinal. */
 la_status la_cuda_forward(la_problem *p);
 la_status la_cuda_backward(la_problem *p);
 la_status la_cuda_step(la_problem *p);
 
-/* Memory on p->ordinal in p->stream's order, at least 256-byte aligned. */
+/* Memory on device p->ordinal, in the order of p->stream, aligned to 256 bytes at least. */
 la_status la_cuda_allocate(la_problem *p, size_t bytes, void **data);
 la_status la_cuda_release(int ordinal, void *stream, void *data);
 
-/* Give what the pools keep for the next call back to the devices; NULL, or what CUDA says. */
+/* Give the memory that the pools keep for the next call back to the devices. Returns NULL, or the
+ * error. */
 const char *la_cuda_trim(void);
 
-/* What is enqueued on p->stream from now on waits for all that `other` holds by now. */
+/* Work that is enqueued on p->stream from now on waits for all work that `other` holds now. */
 la_status la_cuda_wait_stream(la_problem *p, void *other);
 
-/* Return once p->stream is done: for arrays whose owner's stream nobody tells. */
+/* Return when p->stream is done: for arrays whose owner does not say on which stream they are
+ * used. */
 la_status la_cuda_synchronize(la_problem *p);
 
 #ifdef __cplusplus

@@ -1,18 +1,20 @@
-/* The chunk form's normaliser: den_i = q_i z + the row sum of P, z the sum of the keys before the chunk.
- * prepare leaves every chunk's row sums and its sum of keys; here these become what is there before each
- * chunk, along a sequence, and then the divisors of o, all chunks side by side. With no part of the value
- * columns' work in them, segments of a sequence need nothing of each other (docs/decisions/0009). */
+/* The normaliser of the chunk form: den_i = q_i z + the row sum of P, where z is the sum of the
+ * keys before the chunk. prepare leaves the row sums and the sum of keys of every chunk. A pass
+ * along each sequence turns the sums of keys into those before each chunk. Then all chunks compute
+ * the divisors of o side by side. None of this depends on the value columns, so segments of a
+ * sequence need nothing of one another (docs/decisions/0009). */
 #ifndef LINATTN_CUDA_DENOMINATORS_CUH
 #define LINATTN_CUDA_DENOMINATORS_CUH
 
 #include "prepare.cuh"
 
-/* A block has a value head's sequence, a thread a key. Not causal: all tokens see the whole sum. */
+/* A block has a sequence of a value head, a thread a key. Noncausal: all tokens see the whole
+ * sum. */
 template <int KP, typename = element>
 __global__ void __launch_bounds__(KP)
     sum_keys(const __grid_constant__ call c, const __grid_constant__ chunks w)
 {
-    enum { AT_ONCE = 16 }; /* sums asked for before the first is added */
+    enum { AT_ONCE = 16 }; /* loads that start before the first is added */
     const unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
     const int key = threadIdx.x, count = (u.end - u.begin + C - 1) / C;
     const int64_t step = (int64_t)c.HV * KP;
@@ -35,8 +37,8 @@ __global__ void __launch_bounds__(KP)
         store(at(c.x[LA_ZT], u.n, u.hv, key), c.x[LA_ZT].dtype, (float)sum.total());
 }
 
-/* A block has a chunk of a value head. A row of q is pieces of 16 bytes, one a lane: in its tile, or, as
- * prepare found, where the caller has it. */
+/* A block has a chunk of a value head. A row of q consists of pieces of 16 bytes, one per lane. It
+ * lies in its tile, or in the array of the caller if prepare could use that. */
 template <int KP, typename = element>
 __global__ void __launch_bounds__(128)
     divisors(const __grid_constant__ call c, const __grid_constant__ chunks w)

@@ -1,6 +1,6 @@
-/* The device's entry points: the problem as kernels take it, the kernel for it, the stream. Nothing
- * here waits for the device, and memory is taken and given back in stream order, so that a call can
- * be captured in a CUDA graph. */
+/* The entry points of the device: a problem as kernels take it, the kernel that takes it, the
+ * stream. Nothing here waits for the device. Memory is taken and given back in stream order, so
+ * that a CUDA graph can capture a call. */
 #include "cuda.h"
 #include "kernels.cuh"
 
@@ -16,7 +16,7 @@
 static la_status status_of(la_problem *p, cudaError_t error)
 {
     if (error == cudaSuccess) return LA_OK;
-    cudaGetLastError(); /* the next call starts clean */
+    cudaGetLastError(); /* so that the next call does not see it */
     if (error == cudaErrorMemoryAllocation) {
         snprintf(p->message, sizeof p->message,
                  "not enough memory on cuda:%d for the call's scratch", p->ordinal);
@@ -63,8 +63,8 @@ int la_cuda_ordinal_of(const void *data)
     return is.type == cudaMemoryTypeDevice || is.type == cudaMemoryTypeManaged ? is.device : -1;
 }
 
-/* Has this process a context on a device? To go back to one without would make it, and take hundreds of
- * megabytes there. */
+/* Has this process a context on a device? If not, a switch back to the device would make one, which
+ * takes hundreds of megabytes there. */
 static bool is_active(int ordinal)
 {
     typedef int (*get_state)(int device, unsigned *flags, int *active);
@@ -79,12 +79,12 @@ static bool is_active(int ordinal)
     const cudaError_t error =
         cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &found, cudaEnableDefault, &how);
 #endif
-    if (error != cudaSuccess || !found) return true; /* as if it had one */
+    if (error != cudaSuccess || !found) return true; /* assume that it has one */
     return ((get_state)found)(ordinal, &flags, &active) != 0 || active;
 }
 
-/* The caller's device for as long as this lives. What a first call makes, a pool and kernels that come to
- * the device when they are first used, may be made while the caller captures a graph. */
+/* Makes the device of the caller the current one, until the end of the scope. The first call on a
+ * device makes a pool and loads kernels. Both may happen while the caller captures a graph. */
 struct on_device {
     int before = -1, now;
     cudaError_t error;
@@ -102,16 +102,16 @@ struct on_device {
     }
 };
 
-/* ---- what kernels may have ---- */
+/* ---- shared memory ---- */
 
-/* Kernels that have been given all their shared memory, and on which devices: found by their address. There
- * are some 200. */
+/* The kernels that have been allowed all their shared memory, and the devices. A kernel is found by
+ * its address. There are some 200. */
 cudaError_t allow_shared_memory(const void *kernel)
 {
     enum { PLACES = 1024, DEVICES = 64 };
     static struct {
         const void *kernel;
-        uint64_t devices; /* a bit each */
+        uint64_t devices; /* a bit per device */
     } allowed[PLACES];
     int device, most;
     cudaFuncAttributes code;
@@ -142,8 +142,8 @@ cudaError_t allow_shared_memory(const void *kernel)
 
 enum { MOST_DEVICES = 64 };
 
-/* A pool of our own per device: what is given back stays with it for the next call, where CUDA's
- * default pool would return it to the system whenever the host waits. */
+/* A pool of the library for each device. It keeps freed memory for the next call. The default pool
+ * of CUDA would return it to the system whenever the host waits. */
 static cudaMemPool_t pools[MOST_DEVICES];
 
 static cudaError_t pool_of(int ordinal, cudaMemPool_t *pool)
@@ -163,7 +163,8 @@ static cudaError_t pool_of(int ordinal, cudaMemPool_t *pool)
         if (error != cudaSuccess ||
             !__atomic_compare_exchange_n(&pools[ordinal], &none, found, false, __ATOMIC_ACQ_REL,
                                          __ATOMIC_ACQUIRE)) {
-            cudaMemPoolDestroy(found); /* another thread was first, or it is of no use */
+            /* another thread was faster, or the attribute could not be set */
+            cudaMemPoolDestroy(found);
             if (error != cudaSuccess) return error;
             found = none;
         }
@@ -213,7 +214,7 @@ la_status la_cuda_wait_stream(la_problem *p, void *other)
     if (error != cudaSuccess) return status_of(p, error);
     error = cudaEventRecord(event, (cudaStream_t)other);
     if (error == cudaSuccess) error = cudaStreamWaitEvent((cudaStream_t)p->stream, event, 0);
-    cudaEventDestroy(event); /* freed once the wait is over */
+    cudaEventDestroy(event); /* CUDA frees it when the wait is over */
     return status_of(p, error);
 }
 
@@ -275,7 +276,7 @@ static gradients gradients_of(const la_problem *p)
     return d;
 }
 
-/* ---- gates that lie on the host: HV numbers, or one head's one, carried over by a launch ---- */
+/* ---- gates on the host: HV numbers, or one, which a launch brings to the device ---- */
 
 enum { GATE_NUMBERS = 256 };
 struct gate_numbers {
@@ -297,7 +298,7 @@ static double host_number(const la_array *a, int64_t i)
     return (double)__bfloat162float(*(const __nv_bfloat16 *)x);
 }
 
-/* One of g and beta, on the device as [HV]; *held is then to be freed. */
+/* Copy g or beta to the device as [HV], if it lies on the host. *held is then to be freed. */
 static cudaError_t upload_gate(const la_problem *p, la_name name, view *to, void **held)
 {
     const la_array *from = &p->array[name];
@@ -331,7 +332,7 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
     call c = call_of(p);
     void *held[2] = {};
     cudaError_t error = upload_gate(p, LA_G, &c.x[LA_G], held);
-    if (held[0] && c.gate == LA_SLOPE) c.gate = LA_DECAY; /* carried as exp(-slope) */
+    if (held[0] && c.gate == LA_SLOPE) c.gate = LA_DECAY; /* uploaded as exp(-slope) */
     if (error == cudaSuccess) error = upload_gate(p, LA_BETA, &c.x[LA_BETA], held + 1);
     if (error == cudaSuccess) error = launch(p, c);
     for (void *x : held) {
@@ -346,25 +347,27 @@ static cudaError_t token_by_token(const la_problem *p, const call &c)
     return (p->real == LA_F64 ? scan_f64 : scan_f32)[p->kind](c, (cudaStream_t)p->stream);
 }
 
-/* Of the chunk form and of step.cuh. With more keys everything goes token by token: forward passes and
- * steps by scan.cuh, gradients by files of their own. All kernels share out the value columns among
- * blocks, however many they are. */
+/* The limit of the chunk form and of step.cuh. With more keys every call goes token by token:
+ * forward passes and steps by scan.cuh, gradients by files of their own. V has no limit, since all
+ * kernels divide the value columns among blocks. */
 enum { MOST_KEYS = 256 };
 
-/* With fewer keys than this, those of a chunk are nearly parallel, and the delta rule's inverse hands each
- * rounding on to all tokens after it; a l2norm's gradient is what is left of a few products. */
+/* With fewer keys than this the keys of a chunk are nearly parallel. The inverse of the delta rule
+ * then passes each rounding on to all later tokens, and the gradient of an l2norm is a small
+ * difference of a few products. */
 enum { FEWEST_KEYS = 16 };
 
-/* So many tokens take no more time one by one than as the chunk of 64 that they would be, mostly of zeros
- * (docs/decisions/0023), and no product is rounded. Packed sequences are counted together: only the device
- * knows how long each is. */
+/* A call with so few tokens takes no longer token by token than as one chunk of 64, which would be
+ * mostly zeros (docs/decisions/0023), and no product is rounded. The tokens of packed sequences are
+ * counted together, since only the device knows their lengths. */
 enum { FEW_TOKENS = 8 };
 
-/* Tensor cores round their operands to bf16, or to float16: arrays of these lose nothing by that. float32
- * ones lose a little, and keep to the recurrence unless they are allowed to; all others keep to it. */
+/* Tensor cores round their operands to bf16 or to float16. Arrays of these dtypes lose nothing by
+ * that. float32 arrays lose a little, so they go token by token unless allow_tf32 is set. float64
+ * arrays always go token by token. */
 static cudaError_t by_chunks(const la_problem *p, const call &c)
 {
-    /* [dtype][wide?]; HEAD is TOKEN */
+    /* [dtype][K > 128]; HEAD is TOKEN */
     static const chunk_launcher *const chunk[][2][4] = {
         {}, /* float64 */
         {{chunk_none_f32, NULL, chunk_token_f32, chunk_key_f32}},
@@ -400,12 +403,12 @@ static cudaError_t one_token(const la_problem *p, const call &c)
 
 la_status la_cuda_step(la_problem *p) { return run(p, one_token); }
 
-/* By chunks where by_chunks does, bfloat16 alone, in causal forms, with keys enough. */
+/* In chunks: bfloat16 arrays of a causal call with 16 to 128 keys, unless the mode is recurrent. */
 static cudaError_t in_reverse(const la_problem *p, const call &c)
 {
     static const backward_launcher *const chunk[4] = {chunk_backward_none, NULL,
                                                       chunk_backward_token, chunk_backward_key};
-    static const backward_launcher *const adjoints[2][2] = {/* [float64?][wide?] */
+    static const backward_launcher *const adjoints[2][2] = {/* [float64][K > 256] */
                                                             {adjoint_f32, adjoint_f32_k512},
                                                             {adjoint_f64, adjoint_f64_k512}};
     const backward_launcher adjoint = adjoints[p->real == LA_F64][p->K > MOST_KEYS][p->kind];
@@ -424,7 +427,7 @@ la_status la_cuda_backward(la_problem *p)
 {
     const la_array *dg = &p->array[LA_DG];
     const bool none = p->N == 0 || (!p->tokens && !p->array[LA_S0].given);
-    if (none && p->decay == LA_HEAD) { /* a sum over nothing */
+    if (none && p->decay == LA_HEAD) { /* a sum over no tokens */
         on_device here(p->ordinal);
         const size_t bytes = (size_t)p->HV * (dg->dtype == LA_F64   ? 8
                                               : dg->dtype == LA_F32 ? 4

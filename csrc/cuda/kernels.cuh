@@ -1,4 +1,4 @@
-/* What the kernel files offer to dispatch.cu: a function per kind (kinds.def) that launches. */
+/* The launchers of the kernel files, which dispatch.cu calls: a function per kind (kinds.def). */
 #ifndef LINATTN_CUDA_KERNELS_CUH
 #define LINATTN_CUDA_KERNELS_CUH
 
@@ -8,10 +8,11 @@
 typedef cudaError_t (*launcher)(const call &, cudaStream_t);
 
 extern const launcher scan_f32[LA_KINDS], scan_f64[LA_KINDS];
-/* By the state's layout; float32 sums, K <= 256. */
+/* By the layout of the state. Sums are float32, and K <= 256. */
 extern const launcher step_kv[LA_KINDS], step_vk[LA_KINDS];
 
-/* Gradients, token by token in reverse; the pool is for states and for what several heads add up. */
+/* Gradients, token by token in reverse. The pool is for states and for partial sums of several
+ * heads. */
 typedef cudaError_t (*backward_launcher)(const call &, const gradients &, cudaMemPool_t,
                                          cudaStream_t);
 /* K <= 256 */
@@ -19,21 +20,22 @@ extern const backward_launcher adjoint_f32[LA_KINDS], adjoint_f64[LA_KINDS];
 /* 256 < K <= 512 */
 extern const backward_launcher adjoint_f32_k512[LA_KINDS], adjoint_f64_k512[LA_KINDS];
 
-/* The chunk form's, of bf16 arrays with K <= 128 on Hopper; cudaErrorNotSupported, with nothing done,
- * elsewhere and for arrays that its copy engine cannot take. */
+/* Gradients in the chunk form: bf16 arrays with K <= 128, on Hopper. Elsewhere, and for arrays that
+ * the copy engine cannot take, they return cudaErrorNotSupported and have done nothing. */
 extern const backward_launcher chunk_backward_none[2], chunk_backward_token[2],
     chunk_backward_key[2];
 
-/* The end of it: a gate per head's, from [HV][B T]. */
+/* The end of that for a gate per head: sums over the tokens of da, [HV][B T]. */
 cudaError_t reduce_gates(const call &, const gradients &, float *da, cudaStream_t);
 
-/* What the normaliser adds to gradients, of value heads first..first + heads: the denominators before
- * everything else, and, when dq has what comes by way of the numerators, the rest. */
+/* The part of the gradients that goes through the normaliser, for value heads first..first + heads.
+ * The denominators come before everything else. The rest follows when dq has the part that goes
+ * through the numerators. */
 template <typename real> struct through_z {
-    /* slots are [heads][tiles]; kp: K, padded; parts: warps each */
+    /* partials are [heads][tiles]; kp: K, padded; parts: the warps of a sequence */
     int first, heads, tiles, kp, parts;
-    int64_t tokens, segments; /* B T; of a head, all its sequences together */
-    real *dq, *dk;            /* [slots][tokens][kp] */
+    int64_t tokens, segments; /* B T; of all sequences of a head together */
+    real *dq, *dk;            /* [partials][tokens][kp] */
     real *den;                /* [heads][tokens] */
     double *z;                /* [heads][segments][kp] */
 };
@@ -41,13 +43,14 @@ int64_t segments_of_keys(const call &);
 cudaError_t find_denominators(const call &, through_z<float>, cudaStream_t);
 cudaError_t undo_denominators(const call &, const gradients &, through_z<float>, cudaStream_t);
 
-/* The step of many states; cudaErrorNotSupported, with nothing done, where step_* are as good. */
+/* The step of many states. They return cudaErrorNotSupported, with nothing done, where step_* are
+ * as fast. */
 extern const launcher step_many_kv[LA_KINDS], step_many_vk[LA_KINDS];
 
-/* The chunk form by [rule]: of bf16 arrays with K <= 128 and, on Hopper, of float16 ones and of float32 ones
- * that may be rounded, and of bf16 and float16 with K to 256 (wide); the pool is for what one kernel leaves the
- * next. cudaErrorNotSupported, with nothing done, where shared memory is too small for it or there is no code
- * for the device. */
+/* The chunk form by [rule]: bf16 arrays with K <= 128. On Hopper also float16 arrays, float32
+ * arrays that may be rounded, and bf16 and float16 arrays with 128 < K <= 256 (k256). The pool is
+ * for arrays that one kernel leaves to the next. They return cudaErrorNotSupported, with nothing
+ * done, where shared memory is too small or where the build has no code for the device. */
 typedef cudaError_t (*chunk_launcher)(const call &, cudaMemPool_t, cudaStream_t);
 extern const chunk_launcher chunk_none[2], chunk_token[2], chunk_key[2];
 extern const chunk_launcher chunk_none_f16[2], chunk_token_f16[2], chunk_key_f16[2];

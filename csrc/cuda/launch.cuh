@@ -1,4 +1,4 @@
-/* How a kernel is launched: its grid is checked, and the shared memory that it may have is asked for
+/* How a kernel is launched. The size of its grid is checked, and its shared memory is allowed
  * once. */
 #ifndef LINATTN_CUDA_LAUNCH_CUH
 #define LINATTN_CUDA_LAUNCH_CUH
@@ -8,15 +8,15 @@
 #include <limits.h>
 #include <stdint.h>
 
-/* All the dynamic shared memory that a kernel can have on the current device, once per kernel and device.
- * The limit belongs to the kernel: two threads that set it to what each of their launches takes would
- * take it from one another. */
+/* Allow a kernel all the dynamic shared memory that it can have on the current device, once per
+ * kernel and device. The limit belongs to the kernel: if each launch set it to its own need, two
+ * threads would lower it for one another. */
 cudaError_t allow_shared_memory(const void *kernel);
 
 /* Shared memory that needs no permission. */
 enum { SHARED_ANYWAY = 48 << 10 };
 
-/* A launch of no blocks is none. */
+/* A launch of no blocks does nothing. */
 template <typename... Parameters, typename... Arguments>
 static cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int64_t threads,
                           int64_t bytes, cudaStream_t stream, const Arguments &...arguments)

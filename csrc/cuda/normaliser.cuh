@@ -1,9 +1,11 @@
-/* The normaliser's share of gradients: den = z'q, z the sum of the keys so far, and what comes back
- * through both. z is a vector of its own: a lane has every 32nd key, a warp the K of one value head.
+/* The part of the gradients that goes through the normaliser: den = z'q, where z is the sum of the
+ * keys so far. z is a vector of its own: a lane has every 32nd key, a warp the K keys of one value
+ * head.
  *
- * Sequences go by segments, side by side: each segment's sum of keys, along the sequence what is before
- * each, and then its tokens one after the other; and the same in reverse. A segment is a warp's, so that
- * sums over keys wait for no other, and the rows of the next token are on their way meanwhile. */
+ * The segments of a sequence are worked on side by side. First each segment sums its keys. Then a
+ * pass along the sequence finds the sum before each segment. Then each segment takes its tokens one
+ * after the other. The gradients do the same in reverse. A segment belongs to one warp, so that a
+ * sum over keys waits for no other warp, and the rows of the next token are loaded meanwhile. */
 #ifndef LINATTN_CUDA_NORMALISER_CUH
 #define LINATTN_CUDA_NORMALISER_CUH
 
@@ -16,9 +18,9 @@ enum { SEGMENT = 64, SEGMENTS_OF_BLOCK = 4 };
 
 /* The rows of q or k of one head, as a lane reads them. */
 template <typename real, int N> struct key_rows {
-    const char *first; /* this lane's first element of token 0 */
-    int64_t step, far; /* bytes to the next token; to this lane's next element */
-    int there;         /* elements that it has */
+    const char *first; /* the first element of this lane, of token 0 */
+    int64_t step, far; /* bytes to the next token; to the next element of this lane */
+    int there;         /* number of elements of this lane */
     la_dtype dtype;
 
     __device__ key_rows(const call &c, const view &from, const unit &u)
@@ -31,7 +33,7 @@ template <typename real, int N> struct key_rows {
         dtype = from.dtype;
     }
 
-    /* As they lie, so that nothing waits for them yet; and the numbers that they are. */
+    /* The bits as they lie in memory, so that nothing waits for them yet; then their numbers. */
     typedef typename std::conditional<sizeof(real) == 8, uint64_t, uint32_t>::type bits;
     __device__ __forceinline__ void prefetch(bits (&x)[N], int t) const
     {
@@ -65,12 +67,12 @@ __device__ inline running z_of_thread(const view &from, const call &c, const uni
     return z;
 }
 
-/* A value head's sequence. */
+/* A sequence of a value head. */
 template <typename real> struct sequence_of_keys {
     unit u;
-    int count;  /* of its segments */
-    double *z;  /* of the first of them */
-    int64_t kp; /* from one to the next */
+    int count;  /* number of its segments */
+    double *z;  /* z of its first segment */
+    int64_t kp; /* distance of two of them */
     int64_t row0;
     real *den;
 
@@ -86,7 +88,8 @@ template <typename real> struct sequence_of_keys {
     }
 };
 
-/* Every warp's segments, one after another: do_segment(sequence, z of the segment, first, end). */
+/* The segments of each warp, one after another: do_segment(sequence, z of the segment, first,
+ * end). */
 template <typename real, typename function>
 __device__ __forceinline__ void each_segment(const call &c, const through_z<real> &f,
                                              function do_segment)
@@ -124,12 +127,12 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
     });
 }
 
-/* What is before each segment, from what each adds, in place; all together is left in `sum`. In the order of
- * the sequence, or against it. */
+/* Each segment has its own sum; afterwards it has, in place, the sum before it, in the order of the
+ * sequence or against it. `sum` ends as the sum of all. */
 template <bool REVERSE>
 __device__ inline void running_sums(double *z, int count, int64_t kp, running &sum)
 {
-    enum { AT_ONCE = 16 }; /* asked for before the first is added */
+    enum { AT_ONCE = 16 }; /* loads that start before the first is added */
     for (int s = 0; s < count; s += AT_ONCE) {
         double of_segment[AT_ONCE];
 #pragma unroll
@@ -143,8 +146,8 @@ __device__ inline void running_sums(double *z, int count, int64_t kp, running &s
     }
 }
 
-/* Each segment's z becomes what is there before it; or, not causal, what all tokens see. A thread has a
- * key. */
+/* The z of each segment becomes the sum before it; noncausal: the sum that all tokens see. A thread
+ * has a key. */
 template <typename real>
 static __global__ void sum_before(const __grid_constant__ call c,
                                   const __grid_constant__ through_z<real> f)
@@ -192,8 +195,8 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
     });
 }
 
-/* The gradients of den, in its place, what dq has by way of them, and a segment's share of dz, in the
- * place of z. */
+/* The gradient of den takes the place of den, dq gets the part that comes through it, and the share
+ * of dz of a segment takes the place of z. */
 template <typename real, int N>
 static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
     denominators_adjoint(const __grid_constant__ call c, const __grid_constant__ through_z<real> f)
@@ -237,7 +240,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 #pragma unroll
             for (int j = 0; j < N; j++) with_num += (double)q[j] * sum[j];
             with_num = warp_sum(with_num);
-            /* was o = scale num / divisor: a clamped divisor does not move */
+            /* was o = scale num / divisor: a clamped divisor is constant */
             const double d_den = c.normaliser == LA_CLAMP && scaled <= c.eps
                                      ? 0
                                      : -c.scale * with_num / clamped(c, scaled);
@@ -248,7 +251,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
                     dq[(int64_t)t * f.kp + 32 * j] = own[j] + (real)(d_den * z[j].total());
                 dz[j].add(d_den * q[j]);
             }
-            __syncwarp(); /* all have read it */
+            __syncwarp(); /* all lanes have read it */
             if (lane == 0) x.den[t] = (real)d_den;
         }
 #pragma unroll
@@ -315,7 +318,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 
 /* ---- launches ---- */
 
-/* Warps of a sequence: as many as it has segments, while there are few sequences. */
+/* Warps of a sequence: as many as it has segments, unless there are many sequences. */
 static int parts_of(const call &c, int heads)
 {
     const int64_t usual = c.x[LA_CU].data ? (int64_t)c.T / max(c.N, 1) : c.T;
@@ -323,7 +326,7 @@ static int parts_of(const call &c, int heads)
     return (int)max((int64_t)1, min(most, (usual + SEGMENT - 1) / SEGMENT));
 }
 
-/* A kernel by how many keys a lane has, 32 N >= kp: as many as there may be, or four. */
+/* A kernel by the keys of a lane, 32 N >= kp: the largest N, or four. */
 enum { LANE_KEYS = MOST_ROWS * PARTS / 32 };
 #define BY_KEYS(kernel) \
     (f.kp <= 128 ? kernel < real, LANE_KEYS == 8 ? 4 : LANE_KEYS > : kernel<real, LANE_KEYS>)

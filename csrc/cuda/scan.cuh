@@ -1,15 +1,16 @@
-/* Token by token: the recurrent mode, and every dtype the tensor cores would round.
+/* Token by token: the recurrent mode, and every dtype that tensor cores would round.
  *
- * A block walks one sequence of one value head and some of its value columns. A thread has a block of
- * the state in registers, ROWS keys of STRIP columns, so that an element of q or k that it reads from
- * shared memory serves STRIP columns; PARTS lanes of a warp share the columns and add up what they have
- * by halves. What every lane must know of a sum, the delta rule's prediction, goes back the same way;
- * what is only stored, the read, is summed while the next token is worked on.
+ * A block goes through one sequence of one value head, with some of its value columns. A thread has
+ * ROWS keys of STRIP columns of the state in registers, so that each element of q or k that it
+ * reads from shared memory serves STRIP columns. PARTS lanes of a warp share the columns and halve
+ * their sums step by step. The prediction of the delta rule is needed in every lane: it goes back
+ * in the same way. The read is only stored: its sum is finished during the next token.
  *
- * Tokens come in batches through shared memory, in two rooms. While a batch is worked on, the one after
- * it is put into the other room and the one after that is on its way to registers. Loading and working are
- * two duties: with many heads every warp has both, with few a block has warps for each, so that the
- * chain of tokens waits for nothing else. A normalised op has a warp for z.
+ * Tokens come through shared memory in batches, with two buffers. While the block works on one
+ * batch, the next one is written to the other buffer, and the one after that is on its way to
+ * registers. Loading and working are two duties. With many heads every warp has both. With few
+ * heads a block has warps for each, so that the chain of tokens waits for nothing else. An op with
+ * a normaliser has a warp for z.
  *
  * Included by one file per real type. */
 #include "kernels.cuh"
@@ -25,15 +26,15 @@
 
 enum { STRIP = 4, WORKERS = 4 };
 
-/* The split of KP keys, which is K, padded. A warp's lanes are enough for 256 of them in rows of 8. */
+/* The split of KP keys (K, padded). A warp has enough lanes for 256 of them in rows of 8. */
 template <int KP> constexpr int rows = KP <= 256 ? 8 : 16;
 template <int KP> constexpr int parts = KP / rows<KP>;
 
-/* Which of the STRIP columns a register holds depends on the lane: w ^ turn. What a lane gives away in
- * `halves` is then in the same registers everywhere, and nothing has to be selected. */
+/* Register w holds column w ^ turn of the STRIP columns, where turn depends on the lane. Then
+ * `halves` gives away the same registers in every lane, without a selection. */
 template <typename real, int PARTS> struct recurrence {
     typedef real lane, lane_of_state;
-    enum { MAX_STRIP = STRIP, STRIPS = 32 / PARTS }; /* of a warp: neighbouring lanes */
+    enum { MAX_STRIP = STRIP, STRIPS = 32 / PARTS }; /* strips of a warp: in neighbouring lanes */
 
     static __device__ __forceinline__ int part() { return threadIdx.x % 32 / STRIPS; }
     static __device__ __forceinline__ int turn() { return part() % 2 * 2 + part() / 2 % 2; }
@@ -43,7 +44,8 @@ template <typename real, int PARTS> struct recurrence {
         return __shfl_xor_sync(~0u, x, parts * STRIPS);
     }
 
-    /* x[0] becomes the sum of column `turn` over the PARTS lanes; the others are used up. */
+    /* x[0] becomes the sum of column `turn` over the PARTS lanes. The other elements are used
+     * up. */
     static __device__ __forceinline__ void halves(real (&x)[STRIP])
     {
         const real third = beside(x[2], 1), fourth = beside(x[3], 1);
@@ -54,7 +56,7 @@ template <typename real, int PARTS> struct recurrence {
         for (int step = 4; step < PARTS; step *= 2) x[0] += beside(x[0], step);
     }
 
-    /* x: a prediction, if there is a y. Reads, whether y or alone in x, can wait: `work` sums them. */
+    /* x is a prediction if there is a y. A read, y or x alone, can wait: `work` sums it. */
     static __device__ __forceinline__ void join(real *x, const real *y)
     {
         if (!y) return;
@@ -69,8 +71,8 @@ template <typename real, int PARTS> struct recurrence {
 #include "../recurrence.h"
 };
 
-/* Numbers on their way, of which nothing is asked before they are needed: as they lie in memory, but for
- * float64 in a problem of floats. */
+/* Numbers that are being loaded. They keep the bits that they have in memory until they are needed.
+ * Only float64 in a problem of floats is converted at once. */
 template <typename real> struct coming;
 
 template <> struct coming<float> {
@@ -129,7 +131,8 @@ template <> struct coming<double> {
     }
 };
 
-/* Four numbers in a row of shared memory; a thread's rows, whose pieces of 16 bytes are PARTS apart. */
+/* Four neighbouring numbers in shared memory; the rows of a thread, whose pieces of 16 bytes are
+ * PARTS pieces apart. */
 template <typename real> struct alignas(16) four_of {
     real x[4];
 };
@@ -161,37 +164,38 @@ __device__ __forceinline__ void read_rows(real (&x)[ROWS], const real *from)
     }
 }
 
-/* A token as the recurrence sees it, zeros past K and V, and what it reads. */
+/* A token as the recurrence sees it, with zeros past K and V, and its read. */
 template <typename real, la_decay DECAY, int KP> struct alignas(16) scanned {
     static constexpr int PARTS = parts<KP>, COLUMNS = WORKERS * STRIP * (32 / PARTS);
     static constexpr int APART =
-        COLUMNS + (PARTS == 32 ? 4 : 8);            /* the lanes of a warp: different banks */
-    real q[KP], k[KP], a[DECAY == LA_KEY ? KP : 4]; /* in this order: work() */
-    real v[STRIP][APART];                           /* as each turn has them */
+        COLUMNS + (PARTS == 32 ? 4 : 8); /* so that the lanes of a warp use different banks */
+    real q[KP], k[KP], a[DECAY == LA_KEY ? KP : 4]; /* work() relies on this order */
+    real v[STRIP][APART];                           /* in the order of each turn */
     real o[COLUMNS];
     enum { A, BETA, QK, DEN, SCALARS };
     real scalars[SCALARS];
 };
 
-/* How many warps have which duty: loaders are the first `loaders`, workers those from `first` on. */
+/* The warps of each duty: the first `loaders` load; those from `first` on work. */
 struct duties {
     int loaders, first, workers;
 };
 
-/* How many tokens of a batch a loader has registers for, how many loaders there are where they do nothing
- * else, and with how many workers: 11 warps leave a thread 168 registers, 7 all there can be. A token of
- * twice the bytes has half of the loaders, so that a batch takes the same room. */
+/* TOKENS: the tokens of a batch that a loader has registers for. LOADERS and WORKERS_BESIDE: the
+ * warps where loading is a duty of its own. 11 warps leave a thread 168 registers, 7 warps the most
+ * there can be. A token of twice the bytes has half of the loaders, so that a batch takes the same
+ * shared memory. */
 template <typename real, int KP> struct most {
     static constexpr int TOKENS = sizeof(real) == 4 && KP < 256 ? 2 : 1;
     static constexpr int LOADERS = (KP <= 256 ? 32 : 16) / (int)sizeof(real), WORKERS_BESIDE = 2;
     static constexpr int THREADS = (LOADERS + WORKERS_BESIDE + 1) * 32;
 };
 
-/* A number that all lanes have, so that the compiler sees it too: where a branch may part a warp it lets
- * no shuffle pass. */
+/* A number that is the same in all lanes, in a way that the compiler can see. It moves no shuffle
+ * past a branch that may divide a warp. */
 __device__ __forceinline__ int of_warp(int x) { return __shfl_sync(~0u, x, 0); }
 
-/* A loader's tokens: number `warp` of a batch, and every loaders-th after it. */
+/* The tokens of a loader: number `warp` of a batch, and every loaders-th after it. */
 template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_loader {
     typedef coming<real> kind;
     typedef scanned<real, DECAY, KP> token;
@@ -216,7 +220,7 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
     {
     }
 
-    /* Tokens t..t+n set out. */
+    /* Start the loads of tokens t..t+n. */
     __device__ __forceinline__ void fetch(int t, int n)
     {
         const auto keys = [&](const view &x, const char *from, int i,
@@ -250,7 +254,7 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
         }
     }
 
-    /* What was fetched, as the recurrence sees it. */
+    /* Write the fetched tokens to shared memory, as the recurrence sees them. */
     __device__ __forceinline__ void put(token *to, int n)
     {
         const auto unpack_keys = [&](const typename kind::four(&from)[KEYS / 4], la_dtype dtype,
@@ -314,7 +318,7 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
         }
     }
 
-    /* What tokens t..t+n have read. */
+    /* Store the reads of tokens t..t+n. */
     __device__ __forceinline__ void store_reads(const token *from, int t, int n) const
     {
 #pragma unroll
@@ -330,14 +334,14 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
     }
 };
 
-/* The key of a thread's row i. */
+/* The key of row i of a thread. */
 template <typename real, int PARTS> __device__ __forceinline__ int key_of_row(int part, int i)
 {
     constexpr int PIECE = 16 / sizeof(real);
     return i / PIECE * PIECE * PARTS + part * PIECE + i % PIECE;
 }
 
-/* n tokens; READ: that only read what all have written. */
+/* Work on n tokens. READ: they only read the state, which all tokens have written. */
 template <bool READ, la_rule RULE, typename real, la_decay DECAY, int KP>
 __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, DECAY, KP> *tokens,
                                      int n, int strip)
@@ -349,7 +353,7 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
     const int part = math::part(), turn = math::turn();
     const real *from = tokens->q + part * PIECE, *columns = &tokens->v[turn][strip * STRIP];
     const real *scalars = tokens->scalars;
-    real *to = tokens->o + strip * STRIP + turn; /* where the token before's read will be */
+    real *to = tokens->o + strip * STRIP + turn; /* the place of the read of the previous token */
     real q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1] = {}, v[STRIP], beta = 0, qk = 0;
     const auto read_token = [&] {
         read_rows<PARTS>(q, from);
@@ -362,7 +366,7 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
         if (DECAY == LA_TOKEN) a[0] = x[token::A];
         if (RULE == LA_DELTA) {
             beta = x[token::BETA];
-            qk = part == 0 ? x[token::QK] : 0; /* the reads of the parts are yet to be summed */
+            qk = part == 0 ? x[token::QK] : 0; /* the reads of the parts will be added up */
         }
     };
     real o[STRIP], before[STRIP] = {};
@@ -379,9 +383,9 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
             columns += APART;
             scalars += APART;
         }
-        read_token(); /* the last once more, for nothing */
+        read_token(); /* after the last token this reads it again, without effect */
         if (i > 0) {
-            *to = before[0]; /* every fourth part the same number */
+            *to = before[0]; /* every fourth part stores the same number */
             to += APART;
         }
 #pragma unroll
@@ -391,7 +395,7 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
     *to = before[0];
 }
 
-/* The same for z, a column of ones: a warp has it all. */
+/* The same for z, as a column of ones. One warp has all of it. */
 template <typename real, la_decay DECAY, int KP, int KEYS>
 __device__ __forceinline__ void work_on_z(real (&z)[KEYS], scanned<real, DECAY, KP> *tokens, int n,
                                           bool writes, bool reads)
@@ -422,7 +426,7 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
     typedef batch_loader<real, DECAY, RULE, KP> loader;
     typedef typename loader::token token;
     constexpr bool PLAIN =
-        DECAY == LA_NONE && RULE == LA_ADDITIVE; /* may be normalised, not causal */
+        DECAY == LA_NONE && RULE == LA_ADDITIVE; /* these may be normalised and noncausal */
     extern __shared__ __align__(16) char scan_shared[];
     const int batch = have.loaders * most<real, KP>::TOKENS,
               columns = have.workers * STRIP * math::STRIPS;
@@ -433,7 +437,7 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
     u.n = of_warp(state_index_of(c, u.n));
     u.begin = of_warp(u.begin);
     u.end = of_warp(u.end);
-    if (u.n < 0) { /* a step's row without a state */
+    if (u.n < 0) { /* a row of a step without a state */
         for (int i = threadIdx.x; i < min(columns, c.V - v0); i += blockDim.x)
             store(at(c.x[LA_O], u.b, 0, u.hv, v0 + i), c.x[LA_O].dtype, (real)0);
         return;
@@ -460,7 +464,7 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
                     ? load<real>(at(c.x[LA_Z0], u.n, u.hv, key_of_lane(lane, i)), c.x[LA_Z0].dtype)
                     : 0;
 
-    /* The non-causal form goes through the tokens twice: to write all, then to read. */
+    /* The noncausal form goes through the tokens twice: all write, then all read. */
     const int T = u.end - u.begin, batches = T / batch + (T % batch != 0);
     const int count = PLAIN && !c.causal ? 2 * batches : batches;
     const auto first_of = [&](int j) { return u.begin + (j < batches ? j : j - batches) * batch; };
@@ -468,7 +472,8 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
     const auto size_of = [&](int j) { return min(batch, u.end - first_of(j)); };
     const auto reads = [&](int j) { return !PLAIN || c.causal || j >= batches; };
     loader feed(c, u, have.loaders, warp, v0, columns);
-    /* Turn j works on batch j, puts the next, fetches the one after that and stores the one before. */
+    /* Turn j works on batch j, writes the next one, fetches the one after that, and stores the one
+     * before. */
 #pragma unroll 1
     for (int j = -2; j <= count; j++) {
         if (loads) {
@@ -503,7 +508,7 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
                     store(at(c.x[LA_ZT], u.n, u.hv, key_of_lane(lane, i)), c.x[LA_ZT].dtype, z[i]);
 }
 
-/* A step's z is where every tile of columns reads it, so it moves on once they are done. */
+/* Every tile of columns reads the z of a step, so it changes after all of them are done. */
 template <typename real, int KEYS>
 __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
@@ -532,8 +537,8 @@ __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
     }
 }
 
-/* Blocks of WORKERS warps with both duties, if there are more than processors; else as many blocks as
- * there are processors for, with loaders beside them. */
+/* If there are more blocks than processors, all WORKERS warps have both duties. Otherwise there are
+ * as many blocks as processors can take, and loaders beside the workers. */
 template <typename real, la_decay DECAY, la_rule RULE, int KP>
 static cudaError_t launch_scan(const call &c, cudaStream_t stream)
 {
@@ -569,7 +574,7 @@ static cudaError_t launch_scan(const call &c, cudaStream_t stream)
 template <typename real, la_decay DECAY, la_rule RULE>
 static cudaError_t scan_any(const call &c, cudaStream_t stream)
 {
-    /* float64 is for checks: fewer kernels to compile */
+    /* float64 serves for checks, so it has fewer kernels to compile */
     if constexpr (sizeof(real) == 4)
         if (c.K <= 64) return launch_scan<real, DECAY, RULE, 64>(c, stream);
     if (c.K <= 128) return launch_scan<real, DECAY, RULE, 128>(c, stream);

@@ -1,12 +1,12 @@
-/* The step: one token, the state changed where it lies. All that counts is to read and write the
- * state once, in whole lines.
+/* The step: one token, and the state is changed in place. The time is that of reading and writing
+ * the state once, in whole cache lines.
  *
- * A block has COLUMNS value columns of one head's state. In the layout [K][V] eight threads go along
- * a row, four columns each, and 32 groups of them share the rows; in [V][K] a warp goes along the
- * keys of four columns. Either way a thread holds ROWS keys of four columns, moved 16 bytes at a
- * time. q, k and gates are made by every warp for itself: at one row of a batch all that a step takes
- * is latency, and this needs no waiting for another warp. Included by one file per layout, which
- * defines V_FIRST. */
+ * A block has COLUMNS value columns of the state of one head. In the layout [K][V] eight threads go
+ * along a row, with four columns each, and 32 such groups share the rows. In [V][K] a warp goes
+ * along the keys of four columns. In both layouts a thread has ROWS keys of four columns, which it
+ * moves 16 bytes at a time. Every warp computes q, k and the gates for itself: with one batch row a
+ * step is all latency, and this way no warp waits for another. Included by one file per layout,
+ * which defines V_FIRST. */
 #include "kernels.cuh"
 #include "token.cuh"
 
@@ -18,13 +18,13 @@
 typedef float real, lane, lane_of_state;
 enum { MAX_STRIP = 4, COLUMNS = 32, THREADS = 256, WARPS = THREADS / 32 };
 
-struct step_room { /* [K][V]: each warp's sums, of its eight times four columns */
+struct step_room { /* [K][V] only: the sums of each warp, for eight times four columns */
     float4 sums[2][WARPS][8];
 };
 extern __shared__ __align__(16) char step_shared[];
 
-/* The sums over all threads that have these columns. Called once per launch: the room is not used
- * again. */
+/* The sums over all threads that have these columns. Called once per launch, so the shared memory
+ * is not used again. */
 LA_FN void join(float *x, float *y)
 {
     const int lane = threadIdx.x % 32;
@@ -59,8 +59,8 @@ LA_FN void join(float *x, float *y)
 
 #include "../recurrence.h"
 
-/* A number from 0 to 2^31 divided without dividing: n factor / 2^(31 + l) where by <= 2^l (Granlund and
- * Montgomery 1994). Three divisions in a row would be a tenth of a microsecond. */
+/* Division of a number from 0 to 2^31 by a multiplication: n factor / 2^(31 + l) with by <= 2^l
+ * (Granlund and Montgomery 1994). Three divisions in a row would take a tenth of a microsecond. */
 struct divisor {
     uint32_t factor;
     int shift, by;
@@ -73,7 +73,7 @@ struct divisor {
     }
 };
 
-/* n, of which the quotient is returned and the remainder left. */
+/* Returns the quotient, and leaves the remainder in n. */
 __device__ __forceinline__ int divide(int &n, const divisor &d)
 {
     const int quotient = (int)((uint64_t)(uint32_t)n * d.factor >> d.shift);
@@ -81,7 +81,7 @@ __device__ __forceinline__ int divide(int &n, const divisor &d)
     return quotient;
 }
 
-/* WHOLE: a state of float32 whose rows come in pieces of 16 bytes. */
+/* ALL_VECTORS: a state of float32 whose rows consist of pieces of 16 bytes. */
 template <la_decay DECAY, la_rule RULE, int ROWS, bool ALL_VECTORS>
 static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 2)
     step(const __grid_constant__ call c, const bool vector, const divisor tiles,
@@ -94,12 +94,12 @@ static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 
     int in_group = hv;
     const int h = divide(in_group, group), state_index = state_index_of(c, n);
     const int column = tile * COLUMNS + (V_FIRST ? warp : threadIdx.x % 8) * 4;
-    /* the lane that makes this thread's keys */
+    /* the lane that computes the keys of this thread */
     const int keeper = V_FIRST ? lane : threadIdx.x / 8;
     const auto key_of = [&](int i) { return key_of_lane(keeper, i); };
     float S[ROWS][4] = {}, q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1], v[4], o[4];
 
-    if (state_index < 0) { /* a padded row */
+    if (state_index < 0) { /* a padded row: it has no state */
         if (V_FIRST ? lane == 0 : threadIdx.x < 8)
             for (int w = 0; w < 4 && column + w < c.V; w++)
                 store(at(c.x[LA_O], n, 0, hv, column + w), c.x[LA_O].dtype, 0.0f);
@@ -111,7 +111,8 @@ static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 
     const int64_t apart = c.x[LA_S0].stride[V_FIRST ? 3 : 2];
     float *of_thread =
         (float *)state + (V_FIRST ? column * apart + lane * 4 : key_of(0) * apart + column);
-    /* its piece i: in [V][K] column i % 4 and four keys from key i / 4 * 4 on; in [K][V] key i */
+    /* piece i of the thread: in [V][K] column i % 4 and four keys from key i / 4 * 4 on; in [K][V]
+     * key i */
     const auto piece_of = [&](int i) {
         return of_thread + (V_FIRST ? i % 4 * apart + i / 4 * 128 : (i / 4 * 128 + i % 4) * apart);
     };
@@ -143,7 +144,7 @@ static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 
                           c.x[LA_S0].dtype, c.V - column, vector);
     }
 
-    /* Ask for everything before waiting for anything. */
+    /* Start all loads before the first wait. */
     four_bits q_bits[ROWS / 4], k_bits[ROWS / 4];
     four_bits a_bits[ROWS / 4];
     uint64_t g_bits = 0, beta_bits = 0;
@@ -165,14 +166,14 @@ static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 
         for (int i = 0; i < ROWS; i++) qk += q[i] * k[i];
         qk = warp_sum(qk);
     }
-    if (c.normaliser != LA_UNNORMALISED) { /* z as it was; advance_z comes after */
+    if (c.normaliser != LA_UNNORMALISED) { /* z before this token; advance_z changes it later */
         float next[ROWS];
         den = warp_sum(denominator(c, at(c.x[LA_Z0], state_index, hv), q, k, next));
     }
     const float beta = RULE == LA_DELTA ? number(beta_bits, c.x[LA_BETA].dtype) : 0;
     numbers(v, v_bits, c.x[LA_V].dtype);
 #pragma unroll
-    /* from the lanes that made them to the threads that want them */
+    /* from the lanes that computed the keys to the threads that use them */
     for (int i = 0; i < ROWS; i++) {
         if (V_FIRST) continue;
         q[i] = __shfl_sync(~0u, q[i], keeper);
@@ -226,7 +227,7 @@ static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 
     }
 }
 
-/* z <- z + k, once every block has read z: a warp per head. */
+/* z <- z + k, after every block has read z. A warp has a head. */
 template <int KEYS>
 static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
@@ -242,7 +243,7 @@ static __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ c
     store_keys(z, c.x[LA_Z0].dtype, c.K, next);
 }
 
-/* Do four numbers in a row of the state come in one piece? */
+/* Can the kernel move four neighbouring numbers of the state in one piece? */
 static bool state_vectors(const call &c)
 {
     const int size = c.x[LA_S0].dtype == LA_F32 ? 4 : 2, along = V_FIRST ? 3 : 2;

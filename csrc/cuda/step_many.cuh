@@ -1,15 +1,17 @@
-/* The step of many states: each goes through shared memory, fetched and put back by the copy engine.
+/* The step of many states. Each state passes through shared memory: the copy engine fetches it and
+ * puts it back.
  *
- * step.cuh's blocks wait for a state, work, write it, and are gone: whatever they wait for, the
- * memory is idle. Here a block stays, with as many stages as its shared memory holds, and while one
- * state is worked on others come and go. WORKERS warps do the token; a warp per stage fetches what
- * belongs to it: the state by the engine, q, k, v and gates itself.
+ * A block of step.cuh waits for a state, works, writes it and ends. While it waits or works, its
+ * share of the memory bandwidth is idle. Here a block stays. It has as many stages as its shared
+ * memory holds, and while it works on one state, others come and go. CONSUMERS warps compute the
+ * token. Each stage has a producer warp, which fetches the state by the copy engine and loads q, k,
+ * v and the gates itself.
  *
- * A thread of a worker has four keys of eight columns. In the layout [K][V] eight lanes go along 32
- * columns, four such groups share the warp's 16 keys, and two sets of eight workers share the
- * columns; in [V][K] a warp goes along the keys of eight columns. Keys are thus shared, and sums
- * added up, as in step.cuh: a row's bits do not tell how many rows were in the batch. Included by
- * one file per layout, which defines V_FIRST. */
+ * A consumer thread has four keys of eight columns. In the layout [K][V] eight lanes go along 32
+ * columns, four such groups share the 16 keys of the warp, and two sets of eight consumer warps
+ * share the columns. In [V][K] a warp goes along the keys of eight columns. The keys are shared and
+ * the sums added up as in step.cuh, so the bits of a row do not depend on the number of rows.
+ * Included by one file per layout, which defines V_FIRST. */
 #include "kernels.cuh"
 #include "tile.cuh"
 #include "token.cuh"
@@ -21,31 +23,31 @@
 #define JOIN(x, y, W) join(x, y)
 typedef float real, lane, lane_of_state;
 enum {
-    MOST = 128, /* keys, columns */
+    MOST = 128, /* keys, and columns */
     KEYS = 4,   /* of a thread */
     COLUMNS = 8,
     MAX_STRIP = COLUMNS,
     CONSUMERS = MOST * MOST / (32 * KEYS * COLUMNS),
-    KEY_CONSUMERS = V_FIRST ? 1 : MOST / (4 * KEYS), /* that share the keys of the same columns */
+    KEY_CONSUMERS = V_FIRST ? 1 : MOST / (4 * KEYS), /* the warps that share the keys of a column */
     PIECES = 2,
-    MOST_STAGES = 4, /* more warps would leave each too few registers */
-    /* Smaller heads are left to step.cuh: a block's stages would hold too few bytes on their way. */
+    MOST_STAGES = 4, /* with more warps each would have too few registers */
+    /* Smaller heads go to step.cuh: the stages of a block would have too few bytes in flight. */
     LEAST_BYTES = 32 * 1024,
 };
 
-/* A token as the recurrence sees it, zeros past K and V, and what the recurrence makes of it. */
+/* A token as the recurrence sees it, with zeros past K and V, and its result. */
 struct alignas(16) token_room {
     float q[MOST], k[MOST], a[MOST], v[MOST], o[MOST];
     float qk, beta;
-    bool live; /* is there a state? */
+    bool live; /* there is a state */
 };
 
 struct alignas(128) step_many_room {
     token_room token[MOST_STAGES];
-    float4 sums[CONSUMERS][32]; /* [K][V]: of a worker's keys, see join */
+    float4 sums[CONSUMERS][32]; /* [K][V]: the sums over the keys of a consumer warp, see join */
     uint64_t full[MOST_STAGES], empty[MOST_STAGES];
 };
-extern __shared__ __align__(128) char step_many_shared[]; /* step_many_room, the stages */
+extern __shared__ __align__(128) char step_many_shared[]; /* a step_many_room, then the stages */
 
 /* Key i and column w of this thread. */
 __device__ __forceinline__ int key_of(int i)
@@ -61,7 +63,8 @@ __device__ __forceinline__ int column_of(int w)
                    : warp / KEY_CONSUMERS * 64 + w / 4 * 32 + lane % 8 * 4 + w % 4;
 }
 
-/* x[0..N/2) <- half of the sums over lanes that differ in bit `step`: the first half where it is 0. */
+/* x[0..N/2) <- half of the sums over lanes that differ in bit `step`: the first half in the lanes
+ * where it is 0. */
 template <int N, int M> __device__ __forceinline__ void sum_half(float (&x)[M], int step)
 {
     const bool second = threadIdx.x & step;
@@ -72,13 +75,15 @@ template <int N, int M> __device__ __forceinline__ void sum_half(float (&x)[M], 
     }
 }
 
-/* The sums over all threads that have these columns, in x and, if there is one, in y; added up in the
- * order of step.cuh's butterflies, but each by the lanes that are to have it alone. */
+/* The sums over all threads that have these columns, in x and, unless it is NULL, in y. They are
+ * added up in the order of the butterflies of step.cuh, but each sum only by the lanes that keep
+ * it. */
 LA_FN void join(float *x, float *y)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float z[2 * COLUMNS];
-    if constexpr (V_FIRST) { /* in the end lane i has sum number i, its bits reversed */
+    /* at the end lane i has the sum whose number is i with its bits reversed */
+    if constexpr (V_FIRST) {
 #pragma unroll
         for (int w = 0; w < COLUMNS; w++) z[w] = x[w], z[COLUMNS + w] = y ? y[w] : 0;
         int step = 1;
@@ -94,7 +99,7 @@ LA_FN void join(float *x, float *y)
             if (y) y[w] = __shfl_sync(~0u, z[0], 2 * reversed + 1);
         }
     } else {
-        /* bit 3 of a lane: which four columns; bit 4: of x or of y */
+        /* bit 3 of a lane says which four columns it has, bit 4 whether they are of x or of y */
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const float four[4] = {x[e], y ? y[e] : x[4 + e], y ? x[4 + e] : 0, y ? y[4 + e] : 0};
@@ -110,7 +115,7 @@ LA_FN void join(float *x, float *y)
             for (int e = 0; e < 4; e++) z[e] += __shfl_xor_sync(~0u, z[e], 16);
         }
         step_many_room *s = (step_many_room *)step_many_shared;
-        some_warps_wait(CONSUMERS); /* the last sums have been read */
+        some_warps_wait(CONSUMERS); /* all warps have read the last sums */
         s->sums[warp][lane] = make_float4(z[0], z[1], z[2], z[3]);
         some_warps_wait(CONSUMERS);
         float sum[4] = {};
@@ -133,7 +138,7 @@ LA_FN void join(float *x, float *y)
 #include "../recurrence.h"
 
 #if HAS_COPY_ENGINE
-/* Four numbers in a row of shared memory. */
+/* Four neighbouring numbers in shared memory. */
 __device__ __forceinline__ void read_four(float *x, const float *from)
 {
     const float4 y = *(const float4 *)from;
@@ -145,8 +150,8 @@ __device__ __forceinline__ void write_four(float *to, const float (&x)[4])
     *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
 }
 
-/* The warp of stage s: every stages-th head of this block, until there is none left. A state goes and
- * the next comes in PIECES, one as soon as the other has left its place. */
+/* The producer warp of stage s: every stages-th head of this block. A state goes and the next one
+ * comes in PIECES pieces. A piece comes as soon as the old one has left its place. */
 template <la_decay DECAY, la_rule RULE>
 __device__ __forceinline__ void produce(const call &c, step_many_room &room, uint32_t stage, int s,
                                         int stages, int bytes)
@@ -233,7 +238,8 @@ __device__ __forceinline__ void produce(const call &c, step_many_room &room, uin
     if (lane == 0) engine_has_read<0>();
 }
 
-/* A thread's part of a state, between shared memory and the recurrence's [keys][columns]. */
+/* The part of a thread of a state, between shared memory and the [keys][columns] of the
+ * recurrence. */
 template <bool LOAD>
 __device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stage, const call &c,
                                            la_dtype dtype)
@@ -241,7 +247,7 @@ __device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stag
     const int size = dtype_size(dtype);
 #pragma unroll
     for (int i = 0; i < KEYS * COLUMNS / 4; i++) {
-        /* four numbers in a row: columns of key i / 2, or the keys of column i */
+        /* four neighbouring numbers: columns of key i / 2, or the keys of column i */
         const int key = key_of(V_FIRST ? 0 : i / 2), column = column_of(V_FIRST ? i : i % 2 * 4);
         char *four = stage + (V_FIRST ? column * c.K + key : key * c.V + column) * size;
         const bool there = key < c.K && column < c.V;
@@ -259,7 +265,7 @@ __device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stag
     }
 }
 
-/* The dtype is asked once for all. */
+/* One branch on the dtype serves all numbers. */
 template <bool LOAD>
 __device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stage, const call &c)
 {
@@ -282,7 +288,7 @@ static __global__ void __launch_bounds__((CONSUMERS + MOST_STAGES) * 32, 1)
     const int bytes = c.K * c.V * dtype_size(c.x[LA_S0].dtype);
     if (threadIdx.x == 0) {
         for (int s = 0; s < stages; s++) {
-            /* the engine's bytes, and the fetcher's own */
+            /* the bytes of the copy engine, and the arrival of the producer */
             barrier_init(address_of(&room.full[s]), 1 + ARRIVALS_OF_WARP);
             barrier_init(address_of(&room.empty[s]), CONSUMERS * ARRIVALS_OF_WARP);
         }
@@ -318,7 +324,7 @@ static __global__ void __launch_bounds__((CONSUMERS + MOST_STAGES) * 32, 1)
             move_state<false>(S, stage, c);
             stores_before_copies();
 #pragma unroll
-            for (int w = 0; w < COLUMNS; w += 4) /* all have the sums: one says them */
+            for (int w = 0; w < COLUMNS; w += 4) /* all of them have the sums: one stores them */
                 if (V_FIRST ? lane == w : warp % KEY_CONSUMERS == 0 && lane / 8 == w / 4)
                     *(float4 *)(token.o + column_of(w)) =
                         make_float4(o[w], o[w + 1], o[w + 2], o[w + 3]);
@@ -329,8 +335,9 @@ static __global__ void __launch_bounds__((CONSUMERS + MOST_STAGES) * 32, 1)
 #endif
 }
 
-/* cudaErrorNotSupported, with nothing done, where it is no gain or the states do not lie right: heads
- * in one piece each, which the engine can take, and enough of them for every block to overlap. */
+/* Returns cudaErrorNotSupported, with nothing done, where this kernel is not faster or the states
+ * do not suit it. Each head must lie in one piece that the copy engine can take, and there must be
+ * enough heads for every block to overlap copies and work. */
 template <la_decay DECAY, la_rule RULE>
 static cudaError_t step_many_any(const call &c, cudaStream_t stream)
 {

@@ -1,10 +1,10 @@
-/* What the kernels of one token load and store: pieces of a state, rows of q and k. */
+/* Loads and stores of the kernels that take one token: pieces of a state, rows of q and k. */
 #ifndef LINATTN_CUDA_TOKEN_CUH
 #define LINATTN_CUDA_TOKEN_CUH
 
 #include "load.cuh"
 
-/* Four numbers in a row, of which the first `there` exist. */
+/* Four neighbouring numbers, of which the first `there` exist. */
 __device__ __forceinline__ void load_four(float (&x)[4], const char *from, la_dtype dtype,
                                           int there, bool vector)
 {
@@ -42,8 +42,8 @@ __device__ __forceinline__ void store_four(char *to, const float (&x)[4], la_dty
         if (e < there) store(to + e * dtype_size(dtype), dtype, x[e]);
 }
 
-/* The same as the arrays of tokens have them: bits first, so that everything can be asked for before
- * anything is waited for. Of 16 or 32 bits each; those that do not exist are zeros. */
+/* The same for the arrays of tokens, as bits of 16 or 32 each. A kernel can so start all its loads
+ * before it waits for the first. Numbers that do not exist are zeros. */
 struct four_bits {
     uint32_t x[4];
 };
@@ -73,7 +73,7 @@ __device__ __forceinline__ four_bits load_four_bits(const char *from, la_dtype d
     return y;
 }
 
-/* The dtype is asked once for all four. */
+/* One branch on the dtype serves all four. */
 __device__ __forceinline__ void numbers(float (&x)[4], const four_bits &bits, la_dtype dtype)
 {
     if (dtype == LA_F32) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void make_key(const call &c, const four_bits (&bits)[
     norm_and_map(c, map, x, by_fours());
 }
 
-/* A gate per key: bits, of float32 where it is float64, and decays. */
+/* A gate per key: its bits (those of a float32 if the gate is float64), then its decays. */
 template <int KEYS>
 __device__ __forceinline__ void load_decay_bits(const call &c, int n, int hv,
                                                 four_bits (&x)[KEYS / 4])
@@ -148,7 +148,7 @@ __device__ __forceinline__ void load_decay_bits(const call &c, int n, int hv,
     }
 }
 
-/* Zeros where there is no key. */
+/* Decays are zeros where there is no key. */
 template <int KEYS>
 __device__ __forceinline__ void make_decay(const call &c, const four_bits (&bits)[KEYS / 4],
                                            float (&a)[KEYS])
@@ -169,7 +169,7 @@ __device__ __forceinline__ void make_decay(const call &c, const four_bits (&bits
         if (key_of_lane(lane, i) >= c.K) a[i] = 0;
 }
 
-/* z + k, what the normaliser will be, times q: this lane's part of its denominator. */
+/* z + k, the next normaliser, times q: the part of this lane of the denominator. */
 template <int KEYS>
 __device__ __forceinline__ float denominator(const call &c, const char *z, const float (&q)[KEYS],
                                              const float (&k)[KEYS], float (&next)[KEYS])
