@@ -1,4 +1,4 @@
-/* The recurrence's adjoint in float. */
+/* The adjoint of the recurrence in float, K <= 256. */
 typedef float real;
 enum { COLUMNS = 32, PARTS = 8, MOST_ROWS = 32, BATCH = 16, TURNS = 2 };
 #include "adjoint.cuh"

@@ -1,4 +1,4 @@
-/* The recurrence's adjoint in double. */
+/* The adjoint of the recurrence in double, K <= 256. */
 typedef double real;
 enum { COLUMNS = 32, PARTS = 8, MOST_ROWS = 32, BATCH = 16, TURNS = 2 };
 #include "adjoint.cuh"

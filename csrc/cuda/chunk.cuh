@@ -1,32 +1,32 @@
-/* The chunk form on tensor cores, for bf16 and, in the files named so, float16 and float32 arrays: two
- * kernels.
+/* The chunk form on tensor cores: two kernels. Arrays are bf16; in the files named for them,
+ * float16 or float32.
  *
- * `prepare` does what belongs to one chunk of C = 64 tokens alone, all chunks side by side: the
- * scores P = tril(Q K' . G) and, for the delta rule, the inverse A = (I + strict(diag(b) K K' . G))^-1
- * diag(b), where G_ij is the decay from after token j through token i. `chunks_forward` then goes from chunk
- * to chunk with the state in registers:
+ * `prepare` computes everything that depends on one chunk of C = 64 tokens alone, for all chunks
+ * side by side. These are the scores P = tril(Q K' . G) and, for the delta rule, the inverse
+ * A = (I + strict(diag(b) K K' . G))^-1 diag(b). G_ij is the decay from after token j through token
+ * i. Then `chunks_forward` goes from chunk to chunk with the state in registers:
  *
  *     solve  W = V - k^ S      U = A W       (additive rule: U = V)
  *     read   O = q^ S + P U                  (times scale)
  *     carry  S <- diag(a) S + k~' U
  *
- * where q^ and k^ are rows of q and k times the decay from the chunk's start, k~ times the decay to
- * its end, and a is the whole chunk's. A scalar decay scales rows of the products instead. Decays
- * are multiplied, never summed as logarithms (docs/decisions/0005): no exponent is ever positive,
- * and a decay of zero is a zero.
+ * where q^ and k^ are rows of q and k times the decay from the start of the chunk, k~ is k times
+ * the decay to its end, and a is the decay of the whole chunk. A scalar decay scales rows of the
+ * products instead. Decays are multiplied, never summed as logarithms (docs/decisions/0005). No
+ * exponent is ever positive, and a decay of zero is a zero.
  *
- * `chunks_forward` computes everything transposed: a warp owns 16 value columns, as the 16 rows of its left
- * operands. The accumulators of one product are then the left operand of the next, the state stays
- * in registers both as sums and as an operand, and no warp waits for another but for the tiles, and, with
- * K > 128, for the one with the other half of its keys.
- * `scale` goes into P, q^ and what scales rows of q^ S. */
+ * `chunks_forward` computes everything transposed: a warp owns 16 value columns, as the 16 rows of
+ * its left operands. The accumulators of one product are then the left operand of the next. The
+ * state stays in registers, both as sums and as an operand. A warp waits for the tiles and, with
+ * K > 128, for the warp with the other half of its keys; otherwise no warp waits for another.
+ * `scale` is part of P and q^, and of the factors of the rows of q^ S. */
 #include "prepare.cuh"
 #include "chunk_carry.cuh"
 #include "denominators.cuh"
 
-/* The states at which segments start: S' <- S' M' + X', one segment after another, in float32. A block
- * has JOINED value columns of a head; a thread has a key, and with the delta rule half of the keys that
- * its sums are over. `rows` of ends per segment. */
+/* The states before each segment: S' <- S' M' + X', one segment after another, in float32. A block
+ * has JOINED value columns of a head. A thread has a key; with the delta rule it has half of the
+ * keys that its sums are over. `rows`: rows of `ends` per segment. */
 enum { JOINED = 8, PREFETCHED = 32 };
 template <la_rule RULE> constexpr int join_parts = RULE == LA_DELTA ? 2 : 1;
 
@@ -114,14 +114,15 @@ __global__ void __launch_bounds__(KP *join_parts<RULE>)
     }
 }
 
-/* ---- the two launches, and the memory between them ---- */
+/* ---- the two launches, and their scratch ---- */
 
-/* What the splits below go by, of the current device and the code that it runs. */
+/* The traits of the current device and of its code, from which the splits below follow. */
 struct device_traits {
     int processors;
-    int room;      /* shared memory of a block, in bytes */
-    int warp_step; /* warps come in this many: Hopper's tensor cores work for four at once */
-    int producers; /* warps that do nothing but fetch */
+    int room; /* shared memory of a block, in bytes */
+    /* the number of warps is a multiple of this: tensor cores of Hopper work for four at once */
+    int warp_step;
+    int producers; /* warps that only fetch */
 };
 
 static cudaError_t traits_of_device(const void *kernel, device_traits *d)
@@ -138,19 +139,20 @@ static cudaError_t traits_of_device(const void *kernel, device_traits *d)
         if (error == cudaSuccess) error = cudaDeviceGetAttribute(x.to, x.what, device);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
-        cudaGetLastError(); /* built for other devices alone */
+        cudaGetLastError(); /* this build has code for other devices only */
         return cudaErrorNotSupported;
     }
     if (error != cudaSuccess) return error;
-    const bool hopper = code.maxThreadsPerBlock > MOST_WARPS * 32; /* the code for it, that is */
+    const bool hopper = code.maxThreadsPerBlock > MOST_WARPS * 32; /* this is the code for Hopper */
     d->warp_step = hopper ? 4 : 1;
     d->producers = hopper ? PRODUCERS : 0;
     return cudaSuccess;
 }
 
-/* Segments of each sequence: as many as fill the device with blocks of four warps, as long as a
- * segment has eight chunks to pay for its launches. With the delta rule the ends cost more than the
- * walk itself (2 of 2.6 parts: K more columns), so that fewer than four do not pay. */
+/* The number of segments of each sequence. There are as many as fill the device with blocks of four
+ * warps, provided that a segment has eight chunks to pay for its launches. With the delta rule the
+ * ends of the segments cost more than the pass itself (2 of 2.6 parts: K more columns), so that
+ * fewer than four segments do not pay. */
 static int segments_for(const call &c, const device_traits &d, bool delta)
 {
     const int64_t blocks = (int64_t)c.N * c.HV * ((c.V + 63) / 64);
@@ -160,17 +162,18 @@ static int segments_for(const call &c, const device_traits &d, bool delta)
     return count < (delta ? 4 : 2) ? 1 : (int)count;
 }
 
-/* Slices of 16 value columns per block of walk, each a warp's, or two warps'. All warps of a block read
- * the same tiles, so a wide block saves traffic; narrow ones fill the device when there are few heads.
- * Taken is the one with the least rounds times work per round, a round being as many blocks as fit at
- * once, and a multiprocessor's work a fixed part (the chain of products) and one in proportion to its
- * warps. 0 if not even the narrowest fits. */
+/* The number of slices of 16 value columns per block of chunks_forward. A slice belongs to a warp,
+ * or to two. All warps of a block read the same tiles, so a block of many slices saves traffic, and
+ * blocks of few slices fill the device when there are few heads. The choice minimizes the number of
+ * rounds times the work per round. A round is as many blocks as fit at once. The work of a
+ * multiprocessor has a fixed part (the chain of products) and a part proportional to its warps.
+ * Returns 0 if even one slice does not fit. */
 template <typename part>
 static int width_of_blocks(const call &c, const device_traits &d, int64_t heads, int slices)
 {
     int best = 0;
     double least = 0;
-    /* where nobody but the walking warps fetches, the next chunk needs a place while they are at this */
+    /* without producer warps, the next chunk needs a stage while the consumers work on this one */
     const int stages = d.producers ? 1 : 2;
     for (int width = d.warp_step; width * part::halves <= MOST_WARPS; width *= 2) {
         const int warps = width * part::halves;
@@ -242,7 +245,7 @@ static cudaError_t launch_segments(const call &c, const chunks &w, const tensor_
     return error == cudaSuccess ? freed : error;
 }
 
-/* Scratch of a call, in bytes: all that it may be. */
+/* An upper bound for the scratch of a call, in bytes. */
 template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const call &c)
 {
     const int64_t chunk_slots = chunk_slots_of(c, C), places = chunk_slots * c.HV,
@@ -253,7 +256,7 @@ template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const 
            (DECAY == LA_KEY ? places * tile : 0) + places * 4 * (numbers + 1);
 }
 
-/* All heads of a call, or one turn's. */
+/* All heads of a call, or those of one turn. */
 template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t stream)
 {
@@ -335,7 +338,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     return error == cudaSuccess ? freed : error;
 }
 
-/* As many heads at once as MOST_SCRATCH is enough for. */
+/* As many heads at once as MOST_SCRATCH allows. */
 template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_chunks(const call &c, cudaMemPool_t pool, cudaStream_t stream)
 {

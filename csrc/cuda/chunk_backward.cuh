@@ -1,8 +1,9 @@
-/* The chunk form's adjoint on Hopper's tensor cores, for bf16 arrays: three kernels.
+/* The adjoint of the chunk form on the tensor cores of Hopper, for bf16 arrays: three kernels.
  *
- * `prepare` as in the forward, with L besides; `chunks_both_ways`, forwards and backwards; and the local part of
- * every chunk. dq and dk go to the caller's arrays, or, where value heads share them or q and k
- * were normed or mapped, by way of a slot per value head and `reduce_partials`. */
+ * The first is `prepare` as in the forward pass, which also leaves L. The second is
+ * `chunks_both_ways`, forwards and backwards. The third is the intra-chunk adjoint of every chunk.
+ * dq and dk go to the arrays of the caller. If value heads share them, or if q and k were normed or
+ * mapped, they go to a partial per value head, which `reduce_heads` adds up. */
 #include "intra_chunk_adjoint_key.cuh"
 
 #include <initializer_list>
@@ -15,16 +16,18 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
     const auto kernel = chunks_both_ways<KP, DECAY, RULE>;
     const int panels = (c.V + PANEL - 1) / PANEL;
     const int64_t heads = (int64_t)c.N * c.HV;
-    /* two panels share the tiles of a block, unless that leaves processors without one */
+    /* two panels share the tiles of a block, unless processors would be left without a block */
     const int warps = panels > 1 && heads * ((panels + 1) / 2) * 2 >= processors ? 8 : 4;
     const int tiles = (panels + warps / 4 - 1) / (warps / 4);
     const int bytes =
-        ADJOINT_STAGES * adjoint_stage<KP, DECAY, RULE, true>::bytes(warps); /* the larger one's */
+        /* the larger of the two */
+        ADJOINT_STAGES * adjoint_stage<KP, DECAY, RULE, true>::bytes(warps);
     return launch(kernel, 2 * heads * tiles, (warps + ADJOINT_PRODUCERS) * 32, bytes, stream, c, d,
                   w, maps, f, tiles);
 }
 
-/* Is this the code for Hopper, on a device with room for it? Other code is empty, and for one warp. */
+/* Is this the code for Hopper, on a device with enough shared memory? Other code is empty, and for
+ * one warp. */
 static cudaError_t suits(const void *intra, int bytes, int *processors)
 {
     int device, room;
@@ -40,8 +43,8 @@ static cudaError_t suits(const void *intra, int bytes, int *processors)
                                                                      : cudaErrorNotSupported;
 }
 
-/* dq and dk of the value heads of one q/k head, together, and what loading did to q and k undone. A warp
- * has a token: a lane four keys. */
+/* Add up dq and dk of the value heads of one q/k head, and apply the adjoint of loading to them. A
+ * warp has a token, a lane four keys. */
 static __global__ void __launch_bounds__(256)
     reduce_heads(const __grid_constant__ call c, const __grid_constant__ gradients d,
                  const intra_flags from)
@@ -112,7 +115,8 @@ struct backward_scratch {
     char *d_num;        /* and the gradient of num, [B T][HV][V] in bf16 */
 };
 
-/* What a call's kernels leave each other, laid out from `room` on (NULL: only counted), in bytes. */
+/* Lay out the scratch that the kernels of a call leave one another, from `room` on (NULL: count
+ * only). Returns its bytes. */
 template <int KP, la_decay DECAY, la_rule RULE>
 static int64_t lay_out(const call &c, const gradients &d, char *room, backward_scratch *x)
 {
@@ -167,7 +171,8 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     return bytes;
 }
 
-/* The gradient of num, but for the scale: was o = scale num / divisor. A thread has eight columns. */
+/* The gradient of num without the scale: was o = scale num / divisor. A thread has eight
+ * columns. */
 static __global__ void __launch_bounds__(256)
     divide(const __grid_constant__ call c, const __grid_constant__ gradients d, const float *den,
            char *to)
@@ -188,7 +193,7 @@ static __global__ void __launch_bounds__(256)
     *(uint4 *)(to + i * 16) = x;
 }
 
-/* One turn, its heads and its scratch laid out. */
+/* One turn, after its heads and its scratch have been laid out. */
 template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_turn(const call &c, gradients d, const backward_scratch &x,
                                int processors, cudaStream_t stream)
@@ -209,10 +214,10 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
         d[LA_DO] = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
     }
     backward_maps maps = {};
-    map_of(c, c.x[LA_Q], c.H, c.K, &maps.q); /* or q and k are read where prepare leaves them */
+    map_of(c, c.x[LA_Q], c.H, c.K, &maps.q); /* if this fails, prepare leaves copies of q or k */
     map_of(c, c.x[LA_K], c.H, c.K, &maps.k);
     if (!map_of(c, c.x[LA_V], c.HV, c.V, &maps.v) || !map_of(c, d[LA_DO], c.HV, c.V, &maps.d_o))
-        return cudaErrorInvalidValue; /* they could be mapped for all heads */
+        return cudaErrorInvalidValue; /* cannot happen: the arrays of all heads could be mapped */
     if (places)
         error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads,
                        per_key ? KEY_THREADS : SCALAR_THREADS, prepare_bytes<KP, DECAY, RULE>(),
@@ -238,11 +243,12 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     int processors;
     cudaError_t error = suits((const void *)intra, intra_room_bytes, &processors);
     if (error != cudaSuccess) return error;
-    /* intra_chunk_adjoint_key knows the gradient of the logarithm, which divided by a decay of zero is nothing */
+    /* intra_chunk_adjoint_key computes the gradient of the logarithm; it cannot be divided by a
+     * decay of zero */
     if (DECAY == LA_KEY && c.gate == LA_DECAY) return cudaErrorNotSupported;
     CUtensorMap map;
     if (!map_of(c, c.x[LA_V], c.HV, c.V, &map) || !map_of(c, d[LA_DO], c.HV, c.V, &map))
-        return cudaErrorNotSupported; /* rows that the copy engine cannot take */
+        return cudaErrorNotSupported; /* the copy engine cannot take these rows */
     const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
     backward_scratch x = {};
     x.to.q_as_given = map_of(c, c.x[LA_Q], c.H, c.K, &map) && plain;

@@ -1,19 +1,22 @@
-/* From chunk to chunk with the state in registers: solve, read, carry. See chunk.cuh for what that is.
+/* The pass over the chunks with the state in registers: solve, read, carry. See chunk.cuh for the
+ * formulas.
  *
- * A warp has 16 value columns and goes through its chunks without waiting for others, but that on
- * Hopper four warps share their products. There another warp fetches the tiles, as many chunks ahead
- * as shared memory has room for; elsewhere every thread copies its part of the next chunk.
+ * A warp has 16 value columns and goes through its chunks without waiting for other warps, except
+ * that on Hopper four warps share their products. On Hopper a producer warp fetches the tiles, as
+ * many chunks in advance as shared memory has room for. Elsewhere every thread copies its part of
+ * the next chunk.
  *
- * With more than 128 keys a state does not fit a warp's registers: two warps have the same columns and
- * half of the keys each. Products over keys are then two sums, which the two exchange; what follows from
- * them, U, both have whole, and each finishes half of the tokens of O. */
+ * With more than 128 keys a state does not fit the registers of a warp. Then two warps have the
+ * same columns and half of the keys each. A product over keys is then two sums, which the two warps
+ * exchange. Both have all of the U that follows from them, and each finishes half of the tokens of
+ * O. */
 #ifndef LINATTN_CUDA_CHUNK_CARRY_CUH
 #define LINATTN_CUDA_CHUNK_CARRY_CUH
 
 #include "prepare.cuh"
 
-/* Registers are given to four warps at once: the fetching one comes with three that do nothing, and
- * leaves most of its registers to the others. 65536 = 128 (40 + 2 * 232), less 1024. */
+/* Registers are given to four warps at once. The producer comes with three idle warps, and leaves
+ * most of its registers to the consumers. 65536 = 128 (40 + 2 * 232), less 1024. */
 enum {
     MOST_STAGES = 3,
     MOST_WARPS = 8,
@@ -22,25 +25,27 @@ enum {
     CONSUMER_REGISTERS = 232
 };
 
-/* Where the parts of a chunk lie in shared memory: a stage. */
+/* A stage: where the parts of a chunk lie in shared memory. */
 template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     static constexpr int halves = KP > 128 ? 2 : 1, keys = KP / halves; /* of a warp */
-    static constexpr bool has_k = RULE == LA_DELTA || DECAY != LA_KEY; /* else k~ is all there is */
+    /* otherwise k~ alone is used */
+    static constexpr bool has_k = RULE == LA_DELTA || DECAY != LA_KEY;
     static constexpr int k = 0, q = k + (has_k ? tile_bytes(KP) : 0), kt = q + tile_bytes(KP);
     static constexpr int scores = kt + (DECAY == LA_KEY ? tile_bytes(KP) : 0);
     static constexpr int inverse = scores + PANEL_BYTES;
     static constexpr int in = inverse + (RULE == LA_DELTA ? PANEL_BYTES : 0);
-    static constexpr int den = in; /* ops that are normalised have no decay */
+    static constexpr int den = in; /* ops with a normaliser have no decay */
     static constexpr bool may_divide = DECAY == LA_NONE && RULE == LA_ADDITIVE;
     static constexpr int out = in + (DECAY == LA_TOKEN || may_divide ? C * 4 : 0);
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
-    /* v: a panel for every four slices of 16 columns; o leaves by way of it, but in planes */
+    /* v: a panel for every four slices of 16 columns. o leaves by way of the same place, unless in
+     * planes */
     __host__ __device__ static constexpr int bytes(int width)
     {
         return v + (width + 3) / 4 * PANEL_BYTES;
     }
-    /* after the stages: what two warps exchange, 32 numbers a lane */
+    /* after the stages: the numbers that two warps exchange, 32 per lane */
     __host__ __device__ static constexpr int exchanged(int width)
     {
         return halves == 1 ? 0 : 2 * width * 32 * 32 * 4;
@@ -48,30 +53,32 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
 };
 
 struct forward_flags {
-    /* rows of v come, rows of o go (not in planes) in pieces of 16 bytes */
+    /* rows of v can be fetched, rows of o stored (not in planes), in pieces of 16 bytes */
     bool v_pieces, o_pieces;
     int stages;
 };
 
-/* A sequence in `count` segments, walked side by side when there are few heads (docs/math.md: the
- * segment map). What a segment makes of the state before it is S -> M S + X, so there are three
- * launches: SEGMENT_ENDS walks every segment from a state of zero, which ends as X, and, for the delta rule,
- * from the columns of the identity with v = 0, which end as M's; `join_segments` goes along the
- * segments; CAUSAL walks each again from the state it then has. */
+/* A sequence in `count` segments, which are worked on side by side when there are few heads
+ * (docs/math.md: the segment map). A segment maps the state before it as S -> M S + X, so there are
+ * three launches. SEGMENT_ENDS goes through every segment from a state of zero, which ends as X.
+ * For the delta rule it also starts from the columns of the identity with v = 0, which end as those
+ * of M. `join_segments` goes along the segments. CAUSAL goes through each segment again, from its
+ * true state. */
 struct segments {
     int count;
     float *ends;   /* [N * HV][count][16 (slices + key slices)][KP]: X', then M' */
-    float *starts; /* [N * HV][count][16 slices][KP]: S'; NULL: the call's own initial state */
+    float *starts; /* [N * HV][count][16 slices][KP]: S'; NULL: the initial state of the call */
 };
 
-/* What a walk is for: the causal form; the ends of segments; the form that is not causal, which goes
- * through the chunks twice, to write all and then to read. */
+/* What a launch computes: the causal form; the ends of segments; the noncausal form, which goes
+ * through the chunks twice, first to write all, then to read. */
 enum form { CAUSAL, SEGMENT_ENDS, NONCAUSAL };
 
-/* A chunk that holds a NaN or an infinity goes token by token, for its state and for O from token
- * `first` on: in a product with a triangle, zero times infinity would spoil the tokens before it.
- * S [key][column] and O [eight tokens][column, token of two] are this thread's numbers of S' and O' as
- * walk has them, O of tokens first_read to first_read + reads; O comes out scaled. */
+/* A chunk with a NaN or an infinity goes token by token, for its state, and for O from token
+ * `first` on. In a product with a triangle, zero times infinity would spoil the tokens before it.
+ * S [key][column] and O [eight tokens][column, token of two] are the numbers of S' and O' of this
+ * thread, in the layout of chunks_forward. O has the tokens first_read to first_read + reads, and
+ * comes out scaled. */
 template <int KP, la_decay DECAY, la_rule RULE>
 __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t, int n, int first,
                                              int v0, int columns, float *S, float *O,
@@ -122,7 +129,7 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
 }
 
 #if !HAS_WARP_GROUPS
-/* Tokens t..t+n of head h, by any number of threads; rows and columns past the end are zeros. */
+/* Tokens t..t+n of head h, by any number of threads. Rows and columns past the end are zeros. */
 template <int COLUMNS>
 __device__ void copy_rows(const view &x, int columns, int b, int t, int n, int h, uint32_t tile)
 {
@@ -142,7 +149,7 @@ __device__ inline void copy_bytes(uint32_t to, const char *from, int bytes)
 }
 #endif
 
-/* A row's piece of 8 columns of o, of which `there` exist. */
+/* A piece of 8 columns of a row of o, of which `there` exist. */
 static __device__ __noinline__ void store_piece(char *to, uint4 x, int there)
 {
     const uint32_t of[4] = {x.x, x.y, x.z, x.w};
@@ -151,8 +158,8 @@ static __device__ __noinline__ void store_piece(char *to, uint4 x, int there)
         if (i < there) *(uint16_t *)(to + i * 2) = (uint16_t)(of[i / 2] >> i % 2 * 16);
 }
 
-/* Is one of this thread's numbers of [16 columns][16 N] a NaN or an infinity? Zero times it is not zero,
- * then. */
+/* Has this thread a NaN or an infinity among its numbers of [16 columns][16 N]? Zero times such a
+ * number is not zero. */
 template <int N> __device__ __forceinline__ bool has_nonfinite(const operand (&x)[N])
 {
     const element_pair zero = pair_of(0, 0);
@@ -166,7 +173,7 @@ template <int N> __device__ __forceinline__ bool has_nonfinite(const operand (&x
     return (*(const uint32_t *)&all & 0x7fff7fff) != 0;
 }
 
-/* The first of n tokens with one in some of this warp's columns of v; C if there is none. */
+/* The first of n tokens that has one in the columns of v of this warp; C if there is none. */
 static __device__ __noinline__ int first_nonfinite(const call &c, const unit &u, int t, int n,
                                                    int v0, int columns)
 {
@@ -179,7 +186,8 @@ static __device__ __noinline__ int first_nonfinite(const call &c, const unit &u,
     return (int)__reduce_min_sync(~0u, (unsigned)first);
 }
 
-/* Is x true here or in the warp with the other half of the keys? x is the whole warp's. */
+/* Is x true in this warp, or in the warp with the other half of the keys? x is the same in all
+ * lanes. */
 template <int HALVES> __device__ __forceinline__ bool other_too(bool x, int line)
 {
     if (HALVES == 1) return x;
@@ -196,7 +204,8 @@ template <int HALVES> __device__ __forceinline__ bool other_too(bool x, int line
     return any;
 }
 
-/* Four lefts of 16 tokens each, without those from token `end` on; pair: this lane's two of every eight. */
+/* Clear the tokens from `end` on in four left operands of 16 tokens each. pair: the two tokens of
+ * every eight of this lane. */
 __device__ __forceinline__ void keep_before(operand (&x)[4], int pair, int end)
 {
 #pragma unroll
@@ -210,7 +219,7 @@ __device__ __forceinline__ void keep_before(operand (&x)[4], int pair, int end)
         }
 }
 
-/* A number of v where the copy engine has put it, by boxes of BOX columns; PLANES == 2. */
+/* A number of v where the copy engine has put it, in boxes of BOX columns. PLANES == 2. */
 __device__ __forceinline__ float value_in_box(const char *v, int row, int column)
 {
     const int piece = column % BOX / PIECE;
@@ -218,10 +227,11 @@ __device__ __forceinline__ float value_in_box(const char *v, int row, int column
                             column % PIECE * 4);
 }
 
-/* Two warps with the same columns, each with half of the keys: lane by lane, x for the other's. Each
- * writes where it has read last time (`turn`), so that nothing is overwritten that has not been read. */
+/* Two warps with the same columns and half of the keys each exchange x, lane by lane. A warp writes
+ * to the room that it read last time (`turn`), so that it overwrites only numbers that have been
+ * read. */
 struct partner {
-    float4 *room; /* this lane's, of two rooms */
+    float4 *room; /* the part of this lane, of two rooms */
     int line, width, turn;
 
     template <int N> __device__ __forceinline__ void exchange(float (&x)[N][4])
@@ -267,7 +277,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     const int64_t head = blockIdx.x / tiles / g.count;
     const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
     const int slices = (c.V + 15) / 16, slice_index = tile * width + line;
-    const bool identity = FORM == SEGMENT_ENDS && slice_index >= slices; /* M's columns: v = 0 */
+    const bool identity = FORM == SEGMENT_ENDS && slice_index >= slices; /* columns of M: v = 0 */
     const int v0 = slice_index * 16, columns = identity ? 0 : min(16, c.V - v0);
     const int v_slices = min(max(slices - tile * width, 0), width); /* of this block */
     const int all_chunks = (u.end - u.begin + C - 1) / C;
@@ -275,12 +285,13 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
     const int chunk_slot0 = first_chunk_slot(c, u.n), bytes = part::bytes(width);
 
-    __shared__ int nonfinite_at[MOST_STAGES]; /* w.odd of the chunk */
+    __shared__ int nonfinite_at[MOST_STAGES]; /* w.nonfinite of the chunk */
 #if HAS_WARP_GROUPS
-    /* Of each stage: it has been filled; every warp is done with it. */
+    /* Of each stage: the barrier that it has been filled, and the one that every warp is done with
+     * it. */
     __shared__ uint64_t full[MOST_STAGES], empty[MOST_STAGES];
 #endif
-    /* Chunk i into a stage: by one thread that asks the engine, or by all. */
+    /* Fetch chunk i into a stage: one thread asks the copy engine, or all threads copy. */
     const auto fetch = [&](int i, int into) {
         const uint32_t base = address_of(shared + into * bytes);
         const int t = u.begin + i * C;
@@ -366,7 +377,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
         int at = 0, round = 0;
         for (int pass = first_pass; pass < 2; pass++)
             for (int i = first_chunk; i < last_chunk; i++) {
-                barrier_wait(address_of(empty + at), round ^ 1); /* at once, the first time */
+                /* returns at once the first time */
+                barrier_wait(address_of(empty + at), round ^ 1);
                 fetch(i, at);
                 if (++at == f.stages) at = 0, round ^= 1;
             }
@@ -375,22 +387,24 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     registers_up_to<CONSUMER_REGISTERS>();
 #endif
 
-    const int pair = lane % 4 * 2; /* this thread's two tokens, or keys, of every eight */
+    /* the two tokens, or keys, of every eight that this thread has */
+    const int pair = lane % 4 * 2;
     const float scale = (float)c.scale;
-    /* where this lane reads, transposed, and writes 8 x 8 blocks of its warp's columns of v, of o */
+    /* the places where this lane reads 8 x 8 blocks of v, transposed, and writes those of o, in the
+     * columns of its warp */
     const int slice = part::v + line / 4 * PANEL_BYTES +
                       piece_at(lane / 16 * 8 + lane % 8, line % 4 * 2 + lane / 8 % 2);
     const int o_piece =
         part::v + line / 4 * PANEL_BYTES + piece_at(lane / 2, line % 4 * 2 + lane % 2);
     const bool o_vectors = f.o_pieces && columns == 16;
 
-    /* of this warp, in tiles of keys */
+    /* the first key of this warp, and its place in tiles of keys */
     const int first_key = half * KEYS, own = half * tile_bytes(KEYS);
-    constexpr int READ = 8 / HALVES; /* of eight tokens each: what it finishes of O */
+    constexpr int READ = 8 / HALVES; /* how many times eight tokens of O this warp finishes */
     const int first_read = half * READ;
     partner other = {(float4 *)(shared + f.stages * bytes) + line * 32 + lane, line, width, half};
 
-    /* S' [16 columns][KEYS]: thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
+    /* S' [16 columns][KEYS]: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
     float S[KEYS / 8][4];
 #pragma unroll
     for (int i = 0; i < KEYS / 8; i++)
@@ -413,11 +427,12 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
 
     int stage_at = 0, round = 0;
     bool second_time = false;
-    int end = C; /* a second look at a chunk: the first token that is left out of the products */
+    int end = C; /* C, or when a chunk is repeated, the first token that the products leave out */
     for (int pass = first_pass; pass < 2; pass++) {
         const bool writes = FORM != NONCAUSAL || pass == 0;
         const bool reads = FORM == CAUSAL || (FORM == NONCAUSAL && pass == 1);
-        /* What all tokens read may be too large for the elements: by a power of two it is not. */
+        /* The sum that all tokens read may be too large for the elements. Divided by a power of two
+         * it is not. */
         float grow = 1;
         if (NARROW && FORM == NONCAUSAL && reads) {
             float most = 0;
@@ -427,7 +442,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                 for (int e = 0; e < 4; e++)
                     if (isfinite(S[j][e])) most = fmaxf(most, fabsf(S[j][e]));
             if (HALVES == 2) most = other.largest(most);
-            /* in the order of floats */
+            /* the bits have the order of the numbers */
             const unsigned all = __reduce_max_sync(~0u, __float_as_uint(most));
             while (__uint_as_float(all) > MOST_OF_ELEMENT * grow) grow *= 2;
 #pragma unroll
@@ -445,7 +460,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             const int t = u.begin + i * C, n = min(C, u.end - t);
 #if HAS_WARP_GROUPS
             barrier_wait(address_of(full + stage_at), round);
-            /* boxes go on into the next sequence, whose NaN must not come along */
+            /* a box may reach into the next sequence, whose NaN must not come along */
             if (n < C && !second_time) {
                 if (part::has_k && !w.k)
                     for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32)
@@ -462,11 +477,12 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
 #else
             if (!second_time) {
                 copies_wait<0>();
-                __syncthreads(); /* chunk i is there, and nobody needs chunk i - 1 any more */
+                __syncthreads(); /* chunk i is there, and every warp is done with chunk i - 1 */
                 if (i + 1 < last_chunk) fetch(i + 1, stage_at + 1 == f.stages ? 0 : stage_at + 1);
             }
 #endif
-            /* rows that cannot be copied in pieces; two warps with the same columns write the same */
+            /* Rows that cannot be copied in pieces. Two warps with the same columns write the
+             * same. */
             if (PLANES == 1 && !f.v_pieces && columns > 0) {
                 for (int j = lane; j < C * 16; j += 32) {
                     const int row = j / 16, column = j % 16;
@@ -481,18 +497,18 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             const float *in = (const float *)(room + part::in);
             const float *out = (const float *)(room + part::out);
 
-            /* S', as it is before the chunk; in planes there is no room for it beside S */
+            /* S' before the chunk. In planes there is no room for it beside S. */
             operand s[PLANES == 1 ? KEYS / 16 : 1];
             if constexpr (PLANES == 1)
 #pragma unroll
                 for (int j = 0; j < KEYS / 16; j++) s[j] = as_operand(S[2 * j], S[2 * j + 1]);
-            bool large = false; /* for planes; elements say so themselves */
+            bool large = false; /* for planes; other elements become infinities */
             if constexpr (PLANES == 2 && RULE == LA_ADDITIVE)
 #pragma unroll
                 for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) large |= !(fabsf(S[j][e]) < TOO_LARGE_FOR_PLANES);
-            /* sums = S times it */
+            /* sums = S times a tile */
             const auto multiply_state = [&](float(&sums)[8][4], int tile) {
                 constexpr int AT_ONCE = PLANES == 1 ? KEYS / 16 : 2;
 #pragma unroll
@@ -513,8 +529,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                 }
             };
 
-            /* U: V as it lies, or A (V - k^ S); as left operands over the tokens */
-            operand U[4], Ut[4]; /* Ut: rows times the decay to the chunk's end */
+            /* U: V as it lies, or A (V - k^ S), as left operands over the tokens */
+            operand U[4], Ut[4]; /* Ut: rows times the decay to the end of the chunk */
 #pragma unroll
             for (int m = 0; m < 4; m++) {
                 if constexpr (PLANES == 1) {
@@ -538,7 +554,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                 for (int m = 0; m < 4; m++) U[m] = {};
             if (end < C) keep_before(U, pair, end);
 
-            /* of the additive rule's U, for the carry */
+            /* the rows of U of the additive rule, for the carry */
             const auto scale_rows = [&] {
                 if constexpr (DECAY == LA_TOKEN) {
 #pragma unroll
@@ -592,7 +608,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                     multiply_rows(X, x[j], base + part::inverse, j * 16, j == 0, j);
                 products_commit();
                 if (reads) read_state();
-                products_wait<FORM == CAUSAL>(); /* for U, not yet for what is read */
+                products_wait<FORM == CAUSAL>(); /* for U, not yet for the read */
                 products_in(X);
 #pragma unroll
                 for (int m = 0; m < 4; m++) U[m] = as_operand(X[2 * m], X[2 * m + 1]);
@@ -609,15 +625,16 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             if constexpr (DECAY != LA_TOKEN)
 #pragma unroll
                 for (int m = 0; m < 4; m++) Ut[m] = U[m];
-            /* A NaN or an infinity in v, or in the state, is in U now. Then the chunk is looked at once
-             * more, without the tokens from the first such one on: exact zeros, which change nothing
-             * before them. Where every token reads all, there is none to be kept from it. With the
-             * additive rule a state that the elements have no number for (in planes: no rest, since that of an
-             * infinity is none) is not seen in U; it goes token by token. */
+            /* A NaN or an infinity in v or in the state is in U now. Then the chunk is repeated
+             * without the tokens from the first such one on. They become exact zeros, which change
+             * nothing in the tokens before. In the noncausal form every token reads all, so there
+             * is no token to protect. With the additive rule U does not show a state that is too
+             * large for the elements (in planes: too large for a rest, since the rest of an
+             * infinity is a NaN). Such a chunk goes token by token. */
             if (FORM != NONCAUSAL) {
                 bool nonfinite =
                     end > 0 && (has_nonfinite(U) || (end == C && nonfinite_at[stage_at] < C));
-                /* of decays above one */
+                /* decays above one may make it too large */
                 if (NARROW && DECAY == LA_TOKEN && end == C) nonfinite |= has_nonfinite(Ut);
                 const bool state_too_large =
                     (NARROW || PLANES == 2) && RULE == LA_ADDITIVE && reads && end == C &&
@@ -630,7 +647,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                         if (end == C && columns > 0)
                             first = min(first, first_nonfinite(c, u, t, n, v0, columns));
                         if (state_too_large) first = C;
-                        end = first < C ? first : 0; /* 0: it is in the state */
+                        end = first < C ? first : 0; /* 0: the state has it */
                     }
                     second_time = true;
                     i--;
@@ -638,7 +655,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                 }
             }
 
-            /* where tokens go one by one: the state, what is read */
+            /* for chunks that go token by token: the state, and the read */
             float after[KP / 2], o[READ * 4];
             if (__builtin_expect(end < C, 0)) {
 #pragma unroll
@@ -664,7 +681,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                     }
             }
             if (RULE == LA_ADDITIVE && reads) read_state();
-            /* now that planes of S are done with */
+            /* the planes of S are no longer needed */
             if (RULE == LA_ADDITIVE && PLANES == 2) scale_rows();
             if (writes && DECAY != LA_NONE)
 #pragma unroll
@@ -689,7 +706,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             if (reads) {
                 products_wait<FORM == CAUSAL>(); /* for q^ S, not yet for the state */
                 products_in(O);
-                if (DECAY != LA_KEY) /* else q^ has all of it */
+                if (DECAY != LA_KEY) /* otherwise q^ has all of it */
 #pragma unroll
                     for (int m = 0; m < 8; m++) {
                         const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8 + pair)
@@ -700,7 +717,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                         O[m][2] *= x;
                         O[m][3] *= y;
                     }
-                if (FORM != NONCAUSAL) { /* two warps take half of the tokens to sum over */
+                if (FORM != NONCAUSAL) { /* two warps sum over half of the tokens each */
                     if constexpr (HALVES == 2)
 #pragma unroll
                         for (int j = 0; j < 2; j++)
@@ -761,7 +778,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                         O[m][2] /= by.x;
                         O[m][3] /= by.y;
                     }
-                if constexpr (PLANES == 2) { /* eight neighbours a row, as they are */
+                if constexpr (PLANES == 2) { /* eight neighbours of a row, stored directly */
                     float *to_o = (float *)at(c.x[LA_O], u.b, t, u.hv, v0);
 #pragma unroll
                     for (int m = 0; m < READ; m++)
@@ -781,7 +798,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                         store_matrices_transposed(base + slice + (first_read + m) * 8 * 128, x);
                     }
                     __syncwarp();
-                    const int row = first_read * 8 + lane / 2; /* and 16 on */
+                    /* and every 16 rows further on */
+                    const int row = first_read * 8 + lane / 2;
                     char *to_o = at(c.x[LA_O], u.b, t + row, u.hv, v0 + lane % 2 * 8);
                     const int64_t o_row = c.x[LA_O].stride[1] * 2;
                     uint4 x[READ / 2];
@@ -819,7 +837,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     }
 
     if (FORM == SEGMENT_ENDS) {
-        const int all = tiles * width * 16; /* rows of ends, whole blocks of them */
+        const int all = tiles * width * 16; /* rows of ends, in whole blocks */
         float *end =
             g.ends + ((head * g.count + segment) * all + v0 + lane / 4) * KP + first_key + pair;
 #pragma unroll

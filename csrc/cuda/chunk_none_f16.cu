@@ -1,4 +1,4 @@
-/* float16 arrays, on Hopper alone (setup.py): elsewhere they go token by token. */
+/* float16 arrays, on Hopper only (setup.py). Elsewhere they go token by token. */
 #define LA_TILES_OF_F16
 #include "chunk.cuh"
 

@@ -1,4 +1,5 @@
-/* float32 arrays where tf32 is allowed, on Hopper alone (setup.py): elsewhere they go token by token. */
+/* float32 arrays where tf32 is allowed, on Hopper only (setup.py). Elsewhere they go token by
+ * token. */
 #define LA_TILES_OF_F32
 #include "chunk.cuh"
 

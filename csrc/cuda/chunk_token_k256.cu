@@ -1,4 +1,4 @@
-/* 128 < K <= 256, on Hopper alone (setup.py): elsewhere they go token by token. */
+/* 128 < K <= 256, on Hopper only (setup.py). Elsewhere such calls go token by token. */
 #include "chunk.cuh"
 
 const chunk_launcher chunk_token_k256[2] = {chunks_k256<LA_TOKEN, LA_ADDITIVE>,

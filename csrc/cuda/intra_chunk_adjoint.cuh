@@ -1,12 +1,14 @@
-/* The adjoint of what belongs to one chunk alone, all chunks side by side: from the states that the
- * walks of recompute.cuh kept to dq, dk, the gate's gradient and beta's. docs/math.md, section 6:
+/* The adjoint of everything that depends on one chunk alone, for all chunks side by side. It goes
+ * from the states that recompute.cuh kept to dq, dk and the gradients of the gate and of beta.
+ * docs/math.md, section 6:
  *
  *     dP = lower(dO U')       dL = -strict(dV U')       U = diag(b) E, dV = diag(b) Z
  *     dq^ = dO S'             dk^ = -dV S'              dk~ = U dS'
  *     dbeta_i = Z_i . E_i     de = sum of S * dS
  *
- * and from there the adjoint of the scores. Two groups of four warps share a chunk: one has what ends
- * in dq, the other what ends in dk; a warp has 16 tokens. Value columns come by the panel. */
+ * and from there the adjoint of the scores. Two groups of four warps share a chunk. One computes
+ * the sums that end in dq, the other those that end in dk. A warp has 16 tokens. Value columns come
+ * panel by panel. */
 #ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_CUH
 
@@ -14,9 +16,10 @@
 
 enum { INTRA_THREADS = 256, INTRA_STAGES = 2 };
 
-/* Where the gradients of q and k go: to the caller's arrays if nothing else adds to them or was done to
- * q and k before, else a slot per value head, for `reduce_partials`; da: to the gate's array, or for a gate per
- * head a number per token. */
+/* The place of the gradients of q and k. It is the array of the caller if nothing else is added to
+ * them and q and k were used as given. Otherwise it is a partial per value head, for
+ * `reduce_heads`. da is a number per token if there is a gate per head; otherwise (NULL) the
+ * gradient goes to the array of the gate. */
 struct intra_flags {
     bool direct, q_as_given, k_as_given;
     float *dq, *dk; /* [HV][B T][kp] */
@@ -37,14 +40,16 @@ template <int KP, la_rule RULE> struct intra_room {
     /* of the bare products q_i . k_j, k_i . k_j */
     alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
     float G[C * LD_PAIRS], dG[C * LD_PAIRS];
-    float a[C], beta[C], e[C], r[C]; /* e: decay from the chunk's start; r: to its end */
-    float of_q[C], of_k[C], of_r[C]; /* q . dq^, k . dk^, k . dk~: parts of the decays' gradients */
+    float a[C], beta[C], e[C], r[C]; /* e: decay from the start of the chunk; r: to its end */
+    /* q . dq^, k . dk^, k . dk~: parts of the gradients of decays */
+    float of_q[C], of_k[C], of_r[C];
     float up[4][C], of_e[4][C], quarter[4], da[2][C], sums[INTRA_THREADS / 32];
     uint64_t full[INTRA_STAGES];
 };
 
 #if HAS_WARP_GROUPS
-/* A warp's rows of a tile, transposed, as left operands: rows are columns column.. of the tile. */
+/* The rows of a warp of a transposed tile, as left operands: they are columns column.. of the
+ * tile. */
 __device__ __forceinline__ left load_left_transposed(uint32_t tile, int row, int column)
 {
     const int lane = threadIdx.x % 32;
@@ -54,7 +59,8 @@ __device__ __forceinline__ left load_left_transposed(uint32_t tile, int row, int
     return a;
 }
 
-/* Sums over the columns of x [16 rows][8 N] times a tile's rows row..: of this thread's two rows. */
+/* Sums over the columns of x [16 rows][8 N] times rows row.. of a tile, for the two rows of this
+ * thread. */
 template <int N>
 __device__ __forceinline__ float2 dot_rows(const float (&x)[N][4], const char *tile, int row)
 {
@@ -82,7 +88,8 @@ template <int N> __device__ __forceinline__ void scale_rows(float (&x)[N][4], fl
     }
 }
 
-/* Rows of dq or dk, from a warp's sums: to the caller's rows, or in float32 to the slot of a value head. */
+/* Store rows of dq or dk from the sums of a warp: to the rows of the caller, or in float32 to the
+ * partial of a value head. */
 template <int N>
 __device__ __forceinline__ void store_rows(const call &c, const unit &u, const view &to,
                                            float *partial, int kp, int t, int n, int row,
@@ -130,9 +137,10 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     extern __shared__ __align__(1024) char shared[];
     intra_room<KP, RULE> &s = *(intra_room<KP, RULE> *)shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
-    /* the same in all lanes, for the compiler */
+    /* shows the compiler that all lanes have the same value */
     const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
-    const int row0 = warp % 4 * 16, top = row0 + lane / 4, low = top + 8; /* this thread's rows */
+    /* the rows of this thread */
+    const int row0 = warp % 4 * 16, top = row0 + lane / 4, low = top + 8;
     const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
     const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
     const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
@@ -176,7 +184,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         barriers_ready();
         for (int i = 0; i < min(panels, (int)INTRA_STAGES); i++) fetch(i);
     }
-    /* the gates meanwhile */
+    /* meanwhile the gates */
     if (threadIdx.x < C) {
         const int i = threadIdx.x;
         s.a[i] = DECAY == LA_TOKEN && i < n
@@ -188,7 +196,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                             : 1;
     }
     __syncthreads();
-    /* G by columns: a thread has 16 rows of column j, and so it has of what is summed up below. */
+    /* G by columns. A thread has 16 rows of column j, both of G and of the sums below. */
     const int j_own = threadIdx.x % C, first_row = threadIdx.x / C * 16;
     if constexpr (DECAY == LA_TOKEN) {
         float g = 1;
@@ -208,12 +216,12 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
 
     float X[8][4] = {};      /* dO U' or Z U' */
     float Y[KP / 8][4] = {}; /* dO S' or Z S' */
-    float R[KP / 8][4] = {}; /* of the second group: U dS' */
-    float along = 0;         /* of S * dS */
+    float R[KP / 8][4] = {}; /* second group: U dS' */
+    float along = 0;         /* the sum of S * dS */
     for (int i = 0; i < panels; i++) {
         intra_panel<KP, RULE> &x = s.panel[i % INTRA_STAGES];
         barrier_wait(address_of(s.full + i % INTRA_STAGES), i / INTRA_STAGES % 2);
-        if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
+        if (n < C) { /* a box may reach into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS) {
                 const int at = piece_at(n + j / 8, j % 8);
                 if (!delta) *(uint4 *)(x.U + at) = make_uint4(0, 0, 0, 0);
@@ -263,7 +271,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         products_in(X);
         products_in(Y);
         products_in(R);
-        __syncthreads(); /* the panel is done with */
+        __syncthreads(); /* the panel is no longer needed */
         if (threadIdx.x == 0 && i + INTRA_STAGES < panels) fetch(i + INTRA_STAGES);
     }
     if (DECAY == LA_TOKEN) {
@@ -271,7 +279,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         if (lane == 0) s.sums[warp] = along;
     }
 
-    /* Rows of the scores' gradients: of this group's. The bare products q_i . k_j or k_i . k_j again. */
+    /* Rows of the gradients of the scores, those of this group. The bare products q_i . k_j or k_i
+     * . k_j are recomputed. */
     const float b_top = s.beta[top], b_low = s.beta[low];
     float of_top, of_low; /* q . dq^ or k . dk^ */
     {
@@ -335,7 +344,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                 g_top = *(const float2 *)(s.G + top * LD_PAIRS + j);
                 g_low = *(const float2 *)(s.G + low * LD_PAIRS + j);
             }
-            const int diagonal = first_group; /* P has one */
+            const int diagonal = first_group; /* P has a diagonal, L has none */
             const float x0 = j < top + diagonal ? x_top * b.x * X[m][0] : 0;
             const float x1 = j + 1 < top + diagonal ? x_top * b.y * X[m][1] : 0;
             const float x2 = j < low + diagonal ? x_low * b.x * X[m][2] : 0;
@@ -404,16 +413,17 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, Y);
     __syncthreads();
     if constexpr (DECAY == LA_TOKEN) {
-        /* Up the recursions that made G and e, e_i = a_i e_(i-1) and row i of G a_i times the row before:
-         * D_ij = dG_ij + a_(i+1) D_(i+1)j, and da_i = sum_j D_ij G_(i-1)j + (gradient of e_i) e_(i-1). Each
-         * thread goes up its 16 rows, then again for what arrives there from the rows below. */
+        /* Adjoint of the recursions that made G and e: e_i = a_i e_(i-1), and row i of G is a_i
+         * times the row before. D_ij = dG_ij + a_(i+1) D_(i+1)j, and da_i = sum_j D_ij G_(i-1)j +
+         * (gradient of e_i) e_(i-1). Each thread goes up its 16 rows, and then again to add what
+         * comes from the rows below them. */
         float D[16], x = 0, y = 1, of_e = 0;
 #pragma unroll
         for (int i = 15; i >= 0; i--) {
             const int row = first_row + i;
             const float a = row < C - 1 ? s.a[row + 1] : 1;
             x = x * a + s.dG[row * LD_PAIRS + j_own];
-            /* was k~_j = r_j k_j, r the last row */
+            /* was k~_j = r_j k_j, where r is the last row */
             if (row == C - 1 && j_own < C - 1) x += s.of_r[j_own];
             D[i] = x;
             y *= a;
@@ -421,7 +431,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         }
         s.up[threadIdx.x / C][j_own] = x;
         s.of_e[threadIdx.x / C][j_own] = of_e;
-        if (j_own == 0) s.quarter[threadIdx.x / C] = y; /* a of all rows below each of its own */
+        /* the product of a over its rows, each one later */
+        if (j_own == 0) s.quarter[threadIdx.x / C] = y;
         __syncthreads();
         x = 0;
         for (int q = 3; q > threadIdx.x / C; q--) x = s.up[q][j_own] + s.quarter[q] * x;
@@ -431,7 +442,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             x *= row < C - 1 ? s.a[row + 1] : 1;
             D[i] = row > j_own ? (D[i] + x) * s.G[max(row - 1, 0) * LD_PAIRS + j_own] : 0;
         }
-        /* sums over the warp's columns: a lane of two has a row */
+        /* sums over the columns of the warp: one of two lanes has a row */
         float half[8], four[4], two[2], one[1];
         halve<8, 16>(D, half);
         halve<4, 8>(half, four);

@@ -1,19 +1,19 @@
-/* intra_chunk_adjoint.cuh for decays per key. The decay from after token j through token i differs from key to key,
- * so it goes into the operands block by block of 16 tokens, as in prepare.cuh: with f_i the decay from
- * the start of i's block through i, h_j that from after j to the end of j's block and t_B that of the
- * whole block B, a pair of tokens in blocks I > J has f_i (t between) h_j. No factor divides. With X_IJ
- * one product of blocks of 16:
+/* intra_chunk_adjoint.cuh for decays per key. The decay from after token j through token i differs
+ * from key to key, so it is part of the operands, in blocks of 16 tokens, as in prepare.cuh. f_i is
+ * the decay from the start of the block of i through i, h_j the decay from after j to the end of
+ * the block of j, and t_B the decay of the whole block B. A pair of tokens in blocks I > J has the
+ * factor f_i (t between) h_j. No factor divides. Let X_IJ be one product of blocks of 16:
  *
- *     dq_i += f_i (X_I0 t_1 .. t_(I-1) + .. + X_I(I-1)),  X_IJ = dP_IJ (k h)_J        Horner's scheme
+ *     dq_i += f_i (X_I0 t_1 .. t_(I-1) + .. + X_I(I-1)),  X_IJ = dP_IJ (k h)_J
  *     dk_j += h_j (X_3J .. + X_(J+1)J),                   X_IJ = dP_IJ' (q f)_I + dL_IJ' (k f)_I
  *
- * and pairs within a block go one by one in float32.
+ * Both sums go by the scheme of Horner. Pairs within a block go one by one in float32.
  *
- * The gradient of log a_i is the sum of what passes token i: of N_mj = (gradient) * (value) over all
- * pairs m >= i > j, where j may be the state before the chunk and m the one after it. Pairs that end
- * within i's block are a sum up from its end, those that begin there a sum down from its start, and those
- * that pass the whole block one number per key: `passes`. Sums of terms only, none is a difference
- * (docs/decisions/0010). */
+ * The gradient of log a_i is the sum of all terms that pass token i. The terms are
+ * N_mj = (gradient) * (value) for all pairs m >= i > j, where j may be the state before the chunk
+ * and m the one after it. Pairs that end within the block of i are a running sum from its end up.
+ * Pairs that begin there are a running sum from its start down. Pairs that pass the whole block are
+ * one number per key: `passes`. There are only sums, and no differences (docs/decisions/0010). */
 #ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
 
@@ -21,7 +21,7 @@
 
 enum { BLOCKS = C / 16 };
 
-/* [C][KP] floats: four rows' same keys in different banks. */
+/* [C][KP] floats. The same key of four neighbouring rows lies in different banks. */
 template <int KP> struct key_matrix {
     float x[C * KP];
     __device__ float &at(int row, int key) { return x[row * KP + (key ^ (row % 4 * 8))]; }
@@ -38,7 +38,8 @@ template <int KP, la_rule RULE> struct intra_key_room {
         key_matrix<KP> dk; /* of pairs within a block */
     };
     alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
-    /* f, h: then what ends, what begins at a token; f at last: dq of pairs within a block */
+    /* first f and h; then the sums that end, and those that begin, at a token; at last f has dq of
+     * pairs within a block */
     key_matrix<KP> a, f, h;
     float t[BLOCKS][KP], beta[C];
     float dP_near[BLOCKS][16][16], dL_near[RULE == LA_DELTA ? BLOCKS : 1][16][16]; /* [j][i] */
@@ -49,7 +50,7 @@ template <int KP, la_rule RULE> struct intra_key_room {
 };
 
 #if HAS_WARP_GROUPS
-/* Over the eight threads that have the same keys of other rows. */
+/* The sum over the eight threads that have the same keys of other rows. */
 __device__ __forceinline__ float2 sum_of_rows(float2 x)
 {
 #pragma unroll
@@ -60,7 +61,7 @@ __device__ __forceinline__ float2 sum_of_rows(float2 x)
     return x;
 }
 
-/* Sums over a warp's 16 rows of x [16][KP] times their rows of a tile: per key. */
+/* Sums per key over the 16 rows of a warp of x [16][KP] times their rows of a tile. */
 template <int KP>
 __device__ __forceinline__ void sum_rows(const float (&x)[KP / 8][4], const char *tile, int row,
                                          float *to)
@@ -90,7 +91,7 @@ template <int KP> __device__ __forceinline__ void scale_keys(float (&x)[KP / 8][
     }
 }
 
-/* times the rows row.. of a matrix, and a number per row and key */
+/* x times rows row.. of a matrix, and times a number per row. */
 template <int KP>
 __device__ __forceinline__ void scale_all(float (&x)[KP / 8][4], key_matrix<KP> &by, int row,
                                           float top, float low)
@@ -107,7 +108,7 @@ __device__ __forceinline__ void scale_all(float (&x)[KP / 8][4], key_matrix<KP> 
     }
 }
 
-/* c [16][KP] += a (16 rows of a tile, row..) */
+/* c [16][KP] += a times 16 rows of a tile, from `row` on. */
 template <int KP>
 __device__ __forceinline__ void multiply_block(float (&c)[KP / 8][4], const left &a, uint32_t tile,
                                                int row)
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     extern __shared__ __align__(1024) char shared[];
     intra_key_room<KP, RULE> &s = *(intra_key_room<KP, RULE> *)shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
-    /* the same in all lanes, for the compiler */
+    /* shows the compiler that all lanes have the same value */
     const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
     const int block = warp % 4, row0 = block * 16, top = row0 + lane / 4, low = top + 8;
     const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         barriers_ready();
         fetch(0);
     }
-    load_decays<KP>(c, u, t, n, s.a.x); /* rows as they come */
+    load_decays<KP>(c, u, t, n, s.a.x); /* rows in their order */
     load_both<KP, INTRA_THREADS>(c, u.b, t, n, u.h, s.q, s.k, to.q_as_given, to.k_as_given);
     if (threadIdx.x < C)
         s.beta[threadIdx.x] =
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                 ? load<float>(at(c.x[LA_BETA], u.b, t + threadIdx.x, hv), c.x[LA_BETA].dtype)
                 : 0;
     __syncthreads();
-    /* two keys and a block of 16 tokens a thread */
+    /* a thread has two keys and a block of 16 tokens */
     const int own_key = threadIdx.x % (KP / 2) * 2, own_block = threadIdx.x / (KP / 2);
     const bool has_keys = own_block < BLOCKS;
     if (has_keys) {
@@ -195,12 +196,12 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     }
 
     float X[8][4] = {};      /* dO U' or Z U' */
-    float Y[KP / 8][4] = {}; /* dO S' or Z S': then dq, dk, but for pairs within a block */
-    float R[KP / 8][4] = {}; /* of the second group: U dS' */
+    float Y[KP / 8][4] = {}; /* dO S' or Z S'; later dq, dk without the pairs within a block */
+    float R[KP / 8][4] = {}; /* second group: U dS' */
     float2 along = make_float2(0, 0);
     for (int i = 0; i < panels; i++) {
         barrier_wait(address_of(&s.full), i % 2);
-        if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
+        if (n < C) { /* a box may reach into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS) {
                 const int at = piece_at(n + j / 8, j % 8);
                 if (!delta) *(uint4 *)(s.panel.U + at) = make_uint4(0, 0, 0, 0);
@@ -243,12 +244,12 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         products_in(X);
         products_in(Y);
         products_in(R);
-        __syncthreads(); /* the panel is done with */
+        __syncthreads(); /* the panel is no longer needed */
         if (threadIdx.x == 0 && i + 1 < panels) fetch(i + 1);
     }
     if (has_keys) *(float2 *)&s.state[own_block][own_key] = along;
 
-    /* operands by blocks, over the panel */
+    /* operands in blocks, over the place of the panel */
     if (has_keys)
 #pragma unroll 4
         for (int i = 0; i < 16; i++) {
@@ -260,7 +261,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             if (delta) *(uint32_t *)(s.kf + at) = pack(k.x * a.x, k.y * a.y);
             *(uint32_t *)(s.kh + at) = pack(k.x * b.x, k.y * b.y);
         }
-    /* the scores' gradients: of this group's */
+    /* the gradients of the scores, those of this group */
     const float b_top = s.beta[top], b_low = s.beta[low];
     if (first_group || delta) {
         char *tile = first_group ? s.dP : s.dL;
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                     if (i == j && i < n)
                         store(at(d[LA_DBETA], u.b, t + i, hv), d[LA_DBETA].dtype, X[m][e]);
                 }
-        const int diagonal = first_group; /* P has one */
+        const int diagonal = first_group; /* P has a diagonal, L has none */
 #pragma unroll
         for (int m = 0; m < 8; m++) {
             const int j = m * 8 + pair;
@@ -294,19 +295,20 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             }
         }
     }
-    /* was q^ = e q, k^ = e k: from the state before the chunk */
+    /* was q^ = e q, k^ = e k: terms that begin at the state before the chunk */
     for (int B = 0; B < block; B++) scale_keys<KP>(Y, s.t[B]);
     scale_all<KP>(Y, s.f, row0, first_group ? scale : -b_top, first_group ? scale : -b_low);
     sum_rows<KP>(Y, first_group ? s.q : s.k, row0,
                  first_group ? s.q_from_state[block] : s.k_from_state[block]);
-    if (!first_group) { /* was k~ = r k: to the state after it */
+    if (!first_group) { /* was k~ = r k: terms that end at the state after the chunk */
         for (int B = block + 1; B < BLOCKS; B++) scale_keys<KP>(R, s.t[B]);
         scale_all<KP>(R, s.h, row0, b_top, b_low);
         sum_rows<KP>(R, s.k, row0, s.to_end[block]);
     }
     __syncthreads();
 
-    /* pairs in different blocks: those that end in this warp's block, and those that begin there */
+    /* pairs in different blocks: first those that end in the block of this warp, then those that
+     * begin there */
     if (first_group || delta) {
         const uint32_t tile = address_of(first_group ? s.dP : s.dL);
         float x[KP / 8][4] = {};
@@ -322,7 +324,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     }
     if (!first_group) {
         float x[KP / 8][4] = {};
-        /* of those so far, what passes block 1 or 2: sums over this block's tokens */
+        /* the terms so far that pass block 1 or 2: sums over the tokens of this block */
         const auto passing = [&](const float *by, const float *and_by, float *sums) {
 #pragma unroll
             for (int m = 0; m < KP / 8; m++) {
@@ -356,8 +358,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
 #pragma unroll
             for (int e = 0; e < 4; e++) R[m][e] += x[m][e];
     }
-    __syncthreads(); /* f, h and the operands are done with */
-    /* what ends at a token, over f; what begins there, over h */
+    __syncthreads(); /* f, h and the operands are no longer needed */
+    /* sums that end at a token go over f, those that begin there over h */
     const auto put = [&](const float(&x)[KP / 8][4], const char *tile, key_matrix<KP> &sums,
                          bool add) {
 #pragma unroll
@@ -384,8 +386,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     }
     __syncthreads();
 
-    /* Pairs within a block, one key after the other: the row of token j goes down the block, rho_i = a_i
-     * rho_(i-1), and its gradient back up. */
+    /* Pairs within a block, one key after the other. The row of token j goes down the block,
+     * rho_i = a_i rho_(i-1), and its gradient comes back up. */
     if (has_keys)
 #pragma unroll 1
         for (int key = own_key; key < own_key + 2; key++) {
@@ -422,7 +424,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                 dq[j] += dP[j][j] * k[j];
                 dk[j] += of_rho + dP[j][j] * q[j];
             }
-            /* What passes the whole block. T_IJ: from block J to block I; -1: the state before, 4: after */
+            /* The terms that pass the whole block. */
             float passes = 0, all = 1;
             for (int i = 0; i < BLOCKS; i++) {
                 passes += s.state[i][key];

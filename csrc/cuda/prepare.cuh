@@ -1,5 +1,6 @@
-/* What belongs to one chunk of C = 64 tokens alone, all chunks side by side: the scores P, the inverse
- * A, and, where decays are per key, the rows that they scale. See chunk.cuh for what they are. */
+/* Everything that depends on one chunk of C = 64 tokens alone, for all chunks side by side: the
+ * scores P, the inverse A and, where decays are per key, the scaled rows. See chunk.cuh for their
+ * formulas. */
 #ifndef LINATTN_CUDA_PREPARE_CUH
 #define LINATTN_CUDA_PREPARE_CUH
 
@@ -18,7 +19,7 @@
 typedef float real, lane, lane_of_state;
 enum { MAX_STRIP = 2 };
 
-/* The sums over the four threads that have a column's keys in an accumulator. */
+/* The sums over the four threads that have the keys of a column in an accumulator. */
 LA_FN void join_quads(float *x, float *y, int W)
 {
     for (int w = 0; w < W; w++) x[w] = quad_sum(x[w]);
@@ -29,26 +30,29 @@ LA_FN void join_quads(float *x, float *y, int W)
 
 enum {
     C = ROWS,
-    LD = 68,       /* rows of float32 matrices: 4 banks further each, for fragments of tf32 */
-    LD_PAIRS = 72, /* 8 banks further each, for pairs as accumulators have them */
+    LD = 68,       /* rows of float32 matrices: each 4 banks further, for fragments of tf32 */
+    LD_PAIRS = 72, /* each 8 banks further, for pairs in the layout of accumulators */
     SCALAR_THREADS = 128,
     KEY_THREADS = 256
 };
 
-/* ---- chunks of sequences: what prepare leaves for walk, in slots of C tokens ---- */
+/* ---- chunks of sequences: what prepare leaves to chunks_forward, in slots of C tokens ---- */
 
 struct chunks {
-    char *scores, *inverse; /* [slots][HV] tiles of C columns: P, A */
-    char *lower;            /* a backward's, with the delta rule: -L, L without beta; else NULL */
-    char *q, *k;            /* [slots][heads] tiles of KP columns; NULL: read as they are given */
-    char *kt;               /* per-key decays: [slots][HV] tiles, k~ */
-    float *in, *out;        /* scalar decays: [slots][HV][C], from the start, to the end */
-    float *total;           /* per-key decays: [slots][HV][KP], of the chunk */
-    float *z;       /* normalised: [slots][HV][KP], the chunk's sum of keys, then what tokens see
-                             * of other chunks' */
-    float *den;     /* normalised: [slots][HV][C], the row sums of P, then denominators */
-    int *nonfinite; /* [slots][HV]: the first token with a NaN or an infinity in q, k, the
-                             * gate or beta; C if there is none. From it on, P and A are zeros. */
+    char *scores, *inverse; /* [chunk slots][HV] tiles of C columns: P, A */
+    char *lower; /* for gradients of the delta rule: -L, where L is without beta; otherwise NULL */
+    /* [chunk slots][heads] tiles of KP columns; NULL: read from the arrays of the caller */
+    char *q, *k;
+    char *kt;        /* per-key decays: [chunk slots][HV] tiles, k~ */
+    float *in, *out; /* scalar decays: [chunk slots][HV][C], from the start, to the end */
+    float *total;    /* per-key decays: [chunk slots][HV][KP], of the chunk */
+    /* normalised: [chunk slots][HV][KP], the sum of the keys of the chunk; then the sum of the
+     * other chunks that its tokens see */
+    float *z;
+    float *den; /* normalised: [chunk slots][HV][C], the row sums of P; then the denominators */
+    /* [chunk slots][HV]: the first token with a NaN or an infinity in q, k, the gate or beta; C if
+     * there is none. From it on, P and A are zeros. */
+    int *nonfinite;
     int chunk_slots, heads;
 };
 
@@ -57,7 +61,7 @@ __device__ inline int first_chunk_slot(const call &c, int n)
     return (int)first_chunk_slot(c, n, C);
 }
 
-/* The sequence whose slot this is: the last that begins at or before it. */
+/* The sequence of a chunk slot: the last one that begins at or before it. */
 __device__ inline int sequence_of(const call &c, int chunk_slot)
 {
     if (!c.x[LA_CU].data) return chunk_slot / ((c.T + C - 1) / C);
@@ -78,7 +82,7 @@ struct tensor_maps {
     CUtensorMap q, k, v;
 };
 
-/* The driver's, found at run time: nothing is linked against it. */
+/* The function of the driver, found at run time, so that nothing is linked against the driver. */
 static PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder()
 {
     void *found = NULL;
@@ -100,14 +104,14 @@ static constexpr CUtensorMapDataType ENGINE_DTYPE = PLANES == 2 ? CU_TENSOR_MAP_
 /* Columns of a box, whose rows have 128 bytes. */
 enum { BOX = 128 / sizeof(element), BOX_BYTES = C * 128, PIECE = 16 / sizeof(element) };
 
-/* x [B,T,heads,columns] as Hopper's copy engine takes it, in boxes of C tokens and BOX columns;
- * and, for any device: can its rows be copied in pieces of 16 bytes? */
+/* Describe x [B,T,heads,columns] to the copy engine of Hopper, in boxes of C tokens and BOX
+ * columns. Returns, for any device, whether rows of x can be copied in pieces of 16 bytes. */
 static bool map_of(const call &c, const view &x, int heads, int columns, CUtensorMap *map)
 {
     static const auto encode = tensor_map_encoder();
     const int64_t sizes[] = {c.B, c.T, heads};
     cuuint64_t size[4] = {(cuuint64_t)columns, (cuuint64_t)heads, (cuuint64_t)c.T, (cuuint64_t)c.B};
-    cuuint64_t stride[3]; /* bytes; of heads, tokens, batch rows */
+    cuuint64_t stride[3]; /* in bytes, of heads, tokens, batch rows */
     const cuuint32_t boxes[4] = {BOX, 1, C, 1}, step[4] = {1, 1, 1, 1};
     if ((uintptr_t)x.data % 16 || columns % PIECE) return false;
     for (int i = 0; i < 3; i++) {
@@ -121,8 +125,8 @@ static bool map_of(const call &c, const view &x, int heads, int columns, CUtenso
                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-/* Tokens t..t+n of head h, by all threads; rows and columns past the end are zeros. The caller waits
- * for the copies. Of elements of two bytes: in planes q and k are never as given. */
+/* Tokens t..t+n of head h, by all threads. Rows and columns past the end are zeros. The caller
+ * waits for the copies. The elements have two bytes: in planes, q and k are never used as given. */
 template <int COLUMNS, int THREADS>
 __device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int t, int n, int h,
                                           uint32_t tile)
@@ -145,8 +149,8 @@ __device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int
     }
 }
 
-/* The same rows as the recurrence sees them: normed, mapped. A warp takes a row, four of them at once so
- * that their loads are under way together. */
+/* The same rows as the recurrence sees them: normed and mapped. A warp takes one row after another,
+ * and loads four at once so that their loads overlap. */
 template <int KP, int THREADS>
 __device__ void load_keys(const call &c, const view &from, la_map map, double map_eps, int b, int t,
                           int n, int h, char *tile)
@@ -190,7 +194,7 @@ __device__ void load_keys(const call &c, const view &from, la_map map, double ma
             for (int j = 0; j < KP / 32; j++) x[j] *= factor;
             apply_map_to_all(x, map, (float)map_eps);
 #pragma unroll
-            for (int j = 0; j < KP / 32; j++) /* a map may be 1 there */
+            for (int j = 0; j < KP / 32; j++) /* a map of zero may be 1 */
                 if (row >= n || j / 2 * 64 + lane * 2 + j % 2 >= c.K) x[j] = 0;
 #pragma unroll
             for (int j = 0; j < KP / 32; j += 2)
@@ -225,7 +229,7 @@ __device__ __forceinline__ void write_tile(char *to, const char *tile)
         *(uint4 *)(to + first + i) = *(const uint4 *)(tile + first + i);
 }
 
-/* The blocks of 16 above the diagonal of a tile, which nothing else is put into. */
+/* Clear the blocks of 16 above the diagonal of a tile. No other code writes to them. */
 template <int THREADS> __device__ __forceinline__ void clear_above(char *tile)
 {
 #pragma unroll
@@ -237,18 +241,18 @@ template <int THREADS> __device__ __forceinline__ void clear_above(char *tile)
                     make_uint4(0, 0, 0, 0);
 }
 
-/* ---- prepare: the inverse of I + L, L strictly lower triangular [C][C], in place ----
+/* ---- prepare: the inverse of I + L, with L strictly lower triangular [C][C], in place ----
  *
- * Blocks of 16 by substitution in float32; then two at a time, [A 0; B D]^-1 has -D^-1 B A^-1 below
- * the diagonal. Those products keep tf32's 11 bits, as many as float16 has, three more than bf16 and five
- * fewer than two planes of it. The
- * first four warps work; room [4][32][12]. Above the diagonal, blocks (0, 1) and (2, 3) of 16 are
- * taken as they are: `clear_pairs` has made them zeros. */
+ * Blocks of 16 are inverted by substitution in float32. Then two blocks at a time are joined:
+ * [A 0; B D]^-1 has -D^-1 B A^-1 below the diagonal. These products keep the 11 bits of tf32.
+ * float16 has as many, bf16 three fewer, and two planes of bf16 have five more. The first four
+ * warps work; room is [4][32][12]. Above the diagonal, blocks (0, 1) and (2, 3) of 16 are read, and
+ * `clear_pairs` has made them zeros. */
 __device__ inline void invert(float *L, float *room)
 {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool works = warp < 4;
-    float *own = room + warp * 32 * 12; /* [32][8], rows 12 apart */
+    float *own = room + warp * 32 * 12; /* [32][8], with rows 12 apart */
     if (works) {
         float *block = L + warp * 16 * (LD + 1), x[16];
         const int column = lane % 16;
@@ -271,7 +275,7 @@ __device__ inline void invert(float *L, float *room)
             for (int i = 0; i < 16; i++) block[i * LD + column] = x[i];
     }
     __syncthreads();
-    { /* 16 -> 32: two warps a pair, 8 columns each */
+    { /* 16 -> 32: two warps per pair of blocks, 8 columns each */
         float *A = L + warp / 2 % 2 * 32 * (LD + 1), *B = A + 16 * LD, *D = B + 16;
         const int column = warp % 2 * 8;
         float c[4] = {}, e[4] = {};
@@ -279,14 +283,14 @@ __device__ inline void invert(float *L, float *room)
             multiply_tf32<2>(c, B, LD, A + column, LD);
             put(own, 12, c, 1);
         }
-        __syncthreads(); /* both have read B */
+        __syncthreads(); /* both warps have read B */
         if (works) {
             multiply_tf32<2>(e, D, LD, own, 12);
             put(B + column, LD, e, -1);
         }
     }
     __syncthreads();
-    { /* 32 -> 64: 8 columns a warp */
+    { /* 32 -> 64: 8 columns per warp */
         float *A = L, *B = A + 32 * LD, *D = B + 32;
         const int column = warp * 8;
         float c[2][4] = {}, e[2][4] = {};
@@ -326,9 +330,10 @@ __device__ __forceinline__ void put_inverse(const float *L, const float *beta, c
     }
 }
 
-/* Sums of products [16][8] of a block on the diagonal, from its column `first` on: is one on the
- * diagonal itself not finite? A token's q times its k says whether there is a NaN or an infinity in
- * either; k times k, whether such a sum is too large for float32. The row, or C. */
+/* x is sums of products [16][8] of a block on the diagonal, from its column `first` on. Returns the
+ * first row whose number on the diagonal itself is not finite, or C. The product of q and k of a
+ * token shows a NaN or an infinity in either; that of k and k shows a sum that is too large for
+ * float32. */
 __device__ __forceinline__ int nonfinite_on_diagonal(const float (&x)[4], int first)
 {
     const int lane = threadIdx.x % 32, row = lane / 4, column = first + lane % 4 * 2;
@@ -339,14 +344,15 @@ __device__ __forceinline__ int nonfinite_on_diagonal(const float (&x)[4], int fi
     return nonfinite;
 }
 
-/* A score, of a token before the first odd one, that the elements have no number for, or that is no number
- * because something on the way to it had none: this token and those after it go token by token. */
+/* Is there no element for this score? It belongs to a token before the first nonfinite one. It is
+ * too large, or it is a NaN because a number on the way to it was too large. This token and those
+ * after it go token by token. */
 __device__ __forceinline__ bool no_element(float x)
 {
     return NARROW && !(fabsf(x) <= MOST_OF_ELEMENT);
 }
 
-/* The same of what decays above one make of q and k. */
+/* The same for q and k times decays above one. */
 __device__ __forceinline__ bool too_large(float x) { return isfinite(x) && no_element(x); }
 
 /* ---- prepare: scalar decays ---- */
@@ -356,18 +362,18 @@ template <int KP, la_rule RULE> struct scalar_room {
         struct {
             alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)];
         };
-        struct { /* once the products are in registers */
+        struct { /* after the products are in registers */
             char tile[PANEL_BYTES];
             float G[C * LD_PAIRS], L[RULE == LA_DELTA ? C * LD : 4];
             float room[RULE == LA_DELTA ? 4 * 32 * 12 : 4];
         };
     };
     float a[C], beta[C];
-    int nonfinite[2]; /* in q, k; and in a value head's gate, beta */
+    int nonfinite[2]; /* in q and k; in the gate and beta of a value head */
 };
 
-/* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, K K' has ten. Warp w takes those of row
- * w of Q K' and of row 3 - w of K K', w + 1 and 4 - w: five for every warp. */
+/* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, K K' has ten. Warp w takes those of
+ * row w of Q K' and of row 3 - w of K K'. These are w + 1 and 4 - w: five for every warp. */
 template <int KP, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
                                                   : RULE == LA_DELTA      ? 4
@@ -385,7 +391,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
     const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
 
-    /* asked for a head ahead */
+    /* loaded one head in advance */
     float a = 1, beta = 0;
     const auto load_gates = [&](int hv) {
         if (threadIdx.x >= n) return;
@@ -459,7 +465,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
             *(float2 *)(w.z + place * KP + threadIdx.x * 2) = all_keys;
         if (hv + 1 < (h + 1) * group) load_gates(hv + 1);
 
-        /* G, a column a thread */
+        /* G: a thread has a column */
         if (c.x[LA_G].data && threadIdx.x < C) {
             const int j = threadIdx.x;
             float g = 1;
@@ -479,7 +485,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
             w.in[place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD_PAIRS];
         float row_sums[2] = {};
         int first_row = lane / 4, first_pair = lane % 4 * 2;
-        /* not 40 addresses kept for all heads */
+        /* keeps the compiler from holding 40 addresses for all heads */
         asm volatile("" : "+r"(first_row), "+r"(first_pair));
         if (RULE == LA_DELTA && w.lower) {
 #pragma unroll
@@ -519,7 +525,8 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
                     const pair_in_planes both = in_planes(p, r);
                     const bool kept = row < nonfinite, large = no_element(p) || no_element(r);
                     const float2 rounded = kept && !large ? numbers(both) : make_float2(p, r);
-                    row_sums[e / 2] += rounded.x + rounded.y; /* as they multiply v */
+                    /* with the rounding that they have in the product with v */
+                    row_sums[e / 2] += rounded.x + rounded.y;
                     put_pair(s.tile + element_at(row, column), kept ? both : pair_in_planes());
                     if (kept && large) atomicMin(w.nonfinite + place, row);
                 } else if (RULE == LA_DELTA)
@@ -547,13 +554,14 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
 
 /* ---- prepare: decays per key ----
  *
- * The decay from after token j through token i differs from key to key, so it goes into the operands,
- * block by block of 16 tokens: with f_i the decay from the start of i's block through token i, h_j
- * that from after j to the end of j's block, and t_R that of the whole block R, block (I, J < I) is
- * (k f) diag(t_(J+1) ... t_(I-1)) (k h)'. Diagonal blocks are (k f) (k / f)', which is good for a row
- * as long as f has stayed within 1 / REACH and REACH up to it, and looks at nothing after it; from the
- * first row where it has not, each pair's decay is multiplied up in float32. bf16's exponents reach
- * from 2^-126 to 2^127, float16's from 2^-14 to 2^15; what is left is for k and q. */
+ * The decay from after token j through token i differs from key to key, so it is part of the
+ * operands, in blocks of 16 tokens. Let f_i be the decay from the start of the block of i through
+ * token i, h_j the decay from after j to the end of the block of j, and t_R the decay of the whole
+ * block R. Then block (I, J < I) is (k f) diag(t_(J+1) ... t_(I-1)) (k h)'. Diagonal blocks are
+ * (k f) (k / f)'. That is accurate for a row if f has stayed between 1 / REACH and REACH up to this
+ * row; rows after it do not matter. From the first row where f has not, the decay of each pair is
+ * multiplied up in float32. The exponents of bf16 reach from 2^-126 to 2^127, those of float16 from
+ * 2^-14 to 2^15. The range that REACH leaves is for k and q. */
 static constexpr float REACH = NARROW ? 0x1p8f : 0x1p100f;
 
 template <int KP> struct key_room {
@@ -564,15 +572,16 @@ template <int KP> struct key_room {
         struct {
             char tile[PANEL_BYTES];
             float room[4 * 32 * 12];
-            alignas(16) char lower[PANEL_BYTES]; /* a backward's */
+            alignas(16) char lower[PANEL_BYTES]; /* for gradients */
         };
     };
     float t[4 * KP], beta[C];
     int nonfinite,
-        slow[4]; /* slow: of each block, the first row whose diagonal goes pair by pair */
+        slow[4]; /* slow: the first row of each block whose diagonal part goes pair by pair */
 };
 
-/* x by its keys' numbers: the left operand's columns are key.. + lane % 4 * 2 + {0, 1, 8, 9}. */
+/* x times a number per key. The columns of the left operand are key.. + lane % 4 * 2 +
+ * {0, 1, 8, 9}. */
 __device__ __forceinline__ operand scaled(const operand &x, const float *by)
 {
     const float *y = by + threadIdx.x % 4 * 2;
@@ -585,13 +594,13 @@ __device__ __forceinline__ operand scaled(const operand &x, const float *by)
     return z;
 }
 
-/* The decays of a chunk, [C][KP] floats; ones past its end. */
+/* The decays of a chunk, [C][KP] floats. They are ones past its end. */
 template <int KP> __device__ void load_decays(const call &c, const unit &u, int t, int n, float *a)
 {
     const bool rows_of_4 =
         c.x[LA_G].dtype == LA_F32 && c.K % 4 == 0 && (uintptr_t)c.x[LA_G].data % 16 == 0 &&
         (c.x[LA_G].stride[0] | c.x[LA_G].stride[1] | c.x[LA_G].stride[2]) % 4 == 0;
-    if (rows_of_4) { /* all loads under way before the first is waited for */
+    if (rows_of_4) { /* all loads start before the first wait */
         constexpr int COUNT = C * KP / 4 / KEY_THREADS, STEP = KEY_THREADS / (KP / 4);
         const int first = threadIdx.x / (KP / 4), key = threadIdx.x % (KP / 4) * 4;
         const float *from = (const float *)at(c.x[LA_G], u.b, t, u.hv, key);
@@ -625,8 +634,8 @@ template <int KP> __device__ void load_decays(const call &c, const unit &u, int 
     }
 }
 
-/* Diagonal blocks pair by pair: a warp has a block, a lane its column lane % 16 and every other pair
- * of keys. Rows of the sums k k' and q k'. */
+/* Diagonal blocks pair by pair. A warp has a block. A lane has its column lane % 16 and every other
+ * pair of keys. The results are rows of the sums k k' and q k'. */
 template <int KP>
 __device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&qk)[16])
 {
@@ -657,8 +666,8 @@ __device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&q
     }
 }
 
-/* The warps 0 to 3 multiply the rows of Q K', 4 to 7 those of K K', longest first: the two that share
- * a scheduler have five blocks together. */
+/* Warps 0 to 3 multiply the rows of Q K', warps 4 to 7 those of K K' with the longest row first. So
+ * the two warps that share a scheduler have five blocks together. */
 template <int KP, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     prepare_key(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
@@ -666,7 +675,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
 {
     extern __shared__ __align__(1024) char shared[];
     key_room<KP> &s = *(key_room<KP> *)shared;
-    float *L = (float *)s.q; /* over q f, k f and k h, once they have been read */
+    float *L = (float *)s.q; /* lies over q f, k f and k h, after they have been read */
     static_assert(sizeof(float) * C * LD <= 3 * tile_bytes(KP), "L lies over three tiles");
     const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -674,7 +683,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
     const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
-    const int place = chunk_slot * c.HV + hv; /* the launch sees to it that it fits */
+    const int place = chunk_slot * c.HV + hv; /* the launch has checked that it fits */
 
     int found = C; /* the first row with a NaN or an infinity */
     if (threadIdx.x < 5) (threadIdx.x < 4 ? s.slow[threadIdx.x] : s.nonfinite) = C;
@@ -709,7 +718,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     if (slow < C) multiply_pairs<KP>(s, slow_kk, slow_qk);
     __syncthreads();
 
-    /* Running products up the chunk, then down: two keys and a block of 16 rows a thread. */
+    /* Running products up the chunk, then down. A thread has two keys and a block of 16 rows. */
     const int64_t keys = (int64_t)place * tile_bytes(KP);
     char *to_q = w.q + keys, *to_k = w.k + keys, *to_kt = w.kt + keys;
     constexpr int BLOCKS = KEY_THREADS / (KP / 2); /* at a time */
@@ -736,7 +745,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
         }
         if (block == 0) *(float2 *)(w.total + (int64_t)place * KP + own) = all;
     }
-    __syncthreads(); /* k turns into k / f */
+    __syncthreads(); /* from here on k becomes k / f */
 #pragma unroll
     for (int first = 0; first < 4; first += BLOCKS) {
         const int block = first + threadIdx.x / (KP / 2);
@@ -782,7 +791,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
                 multiply_with_rows(x[back][0], x[back][1], of, back ? kh : k_f, (I - back) * 16, i);
             }
         }
-        /* rows of both halves: those from slow on are not from here */
+        /* rows of both halves; those from slow on are computed elsewhere */
         if (I * 16 + lane / 4 < s.slow[I])
             found = min(found, I * 16 + nonfinite_on_diagonal(x[0][0], 0));
         if (I * 16 + 8 + lane / 4 < s.slow[I])
@@ -795,7 +804,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
                 !(isfinite(slow_qk[i]) && isfinite(slow_kk[i])))
                 found = min(found, warp * 16 + i);
     int nonfinite = C;
-    if (__syncthreads_or(found < C)) { /* k f, k h and a are done with */
+    if (__syncthreads_or(found < C)) { /* k f, k h and a are no longer needed */
         atomicMin(&s.nonfinite, found);
         __syncthreads();
         nonfinite = s.nonfinite;
@@ -820,7 +829,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
                 const int column = (I - back) * 16 + e % 2 * 8 + lane % 4 * 2;
                 const float y = x[back][e % 2][e / 2 * 2], z = x[back][e % 2][e / 2 * 2 + 1];
                 const int last = row < nonfinite ? row : -1; /* the last column of this row */
-                const bool here = back || row < s.slow[I];   /* else its score is yet to come */
+                const bool here = back || row < s.slow[I];   /* otherwise its score comes later */
                 if (scores && here &&
                     ((column <= last && no_element(y * scale)) ||
                      (column < last && no_element(z * scale))))

@@ -1,19 +1,23 @@
-/* The backward's two walks, on Hopper's tensor cores: what `chunks_forward` did is done again without reading,
- * keeping what the adjoint of a chunk needs; then the chunks are walked backwards with dS, the gradient
- * of the state, in registers. Columns of S never mix, so that everything is transposed as in chunk_carry.cuh:
- * a warp has 16 value columns. docs/math.md, section 6, in two parts: what goes from chunk to chunk is
- * here, what stays within one is intra_chunk_adjoint.cuh's.
+/* The two passes over the chunks of the backward pass, on the tensor cores of Hopper. One
+ * recomputes the pass of `chunks_forward` without its reads, and keeps what the adjoint of a chunk
+ * needs. The other goes backwards with dS, the gradient of the state, in registers. Columns of S
+ * never mix, so everything is transposed as in chunk_carry.cuh: a warp has 16 value columns.
+ * docs/math.md has the formulas, section 6. This file has the part from chunk to chunk,
+ * intra_chunk_adjoint.cuh the part within a chunk.
  *
- *     RECOMPUTE   W = V - k^ S,  U = A W,  E = W - L U         keeps S (before the chunk) and E
- *             S <- diag(a) S + k~' U
- *     BACKWARD    dU = k~ dS + P' dO,  dV = A' dU,  Z = dU - L' dV    keeps dS (after the chunk) and Z
- *             dS <- diag(a) dS + q^' dO - k^' dV
+ *     recompute   W = V - k^ S,  U = A W,  E = W - L U
+ *                 S <- diag(a) S + k~' U
+ *                 keeps S (before the chunk) and E
+ *     backward    dU = k~ dS + P' dO,  dV = A' dU,  Z = dU - L' dV
+ *                 dS <- diag(a) dS + q^' dO - k^' dV
+ *                 keeps dS (after the chunk) and Z
  *
- * U = diag(b) E and dV = diag(b) Z, for Z the gradient of U: with E and Z, not U and dV, the gradient of
- * beta is Z_i . E_i, which divides by nothing. The additive rule has U = V and dV = dU, nothing else.
+ * U = diag(b) E and dV = diag(b) Z, where Z is the gradient of U. E and Z are kept, not U and dV,
+ * because the gradient of beta is then Z_i . E_i, without a division. The additive rule has U = V
+ * and dV = dU, and keeps neither.
  *
- * In BACKWARD a NaN in dO must not reach later tokens, which zero times NaN in a triangle's product would
- * let it: see `spoiled`. */
+ * In the backward pass a NaN in dO must not reach later tokens. In a product with a triangle, zero
+ * times NaN would carry it there: see `spoiled`. */
 #ifndef LINATTN_CUDA_RECOMPUTE_CUH
 #define LINATTN_CUDA_RECOMPUTE_CUH
 
@@ -21,10 +25,11 @@
 
 enum { ADJOINT_STAGES = 2, ADJOINT_WARPS = 8, ADJOINT_PRODUCERS = 4 };
 
-/* What the walks keep: tiles of C rows. */
+/* The results of both passes: tiles of C rows. */
 struct kept {
-    char *states, *d_states; /* [slots][HV][V / 64, rounded up] tiles of KP columns: S', dS' */
-    /* [slots][HV][V / 64, rounded up] panels of C tokens; delta rule only */
+    /* [chunk slots][HV][V / 64, rounded up] tiles of KP columns: S', dS' */
+    char *states, *d_states;
+    /* [chunk slots][HV][V / 64, rounded up] panels of C tokens; delta rule only */
     char *E, *Z;
 };
 
@@ -32,10 +37,10 @@ struct backward_maps {
     CUtensorMap q, k, v, d_o;
 };
 
-/* Where the parts of a chunk lie in shared memory. */
+/* A stage: where the parts of a chunk lie in shared memory. */
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_stage {
     static constexpr bool delta = RULE == LA_DELTA;
-    static constexpr bool has_k = delta || DECAY != LA_KEY; /* else k~ is all there is */
+    static constexpr bool has_k = delta || DECAY != LA_KEY; /* otherwise k~ alone is used */
     static constexpr int k = 0, q = k + (has_k ? tile_bytes(KP) : 0);
     static constexpr int kt = q + (BACKWARD ? tile_bytes(KP) : 0);
     static constexpr int scores = kt + (DECAY == LA_KEY ? tile_bytes(KP) : 0);
@@ -45,7 +50,7 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_st
     static constexpr int out = in + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
-    /* a panel for every four warps: v or dO, and what is written by way of its place */
+    /* a panel for every four warps: v or dO, and the results that leave by way of its place */
     __host__ __device__ static constexpr int bytes(int warps)
     {
         return v + warps / 4 * PANEL_BYTES;
@@ -53,7 +58,7 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_st
 };
 
 #if HAS_WARP_GROUPS
-/* Of each of this thread's two columns: one past the last token whose number is a NaN or an infinity. */
+/* For each of the two columns of this thread: one past the last token with a NaN or an infinity. */
 __device__ __forceinline__ void spoiled_up_to(const left (&x)[4], int (&end)[2])
 {
     end[0] = end[1] = 0;
@@ -72,7 +77,7 @@ __device__ __forceinline__ void spoiled_up_to(const left (&x)[4], int (&end)[2])
     }
 }
 
-/* Without the tokens before `end`: zeros. */
+/* Set the tokens before `end` to zero. */
 __device__ __forceinline__ void clear_before(left (&x)[4], const int (&end)[2])
 {
 #pragma unroll
@@ -93,7 +98,8 @@ __device__ __forceinline__ void spoil_before(float (&x)[8][4], const int (&end)[
             if (m * 8 + threadIdx.x % 4 * 2 + e % 2 < end[e / 2]) x[m][e] = nanf("");
 }
 
-/* x [16 columns][64 tokens] as operands over the tokens, each token times its number; `by` NULL: one. */
+/* x [16 columns][64 tokens] as operands over the tokens, each token times its number in `by` (NULL:
+ * one). */
 __device__ __forceinline__ void as_operands(left (&to)[4], const float (&x)[8][4], const float *by,
                                             float factor)
 {
@@ -106,7 +112,7 @@ __device__ __forceinline__ void as_operands(left (&to)[4], const float (&x)[8][4
     }
 }
 
-/* The same of operands. */
+/* The same for operands. */
 __device__ __forceinline__ void scale_operands(left (&x)[4], const float *by, float factor)
 {
 #pragma unroll
@@ -120,7 +126,7 @@ __device__ __forceinline__ void scale_operands(left (&x)[4], const float *by, fl
         }
 }
 
-/* x' of a warp's 16 columns, by way of its 16 columns of a panel at `slice`. */
+/* Store x' of the 16 columns of a warp, by way of its 16 columns of a panel at `slice`. */
 __device__ __forceinline__ void put_columns(uint32_t slice, const float (&x)[8][4])
 {
 #pragma unroll
@@ -132,12 +138,14 @@ __device__ __forceinline__ void put_columns(uint32_t slice, const float (&x)[8][
     __syncwarp();
 }
 
-/* S', already as operands, as a tile: rows are value columns. `row` of the tile is this warp's first. */
+/* Store S', which already is operands, as a tile whose rows are value columns. `row` is the first
+ * row of this warp. */
 template <int KP>
 __device__ __forceinline__ void put_state(char *tile, int row, const left (&s)[KP / 16])
 {
     const int lane = threadIdx.x % 32;
-    char *const own = tile + element_at(row + lane / 4, lane % 4 * 2); /* the row's first piece */
+    /* the first piece of the row */
+    char *const own = tile + element_at(row + lane / 4, lane % 4 * 2);
 #pragma unroll
     for (int i = 0; i < KP / 8; i++) {
         char *to = (char *)((uintptr_t)own ^ (i % 8 << 4)) + i / 8 * PANEL_BYTES;
@@ -167,7 +175,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     const int chunk_slot0 = first_chunk_slot(c, u.n), bytes = part::bytes(warps);
     const auto chunk_at = [&](int i) { return BACKWARD ? all_chunks - 1 - i : i; };
 
-    __shared__ int nonfinite_at[ADJOINT_STAGES]; /* w.odd of the chunk */
+    __shared__ int nonfinite_at[ADJOINT_STAGES]; /* w.nonfinite of the chunk */
     __shared__ uint64_t full[ADJOINT_STAGES], empty[ADJOINT_STAGES];
     if (threadIdx.x == 0) {
         for (int j = 0; j < ADJOINT_STAGES; j++) {
@@ -204,7 +212,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
                 {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
             };
-            barrier_wait(address_of(empty + into), round ^ 1); /* at once, the first time */
+            barrier_wait(address_of(empty + into), round ^ 1); /* returns at once the first time */
             const int nonfinite = w.nonfinite[place];
             int expected = (part::has_k && !w.k ? tile_bytes(KP) : 0) +
                            (BACKWARD && !w.q ? tile_bytes(KP) : 0) + own_panels * PANEL_BYTES;
@@ -234,13 +242,14 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     }
     registers_up_to<232>();
 
-    const int pair = lane % 4 * 2; /* this thread's two tokens, or keys, of every eight */
+    /* the two tokens, or keys, of every eight that this thread has */
+    const int pair = lane % 4 * 2;
     const float scale = (float)c.scale;
     const int place_of_v = part::v + warp / 4 * PANEL_BYTES;
     const int slice = place_of_v + piece_at(lane / 16 * 8 + lane % 8, warp % 4 * 2 + lane / 8 % 2);
     const int piece = place_of_v + piece_at(lane / 2, warp % 4 * 2 + lane % 2);
 
-    /* S' or dS' [16 columns][KP]: thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
+    /* S' or dS' [16 columns][KP]: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
     float S[KP / 8][4];
     const view &from = BACKWARD ? d[LA_DST] : c.x[LA_S0];
 #pragma unroll
@@ -260,7 +269,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         const int i = chunk_at(step), t = u.begin + i * C, n = min(C, u.end - t);
         const int64_t place = (int64_t)(chunk_slot0 + i) * c.HV + u.hv;
         barrier_wait(address_of(full + stage_at), round);
-        if (n < C) { /* boxes go on into the next sequence, whose NaN must not come along */
+        if (n < C) { /* a box may reach into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32) {
                 const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
                 if (part::has_k && !w.k) *(uint4 *)(room + part::k + at) = make_uint4(0, 0, 0, 0);
@@ -274,20 +283,20 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         }
         const float *in = (const float *)(room + part::in),
                     *out = (const float *)(room + part::out);
-        /* all of the chunk, and what depends on it, is spoiled */
+        /* the whole chunk is spoiled, and all that depends on it */
         const bool nonfinite = nonfinite_at[stage_at] < C;
 
         left s[KP / 16];
 #pragma unroll
         for (int j = 0; j < KP / 16; j++) s[j] = as_left(S[2 * j], S[2 * j + 1]);
-        /* what is kept of the state */
+        /* the state as the adjoint of the chunk needs it */
         const auto keep_state = [&] {
             if (v0 < panels * PANEL)
                 put_state<KP>((BACKWARD ? f.d_states : f.states) +
                                   (place * panels + panel) * tile_bytes(KP),
                               warp % 4 * 16, s);
         };
-        left x[4]; /* V, or dO, as operands over the tokens */
+        left x[4]; /* V or dO, as operands over the tokens */
 #pragma unroll
         for (int m = 0; m < 4; m++) load_matrices_transposed(x[m].x, base + slice + m * 16 * 128);
         if (columns <= 0)
@@ -384,7 +393,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             if (nonfinite) end[0] = end[1] = C;
             const bool spoiled = __any_sync(~0u, end[0] | end[1]);
             if (spoiled) clear_before(x, end);
-            /* was O = P U, S' = .. + (r k)' U: r multiplies the one product alone */
+            /* was O = P U, S' = .. + (r k)' U: r multiplies only the second product */
             float dU[8][4] = {}, of_read[DECAY == LA_TOKEN ? 8 : 1][4] = {};
             products_begin();
 #pragma unroll
@@ -402,7 +411,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             products_wait<0>();
             products_in(dU);
             products_in(of_read);
-            /* dO times the decay from the chunk's start and the scale, unless q^ has them */
+            /* dO times the scale and the decay from the start of the chunk, unless q^ has them */
             if (DECAY != LA_KEY) scale_operands(x, DECAY == LA_TOKEN ? in : NULL, scale);
             if constexpr (DECAY == LA_TOKEN)
 #pragma unroll
@@ -507,8 +516,8 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
 #endif
 }
 
-/* Neither needs what the other keeps, so they go side by side: BACKWARD, the longer one, in the first half of
- * the blocks. */
+/* Neither pass needs the results of the other, so they run side by side. The backward pass takes
+ * longer and has the first half of the blocks. */
 template <int KP, la_decay DECAY, la_rule RULE>
 __global__ void __launch_bounds__((ADJOINT_WARPS + ADJOINT_PRODUCERS) * 32, 1)
     chunks_both_ways(const __grid_constant__ call c, const __grid_constant__ gradients d,

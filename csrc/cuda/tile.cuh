@@ -1,15 +1,15 @@
-/* Tiles in shared memory and the warp instructions that read and multiply them. No attention here.
+/* Tiles in shared memory, and the warp instructions that read and multiply them. No attention here.
  *
- * Elements are bf16; in files that define LA_TILES_OF_F16 before they include this, float16. A tile is
- * 64 rows of them in panels of 64 columns: a row of a panel is 128 bytes, and its eight
- * 16-byte pieces lie at piece ^ (row % 8), so that eight rows' same piece (what ldmatrix reads at
- * once) are in eight different banks. It is the layout that the tensor memory engine calls
+ * Elements are bf16. They are float16 in files that define LA_TILES_OF_F16 before they include this
+ * one. A tile is 64 rows of elements in panels of 64 columns. A row of a panel has 128 bytes. Its
+ * eight pieces of 16 bytes lie at piece ^ (row % 8), so that the same piece of eight rows, which
+ * ldmatrix reads at once, lies in eight different banks. The tensor memory engine calls this layout
  * SWIZZLE_128B.
  *
- * Files that define LA_TILES_OF_F32 have float32 numbers x as two bf16, x rounded and what that left: 16 or
- * 17 bits of x's 24 from 2^-117 on, where tf32 has 11, and its range. A panel is then two planes, the rounded
- * numbers and, PLANE_BYTES on, the rest, and a product of two such numbers three products: all but rest
- * times rest (docs/decisions/0025). */
+ * Files that define LA_TILES_OF_F32 hold each float32 number x as two bf16: x rounded, and the
+ * rest. These two keep 16 or 17 of the 24 bits of x from 2^-117 on, and its range; tf32 keeps 11
+ * bits. A panel is then two planes: the rounded numbers and, PLANE_BYTES further, the rests. A
+ * product of two such numbers is three products: all but rest times rest (docs/decisions/0025). */
 #ifndef LINATTN_CUDA_TILE_CUH
 #define LINATTN_CUDA_TILE_CUH
 
@@ -20,7 +20,7 @@
 #include "../linattn.h"
 
 #ifdef LA_TILES_OF_F16
-#define ELEMENT_NAME "f16" /* the instructions' */
+#define ELEMENT_NAME "f16" /* in the names of instructions */
 typedef __half element;
 typedef __half2 element_pair;
 static constexpr la_dtype ELEMENT_DTYPE = LA_F16;
@@ -44,7 +44,7 @@ typedef __nv_bfloat16 element;
 static constexpr la_dtype ELEMENT_DTYPE = LA_BF16;
 #endif
 typedef __nv_bfloat162 element_pair;
-static constexpr float MOST_OF_ELEMENT = __builtin_inff(); /* as good as float32's */
+static constexpr float MOST_OF_ELEMENT = __builtin_inff(); /* the range is that of float32 */
 
 __device__ __forceinline__ element_pair pair_of(float low, float high)
 {
@@ -59,7 +59,7 @@ __device__ __forceinline__ float2 numbers_of(element_pair x)
 __device__ __forceinline__ float2 numbers_of(float2 x) { return x; }
 __device__ __forceinline__ element element_of(float x) { return x; }
 __device__ __forceinline__ float2 given(float x, float y) { return make_float2(x, y); }
-typedef float2 given_pair; /* two neighbours of the caller's */
+typedef float2 given_pair; /* two neighbouring numbers of an array of the caller */
 #else
 __device__ __forceinline__ element element_of(float x) { return __float2bfloat16_rn(x); }
 __device__ __forceinline__ element_pair given(element x, element y)
@@ -69,7 +69,7 @@ __device__ __forceinline__ element_pair given(element x, element y)
 typedef element_pair given_pair;
 #endif
 #endif
-/* float32's numbers may be too large for it */
+/* float32 numbers may be too large for the elements */
 static constexpr bool NARROW = ELEMENT_DTYPE == LA_F16;
 enum { PLANES = ELEMENT_DTYPE == LA_F32 ? 2 : 1 };
 /* from here on bf16 rounds to infinity */
@@ -95,9 +95,9 @@ __device__ __forceinline__ uint32_t address_of(const void *shared)
     return (uint32_t)__cvta_generic_to_shared(shared);
 }
 
-/* ---- copies that go on while the warp works ---- */
+/* ---- copies in the background ---- */
 
-/* 16 bytes, or zeros. */
+/* Copy 16 bytes, or write zeros. */
 __device__ __forceinline__ void copy_async(uint32_t to, const void *from, bool there)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -115,7 +115,7 @@ template <int LEFT> __device__ __forceinline__ void copies_wait()
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-/* ---- the copy engine, since Hopper: one thread asks, a barrier in shared memory counts the bytes ---- */
+/* ---- the copy engine, since Hopper: one thread asks it, a barrier counts the bytes ---- */
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define HAS_COPY_ENGINE 1
@@ -131,8 +131,9 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* What all lanes of the warp have done so far is done. One lane says so for all, which the race
- * checker does not follow; built with LA_EVERY_LANE_ARRIVES each says it for itself. */
+/* The warp arrives at the barrier: all its lanes have done their work so far. One lane arrives for
+ * all, which the race checker does not follow. Built with LA_EVERY_LANE_ARRIVES, each lane arrives
+ * for itself. */
 #ifdef LA_EVERY_LANE_ARRIVES
 enum { ARRIVALS_OF_WARP = 32 };
 #else
@@ -144,14 +145,15 @@ __device__ __forceinline__ void warp_arrives(uint32_t barrier)
     if (threadIdx.x % 32 < ARRIVALS_OF_WARP) barrier_arrive(barrier);
 }
 
-/* Let the copy engine see the barriers. */
+/* Make the initialized barriers visible to the copy engine. */
 __device__ __forceinline__ void barriers_ready()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* This thread's stores to shared memory come before copies that the engine is asked for later. */
+/* The stores of this thread to shared memory come before the copies that the engine is asked for
+ * later. */
 __device__ __forceinline__ void stores_before_copies()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -185,8 +187,8 @@ __device__ __forceinline__ void engine_copy(uint32_t to, const void *from, int b
         : "memory");
 }
 
-/* The other way; and until all but the last LEFT of what this thread asked for have been read from
- * shared memory. */
+/* The copy from shared to global memory; and the wait until the engine has read all but the last
+ * LEFT copies of this thread from shared memory. */
 __device__ __forceinline__ void engine_copy_back(void *to, uint32_t from, int bytes)
 {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
@@ -221,7 +223,7 @@ __device__ __forceinline__ void some_warps_wait(int warps)
 
 /* ---- fragments: 16 x 16 pieces of operands, as mma takes them ---- */
 
-/* Left operand [16 rows][16 k]; lies as rows. */
+/* A left operand [16 rows][16 k], which lies in rows. */
 struct left {
     uint32_t x[4];
 };
@@ -256,9 +258,9 @@ __device__ __forceinline__ left load_left(uint32_t tile, int row, int column)
     return a;
 }
 
-/* Where this lane reads a tile's 16 x 16 blocks as right operands: with the block's rows as n
- * (B = tile'), or with its rows as k (B = tile). A block's place then costs an exclusive or, for its
- * pieces, and constants. */
+/* The address from which this lane reads the 16 x 16 blocks of a tile as right operands. The rows
+ * of the block are n (B = tile') or k (B = tile). The address of each block then costs an exclusive
+ * or, for its pieces, and constants. */
 __device__ __forceinline__ uint32_t lane_with_rows(uint32_t tile)
 {
     const int lane = threadIdx.x % 32;
@@ -301,7 +303,7 @@ __device__ __forceinline__ float2 unpack(uint32_t x)
     return numbers_of(*(const element_pair *)&x);
 }
 
-/* Two neighbouring numbers of a tile or an operand: what they are the sums of, plane by plane. */
+/* Two neighbouring numbers of a tile or an operand. Each number is the sum of its planes. */
 struct pair_in_planes {
     uint32_t x[PLANES];
 };
@@ -330,7 +332,7 @@ __device__ __forceinline__ float2 numbers(const pair_in_planes &x)
     return sum;
 }
 
-/* `to` and `from`: in the first plane. */
+/* `to` and `from` are addresses in the first plane. */
 __device__ __forceinline__ void put_pair(char *to, const pair_in_planes &x)
 {
 #pragma unroll
@@ -356,11 +358,11 @@ __device__ __forceinline__ float2 get_pair(const char *from)
     for (int i = 0; i < PLANES; i++) x.x[i] = *(const uint32_t *)(from + i * PLANE_BYTES);
     const float2 sum = numbers(x);
     if (PLANES == 1) return sum;
-    const float2 most = unpack(x.x[0]); /* an infinity's rest is no number */
+    const float2 most = unpack(x.x[0]); /* the rest of an infinity is a NaN */
     return make_float2(isinf(most.x) ? most.x : sum.x, isinf(most.y) ? most.y : sum.y);
 }
 
-/* A left operand in planes; its pair e is what every plane has as x[e]. */
+/* A left operand in planes. Its pair e is x[e] of every plane. */
 struct operand {
     left of[PLANES];
 };
@@ -398,7 +400,7 @@ __device__ __forceinline__ operand as_operand(const float (&x)[4], const float (
     return a;
 }
 
-/* Two neighbouring accumulators [16][8] as a left operand [16][16]: they lie the same way. */
+/* Two neighbouring accumulators [16][8] as a left operand [16][16]. Both have the same layout. */
 __device__ __forceinline__ left as_left(const float (&x)[4], const float (&y)[4])
 {
     return {{pack(x[0], x[1]), pack(x[2], x[3]), pack(y[0], y[1]), pack(y[2], y[3])}};
@@ -421,31 +423,31 @@ __device__ __forceinline__ void multiply(float (&c0)[4], float (&c1)[4], const l
     multiply(c1, a, b.x[2], b.x[3]);
 }
 
-/* c [16][16] += a B', B 16 rows of a tile from `row`, 16 of its columns from `column`; of_lane as
- * lane_with_rows gives it. */
+/* c [16][16] += a B', where B is 16 rows of a tile from `row` on, and 16 of its columns from
+ * `column` on. of_lane is what lane_with_rows returns. */
 __device__ __forceinline__ void multiply_with_rows(float (&c0)[4], float (&c1)[4], const operand &a,
                                                    uint32_t of_lane, int row, int column)
 {
 #pragma unroll
-    for (int i = PLANES - 1; i >= 0; i--) { /* of the tile's; small ones first */
+    for (int i = PLANES - 1; i >= 0; i--) { /* the planes of the tile, small numbers first */
         const right b = load_right_of_rows(of_lane + i * PLANE_BYTES, row, column);
 #pragma unroll
         for (int j = PLANES - 1 - i; j >= 0; j--) multiply(c0, c1, a.of[j], b);
     }
 }
 
-/* ---- products of a warp's 16 rows with a whole tile ----
+/* ---- products of 16 rows of a warp with a whole tile ----
  *
- * c [16][8 N] += a B, where B's 16 k are columns of a tile (B = tile', the tile's rows are n) or 16 of
- * its rows (B = tile, its columns are n). Hopper does them for four warps at once:
- * the warps 4 i to 4 i + 3 of a block go through the same products at the same time, and the sums
- * are there after `products_wait`; until then nobody touches them. Elsewhere each warp loads B piece
- * by piece, and the sums are there at once. Layouts of a and c are the same. */
+ * c [16][8 N] += a B. The 16 k of B are columns of a tile (B = tile', the rows of the tile are n)
+ * or 16 of its rows (B = tile, its columns are n). Hopper computes them for four warps at once.
+ * Warps 4 i to 4 i + 3 of a block go through the same products at the same time. The sums are valid
+ * after `products_wait`; before that no code may touch them. Elsewhere each warp loads B piece by
+ * piece, and the sums are valid at once. The layouts of a and c are the same. */
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define HAS_WARP_GROUPS 1
 
-/* By all four warps of a group. */
+/* All four warps of a group call this. */
 template <int N> __device__ __forceinline__ void registers_down_to()
 {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
@@ -466,13 +468,13 @@ __device__ __forceinline__ void products_commit()
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-/* Until all but the last LEFT committed products are done. */
+/* Wait until all but the last LEFT committed products are done. */
 template <int LEFT> __device__ __forceinline__ void products_wait()
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-/* Keeps the compiler from reading sums before the wait that precedes this. */
+/* Keeps the compiler from reading the sums before the wait that precedes this. */
 template <int N> __device__ __forceinline__ void products_in(float (&c)[N][4])
 {
 #pragma unroll
@@ -496,9 +498,10 @@ __device__ __forceinline__ bool any_of_group(bool x)
     return any;
 }
 
-/* A tile as the tensor cores are told of it, from `offset` bytes on: the address, and the strides between
- * panels and between eight rows, in 16 bytes; 1: SWIZZLE_128B. Shared memory ends before 2^18 bytes: an
- * address keeps to its 14 bits, so that a further product costs one addition. */
+/* The descriptor of a tile for the tensor cores, from `offset` bytes on: the address, the strides
+ * between panels and between groups of eight rows, all in units of 16 bytes, and a 1 for
+ * SWIZZLE_128B. Shared memory ends before 2^18 bytes, so an address stays within its 14 bits, and
+ * the descriptor of the next product costs one addition. */
 __device__ __forceinline__ uint64_t described(uint32_t at, int offset)
 {
     const uint32_t low = (at / 16 | PANEL_BYTES / 16 << 16) + offset / 16;
@@ -524,9 +527,9 @@ __device__ __forceinline__ uint64_t described(uint32_t at, int offset)
     PRODUCT(128, R16_0 ", " R16_1 ", " R16_2 ", " R16_3, "%64, %65, %66, %67", "%68", ADDS, \
             TRANSPOSED, F64(HOW))
 
-/* c += a tile'[column..][..]; `first`: c = that, for sums that begin here (a zero to add to would be
- * written to all of them). The tile's first `zeros` blocks of 16 rows are known to be zeros there:
- * no help here, where sums of one product are parts of another's only at the price of waiting. */
+/* c += a tile'[column..][..]. `first`: c = that product, where sums begin (otherwise zeros would be
+ * written to all of them first). `zeros`: so many blocks of 16 rows of the tile are zeros there.
+ * That does not help here: to split a product, one would have to wait between its parts. */
 __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const left &a, uint32_t tile,
                                               int column, bool first = false, int zeros = 0)
 {
@@ -619,8 +622,8 @@ __device__ __forceinline__ void multiply_columns(float (&c)[N][4], const operand
             multiply_columns(c, a.of[j], tile + i * PLANE_BYTES, row);
 }
 
-/* Four 8 x 8 matrices of 16-bit numbers, a row's pair per thread, to shared memory, transposed. Lane
- * 8 i + j says where row j of what matrix i becomes lies. */
+/* Store four 8 x 8 matrices of 16-bit numbers to shared memory, transposed. A thread has two
+ * numbers of a row. Lane 8 i + j has the address of row j of transposed matrix i. */
 __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uint32_t (&x)[4])
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -639,7 +642,7 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uin
 #endif
 }
 
-/* ---- float32 matrices in shared memory, multiplied with tf32's 11 bits ---- */
+/* ---- float32 matrices in shared memory, multiplied with the 11 bits of tf32 ---- */
 
 __device__ __forceinline__ uint32_t tf32(float x)
 {
@@ -648,7 +651,7 @@ __device__ __forceinline__ uint32_t tf32(float x)
     return y;
 }
 
-/* c [16][8] += A [16][8 STEPS] B [8 STEPS][8], rows lda and ldb apart. */
+/* c [16][8] += A [16][8 STEPS] B [8 STEPS][8], with rows lda and ldb apart. */
 template <int STEPS>
 __device__ __forceinline__ void multiply_tf32(float (&c)[4], const float *A, int lda,
                                               const float *B, int ldb)
@@ -665,7 +668,7 @@ __device__ __forceinline__ void multiply_tf32(float (&c)[4], const float *A, int
     }
 }
 
-/* An accumulator [16][8] to rows ld apart, times sign. */
+/* Store an accumulator [16][8] times sign, to rows ld apart. */
 __device__ __forceinline__ void put(float *to, int ld, const float (&c)[4], float sign)
 {
     const int lane = threadIdx.x % 32;
