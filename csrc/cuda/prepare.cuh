@@ -4,9 +4,10 @@
 #ifndef LINATTN_CUDA_PREPARE_CUH
 #define LINATTN_CUDA_PREPARE_CUH
 
+#include "copy.cuh"
 #include "kernels.cuh"
 #include "load.cuh"
-#include "tile.cuh"
+#include "products.cuh"
 
 #include <cuda.h>
 #include <cudaTypedefs.h>

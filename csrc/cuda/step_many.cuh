@@ -12,8 +12,8 @@
  * share the columns. In [V][K] a warp goes along the keys of eight columns. The keys are shared and
  * the sums added up as in step.cuh, so the bits of a row do not depend on the number of rows.
  * Included by one file per layout, which defines V_FIRST. */
+#include "copy.cuh"
 #include "kernels.cuh"
-#include "tile.cuh"
 #include "token.cuh"
 
 #define LA_FN static __device__ __forceinline__
