@@ -301,20 +301,20 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     if (error != cudaSuccess) return error;
     chunks w = {};
     char *next = room;
-    const auto take = [&](int64_t n) {
+    const auto cut = [&](int64_t n) {
         char *x = n ? next : NULL;
         next += n;
         return x;
     };
     w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
-    w.scores = take(score);
-    w.inverse = take(inverse);
-    w.q = take(keep_q ? keys : 0);
-    w.k = take(keep_k ? keys : 0);
-    w.kt = take(kt);
-    float *x = (float *)take(numbers);
-    w.nonfinite = (int *)take(places * 4);
+    w.scores = cut(score);
+    w.inverse = cut(inverse);
+    w.q = cut(keep_q ? keys : 0);
+    w.k = cut(keep_k ? keys : 0);
+    w.kt = cut(kt);
+    float *x = (float *)cut(numbers);
+    w.nonfinite = (int *)cut(places * 4);
     if (DECAY == LA_KEY) w.total = x;
     if (DECAY == LA_TOKEN) {
         w.in = x;

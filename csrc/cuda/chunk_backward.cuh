@@ -28,7 +28,7 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
 
 /* Is this the code for Hopper, on a device with enough shared memory? Other code is empty, and for
  * one warp. */
-static cudaError_t suits(const void *intra, int bytes, int *processors)
+static cudaError_t check_device(const void *intra, int bytes, int *processors)
 {
     int device, room;
     cudaFuncAttributes code;
@@ -241,7 +241,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     constexpr int intra_room_bytes = intra_bytes<KP, DECAY, RULE>();
     const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>();
     int processors;
-    cudaError_t error = suits((const void *)intra, intra_room_bytes, &processors);
+    cudaError_t error = check_device((const void *)intra, intra_room_bytes, &processors);
     if (error != cudaSuccess) return error;
     /* intra_chunk_adjoint_key computes the gradient of the logarithm; it cannot be divided by a
      * decay of zero */

@@ -188,7 +188,7 @@ static __device__ __noinline__ int first_nonfinite(const call &c, const unit &u,
 
 /* Is x true in this warp, or in the warp with the other half of the keys? x is the same in all
  * lanes. */
-template <int HALVES> __device__ __forceinline__ bool other_too(bool x, int line)
+template <int HALVES> __device__ __forceinline__ bool in_either_half(bool x, int line)
 {
     if (HALVES == 1) return x;
     int any;
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             ((int64_t)(chunk_slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) *
             tile_bytes(KP);
         const struct {
-            int at;
+            int offset;
             const void *from;
             int bytes;
         } pieces[] = {
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             if (x.from) bytes += x.bytes;
 #pragma unroll
         for (const auto &x : pieces)
-            if (x.from) engine_copy(base + x.at, x.from, x.bytes, barrier);
+            if (x.from) engine_copy(base + x.offset, x.from, x.bytes, barrier);
 #pragma unroll
         for (int j = 0; j < KP / PANEL; j++) {
             if (part::has_k && !w.k)
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
         if (!w.q) copy_rows<KP>(c.x[LA_Q], c.K, u.b, t, n, u.h, base + part::q);
 #pragma unroll
         for (const auto &x : pieces)
-            if (x.from) copy_bytes(base + x.at, (const char *)x.from, x.bytes);
+            if (x.from) copy_bytes(base + x.offset, (const char *)x.from, x.bytes);
         if (PLANES == 1 && f.v_pieces && columns > 0) {
             const char *x = at(c.x[LA_V], u.b, t, u.hv, v0);
             const uint32_t to = base + part::v + line / 4 * PANEL_BYTES;
@@ -374,13 +374,13 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     if (warp >= warps) {
         registers_down_to<PRODUCER_REGISTERS>();
         if (warp > warps || lane > 0) return;
-        int at = 0, round = 0;
+        int into = 0, round = 0;
         for (int pass = first_pass; pass < 2; pass++)
             for (int i = first_chunk; i < last_chunk; i++) {
                 /* returns at once the first time */
-                barrier_wait(address_of(empty + at), round ^ 1);
-                fetch(i, at);
-                if (++at == f.stages) at = 0, round ^= 1;
+                barrier_wait(address_of(empty + into), round ^ 1);
+                fetch(i, into);
+                if (++into == f.stages) into = 0, round ^= 1;
             }
         return;
     }
@@ -638,7 +638,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                 if (NARROW && DECAY == LA_TOKEN && end == C) nonfinite |= has_nonfinite(Ut);
                 const bool state_too_large =
                     (NARROW || PLANES == 2) && RULE == LA_ADDITIVE && reads && end == C &&
-                    other_too<HALVES>(__any_sync(~0u, large || (NARROW && has_nonfinite(s))), line);
+                    in_either_half<HALVES>(__any_sync(~0u, large || (NARROW && has_nonfinite(s))),
+                                           line);
                 nonfinite |= state_too_large;
                 if (__builtin_expect(any_of_group(nonfinite), 0)) {
                     products_wait<0>();

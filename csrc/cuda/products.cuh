@@ -286,7 +286,7 @@ __device__ __forceinline__ bool any_of_group(bool x)
  * between panels and between groups of eight rows, all in units of 16 bytes, and a 1 for
  * SWIZZLE_128B. Shared memory ends before 2^18 bytes, so an address stays within its 14 bits, and
  * the descriptor of the next product costs one addition. */
-__device__ __forceinline__ uint64_t described(uint32_t at, int offset)
+__device__ __forceinline__ uint64_t descriptor(uint32_t at, int offset)
 {
     const uint32_t low = (at / 16 | PANEL_BYTES / 16 << 16) + offset / 16;
     return (uint64_t)(1 << 30 | 8 * 128 / 16) << 32 | low;
@@ -317,7 +317,7 @@ __device__ __forceinline__ uint64_t described(uint32_t at, int offset)
 __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const left &a, uint32_t tile,
                                               int column, bool first = false, int zeros = 0)
 {
-    const uint64_t b = described(tile, column / PANEL * PANEL_BYTES + column % PANEL * 2);
+    const uint64_t b = descriptor(tile, column / PANEL * PANEL_BYTES + column % PANEL * 2);
     (void)zeros;
     if (first)
         PRODUCT_64(0, 0, "=f");
@@ -329,14 +329,14 @@ __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const left &a, u
 __device__ __forceinline__ void multiply_columns(float (&c)[16][4], const left &a, uint32_t tile,
                                                  int row)
 {
-    const uint64_t b = described(tile, row * 128);
+    const uint64_t b = descriptor(tile, row * 128);
     PRODUCT_128(1, 1, "+f");
 }
 
 __device__ __forceinline__ void multiply_columns(float (&c)[8][4], const left &a, uint32_t tile,
                                                  int row)
 {
-    const uint64_t b = described(tile, row * 128);
+    const uint64_t b = descriptor(tile, row * 128);
     PRODUCT_64(1, 1, "+f");
 }
 

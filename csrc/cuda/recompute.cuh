@@ -198,7 +198,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             const uint32_t base = address_of(shared + into * bytes),
                            barrier = address_of(full + into);
             const struct {
-                int at;
+                int offset;
                 const void *from;
                 int bytes;
             } pieces[] = {
@@ -220,7 +220,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             for (const auto &x : pieces)
                 if (x.from) {
                     expected += x.bytes;
-                    engine_copy(base + x.at, x.from, x.bytes, barrier);
+                    engine_copy(base + x.offset, x.from, x.bytes, barrier);
                 }
 #pragma unroll
             for (int j = 0; j < KP / PANEL; j++) {

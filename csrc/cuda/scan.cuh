@@ -73,9 +73,9 @@ template <typename real, int PARTS> struct recurrence {
 
 /* Numbers that are being loaded. They keep the bits that they have in memory until they are needed.
  * Only float64 in a problem of floats is converted at once. */
-template <typename real> struct coming;
+template <typename real> struct in_flight;
 
-template <> struct coming<float> {
+template <> struct in_flight<float> {
     typedef uint32_t one;
     typedef four_bits four;
     static __device__ __forceinline__ la_dtype of(la_dtype dtype)
@@ -106,7 +106,7 @@ template <> struct coming<float> {
     }
 };
 
-template <> struct coming<double> {
+template <> struct in_flight<double> {
     typedef double one;
     struct four {
         double x[4];
@@ -193,11 +193,11 @@ template <typename real, int KP> struct most {
 
 /* A number that is the same in all lanes, in a way that the compiler can see. It moves no shuffle
  * past a branch that may divide a warp. */
-__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(~0u, x, 0); }
+__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
 /* The tokens of a loader: number `warp` of a batch, and every loaders-th after it. */
 template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_loader {
-    typedef coming<real> kind;
+    typedef in_flight<real> kind;
     typedef scanned<real, DECAY, KP> token;
     static constexpr int TOKENS = most<real, KP>::TOKENS;
     /* of a lane */
@@ -432,11 +432,11 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
               columns = have.workers * STRIP * math::STRIPS;
     const int tiles = (c.V + columns - 1) / columns, tile = blockIdx.x % tiles, v0 = tile * columns;
     const int64_t head = blockIdx.x / tiles;
-    const int warp = of_warp(threadIdx.x / 32), lane = threadIdx.x % 32;
+    const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
-    u.n = of_warp(state_index_of(c, u.n));
-    u.begin = of_warp(u.begin);
-    u.end = of_warp(u.end);
+    u.n = warp_uniform(state_index_of(c, u.n));
+    u.begin = warp_uniform(u.begin);
+    u.end = warp_uniform(u.end);
     if (u.n < 0) { /* a row of a step without a state */
         for (int i = threadIdx.x; i < min(columns, c.V - v0); i += blockDim.x)
             store(at(c.x[LA_O], u.b, 0, u.hv, v0 + i), c.x[LA_O].dtype, (real)0);
@@ -512,7 +512,7 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
 template <typename real, int KEYS>
 __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
 {
-    typedef coming<real> kind;
+    typedef in_flight<real> kind;
     unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
     u.n = state_index_of(c, u.n);
     if (u.n < 0) return;
