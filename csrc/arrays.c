@@ -196,7 +196,7 @@ static la_span span_of_numpy(PyArrayObject *x)
 /* A gate or beta of one head and one token is a number. */
 static bool may_be_number(const la_problem *p, la_name name, PyObject *object)
 {
-    return p->face == LA_STEP && la_array_rows[name].dtype == LA_DTYPE_FLOAT &&
+    return p->pass == LA_STEP && la_array_rows[name].dtype == LA_DTYPE_FLOAT &&
            (PyFloat_Check(object) || PyArray_CheckScalar(object) ||
             (PyLong_Check(object) && !PyBool_Check(object)));
 }
@@ -238,7 +238,7 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
     if (!strides_fit(x, true) && (in_place || la_has_rows(&c->p, name) || !strides_fit(x, false))) {
         label = la_array_name(&c->p, name);
         if (in_place) return refuse_numpy_strides(label, IN_PLACE, x);
-        if (c->p.face == LA_STEP) return refuse_numpy_strides(label, NO_COPIES, x);
+        if (c->p.pass == LA_STEP) return refuse_numpy_strides(label, NO_COPIES, x);
         copy_it = true;
     }
     if (c->p.device == LA_CUDA) {
@@ -392,7 +392,7 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
     if (in_place && overlaps_itself(a))
         return la_refuse_strides(label, "every element in a place of its own", a->ndim, a->stride,
                                  size);
-    if (!fits && c->p.face == LA_STEP)
+    if (!fits && c->p.pass == LA_STEP)
         return la_refuse_strides(label, NO_COPIES, a->ndim, a->stride, size);
     const bool copy_it = device == LA_CPU && (name == LA_CU || (a->on_host && !c->bound));
     if (fits && !copy_it) return 0;
@@ -458,7 +458,7 @@ static int take(la_call *c, la_name name, PyObject *object, bool in_place)
 
 int la_take(la_call *c, la_name name, PyObject *object)
 {
-    const bool in_place = la_in(la_written[c->p.face], name);
+    const bool in_place = la_in(la_written[c->p.pass], name);
     if (name == LA_O && object != Py_None) c->out = object;
     return take(c, name, object, in_place);
 }
@@ -473,7 +473,7 @@ int la_take_state(la_call *c, la_name S, PyObject *object)
 {
     if (object == Py_None || c->p.normaliser == LA_UNNORMALISED) return la_take(c, S, object);
     const la_array_row *row = &la_array_rows[S];
-    const char *label = c->p.face == LA_STEP && row->role == LA_STATE ? "state" : row->label[0];
+    const char *label = c->p.pass == LA_STEP && row->role == LA_STATE ? "state" : row->label[0];
     if (!PyTuple_Check(object) && !PyList_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s: expected the pair (S, z) of a normalised op, got %R",
                      label, (PyObject *)Py_TYPE(object));
@@ -529,7 +529,7 @@ static int place_now(const la_call *c, la_name name, la_span *now, bool *read_on
 
 int la_still_there(const la_call *c)
 {
-    la_set given = la_read[c->p.face] | la_written[c->p.face];
+    la_set given = la_read[c->p.pass] | la_written[c->p.pass];
     for (la_name name; la_next(&given, &name);) {
         la_span now;
         bool read_only;
@@ -542,7 +542,7 @@ int la_still_there(const la_call *c)
                          la_array_name(&c->p, name));
             return -1;
         }
-        if (read_only && la_in(la_written[c->p.face], name))
+        if (read_only && la_in(la_written[c->p.pass], name))
             return refuse_read_only(la_array_name(&c->p, name));
     }
     return 0;
@@ -762,7 +762,7 @@ static PyObject *numpy_of(la_call *c, la_name name)
  * this before other threads may run, and before the last look at where arrays lie. */
 int la_hold(la_call *c)
 {
-    la_set given = la_read[c->p.face] | la_written[c->p.face];
+    la_set given = la_read[c->p.pass] | la_written[c->p.pass];
     for (la_name name; la_next(&given, &name);) {
         if (!c->lent[name] || !c->lender[name]) continue;
         c->storage[name] = PyObject_CallMethodObjArgs(c->object[name], word_untyped_storage, NULL);
@@ -802,9 +802,9 @@ static int refuse_overlap(la_call *c, la_name written, la_name other)
 
 int la_refuse_overlaps(la_call *c)
 {
-    la_set written = la_written[c->p.face], states = written & la_read[c->p.face];
+    la_set written = la_written[c->p.pass], states = written & la_read[c->p.pass];
     for (la_name name; la_next(&written, &name);) {
-        la_set others = la_read[c->p.face] & ~states; /* what is read and nothing else */
+        la_set others = la_read[c->p.pass] & ~states; /* what is read and nothing else */
         others |= la_in(states, name) ? states & written : states; /* two states are one pair */
         for (la_name other; la_next(&others, &other);)
             if (refuse_overlap(c, name, other)) return -1;

@@ -118,7 +118,7 @@ const char *la_array_name(const la_problem *p, la_name name)
     const bool pair = p->normaliser != LA_UNNORMALISED && is_state(name);
     const int part = !pair ? 0 : row->part == LA_NORMALISED ? 2 : 1;
     if (name == LA_G) return gate_name(p);
-    return p->face == LA_STEP && row->role == LA_STATE ? state[part] : row->label[part];
+    return p->pass == LA_STEP && row->role == LA_STATE ? state[part] : row->label[part];
 }
 
 /* A state whose columns come before its keys. */
@@ -137,7 +137,7 @@ static int64_t axis_of(const la_problem *p, la_name name, char letter, bool *wri
     *written = true;
     switch (letter) {
     case 'B': *written = heads || name == LA_SLOT, size = p->B; break;
-    case 'T': *written = p->face != LA_STEP, size = p->T; break;
+    case 'T': *written = p->pass != LA_STEP, size = p->T; break;
     case 'H': *written = heads, size = p->H; break;
     case 'h': *written = heads, size = p->HV; break;
     case 'K': *written = !gate || p->decay == LA_KEY, size = p->K; break;
@@ -195,7 +195,7 @@ bool la_has_rows(const la_problem *p, la_name name)
 
 bool la_has(const la_problem *p, la_name name)
 {
-    if (!la_in(la_read[p->face] | la_written[p->face], name)) return false;
+    if (!la_in(la_read[p->pass] | la_written[p->pass], name)) return false;
     switch (la_array_rows[name].part) {
     case LA_ALWAYS: return true;
     case LA_DECAY_OPS: return p->decay != LA_NONE;
@@ -387,7 +387,7 @@ static la_status refuse_missing(la_problem *p, la_name name)
 static la_status settle_letters(la_problem *p)
 {
     const la_array *q = &p->array[LA_Q], *v = &p->array[LA_V];
-    const bool step = p->face == LA_STEP;
+    const bool step = p->pass == LA_STEP;
     const int full = step ? 3 : 4, one = step ? 1 : 2;
     const char *shape_q = step ? "[B,H,K]" : "[B,T,H,K]", *one_q = step ? "[K]" : "[T,K]";
     const char *shape_v = step ? "[B,HV,V]" : "[B,T,HV,V]", *one_v = step ? "[V]" : "[T,V]";
@@ -517,7 +517,7 @@ static la_status check_options(la_problem *p)
         return fail(p, LA_VALUE_ERROR, "eps: expected a finite number >= 0, got %g", p->eps);
     if (p->normaliser != LA_UNNORMALISED && !la_variants[p->op].normaliser)
         return fail(p, LA_VALUE_ERROR, "normalize: %s has no normaliser", la_variants[p->op].name);
-    if (!p->causal && (p->face == LA_STEP || p->decay != LA_NONE || p->rule != LA_ADDITIVE))
+    if (!p->causal && (p->pass == LA_STEP || p->decay != LA_NONE || p->rule != LA_ADDITIVE))
         return fail(p, LA_VALUE_ERROR, "causal: %s has no non-causal form",
                     la_variants[p->op].name);
     return LA_OK;
@@ -525,10 +525,10 @@ static la_status check_options(la_problem *p)
 
 /* ---- entry points ---- */
 
-void la_problem_init(la_problem *p, la_op op, la_face face)
+void la_problem_init(la_problem *p, la_op op, la_pass pass)
 {
     *p = (la_problem){
-        .op = op, .face = face, .causal = true, .eps = 1e-6, .allow_tf32 = la_get_allow_tf32()};
+        .op = op, .pass = pass, .causal = true, .eps = 1e-6, .allow_tf32 = la_get_allow_tf32()};
     p->decay = la_variants[op].decay;
     p->rule = la_variants[op].rule;
     p->kind = la_variants[op].kind;
@@ -537,7 +537,7 @@ void la_problem_init(la_problem *p, la_op op, la_face face)
 static bool is_needed(const la_problem *p, la_name name)
 {
     const la_need need = la_array_rows[name].need;
-    return (need == LA_REQUIRED || (need == LA_IN_STEP && p->face == LA_STEP)) && la_has(p, name);
+    return (need == LA_REQUIRED || (need == LA_IN_STEP && p->pass == LA_STEP)) && la_has(p, name);
 }
 
 la_status la_check(la_problem *p)
@@ -556,7 +556,7 @@ la_status la_check(la_problem *p)
         return status;
     if (!p->has_scale) p->scale = la_default_scale(p->K);
 
-    la_set inputs = la_read[p->face];
+    la_set inputs = la_read[p->pass];
     for (la_name name; !status && la_next(&inputs, &name);) {
         if (la_array_rows[name].dtype == LA_DTYPE_INTEGER) continue; /* settled above */
         if (p->array[name].given)
@@ -573,8 +573,8 @@ void la_settle_output(la_problem *p, la_name name) { make_canonical(p, name); }
 bool la_writes_nothing(const la_problem *p)
 {
     if (p->tokens) return false;
-    if (p->face == LA_BACKWARD) return p->decay != LA_HEAD && !(p->N && p->array[LA_S0].given);
-    return p->face == LA_STEP || !(p->N && p->want_final);
+    if (p->pass == LA_BACKWARD) return p->decay != LA_HEAD && !(p->N && p->array[LA_S0].given);
+    return p->pass == LA_STEP || !(p->N && p->want_final);
 }
 
 /* Two rows of one state would change it at once. Those that are equal modulo SEEN meet in a bit, and

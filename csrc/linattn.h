@@ -32,7 +32,7 @@ typedef enum {
 } la_op;
 
 typedef enum { LA_CPU, LA_CUDA } la_device;
-typedef enum { LA_FORWARD, LA_STEP, LA_BACKWARD } la_face;
+typedef enum { LA_FORWARD, LA_STEP, LA_BACKWARD } la_pass;
 typedef enum { LA_CHUNK, LA_RECURRENT, LA_PARALLEL } la_mode;
 
 /* HEAD exists for the checker only: the kernels see it as TOKEN with token stride 0. */
@@ -139,7 +139,7 @@ typedef struct la_array {
 typedef struct la_problem {
     /* what the caller says */
     la_op op;
-    la_face face;
+    la_pass pass;
     la_device device; /* where every array lies */
     int ordinal;      /* which CUDA device */
     void *stream;     /* CUDA: the caller's current stream, a cudaStream_t */
@@ -194,7 +194,7 @@ static inline la_decay la_kernel_decay(const la_problem *p)
 }
 
 /* Set every option to its documented default. */
-void la_problem_init(la_problem *p, la_op op, la_face face);
+void la_problem_init(la_problem *p, la_op op, la_pass pass);
 
 /* Compare the inputs with the table; settle letters, strides and defaults. On failure the message
  * names the argument, what was expected and what came, and nothing has been touched. */
@@ -212,7 +212,7 @@ bool la_writes_nothing(const la_problem *p);
 /* After la_check: the message that an output of the call is too large for the memory there is. */
 la_status la_refuse_memory(la_problem *p, la_name name);
 
-/* After la_check: do the op, the face and the normaliser have this array at all? */
+/* After la_check: do the op, the pass and the normaliser have this array at all? */
 bool la_has(const la_problem *p, la_name name);
 
 /* After la_check: the dtype of an array that the call writes. */

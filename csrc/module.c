@@ -184,9 +184,9 @@ static int add_keyword(int pass, const char *name, int place)
 static bool is_z(la_name name) { return la_array_rows[name].part == LA_NORMALISED; }
 
 /* The arrays that a caller may give: what the pass reads, and out. */
-static la_set given_arrays(la_face face)
+static la_set given_arrays(la_pass pass)
 {
-    return la_read[face] | (la_written[face] & (la_set)1 << LA_O);
+    return la_read[pass] | (la_written[pass] & (la_set)1 << LA_O);
 }
 
 static int keywords_init(void)
@@ -194,8 +194,8 @@ static int keywords_init(void)
     for (int i = 0; i < LA_OPS; i++)
         if (!(op_names[i] = PyUnicode_InternFromString(la_variants[i].name))) return -1;
     for (int pass = 0; pass < 3; pass++) {
-        const la_problem p = {.face = (la_face)pass};
-        la_set arrays = given_arrays((la_face)pass);
+        const la_problem p = {.pass = (la_pass)pass};
+        la_set arrays = given_arrays((la_pass)pass);
         keyword_count[pass] = 0;
         for (la_name name; la_next(&arrays, &name);) {
             if (is_z(name)) continue;
@@ -212,10 +212,10 @@ static int keywords_init(void)
 }
 
 /* Callers mostly name arguments in our order, so each search begins where the last one ended. */
-static int place_of(la_face face, PyObject *name, int *at)
+static int place_of(la_pass pass, PyObject *name, int *at)
 {
-    const keyword *all = keywords[face];
-    const int count = keyword_count[face];
+    const keyword *all = keywords[pass];
+    const int count = keyword_count[pass];
     for (int tried = 0; tried < count; tried++) {
         const int i = *at;
         *at = i + 1 < count ? i + 1 : 0;
@@ -237,7 +237,7 @@ static la_op op_of(PyObject *name)
 
 /* (op, q, k, v, ...): the values by their places, NULL for what is not there. q, k and v may come by
  * position, in the order of every op: with more than 14 keywords Python would make a dict of them. */
-static int read_keywords(la_call *c, la_face face, PyObject *const *args, Py_ssize_t nargs,
+static int read_keywords(la_call *c, la_pass pass, PyObject *const *args, Py_ssize_t nargs,
                          PyObject *names, PyObject *values[PLACES])
 {
     enum { QKV = 3 };
@@ -250,7 +250,7 @@ static int read_keywords(la_call *c, la_face face, PyObject *const *args, Py_ssi
             nargs, nargs ? args[0] : Py_None);
         return -1;
     }
-    la_problem_init(&c->p, op, face);
+    la_problem_init(&c->p, op, pass);
     char *rest = (char *)(&c->p + 1); /* after the problem, which would be cleared twice */
     memset(rest, 0, (size_t)((char *)(c + 1) - rest));
     memset(values, 0, sizeof *values * PLACES);
@@ -259,7 +259,7 @@ static int read_keywords(la_call *c, la_face face, PyObject *const *args, Py_ssi
     int at = nargs > 1 ? QKV : 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *const name = PyTuple_GetItem(names, i);
-        const int place = place_of(face, name, &at);
+        const int place = place_of(pass, name, &at);
         if (place < 0) {
             PyErr_Format(PyExc_TypeError, "%s: no argument of this pass is called %R",
                          la_variants[op].name, name);
@@ -296,7 +296,7 @@ static int take_all(la_call *c, PyObject *const *values)
         PyObject *const value = values[FIRST_OPTION + i];
         if (value && options[i].take(c, value)) return -1;
     }
-    la_set arrays = given_arrays(c->p.face);
+    la_set arrays = given_arrays(c->p.pass);
     for (la_name name; la_next(&arrays, &name);) {
         PyObject *const value = values[name];
         if (name == LA_G                            ? take_gate(c, values)
@@ -322,17 +322,17 @@ static bool is_wanted(const la_call *c, la_name name)
 
 static int allocate_outputs(la_call *c)
 {
-    la_set outputs = la_written[c->p.face] & ~la_read[c->p.face];
+    la_set outputs = la_written[c->p.pass] & ~la_read[c->p.pass];
     if (c->out && la_raise(c, la_check_output(&c->p, LA_O))) return -1;
     for (la_name name; la_next(&outputs, &name);)
         if (is_wanted(c, name) && la_allocate(c, name)) return -1;
-    return c->out || c->p.face == LA_STEP ? la_refuse_overlaps(c) : 0;
+    return c->out || c->p.pass == LA_STEP ? la_refuse_overlaps(c) : 0;
 }
 
 /* A tuple of what the pass writes, None for what it does not. */
 static PyObject *results(la_call *c)
 {
-    la_set outputs = la_written[c->p.face];
+    la_set outputs = la_written[c->p.pass];
     PyObject *found[LA_ARRAYS];
     int n = 0;
     for (la_name name; la_next(&outputs, &name);) {
@@ -352,11 +352,11 @@ static PyObject *results(la_call *c)
 
 /* ---- the three passes ---- */
 
-static PyObject *run_pass(la_face face, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+static PyObject *run_pass(la_pass pass, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     la_call c;
     PyObject *values[PLACES], *answer = NULL;
-    if (read_keywords(&c, face, args, nargs, names, values)) return NULL;
+    if (read_keywords(&c, pass, args, nargs, names, values)) return NULL;
     if (!take_all(&c, values) && !allocate_outputs(&c) && !la_run_pass(&c)) answer = results(&c);
     la_call_release(&c);
     return answer;
@@ -669,7 +669,7 @@ static PyModuleDef_Slot slots[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "linattn._linattn",
-    .m_doc = "The C core of linattn; linattn/ops.py is its face.",
+    .m_doc = "The C core of linattn; users call linattn/ops.",
     .m_methods = methods,
     .m_slots = slots,
 };

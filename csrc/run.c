@@ -51,7 +51,7 @@ static int run_on_device(la_call *c)
         [LA_FORWARD] = la_cuda_forward, [LA_STEP] = la_cuda_step, [LA_BACKWARD] = la_cuda_backward};
     la_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = entries[c->p.face](&c->p);
+    status = entries[c->p.pass](&c->p);
     Py_END_ALLOW_THREADS
     return la_raise(c, status) || la_settle_streams(c) ? -1 : 0;
 }
@@ -75,7 +75,7 @@ static bool interrupted(void *state)
 static int settle(la_call *c)
 {
     const bool on_host = c->p.device == LA_CPU;
-    if (on_host && c->p.face != LA_STEP && la_hold(c)) return -1;
+    if (on_host && c->p.pass != LA_STEP && la_hold(c)) return -1;
     if ((c->bound || c->ran_python) && la_still_there(c)) return -1;
     return on_host && !la_writes_nothing(&c->p) ? warn_of_growth(c) : 0;
 }
@@ -98,7 +98,7 @@ int la_run_pass(la_call *c)
 #ifdef LA_WITH_CUDA
     if (c->p.device == LA_CUDA) return run_on_device(c);
 #endif
-    return run_long(c, c->p.face == LA_FORWARD ? la_forward : la_backward);
+    return run_long(c, c->p.pass == LA_FORWARD ? la_forward : la_backward);
 }
 
 /* A step is never cut short: its state is the old one or the new one. */

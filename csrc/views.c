@@ -212,7 +212,7 @@ static int refuse_lazy(la_call *c, const char *label, PyObject *object, exchange
         PyErr_Format(PyExc_ValueError,
                      "%s: requires gradients, which are %s; pass %s.detach(), or call it under "
                      "torch.no_grad()",
-                     label, why[c->p.face], label);
+                     label, why[c->p.pass], label);
         return -1;
     }
     if (yes == 0 && has.is_neg != Py_None)

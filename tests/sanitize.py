@@ -202,7 +202,7 @@ def main():
         ("dtypes", DTYPES),
         ("shapes", SHAPES),
         ("modes", MODES),
-        ("faces", ("forward", "step", "backward")),
+        ("passes", ("forward", "step", "backward")),
     ):
         parser.add_argument(
             f"--{name}",
@@ -218,9 +218,9 @@ def main():
 
     began, calls, problems = time.perf_counter(), 0, []
     runs = [
-        *(chosen.modes if "forward" in chosen.faces else ()),
-        *(STEPS if "step" in chosen.faces else ()),
-        *([GRADIENTS] if "backward" in chosen.faces else []),
+        *(chosen.modes if "forward" in chosen.passes else ()),
+        *(STEPS if "step" in chosen.passes else ()),
+        *([GRADIENTS] if "backward" in chosen.passes else []),
     ]
     for op, dtype, what in itertools.product(chosen.ops, chosen.dtypes, runs):
         # the rule compares largest errors, so shapes are judged together

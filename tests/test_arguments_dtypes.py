@@ -26,9 +26,9 @@ from support.layouts import (
     transposed,
 )
 from support.problems import (
-    FACES,
     LETTERS,
     OPS,
+    PASSES,
     SLOTS,
     arguments,
     array_names,
@@ -58,10 +58,10 @@ OPTIONAL = {"gamma", "initial_state", "d_final_state"}
     [[[1.0]], "x", 1j, object(), {"a": 1}, b"12345678"],
     ids=["list", "str", "complex", "object", "dict", "bytes"],
 )
-def test_not_an_array(op, face, name, bad):
-    made = arguments(op, face) | {name: bad}
+def test_not_an_array(op, pass_, name, bad):
+    made = arguments(op, pass_) | {name: bad}
     refused(
-        function(op, face), made, TypeError, f"{name}: expected an array, got ", type(bad).__name__
+        function(op, pass_), made, TypeError, f"{name}: expected an array, got ", type(bad).__name__
     )
 
 
@@ -79,23 +79,23 @@ class NoNumbers(NoMemory):
     shape = (3, 5, "HV", 8)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     "bad",
     [[[1.0]], 3, 1.5, "x", (1, 2), object(), NoMemory(), NoNumbers(), np.float32(1)],
     ids=lambda bad: type(bad).__name__,
 )
-def test_q_is_named_when_nothing_is_an_array(op, face, bad):
+def test_q_is_named_when_nothing_is_an_array(op, pass_, bad):
     """Optional gates are left out. Options that the ops read before q do not change the message."""
-    made = arguments(op, face)
+    made = arguments(op, pass_)
     made |= dict.fromkeys(["q", "k", "v"], bad)
     made.pop("gamma", None)
     for options in ({}, {"feature_map": np.exp}, {"feature_map": np.exp, "qk_l2norm": True}):
-        if options and (op != "linear_attention" or face == "backward"):
+        if options and (op != "linear_attention" or pass_ == "backward"):
             break
         refused(
-            function(op, face),
+            function(op, pass_),
             made | options,
             TypeError,
             "q: expected an array, got ",
@@ -104,17 +104,17 @@ def test_q_is_named_when_nothing_is_an_array(op, face, bad):
 
 
 @pytest.mark.parametrize(
-    ("op", "face", "name"), [slot for slot in SLOTS if slot[2] not in OPTIONAL]
+    ("op", "pass_", "name"), [slot for slot in SLOTS if slot[2] not in OPTIONAL]
 )
-def test_none_where_an_array_is_needed(op, face, name):
-    made = arguments(op, face) | {name: None}
-    text = outcome_of(lambda: function(op, face)(**made))
+def test_none_where_an_array_is_needed(op, pass_, name):
+    made = arguments(op, pass_) | {name: None}
+    text = outcome_of(lambda: function(op, pass_)(**made))
     assert re.match(rf"TypeError: {name}: expected .*got (None|<class 'NoneType'>)", text), text
 
 
-@pytest.mark.parametrize(("op", "face", "name"), [s for s in SLOTS if s[2] in OPTIONAL])
-def test_none_where_an_array_is_optional(op, face, name):
-    function(op, face)(**arguments(op, face) | {name: None})
+@pytest.mark.parametrize(("op", "pass_", "name"), [s for s in SLOTS if s[2] in OPTIONAL])
+def test_none_where_an_array_is_optional(op, pass_, name):
+    function(op, pass_)(**arguments(op, pass_) | {name: None})
 
 
 BAD_DTYPES = [
@@ -138,19 +138,19 @@ BAD_DTYPES = [
 
 @slots
 @pytest.mark.parametrize("dtype", BAD_DTYPES)
-def test_unsupported_dtype(op, face, name, dtype):
-    made = arguments(op, face)
+def test_unsupported_dtype(op, pass_, name, dtype):
+    made = arguments(op, pass_)
     bad = np.zeros(made[name].shape, dtype)
-    refused(function(op, face), made | {name: bad}, TypeError, f"{name}: expected float", "got ")
+    refused(function(op, pass_), made | {name: bad}, TypeError, f"{name}: expected float", "got ")
 
 
 @pytest.mark.parametrize("other", [np.float64, np.float16, BFLOAT16])
-@pytest.mark.parametrize(("op", "face", "name"), [s for s in SLOTS if s[2] in ("k", "v", "do")])
-def test_one_dtype_for_q_k_v_and_do(op, face, name, other):
-    made = arguments(op, face)
+@pytest.mark.parametrize(("op", "pass_", "name"), [s for s in SLOTS if s[2] in ("k", "v", "do")])
+def test_one_dtype_for_q_k_v_and_do(op, pass_, name, other):
+    made = arguments(op, pass_)
     made[name] = made[name].astype(other)
     refused(
-        function(op, face),
+        function(op, pass_),
         made,
         TypeError,
         f"{name}: expected float32 (the dtype of q), got {np.dtype(other).name}",
@@ -159,14 +159,14 @@ def test_one_dtype_for_q_k_v_and_do(op, face, name, other):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16])
 @calls
-def test_a_state_has_the_dtype_of_the_sums(op, face, dtype):
+def test_a_state_has_the_dtype_of_the_sums(op, pass_, dtype):
     for wrong in (np.float16, np.float32 if dtype == np.float64 else np.float64):
-        made = arguments(op, face, dtype=dtype)
-        name = "state" if face == "step" else "initial_state"
+        made = arguments(op, pass_, dtype=dtype)
+        name = "state" if pass_ == "step" else "initial_state"
         made[name] = made[name].astype(wrong)
         want = "float64" if dtype == np.float64 else "float32"
         refused(
-            function(op, face),
+            function(op, pass_),
             made,
             TypeError,
             f"{name}: expected {want}",
@@ -177,29 +177,29 @@ def test_a_state_has_the_dtype_of_the_sums(op, face, dtype):
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16])
 @pytest.mark.parametrize("gate", [np.float64, np.float32, np.float16, BFLOAT16])
 def test_gates_have_any_dtype(dtype, gate):
-    for op, face in (("kda", "forward"), ("gated_delta_rule", "step"), ("kda", "backward")):
-        made = arguments(op, face, dtype=dtype)
+    for op, pass_ in (("kda", "forward"), ("gated_delta_rule", "step"), ("kda", "backward")):
+        made = arguments(op, pass_, dtype=dtype)
         made |= {"g": made["g"].astype(gate), "beta": made["beta"].astype(gate)}
-        if face not in FACES:
+        if pass_ not in PASSES:
             continue
-        result = function(op, face)(**made)
-        if face == "backward":
+        result = function(op, pass_)(**made)
+        if pass_ == "backward":
             assert result.dg.dtype == gate and result.dbeta.dtype == gate
             assert result.dq.dtype == dtype and result.dv.dtype == dtype
         else:
-            assert (result[0] if face == "forward" else result).dtype == dtype
+            assert (result[0] if pass_ == "forward" else result).dtype == dtype
 
 
-@pytest.mark.parametrize("face", ["forward", "step"])
+@pytest.mark.parametrize("pass_", ["forward", "step"])
 @pytest.mark.parametrize(
     "bad", [[1.0], "x", True, np.float64, np.float16, np.int32, "complex64"], ids=str
 )
-def test_out_of_the_wrong_type(face, bad):
-    shape = sizes(letters_of("kda", face, "out"), LETTERS)
+def test_out_of_the_wrong_type(pass_, bad):
+    shape = sizes(letters_of("kda", pass_, "out"), LETTERS)
     array = np.zeros(shape, bad) if bad in (np.float64, np.float16, np.int32, "complex64") else bad
     refused(
-        function("kda", face),
-        arguments("kda", face) | {"out": array},
+        function("kda", pass_),
+        arguments("kda", pass_) | {"out": array},
         TypeError,
         "out: expected ",
         "got ",
@@ -211,16 +211,16 @@ def test_out_of_the_wrong_type(face, bad):
     "dtype", ["float32", "float64", "uint32", "uint64", "int16", "bool", "object", "complex64"]
 )
 @pytest.mark.parametrize("op", ["linear_attention", "kda"])
-def test_cu_seqlens_of_the_wrong_dtype(op, face, dtype):
-    made = arguments(op, face, B=1) | {"cu_seqlens": np.array([0, 5]).astype(dtype)}
-    refused(function(op, face), made, TypeError, "cu_seqlens: expected int32 or int64, got ")
+def test_cu_seqlens_of_the_wrong_dtype(op, pass_, dtype):
+    made = arguments(op, pass_, B=1) | {"cu_seqlens": np.array([0, 5]).astype(dtype)}
+    refused(function(op, pass_), made, TypeError, "cu_seqlens: expected int32 or int64, got ")
 
 
 @whole
 @pytest.mark.parametrize("bad", [[0, 5], (0, 5), "x", 5, 5.0], ids=repr)
-def test_cu_seqlens_is_no_array(face, bad):
-    made = arguments("gla", face, B=1) | {"cu_seqlens": bad}
-    refused(function("gla", face), made, TypeError, "cu_seqlens: expected ")
+def test_cu_seqlens_is_no_array(pass_, bad):
+    made = arguments("gla", pass_, B=1) | {"cu_seqlens": bad}
+    refused(function("gla", pass_), made, TypeError, "cu_seqlens: expected ")
 
 
 # ---- layouts ----
@@ -229,10 +229,10 @@ def test_cu_seqlens_is_no_array(face, bad):
 @pytest.mark.parametrize("op", OPS)
 @whole
 @pytest.mark.parametrize("layout", [fortran, *ROWS_KEPT, *ROWS_BROKEN], ids=lambda f: f.__name__)
-def test_any_layout_gives_the_same_bits(op, face, layout):
-    call = function(op, face)
+def test_any_layout_gives_the_same_bits(op, pass_, layout):
+    call = function(op, pass_)
     for dtype in (np.float32, np.float64, np.float16):
-        made = arguments(op, face, dtype=dtype)
+        made = arguments(op, pass_, dtype=dtype)
         odd = laid_out(made, layout)
         before = snapshot(odd)
         assert_same_bits(call(**odd), call(**made))
@@ -241,28 +241,32 @@ def test_any_layout_gives_the_same_bits(op, face, layout):
 
 @whole
 @pytest.mark.parametrize("layout", [fortran, *ROWS_KEPT, *ROWS_BROKEN], ids=lambda f: f.__name__)
-def test_any_layout_of_one_argument(face, layout):
-    made = arguments("kda", face)
-    want = function("kda", face)(**made)
-    for name in array_names("kda", face):
-        assert_same_bits(function("kda", face)(**laid_out(made, layout, [name])), want)
-    made = normalised(face)
+def test_any_layout_of_one_argument(pass_, layout):
+    made = arguments("kda", pass_)
+    want = function("kda", pass_)(**made)
+    for name in array_names("kda", pass_):
+        assert_same_bits(function("kda", pass_)(**laid_out(made, layout, [name])), want)
+    made = normalised(pass_)
     assert_same_bits(
-        function("linear_attention", face)(**laid_out(made, layout)),
-        function("linear_attention", face)(**made),
+        function("linear_attention", pass_)(**laid_out(made, layout)),
+        function("linear_attention", pass_)(**made),
     )
 
 
 @whole
 @pytest.mark.parametrize("layout", [fortran, *ROWS_KEPT, *ROWS_BROKEN], ids=lambda f: f.__name__)
-def test_any_layout_for_one_head_and_v_first(face, layout):
-    made = arguments("kda", face, one_head=True)
-    assert_same_bits(function("kda", face)(**laid_out(made, layout)), function("kda", face)(**made))
-    made = arguments("gla", face) | {"state_v_first": True}
+def test_any_layout_for_one_head_and_v_first(pass_, layout):
+    made = arguments("kda", pass_, one_head=True)
+    assert_same_bits(
+        function("kda", pass_)(**laid_out(made, layout)), function("kda", pass_)(**made)
+    )
+    made = arguments("gla", pass_) | {"state_v_first": True}
     for name in ("initial_state", "d_final_state"):
         if name in made:
             made[name] = np.ascontiguousarray(made[name].swapaxes(-1, -2))
-    assert_same_bits(function("gla", face)(**laid_out(made, layout)), function("gla", face)(**made))
+    assert_same_bits(
+        function("gla", pass_)(**laid_out(made, layout)), function("gla", pass_)(**made)
+    )
 
 
 @pytest.mark.parametrize(
@@ -336,22 +340,22 @@ def test_a_step_takes_any_stride_of_a_gate_that_has_no_rows(op, layout):
 @pytest.mark.parametrize("op", OPS)
 def test_read_only_inputs_are_fine_and_read_only_outputs_are_not(op):
     device.needs_numpy("there are no read-only arrays")
-    for face in FACES:
-        made = laid_out(arguments(op, face), read_only)
-        if face == "step":
+    for pass_ in PASSES:
+        made = laid_out(arguments(op, pass_), read_only)
+        if pass_ == "step":
             refused(
-                function(op, face),
+                function(op, pass_),
                 made,
                 ValueError,
                 "state: expected a writable array",
                 "read-only",
             )
             made["state"] = made["state"].copy()
-        function(op, face)(**made)
-        if face != "backward":
-            out = read_only(np.zeros(sizes(letters_of(op, face, "out"), LETTERS), np.float32))
+        function(op, pass_)(**made)
+        if pass_ != "backward":
+            out = read_only(np.zeros(sizes(letters_of(op, pass_, "out"), LETTERS), np.float32))
             refused(
-                function(op, face),
+                function(op, pass_),
                 made | {"out": out},
                 ValueError,
                 "out: expected a writable array",
@@ -400,21 +404,21 @@ def share(made, written, name, offset):
 
 def overlaps():
     for op in OPS:
-        for face in ("forward", "step"):
-            for name in array_names(op, face):
-                yield op, face, "out", name
-                if face == "step" and name != "state":
-                    yield op, face, "state", name
+        for pass_ in ("forward", "step"):
+            for name in array_names(op, pass_):
+                yield op, pass_, "out", name
+                if pass_ == "step" and name != "state":
+                    yield op, pass_, "state", name
 
 
-@pytest.mark.parametrize(("op", "face", "written", "name"), list(overlaps()))
-def test_memory_that_is_written_may_not_be_an_inputs(op, face, written, name):
-    made = arguments(op, face)
-    made |= {"out": np.zeros(sizes(letters_of(op, face, "out"), LETTERS), np.float32)}
+@pytest.mark.parametrize(("op", "pass_", "written", "name"), list(overlaps()))
+def test_memory_that_is_written_may_not_be_an_inputs(op, pass_, written, name):
+    made = arguments(op, pass_)
+    made |= {"out": np.zeros(sizes(letters_of(op, pass_, "out"), LETTERS), np.float32)}
     last = min(made[name].size - 1, 3)  # the outer ends just meet, or nearly
     for offset in (0, last):
         refused(
-            function(op, face),
+            function(op, pass_),
             share(made, written, name, offset),
             ValueError,
             "expected memory of its own, got memory shared with ",
@@ -423,12 +427,12 @@ def test_memory_that_is_written_may_not_be_an_inputs(op, face, written, name):
         )
 
 
-@pytest.mark.parametrize("face", ["forward", "step"])
-def test_out_over_q_k_or_v_itself(face):
+@pytest.mark.parametrize("pass_", ["forward", "step"])
+def test_out_over_q_k_or_v_itself(pass_):
     for name in "qkv":
-        made = arguments("delta_rule", face, HV=2, V=8)
+        made = arguments("delta_rule", pass_, HV=2, V=8)
         refused(
-            function("delta_rule", face),
+            function("delta_rule", pass_),
             made | {"out": made[name]},
             ValueError,
             f"out: expected memory of its own, got memory shared with {name}",

@@ -17,9 +17,9 @@ from support.device import ops as linattn
 from support.layouts import backwards, laid_out, padded_rows
 from support.problems import (
     CALLS,
-    FACES,
     LETTERS,
     OPS,
+    PASSES,
     WHOLE,
     arguments,
     calls,
@@ -43,60 +43,60 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @calls
-def test_an_unknown_keyword(op, face):
-    refused(function(op, face), arguments(op, face) | {"chunks": 3}, TypeError, "'chunks'")
+def test_an_unknown_keyword(op, pass_):
+    refused(function(op, pass_), arguments(op, pass_) | {"chunks": 3}, TypeError, "'chunks'")
 
 
 @calls
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_missing_array(op, face, name):
-    made = arguments(op, face)
+def test_a_missing_array(op, pass_, name):
+    made = arguments(op, pass_)
     del made[name]
-    refused(function(op, face), made, TypeError, f"'{name}'")
+    refused(function(op, pass_), made, TypeError, f"'{name}'")
 
 
-@pytest.mark.parametrize(("op", "face"), [c for c in CALLS if gate_of(c[0]) == "g"])
-def test_g_or_alpha(op, face):
-    made = arguments(op, face)
+@pytest.mark.parametrize(("op", "pass_"), [c for c in CALLS if gate_of(c[0]) == "g"])
+def test_g_or_alpha(op, pass_):
+    made = arguments(op, pass_)
     refused(
-        function(op, face),
+        function(op, pass_),
         made | {"alpha": np.exp(made["g"])},
         ValueError,
         "g, alpha: expected one of the two",
         "got both",
     )
-    letters = ",".join(letters_of(op, face, "g"))
+    letters = ",".join(letters_of(op, pass_, "g"))
     refused(
-        function(op, face),
+        function(op, pass_),
         made | {"g": None},
         TypeError,
         f"g: expected the log decay [{letters}] (or alpha=, the decay itself), got None",
     )
     del made["g"]
-    refused(function(op, face), made, TypeError, f"g: expected the log decay [{letters}]")
-    function(op, face)(**made, alpha=np.exp(arguments(op, face)["g"]))
+    refused(function(op, pass_), made, TypeError, f"g: expected the log decay [{letters}]")
+    function(op, pass_)(**made, alpha=np.exp(arguments(op, pass_)["g"]))
 
 
-@pytest.mark.parametrize(("op", "face"), [c for c in CALLS if gate_of(c[0]) == "g"])
-def test_messages_about_alpha_call_it_alpha(op, face):
-    made = arguments(op, face)
+@pytest.mark.parametrize(("op", "pass_"), [c for c in CALLS if gate_of(c[0]) == "g"])
+def test_messages_about_alpha_call_it_alpha(op, pass_):
+    made = arguments(op, pass_)
     bad = np.exp(made.pop("g"))
-    letters = ",".join(letters_of(op, face, "g"))
+    letters = ",".join(letters_of(op, pass_, "g"))
     refused(
-        function(op, face),
+        function(op, pass_),
         made | {"alpha": grown(bad, 0)},
         ValueError,
         f"alpha: expected [{letters}] = {shape_text(bad.shape)}, got "
         f"{shape_text(grown(bad, 0).shape)}",
     )
-    refused(function(op, face), made | {"alpha": bad.astype(int)}, TypeError, "alpha: expected ")
+    refused(function(op, pass_), made | {"alpha": bad.astype(int)}, TypeError, "alpha: expected ")
 
 
-@pytest.mark.parametrize(("op", "face"), [c for c in CALLS if "beta" in GATES[c[0]]])
-def test_missing_beta(op, face):
-    made = arguments(op, face)
+@pytest.mark.parametrize(("op", "pass_"), [c for c in CALLS if "beta" in GATES[c[0]]])
+def test_missing_beta(op, pass_):
+    made = arguments(op, pass_)
     del made["beta"]
-    refused(function(op, face), made, TypeError, "beta")
+    refused(function(op, pass_), made, TypeError, "beta")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -168,13 +168,13 @@ def name_of(value):
     return value if isinstance(value, type) else repr(value)[:20]
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize(("name", "bad", "error"), OPTIONS, ids=name_of)
-def test_options(face, name, bad, error):
-    if face not in ONLY.get(name, FACES):
+def test_options(pass_, name, bad, error):
+    if pass_ not in ONLY.get(name, PASSES):
         error = TypeError  # an unknown keyword there
     for op in ("linear_attention", "kda"):
-        refused(function(op, face), arguments(op, face) | {name: bad}, error, name)
+        refused(function(op, pass_), arguments(op, pass_) | {name: bad}, error, name)
 
 
 def test_options_that_are_legal():
@@ -232,32 +232,32 @@ LINEAR_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize(("name", "bad", "error"), LINEAR_OPTIONS, ids=name_of)
-def test_options_of_linear_attention(face, name, bad, error):
-    if name == "causal" and face == "step":
+def test_options_of_linear_attention(pass_, name, bad, error):
+    if name == "causal" and pass_ == "step":
         error = TypeError
-    refused(function("linear_attention", face), normalised(face) | {name: bad}, error, name)
+    refused(function("linear_attention", pass_), normalised(pass_) | {name: bad}, error, name)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize(
     "given",
     ["identity", ("identity", "elu+1"), ("elu+1", "identity"), linattn.FeatureMap("identity")],
     ids=str,
 )
-def test_identity_is_not_normalised_unless_one_insists(face, given):
-    call = function("linear_attention", face)
+def test_identity_is_not_normalised_unless_one_insists(pass_, given):
+    call = function("linear_attention", pass_)
     refused(
         call,
-        normalised(face) | {"feature_map": given},
+        normalised(pass_) | {"feature_map": given},
         ValueError,
         "normalize: ",
         "identity",
         "got True",
     )
-    call(**normalised(face) | {"feature_map": given, "normalize": "clamp"})
-    call(**arguments("linear_attention", face) | {"feature_map": given})
+    call(**normalised(pass_) | {"feature_map": given, "normalize": "clamp"})
+    call(**arguments("linear_attention", pass_) | {"feature_map": given})
 
 
 def test_the_builders_refuse_too():
@@ -328,8 +328,8 @@ INSIDE = [
 ]
 
 
-def with_gate(op, face, name, value, dtype=np.float32, where=-1):
-    made = arguments(op, face)
+def with_gate(op, pass_, name, value, dtype=np.float32, where=-1):
+    made = arguments(op, pass_)
     gate = made.pop(gate_of(op)).astype(dtype)
     if name == "alpha":
         gate = np.exp(gate.astype(np.float64)).astype(dtype)
@@ -338,11 +338,11 @@ def with_gate(op, face, name, value, dtype=np.float32, where=-1):
 
 
 @pytest.mark.parametrize(("op", "name", "value", "text"), OUTSIDE)
-@pytest.mark.parametrize("face", FACES)
-def test_a_gate_outside_warns_once_per_call_site(op, face, name, value, text):
+@pytest.mark.parametrize("pass_", PASSES)
+def test_a_gate_outside_warns_once_per_call_site(op, pass_, name, value, text):
     device.needs_numpy("every call comes from one line of support/device.py")
-    made = with_gate(op, face, name, value)
-    call = function(op, face)
+    made = with_gate(op, pass_, name, value)
+    call = function(op, pass_)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
         for _ in range(3):
@@ -413,17 +413,17 @@ def test_a_gate_outside_is_seen_at_the_ends_of_every_block(op, threads):
 
 
 @pytest.mark.parametrize(("op", "name", "value", "text"), OUTSIDE)
-@pytest.mark.parametrize("face", FACES)
-def test_as_an_error_it_leaves_everything_as_it_was(op, face, name, value, text):
+@pytest.mark.parametrize("pass_", PASSES)
+def test_as_an_error_it_leaves_everything_as_it_was(op, pass_, name, value, text):
     device.needs_host("the values of gates are not looked at")
-    made = with_gate(op, face, name, value)
-    if face != "backward":
-        made["out"] = np.zeros(sizes(letters_of(op, face, "out"), LETTERS), np.float32)
+    made = with_gate(op, pass_, name, value)
+    if pass_ != "backward":
+        made["out"] = np.zeros(sizes(letters_of(op, pass_, "out"), LETTERS), np.float32)
     before = snapshot(made)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match=re.escape(text)):
-            function(op, face)(**made)
+            function(op, pass_)(**made)
     assert snapshot(made) == before
 
 
@@ -432,10 +432,10 @@ def test_as_an_error_it_leaves_everything_as_it_was(op, face, name, value, text)
 )
 @pytest.mark.parametrize(("op", "name", "value"), INSIDE)
 def test_a_gate_inside_does_not_warn(op, name, value, dtype):
-    for face in FACES:
+    for pass_ in PASSES:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            function(op, face)(**with_gate(op, face, name, value, dtype))
+            function(op, pass_)(**with_gate(op, pass_, name, value, dtype))
 
 
 @pytest.mark.parametrize(
@@ -504,7 +504,7 @@ def random_arrays(draw):
 
 @st.composite
 def fuzzed_calls(draw):
-    op, face = draw(st.sampled_from(CALLS))
+    op, pass_ = draw(st.sampled_from(CALLS))
     dims = {
         "B": draw(st.integers(0, 2)),
         "T": draw(st.integers(0, 3)),
@@ -512,7 +512,7 @@ def fuzzed_calls(draw):
         "K": draw(st.integers(1, 3)),
     }
     dims |= {"HV": dims["H"] * draw(st.integers(1, 2)), "V": draw(st.integers(1, 3))}
-    made = arguments(op, face, one_head=draw(st.booleans()), **dims)
+    made = arguments(op, pass_, one_head=draw(st.booleans()), **dims)
     junk = st.sampled_from(JUNK) | random_arrays()
     options = [
         "scale",
@@ -540,30 +540,30 @@ def fuzzed_calls(draw):
         made[name] = draw(junk)
         if name == "cu_seqlens" and not device.on_host():
             del made[name]  # a device's values are not read, and must be right
-    return op, face, made
+    return op, pass_, made
 
 
 @pytest.fixture(scope="module")
 def none_is_refused():
     """A crash in the fuzz would end the whole run: look whether None is survived first."""
-    for op, face, name in (("delta_rule", "forward", "k"), ("delta_rule", "backward", "do")):
-        made = arguments(op, face) | {name: None}
-        text = outcome_of(lambda op=op, face=face, made=made: function(op, face)(**made))
-        assert "died" not in text, f"{op} {face} with {name}=None {text}"
+    for op, pass_, name in (("delta_rule", "forward", "k"), ("delta_rule", "backward", "do")):
+        made = arguments(op, pass_) | {name: None}
+        text = outcome_of(lambda op=op, pass_=pass_, made=made: function(op, pass_)(**made))
+        assert "died" not in text, f"{op} {pass_} with {name}=None {text}"
 
 
 @settings(max_examples=1500, deadline=None)
 @given(call=fuzzed_calls())
 def test_fuzz(none_is_refused, call):
-    op, face, made = call
-    if face not in FACES:
+    op, pass_, made = call
+    if pass_ not in PASSES:
         return
     before = snapshot({name: x for name, x in made.items() if name not in ("state", "out")})
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             with device.from_the_host():
-                function(op, face)(**made)
+                function(op, pass_)(**made)
     except (TypeError, ValueError, MemoryError) as error:
         message = str(error)
         names = [*made, "normalize", "q", "k", "v", "g", "beta", "gamma", "slopes", "state"]

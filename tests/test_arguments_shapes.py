@@ -8,9 +8,9 @@ from support import device
 from support.compare import assert_same_bits
 from support.device import ops as linattn
 from support.problems import (
-    FACES,
     LETTERS,
     OPS,
+    PASSES,
     SLOTS,
     arguments,
     calls,
@@ -30,26 +30,26 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @calls
-def test_the_legal_call_is_legal(op, face):
-    function(op, face)(**arguments(op, face))
-    function(op, face)(**arguments(op, face, one_head=True))
+def test_the_legal_call_is_legal(op, pass_):
+    function(op, pass_)(**arguments(op, pass_))
+    function(op, pass_)(**arguments(op, pass_, one_head=True))
 
 
 # ---- wrong shapes ----
 
 
 def axes():
-    for op, face, name in SLOTS:
-        for axis, letter in enumerate(letters_of(op, face, name)):
-            yield pytest.param(op, face, name, axis, id=f"{op}-{face}-{name}-{letter}")
+    for op, pass_, name in SLOTS:
+        for axis, letter in enumerate(letters_of(op, pass_, name)):
+            yield pytest.param(op, pass_, name, axis, id=f"{op}-{pass_}-{name}-{letter}")
 
 
-@pytest.mark.parametrize(("op", "face", "name", "axis"), list(axes()))
-def test_each_letter_wrong(op, face, name, axis):
-    made = arguments(op, face)
-    letters = letters_of(op, face, name)
+@pytest.mark.parametrize(("op", "pass_", "name", "axis"), list(axes()))
+def test_each_letter_wrong(op, pass_, name, axis):
+    made = arguments(op, pass_)
+    letters = letters_of(op, pass_, name)
     want, made[name] = made[name].shape, grown(made[name], axis)
-    call = function(op, face)
+    call = function(op, pass_)
     if name == "q":  # q says what B, T, H and K are; the others are then wrong
         refused(
             call,
@@ -73,15 +73,15 @@ def test_each_letter_wrong(op, face, name, axis):
 
 
 @pytest.mark.parametrize(
-    ("op", "face", "name"), [s for s in SLOTS if s[2] not in ("q", "v", "gamma", "slopes")]
+    ("op", "pass_", "name"), [s for s in SLOTS if s[2] not in ("q", "v", "gamma", "slopes")]
 )
-def test_each_letter_wrong_for_one_head(op, face, name):
-    letters = letters_of(op, face, name, one_head=True)
+def test_each_letter_wrong_for_one_head(op, pass_, name):
+    letters = letters_of(op, pass_, name, one_head=True)
     for axis in range(len(letters)):
-        made = arguments(op, face, one_head=True)
+        made = arguments(op, pass_, one_head=True)
         want, made[name] = made[name].shape, grown(made[name], axis)
         refused(
-            function(op, face),
+            function(op, pass_),
             made,
             ValueError,
             f"{name}: expected [{','.join(letters)}] = {shape_text(want)}, got "
@@ -91,10 +91,10 @@ def test_each_letter_wrong_for_one_head(op, face, name):
 
 @pytest.mark.parametrize("op", OPS)
 @whole
-def test_three_dimensions_are_refused_with_a_hint(op, face):
-    made = arguments(op, face)
+def test_three_dimensions_are_refused_with_a_hint(op, pass_):
+    made = arguments(op, pass_)
     refused(
-        function(op, face),
+        function(op, pass_),
         made | {"q": made["q"][0]},
         ValueError,
         "q: expected 4-D [B,T,H,K], or 2-D [T,K] for one head; got (5, 2, 8)",
@@ -106,10 +106,10 @@ def test_three_dimensions_are_refused_with_a_hint(op, face):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", [(), (8,), (1, 3, 5, 2, 8), (1,) * 8], ids=str)
 @whole
-def test_q_of_odd_dimensions(op, face, shape):
+def test_q_of_odd_dimensions(op, pass_, shape):
     refused(
-        function(op, face),
-        arguments(op, face) | {"q": np.zeros(shape, np.float32)},
+        function(op, pass_),
+        arguments(op, pass_) | {"q": np.zeros(shape, np.float32)},
         ValueError,
         "q: expected ",
         "[B,T,H,K]",
@@ -131,13 +131,13 @@ def test_q_of_odd_dimensions_in_a_step(op, shape):
 
 
 @slots
-def test_a_dimension_too_many_or_too_few(op, face, name):
-    made = arguments(op, face)
+def test_a_dimension_too_many_or_too_few(op, pass_, name):
+    made = arguments(op, pass_)
     for bad in (made[name][None], np.asarray(made[name][0])):
         if name == "q" or bad.ndim > 4:  # tests of their own
             continue
         refused(
-            function(op, face),
+            function(op, pass_),
             made | {name: bad},
             ValueError,
             f"{name}: expected ",
@@ -160,7 +160,7 @@ def test_five_dimensions(name):
 
 @calls
 @pytest.mark.parametrize("letter", ["K", "V", "H", "HV"])
-def test_sizes_that_may_not_be_zero(op, face, letter):
+def test_sizes_that_may_not_be_zero(op, pass_, letter):
     dims = {letter: 0} | ({"HV": 0} if letter == "H" else {})
     names = {
         "K": "q: expected K >= 1, got K = 0",
@@ -168,15 +168,15 @@ def test_sizes_that_may_not_be_zero(op, face, letter):
         "H": "q: expected H >= 1, got H = 0",
         "HV": "v: expected HV",
     }
-    refused(function(op, face), arguments(op, face, **dims), ValueError, names[letter])
+    refused(function(op, pass_), arguments(op, pass_, **dims), ValueError, names[letter])
 
 
 @calls
 @pytest.mark.parametrize("HV", [1, 3, 5])
-def test_value_heads_are_a_multiple_of_heads(op, face, HV):
+def test_value_heads_are_a_multiple_of_heads(op, pass_, HV):
     refused(
-        function(op, face),
-        arguments(op, face, HV=HV),
+        function(op, pass_),
+        arguments(op, pass_, HV=HV),
         ValueError,
         f"v: expected HV to be a multiple of H = 2, got HV = {HV}",
     )
@@ -201,21 +201,21 @@ CU_SEQLENS = [
 @pytest.mark.parametrize(("cu", "text"), CU_SEQLENS, ids=[str(c) for c, _ in CU_SEQLENS])
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @whole
-def test_cu_seqlens(cu, text, dtype, face):
+def test_cu_seqlens(cu, text, dtype, pass_):
     if "[N+1]" not in text:
         device.needs_host("the values of cu_seqlens are not looked at")
     for op in ("retention", "kda"):
-        made = arguments(op, face, B=1) | {"cu_seqlens": np.array(cu, dtype)}
-        refused(function(op, face), made, ValueError, text)
+        made = arguments(op, pass_, B=1) | {"cu_seqlens": np.array(cu, dtype)}
+        refused(function(op, pass_), made, ValueError, text)
 
 
 @pytest.mark.parametrize("op", OPS)
 @whole
 @pytest.mark.parametrize("B", [0, 2])
-def test_packed_sequences_have_one_row(op, face, B):
-    made = arguments(op, face, B=B) | {"cu_seqlens": np.array([0, 5])}
+def test_packed_sequences_have_one_row(op, pass_, B):
+    made = arguments(op, pass_, B=B) | {"cu_seqlens": np.array([0, 5])}
     refused(
-        function(op, face),
+        function(op, pass_),
         made,
         ValueError,
         f"cu_seqlens: expected packed sequences to have B = 1, got B = {B}",
@@ -224,10 +224,10 @@ def test_packed_sequences_have_one_row(op, face, B):
 
 @pytest.mark.parametrize("op", OPS)
 @whole
-def test_states_of_packed_sequences_have_n_rows(op, face):
-    made = arguments(op, face, B=1) | {"cu_seqlens": np.array([0, 2, 5])}
+def test_states_of_packed_sequences_have_n_rows(op, pass_):
+    made = arguments(op, pass_, B=1) | {"cu_seqlens": np.array([0, 2, 5])}
     refused(
-        function(op, face),
+        function(op, pass_),
         made,
         ValueError,
         "initial_state: expected [N,HV,K,V] = (2, 4, 8, 6), got (1, 4, 8, 6)",
@@ -235,17 +235,17 @@ def test_states_of_packed_sequences_have_n_rows(op, face):
 
 
 @calls
-def test_a_state_in_the_other_layout(op, face):
-    name = "state" if face == "step" else "initial_state"
+def test_a_state_in_the_other_layout(op, pass_):
+    name = "state" if pass_ == "step" else "initial_state"
     refused(
-        function(op, face),
-        arguments(op, face) | {"state_v_first": True},
+        function(op, pass_),
+        arguments(op, pass_) | {"state_v_first": True},
         ValueError,
         f"{name}: expected [N,HV,V,K] = (3, 4, 6, 8), got (3, 4, 8, 6)",
     )
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize(
     ("spoil", "error", "text"),
     [
@@ -271,37 +271,37 @@ def test_a_state_in_the_other_layout(op, face):
     ],
     ids=range(11),
 )
-def test_the_pair_of_a_normalised_op(face, spoil, error, text):
+def test_the_pair_of_a_normalised_op(pass_, spoil, error, text):
     for name in {
         "forward": ["initial_state"],
         "step": ["state"],
         "backward": ["initial_state", "d_final_state"],
-    }[face]:
-        made = normalised(face)
+    }[pass_]:
+        made = normalised(pass_)
         made[name] = spoil(*made[name])
-        refused(function("linear_attention", face), made, error, name, text)
+        refused(function("linear_attention", pass_), made, error, name, text)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_a_pair_where_there_is_no_normaliser(face):
+@pytest.mark.parametrize("pass_", PASSES)
+def test_a_pair_where_there_is_no_normaliser(pass_):
     refused(
-        function("linear_attention", face),
-        normalised(face) | {"normalize": False},
+        function("linear_attention", pass_),
+        normalised(pass_) | {"normalize": False},
         TypeError,
         "state: expected an array, got <class 'tuple'>",
     )
 
 
-@pytest.mark.parametrize("face", ["forward", "step"])
+@pytest.mark.parametrize("pass_", ["forward", "step"])
 @pytest.mark.parametrize("axis", range(4))
-def test_out_of_the_wrong_shape(face, axis):
-    letters = letters_of("kda", face, "out")
+def test_out_of_the_wrong_shape(pass_, axis):
+    letters = letters_of("kda", pass_, "out")
     if axis == len(letters):
         pytest.skip("a step has no T")
     out = np.zeros(sizes(letters, LETTERS), np.float32)
     refused(
-        function("kda", face),
-        arguments("kda", face) | {"out": grown(out, axis)},
+        function("kda", pass_),
+        arguments("kda", pass_) | {"out": grown(out, axis)},
         ValueError,
         f"out: expected [{','.join(letters)}] = {shape_text(out.shape)}, got "
         f"{shape_text(grown(out, axis).shape)}",
@@ -313,17 +313,17 @@ def test_out_of_the_wrong_shape(face, axis):
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_batch(op):
-    for face in FACES:
-        result = function(op, face)(**arguments(op, face, B=0))
-        if face == "backward":
+    for pass_ in PASSES:
+        result = function(op, pass_)(**arguments(op, pass_, B=0))
+        if pass_ == "backward":
             assert result.dq.shape == (0, 5, 2, 8) and result.dv.shape == (0, 5, 4, 6)
             assert result.d_initial_state.shape == (0, 4, 8, 6)
             for name in ("dgamma", "dslopes"):  # sums over nothing
                 if gate_of(op) == name[1:]:
                     assert not result.dg.any()
         else:
-            o = result[0] if face == "forward" else result
-            assert o.shape == ((0, 5, 4, 6) if face == "forward" else (0, 4, 6))
+            o = result[0] if pass_ == "forward" else result
+            assert o.shape == ((0, 5, 4, 6) if pass_ == "forward" else (0, 4, 6))
 
 
 @pytest.mark.parametrize("op", OPS)

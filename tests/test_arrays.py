@@ -18,7 +18,7 @@ from support.dlpack import (
     all_ended,
     numpy_of,
 )
-from support.problems import FACES, OPS, arguments, call, function
+from support.problems import OPS, PASSES, arguments, call, function
 
 import linattn
 from linattn import _linattn
@@ -30,12 +30,12 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize("kind", [Exporter, Old, Compact, Importer])
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("op", OPS)
-def test_dlpack_gives_numpys_bits(op, face, kind):
-    made = arguments(op, face)
-    theirs = over_arrays(kind, arguments(op, face))
-    want, got = call(op, face, made), call(op, face, theirs)
+def test_dlpack_gives_numpys_bits(op, pass_, kind):
+    made = arguments(op, pass_)
+    theirs = over_arrays(kind, arguments(op, pass_))
+    want, got = call(op, pass_, made), call(op, pass_, theirs)
     for x, y in zip(leaves(want), leaves(got), strict=True):
         assert isinstance(y, Importer if kind is Importer else np.ndarray)
         assert_same_bits(numpy_of(y), x)
@@ -65,16 +65,16 @@ def test_dlpack_dtypes(dtype):
     ],
     ids=["inner", "reversed", "swapped", "broadcast"],
 )
-@pytest.mark.parametrize("face", ["forward", "backward"])
-def test_dlpack_strides(face, layout):
-    made = arguments("kda", face)
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_dlpack_strides(pass_, layout):
+    made = arguments("kda", pass_)
     for name in ("q", "k", "v", "g", "beta"):
         like = made[name].shape
         x = layout(made[name])
         made[name] = x if x.shape == like else x.swapaxes(0, 1).copy().swapaxes(0, 1).reshape(like)
-    want = call("kda", face, made)
+    want = call("kda", pass_, made)
     theirs = over_arrays(Exporter, made)
-    for x, y in zip(leaves(want), leaves(call("kda", face, theirs)), strict=True):
+    for x, y in zip(leaves(want), leaves(call("kda", pass_, theirs)), strict=True):
         assert_same_bits(y, x)
     all_ended(theirs)
 
@@ -97,23 +97,23 @@ def test_out_comes_back_itself():
 
 
 @pytest.mark.parametrize("kind", [Exporter, Old])
-@pytest.mark.parametrize("face", ["forward", "step"])
-def test_read_only(face, kind):
+@pytest.mark.parametrize("pass_", ["forward", "step"])
+def test_read_only(pass_, kind):
     """An input may be read-only; out and state may not."""
-    made = over_arrays(lambda x: kind(x, flags=1), arguments("delta_rule", face))
+    made = over_arrays(lambda x: kind(x, flags=1), arguments("delta_rule", pass_))
     out = np.zeros(made["v"].shape, np.float32)
-    state = made.pop("state") if face == "step" else None
-    extra = {"state": Exporter(state.x)} if face == "step" else {}
-    function("delta_rule", face)(**made, **extra)
+    state = made.pop("state") if pass_ == "step" else None
+    extra = {"state": Exporter(state.x)} if pass_ == "step" else {}
+    function("delta_rule", pass_)(**made, **extra)
     bad = {"out": Exporter(out, flags=1)}
-    if face == "step":
+    if pass_ == "step":
         with pytest.raises(ValueError, match="state: expected a writable array, got a read-only"):
             linattn.delta_rule_step(**made, state=Exporter(state.x, flags=1))
     with pytest.raises(ValueError, match="out: expected a writable array, got a read-only one"):
-        function("delta_rule", face)(**made, **extra, **bad)
+        function("delta_rule", pass_)(**made, **extra, **bad)
     copied = Exporter(out, flags=2)
     with pytest.raises(ValueError, match="out: expected the array's own memory, got a copy"):
-        function("delta_rule", face)(**made, **extra, out=copied)
+        function("delta_rule", pass_)(**made, **extra, out=copied)
     all_ended(made | bad | {"copied": copied})
     assert not out.any()
 
@@ -176,11 +176,11 @@ def on_cuda(x, ordinal=0):
 
 
 @pytest.mark.skipif(linattn.cuda.is_available(), reason="this build has a device")
-@pytest.mark.parametrize("face", FACES)
-def test_cuda_without_a_device_says_so(face):
-    made = over_arrays(on_cuda, arguments("gla", face))
+@pytest.mark.parametrize("pass_", PASSES)
+def test_cuda_without_a_device_says_so(pass_):
+    made = over_arrays(on_cuda, arguments("gla", pass_))
     with pytest.raises(RuntimeError, match="q: got an array on cuda:0, where no op can run: ") as e:
-        call("gla", face, made)
+        call("gla", pass_, made)
     assert linattn.cuda.why_not() in str(e.value)
     assert made["q"].exported == 0  # its memory was not asked for
 
@@ -363,8 +363,8 @@ def test_a_class_is_not_an_array():
 
 def test_nothing_is_kept(op="gated_delta_rule"):
     """Good calls and bad ones keep no reference and no block, and end every capsule."""
-    made = {face: arguments(op, face) for face in FACES}
-    theirs = {face: over_arrays(Importer, made[face]) for face in FACES}
+    made = {pass_: arguments(op, pass_) for pass_ in PASSES}
+    theirs = {pass_: over_arrays(Importer, made[pass_]) for pass_ in PASSES}
     bad = [
         {"k": Exporter(made["forward"]["k"].astype("i1"))},
         {"v": Exporter(np.zeros(3))},
@@ -380,8 +380,8 @@ def test_nothing_is_kept(op="gated_delta_rule"):
     counts = []
     for _ in range(5):
         for _ in range(120):
-            for face in FACES:
-                call(op, face, theirs[face])
+            for pass_ in PASSES:
+                call(op, pass_, theirs[pass_])
             for one in bad:
                 with pytest.raises((TypeError, ValueError)):
                     linattn.gated_delta_rule(**theirs["forward"] | one)
@@ -420,13 +420,13 @@ def test_outputs_outlive_the_call():
 
 
 def test_the_default_gamma_needs_a_shape_only():
-    for face in FACES:
-        made = arguments("retention", face)
+    for pass_ in PASSES:
+        made = arguments("retention", pass_)
         del made["gamma"]
-        want, got = call("retention", face, made), None
-        made = arguments("retention", face)
+        want, got = call("retention", pass_, made), None
+        made = arguments("retention", pass_)
         del made["gamma"]
-        got = call("retention", face, over_arrays(Exporter, made))
+        got = call("retention", pass_, over_arrays(Exporter, made))
         for x, y in zip(leaves(want), leaves(got), strict=True):
             assert_same_bits(y, x)
 
@@ -444,15 +444,15 @@ class OddShape(Exporter):
 
 
 @pytest.mark.parametrize("kind", [NoShape, OddShape])
-@pytest.mark.parametrize("face", FACES)
-def test_the_default_gamma_of_a_v_without_a_shape(face, kind):
-    made = arguments("retention", face)
-    call("retention", face, made | {name: kind(made[name]) for name in "qkv"})  # gamma is given
+@pytest.mark.parametrize("pass_", PASSES)
+def test_the_default_gamma_of_a_v_without_a_shape(pass_, kind):
+    made = arguments("retention", pass_)
+    call("retention", pass_, made | {name: kind(made[name]) for name in "qkv"})  # gamma is given
     del made["gamma"]
     for name in ("q", "k", ""):
         given = made | {one: kind(made[one]) for one in "qkv"} | ({name: [1]} if name else {})
         with pytest.raises(TypeError) as error:
-            call("retention", face, given)
+            call("retention", pass_, given)
         assert str(error.value) == (
             f"{name}: expected an array, got <class 'list'>"
             if name

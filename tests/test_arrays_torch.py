@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.compare import assert_same_bits, leaves, over_arrays
 from support.dlpack import Exporter
-from support.problems import FACES, OPS, arguments, call, function
+from support.problems import OPS, PASSES, arguments, call, function
 from support.tensors import to_numpy, to_tensor, torch
 
 import linattn
@@ -20,12 +20,12 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BFLOAT16], ids=str)
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("op", OPS)
-def test_torch_gives_numpys_bits(op, face, dtype):
-    made = arguments(op, face, dtype=dtype)
+def test_torch_gives_numpys_bits(op, pass_, dtype):
+    made = arguments(op, pass_, dtype=dtype)
     theirs = over_arrays(to_tensor, over_arrays(np.copy, made))
-    want, got = call(op, face, made), call(op, face, theirs)
+    want, got = call(op, pass_, made), call(op, pass_, theirs)
     for x, y in zip(leaves(want), leaves(got), strict=True):
         assert type(y) is torch.Tensor and y.is_contiguous()
         assert_same_bits(to_numpy(y), x)
@@ -79,22 +79,22 @@ def test_torch_gradients_that_nobody_records_are_refused():
         "step": "not recorded of a step, which changes its state in place",
         "backward": "not recorded of gradients",
     }
-    for face in FACES:
-        made = over_arrays(torch.from_numpy, arguments("gla", face))
-        if face == "forward":
+    for pass_ in PASSES:
+        made = over_arrays(torch.from_numpy, arguments("gla", pass_))
+        if pass_ == "forward":
             made["out"] = torch.empty_like(made["v"])
-        for name in ("q", "k", "g", "state" if face == "step" else "initial_state"):
+        for name in ("q", "k", "g", "state" if pass_ == "step" else "initial_state"):
             leaf = made[name].clone().requires_grad_()
             for x in (leaf, leaf * 1.0, torch.nn.Parameter(made[name].clone())):
                 with pytest.raises(ValueError) as error:
-                    function("gla", face)(**made | {name: x})
+                    function("gla", pass_)(**made | {name: x})
                 assert str(error.value) == (
-                    f"{name}: requires gradients, which are {why[face]}; pass {name}.detach(), or "
+                    f"{name}: requires gradients, which are {why[pass_]}; pass {name}.detach(), or "
                     "call it under torch.no_grad()"
                 )
                 with torch.no_grad():
-                    function("gla", face)(**made | {name: x})
-                function("gla", face)(**made | {name: x.detach()})
+                    function("gla", pass_)(**made | {name: x})
+                function("gla", pass_)(**made | {name: x.detach()})
     numpys = arguments("gla", "forward")
     with pytest.raises(ValueError, match=r"^k: requires gradients, which are recorded only if q"):
         linattn.gla(**numpys | {"k": torch.from_numpy(numpys["k"]).requires_grad_()})
@@ -147,14 +147,14 @@ def test_torch_subclasses():
 
 
 def test_torch_leaks_nothing():
-    made = {face: over_arrays(torch.from_numpy, arguments("gla", face)) for face in FACES}
+    made = {pass_: over_arrays(torch.from_numpy, arguments("gla", pass_)) for pass_ in PASSES}
     everything = list(leaves([list(x.values()) for x in made.values()]))
     before = [sys.getrefcount(x) for x in everything]
     counts = []
     for _ in range(5):
         for _ in range(50):
-            for face in FACES:
-                call("gla", face, made[face])
+            for pass_ in PASSES:
+                call("gla", pass_, made[pass_])
             with pytest.raises(ValueError):
                 linattn.gla(**made["forward"] | {"out": made["forward"]["v"]})
             with pytest.raises(TypeError):

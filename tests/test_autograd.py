@@ -10,7 +10,7 @@ from support.recorded import (
     SETTINGS,
     SIZES,
     assert_equal,
-    by_the_backward_face,
+    by_the_backward_pass,
     gradients,
     inputs,
     pure,
@@ -44,13 +44,13 @@ def test_gradcheck(op, name, rng):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_the_bits_of_the_backward_face(op, dtype, rng):
+def test_the_bits_of_the_backward_pass(op, dtype, rng):
     x = inputs(op, rng, dtype=dtype, grad=True, T=20)
     got = gradients(op, x, output_final_state=True)
     o, state = getattr(linattn, op)(**x, output_final_state=True)
     d_state = tuple(map(weights, state)) if isinstance(state, tuple) else weights(state)
-    assert_equal(got, by_the_backward_face(op, x, weights(o), d_state))
-    assert_equal(gradients(op, x), by_the_backward_face(op, x, weights(o), None))
+    assert_equal(got, by_the_backward_pass(op, x, weights(o), d_state))
+    assert_equal(gradients(op, x), by_the_backward_pass(op, x, weights(o), None))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -73,7 +73,7 @@ def test_gradients_of_one_output_alone(of, rng):
     got = torch.autograd.grad(outputs[of].sum(), given)
     d = [torch.zeros_like(o) for o in outputs]
     d[of] = torch.ones_like(d[of])
-    assert_equal(got, by_the_backward_face("linear_attention", x, d[0], (d[1], d[2])))
+    assert_equal(got, by_the_backward_pass("linear_attention", x, d[0], (d[1], d[2])))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -100,11 +100,11 @@ def test_output_gradients_in_any_layout(rng):
         weights(o).flip(0),
     ):
         got = torch.autograd.grad(o, given, do, retain_graph=True)
-        want = by_the_backward_face("kda", x, do.contiguous(), None)
+        want = by_the_backward_pass("kda", x, do.contiguous(), None)
         assert_equal(got, want)
     d_state = torch.stack([weights(state)] * 2, -1)[..., 1]
     got = torch.autograd.grad(state, given, d_state)
-    want = by_the_backward_face("kda", x, torch.zeros_like(o), d_state.contiguous())
+    want = by_the_backward_pass("kda", x, torch.zeros_like(o), d_state.contiguous())
     assert_equal(got, want)
 
 
@@ -116,7 +116,7 @@ def test_inputs_in_any_layout(rng):
     }
     turned["v"] = torch.stack([x["v"]] * 2, -1).requires_grad_()
     got = gradients("gla", turned | {"v": turned["v"][..., 0]})
-    assert_equal(got, by_the_backward_face("gla", x, weights(x["v"]), None))
+    assert_equal(got, by_the_backward_pass("gla", x, weights(x["v"]), None))
 
 
 def test_packed_sequences_and_one_head(rng):
@@ -125,7 +125,7 @@ def test_packed_sequences_and_one_head(rng):
     o, state = linattn.gated_delta_rule(**x, cu_seqlens=cu, output_final_state=True)
     assert state.shape == (3, 2, 3, 4)
     got = torch.autograd.grad((o, state), tensors_in(x), (weights(o), weights(state)))
-    want = by_the_backward_face("gated_delta_rule", x, weights(o), weights(state), cu_seqlens=cu)
+    want = by_the_backward_pass("gated_delta_rule", x, weights(o), weights(state), cu_seqlens=cu)
     assert_equal(got, want)
     one = {name: y.detach()[0, :, 0].clone().requires_grad_() for name, y in x.items()}
     call, given = pure("gated_delta_rule", one, output_final_state=True)
@@ -201,13 +201,13 @@ def test_gates_with_a_default_or_from_numpy(rng):
     x = inputs("retention", rng, grad=True)
     del x["gamma"]
     assert_equal(
-        gradients("retention", x), by_the_backward_face("retention", x, weights(x["v"]), None)
+        gradients("retention", x), by_the_backward_pass("retention", x, weights(x["v"]), None)
     )
     x = inputs("lightning_attention", rng, grad=True)
     x["slopes"] = linattn.lightning_slopes(2)
     assert_equal(
         gradients("lightning_attention", x),
-        by_the_backward_face("lightning_attention", x, weights(x["v"]), None),
+        by_the_backward_pass("lightning_attention", x, weights(x["v"]), None),
     )
 
 
@@ -364,7 +364,7 @@ def test_autocast(rng):
         assert_equal(got, want)
         assert_equal(again, want)
         grads = torch.autograd.grad(got, tensors_in(x), (weights(got[0]), weights(got[1])))
-        of_half = by_the_backward_face("gated_delta_rule", half, weights(got[0]), weights(got[1]))
+        of_half = by_the_backward_pass("gated_delta_rule", half, weights(got[0]), weights(got[1]))
         assert [y.dtype for y in grads] == [torch.float32] * 6
         assert_equal(grads, [y.float() for y in of_half])
     with torch.autocast("cpu", torch.bfloat16):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.compare import assert_same_bits, leaves, over_arrays
 from support.device import imported
-from support.gpu import Dlpack, Interface, dtypes, faces, gpu_problem, kinds, needs_gpu, ops, run
+from support.gpu import Dlpack, Interface, dtypes, gpu_problem, kinds, needs_gpu, ops, passes, run
 from support.problems import PER_TOKEN
 from support.tensors import to_numpy, torch
 
@@ -25,12 +25,12 @@ pytestmark = needs_gpu
 # ---- memory ----
 
 
-@faces
+@passes
 @ops
-def test_outputs_in_memory_full_of_nan(op, face):
+def test_outputs_in_memory_full_of_nan(op, pass_):
     """The caching allocator hands out memory with old contents. Scratch may have them too."""
-    x = gpu_problem(op, face=face, T=131, K=100, V=72, dtype="float32")
-    want = run(op, x, face)
+    x = gpu_problem(op, pass_=pass_, T=131, K=100, V=72, dtype="float32")
+    want = run(op, x, pass_)
     for _ in range(3):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -41,7 +41,7 @@ def test_outputs_in_memory_full_of_nan(op, face):
         ]
         blocks += [torch.full_like(a, torch.nan) for a in want for _ in range(8)]
         del blocks
-        got = run(op, x, face)
+        got = run(op, x, pass_)
         assert all(torch.isfinite(a).all() for a in got)
         assert_same_bits(got, want)
 
@@ -55,17 +55,17 @@ def test_outputs_outlive_their_inputs():
     del junk
 
 
-@pytest.mark.parametrize("face", ["forward", "backward"])
-def test_calls_do_not_pile_up_memory(face):
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_calls_do_not_pile_up_memory(pass_):
     if "PYTEST_XDIST_WORKER" in os.environ:
         pytest.skip("other processes use the GPU's memory: run this one alone")
-    x = gpu_problem("kda", B=1, T=4096, face=face)
+    x = gpu_problem("kda", B=1, T=4096, pass_=pass_)
     for _ in range(5):
-        run("kda", x, face)
+        run("kda", x, pass_)
     torch.cuda.synchronize()
     before, _ = torch.cuda.mem_get_info()
     for _ in range(200):
-        run("kda", x, face)
+        run("kda", x, pass_)
     torch.cuda.synchronize()
     after, _ = torch.cuda.mem_get_info()
     assert before - after <= 2 << 20  # CUDA's own unit
@@ -123,7 +123,7 @@ def test_broadcast_inputs():
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "state"])
 def test_a_step_refuses_rows_that_it_would_have_to_copy(name):
-    x = gpu_problem("gated_delta_rule", face="step")
+    x = gpu_problem("gated_delta_rule", pass_="step")
     before = over_arrays(torch.clone, x)
     odd = x | {name: x[name].repeat_interleave(2, -1)[..., ::2]}
     with pytest.raises(ValueError, match=f"{name}: expected .*innermost axis is contiguous"):
@@ -134,13 +134,13 @@ def test_a_step_refuses_rows_that_it_would_have_to_copy(name):
 # ---- what is refused ----
 
 
-@pytest.mark.parametrize("face", ["forward", "step"])
+@pytest.mark.parametrize("pass_", ["forward", "step"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "state", "out"])
-def test_host_and_device_do_not_mix(face, name):
-    op, name = "kda", "initial_state" if (face, name) == ("forward", "state") else name
-    x = gpu_problem(op, face=face, dtype="float32")
+def test_host_and_device_do_not_mix(pass_, name):
+    op, name = "kda", "initial_state" if (pass_, name) == ("forward", "state") else name
+    x = gpu_problem(op, pass_=pass_, dtype="float32")
     x["out"] = torch.zeros_like(x["v"])
-    call = getattr(linattn, op if face == "forward" else f"{op}_step")
+    call = getattr(linattn, op if pass_ == "forward" else f"{op}_step")
     for host in (x[name].cpu(), x[name].cpu().numpy()):
         with pytest.raises(ValueError) as error:
             call(**x | {name: host})
@@ -178,32 +178,32 @@ def test_the_second_device_is_used(op):
         pytest.skip("one GPU")
     x = gpu_problem(op)
     there = over_arrays(lambda a: a.to("cuda:1"), x)
-    for face in ("forward", "step"):
-        x = gpu_problem(op, face=face)
+    for pass_ in ("forward", "step"):
+        x = gpu_problem(op, pass_=pass_)
         there = over_arrays(lambda a: a.to("cuda:1"), x)
-        got = run(op, there, face)  # the current device is still the first
+        got = run(op, there, pass_)  # the current device is still the first
         assert torch.cuda.current_device() == 0 and {a.device.index for a in got} == {1}
-        assert_same_bits([a.to("cuda:0") for a in got], run(op, x, face))
+        assert_same_bits([a.to("cuda:0") for a in got], run(op, x, pass_))
 
 
 # ---- other libraries' arrays ----
 
 
-def arrays_of(op, face, dtype="float32"):
-    return gpu_problem(op, dtype=dtype, face=face)
+def arrays_of(op, pass_, dtype="float32"):
+    return gpu_problem(op, dtype=dtype, pass_=pass_)
 
 
 @pytest.mark.parametrize("kind", [Interface, Dlpack])
-@pytest.mark.parametrize("face", ["forward", "step"])
+@pytest.mark.parametrize("pass_", ["forward", "step"])
 @ops
-def test_bare_protocols(op, face, kind):
+def test_bare_protocols(op, pass_, kind):
     """With `out`, since the library cannot make such arrays."""
-    x = arrays_of(op, face)
-    want = run(op, x, face)[0]
+    x = arrays_of(op, pass_)
+    want = run(op, x, pass_)[0]
     out = kind(torch.full_like(x["v"], torch.nan))
-    call = getattr(linattn, op if face == "forward" else f"{op}_step")
+    call = getattr(linattn, op if pass_ == "forward" else f"{op}_step")
     o = call(**over_arrays(lambda a: kind(a.clone()), x), out=out)
-    o = o[0] if face == "forward" else o
+    o = o[0] if pass_ == "forward" else o
     assert o is out
     torch.cuda.synchronize()
     assert_same_bits([out.x], [want])
@@ -218,15 +218,15 @@ def test_cupy(op, dtype):
             cupy.zeros(1, ml_dtypes.bfloat16)
         except (TypeError, ValueError):
             pytest.skip("this CuPy has no bfloat16")
-    for face in ("forward", "step"):
-        x = arrays_of(op, face, dtype)
-        want = run(op, x, face)
+    for pass_ in ("forward", "step"):
+        x = arrays_of(op, pass_, dtype)
+        want = run(op, x, pass_)
         torch.cuda.synchronize()
         theirs = over_arrays(lambda a: cupy.asarray(to_numpy(a)), x)
         cupy.cuda.Device().synchronize()
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
-            if face == "forward":
+            if pass_ == "forward":
                 got = leaves(getattr(linattn, op)(**theirs, output_final_state=True))
             else:
                 got = [getattr(linattn, f"{op}_step")(**theirs), *leaves(theirs["state"])]
@@ -264,7 +264,7 @@ def test_jax(op, dtype):
 @ops
 def test_time_of_a_step(op):
     """Printed (pytest -rP), not judged: the median of 1000 calls, none of which waits."""
-    x = gpu_problem(op, B=1, H=32, HV=32, K=128, V=128, face="step")
+    x = gpu_problem(op, B=1, H=32, HV=32, K=128, V=128, pass_="step")
     out = torch.empty_like(x["v"])
     step = getattr(linattn, f"{op}_step")
     times = []

@@ -34,35 +34,35 @@ pytestmark = needs_gpu
 @dtypes
 @gradients
 def test_twenty_backwards_give_the_same_bits(op, dtype, K):
-    x = gpu_problem(op, dtype=dtype, face="backward", T=1000, K=K)
+    x = gpu_problem(op, dtype=dtype, pass_="backward", T=1000, K=K)
     first = run(op, x, "backward")
     for _ in range(19):
         assert_same_bits(run(op, x, "backward"), first)
 
 
 # A forward pass of every kind, a step of every dtype.
-faces_and_kinds = pytest.mark.parametrize(
-    "face, dtype", [*(("forward", kind) for kind in KINDS), *(("step", dtype) for dtype in DTYPES)]
+passes_and_kinds = pytest.mark.parametrize(
+    "pass_, dtype", [*(("forward", kind) for kind in KINDS), *(("step", dtype) for dtype in DTYPES)]
 )
 
 
-@faces_and_kinds
+@passes_and_kinds
 @pytest.mark.parametrize("K", [64, 128, 256, 512])
 @ops
-def test_twenty_launches_give_the_same_bits(op, face, K, dtype):
-    x = gpu_problem(op, dtype=dtype, face=face, T=1000, K=K)
-    first = run(op, x, face)
+def test_twenty_launches_give_the_same_bits(op, pass_, K, dtype):
+    x = gpu_problem(op, dtype=dtype, pass_=pass_, T=1000, K=K)
+    first = run(op, x, pass_)
     for _ in range(19):
-        assert_same_bits(run(op, x, face), first)
+        assert_same_bits(run(op, x, pass_), first)
 
 
-@faces_and_kinds
+@passes_and_kinds
 @pytest.mark.parametrize("rows", [3, 40])
 @ops
-def test_bits_do_not_know_their_neighbours(op, rows, face, dtype):
+def test_bits_do_not_know_their_neighbours(op, rows, pass_, dtype):
     """One row alone gives the same bits, though few heads may take another path than many."""
-    x = gpu_problem(op, dtype=dtype, face=face, B=rows, T=1000, H=1, HV=2, V=64)
-    all_rows = run(op, x, face)
+    x = gpu_problem(op, dtype=dtype, pass_=pass_, B=rows, T=1000, H=1, HV=2, V=64)
+    all_rows = run(op, x, pass_)
     for row in (0, rows - 1):
         alone = {
             name: a
@@ -70,7 +70,7 @@ def test_bits_do_not_know_their_neighbours(op, rows, face, dtype):
             else over_arrays(lambda s, row=row: s[row : row + 1].clone(), a)
             for name, a in x.items()
         }
-        assert_same_bits(run(op, alone, face), [a[row : row + 1] for a in all_rows])
+        assert_same_bits(run(op, alone, pass_), [a[row : row + 1] for a in all_rows])
 
 
 @pytest.mark.parametrize("v_first", [False, True], ids=["kv", "vk"])
@@ -87,7 +87,7 @@ def test_many_states_at_once_give_the_bits_of_few(op, K, V, options, kind, v_fir
     """Enough heads that states are copied through shared memory, and the same rows eight at a
     time."""
     dtype, state_dtype = kind.split("-")
-    x = gpu_problem(op, dtype=dtype, face="step", B=88, H=2, HV=8, K=K, V=V) | options
+    x = gpu_problem(op, dtype=dtype, pass_="step", B=88, H=2, HV=8, K=K, V=V) | options
     pool = leaves(x.pop("state"))
     if v_first:
         pool[0] = pool[0].transpose(2, 3)

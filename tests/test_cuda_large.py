@@ -265,11 +265,11 @@ def test_float16_sums_of_all_tokens(op, K):
 @pytest.mark.parametrize("op", TOKEN_DECAY)
 def test_more_than_65535_heads(op):
     """A launch has at most 65,535 blocks along its second and third axis."""
-    for face in ("forward", "step"):
-        x = gpu_problem(op, face=face, B=70_000, T=3, H=1, HV=1, K=8, V=8, dtype="float32")
-        rows = run(op, x, face)
+    for pass_ in ("forward", "step"):
+        x = gpu_problem(op, pass_=pass_, B=70_000, T=3, H=1, HV=1, K=8, V=8, dtype="float32")
+        rows = run(op, x, pass_)
         last = over_arrays(lambda a: a[-1:].clone(), x)
-        assert_same_bits([a[-1:] for a in rows], run(op, last, face))
+        assert_same_bits([a[-1:] for a in rows], run(op, last, pass_))
 
 
 @pytest.mark.parametrize("op", TOKEN_DECAY)
@@ -313,7 +313,7 @@ def test_gradients_in_turns(op):
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("less than 24 GiB of the GPU's memory are free")
     heads, T = 50, 2**16
-    small = gpu_problem(op, face="backward", B=1, T=T, H=1, HV=1, K=128, V=128)
+    small = gpu_problem(op, pass_="backward", B=1, T=T, H=1, HV=1, K=128, V=128)
     x = heads_of(small, heads)
     want = run(op, small, "backward")
     torch.cuda.synchronize()
@@ -368,7 +368,7 @@ def test_gradients_of_more_elements_than_an_int_counts():
     if torch.cuda.mem_get_info()[0] < 72 << 30:
         pytest.skip("less than 72 GiB of the GPU's memory are free")
     HV, T = 129, 2**17
-    small = gpu_problem(op, face="backward", B=1, T=T, H=1, HV=1, K=64, V=128)
+    small = gpu_problem(op, pass_="backward", B=1, T=T, H=1, HV=1, K=64, V=128)
     x = heads_of(small, HV) | {name: small[name] for name in ("q", "k")}
     assert x["v"].numel() > 2**31
     got = getattr(linattn, f"{op}_backward")(**x)
@@ -384,7 +384,7 @@ def test_gradients_of_more_elements_than_an_int_counts():
 
 def test_what_calls_keep_can_be_given_back():
     """Other processes may run: more memory comes back than they take meanwhile."""
-    x = gpu_problem("gated_delta_rule", face="backward", B=1, T=2**15, H=32, HV=32, K=128, V=128)
+    x = gpu_problem("gated_delta_rule", pass_="backward", B=1, T=2**15, H=32, HV=32, K=128, V=128)
     run("gated_delta_rule", x, "backward")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -12,12 +12,12 @@ from support.gpu import (
     Interface,
     busy,
     dtypes,
-    faces,
     gpu_problem,
     gradients,
     kinds,
     needs_gpu,
     ops,
+    passes,
     run,
 )
 from support.problems import PER_TOKEN
@@ -66,14 +66,14 @@ def test_a_graph_of_a_forward(op, dtype, final_state):
 @dtypes
 @gradients
 def test_a_graph_of_a_backward(op, dtype):
-    x = gpu_problem(op, dtype=dtype, face="backward")
+    x = gpu_problem(op, dtype=dtype, pass_="backward")
     run(op, x, "backward")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = run(op, x, "backward")
     for seed in (1, 2, 3):
-        other = gpu_problem(op, seed, dtype=dtype, face="backward")
+        other = gpu_problem(op, seed, dtype=dtype, pass_="backward")
         for name, a in x.items():
             if name != "normalize":
                 for old, new in zip(leaves(a), leaves(other[name]), strict=True):
@@ -87,7 +87,7 @@ def test_a_graph_of_a_backward(op, dtype):
 @dtypes
 @ops
 def test_a_graph_of_a_step(op, dtype):
-    x = gpu_problem(op, dtype=dtype, face="step")
+    x = gpu_problem(op, dtype=dtype, pass_="step")
     out = torch.empty_like(x["v"])
     state = over_arrays(torch.clone, x["state"])
     step = getattr(linattn, f"{op}_step")
@@ -100,7 +100,7 @@ def test_a_graph_of_a_step(op, dtype):
         s.copy_(fresh)
     by_hand = over_arrays(torch.clone, x["state"])
     for token in range(3):
-        other = gpu_problem(op, token, dtype=dtype, face="step")
+        other = gpu_problem(op, token, dtype=dtype, pass_="step")
         for name in PER_TOKEN:
             if name in x:
                 x[name].copy_(other[name])
@@ -113,7 +113,7 @@ def test_a_graph_of_a_step(op, dtype):
 @ops
 def test_a_graph_of_a_bound_step(op, dtype):
     """With its states in a pool. The indices of the states may change from replay to replay."""
-    x = gpu_problem(op, dtype=dtype, face="step", B=5)
+    x = gpu_problem(op, dtype=dtype, pass_="step", B=5)
     pool = x.pop("state")
     x = {name: a[:2].clone() if name in PER_TOKEN else a for name, a in x.items()}
     x["state_indices"] = torch.zeros(2, dtype=torch.int64, device="cuda")
@@ -129,7 +129,7 @@ def test_a_graph_of_a_bound_step(op, dtype):
     for s, fresh in zip(leaves(pool), leaves(start), strict=True):
         s.copy_(fresh)
     for token, indices in enumerate([[4, 2], [-1, 4], [0, 3]]):
-        other = gpu_problem(op, token, dtype=dtype, face="step")
+        other = gpu_problem(op, token, dtype=dtype, pass_="step")
         for name in PER_TOKEN:
             if name in x:
                 x[name].copy_(other[name])
@@ -142,11 +142,11 @@ def test_a_graph_of_a_bound_step(op, dtype):
 @ops
 def test_a_bound_step_goes_where_the_caller_is(op):
     """On the stream that is current when it is called, not when it was bound."""
-    x = gpu_problem(op, face="step")
+    x = gpu_problem(op, pass_="step")
     step = getattr(linattn, f"{op}_step")
     out = torch.empty_like(x["v"])
     bound = linattn.bind(step, **x, out=out)
-    real = gpu_problem(op, 5, face="step")
+    real = gpu_problem(op, 5, pass_="step")
     want = run(op, real, "step")
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -169,7 +169,7 @@ def test_a_bound_step_goes_where_the_caller_is(op):
 @ops
 def test_indices_outside_the_pool_are_padding(op, dtype):
     for v_first in (False, True):
-        x = gpu_problem(op, dtype=dtype, face="step", B=8, K=64, V=64)
+        x = gpu_problem(op, dtype=dtype, pass_="step", B=8, K=64, V=64)
         pool = x.pop("state")
         before = over_arrays(torch.clone, pool)
         indices = torch.tensor([7, 8, -1, -2, 2**31 - 1, -(2**31), 0, 1000], device="cuda")
@@ -186,14 +186,14 @@ def test_indices_outside_the_pool_are_padding(op, dtype):
 
 
 def test_state_indices_on_the_host_are_refused_beside_a_device():
-    x = gpu_problem("gla", face="step")
+    x = gpu_problem("gla", pass_="step")
     for host in (np.array([0, 1]), torch.tensor([0, 1])):
         with pytest.raises(ValueError, match="state_indices: expected an array on cuda:0 like q"):
             linattn.gla_step(**x, state_indices=host)
 
 
 def test_a_bound_step_reads_a_gate_on_the_host_in_every_call():
-    x = gpu_problem("retention", face="step", dtype="float32")
+    x = gpu_problem("retention", pass_="step", dtype="float32")
     gamma = to_numpy(x.pop("gamma"))
     state = x["state"].clone()
     bound = linattn.bind(linattn.retention_step, **x, gamma=gamma)
@@ -204,7 +204,7 @@ def test_a_bound_step_reads_a_gate_on_the_host_in_every_call():
 
 
 def test_a_bound_step_refuses_streams_that_it_cannot_know():
-    x = gpu_problem("kda", face="step", dtype="float32")
+    x = gpu_problem("kda", pass_="step", dtype="float32")
     out = torch.full_like(x["v"], torch.nan)
     for kind in (Interface, Dlpack):
         for name in ("q", "v", "state", "out"):
@@ -215,15 +215,15 @@ def test_a_bound_step_refuses_streams_that_it_cannot_know():
     assert torch.isnan(out).all()
 
 
-@faces
+@passes
 @ops
-def test_the_callers_stream(op, face):
+def test_the_callers_stream(op, pass_):
     """The inputs are computed after a long kernel, on a stream that is not the default one. The
     call is queued behind it, and the host does not wait."""
-    x = gpu_problem(op, face=face)
-    run(op, x, face)  # the first call may load code
-    real = gpu_problem(op, 5, face=face)
-    want = run(op, real, face)
+    x = gpu_problem(op, pass_=pass_)
+    run(op, x, pass_)  # the first call may load code
+    real = gpu_problem(op, 5, pass_=pass_)
+    want = run(op, real, pass_)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -231,7 +231,7 @@ def test_the_callers_stream(op, face):
         for name, a in x.items():
             for old, new in zip(leaves(a), leaves(real[name]), strict=True):
                 old.copy_(new, non_blocking=True)
-        got = run(op, x, face)
+        got = run(op, x, pass_)
         behind = torch.cuda.Event()
         behind.record()
         waited = behind.query()
@@ -271,23 +271,23 @@ import warnings
 warnings.simplefilter("ignore")
 import numpy as np, torch, linattn
 from linattn.testing import make_inputs, make_output_gradients
-op, face, dtype = {op!r}, {face!r}, {dtype!r}
+op, pass_, dtype = {op!r}, {pass_!r}, {dtype!r}
 rng = np.random.default_rng(0)
 x = make_inputs(op, rng, B=2, T=200, H=2, HV=2, K=64, V=64, dtype=np.float32)
-if face == "backward":
+if pass_ == "backward":
     x |= {{"do": make_output_gradients(op, rng, x)["do"]}}
-if face == "step":
+if pass_ == "step":
     names = ("q", "k", "v", "g", "beta")
     x = {{name: a[:, 0] if name in names else a for name, a in x.items()}}
 x = {{name: torch.from_numpy(np.ascontiguousarray(a)).cuda() for name, a in x.items()}}
 x = {{name: a if name in ("gamma", "slopes") else a.to(getattr(torch, dtype))
      for name, a in x.items()}}
 def call():
-    if face == "step":
+    if pass_ == "step":
         S = torch.zeros(2, 2, 64, 64, device="cuda")
         state = (S, torch.zeros(2, 2, 64, device="cuda")) if op == "linear_attention" else S
         return getattr(linattn, op + "_step")(**x, state=state)
-    if face == "backward":
+    if pass_ == "backward":
         return getattr(linattn, op + "_backward")(**x).dv
     return getattr(linattn, op)(**x)[0]
 torch.cuda.synchronize()
@@ -302,11 +302,11 @@ print(torch.equal(captured, warm))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@faces
+@passes
 @pytest.mark.parametrize("op", EVERY_DECAY)
-def test_a_cold_first_call_inside_a_capture(op, face, dtype):
+def test_a_cold_first_call_inside_a_capture(op, pass_, dtype):
     """In a process that has made no call yet, so the pool and the kernels are not loaded."""
-    printed = python(COLD.format(op=op, face=face, dtype=dtype), timeout=120)
+    printed = python(COLD.format(op=op, pass_=pass_, dtype=dtype), timeout=120)
     assert printed.split()[-1] == "True"
 
 

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.compare import assert_same_bits, leaves, over_arrays
-from support.gpu import dtypes, faces, gpu_problem, needs_gpu, ops, to_gpu
+from support.gpu import dtypes, gpu_problem, needs_gpu, ops, passes, to_gpu
 from support.grid import (
     POOL,
     Case,
@@ -28,15 +28,15 @@ from linattn import reference, testing
 pytestmark = needs_gpu
 
 
-@faces
+@passes
 @ops
-def test_more_than_512_keys_or_values_are_refused(op, face):
-    call = getattr(linattn, op if face == "forward" else f"{op}_{face}")
+def test_more_than_512_keys_or_values_are_refused(op, pass_):
+    call = getattr(linattn, op if pass_ == "forward" else f"{op}_{pass_}")
     for letter, name in (("K", "q"), ("V", "v")):
-        x = gpu_problem(op, face=face, **{letter: 513})
+        x = gpu_problem(op, pass_=pass_, **{letter: 513})
         with pytest.raises(ValueError, match=f"^{name}: expected {letter} <= 512 .* = 513$"):
             call(**x)
-        call(**gpu_problem(op, face=face, **{letter: 512}))
+        call(**gpu_problem(op, pass_=pass_, **{letter: 512}))
 
 
 # T, K, V, H, HV, B, more of the case. In the first, every array but a gate per head has POOL
@@ -227,7 +227,7 @@ def test_wide_steps(op, dtype, K, V, layout, rng):
 @ops
 def test_wide_states_in_bfloat16(op, dtype, K, V, v_first):
     """As float32 states that are rounded by hand after every token, bit for bit."""
-    x = gpu_problem(op, dtype=dtype, face="step", K=K, V=V)
+    x = gpu_problem(op, dtype=dtype, pass_="step", K=K, V=V)
     state = leaves(x.pop("state"))
     if v_first:
         state[0] = state[0].transpose(2, 3).contiguous()

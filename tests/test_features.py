@@ -357,13 +357,13 @@ def test_functions_that_disagree_about_k_are_refused():
     ids=["rows", "None", "number", "list", "scalar"],
 )
 def test_a_function_that_gives_the_wrong_thing_is_refused(wrong):
-    for face in (linattn.linear_attention, linattn.linear_attention_backward):
+    for call in (linattn.linear_attention, linattn.linear_attention_backward):
         made = inputs()
-        if face is linattn.linear_attention_backward:
+        if call is linattn.linear_attention_backward:
             made["do"] = made["v"]
         phi = FeatureMap("wrong", forward=wrong, backward=lambda x, dy: dy)
         with pytest.raises((TypeError, ValueError), match="feature_map: expected wrong to give"):
-            face(**made, feature_map=phi)
+            call(**made, feature_map=phi)
 
 
 def test_a_backward_that_gives_the_wrong_shape_is_refused():

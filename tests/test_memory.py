@@ -31,12 +31,12 @@ def in_a_child(code):
 # ---- leaks ----
 
 
-@pytest.mark.parametrize("face", ["forward", "step", "backward"])
+@pytest.mark.parametrize("pass_", ["forward", "step", "backward"])
 @pytest.mark.parametrize("kind", ["legal", "wrong"])
-def test_allocated_blocks_stay_flat(face, kind):
+def test_allocated_blocks_stay_flat(pass_, kind):
     text = in_a_child(f"""
         for op in linattn.OPS:
-            print(*blocks_of_{kind}_calls(op, {face!r}))
+            print(*blocks_of_{kind}_calls(op, {pass_!r}))
     """)
     for op, line in zip(OPS, text.splitlines(), strict=True):
         counts = [int(n) for n in line.split()]
@@ -49,17 +49,17 @@ def references(x):
     return [sys.getrefcount(one) for one in arrays_in(x)]
 
 
-@pytest.mark.parametrize("face", ["forward", "step", "backward"])
+@pytest.mark.parametrize("pass_", ["forward", "step", "backward"])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_references_to_arguments_do_not_change(op, face):
-    function, made = legal_call(op, face)
-    cases = [(function, made), *spoiled(op, face)]
-    if face != "backward":
+def test_references_to_arguments_do_not_change(op, pass_):
+    function, made = legal_call(op, pass_)
+    cases = [(function, made), *spoiled(op, pass_)]
+    if pass_ != "backward":
         cases.append((function, made | {"out": np.empty_like(made["v"])}))
     cu = np.array([0, 4, 9])
-    if face != "step":
-        _, packed = legal_call(op, face, B=1)
+    if pass_ != "step":
+        _, packed = legal_call(op, pass_, B=1)
         cases.append(
             (
                 function,
@@ -92,8 +92,8 @@ def test_dtypes_and_scalars_do_not_gain_references():
 
 
 def test_results_die_with_their_last_reference():
-    for face in ("forward", "step", "backward"):
-        function, made = legal_call("kda", face)
+    for pass_ in ("forward", "step", "backward"):
+        function, made = legal_call("kda", pass_)
         dead = [weakref.ref(x) for x in arrays_in(function(**made)) if x is not made.get("state")]
         assert dead and all(ref() is None for ref in dead)
 
@@ -117,18 +117,18 @@ def test_a_feature_map_is_not_kept_alive():
 def test_resident_memory_stays_flat():
     text = in_a_child("""
 for op in linattn.OPS:
-    for face in ("forward", "step", "backward"):
-        function, made = legal_call(op, face, T=64, K=32, V=32)
+    for pass_ in ("forward", "step", "backward"):
+        function, made = legal_call(op, pass_, T=64, K=32, V=32)
         for batch in range(2):
             for _ in range(150):
                 function(**made)
             if batch == 0:
                 before = resident()
-        print(op, face, resident() - before)
+        print(op, pass_, resident() - before)
 """)
     for line in text.splitlines():
-        op, face, grown = line.split()
-        assert int(grown) < 2 * MB, (op, face, grown)  # 150 of the smallest scratch is 5 MB
+        op, pass_, grown = line.split()
+        assert int(grown) < 2 * MB, (op, pass_, grown)  # 150 of the smallest scratch is 5 MB
 
 
 # ---- no memory ----
@@ -140,11 +140,11 @@ def failing():
     _linattn._fail_allocation(0)
 
 
-@pytest.mark.parametrize("face", ["forward", "step", "backward"])
+@pytest.mark.parametrize("pass_", ["forward", "step", "backward"])
 @pytest.mark.parametrize("op", OPS)
-def test_each_allocation_that_fails_is_a_memory_error(op, face, failing):
-    function, made = legal_call(op, face)
-    if face != "backward":
+def test_each_allocation_that_fails_is_a_memory_error(op, pass_, failing):
+    function, made = legal_call(op, pass_)
+    if pass_ != "backward":
         made["out"] = np.full(made["v"].shape, 7, np.float32)
     copy = {
         name: tuple(y.copy() for y in x) if isinstance(x, tuple) else x.copy()
@@ -176,8 +176,8 @@ def test_the_nth_allocation_fails(failing):
     ids=str,
 )
 def test_every_way_through_says_so(options, failing):
-    for face in ("forward", "backward"):
-        function, made = legal_call("linear_attention", face)
+    for pass_ in ("forward", "backward"):
+        function, made = legal_call("linear_attention", pass_)
         failing(1)
         with pytest.raises(MemoryError):
             function(**made, **options)
@@ -224,8 +224,8 @@ print(given, *peak_of(function, made))
 def test_a_whole_sequence_is_read_without_t_by_t():
     text = in_a_child("""
 linattn.set_num_threads(2)
-for face in ("forward", "backward"):
-    function, made, given = long_call("linear_attention", face, 2**15)
+for pass_ in ("forward", "backward"):
+    function, made, given = long_call("linear_attention", pass_, 2**15)
     made["causal"] = False
     print(given, *peak_of(function, made))
 """)

@@ -25,7 +25,7 @@ from linattn.variants import ARRAYS
 
 PACKAGE = pathlib.Path(linattn.__file__).parent
 CHECKOUT = pathlib.Path(__file__).parent.parent
-FACES = ("", "_step", "_backward")
+PASSES = ("", "_step", "_backward")
 
 
 # ---- importing ----
@@ -176,7 +176,7 @@ def test_ops_are_the_tables():
 def test_ops_are_the_functions():
     assert linattn.OPS == _linattn.OPS == tuple(GATES)
     public = {name for name, x in vars(ops).items() if inspect.isfunction(x) and name[0] != "_"}
-    assert public == {name + face for name in linattn.OPS for face in FACES} | {
+    assert public == {name + pass_ for name in linattn.OPS for pass_ in PASSES} | {
         "bind",
         "implicit_weights",
         "lightning_slopes",
@@ -184,7 +184,7 @@ def test_ops_are_the_functions():
     assert public <= set(ops.__all__) <= set(linattn.__all__)
     for op in linattn.OPS:
         module = importlib.import_module(f"linattn.ops.{op}")
-        assert sorted(module.__all__) == sorted(op + face for face in FACES)
+        assert sorted(module.__all__) == sorted(op + pass_ for pass_ in PASSES)
 
 
 @pytest.mark.parametrize("table", ["VARIANTS", "ARRAYS"])
@@ -224,9 +224,9 @@ def test_overloads_have_the_functions_own_parameters(op):
 
 def test_every_function_calls_the_core_by_its_own_name():
     for op in linattn.OPS:
-        for face in FACES:
-            constants = getattr(ops, op + face).__code__.co_consts
-            assert [x for x in constants if x in linattn.OPS] == [op], op + face
+        for pass_ in PASSES:
+            constants = getattr(ops, op + pass_).__code__.co_consts
+            assert [x for x in constants if x in linattn.OPS] == [op], op + pass_
 
 
 def test_the_core_refuses_what_no_pass_has():
@@ -318,21 +318,21 @@ def extras(op):
     return positional, keyword
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("op", linattn.OPS)
-def test_signatures(op, face):
+def test_signatures(op, pass_):
     positional, keyword = extras(op)
     positional = {"q": EMPTY, "k": EMPTY, "v": EMPTY} | positional
-    if face == "":
+    if pass_ == "":
         keyword |= OPTIONS
-    elif face == "_step":
+    elif pass_ == "_step":
         keyword |= {"state": EMPTY} | STEP_OPTIONS
         keyword.pop("causal", None)
     else:
         positional = {"do": EMPTY} | positional
         keyword |= OPTIONS | {"d_final_state": None}
         del keyword["output_final_state"], keyword["out"], keyword["allow_tf32"]
-    parameters = parameters_of(getattr(linattn, op + face))
+    parameters = parameters_of(getattr(linattn, op + pass_))
     of_kind = {
         kind: {name: p.default for name, p in parameters.items() if p.kind is kind}
         for kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -348,14 +348,14 @@ def test_signatures(op, face):
         assert parameter.annotation is not EMPTY, name
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize("op", linattn.OPS)
-def test_docstrings_name_every_argument_and_its_shape(op, face):
-    function = getattr(linattn, op + face)
+def test_docstrings_name_every_argument_and_its_shape(op, pass_):
+    function = getattr(linattn, op + pass_)
     text = inspect.getdoc(function)
     for name in parameters_of(function):
         assert re.search(rf"\b{name}\b", text), name
-    step = face == "_step"
+    step = pass_ == "_step"
     for shape in (
         ["[B,H,K]", "[B,HV,V]", "[B,HV,K,V]"] if step else ["[B,T,H,K]", "[B,T,HV,V]", "[N,HV,K,V]"]
     ):

@@ -65,8 +65,8 @@ def small_calls():
             op, rng, B=2, T=40, H=2, HV=4, K=16, V=24, dtype=np.float32, initial_state=True
         )
         for inputs in (small, large):
-            for face in (forward, backward, step):
-                calls.append(lambda face=face, op=op, inputs=inputs: face(op, inputs))
+            for run in (forward, backward, step):
+                calls.append(lambda run=run, op=op, inputs=inputs: run(op, inputs))
     return calls
 
 
@@ -125,10 +125,10 @@ def test_results_do_not_depend_on_where_a_column_lies(op, dtype):
     def whole(inputs):
         return getattr(linattn, op)(**inputs, output_final_state=True)
 
-    for face in (whole, stepped):
-        o, state = face(inputs)
+    for call in (whole, stepped):
+        o, state = call(inputs)
         for first, last in ((0, 16), (16, 32), (16, 64), (48, 176), (32, 144), (1, 17)):
-            o_there, state_there = face(of_columns(inputs, first, last))
+            o_there, state_there = call(of_columns(inputs, first, last))
             np.testing.assert_array_equal(o_there, o[..., first:last])
             if isinstance(state, tuple):
                 state_there = state_there[0]
@@ -396,21 +396,21 @@ def with_environment(variables):
 # ---- the caller's floating-point mode ----
 
 
-@pytest.mark.parametrize("face", ["forward", "backward", "step"])
-def test_flush_to_zero_holds_on_every_thread(face):
+@pytest.mark.parametrize("pass_", ["forward", "backward", "step"])
+def test_flush_to_zero_holds_on_every_thread(pass_):
     """Numbers about 1e-20 have products below 2^-126, which a thread of another mode would keep."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(3)
-    shape = (64, 8, 32) if face == "step" else (1, 256, 8, 32)
+    shape = (64, 8, 32) if pass_ == "step" else (1, 256, 8, 32)
     q, k, v = ((rng.standard_normal(shape) * 1e-20).astype(np.float32) for _ in range(3))
     g = -rng.random(shape[:-1]).astype(np.float32)
 
     def call():
-        if face == "step":
+        if pass_ == "step":
             state = np.zeros((64, 8, 32, 32), np.float32)
             linattn.simple_gla_step(q, k, v, g, state=state)
             return state.tobytes()
-        if face == "backward":
+        if pass_ == "backward":
             return linattn.simple_gla_backward(v * 1e20, q * 1e20, k, v, g).dg.tobytes()
         return linattn.simple_gla(q, k, v, g, output_final_state=True)[1].tobytes()
 

@@ -319,7 +319,7 @@ LA_FN lane lane_paid_back(lane a, lane rest, lane *owed)
 LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t, real *a,
                                 real *owed, const la_decay decay)
 {
-    if (decay == LA_NONE || p->gate == LA_DECAY || p->face == LA_STEP) {
+    if (decay == LA_NONE || p->gate == LA_DECAY || p->pass == LA_STEP) {
         load_decay(p, u, t, a, decay);
     } else if (decay == LA_TOKEN) {
         real rest[LANES] __attribute__((aligned(LA_LANE_BYTES)));

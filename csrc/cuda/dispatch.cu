@@ -242,7 +242,7 @@ static call call_of(const la_problem *p)
 {
     call c = {};
     for (int i = 0; i < ARRAYS; i++) c.x[i] = view_of(p, (la_name)i);
-    if (p->face == LA_STEP) {
+    if (p->pass == LA_STEP) {
         c.x[LA_ST] = c.x[LA_S0];
         c.x[LA_ZT] = c.x[LA_Z0];
     }

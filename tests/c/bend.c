@@ -35,7 +35,7 @@ static void bend_option(la_problem *p, draw *d)
     case 3: p->normaliser = (la_normaliser)draw_int(d, LA_UNNORMALISED, LA_ADD); break;
     case 4: p->causal = !p->causal; break;
     case 5: p->state_v_first = !p->state_v_first; break;
-    default: la_problem_init(p, (la_op)draw_int(d, 0, LA_OPS - 1), p->face);
+    default: la_problem_init(p, (la_op)draw_int(d, 0, LA_OPS - 1), p->pass);
     }
 }
 

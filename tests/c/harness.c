@@ -51,7 +51,7 @@ static double worst_ratio;
 static bool agree(const sample *s, const double *x, const double *y)
 {
     const la_problem *p = &s->p;
-    const int bits = s->run.face == LA_FORWARD ? la_forward_bits(&s->run) : 53;
+    const int bits = s->run.pass == LA_FORWARD ? la_forward_bits(&s->run) : 53;
     const bool rounded = bits <= 16;
     const double u = rounded ? ldexp(1, -bits - 1) / SLACK : unit_roundoff(s->run.real);
     const double terms =
@@ -107,7 +107,7 @@ static void choose_isa(draw *d)
 /* Does the call write an element? A step without a row of the batch leaves a whole pool alone. */
 static bool writes_something(const sample *s)
 {
-    if (s->p.face == LA_STEP && !s->p.B) return false;
+    if (s->p.pass == LA_STEP && !s->p.B) return false;
     for (int name = 0; name < LA_ARRAYS; name++)
         if (s->written[name] && array_size(&s->p.array[name])) return true;
     return false;

@@ -167,8 +167,8 @@ la_status sample_run(sample *s)
         status = la_check_slots(&s->run, s->slots);
     }
     if (status) return status;
-    return s->p.face == LA_STEP       ? la_step(&s->run)
-           : s->p.face == LA_BACKWARD ? la_backward(&s->run)
+    return s->p.pass == LA_STEP       ? la_step(&s->run)
+           : s->p.pass == LA_BACKWARD ? la_backward(&s->run)
                                       : la_forward(&s->run);
 }
 

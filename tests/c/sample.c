@@ -1,4 +1,4 @@
-/* Legal problems at random: every op, face, mode, dtype, layout and option of the core. */
+/* Legal problems at random: every op, pass, mode, dtype, layout and option of the core. */
 #include "sample.h"
 
 #include <math.h>
@@ -196,17 +196,17 @@ static void draw_letters(la_problem *p, draw *d, int64_t largest)
     p->HV = p->one_head ? 1 : p->H * draw_int(d, 1, 3);
     p->K = draw_size(d, largest);
     p->V = draw_size(d, largest);
-    p->T = p->face == LA_STEP ? 1 : draw_chance(d, 12) ? 0 : draw_size(d, largest);
+    p->T = p->pass == LA_STEP ? 1 : draw_chance(d, 12) ? 0 : draw_size(d, largest);
     while (p->B * p->T * p->HV * p->K * p->V > 1 << 21) { /* a millisecond or so */
         p->K = (p->K + 1) / 2;
         p->V = (p->V + 1) / 2;
     }
     p->N = p->B;
-    if (p->face == LA_STEP && draw_chance(d, 2)) {
+    if (p->pass == LA_STEP && draw_chance(d, 2)) {
         p->array[LA_SLOT].given = true;
         p->P = (p->B ? p->B : 1) + (draw_chance(d, 3) ? 0 : draw_int(d, 1, 4));
     }
-    if (p->face != LA_STEP && draw_chance(d, 4)) {
+    if (p->pass != LA_STEP && draw_chance(d, 4)) {
         p->array[LA_CU].given = true;
         p->B = 1;
         p->N = p->T ? draw_int(d, 1, 5) : draw_int(d, 0, 2);
@@ -226,7 +226,7 @@ static void draw_options(sample *s, draw *d)
     p->want_final = draw_chance(d, 2);
     if (p->op == LA_OP_linear_attention) {
         p->normaliser = (la_normaliser)draw_int(d, LA_UNNORMALISED, LA_ADD);
-        p->causal = p->face == LA_STEP || !draw_chance(d, 3);
+        p->causal = p->pass == LA_STEP || !draw_chance(d, 3);
         if (p->normaliser && p->has_scale && s->tame) p->scale = 0.5; /* a denominator is > 0 */
         for (int i = 0; i < 2; i++) {
             p->map[i] = p->normaliser && s->tame ? positive[draw_int(d, 0, 3)]
@@ -241,28 +241,28 @@ void sample_make(sample *s, draw *d, int64_t largest)
 {
     memset(s, 0, sizeof *s);
     la_problem *p = &s->p;
-    const la_face face = (la_face)draw_int(d, LA_FORWARD, LA_BACKWARD);
-    la_problem_init(p, (la_op)draw_int(d, 0, LA_OPS - 1), face);
+    const la_pass pass = (la_pass)draw_int(d, LA_FORWARD, LA_BACKWARD);
+    la_problem_init(p, (la_op)draw_int(d, 0, LA_OPS - 1), pass);
     s->tame = !draw_chance(d, 6);
     const la_dtype dtype = (la_dtype)draw_int(d, LA_F64, LA_BF16);
     draw_letters(p, d, largest);
     draw_options(s, d);
-    const bool state = face == LA_STEP || draw_chance(d, 2), final = draw_chance(d, 2);
+    const bool state = pass == LA_STEP || draw_chance(d, 2), final = draw_chance(d, 2);
     for (int name = LA_Q; name < LA_ARRAYS; name++) {
         bool output = name >= LA_O && name != LA_DO && name != LA_DST && name != LA_DZT, has;
         switch (name) {
         case LA_S0:
-        case LA_Z0: has = state, output = face == LA_STEP; break;
+        case LA_Z0: has = state, output = pass == LA_STEP; break;
         case LA_CU:
         case LA_SLOT: has = p->array[name].given; break;
-        case LA_O: has = face != LA_BACKWARD; break;
+        case LA_O: has = pass != LA_BACKWARD; break;
         case LA_ST:
-        case LA_ZT: has = face == LA_FORWARD && p->want_final; break;
+        case LA_ZT: has = pass == LA_FORWARD && p->want_final; break;
         case LA_DST:
-        case LA_DZT: has = face == LA_BACKWARD && final; break;
+        case LA_DZT: has = pass == LA_BACKWARD && final; break;
         case LA_DS0:
-        case LA_DZ0: has = face == LA_BACKWARD && state; break;
-        default: has = name < LA_O || face == LA_BACKWARD;
+        case LA_DZ0: has = pass == LA_BACKWARD && state; break;
+        default: has = name < LA_O || pass == LA_BACKWARD;
         }
         if (has && la_has(p, (la_name)name)) add_array(s, d, name, dtype, output);
     }
@@ -270,14 +270,14 @@ void sample_make(sample *s, draw *d, int64_t largest)
 
 void sample_describe(const sample *s)
 {
-    static const char *const faces[] = {"forward", "step", "backward"};
+    static const char *const passes[] = {"forward", "step", "backward"};
     static const char *const modes[] = {"chunk", "recurrent", "parallel"};
     const la_problem *p = &s->p;
     fprintf(stderr,
             "  %s %s %s %s on %s, %d threads: B %lld T %lld H %lld HV %lld K %lld V %lld N %lld"
             "%s%s pool %lld chunk %lld normaliser %d maps %d %d l2norm %d causal %d scale %g "
             "v_first %d%s\n",
-            la_variants[p->op].name, faces[p->face], modes[p->mode],
+            la_variants[p->op].name, passes[p->pass], modes[p->mode],
             la_dtype_names[p->array[LA_Q].dtype], la_isa(), la_get_num_threads(), (long long)p->B,
             (long long)p->T, (long long)p->H, (long long)p->HV, (long long)p->K, (long long)p->V,
             (long long)p->N, p->one_head ? " one head" : "", p->array[LA_CU].given ? " packed" : "",

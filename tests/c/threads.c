@@ -22,8 +22,8 @@ static void make_large(sample *s, draw *d, bool few)
         sample_make(s, d, 160);
         const la_problem *p = &s->p;
         const bool shared = p->N * p->HV <= 2 && p->causal && p->mode == LA_CHUNK &&
-                            p->chunk <= 40 && p->face == LA_FORWARD;
-        if (p->B * p->T * p->HV * p->K * p->V > 1 << 19 && p->face != LA_STEP && (shared || !few))
+                            p->chunk <= 40 && p->pass == LA_FORWARD;
+        if (p->B * p->T * p->HV * p->K * p->V > 1 << 19 && p->pass != LA_STEP && (shared || !few))
             return;
         sample_free(s);
     }

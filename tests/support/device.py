@@ -59,7 +59,7 @@ COMPUTED = (
 )  # these have nothing but calls of the ops
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FEW_TOKENS = 8  # up to so many go token by token on a GPU: csrc/cuda/dispatch.cu
-FACES = {f"{op}{face}" for op in linattn.OPS for face in ("", "_step", "_backward")}
+PASSES = {f"{op}{pass_}" for op in linattn.OPS for pass_ in ("", "_step", "_backward")}
 # the keywords of arrays: the table's, the gradients of outputs, other names of g and of a state
 ARRAYS = {"alpha", "gamma", "slopes", "state"}.union(
     (x.label for x in variants.ARRAYS), (x.gradient for x in variants.ARRAYS if x.role == "OUTPUT")
@@ -401,7 +401,7 @@ class Ops:
 
     def __getattr__(self, name):
         real = getattr(linattn, name)
-        if kind != "numpy" and name in FACES:
+        if kind != "numpy" and name in PASSES:
             real = through_the_device(real)
             setattr(self, name, real)
         return real

@@ -27,7 +27,7 @@ ops = pytest.mark.parametrize("op", linattn.OPS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 KINDS = (*DTYPES, "tf32")  # of forward passes: float32 arrays too, with allow_tf32
 kinds = pytest.mark.parametrize("dtype", KINDS)
-faces = pytest.mark.parametrize("face", ["forward", "step", "backward"])
+passes = pytest.mark.parametrize("pass_", ["forward", "step", "backward"])
 PLAIN = "linear_attention, not normalised"
 gradients = pytest.mark.parametrize("op", [*linattn.OPS, PLAIN])
 
@@ -36,26 +36,26 @@ def to_gpu(x, device="cuda"):
     return to_tensor(np.ascontiguousarray(x)).to(device)
 
 
-def gpu_problem(op, seed=0, *, dtype="bfloat16", face="forward", **shape):
+def gpu_problem(op, seed=0, *, dtype="bfloat16", pass_="forward", **shape):
     """A legal call on the GPU: B 2, T 200, HV 2 H, K 64, V 128 unless told otherwise. tf32: float32
     arrays, with permission to round them to tf32."""
     tf32 = dtype == "tf32"
     dtype = np.dtype("float32" if tf32 else dtype)
     shape = {"B": 2, "T": 200, "H": 2, "HV": 4, "K": 64, "V": 128} | shape
-    if face == "step":
+    if pass_ == "step":
         shape["T"] = 1
     if op == PLAIN:
         shape["normalize"] = False
-    x = over_arrays(to_gpu, problem(op.split(",")[0], face, dtype=dtype, seed=seed, **shape))
+    x = over_arrays(to_gpu, problem(op.split(",")[0], pass_, dtype=dtype, seed=seed, **shape))
     return x | {"allow_tf32": True} if tf32 else x
 
 
-def run(op, x, face="forward", **options):
+def run(op, x, pass_="forward", **options):
     """The arrays that a call makes or changes."""
     op = op.split(",")[0]
-    if face == "backward":
+    if pass_ == "backward":
         return leaves(tuple(getattr(linattn, f"{op}_backward")(**x, **options)))
-    if face == "step":
+    if pass_ == "step":
         state = over_arrays(torch.clone, x["state"])
         o = getattr(linattn, f"{op}_step")(**x | {"state": state}, **options)
         return [o, *leaves(state)]

@@ -15,15 +15,15 @@ from support.problems import function, problem
 SIZES = {"B": 2, "T": 9, "H": 1, "HV": 2, "K": 8, "V": 8}
 
 
-def legal_call(op, face, dtype=np.float32, **sizes):
-    """A legal call of one face as (function, arguments)."""
-    return function(op, face), problem(op, face, dtype=dtype, **SIZES | sizes)
+def legal_call(op, pass_, dtype=np.float32, **sizes):
+    """A legal call of one pass as (function, arguments)."""
+    return function(op, pass_), problem(op, pass_, dtype=dtype, **SIZES | sizes)
 
 
-def spoiled(op, face):
+def spoiled(op, pass_):
     """Calls that fail, one for every place where a call can: (function, arguments, errors)."""
-    function, made = legal_call(op, face)
-    state = "state" if face == "step" else "initial_state"
+    function, made = legal_call(op, pass_)
+    state = "state" if pass_ == "step" else "initial_state"
     strided = {
         name: x[..., ::2] if x.ndim else x for name, x in made.items() if isinstance(x, np.ndarray)
     }
@@ -45,7 +45,7 @@ def spoiled(op, face):
         strided,
         {"nonsense": 1},
     ]
-    if face != "step":
+    if pass_ != "step":
         bad += [
             {"mode": "x"},
             {"mode": 3},
@@ -55,7 +55,7 @@ def spoiled(op, face):
             {"cu_seqlens": np.array([0, 3])},
             {"cu_seqlens": [0, 9]},
         ]
-    if face != "backward":
+    if pass_ != "backward":
         bad += [
             {"out": 3},
             {"out": np.zeros(3)},
@@ -63,7 +63,7 @@ def spoiled(op, face):
             {"out": made["v"].astype(np.float64)},
             {"out": made["v"][..., ::-1]},
         ]
-    if face == "forward":
+    if pass_ == "forward":
         bad += [{"output_final_state": "x"}]
     if op == "linear_attention":
         bad += [{"feature_map": "x"}, {"normalize": 3}, {"eps": -1.0}, {"feature_map": ()}]
@@ -72,34 +72,34 @@ def spoiled(op, face):
     return [(function, made | one) for one in bad]
 
 
-def blocks_of_legal_calls(op, face, batches=12, calls=100):
+def blocks_of_legal_calls(op, pass_, batches=12, calls=100):
     """sys.getallocatedblocks after each batch."""
-    function, made = legal_call(op, face)
-    f64, wide = legal_call(op, face, dtype=np.float64)
+    function, made = legal_call(op, pass_)
+    f64, wide = legal_call(op, pass_, dtype=np.float64)
     swapped = {
         name: x.byteswap().view(x.dtype.newbyteorder()) if isinstance(x, np.ndarray) else x
         for name, x in made.items()
     }
-    own = {"feature_map": np.exp} if op == "linear_attention" and face != "backward" else {}
-    out = {} if face == "backward" else {"out": np.empty_like(made["v"])}
+    own = {"feature_map": np.exp} if op == "linear_attention" and pass_ != "backward" else {}
+    out = {} if pass_ == "backward" else {"out": np.empty_like(made["v"])}
     counts = []
     for _ in range(batches):
         for _ in range(calls):
             function(**made)
             f64(**wide)
             function(**made, **out, **own)
-            if face == "forward":
+            if pass_ == "forward":
                 function(**made, output_final_state=True)
-            if face != "step":
+            if pass_ != "step":
                 function(**swapped)
         gc.collect()
         counts.append(sys.getallocatedblocks())
     return counts
 
 
-def blocks_of_wrong_calls(op, face, batches=12, calls=100):
-    cases = spoiled(op, face)
-    legal, arguments = legal_call(op, face)
+def blocks_of_wrong_calls(op, pass_, batches=12, calls=100):
+    cases = spoiled(op, pass_)
+    legal, arguments = legal_call(op, pass_)
     counts = []
     warnings.simplefilter("error")
     for _ in range(batches):
@@ -145,10 +145,10 @@ def peak_of(function, made):
     return peak - start, sum(x.nbytes for x in arrays_in(result))
 
 
-def long_call(op, face, T):
+def long_call(op, pass_, T):
     """A call of T tokens, and the bytes of its arguments. A short one goes before: threads are
     started, code is loaded."""
-    function, made = legal_call(op, face, B=1, T=T, H=1, HV=1, K=64, V=64)
-    small, few = legal_call(op, face, B=1, T=100, H=1, HV=1, K=64, V=64)
+    function, made = legal_call(op, pass_, B=1, T=T, H=1, HV=1, K=64, V=64)
+    small, few = legal_call(op, pass_, B=1, T=100, H=1, HV=1, K=64, V=64)
     small(**few)
     return function, made, sum(x.nbytes for x in arrays_in(made))

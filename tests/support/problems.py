@@ -1,4 +1,4 @@
-"""Legal calls of every op and face: their arrays by the contract's letters, and ways to spoil them.
+"""Legal calls of every op and pass: their arrays by the contract's letters, and ways to spoil them.
 
 `arguments` gives every optional array, with sizes that all differ: for tests of errors. `problem`
 gives the inputs of linattn.testing: for tests of results.
@@ -12,32 +12,34 @@ from support.compare import snapshot
 from support.device import ops as linattn
 
 OPS = linattn.OPS
-FACES = ("forward", "step", "backward")
+PASSES = ("forward", "step", "backward")
 WHOLE = ("forward", "backward")  # of whole sequences
 LETTERS = {"B": 3, "T": 5, "H": 2, "HV": 4, "K": 8, "V": 6}  # all different
 PER_TOKEN = ("q", "k", "v", "g", "alpha", "beta", "do")  # [B,T,...]
 PER_HEAD = ("gamma", "slopes")  # [HV]
 
 
-def function(op, face):
-    return getattr(linattn, op if face == "forward" else f"{op}_{face}")
+def function(op, pass_):
+    return getattr(linattn, op if pass_ == "forward" else f"{op}_{pass_}")
 
 
-def call(op, face, made):
+def call(op, pass_, made):
     """All that a call gives: a forward pass's final state too."""
-    return function(op, face)(**made | ({"output_final_state": True} if face == "forward" else {}))
+    return function(op, pass_)(
+        **made | ({"output_final_state": True} if pass_ == "forward" else {})
+    )
 
 
 # ---- calls with random inputs ----
 
 
-def problem(op, face="forward", *, dtype=np.float32, seed=0, **sizes):
+def problem(op, pass_="forward", *, dtype=np.float32, seed=0, **sizes):
     """The arguments of a legal call, with an initial state, and a step's without a token axis."""
     rng = np.random.default_rng(seed)
     x = make_inputs(op, rng, **sizes, dtype=dtype, initial_state=True)
-    if face == "backward":
+    if pass_ == "backward":
         x |= make_output_gradients(op, rng, x)
-    if face == "step":
+    if pass_ == "step":
         x = at_token(x, 0)
         x["state"] = x.pop("initial_state")
     return x
@@ -65,7 +67,7 @@ def gate_of(op):
     return names[0] if names else None
 
 
-def letters_of(op, face, name, *, one_head=False):
+def letters_of(op, pass_, name, *, one_head=False):
     """The contract's letters for one array."""
     letters = {
         "q": "B T H K",
@@ -83,7 +85,7 @@ def letters_of(op, face, name, *, one_head=False):
     }
     letters["alpha"] = letters["g"]
     got = letters[name].split()
-    if face == "step":
+    if pass_ == "step":
         got = [x for x in got if x != "T"]
     if one_head and name not in PER_HEAD:
         got = [x for x in got if x not in ("B", "N", "H", "HV")]
@@ -98,12 +100,12 @@ def shape_text(shape):
     return str(tuple(int(n) for n in shape))
 
 
-def array_names(op, face):
+def array_names(op, pass_):
     """Every array of a call but out and cu_seqlens, in the order of the signature."""
-    names = ["do"] if face == "backward" else []
+    names = ["do"] if pass_ == "backward" else []
     names += ["q", "k", "v", *(name.split()[0] for name in GATES[op])]
-    names += ["state" if face == "step" else "initial_state"]
-    return [*names, "d_final_state"] if face == "backward" else names
+    names += ["state" if pass_ == "step" else "initial_state"]
+    return [*names, "d_final_state"] if pass_ == "backward" else names
 
 
 def values_for(rng, name, shape):
@@ -115,23 +117,23 @@ def values_for(rng, name, shape):
     return 0.5 * rng.standard_normal(shape)
 
 
-def arguments(op, face, *, dtype=np.float32, one_head=False, seed=0, **dims):
+def arguments(op, pass_, *, dtype=np.float32, one_head=False, seed=0, **dims):
     """A legal call, every optional array given; linear attention is not normalised (one state)."""
     dims = LETTERS | dims | ({"B": 1, "H": 1, "HV": 1} if one_head else {})
     rng = np.random.default_rng(seed)
     real = np.float64 if np.dtype(dtype) == np.float64 else np.float32
     made = {}
-    for name in array_names(op, face):
-        shape = sizes(letters_of(op, face, name, one_head=one_head), dims)
+    for name in array_names(op, pass_):
+        shape = sizes(letters_of(op, pass_, name, one_head=one_head), dims)
         made[name] = np.asarray(values_for(rng, name, shape)).astype(
             real if "state" in name else dtype
         )
     return made | ({"normalize": False} if op == "linear_attention" else {})
 
 
-def normalised(face):
+def normalised(pass_):
     """As above with the pair (S, z)."""
-    made = arguments("linear_attention", face)
+    made = arguments("linear_attention", pass_)
     for name in ("state", "initial_state", "d_final_state"):
         if name in made:
             made[name] = (made[name], np.abs(made[name][..., 0]))
@@ -155,8 +157,8 @@ def refused(call, made, error, *fragments):
     assert snapshot(made) == before, "an array was written"
 
 
-CALLS = [(op, face) for op in OPS for face in FACES]
-SLOTS = [(op, face, name) for op, face in CALLS for name in array_names(op, face)]
-calls = pytest.mark.parametrize(("op", "face"), CALLS)
-slots = pytest.mark.parametrize(("op", "face", "name"), SLOTS)
-whole = pytest.mark.parametrize("face", WHOLE)
+CALLS = [(op, pass_) for op in OPS for pass_ in PASSES]
+SLOTS = [(op, pass_, name) for op, pass_ in CALLS for name in array_names(op, pass_)]
+calls = pytest.mark.parametrize(("op", "pass_"), CALLS)
+slots = pytest.mark.parametrize(("op", "pass_", "name"), SLOTS)
+whole = pytest.mark.parametrize("pass_", WHOLE)

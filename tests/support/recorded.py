@@ -1,5 +1,5 @@
 """Calls of the ops on PyTorch's tensors, and their gradients by two ways: by PyTorch, and by the
-backward face."""
+backward pass."""
 
 import importlib
 
@@ -61,8 +61,8 @@ def weights(x):
     return torch.linspace(-1, 1, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
 
 
-def by_the_backward_face(op, x, do, d_state, **options):
-    """The backward face's gradients of every tensor in x, in the same order."""
+def by_the_backward_pass(op, x, do, d_state, **options):
+    """The backward pass's gradients of every tensor in x, in the same order."""
     x = refilled(x, iter([one.detach() for one in tensors_in(x)]))
     grads = getattr(linattn, op + "_backward")(do, **x, d_final_state=d_state, **options)
     field = {"alpha": "dg", "gamma": "dg", "slopes": "dg", "initial_state": "d_initial_state"}
