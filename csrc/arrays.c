@@ -139,7 +139,7 @@ static bool overlaps_itself(const la_array *x)
 static la_span span_of(const la_array *x)
 {
     int64_t low, high;
-    la_extent(x->ndim, x->shape, x->stride, (int64_t)la_dtype_size[x->dtype], &low, &high);
+    la_extent(x->ndim, x->shape, x->stride, la_size_of(x->dtype), &low, &high);
     return (la_span){x->data + low, x->data + high};
 }
 
@@ -155,7 +155,7 @@ static void describe(la_call *c, la_name name, PyObject *object)
     a->dtype = dtype_of(x);
     a->ndim = PyArray_NDIM(x);
     /* no division: three an array would be a tenth of a step's call */
-    const int shift = __builtin_ctzll(la_dtype_size[a->dtype]);
+    const int shift = __builtin_ctz((unsigned)la_size_of(a->dtype));
     for (int i = 0; i < a->ndim; i++) {
         a->shape[i] = PyArray_DIM(x, i);
         a->stride[i] = PyArray_STRIDE(x, i) >> shift;
@@ -267,7 +267,7 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
 static PyObject *numpy_over(const la_array *x)
 {
     const int number = number_of(x->dtype);
-    const npy_intp size = (npy_intp)la_dtype_size[x->dtype];
+    const npy_intp size = la_size_of(x->dtype);
     npy_intp dims[LA_MAX_DIMS], strides[LA_MAX_DIMS];
     for (int i = 0; i < x->ndim; i++) {
         dims[i] = (npy_intp)x->shape[i];
@@ -311,7 +311,7 @@ static int settle_stream(la_call *c, la_name name, const la_view *x, PyObject *o
 
 static bool view_fits(const la_array *x, bool rows)
 {
-    if ((uintptr_t)x->data % la_dtype_size[x->dtype]) return false;
+    if ((uintptr_t)x->data % (unsigned)la_size_of(x->dtype)) return false;
     return is_empty(x) || !rows || x->ndim == 0 || x->shape[x->ndim - 1] <= 1 ||
            x->stride[x->ndim - 1] == 1;
 }
@@ -330,7 +330,7 @@ static int take_contiguous(la_call *c, la_name name, PyObject *object)
         Py_DECREF(copy);
         return la_refuse_strides(la_array_name(&c->p, name),
                                  "an aligned array whose innermost axis is contiguous", x->ndim,
-                                 x->stride, (int64_t)la_dtype_size[x->dtype]);
+                                 x->stride, la_size_of(x->dtype));
     }
     PyObject *const like = c->like;
     const la_span span = c->span[name];
@@ -380,7 +380,7 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
     c->lent[name] = x->table && !a->on_host;
     c->lender[name] = x->table;
 
-    const int64_t size = (int64_t)la_dtype_size[a->dtype];
+    const int64_t size = la_size_of(a->dtype);
     if (!a->data && !is_empty(a)) {
         PyErr_Format(PyExc_TypeError,
                      "%s: expected an array with memory of its own, got %R without", label,
@@ -710,7 +710,7 @@ PyObject *la_state_result(la_call *c, la_name S)
  * one run. Returns the greatest common divisor of the steps that are left, 0 if there is none. */
 static int64_t runs_of(const la_array *x, int64_t *run)
 {
-    const int64_t size = (int64_t)la_dtype_size[x->dtype];
+    const int64_t size = la_size_of(x->dtype);
     bool used[LA_MAX_DIMS] = {false};
     int64_t common = 0;
     *run = size;

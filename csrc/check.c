@@ -451,8 +451,7 @@ static la_status settle_sequences(la_problem *p)
     }
     int64_t before = 0;
     for (int64_t n = 0; n <= p->N; n++) {
-        const char *at = cu->data + n * cu->stride[0] * (cu->dtype == LA_I64 ? 8 : 4);
-        int64_t value = cu->dtype == LA_I64 ? *(const int64_t *)at : *(const int32_t *)at;
+        const int64_t value = la_integer_at(cu->data, cu->dtype, n * cu->stride[0]);
         if (n == 0 && value != 0)
             return fail(p, LA_VALUE_ERROR, "cu_seqlens: expected to start at 0, got %lld",
                         (long long)value);
@@ -585,8 +584,7 @@ la_status la_check_slots(la_problem *p, int64_t *room)
     const la_array *slot = &p->array[LA_SLOT];
     uint64_t seen[SEEN / 64] = {0};
     for (int64_t n = 0; n < p->B; n++) {
-        const char *at = slot->data + n * slot->stride[0] * (slot->dtype == LA_I64 ? 8 : 4);
-        const int64_t i = slot->dtype == LA_I64 ? *(const int64_t *)at : *(const int32_t *)at;
+        const int64_t i = la_integer_at(slot->data, slot->dtype, n * slot->stride[0]);
         room[n] = i;
         if (i == -1) continue;
         if (i < -1 || i >= p->P)

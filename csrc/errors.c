@@ -112,10 +112,6 @@ int la_refuse_device(const la_call *c, la_name name, la_device device, int ordin
 
 /* ---- dtypes ---- */
 
-const size_t la_dtype_size[LA_DTYPES] = {
-    [LA_F64] = 8, [LA_F32] = 4, [LA_F16] = 2, [LA_BF16] = 2, [LA_I64] = 8, [LA_I32] = 4,
-};
-
 const dl_dtype la_dl_dtypes[LA_DTYPES] = {
     [LA_F64] = {DL_FLOAT, 64, 1},   [LA_F32] = {DL_FLOAT, 32, 1}, [LA_F16] = {DL_FLOAT, 16, 1},
     [LA_BF16] = {DL_BFLOAT, 16, 1}, [LA_I64] = {DL_INT, 64, 1},   [LA_I32] = {DL_INT, 32, 1},

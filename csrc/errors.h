@@ -16,7 +16,6 @@ int la_refuse_device(const la_call *c, la_name name, la_device device, int ordin
 int la_refuse_dtype(const char *label, la_name name, dl_dtype dtype);
 PyObject *la_tuple_of(int count, const int64_t *numbers);
 
-extern const size_t la_dtype_size[LA_DTYPES];
 extern const dl_dtype la_dl_dtypes[LA_DTYPES];
 /* LA_DTYPES for a dtype that the core does not have. */
 la_dtype la_dtype_in(dl_dtype dtype);

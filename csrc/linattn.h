@@ -23,7 +23,26 @@ typedef enum {
     LA_INTERRUPTED,   /* the caller's wish: outputs hold anything */
 } la_status;
 
+/* What the kernels of a GPU may call too. */
+#ifdef __CUDACC__
+#define LA_BOTH __host__ __device__
+#else
+#define LA_BOTH
+#endif
+
 typedef enum { LA_F64, LA_F32, LA_F16, LA_BF16, LA_I64, LA_I32, LA_DTYPES } la_dtype;
+
+/* Bytes of a number. */
+LA_BOTH static inline int la_size_of(la_dtype dtype)
+{
+    return dtype == LA_F64 || dtype == LA_I64 ? 8 : dtype == LA_F32 || dtype == LA_I32 ? 4 : 2;
+}
+
+/* Number i from `data` on, which are int32 or int64. */
+LA_BOTH static inline int64_t la_integer_at(const char *data, la_dtype dtype, int64_t i)
+{
+    return dtype == LA_I64 ? ((const int64_t *)data)[i] : ((const int32_t *)data)[i];
+}
 
 typedef enum {
 #define LA_VARIANT(name, decay, rule, z) LA_OP_##name,

@@ -39,7 +39,7 @@ static void memory_dealloc(PyObject *self)
 
 static size_t bytes_of(const memory *m)
 {
-    size_t bytes = la_dtype_size[m->dtype];
+    size_t bytes = la_size_of(m->dtype);
     for (int i = 0; i < m->ndim; i++) bytes = la_times(bytes, m->shape[i]);
     return bytes;
 }

@@ -20,8 +20,7 @@ static la_status status_of(const la_problem *p) { return la_stopped(p) ? LA_INTE
 static int64_t sequence_start(const la_problem *p, int64_t n)
 {
     const la_array *cu = &p->array[LA_CU];
-    if (cu->dtype == LA_I64) return ((const int64_t *)cu->data)[n * cu->stride[0]];
-    return ((const int32_t *)cu->data)[n * cu->stride[0]];
+    return la_integer_at(cu->data, cu->dtype, n * cu->stride[0]);
 }
 
 typedef struct {
@@ -107,7 +106,7 @@ static void forward_unit(void *context, int64_t i, int thread)
 static void clear_output(const la_problem *p, const la_unit *u)
 {
     const la_array *o = &p->array[LA_O];
-    const int64_t size = o->dtype == LA_F64 ? 8 : o->dtype == LA_F32 ? 4 : 2;
+    const int64_t size = la_size_of(o->dtype);
     memset(o->data + (u->b * o->stride[0] + u->hv * o->stride[2]) * size, 0, (size_t)(p->V * size));
 }
 
@@ -172,7 +171,7 @@ static void split(job *j, int threads)
 {
     enum { MOST_HEADS = 4, STATES = 256 << 10 };
     const la_problem *p = j->p;
-    const int64_t size = p->real == LA_F64 ? 8 : 4, longest = longest_sequence(p);
+    const int64_t size = la_size_of(p->real), longest = longest_sequence(p);
     for (j->heads = MOST_HEADS; j->heads > 1; j->heads /= 2)
         if (p->N * groups(p, j->heads) >= (threads > 1 ? 2 * threads : 1) &&
             j->heads * p->K * p->V * size <= STATES)
@@ -267,7 +266,7 @@ la_status la_backward(la_problem *p)
 {
     if (la_writes_nothing(p)) return LA_OK;
     job j = {.p = p, .kernels = la_cpu_kernels(p->real), .heads = 1, .parts = 1};
-    const size_t real = p->real == LA_F64 ? 8 : 4;
+    const size_t real = la_size_of(p->real);
     la_partials sums = {.tokens = p->tokens};
     sums.kp = (p->K + j.kernels->lanes - 1) / j.kernels->lanes * j.kernels->lanes;
     j.columns = backward_columns(p);

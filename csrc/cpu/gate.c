@@ -19,7 +19,7 @@ static bool token_outside(const gate_pass *j, const char *row)
 {
     const la_problem *p = j->p;
     const la_array *g = &p->array[LA_G];
-    const int64_t size = g->dtype == LA_F64 ? 8 : g->dtype == LA_F32 ? 4 : 2;
+    const int64_t size = la_size_of(g->dtype);
 #define OUTSIDE(x, n, stride) j->kernels->outside(x, g->dtype, n, stride, j->lowest, j->highest)
     if (p->decay != LA_KEY) return OUTSIDE(row, p->HV, g->stride[2]);
     if (g->stride[2] == p->K) return OUTSIDE(row, p->HV * p->K, 1);
@@ -33,7 +33,7 @@ static void block_of_tokens(void *context, int64_t unit, int thread)
 {
     gate_pass *j = context;
     const la_array *g = &j->p->array[LA_G];
-    const int64_t size = g->dtype == LA_F64 ? 8 : g->dtype == LA_F32 ? 4 : 2;
+    const int64_t size = la_size_of(g->dtype);
     const int64_t b = unit / j->blocks, first = unit % j->blocks * BLOCK;
     const int64_t last = first + BLOCK < j->T ? first + BLOCK : j->T;
     (void)thread;

@@ -63,9 +63,8 @@ struct unit {
 /* The host has not seen cu_seqlens, so the kernels keep its values within 0 and T. */
 __device__ inline int edge_of(const call &c, int n)
 {
-    const int64_t at = n * c.x[LA_CU].stride[0];
-    const int64_t x = c.x[LA_CU].dtype == LA_I64 ? ((const int64_t *)c.x[LA_CU].data)[at]
-                                                 : ((const int32_t *)c.x[LA_CU].data)[at];
+    const view &cu = c.x[LA_CU];
+    const int64_t x = la_integer_at(cu.data, cu.dtype, n * cu.stride[0]);
     return (int)min(max(x, (int64_t)0), (int64_t)c.T);
 }
 
@@ -98,10 +97,9 @@ __device__ inline int64_t first_chunk_slot(const call &c, int n, int M)
  * index outside the pool means no state too. */
 __device__ __forceinline__ int state_index_of(const call &c, int n)
 {
-    if (!c.x[LA_SLOT].data) return n;
-    const int64_t i = n * c.x[LA_SLOT].stride[0];
-    const int64_t index = c.x[LA_SLOT].dtype == LA_I64 ? ((const int64_t *)c.x[LA_SLOT].data)[i]
-                                                       : ((const int32_t *)c.x[LA_SLOT].data)[i];
+    const view &slot = c.x[LA_SLOT];
+    if (!slot.data) return n;
+    const int64_t index = la_integer_at(slot.data, slot.dtype, n * slot.stride[0]);
     return index >= 0 && index < c.P ? (int)index : -1;
 }
 

@@ -291,7 +291,7 @@ static __global__ void store_gate_numbers(double *to, int n,
 
 static double host_number(const la_array *a, int64_t i)
 {
-    const char *x = a->data + i * (a->dtype == LA_F64 ? 8 : a->dtype == LA_F32 ? 4 : 2);
+    const char *x = a->data + i * la_size_of(a->dtype);
     if (a->dtype == LA_F64) return *(const double *)x;
     if (a->dtype == LA_F32) return *(const float *)x;
     if (a->dtype == LA_F16) return (double)__half2float(*(const __half *)x);
@@ -429,9 +429,7 @@ la_status la_cuda_backward(la_problem *p)
     const bool none = p->N == 0 || (!p->tokens && !p->array[LA_S0].given);
     if (none && p->decay == LA_HEAD) { /* a sum over no tokens */
         on_device here(p->ordinal);
-        const size_t bytes = (size_t)p->HV * (dg->dtype == LA_F64   ? 8
-                                              : dg->dtype == LA_F32 ? 4
-                                                                    : 2);
+        const size_t bytes = (size_t)p->HV * la_size_of(dg->dtype);
         return status_of(p, here.error != cudaSuccess
                                 ? here.error
                                 : cudaMemsetAsync(dg->data, 0, bytes, (cudaStream_t)p->stream));

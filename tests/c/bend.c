@@ -46,7 +46,7 @@ static void bend_sequences(const la_problem *p, draw *d)
     if (!cu->given || !array_size(cu)) return;
     char *x = array_element(cu, draw_int(d, 0, array_size(cu) - 1));
     const int64_t value = draw_chance(d, 3) ? INT64_MIN : draw_int(d, -3, p->T + 3);
-    memcpy(x, &value, element_size(cu->dtype));
+    memcpy(x, &value, la_size_of(cu->dtype));
 }
 
 /* A state outside the pool, and one that two rows have: likewise. */
@@ -59,10 +59,10 @@ static bool bend_slots(const la_problem *p, draw *d)
     const int64_t value = draw_chance(d, 3) ? p->P : far[draw_int(d, 0, 2)];
     if (array_size(slot) > 1 && draw_chance(d, 2)) {
         const int64_t zero = 0; /* of the pool's states the first, twice */
-        memcpy(array_element(slot, 0), &zero, element_size(slot->dtype));
-        memcpy(array_element(slot, array_size(slot) - 1), &zero, element_size(slot->dtype));
+        memcpy(array_element(slot, 0), &zero, la_size_of(slot->dtype));
+        memcpy(array_element(slot, array_size(slot) - 1), &zero, la_size_of(slot->dtype));
     } else {
-        memcpy(x, &value, element_size(slot->dtype));
+        memcpy(x, &value, la_size_of(slot->dtype));
     }
     return true;
 }

@@ -10,11 +10,6 @@
 
 enum { PAGE = 4096, UNTOUCHED = 0xff }; /* all ones: NaN in every dtype, and no result looks so */
 
-size_t element_size(la_dtype dtype)
-{
-    return dtype == LA_F64 || dtype == LA_I64 ? 8 : dtype == LA_F32 || dtype == LA_I32 ? 4 : 2;
-}
-
 double element_value(const char *x, la_dtype dtype)
 {
     uint16_t half;
@@ -56,7 +51,7 @@ char *array_element(const la_array *a, int64_t i)
         offset += i % a->shape[axis] * a->stride[axis];
         i /= a->shape[axis];
     }
-    return a->data + offset * (int64_t)element_size(a->dtype);
+    return a->data + offset * la_size_of(a->dtype);
 }
 
 /* Which bytes of a block are elements. */
@@ -66,7 +61,7 @@ static char *mask_of(const sample *s, int name)
     char *mask = calloc(1, s->block[name].bytes + 1);
     if (!mask) abort();
     for (int64_t i = 0; i < array_size(a); i++)
-        memset(mask + (array_element(a, i) - s->block[name].start), 1, element_size(a->dtype));
+        memset(mask + (array_element(a, i) - s->block[name].start), 1, la_size_of(a->dtype));
     return mask;
 }
 
@@ -89,7 +84,7 @@ static bool output_intact(const sample *s, int name)
 {
     const la_array *a = &s->p.array[name];
     const block *b = &s->block[name];
-    const size_t size = element_size(a->dtype);
+    const size_t size = la_size_of(a->dtype);
     bool good = true;
     char *mask = mask_of(s, name);
     for (size_t i = 0; good && i < b->bytes; i++)
@@ -123,7 +118,7 @@ static bool pool_intact(const sample *s, int name)
         for (int64_t i = 0; !picked(s, row) && i < each; i++) {
             const char *x = array_element(a, row * each + i);
             const char *before = s->block[name].saved + (x - s->block[name].start);
-            if (memcmp(x, before, element_size(a->dtype)) != 0)
+            if (memcmp(x, before, la_size_of(a->dtype)) != 0)
                 return fail(s, name, "a state that nobody picked was written, element", i);
         }
     return true;

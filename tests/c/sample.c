@@ -169,8 +169,8 @@ static void add_array(sample *s, draw *d, int name, la_dtype dtype, bool output)
         }
     }
     block *b = &s->block[name];
-    block_map(b, (array_size(a) ? (size_t)extent : 0) * element_size(a->dtype), draw_chance(d, 2));
-    a->data = b->start + back * (int64_t)element_size(a->dtype);
+    block_map(b, (array_size(a) ? (size_t)extent : 0) * la_size_of(a->dtype), draw_chance(d, 2));
+    a->data = b->start + back * la_size_of(a->dtype);
     s->written[name] = output;
     if (name == LA_SLOT) fill_slots(p, d, a);
     if (name != LA_CU && name != LA_SLOT && (!output || in_place))

@@ -54,7 +54,6 @@ bool sample_untouched(const sample *s);
 int64_t array_size(const la_array *a);
 char *array_element(const la_array *a, int64_t i);
 double element_value(const char *x, la_dtype dtype);
-size_t element_size(la_dtype dtype);
 
 /* One line that says which problem this is. */
 void sample_describe(const sample *s);

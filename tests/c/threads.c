@@ -41,7 +41,7 @@ static size_t total_bytes(const sample *s)
  * compiler orders them anew in each copy of a loop. */
 static void settle_nan(char *x, la_dtype dtype, size_t bytes)
 {
-    const size_t size = element_size(dtype);
+    const size_t size = la_size_of(dtype);
     for (size_t i = 0; i + size <= bytes; i += size)
         if (isnan(element_value(x + i, dtype))) memset(x + i, 0xff, size);
 }
@@ -54,7 +54,7 @@ static char *copy_outputs(const sample *s)
         if (s->written[name]) {
             const block *from = &s->block[name];
             const la_array *x = &s->p.array[name];
-            const size_t before = (size_t)(x->data - from->start) % element_size(x->dtype);
+            const size_t before = (size_t)(x->data - from->start) % la_size_of(x->dtype);
             memcpy(at, from->start, from->bytes);
             settle_nan(at + before, x->dtype, from->bytes - before);
             at += s->block[name].bytes;
