@@ -91,7 +91,7 @@ static int number_of(la_dtype dtype)
 
 static int refuse_dims(la_call *c, la_name name, int ndim, const int64_t *shape)
 {
-    return la_raise(c, la_refuse_dims(&c->p, name, ndim, shape));
+    return la_raise(la_refuse_dims(&c->p, name, ndim, shape), c->p.message);
 }
 
 static int refuse_read_only(const char *label)
@@ -214,6 +214,13 @@ static int refuse_numpy_strides(const char *label, const char *expected, PyArray
     return la_refuse_strides(label, expected, PyArray_NDIM(x), stride, 1);
 }
 
+static int refuse_numpy_dtype(const la_call *c, la_name name, PyArrayObject *x)
+{
+    PyErr_Format(PyExc_TypeError, "%s: expected %s, got %S", la_array_name(&c->p, name),
+                 la_expected_dtypes(name), (PyObject *)PyArray_DESCR(x));
+    return -1;
+}
+
 /* Takes over the reference. */
 static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
 {
@@ -225,11 +232,7 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
     c->given[name] = object;
 
     if (in_place && !PyArray_ISWRITEABLE(x)) return refuse_read_only(la_array_name(&c->p, name));
-    if (dtype_of(x) == LA_DTYPES) {
-        PyErr_Format(PyExc_TypeError, "%s: expected %s, got %S", la_array_name(&c->p, name),
-                     la_expected_dtypes(name), (PyObject *)PyArray_DESCR(x));
-        return -1;
-    }
+    if (dtype_of(x) == LA_DTYPES) return refuse_numpy_dtype(c, name, x);
     if (PyArray_NDIM(x) > LA_MAX_DIMS) {
         int64_t shape[64];
         for (int i = 0; i < PyArray_NDIM(x); i++) shape[i] = PyArray_DIM(x, i);
@@ -263,6 +266,21 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
     return 0;
 }
 
+/* A number comes from the host, wherever the call runs, and its array is ours. */
+static int take_number(la_call *c, la_name name, PyObject *object)
+{
+    PyObject *number = PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
+    if (!number) return -1;
+    if (dtype_of((PyArrayObject *)number) == LA_DTYPES) {
+        refuse_numpy_dtype(c, name, (PyArrayObject *)number);
+        Py_DECREF(number);
+        return -1;
+    }
+    describe(c, name, number);
+    c->p.array[name].on_host = c->p.device == LA_CUDA;
+    return 0;
+}
+
 /* NumPy's view of host memory. Before ml_dtypes is imported, it sees the bits of a bfloat16. */
 static PyObject *numpy_over(const la_array *x)
 {
@@ -291,6 +309,13 @@ static int refuse_other_streams(const la_call *c, la_name name, const la_view *x
     return -1;
 }
 
+#ifdef LA_WITH_CUDA
+static int wait_stream(la_call *c, void *stream, void *other)
+{
+    return la_raise(la_cuda_wait_stream(c->p.ordinal, stream, other, c->p.message), c->p.message);
+}
+#endif
+
 /* The call's stream, and those of others: q's library says where the call runs. */
 static int settle_stream(la_call *c, la_name name, const la_view *x, PyObject *object)
 {
@@ -303,7 +328,7 @@ static int settle_stream(la_call *c, la_name name, const la_view *x, PyObject *o
         if (c->other[i] == x->stream) return 0;
     c->other[c->others++] = x->stream;
 #ifdef LA_WITH_CUDA
-    return la_raise(c, la_cuda_wait_stream(&c->p, x->stream));
+    return wait_stream(c, c->p.stream, x->stream);
 #else
     return 0;
 #endif
@@ -437,17 +462,7 @@ static int take(la_call *c, la_name name, PyObject *object, bool in_place)
         Py_INCREF(object);
         return take_numpy(c, name, object, in_place);
     }
-    if (may_be_number(&c->p, name, object)) {
-        la_array *a = &c->p.array[name];
-        PyObject *number = PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
-        if (!number) return -1;
-        const la_device device = c->p.device;
-        c->p.device = LA_CPU; /* a number comes from the host, wherever the call runs */
-        int failed = take_numpy(c, name, number, false);
-        c->p.device = device;
-        a->on_host = device == LA_CUDA;
-        return failed;
-    }
+    if (may_be_number(&c->p, name, object)) return take_number(c, name, object);
     if (PyArray_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s: expected an array without a mask, got %R",
                      la_array_name(&c->p, name), (PyObject *)Py_TYPE(object));
@@ -774,14 +789,11 @@ int la_hold(la_call *c)
     return 0;
 }
 
-/* Extents first; only where they meet is the exact answer looked for. 1, 0 or -1. */
-static int overlap(la_call *c, la_name name, la_call *d, la_name other)
+static bool meet(la_span x, la_span y) { return x.low < y.high && y.low < x.high; }
+
+/* NumPy's exact answer for two of its arrays: 1, 0 or -1. */
+static int shares_in_numpy(PyObject *one, PyObject *two)
 {
-    const la_span x = c->span[name], y = d->span[other];
-    if (x.high <= y.low || y.high <= x.low) return 0;
-    if (c->p.device == LA_CUDA) return may_overlap(&c->p.array[name], x, &d->p.array[other], y);
-    c->ran_python = true; /* NumPy's function may be someone's own by now */
-    PyObject *one = numpy_of(c, name), *two = numpy_of(d, other);
     PyObject *numpy = one && two ? PyImport_ImportModule("numpy") : NULL;
     PyObject *shared = numpy ? PyObject_CallMethod(numpy, "shares_memory", "OO", one, two) : NULL;
     Py_XDECREF(numpy);
@@ -791,9 +803,19 @@ static int overlap(la_call *c, la_name name, la_call *d, la_name other)
     return answer;
 }
 
+/* Extents first; only where they meet is the exact answer looked for. 1, 0 or -1. */
+static int overlap(la_call *c, la_name name, la_name other)
+{
+    const la_span x = c->span[name], y = c->span[other];
+    if (!meet(x, y)) return 0;
+    if (c->p.device == LA_CUDA) return may_overlap(&c->p.array[name], x, &c->p.array[other], y);
+    c->ran_python = true; /* NumPy's function may be someone's own by now */
+    return shares_in_numpy(numpy_of(c, name), numpy_of(c, other));
+}
+
 static int refuse_overlap(la_call *c, la_name written, la_name other)
 {
-    const int shared = overlap(c, written, c, other);
+    const int shared = overlap(c, written, other);
     if (shared > 0)
         PyErr_Format(PyExc_ValueError, "%s: expected memory of its own, got memory shared with %s",
                      la_array_name(&c->p, written), la_array_name(&c->p, other));
@@ -812,17 +834,38 @@ int la_refuse_overlaps(la_call *c)
     return 0;
 }
 
-int la_shares_memory(PyObject *x, PyObject *y)
+/* Where an array lies that is no argument of a call. */
+typedef struct {
+    la_device device;
+    int ordinal;
+    la_array array;
+    la_span span;
+    PyObject *seen; /* on the host, by NumPy; owned */
+} place;
+
+static int place_of(PyObject *object, place *x)
 {
-    la_call c[2];
-    memset(c, 0, sizeof c);
-    for (int i = 0; i < 2; i++) la_problem_init(&c[i].p, LA_OP_linear_attention, LA_FORWARD);
-    int shared = la_take(&c[0], LA_Q, x) || la_take(&c[1], LA_Q, y) ? -1 : 0;
-    const la_problem *p = &c[0].p, *o = &c[1].p;
-    if (!shared && p->device == o->device && p->ordinal == o->ordinal)
-        shared = overlap(&c[0], LA_Q, &c[1], LA_Q);
-    la_call_release(&c[0]);
-    la_call_release(&c[1]);
+    la_call reader; /* reads it as a q, and is never checked nor run */
+    memset(&reader, 0, sizeof reader);
+    const int failed = la_take(&reader, LA_Q, object);
+    *x = (place){reader.p.device, reader.p.ordinal, reader.p.array[LA_Q], reader.span[LA_Q], NULL};
+    if (!failed && x->array.given && x->device == LA_CPU) {
+        x->seen = numpy_of(&reader, LA_Q);
+        Py_XINCREF(x->seen);
+    }
+    la_call_release(&reader);
+    return failed;
+}
+
+int la_shares_memory(PyObject *one, PyObject *two)
+{
+    place x, y = {.seen = NULL};
+    int shared = place_of(one, &x) || place_of(two, &y) ? -1 : 0;
+    if (!shared && x.device == y.device && x.ordinal == y.ordinal && meet(x.span, y.span))
+        shared = x.device == LA_CUDA ? may_overlap(&x.array, x.span, &y.array, y.span)
+                                     : shares_in_numpy(x.seen, y.seen);
+    Py_XDECREF(x.seen);
+    Py_XDECREF(y.seen);
     return shared;
 }
 
@@ -841,12 +884,9 @@ int la_current_stream(la_call *c)
 int la_settle_streams(la_call *c)
 {
 #ifdef LA_WITH_CUDA
-    la_call theirs = {.p = {.device = LA_CUDA, .ordinal = c->p.ordinal}};
-    for (int i = 0; i < c->others; i++) {
-        theirs.p.stream = c->other[i];
-        if (la_raise(&theirs, la_cuda_wait_stream(&theirs.p, c->p.stream))) return -1;
-    }
-    if (c->stream_unknown) return la_raise(c, la_cuda_synchronize(&c->p));
+    for (int i = 0; i < c->others; i++)
+        if (wait_stream(c, c->other[i], c->p.stream)) return -1;
+    if (c->stream_unknown) return la_raise(la_cuda_synchronize(&c->p), c->p.message);
 #else
     (void)c;
 #endif

@@ -19,14 +19,14 @@ const char *la_why_no_cuda(void)
 
 /* ---- exceptions ---- */
 
-int la_raise(const la_call *c, la_status status)
+int la_raise(la_status status, const char *message)
 {
     if (status == LA_OK) return 0;
     PyErr_SetString(status == LA_TYPE_ERROR     ? PyExc_TypeError
                     : status == LA_VALUE_ERROR  ? PyExc_ValueError
                     : status == LA_MEMORY_ERROR ? PyExc_MemoryError
                                                 : PyExc_RuntimeError,
-                    c->p.message);
+                    message);
     return -1;
 }
 

@@ -6,8 +6,8 @@
 
 #include "layout.h"
 
-/* The exception for a status, with the call's message; 0 for LA_OK. */
-int la_raise(const la_call *c, la_status status);
+/* The exception for a status, with this message; 0 for LA_OK. */
+int la_raise(la_status status, const char *message);
 int la_raise_from(PyObject *as, const char *text, const char *label);
 int la_name_error(const char *label); /* the one at hand, as "label: ..." */
 int la_refuse_strides(const char *label, const char *expected, int ndim, const int64_t *stride,

@@ -61,7 +61,7 @@ PyObject *la_memory_new(la_call *c, la_dtype dtype, int ndim, const int64_t *sha
         if (!m->data) failed = PyErr_NoMemory() == NULL;
     } else {
 #ifdef LA_WITH_CUDA
-        failed = la_raise(c, la_cuda_allocate(&c->p, bytes_of(m), &m->data));
+        failed = la_raise(la_cuda_allocate(&c->p, bytes_of(m), &m->data), c->p.message);
 #endif
     }
     if (failed) {
@@ -143,8 +143,9 @@ static PyObject *memory_dlpack(PyObject *self, PyObject *args, PyObject *keyword
     if (PyErr_Occurred()) return NULL;
     void *const theirs = number == 1 ? NULL : (void *)(intptr_t)number;
     if (m->device == LA_CUDA && number != -1 && theirs != m->stream) {
-        la_call c = {.p = {.device = LA_CUDA, .ordinal = m->ordinal, .stream = theirs}};
-        if (la_raise(&c, la_cuda_wait_stream(&c.p, m->stream))) return NULL;
+        char message[LA_MESSAGE];
+        if (la_raise(la_cuda_wait_stream(m->ordinal, theirs, m->stream, message), message))
+            return NULL;
     }
 #endif
     export *e = calloc(1, sizeof *e);

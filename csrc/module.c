@@ -305,7 +305,7 @@ static int take_all(la_call *c, PyObject *const *values)
                                                     : la_take(c, name, value))
             return -1;
     }
-    return la_raise(c, la_check(&c->p));
+    return la_raise(la_check(&c->p), c->p.message);
 }
 
 /* ---- outputs ---- */
@@ -323,7 +323,7 @@ static bool is_wanted(const la_call *c, la_name name)
 static int allocate_outputs(la_call *c)
 {
     la_set outputs = la_written[c->p.pass] & ~la_read[c->p.pass];
-    if (c->out && la_raise(c, la_check_output(&c->p, LA_O))) return -1;
+    if (c->out && la_raise(la_check_output(&c->p, LA_O), c->p.message)) return -1;
     for (la_name name; la_next(&outputs, &name);)
         if (is_wanted(c, name) && la_allocate(c, name)) return -1;
     return c->out || c->p.pass == LA_STEP ? la_refuse_overlaps(c) : 0;
@@ -405,7 +405,7 @@ static int settle_out(la_call *c, PyObject **made)
     }
     *made = c->object[LA_O];
     c->object[LA_O] = NULL;
-    return la_take(c, LA_O, *made) || la_raise(c, la_check_output(&c->p, LA_O)) ? -1 : 0;
+    return la_take(c, LA_O, *made) || la_raise(la_check_output(&c->p, LA_O), c->p.message) ? -1 : 0;
 }
 
 /* bind(...) as step(...) -> BoundStep */

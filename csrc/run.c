@@ -53,7 +53,7 @@ static int run_on_device(la_call *c)
     Py_BEGIN_ALLOW_THREADS
     status = entries[c->p.pass](&c->p);
     Py_END_ALLOW_THREADS
-    return la_raise(c, status) || la_settle_streams(c) ? -1 : 0;
+    return la_raise(status, c->p.message) || la_settle_streams(c) ? -1 : 0;
 }
 #endif
 
@@ -89,7 +89,8 @@ static int run_long(la_call *c, la_status (*entry)(la_problem *))
     c->p.watch = &watch;
     const la_status status = entry(&c->p);
     PyEval_RestoreThread(python);
-    return status == LA_INTERRUPTED ? -1 : la_raise(c, status); /* the exception is there */
+    return status == LA_INTERRUPTED ? -1
+                                    : la_raise(status, c->p.message); /* the exception is there */
 }
 
 int la_run_pass(la_call *c)
@@ -108,7 +109,7 @@ static int run_brief(la_call *c)
     Py_BEGIN_ALLOW_THREADS
     status = la_step(&c->p);
     Py_END_ALLOW_THREADS
-    return la_raise(c, status);
+    return la_raise(status, c->p.message);
 }
 
 /* state_indices are read again without the GIL, so they are taken over first. */
@@ -126,7 +127,8 @@ int la_run_step(la_call *c)
         PyErr_NoMemory();
         return -1;
     }
-    const int failed = la_raise(c, la_check_slots(&c->p, more ? more : few)) || run_brief(c);
+    const int failed =
+        la_raise(la_check_slots(&c->p, more ? more : few), c->p.message) || run_brief(c);
     PyMem_Free(more);
     return failed ? -1 : 0;
 }

@@ -2,8 +2,8 @@
  * Plain C, without the headers of CUDA. A stream is a cudaStream_t (NULL: the legacy default
  * stream).
  *
- * Only la_cuda_synchronize waits for the device. After a failure the message in p->message is the
- * one of CUDA. The current device is the same after each call as before. */
+ * Only la_cuda_synchronize waits for the device. After a failure the message is the one of CUDA.
+ * The current device is the same after each call as before. */
 #ifndef LINATTN_CUDA_H
 #define LINATTN_CUDA_H
 
@@ -34,8 +34,9 @@ la_status la_cuda_release(int ordinal, void *stream, void *data);
  * error. */
 const char *la_cuda_trim(void);
 
-/* Work that is enqueued on p->stream from now on waits for all work that `other` holds now. */
-la_status la_cuda_wait_stream(la_problem *p, void *other);
+/* Work that is enqueued on a device's `stream` from now on waits for all work that `other` holds
+ * now. */
+la_status la_cuda_wait_stream(int ordinal, void *stream, void *other, char message[LA_MESSAGE]);
 
 /* Return when p->stream is done: for arrays whose owner does not say on which stream they are
  * used. */

@@ -13,23 +13,28 @@
 
 /* ---- errors, devices ---- */
 
-static la_status status_of(la_problem *p, cudaError_t error)
+static la_status status_of(int ordinal, char message[LA_MESSAGE], cudaError_t error)
 {
     if (error == cudaSuccess) return LA_OK;
     cudaGetLastError(); /* so that the next call does not see it */
     if (error == cudaErrorMemoryAllocation) {
-        snprintf(p->message, sizeof p->message,
-                 "not enough memory on cuda:%d for the call's scratch", p->ordinal);
+        snprintf(message, LA_MESSAGE, "not enough memory on cuda:%d for the call's scratch",
+                 ordinal);
         return LA_MEMORY_ERROR;
     }
     if (error == cudaErrorInvalidConfiguration) {
         snprintf(
-            p->message, sizeof p->message,
+            message, LA_MESSAGE,
             "q: expected fewer than 2^31 blocks of tokens, heads and columns on CUDA, got more");
         return LA_VALUE_ERROR;
     }
-    snprintf(p->message, sizeof p->message, "CUDA: %s", cudaGetErrorString(error));
+    snprintf(message, LA_MESSAGE, "CUDA: %s", cudaGetErrorString(error));
     return LA_RUNTIME_ERROR;
+}
+
+static la_status status_of(la_problem *p, cudaError_t error)
+{
+    return status_of(p->ordinal, p->message, error);
 }
 
 int la_cuda_device_count(void)
@@ -205,17 +210,17 @@ const char *la_cuda_trim(void)
     return cudaGetErrorString(error);
 }
 
-la_status la_cuda_wait_stream(la_problem *p, void *other)
+la_status la_cuda_wait_stream(int ordinal, void *stream, void *other, char message[LA_MESSAGE])
 {
-    on_device here(p->ordinal);
+    on_device here(ordinal);
     cudaEvent_t event;
     cudaError_t error = here.error;
     if (error == cudaSuccess) error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
-    if (error != cudaSuccess) return status_of(p, error);
+    if (error != cudaSuccess) return status_of(ordinal, message, error);
     error = cudaEventRecord(event, (cudaStream_t)other);
-    if (error == cudaSuccess) error = cudaStreamWaitEvent((cudaStream_t)p->stream, event, 0);
+    if (error == cudaSuccess) error = cudaStreamWaitEvent((cudaStream_t)stream, event, 0);
     cudaEventDestroy(event); /* CUDA frees it when the wait is over */
-    return status_of(p, error);
+    return status_of(ordinal, message, error);
 }
 
 la_status la_cuda_synchronize(la_problem *p)
