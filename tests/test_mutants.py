@@ -27,6 +27,7 @@ ROOMS = (
     "gather.h",
     "load.h",
     "tile.h",
+    "elements.h",
     "recurrence.h",
 )
 

@@ -119,9 +119,9 @@ LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int6
         return;
     }
     for (int64_t x = 0; x < kp; x += LANES) {
-        const lane log = lanes_in(a + x)[0];
+        const lane g = lanes_in(a + x)[0], log = log_decay(g, p->gate);
         lane rest;
-        const lane decay = lane_decay(log, &rest);
+        const lane decay = decay_in_two(g, p->gate, &rest);
         if (!i) lanes_of(c->owed + x)[0] = (lane){0};
         lanes_of(c->log + x)[0] = i ? lanes_in(c->log + x)[0] + log : log;
         lanes_of(a + x)[0] = lane_paid_back(decay, rest, lanes_of(c->owed + x));
@@ -139,7 +139,7 @@ LA_FN void settle_whole(chunk *c, const la_problem *p, real *owed, const la_deca
     } else if (decay == LA_KEY) {
         for (int64_t x = 0; x < c->kp; x += LANES) {
             lane rest;
-            const lane rounded = lane_decay(lanes_in(c->log + x)[0], &rest);
+            const lane rounded = decay_in_two(lanes_in(c->log + x)[0], LA_LOG, &rest);
             lanes_of(c->whole + x)[0] = lane_paid_back(rounded, rest, lanes_of(owed + x));
         }
     }
@@ -454,7 +454,7 @@ LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chu
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
         const real start = start_of(c->scale_qS, i + y, scaled);
-        const real by = normalised ? divisor(p, c->den[i + y]) : 1;
+        const real by = normalised ? divisor_of(p, c->den[i + y] * (real)p->scale) : 1;
         const int64_t at = (i + y) * width + w;
 #pragma GCC unroll 8
         for (int z = y; z < R; z++)

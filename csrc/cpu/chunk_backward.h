@@ -258,7 +258,7 @@ LA_FN void denominators_adjoint(backward_scratch *f, const la_problem *p)
     for (int64_t i = 0; i < c->n && !stopped_after(p, i); i++) {
         real sum = dot(kp, c->q + i * kp, f->d_hat + i * kp);
         for (int64_t j = 0; j <= i; j++) sum += c->P[i * cp + j] * f->dP[i * cp + j];
-        f->d_den[i] = d_denominator(p, c->den[i], sum);
+        f->d_den[i] = d_denominator(p, c->den[i] * (real)p->scale, sum);
     }
     /* Was den_i = q_i z + sum_{j<=i} P_ij, and z' = z + sum_j k_j. */
     for (int64_t j = 0; j < c->n; j++) copy_row(kp, f->dk + j * kp, f->dz);

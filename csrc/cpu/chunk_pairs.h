@@ -43,7 +43,7 @@ LA_FN void pairs_load_keys(const la_problem *p, la_name name, const la_unit *u, 
         real *row = rows + i * kp;
         load_row(row, p->K, at(from, u->b, t + i, u->h), from->dtype);
         pack_left(packed + i * kw, row, kp);
-        norm[i] = p->qk_l2norm ? l2norm_factor(row, p->K) : 1;
+        norm[i] = p->qk_l2norm ? l2norm_factor(dot(p->K, row, row)) : 1;
     }
 }
 

@@ -66,8 +66,8 @@ static void gather_head(const la_problem *p, int64_t hv, const la_partials *sums
                 total += ((const real *)sums->da)[(hv * sums->panels + s) * sums->tokens + t];
         real da = (real)total;
         load_decay(p, &u, 0, a, LA_TOKEN);
-        gate_adjoint(p, &da, a, 1);
-        store_element(at(&p->array[LA_DG], 0, 0, hv), p->array[LA_DG].dtype, da);
+        store_element(at(&p->array[LA_DG], 0, 0, hv), p->array[LA_DG].dtype,
+                      gate_gradient(da, a[0], p->gate));
     }
     if (p->normaliser != LA_UNNORMALISED && p->array[LA_DZ0].given)
         for (int64_t n = 0; n < p->N; n++) {

@@ -71,12 +71,14 @@ LA_FN real lane_sum(lane x)
 #endif
 }
 #define LANE_SUM lane_sum
+#define LANE_ZERO ((lane){0})
 
 /* mask ? x : y, bit by bit; masks come from lane comparisons. */
 LA_FN lane pick(lane_int mask, lane x, lane y)
 {
     return (lane)((mask & (lane_int)x) | (~mask & (lane_int)y));
 }
+#define LANE_PICK pick
 
 /* What exp needs. Where one of two is NaN, the second. */
 #if LA_AVX512 && LA_REAL_BITS == 32
@@ -153,6 +155,7 @@ LA_FN lane lane_exp(lane x)
     const lane less_one = exp_less_one(x, &n);
     return lane_times_power(1 + less_one, n);
 }
+#define LANE_EXP lane_exp
 
 /* The same as a sum of two: of a power of two and, for x near 0, of as many digits as x has, which one
  * real would round away. (Above 0, where nothing decays, as one.) */
@@ -174,3 +177,4 @@ LA_FN lane lane_decay(lane x, lane *rest)
     *rest = less - (sum - power);
     return sum;
 }
+#define LANE_DECAY(log, gate, rest) lane_decay(log, rest)

@@ -1,7 +1,12 @@
 /* Loads and stores: from the user's dtype and strides to padded rows of reals and back, with what
  * is fused into them (l2 norm, feature map, log decay, the read's scale) and the adjoints of those. */
 
-/* ---- elements ---- */
+#define LA_ELEMENT LA_FN
+#define LA_PLAIN LA_FN
+typedef la_problem la_options;
+#include "../elements.h"
+
+/* ---- dtypes ---- */
 
 typedef union float_bits {
     float f;
@@ -152,59 +157,25 @@ LA_FN char *at_column(const la_array *x, int64_t i0, int64_t i1, int64_t i2, int
 
 LA_COLD void map_row(real *x, int64_t n, la_map map, real eps)
 {
-    const lane zero = {0}, plus = eps - zero;
     if (map == LA_IDENTITY) return;
-    for (int64_t i = 0; i < n; i += LANES) {
-        lane y = lanes_in(x + i)[0];
-        lane_int positive = y > zero;
-        switch (map) {
-        /* exp(x) below zero, never expm1(x) + 1: that is exactly 0 from about -17 on in float32 */
-        case LA_ELU1: y = pick(positive, y + 1, lane_exp(pick(positive, zero, y))); break;
-        case LA_RELU: y = pick(y < zero, zero, y) + plus; break;
-        case LA_RELU2:
-            y = pick(y < zero, zero, y);
-            y *= y;
-            break;
-        case LA_EXP: y = lane_exp(y); break;
-        default: break;
-        }
-        lanes_of(x + i)[0] = y;
-    }
+    for (int64_t i = 0; i < n; i += LANES)
+        lanes_of(x + i)[0] = apply_map(lanes_in(x + i)[0], map, eps);
     for (int64_t i = n; i < padded(n); i++) x[i] = 0;
 }
 
 /* dx *= phi'(x) */
 LA_COLD void map_row_adjoint(real *dx, const real *x, int64_t n, la_map map)
 {
-    const lane zero = {0}, ones = 1 - zero;
     if (map == LA_IDENTITY) return;
-    for (int64_t i = 0; i < n; i += LANES) {
-        lane y = lanes_in(x + i)[0], slope = ones;
-        lane_int positive = y > zero;
-        switch (map) {
-        case LA_ELU1: slope = pick(positive, ones, lane_exp(pick(positive, zero, y))); break;
-        case LA_RELU: slope = pick(positive, ones, zero); break;
-        case LA_RELU2: slope = pick(positive, 2 * y, zero); break;
-        case LA_EXP: slope = lane_exp(y); break;
-        default: break;
-        }
-        lanes_of(dx + i)[0] *= slope;
-    }
+    for (int64_t i = 0; i < n; i += LANES)
+        lanes_of(dx + i)[0] *= map_slope(lanes_in(x + i)[0], map);
 }
 
 /* ---- q and k as the recurrence sees them: l2 norm, feature map ---- */
 
-/* As in flash-linear-attention: x / sqrt(sum x^2 + 1e-6). */
-#define L2NORM_EPS ((real)1e-6)
-
-LA_FN real l2norm_factor(const real *x, int64_t n)
-{
-    return 1 / (real)LA_SQRT(dot(n, x, x) + L2NORM_EPS);
-}
-
 LA_FN real l2norm_row(real *x, int64_t n)
 {
-    const real factor = l2norm_factor(x, n);
+    const real factor = l2norm_factor(dot(n, x, x));
     for (int64_t i = 0; i < n; i += LANES) lanes_of(x + i)[0] *= factor;
     return factor;
 }
@@ -238,9 +209,11 @@ LA_COLD void load_key_adjoint(const la_problem *p, la_name name, int64_t b, int6
     load_row(x, p->K, at(from, b, t, h), from->dtype);
     if (p->qk_l2norm) factor = l2norm_row(x, p->K);
     map_row_adjoint(dx, x, p->K, p->map[name == LA_K]);
-    if (p->qk_l2norm) { /* was y = x r, r = (x'x + eps)^-1/2: dx = r (dy - y y'dy) */
-        add_scaled(p->K, dx, -dot(p->K, x, dx), x);
-        for (int64_t i = 0; i < p->K; i += LANES) lanes_of(dx + i)[0] *= factor;
+    if (p->qk_l2norm) {
+        const real along = dot(p->K, x, dx);
+        for (int64_t i = 0; i < p->K; i += LANES)
+            lanes_of(dx + i)[0] =
+                l2norm_gradient(lanes_in(dx + i)[0], lanes_in(x + i)[0], along, factor);
     }
 }
 
@@ -265,10 +238,8 @@ LA_FN void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64_t
     for (int64_t i = 0; i < n; i++) a[i] = load_element(at(g, u->b, t + i, u->hv), g->dtype);
     for (int64_t i = n; i < padded(n); i++) a[i] = 0;
     for (int64_t i = 0; i < n; i += LANES) {
-        const lane x = lanes_in(a + i)[0];
-        lane less = {0};
-        if (p->gate != LA_DECAY)
-            lanes_of(a + i)[0] = lane_decay(p->gate == LA_SLOPE ? -x : x, &less);
+        lane less;
+        lanes_of(a + i)[0] = decay_in_two(lanes_in(a + i)[0], p->gate, &less);
         if (rest) lanes_of(rest + i)[0] = less;
     }
 }
@@ -280,9 +251,8 @@ LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
     if (decay == LA_KEY) {
         load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
         if (p->gate == LA_DECAY) return;
-        lane less;
         for (int64_t i = 0; i < p->K; i += LANES)
-            lanes_of(a + i)[0] = lane_decay(lanes_in(a + i)[0], &less);
+            lanes_of(a + i)[0] = decay_of(lanes_in(a + i)[0], p->gate);
         for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
     } else if (decay != LA_NONE) {
         load_decays(p, u, t, 1, a, NULL);
@@ -330,18 +300,11 @@ LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t
         load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
         for (int64_t i = 0; i < p->K; i += LANES) {
             lane rest;
-            const lane rounded = lane_decay(lanes_in(a + i)[0], &rest);
+            const lane rounded = decay_in_two(lanes_in(a + i)[0], p->gate, &rest);
             lanes_of(a + i)[0] = lane_paid_back(rounded, rest, lanes_of(owed + i));
         }
         for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
     }
-}
-
-/* The gradient of the gate as it was given, from that of the decay: was a = exp(g) or exp(-slope). */
-LA_FN void gate_adjoint(const la_problem *p, real *da, const real *a, int64_t n)
-{
-    if (p->gate == LA_DECAY) return;
-    for (int64_t i = 0; i < n; i++) da[i] *= p->gate == LA_SLOPE ? -a[i] : a[i];
 }
 
 /* da, the gradient of what load_decay gave, to the user's dg. */
@@ -350,7 +313,7 @@ LA_FN void store_gate_gradient(const la_problem *p, const la_unit *u, int64_t t,
 {
     const la_array *to = &p->array[LA_DG];
     const int64_t n = p->decay == LA_KEY ? p->K : 1;
-    gate_adjoint(p, da, a, n);
+    for (int64_t i = 0; i < n; i++) da[i] = gate_gradient(da[i], a[i], p->gate);
     store_row(at(to, u->b, t, u->hv), to->dtype, da, n);
 }
 
@@ -456,33 +419,13 @@ LA_FN void store_z(const la_problem *p, la_name name, const la_unit *u, const re
     if (to->given) store_row(at(to, u->n, u->hv, 0), to->dtype, z, p->K);
 }
 
-/* ---- the read's ends: o = scale * num, or scale * num / divisor(scale * den) ----
- *
- * num = S'q and den = z'q. The scale comes last, so that it costs one rounding. */
+/* ---- the read's end ---- */
 
-LA_FN bool is_normalised(const la_problem *p, const la_decay decay, const la_rule rule)
-{
-    return decay == LA_NONE && rule == LA_ADDITIVE && p->normaliser != LA_UNNORMALISED;
-}
-
-LA_FN real divisor(const la_problem *p, real den)
-{
-    den *= (real)p->scale;
-    if (p->normaliser == LA_ADD) return den + (real)p->eps;
-    return den <= (real)p->eps ? (real)p->eps : den; /* a NaN stays one */
-}
-
-/* The gradient of den, given that of num summed against num: was o = scale num / divisor. A clamped
- * divisor does not move. */
-LA_FN real d_denominator(const la_problem *p, real den, real num_dnum)
-{
-    if (p->normaliser == LA_CLAMP && den * (real)p->scale <= (real)p->eps) return 0;
-    return -(real)p->scale * num_dnum / divisor(p, den);
-}
-
+/* o = scale num, or scale num / divisor(scale den). The scale comes last, so that it costs one
+ * rounding. */
 LA_FN void finish_row(const la_problem *p, real *row, int64_t width, bool normalised, real den)
 {
-    const real scale = (real)p->scale, by = normalised ? divisor(p, den) : 1;
+    const real scale = (real)p->scale, by = normalised ? divisor_of(p, den * scale) : 1;
     for (int64_t w = 0; w < width; w += LANES) {
         lanes_of(row + w)[0] *= scale;
         if (normalised) lanes_of(row + w)[0] /= by;

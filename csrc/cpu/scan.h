@@ -32,7 +32,6 @@ LA_FN void ask_for(const void *from, int64_t bytes)
         __builtin_prefetch((const char *)from + x, 0, 2);
 }
 
-#define LANE_ZERO ((lane){0})
 #define LANE_LOADED lane_loaded
 #define ASK_FOR ask_for
 #define UNROLL_LANES _Pragma("GCC unroll 8")
@@ -292,7 +291,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 token_adjoint_any(lanes_in(S), lanes_of(f.dS), W, p->K, &f, beta, &dbeta, decay,
                                   rule);
                 if (normalised) {
-                    real d_den = d_denominator(p, den, dot(kp, f.q, f.dq));
+                    real d_den = d_denominator(p, den * (real)p->scale, dot(kp, f.q, f.dq));
                     add_scaled(kp, f.dq, d_den, f.z);
                     add_scaled(kp, f.dz, d_den, f.q);
                     add_scaled(kp, f.dk, 1, f.dz); /* was z <- z + k */

@@ -103,8 +103,9 @@ LA_FN void whole_backward(const la_problem *p, const la_unit *u, const la_partia
         product(n, kp, width, f.O, width, 1, f.T, kp, f.d, kp, NULL, 0);
         product(p->K, width, n, f.q, 1, kp, f.O, width, f.dS, width, &one, 0);
         for (int64_t i = 0; normalised && i < n; i++) {
-            real d_den =
-                d_denominator(p, dot(kp, f.q + i * kp, f.z), dot(kp, f.q + i * kp, f.d + i * kp));
+            const real den = dot(kp, f.q + i * kp, f.z);
+            const real d_den =
+                d_denominator(p, den * (real)p->scale, dot(kp, f.q + i * kp, f.d + i * kp));
             add_scaled(kp, f.d + i * kp, d_den, f.z);
             add_scaled(kp, f.dz, d_den, f.q + i * kp);
         }

@@ -65,7 +65,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
         f.states + partial * (f.segments + (int64_t)c.N * f.M) * STATE + threadIdx.x;
     real *const starts = states + first_chunk_slot(c, u.n, f.M) * STATE;
     real *const kept = states + (f.segments + (int64_t)u.n * f.M) * STATE;
-    const bool normalised = has_normaliser(c);
+    const bool normalised = is_normalised(&c, DECAY, RULE);
     real S[ROWS], dS[ROWS];
 
     const auto load_both = [&](const view &from, real(&x)[ROWS]) {
@@ -401,7 +401,7 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
 {
     const auto kernel = adjoint<DECAY, RULE, ROWS>;
     const int bytes = sizeof(adjoint_room<ROWS>), group = c.HV / c.H;
-    const bool normalised = has_normaliser(c);
+    const bool normalised = is_normalised(&c, DECAY, RULE);
     adjoint_scratch f = {};
     f.tiles = (c.V + COLUMNS - 1) / COLUMNS;
     f.kp = (c.K + 31) / 32 * 32;

@@ -286,7 +286,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     const bool keep_k = has_k && (DECAY == LA_KEY || !k_as_given);
     const int64_t inverse = RULE == LA_DELTA ? score : 0;
     const int64_t kt = DECAY == LA_KEY ? places * tile : 0;
-    const bool normalised = has_normaliser(c);
+    const bool normalised = is_normalised(&c, DECAY, RULE);
     const int64_t numbers = places * 4 *
                             (DECAY == LA_KEY     ? KP
                              : DECAY == LA_TOKEN ? 2 * C

@@ -130,7 +130,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     const int64_t tokens = (int64_t)c.B * c.T, score = places * PANEL_BYTES;
     const int heads = per_key ? c.HV : c.H;
     const int64_t keys = chunk_slots * heads * tile;
-    const bool normalised = has_normaliser(c);
+    const bool normalised = is_normalised(&c, DECAY, RULE);
     w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
     to.kp = (c.K + 31) / 32 * 32;
@@ -181,7 +181,7 @@ static __global__ void __launch_bounds__(256)
     const int groups = c.V / 8, column = (int)(i % groups) * 8, hv = (int)(i / groups % c.HV);
     const int64_t token = i / groups / c.HV;
     if (token >= tokens) return;
-    const float by = clamped(c, den[hv * tokens + token] * (float)c.scale);
+    const float by = divisor_of(&c, den[hv * tokens + token] * (float)c.scale);
     uint4 x = *(const uint4 *)at(d[LA_DO], (int)(token / c.T), (int)(token % c.T), hv, column);
     uint32_t *const pair = (uint32_t *)&x;
 #pragma unroll
@@ -199,7 +199,7 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
                                int processors, cudaStream_t stream)
 {
     constexpr bool per_key = DECAY == LA_KEY;
-    const bool normalised = has_normaliser(c);
+    const bool normalised = is_normalised(&c, DECAY, RULE);
     const auto prepare = prepare_of<KP, DECAY, RULE>();
     const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>();
     const int64_t places = (int64_t)x.w.chunk_slots * c.HV, tokens = (int64_t)c.B * c.T;
@@ -253,7 +253,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     backward_scratch x = {};
     x.to.q_as_given = map_of(c, c.x[LA_Q], c.H, c.K, &map) && plain;
     x.to.k_as_given = map_of(c, c.x[LA_K], c.H, c.K, &map) && plain;
-    x.to.direct = plain && c.HV == c.H && !has_normaliser(c);
+    x.to.direct = plain && c.HV == c.H && !is_normalised(&c, DECAY, RULE);
 
     call some = c;
     gradients d_some = d;

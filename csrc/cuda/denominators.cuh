@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(128)
         if (piece) continue;
         float *to = w.den + place * C + row;
         den *= (float)c.scale;
-        *to = row < n ? clamped(c, c.causal ? den + *to : den) : 1;
+        *to = row < n ? divisor_of(&c, c.causal ? den + *to : den) : 1;
     }
 }
 

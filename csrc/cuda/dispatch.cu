@@ -3,6 +3,7 @@
  * that a CUDA graph can capture a call. */
 #include "cuda.h"
 #include "kernels.cuh"
+#include "load.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -318,7 +319,7 @@ static cudaError_t upload_gate(const la_problem *p, la_name name, view *to, void
         const int n = (int)(p->HV - first < GATE_NUMBERS ? p->HV - first : GATE_NUMBERS);
         for (int i = 0; i < n; i++) {
             const double x = host_number(from, (first + i) * from->stride[2]);
-            some.x[i] = name == LA_G && p->gate == LA_SLOPE ? exp(-x) : x;
+            some.x[i] = name == LA_G ? decay_of(x, p->gate) : x;
         }
         error = launch(store_gate_numbers, 1, 256, 0, (cudaStream_t)p->stream,
                        (double *)*held + first, n, some);
@@ -337,7 +338,7 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
     call c = call_of(p);
     void *held[2] = {};
     cudaError_t error = upload_gate(p, LA_G, &c.x[LA_G], held);
-    if (held[0] && c.gate == LA_SLOPE) c.gate = LA_DECAY; /* uploaded as exp(-slope) */
+    if (held[0]) c.gate = LA_DECAY; /* uploaded as the decay itself */
     if (error == cudaSuccess) error = upload_gate(p, LA_BETA, &c.x[LA_BETA], held + 1);
     if (error == cudaSuccess) error = launch(p, c);
     for (void *x : held) {

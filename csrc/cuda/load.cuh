@@ -15,6 +15,22 @@ __host__ __device__ inline int dtype_size(la_dtype dtype)
     return dtype == LA_F64 || dtype == LA_I64 ? 8 : dtype == LA_F32 || dtype == LA_I32 ? 4 : 2;
 }
 
+/* elements.h, of a number of any real type. A slope is one number for all tokens, so that an error of
+ * its decay grows with T: that is computed in float64. The other decays come as the device's exp has
+ * them. */
+#define LA_ELEMENT template <typename real> __host__ __device__ inline
+#define LA_PLAIN __host__ __device__ inline
+#define lane real
+#define LANE_ZERO 0
+#define LANE_PICK(mask, x, y) ((mask) ? (x) : (y))
+#define LANE_EXP exp
+#define LANE_DECAY(log, gate, rest) ((gate) == LA_SLOPE ? (real)exp((double)(log)) : exp(log))
+#define LA_SQRT sqrt
+typedef call la_options;
+#include "../elements.h"
+#undef lane
+#undef LANE_ZERO
+
 /* Where element (i0, i1, i2, i3) of an array is. */
 __device__ inline char *at(const view &x, int64_t i0, int64_t i1 = 0, int64_t i2 = 0,
                            int64_t i3 = 0)
@@ -89,24 +105,6 @@ template <typename real> __device__ inline void store(char *to, la_dtype dtype, 
     }
 }
 
-/* As in flash-linear-attention: x / sqrt(sum x^2 + 1e-6). */
-template <typename real> __device__ inline real l2norm_factor(real squares)
-{
-    return 1 / (real)sqrt(squares + (real)1e-6);
-}
-
-template <typename real> __device__ inline real apply_map(real x, la_map map, real eps)
-{
-    switch (map) {
-    /* exp(x) below zero, never expm1(x) + 1: that is exactly 0 from about -17 on in float32 */
-    case LA_ELU1: return x > 0 ? x + 1 : exp(x > 0 ? (real)0 : x);
-    case LA_RELU: return (x < 0 ? (real)0 : x) + eps; /* a NaN stays one */
-    case LA_RELU2: x = x < 0 ? (real)0 : x; return x * x;
-    case LA_EXP: return exp(x);
-    default: return x;
-    }
-}
-
 /* The map is asked for once. */
 template <typename real, int N>
 __device__ __forceinline__ void apply_map_to_all(real (&x)[N], la_map map, real eps)
@@ -116,54 +114,19 @@ __device__ __forceinline__ void apply_map_to_all(real (&x)[N], la_map map, real 
         for (int j = 0; j < N; j++) x[j] = apply_map(x[j], which, eps);
     };
     switch (map) {
-    case LA_ELU1: all(LA_ELU1); break;
-    case LA_RELU: all(LA_RELU); break;
-    case LA_RELU2: all(LA_RELU2); break;
-    case LA_EXP: all(LA_EXP); break;
+#define CASE(map) \
+    case map: all(map); break;
+        LA_EACH_MAP(CASE)
+#undef CASE
     default: break;
     }
 }
 
-/* phi'(x), of the user's x after its norm. */
-template <typename real> __device__ inline real map_slope(real x, la_map map)
-{
-    switch (map) {
-    case LA_ELU1: return x > 0 ? (real)1 : exp(x > 0 ? (real)0 : x);
-    case LA_RELU: return x > 0 ? (real)1 : (real)0;
-    case LA_RELU2: return x > 0 ? 2 * x : (real)0;
-    case LA_EXP: return exp(x);
-    default: return 1;
-    }
-}
-
-/* A slope is one number for all tokens, so that an error of its decay grows with T: in float64. */
-template <typename real> __device__ inline real decay_of(real g, la_gate gate)
-{
-    return gate == LA_DECAY ? g : gate == LA_SLOPE ? (real)exp(-(double)g) : exp(g);
-}
-
-/* The gradient of a gate as it was given, from that of its decay a. */
-template <typename real> __device__ inline real gate_gradient(real da, real a, la_gate gate)
-{
-    return gate == LA_DECAY ? da : gate == LA_SLOPE ? -a * da : a * da;
-}
-
-__host__ __device__ inline bool has_normaliser(const call &c)
-{
-    return c.normaliser != LA_UNNORMALISED;
-}
-
-/* The read's end: o = scale num, or scale num / clamped(scale den). */
-template <typename real> __device__ inline real clamped(const call &c, real den)
-{
-    if (c.normaliser == LA_ADD) return den + (real)c.eps;
-    return den <= (real)c.eps ? (real)c.eps : den; /* a NaN stays one */
-}
-
+/* The read's end: o = scale num, or scale num / divisor(scale den). */
 template <typename real> __device__ inline real finish(const call &c, real num, real den)
 {
     const real o = num * (real)c.scale;
-    return c.normaliser == LA_UNNORMALISED ? o : o / clamped(c, den * (real)c.scale);
+    return c.normaliser == LA_UNNORMALISED ? o : o / divisor_of(&c, den * (real)c.scale);
 }
 
 /* Sums over four neighbouring threads, and over a warp. */
@@ -242,12 +205,12 @@ __device__ __forceinline__ void key_gradient(const call &c, int map, real (&x)[N
 #pragma unroll
     for (int j = 0; j < N; j++) dx[j] *= map_slope(x[j], c.map[map]);
     if (!c.qk_l2norm) return;
-    real along = 0; /* was y = x r, r = (x'x + eps)^-1/2: dx = r (dy - y y'dy) */
+    real along = 0;
 #pragma unroll
     for (int j = 0; j < N; j++) along += x[j] * dx[j];
     along = warp_sum(along);
 #pragma unroll
-    for (int j = 0; j < N; j++) dx[j] = factor * (dx[j] - x[j] * along);
+    for (int j = 0; j < N; j++) dx[j] = l2norm_gradient(dx[j], x[j], along, factor);
 }
 
 /* ---- some of the heads, where scratch for all would be too much ---- */

@@ -240,10 +240,7 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
 #pragma unroll
             for (int j = 0; j < N; j++) with_num += (double)q[j] * sum[j];
             with_num = warp_sum(with_num);
-            /* was o = scale num / divisor: a clamped divisor is constant */
-            const double d_den = c.normaliser == LA_CLAMP && scaled <= c.eps
-                                     ? 0
-                                     : -c.scale * with_num / clamped(c, scaled);
+            const double d_den = d_denominator(&c, scaled, with_num);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 if (c.causal) z[j].add(k[j]);

@@ -617,7 +617,8 @@ template <int KP> __device__ void load_decays(const call &c, const unit &u, int 
             const int row = first + i * STEP;
             const bool there = row < n && key < c.K;
             if (c.gate != LA_DECAY) /* a log decay: slopes are never per key */
-                x[i] = make_float4(exp(x[i].x), exp(x[i].y), exp(x[i].z), exp(x[i].w));
+                x[i] = make_float4(decay_of(x[i].x, LA_LOG), decay_of(x[i].y, LA_LOG),
+                                   decay_of(x[i].z, LA_LOG), decay_of(x[i].w, LA_LOG));
             else if (!there)
                 x[i] = make_float4(1, 1, 1, 1);
             *(float4 *)(a + row * KP + key) = x[i];

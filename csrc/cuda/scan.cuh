@@ -564,7 +564,7 @@ static cudaError_t launch_scan(const call &c, cudaStream_t stream)
     call d = c;
     const bool in_place = c.x[LA_ZT].data && c.x[LA_ZT].data == c.x[LA_Z0].data;
     if (in_place) d.x[LA_ZT].data = NULL;
-    const int warps = x.first + x.workers + has_normaliser(c);
+    const int warps = x.first + x.workers + is_normalised(&c, DECAY, RULE);
     error = launch(kernel, blocks(x.workers), warps * 32, bytes, stream, d, x);
     if (error == cudaSuccess && in_place)
         error = launch(advance_z<real, (KP <= 256 ? 8 : 16)>, heads, 32, 0, stream, c);

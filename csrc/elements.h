@@ -1,0 +1,113 @@
+/* ELEMENTS: what is done to single numbers on the way between the user's arrays and the recurrence,
+ * for both devices.
+ *
+ *     q, k     x <- phi(x r)                         r = (x'x + 1e-6)^-1/2, phi the feature map
+ *     gate     a = exp(g) | exp(-slope) | the decay itself
+ *     read     o = scale num / divisor(scale den)    num = S' q, den = z' q
+ *
+ * Each has its adjoint beside it. A new feature map or a new kind of gate is written here, once.
+ *
+ * A `lane` is a SIMD vector on a CPU, and one number in a CUDA thread. A `real` is one number.
+ * `map`, `gate` and the options of the read are the same for all numbers of a call.
+ *
+ * Needs:
+ *     LA_ELEMENT                before a function of lanes and reals (CUDA: a template of the type)
+ *     LA_PLAIN                  before any other function
+ *     real, lane                a number; a lane
+ *     LANE_ZERO                 a lane of zeros
+ *     LANE_PICK(mask, x, y)     mask ? x : y, where mask is a comparison of lanes
+ *     LANE_EXP(x)               exp
+ *     LANE_DECAY(log, gate, rest)
+ *                               exp of a log decay. A device that knows what the rounding took away
+ *                               puts it in *rest, which is 0 before
+ *     LA_SQRT(x)                the square root of a real
+ *     la_options                a struct that has normaliser, eps and scale as la_problem has them
+ */
+
+/* ---- q and k: l2 norm, feature map ---- */
+
+/* As in flash-linear-attention: x / sqrt(sum x^2 + 1e-6). */
+LA_ELEMENT real l2norm_factor(real squares) { return 1 / (real)LA_SQRT(squares + (real)1e-6); }
+
+/* Was y = x r, r = (x'x + 1e-6)^-1/2: dx = r (dy - y y'dy). `along` is y'dy. */
+LA_ELEMENT lane l2norm_gradient(lane dy, lane y, real along, real factor)
+{
+    return factor * (dy - y * along);
+}
+
+/* All maps but the identity: for kernels that choose the map once and not for each number. */
+#define LA_EACH_MAP(X) X(LA_ELU1) X(LA_RELU) X(LA_RELU2) X(LA_EXP)
+
+LA_ELEMENT lane apply_map(lane x, la_map map, real eps)
+{
+    const lane zero = LANE_ZERO;
+    switch (map) {
+    /* exp(x) below zero, never expm1(x) + 1: that is exactly 0 from about -17 on in float32 */
+    case LA_ELU1: return LANE_PICK(x > zero, x + 1, LANE_EXP(LANE_PICK(x > zero, zero, x)));
+    case LA_RELU: return LANE_PICK(x < zero, zero, x) + eps; /* a NaN stays one */
+    case LA_RELU2: x = LANE_PICK(x < zero, zero, x); return x * x;
+    case LA_EXP: return LANE_EXP(x);
+    default: return x;
+    }
+}
+
+/* phi'(x), of the user's x after its norm. */
+LA_ELEMENT lane map_slope(lane x, la_map map)
+{
+    const lane zero = LANE_ZERO, one = 1 - zero;
+    switch (map) {
+    case LA_ELU1: return LANE_PICK(x > zero, one, LANE_EXP(LANE_PICK(x > zero, zero, x)));
+    case LA_RELU: return LANE_PICK(x > zero, one, zero);
+    case LA_RELU2: return LANE_PICK(x > zero, 2 * x, zero);
+    case LA_EXP: return LANE_EXP(x);
+    default: return one;
+    }
+}
+
+/* ---- the gate ---- */
+
+/* The logarithm of a decay that is not given as the decay itself. */
+LA_ELEMENT lane log_decay(lane g, la_gate gate) { return gate == LA_SLOPE ? -g : g; }
+
+/* The decay that a gate gives. *rest is the part that its rounding took away, as far as known. */
+LA_ELEMENT lane decay_in_two(lane g, la_gate gate, lane *rest)
+{
+    *rest = LANE_ZERO;
+    return gate == LA_DECAY ? g : LANE_DECAY(log_decay(g, gate), gate, rest);
+}
+
+LA_ELEMENT lane decay_of(lane g, la_gate gate)
+{
+    lane rest;
+    return decay_in_two(g, gate, &rest);
+}
+
+/* The gradient of a gate as it was given, from that of its decay a. */
+LA_ELEMENT real gate_gradient(real da, real a, la_gate gate)
+{
+    return gate == LA_DECAY ? da : gate == LA_SLOPE ? -a * da : a * da;
+}
+
+/* ---- the read ---- */
+
+/* Are reads divided? Only the additive rule without a decay has a normaliser. Where `decay` and
+ * `rule` are compile-time constants, the code of the other kinds has none. */
+LA_PLAIN bool is_normalised(const la_options *c, const la_decay decay, const la_rule rule)
+{
+    return decay == LA_NONE && rule == LA_ADDITIVE && c->normaliser != LA_UNNORMALISED;
+}
+
+/* den is scaled: scale z'q. */
+LA_ELEMENT real divisor_of(const la_options *c, real den)
+{
+    if (c->normaliser == LA_ADD) return den + (real)c->eps;
+    return den <= (real)c->eps ? (real)c->eps : den; /* a NaN stays one */
+}
+
+/* The gradient of z'q. den is scaled, and num_dnum is num' dnum. Was o = scale num / divisor, of
+ * which a clamped divisor is constant. */
+LA_ELEMENT real d_denominator(const la_options *c, real den, real num_dnum)
+{
+    if (c->normaliser == LA_CLAMP && den <= (real)c->eps) return 0;
+    return -(real)c->scale * num_dnum / divisor_of(c, den);
+}
