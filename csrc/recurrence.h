@@ -24,9 +24,24 @@
 #ifndef UNROLL_LANES
 #define UNROLL_LANES
 #endif
-#ifndef ASK_FOR
-#define ASK_FOR(address, bytes)
+#ifndef PREFETCH
+#define PREFETCH(address, bytes)
 #endif
+
+/* A strip of a state, the rows of which lie ld lanes apart. The `next` bytes behind each of its rows are
+ * needed after this token: la_predict prefetches them. */
+typedef struct la_strip {
+    lane_of_state *at;
+    int64_t ld, next;
+} la_strip;
+
+LA_FN la_strip la_strip_of(lane_of_state *at, int64_t ld)
+{
+    const la_strip S = {at, ld, 0};
+    return S;
+}
+
+LA_FN lane_of_state *la_row(const la_strip S, int i) { return S.at + i * S.ld; }
 
 /* Rows whose products are added up before they join the total: one chain of K terms would lose a
  * bit or two more. */
@@ -40,16 +55,14 @@ LA_FN void la_clear(const int W, lane *x)
 
 LA_FN int la_last_row(int first, int K) { return K < first + LA_ROWS ? K : first + LA_ROWS; }
 
-LA_FN real la_decay_of(const real *a, int i, const la_decay decay)
+LA_FN real la_row_decay(const real *a, int i, const la_decay decay)
 {
     return decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
 }
 
-/* p = S' diag(a) k: what the decayed state predicts for k; and o = S' diag(a) q, unless q is NULL. The
- * bytes right of each row that will be wanted next are asked for meanwhile. */
-LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int64_t right, int K,
-                      const real *k, const real *q, const real *a, lane *p, lane *o,
-                      const la_decay decay)
+/* p = S' diag(a) k, which the decayed state predicts for k; and o = S' diag(a) q, unless q is NULL. */
+LA_FN void la_predict(const la_strip S, const int W, int K, const real *k, const real *q,
+                      const real *a, lane *p, lane *o, const la_decay decay)
 {
     if (q) la_clear(W, o);
     la_clear(W, p);
@@ -61,10 +74,11 @@ LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int64_t r
         la_clear(W, of_q);
         UNROLL for (int i = first; i < last; i++)
         {
-            const real ai = la_decay_of(a, i, decay), ki = ai * k[i], qi = q ? ai * q[i] : 0;
-            ASK_FOR(S + i * ld + W, right);
+            const real ai = la_row_decay(a, i, decay), ki = ai * k[i], qi = q ? ai * q[i] : 0;
+            const lane_of_state *row = la_row(S, i);
+            PREFETCH(row + W, S.next);
             for (int w = 0; w < W; w++) {
-                const lane s = LANE_LOADED(S[i * ld + w]);
+                const lane s = LANE_LOADED(row[w]);
                 of_k[w] += ki * s;
                 if (q) of_q[w] += qi * s;
             }
@@ -77,33 +91,34 @@ LA_FN void la_predict(const lane_of_state *S, const int W, int64_t ld, int64_t r
 
 /* S <- diag(a) S + k u', from the last row up: la_predict saw those last. What a row is multiplied by is
  * read once, before the row is written: for all the compiler knows it lies there. */
-LA_FN void la_write(lane_of_state *S, const int W, int64_t ld, int K, const real *k, const lane *u,
+LA_FN void la_write(const la_strip S, const int W, int K, const real *k, const lane *u,
                     const real *a, const la_decay decay)
 {
     UNROLL for (int i = K - 1; i >= 0; i--)
     {
-        const real ai = la_decay_of(a, i, decay), ki = k[i];
+        const real ai = la_row_decay(a, i, decay), ki = k[i];
+        lane_of_state *row = la_row(S, i);
         for (int w = 0; w < W; w++) {
-            lane s = S[i * ld + w];
+            lane s = row[w];
             if (decay != LA_NONE) s *= ai;
-            S[i * ld + w] = s + ki * u[w];
+            row[w] = s + ki * u[w];
         }
     }
 }
 
-/* qk is q . k, which the delta rule needs: it reads before it writes, so that the state is gone
- * through once for both products and once to be written. right: as for la_predict. */
-LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int64_t right, int K, const real *q,
-                    const real *k, const lane *v, const real *a, real beta, real qk, lane *o,
-                    const la_decay decay, const la_rule rule)
+/* qk is q . k. The delta rule needs it, because it reads before it writes: then it goes through the
+ * state once for both products, and once to write. */
+LA_FN void la_token(const la_strip S, const int W, int K, const real *q, const real *k,
+                    const lane *v, const real *a, real beta, real qk, lane *o, const la_decay decay,
+                    const la_rule rule)
 {
     lane p[MAX_STRIP], u[MAX_STRIP];
 
     if (rule == LA_DELTA) {
-        la_predict(S, W, ld, right, K, k, q, a, p, o, decay);
+        la_predict(S, W, K, k, q, a, p, o, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
         for (int w = 0; w < W; w++) o[w] += qk * u[w];
-        la_write(S, W, ld, K, k, u, a, decay);
+        la_write(S, W, K, k, u, a, decay);
         return;
     }
     for (int w = 0; w < W; w++) u[w] = v[w];
@@ -115,13 +130,14 @@ LA_FN void la_token(lane_of_state *S, const int W, int64_t ld, int64_t right, in
         la_clear(W, sum);
         UNROLL for (int i = first; i < last; i++)
         {
-            const real ai = la_decay_of(a, i, decay), ki = k[i], qi = q[i];
+            const real ai = la_row_decay(a, i, decay), ki = k[i], qi = q[i];
+            lane_of_state *row = la_row(S, i);
             for (int w = 0; w < W; w++) {
-                lane s = S[i * ld + w];
+                lane s = row[w];
                 if (decay != LA_NONE) s *= ai;
                 s += ki * u[w];
                 sum[w] += qi * s;
-                S[i * ld + w] = s;
+                row[w] = s;
             }
         }
         for (int w = 0; w < W; w++) o[w] += sum[w];
@@ -144,7 +160,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
 
     for (int w = 0; w < W; w++) u[w] = v[w]; /* the forward's p and u again */
     if (rule == LA_DELTA) {
-        la_predict((const lane_of_state *)S, W, W, 0, K, k, NULL, a, p, NULL, decay);
+        la_predict(la_strip_of((lane_of_state *)S, W), W, K, k, NULL, a, p, NULL, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
     }
     UNROLL for (int first = 0; first < K; first += LA_ROWS)
@@ -154,7 +170,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
         la_clear(W, sum);
         UNROLL for (int i = first; i < last; i++)
         {
-            const real ai = la_decay_of(a, i, decay), ki = k[i], qi = q[i];
+            const real ai = la_row_decay(a, i, decay), ki = k[i], qi = q[i];
             lane gq = {0}, gk = {0};
             for (int w = 0; w < W; w++) {
                 lane s = S[i * W + w];
@@ -183,7 +199,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
     lane all = {0}, ga = {0}; /* a scalar decay's gradient: of all rows, LA_ROWS at a time */
     UNROLL for (int i = 0; i < K; i++)
     {
-        const real ai = la_decay_of(a, i, decay), ki = k[i];
+        const real ai = la_row_decay(a, i, decay), ki = k[i];
         lane gk = {0};
         if (decay == LA_KEY) ga = LANE_ZERO;
         for (int w = 0; w < W; w++) {

@@ -33,22 +33,22 @@ LA_FN void ask_for(const void *from, int64_t bytes)
 }
 
 #define LANE_LOADED lane_loaded
-#define ASK_FOR ask_for
+#define PREFETCH ask_for
 #define UNROLL_LANES _Pragma("GCC unroll 8")
 #define JOIN(x, y, W) /* a lane has all rows of its columns */
 #define UNROLL
 #include "../recurrence.h"
 
-LA_FN void token_any(lane_of_state *S, int64_t W, int64_t ld, int64_t right, int64_t K,
-                     const real *q, const real *k, const lane *v, const real *a, real beta, real qk,
-                     lane *o, const la_decay decay, const la_rule rule)
+LA_FN void token_any(const la_strip S, int64_t W, int64_t K, const real *q, const real *k,
+                     const lane *v, const real *a, real beta, real qk, lane *o,
+                     const la_decay decay, const la_rule rule)
 {
     switch (W) {
-    case 1: la_token(S, 1, ld, right, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
-    case 2: la_token(S, 2, ld, right, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
-    case 3: la_token(S, 3, ld, right, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
-    case 4: la_token(S, 4, ld, right, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
-    default: la_token(S, MAX_STRIP, ld, right, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    case 1: la_token(S, 1, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    case 2: la_token(S, 2, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    case 3: la_token(S, 3, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    case 4: la_token(S, 4, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
+    default: la_token(S, MAX_STRIP, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
     }
 }
 
@@ -98,8 +98,8 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
             load_decay_paid_back(p, u, t, f.a, f.owed, decay);
             load_row(f.v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
             const real qk = rule == LA_DELTA ? dot(kp, f.q, f.k) : 0;
-            token_any((lane_of_state *)f.S, width / LANES, width / LANES, 0, p->K, f.q, f.k,
-                      lanes_in(f.v), f.a, beta, qk, lanes_of(f.o), decay, rule);
+            token_any(la_strip_of((lane_of_state *)f.S, width / LANES), width / LANES, p->K, f.q,
+                      f.k, lanes_in(f.v), f.a, beta, qk, lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
             finish_row(p, f.o, width, normalised, normalised ? dot(kp, f.q, f.z) : 0);
             store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, v1 - v0);
@@ -139,11 +139,10 @@ LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const 
     for (int64_t v0 = u->v0, W; v0 < u->v1; v0 += W * LANES) {
         const int64_t left = (u->v1 - v0) / LANES, ld = state->stride[2] / LANES;
         W = left >= MAX_STRIP ? MAX_STRIP : left < 4 ? left : 4;
-        const int64_t right = v0 == u->v0 ? (left - W) * (int64_t)sizeof(lane) : 0;
-        lane_of_state *S = (lane_of_state *)at_column(state, u->n, u->hv, 0, v0);
+        const la_strip S = {(lane_of_state *)at_column(state, u->n, u->hv, 0, v0), ld,
+                            v0 == u->v0 ? (left - W) * (int64_t)sizeof(lane) : 0};
         load_row(f.v, W * LANES, at_column(v, u->b, t, u->hv, v0), v->dtype);
-        token_any(S, W, ld, right, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, qk, lanes_of(f.o),
-                  decay, rule);
+        token_any(S, W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, qk, lanes_of(f.o), decay, rule);
         finish_row(p, f.o, W * LANES, normalised, normalised ? dot(kp, f.q, f.z) : 0);
         store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, W * LANES);
     }
@@ -248,8 +247,8 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 if (i + M >= length) break;
             }
             real beta = scan_load(&f, p, u, u->begin + i, v0, v1, f.owed, decay, rule);
-            token_any((lane_of_state *)f.S, W, W, 0, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, 0,
-                      lanes_of(f.o), decay, rule);
+            token_any(la_strip_of((lane_of_state *)f.S, W), W, p->K, f.q, f.k, lanes_in(f.v), f.a,
+                      beta, 0, lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
         }
         for (int64_t first = (length - 1) / M * M; first >= 0 && length; first -= M) {
@@ -263,8 +262,8 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 copy_row(size, f.states + (i - first) * kept, f.S);
                 copy_row(kp, f.states + (i - first) * kept + size, f.z);
                 real beta = scan_load(&f, p, u, u->begin + i, v0, v1, f.owed, decay, rule);
-                token_any((lane_of_state *)f.S, W, W, 0, p->K, f.q, f.k, lanes_in(f.v), f.a, beta,
-                          0, lanes_of(f.o), decay, rule);
+                token_any(la_strip_of((lane_of_state *)f.S, W), W, p->K, f.q, f.k, lanes_in(f.v),
+                          f.a, beta, 0, lanes_of(f.o), decay, rule);
                 if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
             }
             for (int64_t i = last - 1; i >= first; i--) {

@@ -218,8 +218,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                 const real *x = DECAY == LA_KEY ? s.tokens.a[i].part(part) : s.tokens.scalar_a + i;
                 real o;
                 if (!forward_only) put_state(kept + (int64_t)(t - a + i) * STATE);
-                la_token(S, 1, 1, 0, ROWS, s.tokens.q[i].part(part), s.tokens.k[i].part(part),
-                         &s.tokens.v[i][own_column], x, RULE == LA_DELTA ? s.tokens.beta[i] : 0,
+                la_token(la_strip_of(S, 1), 1, ROWS, s.tokens.q[i].part(part),
+                         s.tokens.k[i].part(part), &s.tokens.v[i][own_column], x, RULE == LA_DELTA ? s.tokens.beta[i] : 0,
                          RULE == LA_DELTA ? s.tokens.qk[i] : 0, &o, DECAY, RULE);
             }
         }

@@ -120,7 +120,7 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
                        ? load<float>(at(c.x[LA_V], u.b, t + i, u.hv, v0 + column + 8 * w),
                                      ELEMENT_DTYPE)
                        : 0;
-        la_token(S, 2, 2, 0, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
+        la_token(la_strip_of(S, 2), 2, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
         const int read = i - first_read;
         if (i / 2 % 4 * 2 != pair || i < first || read < 0 || read >= reads) continue;
         O[read / 8 * 4 + read % 2] = o[0] * (float)c.scale;

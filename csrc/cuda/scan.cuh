@@ -375,9 +375,9 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
     for (int i = 0; i < n; i++) {
         math::halves(before);
         if constexpr (READ)
-            math::la_predict(S, STRIP, STRIP, 0, ROWS, q, NULL, a, o, NULL, DECAY);
+            math::la_predict(math::la_strip_of(S, STRIP), STRIP, ROWS, q, NULL, a, o, NULL, DECAY);
         else
-            math::la_token(S, STRIP, STRIP, 0, ROWS, q, k, v, a, beta, qk, o, DECAY, RULE);
+            math::la_token(math::la_strip_of(S, STRIP), STRIP, ROWS, q, k, v, a, beta, qk, o, DECAY, RULE);
         if (i + 1 < n) {
             from += APART;
             columns += APART;

@@ -319,8 +319,8 @@ static __global__ void __launch_bounds__((CONSUMERS + MOST_STAGES) * 32, 1)
                 read_four(a, token.a + key_of(0));
             else
                 a[0] = token.a[0];
-            la_token(&S[0][0], COLUMNS, COLUMNS, 0, KEYS, q, k, v, a, token.beta, token.qk, o,
-                     DECAY, RULE);
+            la_token(la_strip_of(&S[0][0], COLUMNS), COLUMNS, KEYS, q, k, v, a, token.beta,
+                     token.qk, o, DECAY, RULE);
             move_state<false>(S, stage, c);
             stores_before_copies();
 #pragma unroll
