@@ -5,18 +5,26 @@
  *     write    S <- S + k u'            u = v  |  beta (v - p)
  *     read     o  = S' q  (unscaled)    after the write: a token sees itself
  *
- * The columns of S never mix, so a `lane` is whatever holds columns cheaply: a SIMD vector on a
- * CPU, one float in a CUDA thread. W lanes are worked on together; S is [K][W] lanes, its rows ld
- * lanes apart. A CUDA thread may hold some of a column's rows only (K of them, with the elements of
- * k, q and a that belong to them): JOIN(x, y, W) then adds up what the threads of one column have in
- * x and, unless it is NULL, in y.
+ * The columns of S never mix. So a `lane` is the type that holds columns cheaply: a SIMD vector on
+ * a CPU, one number in a CUDA thread. W lanes are computed together, and a strip of S is [K][W]
+ * lanes. A CUDA thread may hold only some rows of a column. K is then the number of its rows, and
+ * k, q and a are the elements for these rows. JOIN(x, y, W) adds up the x of all threads that share
+ * a column, and the y too unless it is NULL.
  * `decay` and `rule` are compile-time constants wherever this text is used.
  *
- * Needs: LA_FN, real, lane, lane_of_state (a lane wherever it lies), LANE_ZERO, LANE_SUM (a lane's
- * sum over its columns), JOIN (nothing where a thread has all rows), UNROLL (before a loop
- * whose S is in registers), MAX_STRIP >= W. Where it helps: LANE_LOADED (a lane from memory, loaded
- * once for all its uses), UNROLL_LANES (before a loop that clears lanes), ASK_FOR (address, bytes: to ask
- * memory for).
+ * Needs:
+ *     LA_FN                     before a function
+ *     real, lane                a number; a lane
+ *     lane_of_state             a lane that may lie at any address of a state
+ *     LANE_ZERO                 a lane of zeros
+ *     LANE_SUM(x)               the sum over a lane's columns
+ *     JOIN(x, y, W)             as above; nothing where a thread has all rows
+ *     UNROLL                    before a loop whose S is in registers
+ *     MAX_STRIP                 at least W
+ * Can use:
+ *     LANE_LOADED(x)            a lane from memory, loaded once for all its uses
+ *     UNROLL_LANES              before a loop that clears lanes
+ *     PREFETCH(address, bytes)
  */
 #ifndef LANE_LOADED
 #define LANE_LOADED(x) (x)
@@ -28,8 +36,8 @@
 #define PREFETCH(address, bytes)
 #endif
 
-/* A strip of a state, the rows of which lie ld lanes apart. The `next` bytes behind each of its rows are
- * needed after this token: la_predict prefetches them. */
+/* A strip of a state. Its rows are `ld` lanes apart. The `next` bytes behind each row are needed
+ * after this token, and la_predict prefetches them. */
 typedef struct la_strip {
     lane_of_state *at;
     int64_t ld, next;
@@ -43,11 +51,11 @@ LA_FN la_strip la_strip_of(lane_of_state *at, int64_t ld)
 
 LA_FN lane_of_state *la_row(const la_strip S, int i) { return S.at + i * S.ld; }
 
-/* Rows whose products are added up before they join the total: one chain of K terms would lose a
- * bit or two more. */
+/* The products of so many rows are summed before the sum joins the total. One chain of K terms
+ * would lose a bit or two more. */
 enum { LA_ROWS = 16 };
 
-/* gcc makes a call, or an instruction as slow as one, of a loop that clears a few lanes. */
+/* gcc turns a loop that clears a few lanes into a call, or into an instruction that is as slow. */
 LA_FN void la_clear(const int W, lane *x)
 {
     UNROLL_LANES for (int w = 0; w < W; w++) x[w] = LANE_ZERO;
@@ -60,7 +68,7 @@ LA_FN real la_row_decay(const real *a, int i, const la_decay decay)
     return decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
 }
 
-/* p = S' diag(a) k, which the decayed state predicts for k; and o = S' diag(a) q, unless q is NULL. */
+/* p = S' diag(a) k, which the decayed state predicts for k. Unless q is NULL, o = S' diag(a) q. */
 LA_FN void la_predict(const la_strip S, const int W, int K, const real *k, const real *q,
                       const real *a, lane *p, lane *o, const la_decay decay)
 {
@@ -89,8 +97,9 @@ LA_FN void la_predict(const la_strip S, const int W, int K, const real *k, const
     JOIN(p, q ? o : NULL, W);
 }
 
-/* S <- diag(a) S + k u', from the last row up: la_predict saw those last. What a row is multiplied by is
- * read once, before the row is written: for all the compiler knows it lies there. */
+/* S <- diag(a) S + k u', from the last row up, because la_predict saw the last rows last. The
+ * factors of a row are read once, before the row is written: the compiler must assume that they lie
+ * in it. */
 LA_FN void la_write(const la_strip S, const int W, int K, const real *k, const lane *u,
                     const real *a, const la_decay decay)
 {
@@ -145,10 +154,11 @@ LA_FN void la_token(const la_strip S, const int W, int K, const real *q, const r
     JOIN(o, NULL, W);
 }
 
-/* Its adjoint, line for line in reverse. S is the state before the token; dS arrives as the
- * gradient of the state after it and leaves as the gradient of the state before it. dq, dk, da and
- * dbeta are added to, because several strips share them; dv is written. Where a thread has some of the
- * rows, a scalar da is of these, and each thread of a column has the whole of dv and dbeta. */
+/* Its adjoint, line for line in reverse. S is the state before the token. dS arrives as the
+ * gradient of the state after the token and leaves as the gradient of the state before it. dq, dk,
+ * da and dbeta are added to, because several strips share them; dv is written. Where a thread has
+ * only some of the rows, its scalar da is the sum over these rows; dv and dbeta are complete in
+ * each thread of a column. */
 LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const real *q,
                             const real *k, const lane *v, const real *a, real beta, const lane *d_o,
                             real *dq, real *dk, lane *dv, real *da, real *dbeta,
@@ -158,7 +168,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
     real db = 0;
     la_clear(W, du);
 
-    for (int w = 0; w < W; w++) u[w] = v[w]; /* the forward's p and u again */
+    for (int w = 0; w < W; w++) u[w] = v[w]; /* p and u of the forward pass, recomputed */
     if (rule == LA_DELTA) {
         la_predict(la_strip_of((lane_of_state *)S, W), W, K, k, NULL, a, p, NULL, decay);
         for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
@@ -196,7 +206,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const r
     }
     if (rule == LA_DELTA) *dbeta += db;
     if (rule == LA_ADDITIVE && decay == LA_NONE) return;
-    lane all = {0}, ga = {0}; /* a scalar decay's gradient: of all rows, LA_ROWS at a time */
+    lane all = {0}, ga = {0}; /* of a scalar decay: LA_ROWS rows are summed at a time */
     UNROLL for (int i = 0; i < K; i++)
     {
         const real ai = la_row_decay(a, i, decay), ki = k[i];

@@ -1,9 +1,11 @@
-/* Lanes: a SIMD vector of reals in the compiler's own vector type, and the few operations on it
- * that plain C arithmetic does not spell. Included once per instance; everything is static, so
- * that no copy compiled for a newer machine can win at link time.
+/* Lanes: a lane is a SIMD vector of reals, in the compiler's own vector type. This file has the few
+ * operations on lanes that plain C arithmetic does not have. It is included once per instance.
+ * Everything is static: otherwise the linker could choose a copy that was compiled for a newer
+ * machine.
  *
- * The instance files define LA_REAL (float or double), LA_REAL_BITS, LA_LANE_BYTES, and how many
- * vectors the registers hold, LA_REGISTERS: 16 or 32; LA_AVX512 where there is AVX-512. */
+ * The instance files define LA_REAL (float or double), LA_REAL_BITS, LA_LANE_BYTES, and
+ * LA_REGISTERS, the number of vector registers: 16 or 32. They define LA_AVX512 where there is
+ * AVX-512. */
 
 typedef LA_REAL real;
 #if LA_REAL_BITS == 32
@@ -15,7 +17,7 @@ typedef long double wide;
 #endif
 typedef real lane __attribute__((vector_size(LA_LANE_BYTES))); /* may alias its elements */
 
-/* A lane in the user's own state: aligned to an element only. */
+/* A lane in the user's own state, which is aligned to an element only. */
 typedef real lane_of_state __attribute__((vector_size(LA_LANE_BYTES), aligned(LA_REAL_BITS / 8)));
 
 #if LA_REAL_BITS == 32
@@ -38,8 +40,8 @@ LA_FN const lane *lanes_in(const real *x)
     return (const lane *)__builtin_assume_aligned(x, LA_LANE_BYTES);
 }
 
-/* The sum over a lane, by halves: a fixed order. The union is how one says "the upper half" so that
- * compilers see a register, not memory. */
+/* The sum over a lane, by halves, in a fixed order. The halves are taken by a union, because
+ * compilers then see a register and not memory. */
 typedef real lane_16 __attribute__((vector_size(16)));
 typedef real lane_32 __attribute__((vector_size(32)));
 
@@ -73,14 +75,15 @@ LA_FN real lane_sum(lane x)
 #define LANE_SUM lane_sum
 #define LANE_ZERO ((lane){0})
 
-/* mask ? x : y, bit by bit; masks come from lane comparisons. */
+/* mask ? x : y, bit by bit. A mask is a comparison of lanes. */
 LA_FN lane pick(lane_int mask, lane x, lane y)
 {
     return (lane)((mask & (lane_int)x) | (~mask & (lane_int)y));
 }
 #define LANE_PICK pick
 
-/* What exp needs. Where one of two is NaN, the second. */
+/* For exp: the larger and the smaller of two lanes (where one is NaN, the second), a lane rounded
+ * to whole numbers, and x 2^n. */
 #if LA_AVX512 && LA_REAL_BITS == 32
 LA_FN lane lane_most(lane x, lane y) { return (lane)_mm512_max_ps((__m512)x, (__m512)y); }
 LA_FN lane lane_least(lane x, lane y) { return (lane)_mm512_min_ps((__m512)x, (__m512)y); }
@@ -97,7 +100,7 @@ LA_FN lane lane_times_power(lane x, lane n)
 #else
 #if LA_REAL_BITS == 32
 enum { MANTISSA = 23, BIAS = 127 };
-#define LA_ROUND 0x1.8p23f /* added, and what lies behind the point is gone */
+#define LA_ROUND 0x1.8p23f /* added, it leaves no digits behind the point */
 #else
 enum { MANTISSA = 52, BIAS = 1023 };
 #define LA_ROUND 0x1.8p52
@@ -106,7 +109,7 @@ LA_FN lane lane_most(lane x, lane y) { return pick(y < x, x, y); }
 LA_FN lane lane_least(lane x, lane y) { return pick(y > x, x, y); }
 LA_FN lane lane_rounded(lane x) { return (x + LA_ROUND) - LA_ROUND; }
 
-/* In two halves, because n reaches below the normal exponents. */
+/* 2^n as a product of two powers, because n reaches below the normal exponents. */
 LA_FN lane lane_times_power(lane x, lane n)
 {
     const lane_int power = (lane_int)(n + LA_ROUND) - (lane_int)(LA_ROUND - (lane){0});
@@ -115,11 +118,11 @@ LA_FN lane lane_times_power(lane x, lane n)
 }
 #endif
 
-/* x = n ln2 + r, |r| <= ln2/2: n, and exp(r) - 1 by its own series.
+/* Splits x = n ln2 + r, |r| <= ln2/2. Gives n, and exp(r) - 1 by its own series.
  *
- * Where the series ends: the first term left out is (ln2/2)^8/8! = 5e-9 in float32 (half an ulp
- * is 6e-8), (ln2/2)^14/14! = 4e-18 in float64 (1.1e-16). ln2 is split so that n * LN2_HIGH is
- * exact. x is kept where exp(x) is neither 0 nor infinite, or just is. */
+ * The first term that the series leaves out is (ln2/2)^8/8! = 5e-9 in float32 (half an ulp is
+ * 6e-8), and (ln2/2)^14/14! = 4e-18 in float64 (1.1e-16). ln2 is split so that n * LN2_HIGH is
+ * exact. x is clamped to a range that is just wide enough for exp(x) to reach 0 and infinity. */
 LA_FN lane exp_less_one(lane x, lane *n)
 {
 #if LA_REAL_BITS == 32
@@ -147,8 +150,8 @@ LA_FN lane exp_less_one(lane x, lane *n)
     return series * r;
 }
 
-/* exp, within 2 ulp over the whole range: 0 below the least denormal, inf above the largest real,
- * NaN kept. */
+/* exp, within 2 ulp over the whole range: 0 below the least denormal number, inf above the largest
+ * real. A NaN stays one. */
 LA_FN lane lane_exp(lane x)
 {
     lane n;
@@ -157,8 +160,8 @@ LA_FN lane lane_exp(lane x)
 }
 #define LANE_EXP lane_exp
 
-/* The same as a sum of two: of a power of two and, for x near 0, of as many digits as x has, which one
- * real would round away. (Above 0, where nothing decays, as one.) */
+/* The same as the sum of two reals, a power of two and *rest. For x near 0, *rest has as many
+ * digits as x; a single real would round them away. (Above 0 nothing decays: there *rest is 0.) */
 LA_FN lane lane_exp_in_two(lane x, lane *rest)
 {
     const lane zero = {0};
@@ -168,8 +171,9 @@ LA_FN lane lane_exp_in_two(lane x, lane *rest)
     return pick(x > zero, lane_times_power(1 + less_one, n), lane_times_power(1 - zero, n));
 }
 
-/* A decay, exp(x), and what its rounding took. Every decay is made here: written as lane_exp, the compiler
- * would join its last product and sum in some places and not in others, and bits would differ. */
+/* A decay, exp(x), and in *rest the part that its rounding took away. Every decay is made here.
+ * With lane_exp the compiler would fuse the last product and sum in some places and not in others,
+ * and the bits would differ. */
 LA_FN lane lane_decay(lane x, lane *rest)
 {
     lane less;

@@ -1,5 +1,6 @@
-/* Loads and stores: from the user's dtype and strides to padded rows of reals and back, with what
- * is fused into them (l2 norm, feature map, log decay, the read's scale) and the adjoints of those. */
+/* Loads and stores: from the user's dtype and strides to padded rows of reals, and back. The l2
+ * norm, the feature map, the decay of a gate and the scale of a read are fused into them, and so
+ * are the adjoints of these. */
 
 #define LA_ELEMENT LA_FN
 #define LA_PLAIN LA_FN
@@ -22,12 +23,13 @@ LA_FN float from_bf16(uint16_t bits)
 LA_FN uint16_t to_bf16(float value)
 {
     float_bits x = {.f = value};
-    if (value != value) return (uint16_t)(x.u >> 16 | 0x40);   /* a NaN stays one, quietly */
+    if (value != value) return (uint16_t)(x.u >> 16 | 0x40);   /* a NaN stays one, a quiet one */
     return (uint16_t)((x.u + 0x7fff + (x.u >> 16 & 1)) >> 16); /* to nearest, ties to even */
 }
 
-/* A half's exponent and mantissa, moved to a float's place, are 2^112 too small (biases 15 and
- * 127); one multiplication mends normal and denormal numbers alike. */
+/* The exponent and mantissa of a half, moved to their places in a float, make a number that is
+ * 2^112 times too small (biases 15 and 127). One multiplication corrects normal and denormal
+ * numbers. */
 LA_FN float from_f16(uint16_t bits)
 {
     float_bits x = {.u = (uint32_t)(bits & 0x7fff) << 13};
@@ -45,7 +47,7 @@ LA_FN uint16_t to_f16(float value)
     if (x.u > 0x7f800000) return sign | 0x7e00;
     if (x.u >= 0x477ff000) return sign | 0x7c00; /* 65520 and more round to infinity */
     if (x.u < 0x38800000) {
-        /* Below 2^-14 the spacing is 2^-24, which is the spacing of floats just above 1/2: the
+        /* Below 2^-14 the spacing is 2^-24. Floats just above 1/2 have the same spacing, so the
          * float addition rounds to it. */
         y.f = x.f + 0.5f;
         return sign | (uint16_t)(y.u - 0x3f000000);
@@ -65,7 +67,7 @@ LA_FN real load_element(const char *from, la_dtype dtype)
     case LA_F32: return *(const float *)from;
     case LA_F16: return from_f16(*(const uint16_t *)from);
     case LA_BF16: return from_bf16(*(const uint16_t *)from);
-    default: return 0; /* check.c lets no other through */
+    default: return 0; /* check.c refuses all others */
     }
 }
 
@@ -101,7 +103,7 @@ LA_COLD void convert_row(real *restrict to, int64_t n, const char *restrict from
     for (int64_t i = n; i < padded(n); i++) to[i] = 0;
 }
 
-/* The usual case, no conversion, is a handful of vectors: too short a way for a call to memcpy. */
+/* Usually nothing is converted, and a row is a handful of vectors: too few for a call of memcpy. */
 LA_FN void load_row(real *to, int64_t n, const char *from, la_dtype dtype)
 {
     if (dtype != REAL_DTYPE || n % LANES) {
@@ -153,7 +155,7 @@ LA_FN char *at_column(const la_array *x, int64_t i0, int64_t i1, int64_t i2, int
     return at(x, i0, i1, i2) + column * dtype_size(x->dtype);
 }
 
-/* ---- feature maps, on rows; the padding stays zero ---- */
+/* ---- feature maps of rows; the padding stays zero ---- */
 
 LA_COLD void map_row(real *x, int64_t n, la_map map, real eps)
 {
@@ -199,8 +201,8 @@ LA_FN void load_key(const la_problem *p, la_name name, int64_t b, int64_t t, int
     load_keys(p, name, b, t, 1, h, x);
 }
 
-/* The adjoint: dx is the gradient of what load_key gave and becomes that of the user's row. x is
- * scratch of the same length. */
+/* The adjoint of load_key: dx is the gradient of the row that load_key gave, and becomes the
+ * gradient of the user's row. x is scratch of the same length. */
 LA_COLD void load_key_adjoint(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t h,
                               real *dx, real *x)
 {
@@ -217,7 +219,8 @@ LA_COLD void load_key_adjoint(const la_problem *p, la_name name, int64_t b, int6
     }
 }
 
-/* dx, the gradient of what load_key gave, to the user's dq or dk. room: scratch as long as a row. */
+/* Stores the user's dq or dk, given dx, the gradient of the row that load_key gave. `room` is
+ * scratch of the same length. */
 LA_COLD void store_key_gradient(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t h,
                                 real *dx, real *room)
 {
@@ -227,10 +230,10 @@ LA_COLD void store_key_gradient(const la_problem *p, la_name name, int64_t b, in
     store_row(at(to, b, t, h), to->dtype, dx, p->K);
 }
 
-/* ---- the decay a = exp(g), one row for a per-key gate, else one number ---- */
+/* ---- the decay a = exp(g): a row for a gate per key, otherwise one number ---- */
 
-/* One number each, of tokens t..t+n, to whole lanes: their exponentials cost what one of them does.
- * rest, unless it is NULL: what a lacks of the decay. */
+/* The decays of tokens t..t+n, one number each, in whole lanes: a lane of exponentials costs no
+ * more than one. `rest`, unless it is NULL, receives the decay minus a. */
 LA_FN void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64_t n, real *a,
                        real *rest)
 {
@@ -259,12 +262,12 @@ LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
     }
 }
 
-/* ---- what rounding a decay leaves owing ----
+/* ---- decays that pay back their roundings ----
  *
- * A decay near 1 is rounded by up to 2^-25 of itself in float32, and where the decays are equal always to
- * the same side: over 65536 tokens of g = -1e-5 the state would be off by 3e-4. So whoever multiplies a
- * state by one decay after another owes it what the roundings so far come to, and pays it back with the
- * next. A state of which less than a quarter is left owes nothing. */
+ * In float32 a decay near 1 is rounded by up to 2^-25 of itself. Equal decays are always rounded to
+ * the same side: over 65536 tokens of g = -1e-5 the state would be off by 3e-4. So the passes that
+ * multiply a state by one decay after another keep the sum of the roundings so far, `owed`, and pay
+ * it back with the next decay. A single decay of at most a quarter leaves nothing owed. */
 
 LA_FN real paid_back(wide decay, real *owed)
 {
@@ -274,8 +277,8 @@ LA_FN real paid_back(wide decay, real *owed)
     return paid;
 }
 
-/* The same for lanes, with a decay in two parts, a + rest, where a is the rounded sum. 1/x is taken as
- * 2 - x: a division for each key and token costs 3 % of a gradient of gla. The two differ by
+/* The same for lanes. The decay is a + rest, and a is that sum rounded. 1/x is taken as 2 - x,
+ * because a division for each key and token costs 3 % of a gradient of gla. The two differ by
  * (1 - x)^2 / x, which is small wherever a state lives long enough for roundings to add up. */
 LA_FN lane lane_paid_back(lane a, lane rest, lane *owed)
 {
@@ -284,8 +287,8 @@ LA_FN lane lane_paid_back(lane a, lane rest, lane *owed)
     return paid;
 }
 
-/* load_decay for a walk token by token; owed: one number, or one per key. A step knows of no other
- * token, and has the same bits wherever its state lies. */
+/* load_decay for passes that go token by token. `owed` is one number, or one per key. A step pays
+ * back nothing: it knows no other token, and its bits do not depend on where its state lies. */
 LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t, real *a,
                                 real *owed, const la_decay decay)
 {
@@ -307,7 +310,7 @@ LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t
     }
 }
 
-/* da, the gradient of what load_decay gave, to the user's dg. */
+/* Stores the user's dg, given da, the gradient of the decay a that load_decay gave. */
 LA_FN void store_gate_gradient(const la_problem *p, const la_unit *u, int64_t t, real *da,
                                const real *a)
 {
@@ -317,7 +320,8 @@ LA_FN void store_gate_gradient(const la_problem *p, const la_unit *u, int64_t t,
     store_row(at(to, u->b, t, u->hv), to->dtype, da, n);
 }
 
-/* Is any of n numbers, `stride` apart, above `highest` or below `lowest`? NaN is neither; 0 must not be. */
+/* Is any of n numbers, `stride` apart, above `highest` or below `lowest`? NaN is neither. 0 must
+ * lie between the two, because the padding is 0. */
 LA_COLD bool outside(const char *x, la_dtype dtype, int64_t n, int64_t stride, double lowest,
                      double highest)
 {

@@ -1,5 +1,5 @@
-/* Elements in the user's dtypes, and what is fused into loading them: feature maps, the decay of a
- * log gate. The CPU's load.h, one element at a time. */
+/* Loads and stores of elements in the user's dtypes, with elements.h for feature maps, gates and
+ * divisors. It is the CPU's load.h, one element at a time. */
 #ifndef LINATTN_CUDA_LOAD_CUH
 #define LINATTN_CUDA_LOAD_CUH
 
@@ -15,9 +15,8 @@ __host__ __device__ inline int dtype_size(la_dtype dtype)
     return dtype == LA_F64 || dtype == LA_I64 ? 8 : dtype == LA_F32 || dtype == LA_I32 ? 4 : 2;
 }
 
-/* elements.h, of a number of any real type. A slope is one number for all tokens, so that an error of
- * its decay grows with T: that is computed in float64. The other decays come as the device's exp has
- * them. */
+/* A lane is a number of any real type. A slope is one number for all tokens, so the error of its
+ * decay grows with T: this decay is computed in float64. */
 #define LA_ELEMENT template <typename real> __host__ __device__ inline
 #define LA_PLAIN __host__ __device__ inline
 #define lane real
@@ -29,7 +28,7 @@ __host__ __device__ inline int dtype_size(la_dtype dtype)
 typedef call la_options;
 #include "../elements.h"
 #undef lane
-#undef LANE_ZERO
+#undef LANE_ZERO /* recurrence.h has its own */
 
 /* Where element (i0, i1, i2, i3) of an array is. */
 __device__ inline char *at(const view &x, int64_t i0, int64_t i1 = 0, int64_t i2 = 0,
@@ -50,10 +49,11 @@ template <typename real> __device__ inline real load(const char *from, la_dtype 
     }
 }
 
-/* Elements first, first + step, ... of a row of `count`, zeros past its end. The dtype is asked once,
- * so that all N loads are under way before the first is waited for. */
+/* Elements first, first + step, ... of a row of `count`, and zeros past its end. One branch on the
+ * dtype serves all N loads, so they all start before the first must have arrived. */
 template <typename T, typename real, int N>
-__device__ __forceinline__ void load_as(real (&x)[N], const char *from, int first, int step, int count)
+__device__ __forceinline__ void load_as(real (&x)[N], const char *from, int first, int step,
+                                        int count)
 {
     T y[N];
 #pragma unroll
@@ -80,7 +80,7 @@ __device__ __forceinline__ void load_row(real (&x)[N], const char *from, la_dtyp
     }
 }
 
-/* The same in two halves, for numbers that are not needed yet: the bits, and what they mean. */
+/* The same in two steps, for numbers that are not needed yet: first the bits, then the number. */
 __device__ __forceinline__ uint64_t bits_of(const char *from, la_dtype dtype)
 {
     if (dtype == LA_F64) return *(const uint64_t *)from;
@@ -105,7 +105,7 @@ template <typename real> __device__ inline void store(char *to, la_dtype dtype, 
     }
 }
 
-/* The map is asked for once. */
+/* With one branch on the map for all numbers. */
 template <typename real, int N>
 __device__ __forceinline__ void apply_map_to_all(real (&x)[N], la_map map, real eps)
 {
@@ -129,7 +129,7 @@ template <typename real> __device__ inline real finish(const call &c, real num, 
     return c.normaliser == LA_UNNORMALISED ? o : o / divisor_of(&c, den * (real)c.scale);
 }
 
-/* Sums over four neighbouring threads, and over a warp. */
+/* The sum over four neighbouring threads, and the sum over a warp. */
 template <typename real> __device__ inline real quad_sum(real x)
 {
     x += __shfl_xor_sync(~0u, x, 1);
@@ -142,7 +142,7 @@ template <typename real> __device__ inline real warp_sum(real x)
     return x;
 }
 
-/* A sum over tokens in double, what its roundings lose kept: positive keys, of any number. */
+/* A compensated sum over tokens in double: the keys are positive, and there may be many of them. */
 struct running {
     double sum, lost;
     __device__ void add(double x)
@@ -151,10 +151,12 @@ struct running {
         lost += (sum - (next - back)) + (x - back);
         sum = next;
     }
-    __device__ double total() const { return isinf(sum) ? sum : sum + lost; } /* nothing is lost of it */
+    /* an infinity has lost nothing */
+    __device__ double total() const { return isinf(sum) ? sum : sum + lost; }
 };
 
-/* Sums over the two lanes that are STEP apart: a lane keeps N of the 2 N, the upper one the last. */
+/* Sums over the two lanes that are STEP apart. Each lane keeps N of the 2 N sums: the lower lane
+ * the first N, the upper lane the last. */
 template <int N, int STEP, typename real>
 __device__ __forceinline__ void halve(const real (&x)[2 * N], real (&to)[N])
 {
@@ -164,13 +166,14 @@ __device__ __forceinline__ void halve(const real (&x)[2 * N], real (&to)[N])
         to[i] = (upper ? x[N + i] : x[i]) + __shfl_xor_sync(~0u, upper ? x[i] : x[N + i], STEP);
 }
 
-/* Which elements of a row a lane has, where a warp has the row. */
+/* The elements of a row that a lane has, where a warp has the row. */
 struct every_32nd {
     __device__ int operator()(int j) const { return (int)threadIdx.x % 32 + 32 * j; }
 };
 
-/* q or k (map 0 or 1) as the recurrence sees it: normed, mapped, zeros past its end. A warp has the row, a
- * lane the elements key(0), key(1), ... of it. The usual map needs no branch per element. */
+/* q or k (map 0 or 1) as the recurrence sees it: normed, mapped, and zeros past its end. A warp has
+ * the row, and a lane has its elements key(0), key(1), ... The usual map needs no branch per
+ * element. */
 template <typename real, int N, typename places>
 __device__ __forceinline__ void norm_and_map(const call &c, int map, real (&x)[N], places key)
 {
@@ -188,8 +191,8 @@ __device__ __forceinline__ void norm_and_map(const call &c, int map, real (&x)[N
             x[j] = key(j) < c.K ? apply_map(x[j], c.map[map], (real)c.map_eps[map]) : 0;
 }
 
-/* dx, of q or k (map 0 or 1) as the recurrence sees it, becomes that of the row x as the caller gave it,
- * zeros past its end. A warp has the row. */
+/* dx is the gradient of q or k (map 0 or 1) as the recurrence sees it. It becomes the gradient of
+ * the row x that the caller gave, with zeros past its end. A warp has the row. */
 template <typename real, int N>
 __device__ __forceinline__ void key_gradient(const call &c, int map, real (&x)[N], real (&dx)[N])
 {
@@ -213,9 +216,9 @@ __device__ __forceinline__ void key_gradient(const call &c, int map, real (&x)[N
     for (int j = 0; j < N; j++) dx[j] = l2norm_gradient(dx[j], x[j], along, factor);
 }
 
-/* ---- some of the heads, where scratch for all would be too much ---- */
+/* ---- some of the heads at a time, where scratch for all heads would be too large ---- */
 
-/* Views of element i of an axis on. */
+/* The views, from element i of an axis on. */
 static inline void move_along(int axis, int64_t i, std::initializer_list<view *> views)
 {
     for (view *x : views)
@@ -233,11 +236,13 @@ static inline void narrow(call *c, int h, int n)
     c->HV = n * group;
 }
 
-/* Scratch that a launch may take before heads are worked on in turns, in bytes: gradients of 96 heads of
- * 16384 tokens, or of 4 of 2^18, which are enough blocks for every processor. */
+/* The bytes of scratch that a launch may take. If it needs more, it computes some heads at a time.
+ * This holds gradients of 96 heads of 16384 tokens, or of 4 heads of 2^18 tokens: enough blocks for
+ * every processor. */
 static const int64_t MOST_SCRATCH = (int64_t)4 << 30;
 
-/* q/k heads of a turn, of which each takes so many bytes: all turns about as large, and one head at least. */
+/* The number of q/k heads in a turn, if each head takes so many bytes: at least one head, and about
+ * the same number in all turns. */
 static inline int heads_at_once(const call &c, int64_t each)
 {
     const int64_t fit = each > 0 ? MOST_SCRATCH / each : c.H;
