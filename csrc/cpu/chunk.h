@@ -78,10 +78,10 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->den = take(m, 1, C);
 }
 
-/* What tokens t..t+n of a unit read and write, by name, as far as there are any; a product of the
- * state's size will ask for it, and so will the blocks of so many `looks` at the state. */
+/* The rows of tokens t..t+n of a unit in the named arrays, as far as there are any. A product of the
+ * state's size will ask for them, and so will the blocks of so many products with the state. */
 LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
-                     const la_name *names, int count, int looks)
+                     const la_name *names, int count, int products)
 {
     ahead next = {.rows = t + n < u->end ? n : u->end - t};
     if (t < u->begin || next.rows <= 0) return (ahead){.parts = 0};
@@ -99,7 +99,8 @@ LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n
     }
     const int64_t lanes = padded(u->v1 - u->v0) / LANES, wide = lanes / WIDE;
     const int64_t narrow = (lanes - wide * WIDE + 1) / 2, strips = (lanes + STRIP - 1) / STRIP;
-    next.tiles = wide * (p->K / TALL) + narrow * (p->K / (TILE / 2)) + looks * strips * (n / ROWS);
+    next.tiles =
+        wide * (p->K / TALL) + narrow * (p->K / (TILE / 2)) + products * strips * (n / ROWS);
     if (next.tiles < 1) next.tiles = 1;
     return next;
 }
@@ -371,18 +372,20 @@ LA_FN void panel_write(const chunk *c, const la_problem *p, const la_unit *u, in
         scale_row(s->width, s->rU + i * s->width, s->U + i * s->width, c->scale_U[i]);
 }
 
-/* R rows from i, NV lanes from column w of a product with the state: made here, or beforehand. */
-LA_FN void look_at_state(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
-                         const real *rows, const panel *s, const real *made, lane *look)
+/* R rows from i, NV lanes from column w of a product with the state: made here, or copied if it was
+ * made beforehand. */
+LA_FN void state_product(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
+                         const real *rows, const panel *s, const real *precomputed, lane *to)
 {
     if (!PAIRED) {
-        tile_sum(R, NV, K, rows + i * c->kp, c->kp, 1, s->S + w, s->width, look);
+        tile_sum(R, NV, K, rows + i * c->kp, c->kp, 1, s->S + w, s->width, to);
         return;
     }
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++)
 #pragma GCC unroll 4
-        for (int x = 0; x < NV; x++) look[y * NV + x] = lanes_in(made + (i + y) * s->width + w)[x];
+        for (int x = 0; x < NV; x++)
+            to[y * NV + x] = lanes_in(precomputed + (i + y) * s->width + w)[x];
 }
 
 /* What a row of k S or q S is scaled by, where it is. What the blocks below do must be known to the
@@ -401,9 +404,9 @@ LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const ch
     if (next) ask(next);
     const int64_t cp = c->cp, width = s->width;
     const real *L = c->L + i * cp;
-    lane look[TILE], sum[TILE], u[STRIP];
+    lane kS[TILE], sum[TILE], u[STRIP];
 
-    look_at_state(R, NV, i, w, c, K, k, s, s->kS, look);
+    state_product(R, NV, i, w, c, K, k, s, s->kS, kS);
     tile_sum(R, NV, (int)i, L, cp, 1, s->U + w, width, sum);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
@@ -411,7 +414,7 @@ LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const ch
         const int64_t at = (i + y) * width + w;
 #pragma GCC unroll 8
         for (int x = 0; x < NV; x++) {
-            lane e = row_of(V, i + y, w)[x] - start * look[y * NV + x] - sum[y * NV + x];
+            lane e = row_of(V, i + y, w)[x] - start * kS[y * NV + x] - sum[y * NV + x];
             u[x] = beta * e;
             lanes_of(E + at)[x] = e;
             lanes_of(s->U + at)[x] = u[x];
@@ -447,9 +450,9 @@ LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chu
     const int64_t cp = c->cp, width = s->width;
     const real *P = c->P + i * cp;
     const real scale = (real)p->scale;
-    lane look[TILE], sum[TILE];
+    lane qS[TILE], sum[TILE];
 
-    look_at_state(R, NV, i, w, c, (int)p->K, q, s, s->qS, look);
+    state_product(R, NV, i, w, c, (int)p->K, q, s, s->qS, qS);
     tile_sum(R, NV, (int)i, P, cp, 1, s->U + w, width, sum);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
@@ -463,7 +466,7 @@ LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chu
                 sum[z * NV + x] += P[z * cp + i + y] * lanes_in(s->U + at)[x];
 #pragma GCC unroll 8
         for (int x = 0; x < NV; x++) {
-            lane o = scale * (start * look[y * NV + x] + sum[y * NV + x]);
+            lane o = scale * (start * qS[y * NV + x] + sum[y * NV + x]);
             row_of(O, i + y, w)[x] = normalised ? o / by : o;
         }
     }
@@ -581,7 +584,7 @@ LA_FN void panel_forward(const chunk *c, pair_scratch *x, const la_problem *p, c
                          int64_t t, panel *s, ahead *next, const bool reads, bool normalised,
                          const la_decay decay, const la_rule rule)
 {
-    if (PAIRED) pairs_look(c, x, p, s, reads, rule);
+    if (PAIRED) pairs_state_products(c, x, p, s, reads, rule);
     if (rule == LA_DELTA) {
         const rows V = rows_of(p, LA_V, u, t, s, s->U);
         if (V.at == s->U) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);

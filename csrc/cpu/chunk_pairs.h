@@ -1,9 +1,9 @@
 /* The chunk form of bfloat16 arrays, its large products by pairs (pairs.h): those of k and q with each other
  * and with the state, and the carry. All else, U, P and L, is what it is in chunk.h, in float.
  *
- *     scores  k k', q k'
- *     look    k S, q S
- *     carry   S <- diag(e) S + k' (r U)
+ *     scores          k k', q k'
+ *     state products  k S, q S
+ *     carry           S <- diag(e) S + k' (r U)
  *
  * What may be rounded is a right factor on its way, S and r U, and no state is: no rounding is ever added up. k and q
  * go in as the user gave them; their norms scale what comes out (docs/decisions/0026). */
@@ -85,8 +85,8 @@ LA_FN void pairs_scores(chunk *c, pair_scratch *x, const la_problem *p, const la
 }
 
 /* What k and q (the additive rule: q alone) find in the state. */
-LA_FN void pairs_look(const chunk *c, const pair_scratch *x, const la_problem *p, panel *s,
-                      const bool reads, const la_rule rule)
+LA_FN void pairs_state_products(const chunk *c, const pair_scratch *x, const la_problem *p,
+                                panel *s, const bool reads, const la_rule rule)
 {
     const int64_t first = first_row(c->n, rule), end = end_row(c->n, reads);
     s->kS = x->kS;
@@ -109,6 +109,6 @@ typedef struct pair_scratch {
 } pair_scratch;
 #define pairs_take(x, ...) ((void)(x))
 #define pairs_scores(c, x, ...) ((void)(x))
-#define pairs_look(c, x, ...) ((void)(x))
+#define pairs_state_products(c, x, ...) ((void)(x))
 #define pairs_carry(c, x, ...) ((void)(x))
 #endif

@@ -253,8 +253,8 @@ bool la_stopped(const la_problem *p)
     return atomic_load_explicit(&w->stop, memory_order_relaxed);
 }
 
-/* The caller has no unit left, and another thread may have seconds of one before it. A look takes
- * 10 ns, and the pauses between two looks some microseconds. */
+/* The caller has no unit left, and another thread may have seconds of one before it. A check takes
+ * 10 ns, and the pauses between two checks some microseconds. */
 static void wait_for_workers(const la_problem *p)
 {
     enum { PAUSES = 256 };

@@ -9,11 +9,11 @@ enum { MAX_STRIP = 4 };
 #endif
 enum { PANEL_STRIP = 4 };
 
-/* Tokens between two looks whether the call is to end: some microseconds. A step has fewer. */
-enum { LOOK_UP = 64 };
+/* Tokens between two checks whether the call is to end: some microseconds. A step has fewer. */
+enum { TOKENS_A_CHECK = 64 };
 
 /* A lane from memory that is used more than once. Left to itself gcc makes the memory an operand of every
- * multiply-add, and a look at the state waits for loads: Zen 4 does one of 64 bytes a cycle. */
+ * multiply-add, and a product with the state waits for loads: Zen 4 does one of 64 bytes a cycle. */
 LA_FN lane lane_loaded(lane x)
 {
 #if defined(__x86_64__) && LA_REGISTERS == 32
@@ -91,7 +91,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
         fill(kp, f.lost, 0);
         fill(kp, f.owed, 0);
         for (int64_t t = u->begin; t < u->end; t++) {
-            if ((t - u->begin) % LOOK_UP == LOOK_UP - 1 && la_stopped(p)) return;
+            if ((t - u->begin) % TOKENS_A_CHECK == TOKENS_A_CHECK - 1 && la_stopped(p)) return;
             real beta = rule == LA_DELTA ? load_beta(p, u, t) : 1;
             load_key(p, LA_Q, u->b, t, u->h, f.q);
             load_key(p, LA_K, u->b, t, u->h, f.k);
@@ -240,7 +240,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
         fill(kp, f.owed, 0);
         fill(kp, f.d_owed, 0);
         for (int64_t i = 0; i < length; i++) {
-            if (i % LOOK_UP == LOOK_UP - 1 && la_stopped(p)) return;
+            if (i % TOKENS_A_CHECK == TOKENS_A_CHECK - 1 && la_stopped(p)) return;
             if (i % M == 0) {
                 copy_row(size, f.checkpoints + i / M * kept, f.S);
                 copy_row(kp, f.checkpoints + i / M * kept + size, f.z);

@@ -1,7 +1,7 @@
-/* Stretches: rows of a chunk between two looks whether the call is to end (watch.h). A chunk may be
+/* Stretches: rows of a chunk between two checks whether the call is to end (watch.h). A chunk may be
  * as long as its sequence (mode="parallel"), and what grows with the square of its tokens then takes
  * seconds. It goes by stretches of rows, and the rest of the chunk is left out when the call is to
- * end: outputs are undefined then. A chunk of the usual length is one stretch, without a look. */
+ * end: outputs are undefined then. A chunk of the usual length is one stretch, without a check. */
 
 /* A multiple of a tile's rows, so that the tiles are the same. 48 rows of 30,000 tokens and 256 keys
  * are 370 million multiply-adds, 10 to 50 ms. */
