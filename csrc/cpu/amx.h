@@ -15,7 +15,7 @@
 #define LA_BF16_PRODUCTS 1
 #define LA_AMX 1
 #define LA_PANEL 128
-#include "instance_pairs.h"
+#include "instance_bf16.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -11,7 +11,7 @@
 #define LA_AMX 2
 #define LA_PLANES 2
 #define LA_PANEL 128
-#include "instance_pairs.h"
+#include "instance_bf16.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -10,7 +10,7 @@
 #define LA_ISA "avx2bf16"
 #define LA_BF16_PRODUCTS 2
 #define LA_PLANES 1
-#include "instance_pairs.h"
+#include "instance_bf16.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -1,4 +1,4 @@
-/* AVX-512 with BF16: chunks by products of bfloat16 pairs, sums in float. For all else the other
+/* AVX-512 with BF16: chunks by products of bfloat16 numbers, sums in float. For all else the other
  * instances of AVX-512 serve. */
 #if defined(__x86_64__)
 #include <immintrin.h> /* before the target is set: its functions carry their own */
@@ -14,7 +14,7 @@
 #define LA_ISA "avx512bf16"
 #define LA_BF16_PRODUCTS 1
 #define LA_PLANES 1
-#include "instance_pairs.h"
+#include "instance_bf16.h"
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -17,11 +17,11 @@
  * scale those of k and q (`hat`: k^_i = e_i k_i, q^_i = e_i q_i; `tilde`: k~_j = r_j k_j, which are
  * carried down the chunk, multiplied by a_i at each token). */
 
-/* Does this instance make its large products in pairs (chunk_pairs.h)? */
+/* Are this instance's large products those of bfloat16 numbers (state_products_bf16.h)? */
 #ifdef LA_PLANES
-enum { PAIRED = true };
+enum { BF16_PRODUCTS = true };
 #else
-enum { PAIRED = false };
+enum { BF16_PRODUCTS = false };
 #endif
 
 typedef struct chunk {
@@ -46,7 +46,7 @@ typedef struct chunk {
     real *P, *L;    /* [C][cp], their lower triangles; the bare products where nothing decays */
     real *den;      /* [C]: the normaliser's denominators */
     wide decayed;   /* TOKEN: the product of its decays */
-    /* [n], TOKEN and in pairs: what rows of k S, q S and U are scaled by, e, e and r */
+    /* [n], TOKEN and bf16 products: what rows of k S, q S and U are scaled by, e, e and r */
     const real *scale_kS, *scale_qS, *scale_U;
 } chunk;
 
@@ -322,9 +322,9 @@ typedef struct panel {
     int64_t v0, v1, width; /* columns of V; width is padded */
     real *S;               /* [K][width] */
     real *U;               /* [C][width]: what is written */
-    real *rU; /* TOKEN and in pairs [C][width]: r U, as the chunk's end sees it (else U) */
+    real *rU; /* TOKEN and bf16 products [C][width]: r U, as the chunk's end sees it (else U) */
     real *O;  /* [C][width]: what is read, if it must be converted */
-    const real *kS, *qS; /* in pairs [C][width]: the products with the state, not scaled */
+    const real *kS, *qS; /* bf16 products [C][width]: the products with the state, not scaled */
 } panel;
 
 /* Rows of reals where they lie: in scratch, or in a user's array that needs no conversion. */
@@ -368,7 +368,7 @@ LA_FN void panel_write(const chunk *c, const la_problem *p, const la_unit *u, in
                        const panel *s, const la_decay decay)
 {
     load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
-    for (int64_t i = 0; (decay == LA_TOKEN || PAIRED) && i < c->n; i++)
+    for (int64_t i = 0; (decay == LA_TOKEN || BF16_PRODUCTS) && i < c->n; i++)
         scale_row(s->width, s->rU + i * s->width, s->U + i * s->width, c->scale_U[i]);
 }
 
@@ -377,7 +377,7 @@ LA_FN void panel_write(const chunk *c, const la_problem *p, const la_unit *u, in
 LA_FN void state_product(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
                          const real *rows, const panel *s, const real *precomputed, lane *to)
 {
-    if (!PAIRED) {
+    if (!BF16_PRODUCTS) {
         tile_sum(R, NV, K, rows + i * c->kp, c->kp, 1, s->S + w, s->width, to);
         return;
     }
@@ -436,7 +436,7 @@ LA_COLD void panel_solve(const chunk *c, const la_problem *p, const panel *s, ro
     const int K = (int)p->K;
     if (!E) E = s->U; /* where U_i is written next */
     for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
-        if (decay == LA_TOKEN || PAIRED)
+        if (decay == LA_TOKEN || BF16_PRODUCTS)
             FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, k, s, V, E, next, true);
         else
             FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, k, s, V, E, next, false);
@@ -479,7 +479,7 @@ LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, row
 {
     const real *q = decay == LA_KEY ? c->hat + c->n * c->kp : c->q;
     for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
-        if (decay == LA_TOKEN || PAIRED)
+        if (decay == LA_TOKEN || BF16_PRODUCTS)
             FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, true, false);
         else if (normalised)
             FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, true);
@@ -531,7 +531,7 @@ LA_FN void chunk_denominators(chunk *c, const la_problem *p, real *z, real *lost
     add_keys(c->n, c->kp, c->k, z, lost);
 }
 
-#include "chunk_pairs.h"
+#include "state_products_bf16.h"
 
 /* ---- a whole sequence, forward ---- */
 
@@ -548,7 +548,7 @@ typedef struct walk {
     real *z, *lost;   /* [heads][kp] */
     real *owed;       /* [heads][kp]; TOKEN [heads][1] */
     real *U, *rU, *O; /* one panel's */
-    pair_scratch x;
+    bf16_scratch x;
 } walk;
 
 LA_FN void walk_take(walk *w, arena *m, const la_problem *p, int64_t C, int64_t heads,
@@ -558,12 +558,12 @@ LA_FN void walk_take(walk *w, arena *m, const la_problem *p, int64_t C, int64_t 
     int64_t panels = (columns + PANEL - 1) / PANEL;
     w->S = take(m, la_times(heads * panels, p->K), width);
     w->U = take(m, C, width);
-    w->rU = take(m, decay == LA_TOKEN || PAIRED ? C : 0, width);
+    w->rU = take(m, decay == LA_TOKEN || BF16_PRODUCTS ? C : 0, width);
     w->O = take(m, C, width);
     w->z = take(m, heads, padded(p->K));
     w->lost = take(m, heads, padded(p->K));
     w->owed = take(m, heads, padded(p->K));
-    if (PAIRED) pairs_take(&w->x, m, p, C, width);
+    if (BF16_PRODUCTS) bf16_scratch_take(&w->x, m, p, C, width);
 }
 
 LA_FN panel panel_at(const walk *w, const la_problem *p, const la_unit *u, int64_t head, int64_t v)
@@ -580,11 +580,11 @@ LA_FN panel panel_at(const walk *w, const la_problem *p, const la_unit *u, int64
 }
 
 /* Tokens t.. of one panel's columns. */
-LA_FN void panel_forward(const chunk *c, pair_scratch *x, const la_problem *p, const la_unit *u,
+LA_FN void panel_forward(const chunk *c, bf16_scratch *x, const la_problem *p, const la_unit *u,
                          int64_t t, panel *s, ahead *next, const bool reads, bool normalised,
                          const la_decay decay, const la_rule rule)
 {
-    if (PAIRED) pairs_state_products(c, x, p, s, reads, rule);
+    if (BF16_PRODUCTS) bf16_state_products(c, x, p, s, reads, rule);
     if (rule == LA_DELTA) {
         const rows V = rows_of(p, LA_V, u, t, s, s->U);
         if (V.at == s->U) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
@@ -597,8 +597,8 @@ LA_FN void panel_forward(const chunk *c, pair_scratch *x, const la_problem *p, c
         panel_read(c, p, s, O, next, decay, normalised);
         if (O.at == s->O) store_values(c, p, LA_O, u, t, s->v0, s->v1, s->O, s->width);
     }
-    if (PAIRED)
-        pairs_carry(c, x, p, s, next, decay);
+    if (BF16_PRODUCTS)
+        bf16_carry(c, x, p, s, next, decay);
     else
         panel_carry(c, p, s, s->S, next, decay);
 }
@@ -647,8 +647,8 @@ LA_FN void walk_on(forward_scratch *f, const la_problem *p, const la_unit *u, in
     const bool normalised = is_normalised(p, decay, rule);
     chunk *c = &f->c;
     real *z = f->w.z + i * c->kp, *lost = f->w.lost + i * c->kp;
-    if (PAIRED) {
-        pairs_scores(c, &f->w.x, p, u, t, n, reads, decay, rule);
+    if (BF16_PRODUCTS) {
+        bf16_scores(c, &f->w.x, p, u, t, n, reads, decay, rule);
     } else {
         chunk_load(c, p, u, t, n, reads, decay, rule);
         chunk_scores(c, p, reads, decay, rule);

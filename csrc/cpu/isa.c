@@ -119,7 +119,7 @@ const la_kernels *la_cpu_kernels(la_dtype real)
     return real == LA_F64 ? i->f64 : i->f32;
 }
 
-/* A forward pass whose large products can be those of bfloat16 pairs: of keys as the user gave them. A decay per
+/* A forward pass whose large products can be those of bfloat16 numbers: of keys as the user gave them. A decay per
  * key would scale them. Instances that round a float to 8 bits miss the acceptance rule in chunks of 129 and
  * more, with few keys; such chunks, and mode="parallel", stay in float. */
 static bool wants_bf16(const la_problem *p)

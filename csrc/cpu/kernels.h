@@ -78,7 +78,7 @@ extern const la_kernels la_cpu_baseline_f32, la_cpu_baseline_f64;
 #if defined(__x86_64__)
 extern const la_kernels la_cpu_avx2_f32, la_cpu_avx2_f64;
 extern const la_kernels la_cpu_avx512_f32, la_cpu_avx512_f64;
-/* forward alone: instance_pairs.h */
+/* forward alone: instance_bf16.h */
 extern const la_kernels la_cpu_avx512_bf16, la_cpu_amx_bf16, la_cpu_amx;
 extern const la_kernels la_cpu_avx2_bf16, la_cpu_avx2_amx;
 #elif defined(__aarch64__)

@@ -1,6 +1,6 @@
-/* One instance of the chunk form by products of pairs (chunk_pairs.h), for one instruction set: the
+/* One instance of the chunk form by products of bfloat16 numbers (state_products_bf16.h), for one instruction set: the
  * forward pass of the problems that isa.c's wants_bf16 lets through. Files that include this say LA_INSTANCE and LA_ISA
- * (instance.h), the compiler's target, LA_BF16_PRODUCTS, LA_PLANES (pairs.h), and LA_AMX (pairs_amx.h) and LA_PANEL
+ * (instance.h), the compiler's target, LA_BF16_PRODUCTS, LA_PLANES (bf16_products.h), and LA_AMX (bf16_products_amx.h) and LA_PANEL
  * (chunk.h) if they have them. */
 #define LA_LANE_BYTES 64
 #define LA_REGISTERS 32
@@ -21,26 +21,26 @@
 #include "tile.h"
 #include "stretch.h"
 #include "load.h"
-#include "pairs.h"
+#include "bf16_products.h"
 #include "chunk.h"
 
-/* A chunk reads, scales and writes the state, whatever its length, and beside products of pairs that
+/* A chunk reads, scales and writes the state, whatever its length, and beside products of bfloat16 numbers that
  * weighs more than beside those of floats. */
 enum { CHUNK = 32 };
 
 /* clang-format off */
-#define LA_WALKS(X) X(NONE, ADDITIVE) X(NONE, DELTA) X(TOKEN, ADDITIVE) X(TOKEN, DELTA)
+#define LA_BF16_KINDS(X) X(NONE, ADDITIVE) X(NONE, DELTA) X(TOKEN, ADDITIVE) X(TOKEN, DELTA)
 /* clang-format on */
 #define DEFINE_WALK(decay, rule) \
     LA_KERNEL walk_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, arena *m) \
     { \
         chunk_forward(p, u, C, m, LA_##decay, LA_##rule); \
     }
-LA_WALKS(DEFINE_WALK)
+LA_BF16_KINDS(DEFINE_WALK)
 
 static void (*const walks[][2])(const la_problem *, const la_unit *, int64_t, arena *) = {
 #define ENTRY(decay, rule) [LA_##decay][LA_##rule] = walk_##decay##_##rule,
-    LA_WALKS(ENTRY)};
+    LA_BF16_KINDS(ENTRY)};
 
 static int64_t chunk_tokens(const la_problem *p, int64_t length)
 {
@@ -59,9 +59,9 @@ static void forward(const la_problem *p, const la_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
     const int64_t C = chunk_tokens(p, u->end - u->begin);
-    pair_products_begin();
+    bf16_products_begin();
     walks[la_kernel_decay(p)][p->rule](p, u, C, &m);
-    pair_products_end();
+    bf16_products_end();
 }
 
 const la_kernels LA_INSTANCE = {

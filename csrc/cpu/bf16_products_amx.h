@@ -1,4 +1,4 @@
-/* pair_strip (pairs.h) by AMX: matrix registers of 16 rows of 64 bytes, and an instruction that adds to 16 x 16
+/* bf16_strip (bf16_products.h) by AMX: matrix registers of 16 rows of 64 bytes, and an instruction that adds to 16 x 16
  * floats the product of 16 x 16 words and 16 x 16 words. An instance has it that says LA_AMX: 1, by the
  * processor's instructions; 2, spelled out, as a test of the first.
  *
@@ -6,9 +6,9 @@
  * 8, and a product waits 52 for the one before it in the same sums: four of them are 64 cycles (Intel's
  * optimization manual, throughput and latency of TDPBF16PS and TILELOADD).
  *
- * As the instructions of pairs.h these take denormal numbers for zeros, and leave none. */
+ * As the instructions of bf16_products.h these take denormal numbers for zeros, and leave none. */
 
-enum { AMX_ROWS = 16, AMX_WIDE = PAIR_LANES * LANES }; /* of a register; columns of a block */
+enum { AMX_ROWS = 16, AMX_WIDE = STRIP_LANES * LANES }; /* of a register; columns of a block */
 
 /* What the registers hold, as LDTILECFG reads it. */
 typedef struct amx_shape {
@@ -57,15 +57,15 @@ LA_FN void amx_multiply(int sums, int a, int b)
         for (int p = 0; p < amx.shape.rows[b]; p++) {
             words right;
             memcpy(&right, amx.x[b][p], sizeof right);
-            sum = dot_pairs(sum, amx.x[a][r][p] - (words){0}, right);
+            sum = dot_words(sum, amx.x[a][r][p] - (words){0}, right);
         }
         memcpy(amx.x[sums][r], &sum, sizeof sum);
     }
 }
 #endif
 
-/* Every register whole: factors are padded (pairs.h). */
-LA_FN void pair_products_begin(void)
+/* Every register whole: factors are padded (bf16_products.h). */
+LA_FN void bf16_products_begin(void)
 {
     amx_shape shape = {.palette = 1};
     for (int i = 0; i < 8; i++) {
@@ -76,7 +76,7 @@ LA_FN void pair_products_begin(void)
 }
 
 /* Whoever has the processor next need not save the registers. */
-LA_FN void pair_products_end(void) { amx_release(); }
+LA_FN void bf16_products_end(void) { amx_release(); }
 
 /* NR times 16 rows, NV lanes of columns. */
 LA_FN void amx_sums(const int NR, const int NV, int64_t P, const word *A, int64_t ai, const word *B,
@@ -125,7 +125,7 @@ LA_FN void amx_block(const int NR, const int NV, int64_t rows, int64_t P, const 
     }
 }
 
-LA_FN void pair_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
+LA_FN void bf16_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
                       real *C, int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next)
 {
     amx_reads_memory();

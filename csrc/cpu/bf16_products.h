@@ -1,5 +1,5 @@
-/* Pairs: products of bfloat16 numbers, two a lane's element at a time, summed in float. There is no
- * attention in this file. An instance has it that says LA_BF16_PRODUCTS: 1, by the processor's
+/* Products of bfloat16 numbers, two a lane's element at a time, summed in float. There is no
+ * attention in this file. An instance that defines LA_BF16_PRODUCTS has it: 1, by the processor's
  * instruction; 2, spelled out, as a test of the first.
  *
  * A word is two bfloat16 numbers, the first in its low half; the product of two words is the sum of two
@@ -20,7 +20,7 @@ enum { TERMS = LA_PLANES == 1 ? 2 : 1 }; /* in a word */
 /* Words of a row of A that may be read at once, zeros beyond a sum's own; rows of A, anything beyond a
  * product's own. */
 enum { PADDED_WORDS = 16, ROWS_READ = 32 };
-enum { PAIR_LANES = 2 }; /* in a strip of B */
+enum { STRIP_LANES = 2 }; /* of a strip of B */
 
 typedef uint16_t half;
 /* They lie in an arena of reals: they alias everything. */
@@ -41,7 +41,7 @@ LA_FN word *take_words(arena *m, size_t rows, size_t columns)
 }
 
 #if LA_BF16_PRODUCTS == 1
-LA_FN lane dot_pairs(lane sum, words a, words b)
+LA_FN lane dot_words(lane sum, words a, words b)
 {
     return (lane)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
@@ -49,7 +49,7 @@ LA_FN lane dot_pairs(lane sum, words a, words b)
 /* Two lanes, rounded, one after the other. */
 LA_FN words join(lane x, lane y) { return (words)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x); }
 
-/* Two lanes, rounded, in pairs. */
+/* Two lanes, rounded, element by element in turn. */
 LA_FN words zip(lane x, lane y)
 {
     const halves order = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -57,7 +57,7 @@ LA_FN words zip(lane x, lane y)
     return (words)_mm512_permutexvar_epi16((__m512i)order, (__m512i)join(x, y));
 }
 #else
-LA_FN lane dot_pairs(lane sum, words a, words b)
+LA_FN lane dot_words(lane sum, words a, words b)
 {
     sum += (lane)(a & 0xffff0000) * (lane)(b & 0xffff0000);
     return sum + (lane)(a << 16) * (lane)(b << 16);
@@ -127,14 +127,14 @@ LA_FN void pack_right(const int NV, word *to, const real *from, int64_t ld, int6
 }
 
 /* NV lanes of pair_product: B is packed, its rows as long. */
-LA_FN void pair_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
+LA_FN void bf16_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
                       real *C, int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next);
 
 #ifdef LA_AMX
-#include "pairs_amx.h"
+#include "bf16_products_amx.h"
 #else
 /* C = A B, and (D not NULL) + diag(c) D. */
-LA_FN void pair_tile(const int R, const int NV, int P, const word *restrict A, int64_t ai,
+LA_FN void bf16_tile(const int R, const int NV, int P, const word *restrict A, int64_t ai,
                      const word *restrict B, real *C, int64_t ldc, const real *D, const real *c,
                      int64_t ci)
 {
@@ -143,14 +143,14 @@ LA_FN void pair_tile(const int R, const int NV, int P, const word *restrict A, i
     for (int i = 0; i < R * NV; i++) x[i] = (lane){0};
 #pragma GCC unroll 4
     for (int p = 0; p < P; p++) {
-        words b[PAIR_LANES];
+        words b[STRIP_LANES];
 #pragma GCC unroll 4
         for (int w = 0; w < NV; w++) b[w] = words_in(B + p * NV * LANES)[w];
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             const words a = A[r * ai + p] - (words){0};
 #pragma GCC unroll 4
-            for (int w = 0; w < NV; w++) x[r * NV + w] = dot_pairs(x[r * NV + w], a, b[w]);
+            for (int w = 0; w < NV; w++) x[r * NV + w] = dot_words(x[r * NV + w], a, b[w]);
         }
     }
 #pragma GCC unroll 16
@@ -162,12 +162,12 @@ LA_FN void pair_tile(const int R, const int NV, int P, const word *restrict A, i
         }
 }
 
-LA_FN void pair_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
+LA_FN void bf16_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
                       real *C, int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next)
 {
     int64_t i = 0;
 #define LA_TILE(R) \
-    pair_tile(R, NV, (int)P, A + i * ai, ai, B, C + i * ldc, ldc, D ? D + i * ldc : D, \
+    bf16_tile(R, NV, (int)P, A + i * ai, ai, B, C + i * ldc, ldc, D ? D + i * ldc : D, \
               c ? c + i * ci : c, ci)
     for (; i + TILE / 2 <= M; i += TILE / 2) {
         if (next) ask(next);
@@ -178,22 +178,22 @@ LA_FN void pair_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t
 #undef LA_TILE
 }
 
-LA_FN void pair_products_begin(void) {}
-LA_FN void pair_products_end(void) {}
+LA_FN void bf16_products_begin(void) {}
+LA_FN void bf16_products_end(void) {}
 #endif
 
 /* C[M][N] = diag(c) D + A B: as product_ahead, of n terms, A in rows of ai words, B[n][N]; `strip` has room for
- * padded_words(n) rows of PAIR_LANES lanes. D and next may be NULL. */
-LA_COLD void pair_product(int64_t M, int64_t N, int64_t n, const word *A, int64_t ai, const real *B,
+ * padded_words(n) rows of STRIP_LANES lanes. D and next may be NULL. */
+LA_COLD void bf16_product(int64_t M, int64_t N, int64_t n, const word *A, int64_t ai, const real *B,
                           int64_t ldb, real *C, int64_t ldc, const real *D, const real *c,
                           int64_t ci, word *strip, ahead *next)
 {
     int64_t j = 0;
 #define LA_STRIP(NV) \
     pack_right(NV, strip, B + j, ldb, n); \
-    pair_strip(NV, M, words_for(n), A, ai, strip, C + j, ldc, D ? D + j : D, c, ci, next)
-    for (; j + PAIR_LANES * LANES <= N; j += PAIR_LANES * LANES) {
-        LA_STRIP(PAIR_LANES);
+    bf16_strip(NV, M, words_for(n), A, ai, strip, C + j, ldc, D ? D + j : D, c, ci, next)
+    for (; j + STRIP_LANES * LANES <= N; j += STRIP_LANES * LANES) {
+        LA_STRIP(STRIP_LANES);
     }
     if (j < N) {
         LA_STRIP(1);

@@ -1,4 +1,5 @@
-/* The chunk form of bfloat16 arrays, its large products by pairs (pairs.h): those of k and q with each other
+/* The chunk form of bfloat16 arrays, its large products those of bfloat16 numbers
+ * (bf16_products.h): those of k and q with each other
  * and with the state, and the carry. All else, U, P and L, is what it is in chunk.h, in float.
  *
  *     scores          k k', q k'
@@ -9,7 +10,7 @@
  * go in as the user gave them; their norms scale what comes out (docs/decisions/0026). */
 
 #ifdef LA_PLANES
-typedef struct pair_scratch {
+typedef struct bf16_scratch {
     int64_t kw, cw; /* words in a left factor's row of K numbers, of C */
     word *keys;     /* [2C][kw]: k, then (from row n) q */
     word *kt;       /* [K][cw]: k transposed */
@@ -18,15 +19,16 @@ typedef struct pair_scratch {
     real *norm;     /* [2 cp]: what rows of k, then (from cp) q, are multiplied by */
     real *scale;    /* [2C]: e times norm, of k, then (from C) q */
     real *end;      /* [C]: r times k's norm */
-} pair_scratch;
+} bf16_scratch;
 
-LA_FN void pairs_take(pair_scratch *x, arena *m, const la_problem *p, int64_t C, int64_t width)
+LA_FN void bf16_scratch_take(bf16_scratch *x, arena *m, const la_problem *p, int64_t C,
+                             int64_t width)
 {
     x->kw = padded_words(p->K);
     x->cw = padded_words(C);
     x->keys = take_words(m, 2 * C + ROWS_READ, x->kw);
     x->kt = take_words(m, round_up(p->K, ROWS_READ), x->cw);
-    x->strip = take_words(m, x->kw > x->cw ? x->kw : x->cw, PAIR_LANES * LANES);
+    x->strip = take_words(m, x->kw > x->cw ? x->kw : x->cw, STRIP_LANES * LANES);
     x->kS = take(m, 2 * C, width);
     x->norm = take(m, 2, padded(C));
     x->scale = take(m, 2, C);
@@ -34,8 +36,8 @@ LA_FN void pairs_take(pair_scratch *x, arena *m, const la_problem *p, int64_t C,
 }
 
 /* Tokens t..t+n of q or k: rows of reals and of words, and their norms. */
-LA_FN void pairs_load_keys(const la_problem *p, la_name name, const la_unit *u, int64_t t,
-                           int64_t n, real *rows, word *packed, int64_t kw, real *norm)
+LA_FN void bf16_load_keys(const la_problem *p, la_name name, const la_unit *u, int64_t t, int64_t n,
+                          real *rows, word *packed, int64_t kw, real *norm)
 {
     const la_array *from = &p->array[name];
     const int64_t kp = padded(p->K);
@@ -52,20 +54,20 @@ LA_FN int64_t first_row(int64_t n, const la_rule rule) { return rule == LA_DELTA
 LA_FN int64_t end_row(int64_t n, const bool reads) { return reads ? 2 * n : n; }
 
 /* P, L, and what scales the rows of a panel. */
-LA_FN void pairs_scores(chunk *c, pair_scratch *x, const la_problem *p, const la_unit *u, int64_t t,
-                        int64_t n, const bool reads, const la_decay decay, const la_rule rule)
+LA_FN void bf16_scores(chunk *c, bf16_scratch *x, const la_problem *p, const la_unit *u, int64_t t,
+                       int64_t n, const bool reads, const la_decay decay, const la_rule rule)
 {
     const int64_t kp = c->kp, cp = c->cp, first = first_row(n, rule), end = end_row(n, reads);
     real *of_k = x->norm, *of_q = x->norm + cp;
     c->n = n;
-    pairs_load_keys(p, LA_K, u, t, n, c->k, x->keys, x->kw, of_k);
-    if (reads) pairs_load_keys(p, LA_Q, u, t, n, c->k + n * kp, x->keys + n * x->kw, x->kw, of_q);
+    bf16_load_keys(p, LA_K, u, t, n, c->k, x->keys, x->kw, of_k);
+    if (reads) bf16_load_keys(p, LA_Q, u, t, n, c->k + n * kp, x->keys + n * x->kw, x->kw, of_q);
     load_gates(c, p, u, t, decay, rule);
     transpose(n, p->K, c->k, kp, c->kt, cp);
     for (int64_t k = 0; k < p->K; k++) pack_left(x->kt + k * x->cw, c->kt + k * cp, padded(n));
     c->qk = c->kk + n * cp;
     if (first < end)
-        pair_product(end - first, padded(n), p->K, x->keys + first * x->kw, x->kw, c->kt, cp,
+        bf16_product(end - first, padded(n), p->K, x->keys + first * x->kw, x->kw, c->kt, cp,
                      c->kk + first * cp, cp, NULL, NULL, 0, x->strip, NULL);
     for (int64_t i = first; p->qk_l2norm && i < end; i++) {
         scale_row(padded(n), c->kk + i * cp, c->kk + i * cp, i < n ? of_k[i] : of_q[i - n]);
@@ -85,30 +87,30 @@ LA_FN void pairs_scores(chunk *c, pair_scratch *x, const la_problem *p, const la
 }
 
 /* What k and q (the additive rule: q alone) find in the state. */
-LA_FN void pairs_state_products(const chunk *c, const pair_scratch *x, const la_problem *p,
-                                panel *s, const bool reads, const la_rule rule)
+LA_FN void bf16_state_products(const chunk *c, const bf16_scratch *x, const la_problem *p, panel *s,
+                               const bool reads, const la_rule rule)
 {
     const int64_t first = first_row(c->n, rule), end = end_row(c->n, reads);
     s->kS = x->kS;
     s->qS = x->kS + c->n * s->width;
     if (first == end) return;
-    pair_product(end - first, s->width, p->K, x->keys + first * x->kw, x->kw, s->S, s->width,
+    bf16_product(end - first, s->width, p->K, x->keys + first * x->kw, x->kw, s->S, s->width,
                  x->kS + first * s->width, s->width, NULL, NULL, 0, x->strip, NULL);
 }
 
-LA_FN void pairs_carry(const chunk *c, const pair_scratch *x, const la_problem *p, const panel *s,
-                       ahead *next, const la_decay decay)
+LA_FN void bf16_carry(const chunk *c, const bf16_scratch *x, const la_problem *p, const panel *s,
+                      ahead *next, const la_decay decay)
 {
-    pair_product(p->K, s->width, c->n, x->kt, x->cw, s->rU, s->width, s->S, s->width, s->S,
+    bf16_product(p->K, s->width, c->n, x->kt, x->cw, s->rU, s->width, s->S, s->width, s->S,
                  whole_decay(c, decay), 0, x->strip, next);
 }
 #else
 /* No such products: nobody calls these. */
-typedef struct pair_scratch {
+typedef struct bf16_scratch {
     char none;
-} pair_scratch;
-#define pairs_take(x, ...) ((void)(x))
-#define pairs_scores(c, x, ...) ((void)(x))
-#define pairs_state_products(c, x, ...) ((void)(x))
-#define pairs_carry(c, x, ...) ((void)(x))
+} bf16_scratch;
+#define bf16_scratch_take(x, ...) ((void)(x))
+#define bf16_scores(c, x, ...) ((void)(x))
+#define bf16_state_products(c, x, ...) ((void)(x))
+#define bf16_carry(c, x, ...) ((void)(x))
 #endif
