@@ -50,9 +50,9 @@ typedef struct chunk {
     const real *scale_kS, *scale_qS, *scale_U;
 } chunk;
 
-/* again: k, q and a are wanted again, for the adjoint. Who walks forward is done with a row of theirs
- * once it is scaled, and what lies elsewhere has to come from the L2 cache. */
-LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const bool again,
+/* for_adjoint: k, q and a stay as they are. The forward pass scales them in place: it does not need a
+ * row of theirs afterwards, and a second copy would have to come from the L2 cache. */
+LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const bool for_adjoint,
                       const la_decay decay, const la_rule rule)
 {
     const int64_t kp = padded(p->K), cp = padded(C);
@@ -60,7 +60,7 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     *c = (chunk){.C = C, .kp = kp, .cp = cp};
     c->k = take(m, 2 * C, kp);
     c->a = take(m, key ? C : token, key ? kp : cp);
-    c->e = key && !again ? c->a : take(m, C, key ? kp : token);
+    c->e = key && !for_adjoint ? c->a : take(m, C, key ? kp : token);
     c->beta = take(m, 1, C);
     c->gamma = take(m, token ? C : 0, cp);
     c->product = (wide *)take(m, token ? cp : key ? kp : 0, sizeof(wide) / sizeof(real));
@@ -68,7 +68,7 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->log = take(m, 1, key ? kp : 0);
     c->owed = take(m, 1, key ? kp : 0);
     c->whole = take(m, 1, key ? kp : 1);
-    c->hat = key && !again ? c->k : take(m, key ? 2 * C : 0, kp);
+    c->hat = key && !for_adjoint ? c->k : take(m, key ? 2 * C : 0, kp);
     c->tilde = take(m, key ? C : 0, kp);
     c->part = (lane *)take(m, key ? 2 * cp : 0, LANES);
     c->kt = take(m, kp, cp);
@@ -543,39 +543,40 @@ enum { PANEL = 64 };
 #endif
 
 /* What a unit keeps from chunk to chunk. */
-typedef struct walk {
+typedef struct unit_states {
     real *S;          /* [heads][panels][K][width] */
     real *z, *lost;   /* [heads][kp] */
     real *owed;       /* [heads][kp]; TOKEN [heads][1] */
     real *U, *rU, *O; /* one panel's */
     bf16_scratch x;
-} walk;
+} unit_states;
 
-LA_FN void walk_take(walk *w, arena *m, const la_problem *p, int64_t C, int64_t heads,
-                     int64_t columns, const la_decay decay)
+LA_FN void states_take(unit_states *states, arena *m, const la_problem *p, int64_t C, int64_t heads,
+                       int64_t columns, const la_decay decay)
 {
     int64_t width = padded(columns < PANEL ? columns : PANEL);
     int64_t panels = (columns + PANEL - 1) / PANEL;
-    w->S = take(m, la_times(heads * panels, p->K), width);
-    w->U = take(m, C, width);
-    w->rU = take(m, decay == LA_TOKEN || BF16_PRODUCTS ? C : 0, width);
-    w->O = take(m, C, width);
-    w->z = take(m, heads, padded(p->K));
-    w->lost = take(m, heads, padded(p->K));
-    w->owed = take(m, heads, padded(p->K));
-    if (BF16_PRODUCTS) bf16_scratch_take(&w->x, m, p, C, width);
+    states->S = take(m, la_times(heads * panels, p->K), width);
+    states->U = take(m, C, width);
+    states->rU = take(m, decay == LA_TOKEN || BF16_PRODUCTS ? C : 0, width);
+    states->O = take(m, C, width);
+    states->z = take(m, heads, padded(p->K));
+    states->lost = take(m, heads, padded(p->K));
+    states->owed = take(m, heads, padded(p->K));
+    if (BF16_PRODUCTS) bf16_scratch_take(&states->x, m, p, C, width);
 }
 
-LA_FN panel panel_at(const walk *w, const la_problem *p, const la_unit *u, int64_t head, int64_t v)
+LA_FN panel panel_at(const unit_states *states, const la_problem *p, const la_unit *u, int64_t head,
+                     int64_t v)
 {
     const int64_t all = u->v1 - u->v0, widest = padded(all < PANEL ? all : PANEL);
     const int64_t panels = (all + PANEL - 1) / PANEL, which = head * panels + (v - u->v0) / PANEL;
     panel s = {.v0 = v, .v1 = v + PANEL < u->v1 ? v + PANEL : u->v1};
     s.width = padded(s.v1 - s.v0);
-    s.S = w->S + which * p->K * widest;
-    s.U = w->U;
-    s.rU = w->rU;
-    s.O = w->O;
+    s.S = states->S + which * p->K * widest;
+    s.U = states->U;
+    s.rU = states->rU;
+    s.O = states->O;
     return s;
 }
 
@@ -604,61 +605,62 @@ LA_FN void panel_forward(const chunk *c, bf16_scratch *x, const la_problem *p, c
 }
 
 /* The states of the unit's i-th head, u. */
-LA_FN void walk_begin(walk *w, const la_problem *p, const la_unit *u, int64_t i,
-                      const la_decay decay, const la_rule rule)
+LA_FN void states_load(unit_states *states, const la_problem *p, const la_unit *u, int64_t i,
+                       const la_decay decay, const la_rule rule)
 {
     const int64_t kp = padded(p->K);
     for (int64_t v = u->v0; v < u->v1; v += PANEL) {
-        panel s = panel_at(w, p, u, i, v);
+        panel s = panel_at(states, p, u, i, v);
         load_state(p, LA_S0, u, s.v0, s.v1, s.S, s.width);
     }
-    if (is_normalised(p, decay, rule)) load_z(p, LA_Z0, u, w->z + i * kp);
-    fill(kp, w->lost + i * kp, 0);
-    fill(kp, w->owed + i * kp, 0);
+    if (is_normalised(p, decay, rule)) load_z(p, LA_Z0, u, states->z + i * kp);
+    fill(kp, states->lost + i * kp, 0);
+    fill(kp, states->owed + i * kp, 0);
 }
 
-LA_FN void walk_end(const walk *w, const la_problem *p, const la_unit *u, int64_t i,
-                    const la_decay decay, const la_rule rule)
+LA_FN void states_store(const unit_states *states, const la_problem *p, const la_unit *u, int64_t i,
+                        const la_decay decay, const la_rule rule)
 {
     for (int64_t v = u->v0; v < u->v1; v += PANEL) {
-        panel s = panel_at(w, p, u, i, v);
+        panel s = panel_at(states, p, u, i, v);
         store_state(p, LA_ST, u, s.v0, s.v1, s.S, s.width);
     }
-    if (is_normalised(p, decay, rule) && u->v0 == 0) store_z(p, LA_ZT, u, w->z + i * padded(p->K));
+    if (is_normalised(p, decay, rule) && u->v0 == 0)
+        store_z(p, LA_ZT, u, states->z + i * padded(p->K));
 }
 
 typedef struct forward_scratch {
     chunk c;
-    walk w;
+    unit_states states;
 } forward_scratch;
 
 LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64_t C, int64_t heads,
                         int64_t columns, const la_decay decay, const la_rule rule)
 {
     chunk_take(&f->c, m, p, C, false, decay, rule);
-    walk_take(&f->w, m, p, C, heads, columns, decay);
+    states_take(&f->states, m, p, C, heads, columns, decay);
 }
 
 /* A chunk of tokens t.. of the unit's i-th head, u; reads: its outputs are wanted too. */
-LA_FN void walk_on(forward_scratch *f, const la_problem *p, const la_unit *u, int64_t i, int64_t t,
-                   int64_t n, ahead *next, const bool reads, const la_decay decay,
-                   const la_rule rule)
+LA_FN void one_chunk(forward_scratch *f, const la_problem *p, const la_unit *u, int64_t i,
+                     int64_t t, int64_t n, ahead *next, const bool reads, const la_decay decay,
+                     const la_rule rule)
 {
     const bool normalised = is_normalised(p, decay, rule);
     chunk *c = &f->c;
-    real *z = f->w.z + i * c->kp, *lost = f->w.lost + i * c->kp;
+    real *z = f->states.z + i * c->kp, *lost = f->states.lost + i * c->kp;
     if (BF16_PRODUCTS) {
-        bf16_scores(c, &f->w.x, p, u, t, n, reads, decay, rule);
+        bf16_scores(c, &f->states.x, p, u, t, n, reads, decay, rule);
     } else {
         chunk_load(c, p, u, t, n, reads, decay, rule);
         chunk_scores(c, p, reads, decay, rule);
     }
-    settle_whole(c, p, f->w.owed + i * c->kp, decay);
+    settle_whole(c, p, f->states.owed + i * c->kp, decay);
     if (normalised && reads) chunk_denominators(c, p, z, lost);
     if (normalised && !reads) add_keys(n, c->kp, c->k, z, lost);
     for (int64_t v = u->v0; v < u->v1 && !la_stopped(p); v += PANEL) {
-        panel s = panel_at(&f->w, p, u, i, v);
-        panel_forward(c, &f->w.x, p, u, t, &s, next, reads, normalised, decay, rule);
+        panel s = panel_at(&f->states, p, u, i, v);
+        panel_forward(c, &f->states.x, p, u, t, &s, next, reads, normalised, decay, rule);
     }
 }
 
@@ -671,16 +673,16 @@ LA_FN ahead ahead_of_chunk(const la_problem *p, const la_unit *u, int64_t t, int
     return ahead_of(p, u, t, C, touched, reads ? 5 : 3, reads + (rule == LA_DELTA));
 }
 
-/* The unit's heads walk side by side, chunk by chunk: their rows are neighbours in memory. */
-LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, arena *m,
-                         const la_decay decay, const la_rule rule)
+/* The unit's heads side by side, chunk by chunk: their rows are neighbours in memory. */
+LA_FN void chunks_forward(const la_problem *p, const la_unit *all, int64_t C, arena *m,
+                          const la_decay decay, const la_rule rule)
 {
     forward_scratch f;
     forward_take(&f, m, p, C, all->heads, all->v1 - all->v0, decay, rule);
 
     for (int64_t i = 0; i < all->heads; i++) {
         const la_unit u = head_of(p, all, i);
-        walk_begin(&f.w, p, &u, i, decay, rule);
+        states_load(&f.states, p, &u, i, decay, rule);
     }
     for (int64_t t = all->begin; t < all->stop && !la_stopped(p); t += C)
         for (int64_t i = 0; i < all->heads; i++) {
@@ -688,12 +690,12 @@ LA_FN void chunk_forward(const la_problem *p, const la_unit *all, int64_t C, are
             ahead next = ahead_of_chunk(p, &u, t + C, C, rule);
             const int64_t n = t + C < u.stop ? C : u.stop - t;
             if (t >= u.read)
-                walk_on(&f, p, &u, i, t, n, &next, true, decay, rule);
+                one_chunk(&f, p, &u, i, t, n, &next, true, decay, rule);
             else
-                walk_on(&f, p, &u, i, t, n, &next, false, decay, rule);
+                one_chunk(&f, p, &u, i, t, n, &next, false, decay, rule);
         }
     for (int64_t i = 0; all->last && i < all->heads; i++) {
         const la_unit u = head_of(p, all, i);
-        walk_end(&f.w, p, &u, i, decay, rule);
+        states_store(&f.states, p, &u, i, decay, rule);
     }
 }

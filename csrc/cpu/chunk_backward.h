@@ -1,11 +1,11 @@
 /* The chunk form's adjoint, in the solve form: the triangular system is solved once more with the
  * transposed matrix, and no inverse is formed.
  *
- * A unit walks its chunks backwards with dS, the gradient of the state each chunk leaves. What the
- * forward had is computed again: one walk keeps a state for every segment of chunks, then each
- * segment is walked again, keeping the state each chunk started from and what it wrote, before its
+ * A unit goes through its chunks backwards with dS, the gradient of the state each chunk leaves. What the
+ * forward had is computed again: one pass keeps a state for every segment of chunks, then each
+ * segment is recomputed, keeping the state each chunk started from and what it wrote, before its
  * chunks are gone through backwards. With M chunks in a segment and n in all that is M + n/M states
- * instead of n. Up to 32 chunks are one segment, which spares the first walk; beyond that M =
+ * instead of n. Up to 32 chunks are one segment, which spares the first pass; beyond that M =
  * max(16, sqrt n): 16 states of 128 x 128 floats are 1 MiB, as large as an L2.
  *
  * Every unit's contribution to dq, dk, da and dbeta is a sum over its own columns. It goes to its
@@ -93,9 +93,9 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->d_den = take(m, 1, C);
 }
 
-/* The chunk's writes again: f->U (and f->E, unless it is NULL) from V and the state it started from. */
-LA_FN panel solve_again(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
-                        real *S, int64_t width, const la_decay decay, const la_rule rule)
+/* The chunk's writes, recomputed: f->U (and f->E, unless it is NULL) from V and the state it started from. */
+LA_FN panel recompute_writes(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
+                             real *S, int64_t width, const la_decay decay, const la_rule rule)
 {
     panel s = {.v0 = u->v0, .v1 = u->v1, .width = width, .S = S};
     s.U = f->U;
@@ -112,9 +112,9 @@ LA_FN panel solve_again(backward_scratch *f, const la_problem *p, const la_unit 
 
 /* One chunk forward without reading: S goes on to `to` (NULL: it is not wanted), f->z to the chunk's
  * end. */
-LA_FN void walk_chunk(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
-                      int64_t n, real *S, real *to, int64_t width, const la_decay decay,
-                      const la_rule rule)
+LA_FN void recompute_chunk(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
+                           int64_t n, real *S, real *to, int64_t width, const la_decay decay,
+                           const la_rule rule)
 {
     chunk *c = &f->c;
     static const la_name touched[] = {LA_V, LA_G, LA_K};
@@ -122,7 +122,7 @@ LA_FN void walk_chunk(backward_scratch *f, const la_problem *p, const la_unit *u
     chunk_load(c, p, u, t, n, false, decay, rule);
     chunk_scores(c, p, false, decay, rule);
     settle_whole(c, p, f->owed, decay);
-    panel s = solve_again(f, p, u, t, S, width, decay, rule);
+    panel s = recompute_writes(f, p, u, t, S, width, decay, rule);
     if (to) panel_carry(c, p, &s, to, &next, decay);
     if (p->normaliser != LA_UNNORMALISED) add_keys(n, c->kp, c->k, f->z, f->lost);
 }
@@ -429,8 +429,8 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
     }
 }
 
-LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partials *sums, int64_t C,
-                          arena *m, const la_decay decay, const la_rule rule)
+LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_partials *sums,
+                           int64_t C, arena *m, const la_decay decay, const la_rule rule)
 {
     static const la_name touched[] = {LA_DV, LA_DO, LA_V, LA_G, LA_Q, LA_K, LA_DQ, LA_DK, LA_DG};
     enum { TOUCHED = sizeof touched / sizeof *touched }; /* the last three only if written here */
@@ -454,16 +454,16 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
 
     fill(kp, f.owed, 0);
     fill(kp, f.d_owed, 0);
-    f.U = f.kept; /* not kept by this walk */
+    f.U = f.kept; /* not kept by this pass */
     f.E = NULL;
     for (int64_t i = 0; i < chunks; i++) {
         if (la_stopped(p)) return;
         if (i % M == 0) {
             copy_row(size, f.checkpoints + i / M * start, f.S);
             copy_row(kp, f.checkpoints + i / M * start + size, f.z);
-            if (i + M >= chunks) break; /* the last segment is walked below */
+            if (i + M >= chunks) break; /* the last segment comes below */
         }
-        walk_chunk(&f, p, u, u->begin + i * C, C, f.S, f.S, width, decay, rule);
+        recompute_chunk(&f, p, u, u->begin + i * C, C, f.S, f.S, width, decay, rule);
     }
     for (int64_t first = (chunks - 1) / M * M; first >= 0 && chunks; first -= M) {
         const int64_t last = first + M < chunks ? first + M : chunks;
@@ -478,7 +478,7 @@ LA_FN void chunk_backward(const la_problem *p, const la_unit *u, const la_partia
             f.U = S + start;
             f.E = f.U + written;
             copy_row(kp, S + size, f.z);
-            walk_chunk(&f, p, u, t, n, S, i + 1 < last ? S + each : NULL, width, decay, rule);
+            recompute_chunk(&f, p, u, t, n, S, i + 1 < last ? S + each : NULL, width, decay, rule);
         }
         for (int64_t i = last - 1; i >= first; i--) {
             if (la_stopped(p)) return;

@@ -136,16 +136,16 @@ static int64_t cost_of_scores(const la_problem *p, int64_t C)
 }
 
 /* Heads that are fewer than threads, or left over when each thread has had as many: columns are shared
- * out, and where threads are left still, so is the sequence, in two parts. Who has the second walks over the
- * first, for its state, without reading; both take as long. (A third part would save a tenth.) */
+ * out, and where threads are left still, so is the sequence, in two parts. The unit with the second goes through the
+ * first too, for its state, without reading; both take as long. (A third part would save a tenth.) */
 static void share_out(job *j, int64_t heads, int threads, int64_t longest)
 {
     enum { NARROW = 16 }; /* a lane of AVX-512 */
     const la_problem *p = j->p;
     const int most = p->causal && p->mode != LA_RECURRENT ? 2 : 1;
     const double scores = (double)cost_of_scores(p, j->kernels->chunk_tokens(p, longest));
-    /* Walking, of walking and reading: so much of a column's work, and 3/4 of the scores'. */
-    const double walking = p->rule == LA_DELTA ? 2 / 3. : 1 / 2.;
+    /* Without reading: so much of a column's work, and 3/4 of the scores'. */
+    const double unread = p->rule == LA_DELTA ? 2 / 3. : 1 / 2.;
     /* What is done twice is worth it for an eighth. */
     double least = (scores + (double)p->V) * 7 / 8;
     job x = *j;
@@ -155,7 +155,7 @@ static void share_out(job *j, int64_t heads, int threads, int64_t longest)
             if (x.columns > p->V) x.columns = p->V;
             x.panels = over(p->V, x.columns);
             const double all = scores + (double)x.columns;
-            const double early = (scores * 3 / 4 + (double)x.columns * walking) / all;
+            const double early = (scores * 3 / 4 + (double)x.columns * unread) / all;
             x.first = 1 / (2 - early); /* first = early first + (1 - first) */
             const double time = (double)over(heads * x.panels * x.parts, threads) * all *
                                 (x.parts == 2 ? x.first : 1);
@@ -288,10 +288,10 @@ la_status la_backward(la_problem *p)
                          ? 0
                          : whole_pages(la_times(la_times(slots, p->N), la_times(sums.kp, real)));
     /* Without tokens and without a state there is the gradient of a gate per head: zero. */
-    const bool walks = p->tokens || p->array[LA_S0].given;
-    const int64_t units = walks ? p->N * p->HV * j.panels : 0;
+    const bool any_units = p->tokens || p->array[LA_S0].given;
+    const int64_t units = any_units ? p->N * p->HV * j.panels : 0;
     const int threads = la_pool_threads(units, work_of(p, 11));
-    size_t each = walks ? j.kernels->backward_scratch(p, longest_sequence(p)) : 0;
+    size_t each = any_units ? j.kernels->backward_scratch(p, longest_sequence(p)) : 0;
     const size_t for_gather = j.kernels->gather_scratch(p);
     j.per_thread = whole_pages(each > for_gather ? each : for_gather);
 

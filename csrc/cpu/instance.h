@@ -30,11 +30,11 @@
 
 /* clang-format off */
 #define LA_KIND(decay, rule) \
-    LA_KERNEL walk_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, arena *m) \
+    LA_KERNEL chunks_forward_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, arena *m) \
     { \
-        chunk_forward(p, u, C, m, LA_##decay, LA_##rule); \
+        chunks_forward(p, u, C, m, LA_##decay, LA_##rule); \
     } \
-    LA_KERNEL scan_##decay##_##rule(const la_problem *p, const la_unit *u, la_name state, \
+    LA_KERNEL scan_forward_##decay##_##rule(const la_problem *p, const la_unit *u, la_name state, \
                                     la_name z, arena *m) \
     { \
         scan_forward(p, u, state, z, m, LA_##decay, LA_##rule); \
@@ -43,12 +43,12 @@
     { \
         step_in_place(p, u, m, LA_##decay, LA_##rule); \
     } \
-    LA_KERNEL walk_back_##decay##_##rule(const la_problem *p, const la_unit *u, \
+    LA_KERNEL chunks_backward_##decay##_##rule(const la_problem *p, const la_unit *u, \
                                          const la_partials *sums, int64_t C, arena *m) \
     { \
-        chunk_backward(p, u, sums, C, m, LA_##decay, LA_##rule); \
+        chunks_backward(p, u, sums, C, m, LA_##decay, LA_##rule); \
     } \
-    LA_KERNEL scan_back_##decay##_##rule(const la_problem *p, const la_unit *u, \
+    LA_KERNEL scan_backward_##decay##_##rule(const la_problem *p, const la_unit *u, \
                                          const la_partials *sums, arena *m) \
     { \
         scan_backward(p, u, sums, m, LA_##decay, LA_##rule); \
@@ -56,14 +56,14 @@
 #include "../kinds.def"
 
 static const struct {
-    void (*walk)(const la_problem *, const la_unit *, int64_t, arena *);
-    void (*scan)(const la_problem *, const la_unit *, la_name, la_name, arena *);
+    void (*chunks_forward)(const la_problem *, const la_unit *, int64_t, arena *);
+    void (*scan_forward)(const la_problem *, const la_unit *, la_name, la_name, arena *);
     void (*step)(const la_problem *, const la_unit *, arena *);
-    void (*walk_back)(const la_problem *, const la_unit *, const la_partials *, int64_t, arena *);
-    void (*scan_back)(const la_problem *, const la_unit *, const la_partials *, arena *);
+    void (*chunks_backward)(const la_problem *, const la_unit *, const la_partials *, int64_t, arena *);
+    void (*scan_backward)(const la_problem *, const la_unit *, const la_partials *, arena *);
 } kinds[LA_KINDS] = {
 #define LA_KIND(decay, rule) \
-    [LA_##decay##_##rule] = {walk_##decay##_##rule, scan_##decay##_##rule, step_##decay##_##rule, walk_back_##decay##_##rule, scan_back_##decay##_##rule},
+    [LA_##decay##_##rule] = {chunks_forward_##decay##_##rule, scan_forward_##decay##_##rule, step_##decay##_##rule, chunks_backward_##decay##_##rule, scan_backward_##decay##_##rule},
 #include "../kinds.def"
 };
 /* clang-format on */
@@ -100,14 +100,14 @@ static void forward(const la_problem *p, const la_unit *u, void *scratch)
     arena m = {scratch, 0};
     const int64_t C = chunk_tokens(p, u->end - u->begin);
     if (p->causal && p->mode != LA_RECURRENT) {
-        kinds[p->kind].walk(p, u, C, &m);
+        kinds[p->kind].chunks_forward(p, u, C, &m);
         return;
     }
     for (int64_t i = 0; i < u->heads; i++) {
         const la_unit one = head_of(p, u, i);
         m.used = 0;
         if (p->causal)
-            kinds[p->kind].scan(p, &one, LA_ST, LA_ZT, &m);
+            kinds[p->kind].scan_forward(p, &one, LA_ST, LA_ZT, &m);
         else
             whole_forward(p, &one, C < 64 ? C : 64, &m);
     }
@@ -127,7 +127,7 @@ static void step(const la_problem *p, const la_unit *u, void *scratch)
     if (state_in_place(p))
         kinds[p->kind].step(p, u, &m);
     else
-        kinds[p->kind].scan(p, u, LA_S0, LA_Z0, &m);
+        kinds[p->kind].scan_forward(p, u, LA_S0, LA_Z0, &m);
 }
 
 static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)
@@ -155,9 +155,9 @@ static void backward(const la_problem *p, const la_unit *u, const la_partials *s
     if (!p->causal) {
         whole_backward(p, u, sums, C < 64 ? C : 64, &m);
     } else if (p->mode == LA_RECURRENT) {
-        kinds[p->kind].scan_back(p, u, sums, &m);
+        kinds[p->kind].scan_backward(p, u, sums, &m);
     } else {
-        kinds[p->kind].walk_back(p, u, sums, C, &m);
+        kinds[p->kind].chunks_backward(p, u, sums, C, &m);
     }
 }
 

@@ -31,15 +31,16 @@ enum { CHUNK = 32 };
 /* clang-format off */
 #define LA_BF16_KINDS(X) X(NONE, ADDITIVE) X(NONE, DELTA) X(TOKEN, ADDITIVE) X(TOKEN, DELTA)
 /* clang-format on */
-#define DEFINE_WALK(decay, rule) \
-    LA_KERNEL walk_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, arena *m) \
+#define DEFINE_KIND(decay, rule) \
+    LA_KERNEL chunks_forward_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, \
+                                              arena *m) \
     { \
-        chunk_forward(p, u, C, m, LA_##decay, LA_##rule); \
+        chunks_forward(p, u, C, m, LA_##decay, LA_##rule); \
     }
-LA_BF16_KINDS(DEFINE_WALK)
+LA_BF16_KINDS(DEFINE_KIND)
 
-static void (*const walks[][2])(const la_problem *, const la_unit *, int64_t, arena *) = {
-#define ENTRY(decay, rule) [LA_##decay][LA_##rule] = walk_##decay##_##rule,
+static void (*const kinds[][2])(const la_problem *, const la_unit *, int64_t, arena *) = {
+#define ENTRY(decay, rule) [LA_##decay][LA_##rule] = chunks_forward_##decay##_##rule,
     LA_BF16_KINDS(ENTRY)};
 
 static int64_t chunk_tokens(const la_problem *p, int64_t length)
@@ -60,7 +61,7 @@ static void forward(const la_problem *p, const la_unit *u, void *scratch)
     arena m = {scratch, 0};
     const int64_t C = chunk_tokens(p, u->end - u->begin);
     bf16_products_begin();
-    walks[la_kernel_decay(p)][p->rule](p, u, C, &m);
+    kinds[la_kernel_decay(p)][p->rule](p, u, C, &m);
     bf16_products_end();
 }
 

@@ -10,7 +10,7 @@ typedef struct la_unit {
     int64_t n;          /* sequence: which state; in a step's pool -1 for none */
     int64_t b;          /* batch row that holds its tokens */
     int64_t begin, end; /* its tokens in that row */
-    int64_t read, stop; /* forward: those it reads; what lies before is walked over for its state */
+    int64_t read, stop; /* forward: those it reads; those before only lead to its state */
     bool last;          /* forward: the state after `stop` is the sequence's, and is stored */
     int64_t h, hv;      /* query/key head, value head */
     int64_t heads;      /* forward: value heads, from hv on */

@@ -1,7 +1,7 @@
 /* Token by token: the recurrent mode, the step, and the recurrent mode's adjoint. */
 
 /* Lanes of columns worked on together at most: 8 and 8 sums fill half of 32 registers and are, with
- * AVX-512, a whole row of 128 floats; with 16 registers 4 and 4. A panel that is walked token by token takes fewer, to stay in the L1 cache. */
+ * AVX-512, a whole row of 128 floats; with 16 registers 4 and 4. A panel takes fewer, token by token, to stay in the L1 cache. */
 #if LA_REGISTERS == 32
 enum { MAX_STRIP = 8 };
 #else
