@@ -23,7 +23,7 @@ ROOMS = (
     "chunk.h",
     "chunk_backward.h",
     "scan.h",
-    "whole.h",
+    "noncausal.h",
     "gather.h",
     "load.h",
     "tile.h",

@@ -37,7 +37,7 @@ typedef struct chunk {
     real *rest;     /* TOKEN [cp]: what a lacks of the decay */
     real *log;      /* KEY [kp]: the sum of the logarithms */
     real *owed;     /* KEY [kp]: what the chunk's decays so far were rounded by */
-    real *whole;    /* the chunk's whole decay: TOKEN [1], KEY [kp] */
+    real *decay;    /* the chunk's decay: TOKEN [1], KEY [kp] */
     real *hat;      /* KEY [2C][kp]: k^, then (from row n) q^; forward: in the place of k and q */
     real *tilde;    /* KEY [C][kp]: k~ */
     lane *part;     /* KEY [2][cp]: a row of P and L before the sum over a lane */
@@ -67,7 +67,7 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->rest = take(m, 1, token ? cp : 0);
     c->log = take(m, 1, key ? kp : 0);
     c->owed = take(m, 1, key ? kp : 0);
-    c->whole = take(m, 1, key ? kp : 1);
+    c->decay = take(m, 1, key ? kp : 1);
     c->hat = key && !for_adjoint ? c->k : take(m, key ? 2 * C : 0, kp);
     c->tilde = take(m, key ? C : 0, kp);
     c->part = (lane *)take(m, key ? 2 * cp : 0, LANES);
@@ -130,18 +130,18 @@ LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int6
     for (int64_t x = p->K; x < kp; x++) a[x] = 0;
 }
 
-/* The chunk's whole decay, for a state that is owed what the ones before it were rounded by. */
-LA_FN void settle_whole(chunk *c, const la_problem *p, real *owed, const la_decay decay)
+/* The chunk's decay, for a state that is owed what the ones before it were rounded by. */
+LA_FN void settle_chunk_decay(chunk *c, const la_problem *p, real *owed, const la_decay decay)
 {
     if (decay == LA_TOKEN) {
-        c->whole[0] = paid_back(c->decayed, owed);
+        c->decay[0] = paid_back(c->decayed, owed);
     } else if (decay == LA_KEY && p->gate == LA_DECAY) {
-        for (int64_t x = 0; x < c->kp; x++) c->whole[x] = paid_back(c->product[x], owed + x);
+        for (int64_t x = 0; x < c->kp; x++) c->decay[x] = paid_back(c->product[x], owed + x);
     } else if (decay == LA_KEY) {
         for (int64_t x = 0; x < c->kp; x += LANES) {
             lane rest;
             const lane rounded = decay_in_two(lanes_in(c->log + x)[0], LA_LOG, &rest);
-            lanes_of(c->whole + x)[0] = lane_paid_back(rounded, rest, lanes_of(owed + x));
+            lanes_of(c->decay + x)[0] = lane_paid_back(rounded, rest, lanes_of(owed + x));
         }
     }
 }
@@ -487,18 +487,18 @@ LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, row
             FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, false);
 }
 
-/* The decay of the whole chunk: one number, or one per key. */
-LA_FN const real *whole_decay(const chunk *c, const la_decay decay)
+/* The chunk's decay: one number, or one per key. */
+LA_FN const real *chunk_decay(const chunk *c, const la_decay decay)
 {
-    return decay == LA_NONE ? &one : c->whole;
+    return decay == LA_NONE ? &one : c->decay;
 }
 
-/* S' = diag(e) S + (r k)' U, e the chunk's whole decay. */
+/* S' = diag(e) S + (r k)' U, e the chunk's decay. */
 LA_FN void panel_carry(const chunk *c, const la_problem *p, panel *s, real *to, ahead *next,
                        const la_decay decay)
 {
     product_ahead(p->K, s->width, c->n, c->kt, c->cp, 1, decay == LA_TOKEN ? s->rU : s->U, s->width,
-                  to, s->width, s->S, whole_decay(c, decay), decay == LA_KEY, next);
+                  to, s->width, s->S, chunk_decay(c, decay), decay == LA_KEY, next);
 }
 
 /* z += sum_j k_j. Mapped keys are positive, so z grows with every token and its roundings, all of
@@ -655,7 +655,7 @@ LA_FN void one_chunk(forward_scratch *f, const la_problem *p, const la_unit *u, 
         chunk_load(c, p, u, t, n, reads, decay, rule);
         chunk_scores(c, p, reads, decay, rule);
     }
-    settle_whole(c, p, f->states.owed + i * c->kp, decay);
+    settle_chunk_decay(c, p, f->states.owed + i * c->kp, decay);
     if (normalised && reads) chunk_denominators(c, p, z, lost);
     if (normalised && !reads) add_keys(n, c->kp, c->k, z, lost);
     for (int64_t v = u->v0; v < u->v1 && !la_stopped(p); v += PANEL) {

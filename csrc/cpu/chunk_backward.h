@@ -48,7 +48,7 @@ typedef struct backward_scratch {
     real *dq, *dk;       /* [C][kp] */
     real *da, *dbeta;    /* as a, beta */
     real *kqt;           /* [kp][2C, padded]: k, then (from column n) q (KEY: k^, q^), transposed */
-    real *de;            /* TOKEN [1], KEY [kp]: of the chunk's whole decay */
+    real *de;            /* TOKEN [1], KEY [kp]: of the chunk's decay */
     real *rows;          /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma */
     real *carried;       /* [kp] */
     real *d_den;         /* [C] */
@@ -121,7 +121,7 @@ LA_FN void recompute_chunk(backward_scratch *f, const la_problem *p, const la_un
     ahead next = ahead_of(p, u, t + n, n, touched, sizeof touched / sizeof *touched, 0);
     chunk_load(c, p, u, t, n, false, decay, rule);
     chunk_scores(c, p, false, decay, rule);
-    settle_whole(c, p, f->owed, decay);
+    settle_chunk_decay(c, p, f->owed, decay);
     panel s = recompute_writes(f, p, u, t, S, width, decay, rule);
     if (to) panel_carry(c, p, &s, to, &next, decay);
     if (p->normaliser != LA_UNNORMALISED) add_keys(n, c->kp, c->k, f->z, f->lost);
@@ -205,7 +205,7 @@ LA_COLD void read_adjoint(backward_scratch *f, const la_problem *p, const real *
 }
 
 /* The adjoint of read, solve and carry over this unit's columns: from dO and dS to dV, dP, dL,
- * dq^, dk^, dk~, the whole decay's de and the new dS. S: the state the chunk started from. */
+ * dq^, dk^, dk~, the chunk's decay's de and the new dS. S: the state the chunk started from. */
 LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real *S, int64_t width,
                            ahead *before, const la_decay decay, const la_rule rule)
 {
@@ -246,7 +246,7 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
         scale_row(width, f->edO + i * width, f->dO + i * width, c->e[i < n ? i : i - n]);
     transpose(rows, p->K, (decay == LA_KEY ? c->hat : c->k) + (2 * n - rows) * kp, kp, f->kqt, ldt);
     product_ahead(p->K, width, rows, f->kqt, ldt, 1, decay == LA_TOKEN ? f->edO : f->dO, width,
-                  f->dS, width, f->dS, whole_decay(c, decay), decay == LA_KEY, before);
+                  f->dS, width, f->dS, chunk_decay(c, decay), decay == LA_KEY, before);
 }
 
 /* The normaliser's share, before columns_adjoint's results are used. dO is the gradient of num by
@@ -490,7 +490,7 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
             ahead before =
                 ahead_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - 3, 0);
             chunk_scores(c, p, true, decay, rule);
-            settle_whole(c, p, f.d_owed, decay);
+            settle_chunk_decay(c, p, f.d_owed, decay);
             real *dO = f.dO + (rule == LA_DELTA ? n * width : 0);
             load_values(c, p, LA_DO, u, t, u->v0, u->v1, dO, width);
             if (normalised) {

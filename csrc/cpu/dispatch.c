@@ -92,7 +92,7 @@ static double work_of(const la_problem *p, double products)
     return products * (double)p->tokens * (double)p->HV * (double)p->K * (double)p->V / 50;
 }
 
-static size_t whole_pages(size_t bytes) { return la_whole(bytes, 4096); }
+static size_t round_to_pages(size_t bytes) { return la_whole(bytes, 4096); }
 
 static void forward_unit(void *context, int64_t i, int thread)
 {
@@ -196,7 +196,7 @@ la_status la_forward(la_problem *p)
     split(&j, threads);
     const int64_t units = j.wide + (p->N * groups(p, j.heads) - j.wide) * j.panels * j.parts;
     if (units < threads) threads = (int)units;
-    j.per_thread = whole_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
+    j.per_thread = round_to_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
     j.scratch = la_scratch_take(la_times(j.per_thread, threads));
     if (!j.scratch) return out_of_memory(p);
     la_pool_run(threads, units, forward_unit, &j, p);
@@ -216,7 +216,7 @@ la_status la_step(la_problem *p)
     int64_t units = p->N * p->HV;
     /* A step is bound by memory: 4 bytes read and written per multiply-add pair. */
     int threads = la_pool_threads(units, work_of(p, 8));
-    j.per_thread = whole_pages(j.kernels->step_scratch(p));
+    j.per_thread = round_to_pages(j.kernels->step_scratch(p));
     j.scratch = la_scratch_take(la_times(j.per_thread, threads));
     if (!j.scratch) return out_of_memory(p);
     la_pool_run(threads, units, step_unit, &j, NULL); /* to its end */
@@ -277,8 +277,8 @@ la_status la_backward(la_problem *p)
     sums.alone = p->causal && p->mode != LA_RECURRENT && sums.panels == 1 && p->HV == p->H;
 
     const size_t slots = la_times(p->HV, sums.panels), all = la_times(slots, p->tokens);
-    const size_t numbers = whole_pages(la_times(all, real));
-    const size_t rows = sums.alone ? 0 : whole_pages(la_times(all, la_times(sums.kp, real)));
+    const size_t numbers = round_to_pages(la_times(all, real));
+    const size_t rows = sums.alone ? 0 : round_to_pages(la_times(all, la_times(sums.kp, real)));
     const size_t gate = p->decay == LA_HEAD                 ? numbers
                         : p->decay == LA_NONE || sums.alone ? 0
                         : p->decay == LA_KEY                ? rows
@@ -286,14 +286,14 @@ la_status la_backward(la_problem *p)
     const size_t beta = p->rule == LA_DELTA && !sums.alone ? numbers : 0;
     const size_t z = p->normaliser == LA_UNNORMALISED
                          ? 0
-                         : whole_pages(la_times(la_times(slots, p->N), la_times(sums.kp, real)));
+                         : round_to_pages(la_times(la_times(slots, p->N), la_times(sums.kp, real)));
     /* Without tokens and without a state there is the gradient of a gate per head: zero. */
     const bool any_units = p->tokens || p->array[LA_S0].given;
     const int64_t units = any_units ? p->N * p->HV * j.panels : 0;
     const int threads = la_pool_threads(units, work_of(p, 11));
     size_t each = any_units ? j.kernels->backward_scratch(p, longest_sequence(p)) : 0;
     const size_t for_gather = j.kernels->gather_scratch(p);
-    j.per_thread = whole_pages(each > for_gather ? each : for_gather);
+    j.per_thread = round_to_pages(each > for_gather ? each : for_gather);
 
     const size_t parts[] = {rows, rows, gate, beta, z, la_times(j.per_thread, threads)};
     size_t bytes = 0;

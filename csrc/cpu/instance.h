@@ -25,7 +25,7 @@
 #include "chunk.h"
 #include "chunk_backward.h"
 #include "scan.h"
-#include "whole.h"
+#include "noncausal.h"
 #include "gather.h"
 
 /* clang-format off */
@@ -83,8 +83,8 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_
     arena m = {NULL, 0};
     const int64_t C = chunk_tokens(p, longest);
     if (!p->causal) {
-        whole_scratch f;
-        whole_take(&f, &m, p, C < 64 ? C : 64, p->V);
+        noncausal_scratch f;
+        noncausal_take(&f, &m, p, C < 64 ? C : 64, p->V);
     } else if (p->mode == LA_RECURRENT) {
         scan_scratch f;
         scan_take(&f, &m, p);
@@ -109,7 +109,7 @@ static void forward(const la_problem *p, const la_unit *u, void *scratch)
         if (p->causal)
             kinds[p->kind].scan_forward(p, &one, LA_ST, LA_ZT, &m);
         else
-            whole_forward(p, &one, C < 64 ? C : 64, &m);
+            noncausal_forward(p, &one, C < 64 ? C : 64, &m);
     }
 }
 
@@ -136,8 +136,8 @@ static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)
     const int64_t C = chunk_tokens(p, longest);
     const int64_t columns = p->V < LA_BACKWARD_PANEL ? p->V : LA_BACKWARD_PANEL;
     if (!p->causal) {
-        whole_scratch f;
-        whole_take(&f, &m, p, C < 64 ? C : 64, columns);
+        noncausal_scratch f;
+        noncausal_take(&f, &m, p, C < 64 ? C : 64, columns);
     } else if (p->mode == LA_RECURRENT) {
         scan_backward_scratch f;
         scan_backward_take(&f, &m, p, longest);
@@ -153,7 +153,7 @@ static void backward(const la_problem *p, const la_unit *u, const la_partials *s
     arena m = {scratch, 0};
     const int64_t C = chunk_tokens(p, u->end - u->begin);
     if (!p->causal) {
-        whole_backward(p, u, sums, C < 64 ? C : 64, &m);
+        noncausal_backward(p, u, sums, C < 64 ? C : 64, &m);
     } else if (p->mode == LA_RECURRENT) {
         kinds[p->kind].scan_backward(p, u, sums, &m);
     } else {

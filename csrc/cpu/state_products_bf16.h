@@ -102,7 +102,7 @@ LA_FN void bf16_carry(const chunk *c, const bf16_scratch *x, const la_problem *p
                       ahead *next, const la_decay decay)
 {
     bf16_product(p->K, s->width, c->n, x->kt, x->cw, s->rU, s->width, s->S, s->width, s->S,
-                 whole_decay(c, decay), 0, x->strip, next);
+                 chunk_decay(c, decay), 0, x->strip, next);
 }
 #else
 /* No such products: nobody calls these. */

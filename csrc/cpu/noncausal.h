@@ -1,18 +1,19 @@
-/* Non-causal linear attention: every token reads the state of the whole sequence. One pass sums
+/* Noncausal linear attention: every token reads the state of the whole sequence. One pass sums
  * the state, a second reads it, so that the order of the keys only matters to rounding.
  *
  *     S = S0 + K' V,   z = z0 + K' 1,   O = scale Q S / divisor(scale Q z)
  */
 
-typedef struct whole_scratch {
+typedef struct noncausal_scratch {
     real *S, *dS, *T; /* [K][width], T transposed [width][kp] */
     real *z, *dz, *lost;
     real *q, *k; /* [C][kp] */
     real *V, *O; /* [C][width] */
     real *d;     /* [C][kp] */
-} whole_scratch;
+} noncausal_scratch;
 
-LA_FN void whole_take(whole_scratch *f, arena *m, const la_problem *p, int64_t C, int64_t columns)
+LA_FN void noncausal_take(noncausal_scratch *f, arena *m, const la_problem *p, int64_t C,
+                          int64_t columns)
 {
     const int64_t kp = padded(p->K), width = padded(columns);
     f->S = take(m, p->K, width);
@@ -38,7 +39,7 @@ LA_FN void load_rows(const la_problem *p, la_name name, const la_unit *u, int64_
 }
 
 /* S and z of the whole sequence. */
-LA_FN void whole_sum(whole_scratch *f, const la_problem *p, const la_unit *u, int64_t C)
+LA_FN void noncausal_sum(noncausal_scratch *f, const la_problem *p, const la_unit *u, int64_t C)
 {
     const int64_t kp = padded(p->K), width = padded(u->v1 - u->v0);
     load_state(p, LA_S0, u, u->v0, u->v1, f->S, width);
@@ -54,14 +55,14 @@ LA_FN void whole_sum(whole_scratch *f, const la_problem *p, const la_unit *u, in
     }
 }
 
-LA_FN void whole_forward(const la_problem *p, const la_unit *u, int64_t C, arena *m)
+LA_FN void noncausal_forward(const la_problem *p, const la_unit *u, int64_t C, arena *m)
 {
     const bool normalised = p->normaliser != LA_UNNORMALISED;
     const int64_t kp = padded(p->K), width = padded(u->v1 - u->v0);
     const la_array *to = &p->array[LA_O];
-    whole_scratch f;
-    whole_take(&f, m, p, C, u->v1 - u->v0);
-    whole_sum(&f, p, u, C);
+    noncausal_scratch f;
+    noncausal_take(&f, m, p, C, u->v1 - u->v0);
+    noncausal_sum(&f, p, u, C);
     for (int64_t t = u->begin; t < u->end; t += C) {
         const int64_t n = t + C < u->end ? C : u->end - t;
         if (la_stopped(p)) return;
@@ -77,14 +78,14 @@ LA_FN void whole_forward(const la_problem *p, const la_unit *u, int64_t C, arena
     if (normalised && u->v0 == 0) store_z(p, LA_ZT, u, f.z);
 }
 
-LA_FN void whole_backward(const la_problem *p, const la_unit *u, const la_partials *sums, int64_t C,
-                          arena *m)
+LA_FN void noncausal_backward(const la_problem *p, const la_unit *u, const la_partials *sums,
+                              int64_t C, arena *m)
 {
     const bool normalised = p->normaliser != LA_UNNORMALISED;
     const int64_t kp = padded(p->K), width = padded(u->v1 - u->v0);
-    whole_scratch f;
-    whole_take(&f, m, p, C, u->v1 - u->v0);
-    whole_sum(&f, p, u, C);
+    noncausal_scratch f;
+    noncausal_take(&f, m, p, C, u->v1 - u->v0);
+    noncausal_sum(&f, p, u, C);
     load_state(p, LA_DST, u, u->v0, u->v1, f.dS, width);
     if (normalised && u->panel == 0)
         load_z(p, LA_DZT, u, f.dz);
