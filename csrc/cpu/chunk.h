@@ -33,7 +33,7 @@ typedef struct chunk {
     real *beta;     /* [C] */
     real *e;        /* TOKEN [C], KEY [C][kp]; forward: KEY's in the place of a */
     real *gamma;    /* TOKEN [C][cp]: Gamma, its lower triangle; r is its last row */
-    wide *product;  /* TOKEN [cp]: a row of Gamma on its way; KEY [kp]: of decays given as such */
+    real2 *product; /* TOKEN [cp]: a row of Gamma on its way; KEY [kp]: of decays given as such */
     real *rest;     /* TOKEN [cp]: what a lacks of the decay */
     real *log;      /* KEY [kp]: the sum of the logarithms */
     real *owed;     /* KEY [kp]: what the chunk's decays so far were rounded by */
@@ -45,7 +45,7 @@ typedef struct chunk {
     real *kk, *qk;  /* [2C][cp]: the bare products k_i . k_j, then (from row n) q_i . k_j */
     real *P, *L;    /* [C][cp], their lower triangles; the bare products where nothing decays */
     real *den;      /* [C]: the normaliser's denominators */
-    wide decayed;   /* TOKEN: the product of its decays */
+    real2 decayed;  /* TOKEN: the product of its decays */
     /* [n], TOKEN and bf16 products: what rows of k S, q S and U are scaled by, e, e and r */
     const real *scale_kS, *scale_qS, *scale_U;
 } chunk;
@@ -63,7 +63,7 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->e = key && !for_adjoint ? c->a : take(m, C, key ? kp : token);
     c->beta = take(m, 1, C);
     c->gamma = take(m, token ? C : 0, cp);
-    c->product = (wide *)take(m, token ? cp : key ? kp : 0, sizeof(wide) / sizeof(real));
+    c->product = (real2 *)take(m, token ? cp : key ? kp : 0, sizeof(real2) / sizeof(real));
     c->rest = take(m, 1, token ? cp : 0);
     c->log = take(m, 1, key ? kp : 0);
     c->owed = take(m, 1, key ? kp : 0);
@@ -190,10 +190,10 @@ LA_FN void copy_row(int64_t n, real *to, const real *x)
  * new 1; what lies right of the diagonal is never read. */
 LA_FN void decay_products(chunk *c, const la_problem *p)
 {
-    wide e = 1;
+    real2 e = 1;
     for (int64_t j = 0; j < c->cp; j++) c->product[j] = 0;
     for (int64_t i = 0; i < c->n && !stopped_after(p, i); i++) {
-        const wide a = (wide)c->a[i] + (wide)c->rest[i];
+        const real2 a = (real2)c->a[i] + (real2)c->rest[i];
         real *G = c->gamma + i * c->cp;
         e *= a;
         c->e[i] = (real)e;

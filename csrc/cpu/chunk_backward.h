@@ -316,10 +316,10 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool n
         if (i < n - 1) dG[(n - 1) * cp + i] += dot(kp, c->k + i * kp, f->d_tilde + i * kp);
         add_scaled(kp, f->dk + i * kp, r, f->d_tilde + i * kp);
     }
-    wide de = f->de[0]; /* a running sum of all that the chunk's decays touch */
+    real2 de = f->de[0]; /* a running sum of all that the chunk's decays touch */
     /* was q^_i = e_i q_i, k^_i = e_i k_i, row i = a_i row i-1 */
     for (int64_t i = n - 1; i >= 0 && !stopped_after(p, n - 1 - i); i--) {
-        wide d = 0;
+        real2 d = 0;
         de += dot(kp, c->q + i * kp, dq_hat + i * kp);
         add_scaled(kp, f->dq + i * kp, c->e[i], dq_hat + i * kp);
         if (delta) {

@@ -27,7 +27,7 @@ typedef struct {
     const la_problem *p;
     const la_kernels *kernels;
     int64_t heads;           /* value heads in a unit */
-    int64_t wide;            /* so many groups of heads come first, and are one unit each */
+    int64_t whole_units;     /* so many groups of heads come first, and are one unit each */
     int64_t columns, panels; /* of the others' units */
     int64_t parts;           /* of the others' sequences, one or two */
     double first;            /* how much of a sequence is the first of two */
@@ -44,16 +44,16 @@ static int64_t groups(const la_problem *p, int64_t heads) { return (p->HV + head
 static la_unit unit_at(const job *j, int64_t i)
 {
     const la_problem *p = j->p;
-    const bool wide = i < j->wide;
+    const bool whole = i < j->whole_units;
     const int64_t of_head = j->panels * j->parts;
-    const int64_t group = wide ? i : j->wide + (i - j->wide) / of_head;
-    la_unit u = {.panel = wide ? 0 : (i - j->wide) % of_head / j->parts};
+    const int64_t group = whole ? i : j->whole_units + (i - j->whole_units) / of_head;
+    la_unit u = {.panel = whole ? 0 : (i - j->whole_units) % of_head / j->parts};
     u.hv = group % groups(p, j->heads) * j->heads;
     u.n = group / groups(p, j->heads);
     u.h = u.hv / (p->HV / p->H);
     u.heads = u.hv + j->heads < p->HV ? j->heads : p->HV - u.hv;
     u.v0 = u.panel * j->columns;
-    u.v1 = !wide && u.v0 + j->columns < p->V ? u.v0 + j->columns : p->V;
+    u.v1 = !whole && u.v0 + j->columns < p->V ? u.v0 + j->columns : p->V;
     if (p->array[LA_CU].given) {
         u.begin = sequence_start(p, u.n);
         u.end = sequence_start(p, u.n + 1);
@@ -65,11 +65,11 @@ static la_unit unit_at(const job *j, int64_t i)
     u.read = u.begin;
     u.stop = u.end;
     u.last = true;
-    if (!wide && j->parts == 2) {
+    if (!whole && j->parts == 2) {
         const int64_t C = j->kernels->chunk_tokens(p, u.end - u.begin);
         const int64_t chunks = over(u.end - u.begin, C);
         const int64_t cut = u.begin + (int64_t)((double)chunks * j->first) * C;
-        u.last = (i - j->wide) % 2;
+        u.last = (i - j->whole_units) % 2;
         *(u.last ? &u.read : &u.stop) = cut;
     }
     return u;
@@ -176,7 +176,7 @@ static void split(job *j, int threads)
         if (p->N * groups(p, j->heads) >= (threads > 1 ? 2 * threads : 1) &&
             j->heads * p->K * p->V * size <= STATES)
             break;
-    j->wide = p->N * groups(p, j->heads);
+    j->whole_units = p->N * groups(p, j->heads);
     j->columns = p->V;
     j->panels = j->parts = 1;
     if (j->heads > 1 || !longest || threads < 2) return;
@@ -185,7 +185,7 @@ static void split(job *j, int threads)
     const int64_t left = heads < threads ? heads : p->N * p->HV % threads;
     if (!left) return;
     share_out(j, left, threads, longest);
-    if (j->panels * j->parts > 1) j->wide = heads < threads ? 0 : j->wide - left;
+    if (j->panels * j->parts > 1) j->whole_units = heads < threads ? 0 : j->whole_units - left;
 }
 
 la_status la_forward(la_problem *p)
@@ -194,7 +194,8 @@ la_status la_forward(la_problem *p)
     job j = {.p = p, .kernels = la_cpu_forward_kernels(p)};
     int threads = la_pool_threads(INT64_MAX, work_of(p, 3));
     split(&j, threads);
-    const int64_t units = j.wide + (p->N * groups(p, j.heads) - j.wide) * j.panels * j.parts;
+    const int64_t units =
+        j.whole_units + (p->N * groups(p, j.heads) - j.whole_units) * j.panels * j.parts;
     if (units < threads) threads = (int)units;
     j.per_thread = round_to_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
     j.scratch = la_scratch_take(la_times(j.per_thread, threads));

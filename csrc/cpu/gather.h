@@ -60,7 +60,7 @@ static void gather_head(const la_problem *p, int64_t hv, const la_partials *sums
     if (p->decay == LA_HEAD) { /* every token's decay was this one: its gradients add up */
         const la_unit u = {.hv = hv};
         real a[LANES] __attribute__((aligned(LA_LANE_BYTES)));
-        wide total = 0; /* B T terms */
+        real2 total = 0; /* B T terms */
         for (int64_t s = 0; sums->tokens && s < sums->panels; s++)
             for (int64_t t = 0; t < sums->tokens; t++)
                 total += ((const real *)sums->da)[(hv * sums->panels + s) * sums->tokens + t];

@@ -10,10 +10,10 @@
 typedef LA_REAL real;
 #if LA_REAL_BITS == 32
 #define REAL_DTYPE LA_F32
-typedef double wide; /* for the few numbers whose error would add up */
+typedef double real2; /* more digits: for the few numbers whose error would add up */
 #else
 #define REAL_DTYPE LA_F64
-typedef long double wide;
+typedef long double real2;
 #endif
 typedef real lane __attribute__((vector_size(LA_LANE_BYTES))); /* may alias its elements */
 

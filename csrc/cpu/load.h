@@ -269,11 +269,11 @@ LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
  * multiply a state by one decay after another keep the sum of the roundings so far, `owed`, and pay
  * it back with the next decay. A single decay of at most a quarter leaves nothing owed. */
 
-LA_FN real paid_back(wide decay, real *owed)
+LA_FN real paid_back(real2 decay, real *owed)
 {
-    const wide due = decay * (1 + (wide)*owed);
+    const real2 due = decay * (1 + (real2)*owed);
     const real paid = (real)due;
-    *owed = paid > (real).25 && paid <= 1 ? (real)((due - (wide)paid) / (wide)paid) : 0;
+    *owed = paid > (real).25 && paid <= 1 ? (real)((due - (real2)paid) / (real2)paid) : 0;
     return paid;
 }
 
@@ -297,7 +297,7 @@ LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t
     } else if (decay == LA_TOKEN) {
         real rest[LANES] __attribute__((aligned(LA_LANE_BYTES)));
         load_decays(p, u, t, 1, a, rest);
-        a[0] = paid_back((wide)a[0] + (wide)rest[0], owed);
+        a[0] = paid_back((real2)a[0] + (real2)rest[0], owed);
     } else {
         const la_array *g = &p->array[LA_G];
         load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);

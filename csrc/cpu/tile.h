@@ -349,9 +349,9 @@ LA_FN real dot(int64_t n, const real *x, const real *y)
 
 /* The same for so many terms that one number of theirs would not do: parts of 4 x 8 lanes, four
  * chains at a time. n is a multiple of LANES. */
-LA_FN wide long_dot(int64_t n, const real *x, const real *y)
+LA_FN real2 long_dot(int64_t n, const real *x, const real *y)
 {
-    wide total = 0;
+    real2 total = 0;
     int64_t i = 0;
     for (; i + CHAIN * LANES <= n; i += CHAIN * LANES) {
         lane sum[4] = {{0}};
