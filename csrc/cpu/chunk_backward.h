@@ -9,7 +9,8 @@
  * max(16, sqrt n): 16 states of 128 x 128 floats are 1 MiB, as large as an L2.
  *
  * Every unit's contribution to dq, dk, da and dbeta is a sum over its own columns. It goes to its
- * own slot of la_partials, and gather adds the slots; a unit that is alone writes it out itself. */
+ * own place in la_partials, and gather adds these partial sums; a unit that is alone writes its sum out
+ * itself. */
 
 enum { ONE_SEGMENT = 32 };
 
@@ -385,20 +386,20 @@ LA_FN void scores_key_adjoint(backward_scratch *f, const la_problem *p, const la
     }
 }
 
-/* The slot of la_partials that belongs to this unit, at token t. */
-LA_FN real *slot(const la_problem *p, const la_partials *sums, void *base, const la_unit *u,
-                 int64_t t, int64_t row)
+/* This unit's partial sums in one of la_partials' arrays, at token t. */
+LA_FN real *partial_at(const la_problem *p, const la_partials *sums, void *base, const la_unit *u,
+                       int64_t t, int64_t row)
 {
     int64_t which = u->hv * sums->panels + u->panel;
     return (real *)base + (which * sums->tokens + u->b * p->T + t) * row;
 }
 
-LA_FN real *z_slot(const la_problem *p, const la_partials *sums, const la_unit *u)
+LA_FN real *partial_z_at(const la_problem *p, const la_partials *sums, const la_unit *u)
 {
     return (real *)sums->dz0 + ((u->hv * sums->panels + u->panel) * p->N + u->n) * sums->kp;
 }
 
-/* What columns_adjoint and the scores' adjoint left, to the user's arrays or to the unit's slots. */
+/* What columns_adjoint and the scores' adjoint left, to the user's arrays or to the unit's partial sums. */
 LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_unit *u,
                            const la_partials *sums, int64_t t, int64_t width, const la_decay decay,
                            const la_rule rule)
@@ -409,8 +410,8 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
 
     store_values(c, p, LA_DV, u, t, u->v0, u->v1, f->dU, width);
     if (!sums->alone) {
-        copy_row(n * kp, slot(p, sums, sums->dq, u, t, kp), f->dq);
-        copy_row(n * kp, slot(p, sums, sums->dk, u, t, kp), f->dk);
+        copy_row(n * kp, partial_at(p, sums, sums->dq, u, t, kp), f->dq);
+        copy_row(n * kp, partial_at(p, sums, sums->dk, u, t, kp), f->dk);
     }
     for (int64_t i = 0; i < n; i++) {
         real *da = f->da + i * gate;
@@ -420,12 +421,13 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
             if (rule == LA_DELTA)
                 store_element(at(dbeta, u->b, t + i, u->hv), dbeta->dtype, f->dbeta[i]);
         } else if (rule == LA_DELTA) {
-            slot(p, sums, sums->dbeta, u, t, 1)[i] = f->dbeta[i];
+            partial_at(p, sums, sums->dbeta, u, t, 1)[i] = f->dbeta[i];
         }
         if (decay != LA_NONE && sums->alone && p->decay != LA_HEAD)
             store_gate_gradient(p, u, t + i, da, c->a + i * gate);
         else if (decay != LA_NONE)
-            for (int64_t x = 0; x < gate; x++) slot(p, sums, sums->da, u, t + i, gate)[x] = da[x];
+            for (int64_t x = 0; x < gate; x++)
+                partial_at(p, sums, sums->da, u, t + i, gate)[x] = da[x];
     }
 }
 
@@ -515,5 +517,5 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
         }
     }
     store_state(p, LA_DS0, u, u->v0, u->v1, f.dS, width);
-    if (normalised) copy_row(kp, z_slot(p, sums, u), f.dz);
+    if (normalised) copy_row(kp, partial_z_at(p, sums, u), f.dz);
 }

@@ -225,7 +225,7 @@ la_status la_step(la_problem *p)
     return LA_OK;
 }
 
-/* ---- backward: units fill their slots, then the slots are gathered ---- */
+/* ---- backward: units make partial sums, then these are gathered ---- */
 
 enum { GATHER_TOKENS = 64 };
 
@@ -277,7 +277,7 @@ la_status la_backward(la_problem *p)
 
     sums.alone = p->causal && p->mode != LA_RECURRENT && sums.panels == 1 && p->HV == p->H;
 
-    const size_t slots = la_times(p->HV, sums.panels), all = la_times(slots, p->tokens);
+    const size_t partials = la_times(p->HV, sums.panels), all = la_times(partials, p->tokens);
     const size_t numbers = round_to_pages(la_times(all, real));
     const size_t rows = sums.alone ? 0 : round_to_pages(la_times(all, la_times(sums.kp, real)));
     const size_t gate = p->decay == LA_HEAD                 ? numbers
@@ -285,9 +285,10 @@ la_status la_backward(la_problem *p)
                         : p->decay == LA_KEY                ? rows
                                                             : numbers;
     const size_t beta = p->rule == LA_DELTA && !sums.alone ? numbers : 0;
-    const size_t z = p->normaliser == LA_UNNORMALISED
-                         ? 0
-                         : round_to_pages(la_times(la_times(slots, p->N), la_times(sums.kp, real)));
+    const size_t z =
+        p->normaliser == LA_UNNORMALISED
+            ? 0
+            : round_to_pages(la_times(la_times(partials, p->N), la_times(sums.kp, real)));
     /* Without tokens and without a state there is the gradient of a gate per head: zero. */
     const bool any_units = p->tokens || p->array[LA_S0].given;
     const int64_t units = any_units ? p->N * p->HV * j.panels : 0;

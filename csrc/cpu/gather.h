@@ -1,4 +1,4 @@
-/* The end of a backward: add up the slots of la_partials in their order, undo what loading did to
+/* The end of a backward: add up la_partials in a fixed order, undo what loading did to
  * q, k and the gate, and write the gradients in the user's dtypes and strides. */
 
 typedef struct gather_scratch {
@@ -11,9 +11,9 @@ LA_FN void gather_take(gather_scratch *f, arena *m, const la_problem *p)
     f->row = take(m, 1, padded(p->K));
 }
 
-/* sum[n] = the slots first..first+count, each `row` reals a token, at token `token`. */
-LA_FN void add_slots(const la_partials *sums, const void *base, int64_t first, int64_t count,
-                     int64_t token, int64_t row, real *sum)
+/* sum[row] = partial sums first..first+count, each `row` reals a token, at token `token`. */
+LA_FN void add_partials(const la_partials *sums, const void *base, int64_t first, int64_t count,
+                        int64_t token, int64_t row, real *sum)
 {
     for (int64_t s = 0; s < count; s++) {
         const real *x = (const real *)base + ((first + s) * sums->tokens + token) * row;
@@ -31,24 +31,24 @@ static void gather(const la_problem *p, const la_rows *r, const la_partials *sum
 
     for (int64_t t = r->begin; t < r->end; t++) {
         const int64_t token = r->b * p->T + t;
-        add_slots(sums, sums->dq, r->h * group * panels, group * panels, token, kp, f.sum);
+        add_partials(sums, sums->dq, r->h * group * panels, group * panels, token, kp, f.sum);
         store_key_gradient(p, LA_Q, r->b, t, r->h, f.sum, f.row);
-        add_slots(sums, sums->dk, r->h * group * panels, group * panels, token, kp, f.sum);
+        add_partials(sums, sums->dk, r->h * group * panels, group * panels, token, kp, f.sum);
         store_key_gradient(p, LA_K, r->b, t, r->h, f.sum, f.row);
 
         for (int64_t hv = r->h * group; hv < (r->h + 1) * group; hv++) {
             const la_unit u = {.b = r->b, .hv = hv};
             if (p->decay == LA_KEY) {
-                add_slots(sums, sums->da, hv * panels, panels, token, kp, f.sum);
+                add_partials(sums, sums->da, hv * panels, panels, token, kp, f.sum);
                 load_decay(p, &u, t, f.row, LA_KEY);
                 store_gate_gradient(p, &u, t, f.sum, f.row);
             } else if (p->decay == LA_TOKEN) {
-                add_slots(sums, sums->da, hv * panels, panels, token, 1, f.sum);
+                add_partials(sums, sums->da, hv * panels, panels, token, 1, f.sum);
                 load_decay(p, &u, t, f.row, LA_TOKEN);
                 store_gate_gradient(p, &u, t, f.sum, f.row);
             }
             if (p->rule == LA_DELTA) {
-                add_slots(sums, sums->dbeta, hv * panels, panels, token, 1, f.sum);
+                add_partials(sums, sums->dbeta, hv * panels, panels, token, 1, f.sum);
                 store_element(at(db, r->b, t, hv), db->dtype, f.sum[0]);
             }
         }

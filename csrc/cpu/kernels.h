@@ -22,10 +22,10 @@ typedef struct la_unit {
  * panels are taken in a fixed order, so this width (not the thread count) fixes the bits. */
 #define LA_BACKWARD_PANEL 128
 
-/* The backward's sums over value columns, one slot per (value head, panel), so that units never
- * write to the same place; `gather` adds the slots up in order. All in the instance's real type.
- * `alone`: every unit is the only one to add to its rows, and writes them out itself; there are no
- * slots but da's for a gate per head, and dz0's. */
+/* The backward's sums over value columns: a partial sum for each (value head, panel), so that units
+ * never write to the same place; `gather` adds the partial sums up in order. All in the instance's real
+ * type. `alone`: every unit is the only one to add to its rows, and writes them out itself; then there
+ * are no partial sums but those of da for a gate per head, and of dz0. */
 typedef struct la_partials {
     bool alone;
     int64_t panels;

@@ -110,7 +110,7 @@ LA_FN void noncausal_backward(const la_problem *p, const la_unit *u, const la_pa
             add_scaled(kp, f.d + i * kp, d_den, f.z);
             add_scaled(kp, f.dz, d_den, f.q + i * kp);
         }
-        copy_row(n * kp, slot(p, sums, sums->dq, u, t, kp), f.d);
+        copy_row(n * kp, partial_at(p, sums, sums->dq, u, t, kp), f.d);
     }
     transpose(p->K, width, f.dS, width, f.T, kp);
     for (int64_t t = u->begin; t < u->end; t += C) { /* was S += k v', z += k */
@@ -126,8 +126,8 @@ LA_FN void noncausal_backward(const la_problem *p, const la_unit *u, const la_pa
                       u->v1 - u->v0);
         }
         product(n, kp, width, f.V, width, 1, f.T, kp, f.d, kp, &one, 0);
-        copy_row(n * kp, slot(p, sums, sums->dk, u, t, kp), f.d);
+        copy_row(n * kp, partial_at(p, sums, sums->dk, u, t, kp), f.d);
     }
     store_state(p, LA_DS0, u, u->v0, u->v1, f.dS, width);
-    if (normalised) copy_row(kp, z_slot(p, sums, u), f.dz);
+    if (normalised) copy_row(kp, partial_z_at(p, sums, u), f.dz);
 }

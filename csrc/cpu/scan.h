@@ -269,12 +269,13 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
             for (int64_t i = last - 1; i >= first; i--) {
                 const int64_t t = u->begin + i;
                 const real *S = f.states + (i - first) * kept;
-                real *dq = slot(p, sums, sums->dq, u, t, kp),
-                     *dk = slot(p, sums, sums->dk, u, t, kp);
-                real *da = decay == LA_KEY     ? slot(p, sums, sums->da, u, t, kp)
-                           : decay == LA_TOKEN ? slot(p, sums, sums->da, u, t, 1)
+                real *dq = partial_at(p, sums, sums->dq, u, t, kp),
+                     *dk = partial_at(p, sums, sums->dk, u, t, kp);
+                real *da = decay == LA_KEY     ? partial_at(p, sums, sums->da, u, t, kp)
+                           : decay == LA_TOKEN ? partial_at(p, sums, sums->da, u, t, 1)
                                                : NULL;
-                real *db = rule == LA_DELTA ? slot(p, sums, sums->dbeta, u, t, 1) : NULL, dbeta = 0;
+                real *db = rule == LA_DELTA ? partial_at(p, sums, sums->dbeta, u, t, 1) : NULL,
+                     dbeta = 0;
                 real den = 0;
                 real beta = scan_load(&f, p, u, t, v0, v1, f.d_owed, decay, rule);
                 load_row(f.d_o, v1 - v0, at_column(d_o, u->b, t, u->hv, v0), d_o->dtype);
@@ -314,9 +315,9 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
         store_state(p, LA_DS0, u, v0, v1, f.dS, width);
         if (normalised) {
             if (first_strip)
-                copy_row(kp, z_slot(p, sums, u), f.dz);
+                copy_row(kp, partial_z_at(p, sums, u), f.dz);
             else
-                add_scaled(kp, z_slot(p, sums, u), 1, f.dz);
+                add_scaled(kp, partial_z_at(p, sums, u), 1, f.dz);
         }
     }
 }
