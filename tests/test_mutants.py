@@ -24,7 +24,7 @@ ROOMS = (
     "chunk_backward.h",
     "scan.h",
     "noncausal.h",
-    "gather.h",
+    "reduce.h",
     "load.h",
     "tile.h",
     "elements.h",

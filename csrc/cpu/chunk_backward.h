@@ -9,7 +9,7 @@
  * max(16, sqrt n): 16 states of 128 x 128 floats are 1 MiB, as large as an L2.
  *
  * Every unit's contribution to dq, dk, da and dbeta is a sum over its own columns. It goes to its
- * own place in la_partials, and gather adds these partial sums; a unit that is alone writes its sum out
+ * own place in la_partials, and `reduce` adds these partial sums; a unit that is alone writes its sum out
  * itself. */
 
 enum { ONE_SEGMENT = 32 };

@@ -225,9 +225,9 @@ la_status la_step(la_problem *p)
     return LA_OK;
 }
 
-/* ---- backward: units make partial sums, then these are gathered ---- */
+/* ---- backward: units make partial sums, then these are reduced ---- */
 
-enum { GATHER_TOKENS = 64 };
+enum { REDUCE_TOKENS = 64 };
 
 static void backward_unit(void *context, int64_t i, int thread)
 {
@@ -237,21 +237,21 @@ static void backward_unit(void *context, int64_t i, int thread)
     j->kernels->backward(j->p, &u, j->sums, j->scratch + (size_t)thread * j->per_thread);
 }
 
-static void gather_unit(void *context, int64_t i, int thread)
+static void reduce_unit(void *context, int64_t i, int thread)
 {
     const job *j = context;
     if (la_stopped(j->p)) return;
     la_rows r = {.h = i % j->p->H, .b = i / j->p->H / j->blocks};
-    r.begin = i / j->p->H % j->blocks * GATHER_TOKENS;
-    r.end = r.begin + GATHER_TOKENS < j->p->T ? r.begin + GATHER_TOKENS : j->p->T;
-    j->kernels->gather(j->p, &r, j->sums, j->scratch + (size_t)thread * j->per_thread);
+    r.begin = i / j->p->H % j->blocks * REDUCE_TOKENS;
+    r.end = r.begin + REDUCE_TOKENS < j->p->T ? r.begin + REDUCE_TOKENS : j->p->T;
+    j->kernels->reduce(j->p, &r, j->sums, j->scratch + (size_t)thread * j->per_thread);
 }
 
-static void gather_head_unit(void *context, int64_t hv, int thread)
+static void reduce_head_unit(void *context, int64_t hv, int thread)
 {
     const job *j = context;
     (void)thread;
-    j->kernels->gather_head(j->p, hv, j->sums);
+    j->kernels->reduce_head(j->p, hv, j->sums);
 }
 
 /* A single unit would run on a single core. Its scores are made twice then, on whatever number of threads:
@@ -273,7 +273,7 @@ la_status la_backward(la_problem *p)
     j.columns = backward_columns(p);
     j.panels = sums.panels = (p->V + j.columns - 1) / j.columns;
     j.sums = &sums;
-    j.blocks = (p->T + GATHER_TOKENS - 1) / GATHER_TOKENS;
+    j.blocks = (p->T + REDUCE_TOKENS - 1) / REDUCE_TOKENS;
 
     sums.alone = p->causal && p->mode != LA_RECURRENT && sums.panels == 1 && p->HV == p->H;
 
@@ -294,8 +294,8 @@ la_status la_backward(la_problem *p)
     const int64_t units = any_units ? p->N * p->HV * j.panels : 0;
     const int threads = la_pool_threads(units, work_of(p, 11));
     size_t each = any_units ? j.kernels->backward_scratch(p, longest_sequence(p)) : 0;
-    const size_t for_gather = j.kernels->gather_scratch(p);
-    j.per_thread = round_to_pages(each > for_gather ? each : for_gather);
+    const size_t for_reduce = j.kernels->reduce_scratch(p);
+    j.per_thread = round_to_pages(each > for_reduce ? each : for_reduce);
 
     const size_t parts[] = {rows, rows, gate, beta, z, la_times(j.per_thread, threads)};
     size_t bytes = 0;
@@ -310,8 +310,8 @@ la_status la_backward(la_problem *p)
     j.scratch = block + 2 * rows + gate + beta + z;
 
     la_pool_run(threads, units, backward_unit, &j, p);
-    if (!sums.alone) la_pool_run(threads, p->B * j.blocks * p->H, gather_unit, &j, p);
-    if (!la_stopped(p)) la_pool_run(threads, p->HV, gather_head_unit, &j, p);
+    if (!sums.alone) la_pool_run(threads, p->B * j.blocks * p->H, reduce_unit, &j, p);
+    if (!la_stopped(p)) la_pool_run(threads, p->HV, reduce_head_unit, &j, p);
     la_scratch_give(block);
     return status_of(p);
 }

@@ -26,7 +26,7 @@
 #include "chunk_backward.h"
 #include "scan.h"
 #include "noncausal.h"
-#include "gather.h"
+#include "reduce.h"
 
 /* clang-format off */
 #define LA_KIND(decay, rule) \
@@ -161,11 +161,11 @@ static void backward(const la_problem *p, const la_unit *u, const la_partials *s
     }
 }
 
-static size_t gather_scratch_bytes(const la_problem *p)
+static size_t reduce_scratch_bytes(const la_problem *p)
 {
     arena m = {NULL, 0};
-    gather_scratch f;
-    gather_take(&f, &m, p);
+    reduce_scratch f;
+    reduce_take(&f, &m, p);
     return m.used;
 }
 
@@ -180,8 +180,8 @@ const la_kernels LA_INSTANCE = {
     .step = step,
     .backward_scratch = backward_scratch_bytes,
     .backward = backward,
-    .gather_scratch = gather_scratch_bytes,
-    .gather = gather,
-    .gather_head = gather_head,
+    .reduce_scratch = reduce_scratch_bytes,
+    .reduce = reduce,
+    .reduce_head = reduce_head,
     .outside = outside,
 };

@@ -23,7 +23,7 @@ typedef struct la_unit {
 #define LA_BACKWARD_PANEL 128
 
 /* The backward's sums over value columns: a partial sum for each (value head, panel), so that units
- * never write to the same place; `gather` adds the partial sums up in order. All in the instance's real
+ * never write to the same place; `reduce` adds the partial sums up in order. All in the instance's real
  * type. `alone`: every unit is the only one to add to its rows, and writes them out itself; then there
  * are no partial sums but those of da for a gate per head, and of dz0. */
 typedef struct la_partials {
@@ -37,7 +37,7 @@ typedef struct la_partials {
     void *dz0;      /* [HV * panels][N][kp] */
 } la_partials;
 
-/* A block of tokens of one query/key head and its value heads: what one gather call finishes. */
+/* A block of tokens of one query/key head and its value heads: what one call of `reduce` finishes. */
 typedef struct la_rows {
     int64_t b, begin, end, h;
 } la_rows;
@@ -58,11 +58,11 @@ typedef struct la_kernels {
     void (*step)(const la_problem *p, const la_unit *u, void *scratch);
     size_t (*backward_scratch)(const la_problem *p, int64_t longest);
     void (*backward)(const la_problem *p, const la_unit *u, const la_partials *sums, void *scratch);
-    size_t (*gather_scratch)(const la_problem *p);
-    void (*gather)(const la_problem *p, const la_rows *rows, const la_partials *sums,
+    size_t (*reduce_scratch)(const la_problem *p);
+    void (*reduce)(const la_problem *p, const la_rows *rows, const la_partials *sums,
                    void *scratch);
     /* What has no token axis: the gradient of a per-head gate and of z0, one value head a call. */
-    void (*gather_head)(const la_problem *p, int64_t hv, const la_partials *sums);
+    void (*reduce_head)(const la_problem *p, int64_t hv, const la_partials *sums);
 
     /* Is any of n numbers of a gate, `stride` apart, above `highest` or below `lowest`? */
     bool (*outside)(const char *x, la_dtype dtype, int64_t n, int64_t stride, double lowest,

@@ -1,11 +1,11 @@
 /* The end of a backward: add up la_partials in a fixed order, undo what loading did to
  * q, k and the gate, and write the gradients in the user's dtypes and strides. */
 
-typedef struct gather_scratch {
+typedef struct reduce_scratch {
     real *sum, *row; /* [kp] */
-} gather_scratch;
+} reduce_scratch;
 
-LA_FN void gather_take(gather_scratch *f, arena *m, const la_problem *p)
+LA_FN void reduce_take(reduce_scratch *f, arena *m, const la_problem *p)
 {
     f->sum = take(m, 1, padded(p->K));
     f->row = take(m, 1, padded(p->K));
@@ -21,11 +21,11 @@ LA_FN void add_partials(const la_partials *sums, const void *base, int64_t first
     }
 }
 
-static void gather(const la_problem *p, const la_rows *r, const la_partials *sums, void *scratch)
+static void reduce(const la_problem *p, const la_rows *r, const la_partials *sums, void *scratch)
 {
     arena m = {scratch, 0};
-    gather_scratch f;
-    gather_take(&f, &m, p);
+    reduce_scratch f;
+    reduce_take(&f, &m, p);
     const int64_t group = p->HV / p->H, panels = sums->panels, kp = sums->kp;
     const la_array *db = &p->array[LA_DBETA];
 
@@ -55,7 +55,7 @@ static void gather(const la_problem *p, const la_rows *r, const la_partials *sum
     }
 }
 
-static void gather_head(const la_problem *p, int64_t hv, const la_partials *sums)
+static void reduce_head(const la_problem *p, int64_t hv, const la_partials *sums)
 {
     if (p->decay == LA_HEAD) { /* every token's decay was this one: its gradients add up */
         const la_unit u = {.hv = hv};
