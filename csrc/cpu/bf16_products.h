@@ -128,7 +128,8 @@ LA_FN void pack_right(const int NV, word *to, const real *from, int64_t ld, int6
 
 /* NV lanes of pair_product: B is packed, its rows as long. */
 LA_FN void bf16_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
-                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next);
+                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
+                      prefetch *next);
 
 #ifdef LA_AMX
 #include "bf16_products_amx.h"
@@ -163,14 +164,15 @@ LA_FN void bf16_tile(const int R, const int NV, int P, const word *restrict A, i
 }
 
 LA_FN void bf16_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
-                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next)
+                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
+                      prefetch *next)
 {
     int64_t i = 0;
 #define LA_TILE(R) \
     bf16_tile(R, NV, (int)P, A + i * ai, ai, B, C + i * ldc, ldc, D ? D + i * ldc : D, \
               c ? c + i * ci : c, ci)
     for (; i + TILE / 2 <= M; i += TILE / 2) {
-        if (next) ask(next);
+        if (next) prefetch_some(next);
         LA_TILE(TILE / 2);
     }
     for (; i + 2 <= M; i += 2) LA_TILE(2);
@@ -182,11 +184,11 @@ LA_FN void bf16_products_begin(void) {}
 LA_FN void bf16_products_end(void) {}
 #endif
 
-/* C[M][N] = diag(c) D + A B: as product_ahead, of n terms, A in rows of ai words, B[n][N]; `strip` has room for
+/* C[M][N] = diag(c) D + A B: as product_and_prefetch, of n terms, A in rows of ai words, B[n][N]; `strip` has room for
  * padded_words(n) rows of STRIP_LANES lanes. D and next may be NULL. */
 LA_COLD void bf16_product(int64_t M, int64_t N, int64_t n, const word *A, int64_t ai, const real *B,
                           int64_t ldb, real *C, int64_t ldc, const real *D, const real *c,
-                          int64_t ci, word *strip, ahead *next)
+                          int64_t ci, word *strip, prefetch *next)
 {
     int64_t j = 0;
 #define LA_STRIP(NV) \

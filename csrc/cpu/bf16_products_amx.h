@@ -106,7 +106,7 @@ LA_FN void amx_sums(const int NR, const int NV, int64_t P, const word *A, int64_
 /* Sums that are not whole registers, or to which diag(c) D is added, go through memory. */
 LA_FN void amx_block(const int NR, const int NV, int64_t rows, int64_t P, const word *A, int64_t ai,
                      const word *B, real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
-                     ahead *next)
+                     prefetch *next)
 {
     real sums[2 * AMX_ROWS * AMX_WIDE] __attribute__((aligned(64)));
     if (!D && rows == NR * AMX_ROWS) {
@@ -115,7 +115,7 @@ LA_FN void amx_block(const int NR, const int NV, int64_t rows, int64_t P, const 
     }
     amx_sums(NR, NV, P, A, ai, B, sums, AMX_WIDE);
     for (int64_t r = 0; r < rows; r++) {
-        if (next && r % (TILE / 2) == 0) ask(next); /* as often as other tiles would */
+        if (next && r % (TILE / 2) == 0) prefetch_some(next); /* as often as other tiles would */
 #pragma GCC unroll 2
         for (int v = 0; v < NV; v++) {
             lane x = lanes_in(sums + r * AMX_WIDE)[v];
@@ -126,7 +126,8 @@ LA_FN void amx_block(const int NR, const int NV, int64_t rows, int64_t P, const 
 }
 
 LA_FN void bf16_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
-                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next)
+                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
+                      prefetch *next)
 {
     amx_reads_memory();
 #define LA_BLOCK(NR) \

@@ -79,12 +79,12 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
 }
 
 /* The rows of tokens t..t+n of a unit in the named arrays, as far as there are any. A product of the
- * state's size will ask for them, and so will the blocks of so many products with the state. */
-LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
-                     const la_name *names, int count, int products)
+ * state's size will prefetch them, and so will the blocks of so many products with the state. */
+LA_FN prefetch prefetch_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
+                           const la_name *names, int count, int products)
 {
-    ahead next = {.rows = t + n < u->end ? n : u->end - t};
-    if (t < u->begin || next.rows <= 0) return (ahead){.parts = 0};
+    prefetch next = {.rows = t + n < u->end ? n : u->end - t};
+    if (t < u->begin || next.rows <= 0) return (prefetch){.arrays = 0};
     for (int i = 0; i < count; i++) {
         const la_array *x = &p->array[names[i]];
         const bool keys =
@@ -92,10 +92,10 @@ LA_FN ahead ahead_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n
         const bool gate = names[i] == LA_G || names[i] == LA_DG;
         const int64_t first = keys || gate ? 0 : u->v0, last = keys || gate ? p->K : u->v1;
         if (gate && p->decay != LA_KEY) continue;
-        next.part[next.parts].at = at_column(x, u->b, t, keys ? u->h : u->hv, first);
-        next.part[next.parts].stride = x->stride[1] * dtype_size(x->dtype);
-        next.part[next.parts].bytes = (last - first) * dtype_size(x->dtype);
-        next.parts++;
+        next.array[next.arrays].at = at_column(x, u->b, t, keys ? u->h : u->hv, first);
+        next.array[next.arrays].stride = x->stride[1] * dtype_size(x->dtype);
+        next.array[next.arrays].bytes = (last - first) * dtype_size(x->dtype);
+        next.arrays++;
     }
     const int64_t lanes = padded(u->v1 - u->v0) / LANES, wide = lanes / WIDE;
     const int64_t narrow = (lanes - wide * WIDE + 1) / 2, strips = (lanes + STRIP - 1) / STRIP;
@@ -398,10 +398,10 @@ LA_FN real start_of(const real *scale, int64_t i, const bool scaled)
 
 /* R rows from i, NV lanes from column w of panel_solve. */
 LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
-                       const real *k, const panel *s, rows V, real *E, ahead *next,
+                       const real *k, const panel *s, rows V, real *E, prefetch *next,
                        const bool scaled)
 {
-    if (next) ask(next);
+    if (next) prefetch_some(next);
     const int64_t cp = c->cp, width = s->width;
     const real *L = c->L + i * cp;
     lane kS[TILE], sum[TILE], u[STRIP];
@@ -430,7 +430,7 @@ LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const ch
 /* The delta rule, from the first row down: E_i = V_i - e_i (k S)_i - sum_{j<i} L_ij U_j, what the
  * memory got wrong about token i, and U_i = beta_i E_i. E NULL: only U is wanted. */
 LA_COLD void panel_solve(const chunk *c, const la_problem *p, const panel *s, rows V, real *E,
-                         ahead *next, const la_decay decay)
+                         prefetch *next, const la_decay decay)
 {
     const real *k = decay == LA_KEY ? c->hat : c->k;
     const int K = (int)p->K;
@@ -443,10 +443,10 @@ LA_COLD void panel_solve(const chunk *c, const la_problem *p, const panel *s, ro
 }
 
 LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c,
-                      const la_problem *p, const real *q, const panel *s, rows O, ahead *next,
+                      const la_problem *p, const real *q, const panel *s, rows O, prefetch *next,
                       const bool scaled, const bool normalised)
 {
-    if (next) ask(next);
+    if (next) prefetch_some(next);
     const int64_t cp = c->cp, width = s->width;
     const real *P = c->P + i * cp;
     const real scale = (real)p->scale;
@@ -474,7 +474,7 @@ LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chu
 
 /* O_i = scale (e_i (q S)_i + sum_{j<=i} P_ij U_j), over the divisor if there is one. Row i takes the
  * rows up to i only: a NaN written later must not reach it. */
-LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, rows O, ahead *next,
+LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, rows O, prefetch *next,
                         const la_decay decay, bool normalised)
 {
     const real *q = decay == LA_KEY ? c->hat + c->n * c->kp : c->q;
@@ -494,11 +494,12 @@ LA_FN const real *chunk_decay(const chunk *c, const la_decay decay)
 }
 
 /* S' = diag(e) S + (r k)' U, e the chunk's decay. */
-LA_FN void panel_carry(const chunk *c, const la_problem *p, panel *s, real *to, ahead *next,
+LA_FN void panel_carry(const chunk *c, const la_problem *p, panel *s, real *to, prefetch *next,
                        const la_decay decay)
 {
-    product_ahead(p->K, s->width, c->n, c->kt, c->cp, 1, decay == LA_TOKEN ? s->rU : s->U, s->width,
-                  to, s->width, s->S, chunk_decay(c, decay), decay == LA_KEY, next);
+    product_and_prefetch(p->K, s->width, c->n, c->kt, c->cp, 1, decay == LA_TOKEN ? s->rU : s->U,
+                         s->width, to, s->width, s->S, chunk_decay(c, decay), decay == LA_KEY,
+                         next);
 }
 
 /* z += sum_j k_j. Mapped keys are positive, so z grows with every token and its roundings, all of
@@ -582,7 +583,7 @@ LA_FN panel panel_at(const unit_states *states, const la_problem *p, const la_un
 
 /* Tokens t.. of one panel's columns. */
 LA_FN void panel_forward(const chunk *c, bf16_scratch *x, const la_problem *p, const la_unit *u,
-                         int64_t t, panel *s, ahead *next, const bool reads, bool normalised,
+                         int64_t t, panel *s, prefetch *next, const bool reads, bool normalised,
                          const la_decay decay, const la_rule rule)
 {
     if (BF16_PRODUCTS) bf16_state_products(c, x, p, s, reads, rule);
@@ -643,7 +644,7 @@ LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64
 
 /* A chunk of tokens t.. of the unit's i-th head, u; reads: its outputs are wanted too. */
 LA_FN void one_chunk(forward_scratch *f, const la_problem *p, const la_unit *u, int64_t i,
-                     int64_t t, int64_t n, ahead *next, const bool reads, const la_decay decay,
+                     int64_t t, int64_t n, prefetch *next, const bool reads, const la_decay decay,
                      const la_rule rule)
 {
     const bool normalised = is_normalised(p, decay, rule);
@@ -665,12 +666,12 @@ LA_FN void one_chunk(forward_scratch *f, const la_problem *p, const la_unit *u, 
 }
 
 /* The rows that the chunk of tokens t.. will touch. */
-LA_FN ahead ahead_of_chunk(const la_problem *p, const la_unit *u, int64_t t, int64_t C,
-                           const la_rule rule)
+LA_FN prefetch prefetch_of_chunk(const la_problem *p, const la_unit *u, int64_t t, int64_t C,
+                                 const la_rule rule)
 {
     static const la_name touched[] = {LA_V, LA_G, LA_K, LA_O, LA_Q}; /* the last two by reading */
     const bool reads = t >= u->read;
-    return ahead_of(p, u, t, C, touched, reads ? 5 : 3, reads + (rule == LA_DELTA));
+    return prefetch_of(p, u, t, C, touched, reads ? 5 : 3, reads + (rule == LA_DELTA));
 }
 
 /* The unit's heads side by side, chunk by chunk: their rows are neighbours in memory. */
@@ -687,7 +688,7 @@ LA_FN void chunks_forward(const la_problem *p, const la_unit *all, int64_t C, ar
     for (int64_t t = all->begin; t < all->stop && !la_stopped(p); t += C)
         for (int64_t i = 0; i < all->heads; i++) {
             const la_unit u = head_of(p, all, i);
-            ahead next = ahead_of_chunk(p, &u, t + C, C, rule);
+            prefetch next = prefetch_of_chunk(p, &u, t + C, C, rule);
             const int64_t n = t + C < u.stop ? C : u.stop - t;
             if (t >= u.read)
                 one_chunk(&f, p, &u, i, t, n, &next, true, decay, rule);

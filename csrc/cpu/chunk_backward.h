@@ -119,7 +119,7 @@ LA_FN void recompute_chunk(backward_scratch *f, const la_problem *p, const la_un
 {
     chunk *c = &f->c;
     static const la_name touched[] = {LA_V, LA_G, LA_K};
-    ahead next = ahead_of(p, u, t + n, n, touched, sizeof touched / sizeof *touched, 0);
+    prefetch next = prefetch_of(p, u, t + n, n, touched, sizeof touched / sizeof *touched, 0);
     chunk_load(c, p, u, t, n, false, decay, rule);
     chunk_scores(c, p, false, decay, rule);
     settle_chunk_decay(c, p, f->owed, decay);
@@ -208,7 +208,7 @@ LA_COLD void read_adjoint(backward_scratch *f, const la_problem *p, const real *
 /* The adjoint of read, solve and carry over this unit's columns: from dO and dS to dV, dP, dL,
  * dq^, dk^, dk~, the chunk's decay's de and the new dS. S: the state the chunk started from. */
 LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real *S, int64_t width,
-                           ahead *before, const la_decay decay, const la_rule rule)
+                           prefetch *before, const la_decay decay, const la_rule rule)
 {
     chunk *c = &f->c;
     const int64_t n = c->n, kp = c->kp, cp = c->cp, V = width;
@@ -246,8 +246,9 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     for (int64_t i = 0; decay == LA_TOKEN && i < rows; i++)
         scale_row(width, f->edO + i * width, f->dO + i * width, c->e[i < n ? i : i - n]);
     transpose(rows, p->K, (decay == LA_KEY ? c->hat : c->k) + (2 * n - rows) * kp, kp, f->kqt, ldt);
-    product_ahead(p->K, width, rows, f->kqt, ldt, 1, decay == LA_TOKEN ? f->edO : f->dO, width,
-                  f->dS, width, f->dS, chunk_decay(c, decay), decay == LA_KEY, before);
+    product_and_prefetch(p->K, width, rows, f->kqt, ldt, 1, decay == LA_TOKEN ? f->edO : f->dO,
+                         width, f->dS, width, f->dS, chunk_decay(c, decay), decay == LA_KEY,
+                         before);
 }
 
 /* The normaliser's share, before columns_adjoint's results are used. dO is the gradient of num by
@@ -489,8 +490,8 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
             f.U = f.kept + (i - first) * each + start;
             f.E = f.U + written;
             chunk_load(c, p, u, t, n, true, decay, rule);
-            ahead before =
-                ahead_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - 3, 0);
+            prefetch before =
+                prefetch_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - 3, 0);
             chunk_scores(c, p, true, decay, rule);
             settle_chunk_decay(c, p, f.d_owed, decay);
             real *dO = f.dO + (rule == LA_DELTA ? n * width : 0);

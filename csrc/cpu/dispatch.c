@@ -165,7 +165,7 @@ static void share_out(job *j, int64_t heads, int threads, int64_t longest)
         }
 }
 
-/* Many heads: those whose rows are neighbours go together (ahead.h), as long as their states fit in half
+/* Many heads: those whose rows are neighbours go together (prefetch.h), as long as their states fit in half
  * of a small L2 cache and every thread has two units. Fewer: as many as divide by the threads go whole. */
 static void split(job *j, int threads)
 {

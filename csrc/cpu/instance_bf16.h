@@ -17,7 +17,7 @@
 #include "lanes.h"
 #include "kinds.h"
 #include "arena.h"
-#include "ahead.h"
+#include "prefetch.h"
 #include "tile.h"
 #include "stretch.h"
 #include "load.h"

@@ -219,7 +219,7 @@ static void start_workers(int count)
 /* ---- calls that end early ---- */
 
 /* About ten times a second. */
-enum { ASK_NANOSECONDS = 100 * 1000 * 1000 };
+enum { CHECK_NANOSECONDS = 100 * 1000 * 1000 };
 
 /* Ten times as cheap as now(), and exact to some milliseconds. */
 static int64_t about_now(void)
@@ -238,7 +238,7 @@ void la_watch_begin(la_watch *w, bool (*interrupted)(void *caller), void *caller
     w->interrupted = interrupted;
     w->caller = caller;
     w->thread = &inside;
-    w->next = about_now() + ASK_NANOSECONDS;
+    w->next = about_now() + CHECK_NANOSECONDS;
     atomic_init(&w->stop, false);
 }
 
@@ -249,7 +249,7 @@ bool la_stopped(const la_problem *p)
     if (atomic_load_explicit(&w->stop, memory_order_relaxed)) return true;
     if (w->thread != &inside || about_now() < w->next) return false;
     if (w->interrupted(w->caller)) atomic_store(&w->stop, true);
-    w->next = about_now() + ASK_NANOSECONDS;
+    w->next = about_now() + CHECK_NANOSECONDS;
     return atomic_load_explicit(&w->stop, memory_order_relaxed);
 }
 

@@ -26,14 +26,14 @@ LA_FN lane lane_loaded(lane x)
     return x;
 }
 
-LA_FN void ask_for(const void *from, int64_t bytes)
+LA_FN void prefetch_bytes(const void *from, int64_t bytes)
 {
     for (int64_t x = 0; x < bytes; x += CACHE_LINE)
         __builtin_prefetch((const char *)from + x, 0, 2);
 }
 
 #define LANE_LOADED lane_loaded
-#define PREFETCH ask_for
+#define PREFETCH prefetch_bytes
 #define UNROLL_LANES _Pragma("GCC unroll 8")
 #define JOIN(x, y, W) /* a lane has all rows of its columns */
 #define UNROLL

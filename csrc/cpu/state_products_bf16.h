@@ -99,7 +99,7 @@ LA_FN void bf16_state_products(const chunk *c, const bf16_scratch *x, const la_p
 }
 
 LA_FN void bf16_carry(const chunk *c, const bf16_scratch *x, const la_problem *p, const panel *s,
-                      ahead *next, const la_decay decay)
+                      prefetch *next, const la_decay decay)
 {
     bf16_product(p->K, s->width, c->n, x->kt, x->cw, s->rU, s->width, s->S, s->width, s->S,
                  chunk_decay(c, decay), 0, x->strip, next);

@@ -104,14 +104,14 @@ LA_FN void tile(const int R, const int NV, const int known, int P, const real *r
 
 LA_FN void tile_column(const int NV, const int tall, const int known, int64_t M, int P,
                        const real *A, int64_t ai, int64_t ap, const real *B, int64_t ldb, real *C,
-                       int64_t ldc, const real *D, const real *c, int64_t ci, ahead *next)
+                       int64_t ldc, const real *D, const real *c, int64_t ci, prefetch *next)
 {
     int64_t i = 0;
 #define LA_TILE(R) \
     tile(R, NV, known, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, D ? D + i * ldc : D, \
          c ? c + i * ci : c, ci)
     for (; i + tall <= M; i += tall) {
-        if (next) ask(next);
+        if (next) prefetch_some(next);
         LA_TILE(tall);
     }
     switch (M - i) {
@@ -139,11 +139,11 @@ static const real one = 1;
 enum { SHORT = 16 };
 
 /* C[M][N] = diag(c) D + A B, A[i][p] at A[i*ai + p*ap], B[P][N] in rows of ldb reals, C and D of ldc,
- * N in whole lanes, rows aligned. D may be C, or NULL for 0. ci = 0: one c for every row. next: what
- * to ask memory for meanwhile, or NULL. */
-LA_COLD void product_ahead(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai, int64_t ap,
-                           const real *B, int64_t ldb, real *C, int64_t ldc, const real *D,
-                           const real *c, int64_t ci, ahead *next)
+ * N in whole lanes, rows aligned. D may be C, or NULL for 0. ci = 0: one c for every row. next: the
+ * rows to prefetch meanwhile, or NULL. */
+LA_COLD void product_and_prefetch(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai,
+                                  int64_t ap, const real *B, int64_t ldb, real *C, int64_t ldc,
+                                  const real *D, const real *c, int64_t ci, prefetch *next)
 {
     int64_t j = 0;
     if (P == 2 * SHORT && ai == 2 * SHORT && ap == 1)
@@ -177,7 +177,7 @@ LA_COLD void product_ahead(int64_t M, int64_t N, int64_t P, const real *A, int64
 LA_FN void product(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai, int64_t ap,
                    const real *B, int64_t ldb, real *C, int64_t ldc, const real *c, int64_t ci)
 {
-    product_ahead(M, N, P, A, ai, ap, B, ldb, C, ldc, c ? C : NULL, c, ci, NULL);
+    product_and_prefetch(M, N, P, A, ai, ap, B, ldb, C, ldc, c ? C : NULL, c, ci, NULL);
 }
 
 /* C = A B for few columns, where a tile of one lane has too few multiply-adds in flight: even and odd

@@ -100,7 +100,7 @@ static bool always(void *caller)
 static void long_in_the_worker(void *context, int64_t unit, int thread)
 {
     enum { ENOUGH = 20 }; /* looks of the caller */
-    const int64_t until = now() + ENOUGH * (int64_t)ASK_NANOSECONDS;
+    const int64_t until = now() + ENOUGH * (int64_t)CHECK_NANOSECONDS;
     bool stopped = false;
     (void)unit;
     atomic_store(&began[thread], true);
