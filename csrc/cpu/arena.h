@@ -8,7 +8,7 @@ typedef struct arena {
 } arena;
 
 /* Room for rows x columns reals. What is too large shows while measuring, and is never cut. */
-LA_FN real *take(arena *m, size_t rows, size_t columns)
+LA_FN real *arena_take(arena *m, size_t rows, size_t columns)
 {
     real *x = m->base ? (real *)(m->base + m->used) : NULL;
     const size_t bytes = la_times(la_times(rows, columns), sizeof(real));

@@ -35,9 +35,9 @@ LA_FN const words *words_in(const word *x)
     return (const words *)__builtin_assume_aligned(x, LA_LANE_BYTES);
 }
 
-LA_FN word *take_words(arena *m, size_t rows, size_t columns)
+LA_FN word *arena_take_words(arena *m, size_t rows, size_t columns)
 {
-    return (word *)take(m, rows, columns);
+    return (word *)arena_take(m, rows, columns);
 }
 
 #if LA_BF16_PRODUCTS == 1

@@ -58,24 +58,24 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     const int64_t kp = padded(p->K), cp = padded(C);
     const bool key = decay == LA_KEY, token = decay == LA_TOKEN, delta = rule == LA_DELTA;
     *c = (chunk){.C = C, .kp = kp, .cp = cp};
-    c->k = take(m, 2 * C, kp);
-    c->a = take(m, key ? C : token, key ? kp : cp);
-    c->e = key && !for_adjoint ? c->a : take(m, C, key ? kp : token);
-    c->beta = take(m, 1, C);
-    c->gamma = take(m, token ? C : 0, cp);
-    c->product = (real2 *)take(m, token ? cp : key ? kp : 0, sizeof(real2) / sizeof(real));
-    c->rest = take(m, 1, token ? cp : 0);
-    c->log = take(m, 1, key ? kp : 0);
-    c->owed = take(m, 1, key ? kp : 0);
-    c->decay = take(m, 1, key ? kp : 1);
-    c->hat = key && !for_adjoint ? c->k : take(m, key ? 2 * C : 0, kp);
-    c->tilde = take(m, key ? C : 0, kp);
-    c->part = (lane *)take(m, key ? 2 * cp : 0, LANES);
-    c->kt = take(m, kp, cp);
-    c->kk = take(m, key ? 0 : 2 * C, cp);
-    c->P = take(m, decay == LA_NONE ? 0 : C, cp);
-    c->L = take(m, decay == LA_NONE || !delta ? 0 : C, cp);
-    c->den = take(m, 1, C);
+    c->k = arena_take(m, 2 * C, kp);
+    c->a = arena_take(m, key ? C : token, key ? kp : cp);
+    c->e = key && !for_adjoint ? c->a : arena_take(m, C, key ? kp : token);
+    c->beta = arena_take(m, 1, C);
+    c->gamma = arena_take(m, token ? C : 0, cp);
+    c->product = (real2 *)arena_take(m, token ? cp : key ? kp : 0, sizeof(real2) / sizeof(real));
+    c->rest = arena_take(m, 1, token ? cp : 0);
+    c->log = arena_take(m, 1, key ? kp : 0);
+    c->owed = arena_take(m, 1, key ? kp : 0);
+    c->decay = arena_take(m, 1, key ? kp : 1);
+    c->hat = key && !for_adjoint ? c->k : arena_take(m, key ? 2 * C : 0, kp);
+    c->tilde = arena_take(m, key ? C : 0, kp);
+    c->part = (lane *)arena_take(m, key ? 2 * cp : 0, LANES);
+    c->kt = arena_take(m, kp, cp);
+    c->kk = arena_take(m, key ? 0 : 2 * C, cp);
+    c->P = arena_take(m, decay == LA_NONE ? 0 : C, cp);
+    c->L = arena_take(m, decay == LA_NONE || !delta ? 0 : C, cp);
+    c->den = arena_take(m, 1, C);
 }
 
 /* The rows of tokens t..t+n of a unit in the named arrays, as far as there are any. A product of the
@@ -557,13 +557,13 @@ LA_FN void states_take(unit_states *states, arena *m, const la_problem *p, int64
 {
     int64_t width = padded(columns < PANEL ? columns : PANEL);
     int64_t panels = (columns + PANEL - 1) / PANEL;
-    states->S = take(m, la_times(heads * panels, p->K), width);
-    states->U = take(m, C, width);
-    states->rU = take(m, decay == LA_TOKEN || BF16_PRODUCTS ? C : 0, width);
-    states->O = take(m, C, width);
-    states->z = take(m, heads, padded(p->K));
-    states->lost = take(m, heads, padded(p->K));
-    states->owed = take(m, heads, padded(p->K));
+    states->S = arena_take(m, la_times(heads * panels, p->K), width);
+    states->U = arena_take(m, C, width);
+    states->rU = arena_take(m, decay == LA_TOKEN || BF16_PRODUCTS ? C : 0, width);
+    states->O = arena_take(m, C, width);
+    states->z = arena_take(m, heads, padded(p->K));
+    states->lost = arena_take(m, heads, padded(p->K));
+    states->owed = arena_take(m, heads, padded(p->K));
     if (BF16_PRODUCTS) bf16_scratch_take(&states->x, m, p, C, width);
 }
 

@@ -62,36 +62,36 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     const int64_t chunks = (length + C - 1) / C, M = segment_length(chunks);
     const size_t start = la_plus(la_times(p->K, width), kp);
     chunk_take(&f->c, m, p, C, true, decay, rule);
-    f->S = take(m, p->K, width);
-    f->dS = take(m, p->K, width);
-    f->kept = take(m, segment_room(chunks),
-                   la_plus(start, la_times((rule == LA_DELTA ? 2 : 1) * C, width)));
-    f->checkpoints = take(m, (chunks + M - 1) / M, start);
-    f->z = take(m, 1, kp);
-    f->dz = take(m, 1, kp);
-    f->lost = take(m, 1, kp);
-    f->owed = take(m, 1, kp);
-    f->d_owed = take(m, 1, kp);
-    f->rU = take(m, decay == LA_TOKEN ? C : 0, width);
-    f->dO = take(m, 2 * C, width);
-    f->edO = take(m, decay == LA_TOKEN ? 2 * C : 0, width);
-    f->dU = take(m, C, width);
-    f->Ut = take(m, width, cp);
-    f->dOt = take(m, width, padded(2 * C));
-    f->across = take(m, p->K, padded(2 * C));
-    f->dP = take(m, C, cp);
-    f->dL = take(m, C, cp);
-    f->d_hat = take(m, 2 * C, kp);
-    f->d_tilde = take(m, C, kp);
-    f->dq = take(m, C, kp);
-    f->dk = take(m, C, kp);
-    f->da = take(m, C, decay == LA_KEY ? kp : 1);
-    f->kqt = take(m, kp, padded(2 * C));
-    f->dbeta = take(m, 1, C);
-    f->de = take(m, 1, kp);
-    f->rows = take(m, C, decay == LA_KEY ? kp : cp);
-    f->carried = take(m, 1, kp);
-    f->d_den = take(m, 1, C);
+    f->S = arena_take(m, p->K, width);
+    f->dS = arena_take(m, p->K, width);
+    f->kept = arena_take(m, segment_room(chunks),
+                         la_plus(start, la_times((rule == LA_DELTA ? 2 : 1) * C, width)));
+    f->checkpoints = arena_take(m, (chunks + M - 1) / M, start);
+    f->z = arena_take(m, 1, kp);
+    f->dz = arena_take(m, 1, kp);
+    f->lost = arena_take(m, 1, kp);
+    f->owed = arena_take(m, 1, kp);
+    f->d_owed = arena_take(m, 1, kp);
+    f->rU = arena_take(m, decay == LA_TOKEN ? C : 0, width);
+    f->dO = arena_take(m, 2 * C, width);
+    f->edO = arena_take(m, decay == LA_TOKEN ? 2 * C : 0, width);
+    f->dU = arena_take(m, C, width);
+    f->Ut = arena_take(m, width, cp);
+    f->dOt = arena_take(m, width, padded(2 * C));
+    f->across = arena_take(m, p->K, padded(2 * C));
+    f->dP = arena_take(m, C, cp);
+    f->dL = arena_take(m, C, cp);
+    f->d_hat = arena_take(m, 2 * C, kp);
+    f->d_tilde = arena_take(m, C, kp);
+    f->dq = arena_take(m, C, kp);
+    f->dk = arena_take(m, C, kp);
+    f->da = arena_take(m, C, decay == LA_KEY ? kp : 1);
+    f->kqt = arena_take(m, kp, padded(2 * C));
+    f->dbeta = arena_take(m, 1, C);
+    f->de = arena_take(m, 1, kp);
+    f->rows = arena_take(m, C, decay == LA_KEY ? kp : cp);
+    f->carried = arena_take(m, 1, kp);
+    f->d_den = arena_take(m, 1, C);
 }
 
 /* The chunk's writes, recomputed: f->U (and f->E, unless it is NULL) from V and the state it started from. */

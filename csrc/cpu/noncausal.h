@@ -16,17 +16,17 @@ LA_FN void noncausal_take(noncausal_scratch *f, arena *m, const la_problem *p, i
                           int64_t columns)
 {
     const int64_t kp = padded(p->K), width = padded(columns);
-    f->S = take(m, p->K, width);
-    f->dS = take(m, p->K, width);
-    f->T = take(m, width, kp);
-    f->z = take(m, 1, kp);
-    f->dz = take(m, 1, kp);
-    f->lost = take(m, 1, kp);
-    f->q = take(m, C, kp);
-    f->k = take(m, C, kp);
-    f->V = take(m, C, width);
-    f->O = take(m, C, width);
-    f->d = take(m, C, kp);
+    f->S = arena_take(m, p->K, width);
+    f->dS = arena_take(m, p->K, width);
+    f->T = arena_take(m, width, kp);
+    f->z = arena_take(m, 1, kp);
+    f->dz = arena_take(m, 1, kp);
+    f->lost = arena_take(m, 1, kp);
+    f->q = arena_take(m, C, kp);
+    f->k = arena_take(m, C, kp);
+    f->V = arena_take(m, C, width);
+    f->O = arena_take(m, C, width);
+    f->d = arena_take(m, C, kp);
 }
 
 LA_FN void load_rows(const la_problem *p, la_name name, const la_unit *u, int64_t t, int64_t n,

@@ -7,8 +7,8 @@ typedef struct reduce_scratch {
 
 LA_FN void reduce_take(reduce_scratch *f, arena *m, const la_problem *p)
 {
-    f->sum = take(m, 1, padded(p->K));
-    f->row = take(m, 1, padded(p->K));
+    f->sum = arena_take(m, 1, padded(p->K));
+    f->row = arena_take(m, 1, padded(p->K));
 }
 
 /* sum[row] = partial sums first..first+count, each `row` reals a token, at token `token`. */

@@ -63,15 +63,15 @@ typedef struct scan_scratch {
 LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
 {
     const int64_t kp = padded(p->K), strip = PANEL_STRIP * LANES;
-    f->S = take(m, p->K, strip);
-    f->q = take(m, 1, kp);
-    f->k = take(m, 1, kp);
-    f->a = take(m, 1, kp);
-    f->v = take(m, MAX_STRIP, LANES);
-    f->o = take(m, MAX_STRIP, LANES);
-    f->z = take(m, 1, kp);
-    f->lost = take(m, 1, kp);
-    f->owed = take(m, 1, kp);
+    f->S = arena_take(m, p->K, strip);
+    f->q = arena_take(m, 1, kp);
+    f->k = arena_take(m, 1, kp);
+    f->a = arena_take(m, 1, kp);
+    f->v = arena_take(m, MAX_STRIP, LANES);
+    f->o = arena_take(m, MAX_STRIP, LANES);
+    f->z = arena_take(m, 1, kp);
+    f->lost = arena_take(m, 1, kp);
+    f->owed = arena_take(m, 1, kp);
 }
 
 /* A run of tokens over the unit's columns, strip by strip. A step is a run of one token whose
@@ -167,15 +167,16 @@ LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_probl
 {
     const int64_t kp = padded(p->K), strip = PANEL_STRIP * LANES, M = segment_length(length);
     const int64_t kept = p->K * strip + kp;
-    f->S = take(m, p->K, strip);
-    f->dS = take(m, p->K, strip);
-    f->states = take(m, segment_room(length), kept);
-    f->checkpoints = take(m, (length + M - 1) / M, kept);
+    f->S = arena_take(m, p->K, strip);
+    f->dS = arena_take(m, p->K, strip);
+    f->states = arena_take(m, segment_room(length), kept);
+    f->checkpoints = arena_take(m, (length + M - 1) / M, kept);
     real **rows[] = {&f->q,    &f->k,      &f->a,  &f->z,  &f->dz, &f->lost,
                      &f->owed, &f->d_owed, &f->dq, &f->dk, &f->da};
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) *rows[i] = take(m, 1, kp);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) *rows[i] = arena_take(m, 1, kp);
     real **strips[] = {&f->v, &f->o, &f->d_o, &f->dv};
-    for (size_t i = 0; i < sizeof strips / sizeof *strips; i++) *strips[i] = take(m, 1, strip);
+    for (size_t i = 0; i < sizeof strips / sizeof *strips; i++)
+        *strips[i] = arena_take(m, 1, strip);
 }
 
 LA_FN void token_adjoint_any(const lane *S, lane *dS, int64_t W, int64_t K,

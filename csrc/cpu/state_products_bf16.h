@@ -26,13 +26,13 @@ LA_FN void bf16_scratch_take(bf16_scratch *x, arena *m, const la_problem *p, int
 {
     x->kw = padded_words(p->K);
     x->cw = padded_words(C);
-    x->keys = take_words(m, 2 * C + ROWS_READ, x->kw);
-    x->kt = take_words(m, round_up(p->K, ROWS_READ), x->cw);
-    x->strip = take_words(m, x->kw > x->cw ? x->kw : x->cw, STRIP_LANES * LANES);
-    x->kS = take(m, 2 * C, width);
-    x->norm = take(m, 2, padded(C));
-    x->scale = take(m, 2, C);
-    x->end = take(m, 1, C);
+    x->keys = arena_take_words(m, 2 * C + ROWS_READ, x->kw);
+    x->kt = arena_take_words(m, round_up(p->K, ROWS_READ), x->cw);
+    x->strip = arena_take_words(m, x->kw > x->cw ? x->kw : x->cw, STRIP_LANES * LANES);
+    x->kS = arena_take(m, 2 * C, width);
+    x->norm = arena_take(m, 2, padded(C));
+    x->scale = arena_take(m, 2, C);
+    x->end = arena_take(m, 1, C);
 }
 
 /* Tokens t..t+n of q or k: rows of reals and of words, and their norms. */
