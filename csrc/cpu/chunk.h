@@ -503,33 +503,33 @@ LA_FN void panel_carry(const chunk *c, const la_problem *p, panel *s, real *to, 
 }
 
 /* z += sum_j k_j. Mapped keys are positive, so z grows with every token and its roundings, all of
- * one sign where keys repeat, would grow with it: `lost` keeps what each addition rounded off and
+ * one sign where keys repeat, would grow with it: `kahan` keeps what each addition rounded off and
  * gives it back to the next (Kahan). It starts at zero. */
-LA_FN void add_keys(int64_t n, int64_t kp, const real *k, real *z, real *lost)
+LA_FN void add_keys(int64_t n, int64_t kp, const real *k, real *z, real *kahan)
 {
     const lane zero = {0};
     for (int64_t x = 0; x < kp; x += LANES) {
         lane before = lanes_in(z + x)[0];
         lane add;
         tile_sum(1, 1, (int)n, &one, 0, 0, k + x, kp, &add);
-        add -= lanes_in(lost + x)[0];
+        add -= lanes_in(kahan + x)[0];
         lane after = before + add;
         lane rounded = (after - before) - add;
-        lanes_of(lost + x)[0] = pick(rounded - rounded == zero, rounded, zero); /* 0 at infinity */
+        lanes_of(kahan + x)[0] = pick(rounded - rounded == zero, rounded, zero); /* 0 at infinity */
         lanes_of(z + x)[0] = after;
     }
 }
 
 /* den_i = q_i z + sum_{j<=i} q_i k_j, and z <- z + sum_j k_j. Only ungated additive ops have z, so
  * P holds the bare products. */
-LA_FN void chunk_denominators(chunk *c, const la_problem *p, real *z, real *lost)
+LA_FN void chunk_denominators(chunk *c, const la_problem *p, real *z, real *kahan)
 {
     for (int64_t i = 0; i < c->n && !stopped_after(p, i); i++) {
         real within = 0;
         for (int64_t j = 0; j <= i; j++) within += c->P[i * c->cp + j];
         c->den[i] = dot(c->kp, c->q + i * c->kp, z) + within;
     }
-    add_keys(c->n, c->kp, c->k, z, lost);
+    add_keys(c->n, c->kp, c->k, z, kahan);
 }
 
 #include "state_products_bf16.h"
@@ -546,7 +546,7 @@ enum { PANEL = 64 };
 /* What a unit keeps from chunk to chunk. */
 typedef struct unit_states {
     real *S;          /* [heads][panels][K][width] */
-    real *z, *lost;   /* [heads][kp] */
+    real *z, *kahan;  /* [heads][kp] */
     real *owed;       /* [heads][kp]; TOKEN [heads][1] */
     real *U, *rU, *O; /* one panel's */
     bf16_scratch x;
@@ -562,7 +562,7 @@ LA_FN void states_take(unit_states *states, arena *m, const la_problem *p, int64
     states->rU = arena_take(m, decay == LA_TOKEN || BF16_PRODUCTS ? C : 0, width);
     states->O = arena_take(m, C, width);
     states->z = arena_take(m, heads, padded(p->K));
-    states->lost = arena_take(m, heads, padded(p->K));
+    states->kahan = arena_take(m, heads, padded(p->K));
     states->owed = arena_take(m, heads, padded(p->K));
     if (BF16_PRODUCTS) bf16_scratch_take(&states->x, m, p, C, width);
 }
@@ -615,7 +615,7 @@ LA_FN void states_load(unit_states *states, const la_problem *p, const la_unit *
         load_state(p, LA_S0, u, s.v0, s.v1, s.S, s.width);
     }
     if (is_normalised(p, decay, rule)) load_z(p, LA_Z0, u, states->z + i * kp);
-    fill(kp, states->lost + i * kp, 0);
+    fill(kp, states->kahan + i * kp, 0);
     fill(kp, states->owed + i * kp, 0);
 }
 
@@ -649,7 +649,7 @@ LA_FN void one_chunk(forward_scratch *f, const la_problem *p, const la_unit *u, 
 {
     const bool normalised = is_normalised(p, decay, rule);
     chunk *c = &f->c;
-    real *z = f->states.z + i * c->kp, *lost = f->states.lost + i * c->kp;
+    real *z = f->states.z + i * c->kp, *kahan = f->states.kahan + i * c->kp;
     if (BF16_PRODUCTS) {
         bf16_scores(c, &f->states.x, p, u, t, n, reads, decay, rule);
     } else {
@@ -657,8 +657,8 @@ LA_FN void one_chunk(forward_scratch *f, const la_problem *p, const la_unit *u, 
         chunk_scores(c, p, reads, decay, rule);
     }
     settle_chunk_decay(c, p, f->states.owed + i * c->kp, decay);
-    if (normalised && reads) chunk_denominators(c, p, z, lost);
-    if (normalised && !reads) add_keys(n, c->kp, c->k, z, lost);
+    if (normalised && reads) chunk_denominators(c, p, z, kahan);
+    if (normalised && !reads) add_keys(n, c->kp, c->k, z, kahan);
     for (int64_t v = u->v0; v < u->v1 && !la_stopped(p); v += PANEL) {
         panel s = panel_at(&f->states, p, u, i, v);
         panel_forward(c, &f->states.x, p, u, t, &s, next, reads, normalised, decay, rule);

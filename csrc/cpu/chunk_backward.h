@@ -31,28 +31,28 @@ LA_FN int64_t segment_room(int64_t chunks)
 
 typedef struct backward_scratch {
     chunk c;
-    real *S, *dS;        /* [K][width] */
-    real *kept;          /* [M]: of a segment's chunks, the state and z they start from, U, E */
-    real *checkpoints;   /* [segments]: state and z */
-    real *z, *dz, *lost; /* [kp] */
-    real *owed, *d_owed; /* [kp]: to S, to dS */
-    real *U, *E;         /* [C][width], in `kept`: what the chunk wrote, and what was wrong */
-    real *rU;            /* TOKEN [C][width]: r U */
-    real *dO;            /* [2C][width]: -dE, then (from row n) dO; one matrix for dS */
-    real *edO;           /* TOKEN [2C][width]: e times that */
-    real *dU;            /* [C][width]: dU, then dV */
-    real *Ut, *dOt;      /* [width][cp], [width][2C, padded]: U and dO transposed */
-    real *across;        /* [K][2C, padded]: d_tilde and d_hat, transposed */
-    real *dP, *dL;       /* [C][cp] */
-    real *d_hat;         /* [2C][kp]: dk^, then (from row n) dq^ */
-    real *d_tilde;       /* [C][kp] */
-    real *dq, *dk;       /* [C][kp] */
-    real *da, *dbeta;    /* as a, beta */
-    real *kqt;           /* [kp][2C, padded]: k, then (from column n) q (KEY: k^, q^), transposed */
-    real *de;            /* TOKEN [1], KEY [kp]: of the chunk's decay */
-    real *rows;          /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma */
-    real *carried;       /* [kp] */
-    real *d_den;         /* [C] */
+    real *S, *dS;         /* [K][width] */
+    real *kept;           /* [M]: of a segment's chunks, the state and z they start from, U, E */
+    real *checkpoints;    /* [segments]: state and z */
+    real *z, *dz, *kahan; /* [kp] */
+    real *owed, *d_owed;  /* [kp]: to S, to dS */
+    real *U, *E;          /* [C][width], in `kept`: what the chunk wrote, and what was wrong */
+    real *rU;             /* TOKEN [C][width]: r U */
+    real *dO;             /* [2C][width]: -dE, then (from row n) dO; one matrix for dS */
+    real *edO;            /* TOKEN [2C][width]: e times that */
+    real *dU;             /* [C][width]: dU, then dV */
+    real *Ut, *dOt;       /* [width][cp], [width][2C, padded]: U and dO transposed */
+    real *across;         /* [K][2C, padded]: d_tilde and d_hat, transposed */
+    real *dP, *dL;        /* [C][cp] */
+    real *d_hat;          /* [2C][kp]: dk^, then (from row n) dq^ */
+    real *d_tilde;        /* [C][kp] */
+    real *dq, *dk;        /* [C][kp] */
+    real *da, *dbeta;     /* as a, beta */
+    real *kqt;     /* [kp][2C, padded]: k, then (from column n) q (KEY: k^, q^), transposed */
+    real *de;      /* TOKEN [1], KEY [kp]: of the chunk's decay */
+    real *rows;    /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma */
+    real *carried; /* [kp] */
+    real *d_den;   /* [C] */
 } backward_scratch;
 
 LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int64_t C,
@@ -69,7 +69,7 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->checkpoints = arena_take(m, (chunks + M - 1) / M, start);
     f->z = arena_take(m, 1, kp);
     f->dz = arena_take(m, 1, kp);
-    f->lost = arena_take(m, 1, kp);
+    f->kahan = arena_take(m, 1, kp);
     f->owed = arena_take(m, 1, kp);
     f->d_owed = arena_take(m, 1, kp);
     f->rU = arena_take(m, decay == LA_TOKEN ? C : 0, width);
@@ -125,7 +125,7 @@ LA_FN void recompute_chunk(backward_scratch *f, const la_problem *p, const la_un
     settle_chunk_decay(c, p, f->owed, decay);
     panel s = recompute_writes(f, p, u, t, S, width, decay, rule);
     if (to) panel_carry(c, p, &s, to, &next, decay);
-    if (p->normaliser != LA_UNNORMALISED) add_keys(n, c->kp, c->k, f->z, f->lost);
+    if (p->normaliser != LA_UNNORMALISED) add_keys(n, c->kp, c->k, f->z, f->kahan);
 }
 
 /* The last R rows but `done`, NV lanes from column w. */
@@ -449,7 +449,7 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
     load_state(p, LA_S0, u, u->v0, u->v1, f.S, width);
     load_state(p, LA_DST, u, u->v0, u->v1, f.dS, width);
     load_z(p, LA_Z0, u, f.z);
-    fill(kp, f.lost, 0);
+    fill(kp, f.kahan, 0);
     if (normalised && u->panel == 0)
         load_z(p, LA_DZT, u, f.dz);
     else
@@ -472,7 +472,7 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
         const int64_t last = first + M < chunks ? first + M : chunks;
         copy_row(size, f.kept, f.checkpoints + first / M * start);
         copy_row(kp, f.z, f.checkpoints + first / M * start + size);
-        fill(kp, f.lost, 0);
+        fill(kp, f.kahan, 0);
         fill(kp, f.owed, 0);
         for (int64_t i = first; i < last; i++) {
             if (la_stopped(p)) return;
@@ -499,8 +499,8 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
             if (normalised) {
                 copy_row(kp, f.z, S + size);
                 copy_row(kp, f.carried, f.z);
-                fill(kp, f.lost, 0);
-                chunk_denominators(c, p, f.carried, f.lost);
+                fill(kp, f.kahan, 0);
+                chunk_denominators(c, p, f.carried, f.kahan);
             }
             for (int64_t r = 0; r < n; r++) /* dO becomes the gradient of num: the same factor */
                 finish_row(p, dO + r * width, width, normalised, c->den[r]);

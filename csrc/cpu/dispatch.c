@@ -37,7 +37,7 @@ typedef struct {
     size_t per_thread;
 } job;
 
-static int64_t over(int64_t x, int64_t y) { return (x + y - 1) / y; }
+static int64_t div_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 static int64_t groups(const la_problem *p, int64_t heads) { return (p->HV + heads - 1) / heads; }
 
@@ -67,7 +67,7 @@ static la_unit unit_at(const job *j, int64_t i)
     u.last = true;
     if (!whole && j->parts == 2) {
         const int64_t C = j->kernels->chunk_tokens(p, u.end - u.begin);
-        const int64_t chunks = over(u.end - u.begin, C);
+        const int64_t chunks = div_up(u.end - u.begin, C);
         const int64_t cut = u.begin + (int64_t)((double)chunks * j->first) * C;
         u.last = (i - j->whole_units) % 2;
         *(u.last ? &u.read : &u.stop) = cut;
@@ -149,15 +149,15 @@ static void share_out(job *j, int64_t heads, int threads, int64_t longest)
     /* What is done twice is worth it for an eighth. */
     double least = (scores + (double)p->V) * 7 / 8;
     job x = *j;
-    for (int64_t panels = 1; panels <= over(p->V, NARROW); panels++)
+    for (int64_t panels = 1; panels <= div_up(p->V, NARROW); panels++)
         for (x.parts = 1; x.parts <= most; x.parts++) {
-            x.columns = over(over(p->V, panels), NARROW) * NARROW;
+            x.columns = div_up(div_up(p->V, panels), NARROW) * NARROW;
             if (x.columns > p->V) x.columns = p->V;
-            x.panels = over(p->V, x.columns);
+            x.panels = div_up(p->V, x.columns);
             const double all = scores + (double)x.columns;
             const double early = (scores * 3 / 4 + (double)x.columns * unread) / all;
             x.first = 1 / (2 - early); /* first = early first + (1 - first) */
-            const double time = (double)over(heads * x.panels * x.parts, threads) * all *
+            const double time = (double)div_up(heads * x.panels * x.parts, threads) * all *
                                 (x.parts == 2 ? x.first : 1);
             if (time >= least) continue;
             least = time;
@@ -181,7 +181,7 @@ static void split(job *j, int threads)
     j->panels = j->parts = 1;
     if (j->heads > 1 || !longest || threads < 2) return;
     /* Heads as if all sequences were as long. */
-    const int64_t heads = over(p->tokens * p->HV, longest);
+    const int64_t heads = div_up(p->tokens * p->HV, longest);
     const int64_t left = heads < threads ? heads : p->N * p->HV % threads;
     if (!left) return;
     share_out(j, left, threads, longest);

@@ -6,7 +6,7 @@
 
 typedef struct noncausal_scratch {
     real *S, *dS, *T; /* [K][width], T transposed [width][kp] */
-    real *z, *dz, *lost;
+    real *z, *dz, *kahan;
     real *q, *k; /* [C][kp] */
     real *V, *O; /* [C][width] */
     real *d;     /* [C][kp] */
@@ -21,7 +21,7 @@ LA_FN void noncausal_take(noncausal_scratch *f, arena *m, const la_problem *p, i
     f->T = arena_take(m, width, kp);
     f->z = arena_take(m, 1, kp);
     f->dz = arena_take(m, 1, kp);
-    f->lost = arena_take(m, 1, kp);
+    f->kahan = arena_take(m, 1, kp);
     f->q = arena_take(m, C, kp);
     f->k = arena_take(m, C, kp);
     f->V = arena_take(m, C, width);
@@ -44,12 +44,12 @@ LA_FN void noncausal_sum(noncausal_scratch *f, const la_problem *p, const la_uni
     const int64_t kp = padded(p->K), width = padded(u->v1 - u->v0);
     load_state(p, LA_S0, u, u->v0, u->v1, f->S, width);
     load_z(p, LA_Z0, u, f->z);
-    fill(kp, f->lost, 0);
+    fill(kp, f->kahan, 0);
     for (int64_t t = u->begin; t < u->end; t += C) {
         const int64_t n = t + C < u->end ? C : u->end - t;
         if (la_stopped(p)) return;
         for (int64_t i = 0; i < n; i++) load_key(p, LA_K, u->b, t + i, u->h, f->k + i * kp);
-        add_keys(n, kp, f->k, f->z, f->lost);
+        add_keys(n, kp, f->k, f->z, f->kahan);
         load_rows(p, LA_V, u, t, n, f->V, width);
         product(p->K, width, n, f->k, 1, kp, f->V, width, f->S, width, &one, 0);
     }

@@ -56,7 +56,7 @@ typedef struct scan_scratch {
     real *S;         /* [K][strip] */
     real *q, *k, *a; /* [kp] */
     real *v, *o;     /* [strip] */
-    real *z, *lost;  /* [kp] */
+    real *z, *kahan; /* [kp] */
     real *owed;      /* [kp] */
 } scan_scratch;
 
@@ -70,7 +70,7 @@ LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
     f->v = arena_take(m, MAX_STRIP, LANES);
     f->o = arena_take(m, MAX_STRIP, LANES);
     f->z = arena_take(m, 1, kp);
-    f->lost = arena_take(m, 1, kp);
+    f->kahan = arena_take(m, 1, kp);
     f->owed = arena_take(m, 1, kp);
 }
 
@@ -88,7 +88,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
         const int64_t v1 = v0 + strip < u->v1 ? v0 + strip : u->v1, width = padded(v1 - v0);
         load_state(p, LA_S0, u, v0, v1, f.S, width);
         if (normalised) load_z(p, LA_Z0, u, f.z);
-        fill(kp, f.lost, 0);
+        fill(kp, f.kahan, 0);
         fill(kp, f.owed, 0);
         for (int64_t t = u->begin; t < u->end; t++) {
             if ((t - u->begin) % TOKENS_A_CHECK == TOKENS_A_CHECK - 1 && la_stopped(p)) return;
@@ -100,7 +100,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
             const real qk = rule == LA_DELTA ? dot(kp, f.q, f.k) : 0;
             token_any(la_strip_of((lane_of_state *)f.S, width / LANES), width / LANES, p->K, f.q,
                       f.k, lanes_in(f.v), f.a, beta, qk, lanes_of(f.o), decay, rule);
-            if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
+            if (normalised) add_keys(1, kp, f.k, f.z, f.kahan);
             finish_row(p, f.o, width, normalised, normalised ? dot(kp, f.q, f.z) : 0);
             store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, v1 - v0);
         }
@@ -156,10 +156,10 @@ typedef struct scan_backward_scratch {
     real *S, *dS;      /* [K][strip] */
     real *states;      /* [M][K*strip + kp]: before each token of a segment (state, z) */
     real *checkpoints; /* [segments][K*strip + kp] */
-    real *q, *k, *a, *z, *dz, *lost; /* [kp] */
-    real *owed, *d_owed;             /* [kp]: to S, to dS */
-    real *v, *o, *d_o, *dv;          /* [strip] */
-    real *dq, *dk, *da;              /* [kp] */
+    real *q, *k, *a, *z, *dz, *kahan; /* [kp] */
+    real *owed, *d_owed;              /* [kp]: to S, to dS */
+    real *v, *o, *d_o, *dv;           /* [strip] */
+    real *dq, *dk, *da;               /* [kp] */
 } scan_backward_scratch;
 
 LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_problem *p,
@@ -171,7 +171,7 @@ LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_probl
     f->dS = arena_take(m, p->K, strip);
     f->states = arena_take(m, segment_room(length), kept);
     f->checkpoints = arena_take(m, (length + M - 1) / M, kept);
-    real **rows[] = {&f->q,    &f->k,      &f->a,  &f->z,  &f->dz, &f->lost,
+    real **rows[] = {&f->q,    &f->k,      &f->a,  &f->z,  &f->dz, &f->kahan,
                      &f->owed, &f->d_owed, &f->dq, &f->dk, &f->da};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) *rows[i] = arena_take(m, 1, kp);
     real **strips[] = {&f->v, &f->o, &f->d_o, &f->dv};
@@ -233,7 +233,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
         load_state(p, LA_S0, u, v0, v1, f.S, width);
         load_state(p, LA_DST, u, v0, v1, f.dS, width);
         load_z(p, LA_Z0, u, f.z);
-        fill(kp, f.lost, 0);
+        fill(kp, f.kahan, 0);
         if (normalised && first_strip && u->panel == 0) /* once: the strips' gradients are added */
             load_z(p, LA_DZT, u, f.dz);
         else
@@ -250,14 +250,14 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
             real beta = scan_load(&f, p, u, u->begin + i, v0, v1, f.owed, decay, rule);
             token_any(la_strip_of((lane_of_state *)f.S, W), W, p->K, f.q, f.k, lanes_in(f.v), f.a,
                       beta, 0, lanes_of(f.o), decay, rule);
-            if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
+            if (normalised) add_keys(1, kp, f.k, f.z, f.kahan);
         }
         for (int64_t first = (length - 1) / M * M; first >= 0 && length; first -= M) {
             if (la_stopped(p)) return;
             const int64_t last = first + M < length ? first + M : length;
             copy_row(size, f.S, f.checkpoints + first / M * kept);
             copy_row(kp, f.z, f.checkpoints + first / M * kept + size);
-            fill(kp, f.lost, 0);
+            fill(kp, f.kahan, 0);
             fill(kp, f.owed, 0);
             for (int64_t i = first; i < last; i++) {
                 copy_row(size, f.states + (i - first) * kept, f.S);
@@ -265,7 +265,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 real beta = scan_load(&f, p, u, u->begin + i, v0, v1, f.owed, decay, rule);
                 token_any(la_strip_of((lane_of_state *)f.S, W), W, p->K, f.q, f.k, lanes_in(f.v),
                           f.a, beta, 0, lanes_of(f.o), decay, rule);
-                if (normalised) add_keys(1, kp, f.k, f.z, f.lost);
+                if (normalised) add_keys(1, kp, f.k, f.z, f.kahan);
             }
             for (int64_t i = last - 1; i >= first; i--) {
                 const int64_t t = u->begin + i;
