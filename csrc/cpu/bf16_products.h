@@ -3,13 +3,13 @@
  * instruction; 2, spelled out, as a test of the first.
  *
  * A word is two bfloat16 numbers, the first in its low half; the product of two words is the sum of two
- * products. A left factor lies in rows of words, A[row][p]. A right factor is reals, and made words a strip of
+ * products. A left factor lies in rows of words. A right factor is reals, and made words a strip of
  * columns at a time. What a word holds is the instance's LA_PLANES:
  *
- *     1  two neighbours along the sum: a row of A as it is, rows of B zipped by twos. Half as many words as
+ *     1  two neighbours along the sum: a row of the left factor as it is, rows of the right one zipped by twos. Half as many words as
  *        terms; what is no bfloat16 number is rounded to 8 bits. An odd count is filled up with a zero.
- *     2  one term: its bfloat16 number twice in A, a real as the sum of two numbers, high and low, in B.
- *        16 bits of a real; what A holds must be bfloat16 numbers.
+ *     2  one term: its bfloat16 number twice on the left, a real as the sum of two numbers, high and low, on the right.
+ *        16 bits of a real; on the left there must be bfloat16 numbers.
  *
  * The instruction takes denormal numbers for zeros, leaves none, and rounds between the two products
  * in its own way: all that is far below what the factors are rounded by. So is the error of
@@ -17,10 +17,10 @@
 
 enum { TERMS = LA_PLANES == 1 ? 2 : 1 }; /* in a word */
 
-/* Words of a row of A that may be read at once, zeros beyond a sum's own; rows of A, anything beyond a
- * product's own. */
+/* Words of a left factor's row that are read at once: zeros beyond a sum's own. Rows of a left factor that
+ * are read at once: anything beyond a product's own. */
 enum { PADDED_WORDS = 16, ROWS_READ = 32 };
-enum { STRIP_LANES = 2 }; /* of a strip of B */
+enum { STRIP_LANES = 2 }; /* of a strip of a right factor */
 
 typedef uint16_t half;
 /* They lie in an arena of reals: they alias everything. */
@@ -110,73 +110,72 @@ LA_FN void pack_left(word *to, const real *x, int64_t n)
     }
 }
 
-/* NV lanes of n rows of a right factor, and zeros. */
-LA_FN void pack_right(const int NV, word *to, const real *from, int64_t ld, int64_t n)
+/* W lanes of n rows of a right factor, and zeros. */
+LA_FN void pack_right(const int W, word *to, const real *from, int64_t ld, int64_t n)
 {
     const lane zero = {0};
     for (int64_t i = 0; i < n; i += TERMS)
 #pragma GCC unroll 2
-        for (int w = 0; w < NV; w++) {
+        for (int w = 0; w < W; w++) {
             const lane *x = lanes_in(from + i * ld) + w;
-            words_of(to + i / TERMS * NV * LANES)[w] =
+            words_of(to + i / TERMS * W * LANES)[w] =
                 LA_PLANES == 2 ? split(x[0])
                                : zip(x[0], i + 1 < n ? lanes_in(from + (i + 1) * ld)[w] : zero);
         }
-    for (int64_t i = words_for(n) * NV; i < padded_words(n) * NV; i++)
-        words_of(to)[i] = (words)zero;
+    for (int64_t i = words_for(n) * W; i < padded_words(n) * W; i++) words_of(to)[i] = (words)zero;
 }
 
-/* NV lanes of pair_product: B is packed, its rows as long. */
-LA_FN void bf16_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
-                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
-                      prefetch *next);
+/* W lanes of bf16_product: `right` is packed, and a step of the sums is one word. */
+LA_FN void bf16_strip(const int W, int64_t rows, int64_t steps, const word *left, int64_t left_row,
+                      const word *right, real *to, int64_t to_row, const real *from,
+                      const real *keep, int64_t keep_row, prefetch *next);
 
 #ifdef LA_AMX
 #include "bf16_products_amx.h"
 #else
-/* C = A B, and (D not NULL) + diag(c) D. */
-LA_FN void bf16_tile(const int R, const int NV, int P, const word *restrict A, int64_t ai,
-                     const word *restrict B, real *C, int64_t ldc, const real *D, const real *c,
-                     int64_t ci)
+/* to = left right, and + diag(keep) from, if there is one. */
+LA_FN void bf16_tile(const int R, const int W, int steps, const word *restrict left,
+                     int64_t left_row, const word *restrict right, real *to, int64_t to_row,
+                     const real *from, const real *keep, int64_t keep_row)
 {
     lane x[TILE];
 #pragma GCC unroll 16
-    for (int i = 0; i < R * NV; i++) x[i] = (lane){0};
+    for (int i = 0; i < R * W; i++) x[i] = (lane){0};
 #pragma GCC unroll 4
-    for (int p = 0; p < P; p++) {
+    for (int step = 0; step < steps; step++) {
         words b[STRIP_LANES];
 #pragma GCC unroll 4
-        for (int w = 0; w < NV; w++) b[w] = words_in(B + p * NV * LANES)[w];
+        for (int w = 0; w < W; w++) b[w] = words_in(right + step * W * LANES)[w];
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const words a = A[r * ai + p] - (words){0};
+            const words a = left[r * left_row + step] - (words){0};
 #pragma GCC unroll 4
-            for (int w = 0; w < NV; w++) x[r * NV + w] = dot_words(x[r * NV + w], a, b[w]);
+            for (int w = 0; w < W; w++) x[r * W + w] = dot_words(x[r * W + w], a, b[w]);
         }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int w = 0; w < NV; w++) {
-            if (D) x[r * NV + w] += c[r * ci] * lanes_in(D + r * ldc)[w];
-            lanes_of(C + r * ldc)[w] = x[r * NV + w];
+        for (int w = 0; w < W; w++) {
+            if (from) x[r * W + w] += keep[r * keep_row] * lanes_in(from + r * to_row)[w];
+            lanes_of(to + r * to_row)[w] = x[r * W + w];
         }
 }
 
-LA_FN void bf16_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
-                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
-                      prefetch *next)
+LA_FN void bf16_strip(const int W, int64_t rows, int64_t steps, const word *left, int64_t left_row,
+                      const word *right, real *to, int64_t to_row, const real *from,
+                      const real *keep, int64_t keep_row, prefetch *next)
 {
     int64_t i = 0;
 #define LA_TILE(R) \
-    bf16_tile(R, NV, (int)P, A + i * ai, ai, B, C + i * ldc, ldc, D ? D + i * ldc : D, \
-              c ? c + i * ci : c, ci)
-    for (; i + TILE / 2 <= M; i += TILE / 2) {
+    bf16_tile(R, W, (int)steps, left + i * left_row, left_row, right, to + i * to_row, to_row, \
+              from ? from + i * to_row : from, keep ? keep + i * keep_row : keep, keep_row)
+    for (; i + TILE / 2 <= rows; i += TILE / 2) {
         if (next) prefetch_some(next);
         LA_TILE(TILE / 2);
     }
-    for (; i + 2 <= M; i += 2) LA_TILE(2);
-    if (i < M) LA_TILE(1);
+    for (; i + 2 <= rows; i += 2) LA_TILE(2);
+    if (i < rows) LA_TILE(1);
 #undef LA_TILE
 }
 
@@ -184,20 +183,23 @@ LA_FN void bf16_products_begin(void) {}
 LA_FN void bf16_products_end(void) {}
 #endif
 
-/* C[M][N] = diag(c) D + A B: as product_and_prefetch, of n terms, A in rows of ai words, B[n][N]; `strip` has room for
- * padded_words(n) rows of STRIP_LANES lanes. D and next may be NULL. */
-LA_COLD void bf16_product(int64_t M, int64_t N, int64_t n, const word *A, int64_t ai, const real *B,
-                          int64_t ldb, real *C, int64_t ldc, const real *D, const real *c,
-                          int64_t ci, word *strip, prefetch *next)
+/* to[rows][columns] = diag(keep) from + left right, as product_and_prefetch, of n terms. left has rows of words,
+ * left_row apart; right is [n][columns]. strip: room for padded_words(n) rows of STRIP_LANES lanes. from and next may
+ * be NULL. */
+LA_COLD void bf16_product(int64_t rows, int64_t columns, int64_t n, const word *left,
+                          int64_t left_row, const real *right, int64_t right_row, real *to,
+                          int64_t to_row, const real *from, const real *keep, int64_t keep_row,
+                          word *strip, prefetch *next)
 {
     int64_t j = 0;
-#define LA_STRIP(NV) \
-    pack_right(NV, strip, B + j, ldb, n); \
-    bf16_strip(NV, M, words_for(n), A, ai, strip, C + j, ldc, D ? D + j : D, c, ci, next)
-    for (; j + STRIP_LANES * LANES <= N; j += STRIP_LANES * LANES) {
+#define LA_STRIP(W) \
+    pack_right(W, strip, right + j, right_row, n); \
+    bf16_strip(W, rows, words_for(n), left, left_row, strip, to + j, to_row, \
+               from ? from + j : from, keep, keep_row, next)
+    for (; j + STRIP_LANES * LANES <= columns; j += STRIP_LANES * LANES) {
         LA_STRIP(STRIP_LANES);
     }
-    if (j < N) {
+    if (j < columns) {
         LA_STRIP(1);
     }
 #undef LA_STRIP

@@ -78,64 +78,64 @@ LA_FN void bf16_products_begin(void)
 /* Whoever has the processor next need not save the registers. */
 LA_FN void bf16_products_end(void) { amx_release(); }
 
-/* NR times 16 rows, NV lanes of columns. */
-LA_FN void amx_sums(const int NR, const int NV, int64_t P, const word *A, int64_t ai, const word *B,
-                    real *to, int64_t ld)
+/* R times 16 rows, W lanes of columns. */
+LA_FN void amx_sums(const int R, const int W, int64_t steps, const word *left, int64_t left_row,
+                    const word *right, real *to, int64_t ld)
 {
     amx_zero(0);
     amx_zero(1);
     amx_zero(2);
     amx_zero(3);
-    for (int64_t p = 0; p < P; p += PADDED_WORDS) {
-        amx_load(4, A + p, ai);
-        if (NR > 1) amx_load(5, A + AMX_ROWS * ai + p, ai);
-        amx_load(6, B + p * NV * LANES, NV * LANES);
-        if (NV > 1) amx_load(7, B + p * NV * LANES + LANES, NV * LANES);
+    for (int64_t step = 0; step < steps; step += PADDED_WORDS) {
+        amx_load(4, left + step, left_row);
+        if (R > 1) amx_load(5, left + AMX_ROWS * left_row + step, left_row);
+        amx_load(6, right + step * W * LANES, W * LANES);
+        if (W > 1) amx_load(7, right + step * W * LANES + LANES, W * LANES);
         amx_multiply(0, 4, 6);
-        if (NR > 1) amx_multiply(2, 5, 6);
-        if (NV == 1) continue;
+        if (R > 1) amx_multiply(2, 5, 6);
+        if (W == 1) continue;
         amx_multiply(1, 4, 7);
-        if (NR > 1) amx_multiply(3, 5, 7);
+        if (R > 1) amx_multiply(3, 5, 7);
     }
     amx_store(0, to, ld);
-    if (NV > 1) amx_store(1, to + LANES, ld);
-    if (NR > 1) amx_store(2, to + AMX_ROWS * ld, ld);
-    if (NR > 1 && NV > 1) amx_store(3, to + AMX_ROWS * ld + LANES, ld);
+    if (W > 1) amx_store(1, to + LANES, ld);
+    if (R > 1) amx_store(2, to + AMX_ROWS * ld, ld);
+    if (R > 1 && W > 1) amx_store(3, to + AMX_ROWS * ld + LANES, ld);
 }
 
-/* Sums that are not whole registers, or to which diag(c) D is added, go through memory. */
-LA_FN void amx_block(const int NR, const int NV, int64_t rows, int64_t P, const word *A, int64_t ai,
-                     const word *B, real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
-                     prefetch *next)
+/* Sums that are not whole registers, or to which diag(keep) from is added, go through memory. */
+LA_FN void amx_block(const int R, const int W, int64_t height, int64_t steps, const word *left,
+                     int64_t left_row, const word *right, real *to, int64_t to_row,
+                     const real *from, const real *keep, int64_t keep_row, prefetch *next)
 {
     real sums[2 * AMX_ROWS * AMX_WIDE] __attribute__((aligned(64)));
-    if (!D && rows == NR * AMX_ROWS) {
-        amx_sums(NR, NV, P, A, ai, B, C, ldc);
+    if (!from && height == R * AMX_ROWS) {
+        amx_sums(R, W, steps, left, left_row, right, to, to_row);
         return;
     }
-    amx_sums(NR, NV, P, A, ai, B, sums, AMX_WIDE);
-    for (int64_t r = 0; r < rows; r++) {
+    amx_sums(R, W, steps, left, left_row, right, sums, AMX_WIDE);
+    for (int64_t r = 0; r < height; r++) {
         if (next && r % (TILE / 2) == 0) prefetch_some(next); /* as often as other tiles would */
 #pragma GCC unroll 2
-        for (int v = 0; v < NV; v++) {
+        for (int v = 0; v < W; v++) {
             lane x = lanes_in(sums + r * AMX_WIDE)[v];
-            if (D) x += c[r * ci] * lanes_in(D + r * ldc)[v];
-            lanes_of(C + r * ldc)[v] = x;
+            if (from) x += keep[r * keep_row] * lanes_in(from + r * to_row)[v];
+            lanes_of(to + r * to_row)[v] = x;
         }
     }
 }
 
-LA_FN void bf16_strip(const int NV, int64_t M, int64_t P, const word *A, int64_t ai, const word *B,
-                      real *C, int64_t ldc, const real *D, const real *c, int64_t ci,
-                      prefetch *next)
+LA_FN void bf16_strip(const int W, int64_t rows, int64_t steps, const word *left, int64_t left_row,
+                      const word *right, real *to, int64_t to_row, const real *from,
+                      const real *keep, int64_t keep_row, prefetch *next)
 {
     amx_reads_memory();
-#define LA_BLOCK(NR) \
-    amx_block(NR, NV, rows, P, A + i * ai, ai, B, C + i * ldc, ldc, D ? D + i * ldc : D, \
-              c ? c + i * ci : c, ci, next)
-    for (int64_t i = 0; i < M; i += 2 * AMX_ROWS) {
-        const int64_t rows = M - i < 2 * AMX_ROWS ? M - i : 2 * AMX_ROWS;
-        if (rows > AMX_ROWS)
+#define LA_BLOCK(R) \
+    amx_block(R, W, height, steps, left + i * left_row, left_row, right, to + i * to_row, to_row, \
+              from ? from + i * to_row : from, keep ? keep + i * keep_row : keep, keep_row, next)
+    for (int64_t i = 0; i < rows; i += 2 * AMX_ROWS) {
+        const int64_t height = rows - i < 2 * AMX_ROWS ? rows - i : 2 * AMX_ROWS;
+        if (height > AMX_ROWS)
             LA_BLOCK(2);
         else
             LA_BLOCK(1);

@@ -372,20 +372,20 @@ LA_FN void panel_write(const chunk *c, const la_problem *p, const la_unit *u, in
         scale_row(s->width, s->rU + i * s->width, s->U + i * s->width, c->scale_U[i]);
 }
 
-/* R rows from i, NV lanes from column w of a product with the state: made here, or copied if it was
+/* R rows from i, W lanes from column w of a product with the state: made here, or copied if it was
  * made beforehand. */
-LA_FN void state_product(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
+LA_FN void state_product(const int R, const int W, int64_t i, int64_t w, const chunk *c, int K,
                          const real *rows, const panel *s, const real *precomputed, lane *to)
 {
     if (!BF16_PRODUCTS) {
-        tile_sum(R, NV, K, rows + i * c->kp, c->kp, 1, s->S + w, s->width, to);
+        tile_sum(R, W, K, rows + i * c->kp, c->kp, 1, s->S + w, s->width, to);
         return;
     }
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++)
 #pragma GCC unroll 4
-        for (int x = 0; x < NV; x++)
-            to[y * NV + x] = lanes_in(precomputed + (i + y) * s->width + w)[x];
+        for (int x = 0; x < W; x++)
+            to[y * W + x] = lanes_in(precomputed + (i + y) * s->width + w)[x];
 }
 
 /* What a row of k S or q S is scaled by, where it is. What the blocks below do must be known to the
@@ -396,8 +396,8 @@ LA_FN real start_of(const real *scale, int64_t i, const bool scaled)
     return scaled ? scale[i] : 1;
 }
 
-/* R rows from i, NV lanes from column w of panel_solve. */
-LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c, int K,
+/* R rows from i, W lanes from column w of panel_solve. */
+LA_FN void solve_block(const int R, const int W, int64_t i, int64_t w, const chunk *c, int K,
                        const real *k, const panel *s, rows V, real *E, prefetch *next,
                        const bool scaled)
 {
@@ -406,15 +406,15 @@ LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const ch
     const real *L = c->L + i * cp;
     lane kS[TILE], sum[TILE], u[STRIP];
 
-    state_product(R, NV, i, w, c, K, k, s, s->kS, kS);
-    tile_sum(R, NV, (int)i, L, cp, 1, s->U + w, width, sum);
+    state_product(R, W, i, w, c, K, k, s, s->kS, kS);
+    tile_sum(R, W, (int)i, L, cp, 1, s->U + w, width, sum);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
         const real start = start_of(c->scale_kS, i + y, scaled), beta = c->beta[i + y];
         const int64_t at = (i + y) * width + w;
 #pragma GCC unroll 8
-        for (int x = 0; x < NV; x++) {
-            lane e = row_of(V, i + y, w)[x] - start * kS[y * NV + x] - sum[y * NV + x];
+        for (int x = 0; x < W; x++) {
+            lane e = row_of(V, i + y, w)[x] - start * kS[y * W + x] - sum[y * W + x];
             u[x] = beta * e;
             lanes_of(E + at)[x] = e;
             lanes_of(s->U + at)[x] = u[x];
@@ -423,7 +423,7 @@ LA_FN void solve_block(const int R, const int NV, int64_t i, int64_t w, const ch
 #pragma GCC unroll 8
         for (int z = y + 1; z < R; z++)
 #pragma GCC unroll 8
-            for (int x = 0; x < NV; x++) sum[z * NV + x] += L[z * cp + i + y] * u[x];
+            for (int x = 0; x < W; x++) sum[z * W + x] += L[z * cp + i + y] * u[x];
     }
 }
 
@@ -442,7 +442,7 @@ LA_COLD void panel_solve(const chunk *c, const la_problem *p, const panel *s, ro
             FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, k, s, V, E, next, false);
 }
 
-LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chunk *c,
+LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chunk *c,
                       const la_problem *p, const real *q, const panel *s, rows O, prefetch *next,
                       const bool scaled, const bool normalised)
 {
@@ -452,8 +452,8 @@ LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chu
     const real scale = (real)p->scale;
     lane qS[TILE], sum[TILE];
 
-    state_product(R, NV, i, w, c, (int)p->K, q, s, s->qS, qS);
-    tile_sum(R, NV, (int)i, P, cp, 1, s->U + w, width, sum);
+    state_product(R, W, i, w, c, (int)p->K, q, s, s->qS, qS);
+    tile_sum(R, W, (int)i, P, cp, 1, s->U + w, width, sum);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
         const real start = start_of(c->scale_qS, i + y, scaled);
@@ -462,11 +462,11 @@ LA_FN void read_block(const int R, const int NV, int64_t i, int64_t w, const chu
 #pragma GCC unroll 8
         for (int z = y; z < R; z++)
 #pragma GCC unroll 8
-            for (int x = 0; x < NV; x++)
-                sum[z * NV + x] += P[z * cp + i + y] * lanes_in(s->U + at)[x];
+            for (int x = 0; x < W; x++)
+                sum[z * W + x] += P[z * cp + i + y] * lanes_in(s->U + at)[x];
 #pragma GCC unroll 8
-        for (int x = 0; x < NV; x++) {
-            lane o = scale * (start * qS[y * NV + x] + sum[y * NV + x]);
+        for (int x = 0; x < W; x++) {
+            lane o = scale * (start * qS[y * W + x] + sum[y * W + x]);
             row_of(O, i + y, w)[x] = normalised ? o / by : o;
         }
     }

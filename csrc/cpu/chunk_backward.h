@@ -128,21 +128,21 @@ LA_FN void recompute_chunk(backward_scratch *f, const la_problem *p, const la_un
     if (p->normaliser != LA_UNNORMALISED) add_keys(n, c->kp, c->k, f->z, f->kahan);
 }
 
-/* The last R rows but `done`, NV lanes from column w. */
-LA_FN void unsolve_block(const int R, const int NV, int64_t done, int64_t w, backward_scratch *f,
+/* The last R rows but `done`, W lanes from column w. */
+LA_FN void unsolve_block(const int R, const int W, int64_t done, int64_t w, backward_scratch *f,
                          int64_t width)
 {
     const chunk *c = &f->c;
     const int64_t cp = c->cp, after = c->n - done, i = after - R;
     lane sum[TILE], minus[STRIP]; /* was E_i -= L_ij U_j; -dE_i is in dO's rows */
 
-    tile_sum(R, NV, (int)done, c->L + after * cp + i, 1, cp, f->dO + after * width + w, width, sum);
+    tile_sum(R, W, (int)done, c->L + after * cp + i, 1, cp, f->dO + after * width + w, width, sum);
 #pragma GCC unroll 8
     for (int y = R - 1; y >= 0; y--) {
         const int64_t at = (i + y) * width + w;
 #pragma GCC unroll 8
-        for (int x = 0; x < NV; x++) {
-            lane du = lanes_in(f->dU + at)[x] + sum[y * NV + x];
+        for (int x = 0; x < W; x++) {
+            lane du = lanes_in(f->dU + at)[x] + sum[y * W + x];
             minus[x] = -(c->beta[i + y] * du);
             lanes_of(f->dU + at)[x] = du;
             lanes_of(f->dO + at)[x] = minus[x];
@@ -150,7 +150,7 @@ LA_FN void unsolve_block(const int R, const int NV, int64_t done, int64_t w, bac
 #pragma GCC unroll 8
         for (int z = 0; z < y; z++)
 #pragma GCC unroll 8
-            for (int x = 0; x < NV; x++) sum[z * NV + x] += c->L[(i + y) * cp + i + z] * minus[x];
+            for (int x = 0; x < W; x++) sum[z * W + x] += c->L[(i + y) * cp + i + z] * minus[x];
     }
 }
 
@@ -169,8 +169,8 @@ LA_COLD void solve_adjoint(backward_scratch *f, const la_problem *p, int64_t wid
     }
 }
 
-/* dU_j = r_j (k dS)_j + sum_{i>=j} P_ij dO_i, of R rows from j and NV lanes from column w. */
-LA_FN void unread_block(const int R, const int NV, int64_t j, int64_t w, const backward_scratch *f,
+/* dU_j = r_j (k dS)_j + sum_{i>=j} P_ij dO_i, of R rows from j and W lanes from column w. */
+LA_FN void unread_block(const int R, const int W, int64_t j, int64_t w, const backward_scratch *f,
                         const real *dO, int64_t width, const la_decay decay)
 {
     const chunk *c = &f->c;
@@ -178,22 +178,22 @@ LA_FN void unread_block(const int R, const int NV, int64_t j, int64_t w, const b
     const real *r = c->gamma + (c->n - 1) * cp;
     lane sum[TILE];
 
-    tile_sum(R, NV, (int)(c->n - after), c->P + after * cp + j, 1, cp, dO + after * width + w,
-             width, sum);
+    tile_sum(R, W, (int)(c->n - after), c->P + after * cp + j, 1, cp, dO + after * width + w, width,
+             sum);
 #pragma GCC unroll 8
     for (int y = R - 1; y >= 0; y--)
 #pragma GCC unroll 8
         for (int z = 0; z <= y; z++)
 #pragma GCC unroll 8
-            for (int x = 0; x < NV; x++)
-                sum[z * NV + x] +=
+            for (int x = 0; x < W; x++)
+                sum[z * W + x] +=
                     c->P[(j + y) * cp + j + z] * lanes_in(dO + (j + y) * width + w)[x];
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
         const real end = decay == LA_TOKEN ? r[j + y] : 1;
         lane *du = lanes_of(f->dU + (j + y) * width + w);
 #pragma GCC unroll 8
-        for (int x = 0; x < NV; x++) du[x] = end * du[x] + sum[y * NV + x];
+        for (int x = 0; x < W; x++) du[x] = end * du[x] + sum[y * W + x];
     }
 }
 

@@ -33,18 +33,21 @@ LA_FN bool stopped_after_keys(const la_problem *p, int64_t rows, int64_t n)
 }
 
 /* narrow_product, by stretches. */
-LA_FN void long_narrow_product(const la_problem *p, int64_t M, int64_t N, int64_t P, const real *A,
-                               int64_t ai, const real *B, int64_t ldb, real *C, int64_t ldc)
+LA_FN void long_narrow_product(const la_problem *p, int64_t rows, int64_t columns, int64_t terms,
+                               const real *left, int64_t left_row, const real *right,
+                               int64_t right_row, real *to, int64_t to_row)
 {
-    for (int64_t i = 0, end; (end = stretch_end(p, i, M)) > i; i = end)
-        narrow_product(end - i, N, P, A + i * ai, ai, B, ldb, C + i * ldc, ldc);
+    for (int64_t i = 0, end; (end = stretch_end(p, i, rows)) > i; i = end)
+        narrow_product(end - i, columns, terms, left + i * left_row, left_row, right, right_row,
+                       to + i * to_row, to_row);
 }
 
-/* product, by stretches: C = c C + A B, or (c NULL) A B. */
-LA_FN void long_product(const la_problem *p, int64_t M, int64_t N, int64_t P, const real *A,
-                        int64_t ai, int64_t ap, const real *B, int64_t ldb, real *C, int64_t ldc,
-                        const real *c)
+/* product, by stretches: to = keep to + left right. Without keep: to = left right. */
+LA_FN void long_product(const la_problem *p, int64_t rows, int64_t columns, int64_t terms,
+                        const real *left, int64_t left_row, int64_t left_term, const real *right,
+                        int64_t right_row, real *to, int64_t to_row, const real *keep)
 {
-    for (int64_t i = 0, end; (end = stretch_end(p, i, M)) > i; i = end)
-        product(end - i, N, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, c, 0);
+    for (int64_t i = 0, end; (end = stretch_end(p, i, rows)) > i; i = end)
+        product(end - i, columns, terms, left + i * left_row, left_row, left_term, right, right_row,
+                to + i * to_row, to_row, keep, 0);
 }

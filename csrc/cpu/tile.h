@@ -1,18 +1,18 @@
 /* Tiles: dense products of small matrices, lanes along the columns of the result. There is no
  * attention in this file.
  *
- * A tile is R rows of NV lanes, one accumulator each. With 32 vector registers 16 accumulators, as
+ * A tile is R rows of W lanes, one accumulator each. With 32 vector registers 16 accumulators, as
  * 8 x 2, divide a chunk of 16 and keep enough multiply-adds in flight (latency 4, two a cycle,
- * needs 8; NEON, up to four a cycle, 16), and what is left holds the two lanes of B and, before
- * their multiply-adds, the eight elements of A: 26. A cycle of four multiply-adds then asks for 2.5
- * loads, of which such cores do 3. With 16 registers 6 x 2 leaves room for the two lanes of B and a
- * broadcast.
+ * needs 8; NEON, up to four a cycle, 16), and what is left holds the two lanes of the right
+ * factor and, before their multiply-adds, the eight elements of the left one: 26. A cycle of four multiply-adds then asks for 2.5
+ * loads, of which such cores do 3. With 16 registers 6 x 2 leaves room for the two lanes of the right factor
+ * and a broadcast.
  *
  * A short sum is one chain, has no totals beside it, and is over before what surrounds it is paid
- * for. There the loop over p is unrolled and, with 32 registers, the tile 6 x 4: 10 loads for 24
+ * for. There the loop over terms is unrolled and, with 32 registers, the tile 6 x 4: 10 loads for 24
  * multiply-adds, not for 16, and rows of a whole panel.
  *
- * Every element is a sum in the order of p that joins what is there at its end, whatever tile it
+ * Every element is a sum in the order of its terms that joins what is there at its end, whatever tile it
  * falls in: the same bits however the columns are split. A sum of its own keeps the roundings at the
  * size of the sum: a state takes one rounding a chunk, not one a token. */
 
@@ -28,93 +28,103 @@ enum { TILE = 16, STRIP = 2, ROWS = 8, TALL = 6, WIDE = 4 };
 enum { TILE = 12, STRIP = 2, ROWS = 4, TALL = 6, WIDE = 2 };
 #endif
 
-/* sum[r][w] += A[r] B[w]: one term of each sum. */
-LA_FN void add_term(const int R, const int NV, const real *restrict A, int64_t ai,
-                    const real *restrict B, lane *sum)
+/* sum[r][w] += left[r] right[w]: one term of each sum. */
+LA_FN void add_term(const int R, const int W, const real *restrict left, int64_t left_row,
+                    const real *restrict right, lane *sum)
 {
     lane b[WIDE];
 #pragma GCC unroll 4
-    for (int w = 0; w < NV; w++) b[w] = lanes_in(B)[w];
+    for (int w = 0; w < W; w++) b[w] = lanes_in(right)[w];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-        const real a = A[r * ai];
+        const real a = left[r * left_row];
 #pragma GCC unroll 4
-        for (int w = 0; w < NV; w++) sum[r * NV + w] += a * b[w];
+        for (int w = 0; w < W; w++) sum[r * W + w] += a * b[w];
     }
 }
 
-/* sum[r][w] += sum over p of A[r][p] B[p][w] */
-LA_FN void add_terms(const int R, const int NV, int P, const real *restrict A, int64_t ai,
-                     int64_t ap, const real *restrict B, int64_t ldb, lane *sum)
+/* sum[r][w] += sum over terms of left[r][term] right[term][w] */
+LA_FN void add_terms(const int R, const int W, int terms, const real *restrict left,
+                     int64_t left_row, int64_t left_term, const real *restrict right,
+                     int64_t right_row, lane *sum)
 {
-    for (int p = 0; p < P; p++) add_term(R, NV, A + p * ap, ai, B + p * ldb, sum);
+    for (int term = 0; term < terms; term++)
+        add_term(R, W, left + term * left_term, left_row, right + term * right_row, sum);
 }
 
-/* The same for a P that the compiler knows: what counts and addresses cost shows beside so few
+/* The same for a number of terms that the compiler knows: what counts and addresses cost shows beside so few
  * multiply-adds, and goes where the loop is unrolled. */
-LA_FN void add_known(const int R, const int NV, const int P, const real *restrict A, int64_t ai,
-                     int64_t ap, const real *restrict B, int64_t ldb, lane *sum)
+LA_FN void add_known(const int R, const int W, const int terms, const real *restrict left,
+                     int64_t left_row, int64_t left_term, const real *restrict right,
+                     int64_t right_row, lane *sum)
 {
 #pragma GCC unroll 4
-    for (int p = 0; p < P; p++) add_term(R, NV, A + p * ap, ai, B + p * ldb, sum);
+    for (int term = 0; term < terms; term++)
+        add_term(R, W, left + term * left_term, left_row, right + term * right_row, sum);
 }
 
-/* total[r][w] = sum over p < P of A[r][p] B[p][w], in registers. What does not fill a chain comes
- * first. */
-LA_FN void tile_sum(const int R, const int NV, int P, const real *restrict A, int64_t ai,
-                    int64_t ap, const real *restrict B, int64_t ldb, lane *total)
+/* total[r][w] = sum over terms of left[r][term] right[term][w], in registers. The terms that do not
+ * fill a chain come first. */
+LA_FN void tile_sum(const int R, const int W, int terms, const real *restrict left,
+                    int64_t left_row, int64_t left_term, const real *restrict right,
+                    int64_t right_row, lane *total)
 {
 #pragma GCC unroll 16
-    for (int i = 0; i < R * NV; i++) total[i] = (lane){0};
-    int p = P % CHAIN;
-    add_terms(R, NV, p, A, ai, ap, B, ldb, total);
-    for (; p < P; p += CHAIN) {
+    for (int i = 0; i < R * W; i++) total[i] = (lane){0};
+    int term = terms % CHAIN;
+    add_terms(R, W, term, left, left_row, left_term, right, right_row, total);
+    for (; term < terms; term += CHAIN) {
         lane sum[TILE];
 #pragma GCC unroll 16
-        for (int i = 0; i < R * NV; i++) sum[i] = (lane){0};
-        add_known(R, NV, CHAIN, A + p * ap, ai, ap, B + p * ldb, ldb, sum);
+        for (int i = 0; i < R * W; i++) sum[i] = (lane){0};
+        add_known(R, W, CHAIN, left + term * left_term, left_row, left_term,
+                  right + term * right_row, right_row, sum);
 #pragma GCC unroll 16
-        for (int i = 0; i < R * NV; i++) total[i] += sum[i];
+        for (int i = 0; i < R * W; i++) total[i] += sum[i];
     }
 }
 
-/* known: P, at most CHAIN, if the compiler is to know it; else 0. */
-LA_FN void tile(const int R, const int NV, const int known, int P, const real *restrict A,
-                int64_t ai, int64_t ap, const real *restrict B, int64_t ldb, real *C, int64_t ldc,
-                const real *D, const real *restrict c, int64_t ci)
+/* known: the number of terms, at most CHAIN, if the compiler is to know it; else 0. */
+LA_FN void tile(const int R, const int W, const int known, int terms, const real *restrict left,
+                int64_t left_row, int64_t left_term, const real *restrict right, int64_t right_row,
+                real *to, int64_t to_row, const real *from, const real *restrict keep,
+                int64_t keep_row)
 {
     lane total[TALL * WIDE];
     if (known) {
 #pragma GCC unroll 24
-        for (int i = 0; i < R * NV; i++) total[i] = (lane){0};
+        for (int i = 0; i < R * W; i++) total[i] = (lane){0};
 #pragma GCC unroll 16
-        for (int p = 0; p < known; p++) add_term(R, NV, A + p * ap, ai, B + p * ldb, total);
+        for (int term = 0; term < known; term++)
+            add_term(R, W, left + term * left_term, left_row, right + term * right_row, total);
     } else {
-        tile_sum(R, NV, P, A, ai, ap, B, ldb, total);
+        tile_sum(R, W, terms, left, left_row, left_term, right, right_row, total);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int w = 0; w < NV; w++) {
-            lane x = total[r * NV + w];
-            if (D) x += c[r * ci] * lanes_in(D + r * ldc)[w];
-            lanes_of(C + r * ldc)[w] = x;
+        for (int w = 0; w < W; w++) {
+            lane x = total[r * W + w];
+            if (from) x += keep[r * keep_row] * lanes_in(from + r * to_row)[w];
+            lanes_of(to + r * to_row)[w] = x;
         }
 }
 
-LA_FN void tile_column(const int NV, const int tall, const int known, int64_t M, int P,
-                       const real *A, int64_t ai, int64_t ap, const real *B, int64_t ldb, real *C,
-                       int64_t ldc, const real *D, const real *c, int64_t ci, prefetch *next)
+LA_FN void tile_column(const int W, const int tall, const int known, int64_t rows, int terms,
+                       const real *left, int64_t left_row, int64_t left_term, const real *right,
+                       int64_t right_row, real *to, int64_t to_row, const real *from,
+                       const real *keep, int64_t keep_row, prefetch *next)
 {
     int64_t i = 0;
 #define LA_TILE(R) \
-    tile(R, NV, known, P, A + i * ai, ai, ap, B, ldb, C + i * ldc, ldc, D ? D + i * ldc : D, \
-         c ? c + i * ci : c, ci)
-    for (; i + tall <= M; i += tall) {
+    tile(R, W, known, terms, left + i * left_row, left_row, left_term, right, right_row, \
+         to + i * to_row, to_row, from ? from + i * to_row : from, \
+         keep ? keep + i * keep_row : keep, keep_row)
+    for (; i + tall <= rows; i += tall) {
         if (next) prefetch_some(next);
         LA_TILE(tall);
     }
-    switch (M - i) {
+    switch (rows - i) {
     case 1: LA_TILE(1); break;
     case 2: LA_TILE(2); break;
     case 3: LA_TILE(3); break;
@@ -130,7 +140,7 @@ LA_FN void tile_column(const int NV, const int tall, const int known, int64_t M,
 #undef LA_TILE
 }
 
-/* The factor c of products that add to what is there. */
+/* `keep` for a product that is added to what is there. */
 static const real one = 1;
 
 /* Sums as short as a chunk, or two: what a tile costs besides its multiply-adds shows, and is less
@@ -138,94 +148,108 @@ static const real one = 1;
  * where its rows are. */
 enum { SHORT = 16 };
 
-/* C[M][N] = diag(c) D + A B, A[i][p] at A[i*ai + p*ap], B[P][N] in rows of ldb reals, C and D of ldc,
- * N in whole lanes, rows aligned. D may be C, or NULL for 0. ci = 0: one c for every row. next: the
- * rows to prefetch meanwhile, or NULL. */
-LA_COLD void product_and_prefetch(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai,
-                                  int64_t ap, const real *B, int64_t ldb, real *C, int64_t ldc,
-                                  const real *D, const real *c, int64_t ci, prefetch *next)
+/* to[rows][columns] = diag(keep) from + left right.
+ *
+ * left[i][term] is left[i * left_row + term * left_term]. right[terms][columns] has rows right_row reals
+ * apart, to and from have rows to_row apart. Columns are whole lanes, rows are aligned. from may be `to`,
+ * or NULL for 0. keep_row 0: one number for every row. next: the rows to prefetch meanwhile, or NULL. */
+LA_COLD void product_and_prefetch(int64_t rows, int64_t columns, int64_t terms, const real *left,
+                                  int64_t left_row, int64_t left_term, const real *right,
+                                  int64_t right_row, real *to, int64_t to_row, const real *from,
+                                  const real *keep, int64_t keep_row, prefetch *next)
 {
     int64_t j = 0;
-    if (P == 2 * SHORT && ai == 2 * SHORT && ap == 1)
-        for (; j + WIDE * LANES <= N; j += WIDE * LANES)
-            tile_column(WIDE, TALL, 2 * SHORT, M, 2 * SHORT, A, 2 * SHORT, 1, B + j, ldb, C + j,
-                        ldc, D ? D + j : D, c, ci, next);
-    if (P == SHORT && ai == SHORT && ap == 1) {
-        if (N == WIDE * LANES && ldb == N && ldc == N && D) {
-            tile_column(WIDE, TALL, SHORT, M, SHORT, A, SHORT, 1, B, WIDE * LANES, C, WIDE * LANES,
-                        D, c, ci, next);
+    if (terms == 2 * SHORT && left_row == 2 * SHORT && left_term == 1)
+        for (; j + WIDE * LANES <= columns; j += WIDE * LANES)
+            tile_column(WIDE, TALL, 2 * SHORT, rows, 2 * SHORT, left, 2 * SHORT, 1, right + j,
+                        right_row, to + j, to_row, from ? from + j : from, keep, keep_row, next);
+    if (terms == SHORT && left_row == SHORT && left_term == 1) {
+        if (columns == WIDE * LANES && right_row == columns && to_row == columns && from) {
+            tile_column(WIDE, TALL, SHORT, rows, SHORT, left, SHORT, 1, right, WIDE * LANES, to,
+                        WIDE * LANES, from, keep, keep_row, next);
             return;
         }
-        if (WIDE > 2 && N == 2 * LANES && ldb == N && ldc == N && D) {
-            tile_column(2, TILE / 2, SHORT, M, SHORT, A, SHORT, 1, B, 2 * LANES, C, 2 * LANES, D, c,
-                        ci, next);
+        if (WIDE > 2 && columns == 2 * LANES && right_row == columns && to_row == columns && from) {
+            tile_column(2, TILE / 2, SHORT, rows, SHORT, left, SHORT, 1, right, 2 * LANES, to,
+                        2 * LANES, from, keep, keep_row, next);
             return;
         }
-        for (; j + WIDE * LANES <= N; j += WIDE * LANES)
-            tile_column(WIDE, TALL, SHORT, M, SHORT, A, SHORT, 1, B + j, ldb, C + j, ldc,
-                        D ? D + j : D, c, ci, next);
+        for (; j + WIDE * LANES <= columns; j += WIDE * LANES)
+            tile_column(WIDE, TALL, SHORT, rows, SHORT, left, SHORT, 1, right + j, right_row,
+                        to + j, to_row, from ? from + j : from, keep, keep_row, next);
     }
-    for (; j + 2 * LANES <= N; j += 2 * LANES)
-        tile_column(2, TILE / 2, 0, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, D ? D + j : D, c,
-                    ci, next);
-    if (j < N)
-        tile_column(1, TILE / 2, 0, M, (int)P, A, ai, ap, B + j, ldb, C + j, ldc, D ? D + j : D, c,
-                    ci, next);
+    for (; j + 2 * LANES <= columns; j += 2 * LANES)
+        tile_column(2, TILE / 2, 0, rows, (int)terms, left, left_row, left_term, right + j,
+                    right_row, to + j, to_row, from ? from + j : from, keep, keep_row, next);
+    if (j < columns)
+        tile_column(1, TILE / 2, 0, rows, (int)terms, left, left_row, left_term, right + j,
+                    right_row, to + j, to_row, from ? from + j : from, keep, keep_row, next);
 }
 
-/* In place, or (c NULL) alone: C = diag(c) C + A B. */
-LA_FN void product(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai, int64_t ap,
-                   const real *B, int64_t ldb, real *C, int64_t ldc, const real *c, int64_t ci)
+/* In place: to = diag(keep) to + left right. Without keep: to = left right. */
+LA_FN void product(int64_t rows, int64_t columns, int64_t terms, const real *left, int64_t left_row,
+                   int64_t left_term, const real *right, int64_t right_row, real *to,
+                   int64_t to_row, const real *keep, int64_t keep_row)
 {
-    product_and_prefetch(M, N, P, A, ai, ap, B, ldb, C, ldc, c ? C : NULL, c, ci, NULL);
+    product_and_prefetch(rows, columns, terms, left, left_row, left_term, right, right_row, to,
+                         to_row, keep ? to : NULL, keep, keep_row, NULL);
 }
 
-/* C = A B for few columns, where a tile of one lane has too few multiply-adds in flight: even and odd
- * p are chains of their own. A in rows of ai reals. */
-LA_FN void narrow_tile(const int R, int64_t P, const real *restrict A, int64_t ai,
-                       const real *restrict B, int64_t ldb, real *restrict C, int64_t ldc)
+/* to = left right for few columns, where a tile of one lane has too few multiply-adds in flight: even
+ * and odd terms are chains of their own. */
+LA_FN void narrow_tile(const int R, int64_t terms, const real *restrict left, int64_t left_row,
+                       const real *restrict right, int64_t right_row, real *restrict to,
+                       int64_t to_row)
 {
     lane total[TILE / 2];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) total[r] = (lane){0};
-    for (int64_t first = 0; first < P; first += CHAIN) {
-        const int64_t last = first + CHAIN < P ? first + CHAIN : P;
+    for (int64_t first = 0; first < terms; first += CHAIN) {
+        const int64_t last = first + CHAIN < terms ? first + CHAIN : terms;
         lane even[TILE / 2], odd[TILE / 2];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) even[r] = odd[r] = (lane){0};
-        for (int64_t p = first; p + 1 < last; p += 2) {
-            const lane b0 = lanes_in(B + p * ldb)[0], b1 = lanes_in(B + (p + 1) * ldb)[0];
+        for (int64_t term = first; term + 1 < last; term += 2) {
+            const lane b0 = lanes_in(right + term * right_row)[0],
+                       b1 = lanes_in(right + (term + 1) * right_row)[0];
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                even[r] += A[r * ai + p] * b0;
-                odd[r] += A[r * ai + p + 1] * b1;
+                even[r] += left[r * left_row + term] * b0;
+                odd[r] += left[r * left_row + term + 1] * b1;
             }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            if (last % 2) even[r] += A[r * ai + last - 1] * lanes_in(B + (last - 1) * ldb)[0];
+            if (last % 2)
+                even[r] +=
+                    left[r * left_row + last - 1] * lanes_in(right + (last - 1) * right_row)[0];
             total[r] += even[r] + odd[r];
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) lanes_of(C + r * ldc)[0] = total[r];
+    for (int r = 0; r < R; r++) lanes_of(to + r * to_row)[0] = total[r];
 }
 
-LA_COLD void narrow_product(int64_t M, int64_t N, int64_t P, const real *A, int64_t ai,
-                            const real *B, int64_t ldb, real *C, int64_t ldc)
+LA_COLD void narrow_product(int64_t rows, int64_t columns, int64_t terms, const real *left,
+                            int64_t left_row, const real *right, int64_t right_row, real *to,
+                            int64_t to_row)
 {
-    for (int64_t j = 0; j < N; j += LANES) {
+    for (int64_t j = 0; j < columns; j += LANES) {
         int64_t i = 0;
-        for (; i + TILE / 2 <= M; i += TILE / 2)
-            narrow_tile(TILE / 2, P, A + i * ai, ai, B + j, ldb, C + i * ldc + j, ldc);
-        for (; i + 2 <= M; i += 2)
-            narrow_tile(2, P, A + i * ai, ai, B + j, ldb, C + i * ldc + j, ldc);
-        if (i < M) narrow_tile(1, P, A + i * ai, ai, B + j, ldb, C + i * ldc + j, ldc);
+        for (; i + TILE / 2 <= rows; i += TILE / 2)
+            narrow_tile(TILE / 2, terms, left + i * left_row, left_row, right + j, right_row,
+                        to + i * to_row + j, to_row);
+        for (; i + 2 <= rows; i += 2)
+            narrow_tile(2, terms, left + i * left_row, left_row, right + j, right_row,
+                        to + i * to_row + j, to_row);
+        if (i < rows)
+            narrow_tile(1, terms, left + i * left_row, left_row, right + j, right_row,
+                        to + i * to_row + j, to_row);
     }
 }
 
 /* For triangles, whose rows have different lengths and must not touch what lies outside: call
- * block(R, NV, i, w, ...) for R rows from i and NV lanes from column w, the rows from `first` up to n
+ * block(R, W, i, w, ...) for R rows from i and W lanes from column w, the rows from `first` up to n
  * in order within a strip of columns. */
 #define FOR_EACH_BLOCK(first, n, width, block, ...) \
     do { \
@@ -311,11 +335,11 @@ LA_FN lane sum_each(lane *x)
     return x[0];
 }
 
-/* to[n][m] = from[m][n]; the columns of `to` from M up to its padding become 0. Rows are aligned. */
-LA_COLD void transpose(int64_t M, int64_t N, const real *restrict from, int64_t ld_from,
+/* to[n][m] = from[m][n]; the columns of `to` behind the last row of `from`, its padding, become 0. Rows are aligned. */
+LA_COLD void transpose(int64_t rows, int64_t columns, const real *restrict from, int64_t ld_from,
                        real *restrict to, int64_t ld_to)
 {
-    const int64_t whole_m = M / LANES * LANES, whole_n = N / LANES * LANES;
+    const int64_t whole_m = rows / LANES * LANES, whole_n = columns / LANES * LANES;
     for (int64_t n = 0; n < whole_n; n += LANES)
         for (int64_t m = 0; m < whole_m; m += LANES) {
             lane x[LANES];
@@ -325,11 +349,11 @@ LA_COLD void transpose(int64_t M, int64_t N, const real *restrict from, int64_t 
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) lanes_of(to + (n + i) * ld_to + m)[0] = x[i];
         }
-    if (whole_m == M && whole_n == N) return;
-    for (int64_t n = 0; n < N; n++) {
-        for (int64_t m = n < whole_n ? whole_m : 0; m < M; m++)
+    if (whole_m == rows && whole_n == columns) return;
+    for (int64_t n = 0; n < columns; n++) {
+        for (int64_t m = n < whole_n ? whole_m : 0; m < rows; m++)
             to[n * ld_to + m] = from[m * ld_from + n];
-        for (int64_t m = M; m < padded(M); m++) to[n * ld_to + m] = 0;
+        for (int64_t m = rows; m < padded(rows); m++) to[n * ld_to + m] = 0;
     }
 }
 
