@@ -21,6 +21,7 @@ ROOMS = (
     "gate.c",
     "dispatch.c",
     "chunk.h",
+    "chunk_forward.h",
     "chunk_backward.h",
     "scan.h",
     "noncausal.h",

@@ -124,7 +124,7 @@ LA_FN void recompute_chunk(backward_scratch *f, const la_problem *p, const la_un
     chunk_scores(c, p, false, decay, rule);
     settle_chunk_decay(c, p, f->owed, decay);
     panel s = recompute_writes(f, p, u, t, S, width, decay, rule);
-    if (to) panel_carry(c, p, &s, to, &next, decay);
+    if (to) state_carry(c, NULL, p, &s, to, &next, decay);
     if (p->normaliser != LA_UNNORMALISED) add_keys(n, c->kp, c->k, f->z, f->kahan);
 }
 

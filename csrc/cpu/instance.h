@@ -23,6 +23,8 @@
 #include "stretch.h"
 #include "load.h"
 #include "chunk.h"
+#include "state_products.h"
+#include "chunk_forward.h"
 #include "chunk_backward.h"
 #include "scan.h"
 #include "noncausal.h"

@@ -1,7 +1,7 @@
 /* One instance of the chunk form by products of bfloat16 numbers (state_products_bf16.h), for one instruction set: the
  * forward pass of the problems that isa.c's wants_bf16 lets through. Files that include this say LA_INSTANCE and LA_ISA
  * (instance.h), the compiler's target, LA_BF16_PRODUCTS, LA_PLANES (bf16_products.h), and LA_AMX (bf16_products_amx.h) and LA_PANEL
- * (chunk.h) if they have them. */
+ * (chunk_forward.h) if they have them. */
 #define LA_LANE_BYTES 64
 #define LA_REGISTERS 32
 #define LA_REAL float
@@ -23,6 +23,8 @@
 #include "load.h"
 #include "bf16_products.h"
 #include "chunk.h"
+#include "state_products_bf16.h"
+#include "chunk_forward.h"
 
 /* A chunk reads, scales and writes the state, whatever its length, and beside products of bfloat16 numbers that
  * weighs more than beside those of floats. */

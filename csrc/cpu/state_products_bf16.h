@@ -9,8 +9,7 @@
  * What may be rounded is a right factor on its way, S and r U, and no state is: no rounding is ever added up. k and q
  * go in as the user gave them; their norms scale what comes out (docs/decisions/0026). */
 
-#ifdef LA_PLANES
-typedef struct bf16_scratch {
+typedef struct state_scratch {
     int64_t kw, cw; /* words in a left factor's row of K numbers, of C */
     word *keys;     /* [2C][kw]: k, then (from row n) q */
     word *kt;       /* [K][cw]: k transposed */
@@ -19,10 +18,10 @@ typedef struct bf16_scratch {
     real *norm;     /* [2 cp]: what rows of k, then (from cp) q, are multiplied by */
     real *scale;    /* [2C]: e times norm, of k, then (from C) q */
     real *end;      /* [C]: r times k's norm */
-} bf16_scratch;
+} state_scratch;
 
-LA_FN void bf16_scratch_take(bf16_scratch *x, arena *m, const la_problem *p, int64_t C,
-                             int64_t width)
+LA_FN void state_scratch_take(state_scratch *x, arena *m, const la_problem *p, int64_t C,
+                              int64_t width)
 {
     x->kw = padded_words(p->K);
     x->cw = padded_words(C);
@@ -53,9 +52,17 @@ LA_FN void bf16_load_keys(const la_problem *p, la_name name, const la_unit *u, i
 LA_FN int64_t first_row(int64_t n, const la_rule rule) { return rule == LA_DELTA ? 0 : n; }
 LA_FN int64_t end_row(int64_t n, const bool reads) { return reads ? 2 * n : n; }
 
+/* All rows are: by the norms of k and q. */
+LA_FN bool rows_are_scaled(const la_decay decay)
+{
+    (void)decay;
+    return true;
+}
+
 /* P, L, and what scales the rows of a panel. */
-LA_FN void bf16_scores(chunk *c, bf16_scratch *x, const la_problem *p, const la_unit *u, int64_t t,
-                       int64_t n, const bool reads, const la_decay decay, const la_rule rule)
+LA_FN void load_and_score(chunk *c, state_scratch *x, const la_problem *p, const la_unit *u,
+                          int64_t t, int64_t n, const bool reads, const la_decay decay,
+                          const la_rule rule)
 {
     const int64_t kp = c->kp, cp = c->cp, first = first_row(n, rule), end = end_row(n, reads);
     real *of_k = x->norm, *of_q = x->norm + cp;
@@ -87,8 +94,8 @@ LA_FN void bf16_scores(chunk *c, bf16_scratch *x, const la_problem *p, const la_
 }
 
 /* What k and q (the additive rule: q alone) find in the state. */
-LA_FN void bf16_state_products(const chunk *c, const bf16_scratch *x, const la_problem *p, panel *s,
-                               const bool reads, const la_rule rule)
+LA_FN void state_products(const chunk *c, const state_scratch *x, const la_problem *p, panel *s,
+                          const bool reads, const la_rule rule)
 {
     const int64_t first = first_row(c->n, rule), end = end_row(c->n, reads);
     s->kS = x->kS;
@@ -98,19 +105,20 @@ LA_FN void bf16_state_products(const chunk *c, const bf16_scratch *x, const la_p
                  x->kS + first * s->width, s->width, NULL, NULL, 0, x->strip, NULL);
 }
 
-LA_FN void bf16_carry(const chunk *c, const bf16_scratch *x, const la_problem *p, const panel *s,
-                      prefetch *next, const la_decay decay)
+/* R rows from i, W lanes from column w of k S or q S: `made` by state_products. */
+LA_FN void state_product(const int R, const int W, int64_t i, int64_t w, const chunk *c, int K,
+                         const real *keys, const panel *s, const real *made, lane *to)
 {
-    bf16_product(p->K, s->width, c->n, x->kt, x->cw, s->rU, s->width, s->S, s->width, s->S,
+    (void)c, (void)K, (void)keys;
+#pragma GCC unroll 8
+    for (int y = 0; y < R; y++)
+#pragma GCC unroll 4
+        for (int x = 0; x < W; x++) to[y * W + x] = lanes_in(made + (i + y) * s->width + w)[x];
+}
+
+LA_FN void state_carry(const chunk *c, const state_scratch *x, const la_problem *p, const panel *s,
+                       real *to, prefetch *next, const la_decay decay)
+{
+    bf16_product(p->K, s->width, c->n, x->kt, x->cw, s->rU, s->width, to, s->width, s->S,
                  chunk_decay(c, decay), 0, x->strip, next);
 }
-#else
-/* No such products: nobody calls these. */
-typedef struct bf16_scratch {
-    char none;
-} bf16_scratch;
-#define bf16_scratch_take(x, ...) ((void)(x))
-#define bf16_scores(c, x, ...) ((void)(x))
-#define bf16_state_products(c, x, ...) ((void)(x))
-#define bf16_carry(c, x, ...) ((void)(x))
-#endif

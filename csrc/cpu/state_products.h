@@ -1,0 +1,53 @@
+/* The products with the state, and the scores before them, in reals. An instance includes this file or
+ * state_products_bf16.h, between chunk.h and chunk_forward.h. Both define
+ *
+ *     state_scratch      the memory that these products need besides the chunk; state_scratch_take
+ *     rows_are_scaled    are rows of k S, q S and U scaled, by scale_kS, scale_qS and scale_U?
+ *     load_and_score     a chunk's tokens and their scores
+ *     state_products     k S and q S of a panel, where all their rows are made at once
+ *     state_product      a block of rows and lanes of k S or q S
+ *     state_carry        S' = diag(e) S + (r k)' U, e the chunk's decay */
+
+typedef struct state_scratch {
+    char none;
+} state_scratch;
+
+LA_FN void state_scratch_take(state_scratch *x, arena *m, const la_problem *p, int64_t C,
+                              int64_t width)
+{
+    (void)x, (void)m, (void)p, (void)C, (void)width;
+}
+
+LA_FN bool rows_are_scaled(const la_decay decay) { return decay == LA_TOKEN; }
+
+LA_FN void load_and_score(chunk *c, state_scratch *x, const la_problem *p, const la_unit *u,
+                          int64_t t, int64_t n, const bool reads, const la_decay decay,
+                          const la_rule rule)
+{
+    (void)x;
+    chunk_load(c, p, u, t, n, reads, decay, rule);
+    chunk_scores(c, p, reads, decay, rule);
+}
+
+LA_FN void state_products(const chunk *c, const state_scratch *x, const la_problem *p, panel *s,
+                          const bool reads, const la_rule rule)
+{
+    (void)c, (void)x, (void)p, (void)s, (void)reads, (void)rule;
+}
+
+/* R rows from i, W lanes from column w of keys S, keys [n][kp]. */
+LA_FN void state_product(const int R, const int W, int64_t i, int64_t w, const chunk *c, int K,
+                         const real *keys, const panel *s, const real *made, lane *to)
+{
+    (void)made;
+    tile_sum(R, W, K, keys + i * c->kp, c->kp, 1, s->S + w, s->width, to);
+}
+
+LA_FN void state_carry(const chunk *c, const state_scratch *x, const la_problem *p, const panel *s,
+                       real *to, prefetch *next, const la_decay decay)
+{
+    (void)x;
+    product_and_prefetch(p->K, s->width, c->n, c->kt, c->cp, 1, decay == LA_TOKEN ? s->rU : s->U,
+                         s->width, to, s->width, s->S, chunk_decay(c, decay), decay == LA_KEY,
+                         next);
+}
