@@ -1,5 +1,6 @@
-/* AVX-512 with AMX: chunks of bfloat16 arrays by products of matrices. For all else the other instances of AVX-512
- * serve. Files that include this say LA_INSTANCE, LA_ISA and LA_PLANES. */
+/* AVX-512 with AMX: chunks of bfloat16 arrays by products of matrices. The other instances of
+ * AVX-512 serve everything else. A file that includes this one defines LA_INSTANCE, LA_ISA and
+ * LA_PLANES. */
 #if defined(__x86_64__)
 #include <immintrin.h> /* before the target is set: its functions carry their own */
 #if defined(__clang__)

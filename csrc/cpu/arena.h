@@ -1,4 +1,4 @@
-/* Scratch, cut from one block: run the same cuts over no block to learn how large it must be. */
+/* Scratch, cut from one block. The same cuts over no block measure how large the block must be. */
 
 #include "../sizes.h"
 
@@ -7,7 +7,8 @@ typedef struct arena {
     size_t used;
 } arena;
 
-/* Room for rows x columns reals. What is too large shows while measuring, and is never cut. */
+/* Room for rows x columns reals. A size that is too large shows while measuring, so it is never
+ * cut. */
 LA_FN real *arena_take(arena *m, size_t rows, size_t columns)
 {
     real *x = m->base ? (real *)(m->base + m->used) : NULL;

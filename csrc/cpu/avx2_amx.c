@@ -1,4 +1,4 @@
-/* The text of amx.c on AVX2, as avx2_bf16.c is that of avx512_bf16.c: for tests alone. */
+/* The text of amx.c on AVX2, as avx2_bf16.c is that of avx512_bf16.c: only for tests. */
 #if defined(__x86_64__) && defined(LA_EMULATE_BF16)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2"))), apply_to = function)

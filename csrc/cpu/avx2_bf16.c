@@ -1,5 +1,6 @@
-/* The text of avx512_bf16.c on AVX2, with lanes as wide and its instructions spelled out: to test it
- * where the processor has none, and for nothing else (LINATTN_EMULATE_BF16 in setup.py). */
+/* The text of avx512_bf16.c on AVX2, with lanes of the same width and its instructions in plain C.
+ * It tests that text where the processor lacks them, and has no other use (LINATTN_EMULATE_BF16 in
+ * setup.py). */
 #if defined(__x86_64__) && defined(LA_EMULATE_BF16)
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2"))), apply_to = function)

@@ -1,5 +1,5 @@
-/* AVX-512 with BF16: chunks by products of bfloat16 numbers, sums in float. For all else the other
- * instances of AVX-512 serve. */
+/* AVX-512 with BF16: chunks by products of bfloat16 numbers, sums in float. The other instances of
+ * AVX-512 serve everything else. */
 #if defined(__x86_64__)
 #include <immintrin.h> /* before the target is set: its functions carry their own */
 #if defined(__clang__)

@@ -1,4 +1,4 @@
-/* The portable baseline: 16-byte vectors, whatever the compiler's default target is; sums in float. */
+/* The portable baseline: vectors of 16 bytes for the compiler's default target; sums in float. */
 #define LA_INSTANCE la_cpu_baseline_f32
 #define LA_ISA "baseline"
 #define LA_LANE_BYTES 16

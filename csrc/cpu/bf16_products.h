@@ -1,29 +1,31 @@
-/* Products of bfloat16 numbers, two a lane's element at a time, summed in float. There is no
- * attention in this file. An instance that defines LA_BF16_PRODUCTS has it: 1, by the processor's
- * instruction; 2, spelled out, as a test of the first.
+/* Products of bfloat16 numbers, two per element of a lane at a time, summed in float. There is no
+ * attention in this file. An instance that includes it defines LA_BF16_PRODUCTS: 1, by the
+ * processor's instruction; 2, in plain C, as a test of the first.
  *
- * A word is two bfloat16 numbers, the first in its low half; the product of two words is the sum of two
- * products. A left factor lies in rows of words. A right factor is reals, and made words a strip of
- * columns at a time. What a word holds is the instance's LA_PLANES:
+ * A word is two bfloat16 numbers, the first in its low half. The product of two words is the sum of
+ * two products. A left factor lies in rows of words. A right factor is reals; a strip of its
+ * columns at a time is packed into words. LA_PLANES says what a word holds:
  *
- *     1  two neighbours along the sum: a row of the left factor as it is, rows of the right one zipped by twos. Half as many words as
- *        terms; what is no bfloat16 number is rounded to 8 bits. An odd count is filled up with a zero.
- *     2  one term: its bfloat16 number twice on the left, a real as the sum of two numbers, high and low, on the right.
- *        16 bits of a real; on the left there must be bfloat16 numbers.
+ *     1  two neighbours along the sum: the rows of the left factor as they are, those of the right
+ *        one zipped by twos. Half as many words as terms. A number that is no bfloat16 number is
+ *        rounded to 8 bits. An odd number of terms is filled up with a zero.
+ *     2  one term: on the left its bfloat16 number twice, on the right a real as the sum of two
+ *        numbers, high and low. 16 bits of a real. The left factor must have bfloat16 numbers.
  *
- * The instruction takes denormal numbers for zeros, leaves none, and rounds between the two products
- * in its own way: all that is far below what the factors are rounded by. So is the error of
- * one chain over all terms: of 64 words for K = 128, 64 x 2^-24. Chains of CHAIN (tile.h) buy nothing. */
+ * The instruction takes denormal numbers for zeros, returns none, and rounds between the two
+ * products in its own way. All of that is far below the rounding of the factors. So is the error of
+ * one chain over all terms: 64 x 2^-24 for the 64 words of K = 128. Chains of CHAIN (tile.h) gain
+ * nothing. */
 
-enum { TERMS = LA_PLANES == 1 ? 2 : 1 }; /* in a word */
+enum { TERMS = LA_PLANES == 1 ? 2 : 1 }; /* of a word */
 
-/* Words of a left factor's row that are read at once: zeros beyond a sum's own. Rows of a left factor that
- * are read at once: anything beyond a product's own. */
+/* Words of a left factor's row that are read at once: those behind a sum's own are zeros. Rows of a
+ * left factor that are read at once: those behind a product's own may hold anything. */
 enum { PADDED_WORDS = 16, ROWS_READ = 32 };
 enum { STRIP_LANES = 2 }; /* of a strip of a right factor */
 
 typedef uint16_t half;
-/* They lie in an arena of reals: they alias everything. */
+/* They lie in an arena of reals, so they may alias everything. */
 typedef uint32_t word __attribute__((may_alias));
 typedef uint32_t words __attribute__((vector_size(LA_LANE_BYTES), may_alias));
 typedef half halves __attribute__((vector_size(LA_LANE_BYTES), may_alias));
@@ -46,7 +48,7 @@ LA_FN lane dot_words(lane sum, words a, words b)
     return (lane)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
 
-/* Two lanes, rounded, one after the other. */
+/* Two lanes, rounded, one behind the other. */
 LA_FN words join(lane x, lane y) { return (words)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x); }
 
 /* Two lanes, rounded, element by element in turn. */
@@ -84,8 +86,9 @@ LA_FN words join(lane x, lane y)
 LA_FN words zip(lane x, lane y) { return low_halves(x) | low_halves(y) << 16; }
 #endif
 
-/* Two bfloat16 numbers whose sum is x, to 16 bits: its upper half, and what that leaves, rounded. An infinity
- * leaves nothing. (What is added to round can make a NaN a zero, but the upper half of that is one too.) */
+/* Two bfloat16 numbers whose sum is x, to 16 bits: the upper half of x, and the rest of x, rounded.
+ * The rest of an infinity is 0. (The addition that rounds can turn a NaN into a zero, but the upper
+ * half of that NaN is a NaN too.) */
 LA_FN words split(lane x)
 {
     const lane high = (lane)((words)x & 0xffff0000), zero = {0};
@@ -110,7 +113,7 @@ LA_FN void pack_left(word *to, const real *x, int64_t n)
     }
 }
 
-/* W lanes of n rows of a right factor, and zeros. */
+/* W lanes of n rows of a right factor, with zeros behind them. */
 LA_FN void pack_right(const int W, word *to, const real *from, int64_t ld, int64_t n)
 {
     const lane zero = {0};
@@ -133,7 +136,7 @@ LA_FN void bf16_strip(const int W, int64_t rows, int64_t steps, const word *left
 #ifdef LA_AMX
 #include "bf16_products_amx.h"
 #else
-/* to = left right, and + diag(keep) from, if there is one. */
+/* to = left right, plus diag(keep) from if there is one. */
 LA_FN void bf16_tile(const int R, const int W, int steps, const word *restrict left,
                      int64_t left_row, const word *restrict right, real *to, int64_t to_row,
                      const real *from, const real *keep, int64_t keep_row)
@@ -183,9 +186,9 @@ LA_FN void bf16_products_begin(void) {}
 LA_FN void bf16_products_end(void) {}
 #endif
 
-/* to[rows][columns] = diag(keep) from + left right, as product_and_prefetch, of n terms. left has rows of words,
- * left_row apart; right is [n][columns]. strip: room for padded_words(n) rows of STRIP_LANES lanes. from and next may
- * be NULL. */
+/* to[rows][columns] = diag(keep) from + left right, as in product_and_prefetch, with n terms. left
+ * has rows of words, left_row apart; right is [n][columns]. strip: room for padded_words(n) rows of
+ * STRIP_LANES lanes. `from` and `next` may be NULL. */
 LA_COLD void bf16_product(int64_t rows, int64_t columns, int64_t n, const word *left,
                           int64_t left_row, const real *right, int64_t right_row, real *to,
                           int64_t to_row, const real *from, const real *keep, int64_t keep_row,

@@ -1,16 +1,18 @@
-/* bf16_strip (bf16_products.h) by AMX: matrix registers of 16 rows of 64 bytes, and an instruction that adds to 16 x 16
- * floats the product of 16 x 16 words and 16 x 16 words. An instance has it that says LA_AMX: 1, by the
- * processor's instructions; 2, spelled out, as a test of the first.
+/* bf16_strip (bf16_products.h) by AMX: matrix registers of 16 rows of 64 bytes, and an instruction
+ * that adds the product of 16 x 16 words and 16 x 16 words to 16 x 16 floats. An instance that
+ * includes this file defines LA_AMX: 1, by the processor's instructions; 2, in plain C, as a test
+ * of the first.
  *
- * Four registers are sums: 32 rows of 32 columns; two and two have the factors. A product takes 16 cycles, a load
- * 8, and a product waits 52 for the one before it in the same sums: four of them are 64 cycles (Intel's
- * optimization manual, throughput and latency of TDPBF16PS and TILELOADD).
+ * Four registers are sums, 32 rows of 32 columns; two and two hold the factors. A product takes 16
+ * cycles and a load 8, and a product waits 52 for the one before it in the same sums: four of them
+ * are 64 cycles (Intel's optimization manual, throughput and latency of TDPBF16PS and TILELOADD).
  *
- * As the instructions of bf16_products.h these take denormal numbers for zeros, and leave none. */
+ * Like the instructions of bf16_products.h these take denormal numbers for zeros, and return
+ * none. */
 
-enum { AMX_ROWS = 16, AMX_WIDE = STRIP_LANES * LANES }; /* of a register; columns of a block */
+enum { AMX_ROWS = 16, AMX_WIDE = STRIP_LANES * LANES }; /* rows of a register; columns of a block */
 
-/* What the registers hold, as LDTILECFG reads it. */
+/* The sizes of the registers, as LDTILECFG reads them. */
 typedef struct amx_shape {
     uint8_t palette, unused[15];
     uint16_t bytes[16]; /* of a row */
@@ -24,7 +26,7 @@ typedef struct amx_shape {
 #define amx_store(i, to, ld) _tile_stored(i, to, (ld) * 4)
 #define amx_multiply(sums, a, b) _tile_dpbf16ps(sums, a, b)
 #define amx_release() _tile_release()
-/* The intrinsics of some compilers do not say that they read memory. */
+/* The intrinsics of some compilers do not tell them that memory is read. */
 #define amx_reads_memory() __asm__ volatile("" ::: "memory")
 #else
 static _Thread_local struct {
@@ -64,7 +66,7 @@ LA_FN void amx_multiply(int sums, int a, int b)
 }
 #endif
 
-/* Every register whole: factors are padded (bf16_products.h). */
+/* All registers in full size: factors are padded (bf16_products.h). */
 LA_FN void bf16_products_begin(void)
 {
     amx_shape shape = {.palette = 1};
@@ -75,7 +77,7 @@ LA_FN void bf16_products_begin(void)
     amx_configure(&shape);
 }
 
-/* Whoever has the processor next need not save the registers. */
+/* The processor's next thread need not save the registers. */
 LA_FN void bf16_products_end(void) { amx_release(); }
 
 /* R times 16 rows, W lanes of columns. */
@@ -103,7 +105,7 @@ LA_FN void amx_sums(const int R, const int W, int64_t steps, const word *left, i
     if (R > 1 && W > 1) amx_store(3, to + AMX_ROWS * ld + LANES, ld);
 }
 
-/* Sums that are not whole registers, or to which diag(keep) from is added, go through memory. */
+/* Sums that do not fill registers, or to which diag(keep) from is added, go through memory. */
 LA_FN void amx_block(const int R, const int W, int64_t height, int64_t steps, const word *left,
                      int64_t left_row, const word *right, real *to, int64_t to_row,
                      const real *from, const real *keep, int64_t keep_row, prefetch *next)
@@ -115,7 +117,7 @@ LA_FN void amx_block(const int R, const int W, int64_t height, int64_t steps, co
     }
     amx_sums(R, W, steps, left, left_row, right, sums, AMX_WIDE);
     for (int64_t r = 0; r < height; r++) {
-        if (next && r % (TILE / 2) == 0) prefetch_some(next); /* as often as other tiles would */
+        if (next && r % (TILE / 2) == 0) prefetch_some(next); /* as often as other tiles do */
 #pragma GCC unroll 2
         for (int v = 0; v < W; v++) {
             lane x = lanes_in(sums + r * AMX_WIDE)[v];

@@ -1,4 +1,4 @@
-/* The chunk form. C tokens at a time, four stages:
+/* The chunk form: C tokens at a time, in four stages.
  *
  *     scores  what tokens of the chunk see of each other          P, L   (shared by all columns)
  *     solve   what each token writes                              U = beta (V - e k S - L U)
@@ -10,41 +10,45 @@
  *     P_ij = q_i . k_j Gamma_ij (j <= i)   Gamma_ij: the decays after j up to i
  *     L_ij = k_i . k_j Gamma_ij (j < i)
  *
- * e, r and Gamma are products of the decays a in [0, 1], so no gate can overflow, a = 0 needs no
- * clamp, and a kept decay beside a huge one loses no digits: no logarithm is summed and nothing is
- * divided (docs/decisions/0005). One decay per token: e and r are numbers, and scale the rows of
- * k S, q S and U; their products are made in twice the digits. One per key: they are rows, and
- * scale those of k and q (`hat`: k^_i = e_i k_i, q^_i = e_i q_i; `tilde`: k~_j = r_j k_j, which are
- * carried down the chunk, multiplied by a_i at each token). */
+ * e, r and Gamma are products of the decays a in [0, 1]. Nothing is divided, and no logarithm is
+ * summed (docs/decisions/0005). So no gate can overflow, a = 0 needs no clamp, and a decay near 1
+ * beside one near 0 loses no digits.
+ *
+ * One decay per token: e and r are numbers. They scale the rows of k S, q S and U, and their
+ * products are made with more digits (real2). One decay per key: e and r are rows. They scale the
+ * rows of k and q. `hat` has k^_i = e_i k_i and q^_i = e_i q_i. `tilde` has k~_j = r_j k_j: each of
+ * its rows is carried down the chunk, and multiplied by a_i at each token.
+ *
+ * This file has a chunk's tokens, decays and scores. The other stages are in chunk_forward.h. */
 
 typedef struct chunk {
-    int64_t C;      /* room, in tokens */
+    int64_t C;      /* the tokens that it has room for */
     int64_t kp, cp; /* K and C, padded */
-    int64_t n;      /* tokens in it now */
+    int64_t n;      /* the tokens that are in it */
     real *k, *q;    /* [2C][kp], l2-normed and mapped: k, then (from row n) q; one matrix */
     real *a;        /* TOKEN [C], KEY [C][kp] */
     real *beta;     /* [C] */
     real *e;        /* TOKEN [C], KEY [C][kp]; forward: KEY's in the place of a */
     real *gamma;    /* TOKEN [C][cp]: Gamma, its lower triangle; r is its last row */
-    real2 *product; /* TOKEN [cp]: a row of Gamma on its way; KEY [kp]: of decays given as such */
-    real *rest;     /* TOKEN [cp]: what a lacks of the decay */
+    real2 *product; /* TOKEN [cp]: a row of Gamma; KEY [kp]: the product of decays given as such */
+    real *rest;     /* TOKEN [cp]: the decay minus a, which is the rounded decay */
     real *log;      /* KEY [kp]: the sum of the logarithms */
-    real *owed;     /* KEY [kp]: what the chunk's decays so far were rounded by */
+    real *owed;     /* KEY [kp]: the roundings of the chunk's decays so far */
     real *decay;    /* the chunk's decay: TOKEN [1], KEY [kp] */
     real *hat;      /* KEY [2C][kp]: k^, then (from row n) q^; forward: in the place of k and q */
     real *tilde;    /* KEY [C][kp]: k~ */
     lane *part;     /* KEY [2][cp]: a row of P and L before the sum over a lane */
     real *kt;       /* [kp][cp]: k (KEY: k~) transposed */
     real *kk, *qk;  /* [2C][cp]: the bare products k_i . k_j, then (from row n) q_i . k_j */
-    real *P, *L;    /* [C][cp], their lower triangles; the bare products where nothing decays */
+    real *P, *L;    /* [C][cp], their lower triangles; the bare products if nothing decays */
     real *den;      /* [C]: the normaliser's denominators */
     real2 decayed;  /* TOKEN: the product of its decays */
-    /* [n], TOKEN and bf16 products: what rows of k S, q S and U are scaled by, e, e and r */
+    /* [n], TOKEN and bf16 products: the factors of the rows of k S, q S and U: e, e and r */
     const real *scale_kS, *scale_qS, *scale_U;
 } chunk;
 
-/* for_adjoint: k, q and a stay as they are. The forward pass scales them in place: it does not need a
- * row of theirs afterwards, and a second copy would have to come from the L2 cache. */
+/* for_adjoint: keep k, q and a unscaled. The forward pass scales them in place, because a second
+ * copy would not fit in L1. */
 LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const bool for_adjoint,
                       const la_decay decay, const la_rule rule)
 {
@@ -71,8 +75,9 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->den = arena_take(m, 1, C);
 }
 
-/* The rows of tokens t..t+n of a unit in the named arrays, as far as there are any. A product of the
- * state's size will prefetch them, and so will the blocks of so many products with the state. */
+/* The rows of tokens t..t+n of a unit in the named arrays, as far as there are any. They are
+ * prefetched by a product of the state's size and by the blocks of `products` products with the
+ * state. */
 LA_FN prefetch prefetch_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
                            const la_name *names, int count, int products)
 {
@@ -98,10 +103,12 @@ LA_FN prefetch prefetch_of(const la_problem *p, const la_unit *u, int64_t t, int
     return next;
 }
 
-/* Token i's decays, and what the whole chunk's come to by then: of logarithms the sum, which is exact
- * enough where a state lives long; of decays given as such the product, in twice the digits. Each
- * decay pays back what the chunk's earlier ones were rounded by: rows of k^, q^ and k~ are products
- * of up to C decays, and equal ones would all be rounded to the same side. */
+/* Token i's decays, and the decay from the chunk's start up to token i. For logarithms that is
+ * their sum, which is exact enough where a state lives long. For decays given as such it is their
+ * product, with more digits.
+ *
+ * Each decay pays back what the chunk's earlier ones were rounded by. The rows of k^, q^ and k~ are
+ * products of up to C decays, and the roundings of equal decays would all go to the same side. */
 LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t i)
 {
     const la_array *g = &p->array[LA_G];
@@ -123,7 +130,7 @@ LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int6
     for (int64_t x = p->K; x < kp; x++) a[x] = 0;
 }
 
-/* The chunk's decay, for a state that is owed what the ones before it were rounded by. */
+/* The chunk's decay. It pays back what the decays of the chunks before it were rounded by. */
 LA_FN void settle_chunk_decay(chunk *c, const la_problem *p, real *owed, const la_decay decay)
 {
     if (decay == LA_TOKEN) {
@@ -149,7 +156,7 @@ LA_FN void load_gates(chunk *c, const la_problem *p, const la_unit *u, int64_t t
     }
 }
 
-/* Tokens t..t+n of the unit's sequence; without q, and so without P, if they are not to be read. */
+/* Tokens t..t+n of the unit's sequence. reads: with q, and so with P. */
 LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t n,
                       const bool reads, const la_decay decay, const la_rule rule)
 {
@@ -178,9 +185,9 @@ LA_FN void copy_row(int64_t n, real *to, const real *x)
 
 /* ---- scores ---- */
 
-/* Gamma and e, each rounded once: a decay that is the same for every token would round the same way
- * every time, and the error would grow with the memory's reach. Row i is a_i times row i-1, and a
- * new 1; what lies right of the diagonal is never read. */
+/* Gamma and e. Each number is rounded once: if it were rounded at every token, equal decays would
+ * round the same way every time, and the error would grow with the reach of the memory. Row i is
+ * a_i times row i-1, with a new 1 at its end. The numbers right of the diagonal are never read. */
 LA_FN void decay_products(chunk *c, const la_problem *p)
 {
     real2 e = 1;
@@ -191,7 +198,7 @@ LA_FN void decay_products(chunk *c, const la_problem *p)
         e *= a;
         c->e[i] = (real)e;
         for (int64_t j = 0; j < c->cp; j++) {
-            /* the 1 written apart would lie in the way of the next row's whole vectors */
+            /* a separate store of the 1 would delay the next row's loads of whole vectors */
             c->product[j] = j == i ? 1 : a * c->product[j];
             G[j] = (real)c->product[j];
         }
@@ -199,7 +206,7 @@ LA_FN void decay_products(chunk *c, const la_problem *p)
     c->decayed = e;
 }
 
-/* Gamma over the bare products, if there is one. */
+/* P and L: the bare products times Gamma, or alone if nothing decays. */
 LA_FN void decayed_scores(chunk *c, const la_problem *p, const bool reads, const la_decay decay,
                           const la_rule rule)
 {
@@ -218,7 +225,8 @@ LA_FN void decayed_scores(chunk *c, const la_problem *p, const bool reads, const
     }
 }
 
-/* One decay per token (or none): the products of the chunk's rows once, then Gamma over them. */
+/* One decay per token, or none: the products of the chunk's rows are made once, then multiplied by
+ * Gamma. */
 LA_FN void scores_token(chunk *c, const la_problem *p, const bool reads, const la_decay decay,
                         const la_rule rule)
 {
@@ -233,7 +241,7 @@ LA_FN void scores_token(chunk *c, const la_problem *p, const bool reads, const l
     decayed_scores(c, p, reads, decay, rule);
 }
 
-/* Token i and R keys before it, from j on: k~_j <- a_i k~_j, and the lanes whose sums are P_ij and
+/* Token i and R keys before it, from j on: k~_j <- a_i k~_j, and the lanes that add up to P_ij and
  * L_ij. */
 LA_FN void scores_of_keys(const chunk *c, const int R, int64_t i, int64_t j, const bool reads,
                           const la_rule rule)
@@ -243,7 +251,7 @@ LA_FN void scores_of_keys(const chunk *c, const int R, int64_t i, int64_t j, con
     real *rows = c->tilde + j * kp;
     lane P[ROWS] = {{0}}, L[ROWS] = {{0}};
     for (int64_t x = 0; x < kp; x += LANES) {
-        /* read once: for all the compiler knows, writing a row changes them */
+        /* read once: the compiler cannot know that writing a row leaves them as they are */
         const lane ax = lanes_in(a + x)[0], qx = lanes_in(q + x)[0], kx = lanes_in(k + x)[0];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -309,9 +317,9 @@ LA_FN void chunk_scores(chunk *c, const la_problem *p, const bool reads, const l
     transpose(c->n, p->K, c->tilde, c->kp, c->kt, c->cp);
 }
 
-/* z += sum_j k_j. Mapped keys are positive, so z grows with every token and its roundings, all of
- * one sign where keys repeat, would grow with it: `kahan` keeps what each addition rounded off and
- * gives it back to the next (Kahan). It starts at zero. */
+/* z += sum_j k_j. Mapped keys are positive, so z grows with every token. Its roundings are all of
+ * one sign where keys repeat, and would grow with it. `kahan` keeps what each addition rounded off
+ * and gives it back to the next one (Kahan). It starts at zero. */
 LA_FN void add_keys(int64_t n, int64_t kp, const real *k, real *z, real *kahan)
 {
     const lane zero = {0};
@@ -344,9 +352,9 @@ LA_FN void chunk_denominators(chunk *c, const la_problem *p, real *z, real *kaha
 typedef struct panel {
     int64_t v0, v1, width; /* columns of V; width is padded */
     real *S;               /* [K][width] */
-    real *U;               /* [C][width]: what is written */
-    real *rU; /* TOKEN and bf16 products [C][width]: r U, as the chunk's end sees it (else U) */
-    real *O;  /* [C][width]: what is read, if it must be converted */
+    real *U;               /* [C][width]: the writes */
+    real *rU;            /* TOKEN and bf16 products [C][width]: r U, U as the chunk's end sees it */
+    real *O;             /* [C][width]: the reads, if they must be converted */
     const real *kS, *qS; /* bf16 products [C][width]: the products with the state, not scaled */
 } panel;
 

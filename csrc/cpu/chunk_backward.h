@@ -1,16 +1,17 @@
 /* The chunk form's adjoint, in the solve form: the triangular system is solved once more with the
  * transposed matrix, and no inverse is formed.
  *
- * A unit goes through its chunks backwards with dS, the gradient of the state each chunk leaves. What the
- * forward had is computed again: one pass keeps a state for every segment of chunks, then each
- * segment is recomputed, keeping the state each chunk started from and what it wrote, before its
- * chunks are gone through backwards. With M chunks in a segment and n in all that is M + n/M states
- * instead of n. Up to 32 chunks are one segment, which spares the first pass; beyond that M =
- * max(16, sqrt n): 16 states of 128 x 128 floats are 1 MiB, as large as an L2.
+ * A unit goes through its chunks backwards with dS, the gradient of the state that each chunk
+ * leaves. The values of the forward pass are recomputed. One pass keeps a state for every segment
+ * of chunks. Then each segment is recomputed: for each of its chunks the state at its start and its
+ * writes are kept, and its chunks are gone through backwards. With M chunks in a segment and n in
+ * all, M + n/M states are kept instead of n. Up to 32 chunks are one segment, which spares the
+ * first pass. Beyond that M = max(16, sqrt n): 16 states of 128 x 128 floats are 1 MiB, as large as
+ * an L2.
  *
- * Every unit's contribution to dq, dk, da and dbeta is a sum over its own columns. It goes to its
- * own place in la_partials, and `reduce` adds these partial sums; a unit that is alone writes its sum out
- * itself. */
+ * The contributions of every unit to dq, dk, da and dbeta are sums over its own columns. They go to
+ * its own place in la_partials, and `reduce` adds these partial sums. A unit that is alone writes
+ * its sums out itself. */
 
 enum { ONE_SEGMENT = 32 };
 
@@ -22,7 +23,7 @@ LA_FN int64_t segment_length(int64_t chunks)
     return m;
 }
 
-/* States to keep at once in a run of so many chunks, or of fewer. */
+/* The states that are kept at once, for so many chunks or fewer. */
 LA_FN int64_t segment_room(int64_t chunks)
 {
     const int64_t m = segment_length(chunks);
@@ -32,27 +33,27 @@ LA_FN int64_t segment_room(int64_t chunks)
 typedef struct backward_scratch {
     chunk c;
     real *S, *dS;         /* [K][width] */
-    real *kept;           /* [M]: of a segment's chunks, the state and z they start from, U, E */
+    real *kept;           /* [M]: of a segment's chunks: state and z at their start, U, E */
     real *checkpoints;    /* [segments]: state and z */
     real *z, *dz, *kahan; /* [kp] */
     real *owed, *d_owed;  /* [kp]: to S, to dS */
-    real *U, *E;          /* [C][width], in `kept`: what the chunk wrote, and what was wrong */
-    real *rU;             /* TOKEN [C][width]: r U */
-    real *dO;             /* [2C][width]: -dE, then (from row n) dO; one matrix for dS */
-    real *edO;            /* TOKEN [2C][width]: e times that */
-    real *dU;             /* [C][width]: dU, then dV */
-    real *Ut, *dOt;       /* [width][cp], [width][2C, padded]: U and dO transposed */
-    real *across;         /* [K][2C, padded]: d_tilde and d_hat, transposed */
-    real *dP, *dL;        /* [C][cp] */
-    real *d_hat;          /* [2C][kp]: dk^, then (from row n) dq^ */
-    real *d_tilde;        /* [C][kp] */
-    real *dq, *dk;        /* [C][kp] */
-    real *da, *dbeta;     /* as a, beta */
-    real *kqt;     /* [kp][2C, padded]: k, then (from column n) q (KEY: k^, q^), transposed */
-    real *de;      /* TOKEN [1], KEY [kp]: of the chunk's decay */
-    real *rows;    /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma */
-    real *carried; /* [kp] */
-    real *d_den;   /* [C] */
+    real *U, *E; /* [C][width], in `kept`: the chunk's writes, and the errors that they correct */
+    real *rU;    /* TOKEN [C][width]: r U */
+    real *dO;    /* [2C][width]: -dE, then (from row n) dO; one matrix for dS */
+    real *edO;   /* TOKEN [2C][width]: e times that */
+    real *dU;    /* [C][width]: dU, then dV */
+    real *Ut, *dOt;   /* [width][cp], [width][2C, padded]: U and dO transposed */
+    real *across;     /* [K][2C, padded]: d_tilde and d_hat, transposed */
+    real *dP, *dL;    /* [C][cp] */
+    real *d_hat;      /* [2C][kp]: dk^, then (from row n) dq^ */
+    real *d_tilde;    /* [C][kp] */
+    real *dq, *dk;    /* [C][kp] */
+    real *da, *dbeta; /* as a and beta */
+    real *kqt;        /* [kp][2C, padded]: k, then (from column n) q (KEY: k^, q^), transposed */
+    real *de;         /* TOKEN [1], KEY [kp]: of the chunk's decay */
+    real *rows;       /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma */
+    real *carried;    /* [kp] */
+    real *d_den;      /* [C] */
 } backward_scratch;
 
 LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int64_t C,
@@ -94,7 +95,8 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->d_den = arena_take(m, 1, C);
 }
 
-/* The chunk's writes, recomputed: f->U (and f->E, unless it is NULL) from V and the state it started from. */
+/* The chunk's writes, recomputed: f->U (and f->E, unless it is NULL) from V and the state at the
+ * chunk's start. */
 LA_FN panel recompute_writes(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
                              real *S, int64_t width, const la_decay decay, const la_rule rule)
 {
@@ -111,8 +113,8 @@ LA_FN panel recompute_writes(backward_scratch *f, const la_problem *p, const la_
     return s;
 }
 
-/* One chunk forward without reading: S goes on to `to` (NULL: it is not wanted), f->z to the chunk's
- * end. */
+/* One chunk forward, without reading. S: the state at its start; `to`: the one at its end (NULL: it
+ * is not wanted). f->z moves on to the chunk's end. */
 LA_FN void recompute_chunk(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t t,
                            int64_t n, real *S, real *to, int64_t width, const la_decay decay,
                            const la_rule rule)
@@ -128,7 +130,7 @@ LA_FN void recompute_chunk(backward_scratch *f, const la_problem *p, const la_un
     if (p->normaliser != LA_UNNORMALISED) add_keys(n, c->kp, c->k, f->z, f->kahan);
 }
 
-/* The last R rows but `done`, W lanes from column w. */
+/* The last R rows before the last `done`, W lanes from column w. */
 LA_FN void unsolve_block(const int R, const int W, int64_t done, int64_t w, backward_scratch *f,
                          int64_t width)
 {
@@ -154,8 +156,8 @@ LA_FN void unsolve_block(const int R, const int W, int64_t done, int64_t w, back
     }
 }
 
-/* The adjoint of panel_solve, from the last row up. dU holds the gradient of U from what read it
- * outside the chunk's own solve. dE_i = beta_i dU_i goes to V and, negated, to k S. */
+/* The adjoint of panel_solve, from the last row up. dU holds the gradient of U from everything but
+ * the chunk's own solve. dE_i = beta_i dU_i goes to V and, negated, to k S. */
 LA_COLD void solve_adjoint(backward_scratch *f, const la_problem *p, int64_t width)
 {
     chunk *c = &f->c;
@@ -169,7 +171,7 @@ LA_COLD void solve_adjoint(backward_scratch *f, const la_problem *p, int64_t wid
     }
 }
 
-/* dU_j = r_j (k dS)_j + sum_{i>=j} P_ij dO_i, of R rows from j and W lanes from column w. */
+/* dU_j = r_j (k dS)_j + sum_{i>=j} P_ij dO_i, for R rows from j and W lanes from column w. */
 LA_FN void unread_block(const int R, const int W, int64_t j, int64_t w, const backward_scratch *f,
                         const real *dO, int64_t width, const la_decay decay)
 {
@@ -205,8 +207,9 @@ LA_COLD void read_adjoint(backward_scratch *f, const la_problem *p, const real *
         FOR_EACH_BLOCK(j, end, width, unread_block, f, dO, width, decay);
 }
 
-/* The adjoint of read, solve and carry over this unit's columns: from dO and dS to dV, dP, dL,
- * dq^, dk^, dk~, the chunk's decay's de and the new dS. S: the state the chunk started from. */
+/* The adjoint of read, solve and carry over this unit's columns: from dO and dS to dV, dP, dL, dq^,
+ * dk^, dk~, the new dS, and de, the gradient of the chunk's decay. S: the state at the chunk's
+ * start. */
 LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real *S, int64_t width,
                            prefetch *before, const la_decay decay, const la_rule rule)
 {
@@ -251,8 +254,8 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
                          before);
 }
 
-/* The normaliser's share, before columns_adjoint's results are used. dO is the gradient of num by
- * now, so sum_v dO_v num_v = q_i . dq_i + sum_j P_ij dP_ij. */
+/* The normaliser's share. It must come before the results of columns_adjoint are used. dO is the
+ * gradient of num by now, so sum_v dO_v num_v = q_i . dq_i + sum_j P_ij dP_ij. */
 LA_FN void denominators_adjoint(backward_scratch *f, const la_problem *p)
 {
     chunk *c = &f->c;
@@ -275,7 +278,8 @@ LA_FN void denominators_adjoint(backward_scratch *f, const la_problem *p)
     }
 }
 
-/* The adjoint of scores_token. dq is written; so is dk, or (normalised) added to. */
+/* The adjoint of scores_token. dq is written. dk is written too, or added to if there is a
+ * normaliser. */
 LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool normalised,
                                 const la_decay decay, const la_rule rule)
 {
@@ -318,7 +322,7 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool n
         if (i < n - 1) dG[(n - 1) * cp + i] += dot(kp, c->k + i * kp, f->d_tilde + i * kp);
         add_scaled(kp, f->dk + i * kp, r, f->d_tilde + i * kp);
     }
-    real2 de = f->de[0]; /* a running sum of all that the chunk's decays touch */
+    real2 de = f->de[0]; /* a running sum over all that the chunk's decays scale */
     /* was q^_i = e_i q_i, k^_i = e_i k_i, row i = a_i row i-1 */
     for (int64_t i = n - 1; i >= 0 && !stopped_after(p, n - 1 - i); i--) {
         real2 d = 0;
@@ -337,7 +341,7 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool n
     }
 }
 
-/* The adjoint of scores_key, added to dq and dk: each key's row back up the chunk. */
+/* The adjoint of scores_key, added to dq and dk: each key's row is carried back up the chunk. */
 LA_FN void scores_key_adjoint(backward_scratch *f, const la_problem *p, const la_rule rule)
 {
     chunk *c = &f->c;
@@ -387,7 +391,7 @@ LA_FN void scores_key_adjoint(backward_scratch *f, const la_problem *p, const la
     }
 }
 
-/* This unit's partial sums in one of la_partials' arrays, at token t. */
+/* This unit's partial sums in one of the arrays of la_partials, at token t. */
 LA_FN real *partial_at(const la_problem *p, const la_partials *sums, void *base, const la_unit *u,
                        int64_t t, int64_t row)
 {
@@ -400,7 +404,8 @@ LA_FN real *partial_z_at(const la_problem *p, const la_partials *sums, const la_
     return (real *)sums->dz0 + ((u->hv * sums->panels + u->panel) * p->N + u->n) * sums->kp;
 }
 
-/* What columns_adjoint and the scores' adjoint left, to the user's arrays or to the unit's partial sums. */
+/* The gradients that columns_adjoint and the scores' adjoint left, to the user's arrays or to the
+ * unit's partial sums. */
 LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_unit *u,
                            const la_partials *sums, int64_t t, int64_t width, const la_decay decay,
                            const la_rule rule)
@@ -457,7 +462,7 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
 
     fill(kp, f.owed, 0);
     fill(kp, f.d_owed, 0);
-    f.U = f.kept; /* not kept by this pass */
+    f.U = f.kept; /* this pass does not keep it */
     f.E = NULL;
     for (int64_t i = 0; i < chunks; i++) {
         if (la_stopped(p)) return;

@@ -1,6 +1,6 @@
-/* The chunk form's forward pass: solve and read, panel by panel, and a whole sequence of chunks. How
- * the products with the state are made, the carry too, is the business of state_products.h or
- * state_products_bf16.h. */
+/* The chunk form's forward pass: solve and read for a panel of columns, then a whole sequence of
+ * chunks. state_products.h or state_products_bf16.h has the products with the state, and with them
+ * the carry. */
 
 /* ---- solve and read: one panel of columns ---- */
 
@@ -15,7 +15,8 @@ LA_FN lane_of_state *row_of(rows x, int64_t i, int64_t column)
     return (lane_of_state *)(x.at + i * x.ld + column);
 }
 
-/* The panel's columns of tokens t.. of an array, if they are whole lanes of reals; else `room`. */
+/* The panel's columns of tokens t.. of an array, in place if they are whole lanes of reals; else
+ * `room`. */
 LA_FN rows rows_of(const la_problem *p, la_name name, const la_unit *u, int64_t t, const panel *s,
                    real *room)
 {
@@ -49,9 +50,9 @@ LA_FN void panel_write(const chunk *c, const la_problem *p, const la_unit *u, in
         scale_row(s->width, s->rU + i * s->width, s->U + i * s->width, c->scale_U[i]);
 }
 
-/* What a row of k S or q S is scaled by, where it is. What the blocks below do must be known to the
- * compiler: a branch between a product and its sum, and the two are one rounding in one lane and two in
- * another. */
+/* The factor of row i of k S or q S. `scaled` must be a compile-time constant: a run-time branch
+ * between the product and the sum stops the compiler from fusing them in some lanes, and the bits
+ * would differ between lanes. */
 LA_FN real start_of(const real *scale, int64_t i, const bool scaled)
 {
     return scaled ? scale[i] : 1;
@@ -88,14 +89,14 @@ LA_FN void solve_block(const int R, const int W, int64_t i, int64_t w, const chu
     }
 }
 
-/* The delta rule, from the first row down: E_i = V_i - e_i (k S)_i - sum_{j<i} L_ij U_j, what the
- * memory got wrong about token i, and U_i = beta_i E_i. E NULL: only U is wanted. */
+/* The delta rule, from the first row down: E_i = V_i - e_i (k S)_i - sum_{j<i} L_ij U_j is the
+ * memory's error about token i, and U_i = beta_i E_i. E NULL: only U is wanted. */
 LA_COLD void panel_solve(const chunk *c, const la_problem *p, const panel *s, rows V, real *E,
                          prefetch *next, const la_decay decay)
 {
     const real *k = decay == LA_KEY ? c->hat : c->k;
     const int K = (int)p->K;
-    if (!E) E = s->U; /* where U_i is written next */
+    if (!E) E = s->U; /* U_i is written there next */
     for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
         if (rows_are_scaled(decay))
             FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, k, s, V, E, next, true);
@@ -133,8 +134,8 @@ LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chun
     }
 }
 
-/* O_i = scale (e_i (q S)_i + sum_{j<=i} P_ij U_j), over the divisor if there is one. Row i takes the
- * rows up to i only: a NaN written later must not reach it. */
+/* O_i = scale (e_i (q S)_i + sum_{j<=i} P_ij U_j), divided by the divisor if there is one. Row i
+ * takes only the rows up to i: a NaN that is written later must not reach it. */
 LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, rows O, prefetch *next,
                         const la_decay decay, bool normalised)
 {
@@ -150,14 +151,15 @@ LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, row
 
 /* ---- a whole sequence, forward ---- */
 
-/* Columns worked on together: their state, 128 x 64 floats, and the chunk fit a 48 KiB L1. */
+/* Columns that are worked on together: their state, 128 x 64 floats, and the chunk fit in an L1 of
+ * 48 KiB. */
 #ifdef LA_PANEL
 enum { PANEL = LA_PANEL };
 #else
 enum { PANEL = 64 };
 #endif
 
-/* What a unit keeps from chunk to chunk. */
+/* The state of a unit's heads between chunks, and scratch of one panel. */
 typedef struct unit_states {
     real *S;          /* [heads][panels][K][width] */
     real *z, *kahan;  /* [heads][kp] */
@@ -216,7 +218,7 @@ LA_FN void panel_forward(const chunk *c, state_scratch *x, const la_problem *p, 
     state_carry(c, x, p, s, s->S, next, decay);
 }
 
-/* The states of the unit's i-th head, u. */
+/* The states of u, the unit's i-th head. */
 LA_FN void states_load(unit_states *states, const la_problem *p, const la_unit *u, int64_t i,
                        const la_decay decay, const la_rule rule)
 {
@@ -253,7 +255,7 @@ LA_FN void forward_take(forward_scratch *f, arena *m, const la_problem *p, int64
     states_take(&f->states, m, p, C, heads, columns, decay);
 }
 
-/* A chunk of tokens t.. of the unit's i-th head, u; reads: its outputs are wanted too. */
+/* A chunk of tokens t.. of u, the unit's i-th head. reads: with its outputs. */
 LA_FN void one_chunk(forward_scratch *f, const la_problem *p, const la_unit *u, int64_t i,
                      int64_t t, int64_t n, prefetch *next, const bool reads, const la_decay decay,
                      const la_rule rule)
@@ -275,7 +277,8 @@ LA_FN void one_chunk(forward_scratch *f, const la_problem *p, const la_unit *u, 
 LA_FN prefetch prefetch_of_chunk(const la_problem *p, const la_unit *u, int64_t t, int64_t C,
                                  const la_rule rule)
 {
-    static const la_name touched[] = {LA_V, LA_G, LA_K, LA_O, LA_Q}; /* the last two by reading */
+    static const la_name touched[] = {LA_V, LA_G, LA_K, LA_O,
+                                      LA_Q}; /* the last two only if it reads */
     const bool reads = t >= u->read;
     return prefetch_of(p, u, t, C, touched, reads ? 5 : 3, reads + (rule == LA_DELTA));
 }

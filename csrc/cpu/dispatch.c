@@ -27,10 +27,10 @@ typedef struct {
     const la_problem *p;
     const la_kernels *kernels;
     int64_t heads;           /* value heads in a unit */
-    int64_t whole_units;     /* so many groups of heads come first, and are one unit each */
-    int64_t columns, panels; /* of the others' units */
-    int64_t parts;           /* of the others' sequences, one or two */
-    double first;            /* how much of a sequence is the first of two */
+    int64_t whole_units;     /* the first units: one for each of so many groups of heads */
+    int64_t columns, panels; /* of the other units */
+    int64_t parts;           /* of the other units' sequences: one or two */
+    double first;            /* the share of a sequence that the first of two parts has */
     const la_partials *sums;
     int64_t blocks; /* of tokens, per batch row */
     char *scratch;
@@ -86,7 +86,7 @@ static int64_t longest_sequence(const la_problem *p)
     return longest;
 }
 
-/* A rough figure for sharing out work: multiply-adds at 50 a nanosecond. */
+/* A rough figure for sharing out work: 50 multiply-adds a nanosecond. */
 static double work_of(const la_problem *p, double products)
 {
     return products * (double)p->tokens * (double)p->HV * (double)p->K * (double)p->V / 50;
@@ -102,7 +102,7 @@ static void forward_unit(void *context, int64_t i, int thread)
     j->kernels->forward(j->p, &u, j->scratch + (size_t)thread * j->per_thread);
 }
 
-/* A row of the batch that has no state: zeros have no bits set in any dtype. */
+/* A row of the batch that has no state reads zeros, which have no bits set in any dtype. */
 static void clear_output(const la_problem *p, const la_unit *u)
 {
     const la_array *o = &p->array[LA_O];
@@ -123,30 +123,31 @@ static void step_unit(void *context, int64_t i, int thread)
 
 /* ---- forward: units as large as threads allow ----
  *
- * Columns of different units never mix and every column is computed the same way wherever it lies, so the
- * split may follow the number of threads without moving a bit (docs/decisions/0008). What units of one head
- * both want, each makes for itself: to read what another core has made costs as much, and on some machines
- * several times as much. */
+ * Columns of different units never mix, and every column is computed the same way wherever it lies.
+ * So the split may follow the number of threads without moving a bit (docs/decisions/0008). Units
+ * of one head need the same scores, and each unit computes its own: to read those of another core
+ * costs as much, and on some machines several times as much. */
 
-/* What a token of a head takes before its first column, in columns. */
+/* The cost of a token's scores for one head, in columns. */
 static int64_t cost_of_scores(const la_problem *p, int64_t C)
 {
     if (!p->causal || p->mode == LA_RECURRENT) return 8;
     return (C / 2 + 8) * (p->decay == LA_KEY ? 3 : 2) / 2;
 }
 
-/* Heads that are fewer than threads, or left over when each thread has had as many: columns are shared
- * out, and where threads are left still, so is the sequence, in two parts. The unit with the second goes through the
- * first too, for its state, without reading; both take as long. (A third part would save a tenth.) */
+/* Heads that are fewer than the threads, or left over when each thread has had as many. Their
+ * columns are divided. If threads are still left, the sequence is divided too, in two parts. The
+ * unit with the second part also goes through the first one for its state, without reading; both
+ * parts take equally long. (A third part would save a tenth.) */
 static void share_out(job *j, int64_t heads, int threads, int64_t longest)
 {
     enum { NARROW = 16 }; /* a lane of AVX-512 */
     const la_problem *p = j->p;
     const int most = p->causal && p->mode != LA_RECURRENT ? 2 : 1;
     const double scores = (double)cost_of_scores(p, j->kernels->chunk_tokens(p, longest));
-    /* Without reading: so much of a column's work, and 3/4 of the scores'. */
+    /* Without reading: this share of a column's work, and 3/4 of the scores'. */
     const double unread = p->rule == LA_DELTA ? 2 / 3. : 1 / 2.;
-    /* What is done twice is worth it for an eighth. */
+    /* Doing work twice is worth it if that saves an eighth. */
     double least = (scores + (double)p->V) * 7 / 8;
     job x = *j;
     for (int64_t panels = 1; panels <= div_up(p->V, NARROW); panels++)
@@ -165,8 +166,10 @@ static void share_out(job *j, int64_t heads, int threads, int64_t longest)
         }
 }
 
-/* Many heads: those whose rows are neighbours go together (prefetch.h), as long as their states fit in half
- * of a small L2 cache and every thread has two units. Fewer: as many as divide by the threads go whole. */
+/* With many heads, a unit is up to four neighbouring heads, whose rows are neighbours too
+ * (prefetch.h). Their states must fit in half of a small L2 cache, and each thread must get two
+ * units. With few heads, floor(heads / threads) * threads heads become one unit each; `share_out`
+ * divides the rest. */
 static void split(job *j, int threads)
 {
     enum { MOST_HEADS = 4, STATES = 256 << 10 };
@@ -180,7 +183,7 @@ static void split(job *j, int threads)
     j->columns = p->V;
     j->panels = j->parts = 1;
     if (j->heads > 1 || !longest || threads < 2) return;
-    /* Heads as if all sequences were as long. */
+    /* The number of heads, if all sequences were as long as the longest. */
     const int64_t heads = div_up(p->tokens * p->HV, longest);
     const int64_t left = heads < threads ? heads : p->N * p->HV % threads;
     if (!left) return;
@@ -215,12 +218,12 @@ la_status la_step(la_problem *p)
              .panels = 1,
              .parts = 1};
     int64_t units = p->N * p->HV;
-    /* A step is bound by memory: 4 bytes read and written per multiply-add pair. */
+    /* A step is bound by memory: it reads and writes 4 bytes for each pair of multiply-adds. */
     int threads = la_pool_threads(units, work_of(p, 8));
     j.per_thread = round_to_pages(j.kernels->step_scratch(p));
     j.scratch = la_scratch_take(la_times(j.per_thread, threads));
     if (!j.scratch) return out_of_memory(p);
-    la_pool_run(threads, units, step_unit, &j, NULL); /* to its end */
+    la_pool_run(threads, units, step_unit, &j, NULL); /* always to its end */
     la_scratch_give(j.scratch);
     return LA_OK;
 }
@@ -254,8 +257,8 @@ static void reduce_head_unit(void *context, int64_t hv, int thread)
     j->kernels->reduce_head(j->p, hv, j->sums);
 }
 
-/* A single unit would run on a single core. Its scores are made twice then, on whatever number of threads:
- * the width must not depend on it. */
+/* A single unit would run on a single core. So its columns are halved, and its scores are made
+ * twice, for any number of threads: the width must not depend on that number. */
 static int64_t backward_columns(const la_problem *p)
 {
     const bool one_unit = p->N * p->HV == 1 && p->V <= LA_BACKWARD_PANEL;
@@ -289,7 +292,8 @@ la_status la_backward(la_problem *p)
         p->normaliser == LA_UNNORMALISED
             ? 0
             : round_to_pages(la_times(la_times(partials, p->N), la_times(sums.kp, real)));
-    /* Without tokens and without a state there is the gradient of a gate per head: zero. */
+    /* Without tokens and without a state, the gradient of a gate per head is still written:
+     * zero. */
     const bool any_units = p->tokens || p->array[LA_S0].given;
     const int64_t units = any_units ? p->N * p->HV * j.panels : 0;
     const int threads = la_pool_threads(units, work_of(p, 11));

@@ -1,5 +1,5 @@
-/* One pass over a gate before anything is computed: does some decay exceed one? Of a decay per key it
- * reads as much as q or k are, so it is shared out too. */
+/* One pass over a gate before anything is computed: does some decay exceed one? For a decay per key
+ * it reads as many numbers as q or k have, so it is shared out too. */
 #include "kernels.h"
 #include "pool.h"
 
@@ -9,7 +9,7 @@ typedef struct {
     const la_problem *p;
     const la_kernels *kernels;
     double lowest, highest;
-    int64_t B, T, blocks; /* a per-head gate has one token; blocks of tokens */
+    int64_t B, T, blocks; /* a per-head gate has one token; `blocks` of tokens */
     _Atomic bool found;
 } gate_pass;
 
@@ -55,7 +55,7 @@ bool la_gate_above_one(const la_problem *p)
                    .B = head ? 1 : p->B,
                    .T = head ? 1 : p->T};
     j.blocks = (j.T + BLOCK - 1) / BLOCK;
-    /* Read from the L3 cache or from memory: about .1 ns for 4 bytes. */
+    /* Reading from the L3 cache or from memory: about .1 ns for 4 bytes. */
     const int64_t units = j.B * j.blocks;
     const double numbers =
         (double)j.B * (double)j.T * (double)p->HV * (double)(p->decay == LA_KEY ? p->K : 1);

@@ -1,8 +1,9 @@
 /* One instance: every kernel for one instruction set and one real type, as a table of functions.
  *
- * The files that include this say which: LA_INSTANCE (the table's name), LA_ISA (its name for
- * people), LA_LANE_BYTES, LA_REGISTERS, LA_REAL, LA_REAL_BITS, and the compiler's target. A kernel
- * is a function with constant decay and rule: one per line of kinds.def, never one per op. */
+ * A file that includes this one defines LA_INSTANCE (the table's name), LA_ISA (the name that users
+ * see), LA_LANE_BYTES, LA_REGISTERS, LA_REAL and LA_REAL_BITS, and sets the compiler's target. A
+ * kernel is a function with constant decay and rule: there is one for each line of kinds.def, never
+ * one for each op. */
 
 #include <math.h>
 #include <string.h>
@@ -32,12 +33,13 @@
 
 /* clang-format off */
 #define LA_KIND(decay, rule) \
-    LA_KERNEL chunks_forward_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, arena *m) \
+    LA_KERNEL chunks_forward_##decay##_##rule(const la_problem *p, const la_unit *u, int64_t C, \
+                                              arena *m) \
     { \
         chunks_forward(p, u, C, m, LA_##decay, LA_##rule); \
     } \
     LA_KERNEL scan_forward_##decay##_##rule(const la_problem *p, const la_unit *u, la_name state, \
-                                    la_name z, arena *m) \
+                                            la_name z, arena *m) \
     { \
         scan_forward(p, u, state, z, m, LA_##decay, LA_##rule); \
     } \
@@ -46,12 +48,12 @@
         step_in_place(p, u, m, LA_##decay, LA_##rule); \
     } \
     LA_KERNEL chunks_backward_##decay##_##rule(const la_problem *p, const la_unit *u, \
-                                         const la_partials *sums, int64_t C, arena *m) \
+                                               const la_partials *sums, int64_t C, arena *m) \
     { \
         chunks_backward(p, u, sums, C, m, LA_##decay, LA_##rule); \
     } \
     LA_KERNEL scan_backward_##decay##_##rule(const la_problem *p, const la_unit *u, \
-                                         const la_partials *sums, arena *m) \
+                                             const la_partials *sums, arena *m) \
     { \
         scan_backward(p, u, sums, m, LA_##decay, LA_##rule); \
     }
@@ -61,17 +63,22 @@ static const struct {
     void (*chunks_forward)(const la_problem *, const la_unit *, int64_t, arena *);
     void (*scan_forward)(const la_problem *, const la_unit *, la_name, la_name, arena *);
     void (*step)(const la_problem *, const la_unit *, arena *);
-    void (*chunks_backward)(const la_problem *, const la_unit *, const la_partials *, int64_t, arena *);
+    void (*chunks_backward)(const la_problem *, const la_unit *, const la_partials *, int64_t,
+                            arena *);
     void (*scan_backward)(const la_problem *, const la_unit *, const la_partials *, arena *);
 } kinds[LA_KINDS] = {
 #define LA_KIND(decay, rule) \
-    [LA_##decay##_##rule] = {chunks_forward_##decay##_##rule, scan_forward_##decay##_##rule, step_##decay##_##rule, chunks_backward_##decay##_##rule, scan_backward_##decay##_##rule},
+    [LA_##decay##_##rule] = {chunks_forward_##decay##_##rule, \
+                             scan_forward_##decay##_##rule, \
+                             step_##decay##_##rule, \
+                             chunks_backward_##decay##_##rule, \
+                             scan_backward_##decay##_##rule},
 #include "../kinds.def"
 };
 /* clang-format on */
 
-/* Tokens per chunk. 16: the products with the state cost the same per token whatever C is, those
- * within the chunk grow with C, and 16 rows already run the tiles at full speed. */
+/* Tokens per chunk. The products with the state cost the same per token for any C, and those within
+ * the chunk grow with C. 16 rows already run the tiles at full speed. */
 enum { CHUNK = 16 };
 
 static int64_t chunk_tokens(const la_problem *p, int64_t length)
@@ -79,7 +86,7 @@ static int64_t chunk_tokens(const la_problem *p, int64_t length)
     return chunk_length(p, length, CHUNK);
 }
 
-/* What a unit of all columns takes; narrower units take less. */
+/* The scratch of a unit with all columns; narrower units need less. */
 static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_t heads)
 {
     arena m = {NULL, 0};

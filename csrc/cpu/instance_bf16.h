@@ -1,7 +1,8 @@
-/* One instance of the chunk form by products of bfloat16 numbers (state_products_bf16.h), for one instruction set: the
- * forward pass of the problems that isa.c's wants_bf16 lets through. Files that include this say LA_INSTANCE and LA_ISA
- * (instance.h), the compiler's target, LA_BF16_PRODUCTS, LA_PLANES (bf16_products.h), and LA_AMX (bf16_products_amx.h) and LA_PANEL
- * (chunk_forward.h) if they have them. */
+/* One instance of the chunk form with products of bfloat16 numbers (state_products_bf16.h), for one
+ * instruction set: the forward pass of the problems that wants_bf16 (isa.c) lets through. A file
+ * that includes this one defines LA_INSTANCE and LA_ISA (instance.h), LA_BF16_PRODUCTS and
+ * LA_PLANES (bf16_products.h), and, where they apply, LA_AMX (bf16_products_amx.h) and LA_PANEL
+ * (chunk_forward.h). It sets the compiler's target. */
 #define LA_LANE_BYTES 64
 #define LA_REGISTERS 32
 #define LA_REAL float
@@ -26,8 +27,9 @@
 #include "state_products_bf16.h"
 #include "chunk_forward.h"
 
-/* A chunk reads, scales and writes the state, whatever its length, and beside products of bfloat16 numbers that
- * weighs more than beside those of floats. */
+/* Tokens per chunk. A chunk reads, scales and writes the state once, whatever its length. Beside
+ * products of bfloat16 numbers this costs relatively more than beside those of floats, so chunks
+ * are longer. */
 enum { CHUNK = 32 };
 
 /* clang-format off */

@@ -1,4 +1,4 @@
-/* Which instruction set's kernels a problem gets: chosen once, by the processor or by name. */
+/* The instruction set whose kernels a problem gets: chosen once, by the processor or by name. */
 #define _GNU_SOURCE
 #include "kernels.h"
 
@@ -10,8 +10,8 @@
 #include <unistd.h>
 #endif
 
-/* By feature bits (the compiler's builtins also ask the system whether it saves the registers),
- * never by the name of a processor family. */
+/* By feature bits, never by the name of a processor family. (The compiler's builtins also check
+ * that the system saves the registers.) */
 static bool anywhere(void) { return true; }
 
 #if defined(__x86_64__)
@@ -30,8 +30,8 @@ static bool with_avx512(void)
 
 static bool with_avx512bf16(void) { return with_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
-/* The system keeps these registers for a process that has asked for them, once for all its threads. Some
- * compilers' builtins and headers do not know the names yet. */
+/* The system saves these registers for a process that has requested them, once for all its threads.
+ * Some compilers' builtins and headers do not know the names yet. */
 static bool with_amx(void)
 {
 #if defined(__linux__)
@@ -58,10 +58,10 @@ typedef struct {
     const la_kernels *bf16; /* for the problems of wants_bf16, or NULL */
 } instance;
 
-/* From the least to the best: the last that runs here is chosen. Two stand before a lesser one, because they
- * have to be asked for by name. AVX-512-BF16 has twice the rate only by some makers' instructions (on
- * Sapphire Rapids half of it), and no feature bit says so (docs/decisions/0020). AMX by one number for a
- * real is faster than by two, and rounds to 8 bits (0026). */
+/* From the least to the best: the last one that runs here is chosen. Two stand before a lesser one,
+ * so that only their names choose them. AVX-512-BF16 has twice the rate only on some makers'
+ * processors (on Sapphire Rapids half of it), and no feature bit says so (docs/decisions/0020). AMX
+ * with one number for a real is faster than with two, and rounds to 8 bits (0026). */
 static const instance instances[] = {
     {&la_cpu_baseline_f32, &la_cpu_baseline_f64, anywhere, NULL},
 #if defined(__x86_64__)
@@ -119,9 +119,10 @@ const la_kernels *la_cpu_kernels(la_dtype real)
     return real == LA_F64 ? i->f64 : i->f32;
 }
 
-/* A forward pass whose large products can be those of bfloat16 numbers: of keys as the user gave them. A decay per
- * key would scale them. Instances that round a float to 8 bits miss the acceptance rule in chunks of 129 and
- * more, with few keys; such chunks, and mode="parallel", stay in float. */
+/* Can the large products of a forward pass be those of bfloat16 numbers? Only if the keys are
+ * multiplied as the user gave them, and a decay per key would scale them. Instances that round a
+ * float to 8 bits miss the acceptance rule in chunks of 129 tokens and more, with few keys. So such
+ * chunks, and mode="parallel", stay in float. */
 static bool wants_bf16(const la_problem *p)
 {
     enum { MOST_TOKENS = 64 };

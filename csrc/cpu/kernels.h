@@ -1,5 +1,5 @@
-/* What one instance (an instruction set and a real type) offers to dispatch.c, and the units of
- * work that dispatch.c hands to it. */
+/* The kernels of one instance (an instruction set and a real type) for dispatch.c, and the units of
+ * work that dispatch.c hands to them. */
 #ifndef LINATTN_CPU_KERNELS_H
 #define LINATTN_CPU_KERNELS_H
 
@@ -7,10 +7,10 @@
 
 /* One sequence of one value head (forward: or of a few), and a range of its value columns. */
 typedef struct la_unit {
-    int64_t n;          /* sequence: which state; in a step's pool -1 for none */
+    int64_t n;          /* the sequence, and so its state; in a step's pool -1 for none */
     int64_t b;          /* batch row that holds its tokens */
     int64_t begin, end; /* its tokens in that row */
-    int64_t read, stop; /* forward: those it reads; those before only lead to its state */
+    int64_t read, stop; /* forward: the tokens it reads; those before only lead to its state */
     bool last;          /* forward: the state after `stop` is the sequence's, and is stored */
     int64_t h, hv;      /* query/key head, value head */
     int64_t heads;      /* forward: value heads, from hv on */
@@ -18,14 +18,16 @@ typedef struct la_unit {
     int64_t panel;      /* which panel of value columns (backward) */
 } la_unit;
 
-/* Value columns per backward unit, at most. Every unit adds to dq, dk, dg and dbeta, and the sums over
- * panels are taken in a fixed order, so this width (not the thread count) fixes the bits. */
+/* Value columns per backward unit, at most. Every unit adds to dq, dk, dg and dbeta. The sums over
+ * panels are taken in a fixed order, so the bits depend on this width and not on the number of
+ * threads. */
 #define LA_BACKWARD_PANEL 128
 
 /* The backward's sums over value columns: a partial sum for each (value head, panel), so that units
- * never write to the same place; `reduce` adds the partial sums up in order. All in the instance's real
- * type. `alone`: every unit is the only one to add to its rows, and writes them out itself; then there
- * are no partial sums but those of da for a gate per head, and of dz0. */
+ * never write to the same place. `reduce` adds the partial sums up in a fixed order. All are in the
+ * instance's real type. `alone`: no other unit adds to the rows of any unit, and each unit writes
+ * its rows out itself. Then there are no partial sums but those of da for a gate per head, and of
+ * dz0. */
 typedef struct la_partials {
     bool alone;
     int64_t panels;
@@ -37,7 +39,8 @@ typedef struct la_partials {
     void *dz0;      /* [HV * panels][N][kp] */
 } la_partials;
 
-/* A block of tokens of one query/key head and its value heads: what one call of `reduce` finishes. */
+/* A block of tokens of one query/key head and its value heads: what one call of `reduce`
+ * finishes. */
 typedef struct la_rows {
     int64_t b, begin, end, h;
 } la_rows;
@@ -45,9 +48,10 @@ typedef struct la_rows {
 typedef struct la_kernels {
     const char *isa;
     int lanes; /* reals in a vector: how far rows are padded */
-    int bits;  /* of a real that are multiplied */
+    int bits;  /* the bits of a real that are multiplied */
 
-    /* Scratch is per thread; longest is the longest sequence's length, heads a unit's. */
+    /* Scratch is per thread. longest: the length of the longest sequence; heads: those of a
+     * unit. */
     size_t (*forward_scratch)(const la_problem *p, int64_t longest, int64_t heads);
     void (*forward)(const la_problem *p, const la_unit *u, void *scratch);
 
@@ -61,7 +65,7 @@ typedef struct la_kernels {
     size_t (*reduce_scratch)(const la_problem *p);
     void (*reduce)(const la_problem *p, const la_rows *rows, const la_partials *sums,
                    void *scratch);
-    /* What has no token axis: the gradient of a per-head gate and of z0, one value head a call. */
+    /* The gradients without a token axis, of a per-head gate and of z0: one value head a call. */
     void (*reduce_head)(const la_problem *p, int64_t hv, const la_partials *sums);
 
     /* Is any of n numbers of a gate, `stride` apart, above `highest` or below `lowest`? */
@@ -71,14 +75,15 @@ typedef struct la_kernels {
 
 /* The chosen instance for a real type, float32 or float64. */
 const la_kernels *la_cpu_kernels(la_dtype real);
-/* The same for a forward pass, which may have kernels of its own by products of bfloat16. */
+/* The same for a forward pass, for which an instance may have kernels with products of bfloat16
+ * numbers. */
 const la_kernels *la_cpu_forward_kernels(const la_problem *p);
 
 extern const la_kernels la_cpu_baseline_f32, la_cpu_baseline_f64;
 #if defined(__x86_64__)
 extern const la_kernels la_cpu_avx2_f32, la_cpu_avx2_f64;
 extern const la_kernels la_cpu_avx512_f32, la_cpu_avx512_f64;
-/* forward alone: instance_bf16.h */
+/* only forward: instance_bf16.h */
 extern const la_kernels la_cpu_avx512_bf16, la_cpu_amx_bf16, la_cpu_amx;
 extern const la_kernels la_cpu_avx2_bf16, la_cpu_avx2_amx;
 #elif defined(__aarch64__)

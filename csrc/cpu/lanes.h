@@ -10,7 +10,7 @@
 typedef LA_REAL real;
 #if LA_REAL_BITS == 32
 #define REAL_DTYPE LA_F32
-typedef double real2; /* more digits: for the few numbers whose error would add up */
+typedef double real2; /* more digits, for the few numbers in which errors would add up */
 #else
 #define REAL_DTYPE LA_F64
 typedef long double real2;

@@ -1,8 +1,7 @@
-/* Noncausal linear attention: every token reads the state of the whole sequence. One pass sums
- * the state, a second reads it, so that the order of the keys only matters to rounding.
+/* Noncausal linear attention: every token reads the state of the whole sequence. One pass sums the
+ * state and a second one reads it, so the order of the keys matters only to rounding.
  *
- *     S = S0 + K' V,   z = z0 + K' 1,   O = scale Q S / divisor(scale Q z)
- */
+ *     S = S0 + K' V,   z = z0 + K' 1,   O = scale Q S / divisor(scale Q z) */
 
 typedef struct noncausal_scratch {
     real *S, *dS, *T; /* [K][width], T transposed [width][kp] */

@@ -1,12 +1,15 @@
-/* The pool. Workers are started when first needed, spin briefly for the next job (waking a sleeping
- * thread costs 80 us, a kernel on a short sequence less), then sleep on a condition variable.
+/* The pool. Workers are started when they are first needed. They spin briefly for the next job,
+ * because waking a sleeping thread costs 80 us, and a kernel on a short sequence less. Then they
+ * sleep on a condition variable.
  *
- * fork: a child has no workers, so the child's copy is reset and starts its own when needed. The
- * parent cannot be in the middle of a job started by the forking thread (la_pool_run returns only
- * when it is done), and a job that another thread runs belongs to the parent alone.
- * Concurrent callers: the pool serves one at a time; whoever finds it busy works alone, and is told so
- * beforehand where it can be, since units for many threads do more in all. That costs parallelism, never
- * correctness: results do not depend on who computes a unit. */
+ * fork: a child process has no workers, so its copy of the pool is reset and starts its own when
+ * needed. The parent cannot be in the middle of a job of the forking thread, because la_pool_run
+ * returns only when the job is done. A job of another thread belongs to the parent alone.
+ *
+ * Concurrent callers: the pool serves one at a time. A caller that finds the pool busy runs
+ * single-threaded. `la_pool_threads` reports this in advance when it can, because splitting work
+ * into more units increases the total work. That costs parallelism, never correctness: results do
+ * not depend on which thread computes a unit. */
 #define _GNU_SOURCE
 #include "pool.h"
 #include "../watch.h"
@@ -20,7 +23,8 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Where a test holds a worker up (tests/c/waits.c): outside a job that it has seen, and inside. */
+/* Where a test holds a worker up (tests/c/waits.c): before it has entered a job that it has seen,
+ * and after. */
 #if !defined(LA_POOL_PAUSE)
 #define LA_POOL_PAUSE(inside)
 #endif
@@ -28,16 +32,17 @@
 enum { MAX_THREADS = 256 };
 
 /* Below this much work per extra thread, sharing costs more than it saves: handing a job to a
- * spinning worker takes about 1 us and to a sleeping one 80 us. */
+ * spinning worker takes about 1 us, and to a sleeping one 80 us. */
 static const double WORTH_SHARING = 30e3;
 
-/* Spin this long before sleeping: two wake-ups' worth, so that a loop of calls stays awake. */
+/* Spin this long before sleeping: two wake-ups' worth, so that a loop of calls keeps the workers
+ * awake. */
 static const int64_t SPIN_NANOSECONDS = 160 * 1000;
 
 static struct {
-    pthread_mutex_t caller; /* held by whoever's job runs */
-    _Atomic bool busy;      /* so that others can see it coming */
-    pthread_mutex_t lock;   /* guards what follows, with the condition */
+    pthread_mutex_t caller; /* held by the caller whose job runs */
+    _Atomic bool busy;      /* so that other callers can see it in advance */
+    pthread_mutex_t lock;   /* guards the fields below, with the condition */
     pthread_cond_t wake;
     int started;          /* workers that exist */
     _Atomic uint64_t job; /* number of the job on offer */
@@ -47,7 +52,7 @@ static struct {
     int64_t units;
     la_work *work;
     void *context;
-    fenv_t mode; /* the caller's floating-point mode, which its job is computed in */
+    fenv_t mode; /* the caller's floating-point mode: its job is computed in it */
 } pool = {.caller = PTHREAD_MUTEX_INITIALIZER,
           .lock = PTHREAD_MUTEX_INITIALIZER,
           .wake = PTHREAD_COND_INITIALIZER};
@@ -55,8 +60,8 @@ static struct {
 static _Atomic int chosen_threads; /* 0: the default */
 static _Thread_local bool inside;  /* this thread is already in a job */
 
-/* 0: not set; -1: no number of threads. OpenMP's is a list, a number per level of nesting, and may ask
- * for more than there can be. */
+/* 0: not set; -1: not a number of threads. OpenMP's variable is a list, with a number per level of
+ * nesting, and may ask for more threads than are possible. */
 static int from_environment(const char *name, bool list)
 {
     const char *text = getenv(name);
@@ -169,8 +174,8 @@ static void *worker(void *first_job)
     for (;;) {
         seen = wait_for_job(seen);
         LA_POOL_PAUSE(false);
-        /* Enter first, then see whether the job still wants somebody: whoever offers the next one
-         * waits for everybody inside to leave. */
+        /* Enter first, then check whether the job still wants workers: a caller with the next job
+         * waits until all workers have left. */
         atomic_fetch_add(&pool.working, 1);
         LA_POOL_PAUSE(true);
         int place = atomic_fetch_sub(&pool.wanted, 1);
@@ -221,7 +226,7 @@ static void start_workers(int count)
 /* About ten times a second. */
 enum { CHECK_NANOSECONDS = 100 * 1000 * 1000 };
 
-/* Ten times as cheap as now(), and exact to some milliseconds. */
+/* A tenth of the cost of now(), and exact to some milliseconds. */
 static int64_t about_now(void)
 {
 #if defined(CLOCK_MONOTONIC_COARSE)
@@ -253,8 +258,8 @@ bool la_stopped(const la_problem *p)
     return atomic_load_explicit(&w->stop, memory_order_relaxed);
 }
 
-/* The caller has no unit left, and another thread may have seconds of one before it. A check takes
- * 10 ns, and the pauses between two checks some microseconds. */
+/* The caller has no unit left, and another thread may still need seconds for one. A check takes 10
+ * ns, and the pauses between two checks take some microseconds. */
 static void wait_for_workers(const la_problem *p)
 {
     enum { PAUSES = 256 };
@@ -275,7 +280,7 @@ void la_pool_run(int threads, int64_t units, la_work *work, void *context, const
     }
     atomic_store(&pool.busy, true);
     start_workers(threads - 1);
-    while (atomic_load(&pool.working)) relax(); /* late comers to the last job */
+    while (atomic_load(&pool.working)) relax(); /* workers that came late to the last job */
     pool.work = work;
     pool.context = context;
     pool.units = units;
@@ -288,7 +293,7 @@ void la_pool_run(int threads, int64_t units, la_work *work, void *context, const
     pthread_mutex_unlock(&pool.lock);
 
     take_units(0);
-    atomic_store(&pool.wanted, 0); /* nobody joins any more */
+    atomic_store(&pool.wanted, 0); /* no worker joins any more */
     wait_for_workers(p);
     atomic_store(&pool.busy, false);
     pthread_mutex_unlock(&pool.caller);

@@ -13,8 +13,8 @@ typedef struct prefetch {
     } array[MOST_ARRAYS];
     int arrays, array_now;
     int64_t rows, row_now; /* of each array */
-    int64_t tiles;         /* that the rows are to be spread over */
-    int64_t due;           /* rows, times tiles */
+    int64_t tiles;         /* the tiles that the rows are spread over */
+    int64_t due;           /* rows that are due, times tiles */
 } prefetch;
 
 LA_FN void prefetch_some(prefetch *x)

@@ -1,5 +1,5 @@
-/* The end of a backward: add up la_partials in a fixed order, undo what loading did to
- * q, k and the gate, and write the gradients in the user's dtypes and strides. */
+/* The end of a backward pass: add up la_partials in a fixed order, apply the adjoint of what
+ * loading did to q, k and the gate, and write the gradients in the user's dtypes and strides. */
 
 typedef struct reduce_scratch {
     real *sum, *row; /* [kp] */
@@ -11,7 +11,8 @@ LA_FN void reduce_take(reduce_scratch *f, arena *m, const la_problem *p)
     f->row = arena_take(m, 1, padded(p->K));
 }
 
-/* sum[row] = partial sums first..first+count, each `row` reals a token, at token `token`. */
+/* sum[row] = the sum of `count` partial sums from `first` on, each `row` reals a token, at token
+ * `token`. */
 LA_FN void add_partials(const la_partials *sums, const void *base, int64_t first, int64_t count,
                         int64_t token, int64_t row, real *sum)
 {

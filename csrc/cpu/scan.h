@@ -1,7 +1,8 @@
-/* Token by token: the recurrent mode, the step, and the recurrent mode's adjoint. */
+/* Token by token: the recurrent mode, the step, and the adjoint of the recurrent mode. */
 
-/* Lanes of columns worked on together at most: 8 and 8 sums fill half of 32 registers and are, with
- * AVX-512, a whole row of 128 floats; with 16 registers 4 and 4. A panel takes fewer, token by token, to stay in the L1 cache. */
+/* Lanes of columns that are worked on together, at most. With 32 registers, 8 and their 8 sums fill
+ * half of them; with AVX-512 they are a whole row of 128 floats. With 16 registers, 4 and 4. A
+ * panel that goes token by token takes PANEL_STRIP lanes, to stay in the L1 cache. */
 #if LA_REGISTERS == 32
 enum { MAX_STRIP = 8 };
 #else
@@ -9,11 +10,13 @@ enum { MAX_STRIP = 4 };
 #endif
 enum { PANEL_STRIP = 4 };
 
-/* Tokens between two checks whether the call is to end: some microseconds. A step has fewer. */
+/* Tokens between two checks whether the call is to end: they take some microseconds. A step has
+ * fewer. */
 enum { TOKENS_A_CHECK = 64 };
 
-/* A lane from memory that is used more than once. Left to itself gcc makes the memory an operand of every
- * multiply-add, and a product with the state waits for loads: Zen 4 does one of 64 bytes a cycle. */
+/* A lane from memory that is used more than once. Left to itself, gcc makes the memory an operand
+ * of every multiply-add, and a product with the state waits for its loads: Zen 4 does one of 64
+ * bytes a cycle. */
 LA_FN lane lane_loaded(lane x)
 {
 #if defined(__x86_64__) && LA_REGISTERS == 32
@@ -74,7 +77,7 @@ LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
     f->owed = arena_take(m, 1, kp);
 }
 
-/* A run of tokens over the unit's columns, strip by strip. A step is a run of one token whose
+/* A run of tokens over the unit's columns, strip by strip. A step is a run of one token, and its
  * state goes back where it came from. */
 LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la_name z_state,
                         arena *m, const la_decay decay, const la_rule rule)
@@ -109,7 +112,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, la_name state, la
     if (normalised && u->v0 == 0) store_z(p, z_state, u, f.z);
 }
 
-/* Can the kernels work on the user's state where it lies? Then rows are whole lanes. */
+/* Can the kernels work on the user's state in place? Only if its rows are whole lanes. */
 LA_FN bool state_in_place(const la_problem *p)
 {
     const la_array *S = &p->array[LA_S0];
@@ -117,7 +120,7 @@ LA_FN bool state_in_place(const la_problem *p)
            S->stride[2] % LANES == 0 && S->stride[2] >= p->V;
 }
 
-/* One token, the state where it lies. */
+/* One token, with the state in place. */
 LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const la_decay decay,
                          const la_rule rule)
 {
@@ -150,7 +153,7 @@ LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const 
 
 /* ---- the adjoint ----
  *
- * As in chunk_backward: a state is kept for every segment, then for every token of one segment. */
+ * As in chunks_backward, a state is kept for every segment, then for every token of one segment. */
 
 typedef struct scan_backward_scratch {
     real *S, *dS;      /* [K][strip] */

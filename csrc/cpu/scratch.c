@@ -11,17 +11,18 @@ static _Atomic int fail_countdown;
 
 void la_fail_allocation(int n) { atomic_store(&fail_countdown, n); }
 
-/* The block of the last call is kept for the next: fresh memory costs a page fault every 4 KiB. One is
- * kept, and only up to this size. A call that finds it taken allocates. */
+/* The block of the last call is kept for the next one: fresh memory costs a page fault every 4 KiB.
+ * One block is kept, and only up to this size. A call that finds it in use allocates its own. */
 #if defined(LA_POISON)
-static const size_t MOST_KEPT = 0; /* each call its own, so that a sanitizer sees where it ends */
+static const size_t MOST_KEPT = 0; /* each call's own: a sanitizer sees where it ends */
 #else
 static const size_t MOST_KEPT = (size_t)64 << 20;
 #endif
-enum { HEADER = 4096 }; /* in front of a block: its size, and room to keep pages aligned */
+enum { HEADER = 4096 }; /* in front of a block: its size, and room that keeps pages aligned */
 static _Atomic(char *) kept;
 
-/* Aligned to a page: tiles want cache lines, and neighbours on other threads want none shared. */
+/* Aligned to a page: tiles need cache lines of their own, and should share none with other
+ * threads. */
 void *la_scratch_take(size_t bytes)
 {
     if (atomic_load(&fail_countdown) > 0 && atomic_fetch_sub(&fail_countdown, 1) == 1) return NULL;
@@ -38,7 +39,7 @@ void *la_scratch_take(size_t bytes)
         *(size_t *)block = bytes;
     }
 #if defined(LA_POISON)
-    memset(block + HEADER, 0xff, bytes); /* NaN in every dtype: reading the unwritten shows */
+    memset(block + HEADER, 0xff, bytes); /* NaN in every dtype shows what is read unwritten */
 #endif
     return block + HEADER;
 }

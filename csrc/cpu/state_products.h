@@ -1,11 +1,11 @@
-/* The products with the state, and the scores before them, in reals. An instance includes this file or
- * state_products_bf16.h, between chunk.h and chunk_forward.h. Both define
+/* The products with the state, and the scores before them, in reals. An instance includes this file
+ * or state_products_bf16.h, between chunk.h and chunk_forward.h. Both files define:
  *
- *     state_scratch      the memory that these products need besides the chunk; state_scratch_take
- *     rows_are_scaled    are rows of k S, q S and U scaled, by scale_kS, scale_qS and scale_U?
+ *     state_scratch      memory for these products besides the chunk; state_scratch_take
+ *     rows_are_scaled    are the rows of k S, q S and U scaled, by scale_kS, scale_qS and scale_U?
  *     load_and_score     a chunk's tokens and their scores
- *     state_products     k S and q S of a panel, where all their rows are made at once
- *     state_product      a block of rows and lanes of k S or q S
+ *     state_products     k S and q S of a panel, if all rows are made at once
+ *     state_product      a block of k S or q S, not scaled: R rows from i, W lanes from column w
  *     state_carry        S' = diag(e) S + (r k)' U, e the chunk's decay */
 
 typedef struct state_scratch {
@@ -35,7 +35,7 @@ LA_FN void state_products(const chunk *c, const state_scratch *x, const la_probl
     (void)c, (void)x, (void)p, (void)s, (void)reads, (void)rule;
 }
 
-/* R rows from i, W lanes from column w of keys S, keys [n][kp]. */
+/* keys: rows of k or q, [n][kp]. made: not used here. */
 LA_FN void state_product(const int R, const int W, int64_t i, int64_t w, const chunk *c, int K,
                          const real *keys, const panel *s, const real *made, lane *to)
 {

@@ -1,13 +1,14 @@
-/* The chunk form of bfloat16 arrays, its large products those of bfloat16 numbers
- * (bf16_products.h): those of k and q with each other
- * and with the state, and the carry. All else, U, P and L, is what it is in chunk.h, in float.
+/* The products with the state, and the scores before them, of bfloat16 arrays: products of bfloat16
+ * numbers (bf16_products.h). U, P and L are floats, as in chunk.h. See state_products.h for the
+ * functions.
  *
  *     scores          k k', q k'
  *     state products  k S, q S
  *     carry           S <- diag(e) S + k' (r U)
  *
- * What may be rounded is a right factor on its way, S and r U, and no state is: no rounding is ever added up. k and q
- * go in as the user gave them; their norms scale what comes out (docs/decisions/0026). */
+ * Only temporary copies of S and r U are rounded to bfloat16. The state itself stays float32, so
+ * rounding errors do not accumulate. k and q are multiplied as the user gave them, and their norms
+ * scale the results (docs/decisions/0026). */
 
 typedef struct state_scratch {
     int64_t kw, cw; /* words in a left factor's row of K numbers, of C */
@@ -15,7 +16,7 @@ typedef struct state_scratch {
     word *kt;       /* [K][cw]: k transposed */
     word *strip;    /* of a right factor */
     real *kS;       /* one panel's [2C][width]: k S, then (from row n) q S */
-    real *norm;     /* [2 cp]: what rows of k, then (from cp) q, are multiplied by */
+    real *norm;     /* [2 cp]: the factors of rows of k, then (from cp) of q */
     real *scale;    /* [2C]: e times norm, of k, then (from C) q */
     real *end;      /* [C]: r times k's norm */
 } state_scratch;
@@ -34,7 +35,7 @@ LA_FN void state_scratch_take(state_scratch *x, arena *m, const la_problem *p, i
     x->end = arena_take(m, 1, C);
 }
 
-/* Tokens t..t+n of q or k: rows of reals and of words, and their norms. */
+/* Tokens t..t+n of q or k, as rows of reals and as rows of words, and their norms. */
 LA_FN void bf16_load_keys(const la_problem *p, la_name name, const la_unit *u, int64_t t, int64_t n,
                           real *rows, word *packed, int64_t kw, real *norm)
 {
@@ -48,18 +49,19 @@ LA_FN void bf16_load_keys(const la_problem *p, la_name name, const la_unit *u, i
     }
 }
 
-/* Of k's rows and then q's: which are multiplied, k's by the delta rule, q's if they are to be read. */
+/* The rows that are multiplied, of k's rows and then q's: k's for the delta rule, q's if the chunk
+ * reads. */
 LA_FN int64_t first_row(int64_t n, const la_rule rule) { return rule == LA_DELTA ? 0 : n; }
 LA_FN int64_t end_row(int64_t n, const bool reads) { return reads ? 2 * n : n; }
 
-/* All rows are: by the norms of k and q. */
+/* All rows are: by the norms of k and q, which are 1 without qk_l2norm. */
 LA_FN bool rows_are_scaled(const la_decay decay)
 {
     (void)decay;
     return true;
 }
 
-/* P, L, and what scales the rows of a panel. */
+/* P, L, and the factors of the rows of a panel. */
 LA_FN void load_and_score(chunk *c, state_scratch *x, const la_problem *p, const la_unit *u,
                           int64_t t, int64_t n, const bool reads, const la_decay decay,
                           const la_rule rule)
@@ -93,7 +95,7 @@ LA_FN void load_and_score(chunk *c, state_scratch *x, const la_problem *p, const
     c->scale_U = x->end;
 }
 
-/* What k and q (the additive rule: q alone) find in the state. */
+/* k S and q S; for the additive rule q S alone. */
 LA_FN void state_products(const chunk *c, const state_scratch *x, const la_problem *p, panel *s,
                           const bool reads, const la_rule rule)
 {
@@ -105,7 +107,7 @@ LA_FN void state_products(const chunk *c, const state_scratch *x, const la_probl
                  x->kS + first * s->width, s->width, NULL, NULL, 0, x->strip, NULL);
 }
 
-/* R rows from i, W lanes from column w of k S or q S: `made` by state_products. */
+/* made: kS or qS of the panel. keys: not used here. */
 LA_FN void state_product(const int R, const int W, int64_t i, int64_t w, const chunk *c, int K,
                          const real *keys, const panel *s, const real *made, lane *to)
 {

@@ -1,31 +1,31 @@
-/* Stretches: rows of a chunk between two checks whether the call is to end (watch.h). A chunk may be
- * as long as its sequence (mode="parallel"), and what grows with the square of its tokens then takes
- * seconds. It goes by stretches of rows, and the rest of the chunk is left out when the call is to
- * end: outputs are undefined then. A chunk of the usual length is one stretch, without a check. */
+/* A stretch: the rows of a chunk between two checks whether the call is to end (watch.h). A chunk
+ * may be as long as its sequence (mode="parallel"). Work that grows with the square of its tokens
+ * then takes seconds, so it goes by stretches of rows. When the call is to end, the rest of the
+ * chunk is left out, and outputs are undefined. A chunk of the usual length is one stretch, without
+ * a check. */
 
-/* A multiple of a tile's rows, so that the tiles are the same. 48 rows of 30,000 tokens and 256 keys
- * are 370 million multiply-adds, 10 to 50 ms. */
+/* A multiple of a tile's rows, so that the tiles are the same. 48 rows of 30,000 tokens and 256
+ * keys are 370 million multiply-adds, 10 to 50 ms. */
 enum { STRETCH = 48 };
 
-/* The end of the stretch that begins at row `first` of n. It is `first` if no rows are left, or the
- * call is to end. */
+/* The end of the stretch that begins at row `first` of n. It is `first` if no rows are left, or if
+ * the call is to end. */
 LA_FN int64_t stretch_end(const la_problem *p, int64_t first, int64_t n)
 {
     if (first && (first >= n || la_stopped(p))) return first;
     return first + STRETCH < n ? first + STRETCH : n;
 }
 
-/* Is the call to end, after so many rows of its chunk? For rows whose work the call does in a loop of
- * its own. */
+/* Is the call to end, after so many rows of its chunk? For loops over rows outside of this file. */
 LA_FN bool stopped_after(const la_problem *p, int64_t rows)
 {
     return rows && rows % STRETCH == 0 && la_stopped(p);
 }
 
-/* The same between two parts of a chunk of n tokens, for what grows with n alone. */
+/* The same between two parts of a chunk of n tokens, for work that grows only linearly with n. */
 LA_FN bool stopped_between(const la_problem *p, int64_t n) { return n > STRETCH && la_stopped(p); }
 
-/* The same where a row is a product with every key, and reads and writes a row of memory for each:
+/* The same where a row is multiplied with every key, and reads and writes a row of memory for each:
  * 4 rows of 30,000 tokens and 256 keys take 40 to 120 ms. n: the chunk's tokens. */
 LA_FN bool stopped_after_keys(const la_problem *p, int64_t rows, int64_t n)
 {

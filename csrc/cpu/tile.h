@@ -1,27 +1,30 @@
 /* Tiles: dense products of small matrices, lanes along the columns of the result. There is no
  * attention in this file.
  *
- * A tile is R rows of W lanes, one accumulator each. With 32 vector registers 16 accumulators, as
- * 8 x 2, divide a chunk of 16 and keep enough multiply-adds in flight (latency 4, two a cycle,
- * needs 8; NEON, up to four a cycle, 16), and what is left holds the two lanes of the right
- * factor and, before their multiply-adds, the eight elements of the left one: 26. A cycle of four multiply-adds then asks for 2.5
- * loads, of which such cores do 3. With 16 registers 6 x 2 leaves room for the two lanes of the right factor
- * and a broadcast.
+ * A tile is R rows of W lanes, one accumulator each. With 32 vector registers it has 16
+ * accumulators, as 8 x 2. 8 rows divide a chunk of 16, and 16 accumulators keep enough
+ * multiply-adds in flight: with a latency of 4, two a cycle need 8, and NEON, up to four a cycle,
+ * needs 16. The other registers hold the two lanes of the right factor and, before their
+ * multiply-adds, the eight elements of the left one: 26 in all. A cycle of four multiply-adds then
+ * needs 2.5 loads, and such cores do 3. With 16 registers, 6 x 2 leaves room for the two lanes of
+ * the right factor and a broadcast.
  *
- * A short sum is one chain, has no totals beside it, and is over before what surrounds it is paid
- * for. There the loop over terms is unrolled and, with 32 registers, the tile 6 x 4: 10 loads for 24
+ * A short sum is one chain without totals, and the work around it weighs as much as its terms.
+ * There the loop over terms is unrolled. With 32 registers its tile is 6 x 4: 10 loads for 24
  * multiply-adds, not for 16, and rows of a whole panel.
  *
- * Every element is a sum in the order of its terms that joins what is there at its end, whatever tile it
- * falls in: the same bits however the columns are split. A sum of its own keeps the roundings at the
- * size of the sum: a state takes one rounding a chunk, not one a token. */
+ * Every element is a sum in the order of its terms, and joins the present value when it is
+ * complete, in any tile: the bits are the same however the columns are split. A sum of its own
+ * keeps the roundings at the size of the sum: a state takes one rounding a chunk, not one a
+ * token. */
 
-/* Terms added up in one chain before the sum joins the total: the error of a chain grows with its
- * length, and at 32 the additions to the totals cost 1/32 of the multiply-adds. */
+/* Terms that are added up in one chain before the sum joins the total. The error of a chain grows
+ * with its length, and at 32 the additions to the totals cost 1/32 of the multiply-adds. */
 enum { CHAIN = 32 };
 
-/* TILE accumulators, as TILE / 2 rows of two lanes; short sums as TALL rows of WIDE; triangles go by
- * blocks of ROWS rows and STRIP lanes, whose sums leave room for a row of what is solved. */
+/* A tile has TILE accumulators, as TILE / 2 rows of two lanes; for short sums, as TALL rows of
+ * WIDE. Triangles go by blocks of ROWS rows and STRIP lanes, whose sums leave room for a row that
+ * is solved. */
 #if LA_REGISTERS == 32
 enum { TILE = 16, STRIP = 2, ROWS = 8, TALL = 6, WIDE = 4 };
 #else
@@ -52,8 +55,8 @@ LA_FN void add_terms(const int R, const int W, int terms, const real *restrict l
         add_term(R, W, left + term * left_term, left_row, right + term * right_row, sum);
 }
 
-/* The same for a number of terms that the compiler knows: what counts and addresses cost shows beside so few
- * multiply-adds, and goes where the loop is unrolled. */
+/* The same for a number of terms that the compiler knows. Beside so few multiply-adds, counters and
+ * addresses cost something, and an unrolled loop needs none. */
 LA_FN void add_known(const int R, const int W, const int terms, const real *restrict left,
                      int64_t left_row, int64_t left_term, const real *restrict right,
                      int64_t right_row, lane *sum)
@@ -140,19 +143,20 @@ LA_FN void tile_column(const int W, const int tall, const int known, int64_t row
 #undef LA_TILE
 }
 
-/* `keep` for a product that is added to what is there. */
+/* `keep` for a product that is added to the present value. */
 static const real one = 1;
 
-/* Sums as short as a chunk, or two: what a tile costs besides its multiply-adds shows, and is less
- * where the compiler knows the length, and, in a panel as wide as a tile, of WIDE lanes or of two,
- * where its rows are. */
+/* Sums as short as a chunk, or as two. The cost of a tile besides its multiply-adds shows there. It
+ * is less if the compiler knows the number of terms and, in a panel of one tile's width (WIDE lanes
+ * or two), the distance of the rows. */
 enum { SHORT = 16 };
 
 /* to[rows][columns] = diag(keep) from + left right.
  *
- * left[i][term] is left[i * left_row + term * left_term]. right[terms][columns] has rows right_row reals
- * apart, to and from have rows to_row apart. Columns are whole lanes, rows are aligned. from may be `to`,
- * or NULL for 0. keep_row 0: one number for every row. next: the rows to prefetch meanwhile, or NULL. */
+ * left[i][term] is left[i * left_row + term * left_term]. right[terms][columns] has rows right_row
+ * reals apart; `to` and `from` have rows to_row apart. Columns are whole lanes, rows are aligned.
+ * `from` may be `to`, or NULL for 0. keep_row 0: one number for every row. next: the rows to
+ * prefetch meanwhile, or NULL. */
 LA_COLD void product_and_prefetch(int64_t rows, int64_t columns, int64_t terms, const real *left,
                                   int64_t left_row, int64_t left_term, const real *right,
                                   int64_t right_row, real *to, int64_t to_row, const real *from,
@@ -195,8 +199,8 @@ LA_FN void product(int64_t rows, int64_t columns, int64_t terms, const real *lef
                          to_row, keep ? to : NULL, keep, keep_row, NULL);
 }
 
-/* to = left right for few columns, where a tile of one lane has too few multiply-adds in flight: even
- * and odd terms are chains of their own. */
+/* to = left right for few columns, where a tile of one lane has too few multiply-adds in flight:
+ * even and odd terms are chains of their own. */
 LA_FN void narrow_tile(const int R, int64_t terms, const real *restrict left, int64_t left_row,
                        const real *restrict right, int64_t right_row, real *restrict to,
                        int64_t to_row)
@@ -249,8 +253,8 @@ LA_COLD void narrow_product(int64_t rows, int64_t columns, int64_t terms, const 
 }
 
 /* For triangles, whose rows have different lengths and must not touch what lies outside: call
- * block(R, W, i, w, ...) for R rows from i and W lanes from column w, the rows from `first` up to n
- * in order within a strip of columns. */
+ * block(R, W, i, w, ...) for R rows from i and W lanes from column w. Within a strip of columns the
+ * rows from `first` up to n come in order. */
 #define FOR_EACH_BLOCK(first, n, width, block, ...) \
     do { \
         int64_t w_ = 0; \
@@ -268,7 +272,8 @@ LA_COLD void narrow_product(int64_t rows, int64_t columns, int64_t terms, const 
         } \
     } while (0)
 
-/* ZIP_LOW and ZIP_HIGH: the lower, and the upper, halves of two lanes, element by element in turn. */
+/* ZIP_LOW and ZIP_HIGH: the lower halves of two lanes, or the upper ones, element by element in
+ * turn. */
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define HAVE_ZIP 1
@@ -324,7 +329,8 @@ LA_FN void transpose_square(lane *x)
     }
 }
 
-/* The sums over each of LANES lanes, side by side: the same rounds, the two halves added. */
+/* The sums over each of LANES lanes, side by side: the same rounds of zips, with the two halves
+ * added. */
 LA_FN lane sum_each(lane *x)
 {
 #pragma GCC unroll 4
@@ -335,7 +341,8 @@ LA_FN lane sum_each(lane *x)
     return x[0];
 }
 
-/* to[n][m] = from[m][n]; the columns of `to` behind the last row of `from`, its padding, become 0. Rows are aligned. */
+/* to[n][m] = from[m][n]. In `to`, the columns behind the last row of `from` are padding, and become
+ * 0. Rows are aligned. */
 LA_COLD void transpose(int64_t rows, int64_t columns, const real *restrict from, int64_t ld_from,
                        real *restrict to, int64_t ld_to)
 {
@@ -371,7 +378,7 @@ LA_FN real dot(int64_t n, const real *x, const real *y)
     return lane_sum(total);
 }
 
-/* The same for so many terms that one number of theirs would not do: parts of 4 x 8 lanes, four
+/* The same for so many terms that one real is not enough for their sum: parts of CHAIN lanes, four
  * chains at a time. n is a multiple of LANES. */
 LA_FN real2 long_dot(int64_t n, const real *x, const real *y)
 {
