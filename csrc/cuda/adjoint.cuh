@@ -219,7 +219,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                 real o;
                 if (!forward_only) put_state(kept + (int64_t)(t - a + i) * STATE);
                 la_token(la_strip_of(S, 1), 1, ROWS, s.tokens.q[i].part(part),
-                         s.tokens.k[i].part(part), &s.tokens.v[i][own_column], x, RULE == LA_DELTA ? s.tokens.beta[i] : 0,
+                         s.tokens.k[i].part(part), &s.tokens.v[i][own_column], x,
+                         RULE == LA_DELTA ? s.tokens.beta[i] : 0,
                          RULE == LA_DELTA ? s.tokens.qk[i] : 0, &o, DECAY, RULE);
             }
         }
