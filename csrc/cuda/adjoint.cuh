@@ -42,6 +42,35 @@ template <int ROWS> struct adjoint_room {
     real scalars[TURNS][2][WARPS];          /* of da and dbeta */
 };
 
+/* With the additive rule dS is little more than a sum over all tokens, and its roundings would add
+ * up. They are collected here, and dS gets them back once per batch. If batches are short, the
+ * rounding of that is kept too; with 16 tokens it is small enough. */
+template <la_decay DECAY, la_rule RULE, int ROWS> struct kahan_rows {
+    static constexpr bool SUMS_UP = RULE == LA_ADDITIVE && DECAY != LA_KEY;
+    real lost[SUMS_UP ? ROWS : 1] = {};
+
+    /* Was dS = a (before + q dO'). */
+    __device__ __forceinline__ void collect(const real *dS, const real *before, const real *q,
+                                            real d_o, real a)
+    {
+#pragma unroll
+        for (int i = 0; i < (SUMS_UP ? ROWS : 0); i++) {
+            const real x = q[i] * d_o, sum = before[i] + x, back = sum - before[i];
+            lost[i] += (before[i] - (sum - back)) + (x - back);
+            if (DECAY != LA_NONE) lost[i] = lost[i] * a + fma(sum, a, -dS[i]);
+        }
+    }
+    __device__ __forceinline__ void add_to(real *dS)
+    {
+#pragma unroll
+        for (int i = 0; i < (SUMS_UP ? ROWS : 0); i++) {
+            const real before = dS[i];
+            dS[i] += lost[i];
+            lost[i] = BATCH < 16 ? lost[i] - (dS[i] - before) : 0;
+        }
+    }
+};
+
 template <la_decay DECAY, la_rule RULE, int ROWS>
 static __global__ void __launch_bounds__(ADJOINT_THREADS)
     adjoint(const __grid_constant__ call c, const __grid_constant__ gradients d,
@@ -142,28 +171,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
         }
     };
 
-    /* With the additive rule dS is little more than a sum over all tokens, and its roundings would
-     * add up. `kahan` collects them, and dS gets them back once per batch. If batches are short,
-     * the rounding of that is kept too; with 16 tokens it is small enough. Was dS = a (before + q
-     * dO'). */
-    constexpr bool SUMS_UP = RULE == LA_ADDITIVE && DECAY != LA_KEY;
-    real kahan[SUMS_UP ? ROWS : 1] = {};
-    const auto collect_kahan = [&](const real *before, const real *q, real d_o, real a) {
-#pragma unroll
-        for (int i = 0; i < (SUMS_UP ? ROWS : 0); i++) {
-            const real x = q[i] * d_o, sum = before[i] + x, back = sum - before[i];
-            kahan[i] += (before[i] - (sum - back)) + (x - back);
-            if (DECAY != LA_NONE) kahan[i] = kahan[i] * a + fma(sum, a, -dS[i]);
-        }
-    };
-    const auto add_kahan = [&] {
-#pragma unroll
-        for (int i = 0; i < (SUMS_UP ? ROWS : 0); i++) {
-            const real before = dS[i];
-            dS[i] += kahan[i];
-            kahan[i] = BATCH < 16 ? kahan[i] - (dS[i] - before) : 0;
-        }
-    };
+    constexpr bool SUMS_UP = kahan_rows<DECAY, RULE, ROWS>::SUMS_UP;
+    kahan_rows<DECAY, RULE, ROWS> kahan;
 
     load_both(c.x[LA_S0], S);
     load_both(d[LA_DST], dS);
@@ -190,7 +199,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                             dv += dS[j] * k[j];
                         }
                     }
-                    if (pass == 1) collect_kahan(before, q, d_num, 1);
+                    if (pass == 1) kahan.collect(dS, before, q, d_num, 1);
                     if (pass == 0) continue;
                     dv = parts_sum(dv);
                     if (pass == 2 && mine && part == 0)
@@ -198,7 +207,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                     sum_rows(pass - 1, g);
                     store_sums(t + i, pass == 1, pass == 2);
                 }
-                add_kahan();
+                kahan.add_to(dS);
             }
     /* The segments forwards: each keeps the state before it, and the last one keeps all its states.
      * Then the segments backwards: each but the last first recomputes all its states. */
@@ -239,7 +248,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                                  &s.tokens.v[i][own_column], x,
                                  RULE == LA_DELTA ? s.tokens.beta[i] : 0,
                                  &s.tokens.o[i][own_column], gq, gk, &dv, ga, &gb, DECAY, RULE);
-                collect_kahan(before, s.tokens.q[i].part(part), s.tokens.o[i][own_column], x[0]);
+                kahan.collect(dS, before, s.tokens.q[i].part(part), s.tokens.o[i][own_column],
+                              x[0]);
                 if (mine && part == 0)
                     store(at(d[LA_DV], u.b, t + i, u.hv, column), d[LA_DV].dtype, dv);
                 sum_rows(0, gq);
@@ -255,7 +265,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                 }
                 store_sums(t + i, true, true);
             }
-            add_kahan();
+            kahan.add_to(dS);
         }
     }
     if (!d[LA_DS0].data || !mine) return;
