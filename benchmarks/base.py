@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from linattn import VARIANTS
 
 CHUNK = 64  # tokens: the chunk of the peers, and the one that `products` is counted with
+BESIDE = "softmax"  # the section of what stands beside the op and its peers: softmax attention
 
 
 class WrongResult(Exception):
@@ -109,7 +110,8 @@ class Peer:
     `make(case, x)` prepares all that can be prepared once, and returns the call to time. A call
     returns a tuple: o, then the gradients or the new state, if there are any. `numpy` turns one of
     these into a NumPy array. `computes(case, x)` gives the inputs as the peer rounds them; its
-    results are checked against those of these inputs.
+    results are checked against those of these inputs. `instead(x)` is there for a peer that
+    computes another function of the case's inputs: it yields what is right, as `check.chunks` does.
     """
 
     name: str
@@ -118,6 +120,11 @@ class Peer:
     has: Callable = lambda case: True
     numpy: Callable = lambda array: array
     computes: Callable = lambda case, x: x
+    instead: Callable | None = None
+
+    def section(self, section):
+        """The section of its results: one that computes another function is not among the peers."""
+        return BESIDE if self.instead else section
 
 
 @dataclass

@@ -9,10 +9,10 @@ import linattn
 from linattn import VARIANTS
 
 from . import ceilings, report
-from .base import Case, Result, WrongResult, per_element
+from .base import BESIDE, Case, Result, WrongResult, per_element
 from .check import Checker
 from .inputs import bfloat16, numpy_inputs, ours
-from .peers_cpu import MAKERS, available
+from .peers_cpu import MAKERS, available, wants_softmax
 from .report import lines, ratio, us
 from .timing import Timed, in_turns, progress, quiet
 from .timing import ceilings as measured
@@ -64,15 +64,10 @@ def wanted(given):
             if length != T and not given.quick and given.plot is not None:
                 found.append(("lengths", case, given.threads, "peers", 5))
         for length in COST_LENGTHS if not given.quick else ():
-            found.append(
-                (
-                    "cost",
-                    Case(op, T=length, H=1, HV=1),
-                    given.threads,
-                    "ours",
-                    5 if length > 2**16 else 1,
-                )
-            )
+            case, every = Case(op, T=length, H=1, HV=1), 5 if length > 2**16 else 1
+            found.append(("cost", case, given.threads, "ours", every))
+            if wants_softmax(case) and length <= 2**16:
+                found.append(("cost", case, given.threads, "peers", 3))
     if len(os.sched_getaffinity(0)) > 1:
         found += [
             (
@@ -109,7 +104,7 @@ def checked(given, peers):
                 seldom = "loop" in peer.name and case.pass_ != "step"
                 found.append(
                     Timed(
-                        Result(case, peer.name, section, threads),
+                        Result(case, peer.name, peer.section(section), threads),
                         peer.make(case, x),
                         max(every, 3 if seldom else 1),
                     )
@@ -289,8 +284,9 @@ def markdown(record):
             ],
         ),
     ]
-    out += scaling(record) + cost(record)
+    out += scaling(record) + cost(record) + report.beside_softmax(record, "call")
     others = [r for r in record.pick(section="table") if r.peer != "linattn"]
+    others += record.pick(section=BESIDE, T=T, H=H)
     if others:
         out += [
             "## Every peer",
@@ -462,7 +458,7 @@ def cost_slopes(record):
     """By op: the exponent p of time = c T^p."""
     found = {}
     for op in VARIANTS:
-        if rows := record.pick(section="cost", op=op):
+        if rows := record.pick(section="cost", peer="linattn", op=op):
             found[op] = report.slope([r.case.T for r in rows], [r.median() for r in rows])
     return found
 
@@ -471,7 +467,10 @@ def cost(record):
     slopes = cost_slopes(record)
     if not slopes:
         return []
-    each = {(r.case.op, r.case.T): r.median() / r.case.T for r in record.pick(section="cost")}
+    each = {
+        (r.case.op, r.case.T): r.median() / r.case.T
+        for r in record.pick(section="cost", peer="linattn")
+    }
     lengths = sorted({length for _, length in each})
     return [
         "## Cost against T, forward, float32, H = 1",
@@ -548,7 +547,9 @@ def plots(path, record):
     figure = Figure((7, 6), layout="constrained")
     axes = figure.subplots()
     for op, p in cost_slopes(record).items():
-        found = sorted((r.case.T, r.median()) for r in record.pick(section="cost", op=op))
+        found = sorted(
+            (r.case.T, r.median()) for r in record.pick(section="cost", peer="linattn", op=op)
+        )
         axes.plot(*zip(*found, strict=True), "o-", ms=4, label=f"{op} (slope {p:.3f})")
     axes.set(xlabel="T", ylabel=f"seconds, forward, float32, H = 1, K = V = {D}, {threads}")
     on_log_axes(axes, COST_LENGTHS, [f"$2^{{{t.bit_length() - 1}}}$" for t in COST_LENGTHS])

@@ -15,7 +15,7 @@ from .base import Case, Result
 from .cuda_report import ours_of, short, write
 from .inputs import torch_inputs
 from .peers_cpu import available
-from .peers_cuda import FLA_STEP, MAKERS, OURS, dry
+from .peers_cuda import DRY, FLA_STEP, MAKERS, OURS
 from .timing import Captured, Ceilings, Gpu, Host, described, in_turns, quiet
 
 SHAPES = (  # every op's forward
@@ -30,6 +30,13 @@ GROUPED = (  # heads of q and k, of v: a model's on one, two and eight GPUs
     (4, 8192, 8, 32, "half of the heads, a batch"),
     (1, 32768, 2, 8, "an eighth of the heads: no parallel work but along the sequence"),
     (1, 2048, 2, 8, "an eighth of the heads, a short prompt: launches are the cost"),
+)
+ENDS = ("linear_attention", "kda")  # the ops that take least and most
+LENGTHS = (  # theirs
+    (512, "time against T, beside softmax attention: a short prompt"),
+    (2048, "time against T, beside softmax attention"),
+    (8192, "time against T, beside softmax attention"),
+    (32768, "one long prompt, many heads"),
 )
 BATCHES = (
     (1, "one user: the latency of a launch and of the call"),
@@ -47,7 +54,7 @@ def case_of(op, pass_, B, T, H, HV, why, **more):
 def table(tiny=False):
     """Every case. Those of an op are neighbours, since they share compiled kernels."""
     found = []
-    for op, variant in VARIANTS.items():
+    for op in VARIANTS:
         grouped = op == "gated_delta_rule"
         if tiny:  # for a machine with no GPU: the same code, no figures
             found.append(
@@ -58,8 +65,8 @@ def table(tiny=False):
         found += [case_of(op, "forward", B, T, H, H, why, quick=B == 4) for B, T, H, why in SHAPES]
         if grouped:
             found += [case_of(op, "forward", *shape) for shape in GROUPED]
-        if (variant.decay, variant.rule) == ("key", "delta"):
-            found.append(case_of(op, "forward", 1, 32768, 32, 32, "one long prompt, many heads"))
+        if op in ENDS:
+            found += [case_of(op, "forward", 1, T, 32, 32, why) for T, why in LENGTHS]
         # few heads, as RetNet and fla's gated delta layers have them
         found.append(case_of(op, "forward", 1, 8192, 24, 24, "K = V = 256", D=256))
         for dtype in ("float16", "tf32"):
@@ -84,7 +91,7 @@ def called(case, peers, copies, machine):
     found, computed = [], []
     state = copies[0]["state"].clone() if case.pass_ == "step" else None
     for peer in (peer for peer in peers if peer.has(case)):
-        each = Captured(Result(case, peer.name, copies=len(copies)), machine)
+        each = Captured(Result(case, peer.name, peer.section("table"), copies=len(copies)), machine)
         found.append(each)
         try:
             each.calls = [peer.make(case, x) for x in copies]
@@ -104,9 +111,10 @@ def called(case, peers, copies, machine):
     groups = {}
     for peer, *rest in computed:
         same = peer.computes(case, x)
-        groups.setdefault(id(same) if same is not x else 0, (same, []))[1].append(rest)
-    for same, group in groups.values():
-        off = check.errors(case, same, [outputs for _, outputs in group])
+        key = id(same) if same is not x else 0, peer.instead
+        groups.setdefault(key, (same, []))[1].append(rest)
+    for (_, instead), (same, group) in groups.items():
+        off = check.errors(case, same, [outputs for _, outputs in group], instead or check.chunks)
         for (result, _), errors in zip(group, off, strict=True):
             result.rms, result.rms_chunk = errors
             result.error = check.verdict(*errors, case.dtype)
@@ -151,9 +159,7 @@ def run(given):
     machine = Host() if given.dry_run else Gpu()
     if given.dry_run:
         torch.set_num_threads(1)
-    peers, missing = (
-        ([], []) if given.no_peers else available({"PyTorch": dry} if given.dry_run else MAKERS)
-    )
+    peers, missing = ([], []) if given.no_peers else available(DRY if given.dry_run else MAKERS)
     peers = [p for p in peers if not given.peers or any(re.search(x, p.name) for x in given.peers)]
     device = (
         f"{report.machine()} (dry run: no GPU, no figures)" if given.dry_run else (report.gpu()[1])

@@ -2,6 +2,7 @@
 runs made elsewhere can be put together here."""
 
 from . import report
+from .base import BESIDE
 from .report import lines, met, ms, ratio, text, us
 
 # linattn's case, milliseconds asked
@@ -39,9 +40,9 @@ def merged(paths):
             r
             for r in found.results
             if (
-                str(r.case) not in timed
-                if r.section == "table"
-                else (r.peer, str(r.case)) not in calls
+                (r.peer, str(r.case)) not in calls
+                if r.section == "first"
+                else str(r.case) not in timed
             )
         ] + new.results
         found.not_run += [pair for pair in new.not_run if pair not in found.not_run]
@@ -279,6 +280,7 @@ take turns; medians.
         ("One step, until the call returns", "step", us, "launch"),
     ):
         out += [f"## {title}", "", *table_of(record, pass_, unit, kind)]
+    out += report.beside_softmax(record, "graph")
     out += [
         "## First calls",
         "",
@@ -295,7 +297,7 @@ call, which for a compiler at run time is compilation and tuning (at 256 tokens)
             ],
         ),
     ]
-    rows = record.pick(section="table")
+    rows = record.pick(section="table") + record.pick(section=BESIDE)
     out += [
         "## Every peer",
         "",

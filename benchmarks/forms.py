@@ -1,10 +1,15 @@
-"""The recurrence as users of NumPy and PyTorch write it, from the mathematics of docs/math.md.
+"""The recurrence as users of NumPy and PyTorch write it, from the mathematics of docs/math.md; and
+softmax attention as users of NumPy write it.
 
 The chunked form is matrix products over chunks of 64, as the fallback of transformers for the gated
 delta rule; the other form is a loop over the tokens. `xp` is numpy or torch.
 """
 
+import numpy as np
+
 from .base import CHUNK
+
+ROWS = 128  # of scores, at a time: 4 MB at T = 8192
 
 
 def chunked(xp, q, k, v, g, beta, solve="rows", C=CHUNK):
@@ -81,3 +86,20 @@ def recurrent(xp, q, k, v, g, beta, S=None):
         S = S + k[:, t, :, :, None] * u[..., None, :]
         rows.append(D**-0.5 * (q[:, t, :, None] @ S)[..., 0, :])
     return xp.stack(rows, 1), S
+
+
+def softmax(q, k, v):
+    """Causal softmax attention in NumPy, ROWS tokens of a head at a time: memory grows with T, not
+    with its square."""
+    B, T, H, D = q.shape
+    o = np.empty_like(v)
+    future = np.triu(np.full((ROWS, ROWS), -np.inf, q.dtype), 1)
+    for b, h in np.ndindex(B, H):
+        for t in range(0, T, ROWS):
+            n = min(ROWS, T - t)
+            weights = (q[b, t : t + n, h] * D**-0.5) @ k[b, : t + n, h].T
+            weights[:, t:] += future[:n, :n]
+            weights -= weights.max(-1, keepdims=True)
+            np.exp(weights, out=weights)
+            o[b, t : t + n, h] = weights @ v[b, : t + n, h] / weights.sum(-1, keepdims=True)
+    return o

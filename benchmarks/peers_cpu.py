@@ -4,16 +4,18 @@ PyTorch and NumPy have no such ops: their peers are what their users write (`for
 """
 
 import os
+from functools import partial
 
 import numpy as np
 
 from .base import Case, Peer
-from .check import log_decay
-from .forms import chunked, recurrent
+from .check import log_decay, softmax_chunks
+from .forms import chunked, recurrent, softmax
 from .inputs import aligned, gradient
 
 ARRAYS = ("q", "k", "v", "g", "gamma", "slopes", "beta")  # in the order of Gradients
 SCALAR = ("none", "head", "token")  # the decays that have a chunked form here
+SOFTMAX_TIMES = 2**28  # H T^2 at most: one head of 2^14 tokens is a second on a core
 
 
 def step_of(form, of):
@@ -182,6 +184,49 @@ def onnxruntime_peers(threads):
     return [Peer("ONNX Runtime", ort.__version__, make, has)]
 
 
+def wants_softmax(case):
+    """The case whose inputs softmax attention takes too: q, k and v alone."""
+    return case.op == "linear_attention" and case.pass_ == "forward"
+
+
+def softmax_peers(threads):
+    """Softmax attention: PyTorch's where it is installed, else as a user of NumPy writes it."""
+
+    def has(case):
+        return (
+            wants_softmax(case)
+            and case.dtype == "float32"
+            and case.B * case.H * case.T**2 <= SOFTMAX_TIMES
+        )
+
+    instead = partial(softmax_chunks, np)
+    try:
+        import torch
+    except ImportError:
+
+        def make(case, x):
+            return lambda: (softmax(x["q"], x["k"], x["v"]),)
+
+        return [Peer("softmax, NumPy", np.__version__, make, has, instead=instead)]
+    torch.set_num_threads(threads)
+
+    def make(case, x):
+        arrays = [torch.from_numpy(x[name]).transpose(1, 2).contiguous() for name in "qkv"]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return torch.inference_mode()(lambda: (attend(*arrays, is_causal=True).transpose(1, 2),))
+
+    return [
+        Peer(
+            "softmax, PyTorch",
+            torch.__version__,
+            make,
+            has,
+            numpy=lambda o: o.numpy(),
+            instead=instead,
+        )
+    ]
+
+
 def ggml_peers(threads):
     from . import ggml
 
@@ -193,6 +238,7 @@ MAKERS = {
     "PyTorch": torch_peers,
     "ONNX Runtime": onnxruntime_peers,
     "ggml": ggml_peers,
+    "softmax": softmax_peers,
 }
 
 

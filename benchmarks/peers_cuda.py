@@ -6,15 +6,16 @@ call. No peer is asked for a final state that ours is not asked for, but for tha
 
 import importlib
 import os
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from .base import Peer
-from .check import log_decay
+from .check import log_decay, softmax_chunks
 from .forms import chunked
 from .inputs import LAYER, LAYERS, ours
-from .peers_cpu import SCALAR
+from .peers_cpu import SCALAR, wants_softmax
 
 # fla may hand its calls to these where they are installed: here each stands for itself
 os.environ.update(FLA_FLASH_QLA="0", FLA_FLASH_KDA="0")
@@ -206,6 +207,34 @@ def flash_kda():
     return [Peer("FlashKDA", installed("flash-kda"), make, only("kda"), computes=computes)]
 
 
+def softmax():
+    """Softmax attention: PyTorch's, by FlashAttention. It takes heads first, and no float32."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def has(case):
+        return wants_softmax(case) and case.dtype in ("bfloat16", "float16")
+
+    def make(case, x):
+        arrays = [x[name].transpose(1, 2).contiguous() for name in "qkv"]
+        attend = torch.nn.functional.scaled_dot_product_attention
+
+        def run():
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return (attend(*arrays, is_causal=True).transpose(1, 2),)
+
+        return run
+
+    return [
+        Peer(
+            "softmax, PyTorch",
+            torch.__version__,
+            make,
+            has,
+            instead=partial(softmax_chunks, torch),
+        )
+    ]
+
+
 def dry():
     """For a machine with no GPU: PyTorch in float32, from the benchmark on the CPU."""
 
@@ -229,4 +258,11 @@ def dry():
     ]
 
 
-MAKERS = {"fla": fla, "FlashQLA": flash_qla, "FlashInfer": flashinfer, "FlashKDA": flash_kda}
+MAKERS = {
+    "fla": fla,
+    "FlashQLA": flash_qla,
+    "FlashInfer": flashinfer,
+    "FlashKDA": flash_kda,
+    "softmax": softmax,
+}
+DRY = {"PyTorch": dry, "softmax": softmax}

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 import linattn
 from linattn.config import config
 
-from .base import Case, Result
+from .base import BESIDE, Case, Result
 
 HERE = Path(__file__).resolve().parent
 
@@ -165,6 +165,60 @@ def lines(header, rows):
         "|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(width)) + "|"
     )
     return [line(header), rule, *(line(row) for row in rows), ""]
+
+
+def beside_softmax(record, kind):
+    """The table of linear attention, the op that takes most, the best peer and softmax attention,
+    by one kind of time: docs/pictures.py draws it."""
+    op, softmax = "linear_attention", {r.case: r for r in record.pick(section=BESIDE)}
+    alike = {(case.H, case.D, case.dtype) for case in softmax}
+    timed = [
+        r
+        for r in record.pick(pass_="forward")
+        if r.section in ("table", "cost") and (r.case.H, r.case.D, r.case.dtype) in alike
+    ]
+
+    def cells(r):
+        """Of a result that may be None: its name, and nanoseconds per token and head."""
+        if r is None or not r.median(kind):
+            return [r.peer, "failed"] if r else ["none", "-"]
+        ns = 1e9 * r.median(kind) / (r.case.B * r.case.T * r.case.H)
+        return [r.peer, format(ns, ".0f" if ns >= 100 else ".3g")]
+
+    def ranked(found):
+        return sorted((r for r in found if r.median(kind)), key=lambda r: r.median(kind))
+
+    same_shape = {}
+    for r in timed:
+        same_shape.setdefault(replace(r.case, op=op), []).append(r)
+    rows = []
+    for r in sorted(timed, key=lambda r: (r.case.H, r.case.D, r.case.dtype, r.case.T)):
+        if (r.case.op, r.peer) != (op, "linattn"):
+            continue
+        case, soft = r.case, softmax.get(r.case)
+        ours = ranked(x for x in same_shape[case] if x.peer == "linattn")
+        best = ranked(x for x in same_shape[case] if x.peer != "linattn" and x.case == case)
+        rows.append(
+            [
+                case.shape,
+                cells(r)[1],
+                *([ours[-1].case.op, cells(ours[-1])[1]] if ours else ["none", "-"]),
+                *cells(best[0] if best else None),
+                *cells(soft),
+                ratio(soft and soft.median(kind), r.median(kind)),
+            ]
+        )
+    header = ["shape", op]
+    for name in "slowest op", "best peer", "softmax":
+        header += [name, f"{name}'s ns"]
+    return [
+        "## Beside softmax attention",
+        "",
+        "Nanoseconds per token and head of a forward pass. The best peer is linear attention's; "
+        "softmax attention is causal, of the same q, k and v. ratio: its time divided by ours.",
+        "",
+        *lines([*header, "ratio"], rows),
+    ] * bool(softmax)
 
 
 def text(value, form=".3f", times=1.0):
