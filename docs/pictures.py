@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Draw docs/speed.png from the tables of benchmarks/results: python docs/pictures.py (matplotlib).
 
-It shows the nanoseconds of a forward pass per token and head, of every op and of the fastest other
-implementation in the same run. Both come from the pages' own tables, so the picture has no figure
-that a page does not have.
+It shows the nanoseconds of a forward pass per token and head against the sequence's length: of the
+library, of the fastest other implementation of the same op in the same run, and of softmax
+attention. All come from the pages' own tables, so the picture has no figure that a page does not
+have. Other pages than the README's two can be named as arguments.
 """
 
 import re
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -16,57 +18,86 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results"
-OURS, PEER = "#1f5fa8", "#c9c9c9"
+PAGES = {  # a page, and its panel's title
+    "cpu-amd-epyc.md": "one core of an AMD EPYC (Zen 5), float32",
+    "cuda-nvidia-h200.md": "NVIDIA H200, bfloat16",
+}
+HEADING = "Beside softmax attention"
+OURS, PEER, SOFTMAX = "#1f5fa8", "#8a8a8a", "#c4572b"
 
 
-def table(page: Path, heading: str) -> list[dict[str, str]]:
-    """The rows of the first table below a heading."""
-    text = page.read_text().split(f"## {heading}\n", 1)[1]
+def table(page: Path) -> list[dict[str, str]]:
+    """The rows of the table below HEADING."""
+    if f"## {HEADING}\n" not in page.read_text():
+        sys.exit(f"{page} has no table `{HEADING}`: a run of `python -m benchmarks` makes it")
+    text = page.read_text().split(f"## {HEADING}\n", 1)[1]
     lines = [line for line in re.split(r"\n## ", text)[0].splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
 
-def on_a_cpu() -> list[tuple[str, float, float, str]]:
-    rows = table(RESULTS / "cpu-amd-epyc.md", "forward, float32, T = 512")
-    return [(row["op"], float(row["ms"]), float(row["its ms"]), row["best peer"]) for row in rows]
+def along(page: Path) -> tuple[str, list[dict[str, str]]]:
+    """The heads that were measured at most lengths, and the rows of one sequence of them by T."""
+    by_heads: dict[str, dict[int, dict[str, str]]] = {}
+    for row in table(page):
+        if found := re.match(r"B1 T(\d+) H(\d+)( \w+)?$", row["shape"]):
+            by_heads.setdefault(found[2], {})[int(found[1])] = row
+    heads = max(by_heads, key=lambda heads: len(by_heads[heads]))
+    return heads, [{"T": str(T), **row} for T, row in sorted(by_heads[heads].items())]
 
 
-def on_a_gpu() -> list[tuple[str, float, float, str]]:
-    rows = table(RESULTS / "cuda-nvidia-h200.md", "Forward, in a graph")
-    case = re.compile(r"(\w+) forward B1 T8192 H96")
-    return [
-        (found[1], float(row["ms"]), float(row["its ms"]), row["best peer"])
-        for row in rows
-        if (found := case.fullmatch(row["case"]))
-    ]
+def line(axes, rows, column: str, name: str, color: str, **more) -> None:
+    """One line, with its name at the right end; {} in it stands for the peer's."""
+    found = [row for row in rows if row[column] not in ("-", "failed")]
+    if not found:
+        return
+    points = [(int(row["T"]), float(row[column])) for row in found]
+    axes.plot(*zip(*points, strict=True), "o-", ms=3.5, color=color, **more)
+    axes.annotate(
+        name.format(found[-1].get(column.removesuffix("'s ns"))),
+        points[-1],
+        (6, 0),
+        textcoords="offset points",
+        color=color,
+        fontsize=8,
+        va="center",
+    )
 
 
-def draw(axes, rows, title: str, tokens: int) -> None:
-    """Two bars an op: ours, and the best peer's with its name."""
-    for i, (_op, ours, peer, who) in enumerate(rows):
-        for offset, ms, color, text in ((-0.2, ours, OURS, ""), (0.2, peer, PEER, f" {who}")):
-            ns = 1e6 * ms / tokens
-            axes.barh(i + offset, ns, 0.38, color=color)
-            number = f"{ns:,.0f}" if ns >= 100 else f"{ns:.2f}"
-            axes.text(ns, i + offset, f" {number}{text}", va="center", fontsize=7)
-    axes.set_yticks(range(len(rows)), [row[0] for row in rows], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.35 * max(1e6 * max(row[1], row[2]) / tokens for row in rows))
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel("nanoseconds per token and head, forward; less is better", fontsize=8)
-    axes.tick_params(axis="x", labelsize=7)
+def draw(axes, page: Path, title: str) -> None:
+    heads, rows = along(page)
+    ours = [float(row["linear_attention"]) for row in rows]
+    slowest = [float(row["slowest op's ns"]) for row in rows]
+    axes.fill_between([int(row["T"]) for row in rows], ours, slowest, color=OURS, alpha=0.15, lw=0)
+    line(axes, rows, "softmax's ns", "{}", SOFTMAX)
+    line(axes, rows, "best peer's ns", "{}\n(the best peer)", PEER)
+    line(axes, rows, "linear_attention", "linattn", OURS, lw=2.5)
+    lengths = [int(row["T"]) for row in rows]
+    axes.set(xscale="log", yscale="log", xlim=(lengths[0] / 1.2, lengths[-1] * 5))
+    axes.set_xticks(lengths, [f"{T:,}" for T in lengths], fontsize=7)
+    axes.minorticks_off()
+    low, high = axes.get_ylim()
+    ticks = [m * 10.0**e for e in range(-2, 8) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
+    axes.set_yticks(ticks, [f"{tick:,g}" for tick in ticks], fontsize=7)
+    axes.grid(True, alpha=0.25)
+    axes.set_title(f"{title}, {heads} head{'s' * (heads != '1')}", fontsize=9)
+    axes.set_xlabel("T, tokens of the sequence", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
-    figure, (cpu, gpu) = plt.subplots(1, 2, figsize=(9.6, 3.9), layout="constrained")
-    title = "one core of an AMD EPYC (Zen 5): float32, T = 512, 16 heads"
-    draw(cpu, on_a_cpu(), title, 512 * 16)
-    draw(gpu, on_a_gpu(), "NVIDIA H200: bfloat16, T = 8192, 96 heads", 8192 * 96)
-    bars = [plt.Rectangle((0, 0), 1, 1, color=color) for color in (OURS, PEER)]
-    names = ["linattn", "the fastest other implementation in the same run"]
-    figure.legend(bars, names, fontsize=8, loc="outside upper center", ncols=2, frameon=False)
+    pages = {Path(name): Path(name).stem for name in sys.argv[1:]}
+    pages = pages or {RESULTS / name: title for name, title in PAGES.items()}
+    figure, panels = plt.subplots(
+        1, len(pages), figsize=(4.8 * len(pages), 3.7), layout="constrained", squeeze=False
+    )
+    for axes, (page, title) in zip(panels[0], pages.items(), strict=True):
+        draw(axes, page, title)
+    panels[0][0].set_ylabel("nanoseconds per token and head, forward", fontsize=8)
+    figure.supxlabel(
+        "linattn: linear_attention; the shade reaches up to its slowest op. Less is better.",
+        fontsize=8,
+    )
     figure.savefig(HERE / "speed.png", dpi=100)
 
 
