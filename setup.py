@@ -94,8 +94,8 @@ def without_pythons_rpath(command):
 
 # Machine code for Ampere and all that runs its code (8.x), for Hopper, and PTX for later devices.
 # A file without a word of Hopper's is read once: Hopper's code comes from Ampere's PTX. The step of
-# many states uses Hopper's copy engine on later devices too. Chunks of float16, of float32, and with
-# more than 128 keys are for Hopper alone: elsewhere these calls go token by token.
+# many states uses Hopper's copy engine on later devices too. Chunks of float16, of float32, and
+# with more than 128 keys are for Hopper alone: elsewhere these calls go token by token.
 ARCHS = {
     "step_many_*": "80 90+PTX",
     "chunk_*_f[13]*.cu": "90a",
