@@ -289,13 +289,19 @@ static int take_gate(la_call *c, PyObject *const *values)
     return gate ? la_take(c, LA_G, gate) : 0;
 }
 
-/* Options first: a number of the user's own class may run Python, which moves arrays. */
-static int take_all(la_call *c, PyObject *const *values)
+static int take_options(la_call *c, PyObject *const *values)
 {
     for (int i = 0; i < COUNT(options); i++) {
         PyObject *const value = values[FIRST_OPTION + i];
         if (value && options[i].take(c, value)) return -1;
     }
+    return 0;
+}
+
+/* Options first: a number of the user's own class may run Python, which moves arrays. */
+static int take_all(la_call *c, PyObject *const *values)
+{
+    if (take_options(c, values)) return -1;
     la_set arrays = given_arrays(c->p.pass);
     for (la_name name; la_next(&arrays, &name);) {
         PyObject *const value = values[name];
@@ -421,6 +427,69 @@ static PyObject *py_bind(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     if (!answer) la_call_release(&c);
     Py_XDECREF(made);
     return answer;
+}
+
+static bool is_there(PyObject *value) { return value && value != Py_None; }
+
+/* The letters of an array in the order of the call, and its dtype in arrays.def's words (REAL for STORED).
+ * Where each size is its letter, the shape is the letters. */
+static PyObject *shape_row(la_problem *p, la_name name)
+{
+    int64_t shape[LA_MAX_DIMS];
+    char letters[LA_MAX_DIMS];
+    const la_dtypes dtype = la_array_rows[name].dtype;
+    p->B = 'B', p->T = 'T', p->H = 'H', p->HV = 'h', p->K = 'K', p->V = 'V', p->N = 'N', p->P = 'P';
+    const int ndim = la_shape_of(p, name, shape);
+    for (int i = 0; i < ndim; i++) letters[i] = (char)shape[i];
+    return Py_BuildValue("(s#s)", letters, (Py_ssize_t)ndim,
+                         dtype == LA_DTYPE_OF_Q    ? "OF_Q"
+                         : dtype == LA_DTYPE_FLOAT ? "FLOAT"
+                                                   : "REAL");
+}
+
+static PyObject *shape_rows(la_call *c)
+{
+    la_set outputs = la_written[c->p.pass] & ~la_read[c->p.pass];
+    PyObject *rows = PyList_New(0);
+    for (la_name name; rows && la_next(&outputs, &name);) {
+        PyObject *row = is_wanted(c, name) ? shape_row(&c->p, name) : Py_None;
+        if (row == Py_None) Py_INCREF(row);
+        if (!row || PyList_Append(rows, row)) Py_CLEAR(rows);
+        Py_XDECREF(row);
+    }
+    PyObject *table = rows ? PyList_AsTuple(rows) : NULL;
+    Py_XDECREF(rows);
+    return table;
+}
+
+/* shapes(pass, op, q=..., ...) -> a row for each array that the pass makes, None where this call makes none.
+ * q is its number of dimensions. Of other arrays it counts only whether they are given. */
+static PyObject *py_shapes(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    (void)self;
+    static const char *const passes[] = {"forward", "step", "backward"};
+    la_call c;
+    PyObject *values[PLACES];
+    int pass = 0;
+    while (pass < 3 && !(nargs && PyUnicode_Check(args[0]) &&
+                         !PyUnicode_CompareWithASCIIString(args[0], passes[pass])))
+        pass++;
+    if (pass == 3) {
+        PyErr_SetString(PyExc_ValueError, "pass: expected 'forward', 'step' or 'backward'");
+        return NULL;
+    }
+    if (read_keywords(&c, (la_pass)pass, args + 1, nargs - 1, names, values) ||
+        take_options(&c, values))
+        return NULL;
+    for (int name = 0; name < LA_ARRAYS; name++) c.p.array[name].given = is_there(values[name]);
+    for (int i = 0; i < COUNT(gates); i++)
+        if (is_there(values[FIRST_GATE + i])) c.p.array[LA_G].given = true;
+    /* z of a state comes with S */
+    c.p.array[LA_Z0].given = c.p.array[LA_S0].given;
+    const long dims = values[LA_Q] ? PyLong_AsLong(values[LA_Q]) : 0;
+    if (dims == -1 && PyErr_Occurred()) return NULL;
+    c.p.one_head = dims < (pass == LA_STEP ? 3 : 4);
+    return shape_rows(&c);
 }
 
 /* shares_memory(x, y) -> bool, for arrays that a feature map of Python's keeps from the core */
@@ -566,6 +635,8 @@ static PyMethodDef methods[] = {
      "A step, checked and kept."},
     {"backward", (PyCFunction)(void (*)(void))py_backward, METH_FASTCALL | METH_KEYWORDS,
      "One backward pass."},
+    {"shapes", (PyCFunction)(void (*)(void))py_shapes, METH_FASTCALL | METH_KEYWORDS,
+     "The letters of what a call would make."},
     {"shares_memory", (PyCFunction)(void (*)(void))py_shares_memory, METH_FASTCALL,
      "Do two arrays share memory?"},
     {"cuda_trim", py_cuda_trim, METH_NOARGS, "Give back the device memory that calls keep."},

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,25 +118,39 @@ def _real(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The shapes and dtypes of the core's la_shape_of, for tensors without memory."""
+def _sizes(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    """What the letters of csrc/arrays.def are in a call; a tracer may have symbols for them."""
+    heads = slice(None) if q.dim() == 4 else slice(1, None, 2)  # one head: neither B nor heads
+    sizes = dict(zip("BTHK"[heads], q.shape, strict=False))
+    sizes |= zip("BThV"[heads], v.shape, strict=False)
+    N = sizes.get("B") if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return sizes | {"N": N}
+
+
+def _fake_forward(name: str, *arguments: Any) -> tuple[Tensor, ...]:
+    """What the core says that it would make, for tensors without memory."""
     n = len(_NAMES)
     given = _named(arguments[:n], arguments[n + 1 :])
     q, v, cu_seqlens = given["q"], given["v"], given["cu_seqlens"]
-    o = v.new_empty(v.shape)
-    if not arguments[n]:  # output_final_state
-        return o, q.new_empty(0), q.new_empty(0)
-    heads = list(v.shape[2:3]) if q.dim() == 4 else []
-    if cu_seqlens is not None:
-        N = [cu_seqlens.shape[0] - 1]
-    else:
-        N = list(q.shape[:1]) if q.dim() == 4 else []
-    K, V = q.shape[-1], v.shape[-1]
-    S_shape = [*N, *heads, V, K] if given["state_v_first"] else [*N, *heads, K, V]
-    S = q.new_empty(S_shape, dtype=_real(q))
-    if not _is_normalised(given["features"]):
-        return o, S, q.new_empty(0)
-    return o, S, q.new_empty([*N, *heads, K], dtype=_real(q))
+    rows = _linattn.shapes(
+        "forward",
+        name,
+        q=q.dim(),
+        cu_seqlens=cu_seqlens,
+        output_final_state=arguments[n],
+        state_v_first=given["state_v_first"],
+        features=_core_features(given["features"]),
+    )
+    sizes = _sizes(q, v, cu_seqlens)
+
+    def fake(row: tuple[str, str] | None) -> Tensor:
+        if row is None:
+            return q.new_empty(0)
+        letters, dtype = row
+        shape = [sizes[x] for x in letters if x in sizes]  # the core refuses a wrong shape later
+        return q.new_empty(shape, dtype=_real(q) if dtype == "REAL" else q.dtype)
+
+    return tuple(map(fake, rows))
 
 
 def _fake_backward(
@@ -263,9 +278,8 @@ def _register(name: str) -> _Ways:
         return kind(name, forward, _derivative(again), _setup_context)
 
     backward = define("_backward", _BACKWARD, run_backward, _fake_backward, twice, None)
-    forward = define(
-        "", _FORWARD, run_forward, _fake_forward, _derivative(backward), _setup_context
-    )
+    fake_forward = partial(_fake_forward, name)
+    forward = define("", _FORWARD, run_forward, fake_forward, _derivative(backward), _setup_context)
     return _Ways(
         recorded(_function, run_forward, run_backward),
         forward,

@@ -20,7 +20,7 @@ from support.processes import python
 import linattn
 from linattn import _linattn, ops, testing
 from linattn.ops import _core
-from linattn.testing import GATES
+from linattn.testing import GATES, make_inputs, make_output_gradients
 from linattn.variants import ARRAYS
 
 PACKAGE = pathlib.Path(linattn.__file__).parent
@@ -250,6 +250,49 @@ def test_the_core_refuses_what_no_pass_has():
             )
         },
     ).shape == (2,)
+
+
+@pytest.mark.parametrize("one_head", [False, True])
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_the_core_says_what_a_call_would_make(op, one_head):
+    """As letters, which have the call's own sizes."""
+    rng = np.random.default_rng(0)
+    sizes = {"B": 1, "T": 5, "H": 1, "h": 1} if one_head else {"B": 2, "T": 5, "H": 2, "h": 4}
+    sizes |= {"K": 3, "V": 6, "N": sizes["B"]}
+    B, T, H, HV, K, V, _ = sizes.values()
+    x = make_inputs(op, rng, B, T, H, HV, K, V, np.float32, initial_state=True, normalize=False)
+    d = make_output_gradients(op, rng, x)
+    x.pop("normalize", None)
+    if one_head:
+        x, d = (
+            {name: a if a.ndim == 1 else a.reshape([n for n in a.shape if n > 1]) for name, a in y}
+            for y in (x.items(), d.items())
+        )
+    given = x | {"q": x["q"].ndim}
+
+    def agree(rows, arrays):
+        arrays = [a for a in arrays if a is not None]
+        rows = [row for row in rows if row is not None]
+        assert [tuple(sizes[x] for x in row[0]) for row in rows] == [a.shape for a in arrays]
+        assert all(a.dtype == np.float32 for a in arrays)
+
+    made = _linattn.forward(op, **x, output_final_state=True)
+    agree(_linattn.shapes("forward", op, **given, output_final_state=True), made)
+    agree(_linattn.shapes("forward", op, **given), made[:1])
+    agree(_linattn.shapes("backward", op, **given, **d), _linattn.backward(op, **x, **d))
+
+
+def test_the_core_says_what_a_state_looks_like():
+    final = {"output_final_state": True, "state_v_first": True}
+    assert _linattn.shapes("forward", "kda", q=2, **final)[1] == ("VK", "REAL")
+    assert _linattn.shapes("forward", "kda", q=2, cu_seqlens=True, **final)[1] == ("NVK", "REAL")
+    features = (1, 1e-3, 1, 1e-3, 1, 1e-6, True)
+    rows = _linattn.shapes("forward", "linear_attention", q=4, features=features, **final)
+    assert rows == (("BThV", "OF_Q"), ("NhVK", "REAL"), ("NhK", "REAL"))
+    assert _linattn.shapes("step", "kda", q=3, state=True) == (("BhV", "OF_Q"),)
+    for wrong in ((), ("kda", "forward"), (3, "kda")):
+        with pytest.raises(ValueError, match="pass: expected 'forward', 'step'"):
+            _linattn.shapes(*wrong)
 
 
 def test_the_readme_has_every_op():
