@@ -42,7 +42,7 @@ typedef struct {
     PyObject *out;                               /* out as given; likewise */
     la_library library;
     const struct dl_exchange *table; /* of q's type, if library is LA_EXCHANGE */
-    int gradients;                   /* 1: PyTorch records them; -1: it does not; 0: not asked */
+    int gradients;                   /* 1: PyTorch may record them; -1: it does not; 0: not asked */
     bool stream_unknown;             /* CUDA: some owner's stream is not known */
     int others;                      /* CUDA: streams of inputs that are not q's */
     void *other[LA_ARRAYS];

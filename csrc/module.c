@@ -130,6 +130,16 @@ static int take_warn(la_call *c, PyObject *object)
     return 0;
 }
 
+/* unrecorded=True: linattn/autograd.py has asked whether PyTorch records any of the arrays, and it
+ * records none. Without it each array is asked here. */
+static int take_unrecorded(la_call *c, PyObject *object)
+{
+    bool unrecorded;
+    if (as_flag(object, "unrecorded", &unrecorded)) return -1;
+    if (unrecorded) c->gradients = -1;
+    return 0;
+}
+
 enum { IN_F = 1 << LA_FORWARD, IN_S = 1 << LA_STEP, IN_B = 1 << LA_BACKWARD };
 
 static const struct {
@@ -146,6 +156,7 @@ static const struct {
     {"allow_tf32", take_allow_tf32, IN_F},
     {"features", take_features, IN_F | IN_S | IN_B},
     {"warn", take_warn, IN_F | IN_S | IN_B},
+    {"unrecorded", take_unrecorded, IN_F},
 };
 
 /* The decay is one array, which four keywords give. */

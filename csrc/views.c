@@ -172,7 +172,8 @@ static int as_bool(PyObject *value)
     return yes;
 }
 
-/* Does PyTorch record gradients? Asked once a call. Another library's arrays have no say in it. */
+/* Does PyTorch record gradients? Asked once a call, and not where the caller has asked each array.
+ * Another library's arrays have no say in it. */
 static int records_gradients(la_call *c)
 {
     static _Atomic(PyObject *) known; /* torch.is_grad_enabled; the first that is written stays */

@@ -22,7 +22,8 @@ ARRAYS: Final[tuple[_Line, ...]]  # a line of arrays.def each
 
 # The op's name, q, k and v, then the arrays and options of the pass by keyword: the labels of
 # arrays.def (the decay under g, alpha, gamma or slopes), and csrc/module.c's options. None, or no
-# keyword, for what is absent. warn=False: no warning of a decay above one.
+# keyword, for what is absent. warn=False: no warning of a decay above one. unrecorded=True (a
+# forward): the caller has seen that PyTorch records none of the arrays.
 def forward(op: str, *qkv: _Array, **arguments: Any) -> tuple[_Array, Any]: ...
 def step(op: str, *qkv: _Array, **arguments: Any) -> _Array: ...
 def bind(op: str, *qkv: _Array, **arguments: Any) -> BoundStep: ...

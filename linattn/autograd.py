@@ -462,8 +462,11 @@ def forward(op: str, q: Tensor, k: Any, v: Any, **given: Any) -> tuple[Tensor, A
         arrays = (q, k, v, *map(given.get, _LOOKED_AT), *parts)
         if forward_ad._current_level >= 0:
             _refuse_tangents(arrays)
-        way = None if out is not None else _way(op, device, arrays)
+        if out is not None:
+            return _linattn.forward(op, q, k, v, **given)  # the core refuses what is recorded
+        way = _way(op, device, arrays)
         if way is None:
+            given["unrecorded"] = True  # beside **given it would cost a second dict
             return _linattn.forward(op, q, k, v, **given)
     try:
         fitted = _fitted({"q": q, "k": k, "v": v, **given})

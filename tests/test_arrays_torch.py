@@ -15,6 +15,7 @@ from support.problems import OPS, PASSES, arguments, call, function
 from support.tensors import to_numpy, to_tensor, torch
 
 import linattn
+from linattn import _linattn
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -98,6 +99,19 @@ def test_torch_gradients_that_nobody_records_are_refused():
     numpys = arguments("gla", "forward")
     with pytest.raises(ValueError, match=r"^k: requires gradients, which are recorded only if q"):
         linattn.gla(**numpys | {"k": torch.from_numpy(numpys["k"]).requires_grad_()})
+
+
+def test_the_core_alone_refuses_what_pytorch_records():
+    """Unless its caller says that it has asked each array."""
+    made = over_arrays(torch.from_numpy, arguments("gla", "forward"))
+    for name in ("q", "k", "v", "g", "initial_state"):
+        leaf = made[name].clone().requires_grad_()
+        for words in ({}, {"unrecorded": False}):
+            with pytest.raises(ValueError, match=f"^{name}: requires gradients"):
+                _linattn.forward("gla", **made | {name: leaf}, **words)
+        _linattn.forward("gla", **made | {name: leaf}, unrecorded=True)
+    with pytest.raises(TypeError, match="unrecorded: expected True or False, got "):
+        _linattn.forward("gla", **made, unrecorded=1)
 
 
 def test_torch_tensors_that_are_not_their_memory():
