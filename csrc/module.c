@@ -84,18 +84,36 @@ static int take_chunk_size(la_call *c, PyObject *object)
     return 0;
 }
 
-/* (map_q, eps_q, map_k, eps_k, normaliser, eps, causal), made by linattn/ops.py. */
+/* Linear attention's options as seven floats, which an operator of PyTorch's takes too: the map of q and its
+ * eps, the map of k and its eps, the normaliser, eps, causal. linattn/features.py makes them. */
 static int take_features(la_call *c, PyObject *object)
 {
-    int map_q, map_k, normaliser, causal;
+    enum { MAP_Q, EPS_Q, MAP_K, EPS_K, NORMALISER, EPS, CAUSAL, COUNT_OF_FEATURES };
+    double x[COUNT_OF_FEATURES];
     if (object == Py_None) return 0;
-    if (!PyArg_ParseTuple(object, "idididp", &map_q, &c->p.map_eps[0], &map_k, &c->p.map_eps[1],
-                          &normaliser, &c->p.eps, &causal))
+    const bool tuple = PyTuple_Check(object), list = PyList_Check(object);
+    const Py_ssize_t count = tuple ? PyTuple_Size(object) : list ? PyList_Size(object) : -1;
+    if (count != COUNT_OF_FEATURES) {
+        PyErr_Format(PyExc_TypeError, "features: expected seven floats, got %R", object);
         return -1;
-    c->p.map[0] = (la_map)map_q;
-    c->p.map[1] = (la_map)map_k;
-    c->p.normaliser = (la_normaliser)normaliser;
-    c->p.causal = causal;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        x[i] = PyFloat_AsDouble(tuple ? PyTuple_GetItem(object, i) : PyList_GetItem(object, i));
+        if (x[i] == -1 && PyErr_Occurred()) return -1;
+    }
+    if (!(x[MAP_Q] >= 0 && x[MAP_Q] < LA_MAPS && x[MAP_K] >= 0 && x[MAP_K] < LA_MAPS &&
+          x[NORMALISER] >= 0 && x[NORMALISER] <= LA_ADD)) {
+        PyErr_Format(PyExc_ValueError, "features: expected maps and a normaliser by number, got %R",
+                     object);
+        return -1;
+    }
+    c->p.map[0] = (la_map)x[MAP_Q];
+    c->p.map_eps[0] = x[EPS_Q];
+    c->p.map[1] = (la_map)x[MAP_K];
+    c->p.map_eps[1] = x[EPS_K];
+    c->p.normaliser = (la_normaliser)x[NORMALISER];
+    c->p.eps = x[EPS];
+    c->p.causal = x[CAUSAL] != 0;
     return 0;
 }
 

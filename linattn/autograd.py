@@ -68,13 +68,6 @@ def _core_state(S: Tensor | None, z: Tensor | None) -> Any:
     return S if z is None else (S, z)
 
 
-def _core_features(features: list[float] | None) -> Any:
-    if features is None:
-        return None
-    map_q, eps_q, map_k, eps_k, normaliser, eps, causal = features
-    return int(map_q), eps_q, int(map_k), eps_k, int(normaliser), eps, bool(causal)
-
-
 def _named(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
     """An operator's arguments by their names."""
     return {
@@ -90,8 +83,7 @@ def _for_core(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, An
     if gate is not None:
         named[gate] = decay
     S, z = named.pop("initial_state"), named.pop("initial_state_z")
-    features = _core_features(named.pop("features"))
-    return {**named, "initial_state": _core_state(S, z), "features": features}
+    return {**named, "initial_state": _core_state(S, z)}
 
 
 def _is_normalised(features: Any) -> bool:
@@ -139,7 +131,7 @@ def _fake_forward(name: str, *arguments: Any) -> tuple[Tensor, ...]:
         cu_seqlens=cu_seqlens,
         output_final_state=arguments[n],
         state_v_first=given["state_v_first"],
-        features=_core_features(given["features"]),
+        features=given["features"],
     )
     sizes = _sizes(q, v, cu_seqlens)
 

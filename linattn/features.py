@@ -19,7 +19,7 @@ from linattn import _linattn
 __all__ = ["FEATURE_MAPS", "FeatureMap"]
 
 # The core's numbers, in the order of la_map in csrc/linattn.h.
-_CORE = {"identity": 0, "elu+1": 1, "relu+eps": 2, "relu2": 3, "exp": 4}
+_CORE = {"identity": 0.0, "elu+1": 1.0, "relu+eps": 2.0, "relu2": 3.0, "exp": 4.0}
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class FeatureMap:
             raise ValueError(f"feature_map: expected a finite eps >= 0, got {self.eps!r}")
 
     @property
-    def core(self) -> int:
+    def core(self) -> float:
         """The core's number; 0 (identity) for a map that is applied before the core is called."""
-        return _CORE[self.name] if self.forward is None else 0
+        return _CORE[self.name if self.forward is None else "identity"]
 
     @property
     def may_be_negative(self) -> bool:
@@ -167,8 +167,9 @@ def l2norm_backward(x: Any, dy: Any) -> Any:
 
 # ---- maps and options on their way to the core ----
 
-# (map of q, its eps, map of k, its eps, normaliser, eps, causal), as csrc/module.c takes them
-CoreFeatures = tuple[int, float, int, float, int, float, bool]
+# (map of q, its eps, map of k, its eps, normaliser, eps, causal): one form for the core and for
+# PyTorch's operators, whose signatures have lists of floats
+CoreFeatures = tuple[float, float, float, float, float, float, float]
 
 
 def is_tensor(x: Any) -> bool:
@@ -212,9 +213,9 @@ def any_features(
     if isinstance(normalize, str):
         if normalize not in ("clamp", "add"):
             raise ValueError(f"normalize: expected a bool, 'clamp' or 'add', got {normalize!r}")
-        normalizer = 1 if normalize == "clamp" else 2
+        normaliser = 1.0 if normalize == "clamp" else 2.0
     elif isinstance(normalize, bool | np.bool_):
-        normalizer = int(normalize)
+        normaliser = float(normalize)
         if normalize and (phi_q.may_be_negative or phi_k.may_be_negative):
             raise ValueError(
                 "normalize: with feature_map='identity' the denominator may be negative or zero, "
@@ -230,7 +231,8 @@ def any_features(
         small = float(eps)
     except OverflowError:
         raise ValueError(f"eps: expected a finite number >= 0, got {eps}") from None
-    core = (phi_q.core, phi_q.eps, phi_k.core, phi_k.eps, normalizer, small, _flag(causal))
+    of_maps = (phi_q.core, float(phi_q.eps), phi_k.core, float(phi_k.eps))
+    core = (*of_maps, normaliser, small, float(_flag(causal)))
     return phi_q, phi_k, core
 
 

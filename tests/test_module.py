@@ -15,6 +15,7 @@ import typing
 import ml_dtypes
 import numpy as np
 import pytest
+from support.compare import assert_same_bits
 from support.processes import python
 
 import linattn
@@ -250,6 +251,24 @@ def test_the_core_refuses_what_no_pass_has():
             )
         },
     ).shape == (2,)
+
+
+def test_the_core_takes_seven_floats_for_features():
+    """As a list too, which an operator of PyTorch's has, and from which anyone may call it."""
+    x, features = np.ones((1, 2)), [1, 1e-3, 1, 1e-3, 1, 1e-6, 1]
+    for kind in (list, tuple):
+        o, _ = _linattn.forward("linear_attention", x, x, x, features=kind(features))
+        assert_same_bits(o, linattn.linear_attention(x, x, x)[0])
+    for wrong in (features[:6], [*features, 1], "elu+1", 3, np.ones(7), ["1", *features[1:]]):
+        with pytest.raises(TypeError):
+            _linattn.forward("linear_attention", x, x, x, features=wrong)
+    for place, wrong in ((0, -1), (0, 5), (2, 1e300), (2, np.nan), (4, 3), (4, -np.inf)):
+        with pytest.raises(ValueError, match="features: expected maps and a normaliser by number"):
+            _linattn.forward(
+                "linear_attention",
+                *(x, x, x),
+                features=[*features[:place], wrong, *features[place + 1 :]],
+            )
 
 
 @pytest.mark.parametrize("one_head", [False, True])
