@@ -1,11 +1,12 @@
 """The acceptance rule and the random problems that every test uses, on every device."""
 
 import inspect
+from typing import Any
 
 import numpy as np
 
-from linattn import ops
-from linattn.variants import VARIANTS, Variant
+from linattn import _linattn, ops
+from linattn.variants import ARRAYS, OPS, VARIANTS, ArrayLine
 
 # r, the bound on rms(out - ref64) / rms(ref64). A correct result rounded once is off by at most
 # half a unit in the last place: 2e-3 in bfloat16, 2.4e-4 in float16. float32 and float64 have the
@@ -124,18 +125,44 @@ def _index(mask):
     return tuple(int(i) for i in np.argwhere(mask)[0])
 
 
-def _gates(variant: Variant) -> tuple[str, ...]:
-    """The gates that an op takes beside q, k and v."""
-    names: tuple[str, ...]
-    if variant.decay == "head":  # the table does not say how it is given, the op's signature does
-        given = inspect.signature(getattr(ops, variant.name)).parameters
-        names = tuple(name for name in ("gamma", "slopes") if name in given)
-    else:
-        names = {"none": (), "token": ("g",), "key": ("g per key",)}[variant.decay]
-    return (*names, "beta") if variant.rule == "delta" else names
+def _keyword(op: str, line: ArrayLine) -> str:
+    """The table does not say how a decay per head is given. The op's signature does."""
+    names = ("g", "gamma", "slopes") if line.part_of == "DECAY" else (line.label,)
+    given = inspect.signature(getattr(ops, op)).parameters
+    return next(name for name in names if name in given)
 
 
-GATES = {name: _gates(variant) for name, variant in VARIANTS.items()}
+def _letters(op: str) -> dict[str, str]:
+    """By keyword: the letters of the arrays without which no forward call of this op is legal."""
+    lines = [line for line in ARRAYS if line.gradient is not None and line.role != "OUTPUT"]
+    given = {line.label: True for line in lines if line.label != "q"}
+    rows = _linattn.shapes("backward", op, q=4, **given)  # a gradient has its array's letters
+    return {
+        _keyword(op, line): row[0]
+        for line, row in zip(lines, rows, strict=True)
+        if row is not None and line.role == "INPUT" and line.needed == "REQUIRED"
+    }
+
+
+_LETTERS = {op: _letters(op) for op in OPS}
+GATES = {op: tuple(name for name in names if name not in "qkv") for op, names in _LETTERS.items()}
+
+# How an array's numbers are drawn, by its keyword; about normal, if it is not here.
+_NUMBERS: dict[str, Any] = {
+    "g": lambda rng, shape: np.maximum(-np.logaddexp(0, rng.standard_normal(shape)), -3),
+    "gamma": lambda rng, shape: rng.uniform(0.5, 1, shape),
+    "slopes": lambda rng, shape: rng.uniform(0, 1, shape),
+    "beta": lambda rng, shape: rng.uniform(0.02, 0.98, shape),
+}
+
+
+def _numbers(op: str, rng: Any, name: str, shape: tuple[int, ...]) -> Any:
+    if name in _NUMBERS:
+        return _NUMBERS[name](rng, shape)
+    x = rng.standard_normal(shape)
+    if name == "k" and VARIANTS[op].rule == "delta":
+        x /= np.sqrt((x * x).sum(-1, keepdims=True) + 1e-2)
+    return x
 
 
 def make_inputs(
@@ -164,26 +191,13 @@ def make_inputs(
     HV = H if HV is None else HV
     dtype = np.dtype(dtype)
     state_dtype = np.float64 if dtype == np.float64 else np.float32
-    gates = GATES[op]
-    k = rng.standard_normal((B, T, H, K))
-    if "beta" in gates:
-        k /= np.sqrt((k * k).sum(-1, keepdims=True) + 1e-2)
-    inputs = {
-        "q": rng.standard_normal((B, T, H, K)),
-        "k": k,
-        "v": rng.standard_normal((B, T, HV, V)),
+    sizes = {"B": B, "T": T, "H": H, "h": HV, "K": K, "V": V}
+    shapes = {name: tuple(sizes[x] for x in letters) for name, letters in _LETTERS[op].items()}
+    drawn = {  # k first, so that the seeds of old keep their problems
+        name: _numbers(op, rng, name, shapes[name])
+        for name in sorted(shapes, key=lambda name: name != "k")
     }
-    for gate in gates:
-        if gate == "gamma":
-            inputs["gamma"] = rng.uniform(0.5, 1, HV)
-        elif gate == "slopes":
-            inputs["slopes"] = rng.uniform(0, 1, HV)
-        elif gate == "beta":
-            inputs["beta"] = rng.uniform(0.02, 0.98, (B, T, HV))
-        else:
-            shape = (B, T, HV, K) if gate == "g per key" else (B, T, HV)
-            inputs["g"] = np.maximum(-np.logaddexp(0, rng.standard_normal(shape)), -3)
-    inputs = {name: x.astype(dtype) for name, x in inputs.items()}
+    inputs: dict[str, Any] = {name: drawn[name].astype(dtype) for name in shapes}
     if VARIANTS[op].normaliser and normalize is not True:
         inputs["normalize"] = normalize
     if cu_seqlens is not None:

@@ -10,6 +10,7 @@ import pytest
 from linattn.testing import GATES, make_inputs, make_output_gradients
 from support.compare import snapshot
 from support.device import ops as linattn
+from support.variants import KEY_DECAY
 
 OPS = linattn.OPS
 PASSES = ("forward", "step", "backward")
@@ -63,7 +64,7 @@ def poisoned(shape, dtype):
 
 def gate_of(op):
     """The name of the op's gate, or None."""
-    names = [name.split()[0] for name in GATES[op] if name != "beta"]
+    names = [name for name in GATES[op] if name != "beta"]
     return names[0] if names else None
 
 
@@ -81,7 +82,7 @@ def letters_of(op, pass_, name, *, one_head=False):
         "initial_state": "N HV K V",
         "state": "N HV K V",
         "d_final_state": "N HV K V",
-        "g": "B T HV K" if "g per key" in GATES[op] else "B T HV",
+        "g": "B T HV K" if op in KEY_DECAY else "B T HV",
     }
     letters["alpha"] = letters["g"]
     got = letters[name].split()
@@ -103,7 +104,7 @@ def shape_text(shape):
 def array_names(op, pass_):
     """Every array of a call but out and cu_seqlens, in the order of the signature."""
     names = ["do"] if pass_ == "backward" else []
-    names += ["q", "k", "v", *(name.split()[0] for name in GATES[op])]
+    names += ["q", "k", "v", *GATES[op]]
     names += ["state" if pass_ == "step" else "initial_state"]
     return [*names, "d_final_state"] if pass_ == "backward" else names
 
