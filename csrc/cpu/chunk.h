@@ -91,8 +91,8 @@ LA_FN prefetch prefetch_of(const la_problem *p, const la_unit *u, int64_t t, int
         const int64_t first = keys || gate ? 0 : u->v0, last = keys || gate ? p->K : u->v1;
         if (gate && p->decay != LA_KEY) continue;
         next.array[next.arrays].at = at_column(x, u->b, t, keys ? u->h : u->hv, first);
-        next.array[next.arrays].stride = x->stride[1] * dtype_size(x->dtype);
-        next.array[next.arrays].bytes = (last - first) * dtype_size(x->dtype);
+        next.array[next.arrays].stride = x->stride[1] * la_size_of(x->dtype);
+        next.array[next.arrays].bytes = (last - first) * la_size_of(x->dtype);
         next.arrays++;
     }
     const int64_t lanes = padded(u->v1 - u->v0) / LANES, wide = lanes / WIDE;

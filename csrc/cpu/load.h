@@ -55,11 +55,6 @@ LA_FN uint16_t to_f16(float value)
     return sign | (uint16_t)((x.u + 0xfff + (x.u >> 13 & 1) - 0x38000000) >> 13);
 }
 
-LA_FN int64_t dtype_size(la_dtype dtype)
-{
-    return dtype == LA_F64 || dtype == LA_I64 ? 8 : dtype == LA_F32 || dtype == LA_I32 ? 4 : 2;
-}
-
 LA_FN real load_element(const char *from, la_dtype dtype)
 {
     switch (dtype) {
@@ -147,12 +142,12 @@ LA_FN void store_row(char *to, la_dtype dtype, const real *from, int64_t n)
 LA_FN char *at(const la_array *x, int64_t i0, int64_t i1, int64_t i2)
 {
     return x->data +
-           (i0 * x->stride[0] + i1 * x->stride[1] + i2 * x->stride[2]) * dtype_size(x->dtype);
+           (i0 * x->stride[0] + i1 * x->stride[1] + i2 * x->stride[2]) * la_size_of(x->dtype);
 }
 
 LA_FN char *at_column(const la_array *x, int64_t i0, int64_t i1, int64_t i2, int64_t column)
 {
-    return at(x, i0, i1, i2) + column * dtype_size(x->dtype);
+    return at(x, i0, i1, i2) + column * la_size_of(x->dtype);
 }
 
 /* ---- feature maps of rows; the padding stays zero ---- */
@@ -328,7 +323,7 @@ LA_COLD bool outside(const char *x, la_dtype dtype, int64_t n, int64_t stride, d
     enum { PIECE = 32 * LANES };
     real room[PIECE] __attribute__((aligned(LA_LANE_BYTES)));
     const lane low = (real)lowest - (lane){0}, high = (real)highest - (lane){0};
-    const int64_t size = dtype_size(dtype);
+    const int64_t size = la_size_of(dtype);
 
     for (int64_t i = 0; i < n; i += PIECE) {
         const int64_t m = i + PIECE < n ? PIECE : n - i;
@@ -380,11 +375,11 @@ LA_COLD void load_state(const la_problem *p, la_name name, const la_unit *u, int
         real *row = S + i * width;
         const char *x = at(from, u->n, u->hv, i);
         if (from->stride[3] == 1) {
-            load_row(row, v1 - v0, x + v0 * dtype_size(from->dtype), from->dtype);
+            load_row(row, v1 - v0, x + v0 * la_size_of(from->dtype), from->dtype);
         } else {
             for (int64_t j = v0; j < v1; j++)
                 row[j - v0] =
-                    load_element(x + j * from->stride[3] * dtype_size(from->dtype), from->dtype);
+                    load_element(x + j * from->stride[3] * la_size_of(from->dtype), from->dtype);
         }
         for (int64_t j = v1 - v0; j < width; j++) row[j] = 0;
     }
@@ -398,10 +393,10 @@ LA_COLD void store_state(const la_problem *p, la_name name, const la_unit *u, in
     for (int64_t i = 0; i < p->K; i++) {
         char *x = at(to, u->n, u->hv, i);
         if (to->stride[3] == 1) {
-            store_row(x + v0 * dtype_size(to->dtype), to->dtype, S + i * width, v1 - v0);
+            store_row(x + v0 * la_size_of(to->dtype), to->dtype, S + i * width, v1 - v0);
         } else {
             for (int64_t j = v0; j < v1; j++)
-                store_element(x + j * to->stride[3] * dtype_size(to->dtype), to->dtype,
+                store_element(x + j * to->stride[3] * la_size_of(to->dtype), to->dtype,
                               S[i * width + j - v0]);
         }
     }

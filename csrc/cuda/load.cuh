@@ -10,11 +10,6 @@
 
 #include "call.cuh"
 
-__host__ __device__ inline int dtype_size(la_dtype dtype)
-{
-    return dtype == LA_F64 || dtype == LA_I64 ? 8 : dtype == LA_F32 || dtype == LA_I32 ? 4 : 2;
-}
-
 /* A lane is a number of any real type. A slope is one number for all tokens, so the error of its
  * decay grows with T: this decay is computed in float64. */
 #define LA_ELEMENT template <typename real> __host__ __device__ inline
@@ -36,7 +31,7 @@ __device__ inline char *at(const view &x, int64_t i0, int64_t i1 = 0, int64_t i2
 {
     const int64_t i =
         i0 * x.stride[0] + i1 * x.stride[1] + i2 * x.stride[2] + i3 * x.stride[3];
-    return x.data + i * dtype_size(x.dtype);
+    return x.data + i * la_size_of(x.dtype);
 }
 
 template <typename real> __device__ inline real load(const char *from, la_dtype dtype)
@@ -222,7 +217,7 @@ __device__ __forceinline__ void key_gradient(const call &c, int map, real (&x)[N
 static inline void move_along(int axis, int64_t i, std::initializer_list<view *> views)
 {
     for (view *x : views)
-        if (x->data) x->data += i * x->stride[axis] * dtype_size(x->dtype);
+        if (x->data) x->data += i * x->stride[axis] * la_size_of(x->dtype);
 }
 
 /* The same problem for `n` q/k heads from `h` on, and the value heads that read them. */

@@ -25,7 +25,7 @@ template <typename real, int N> struct key_rows {
 
     __device__ key_rows(const call &c, const view &from, const unit &u)
     {
-        const int lane = threadIdx.x % 32, size = dtype_size(from.dtype);
+        const int lane = threadIdx.x % 32, size = la_size_of(from.dtype);
         first = at(from, u.b, 0, u.h, lane);
         step = from.stride[1] * size;
         far = from.stride[3] * size * 32;
@@ -38,7 +38,7 @@ template <typename real, int N> struct key_rows {
     __device__ __forceinline__ void prefetch(bits (&x)[N], int t) const
     {
         const char *row = first + t * step;
-        if (dtype_size(dtype) == 2 && far == 64) {
+        if (la_size_of(dtype) == 2 && far == 64) {
 #pragma unroll
             for (int j = 0; j < N; j++) x[j] = j < there ? *(const uint16_t *)(row + j * 64) : 0;
         } else {

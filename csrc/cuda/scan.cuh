@@ -121,7 +121,7 @@ template <> struct in_flight<double> {
         four x;
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            x.x[e] = e < there ? load_one(from + e * dtype_size(dtype), dtype) : 0;
+            x.x[e] = e < there ? load_one(from + e * la_size_of(dtype), dtype) : 0;
         return x;
     }
     static __device__ __forceinline__ void numbers_of(double (&x)[4], const four &y, la_dtype)
@@ -225,7 +225,7 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
     {
         const auto keys = [&](const view &x, const char *from, int i,
                               typename kind::four(&to)[KEYS / 4]) {
-            const int size = dtype_size(x.dtype);
+            const int size = la_size_of(x.dtype);
             from += (t + i) * x.stride[1] * size;
 #pragma unroll
             for (int j = 0; j < KEYS / 4; j++)
@@ -238,7 +238,7 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
             keys(c.x[LA_Q], q0, i, q[e]);
             keys(c.x[LA_K], k0, i, k[e]);
             if constexpr (DECAY == LA_KEY) keys(c.x[LA_G], g0, i, g[e]);
-            const int size = dtype_size(c.x[LA_V].dtype);
+            const int size = la_size_of(c.x[LA_V].dtype);
             const char *from = v_0 + (t + i) * c.x[LA_V].stride[1] * size;
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
@@ -377,7 +377,8 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
         if constexpr (READ)
             math::la_predict(math::la_strip_of(S, STRIP), STRIP, ROWS, q, NULL, a, o, NULL, DECAY);
         else
-            math::la_token(math::la_strip_of(S, STRIP), STRIP, ROWS, q, k, v, a, beta, qk, o, DECAY, RULE);
+            math::la_token(math::la_strip_of(S, STRIP), STRIP, ROWS, q, k, v, a, beta, qk, o, DECAY,
+                           RULE);
         if (i + 1 < n) {
             from += APART;
             columns += APART;
@@ -516,7 +517,7 @@ __global__ void __launch_bounds__(32) advance_z(const __grid_constant__ call c)
     unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
     u.n = state_index_of(c, u.n);
     if (u.n < 0) return;
-    const int lane = threadIdx.x % 32, size = dtype_size(c.x[LA_K].dtype);
+    const int lane = threadIdx.x % 32, size = la_size_of(c.x[LA_K].dtype);
     real k[KEYS];
 #pragma unroll
     for (int i = 0; i < KEYS; i += 4) {

@@ -107,7 +107,7 @@ static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 
     }
 
     char *state = at(c.x[LA_S0], state_index, hv);
-    const int size = dtype_size(c.x[LA_S0].dtype);
+    const int size = la_size_of(c.x[LA_S0].dtype);
     const int64_t apart = c.x[LA_S0].stride[V_FIRST ? 3 : 2];
     float *of_thread =
         (float *)state + (V_FIRST ? column * apart + lane * 4 : key_of(0) * apart + column);

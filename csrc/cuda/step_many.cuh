@@ -173,7 +173,7 @@ __device__ __forceinline__ void produce(const call &c, step_many_room &room, uin
         for (int e = 0; e < 4; e++) {
             const int column = lane * 4 + e;
             if (column < c.V)
-                store(o_row + column * c.x[LA_O].stride[3] * dtype_size(c.x[LA_O].dtype),
+                store(o_row + column * c.x[LA_O].stride[3] * la_size_of(c.x[LA_O].dtype),
                       c.x[LA_O].dtype, state ? finish(c, o[e], den) : 0.0f);
         }
         __syncwarp();
@@ -244,7 +244,7 @@ template <bool LOAD>
 __device__ __forceinline__ void move_state(float (&S)[KEYS][COLUMNS], char *stage, const call &c,
                                            la_dtype dtype)
 {
-    const int size = dtype_size(dtype);
+    const int size = la_size_of(dtype);
 #pragma unroll
     for (int i = 0; i < KEYS * COLUMNS / 4; i++) {
         /* four neighbouring numbers: columns of key i / 2, or the keys of column i */
@@ -285,7 +285,7 @@ static __global__ void __launch_bounds__((CONSUMERS + MOST_STAGES) * 32, 1)
     step_many_room &room = *(step_many_room *)step_many_shared;
     char *first_stage = step_many_shared + sizeof(step_many_room);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int bytes = c.K * c.V * dtype_size(c.x[LA_S0].dtype);
+    const int bytes = c.K * c.V * la_size_of(c.x[LA_S0].dtype);
     if (threadIdx.x == 0) {
         for (int s = 0; s < stages; s++) {
             /* the bytes of the copy engine, and the arrival of the producer */

@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_four(float (&x)[4], const char *from, la_dt
     }
 #pragma unroll
     for (int e = 0; e < 4; e++)
-        x[e] = e < there ? load<float>(from + e * dtype_size(dtype), dtype) : 0;
+        x[e] = e < there ? load<float>(from + e * la_size_of(dtype), dtype) : 0;
 }
 
 __device__ __forceinline__ void store_four(char *to, const float (&x)[4], la_dtype dtype, int there,
@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_four(char *to, const float (&x)[4], la_dty
     }
 #pragma unroll
     for (int e = 0; e < 4; e++)
-        if (e < there) store(to + e * dtype_size(dtype), dtype, x[e]);
+        if (e < there) store(to + e * la_size_of(dtype), dtype, x[e]);
 }
 
 /* The same for the arrays of tokens, as bits of 16 or 32 each. A kernel can so start all its loads
@@ -50,7 +50,7 @@ struct four_bits {
 
 __device__ __forceinline__ four_bits load_four_bits(const char *from, la_dtype dtype, int there)
 {
-    const int size = dtype_size(dtype);
+    const int size = la_size_of(dtype);
     four_bits y = {};
     if (there >= 4 && (uintptr_t)from % (4 * size) == 0) {
         if (size == 4) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void load_key_bits(const call &c, const view &from, i
 #pragma unroll
     for (int i = 0; i < KEYS; i += 4) {
         const int key = key_of_lane(lane, i);
-        x[i / 4] = load_four_bits(row + key * dtype_size(from.dtype), from.dtype, c.K - key);
+        x[i / 4] = load_four_bits(row + key * la_size_of(from.dtype), from.dtype, c.K - key);
     }
 }
 
@@ -132,7 +132,7 @@ template <int KEYS>
 __device__ __forceinline__ void load_decay_bits(const call &c, int n, int hv,
                                                 four_bits (&x)[KEYS / 4])
 {
-    const int lane = threadIdx.x % 32, size = dtype_size(c.x[LA_G].dtype);
+    const int lane = threadIdx.x % 32, size = la_size_of(c.x[LA_G].dtype);
     const char *row = at(c.x[LA_G], n, 0, hv);
 #pragma unroll
     for (int i = 0; i < KEYS; i += 4) {
@@ -174,7 +174,7 @@ template <int KEYS>
 __device__ __forceinline__ float denominator(const call &c, const char *z, const float (&q)[KEYS],
                                              const float (&k)[KEYS], float (&next)[KEYS])
 {
-    const int lane = threadIdx.x % 32, size = dtype_size(c.x[LA_Z0].dtype);
+    const int lane = threadIdx.x % 32, size = la_size_of(c.x[LA_Z0].dtype);
     float den = 0;
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
@@ -188,7 +188,7 @@ __device__ __forceinline__ float denominator(const call &c, const char *z, const
 template <int KEYS>
 __device__ __forceinline__ void store_keys(char *to, la_dtype dtype, int K, const float (&x)[KEYS])
 {
-    const int lane = threadIdx.x % 32, size = dtype_size(dtype);
+    const int lane = threadIdx.x % 32, size = la_size_of(dtype);
 #pragma unroll
     for (int i = 0; i < KEYS; i++) {
         const int key = key_of_lane(lane, i);
