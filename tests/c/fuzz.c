@@ -1,9 +1,10 @@
-/* libFuzzer: bytes to a problem with memory of its own; checked, run, looked over, then bent. */
+/* libFuzzer: bytes become a problem with memory of its own. It is checked and run, its memory is
+ * looked over, and then it is corrupted. */
 #include "sample.h"
 
 #include <stdlib.h>
 
-bool check_bent(const sample *s, draw *d); /* bend.c */
+bool check_corrupted(const sample *s, draw *d); /* corrupt.c */
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
@@ -16,7 +17,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     la_set_num_threads((int)draw_int(&d, 1, 3));
     sample s;
     sample_make(&s, &d, 40);
-    bool good = sample_run(&s) == LA_OK && sample_intact(&s) && check_bent(&s, &d);
+    bool good = sample_run(&s) == LA_OK && sample_intact(&s) && check_corrupted(&s, &d);
     if (!good) {
         sample_describe(&s);
         abort();

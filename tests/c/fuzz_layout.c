@@ -1,5 +1,5 @@
-/* libFuzzer: bytes to the headers that arrays come with, a typestr, a DLPack tensor, strides in bytes.
- * Whatever they say, a layout that fits spans what a pointer can, and one that does not is named. */
+/* libFuzzer: bytes become the headers that arrays come with: a typestr, a DLPack tensor, strides in
+ * bytes. A layout that fits spans what a pointer can reach. One that does not is named. */
 #include "../../csrc/layout.h"
 
 #include <stdlib.h>

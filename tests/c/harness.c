@@ -2,7 +2,7 @@
  *
  * Each legal problem runs token by token on the baseline instruction set, then as drawn, on a drawn
  * instruction set and number of threads. Both must leave all memory but the outputs alone and agree;
- * another number of threads must give the same bits. Each is then bent, and la_check must answer
+ * another number of threads must give the same bits. Each is then corrupted, and la_check must answer
  * without touching anything. */
 #include "sample.h"
 
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-bool check_bent(const sample *s, draw *d); /* bend.c */
+bool check_corrupted(const sample *s, draw *d); /* corrupt.c */
 
 /* The outputs of a run, as numbers, one array after the other. */
 static double *results(const sample *s, int64_t *count)
@@ -154,7 +154,7 @@ static bool check_one(sample *s, draw *d)
     if (good && draw_chance(d, 8)) good = check_no_memory(s);
     free(plain);
     free(drawn);
-    return good && check_bent(s, d);
+    return good && check_corrupted(s, d);
 }
 
 static volatile long seed;

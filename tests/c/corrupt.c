@@ -1,11 +1,11 @@
-/* Illegal problems: a legal one with something bent, through la_check only. */
+/* Illegal problems: a legal one with something corrupted, through la_check only. */
 #include "sample.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-static void bend_array(la_problem *p, draw *d)
+static void corrupt_array(la_problem *p, draw *d)
 {
     const int name = (int)draw_int(d, LA_Q, LA_ARRAYS - 1);
     const bool is_read = name == LA_CU || name == LA_SLOT;
@@ -24,7 +24,7 @@ static void bend_array(la_problem *p, draw *d)
     }
 }
 
-static void bend_option(la_problem *p, draw *d)
+static void corrupt_option(la_problem *p, draw *d)
 {
     static const double odd[] = {NAN, INFINITY, -INFINITY, -1, 0, 1e300};
     const double x = odd[draw_int(d, 0, 5)];
@@ -39,8 +39,8 @@ static void bend_option(la_problem *p, draw *d)
     }
 }
 
-/* Sequences that fall, start late or end early: this array is read, so it is bent in place. */
-static void bend_sequences(const la_problem *p, draw *d)
+/* Sequences that fall, start late or end early: this array is read, so it is corrupted in place. */
+static void corrupt_sequences(const la_problem *p, draw *d)
 {
     const la_array *cu = &p->array[LA_CU];
     if (!cu->given || !array_size(cu)) return;
@@ -50,7 +50,7 @@ static void bend_sequences(const la_problem *p, draw *d)
 }
 
 /* A state outside the pool, and one that two rows have: likewise. */
-static bool bend_slots(const la_problem *p, draw *d)
+static bool corrupt_slots(const la_problem *p, draw *d)
 {
     const la_array *slot = &p->array[LA_SLOT];
     if (!slot->given || !array_size(slot)) return false;
@@ -67,26 +67,26 @@ static bool bend_slots(const la_problem *p, draw *d)
     return true;
 }
 
-bool check_bent(const sample *s, draw *d)
+bool check_corrupted(const sample *s, draw *d)
 {
     la_problem p = s->p;
     memset(p.message, 0x55, sizeof p.message); /* unterminated, so that la_check must end it */
     for (int64_t times = draw_int(d, 1, 3); times > 0; times--)
         if (draw_chance(d, 2))
-            bend_array(&p, d);
+            corrupt_array(&p, d);
         else if (draw_chance(d, 6))
-            bend_sequences(&p, d);
+            corrupt_sequences(&p, d);
         else
-            bend_option(&p, d);
+            corrupt_option(&p, d);
     la_status status = la_check(&p);
     for (int name = LA_O; name < LA_ARRAYS && !status; name++)
         if (p.array[name].given && la_has(&p, (la_name)name))
             status = la_check_output(&p, (la_name)name);
     if (!status && p.array[LA_SLOT].given && p.B <= s->p.B) {
         int64_t room[8]; /* B is at most 3 */
-        const bool bent = bend_slots(&p, d);
+        const bool corrupted = corrupt_slots(&p, d);
         status = la_check_slots(&p, room);
-        if (bent && !status) {
+        if (corrupted && !status) {
             fprintf(stderr, "state_indices that are wrong were taken\n");
             return false;
         }
