@@ -78,8 +78,8 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
 /* The rows of tokens t..t+n of a unit in the named arrays, as far as there are any. They are
  * prefetched by a product of the state's size and by the blocks of `products` products with the
  * state. */
-LA_FN prefetch prefetch_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
-                           const la_name *names, int count, int products)
+LA_COLD prefetch prefetch_of(const la_problem *p, const la_unit *u, int64_t t, int64_t n,
+                             const la_name *names, int count, int products)
 {
     prefetch next = {.rows = t + n < u->end ? n : u->end - t};
     if (t < u->begin || next.rows <= 0) return (prefetch){.arrays = 0};
@@ -131,7 +131,7 @@ LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int6
 }
 
 /* The chunk's decay. It pays back what the decays of the chunks before it were rounded by. */
-LA_FN void settle_chunk_decay(chunk *c, const la_problem *p, real *owed, const la_decay decay)
+LA_COLD void settle_chunk_decay(chunk *c, const la_problem *p, real *owed, const la_decay decay)
 {
     if (decay == LA_TOKEN) {
         c->decay[0] = paid_back(c->decayed, owed);
@@ -315,6 +315,36 @@ LA_FN void chunk_scores(chunk *c, const la_problem *p, const bool reads, const l
     }
     scores_key(c, p, reads, rule);
     transpose(c->n, p->K, c->tilde, c->kp, c->kt, c->cp);
+}
+
+LA_FN void chunk_begin_of(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t n,
+                          const bool reads, const la_decay decay, const la_rule rule)
+{
+    chunk_load(c, p, u, t, n, reads, decay, rule);
+    chunk_scores(c, p, reads, decay, rule);
+}
+
+/* clang-format off */
+#define LA_KIND(decay, rule) \
+    LA_COLD void chunk_begin_##decay##_##rule(chunk *c, const la_problem *p, const la_unit *u, \
+                                              int64_t t, int64_t n, bool reads) \
+    { \
+        if (reads) \
+            chunk_begin_of(c, p, u, t, n, true, LA_##decay, LA_##rule); \
+        else \
+            chunk_begin_of(c, p, u, t, n, false, LA_##decay, LA_##rule); \
+    }
+/* clang-format on */
+#include "../kinds.def"
+
+/* chunk_load and chunk_scores. Each kind has one function, which both passes call: a copy in each
+ * of the five places would cost a tenth of the time of the build. */
+LA_FN void chunk_begin(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t n,
+                       const bool reads, const la_decay decay, const la_rule rule)
+{
+#define LA_KIND(D, R) \
+    if (decay == LA_##D && rule == LA_##R) chunk_begin_##D##_##R(c, p, u, t, n, reads);
+#include "../kinds.def"
 }
 
 /* z += sum_j k_j. Mapped keys are positive, so z grows with every token. Its roundings are all of

@@ -122,8 +122,7 @@ LA_FN void recompute_chunk(backward_scratch *f, const la_problem *p, const la_un
     chunk *c = &f->c;
     static const la_name touched[] = {LA_V, LA_G, LA_K};
     prefetch next = prefetch_of(p, u, t + n, n, touched, sizeof touched / sizeof *touched, 0);
-    chunk_load(c, p, u, t, n, false, decay, rule);
-    chunk_scores(c, p, false, decay, rule);
+    chunk_begin(c, p, u, t, n, false, decay, rule);
     settle_chunk_decay(c, p, f->owed, decay);
     panel s = recompute_writes(f, p, u, t, S, width, decay, rule);
     if (to) state_carry(c, NULL, p, &s, to, &next, decay);
@@ -494,10 +493,9 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
             const real *S = f.kept + (i - first) * each;
             f.U = f.kept + (i - first) * each + start;
             f.E = f.U + written;
-            chunk_load(c, p, u, t, n, true, decay, rule);
+            chunk_begin(c, p, u, t, n, true, decay, rule);
             prefetch before =
                 prefetch_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - 3, 0);
-            chunk_scores(c, p, true, decay, rule);
             settle_chunk_decay(c, p, f.d_owed, decay);
             real *dO = f.dO + (rule == LA_DELTA ? n * width : 0);
             load_values(c, p, LA_DO, u, t, u->v0, u->v1, dO, width);

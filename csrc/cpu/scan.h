@@ -42,9 +42,9 @@ LA_FN void prefetch_bytes(const void *from, int64_t bytes)
 #define UNROLL
 #include "../recurrence.h"
 
-LA_FN void token_any(const la_strip S, int64_t W, int64_t K, const real *q, const real *k,
-                     const lane *v, const real *a, real beta, real qk, lane *o,
-                     const la_decay decay, const la_rule rule)
+LA_FN void token_of(const la_strip S, int64_t W, int64_t K, const real *q, const real *k,
+                    const lane *v, const real *a, real beta, real qk, lane *o, const la_decay decay,
+                    const la_rule rule)
 {
     switch (W) {
     case 1: la_token(S, 1, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
@@ -53,6 +53,28 @@ LA_FN void token_any(const la_strip S, int64_t W, int64_t K, const real *q, cons
     case 4: la_token(S, 4, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
     default: la_token(S, MAX_STRIP, (int)K, q, k, v, a, beta, qk, o, decay, rule); break;
     }
+}
+
+/* clang-format off */
+#define LA_KIND(decay, rule) \
+    LA_COLD void token_##decay##_##rule(const la_strip S, int64_t W, int64_t K, const real *q, \
+                                        const real *k, const lane *v, const real *a, real beta, \
+                                        real qk, lane *o) \
+    { \
+        token_of(S, W, K, q, k, v, a, beta, qk, o, LA_##decay, LA_##rule); \
+    }
+/* clang-format on */
+#include "../kinds.def"
+
+/* Each kind has one function for the recurrent mode and its adjoint, as chunk_begin has. A step has
+ * a copy of its own: it calls this once a head, and the call's own time showed with AVX2. */
+LA_FN void token_any(const la_strip S, int64_t W, int64_t K, const real *q, const real *k,
+                     const lane *v, const real *a, real beta, real qk, lane *o,
+                     const la_decay decay, const la_rule rule)
+{
+#define LA_KIND(D, R) \
+    if (decay == LA_##D && rule == LA_##R) token_##D##_##R(S, W, K, q, k, v, a, beta, qk, o);
+#include "../kinds.def"
 }
 
 typedef struct scan_scratch {
@@ -145,7 +167,7 @@ LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const 
         const la_strip S = {(lane_of_state *)at_column(state, u->n, u->hv, 0, v0), ld,
                             v0 == u->v0 ? (left - W) * (int64_t)sizeof(lane) : 0};
         load_row(f.v, W * LANES, at_column(v, u->b, t, u->hv, v0), v->dtype);
-        token_any(S, W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, qk, lanes_of(f.o), decay, rule);
+        token_of(S, W, p->K, f.q, f.k, lanes_in(f.v), f.a, beta, qk, lanes_of(f.o), decay, rule);
         finish_row(p, f.o, W * LANES, normalised, normalised ? dot(kp, f.q, f.z) : 0);
         store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, W * LANES);
     }

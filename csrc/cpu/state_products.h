@@ -25,8 +25,7 @@ LA_FN void load_and_score(chunk *c, state_scratch *x, const la_problem *p, const
                           const la_rule rule)
 {
     (void)x;
-    chunk_load(c, p, u, t, n, reads, decay, rule);
-    chunk_scores(c, p, reads, decay, rule);
+    chunk_begin(c, p, u, t, n, reads, decay, rule);
 }
 
 LA_FN void state_products(const chunk *c, const state_scratch *x, const la_problem *p, panel *s,
