@@ -232,7 +232,8 @@ def seconds_of(source):
     """The processor time of a file, roughly."""
     if source.endswith(".cu"):
         return 13 * max(1, len(machine_codes(source)))  # the 33 codes of ARCHS take 7 minutes
-    return 20 if fnmatch.fnmatch(source, "*_f[36][24].c") else 1
+    kernels = {"*_f[36][24].c": 14, "*/amx*.c": 6, "*/avx512_bf16.c": 6}
+    return next((n for files, n in kernels.items() if fnmatch.fnmatch(source, files)), 1)
 
 
 def announce(sources):
