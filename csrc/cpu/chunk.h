@@ -103,31 +103,40 @@ LA_COLD prefetch prefetch_of(const la_problem *p, const la_unit *u, int64_t t, i
     return next;
 }
 
-/* Token i's decays, and the decay from the chunk's start up to token i. For logarithms that is
- * their sum, which is exact enough where a state lives long. For decays given as such it is their
- * product, with more digits.
+/* The decays of R tokens from i on, and the decay from the chunk's start up to the last of them. For
+ * logarithms that is their sum, which is exact enough where a state lives long. For decays given as
+ * such it is their product, with more digits.
  *
  * Each decay pays back what the chunk's earlier ones were rounded by. The rows of k^, q^ and k~ are
  * products of up to C decays, and the roundings of equal decays would all go to the same side. */
-LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t i)
+LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t i,
+                           const int R)
 {
     const la_array *g = &p->array[LA_G];
     const int64_t kp = c->kp;
     real *a = c->a + i * kp;
-    load_row(a, p->K, at(g, u->b, t + i, u->hv), g->dtype);
+    for (int r = 0; r < R; r++) load_row(a + r * kp, p->K, at(g, u->b, t + i + r, u->hv), g->dtype);
     if (p->gate == LA_DECAY) {
-        for (int64_t x = 0; x < kp; x++) c->product[x] = i ? c->product[x] * a[x] : a[x];
+        for (int r = 0; r < R; r++)
+            for (int64_t x = 0; x < kp; x++)
+                c->product[x] = i + r ? c->product[x] * a[r * kp + x] : a[r * kp + x];
         return;
     }
     for (int64_t x = 0; x < kp; x += LANES) {
-        const lane g = lanes_in(a + x)[0], log = log_decay(g, p->gate);
-        lane rest;
-        const lane decay = decay_in_two(g, p->gate, &rest);
-        if (!i) lanes_of(c->owed + x)[0] = (lane){0};
-        lanes_of(c->log + x)[0] = i ? lanes_in(c->log + x)[0] + log : log;
-        lanes_of(a + x)[0] = lane_paid_back(decay, rest, lanes_of(c->owed + x));
+        const lane zero = {0};
+        lane sum = i ? lanes_in(c->log + x)[0] : zero, owed = i ? lanes_in(c->owed + x)[0] : zero;
+        for (int r = 0; r < R; r++) {
+            lane *const to = lanes_of(a + r * kp + x), log = *to;
+            lane rest;
+            const lane decay = decay_in_two(log, LA_LOG, &rest);
+            sum += log;
+            *to = lane_paid_back(decay, rest, &owed);
+        }
+        lanes_of(c->log + x)[0] = sum;
+        lanes_of(c->owed + x)[0] = owed;
     }
-    for (int64_t x = p->K; x < kp; x++) a[x] = 0;
+    for (int r = 0; r < R; r++)
+        for (int64_t x = p->K; x < kp; x++) a[r * kp + x] = 0;
 }
 
 /* The chunk's decay. It pays back what the decays of the chunks before it were rounded by. */
@@ -150,10 +159,10 @@ LA_FN void load_gates(chunk *c, const la_problem *p, const la_unit *u, int64_t t
                       const la_decay decay, const la_rule rule)
 {
     if (decay == LA_TOKEN) load_decays(p, u, t, c->n, c->a, c->rest);
-    for (int64_t i = 0; i < c->n; i++) {
-        if (decay == LA_KEY) load_key_decays(c, p, u, t, i);
-        if (rule == LA_DELTA) c->beta[i] = load_beta(p, u, t + i);
-    }
+    int64_t first = 0;
+    for (; decay == LA_KEY && first + 2 <= c->n; first += 2) load_key_decays(c, p, u, t, first, 2);
+    for (; decay == LA_KEY && first < c->n; first++) load_key_decays(c, p, u, t, first, 1);
+    for (int64_t i = 0; rule == LA_DELTA && i < c->n; i++) c->beta[i] = load_beta(p, u, t + i);
 }
 
 /* Tokens t..t+n of the unit's sequence. reads: with q, and so with P. */

@@ -272,13 +272,13 @@ LA_FN real paid_back(real2 decay, real *owed)
     return paid;
 }
 
-/* The same for lanes. The decay is a + rest, and a is that sum rounded. 1/x is taken as 2 - x,
- * because a division for each key and token costs 3 % of a gradient of gla. The two differ by
- * (1 - x)^2 / x, which is small wherever a state lives long enough for roundings to add up. */
+/* The same for lanes. The decay is a + rest, and a is that sum rounded. The debt is not divided by
+ * `paid`: the two differ by a factor of `paid`, which is near 1 wherever a state lives long enough for
+ * roundings to add up. A division for each key and token costs 3 % of a gradient of gla. */
 LA_FN lane lane_paid_back(lane a, lane rest, lane *owed)
 {
     const lane due = rest + a * *owed, paid = a + due, zero = {0};
-    *owed = pick(paid <= 1 - zero, (due - (paid - a)) * (2 - paid), zero);
+    *owed = pick(paid <= 1 - zero, due - (paid - a), zero);
     return paid;
 }
 
@@ -298,7 +298,7 @@ LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t
         load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
         for (int64_t i = 0; i < p->K; i += LANES) {
             lane rest;
-            const lane rounded = decay_in_two(lanes_in(a + i)[0], p->gate, &rest);
+            const lane rounded = decay_in_two(lanes_in(a + i)[0], LA_LOG, &rest);
             lanes_of(a + i)[0] = lane_paid_back(rounded, rest, lanes_of(owed + i));
         }
         for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
