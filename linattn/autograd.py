@@ -1,7 +1,7 @@
 """PyTorch: the ops as operators of its own, so that gradients are recorded and graphs traced.
 
-Imported by linattn/ops.py when the first tensor comes, so that PyTorch is there already; nothing is
-compiled against it. Every op of the table is registered once, ``linattn::<op>`` and
+linattn/ops/_core.py imports it when the first tensor comes, so PyTorch is there already. Nothing
+is compiled against it. Every op of the table is registered once, ``linattn::<op>`` and
 ``linattn::<op>_backward``, by one text. The core says what the arguments are, and what is right.
 
 Tracers and transforms see the operators. Where there are none, autograd sees the core itself. A
