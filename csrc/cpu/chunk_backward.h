@@ -428,14 +428,11 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
         } else if (rule == LA_DELTA) {
             partial_at(p, sums, sums->dbeta, u, t, 1)[i] = f->dbeta[i];
         }
-        if (decay != LA_NONE && sums->alone && p->decay != LA_HEAD) {
-            /* as reduce.h has it: c->a has paid back, and the bits would differ */
-            if (decay == LA_KEY) load_decay(p, u, t + i, f->carried, LA_KEY);
-            store_gate_gradient(p, u, t + i, da, decay == LA_KEY ? f->carried : c->a + i);
-        } else if (decay != LA_NONE) {
+        if (decay != LA_NONE && sums->alone && p->decay != LA_HEAD)
+            store_gate_gradient(p, u, t + i, da, f->carried, decay);
+        else if (decay != LA_NONE)
             for (int64_t x = 0; x < gate; x++)
                 partial_at(p, sums, sums->da, u, t + i, gate)[x] = da[x];
-        }
     }
 }
 

@@ -273,8 +273,8 @@ LA_FN real paid_back(real2 decay, real *owed)
 }
 
 /* The same for lanes. The decay is a + rest, and a is that sum rounded. The debt is not divided by
- * `paid`: the two differ by a factor of `paid`, which is near 1 wherever a state lives long enough for
- * roundings to add up. A division for each key and token costs 3 % of a gradient of gla. */
+ * `paid`: the two differ by a factor of `paid`, which is near 1 wherever a state lives long enough
+ * for roundings to add up. A division for each key and token costs 3 % of a gradient of gla. */
 LA_FN lane lane_paid_back(lane a, lane rest, lane *owed)
 {
     const lane due = rest + a * *owed, paid = a + due, zero = {0};
@@ -305,13 +305,16 @@ LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t
     }
 }
 
-/* Stores the user's dg, given da, the gradient of the decay a that load_decay gave. */
+/* Stores the user's dg, given da, the gradient of the decay. `room` is scratch of as many numbers,
+ * in whole lanes. The gate's gradient takes the decay as it is, not one that has paid back. So its
+ * bits do not depend on where da was summed. */
 LA_FN void store_gate_gradient(const la_problem *p, const la_unit *u, int64_t t, real *da,
-                               const real *a)
+                               real *room, const la_decay decay)
 {
     const la_array *to = &p->array[LA_DG];
-    const int64_t n = p->decay == LA_KEY ? p->K : 1;
-    for (int64_t i = 0; i < n; i++) da[i] = gate_gradient(da[i], a[i], p->gate);
+    const int64_t n = decay == LA_KEY ? p->K : 1;
+    load_decay(p, u, t, room, decay);
+    for (int64_t i = 0; i < n; i++) da[i] = gate_gradient(da[i], room[i], p->gate);
     store_row(at(to, u->b, t, u->hv), to->dtype, da, n);
 }
 
