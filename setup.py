@@ -74,9 +74,10 @@ def guard_of(source):
     return [] if DEBUG or any(fnmatch.fnmatch(name, files) for files in KERNELS) else [GUARD]
 
 
-# What ELF's linkers know. EXPORTS names the one symbol that is seen outside: CUDA's runtime and
-# C++'s templates would add theirs, whatever our visibility is. relro, now: addresses of functions
-# are found when the library is loaded, and are not writable after. -s: no symbols for debuggers.
+# Options that linkers of ELF know. EXPORTS names the one symbol that is seen outside: CUDA's
+# runtime and C++'s templates would add theirs, whatever our visibility is. relro, now: addresses
+# of functions are found when the library is loaded, and are not writable after. -s: no symbols for
+# debuggers.
 EXPORTS = "csrc/exports.map"
 LINK_FLAGS = ["-pthread"]
 if sys.platform.startswith("linux"):
@@ -331,7 +332,7 @@ def headers(*places):
     return [path for name in names for path in glob.glob(name)]
 
 
-# What a .cu, a .c can include: a change in the CPU's rooms does not set nvcc to work.
+# The headers that a .cu and a .c can include. nvcc does not run after a change in csrc/cpu.
 CUDA_HEADERS = headers("csrc", "csrc/cuda")
 C_HEADERS = [path for path in headers("csrc", "csrc/cpu", "csrc/cuda") if not path.endswith(".cuh")]
 

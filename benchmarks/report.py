@@ -214,8 +214,8 @@ def beside_softmax(record, kind):
     return [
         "## Beside softmax attention",
         "",
-        "Nanoseconds per token and head of a forward pass. The best peer is linear attention's; "
-        "softmax attention is causal, of the same q, k and v. ratio: its time divided by ours.",
+        "Nanoseconds per token and head of a forward pass. The best peer is linear attention's.",
+        "Softmax attention is causal, of the same q, k and v. ratio: its time divided by ours.",
         "",
         *lines([*header, "ratio"], rows),
     ] * bool(softmax)

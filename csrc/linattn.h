@@ -23,7 +23,7 @@ typedef enum {
     LA_INTERRUPTED,   /* the caller's wish: outputs hold anything */
 } la_status;
 
-/* What the kernels of a GPU may call too. */
+/* Marks a function that kernels of a GPU may call too. */
 #ifdef __CUDACC__
 #define LA_BOTH __host__ __device__
 #else

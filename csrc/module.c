@@ -84,8 +84,9 @@ static int take_chunk_size(la_call *c, PyObject *object)
     return 0;
 }
 
-/* Linear attention's options as seven floats, which an operator of PyTorch's takes too: the map of q and its
- * eps, the map of k and its eps, the normaliser, eps, causal. linattn/features.py makes them. */
+/* Linear attention's options as seven floats, which an operator of PyTorch takes too: the map of q
+ * and its eps, the map of k and its eps, the normaliser, eps, causal. linattn/features.py makes
+ * them. */
 static int take_features(la_call *c, PyObject *object)
 {
     enum { MAP_Q, EPS_Q, MAP_K, EPS_K, NORMALISER, EPS, CAUSAL, COUNT_OF_FEATURES };
@@ -460,8 +461,8 @@ static PyObject *py_bind(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 
 static bool is_there(PyObject *value) { return value && value != Py_None; }
 
-/* The letters of an array in the order of the call, and its dtype in arrays.def's words (REAL for STORED).
- * Where each size is its letter, the shape is the letters. */
+/* The letters of an array in the order of the call, and its dtype in the words of arrays.def (REAL
+ * for STORED). Each size is set to its letter, so the shape consists of the letters. */
 static PyObject *shape_row(la_problem *p, la_name name)
 {
     int64_t shape[LA_MAX_DIMS];
@@ -491,8 +492,9 @@ static PyObject *shape_rows(la_call *c)
     return table;
 }
 
-/* shapes(pass, op, q=..., ...) -> a row for each array that the pass makes, None where this call makes none.
- * q is its number of dimensions. Of other arrays it counts only whether they are given. */
+/* shapes(pass, op, q=..., ...) -> a row for each array that the pass makes, None where this call
+ * makes none. q is its number of dimensions. Of other arrays it counts only whether they are
+ * given. */
 static PyObject *py_shapes(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     (void)self;

@@ -103,12 +103,13 @@ LA_COLD prefetch prefetch_of(const la_problem *p, const la_unit *u, int64_t t, i
     return next;
 }
 
-/* The decays of R tokens from i on, and the decay from the chunk's start up to the last of them. For
- * logarithms that is their sum, which is exact enough where a state lives long. For decays given as
- * such it is their product, with more digits.
+/* The decays of R tokens from i on, and the decay from the chunk's start up to the last of them.
+ * For logarithms that is their sum, which is exact enough where a state lives long. For decays
+ * given as such it is their product, with more digits.
  *
- * Each decay pays back what the chunk's earlier ones were rounded by. The rows of k^, q^ and k~ are
- * products of up to C decays, and the roundings of equal decays would all go to the same side. */
+ * Each decay pays back what the chunk's earlier ones were rounded by. The rows of k^, q^ and k~
+ * are products of up to C decays, and the roundings of equal decays would all go to the same
+ * side. */
 LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t i,
                            const int R)
 {

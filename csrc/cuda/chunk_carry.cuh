@@ -70,8 +70,8 @@ struct segments {
     float *starts; /* [N * HV][count][16 slices][KP]: S'; NULL: the initial state of the call */
 };
 
-/* What a launch computes: the causal form; the ends of segments; the noncausal form, which goes
- * through the chunks twice, first to write all, then to read. */
+/* A launch computes the causal form, the ends of segments, or the noncausal form. The last goes
+ * through the chunks twice: first to write all, then to read. */
 enum form { CAUSAL, SEGMENT_ENDS, NONCAUSAL };
 
 /* A chunk with a NaN or an infinity goes token by token, for its state, and for O from token

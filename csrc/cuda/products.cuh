@@ -1,5 +1,5 @@
-/* Products of tiles on tensor cores: the operands that a warp reads from tiles, and the instructions
- * that multiply them. No attention here. */
+/* Products of tiles on tensor cores: the operands that a warp reads from tiles, and the
+ * instructions that multiply them. No attention here. */
 #ifndef LINATTN_CUDA_PRODUCTS_CUH
 #define LINATTN_CUDA_PRODUCTS_CUH
 

@@ -47,7 +47,7 @@ Result = tuple[Tensor, Tensor | None]
 
 # ---- the functions, as the layers of transformers call them ----
 
-# What a model hands down to whichever of its parts wants it, and a delta rule does not.
+# Arguments that a model hands to all its parts, and that a delta rule does not use.
 _FOR_OTHERS = frozenset(
     (
         "cu_seq_lens_k",

@@ -32,7 +32,7 @@ TABLE = ROOT / "docs" / "mutants.md"
 SETS = ("avx2", "neon", "baseline")  # the first that runs here is tested
 MOST_SECONDS = 300  # of one patch's tests; they take a few
 
-# What a build or an editor leaves behind, in any folder.
+# The files that a build or an editor leaves behind, in any folder.
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
 )
