@@ -154,10 +154,13 @@ for call in (linattn.retention, lambda *x: linattn.retention_backward(x[0], *x))
     ],
 )
 def test_a_state_that_cannot_be_had(call):
-    """K V = 2^44 numbers. (Token by token a pass keeps a strip of the state alone.)"""
+    """K V = 2^44 numbers. (Token by token a pass keeps a strip of the state alone.)
+
+    Some machines promise any amount of memory: the process may have 256 GiB."""
     done = python(
         f"""
-import numpy as np, linattn
+import numpy as np, linattn, resource
+resource.setrlimit(resource.RLIMIT_AS, (2**38, 2**38))
 x = np.zeros((2, 2**22), "f")
 S = np.broadcast_to(np.zeros(1, "f"), (2**22, 2**22))
 try:
