@@ -164,6 +164,112 @@ def test_implicit_weights_are_the_op():
     np.testing.assert_allclose(rows.sum(-1), 1, rtol=1e-13)
 
 
+# ---- one head
+
+
+def without_heads(name, x):
+    """An array of one batch entry and one head, as users of one head give it."""
+    if isinstance(x, tuple):
+        return tuple(without_heads(name, part) for part in x)
+    if name in ("initial_state", "d_final_state", "d_initial_state"):
+        return x[0, 0]
+    return x if name in ("gamma", "slopes") or x.ndim == 1 else x[0, :, 0]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_arrays_of_one_head(op):
+    inputs = make_inputs(op, np.random.default_rng(20), B=1, T=6, H=1, HV=1, initial_state=True)
+    d_outputs = make_output_gradients(op, np.random.default_rng(21), inputs)
+    one_head = {name: without_heads(name, x) for name, x in inputs.items()}
+    d_one_head = {name: without_heads(name, x) for name, x in d_outputs.items()}
+    o, *states = arrays(call(op, inputs))
+    for x, y in zip(
+        arrays(call(op, one_head)), (o[0, :, 0], *(x[0, 0] for x in states)), strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+    gradients = reference.backward(op, **inputs, **d_outputs)._asdict()
+    for name, x in reference.backward(op, **one_head, **d_one_head)._asdict().items():
+        expected = gradients[name]
+        assert (x is None) == (expected is None)
+        if x is not None:
+            np.testing.assert_equal(x, without_heads(name, expected))
+    del inputs["v"], inputs["initial_state"], one_head["v"], one_head["initial_state"]
+    np.testing.assert_array_equal(
+        reference.implicit_weights(op, **one_head), reference.implicit_weights(op, **inputs)[0, 0]
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_packed_sequences_of_one_head(op):
+    inputs = make_inputs(op, np.random.default_rng(22), T=6, H=1, HV=1, cu_seqlens=[0, 4, 6])
+    one_head = {name: without_heads(name, x) for name, x in inputs.items()}
+    o, *states = arrays(call(op, inputs))
+    o_one, *states_one = arrays(call(op, one_head))
+    np.testing.assert_array_equal(o_one, o[0, :, 0])
+    for x, y in zip(states_one, states, strict=True):
+        np.testing.assert_array_equal(x, y[:, 0])
+
+
+# ---- softmax attention
+
+
+def softmax_problem(Lq, Lkv, H=2, HV=4):
+    rng = np.random.default_rng(30)
+    q, k = rng.standard_normal((2, Lq, H, 3)), rng.standard_normal((2, Lkv, H, 3))
+    return {"q": q, "k": k, "v": rng.standard_normal((2, Lkv, HV, 5))}
+
+
+@pytest.mark.parametrize(("causal", "Lq", "Lkv"), [(True, 6, 6), (False, 6, 6), (False, 4, 7)])
+@pytest.mark.parametrize("scale", [None, 2.5])
+def test_softmax_attention_is_a_weighted_mean(causal, Lq, Lkv, scale):
+    x = softmax_problem(Lq, Lkv)
+    o = reference.softmax_attention(**x, causal=causal, scale=scale)
+    for b, i, h in np.ndindex(2, Lq, 4):
+        seen = slice(i + 1 if causal else Lkv)
+        scores = (x["k"][b, seen, h // 2] @ x["q"][b, i, h // 2]) * (scale or 3**-0.5)
+        weights = np.exp(scores) / np.exp(scores).sum()
+        np.testing.assert_allclose(o[b, i, h], weights @ x["v"][b, seen, h], rtol=1e-12, atol=1e-14)
+    one_head = {name: a[0, :, 0] for name, a in x.items()}
+    mine = reference.softmax_attention(**one_head, causal=causal, scale=scale)
+    np.testing.assert_allclose(mine, o[0, :, 0], rtol=1e-13, atol=1e-15)
+    A = reference.softmax_weights(one_head["q"], one_head["k"], causal=causal, scale=scale)
+    np.testing.assert_allclose(A.sum(-1), 1, rtol=1e-14)
+    np.testing.assert_allclose(A @ one_head["v"], mine, rtol=1e-13, atol=1e-15)
+
+
+def test_softmax_attention_of_large_scores():
+    """exp(1000) overflows; the weights do not."""
+    q = np.array([[1000.0], [-1000.0]])
+    o = reference.softmax_attention(q, np.array([[1.0], [2.0]]), np.array([[3.0], [4.0]]), scale=1)
+    np.testing.assert_array_equal(o, [[3.0], [3.0]])
+    with pytest.raises(ValueError, match=r"^k: expected as many tokens as q has, 2, got 3"):
+        reference.softmax_attention(q, np.ones((3, 1)), np.ones((3, 1)))
+
+
+@pytest.mark.parametrize(("causal", "Lq", "Lkv"), [(True, 4, 4), (False, 3, 5)])
+def test_gradients_of_softmax_attention(causal, Lq, Lkv):
+    x = softmax_problem(Lq, Lkv)
+    do = np.random.default_rng(31).standard_normal((2, Lq, 4, 5))
+
+    def loss():
+        return (do * reference.softmax_attention(**x, causal=causal, scale=0.9)).sum()
+
+    gradients = reference.softmax_attention_backward(do, **x, causal=causal, scale=0.9)
+    for name, dx in zip(("q", "k", "v"), gradients, strict=True):
+        assert dx.shape == x[name].shape
+        for i in np.ndindex(dx.shape):
+            saved = x[name][i]
+            x[name][i] = saved + 1e-5
+            up = loss()
+            x[name][i] = saved - 1e-5
+            slope = (up - loss()) / 2e-5
+            x[name][i] = saved
+            np.testing.assert_allclose(dx[i], slope, rtol=2e-7, atol=2e-8)
+    one = {name: a[0, :, 0] for name, a in x.items()}
+    dq = reference.softmax_attention_backward(do[0, :, 0], **one, causal=causal, scale=0.9).dq
+    assert dq.shape == one["q"].shape
+
+
 # ---- gradients
 
 GRADIENT_OF = {

@@ -25,6 +25,8 @@ Keywords that all of them take, in `common`:
     form="recurrent"    or "chunk", or "parallel" (one chunk); chunk_size=64
     dtype=np.float64    the dtype of the arithmetic, see below
 
+Arrays of one head may leave out the axes of batch and head: q is then [T,K], g [T], S [K,V].
+
 They return (o, final_state), always both. Below each of them stands its record in OPS: its one-head
 functions, and how its decay is given. `backward` reads the record. So a new op is its functions and
 its record, all in this file.
@@ -38,6 +40,8 @@ The other files of this folder:
 
     adjoints.py    the gradients, one adjoint per rule, and `backward`
     elements.py    norm, feature maps, divisor and kinds of gate, each with its derivative
+    softmax.py     softmax attention, which these ops replace, and its gradients
+    _one_head.py   q [T,K] in the place of [B,T,H,K]
     _loops.py      the record, the loops over sequences and heads, dtypes
 """
 
@@ -55,6 +59,7 @@ from ._loops import (
     rounded,
     state_arrays,
 )
+from ._one_head import takes_one_head
 from .adjoints import (
     Gradients,
     additive_adjoint,
@@ -65,12 +70,19 @@ from .adjoints import (
     linear_attention_noncausal_adjoint,
 )
 from .elements import FEATURE_MAPS, divisor, feature_pair, l2norm, retnet_gamma
+from .softmax import (
+    SoftmaxGradients,
+    softmax_attention,
+    softmax_attention_backward,
+    softmax_weights,
+)
 
 __all__ = [
     "FEATURE_MAPS",
     "OPS",
     "Gradients",
     "Op",
+    "SoftmaxGradients",
     "additive_adjoint",
     "backward",
     "chunk_adjoint",
@@ -106,6 +118,9 @@ __all__ = [
     "simple_gla",
     "simple_gla_chunk",
     "simple_gla_tokens",
+    "softmax_attention",
+    "softmax_attention_backward",
+    "softmax_weights",
     "solve_unit_lower",
 ]
 
@@ -337,6 +352,7 @@ def solve_unit_lower(L, R):
 # ---------------------------------------------------------------------------------------------
 
 
+@takes_one_head
 def linear_attention(
     q,
     k,
@@ -398,6 +414,7 @@ OPS["linear_attention"] = Op(
 )
 
 
+@takes_one_head
 def retention(q, k, v, *, gamma=None, **common):
     """gamma [HV], the decay itself; None is RetNet's 1 - 2^(-5-h)."""
     gamma = retnet_gamma(v) if gamma is None else gamma
@@ -407,6 +424,7 @@ def retention(q, k, v, *, gamma=None, **common):
 OPS["retention"] = Op(retention_tokens, retention_chunk, decay="head", default_decay=retnet_gamma)
 
 
+@takes_one_head
 def lightning_attention(q, k, v, slopes, **common):
     """slopes [HV] >= 0; the decay is exp(-slope)."""
     return per_head(OPS["lightning_attention"], q, k, v, slopes, **common)
@@ -415,6 +433,7 @@ def lightning_attention(q, k, v, slopes, **common):
 OPS["lightning_attention"] = Op(lightning_attention_tokens, lightning_attention_chunk, decay="head")
 
 
+@takes_one_head
 def simple_gla(q, k, v, g=None, *, alpha=None, dtype=np.float64, **common):
     """g [B,T,HV], log decay; or alpha, the decay itself."""
     a = given_decay(g, alpha, dtype)
@@ -424,6 +443,7 @@ def simple_gla(q, k, v, g=None, *, alpha=None, dtype=np.float64, **common):
 OPS["simple_gla"] = Op(simple_gla_tokens, simple_gla_chunk, decay="token")
 
 
+@takes_one_head
 def gla(q, k, v, g=None, *, alpha=None, dtype=np.float64, **common):
     """g [B,T,HV,K], log decay; or alpha, the decay itself."""
     a = given_decay(g, alpha, dtype)
@@ -433,6 +453,7 @@ def gla(q, k, v, g=None, *, alpha=None, dtype=np.float64, **common):
 OPS["gla"] = Op(gla_tokens, gla_chunk, decay="key")
 
 
+@takes_one_head
 def delta_rule(q, k, v, beta, **common):
     """beta [B,T,HV], how much of the error is written."""
     return per_head(OPS["delta_rule"], q, k, v, beta, **common)
@@ -441,6 +462,7 @@ def delta_rule(q, k, v, beta, **common):
 OPS["delta_rule"] = Op(delta_rule_tokens, delta_rule_chunk, decay="none")
 
 
+@takes_one_head
 def gated_delta_rule(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
     """g [B,T,HV], log decay, or alpha, the decay itself; beta [B,T,HV]."""
     a = given_decay(g, alpha, dtype)
@@ -450,6 +472,7 @@ def gated_delta_rule(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64
 OPS["gated_delta_rule"] = Op(gated_delta_rule_tokens, gated_delta_rule_chunk, decay="token")
 
 
+@takes_one_head
 def kda(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
     """g [B,T,HV,K], log decay, or alpha, the decay itself; beta [B,T,HV]."""
     a = given_decay(g, alpha, dtype)
@@ -460,7 +483,12 @@ OPS["kda"] = Op(kda_tokens, kda_chunk, decay="key")
 
 
 def implicit_weights(name, q, k, **arguments):
-    """A [B,HV,T,T] with o = A v: the op, run on the values e_1 .. e_T. arguments: the op's own."""
+    """A [B,HV,T,T] with o = A v: the op, run on the values e_1 .. e_T. arguments: the op's own.
+
+    A is [T,T] for q and k [T,K].
+    """
+    if np.ndim(q) == 2:
+        return globals()[name](q, k, np.eye(len(q)), **arguments)[0]
     B, T = q.shape[:2]
     by_token = [x for x in map(arguments.get, ("g", "alpha", "beta")) if x is not None]
     by_head = [x for x in map(arguments.get, ("gamma", "slopes")) if x is not None]

@@ -22,6 +22,7 @@ from ._loops import (
     state_arrays,
     working,
 )
+from ._one_head import takes_one_head
 from .elements import (
     GIVEN_AS,
     divide_adjoint,
@@ -287,6 +288,7 @@ class Gradients(NamedTuple):
     d_initial_state: np.ndarray | tuple | None
 
 
+@takes_one_head
 def backward(
     name,
     do,

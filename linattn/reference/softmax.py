@@ -1,0 +1,75 @@
+"""Softmax attention, which linear attention replaces: where the notes begin."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ._loops import cast, read_scale, rounded
+from ._one_head import takes_one_head
+
+
+class SoftmaxGradients(NamedTuple):
+    """The gradients of softmax attention."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+def softmax_weights(q, k, *, causal=True, scale=None, dtype=np.float64):
+    """A [B,H,T,T] with rows that sum to 1: softmax(scale q k'), or [T,T] for q and k [T,K].
+
+    causal=True: token i reads tokens j <= i; every other weight is 0. With causal=False, q may have
+    another number of tokens than k: A is [B,H,Lq,Lkv].
+    """
+    if np.ndim(q) == 2:
+        q, k = (np.asarray(x)[None, :, None] for x in (q, k))
+        return softmax_weights(q, k, causal=causal, scale=scale, dtype=dtype)[0, 0]
+    q, k = cast(q, dtype), cast(k, dtype)
+    scores = read_scale(scale, q) * np.einsum("bihk,bjhk->bhij", q, k)
+    if causal:
+        if q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"k: expected as many tokens as q has, {q.shape[1]}, got {k.shape[1]}: "
+                "with causal=False they may differ"
+            )
+        scores[..., ~np.tri(q.shape[1], dtype=bool)] = -np.inf
+    scores = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
+    return rounded(scores / scores.sum(-1, keepdims=True), dtype)
+
+
+@takes_one_head
+def softmax_attention(q, k, v, *, causal=True, scale=None, dtype=np.float64):
+    """o_i = sum_j A_ij v_j with A = softmax(scale q k'), scale = K**-0.5 by default.
+
+    Vaswani et al. 2017, "Attention is all you need". q [B,Lq,H,K], k [B,Lkv,H,K], v [B,Lkv,HV,V],
+    o [B,Lq,HV,V]; or [Lq,K], [Lkv,K], [Lkv,V] for one head. A causal call has Lq = Lkv.
+
+    Every token reads the keys and values of all tokens that it sees: time grows with T squared, and
+    a decoder keeps all of them. No sum over j can be taken before i is known, because exp does not
+    split into a function of q_i and one of k_j.
+    """
+    A, v = softmax_weights(q, k, causal=causal, scale=scale, dtype=dtype), cast(v, dtype)
+    A = A.repeat(v.shape[2] // A.shape[1], 1)
+    return rounded(np.einsum("bhij,bjhv->bihv", A, v), dtype)
+
+
+@takes_one_head
+def softmax_attention_backward(do, q, k, v, *, causal=True, scale=None, dtype=np.float64):
+    """dq, dk, dv of sum(do * o). A is computed again, from q and k."""
+    A = softmax_weights(q, k, causal=causal, scale=scale, dtype=dtype)
+    do, q, k, v = (cast(x, dtype) for x in (do, q, k, v))
+    scale, shared = read_scale(scale, q), v.shape[2] // q.shape[2]
+    A_v = A.repeat(shared, 1)
+    # o = A v
+    dv = np.einsum("bhij,bihv->bjhv", A_v, do)
+    dA = np.einsum("bihv,bjhv->bhij", do, v)
+    dA = dA.reshape(*A.shape[:2], shared, *A.shape[2:]).sum(2)  # heads of values that share one A
+    # A_i = softmax(s_i)
+    ds = A * (dA - (A * dA).sum(-1, keepdims=True))
+    # s = scale q k'
+    dq, dk = (
+        scale * np.einsum("bhij,bjhk->bihk", ds, k),
+        scale * np.einsum("bhij,bihk->bjhk", ds, q),
+    )
+    return SoftmaxGradients(*(rounded(x, dtype) for x in (dq, dk, dv)))
