@@ -20,7 +20,7 @@ from linattn.config import (
     set_num_threads,
     show_config,
 )
-from linattn.features import FeatureMap
+from linattn.features import FeatureMap, apply_feature_map
 from linattn.ops._bind import bind
 from linattn.ops._core import Gradients
 from linattn.ops.delta_rule import delta_rule, delta_rule_backward, delta_rule_step
@@ -43,6 +43,7 @@ from linattn.ops.linear_attention import (
 )
 from linattn.ops.retention import retention, retention_backward, retention_step
 from linattn.ops.simple_gla import simple_gla, simple_gla_backward, simple_gla_step
+from linattn.trace import Explanation, States, explain, states
 from linattn.variants import OPS, VARIANTS, Variant
 
 if TYPE_CHECKING:
@@ -55,14 +56,18 @@ __all__ = [
     "OPS",
     "VARIANTS",
     "BoundStep",
+    "Explanation",
     "FeatureMap",
     "Gradients",
+    "States",
     "Variant",
+    "apply_feature_map",
     "bind",
     "cuda",
     "delta_rule",
     "delta_rule_backward",
     "delta_rule_step",
+    "explain",
     "gated_delta_rule",
     "gated_delta_rule_backward",
     "gated_delta_rule_step",
@@ -91,6 +96,7 @@ __all__ = [
     "simple_gla",
     "simple_gla_backward",
     "simple_gla_step",
+    "states",
     "zeros_state",
 ]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from linattn.features import is_tensor
 from linattn.variants import OPS
 
 __all__ = ["implicit_weights", "lightning_slopes"]
@@ -62,9 +63,7 @@ def _alibi(H: int) -> np.ndarray:
     return np.concatenate([of_power(below), of_power(2 * below)[::2][: H - below]])
 
 
-def _weights(
-    op: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, arguments: dict[str, Any]
-) -> np.ndarray:
+def _weights(op: str, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
     """The op's output; its warnings come from implicit_weights' own caller."""
     from linattn import ops
 
@@ -77,12 +76,12 @@ def _weights(
 
 
 def implicit_weights(
-    q: np.ndarray,
-    k: np.ndarray,
+    q: Any,
+    k: Any,
     *,
     op: str | Callable[..., Any] = "linear_attention",
     **arguments: Any,
-) -> np.ndarray:
+) -> Any:
     """The matrix A [B,HV,T,T] with o = A v: how much each token reads of each other.
 
     Every op is linear in v, so its weights are what it makes of v = I. Takes memory and time
@@ -91,6 +90,7 @@ def implicit_weights(
     Parameters
     ----------
     q, k : array [B,T,H,K], or [T,K] for one head (A is then [T,T])
+        NumPy's, or PyTorch's on any device; A is of the same kind.
     op : str or function
         Which op's weights; linear attention's by default.
     **arguments
@@ -100,22 +100,35 @@ def implicit_weights(
         op = getattr(op, "__name__", repr(op))
     if op not in OPS:
         raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
-    if not isinstance(q, np.ndarray):
-        raise TypeError(f"q: expected a NumPy array, got {type(q)}")
+    if not isinstance(q, np.ndarray) and not is_tensor(q):
+        raise TypeError(f"q: expected an array of NumPy's or PyTorch's, got {type(q).__name__}")
     if q.ndim not in (2, 4):
-        raise ValueError(f"q: expected [B,T,H,K], or [T,K] for one head, got {q.shape}")
+        raise ValueError(f"q: expected [B,T,H,K], or [T,K] for one head, got {tuple(q.shape)}")
     for name in ("initial_state", "output_final_state", "out"):
         if name in arguments:
             raise ValueError(f"{name}: the weights are of the tokens alone; got {name}=")
     T = q.shape[-2 if q.ndim == 2 else 1]
-    identity = np.eye(T, max(T, 1)).astype(q.dtype)  # an op wants V >= 1
+    identity = _identity(q, T)
     if q.ndim == 2:
         return _weights(op, q, k, identity, arguments)[:, :T]
     HV = q.shape[2]
     for name, axis in (("g", 2), ("alpha", 2), ("beta", 2), ("gamma", 0), ("slopes", 0)):
-        gate = arguments.get(name)
-        if isinstance(gate, np.ndarray) and gate.ndim > axis:
-            HV = gate.shape[axis]
-    v = np.broadcast_to(identity[None, :, None, :], (q.shape[0], T, HV, max(T, 1)))
+        shape = getattr(arguments.get(name), "shape", ())
+        if len(shape) > axis:
+            HV = shape[axis]
+    shape = (q.shape[0], T, HV, max(T, 1))
+    if is_tensor(q):
+        v = identity[None, :, None, :].expand(shape)
+        return _weights(op, q, k, v, arguments).permute(0, 2, 1, 3)[..., :T].contiguous()
+    v = np.broadcast_to(identity[None, :, None, :], shape)
     weights = _weights(op, q, k, v, arguments)
     return np.ascontiguousarray(weights.transpose(0, 2, 1, 3)[..., :T])
+
+
+def _identity(q: Any, T: int) -> Any:
+    """The values e_1 .. e_T [T,T] beside q; [T,1] without tokens, since an op wants V >= 1."""
+    if is_tensor(q):
+        import torch
+
+        return torch.eye(T, max(T, 1), dtype=q.dtype, device=q.device)
+    return np.eye(T, max(T, 1)).astype(q.dtype)

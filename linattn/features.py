@@ -16,7 +16,7 @@ import numpy as np
 
 from linattn import _linattn
 
-__all__ = ["FEATURE_MAPS", "FeatureMap"]
+__all__ = ["FEATURE_MAPS", "FeatureMap", "apply_feature_map"]
 
 # The core's numbers, in the order of la_map in csrc/linattn.h.
 _CORE = {"identity": 0.0, "elu+1": 1.0, "relu+eps": 2.0, "relu2": 3.0, "exp": 4.0}
@@ -238,6 +238,66 @@ def any_features(
 
 # A step is called for every token; the usual options are worked out once.
 _named_features = lru_cache(maxsize=64, typed=True)(any_features)
+
+
+# The core's maps once more, on arrays of NumPy's and of PyTorch's. exp gets no argument that
+# overflows where its result is not used.
+_MAPS: dict[str, Callable[[Any, float], Any]] = {
+    "identity": lambda x, eps: x,
+    "elu+1": lambda x, eps: x.clip(0, None) + _exp(x.clip(None, 0)),  # x + 1, or 0 + exp(x)
+    "relu+eps": lambda x, eps: x.clip(0, None) + eps,
+    "relu2": lambda x, eps: x.clip(0, None) ** 2,
+    "exp": lambda x, eps: _exp(x),
+}
+
+
+def _exp(x: Any) -> Any:
+    if is_tensor(x):
+        return x.exp()
+    with np.errstate(over="ignore"):  # inf, as in the kernels
+        return np.exp(x)
+
+
+def apply_feature_map(x: Any, feature_map: FeatureMapLike = "elu+1") -> Any:
+    """phi(x), element by element, as :func:`linattn.linear_attention` computes it in its kernels.
+
+    Parameters
+    ----------
+    x : array [..., K]
+        NumPy's or PyTorch's (which records it), of a floating dtype.
+    feature_map : str, FeatureMap or callable
+        As in :func:`linattn.linear_attention`; one map, not a pair.
+
+    Returns
+    -------
+    array [..., K], or [..., K'] if the map is a function that says so; dtype of x
+        float16 and bfloat16 are computed in float32, and rounded once.
+
+    Raises
+    ------
+    TypeError
+        x is no array of floating numbers.
+    ValueError
+        There is no such map.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> linattn.apply_feature_map(np.array([-1.0, 0.0, 2.0]), "elu+1").round(3)
+    array([0.368, 1.   , 3.   ])
+    """
+    phi = _one(feature_map)
+    if is_tensor(x):
+        real = x.dtype.is_floating_point
+    elif isinstance(x, np.ndarray):
+        real = x.dtype.kind == "f" or x.dtype.name == "bfloat16"
+    else:
+        raise TypeError(f"x: expected an array of NumPy's or PyTorch's, got {type(x).__name__}")
+    if not real:
+        raise TypeError(f"x: expected a floating dtype, got {x.dtype}")
+    if phi.forward is not None:
+        return apply_map(phi, "x", x)
+    return cast(_MAPS[phi.name](_wide(x), phi.eps), x.dtype)
 
 
 def apply_map(phi: FeatureMap, name: str, x: Any) -> Any:

@@ -288,7 +288,7 @@ def test_the_builders_refuse_too():
         ({"op": "softmax"}, ValueError, "op: expected one of linear_attention"),
         ({"op": 3}, (TypeError, ValueError), "op: expected one of linear_attention"),
         ({"op": functools.partial(linattn.retention)}, (TypeError, ValueError), "op: expected"),
-        ({"q": [[1.0]]}, TypeError, "q: expected a NumPy array"),
+        ({"q": [[1.0]]}, TypeError, "q: expected an array of NumPy's or"),
         ({"q": np.zeros((2, 3, 4))}, ValueError, "q: expected [B,T,H,K]"),
         ({"k": np.zeros((1, 5, 2, 3))}, ValueError, "k: expected [B,T,H,K] = (1, 5, 2, 8)"),
         ({"initial_state": np.zeros((1, 2, 8, 5))}, ValueError, "initial_state: "),
