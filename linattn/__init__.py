@@ -20,6 +20,7 @@ from linattn.config import (
     set_num_threads,
     show_config,
 )
+from linattn.cost import Memory, flops, memory
 from linattn.features import FeatureMap, apply_feature_map
 from linattn.ops._bind import bind
 from linattn.ops._core import Gradients
@@ -48,6 +49,7 @@ from linattn.variants import OPS, VARIANTS, Variant
 
 if TYPE_CHECKING:
     from linattn import nn as nn
+    from linattn import plot as plot
     from linattn import reference as reference
 
 __version__ = "0.1.0"
@@ -59,6 +61,7 @@ __all__ = [
     "Explanation",
     "FeatureMap",
     "Gradients",
+    "Memory",
     "States",
     "Variant",
     "apply_feature_map",
@@ -68,6 +71,7 @@ __all__ = [
     "delta_rule_backward",
     "delta_rule_step",
     "explain",
+    "flops",
     "gated_delta_rule",
     "gated_delta_rule_backward",
     "gated_delta_rule_step",
@@ -87,6 +91,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_backward",
     "linear_attention_step",
+    "memory",
     "retention",
     "retention_backward",
     "retention_step",
@@ -101,7 +106,7 @@ __all__ = [
 ]
 
 # Modules that import more than NumPy, or that few programs use: imported when they are first named.
-_LAZY = ("nn", "reference")
+_LAZY = ("nn", "plot", "reference")
 
 
 def __getattr__(name: str) -> Any:
