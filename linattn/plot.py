@@ -256,7 +256,9 @@ def decay(
         if half <= tokens:
             ax.plot([half], [0.5], MARKERS[h % len(MARKERS)], color=color)
     ax.set(xlabel="tokens after the write", ylabel="what is left of it", ylim=(0, 1.02))
-    ax.legend(fontsize=8, title="head", title_fontsize=8)
+    ax.legend(
+        fontsize=8, title="head", title_fontsize=8, loc="upper left", bbox_to_anchor=(1, 1)
+    )  # beside the picture: anywhere in it, some decay passes
     return ax
 
 
