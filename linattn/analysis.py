@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from linattn.arrays import as_int
 from linattn.features import is_tensor
-from linattn.variants import OPS
+from linattn.variants import op_named
 
 __all__ = ["implicit_weights", "lightning_slopes"]
-
-
-def _count(name: str, value: object) -> int:
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
 
 
 def lightning_slopes(
@@ -39,7 +32,7 @@ def lightning_slopes(
         times 1 - layer / (layers - 1) + 1e-5.
         ``"transnormer"`` (TransNormerLLM): 8 h / H * (1 - layer / layers).
     """
-    H, layer, layers = _count("H", H), _count("layer", layer), _count("layers", layers)
+    H, layer, layers = as_int("H", H), as_int("layer", layer), as_int("layers", layers)
     if H < 1:
         raise ValueError(f"H: expected at least 1 head, got {H}")
     if not 0 <= layer < layers:
@@ -96,10 +89,7 @@ def implicit_weights(
     **arguments
         Of the op: gates, beta, feature_map, scale, ... HV is read off them, else it is H.
     """
-    if callable(op):
-        op = getattr(op, "__name__", repr(op))
-    if op not in OPS:
-        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
+    op = op_named(op)
     if not isinstance(q, np.ndarray) and not is_tensor(q):
         raise TypeError(f"q: expected an array of NumPy's or PyTorch's, got {type(q).__name__}")
     if q.ndim not in (2, 4):

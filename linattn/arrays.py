@@ -18,15 +18,21 @@ __all__ = ["zeros_state"]
 _ALIGNMENT = 64
 
 
-def _size(name: str, value: Any) -> int:
+def as_int(name: str, value: Any) -> int:
+    """value as an int; a TypeError names what is none."""
     if isinstance(value, bool):
         raise TypeError(f"{name}: expected an int, got bool")
     try:
-        size = operator.index(value)
+        return operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
-    if size < 0:
-        raise ValueError(f"{name}: expected a size >= 0, got {size}")
+
+
+def as_size(name: str, value: Any, least: int = 0) -> int:
+    """value as an int that is not less than the least."""
+    size = as_int(name, value)
+    if size < least:
+        raise ValueError(f"{name}: expected a size >= {least}, got {size}")
     return size
 
 
@@ -76,7 +82,7 @@ def zeros_state(
     MemoryError
         The memory does not hold the state.
     """
-    N, HV, K, V = _size("N", N), _size("HV", HV), _size("K", K), _size("V", V)
+    N, HV, K, V = as_size("N", N), as_size("HV", HV), as_size("K", K), as_size("V", V)
     dtype = np.dtype(dtype)
     if dtype.name not in ("float64", "float32", "bfloat16"):
         raise TypeError(f"dtype: expected float64, float32 or bfloat16, got {dtype}")

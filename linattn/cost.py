@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Literal, NamedTuple
 
+from linattn.arrays import as_size
 from linattn.variants import OPS, VARIANTS
 
 __all__ = ["Memory", "flops", "memory"]
 
 
-def _sizes(minimum: int = 0, **given: Any) -> list[int]:
-    found = []
-    for name, value in given.items():
-        try:
-            size = operator.index(value)
-        except TypeError:
-            raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None
-        if size < minimum:
-            raise ValueError(f"{name}: expected at least {minimum}, got {size}")
-        found.append(size)
-    return found
+def _sizes(least: int = 0, **given: Any) -> list[int]:
+    return [as_size(name, value, least) for name, value in given.items()]
 
 
 def _heads(H: Any, HV: Any) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from linattn.arrays import as_size
 from linattn.features import (
     FeatureMapLike,
     any_features,
@@ -18,7 +18,7 @@ from linattn.features import (
     feature_maps,
     is_tensor,
 )
-from linattn.variants import OPS, VARIANTS
+from linattn.variants import VARIANTS, op_named
 
 __all__ = ["Explanation", "States", "explain", "states"]
 
@@ -322,16 +322,7 @@ def states(
     """
     from linattn import ops
 
-    if callable(op):
-        op = getattr(op, "__name__", repr(op))
-    if op not in OPS:
-        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {op!r}")
-    try:
-        every = operator.index(every)
-    except TypeError:
-        raise TypeError(f"every: expected an int, got {type(every).__name__}") from None
-    if every < 1:
-        raise ValueError(f"every: expected at least 1 token, got {every}")
+    op, every = op_named(op), as_size("every", every, 1)
     for name in ("cu_seqlens", "out", "output_final_state"):
         if name in arguments:
             raise ValueError(

@@ -256,8 +256,8 @@ def test_memory_is_that_of_the_arrays(op):
     [
         ("flops", {"op": "attention"}, ValueError, "op: expected one of linear_attention, "),
         ("flops", {"T": 1.5}, TypeError, "T: expected an int, got float"),
-        ("flops", {"K": -1}, ValueError, "K: expected at least 0, got -1"),
-        ("flops", {"chunk_size": 0}, ValueError, "chunk_size: expected at least 1, got 0"),
+        ("flops", {"K": -1}, ValueError, "K: expected a size >= 0, got -1"),
+        ("flops", {"chunk_size": 0}, ValueError, "chunk_size: expected a size >= 1, got 0"),
         (
             "flops",
             {"mode": "step"},
@@ -266,7 +266,7 @@ def test_memory_is_that_of_the_arrays(op):
         ),
         ("flops", {"H": 2, "HV": 3}, ValueError, "HV: expected a multiple of H = 2, got 3"),
         ("memory", {"op": 3}, ValueError, "op: expected one of linear_attention, "),
-        ("memory", {"itemsize": 0}, ValueError, "itemsize: expected at least 1, got 0"),
+        ("memory", {"itemsize": 0}, ValueError, "itemsize: expected a size >= 1, got 0"),
     ],
 )
 def test_refuses(call, bad, error, text):

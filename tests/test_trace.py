@@ -1,4 +1,4 @@
-"""explain, states and apply_feature_map: what a reader of the notes looks at."""
+"""explain, states and apply_feature_map, against the ops, the reference and golden fractions."""
 
 import doctest
 import json
@@ -154,7 +154,7 @@ def test_states_take_gates_by_position(op):
     ("bad", "error", "text"),
     [
         ({"op": "mamba"}, ValueError, "op: expected one of linear_attention"),
-        ({"every": 0}, ValueError, "every: expected at least 1 token, got 0"),
+        ({"every": 0}, ValueError, "every: expected a size >= 1, got 0"),
         ({"every": 0.5}, TypeError, "every: expected an int, got float"),
         ({"cu_seqlens": [0, 3]}, ValueError, "cu_seqlens: expected whole sequences"),
         ({name: np.ones((0, 4)) for name in "qkv"}, ValueError, "q: expected at least 1 token"),

@@ -1,4 +1,4 @@
-"""Softmax attention, which linear attention replaces: where the notes begin."""
+"""Softmax attention, which linear attention replaces, and its gradients."""
 
 from typing import NamedTuple
 
