@@ -193,10 +193,10 @@ static la_span span_of_numpy(PyArrayObject *x)
     return span;
 }
 
-/* A gate or beta of one head and one token is a number. */
-static bool may_be_number(const la_problem *p, la_name name, PyObject *object)
+/* A gate or beta may be a number, which then holds for all tokens, heads and keys. */
+static bool may_be_number(la_name name, PyObject *object)
 {
-    return p->pass == LA_STEP && la_array_rows[name].dtype == LA_DTYPE_FLOAT &&
+    return la_array_rows[name].dtype == LA_DTYPE_FLOAT &&
            (PyFloat_Check(object) || PyArray_CheckScalar(object) ||
             (PyLong_Check(object) && !PyBool_Check(object)));
 }
@@ -266,17 +266,33 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
     return 0;
 }
 
-/* A number comes from the host, wherever the call runs, and its array is ours. */
+/* A number comes from the host, wherever the call runs, and its array is ours: one element, or a
+ * row where the op has a gate per key, of the dtype of sums. q has been taken before. */
 static int take_number(la_call *c, la_name name, PyObject *object)
 {
+    const la_array *q = &c->p.array[LA_Q];
+    const bool row = name == LA_G && c->p.decay == LA_KEY && q->given && q->ndim > 0;
+    const npy_intp count = row ? (npy_intp)q->shape[q->ndim - 1] : 1;
     PyObject *number = PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
     if (!number) return -1;
-    if (dtype_of((PyArrayObject *)number) == LA_DTYPES) {
-        refuse_numpy_dtype(c, name, (PyArrayObject *)number);
-        Py_DECREF(number);
-        return -1;
-    }
-    describe(c, name, number);
+    const bool fits = dtype_of((PyArrayObject *)number) < LA_DTYPES;
+    if (!fits) refuse_numpy_dtype(c, name, (PyArrayObject *)number);
+    Py_DECREF(number);
+    const double value = fits ? PyFloat_AsDouble(object) : 0;
+    if (!fits || (value == -1 && PyErr_Occurred())) return -1;
+
+    const bool wide = q->dtype == LA_F64;
+    PyArray_Descr *descr = PyArray_DescrFromType(wide ? NPY_DOUBLE : NPY_FLOAT);
+    PyObject *all = PyArray_NewFromDescr(&PyArray_Type, descr, 1, &count, NULL, NULL, 0, NULL);
+    if (!all) return -1;
+    char *const data = PyArray_BYTES((PyArrayObject *)all);
+    for (npy_intp i = 0; i < count; i++)
+        if (wide)
+            ((double *)data)[i] = value;
+        else
+            ((float *)data)[i] = (float)value;
+    describe(c, name, all);
+    c->p.array[name].number = true;
     c->p.array[name].on_host = c->p.device == LA_CUDA;
     return 0;
 }
@@ -462,7 +478,7 @@ static int take(la_call *c, la_name name, PyObject *object, bool in_place)
         Py_INCREF(object);
         return take_numpy(c, name, object, in_place);
     }
-    if (may_be_number(&c->p, name, object)) return take_number(c, name, object);
+    if (may_be_number(name, object)) return take_number(c, name, object);
     if (PyArray_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s: expected an array without a mask, got %R",
                      la_array_name(&c->p, name), (PyObject *)Py_TYPE(object));
@@ -701,9 +717,22 @@ static PyObject *to_library(const la_call *c, PyObject *object)
     return x;
 }
 
+/* The gradient of a number is a number. */
+static PyObject *summed(const la_call *c, PyObject *dx)
+{
+    PyObject *own = to_library(c, dx);
+    PyObject *module = own ? PyImport_ImportModule("linattn.arrays") : NULL;
+    PyObject *sum = module ? PyObject_CallMethod(module, "_sum", "O", own) : NULL;
+    Py_XDECREF(module);
+    Py_XDECREF(own);
+    return sum;
+}
+
 PyObject *la_result(la_call *c, la_name name)
 {
     PyObject *x = name == LA_O && c->out ? c->out : c->object[name] ? c->object[name] : Py_None;
+    const la_name of = la_array_rows[name].of;
+    if (of != name && c->p.array[of].number && x != Py_None) return summed(c, x);
     if (c->library == LA_EXPORTED) return to_library(c, x);
     Py_INCREF(x);
     return x;

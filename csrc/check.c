@@ -331,11 +331,25 @@ la_status la_refuse_memory(la_problem *p, la_name name)
     return LA_MEMORY_ERROR;
 }
 
+/* A number has every shape: all tokens and heads read it in one place, or one row of keys. */
+static bool spread_number(la_problem *p, la_name name)
+{
+    la_array *x = &p->array[name];
+    const char *full = la_array_rows[name].letters;
+    for (x->ndim = 0; full[x->ndim]; x->ndim++) {
+        bool written;
+        x->shape[x->ndim] = axis_of(p, name, full[x->ndim], &written);
+        x->stride[x->ndim] = written && full[x->ndim] == 'K';
+    }
+    return true;
+}
+
 /* From the user's dimensions to the kernels': a letter the user left out gets stride 0. False, and
  * nothing is changed, if the shape is not right. */
 static bool make_canonical(la_problem *p, la_name name)
 {
     la_array *x = &p->array[name];
+    if (x->number) return spread_number(p, name);
     const char *full = la_array_rows[name].letters;
     const bool turned = is_turned(p, full);
     int64_t value[LA_MAX_DIMS];

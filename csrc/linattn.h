@@ -147,6 +147,7 @@ typedef struct la_array {
     char *data;
     bool given;
     bool on_host; /* in a call on a device: a number per head, or one, that lies on the host */
+    bool number;  /* one number for all tokens and heads; a row of keys is written out */
     la_dtype dtype;
     int ndim;
     int64_t shape[LA_MAX_DIMS];

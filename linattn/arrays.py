@@ -102,6 +102,16 @@ def zeros_state(
 # ---- called from csrc/arrays.c, for libraries that are then imported already ----
 
 
+def _sum(x: Any) -> float:
+    """The sum of an array of any library as a number, added up in float64."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return float(x.sum(dtype=torch.float64))
+    if hasattr(x, "__cuda_array_interface__") and hasattr(x, "sum"):  # CuPy's
+        return float(x.sum(dtype="float64"))
+    return float(np.asarray(x).sum(dtype=np.float64))
+
+
 def _contiguous(x: Any) -> Any:
     """A contiguous copy of a device array by its own library; None where we know no way."""
     if hasattr(x, "contiguous"):

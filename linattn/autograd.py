@@ -423,13 +423,44 @@ def _state_of(given: dict[str, Any]) -> tuple[Any, Any]:
     return state, None
 
 
-def _fitted(given: dict[str, Any]) -> tuple[Any, ...]:
+def _letters(op: str, dims: int) -> dict[str, str]:
+    """The letters of the gates that an op has, by the names of arrays.def."""
+    gates = {line.label: True for line in _GATE_LINES}
+    rows = _linattn.shapes("backward", op, q=dims, **gates)
+    found = zip((line.label for line in _SMOOTH), rows, strict=False)
+    return {label: row[0] for label, row in found if label in gates and row is not None}
+
+
+# The arrays that a number may stand for, and their letters by the op and the dimensions of q. A
+# tracer cannot look into the core, so they are asked for here.
+_GATE_LINES = tuple(line for line in _SMOOTH if line.dtype == "FLOAT")
+_LETTERS = {(op, dims): _letters(op, dims) for op in OPS for dims in (2, 4)}
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float | np.floating | np.integer) and not isinstance(x, bool)
+
+
+def _spread(op: str, gate: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    """The numbers among the gates, as tensors of the shapes that they stand for."""
+    q, found = given["q"], {}
+    for label, letters in _LETTERS.get((op, q.dim()), {}).items():
+        x: Any = given.get(gate if label == "g" and gate else label)
+        if _is_number(x):
+            sizes = _sizes(q, given["v"], given.get("cu_seqlens"))
+            one = torch.full((), float(x), dtype=_real(q), device=q.device)
+            found[label] = one.expand([sizes[letter] for letter in letters])
+    return found
+
+
+def _fitted(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
     """A call's arguments in the order of the operators' schema."""
     gate = _gate_of(given)
     S, z = _state_of(given)
     values = {**given, "initial_state": S, "initial_state_z": z, "gate": gate}
     if gate is not None:
         values["g"] = given[gate]
+    values |= _spread(op, gate, given)
     arrays = [
         _tensor(gate if line.label == "g" and gate else line.label, values.get(name))
         for name, line in zip(_NAMES, _INPUTS, strict=True)
@@ -461,7 +492,7 @@ def forward(op: str, q: Tensor, k: Any, v: Any, **given: Any) -> tuple[Tensor, A
             given["unrecorded"] = True  # beside **given it would cost a second dict
             return _linattn.forward(op, q, k, v, **given)
     try:
-        fitted = _fitted({"q": q, "k": k, "v": v, **given})
+        fitted = _fitted(op, {"q": q, "k": k, "v": v, **given})
     except _Unfit as unfit:
         name, expected, got = unfit.args
         with torch.no_grad():  # the core says what is wrong

@@ -333,7 +333,9 @@ def states(
     T = q.shape[axis]
 
     def piece(x: Any, of: slice) -> Any:
-        return None if x is None else x[of] if axis == 0 else x[:, of]
+        if not getattr(x, "shape", ()):  # None, or a number for all tokens
+            return x
+        return x[of] if axis == 0 else x[:, of]
 
     found = []
     for start in range(0, T, every):

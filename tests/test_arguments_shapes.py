@@ -13,6 +13,7 @@ from support.problems import (
     PASSES,
     SLOTS,
     arguments,
+    call,
     calls,
     function,
     gate_of,
@@ -25,6 +26,8 @@ from support.problems import (
     slots,
     whole,
 )
+
+from linattn.testing import GATES
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -367,7 +370,7 @@ def test_no_tokens_for_a_normalised_op_and_for_the_whole_sequence():
         assert_same_bits((S, z), made["initial_state"])
 
 
-# ---- numbers for a step of one head ----
+# ---- numbers for gates ----
 
 
 @pytest.mark.parametrize(
@@ -382,12 +385,73 @@ def test_one_head_takes_numbers_for_gates(number):
     assert_same_bits(other["state"], made["state"])
 
 
-@pytest.mark.parametrize("name", ["g", "beta"])
-def test_a_number_for_several_heads_is_refused(name):
-    made = arguments("gated_delta_rule", "step") | {name: 0.0}
-    refused(
-        linattn.gated_delta_rule_step, made, ValueError, f"{name}: expected [B,HV] = (3, 4), got ()"
-    )
+def gate_names(op):
+    """Each way to give the op's decay, and beta: tuples of names."""
+    decay = [[gate_of(op)], ["alpha"]] if gate_of(op) == "g" else [[gate_of(op)]]
+    return [[*filter(None, names), *(["beta"] if "beta" in GATES[op] else [])] for names in decay]
+
+
+GATED = [
+    pytest.param(op, pass_, names, id=f"{op}-{pass_}-{'-'.join(names)}")
+    for op in OPS
+    for pass_ in PASSES
+    for names in gate_names(op)
+    if names
+]
+
+
+@pytest.mark.parametrize("one_head", [False, True], ids=["heads", "one head"])
+@pytest.mark.parametrize(("op", "pass_", "names"), GATED)
+def test_a_number_is_the_array_that_is_full_of_it(op, pass_, names, one_head):
+    """Numbers that float32 holds: the arrays and the numbers are then equal."""
+    numbers = {"g": -0.5, "alpha": 0.5, "gamma": 0.75, "slopes": 0.5, "beta": 1}
+    made = arguments(op, pass_, one_head=one_head)
+    made = {name: x for name, x in made.items() if name not in ("g", "gamma", "slopes", "beta")}
+    full = {
+        name: np.full(
+            sizes(
+                letters_of(op, pass_, name, one_head=one_head),
+                LETTERS | ({"B": 1, "HV": 1} if one_head else {}),
+            ),
+            numbers[name],
+            np.float32,
+        )
+        for name in names
+    }
+    other = made | {name: x.copy() for name, x in made.items() if name == "state"}
+    got = call(op, pass_, made | {name: numbers[name] for name in names})
+    want = call(op, pass_, other | full)
+    if pass_ != "backward":
+        assert_same_bits(got, want)
+        assert_same_bits(made.get("state"), other.get("state"))
+        return
+    for field, x, y in zip(want._fields, got, want, strict=True):
+        if field in ("dg", "dbeta") and y is not None:
+            assert type(x) is float
+            assert x == pytest.approx(y.sum(dtype=np.float64), rel=1e-12)
+        else:
+            assert_same_bits(x, y)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float16, BFLOAT16.type, np.int64], ids=str)
+def test_numbers_of_numpy_are_numbers(number):
+    made = arguments("kda", "backward") | {"beta": 1.0, "g": -1.0}
+    other = made | {"beta": number(1), "g": number(-1)}
+    got, want = call("kda", "backward", other), call("kda", "backward", made)
+    assert (got.dg, got.dbeta) == (want.dg, want.dbeta)
+    assert_same_bits(got.dq, want.dq)
+
+
+@pytest.mark.parametrize("number", [True, np.True_, 1j, np.complex64(1), "1", None, 2**70])
+def test_what_is_no_number_for_beta(number):
+    made = arguments("delta_rule", "forward")
+    refused(linattn.delta_rule, made | {"beta": number}, TypeError, "beta: expected ")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_number_for_q_is_refused(op):
+    made = arguments(op, "forward") | {"q": 0.5}
+    refused(function(op, "forward"), made, TypeError, "q: expected an array, got <class 'float'>")
 
 
 # ---- too much memory ----

@@ -23,7 +23,7 @@ from support.tensors import tensors_in, torch
 
 import linattn
 from linattn import autograd
-from linattn.testing import make_inputs
+from linattn.testing import GATES, make_inputs
 
 OPS = linattn.OPS
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -40,6 +40,24 @@ def test_gradcheck(op, name, rng):
         x["alpha"] = x.pop("g").detach().exp().requires_grad_()
     call, given = pure(op, x, output_final_state=True, **options)
     assert torch.autograd.gradcheck(call, given, fast_mode=name != "plain")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("op", [op for op in OPS if GATES[op]])
+def test_numbers_for_gates_are_recorded(op, compiled, rng):
+    """The gradients of q, k and v are those of the backward pass with the same numbers."""
+    x = inputs(op, rng, dtype=np.float32, grad=True)
+    x |= {"g": -0.1, "beta": 0.5, "gamma": 0.9, "slopes": 0.1}
+    x = {name: x[name] for name in ("q", "k", "v", *GATES[op])}
+    call = getattr(linattn, op)
+    if compiled:
+        call = torch.compile(call, backend="eager", fullgraph=True)
+    o, _ = call(**x)
+    got = torch.autograd.grad(o, [x[name] for name in "qkv"], weights(o))
+    plain = {name: y.detach() if name in "qkv" else y for name, y in x.items()}
+    assert_equal(o, getattr(linattn, op)(**plain)[0])
+    want = getattr(linattn, f"{op}_backward")(weights(o), **plain)
+    assert_equal(got, (want.dq, want.dk, want.dv))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
@@ -470,7 +488,7 @@ BAD = {
     "k a list": {"k": [1.0]},
     "k None": {"k": None},
     "g None": {"g": None},
-    "g number": {"g": 0.5},
+    "g a complex number": {"g": 0.5j},
     "state a pair": {"initial_state": (1, 2)},
     "state three": {"initial_state": (1, 2, 3)},
     "state shape": {"initial_state": torch.zeros(1, 1, 3, 4, dtype=torch.float64)},

@@ -304,27 +304,30 @@ static double host_number(const la_array *a, int64_t i)
     return (double)__bfloat162float(*(const __nv_bfloat16 *)x);
 }
 
-/* Copy g or beta to the device as [HV], if it lies on the host. *held is then to be freed. */
+/* Copy g or beta to the device as [HV], if it lies on the host; a number for all keys as [K]. A
+ * gate per head becomes the decay itself. *held is then to be freed. */
 static cudaError_t upload_gate(const la_problem *p, la_name name, view *to, void **held)
 {
     const la_array *from = &p->array[name];
     cudaMemPool_t pool;
     *held = NULL;
     if (!from->given || !from->on_host) return cudaSuccess;
+    const bool head = name == LA_G && p->decay == LA_HEAD, key = name == LA_G && p->decay == LA_KEY;
+    const int64_t count = key ? p->K : p->HV, stride = from->stride[key ? 3 : 2];
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error == cudaSuccess)
-        error = cudaMallocFromPoolAsync(held, (size_t)p->HV * 8, pool, (cudaStream_t)p->stream);
-    for (int64_t first = 0; error == cudaSuccess && first < p->HV; first += GATE_NUMBERS) {
+        error = cudaMallocFromPoolAsync(held, (size_t)count * 8, pool, (cudaStream_t)p->stream);
+    for (int64_t first = 0; error == cudaSuccess && first < count; first += GATE_NUMBERS) {
         gate_numbers some;
-        const int n = (int)(p->HV - first < GATE_NUMBERS ? p->HV - first : GATE_NUMBERS);
+        const int n = (int)(count - first < GATE_NUMBERS ? count - first : GATE_NUMBERS);
         for (int i = 0; i < n; i++) {
-            const double x = host_number(from, (first + i) * from->stride[2]);
-            some.x[i] = name == LA_G ? decay_of(x, p->gate) : x;
+            const double x = host_number(from, (first + i) * stride);
+            some.x[i] = head ? decay_of(x, p->gate) : x;
         }
         error = launch(store_gate_numbers, 1, 256, 0, (cudaStream_t)p->stream,
                        (double *)*held + first, n, some);
     }
-    *to = {(char *)*held, {0, 0, 1, 0}, LA_F64};
+    *to = {(char *)*held, {0, 0, !key, key}, LA_F64};
     return error;
 }
 
@@ -338,7 +341,7 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
     call c = call_of(p);
     void *held[2] = {};
     cudaError_t error = upload_gate(p, LA_G, &c.x[LA_G], held);
-    if (held[0]) c.gate = LA_DECAY; /* uploaded as the decay itself */
+    if (held[0] && p->decay == LA_HEAD) c.gate = LA_DECAY; /* uploaded as the decay itself */
     if (error == cudaSuccess) error = upload_gate(p, LA_BETA, &c.x[LA_BETA], held + 1);
     if (error == cudaSuccess) error = launch(p, c);
     for (void *x : held) {

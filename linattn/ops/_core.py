@@ -47,7 +47,8 @@ class ForwardOptions(TypedDict, total=False):
 class Gradients(NamedTuple):
     """The gradients that a backward returns, each with the shape and dtype of its input.
 
-    ``dg`` is the gradient of the gate as it was given: g, alpha, gamma or slopes.
+    ``dg`` is the gradient of the gate as it was given: g, alpha, gamma or slopes. If a gate was a
+    number, its gradient is a float.
     ``d_initial_state`` is float32 (float64 for float64 inputs), the pair (dS, dz) for a normalised
     op. The gradient of an argument that a call was not given is None.
     """

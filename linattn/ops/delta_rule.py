@@ -73,7 +73,7 @@ def delta_rule(
     ----------
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    beta : array [B,T,HV]
+    beta : array [B,T,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     scale : float, optional
         Of the reads; K**-0.5 by default.
@@ -141,7 +141,7 @@ def delta_rule_step(
     ----------
     q, k : array [B,H,K]
     v : array [B,HV,V]
-    beta : array [B,HV]
+    beta : array [B,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
@@ -198,7 +198,7 @@ def delta_rule_backward(
         The gradient of o.
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    beta : array [B,T,HV]
+    beta : array [B,T,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     d_final_state : array [N,HV,K,V], optional
         The gradient of the final state, float32 (float64 for float64 inputs).

@@ -80,9 +80,9 @@ def gated_delta_rule(
     ----------
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    g : array [B,T,HV], optional
+    g : array [B,T,HV] or float, optional
         Natural LOG of the decay, <= 0.
-    beta : array [B,T,HV]
+    beta : array [B,T,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.
@@ -156,9 +156,9 @@ def gated_delta_rule_step(
     ----------
     q, k : array [B,H,K]
     v : array [B,HV,V]
-    g : array [B,HV], optional
+    g : array [B,HV] or float, optional
         Natural LOG of the decay, <= 0.
-    beta : array [B,HV]
+    beta : array [B,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.
@@ -221,9 +221,9 @@ def gated_delta_rule_backward(
         The gradient of o.
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    g : array [B,T,HV], optional
+    g : array [B,T,HV] or float, optional
         Natural LOG of the decay, <= 0.
-    beta : array [B,T,HV]
+    beta : array [B,T,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.

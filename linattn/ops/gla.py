@@ -74,7 +74,7 @@ def gla(
     ----------
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    g : array [B,T,HV,K], optional
+    g : array [B,T,HV,K] or float, optional
         Natural LOG of the decay, <= 0, for every key.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.
@@ -146,7 +146,7 @@ def gla_step(
     ----------
     q, k : array [B,H,K]
     v : array [B,HV,V]
-    g : array [B,HV,K], optional
+    g : array [B,HV,K] or float, optional
         Natural LOG of the decay, <= 0, for every key.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.
@@ -207,7 +207,7 @@ def gla_backward(
         The gradient of o.
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    g : array [B,T,HV,K], optional
+    g : array [B,T,HV,K] or float, optional
         Natural LOG of the decay, <= 0, for every key.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.

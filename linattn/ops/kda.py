@@ -78,9 +78,9 @@ def kda(
     ----------
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    g : array [B,T,HV,K], optional
+    g : array [B,T,HV,K] or float, optional
         Natural LOG of the decay, <= 0, for every key.
-    beta : array [B,T,HV]
+    beta : array [B,T,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.
@@ -154,9 +154,9 @@ def kda_step(
     ----------
     q, k : array [B,H,K]
     v : array [B,HV,V]
-    g : array [B,HV,K], optional
+    g : array [B,HV,K] or float, optional
         Natural LOG of the decay, <= 0, for every key.
-    beta : array [B,HV]
+    beta : array [B,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.
@@ -219,9 +219,9 @@ def kda_backward(
         The gradient of o.
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    g : array [B,T,HV,K], optional
+    g : array [B,T,HV,K] or float, optional
         Natural LOG of the decay, <= 0, for every key.
-    beta : array [B,T,HV]
+    beta : array [B,T,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.

@@ -70,7 +70,7 @@ def lightning_attention(
     ----------
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    slopes : array [HV]
+    slopes : array [HV] or float
         Minus the log of the decay, >= 0.
     scale : float, optional
         Of the reads; K**-0.5 by default.
@@ -138,7 +138,7 @@ def lightning_attention_step(
     ----------
     q, k : array [B,H,K]
     v : array [B,HV,V]
-    slopes : array [HV]
+    slopes : array [HV] or float
         Minus the log of the decay, >= 0.
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
@@ -195,7 +195,7 @@ def lightning_attention_backward(
         The gradient of o.
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    slopes : array [HV]
+    slopes : array [HV] or float
         Minus the log of the decay, >= 0.
     d_final_state : array [N,HV,K,V], optional
         The gradient of the final state, float32 (float64 for float64 inputs).

@@ -107,7 +107,7 @@ def retention(
     ----------
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    gamma : array [HV], optional
+    gamma : array [HV] or float, optional
         The decay itself, in [0, 1]; 1 - 2**(-5 - h) by default.
     scale : float, optional
         Of the reads; K**-0.5 by default.
@@ -176,7 +176,7 @@ def retention_step(
     ----------
     q, k : array [B,H,K]
     v : array [B,HV,V]
-    gamma : array [HV], optional
+    gamma : array [HV] or float, optional
         The decay itself, in [0, 1]; 1 - 2**(-5 - h) by default.
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
@@ -240,7 +240,7 @@ def retention_backward(
         The gradient of o.
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    gamma : array [HV], optional
+    gamma : array [HV] or float, optional
         The decay itself, in [0, 1]; 1 - 2**(-5 - h) by default.
     d_final_state : array [N,HV,K,V], optional
         The gradient of the final state, float32 (float64 for float64 inputs).

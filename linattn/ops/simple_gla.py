@@ -75,7 +75,7 @@ def simple_gla(
     ----------
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    g : array [B,T,HV], optional
+    g : array [B,T,HV] or float, optional
         Natural LOG of the decay, <= 0.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.
@@ -147,7 +147,7 @@ def simple_gla_step(
     ----------
     q, k : array [B,H,K]
     v : array [B,HV,V]
-    g : array [B,HV], optional
+    g : array [B,HV] or float, optional
         Natural LOG of the decay, <= 0.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.
@@ -208,7 +208,7 @@ def simple_gla_backward(
         The gradient of o.
     q, k : array [B,T,H,K]
     v : array [B,T,HV,V]
-    g : array [B,T,HV], optional
+    g : array [B,T,HV] or float, optional
         Natural LOG of the decay, <= 0.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.

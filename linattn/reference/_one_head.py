@@ -1,17 +1,22 @@
-"""Arrays of one head: q [T,K] in the place of [B,T,H,K], and everything else in the same form."""
+"""What callers may leave out: q [T,K] of one head in the place of [B,T,H,K], and everything else in
+the same form; a number in the place of a gate's array."""
 
 import functools
 import inspect
 
 import numpy as np
 
+from ._loops import OPS
+
 _BY_TOKEN = ("do", "q", "k", "v", "g", "alpha", "beta")  # [T,...]: batch and head are axes 0 and 2
-_BY_HEAD = ("gamma", "slopes")  # [1], or a number
+_BY_HEAD = ("gamma", "slopes")  # [1]
+_GATES = ("g", "alpha", "beta", "gamma", "slopes")  # arrays, or a number for all of their elements
 _STATES = ("initial_state", "d_final_state")  # [K,V], [N,K,V] with cu_seqlens; or a pair with z
 
 
 def takes_one_head(function):
-    """Let a function of [B,T,H,K] arrays take those of one head too, as linattn's ops do."""
+    """Let a function of [B,T,H,K] arrays take those of one head, and numbers as gates, as linattn's
+    ops do."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -19,6 +24,13 @@ def takes_one_head(function):
         given = signature.bind(*positional, **keywords).arguments
         rest = next((x.name for x in signature.parameters.values() if x.kind is x.VAR_KEYWORD), "")
         given.update(given.pop(rest, {}))
+        op = OPS.get(given.get("name", function.__name__))
+        numbers = [x for x in _GATES if given.get(x) is not None and np.ndim(given[x]) == 0]
+        for name in numbers:
+            given[name] = np.full(_gate_shape(name, op, given["q"], given["v"]), given[name])
+        return _with_numbers(whole(given), numbers)
+
+    def whole(given):
         if np.ndim(given["q"]) != 2:
             return function(**given)
         axes = 1 if given.get("cu_seqlens") is not None else (0, 1)  # of a state: [N,HV,...]
@@ -40,6 +52,22 @@ def takes_one_head(function):
         return type(result)(*(_gradient(*field, axes) for field in result._asdict().items()))
 
     return call
+
+
+def _gate_shape(name, op, q, v):
+    """The shape of a gate's array: [HV], [B,T,HV] or [B,T,HV,K], without B and HV for one head."""
+    if name in _BY_HEAD:
+        return np.shape(v)[2:3] or (1,)
+    by_key = op.decay == "key" and name != "beta"
+    return np.shape(v)[:-1] + np.shape(q)[-1:] * by_key
+
+
+def _with_numbers(result, numbers):
+    """Gradients of numbers are numbers: the gate's is the field dg."""
+    if not hasattr(result, "dg"):
+        return result
+    sums = {"dbeta" if name == "beta" else "dg" for name in numbers}
+    return result._replace(**{name: float(getattr(result, name).sum()) for name in sums})
 
 
 def _each(function, state):

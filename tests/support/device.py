@@ -369,8 +369,8 @@ def through_the_device(real):
             return twin
 
         def revert(y):
-            if y is None:
-                return None
+            if y is None or type(y) is float:  # the gradient of a number
+                return y
             if isinstance(y, tuple):
                 parts = map(revert, y)
                 return type(y)(*parts) if hasattr(y, "_fields") else tuple(parts)
