@@ -24,6 +24,7 @@ from linattn.cost import Memory, flops, memory
 from linattn.features import FeatureMap, apply_feature_map
 from linattn.ops._bind import bind
 from linattn.ops._core import Gradients
+from linattn.ops.attend import attend
 from linattn.ops.delta_rule import delta_rule, delta_rule_backward, delta_rule_step
 from linattn.ops.gated_delta_rule import (
     gated_delta_rule,
@@ -65,6 +66,7 @@ __all__ = [
     "States",
     "Variant",
     "apply_feature_map",
+    "attend",
     "bind",
     "cuda",
     "delta_rule",

@@ -5,6 +5,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
+from support.compare import assert_same_bits
 from support.device import ops as linattn
 
 from linattn import FeatureMap
@@ -224,6 +225,20 @@ def test_a_name_a_feature_map_and_a_pair_are_the_same(name):
     for given in (FeatureMap(name), (name, name), [name, name], (FeatureMap(name), name)):
         o, _ = linattn.linear_attention(**made, feature_map=given)
         assert o.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attend_is_the_plainest_form(causal):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 9, 3, 4)) for _ in range(3))
+    plain = {"feature_map": "identity", "normalize": False, "causal": causal}
+    for scale in (1.0, 0.5):
+        o = linattn.attend(q, k, v, causal=causal, scale=scale)
+        assert_same_bits(o, linattn.linear_attention(q, k, v, scale=scale, **plain)[0])
+    one = [x[0, :, 0] for x in (q, k, v)]
+    scores = one[0] @ one[1].T
+    want = (np.tril(scores) if causal else scores) @ one[2]
+    np.testing.assert_allclose(linattn.attend(*one, causal=causal), want, rtol=1e-12, atol=1e-12)
 
 
 def test_eps_of_relu():

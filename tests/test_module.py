@@ -179,6 +179,7 @@ def test_ops_are_the_functions():
     assert linattn.OPS == _linattn.OPS == tuple(GATES)
     public = {name for name, x in vars(ops).items() if inspect.isfunction(x) and name[0] != "_"}
     assert public == {name + pass_ for name in linattn.OPS for pass_ in PASSES} | {
+        "attend",
         "bind",
         "implicit_weights",
         "lightning_slopes",

@@ -31,6 +31,7 @@ from linattn._linattn import BoundStep
 from linattn.analysis import implicit_weights, lightning_slopes
 from linattn.ops._bind import bind
 from linattn.ops._core import Gradients
+from linattn.ops.attend import attend
 from linattn.ops.delta_rule import delta_rule, delta_rule_backward, delta_rule_step
 from linattn.ops.gated_delta_rule import (
     gated_delta_rule,
@@ -57,6 +58,7 @@ __all__ = [
     "OPS",
     "BoundStep",
     "Gradients",
+    "attend",
     "bind",
     "delta_rule",
     "delta_rule_backward",
