@@ -138,6 +138,7 @@ static int64_t axis_of(const la_problem *p, la_name name, char letter, bool *wri
     switch (letter) {
     case 'B': *written = heads || name == LA_SLOT, size = p->B; break;
     case 'T': *written = p->pass != LA_STEP, size = p->T; break;
+    case 'L': *written = p->pass != LA_STEP, size = p->L; break;
     case 'H': *written = heads, size = p->H; break;
     case 'h': *written = heads, size = p->HV; break;
     case 'K': *written = !gate || p->decay == LA_KEY, size = p->K; break;
@@ -167,7 +168,10 @@ static void user_letters(const la_problem *p, la_name name, char letters[LA_MAX_
     int n = 0;
     if (is_turned(p, full)) full = "NhVK";
     for (const char *c = full; *c; c++)
-        if (is_written(p, name, *c)) letters[n++] = *c == 'N' && p->array[LA_SLOT].given ? 'P' : *c;
+        if (is_written(p, name, *c))
+            letters[n++] = *c == 'N' && p->array[LA_SLOT].given ? 'P'
+                           : *c == 'L' && p->causal             ? 'T'
+                                                                : *c;
     letters[n] = 0;
 }
 
@@ -397,6 +401,14 @@ static la_status refuse_missing(la_problem *p, la_name name)
     return LA_TYPE_ERROR;
 }
 
+/* Noncausal, k and v may have other tokens than q. Packed sequences have the same. */
+static int64_t keys_of_row(const la_problem *p)
+{
+    const la_array *q = &p->array[LA_Q], *k = &p->array[LA_K];
+    const bool own = !p->causal && p->pass != LA_STEP && !p->array[LA_CU].given && k->given;
+    return own && k->ndim == q->ndim ? k->shape[p->one_head ? 0 : 1] : p->T;
+}
+
 /* q and v say how many dimensions the call has and what every letter is. */
 static la_status settle_letters(la_problem *p)
 {
@@ -429,6 +441,7 @@ static la_status settle_letters(la_problem *p)
         p->HV = v->shape[full - 2];
     }
     if (!step) p->T = q->shape[p->one_head ? 0 : 1];
+    p->L = keys_of_row(p);
     p->K = q->shape[q->ndim - 1];
     p->V = v->shape[v->ndim - 1];
     if (p->K < 1) return fail(p, LA_VALUE_ERROR, "q: expected K >= 1, got K = 0");
@@ -438,7 +451,7 @@ static la_status settle_letters(la_problem *p)
         return fail(p, LA_VALUE_ERROR, "v: expected HV to be a multiple of H = %lld, got HV = %lld",
                     (long long)p->H, (long long)p->HV);
     p->N = p->B;
-    p->tokens = p->B * p->T;
+    p->tokens = p->B * la_longest_row(p);
     return LA_OK;
 }
 
@@ -517,11 +530,11 @@ static la_status check_options(la_problem *p)
         return fail(p, LA_VALUE_ERROR, "%s: expected P < 2^31 on CUDA, got P = %lld",
                     la_array_name(p, LA_S0), (long long)p->P);
     if (p->device == LA_CUDA && !la_writes_nothing(p) && /* else nothing is launched */
-        (p->T > INT32_MAX || p->N > INT32_MAX || p->HV > INT32_MAX ||
+        (la_longest_row(p) > INT32_MAX || p->N > INT32_MAX || p->HV > INT32_MAX ||
          p->N * p->HV > CUDA_MAX_HEADS))
         return fail(p, LA_VALUE_ERROR,
                     "q: expected T < 2^31 and N * HV <= 2^28 on CUDA, got T = %lld, N * HV = %lld",
-                    (long long)p->T, (long long)(p->N * p->HV));
+                    (long long)la_longest_row(p), (long long)(p->N * p->HV));
     if (p->has_chunk && p->chunk < 1)
         return fail(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld", (long long)p->chunk);
     if (p->has_scale && !isfinite(p->scale))

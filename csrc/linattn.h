@@ -183,13 +183,14 @@ typedef struct la_problem {
 
     /* what la_check settles */
     int64_t B, T, H, HV, K, V, N;
+    int64_t L;     /* tokens of k and v in a row: T, unless a noncausal call has others */
     int64_t P;     /* states in a step's pool, if there are state_indices */
     bool one_head; /* 2-D notebook call (1-D for a step): no B, H, HV in any array */
     la_decay decay;
     la_rule rule;
     la_kind kind;
     la_dtype real;  /* of sums and states: LA_F32, or LA_F64 for float64 inputs */
-    int64_t tokens; /* B * T */
+    int64_t tokens; /* B * the larger of T and L */
 
     /* what la_check_slots settles: [B], -1 for no state; NULL without state_indices */
     const int64_t *slots;
@@ -212,6 +213,9 @@ static inline la_decay la_kernel_decay(const la_problem *p)
 {
     return p->decay == LA_HEAD ? LA_TOKEN : p->decay;
 }
+
+/* Tokens of a batch row: those of q, or those of k and v. */
+static inline int64_t la_longest_row(const la_problem *p) { return p->T > p->L ? p->T : p->L; }
 
 /* Set every option to its documented default. */
 void la_problem_init(la_problem *p, la_op op, la_pass pass);

@@ -468,7 +468,8 @@ static PyObject *shape_row(la_problem *p, la_name name)
     int64_t shape[LA_MAX_DIMS];
     char letters[LA_MAX_DIMS];
     const la_dtypes dtype = la_array_rows[name].dtype;
-    p->B = 'B', p->T = 'T', p->H = 'H', p->HV = 'h', p->K = 'K', p->V = 'V', p->N = 'N', p->P = 'P';
+    p->B = 'B', p->T = 'T', p->L = 'L', p->H = 'H', p->HV = 'h', p->K = 'K', p->V = 'V', p->N = 'N',
+    p->P = 'P';
     const int ndim = la_shape_of(p, name, shape);
     for (int i = 0; i < ndim; i++) letters[i] = (char)shape[i];
     return Py_BuildValue("(s#s)", letters, (Py_ssize_t)ndim,

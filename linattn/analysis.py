@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from linattn.arrays import as_int
-from linattn.features import is_tensor
+from linattn.features import is_tensor, shape_of
 from linattn.variants import op_named
 
 __all__ = ["implicit_weights", "lightning_slopes"]
@@ -77,6 +77,8 @@ def implicit_weights(
 ) -> Any:
     """The matrix A [B,HV,T,T] with o = A v: how much each token reads of each other.
 
+    With ``causal=False`` k may have L tokens where q has T; A is then [B,HV,T,L].
+
     Every op is linear in v, so its weights are what it makes of v = I. Takes memory and time
     quadratic in T: for looking, not for training.
 
@@ -97,7 +99,8 @@ def implicit_weights(
     for name in ("initial_state", "output_final_state", "out"):
         if name in arguments:
             raise ValueError(f"{name}: the weights are of the tokens alone; got {name}=")
-    T = q.shape[-2 if q.ndim == 2 else 1]
+    of_k = shape_of(k) or ()  # the op says what is wrong with another
+    T = (of_k if len(of_k) == q.ndim else q.shape)[-2 if q.ndim == 2 else 1]
     identity = _identity(q, T)
     if q.ndim == 2:
         return _weights(op, q, k, identity, arguments)[:, :T]

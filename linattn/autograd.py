@@ -114,7 +114,7 @@ def _sizes(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> dict[str, Any]:
     """What the letters of csrc/arrays.def are in a call; a tracer may have symbols for them."""
     heads = slice(None) if q.dim() == 4 else slice(1, None, 2)  # one head: neither B nor heads
     sizes = dict(zip("BTHK"[heads], q.shape, strict=False))
-    sizes |= zip("BThV"[heads], v.shape, strict=False)
+    sizes |= zip("BLhV"[heads], v.shape, strict=False)
     N = sizes.get("B") if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return sizes | {"N": N}
 
@@ -174,7 +174,8 @@ def _derivative(run: Any) -> Any:
         given = _named(arrays, ctx.options)
         q, v, normalised = given["q"], given["v"], _is_normalised(given["features"])
         if do is None:
-            do = v.new_zeros(v.shape)
+            n = q.dim() // 2  # o has the tokens of q and the heads of v
+            do = v.new_zeros(q.shape[:n] + v.shape[n:])
         if ctx.state_shapes is None:
             dST = dzT = None
         elif normalised and (dST is None) != (dzT is None):

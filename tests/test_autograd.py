@@ -60,6 +60,29 @@ def test_numbers_for_gates_are_recorded(op, compiled, rng):
     assert_equal(got, (want.dq, want.dk, want.dv))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_noncausal_with_other_keys(normalize, compiled, rng):
+    """q has 5 tokens, k and v have 9."""
+    q, k, v = (torch.from_numpy(rng.standard_normal((2, T, 2, 3))) for T in (5, 9, 9))
+    given = [x.requires_grad_() for x in (q, k, v)]
+    options = {"normalize": normalize, "causal": False}
+
+    def call(q, k, v):
+        return linattn.linear_attention(q, k, v, **options, output_final_state=True)
+
+    assert torch.autograd.gradcheck(lambda *x: call(*x)[0], given)
+    run = torch.compile(call, backend="eager", fullgraph=True) if compiled else call
+    o, state = run(*given)
+    assert o.shape == (2, 5, 2, 3)
+    of_state = torch.autograd.grad(tensors_in(state)[0].sum(), [k, v])  # o has no gradient here
+    assert [x.shape for x in of_state] == [k.shape, v.shape]
+    got = torch.autograd.grad(run(*given)[0], given, weights(o))
+    plain = [x.detach() for x in given]
+    want = linattn.linear_attention_backward(weights(o), *plain, **options)
+    assert_equal(got, want[:3])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_the_bits_of_the_backward_pass(op, dtype, rng):

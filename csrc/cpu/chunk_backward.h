@@ -391,11 +391,11 @@ LA_FN void scores_key_adjoint(backward_scratch *f, const la_problem *p, const la
 }
 
 /* This unit's partial sums in one of the arrays of la_partials, at token t. */
-LA_FN real *partial_at(const la_problem *p, const la_partials *sums, void *base, const la_unit *u,
-                       int64_t t, int64_t row)
+LA_FN real *partial_at(const la_partials *sums, void *base, const la_unit *u, int64_t t,
+                       int64_t row)
 {
     int64_t which = u->hv * sums->panels + u->panel;
-    return (real *)base + (which * sums->tokens + u->b * p->T + t) * row;
+    return (real *)base + (which * sums->tokens + u->b * sums->row + t) * row;
 }
 
 LA_FN real *partial_z_at(const la_problem *p, const la_partials *sums, const la_unit *u)
@@ -415,8 +415,8 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
 
     store_values(c, p, LA_DV, u, t, u->v0, u->v1, f->dU, width);
     if (!sums->alone) {
-        copy_row(n * kp, partial_at(p, sums, sums->dq, u, t, kp), f->dq);
-        copy_row(n * kp, partial_at(p, sums, sums->dk, u, t, kp), f->dk);
+        copy_row(n * kp, partial_at(sums, sums->dq, u, t, kp), f->dq);
+        copy_row(n * kp, partial_at(sums, sums->dk, u, t, kp), f->dk);
     }
     for (int64_t i = 0; i < n; i++) {
         real *da = f->da + i * gate;
@@ -426,13 +426,13 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
             if (rule == LA_DELTA)
                 store_element(at(dbeta, u->b, t + i, u->hv), dbeta->dtype, f->dbeta[i]);
         } else if (rule == LA_DELTA) {
-            partial_at(p, sums, sums->dbeta, u, t, 1)[i] = f->dbeta[i];
+            partial_at(sums, sums->dbeta, u, t, 1)[i] = f->dbeta[i];
         }
         if (decay != LA_NONE && sums->alone && p->decay != LA_HEAD)
             store_gate_gradient(p, u, t + i, da, c->unpaid + i * gate, decay);
         else if (decay != LA_NONE)
             for (int64_t x = 0; x < gate; x++)
-                partial_at(p, sums, sums->da, u, t + i, gate)[x] = da[x];
+                partial_at(sums, sums->da, u, t + i, gate)[x] = da[x];
     }
 }
 

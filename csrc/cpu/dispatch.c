@@ -56,10 +56,11 @@ static la_unit unit_at(const job *j, int64_t i)
     u.v1 = !whole && u.v0 + j->columns < p->V ? u.v0 + j->columns : p->V;
     if (p->array[LA_CU].given) {
         u.begin = sequence_start(p, u.n);
-        u.end = sequence_start(p, u.n + 1);
+        u.end = u.keys_end = sequence_start(p, u.n + 1);
     } else {
         u.b = u.n;
         u.end = p->T;
+        u.keys_end = p->L;
         if (p->slots) u.n = p->slots[u.b];
     }
     u.read = u.begin;
@@ -77,7 +78,7 @@ static la_unit unit_at(const job *j, int64_t i)
 
 static int64_t longest_sequence(const la_problem *p)
 {
-    if (!p->array[LA_CU].given) return p->T;
+    if (!p->array[LA_CU].given) return la_longest_row(p);
     int64_t longest = 0;
     for (int64_t n = 0; n < p->N; n++) {
         int64_t length = sequence_start(p, n + 1) - sequence_start(p, n);
@@ -246,7 +247,7 @@ static void reduce_unit(void *context, int64_t i, int thread)
     if (la_stopped(j->p)) return;
     la_rows r = {.h = i % j->p->H, .b = i / j->p->H / j->blocks};
     r.begin = i / j->p->H % j->blocks * REDUCE_TOKENS;
-    r.end = r.begin + REDUCE_TOKENS < j->p->T ? r.begin + REDUCE_TOKENS : j->p->T;
+    r.end = r.begin + REDUCE_TOKENS < j->sums->row ? r.begin + REDUCE_TOKENS : j->sums->row;
     j->kernels->reduce(j->p, &r, j->sums, j->scratch + (size_t)thread * j->per_thread);
 }
 
@@ -271,12 +272,12 @@ la_status la_backward(la_problem *p)
     if (la_writes_nothing(p)) return LA_OK;
     job j = {.p = p, .kernels = la_cpu_kernels(p->real), .heads = 1, .parts = 1};
     const size_t real = la_size_of(p->real);
-    la_partials sums = {.tokens = p->tokens};
+    la_partials sums = {.tokens = p->tokens, .row = la_longest_row(p)};
     sums.kp = (p->K + j.kernels->lanes - 1) / j.kernels->lanes * j.kernels->lanes;
     j.columns = backward_columns(p);
     j.panels = sums.panels = (p->V + j.columns - 1) / j.columns;
     j.sums = &sums;
-    j.blocks = (p->T + REDUCE_TOKENS - 1) / REDUCE_TOKENS;
+    j.blocks = (sums.row + REDUCE_TOKENS - 1) / REDUCE_TOKENS;
 
     sums.alone = p->causal && p->mode != LA_RECURRENT && sums.panels == 1 && p->HV == p->H;
 

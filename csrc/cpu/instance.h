@@ -104,10 +104,15 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_
     return m.used;
 }
 
+static int64_t length_of(const la_unit *u)
+{
+    return (u->keys_end > u->end ? u->keys_end : u->end) - u->begin;
+}
+
 static void forward(const la_problem *p, const la_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
-    const int64_t C = chunk_tokens(p, u->end - u->begin);
+    const int64_t C = chunk_tokens(p, length_of(u));
     if (p->causal && p->mode != LA_RECURRENT) {
         kinds[p->kind].chunks_forward(p, u, C, &m);
         return;
@@ -160,7 +165,7 @@ static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)
 static void backward(const la_problem *p, const la_unit *u, const la_partials *sums, void *scratch)
 {
     arena m = {scratch, 0};
-    const int64_t C = chunk_tokens(p, u->end - u->begin);
+    const int64_t C = chunk_tokens(p, length_of(u));
     if (!p->causal) {
         noncausal_backward(p, u, sums, C < 64 ? C : 64, &m);
     } else if (p->mode == LA_RECURRENT) {

@@ -10,6 +10,7 @@ typedef struct la_unit {
     int64_t n;          /* the sequence, and so its state; in a step's pool -1 for none */
     int64_t b;          /* batch row that holds its tokens */
     int64_t begin, end; /* its tokens in that row */
+    int64_t keys_end;   /* noncausal: where the tokens of k and v end, which begin there too */
     int64_t read, stop; /* forward: the tokens it reads; those before only lead to its state */
     bool last;          /* forward: the state after `stop` is the sequence's, and is stored */
     int64_t h, hv;      /* query/key head, value head */
@@ -31,12 +32,13 @@ typedef struct la_unit {
 typedef struct la_partials {
     bool alone;
     int64_t panels;
-    int64_t tokens; /* B * T */
-    int64_t kp;     /* K, padded to whole lanes */
-    void *dq, *dk;  /* [HV * panels][tokens][kp], of q and k as the recurrence sees them */
-    void *da;       /* KEY: [HV * panels][tokens][kp]; TOKEN, HEAD: [HV * panels][tokens] */
-    void *dbeta;    /* [HV * panels][tokens] */
-    void *dz0;      /* [HV * panels][N][kp] */
+    int64_t tokens; /* of q or of k and v, whichever are more; row of them in a batch row */
+    int64_t row;
+    int64_t kp;    /* K, padded to whole lanes */
+    void *dq, *dk; /* [HV * panels][tokens][kp], of q and k as the recurrence sees them */
+    void *da;      /* KEY: [HV * panels][tokens][kp]; TOKEN, HEAD: [HV * panels][tokens] */
+    void *dbeta;   /* [HV * panels][tokens] */
+    void *dz0;     /* [HV * panels][N][kp] */
 } la_partials;
 
 /* A block of tokens of one query/key head and its value heads: what one call of `reduce`

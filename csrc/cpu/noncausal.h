@@ -1,5 +1,6 @@
 /* Noncausal linear attention: every token reads the state of the whole sequence. One pass sums the
- * state and a second one reads it, so the order of the keys matters only to rounding.
+ * state and a second one reads it, so the order of the keys matters only to rounding. The tokens that
+ * write (of k and v) and those that read (of q) may be of different numbers.
  *
  *     S = S0 + K' V,   z = z0 + K' 1,   O = scale Q S / divisor(scale Q z) */
 
@@ -44,8 +45,8 @@ LA_FN void noncausal_sum(noncausal_scratch *f, const la_problem *p, const la_uni
     load_state(p, LA_S0, u, u->v0, u->v1, f->S, width);
     load_z(p, LA_Z0, u, f->z);
     fill(kp, f->kahan, 0);
-    for (int64_t t = u->begin; t < u->end; t += C) {
-        const int64_t n = t + C < u->end ? C : u->end - t;
+    for (int64_t t = u->begin; t < u->keys_end; t += C) {
+        const int64_t n = t + C < u->keys_end ? C : u->keys_end - t;
         if (la_stopped(p)) return;
         for (int64_t i = 0; i < n; i++) load_key(p, LA_K, u->b, t + i, u->h, f->k + i * kp);
         add_keys(n, kp, f->k, f->z, f->kahan);
@@ -91,6 +92,7 @@ LA_FN void noncausal_backward(const la_problem *p, const la_unit *u, const la_pa
     else
         fill(kp, f.dz, 0);
 
+    fill(kp, f.kahan, 0);
     transpose(p->K, width, f.S, width, f.T, kp);
     for (int64_t t = u->begin; t < u->end; t += C) { /* was o = scale q S / divisor(scale q z) */
         const int64_t n = t + C < u->end ? C : u->end - t;
@@ -107,13 +109,14 @@ LA_FN void noncausal_backward(const la_problem *p, const la_unit *u, const la_pa
             const real d_den =
                 d_denominator(p, den * (real)p->scale, dot(kp, f.q + i * kp, f.d + i * kp));
             add_scaled(kp, f.d + i * kp, d_den, f.z);
-            add_scaled(kp, f.dz, d_den, f.q + i * kp);
+            scale_row(kp, f.q + i * kp, f.q + i * kp, d_den);
         }
-        copy_row(n * kp, partial_at(p, sums, sums->dq, u, t, kp), f.d);
+        if (normalised) add_keys(n, kp, f.q, f.dz, f.kahan); /* was den = scale q z: q is d_den q */
+        copy_row(n * kp, partial_at(sums, sums->dq, u, t, kp), f.d);
     }
     transpose(p->K, width, f.dS, width, f.T, kp);
-    for (int64_t t = u->begin; t < u->end; t += C) { /* was S += k v', z += k */
-        const int64_t n = t + C < u->end ? C : u->end - t;
+    for (int64_t t = u->begin; t < u->keys_end; t += C) { /* was S += k v', z += k */
+        const int64_t n = t + C < u->keys_end ? C : u->keys_end - t;
         if (la_stopped(p)) return;
         const la_array *dv = &p->array[LA_DV];
         for (int64_t i = 0; i < n; i++) load_key(p, LA_K, u->b, t + i, u->h, f.k + i * kp);
@@ -125,7 +128,7 @@ LA_FN void noncausal_backward(const la_problem *p, const la_unit *u, const la_pa
                       u->v1 - u->v0);
         }
         product(n, kp, width, f.V, width, 1, f.T, kp, f.d, kp, &one, 0);
-        copy_row(n * kp, partial_at(p, sums, sums->dk, u, t, kp), f.d);
+        copy_row(n * kp, partial_at(sums, sums->dk, u, t, kp), f.d);
     }
     store_state(p, LA_DS0, u, u->v0, u->v1, f.dS, width);
     if (normalised) copy_row(kp, partial_z_at(p, sums, u), f.dz);

@@ -31,11 +31,15 @@ static void reduce(const la_problem *p, const la_rows *r, const la_partials *sum
     const la_array *db = &p->array[LA_DBETA];
 
     for (int64_t t = r->begin; t < r->end; t++) {
-        const int64_t token = r->b * p->T + t;
-        add_partials(sums, sums->dq, r->h * group * panels, group * panels, token, kp, f.sum);
-        store_key_gradient(p, LA_Q, r->b, t, r->h, f.sum, f.row);
-        add_partials(sums, sums->dk, r->h * group * panels, group * panels, token, kp, f.sum);
-        store_key_gradient(p, LA_K, r->b, t, r->h, f.sum, f.row);
+        const int64_t token = r->b * sums->row + t;
+        if (t < p->T) {
+            add_partials(sums, sums->dq, r->h * group * panels, group * panels, token, kp, f.sum);
+            store_key_gradient(p, LA_Q, r->b, t, r->h, f.sum, f.row);
+        }
+        if (t < p->L) {
+            add_partials(sums, sums->dk, r->h * group * panels, group * panels, token, kp, f.sum);
+            store_key_gradient(p, LA_K, r->b, t, r->h, f.sum, f.row);
+        }
 
         for (int64_t hv = r->h * group; hv < (r->h + 1) * group; hv++) {
             const la_unit u = {.b = r->b, .hv = hv};

@@ -295,12 +295,12 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
             for (int64_t i = last - 1; i >= first; i--) {
                 const int64_t t = u->begin + i;
                 const real *S = f.states + (i - first) * kept;
-                real *dq = partial_at(p, sums, sums->dq, u, t, kp),
-                     *dk = partial_at(p, sums, sums->dk, u, t, kp);
-                real *da = decay == LA_KEY     ? partial_at(p, sums, sums->da, u, t, kp)
-                           : decay == LA_TOKEN ? partial_at(p, sums, sums->da, u, t, 1)
+                real *dq = partial_at(sums, sums->dq, u, t, kp),
+                     *dk = partial_at(sums, sums->dk, u, t, kp);
+                real *da = decay == LA_KEY     ? partial_at(sums, sums->da, u, t, kp)
+                           : decay == LA_TOKEN ? partial_at(sums, sums->da, u, t, 1)
                                                : NULL;
-                real *db = rule == LA_DELTA ? partial_at(p, sums, sums->dbeta, u, t, 1) : NULL,
+                real *db = rule == LA_DELTA ? partial_at(sums, sums->dbeta, u, t, 1) : NULL,
                      dbeta = 0;
                 real den = 0;
                 real beta = scan_load(&f, p, u, t, v0, v1, f.d_owed, decay, rule);

@@ -179,9 +179,10 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
         /* Noncausal: every token reads what all tokens have written. Pass 0 writes all, pass 1 is
          * the adjoint of all reads, pass 2 the adjoint of all writes. */
-        for (int pass = 0; pass < 3 && !c.causal; pass++)
-            for (int t = u.begin; t < u.end; t += BATCH) {
-                const int n = min((int)BATCH, u.end - t);
+        for (int pass = 0; pass < 3 && !c.causal; pass++) {
+            const int end = min(u.end, pass == 1 ? c.queries : c.keys);
+            for (int t = u.begin; t < end; t += BATCH) {
+                const int n = min((int)BATCH, end - t);
                 load_tokens(t, n, pass == 1);
                 for (int i = 0; i < n; i++) {
                     const real *q = s.tokens.q[i].part(part), *k = s.tokens.k[i].part(part);
@@ -209,6 +210,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
                 }
                 kahan.add_to(dS);
             }
+        }
     /* The segments forwards: each keeps the state before it, and the last one keeps all its states.
      * Then the segments backwards: each but the last first recomputes all its states. */
     const int segments = c.causal ? (u.end - u.begin + f.M - 1) / f.M : 0;
@@ -339,11 +341,16 @@ static __global__ void __launch_bounds__(128)
         }
         return x;
     };
+    constexpr bool PLAIN = DECAY == LA_NONE && RULE == LA_ADDITIVE; /* may be noncausal */
     real x[KEYS];
-    add_partials(f.dq, own * group * f.tiles, group * f.tiles, x);
-    store_key_gradient<KEYS>(c, c.x[LA_Q], d[LA_DQ], 0, b, t, h, x);
-    add_partials(f.dk, own * group * f.tiles, group * f.tiles, x);
-    store_key_gradient<KEYS>(c, c.x[LA_K], d[LA_DK], 1, b, t, h, x);
+    if (!PLAIN || t < c.queries) {
+        add_partials(f.dq, own * group * f.tiles, group * f.tiles, x);
+        store_key_gradient<KEYS>(c, c.x[LA_Q], d[LA_DQ], 0, b, t, h, x);
+    }
+    if (!PLAIN || t < c.keys) {
+        add_partials(f.dk, own * group * f.tiles, group * f.tiles, x);
+        store_key_gradient<KEYS>(c, c.x[LA_K], d[LA_DK], 1, b, t, h, x);
+    }
     for (int hv = h * group; hv < (h + 1) * group; hv++) {
         const int first = (hv - f.first) * f.tiles;
         if constexpr (DECAY == LA_KEY) {

@@ -253,7 +253,9 @@ static call call_of(const la_problem *p)
         c.x[LA_ZT] = c.x[LA_Z0];
     }
     c.B = (int)p->B;
-    c.T = (int)p->T;
+    c.T = (int)la_longest_row(p);
+    c.queries = (int)p->T;
+    c.keys = (int)p->L;
     c.H = (int)p->H;
     c.HV = (int)p->HV;
     c.K = (int)p->K;
@@ -390,7 +392,8 @@ static cudaError_t by_chunks(const la_problem *p, const call &c)
     const bool fits = rules && p->K <= MOST_KEYS && (dtype != LA_F32 || p->allow_tf32) &&
                       (p->rule == LA_ADDITIVE || p->K >= FEWEST_KEYS);
     cudaMemPool_t pool;
-    if (!fits || p->mode == LA_RECURRENT || p->T <= FEW_TOKENS) return token_by_token(p, c);
+    if (!fits || p->mode == LA_RECURRENT || p->T <= FEW_TOKENS || p->T != p->L)
+        return token_by_token(p, c);
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error == cudaSuccess) error = rules[p->rule](c, pool, (cudaStream_t)p->stream);
     return error == cudaErrorNotSupported ? token_by_token(p, c) : error;

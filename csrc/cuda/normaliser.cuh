@@ -112,7 +112,8 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
         running sum[N] = {};
         const key_rows<real, N> keys(c, c.x[LA_K], x.u);
         typename key_rows<real, N>::bits next[N];
-        keys.prefetch(next, first);
+        end = min(end, c.keys);
+        if (first < end) keys.prefetch(next, first);
         for (int t = first; t < end; t++) {
             real k[N];
             keys.read(k, next);
@@ -170,17 +171,18 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
         for (int j = 0; j < N; j++)
             if (lane + 32 * j < f.kp) z[j].sum = of_segment[lane + 32 * j];
         const key_rows<real, N> keys(c, c.x[LA_K], x.u), queries(c, c.x[LA_Q], x.u);
-        typename key_rows<real, N>::bits next_k[N], next_q[N];
-        keys.prefetch(next_k, first);
-        queries.prefetch(next_q, first);
+        typename key_rows<real, N>::bits next_k[N] = {}, next_q[N];
+        const auto prefetch = [&](int t) {
+            if (c.causal) keys.prefetch(next_k, t);
+            queries.prefetch(next_q, t);
+        };
+        end = min(end, c.queries);
+        if (first < end) prefetch(first);
         for (int t = first; t < end; t++) {
             real k[N], q[N];
             keys.read(k, next_k);
             queries.read(q, next_q);
-            if (t + 1 < end) {
-                keys.prefetch(next_k, t + 1);
-                queries.prefetch(next_q, t + 1);
-            }
+            if (t + 1 < end) prefetch(t + 1);
             norm_and_map(c, 1, k, every_32nd());
             norm_and_map(c, 0, q, every_32nd());
             double den = 0;
@@ -211,17 +213,18 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
         for (int j = 0; j < N; j++)
             if (lane + 32 * j < f.kp) z[j].sum = of_segment[lane + 32 * j];
         const key_rows<real, N> keys(c, c.x[LA_K], x.u), queries(c, c.x[LA_Q], x.u);
-        typename key_rows<real, N>::bits next_k[N], next_q[N];
+        typename key_rows<real, N>::bits next_k[N] = {}, next_q[N];
         real next_dq[N], next_den;
         const auto prefetch = [&](int t) {
-            keys.prefetch(next_k, t);
+            if (c.causal) keys.prefetch(next_k, t);
             queries.prefetch(next_q, t);
             next_den = x.den[t];
 #pragma unroll
             for (int j = 0; j < N; j++)
                 next_dq[j] = lane + 32 * j < f.kp ? dq[(int64_t)t * f.kp + 32 * j] : 0;
         };
-        prefetch(first);
+        end = min(end, c.queries);
+        if (first < end) prefetch(first);
         for (int t = first; t < end; t++) {
             real k[N], q[N], sum[N], own[N];
             keys.read(k, next_k);
@@ -285,16 +288,17 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
         for (int j = 0; j < N; j++)
             if (lane + 32 * j < f.kp) dz[j].sum = of_segment[lane + 32 * j];
         const key_rows<real, N> queries(c, c.x[LA_Q], x.u);
-        typename key_rows<real, N>::bits next_q[N];
-        real next_dk[N], next_den;
+        typename key_rows<real, N>::bits next_q[N] = {};
+        real next_dk[N], next_den = 0;
         const auto prefetch = [&](int t) {
-            queries.prefetch(next_q, t);
-            next_den = x.den[t];
+            if (c.causal) queries.prefetch(next_q, t);
+            if (c.causal) next_den = x.den[t];
 #pragma unroll
             for (int j = 0; j < N; j++)
                 next_dk[j] = lane + 32 * j < f.kp ? dk[(int64_t)t * f.kp + 32 * j] : 0;
         };
-        prefetch(end - 1);
+        end = min(end, c.keys);
+        if (first < end) prefetch(end - 1);
         for (int t = end - 1; t >= first; t--) {
             real q[N], own[N];
             queries.read(q, next_q);

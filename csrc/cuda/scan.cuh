@@ -200,6 +200,8 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
     typedef in_flight<real> kind;
     typedef scanned<real, DECAY, KP> token;
     static constexpr int TOKENS = most<real, KP>::TOKENS;
+    /* Such calls may be noncausal, and the tokens of q are then not those of k and v. */
+    static constexpr bool PLAIN = DECAY == LA_NONE && RULE == LA_ADDITIVE;
     /* of a lane */
     static constexpr int KEYS = KP > 128 ? KP / 32 : 4, COLUMNS = (token::COLUMNS + 31) / 32;
     const call &c;
@@ -224,25 +226,26 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
     __device__ __forceinline__ void fetch(int t, int n)
     {
         const auto keys = [&](const view &x, const char *from, int i,
-                              typename kind::four(&to)[KEYS / 4]) {
-            const int size = la_size_of(x.dtype);
+                              typename kind::four(&to)[KEYS / 4], bool there) {
+            const int size = la_size_of(x.dtype), K = there ? c.K : 0;
             from += (t + i) * x.stride[1] * size;
 #pragma unroll
             for (int j = 0; j < KEYS / 4; j++)
-                to[j] = kind::load(from + j * 128 * size, x.dtype, c.K - lane * 4 - j * 128);
+                to[j] = kind::load(from + j * 128 * size, x.dtype, K - lane * 4 - j * 128);
         };
 #pragma unroll
         for (int e = 0; e < TOKENS; e++) {
             const int i = warp + loaders * e;
             if (i >= n) break;
-            keys(c.x[LA_Q], q0, i, q[e]);
-            keys(c.x[LA_K], k0, i, k[e]);
-            if constexpr (DECAY == LA_KEY) keys(c.x[LA_G], g0, i, g[e]);
+            const bool reads = !PLAIN || t + i < c.queries, writes = !PLAIN || t + i < c.keys;
+            keys(c.x[LA_Q], q0, i, q[e], reads);
+            keys(c.x[LA_K], k0, i, k[e], writes);
+            if constexpr (DECAY == LA_KEY) keys(c.x[LA_G], g0, i, g[e], true);
             const int size = la_size_of(c.x[LA_V].dtype);
             const char *from = v_0 + (t + i) * c.x[LA_V].stride[1] * size;
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
-                if (lane + 32 * j < columns)
+                if (lane + 32 * j < columns && writes)
                     v[e][j] =
                         kind::load_one(from + 32 * j * c.x[LA_V].stride[3] * size, c.x[LA_V].dtype);
         }
@@ -426,8 +429,7 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
     typedef recurrence<real, PARTS> math;
     typedef batch_loader<real, DECAY, RULE, KP> loader;
     typedef typename loader::token token;
-    constexpr bool PLAIN =
-        DECAY == LA_NONE && RULE == LA_ADDITIVE; /* these may be normalised and noncausal */
+    constexpr bool PLAIN = loader::PLAIN; /* these may be normalised and noncausal */
     extern __shared__ __align__(16) char scan_shared[];
     const int batch = have.loaders * most<real, KP>::TOKENS,
               columns = have.workers * STRIP * math::STRIPS;
@@ -465,12 +467,17 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
                     ? load<real>(at(c.x[LA_Z0], u.n, u.hv, key_of_lane(lane, i)), c.x[LA_Z0].dtype)
                     : 0;
 
-    /* The noncausal form goes through the tokens twice: all write, then all read. */
-    const int T = u.end - u.begin, batches = T / batch + (T % batch != 0);
-    const int count = PLAIN && !c.causal ? 2 * batches : batches;
+    /* The noncausal form goes through the keys first, which write, and then through the queries,
+     * which read. */
+    const bool twice = PLAIN && !c.causal;
+    const int written = twice ? min(u.end, c.keys) : u.end;
+    const auto batches_to = [&](int end) { return (end - u.begin) / batch + ((end - u.begin) % batch != 0); };
+    const int batches = batches_to(written);
+    const int count = twice ? batches + batches_to(min(u.end, c.queries)) : batches;
     const auto first_of = [&](int j) { return u.begin + (j < batches ? j : j - batches) * batch; };
     const auto room = [&](int j) { return (token *)scan_shared + j % 2 * batch; };
-    const auto size_of = [&](int j) { return min(batch, u.end - first_of(j)); };
+    const auto end_of = [&](int j) { return j < batches ? written : min(u.end, c.queries); };
+    const auto size_of = [&](int j) { return min(batch, end_of(j) - first_of(j)); };
     const auto reads = [&](int j) { return !PLAIN || c.causal || j >= batches; };
     loader feed(c, u, have.loaders, warp, v0, columns);
     /* Turn j works on batch j, writes the next one, fetches the one after that, and stores the one

@@ -21,7 +21,8 @@ def attend(q: Array, k: Array, v: Array, *, causal: bool = True, scale: float = 
     q, k : array [B,T,H,K], or [T,K] for one head
     v : array [B,T,HV,V], or [T,V]
     causal : bool
-        False: every token reads the whole sequence.
+        False: every token reads the whole sequence. k and v may then have another number of
+        tokens than q.
     scale : float
         Of the reads. Other ops have K**-0.5 as the default.
 

@@ -101,7 +101,8 @@ def linear_attention(
         clamp is only right for maps that are never negative: True is refused with ``"identity"``,
         ``"clamp"`` insists.
     causal : bool
-        False: every token reads the whole sequence.
+        False: every token reads the whole sequence. k and v may then have L tokens where q has T:
+        k [B,L,H,K] and v [B,L,HV,V]. With ``cu_seqlens`` L must be T.
     eps : float
         Of the normaliser.
     scale : float, optional

@@ -375,7 +375,8 @@ def linear_attention(
     normalize: True or "clamp" as above; "add" divides by den + eps; False returns num alone.
     feature_map: a name in FEATURE_MAPS, a callable on the last axis, or a pair of them (q's, k's).
     The state is the pair (S [N,HV,K,V], z [N,HV,K]) when normalised, else S alone.
-    causal=False: every token reads the state of its whole sequence.
+    causal=False: every token reads the state of its whole sequence. k and v may then have another
+    number of tokens than q.
     """
     q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
     scale = read_scale(scale, q)
@@ -384,7 +385,8 @@ def linear_attention(
     phi_q, phi_k = feature_pair(feature_map)
     q, k = phi_q(q), phi_k(k)
     one_head = by_form(OPS["linear_attention"], form, chunk_size)
-    num, den = np.empty_like(v), np.empty_like(v[..., 0])
+    num = np.empty((*q.shape[:2], *v.shape[2:]), v.dtype)
+    den = np.empty_like(num[..., 0])
     S, z = state_arrays(initial_state, normalize, q, v, cu_seqlens)
     with np.errstate(all="ignore"):  # NaN and inf are data here
         for n, h, of_qk, of_v in heads(q, v, cu_seqlens):

@@ -96,10 +96,10 @@ def is_constant(gate_h):
 
 def heads(q, v, cu_seqlens):
     """For every sequence n and value head h: n, h, the index of q and k, the index of v and o."""
-    B, T, HV = v.shape[:3]
+    B, _, HV = v.shape[:3]
     group = HV // q.shape[2] if q.shape[2] else 1
-    if cu_seqlens is None:
-        sequences = [(b, slice(0, T)) for b in range(B)]
+    if cu_seqlens is None:  # all tokens: noncausal, q may have more or fewer than k and v
+        sequences = [(b, slice(None)) for b in range(B)]
     else:
         ends = [int(end) for end in cu_seqlens]
         sequences = [(0, slice(start, end)) for start, end in pairwise(ends)]

@@ -44,6 +44,7 @@ FILES = (
     "test_extremes.py",
     "test_features.py",
     "test_forward.py",
+    "test_noncausal.py",
     "test_pool.py",
     "test_properties.py",
     "test_step.py",
