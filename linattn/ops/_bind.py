@@ -13,14 +13,7 @@ __all__ = ["bind"]
 
 
 def bind(step: Callable[..., Any], *args: Any, **kwargs: Any) -> _linattn.BoundStep:
-    """A step whose arguments are looked at once, to be run many times over the same arrays.
-
-    ::
-
-        step = linattn.bind(linattn.kda_step, q, k, v, g, beta, state=state, out=o)
-        for token in tokens:
-            ...              # new numbers into q, k, v, g and beta, where they lie
-            step()           # one token: state moves on, o is written and returned
+    """A step whose arguments are checked once, to be run many times over the same arrays.
 
     Parameters
     ----------
@@ -37,16 +30,36 @@ def bind(step: Callable[..., Any], *args: Any, **kwargs: Any) -> _linattn.BoundS
         and returns ``out``, always the same array. On a GPU it is enqueued on the stream that is
         current when it is called, and can be captured in a graph.
 
-    What lies in the arrays is the caller's to change: q, k, v, gates, beta, the state, and
-    ``state_indices``, which on the CPU are looked at in every call. What is no array stays as it
-    was: options, a number given for a gate. The arrays are kept alive; they must keep the memory
-    that they have (no ``resize``, no ``set_``). Two threads may call a bound step at once where
-    they could call the step: not for one state.
+    Raises
+    ------
+    TypeError
+        ``step`` is not a function, or the step would raise it for the arguments.
+    ValueError
+        ``step`` is another function, or the step would raise it for the arguments. Or a bound step
+        would go on with old numbers: a feature map is a function, which makes copies of q and k;
+        an array is exported by its library as a copy; on a GPU, an array is of another library than
+        PyTorch or CuPy, or two are of different ones, so that their streams are not known.
 
-    Refused (ValueError) is what would silently go on with old numbers: a feature map that is a
-    function, since it makes copies of q and k; an array that its library exports as a copy; on a
-    GPU arrays of other libraries than PyTorch or CuPy, or of two, whose current streams are not
-    known.
+    Notes
+    -----
+    The caller may change the contents of the arrays: q, k, v, gates, beta, the state, and
+    ``state_indices``, which on the CPU are checked in every call. Arguments that are not arrays
+    stay as they were: options, a number given for a gate. The arrays are kept alive; they must keep
+    the memory that they have (no ``resize``, no ``set_``). Two threads may call a bound step at
+    once where they could call the step, so not with one state.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = np.zeros((3, 1, 2, 4), "float32")  # [B,H,K]
+    >>> state = linattn.zeros_state(1, 2, 4, 4)
+    >>> step = linattn.bind(linattn.retention_step, q, k, v, state=state)
+    >>> for _ in range(3):
+    ...     q[...], k[...], v[...] = rng.standard_normal((3, 1, 2, 4))  # where the arrays lie
+    ...     o = step()  # one token: the state moves on, o is written and returned
+    >>> o is step()
+    True
     """
     name = getattr(step, "__name__", None) or repr(step)
     op = name.removesuffix("_step")

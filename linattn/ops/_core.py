@@ -47,10 +47,31 @@ class ForwardOptions(TypedDict, total=False):
 class Gradients(NamedTuple):
     """The gradients that a backward returns, each with the shape and dtype of its input.
 
-    ``dg`` is the gradient of the gate as it was given: g, alpha, gamma or slopes. If a gate was a
-    number, its gradient is a float.
-    ``d_initial_state`` is float32 (float64 for float64 inputs), the pair (dS, dz) for a normalised
-    op. The gradient of an argument that a call was not given is None.
+    The gradient of an array that the op does not have, or that the call was not given, is None. The
+    default gamma of :func:`linattn.retention` has one.
+
+    Attributes
+    ----------
+    dq, dk : array [B,T,H,K]
+    dv : array [B,T,HV,V]
+    dg : array, float or None
+        The gradient of the gate as it was given: g, alpha, gamma or slopes. That of a number is a
+        float.
+    dbeta : array [B,T,HV], float or None
+    d_initial_state : array [N,HV,K,V], or the pair (dS, dz) for a normalised op, or None
+        float32 (float64 for float64 inputs).
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> x = np.ones((3, 2))  # one head: [T,K]
+    >>> grads = linattn.delta_rule_backward(x, x, x, x, beta=np.ones(3))
+    >>> grads.dv.shape, grads.dbeta.shape
+    ((3, 2), (3,))
+    >>> isinstance(linattn.delta_rule_backward(x, x, x, x, beta=1).dbeta, float)
+    True
+    >>> grads.dg is None, grads.d_initial_state is None
+    (True, True)
     """
 
     dq: Any

@@ -66,9 +66,6 @@ def delta_rule(
 
     With keys of norm well above 1 the state can grow without bound; ``qk_l2norm=True`` is the cure.
 
-    Schlag et al., 2021, *Linear Transformers Are Secretly Fast Weight Programmers*; Yang et al.,
-    2024, *Parallelizing Linear Transformers with the Delta Rule over Sequence Length*.
-
     Parameters
     ----------
     q, k : array [B,T,H,K]
@@ -102,6 +99,43 @@ def delta_rule(
     -------
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or ``beta`` is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the results, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    See Also
+    --------
+    delta_rule_step, delta_rule_backward : One token; the gradients.
+    linattn.reference.delta_rule : The same in NumPy, float64.
+
+    References
+    ----------
+    Schlag et al., 2021, *Linear Transformers Are Secretly Fast Weight Programmers*,
+    arXiv:2102.11174; Yang et al., 2024, *Parallelizing Linear Transformers with the Delta Rule over
+    Sequence Length*, arXiv:2406.06484.
+
+    Examples
+    --------
+    A value that is written for a key replaces the one before it. Linear attention adds them:
+
+    >>> import numpy as np, linattn
+    >>> k = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])  # tokens 0 and 2 have the same key
+    >>> v = np.array([[1.0], [2.0], [5.0]])
+    >>> _, S = linattn.delta_rule(k, k, v, beta=1, output_final_state=True)
+    >>> print(S.ravel())
+    [5. 2.]
+    >>> options = {"feature_map": "identity", "normalize": False}
+    >>> _, S = linattn.linear_attention(k, k, v, output_final_state=True, **options)
+    >>> print(S.ravel())
+    [6. 2.]
     """
     return core_for(q)(
         "delta_rule",
@@ -157,7 +191,33 @@ def delta_rule_step(
     -------
     o : array [B,HV,V], dtype of v
 
-    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or ``beta`` is missing.
+    ValueError
+        Shapes, values or options do not fit, or the innermost axis of an array is not contiguous: a
+        step copies nothing.
+    MemoryError
+        The memory does not hold o.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    See Also
+    --------
+    linattn.bind : A step whose arguments are checked once.
+
+    Examples
+    --------
+    With beta = 1 and a key of norm 1, the state then answers the key with the value, whatever it
+    was before:
+
+    >>> import numpy as np, linattn
+    >>> state = np.random.default_rng(0).standard_normal((1, 1, 2, 3))  # [B,HV,K,V]
+    >>> k, v = np.array([[[0.6, 0.8]]]), np.array([[[1.0, 2.0, 3.0]]])
+    >>> o = linattn.delta_rule_step(k, k, v, beta=1, state=state, scale=1)
+    >>> np.allclose(k @ state, v), np.allclose(o, v)
+    (True, True)
     """
     return core_step(
         "delta_rule",
@@ -208,6 +268,32 @@ def delta_rule_backward(
     Returns
     -------
     Gradients
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or ``beta`` is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the gradients, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    See Also
+    --------
+    linattn.reference.backward : The same in NumPy, float64.
+
+    Examples
+    --------
+    beta is the share of the prediction error that is written. Where there is no error, as in token
+    1 here, its gradient is 0:
+
+    >>> import numpy as np, linattn
+    >>> k, v = np.ones((2, 1)), np.full((2, 1), 3.0)  # one head: [T,K]
+    >>> do, beta = np.ones((2, 1)), np.ones(2)
+    >>> linattn.delta_rule_backward(do, k, k, v, beta).dbeta
+    array([3., 0.])
     """
     grads = core_backward(
         "delta_rule",

@@ -74,8 +74,6 @@ def gated_delta_rule(
 
     The prediction is made from the decayed state.
 
-    Yang et al., 2024, *Gated Delta Networks: Improving Mamba2 with Delta Rule*.
-
     Parameters
     ----------
     q, k : array [B,T,H,K]
@@ -113,6 +111,43 @@ def gated_delta_rule(
     -------
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate or ``beta`` is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the results, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    gated_delta_rule_step, gated_delta_rule_backward : One token; the gradients.
+    linattn.reference.gated_delta_rule : The same in NumPy, float64.
+
+    References
+    ----------
+    Yang et al., 2024, *Gated Delta Networks: Improving Mamba2 with Delta Rule*, arXiv:2412.06464.
+
+    Examples
+    --------
+    The state after token 0 is 4. It decays to 2, which is the prediction for token 1. Half of the
+    error, 2, is written:
+
+    >>> import numpy as np, linattn
+    >>> k = np.ones((2, 1))  # one head: [T,K]
+    >>> v = np.full((2, 1), 4.0)
+    >>> alpha, beta = np.array([1.0, 0.5]), np.array([1.0, 0.5])
+    >>> linattn.gated_delta_rule(k, k, v, beta=beta, alpha=alpha, output_final_state=True)[1]
+    array([[3.]])
     """
     return core_for(q)(
         "gated_delta_rule",
@@ -176,7 +211,39 @@ def gated_delta_rule_step(
     -------
     o : array [B,HV,V], dtype of v
 
-    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate or ``beta`` is missing.
+    ValueError
+        Shapes, values or options do not fit, or the innermost axis of an array is not contiguous: a
+        step copies nothing.
+    MemoryError
+        The memory does not hold o.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.bind : A step whose arguments are checked once.
+
+    Examples
+    --------
+    Three rows of a batch, two of which have a state in a pool of eight:
+
+    >>> import numpy as np, linattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 3, 2, 4)).astype("f4")  # [B,H,K]
+    >>> pool = linattn.zeros_state(8, 2, 4, 4)
+    >>> rows = np.array([6, -1, 2])  # row 1 is padding
+    >>> gates = {"alpha": 0.9, "beta": 0.5}  # numbers: the same for all rows and heads
+    >>> o = linattn.gated_delta_rule_step(q, k, v, **gates, state=pool, state_indices=rows)
+    >>> np.flatnonzero(pool.any((1, 2, 3))), bool(o[1].any())
+    (array([2, 6]), False)
     """
     return core_step(
         "gated_delta_rule",
@@ -235,6 +302,43 @@ def gated_delta_rule_backward(
     Returns
     -------
     Gradients
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate or ``beta`` is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the gradients, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.reference.backward : The same in NumPy, float64.
+
+    Examples
+    --------
+    A long sequence in two parts. The gradient of the state between them goes from the later part to
+    the earlier one:
+
+    >>> import numpy as np, linattn
+    >>> from linattn.testing import make_inputs
+    >>> rng = np.random.default_rng(0)
+    >>> x = make_inputs("gated_delta_rule", rng, T=8)  # q, k, v, g, beta
+    >>> do = rng.standard_normal(x["v"].shape)
+    >>> a, b = ({name: y[:, part] for name, y in x.items()} for part in (slice(4), slice(4, 8)))
+    >>> _, S = linattn.gated_delta_rule(**a, output_final_state=True)
+    >>> dS = linattn.gated_delta_rule_backward(do[:, 4:], **b, initial_state=S).d_initial_state
+    >>> grads = linattn.gated_delta_rule_backward(do[:, :4], **a, d_final_state=dS)
+    >>> np.allclose(grads.dk, linattn.gated_delta_rule_backward(do, **x).dk[:, :4])
+    True
     """
     grads = core_backward(
         "gated_delta_rule",

@@ -68,8 +68,6 @@ def gla(
 
         S <- diag(exp(g_t)) S + k v',   o = scale * S' q
 
-    Yang et al., 2024, *Gated Linear Attention Transformers with Hardware-Efficient Training*.
-
     Parameters
     ----------
     q, k : array [B,T,H,K]
@@ -105,6 +103,46 @@ def gla(
     -------
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the results, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    gla_step, gla_backward : One token; the gradients.
+    linattn.reference.gla : The same in NumPy, float64.
+
+    References
+    ----------
+    Yang et al., 2024, *Gated Linear Attention Transformers with Hardware-Efficient Training*,
+    arXiv:2312.06635.
+
+    Examples
+    --------
+    Every key has a decay of its own. Here key 0 keeps what is written for it, and key 1 loses half
+    of it with every token:
+
+    >>> import numpy as np, linattn
+    >>> k = np.ones((3, 2))  # one head: [T,K]; every token writes v for both keys
+    >>> v = np.ones((3, 1))
+    >>> alpha = np.array([[1.0, 0.5]] * 3)  # the decays themselves
+    >>> _, S = linattn.gla(k, k, v, alpha=alpha, output_final_state=True)
+    >>> S
+    array([[3.  ],
+           [1.75]])
     """
     return core_for(q)(
         "gla",
@@ -164,7 +202,40 @@ def gla_step(
     -------
     o : array [B,HV,V], dtype of v
 
-    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate is missing.
+    ValueError
+        Shapes, values or options do not fit, or the innermost axis of an array is not contiguous: a
+        step copies nothing.
+    MemoryError
+        The memory does not hold o.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.bind : A step whose arguments are checked once.
+
+    Examples
+    --------
+    A prompt of five tokens, then one step; its output is that of the sixth token of a longer call:
+
+    >>> import numpy as np, linattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 6, 2, 4))  # [B,T,H,K]
+    >>> g = -rng.uniform(0, 1, (1, 6, 2, 4))  # [B,T,HV,K]
+    >>> q5, k5, v5, g5 = (x[:, :5] for x in (q, k, v, g))
+    >>> _, state = linattn.gla(q5, k5, v5, g5, output_final_state=True)
+    >>> o = linattn.gla_step(q[:, 5], k[:, 5], v[:, 5], g[:, 5], state=state)
+    >>> np.allclose(o, linattn.gla(q, k, v, g)[0][:, 5])
+    True
     """
     return core_step(
         "gla",
@@ -219,6 +290,42 @@ def gla_backward(
     Returns
     -------
     Gradients
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the gradients, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.reference.backward : The same in NumPy, float64.
+
+    Examples
+    --------
+    dg agrees with a difference quotient of the sum of do * o:
+
+    >>> import numpy as np, linattn
+    >>> rng = np.random.default_rng(0)
+    >>> do, q, k, v = rng.standard_normal((4, 1, 6, 2, 4))  # [B,T,H,K]
+    >>> g, e = -rng.uniform(0.1, 1, (1, 6, 2, 4)), np.zeros((1, 6, 2, 4))  # [B,T,HV,K]
+    >>> dg = linattn.gla_backward(do, q, k, v, g).dg
+    >>> dg.shape
+    (1, 6, 2, 4)
+    >>> e[0, 3, 1, 2] = 1e-5
+    >>> change = linattn.gla(q, k, v, g + e)[0] - linattn.gla(q, k, v, g - e)[0]
+    >>> np.allclose(dg[0, 3, 1, 2], (do * change).sum() / 2e-5)
+    True
     """
     grads = core_backward(
         "gla",

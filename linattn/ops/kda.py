@@ -72,8 +72,6 @@ def kda(
 
         S <- diag(exp(g_t)) S;   S <- S + beta_t k (v - S' k)',   o = scale * S' q
 
-    Kimi Team, 2025, *Kimi Linear: An Expressive, Efficient Attention Architecture*.
-
     Parameters
     ----------
     q, k : array [B,T,H,K]
@@ -111,6 +109,45 @@ def kda(
     -------
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate or ``beta`` is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the results, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    kda_step, kda_backward : One token; the gradients.
+    linattn.reference.kda : The same in NumPy, float64.
+
+    References
+    ----------
+    Kimi Team, 2025, *Kimi Linear: An Expressive, Efficient Attention Architecture*,
+    arXiv:2510.26692.
+
+    Examples
+    --------
+    With one decay for all keys it is the gated delta rule:
+
+    >>> import numpy as np, linattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> g, beta = -rng.uniform(0, 1, (1, 8, 2)), rng.uniform(0, 1, (1, 8, 2))  # [B,T,HV]
+    >>> by_key = g[..., None].repeat(4, -1)  # [B,T,HV,K]
+    >>> o, _ = linattn.kda(q, k, v, by_key, beta, qk_l2norm=True)
+    >>> np.allclose(o, linattn.gated_delta_rule(q, k, v, g, beta, qk_l2norm=True)[0])
+    True
     """
     return core_for(q)(
         "kda",
@@ -174,7 +211,39 @@ def kda_step(
     -------
     o : array [B,HV,V], dtype of v
 
-    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate or ``beta`` is missing.
+    ValueError
+        Shapes, values or options do not fit, or the innermost axis of an array is not contiguous: a
+        step copies nothing.
+    MemoryError
+        The memory does not hold o.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.bind : A step whose arguments are checked once.
+
+    Examples
+    --------
+    A token with g = 0 and beta = 0 leaves the state as it is, and reads it:
+
+    >>> import numpy as np, linattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 2, 4))  # [B,H,K]
+    >>> before = rng.standard_normal((1, 2, 4, 4))  # [B,HV,K,V]
+    >>> after = before.copy()
+    >>> o = linattn.kda_step(q, k, v, g=0, beta=0, state=after, scale=1)
+    >>> np.array_equal(before, after), np.allclose(o, (q[..., None] * before).sum(2))
+    (True, True)
     """
     return core_step(
         "kda",
@@ -233,6 +302,40 @@ def kda_backward(
     Returns
     -------
     Gradients
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate or ``beta`` is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the gradients, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.reference.backward : The same in NumPy, float64.
+
+    Examples
+    --------
+    A gradient has the shape and dtype of its input. It is None for an argument that was not given:
+
+    >>> import numpy as np, linattn
+    >>> rng = np.random.default_rng(0)
+    >>> do, q, k, v = rng.standard_normal((4, 1, 6, 2, 4)).astype("float32")  # [B,T,H,K]
+    >>> g, beta = -rng.uniform(0, 1, (1, 6, 2, 4)), rng.uniform(0, 1, (1, 6, 2))  # float64
+    >>> grads = linattn.kda_backward(do, q, k, v, g, beta, qk_l2norm=True)
+    >>> grads.dq.dtype.name, grads.dg.dtype.name, grads.dg.shape
+    ('float32', 'float64', (1, 6, 2, 4))
+    >>> grads.d_initial_state is None
+    True
     """
     grads = core_backward(
         "kda",

@@ -64,8 +64,6 @@ def lightning_attention(
 
         S <- exp(-slope_h) S + k v',   o = scale * S' q
 
-    Qin et al., 2024, *Lightning Attention-2*; MiniMax-01, 2025. Slopes: :func:`lightning_slopes`.
-
     Parameters
     ----------
     q, k : array [B,T,H,K]
@@ -99,6 +97,45 @@ def lightning_attention(
     -------
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or ``slopes`` is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the results, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: a slope is below 0, so the state may grow without bound.
+
+    See Also
+    --------
+    lightning_slopes : The slopes that were published.
+    lightning_attention_step, lightning_attention_backward : One token; the gradients.
+    linattn.reference.lightning_attention : The same in NumPy, float64.
+
+    References
+    ----------
+    Qin et al., 2024, *Lightning Attention-2: A Free Lunch for Handling Unlimited Sequence Lengths
+    in Large Language Models*, arXiv:2401.04658; MiniMax, 2025, *MiniMax-01: Scaling Foundation
+    Models with Lightning Attention*, arXiv:2501.08313.
+
+    Examples
+    --------
+    It is retention with gamma = exp(-slopes):
+
+    >>> import numpy as np, linattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 10, 4, 8))  # [B,T,H,K]
+    >>> slopes = linattn.lightning_slopes(4)
+    >>> o, _ = linattn.lightning_attention(q, k, v, slopes)
+    >>> np.allclose(o, linattn.retention(q, k, v, gamma=np.exp(-slopes))[0])
+    True
     """
     return core_for(q)(
         "lightning_attention",
@@ -154,7 +191,38 @@ def lightning_attention_step(
     -------
     o : array [B,HV,V], dtype of v
 
-    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or ``slopes`` is missing.
+    ValueError
+        Shapes, values or options do not fit, or the innermost axis of an array is not contiguous: a
+        step copies nothing.
+    MemoryError
+        The memory does not hold o.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: a slope is below 0, so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.bind : A step whose arguments are checked once.
+
+    Examples
+    --------
+    With ``out`` a loop needs no new array for each token:
+
+    >>> import numpy as np, linattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 4, 8)).astype("f4")  # [B,H,K]
+    >>> state, out = linattn.zeros_state(1, 4, 8, 8), np.empty_like(v)
+    >>> slopes = linattn.lightning_slopes(4)
+    >>> o = linattn.lightning_attention_step(q, k, v, slopes, state=state, out=out)
+    >>> o is out, bool(state.any())
+    (True, True)
     """
     return core_step(
         "lightning_attention",
@@ -205,6 +273,39 @@ def lightning_attention_backward(
     Returns
     -------
     Gradients
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or ``slopes`` is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the gradients, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: a slope is below 0, so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.reference.backward : The same in NumPy, float64.
+
+    Examples
+    --------
+    dg is the gradient of the slopes: -gamma times the gradient of gamma = exp(-slope).
+
+    >>> import numpy as np, linattn
+    >>> do, q, k, v = np.random.default_rng(0).standard_normal((4, 1, 10, 4, 8))  # [B,T,H,K]
+    >>> slopes = linattn.lightning_slopes(4)
+    >>> gamma = np.exp(-slopes)
+    >>> of_slopes = linattn.lightning_attention_backward(do, q, k, v, slopes).dg
+    >>> of_gamma = linattn.retention_backward(do, q, k, v, gamma=gamma).dg
+    >>> np.allclose(of_slopes, -gamma * of_gamma)
+    True
     """
     grads = core_backward(
         "lightning_attention",

@@ -87,8 +87,6 @@ def linear_attention(
         S <- S + phi(k) v',   z <- z + phi(k)
         o = scale * S' phi(q) / max(scale * z' phi(q), eps)
 
-    Katharopoulos et al., 2020, *Transformers are RNNs*.
-
     Parameters
     ----------
     q, k : array [B,T,H,K]
@@ -133,6 +131,45 @@ def linear_attention(
     -------
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V], or the pair (S, z), or None
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the results, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    See Also
+    --------
+    linear_attention_step, linear_attention_backward : One token; the gradients.
+    linattn.reference.linear_attention : The same in NumPy, float64.
+
+    References
+    ----------
+    Katharopoulos et al., 2020, *Transformers are RNNs: Fast Autoregressive Transformers with Linear
+    Attention*, arXiv:2006.16236.
+
+    Examples
+    --------
+    The weights of a token sum to one. With rows of the identity as values, the output is the
+    weights:
+
+    >>> import numpy as np, linattn
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 3, 4))  # one head: [T,K]
+    >>> weights, _ = linattn.linear_attention(q, k, np.eye(3))
+    >>> np.allclose(weights.sum(1), 1)
+    True
+    >>> print((weights > 0).astype(int))
+    [[1 0 0]
+     [1 1 0]
+     [1 1 1]]
+    >>> weights, _ = linattn.linear_attention(q, k, np.eye(3), causal=False)
+    >>> bool((weights > 0).all()), np.allclose(weights.sum(1), 1)
+    (True, True)
     """
     options = any_features if is_traced(q) else core_features
     phi_q, phi_k, core = options(feature_map, normalize, eps, causal)
@@ -191,7 +228,34 @@ def linear_attention_step(
     -------
     o : array [B,HV,V], dtype of v
 
-    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype.
+    ValueError
+        Shapes, values or options do not fit, or the innermost axis of an array is not contiguous: a
+        step copies nothing.
+    MemoryError
+        The memory does not hold o.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    See Also
+    --------
+    linattn.bind : A step whose arguments are checked once.
+
+    Examples
+    --------
+    The first token reads itself alone, so its output is its value:
+
+    >>> import numpy as np, linattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 1, 4)).astype("f4")  # [B,H,K]
+    >>> S, z = linattn.zeros_state(2, 1, 4, 4, normalized=True)
+    >>> o = linattn.linear_attention_step(q, k, v, state=(S, z))
+    >>> np.allclose(o, v)
+    True
+    >>> np.allclose(z, linattn.apply_feature_map(k))
+    True
     """
     phi_q, phi_k, core = core_features(feature_map, normalize, eps, True)
     written = {"out": out, "state": state}
@@ -268,6 +332,35 @@ state_v_first :
     Returns
     -------
     Gradients
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype.
+    ValueError
+        Shapes, values or options do not fit, or a feature map has no ``backward``.
+    MemoryError
+        The memory does not hold the gradients, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    See Also
+    --------
+    linattn.reference.backward : The same in NumPy, float64.
+
+    Examples
+    --------
+    A feature map of your own brings its derivative:
+
+    >>> import numpy as np, linattn
+    >>> square = linattn.FeatureMap(
+    ...     "square", forward=lambda x: x * x, backward=lambda x, dy: 2 * x * dy
+    ... )
+    >>> do, q, k, v = np.random.default_rng(0).uniform(0.5, 1, (4, 6, 3))  # one head: [T,K]
+    >>> own = linattn.linear_attention_backward(do, q, k, v, feature_map=square)
+    >>> built_in = linattn.linear_attention_backward(do, q, k, v, feature_map="relu2")
+    >>> np.allclose(own.dq, built_in.dq), np.allclose(own.dk, built_in.dk)
+    (True, True)
     """
     phi_q, phi_k, core = core_features(feature_map, normalize, eps, causal)
     for phi in (phi_q, phi_k):

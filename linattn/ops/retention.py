@@ -101,8 +101,6 @@ def retention(
 
         S <- gamma_h S + k v',   o = scale * S' q
 
-    Sun et al., 2023, *Retentive Network: A Successor to Transformer*.
-
     Parameters
     ----------
     q, k : array [B,T,H,K]
@@ -136,6 +134,46 @@ def retention(
     -------
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the results, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: gamma is outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    retention_step, retention_backward : One token; the gradients.
+    linattn.reference.retention : The same in NumPy, float64.
+
+    References
+    ----------
+    Sun et al., 2023, *Retentive Network: A Successor to Transformer for Large Language Models*,
+    arXiv:2307.08621.
+
+    Examples
+    --------
+    A write fades by gamma with every token. With rows of the identity as values, o[i, j] is the
+    weight with which token i reads token j, gamma**(i - j):
+
+    >>> import numpy as np, linattn
+    >>> x = np.ones((4, 1))  # one head: [T,K]
+    >>> o, _ = linattn.retention(x, x, np.eye(4), gamma=0.5)
+    >>> o
+    array([[1.   , 0.   , 0.   , 0.   ],
+           [0.5  , 1.   , 0.   , 0.   ],
+           [0.25 , 0.5  , 1.   , 0.   ],
+           [0.125, 0.25 , 0.5  , 1.   ]])
     """
     gate = _gamma_of(q, k, v, 4) if gamma is None else gamma
     return core_for(q)(
@@ -192,7 +230,37 @@ def retention_step(
     -------
     o : array [B,HV,V], dtype of v
 
-    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype.
+    ValueError
+        Shapes, values or options do not fit, or the innermost axis of an array is not contiguous: a
+        step copies nothing.
+    MemoryError
+        The memory does not hold o.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: gamma is outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.bind : A step whose arguments are checked once.
+
+    Examples
+    --------
+    Step by step, the outputs are those of one forward call:
+
+    >>> import numpy as np, linattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 6, 2, 4))  # [B,T,H,K]
+    >>> state = linattn.zeros_state(1, 2, 4, 4, dtype=np.float64)
+    >>> o = [linattn.retention_step(q[:, t], k[:, t], v[:, t], state=state) for t in range(6)]
+    >>> np.allclose(np.stack(o, 1), linattn.retention(q, k, v)[0])
+    True
     """
     gate = _gamma_of(q, k, v, 3) if gamma is None else gamma
     return core_step(
@@ -250,6 +318,39 @@ def retention_backward(
     Returns
     -------
     Gradients
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the gradients, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: gamma is outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.reference.backward : The same in NumPy, float64.
+
+    Examples
+    --------
+    dg is the gradient of gamma [HV], of the default one too. o is linear in v, so v'dv = o'do:
+
+    >>> import numpy as np, linattn
+    >>> do, q, k, v = np.random.default_rng(0).standard_normal((4, 2, 6, 3, 4))  # [B,T,H,K]
+    >>> grads = linattn.retention_backward(do, q, k, v)
+    >>> grads.dg.shape
+    (3,)
+    >>> o, _ = linattn.retention(q, k, v)
+    >>> np.allclose((v * grads.dv).sum(), (o * do).sum())
+    True
     """
     gate = _gamma_of(q, k, v, 4) if gamma is None else gamma
     grads = core_backward(

@@ -68,9 +68,6 @@ def simple_gla(
 
         S <- exp(g_t) S + k v',   o = scale * S' q
 
-    Yang et al., 2024, *Gated Linear Attention Transformers*; Dao and
-    Gu, 2024, *Transformers are SSMs*.
-
     Parameters
     ----------
     q, k : array [B,T,H,K]
@@ -106,6 +103,50 @@ def simple_gla(
     -------
     o : array [B,T,HV,V], dtype of v
     final_state : array [N,HV,K,V] or None
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the results, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    simple_gla_step, simple_gla_backward : One token; the gradients.
+    linattn.reference.simple_gla : The same in NumPy, float64.
+
+    References
+    ----------
+    Yang et al., 2024, *Gated Linear Attention Transformers with Hardware-Efficient Training*,
+    arXiv:2312.06635; Dao and Gu, 2024, *Transformers are SSMs: Generalized Models and Efficient
+    Algorithms Through Structured State Space Duality*, arXiv:2405.21060.
+
+    Examples
+    --------
+    The gate may be given as alpha, the decay itself. A decay of 0 forgets everything:
+
+    >>> import numpy as np, linattn
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> alpha = rng.uniform(0, 1, (1, 8, 2))  # [B,T,HV]
+    >>> alpha[:, 5] = 0  # token 5 begins anew
+    >>> o, _ = linattn.simple_gla(q, k, v, alpha=alpha)
+    >>> with np.errstate(divide="ignore"):
+    ...     np.allclose(o, linattn.simple_gla(q, k, v, np.log(alpha))[0])
+    True
+    >>> q, k, v, alpha = (x[:, 5:] for x in (q, k, v, alpha))
+    >>> np.allclose(o[:, 5:], linattn.simple_gla(q, k, v, alpha=alpha)[0])
+    True
     """
     return core_for(q)(
         "simple_gla",
@@ -165,7 +206,38 @@ def simple_gla_step(
     -------
     o : array [B,HV,V], dtype of v
 
-    Nothing is copied: an array whose innermost axis is not contiguous is refused (ValueError).
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate is missing.
+    ValueError
+        Shapes, values or options do not fit, or the innermost axis of an array is not contiguous: a
+        step copies nothing.
+    MemoryError
+        The memory does not hold o.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.bind : A step whose arguments are checked once.
+
+    Examples
+    --------
+    A state may be stored with its value axis first. Its numbers are the same:
+
+    >>> import numpy as np, linattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 4)).astype("f4")  # [B,H,K]
+    >>> S, transposed = linattn.zeros_state(1, 2, 4, 4), linattn.zeros_state(1, 2, 4, 4)
+    >>> o = linattn.simple_gla_step(q, k, v, alpha=0.9, state=S)
+    >>> o = linattn.simple_gla_step(q, k, v, alpha=0.9, state=transposed, state_v_first=True)
+    >>> np.allclose(S, transposed.swapaxes(2, 3))
+    True
     """
     return core_step(
         "simple_gla",
@@ -220,6 +292,40 @@ def simple_gla_backward(
     Returns
     -------
     Gradients
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype, or the gate is missing.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the gradients, or what the call needs meanwhile.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: g is above 0, or alpha outside [0, 1], so the state may grow without bound.
+
+    See Also
+    --------
+    linattn.reference.backward : The same in NumPy, float64.
+
+    Examples
+    --------
+    dg is the gradient of the gate that was given. With g = log(alpha), the gradient of g is alpha
+    times the gradient of alpha:
+
+    >>> import numpy as np, linattn
+    >>> rng = np.random.default_rng(0)
+    >>> do, q, k, v = rng.standard_normal((4, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> alpha = rng.uniform(0.5, 1, (1, 8, 2))  # [B,T,HV]
+    >>> of_alpha = linattn.simple_gla_backward(do, q, k, v, alpha=alpha).dg
+    >>> of_g = linattn.simple_gla_backward(do, q, k, v, np.log(alpha)).dg
+    >>> np.allclose(of_g, alpha * of_alpha)
+    True
     """
     grads = core_backward(
         "simple_gla",
