@@ -29,8 +29,39 @@ def lightning_slopes(
     rule : {"minimax", "transnormer"}
         ``"minimax"`` (Lightning Attention-2, MiniMax-01): ALiBi's slopes 2**(-8 (h+1) / H) (for an
         H that is no power of two, those of the power below and every second of the power above),
-        times 1 - layer / (layers - 1) + 1e-5.
+        times 1 - layer / (layers - 1) + 1e-5, or times 1 if ``layers`` is 1.
         ``"transnormer"`` (TransNormerLLM): 8 h / H * (1 - layer / layers).
+
+    Returns
+    -------
+    ndarray [H], float64
+
+    Raises
+    ------
+    TypeError
+        ``H``, ``layer`` or ``layers`` is not an int.
+    ValueError
+        There is no head, no such layer or no such rule.
+    MemoryError
+        The memory does not hold H numbers.
+
+    References
+    ----------
+    Qin et al., 2024, *Lightning Attention-2*, arXiv:2401.04658; MiniMax, 2025, *MiniMax-01*,
+    arXiv:2501.08313; Qin et al., 2023, *TransNormerLLM*, arXiv:2307.14995; Press et al., 2022,
+    *Train Short, Test Long* (ALiBi), arXiv:2108.12409.
+
+    Examples
+    --------
+    Slopes of four heads are 2**-2, 2**-4, 2**-6 and 2**-8. Those of deeper layers are smaller:
+
+    >>> import numpy as np, linattn
+    >>> slopes = linattn.lightning_slopes(4)
+    >>> np.log2(slopes).round().astype(int).tolist()
+    [-2, -4, -6, -8]
+    >>> deep = linattn.lightning_slopes(4, layer=8, layers=12)
+    >>> bool((deep < linattn.lightning_slopes(4, layer=0, layers=12)).all())
+    True
     """
     H, layer, layers = as_int("H", H), as_int("layer", layer), as_int("layers", layers)
     if H < 1:
@@ -90,6 +121,31 @@ def implicit_weights(
         Which op's weights; linear attention's by default.
     **arguments
         Of the op: gates, beta, feature_map, scale, ... HV is read off them, else it is H.
+
+    Returns
+    -------
+    array [B,HV,T,T], or [T,T] for one head
+        Row i has the weights with which token i reads the tokens j. They are scaled, and divided if
+        the op is normalised.
+
+    Raises
+    ------
+    TypeError
+        ``q`` is not an array of NumPy's or PyTorch's, or the op raises it.
+    ValueError
+        There is no such op, ``q`` is neither [B,T,H,K] nor [T,K], a state or ``out`` is given, or
+        the op raises it.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 4))  # one head: [T,K]
+    >>> A = linattn.implicit_weights(q, k, op="retention")
+    >>> np.allclose(A @ v, linattn.retention(q, k, v)[0])
+    True
+    >>> A = linattn.implicit_weights(q, k)  # linear attention's
+    >>> np.allclose(A.sum(1), 1), bool(np.triu(A, 1).any())
+    (True, False)
     """
     op = op_named(op)
     if not isinstance(q, np.ndarray) and not is_tensor(q):

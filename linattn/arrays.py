@@ -81,6 +81,16 @@ def zeros_state(
         A size is negative, or no address space holds the state.
     MemoryError
         The memory does not hold the state.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> S = linattn.zeros_state(2, 8, 64, 32)
+    >>> S.shape, S.dtype.name, S.ctypes.data % 64
+    ((2, 8, 64, 32), 'float32', 0)
+    >>> S, z = linattn.zeros_state(2, 8, 64, 32, normalized=True)
+    >>> z.shape
+    (2, 8, 64)
     """
     N, HV, K, V = as_size("N", N), as_size("HV", HV), as_size("K", K), as_size("V", V)
     dtype = np.dtype(dtype)

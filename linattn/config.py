@@ -19,13 +19,48 @@ __all__ = [
 
 
 def set_num_threads(n: int) -> None:
-    """Let a call use up to n threads (1 to 256). Results do not depend on n, bit for bit."""
+    """Let a call use up to n threads. Results do not depend on n, bit for bit.
+
+    Parameters
+    ----------
+    n : int
+        1 to 256.
+
+    Raises
+    ------
+    TypeError
+        ``n`` is not an int.
+    ValueError
+        ``n`` is less than 1 or more than 256.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> x = np.random.default_rng(0).standard_normal((1, 100, 4, 8))
+    >>> before, (o, _) = linattn.get_num_threads(), linattn.retention(x, x, x)
+    >>> linattn.set_num_threads(2)
+    >>> np.array_equal(o, linattn.retention(x, x, x)[0])
+    True
+    >>> linattn.set_num_threads(before)
+    """
     _linattn.set_num_threads(n)
 
 
 def get_num_threads() -> int:
-    """Threads that a call may use: set_num_threads, else LINATTN_NUM_THREADS, OMP_NUM_THREADS or
-    the processors this process may run on."""
+    """How many threads a call may use.
+
+    Returns
+    -------
+    int
+        The number that :func:`set_num_threads` was given; else that of the environment variable
+        LINATTN_NUM_THREADS or OMP_NUM_THREADS; else that of the processors this process may run on.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> 1 <= linattn.get_num_threads() <= 256
+    True
+    """
     return _linattn.get_num_threads()
 
 
@@ -43,8 +78,19 @@ def set_float32_precision(precision: str) -> None:
 
     Raises
     ------
-    TypeError, ValueError
-        If it is neither.
+    TypeError
+        ``precision`` is not a string.
+    ValueError
+        ``precision`` is another string.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> before = linattn.get_float32_precision()
+    >>> linattn.set_float32_precision("tf32")
+    >>> linattn.get_float32_precision()
+    'tf32'
+    >>> linattn.set_float32_precision(before)
     """
     if not isinstance(precision, str):
         raise TypeError(f"precision: expected 'ieee' or 'tf32', got {type(precision)}")
@@ -54,12 +100,24 @@ def set_float32_precision(precision: str) -> None:
 
 
 def get_float32_precision() -> str:
-    """What :func:`set_float32_precision` has set: ``"ieee"`` or ``"tf32"``."""
+    """How products of float32 numbers may be rounded, as :func:`set_float32_precision` has it.
+
+    Returns
+    -------
+    str
+        ``"ieee"`` or ``"tf32"``.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> linattn.get_float32_precision() in ("ieee", "tf32")
+    True
+    """
     return "tf32" if _linattn.get_allow_tf32() else "ieee"
 
 
 def config() -> dict[str, str]:
-    """What show_config prints."""
+    """The lines that show_config prints, by their names."""
     import linattn
 
     isa, compiled = _linattn.isa()
@@ -80,6 +138,15 @@ def config() -> dict[str, str]:
 
 
 def show_config() -> None:
-    """Print version, compiler, instruction sets, threads and CUDA."""
+    """Print version, compiler, instruction sets, threads and CUDA.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> linattn.show_config()  # doctest: +ELLIPSIS
+    linattn           ...
+    Python            ...
+    NumPy             ...
+    """
     for name, value in config().items():
         print(f"{name:16}  {value}")

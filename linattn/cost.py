@@ -142,9 +142,24 @@ def _chunk(op: str, n: int, K: int, V: int, H: int, HV: int, normalize: bool) ->
 class Memory(NamedTuple):
     """Bytes of a call, from :func:`linattn.memory`.
 
-    arrays : q, k, v, o and the op's gates
-    kept : what a decoder keeps of T tokens: the state, or softmax's keys and values
-    weights : all weights at once, T squared of them per head; no kernel needs them
+    Attributes
+    ----------
+    arrays : int
+        q, k, v, o and the op's gates.
+    kept : int
+        Kept by a decoder after T tokens: the state, or softmax's keys and values.
+    weights : int
+        All weights at once, T squared of them per head; no kernel needs them.
+
+    Examples
+    --------
+    The state does not grow with T. The keys and values that softmax attention keeps do:
+
+    >>> import linattn
+    >>> [linattn.memory("gla", T, 64, 64).kept for T in (1000, 2000)]
+    [16384, 16384]
+    >>> [linattn.memory("softmax", T, 64, 64).kept for T in (1000, 2000)]
+    [512000, 1024000]
     """
 
     arrays: int

@@ -40,6 +40,31 @@ class FeatureMap:
     backward : callable, optional
         ``backward(x, dy)`` gives the gradient of x when dy is the gradient of phi(x). Only
         ``linear_attention_backward`` needs it: PyTorch records what ``forward`` does.
+
+    Raises
+    ------
+    TypeError
+        ``name`` is not a string, ``eps`` not a number, ``forward`` or ``backward`` not a function.
+    ValueError
+        There is no map of that name, ``eps`` is negative or not finite, or ``backward`` is given
+        without ``forward``.
+
+    See Also
+    --------
+    apply_feature_map : phi(x), by itself.
+
+    Examples
+    --------
+    A map from K to 2 K numbers:
+
+    >>> import numpy as np, linattn
+    >>> def both_signs(x):
+    ...     return np.concatenate([np.maximum(x, 0), np.maximum(-x, 0)], -1) + 1e-3
+    >>> phi = linattn.FeatureMap("both_signs", forward=both_signs)
+    >>> x = np.random.default_rng(0).standard_normal((5, 4))  # one head: [T,K]
+    >>> _, (S, z) = linattn.linear_attention(x, x, x, feature_map=phi, output_final_state=True)
+    >>> S.shape, z.shape
+    ((8, 4), (8,))
     """
 
     name: str

@@ -30,16 +30,37 @@ _MOST_TOKENS = 64  # of an explanation: more would not be read, and T squared we
 class Explanation:
     """The numbers of :func:`linattn.explain`, for one head; its repr is a page to read.
 
-    ::
-
-        phi_q, phi_k    [T,K]  the features of the queries and keys
-        S, z            [T,K,V], [T,K]  the sums of phi(k) v' and of phi(k) that token i reads
-        numerators      [T,V]  scale phi(q_i)' S
-        denominators    [T]    scale phi(q_i)' z; None if the call is not normalised
-        weights         [T,T]  how much token i reads of token j
-        output          [T,V]  numerators / denominators
-
     The arrays are float64, or of :class:`fractions.Fraction` if ``exact``.
+
+    Attributes
+    ----------
+    tokens : tuple of str
+    phi_q, phi_k : ndarray [T,K]
+        The features of the queries and keys.
+    S, z : ndarray [T,K,V] and [T,K]
+        The sums of phi(k) v' and of phi(k) that token i reads.
+    numerators : ndarray [T,V]
+        scale * S' phi(q_i).
+    denominators : ndarray [T], or None
+        scale * z' phi(q_i); None if the call is not normalised.
+    weights : ndarray [T,T]
+        How much token i reads of token j.
+    output : ndarray [T,V]
+        numerators / denominators, with ``eps`` as in the op.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> q, k, v = [[1, 0], [0, 1]], [[0, 1], [1, 1]], [[1], [3]]
+    >>> why = linattn.explain(q, k, v, tokens=["the", "cat"], exact=True)
+    >>> print(why.numerators[1, 0], why.denominators[1], why.output[1, 0])
+    23 11 23/11
+    >>> for line in str(why).splitlines()[-4:]:
+    ...     print(line)
+    the weights: token i reads token j
+    the <- the         1  ####################
+    cat <- the      5/11  #########
+    cat <- cat      6/11  ###########
     """
 
     tokens: tuple[str, ...]
@@ -195,7 +216,6 @@ def explain(
     """Every number of :func:`linear_attention` on a few tokens of one head, sum by sum.
 
     For reading, on up to 64 tokens. Nothing here is fast: it is the definition in NumPy, float64.
-    Katharopoulos et al., 2020, *Transformers are RNNs*.
 
     Parameters
     ----------
@@ -218,6 +238,10 @@ def explain(
     ------
     ValueError
         Shapes that do not fit, no token or more than 64, or a map that has no fractions.
+
+    References
+    ----------
+    Katharopoulos et al., 2020, *Transformers are RNNs*, arXiv:2006.16236.
 
     Examples
     --------
@@ -263,9 +287,24 @@ def explain(
 class States(NamedTuple):
     """An op's state over time, from :func:`linattn.states`.
 
-    read : how many tokens were read, int64 [n]
-    S : [n,N,HV,K,V], or [n,K,V] for one head
-    z : [n,N,HV,K], or [n,K]; None without a normaliser
+    Attributes
+    ----------
+    read : ndarray [n], int64
+        The number of tokens up to each of the n states.
+    S : array [n,N,HV,K,V], or [n,K,V] for one head
+        [n,N,HV,V,K] or [n,V,K] with ``state_v_first``.
+    z : array [n,N,HV,K], or [n,K] for one head, or None
+        None without a normaliser.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> x = np.ones((5, 3))  # one head: [T,K]
+    >>> found = linattn.states("linear_attention", x, x, x, every=2)
+    >>> found.read
+    array([2, 4, 5])
+    >>> found.S.shape, found.z.shape
+    ((3, 3, 3), (3, 3))
     """
 
     read: np.ndarray
@@ -317,7 +356,7 @@ def states(
     --------
     >>> import numpy as np, linattn
     >>> x = np.eye(3)
-    >>> linattn.states("retention", x, x, x, gamma=np.array([0.5])).S[:, 0, 0]
+    >>> linattn.states("retention", x, x, x, gamma=0.5).S[:, 0, 0]
     array([1.  , 0.5 , 0.25])
     """
     from linattn import ops

@@ -14,13 +14,27 @@ __all__ = ["ARRAYS", "OPS", "VARIANTS", "ArrayLine", "Variant"]
 
 
 class Variant(NamedTuple):
-    """A row of the table.
+    """A row of the table of ops, ``linattn.VARIANTS``.
 
-    name : the op's name
-    decay : ``"none"``; ``"head"`` (one constant per value head); ``"token"`` (one per token and
-        value head); ``"key"`` (one per token, value head and key)
-    rule : ``"additive"`` (u = v) or ``"delta"`` (u = beta (v - k'S))
-    normaliser : may the op divide by q'z, where z is the running sum of keys?
+    Attributes
+    ----------
+    name : str
+        The op's name.
+    decay : {"none", "head", "token", "key"}
+        ``"head"`` is one constant per value head, ``"token"`` one number per token and value head,
+        ``"key"`` one per token, value head and key.
+    rule : {"additive", "delta"}
+        u = v, or u = beta (v - S'k).
+    normaliser : bool
+        May the op divide by q'z, where z is the running sum of keys?
+
+    Examples
+    --------
+    >>> import linattn
+    >>> linattn.VARIANTS["kda"].decay, linattn.VARIANTS["kda"].rule
+    ('key', 'delta')
+    >>> [name for name, x in linattn.VARIANTS.items() if x.normaliser]
+    ['linear_attention']
     """
 
     name: str
@@ -45,6 +59,13 @@ class ArrayLine(NamedTuple):
     """A line of csrc/arrays.def, in its own words, which that file explains.
 
     Two lines of one label are a state's S and its z.
+
+    Examples
+    --------
+    >>> from linattn.variants import ARRAYS, VARIANTS
+    >>> line = next(line for line in ARRAYS if line.label == "beta")
+    >>> line.letters, line.is_of(VARIANTS["kda"]), line.is_of(VARIANTS["gla"])
+    ('BTh', True, False)
     """
 
     label: str
