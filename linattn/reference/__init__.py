@@ -133,6 +133,16 @@ def linear_attention_tokens(q, k, v, state, scale):
     """Katharopoulos et al. 2020, "Transformers are RNNs"; q and k after the feature map.
 
     z [K] is the sum of the keys: the state of a value that is always 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> q = k = np.ones((3, 1))
+    >>> v = np.array([[1.0], [3.0], [8.0]])
+    >>> num, den, _ = reference.linear_attention_tokens(q, k, v, (np.zeros((1, 1)), np.zeros(1)), 1)
+    >>> (num[:, 0] / den).tolist()  # running means
+    [1.0, 2.0, 4.0]
     """
     S, z = state
     num, den = np.empty_like(v), np.empty_like(v[:, 0])
@@ -145,7 +155,20 @@ def linear_attention_tokens(q, k, v, state, scale):
 
 
 def linear_attention_chunk(q, k, v, state, scale):
-    """(Q K' . M) V, where M keeps j <= i; the tokens before the chunk are read through S and z."""
+    """(Q K' . M) V, where M keeps j <= i; the tokens before the chunk are read through S and z.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.uniform(0, 1, (3, 6, 4))
+    >>> state = rng.uniform(0, 1, (4, 4)), rng.uniform(0, 1, 4)  # of the tokens before the chunk
+    >>> num, den, _ = reference.linear_attention_chunk(q, k, v, state, 1)
+    >>> by_token = reference.linear_attention_tokens(q, k, v, state, 1)
+    >>> np.allclose(num, by_token[0]), np.allclose(den, by_token[1])
+    (True, True)
+    """
     S, z = state
     A = scale * np.tril(q @ k.T)  # scores [C,C]
     num = scale * (q @ S) + A @ v  # read: the past, and the chunk itself
@@ -154,14 +177,38 @@ def linear_attention_chunk(q, k, v, state, scale):
 
 
 def linear_attention_noncausal(q, k, v, state, scale):
-    """Every token reads the state of the whole sequence: phi(Q) (phi(K)' V), without a mask."""
+    """Every token reads the state of the whole sequence: phi(Q) (phi(K)' V), without a mask.
+
+    Examples
+    --------
+    The last token of a causal call reads the same state:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> q, k, v = np.random.default_rng(0).uniform(0, 1, (3, 6, 4))
+    >>> state = np.zeros((4, 4)), np.zeros(4)
+    >>> num, _, _ = reference.linear_attention_noncausal(q, k, v, state, 1)
+    >>> causal, _, _ = reference.linear_attention_tokens(q, k, v, state, 1)
+    >>> np.allclose(num[-1], causal[-1]), np.allclose(num[0], causal[0])
+    (True, False)
+    """
     S, z = state
     S, z = S + k.T @ v, z + k.sum(0)
     return scale * (q @ S), scale * (q @ z), (S, z)
 
 
 def retention_tokens(q, k, v, gamma, S, scale):
-    """RetNet, Sun et al. 2023: S_n = gamma S_{n-1} + k_n v_n', one gamma per head."""
+    """RetNet, Sun et al. 2023: S_n = gamma S_{n-1} + k_n v_n', one gamma per head.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> x = np.ones((3, 1))
+    >>> o, S = reference.retention_tokens(x, x, x, 0.5, np.zeros((1, 1)), 1)
+    >>> o.ravel().tolist()
+    [1.0, 1.5, 1.75]
+    """
     o = np.empty_like(v)
     for n in range(len(q)):
         S = gamma * S + np.outer(k[n], v[n])
@@ -170,7 +217,19 @@ def retention_tokens(q, k, v, gamma, S, scale):
 
 
 def retention_chunk(q, k, v, gamma, S, scale):
-    """(Q K' . D) V with D_nm = gamma^(n-m), plus the read of the state, which fades by token."""
+    """(Q K' . D) V with D_nm = gamma^(n-m), plus the read of the state, which fades by token.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> (q, k, v), S = rng.standard_normal((3, 6, 4)), rng.standard_normal((4, 4))
+    >>> by_chunk = reference.retention_chunk(q, k, v, 0.9, S, 1)
+    >>> by_token = reference.retention_tokens(q, k, v, 0.9, S, 1)
+    >>> [np.allclose(x, y) for x, y in zip(by_chunk, by_token)]  # o and S
+    [True, True]
+    """
     n = np.arange(len(q), dtype=q.dtype)
     D = np.tril(gamma ** np.maximum(n[:, None] - n, 0))
     xi = gamma ** (n + 1)  # from the state before the chunk to token n
@@ -181,7 +240,17 @@ def retention_chunk(q, k, v, gamma, S, scale):
 
 
 def lightning_attention_tokens(q, k, v, slope, S, scale):
-    """Lightning Attention-2, Qin et al. 2024; MiniMax-01: kv <- lambda kv + k v', lambda = e^-s."""
+    """Lightning Attention-2, Qin et al. 2024; MiniMax-01: kv <- lambda kv + k v', lambda = e^-s.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> x, S = np.ones((3, 1)), np.zeros((1, 1))
+    >>> o, _ = reference.lightning_attention_tokens(x, x, x, 0.7, S, 1)
+    >>> np.allclose(o, reference.retention_tokens(x, x, x, np.exp(-0.7), S, 1)[0])
+    True
+    """
     lam = np.exp(-slope)
     kv = S
     o = np.empty_like(v)
@@ -195,6 +264,20 @@ def lightning_attention_chunk(q, k, v, slope, S, scale):
     """Intra block (Q K' . M) V; inter block Lambda Q KV; KV <- lambda^C KV + (lambda^C/Lambda K)'V.
 
     Lambda = diag(lambda^1 .. lambda^C). The quotient is written lambda^(C-i): it never overflows.
+
+    Examples
+    --------
+    Two chunks of three tokens, and one of six:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> (q, k, v), S = rng.standard_normal((3, 6, 4)), rng.standard_normal((4, 4))
+    >>> o, S6 = reference.lightning_attention_chunk(q, k, v, 0.7, S, 1)
+    >>> first, S3 = reference.lightning_attention_chunk(q[:3], k[:3], v[:3], 0.7, S, 1)
+    >>> then, S33 = reference.lightning_attention_chunk(q[3:], k[3:], v[3:], 0.7, S3, 1)
+    >>> np.allclose(o, np.concatenate([first, then])), np.allclose(S6, S33)
+    (True, True)
     """
     C = len(q)
     lam = np.exp(-slope)
@@ -206,7 +289,19 @@ def lightning_attention_chunk(q, k, v, slope, S, scale):
 
 
 def simple_gla_tokens(q, k, v, a, S, scale):
-    """A scalar decay a_t = exp(g_t) per token and head; Mamba-2's SSD (Dao and Gu 2024)."""
+    """A scalar decay a_t = exp(g_t) per token and head; Mamba-2's SSD (Dao and Gu 2024).
+
+    Examples
+    --------
+    Token 1 forgets half, and token 2 everything:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> x, a = np.ones((3, 1)), np.array([1.0, 0.5, 0.0])
+    >>> o, _ = reference.simple_gla_tokens(x, x, x, a, np.zeros((1, 1)), 1)
+    >>> o.ravel().tolist()
+    [1.0, 1.5, 1.0]
+    """
     o = np.empty_like(v)
     for t in range(len(q)):
         S = a[t] * S + np.outer(k[t], v[t])
@@ -215,7 +310,20 @@ def simple_gla_tokens(q, k, v, a, S, scale):
 
 
 def simple_gla_chunk(q, k, v, a, S, scale):
-    """(Q K' . G) V, where G_ij = a_i ... a_{j+1} is the part of write j that is left at token i."""
+    """(Q K' . G) V, where G_ij = a_i ... a_{j+1} is the part of write j that is left at token i.
+
+    Examples
+    --------
+    With the same decay for every token it is retention:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> (q, k, v), S = rng.standard_normal((3, 6, 4)), rng.standard_normal((4, 4))
+    >>> o, _ = reference.simple_gla_chunk(q, k, v, np.full(6, 0.9), S, 1)
+    >>> np.allclose(o, reference.retention_chunk(q, k, v, 0.9, S, 1)[0])
+    True
+    """
     G = decay_matrix(a)
     from_start = np.cumprod(a)
     o = scale * from_start[:, None] * (q @ S) + (scale * (q @ k.T) * G) @ v
@@ -224,7 +332,19 @@ def simple_gla_chunk(q, k, v, a, S, scale):
 
 
 def gla_tokens(q, k, v, a, S, scale):
-    """Gated Linear Attention, Yang et al. 2024: every key channel has its own decay, a [T,K]."""
+    """Gated Linear Attention, Yang et al. 2024: every key channel has its own decay, a [T,K].
+
+    Examples
+    --------
+    Key 0 keeps everything, and key 1 forgets half with every token:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> k, a = np.ones((3, 2)), np.array([[1.0, 0.5]] * 3)
+    >>> _, S = reference.gla_tokens(k, k, np.ones((3, 1)), a, np.zeros((2, 1)), 1)
+    >>> S.ravel().tolist()
+    [3.0, 1.75]
+    """
     o = np.empty_like(v)
     for t in range(len(q)):
         S = a[t][:, None] * S + np.outer(k[t], v[t])
@@ -233,7 +353,21 @@ def gla_tokens(q, k, v, a, S, scale):
 
 
 def gla_chunk(q, k, v, a, S, scale):
-    """A_ij = q_i' diag(a_i ... a_{j+1}) k_j: the keys fade, channel by channel, as i moves on."""
+    """A_ij = q_i' diag(a_i ... a_{j+1}) k_j: the keys fade, channel by channel, as i moves on.
+
+    Examples
+    --------
+    With the same decay for every key it is the form of ``simple_gla``:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> (q, k, v), S = rng.standard_normal((3, 6, 4)), rng.standard_normal((4, 4))
+    >>> a = rng.uniform(0, 1, 6)
+    >>> o, _ = reference.gla_chunk(q, k, v, a[:, None].repeat(4, 1), S, 1)
+    >>> np.allclose(o, reference.simple_gla_chunk(q, k, v, a, S, 1)[0])
+    True
+    """
     A, faded = faded_scores(q, k, a)
     from_start = np.cumprod(a, axis=0)
     o = scale * (q * from_start) @ S + scale * A @ v
@@ -245,6 +379,17 @@ def delta_rule_tokens(q, k, v, beta, S, scale):
     """DeltaNet, Schlag et al. 2021: write only what the state does not yet answer.
 
     S + b k (v - k'S)' is the other spelling, (I - b k k') S + b k v', with fewer multiplications.
+
+    Examples
+    --------
+    Token 1 has the key of token 0, and replaces its value:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> k, v = np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([[2.0], [5.0]])
+    >>> _, S = reference.delta_rule_tokens(k, k, v, np.ones(2), np.zeros((2, 1)), 1)
+    >>> S.ravel().tolist()
+    [5.0, 0.0]
     """
     o = np.empty_like(v)
     for t in range(len(q)):
@@ -260,6 +405,17 @@ def delta_rule_chunk(q, k, v, beta, S, scale):
 
     A prediction needs the writes before it: u_i = b_i (v_i - k_i'S - sum_{j<i} k_i.k_j u_j),
     a triangular system for U [C,V]. The rest is linear attention with U in the place of V.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> (q, k, v), S = rng.standard_normal((3, 6, 4)), rng.standard_normal((4, 4))
+    >>> k, beta = reference.l2norm(k), rng.uniform(0, 1, 6)
+    >>> o, _ = reference.delta_rule_chunk(q, k, v, beta, S, 1)
+    >>> np.allclose(o, reference.delta_rule_tokens(q, k, v, beta, S, 1)[0])
+    True
     """
     L = beta[:, None] * np.tril(k @ k.T, -1)  # scores
     P = np.tril(q @ k.T)
@@ -273,6 +429,18 @@ def gated_delta_rule_tokens(q, k, v, a, beta, S, scale):
 
     The prediction is made from the decayed state. Predicting from the undecayed one is the usual
     mistake; the worked example in docs/math.md has the numbers that it gives.
+
+    Examples
+    --------
+    The state after token 0 is 4, and decays to 2. Half of the error, 2, is written:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> k, v = np.ones((2, 1)), np.full((2, 1), 4.0)
+    >>> a, beta = np.array([1.0, 0.5]), np.array([1.0, 0.5])
+    >>> _, S = reference.gated_delta_rule_tokens(k, k, v, a, beta, np.zeros((1, 1)), 1)
+    >>> S.item()
+    3.0
     """
     o = np.empty_like(v)
     for t in range(len(q)):
@@ -284,7 +452,21 @@ def gated_delta_rule_tokens(q, k, v, a, beta, S, scale):
 
 
 def gated_delta_rule_chunk(q, k, v, a, beta, S, scale):
-    """The delta rule's system, each pair (i, j) faded by G_ij and the state by a_1 ... a_i."""
+    """The delta rule's system, each pair (i, j) faded by G_ij and the state by a_1 ... a_i.
+
+    Examples
+    --------
+    Without a decay it is the delta rule:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> (q, k, v), S = rng.standard_normal((3, 6, 4)), rng.standard_normal((4, 4))
+    >>> k, beta = reference.l2norm(k), rng.uniform(0, 1, 6)
+    >>> o, _ = reference.gated_delta_rule_chunk(q, k, v, np.ones(6), beta, S, 1)
+    >>> np.allclose(o, reference.delta_rule_chunk(q, k, v, beta, S, 1)[0])
+    True
+    """
     G = decay_matrix(a)
     from_start = np.cumprod(a)[:, None]
     L = beta[:, None] * np.tril(k @ k.T, -1) * G  # scores
@@ -295,7 +477,20 @@ def gated_delta_rule_chunk(q, k, v, a, beta, S, scale):
 
 
 def kda_tokens(q, k, v, a, beta, S, scale):
-    """Kimi Delta Attention, Kimi Linear 2025: S <- (I - b k k') diag(a) S + b k v', a [T,K]."""
+    """Kimi Delta Attention, Kimi Linear 2025: S <- (I - b k k') diag(a) S + b k v', a [T,K].
+
+    Examples
+    --------
+    Key 1 forgets at once, so that it predicts 0 for token 1:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> k, v = np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([[2.0], [2.0]])
+    >>> a, beta = np.array([[1.0, 0.0]] * 2), np.array([1.0, 0.5])
+    >>> _, S = reference.kda_tokens(k, k, v, a, beta, np.zeros((2, 1)), 1)
+    >>> S.ravel().tolist()
+    [0.0, 1.0]
+    """
     o = np.empty_like(v)
     for t in range(len(q)):
         S = a[t][:, None] * S
@@ -306,7 +501,21 @@ def kda_tokens(q, k, v, a, beta, S, scale):
 
 
 def kda_chunk(q, k, v, a, beta, S, scale):
-    """The delta rule's system with GLA's scores: the decay cannot be pulled out of k_i . k_j."""
+    """The delta rule's system with GLA's scores: the decay cannot be pulled out of k_i . k_j.
+
+    Examples
+    --------
+    With the same decay for every key it is the gated delta rule:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> (q, k, v), S = rng.standard_normal((3, 6, 4)), rng.standard_normal((4, 4))
+    >>> (a, beta), k = rng.uniform(0, 1, (2, 6)), reference.l2norm(k)
+    >>> o, _ = reference.kda_chunk(q, k, v, a[:, None].repeat(4, 1), beta, S, 1)
+    >>> np.allclose(o, reference.gated_delta_rule_chunk(q, k, v, a, beta, S, 1)[0])
+    True
+    """
     from_start = np.cumprod(a, axis=0)
     L = beta[:, None] * np.tril(faded_scores(k, k, a)[0], -1)  # scores
     P, faded = faded_scores(q, k, a)
@@ -321,7 +530,17 @@ def kda_chunk(q, k, v, a, beta, S, scale):
 
 
 def decay_matrix(a):
-    """G [C,C] with G_ij = a_i a_{i-1} ... a_{j+1} for j <= i, else 0. a [C]."""
+    """G [C,C] with G_ij = a_i a_{i-1} ... a_{j+1} for j <= i, else 0. a [C].
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> reference.decay_matrix(np.array([0.1, 0.5, 0.25]))
+    array([[1.   , 0.   , 0.   ],
+           [0.5  , 1.   , 0.   ],
+           [0.125, 0.25 , 1.   ]])
+    """
     G = np.eye(len(a), dtype=a.dtype)
     for i in range(1, len(a)):
         G[i, :i] = a[i] * G[i - 1, :i]
@@ -329,7 +548,19 @@ def decay_matrix(a):
 
 
 def faded_scores(q, k, a):
-    """A [C,C] with A_ij = q_i' (a_i ... a_{j+1} k_j) for j <= i, and k faded to the last token."""
+    """A [C,C] with A_ij = q_i' (a_i ... a_{j+1} k_j) for j <= i, and k faded to the last token.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 5, 4))
+    >>> A, faded = reference.faded_scores(q, k, np.full((5, 4), 0.5))
+    >>> np.allclose(A[3, 1], q[3] @ k[1] * 0.5**2)  # tokens 2 and 3 decay
+    True
+    >>> np.allclose(faded[1], k[1] * 0.5**3)
+    True
+    """
     A = np.zeros((len(q), len(q)), q.dtype)
     faded = np.zeros_like(k)
     for i in range(len(q)):
@@ -340,7 +571,17 @@ def faded_scores(q, k, a):
 
 
 def solve_unit_lower(L, R):
-    """U with (I + L) U = R, for a strictly lower triangular L, by forward substitution."""
+    """U with (I + L) U = R, for a strictly lower triangular L, by forward substitution.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> L, R = np.tril(rng.standard_normal((5, 5)), -1), rng.standard_normal((5, 3))
+    >>> np.allclose((np.eye(5) + L) @ reference.solve_unit_lower(L, R), R)
+    True
+    """
     U = np.empty_like(R)
     for i in range(len(R)):
         U[i] = R[i] - L[i, :i] @ U[:i]
@@ -377,6 +618,19 @@ def linear_attention(
     The state is the pair (S [N,HV,K,V], z [N,HV,K]) when normalised, else S alone.
     causal=False: every token reads the state of its whole sequence. k and v may then have another
     number of tokens than q.
+
+    Examples
+    --------
+    The three forms agree:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 10, 4))  # one head: [T,K]
+    >>> o, (S, z) = reference.linear_attention(q, k, v)
+    >>> np.allclose(o, reference.linear_attention(q, k, v, form="chunk", chunk_size=3)[0])
+    True
+    >>> np.allclose(o, reference.linear_attention(q, k, v, form="parallel")[0])
+    True
     """
     q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
     scale = read_scale(scale, q)
@@ -418,7 +672,21 @@ OPS["linear_attention"] = Op(
 
 @takes_one_head
 def retention(q, k, v, *, gamma=None, **common):
-    """gamma [HV], the decay itself; None is RetNet's 1 - 2^(-5-h)."""
+    """RetNet's retention, as :func:`linattn.retention` has it.
+
+    gamma [HV], the decay itself; None is RetNet's 1 - 2^(-5-h).
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> from linattn import reference
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 10, 3, 4))  # [B,T,H,K]
+    >>> o, S = reference.retention(q, k, v)
+    >>> S.shape
+    (2, 3, 4, 4)
+    >>> np.allclose(o, linattn.retention(q, k, v)[0])
+    True
+    """
     gamma = retnet_gamma(v) if gamma is None else gamma
     return per_head(OPS["retention"], q, k, v, gamma, **common)
 
@@ -428,7 +696,23 @@ OPS["retention"] = Op(retention_tokens, retention_chunk, decay="head", default_d
 
 @takes_one_head
 def lightning_attention(q, k, v, slopes, **common):
-    """slopes [HV] >= 0; the decay is exp(-slope)."""
+    """Lightning Attention, as :func:`linattn.lightning_attention` has it.
+
+    slopes [HV] >= 0; the decay is exp(-slope).
+
+    Examples
+    --------
+    The naive twin computes in float32, and is off by roundings:
+
+    >>> import numpy as np, linattn
+    >>> from linattn import reference
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 10, 4, 8))  # [B,T,H,K]
+    >>> slopes = linattn.lightning_slopes(4)
+    >>> o, _ = reference.lightning_attention(q, k, v, slopes)
+    >>> twin, _ = reference.lightning_attention(q, k, v, slopes, dtype=np.float32)
+    >>> twin.dtype.name, np.array_equal(o, twin), np.allclose(o, twin, atol=1e-4)
+    ('float32', False, True)
+    """
     return per_head(OPS["lightning_attention"], q, k, v, slopes, **common)
 
 
@@ -437,7 +721,24 @@ OPS["lightning_attention"] = Op(lightning_attention_tokens, lightning_attention_
 
 @takes_one_head
 def simple_gla(q, k, v, g=None, *, alpha=None, dtype=np.float64, **common):
-    """g [B,T,HV], log decay; or alpha, the decay itself."""
+    """Linear attention with a decay per token, as :func:`linattn.simple_gla` has it.
+
+    g [B,T,HV], log decay; or alpha, the decay itself.
+
+    Examples
+    --------
+    Two sequences, packed into one row and apart:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 10, 2, 4))  # [B,T,H,K]
+    >>> g = -rng.uniform(0, 1, (1, 10, 2))  # [B,T,HV]
+    >>> o, S = reference.simple_gla(q, k, v, g, cu_seqlens=[0, 4, 10])
+    >>> last, S_last = reference.simple_gla(q[:, 4:], k[:, 4:], v[:, 4:], g[:, 4:])
+    >>> np.allclose(o[:, 4:], last), np.allclose(S[1], S_last[0])
+    (True, True)
+    """
     a = given_decay(g, alpha, dtype)
     return per_head(OPS["simple_gla"], q, k, v, a, dtype=dtype, **common)
 
@@ -447,7 +748,21 @@ OPS["simple_gla"] = Op(simple_gla_tokens, simple_gla_chunk, decay="token")
 
 @takes_one_head
 def gla(q, k, v, g=None, *, alpha=None, dtype=np.float64, **common):
-    """g [B,T,HV,K], log decay; or alpha, the decay itself."""
+    """Gated linear attention, as :func:`linattn.gla` has it.
+
+    g [B,T,HV,K], log decay; or alpha, the decay itself.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, g = rng.standard_normal((4, 10, 4))  # one head: [T,K]
+    >>> g = -np.abs(g)
+    >>> o, S = reference.gla(q, k, v, g)
+    >>> np.allclose(o, reference.gla(q, k, v, alpha=np.exp(g))[0])
+    True
+    """
     a = given_decay(g, alpha, dtype)
     return per_head(OPS["gla"], q, k, v, a, dtype=dtype, **common)
 
@@ -457,7 +772,21 @@ OPS["gla"] = Op(gla_tokens, gla_chunk, decay="key")
 
 @takes_one_head
 def delta_rule(q, k, v, beta, **common):
-    """beta [B,T,HV], how much of the error is written."""
+    """The delta rule, as :func:`linattn.delta_rule` has it.
+
+    beta [B,T,HV], how much of the error is written.
+
+    Examples
+    --------
+    With beta = 1 and orthogonal keys of norm 1, the state answers every key with its value:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> k, v = np.eye(4), np.random.default_rng(0).standard_normal((4, 3))  # one head: [T,K]
+    >>> _, S = reference.delta_rule(k, k, v, beta=1)
+    >>> np.allclose(k @ S, v)
+    True
+    """
     return per_head(OPS["delta_rule"], q, k, v, beta, **common)
 
 
@@ -466,7 +795,24 @@ OPS["delta_rule"] = Op(delta_rule_tokens, delta_rule_chunk, decay="none")
 
 @takes_one_head
 def gated_delta_rule(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
-    """g [B,T,HV], log decay, or alpha, the decay itself; beta [B,T,HV]."""
+    """The gated delta rule, as :func:`linattn.gated_delta_rule` has it.
+
+    g [B,T,HV], log decay, or alpha, the decay itself; beta [B,T,HV].
+
+    Examples
+    --------
+    A call may go on from the state of another:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> from linattn.testing import make_inputs
+    >>> x = make_inputs("gated_delta_rule", np.random.default_rng(0), T=8)  # q, k, v, g, beta
+    >>> first, then = ({n: y[:, part] for n, y in x.items()} for part in (slice(5), slice(5, 8)))
+    >>> _, S = reference.gated_delta_rule(**first)
+    >>> o, _ = reference.gated_delta_rule(**then, initial_state=S)
+    >>> np.allclose(o, reference.gated_delta_rule(**x)[0][:, 5:])
+    True
+    """
     a = given_decay(g, alpha, dtype)
     return per_head(OPS["gated_delta_rule"], q, k, v, a, beta, dtype=dtype, **common)
 
@@ -476,7 +822,25 @@ OPS["gated_delta_rule"] = Op(gated_delta_rule_tokens, gated_delta_rule_chunk, de
 
 @takes_one_head
 def kda(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
-    """g [B,T,HV,K], log decay, or alpha, the decay itself; beta [B,T,HV]."""
+    """Kimi Delta Attention, as :func:`linattn.kda` has it.
+
+    g [B,T,HV,K], log decay, or alpha, the decay itself; beta [B,T,HV].
+
+    Examples
+    --------
+    Four value heads read two query and key heads, two of them each:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> from linattn.testing import make_inputs
+    >>> x = make_inputs("kda", np.random.default_rng(0), T=6, H=2, HV=4)  # q, k, v, g, beta
+    >>> o, S = reference.kda(**x)
+    >>> o.shape, S.shape
+    ((1, 6, 4, 4), (1, 4, 4, 4))
+    >>> each = {name: y.repeat(2, 2) if name in "qk" else y for name, y in x.items()}
+    >>> np.allclose(o, reference.kda(**each)[0])
+    True
+    """
     a = given_decay(g, alpha, dtype)
     return per_head(OPS["kda"], q, k, v, a, beta, dtype=dtype, **common)
 
@@ -485,9 +849,19 @@ OPS["kda"] = Op(kda_tokens, kda_chunk, decay="key")
 
 
 def implicit_weights(name, q, k, **arguments):
-    """A [B,HV,T,T] with o = A v: the op, run on the values e_1 .. e_T. arguments: the op's own.
+    """A [B,HV,T,T] with o = A v: the op called `name`, run on the values e_1 .. e_T.
 
-    A is [T,T] for q and k [T,K].
+    arguments are the op's own. A is [T,T] for q and k [T,K].
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> q = k = np.ones((3, 1))  # one head: [T,K]
+    >>> reference.implicit_weights("retention", q, k, gamma=0.5)
+    array([[1.  , 0.  , 0.  ],
+           [0.5 , 1.  , 0.  ],
+           [0.25, 0.5 , 1.  ]])
     """
     if np.ndim(q) == 2:
         return globals()[name](q, k, np.eye(len(q)), **arguments)[0]

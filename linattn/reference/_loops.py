@@ -10,7 +10,15 @@ from .elements import GIVEN_AS, l2norm
 
 
 class Op(NamedTuple):
-    """The record of an op. It stands below the op's public function."""
+    """The record of an op. It stands below the op's public function.
+
+    Examples
+    --------
+    >>> from linattn import reference
+    >>> op = reference.OPS["kda"]
+    >>> op.decay, op.has_normaliser, op.tokens is reference.kda_tokens
+    ('key', False, True)
+    """
 
     tokens: Callable  # one head, token by token
     chunk: Callable  # one head, C tokens at once

@@ -38,7 +38,24 @@ from .elements import (
 
 
 def linear_attention_adjoint(q, k, v, S, z, scale, dnum, dden, dS, dz):
-    """dq, dk, dv, dS0, dz0 of linear_attention_tokens."""
+    """dq, dk, dv, dS0, dz0 of linear_attention_tokens.
+
+    Examples
+    --------
+    num is linear in v and S. If only num has a gradient, the products with the gradients have one
+    sum:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, dnum = rng.uniform(0, 1, (4, 6, 3))
+    >>> S, z, none = rng.uniform(0, 1, (3, 3)), np.ones(3), (np.zeros((3, 3)), np.zeros(3))
+    >>> grads = reference.linear_attention_adjoint(q, k, v, S, z, 1, dnum, np.zeros(6), *none)
+    >>> _, _, dv, dS, _ = grads
+    >>> num, _, _ = reference.linear_attention_tokens(q, k, v, (S, z), 1)
+    >>> np.allclose((dv * v).sum() + (dS * S).sum(), (dnum * num).sum())
+    True
+    """
     states = [(S, z)]
     for t in range(len(q)):
         S, z = S + np.outer(k[t], v[t]), z + k[t]
@@ -61,7 +78,22 @@ def linear_attention_adjoint(q, k, v, S, z, scale, dnum, dden, dS, dz):
 
 
 def linear_attention_noncausal_adjoint(q, k, v, S, z, scale, dnum, dden, dS, dz):
-    """The same when every token reads the last state: all reads are undone before any write."""
+    """The same when every token reads the last state: all reads are undone before any write.
+
+    Examples
+    --------
+    Every token reads every value, so all of them have one gradient if their keys are equal:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> q, dnum = np.random.default_rng(0).uniform(0, 1, (2, 6, 3))
+    >>> k = v = np.ones((6, 3))
+    >>> S, z = np.zeros((3, 3)), np.zeros(3)
+    >>> last = (np.zeros(6), S, z)  # dden, dS, dz
+    >>> grads = reference.linear_attention_noncausal_adjoint(q, k, v, S, z, 1, dnum, *last)
+    >>> np.allclose(grads[2], grads[2][0])  # dv
+    True
+    """
     S, z = S + k.T @ v, z + k.sum(0)
     # den = scale q z
     dq = scale * np.outer(dden, z)
@@ -78,7 +110,23 @@ def linear_attention_noncausal_adjoint(q, k, v, S, z, scale, dnum, dden, dS, dz)
 
 
 def additive_adjoint(q, k, v, a, S, scale, do, dS):
-    """dq, dk, dv, da, dS0 of gla_tokens, and of every op that is gla with a simpler decay."""
+    """dq, dk, dv, da, dS0 of gla_tokens, and of every op that is gla with a simpler decay.
+
+    Examples
+    --------
+    o and the last state are linear in v and S, so that the products with the gradients have one
+    sum:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> (q, k, v, do), (S, dS) = rng.standard_normal((4, 6, 3)), rng.standard_normal((2, 3, 3))
+    >>> a = rng.uniform(0, 1, (6, 3))
+    >>> o, S_last = reference.gla_tokens(q, k, v, a, S, 1)
+    >>> _, _, dv, _, dS_first = reference.additive_adjoint(q, k, v, a, S, 1, do, dS)
+    >>> np.allclose((dv * v).sum() + (dS_first * S).sum(), (do * o).sum() + (dS * S_last).sum())
+    True
+    """
     states = [S]
     for t in range(len(q)):
         states.append(a[t][:, None] * states[t] + np.outer(k[t], v[t]))
@@ -97,7 +145,22 @@ def additive_adjoint(q, k, v, a, S, scale, do, dS):
 
 
 def delta_adjoint(q, k, v, a, beta, S, scale, do, dS):
-    """dq, dk, dv, da, dbeta, dS0 of kda_tokens, and of the two simpler delta rules."""
+    """dq, dk, dv, da, dbeta, dS0 of kda_tokens, and of the two simpler delta rules.
+
+    Examples
+    --------
+    dbeta beside a difference quotient:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> (q, k, v, do), (S, dS) = rng.standard_normal((4, 6, 3)), rng.standard_normal((2, 3, 3))
+    >>> a, (beta, e) = rng.uniform(0, 1, (6, 3)), (rng.uniform(0, 1, 6), 1e-6 * np.eye(6)[2])
+    >>> dbeta = reference.delta_adjoint(q, k, v, a, beta, S, 1, do, 0 * S)[4]
+    >>> more, less = (reference.kda_tokens(q, k, v, a, b, S, 1)[0] for b in (beta + e, beta - e))
+    >>> np.allclose(dbeta[2], (do * (more - less)).sum() / 2e-6)
+    True
+    """
     states = [S]
     for t in range(len(q)):
         D = a[t][:, None] * states[t]
@@ -138,6 +201,20 @@ def chunk_adjoint(q, k, v, a, beta, S, scale, do, dS, C):
 
     The results equal those of the adjoints above but for rounding. They are the yardstick for
     kernels that compute the gradients in chunks. da has the shape of a.
+
+    Examples
+    --------
+    In chunks of four tokens, and token by token:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> rng = np.random.default_rng(0)
+    >>> (q, k, v, do), (S, dS) = rng.standard_normal((4, 6, 3)), rng.standard_normal((2, 3, 3))
+    >>> a, beta = rng.uniform(0, 1, (6, 3)), rng.uniform(0, 1, 6)
+    >>> by_chunk = reference.chunk_adjoint(q, k, v, a, beta, S, 1, do, dS, 4)
+    >>> by_token = reference.delta_adjoint(q, k, v, a, beta, S, 1, do, dS)
+    >>> all(np.allclose(x, y) for x, y in zip(by_chunk, by_token))
+    True
     """
     dq, dk, dv, da = np.empty_like(q), np.empty_like(k), np.empty_like(v), np.empty_like(a)
     dbeta = None if beta is None else np.empty_like(beta)
@@ -278,7 +355,17 @@ def _chunk_length(form, T, chunk_size):
 
 
 class Gradients(NamedTuple):
-    """dg is the gradient of the gate as it was given: g, alpha, gamma or slopes."""
+    """dg is the gradient of the gate as it was given: g, alpha, gamma or slopes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> x = np.ones((3, 2))  # one head: [T,K]
+    >>> grads = reference.backward("delta_rule", x, x, x, x, beta=np.ones(3))
+    >>> grads.dq.shape, grads.dbeta.shape, grads.dg is None
+    ((3, 2), (3,), True)
+    """
 
     dq: np.ndarray
     dk: np.ndarray
@@ -318,6 +405,16 @@ def backward(
 
     An argument that was not given has the gradient None. A normalised op's states come as pairs
     (S, z).
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> from linattn import reference
+    >>> do, q, k, v = np.random.default_rng(0).standard_normal((4, 2, 6, 3, 4))  # [B,T,H,K]
+    >>> gamma = np.array([0.9, 0.8, 0.7])
+    >>> grads = reference.backward("retention", do, q, k, v, gamma=gamma)
+    >>> np.allclose(grads.dg, linattn.retention_backward(do, q, k, v, gamma=gamma).dg)
+    True
     """
     op, work = OPS[name], working(dtype)
     if not op.has_normaliser:

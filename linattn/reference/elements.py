@@ -12,7 +12,15 @@ import numpy as np
 
 
 def l2norm(x):
-    """r x, with r = (sum x^2 + 1e-6)^(-1/2) over the last axis."""
+    """r x, with r = (sum x^2 + 1e-6)^(-1/2) over the last axis.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> reference.l2norm(np.array([3.0, 4.0])).round(6)
+    array([0.6, 0.8])
+    """
     return x / np.sqrt((x * x).sum(-1, keepdims=True) + x.dtype.type(1e-6))
 
 

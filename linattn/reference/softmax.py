@@ -9,7 +9,16 @@ from ._one_head import takes_one_head
 
 
 class SoftmaxGradients(NamedTuple):
-    """The gradients of softmax attention."""
+    """The gradients of softmax attention.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> x = np.ones((3, 2))  # one head: [T,K]
+    >>> reference.softmax_attention_backward(x, x, x, x)._fields
+    ('dq', 'dk', 'dv')
+    """
 
     dq: np.ndarray
     dk: np.ndarray
@@ -21,6 +30,16 @@ def softmax_weights(q, k, *, causal=True, scale=None, dtype=np.float64):
 
     causal=True: token i reads tokens j <= i; every other weight is 0. With causal=False, q may have
     another number of tokens than k: A is [B,H,Lq,Lkv].
+
+    Examples
+    --------
+    Where all scores are equal, all weights are:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> reference.softmax_weights(np.zeros((2, 4)), np.zeros((2, 4)))  # one head: [T,K]
+    array([[1. , 0. ],
+           [0.5, 0.5]])
     """
     if np.ndim(q) == 2:
         q, k = (np.asarray(x)[None, :, None] for x in (q, k))
@@ -48,6 +67,19 @@ def softmax_attention(q, k, v, *, causal=True, scale=None, dtype=np.float64):
     Every token reads the keys and values of all tokens that it sees: time grows with T squared, and
     a decoder keeps all of them. No sum over j can be taken before i is known, because exp does not
     split into a function of q_i and one of k_j.
+
+    Examples
+    --------
+    Every output lies between the least and the largest value that is seen:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 6, 4))  # one head: [T,K]
+    >>> o = reference.softmax_attention(q, k, v, causal=False)
+    >>> bool((o > v.min(0)).all() and (o < v.max(0)).all())
+    True
+    >>> np.allclose(o, reference.softmax_weights(q, k, causal=False) @ v)
+    True
     """
     A, v = softmax_weights(q, k, causal=causal, scale=scale, dtype=dtype), cast(v, dtype)
     A = A.repeat(v.shape[2] // A.shape[1], 1)
@@ -56,7 +88,19 @@ def softmax_attention(q, k, v, *, causal=True, scale=None, dtype=np.float64):
 
 @takes_one_head
 def softmax_attention_backward(do, q, k, v, *, causal=True, scale=None, dtype=np.float64):
-    """dq, dk, dv of sum(do * o). A is computed again, from q and k."""
+    """dq, dk, dv of sum(do * o). A is computed again, from q and k.
+
+    Examples
+    --------
+    The weights of row i sum to one, so the values together get all of do_i:
+
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> do, q, k, v = np.random.default_rng(0).standard_normal((4, 6, 4))  # one head: [T,K]
+    >>> grads = reference.softmax_attention_backward(do, q, k, v)
+    >>> np.allclose(grads.dv.sum(0), do.sum(0))
+    True
+    """
     A = softmax_weights(q, k, causal=causal, scale=scale, dtype=dtype)
     do, q, k, v = (cast(x, dtype) for x in (do, q, k, v))
     scale, shared = read_scale(scale, q), v.shape[2] // q.shape[2]
