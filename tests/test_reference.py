@@ -160,6 +160,10 @@ def test_implicit_weights_are_the_op():
     o, _ = reference.kda(v=v, **inputs)
     np.testing.assert_allclose(np.einsum("bhij,bjhv->bihv", A, v), o, rtol=1e-12, atol=1e-13)
     assert not A[..., ~np.tri(7, dtype=bool)].any()
+    numbers = reference.implicit_weights("kda", inputs["q"], inputs["k"], alpha=0.9, beta=0.5)
+    arrays = {"alpha": np.full((2, 7, 2, 4), 0.9), "beta": np.full((2, 7, 2), 0.5)}
+    same = reference.implicit_weights("kda", inputs["q"], inputs["k"], **arrays)
+    np.testing.assert_array_equal(numbers, same)
     rows = reference.implicit_weights("linear_attention", inputs["q"], inputs["k"])
     np.testing.assert_allclose(rows.sum(-1), 1, rtol=1e-13)
 
