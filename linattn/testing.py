@@ -8,6 +8,15 @@ import numpy as np
 from linattn import _linattn, ops
 from linattn.variants import ARRAYS, OPS, VARIANTS, ArrayLine
 
+__all__ = [
+    "GATES",
+    "RMS_BOUND",
+    "RMS_BOUND_TF32",
+    "assert_accurate",
+    "make_inputs",
+    "make_output_gradients",
+]
+
 # r, the bound on rms(out - ref64) / rms(ref64). A correct result rounded once is off by at most
 # half a unit in the last place: 2e-3 in bfloat16, 2.4e-4 in float16. float32 and float64 have the
 # roundings of long sums on top.
@@ -18,21 +27,58 @@ RMS_BOUND_TF32 = 1e-3
 def assert_accurate(out, ref64, naive, *, dtype, gradient=False, tf32=False, name=""):
     """Raise AssertionError unless `out` is as good as plain NumPy at `dtype` would be.
 
-    out     what is tested
-    ref64   linattn.reference in float64 (np.longdouble when dtype is float64: see below)
-    naive   linattn.reference with dtype=dtype: the same algorithm, its rounding errors included
+    Parameters
+    ----------
+    out : array
+        The result under test.
+    ref64 : array, shape of out
+        linattn.reference in float64 (np.longdouble when dtype is float64: see below).
+    naive : array, shape of out
+        linattn.reference with dtype=dtype: the same algorithm, its rounding errors included.
+    dtype : dtype
+        float64, float32, float16 or bfloat16: that of the inputs.
+    gradient : bool
+        Is `out` a gradient? The bound r is then twice as large.
+    tf32 : bool
+        May operands have been rounded as tf32's are? Only for float32.
+    name : str
+        Of the result, for the message.
 
+    Raises
+    ------
+    AssertionError
+        One of the rules does not hold. The message has the figures.
+
+    Notes
+    -----
     All of these must hold:
-      1. out, ref64 and naive have one shape; out is finite, +inf, -inf and NaN where ref64, as
-         dtype holds it, is; naive is finite where ref64 is, since it cannot be a yardstick else;
-      2. max|out - ref64| <= 2 max|naive - ref64| + 2 max|(ref64 + 0.3 - 0.3 at dtype) - ref64|;
-      3. rms(out - ref64) / rms(ref64) < r, unless ref64 is zero everywhere: then 2 alone decides,
-         and it asks for what naive got, usually exact zeros.
+
+    1. out, ref64 and naive have one shape; out is finite, +inf, -inf and NaN where ref64, as
+       dtype holds it, is; naive is finite where ref64 is, since it cannot be a yardstick else;
+    2. max|out - ref64| <= 2 max|naive - ref64| + 2 max|(ref64 + 0.3 - 0.3 at dtype) - ref64|;
+    3. rms(out - ref64) / rms(ref64) < r, unless ref64 is zero everywhere: then 2 alone decides,
+       and it asks for what naive got, usually exact zeros.
+
     r is float64 1e-12, float32 2e-6 (tf32 1e-3), bfloat16 8e-3, float16 2e-3; twice that for a
     gradient. The second term of 2 keeps the bound off zero where naive happens to be exact.
 
     For float64 the naive twin must not be ref64 itself, or rule 2 asks for the same bits: take
     ref64 with dtype=np.longdouble, or naive in another form (form="chunk").
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> from linattn import reference
+    >>> from linattn.testing import assert_accurate, make_inputs
+    >>> x = make_inputs("kda", np.random.default_rng(0), T=100, dtype=np.float32)
+    >>> o, _ = linattn.kda(**x)
+    >>> (ref64, _), (naive, _) = reference.kda(**x), reference.kda(**x, dtype=np.float32)
+    >>> assert_accurate(o, ref64, naive, dtype=np.float32)
+    >>> assert_accurate(o + 1e-4, ref64, naive, dtype=np.float32)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    AssertionError: not accurate for float32, shape (1, 100, 1, 4)
+    ...
     """
     dtype = np.dtype(dtype)
     out, ref64, naive = np.asarray(out), np.asarray(ref64), np.asarray(naive)
@@ -184,9 +230,39 @@ def make_inputs(
 
     q, k and v are about normal; a delta rule's keys have about unit norm, so that its solve is well
     conditioned; g = -softplus(normal), at least -3; beta in (0, 1); gamma in (0.5, 1); slopes in
-    (0, 1). All are rounded to dtype; an initial state is float32, or float64 for float64. With
-    cu_seqlens (B = 1) the dict has it too, and the state has its N. normalize (of linear_attention)
-    decides whether its state is the pair (S, z), and is in the dict when it is not True.
+    (0, 1).
+
+    Parameters
+    ----------
+    op : str
+        An op's name.
+    rng : numpy.random.Generator
+    B, T, H, HV, K, V : int
+        The sizes; HV is H by default.
+    dtype : dtype
+        All arrays are rounded to it.
+    initial_state : bool
+        Is a state made too? It is float32, or float64 for float64.
+    cu_seqlens : int array [N+1], optional
+        Packed sequences, with B = 1. The dict has it too, and the state is that of N sequences.
+    normalize : bool or str
+        Of linear_attention: says whether its state is the pair (S, z). The dict has it if it is not
+        True.
+
+    Returns
+    -------
+    dict of arrays
+        By the names of the op's arguments.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> from linattn.testing import make_inputs
+    >>> x = make_inputs("kda", np.random.default_rng(0), T=100, H=2, HV=4, K=8)
+    >>> {name: y.shape for name, y in x.items() if name in ("q", "v", "g")}
+    {'q': (1, 100, 2, 8), 'v': (1, 100, 4, 4), 'g': (1, 100, 4, 8)}
+    >>> linattn.kda(**x)[0].shape
+    (1, 100, 4, 4)
     """
     HV = H if HV is None else HV
     dtype = np.dtype(dtype)
@@ -208,7 +284,32 @@ def make_inputs(
 
 
 def make_output_gradients(op, rng, inputs):
-    """do and d_final_state for the inputs of make_inputs: random, in o's and the state's dtype."""
+    """do and d_final_state for the inputs of make_inputs: random, in o's and the state's dtype.
+
+    Parameters
+    ----------
+    op : str
+        An op's name.
+    rng : numpy.random.Generator
+    inputs : dict
+        From :func:`make_inputs`.
+
+    Returns
+    -------
+    dict of arrays
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> from linattn.testing import make_inputs, make_output_gradients
+    >>> rng = np.random.default_rng(0)
+    >>> x = make_inputs("gla", rng, T=100)
+    >>> made = make_output_gradients("gla", rng, x)
+    >>> {name: y.shape for name, y in made.items()}
+    {'do': (1, 100, 1, 4), 'd_final_state': (1, 1, 4, 4)}
+    >>> linattn.gla_backward(**made, **x).dg.shape
+    (1, 100, 1, 4)
+    """
     v = inputs["v"]
     state_dtype = np.float64 if v.dtype == np.float64 else np.float32
     return {
