@@ -98,6 +98,16 @@ def weights(
         A matrix is not [T,T], or the numbers of names, axes and tokens do not fit.
     ImportError
         There is no matplotlib.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> from linattn import plot, reference
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 6, 4))  # one head: [T,K]
+    >>> softmax, linear = reference.softmax_weights(q, k), linattn.implicit_weights(q, k)
+    >>> axes = plot.weights({"softmax": softmax, "linear": linear}, row=-1)
+    >>> axes.shape, [ax.get_title() for ax in axes[0]]
+    ((2, 2), ['softmax', 'linear'])
     """
     given = matrices if isinstance(matrices, Mapping) else {"": matrices}
     found = {title: _numbers(f"matrices[{title!r}]", A, 2) for title, A in given.items()}
@@ -163,6 +173,16 @@ def states(
         The states are not those of one head, or there are none.
     ImportError
         There is no matplotlib.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> from linattn import plot
+    >>> x = np.random.default_rng(0).standard_normal((5, 4))  # one head: [T,K]
+    >>> found = linattn.states("delta_rule", x, x, x, beta=0.5, qk_l2norm=True)
+    >>> axes = plot.states(found, tokens=["the", "cat", "sat", "on", "it"], columns=3)
+    >>> [ax.get_title() for ax in axes]
+    ['the', 'cat', 'sat', 'on', 'it']
     """
     S = _numbers("states", getattr(states, "S", states), 3)
     z = getattr(states, "z", None)
@@ -203,7 +223,7 @@ def states(
 def decay(
     gamma: Any = None, *, g: Any = None, tokens: int = 256, names: Any = None, axes: Any = None
 ) -> Any:
-    """What is left of a write after n more tokens, for each head; the dots are half-lives.
+    """The part of a write that is left after n more tokens, for each head; dots are half-lives.
 
     Parameters
     ----------
@@ -227,6 +247,13 @@ def decay(
         Both or none of gamma and g are given, or a decay is outside (0, 1].
     ImportError
         There is no matplotlib.
+
+    Examples
+    --------
+    >>> from linattn import plot
+    >>> ax = plot.decay(gamma=[0.5, 0.9, 1.0], tokens=16)
+    >>> [text.get_text() for text in ax.get_legend().get_texts()]
+    ['0: half-life 1', '1: half-life 6.58', '2: keeps everything']
     """
     if (gamma is None) == (g is None):
         raise ValueError(
@@ -304,6 +331,14 @@ def cost(
         There is no such op, or a size is too small.
     ImportError
         There is no matplotlib.
+
+    Examples
+    --------
+    >>> from linattn import plot
+    >>> measured = {"gla": {256: 0.1, 1024: 0.4}}  # seconds, by T
+    >>> axes = plot.cost("gla", d=128, T=[256, 1024, 4096], seconds=measured)
+    >>> [ax.get_title() for ax in axes[1:]]
+    ['bytes that a decoder keeps', 'seconds of a forward pass']
     """
     lengths = [2**n for n in range(4, 15)] if T is None else list(T)
     counts = {
@@ -362,6 +397,15 @@ def curve(
         x and y have different lengths.
     ImportError
         There is no matplotlib.
+
+    Examples
+    --------
+    The numbers of steps are 0, 1, 2, ... where they are not given:
+
+    >>> from linattn import plot
+    >>> ax = plot.curve({"training": [3.0, 2.0, 1.5], "test": ([0, 2], [3.1, 1.7])})
+    >>> [line.get_xdata().tolist() for line in ax.lines]
+    [[0.0, 1.0, 2.0], [0.0, 2.0]]
     """
     ax = _new(axes, 1, width=5.5, height=3.4)[0, 0]
     named = isinstance(values, Mapping)
