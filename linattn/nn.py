@@ -35,11 +35,30 @@ __all__ = [
 
 
 class State(NamedTuple):
-    """What a block remembers of N sequences."""
+    """The memory of a block after the tokens of N sequences so far.
 
-    memory: Tensor  #: [N,HV,K,V], float32
-    conv: tuple[Tensor, ...]  #: the last inputs of each short convolution, [N,W-1,D_i]
-    position: Tensor | None  #: [N], tokens so far, where they matter
+    Attributes
+    ----------
+    memory : Tensor [N,HV,K,V]
+        The state of the op, float32 (float64 for float64 parameters).
+    conv : tuple of Tensor [N,W-1,D_i]
+        The last inputs of each short convolution; empty without one.
+    position : Tensor [N], or None
+        The number of tokens so far, in a block that needs it.
+
+    Examples
+    --------
+    >>> from linattn.nn import DeltaNet
+    >>> state = DeltaNet(16, num_heads=2).zeros_state(3)
+    >>> tuple(state.memory.shape), [tuple(x.shape) for x in state.conv]
+    ((3, 2, 8, 8), [(3, 3, 16), (3, 3, 16), (3, 3, 16)])
+    >>> state.position is None
+    True
+    """
+
+    memory: Tensor
+    conv: tuple[Tensor, ...]
+    position: Tensor | None
 
 
 class LinearAttention(nn.Module):
@@ -118,8 +137,11 @@ def _decay_parameters(heads: int, rates: int, least: float) -> tuple[nn.Paramete
 
 
 class _Block(nn.Module):
-    """What the blocks share: q, k, v by heads, through short convolutions if any; the output's norm
-    for each head, its gate and its matrix; states. A subclass has the op and its arguments.
+    """The part that all blocks share.
+
+    It makes q, k and v by heads, through short convolutions if there are any, and it has the norm
+    of each head's output, its gate and its matrix, and the states. A subclass has the op and its
+    arguments.
     """
 
     op = ""
@@ -179,8 +201,25 @@ class _Block(nn.Module):
     ) -> tuple[Tensor, State]:
         """x [B,T,D] -> y [B,T,D] and the state after it.
 
-        With cu_seqlens [N+1] B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]; a
-        state is of N sequences then, else of B.
+        Parameters
+        ----------
+        x : Tensor [B,T,D]
+        state : State, optional
+            The memory of the tokens before x, of N sequences; it is left as it is. Zeros by
+            default.
+        cu_seqlens : int Tensor [N+1], optional
+            Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
+            B by default.
+
+        Returns
+        -------
+        y : Tensor [B,T,D]
+        state : State
+
+        Raises
+        ------
+        ValueError
+            x is not [B,T,D], or the op raises it.
         """
         if x.dim() != 3 or x.shape[2] != self.d_model:
             raise ValueError(f"x: expected [B,T,{self.d_model}], got {tuple(x.shape)}")
@@ -209,7 +248,24 @@ class _Block(nn.Module):
 
     @torch.no_grad()
     def step(self, x: Tensor, state: State) -> Tensor:
-        """x [N,D], the next token of each of N sequences -> y [N,D]. The state changes in place."""
+        """x [N,D], the next token of each of N sequences -> y [N,D]. The state changes in place.
+
+        Parameters
+        ----------
+        x : Tensor [N,D]
+        state : State
+            Of N sequences.
+
+        Returns
+        -------
+        y : Tensor [N,D]
+            Without gradients.
+
+        Raises
+        ------
+        ValueError
+            x is not [N,D], or the step of the op raises it.
+        """
         if x.dim() != 2 or x.shape[1] != self.d_model:
             raise ValueError(f"x: expected [N,{self.d_model}], got {tuple(x.shape)}")
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
@@ -228,7 +284,16 @@ class _Block(nn.Module):
         return self._output(o, x)
 
     def zeros_state(self, N: int) -> State:
-        """The state before N sequences, where the parameters lie."""
+        """The state before the first token of N sequences, on the device of the parameters.
+
+        Parameters
+        ----------
+        N : int
+
+        Returns
+        -------
+        State
+        """
         like = self.q_proj.weight
         conv = tuple(
             like.new_zeros(N, layer.kernel_size[0] - 1, layer.in_channels)
@@ -267,8 +332,45 @@ class _Block(nn.Module):
 
 
 class Retention(_Block):
-    """RetNet's multi-scale retention (Sun et al., 2023): decays 1 - 2**(-5-h), rotated q and k, a
-    norm per head and an output gate.
+    """RetNet's multi-scale retention: decays 1 - 2**(-5-h), rotated q and k, a norm and a gate.
+
+    The norm is one for each head, and the gate is on the output.
+
+    Parameters
+    ----------
+    d_model : int
+        The features of x and y.
+    num_heads : int
+        Heads of queries, keys and values.
+    expand_k, expand_v : float
+        K = d_model * expand_k / num_heads, and V likewise with expand_v; whole numbers, K an even
+        one.
+    norm_eps : float
+        Of the norm of each head's output.
+
+    Raises
+    ------
+    ValueError
+        A size is less than 1, K or V is not a whole number, or K is not even.
+
+    References
+    ----------
+    Sun et al., 2023, *Retentive Network: A Successor to Transformer for Large Language Models*,
+    arXiv:2307.08621.
+
+    Examples
+    --------
+    A prompt of nine tokens, then a step; its output is that of the tenth token of a longer call:
+
+    >>> import torch
+    >>> from linattn.nn import Retention
+    >>> layer, x = Retention(16, num_heads=2).double(), torch.randn(2, 10, 16).double()
+    >>> y, state = layer(x[:, :9])
+    >>> y_last = layer.step(x[:, 9], state)  # the state changes in place
+    >>> torch.allclose(y_last, layer(x)[0][:, 9])
+    True
+    >>> state.position.tolist()
+    [10, 10]
     """
 
     op = "retention"
@@ -332,7 +434,47 @@ class Retention(_Block):
 
 
 class GatedLinearAttention(_Block):
-    """GLA (Yang et al., 2023): a decay per key, sigmoid(x W_1 W_2 + b)**(1/16), of low rank."""
+    """GLA: a decay per key, sigmoid(x W_1 W_2 + b)**(1/16), of low rank.
+
+    Parameters
+    ----------
+    d_model : int
+        The features of x and y.
+    num_heads : int
+        Heads of queries, keys and values.
+    expand_k, expand_v : float
+        K = d_model * expand_k / num_heads, and V likewise with expand_v; whole numbers.
+    gate_low_rank_dim : int
+        The columns of W_1.
+    gate_logit_normalizer : float
+        The 16 in the exponent: with a larger one a head forgets more slowly.
+    norm_eps : float
+        Of the norm of each head's output.
+
+    Raises
+    ------
+    ValueError
+        A size is less than 1, or K or V is not a whole number.
+
+    References
+    ----------
+    Yang et al., 2024, *Gated Linear Attention Transformers with Hardware-Efficient Training*,
+    arXiv:2312.06635.
+
+    Examples
+    --------
+    Two sequences, packed into one row and apart:
+
+    >>> import torch
+    >>> from linattn.nn import GatedLinearAttention
+    >>> layer = GatedLinearAttention(16, num_heads=2).double()
+    >>> x = torch.randn(1, 10, 16).double()
+    >>> y, state = layer(x, cu_seqlens=torch.tensor([0, 4, 10]))
+    >>> tuple(state.memory.shape)
+    (2, 2, 4, 8)
+    >>> torch.allclose(y[:, 4:], layer(x[:, 4:])[0])
+    True
+    """
 
     op = "gla"
     norm_name = "g_norm_swish_gate"
@@ -375,8 +517,43 @@ class GatedLinearAttention(_Block):
 
 
 class DeltaNet(_Block):
-    """DeltaNet (Schlag et al., 2021; Yang et al., 2024): short convolutions, keys and queries of
-    unit length, beta = sigmoid(x W).
+    """DeltaNet: short convolutions, keys and queries of unit length, beta = sigmoid(x W).
+
+    Parameters
+    ----------
+    d_model : int
+        The features of x and y.
+    num_heads : int
+        Heads of queries, keys and values.
+    expand_k, expand_v : float
+        K = d_model * expand_k / num_heads, and V likewise with expand_v; whole numbers.
+    conv_size : int
+        The inputs that a short convolution sees.
+    norm_eps : float
+        Of the norm of each head's output.
+
+    Raises
+    ------
+    ValueError
+        A size is less than 1, or K or V is not a whole number.
+
+    References
+    ----------
+    Schlag et al., 2021, *Linear Transformers Are Secretly Fast Weight Programmers*,
+    arXiv:2102.11174; Yang et al., 2024, *Parallelizing Linear Transformers with the Delta Rule over
+    Sequence Length*, arXiv:2406.06484.
+
+    Examples
+    --------
+    A long sequence in two parts. The second call leaves the state of the first as it is:
+
+    >>> import torch
+    >>> from linattn.nn import DeltaNet
+    >>> layer, x = DeltaNet(16, num_heads=2).double(), torch.randn(2, 10, 16).double()
+    >>> first, state = layer(x[:, :6])
+    >>> then, _ = layer(x[:, 6:], state)
+    >>> torch.allclose(torch.cat([first, then], 1), layer(x)[0])
+    True
     """
 
     op = "delta_rule"
@@ -403,8 +580,46 @@ class DeltaNet(_Block):
 
 
 class GatedDeltaNet(_Block):
-    """Gated DeltaNet (Yang et al., 2024): the delta rule and a decay per head,
-    exp(-A softplus(x W + dt)), with A and dt as in Mamba-2, short convolutions and an output gate.
+    """Gated DeltaNet: the delta rule, a decay per head, short convolutions and an output gate.
+
+    The decay is exp(-A softplus(x W + dt)), with A and dt as in Mamba-2.
+
+    Parameters
+    ----------
+    d_model : int
+        The features of x and y.
+    num_heads : int
+        Heads of queries and keys.
+    head_dim : int
+        K.
+    expand_v : float
+        V = head_dim * expand_v, a whole number.
+    num_v_heads : int, optional
+        Heads of values, a multiple of num_heads; num_heads by default.
+    conv_size : int
+        The inputs that a short convolution sees.
+    norm_eps : float
+        Of the norm of each head's output.
+
+    Raises
+    ------
+    ValueError
+        A size is less than 1, V is not a whole number, or num_v_heads not a multiple of num_heads.
+
+    References
+    ----------
+    Yang et al., 2024, *Gated Delta Networks: Improving Mamba2 with Delta Rule*, arXiv:2412.06464.
+
+    Examples
+    --------
+    Four heads of values share two heads of queries and keys, as in Qwen3-Next:
+
+    >>> import torch
+    >>> from linattn.nn import GatedDeltaNet
+    >>> layer = GatedDeltaNet(32, num_heads=2, head_dim=8, num_v_heads=4)
+    >>> y, state = layer(torch.randn(1, 10, 32))
+    >>> tuple(y.shape), tuple(state.memory.shape)  # [N,HV,K,V]
+    ((1, 10, 32), (1, 4, 8, 16))
     """
 
     op = "gated_delta_rule"
@@ -439,8 +654,48 @@ class GatedDeltaNet(_Block):
 
 
 class KimiDeltaAttention(_Block):
-    """Kimi Delta Attention (Kimi Team, 2025): the delta rule and a decay per key of low rank,
-    exp(-A softplus(x W_1 W_2 + dt)), short convolutions and a sigmoid output gate of low rank.
+    """Kimi Delta Attention: the delta rule, a decay per key, short convolutions and an output gate.
+
+    The decay is exp(-A softplus(x W_1 W_2 + dt)). It and the gate, a sigmoid, are of low rank.
+
+    Parameters
+    ----------
+    d_model : int
+        The features of x and y.
+    num_heads : int
+        Heads of queries and keys.
+    head_dim : int
+        K.
+    expand_v : float
+        V = head_dim * expand_v, a whole number.
+    num_v_heads : int, optional
+        Heads of values, a multiple of num_heads; num_heads by default.
+    conv_size : int
+        The inputs that a short convolution sees.
+    norm_eps : float
+        Of the norm of each head's output.
+
+    Raises
+    ------
+    ValueError
+        A size is less than 1, V is not a whole number, or num_v_heads not a multiple of num_heads.
+
+    References
+    ----------
+    Kimi Team, 2025, *Kimi Linear: An Expressive, Efficient Attention Architecture*,
+    arXiv:2510.26692.
+
+    Examples
+    --------
+    Gradients flow to all parameters, through the state too:
+
+    >>> import torch
+    >>> from linattn.nn import KimiDeltaAttention
+    >>> layer = KimiDeltaAttention(16, num_heads=2, head_dim=8)
+    >>> y, state = layer(torch.randn(2, 10, 16))
+    >>> (y.square().mean() + state.memory.square().mean()).backward()
+    >>> all(parameter.grad is not None for parameter in layer.parameters())
+    True
     """
 
     op = "kda"
