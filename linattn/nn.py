@@ -67,6 +67,19 @@ class LinearAttention(nn.Module):
     Katharopoulos et al., 2020, *Transformers are RNNs*. ``forward(x, causal=False)`` maps x
     [B,T,d_model] to [B,T,d_v]; with causal=True token t reads the tokens up to t alone. Parameters
     W_q, W_k [d_k,d_model], W_v [d_v,d_model].
+
+    Examples
+    --------
+    A token that comes later changes no output of a causal call:
+
+    >>> import torch
+    >>> from linattn.nn import LinearAttention
+    >>> layer, x = LinearAttention(16, 8, 4).double(), torch.randn(2, 10, 16).double()
+    >>> y = layer(x, causal=True)
+    >>> tuple(y.shape)
+    (2, 10, 4)
+    >>> torch.allclose(y[:, :6], layer(x[:, :6], causal=True))
+    True
     """
 
     def __init__(self, d_model: int, d_k: int, d_v: int, *, bias: bool = False) -> None:
