@@ -170,8 +170,20 @@ def chunk_linear_attn(
 ) -> Result:
     """:func:`linattn.linear_attention` of q and k as they are.
 
-    `normalize` divides by scale * z' q + 1e-10; the state is then the pair (S [N,H,K,V],
-    z [N,1,H,K]).
+    `normalize` divides by scale * z' q + 1e-10; the state is then the pair (S [N,H,K,V], z
+    [N,1,H,K]).
+
+    Examples
+    --------
+    A feature map is the caller's to apply:
+
+    >>> import numpy as np, linattn
+    >>> from linattn.compat.fla import chunk_linear_attn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> q, k = linattn.apply_feature_map(q), linattn.apply_feature_map(k)
+    >>> o, (S, z) = chunk_linear_attn(q, k, v, output_final_state=True)
+    >>> S.shape, z.shape
+    ((1, 2, 4, 4), (1, 1, 2, 4))
     """
     return _linear(
         "chunk", q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens
@@ -189,7 +201,17 @@ def fused_recurrent_linear_attn(
     normalize: bool = False,
     cu_seqlens: Any = None,
 ) -> Result:
-    """:func:`chunk_linear_attn`, token by token and, by default, not normalised."""
+    """:func:`chunk_linear_attn`, token by token and, by default, not normalised.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_linear_attn, fused_recurrent_linear_attn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> o, state = fused_recurrent_linear_attn(q, k, v)
+    >>> np.allclose(o, chunk_linear_attn(q, k, v, normalize=False)[0]), state is None
+    (True, True)
+    """
     _refuse(reverse=reverse)
     return _linear(
         "recurrent", q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens
@@ -256,7 +278,17 @@ def chunk_retention(
     *,
     chunk_size: int | None = None,
 ) -> Result:
-    """:func:`linattn.retention` with RetNet's decays, 1 - 2**(-5 - h)."""
+    """:func:`linattn.retention` with RetNet's decays, 1 - 2**(-5 - h).
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> from linattn.compat.fla import chunk_retention
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> o, state = chunk_retention(q, k, v, output_final_state=True)
+    >>> np.allclose(o, linattn.retention(q, k, v)[0]), state.shape
+    (True, (1, 2, 4, 4))
+    """
     return _forward(
         ops.retention,
         q,
@@ -283,7 +315,21 @@ def fused_recurrent_retention(
     *,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """:func:`chunk_retention`, token by token."""
+    """:func:`chunk_retention`, token by token.
+
+    Examples
+    --------
+    A prompt in chunks, and the next token:
+
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_retention, fused_recurrent_retention
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> _, state = chunk_retention(q[:, :7], k[:, :7], v[:, :7], output_final_state=True)
+    >>> last = q[:, 7:], k[:, 7:], v[:, 7:]
+    >>> o, _ = fused_recurrent_retention(*last, initial_state=state)
+    >>> np.allclose(o, chunk_retention(q, k, v)[0][:, 7:])
+    True
+    """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(reverse=reverse)
     return _forward(
@@ -313,7 +359,20 @@ def chunk_lightning_attn(
     *,
     chunk_size: int | None = None,
 ) -> Result:
-    """:func:`linattn.lightning_attention`, slopes 8 h / H * (1 - layer_idx / num_layers)."""
+    """:func:`linattn.lightning_attention`, slopes 8 h / H * (1 - layer_idx / num_layers).
+
+    Examples
+    --------
+    The slopes are those of TransNormerLLM:
+
+    >>> import numpy as np, linattn
+    >>> from linattn.compat.fla import chunk_lightning_attn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> o, _ = chunk_lightning_attn(q, k, v, layer_idx=1, num_layers=4)
+    >>> slopes = linattn.lightning_slopes(2, layer=1, layers=4, rule="transnormer")
+    >>> np.allclose(o, linattn.lightning_attention(q, k, v, slopes)[0])
+    True
+    """
     slopes = ops.lightning_slopes(
         q.shape[2], layer=layer_idx, layers=num_layers, rule="transnormer"
     )
@@ -343,7 +402,20 @@ def fused_recurrent_lightning_attn(
     reverse: bool = False,
     cu_seqlens: Any = None,
 ) -> Result:
-    """:func:`chunk_lightning_attn`, token by token."""
+    """:func:`chunk_lightning_attn`, token by token.
+
+    Examples
+    --------
+    Head 0 has slope 0 in every layer and forgets nothing:
+
+    >>> import numpy as np
+    >>> from linattn.compat.fla import fused_recurrent_lightning_attn, fused_recurrent_linear_attn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> o, _ = fused_recurrent_lightning_attn(q, k, v, layer_idx=1, num_layers=4)
+    >>> without, _ = fused_recurrent_linear_attn(q, k, v)
+    >>> np.allclose(o[:, :, 0], without[:, :, 0]), np.allclose(o[:, :, 1], without[:, :, 1])
+    (True, False)
+    """
     _refuse(reverse=reverse)
     slopes = ops.lightning_slopes(
         q.shape[2], layer=layer_idx, layers=num_layers, rule="transnormer"
@@ -378,7 +450,19 @@ def chunk_simple_gla(
     chunk_size: int | None = None,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """:func:`linattn.simple_gla` with the log decays g [B,T,H], g_gamma [H], their sum, or none."""
+    """:func:`linattn.simple_gla` with the log decays g [B,T,H], g_gamma [H], their sum, or none.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_simple_gla
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> g, g_gamma = -rng.uniform(0, 1, (1, 8, 2)), np.array([-0.1, -0.2])
+    >>> o, _ = chunk_simple_gla(q, k, v, g, g_gamma)
+    >>> np.allclose(o, chunk_simple_gla(q, k, v, g + g_gamma)[0])
+    True
+    """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
     return _simple_gla(
         "chunk",
@@ -407,7 +491,19 @@ def fused_chunk_simple_gla(
     output_final_state: bool = False,
     cu_seqlens: Any = None,
 ) -> Result:
-    """:func:`chunk_simple_gla`, with the fewer arguments that fla's has."""
+    """:func:`chunk_simple_gla`, with the fewer arguments that fla's has.
+
+    Examples
+    --------
+    Without a gate it is linear attention without a feature map and a normaliser:
+
+    >>> import numpy as np, linattn
+    >>> from linattn.compat.fla import fused_chunk_simple_gla
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> o, _ = fused_chunk_simple_gla(q, k, v, scale=1)
+    >>> np.allclose(o, linattn.attend(q, k, v))
+    True
+    """
     return _simple_gla(
         "chunk",
         q,
@@ -437,7 +533,20 @@ def fused_recurrent_simple_gla(
     *,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """:func:`chunk_simple_gla`, token by token."""
+    """:func:`chunk_simple_gla`, token by token.
+
+    Examples
+    --------
+    An argument that is not supported is refused:
+
+    >>> import numpy as np
+    >>> from linattn.compat.fla import fused_recurrent_simple_gla
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> fused_recurrent_simple_gla(q, k, v, reverse=True)
+    Traceback (most recent call last):
+        ...
+    ValueError: reverse: not supported by linattn.compat.fla, got True
+    """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(reverse=reverse)
     return _simple_gla(
@@ -480,7 +589,23 @@ def chunk_gla(
     *,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """:func:`linattn.gla` with the log decays g [B,T,H,K]."""
+    """:func:`linattn.gla` with the log decays g [B,T,H,K].
+
+    Examples
+    --------
+    A state of float16, as fla takes it. The final state is float32:
+
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_gla
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> q, k, v, g = (x.astype("float32") for x in (q, k, v, -np.abs(k)))
+    >>> o, state = chunk_gla(
+    ...     q, k, v, g, initial_state=np.ones((1, 2, 4, 4), "float16"), output_final_state=True
+    ... )
+    >>> o.dtype.name, state.dtype.name
+    ('float32', 'float32')
+    """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
     return _forward(
         ops.gla,
@@ -511,7 +636,19 @@ def fused_recurrent_gla(
     *,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """:func:`chunk_gla`, token by token: gk [B,T,H,K], or no decay."""
+    """:func:`chunk_gla`, token by token: gk [B,T,H,K], or no decay.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_gla, fused_recurrent_gla
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> g = -np.abs(k)
+    >>> np.allclose(fused_recurrent_gla(q, k, v, g)[0], chunk_gla(q, k, v, g)[0])
+    True
+    >>> np.allclose(fused_recurrent_gla(q, k, v)[0], chunk_gla(q, k, v, 0 * g)[0])
+    True
+    """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(gv=gv, reverse=reverse)
     options = {
@@ -540,7 +677,18 @@ def chunk_delta_rule(
     *,
     chunk_size: int | None = None,
 ) -> Result:
-    """:func:`linattn.delta_rule`; float32 too."""
+    """:func:`linattn.delta_rule`; float32 too.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> from linattn.compat.fla import chunk_delta_rule
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> beta = np.full((1, 8, 2), 0.5)
+    >>> o, _ = chunk_delta_rule(q, k, v, beta, use_qk_l2norm_in_kernel=True)
+    >>> np.allclose(o, linattn.delta_rule(q, k, v, beta, qk_l2norm=True)[0])
+    True
+    """
     return _forward(
         ops.delta_rule,
         q,
@@ -567,7 +715,18 @@ def fused_recurrent_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Any = None,
 ) -> Result:
-    """:func:`chunk_delta_rule`, token by token; beta is 1 by default."""
+    """:func:`chunk_delta_rule`, token by token; beta is 1 by default.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_delta_rule, fused_recurrent_delta_rule
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> o, _ = fused_recurrent_delta_rule(q, k, v, use_qk_l2norm_in_kernel=True)
+    >>> ones = np.ones((1, 8, 2))
+    >>> np.allclose(o, chunk_delta_rule(q, k, v, ones, use_qk_l2norm_in_kernel=True)[0])
+    True
+    """
     return _forward(
         ops.delta_rule,
         q,
@@ -607,7 +766,24 @@ def chunk_gated_delta_rule(
     dt_bias: Any = None,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """:func:`linattn.gated_delta_rule` with the log decays g [B,T,HV]."""
+    """:func:`linattn.gated_delta_rule` with the log decays g [B,T,HV].
+
+    Its other name is ``chunk_gdn``.
+
+    Examples
+    --------
+    A state with its value axis first:
+
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_gated_delta_rule
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> g, beta = np.full((1, 8, 2), -0.1), np.full((1, 8, 2), 0.5)
+    >>> options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    >>> _, S = chunk_gated_delta_rule(q, k, v, g, beta, **options)
+    >>> _, transposed = chunk_gated_delta_rule(q, k, v, g, beta, state_v_first=True, **options)
+    >>> np.allclose(S, transposed.swapaxes(2, 3))
+    True
+    """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(
         use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
@@ -658,7 +834,18 @@ def fused_recurrent_gated_delta_rule(
 ) -> Result:
     """The gated delta rule, token by token, with decays of heads (g), of keys (gk), both or none.
 
-    g : array [B,T,HV], gk : array [B,T,HV,K], beta : array [B,T,HV], 1 by default.
+    g : array [B,T,HV], gk : array [B,T,HV,K], beta : array [B,T,HV], 1 by default. Its other name
+    is ``fused_recurrent_gdn``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_kda, fused_recurrent_gated_delta_rule
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> g, gk, beta = np.full((1, 8, 2), -0.1), -np.abs(k), np.full((1, 8, 2), 0.1)
+    >>> o, _ = fused_recurrent_gated_delta_rule(q, k, v, g=g, gk=gk, beta=beta)
+    >>> np.allclose(o, chunk_kda(q, k, v, g[..., None] + gk, beta)[0])
+    True
     """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(
@@ -717,7 +904,21 @@ def chunk_kda(
     dt_bias: Any = None,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """:func:`linattn.kda` with the log decays g [B,T,HV,K], bounded or not."""
+    """:func:`linattn.kda` with the log decays g [B,T,HV,K], bounded or not.
+
+    Examples
+    --------
+    Two packed sequences have a state each:
+
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_kda
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> g, beta = -np.abs(k), np.full((1, 8, 2), 0.1)
+    >>> edges = np.array([0, 5, 8])
+    >>> _, state = chunk_kda(q, k, v, g, beta, cu_seqlens=edges, output_final_state=True)
+    >>> state.shape
+    (2, 2, 4, 4)
+    """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(
         use_gate_in_kernel=use_gate_in_kernel,
@@ -767,7 +968,20 @@ def fused_recurrent_kda(
     *,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """:func:`chunk_kda`, token by token."""
+    """:func:`chunk_kda`, token by token.
+
+    Examples
+    --------
+    q, k and v may differ in dtype. o has that of v:
+
+    >>> import numpy as np
+    >>> from linattn.compat.fla import fused_recurrent_kda
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> g, beta = -np.abs(k), np.full((1, 8, 2), 0.1)
+    >>> o, _ = fused_recurrent_kda(q.astype("float32"), k, v.astype("float16"), g, beta)
+    >>> o.dtype.name
+    'float16'
+    """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
     _refuse(
         A_log=A_log,

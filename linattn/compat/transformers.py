@@ -115,6 +115,19 @@ def chunk_gated_delta_rule(
     query, key [B,T,H,K], value [B,T,HV,V], log decays g and beta [B,T,HV]; states [B,HV,K,V],
     float32 (float64 for float64 inputs). Of `others` those that are about other parts of a model
     (``num_items_in_batch``, ``position_ids``, ...) make no difference; any other raises ValueError.
+
+    Examples
+    --------
+    Arguments for other parts of a model make no difference:
+
+    >>> import torch
+    >>> from linattn.compat.transformers import chunk_gated_delta_rule
+    >>> q, k, v = torch.randn(3, 1, 10, 2, 4, dtype=torch.float64)  # [B,T,H,K]
+    >>> g, beta = -torch.rand(1, 10, 2), torch.rand(1, 10, 2)  # [B,T,HV]
+    >>> at = torch.arange(10)[None]
+    >>> o, state = chunk_gated_delta_rule(q, k, v, g, beta, position_ids=at, use_cache=True)
+    >>> tuple(o.shape), state is None
+    ((1, 10, 2, 4), True)
     """
     return ops.gated_delta_rule(
         query,
@@ -145,7 +158,19 @@ def recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **others: Any,
 ) -> Result:
-    """:func:`chunk_gated_delta_rule`, token by token."""
+    """:func:`chunk_gated_delta_rule`, token by token.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from linattn.compat.transformers import chunk_gated_delta_rule, recurrent_gated_delta_rule
+    >>> q, k, v = torch.randn(3, 1, 10, 2, 4, dtype=torch.float64)  # [B,T,H,K]
+    >>> g, beta = -torch.rand(1, 10, 2), torch.rand(1, 10, 2)  # [B,T,HV]
+    >>> options = {"use_qk_l2norm_in_kernel": True}
+    >>> o, _ = recurrent_gated_delta_rule(q, k, v, g, beta, **options)
+    >>> torch.allclose(o, chunk_gated_delta_rule(q, k, v, g, beta, **options)[0])
+    True
+    """
     return _recurrent(
         "gated_delta_rule",
         query,
@@ -176,7 +201,18 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     **others: Any,
 ) -> Result:
-    """:func:`linattn.kda`: :func:`chunk_gated_delta_rule` with log decays g [B,T,HV,K]."""
+    """:func:`linattn.kda`: :func:`chunk_gated_delta_rule` with log decays g [B,T,HV,K].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from linattn.compat.transformers import chunk_kda
+    >>> q, k, v = torch.randn(3, 1, 10, 2, 4, dtype=torch.float64)  # [B,T,H,K]
+    >>> g, beta = -torch.rand(1, 10, 2, 4), torch.rand(1, 10, 2)  # [B,T,HV,K] and [B,T,HV]
+    >>> o, state = chunk_kda(q, k, v, g, beta, output_final_state=True)
+    >>> tuple(state.shape), state.dtype
+    ((1, 2, 4, 4), torch.float64)
+    """
     return ops.kda(
         query,
         key,
@@ -206,7 +242,22 @@ def recurrent_kda(
     cu_seqlens: Tensor | None = None,
     **others: Any,
 ) -> Result:
-    """:func:`chunk_kda`, token by token."""
+    """:func:`chunk_kda`, token by token.
+
+    Examples
+    --------
+    The next token after a prompt. The state that is given stays as it is:
+
+    >>> import torch
+    >>> from linattn.compat.transformers import recurrent_kda
+    >>> q, k, v = torch.randn(3, 1, 10, 2, 4, dtype=torch.float64)  # [B,T,H,K]
+    >>> g, beta = -torch.rand(1, 10, 2, 4), torch.rand(1, 10, 2)  # [B,T,HV,K] and [B,T,HV]
+    >>> first, last = ([x[:, t] for x in (q, k, v, g, beta)] for t in (slice(9), slice(9, 10)))
+    >>> _, state = recurrent_kda(*first, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    >>> o, _ = recurrent_kda(*last, initial_state=state, use_qk_l2norm_in_kernel=True)
+    >>> torch.allclose(o, recurrent_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0][:, 9:])
+    True
+    """
     return _recurrent(
         "kda",
         query,
@@ -402,9 +453,32 @@ _NOTHING = object()
 
 
 class Replacement:
-    """What :func:`use_linattn` returns: a context manager, and :meth:`restore` without one.
+    """The result of :func:`use_linattn`: a context manager, and :meth:`restore` without one.
 
-    ``layers`` has the names of the layers and, for each, those of the functions that are ours.
+    Attributes
+    ----------
+    layers : dict
+        By the names of the layers that were changed: the names of the functions that are ours.
+
+    Examples
+    --------
+    A model with one layer, which has the function as an attribute:
+
+    >>> import torch
+    >>> from linattn.compat.transformers import use_linattn
+    >>> def chunk_gated_delta_rule(
+    ...     q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel
+    ... ):
+    ...     raise NotImplementedError("the model's own")
+    >>> model = torch.nn.ModuleDict({"layer": torch.nn.Identity()})
+    >>> model.layer.chunk_gated_delta_rule = chunk_gated_delta_rule
+    >>> ours = use_linattn(model)
+    >>> print(ours)
+    linattn, in 1 layers of ModuleDict
+      layer: chunk_gated_delta_rule
+    >>> ours.restore()
+    >>> model.layer.chunk_gated_delta_rule is chunk_gated_delta_rule
+    True
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -443,8 +517,11 @@ class Replacement:
     def restore(self) -> None:
         """Put back the functions that were there before. A second call does nothing.
 
-        Raises RuntimeError, and changes nothing, if ours were replaced meanwhile: the last
-        replacement has to be undone first.
+        Raises
+        ------
+        RuntimeError
+            Ours were replaced meanwhile. Nothing is changed: the last replacement has to be undone
+            first.
         """
         for layer, attribute, _, ours in self._before:
             if vars(layer).get(attribute) is not ours:
@@ -482,6 +559,38 @@ def use_linattn(model: nn.Module) -> Replacement:
 
     From now on, until the ``with`` block ends or :meth:`Replacement.restore` is called. Gradients,
     caches, padded batches, bfloat16 and torch.compile work as before.
-    Raises ValueError if the model has no such layer, or one whose function has other parameters.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+
+    Returns
+    -------
+    Replacement
+
+    Raises
+    ------
+    TypeError
+        ``model`` is not a module of PyTorch's.
+    ValueError
+        The model has no such layer, or one whose function has other parameters.
+
+    Examples
+    --------
+    A model with one layer, which has the function as an attribute:
+
+    >>> import torch
+    >>> from linattn.compat.transformers import use_linattn
+    >>> def chunk_gated_delta_rule(
+    ...     q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel
+    ... ):
+    ...     raise NotImplementedError("the model's own")
+    >>> model = torch.nn.ModuleDict({"layer": torch.nn.Identity()})
+    >>> model.layer.chunk_gated_delta_rule = chunk_gated_delta_rule
+    >>> q = k = v = torch.ones(1, 10, 2, 4)
+    >>> with use_linattn(model):
+    ...     o, _ = model.layer.chunk_gated_delta_rule(q, k, v, -q[..., 0], 0.1 * q[..., 0])
+    >>> tuple(o.shape)
+    (1, 10, 2, 4)
     """
     return Replacement(model)
