@@ -1,13 +1,11 @@
 """flops and memory, against forms that count every operation as they do it."""
 
-import doctest
-
 import numpy as np
 import pytest
 from support.variants import NORMALISED
 
 import linattn
-from linattn import cost, reference
+from linattn import reference
 from linattn.testing import GATES, make_inputs
 
 
@@ -273,8 +271,3 @@ def test_refuses(call, bad, error, text):
     with pytest.raises(error) as caught:
         getattr(linattn, call)(**{"op": "gla", "T": 4, "K": 3, "V": 2} | bad)
     assert str(caught.value).startswith(text)
-
-
-def test_examples():
-    done = doctest.testmod(cost, optionflags=doctest.ELLIPSIS)
-    assert done.attempted and not done.failed

@@ -1,6 +1,5 @@
 """explain, states and apply_feature_map, against the ops, the reference and golden fractions."""
 
-import doctest
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from support.variants import GATED
 
 import linattn
-from linattn import features, reference, trace
+from linattn import features, reference
 from linattn.testing import GATES, make_inputs
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "cat_sat.json").read_text())
@@ -23,12 +22,6 @@ def fractions(x):
 
 
 Q, K, V = (fractions(GOLDEN[name]) for name in "QKV")
-
-
-@pytest.mark.parametrize("module", [trace, features])
-def test_examples(module):
-    done = doctest.testmod(module)
-    assert done.attempted and not done.failed
 
 
 # ---- explain
