@@ -613,11 +613,26 @@ def linear_attention(
 ):
     """o_i = num_i / max(den_i, eps), num = scale phi(q)'S, den = scale phi(q)'z.
 
-    normalize: True or "clamp" as above; "add" divides by den + eps; False returns num alone.
-    feature_map: a name in FEATURE_MAPS, a callable on the last axis, or a pair of them (q's, k's).
-    The state is the pair (S [N,HV,K,V], z [N,HV,K]) when normalised, else S alone.
-    causal=False: every token reads the state of its whole sequence. k and v may then have another
-    number of tokens than q.
+    Parameters
+    ----------
+    q, k : array [B,T,H,K], or [T,K] for one head
+    v : array [B,T,HV,V], or [T,V]
+    feature_map : str, callable or a pair
+        A name in FEATURE_MAPS, a callable on the last axis, or a pair of them (q's, k's).
+    normalize : bool, "clamp" or "add"
+        True or "clamp" as above; "add" divides by den + eps; False returns num alone.
+    causal : bool
+        False: every token reads the state of its whole sequence. k and v may then have L tokens
+        where q has T.
+    eps : float
+        Of the divisor.
+    scale, initial_state, cu_seqlens, qk_l2norm, form, chunk_size, dtype
+        The keywords at the head of :mod:`linattn.reference`.
+
+    Returns
+    -------
+    o : ndarray [B,T,HV,V]
+    final_state : the pair (S [N,HV,K,V], z [N,HV,K]) when normalised, else S
 
     Examples
     --------
@@ -674,7 +689,19 @@ OPS["linear_attention"] = Op(
 def retention(q, k, v, *, gamma=None, **common):
     """RetNet's retention, as :func:`linattn.retention` has it.
 
-    gamma [HV], the decay itself; None is RetNet's 1 - 2^(-5-h).
+    Parameters
+    ----------
+    q, k : array [B,T,H,K], or [T,K] for one head
+    v : array [B,T,HV,V], or [T,V]
+    gamma : array [HV] or float, optional
+        The decay itself; RetNet's 1 - 2^(-5-h) by default.
+    **common
+        The keywords at the head of :mod:`linattn.reference`.
+
+    Returns
+    -------
+    o : ndarray [B,T,HV,V]
+    final_state : ndarray [N,HV,K,V]
 
     Examples
     --------
@@ -698,7 +725,19 @@ OPS["retention"] = Op(retention_tokens, retention_chunk, decay="head", default_d
 def lightning_attention(q, k, v, slopes, **common):
     """Lightning Attention, as :func:`linattn.lightning_attention` has it.
 
-    slopes [HV] >= 0; the decay is exp(-slope).
+    Parameters
+    ----------
+    q, k : array [B,T,H,K], or [T,K] for one head
+    v : array [B,T,HV,V], or [T,V]
+    slopes : array [HV] or float
+        Minus the natural log of the decay, >= 0.
+    **common
+        The keywords at the head of :mod:`linattn.reference`.
+
+    Returns
+    -------
+    o : ndarray [B,T,HV,V]
+    final_state : ndarray [N,HV,K,V]
 
     Examples
     --------
@@ -723,7 +762,23 @@ OPS["lightning_attention"] = Op(lightning_attention_tokens, lightning_attention_
 def simple_gla(q, k, v, g=None, *, alpha=None, dtype=np.float64, **common):
     """Linear attention with a decay per token, as :func:`linattn.simple_gla` has it.
 
-    g [B,T,HV], log decay; or alpha, the decay itself.
+    Parameters
+    ----------
+    q, k : array [B,T,H,K], or [T,K] for one head
+    v : array [B,T,HV,V], or [T,V]
+    g : array [B,T,HV] or float, optional
+        The natural log of the decay.
+    alpha : array like g, or float, optional
+        The decay itself, instead of g.
+    dtype : dtype
+        Of the arithmetic.
+    **common
+        The keywords at the head of :mod:`linattn.reference`.
+
+    Returns
+    -------
+    o : ndarray [B,T,HV,V]
+    final_state : ndarray [N,HV,K,V]
 
     Examples
     --------
@@ -750,7 +805,23 @@ OPS["simple_gla"] = Op(simple_gla_tokens, simple_gla_chunk, decay="token")
 def gla(q, k, v, g=None, *, alpha=None, dtype=np.float64, **common):
     """Gated linear attention, as :func:`linattn.gla` has it.
 
-    g [B,T,HV,K], log decay; or alpha, the decay itself.
+    Parameters
+    ----------
+    q, k : array [B,T,H,K], or [T,K] for one head
+    v : array [B,T,HV,V], or [T,V]
+    g : array [B,T,HV,K] or float, optional
+        The natural log of the decay.
+    alpha : array like g, or float, optional
+        The decay itself, instead of g.
+    dtype : dtype
+        Of the arithmetic.
+    **common
+        The keywords at the head of :mod:`linattn.reference`.
+
+    Returns
+    -------
+    o : ndarray [B,T,HV,V]
+    final_state : ndarray [N,HV,K,V]
 
     Examples
     --------
@@ -774,7 +845,19 @@ OPS["gla"] = Op(gla_tokens, gla_chunk, decay="key")
 def delta_rule(q, k, v, beta, **common):
     """The delta rule, as :func:`linattn.delta_rule` has it.
 
-    beta [B,T,HV], how much of the error is written.
+    Parameters
+    ----------
+    q, k : array [B,T,H,K], or [T,K] for one head
+    v : array [B,T,HV,V], or [T,V]
+    beta : array [B,T,HV] or float
+        How much of the error is written.
+    **common
+        The keywords at the head of :mod:`linattn.reference`.
+
+    Returns
+    -------
+    o : ndarray [B,T,HV,V]
+    final_state : ndarray [N,HV,K,V]
 
     Examples
     --------
@@ -797,7 +880,25 @@ OPS["delta_rule"] = Op(delta_rule_tokens, delta_rule_chunk, decay="none")
 def gated_delta_rule(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
     """The gated delta rule, as :func:`linattn.gated_delta_rule` has it.
 
-    g [B,T,HV], log decay, or alpha, the decay itself; beta [B,T,HV].
+    Parameters
+    ----------
+    q, k : array [B,T,H,K], or [T,K] for one head
+    v : array [B,T,HV,V], or [T,V]
+    g : array [B,T,HV] or float, optional
+        The natural log of the decay.
+    beta : array [B,T,HV] or float
+        How much of the error is written.
+    alpha : array like g, or float, optional
+        The decay itself, instead of g.
+    dtype : dtype
+        Of the arithmetic.
+    **common
+        The keywords at the head of :mod:`linattn.reference`.
+
+    Returns
+    -------
+    o : ndarray [B,T,HV,V]
+    final_state : ndarray [N,HV,K,V]
 
     Examples
     --------
@@ -824,7 +925,25 @@ OPS["gated_delta_rule"] = Op(gated_delta_rule_tokens, gated_delta_rule_chunk, de
 def kda(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
     """Kimi Delta Attention, as :func:`linattn.kda` has it.
 
-    g [B,T,HV,K], log decay, or alpha, the decay itself; beta [B,T,HV].
+    Parameters
+    ----------
+    q, k : array [B,T,H,K], or [T,K] for one head
+    v : array [B,T,HV,V], or [T,V]
+    g : array [B,T,HV,K] or float, optional
+        The natural log of the decay.
+    beta : array [B,T,HV] or float
+        How much of the error is written.
+    alpha : array like g, or float, optional
+        The decay itself, instead of g.
+    dtype : dtype
+        Of the arithmetic.
+    **common
+        The keywords at the head of :mod:`linattn.reference`.
+
+    Returns
+    -------
+    o : ndarray [B,T,HV,V]
+    final_state : ndarray [N,HV,K,V]
 
     Examples
     --------
@@ -849,9 +968,18 @@ OPS["kda"] = Op(kda_tokens, kda_chunk, decay="key")
 
 
 def implicit_weights(name, q, k, **arguments):
-    """A [B,HV,T,T] with o = A v: the op called `name`, run on the values e_1 .. e_T.
+    """A with o = A v: the op called `name`, run on the values e_1 .. e_T.
 
-    arguments are the op's own. A is [T,T] for q and k [T,K].
+    Parameters
+    ----------
+    name : str
+    q, k : array [B,T,H,K], or [T,K] for one head
+    **arguments
+        The op's own.
+
+    Returns
+    -------
+    A : ndarray [B,HV,T,T], or [T,T]
 
     Examples
     --------

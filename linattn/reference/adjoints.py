@@ -403,8 +403,25 @@ def backward(
 ):
     """The gradients of sum(do * o) + sum(d_final_state * final_state) for the op called `name`.
 
-    An argument that was not given has the gradient None. A normalised op's states come as pairs
-    (S, z).
+    An argument that was not given has the gradient None.
+
+    Parameters
+    ----------
+    name : str
+        The op's.
+    do : array [B,T,HV,V]
+        The gradient of o.
+    q, k : array [B,T,H,K], or [T,K] for one head
+    v : array [B,T,HV,V], or [T,V]
+    g, alpha, gamma, slopes, beta, feature_map, normalize, causal, eps
+        As in the op.
+    initial_state, d_final_state : array [N,HV,K,V], or the pair (S, z) of a normalised op, optional
+    scale, cu_seqlens, qk_l2norm, form, chunk_size, dtype
+        The keywords at the head of :mod:`linattn.reference`.
+
+    Returns
+    -------
+    Gradients
 
     Examples
     --------

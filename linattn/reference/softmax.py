@@ -26,10 +26,28 @@ class SoftmaxGradients(NamedTuple):
 
 
 def softmax_weights(q, k, *, causal=True, scale=None, dtype=np.float64):
-    """A [B,H,T,T] with rows that sum to 1: softmax(scale q k'), or [T,T] for q and k [T,K].
+    """A with rows that sum to 1: softmax(scale q k').
 
-    causal=True: token i reads tokens j <= i; every other weight is 0. With causal=False, q may have
-    another number of tokens than k: A is [B,H,Lq,Lkv].
+    Parameters
+    ----------
+    q : array [B,T,H,K], or [T,K] for one head
+    k : array [B,L,H,K], or [L,K]
+    causal : bool
+        Token i reads tokens j <= i, and every other weight is 0. With causal=False, q may have
+        another number of tokens than k.
+    scale : float, optional
+        The factor of q k'; K**-0.5 by default.
+    dtype : dtype
+        Of the arithmetic.
+
+    Returns
+    -------
+    A : ndarray [B,H,T,L], or [T,L]
+
+    Raises
+    ------
+    ValueError
+        q and k have different numbers of tokens in a causal call.
 
     Examples
     --------
@@ -61,12 +79,35 @@ def softmax_weights(q, k, *, causal=True, scale=None, dtype=np.float64):
 def softmax_attention(q, k, v, *, causal=True, scale=None, dtype=np.float64):
     """o_i = sum_j A_ij v_j with A = softmax(scale q k'), scale = K**-0.5 by default.
 
-    Vaswani et al. 2017, "Attention is all you need". q [B,Lq,H,K], k [B,Lkv,H,K], v [B,Lkv,HV,V],
-    o [B,Lq,HV,V]; or [Lq,K], [Lkv,K], [Lkv,V] for one head. A causal call has Lq = Lkv.
-
     Every token reads the keys and values of all tokens that it sees: time grows with T squared, and
     a decoder keeps all of them. No sum over j can be taken before i is known, because exp does not
     split into a function of q_i and one of k_j.
+
+    Parameters
+    ----------
+    q : array [B,T,H,K], or [T,K] for one head
+    k : array [B,L,H,K], or [L,K]
+    v : array [B,L,HV,V], or [L,V]
+    causal : bool
+        Token i reads tokens j <= i, and every other weight is 0. With causal=False, q may have
+        another number of tokens than k.
+    scale : float, optional
+        The factor of q k'; K**-0.5 by default.
+    dtype : dtype
+        Of the arithmetic.
+
+    Returns
+    -------
+    o : ndarray [B,T,HV,V], or [T,V]
+
+    Raises
+    ------
+    ValueError
+        q and k have different numbers of tokens in a causal call.
+
+    References
+    ----------
+    Vaswani et al., 2017, *Attention Is All You Need*, arXiv:1706.03762.
 
     Examples
     --------
@@ -89,6 +130,22 @@ def softmax_attention(q, k, v, *, causal=True, scale=None, dtype=np.float64):
 @takes_one_head
 def softmax_attention_backward(do, q, k, v, *, causal=True, scale=None, dtype=np.float64):
     """dq, dk, dv of sum(do * o). A is computed again, from q and k.
+
+    Parameters
+    ----------
+    do : array [B,T,HV,V], or [T,V] for one head
+        The gradient of o.
+    q, k, v, causal, scale, dtype
+        As in :func:`softmax_attention`.
+
+    Returns
+    -------
+    SoftmaxGradients
+
+    Raises
+    ------
+    ValueError
+        q and k have different numbers of tokens in a causal call.
 
     Examples
     --------
