@@ -95,6 +95,16 @@ class FeatureMap:
         if not 0 <= self.eps < float("inf"):
             raise ValueError(f"feature_map: expected a finite eps >= 0, got {self.eps!r}")
 
+    def __repr__(self) -> str:
+        parts = [repr(self.name)]
+        if self.name == "relu+eps" and self.forward is None:
+            parts.append(f"eps={self.eps}")
+        for what in ("forward", "backward"):
+            function = getattr(self, what)
+            if function is not None:
+                parts.append(f"{what}={getattr(function, '__name__', type(function).__name__)}")
+        return f"FeatureMap({', '.join(parts)})"
+
     @property
     def core(self) -> float:
         """The core's number; 0 (identity) for a map that is applied before the core is called."""

@@ -160,6 +160,12 @@ def test_torch_subclasses():
     assert_same_bits(linattn.gla(**theirs)[0].numpy(), linattn.gla(**made)[0])
 
 
+def test_torch_gradients_show_dtypes_and_shapes():
+    x = torch.ones(1, 3, 1, 2, dtype=torch.bfloat16)
+    shown = repr(linattn.retention_backward(x, x, x, x, gamma=torch.ones(1)))
+    assert "dq=bfloat16[1,3,1,2]" in shown and "dg=float32[1]" in shown
+
+
 def test_torch_leaks_nothing():
     made = {pass_: over_arrays(torch.from_numpy, arguments("gla", pass_)) for pass_ in PASSES}
     everything = list(leaves([list(x.values()) for x in made.values()]))

@@ -435,3 +435,19 @@ def test_the_l2_norm_comes_before_the_map(name):
     np.testing.assert_allclose(o, want, rtol=1e-11, atol=1e-12)
     if name != "identity":
         assert not np.allclose(o, other, rtol=1e-3)
+
+
+def test_a_map_shows_what_matters():
+    def square(x):
+        return x * x
+
+    for phi, shown in (
+        (FeatureMap("elu+1"), "FeatureMap('elu+1')"),
+        (FeatureMap("relu+eps", 0.5), "FeatureMap('relu+eps', eps=0.5)"),
+        (FeatureMap("mine", forward=square), "FeatureMap('mine', forward=square)"),
+        (
+            FeatureMap("mine", forward=square, backward=np.multiply),
+            "FeatureMap('mine', forward=square, backward=multiply)",
+        ),
+    ):
+        assert repr(phi) == shown

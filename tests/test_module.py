@@ -456,6 +456,19 @@ def test_gradients():
     assert grads.dg.shape == (1,) and grads.dbeta is None and grads.d_initial_state is None
 
 
+def test_gradients_show_dtypes_and_shapes():
+    x = np.ones((1, 8, 2, 4), np.float32)
+    S, z = np.zeros((1, 2, 4, 4), np.float32), np.zeros((1, 2, 4), np.float32)
+    assert repr(linattn.linear_attention_backward(x, x, x, x, initial_state=(S, z))) == (
+        "Gradients(dq=float32[1,8,2,4], dk=float32[1,8,2,4], dv=float32[1,8,2,4], dg=None, "
+        "dbeta=None, d_initial_state=(float32[1,2,4,4], float32[1,2,4]))"
+    )
+    dq, dk, *rest = linattn.Gradients(np.float64(1), 2.0, np.ones(0), None, None, None)
+    assert isinstance(dq, float) and dk == 2 and len(rest) == 4  # a tuple, as before
+    shown = repr(linattn.Gradients(np.float64(1), 2.0, np.ones(0), None, None, None))
+    assert shown.startswith("Gradients(dq=float64[], dk=2.0, dv=float64[0], dg=None")
+
+
 # ---- what it says about itself ----
 
 

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 from linattn import _linattn
-from linattn.features import is_tensor
+from linattn.features import is_tensor, shape_of
 
 __all__ = [
     "AnyArray",
@@ -80,6 +80,21 @@ class Gradients(NamedTuple):
     dg: Any | None
     dbeta: Any | None
     d_initial_state: State | None
+
+    def __repr__(self) -> str:
+        """Dtypes and shapes: the numbers of whole arrays cannot be read."""
+        parts = (f"{name}={_described(x)}" for name, x in self._asdict().items())
+        return f"Gradients({', '.join(parts)})"
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, tuple | list):
+        return f"({', '.join(map(_described, x))})"
+    shape, dtype = shape_of(x), getattr(x, "dtype", None)
+    if shape is None or dtype is None:
+        return repr(x)
+    name = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
+    return f"{name}[{','.join(map(str, shape))}]"
 
 
 def core_for(q: object) -> Callable[..., tuple[Any, Any]]:
