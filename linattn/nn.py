@@ -9,6 +9,9 @@ Every block maps x [B,T,D] to y [B,T,D], D = d_model, and carries a :class:`Stat
 ``layer(x, state)`` goes on from a state and leaves it alone; ``cu_seqlens`` packs N sequences into
 one row, as in the ops. Parameters have the names of flash-linear-attention's layers (0.6.0), so
 that its state dicts load.
+
+:class:`LinearAttention` is the plain layer: three matrices and the op. It maps x [B,T,d_model] to y
+[B,T,d_v], and returns a state only if it is asked for one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn import ops
+from linattn.arrays import as_size
+from linattn.features import FeatureMapLike, apply_feature_map, core_features, feature_maps
 
 __all__ = [
     "DeltaNet",
@@ -39,8 +44,9 @@ class State(NamedTuple):
 
     Attributes
     ----------
-    memory : Tensor [N,HV,K,V]
-        The state of the op, float32 (float64 for float64 parameters).
+    memory : Tensor [N,HV,K,V], or a pair
+        The state of the op, float32 (float64 for float64 parameters). In a normalised
+        :class:`LinearAttention` it is the pair (S, z [N,HV,K]).
     conv : tuple of Tensor [N,W-1,D_i]
         The last inputs of each short convolution; empty without one.
     position : Tensor [N], or None
@@ -56,42 +62,206 @@ class State(NamedTuple):
     True
     """
 
-    memory: Tensor
+    memory: Any
     conv: tuple[Tensor, ...]
     position: Tensor | None
 
 
-class LinearAttention(nn.Module):
-    """Linear attention with the feature map elu(x) + 1 and the normaliser; one head.
+def _check_input(x: Any, axes: str, d_model: int, first: tuple[str, nn.Module]) -> None:
+    """Refuse an x that the layer `first`, which reads it, cannot take. `axes` are those of x."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    if x.dim() != len(axes) + 1 or x.shape[-1] != d_model:
+        raise ValueError(
+            f"x: expected [{','.join(axes)},d_model] with d_model = {d_model}, got {tuple(x.shape)}"
+        )
+    name, layer = first
+    if type(layer) is not nn.Linear:  # the caller's own: it takes the dtypes that it takes
+        return
+    cast = torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+    if x.dtype != layer.weight.dtype and not cast:
+        wanted, got = (str(dtype).removeprefix("torch.") for dtype in (layer.weight.dtype, x.dtype))
+        raise TypeError(f"x: expected {wanted} (the dtype of {name}), got {got}")
 
-    Katharopoulos et al., 2020, *Transformers are RNNs*. ``forward(x, causal=False)`` maps x
-    [B,T,d_model] to [B,T,d_v]; with causal=True token t reads the tokens up to t alone. Parameters
-    W_q, W_k [d_k,d_model], W_v [d_v,d_model].
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, State):
+        raise TypeError(f"state: expected a linattn.nn.State, got {type(state).__name__}")
+
+
+class LinearAttention(nn.Module):
+    """Linear attention as it is taught: three matrices, a feature map, and the normaliser.
+
+    ::
+
+        q, k, v = x W_q', x W_k', x W_v'
+        y_i = sum_j (phi(q_i) . phi(k_j)) v_j / sum_j phi(q_i) . phi(k_j)
+
+    Token i reads all tokens j, or the tokens j <= i with ``causal=True``. Katharopoulos et al.,
+    2020, *Transformers are RNNs*. With several heads, each head does this with its own slice of q,
+    k and v, and y has the heads side by side. There is no output projection.
+
+    Parameters
+    ----------
+    d_model : int
+        The last axis of x.
+    d_k, d_v : int
+        Key and value dimension of all heads together: multiples of num_heads.
+    bias : bool
+        Do W_q, W_k and W_v have a bias?
+    num_heads : int
+        H. A head has K = d_k / H keys and V = d_v / H values.
+    feature_map, normalize, eps
+        As in :func:`linattn.linear_attention`. The parameters of a map that is a module are
+        parameters of this layer.
+
+    Attributes
+    ----------
+    d_model, d_k, d_v, num_heads : int
+    W_q, W_k, W_v : torch.nn.Linear
+        Weights [d_k,d_model], [d_k,d_model], [d_v,d_model].
+
+    Raises
+    ------
+    TypeError
+        A size is no int; or an x that is no tensor or has another dtype than W_q.
+    ValueError
+        A size below 1, a d_k or d_v that num_heads does not divide; or an x of another shape.
 
     Examples
     --------
-    A token that comes later changes no output of a causal call:
-
     >>> import torch
-    >>> from linattn.nn import LinearAttention
-    >>> layer, x = LinearAttention(16, 8, 4).double(), torch.randn(2, 10, 16).double()
-    >>> y = layer(x, causal=True)
-    >>> tuple(y.shape)
-    (2, 10, 4)
-    >>> torch.allclose(y[:, :6], layer(x[:, :6], causal=True))
-    True
+    >>> from linattn import nn
+    >>> layer = nn.LinearAttention(16, 8, 12, num_heads=2)
+    >>> layer(torch.zeros(3, 10, 16)).shape
+    torch.Size([3, 10, 12])
+
+    A causal layer goes on from a state, with more tokens or with one:
+
+    >>> y, state = layer(torch.zeros(3, 10, 16), causal=True, output_final_state=True)
+    >>> y, state = layer(torch.zeros(3, 5, 16), causal=True, state=state)
+    >>> layer.step(torch.zeros(3, 16), state).shape
+    torch.Size([3, 12])
     """
 
-    def __init__(self, d_model: int, d_k: int, d_v: int, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        d_k: int,
+        d_v: int,
+        *,
+        bias: bool = False,
+        num_heads: int = 1,
+        feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = "elu+1",
+        normalize: bool | str = True,
+        eps: float = 1e-6,
+    ) -> None:
         super().__init__()
-        self.W_q = nn.Linear(d_model, d_k, bias=bias)
-        self.W_k = nn.Linear(d_model, d_k, bias=bias)
-        self.W_v = nn.Linear(d_model, d_v, bias=bias)
+        self.d_model = as_size("d_model", d_model, 1)
+        self.num_heads = as_size("num_heads", num_heads, 1)
+        self.d_k, self.d_v = as_size("d_k", d_k, 1), as_size("d_v", d_v, 1)
+        for name, size in (("d_k", self.d_k), ("d_v", self.d_v)):
+            if size % self.num_heads:
+                raise ValueError(
+                    f"{name}: expected a multiple of num_heads = {self.num_heads}, got {size}"
+                )
+        maps = core_features(feature_map, normalize, eps, True)[:2]  # refuses what is wrong
+        self.feature_map, self.normalize, self.eps = feature_map, normalize, eps
+        for name, phi in zip(("phi_q", "phi_k"), maps, strict=True):
+            if isinstance(phi.forward, nn.Module) and phi.forward is not feature_map:
+                self.add_module(name, phi.forward)
+        self.W_q = nn.Linear(self.d_model, self.d_k, bias=bias)
+        self.W_k = nn.Linear(self.d_model, self.d_k, bias=bias)
+        self.W_v = nn.Linear(self.d_model, self.d_v, bias=bias)
 
-    def forward(self, x: Tensor, causal: bool = False) -> Tensor:
-        q, k, v = (W(x)[:, :, None] for W in (self.W_q, self.W_k, self.W_v))
-        o, _ = ops.linear_attention(q, k, v, causal=causal)
-        return o[:, :, 0]
+    def forward(
+        self,
+        x: Tensor,
+        causal: bool = False,
+        *,
+        state: State | None = None,
+        output_final_state: bool = False,
+    ) -> Tensor | tuple[Tensor, State]:
+        """x [B,T,d_model] -> y [B,T,d_v]; or (y, state) if there is a state.
+
+        Parameters
+        ----------
+        x : Tensor [B,T,d_model]
+        causal : bool
+            Token t reads the tokens up to t alone.
+        state : State, optional
+            Of B sequences, before x; it is left alone. Only with causal=True.
+        output_final_state : bool
+            Return the state after x too, as a call with ``state`` does. Only with causal=True.
+
+        Returns
+        -------
+        y : Tensor [B,T,d_v]
+        state : State
+            Only with ``state`` or ``output_final_state``.
+        """
+        _check_input(x, "BT", self.d_model, ("W_q", self.W_q))
+        returns_state = output_final_state or state is not None
+        if returns_state and not causal:
+            raise ValueError(
+                "causal: expected True with state or output_final_state=True, got False: "
+                "without a causal mask there is no state between tokens"
+            )
+        if state is not None:
+            _check_state(state)
+        o, memory = ops.linear_attention(
+            *self._by_heads(x),
+            **self._options(),
+            causal=causal,
+            initial_state=None if state is None else state.memory,
+            output_final_state=returns_state,
+        )
+        y = o.flatten(-2)
+        return (y, State(memory, (), None)) if returns_state else y
+
+    @torch.no_grad()
+    def step(self, x: Tensor, state: State) -> Tensor:
+        """x [B,d_model], the next token of each of B sequences -> y [B,d_v].
+
+        The state changes in place. Nothing is recorded for gradients.
+        """
+        _check_input(x, "B", self.d_model, ("W_q", self.W_q))
+        _check_state(state)
+        o = ops.linear_attention_step(*self._by_heads(x), **self._options(), state=state.memory)
+        return o.flatten(-2)
+
+    def zeros_state(self, N: int) -> State:
+        """The state before N sequences, where the parameters lie."""
+        like, H = self.W_q.weight, self.num_heads
+        K, phi_k = self.d_k // H, feature_maps(self.feature_map)[1]
+        if phi_k.forward is not None:  # a map may give another number of keys
+            with torch.no_grad():
+                K = apply_feature_map(like.new_zeros(1, 1, 1, K), phi_k).shape[-1]
+        S = like.new_zeros(N, H, K, self.d_v // H, dtype=_real(like))
+        return State((S, S.new_zeros(N, H, K)) if self.normalize else S, (), None)
+
+    def extra_repr(self) -> str:
+        sizes = f"d_model={self.d_model}, d_k={self.d_k}, d_v={self.d_v}"
+        phi_q, phi_k = feature_maps(self.feature_map)
+        maps = repr(phi_q) if phi_q == phi_k else f"({phi_q!r}, {phi_k!r})"
+        if isinstance(self.feature_map, str):
+            maps = repr(self.feature_map)
+        return (
+            f"{sizes}, num_heads={self.num_heads}, feature_map={maps}, "
+            f"normalize={self.normalize!r}, eps={self.eps}"
+        )
+
+    def _by_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        H = self.num_heads
+        q, k, v = (W(x).unflatten(-1, (H, -1)) for W in (self.W_q, self.W_k, self.W_v))
+        return q, k, v
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "feature_map": self.feature_map,
+            "normalize": self.normalize,
+            "eps": self.eps,
+        }
 
 
 class _ShortConvolution(nn.Conv1d):
@@ -178,8 +348,7 @@ class _Block(nn.Module):
             ("head_dim", K),
             ("expand_v", V),
         ):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
+            as_size(name, value, 1)
         if num_v_heads < 1 or num_v_heads % num_heads:
             raise ValueError(
                 f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}"
@@ -234,8 +403,9 @@ class _Block(nn.Module):
         ValueError
             x is not [B,T,D], or the op raises it.
         """
-        if x.dim() != 3 or x.shape[2] != self.d_model:
-            raise ValueError(f"x: expected [B,T,{self.d_model}], got {tuple(x.shape)}")
+        _check_input(x, "BT", self.d_model, ("q_proj", self.q_proj))
+        if state is not None:
+            _check_state(state)
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         conv: tuple[Tensor, ...] = ()
         if self.has_conv:
@@ -279,8 +449,8 @@ class _Block(nn.Module):
         ValueError
             x is not [N,D], or the step of the op raises it.
         """
-        if x.dim() != 2 or x.shape[1] != self.d_model:
-            raise ValueError(f"x: expected [N,{self.d_model}], got {tuple(x.shape)}")
+        _check_input(x, "N", self.d_model, ("q_proj", self.q_proj))
+        _check_state(state)
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         if self.has_conv:
             projected = [
@@ -312,9 +482,11 @@ class _Block(nn.Module):
             like.new_zeros(N, layer.kernel_size[0] - 1, layer.in_channels)
             for layer in self._convolutions()
         )
-        real = torch.float64 if like.dtype == torch.float64 else torch.float32
-        memory = like.new_zeros(N, self.HV, self.K, self.V, dtype=real)
+        memory = like.new_zeros(N, self.HV, self.K, self.V, dtype=_real(like))
         return State(memory, conv, self._no_position(like, N))
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, H={self.H}, HV={self.HV}, K={self.K}, V={self.V}"
 
     def _convolutions(self) -> tuple[_ShortConvolution, ...]:
         return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.has_conv else ()

@@ -1,5 +1,7 @@
 """linattn.nn: the blocks go on where they stopped, learn, and compute what their papers say."""
 
+import copy
+import doctest
 import math
 from itertools import pairwise
 
@@ -96,6 +98,253 @@ def test_linear_attention_is_the_notes(causal):
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         agree(a.grad, b.grad)
     assert torch.equal(ours(x[0]), ours(x[0], False))
+
+
+def plain(num_heads=2, d_k=8, d_v=6, seed=0, **options):
+    torch.manual_seed(seed)
+    return nn.LinearAttention(D, d_k, d_v, num_heads=num_heads, **options).double()
+
+
+OPTIONS = {
+    "default": {},
+    "unnormalised": {"normalize": False},
+    "relu2": {"feature_map": "relu2", "eps": 1e-3, "normalize": "add"},
+    "a function": {"feature_map": lambda x: torch.cat([x.exp(), (-x).exp()], -1)},
+    "a pair": {"feature_map": ("exp", "relu+eps")},
+}
+options = pytest.mark.parametrize("given", OPTIONS.values(), ids=OPTIONS)
+
+
+def parts(state):
+    return state.memory if isinstance(state.memory, tuple) else (state.memory,)
+
+
+@options
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_are_layers_of_one_head(given, causal):
+    layer, x = plain(2, **given), tokens(3, 20)
+    for h, y in enumerate(layer(x, causal).chunk(2, -1)):
+        alone = plain(1, 4, 3, **given)
+        for W in ("W_q", "W_k", "W_v"):
+            getattr(alone, W).weight.data = getattr(layer, W).weight.chunk(2)[h]
+        agree(y, alone(x, causal))
+
+
+@options
+def test_a_plain_layer_goes_on_from_a_state_and_step_by_step(given):
+    layer, x = plain(**given), tokens(3, 30)
+    with torch.no_grad():
+        y, state = layer(x, True, output_final_state=True)
+        assert torch.equal(y, layer(x, True))
+        first, half = layer(x[:, :13], causal=True, output_final_state=True)
+        kept = [a.clone() for a in parts(half)]
+        rest, end = layer(x[:, 13:], causal=True, state=half)
+        agree(torch.cat([first, rest], 1), y)
+        for a, b, before, after in zip(*map(parts, (end, state, half)), kept, strict=True):
+            agree(a, b)
+            assert torch.equal(before, after)  # a state that was given is left alone
+    stepped = [layer.step(x[:, t], half) for t in range(13, 30)]
+    assert not stepped[0].requires_grad
+    agree(torch.stack(stepped, 1), rest)
+    for a, b in zip(parts(half), parts(state), strict=True):
+        agree(a, b)
+    start = layer.zeros_state(3)
+    assert [a.shape for a in parts(start)] == [a.shape for a in parts(state)]
+    assert [a.dtype for a in parts(start)] == [a.dtype for a in parts(state)]
+    agree(torch.stack([layer.step(x[:, t], start) for t in range(30)], 1), y)
+
+
+@options
+def test_a_plain_layers_gradients(given):
+    layer, x = plain(**given), tokens(2, 5).requires_grad_()
+    _, state = layer(tokens(2, 4, seed=7), True, output_final_state=True)
+    before = [a.detach().requires_grad_() for a in parts(state)]
+    of_all = (x, *layer.parameters(), *before)
+
+    def whole(x, *_):
+        return layer(x)
+
+    def causal(x, W_q, W_k, W_v, *memory):
+        memory = memory if layer.normalize else memory[0]
+        y, after = layer(x, True, state=nn.State(memory, (), None))
+        return y, *parts(after)
+
+    assert torch.autograd.gradcheck(whole, of_all[:4], fast_mode=True)
+    assert torch.autograd.gradcheck(causal, of_all, fast_mode=True)
+
+
+def test_a_plain_layer_keeps_the_notes_names():
+    names = ["W_q.weight", "W_k.weight", "W_v.weight"]
+    assert list(nn.LinearAttention(D, 8, 10).state_dict()) == names
+    assert list(nn.LinearAttention(D, 8, 10, num_heads=2).state_dict()) == names
+    layer = nn.LinearAttention(D, 8, 10, bias=True)
+    assert sorted(layer.state_dict()) == sorted([*names, "W_q.bias", "W_k.bias", "W_v.bias"])
+    assert (layer.d_model, layer.d_k, layer.d_v, layer.num_heads) == (D, 8, 10, 1)
+
+
+class Learnt(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_features = torch.nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.to_features(x).exp()
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_feature_map_that_learns(pair):
+    torch.manual_seed(0)
+    given = (Learnt(), Learnt()) if pair else Learnt()
+    names = ["phi_q", "phi_k"] if pair else ["feature_map"]
+    layer, x = plain(feature_map=given), tokens(2, 6)
+    learnt = [f"{name}.to_features.{which}" for name in names for which in ("weight", "bias")]
+    assert sorted(layer.state_dict()) == sorted([*learnt, "W_q.weight", "W_k.weight", "W_v.weight"])
+    y, state = layer(x, True, output_final_state=True)
+    assert state.memory[0].shape == (2, 2, 5, 3) == layer.zeros_state(2).memory[0].shape
+    y.square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.abs().sum() > 0, name
+    other = copy.deepcopy(layer)
+    assert torch.equal(other(x), layer(x))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(2)
+    assert not torch.equal(other(x), layer(x))
+
+
+def test_a_plain_layer_in_bfloat16_autocast_and_compiled():
+    layer, x = plain().float(), tokens(2, 20, dtype=torch.float32)
+    want, end = layer(x, True, output_final_state=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y, state = compiled(x, True, output_final_state=True)
+    torch.testing.assert_close(y, want)
+    for a, b in zip(parts(state), parts(end), strict=True):
+        torch.testing.assert_close(a, b)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = layer(x, True)
+        stepped = layer.step(x[:, 0], layer.zeros_state(2))
+    narrow = plain().bfloat16()
+    y, state = narrow(x.bfloat16(), True, output_final_state=True)
+    assert cast.dtype == stepped.dtype == y.dtype == torch.bfloat16
+    assert state.memory[0].dtype == torch.float32 == narrow.zeros_state(1).memory[0].dtype
+    for got in (cast, y):
+        assert 0 < (got - want).norm() < 0.05 * want.norm()
+
+
+def test_empty_sequences_and_batches():
+    layer = plain()
+    for B, T in ((2, 0), (0, 3), (0, 0)):
+        assert layer(tokens(B, T)).shape == (B, T, 6)
+        y, state = layer(tokens(B, T), True, state=layer.zeros_state(B))
+        assert y.shape == (B, T, 6) and state.memory[0].shape == (B, 2, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda layer: layer(tokens(5)),
+            ValueError,
+            "x: expected [B,T,d_model] with d_model = 24, got (5, 24)",
+        ),
+        (
+            lambda layer: layer(tokens(2, 5)[..., :8]),
+            ValueError,
+            "x: expected [B,T,d_model] with d_model = 24, got (2, 5, 8)",
+        ),
+        (
+            lambda layer: layer(tokens(2, 5).float()),
+            TypeError,
+            "x: expected float64 (the dtype of W_q), got float32",
+        ),
+        (
+            lambda layer: layer(tokens(2, 5).long()),
+            TypeError,
+            "x: expected float64 (the dtype of W_q), got int64",
+        ),
+        (
+            lambda layer: layer(tokens(2, 5).numpy()),
+            TypeError,
+            "x: expected a torch.Tensor, got ndarray",
+        ),
+        (
+            lambda layer: layer.step(tokens(2, 5), layer.zeros_state(2)),
+            ValueError,
+            "x: expected [B,d_model] with d_model = 24, got (2, 5, 24)",
+        ),
+        (
+            lambda layer: layer.step(tokens(2), layer.zeros_state(2).memory),
+            TypeError,
+            "state: expected a linattn.nn.State, got tuple",
+        ),
+        (
+            lambda layer: layer.step(tokens(2), layer.zeros_state(3)),
+            ValueError,
+            "state[0]: expected [N,HV,K,V] = (2, 2, 4, 3), got (3, 2, 4, 3)",
+        ),
+        (
+            lambda layer: layer(tokens(2, 5), output_final_state=True),
+            ValueError,
+            "causal: expected True with state or output_final_state=True, got False",
+        ),
+        (
+            lambda layer: layer(tokens(2, 5), state=layer.zeros_state(2)),
+            ValueError,
+            "causal: expected True with state or output_final_state=True, got False",
+        ),
+        (
+            lambda layer: nn.LinearAttention(D, 9, 6, num_heads=2),
+            ValueError,
+            "d_k: expected a multiple of num_heads = 2, got 9",
+        ),
+        (
+            lambda layer: nn.LinearAttention(D, 8, 7, num_heads=2),
+            ValueError,
+            "d_v: expected a multiple of num_heads = 2, got 7",
+        ),
+        (
+            lambda layer: nn.LinearAttention(D, 8, 6, num_heads=0),
+            ValueError,
+            "num_heads: expected a size >= 1, got 0",
+        ),
+        (
+            lambda layer: nn.LinearAttention(D, 8.0, 6),
+            TypeError,
+            "d_k: expected an int, got float",
+        ),
+        (
+            lambda layer: nn.LinearAttention(D, 8, 6, feature_map="gelu"),
+            ValueError,
+            "feature_map: expected one of 'identity'",
+        ),
+        (
+            lambda layer: nn.LinearAttention(D, 8, 6, feature_map="identity"),
+            ValueError,
+            "normalize: with feature_map='identity'",
+        ),
+    ],
+)
+def test_a_plain_layer_refuses(call, error, text):
+    with pytest.raises(error) as caught:
+        call(plain())
+    assert str(caught.value).startswith(text)
+
+
+def test_layers_show_their_sizes():
+    assert "d_model=24, d_k=8, d_v=6, num_heads=2, feature_map='elu+1'" in repr(plain())
+    shown = repr(plain(feature_map=Learnt()))
+    assert "feature_map=FeatureMap('callable', forward=Learnt)" in shown
+    shown = repr(plain(feature_map=("exp", "relu+eps")))
+    assert "feature_map=(FeatureMap('exp'), FeatureMap('relu+eps', eps=0.001))" in shown
+    for name in BLOCKS:
+        layer = block(name)
+        sizes = f"d_model=24, H={layer.H}, HV={layer.HV}, K={layer.K}, V={layer.V}"
+        assert sizes in repr(layer)
+
+
+def test_examples():
+    done = doctest.testmod(nn)
+    assert done.attempted and not done.failed
 
 
 # ---- the blocks ----
@@ -322,10 +571,17 @@ def test_wrong_arguments():
         nn.DeltaNet(D, num_heads=5)
     with pytest.raises(ValueError, match=r"^expand_k: expected an even number"):
         nn.Retention(D, num_heads=8)
-    with pytest.raises(ValueError, match=r"^num_heads: expected at least 1"):
+    with pytest.raises(ValueError, match=r"^num_heads: expected a size >= 1, got 0"):
         nn.DeltaNet(D, num_heads=0)
     layer = block("DeltaNet")
-    with pytest.raises(ValueError, match=r"^x: expected \[B,T,24\], got \(2, 24\)"):
+    with pytest.raises(ValueError, match=r"^x: expected \[B,T,d_model\] .* = 24, got \(2, 24\)"):
         layer(tokens(2))
-    with pytest.raises(ValueError, match=r"^x: expected \[N,24\], got \(1, 2, 24\)"):
+    with pytest.raises(ValueError, match=r"^x: expected \[N,d_model\] .* got \(1, 2, 24\)"):
         layer.step(tokens(1, 2), layer.zeros_state(1))
+    with pytest.raises(
+        TypeError, match=r"^x: expected float64 \(the dtype of q_proj\), got float32"
+    ):
+        layer(tokens(1, 2).float())
+    for call in (lambda S: layer(tokens(1, 2), S), lambda S: layer.step(tokens(1), S)):
+        with pytest.raises(TypeError, match=r"^state: expected a linattn.nn.State, got Tensor"):
+            call(torch.zeros(1, 2, 12, 12))
