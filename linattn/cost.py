@@ -26,6 +26,10 @@ def _known(op: str) -> None:
         raise ValueError(f"op: expected one of {', '.join(OPS)} or softmax, got {op!r}")
 
 
+# The tokens of a chunk where a call names none: CHUNK in csrc/cpu/instance.h.
+CHUNK = 16
+
+
 def flops(
     op: str,
     T: int,
@@ -36,28 +40,42 @@ def flops(
     H: int = 1,
     HV: int | None = None,
     mode: Literal["chunk", "recurrent", "parallel"] = "chunk",
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     normalize: bool = True,
+    passes: Literal["forward", "backward", "both"] = "forward",
 ) -> int:
-    """Multiplications, additions and divisions of a causal forward pass.
+    """Multiplications, additions, subtractions and divisions of a causal call.
 
     The count is of the sums in docs/math.md: of lower triangles only, with zeros as the start of a
-    sum. Exponentials, feature maps and the l2 norm are not counted. A step is ``T=1,
-    mode="recurrent"``.
+    sum. Exponentials, feature maps, the l2 norm and their gradients are not counted, and neither is
+    a change of sign. A step is ``T=1, mode="recurrent"``.
+
+    A backward pass computes the forward pass again, without its outputs and without the state that
+    its last chunk leaves. Then it has the adjoint, and the sums of dq and dk over the value heads
+    that share a query and key head. The gradient of a gate is counted as that of the decay. If T is
+    long, the kernels compute states more than twice, to save memory (docs/math.md, section 8): that
+    is not counted.
 
     Parameters
     ----------
     op : str
         An op's name, or ``"softmax"``: each of its weights then counts 2 K for q . k, 2 V for the
-        mean, and 3 for the scale, the sum and the division. It has one mode.
+        mean, and 3 for the scale, the sum and the division. It has one mode. Its backward pass
+        computes the weights again.
     T, K, V : int
         Tokens, key and value dimension.
     B, H, HV : int
         Batch, query/key heads, value heads (as many as H by default).
-    mode, chunk_size
-        As in the op; the last chunk has the tokens that are left.
+    mode
+        As in the op. ``"parallel"`` is one chunk of T tokens. (Under the delta rule, the CPU's
+        kernels cut a chunk after 32 K tokens: that is not counted.)
+    chunk_size : int, optional
+        Tokens per chunk; the last chunk has the tokens that are left. By default 16, as in a call
+        on the CPU that names none. The kernels for bfloat16 and those for a GPU take others.
     normalize : bool
         Is linear attention divided by its denominators?
+    passes : {"forward", "backward", "both"}
+        ``"both"`` is the sum: a forward and a backward pass.
 
     Returns
     -------
@@ -68,74 +86,218 @@ def flops(
     TypeError
         A size is no int.
     ValueError
-        There is no such op or mode, or a size is too small.
+        There is no such op, mode or pass, or a size is too small.
 
     Examples
     --------
     >>> import linattn
     >>> linattn.flops("gla", 4096, 64, 64) / linattn.flops("softmax", 4096, 64, 64)
-    0.05...
+    0.03...
+    >>> linattn.flops("gla", 4096, 64, 64, passes="backward") / linattn.flops("gla", 4096, 64, 64)
+    2.59...
     """
     _known(op)
     T, K, V = _sizes(T=T, K=K, V=V)
-    (B, chunk_size), (H, HV) = _sizes(1, B=B, chunk_size=chunk_size), _heads(H, HV)
+    C = CHUNK if chunk_size is None else chunk_size
+    (B, C), (H, HV) = _sizes(1, B=B, chunk_size=C), _heads(H, HV)
     if mode not in ("chunk", "recurrent", "parallel"):
         raise ValueError(f"mode: expected 'chunk', 'recurrent' or 'parallel', got {mode!r}")
+    if passes not in ("forward", "backward", "both"):
+        raise ValueError(f"passes: expected 'forward', 'backward' or 'both', got {passes!r}")
+    if mode == "parallel":
+        C = max(T, 1)
+    count = 0
+    if passes != "backward":
+        count += _forward(op, T, K, V, H, HV, None if mode == "recurrent" else C, normalize)
+    if passes != "forward":
+        count += _backward(op, T, K, V, H, HV, None if mode == "recurrent" else C, normalize)
+    return B * count
+
+
+class _Call(NamedTuple):
+    """The facts that the counts below depend on. divides: is there a normaliser?"""
+
+    K: int
+    V: int
+    H: int
+    HV: int
+    decay: str
+    delta: bool
+    divides: bool
+
+    @property
+    def w(self) -> int:
+        """The numbers of one decay."""
+        return {"none": 0, "key": self.K}.get(self.decay, 1)
+
+
+def _call(op: str, K: int, V: int, H: int, HV: int, normalize: bool) -> _Call:
+    row = VARIANTS[op]
+    return _Call(K, V, H, HV, row.decay, row.rule == "delta", row.normaliser and normalize)
+
+
+def _forward(
+    op: str, T: int, K: int, V: int, H: int, HV: int, C: int | None, normalize: bool
+) -> int:
+    """A row of the batch. C None: token by token."""
     if op == "softmax":
-        pairs = T * (T + 1) // 2
-        return B * pairs * (H * (2 * K + 3) + HV * 2 * V)
-    if mode == "recurrent":
-        return B * T * HV * _token(op, K, V, normalize)
-    C = chunk_size if mode == "chunk" else max(T, 1)
+        return T * (T + 1) // 2 * (H * (2 * K + 3) + HV * 2 * V)
+    c = _call(op, K, V, H, HV, normalize)
+    if C is None:
+        return T * HV * (_token_written(c) + _token_read(c))
     whole, rest = divmod(T, C)
-    return B * (
-        whole * _chunk(op, C, K, V, H, HV, normalize) + _chunk(op, rest, K, V, H, HV, normalize)
+    return sum(
+        times * (_chunk_scored(c, n) + HV * (_chunk_carried(c, n) + _chunk_read(c, n)))
+        for times, n in ((whole, C), (1, rest))
+        if n
     )
 
 
-def _token(op: str, K: int, V: int, normalize: bool) -> int:
-    """One token and value head of the recurrence."""
-    variant = VARIANTS[op]
-    count = 2 * K * V + 2 * K * V + V  # write, read, scale
-    if variant.decay != "none":
+def _backward(
+    op: str, T: int, K: int, V: int, H: int, HV: int, C: int | None, normalize: bool
+) -> int:
+    """A row of the batch. C None: token by token."""
+    if op == "softmax":  # the weights; dv, dA; A (dA - the row's sum of A dA); dq, dk
+        of_pair = H * (2 * K + 3) + HV * 4 * V + (HV - H) + H * (4 + 4 * K)
+        return T * (T + 1) // 2 * of_pair + T * H * 2 * K
+    c = _call(op, K, V, H, HV, normalize)
+    shared = T * (HV - H) * 2 * K  # dq and dk of the value heads that share a head
+    if c.decay == "head":
+        shared += T * HV  # a head's decay has one gradient
+    if C is None:
+        return shared + T * HV * (_token_written(c) + _token_adjoint(c))
+    whole, rest = divmod(T, C)
+    count = sum(
+        times * (_chunk_scored(c, n) + HV * (_chunk_carried(c, n) + _chunk_adjoint(c, n)))
+        for times, n in ((whole, C), (1, rest))
+        if n
+    )
+    last = rest or (C if T else 0)  # the state that it leaves is not needed
+    return shared + count - (HV * _state_carried(c, last) if last else 0)
+
+
+# ---- token by token: one token and value head ----
+
+
+def _token_written(c: _Call) -> int:
+    """Decay, predict, write; the normaliser's z and its denominator."""
+    K, V = c.K, c.V
+    count = 2 * K * V  # write
+    if c.decay != "none":
         count += K * V
-    if variant.rule == "delta":
+    if c.delta:
         count += 2 * K * V + 2 * V  # predict; the error, times beta
-    if variant.normaliser and normalize:
-        count += K + 2 * K + 1 + V  # z, its read and scale, the division
+    if c.divides:
+        count += K + 2 * K + 1  # z, its read and scale
     return count
 
 
-def _chunk(op: str, n: int, K: int, V: int, H: int, HV: int, normalize: bool) -> int:
-    """A chunk of n tokens, all heads: scores, solve, read, carry."""
-    if not n:
-        return 0
-    variant = VARIANTS[op]
-    delta, decay = variant.rule == "delta", variant.decay
-    seen, before = n * (n + 1) // 2, n * (n - 1) // 2  # pairs with j <= i, with j < i
-    # scores: P and L. A decay by key fades the keys of each pair, so that no two value heads share
-    # scores; a decay by token fades the scores.
-    scores = 2 * K * (seen + delta * before)
-    count = (HV if decay == "key" else H) * scores
-    if decay == "key":
-        count += HV * K * before
-    elif decay != "none":
-        count += HV * (before + before * (1 + delta))  # Gamma, and Gamma times P and L
-    # solve: the right side beta (v - S'k), and the rows above
-    if delta:
-        count += HV * (n * (2 * K * V + 2 * V) + before * (1 + 2 * V))  # L times beta, too
-    # read: the state, the chunk, the scale
-    count += HV * (n * 2 * K * V + seen * 2 * V + n * V)
-    # carry: the keys' products with the values
-    count += HV * n * 2 * K * V
-    if decay != "none":
-        wide = K if decay == "key" else 1
-        count += HV * n * wide  # e, the decays from the chunk's start
-        count += HV * n * K * (1 + delta)  # q and k (delta) times e
-        count += HV * (n - 1) * K  # k times r; the last one's is 1
-        count += HV * K * V  # the state
-    if variant.normaliser and normalize:
-        count += HV * (n * (K + 2 * K + 1 + V) + seen)
+def _token_read(c: _Call) -> int:
+    return 2 * c.K * c.V + c.V + c.divides * c.V  # read, scale, division
+
+
+def _token_adjoint(c: _Call) -> int:
+    """Section 5 of docs/math.md, line by line."""
+    K, V = c.K, c.V
+    count = V  # dnum
+    count += 2 * K * V + 2 * K * V  # dq; dS of the read
+    count += 2 * K * V + 2 * K * V  # dk; dU
+    if c.delta:
+        count += 2 * V + V  # dbeta, dv
+        count += 2 * K * V + 2 * K * V  # dk and dS of the prediction
+    if c.decay != "none":
+        count += 2 * K * V + K * V  # da, dS
+    if c.divides:
+        count += V + 2 * K + 2  # dnum / divisor; num . dnum; dden
+        count += 2 * K + 2 * K  # dq and dz of the denominator
+    return count
+
+
+# ---- in chunks: a chunk of n tokens ----
+
+
+def _pairs(n: int) -> tuple[int, int]:
+    """Of the tokens of a chunk: with j <= i, with j < i."""
+    return n * (n + 1) // 2, n * (n - 1) // 2
+
+
+def _chunk_scored(c: _Call, n: int) -> int:
+    """The bare products of the scores, of all heads. A decay by key fades the keys of each pair, so
+    that no two value heads share them."""
+    seen, before = _pairs(n)
+    return (c.HV if c.decay == "key" else c.H) * 2 * c.K * (seen + c.delta * before)
+
+
+def _chunk_carried(c: _Call, n: int) -> int:
+    """All that leads to a chunk's writes, to its denominators, and to the state that it leaves; of
+    one value head."""
+    K, V, (seen, before) = c.K, c.V, _pairs(n)
+    count = _state_carried(c, n)
+    if c.decay == "key":
+        count += K * before  # keys, faded on; the last row is k~
+    elif c.decay != "none":
+        count += before + before * (1 + c.delta)  # Gamma, and Gamma times P and L
+        count += (n - 1) * K  # k~; the last one's factor is 1
+    if c.decay != "none":
+        count += n * c.w  # e, the decays from the chunk's start
+        count += n * K * (1 + c.delta)  # q^ and k^
+    if c.delta:  # the prediction of the state before, that of the rows above, the error, beta
+        count += n * (2 * K * V + 2 * V) + before * 2 * V
+    if c.divides:
+        count += n * (2 * K + 1) + seen  # denominators
+    return count
+
+
+def _state_carried(c: _Call, n: int) -> int:
+    """S <- diag(e_n) S + k~' U, and z."""
+    decays = c.decay != "none"
+    return n * 2 * c.K * c.V + decays * c.K * c.V + c.divides * n * c.K
+
+
+def _chunk_read(c: _Call, n: int) -> int:
+    """The state, the chunk, the scale, the division; of one value head."""
+    seen, _ = _pairs(n)
+    return n * 2 * c.K * c.V + seen * 2 * c.V + n * c.V + c.divides * n * c.V
+
+
+def _chunk_adjoint(c: _Call, n: int) -> int:
+    """Section 6 of docs/math.md, line by line; of one value head."""
+    K, V, w, (seen, before) = c.K, c.V, c.w, _pairs(n)
+    decays, both = c.decay != "none", 1 + c.delta
+    count = n * V  # dnum
+    # carry and read: dU, dP, dk~, de_n
+    count += n * 2 * K * V + seen * 2 * V
+    count += seen * 2 * V + n * 2 * K * V
+    if decays:
+        count += 2 * K * V
+    # solve: dU, dE, dbeta, dL
+    if c.delta:
+        count += before * 2 * V + n * V + n * 2 * V + before * 2 * V
+    # X: dk^ and dq^; dS
+    count += both * n * 2 * K * V
+    count += both * n * 2 * K * V + decays * K * V
+    # the normaliser: dnum / divisor, num . dnum, dden; dq, dP, dz
+    if c.divides:
+        count += n * V + n * 2 * K + seen * 2 + n * 2
+        count += n * 2 * K + seen + n * 2 * K
+    # scores
+    if c.decay == "none":
+        count += seen * 2 * K + n * K  # dq
+        count += seen * 2 * K + c.delta * (before * 4 * K + n * K) + n * K  # dk
+        return count
+    count += both * n * 2 * K  # dq and dk through e
+    count += both * n * 2 * K  # de
+    count += n * w + (n - 1) * 2 * w  # da of e, and up the recursion of e
+    if c.decay == "key":
+        count += before * K  # keys, faded on once more
+        count += before * K * (both * 2 + both * 2 + 2 + 1)  # d; dq and dk; da; d
+        count += n * 5 * K  # the diagonal
+        return count
+    count += before * (1 + 2 * c.delta) + before * both  # dGamma; dqk, dkk
+    count += seen * 2 * K + seen * 2 * K + c.delta * before * 4 * K  # dq, dk
+    count += (n - 1) * K + n * K  # dk of k~
+    count += (n - 1) * 2 * K  # dGamma of k~
+    count += before * 2 + _pairs(n - 1)[1] * 2  # da of Gamma, and up its recursion
     return count
 
 
