@@ -8,12 +8,12 @@ whose lightness grows evenly, and lines that differ by marker too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from linattn.cost import flops, memory
+from linattn.cost import CHUNK, flops, memory
 from linattn.features import is_tensor
 
 if TYPE_CHECKING:
@@ -295,14 +295,14 @@ def cost(
     d: int = 64,
     T: Sequence[int] | None = None,
     H: int = 1,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
+    passes: Literal["forward", "backward", "both"] = "forward",
     seconds: Mapping[str, Mapping[int, float]] | None = None,
     axes: Any = None,
 ) -> Any:
     """Operations and memory against T, for an op and for softmax attention; and measured times.
 
-    The vertical line is at T = d, where d squared numbers of a state are as many as the T squared
-    weights of softmax.
+    A circle is where a line of the op falls below that of softmax; the legend has its T.
 
     Parameters
     ----------
@@ -314,8 +314,10 @@ def cost(
         Numbers of tokens; powers of two from 16 to 16384 by default.
     H : int
         Heads.
-    chunk_size : int
-        Tokens per chunk.
+    chunk_size : int, optional
+        Tokens per chunk; 16 by default, as in :func:`linattn.flops`.
+    passes : {"forward", "backward", "both"}
+        Whose operations, as in :func:`linattn.flops`.
     seconds : dict of dict, optional
         Measured times, {name: {T: seconds}}, for a third picture.
     axes : array of axes, optional
@@ -328,7 +330,7 @@ def cost(
     Raises
     ------
     ValueError
-        There is no such op, or a size is too small.
+        There is no such op or pass, or a size is too small.
     ImportError
         There is no matplotlib.
 
@@ -341,35 +343,58 @@ def cost(
     ['bytes that a decoder keeps', 'seconds of a forward pass']
     """
     lengths = [2**n for n in range(4, 15)] if T is None else list(T)
-    counts = {
-        f"{op}, chunks of {chunk_size}": [
-            flops(op, t, d, d, H=H, chunk_size=chunk_size) for t in lengths
-        ],
-        f"{op}, token by token": [flops(op, t, d, d, H=H, mode="recurrent") for t in lengths],
-        "softmax": [flops("softmax", t, d, d, H=H) for t in lengths],
+    C = CHUNK if chunk_size is None else chunk_size
+    shared: dict[str, Any] = {"H": H, "passes": passes}
+    counts: dict[str, Callable[[int], int]] = {
+        f"{op}, chunks of {C}": lambda t: flops(op, t, d, d, chunk_size=C, **shared),
+        f"{op}, token by token": lambda t: flops(op, t, d, d, mode="recurrent", **shared),
+        "softmax": lambda t: flops("softmax", t, d, d, **shared),
     }
-    kept = {name: [memory(name, t, d, d, H=H).kept for t in lengths] for name in (op, "softmax")}
-    pictures: list[tuple[str, Mapping[str, Any]]] = [
-        ("operations of a forward pass", counts),
-        ("bytes that a decoder keeps", kept),
-    ]
+    kept: dict[str, Callable[[int], int]] = {
+        op: lambda t: memory(op, t, d, d, H=H).kept,
+        "softmax": lambda t: memory("softmax", t, d, d, H=H).kept,
+    }
+    of_pass = "both passes" if passes == "both" else f"a {passes} pass"
+    made = _new(axes, 2 + (seconds is not None), width=4.2, height=3.4).ravel()
+    for ax, title, lines in (
+        (made[0], f"operations of {of_pass}", counts),
+        (made[1], "bytes that a decoder keeps", kept),
+    ):
+        for i, (name, of) in enumerate(lines.items()):
+            at = None if name == "softmax" else _crossing(of, lines["softmax"], lengths)
+            label = name if at is None else f"{name}\n   below softmax from T = {at}"
+            _cost_line(ax, i, label, lengths, [of(t) for t in lengths])
+            if at is not None:
+                ax.plot([at], [of(at)], "o", ms=9, mfc="none", mec="black", mew=1)
+        ax.set(title=title, xlabel="tokens T")
     if seconds is not None:
-        pictures.append(("seconds of a forward pass", seconds))
-    made = _new(axes, len(pictures), width=4.2, height=3.4).ravel()
-    for ax, (title, lines) in zip(made, pictures, strict=True):
-        for i, (name, ys) in enumerate(lines.items()):
-            xs = lengths
-            if isinstance(ys, Mapping):
-                xs, ys = sorted(ys), [ys[t] for t in sorted(ys)]
-            ax.plot(xs, ys, marker=MARKERS[i % 6], ms=3.5, color=COLORS[i % 6], label=name)
-        ax.axvline(d, color="black", linewidth=0.8, linestyle=":")
-        ax.annotate(
-            "T = d", (d, 0.02), (3, 0), ("data", "axes fraction"), "offset points", fontsize=8
-        )
-        ax.set(title=title, xlabel="tokens T", xscale="log", yscale="log")
+        for i, (name, times) in enumerate(seconds.items()):
+            _cost_line(made[2], i, name, sorted(times), [times[t] for t in sorted(times)])
+        made[2].set(title=f"seconds of {of_pass}", xlabel="tokens T")
+    for ax in made:
+        ax.set_yscale("log")
         ax.set_xscale("log", base=2)
         ax.legend(fontsize=8)
     return made
+
+
+def _cost_line(ax: Any, i: int, name: str, xs: Sequence[int], ys: Sequence[float]) -> None:
+    ax.plot(xs, ys, marker=MARKERS[i % 6], ms=3.5, color=COLORS[i % 6], label=name)
+
+
+def _crossing(
+    of: Callable[[int], int], softmax: Callable[[int], int], lengths: Sequence[int]
+) -> int | None:
+    """The first T from which on `of` is below `softmax`; None if that is not among the lengths."""
+    above = [t for t in sorted(lengths) if of(t) >= softmax(t)]
+    below = [t for t in sorted(lengths) if of(t) < softmax(t)]
+    if not above or not below or below[0] < above[-1]:
+        return None
+    low, high = above[-1], below[0]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if of(middle) >= softmax(middle) else (low, middle)
+    return high
 
 
 def curve(

@@ -80,14 +80,46 @@ def test_decay():
 def test_cost():
     axes = plot.cost("gla", d=16, T=[8, 32], seconds={"linattn": {32: 2.0, 8: 1.0}})
     drawn(axes[0])
-    softmax = axes[0].lines[2]
-    assert softmax.get_label() == "softmax"
+    (softmax,) = (line for line in axes[0].lines if line.get_label() == "softmax")
     expected = [linattn.flops("softmax", T, 16, 16) for T in (8, 32)]
     np.testing.assert_array_equal(softmax.get_ydata(), expected)
     kept = axes[1].lines[0].get_ydata()
     np.testing.assert_array_equal(kept, [linattn.memory("gla", 8, 16, 16).kept] * 2)
     np.testing.assert_array_equal(axes[2].lines[0].get_xdata(), [8, 32])
     np.testing.assert_array_equal(axes[2].lines[0].get_ydata(), [1, 2])
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward", "both"])
+def test_cost_marks_the_crossings(passes):
+    op, d = "linear_attention", 32
+    axes = plot.cost(op, d=d, passes=passes)
+    drawn(axes[0])
+
+    def operations(T, op=op, **how):
+        return linattn.flops(op, T, d, d, passes=passes, **how)
+
+    def kept(T, op=op):
+        return linattn.memory(op, T, d, d).kept
+
+    ways = [
+        (axes[0], f"{op}, chunks of 16", operations),
+        (axes[0], f"{op}, token by token", lambda T: operations(T, mode="recurrent")),
+        (axes[1], op, kept),
+    ]
+    circles = [line for ax in axes for line in ax.lines if len(line.get_xdata()) == 1]
+    assert len(circles) == len(ways)
+    for circle, (ax, name, of) in zip(circles, ways, strict=True):
+        softmax = operations if ax is axes[0] else kept
+        (T,), (y,) = circle.get_xdata(), circle.get_ydata()
+        assert of(T) == y < softmax(T, op="softmax")
+        assert of(T - 1) >= softmax(T - 1, op="softmax")
+        texts = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert f"{name}\n   below softmax from T = {T}" in texts
+    # no crossing among the lengths, no circle
+    for T in ([2, 4], [2**12, 2**13]):
+        assert all(
+            len(ax.lines) == n for ax, n in zip(plot.cost(op, d=d, T=T), (3, 2), strict=True)
+        )
 
 
 def test_curve():
@@ -110,6 +142,7 @@ def test_curve():
         (lambda: plot.decay(np.array([1.5])), "gamma: expected decays in (0, 1], got 1.5 to 1.5"),
         (lambda: plot.decay(g=np.array([1.5])), "g: expected logs of decays, <= 0, got 1.5"),
         (lambda: plot.cost("mamba"), "op: expected one of linear_attention"),
+        (lambda: plot.cost(passes="step"), "passes: expected 'forward', 'backward' or 'both'"),
         (lambda: plot.cost(axes=[1, 2, 3]), "axes: expected 2 axes, got 3"),
         (lambda: plot.curve(([1], [1, 2])), "values: expected as many x as y, got 1 and 2"),
     ],
