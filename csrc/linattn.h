@@ -180,6 +180,7 @@ typedef struct la_problem {
     double eps;
     bool causal;
     struct la_watch *watch; /* watch.h; NULL: the call runs to its end */
+    bool *clamped; /* CPU: becomes true if a denominator below zero is clamped; may be NULL */
 
     /* what la_check settles */
     int64_t B, T, H, HV, K, V, N;

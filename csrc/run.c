@@ -44,6 +44,25 @@ static int warn_of_growth(const la_call *c)
     return !done || la_still_there(c) ? -1 : 0; /* a filter may be Python too */
 }
 
+/* Only a kernel knows the denominators. So this warning comes after the call, whose results are
+ * there. A device is not waited for, and tells nothing. */
+static int warn_of_clamp(bool clamped)
+{
+    if (!clamped) return 0;
+    PyObject *module = PyImport_ImportModule("linattn.ops._core");
+    PyObject *done = module ? PyObject_CallMethod(module, "warn_of_clamp", NULL) : NULL;
+    Py_XDECREF(module);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* Is the caller to hear of a denominator that is clamped? */
+static bool *heard(const la_call *c, bool *clamped)
+{
+    const bool reads = c->p.pass != LA_BACKWARD && c->p.normaliser == LA_CLAMP;
+    return reads && !c->quiet ? clamped : NULL;
+}
+
 #ifdef LA_WITH_CUDA
 static int run_on_device(la_call *c)
 {
@@ -84,13 +103,15 @@ static int settle(la_call *c)
 static int run_long(la_call *c, la_status (*entry)(la_problem *))
 {
     la_watch watch;
+    bool clamped = false;
     PyThreadState *python = PyEval_SaveThread();
     la_watch_begin(&watch, interrupted, &python);
     c->p.watch = &watch;
+    c->p.clamped = heard(c, &clamped);
     const la_status status = entry(&c->p);
     PyEval_RestoreThread(python);
-    return status == LA_INTERRUPTED ? -1
-                                    : la_raise(status, c->p.message); /* the exception is there */
+    if (status == LA_INTERRUPTED) return -1; /* the exception is there */
+    return la_raise(status, c->p.message) || warn_of_clamp(clamped) ? -1 : 0;
 }
 
 int la_run_pass(la_call *c)
@@ -106,10 +127,12 @@ int la_run_pass(la_call *c)
 static int run_brief(la_call *c)
 {
     la_status status;
+    bool clamped = false;
+    c->p.clamped = heard(c, &clamped);
     Py_BEGIN_ALLOW_THREADS
     status = la_step(&c->p);
     Py_END_ALLOW_THREADS
-    return la_raise(status, c->p.message);
+    return la_raise(status, c->p.message) || warn_of_clamp(clamped) ? -1 : 0;
 }
 
 /* state_indices are read again without the GIL, so they are taken over first. */

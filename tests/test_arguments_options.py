@@ -246,6 +246,7 @@ def test_options_of_linear_attention(pass_, name, bad, error):
     ["identity", ("identity", "elu+1"), ("elu+1", "identity"), linattn.FeatureMap("identity")],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:normalize. expected denominators")  # test_features.py has it
 def test_identity_is_not_normalised_unless_one_insists(pass_, given):
     call = function("linear_attention", pass_)
     refused(

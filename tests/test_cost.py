@@ -8,7 +8,7 @@ import pytest
 from support.variants import NORMALISED
 
 import linattn
-from linattn import reference
+from linattn import cost, reference
 from linattn.testing import GATES, make_inputs
 
 

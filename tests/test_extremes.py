@@ -479,6 +479,7 @@ def linear_problem(rng, dtype, **options):
 @pytest.mark.parametrize("dtype", REALS)
 @pytest.mark.parametrize("normalize", ("clamp", "add"))
 @pytest.mark.parametrize("causal", (True, False))
+@pytest.mark.filterwarnings("ignore:normalize. expected denominators")  # test_features.py has it
 def test_denominators_that_are_negative(causal, normalize, dtype, rng):
     """phi = identity, insisted on: q > 0, k < 0 in every second sequence, and far from zero."""
     x = linear_problem(rng, dtype, feature_map="identity", normalize=normalize, causal=causal)

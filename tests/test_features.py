@@ -5,6 +5,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
+from support import device
 from support.compare import assert_same_bits
 from support.device import ops as linattn
 
@@ -239,6 +240,56 @@ def test_attend_is_the_plainest_form(causal):
     scores = one[0] @ one[1].T
     want = (np.tril(scores) if causal else scores) @ one[2]
     np.testing.assert_allclose(linattn.attend(*one, causal=causal), want, rtol=1e-12, atol=1e-12)
+
+
+def negative(dtype, **changed):
+    """Queries above zero, keys below: every denominator is negative under the identity."""
+    q = np.full((1, 70, 2, 3), 0.5, dtype)
+    return {"q": q, "k": -q, "v": q, "feature_map": "identity", "normalize": "clamp"} | changed
+
+
+CLAMPED = pytest.warns(RuntimeWarning, match="normalize: expected denominators >= 0, got some")
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"mode": "recurrent"}, {"mode": "parallel"}, {"causal": False}], ids=str
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_clamped_denominator_is_told_of(dtype, how):
+    device.needs_host("nothing waits for a device")
+    made = negative(dtype, **how)
+    with CLAMPED as caught:
+        linattn.linear_attention(**made)
+    assert [x.filename for x in caught] == [__file__]
+    own = FeatureMap("own", forward=lambda x: x)  # the core cannot know that it is signed
+    with CLAMPED:
+        linattn.linear_attention(**made | {"feature_map": own, "normalize": True})
+    one = made["k"].copy()
+    made["k"] = abs(one)
+    made["k"][0, 60, 0] = -100  # the denominators of one token and those after it
+    with CLAMPED:
+        linattn.linear_attention(**made)
+
+
+def test_a_clamped_denominator_of_a_step_is_told_of():
+    device.needs_host("nothing waits for a device")
+    made = negative(np.float32)
+    made |= {name: np.ascontiguousarray(made[name][:, 0]) for name in "qkv"}
+    state = linattn.zeros_state(1, 2, 3, 3, normalized=True)
+    with CLAMPED:
+        linattn.linear_attention_step(**made, state=state)
+    assert state[1].any()  # the call was complete
+    with CLAMPED as caught:
+        linattn.bind(linattn.linear_attention_step, **made, state=state)()
+    assert [x.filename for x in caught] == [__file__]
+
+
+def test_other_denominators_are_not_told_of():
+    made = negative(np.float32)
+    linattn.linear_attention(**made | {"normalize": "add", "eps": 100.0})
+    linattn.linear_attention(**made | {"k": made["q"]})
+    linattn.linear_attention(**made | {"k": 0 * made["q"]})  # zero is no sign of a signed map
+    linattn.linear_attention_backward(made["v"], **made)
 
 
 def test_eps_of_relu():

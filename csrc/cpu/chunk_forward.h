@@ -119,7 +119,7 @@ LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chun
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
         const real start = start_of(c->scale_qS, i + y, scaled);
-        const real by = normalised ? divisor_of(p, c->den[i + y] * (real)p->scale) : 1;
+        const real by = normalised ? divisor_of_read(p, c->den[i + y]) : 1;
         const int64_t at = (i + y) * width + w;
 #pragma GCC unroll 8
         for (int z = y; z < R; z++)

@@ -422,11 +422,20 @@ LA_FN void store_z(const la_problem *p, la_name name, const la_unit *u, const re
 
 /* ---- the read's end ---- */
 
+/* divisor_of of a forward pass or a step. It tells the caller of a denominator below zero, which
+ * maps that are never negative cannot give. Every thread would write the same. */
+LA_FN real divisor_of_read(const la_problem *p, real den)
+{
+    const real scaled = den * (real)p->scale;
+    if (scaled < 0 && p->clamped) __atomic_store_n(p->clamped, true, __ATOMIC_RELAXED);
+    return divisor_of(p, scaled);
+}
+
 /* o = scale num, or scale num / divisor(scale den). The scale comes last, so that it costs one
  * rounding. */
 LA_FN void finish_row(const la_problem *p, real *row, int64_t width, bool normalised, real den)
 {
-    const real scale = (real)p->scale, by = normalised ? divisor_of(p, den * scale) : 1;
+    const real scale = (real)p->scale, by = normalised ? divisor_of_read(p, den) : 1;
     for (int64_t w = 0; w < width; w += LANES) {
         lanes_of(row + w)[0] *= scale;
         if (normalised) lanes_of(row + w)[0] /= by;

@@ -19,6 +19,7 @@ __all__ = [
     "Mode",
     "State",
     "core_for",
+    "warn_of_clamp",
     "warn_of_growth",
 ]
 
@@ -111,20 +112,28 @@ def _is_ours(name: object) -> bool:
 
 
 def warn_of_growth(name: str, expected: str) -> None:
-    """Called by the core, before it computes: some decay is above one.
+    """Called by the core, before it computes: some decay is above one."""
+    _warn(f"{name}: expected {expected}; the state may grow without bound")
 
-    The warning names the line that called the public function. Where none was called (a bound step,
-    a compiled graph), it names the line that called the core.
+
+def warn_of_clamp() -> None:
+    """Called by the core, after it has computed: a denominator below zero was clamped."""
+    _warn(
+        "normalize: expected denominators >= 0, got some below zero, which were clamped to eps; "
+        "use a feature map that is never negative, or normalize=False"
+    )
+
+
+def _warn(text: str) -> None:
+    """A RuntimeWarning that names the line that called the public function.
+
+    Where none was called (a bound step, a compiled graph), it names the line that called the core.
     """
-    frame: FrameType | None = sys._getframe(1)
-    level = caller = 2
+    frame: FrameType | None = sys._getframe(2)
+    level = caller = 3
     while frame is not None:
         if _is_ours(frame.f_globals.get("__name__")):
             caller = level + 1
             break
         frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"{name}: expected {expected}; the state may grow without bound",
-        RuntimeWarning,
-        stacklevel=caller,
-    )
+    warnings.warn(text, RuntimeWarning, stacklevel=caller)

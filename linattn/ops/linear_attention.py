@@ -143,6 +143,12 @@ def linear_attention(
     RuntimeError
         On a GPU: CUDA refuses, or this build has no CUDA part.
 
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: a denominator below zero was clamped to eps. The map is signed: use another,
+        or ``normalize=False``.
+
     See Also
     --------
     linear_attention_step, linear_attention_backward : One token; the gradients.
@@ -239,6 +245,12 @@ def linear_attention_step(
         The memory does not hold o.
     RuntimeError
         On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU: a denominator below zero was clamped to eps. The map is signed: use another,
+        or ``normalize=False``.
 
     See Also
     --------
