@@ -460,11 +460,7 @@ static int take_foreign(la_call *c, la_name name, PyObject *object, bool in_plac
 {
     la_view x;
     int found = la_view_of(c, name, object, &x);
-    if (found == 0) {
-        PyErr_Format(PyExc_TypeError, "%s: expected an array, got %R", la_array_name(&c->p, name),
-                     (PyObject *)Py_TYPE(object));
-        return -1;
-    }
+    if (found == 0) return la_refuse_object(la_array_name(&c->p, name), object);
     int failed = found < 0 || take_view(c, name, object, &x, in_place);
     la_release_owner(x.owner);
     return failed ? -1 : 0;

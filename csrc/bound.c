@@ -73,14 +73,37 @@ static PyObject *bound_call(PyObject *self, PyObject *args, PyObject *keywords)
     return out;
 }
 
+/* <linattn.BoundStep of gla_step: float32, B = 2, H = 4, HV = 4, K = 64, V = 64> */
+static PyObject *bound_repr(PyObject *self)
+{
+    const la_problem *p = &((const bound *)self)->call.p;
+    return PyUnicode_FromFormat(
+        "<linattn.BoundStep of %s_step: %s, B = %lld, H = %lld, HV = %lld, K = %lld, V = %lld>",
+        la_variants[p->op].name, la_dtype_names[p->array[LA_Q].dtype], (long long)p->B,
+        (long long)p->H, (long long)p->HV, (long long)p->K, (long long)p->V);
+}
+
 PyDoc_STRVAR(bound_doc,
              "A step whose arguments have been checked and kept: see :func:`linattn.bind`.\n\n"
              "Calling it, without arguments, is one token over the same arrays, with what they "
-             "hold now.");
+             "hold now.\n\n"
+             "Examples\n--------\n"
+             ">>> import numpy as np, linattn\n"
+             ">>> x, state = np.ones((1, 2, 4), np.float32), linattn.zeros_state(1, 2, 4, 4)\n"
+             ">>> step = linattn.bind(linattn.delta_rule_step, x, x, x, 0.5, state=state)\n"
+             ">>> step\n"
+             "<linattn.BoundStep of delta_rule_step: float32, B = 1, H = 2, HV = 2, K = 4, V = 4>\n"
+             ">>> step().shape, bool(state.any())\n"
+             "((1, 2, 4), True)\n");
 
 static PyType_Slot bound_slots[] = {
-    {Py_tp_dealloc, bound_dealloc}, {Py_tp_traverse, bound_traverse}, {Py_tp_clear, bound_clear},
-    {Py_tp_call, bound_call},       {Py_tp_doc, (void *)bound_doc},   {0, NULL},
+    {Py_tp_dealloc, bound_dealloc},
+    {Py_tp_traverse, bound_traverse},
+    {Py_tp_clear, bound_clear},
+    {Py_tp_call, bound_call},
+    {Py_tp_repr, bound_repr},
+    {Py_tp_doc, (void *)bound_doc},
+    {0, NULL},
 };
 
 static PyType_Spec bound_spec = {

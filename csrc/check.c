@@ -287,6 +287,15 @@ static la_status check_dtype(la_problem *p, la_name name)
                 la_dtype_names[got]);
 }
 
+/* Is this the shape that was expected, but for the axes of tokens and heads? */
+static bool swapped(const char *letters, const int64_t *want, const int64_t *got)
+{
+    if (letters[0] != 'B' || !letters[1] || (letters[2] != 'H' && letters[2] != 'h')) return false;
+    for (int i = 0; letters[i]; i++)
+        if (got[i] != want[i == 1 ? 2 : i == 2 ? 1 : i]) return false;
+    return want[1] != want[2];
+}
+
 static la_status refuse_shape(la_problem *p, la_name name)
 {
     const la_array *x = &p->array[name];
@@ -305,6 +314,9 @@ static la_status refuse_shape(la_problem *p, la_name name)
         append(&w, ", got ");
     }
     append_shape(&w, x->ndim, x->shape);
+    if (x->ndim == ndim && swapped(letters, want, x->shape))
+        append(&w,
+               ": tokens come before heads; transpose(1, 2) is a view of [B,H,T,...] that fits");
     return LA_VALUE_ERROR;
 }
 
@@ -571,11 +583,15 @@ la_status la_check(la_problem *p)
     la_status status = LA_OK;
 
     if (!p->array[LA_Q].given) return refuse_missing(p, LA_Q);
+    p->one_head = p->array[LA_Q].ndim == (p->pass == LA_STEP ? 1 : 2);
     if (!p->array[LA_V].given) return refuse_missing(p, LA_V);
     la_dtype dtype = p->array[LA_Q].dtype;
     if (dtype > LA_BF16)
-        return fail(p, LA_TYPE_ERROR, "q: expected float64, float32, float16 or bfloat16, got %s",
-                    la_dtype_names[dtype]);
+        return fail(
+            p, LA_TYPE_ERROR,
+            "q: expected float64, float32, float16 or bfloat16, got %s (q.astype(float), or "
+            "q.float() of a tensor, has floats)",
+            la_dtype_names[dtype]);
     p->real = dtype == LA_F64 ? LA_F64 : LA_F32;
     if ((status = settle_letters(p)) || (status = settle_sequences(p)) ||
         (status = settle_pool(p)) || (status = check_options(p)))

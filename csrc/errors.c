@@ -110,6 +110,22 @@ int la_refuse_device(const la_call *c, la_name name, la_device device, int ordin
     return -1;
 }
 
+/* What is no array, and how to make one of it. */
+int la_refuse_object(const char *label, PyObject *object)
+{
+    PyObject *const type = (PyObject *)Py_TYPE(object);
+    if (PyList_Check(object) || PyTuple_Check(object))
+        PyErr_Format(PyExc_TypeError,
+                     "%s: expected an array, got %R (np.asarray(%s, float) makes one)", label, type,
+                     label);
+    else if (PyObject_HasAttrString(object, "to_numpy")) /* pandas, polars */
+        PyErr_Format(PyExc_TypeError, "%s: expected an array, got %R (%s.to_numpy() makes one)",
+                     label, type, label);
+    else
+        PyErr_Format(PyExc_TypeError, "%s: expected an array, got %R", label, type);
+    return -1;
+}
+
 /* ---- dtypes ---- */
 
 const dl_dtype la_dl_dtypes[LA_DTYPES] = {

@@ -13,6 +13,7 @@ int la_name_error(const char *label); /* the one at hand, as "label: ..." */
 int la_refuse_strides(const char *label, const char *expected, int ndim, const int64_t *stride,
                       int64_t size);
 int la_refuse_device(const la_call *c, la_name name, la_device device, int ordinal);
+int la_refuse_object(const char *label, PyObject *object);
 int la_refuse_dtype(const char *label, la_name name, dl_dtype dtype);
 PyObject *la_tuple_of(int count, const int64_t *numbers);
 

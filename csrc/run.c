@@ -4,6 +4,8 @@
 
 #include "watch.h"
 
+#include <stdatomic.h>
+
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -90,10 +92,30 @@ static bool interrupted(void *state)
     return raised;
 }
 
+/* More heads than tokens is right for a short prompt, and the sign of an array [B,H,T,K]. The
+ * process hears of it once. */
+static int hint_at_layout(la_call *c)
+{
+    static atomic_bool told;
+    const la_problem *p = &c->p;
+    if (p->pass != LA_FORWARD || p->T >= p->H || p->T < 2 || c->quiet || atomic_load(&told))
+        return 0;
+    atomic_store(&told, true);
+    c->ran_python = true; /* a filter may be Python */
+    PyObject *module = PyImport_ImportModule("linattn.ops._core");
+    PyObject *done = module ? PyObject_CallMethod(module, "hint_at_layout", "LL", (long long)p->T,
+                                                  (long long)p->H)
+                            : NULL;
+    Py_XDECREF(module);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 /* The last Python that runs before the core looks at an array. */
 static int settle(la_call *c)
 {
     const bool on_host = c->p.device == LA_CPU;
+    if (hint_at_layout(c)) return -1;
     if (on_host && c->p.pass != LA_STEP && la_hold(c)) return -1;
     if ((c->bound || c->ran_python) && la_still_there(c)) return -1;
     return on_host && !la_writes_nothing(&c->p) ? warn_of_growth(c) : 0;

@@ -23,7 +23,7 @@ from linattn.config import (
 from linattn.cost import Memory, flops, memory
 from linattn.features import FeatureMap, apply_feature_map
 from linattn.ops._bind import bind
-from linattn.ops._core import Gradients
+from linattn.ops._core import Gradients, LayoutHint
 from linattn.ops.attend import attend
 from linattn.ops.delta_rule import delta_rule, delta_rule_backward, delta_rule_step
 from linattn.ops.gated_delta_rule import (
@@ -62,6 +62,7 @@ __all__ = [
     "Explanation",
     "FeatureMap",
     "Gradients",
+    "LayoutHint",
     "Memory",
     "States",
     "Variant",

@@ -46,8 +46,8 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def zeros_state(
     N: int,
     HV: int,
-    K: int,
-    V: int,
+    K: int | None = None,
+    V: int | None = None,
     *,
     dtype: DTypeLike = np.float32,
     state_v_first: bool = False,
@@ -55,17 +55,18 @@ def zeros_state(
 ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
     """A zero state for ``op_step`` or ``initial_state``: NumPy's, aligned to a cache line.
 
-    For another kind of array ask its own library: ``torch.zeros(N, HV, K, V, device="cuda")``,
-    ``cupy.zeros((N, HV, K, V), "float32")``.
+    ``zeros_state(N, HV, K, V)`` is for arrays [B,T,H,K], ``zeros_state(K, V)`` for those of one
+    head, [T,K]. For another kind of array ask its own library: ``torch.zeros(N, HV, K, V,
+    device="cuda")``, ``cupy.zeros((N, HV, K, V), "float32")``.
 
     Parameters
     ----------
     N, HV, K, V : int
-        Sequences, value heads, key and value dimension.
+        Sequences, value heads, key and value dimension; of one head the last two alone.
     dtype : dtype
         float32; float64 for float64 inputs; ``ml_dtypes.bfloat16`` halves a step's traffic.
     state_v_first : bool
-        [N,HV,V,K] instead of [N,HV,K,V].
+        [N,HV,V,K] instead of [N,HV,K,V]; [V,K] of one head.
     normalized : bool
         The pair (S, z) of a normalised ``linear_attention``, z [N,HV,K].
 
@@ -91,22 +92,30 @@ def zeros_state(
     >>> S, z = linattn.zeros_state(2, 8, 64, 32, normalized=True)
     >>> z.shape
     (2, 8, 64)
+    >>> linattn.zeros_state(64, 32).shape  # one head
+    (64, 32)
     """
-    N, HV, K, V = as_size("N", N), as_size("HV", HV), as_size("K", K), as_size("V", V)
+    if (K is None) != (V is None):
+        raise TypeError("N, HV, K, V: expected all four, or K and V of one head, got three")
+    letters = "KV" if K is None else ("N", "HV", "K", "V")
+    given = (N, HV) if K is None else (N, HV, K, V)
+    sizes = tuple(as_size(*pair) for pair in zip(letters, given, strict=True))
     dtype = np.dtype(dtype)
     if dtype.name not in ("float64", "float32", "bfloat16"):
         raise TypeError(f"dtype: expected float64, float32 or bfloat16, got {dtype}")
-    got = f"N = {N}, HV = {HV}, K = {K}, V = {V} of {dtype}"
+    names = ", ".join(letters)
+    got = ", ".join(f"{x} = {n}" for x, n in zip(letters, sizes, strict=True)) + f" of {dtype}"
     # NumPy multiplies the sizes beside a 0 too. z is no larger than S.
-    largest = math.prod(max(1, size) for size in (N, HV, K, V)) * dtype.itemsize
+    largest = math.prod(max(1, size) for size in sizes) * dtype.itemsize
     if largest + _ALIGNMENT > sys.maxsize:
         most = sys.maxsize - _ALIGNMENT
-        raise ValueError(f"N, HV, K, V: expected a state of at most {most} bytes, got {got}")
+        raise ValueError(f"{names}: expected a state of at most {most} bytes, got {got}")
+    *heads, keys, values = sizes
     try:
-        S = _aligned_zeros((N, HV, V, K) if state_v_first else (N, HV, K, V), dtype)
-        return (S, _aligned_zeros((N, HV, K), dtype)) if normalized else S
+        S = _aligned_zeros((*heads, *((values, keys) if state_v_first else (keys, values))), dtype)
+        return (S, _aligned_zeros((*heads, keys), dtype)) if normalized else S
     except MemoryError:
-        raise MemoryError(f"N, HV, K, V: expected a state that fits in memory, got {got}") from None
+        raise MemoryError(f"{names}: expected a state that fits in memory, got {got}") from None
 
 
 # ---- called from csrc/arrays.c, for libraries that are then imported already ----

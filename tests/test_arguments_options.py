@@ -573,3 +573,70 @@ def test_fuzz(none_is_refused, call):
         )
     after = snapshot({name: x for name, x in made.items() if name not in ("state", "out")})
     assert before == after
+
+
+# ---- errors that teach ----
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("use_qk_l2norm_in_kernel", "(write qk_l2norm=True)"),
+        (
+            "head_first",
+            "(arrays are [B,T,H,K]; x.transpose(1, 2) is a view of [B,H,T,K] that fits)",
+        ),
+        ("no_such_thing", ""),
+    ],
+)
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_keywords_of_other_libraries(op, pass_, name, hint):
+    call = function(op, pass_)
+    text = f"{call.__name__}() got an unexpected keyword argument {name!r} {hint}".rstrip()
+    with pytest.raises(TypeError) as caught:
+        call(**arguments(op, pass_), **{name: True})
+    assert str(caught.value).startswith(text)
+
+
+def test_objects_that_become_arrays():
+    device.needs_host("a list is no array of a device")
+    made = arguments("delta_rule", "forward")
+
+    class Frame:
+        def to_numpy(self):
+            raise AssertionError("the message names it, and nothing calls it")
+
+    for name, x, hint in (
+        ("q", [[1.0]], " (np.asarray(q, float) makes one)"),
+        ("beta", (0.5,), " (np.asarray(beta, float) makes one)"),
+        ("v", Frame(), " (v.to_numpy() makes one)"),
+        ("k", {}, ""),
+    ):
+        with pytest.raises(TypeError) as caught:
+            linattn.delta_rule(**made | {name: x})
+        assert str(caught.value) == f"{name}: expected an array, got {type(x)}{hint}"
+
+
+def test_integers_are_told_how_to_be_floats():
+    made = arguments("delta_rule", "forward")
+    made["q"] = made["q"].astype(np.int64)
+    with pytest.raises(TypeError, match=r"got int64 \(q.astype\(float\), or q.float\(\) of a t"):
+        linattn.delta_rule(**made)
+
+
+def test_tokens_and_heads_that_have_changed_places():
+    made = arguments("gla", "forward")
+    for name in ("g", "k"):
+        turned = made | {name: np.ascontiguousarray(made[name].swapaxes(1, 2))}
+        with pytest.raises(ValueError, match=r"\): tokens come before heads; transpose\(1, 2\)"):
+            linattn.gla(**turned)
+    made["g"] = made["g"][:, :-1]
+    with pytest.raises(ValueError, match=r"got \(3, 4, 4, 8\)$"):
+        linattn.gla(**made)
+
+
+def test_v_of_one_head_that_is_missing():
+    q = np.ones((5, 3), np.float32)
+    with pytest.raises(TypeError, match=r"^v: expected \[T,V\], got None$"):
+        linattn.linear_attention(q, q, None)

@@ -454,7 +454,7 @@ def test_the_default_gamma_of_a_v_without_a_shape(pass_, kind):
         with pytest.raises(TypeError) as error:
             call("retention", pass_, given)
         assert str(error.value) == (
-            f"{name}: expected an array, got <class 'list'>"
+            f"{name}: expected an array, got <class 'list'> (np.asarray({name}, float) makes one)"
             if name
             else f"gamma: expected [HV], since v has no shape to make it of; got None ({kind})"
         )

@@ -15,6 +15,7 @@ import typing
 import ml_dtypes
 import numpy as np
 import pytest
+from support import processes
 from support.compare import assert_same_bits
 from support.processes import python
 from support.variants import GATED, KEY_DECAY, TOKEN_DECAY
@@ -216,7 +217,7 @@ def test_gradients_are_those_of_the_table():
 @pytest.mark.parametrize("op", linattn.OPS)
 def test_overloads_have_the_functions_own_parameters(op):
     """Type checkers read three signatures; the function has the keywords written out."""
-    real = set(inspect.signature(getattr(ops, op)).parameters)
+    real = set(parameters_of(getattr(ops, op)))
     overloads = typing.get_overloads(getattr(ops, op))
     assert len(overloads) == 3
     for one in overloads:
@@ -604,6 +605,53 @@ def test_zeros_state(dtype, normalized, state_v_first):
             assert x.dtype == dtype and not x.astype(np.float32).any()
             assert x.flags.c_contiguous and x.flags.writeable
             assert x.ctypes.data % 64 == 0 or x.size == 0
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("state_v_first", [False, True])
+def test_zeros_state_of_one_head(normalized, state_v_first):
+    made = linattn.zeros_state(
+        3, 5, dtype=np.float64, state_v_first=state_v_first, normalized=normalized
+    )
+    S, *z = made if normalized else (made,)
+    assert S.shape == ((5, 3) if state_v_first else (3, 5)) and S.dtype == np.float64
+    assert [x.shape for x in z] == [(3,)] * normalized
+    with pytest.raises(ValueError, match="K: expected a size >= 0, got -3"):
+        linattn.zeros_state(-3, 5)
+    for some in ({"K": 3}, {"V": 3}):
+        with pytest.raises(TypeError, match="expected all four, or K and V of one head, got three"):
+            linattn.zeros_state(1, 2, **some)
+
+
+LAYOUT = """
+import sys, warnings
+import numpy as np
+import linattn
+warnings.simplefilter("always")
+q = np.ones((1, 3, 4, 2))
+with warnings.catch_warnings(record=True) as caught:
+    linattn.attend(q, q, q, causal=False)  # T = 3 < H = 4
+    linattn.attend(q, q, q)
+    linattn.delta_rule(q, q, q, 0.5)
+print([(x.category.__name__, x.filename == __file__) for x in caught])
+"""
+
+
+@pytest.mark.parametrize("how", ["told", "few tokens", "off", "one token"])
+def test_more_heads_than_tokens_are_hinted_at_once(how, tmp_path):
+    text = LAYOUT
+    if how == "few tokens":
+        text = text.replace("(1, 3, 4, 2)", "(1, 4, 4, 2)")
+    if how == "one token":
+        text = text.replace("(1, 3, 4, 2)", "(1, 1, 4, 2)")
+    if how == "off":
+        off = "as caught:\n    warnings.filterwarnings('ignore', category=linattn.LayoutHint)\n"
+        text = text.replace("as caught:\n", off)
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    run = [sys.executable, script]
+    out = subprocess.run(run, capture_output=True, text=True, env=processes.environment())
+    assert out.stdout.strip() == ("[('LayoutHint', True)]" if how == "told" else "[]"), out.stderr
 
 
 def test_zeros_state_fits_a_step():

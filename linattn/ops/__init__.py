@@ -30,7 +30,7 @@ right is decided in csrc/check.c, from the tables csrc/variants.def and csrc/arr
 from linattn._linattn import BoundStep
 from linattn.analysis import implicit_weights, lightning_slopes
 from linattn.ops._bind import bind
-from linattn.ops._core import Gradients
+from linattn.ops._core import Gradients, LayoutHint
 from linattn.ops.attend import attend
 from linattn.ops.delta_rule import delta_rule, delta_rule_backward, delta_rule_step
 from linattn.ops.gated_delta_rule import (
@@ -58,6 +58,7 @@ __all__ = [
     "OPS",
     "BoundStep",
     "Gradients",
+    "LayoutHint",
     "attend",
     "bind",
     "delta_rule",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
 
 from linattn import _linattn
 from linattn.features import is_tensor, shape_of
@@ -16,9 +16,12 @@ __all__ = [
     "Array",
     "ForwardOptions",
     "Gradients",
+    "LayoutHint",
     "Mode",
     "State",
     "core_for",
+    "hint_at_layout",
+    "refuse_unknown",
     "warn_of_clamp",
     "warn_of_growth",
 ]
@@ -98,6 +101,27 @@ def _described(x: Any) -> str:
     return f"{name}[{','.join(map(str, shape))}]"
 
 
+# Keywords of other libraries, and how the same is said here.
+_FOREIGN = {
+    "use_qk_l2norm_in_kernel": "write qk_l2norm=True",
+    "head_first": "arrays are [B,T,H,K]; x.transpose(1, 2) is a view of [B,H,T,K] that fits",
+    "transpose_state_layout": "write state_v_first=True",
+    "is_causal": "only linear_attention has causal=",
+    "gk": "a log decay is g=, per token in simple_gla and per key in gla",
+    "decay": "a log decay is g=, the decay itself alpha=",
+    "normalise": "write normalize=",
+    "h0": "write initial_state=",
+    "return_state": "write output_final_state=True",
+}
+
+
+def refuse_unknown(function: str, unknown: Mapping[str, object]) -> NoReturn:
+    """Refuse keywords that the function does not have."""
+    name = next(iter(unknown))
+    hint = f" ({_FOREIGN[name]})" if name in _FOREIGN else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
 def core_for(q: object) -> Callable[..., tuple[Any, Any]]:
     """The forward pass for arrays like q: the core's, or PyTorch's way to it, which records."""
     if not is_tensor(q):
@@ -124,16 +148,43 @@ def warn_of_clamp() -> None:
     )
 
 
-def _warn(text: str) -> None:
-    """A RuntimeWarning that names the line that called the public function.
+class LayoutHint(UserWarning):
+    """q has more heads than tokens, as an array [B,H,T,K] would.
+
+    A process hears of it once, from its first forward call of such arrays with at least 2 tokens.
+    If the arrays are right, switch it off::
+
+        warnings.filterwarnings("ignore", category=linattn.LayoutHint)
+
+    Examples
+    --------
+    >>> import linattn
+    >>> issubclass(linattn.LayoutHint, UserWarning)
+    True
+    """
+
+
+def hint_at_layout(T: int, H: int) -> None:
+    """Called by the core, once."""
+    _warn(
+        f"q: got more heads than tokens, H = {H} and T = {T}; linattn's arrays are [B,T,H,K], and "
+        "transpose(1, 2) is a view of [B,H,T,K] that fits (linattn.LayoutHint, told once)",
+        LayoutHint,
+    )
+
+
+def _warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
+    """A warning that names the line that called the public function.
 
     Where none was called (a bound step, a compiled graph), it names the line that called the core.
     """
     frame: FrameType | None = sys._getframe(2)
     level = caller = 3
     while frame is not None:
-        if _is_ours(frame.f_globals.get("__name__")):
+        ours = _is_ours(frame.f_globals.get("__name__"))
+        if ours:  # one op may call another
             caller = level + 1
+        elif caller > 3:
             break
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, RuntimeWarning, stacklevel=caller)
+    warnings.warn(text, category, stacklevel=caller)

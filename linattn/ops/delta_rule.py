@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
-from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, core_for
+from linattn.ops._core import (
+    AnyArray,
+    Array,
+    ForwardOptions,
+    Gradients,
+    Mode,
+    core_for,
+    refuse_unknown,
+)
 
 __all__ = ["delta_rule", "delta_rule_backward", "delta_rule_step"]
 
@@ -57,6 +65,7 @@ def delta_rule(
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
     out: AnyArray | None = None,
+    **_unknown: Never,
 ) -> tuple[Array, AnyArray | None]:
     """The delta rule (DeltaNet): write what the state does not yet predict.
 
@@ -137,6 +146,8 @@ def delta_rule(
     >>> print(S.ravel())
     [6. 2.]
     """
+    if _unknown:
+        refuse_unknown("delta_rule", _unknown)
     return core_for(q)(
         "delta_rule",
         q,
@@ -249,6 +260,7 @@ def delta_rule_backward(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    **_unknown: Never,
 ) -> Gradients:
     """The gradients of :func:`delta_rule`.
 
@@ -295,6 +307,8 @@ def delta_rule_backward(
     >>> linattn.delta_rule_backward(do, k, k, v, beta).dbeta
     array([3., 0.])
     """
+    if _unknown:
+        refuse_unknown("delta_rule_backward", _unknown)
     grads = core_backward(
         "delta_rule",
         q,

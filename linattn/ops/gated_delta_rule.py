@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
-from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, core_for
+from linattn.ops._core import (
+    AnyArray,
+    Array,
+    ForwardOptions,
+    Gradients,
+    Mode,
+    core_for,
+    refuse_unknown,
+)
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_backward", "gated_delta_rule_step"]
 
@@ -65,6 +73,7 @@ def gated_delta_rule(
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
     out: AnyArray | None = None,
+    **_unknown: Never,
 ) -> tuple[Array, AnyArray | None]:
     """The gated delta rule (Gated DeltaNet): decay, then the delta rule.
 
@@ -149,6 +158,8 @@ def gated_delta_rule(
     >>> linattn.gated_delta_rule(k, k, v, beta=beta, alpha=alpha, output_final_state=True)[1]
     array([[3.]])
     """
+    if _unknown:
+        refuse_unknown("gated_delta_rule", _unknown)
     return core_for(q)(
         "gated_delta_rule",
         q,
@@ -279,6 +290,7 @@ def gated_delta_rule_backward(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    **_unknown: Never,
 ) -> Gradients:
     """The gradients of :func:`gated_delta_rule`.
 
@@ -340,6 +352,8 @@ def gated_delta_rule_backward(
     >>> np.allclose(grads.dk, linattn.gated_delta_rule_backward(do, **x).dk[:, :4])
     True
     """
+    if _unknown:
+        refuse_unknown("gated_delta_rule_backward", _unknown)
     grads = core_backward(
         "gated_delta_rule",
         q,

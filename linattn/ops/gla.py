@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
-from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, core_for
+from linattn.ops._core import (
+    AnyArray,
+    Array,
+    ForwardOptions,
+    Gradients,
+    Mode,
+    core_for,
+    refuse_unknown,
+)
 
 __all__ = ["gla", "gla_backward", "gla_step"]
 
@@ -61,6 +69,7 @@ def gla(
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
     out: AnyArray | None = None,
+    **_unknown: Never,
 ) -> tuple[Array, AnyArray | None]:
     """Gated linear attention: one decay per token, head and key.
 
@@ -144,6 +153,8 @@ def gla(
     array([[3.  ],
            [1.75]])
     """
+    if _unknown:
+        refuse_unknown("gla", _unknown)
     return core_for(q)(
         "gla",
         q,
@@ -269,6 +280,7 @@ def gla_backward(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    **_unknown: Never,
 ) -> Gradients:
     """The gradients of :func:`gla`.
 
@@ -327,6 +339,8 @@ def gla_backward(
     >>> np.allclose(dg[0, 3, 1, 2], (do * change).sum() / 2e-5)
     True
     """
+    if _unknown:
+        refuse_unknown("gla_backward", _unknown)
     grads = core_backward(
         "gla",
         q,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
-from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, core_for
+from linattn.ops._core import (
+    AnyArray,
+    Array,
+    ForwardOptions,
+    Gradients,
+    Mode,
+    core_for,
+    refuse_unknown,
+)
 
 __all__ = ["kda", "kda_backward", "kda_step"]
 
@@ -65,6 +73,7 @@ def kda(
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
     out: AnyArray | None = None,
+    **_unknown: Never,
 ) -> tuple[Array, AnyArray | None]:
     """Kimi Delta Attention: a decay per key, then the delta rule on the decayed state.
 
@@ -149,6 +158,8 @@ def kda(
     >>> np.allclose(o, linattn.gated_delta_rule(q, k, v, g, beta, qk_l2norm=True)[0])
     True
     """
+    if _unknown:
+        refuse_unknown("kda", _unknown)
     return core_for(q)(
         "kda",
         q,
@@ -279,6 +290,7 @@ def kda_backward(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    **_unknown: Never,
 ) -> Gradients:
     """The gradients of :func:`kda`.
 
@@ -337,6 +349,8 @@ def kda_backward(
     >>> grads.d_initial_state is None
     True
     """
+    if _unknown:
+        refuse_unknown("kda_backward", _unknown)
     grads = core_backward(
         "kda",
         q,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
-from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, core_for
+from linattn.ops._core import (
+    AnyArray,
+    Array,
+    ForwardOptions,
+    Gradients,
+    Mode,
+    core_for,
+    refuse_unknown,
+)
 
 __all__ = ["lightning_attention", "lightning_attention_backward", "lightning_attention_step"]
 
@@ -57,6 +65,7 @@ def lightning_attention(
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
     out: AnyArray | None = None,
+    **_unknown: Never,
 ) -> tuple[Array, AnyArray | None]:
     """Lightning Attention: one constant decay per head, given by its slope.
 
@@ -137,6 +146,8 @@ def lightning_attention(
     >>> np.allclose(o, linattn.retention(q, k, v, gamma=np.exp(-slopes))[0])
     True
     """
+    if _unknown:
+        refuse_unknown("lightning_attention", _unknown)
     return core_for(q)(
         "lightning_attention",
         q,
@@ -254,6 +265,7 @@ def lightning_attention_backward(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    **_unknown: Never,
 ) -> Gradients:
     """The gradients of :func:`lightning_attention`.
 
@@ -307,6 +319,8 @@ def lightning_attention_backward(
     >>> np.allclose(of_slopes, -gamma * of_gamma)
     True
     """
+    if _unknown:
+        refuse_unknown("lightning_attention_backward", _unknown)
     grads = core_backward(
         "lightning_attention",
         q,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
@@ -16,7 +16,16 @@ from linattn.features import (
     l2norm_backward,
     mapped,
 )
-from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, State, core_for
+from linattn.ops._core import (
+    AnyArray,
+    Array,
+    ForwardOptions,
+    Gradients,
+    Mode,
+    State,
+    core_for,
+    refuse_unknown,
+)
 
 __all__ = ["linear_attention", "linear_attention_backward", "linear_attention_step"]
 
@@ -79,6 +88,7 @@ def linear_attention(
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
     out: AnyArray | None = None,
+    **_unknown: Never,
 ) -> tuple[Array, State | None]:
     """Linear attention: the softmax replaced by a feature map, so that a sum serves as memory.
 
@@ -177,6 +187,8 @@ def linear_attention(
     >>> bool((weights > 0).all()), np.allclose(weights.sum(1), 1)
     (True, True)
     """
+    if _unknown:
+        refuse_unknown("linear_attention", _unknown)
     options = any_features if is_traced(q) else core_features
     phi_q, phi_k, core = options(feature_map, normalize, eps, causal)
     _, _, q, k, qk_l2norm = mapped(phi_q, phi_k, q, k, qk_l2norm, {"out": out})
@@ -324,6 +336,7 @@ def linear_attention_backward(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    **_unknown: Never,
 ) -> Gradients:
     """The gradients of :func:`linear_attention`.
 
@@ -374,6 +387,8 @@ state_v_first :
     >>> np.allclose(own.dq, built_in.dq), np.allclose(own.dk, built_in.dk)
     (True, True)
     """
+    if _unknown:
+        refuse_unknown("linear_attention_backward", _unknown)
     phi_q, phi_k, core = core_features(feature_map, normalize, eps, causal)
     for phi in (phi_q, phi_k):
         if phi.forward is not None and phi.backward is None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 import numpy as np
 
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
 from linattn.features import has_memory, is_traced, shape_of
-from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, core_for
+from linattn.ops._core import (
+    AnyArray,
+    Array,
+    ForwardOptions,
+    Gradients,
+    Mode,
+    core_for,
+    refuse_unknown,
+)
 
 __all__ = ["retention", "retention_backward", "retention_step"]
 
@@ -94,6 +102,7 @@ def retention(
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
     out: AnyArray | None = None,
+    **_unknown: Never,
 ) -> tuple[Array, AnyArray | None]:
     """RetNet's retention: one constant decay per head.
 
@@ -175,6 +184,8 @@ def retention(
            [0.25 , 0.5  , 1.   , 0.   ],
            [0.125, 0.25 , 0.5  , 1.   ]])
     """
+    if _unknown:
+        refuse_unknown("retention", _unknown)
     gate = _gamma_of(q, k, v, 4) if gamma is None else gamma
     return core_for(q)(
         "retention",
@@ -299,6 +310,7 @@ def retention_backward(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    **_unknown: Never,
 ) -> Gradients:
     """The gradients of :func:`retention`.
 
@@ -352,6 +364,8 @@ def retention_backward(
     >>> np.allclose((v * grads.dv).sum(), (o * do).sum())
     True
     """
+    if _unknown:
+        refuse_unknown("retention_backward", _unknown)
     gate = _gamma_of(q, k, v, 4) if gamma is None else gamma
     grads = core_backward(
         "retention",

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
-from linattn.ops._core import AnyArray, Array, ForwardOptions, Gradients, Mode, core_for
+from linattn.ops._core import (
+    AnyArray,
+    Array,
+    ForwardOptions,
+    Gradients,
+    Mode,
+    core_for,
+    refuse_unknown,
+)
 
 __all__ = ["simple_gla", "simple_gla_backward", "simple_gla_step"]
 
@@ -61,6 +69,7 @@ def simple_gla(
     state_v_first: bool = False,
     allow_tf32: bool | None = None,
     out: AnyArray | None = None,
+    **_unknown: Never,
 ) -> tuple[Array, AnyArray | None]:
     """Scalar-gated linear attention: one decay per token and head (Mamba-2's recurrence).
 
@@ -148,6 +157,8 @@ def simple_gla(
     >>> np.allclose(o[:, 5:], linattn.simple_gla(q, k, v, alpha=alpha)[0])
     True
     """
+    if _unknown:
+        refuse_unknown("simple_gla", _unknown)
     return core_for(q)(
         "simple_gla",
         q,
@@ -271,6 +282,7 @@ def simple_gla_backward(
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
     state_v_first: bool = False,
+    **_unknown: Never,
 ) -> Gradients:
     """The gradients of :func:`simple_gla`.
 
@@ -327,6 +339,8 @@ def simple_gla_backward(
     >>> np.allclose(of_g, alpha * of_alpha)
     True
     """
+    if _unknown:
+        refuse_unknown("simple_gla_backward", _unknown)
     grads = core_backward(
         "simple_gla",
         q,
