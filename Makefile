@@ -29,7 +29,8 @@ lint: $(VENV)/installed-lint  ## ruff, clang-format, mypy, stubtest, pyright: no
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(BIN)/mypy && cd $(BIN) && ./python -P -m mypy.stubtest linattn._linattn
 	cd tests/typing && $(abspath $(BIN))/python -P $(SCRIPT) && \
-		$(abspath $(BIN))/mypy $(STRICT) $(SCRIPT) && $(abspath $(BIN))/pyright
+		$(abspath $(BIN))/mypy $(STRICT) $(SCRIPT) && $(abspath $(BIN))/pyright && \
+		$(abspath $(BIN))/python -P notebooks.py $(STRICT)
 fmt: $(VENV)/installed-lint  ## let ruff fix what it can and format the Python, and clang-format the C
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format . ; $(BIN)/clang-format -i $(FORMATTED)
 asan:  ## the C core under AddressSanitizer and UBSan, on random problems
@@ -45,8 +46,8 @@ docs: $(VENV)/installed-docs  ## the pages, into build/docs
 clean:  ## remove everything that was built
 	rm -rf build dist $(VENV) *.egg-info linattn/*.so .*_cache .hypothesis
 
-# A user's script, for type checkers that read the installed package: they run where the checkout's is not
-# seen.
+# A user's script and the cells of the notebooks, for type checkers that read the installed package: they
+# run where the checkout's is not seen.
 SCRIPT := user_script.py
 STRICT  = --config-file= --cache-dir=$(abspath $(VENV))/mypy --strict
 FORMATTED = $(filter %.c %.h,$(CORE)) $(wildcard tests/c/*.[ch])

@@ -24,7 +24,16 @@ RMS_BOUND = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 8e-3, "float16": 2e-
 RMS_BOUND_TF32 = 1e-3
 
 
-def assert_accurate(out, ref64, naive, *, dtype, gradient=False, tf32=False, name=""):
+def assert_accurate(
+    out: Any,
+    ref64: Any,
+    naive: Any,
+    *,
+    dtype: Any,
+    gradient: bool = False,
+    tf32: bool = False,
+    name: str = "",
+) -> None:
     """Raise AssertionError unless `out` is as good as plain NumPy at `dtype` would be.
 
     Parameters

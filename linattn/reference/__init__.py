@@ -529,7 +529,7 @@ def kda_chunk(q, k, v, a, beta, S, scale):
 # its digits.
 
 
-def decay_matrix(a):
+def decay_matrix(a: np.ndarray) -> np.ndarray:
     """G [C,C] with G_ij = a_i a_{i-1} ... a_{j+1} for j <= i, else 0. a [C].
 
     Examples

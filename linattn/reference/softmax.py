@@ -1,6 +1,6 @@
 """Softmax attention, which linear attention replaces, and its gradients."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,9 @@ class SoftmaxGradients(NamedTuple):
     dv: np.ndarray
 
 
-def softmax_weights(q, k, *, causal=True, scale=None, dtype=np.float64):
+def softmax_weights(
+    q: Any, k: Any, *, causal: bool = True, scale: Any = None, dtype: Any = np.float64
+) -> np.ndarray:
     """A with rows that sum to 1: softmax(scale q k').
 
     Parameters
