@@ -20,7 +20,9 @@ __all__ = [
 # r, the bound on rms(out - ref64) / rms(ref64). A correct result rounded once is off by at most
 # half a unit in the last place: 2e-3 in bfloat16, 2.4e-4 in float16. float32 and float64 have the
 # roundings of long sums on top.
+#: By dtype, the bound on rms(out - ref64) / rms(ref64).
 RMS_BOUND = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 8e-3, "float16": 2e-3}
+#: The bound of float32 where TF32 is allowed.
 RMS_BOUND_TF32 = 1e-3
 
 
@@ -200,6 +202,7 @@ def _letters(op: str) -> dict[str, str]:
 
 
 _LETTERS = {op: _letters(op) for op in OPS}
+#: By op, the keywords of its gates.
 GATES = {op: tuple(name for name in names if name not in "qkv") for op, names in _LETTERS.items()}
 
 # How an array's numbers are drawn, by its keyword; about normal, if it is not here.

@@ -43,7 +43,9 @@ class Variant(NamedTuple):
     normaliser: bool
 
 
+#: The names of the ops, in the order of the table.
 OPS: tuple[str, ...] = _linattn.OPS
+#: The table of the ops: the :class:`Variant` of each name.
 VARIANTS: dict[str, Variant] = {row[0]: Variant(*row) for row in _linattn.VARIANTS}
 
 

@@ -1,13 +1,13 @@
 """The eight ops in plain NumPy, float64: read this first, and compare everything with it.
 
-Every op keeps one matrix per head, the state S [K,V], and does the same four things for a token t:
+Every op keeps one matrix per head, the state S [K,V], and does the same four things for a token t::
 
     decay    S <- diag(a_t) S           forget a little (a_t = exp(g_t), in [0, 1])
     predict  p  = k_t' S                the state's answer to this key so far (delta rule only)
     write    S <- S + k_t u_t'          u_t = v_t, or b_t (v_t - p) under the delta rule
     read     o_t = scale q_t' S         after the write: a token sees itself
 
-Each op is spelled twice, for one head, q and k [T,K], v [T,V]:
+Each op is spelled twice, for one head, q and k [T,K], v [T,V]::
 
     *_tokens   the recurrence, token by token; this is the definition
     *_chunk    C tokens at once: scores, (solve,) read, carry; C = T is the parallel form,
@@ -16,7 +16,7 @@ Each op is spelled twice, for one head, q and k [T,K], v [T,V]:
 The public functions below them loop over the batch, the packed sequences and the heads. Their
 letters are q, k [B,T,H,K]; v, o [B,T,HV,V]; g [B,T,HV] or [B,T,HV,K], the natural log of the decay;
 beta [B,T,HV]; state [N,HV,K,V]. Value head h reads the query and key head h // (HV/H).
-Keywords that all of them take, in `common`:
+Keywords that all of them take, in `common`::
 
     scale=None          the factor of the read; None is K**-0.5
     initial_state=None  [N,HV,K,V]; None is zeros
@@ -36,7 +36,7 @@ whole calculation in float32. With float16 or bfloat16, q, k and v are rounded t
 state and the sums are float32, and o is rounded at the end. With np.longdouble it is the reference
 for a float64 kernel. Nothing is checked here, and nothing is imported from the rest of the package.
 
-The other files of this folder:
+The other files of this folder::
 
     adjoints.py    the gradients, one adjoint per rule, and `backward`
     elements.py    norm, feature maps, divisor and kinds of gate, each with its derivative

@@ -28,7 +28,8 @@ class Op(NamedTuple):
     noncausal: Callable | None = None  # one head, every token reads the last state
 
 
-OPS: dict[str, Op] = {}  # name -> record, filled where the ops are defined
+#: The :class:`Op` of each name, filled where the ops are defined.
+OPS: dict[str, Op] = {}
 
 # The axes of [B,T,HV,K] along which all elements share one decay. "none": the decay is 1.
 SHARED_AXES = {"none": (0, 1, 2, 3), "head": (0, 1, 3), "token": (3,), "key": ()}

@@ -31,8 +31,10 @@ def l2norm_adjoint(x, dy):
     return r * (dy - y * (y * dy).sum(-1, keepdims=True))
 
 
-# name -> phi, and phi' written with x and y = phi(x). exp never gets an argument that overflows:
-# elu+1 is exp(x) below 0, not expm1(x) + 1, which is exactly 0 in float32 from about -17.5 on.
+# exp never gets an argument that overflows: elu+1 is exp(x) below 0, not expm1(x) + 1, which is
+# exactly 0 in float32 from about -17.5 on.
+
+#: Of each name: phi, and phi' written with x and y = phi(x).
 FEATURE_MAPS = {
     "elu+1": (
         lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
