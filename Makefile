@@ -12,7 +12,7 @@ C      := $(MAKE) --no-print-directory -C tests/c
 RUN    := PYTHONSAFEPATH=1 $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants bench lint fmt asan asan-python tsan fuzz docs clean
+.PHONY: help demo test mutants bench lint fmt asan asan-python tsan fuzz docs docs-test clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 13
@@ -41,8 +41,10 @@ tsan:  ## the thread pool under ThreadSanitizer
 	+$(C) tsan
 fuzz:  ## libFuzzer on the C core (needs clang)
 	+$(C) fuzz
-docs: $(VENV)/installed-docs  ## the pages, into build/docs
-	$(RUN) -m sphinx -W docs build/docs
+docs: $(VENV)/installed-docs  ## the site, into build/docs: every warning and every broken link is an error
+	$(RUN) -m sphinx -W --keep-going docs build/docs && $(RUN) docs/check_links.py build/docs
+docs-test: docs  ## the site in a browser (needs chromium and its driver)
+	$(RUN) -m pytest docs/test_site.py $(ARGS)
 clean:  ## remove everything that was built
 	rm -rf build dist $(VENV) *.egg-info linattn/*.so .*_cache .hypothesis
 
