@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+import gallery
 
 project = "linattn"
 extensions = [
@@ -25,6 +26,7 @@ source_suffix = {".rst": "restructuredtext", ".md": "myst-nb", ".ipynb": "myst-n
 exclude_patterns = ["_static", "_templates", "extensions"]
 templates_path = ["_templates"]
 nitpicky = True
+highlight_language = "text"  # formulas of docstrings are not Python; examples with >>> are
 nitpick_ignore = [("py:class", "fractions.Fraction")]
 
 # Markdown: formulas in dollars, links to headings as the pages have them on GitHub
@@ -37,11 +39,13 @@ autodoc_inherit_docstrings = False  # a method of linattn.nn would have PyTorch'
 autodoc_member_order = "bysource"
 autosummary_ignore_module_all = False
 numpydoc_show_class_members = False
-# The reference of linattn.nn needs no PyTorch, only its names.
-autodoc_mock_imports = [] if importlib.util.find_spec("torch") else ["torch"]
+# The reference of linattn.nn needs no PyTorch, only its names. A notebook that needs it is not run.
+has_torch = importlib.util.find_spec("torch") is not None
+autodoc_mock_imports = [] if has_torch else ["torch", "linattn.autograd"]
 
 # Notebooks are stored without outputs, and run here.
 nb_execution_mode = "force"  # a cache does not see that linattn has changed
+nb_execution_excludepatterns = [] if has_torch else gallery.with_torch()
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 

@@ -27,7 +27,7 @@ import inspect
 import re
 from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ __all__ = [
     "use_linattn",
 ]
 
-Result = tuple[Tensor, Tensor | None]
+Result: TypeAlias = "tuple[Tensor, Tensor | None]"
 
 # ---- the functions, as the layers of transformers call them ----
 
