@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Draw docs/speed.png from the tables of benchmarks/results: python docs/pictures.py (matplotlib).
+"""Draw the pictures of the README: python docs/pictures.py (linattn, matplotlib).
 
-It shows the nanoseconds of a forward pass per token and head against the sequence's length: of the
-library, of the fastest other implementation of the same op in the same run, and of softmax
-attention. All come from the pages' own tables, so the picture has no figure that a page does not
-have. Other pages than the README's two can be named as arguments.
+docs/weights.png has the weights of every op beside those of softmax.
+
+docs/speed.png is drawn from the tables of benchmarks/results. It shows the nanoseconds of a forward
+pass per token and head against the sequence's length: of the library, of the fastest other
+implementation of the same op in the same run, and of softmax attention. All come from the pages'
+own tables, so the picture has no figure that a page does not have. Other pages than the README's
+two can be named as arguments. Then docs/speed.png alone is drawn.
 """
 
 import re
@@ -15,6 +18,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
+
+import linattn
+import linattn.testing
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results"
@@ -85,7 +92,41 @@ def draw(axes, page: Path, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def weights() -> None:
+    """docs/weights.png. Of 24 tokens each writes at one of four keys, and asks for one of them."""
+    rng = np.random.default_rng(5)
+    T, K, decay = 24, 4, 0.9
+    keys, asked = rng.integers(K, size=(2, T))
+    q, k = np.eye(K)[asked], np.eye(K)[keys]
+    faded = -rng.exponential(-np.log(decay), (T, K))  # logs of decays, 0.9 in the mean
+    known = {
+        "g": faded[:, 0],
+        "beta": np.ones(T),
+        "gamma": np.array([decay]),
+        "slopes": np.array([-np.log(decay)]),
+    }
+    found = {"softmax": linattn.reference.softmax_weights(4 * q, k, scale=1)}
+    for op in linattn.OPS:
+        gates = {name: known[name] for name in linattn.testing.GATES[op]}
+        if linattn.VARIANTS[op].decay == "key":
+            gates["g"] = faded
+        scale = {} if linattn.VARIANTS[op].normaliser else {"scale": 1}
+        found[op] = linattn.implicit_weights(q, k, op=op, **gates, **scale)
+    rows = 3
+    figure, axes = plt.subplots(
+        rows, -(-len(found) // rows), figsize=(7, 6.2), layout="constrained"
+    )
+    linattn.plot.weights(found, axes=axes.ravel()[: len(found)])
+    for i, ax in enumerate(axes.flat):
+        ax.set(xlabel="is read" * (i // axes.shape[1] == rows - 1), ylabel="")
+        ax.set_ylabel("reads" * (i % axes.shape[1] == 0))
+        ax.title.set_fontsize(9)
+    figure.savefig(HERE / "weights.png", dpi=90)
+
+
 def main() -> None:
+    if not sys.argv[1:]:
+        weights()
     pages = {Path(name): Path(name).stem for name in sys.argv[1:]}
     pages = pages or {RESULTS / name: title for name, title in PAGES.items()}
     figure, panels = plt.subplots(

@@ -16,6 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.config import Config
 from sphinx.ext.autodoc.mock import mock
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.inspect import stringify_signature
 from writing import heading, write_if_changed
 
 HERE = "generated/reference"
@@ -161,6 +162,17 @@ def comment_of_a_constant(
         lines[:] = _assigned(value)[1]
 
 
+def signature_of_a_class(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, given: str, returned: Any
+) -> tuple[str, None] | None:
+    """Of a layer: that of its own `__init__`. Where PyTorch is not there, its base has another."""
+    if what != "class" or not inspect.isfunction(vars(value).get("__init__")):
+        return None
+    own = inspect.signature(value.__init__)
+    own = own.replace(parameters=list(own.parameters.values())[1:])
+    return stringify_signature(own, show_annotation=False), None
+
+
 def is_left_out(
     app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any
 ) -> bool | None:
@@ -172,5 +184,6 @@ def is_left_out(
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", write)  # before Sphinx looks which pages there are
     app.connect("autodoc-process-docstring", comment_of_a_constant, priority=100)
+    app.connect("autodoc-process-signature", signature_of_a_class)
     app.connect("autodoc-skip-member", is_left_out)
     return {"parallel_read_safe": True}
