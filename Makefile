@@ -46,7 +46,7 @@ docs: $(VENV)/installed-docs  ## the site, into build/docs: every warning and ev
 docs-test: docs  ## the site in a browser (needs chromium and its driver)
 	$(RUN) -m pytest docs/test_site.py $(ARGS)
 clean:  ## remove everything that was built
-	rm -rf build dist $(VENV) *.egg-info linattn/*.so .*_cache .hypothesis
+	rm -rf build dist docs/generated $(VENV) *.egg-info linattn/*.so .*_cache .hypothesis
 
 # A user's script and the cells of the notebooks, for type checkers that read the installed package: they
 # run where the checkout's is not seen.
