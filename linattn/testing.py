@@ -66,7 +66,7 @@ def assert_accurate(
 
     1. out, ref64 and naive have one shape; out is finite, +inf, -inf and NaN where ref64, as
        dtype holds it, is; naive is finite where ref64 is, since it cannot be a yardstick else;
-    2. max|out - ref64| <= 2 max|naive - ref64| + 2 max|(ref64 + 0.3 - 0.3 at dtype) - ref64|;
+    2. ``max|out - ref64| <= 2 max|naive - ref64| + 2 max|(ref64 + 0.3 - 0.3 at dtype) - ref64|``;
     3. rms(out - ref64) / rms(ref64) < r, unless ref64 is zero everywhere: then 2 alone decides,
        and it asks for what naive got, usually exact zeros.
 

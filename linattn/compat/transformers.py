@@ -453,7 +453,7 @@ _NOTHING = object()
 
 
 class Replacement:
-    """The result of :func:`use_linattn`: a context manager, and :meth:`restore` without one.
+    """The result of :func:`use_linattn`: a context manager, which :meth:`.restore` ends.
 
     Attributes
     ----------
