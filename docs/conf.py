@@ -52,6 +52,7 @@ nb_execution_timeout = 120
 html_theme = "pydata_sphinx_theme"
 html_title = "linattn"
 html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 # These pages have none below them.
 html_sidebars = {

@@ -776,7 +776,7 @@ class GatedDeltaNet(_Block):
     num_heads : int
         Heads of queries and keys.
     head_dim : int
-        K.
+        K, the key dimension of a head.
     expand_v : float
         V = head_dim * expand_v, a whole number.
     num_v_heads : int, optional
@@ -850,7 +850,7 @@ class KimiDeltaAttention(_Block):
     num_heads : int
         Heads of queries and keys.
     head_dim : int
-        K.
+        K, the key dimension of a head.
     expand_v : float
         V = head_dim * expand_v, a whole number.
     num_v_heads : int, optional

@@ -67,5 +67,4 @@ class Frames(SphinxDirective):
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("frames", Frames)
     app.add_js_file("frames.js", loading_method="defer")
-    app.add_css_file("frames.css")
     return {"parallel_read_safe": True}
