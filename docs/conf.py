@@ -39,13 +39,13 @@ autodoc_inherit_docstrings = False  # a method of linattn.nn would have PyTorch'
 autodoc_member_order = "bysource"
 autosummary_ignore_module_all = False
 numpydoc_show_class_members = False
-# The reference of linattn.nn needs no PyTorch, only its names. A notebook that needs it is not run.
+# The reference of linattn.nn needs no PyTorch, only its names.
 has_torch = importlib.util.find_spec("torch") is not None
 autodoc_mock_imports = [] if has_torch else ["torch", "linattn.autograd"]
 
-# Notebooks are stored without outputs, and run here.
+# Notebooks are stored without outputs, and run here if all that they import is installed.
 nb_execution_mode = "force"  # a cache does not see that linattn has changed
-nb_execution_excludepatterns = [] if has_torch else gallery.with_torch()
+nb_execution_excludepatterns = gallery.not_to_run()
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 

@@ -5,6 +5,7 @@ all notebooks have been run, and a card gets the last picture of its notebook.
 """
 
 import html
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -25,14 +26,17 @@ def opening(path: Path) -> tuple[str, str]:
     return found[1], " ".join(found[2].split())
 
 
-def with_torch() -> list[str]:
-    """The notebooks that import PyTorch, by their paths within docs/."""
+def missing(path: Path) -> str | None:
+    """A package that the notebook imports and this environment does not have."""
+    found = re.findall(r"^(?:import|from) (\w+)", code(path), re.MULTILINE)
+    return next((name for name in found if importlib.util.find_spec(name) is None), None)
+
+
+def not_to_run() -> list[str]:
+    """The notebooks that miss a package, by their paths within docs/."""
     folder = Path(__file__).parents[1]
-    return [
-        str(path.relative_to(folder))
-        for path in sorted(folder.glob("notebooks/*.ipynb"))
-        if re.search(r"^(import|from) torch\b", code(path), re.MULTILINE)
-    ]
+    notebooks = sorted(folder.glob("notebooks/*.ipynb"))
+    return [str(path.relative_to(folder)) for path in notebooks if missing(path)]
 
 
 def code(path: Path) -> str:
@@ -48,12 +52,11 @@ class Gallery(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         folder = Path(self.env.doc2path(self.env.docname)).parent
         notebooks = sorted(folder.glob("*.ipynb"))
-        left_out = self.config.nb_execution_excludepatterns
         lines = ["::::{grid} 1 2 2 3", ":gutter: 3", ""]
         for path in notebooks:
             title, sentence = opening(path)
-            if self.env.doc2path(f"notebooks/{path.stem}", base=False) in left_out:
-                sentence += " PyTorch was not there when this site was built, so it was not run."
+            if missing(path):
+                sentence += f" It was not run: {missing(path)} was not there."
             self.env.note_dependency(str(path))
             lines += [
                 f":::{{grid-item-card}} {title}",

@@ -181,9 +181,19 @@ def is_left_out(
     return True if of_others or type(value).__name__ == "_tuplegetter" else None
 
 
+def without_what_is_refused(
+    app: Sphinx, kind: str, name: str, value: Any, options: Any, signature: str | None, returns: Any
+) -> tuple[str, Any] | None:
+    """Ops refuse unknown keywords by a parameter **_unknown, which is not for users."""
+    if signature is None or "**_unknown" not in signature:
+        return None
+    return signature.replace(", **_unknown", ""), returns
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("config-inited", write)  # before Sphinx looks which pages there are
     app.connect("autodoc-process-docstring", comment_of_a_constant, priority=100)
     app.connect("autodoc-process-signature", signature_of_a_class)
+    app.connect("autodoc-process-signature", without_what_is_refused)
     app.connect("autodoc-skip-member", is_left_out)
     return {"parallel_read_safe": True}
