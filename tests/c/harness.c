@@ -54,9 +54,9 @@ static bool agree(const sample *s, const double *x, const double *y)
     const int bits = s->run.pass == LA_FORWARD ? la_forward_bits(&s->run) : 53;
     const bool rounded = bits <= 16;
     const double u = rounded ? ldexp(1, -bits - 1) / SLACK : unit_roundoff(s->run.real);
-    const double terms =
-        rounded ? (double)p->K + (double)p->T
-                : (double)(p->T + 1) * (double)p->K * (double)p->V * (double)(p->HV / p->H);
+    const double terms = rounded ? (double)p->K + (double)la_longest_row(p)
+                                 : (double)(la_longest_row(p) + 1) * (double)p->K * (double)p->V *
+                                       (double)(p->HV / p->H);
     for (int name = 0; name < LA_ARRAYS; name++) {
         if (!s->written[name]) continue;
         const la_array *a = &p->array[name];

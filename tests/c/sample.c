@@ -217,6 +217,7 @@ static void draw_options(sample *s, draw *d)
 {
     static const la_map positive[] = {LA_ELU1, LA_RELU, LA_RELU2, LA_EXP};
     la_problem *p = &s->p;
+    p->L = p->T;
     p->mode = (la_mode)draw_int(d, LA_CHUNK, LA_PARALLEL);
     if ((p->has_chunk = draw_chance(d, 2))) p->chunk = draw_int(d, 1, draw_chance(d, 4) ? 250 : 40);
     if ((p->has_scale = draw_chance(d, 3))) p->scale = (double)draw_int(d, -4, 4) / 4;
@@ -227,6 +228,8 @@ static void draw_options(sample *s, draw *d)
     if (p->op == LA_OP_linear_attention) {
         p->normaliser = (la_normaliser)draw_int(d, LA_UNNORMALISED, LA_ADD);
         p->causal = p->pass == LA_STEP || !draw_chance(d, 3);
+        if (!p->causal && !p->array[LA_CU].given && draw_chance(d, 2))
+            p->L = draw_chance(d, 4) ? 0 : draw_size(d, 60);
         if (p->normaliser && p->has_scale && s->tame) p->scale = 0.5; /* a denominator is > 0 */
         for (int i = 0; i < 2; i++) {
             p->map[i] = p->normaliser && s->tame ? positive[draw_int(d, 0, 3)]
@@ -273,14 +276,16 @@ void sample_describe(const sample *s)
     static const char *const passes[] = {"forward", "step", "backward"};
     static const char *const modes[] = {"chunk", "recurrent", "parallel"};
     const la_problem *p = &s->p;
-    fprintf(stderr,
-            "  %s %s %s %s on %s, %d threads: B %lld T %lld H %lld HV %lld K %lld V %lld N %lld"
-            "%s%s pool %lld chunk %lld normaliser %d maps %d %d l2norm %d causal %d scale %g "
-            "v_first %d%s\n",
-            la_variants[p->op].name, passes[p->pass], modes[p->mode],
-            la_dtype_names[p->array[LA_Q].dtype], la_isa(), la_get_num_threads(), (long long)p->B,
-            (long long)p->T, (long long)p->H, (long long)p->HV, (long long)p->K, (long long)p->V,
-            (long long)p->N, p->one_head ? " one head" : "", p->array[LA_CU].given ? " packed" : "",
-            (long long)p->P, (long long)p->chunk, p->normaliser, p->map[0], p->map[1], p->qk_l2norm,
-            p->causal, p->scale, p->state_v_first, s->tame ? "" : " wild");
+    fprintf(
+        stderr,
+        "  %s %s %s %s on %s, %d threads: B %lld T %lld L %lld H %lld HV %lld K %lld V %lld N %lld"
+        "%s%s pool %lld chunk %lld normaliser %d maps %d %d l2norm %d causal %d scale %g "
+        "v_first %d%s\n",
+        la_variants[p->op].name, passes[p->pass], modes[p->mode],
+        la_dtype_names[p->array[LA_Q].dtype], la_isa(), la_get_num_threads(), (long long)p->B,
+        (long long)p->T, (long long)p->L, (long long)p->H, (long long)p->HV, (long long)p->K,
+        (long long)p->V, (long long)p->N, p->one_head ? " one head" : "",
+        p->array[LA_CU].given ? " packed" : "", (long long)p->P, (long long)p->chunk, p->normaliser,
+        p->map[0], p->map[1], p->qk_l2norm, p->causal, p->scale, p->state_v_first,
+        s->tame ? "" : " wild");
 }
