@@ -50,12 +50,12 @@ template <int ROWS> struct batch {
     real v[BATCH][COLUMNS], o[BATCH][COLUMNS + 1]; /* the last element of o is the denominator */
 };
 
-/* The share of one warp of K elements of q or k, as the recurrence sees them. */
+/* The share of one warp of K elements of q or k, as the recurrence sees them. K is 0 for a token
+ * that is not there. */
 template <int ROWS>
-__device__ void load_keys(const call &c, const view &from, int map, const unit &u, int t, int end,
+__device__ void load_keys(const call &c, const view &from, int map, const unit &u, int t, int K,
                           real (&x)[ROWS * PARTS / 32])
 {
-    const int K = t < end ? c.K : 0; /* noncausal: q may end before k, or after it */
     load_row(x, at(from, u.b, t, u.h), from.dtype, (int)threadIdx.x % 32, 32, K);
     norm_and_map(c, map, x, every_32nd());
 }
@@ -64,11 +64,14 @@ __device__ void load_keys(const call &c, const view &from, int map, const unit &
 template <la_decay DECAY, la_rule RULE, int ROWS>
 __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, batch<ROWS> &to)
 {
+    /* Such calls may be noncausal, and q may then end before k and v, or after them. */
+    constexpr bool PLAIN = DECAY == LA_NONE && RULE == LA_ADDITIVE;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = warp; i < n; i += blockDim.x / 32) {
         real q[ROWS * PARTS / 32], k[ROWS * PARTS / 32], qk = 0;
-        load_keys<ROWS>(c, c.x[LA_Q], 0, u, t + i, c.queries, q);
-        load_keys<ROWS>(c, c.x[LA_K], 1, u, t + i, c.keys, k);
+        const bool reads = !PLAIN || t + i < c.queries, writes = !PLAIN || t + i < c.keys;
+        load_keys<ROWS>(c, c.x[LA_Q], 0, u, t + i, reads ? c.K : 0, q);
+        load_keys<ROWS>(c, c.x[LA_K], 1, u, t + i, writes ? c.K : 0, k);
 #pragma unroll
         for (int j = 0; j < ROWS * PARTS / 32; j++) {
             to.q[i].at(lane + 32 * j) = q[j];
@@ -93,9 +96,10 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, b
             to.scalar_a[i] =
                 decay_of(load<real>(at(c.x[LA_G], u.b, t + i, u.hv), c.x[LA_G].dtype), c.gate);
         if (lane < COLUMNS)
-            to.v[i][lane] = v0 + lane < c.V && t + i < c.keys ? load<real>(at(c.x[LA_V], u.b, t + i, u.hv, v0 + lane),
-                                                         c.x[LA_V].dtype)
-                                            : 0;
+            to.v[i][lane] = v0 + lane < c.V && writes
+                                ? load<real>(at(c.x[LA_V], u.b, t + i, u.hv, v0 + lane),
+                                             c.x[LA_V].dtype)
+                                : 0;
     }
 }
 

@@ -471,7 +471,9 @@ __global__ void __launch_bounds__(most<real, KP>::THREADS)
      * which read. */
     const bool twice = PLAIN && !c.causal;
     const int written = twice ? min(u.end, c.keys) : u.end;
-    const auto batches_to = [&](int end) { return (end - u.begin) / batch + ((end - u.begin) % batch != 0); };
+    const auto batches_to = [&](int end) {
+        return (end - u.begin) / batch + ((end - u.begin) % batch != 0);
+    };
     const int batches = batches_to(written);
     const int count = twice ? batches + batches_to(min(u.end, c.queries)) : batches;
     const auto first_of = [&](int j) { return u.begin + (j < batches ? j : j - batches) * batch; };
