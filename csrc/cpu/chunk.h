@@ -27,7 +27,6 @@ typedef struct chunk {
     int64_t n;      /* the tokens that are in it */
     real *k, *q;    /* [2C][kp], l2-normed and mapped: k, then (from row n) q; one matrix */
     real *a;        /* TOKEN [C], KEY [C][kp] */
-    real *unpaid;   /* a before it paid back roundings; KEY, adjoint: [C][kp], else in place of a */
     real *beta;     /* [C] */
     real *e;        /* TOKEN [C], KEY [C][kp]; forward: KEY's in the place of a */
     real *gamma;    /* TOKEN [C][cp]: Gamma, its lower triangle; r is its last row */
@@ -59,7 +58,6 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->k = arena_take(m, 2 * C, kp);
     c->a = arena_take(m, key ? C : token, key ? kp : cp);
     c->e = key && !for_adjoint ? c->a : arena_take(m, C, key ? kp : token);
-    c->unpaid = key && for_adjoint && p->gate == LA_LOG ? arena_take(m, C, kp) : c->a;
     c->beta = arena_take(m, 1, C);
     c->gamma = arena_take(m, token ? C : 0, cp);
     c->product = (real2 *)arena_take(m, token ? cp : key ? kp : 0, sizeof(real2) / sizeof(real));
@@ -117,7 +115,7 @@ LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int6
 {
     const la_array *g = &p->array[LA_G];
     const int64_t kp = c->kp;
-    real *a = c->a + i * kp, *unpaid = c->unpaid + i * kp;
+    real *a = c->a + i * kp;
     for (int r = 0; r < R; r++) load_row(a + r * kp, p->K, at(g, u->b, t + i + r, u->hv), g->dtype);
     if (p->gate == LA_DECAY) {
         for (int r = 0; r < R; r++)
@@ -133,7 +131,6 @@ LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int6
             lane rest;
             const lane decay = decay_in_two(log, LA_LOG, &rest);
             sum += log;
-            if (unpaid != a) lanes_of(unpaid + r * kp + x)[0] = decay;
             *to = lane_paid_back(decay, rest, &owed);
         }
         lanes_of(c->log + x)[0] = sum;

@@ -429,7 +429,7 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
             partial_at(sums, sums->dbeta, u, t, 1)[i] = f->dbeta[i];
         }
         if (decay != LA_NONE && sums->alone && p->decay != LA_HEAD)
-            store_gate_gradient(p, u, t + i, da, c->unpaid + i * gate, decay);
+            store_gate_gradient(p, u, t + i, da, f->carried, decay);
         else if (decay != LA_NONE)
             for (int64_t x = 0; x < gate; x++)
                 partial_at(sums, sums->da, u, t + i, gate)[x] = da[x];

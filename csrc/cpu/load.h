@@ -305,15 +305,16 @@ LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t
     }
 }
 
-/* Stores the user's dg, given da, the gradient of the decay, and `a`, the decay. It must be as
- * load_decay gives it, not one that has paid back. So the bits of dg do not depend on where da was
- * summed. */
+/* Stores the user's dg, given da, the gradient of the decay. `room` is scratch of as many numbers,
+ * in whole lanes. The gate's gradient takes the decay as it is, not one that has paid back. So its
+ * bits do not depend on where da was summed. */
 LA_FN void store_gate_gradient(const la_problem *p, const la_unit *u, int64_t t, real *da,
-                               const real *a, const la_decay decay)
+                               real *room, const la_decay decay)
 {
     const la_array *to = &p->array[LA_DG];
     const int64_t n = decay == LA_KEY ? p->K : 1;
-    for (int64_t i = 0; i < n; i++) da[i] = gate_gradient(da[i], a[i], p->gate);
+    load_decay(p, u, t, room, decay);
+    for (int64_t i = 0; i < n; i++) da[i] = gate_gradient(da[i], room[i], p->gate);
     store_row(at(to, u->b, t, u->hv), to->dtype, da, n);
 }
 

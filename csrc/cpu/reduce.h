@@ -45,11 +45,9 @@ static void reduce(const la_problem *p, const la_rows *r, const la_partials *sum
             const la_unit u = {.b = r->b, .hv = hv};
             if (p->decay == LA_KEY) {
                 add_partials(sums, sums->da, hv * panels, panels, token, kp, f.sum);
-                load_decay(p, &u, t, f.row, LA_KEY);
                 store_gate_gradient(p, &u, t, f.sum, f.row, LA_KEY);
             } else if (p->decay == LA_TOKEN) {
                 add_partials(sums, sums->da, hv * panels, panels, token, 1, f.sum);
-                load_decay(p, &u, t, f.row, LA_TOKEN);
                 store_gate_gradient(p, &u, t, f.sum, f.row, LA_TOKEN);
             }
             if (p->rule == LA_DELTA) {
