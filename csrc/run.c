@@ -29,7 +29,20 @@ static bool grows(const la_problem *p)
     return found;
 }
 
-/* A warning is Python's business: linattn/ops says whose line it names. */
+/* A warning is Python's business: a function of linattn/ops gives it, and says whose line it names.
+ * Takes over the tuple of arguments. */
+static int tell(const char *function, PyObject *arguments)
+{
+    PyObject *module = arguments ? PyImport_ImportModule("linattn.ops._core") : NULL;
+    PyObject *method = module ? PyObject_GetAttrString(module, function) : NULL;
+    PyObject *done = method ? PyObject_CallObject(method, arguments) : NULL;
+    Py_XDECREF(module);
+    Py_XDECREF(method);
+    Py_XDECREF(done);
+    Py_XDECREF(arguments);
+    return done ? 0 : -1;
+}
+
 static int warn_of_growth(const la_call *c)
 {
     if (c->quiet || !grows(&c->p)) return 0;
@@ -37,25 +50,16 @@ static int warn_of_growth(const la_call *c)
                            : c->p.gate == LA_SLOPE ? "slopes >= 0, got values outside"
                                                    : "the log decay, g <= 0, got values outside "
                                                      "(alpha= takes the decay itself)";
-    PyObject *module = PyImport_ImportModule("linattn.ops._core");
-    PyObject *done = module ? PyObject_CallMethod(module, "warn_of_growth", "ss",
-                                                  la_array_name(&c->p, LA_G), expected)
-                            : NULL;
-    Py_XDECREF(module);
-    Py_XDECREF(done);
-    return !done || la_still_there(c) ? -1 : 0; /* a filter may be Python too */
+    PyObject *arguments = Py_BuildValue("(ss)", la_array_name(&c->p, LA_G), expected);
+    /* A filter may be Python too. */
+    return tell("warn_of_growth", arguments) || la_still_there(c) ? -1 : 0;
 }
 
 /* Only a kernel knows the denominators. So this warning comes after the call, whose results are
  * there. A device is not waited for, and tells nothing. */
 static int warn_of_clamp(bool clamped)
 {
-    if (!clamped) return 0;
-    PyObject *module = PyImport_ImportModule("linattn.ops._core");
-    PyObject *done = module ? PyObject_CallMethod(module, "warn_of_clamp", NULL) : NULL;
-    Py_XDECREF(module);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return clamped ? tell("warn_of_clamp", PyTuple_New(0)) : 0;
 }
 
 /* Is the caller to hear of a denominator that is clamped? */
@@ -98,24 +102,16 @@ static int hint_at_layout(la_call *c)
 {
     static atomic_bool told;
     const la_problem *p = &c->p;
-    if (p->pass != LA_FORWARD || p->T >= p->H || p->T < 2 || c->quiet || atomic_load(&told))
-        return 0;
-    atomic_store(&told, true);
+    const bool odd = p->pass == LA_FORWARD && p->T >= 2 && p->T < p->H;
+    if (!odd || c->quiet || atomic_exchange(&told, true)) return 0;
     c->ran_python = true; /* a filter may be Python */
-    PyObject *module = PyImport_ImportModule("linattn.ops._core");
-    PyObject *done = module ? PyObject_CallMethod(module, "hint_at_layout", "LL", (long long)p->T,
-                                                  (long long)p->H)
-                            : NULL;
-    Py_XDECREF(module);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return tell("hint_at_layout", Py_BuildValue("(LL)", (long long)p->T, (long long)p->H));
 }
 
 /* The last Python that runs before the core looks at an array. */
 static int settle(la_call *c)
 {
     const bool on_host = c->p.device == LA_CPU;
-    if (hint_at_layout(c)) return -1;
     if (on_host && c->p.pass != LA_STEP && la_hold(c)) return -1;
     if ((c->bound || c->ran_python) && la_still_there(c)) return -1;
     return on_host && !la_writes_nothing(&c->p) ? warn_of_growth(c) : 0;
@@ -138,7 +134,7 @@ static int run_long(la_call *c, la_status (*entry)(la_problem *))
 
 int la_run_pass(la_call *c)
 {
-    if (settle(c)) return -1;
+    if (hint_at_layout(c) || settle(c)) return -1;
 #ifdef LA_WITH_CUDA
     if (c->p.device == LA_CUDA) return run_on_device(c);
 #endif
