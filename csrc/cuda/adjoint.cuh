@@ -176,7 +176,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
 
     load_both(c.x[LA_S0], S);
     load_both(d[LA_DST], dS);
-    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
+    if constexpr (is_plain<DECAY, RULE>)
         /* Noncausal: every token reads what all tokens have written. Pass 0 writes all, pass 1 is
          * the adjoint of all reads, pass 2 the adjoint of all writes. */
         for (int pass = 0; pass < 3 && !c.causal; pass++) {
@@ -341,7 +341,7 @@ static __global__ void __launch_bounds__(128)
         }
         return x;
     };
-    constexpr bool PLAIN = DECAY == LA_NONE && RULE == LA_ADDITIVE; /* may be noncausal */
+    constexpr bool PLAIN = is_plain<DECAY, RULE>;
     real x[KEYS];
     if (!PLAIN || t < c.queries) {
         add_partials(f.dq, own * group * f.tiles, group * f.tiles, x);

@@ -50,6 +50,10 @@ template <int ROWS> struct batch {
     real v[BATCH][COLUMNS], o[BATCH][COLUMNS + 1]; /* the last element of o is the denominator */
 };
 
+/* Such calls may be noncausal, and q may then end before k and v, or after them. */
+template <la_decay DECAY, la_rule RULE>
+constexpr bool is_plain = DECAY == LA_NONE && RULE == LA_ADDITIVE;
+
 /* The share of one warp of K elements of q or k, as the recurrence sees them. K is 0 for a token
  * that is not there. */
 template <int ROWS>
@@ -64,8 +68,7 @@ __device__ void load_keys(const call &c, const view &from, int map, const unit &
 template <la_decay DECAY, la_rule RULE, int ROWS>
 __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, batch<ROWS> &to)
 {
-    /* Such calls may be noncausal, and q may then end before k and v, or after them. */
-    constexpr bool PLAIN = DECAY == LA_NONE && RULE == LA_ADDITIVE;
+    constexpr bool PLAIN = is_plain<DECAY, RULE>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = warp; i < n; i += blockDim.x / 32) {
         real q[ROWS * PARTS / 32], k[ROWS * PARTS / 32], qk = 0;
