@@ -355,10 +355,14 @@ def _tensor(name: str, x: Any) -> Tensor | None:
     raise _Unfit(name, "an array with __dlpack__", x)
 
 
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float | np.floating | np.integer) and not isinstance(x, bool)
+
+
 def _number(name: str, x: Any) -> float | None:
     if x is None or type(x) is float:
         return x
-    if isinstance(x, int | float | np.floating | np.integer) and not isinstance(x, bool):
+    if _is_number(x):
         try:
             return float(x)
         except OverflowError:
@@ -436,10 +440,6 @@ def _letters(op: str, dims: int) -> dict[str, str]:
 # tracer cannot look into the core, so they are asked for here.
 _GATE_LINES = tuple(line for line in _SMOOTH if line.dtype == "FLOAT")
 _LETTERS = {(op, dims): _letters(op, dims) for op in OPS for dims in (2, 4)}
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float | np.floating | np.integer) and not isinstance(x, bool)
 
 
 def _spread(op: str, gate: str | None, given: dict[str, Any]) -> dict[str, Any]:

@@ -101,17 +101,13 @@ def _described(x: Any) -> str:
     return f"{name}[{','.join(map(str, shape))}]"
 
 
-# Keywords of other libraries, and how the same is said here.
+# Keywords of flash-linear-attention and PyTorch, and how the same is said here.
 _FOREIGN = {
     "use_qk_l2norm_in_kernel": "write qk_l2norm=True",
     "head_first": "arrays are [B,T,H,K]; x.transpose(1, 2) is a view of [B,H,T,K] that fits",
     "transpose_state_layout": "write state_v_first=True",
     "is_causal": "only linear_attention has causal=",
     "gk": "a log decay is g=, per token in simple_gla and per key in gla",
-    "decay": "a log decay is g=, the decay itself alpha=",
-    "normalise": "write normalize=",
-    "h0": "write initial_state=",
-    "return_state": "write output_final_state=True",
 }
 
 
