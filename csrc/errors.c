@@ -110,7 +110,7 @@ int la_refuse_device(const la_call *c, la_name name, la_device device, int ordin
     return -1;
 }
 
-/* What is no array, and how to make one of it. */
+/* Names the way to an array, if the object has one. */
 int la_refuse_object(const char *label, PyObject *object)
 {
     PyObject *const type = (PyObject *)Py_TYPE(object);

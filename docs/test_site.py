@@ -221,7 +221,8 @@ def test_cost(browser):
         press(browser, "cost-1", Keys.ARROW_RIGHT)
 
 
-# What the theme hides because it is too wide: nothing, but in boxes that scroll.
+# The theme cuts elements that are too wide. These are the ones that it cuts outside of a box that
+# scrolls. There should be none.
 HIDDEN = """
 const scrolls = (element) => {
   for (let e = element; e.tagName !== "ARTICLE"; e = e.parentElement)

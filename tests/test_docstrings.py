@@ -34,7 +34,7 @@ SECTIONS = (
 
 
 def names_in(path):
-    """What a source has in __all__. It is not imported: that might need PyTorch."""
+    """The names in __all__ of a source. It is not imported: that might need PyTorch."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
@@ -91,7 +91,7 @@ def sections(text):
 
 @pytest.fixture
 def surroundings():
-    """What an example may change: settings of the process, open figures, PyTorch's generator."""
+    """Restores what an example changes: settings of the process, figures, PyTorch's generator."""
     threads, precision = linattn.get_num_threads(), linattn.get_float32_precision()
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)

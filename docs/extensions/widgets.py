@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What is shown at one setting: HTML, and the sentence with the number that matters."""
+    """The view of one setting: HTML, and the sentence with the number that matters."""
 
     body: str
     says: str

@@ -1,5 +1,5 @@
-"""What callers may leave out: q [T,K] of one head in the place of [B,T,H,K], and everything else in
-the same form; a number in the place of a gate's array."""
+"""Shorter forms of a call: q [T,K] of one head in the place of [B,T,H,K], and every other array
+likewise; a number in the place of a gate's array."""
 
 import functools
 import inspect
