@@ -267,11 +267,12 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
 }
 
 /* A number comes from the host, wherever the call runs, and its array is ours: one element, or a
- * row where the op has a gate per key, of the dtype of sums. q has been taken before. */
+ * row where it has a number per key, of the dtype of sums. q has been taken before. */
 static int take_number(la_call *c, la_name name, PyObject *object)
 {
     const la_array *q = &c->p.array[LA_Q];
-    const bool row = name == LA_G && c->p.decay == LA_KEY && q->given && q->ndim > 0;
+    const bool keys = name == LA_U || (name == LA_G && c->p.decay == LA_KEY);
+    const bool row = keys && q->given && q->ndim > 0;
     const npy_intp count = row ? (npy_intp)q->shape[q->ndim - 1] : 1;
     PyObject *number = PyArray_FromAny(object, NULL, 0, 0, 0, NULL);
     if (!number) return -1;
@@ -490,30 +491,25 @@ int la_take(la_call *c, la_name name, PyObject *object)
     return take(c, name, object, in_place);
 }
 
-/* z is the line behind S's in arrays.def. */
-_Static_assert(LA_Z0 == LA_S0 + 1 && LA_ZT == LA_ST + 1 && LA_DZ0 == LA_DS0 + 1 &&
-                   LA_DZT == LA_DST + 1,
-               "z follows S");
-static la_name z_of(la_name S) { return (la_name)(S + 1); }
-
 int la_take_state(la_call *c, la_name S, PyObject *object)
 {
-    if (object == Py_None || c->p.normaliser == LA_UNNORMALISED) return la_take(c, S, object);
+    if (object == Py_None || !la_has_pair(&c->p)) return la_take(c, S, object);
+    const char *pair = c->p.decay == LA_PAIR ? "(M, Y)" : "(S, z) of a normalised op";
     const la_array_row *row = &la_array_rows[S];
     const char *label = c->p.pass == LA_STEP && row->role == LA_STATE ? "state" : row->label[0];
     if (!PyTuple_Check(object) && !PyList_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s: expected the pair (S, z) of a normalised op, got %R",
-                     label, (PyObject *)Py_TYPE(object));
+        PyErr_Format(PyExc_TypeError, "%s: expected the pair %s, got %R", label, pair,
+                     (PyObject *)Py_TYPE(object));
         return -1;
     }
     c->ran_python = c->ran_python || !(PyTuple_CheckExact(object) || PyList_CheckExact(object));
     if (PySequence_Size(object) != 2) {
-        PyErr_Format(PyExc_ValueError, "%s: expected the pair (S, z), got %zd items", label,
+        PyErr_Format(PyExc_ValueError, "%s: expected the pair %.6s, got %zd items", label, pair,
                      PySequence_Size(object));
         return -1;
     }
     for (int i = 0; i < 2; i++) {
-        const la_name name = i ? z_of(S) : S;
+        const la_name name = i ? la_second_of(&c->p, S) : S;
         PyObject *part = PySequence_GetItem(object, i);
         if (!part) return -1;
         if (part == Py_None)
@@ -736,8 +732,10 @@ PyObject *la_result(la_call *c, la_name name)
 
 PyObject *la_state_result(la_call *c, la_name S)
 {
-    if (!c->object[z_of(S)]) return la_result(c, S);
-    PyObject *pair = NULL, *one = la_result(c, S), *two = la_result(c, z_of(S));
+    if (!la_has_pair(&c->p)) return la_result(c, S);
+    const la_name second = la_second_of(&c->p, S);
+    if (!c->object[second]) return la_result(c, S);
+    PyObject *pair = NULL, *one = la_result(c, S), *two = la_result(c, second);
     if (one && two) pair = PyTuple_Pack(2, one, two);
     Py_XDECREF(one);
     Py_XDECREF(two);

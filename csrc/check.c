@@ -20,9 +20,11 @@ const la_variant la_variants[LA_OPS] = {
 };
 
 const char *const la_decay_names[LA_DECAYS] = {
-    [LA_NONE] = "none", [LA_HEAD] = "head", [LA_TOKEN] = "token", [LA_KEY] = "key"};
+    [LA_NONE] = "none", [LA_HEAD] = "head", [LA_TOKEN] = "token",
+    [LA_KEY] = "key",   [LA_PAIR] = "pair"};
 
-const char *const la_rule_names[LA_RULES] = {[LA_ADDITIVE] = "additive", [LA_DELTA] = "delta"};
+const char *const la_rule_names[LA_RULES] = {
+    [LA_ADDITIVE] = "additive", [LA_DELTA] = "delta", [LA_DPLR] = "dplr", [LA_BONUS] = "bonus"};
 
 const char *const la_dtype_names[LA_DTYPES] = {
     [LA_F64] = "float64",   [LA_F32] = "float32", [LA_F16] = "float16",
@@ -44,6 +46,10 @@ enum {
 #define LA_PART_ALWAYS LA_ALWAYS
 #define LA_PART_DECAY LA_DECAY_OPS
 #define LA_PART_DELTA LA_DELTA_OPS
+#define LA_PART_PREDICTS LA_PREDICTS
+#define LA_PART_DPLR LA_DPLR_OPS
+#define LA_PART_BONUS LA_BONUS_OPS
+#define LA_PART_PAIR LA_PAIR_OPS
 #define LA_PART_NORMALISED LA_NORMALISED
 #define LABELS(label) {label, label "[0]", label "[1]"}
 #define IS_OUTPUT(role) (LA_##role == LA_OUTPUT)
@@ -61,7 +67,7 @@ const la_array_row la_array_rows[LA_ARRAYS] = {
 #include "arrays.def"
 };
 
-_Static_assert(LA_ARRAYS <= 32, "a la_set has a bit per array");
+_Static_assert(LA_ARRAYS <= 64, "a la_set has a bit per array");
 #define BIT(name, condition) | ((condition) ? (la_set)1 << LA_##name : 0)
 
 /* clang-format off */
@@ -111,12 +117,25 @@ static const char *gate_name(const la_problem *p)
 
 static bool is_state(la_name name) { return la_array_rows[name].letters[0] == 'N'; }
 
+bool la_is_second(la_name name)
+{
+    const la_part part = la_array_rows[name].part;
+    return is_state(name) && (part == LA_NORMALISED || part == LA_PAIR_OPS);
+}
+
+la_name la_second_of(const la_problem *p, la_name first)
+{
+    la_name name = (la_name)(first + 1);
+    while (!la_is_second(name) || !la_has(p, name)) name++;
+    return name;
+}
+
 const char *la_array_name(const la_problem *p, la_name name)
 {
     static const char *const state[] = {"state", "state[0]", "state[1]"};
     const la_array_row *row = &la_array_rows[name];
-    const bool pair = p->normaliser != LA_UNNORMALISED && is_state(name);
-    const int part = !pair ? 0 : row->part == LA_NORMALISED ? 2 : 1;
+    const bool pair = la_has_pair(p) && is_state(name);
+    const int part = !pair ? 0 : la_is_second(name) ? 2 : 1;
     if (name == LA_G) return gate_name(p);
     return p->pass == LA_STEP && row->role == LA_STATE ? state[part] : row->label[part];
 }
@@ -204,6 +223,10 @@ bool la_has(const la_problem *p, la_name name)
     case LA_ALWAYS: return true;
     case LA_DECAY_OPS: return p->decay != LA_NONE;
     case LA_DELTA_OPS: return p->rule == LA_DELTA;
+    case LA_PREDICTS: return (p->rule == LA_DELTA && p->decay != LA_PAIR) || p->rule == LA_DPLR;
+    case LA_DPLR_OPS: return p->rule == LA_DPLR;
+    case LA_BONUS_OPS: return p->rule == LA_BONUS;
+    case LA_PAIR_OPS: return p->decay == LA_PAIR;
     case LA_NORMALISED: return p->normaliser != LA_UNNORMALISED;
     }
     return false;
@@ -547,6 +570,12 @@ static la_status check_options(la_problem *p)
         return fail(p, LA_VALUE_ERROR,
                     "q: expected T < 2^31 and N * HV <= 2^28 on CUDA, got T = %lld, N * HV = %lld",
                     (long long)la_longest_row(p), (long long)(p->N * p->HV));
+    if (p->rule == LA_DPLR || p->rule == LA_BONUS || p->decay == LA_PAIR || p->array[LA_X].given) {
+        if (p->device == LA_CUDA)
+            return fail(p, LA_VALUE_ERROR, "%s: expected arrays of the host",
+                        la_variants[p->op].name);
+        p->mode = LA_RECURRENT;
+    }
     if (p->has_chunk && p->chunk < 1)
         return fail(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld", (long long)p->chunk);
     if (p->has_scale && !isfinite(p->scale))
@@ -575,7 +604,8 @@ void la_problem_init(la_problem *p, la_op op, la_pass pass)
 static bool is_needed(const la_problem *p, la_name name)
 {
     const la_need need = la_array_rows[name].need;
-    return (need == LA_REQUIRED || (need == LA_IN_STEP && p->pass == LA_STEP)) && la_has(p, name);
+    return la_has(p, name) && (need == LA_REQUIRED || (need == LA_IN_STEP && p->pass == LA_STEP) ||
+                               (need == LA_IN_DPLR && p->rule == LA_DPLR));
 }
 
 la_status la_check(la_problem *p)
@@ -615,7 +645,8 @@ void la_settle_output(la_problem *p, la_name name) { make_canonical(p, name); }
 bool la_writes_nothing(const la_problem *p)
 {
     if (p->tokens) return false;
-    if (p->pass == LA_BACKWARD) return p->decay != LA_HEAD && !(p->N && p->array[LA_S0].given);
+    if (p->pass == LA_BACKWARD)
+        return p->decay != LA_HEAD && p->rule != LA_BONUS && !(p->N && p->array[LA_S0].given);
     return p->pass == LA_STEP || !(p->N && p->want_final);
 }
 

@@ -55,8 +55,8 @@ typedef enum { LA_FORWARD, LA_STEP, LA_BACKWARD } la_pass;
 typedef enum { LA_CHUNK, LA_RECURRENT, LA_PARALLEL } la_mode;
 
 /* HEAD exists for the checker only: the kernels see it as TOKEN with token stride 0. */
-typedef enum { LA_NONE, LA_HEAD, LA_TOKEN, LA_KEY, LA_DECAYS } la_decay;
-typedef enum { LA_ADDITIVE, LA_DELTA, LA_RULES } la_rule;
+typedef enum { LA_NONE, LA_HEAD, LA_TOKEN, LA_KEY, LA_PAIR, LA_DECAYS } la_decay;
+typedef enum { LA_ADDITIVE, LA_DELTA, LA_DPLR, LA_BONUS, LA_RULES } la_rule;
 
 /* Which kernels an op has: the rows of kinds.def. Tables of kernels are indexed by this. */
 typedef enum {
@@ -106,12 +106,21 @@ typedef enum {
     LA_DTYPE_STORED,
     LA_DTYPE_INTEGER
 } la_dtypes;
-typedef enum { LA_ALWAYS, LA_DECAY_OPS, LA_DELTA_OPS, LA_NORMALISED } la_part;
-typedef enum { LA_REQUIRED, LA_OPTIONAL, LA_IN_STEP } la_need;
+typedef enum {
+    LA_ALWAYS,
+    LA_DECAY_OPS,
+    LA_DELTA_OPS,
+    LA_PREDICTS,
+    LA_DPLR_OPS,
+    LA_BONUS_OPS,
+    LA_PAIR_OPS,
+    LA_NORMALISED
+} la_part;
+typedef enum { LA_REQUIRED, LA_OPTIONAL, LA_IN_STEP, LA_IN_DPLR } la_need;
 
 /* A line of arrays.def, or the gradient that follows from it. */
 typedef struct {
-    const char *label[3]; /* of the array; of S and z where a state is the pair of both */
+    const char *label[3]; /* of the array; of its parts where a state is a pair */
     const char *letters;
     la_role role;
     la_dtypes dtype;
@@ -123,7 +132,7 @@ typedef struct {
 extern const la_array_row la_array_rows[LA_ARRAYS];
 
 /* A set of arrays, a bit each. */
-typedef uint32_t la_set;
+typedef uint64_t la_set;
 
 /* By pass: the arrays that a call reads, and those that it writes. A step's states are in both. */
 extern const la_set la_read[], la_written[];
@@ -133,7 +142,7 @@ static inline bool la_in(la_set set, la_name name) { return set >> name & 1; }
 static inline bool la_next(la_set *set, la_name *name)
 {
     if (!*set) return false;
-    *name = (la_name)__builtin_ctz(*set);
+    *name = (la_name)__builtin_ctzll(*set);
     *set &= *set - 1;
     return true;
 }
@@ -214,6 +223,16 @@ static inline la_decay la_kernel_decay(const la_problem *p)
 {
     return p->decay == LA_HEAD ? LA_TOKEN : p->decay;
 }
+
+/* Is a state a pair: (S, z) of a normalised call, or a memory and its momentum? */
+static inline bool la_has_pair(const la_problem *p)
+{
+    return p->normaliser != LA_UNNORMALISED || p->decay == LA_PAIR;
+}
+
+/* Is this state the second of such a pair? Which one is, for a call whose first is given? */
+bool la_is_second(la_name name);
+la_name la_second_of(const la_problem *p, la_name first);
 
 /* Tokens of a batch row: those of q, or those of k and v. */
 static inline int64_t la_longest_row(const la_problem *p) { return p->T > p->L ? p->T : p->L; }

@@ -210,10 +210,8 @@ static int add_keyword(int pass, const char *name, int place)
     return interned ? 0 : -1;
 }
 
-/* z of a state comes with S, under one keyword. */
-static bool is_z(la_name name) { return la_array_rows[name].part == LA_NORMALISED; }
-
-/* The arrays that a caller may give: what the pass reads, and out. */
+/* The arrays that a caller may give: what the pass reads, and out. The second state of a pair comes with
+ * the first, under one keyword. */
 static la_set given_arrays(la_pass pass)
 {
     return la_read[pass] | (la_written[pass] & (la_set)1 << LA_O);
@@ -228,7 +226,7 @@ static int keywords_init(void)
         la_set arrays = given_arrays((la_pass)pass);
         keyword_count[pass] = 0;
         for (la_name name; la_next(&arrays, &name);) {
-            if (is_z(name)) continue;
+            if (la_is_second(name)) continue;
             for (int i = 0; name == LA_G && i < COUNT(gates); i++)
                 if (add_keyword(pass, gates[i].name, FIRST_GATE + i)) return -1;
             if (name != LA_G && add_keyword(pass, la_array_name(&p, name), name)) return -1;
@@ -372,7 +370,7 @@ static PyObject *results(la_call *c)
     PyObject *found[LA_ARRAYS];
     int n = 0;
     for (la_name name; la_next(&outputs, &name);) {
-        if (is_z(name)) continue;
+        if (la_is_second(name)) continue;
         const bool state = la_array_rows[name].letters[0] == 'N';
         if (!(found[n] = state ? la_state_result(c, name) : la_result(c, name))) break;
         n++;
@@ -516,8 +514,7 @@ static PyObject *py_shapes(PyObject *self, PyObject *const *args, Py_ssize_t nar
     for (int name = 0; name < LA_ARRAYS; name++) c.p.array[name].given = is_there(values[name]);
     for (int i = 0; i < COUNT(gates); i++)
         if (is_there(values[FIRST_GATE + i])) c.p.array[LA_G].given = true;
-    /* z of a state comes with S */
-    c.p.array[LA_Z0].given = c.p.array[LA_S0].given;
+    c.p.array[LA_Z0].given = c.p.array[LA_Y0].given = c.p.array[LA_S0].given;
     const long dims = values[LA_Q] ? PyLong_AsLong(values[LA_Q]) : 0;
     if (dims == -1 && PyErr_Occurred()) return NULL;
     c.p.one_head = dims < (pass == LA_STEP ? 3 : 4);

@@ -1,14 +1,27 @@
 /* THE RECURRENCE and its adjoint, for both devices. One head, one token, a strip of value columns.
  *
  *     decay    S <- diag(a) S           a = 1 | one scalar | one per key
- *     predict  p  = S' k                delta rule only
- *     write    S <- S + k u'            u = v  |  beta (v - p)
+ *     predict  p  = S' x                x = k where the caller gives none
+ *     write    S <- S + k u' - y p'     u = v  |  beta (v - p)
  *     read     o  = S' q  (unscaled)    after the write: a token sees itself
+ *
+ * The rules differ in three facts. A product `before` the decay takes the state that the token
+ * found; the others take the decayed state.
+ *
+ *     rule      predicts        reads          u              also writes
+ *     ADDITIVE  -               after          v
+ *     DELTA     after           after          beta (v - p)
+ *     DPLR      before          after          v              - y p'
+ *     BONUS     -               before         v              its own read is (q.(bonus*k)) v
+ *
+ * The decay PAIR has two states, a memory S and its momentum Y, and the rule DELTA:
+ *
+ *     Y <- eta Y + k u',   S <- a S + Y      predicts before
  *
  * The columns of S never mix. So a `lane` is the type that holds columns cheaply: a SIMD vector on
  * a CPU, one number in a CUDA thread. W lanes are computed together, and a strip of S is [K][W]
  * lanes. A CUDA thread may hold only some rows of a column. K is then the number of its rows, and
- * k, q and a are the elements for these rows. JOIN(x, y, W) adds up the x of all threads that share
+ * k, q, x, y, bonus and a are the elements for these rows. JOIN(x, y, W) adds up the x of all threads that share
  * a column, and the y too unless it is NULL.
  * `decay` and `rule` are compile-time constants wherever this text is used.
  *
@@ -68,69 +81,107 @@ LA_FN real la_row_decay(const real *a, int i, const la_decay decay)
     return decay == LA_NONE ? 1 : a[decay == LA_KEY ? i : 0];
 }
 
-/* p = S' diag(a) k, which the decayed state predicts for k. Unless q is NULL, o = S' diag(a) q. */
-LA_FN void la_predict(const la_strip S, const int W, int K, const real *k, const real *q,
-                      const real *a, lane *p, lane *o, const la_decay decay)
+/* A token as the recurrence sees it. Only what the decay and the rule have is read. */
+typedef struct la_operands {
+    const real *q, *k, *a;
+    const real *x;     /* what predicts: k where the caller gave none */
+    const real *y;     /* DPLR */
+    const real *bonus; /* BONUS */
+    const lane *v;
+    real beta, eta;
+    real own; /* q . k, with a bonus q . (bonus * k): a token's weight in its own read */
+    real qy;  /* DPLR: q . y */
+} la_operands;
+
+LA_FN bool la_predicts(const la_rule rule) { return rule == LA_DELTA || rule == LA_DPLR; }
+
+/* Does the prediction take the decayed state, and does the read? */
+LA_FN bool la_predicts_after(const la_decay decay, const la_rule rule)
 {
-    if (q) la_clear(W, o);
+    return rule == LA_DELTA && decay != LA_PAIR;
+}
+LA_FN bool la_reads_after(const la_rule rule) { return rule != LA_BONUS; }
+
+/* p, what the state predicts for x. Unless `reads` is false, o = S' q of the same state, decayed;
+ * of a pair it is the read of a S + eta Y. */
+LA_FN void la_predict(const la_strip S, const la_strip Y, const int W, int K, const la_operands *t,
+                      lane *p, lane *o, const bool reads, const la_decay decay, const la_rule rule)
+{
+    if (reads) la_clear(W, o);
     la_clear(W, p);
     UNROLL for (int first = 0; first < K; first += LA_ROWS)
     {
         const int last = la_last_row(first, K);
-        lane of_k[MAX_STRIP], of_q[MAX_STRIP];
-        la_clear(W, of_k);
+        lane of_x[MAX_STRIP], of_q[MAX_STRIP];
+        la_clear(W, of_x);
         la_clear(W, of_q);
         UNROLL for (int i = first; i < last; i++)
         {
-            const real ai = la_row_decay(a, i, decay), ki = ai * k[i], qi = q ? ai * q[i] : 0;
+            const real ai = la_row_decay(t->a, i, decay), qi = reads ? ai * t->q[i] : 0;
+            const real xi = la_predicts_after(decay, rule) ? ai * t->x[i] : t->x[i];
             const lane_of_state *row = la_row(S, i);
             PREFETCH(row + W, S.next);
             for (int w = 0; w < W; w++) {
                 const lane s = LANE_LOADED(row[w]);
-                of_k[w] += ki * s;
-                if (q) of_q[w] += qi * s;
+                of_x[w] += xi * s;
+                if (reads) of_q[w] += qi * s;
             }
+            if (decay != LA_PAIR || !reads) continue;
+            const real from_Y = t->eta * t->q[i];
+            const lane_of_state *momentum = la_row(Y, i);
+            for (int w = 0; w < W; w++) of_q[w] += from_Y * momentum[w];
         }
-        for (int w = 0; w < W; w++) p[w] += of_k[w];
-        for (int w = 0; w < W && q; w++) o[w] += of_q[w];
+        for (int w = 0; w < W; w++) p[w] += of_x[w];
+        for (int w = 0; w < W && reads; w++) o[w] += of_q[w];
     }
-    JOIN(p, q ? o : NULL, W);
+    JOIN(p, reads ? o : NULL, W);
 }
 
-/* S <- diag(a) S + k u', from the last row up, because la_predict saw the last rows last. The
- * factors of a row are read once, before the row is written: the compiler must assume that they lie
- * in it. */
-LA_FN void la_write(const la_strip S, const int W, int K, const real *k, const lane *u,
-                    const real *a, const la_decay decay)
+/* S <- diag(a) S + k u' - y p', from the last row up, because la_predict saw the last rows last.
+ * The factors of a row are read once, before the row is written: the compiler must assume that they
+ * lie in it. */
+LA_FN void la_write(const la_strip S, const la_strip Y, const int W, int K, const la_operands *t,
+                    const lane *u, const lane *p, const la_decay decay, const la_rule rule)
 {
     UNROLL for (int i = K - 1; i >= 0; i--)
     {
-        const real ai = la_row_decay(a, i, decay), ki = k[i];
+        const real ai = la_row_decay(t->a, i, decay), ki = t->k[i];
+        const real yi = rule == LA_DPLR ? t->y[i] : 0;
         lane_of_state *row = la_row(S, i);
+        if (decay == LA_PAIR) {
+            lane_of_state *momentum = la_row(Y, i);
+            for (int w = 0; w < W; w++) {
+                const lane y = t->eta * momentum[w] + ki * u[w];
+                momentum[w] = y;
+                row[w] = ai * row[w] + y;
+            }
+            continue;
+        }
         for (int w = 0; w < W; w++) {
             lane s = row[w];
             if (decay != LA_NONE) s *= ai;
+            if (rule == LA_DPLR) s -= yi * p[w];
             row[w] = s + ki * u[w];
         }
     }
 }
 
-/* qk is q . k. The delta rule needs it, because it reads before it writes: then it goes through the
- * state once for both products, and once to write. */
-LA_FN void la_token(const la_strip S, const int W, int K, const real *q, const real *k,
-                    const lane *v, const real *a, real beta, real qk, lane *o, const la_decay decay,
-                    const la_rule rule)
+/* A rule that predicts reads before it writes, and adds what the token itself is worth: it goes
+ * through the state once for both products, and once to write. Y: the momentum of a pair. */
+LA_FN void la_token(const la_strip S, const la_strip Y, const int W, int K, const la_operands *t,
+                    lane *o, const la_decay decay, const la_rule rule)
 {
     lane p[MAX_STRIP], u[MAX_STRIP];
 
-    if (rule == LA_DELTA) {
-        la_predict(S, W, K, k, q, a, p, o, decay);
-        for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
-        for (int w = 0; w < W; w++) o[w] += qk * u[w];
-        la_write(S, W, K, k, u, a, decay);
+    if (la_predicts(rule)) {
+        la_predict(S, Y, W, K, t, p, o, true, decay, rule);
+        for (int w = 0; w < W; w++) u[w] = rule == LA_DELTA ? t->beta * (t->v[w] - p[w]) : t->v[w];
+        for (int w = 0; w < W; w++) o[w] += t->own * u[w];
+        for (int w = 0; w < W && rule == LA_DPLR; w++) o[w] -= t->qy * p[w];
+        la_write(S, Y, W, K, t, u, p, decay, rule);
         return;
     }
-    for (int w = 0; w < W; w++) u[w] = v[w];
+    for (int w = 0; w < W; w++) u[w] = t->v[w];
     la_clear(W, o);
     UNROLL for (int first = 0; first < K; first += LA_ROWS)
     {
@@ -139,95 +190,150 @@ LA_FN void la_token(const la_strip S, const int W, int K, const real *q, const r
         la_clear(W, sum);
         UNROLL for (int i = first; i < last; i++)
         {
-            const real ai = la_row_decay(a, i, decay), ki = k[i], qi = q[i];
+            const real ai = la_row_decay(t->a, i, decay), ki = t->k[i], qi = t->q[i];
             lane_of_state *row = la_row(S, i);
             for (int w = 0; w < W; w++) {
                 lane s = row[w];
+                if (!la_reads_after(rule)) sum[w] += qi * s;
                 if (decay != LA_NONE) s *= ai;
                 s += ki * u[w];
-                sum[w] += qi * s;
+                if (la_reads_after(rule)) sum[w] += qi * s;
                 row[w] = s;
             }
         }
         for (int w = 0; w < W; w++) o[w] += sum[w];
     }
     JOIN(o, NULL, W);
+    for (int w = 0; w < W && rule == LA_BONUS; w++) o[w] += t->own * u[w];
 }
 
-/* Its adjoint, line for line in reverse. S is the state before the token. dS arrives as the
- * gradient of the state after the token and leaves as the gradient of the state before it. dq, dk,
- * da and dbeta are added to, because several strips share them; dv is written. Where a thread has
- * only some of the rows, its scalar da is the sum over these rows; dv and dbeta are complete in
- * each thread of a column. */
-LA_FN void la_token_adjoint(const lane *S, lane *dS, const int W, int K, const real *q,
-                            const real *k, const lane *v, const real *a, real beta, const lane *d_o,
-                            real *dq, real *dk, lane *dv, real *da, real *dbeta,
+/* Where the gradients of a token go. Several strips share them, so they are added to, but for dv,
+ * which is written. dx is dk where the caller gave no x. Where a thread has only some of the rows,
+ * its da of a scalar and its deta are sums over these rows; dv and dbeta are complete in each
+ * thread of a column. */
+typedef struct la_token_gradients {
+    real *dq, *dk, *dx, *dy, *dbonus, *da, *dbeta, *deta;
+    lane *dv;
+} la_token_gradients;
+
+/* Its adjoint, line for line in reverse. S and Y are the states before the token. dS and dY arrive
+ * as the gradients of the states after the token and leave as those of the states before it. */
+LA_FN void la_token_adjoint(const lane *S, lane *dS, const lane *Y, lane *dY, const int W, int K,
+                            const la_operands *t, const lane *d_o, const la_token_gradients *g,
                             const la_decay decay, const la_rule rule)
 {
-    lane p[MAX_STRIP], u[MAX_STRIP], du[MAX_STRIP], dp[MAX_STRIP];
+    lane p[MAX_STRIP], u[MAX_STRIP], du[MAX_STRIP], dp[MAX_STRIP], own = {0};
     real db = 0;
     la_clear(W, du);
+    la_clear(W, dp);
 
-    for (int w = 0; w < W; w++) u[w] = v[w]; /* p and u of the forward pass, recomputed */
-    if (rule == LA_DELTA) {
-        la_predict(la_strip_of((lane_of_state *)S, W), W, K, k, NULL, a, p, NULL, decay);
-        for (int w = 0; w < W; w++) u[w] = beta * (v[w] - p[w]);
+    for (int w = 0; w < W; w++) u[w] = t->v[w]; /* p and u of the forward pass, recomputed */
+    if (la_predicts(rule)) {
+        const la_strip none = la_strip_of(NULL, 0);
+        la_predict(la_strip_of((lane_of_state *)S, W), none, W, K, t, p, NULL, false, decay, rule);
+        for (int w = 0; w < W && rule == LA_DELTA; w++) u[w] = t->beta * (t->v[w] - p[w]);
     }
     UNROLL for (int first = 0; first < K; first += LA_ROWS)
     {
         const int last = la_last_row(first, K);
-        lane sum[MAX_STRIP];
+        lane sum[MAX_STRIP], sum_p[MAX_STRIP];
         la_clear(W, sum);
+        la_clear(W, sum_p);
         UNROLL for (int i = first; i < last; i++)
         {
-            const real ai = la_row_decay(a, i, decay), ki = k[i], qi = q[i];
-            lane gq = {0}, gk = {0};
+            const real ai = la_row_decay(t->a, i, decay), ki = t->k[i], qi = t->q[i];
+            const real yi = rule == LA_DPLR ? t->y[i] : 0;
+            lane gq = {0}, gk = {0}, gy = {0};
             for (int w = 0; w < W; w++) {
+                lane *d = &dS[i * W + w];
                 lane s = S[i * W + w];
+                if (!la_reads_after(rule)) gq += s * d_o[w]; /* was o = S' q, S the old state */
                 if (decay != LA_NONE) s *= ai;
-                gq += (s + ki * u[w]) * d_o[w]; /* was o = S' q, S the state written */
-                dS[i * W + w] += qi * d_o[w];
-                gk += dS[i * W + w] * u[w]; /* was S <- S + k u' */
-                sum[w] += ki * dS[i * W + w];
+                if (rule == LA_DPLR) s -= yi * p[w];
+                if (decay == LA_PAIR) s += t->eta * Y[i * W + w];
+                if (la_reads_after(rule)) { /* was o = S' q, S the state written */
+                    gq += (s + ki * u[w]) * d_o[w];
+                    *d += qi * d_o[w];
+                }
+                if (decay == LA_PAIR) { /* was S <- a S + Y */
+                    dY[i * W + w] += *d;
+                    d = &dY[i * W + w];
+                }
+                gk += *d * u[w]; /* was S <- S + k u' - y p' */
+                sum[w] += ki * *d;
+                if (rule != LA_DPLR) continue;
+                gy -= *d * p[w];
+                sum_p[w] -= yi * *d;
             }
-            dq[i] += LANE_SUM(gq);
-            dk[i] += LANE_SUM(gk);
+            g->dq[i] += LANE_SUM(gq);
+            g->dk[i] += LANE_SUM(gk);
+            if (rule == LA_DPLR) g->dy[i] += LANE_SUM(gy);
         }
         for (int w = 0; w < W; w++) du[w] += sum[w];
+        for (int w = 0; w < W && rule == LA_DPLR; w++) dp[w] += sum_p[w];
     }
-    JOIN(du, NULL, W);
-    for (int w = 0; w < W; w++) { /* was u = beta (v - p) */
-        dv[w] = du[w];
-        if (rule == LA_DELTA) {
-            db += LANE_SUM((v[w] - p[w]) * du[w]);
-            dv[w] = beta * du[w];
+    JOIN(du, rule == LA_DPLR ? dp : NULL, W);
+    if (rule == LA_BONUS) { /* was o += (q.(bonus*k)) v */
+        for (int w = 0; w < W; w++) {
+            own += u[w] * d_o[w];
+            du[w] += t->own * d_o[w];
         }
-        dp[w] = -dv[w];
+        const real weight = LANE_SUM(own);
+        UNROLL for (int i = 0; i < K; i++)
+        {
+            const real bonus = t->bonus[i], qi = t->q[i], ki = t->k[i];
+            g->dq[i] += weight * bonus * ki;
+            g->dk[i] += weight * bonus * qi;
+            g->dbonus[i] += weight * qi * ki;
+        }
     }
-    if (rule == LA_DELTA) *dbeta += db;
+    for (int w = 0; w < W; w++) { /* was u = beta (v - p) */
+        g->dv[w] = du[w];
+        if (rule == LA_DELTA) {
+            db += LANE_SUM((t->v[w] - p[w]) * du[w]);
+            g->dv[w] = t->beta * du[w];
+        }
+        if (rule != LA_DPLR) dp[w] = -g->dv[w];
+    }
+    if (rule == LA_DELTA) *g->dbeta += db;
     if (rule == LA_ADDITIVE && decay == LA_NONE) return;
     lane all = {0}, ga = {0}; /* of a scalar decay: LA_ROWS rows are summed at a time */
+    lane all_eta = {0}, geta = {0};
     UNROLL for (int i = 0; i < K; i++)
     {
-        const real ai = la_row_decay(a, i, decay), ki = k[i];
-        lane gk = {0};
+        const real ai = la_row_decay(t->a, i, decay);
+        const real xi = la_predicts(rule) ? t->x[i] : 0, qi = t->q[i];
+        lane gx = {0};
         if (decay == LA_KEY) ga = LANE_ZERO;
         for (int w = 0; w < W; w++) {
-            if (rule == LA_DELTA) { /* was p = S' k, S the decayed state */
-                gk += (ai * S[i * W + w]) * dp[w];
-                dS[i * W + w] += ki * dp[w];
+            lane *d = &dS[i * W + w];
+            if (la_predicts_after(decay, rule)) { /* was p = S' x, S the decayed state */
+                gx += (ai * S[i * W + w]) * dp[w];
+                *d += xi * dp[w];
             }
             if (decay != LA_NONE) { /* was S <- diag(a) S */
-                ga += S[i * W + w] * dS[i * W + w];
-                dS[i * W + w] *= ai;
+                ga += S[i * W + w] * *d;
+                *d *= ai;
+            }
+            if (la_predicts(rule) && !la_predicts_after(decay, rule)) { /* was p = S' x */
+                gx += S[i * W + w] * dp[w];
+                *d += xi * dp[w];
+            }
+            if (!la_reads_after(rule)) *d += qi * d_o[w];
+            if (decay == LA_PAIR) { /* was Y <- eta Y + .. */
+                geta += Y[i * W + w] * dY[i * W + w];
+                dY[i * W + w] *= t->eta;
             }
         }
-        if (rule == LA_DELTA) dk[i] += LANE_SUM(gk);
-        if (decay == LA_KEY) da[i] += LANE_SUM(ga);
-        if (decay == LA_TOKEN && (i + 1) % LA_ROWS == 0) {
+        if (la_predicts(rule)) g->dx[i] += LANE_SUM(gx);
+        if (decay == LA_KEY) g->da[i] += LANE_SUM(ga);
+        if ((decay == LA_TOKEN || decay == LA_PAIR) && (i + 1) % LA_ROWS == 0) {
             all += ga;
             ga = LANE_ZERO;
+            all_eta += geta;
+            geta = LANE_ZERO;
         }
     }
-    if (decay == LA_TOKEN) da[0] += LANE_SUM(all + ga);
+    if (decay == LA_TOKEN || decay == LA_PAIR) g->da[0] += LANE_SUM(all + ga);
+    if (decay == LA_PAIR) *g->deta += LANE_SUM(all_eta + geta);
 }

@@ -163,7 +163,7 @@ LA_FN void load_gates(chunk *c, const la_problem *p, const la_unit *u, int64_t t
     int64_t first = 0;
     for (; decay == LA_KEY && first + 2 <= c->n; first += 2) load_key_decays(c, p, u, t, first, 2);
     for (; decay == LA_KEY && first < c->n; first++) load_key_decays(c, p, u, t, first, 1);
-    for (int64_t i = 0; rule == LA_DELTA && i < c->n; i++) c->beta[i] = load_beta(p, u, t + i);
+    for (int64_t i = 0; rule == LA_DELTA && i < c->n; i++) c->beta[i] = load_scalar(p, LA_BETA, u, t + i);
 }
 
 /* Tokens t..t+n of the unit's sequence. reads: with q, and so with P. */

@@ -398,6 +398,11 @@ LA_FN real *partial_at(const la_partials *sums, void *base, const la_unit *u, in
     return (real *)base + (which * sums->tokens + u->b * sums->row + t) * row;
 }
 
+LA_FN real *partial_bonus_at(const la_problem *p, const la_partials *sums, const la_unit *u)
+{
+    return (real *)sums->dbonus + ((u->hv * sums->panels + u->panel) * p->N + u->n) * sums->kp;
+}
+
 LA_FN real *partial_z_at(const la_problem *p, const la_partials *sums, const la_unit *u)
 {
     return (real *)sums->dz0 + ((u->hv * sums->panels + u->panel) * p->N + u->n) * sums->kp;

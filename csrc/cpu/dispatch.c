@@ -289,10 +289,12 @@ la_status la_backward(la_problem *p)
                         : p->decay == LA_KEY                ? rows
                                                             : numbers;
     const size_t beta = p->rule == LA_DELTA && !sums.alone ? numbers : 0;
-    const size_t z =
-        p->normaliser == LA_UNNORMALISED
-            ? 0
-            : round_to_pages(la_times(la_times(partials, p->N), la_times(sums.kp, real)));
+    const size_t eta = p->decay == LA_PAIR && !sums.alone ? numbers : 0;
+    const size_t x = p->array[LA_X].given ? rows : 0, y = p->rule == LA_DPLR ? rows : 0;
+    const size_t by_sequence =
+        round_to_pages(la_times(la_times(partials, p->N), la_times(sums.kp, real)));
+    const size_t z = p->normaliser == LA_UNNORMALISED ? 0 : by_sequence;
+    const size_t bonus = p->rule == LA_BONUS ? by_sequence : 0;
     /* Without tokens and without a state, the gradient of a gate per head is still written:
      * zero. */
     const bool any_units = p->tokens || p->array[LA_S0].given;
@@ -302,17 +304,22 @@ la_status la_backward(la_problem *p)
     const size_t for_reduce = j.kernels->reduce_scratch(p);
     j.per_thread = round_to_pages(each > for_reduce ? each : for_reduce);
 
-    const size_t parts[] = {rows, rows, gate, beta, z, la_times(j.per_thread, threads)};
+    const struct {
+        void **at;
+        size_t bytes;
+    } parts[] = {{&sums.dq, rows},  {&sums.dk, rows},    {&sums.dx, x},
+                 {&sums.dy, y},     {&sums.da, gate},    {&sums.dbeta, beta},
+                 {&sums.deta, eta}, {&sums.dz0, z},      {&sums.dbonus, bonus},
+                 {(void **)&j.scratch, la_times(j.per_thread, threads)}};
     size_t bytes = 0;
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) bytes = la_plus(bytes, parts[i]);
-    char *block = la_scratch_take(bytes);
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        bytes = la_plus(bytes, parts[i].bytes);
+    char *block = la_scratch_take(bytes), *next = block;
     if (!block) return out_of_memory(p);
-    sums.dq = block;
-    sums.dk = block + rows;
-    sums.da = block + 2 * rows;
-    sums.dbeta = block + 2 * rows + gate;
-    sums.dz0 = block + 2 * rows + gate + beta;
-    j.scratch = block + 2 * rows + gate + beta + z;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        *parts[i].at = next;
+        next += parts[i].bytes;
+    }
 
     la_pool_run(threads, units, backward_unit, &j, p);
     if (!sums.alone) la_pool_run(threads, p->B * j.blocks * p->H, reduce_unit, &j, p);

@@ -38,10 +38,10 @@
     { \
         chunks_forward(p, u, C, m, LA_##decay, LA_##rule); \
     } \
-    LA_KERNEL scan_forward_##decay##_##rule(const la_problem *p, const la_unit *u, la_name state, \
-                                            la_name z, arena *m) \
+    LA_KERNEL scan_forward_##decay##_##rule(const la_problem *p, const la_unit *u, \
+                                            const la_states *to, arena *m) \
     { \
-        scan_forward(p, u, state, z, m, LA_##decay, LA_##rule); \
+        scan_forward(p, u, to, m, LA_##decay, LA_##rule); \
     } \
     LA_KERNEL step_##decay##_##rule(const la_problem *p, const la_unit *u, arena *m) \
     { \
@@ -61,7 +61,7 @@
 
 static const struct {
     void (*chunks_forward)(const la_problem *, const la_unit *, int64_t, arena *);
-    void (*scan_forward)(const la_problem *, const la_unit *, la_name, la_name, arena *);
+    void (*scan_forward)(const la_problem *, const la_unit *, const la_states *, arena *);
     void (*step)(const la_problem *, const la_unit *, arena *);
     void (*chunks_backward)(const la_problem *, const la_unit *, const la_partials *, int64_t,
                             arena *);
@@ -109,6 +109,9 @@ static int64_t length_of(const la_unit *u)
     return (u->keys_end > u->end ? u->keys_end : u->end) - u->begin;
 }
 
+static const la_states final_states = {LA_ST, LA_YT, LA_ZT};
+static const la_states states_of_step = {LA_S0, LA_Y0, LA_Z0};
+
 static void forward(const la_problem *p, const la_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
@@ -121,7 +124,7 @@ static void forward(const la_problem *p, const la_unit *u, void *scratch)
         const la_unit one = head_of(p, u, i);
         m.used = 0;
         if (p->causal)
-            kinds[p->kind].scan_forward(p, &one, LA_ST, LA_ZT, &m);
+            kinds[p->kind].scan_forward(p, &one, &final_states, &m);
         else
             noncausal_forward(p, &one, C < 64 ? C : 64, &m);
     }
@@ -141,7 +144,7 @@ static void step(const la_problem *p, const la_unit *u, void *scratch)
     if (state_in_place(p))
         kinds[p->kind].step(p, u, &m);
     else
-        kinds[p->kind].scan_forward(p, u, LA_S0, LA_Z0, &m);
+        kinds[p->kind].scan_forward(p, u, &states_of_step, &m);
 }
 
 static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)

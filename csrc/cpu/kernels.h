@@ -36,9 +36,11 @@ typedef struct la_partials {
     int64_t row;    /* tokens of a batch row: of q, or of k and v if these are more */
     int64_t kp;     /* K, padded to whole lanes */
     void *dq, *dk;  /* [HV * panels][tokens][kp], of q and k as the recurrence sees them */
+    void *dx, *dy;  /* as dk, where x is given, and of the rule DPLR */
     void *da;       /* KEY: [HV * panels][tokens][kp]; TOKEN, HEAD: [HV * panels][tokens] */
-    void *dbeta;    /* [HV * panels][tokens] */
+    void *dbeta, *deta; /* [HV * panels][tokens] */
     void *dz0;      /* [HV * panels][N][kp] */
+    void *dbonus;   /* [HV * panels][N][kp]: the sum over a sequence's tokens */
 } la_partials;
 
 /* A block of tokens of one query/key head and its value heads: what one call of `reduce`
@@ -67,7 +69,8 @@ typedef struct la_kernels {
     size_t (*reduce_scratch)(const la_problem *p);
     void (*reduce)(const la_problem *p, const la_rows *rows, const la_partials *sums,
                    void *scratch);
-    /* The gradients without a token axis, of a per-head gate and of z0: one value head a call. */
+    /* The gradients without a token axis, of a per-head gate, of a bonus and of z0: one value head a
+     * call. */
     void (*reduce_head)(const la_problem *p, int64_t hv, const la_partials *sums);
 
     /* Is any of n numbers of a gate, `stride` apart, above `highest` or below `lowest`? */

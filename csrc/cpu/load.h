@@ -196,6 +196,21 @@ LA_FN void load_key(const la_problem *p, la_name name, int64_t b, int64_t t, int
     load_keys(p, name, b, t, 1, h, x);
 }
 
+/* Tokens t..t+n of x or y, in padded rows: no norm and no feature map. */
+LA_FN void load_plain_rows(const la_problem *p, la_name name, const la_unit *u, int64_t t,
+                           int64_t n, real *to)
+{
+    const la_array *from = &p->array[name];
+    for (int64_t i = 0; i < n; i++)
+        load_row(to + i * padded(p->K), p->K, at(from, u->b, t + i, u->h), from->dtype);
+}
+
+LA_FN void load_bonus(const la_problem *p, int64_t h, real *to)
+{
+    const la_array *from = &p->array[LA_U];
+    load_row(to, p->K, at(from, h, 0, 0), from->dtype);
+}
+
 /* The adjoint of load_key: dx is the gradient of the row that load_key gave, and becomes the
  * gradient of the user's row. x is scratch of the same length. */
 LA_COLD void load_key_adjoint(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t h,
@@ -223,6 +238,13 @@ LA_COLD void store_key_gradient(const la_problem *p, la_name name, int64_t b, in
     if (p->qk_l2norm || p->map[name == LA_K] != LA_IDENTITY)
         load_key_adjoint(p, name, b, t, h, dx, room);
     store_row(at(to, b, t, h), to->dtype, dx, p->K);
+}
+
+LA_FN void store_plain_row(const la_problem *p, la_name name, int64_t b, int64_t t, int64_t h,
+                           const real *from)
+{
+    const la_array *to = &p->array[name];
+    store_row(at(to, b, t, h), to->dtype, from, p->K);
 }
 
 /* ---- the decay a = exp(g): a row for a gate per key, otherwise one number ---- */
@@ -289,7 +311,7 @@ LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t
 {
     if (decay == LA_NONE || p->gate == LA_DECAY || p->pass == LA_STEP) {
         load_decay(p, u, t, a, decay);
-    } else if (decay == LA_TOKEN) {
+    } else if (decay != LA_KEY) {
         real rest[LANES] __attribute__((aligned(LA_LANE_BYTES)));
         load_decays(p, u, t, 1, a, rest);
         a[0] = paid_back((real2)a[0] + (real2)rest[0], owed);
@@ -348,10 +370,11 @@ LA_COLD bool outside(const char *x, la_dtype dtype, int64_t n, int64_t stride, d
     return false;
 }
 
-LA_FN real load_beta(const la_problem *p, const la_unit *u, int64_t t)
+/* beta or eta of a token; 0 where it is not given. */
+LA_FN real load_scalar(const la_problem *p, la_name name, const la_unit *u, int64_t t)
 {
-    const la_array *beta = &p->array[LA_BETA];
-    return load_element(at(beta, u->b, t, u->hv), beta->dtype);
+    const la_array *x = &p->array[name];
+    return x->given ? load_element(at(x, u->b, t, u->hv), x->dtype) : 0;
 }
 
 /* The i-th head of a unit. */
