@@ -574,7 +574,7 @@ static la_status check_options(la_problem *p)
         if (p->device == LA_CUDA)
             return fail(p, LA_VALUE_ERROR, "%s: expected arrays of the host",
                         la_variants[p->op].name);
-        p->mode = LA_RECURRENT;
+        if (p->decay == LA_PAIR) p->mode = LA_RECURRENT;
     }
     if (p->has_chunk && p->chunk < 1)
         return fail(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld", (long long)p->chunk);

@@ -58,6 +58,15 @@ typedef enum { LA_CHUNK, LA_RECURRENT, LA_PARALLEL } la_mode;
 typedef enum { LA_NONE, LA_HEAD, LA_TOKEN, LA_KEY, LA_PAIR, LA_DECAYS } la_decay;
 typedef enum { LA_ADDITIVE, LA_DELTA, LA_DPLR, LA_BONUS, LA_RULES } la_rule;
 
+/* The facts in which rules differ (recurrence.h). Do they predict? Does the prediction take the decayed
+ * state, and does the read? */
+LA_BOTH static inline bool la_predicts(la_rule rule) { return rule == LA_DELTA || rule == LA_DPLR; }
+LA_BOTH static inline bool la_predicts_after(la_decay decay, la_rule rule)
+{
+    return rule == LA_DELTA && decay != LA_PAIR;
+}
+LA_BOTH static inline bool la_reads_after(la_rule rule) { return rule != LA_BONUS; }
+
 /* Which kernels an op has: the rows of kinds.def. Tables of kernels are indexed by this. */
 typedef enum {
 #define LA_KIND(decay, rule) LA_##decay##_##rule,

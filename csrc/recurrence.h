@@ -93,15 +93,6 @@ typedef struct la_operands {
     real qy;  /* DPLR: q . y */
 } la_operands;
 
-LA_FN bool la_predicts(const la_rule rule) { return rule == LA_DELTA || rule == LA_DPLR; }
-
-/* Does the prediction take the decayed state, and does the read? */
-LA_FN bool la_predicts_after(const la_decay decay, const la_rule rule)
-{
-    return rule == LA_DELTA && decay != LA_PAIR;
-}
-LA_FN bool la_reads_after(const la_rule rule) { return rule != LA_BONUS; }
-
 /* p, what the state predicts for x. Unless `reads` is false, o = S' q of the same state, decayed;
  * of a pair it is the read of a S + eta Y. */
 LA_FN void la_predict(const la_strip S, const la_strip Y, const int W, int K, const la_operands *t,

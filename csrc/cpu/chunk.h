@@ -8,7 +8,12 @@
  *     e_i: the decays from the chunk's start up to token i
  *     r_j: the decays after token j up to the chunk's end
  *     P_ij = q_i . k_j Gamma_ij (j <= i)   Gamma_ij: the decays after j up to i
- *     L_ij = k_i . k_j Gamma_ij (j < i)
+ *     L_ij = x_i . k_j Gamma_ij (j < i)    x: k where the caller gives none
+ *
+ * So a chunk has rows that look at the state, x and q, and rows that are written, k. The rule DPLR
+ * writes y's rows too: it has P and L of both, and the writes U are v's rows, which are given, then
+ * W = -(x^ S + L U), which are solved. A rule that looks before the decay (recurrence.h) takes the
+ * decays up to token i - 1 in the place of those up to i. With a bonus P_ii is q_i . (bonus * k_i).
  *
  * e, r and Gamma are products of the decays a in [0, 1]. Nothing is divided, and no logarithm is
  * summed (docs/decisions/0005). So no gate can overflow, a = 0 needs no clamp, and a decay near 1
@@ -25,7 +30,9 @@ typedef struct chunk {
     int64_t C;      /* the tokens that it has room for */
     int64_t kp, cp; /* K and C, padded */
     int64_t n;      /* the tokens that are in it */
-    real *k, *q;    /* [2C][kp], l2-normed and mapped: k, then (from row n) q; one matrix */
+    real *x, *q;    /* [2C][kp]: x (k where not given), then (from row n) q; one matrix */
+    real *k;        /* [C][kp], x's rows where x is not given; DPLR [2C][kp]: k, then (from row n) y */
+    real *bonus;    /* BONUS [kp] */
     real *a;        /* TOKEN [C], KEY [C][kp] */
     real *beta;     /* [C] */
     real *e;        /* TOKEN [C], KEY [C][kp]; forward: KEY's in the place of a */
@@ -35,27 +42,37 @@ typedef struct chunk {
     real *log;      /* KEY [kp]: the sum of the logarithms */
     real *owed;     /* KEY [kp]: the roundings of the chunk's decays so far */
     real *decay;    /* the chunk's decay: TOKEN [1], KEY [kp] */
-    real *hat;      /* KEY [2C][kp]: k^, then (from row n) q^; forward: in the place of k and q */
-    real *tilde;    /* KEY [C][kp]: k~ */
-    lane *part;     /* KEY [2][cp]: a row of P and L before the sum over a lane */
-    real *kt;       /* [kp][cp]: k (KEY: k~) transposed */
-    real *kk, *qk;  /* [2C][cp]: the bare products k_i . k_j, then (from row n) q_i . k_j */
-    real *P, *L;    /* [C][cp], their lower triangles; the bare products if nothing decays */
+    real *hat;      /* KEY [2C][kp]: x^, then (from row n) q^; forward: in the place of x and q */
+    real *tilde;    /* KEY [C][kp]: k~; DPLR [2C][kp]: then (from row n) y~ */
+    lane *part;     /* KEY [2][cp], DPLR [4][cp]: a row of P and L before the sum over a lane */
+    int64_t wp;     /* the rows that are written, padded */
+    real *kt;       /* [kp][wp]: k (KEY: k~) transposed */
+    real *kk, *qk;  /* [2C][cp]: the bare products x_i . k_j, then (from row n) q_i . k_j */
+    /* [C][cp], their lower triangles; the bare products if nothing decays. DPLR [2C][cp]: of k, then
+     * (from row C) of y */
+    real *P, *L;
     real *den;      /* [C]: the normaliser's denominators */
     real2 decayed;  /* TOKEN: the product of its decays */
     /* [n], TOKEN and bf16 products: the factors of the rows of k S, q S and U: e, e and r */
     const real *scale_kS, *scale_qS, *scale_U;
 } chunk;
 
-/* for_adjoint: keep k, q and a unscaled. The forward pass scales them in place, because a second
+/* The rows that a token writes, and the rows that look at the state. */
+LA_FN int64_t rows_written(const la_rule rule) { return rule == LA_DPLR ? 2 : 1; }
+LA_FN int64_t rows_looking(const la_rule rule) { return la_predicts(rule) ? 2 : 1; }
+
+/* for_adjoint: keep x, q and a unscaled. The forward pass scales them in place, because a second
  * copy would not fit in L1. */
 LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const bool for_adjoint,
                       const la_decay decay, const la_rule rule)
 {
     const int64_t kp = padded(p->K), cp = padded(C);
-    const bool key = decay == LA_KEY, token = decay == LA_TOKEN, delta = rule == LA_DELTA;
-    *c = (chunk){.C = C, .kp = kp, .cp = cp};
-    c->k = arena_take(m, 2 * C, kp);
+    const bool key = decay == LA_KEY, token = decay == LA_TOKEN, predicts = la_predicts(rule);
+    const int64_t written = rows_written(rule) * C;
+    *c = (chunk){.C = C, .kp = kp, .cp = cp, .wp = padded(written)};
+    c->x = arena_take(m, 2 * C, kp);
+    c->k = p->array[LA_X].given ? arena_take(m, written, kp) : c->x;
+    c->bonus = arena_take(m, rule == LA_BONUS, kp);
     c->a = arena_take(m, key ? C : token, key ? kp : cp);
     c->e = key && !for_adjoint ? c->a : arena_take(m, C, key ? kp : token);
     c->beta = arena_take(m, 1, C);
@@ -65,13 +82,13 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->log = arena_take(m, 1, key ? kp : 0);
     c->owed = arena_take(m, 1, key ? kp : 0);
     c->decay = arena_take(m, 1, key ? kp : 1);
-    c->hat = key && !for_adjoint ? c->k : arena_take(m, key ? 2 * C : 0, kp);
-    c->tilde = arena_take(m, key ? C : 0, kp);
-    c->part = (lane *)arena_take(m, key ? 2 * cp : 0, LANES);
-    c->kt = arena_take(m, kp, cp);
+    c->hat = key && !for_adjoint ? c->x : arena_take(m, key ? 2 * C : 0, kp);
+    c->tilde = arena_take(m, key ? written : 0, kp);
+    c->part = (lane *)arena_take(m, key ? 2 * rows_written(rule) * cp : 0, LANES);
+    c->kt = arena_take(m, kp, c->wp);
     c->kk = arena_take(m, key ? 0 : 2 * C, cp);
-    c->P = arena_take(m, decay == LA_NONE ? 0 : C, cp);
-    c->L = arena_take(m, decay == LA_NONE || !delta ? 0 : C, cp);
+    c->P = arena_take(m, decay == LA_NONE ? 0 : written, cp);
+    c->L = arena_take(m, decay == LA_NONE || !predicts ? 0 : written, cp);
     c->den = arena_take(m, 1, C);
 }
 
@@ -85,11 +102,11 @@ LA_COLD prefetch prefetch_of(const la_problem *p, const la_unit *u, int64_t t, i
     if (t < u->begin || next.rows <= 0) return (prefetch){.arrays = 0};
     for (int i = 0; i < count; i++) {
         const la_array *x = &p->array[names[i]];
-        const bool keys =
-            names[i] == LA_Q || names[i] == LA_K || names[i] == LA_DQ || names[i] == LA_DK;
+        const char *letters = la_array_rows[names[i]].letters;
+        const bool keys = letters[2] == 'H'; /* and not of a value head */
         const bool gate = names[i] == LA_G || names[i] == LA_DG;
         const int64_t first = keys || gate ? 0 : u->v0, last = keys || gate ? p->K : u->v1;
-        if (gate && p->decay != LA_KEY) continue;
+        if (!x->given || (gate && p->decay != LA_KEY)) continue;
         next.array[next.arrays].at = at_column(x, u->b, t, keys ? u->h : u->hv, first);
         next.array[next.arrays].stride = x->stride[1] * la_size_of(x->dtype);
         next.array[next.arrays].bytes = (last - first) * la_size_of(x->dtype);
@@ -171,8 +188,11 @@ LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t
                       const bool reads, const la_decay decay, const la_rule rule)
 {
     c->n = n;
-    c->q = c->k + n * c->kp;
+    c->q = c->x + n * c->kp;
     load_keys(p, LA_K, u->b, t, n, u->h, c->k);
+    if (c->k != c->x) load_plain_rows(p, LA_X, u, t, n, c->x);
+    if (rule == LA_DPLR) load_plain_rows(p, LA_Y, u, t, n, c->k + n * c->kp);
+    if (rule == LA_BONUS) load_bonus(p, u->h, c->bonus);
     if (reads) load_keys(p, LA_Q, u->b, t, n, u->h, c->q);
     load_gates(c, p, u, t, decay, rule);
 }
@@ -243,36 +263,35 @@ LA_FN void scores_token(chunk *c, const la_problem *p, const bool reads, const l
     const int64_t n = c->n, kp = c->kp, cp = c->cp;
     c->qk = c->kk + n * cp;
 
-    transpose(n, p->K, c->k, kp, c->kt, cp);
+    transpose(n, p->K, c->k, kp, c->kt, cp); /* one row a token: wp is cp */
     if (rule == LA_DELTA)
-        long_narrow_product(p, reads ? 2 * n : n, padded(n), p->K, c->k, kp, c->kt, cp, c->kk, cp);
+        long_narrow_product(p, reads ? 2 * n : n, padded(n), p->K, c->x, kp, c->kt, cp, c->kk, cp);
     else if (reads)
         long_narrow_product(p, n, padded(n), p->K, c->q, kp, c->kt, cp, c->qk, cp);
     decayed_scores(c, p, reads, decay, rule);
 }
 
-/* Token i and R keys before it, from j on: k~_j <- a_i k~_j, and the lanes that add up to P_ij and
- * L_ij. */
-LA_FN void scores_of_keys(const chunk *c, const int R, int64_t i, int64_t j, const bool reads,
-                          const la_rule rule)
+/* Token i and R rows that are written before it, from row j on: row <- a_i row, and the lanes that
+ * add up to P_ij and L_ij. */
+LA_FN void scores_of_keys(const chunk *c, const int R, int64_t i, real *rows, lane *part,
+                          const bool reads, const la_rule rule)
 {
     const int64_t kp = c->kp;
-    const real *a = c->a + i * kp, *q = c->q + i * kp, *k = c->k + i * kp;
-    real *rows = c->tilde + j * kp;
+    const real *a = c->a + i * kp, *q = c->q + i * kp, *x = c->x + i * kp;
     lane P[ROWS] = {{0}}, L[ROWS] = {{0}};
-    for (int64_t x = 0; x < kp; x += LANES) {
+    for (int64_t at = 0; at < kp; at += LANES) {
         /* read once: the compiler cannot know that writing a row leaves them as they are */
-        const lane ax = lanes_in(a + x)[0], qx = lanes_in(q + x)[0], kx = lanes_in(k + x)[0];
+        const lane ai = lanes_in(a + at)[0], qi = lanes_in(q + at)[0], xi = lanes_in(x + at)[0];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            lane row = ax * lanes_in(rows + r * kp + x)[0];
-            lanes_of(rows + r * kp + x)[0] = row;
-            if (reads) P[r] += qx * row;
-            if (rule == LA_DELTA) L[r] += kx * row;
+            const lane before = lanes_in(rows + r * kp + at)[0], row = ai * before;
+            lanes_of(rows + r * kp + at)[0] = row;
+            if (reads) P[r] += qi * (la_reads_after(rule) ? row : before);
+            if (la_predicts(rule)) L[r] += xi * (rule == LA_DELTA ? row : before);
         }
     }
-    for (int r = 0; r < R; r++) c->part[j + r] = P[r];
-    for (int r = 0; r < R && rule == LA_DELTA; r++) c->part[c->cp + j + r] = L[r];
+    for (int r = 0; r < R; r++) part[r] = P[r];
+    for (int r = 0; r < R && la_predicts(rule); r++) part[c->cp + r] = L[r];
 }
 
 LA_FN void sum_parts(int64_t count, const lane *part, real *to)
@@ -285,34 +304,53 @@ LA_FN void sum_parts(int64_t count, const lane *part, real *to)
     }
 }
 
-/* One decay per token and key: each key's row is carried down the chunk. */
+/* One decay per token and key: each row that is written is carried down the chunk. */
 LA_FN void scores_key(chunk *c, const la_problem *p, const bool reads, const la_rule rule)
 {
-    const int64_t n = c->n, kp = c->kp, cp = c->cp;
-    real *k_hat = c->hat, *q_hat = c->hat + n * kp;
+    const int64_t n = c->n, kp = c->kp, cp = c->cp, written = rows_written(rule);
+    real *x_hat = c->hat, *q_hat = c->hat + n * kp;
 
-    for (int64_t j = 0; j < 2 * cp; j++) c->part[j] = (lane){0};
+    for (int64_t j = 0; j < 2 * written * cp; j++) c->part[j] = (lane){0};
     for (int64_t i = 0; i < n && !stopped_after_keys(p, i, n); i++) {
-        const real *q = c->q + i * kp, *k = c->k + i * kp;
+        const real *q = c->q + i * kp, *x = c->x + i * kp, *k = c->k + i * kp;
         real *e = c->e + i * kp, *tilde = c->tilde + i * kp;
-        int64_t j = 0;
-        for (; j + ROWS <= i; j += ROWS) scores_of_keys(c, ROWS, i, j, reads, rule);
-        for (; j < i; j++) scores_of_keys(c, 1, i, j, reads, rule);
-        lane self = {0};
-        for (int64_t x = 0; x < kp; x += LANES) {
-            const lane kx = lanes_in(k + x)[0], qx = lanes_in(q + x)[0];
-            lane ex = lanes_in(c->a + i * kp + x)[0];
-            if (i) ex *= lanes_in(e - kp + x)[0];
-            lanes_of(e + x)[0] = ex;
-            if (rule == LA_DELTA) lanes_of(k_hat + i * kp + x)[0] = ex * kx;
-            lanes_of(tilde + x)[0] = kx;
+        lane *const of_y = c->part + 2 * cp;
+        for (int64_t w = 0; w < written; w++) {
+            real *rows = c->tilde + w * n * kp;
+            lane *part = c->part + 2 * w * cp;
+            int64_t j = 0;
+            for (; j + ROWS <= i; j += ROWS)
+                scores_of_keys(c, ROWS, i, rows + j * kp, part + j, reads, rule);
+            for (; j < i; j++) scores_of_keys(c, 1, i, rows + j * kp, part + j, reads, rule);
+        }
+        lane self = {0}, self_y = {0};
+        for (int64_t at = 0; at < kp; at += LANES) {
+            const lane zero = {0}, kx = lanes_in(k + at)[0], qx = lanes_in(q + at)[0];
+            const lane before = i ? lanes_in(e - kp + at)[0] : 1 + zero;
+            lane ex = lanes_in(c->a + i * kp + at)[0];
+            if (i) ex *= before;
+            if (la_predicts(rule)) {
+                const lane looking = rule == LA_DELTA ? ex : before;
+                lanes_of(x_hat + i * kp + at)[0] = looking * lanes_in(x + at)[0];
+            }
+            lanes_of(e + at)[0] = ex;
+            lanes_of(tilde + at)[0] = kx;
+            if (rule == LA_DPLR) {
+                const lane yx = lanes_in(k + n * kp + at)[0];
+                lanes_of(tilde + n * kp + at)[0] = yx;
+                if (reads) self_y += qx * yx;
+            }
             if (!reads) continue;
-            lanes_of(q_hat + i * kp + x)[0] = ex * qx;
-            self += qx * kx;
+            lanes_of(q_hat + i * kp + at)[0] = (la_reads_after(rule) ? ex : before) * qx;
+            self += qx * (rule == LA_BONUS ? lanes_in(c->bonus + at)[0] * kx : kx);
         }
         c->part[i] = self;
         if (reads) sum_parts(i + 1, c->part, c->P + i * cp);
-        if (rule == LA_DELTA) sum_parts(i, c->part + cp, c->L + i * cp);
+        if (la_predicts(rule)) sum_parts(i, c->part + cp, c->L + i * cp);
+        if (rule != LA_DPLR) continue;
+        of_y[i] = self_y;
+        if (reads) sum_parts(i + 1, of_y, c->P + (c->C + i) * cp);
+        sum_parts(i, of_y + cp, c->L + (c->C + i) * cp);
     }
 }
 
@@ -324,7 +362,7 @@ LA_FN void chunk_scores(chunk *c, const la_problem *p, const bool reads, const l
         return;
     }
     scores_key(c, p, reads, rule);
-    transpose(c->n, p->K, c->tilde, c->kp, c->kt, c->cp);
+    transpose(rows_written(rule) * c->n, p->K, c->tilde, c->kp, c->kt, c->wp);
 }
 
 LA_FN void chunk_begin_of(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t n,
@@ -391,8 +429,9 @@ LA_FN void chunk_denominators(chunk *c, const la_problem *p, real *z, real *kaha
 
 typedef struct panel {
     int64_t v0, v1, width; /* columns of V; width is padded */
+    int64_t rows;          /* that are written: n, DPLR 2 n */
     real *S;               /* [K][width] */
-    real *U;               /* [C][width]: the writes */
+    real *U;               /* [C][width]: the writes; DPLR [2C][width]: v, then (from row n) W */
     real *rU;            /* TOKEN and bf16 products [C][width]: r U, U as the chunk's end sees it */
     real *O;             /* [C][width]: the reads, if they must be converted */
     const real *kS, *qS; /* bf16 products [C][width]: the products with the state, not scaled */

@@ -33,40 +33,48 @@ LA_FN int64_t segment_room(int64_t chunks)
 typedef struct backward_scratch {
     chunk c;
     real *S, *dS;         /* [K][width] */
-    real *kept;           /* [M]: of a segment's chunks: state and z at their start, U, E */
+    real *kept; /* [M]: of a segment's chunks: state and z at their start, U, E */
     real *checkpoints;    /* [segments]: state and z */
     real *z, *dz, *kahan; /* [kp] */
     real *owed, *d_owed;  /* [kp]: to S, to dS */
-    real *U, *E; /* [C][width], in `kept`: the chunk's writes, and the errors that they correct */
+    real *U, *E; /* [C][width], in `kept`: the chunk's writes, and the errors that they correct;
+                  * DPLR: U is [2C][width], and has no E */
     real *rU;    /* TOKEN [C][width]: r U */
-    real *dO;    /* [2C][width]: -dE, then (from row n) dO; one matrix for dS */
+    real *dO;    /* [2C][width]: -dE (DPLR: -dW), then (from row n) dO; one matrix for dS */
     real *edO;   /* TOKEN [2C][width]: e times that */
-    real *dU;    /* [C][width]: dU, then dV */
-    real *Ut, *dOt;   /* [width][cp], [width][2C, padded]: U and dO transposed */
+    real *dU;    /* as U: dU, then dV */
+    real *Ut, *dOt;   /* [width][cp] (DPLR: two of them), [width][2C, padded]: U and dO transposed */
     real *across;     /* [K][2C, padded]: d_tilde and d_hat, transposed */
-    real *dP, *dL;    /* [C][cp] */
-    real *d_hat;      /* [2C][kp]: dk^, then (from row n) dq^ */
-    real *d_tilde;    /* [C][kp] */
+    real *dP, *dL;    /* as P and L */
+    real *d_hat;      /* [2C][kp]: dx^, then (from row n) dq^ */
+    real *d_tilde;    /* [C][kp]; DPLR [2C][kp] */
     real *dq, *dk;    /* [C][kp] */
-    real *da, *dbeta; /* as a and beta */
-    real *kqt;        /* [kp][2C, padded]: k, then (from column n) q (KEY: k^, q^), transposed */
+    real *dx, *dy;    /* [C][kp]; dx is dk where x is not given */
+    real *dbonus;     /* [kp]: of the chunk */
+    real *all_bonus, *lost_bonus; /* [kp]: the sum of dbonus, and what it rounded off */
+    real *da, *dbeta;             /* as a and beta */
+    real *xqt;        /* [kp][2C, padded]: x, then (from column n) q (KEY: x^, q^), transposed */
     real *de;         /* TOKEN [1], KEY [kp]: of the chunk's decay */
     real *rows;       /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma */
     real *carried;    /* [kp] */
     real *d_den;      /* [C] */
 } backward_scratch;
 
+/* The rows of a token that are kept: U and E, or V and W. */
+LA_FN int64_t rows_kept(const la_rule rule) { return la_predicts(rule) ? 2 : 1; }
+
 LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int64_t C,
                          int64_t length, int64_t columns, const la_decay decay, const la_rule rule)
 {
     const int64_t kp = padded(p->K), cp = padded(C), width = padded(columns);
     const int64_t chunks = (length + C - 1) / C, M = segment_length(chunks);
+    const int64_t written = rows_written(rule) * C;
     const size_t start = la_plus(la_times(p->K, width), kp);
     chunk_take(&f->c, m, p, C, true, decay, rule);
     f->S = arena_take(m, p->K, width);
     f->dS = arena_take(m, p->K, width);
     f->kept = arena_take(m, segment_room(chunks),
-                         la_plus(start, la_times((rule == LA_DELTA ? 2 : 1) * C, width)));
+                         la_plus(start, la_times(rows_kept(rule) * C, width)));
     f->checkpoints = arena_take(m, (chunks + M - 1) / M, start);
     f->z = arena_take(m, 1, kp);
     f->dz = arena_take(m, 1, kp);
@@ -76,18 +84,23 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->rU = arena_take(m, decay == LA_TOKEN ? C : 0, width);
     f->dO = arena_take(m, 2 * C, width);
     f->edO = arena_take(m, decay == LA_TOKEN ? 2 * C : 0, width);
-    f->dU = arena_take(m, C, width);
-    f->Ut = arena_take(m, width, cp);
+    f->dU = arena_take(m, written, width);
+    f->Ut = arena_take(m, rows_written(rule) * width, cp);
     f->dOt = arena_take(m, width, padded(2 * C));
     f->across = arena_take(m, p->K, padded(2 * C));
-    f->dP = arena_take(m, C, cp);
-    f->dL = arena_take(m, C, cp);
+    f->dP = arena_take(m, written, cp);
+    f->dL = arena_take(m, written, cp);
     f->d_hat = arena_take(m, 2 * C, kp);
-    f->d_tilde = arena_take(m, C, kp);
+    f->d_tilde = arena_take(m, written, kp);
     f->dq = arena_take(m, C, kp);
     f->dk = arena_take(m, C, kp);
+    f->dx = p->array[LA_X].given ? arena_take(m, C, kp) : f->dk;
+    f->dy = arena_take(m, rule == LA_DPLR ? C : 0, kp);
+    f->dbonus = arena_take(m, rule == LA_BONUS, kp);
+    f->all_bonus = arena_take(m, rule == LA_BONUS, kp);
+    f->lost_bonus = arena_take(m, rule == LA_BONUS, kp);
     f->da = arena_take(m, C, decay == LA_KEY ? kp : 1);
-    f->kqt = arena_take(m, kp, padded(2 * C));
+    f->xqt = arena_take(m, kp, padded(2 * C));
     f->dbeta = arena_take(m, 1, C);
     f->de = arena_take(m, 1, kp);
     f->rows = arena_take(m, C, decay == LA_KEY ? kp : cp);
@@ -101,15 +114,18 @@ LA_FN panel recompute_writes(backward_scratch *f, const la_problem *p, const la_
                              real *S, int64_t width, const la_decay decay, const la_rule rule)
 {
     panel s = {.v0 = u->v0, .v1 = u->v1, .width = width, .S = S};
+    s.rows = rows_written(rule) * f->c.n;
     s.U = f->U;
     s.rU = f->rU;
-    if (rule == LA_ADDITIVE) {
+    if (rule != LA_DELTA) {
+        const rows V = {s.U, width};
         panel_write(&f->c, p, u, t, &s, decay);
+        if (rule == LA_DPLR) panel_solve(&f->c, p, &s, V, NULL, NULL, decay, rule);
         return s;
     }
     const rows V = rows_of(p, LA_V, u, t, &s, s.U);
     if (V.at == s.U) load_values(&f->c, p, LA_V, u, t, s.v0, s.v1, s.U, width);
-    panel_solve(&f->c, p, &s, V, f->E, NULL, decay);
+    panel_solve(&f->c, p, &s, V, f->E, NULL, decay, rule);
     return s;
 }
 
@@ -120,7 +136,7 @@ LA_FN void recompute_chunk(backward_scratch *f, const la_problem *p, const la_un
                            const la_rule rule)
 {
     chunk *c = &f->c;
-    static const la_name touched[] = {LA_V, LA_G, LA_K};
+    static const la_name touched[] = {LA_V, LA_G, LA_K, LA_X, LA_Y};
     prefetch next = prefetch_of(p, u, t + n, n, touched, sizeof touched / sizeof *touched, 0);
     chunk_begin(c, p, u, t, n, false, decay, rule);
     settle_chunk_decay(c, p, f->owed, decay);
@@ -131,38 +147,73 @@ LA_FN void recompute_chunk(backward_scratch *f, const la_problem *p, const la_un
 
 /* The last R rows before the last `done`, W lanes from column w. */
 LA_FN void unsolve_block(const int R, const int W, int64_t done, int64_t w, backward_scratch *f,
-                         int64_t width)
+                         int64_t width, const la_rule rule)
 {
     const chunk *c = &f->c;
     const int64_t cp = c->cp, after = c->n - done, i = after - R;
+    const real *L = c->L + (rule == LA_DPLR ? c->C * cp : 0);
+    real *dU = f->dU + (rule == LA_DPLR ? c->n * width : 0);
     lane sum[TILE], minus[STRIP]; /* was E_i -= L_ij U_j; -dE_i is in dO's rows */
 
-    tile_sum(R, W, (int)done, c->L + after * cp + i, 1, cp, f->dO + after * width + w, width, sum);
+    tile_sum(R, W, (int)done, L + after * cp + i, 1, cp, f->dO + after * width + w, width, sum);
 #pragma GCC unroll 8
     for (int y = R - 1; y >= 0; y--) {
         const int64_t at = (i + y) * width + w;
 #pragma GCC unroll 8
         for (int x = 0; x < W; x++) {
-            lane du = lanes_in(f->dU + at)[x] + sum[y * W + x];
-            minus[x] = -(c->beta[i + y] * du);
-            lanes_of(f->dU + at)[x] = du;
+            lane du = lanes_in(dU + at)[x] + sum[y * W + x];
+            minus[x] = rule == LA_DPLR ? -du : -(c->beta[i + y] * du);
+            lanes_of(dU + at)[x] = du;
             lanes_of(f->dO + at)[x] = minus[x];
         }
 #pragma GCC unroll 8
         for (int z = 0; z < y; z++)
 #pragma GCC unroll 8
-            for (int x = 0; x < W; x++) sum[z * W + x] += c->L[(i + y) * cp + i + z] * minus[x];
+            for (int x = 0; x < W; x++) sum[z * W + x] += L[(i + y) * cp + i + z] * minus[x];
     }
+}
+
+/* dV_j += sum_{i>j} L_ij (-dW_i), for R rows from j and W lanes from column w. */
+LA_FN void unlook_block(const int R, const int W, int64_t j, int64_t w, const backward_scratch *f,
+                        int64_t width)
+{
+    const chunk *c = &f->c;
+    const int64_t cp = c->cp, after = j + R;
+    const real *minus = f->dO + w;
+    lane sum[TILE];
+
+    tile_sum(R, W, (int)(c->n - after), c->L + after * cp + j, 1, cp, minus + after * width, width,
+             sum);
+#pragma GCC unroll 8
+    for (int y = R - 1; y >= 0; y--)
+#pragma GCC unroll 8
+        for (int z = 0; z < y; z++)
+#pragma GCC unroll 8
+            for (int x = 0; x < W; x++)
+                sum[z * W + x] += c->L[(j + y) * cp + j + z] * lanes_in(minus + (j + y) * width)[x];
+#pragma GCC unroll 8
+    for (int y = 0; y < R; y++)
+#pragma GCC unroll 8
+        for (int x = 0; x < W; x++)
+            lanes_of(f->dU + (j + y) * width + w)[x] += sum[y * W + x];
 }
 
 /* The adjoint of panel_solve, from the last row up. dU holds the gradient of U from everything but
  * the chunk's own solve. dE_i = beta_i dU_i goes to V and, negated, to k S. */
-LA_COLD void solve_adjoint(backward_scratch *f, const la_problem *p, int64_t width)
+LA_COLD void solve_adjoint(backward_scratch *f, const la_problem *p, int64_t width,
+                           const la_rule rule)
 {
     chunk *c = &f->c;
     const int64_t n = c->n;
+    if (rule == LA_DPLR) { /* was W = -(x^ S + L U), where U is V and then W */
+        for (int64_t i = 0, end; (end = stretch_end(p, i, n)) > i; i = end)
+            FOR_EACH_BLOCK(i, end, width, unsolve_block, f, width, LA_DPLR);
+        for (int64_t i = 0, end; (end = stretch_end(p, i, n)) > i; i = end)
+            FOR_EACH_BLOCK(i, end, width, unlook_block, f, width);
+        return;
+    }
     for (int64_t i = 0, end; (end = stretch_end(p, i, n)) > i; i = end)
-        FOR_EACH_BLOCK(i, end, width, unsolve_block, f, width);
+        FOR_EACH_BLOCK(i, end, width, unsolve_block, f, width, LA_DELTA);
     for (int64_t i = 0; i < n; i++) {
         real *du = f->dU + i * width;
         f->dbeta[i] = dot(width, du, f->E + i * width); /* was U = beta E */
@@ -171,15 +222,15 @@ LA_COLD void solve_adjoint(backward_scratch *f, const la_problem *p, int64_t wid
 }
 
 /* dU_j = r_j (k dS)_j + sum_{i>=j} P_ij dO_i, for R rows from j and W lanes from column w. */
-LA_FN void unread_block(const int R, const int W, int64_t j, int64_t w, const backward_scratch *f,
-                        const real *dO, int64_t width, const la_decay decay)
+LA_FN void unread_block(const int R, const int W, int64_t j, int64_t w, const chunk *c,
+                        const real *P, const real *dO, real *dU, int64_t width,
+                        const la_decay decay)
 {
-    const chunk *c = &f->c;
     const int64_t cp = c->cp, after = j + R;
     const real *r = c->gamma + (c->n - 1) * cp;
     lane sum[TILE];
 
-    tile_sum(R, W, (int)(c->n - after), c->P + after * cp + j, 1, cp, dO + after * width + w, width,
+    tile_sum(R, W, (int)(c->n - after), P + after * cp + j, 1, cp, dO + after * width + w, width,
              sum);
 #pragma GCC unroll 8
     for (int y = R - 1; y >= 0; y--)
@@ -188,56 +239,63 @@ LA_FN void unread_block(const int R, const int W, int64_t j, int64_t w, const ba
 #pragma GCC unroll 8
             for (int x = 0; x < W; x++)
                 sum[z * W + x] +=
-                    c->P[(j + y) * cp + j + z] * lanes_in(dO + (j + y) * width + w)[x];
+                    P[(j + y) * cp + j + z] * lanes_in(dO + (j + y) * width + w)[x];
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
         const real end = decay == LA_TOKEN ? r[j + y] : 1;
-        lane *du = lanes_of(f->dU + (j + y) * width + w);
+        lane *du = lanes_of(dU + (j + y) * width + w);
 #pragma GCC unroll 8
         for (int x = 0; x < W; x++) du[x] = end * du[x] + sum[y * W + x];
     }
 }
 
-/* Was O = P U, and S' = .. + (r k)' U: dU holds k dS, and becomes the gradient of U. */
-LA_COLD void read_adjoint(backward_scratch *f, const la_problem *p, const real *dO, int64_t width,
-                          const la_decay decay)
+/* Was O = P U, and S' = .. + (r k)' U: dU holds k dS, and becomes the gradient of U. P, dU: those of
+ * one of a token's rows. */
+LA_COLD void read_adjoint(const chunk *c, const la_problem *p, const real *P, const real *dO,
+                          real *dU, int64_t width, const la_decay decay)
 {
-    for (int64_t j = 0, end; (end = stretch_end(p, j, f->c.n)) > j; j = end)
-        FOR_EACH_BLOCK(j, end, width, unread_block, f, dO, width, decay);
+    for (int64_t j = 0, end; (end = stretch_end(p, j, c->n)) > j; j = end)
+        FOR_EACH_BLOCK(j, end, width, unread_block, c, P, dO, dU, width, decay);
 }
 
 /* The adjoint of read, solve and carry over this unit's columns: from dO and dS to dV, dP, dL, dq^,
- * dk^, dk~, the new dS, and de, the gradient of the chunk's decay. S: the state at the chunk's
+ * dx^, dk~ (and dy~), the new dS, and de, the gradient of the chunk's decay. S: the state at the chunk's
  * start. */
 LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real *S, int64_t width,
                            prefetch *before, const la_decay decay, const la_rule rule)
 {
     chunk *c = &f->c;
     const int64_t n = c->n, kp = c->kp, cp = c->cp, V = width;
-    const bool delta = rule == LA_DELTA;
-    real *dO = f->dO + (delta ? n * width : 0);
+    const bool predicts = la_predicts(rule);
+    real *dO = f->dO + (predicts ? n * width : 0);
 
     /* Was S' = diag(e) S + (r k)' U and O = e q S + P U. */
-    product(n, width, p->K, decay == LA_KEY ? c->tilde : c->k, kp, 1, f->dS, width, f->dU, width,
-            NULL, 0);
-    read_adjoint(f, p, dO, width, decay);
-    transpose(n, V, f->U, width, f->Ut, cp);
-    long_narrow_product(p, n, padded(n), V, dO, width, f->Ut, cp, f->dP, cp);
-    if (stopped_between(p, n)) return;
-    narrow_product(p->K, padded(n), V, f->dS, width, f->Ut, cp, f->across, cp);
-    transpose(p->K, n, f->across, cp, f->d_tilde, kp);
+    product(rows_written(rule) * n, width, p->K, decay == LA_KEY ? c->tilde : c->k, kp, 1, f->dS,
+            width, f->dU, width, NULL, 0);
+    for (int64_t w = 0; w < rows_written(rule); w++) {
+        const int64_t of_P = w * c->C * cp, of_U = w * n * width;
+        real *const Ut = f->Ut + w * width * cp;
+        read_adjoint(c, p, c->P + of_P, dO, f->dU + of_U, width, decay);
+        transpose(n, V, f->U + of_U, width, Ut, cp);
+        long_narrow_product(p, n, padded(n), V, dO, width, Ut, cp, f->dP + of_P, cp);
+        if (stopped_between(p, n)) return;
+        narrow_product(p->K, padded(n), V, f->dS, width, Ut, cp, f->across, cp);
+        transpose(p->K, n, f->across, cp, f->d_tilde + w * n * kp, kp);
+    }
     if (decay == LA_TOKEN) f->de[0] = (real)long_dot(p->K * width, S, f->dS);
     for (int64_t i = 0; decay == LA_KEY && i < p->K; i++)
         f->de[i] = dot(width, S + i * width, f->dS + i * width);
 
-    if (delta) {
-        solve_adjoint(f, p, width);
-        /* Was E = V - k^ S - L U: dL = -strict(dE U'). */
-        long_narrow_product(p, n, padded(n), V, f->dO, width, f->Ut, cp, f->dL, cp);
+    if (predicts) {
+        solve_adjoint(f, p, width, rule);
+        /* Was E = V - x^ S - L U: dL = -strict(dE U'). */
+        for (int64_t w = 0; w < rows_written(rule); w++)
+            long_narrow_product(p, n, padded(n), V, f->dO, width, f->Ut + w * width * cp, cp,
+                                f->dL + w * c->C * cp, cp);
     }
     if (stopped_between(p, n)) return;
-    /* Was X = [k; q] S, its rows scaled by e: d_hat is of the scaled rows. */
-    const int64_t rows = delta ? 2 * n : n, ldt = padded(rows);
+    /* Was [x; q] S, its rows scaled by e: d_hat is of the scaled rows. */
+    const int64_t rows = rows_looking(rule) * n, ldt = padded(rows);
     transpose(rows, V, f->dO, width, f->dOt, ldt);
     if (ldt == LANES)
         narrow_product(p->K, ldt, V, S, width, f->dOt, ldt, f->across, ldt);
@@ -247,8 +305,8 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     if (stopped_between(p, n)) return;
     for (int64_t i = 0; decay == LA_TOKEN && i < rows; i++)
         scale_row(width, f->edO + i * width, f->dO + i * width, c->e[i < n ? i : i - n]);
-    transpose(rows, p->K, (decay == LA_KEY ? c->hat : c->k) + (2 * n - rows) * kp, kp, f->kqt, ldt);
-    product_and_prefetch(p->K, width, rows, f->kqt, ldt, 1, decay == LA_TOKEN ? f->edO : f->dO,
+    transpose(rows, p->K, (decay == LA_KEY ? c->hat : c->x) + (2 * n - rows) * kp, kp, f->xqt, ldt);
+    product_and_prefetch(p->K, width, rows, f->xqt, ldt, 1, decay == LA_TOKEN ? f->edO : f->dO,
                          width, f->dS, width, f->dS, chunk_decay(c, decay), decay == LA_KEY,
                          before);
 }
@@ -278,7 +336,7 @@ LA_FN void denominators_adjoint(backward_scratch *f, const la_problem *p)
 }
 
 /* The adjoint of scores_token. dq is written. dk is written too, or added to if there is a
- * normaliser. */
+ * normaliser. dx is written, but added to if it is dk. */
 LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool normalised,
                                 const la_decay decay, const la_rule rule)
 {
@@ -301,17 +359,18 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool n
             if (delta) dL[j] *= G[j];
         }
     }
-    /* dP and dL are now the gradients of the bare products q_i . k_j and k_i . k_j. */
+    /* dP and dL are now the gradients of the bare products q_i . k_j and x_i . k_j. */
     long_product(p, n, kp, n, f->dP, cp, 1, c->k, kp, f->dq, kp, NULL);
     long_product(p, n, kp, n, f->dP, 1, cp, c->q, kp, f->dk, kp, normalised ? &one : NULL);
     if (delta) {
-        long_product(p, n, kp, n, f->dL, cp, 1, c->k, kp, f->dk, kp, &one);
-        long_product(p, n, kp, n, f->dL, 1, cp, c->k, kp, f->dk, kp, &one);
+        const real *keep = f->dx == f->dk ? &one : NULL;
+        long_product(p, n, kp, n, f->dL, cp, 1, c->k, kp, f->dx, kp, keep);
+        long_product(p, n, kp, n, f->dL, 1, cp, c->x, kp, f->dk, kp, &one);
     }
     if (decay == LA_NONE) {
         for (int64_t i = 0; i < n; i++) {
             add_scaled(kp, f->dq + i * kp, 1, dq_hat + i * kp);
-            if (delta) add_scaled(kp, f->dk + i * kp, 1, f->d_hat + i * kp);
+            if (delta) add_scaled(kp, f->dx + i * kp, 1, f->d_hat + i * kp);
             add_scaled(kp, f->dk + i * kp, 1, f->d_tilde + i * kp);
         }
         return;
@@ -322,14 +381,14 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool n
         add_scaled(kp, f->dk + i * kp, r, f->d_tilde + i * kp);
     }
     real2 de = f->de[0]; /* a running sum over all that the chunk's decays scale */
-    /* was q^_i = e_i q_i, k^_i = e_i k_i, row i = a_i row i-1 */
+    /* was q^_i = e_i q_i, x^_i = e_i x_i, row i = a_i row i-1 */
     for (int64_t i = n - 1; i >= 0 && !stopped_after(p, n - 1 - i); i--) {
         real2 d = 0;
         de += dot(kp, c->q + i * kp, dq_hat + i * kp);
         add_scaled(kp, f->dq + i * kp, c->e[i], dq_hat + i * kp);
         if (delta) {
-            de += dot(kp, c->k + i * kp, f->d_hat + i * kp);
-            add_scaled(kp, f->dk + i * kp, c->e[i], f->d_hat + i * kp);
+            de += dot(kp, c->x + i * kp, f->d_hat + i * kp);
+            add_scaled(kp, f->dx + i * kp, c->e[i], f->d_hat + i * kp);
         }
         for (int64_t j = 0; j < i; j++) {
             d += dG[i * cp + j] * c->gamma[(i - 1) * cp + j];
@@ -340,54 +399,119 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool n
     }
 }
 
-/* The adjoint of scores_key, added to dq and dk: each key's row is carried back up the chunk. */
+/* Was q^_i = e_i q_i and x^_i = e_i x_i, with e_{i-1} for a rule that looks before the decay, and
+ * e_i = a_i e_{i-1}. f->de: the gradient of e_i. */
+LA_FN void hats_adjoint(backward_scratch *f, const la_rule rule)
+{
+    const chunk *c = &f->c;
+    const int64_t n = c->n, kp = c->kp;
+    const bool predicts = la_predicts(rule), delta = rule == LA_DELTA;
+    const real *dx_hat = f->d_hat, *dq_hat = f->d_hat + (predicts ? n * kp : 0);
+    const lane zero = {0};
+    for (int64_t i = n - 1; i >= 0; i--)
+        for (int64_t at = 0; at < kp; at += LANES) {
+            const int64_t x = i * kp + at;
+            const lane e = lanes_in(c->e + x)[0], a = lanes_in(c->a + x)[0];
+            const lane before = i ? lanes_in(c->e + x - kp)[0] : 1 + zero;
+            const lane dqh = lanes_in(dq_hat + x)[0], q = lanes_in(c->q + x)[0];
+            lane de = lanes_in(f->de + at)[0];
+            if (la_reads_after(rule)) {
+                de += q * dqh;
+                lanes_of(f->dq + x)[0] += e * dqh;
+            }
+            if (delta) {
+                const lane dxh = lanes_in(dx_hat + x)[0];
+                de += lanes_in(c->x + x)[0] * dxh;
+                lanes_of(f->dx + x)[0] += e * dxh;
+            }
+            lanes_of(f->da + x)[0] = i ? de * before : de;
+            de *= a;
+            if (!la_reads_after(rule)) {
+                de += q * dqh;
+                lanes_of(f->dq + x)[0] += before * dqh;
+            }
+            if (predicts && !delta) {
+                const lane dxh = lanes_in(dx_hat + x)[0];
+                de += lanes_in(c->x + x)[0] * dxh;
+                lanes_of(f->dx + x)[0] += before * dxh;
+            }
+            lanes_of(f->de + at)[0] = de;
+        }
+}
+
+/* P_jj = q_j . (bonus * k_j), whose gradient is d: to dq, dk and dbonus. */
+LA_FN void own_read_adjoint(backward_scratch *f, int64_t j, real d)
+{
+    const chunk *c = &f->c;
+    const int64_t kp = c->kp;
+    for (int64_t at = 0; at < kp; at += LANES) {
+        const int64_t x = j * kp + at;
+        const lane q = lanes_in(c->q + x)[0], k = lanes_in(c->k + x)[0];
+        const lane bonus = lanes_in(c->bonus + at)[0];
+        lanes_of(f->dq + x)[0] += d * (bonus * k);
+        lanes_of(f->dk + x)[0] += d * (bonus * q);
+        lanes_of(f->dbonus + at)[0] += d * (q * k);
+    }
+}
+
+/* The adjoint of scores_key, added to dq, dk, dx and dy: each row that was written is carried back
+ * up the chunk. */
 LA_FN void scores_key_adjoint(backward_scratch *f, const la_problem *p, const la_rule rule)
 {
     chunk *c = &f->c;
     const int64_t n = c->n, kp = c->kp, cp = c->cp;
-    const bool delta = rule == LA_DELTA;
-    real *dq_hat = f->d_hat + (delta ? n * kp : 0), *row = f->rows, *carried = f->carried;
+    const bool predicts = la_predicts(rule), delta = rule == LA_DELTA;
+    real *row = f->rows, *carried = f->carried;
 
-    /* Was q^_i = e_i q_i, k^_i = e_i k_i, e_i = a_i e_{i-1}; de: the gradient of e_i. */
-    for (int64_t i = n - 1; i >= 0; i--)
-        for (int64_t x = 0; x < kp; x += LANES) {
-            lane e = lanes_in(c->e + i * kp + x)[0], a = lanes_in(c->a + i * kp + x)[0];
-            lane dqh = lanes_in(dq_hat + i * kp + x)[0], de = lanes_in(f->de + x)[0];
-            de += lanes_in(c->q + i * kp + x)[0] * dqh;
-            lanes_of(f->dq + i * kp + x)[0] += e * dqh;
-            if (delta) {
-                lane dkh = lanes_in(f->d_hat + i * kp + x)[0];
-                de += lanes_in(c->k + i * kp + x)[0] * dkh;
-                lanes_of(f->dk + i * kp + x)[0] += e * dkh;
-            }
-            lanes_of(f->da + i * kp + x)[0] = i ? de * lanes_in(c->e + (i - 1) * kp + x)[0] : de;
-            lanes_of(f->de + x)[0] = de * a;
-        }
-    /* Was row_j = k_j; row_i = a_i row_{i-1}; P_ij = q_i row_i; L_ij = k_i row_i; k~_j the last
-     * row. */
-    for (int64_t j = 0; j < n && !stopped_after_keys(p, j, n); j++) {
-        copy_row(kp, row + j * kp, c->k + j * kp);
+    hats_adjoint(f, rule);
+    if (rule == LA_BONUS) fill(kp, f->dbonus, 0);
+    /* Was row_j = k_j; row_i = a_i row_{i-1}; P_ij = q_i row_i; L_ij = x_i row_i; k~_j the last
+     * row. A rule that looks before the decay takes row_{i-1}. The same for y. */
+    for (int64_t jw = 0; jw < rows_written(rule) * n && !stopped_after_keys(p, jw, n); jw++) {
+        const int64_t j = jw % n, w = jw / n;
+        const real *k = c->k + jw * kp, *dP = f->dP + w * c->C * cp + j;
+        const real *dL = f->dL + w * c->C * cp + j;
+        real *dk = w ? f->dy : f->dk;
+        copy_row(kp, row + j * kp, k);
         for (int64_t i = j + 1; i < n; i++)
             multiply_row(kp, row + i * kp, row + (i - 1) * kp, c->a + i * kp);
-        copy_row(kp, carried, f->d_tilde + j * kp);
+        copy_row(kp, carried, f->d_tilde + jw * kp);
         for (int64_t i = n - 1; i > j; i--) {
-            const real dp = f->dP[i * cp + j], dl = delta ? f->dL[i * cp + j] : 0;
-            for (int64_t x = 0; x < kp; x += LANES) {
-                lane r = lanes_in(row + i * kp + x)[0], d = lanes_in(carried + x)[0];
-                d += dp * lanes_in(c->q + i * kp + x)[0];
-                lanes_of(f->dq + i * kp + x)[0] += dp * r;
-                if (delta) {
-                    d += dl * lanes_in(c->k + i * kp + x)[0];
-                    lanes_of(f->dk + i * kp + x)[0] += dl * r;
+            const real dp = dP[i * cp], dl = predicts ? dL[i * cp] : 0;
+            for (int64_t at = 0; at < kp; at += LANES) {
+                const int64_t x = i * kp + at;
+                const lane after = lanes_in(row + x)[0], before = lanes_in(row + x - kp)[0];
+                lane d = lanes_in(carried + at)[0];
+                if (la_reads_after(rule)) {
+                    d += dp * lanes_in(c->q + x)[0];
+                    lanes_of(f->dq + x)[0] += dp * after;
                 }
-                lanes_of(f->da + i * kp + x)[0] += d * lanes_in(row + (i - 1) * kp + x)[0];
-                lanes_of(carried + x)[0] = d * lanes_in(c->a + i * kp + x)[0];
+                if (delta) {
+                    d += dl * lanes_in(c->x + x)[0];
+                    lanes_of(f->dx + x)[0] += dl * after;
+                }
+                lanes_of(f->da + x)[0] += d * before;
+                d *= lanes_in(c->a + x)[0];
+                if (!la_reads_after(rule)) {
+                    d += dp * lanes_in(c->q + x)[0];
+                    lanes_of(f->dq + x)[0] += dp * before;
+                }
+                if (predicts && !delta) {
+                    d += dl * lanes_in(c->x + x)[0];
+                    lanes_of(f->dx + x)[0] += dl * before;
+                }
+                lanes_of(carried + at)[0] = d;
             }
         }
-        add_scaled(kp, carried, f->dP[j * cp + j], c->q + j * kp);
-        add_scaled(kp, f->dq + j * kp, f->dP[j * cp + j], c->k + j * kp);
-        add_scaled(kp, f->dk + j * kp, 1, carried);
+        if (rule == LA_BONUS) {
+            own_read_adjoint(f, j, dP[j * cp]);
+        } else {
+            add_scaled(kp, carried, dP[j * cp], c->q + j * kp);
+            add_scaled(kp, f->dq + j * kp, dP[j * cp], k);
+        }
+        add_scaled(kp, dk + j * kp, 1, carried);
     }
+    if (rule == LA_BONUS) add_keys(1, kp, f->dbonus, f->all_bonus, f->lost_bonus);
 }
 
 /* This unit's partial sums in one of the arrays of la_partials, at token t. */
@@ -418,16 +542,21 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
     const int64_t n = c->n, kp = c->kp, gate = decay == LA_KEY ? kp : 1;
     const la_array *dbeta = &p->array[LA_DBETA];
 
+    const bool own_x = f->dx != f->dk;
     store_values(c, p, LA_DV, u, t, u->v0, u->v1, f->dU, width);
     if (!sums->alone) {
         copy_row(n * kp, partial_at(sums, sums->dq, u, t, kp), f->dq);
         copy_row(n * kp, partial_at(sums, sums->dk, u, t, kp), f->dk);
+        if (own_x) copy_row(n * kp, partial_at(sums, sums->dx, u, t, kp), f->dx);
+        if (rule == LA_DPLR) copy_row(n * kp, partial_at(sums, sums->dy, u, t, kp), f->dy);
     }
     for (int64_t i = 0; i < n; i++) {
         real *da = f->da + i * gate;
         if (sums->alone) {
             store_key_gradient(p, LA_Q, u->b, t + i, u->h, f->dq + i * kp, f->carried);
             store_key_gradient(p, LA_K, u->b, t + i, u->h, f->dk + i * kp, f->carried);
+            if (own_x) store_plain_row(p, LA_DX, u->b, t + i, u->h, f->dx + i * kp);
+            if (rule == LA_DPLR) store_plain_row(p, LA_DY, u->b, t + i, u->h, f->dy + i * kp);
             if (rule == LA_DELTA)
                 store_element(at(dbeta, u->b, t + i, u->hv), dbeta->dtype, f->dbeta[i]);
         } else if (rule == LA_DELTA) {
@@ -444,8 +573,9 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
 LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_partials *sums,
                            int64_t C, arena *m, const la_decay decay, const la_rule rule)
 {
-    static const la_name touched[] = {LA_DV, LA_DO, LA_V, LA_G, LA_Q, LA_K, LA_DQ, LA_DK, LA_DG};
-    enum { TOUCHED = sizeof touched / sizeof *touched }; /* the last three only if written here */
+    static const la_name touched[] = {LA_DV, LA_DO, LA_V,  LA_G,  LA_Q,  LA_K, LA_X,
+                                      LA_Y,  LA_DQ, LA_DK, LA_DX, LA_DY, LA_DG};
+    enum { TOUCHED = sizeof touched / sizeof *touched, SHARED = 5 }; /* the last only if alone */
     const bool normalised = is_normalised(p, decay, rule);
     const int64_t length = u->end - u->begin, chunks = (length + C - 1) / C;
     const int64_t M = segment_length(chunks), width = padded(u->v1 - u->v0);
@@ -453,7 +583,7 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
     backward_take(&f, m, p, C, length, u->v1 - u->v0, decay, rule);
     chunk *c = &f.c;
     const int64_t kp = c->kp, size = p->K * width, start = size + kp, written = C * width;
-    const int64_t each = start + (rule == LA_DELTA ? 2 : 1) * written;
+    const int64_t each = start + rows_kept(rule) * written;
 
     load_state(p, LA_S0, u, u->v0, u->v1, f.S, width);
     load_state(p, LA_DST, u, u->v0, u->v1, f.dS, width);
@@ -464,6 +594,8 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
     else
         fill(kp, f.dz, 0);
 
+    if (rule == LA_BONUS) fill(kp, f.all_bonus, 0);
+    if (rule == LA_BONUS) fill(kp, f.lost_bonus, 0);
     fill(kp, f.owed, 0);
     fill(kp, f.d_owed, 0);
     f.U = f.kept; /* this pass does not keep it */
@@ -500,9 +632,9 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
             f.E = f.U + written;
             chunk_begin(c, p, u, t, n, true, decay, rule);
             prefetch before =
-                prefetch_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - 3, 0);
+                prefetch_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - SHARED, 0);
             settle_chunk_decay(c, p, f.d_owed, decay);
-            real *dO = f.dO + (rule == LA_DELTA ? n * width : 0);
+            real *dO = f.dO + (la_predicts(rule) ? n * width : 0);
             load_values(c, p, LA_DO, u, t, u->v0, u->v1, dO, width);
             if (normalised) {
                 copy_row(kp, f.z, S + size);
@@ -514,6 +646,8 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
                 finish_row(p, dO + r * width, width, normalised, c->den[r]);
             if (decay == LA_KEY) fill(n * kp, f.dq, 0);
             if (decay == LA_KEY) fill(n * kp, f.dk, 0);
+            if (decay == LA_KEY && f.dx != f.dk) fill(n * kp, f.dx, 0);
+            if (rule == LA_DPLR) fill(n * kp, f.dy, 0);
             columns_adjoint(&f, p, S, width, &before, decay, rule);
             if (stopped_between(p, n)) return;
             if (normalised) denominators_adjoint(&f, p);
@@ -527,4 +661,5 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
     }
     store_state(p, LA_DS0, u, u->v0, u->v1, f.dS, width);
     if (normalised) copy_row(kp, partial_z_at(p, sums, u), f.dz);
+    if (rule == LA_BONUS) copy_row(kp, partial_bonus_at(p, sums, u), f.all_bonus);
 }

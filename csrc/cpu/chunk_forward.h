@@ -41,7 +41,7 @@ LA_FN void store_values(const chunk *c, const la_problem *p, la_name name, const
         store_row(at_column(to, u->b, t + i, u->hv, v0), to->dtype, from + i * width, v1 - v0);
 }
 
-/* The additive rule writes V as it is. */
+/* The writes that are given are V as it is. */
 LA_FN void panel_write(const chunk *c, const la_problem *p, const la_unit *u, int64_t t,
                        const panel *s, const la_decay decay)
 {
@@ -60,23 +60,35 @@ LA_FN real start_of(const real *scale, int64_t i, const bool scaled)
 
 /* R rows from i, W lanes from column w of panel_solve. */
 LA_FN void solve_block(const int R, const int W, int64_t i, int64_t w, const chunk *c, int K,
-                       const real *k, const panel *s, rows V, real *E, prefetch *next,
-                       const bool scaled)
+                       const real *x, const panel *s, rows V, real *E, prefetch *next,
+                       const bool scaled, const la_rule rule)
 {
     if (next) prefetch_some(next);
     const int64_t cp = c->cp, width = s->width;
-    const real *L = c->L + i * cp;
-    lane kS[TILE], sum[TILE], u[STRIP];
+    const real *L = c->L + i * cp, *Lk = L; /* DPLR: of y, and of k */
+    real *U = s->U;
+    lane kS[TILE], sum[TILE], of_V[TILE], u[STRIP];
 
-    state_product(R, W, i, w, c, K, k, s, s->kS, kS);
-    tile_sum(R, W, (int)i, L, cp, 1, s->U + w, width, sum);
+    state_product(R, W, i, w, c, K, x, s, s->kS, kS);
+    if (rule == LA_DPLR) {
+        L += c->C * cp;
+        U += c->n * width;
+        tile_sum(R, W, (int)i, Lk, cp, 1, s->U + w, width, of_V);
+    }
+    tile_sum(R, W, (int)i, L, cp, 1, U + w, width, sum);
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
         const real start = start_of(c->scale_kS, i + y, scaled), beta = c->beta[i + y];
         const int64_t at = (i + y) * width + w;
+        const lane_of_state *v = row_of(V, i + y, w);
 #pragma GCC unroll 8
-        for (int x = 0; x < W; x++) {
-            lane e = row_of(V, i + y, w)[x] - start * kS[y * W + x] - sum[y * W + x];
+        for (int x = 0; x < W && rule == LA_DPLR; x++) {
+            u[x] = -(kS[y * W + x] + of_V[y * W + x] + sum[y * W + x]);
+            lanes_of(U + at)[x] = u[x];
+        }
+#pragma GCC unroll 8
+        for (int x = 0; x < W && rule == LA_DELTA; x++) {
+            lane e = v[x] - start * kS[y * W + x] - sum[y * W + x];
             u[x] = beta * e;
             lanes_of(E + at)[x] = e;
             lanes_of(s->U + at)[x] = u[x];
@@ -85,37 +97,49 @@ LA_FN void solve_block(const int R, const int W, int64_t i, int64_t w, const chu
 #pragma GCC unroll 8
         for (int z = y + 1; z < R; z++)
 #pragma GCC unroll 8
-            for (int x = 0; x < W; x++) sum[z * W + x] += L[z * cp + i + y] * u[x];
+            for (int x = 0; x < W; x++) {
+                sum[z * W + x] += L[z * cp + i + y] * u[x];
+                if (rule == LA_DPLR) of_V[z * W + x] += Lk[z * cp + i + y] * v[x];
+            }
     }
 }
 
-/* The delta rule, from the first row down: E_i = V_i - e_i (k S)_i - sum_{j<i} L_ij U_j is the
- * memory's error about token i, and U_i = beta_i E_i. E NULL: only U is wanted. */
+/* The delta rule, from the first row down: E_i = V_i - e_i (x S)_i - sum_{j<i} L_ij U_j is the
+ * memory's error about token i, and U_i = beta_i E_i. E NULL: only U is wanted. DPLR: V is in U's
+ * first rows, and W_i = -((x^ S)_i + sum_{j<i} L_ij U_j). */
 LA_COLD void panel_solve(const chunk *c, const la_problem *p, const panel *s, rows V, real *E,
-                         prefetch *next, const la_decay decay)
+                         prefetch *next, const la_decay decay, const la_rule rule)
 {
-    const real *k = decay == LA_KEY ? c->hat : c->k;
+    const real *x = decay == LA_KEY ? c->hat : c->x;
     const int K = (int)p->K;
     if (!E) E = s->U; /* U_i is written there next */
     for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
-        if (rows_are_scaled(decay))
-            FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, k, s, V, E, next, true);
+        if (rule == LA_DPLR)
+            FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, x, s, V, E, next, false, LA_DPLR);
+        else if (rows_are_scaled(decay))
+            FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, x, s, V, E, next, true, LA_DELTA);
         else
-            FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, k, s, V, E, next, false);
+            FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, x, s, V, E, next, false, LA_DELTA);
 }
 
 LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chunk *c,
                       const la_problem *p, const real *q, const panel *s, rows O, prefetch *next,
-                      const bool scaled, const bool normalised)
+                      const bool scaled, const bool normalised, const la_rule rule)
 {
     if (next) prefetch_some(next);
     const int64_t cp = c->cp, width = s->width;
-    const real *P = c->P + i * cp;
+    const real *P = c->P + i * cp, *Py = P + c->C * cp;
+    const real *solved = s->U + c->n * width; /* DPLR: W */
     const real scale = (real)p->scale;
-    lane qS[TILE], sum[TILE];
+    lane qS[TILE], sum[TILE], of_W[TILE];
 
     state_product(R, W, i, w, c, (int)p->K, q, s, s->qS, qS);
     tile_sum(R, W, (int)i, P, cp, 1, s->U + w, width, sum);
+    if (rule == LA_DPLR) {
+        tile_sum(R, W, (int)i, Py, cp, 1, solved + w, width, of_W);
+#pragma GCC unroll 32
+        for (int x = 0; x < R * W; x++) sum[x] += of_W[x];
+    }
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
         const real start = start_of(c->scale_qS, i + y, scaled);
@@ -124,8 +148,11 @@ LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chun
 #pragma GCC unroll 8
         for (int z = y; z < R; z++)
 #pragma GCC unroll 8
-            for (int x = 0; x < W; x++)
+            for (int x = 0; x < W; x++) {
                 sum[z * W + x] += P[z * cp + i + y] * lanes_in(s->U + at)[x];
+                if (rule == LA_DPLR)
+                    sum[z * W + x] += Py[z * cp + i + y] * lanes_in(solved + at)[x];
+            }
 #pragma GCC unroll 8
         for (int x = 0; x < W; x++) {
             lane o = scale * (start * qS[y * W + x] + sum[y * W + x]);
@@ -137,16 +164,21 @@ LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chun
 /* O_i = scale (e_i (q S)_i + sum_{j<=i} P_ij U_j), divided by the divisor if there is one. Row i
  * takes only the rows up to i: a NaN that is written later must not reach it. */
 LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, rows O, prefetch *next,
-                        const la_decay decay, bool normalised)
+                        const la_decay decay, const la_rule rule, bool normalised)
 {
     const real *q = decay == LA_KEY ? c->hat + c->n * c->kp : c->q;
+#define READ(scaled, normalised, rule) \
+    FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, scaled, normalised, rule)
     for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
-        if (rows_are_scaled(decay))
-            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, true, false);
+        if (rule == LA_DPLR)
+            READ(false, false, LA_DPLR);
+        else if (rows_are_scaled(decay))
+            READ(true, false, LA_DELTA); /* or any other rule that writes one row */
         else if (normalised)
-            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, true);
+            READ(false, true, LA_DELTA);
         else
-            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, false);
+            READ(false, false, LA_DELTA);
+#undef READ
 }
 
 /* ---- a whole sequence, forward ---- */
@@ -174,7 +206,7 @@ LA_FN void states_take(unit_states *states, arena *m, const la_problem *p, int64
     int64_t width = padded(columns < PANEL ? columns : PANEL);
     int64_t panels = (columns + PANEL - 1) / PANEL;
     states->S = arena_take(m, la_times(heads * panels, p->K), width);
-    states->U = arena_take(m, C, width);
+    states->U = arena_take(m, rows_written(p->rule) * C, width);
     states->rU = arena_take(m, rows_are_scaled(decay) ? C : 0, width);
     states->O = arena_take(m, C, width);
     states->z = arena_take(m, heads, padded(p->K));
@@ -202,17 +234,20 @@ LA_FN void panel_forward(const chunk *c, state_scratch *x, const la_problem *p, 
                          int64_t t, panel *s, prefetch *next, const bool reads, bool normalised,
                          const la_decay decay, const la_rule rule)
 {
+    s->rows = rows_written(rule) * c->n;
     state_products(c, x, p, s, reads, rule);
     if (rule == LA_DELTA) {
         const rows V = rows_of(p, LA_V, u, t, s, s->U);
         if (V.at == s->U) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
-        panel_solve(c, p, s, V, NULL, next, decay);
+        panel_solve(c, p, s, V, NULL, next, decay, rule);
     } else {
         panel_write(c, p, u, t, s, decay);
+        const rows V = {s->U, s->width};
+        if (rule == LA_DPLR) panel_solve(c, p, s, V, NULL, next, decay, rule);
     }
     if (reads) {
         const rows O = rows_of(p, LA_O, u, t, s, s->O);
-        panel_read(c, p, s, O, next, decay, normalised);
+        panel_read(c, p, s, O, next, decay, rule, normalised);
         if (O.at == s->O) store_values(c, p, LA_O, u, t, s->v0, s->v1, s->O, s->width);
     }
     state_carry(c, x, p, s, s->S, next, decay);
@@ -277,10 +312,11 @@ LA_FN void one_chunk(forward_scratch *f, const la_problem *p, const la_unit *u, 
 LA_FN prefetch prefetch_of_chunk(const la_problem *p, const la_unit *u, int64_t t, int64_t C,
                                  const la_rule rule)
 {
-    static const la_name touched[] = {LA_V, LA_G, LA_K, LA_O,
-                                      LA_Q}; /* the last two only if it reads */
+    static const la_name touched[] = {LA_V, LA_G, LA_K, LA_X, LA_Y, LA_O, LA_Q};
+    enum { TOUCHED = sizeof touched / sizeof *touched }; /* the last two only if it reads */
     const bool reads = t >= u->read;
-    return prefetch_of(p, u, t, C, touched, reads ? 5 : 3, reads + (rule == LA_DELTA));
+    return prefetch_of(p, u, t, C, touched, reads ? TOUCHED : TOUCHED - 2,
+                       reads + la_predicts(rule));
 }
 
 /* The unit's heads side by side, chunk by chunk: their rows are neighbours in memory. */

@@ -4,7 +4,7 @@
  * are requested at once, most requests are dropped, because there is no place to keep them. A few
  * with every tile of a product arrive before they are used (docs/decisions/0012). */
 
-enum { CACHE_LINE = 64, MOST_ARRAYS = 9 };
+enum { CACHE_LINE = 64, MOST_ARRAYS = 13 };
 
 typedef struct prefetch {
     struct {

@@ -46,7 +46,7 @@ LA_FN void state_carry(const chunk *c, const state_scratch *x, const la_problem 
                        real *to, prefetch *next, const la_decay decay)
 {
     (void)x;
-    product_and_prefetch(p->K, s->width, c->n, c->kt, c->cp, 1, decay == LA_TOKEN ? s->rU : s->U,
+    product_and_prefetch(p->K, s->width, s->rows, c->kt, c->wp, 1, decay == LA_TOKEN ? s->rU : s->U,
                          s->width, to, s->width, s->S, chunk_decay(c, decay), decay == LA_KEY,
                          next);
 }

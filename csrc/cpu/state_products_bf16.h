@@ -69,8 +69,8 @@ LA_FN void load_and_score(chunk *c, state_scratch *x, const la_problem *p, const
     const int64_t kp = c->kp, cp = c->cp, first = first_row(n, rule), end = end_row(n, reads);
     real *of_k = x->norm, *of_q = x->norm + cp;
     c->n = n;
-    bf16_load_keys(p, LA_K, u, t, n, c->k, x->keys, x->kw, of_k);
-    if (reads) bf16_load_keys(p, LA_Q, u, t, n, c->k + n * kp, x->keys + n * x->kw, x->kw, of_q);
+    bf16_load_keys(p, LA_K, u, t, n, c->x, x->keys, x->kw, of_k);
+    if (reads) bf16_load_keys(p, LA_Q, u, t, n, c->x + n * kp, x->keys + n * x->kw, x->kw, of_q);
     load_gates(c, p, u, t, decay, rule);
     transpose(n, p->K, c->k, kp, c->kt, cp);
     for (int64_t k = 0; k < p->K; k++) pack_left(x->kt + k * x->cw, c->kt + k * cp, padded(n));
