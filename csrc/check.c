@@ -19,9 +19,11 @@ const la_variant la_variants[LA_OPS] = {
 #undef NORMALISER
 };
 
-const char *const la_decay_names[LA_DECAYS] = {
-    [LA_NONE] = "none", [LA_HEAD] = "head", [LA_TOKEN] = "token",
-    [LA_KEY] = "key",   [LA_PAIR] = "pair"};
+const char *const la_decay_names[LA_DECAYS] = {[LA_NONE] = "none",
+                                               [LA_HEAD] = "head",
+                                               [LA_TOKEN] = "token",
+                                               [LA_KEY] = "key",
+                                               [LA_PAIR] = "pair"};
 
 const char *const la_rule_names[LA_RULES] = {
     [LA_ADDITIVE] = "additive", [LA_DELTA] = "delta", [LA_DPLR] = "dplr", [LA_BONUS] = "bonus"};
@@ -574,7 +576,6 @@ static la_status check_options(la_problem *p)
         if (p->device == LA_CUDA)
             return fail(p, LA_VALUE_ERROR, "%s: expected arrays of the host",
                         la_variants[p->op].name);
-        if (p->decay == LA_PAIR) p->mode = LA_RECURRENT;
     }
     if (p->has_chunk && p->chunk < 1)
         return fail(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld", (long long)p->chunk);

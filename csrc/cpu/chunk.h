@@ -24,38 +24,63 @@
  * rows of k and q. `hat` has k^_i = e_i k_i and q^_i = e_i q_i. `tilde` has k~_j = r_j k_j: each of
  * its rows is carried down the chunk, and multiplied by a_i at each token.
  *
+ * The decay PAIR: a write j counts G_ij in the memory M_i and N_ij in the momentum Y_i. The states
+ * before the chunk count e_i and f_i in M_i, and the momentum counts m_i in Y_i (docs/math.md):
+ *
+ *     N_ij = eta_i N_{i-1,j}     G_ij = a_i G_{i-1,j} + N_ij     N_jj = G_jj = 1
+ *     m_i  = eta_i m_{i-1}       f_i  = a_i f_{i-1} + m_i        e_i  = a_i e_{i-1}
+ *
+ * A panel holds M's rows and then Y's, S = [M; Y]. So the rows that look at it are twice as long,
+ * x^_i = [e_{i-1} k_i, f_{i-1} k_i] and q^_i = [e_i q_i, f_i q_i], and so are those that are
+ * carried, k~_j = [G_nj k_j, N_nj k_j]. P is G qk, and row i of L is row i-1 of G times kk. All are
+ * sums and products of numbers >= 0.
+ *
  * This file has a chunk's tokens, decays and scores. The other stages are in chunk_forward.h. */
 
 typedef struct chunk {
     int64_t C;      /* the tokens that it has room for */
     int64_t kp, cp; /* K and C, padded */
     int64_t n;      /* the tokens that are in it */
+    int64_t K;      /* the rows of a state: K; PAIR 2 K */
+    int64_t sp;     /* K, padded: the rows of hat and tilde, and of the factors of a state */
     real *x, *q;    /* [2C][kp]: x (k where not given), then (from row n) q; one matrix */
-    real *k;        /* [C][kp], x's rows where x is not given; DPLR [2C][kp]: k, then (from row n) y */
-    real *bonus;    /* BONUS [kp] */
-    real *a;        /* TOKEN [C], KEY [C][kp] */
-    real *beta;     /* [C] */
-    real *e;        /* TOKEN [C], KEY [C][kp]; forward: KEY's in the place of a */
-    real *gamma;    /* TOKEN [C][cp]: Gamma, its lower triangle; r is its last row */
-    real2 *product; /* TOKEN [cp]: a row of Gamma; KEY [kp]: the product of decays given as such */
-    real *rest;     /* TOKEN [cp]: the decay minus a, which is the rounded decay */
-    real *log;      /* KEY [kp]: the sum of the logarithms */
-    real *owed;     /* KEY [kp]: the roundings of the chunk's decays so far */
-    real *decay;    /* the chunk's decay: TOKEN [1], KEY [kp] */
-    real *hat;      /* KEY [2C][kp]: x^, then (from row n) q^; forward: in the place of x and q */
-    real *tilde;    /* KEY [C][kp]: k~; DPLR [2C][kp]: then (from row n) y~ */
-    lane *part;     /* KEY [2][cp], DPLR [4][cp]: a row of P and L before the sum over a lane */
-    int64_t wp;     /* the rows that are written, padded */
-    real *kt;       /* [kp][wp]: k (KEY: k~) transposed */
-    real *kk, *qk;  /* [2C][cp]: the bare products x_i . k_j, then (from row n) q_i . k_j */
+    real *k;     /* [C][kp], x's rows where x is not given; DPLR [2C][kp]: k, then (from row n) y */
+    real *bonus; /* BONUS [kp] */
+    real *a;     /* TOKEN, PAIR [C], KEY [C][kp] */
+    real *beta;  /* [C] */
+    real *eta;   /* PAIR [C] */
+    real *e;     /* TOKEN, PAIR [C], KEY [C][kp]; forward: KEY's in the place of a */
+    real *f, *m; /* PAIR [C] */
+    real *gamma; /* TOKEN [C][cp]: Gamma, its lower triangle; r is its last row. PAIR: G */
+    real *N;     /* PAIR [C][cp] */
+    /* TOKEN [cp]: a row of Gamma; PAIR [2][cp]: of G and of N; KEY [kp]: the product of decays given as
+     * such */
+    real2 *product;
+    real *rest;  /* TOKEN, PAIR [cp]: the decay minus a, which is the rounded decay */
+    real *log;   /* KEY [kp]: the sum of the logarithms */
+    real *owed;  /* KEY [kp]: the roundings of the chunk's decays so far */
+    real *decay; /* the chunk's decay: TOKEN, PAIR [1], KEY [kp] */
+    real *
+        hat; /* KEY, PAIR [2C][sp]: x^, then (from row n) q^; forward: KEY's in the place of x, q */
+    real *tilde;   /* KEY, PAIR [C][sp]: k~; DPLR [2C][kp]: then (from row n) y~ */
+    lane *part;    /* KEY [2][cp], DPLR [4][cp]: a row of P and L before the sum over a lane */
+    int64_t wp;    /* the rows that are written, padded */
+    real *kt;      /* [sp][wp]: k (KEY, PAIR: k~) transposed */
+    real *kk, *qk; /* [2C][cp]: the bare products x_i . k_j, then (from row n) q_i . k_j */
     /* [C][cp], their lower triangles; the bare products if nothing decays. DPLR [2C][cp]: of k, then
      * (from row C) of y */
     real *P, *L;
-    real *den;      /* [C]: the normaliser's denominators */
-    real2 decayed;  /* TOKEN: the product of its decays */
+    real *den;     /* [C]: the normaliser's denominators */
+    real2 decayed; /* TOKEN, PAIR: the product of its decays */
     /* [n], TOKEN and bf16 products: the factors of the rows of k S, q S and U: e, e and r */
     const real *scale_kS, *scale_qS, *scale_U;
 } chunk;
+
+/* Is the state multiplied by rows that carry the decays, x^, q^ and k~? */
+LA_FN bool rows_carry(const la_decay decay) { return decay == LA_KEY || decay == LA_PAIR; }
+
+/* The rows of a state: those of both states of a pair. */
+LA_FN int64_t state_rows(const la_problem *p) { return p->decay == LA_PAIR ? 2 * p->K : p->K; }
 
 /* The rows that a token writes, and the rows that look at the state. */
 LA_FN int64_t rows_written(const la_rule rule) { return rule == LA_DPLR ? 2 : 1; }
@@ -67,25 +92,37 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
                       const la_decay decay, const la_rule rule)
 {
     const int64_t kp = padded(p->K), cp = padded(C);
-    const bool key = decay == LA_KEY, token = decay == LA_TOKEN, predicts = la_predicts(rule);
+    const bool key = decay == LA_KEY, pair = decay == LA_PAIR, predicts = la_predicts(rule);
+    const bool token = decay == LA_TOKEN || pair, carries = rows_carry(decay);
     const int64_t written = rows_written(rule) * C;
     *c = (chunk){.C = C, .kp = kp, .cp = cp, .wp = padded(written)};
+    c->K = state_rows(p);
+    c->sp = padded(c->K);
     c->x = arena_take(m, 2 * C, kp);
     c->k = p->array[LA_X].given ? arena_take(m, written, kp) : c->x;
     c->bonus = arena_take(m, rule == LA_BONUS, kp);
     c->a = arena_take(m, key ? C : token, key ? kp : cp);
     c->e = key && !for_adjoint ? c->a : arena_take(m, C, key ? kp : token);
     c->beta = arena_take(m, 1, C);
+    c->eta = arena_take(m, pair, cp);
+    c->f = arena_take(m, pair, C);
+    c->m = arena_take(m, pair, C);
+    c->N = arena_take(m, pair ? C : 0, cp);
     c->gamma = arena_take(m, token ? C : 0, cp);
-    c->product = (real2 *)arena_take(m, token ? cp : key ? kp : 0, sizeof(real2) / sizeof(real));
+    c->product = (real2 *)arena_take(m,
+                                     pair    ? 2 * cp
+                                     : token ? cp
+                                     : key   ? kp
+                                             : 0,
+                                     sizeof(real2) / sizeof(real));
     c->rest = arena_take(m, 1, token ? cp : 0);
     c->log = arena_take(m, 1, key ? kp : 0);
     c->owed = arena_take(m, 1, key ? kp : 0);
     c->decay = arena_take(m, 1, key ? kp : 1);
-    c->hat = key && !for_adjoint ? c->x : arena_take(m, key ? 2 * C : 0, kp);
-    c->tilde = arena_take(m, key ? written : 0, kp);
+    c->hat = key && !for_adjoint ? c->x : arena_take(m, carries ? 2 * C : 0, c->sp);
+    c->tilde = arena_take(m, carries ? written : 0, c->sp);
     c->part = (lane *)arena_take(m, key ? 2 * rows_written(rule) * cp : 0, LANES);
-    c->kt = arena_take(m, kp, c->wp);
+    c->kt = arena_take(m, c->sp, c->wp);
     c->kk = arena_take(m, key ? 0 : 2 * C, cp);
     c->P = arena_take(m, decay == LA_NONE ? 0 : written, cp);
     c->L = arena_take(m, decay == LA_NONE || !predicts ? 0 : written, cp);
@@ -160,7 +197,7 @@ LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int6
 /* The chunk's decay. It pays back what the decays of the chunks before it were rounded by. */
 LA_COLD void settle_chunk_decay(chunk *c, const la_problem *p, real *owed, const la_decay decay)
 {
-    if (decay == LA_TOKEN) {
+    if (decay == LA_TOKEN || decay == LA_PAIR) {
         c->decay[0] = paid_back(c->decayed, owed);
     } else if (decay == LA_KEY && p->gate == LA_DECAY) {
         for (int64_t x = 0; x < c->kp; x++) c->decay[x] = paid_back(c->product[x], owed + x);
@@ -176,11 +213,14 @@ LA_COLD void settle_chunk_decay(chunk *c, const la_problem *p, real *owed, const
 LA_FN void load_gates(chunk *c, const la_problem *p, const la_unit *u, int64_t t,
                       const la_decay decay, const la_rule rule)
 {
-    if (decay == LA_TOKEN) load_decays(p, u, t, c->n, c->a, c->rest);
+    if (decay == LA_TOKEN || decay == LA_PAIR) load_decays(p, u, t, c->n, c->a, c->rest);
+    for (int64_t i = 0; decay == LA_PAIR && i < c->n; i++)
+        c->eta[i] = load_scalar(p, LA_ETA, u, t + i);
     int64_t first = 0;
     for (; decay == LA_KEY && first + 2 <= c->n; first += 2) load_key_decays(c, p, u, t, first, 2);
     for (; decay == LA_KEY && first < c->n; first++) load_key_decays(c, p, u, t, first, 1);
-    for (int64_t i = 0; rule == LA_DELTA && i < c->n; i++) c->beta[i] = load_scalar(p, LA_BETA, u, t + i);
+    for (int64_t i = 0; rule == LA_DELTA && i < c->n; i++)
+        c->beta[i] = load_scalar(p, LA_BETA, u, t + i);
 }
 
 /* Tokens t..t+n of the unit's sequence. reads: with q, and so with P. */
@@ -236,6 +276,56 @@ LA_FN void decay_products(chunk *c, const la_problem *p)
     c->decayed = e;
 }
 
+/* G, N, e, f and m of a pair, each rounded once. */
+LA_FN void pair_products(chunk *c, const la_problem *p)
+{
+    real2 e = 1, f = 0, m = 1, *const of_N = c->product + c->cp;
+    for (int64_t j = 0; j < 2 * c->cp; j++) c->product[j] = 0;
+    for (int64_t i = 0; i < c->n && !stopped_after(p, i); i++) {
+        const real2 a = (real2)c->a[i] + (real2)c->rest[i], eta = c->eta[i];
+        real *G = c->gamma + i * c->cp, *N = c->N + i * c->cp;
+        e *= a;
+        m *= eta;
+        f = a * f + m;
+        c->e[i] = (real)e;
+        c->f[i] = (real)f;
+        c->m[i] = (real)m;
+        for (int64_t j = 0; j < c->cp; j++) {
+            of_N[j] = j == i ? 1 : eta * of_N[j];
+            c->product[j] = j == i ? 1 : a * c->product[j] + of_N[j];
+            N[j] = (real)of_N[j];
+            G[j] = (real)c->product[j];
+        }
+    }
+    c->decayed = e;
+}
+
+/* [to, to + K) = a x, then K numbers b x. */
+LA_FN void two_scaled(int64_t K, real *to, const real *x, real a, real b)
+{
+    for (int64_t i = 0; i < K; i++) to[i] = a * x[i];
+    for (int64_t i = 0; i < K; i++) to[K + i] = b * x[i];
+}
+
+/* P and L of a pair, and the rows that carry its decays. */
+LA_FN void pair_scores(chunk *c, const la_problem *p, const bool reads)
+{
+    const int64_t n = c->n, cp = c->cp, kp = c->kp, sp = c->sp, K = p->K;
+    const real *G = c->gamma + (n - 1) * cp, *N = c->N + (n - 1) * cp;
+    pair_products(c, p);
+    for (int64_t i = 0; i < n && !stopped_after(p, i); i++) {
+        real *x_hat = c->hat + i * sp, *q_hat = x_hat + n * sp, *tilde = c->tilde + i * sp;
+        if (reads) multiply_row(cp, c->P + i * cp, c->gamma + i * cp, c->qk + i * cp);
+        if (i) multiply_row(cp, c->L + i * cp, c->gamma + (i - 1) * cp, c->kk + i * cp);
+        two_scaled(K, x_hat, c->x + i * kp, i ? c->e[i - 1] : 1, i ? c->f[i - 1] : 0);
+        if (reads) two_scaled(K, q_hat, c->q + i * kp, c->e[i], c->f[i]);
+        two_scaled(K, tilde, c->k + i * kp, G[i], N[i]);
+        for (int64_t at = 2 * K; at < sp; at++) x_hat[at] = tilde[at] = 0;
+        for (int64_t at = 2 * K; reads && at < sp; at++) q_hat[at] = 0;
+    }
+    transpose(n, c->K, c->tilde, sp, c->kt, c->wp);
+}
+
 /* P and L: the bare products times Gamma, or alone if nothing decays. */
 LA_FN void decayed_scores(chunk *c, const la_problem *p, const bool reads, const la_decay decay,
                           const la_rule rule)
@@ -268,7 +358,10 @@ LA_FN void scores_token(chunk *c, const la_problem *p, const bool reads, const l
         long_narrow_product(p, reads ? 2 * n : n, padded(n), p->K, c->x, kp, c->kt, cp, c->kk, cp);
     else if (reads)
         long_narrow_product(p, n, padded(n), p->K, c->q, kp, c->kt, cp, c->qk, cp);
-    decayed_scores(c, p, reads, decay, rule);
+    if (decay == LA_PAIR)
+        pair_scores(c, p, reads);
+    else
+        decayed_scores(c, p, reads, decay, rule);
 }
 
 /* Token i and R rows that are written before it, from row j on: row <- a_i row, and the lanes that
@@ -430,15 +523,39 @@ LA_FN void chunk_denominators(chunk *c, const la_problem *p, real *z, real *kaha
 typedef struct panel {
     int64_t v0, v1, width; /* columns of V; width is padded */
     int64_t rows;          /* that are written: n, DPLR 2 n */
-    real *S;               /* [K][width] */
+    real *S;               /* [K][width]; PAIR [2K][width]: M, then Y */
     real *U;               /* [C][width]: the writes; DPLR [2C][width]: v, then (from row n) W */
     real *rU;            /* TOKEN and bf16 products [C][width]: r U, U as the chunk's end sees it */
     real *O;             /* [C][width]: the reads, if they must be converted */
     const real *kS, *qS; /* bf16 products [C][width]: the products with the state, not scaled */
 } panel;
 
-/* The chunk's decay: one number, or one per key. */
+/* The chunk's decay: one number, or one per key. A pair decays by itself (decay_pair). */
 LA_FN const real *chunk_decay(const chunk *c, const la_decay decay)
 {
-    return decay == LA_NONE ? &one : c->decay;
+    return decay == LA_NONE || decay == LA_PAIR ? &one : c->decay;
+}
+
+/* to = [e M + f Y; m Y] at the chunk's end, from S = [M; Y]; they may be one. */
+LA_COLD void decay_pair(const chunk *c, const real *S, real *to, int64_t width)
+{
+    const int64_t half = c->K / 2 * width;
+    const real e = c->decay[0], f = c->f[c->n - 1], m = c->m[c->n - 1];
+    for (int64_t x = 0; x < half; x += LANES) {
+        const lane M = lanes_in(S + x)[0], Y = lanes_in(S + half + x)[0];
+        lanes_of(to + x)[0] = e * M + f * Y;
+        lanes_of(to + half + x)[0] = m * Y;
+    }
+}
+
+/* Its adjoint, in place: dS = [e dM; f dM + m dY]. */
+LA_COLD void decay_pair_adjoint(const chunk *c, real *dS, int64_t width)
+{
+    const int64_t half = c->K / 2 * width;
+    const real e = c->decay[0], f = c->f[c->n - 1], m = c->m[c->n - 1];
+    for (int64_t x = 0; x < half; x += LANES) {
+        const lane dM = lanes_in(dS + x)[0], dY = lanes_in(dS + half + x)[0];
+        lanes_of(dS + x)[0] = e * dM;
+        lanes_of(dS + half + x)[0] = f * dM + m * dY;
+    }
 }

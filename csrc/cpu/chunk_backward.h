@@ -32,32 +32,32 @@ LA_FN int64_t segment_room(int64_t chunks)
 
 typedef struct backward_scratch {
     chunk c;
-    real *S, *dS;         /* [K][width] */
-    real *kept; /* [M]: of a segment's chunks: state and z at their start, U, E */
+    real *S, *dS;         /* [K][width]; PAIR [2K][width] */
+    real *kept;           /* [M]: of a segment's chunks: state and z at their start, U, E */
     real *checkpoints;    /* [segments]: state and z */
     real *z, *dz, *kahan; /* [kp] */
     real *owed, *d_owed;  /* [kp]: to S, to dS */
-    real *U, *E; /* [C][width], in `kept`: the chunk's writes, and the errors that they correct;
+    real *U, *E;    /* [C][width], in `kept`: the chunk's writes, and the errors that they correct;
                   * DPLR: U is [2C][width], and has no E */
-    real *rU;    /* TOKEN [C][width]: r U */
-    real *dO;    /* [2C][width]: -dE (DPLR: -dW), then (from row n) dO; one matrix for dS */
-    real *edO;   /* TOKEN [2C][width]: e times that */
-    real *dU;    /* as U: dU, then dV */
-    real *Ut, *dOt;   /* [width][cp] (DPLR: two of them), [width][2C, padded]: U and dO transposed */
-    real *across;     /* [K][2C, padded]: d_tilde and d_hat, transposed */
-    real *dP, *dL;    /* as P and L */
-    real *d_hat;      /* [2C][kp]: dx^, then (from row n) dq^ */
-    real *d_tilde;    /* [C][kp]; DPLR [2C][kp] */
-    real *dq, *dk;    /* [C][kp] */
-    real *dx, *dy;    /* [C][kp]; dx is dk where x is not given */
-    real *dbonus;     /* [kp]: of the chunk */
+    real *rU;       /* TOKEN [C][width]: r U */
+    real *dO;       /* [2C][width]: -dE (DPLR: -dW), then (from row n) dO; one matrix for dS */
+    real *edO;      /* TOKEN [2C][width]: e times that */
+    real *dU;       /* as U: dU, then dV */
+    real *Ut, *dOt; /* [width][cp] (DPLR: two of them), [width][2C, padded]: U and dO transposed */
+    real *across;   /* [K][2C, padded]: d_tilde and d_hat, transposed */
+    real *dP, *dL;  /* as P and L */
+    real *d_hat;    /* [2C][sp]: dx^, then (from row n) dq^ */
+    real *d_tilde;  /* [C][sp]; DPLR [2C][kp] */
+    real *dq, *dk;  /* [C][kp] */
+    real *dx, *dy;  /* [C][kp]; dx is dk where x is not given */
+    real *dbonus;   /* [kp]: of the chunk */
     real *all_bonus, *lost_bonus; /* [kp]: the sum of dbonus, and what it rounded off */
-    real *da, *dbeta;             /* as a and beta */
-    real *xqt;        /* [kp][2C, padded]: x, then (from column n) q (KEY: x^, q^), transposed */
-    real *de;         /* TOKEN [1], KEY [kp]: of the chunk's decay */
-    real *rows;       /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma */
-    real *carried;    /* [kp] */
-    real *d_den;      /* [C] */
+    real *da, *dbeta, *deta;      /* as a, beta and eta */
+    real *xqt;     /* [sp][2C, padded]: x, then (from column n) q (or x^, q^), transposed */
+    real *de;      /* TOKEN [1], KEY [kp]: of the chunk's decay; PAIR [3]: of e, f and m */
+    real *rows;    /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma; PAIR: dG, dN */
+    real *carried; /* [kp] */
+    real *d_den;   /* [C] */
 } backward_scratch;
 
 /* The rows of a token that are kept: U and E, or V and W. */
@@ -69,12 +69,13 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     const int64_t kp = padded(p->K), cp = padded(C), width = padded(columns);
     const int64_t chunks = (length + C - 1) / C, M = segment_length(chunks);
     const int64_t written = rows_written(rule) * C;
-    const size_t start = la_plus(la_times(p->K, width), kp);
+    const int64_t K = state_rows(p), sp = padded(K);
+    const size_t start = la_plus(la_times(K, width), kp);
     chunk_take(&f->c, m, p, C, true, decay, rule);
-    f->S = arena_take(m, p->K, width);
-    f->dS = arena_take(m, p->K, width);
-    f->kept = arena_take(m, segment_room(chunks),
-                         la_plus(start, la_times(rows_kept(rule) * C, width)));
+    f->S = arena_take(m, K, width);
+    f->dS = arena_take(m, K, width);
+    f->kept =
+        arena_take(m, segment_room(chunks), la_plus(start, la_times(rows_kept(rule) * C, width)));
     f->checkpoints = arena_take(m, (chunks + M - 1) / M, start);
     f->z = arena_take(m, 1, kp);
     f->dz = arena_take(m, 1, kp);
@@ -87,11 +88,11 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->dU = arena_take(m, written, width);
     f->Ut = arena_take(m, rows_written(rule) * width, cp);
     f->dOt = arena_take(m, width, padded(2 * C));
-    f->across = arena_take(m, p->K, padded(2 * C));
+    f->across = arena_take(m, K, padded(2 * C));
     f->dP = arena_take(m, written, cp);
     f->dL = arena_take(m, written, cp);
-    f->d_hat = arena_take(m, 2 * C, kp);
-    f->d_tilde = arena_take(m, written, kp);
+    f->d_hat = arena_take(m, 2 * C, sp);
+    f->d_tilde = arena_take(m, written, sp);
     f->dq = arena_take(m, C, kp);
     f->dk = arena_take(m, C, kp);
     f->dx = p->array[LA_X].given ? arena_take(m, C, kp) : f->dk;
@@ -100,10 +101,11 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->all_bonus = arena_take(m, rule == LA_BONUS, kp);
     f->lost_bonus = arena_take(m, rule == LA_BONUS, kp);
     f->da = arena_take(m, C, decay == LA_KEY ? kp : 1);
-    f->xqt = arena_take(m, kp, padded(2 * C));
+    f->xqt = arena_take(m, sp, padded(2 * C));
+    f->deta = arena_take(m, decay == LA_PAIR, C);
     f->dbeta = arena_take(m, 1, C);
     f->de = arena_take(m, 1, kp);
-    f->rows = arena_take(m, C, decay == LA_KEY ? kp : cp);
+    f->rows = arena_take(m, decay == LA_PAIR ? 2 * C : C, decay == LA_KEY ? kp : cp);
     f->carried = arena_take(m, 1, kp);
     f->d_den = arena_take(m, 1, C);
 }
@@ -194,8 +196,7 @@ LA_FN void unlook_block(const int R, const int W, int64_t j, int64_t w, const ba
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++)
 #pragma GCC unroll 8
-        for (int x = 0; x < W; x++)
-            lanes_of(f->dU + (j + y) * width + w)[x] += sum[y * W + x];
+        for (int x = 0; x < W; x++) lanes_of(f->dU + (j + y) * width + w)[x] += sum[y * W + x];
 }
 
 /* The adjoint of panel_solve, from the last row up. dU holds the gradient of U from everything but
@@ -238,8 +239,7 @@ LA_FN void unread_block(const int R, const int W, int64_t j, int64_t w, const ch
         for (int z = 0; z <= y; z++)
 #pragma GCC unroll 8
             for (int x = 0; x < W; x++)
-                sum[z * W + x] +=
-                    P[(j + y) * cp + j + z] * lanes_in(dO + (j + y) * width + w)[x];
+                sum[z * W + x] += P[(j + y) * cp + j + z] * lanes_in(dO + (j + y) * width + w)[x];
 #pragma GCC unroll 8
     for (int y = 0; y < R; y++) {
         const real end = decay == LA_TOKEN ? r[j + y] : 1;
@@ -265,12 +265,12 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
                            prefetch *before, const la_decay decay, const la_rule rule)
 {
     chunk *c = &f->c;
-    const int64_t n = c->n, kp = c->kp, cp = c->cp, V = width;
+    const int64_t n = c->n, sp = c->sp, cp = c->cp, V = width, half = p->K * width;
     const bool predicts = la_predicts(rule);
     real *dO = f->dO + (predicts ? n * width : 0);
 
     /* Was S' = diag(e) S + (r k)' U and O = e q S + P U. */
-    product(rows_written(rule) * n, width, p->K, decay == LA_KEY ? c->tilde : c->k, kp, 1, f->dS,
+    product(rows_written(rule) * n, width, c->K, rows_carry(decay) ? c->tilde : c->k, sp, 1, f->dS,
             width, f->dU, width, NULL, 0);
     for (int64_t w = 0; w < rows_written(rule); w++) {
         const int64_t of_P = w * c->C * cp, of_U = w * n * width;
@@ -279,10 +279,14 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
         transpose(n, V, f->U + of_U, width, Ut, cp);
         long_narrow_product(p, n, padded(n), V, dO, width, Ut, cp, f->dP + of_P, cp);
         if (stopped_between(p, n)) return;
-        narrow_product(p->K, padded(n), V, f->dS, width, Ut, cp, f->across, cp);
-        transpose(p->K, n, f->across, cp, f->d_tilde + w * n * kp, kp);
+        narrow_product(c->K, padded(n), V, f->dS, width, Ut, cp, f->across, cp);
+        transpose(c->K, n, f->across, cp, f->d_tilde + w * n * sp, sp);
     }
-    if (decay == LA_TOKEN) f->de[0] = (real)long_dot(p->K * width, S, f->dS);
+    if (decay == LA_TOKEN || decay == LA_PAIR) f->de[0] = (real)long_dot(half, S, f->dS);
+    if (decay == LA_PAIR) { /* was M' = e M + f Y, Y' = m Y */
+        f->de[1] = (real)long_dot(half, S + half, f->dS);
+        f->de[2] = (real)long_dot(half, S + half, f->dS + half);
+    }
     for (int64_t i = 0; decay == LA_KEY && i < p->K; i++)
         f->de[i] = dot(width, S + i * width, f->dS + i * width);
 
@@ -298,15 +302,17 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     const int64_t rows = rows_looking(rule) * n, ldt = padded(rows);
     transpose(rows, V, f->dO, width, f->dOt, ldt);
     if (ldt == LANES)
-        narrow_product(p->K, ldt, V, S, width, f->dOt, ldt, f->across, ldt);
+        narrow_product(c->K, ldt, V, S, width, f->dOt, ldt, f->across, ldt);
     else
-        product(p->K, ldt, V, S, width, 1, f->dOt, ldt, f->across, ldt, NULL, 0);
-    transpose(p->K, rows, f->across, ldt, f->d_hat, kp);
+        product(c->K, ldt, V, S, width, 1, f->dOt, ldt, f->across, ldt, NULL, 0);
+    transpose(c->K, rows, f->across, ldt, f->d_hat, sp);
     if (stopped_between(p, n)) return;
     for (int64_t i = 0; decay == LA_TOKEN && i < rows; i++)
         scale_row(width, f->edO + i * width, f->dO + i * width, c->e[i < n ? i : i - n]);
-    transpose(rows, p->K, (decay == LA_KEY ? c->hat : c->x) + (2 * n - rows) * kp, kp, f->xqt, ldt);
-    product_and_prefetch(p->K, width, rows, f->xqt, ldt, 1, decay == LA_TOKEN ? f->edO : f->dO,
+    transpose(rows, c->K, (rows_carry(decay) ? c->hat : c->x) + (2 * n - rows) * sp, sp, f->xqt,
+              ldt);
+    if (decay == LA_PAIR) decay_pair_adjoint(c, f->dS, width);
+    product_and_prefetch(c->K, width, rows, f->xqt, ldt, 1, decay == LA_TOKEN ? f->edO : f->dO,
                          width, f->dS, width, f->dS, chunk_decay(c, decay), decay == LA_KEY,
                          before);
 }
@@ -514,6 +520,86 @@ LA_FN void scores_key_adjoint(backward_scratch *f, const la_problem *p, const la
     if (rule == LA_BONUS) add_keys(1, kp, f->dbonus, f->all_bonus, f->lost_bonus);
 }
 
+/* x . y, for rows that may not be whole lanes. */
+LA_FN real dot_of_half(int64_t K, const real *x, const real *y)
+{
+    real sum = 0;
+    if (K % LANES == 0) return dot(K, x, y);
+    for (int64_t i = 0; i < K; i++) sum += x[i] * y[i];
+    return sum;
+}
+
+/* to += a [x_0 .. x_K) + b [x_K .. x_2K) */
+LA_FN void add_halves(int64_t K, real *to, const real *x, real a, real b)
+{
+    for (int64_t i = 0; i < K; i++) to[i] += a * x[i] + b * x[K + i];
+}
+
+/* The adjoint of pair_scores and of the bare products. dq and dk are written. */
+LA_FN void scores_pair_adjoint(backward_scratch *f, const la_problem *p)
+{
+    chunk *c = &f->c;
+    const int64_t n = c->n, kp = c->kp, cp = c->cp, sp = c->sp, K = p->K, last = n - 1;
+    real *dG = f->rows, *dN = f->rows + c->C * cp;
+    const real *dx_hat = f->d_hat, *dq_hat = f->d_hat + n * sp;
+
+    fill(n * cp, dG, 0);
+    fill(n * cp, dN, 0);
+    for (int64_t i = 0; i < n && !stopped_after(p, i); i++) {
+        real *dP = f->dP + i * cp, *dL = f->dL + i * cp, *dGi = dG + i * cp;
+        const real *G = c->gamma + i * cp, *before = G - cp;
+        const real *qk = c->qk + i * cp, *kk = c->kk + i * cp;
+        for (int64_t j = i + 1; j < padded(n); j++) dP[j] = 0;
+        for (int64_t j = i; j < padded(n); j++) dL[j] = 0;
+        for (int64_t j = 0; j < i; j++) { /* was P = G qk, and L_i = G_{i-1} kk; G_jj is 1 */
+            dGi[j] += dP[j] * qk[j];
+            if (j < i - 1) dGi[j - cp] += dL[j] * kk[j];
+            dP[j] *= G[j];
+            dL[j] *= before[j];
+        }
+    }
+    long_product(p, n, kp, n, f->dP, cp, 1, c->k, kp, f->dq, kp, NULL);
+    long_product(p, n, kp, n, f->dP, 1, cp, c->q, kp, f->dk, kp, NULL);
+    long_product(p, n, kp, n, f->dL, cp, 1, c->k, kp, f->dk, kp, &one);
+    long_product(p, n, kp, n, f->dL, 1, cp, c->k, kp, f->dk, kp, &one);
+    for (int64_t i = 0; i < n;
+         i++) { /* was k~_i = [G_ni k_i, N_ni k_i], of which the last is k, k */
+        const real *k = c->k + i * kp, *dkt = f->d_tilde + i * sp;
+        const real G = c->gamma[last * cp + i], N = c->N[last * cp + i];
+        if (i < last) dG[last * cp + i] += dot_of_half(K, k, dkt);
+        if (i < last) dN[last * cp + i] += dot_of_half(K, k, dkt + K);
+        add_halves(K, f->dk + i * kp, dkt, G, N);
+    }
+    real2 de = f->de[0], df = f->de[1], dm = f->de[2]; /* of e_i, f_i and m_i */
+    for (int64_t i = last; i >= 0 && !stopped_after(p, last - i); i--) {
+        const real *q = c->q + i * kp, *k = c->k + i * kp;
+        const real *dqh = dq_hat + i * sp, *dxh = dx_hat + i * sp;
+        const real e = i ? c->e[i - 1] : 1, of_Y = i ? c->f[i - 1] : 0, m = i ? c->m[i - 1] : 1;
+        real2 da = 0, deta = 0;
+        de += dot_of_half(K, q, dqh); /* was q^_i = [e_i q_i, f_i q_i] */
+        df += dot_of_half(K, q, dqh + K);
+        add_halves(K, f->dq + i * kp, dqh, c->e[i], c->f[i]);
+        dm += df; /* was f_i = a_i f_{i-1} + m_i, and G_ij = a_i G_{i-1,j} + N_ij */
+        for (int64_t j = 0; j < i; j++) {
+            const int64_t ij = i * cp + j, before = ij - cp;
+            dN[ij] += dG[ij];
+            da += dG[ij] * c->gamma[before];
+            deta += dN[ij] * c->N[before];
+            if (j == i - 1) continue; /* G_jj and N_jj are 1 */
+            dG[before] += c->a[i] * dG[ij];
+            dN[before] += c->eta[i] * dN[ij];
+        }
+        f->da[i] = (real)(da + de * e + df * of_Y);
+        f->deta[i] = (real)(deta + dm * m);
+        de *= c->a[i];
+        df *= c->a[i];
+        dm *= c->eta[i];
+        add_halves(K, f->dk + i * kp, dxh, e, of_Y); /* was x^_i = [e_{i-1} k_i, f_{i-1} k_i] */
+        if (i) de += dot_of_half(K, k, dxh);
+        if (i) df += dot_of_half(K, k, dxh + K);
+    }
+}
+
 /* This unit's partial sums in one of the arrays of la_partials, at token t. */
 LA_FN real *partial_at(const la_partials *sums, void *base, const la_unit *u, int64_t t,
                        int64_t row)
@@ -540,7 +626,7 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
 {
     const chunk *c = &f->c;
     const int64_t n = c->n, kp = c->kp, gate = decay == LA_KEY ? kp : 1;
-    const la_array *dbeta = &p->array[LA_DBETA];
+    const la_array *dbeta = &p->array[LA_DBETA], *deta = &p->array[LA_DETA];
 
     const bool own_x = f->dx != f->dk;
     store_values(c, p, LA_DV, u, t, u->v0, u->v1, f->dU, width);
@@ -559,8 +645,10 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
             if (rule == LA_DPLR) store_plain_row(p, LA_DY, u->b, t + i, u->h, f->dy + i * kp);
             if (rule == LA_DELTA)
                 store_element(at(dbeta, u->b, t + i, u->hv), dbeta->dtype, f->dbeta[i]);
+            if (deta->given) store_element(at(deta, u->b, t + i, u->hv), deta->dtype, f->deta[i]);
         } else if (rule == LA_DELTA) {
             partial_at(sums, sums->dbeta, u, t, 1)[i] = f->dbeta[i];
+            if (decay == LA_PAIR) partial_at(sums, sums->deta, u, t, 1)[i] = f->deta[i];
         }
         if (decay != LA_NONE && sums->alone && p->decay != LA_HEAD)
             store_gate_gradient(p, u, t + i, da, f->carried, decay);
@@ -582,11 +670,14 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
     backward_scratch f;
     backward_take(&f, m, p, C, length, u->v1 - u->v0, decay, rule);
     chunk *c = &f.c;
-    const int64_t kp = c->kp, size = p->K * width, start = size + kp, written = C * width;
+    const int64_t kp = c->kp, one_state = p->K * width, size = c->K * width, start = size + kp;
+    const int64_t written = C * width;
     const int64_t each = start + rows_kept(rule) * written;
 
     load_state(p, LA_S0, u, u->v0, u->v1, f.S, width);
     load_state(p, LA_DST, u, u->v0, u->v1, f.dS, width);
+    if (decay == LA_PAIR) load_state(p, LA_Y0, u, u->v0, u->v1, f.S + one_state, width);
+    if (decay == LA_PAIR) load_state(p, LA_DYT, u, u->v0, u->v1, f.dS + one_state, width);
     load_z(p, LA_Z0, u, f.z);
     fill(kp, f.kahan, 0);
     if (normalised && u->panel == 0)
@@ -651,7 +742,9 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
             columns_adjoint(&f, p, S, width, &before, decay, rule);
             if (stopped_between(p, n)) return;
             if (normalised) denominators_adjoint(&f, p);
-            if (decay == LA_KEY)
+            if (decay == LA_PAIR)
+                scores_pair_adjoint(&f, p);
+            else if (decay == LA_KEY)
                 scores_key_adjoint(&f, p, rule);
             else
                 scores_token_adjoint(&f, p, normalised, decay, rule);
@@ -660,6 +753,7 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
         }
     }
     store_state(p, LA_DS0, u, u->v0, u->v1, f.dS, width);
+    if (decay == LA_PAIR) store_state(p, LA_DY0, u, u->v0, u->v1, f.dS + one_state, width);
     if (normalised) copy_row(kp, partial_z_at(p, sums, u), f.dz);
     if (rule == LA_BONUS) copy_row(kp, partial_bonus_at(p, sums, u), f.all_bonus);
 }

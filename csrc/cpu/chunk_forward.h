@@ -110,8 +110,8 @@ LA_FN void solve_block(const int R, const int W, int64_t i, int64_t w, const chu
 LA_COLD void panel_solve(const chunk *c, const la_problem *p, const panel *s, rows V, real *E,
                          prefetch *next, const la_decay decay, const la_rule rule)
 {
-    const real *x = decay == LA_KEY ? c->hat : c->x;
-    const int K = (int)p->K;
+    const real *x = rows_carry(decay) ? c->hat : c->x;
+    const int K = (int)c->K;
     if (!E) E = s->U; /* U_i is written there next */
     for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
         if (rule == LA_DPLR)
@@ -133,7 +133,7 @@ LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chun
     const real scale = (real)p->scale;
     lane qS[TILE], sum[TILE], of_W[TILE];
 
-    state_product(R, W, i, w, c, (int)p->K, q, s, s->qS, qS);
+    state_product(R, W, i, w, c, (int)c->K, q, s, s->qS, qS);
     tile_sum(R, W, (int)i, P, cp, 1, s->U + w, width, sum);
     if (rule == LA_DPLR) {
         tile_sum(R, W, (int)i, Py, cp, 1, solved + w, width, of_W);
@@ -166,7 +166,7 @@ LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chun
 LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, rows O, prefetch *next,
                         const la_decay decay, const la_rule rule, bool normalised)
 {
-    const real *q = decay == LA_KEY ? c->hat + c->n * c->kp : c->q;
+    const real *q = rows_carry(decay) ? c->hat + c->n * c->sp : c->q;
 #define READ(scaled, normalised, rule) \
     FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, scaled, normalised, rule)
     for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
@@ -193,7 +193,7 @@ enum { PANEL = 64 };
 
 /* The state of a unit's heads between chunks, and scratch of one panel. */
 typedef struct unit_states {
-    real *S;          /* [heads][panels][K][width] */
+    real *S;          /* [heads][panels][K][width]; PAIR: [2K] */
     real *z, *kahan;  /* [heads][kp] */
     real *owed;       /* [heads][kp]; TOKEN [heads][1] */
     real *U, *rU, *O; /* one panel's */
@@ -205,7 +205,7 @@ LA_FN void states_take(unit_states *states, arena *m, const la_problem *p, int64
 {
     int64_t width = padded(columns < PANEL ? columns : PANEL);
     int64_t panels = (columns + PANEL - 1) / PANEL;
-    states->S = arena_take(m, la_times(heads * panels, p->K), width);
+    states->S = arena_take(m, la_times(heads * panels, state_rows(p)), width);
     states->U = arena_take(m, rows_written(p->rule) * C, width);
     states->rU = arena_take(m, rows_are_scaled(decay) ? C : 0, width);
     states->O = arena_take(m, C, width);
@@ -222,7 +222,7 @@ LA_FN panel panel_at(const unit_states *states, const la_problem *p, const la_un
     const int64_t panels = (all + PANEL - 1) / PANEL, which = head * panels + (v - u->v0) / PANEL;
     panel s = {.v0 = v, .v1 = v + PANEL < u->v1 ? v + PANEL : u->v1};
     s.width = padded(s.v1 - s.v0);
-    s.S = states->S + which * p->K * widest;
+    s.S = states->S + which * state_rows(p) * widest;
     s.U = states->U;
     s.rU = states->rU;
     s.O = states->O;
@@ -261,6 +261,7 @@ LA_FN void states_load(unit_states *states, const la_problem *p, const la_unit *
     for (int64_t v = u->v0; v < u->v1; v += PANEL) {
         panel s = panel_at(states, p, u, i, v);
         load_state(p, LA_S0, u, s.v0, s.v1, s.S, s.width);
+        if (decay == LA_PAIR) load_state(p, LA_Y0, u, s.v0, s.v1, s.S + p->K * s.width, s.width);
     }
     if (is_normalised(p, decay, rule)) load_z(p, LA_Z0, u, states->z + i * kp);
     fill(kp, states->kahan + i * kp, 0);
@@ -273,6 +274,7 @@ LA_FN void states_store(const unit_states *states, const la_problem *p, const la
     for (int64_t v = u->v0; v < u->v1; v += PANEL) {
         panel s = panel_at(states, p, u, i, v);
         store_state(p, LA_ST, u, s.v0, s.v1, s.S, s.width);
+        if (decay == LA_PAIR) store_state(p, LA_YT, u, s.v0, s.v1, s.S + p->K * s.width, s.width);
     }
     if (is_normalised(p, decay, rule) && u->v0 == 0)
         store_z(p, LA_ZT, u, states->z + i * padded(p->K));

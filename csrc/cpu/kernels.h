@@ -32,15 +32,15 @@ typedef struct la_unit {
 typedef struct la_partials {
     bool alone;
     int64_t panels;
-    int64_t tokens; /* B * row */
-    int64_t row;    /* tokens of a batch row: of q, or of k and v if these are more */
-    int64_t kp;     /* K, padded to whole lanes */
-    void *dq, *dk;  /* [HV * panels][tokens][kp], of q and k as the recurrence sees them */
-    void *dx, *dy;  /* as dk, where x is given, and of the rule DPLR */
-    void *da;       /* KEY: [HV * panels][tokens][kp]; TOKEN, HEAD: [HV * panels][tokens] */
+    int64_t tokens;     /* B * row */
+    int64_t row;        /* tokens of a batch row: of q, or of k and v if these are more */
+    int64_t kp;         /* K, padded to whole lanes */
+    void *dq, *dk;      /* [HV * panels][tokens][kp], of q and k as the recurrence sees them */
+    void *dx, *dy;      /* as dk, where x is given, and of the rule DPLR */
+    void *da;           /* KEY: [HV * panels][tokens][kp]; TOKEN, HEAD: [HV * panels][tokens] */
     void *dbeta, *deta; /* [HV * panels][tokens] */
-    void *dz0;      /* [HV * panels][N][kp] */
-    void *dbonus;   /* [HV * panels][N][kp]: the sum over a sequence's tokens */
+    void *dz0;          /* [HV * panels][N][kp] */
+    void *dbonus;       /* [HV * panels][N][kp]: the sum over a sequence's tokens */
 } la_partials;
 
 /* A block of tokens of one query/key head and its value heads: what one call of `reduce`

@@ -228,11 +228,11 @@ typedef struct scan_backward_scratch {
     real *states;      /* [M][K*strip + kp]: before each token of a segment (state, z) */
     real *checkpoints; /* [segments][K*strip + kp] */
     token_rows rows;
-    real *z, *dz, *kahan;                   /* [kp] */
-    real *owed, *d_owed;                    /* [kp]: to S, to dS */
-    real *o, *d_o, *dv;                     /* [strip] */
-    real *dq, *dk, *da, *dx, *dy, *dbonus;  /* [kp] */
-    real *all_bonus, *lost_bonus;           /* [kp]: the sum of dbonus, and what it rounded off */
+    real *z, *dz, *kahan;                  /* [kp] */
+    real *owed, *d_owed;                   /* [kp]: to S, to dS */
+    real *o, *d_o, *dv;                    /* [strip] */
+    real *dq, *dk, *da, *dx, *dy, *dbonus; /* [kp] */
+    real *all_bonus, *lost_bonus;          /* [kp]: the sum of dbonus, and what it rounded off */
 } scan_backward_scratch;
 
 LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_problem *p,
@@ -246,8 +246,8 @@ LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_probl
     f->states = arena_take(m, segment_room(length), kept);
     f->checkpoints = arena_take(m, (length + M - 1) / M, kept);
     rows_take(&f->rows, m, p);
-    real **rows[] = {&f->z,  &f->dz, &f->kahan,  &f->owed,      &f->d_owed,    &f->dq, &f->dk,
-                     &f->da, &f->dx, &f->dy,     &f->dbonus,    &f->all_bonus, &f->lost_bonus};
+    real **rows[] = {&f->z,  &f->dz, &f->kahan, &f->owed,   &f->d_owed,    &f->dq,        &f->dk,
+                     &f->da, &f->dx, &f->dy,    &f->dbonus, &f->all_bonus, &f->lost_bonus};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) *rows[i] = arena_take(m, 1, kp);
     if (!p->array[LA_X].given) f->dx = f->dk;
     real **strips[] = {&f->o, &f->d_o, &f->dv};
@@ -294,8 +294,7 @@ LA_FN void add_shares(const scan_backward_scratch *f, const la_problem *p, const
     const int64_t kp = padded(p->K);
     add_share(kp, partial_at(sums, sums->dq, u, t, kp), f->dq, first);
     add_share(kp, partial_at(sums, sums->dk, u, t, kp), f->dk, first);
-    if (p->array[LA_X].given)
-        add_share(kp, partial_at(sums, sums->dx, u, t, kp), f->dx, first);
+    if (p->array[LA_X].given) add_share(kp, partial_at(sums, sums->dx, u, t, kp), f->dx, first);
     if (rule == LA_DPLR) add_share(kp, partial_at(sums, sums->dy, u, t, kp), f->dy, first);
     if (decay == LA_KEY)
         add_share(kp, partial_at(sums, sums->da, u, t, kp), f->da, first);

@@ -6,7 +6,7 @@
  *     load_and_score     a chunk's tokens and their scores
  *     state_products     k S and q S of a panel, if all rows are made at once
  *     state_product      a block of k S or q S, not scaled: R rows from i, W lanes from column w
- *     state_carry        S' = diag(e) S + (r k)' U, e the chunk's decay */
+ *     state_carry        S' = diag(e) S + (r k)' U, e the chunk's decay; of a pair decay_pair(S) + k~' U */
 
 typedef struct state_scratch {
     char none;
@@ -39,14 +39,19 @@ LA_FN void state_product(const int R, const int W, int64_t i, int64_t w, const c
                          const real *keys, const panel *s, const real *made, lane *to)
 {
     (void)made;
-    tile_sum(R, W, K, keys + i * c->kp, c->kp, 1, s->S + w, s->width, to);
+    tile_sum(R, W, K, keys + i * c->sp, c->sp, 1, s->S + w, s->width, to);
 }
 
 LA_FN void state_carry(const chunk *c, const state_scratch *x, const la_problem *p, const panel *s,
                        real *to, prefetch *next, const la_decay decay)
 {
-    (void)x;
-    product_and_prefetch(p->K, s->width, s->rows, c->kt, c->wp, 1, decay == LA_TOKEN ? s->rU : s->U,
-                         s->width, to, s->width, s->S, chunk_decay(c, decay), decay == LA_KEY,
+    const real *from = s->S;
+    (void)x, (void)p;
+    if (decay == LA_PAIR) {
+        decay_pair(c, s->S, to, s->width);
+        from = to;
+    }
+    product_and_prefetch(c->K, s->width, s->rows, c->kt, c->wp, 1, decay == LA_TOKEN ? s->rU : s->U,
+                         s->width, to, s->width, from, chunk_decay(c, decay), decay == LA_KEY,
                          next);
 }
