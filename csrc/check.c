@@ -551,6 +551,7 @@ static la_status settle_pool(la_problem *p)
 
 /* The CUDA kernels keep whole rows of a state on the chip. */
 #define CUDA_MAX_DIM 512
+#define CUDA_MAX_RARE 256 /* of the kernels of cuda/rare.cuh */
 
 /* Kernels number the heads of all sequences by ints, eight blocks for each at most. */
 #define CUDA_MAX_HEADS (INT32_MAX / 8)
@@ -560,6 +561,12 @@ static la_status check_options(la_problem *p)
     if (p->device == LA_CUDA && p->K > CUDA_MAX_DIM)
         return fail(p, LA_VALUE_ERROR, "q: expected K <= %d on CUDA, got K = %lld", CUDA_MAX_DIM,
                     (long long)p->K);
+    const bool rare = p->rule > LA_DELTA || p->decay == LA_PAIR || p->array[LA_X].given;
+    if (p->device == LA_CUDA && rare && p->K > CUDA_MAX_RARE)
+        return fail(
+            p, LA_VALUE_ERROR, "q: expected K <= %d on CUDA for %s, got K = %lld", CUDA_MAX_RARE,
+            p->array[LA_X].given && p->rule == LA_DELTA ? "calls with x" : la_variants[p->op].name,
+            (long long)p->K);
     if (p->device == LA_CUDA && p->V > CUDA_MAX_DIM)
         return fail(p, LA_VALUE_ERROR, "v: expected V <= %d on CUDA, got V = %lld", CUDA_MAX_DIM,
                     (long long)p->V);
@@ -572,11 +579,6 @@ static la_status check_options(la_problem *p)
         return fail(p, LA_VALUE_ERROR,
                     "q: expected T < 2^31 and N * HV <= 2^28 on CUDA, got T = %lld, N * HV = %lld",
                     (long long)la_longest_row(p), (long long)(p->N * p->HV));
-    if (p->rule == LA_DPLR || p->rule == LA_BONUS || p->decay == LA_PAIR || p->array[LA_X].given) {
-        if (p->device == LA_CUDA)
-            return fail(p, LA_VALUE_ERROR, "%s: expected arrays of the host",
-                        la_variants[p->op].name);
-    }
     if (p->has_chunk && p->chunk < 1)
         return fail(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld", (long long)p->chunk);
     if (p->has_scale && !isfinite(p->scale))

@@ -23,11 +23,13 @@ typedef enum {
     LA_INTERRUPTED,   /* the caller's wish: outputs hold anything */
 } la_status;
 
-/* Marks a function that kernels of a GPU may call too. */
+/* Marks a function that kernels of a GPU may call too, and one whose result may choose a kernel. */
 #ifdef __CUDACC__
 #define LA_BOTH __host__ __device__
+#define LA_FACT LA_BOTH constexpr
 #else
 #define LA_BOTH
+#define LA_FACT
 #endif
 
 typedef enum { LA_F64, LA_F32, LA_F16, LA_BF16, LA_I64, LA_I32, LA_DTYPES } la_dtype;
@@ -60,12 +62,12 @@ typedef enum { LA_ADDITIVE, LA_DELTA, LA_DPLR, LA_BONUS, LA_RULES } la_rule;
 
 /* The facts in which rules differ (recurrence.h). Do they predict? Does the prediction take the decayed
  * state, and does the read? */
-LA_BOTH static inline bool la_predicts(la_rule rule) { return rule == LA_DELTA || rule == LA_DPLR; }
-LA_BOTH static inline bool la_predicts_after(la_decay decay, la_rule rule)
+LA_FACT static inline bool la_predicts(la_rule rule) { return rule == LA_DELTA || rule == LA_DPLR; }
+LA_FACT static inline bool la_predicts_after(la_decay decay, la_rule rule)
 {
     return rule == LA_DELTA && decay != LA_PAIR;
 }
-LA_BOTH static inline bool la_reads_after(la_rule rule) { return rule != LA_BONUS; }
+LA_FACT static inline bool la_reads_after(la_rule rule) { return rule != LA_BONUS; }
 
 /* Which kernels an op has: the rows of kinds.def. Tables of kernels are indexed by this. */
 typedef enum {

@@ -128,6 +128,14 @@ LA_FN void la_predict(const la_strip S, const la_strip Y, const int W, int K, co
     JOIN(p, reads ? o : NULL, W);
 }
 
+/* o = S' q, of a call without decays in which every token reads what all have written. */
+LA_FN void la_read_all(const la_strip S, const int W, int K, const la_operands *t, lane *o)
+{
+    la_operands reads = *t;
+    reads.x = t->q;
+    la_predict(S, la_strip_of(NULL, 0), W, K, &reads, o, NULL, false, LA_NONE, LA_DELTA);
+}
+
 /* S <- diag(a) S + k u' - y p', from the last row up, because la_predict saw the last rows last.
  * The factors of a row are read once, before the row is written: the compiler must assume that they
  * lie in it. */

@@ -21,25 +21,45 @@
 #include "batch.cuh"
 #include "normaliser.cuh"
 
-enum { ADJOINT_THREADS = WARPS * 32, REDUCE_THREADS = 256, SUMS = 3 }; /* SUMS: dq, dk, da */
+enum { ADJOINT_THREADS = WARPS * 32, REDUCE_THREADS = 256 };
+
+/* The rows that are summed over value columns, and the numbers: da of a scalar decay, .. */
+enum row_of_sums { OF_Q, OF_K, OF_A, OF_X, OF_Y, ROWS_OF_SUMS };
+enum number_of_sums { OF_SCALAR, OF_BETA, OF_ETA, NUMBERS_OF_SUMS };
+template <la_decay DECAY, la_rule RULE, bool RARE>
+__host__ __device__ constexpr bool is_summed(row_of_sums row)
+{
+    return row == OF_Q || row == OF_K || (row == OF_A && DECAY == LA_KEY) ||
+           (row == OF_X && has_x<DECAY, RULE, RARE>) || (row == OF_Y && RULE == LA_DPLR);
+}
+template <la_decay DECAY, la_rule RULE>
+__host__ __device__ constexpr bool is_summed(number_of_sums number)
+{
+    return (number == OF_SCALAR && (DECAY == LA_TOKEN || DECAY == LA_PAIR)) ||
+           (number == OF_BETA && RULE == LA_DELTA) || (number == OF_ETA && DECAY == LA_PAIR);
+}
 
 /* Scratch for the value heads first..first + heads of a turn. Partials are [heads][tiles]. */
 struct adjoint_scratch {
     /* segments: of all sequences, with up to N of them unused */
     int first, heads, tiles, M, segments;
-    int kp;             /* K, padded */
-    int64_t tokens;     /* B T */
-    real *dq, *dk, *da; /* [partials][tokens][kp]; da of a scalar decay: [partials][tokens] */
-    real *dbeta;        /* [partials][tokens] */
+    int kp;         /* K, padded */
+    int64_t tokens; /* B T */
+    /* [partials][tokens][kp], but da of a scalar decay: [partials][tokens] */
+    real *dq, *dk, *da, *dx, *dy;
+    real *dbeta, *deta; /* [partials][tokens] */
+    double *dbonus;     /* [N][partials][kp]: the sum over a sequence's tokens */
     real *den;          /* normalised: [heads][tokens], the denominators */
     double *z;          /* normalised: the sums of keys by segment */
-    real *states;       /* [partials][segments + N M][ROWS][ADJOINT_THREADS] */
+    /* [partials][segments + N M][ROWS][ADJOINT_THREADS]; a pair: twice the rows */
+    real *states;
 };
 
-template <int ROWS> struct adjoint_room {
-    batch<ROWS> tokens;                     /* o holds the gradient of num */
+template <int ROWS, bool RARE> struct adjoint_room {
+    static constexpr int SUMS = RARE ? (int)ROWS_OF_SUMS : (int)OF_X;
+    batch<ROWS, RARE> tokens;               /* o holds the gradient of num */
     key_row<ROWS> sums[TURNS][SUMS][WARPS]; /* the part of each warp of the sums of a token */
-    real scalars[TURNS][2][WARPS];          /* of da and dbeta */
+    real scalars[TURNS][NUMBERS_OF_SUMS][WARPS];
 };
 
 /* With the additive rule dS is little more than a sum over all tokens, and its roundings would add
@@ -71,31 +91,30 @@ template <la_decay DECAY, la_rule RULE, int ROWS> struct kahan_rows {
     }
 };
 
-template <la_decay DECAY, la_rule RULE, int ROWS>
+template <la_decay DECAY, la_rule RULE, int ROWS, bool RARE>
 static __global__ void __launch_bounds__(ADJOINT_THREADS)
     adjoint(const __grid_constant__ call c, const __grid_constant__ gradients d,
             const __grid_constant__ adjoint_scratch f)
 {
     extern __shared__ char shared[];
-    adjoint_room<ROWS> &s = *(adjoint_room<ROWS> *)shared;
+    adjoint_room<ROWS, RARE> &s = *(adjoint_room<ROWS, RARE> *)shared;
+    constexpr bool PAIR = DECAY == LA_PAIR;
     const int tile = blockIdx.x % f.tiles, head = blockIdx.x / f.tiles % f.heads;
     const unit u = unit_of(c, blockIdx.x / f.tiles / f.heads, f.first + head);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = threadIdx.x % PARTS;
     const int v0 = tile * COLUMNS, own_column = threadIdx.x / PARTS, column = v0 + own_column;
     const bool mine = column < c.V;
     const int64_t partial = (int64_t)head * f.tiles + tile, row0 = (int64_t)u.b * c.T;
-    real *const dq = f.dq + (partial * f.tokens + row0) * f.kp;
-    real *const dk = f.dk + (partial * f.tokens + row0) * f.kp;
-    real *const da = f.da + (partial * f.tokens + row0) * (DECAY == LA_KEY ? f.kp : 1);
-    real *const dbeta = f.dbeta + partial * f.tokens + row0;
+    const int64_t first_row = partial * f.tokens + row0;
     const real *const den = f.den + head * f.tokens + row0;
-    constexpr int STATE = ROWS * ADJOINT_THREADS;
+    constexpr int STATE = (PAIR ? 2 : 1) * ROWS * ADJOINT_THREADS;
     real *const states =
         f.states + partial * (f.segments + (int64_t)c.N * f.M) * STATE + threadIdx.x;
     real *const starts = states + first_chunk_slot(c, u.n, f.M) * STATE;
     real *const kept = states + (f.segments + (int64_t)u.n * f.M) * STATE;
     const bool normalised = is_normalised(&c, DECAY, RULE);
-    real S[ROWS], dS[ROWS];
+    real S[ROWS], dS[ROWS], Y[PAIR ? ROWS : 1], dY[PAIR ? ROWS : 1];
+    double dbonus[RULE == LA_BONUS ? ROWS : 1] = {};
 
     const auto load_both = [&](const view &from, real(&x)[ROWS]) {
 #pragma unroll
@@ -109,10 +128,14 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     const auto put_state = [&](real *to) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) to[i * ADJOINT_THREADS] = S[i];
+#pragma unroll
+        for (int i = 0; i < (PAIR ? ROWS : 0); i++) to[(ROWS + i) * ADJOINT_THREADS] = Y[i];
     };
     const auto get_state = [&](const real *from) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) S[i] = from[i * ADJOINT_THREADS];
+#pragma unroll
+        for (int i = 0; i < (PAIR ? ROWS : 0); i++) Y[i] = from[(ROWS + i) * ADJOINT_THREADS];
     };
     /* Tokens t..t+n into shared memory, with the gradient of num. */
     const auto load_tokens = [&](int t, int n, bool backwards) {
@@ -136,20 +159,25 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
     /* Add up the parts of the warps for token t, and store them as a partial. */
     const auto store_sums = [&](int t, bool of_q, bool of_k) {
         __syncthreads();
+        real *const rows[] = {f.dq, f.dk, f.da, f.dx, f.dy}, *const ones[] = {f.da, f.dbeta,
+                                                                              f.deta};
         for (int i = threadIdx.x; i < f.kp; i += ADJOINT_THREADS) {
 #pragma unroll
-            for (int which = 0; which < SUMS; which++) {
-                if (which == 0 ? !of_q : which == 1 ? !of_k : DECAY != LA_KEY) continue;
+            for (int row = 0; row < s.SUMS; row++) {
+                if (row == OF_Q ? !of_q : row == OF_K ? !of_k : false) continue;
+                if (!is_summed<DECAY, RULE, RARE>((row_of_sums)row)) continue;
                 real x = 0;
-                for (int w = 0; w < WARPS; w++) x += s.sums[turn][which][w].at(i);
-                (which == 0 ? dq : which == 1 ? dk : da)[(int64_t)t * f.kp + i] = x;
+                for (int w = 0; w < WARPS; w++) x += s.sums[turn][row][w].at(i);
+                rows[row][(first_row + t) * f.kp + i] = x;
             }
         }
-        if (threadIdx.x < 2 && of_q && of_k &&
-            (threadIdx.x ? RULE == LA_DELTA : DECAY == LA_TOKEN)) {
+#pragma unroll
+        for (int one = 0; one < NUMBERS_OF_SUMS; one++) {
+            if (!is_summed<DECAY, RULE>((number_of_sums)one)) continue;
+            if (threadIdx.x != one || !of_q || !of_k) continue;
             real x = 0;
-            for (int w = 0; w < WARPS; w++) x += s.scalars[turn][threadIdx.x][w];
-            (threadIdx.x ? dbeta : da)[t] = x;
+            for (int w = 0; w < WARPS; w++) x += s.scalars[turn][one][w];
+            ones[one][first_row + t] = x;
         }
         if (TURNS == 2)
             turn ^= 1;
@@ -176,6 +204,10 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
 
     load_both(c.x[LA_S0], S);
     load_both(d[LA_DST], dS);
+    if constexpr (PAIR) {
+        load_both(c.x[LA_Y0], Y);
+        load_both(d[LA_DYT], dY);
+    }
     if constexpr (is_plain<DECAY, RULE>)
         /* Noncausal: every token reads what all tokens have written. Pass 0 writes all, pass 1 is
          * the adjoint of all reads, pass 2 the adjoint of all writes. */
@@ -226,13 +258,10 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
             const int n = min((int)BATCH, b - t);
             load_tokens(t, n, false);
             for (int i = 0; i < n; i++) {
-                const real *x = DECAY == LA_KEY ? s.tokens.a[i].part(part) : s.tokens.scalar_a + i;
+                const la_operands x = operands_of<DECAY, RULE>(s.tokens, i, part, own_column);
                 real o;
                 if (!forward_only) put_state(kept + (int64_t)(t - a + i) * STATE);
-                la_token(la_strip_of(S, 1), 1, ROWS, s.tokens.q[i].part(part),
-                         s.tokens.k[i].part(part), &s.tokens.v[i][own_column], x,
-                         RULE == LA_DELTA ? s.tokens.beta[i] : 0,
-                         RULE == LA_DELTA ? s.tokens.qk[i] : 0, &o, DECAY, RULE);
+                la_token(la_strip_of(S, 1), la_strip_of(Y, 1), 1, ROWS, &x, &o, DECAY, RULE);
             }
         }
         if (forward_only) continue;
@@ -240,42 +269,70 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
             const int n = min((int)BATCH, b - t);
             load_tokens(t, n, true);
             for (int i = n - 1; i >= 0; i--) {
-                const real *x = DECAY == LA_KEY ? s.tokens.a[i].part(part) : s.tokens.scalar_a + i;
+                const la_operands x = operands_of<DECAY, RULE>(s.tokens, i, part, own_column);
                 real gq[ROWS] = {}, gk[ROWS] = {}, ga[DECAY == LA_KEY ? ROWS : 1] = {}, gb = 0, dv;
+                constexpr bool OWN_X = has_x<DECAY, RULE, RARE>;
+                real gx[OWN_X ? ROWS : 1] = {}, gy[RULE == LA_DPLR ? ROWS : 1] = {}, geta = 0;
+                real gbonus[RULE == LA_BONUS ? ROWS : 1] = {};
+                const la_token_gradients g = {gq, gk,  OWN_X ? gx : gk, gy, gbonus,
+                                              ga, &gb, &geta,           &dv};
                 get_state(kept + (int64_t)(t - a + i) * STATE);
                 real before[SUMS_UP ? ROWS : 1];
 #pragma unroll
                 for (int j = 0; j < (SUMS_UP ? ROWS : 0); j++) before[j] = dS[j];
-                la_token_adjoint(S, dS, 1, ROWS, s.tokens.q[i].part(part), s.tokens.k[i].part(part),
-                                 &s.tokens.v[i][own_column], x,
-                                 RULE == LA_DELTA ? s.tokens.beta[i] : 0,
-                                 &s.tokens.o[i][own_column], gq, gk, &dv, ga, &gb, DECAY, RULE);
-                kahan.collect(dS, before, s.tokens.q[i].part(part), s.tokens.o[i][own_column],
-                              x[0]);
+                la_token_adjoint(S, dS, Y, dY, 1, ROWS, &x, &s.tokens.o[i][own_column], &g, DECAY,
+                                 RULE);
+                kahan.collect(dS, before, x.q, s.tokens.o[i][own_column], x.a[0]);
                 if (mine && part == 0)
                     store(at(d[LA_DV], u.b, t + i, u.hv, column), d[LA_DV].dtype, dv);
-                sum_rows(0, gq);
-                sum_rows(1, gk);
-                if constexpr (DECAY == LA_KEY) sum_rows(2, ga);
-                if (DECAY == LA_TOKEN) {
+                sum_rows(OF_Q, gq);
+                sum_rows(OF_K, gk);
+                if constexpr (DECAY == LA_KEY) sum_rows(OF_A, ga);
+                if constexpr (OWN_X) sum_rows(OF_X, gx);
+                if constexpr (RULE == LA_DPLR) sum_rows(OF_Y, gy);
+                if constexpr (RULE == LA_BONUS)
+#pragma unroll
+                    for (int j = 0; j < ROWS; j++) dbonus[j] += gbonus[j];
+                if (DECAY == LA_TOKEN || PAIR) {
                     const real sum = warp_sum(ga[0]);
-                    if (lane == 0) s.scalars[turn][0][warp] = sum;
+                    if (lane == 0) s.scalars[turn][OF_SCALAR][warp] = sum;
                 }
                 if (RULE == LA_DELTA) {
                     const real sum = warp_sum(part == 0 ? gb : 0);
-                    if (lane == 0) s.scalars[turn][1][warp] = sum;
+                    if (lane == 0) s.scalars[turn][OF_BETA][warp] = sum;
+                }
+                if (PAIR) {
+                    const real sum = warp_sum(geta);
+                    if (lane == 0) s.scalars[turn][OF_ETA][warp] = sum;
                 }
                 store_sums(t + i, true, true);
             }
             kahan.add_to(dS);
         }
     }
-    if (!d[LA_DS0].data || !mine) return;
+    if constexpr (RULE == LA_BONUS) {              /* the columns of a block, in their order */
+        double *const columns = (double *)&s.sums; /* [COLUMNS][kp] */
+        __syncthreads();
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-        const int key = part * ROWS + i;
-        if (key < c.K) store(at(d[LA_DS0], u.n, u.hv, key, column), d[LA_DS0].dtype, dS[i]);
+        for (int i = 0; i < ROWS; i++)
+            if (part * ROWS + i < f.kp) columns[own_column * f.kp + part * ROWS + i] = dbonus[i];
+        __syncthreads();
+        for (int i = threadIdx.x; i < f.kp; i += ADJOINT_THREADS) {
+            double x = 0;
+            for (int w = 0; w < COLUMNS; w++) x += columns[w * f.kp + i];
+            f.dbonus[((int64_t)u.n * f.heads * f.tiles + partial) * f.kp + i] = x;
+        }
     }
+    const auto store_both = [&](const view &to, const real *x) {
+        if (!to.data || !mine) return;
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const int key = part * ROWS + i;
+            if (key < c.K) store(at(to, u.n, u.hv, key, column), to.dtype, x[i]);
+        }
+    };
+    store_both(d[LA_DS0], dS);
+    if constexpr (PAIR) store_both(d[LA_DY0], dY);
 }
 
 /* ---- reduction of the partials ---- */
@@ -296,7 +353,7 @@ __device__ void store_key_gradient(const call &c, const view &from, const view &
 }
 
 /* A warp has a token of one q/k head, and of the value heads that read it. */
-template <la_decay DECAY, la_rule RULE, int KEYS>
+template <la_decay DECAY, la_rule RULE, int KEYS, bool RARE>
 static __global__ void __launch_bounds__(128)
     reduce_partials(const __grid_constant__ call c, const __grid_constant__ gradients d,
                     const __grid_constant__ adjoint_scratch f)
@@ -351,6 +408,14 @@ static __global__ void __launch_bounds__(128)
         add_partials(f.dk, own * group * f.tiles, group * f.tiles, x);
         store_key_gradient<KEYS>(c, c.x[LA_K], d[LA_DK], 1, b, t, h, x);
     }
+    const auto store_plain = [&](const real *from, const view &to) {
+        add_partials(from, own * group * f.tiles, group * f.tiles, x);
+#pragma unroll
+        for (int j = 0; j < KEYS; j++)
+            if (lane + 32 * j < c.K) store(at(to, b, t, h, lane + 32 * j), to.dtype, x[j]);
+    };
+    if constexpr (is_summed<DECAY, RULE, RARE>(OF_X)) store_plain(f.dx, d[LA_DX]);
+    if constexpr (is_summed<DECAY, RULE, RARE>(OF_Y)) store_plain(f.dy, d[LA_DY]);
     for (int hv = h * group; hv < (h + 1) * group; hv++) {
         const int first = (hv - f.first) * f.tiles;
         if constexpr (DECAY == LA_KEY) {
@@ -363,13 +428,30 @@ static __global__ void __launch_bounds__(128)
                     store(at(d[LA_DG], b, t, hv, lane + 32 * j), d[LA_DG].dtype,
                           gate_gradient(x[j], decay_of(g[j], c.gate), d.gate));
         }
-        if (DECAY == LA_TOKEN && !d.per_head && lane == 0) {
+        if (is_summed<DECAY, RULE>(OF_SCALAR) && !d.per_head && lane == 0) {
             const real a = decay_of(load<real>(at(c.x[LA_G], b, t, hv), c.x[LA_G].dtype), c.gate);
             store(at(d[LA_DG], b, t, hv), d[LA_DG].dtype,
                   gate_gradient(add_numbers(f.da, first), a, d.gate));
         }
         if (RULE == LA_DELTA && lane == 0)
             store(at(d[LA_DBETA], b, t, hv), d[LA_DBETA].dtype, add_numbers(f.dbeta, first));
+        if (DECAY == LA_PAIR && lane == 0 && d[LA_DETA].data)
+            store(at(d[LA_DETA], b, t, hv), d[LA_DETA].dtype, add_numbers(f.deta, first));
+    }
+}
+
+/* dbonus of a q/k head: the sums of its sequences, value heads and blocks of columns. */
+static __global__ void reduce_bonus(const __grid_constant__ call c,
+                                    const __grid_constant__ gradients d,
+                                    const __grid_constant__ adjoint_scratch f)
+{
+    const int group = c.HV / c.H, own = blockIdx.x, count = group * f.tiles;
+    for (int i = threadIdx.x; i < c.K; i += blockDim.x) {
+        double x = 0;
+        for (int64_t n = 0; n < c.N; n++)
+            for (int p = own * count; p < (own + 1) * count; p++)
+                x += f.dbonus[(n * f.heads * f.tiles + p) * f.kp + i];
+        store(at(d[LA_DU], f.first / group + own, i), d[LA_DU].dtype, (real)x);
     }
 }
 
@@ -402,23 +484,24 @@ static __global__ void __launch_bounds__(REDUCE_THREADS)
 
 /* ---- launches ---- */
 
-template <la_decay DECAY, la_rule RULE, int KEYS>
+template <la_decay DECAY, la_rule RULE, int KEYS, bool RARE>
 static cudaError_t launch_reduce(const call &c, const gradients &d, const adjoint_scratch &f,
                                  cudaStream_t stream)
 {
     const int64_t rows = f.tokens * (f.heads / (c.HV / c.H));
-    return launch(reduce_partials<DECAY, RULE, KEYS>, (rows + 3) / 4, 128, 0, stream, c, d, f);
+    return launch(reduce_partials<DECAY, RULE, KEYS, RARE>, (rows + 3) / 4, 128, 0, stream, c, d,
+                  f);
 }
 
 /* Scratch of a launch, in bytes. If all heads need more, the heads are taken in turns. */
 static const int64_t ROOM = (int64_t)2 << 30;
 
-template <la_decay DECAY, la_rule RULE, int ROWS>
+template <la_decay DECAY, la_rule RULE, int ROWS, bool RARE>
 static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool_t pool,
                                   cudaStream_t stream)
 {
-    const auto kernel = adjoint<DECAY, RULE, ROWS>;
-    const int bytes = sizeof(adjoint_room<ROWS>), group = c.HV / c.H;
+    const auto kernel = adjoint<DECAY, RULE, ROWS, RARE>;
+    const int bytes = sizeof(adjoint_room<ROWS, RARE>), group = c.HV / c.H;
     const bool normalised = is_normalised(&c, DECAY, RULE);
     adjoint_scratch f = {};
     f.tiles = (c.V + COLUMNS - 1) / COLUMNS;
@@ -428,16 +511,22 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
         c.x[LA_CU].data ? f.tokens / max(c.N, 1) : c.T; /* tokens of an average sequence */
     for (f.M = BATCH; (int64_t)f.M * f.M < most;) f.M += BATCH;
     f.segments = (int)chunk_slots_of(c, f.M);
-    const int64_t state = ROWS * ADJOINT_THREADS;
+    const int64_t state = (DECAY == LA_PAIR ? 2 : 1) * ROWS * ADJOINT_THREADS;
     const int64_t states = c.causal ? f.segments + (int64_t)c.N * f.M : 0;
     /* numbers of a value head, in this order, each rounded up to whole cache lines */
     const auto lines = [](int64_t n) { return (n + 31) / 32 * 32; };
     const int64_t row = lines(f.tiles * f.tokens * f.kp), one = lines(f.tiles * f.tokens);
-    const int64_t of_da = DECAY == LA_KEY ? row : DECAY == LA_TOKEN ? one : 0;
+    const int64_t of_da = DECAY == LA_KEY ? row : is_summed<DECAY, RULE>(OF_SCALAR) ? one : 0;
+    const int64_t of_x = is_summed<DECAY, RULE, RARE>(OF_X) ? row : 0;
+    const int64_t of_y = is_summed<DECAY, RULE, RARE>(OF_Y) ? row : 0;
     const int64_t of_beta = RULE == LA_DELTA ? one : 0, of_den = normalised ? lines(f.tokens) : 0;
+    const int64_t of_eta = DECAY == LA_PAIR ? one : 0;
+    const int64_t of_bonus =
+        RULE == LA_BONUS ? lines((int64_t)c.N * f.tiles * f.kp * (int)(8 / sizeof(real))) : 0;
     const int64_t segments = normalised ? chunk_slots_of(c, SEGMENT) : 0;
     const int64_t of_z = segments * f.kp * (int64_t)(sizeof(double) / sizeof(real));
-    const int64_t each = 2 * row + of_da + of_beta + of_den + of_z + f.tiles * states * state;
+    const int64_t each = 2 * row + of_da + of_x + of_y + of_beta + of_eta + of_bonus + of_den +
+                         of_z + f.tiles * states * state;
     f.heads =
         (int)min((int64_t)c.H, max(ROOM / (each * (int64_t)sizeof(real) * group + 1), (int64_t)1)) *
         group;
@@ -449,8 +538,12 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     f.dq = room;
     f.dk = f.dq + row * f.heads;
     f.da = f.dk + row * f.heads;
-    f.dbeta = f.da + of_da * f.heads;
-    f.den = f.dbeta + of_beta * f.heads;
+    f.dx = f.da + of_da * f.heads;
+    f.dy = f.dx + of_x * f.heads;
+    f.dbeta = f.dy + of_y * f.heads;
+    f.deta = f.dbeta + of_beta * f.heads;
+    f.dbonus = (double *)(f.deta + of_eta * f.heads);
+    f.den = f.deta + (of_eta + of_bonus) * f.heads;
     f.z = (double *)(f.den + of_den * f.heads);
     f.states = f.den + (of_den + of_z) * f.heads;
     const int most_heads = f.heads;
@@ -465,7 +558,9 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
         if (error == cudaSuccess && normalised)
             error = launch_denominators_adjoint(c, d, by_z, stream);
         if (error != cudaSuccess) break;
-        error = launch_reduce<DECAY, RULE, ROWS * PARTS / 32>(c, d, f, stream);
+        error = launch_reduce<DECAY, RULE, ROWS * PARTS / 32, RARE>(c, d, f, stream);
+        if (RULE == LA_BONUS && error == cudaSuccess)
+            error = launch(reduce_bonus, f.heads / group, REDUCE_THREADS, 0, stream, c, d, f);
         if (error == cudaSuccess && d.per_head)
             error = launch(reduce_gate_of_head, f.heads, REDUCE_THREADS, 0, stream, c, d, f);
     }
@@ -473,13 +568,13 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     return error == cudaSuccess ? freed : error;
 }
 
-template <la_decay DECAY, la_rule RULE>
+template <la_decay DECAY, la_rule RULE, bool RARE = false>
 static cudaError_t adjoint_any(const call &c, const gradients &d, cudaMemPool_t pool,
                                cudaStream_t stream)
 {
     /* float64 serves for checks, and its kernels take a minute to compile: it has those for the
      * largest K only */
     if constexpr (sizeof(real) == 4 && PARTS == 8)
-        if (c.K <= 128) return launch_adjoint<DECAY, RULE, 16>(c, d, pool, stream);
-    return launch_adjoint<DECAY, RULE, MOST_ROWS>(c, d, pool, stream);
+        if (c.K <= 128) return launch_adjoint<DECAY, RULE, 16, RARE>(c, d, pool, stream);
+    return launch_adjoint<DECAY, RULE, MOST_ROWS, RARE>(c, d, pool, stream);
 }

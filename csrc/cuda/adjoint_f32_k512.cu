@@ -6,5 +6,6 @@ enum { COLUMNS = 8, PARTS = 32, MOST_ROWS = 16, BATCH = 4, TURNS = 1 };
 
 const backward_launcher adjoint_f32_k512[LA_KINDS] = {
 #define LA_KIND(decay, rule) adjoint_any<LA_##decay, LA_##rule>,
+#define LA_RARE_KIND(decay, rule) NULL,
 #include "../kinds.def"
 };

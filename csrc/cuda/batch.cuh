@@ -43,7 +43,16 @@ template <int ROWS> struct key_row {
     __device__ real &at(int i) { return x[i / ROWS * APART + i % ROWS]; }
 };
 
-template <int ROWS> struct batch {
+/* What the rare kinds have besides. */
+template <int ROWS, bool RARE> struct rare_rows {
+};
+template <int ROWS> struct rare_rows<ROWS, true> {
+    key_row<ROWS> x[BATCH], y[BATCH], bonus;
+    real eta[BATCH], qy[BATCH];
+};
+
+/* RARE: a rare kind (kinds.def), or a delta rule whose x is given. */
+template <int ROWS, bool RARE> struct batch : rare_rows<ROWS, RARE> {
     /* a: of a decay per key; a scalar decay is in scalar_a */
     key_row<ROWS> q[BATCH], k[BATCH], a[BATCH];
     real scalar_a[BATCH], beta[BATCH], qk[BATCH];
@@ -64,9 +73,48 @@ __device__ void load_keys(const call &c, const view &from, int map, const unit &
     norm_and_map(c, map, x, every_32nd());
 }
 
-/* Tokens t..t+n. A warp loads one token after another. */
+/* Are x and y given as rows of their own? */
+template <la_decay DECAY, la_rule RULE, bool RARE>
+constexpr bool has_x = RARE && la_predicts_after(DECAY, RULE) || RULE == LA_DPLR;
+
+/* A row of x, y or the bonus, as the caller gave it. */
+template <int ROWS>
+__device__ void load_plain_row(const call &c, const view &from, const char *row,
+                               real (&x)[ROWS * PARTS / 32], key_row<ROWS> &to)
+{
+    const int lane = threadIdx.x % 32;
+    load_row(x, row, from.dtype, lane, 32, c.K);
+#pragma unroll
+    for (int j = 0; j < ROWS * PARTS / 32; j++) to.at(lane + 32 * j) = x[j];
+}
+
+/* The rest of token t, which is the batch's i-th, and its q . k (with a bonus) and q . y. */
 template <la_decay DECAY, la_rule RULE, int ROWS>
-__device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, batch<ROWS> &to)
+__device__ void load_rare(const call &c, const unit &u, int t, int i,
+                          const real (&q)[ROWS * PARTS / 32], const real (&k)[ROWS * PARTS / 32],
+                          batch<ROWS, true> &to)
+{
+    const view &of_x = c.x[LA_X], &of_y = c.x[LA_Y], &of_bonus = c.x[LA_U], &eta = c.x[LA_ETA];
+    real x[ROWS * PARTS / 32], qk = 0, qy = 0;
+    if (has_x<DECAY, RULE, true>) load_plain_row<ROWS>(c, of_x, at(of_x, u.b, t, u.h), x, to.x[i]);
+    if (RULE == LA_DPLR) load_plain_row<ROWS>(c, of_y, at(of_y, u.b, t, u.h), x, to.y[i]);
+#pragma unroll
+    for (int j = 0; j < ROWS * PARTS / 32 && RULE == LA_DPLR; j++) qy += q[j] * x[j];
+    if (RULE == LA_BONUS) load_plain_row<ROWS>(c, of_bonus, at(of_bonus, u.h), x, to.bonus);
+#pragma unroll
+    for (int j = 0; j < ROWS * PARTS / 32; j++) qk += q[j] * (RULE == LA_BONUS ? x[j] : 1) * k[j];
+    qk = warp_sum(qk);
+    qy = warp_sum(qy);
+    if (threadIdx.x % 32) return;
+    to.qk[i] = qk;
+    to.qy[i] = qy;
+    if (DECAY == LA_PAIR) to.eta[i] = eta.data ? load<real>(at(eta, u.b, t, u.hv), eta.dtype) : 0;
+}
+
+/* Tokens t..t+n. A warp loads one token after another. */
+template <la_decay DECAY, la_rule RULE, int ROWS, bool RARE>
+__device__ void load_batch(const call &c, const unit &u, int t, int n, int v0,
+                           batch<ROWS, RARE> &to)
 {
     constexpr bool PLAIN = is_plain<DECAY, RULE>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -88,31 +136,53 @@ __device__ void load_batch(const call &c, const unit &u, int t, int n, int v0, b
             for (int j = 0; j < ROWS * PARTS / 32; j++)
                 to.a[i].at(lane + 32 * j) = lane + 32 * j < c.K ? decay_of(g[j], c.gate) : 0;
         }
+        if constexpr (RARE) load_rare<DECAY, RULE, ROWS>(c, u, t + i, i, q, k, to);
         if (RULE == LA_DELTA) {
-            qk = warp_sum(qk);
+            if (!RARE) qk = warp_sum(qk);
             if (lane == 0) {
-                to.qk[i] = qk;
+                if (!RARE) to.qk[i] = qk;
                 to.beta[i] = load<real>(at(c.x[LA_BETA], u.b, t + i, u.hv), c.x[LA_BETA].dtype);
             }
         }
-        if (DECAY == LA_TOKEN && lane == 0)
+        if ((DECAY == LA_TOKEN || DECAY == LA_PAIR) && lane == 0)
             to.scalar_a[i] =
                 decay_of(load<real>(at(c.x[LA_G], u.b, t + i, u.hv), c.x[LA_G].dtype), c.gate);
         if (lane < COLUMNS)
-            to.v[i][lane] = v0 + lane < c.V && writes
-                                ? load<real>(at(c.x[LA_V], u.b, t + i, u.hv, v0 + lane),
-                                             c.x[LA_V].dtype)
-                                : 0;
+            to.v[i][lane] =
+                v0 + lane < c.V && writes
+                    ? load<real>(at(c.x[LA_V], u.b, t + i, u.hv, v0 + lane), c.x[LA_V].dtype)
+                    : 0;
     }
 }
 
 /* The same as a function that is called. With so many keys per lane, three inlined copies in a
  * kernel would cost registers and half of the compile time. */
-template <la_decay DECAY, la_rule RULE, int ROWS>
+template <la_decay DECAY, la_rule RULE, int ROWS, bool RARE>
 __device__ __noinline__ void load_batch_of_many(const call &c, const unit &u, int t, int n, int v0,
-                                                batch<ROWS> &to)
+                                                batch<ROWS, RARE> &to)
 {
     load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, to);
+}
+
+/* The i-th token of the batch, for a thread with some rows of one column. */
+template <la_decay DECAY, la_rule RULE, int ROWS, bool RARE>
+__device__ __forceinline__ la_operands operands_of(batch<ROWS, RARE> &s, int i, int part,
+                                                   int column)
+{
+    la_operands x = {};
+    x.q = s.q[i].part(part);
+    x.k = x.x = s.k[i].part(part);
+    x.a = DECAY == LA_KEY ? s.a[i].part(part) : s.scalar_a + i;
+    x.v = &s.v[i][column];
+    if (RULE == LA_DELTA) x.beta = s.beta[i], x.own = s.qk[i];
+    if constexpr (RARE) {
+        x.own = s.qk[i];
+        if (has_x<DECAY, RULE, true>) x.x = s.x[i].part(part);
+        if (RULE == LA_DPLR) x.y = s.y[i].part(part), x.qy = s.qy[i];
+        if (RULE == LA_BONUS) x.bonus = s.bonus.part(part);
+        if (DECAY == LA_PAIR) x.eta = s.eta[i];
+    }
+    return x;
 }
 
 #endif

@@ -120,7 +120,10 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
                        ? load<float>(at(c.x[LA_V], u.b, t + i, u.hv, v0 + column + 8 * w),
                                      ELEMENT_DTYPE)
                        : 0;
-        la_token(la_strip_of(S, 2), 2, KP / 4, q, k, v, a, beta, quad_sum(qk), o, DECAY, RULE);
+        la_operands x = {};
+        x.q = q, x.k = x.x = k, x.a = a, x.v = v;
+        x.beta = beta, x.own = quad_sum(qk);
+        la_token(la_strip_of(S, 2), {}, 2, KP / 4, &x, o, DECAY, RULE);
         const int read = i - first_read;
         if (i / 2 % 4 * 2 != pair || i < first || read < 0 || read >= reads) continue;
         O[read / 8 * 4 + read % 2] = o[0] * (float)c.scale;

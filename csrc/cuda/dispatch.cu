@@ -251,6 +251,7 @@ static call call_of(const la_problem *p)
     if (p->pass == LA_STEP) {
         c.x[LA_ST] = c.x[LA_S0];
         c.x[LA_ZT] = c.x[LA_Z0];
+        c.x[LA_YT] = c.x[LA_Y0];
     }
     c.B = (int)p->B;
     c.T = (int)la_longest_row(p);
@@ -306,16 +307,17 @@ static double host_number(const la_array *a, int64_t i)
     return (double)__bfloat162float(*(const __nv_bfloat16 *)x);
 }
 
-/* Copy g or beta to the device as [HV], if it lies on the host; a number for all keys as [K]. A
- * gate per head becomes the decay itself. *held is then to be freed. */
+/* Copy g, beta, eta or the bonus to the device as [HV], if it lies on the host; a number for all keys
+ * as [K]. A gate per head becomes the decay itself. *held is then to be freed. */
 static cudaError_t upload_gate(const la_problem *p, la_name name, view *to, void **held)
 {
     const la_array *from = &p->array[name];
     cudaMemPool_t pool;
     *held = NULL;
     if (!from->given || !from->on_host) return cudaSuccess;
-    const bool head = name == LA_G && p->decay == LA_HEAD, key = name == LA_G && p->decay == LA_KEY;
-    const int64_t count = key ? p->K : p->HV, stride = from->stride[key ? 3 : 2];
+    const bool head = name == LA_G && p->decay == LA_HEAD, bonus = name == LA_U;
+    const bool key = bonus || (name == LA_G && p->decay == LA_KEY);
+    const int64_t count = key ? p->K : p->HV, stride = from->stride[bonus ? 1 : key ? 3 : 2];
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error == cudaSuccess)
         error = cudaMallocFromPoolAsync(held, (size_t)count * 8, pool, (cudaStream_t)p->stream);
@@ -329,7 +331,7 @@ static cudaError_t upload_gate(const la_problem *p, la_name name, view *to, void
         error = launch(store_gate_numbers, 1, 256, 0, (cudaStream_t)p->stream,
                        (double *)*held + first, n, some);
     }
-    *to = {(char *)*held, {0, 0, !key, key}, LA_F64};
+    *to = {(char *)*held, {0, bonus, !key, key && !bonus}, LA_F64};
     return error;
 }
 
@@ -341,10 +343,12 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
     if (here.error != cudaSuccess) return status_of(p, here.error);
     if (la_writes_nothing(p)) return LA_OK;
     call c = call_of(p);
-    void *held[2] = {};
-    cudaError_t error = upload_gate(p, LA_G, &c.x[LA_G], held);
+    static const la_name numbers[] = {LA_G, LA_BETA, LA_ETA, LA_U};
+    void *held[4] = {};
+    cudaError_t error = cudaSuccess;
+    for (int i = 0; i < 4 && error == cudaSuccess; i++)
+        error = upload_gate(p, numbers[i], &c.x[numbers[i]], held + i);
     if (held[0] && p->decay == LA_HEAD) c.gate = LA_DECAY; /* uploaded as the decay itself */
-    if (error == cudaSuccess) error = upload_gate(p, LA_BETA, &c.x[LA_BETA], held + 1);
     if (error == cudaSuccess) error = launch(p, c);
     for (void *x : held) {
         const cudaError_t freed = x ? cudaFreeAsync(x, (cudaStream_t)p->stream) : cudaSuccess;
@@ -353,8 +357,16 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
     return status_of(p, error);
 }
 
+/* Has the call only the kernels of rare.cuh? */
+static bool is_rare(const la_problem *p)
+{
+    return p->rule > LA_DELTA || p->decay == LA_PAIR || p->array[LA_X].given;
+}
+
 static cudaError_t token_by_token(const la_problem *p, const call &c)
 {
+    if (is_rare(p))
+        return (p->real == LA_F64 ? rare_f64 : rare_f32)[p->kind](c, (cudaStream_t)p->stream);
     return (p->real == LA_F64 ? scan_f64 : scan_f32)[p->kind](c, (cudaStream_t)p->stream);
 }
 
@@ -379,6 +391,7 @@ enum { FEW_TOKENS = 8 };
 static cudaError_t by_chunks(const la_problem *p, const call &c)
 {
     /* [dtype][K > 128]; HEAD is TOKEN */
+    if (is_rare(p)) return token_by_token(p, c);
     static const chunk_launcher *const chunk[][2][4] = {
         {}, /* float64 */
         {{chunk_none_f32, NULL, chunk_token_f32, chunk_key_f32}},
@@ -403,7 +416,7 @@ la_status la_cuda_forward(la_problem *p) { return run(p, by_chunks); }
 
 static cudaError_t one_token(const la_problem *p, const call &c)
 {
-    if (p->real == LA_F64 || p->K > MOST_KEYS ||
+    if (is_rare(p) || p->real == LA_F64 || p->K > MOST_KEYS ||
         !(c.x[LA_S0].stride[2] == 1 || c.x[LA_S0].stride[3] == 1))
         return token_by_token(p, c);
     const bool k_first = c.x[LA_S0].stride[3] == 1;
@@ -423,11 +436,14 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
     static const backward_launcher *const adjoints[2][2] = {/* [float64][K > 256] */
                                                             {adjoint_f32, adjoint_f32_k512},
                                                             {adjoint_f64, adjoint_f64_k512}};
-    const backward_launcher adjoint = adjoints[p->real == LA_F64][p->K > MOST_KEYS][p->kind];
+    const backward_launcher rare =
+        (p->real == LA_F64 ? rare_adjoint_f64 : rare_adjoint_f32)[p->kind];
+    const backward_launcher adjoint =
+        is_rare(p) ? rare : adjoints[p->real == LA_F64][p->K > MOST_KEYS][p->kind];
     const gradients d = gradients_of(p);
     const cudaStream_t stream = (cudaStream_t)p->stream;
     const bool fits = p->array[LA_Q].dtype == LA_BF16 && p->K >= FEWEST_KEYS && p->K <= 128 &&
-                      p->mode != LA_RECURRENT && p->causal;
+                      p->mode != LA_RECURRENT && p->causal && !is_rare(p);
     cudaMemPool_t pool;
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error != cudaSuccess) return error;

@@ -29,8 +29,7 @@ typedef call la_options;
 __device__ inline char *at(const view &x, int64_t i0, int64_t i1 = 0, int64_t i2 = 0,
                            int64_t i3 = 0)
 {
-    const int64_t i =
-        i0 * x.stride[0] + i1 * x.stride[1] + i2 * x.stride[2] + i3 * x.stride[3];
+    const int64_t i = i0 * x.stride[0] + i1 * x.stride[1] + i2 * x.stride[2] + i3 * x.stride[3];
     return x.data + i * la_size_of(x.dtype);
 }
 

@@ -357,19 +357,22 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
     const real *from = tokens->q + part * PIECE, *columns = &tokens->v[turn][strip * STRIP];
     const real *scalars = tokens->scalars;
     real *to = tokens->o + strip * STRIP + turn; /* the place of the read of the previous token */
-    real q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1] = {}, v[STRIP], beta = 0, qk = 0;
+    real q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1] = {}, v[STRIP];
+    typename math::la_operands x = {};
+    x.q = q, x.k = x.x = k, x.a = a, x.v = v;
     const auto read_token = [&] {
         read_rows<PARTS>(q, from);
         read_rows<PARTS>(k, from + KP);
         if constexpr (DECAY == LA_KEY) read_rows<PARTS>(a, from + 2 * KP);
         read_four(v, columns);
         if (DECAY != LA_TOKEN && RULE != LA_DELTA) return;
-        real x[4];
-        read_four(x, scalars);
-        if (DECAY == LA_TOKEN) a[0] = x[token::A];
+        real of_token[4];
+        read_four(of_token, scalars);
+        if (DECAY == LA_TOKEN) a[0] = of_token[token::A];
         if (RULE == LA_DELTA) {
-            beta = x[token::BETA];
-            qk = part == 0 ? x[token::QK] : 0; /* the reads of the parts will be added up */
+            x.beta = of_token[token::BETA];
+            x.own =
+                part == 0 ? of_token[token::QK] : 0; /* the reads of the parts will be added up */
         }
     };
     real o[STRIP], before[STRIP] = {};
@@ -378,10 +381,9 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
     for (int i = 0; i < n; i++) {
         math::halves(before);
         if constexpr (READ)
-            math::la_predict(math::la_strip_of(S, STRIP), STRIP, ROWS, q, NULL, a, o, NULL, DECAY);
+            math::la_read_all(math::la_strip_of(S, STRIP), STRIP, ROWS, &x, o);
         else
-            math::la_token(math::la_strip_of(S, STRIP), STRIP, ROWS, q, k, v, a, beta, qk, o, DECAY,
-                           RULE);
+            math::la_token(math::la_strip_of(S, STRIP), {}, STRIP, ROWS, &x, o, DECAY, RULE);
         if (i + 1 < n) {
             from += APART;
             columns += APART;

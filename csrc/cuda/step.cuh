@@ -187,7 +187,10 @@ static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 
 #pragma unroll
             for (int e = 0; e < 4; e++) (V_FIRST ? S[i / 4 * 4 + e][i % 4] : S[i][e]) = y[e];
         }
-    la_token(la_strip_of(&S[0][0], 4), 4, ROWS, q, k, v, a, beta, qk, o, DECAY, RULE);
+    la_operands of_token = {};
+    of_token.q = q, of_token.k = of_token.x = k, of_token.a = a, of_token.v = v;
+    of_token.beta = beta, of_token.own = qk;
+    la_token(la_strip_of(&S[0][0], 4), {}, 4, ROWS, &of_token, o, DECAY, RULE);
 
     if (V_FIRST ? lane == 0 : threadIdx.x < 8) {
 #pragma unroll

@@ -319,8 +319,10 @@ static __global__ void __launch_bounds__((CONSUMERS + MOST_STAGES) * 32, 1)
                 read_four(a, token.a + key_of(0));
             else
                 a[0] = token.a[0];
-            la_token(la_strip_of(&S[0][0], COLUMNS), COLUMNS, KEYS, q, k, v, a, token.beta,
-                     token.qk, o, DECAY, RULE);
+            la_operands x = {};
+            x.q = q, x.k = x.x = k, x.a = a, x.v = v;
+            x.beta = token.beta, x.own = token.qk;
+            la_token(la_strip_of(&S[0][0], COLUMNS), {}, COLUMNS, KEYS, &x, o, DECAY, RULE);
             move_state<false>(S, stage, c);
             stores_before_copies();
 #pragma unroll

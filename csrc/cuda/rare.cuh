@@ -1,0 +1,95 @@
+/* The kinds that a GPU has no other kernels for, token by token: the rare ones of kinds.def, and the
+ * delta rules whose x is given. The forward pass and the step are here, the gradients in
+ * adjoint.cuh.
+ *
+ * A block has one sequence of one value head and COLUMNS of its value columns, whose state is in
+ * registers. PARTS neighbouring threads share a column. Tokens come through shared memory, BATCH at
+ * a time. Included by one file per real type, which defines what adjoint.cuh wants. */
+#include "adjoint.cuh"
+
+template <la_decay DECAY, la_rule RULE, int ROWS>
+static __global__ void __launch_bounds__(ADJOINT_THREADS) rare(const __grid_constant__ call c)
+{
+    extern __shared__ char shared[];
+    batch<ROWS, true> &s = *(batch<ROWS, true> *)shared;
+    constexpr bool PAIR = DECAY == LA_PAIR;
+    const int tiles = (c.V + COLUMNS - 1) / COLUMNS, tile = blockIdx.x % tiles;
+    const int64_t head = blockIdx.x / tiles;
+    const int part = threadIdx.x % PARTS, own = threadIdx.x / PARTS, v0 = tile * COLUMNS;
+    const int column = v0 + own;
+    const bool mine = column < c.V;
+    unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
+    u.n = state_index_of(c, u.n);
+    if (u.n < 0) { /* a row of a step without a state */
+        if (part == 0 && mine) store(at(c.x[LA_O], u.b, 0, u.hv, column), c.x[LA_O].dtype, (real)0);
+        return;
+    }
+    real S[ROWS], Y[PAIR ? ROWS : 1];
+    const auto each_row = [&](const view &x, auto work) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const int key = part * ROWS + i;
+            const bool there = x.data && key < c.K && mine;
+            work(i, there ? at(x, u.n, u.hv, key, column) : NULL);
+        }
+    };
+    const auto load_both = [&](const view &x, real *to) {
+        each_row(x, [&](int i, const char *from) { to[i] = from ? load<real>(from, x.dtype) : 0; });
+    };
+    const auto store_both = [&](const view &x, const real *from) {
+        each_row(x, [&](int i, char *to) {
+            if (to) store(to, x.dtype, from[i]);
+        });
+    };
+    load_both(c.x[LA_S0], S);
+    if constexpr (PAIR) load_both(c.x[LA_Y0], Y);
+    for (int t = u.begin; t < u.end; t += BATCH) {
+        const int n = min((int)BATCH, u.end - t);
+        __syncthreads(); /* all threads are done with the batch before */
+        load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, s);
+        __syncthreads();
+        for (int i = 0; i < n; i++) {
+            const la_operands x = operands_of<DECAY, RULE>(s, i, part, own);
+            real o;
+            la_token(la_strip_of(S, 1), la_strip_of(Y, 1), 1, ROWS, &x, &o, DECAY, RULE);
+            if (part == 0 && mine)
+                store(at(c.x[LA_O], u.b, t + i, u.hv, column), c.x[LA_O].dtype,
+                      finish(c, o, (real)0));
+        }
+    }
+    store_both(c.x[LA_ST], S);
+    if constexpr (PAIR) store_both(c.x[LA_YT], Y);
+}
+
+template <la_decay DECAY, la_rule RULE, int ROWS>
+static cudaError_t launch_rare(const call &c, cudaStream_t stream)
+{
+    const int64_t blocks = (int64_t)c.N * c.HV * ((c.V + COLUMNS - 1) / COLUMNS);
+    return launch(rare<DECAY, RULE, ROWS>, blocks, ADJOINT_THREADS, sizeof(batch<ROWS, true>),
+                  stream, c);
+}
+
+template <la_decay DECAY, la_rule RULE>
+static cudaError_t rare_any(const call &c, cudaStream_t stream)
+{
+    if constexpr (sizeof(real) == 4)
+        if (c.K <= 128) return launch_rare<DECAY, RULE, 16>(c, stream);
+    return launch_rare<DECAY, RULE, MOST_ROWS>(c, stream);
+}
+
+/* By kind; NULL for those that no call with these kernels has. */
+template <la_decay DECAY, la_rule RULE> constexpr launcher rare_of()
+{
+    if constexpr (RULE == LA_ADDITIVE)
+        return NULL;
+    else
+        return rare_any<DECAY, RULE>;
+}
+
+template <la_decay DECAY, la_rule RULE> constexpr backward_launcher rare_adjoint_of()
+{
+    if constexpr (RULE == LA_ADDITIVE)
+        return NULL;
+    else
+        return adjoint_any<DECAY, RULE, true>;
+}
