@@ -1,0 +1,211 @@
+"""The gradients of the ops: `backward` runs the adjoints of one head over sequences and heads."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ._loops import (
+    OPS,
+    SHARED_AXES,
+    cast,
+    heads,
+    read_scale,
+    rounded,
+    rounded_like,
+    state_arrays,
+    working,
+)
+from ._one_head import takes_one_head
+from .adjoints import head_adjoint, normalised_head_adjoint
+from .elements import GIVEN_AS, feature_adjoint, feature_pair, l2norm, l2norm_adjoint
+
+
+class Gradients(NamedTuple):
+    """dg is the gradient of the gate as it was given: g, alpha, gamma or slopes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import reference
+    >>> x = np.ones((3, 2))  # one head: [T,K]
+    >>> grads = reference.backward("delta_rule", x, x, x, x, beta=np.ones(3))
+    >>> grads.dq.shape, grads.dbeta.shape, grads.dg is None
+    ((3, 2), (3,), True)
+    """
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dg: np.ndarray | None
+    dbeta: np.ndarray | None
+    d_initial_state: np.ndarray | tuple | None
+
+
+@takes_one_head
+def backward(
+    name,
+    do,
+    q,
+    k,
+    v,
+    *,
+    g=None,
+    alpha=None,
+    gamma=None,
+    slopes=None,
+    beta=None,
+    feature_map="elu+1",
+    normalize=True,
+    causal=True,
+    eps=1e-6,
+    scale=None,
+    initial_state=None,
+    d_final_state=None,
+    cu_seqlens=None,
+    qk_l2norm=False,
+    form="recurrent",
+    chunk_size=64,
+    dtype=np.float64,
+):
+    """The gradients of sum(do * o) + sum(d_final_state * final_state) for the op called `name`.
+
+    An argument that was not given has the gradient None.
+
+    Parameters
+    ----------
+    name : str
+        The op's.
+    do : array [B,T,HV,V]
+        The gradient of o.
+    q, k : array [B,T,H,K], or [T,K] for one head
+    v : array [B,T,HV,V], or [T,V]
+    g, alpha, gamma, slopes, beta, feature_map, normalize, causal, eps
+        As in the op.
+    initial_state, d_final_state : array [N,HV,K,V], or the pair (S, z) of a normalised op, optional
+    scale, cu_seqlens, qk_l2norm, form, chunk_size, dtype
+        The keywords at the head of :mod:`linattn.reference`.
+
+    Returns
+    -------
+    Gradients
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> from linattn import reference
+    >>> do, q, k, v = np.random.default_rng(0).standard_normal((4, 2, 6, 3, 4))  # [B,T,H,K]
+    >>> gamma = np.array([0.9, 0.8, 0.7])
+    >>> grads = reference.backward("retention", do, q, k, v, gamma=gamma)
+    >>> np.allclose(grads.dg, linattn.retention_backward(do, q, k, v, gamma=gamma).dg)
+    True
+    """
+    op, work = OPS[name], working(dtype)
+    if not op.has_normaliser:
+        feature_map, normalize = "identity", False
+    do, v = cast(do, dtype), cast(v, dtype)
+    q_in, k_in = (
+        _Input(cast(x, dtype), phi, qk_l2norm)
+        for x, phi in zip((q, k), feature_pair(feature_map), strict=True)
+    )
+    scale = read_scale(scale, q_in.given)
+    q, k = q_in.mapped, k_in.mapped
+    keyword, gate = _first_given(gamma=gamma, slopes=slopes, alpha=alpha, g=g)
+    a = _decay(op, keyword, gate, v, work)
+    a_keys = _by_key(op, a, v)
+    b = None if beta is None else cast(beta, work)
+
+    # dq and dk are summed over the value heads that share a query and key head
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.empty_like(v)
+    da, dbeta = np.zeros((*v.shape[:3], q.shape[3]), work), np.empty(v.shape[:3], work)
+    S, z = state_arrays(initial_state, normalize, q, v, cu_seqlens)
+    dS, dz = state_arrays(d_final_state, normalize, q, v, cu_seqlens)
+    with np.errstate(all="ignore"):  # NaN and inf are data here
+        for n, h, i, j in heads(q, v, cu_seqlens):
+            C = _chunk_length(form, len(v[j]), chunk_size)
+            if op.has_normaliser:
+                dq_h, dk_h, dv[j], dS[n, h], dz[n, h] = normalised_head_adjoint(
+                    op,
+                    q[i],
+                    k[i],
+                    v[j],
+                    (S[n, h], z[n, h]),
+                    scale,
+                    do[j],
+                    (dS[n, h], dz[n, h]),
+                    C,
+                    causal,
+                    normalize,
+                    eps,
+                )
+            else:
+                b_h = None if b is None else b[j]
+                dq_h, dk_h, dv[j], da_h, db_h, dS[n, h] = head_adjoint(
+                    q[i], k[i], v[j], a_keys[j], b_h, S[n, h], scale, do[j], dS[n, h], C
+                )
+                da[j][:, : da_h.shape[1]] = da_h
+                if b is not None:
+                    dbeta[j] = db_h
+            dq[i] += dq_h
+            dk[i] += dk_h
+        dq, dk = q_in.adjoint(dq), k_in.adjoint(dk)
+        dg = _gate_gradient(op, keyword, gate, a, da, work)
+    return Gradients(
+        rounded(dq, dtype),
+        rounded(dk, dtype),
+        rounded(dv, dtype),
+        dg,
+        None if beta is None else rounded_like(dbeta, beta, work),
+        None if initial_state is None else dS if normalize is False else (dS, dz),
+    )
+
+
+class _Input:
+    """q or k on its way into an op: the norm, then the feature map."""
+
+    def __init__(self, given, phi, qk_l2norm):
+        self.given, self.phi, self.qk_l2norm = given, phi, qk_l2norm
+        self.normed = l2norm(given) if qk_l2norm else given
+        self.mapped = phi(self.normed)
+
+    def adjoint(self, dy):
+        """The gradient of what was given, from that of what the op saw."""
+        dy = feature_adjoint(self.phi, self.normed, self.mapped, dy)
+        return l2norm_adjoint(self.given, dy) if self.qk_l2norm else dy
+
+
+def _first_given(**gates):
+    """The keyword that gives the decay, and its value; None twice if none does."""
+    return next(((keyword, x) for keyword, x in gates.items() if x is not None), (None, None))
+
+
+def _decay(op, keyword, gate, v, work):
+    """a in the shape in which a decay is given: [HV], [B,T,HV] or [B,T,HV,K]; 1 without one."""
+    if op.decay == "none":
+        return np.ones(1, work)
+    if gate is None:
+        return cast(op.default_decay(v), work)
+    to_decay, _ = GIVEN_AS[keyword]
+    return to_decay(cast(gate, work))
+
+
+def _by_key(op, a, v):
+    """a as [B,T,HV,K], or as [B,T,HV,1] if all keys have one decay."""
+    a = a if op.decay == "key" else a[..., None]
+    return np.broadcast_to(a, (*v.shape[:3], a.shape[-1]))
+
+
+def _gate_gradient(op, keyword, gate, a, da, work):
+    """The gradient of the gate as it was given, from da [B,T,HV,K]."""
+    if gate is None:
+        return None
+    if shared := SHARED_AXES[op.decay]:
+        da = da.sum(shared)
+    _, to_gradient = GIVEN_AS[keyword]
+    return rounded_like(to_gradient(a, da), gate, work)
+
+
+def _chunk_length(form, T, chunk_size):
+    """C of a form for T tokens, None token by token. A chunk has at least one token."""
+    if form == "recurrent":
+        return None
+    return (T if form == "parallel" else chunk_size) or 1
