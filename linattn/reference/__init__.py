@@ -173,7 +173,7 @@ def implicit_weights(name, q, k, **arguments):
     if np.ndim(q) == 2:
         return globals()[name](q, k, np.eye(len(q)), **arguments)[0]
     B, T = q.shape[:2]
-    by_token = [x for x in map(arguments.get, ("g", "alpha", "beta")) if np.ndim(x)]
+    by_token = [x for x in map(arguments.get, ("g", "alpha", "beta", "eta")) if np.ndim(x)]
     by_head = [x for x in map(arguments.get, ("gamma", "slopes")) if np.ndim(x)]
     HV = np.shape(by_token[0])[2] if by_token else len(by_head[0]) if by_head else q.shape[2]
     v = np.broadcast_to(np.eye(T)[None, :, None, :], (B, T, HV, T))

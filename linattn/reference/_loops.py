@@ -26,13 +26,15 @@ class Op(NamedTuple):
     default_decay: Callable | None = None  # v -> the decay itself, for a call that gives none
     has_normaliser: bool = False  # the state is (S, z), and the output is divided
     noncausal: Callable | None = None  # one head, every token reads the last state
+    adjoint: Callable | None = None  # one head's gradients; None: those in adjoints.py
 
 
 #: The :class:`Op` of each name, filled where the ops are defined.
 OPS: dict[str, Op] = {}
 
-# The axes of [B,T,HV,K] along which all elements share one decay. "none": the decay is 1.
-SHARED_AXES = {"none": (0, 1, 2, 3), "head": (0, 1, 3), "token": (3,), "key": ()}
+# The axes of [B,T,HV,K] along which all elements share one decay. "none": the decay is 1. "pair" is
+# the decay of the first of two states; that of the second is eta.
+SHARED_AXES = {"none": (0, 1, 2, 3), "head": (0, 1, 3), "token": (3,), "key": (), "pair": (3,)}
 
 # ---------------------------------------------------------------------------------------------
 # Loops.
@@ -45,6 +47,9 @@ def per_head(
     k,
     v,
     *gates,
+    x=None,
+    y=None,
+    bonus=None,
     scale=None,
     initial_state=None,
     cu_seqlens=None,
@@ -53,20 +58,25 @@ def per_head(
     chunk_size=64,
     dtype=np.float64,
 ):
-    """Run an op's one-head functions over the sequences and heads. A gate [HV] is per head."""
+    """Run an op's one-head functions over the sequences and heads. A gate [HV] is per head. x, y
+    and bonus go to the functions by keyword."""
     q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
     gates = [cast(gate, working(dtype)) for gate in gates]
+    keys = cast_keys(dtype, x=x, y=y, bonus=bonus)
     scale = read_scale(scale, q)
     if qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     one_head = by_form(op, form, chunk_size)
     o = np.empty_like(v)
-    S, _ = state_arrays(initial_state, False, q, v, cu_seqlens)
+    states = state_arrays(initial_state, state_axes(op), q, v, cu_seqlens)
     with np.errstate(all="ignore"):  # NaN and inf are data here
         for n, h, of_qk, of_v in heads(q, v, cu_seqlens):
             gates_h = [gate[h] if is_per_head(gate) else gate[of_v] for gate in gates]
-            o[of_v], S[n, h] = one_head(q[of_qk], k[of_qk], v[of_v], *gates_h, S[n, h], scale)
-    return rounded(o, dtype), S
+            keys_h = {name: z[of_key(z, of_qk)] for name, z in keys.items()}
+            state = state_of(states, n, h)
+            o[of_v], state = one_head(q[of_qk], k[of_qk], v[of_v], *gates_h, state, scale, **keys_h)
+            keep_state(states, n, h, state)
+    return rounded(o, dtype), states[0] if len(states) == 1 else states
 
 
 def by_form(op, form, chunk_size):
@@ -76,17 +86,18 @@ def by_form(op, form, chunk_size):
     if form not in ("parallel", "chunk"):
         raise ValueError(f'form: expected "recurrent", "parallel" or "chunk", got {form!r}')
 
-    def chunk_by_chunk(q, k, v, *gates_state_scale):
+    def chunk_by_chunk(q, k, v, *gates_state_scale, **keys):
         *gates, state, scale = gates_state_scale
         T = len(q)
         if T == 0:
-            return op.tokens(q, k, v, *gates_state_scale)
+            return op.tokens(q, k, v, *gates_state_scale, **keys)
         outputs = []
         C = T if form == "parallel" else chunk_size
         for i in range(0, T, C):
             rows = slice(i, i + C)
             gates_i = [gate if is_constant(gate) else gate[rows] for gate in gates]
-            *output, state = op.chunk(q[rows], k[rows], v[rows], *gates_i, state, scale)
+            keys_i = {name: z[rows] if z.ndim == 2 else z for name, z in keys.items()}
+            *output, state = op.chunk(q[rows], k[rows], v[rows], *gates_i, state, scale, **keys_i)
             outputs.append(output)
         return *map(np.concatenate, zip(*outputs, strict=True)), state
 
@@ -117,16 +128,46 @@ def heads(q, v, cu_seqlens):
             yield n, h, (b, tokens, h // group), (b, tokens, h)
 
 
-def state_arrays(given, normalize, q, v, cu_seqlens):
-    """S [N,HV,K,V] and z [N,HV,K] as new arrays, zeros where none was given."""
+def cast_keys(dtype, *, bonus=None, **by_token):
+    """The arrays of query and key heads that were given: x and y [B,T,H,K], and bonus [H,K]."""
+    given = {name: cast(x, dtype) for name, x in by_token.items() if x is not None}
+    return given if bonus is None else given | {"bonus": cast(bonus, working(dtype))}
+
+
+def of_key(x, of_qk):
+    """The index of a query and key head in such an array."""
+    return of_qk if x.ndim == 4 else of_qk[2]
+
+
+# The axes of each array of a state, without sequences and heads.
+ONE_STATE, WITH_Z, TWO_STATES = ("KV",), ("KV", "K"), ("KV", "KV")
+
+
+def state_axes(op):
+    """Those of an op that is not normalised."""
+    return TWO_STATES if op.decay == "pair" else ONE_STATE
+
+
+def state_arrays(given, axes, q, v, cu_seqlens):
+    """S [N,HV,K,V], and z [N,HV,K] or a second state like S: new arrays, zeros if not given."""
     N = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
-    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
-    S, z = np.zeros((N, HV, K, V), q.dtype), np.zeros((N, HV, K), q.dtype)
-    if given is not None:
-        given_S, given_z = (given, 0) if normalize is False else given
-        S[...] = given_S
-        z[...] = given_z
-    return S, z
+    sizes = {"K": q.shape[3], "V": v.shape[3]}
+    arrays = tuple(np.zeros((N, v.shape[2], *map(sizes.get, x)), q.dtype) for x in axes)
+    given = given if isinstance(given, (tuple, list)) else () if given is None else (given,)
+    for array, x in zip(arrays, given, strict=False):
+        array[...] = x
+    return arrays
+
+
+def state_of(states, n, h):
+    """Sequence n's state of head h: an array, or a tuple of two."""
+    return states[0][n, h] if len(states) == 1 else tuple(x[n, h] for x in states)
+
+
+def keep_state(states, n, h, state):
+    """Put it back."""
+    for array, x in zip(states, state if isinstance(state, tuple) else (state,), strict=True):
+        array[n, h] = x
 
 
 def read_scale(scale, q):

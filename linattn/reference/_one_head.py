@@ -8,10 +8,13 @@ import numpy as np
 
 from ._loops import OPS
 
-_BY_TOKEN = ("do", "q", "k", "v", "g", "alpha", "beta")  # [T,...]: batch and head are axes 0 and 2
+# [T,...]: batch and head are axes 0 and 2
+_BY_TOKEN = ("do", "q", "k", "v", "g", "alpha", "beta", "x", "y", "eta")
 _BY_HEAD = ("gamma", "slopes")  # [1]
-_GATES = ("g", "alpha", "beta", "gamma", "slopes")  # arrays, or a number for all of their elements
-_STATES = ("initial_state", "d_final_state")  # [K,V], [N,K,V] with cu_seqlens; or a pair with z
+_OF_HEADS = ("bonus",)  # [K]
+# arrays, or a number for all of their elements
+_GATES = ("g", "alpha", "beta", "eta", "gamma", "slopes")
+_STATES = ("initial_state", "d_final_state")  # [K,V], [N,K,V] with cu_seqlens; or a pair
 
 
 def takes_one_head(function):
@@ -41,6 +44,8 @@ def takes_one_head(function):
                 given[name] = np.expand_dims(x, (0, 2))
             elif name in _BY_HEAD:
                 given[name] = np.reshape(x, 1)
+            elif name in _OF_HEADS:
+                given[name] = np.expand_dims(x, 0)
             elif name in _STATES:
                 given[name] = _each(lambda S: np.expand_dims(S, axes), x)
         result = function(**given)
@@ -58,7 +63,7 @@ def _gate_shape(name, op, q, v):
     """The shape of a gate's array: [HV], [B,T,HV] or [B,T,HV,K], without B and HV for one head."""
     if name in _BY_HEAD:
         return np.shape(v)[2:3] or (1,)
-    by_key = op.decay == "key" and name != "beta"
+    by_key = op.decay == "key" and name in ("g", "alpha")
     return np.shape(v)[:-1] + np.shape(q)[-1:] * by_key
 
 
@@ -66,12 +71,12 @@ def _with_numbers(result, numbers):
     """Gradients of numbers are numbers: the gate's is the field dg."""
     if not hasattr(result, "dg"):
         return result
-    sums = {"dbeta" if name == "beta" else "dg" for name in numbers}
+    sums = {f"d{name}" if name in ("beta", "eta") else "dg" for name in numbers}
     return result._replace(**{name: float(getattr(result, name).sum()) for name in sums})
 
 
 def _each(function, state):
-    """The function of S, or of S and of z."""
+    """The function of S, or of both arrays of a pair."""
     return tuple(map(function, state)) if isinstance(state, tuple) else function(state)
 
 
@@ -79,4 +84,6 @@ def _gradient(name, x, axes):
     """A field of a tuple of gradients, as its input was given."""
     if name == "d_initial_state" and x is not None:
         return _each(lambda S: S.squeeze(axes), x)
-    return x if x is None or x.ndim == 1 else x[0, :, 0]  # [HV] is a gate per head
+    if x is None or x.ndim == 1:  # [HV] is a gate per head
+        return x
+    return x[0] if x.ndim == 2 else x[0, :, 0]  # [H,K] is bonus

@@ -4,6 +4,7 @@ import numpy as np
 
 from ._loops import (
     OPS,
+    WITH_Z,
     Op,
     by_form,
     cast,
@@ -337,7 +338,7 @@ def linear_attention(
     one_head = by_form(OPS["linear_attention"], form, chunk_size)
     num = np.empty((*q.shape[:2], *v.shape[2:]), v.dtype)
     den = np.empty_like(num[..., 0])
-    S, z = state_arrays(initial_state, normalize, q, v, cu_seqlens)
+    S, z = state_arrays(initial_state, WITH_Z, q, v, cu_seqlens)
     with np.errstate(all="ignore"):  # NaN and inf are data here
         for n, h, of_qk, of_v in heads(q, v, cu_seqlens):
             q_h, k_h, v_h, state = q[of_qk], k[of_qk], v[of_v], (S[n, h], z[n, h])

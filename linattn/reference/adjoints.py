@@ -9,6 +9,7 @@ the one decay is the sum over K.
 
 import numpy as np
 
+from .chunks import products, products_adjoint, scores, scores_adjoint
 from .elements import divide_adjoint
 
 # ---------------------------------------------------------------------------------------------
@@ -123,8 +124,10 @@ def additive_adjoint(q, k, v, a, S, scale, do, dS):
     return dq, dk, dv, da, dS
 
 
-def delta_adjoint(q, k, v, a, beta, S, scale, do, dS):
-    """dq, dk, dv, da, dbeta, dS0 of kda_tokens, and of the two simpler delta rules.
+def delta_adjoint(q, k, v, a, beta, S, scale, do, dS, x=None):
+    """dq, dk, dv, da, dbeta, dx, dS0 of kda_tokens, and of the two simpler delta rules.
+
+    Without x the key k predicts: its gradient is in dk, and dx is None.
 
     Examples
     --------
@@ -140,15 +143,16 @@ def delta_adjoint(q, k, v, a, beta, S, scale, do, dS):
     >>> np.allclose(dbeta[2], (do * (more - less)).sum() / 2e-6)
     True
     """
+    has_x, x = x is not None, k if x is None else x
     states = [S]
     for t in range(len(q)):
         D = a[t][:, None] * states[t]
-        states.append(D + np.outer(k[t], beta[t] * (v[t] - k[t] @ D)))
+        states.append(D + np.outer(k[t], beta[t] * (v[t] - x[t] @ D)))
     dq, dk, dv, da = np.empty_like(q), np.empty_like(k), np.empty_like(v), np.empty_like(q)
-    dbeta = np.empty_like(beta)
+    dbeta, dx = np.empty_like(beta), np.empty_like(x)
     for t in reversed(range(len(q))):
         D = a[t][:, None] * states[t]
-        e = v[t] - k[t] @ D
+        e = v[t] - x[t] @ D
         # o_t = scale q_t'S
         dq[t] = scale * (states[t + 1] @ do[t])
         dS = dS + scale * np.outer(q[t], do[t])
@@ -161,13 +165,13 @@ def delta_adjoint(q, k, v, a, beta, S, scale, do, dS):
         # e = v_t - p
         dv[t] = de
         dp = -de
-        # p = k_t'D
-        dk[t] += D @ dp
-        dD = dS + np.outer(k[t], dp)
+        # p = x_t'D
+        dx[t] = D @ dp
+        dD = dS + np.outer(x[t], dp)
         # D = diag(a_t) S
         da[t] = (dD * states[t]).sum(1)
         dS = a[t][:, None] * dD
-    return dq, dk, dv, da, dbeta, dS
+    return (dq, dk, dv, da, dbeta, dx, dS) if has_x else (dq, dk + dx, dv, da, dbeta, None, dS)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -175,11 +179,11 @@ def delta_adjoint(q, k, v, a, beta, S, scale, do, dS):
 # ---------------------------------------------------------------------------------------------
 
 
-def chunk_adjoint(q, k, v, a, beta, S, scale, do, dS, C):
-    """dq, dk, dv, da, dbeta, dS0 of any op's chunk form; beta None is the additive rule.
+def chunk_adjoint(q, k, v, a, beta, S, scale, do, dS, C, x=None):
+    """dq, dk, dv, da, dbeta, dx, dS0 of a chunk form; beta None is the additive rule.
 
     The results equal those of the adjoints above but for rounding. They are the yardstick for
-    kernels that compute the gradients in chunks. da has the shape of a.
+    kernels that compute the gradients in chunks. da has the shape of a. dx is None if x is.
 
     Examples
     --------
@@ -189,105 +193,88 @@ def chunk_adjoint(q, k, v, a, beta, S, scale, do, dS, C):
     >>> from linattn import reference
     >>> rng = np.random.default_rng(0)
     >>> (q, k, v, do), (S, dS) = rng.standard_normal((4, 6, 3)), rng.standard_normal((2, 3, 3))
-    >>> a, beta = rng.uniform(0, 1, (6, 3)), rng.uniform(0, 1, 6)
-    >>> by_chunk = reference.chunk_adjoint(q, k, v, a, beta, S, 1, do, dS, 4)
-    >>> by_token = reference.delta_adjoint(q, k, v, a, beta, S, 1, do, dS)
-    >>> all(np.allclose(x, y) for x, y in zip(by_chunk, by_token))
+    >>> a, beta, x = rng.uniform(0, 1, (6, 3)), rng.uniform(0, 1, 6), rng.standard_normal((6, 3))
+    >>> by_chunk = reference.chunk_adjoint(q, k, v, a, beta, S, 1, do, dS, 4, x)
+    >>> by_token = reference.delta_adjoint(q, k, v, a, beta, S, 1, do, dS, x)
+    >>> all(np.allclose(one, other) for one, other in zip(by_chunk, by_token))
     True
     """
+    has_x, x = x is not None, k if x is None else x
     dq, dk, dv, da = np.empty_like(q), np.empty_like(k), np.empty_like(v), np.empty_like(a)
-    dbeta = None if beta is None else np.empty_like(beta)
+    dbeta, dx = None if beta is None else np.empty_like(beta), np.zeros_like(x)
     kept = []
     for t in range(0, len(q), C):
         rows = slice(t, t + C)
         kept.append((rows, S))
-        E, e, G = _chunk_errors(k[rows], v[rows], a[rows], beta, rows, S)
+        E, e, G = _chunk_errors(k[rows], v[rows], a[rows], beta, x, rows, S)
         S = e[-1][:, None] * S + (G[-1] * k[rows]).T @ (E if beta is None else beta[rows, None] * E)
     for rows, S in reversed(kept):
-        qc, kc, dO, n = q[rows], k[rows], scale * do[rows], len(q[rows])
-        E, e, G = _chunk_errors(kc, v[rows], a[rows], beta, rows, S)
+        qc, kc, xc, dO = q[rows], k[rows], x[rows], scale * do[rows]
+        E, e, G = _chunk_errors(kc, v[rows], a[rows], beta, x, rows, S)
         U = E if beta is None else beta[rows, None] * E
         # S' = diag(e_C) S + k~'U, k~_j = G_Cj k_j;  O = (e q) S + P U, P_ij = q_i' G_ij k_j
-        dU = (G[-1] * kc) @ dS + np.tril(_faded(qc, kc, G)).T @ dO
-        dP, dL = np.tril(dO @ U.T), np.zeros_like(G[..., 0])
-        d_tilde, dq_hat, dk_hat = U @ dS.T, dO @ S.T, np.zeros_like(kc)
-        de_last, dS = (S * dS).sum(1), e[-1][:, None] * dS + (e * qc).T @ dO
+        dU = (G[-1] * kc) @ dS + scores(qc, kc, G).T @ dO
+        dP, d_tilde, dq_hat = np.tril(dO @ U.T), U @ dS.T, dO @ S.T
+        de, dG = np.zeros_like(qc), np.zeros_like(G, shape=(*G.shape[:2], kc.shape[1]))
+        de[-1], dS = (S * dS).sum(1), e[-1][:, None] * dS + (e * qc).T @ dO
         if beta is not None:
-            # U = beta E, E = V - (e k) S - L U, L_ij = k_i' G_ij k_j
-            L, dE = np.tril(_faded(kc, kc, G), -1), np.empty_like(dU)
-            for i in reversed(range(n)):
+            # U = beta E, E = V - (e x) S - L U, L_ij = x_i' G_ij k_j
+            L, dE = np.tril(scores(xc, kc, G), -1), np.empty_like(dU)
+            for i in reversed(range(len(dU))):
                 dU[i] -= L[i + 1 :, i] @ dE[i + 1 :]
                 dE[i] = beta[rows][i] * dU[i]
             dbeta[rows] = (dU * E).sum(1)
-            dL, dk_hat, dS = -np.tril(dE @ U.T, -1), -dE @ S.T, dS - (e * kc).T @ dE
+            dL, dx_hat, dS = -np.tril(dE @ U.T, -1), -dE @ S.T, dS - (e * xc).T @ dE
             dU = dE
+            dx[rows], dk[rows], dG = scores_adjoint(dL, xc, kc, G)
+            dx[rows] += e * dx_hat
+            de += xc * dx_hat
+        else:
+            dk[rows] = 0
         dv[rows] = dU
-        # P and L, the scores of the pairs (i, j)
-        pq, pk = dP[..., None] * G, dL[..., None] * G
-        dq[rows] = e * dq_hat + (pq * kc).sum(1)
-        dk[rows] = e * dk_hat + G[-1] * d_tilde + (pk * kc).sum(1)
-        dk[rows] += (pq * qc[:, None] + pk * kc[:, None]).sum(0)
-        dG = (dP[..., None] * qc[:, None] + dL[..., None] * kc[:, None]) * kc
+        dq_P, dk_P, dG_P = scores_adjoint(dP, qc, kc, G)
+        dq[rows] = e * dq_hat + dq_P
+        dk[rows] += dk_P + G[-1] * d_tilde
+        dG += dG_P
         dG[-1] += d_tilde * kc
-        de = qc * dq_hat + kc * dk_hat
-        de[-1] += de_last
-        da[rows] = _decay_products_adjoint(dG, de, a[rows], e, G)
-    return dq, dk, dv, da, dbeta, dS
+        de += qc * dq_hat
+        da[rows] = products_adjoint(dG, de, a[rows], e, G)
+    if not has_x:
+        dk, dx = dk + dx, None
+    return dq, dk, dv, da, dbeta, dx, dS
 
 
-def _decay_products_adjoint(dG, de, a, e, G):
-    """da of a chunk's products of decays. dG and de are changed."""
-    da = np.empty_like(a)
-    has_one_decay = a.shape[1] == 1
-    if has_one_decay:
-        dG, de = dG.sum(-1, keepdims=True), de.sum(-1, keepdims=True)
-    for i in reversed(range(len(a))):
-        # G_i = a_i G_{i-1} and e_i = a_i e_{i-1}, row by row; e_{-1} = 1
-        before = G[i - 1, :i] if i else G[:0, 0]
-        da[i] = (dG[i, :i] * before).sum(0) + de[i] * (e[i - 1] if i else 1)
-        if i:
-            dG[i - 1, :i] += a[i] * dG[i, :i]
-            de[i - 1] += a[i] * de[i]
-    return da
-
-
-def _faded(x, y, G):
-    """A_ij = x_i' G_ij y_j; G [C,C,K], or [C,C,1] for one decay for all keys."""
-    has_one_decay = G.shape[-1] == 1
-    if has_one_decay:
-        return (x @ y.T) * G[..., 0]
-    return np.einsum("ik,jk,ijk->ij", x, y, G)
-
-
-def _chunk_errors(k, v, a, beta, rows, S):
-    """E, the rows that a chunk writes, before beta; e_i = a_i ... a_1; G_ij = a_i ... a_{j+1}."""
-    G = np.zeros((len(k), *a.shape), a.dtype)
-    for i in range(len(k)):
-        G[i, :i] = a[i] * G[i - 1, :i]
-        G[i, i] = 1
-    e = np.cumprod(a, 0)
+def _chunk_errors(k, v, a, beta, x, rows, S):
+    """E, the rows that a chunk writes, before beta; and its products of decays, e and G."""
+    e, G = products(a)
     if beta is None:
         return v, e, G
-    L = np.tril(_faded(k, k, G), -1)
-    E = v - (e * k) @ S
+    x = x[rows]
+    L = np.tril(scores(x, k, G), -1)
+    E = v - (e * x) @ S
     for i in range(len(k)):
         E[i] -= L[i, :i] @ (beta[rows][:i, None] * E[:i])
     return E, e, G
 
 
 # ---------------------------------------------------------------------------------------------
-# One head of an op. C is the length of a chunk, None token by token.
+# One head of an op, from and to arrays by name. C is the length of a chunk, None token by token.
 # ---------------------------------------------------------------------------------------------
 
 
-def head_adjoint(q, k, v, a, beta, S, scale, do, dS, C):
-    """dq, dk, dv, da, dbeta, dS0; beta None is the additive rule, and dbeta then is None."""
+def head_adjoint(given, S, scale, do, dS, C):
+    """The gradients of the additive rule, or with beta of the delta rule, and of the state."""
+    q, k, v, a = (given[name] for name in "qkva")
+    beta, x = given.get("beta"), given.get("x")
+    dx = None
     if C is not None:
-        return chunk_adjoint(q, k, v, a, beta, S, scale, do, dS, C)
-    if beta is not None:
-        return delta_adjoint(q, k, v, a, beta, S, scale, do, dS)
-    dq, dk, dv, da, dS = additive_adjoint(q, k, v, a, S, scale, do, dS)
-    return dq, dk, dv, da, None, dS
+        dq, dk, dv, da, dbeta, dx, dS = chunk_adjoint(q, k, v, a, beta, S, scale, do, dS, C, x)
+    elif beta is not None:
+        dq, dk, dv, da, dbeta, dx, dS = delta_adjoint(q, k, v, a, beta, S, scale, do, dS, x)
+    else:
+        dq, dk, dv, da, dS = additive_adjoint(q, k, v, a, S, scale, do, dS)
+        dbeta = None
+    return {"q": dq, "k": dk, "v": dv, "a": da, "beta": dbeta, "x": dx}, dS
 
 
 def normalised_head_adjoint(op, q, k, v, state, scale, do, d_state, C, causal, normalize, eps):
@@ -301,7 +288,7 @@ def normalised_head_adjoint(op, q, k, v, state, scale, do, d_state, C, causal, n
     if C is None:
         return linear_attention_adjoint(q, k, v, S, z, scale, dnum, dden, dS, dz)
     # z is the state of one more column of values, which is 1 for every token
-    dq, dk, dv, _, _, dS = chunk_adjoint(
+    dq, dk, dv, *_, dS = chunk_adjoint(
         q,
         k,
         _with_column(v, np.ones_like(den)),

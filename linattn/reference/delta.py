@@ -1,4 +1,8 @@
-"""The ops of the delta rule: a token writes what the state does not answer, u = b (v - p)."""
+"""The ops of the delta rule: a token writes what the state does not answer, u = b (v - p).
+
+p is the answer to the key k, or to x, a key that predicts and is not written: p = x'S. Every x is
+k where none is given.
+"""
 
 import numpy as np
 
@@ -11,7 +15,7 @@ from .chunks import decay_matrix, faded_scores, solve_unit_lower
 # ---------------------------------------------------------------------------------------------
 
 
-def delta_rule_tokens(q, k, v, beta, S, scale):
+def delta_rule_tokens(q, k, v, beta, S, scale, x=None):
     """DeltaNet, Schlag et al. 2021: write only what the state does not yet answer.
 
     S + b k (v - k'S)' is the other spelling, (I - b k k') S + b k v', with fewer multiplications.
@@ -27,19 +31,20 @@ def delta_rule_tokens(q, k, v, beta, S, scale):
     >>> S.ravel().tolist()
     [5.0, 0.0]
     """
+    x = k if x is None else x
     o = np.empty_like(v)
     for t in range(len(q)):
-        p = k[t] @ S
+        p = x[t] @ S
         u = beta[t] * (v[t] - p)
         S = S + np.outer(k[t], u)
         o[t] = scale * (q[t] @ S)
     return o, S
 
 
-def delta_rule_chunk(q, k, v, beta, S, scale):
+def delta_rule_chunk(q, k, v, beta, S, scale, x=None):
     """Yang et al. 2024, "Parallelizing linear transformers with the delta rule".
 
-    A prediction needs the writes before it: u_i = b_i (v_i - k_i'S - sum_{j<i} k_i.k_j u_j),
+    A prediction needs the writes before it: u_i = b_i (v_i - x_i'S - sum_{j<i} x_i.k_j u_j),
     a triangular system for U [C,V]. The rest is linear attention with U in the place of V.
 
     Examples
@@ -53,14 +58,15 @@ def delta_rule_chunk(q, k, v, beta, S, scale):
     >>> np.allclose(o, reference.delta_rule_tokens(q, k, v, beta, S, 1)[0])
     True
     """
-    L = beta[:, None] * np.tril(k @ k.T, -1)  # scores
+    x = k if x is None else x
+    L = beta[:, None] * np.tril(x @ k.T, -1)  # scores
     P = np.tril(q @ k.T)
-    U = solve_unit_lower(L, beta[:, None] * (v - k @ S))  # solve
+    U = solve_unit_lower(L, beta[:, None] * (v - x @ S))  # solve
     o = scale * (q @ S) + scale * P @ U  # read
     return o, S + k.T @ U  # carry
 
 
-def gated_delta_rule_tokens(q, k, v, a, beta, S, scale):
+def gated_delta_rule_tokens(q, k, v, a, beta, S, scale, x=None):
     """Gated DeltaNet, Yang et al. 2024: S <- (I - b k k') a S + b k v', so decay comes first.
 
     The prediction is made from the decayed state. Predicting from the undecayed one is the usual
@@ -78,16 +84,17 @@ def gated_delta_rule_tokens(q, k, v, a, beta, S, scale):
     >>> S.item()
     3.0
     """
+    x = k if x is None else x
     o = np.empty_like(v)
     for t in range(len(q)):
         S = a[t] * S
-        u = beta[t] * (v[t] - k[t] @ S)
+        u = beta[t] * (v[t] - x[t] @ S)
         S = S + np.outer(k[t], u)
         o[t] = scale * (q[t] @ S)
     return o, S
 
 
-def gated_delta_rule_chunk(q, k, v, a, beta, S, scale):
+def gated_delta_rule_chunk(q, k, v, a, beta, S, scale, x=None):
     """The delta rule's system, each pair (i, j) faded by G_ij and the state by a_1 ... a_i.
 
     Examples
@@ -103,16 +110,17 @@ def gated_delta_rule_chunk(q, k, v, a, beta, S, scale):
     >>> np.allclose(o, reference.delta_rule_chunk(q, k, v, beta, S, 1)[0])
     True
     """
+    x = k if x is None else x
     G = decay_matrix(a)
     from_start = np.cumprod(a)[:, None]
-    L = beta[:, None] * np.tril(k @ k.T, -1) * G  # scores
+    L = beta[:, None] * np.tril(x @ k.T, -1) * G  # scores
     P = q @ k.T * G
-    U = solve_unit_lower(L, beta[:, None] * (v - from_start * (k @ S)))  # solve
+    U = solve_unit_lower(L, beta[:, None] * (v - from_start * (x @ S)))  # solve
     o = scale * from_start * (q @ S) + scale * P @ U  # read
     return o, from_start[-1] * S + k.T @ (G[-1][:, None] * U)  # carry
 
 
-def kda_tokens(q, k, v, a, beta, S, scale):
+def kda_tokens(q, k, v, a, beta, S, scale, x=None):
     """Kimi Delta Attention, Kimi Linear 2025: S <- (I - b k k') diag(a) S + b k v', a [T,K].
 
     Examples
@@ -127,17 +135,18 @@ def kda_tokens(q, k, v, a, beta, S, scale):
     >>> S.ravel().tolist()
     [0.0, 1.0]
     """
+    x = k if x is None else x
     o = np.empty_like(v)
     for t in range(len(q)):
         S = a[t][:, None] * S
-        u = beta[t] * (v[t] - k[t] @ S)
+        u = beta[t] * (v[t] - x[t] @ S)
         S = S + np.outer(k[t], u)
         o[t] = scale * (q[t] @ S)
     return o, S
 
 
-def kda_chunk(q, k, v, a, beta, S, scale):
-    """The delta rule's system with GLA's scores: the decay cannot be pulled out of k_i . k_j.
+def kda_chunk(q, k, v, a, beta, S, scale, x=None):
+    """The delta rule's system with GLA's scores: the decay cannot be pulled out of x_i . k_j.
 
     Examples
     --------
@@ -152,10 +161,11 @@ def kda_chunk(q, k, v, a, beta, S, scale):
     >>> np.allclose(o, reference.gated_delta_rule_chunk(q, k, v, a, beta, S, 1)[0])
     True
     """
+    x = k if x is None else x
     from_start = np.cumprod(a, axis=0)
-    L = beta[:, None] * np.tril(faded_scores(k, k, a)[0], -1)  # scores
+    L = beta[:, None] * np.tril(faded_scores(x, k, a)[0], -1)  # scores
     P, faded = faded_scores(q, k, a)
-    U = solve_unit_lower(L, beta[:, None] * (v - (k * from_start) @ S))  # solve
+    U = solve_unit_lower(L, beta[:, None] * (v - (x * from_start) @ S))  # solve
     o = scale * (q * from_start) @ S + scale * P @ U  # read
     return o, from_start[-1][:, None] * S + faded.T @ U  # carry
 
@@ -166,7 +176,7 @@ def kda_chunk(q, k, v, a, beta, S, scale):
 
 
 @takes_one_head
-def delta_rule(q, k, v, beta, **common):
+def delta_rule(q, k, v, beta, *, x=None, **common):
     """The delta rule, as :func:`linattn.delta_rule` has it.
 
     Parameters
@@ -175,6 +185,8 @@ def delta_rule(q, k, v, beta, **common):
     v : array [B,T,HV,V], or [T,V]
     beta : array [B,T,HV] or float
         How much of the error is written.
+    x : array [B,T,H,K], optional
+        The key that predicts, where it is not the key that is written; qk_l2norm leaves it.
     **common
         The keywords at the head of :mod:`linattn.reference`.
 
@@ -194,14 +206,14 @@ def delta_rule(q, k, v, beta, **common):
     >>> np.allclose(k @ S, v)
     True
     """
-    return per_head(OPS["delta_rule"], q, k, v, beta, **common)
+    return per_head(OPS["delta_rule"], q, k, v, beta, x=x, **common)
 
 
 OPS["delta_rule"] = Op(delta_rule_tokens, delta_rule_chunk, decay="none")
 
 
 @takes_one_head
-def gated_delta_rule(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
+def gated_delta_rule(q, k, v, g=None, beta=None, *, alpha=None, x=None, dtype=np.float64, **common):
     """The gated delta rule, as :func:`linattn.gated_delta_rule` has it.
 
     Parameters
@@ -214,6 +226,8 @@ def gated_delta_rule(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64
         How much of the error is written.
     alpha : array like g, or float, optional
         The decay itself, instead of g.
+    x : array [B,T,H,K], optional
+        The key that predicts, where it is not the key that is written; qk_l2norm leaves it.
     dtype : dtype
         Of the arithmetic.
     **common
@@ -239,14 +253,14 @@ def gated_delta_rule(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64
     True
     """
     a = given_decay(g, alpha, dtype)
-    return per_head(OPS["gated_delta_rule"], q, k, v, a, beta, dtype=dtype, **common)
+    return per_head(OPS["gated_delta_rule"], q, k, v, a, beta, x=x, dtype=dtype, **common)
 
 
 OPS["gated_delta_rule"] = Op(gated_delta_rule_tokens, gated_delta_rule_chunk, decay="token")
 
 
 @takes_one_head
-def kda(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
+def kda(q, k, v, g=None, beta=None, *, alpha=None, x=None, dtype=np.float64, **common):
     """Kimi Delta Attention, as :func:`linattn.kda` has it.
 
     Parameters
@@ -259,6 +273,8 @@ def kda(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
         How much of the error is written.
     alpha : array like g, or float, optional
         The decay itself, instead of g.
+    x : array [B,T,H,K], optional
+        The key that predicts, where it is not the key that is written; qk_l2norm leaves it.
     dtype : dtype
         Of the arithmetic.
     **common
@@ -285,7 +301,7 @@ def kda(q, k, v, g=None, beta=None, *, alpha=None, dtype=np.float64, **common):
     True
     """
     a = given_decay(g, alpha, dtype)
-    return per_head(OPS["kda"], q, k, v, a, beta, dtype=dtype, **common)
+    return per_head(OPS["kda"], q, k, v, a, beta, x=x, dtype=dtype, **common)
 
 
 OPS["kda"] = Op(kda_tokens, kda_chunk, decay="key")

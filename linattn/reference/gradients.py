@@ -7,12 +7,18 @@ import numpy as np
 from ._loops import (
     OPS,
     SHARED_AXES,
+    WITH_Z,
     cast,
+    cast_keys,
     heads,
+    keep_state,
+    of_key,
     read_scale,
     rounded,
     rounded_like,
     state_arrays,
+    state_axes,
+    state_of,
     working,
 )
 from ._one_head import takes_one_head
@@ -38,6 +44,10 @@ class Gradients(NamedTuple):
     dv: np.ndarray
     dg: np.ndarray | None
     dbeta: np.ndarray | None
+    dx: np.ndarray | None
+    dy: np.ndarray | None
+    dbonus: np.ndarray | None
+    deta: np.ndarray | None
     d_initial_state: np.ndarray | tuple | None
 
 
@@ -54,6 +64,10 @@ def backward(
     gamma=None,
     slopes=None,
     beta=None,
+    x=None,
+    y=None,
+    bonus=None,
+    eta=None,
     feature_map="elu+1",
     normalize=True,
     causal=True,
@@ -79,9 +93,9 @@ def backward(
         The gradient of o.
     q, k : array [B,T,H,K], or [T,K] for one head
     v : array [B,T,HV,V], or [T,V]
-    g, alpha, gamma, slopes, beta, feature_map, normalize, causal, eps
+    g, alpha, gamma, slopes, beta, x, y, bonus, eta, feature_map, normalize, causal, eps
         As in the op.
-    initial_state, d_final_state : array [N,HV,K,V], or the pair (S, z) of a normalised op, optional
+    initial_state, d_final_state : array [N,HV,K,V], or a pair as the op has it, optional
     scale, cu_seqlens, qk_l2norm, form, chunk_size, dtype
         The keywords at the head of :mod:`linattn.reference`.
 
@@ -112,50 +126,69 @@ def backward(
     keyword, gate = _first_given(gamma=gamma, slopes=slopes, alpha=alpha, g=g)
     a = _decay(op, keyword, gate, v, work)
     a_keys = _by_key(op, a, v)
-    b = None if beta is None else cast(beta, work)
+    by_value_head = {"beta": beta, "eta": eta}
+    by_value_head = {n: cast(z, work) for n, z in by_value_head.items() if z is not None}
+    by_key_head = {"q": q, "k": k, **cast_keys(dtype, x=x, y=y, bonus=bonus)}
 
-    # dq and dk are summed over the value heads that share a query and key head
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.empty_like(v)
-    da, dbeta = np.zeros((*v.shape[:3], q.shape[3]), work), np.empty(v.shape[:3], work)
-    S, z = state_arrays(initial_state, normalize, q, v, cu_seqlens)
-    dS, dz = state_arrays(d_final_state, normalize, q, v, cu_seqlens)
+    # those of query and key heads are summed over the value heads that share a head
+    d = {name: np.zeros_like(z) for name, z in by_key_head.items()}
+    d |= {name: np.empty_like(z) for name, z in by_value_head.items()}
+    dv, da = np.empty_like(v), np.zeros((*v.shape[:3], q.shape[3]), work)
+    axes = WITH_Z if op.has_normaliser else state_axes(op)
+    states = state_arrays(initial_state, axes, q, v, cu_seqlens)
+    d_states = state_arrays(d_final_state, axes, q, v, cu_seqlens)
     with np.errstate(all="ignore"):  # NaN and inf are data here
         for n, h, i, j in heads(q, v, cu_seqlens):
             C = _chunk_length(form, len(v[j]), chunk_size)
+            state, d_state = state_of(states, n, h), state_of(d_states, n, h)
             if op.has_normaliser:
-                dq_h, dk_h, dv[j], dS[n, h], dz[n, h] = normalised_head_adjoint(
+                dq_h, dk_h, dv[j], *d_state = normalised_head_adjoint(
                     op,
                     q[i],
                     k[i],
                     v[j],
-                    (S[n, h], z[n, h]),
+                    state,
                     scale,
                     do[j],
-                    (dS[n, h], dz[n, h]),
+                    d_state,
                     C,
                     causal,
                     normalize,
                     eps,
                 )
+                d_state, d_h = tuple(d_state), {"q": dq_h, "k": dk_h}
             else:
-                b_h = None if b is None else b[j]
-                dq_h, dk_h, dv[j], da_h, db_h, dS[n, h] = head_adjoint(
-                    q[i], k[i], v[j], a_keys[j], b_h, S[n, h], scale, do[j], dS[n, h], C
-                )
+                given = {name: z[of_key(z, i)] for name, z in by_key_head.items()}
+                given |= {name: z[j] for name, z in by_value_head.items()}
+                given |= {"v": v[j], "a": a_keys[j]}
+                adjoint = op.adjoint or head_adjoint
+                d_h, d_state = adjoint(given, state, scale, do[j], d_state, C)
+                dv[j], da_h = d_h["v"], d_h["a"]
                 da[j][:, : da_h.shape[1]] = da_h
-                if b is not None:
-                    dbeta[j] = db_h
-            dq[i] += dq_h
-            dk[i] += dk_h
-        dq, dk = q_in.adjoint(dq), k_in.adjoint(dk)
+            keep_state(d_states, n, h, d_state)
+            for name, z in by_key_head.items():
+                d[name][of_key(z, i)] += d_h[name]
+            for name in by_value_head:
+                d[name][j] = d_h[name]
+        d["q"], d["k"] = q_in.adjoint(d["q"]), k_in.adjoint(d["k"])
         dg = _gate_gradient(op, keyword, gate, a, da, work)
+
+    def of_gate(name, given):
+        return None if given is None else rounded_like(d[name], given, work)
+
+    if normalize is False and op.has_normaliser:
+        d_states = d_states[:1]
     return Gradients(
-        rounded(dq, dtype),
-        rounded(dk, dtype),
+        rounded(d["q"], dtype),
+        rounded(d["k"], dtype),
         rounded(dv, dtype),
         dg,
-        None if beta is None else rounded_like(dbeta, beta, work),
-        None if initial_state is None else dS if normalize is False else (dS, dz),
+        of_gate("beta", beta),
+        None if x is None else rounded(d["x"], dtype),
+        None if y is None else rounded(d["y"], dtype),
+        of_gate("bonus", bonus),
+        of_gate("eta", eta),
+        None if initial_state is None else d_states[0] if len(d_states) == 1 else d_states,
     )
 
 
