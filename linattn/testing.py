@@ -223,6 +223,13 @@ def _numbers(op: str, rng: Any, name: str, shape: tuple[int, ...]) -> Any:
     return x
 
 
+def _near(rng: Any, k: Any) -> Any:
+    """Keys x for which I - beta k x' shrinks more than it stretches: a part of k, and a tenth of
+    something else."""
+    other = rng.standard_normal(k.shape) / max(1, k.shape[-1]) ** 0.5
+    return rng.uniform(0, 1, (*k.shape[:-1], 1)) * k + other / 10
+
+
 def make_inputs(
     op,
     rng,
@@ -237,6 +244,7 @@ def make_inputs(
     initial_state=False,
     cu_seqlens=None,
     normalize=True,
+    x=False,
 ):
     """A legal random problem: a dict of arrays to call linattn's, or the reference's, op with.
 
@@ -260,6 +268,9 @@ def make_inputs(
     normalize : bool or str
         Of linear_attention: says whether its state is the pair (S, z). The dict has it if it is not
         True.
+    x : bool
+        Of a delta rule: is the key that predicts made too, where it is not k? It lies near k, so
+        that the state stays bounded.
 
     Returns
     -------
@@ -286,6 +297,8 @@ def make_inputs(
         for name in sorted(shapes, key=lambda name: name != "k")
     }
     inputs: dict[str, Any] = {name: drawn[name].astype(dtype) for name in shapes}
+    if x:
+        inputs["x"] = _near(rng, drawn["k"]).astype(dtype)
     if VARIANTS[op].normaliser and normalize is not True:
         inputs["normalize"] = normalize
     if cu_seqlens is not None:

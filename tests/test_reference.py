@@ -6,7 +6,8 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
-from support.variants import GATED
+from support.compare import leaves
+from support.variants import DELTA, GATED
 
 from linattn import reference
 from linattn.testing import GATES, assert_accurate, make_inputs, make_output_gradients
@@ -30,15 +31,17 @@ LINEAR_ATTENTION = {
 }
 CASES = [(op, {}) for op in OPS if op != "linear_attention"]
 CASES += [("linear_attention", options) for options in LINEAR_ATTENTION.values()]
+CASES += [(op, {"x": True}) for op in DELTA]
 CASE_NAMES = [op for op in OPS if op != "linear_attention"]
 CASE_NAMES += [f"linear_attention, {name}" for name in LINEAR_ATTENTION]
+CASE_NAMES += [f"{op}, x" for op in DELTA]
 
 
 def with_options(op, options, seed=0, **shape):
     """Inputs for the op with its options, the initial state's width fitted to the feature map."""
-    inputs = make_inputs(
-        op, np.random.default_rng(seed), **shape, normalize=options.get("normalize", True)
-    )
+    options = dict(options)
+    made = {"x": options.pop("x", False), "normalize": options.get("normalize", True)}
+    inputs = make_inputs(op, np.random.default_rng(seed), **shape, **made)
     if callable(options.get("feature_map")) and "initial_state" in inputs:
         inputs["initial_state"] = np.concatenate([inputs["initial_state"]] * 2, -2)
     return {**inputs, **options}
@@ -281,6 +284,10 @@ GRADIENT_OF = {
     "k": "dk",
     "v": "dv",
     "beta": "dbeta",
+    "x": "dx",
+    "y": "dy",
+    "bonus": "dbonus",
+    "eta": "deta",
     "g": "dg",
     "alpha": "dg",
     "gamma": "dg",
@@ -331,6 +338,25 @@ def test_gradients(op, options, packed):
     if callable(options.get("feature_map")):
         d_outputs["d_final_state"] = rng.standard_normal(inputs["initial_state"].shape)
     assert_gradients(op, inputs, d_outputs)
+
+
+@pytest.mark.parametrize(("op", "options"), CASES, ids=CASE_NAMES)
+def test_the_gradients_of_the_forms_agree(op, options):
+    inputs = with_options(op, options, B=2, T=37, H=2, HV=4, K=6, V=5, initial_state=True)
+    state = inputs["initial_state"]
+    rng = np.random.default_rng(6)
+    made = {"do": rng.standard_normal(inputs["v"].shape)}
+    made["d_final_state"] = (
+        tuple(rng.standard_normal(x.shape) for x in state)
+        if isinstance(state, tuple)
+        else rng.standard_normal(state.shape)
+    )
+    expected = reference.backward(op, **made, **inputs)
+    forms = [{"form": "parallel"}] + [{"form": "chunk", "chunk_size": c} for c in (1, 5, 16, 64)]
+    for form in forms:
+        found = reference.backward(op, **made, **inputs, **form)
+        for x, y in zip(leaves(found), leaves(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12 * np.abs(y).max())
 
 
 @pytest.mark.parametrize("op", OPS)
