@@ -1,11 +1,14 @@
-"""The eight ops in plain NumPy, float64: read this first, and compare everything with it.
+"""The ops in plain NumPy, float64: read this first, and compare everything with it.
 
-Every op keeps one matrix per head, the state S [K,V], and does the same four things for a token t::
+Most ops keep one matrix per head, the state S [K,V], and do the same four things for a token t::
 
     decay    S <- diag(a_t) S           forget a little (a_t = exp(g_t), in [0, 1])
     predict  p  = k_t' S                the state's answer to this key so far (delta rule only)
     write    S <- S + k_t u_t'          u_t = v_t, or b_t (v_t - p) under the delta rule
     read     o_t = scale q_t' S         after the write: a token sees itself
+
+Three ops do them in another way: `dplr_delta_rule` predicts before the decay, `rwkv6` reads before
+it, and `titans` has a second state, through which it writes.
 
 Each op is spelled twice, for one head, q and k [T,K], v [T,V]::
 
@@ -18,7 +21,7 @@ letters are q, k [B,T,H,K]; v, o [B,T,HV,V]; g [B,T,HV] or [B,T,HV,K], the natur
 beta [B,T,HV]; state [N,HV,K,V]. Value head h reads the query and key head h // (HV/H).
 Keywords that all of them take, in `common`::
 
-    scale=None          the factor of the read; None is K**-0.5
+    scale=None          the factor of the read; None is K**-0.5 (rwkv6 has 1 where none is given)
     initial_state=None  [N,HV,K,V]; None is zeros
     cu_seqlens=None     [N+1], the starts of N sequences packed into one row (B = 1), and T last
     qk_l2norm=False     q and k <- x / sqrt(sum x^2 + 1e-6) first
@@ -40,6 +43,9 @@ The files of this folder::
 
     additive.py    the ops of the additive rule
     delta.py       the ops of the delta rule
+    dplr.py        the op that looks up before the decay: a diagonal plus a low rank
+    bonus.py       the op that reads before its write, with a bonus for it
+    momentum.py    the op that writes by way of a momentum: two states
     chunks.py      the products that chunk forms share
     adjoints.py    the gradients of one head, one adjoint per rule
     gradients.py   `backward`: the gradients of an op
@@ -77,6 +83,13 @@ from .adjoints import (
     linear_attention_adjoint,
     linear_attention_noncausal_adjoint,
 )
+from .bonus import (
+    rwkv6,
+    rwkv6_adjoint,
+    rwkv6_chunk,
+    rwkv6_chunk_adjoint,
+    rwkv6_tokens,
+)
 from .chunks import decay_matrix, faded_scores, solve_unit_lower
 from .delta import (
     delta_rule,
@@ -89,8 +102,22 @@ from .delta import (
     kda_chunk,
     kda_tokens,
 )
+from .dplr import (
+    dplr_adjoint,
+    dplr_chunk_adjoint,
+    dplr_delta_rule,
+    dplr_delta_rule_chunk,
+    dplr_delta_rule_tokens,
+)
 from .elements import FEATURE_MAPS, l2norm
 from .gradients import Gradients, backward
+from .momentum import (
+    titans,
+    titans_adjoint,
+    titans_chunk,
+    titans_chunk_adjoint,
+    titans_tokens,
+)
 from .softmax import (
     SoftmaxGradients,
     softmax_attention,
@@ -112,6 +139,11 @@ __all__ = [
     "delta_rule",
     "delta_rule_chunk",
     "delta_rule_tokens",
+    "dplr_adjoint",
+    "dplr_chunk_adjoint",
+    "dplr_delta_rule",
+    "dplr_delta_rule_chunk",
+    "dplr_delta_rule_tokens",
     "faded_scores",
     "gated_delta_rule",
     "gated_delta_rule_chunk",
@@ -136,6 +168,11 @@ __all__ = [
     "retention",
     "retention_chunk",
     "retention_tokens",
+    "rwkv6",
+    "rwkv6_adjoint",
+    "rwkv6_chunk",
+    "rwkv6_chunk_adjoint",
+    "rwkv6_tokens",
     "simple_gla",
     "simple_gla_chunk",
     "simple_gla_tokens",
@@ -143,6 +180,11 @@ __all__ = [
     "softmax_attention_backward",
     "softmax_weights",
     "solve_unit_lower",
+    "titans",
+    "titans_adjoint",
+    "titans_chunk",
+    "titans_chunk_adjoint",
+    "titans_tokens",
 ]
 
 

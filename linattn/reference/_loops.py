@@ -24,6 +24,7 @@ class Op(NamedTuple):
     chunk: Callable  # one head, C tokens at once
     decay: str  # a key of SHARED_AXES: the decay is one number per head, token or key
     default_decay: Callable | None = None  # v -> the decay itself, for a call that gives none
+    default_scale: float | None = None  # the factor of the read, likewise; None is K**-0.5
     has_normaliser: bool = False  # the state is (S, z), and the output is divided
     noncausal: Callable | None = None  # one head, every token reads the last state
     adjoint: Callable | None = None  # one head's gradients; None: those in adjoints.py

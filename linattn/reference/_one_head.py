@@ -13,7 +13,7 @@ _BY_TOKEN = ("do", "q", "k", "v", "g", "alpha", "beta", "x", "y", "eta")
 _BY_HEAD = ("gamma", "slopes")  # [1]
 _OF_HEADS = ("bonus",)  # [K]
 # arrays, or a number for all of their elements
-_GATES = ("g", "alpha", "beta", "eta", "gamma", "slopes")
+_GATES = ("g", "alpha", "beta", "eta", "gamma", "slopes", "bonus")
 _STATES = ("initial_state", "d_final_state")  # [K,V], [N,K,V] with cu_seqlens; or a pair
 
 
@@ -60,9 +60,12 @@ def takes_one_head(function):
 
 
 def _gate_shape(name, op, q, v):
-    """The shape of a gate's array: [HV], [B,T,HV] or [B,T,HV,K], without B and HV for one head."""
+    """The shape of a gate's array: [HV], [B,T,HV] or [B,T,HV,K], without B and HV for one head; or
+    that of bonus, [H,K]."""
     if name in _BY_HEAD:
         return np.shape(v)[2:3] or (1,)
+    if name in _OF_HEADS:
+        return np.shape(q)[2:] or np.shape(q)[1:]
     by_key = op.decay == "key" and name in ("g", "alpha")
     return np.shape(v)[:-1] + np.shape(q)[-1:] * by_key
 
@@ -71,7 +74,7 @@ def _with_numbers(result, numbers):
     """Gradients of numbers are numbers: the gate's is the field dg."""
     if not hasattr(result, "dg"):
         return result
-    sums = {f"d{name}" if name in ("beta", "eta") else "dg" for name in numbers}
+    sums = {f"d{name}" if name in ("beta", "eta", "bonus") else "dg" for name in numbers}
     return result._replace(**{name: float(getattr(result, name).sum()) for name in sums})
 
 

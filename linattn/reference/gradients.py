@@ -25,6 +25,8 @@ from ._one_head import takes_one_head
 from .adjoints import head_adjoint, normalised_head_adjoint
 from .elements import GIVEN_AS, feature_adjoint, feature_pair, l2norm, l2norm_adjoint
 
+OF_OP = object()  # a scale that is not given; None is one that is
+
 
 class Gradients(NamedTuple):
     """dg is the gradient of the gate as it was given: g, alpha, gamma or slopes.
@@ -72,7 +74,7 @@ def backward(
     normalize=True,
     causal=True,
     eps=1e-6,
-    scale=None,
+    scale=OF_OP,
     initial_state=None,
     d_final_state=None,
     cu_seqlens=None,
@@ -96,7 +98,9 @@ def backward(
     g, alpha, gamma, slopes, beta, x, y, bonus, eta, feature_map, normalize, causal, eps
         As in the op.
     initial_state, d_final_state : array [N,HV,K,V], or a pair as the op has it, optional
-    scale, cu_seqlens, qk_l2norm, form, chunk_size, dtype
+    scale : float or None
+        The factor of the read; the op's default by default.
+    cu_seqlens, qk_l2norm, form, chunk_size, dtype
         The keywords at the head of :mod:`linattn.reference`.
 
     Returns
@@ -121,7 +125,7 @@ def backward(
         _Input(cast(x, dtype), phi, qk_l2norm)
         for x, phi in zip((q, k), feature_pair(feature_map), strict=True)
     )
-    scale = read_scale(scale, q_in.given)
+    scale = read_scale(op.default_scale if scale is OF_OP else scale, q_in.given)
     q, k = q_in.mapped, k_in.mapped
     keyword, gate = _first_given(gamma=gamma, slopes=slopes, alpha=alpha, g=g)
     a = _decay(op, keyword, gate, v, work)
