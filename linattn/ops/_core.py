@@ -30,7 +30,7 @@ __all__ = [
 # call are of the same library, but gates and states may have dtypes of their own.
 Array = TypeVar("Array")
 AnyArray = Any
-State = Any  # S, or the pair (S, z) of an op that is normalised
+State = Any  # S, or the pair (S, z) of an op that is normalised, or the pair (M, Y) of titans
 Mode = Literal["chunk", "recurrent", "parallel"]
 
 
@@ -62,7 +62,11 @@ class Gradients(NamedTuple):
         The gradient of the gate as it was given: g, alpha, gamma or slopes. That of a number is a
         float.
     dbeta : array [B,T,HV], float or None
-    d_initial_state : array [N,HV,K,V], or the pair (dS, dz) for a normalised op, or None
+    dx, dy : array [B,T,H,K] or None
+    dbonus : array [H,K], float or None
+    deta : array [B,T,HV], float or None
+    d_initial_state : array [N,HV,K,V], or None
+        Of a normalised op the pair (dS, dz), of titans the pair (dM, dY);
         float32 (float64 for float64 inputs).
 
     Examples
@@ -83,6 +87,10 @@ class Gradients(NamedTuple):
     dv: Any
     dg: Any | None
     dbeta: Any | None
+    dx: Any | None
+    dy: Any | None
+    dbonus: Any | None
+    deta: Any | None
     d_initial_state: State | None
 
     def __repr__(self) -> str:

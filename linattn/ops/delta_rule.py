@@ -27,6 +27,7 @@ def delta_rule(
     beta: AnyArray,
     *,
     output_final_state: Literal[False] = ...,
+    x: AnyArray | None = ...,
     **options: Unpack[ForwardOptions],
 ) -> tuple[Array, None]: ...
 @overload
@@ -37,6 +38,7 @@ def delta_rule(
     beta: AnyArray,
     *,
     output_final_state: Literal[True],
+    x: AnyArray | None = ...,
     **options: Unpack[ForwardOptions],
 ) -> tuple[Array, AnyArray]: ...
 @overload
@@ -47,6 +49,7 @@ def delta_rule(
     beta: AnyArray,
     *,
     output_final_state: bool,
+    x: AnyArray | None = ...,
     **options: Unpack[ForwardOptions],
 ) -> tuple[Array, AnyArray | None]: ...
 def delta_rule(
@@ -55,6 +58,7 @@ def delta_rule(
     v: Array,
     beta: AnyArray,
     *,
+    x: AnyArray | None = None,
     scale: float | None = None,
     initial_state: AnyArray | None = None,
     output_final_state: bool = False,
@@ -81,6 +85,9 @@ def delta_rule(
     v : array [B,T,HV,V]
     beta : array [B,T,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    x : array [B,T,H,K], optional
+        The key that predicts, where it is not the key that is written; dtype of q. k by default.
+        ``qk_l2norm`` leaves it.
     scale : float, optional
         Of the reads; K**-0.5 by default.
     initial_state : array [N,HV,K,V], optional
@@ -154,6 +161,7 @@ def delta_rule(
         k,
         v,
         beta=beta,
+        x=x,
         cu_seqlens=cu_seqlens,
         initial_state=initial_state,
         out=out,
@@ -173,6 +181,7 @@ def delta_rule_step(
     v: Array,
     beta: AnyArray,
     *,
+    x: AnyArray | None = None,
     state: AnyArray,
     state_indices: AnyArray | None = None,
     scale: float | None = None,
@@ -188,6 +197,8 @@ def delta_rule_step(
     v : array [B,HV,V]
     beta : array [B,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    x : array [B,H,K], optional
+        The key that predicts, where it is not the key that is written; dtype of q. k by default.
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
         :func:`linattn.zeros_state`.
@@ -236,6 +247,7 @@ def delta_rule_step(
         k,
         v,
         beta=beta,
+        x=x,
         state_indices=state_indices,
         state=state,
         out=out,
@@ -252,6 +264,7 @@ def delta_rule_backward(
     v: Array,
     beta: AnyArray,
     *,
+    x: AnyArray | None = None,
     d_final_state: AnyArray | None = None,
     scale: float | None = None,
     initial_state: AnyArray | None = None,
@@ -272,6 +285,8 @@ def delta_rule_backward(
     v : array [B,T,HV,V]
     beta : array [B,T,HV] or float
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
+    x : array [B,T,H,K], optional
+        The key that predicts, where it is not the key that is written; dtype of q. k by default.
     d_final_state : array [N,HV,K,V], optional
         The gradient of the final state, float32 (float64 for float64 inputs).
     scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
@@ -315,6 +330,7 @@ def delta_rule_backward(
         k,
         v,
         beta=beta,
+        x=x,
         cu_seqlens=cu_seqlens,
         initial_state=initial_state,
         do=do,

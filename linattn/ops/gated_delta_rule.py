@@ -29,6 +29,7 @@ def gated_delta_rule(
     *,
     output_final_state: Literal[False] = ...,
     alpha: AnyArray | None = ...,
+    x: AnyArray | None = ...,
     **options: Unpack[ForwardOptions],
 ) -> tuple[Array, None]: ...
 @overload
@@ -41,6 +42,7 @@ def gated_delta_rule(
     *,
     output_final_state: Literal[True],
     alpha: AnyArray | None = ...,
+    x: AnyArray | None = ...,
     **options: Unpack[ForwardOptions],
 ) -> tuple[Array, AnyArray]: ...
 @overload
@@ -53,6 +55,7 @@ def gated_delta_rule(
     *,
     output_final_state: bool,
     alpha: AnyArray | None = ...,
+    x: AnyArray | None = ...,
     **options: Unpack[ForwardOptions],
 ) -> tuple[Array, AnyArray | None]: ...
 def gated_delta_rule(
@@ -63,6 +66,7 @@ def gated_delta_rule(
     beta: AnyArray | None = None,
     *,
     alpha: AnyArray | None = None,
+    x: AnyArray | None = None,
     scale: float | None = None,
     initial_state: AnyArray | None = None,
     output_final_state: bool = False,
@@ -93,6 +97,9 @@ def gated_delta_rule(
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.
+    x : array [B,T,H,K], optional
+        The key that predicts, where it is not the key that is written; dtype of q. k by default.
+        ``qk_l2norm`` leaves it.
     scale : float, optional
         Of the reads; K**-0.5 by default.
     initial_state : array [N,HV,K,V], optional
@@ -168,6 +175,7 @@ def gated_delta_rule(
         g=g,
         alpha=alpha,
         beta=beta,
+        x=x,
         cu_seqlens=cu_seqlens,
         initial_state=initial_state,
         out=out,
@@ -189,6 +197,7 @@ def gated_delta_rule_step(
     beta: AnyArray | None = None,
     *,
     alpha: AnyArray | None = None,
+    x: AnyArray | None = None,
     state: AnyArray,
     state_indices: AnyArray | None = None,
     scale: float | None = None,
@@ -208,6 +217,8 @@ def gated_delta_rule_step(
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.
+    x : array [B,H,K], optional
+        The key that predicts, where it is not the key that is written; dtype of q. k by default.
     state : array [B,HV,K,V]
         float32 (float64 for float64 inputs) or bfloat16; its rows contiguous. See
         :func:`linattn.zeros_state`.
@@ -264,6 +275,7 @@ def gated_delta_rule_step(
         g=g,
         alpha=alpha,
         beta=beta,
+        x=x,
         state_indices=state_indices,
         state=state,
         out=out,
@@ -282,6 +294,7 @@ def gated_delta_rule_backward(
     beta: AnyArray | None = None,
     *,
     alpha: AnyArray | None = None,
+    x: AnyArray | None = None,
     d_final_state: AnyArray | None = None,
     scale: float | None = None,
     initial_state: AnyArray | None = None,
@@ -306,6 +319,8 @@ def gated_delta_rule_backward(
         How much of the prediction error is written; after the sigmoid, 0 to 2 is meaningful.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g.
+    x : array [B,T,H,K], optional
+        The key that predicts, where it is not the key that is written; dtype of q. k by default.
     d_final_state : array [N,HV,K,V], optional
         The gradient of the final state, float32 (float64 for float64 inputs).
     scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
@@ -362,6 +377,7 @@ def gated_delta_rule_backward(
         g=g,
         alpha=alpha,
         beta=beta,
+        x=x,
         cu_seqlens=cu_seqlens,
         initial_state=initial_state,
         do=do,
