@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from linattn import _linattn
-from linattn.variants import ARRAYS, OPS, ArrayLine
+from linattn.variants import ARRAYS, OPS, VARIANTS, ArrayLine
 
 __all__ = ["forward"]
 
@@ -30,10 +30,17 @@ if not hasattr(torch.library, "custom_op"):
     raise ImportError(f"linattn takes tensors of PyTorch 2.4 or later, got {torch.__version__}")
 
 # The inputs of a forward pass, by the lines of arrays.def. The decay is one array here, and the
-# option `gate` says under which keyword it was given; a state is two arrays, S and z.
-_INPUTS = tuple(line for line in ARRAYS if "F" in line.passes and line.role != "OUTPUT")
+# option `gate` says under which keyword it was given. A state is two arrays, the second of which
+# some ops and calls have: z, or a momentum. One line stands for both.
+_INPUTS = tuple(
+    line
+    for line in ARRAYS
+    if "F" in line.passes
+    and line.role != "OUTPUT"
+    and (line.role != "STATE" or line.part_of != "PAIR")
+)
 _NAMES = tuple(
-    f"{line.label}_z" if line.part_of == "NORMALISED" else line.label for line in _INPUTS
+    f"{line.label}_second" if line.part_of == "NORMALISED" else line.label for line in _INPUTS
 )
 _SMOOTH = tuple(line for line in _INPUTS if line.gradient is not None)
 _GATES = ("g", "alpha", "gamma", "slopes")
@@ -52,7 +59,7 @@ _OPTIONS = (
 _OPTION_NAMES = tuple(declared.split()[-1] for declared in _OPTIONS.split(","))
 _FORWARD = f"({_ARRAYS}, bool output_final_state, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
-    f"(Tensor do, Tensor? d_final_state, Tensor? d_final_z, {_ARRAYS}, {_OPTIONS})"
+    f"(Tensor do, Tensor? d_final_state, Tensor? d_final_second, {_ARRAYS}, {_OPTIONS})"
     f" -> ({', '.join(['Tensor'] * len(_SMOOTH))})"
 )
 
@@ -64,8 +71,8 @@ class _Unfit(Exception):
 # ---- what an operator's signature has no place for ----
 
 
-def _core_state(S: Tensor | None, z: Tensor | None) -> Any:
-    return S if z is None else (S, z)
+def _core_state(S: Tensor | None, second: Tensor | None) -> Any:
+    return S if second is None else (S, second)
 
 
 def _named(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
@@ -82,12 +89,13 @@ def _for_core(arrays: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, An
     gate, decay = named.pop("gate"), named.pop("g")
     if gate is not None:
         named[gate] = decay
-    S, z = named.pop("initial_state"), named.pop("initial_state_z")
-    return {**named, "initial_state": _core_state(S, z)}
+    S, second = named.pop("initial_state"), named.pop("initial_state_second")
+    return {**named, "initial_state": _core_state(S, second)}
 
 
-def _is_normalised(features: Any) -> bool:
-    return features is not None and features[4] != 0
+def _has_pair(op: str, features: Any) -> bool:
+    """Is a state of this call a pair?"""
+    return VARIANTS[op].decay == "pair" or (features is not None and features[4] != 0)
 
 
 def _or_nothing(x: Tensor | None, q: Tensor) -> Tensor:
@@ -142,11 +150,13 @@ def _fake_forward(name: str, *arguments: Any) -> tuple[Tensor, ...]:
         shape = [sizes[x] for x in letters if x in sizes]  # the core refuses a wrong shape later
         return q.new_empty(shape, dtype=_real(q) if dtype == "REAL" else q.dtype)
 
-    return tuple(map(fake, rows))
+    o, S, *seconds = rows
+    second = next((row for row in seconds if row is not None), None)
+    return fake(o), fake(S), fake(second)
 
 
 def _fake_backward(
-    do: Tensor, d_final_state: Tensor | None, d_final_z: Tensor | None, *arguments: Any
+    do: Tensor, d_final_state: Tensor | None, d_final_second: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, ...]:
     q = arguments[0]
     fakes = []
@@ -166,24 +176,26 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _derivative(run: Any) -> Any:
+def _derivative(op: str, run: Any) -> Any:
     """The forward's derivative, by a backward that PyTorch sees as one step: `run`."""
 
-    def backward(ctx: Any, do: Any, dST: Any, dzT: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, do: Any, dST: Any, d_second: Any) -> tuple[Any, ...]:
         arrays = ctx.saved_tensors
         given = _named(arrays, ctx.options)
-        q, v, normalised = given["q"], given["v"], _is_normalised(given["features"])
+        q, v, pair = given["q"], given["v"], _has_pair(op, given["features"])
         if do is None:
             n = q.dim() // 2  # o has the tokens of q and the heads of v
             do = v.new_zeros(q.shape[:n] + v.shape[n:])
         if ctx.state_shapes is None:
-            dST = dzT = None
-        elif normalised and (dST is None) != (dzT is None):
-            d_states = zip((dST, dzT), ctx.state_shapes, strict=True)
-            dST, dzT = (q.new_zeros(s, dtype=_real(q)) if x is None else x for x, s in d_states)
-        elif not normalised:
-            dzT = None
-        found = iter(run(do, dST, dzT, *arrays, *ctx.options))
+            dST = d_second = None
+        elif pair and (dST is None) != (d_second is None):
+            d_states = zip((dST, d_second), ctx.state_shapes, strict=True)
+            dST, d_second = (
+                q.new_zeros(s, dtype=_real(q)) if x is None else x for x, s in d_states
+            )
+        elif not pair:
+            d_second = None
+        found = iter(run(do, dST, d_second, *arrays, *ctx.options))
         gradients: list[Any] = []
         for line, x in zip(_INPUTS, arrays, strict=True):
             dx: Any = next(found) if line.gradient is not None else None
@@ -240,18 +252,18 @@ def _register(name: str) -> _Ways:
     def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         given = _for_core(arguments[:n], arguments[n + 1 :])
         o, state = _linattn.forward(name, output_final_state=arguments[n], **given)
-        ST, zT = state if isinstance(state, tuple) else (state, None)
+        ST, second = state if isinstance(state, tuple) else (state, None)
         q = arguments[0]
-        return o, _or_nothing(ST, q), _or_nothing(zT, q)
+        return o, _or_nothing(ST, q), _or_nothing(second, q)
 
-    def run_backward(do: Tensor, dST: Any, dzT: Any, *arguments: Any) -> tuple[Tensor, ...]:
+    def run_backward(do: Tensor, dST: Any, d_second: Any, *arguments: Any) -> tuple[Tensor, ...]:
         given = _for_core(arguments[:n], arguments[n:])
         del given["allow_tf32"]  # a backward's products are never rounded so
         *gradients, d_state = _linattn.backward(
-            name, do=do, d_final_state=_core_state(dST, dzT), warn=False, **given
+            name, do=do, d_final_state=_core_state(dST, d_second), warn=False, **given
         )
-        dS, dz = d_state if isinstance(d_state, tuple) else (d_state, None)
-        return tuple(_or_nothing(x, arguments[0]) for x in (*gradients, dS, dz))
+        dS, d_second = d_state if isinstance(d_state, tuple) else (d_state, None)
+        return tuple(_or_nothing(x, arguments[0]) for x in (*gradients, dS, d_second))
 
     def twice(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError(
@@ -268,11 +280,12 @@ def _register(name: str) -> _Ways:
 
     def recorded(kind: Any, forward: Any, backward: Any) -> Any:
         again = kind(f"{name}_backward", backward, twice, _no_context)
-        return kind(name, forward, _derivative(again), _setup_context)
+        return kind(name, forward, _derivative(name, again), _setup_context)
 
     backward = define("_backward", _BACKWARD, run_backward, _fake_backward, twice, None)
     fake_forward = partial(_fake_forward, name)
-    forward = define("", _FORWARD, run_forward, fake_forward, _derivative(backward), _setup_context)
+    derivative = _derivative(name, backward)
+    forward = define("", _FORWARD, run_forward, fake_forward, derivative, _setup_context)
     return _Ways(
         recorded(_function, run_forward, run_backward),
         forward,
@@ -287,6 +300,8 @@ _OPS = {name: _register(name) for name in OPS}
 
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _DEVICES = ("cpu", "cuda")
+# The arguments after q, k and v that have the dtype of q.
+_LIKE_Q = tuple(line.label for line in _SMOOTH if line.dtype == "OF_Q" and line.label not in "qkv")
 # The arguments after q, k and v that may be tensors, without the state. A scale is one by mistake.
 _LOOKED_AT = (
     *(line.label for line in _SMOOTH if line.role == "INPUT" and line.label not in "qkvg"),
@@ -457,8 +472,8 @@ def _spread(op: str, gate: str | None, given: dict[str, Any]) -> dict[str, Any]:
 def _fitted(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
     """A call's arguments in the order of the operators' schema."""
     gate = _gate_of(given)
-    S, z = _state_of(given)
-    values = {**given, "initial_state": S, "initial_state_z": z, "gate": gate}
+    S, second = _state_of(given)
+    values = {**given, "initial_state": S, "initial_state_second": second, "gate": gate}
     if gate is not None:
         values["g"] = given[gate]
     values |= _spread(op, gate, given)
@@ -478,6 +493,9 @@ def forward(op: str, q: Tensor, k: Any, v: Any, **given: Any) -> tuple[Tensor, A
     if out is None and device in _DEVICES and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = _cast(q, dtype), _cast(k, dtype), _cast(v, dtype)
+        for name in _LIKE_Q:
+            if given.get(name) is not None:
+                given[name] = _cast(given[name], dtype)
     if torch.compiler.is_compiling():
         way = _OPS[op].operator
     else:
@@ -501,7 +519,7 @@ def forward(op: str, q: Tensor, k: Any, v: Any, **given: Any) -> tuple[Tensor, A
         raise TypeError(
             f"{name}: expected {expected} where gradients are recorded, got {type(got)}"
         ) from None
-    o, S, z = way(*fitted)
+    o, S, second = way(*fitted)
     if not given.get("output_final_state", False):
         return o, None
-    return o, (S, z) if _is_normalised(given.get("features")) else S
+    return o, (S, second) if _has_pair(op, given.get("features")) else S
