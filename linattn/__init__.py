@@ -26,6 +26,11 @@ from linattn.ops._bind import bind
 from linattn.ops._core import Gradients, LayoutHint
 from linattn.ops.attend import attend
 from linattn.ops.delta_rule import delta_rule, delta_rule_backward, delta_rule_step
+from linattn.ops.dplr_delta_rule import (
+    dplr_delta_rule,
+    dplr_delta_rule_backward,
+    dplr_delta_rule_step,
+)
 from linattn.ops.gated_delta_rule import (
     gated_delta_rule,
     gated_delta_rule_backward,
@@ -44,7 +49,9 @@ from linattn.ops.linear_attention import (
     linear_attention_step,
 )
 from linattn.ops.retention import retention, retention_backward, retention_step
+from linattn.ops.rwkv6 import rwkv6, rwkv6_backward, rwkv6_step
 from linattn.ops.simple_gla import simple_gla, simple_gla_backward, simple_gla_step
+from linattn.ops.titans import titans, titans_backward, titans_step
 from linattn.trace import Explanation, States, explain, states
 from linattn.variants import OPS, VARIANTS, Variant
 
@@ -73,6 +80,9 @@ __all__ = [
     "delta_rule",
     "delta_rule_backward",
     "delta_rule_step",
+    "dplr_delta_rule",
+    "dplr_delta_rule_backward",
+    "dplr_delta_rule_step",
     "explain",
     "flops",
     "gated_delta_rule",
@@ -98,6 +108,9 @@ __all__ = [
     "retention",
     "retention_backward",
     "retention_step",
+    "rwkv6",
+    "rwkv6_backward",
+    "rwkv6_step",
     "set_float32_precision",
     "set_num_threads",
     "show_config",
@@ -105,6 +118,9 @@ __all__ = [
     "simple_gla_backward",
     "simple_gla_step",
     "states",
+    "titans",
+    "titans_backward",
+    "titans_step",
     "zeros_state",
 ]
 

@@ -5,8 +5,8 @@ from typing import Any, Final, Literal, Never, final
 # An array of any kind: NumPy's, or any with __dlpack__ or __cuda_array_interface__.
 _Array = Any
 
-_Decay = Literal["none", "head", "token", "key"]
-_Rule = Literal["additive", "delta"]
+_Decay = Literal["none", "head", "token", "key", "pair"]
+_Rule = Literal["additive", "delta", "dplr", "bonus"]
 
 OPS: Final[tuple[str, ...]]
 VARIANTS: Final[tuple[tuple[str, _Decay, _Rule, bool], ...]]  # a row of variants.def each
@@ -28,7 +28,7 @@ def forward(op: str, *qkv: _Array, **arguments: Any) -> tuple[_Array, Any]: ...
 def step(op: str, *qkv: _Array, **arguments: Any) -> _Array: ...
 def bind(op: str, *qkv: _Array, **arguments: Any) -> BoundStep: ...
 
-# A gradient per input of arrays.def that has one; S and z of a state are one.
+# A gradient per input of arrays.def that has one; a pair of states is one.
 def backward(op: str, *qkv: _Array, **arguments: Any) -> tuple[Any, ...]: ...
 
 # A row (letters, dtype) for each array that the pass makes, None where this call makes none. q is

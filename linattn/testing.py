@@ -190,19 +190,24 @@ def _keyword(op: str, line: ArrayLine) -> str:
 
 
 def _letters(op: str) -> dict[str, str]:
-    """By keyword: the letters of the arrays without which no forward call of this op is legal."""
+    """By keyword: the letters of the arrays that a problem of this op has. Without them no forward
+    call is legal, or the op has lost a part that no other op has: a momentum."""
+
+    def is_drawn(line: ArrayLine) -> bool:
+        return line.is_needed_by(VARIANTS[op]) or line.part_of == "PAIR"
+
     lines = [line for line in ARRAYS if line.gradient is not None and line.role != "OUTPUT"]
     given = {line.label: True for line in lines if line.label != "q"}
     rows = _linattn.shapes("backward", op, q=4, **given)  # a gradient has its array's letters
     return {
         _keyword(op, line): row[0]
         for line, row in zip(lines, rows, strict=True)
-        if row is not None and line.role == "INPUT" and line.needed == "REQUIRED"
+        if row is not None and line.role == "INPUT" and is_drawn(line)
     }
 
 
 _LETTERS = {op: _letters(op) for op in OPS}
-#: By op, the keywords of its gates.
+#: By op, the keywords of its arrays beside q, k and v: gates, and those of some rules.
 GATES = {op: tuple(name for name in names if name not in "qkv") for op, names in _LETTERS.items()}
 
 # How an array's numbers are drawn, by its keyword; about normal, if it is not here.
@@ -211,23 +216,27 @@ _NUMBERS: dict[str, Any] = {
     "gamma": lambda rng, shape: rng.uniform(0.5, 1, shape),
     "slopes": lambda rng, shape: rng.uniform(0, 1, shape),
     "beta": lambda rng, shape: rng.uniform(0.02, 0.98, shape),
+    "eta": lambda rng, shape: rng.uniform(0, 0.9, shape),
 }
 
 
-def _numbers(op: str, rng: Any, name: str, shape: tuple[int, ...]) -> Any:
+def _numbers(op: str, rng: Any, name: str, shape: tuple[int, ...], drawn: dict[str, Any]) -> Any:
+    """drawn: the arrays before it."""
     if name in _NUMBERS:
         return _NUMBERS[name](rng, shape)
-    x = rng.standard_normal(shape)
-    if name == "k" and VARIANTS[op].rule == "delta":
-        x /= np.sqrt((x * x).sum(-1, keepdims=True) + 1e-2)
-    return x
+    if name == "y":
+        return _near(rng, drawn["x"])
+    numbers = rng.standard_normal(shape)
+    if name == "x" or (name == "k" and VARIANTS[op].rule == "delta"):
+        numbers /= np.sqrt((numbers * numbers).sum(-1, keepdims=True) + 1e-2)
+    return numbers
 
 
-def _near(rng: Any, k: Any) -> Any:
-    """Keys x for which I - beta k x' shrinks more than it stretches: a part of k, and a tenth of
-    something else."""
-    other = rng.standard_normal(k.shape) / max(1, k.shape[-1]) ** 0.5
-    return rng.uniform(0, 1, (*k.shape[:-1], 1)) * k + other / 10
+def _near(rng: Any, keys: Any) -> Any:
+    """Keys y for which I - y x' shrinks more than it stretches, x being of about unit norm: a part
+    of x, and a tenth of something else."""
+    other = rng.standard_normal(keys.shape) / max(1, keys.shape[-1]) ** 0.5
+    return rng.uniform(0, 1, (*keys.shape[:-1], 1)) * keys + other / 10
 
 
 def make_inputs(
@@ -248,9 +257,9 @@ def make_inputs(
 ):
     """A legal random problem: a dict of arrays to call linattn's, or the reference's, op with.
 
-    q, k and v are about normal; a delta rule's keys have about unit norm, so that its solve is well
-    conditioned; g = -softplus(normal), at least -3; beta in (0, 1); gamma in (0.5, 1); slopes in
-    (0, 1).
+    q, k, v and bonus are about normal; a delta rule's keys and every x have about unit norm, so
+    that a solve is well conditioned; y lies near x; g = -softplus(normal), at least -3; beta in
+    (0, 1); eta in (0, 0.9); gamma in (0.5, 1); slopes in (0, 1).
 
     Parameters
     ----------
@@ -262,7 +271,7 @@ def make_inputs(
     dtype : dtype
         All arrays are rounded to it.
     initial_state : bool
-        Is a state made too? It is float32, or float64 for float64.
+        Is a state made too? It is float32, or float64 for float64; of titans the pair (M, Y).
     cu_seqlens : int array [N+1], optional
         Packed sequences, with B = 1. The dict has it too, and the state is that of N sequences.
     normalize : bool or str
@@ -292,10 +301,9 @@ def make_inputs(
     state_dtype = np.float64 if dtype == np.float64 else np.float32
     sizes = {"B": B, "T": T, "H": H, "h": HV, "K": K, "V": V}
     shapes = {name: tuple(sizes[x] for x in letters) for name, letters in _LETTERS[op].items()}
-    drawn = {  # k first, so that the seeds of old keep their problems
-        name: _numbers(op, rng, name, shapes[name])
-        for name in sorted(shapes, key=lambda name: name != "k")
-    }
+    drawn: dict[str, Any] = {}
+    for name in sorted(shapes, key=lambda name: name != "k"):
+        drawn[name] = _numbers(op, rng, name, shapes[name], drawn)  # k first: the problems of old
     inputs: dict[str, Any] = {name: drawn[name].astype(dtype) for name in shapes}
     if x:
         inputs["x"] = _near(rng, drawn["k"]).astype(dtype)
@@ -344,10 +352,13 @@ def make_output_gradients(op, rng, inputs):
 
 
 def _state(op, rng, inputs, dtype, sign):
-    """S [N,HV,K,V], with z [N,HV,K] where the op is normalised: positive, as a sum of phi(k) is."""
+    """S [N,HV,K,V], with z [N,HV,K] where the op is normalised: positive, as a sum of phi(k) is.
+    Of a memory with momentum, two of these."""
     (B, _, HV, V), K = inputs["v"].shape, inputs["q"].shape[3]
     N = len(inputs["cu_seqlens"]) - 1 if "cu_seqlens" in inputs else B
     S = rng.standard_normal((N, HV, K, V)).astype(dtype)
+    if VARIANTS[op].decay == "pair":
+        return S, rng.standard_normal((N, HV, K, V)).astype(dtype)
     if not VARIANTS[op].normaliser or inputs.get("normalize", True) is False:
         return S
     z = rng.standard_normal((N, HV, K))

@@ -20,11 +20,14 @@ class Variant(NamedTuple):
     ----------
     name : str
         The op's name.
-    decay : {"none", "head", "token", "key"}
+    decay : {"none", "head", "token", "key", "pair"}
         ``"head"`` is one constant per value head, ``"token"`` one number per token and value head,
-        ``"key"`` one per token, value head and key.
-    rule : {"additive", "delta"}
-        u = v, or u = beta (v - S'k).
+        ``"key"`` one per token, value head and key. ``"pair"`` is as ``"token"``, for the first of
+        two states, a memory and its momentum.
+    rule : {"additive", "delta", "dplr", "bonus"}
+        u = v, or u = beta (v - S'k). ``"dplr"`` takes y p' off, with p = S'x of the state before
+        its decay. ``"bonus"`` reads before the decay and the write, and adds a token's own write
+        times a bonus.
     normaliser : bool
         May the op divide by q'z, where z is the running sum of keys?
 
@@ -38,8 +41,8 @@ class Variant(NamedTuple):
     """
 
     name: str
-    decay: Literal["none", "head", "token", "key"]
-    rule: Literal["additive", "delta"]
+    decay: Literal["none", "head", "token", "key", "pair"]
+    rule: Literal["additive", "delta", "dplr", "bonus"]
     normaliser: bool
 
 
@@ -60,7 +63,7 @@ def op_named(op: object) -> str:
 class ArrayLine(NamedTuple):
     """A line of csrc/arrays.def, in its own words, which that file explains.
 
-    Two lines of one label are a state's S and its z.
+    Lines of one label are the state, and the second one of an op whose state is a pair.
 
     Examples
     --------
@@ -85,8 +88,17 @@ class ArrayLine(NamedTuple):
             "ALWAYS": True,
             "DECAY": variant.decay != "none",
             "DELTA": variant.rule == "delta",
+            "PREDICTS": variant.rule in ("delta", "dplr") and variant.decay != "pair",
+            "DPLR": variant.rule == "dplr",
+            "BONUS": variant.rule == "bonus",
+            "PAIR": variant.decay == "pair",
             "NORMALISED": variant.normaliser,
         }[self.part_of]
+
+    def is_needed_by(self, variant: Variant) -> bool:
+        """Is no call of the op legal without it?"""
+        needed = self.needed == "REQUIRED" or (self.needed == "IN_DPLR" and variant.rule == "dplr")
+        return needed and self.is_of(variant)
 
 
 ARRAYS: tuple[ArrayLine, ...] = tuple(ArrayLine(*line) for line in _linattn.ARRAYS)

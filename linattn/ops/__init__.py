@@ -1,4 +1,4 @@
-"""The ops: eight members of one family, three passes each.
+"""The ops: members of one family, three passes each.
 
 One recurrence, per sequence and value head, with S the state [K,V]::
 
@@ -6,6 +6,9 @@ One recurrence, per sequence and value head, with S the state [K,V]::
     predict  p  = S' k              delta rule only
     write    S <- S + k u'          u = v  |  beta (v - p)
     read     o  = scale * S' q      after the write: a token sees itself
+
+``dplr_delta_rule`` predicts before the decay, ``rwkv6`` reads before it, and ``titans`` has a
+second state, the momentum through which it writes.
 
 Letters: B batch, T tokens, H query/key heads, HV value heads (a multiple of H; value head h reads
 query/key head h // (HV // H)), K key dimension, V value dimension, N sequences (B, or
@@ -33,6 +36,11 @@ from linattn.ops._bind import bind
 from linattn.ops._core import Gradients, LayoutHint
 from linattn.ops.attend import attend
 from linattn.ops.delta_rule import delta_rule, delta_rule_backward, delta_rule_step
+from linattn.ops.dplr_delta_rule import (
+    dplr_delta_rule,
+    dplr_delta_rule_backward,
+    dplr_delta_rule_step,
+)
 from linattn.ops.gated_delta_rule import (
     gated_delta_rule,
     gated_delta_rule_backward,
@@ -51,7 +59,9 @@ from linattn.ops.linear_attention import (
     linear_attention_step,
 )
 from linattn.ops.retention import retention, retention_backward, retention_step
+from linattn.ops.rwkv6 import rwkv6, rwkv6_backward, rwkv6_step
 from linattn.ops.simple_gla import simple_gla, simple_gla_backward, simple_gla_step
+from linattn.ops.titans import titans, titans_backward, titans_step
 from linattn.variants import OPS
 
 __all__ = [
@@ -64,6 +74,9 @@ __all__ = [
     "delta_rule",
     "delta_rule_backward",
     "delta_rule_step",
+    "dplr_delta_rule",
+    "dplr_delta_rule_backward",
+    "dplr_delta_rule_step",
     "gated_delta_rule",
     "gated_delta_rule_backward",
     "gated_delta_rule_step",
@@ -84,7 +97,13 @@ __all__ = [
     "retention",
     "retention_backward",
     "retention_step",
+    "rwkv6",
+    "rwkv6_backward",
+    "rwkv6_step",
     "simple_gla",
     "simple_gla_backward",
     "simple_gla_step",
+    "titans",
+    "titans_backward",
+    "titans_step",
 ]
