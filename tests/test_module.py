@@ -16,12 +16,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import processes
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, leaves, over_arrays
+from support.problems import PER_HEAD
 from support.processes import python
-from support.variants import GATED, KEY_DECAY, TOKEN_DECAY
+from support.variants import GATED, KEY_DECAY, PREDICTS, TOKEN_DECAY
 
 import linattn
-from linattn import _linattn, ops, testing
+from linattn import _linattn, ops, reference, testing
 from linattn.ops import _core
 from linattn.testing import GATES, make_inputs, make_output_gradients
 from linattn.variants import ARRAYS
@@ -274,6 +275,10 @@ def test_the_core_takes_seven_floats_for_features():
             )
 
 
+def squeezed(x):
+    return x.reshape([n for n in x.shape if n > 1])
+
+
 @pytest.mark.parametrize("one_head", [False, True])
 @pytest.mark.parametrize("op", linattn.OPS)
 def test_the_core_says_what_a_call_would_make(op, one_head):
@@ -287,13 +292,13 @@ def test_the_core_says_what_a_call_would_make(op, one_head):
     x.pop("normalize", None)
     if one_head:
         x, d = (
-            {name: a if a.ndim == 1 else a.reshape([n for n in a.shape if n > 1]) for name, a in y}
+            {name: over_arrays(squeezed, a) if name not in PER_HEAD else a for name, a in y}
             for y in (x.items(), d.items())
         )
     given = x | {"q": x["q"].ndim}
 
     def agree(rows, arrays):
-        arrays = [a for a in arrays if a is not None]
+        arrays = leaves(arrays)
         rows = [row for row in rows if row is not None]
         assert [tuple(sizes[x] for x in row[0]) for row in rows] == [a.shape for a in arrays]
         assert all(a.dtype == np.float32 for a in arrays)
@@ -310,7 +315,9 @@ def test_the_core_says_what_a_state_looks_like():
     assert _linattn.shapes("forward", "kda", q=2, cu_seqlens=True, **final)[1] == ("NVK", "REAL")
     features = (1, 1e-3, 1, 1e-3, 1, 1e-6, True)
     rows = _linattn.shapes("forward", "linear_attention", q=4, features=features, **final)
-    assert rows == (("BThV", "OF_Q"), ("NhVK", "REAL"), ("NhK", "REAL"))
+    assert rows == (("BThV", "OF_Q"), ("NhVK", "REAL"), ("NhK", "REAL"), None)
+    rows = _linattn.shapes("forward", "titans", q=4, **final)
+    assert rows == (("BThV", "OF_Q"), ("NhVK", "REAL"), None, ("NhVK", "REAL"))
     assert _linattn.shapes("step", "kda", q=3, state=True) == (("BhV", "OF_Q"),)
     for wrong in ((), ("kda", "forward"), (3, "kda")):
         with pytest.raises(ValueError, match="pass: expected 'forward', 'step'"):
@@ -368,9 +375,21 @@ def parameters_of(function):
     return {name: p for name, p in parameters.items() if name[0] != "_"}
 
 
+# The arrays after v of the rules and the decay that have arrays of their own.
+OWN = {
+    "dplr": {"x": EMPTY, "y": EMPTY, "g": None},
+    "bonus": {"bonus": EMPTY, "g": None},
+    "pair": {"beta": EMPTY, "eta": None, "g": None},
+}
+
+
 def extras(op):
     """(positional after v, keyword only) of an op, with defaults, by the contract."""
     positional, keyword = {}, {}
+    row = linattn.VARIANTS[op]
+    own = OWN.get(row.rule) or OWN.get(row.decay)
+    if own:
+        return dict(own), {"alpha": None}
     for gate in GATES[op]:
         if gate == "g":
             positional["g"], keyword["alpha"] = None, None
@@ -378,6 +397,8 @@ def extras(op):
             keyword["gamma"] = None
         else:
             positional[gate] = None if "g" in positional else EMPTY
+    if op in PREDICTS:
+        keyword["x"] = None
     if op == "linear_attention":
         keyword |= {"feature_map": "elu+1", "normalize": True, "causal": True, "eps": 1e-6}
     return positional, keyword
@@ -397,6 +418,7 @@ def test_signatures(op, pass_):
         positional = {"do": EMPTY} | positional
         keyword |= OPTIONS | {"d_final_state": None}
         del keyword["output_final_state"], keyword["out"], keyword["allow_tf32"]
+    keyword["scale"] = reference.OPS[op].default_scale
     parameters = parameters_of(getattr(linattn, op + pass_))
     of_kind = {
         kind: {name: p.default for name, p in parameters.items() if p.kind is kind}
@@ -450,7 +472,11 @@ def test_forward_names_its_paper():
 
 
 def test_gradients():
-    assert linattn.Gradients._fields == ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state")
+    assert linattn.Gradients._fields == (
+        *("dq", "dk", "dv", "dg", "dbeta", "dx", "dy", "dbonus", "deta"),
+        "d_initial_state",
+    )
+    assert linattn.Gradients._fields == reference.Gradients._fields
     x = np.ones((3, 2))
     grads = linattn.retention_backward(x, x, x, x)
     assert isinstance(grads, linattn.Gradients)
@@ -462,11 +488,13 @@ def test_gradients_show_dtypes_and_shapes():
     S, z = np.zeros((1, 2, 4, 4), np.float32), np.zeros((1, 2, 4), np.float32)
     assert repr(linattn.linear_attention_backward(x, x, x, x, initial_state=(S, z))) == (
         "Gradients(dq=float32[1,8,2,4], dk=float32[1,8,2,4], dv=float32[1,8,2,4], dg=None, "
-        "dbeta=None, d_initial_state=(float32[1,2,4,4], float32[1,2,4]))"
+        "dbeta=None, dx=None, dy=None, dbonus=None, deta=None, "
+        "d_initial_state=(float32[1,2,4,4], float32[1,2,4]))"
     )
-    dq, dk, *rest = linattn.Gradients(np.float64(1), 2.0, np.ones(0), None, None, None)
-    assert isinstance(dq, float) and dk == 2 and len(rest) == 4  # a tuple, as before
-    shown = repr(linattn.Gradients(np.float64(1), 2.0, np.ones(0), None, None, None))
+    absent = [None] * (len(linattn.Gradients._fields) - 3)
+    dq, dk, *rest = linattn.Gradients(np.float64(1), 2.0, np.ones(0), *absent)
+    assert isinstance(dq, float) and dk == 2 and rest[1:] == absent  # a tuple, as before
+    shown = repr(linattn.Gradients(np.float64(1), 2.0, np.ones(0), *absent))
     assert shown.startswith("Gradients(dq=float64[], dk=2.0, dv=float64[0], dg=None")
 
 

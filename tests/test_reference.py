@@ -6,8 +6,9 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
-from support.compare import leaves
-from support.variants import DELTA, GATED
+from support.compare import leaves, over_arrays
+from support.problems import KEY_HEADS
+from support.variants import GATED, PAIR_DECAY, PREDICTS, ops_with
 
 from linattn import reference
 from linattn.testing import GATES, assert_accurate, make_inputs, make_output_gradients
@@ -31,10 +32,10 @@ LINEAR_ATTENTION = {
 }
 CASES = [(op, {}) for op in OPS if op != "linear_attention"]
 CASES += [("linear_attention", options) for options in LINEAR_ATTENTION.values()]
-CASES += [(op, {"x": True}) for op in DELTA]
+CASES += [(op, {"x": True}) for op in PREDICTS]
 CASE_NAMES = [op for op in OPS if op != "linear_attention"]
 CASE_NAMES += [f"linear_attention, {name}" for name in LINEAR_ATTENTION]
-CASE_NAMES += [f"{op}, x" for op in DELTA]
+CASE_NAMES += [f"{op}, x" for op in PREDICTS]
 
 
 def with_options(op, options, seed=0, **shape):
@@ -138,16 +139,16 @@ def test_value_heads_share_the_query_and_key_head_beside_them(op):
     """Value heads 0, 1 read head 0 and 2, 3 head 1: as if q, k were repeated, dq, dk summed."""
     inputs = make_inputs(op, np.random.default_rng(16), B=2, T=6, H=2, HV=4, initial_state=True)
     d_outputs = make_output_gradients(op, np.random.default_rng(17), inputs)
-    repeated = {**inputs, **{name: np.repeat(inputs[name], 2, axis=2) for name in "qk"}}
+    shared_heads = {name: axis for name, axis in KEY_HEADS.items() if name in inputs}
+    repeated = inputs | {n: np.repeat(inputs[n], 2, axis) for n, axis in shared_heads.items()}
     for x, y in zip(arrays(call(op, inputs)), arrays(call(op, repeated)), strict=True):
         np.testing.assert_array_equal(x, y)
     shared = reference.backward(op, **inputs, **d_outputs)
     single = reference.backward(op, **repeated, **d_outputs)
-    for name in ("dq", "dk"):
-        per_value_head = getattr(single, name).reshape(2, 6, 2, 2, 4)
-        np.testing.assert_allclose(
-            getattr(shared, name), per_value_head.sum(3), rtol=1e-12, atol=1e-14
-        )
+    for name, axis in shared_heads.items():
+        of_two, of_one = getattr(shared, f"d{name}"), getattr(single, f"d{name}")
+        first, second = (of_one.take(heads, axis) for heads in ([0, 2], [1, 3]))
+        np.testing.assert_allclose(of_two, first + second, rtol=1e-12, atol=1e-14)
     np.testing.assert_array_equal(shared.dv, single.dv)
     other = {**inputs, "q": inputs["q"].copy()}
     other["q"][:, :, 1] += 1
@@ -180,6 +181,8 @@ def without_heads(name, x):
         return tuple(without_heads(name, part) for part in x)
     if name in ("initial_state", "d_final_state", "d_initial_state"):
         return x[0, 0]
+    if name.removeprefix("d") == "bonus":
+        return x[0]
     return x if name in ("gamma", "slopes") or x.ndim == 1 else x[0, :, 0]
 
 
@@ -386,17 +389,25 @@ def test_extreme_gates(op, extreme, dtype):
     inputs["g"][:, ::8] = extreme
     o, state = call(op, inputs, dtype=dtype)
     gradients = reference.backward(
-        op, np.ones_like(o), **inputs, d_final_state=np.ones_like(state), dtype=dtype
+        op, np.ones_like(o), **inputs, d_final_state=over_arrays(np.ones_like, state), dtype=dtype
     )
-    assert all(np.isfinite(x).all() for x in (o, state, *gradients) if x is not None)
+    assert all(np.isfinite(x).all() for x in leaves((o, state, gradients)))
     for form in ("parallel", "chunk"):
         other = call(op, inputs, form=form, chunk_size=16)
-        for x, y in zip(other, call(op, inputs), strict=True):
+        for x, y in zip(leaves(other), leaves(call(op, inputs)), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
     if extreme < 0:
         assert not gradients.dg[:, ::8].any()
-        inputs["initial_state"] *= 7  # forgotten at token 0
-        np.testing.assert_array_equal(call(op, inputs, dtype=dtype)[0], o)
+        inputs["initial_state"] = over_arrays(lambda S: 7 * S, inputs["initial_state"])
+        same = (call(op, inputs, dtype=dtype)[0] == o).all(axis=(0, 2, 3))
+        assert same[1:].all() == (op not in REMEMBER)  # forgotten at token 0
+        assert same[0] == (op not in LOOK_BEFORE)
+
+
+# After a decay of 0 these still have something of the state before it: they look it up or read it
+# before the decay, or have a second state.
+LOOK_BEFORE = ops_with(rule="dplr") + ops_with(rule="bonus") + PAIR_DECAY
+REMEMBER = ops_with(rule="dplr") + PAIR_DECAY
 
 
 def test_elu_keeps_its_tail_in_float32():

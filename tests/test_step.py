@@ -38,7 +38,7 @@ def fresh_state(case, x, dtype):
     pair = state if isinstance(state, tuple) else (state,)
     pair = tuple(s.astype(dtype) for s in pair)
     if case.v_first:
-        pair = (v_first(pair[0]), *pair[1:])
+        pair = v_first(pair)
     return pair if isinstance(state, tuple) else pair[0]
 
 

@@ -98,7 +98,7 @@ def titans(
     eta : array [B,T,HV] or float, optional
         How much of the momentum a token keeps, in [0, 1]; no momentum by default.
     g : array [B,T,HV] or float, optional
-        Natural LOG of the memory's decay, <= 0.
+        Natural LOG of the decay of the memory, <= 0.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g: 1 minus the paper's alpha.
     scale : float, optional
@@ -216,7 +216,7 @@ def titans_step(
     eta : array [B,HV] or float, optional
         How much of the momentum a token keeps, in [0, 1]; no momentum by default.
     g : array [B,HV] or float, optional
-        Natural LOG of the memory's decay, <= 0.
+        Natural LOG of the decay of the memory, <= 0.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g: 1 minus the paper's alpha.
     state : pair of arrays [B,HV,K,V]
@@ -316,7 +316,7 @@ def titans_backward(
     eta : array [B,T,HV] or float, optional
         How much of the momentum a token keeps, in [0, 1]; no momentum by default.
     g : array [B,T,HV] or float, optional
-        Natural LOG of the memory's decay, <= 0.
+        Natural LOG of the decay of the memory, <= 0.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g: 1 minus the paper's alpha.
     d_final_state : pair of arrays [N,HV,K,V], optional

@@ -151,11 +151,11 @@ def inputs_of(case, rng):
 
 
 def v_first(state):
-    """A state or the pair (S, z), with S [N,HV,V,K]."""
+    """A state or a pair, with S and a second state like it [N,HV,V,K]; z stays as it is."""
     if state is None:
         return None
     if isinstance(state, tuple):
-        return v_first(state[0]), state[1]
+        return tuple(v_first(x) if x.ndim == state[0].ndim else x for x in state)
     return np.ascontiguousarray(np.swapaxes(state, -1, -2))
 
 

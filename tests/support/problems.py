@@ -4,20 +4,28 @@
 gives the inputs of linattn.testing: for tests of results.
 """
 
+import inspect
+
 import numpy as np
 import pytest
 
 from linattn.testing import GATES, make_inputs, make_output_gradients
+from linattn.variants import ARRAYS
 from support.compare import snapshot
 from support.device import ops as linattn
-from support.variants import KEY_DECAY
+from support.variants import KEY_DECAY, PAIR_DECAY
 
 OPS = linattn.OPS
 PASSES = ("forward", "step", "backward")
 WHOLE = ("forward", "backward")  # of whole sequences
 LETTERS = {"B": 3, "T": 5, "H": 2, "HV": 4, "K": 8, "V": 6}  # all different
-PER_TOKEN = ("q", "k", "v", "g", "alpha", "beta", "do")  # [B,T,...]
+INPUTS = [line for line in ARRAYS if line.role == "INPUT" and line.gradient]
+# [B,T,...]
+PER_TOKEN = (*(x.label for x in INPUTS if "T" in x.letters or "L" in x.letters), "alpha", "do")
 PER_HEAD = ("gamma", "slopes")  # [HV]
+KEY_HEADS = {
+    x.label: x.letters.index("H") for x in INPUTS if "H" in x.letters
+}  # by label: the axis
 
 
 def function(op, pass_):
@@ -64,19 +72,19 @@ def poisoned(shape, dtype):
 
 def gate_of(op):
     """The name of the op's gate, or None."""
-    names = [name for name in GATES[op] if name != "beta"]
-    return names[0] if names else None
+    names = ("g", "gamma", "slopes")
+    return next((name for name in names if name in GATES[op]), None)
 
 
 def letters_of(op, pass_, name, *, one_head=False):
     """The contract's letters for one array."""
+    by_table = {"L": "T", "h": "HV"}  # the names of axes in messages
     letters = {
-        "q": "B T H K",
-        "k": "B T H K",
-        "v": "B T HV V",
+        x.label: " ".join(by_table.get(letter, letter) for letter in x.letters) for x in INPUTS
+    }
+    letters |= {
         "do": "B T HV V",
         "out": "B T HV V",
-        "beta": "B T HV",
         "gamma": "HV",
         "slopes": "HV",
         "initial_state": "N HV K V",
@@ -104,7 +112,8 @@ def shape_text(shape):
 def array_names(op, pass_):
     """Every array of a call but out and cu_seqlens, in the order of the signature."""
     names = ["do"] if pass_ == "backward" else []
-    names += ["q", "k", "v", *GATES[op]]
+    gates = [x for x in inspect.signature(function(op, "forward")).parameters if x in GATES[op]]
+    names += ["q", "k", "v", *gates]
     names += ["state" if pass_ == "step" else "initial_state"]
     return [*names, "d_final_state"] if pass_ == "backward" else names
 
@@ -113,7 +122,7 @@ def values_for(rng, name, shape):
     if name in ("g", "slopes"):
         x = rng.uniform(0.1, 0.9, shape)
         return x if name == "slopes" else -x
-    if name in ("alpha", "gamma", "beta"):
+    if name in ("alpha", "gamma", "beta", "eta"):
         return rng.uniform(0.1, 0.9, shape)
     return 0.5 * rng.standard_normal(shape)
 
@@ -126,9 +135,13 @@ def arguments(op, pass_, *, dtype=np.float32, one_head=False, seed=0, **dims):
     made = {}
     for name in array_names(op, pass_):
         shape = sizes(letters_of(op, pass_, name, one_head=one_head), dims)
-        made[name] = np.asarray(values_for(rng, name, shape)).astype(
-            real if "state" in name else dtype
+        kind = real if "state" in name else dtype
+        count = 2 if "state" in name and op in PAIR_DECAY else 1
+        made[name], *second = (
+            np.asarray(values_for(rng, name, shape)).astype(kind) for _ in range(count)
         )
+        if second:
+            made[name] = (made[name], *second)
     return made | ({"normalize": False} if op == "linear_attention" else {})
 
 

@@ -15,11 +15,13 @@ def ops_with(**kind):
     )
 
 
-NO_DECAY, HEAD_DECAY, TOKEN_DECAY, KEY_DECAY = (
-    ops_with(decay=decay) for decay in ("none", "head", "token", "key")
+NO_DECAY, HEAD_DECAY, TOKEN_DECAY, KEY_DECAY, PAIR_DECAY = (
+    ops_with(decay=decay) for decay in ("none", "head", "token", "key", "pair")
 )
-GATED = tuple(op for op in VARIANTS if op in TOKEN_DECAY + KEY_DECAY)  # these take g, or alpha
+# these take g, or alpha
+GATED = tuple(op for op in VARIANTS if op in TOKEN_DECAY + KEY_DECAY + PAIR_DECAY)
 DELTA, NORMALISED = ops_with(rule="delta"), ops_with(normaliser=True)
+PREDICTS = tuple(op for op in DELTA if op not in PAIR_DECAY)  # these take x
 
 # For tests that would take too long with all ops: the plainest op, and the delta rules with a gate.
 # Together they have everything that a kernel can have except a decay per head.
