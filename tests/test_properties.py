@@ -13,7 +13,7 @@ from support import device, grid
 from support.compare import assert_same_bits, over_arrays
 from support.device import ops as linattn
 from support.grid import MODES, parts
-from support.problems import PER_HEAD, PER_TOKEN
+from support.problems import KEY_HEADS, PER_HEAD, PER_TOKEN
 from support.variants import DELTA, GATED, HEAD_DECAY, KEY_DECAY, with_decay
 
 from linattn import reference, testing
@@ -102,7 +102,8 @@ def change(x, per_token=None, state=None, per_head=None):
 def heads_of(x, heads):
     """The problem of some value heads, each with a copy of the query and key head it reads."""
     group = x["v"].shape[2] // x["q"].shape[2]
-    shared = {name: x[name][:, :, [h // group for h in heads]] for name in ("q", "k")}
+    own_key_head = [h // group for h in heads]
+    shared = {n: x[n].take(own_key_head, axis) for n, axis in KEY_HEADS.items() if n in x}
     own = {name: a for name, a in x.items() if name not in shared}
     return shared | change(own, lambda a: a[:, :, heads], lambda a: a[:, heads], lambda a: a[heads])
 

@@ -13,7 +13,8 @@ import numpy as np
 import linattn
 from linattn import _linattn, reference, testing
 from support import device
-from support.variants import KEY_DECAY, NORMALISED
+from support.problems import KEY_HEADS
+from support.variants import KEY_DECAY, NORMALISED, PREDICTS
 
 DTYPES = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 MODES = ("chunk", "recurrent", "parallel")
@@ -47,10 +48,11 @@ class Case:
     v_first: bool = False
     l2norm: bool = False
     state: bool = True
+    x: bool = False
 
     def __str__(self):
         flags = "".join(
-            name for name in ("packed", "v_first", "l2norm", "state") if getattr(self, name)
+            name for name in ("packed", "v_first", "l2norm", "state", "x") if getattr(self, name)
         )
         return (
             f"{self.op}-{self.mode}-{np.dtype(self.dtype).name}-T{self.T}-C{self.chunk}"
@@ -92,6 +94,8 @@ def cases(seed, limit=12_000):
                     if name and name != axis and drawn[name] > small:
                         drawn[name] = small
                     sizes = {k: v for k, v in drawn.items() if k != "heads"}
+                    # not drawn: the problems of old stay as they were
+                    flags["x"] = op in PREDICTS and (drawn["T"] + drawn["K"] + drawn["V"]) % 3 == 0
                     H, HV = drawn["heads"]
                     case = Case(op, mode, dtype, H=H, HV=HV, **flags, **sizes)
                     if _cost(case) <= limit:
@@ -144,6 +148,7 @@ def inputs_of(case, rng):
         dtype=case.dtype,
         initial_state=case.state,
         cu_seqlens=cu,
+        x=case.x,
     )
     if case.l2norm:
         x["qk_l2norm"] = True
@@ -264,8 +269,8 @@ def _state_keys(state, order):
 def shuffle_keys(x, order):
     """The same problem with its keys in another order."""
     y = dict(x)
-    for name in ("q", "k", "g", "alpha"):
-        if name in x and (name in "qk" or np.ndim(x[name]) == 4):
+    for name in (*KEY_HEADS, "g", "alpha"):
+        if name in x and (name in KEY_HEADS or np.ndim(x[name]) == 4):
             y[name] = x[name][..., order]
     for name in ("initial_state", "d_final_state"):
         if name in x:
@@ -280,7 +285,7 @@ def unshuffle_keys(outputs, order):
     for name, value in outputs.items():
         if name in ("final_state", "d_initial_state"):
             outputs[name] = _state_keys(value, back)
-        elif name in ("dq", "dk") or (name == "dg" and np.ndim(value) == 4):
+        elif value is not None and (name[1:] in KEY_HEADS or (name == "dg" and value.ndim == 4)):
             outputs[name] = value[..., back]
     return outputs
 
