@@ -10,7 +10,7 @@ import numpy as np
 
 from linattn.arrays import as_int
 from linattn.features import is_tensor, shape_of
-from linattn.variants import op_named
+from linattn.variants import ARRAYS, op_named
 
 __all__ = ["implicit_weights", "lightning_slopes"]
 
@@ -87,6 +87,11 @@ def _alibi(H: int) -> np.ndarray:
     return np.concatenate([of_power(below), of_power(2 * below)[::2][: H - below]])
 
 
+# Where an array has its value heads.
+_HEAD_AXES = {x.label: 2 for x in ARRAYS if x.role == "INPUT" and "Th" in x.letters}
+_HEAD_AXES |= {"alpha": 2, "gamma": 0, "slopes": 0}
+
+
 def _weights(op: str, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
     """The op's output; its warnings come from implicit_weights' own caller."""
     from linattn import ops
@@ -161,7 +166,7 @@ def implicit_weights(
     if q.ndim == 2:
         return _weights(op, q, k, identity, arguments)[:, :T]
     HV = q.shape[2]
-    for name, axis in (("g", 2), ("alpha", 2), ("beta", 2), ("gamma", 0), ("slopes", 0)):
+    for name, axis in _HEAD_AXES.items():
         shape = getattr(arguments.get(name), "shape", ())
         if len(shape) > axis:
             HV = shape[axis]

@@ -278,8 +278,8 @@ def make_inputs(
         Of linear_attention: says whether its state is the pair (S, z). The dict has it if it is not
         True.
     x : bool
-        Of a delta rule with one state: is the key that predicts made too, where it is not k? It lies near k, so
-        that the state stays bounded.
+        Of a delta rule with one state: is the key that predicts made too, where it is not k? It
+        lies near k, so that the state stays bounded.
 
     Returns
     -------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,7 +19,7 @@ from linattn.features import (
     feature_maps,
     is_tensor,
 )
-from linattn.variants import VARIANTS, op_named
+from linattn.variants import ARRAYS, op_named
 
 __all__ = ["Explanation", "States", "explain", "states"]
 
@@ -294,7 +295,7 @@ class States(NamedTuple):
     S : array [n,N,HV,K,V], or [n,K,V] for one head
         [n,N,HV,V,K] or [n,V,K] with ``state_v_first``.
     z : array [n,N,HV,K], or [n,K] for one head, or None
-        None without a normaliser.
+        None without a normaliser. Of titans the momentum, a state like S.
 
     Examples
     --------
@@ -312,7 +313,7 @@ class States(NamedTuple):
     z: Any
 
 
-_BY_TOKEN = ("g", "alpha", "beta")
+_BY_TOKEN = {x.label for x in ARRAYS if x.role == "INPUT" and "T" in x.letters} | {"alpha"}
 
 
 def states(
@@ -367,7 +368,8 @@ def states(
             raise ValueError(
                 f"{name}: expected whole sequences in rows of their own, and no {name}="
             )
-    by_token = VARIANTS[op].decay != "head"  # positional gates: per token, or slopes [HV]
+    function = getattr(ops, op)
+    positional_names = list(inspect.signature(function).parameters)[3:]
     axis = 0 if q.ndim == 2 else 1
     T = q.shape[axis]
 
@@ -380,8 +382,11 @@ def states(
     for start in range(0, T, every):
         of = slice(start, min(start + every, T))
         cut = {name: piece(x, of) if name in _BY_TOKEN else x for name, x in arguments.items()}
-        positional = [piece(x, of) if by_token else x for x in gates]
-        _, state = getattr(ops, op)(
+        positional = [
+            piece(x, of) if name in _BY_TOKEN else x
+            for name, x in zip(positional_names, gates, strict=False)
+        ]
+        _, state = function(
             *(piece(x, of) for x in (q, k, v)),
             *positional,
             initial_state=initial_state,
