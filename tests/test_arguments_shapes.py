@@ -5,12 +5,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import device
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, leaves, over_arrays
 from support.device import ops as linattn
 from support.problems import (
     LETTERS,
     OPS,
     PASSES,
+    PER_TOKEN,
     SLOTS,
     arguments,
     call,
@@ -24,8 +25,11 @@ from support.problems import (
     shape_text,
     sizes,
     slots,
+    state_label,
+    state_names,
     whole,
 )
+from support.variants import PAIR_DECAY
 
 from linattn.testing import GATES
 
@@ -64,7 +68,10 @@ def test_each_letter_wrong(op, pass_, name, axis):
     elif name == "v" and letters[axis] == "HV":
         refused(call, made, ValueError, "v: expected HV to be a multiple of H = 2, got HV = 5")
     elif name == "v" and letters[axis] == "V":  # v says what V is
-        refused(call, made, ValueError, "state: expected [", f", got {shape_text(want[:1])[:-2]}")
+        label = state_label(op, "state")
+        refused(
+            call, made, ValueError, f"{label}: expected [", f", got {shape_text(want[:1])[:-2]}"
+        )
     else:
         refused(
             call,
@@ -233,7 +240,7 @@ def test_states_of_packed_sequences_have_n_rows(op, pass_):
         function(op, pass_),
         made,
         ValueError,
-        "initial_state: expected [N,HV,K,V] = (2, 4, 8, 6), got (1, 4, 8, 6)",
+        f"{state_label(op, 'initial_state')}: expected [N,HV,K,V] = (2, 4, 8, 6), got (1, 4, 8, 6)",
     )
 
 
@@ -244,7 +251,7 @@ def test_a_state_in_the_other_layout(op, pass_):
         function(op, pass_),
         arguments(op, pass_) | {"state_v_first": True},
         ValueError,
-        f"{name}: expected [N,HV,V,K] = (3, 4, 6, 8), got (3, 4, 8, 6)",
+        f"{state_label(op, name)}: expected [N,HV,V,K] = (3, 4, 6, 8), got (3, 4, 8, 6)",
     )
 
 
@@ -275,14 +282,38 @@ def test_a_state_in_the_other_layout(op, pass_):
     ids=range(11),
 )
 def test_the_pair_of_a_normalised_op(pass_, spoil, error, text):
-    for name in {
-        "forward": ["initial_state"],
-        "step": ["state"],
-        "backward": ["initial_state", "d_final_state"],
-    }[pass_]:
+    for name in state_names(pass_):
         made = normalised(pass_)
         made[name] = spoil(*made[name])
         refused(function("linear_attention", pass_), made, error, name, text)
+
+
+@pytest.mark.parametrize(("op", "pass_"), [(op, pass_) for op in PAIR_DECAY for pass_ in PASSES])
+@pytest.mark.parametrize(
+    ("spoil", "error", "text"),
+    [
+        (lambda M, Y: M, TypeError, "expected the pair (M, Y)"),
+        (lambda M, Y: (M,), ValueError, "expected the pair (M, Y), got 1 items"),
+        (lambda M, Y: (M, None), TypeError, "[1]: expected an array, got None"),
+        (
+            lambda M, Y: (M, Y[..., :5].copy()),
+            ValueError,
+            "[1]: expected [N,HV,K,V] = (3, 4, 8, 6), got (3, 4, 8, 5)",
+        ),
+        (
+            lambda M, Y: (M[:, :3].copy(), Y),
+            ValueError,
+            "[0]: expected [N,HV,K,V] = (3, 4, 8, 6), got (3, 3, 8, 6)",
+        ),
+        (lambda M, Y: (M, Y.astype(np.float64)), TypeError, "[1]: expected float32"),
+    ],
+    ids=range(6),
+)
+def test_the_pair_of_a_memory_with_momentum(op, pass_, spoil, error, text):
+    for name in state_names(pass_):
+        made = arguments(op, pass_)
+        made[name] = spoil(*made[name])
+        refused(function(op, pass_), made, error, name, text)
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -320,7 +351,7 @@ def test_no_batch(op):
         result = function(op, pass_)(**arguments(op, pass_, B=0))
         if pass_ == "backward":
             assert result.dq.shape == (0, 5, 2, 8) and result.dv.shape == (0, 5, 4, 6)
-            assert result.d_initial_state.shape == (0, 4, 8, 6)
+            assert all(x.shape == (0, 4, 8, 6) for x in leaves(result.d_initial_state))
             for name in ("dgamma", "dslopes"):  # sums over nothing
                 if gate_of(op) == name[1:]:
                     assert not result.dg.any()
@@ -335,14 +366,14 @@ def test_no_tokens(op, mode):
     made = arguments(op, "forward", T=0)
     o, state = function(op, "forward")(**made, mode=mode, output_final_state=True)
     assert o.shape == (3, 0, 4, 6)
-    assert state.tobytes() == made["initial_state"].tobytes()
+    assert_same_bits(state, made["initial_state"])
     del made["initial_state"]
     _, state = function(op, "forward")(**made, mode=mode, output_final_state=True)
-    assert state.shape == (3, 4, 8, 6) and not state.any()
+    assert all(x.shape == (3, 4, 8, 6) and not x.any() for x in leaves(state))
     made = arguments(op, "backward", T=0)
     grads = function(op, "backward")(**made, mode=mode)
     assert grads.dq.shape == (3, 0, 2, 8)
-    assert grads.d_initial_state.tobytes() == made["d_final_state"].tobytes()
+    assert_same_bits(grads.d_initial_state, made["d_final_state"])
     if gate_of(op) in ("gamma", "slopes"):
         assert not grads.dg.any()
 
@@ -352,12 +383,13 @@ def test_no_sequences_and_empty_sequences(op):
     made = arguments(op, "forward", B=1, T=0)
     del made["initial_state"]
     _, state = function(op, "forward")(**made, cu_seqlens=np.array([0]), output_final_state=True)
-    assert state.shape == (0, 4, 8, 6)
+    assert all(x.shape == (0, 4, 8, 6) for x in leaves(state))
     made = arguments(op, "forward", B=1) | {"cu_seqlens": np.array([0, 0, 5, 5])}
-    made["initial_state"] = np.repeat(made["initial_state"], 3, 0)
+    made["initial_state"] = over_arrays(lambda S: np.repeat(S, 3, 0), made["initial_state"])
     _, state = function(op, "forward")(**made, output_final_state=True)
-    assert state[[0, 2]].tobytes() == made["initial_state"][[0, 2]].tobytes()
-    assert state[1].tobytes() != made["initial_state"][1].tobytes()
+    for after, before in zip(leaves(state), leaves(made["initial_state"]), strict=True):
+        assert after[[0, 2]].tobytes() == before[[0, 2]].tobytes()
+        assert after[1].tobytes() != before[1].tobytes()
 
 
 def test_no_tokens_for_a_normalised_op_and_for_the_whole_sequence():
@@ -386,9 +418,10 @@ def test_one_head_takes_numbers_for_gates(number):
 
 
 def gate_names(op):
-    """Each way to give the op's decay, and beta: tuples of names."""
+    """Each way to give the op's decay, and the other arrays that a number may stand for: lists."""
     decay = [[gate_of(op)], ["alpha"]] if gate_of(op) == "g" else [[gate_of(op)]]
-    return [[*filter(None, names), *(["beta"] if "beta" in GATES[op] else [])] for names in decay]
+    others = [name for name in GATES[op] if name in ("beta", "bonus", "eta")]
+    return [[*filter(None, names), *others] for names in decay]
 
 
 GATED = [
@@ -404,21 +437,22 @@ GATED = [
 @pytest.mark.parametrize(("op", "pass_", "names"), GATED)
 def test_a_number_is_the_array_that_is_full_of_it(op, pass_, names, one_head):
     """Numbers that float32 holds: the arrays and the numbers are then equal."""
-    numbers = {"g": -0.5, "alpha": 0.5, "gamma": 0.75, "slopes": 0.5, "beta": 1}
+    numbers = {"g": -0.5, "alpha": 0.5, "gamma": 0.75, "slopes": 0.5}
+    numbers |= {"beta": 1, "bonus": 0.25, "eta": 0.5}
     made = arguments(op, pass_, one_head=one_head)
-    made = {name: x for name, x in made.items() if name not in ("g", "gamma", "slopes", "beta")}
+    made = {name: x for name, x in made.items() if name not in numbers}
     full = {
         name: np.full(
             sizes(
                 letters_of(op, pass_, name, one_head=one_head),
-                LETTERS | ({"B": 1, "HV": 1} if one_head else {}),
+                LETTERS | ({"B": 1, "H": 1, "HV": 1} if one_head else {}),
             ),
             numbers[name],
             np.float32,
         )
         for name in names
     }
-    other = made | {name: x.copy() for name, x in made.items() if name == "state"}
+    other = made | {n: over_arrays(np.copy, x) for n, x in made.items() if n == "state"}
     got = call(op, pass_, made | {name: numbers[name] for name in names})
     want = call(op, pass_, other | full)
     if pass_ != "backward":
@@ -426,7 +460,7 @@ def test_a_number_is_the_array_that_is_full_of_it(op, pass_, names, one_head):
         assert_same_bits(made.get("state"), other.get("state"))
         return
     for field, x, y in zip(want._fields, got, want, strict=True):
-        if field in ("dg", "dbeta") and y is not None:
+        if field in ("dg", "dbeta", "dbonus", "deta") and y is not None:
             assert type(x) is float
             assert x == pytest.approx(y.sum(dtype=np.float64), rel=1e-12)
         else:
@@ -464,7 +498,7 @@ def test_a_result_that_no_memory_holds(op):
     made = {}
     for name, x in arguments(op, "forward", B=1, T=1, H=1, HV=1, K=1, V=1).items():
         made[name] = x
-        if name in ("q", "k", "v", "g", "beta"):
+        if name in PER_TOKEN:
             made[name] = np.broadcast_to(x[:, :1], (1, 2**45, *x.shape[2:]))
     with pytest.raises(MemoryError):
         function(op, "forward")(**made, out=None)

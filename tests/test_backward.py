@@ -19,7 +19,7 @@ from support.grid import (
     v_first,
     wider,
 )
-from support.variants import HEAD_DECAY
+from support.variants import HEAD_DECAY, ops_with
 
 from linattn import reference, testing
 
@@ -56,14 +56,18 @@ def test_backward(case, rng):
         )
         if case.v_first:
             grads = grads._replace(d_initial_state=v_first(grads.d_initial_state))
-        names = [name for name in grads._fields if name != "dg" or case.op not in HEAD_DECAY]
-        # a gate per head has a few numbers a call: test_gradients_of_gates_per_head has enough
+        names = [name for name in grads._fields if name != few_numbers(case.op)]
         add_gradients(pool, case, grads, x | d, names)
 
     rounded = not device.on_host() and gradients_on_tensor_cores(
         case.dtype, case.K, case.V, case.mode, case.T
     )
     repeated(case, rng, once, case.dtype if rounded else None).judge(str(case), gradient=True)
+
+
+def few_numbers(op):
+    """The gradient that is a sum over all tokens, and so has a few numbers a call."""
+    return "dg" if op in HEAD_DECAY else "dbonus" if op in ops_with(rule="bonus") else None
 
 
 def add_gradients(pool, case, grads, x, names):
@@ -81,14 +85,15 @@ def add_gradients(pool, case, grads, x, names):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("op", HEAD_DECAY)
+@pytest.mark.parametrize("op", [op for op in linattn.OPS if few_numbers(op)])
 def test_gradients_of_gates_per_head(op, dtype, mode, rng):
-    """One number per head, the sum over all tokens: judged over 2,048 heads."""
+    """One number per head, or per head and key, the sum over all tokens: judged over 2,048 heads
+    of values."""
     case = Case(op, mode, dtype, 37, None, 16, 16, 32, 64, 1)
     pool = Pool()
     for _ in range(32):
         x = inputs_of(case, rng)
         d = testing.make_output_gradients(op, rng, x)
         grads = getattr(linattn, f"{op}_backward")(**d, **for_op(case, x))
-        add_gradients(pool, case, grads, x | d, ["dg"])
+        add_gradients(pool, case, grads, x | d, [few_numbers(op)])
     pool.judge(str(case), gradient=True)

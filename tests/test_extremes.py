@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import device
+from support.compare import leaves, over_arrays
 from support.device import ops as linattn
 from support.grid import (
     MODES,
@@ -25,7 +26,7 @@ from support.grid import (
     wider,
     worse,
 )
-from support.variants import DELTA, GATED, KEY_DECAY
+from support.variants import DELTA, GATED, KEY_DECAY, ops_with
 
 from linattn import reference, testing
 
@@ -91,7 +92,11 @@ def judge_gradients(op, rng, x, runs):
             True,
             naive_gradients(op, dtype, mode, chunk),
             x | d,
-            *((name, getattr(grads, name), getattr(refs, name)) for name in grads._fields),
+            *(
+                (name, getattr(grads, name), getattr(refs, name))
+                for name in grads._fields
+                if name != "dbonus"  # a few sums over all tokens: test_backward.py
+            ),
             rounded=rounded,
         )
 
@@ -220,7 +225,7 @@ def test_the_gradient_of_alpha_zero_is_not_zero(op, mode, rng):
     grads = getattr(linattn, f"{op}_backward")(**d, **x, mode=mode)
     # with all decays 0 the state before token t is k u' of token t-1 alone: nothing is exactly 0
     assert np.isfinite(grads.dg).all() and (grads.dg != 0).mean() > 0.99
-    assert not grads.d_initial_state[0, 0].any() or grads.dg[:, 0].any()
+    assert not leaves(grads.d_initial_state)[0][0, 0].any() or grads.dg[:, 0].any()
 
 
 @pytest.mark.parametrize("dtype", REALS)
@@ -248,12 +253,13 @@ def test_a_nan_gate_is_no_growing_gate(op, value, dtype, rng):
     x["g"][0, 2] = np.copysign(np.float64(np.nan), np.copysign(1, value))
     o, _ = getattr(linattn, op)(**x)  # a warning is an error in this suite
     o = o.astype(np.float64)
-    assert np.isfinite(o[0, :2]).all() and np.isnan(o[0, 2:]).all()
+    first = 2 + (op in ops_with(rule="bonus"))  # this rule reads before the decay
+    assert np.isfinite(o[0, :first]).all() and np.isnan(o[0, first:]).all()
     x["alpha"] = np.abs(x.pop("g"))
     x["alpha"][0, :2] = 1
     x["alpha"][0, 3:] = 1
     o, _ = getattr(linattn, op)(**x)
-    assert np.isnan(o[0, 2:].astype(np.float64)).all()
+    assert np.isnan(o[0, first:].astype(np.float64)).all()
 
 
 @pytest.mark.parametrize("dtype", REALS)
@@ -377,12 +383,12 @@ def test_not_finite_in_one_number(op, name, value, mode, dtype, rng):
     if plain:
         x["initial_state"] = x["initial_state"][0]
     clean, _ = getattr(linattn, op)(**x, **plain, mode=mode)
-    x[name] = x[name].copy()
-    x[name][(1, 20, 0, 7) if name != "initial_state" else (1, 0, 20, 7)] = value
+    x[name] = over_arrays(np.copy, x[name])
+    leaves(x[name])[0][(1, 20, 0, 7) if name != "initial_state" else (1, 0, 20, 7)] = value
     o, state = getattr(linattn, op)(**x, **plain, mode=mode, output_final_state=True)
     want = getattr(reference, op)(**x, **plain, dtype=np.float64)
     assert not np.isfinite(o).all()
-    for a, b in zip((o, state), want, strict=True):
+    for a, b in zip(leaves((o, state)), leaves(want), strict=True):
         np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
     assert o[0].tobytes() == clean[0].tobytes()
     if name != "initial_state":
@@ -421,10 +427,13 @@ def test_denormal_values_are_not_flushed(op, dtype, mode, rng):
 
 
 @pytest.mark.parametrize("dtype", REALS)
-@pytest.mark.parametrize("op", [op for op in linattn.OPS if op not in DELTA])
+@pytest.mark.parametrize(
+    "op", [op for op in linattn.OPS if op not in DELTA + ops_with(rule="dplr")]
+)
 def test_denormal_keys_are_read(op, dtype, rng):
     """Denormal keys beside huge values: their products are ordinary numbers. A chunk fades the keys
-    themselves, and a denormal key then loses digits: with a decay only the recurrence has them."""
+    themselves, and a denormal key then loses digits: with a decay only the recurrence has them.
+    dplr reads its own write by q . k, which loses them too."""
     x = make(op, rng, dtype)
     options = {}
     if op == "linear_attention":

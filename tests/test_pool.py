@@ -6,7 +6,7 @@ from support import device
 from support.compare import assert_same_bits, over_arrays
 from support.device import ops as linattn
 from support.pools import KINDS, SHAPES, B, P, pool_problem
-from support.problems import PER_TOKEN, arguments, at_token, poisoned, refused
+from support.problems import KEY_HEADS, PER_TOKEN, arguments, at_token, poisoned, refused
 
 OPS = linattn.OPS
 TOKENS = 3
@@ -103,7 +103,10 @@ def test_a_pool_with_gaps(rng):
 @pytest.mark.parametrize("op", OPS)
 def test_one_head(op, rng):
     x, pool = pool_problem(op, rng, np.float32, np.float32, (1, 1, 8, 6), B=1)
-    row = {name: a[0, 0, 0] if name in PER_TOKEN else a for name, a in x.items()}
+    row = {
+        name: a[0, 0, 0] if name in PER_TOKEN else a[0] if name in KEY_HEADS else a
+        for name, a in x.items()
+    }
     want_pool = over_arrays(np.copy, pool)
     want = step(op)(**at_token(x, 0), state=want_pool, state_indices=np.array([4]))
     flat = over_arrays(lambda s: s[:, 0].copy(), pool)
@@ -150,7 +153,7 @@ def test_an_empty_batch():
 def spoiled(op="gated_delta_rule", **changed):
     """A legal call of 3 rows and 5 states, out given, with something else in it."""
     made = arguments(op, "step") | {"out": np.ones((3, 4, 6), np.float32)}
-    made["state"] = np.ones((5, 4, 8, 6), np.float32)
+    made["state"] = over_arrays(lambda _: np.ones((5, 4, 8, 6), np.float32), made["state"])
     return made | {"state_indices": np.array([4, -1, 0])} | changed
 
 

@@ -13,13 +13,16 @@ import linattn
 MODES = ("chunk", "recurrent", "parallel")
 BEFORE = """
 import numpy as np, linattn
+from linattn import testing
 def gates(op, shape, K):
-    B_T_HV, row = shape[:-1], linattn.VARIANTS[op]
-    made = {"beta": np.zeros(B_T_HV, "f")} if row.rule == "delta" else {}
-    if row.decay in ("token", "key"):
-        made["g"] = np.zeros(B_T_HV if row.decay == "token" else (*B_T_HV, K), "f")
-    if op == "lightning_attention":
-        made["slopes"] = np.zeros(shape[2] if len(shape) == 4 else 1, "f")
+    # its arrays beside q, k and v, for as many heads of keys as of values
+    sizes = dict(zip("BThV" if len(shape) == 4 else "TV", shape), K=K)
+    sizes |= {letter: sizes[of] for letter, of in zip("HL", "hT") if of in sizes}
+    made = {}
+    for name in testing.GATES[op]:
+        letters = [x for x in testing._LETTERS[op][name] if x in sizes]
+        made[name] = np.zeros([sizes[x] for x in letters] or 1, "f")
+    made.pop("gamma", None)  # it has a default
     return made
 """
 

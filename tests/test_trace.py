@@ -1,5 +1,6 @@
 """explain, states and apply_feature_map, against the ops, the reference and golden fractions."""
 
+import inspect
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from support.problems import PER_TOKEN
 from support.variants import GATED
 
 import linattn
@@ -122,10 +124,7 @@ def test_states_are_those_of_prefixes(op, every):
     expected_read = [*range(every, 7, every), 7]
     assert got.read.tolist() == expected_read
     for i, read in enumerate(expected_read):
-        first = {
-            name: a if name in ("initial_state", "gamma", "slopes") else a[:, :read]
-            for name, a in x.items()
-        }
+        first = {name: a[:, :read] if name in PER_TOKEN else a for name, a in x.items()}
         _, state = getattr(reference, op)(**first)
         S, z = state if isinstance(state, tuple) else (state, None)
         np.testing.assert_allclose(got.S[i], S, rtol=1e-12, atol=1e-12)
@@ -138,7 +137,8 @@ def test_states_are_those_of_prefixes(op, every):
 @pytest.mark.parametrize("op", [*GATED, "lightning_attention", "delta_rule"])
 def test_states_take_gates_by_position(op):
     x = make_inputs(op, np.random.default_rng(2), T=5)
-    gates = [x[name] for name in ("slopes", "g", "beta") if name in x]
+    after_v = list(inspect.signature(getattr(linattn, op)).parameters)[3:]
+    gates = [x[name] for name in after_v if name in x]
     got = linattn.states(op, x["q"], x["k"], x["v"], *gates)
     np.testing.assert_array_equal(got.S, linattn.states(getattr(linattn, op), **x).S)
 

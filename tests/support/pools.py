@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from linattn.testing import make_inputs
-from support.compare import leaves, over_arrays
+from support.compare import over_arrays
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 KINDS = [  # dtypes of the inputs and of the state
@@ -24,7 +24,8 @@ def pool_problem(op, rng, dtype, state_dtype, shape, B=B, P=P, T=1, v_first=Fals
     pool = make_inputs(op, rng, B=P, T=1, H=H, HV=HV, K=K, V=V, dtype=dtype, initial_state=True)
     pool = over_arrays(lambda s: s.astype(state_dtype), pool["initial_state"])
     if v_first:
-        swapped = np.ascontiguousarray(leaves(pool)[0].swapaxes(2, 3))
-        pool = (swapped, *pool[1:]) if isinstance(pool, tuple) else swapped
+        pool = over_arrays(
+            lambda s: np.ascontiguousarray(s.swapaxes(2, 3)) if s.ndim == 4 else s, pool
+        )
         x["state_v_first"] = True
     return x, pool

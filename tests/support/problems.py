@@ -110,12 +110,23 @@ def shape_text(shape):
 
 
 def array_names(op, pass_):
-    """Every array of a call but out and cu_seqlens, in the order of the signature."""
+    """Every array of a call but out and cu_seqlens, in the order of the signature; not the pairs of
+    arrays that the states of some ops are."""
     names = ["do"] if pass_ == "backward" else []
     gates = [x for x in inspect.signature(function(op, "forward")).parameters if x in GATES[op]]
     names += ["q", "k", "v", *gates]
-    names += ["state" if pass_ == "step" else "initial_state"]
-    return [*names, "d_final_state"] if pass_ == "backward" else names
+    return names if op in PAIR_DECAY else [*names, *state_names(pass_)]
+
+
+def state_label(op, name):
+    """The name of a state's first array in messages."""
+    return f"{name}[0]" if op in PAIR_DECAY else name
+
+
+def state_names(pass_):
+    return {"forward": ["initial_state"], "step": ["state"]}.get(
+        pass_, ["initial_state", "d_final_state"]
+    )
 
 
 def values_for(rng, name, shape):
@@ -133,15 +144,14 @@ def arguments(op, pass_, *, dtype=np.float32, one_head=False, seed=0, **dims):
     rng = np.random.default_rng(seed)
     real = np.float64 if np.dtype(dtype) == np.float64 else np.float32
     made = {}
-    for name in array_names(op, pass_):
+
+    def array(name):
         shape = sizes(letters_of(op, pass_, name, one_head=one_head), dims)
-        kind = real if "state" in name else dtype
-        count = 2 if "state" in name and op in PAIR_DECAY else 1
-        made[name], *second = (
-            np.asarray(values_for(rng, name, shape)).astype(kind) for _ in range(count)
-        )
-        if second:
-            made[name] = (made[name], *second)
+        return np.asarray(values_for(rng, name, shape)).astype(real if "state" in name else dtype)
+
+    made |= {name: array(name) for name in array_names(op, pass_)}
+    if op in PAIR_DECAY:
+        made |= {name: (array(name), array(name)) for name in state_names(pass_)}
     return made | ({"normalize": False} if op == "linear_attention" else {})
 
 
