@@ -310,16 +310,21 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS)
             kahan.add_to(dS);
         }
     }
-    if constexpr (RULE == LA_BONUS) {              /* the columns of a block, in their order */
-        double *const columns = (double *)&s.sums; /* [COLUMNS][kp] */
+    if constexpr (RULE == LA_BONUS) { /* the columns of each warp, then the warps in their order */
+        static_assert(sizeof(s.sums) >= WARPS * ROWS * PARTS * sizeof(double), "their room");
+        double *const of_warps = (double *)&s.sums; /* [WARPS][kp] */
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < ROWS; i++)
-            if (part * ROWS + i < f.kp) columns[own_column * f.kp + part * ROWS + i] = dbonus[i];
+        for (int i = 0; i < ROWS; i++) {
+            const int key = part * ROWS + i;
+            double x = dbonus[i];
+            for (int step = PARTS; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+            if (lane < PARTS && key < f.kp) of_warps[warp * f.kp + key] = x;
+        }
         __syncthreads();
         for (int i = threadIdx.x; i < f.kp; i += ADJOINT_THREADS) {
             double x = 0;
-            for (int w = 0; w < COLUMNS; w++) x += columns[w * f.kp + i];
+            for (int w = 0; w < WARPS; w++) x += of_warps[w * f.kp + i];
             f.dbonus[((int64_t)u.n * f.heads * f.tiles + partial) * f.kp + i] = x;
         }
     }
