@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from linattn._linattn import BoundStep
 from linattn.analysis import implicit_weights, lightning_slopes
 from linattn.arrays import zeros_state
+from linattn.composed import SSDGradients, ssd, ssd_backward, ssd_step
 from linattn.config import (
     cuda,
     get_float32_precision,
@@ -71,6 +72,7 @@ __all__ = [
     "Gradients",
     "LayoutHint",
     "Memory",
+    "SSDGradients",
     "States",
     "Variant",
     "apply_feature_map",
@@ -117,6 +119,9 @@ __all__ = [
     "simple_gla",
     "simple_gla_backward",
     "simple_gla_step",
+    "ssd",
+    "ssd_backward",
+    "ssd_step",
     "states",
     "titans",
     "titans_backward",

@@ -45,6 +45,12 @@ GROUPS = (
         "The table of the ops, and a step that is bound to its arrays, are here too.",
         ("linattn.ops", "linattn.variants", "linattn._linattn"),
     ),
+    Group(
+        "systems",
+        "Systems",
+        "Systems that are an op with arithmetic around it, in the letters of their authors.",
+        ("linattn.composed",),
+    ),
     Group("features", "Feature maps", "Feature maps of linear attention.", ("linattn.features",)),
     Group(
         "configuration",

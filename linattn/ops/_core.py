@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from types import FrameType
+from contextvars import ContextVar
+from types import FrameType, MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
 
 from linattn import _linattn
 from linattn.features import is_tensor, shape_of
 
 __all__ = [
+    "NAMES",
     "AnyArray",
     "Array",
     "ForwardOptions",
@@ -135,12 +137,18 @@ def core_for(q: object) -> Callable[..., tuple[Any, Any]]:
     return autograd.forward
 
 
+# A system of linattn/composed calls an op under other names than its caller's: the caller's, by
+# the op's.
+NAMES: ContextVar[Mapping[str, str]] = ContextVar("NAMES", default=MappingProxyType({}))
+
+
 def _is_ours(name: object) -> bool:
-    return isinstance(name, str) and name.startswith("linattn.ops")
+    return isinstance(name, str) and name.startswith(("linattn.ops", "linattn.composed"))
 
 
 def warn_of_growth(name: str, expected: str) -> None:
     """Called by the core, before it computes: some decay is above one."""
+    name = NAMES.get().get(name, name)
     _warn(f"{name}: expected {expected}; the state may grow without bound")
 
 
@@ -170,9 +178,10 @@ class LayoutHint(UserWarning):
 
 def hint_at_layout(T: int, H: int) -> None:
     """Called by the core, once."""
+    name = NAMES.get().get("q", "q")
     _warn(
-        f"q: got more heads than tokens, H = {H} and T = {T}; linattn's arrays are [B,T,H,K], and "
-        "transpose(1, 2) is a view of [B,H,T,K] that fits (linattn.LayoutHint, told once)",
+        f"{name}: got more heads than tokens, H = {H} and T = {T}; linattn's arrays are [B,T,H,K], "
+        "and transpose(1, 2) is a view of [B,H,T,K] that fits (linattn.LayoutHint, told once)",
         LayoutHint,
     )
 

@@ -50,6 +50,7 @@ The files of this folder::
     adjoints.py    the gradients of one head, one adjoint per rule
     gradients.py   `backward`: the gradients of an op
     elements.py    norm, feature maps, divisor and kinds of gate, each with its derivative
+    composed.py    systems that are an op with arithmetic around it, token by token
     softmax.py     softmax attention, which these ops replace, and its gradients
     _one_head.py   q [T,K] in the place of [B,T,H,K]
     _loops.py      the record, the loops over sequences and heads, dtypes
@@ -91,6 +92,7 @@ from .bonus import (
     rwkv6_tokens,
 )
 from .chunks import decay_matrix, faded_scores, solve_unit_lower
+from .composed import ssd, ssd_backward
 from .delta import (
     delta_rule,
     delta_rule_chunk,
@@ -180,6 +182,8 @@ __all__ = [
     "softmax_attention_backward",
     "softmax_weights",
     "solve_unit_lower",
+    "ssd",
+    "ssd_backward",
     "titans",
     "titans_adjoint",
     "titans_chunk",

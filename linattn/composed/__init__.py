@@ -1,0 +1,19 @@
+"""Systems that are an op with arithmetic around it: each in its own authors' letters.
+
+A system has the three passes of an op: forward, step, backward. It is spelled in the functions of
+the caller's own library, so PyTorch records it, and it calls one of the ops of :mod:`linattn`.
+What an op says about an argument is told by the name that the system has for it. Arrays have their
+axes of batch and heads. A gate may be a number.
+
+Sums are float32, or float64 for float64 inputs, as in the ops. Gates may be float32 beside float16
+or bfloat16 arrays; what is made of them stays in float32 until the op has it.
+"""
+
+from linattn.composed.ssd import SSDGradients, ssd, ssd_backward, ssd_step
+
+__all__ = [
+    "SSDGradients",
+    "ssd",
+    "ssd_backward",
+    "ssd_step",
+]

@@ -1,0 +1,240 @@
+"""The arrays of a call, checked by their names, and the elementwise functions of the systems.
+
+One spelling serves NumPy, PyTorch, CuPy and every library whose arrays know their namespace.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from linattn.features import cast, is_array, is_recorded, is_tensor, shape_of
+
+__all__ = ["Arrays", "logsigmoid", "sigmoid", "silu", "softplus", "total"]
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+INTS = ("int32", "int64")
+
+
+def library(x: Any) -> ModuleType:
+    """The namespace with the functions of x's library."""
+    if isinstance(x, np.ndarray):
+        return np
+    if is_tensor(x):
+        return sys.modules["torch"]
+    if hasattr(x, "__array_namespace__"):
+        found: ModuleType = x.__array_namespace__()
+        return found
+    return sys.modules[type(x).__module__.partition(".")[0]]
+
+
+def is_number(x: object) -> bool:
+    return isinstance(x, int | float | np.floating | np.integer) and not isinstance(x, bool)
+
+
+def _dtype_of(x: Any) -> str:
+    return getattr(x.dtype, "name", None) or str(x.dtype).removeprefix("torch.")
+
+
+def _shown(shape: tuple[Any, ...]) -> str:
+    return str(tuple(int(n) for n in shape))
+
+
+class Arrays:
+    """The arrays of one call. The first decides library, device and dtype; letters are shared.
+
+    A letter gets its size where it first occurs. A method checks one argument and returns it as
+    the call computes with it. Nothing is computed before all of them were checked.
+
+    Parameters
+    ----------
+    name, x, letters
+        The first array: its name, itself, and its axes, as in "B T H P".
+    recorded : bool
+        May PyTorch record the call? A step and a backward pass refuse what requires gradients.
+    """
+
+    def __init__(self, name: str, x: Any, letters: str, *, recorded: bool = True) -> None:
+        self.first, self.recorded = name, recorded
+        self.sizes: dict[str, int] = {}
+        self._require_array(name, x)
+        self.xp, self.device = library(x), getattr(x, "device", None)
+        self.dtype = _dtype_of(x)
+        self._require_float(name, x)
+        self.like = x
+        self.real = self.xp.float64 if self.dtype == "float64" else self.xp.float32
+        self._fit(name, x, letters)
+
+    # ---- checks ----
+
+    def _require_array(self, name: str, x: Any) -> None:
+        if not is_array(x):
+            raise TypeError(f"{name}: expected an array, got {type(x)}")
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(f"{name}: expected an array without a mask, got {type(x)}")
+        if not self.recorded and is_recorded(x):
+            raise ValueError(
+                f"{name}: requires gradients, which are not recorded of a step or of gradients; "
+                f"pass {name}.detach(), or call it under torch.no_grad()"
+            )
+
+    def _require_float(self, name: str, x: Any) -> None:
+        if _dtype_of(x) not in FLOATS:
+            expected = f"{', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
+            raise TypeError(f"{name}: expected {expected}, got {_dtype_of(x)}")
+
+    def _require_own(self, name: str, x: Any) -> None:
+        """x is an array of the first one's library, where that lies."""
+        self._require_array(name, x)
+        if library(x) is not self.xp:
+            raise TypeError(
+                f"{name}: expected an array of {self.xp.__name__} like {self.first}, got {type(x)}"
+            )
+        device = getattr(x, "device", None)
+        if device != self.device:
+            raise ValueError(
+                f"{name}: expected an array on {self.device} like {self.first}, got one on {device}"
+            )
+
+    def _fit(self, name: str, x: Any, letters: str) -> None:
+        axes = letters.split()
+        shape = shape_of(x) or ()
+        text = f"[{','.join(axes)}]"
+        if len(shape) != len(axes):
+            raise ValueError(f"{name}: expected {text}, got {_shown(shape)}")
+        want = tuple(self.sizes.get(letter, n) for letter, n in zip(axes, shape, strict=True))
+        if want != tuple(shape):
+            raise ValueError(f"{name}: expected {text} = {_shown(want)}, got {_shown(shape)}")
+        self.sizes.update(zip(axes, map(int, shape), strict=True))
+
+    def array(self, name: str, x: Any, letters: str) -> Any:
+        """An array of the dtype of the first."""
+        self._require_own(name, x)
+        if _dtype_of(x) != self.dtype:
+            raise TypeError(
+                f"{name}: expected {self.dtype} (the dtype of {self.first}), got {_dtype_of(x)}"
+            )
+        self._fit(name, x, letters)
+        return x
+
+    def wide(self, name: str, x: Any, *letters: str, number: bool = True) -> Any:
+        """An array of any floating dtype, or a number that stands for one.
+
+        It is one of several shapes; None stays None.
+        """
+        if x is None:
+            return None
+        if number and is_number(x):
+            return _Number(float(x), letters[0])
+        self._require_own(name, x)
+        self._require_float(name, x)
+        axes = len(shape_of(x) or ())
+        self._fit(name, x, next((one for one in letters if len(one.split()) == axes), letters[0]))
+        return x
+
+    def integers(self, name: str, x: Any, letters: str) -> Any:
+        self._require_own(name, x)
+        if _dtype_of(x) not in INTS:
+            raise TypeError(f"{name}: expected {' or '.join(INTS)}, got {_dtype_of(x)}")
+        self._fit(name, x, letters)
+        return x
+
+    def multiple(self, name: str, letter: str, of: str) -> None:
+        """One size is a multiple of another, so that heads can share in groups."""
+        heads, groups = self.sizes[letter], self.sizes[of]
+        if groups < 1 or heads % groups:
+            raise ValueError(
+                f"{name}: expected {of} to divide {letter} = {heads}, got {of} = {groups}"
+            )
+
+    # ---- after the checks ----
+
+    def real_of(self, x: Any) -> Any:
+        """An array that was checked, in the dtype of the sums: float32, or float64."""
+        if x is None:
+            return None
+        if isinstance(x, _Number):
+            return self.full([self.sizes[letter] for letter in x.letters.split()], x.value)
+        return cast(np.asarray(x) if isinstance(x, np.ndarray) else x, self.real)
+
+    def full(self, shape: list[int], value: float) -> Any:
+        if is_tensor(self.like):
+            return self.like.new_full(shape, value, dtype=self.real)
+        return self.xp.full(shape, value, dtype=self.real)
+
+    def counts(self, values: list[int]) -> Any:
+        """Whole numbers as an array, where the first one lies."""
+        if is_tensor(self.like):
+            return self.xp.tensor(values, dtype=self.xp.int64, device=self.device)
+        return self.xp.asarray(np.asarray(values, np.int64))
+
+    def short(self, x: Any) -> Any:
+        """x in the dtype of the first array."""
+        return cast(x, self.like.dtype)
+
+    def as_given(self, dx: Any, given: Any) -> Any:
+        """A gradient in the dtype of its array. That of a number is a number."""
+        if given is None:
+            return None
+        if isinstance(given, _Number):
+            return float(total(self.xp, dx, tuple(range(dx.ndim))))
+        return cast(dx, given.dtype)
+
+
+class _Number:
+    """A number that stands for an array of these letters."""
+
+    def __init__(self, value: float, letters: str) -> None:
+        self.value, self.letters = value, letters
+
+
+def total(xp: Any, x: Any, axes: tuple[int, ...]) -> Any:
+    """The sum over these axes, taken in float64: it may have a term for every token."""
+    return cast(x.sum(axes, dtype=xp.float64), x.dtype)
+
+
+# ---- elementwise ----
+# PyTorch's own are right at 0, where the derivative of a spelling with abs would not be.
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x)); the exponential is never above 1."""
+    if is_tensor(x):
+        return sys.modules["torch"].sigmoid(x)
+    xp = library(x)
+    small = xp.exp(-abs(x))
+    return xp.where(x >= 0, 1, small) / (1 + small)
+
+
+def silu(x: Any) -> Any:
+    return x * sigmoid(x)
+
+
+def silu_slope(x: Any) -> Any:
+    """The derivative of x sigmoid(x)."""
+    s = sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+def softplus(x: Any) -> Any:
+    """log(1 + exp(x)), and x itself above 20, as PyTorch and Mamba have it."""
+    if is_tensor(x):
+        return sys.modules["torch"].nn.functional.softplus(x)
+    xp = library(x)
+    return xp.where(x > 20, x, xp.log1p(xp.exp(xp.clip(x, None, 20))))
+
+
+def softplus_slope(x: Any) -> Any:
+    xp = library(x)
+    return xp.where(x > 20, xp.ones_like(x), sigmoid(x))
+
+
+def logsigmoid(x: Any) -> Any:
+    """log(sigmoid(x)), with all digits for large x."""
+    if is_tensor(x):
+        return sys.modules["torch"].nn.functional.logsigmoid(x)
+    xp = library(x)
+    return xp.clip(x, None, 0) - xp.log1p(xp.exp(-abs(x)))
