@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 from linattn._linattn import BoundStep
 from linattn.analysis import implicit_weights, lightning_slopes
 from linattn.arrays import zeros_state
-from linattn.composed import SSDGradients, ssd, ssd_backward, ssd_step
+from linattn.composed import (
+    SSDGradients,
+    gated_delta_product,
+    gated_delta_product_backward,
+    gated_delta_product_step,
+    hgrn2,
+    hgrn2_backward,
+    hgrn2_step,
+    ssd,
+    ssd_backward,
+    ssd_step,
+)
 from linattn.config import (
     cuda,
     get_float32_precision,
@@ -87,6 +98,9 @@ __all__ = [
     "dplr_delta_rule_step",
     "explain",
     "flops",
+    "gated_delta_product",
+    "gated_delta_product_backward",
+    "gated_delta_product_step",
     "gated_delta_rule",
     "gated_delta_rule_backward",
     "gated_delta_rule_step",
@@ -95,6 +109,9 @@ __all__ = [
     "gla",
     "gla_backward",
     "gla_step",
+    "hgrn2",
+    "hgrn2_backward",
+    "hgrn2_step",
     "implicit_weights",
     "kda",
     "kda_backward",

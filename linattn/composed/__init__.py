@@ -9,10 +9,22 @@ Sums are float32, or float64 for float64 inputs, as in the ops. Gates may be flo
 or bfloat16 arrays; what is made of them stays in float32 until the op has it.
 """
 
+from linattn.composed.gated_delta_product import (
+    gated_delta_product,
+    gated_delta_product_backward,
+    gated_delta_product_step,
+)
+from linattn.composed.hgrn2 import hgrn2, hgrn2_backward, hgrn2_step
 from linattn.composed.ssd import SSDGradients, ssd, ssd_backward, ssd_step
 
 __all__ = [
     "SSDGradients",
+    "gated_delta_product",
+    "gated_delta_product_backward",
+    "gated_delta_product_step",
+    "hgrn2",
+    "hgrn2_backward",
+    "hgrn2_step",
     "ssd",
     "ssd_backward",
     "ssd_step",

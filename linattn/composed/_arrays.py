@@ -6,6 +6,7 @@ One spelling serves NumPy, PyTorch, CuPy and every library whose arrays know the
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -150,6 +151,37 @@ class Arrays:
                 f"{name}: expected {of} to divide {letter} = {heads}, got {of} = {groups}"
             )
 
+    def packed(self, name: str, x: Any) -> Any:
+        """cu_seqlens, its values too where the host can read them without waiting."""
+        if x is None:
+            return None
+        self._require_array(name, x)
+        if _dtype_of(x) not in INTS:
+            raise TypeError(f"{name}: expected {' or '.join(INTS)}, got {_dtype_of(x)}")
+        shape = shape_of(x) or ()
+        if len(shape) != 1 or shape[0] < 1:
+            raise ValueError(f"{name}: expected [N+1], got {_shown(shape)}")
+        if self.sizes["B"] != 1:
+            raise ValueError(
+                f"{name}: expected packed sequences to have B = 1, got B = {self.sizes['B']}"
+            )
+        self.sizes["N"] = int(shape[0]) - 1
+        if (
+            isinstance(x, np.ndarray)
+            or getattr(x, "device", None) is None
+            or str(x.device) == "cpu"
+        ):
+            ends = x.tolist()
+            if ends[0] != 0:
+                raise ValueError(f"{name}: expected to start at 0, got {ends[0]}")
+            if any(after < before for before, after in pairwise(ends)):
+                raise ValueError(f"{name}: expected never to fall, got {ends}")
+            if ends[-1] != self.sizes["T"]:
+                raise ValueError(
+                    f"{name}: expected to end at T = {self.sizes['T']}, got {ends[-1]}"
+                )
+        return x
+
     # ---- after the checks ----
 
     def real_of(self, x: Any) -> Any:
@@ -170,6 +202,10 @@ class Arrays:
         if is_tensor(self.like):
             return self.xp.tensor(values, dtype=self.xp.int64, device=self.device)
         return self.xp.asarray(np.asarray(values, np.int64))
+
+    def contiguous(self, x: Any) -> Any:
+        """x in memory of its own, where x is a part of a larger array."""
+        return x.contiguous() if is_tensor(x) else self.xp.ascontiguousarray(x)
 
     def short(self, x: Any) -> Any:
         """x in the dtype of the first array."""

@@ -92,7 +92,14 @@ from .bonus import (
     rwkv6_tokens,
 )
 from .chunks import decay_matrix, faded_scores, solve_unit_lower
-from .composed import ssd, ssd_backward
+from .composed import (
+    gated_delta_product,
+    gated_delta_product_backward,
+    hgrn2,
+    hgrn2_backward,
+    ssd,
+    ssd_backward,
+)
 from .delta import (
     delta_rule,
     delta_rule_chunk,
@@ -147,12 +154,16 @@ __all__ = [
     "dplr_delta_rule_chunk",
     "dplr_delta_rule_tokens",
     "faded_scores",
+    "gated_delta_product",
+    "gated_delta_product_backward",
     "gated_delta_rule",
     "gated_delta_rule_chunk",
     "gated_delta_rule_tokens",
     "gla",
     "gla_chunk",
     "gla_tokens",
+    "hgrn2",
+    "hgrn2_backward",
     "implicit_weights",
     "kda",
     "kda_chunk",
