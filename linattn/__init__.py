@@ -13,6 +13,7 @@ from linattn._linattn import BoundStep
 from linattn.analysis import implicit_weights, lightning_slopes
 from linattn.arrays import zeros_state
 from linattn.composed import (
+    MLSTMGradients,
     SSDGradients,
     gated_delta_product,
     gated_delta_product_backward,
@@ -20,6 +21,9 @@ from linattn.composed import (
     hgrn2,
     hgrn2_backward,
     hgrn2_step,
+    mlstm,
+    mlstm_backward,
+    mlstm_step,
     ssd,
     ssd_backward,
     ssd_step,
@@ -82,6 +86,7 @@ __all__ = [
     "FeatureMap",
     "Gradients",
     "LayoutHint",
+    "MLSTMGradients",
     "Memory",
     "SSDGradients",
     "States",
@@ -124,6 +129,9 @@ __all__ = [
     "linear_attention_backward",
     "linear_attention_step",
     "memory",
+    "mlstm",
+    "mlstm_backward",
+    "mlstm_step",
     "retention",
     "retention_backward",
     "retention_step",

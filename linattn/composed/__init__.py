@@ -15,9 +15,11 @@ from linattn.composed.gated_delta_product import (
     gated_delta_product_step,
 )
 from linattn.composed.hgrn2 import hgrn2, hgrn2_backward, hgrn2_step
+from linattn.composed.mlstm import MLSTMGradients, mlstm, mlstm_backward, mlstm_step
 from linattn.composed.ssd import SSDGradients, ssd, ssd_backward, ssd_step
 
 __all__ = [
+    "MLSTMGradients",
     "SSDGradients",
     "gated_delta_product",
     "gated_delta_product_backward",
@@ -25,6 +27,9 @@ __all__ = [
     "hgrn2",
     "hgrn2_backward",
     "hgrn2_step",
+    "mlstm",
+    "mlstm_backward",
+    "mlstm_step",
     "ssd",
     "ssd_backward",
     "ssd_step",

@@ -14,7 +14,17 @@ import numpy as np
 
 from linattn.features import cast, is_array, is_recorded, is_tensor, shape_of
 
-__all__ = ["Arrays", "logsigmoid", "sigmoid", "silu", "softplus", "total"]
+__all__ = [
+    "Arrays",
+    "detached",
+    "logsigmoid",
+    "sigmoid",
+    "silu",
+    "silu_slope",
+    "softplus",
+    "softplus_slope",
+    "total",
+]
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTS = ("int32", "int64")
@@ -136,6 +146,19 @@ class Arrays:
         self._fit(name, x, next((one for one in letters if len(one.split()) == axes), letters[0]))
         return x
 
+    def state(self, name: str, x: Any, letters: str, *, short: bool, written: bool) -> Any:
+        """Part of a state: float32 (float64 for float64 arrays), or bfloat16 if it may be short."""
+        self._require_own(name, x)
+        real = "float64" if self.dtype == "float64" else "float32"
+        may_be_short = short and real == "float32"
+        if _dtype_of(x) not in (real, *["bfloat16"] * may_be_short):
+            expected = f"{real} or bfloat16" if may_be_short else real
+            raise TypeError(f"{name}: expected {expected}, got {_dtype_of(x)}")
+        if written and isinstance(x, np.ndarray) and not x.flags.writeable:
+            raise ValueError(f"{name}: expected a writable array, got a read-only one")
+        self._fit(name, x, letters)
+        return x
+
     def integers(self, name: str, x: Any, letters: str) -> Any:
         self._require_own(name, x)
         if _dtype_of(x) not in INTS:
@@ -230,6 +253,11 @@ class _Number:
 def total(xp: Any, x: Any, axes: tuple[int, ...]) -> Any:
     """The sum over these axes, taken in float64: it may have a term for every token."""
     return cast(x.sum(axes, dtype=xp.float64), x.dtype)
+
+
+def detached(x: Any) -> Any:
+    """x, of which PyTorch records nothing."""
+    return x.detach() if is_tensor(x) else x
 
 
 # ---- elementwise ----

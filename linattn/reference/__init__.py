@@ -97,6 +97,8 @@ from .composed import (
     gated_delta_product_backward,
     hgrn2,
     hgrn2_backward,
+    mlstm,
+    mlstm_backward,
     ssd,
     ssd_backward,
 )
@@ -178,6 +180,8 @@ __all__ = [
     "linear_attention_noncausal",
     "linear_attention_noncausal_adjoint",
     "linear_attention_tokens",
+    "mlstm",
+    "mlstm_backward",
     "retention",
     "retention_chunk",
     "retention_tokens",
