@@ -16,6 +16,7 @@ from linattn.features import cast, is_array, is_recorded, is_tensor, shape_of
 
 __all__ = [
     "Arrays",
+    "Sequences",
     "detached",
     "logsigmoid",
     "sigmoid",
@@ -241,6 +242,81 @@ class Arrays:
         if isinstance(given, _Number):
             return float(total(self.xp, dx, tuple(range(dx.ndim))))
         return cast(dx, given.dtype)
+
+
+class Sequences:
+    """Where the sequences of a call begin and end: the rows of a batch, or packed ones.
+
+    Tokens are [B,T,...], what a sequence has one of is [N,...]. A packed sequence may be empty.
+    """
+
+    def __init__(self, call: Arrays, ends: Any) -> None:
+        self.call, self.xp, T = call, call.xp, call.sizes["T"]
+        self.T, self.bounds = T, None if ends is None else [int(end) for end in ends.tolist()]
+        if self.bounds is None:
+            N, starts, stops = call.sizes["B"], {0}, {T}
+            self.empty = [T == 0] * N
+        else:
+            N, starts, stops = len(self.bounds) - 1, set(self.bounds), set(self.bounds)
+            spans = list(pairwise(self.bounds))
+            self.empty = [start == end for start, end in spans]
+            self.of_token = call.counts(
+                [n for n, (start, end) in enumerate(spans) for _ in range(start, end)]
+            )
+            self.firsts = call.counts([min(start, max(T - 1, 0)) for start, _ in spans])
+            self.lasts = call.counts([max(end - 1, 0) for _, end in spans])
+        self.N = call.sizes["N"] = N
+        self.is_first = call.counts([int(t in starts) for t in range(T)]) > 0
+        self.is_last = call.counts([int(t + 1 in stops) for t in range(T)]) > 0
+        self.there = call.counts([int(not empty) for empty in self.empty]) > 0
+
+    def own(self, y: Any) -> Any:
+        """For every token what its sequence has of y."""
+        return y[:, None] if self.bounds is None else y[self.of_token][None]
+
+    def _pick(self, x: Any, otherwise: Any, first: bool) -> Any:
+        if self.T == 0:
+            return otherwise
+        if self.bounds is None:
+            return x[:, 0 if first else -1]
+        picked = x[0][self.firsts if first else self.lasts]
+        return self.xp.where(_axes(self.there, (0,), x.ndim - 1), picked, otherwise)
+
+    def first(self, x: Any, otherwise: Any) -> Any:
+        """x [B,T,...] at the first token of every sequence; of an empty one, what is there else."""
+        return self._pick(x, otherwise, True)
+
+    def last(self, x: Any, otherwise: Any) -> Any:
+        return self._pick(x, otherwise, False)
+
+    def at(self, where: Any, y: Any, x: Any) -> Any:
+        """What each sequence has of y at the tokens `where`, and x at the others."""
+        return self.xp.where(_axes(where, (1,), x.ndim), self.own(y), x)
+
+    def earlier(self, x: Any, first: Any) -> Any:
+        """x one token later: each token has what the one before it had."""
+        moved = self.xp.concatenate([x[:, :1], x[:, :-1]], 1)
+        return self.at(self.is_first, first, moved)
+
+    def later(self, x: Any, last: Any) -> Any:
+        """x one token earlier: each token has what the one after it had."""
+        moved = self.xp.concatenate([x[:, 1:], x[:, -1:]], 1)
+        return self.at(self.is_last, last, moved)
+
+    def sums(self, x: Any, from_the_end: bool = False) -> Any:
+        """The sums over each sequence up to every token, or from it on."""
+        xp, bounds = self.xp, [0, self.T] if self.bounds is None else self.bounds
+        parts = [x[:, start:end] for start, end in pairwise(bounds)]
+        if from_the_end:
+            parts = [xp.flip(xp.cumsum(xp.flip(part, (1,)), 1), (1,)) for part in parts]
+        else:
+            parts = [xp.cumsum(part, 1) for part in parts]
+        return xp.concatenate(parts, 1) if parts else x
+
+
+def _axes(mask: Any, at: tuple[int, ...], ndim: int) -> Any:
+    """A mask of one axis as one of ndim axes."""
+    return mask.reshape([mask.shape[0] if axis in at else 1 for axis in range(ndim)])
 
 
 class _Number:

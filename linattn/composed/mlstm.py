@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any, NamedTuple
 
-from linattn.composed._arrays import Arrays, detached, logsigmoid, sigmoid
+from linattn.composed._arrays import Arrays, Sequences, detached, logsigmoid, sigmoid
 from linattn.composed._names import called
 from linattn.features import cast
 from linattn.ops._core import AnyArray, Array, Mode
@@ -93,10 +92,7 @@ class _Problem:
         self.C, self.n, self.m = None, None, None
 
     def sequences(self, cu_seqlens: Any) -> None:
-        ends = self.call.packed("cu_seqlens", cu_seqlens)
-        self.cu_seqlens = ends
-        self.ends = None if ends is None else [int(end) for end in ends.tolist()]
-        self.call.sizes.setdefault("N", self.call.sizes["B"])
+        self.rows = Sequences(self.call, self.call.packed("cu_seqlens", cu_seqlens))
 
     def state(self, name: str, state: Any, letters: str, written: bool = False) -> None:
         """C, n and m."""
@@ -133,31 +129,14 @@ class _Problem:
         same for every m, which therefore has no gradient.
         """
         self.read_gates()
-        xp, counts = self.xp, self.call.counts
+        xp = self.xp
         i, log_f, first = detached(self.i), detached(self.log_f), self.first_m()
-        T = i.shape[1]
-        ends = self.ends
-        if ends is None:
-            begins, own = counts([int(t == 0) for t in range(T)]), first[:, None]
-        else:
-            starts = set(ends)
-            begins = counts([int(t in starts) for t in range(T)])
-            of_token = [n for n in range(len(ends) - 1) for _ in range(ends[n], ends[n + 1])]
-            own = first[counts(of_token)][None]
-        begins = (begins > 0)[None, :, None]
         # the first token of a sequence maps every m to one that its own state gives
-        a = xp.where(begins, xp.full_like(log_f, -math.inf), log_f)
-        b = xp.where(begins, xp.maximum(log_f + own, i), i)
-        m = _running_maximum(xp, a, b)
-        before = xp.where(begins, own, xp.concatenate([m[:, :1], m[:, :-1]], 1))
-        last = first
-        if T and ends is None:
-            last = m[:, -1]
-        elif T and ends is not None:
-            there = counts([int(end > start) for start, end in pairwise(ends)])
-            last = xp.where(
-                (there > 0)[:, None], m[0][counts([max(e - 1, 0) for e in ends[1:]])], first
-            )
+        rows = self.rows
+        of_first = xp.maximum(log_f + rows.own(first), i)
+        a = xp.where(rows.is_first[:, None], xp.full_like(log_f, -math.inf), log_f)
+        m = _running_maximum(xp, a, xp.where(rows.is_first[:, None], of_first, i))
+        before, last = rows.earlier(m, first), rows.last(m, first)
         self.weigh(before, m)
         # C and n are in units of exp(m): of the m that is returned, which is rounded
         self.last_m = cast(last, self.call.real)
