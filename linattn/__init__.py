@@ -13,6 +13,8 @@ from linattn._linattn import BoundStep
 from linattn.analysis import implicit_weights, lightning_slopes
 from linattn.arrays import zeros_state
 from linattn.composed import (
+    Mamba3Gradients,
+    Mamba3States,
     MLSTMGradients,
     SSDGradients,
     gated_delta_product,
@@ -21,6 +23,9 @@ from linattn.composed import (
     hgrn2,
     hgrn2_backward,
     hgrn2_step,
+    mamba3,
+    mamba3_backward,
+    mamba3_step,
     mlstm,
     mlstm_backward,
     mlstm_step,
@@ -87,6 +92,8 @@ __all__ = [
     "Gradients",
     "LayoutHint",
     "MLSTMGradients",
+    "Mamba3Gradients",
+    "Mamba3States",
     "Memory",
     "SSDGradients",
     "States",
@@ -128,6 +135,9 @@ __all__ = [
     "linear_attention",
     "linear_attention_backward",
     "linear_attention_step",
+    "mamba3",
+    "mamba3_backward",
+    "mamba3_step",
     "memory",
     "mlstm",
     "mlstm_backward",

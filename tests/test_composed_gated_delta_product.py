@@ -211,6 +211,18 @@ def test_numbers_stand_for_arrays(R, rng):
     assert_near(o, linattn.gated_delta_product(**x | {"g": g, "beta": beta})[0], 1e-13)
 
 
+@pytest.mark.parametrize("empty", ["T", "B"])
+def test_no_tokens(empty, rng):
+    x = inputs(rng, 2, **{empty: 0})
+    o, state = linattn.gated_delta_product(**x, output_final_state=True)
+    assert o.shape == (*x["q"].shape[:2], 4, 5)
+    assert_same_bits(state, x["initial_state"])
+    d = output_gradients(rng, x)
+    assert_same_bits(
+        linattn.gated_delta_product_backward(**x, **d).d_initial_state, d["d_final_state"]
+    )
+
+
 def test_a_pool_of_states(rng):
     x = inputs(rng, 2, np.float32, B=3, T=1)
     del x["initial_state"]

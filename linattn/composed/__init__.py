@@ -15,11 +15,20 @@ from linattn.composed.gated_delta_product import (
     gated_delta_product_step,
 )
 from linattn.composed.hgrn2 import hgrn2, hgrn2_backward, hgrn2_step
+from linattn.composed.mamba3 import (
+    Mamba3Gradients,
+    Mamba3States,
+    mamba3,
+    mamba3_backward,
+    mamba3_step,
+)
 from linattn.composed.mlstm import MLSTMGradients, mlstm, mlstm_backward, mlstm_step
 from linattn.composed.ssd import SSDGradients, ssd, ssd_backward, ssd_step
 
 __all__ = [
     "MLSTMGradients",
+    "Mamba3Gradients",
+    "Mamba3States",
     "SSDGradients",
     "gated_delta_product",
     "gated_delta_product_backward",
@@ -27,6 +36,9 @@ __all__ = [
     "hgrn2",
     "hgrn2_backward",
     "hgrn2_step",
+    "mamba3",
+    "mamba3_backward",
+    "mamba3_step",
     "mlstm",
     "mlstm_backward",
     "mlstm_step",

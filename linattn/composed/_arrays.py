@@ -147,14 +147,28 @@ class Arrays:
         self._fit(name, x, next((one for one in letters if len(one.split()) == axes), letters[0]))
         return x
 
-    def state(self, name: str, x: Any, letters: str, *, short: bool, written: bool) -> Any:
-        """Part of a state: float32 (float64 for float64 arrays), or bfloat16 if it may be short."""
+    def state(
+        self,
+        name: str,
+        x: Any,
+        letters: str,
+        *,
+        written: bool,
+        short: bool = True,
+        angle: bool = False,
+    ) -> Any:
+        """Part of a state: float32 (float64 for float64 arrays), or bfloat16 if it may be short.
+
+        An angle is float64 or float32, whatever the arrays are.
+        """
         self._require_own(name, x)
-        real = "float64" if self.dtype == "float64" else "float32"
-        may_be_short = short and real == "float32"
-        if _dtype_of(x) not in (real, *["bfloat16"] * may_be_short):
-            expected = f"{real} or bfloat16" if may_be_short else real
-            raise TypeError(f"{name}: expected {expected}, got {_dtype_of(x)}")
+        may_be = ["float64" if self.dtype == "float64" else "float32"]
+        if angle:
+            may_be = ["float64", "float32"]
+        elif short and self.dtype != "float64":
+            may_be.append("bfloat16")
+        if _dtype_of(x) not in may_be:
+            raise TypeError(f"{name}: expected {' or '.join(may_be)}, got {_dtype_of(x)}")
         if written and isinstance(x, np.ndarray) and not x.flags.writeable:
             raise ValueError(f"{name}: expected a writable array, got a read-only one")
         self._fit(name, x, letters)
@@ -189,7 +203,6 @@ class Arrays:
             raise ValueError(
                 f"{name}: expected packed sequences to have B = 1, got B = {self.sizes['B']}"
             )
-        self.sizes["N"] = int(shape[0]) - 1
         if (
             isinstance(x, np.ndarray)
             or getattr(x, "device", None) is None
@@ -247,28 +260,29 @@ class Arrays:
 class Sequences:
     """Where the sequences of a call begin and end: the rows of a batch, or packed ones.
 
-    Tokens are [B,T,...], what a sequence has one of is [N,...]. A packed sequence may be empty.
+    Tokens are [B,T,...], and what a sequence has one of is [N,...]. The letter is the name of N in
+    the call. A packed sequence may be empty.
     """
 
-    def __init__(self, call: Arrays, ends: Any) -> None:
+    def __init__(self, call: Arrays, ends: Any, letter: str) -> None:
         self.call, self.xp, T = call, call.xp, call.sizes["T"]
         self.T, self.bounds = T, None if ends is None else [int(end) for end in ends.tolist()]
         if self.bounds is None:
             N, starts, stops = call.sizes["B"], {0}, {T}
-            self.empty = [T == 0] * N
+            empties = [T == 0] * N
         else:
             N, starts, stops = len(self.bounds) - 1, set(self.bounds), set(self.bounds)
             spans = list(pairwise(self.bounds))
-            self.empty = [start == end for start, end in spans]
+            empties = [start == end for start, end in spans]
             self.of_token = call.counts(
                 [n for n, (start, end) in enumerate(spans) for _ in range(start, end)]
             )
             self.firsts = call.counts([min(start, max(T - 1, 0)) for start, _ in spans])
             self.lasts = call.counts([max(end - 1, 0) for _, end in spans])
-        self.N = call.sizes["N"] = N
+        call.sizes[letter] = N
         self.is_first = call.counts([int(t in starts) for t in range(T)]) > 0
         self.is_last = call.counts([int(t + 1 in stops) for t in range(T)]) > 0
-        self.there = call.counts([int(not empty) for empty in self.empty]) > 0
+        self.there = call.counts([int(not empty) for empty in empties]) > 0
 
     def own(self, y: Any) -> Any:
         """For every token what its sequence has of y."""

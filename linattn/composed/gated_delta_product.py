@@ -57,7 +57,7 @@ class _Problem:
         others = xp.full_like(x[:, :, None], fill)
         parts = [others] * (self.R - 1)
         parts = [x[:, :, None], *parts] if first else [*parts, x[:, :, None]]
-        return xp.concatenate(parts, 2).reshape((x.shape[0], -1, *x.shape[2:]))
+        return xp.concatenate(parts, 2).reshape((x.shape[0], x.shape[1] * self.R, *x.shape[2:]))
 
     def at(self, x: Any, first: bool) -> Any:
         """The reverse: of x [B,TR,...] the first or the last write of each token."""

@@ -92,7 +92,7 @@ class _Problem:
         self.C, self.n, self.m = None, None, None
 
     def sequences(self, cu_seqlens: Any) -> None:
-        self.rows = Sequences(self.call, self.call.packed("cu_seqlens", cu_seqlens))
+        self.rows = Sequences(self.call, self.call.packed("cu_seqlens", cu_seqlens), "N")
 
     def state(self, name: str, state: Any, letters: str, written: bool = False) -> None:
         """C, n and m."""
