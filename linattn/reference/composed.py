@@ -940,13 +940,14 @@ def mamba3_backward(
             )
         )
         dx[at] += dx_n
+        dq[at], dk[at] = cast(dq[at], dtype), cast(dk[at], dtype)
         # was q = C turned, k = B turned, by the sum of the rates so far
         for t in reversed(range(len(dx_n))):
             token = (at[0], at[1].start + t)
             of_rows = zip((dq[token], dk[token]), (p.q[token], p.k[token]), strict=True)
             d_angle[n] += sum(p.d_turn(*pair) for pair in of_rows)
             d_rate[token] = d_angle[n]
-    dC, dB = (cast(p.turned(cast(rows, dtype), -p.theta), dtype) for rows in (dq, dk))
+    dC, dB = (cast(p.turned(rows, -p.theta), dtype) for rows in (dq, dk))
     # was own = trap dt, other = (1 - trap) dt, a = exp(dt A), rate = dt angles
     d_log = p.a * da
     d_dt = p.trap * d_own + (1 - p.trap) * d_other + p.A * d_log + (p.angles * d_rate).sum(-1)
