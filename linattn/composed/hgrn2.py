@@ -114,7 +114,7 @@ def hgrn2(
     """
     p = _Problem(q, g, v)
     p.compute()
-    with called(_NAMES):
+    with called(_NAMES, q):
         return gla(
             q,
             p.k,
@@ -190,7 +190,7 @@ def hgrn2_step(
     """
     p = _Problem(q, g, v, tokens="", recorded=False)
     p.compute()
-    with called(_NAMES):
+    with called(_NAMES, q):
         o: Array = gla_step(
             q,
             p.k,
@@ -267,7 +267,7 @@ def hgrn2_backward(
     p = _Problem(q, g, v, recorded=False)
     p.call.array("do", do, "B T H V")
     p.compute()
-    with called(_NAMES):
+    with called(_NAMES, q):
         grads = gla_backward(
             do,
             q,

@@ -389,7 +389,7 @@ def mamba3(
     p.sequences(cu_seqlens)
     p.take_state("initial_states", initial_states, "S")
     p.compute()
-    with called(_NAMES):
+    with called(_NAMES, x):
         o, S = simple_gla(
             p.q,
             p.k_before,
@@ -503,7 +503,7 @@ def mamba3_step(
         "scale": 1,
         "state_v_first": True,
     }
-    with called(_NAMES):
+    with called(_NAMES, x):
         k_before = call.contiguous(call.short(call.real_of(k[at])))
         simple_gla_step(p.q, k_before, half, 0.0, **options)
         o = simple_gla_step(p.q, p.k, own, p.g, **options)
@@ -609,7 +609,7 @@ def mamba3_backward(
         "state_v_first": True,
     }
     do, dz = call.real_of(dy), None
-    with called(_NAMES):
+    with called(_NAMES, x):
         if p.z is not None:  # was y = (o + D x) silu(z)
             o = p.read_out(simple_gla(p.q, p.k_before, p.v, p.g, **options)[0])
             o = o if p.D is None else o + p.D * p.x

@@ -264,7 +264,7 @@ def mlstm(
     p.state("initial_state", initial_state, "N")
     p.compute()
     V = v.shape[-1]  # type: ignore[attr-defined]
-    with called(_NAMES):
+    with called(_NAMES, q):
         o, S = simple_gla(
             p.call.real_of(q),
             p.call.real_of(k),
@@ -360,7 +360,7 @@ def mlstm_step(
     p.weigh(before, cast(after, xp.float64))
     values = p.values()
     options: dict[str, Any] = {"state_indices": state_indices, "scale": scale}
-    with called(_NAMES):
+    with called(_NAMES, q):
         num = simple_gla_step(
             p.call.real_of(q),
             p.call.real_of(k),
@@ -467,7 +467,7 @@ def mlstm_backward(
         "mode": mode,
         "chunk_size": chunk_size,
     }
-    with called(_NAMES):
+    with called(_NAMES, q):
         o, _ = simple_gla(*rows, **options)
         o = call.real_of(o)
         den = o[..., V]

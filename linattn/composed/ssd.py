@@ -279,7 +279,7 @@ def ssd(
     p = _Problem(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit)
     ends = p.sequences(seq_idx, cu_seqlens)
     p.compute()
-    with called(_NAMES):
+    with called(_NAMES, x):
         o, states = simple_gla(
             p.C,
             p.B,
@@ -371,7 +371,7 @@ def ssd_step(
     if state_batch_indices is not None:
         p.call.integers("state_batch_indices", state_batch_indices, "B")
     p.compute()
-    with called(_NAMES):
+    with called(_NAMES, x):
         o = simple_gla_step(
             p.C,
             p.B,
@@ -476,7 +476,7 @@ def ssd_backward(
         "state_v_first": True,
     }
     dz, do = None, dy_wide
-    with called(_NAMES):
+    with called(_NAMES, x):
         if p.z is not None:  # was y = (o + D x) silu(z)
             o, _ = simple_gla(p.C, p.B, p.v, p.g, **options)
             dz = dy_wide * p.skipped(o) * silu_slope(p.z)
