@@ -204,6 +204,25 @@ def test_long_memories_in_float32(rng):
     assert_near(found, expected, 2e-6)
 
 
+def test_the_state_is_in_the_unit_of_the_rounded_m(rng):
+    """A float32 near 250 is off by up to 8e-6, which would be an error of C and n."""
+    x = inputs(rng, np.float32, B=8, T=3)
+    x["i"][:, 0] += 250
+    x["i"][:, 1:] = -9
+    _, (C, n, m) = linattn.mlstm(**x, output_final_state=True)
+    _, (C64, n64, m64) = reference.mlstm(**x)
+    between = np.exp(m.astype("f8") - m64)
+    assert abs(between - 1).max() > 4e-6
+    assert_near(C * between[..., None, None], C64, 1e-6)
+    assert_near(n * between[..., None], n64, 1e-6)
+    d = output_gradients(rng, x)
+    grads = linattn.mlstm_backward(**x, **d)
+    dC, dn = d["d_final_state"]
+    in_its_unit = dC / between[..., None, None], dn / between[..., None]
+    expected = reference.mlstm_backward(**x | d | {"d_final_state": in_its_unit})
+    assert_near(grads.dv, expected["v"], 1e-5)
+
+
 @pytest.mark.parametrize("how", [{}, {"chunk_size": 7}, {"mode": "parallel"}, {"scale": 0.3}])
 def test_modes_and_options_agree(how, rng):
     x = inputs(rng, packed=True)
