@@ -43,6 +43,7 @@ from linattn.config import (
 )
 from linattn.cost import Memory, flops, memory
 from linattn.features import FeatureMap, apply_feature_map
+from linattn.maps import RandomFeatureMap, favor
 from linattn.ops._bind import bind
 from linattn.ops._core import Gradients, LayoutHint
 from linattn.ops.attend import attend
@@ -96,6 +97,7 @@ __all__ = [
     "Mamba3States",
     "Memory",
     "SSDGradients",
+    "RandomFeatureMap",
     "States",
     "Variant",
     "apply_feature_map",
@@ -109,6 +111,7 @@ __all__ = [
     "dplr_delta_rule_backward",
     "dplr_delta_rule_step",
     "explain",
+    "favor",
     "flops",
     "gated_delta_product",
     "gated_delta_product_backward",

@@ -52,6 +52,7 @@ class FeatureMap:
     See Also
     --------
     apply_feature_map : phi(x), by itself.
+    favor : Makes a map with more features than K.
 
     Examples
     --------
@@ -179,7 +180,7 @@ def cast(x: Any, dtype: Any) -> Any:
     return x.astype(dtype) if hasattr(x, "astype") else x.to(dtype)
 
 
-def _wide(x: Any) -> Any:
+def wide(x: Any) -> Any:
     """x in float32 or better."""
     if x.dtype.itemsize >= 4:
         return x
@@ -188,13 +189,13 @@ def _wide(x: Any) -> Any:
 
 def l2norm(x: Any) -> Any:
     """x / sqrt(sum x^2 + 1e-6) along the last axis, in float32 or better."""
-    y = _wide(x)
+    y = wide(x)
     return cast(y / ((y * y).sum(-1, keepdims=True) + 1e-6) ** 0.5, x.dtype)
 
 
 def l2norm_backward(x: Any, dy: Any) -> Any:
     """The gradient of x when dy is that of l2norm(x): r (dy - y y'dy), r the factor."""
-    x, dy = _wide(x), _wide(dy)
+    x, dy = wide(x), wide(dy)
     r = 1 / ((x * x).sum(-1, keepdims=True) + 1e-6) ** 0.5
     y = x * r
     return r * (dy - y * (y * dy).sum(-1, keepdims=True))
@@ -212,6 +213,17 @@ def is_tensor(x: Any) -> bool:
     if type(x) is np.ndarray or "torch" not in sys.modules:
         return False
     return isinstance(x, sys.modules["torch"].Tensor)
+
+
+def library_of(x: Any) -> Any:
+    """The module with the functions of x's library: torch, numpy, cupy, jax.numpy, ..."""
+    if is_tensor(x):
+        return sys.modules["torch"]
+    if isinstance(x, _NUMPYS):
+        return np
+    if hasattr(x, "__array_namespace__"):
+        return x.__array_namespace__()
+    return sys.modules.get(type(x).__module__.partition(".")[0], np)
 
 
 def is_recorded(x: Any) -> bool:
@@ -332,7 +344,7 @@ def apply_feature_map(x: Any, feature_map: FeatureMapLike = "elu+1") -> Any:
         raise TypeError(f"x: expected a floating dtype, got {x.dtype}")
     if phi.forward is not None:
         return apply_map(phi, "x", x)
-    return cast(_MAPS[phi.name](_wide(x), phi.eps), x.dtype)
+    return cast(_MAPS[phi.name](wide(x), phi.eps), x.dtype)
 
 
 def apply_map(phi: FeatureMap, name: str, x: Any) -> Any:

@@ -261,7 +261,7 @@ def plain_titans(q, k, v, theta, alpha):
     return o
 
 
-def plain_favor(W, q, k, v):
+def plain_favor(q, k, v, W):
     """The sum over earlier tokens."""
 
     def features(x):
@@ -274,13 +274,6 @@ def plain_favor(W, q, k, v):
         weights = (phi_q[:, i : i + 1] * phi_k[:, : i + 1]).sum(-1, keepdims=True)
         o[:, i] = (weights * v[:, : i + 1]).sum(1) / weights.sum(1)
     return o
-
-
-def by_favor(favor):
-    def call(W, q, k, v):
-        return linattn.linear_attention(q, k, v, feature_map=favor(W), scale=1)[0]
-
-    return call
 
 
 def _size(*shape, scale=1.0):
@@ -321,10 +314,6 @@ SYSTEMS = {
         plain_titans,
         [QK, _unit(2, 30, 4, 6), VALUES, _between(0, 1, 2, 30, 4), _between(0, 0.5, 2, 30, 4)],
     ),
-    "favor": (
-        plain_favor,
-        [_size(32, 6), *(_size(2, 30, 4, 6, scale=0.5),) * 2, VALUES],
-    ),
 }
 
 
@@ -337,12 +326,11 @@ def functions():
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_system_is_its_own_loop(system, dtype, functions):
     plain, makers = SYSTEMS[system]
-    call = by_favor(functions["favor"]) if system == "favor" else functions[system]
     rng = np.random.default_rng(0)
     given = [make(rng).astype(dtype) for make in makers]
     wide = np.longdouble if dtype == np.float64 else np.float64
     exact, naive = plain(*(x.astype(wide) for x in given)), plain(*given)
-    found = call(*given)
+    found = functions[system](*given)
     if not isinstance(found, tuple):
         found, exact, naive = (found,), (exact,), (naive,)
     for x, e, n in zip(found, exact, naive, strict=True):
@@ -350,13 +338,15 @@ def test_a_system_is_its_own_loop(system, dtype, functions):
         assert_accurate(x, e, n, dtype=dtype, name=system)
 
 
-def test_favor_is_near_softmax(functions):
-    """In the mean over many rows of W, for short q and k."""
-    rng = np.random.default_rng(0)
-    q, k, v = rng.standard_normal((3, 20, 4)) / 2
-    W = rng.standard_normal((20000, 4))
-    o, _ = linattn.linear_attention(q, k, v, feature_map=functions["favor"](W), scale=1)
-    assert np.abs(o - reference.softmax_attention(q, k, v)).max() < 0.02
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_performer_is_its_own_loop(dtype):
+    phi, rng = linattn.favor(32, dim=6), np.random.default_rng(0)
+    given = [make(rng).astype(dtype) for make in (*(_size(2, 30, 4, 6, scale=0.5),) * 2, VALUES)]
+    wide = np.longdouble if dtype == np.float64 else np.float64
+    exact = plain_favor(*(x.astype(wide) for x in (*given, phi.projection)))
+    naive = plain_favor(*given, phi.projection.astype(dtype))
+    o, _ = linattn.linear_attention(*given, feature_map=phi)
+    assert_accurate(o, exact, naive, dtype=dtype)
 
 
 def test_the_state_after_the_last_token(functions):

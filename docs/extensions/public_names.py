@@ -51,7 +51,12 @@ GROUPS = (
         "Systems that are an op with arithmetic around it, in the letters of their authors.",
         ("linattn.composed",),
     ),
-    Group("features", "Feature maps", "Feature maps of linear attention.", ("linattn.features",)),
+    Group(
+        "features",
+        "Feature maps",
+        "Feature maps of linear attention.",
+        ("linattn.features", "linattn.maps"),
+    ),
     Group(
         "configuration",
         "Configuration",
