@@ -43,7 +43,7 @@ from linattn.config import (
 )
 from linattn.cost import Memory, flops, memory
 from linattn.features import FeatureMap, apply_feature_map
-from linattn.maps import RandomFeatureMap, favor
+from linattn.maps import RandomFeatureMap, dpfp, favor
 from linattn.ops._bind import bind
 from linattn.ops._core import Gradients, LayoutHint
 from linattn.ops.attend import attend
@@ -107,6 +107,7 @@ __all__ = [
     "delta_rule",
     "delta_rule_backward",
     "delta_rule_step",
+    "dpfp",
     "dplr_delta_rule",
     "dplr_delta_rule_backward",
     "dplr_delta_rule_step",

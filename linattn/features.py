@@ -52,7 +52,7 @@ class FeatureMap:
     See Also
     --------
     apply_feature_map : phi(x), by itself.
-    favor : Makes a map with more features than K.
+    favor, dpfp : Make maps with more features than K.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Feature maps with another number of features than keys: random ones (FAVOR+).
+"""Feature maps with another number of features than keys: random ones (FAVOR+), and products.
 
 They run before the kernels, on the caller's own arrays: NumPy's, PyTorch's, CuPy's. The number of
 features is the K of the states.
@@ -15,7 +15,7 @@ import numpy as np
 from linattn.arrays import as_int, as_size
 from linattn.features import FeatureMap, cast, is_tensor, is_traced, library_of, shape_of, wide
 
-__all__ = ["RandomFeatureMap", "favor"]
+__all__ = ["RandomFeatureMap", "dpfp", "favor"]
 
 _KERNELS = ("softmax", "relu")
 
@@ -318,3 +318,97 @@ def _exactly(x: Any) -> Any:
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
+
+
+def dpfp(nu: int = 1) -> FeatureMap:
+    """Deterministic parameter-free projection: products of two entries of (max(x, 0), max(-x, 0)).
+
+    ::
+
+        r = (max(x, 0), max(-x, 0))                          [2 K]
+        phi(x)[(j - 1) 2 K + i] = r[i] r[(i - j) mod 2 K]    j = 1 ... nu
+
+    A row of K numbers has 2 K nu features. Most of them are zero, and which ones depends on x: that
+    makes room for more keys that do not disturb each other.
+
+    Parameters
+    ----------
+    nu : int
+        From 1 to 2 K - 1.
+
+    Returns
+    -------
+    FeatureMap
+        With ``backward``.
+
+    Raises
+    ------
+    TypeError
+        ``nu`` is no int.
+    ValueError
+        ``nu`` is below 1. A call raises it if ``nu`` is above 2 K - 1.
+
+    Notes
+    -----
+    float16 and bfloat16 arrays are computed in float32 and rounded once. A product of two numbers
+    above 255 is infinite in float16. Features may all be zero. With a normaliser the output is zero
+    then.
+
+    References
+    ----------
+    Schlag et al., 2021, *Linear Transformers Are Secretly Fast Weight Programmers*,
+    arXiv:2102.11174.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> linattn.apply_feature_map(np.array([2.0, -3.0]), linattn.dpfp())  # r = 2, 0, 0, 3
+    array([6., 0., 0., 0.])
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 5, 8))  # one head: [T,K]
+    >>> _, (S, z) = linattn.linear_attention(
+    ...     q, k, v, feature_map=linattn.dpfp(nu=3), output_final_state=True
+    ... )
+    >>> S.shape
+    (48, 8)
+    """
+    phi = _Products(as_size("nu", nu, 1))
+    return FeatureMap(f"dpfp(nu={phi.nu})", forward=phi, backward=phi.backward)
+
+
+class _Products:
+    """phi of :func:`dpfp` and its adjoint."""
+
+    def __init__(self, nu: int) -> None:
+        self.nu, self.__name__ = nu, "dpfp"
+
+    def __call__(self, x: Any) -> Any:
+        r = self._signs_apart(wide(x))
+        with _exactly(r):
+            parts = [r * _rolled(r, j) for j in range(1, self.nu + 1)]
+            return cast(library_of(x).concatenate(parts, -1), x.dtype)
+
+    def backward(self, x: Any, dy: Any) -> Any:
+        """was r_i r_{i-j}: both factors get the other times dy, then the signs come together."""
+        y, dy = wide(x), wide(dy)
+        r = self._signs_apart(y)
+        n, dr = r.shape[-1], None
+        for j in range(1, self.nu + 1):
+            d = dy[..., (j - 1) * n : j * n]
+            of_both = d * _rolled(r, j) + _rolled(d * r, -j)
+            dr = of_both if dr is None else dr + of_both
+        assert dr is not None
+        K = y.shape[-1]
+        return cast((y > 0) * dr[..., :K] - (y < 0) * dr[..., K:], x.dtype)
+
+    def _signs_apart(self, x: Any) -> Any:
+        if self.nu > 2 * x.shape[-1] - 1:
+            raise ValueError(
+                f"feature_map: expected q and k [...,K] with 2 K > nu = {self.nu} for dpfp, "
+                f"got {tuple(x.shape)}"
+            )
+        return library_of(x).concatenate([x.clip(0, None), (-x).clip(0, None)], -1)
+
+
+def _rolled(x: Any, j: int) -> Any:
+    """Entry i is entry i - j of x."""
+    return library_of(x).concatenate([x[..., -j:], x[..., :-j]], -1)
