@@ -78,6 +78,7 @@ from linattn.trace import Explanation, States, explain, states
 from linattn.variants import OPS, VARIANTS, Variant
 
 if TYPE_CHECKING:
+    from linattn import gates as gates
     from linattn import nn as nn
     from linattn import plot as plot
     from linattn import reference as reference
@@ -169,7 +170,7 @@ __all__ = [
 ]
 
 # Modules that import more than NumPy, or that few programs use: imported when they are first named.
-_LAZY = ("nn", "plot", "reference")
+_LAZY = ("gates", "nn", "plot", "reference")
 
 
 def __getattr__(name: str) -> Any:

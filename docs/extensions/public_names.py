@@ -57,6 +57,7 @@ GROUPS = (
         "Feature maps of linear attention.",
         ("linattn.features", "linattn.maps"),
     ),
+    Group("gates", "linattn.gates", "", (), ("linattn.gates",)),
     Group(
         "configuration",
         "Configuration",
