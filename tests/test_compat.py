@@ -76,14 +76,17 @@ LAYER, LAYERS = 3, 8
 UNSUPPORTED = {
     "reverse": True,
     "gv": np.zeros(1),
-    "use_gate_in_kernel": True,
-    "A_log": np.zeros(1),
-    "dt_bias": np.zeros(1),
-    "use_beta_sigmoid_in_kernel": True,
-    "allow_neg_eigval": True,
-    "lower_bound": -5.0,
     "return_intermediate_states": True,
     "cp_context": object(),
+}
+# These have tests of their own, under "gates and betas before their activation".
+ACTIVATION = {
+    "use_gate_in_kernel",
+    "A_log",
+    "dt_bias",
+    "lower_bound",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
 }
 NO_EFFECT = {
     "cu_seqlens_cpu": np.array([0, 1]),
@@ -201,6 +204,7 @@ def test_what_is_not_supported_is_refused_by_name(name, rng):
         *theirs,
         *UNSUPPORTED,
         *NO_EFFECT,
+        *ACTIVATION,
         "scale",
         "initial_state",
         "output_final_state",
@@ -538,3 +542,181 @@ def test_other_dtypes_of_v_are_refused(name, rng):
 
 def test_every_op_that_fla_has_is_in_the_table():
     assert {split(name)[1] for name in SIGNATURES} == set(VARIANTS)
+
+
+# ---- gates and betas before their activation ----
+
+PER_HEAD = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
+PER_KEY = ["chunk_kda", "fused_recurrent_kda"]
+activated = pytest.mark.parametrize("name", PER_HEAD + PER_KEY)
+
+
+def raw(name, rng, dtype=np.float64, H=2, HV=4, K=8):
+    """A problem with g and beta before their activation, and the parameters of the gate."""
+    x, theirs = for_both(name, rng, T=40, H=H, HV=HV, K=K, dtype=dtype)
+    for what in ("g", "beta"):
+        theirs[what] = rng.normal(0, 3, theirs[what].shape).astype(dtype)
+    bias = HV * K if name in PER_KEY else HV
+    return x, theirs, rng.uniform(0, 2, HV).astype(dtype), rng.standard_normal(bias).astype(dtype)
+
+
+def by_hand(g, A_log, dt_bias, lower_bound=None):
+    """A log decay from its formula, a head and a key at a time."""
+    out = np.empty(g.shape)
+    for at in np.ndindex(g.shape[2:]):
+        bias = 0 if dt_bias is None else dt_bias.reshape(g.shape[2:])[at]
+        rate = 1 if A_log is None else np.exp(A_log[at[0]])
+        u = g[(..., *at)] + bias
+        if lower_bound is None:
+            out[(..., *at)] = -rate * np.log1p(np.exp(u))
+        else:
+            out[(..., *at)] = lower_bound / (1 + np.exp(-rate * u))
+    return out
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@activated
+def test_a_gate_in_the_kernel(name, biased, rng):
+    _, op = split(name)
+    x, theirs, A_log, dt_bias = raw(name, rng)
+    dt_bias = dt_bias if biased else None
+    want, state = getattr(reference, op)(
+        **x | {"g": by_hand(theirs["g"], A_log, dt_bias), "beta": theirs["beta"]}
+    )
+    given = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
+    o, final = getattr(fla, name)(**theirs, **given, output_final_state=True)
+    agree(o, want)
+    agree(final, state)
+    given["A_log"] = A_log.reshape(1, 1, -1, 1)  # fla's kernels read the numbers in their order
+    if biased:
+        given["dt_bias"] = dt_bias.reshape(theirs["g"].shape[2:])
+    agree(getattr(fla, name)(**theirs, **given)[0], want)
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, -20])
+@pytest.mark.parametrize("rate", [True, False])
+@pytest.mark.parametrize("name", PER_KEY)
+def test_a_bounded_gate_in_the_kernel(name, rate, lower_bound, rng):
+    x, theirs, A_log, dt_bias = raw(name, rng)
+    A_log = A_log if rate else None
+    g = by_hand(theirs["g"], A_log, dt_bias, lower_bound)
+    want, _ = reference.kda(**x | {"g": g, "beta": theirs["beta"]})
+    given = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
+    more = {"safe_gate": True} if "safe_gate" in parameters(name) else {}
+    agree(getattr(fla, name)(**theirs, **given, lower_bound=lower_bound, **more)[0], want)
+
+
+@pytest.mark.parametrize("twice", [True, False])
+@activated
+def test_a_beta_in_the_kernel(name, twice, rng):
+    _, op = split(name)
+    x, theirs, *_ = raw(name, rng)
+    theirs["g"] = x["g"]
+    beta = (1 + twice) / (1 + np.exp(-theirs["beta"]))
+    want, _ = getattr(reference, op)(**x | {"beta": beta})
+    given = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": twice}
+    agree(getattr(fla, name)(**theirs, **given)[0], want)
+
+
+def test_the_gates_of_keys_have_no_activation_beside_that_of_heads(rng):
+    name = "fused_recurrent_gated_delta_rule"
+    x, theirs, A_log, dt_bias = raw(name, rng)
+    gk = -rng.random((*theirs["g"].shape, 8))
+    given = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias, "gk": gk}
+    g = by_hand(theirs["g"], A_log, dt_bias)[..., None] + gk
+    want, _ = reference.kda(**x | {"g": g, "beta": theirs["beta"]})
+    agree(getattr(fla, name)(**theirs, **given)[0], want)
+
+
+def test_no_beta_before_its_activation_is_one(rng):
+    """As in fla, which puts ones in its place first."""
+    name = "fused_recurrent_gated_delta_rule"
+    x, theirs = for_both(name, rng, HV=4)
+    beta = np.full_like(theirs.pop("beta"), 1 / (1 + np.exp(-1)))
+    want, _ = reference.gated_delta_rule(**x | {"beta": beta})
+    agree(getattr(fla, name)(**theirs, use_beta_sigmoid_in_kernel=True)[0], want)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@activated
+def test_gates_of_half_numbers_are_computed_in_float32(name, dtype, rng):
+    _, theirs, A_log, dt_bias = raw(name, rng, dtype=np.float32)
+    given = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias}
+    given["use_beta_sigmoid_in_kernel"] = True
+    narrow = {what: theirs[what].astype(dtype) for what in ("g", "beta")}
+    same = {what: a.astype(np.float32) for what, a in narrow.items()}
+    got, want = (getattr(fla, name)(**theirs | gates, **given)[0] for gates in (narrow, same))
+    np.testing.assert_array_equal(got, want)
+
+
+@activated
+def test_gradients_flow_through_the_activation(name, rng):
+    torch = imported("torch")
+    F = torch.nn.functional
+    _, theirs, A_log, dt_bias = raw(name, rng)
+    tensors = {
+        what: torch.from_numpy(a).requires_grad_()
+        for what, a in (theirs | {"A_log": A_log, "dt_bias": dt_bias}).items()
+    }
+    flags = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    o, _ = getattr(fla, name)(**tensors, **flags, allow_neg_eigval=True)
+    found = torch.autograd.grad(o.square().sum(), list(tensors.values()))
+    made = dict(tensors)
+    rate, bias = made.pop("A_log").exp(), made.pop("dt_bias")
+    if name in PER_KEY:
+        rate, bias = rate[:, None], bias.reshape(4, 8)
+    made["g"] = -rate * F.softplus(made["g"] + bias, threshold=100)
+    made["beta"] = 2 * made["beta"].sigmoid()
+    same, _ = getattr(fla, name)(**made)
+    want = torch.autograd.grad(same.square().sum(), list(tensors.values()))
+    for what, got, exact in zip(tensors, found, want, strict=True):
+        assert exact.abs().sum() > 0, what
+        torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-11)
+
+
+@activated
+def test_activations_that_do_not_fit_are_refused(name, rng):
+    _, theirs, A_log, dt_bias = raw(name, rng)
+    per_key, function = name in PER_KEY, getattr(fla, name)
+    on = {"use_gate_in_kernel": True, "A_log": A_log}
+    unless = " and without lower_bound" if per_key else ""
+    bias = r"\[HV\*K\] = \(32,\)" if per_key else r"\[HV\] = \(4,\)"
+    letters = r"\[B,T,HV,K\]" if per_key else r"\[B,T,HV\]"
+    flag = "with use_gate_in_kernel=True"
+    without = "expected None without use_gate_in_kernel=True"
+    cases = [
+        (ValueError, {"A_log": A_log}, f"A_log: {without}, got an array"),
+        (ValueError, {"dt_bias": dt_bias}, f"dt_bias: {without}, got an array"),
+        (
+            ValueError,
+            {"use_gate_in_kernel": True},
+            rf"A_log: expected an array \[HV\] {flag}{unless}, got None",
+        ),
+        (ValueError, on | {"A_log": A_log[:3]}, r"A_log: expected \[HV\] = \(4,\), got \(3,\)"),
+        (TypeError, on | {"A_log": 0.5}, r"A_log: expected an array \[HV\], got 0.5"),
+        (ValueError, on | {"dt_bias": dt_bias[1:]}, rf"dt_bias: expected {bias}, got \(\d+,\)"),
+        (ValueError, on | {"g": theirs["g"][0]}, rf"g: expected {letters}, got .*"),
+        (TypeError, on | {"g": None}, rf"g: expected an array {letters} {flag}, got None"),
+        (
+            ValueError,
+            {"allow_neg_eigval": True},
+            "allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True beside it, got False",
+        ),
+        (
+            TypeError,
+            {"use_beta_sigmoid_in_kernel": True, "beta": 0.5},
+            r"beta: expected an array \[B,T,HV\] with use_beta_sigmoid_in_kernel=True, got 0.5",
+        ),
+    ]
+    if per_key:
+        cases += [
+            (ValueError, {"lower_bound": -5.0}, f"lower_bound: {without}, got -5.0"),
+            (
+                ValueError,
+                on | {"lower_bound": 1.0},
+                "lower_bound: expected a finite number < 0, got 1.0",
+            ),
+        ]
+    for error, wrong, text in cases:
+        with pytest.raises(error, match=f"^{text}$"):
+            function(**theirs | wrong)

@@ -14,6 +14,10 @@ and is not supported raises a ValueError; nothing is ignored in silence. A state
 for is None. ``transpose_state_layout``, fla's old name of ``state_v_first``, is taken with a
 DeprecationWarning.
 
+Gates and betas before their activation (``use_gate_in_kernel``, ``use_beta_sigmoid_in_kernel``) go
+through :mod:`linattn.gates` first, in float32 (float64 for float64 g). ``A_log``, ``dt_bias`` or
+``lower_bound`` without ``use_gate_in_kernel=True``, which fla does not look at, raise a ValueError.
+
 An initial state may be float64, float32, float16 or bfloat16, whatever the dtype of q; fla's
 ``chunk_gla`` and ``chunk_kda`` insist on float32. A final state is float32, and float64 if q is.
 In ``fused_recurrent_*`` q, k and v may differ in dtype; one that is float64 is enough for a float64
@@ -29,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from linattn import ops
+from linattn.compat._gates import activated_beta, activated_gate
 from linattn.features import cast, is_array
 
 __all__ = [
@@ -768,7 +773,9 @@ def chunk_gated_delta_rule(
 ) -> Result:
     """:func:`linattn.gated_delta_rule` with the log decays g [B,T,HV].
 
-    Its other name is ``chunk_gdn``.
+    Its other name is ``chunk_gdn``. With ``use_gate_in_kernel`` the log decays are those of
+    :func:`linattn.gates.softplus`, from g, ``A_log`` [HV] and ``dt_bias`` [HV]. With
+    ``use_beta_sigmoid_in_kernel`` beta is that of :func:`linattn.gates.beta`.
 
     Examples
     --------
@@ -785,21 +792,14 @@ def chunk_gated_delta_rule(
     True
     """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
-    _refuse(
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        cp_context=cp_context,
-        use_gate_in_kernel=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
-    )
+    _refuse(cp_context=cp_context)
     return _forward(
         ops.gated_delta_rule,
         q,
         k,
         v,
-        g,
-        beta,
+        activated_gate(g, use_gate_in_kernel, A_log, dt_bias),
+        activated_beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -835,7 +835,7 @@ def fused_recurrent_gated_delta_rule(
     """The gated delta rule, token by token, with decays of heads (g), of keys (gk), both or none.
 
     g : array [B,T,HV], gk : array [B,T,HV,K], beta : array [B,T,HV], 1 by default. Its other name
-    is ``fused_recurrent_gdn``.
+    is ``fused_recurrent_gdn``. ``use_gate_in_kernel`` is for g alone, not for gk.
 
     Examples
     --------
@@ -848,15 +848,9 @@ def fused_recurrent_gated_delta_rule(
     True
     """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
-    _refuse(
-        gv=gv,
-        use_gate_in_kernel=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-    )
-    beta = _beta(beta, v)
+    _refuse(gv=gv)
+    g = activated_gate(g, use_gate_in_kernel, A_log, dt_bias)
+    beta = activated_beta(_beta(beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
     options = {
         "scale": scale,
         "initial_state": initial_state,
@@ -906,6 +900,10 @@ def chunk_kda(
 ) -> Result:
     """:func:`linattn.kda` with the log decays g [B,T,HV,K], bounded or not.
 
+    With ``use_gate_in_kernel`` the log decays are those of :func:`linattn.gates.softplus`, from g,
+    ``A_log`` [HV] and ``dt_bias`` [HV*K]. With a ``lower_bound`` too they are those of
+    :func:`linattn.gates.bounded`. Any bound below 0 will do, and ``A_log`` may be None then.
+
     Examples
     --------
     Two packed sequences have a state each:
@@ -918,25 +916,28 @@ def chunk_kda(
     >>> _, state = chunk_kda(q, k, v, g, beta, cu_seqlens=edges, output_final_state=True)
     >>> state.shape
     (2, 2, 4, 4)
+
+    Gates and betas from a model's projections:
+
+    >>> from linattn import gates
+    >>> A_log, dt_bias = np.zeros(2), np.zeros(8)  # [HV], [HV*K]
+    >>> raw = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    >>> o, _ = chunk_kda(q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, **raw)
+    >>> g, beta = gates.softplus(g, A_log[:, None]), gates.beta(beta)
+    >>> np.allclose(o, chunk_kda(q, k, v, g, beta)[0])
+    True
     """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
-    _refuse(
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-        return_intermediate_states=return_intermediate_states,
-        cp_context=cp_context,
-        A_log=A_log,
-        dt_bias=dt_bias,
-    )
+    _refuse(return_intermediate_states=return_intermediate_states, cp_context=cp_context)
     return _forward(
         ops.kda,
         q,
         k,
         v,
-        g,
-        beta,
+        activated_gate(
+            g, use_gate_in_kernel, A_log, dt_bias, lower_bound=lower_bound, per_key=True
+        ),
+        activated_beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -983,21 +984,15 @@ def fused_recurrent_kda(
     'float16'
     """
     state_v_first = _v_first(state_v_first, transpose_state_layout)
-    _refuse(
-        A_log=A_log,
-        dt_bias=dt_bias,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound,
-    )
     return _forward(
         ops.kda,
         q,
         k,
         v,
-        g,
-        beta,
+        activated_gate(
+            g, use_gate_in_kernel, A_log, dt_bias, lower_bound=lower_bound, per_key=True
+        ),
+        activated_beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
