@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # A list of three ops or more is asked of linattn.VARIANTS, in tests by support/variants.py. In
 # these rooms an op is a file, a definition, or what another library has for it.
 ROOMS = re.compile(
-    r"linattn/(ops|reference|compat|programs)\b|linattn/(nn|__init__)\.py$"
+    r"linattn/(nn|ops|reference|compat|programs)\b|linattn/__init__\.py$"
     r"|benchmarks/peers_\w+\.py$"
 )
 MOST = 2

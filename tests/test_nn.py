@@ -3,6 +3,7 @@
 import copy
 import doctest
 import math
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -343,8 +344,9 @@ def test_layers_show_their_sizes():
 
 
 def test_examples():
-    done = doctest.testmod(nn)
-    assert done.attempted and not done.failed
+    for module in {sys.modules[getattr(nn, name).__module__] for name in nn.__all__}:
+        done = doctest.testmod(module)
+        assert done.attempted and not done.failed
 
 
 # ---- the blocks ----

@@ -1,0 +1,30 @@
+"""Layers for PyTorch: the field's blocks around linattn's ops. Imported by name, never by linattn.
+
+Every block maps x [B,T,D] to y [B,T,D], D = d_model, and carries a :class:`State`::
+
+    layer = GatedDeltaNet(512, num_heads=4, head_dim=64)
+    y, state = layer(x)              # a prompt, trained on or read
+    y_t = layer.step(x_t, state)     # one token more, x_t [B,D]; the state changes in place
+
+``layer(x, state)`` goes on from a state and leaves it alone; ``cu_seqlens`` packs N sequences into
+one row, as in the ops. Parameters have the names of flash-linear-attention's layers (0.6.0), so
+that its state dicts load.
+
+:class:`LinearAttention` is the plain layer: three matrices and the op. It maps x [B,T,d_model] to y
+[B,T,d_v], and returns a state only if it is asked for one.
+"""
+
+from linattn.nn._additive import GatedLinearAttention, Retention
+from linattn.nn._blocks import State
+from linattn.nn._delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
+from linattn.nn._linear_attention import LinearAttention
+
+__all__ = [
+    "DeltaNet",
+    "GatedDeltaNet",
+    "GatedLinearAttention",
+    "KimiDeltaAttention",
+    "LinearAttention",
+    "Retention",
+    "State",
+]

@@ -1,0 +1,331 @@
+"""What the layers share: the state, short convolutions, and the block around an op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linattn import ops
+from linattn.arrays import as_size
+
+
+class State(NamedTuple):
+    """The memory of a block after the tokens of N sequences so far.
+
+    Attributes
+    ----------
+    memory : Tensor [N,HV,K,V], or a pair
+        The state of the op, float32 (float64 for float64 parameters). In a normalised
+        :class:`LinearAttention` it is the pair (S, z [N,HV,K]).
+    conv : tuple of Tensor [N,W-1,D_i]
+        The last inputs of each short convolution; empty without one.
+    position : Tensor [N], or None
+        The number of tokens so far, in a block that needs it.
+
+    Examples
+    --------
+    >>> from linattn.nn import DeltaNet
+    >>> state = DeltaNet(16, num_heads=2).zeros_state(3)
+    >>> tuple(state.memory.shape), [tuple(x.shape) for x in state.conv]
+    ((3, 2, 8, 8), [(3, 3, 16), (3, 3, 16), (3, 3, 16)])
+    >>> state.position is None
+    True
+    """
+
+    memory: Any
+    conv: tuple[Tensor, ...]
+    position: Tensor | None
+
+
+def check_input(x: Any, axes: str, d_model: int, first: tuple[str, nn.Module]) -> None:
+    """Refuse an x that the layer `first`, which reads it, cannot take. `axes` are those of x."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    if x.dim() != len(axes) + 1 or x.shape[-1] != d_model:
+        raise ValueError(
+            f"x: expected [{','.join(axes)},d_model] with d_model = {d_model}, got {tuple(x.shape)}"
+        )
+    name, layer = first
+    if type(layer) is not nn.Linear:  # the caller's own: it takes the dtypes that it takes
+        return
+    cast = torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+    if x.dtype != layer.weight.dtype and not cast:
+        wanted, got = (str(dtype).removeprefix("torch.") for dtype in (layer.weight.dtype, x.dtype))
+        raise TypeError(f"x: expected {wanted} (the dtype of {name}), got {got}")
+
+
+def check_state(state: Any) -> None:
+    if not isinstance(state, State):
+        raise TypeError(f"state: expected a linattn.nn.State, got {type(state).__name__}")
+
+
+class ShortConvolution(nn.Conv1d):
+    """A causal convolution of each channel over its last W inputs, and SiLU."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__(channels, channels, width, groups=channels, bias=False)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x [B,T,D] and the W-1 inputs before it [N,W-1,D] (zeros by default) -> y, the next."""
+        W, (B, T, D) = self.kernel_size[0], x.shape
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if before is None:
+            before = x.new_zeros(N, W - 1, D)
+        before = before.to(x.dtype)
+        if cu_seqlens is None:
+            padded = torch.cat([before, x, x.new_zeros(B, 1, D)], 1)  # a window, even if T is 0
+            y = F.conv1d(padded.mT, self.weight, groups=D).mT
+            return F.silu(y[:, :T]), padded[:, T:-1].clone()  # a step writes it, y's backward reads
+        # every sequence behind what came before it: no window sees two
+        edges = cu_seqlens.to(torch.long)
+        shift = (W - 1) * torch.arange(N, device=x.device)
+        tail = torch.arange(W - 1, device=x.device)
+        window = torch.arange(T, device=x.device)  # where that of a token begins
+        window = window + (W - 1) * sequence_of(window, edges)
+        padded = x.new_zeros(T + N * (W - 1) + 1, D)
+        start = (edges[:-1] + shift)[:, None] + tail
+        padded = padded.index_copy(0, start.flatten(), before.reshape(-1, D))
+        padded = padded.index_copy(0, window + W - 1, x[0])
+        y = F.conv1d(padded.mT, self.weight, groups=D).mT[window]
+        return F.silu(y)[None], padded[(edges[1:] + shift)[:, None] + tail]
+
+    def step(self, x: Tensor, before: Tensor) -> Tensor:
+        """x [N,D]; `before` moves on in place."""
+        window = torch.cat([before, x[:, None].to(before.dtype)], 1)
+        before.copy_(window[:, 1:])
+        return F.silu((window.to(x.dtype) * self.weight[:, 0].T).sum(1))
+
+
+def sequence_of(token: Tensor, edges: Tensor) -> Tensor:
+    """Which of the sequences between `edges` each token is in."""
+    n = torch.searchsorted(edges[1:], token, right=True)
+    return n.clamp(max=edges.shape[0] - 2)
+
+
+def decay_parameters(heads: int, rates: int, least: float) -> tuple[nn.Parameter, nn.Parameter]:
+    """A_log [heads] and dt_bias [rates] as Mamba-2 has them (Dao and Gu, 2024).
+
+    A is uniform in [least, 16]; softplus(dt_bias) is log-uniform in [0.001, 0.1].
+    """
+    A = torch.empty(heads).uniform_(least, 16)
+    dt = torch.exp(torch.empty(rates).uniform_(math.log(1e-3), math.log(0.1))).clamp(min=1e-4)
+    return nn.Parameter(A.log()), nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
+
+
+class Block(nn.Module):
+    """The part that all blocks share.
+
+    It makes q, k and v by heads, through short convolutions if there are any, and it has the norm
+    of each head's output, its gate and its matrix, and the states. A subclass has the op and its
+    arguments.
+    """
+
+    op = ""
+    gate_activation: Callable[..., Tensor] = staticmethod(F.silu)
+    norm_name = "o_norm"
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_v_heads: int,
+        K: int,
+        V: int,
+        conv_size: int | None,
+        norm_eps: float,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("d_model", d_model),
+            ("num_heads", num_heads),
+            ("head_dim", K),
+            ("expand_v", V),
+        ):
+            as_size(name, value, 1)
+        if num_v_heads < 1 or num_v_heads % num_heads:
+            raise ValueError(
+                f"num_v_heads: expected a multiple of num_heads = {num_heads}, got {num_v_heads}"
+            )
+        self.d_model, self.H, self.HV, self.K, self.V = d_model, num_heads, num_v_heads, K, V
+        self.q_proj = nn.Linear(d_model, num_heads * K, bias=False)
+        self.k_proj = nn.Linear(d_model, num_heads * K, bias=False)
+        self.v_proj = nn.Linear(d_model, num_v_heads * V, bias=False)
+        if conv_size is not None:
+            self.q_conv1d = ShortConvolution(num_heads * K, conv_size)
+            self.k_conv1d = ShortConvolution(num_heads * K, conv_size)
+            self.v_conv1d = ShortConvolution(num_v_heads * V, conv_size)
+        self.has_conv = conv_size is not None
+        setattr(self, self.norm_name, nn.RMSNorm(V, eps=norm_eps))
+        self.o_proj = nn.Linear(num_v_heads * V, d_model, bias=False)
+
+    def arguments(self, x: Tensor) -> dict[str, Any]:
+        """The op's arguments besides q, k and v, of x [...,D]."""
+        raise NotImplementedError
+
+    def turn(self, q: Tensor, k: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor]:
+        """q, k [...,H,K] at their positions [...]."""
+        return q, k
+
+    def output_gate(self, x: Tensor) -> Tensor | None:
+        """[...,HV*V], before its activation."""
+        g_proj: Any = getattr(self, "g_proj", None)
+        return None if g_proj is None else g_proj(x)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """x [B,T,D] -> y [B,T,D] and the state after it.
+
+        Parameters
+        ----------
+        x : Tensor [B,T,D]
+        state : State, optional
+            The memory of the tokens before x, of N sequences; it is left as it is. Zeros by
+            default.
+        cu_seqlens : int Tensor [N+1], optional
+            Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
+            B by default.
+
+        Returns
+        -------
+        y : Tensor [B,T,D]
+        state : State
+
+        Raises
+        ------
+        ValueError
+            x is not [B,T,D], or the op raises it.
+        """
+        check_input(x, "BT", self.d_model, ("q_proj", self.q_proj))
+        if state is not None:
+            check_state(state)
+        projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        conv: tuple[Tensor, ...] = ()
+        if self.has_conv:
+            before = (None,) * 3 if state is None else state.conv
+            done = [
+                layer(y, b, cu_seqlens)
+                for layer, y, b in zip(self._convolutions(), projected, before, strict=True)
+            ]
+            projected, conv = [y for y, _ in done], tuple(c for _, c in done)
+        q, k, v = self._by_heads(projected)
+        at, position = self._positions(x, state, cu_seqlens)
+        q, k = self.turn(q, k, at)
+        o, memory = getattr(ops, self.op)(
+            q,
+            k,
+            v,
+            **self.arguments(x),
+            cu_seqlens=cu_seqlens,
+            output_final_state=True,
+            initial_state=None if state is None else state.memory,
+        )
+        return self._output(o, x), State(memory, conv, position)
+
+    @torch.no_grad()
+    def step(self, x: Tensor, state: State) -> Tensor:
+        """x [N,D], the next token of each of N sequences -> y [N,D]. The state changes in place.
+
+        Parameters
+        ----------
+        x : Tensor [N,D]
+        state : State
+            Of N sequences.
+
+        Returns
+        -------
+        y : Tensor [N,D]
+            Without gradients.
+
+        Raises
+        ------
+        ValueError
+            x is not [N,D], or the step of the op raises it.
+        """
+        check_input(x, "N", self.d_model, ("q_proj", self.q_proj))
+        check_state(state)
+        projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        if self.has_conv:
+            projected = [
+                layer.step(y, before)
+                for layer, y, before in zip(
+                    self._convolutions(), projected, state.conv, strict=True
+                )
+            ]
+        q, k, v = self._by_heads(projected)
+        q, k = self.turn(q, k, state.position)
+        o = getattr(ops, f"{self.op}_step")(q, k, v, **self.arguments(x), state=state.memory)
+        if state.position is not None:
+            state.position.add_(1)
+        return self._output(o, x)
+
+    def zeros_state(self, N: int) -> State:
+        """The state before the first token of N sequences, on the device of the parameters.
+
+        Parameters
+        ----------
+        N : int
+
+        Returns
+        -------
+        State
+        """
+        like = self.q_proj.weight
+        conv = tuple(
+            like.new_zeros(N, layer.kernel_size[0] - 1, layer.in_channels)
+            for layer in self._convolutions()
+        )
+        memory = like.new_zeros(N, self.HV, self.K, self.V, dtype=real_dtype(like))
+        return State(memory, conv, self._no_position(like, N))
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, H={self.H}, HV={self.HV}, K={self.K}, V={self.V}"
+
+    def _convolutions(self) -> tuple[ShortConvolution, ...]:
+        return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.has_conv else ()
+
+    def _by_heads(self, projected: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = projected
+        return (
+            q.unflatten(-1, (self.H, self.K)),
+            k.unflatten(-1, (self.H, self.K)),
+            v.unflatten(-1, (self.HV, self.V)),
+        )
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        gate, norm = self.output_gate(x), getattr(self, self.norm_name)
+        o = (F.rms_norm(o.to(real_dtype(o)), (self.V,), eps=norm.eps) * norm.weight).to(o.dtype)
+        if gate is not None:
+            o = o * self.gate_activation(gate.unflatten(-1, (self.HV, self.V)))
+        return self.o_proj(o.flatten(-2))
+
+    def _no_position(self, like: Tensor, N: int) -> Tensor | None:
+        return None
+
+    def _positions(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Of each token, and after the last of each sequence."""
+        return None, None
+
+
+def share_of(name: str, size: int, expand: float, heads: int) -> int:
+    """size * expand / heads, which must be a whole number."""
+    share = size * expand / max(heads, 1)
+    if share != int(share):
+        raise ValueError(
+            f"{name}: expected {size} * {name} to be a multiple of {heads}, got {expand}"
+        )
+    return int(share)
+
+
+def real_dtype(x: Tensor) -> torch.dtype:
+    """Of norms, gates and betas, never narrower than float32: a decay's error grows with T."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

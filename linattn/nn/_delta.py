@@ -1,0 +1,227 @@
+"""Blocks whose op has the delta rule: DeltaNet, Gated DeltaNet, Kimi Delta Attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linattn.nn._blocks import Block, decay_parameters, real_dtype, share_of
+
+
+class DeltaNet(Block):
+    """DeltaNet: short convolutions, keys and queries of unit length, beta = sigmoid(x W).
+
+    Parameters
+    ----------
+    d_model : int
+        The features of x and y.
+    num_heads : int
+        Heads of queries, keys and values.
+    expand_k, expand_v : float
+        K = d_model * expand_k / num_heads, and V likewise with expand_v; whole numbers.
+    conv_size : int
+        The inputs that a short convolution sees.
+    norm_eps : float
+        Of the norm of each head's output.
+
+    Raises
+    ------
+    ValueError
+        A size is less than 1, or K or V is not a whole number.
+
+    References
+    ----------
+    Schlag et al., 2021, *Linear Transformers Are Secretly Fast Weight Programmers*,
+    arXiv:2102.11174; Yang et al., 2024, *Parallelizing Linear Transformers with the Delta Rule over
+    Sequence Length*, arXiv:2406.06484.
+
+    Examples
+    --------
+    A long sequence in two parts. The second call leaves the state of the first as it is:
+
+    >>> import torch
+    >>> from linattn.nn import DeltaNet
+    >>> layer, x = DeltaNet(16, num_heads=2).double(), torch.randn(2, 10, 16).double()
+    >>> first, state = layer(x[:, :6])
+    >>> then, _ = layer(x[:, 6:], state)
+    >>> torch.allclose(torch.cat([first, then], 1), layer(x)[0])
+    True
+    """
+
+    op = "delta_rule"
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 4,
+        expand_k: float = 1,
+        expand_v: float = 1,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        K, V = (
+            share_of(name, d_model, expand, num_heads)
+            for name, expand in (("expand_k", expand_k), ("expand_v", expand_v))
+        )
+        super().__init__(d_model, num_heads, num_heads, K, V, conv_size, norm_eps)
+        self.b_proj = nn.Linear(d_model, num_heads, bias=False)
+
+    def arguments(self, x: Tensor) -> dict[str, Any]:
+        return {"beta": self.b_proj(x).to(real_dtype(x)).sigmoid(), "qk_l2norm": True}
+
+
+class GatedDeltaNet(Block):
+    """Gated DeltaNet: the delta rule, a decay per head, short convolutions and an output gate.
+
+    The decay is exp(-A softplus(x W + dt)), with A and dt as in Mamba-2.
+
+    Parameters
+    ----------
+    d_model : int
+        The features of x and y.
+    num_heads : int
+        Heads of queries and keys.
+    head_dim : int
+        K, the key dimension of a head.
+    expand_v : float
+        V = head_dim * expand_v, a whole number.
+    num_v_heads : int, optional
+        Heads of values, a multiple of num_heads; num_heads by default.
+    conv_size : int
+        The inputs that a short convolution sees.
+    norm_eps : float
+        Of the norm of each head's output.
+
+    Raises
+    ------
+    ValueError
+        A size is less than 1, V is not a whole number, or num_v_heads not a multiple of num_heads.
+
+    References
+    ----------
+    Yang et al., 2024, *Gated Delta Networks: Improving Mamba2 with Delta Rule*, arXiv:2412.06464.
+
+    Examples
+    --------
+    Four heads of values share two heads of queries and keys, as in Qwen3-Next:
+
+    >>> import torch
+    >>> from linattn.nn import GatedDeltaNet
+    >>> layer = GatedDeltaNet(32, num_heads=2, head_dim=8, num_v_heads=4)
+    >>> y, state = layer(torch.randn(1, 10, 32))
+    >>> tuple(y.shape), tuple(state.memory.shape)  # [N,HV,K,V]
+    ((1, 10, 32), (1, 4, 8, 16))
+    """
+
+    op = "gated_delta_rule"
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 6,
+        head_dim: int = 256,
+        expand_v: float = 2,
+        num_v_heads: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        HV = num_heads if num_v_heads is None else num_v_heads
+        V = share_of("expand_v", head_dim, expand_v, 1)
+        super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps)
+        self.a_proj = nn.Linear(d_model, HV, bias=False)
+        self.b_proj = nn.Linear(d_model, HV, bias=False)
+        self.A_log, self.dt_bias = decay_parameters(HV, HV, 1e-4)
+        self.g_proj = nn.Linear(d_model, HV * V, bias=False)
+
+    def arguments(self, x: Tensor) -> dict[str, Any]:
+        real = real_dtype(x)
+        rate = F.softplus(self.a_proj(x).to(real) + self.dt_bias)
+        return {
+            "g": -self.A_log.to(real).exp() * rate,
+            "beta": self.b_proj(x).to(real).sigmoid(),
+            "qk_l2norm": True,
+        }
+
+
+class KimiDeltaAttention(Block):
+    """Kimi Delta Attention: the delta rule, a decay per key, short convolutions and an output gate.
+
+    The decay is exp(-A softplus(x W_1 W_2 + dt)). It and the gate, a sigmoid, are of low rank.
+
+    Parameters
+    ----------
+    d_model : int
+        The features of x and y.
+    num_heads : int
+        Heads of queries and keys.
+    head_dim : int
+        K, the key dimension of a head.
+    expand_v : float
+        V = head_dim * expand_v, a whole number.
+    num_v_heads : int, optional
+        Heads of values, a multiple of num_heads; num_heads by default.
+    conv_size : int
+        The inputs that a short convolution sees.
+    norm_eps : float
+        Of the norm of each head's output.
+
+    Raises
+    ------
+    ValueError
+        A size is less than 1, V is not a whole number, or num_v_heads not a multiple of num_heads.
+
+    References
+    ----------
+    Kimi Team, 2025, *Kimi Linear: An Expressive, Efficient Attention Architecture*,
+    arXiv:2510.26692.
+
+    Examples
+    --------
+    Gradients flow to all parameters, through the state too:
+
+    >>> import torch
+    >>> from linattn.nn import KimiDeltaAttention
+    >>> layer = KimiDeltaAttention(16, num_heads=2, head_dim=8)
+    >>> y, state = layer(torch.randn(2, 10, 16))
+    >>> (y.square().mean() + state.memory.square().mean()).backward()
+    >>> all(parameter.grad is not None for parameter in layer.parameters())
+    True
+    """
+
+    op = "kda"
+    gate_activation = staticmethod(torch.sigmoid)
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 16,
+        head_dim: int = 128,
+        expand_v: float = 1,
+        num_v_heads: int | None = None,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        HV = num_heads if num_v_heads is None else num_v_heads
+        V = share_of("expand_v", head_dim, expand_v, 1)
+        super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps)
+        self.f_proj = nn.Sequential(
+            nn.Linear(d_model, V, bias=False), nn.Linear(V, HV * head_dim, bias=False)
+        )
+        self.b_proj = nn.Linear(d_model, HV, bias=False)
+        self.A_log, self.dt_bias = decay_parameters(HV, HV * head_dim, 1)
+        self.g_proj = nn.Sequential(nn.Linear(d_model, V, bias=False), nn.Linear(V, HV * V))
+
+    def arguments(self, x: Tensor) -> dict[str, Any]:
+        real = real_dtype(x)
+        rate = F.softplus(self.f_proj(x).to(real) + self.dt_bias).unflatten(-1, (self.HV, self.K))
+        return {
+            "g": -self.A_log.to(real).exp()[:, None] * rate,
+            "beta": self.b_proj(x).to(real).sigmoid(),
+            "qk_l2norm": True,
+        }
