@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn.nn._blocks import Block, decay_parameters, real_dtype, share_of
+from linattn import gates
+from linattn.nn._blocks import Block, decay_parameters, share_of
 
 
 class DeltaNet(Block):
@@ -71,7 +71,7 @@ class DeltaNet(Block):
         self.b_proj = nn.Linear(d_model, num_heads, bias=False)
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
-        return {"beta": self.b_proj(x).to(real_dtype(x)).sigmoid(), "qk_l2norm": True}
+        return {"beta": gates.beta(self.b_proj(x)), "qk_l2norm": True}
 
 
 class GatedDeltaNet(Block):
@@ -139,11 +139,9 @@ class GatedDeltaNet(Block):
         self.g_proj = nn.Linear(d_model, HV * V, bias=False)
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
-        real = real_dtype(x)
-        rate = F.softplus(self.a_proj(x).to(real) + self.dt_bias)
         return {
-            "g": -self.A_log.to(real).exp() * rate,
-            "beta": self.b_proj(x).to(real).sigmoid(),
+            "g": gates.softplus(self.a_proj(x), self.A_log, self.dt_bias),
+            "beta": gates.beta(self.b_proj(x)),
             "qk_l2norm": True,
         }
 
@@ -218,10 +216,10 @@ class KimiDeltaAttention(Block):
         self.g_proj = nn.Sequential(nn.Linear(d_model, V, bias=False), nn.Linear(V, HV * V))
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
-        real = real_dtype(x)
-        rate = F.softplus(self.f_proj(x).to(real) + self.dt_bias).unflatten(-1, (self.HV, self.K))
+        shape = self.HV, self.K
+        rate = self.f_proj(x).unflatten(-1, shape)
         return {
-            "g": -self.A_log.to(real).exp()[:, None] * rate,
-            "beta": self.b_proj(x).to(real).sigmoid(),
+            "g": gates.softplus(rate, self.A_log[:, None], self.dt_bias.unflatten(0, shape)),
+            "beta": gates.beta(self.b_proj(x)),
             "qk_l2norm": True,
         }
