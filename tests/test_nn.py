@@ -23,8 +23,9 @@ BLOCKS = {
     "DeltaNet": lambda: nn.DeltaNet(D, num_heads=2),
     "GatedDeltaNet": lambda: nn.GatedDeltaNet(D, num_heads=2, head_dim=6, num_v_heads=4),
     "KimiDeltaAttention": lambda: nn.KimiDeltaAttention(D, num_heads=2, head_dim=6),
+    "Mamba2": lambda: nn.Mamba2(D, d_state=5, headdim=8, ngroups=2),
 }
-# of flash-linear-attention 0.6.0's layers
+# of flash-linear-attention 0.6.0's layers, and of mamba_ssm's Mamba2
 NAMES = {
     "Retention": "q_proj.weight k_proj.weight v_proj.weight g_proj.weight o_proj.weight "
     "g_norm_swish_gate.weight",
@@ -36,6 +37,8 @@ NAMES = {
     "GatedDeltaNet": "q_proj.weight k_proj.weight v_proj.weight a_proj.weight b_proj.weight A_log "
     "dt_bias q_conv1d.weight k_conv1d.weight v_conv1d.weight g_proj.weight "
     "o_norm.weight o_proj.weight",
+    "Mamba2": "in_proj.weight conv1d.weight conv1d.bias dt_bias A_log D norm.weight "
+    "out_proj.weight",
     "KimiDeltaAttention": "q_proj.weight k_proj.weight v_proj.weight q_conv1d.weight "
     "k_conv1d.weight v_conv1d.weight f_proj.0.weight f_proj.1.weight "
     "b_proj.weight A_log dt_bias g_proj.0.weight g_proj.1.weight "
@@ -52,6 +55,10 @@ def block(name, dtype=None, seed=0):
 def tokens(*shape, seed=1, dtype=None):
     made = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, D, generator=made, dtype=torch.float64).to(dtype or torch.float64)
+
+
+def first_weight(layer):
+    return getattr(layer, "in_proj" if hasattr(layer, "in_proj") else "q_proj").weight
 
 
 def flat(state):
@@ -339,8 +346,10 @@ def test_layers_show_their_sizes():
     assert "feature_map=(FeatureMap('exp'), FeatureMap('relu+eps', eps=0.001))" in shown
     for name in BLOCKS:
         layer = block(name)
-        sizes = f"d_model=24, H={layer.H}, HV={layer.HV}, K={layer.K}, V={layer.V}"
-        assert sizes in repr(layer)
+        if name != "Mamba2":
+            sizes = f"d_model=24, H={layer.H}, HV={layer.HV}, K={layer.K}, V={layer.V}"
+            assert sizes in repr(layer)
+    assert "d_model=24, H=6, P=8, d_state=5, G=2" in repr(block("Mamba2"))
 
 
 def test_examples():
@@ -415,10 +424,10 @@ def test_a_step_between_a_forward_and_its_backward(name):
     y, state = layer(x)
     layer.step(x[:, 0], state)
     y.sum().backward()
-    got = layer.q_proj.weight.grad.clone()
+    got = first_weight(layer).grad.clone()
     layer.zero_grad()
     layer(x)[0].sum().backward()
-    assert torch.equal(got, layer.q_proj.weight.grad)
+    assert torch.equal(got, first_weight(layer).grad)
 
 
 @blocks
@@ -460,7 +469,7 @@ def test_compiled_without_a_break(name):
     torch.testing.assert_close(y, want)
     torch.testing.assert_close(state.memory, end.memory)
     y.sum().backward()
-    assert layer.q_proj.weight.grad is not None
+    assert first_weight(layer).grad is not None
 
 
 # ---- what each is ----
@@ -500,6 +509,75 @@ def test_a_gated_delta_net_by_hand():
     o = normed(o, layer.o_norm.weight)
     o = o * F.silu(layer.g_proj(x)).unflatten(-1, (4, -1))
     agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
+
+
+MAMBA2 = {
+    "default": {},
+    "features of D": {"D_has_hdim": True, "bias": True, "conv_bias": False},
+    "no norm": {"rmsnorm": False},
+    "norm before gate": {"norm_before_gate": True},
+    "limits": {"dt_limit": (0.3, 0.8), "A_init_range": (0.1, 0.5), "d_conv": 2},
+}
+
+
+@pytest.mark.parametrize("options", MAMBA2.values(), ids=MAMBA2)
+def test_a_mamba_2_by_hand(options):
+    torch.manual_seed(0)
+    H, P, N, G, T = 6, 8, 5, 2, 15
+    layer = nn.Mamba2(D, d_state=N, headdim=P, ngroups=G, **options).double()
+    with torch.no_grad():
+        layer.D.normal_()
+        layer.dt_bias.normal_()
+    x = tokens(1, T)
+    z, xBC, dt = layer.in_proj(x)[0].split([H * P, H * P + 2 * G * N, H], -1)
+    W = layer.conv1d.weight.shape[-1]
+    padded = F.pad(xBC, (0, 0, W - 1, 0))
+    xBC = sum(padded[j : j + T] * layer.conv1d.weight[:, 0, j] for j in range(W))
+    xBC = F.silu(xBC if layer.conv1d.bias is None else xBC + layer.conv1d.bias)
+    u, B, C = xBC.split([H * P, G * N, G * N], -1)
+    u = u.reshape(T, H, P)
+    B, C = (a.reshape(T, G, N).repeat_interleave(H // G, 1) for a in (B, C))
+    dt = F.softplus(dt + layer.dt_bias).clamp(*options.get("dt_limit", (0, math.inf)))
+    skip = layer.D.reshape(H, -1)
+    h, y = torch.zeros(H, P, N, dtype=torch.float64), []
+    for t in range(T):
+        h = (-dt[t] * layer.A_log.exp()).exp()[:, None, None] * h
+        h = h + torch.einsum("h,hp,hn->hpn", dt[t], u[t], B[t])
+        y.append(torch.einsum("hpn,hn->hp", h, C[t]) + skip * u[t])
+    y, gate = torch.stack(y).flatten(-2), F.silu(z)
+    before = options.get("norm_before_gate", False)
+    y = y if before else y * gate
+    if options.get("rmsnorm", True):
+        groups = y.reshape(T, G, -1)
+        groups = groups / (groups.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        y = groups.flatten(-2) * layer.norm.weight
+    y = y * gate if before else y
+    got, state = layer(x)
+    agree(got[0], layer.out_proj(y))
+    agree(state.memory[0], h)
+    step = layer.zeros_state(1)
+    agree(torch.stack([layer.step(x[:, t], step) for t in range(T)], 1), got)
+
+
+def test_a_mamba_2_of_transformers():
+    """Its state dict loads, and the outputs are the same. It computes in float32."""
+    transformers = imported("transformers")
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": D, "num_heads": 6, "head_dim": 8, "state_size": 5, "n_groups": 2}
+    config = transformers.Mamba2Config(**sizes, chunk_size=16, layer_norm_epsilon=1e-5)
+    theirs = Mamba2Mixer(config, layer_idx=0).eval()
+    with torch.no_grad():
+        for parameter in (theirs.D, theirs.dt_bias, theirs.norm.weight):
+            parameter.normal_()
+    ours = nn.Mamba2(D, d_state=5, headdim=8, ngroups=2)
+    ours.load_state_dict(theirs.state_dict())
+    x = tokens(2, 37, dtype=torch.float32)
+    with torch.no_grad():
+        want = theirs(x)
+        want = want[0] if isinstance(want, tuple) else want
+        torch.testing.assert_close(ours(x)[0], want, rtol=1e-5, atol=1e-5 * want.abs().max())
 
 
 def test_a_kimi_delta_attention_by_hand():
@@ -575,6 +653,26 @@ def test_wrong_arguments():
         nn.Retention(D, num_heads=8)
     with pytest.raises(ValueError, match=r"^num_heads: expected a size >= 1, got 0"):
         nn.DeltaNet(D, num_heads=0)
+    for call, text in (
+        (lambda: nn.Mamba2(D, expand=1.3), r"expand: expected 24 \* expand to be a whole number"),
+        (lambda: nn.Mamba2(D, headdim=7), "headdim: expected a divisor of 48, got 7"),
+        (
+            lambda: nn.Mamba2(D, headdim=8, ngroups=4),
+            "ngroups: expected a divisor of 6 heads, got 4",
+        ),
+        (lambda: nn.Mamba2(D, d_state=0), "d_state: expected a size >= 1, got 0"),
+        (lambda: nn.Mamba2(D, headdim=8, d_conv=0), "d_conv: expected a size >= 1, got 0"),
+        (
+            lambda: nn.Mamba2(D, headdim=8, A_init_range=(0, 1)),
+            r"A_init_range: expected 0 < low <= high < inf, got \(0, 1\)",
+        ),
+        (
+            lambda: block("Mamba2")(tokens(2)),
+            r"x: expected \[B,T,d_model\] with d_model = 24, got \(2, 24\)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{text}"):
+            call()
     layer = block("DeltaNet")
     with pytest.raises(ValueError, match=r"^x: expected \[B,T,d_model\] .* = 24, got \(2, 24\)"):
         layer(tokens(2))

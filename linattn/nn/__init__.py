@@ -7,8 +7,8 @@ Every block maps x [B,T,D] to y [B,T,D], D = d_model, and carries a :class:`Stat
     y_t = layer.step(x_t, state)     # one token more, x_t [B,D]; the state changes in place
 
 ``layer(x, state)`` goes on from a state and leaves it alone; ``cu_seqlens`` packs N sequences into
-one row, as in the ops. Parameters have the names of flash-linear-attention's layers (0.6.0), so
-that its state dicts load.
+one row, as in the ops. Parameters have the names of flash-linear-attention's layers (0.6.0), and
+those of :class:`Mamba2` the names of mamba_ssm's, so that their state dicts load.
 
 :class:`LinearAttention` is the plain layer: three matrices and the op. It maps x [B,T,d_model] to y
 [B,T,d_v], and returns a state only if it is asked for one.
@@ -18,6 +18,7 @@ from linattn.nn._additive import GatedLinearAttention, Retention
 from linattn.nn._blocks import State
 from linattn.nn._delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
 from linattn.nn._linear_attention import LinearAttention
+from linattn.nn._mamba2 import Mamba2
 
 __all__ = [
     "DeltaNet",
@@ -25,6 +26,7 @@ __all__ = [
     "GatedLinearAttention",
     "KimiDeltaAttention",
     "LinearAttention",
+    "Mamba2",
     "Retention",
     "State",
 ]

@@ -21,7 +21,8 @@ class State(NamedTuple):
     ----------
     memory : Tensor [N,HV,K,V], or a pair
         The state of the op, float32 (float64 for float64 parameters). In a normalised
-        :class:`LinearAttention` it is the pair (S, z [N,HV,K]).
+        :class:`LinearAttention` it is the pair (S, z [N,HV,K]). In :class:`Mamba2` it is the states
+        of ssd, [N,H,P,d_state].
     conv : tuple of Tensor [N,W-1,D_i]
         The last inputs of each short convolution; empty without one.
     position : Tensor [N], or None
@@ -67,8 +68,8 @@ def check_state(state: Any) -> None:
 class ShortConvolution(nn.Conv1d):
     """A causal convolution of each channel over its last W inputs, and SiLU."""
 
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__(channels, channels, width, groups=channels, bias=False)
+    def __init__(self, channels: int, width: int, bias: bool = False) -> None:
+        super().__init__(channels, channels, width, groups=channels, bias=bias)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None
@@ -81,7 +82,7 @@ class ShortConvolution(nn.Conv1d):
         before = before.to(x.dtype)
         if cu_seqlens is None:
             padded = torch.cat([before, x, x.new_zeros(B, 1, D)], 1)  # a window, even if T is 0
-            y = F.conv1d(padded.mT, self.weight, groups=D).mT
+            y = F.conv1d(padded.mT, self.weight, self.bias, groups=D).mT
             return F.silu(y[:, :T]), padded[:, T:-1].clone()  # a step writes it, y's backward reads
         # every sequence behind what came before it: no window sees two
         edges = cu_seqlens.to(torch.long)
@@ -93,14 +94,15 @@ class ShortConvolution(nn.Conv1d):
         start = (edges[:-1] + shift)[:, None] + tail
         padded = padded.index_copy(0, start.flatten(), before.reshape(-1, D))
         padded = padded.index_copy(0, window + W - 1, x[0])
-        y = F.conv1d(padded.mT, self.weight, groups=D).mT[window]
+        y = F.conv1d(padded.mT, self.weight, self.bias, groups=D).mT[window]
         return F.silu(y)[None], padded[(edges[1:] + shift)[:, None] + tail]
 
     def step(self, x: Tensor, before: Tensor) -> Tensor:
         """x [N,D]; `before` moves on in place."""
         window = torch.cat([before, x[:, None].to(before.dtype)], 1)
         before.copy_(window[:, 1:])
-        return F.silu((window.to(x.dtype) * self.weight[:, 0].T).sum(1))
+        y = (window.to(x.dtype) * self.weight[:, 0].T).sum(1)
+        return F.silu(y if self.bias is None else y + self.bias)
 
 
 def sequence_of(token: Tensor, edges: Tensor) -> Tensor:
@@ -109,12 +111,14 @@ def sequence_of(token: Tensor, edges: Tensor) -> Tensor:
     return n.clamp(max=edges.shape[0] - 2)
 
 
-def decay_parameters(heads: int, rates: int, least: float) -> tuple[nn.Parameter, nn.Parameter]:
+def decay_parameters(
+    heads: int, rates: int, least: float, most: float = 16
+) -> tuple[nn.Parameter, nn.Parameter]:
     """A_log [heads] and dt_bias [rates] as Mamba-2 has them (Dao and Gu, 2024).
 
-    A is uniform in [least, 16]; softplus(dt_bias) is log-uniform in [0.001, 0.1].
+    A is uniform in [least, most]; softplus(dt_bias) is log-uniform in [0.001, 0.1].
     """
-    A = torch.empty(heads).uniform_(least, 16)
+    A = torch.empty(heads).uniform_(least, most)
     dt = torch.exp(torch.empty(rates).uniform_(math.log(1e-3), math.log(0.1))).clamp(min=1e-4)
     return nn.Parameter(A.log()), nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
 
