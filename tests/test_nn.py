@@ -22,6 +22,9 @@ BLOCKS = {
     "GatedLinearAttention": lambda: nn.GatedLinearAttention(D, num_heads=3, gate_low_rank_dim=5),
     "DeltaNet": lambda: nn.DeltaNet(D, num_heads=2),
     "GatedDeltaNet": lambda: nn.GatedDeltaNet(D, num_heads=2, head_dim=6, num_v_heads=4),
+    "GatedDeltaProduct": lambda: nn.GatedDeltaProduct(
+        D, num_householder=3, num_heads=2, head_dim=6, num_v_heads=4
+    ),
     "KimiDeltaAttention": lambda: nn.KimiDeltaAttention(D, num_heads=2, head_dim=6),
     "Mamba2": lambda: nn.Mamba2(D, d_state=5, headdim=8, ngroups=2),
 }
@@ -36,6 +39,9 @@ NAMES = {
     "k_conv1d.weight v_conv1d.weight o_norm.weight o_proj.weight",
     "GatedDeltaNet": "q_proj.weight k_proj.weight v_proj.weight a_proj.weight b_proj.weight A_log "
     "dt_bias q_conv1d.weight k_conv1d.weight v_conv1d.weight g_proj.weight "
+    "o_norm.weight o_proj.weight",
+    "GatedDeltaProduct": "q_proj.weight k_proj.weight v_proj.weight a_proj.weight b_proj.weight "
+    "A_log dt_bias q_conv1d.weight k_conv1d.weight v_conv1d.weight g_proj.weight "
     "o_norm.weight o_proj.weight",
     "Mamba2": "in_proj.weight conv1d.weight conv1d.bias dt_bias A_log D norm.weight "
     "out_proj.weight",
@@ -349,6 +355,7 @@ def test_layers_show_their_sizes():
         if name != "Mamba2":
             sizes = f"d_model=24, H={layer.H}, HV={layer.HV}, K={layer.K}, V={layer.V}"
             assert sizes in repr(layer)
+    assert "V=12, R=3" in repr(block("GatedDeltaProduct"))
     assert "d_model=24, H=6, P=8, d_state=5, G=2" in repr(block("Mamba2"))
 
 
@@ -511,6 +518,59 @@ def test_a_gated_delta_net_by_hand():
     agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("twice", [True, False])
+def test_a_gated_delta_product_by_hand(gated, twice):
+    """A token's writes one after another; its decay before the first, its read after the last."""
+    torch.manual_seed(0)
+    layer = nn.GatedDeltaProduct(
+        D, num_householder=3, num_heads=2, head_dim=6, use_forget_gate=gated, allow_neg_eigval=twice
+    ).double()
+    x, (T, R, H, V) = tokens(1, 15), (15, 3, 2, 12)
+
+    def conv(y, w):
+        padded = F.pad(y, (0, 0, 3, 0))
+        return F.silu(sum(padded[:, j : j + T] * w[:, 0, j] for j in range(4)))
+
+    def unit(a):
+        return a / (a.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    q, k, v = (
+        conv(getattr(layer, f"{n}_proj")(x), getattr(layer, f"{n}_conv1d").weight)[0] for n in "qkv"
+    )
+    q, k = unit(q.reshape(T, H, 6)), unit(k.reshape(T, R, H, 6))
+    v, beta = v.reshape(T, R, H, V), layer.b_proj(x)[0].sigmoid().reshape(T, R, H) * (1 + twice)
+    decay = torch.ones(T, H, dtype=torch.float64)
+    if gated:
+        decay = (-layer.A_log.exp() * F.softplus(layer.a_proj(x)[0] + layer.dt_bias)).exp()
+    S, o = torch.zeros(H, 6, V, dtype=torch.float64), []
+    for t in range(T):
+        S = decay[t, :, None, None] * S
+        for r in range(R):
+            error = v[t, r] - torch.einsum("hkv,hk->hv", S, k[t, r])
+            S = S + torch.einsum("h,hk,hv->hkv", beta[t, r], k[t, r], error)
+        o.append(torch.einsum("hkv,hk->hv", S, q[t]) / 6**0.5)
+    o = torch.stack(o)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.o_norm.weight
+    o = o * F.silu(layer.g_proj(x)[0]).reshape(T, H, V)
+    y, state = layer(x)
+    agree(y[0], layer.o_proj(o.flatten(-2)))
+    agree(state.memory[0], S)
+
+
+def test_a_delta_product_of_one_write_is_a_gated_delta_net():
+    torch.manual_seed(0)
+    options = {"num_heads": 2, "head_dim": 6, "num_v_heads": 4}
+    one = nn.GatedDeltaProduct(D, num_householder=1, allow_neg_eigval=False, **options).double()
+    net = nn.GatedDeltaNet(D, **options).double()
+    net.load_state_dict(one.state_dict())
+    x = tokens(2, 12)
+    agree(one(x)[0], net(x)[0])
+    state, same = one.zeros_state(2), net.zeros_state(2)
+    for t in range(12):
+        agree(one.step(x[:, t], state), net.step(x[:, t], same))
+
+
 MAMBA2 = {
     "default": {},
     "features of D": {"D_has_hdim": True, "bias": True, "conv_bias": False},
@@ -654,6 +714,10 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"^num_heads: expected a size >= 1, got 0"):
         nn.DeltaNet(D, num_heads=0)
     for call, text in (
+        (
+            lambda: nn.GatedDeltaProduct(D, num_householder=0),
+            "num_householder: expected a size >= 1",
+        ),
         (lambda: nn.Mamba2(D, expand=1.3), r"expand: expected 24 \* expand to be a whole number"),
         (lambda: nn.Mamba2(D, headdim=7), "headdim: expected a divisor of 48, got 7"),
         (

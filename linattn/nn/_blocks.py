@@ -144,6 +144,7 @@ class Block(nn.Module):
         V: int,
         conv_size: int | None,
         norm_eps: float,
+        writes: int = 1,
     ) -> None:
         super().__init__()
         for name, value in (
@@ -159,12 +160,12 @@ class Block(nn.Module):
             )
         self.d_model, self.H, self.HV, self.K, self.V = d_model, num_heads, num_v_heads, K, V
         self.q_proj = nn.Linear(d_model, num_heads * K, bias=False)
-        self.k_proj = nn.Linear(d_model, num_heads * K, bias=False)
-        self.v_proj = nn.Linear(d_model, num_v_heads * V, bias=False)
+        self.k_proj = nn.Linear(d_model, writes * num_heads * K, bias=False)
+        self.v_proj = nn.Linear(d_model, writes * num_v_heads * V, bias=False)
         if conv_size is not None:
             self.q_conv1d = ShortConvolution(num_heads * K, conv_size)
-            self.k_conv1d = ShortConvolution(num_heads * K, conv_size)
-            self.v_conv1d = ShortConvolution(num_v_heads * V, conv_size)
+            self.k_conv1d = ShortConvolution(writes * num_heads * K, conv_size)
+            self.v_conv1d = ShortConvolution(writes * num_v_heads * V, conv_size)
         self.has_conv = conv_size is not None
         setattr(self, self.norm_name, nn.RMSNorm(V, eps=norm_eps))
         self.o_proj = nn.Linear(num_v_heads * V, d_model, bias=False)
@@ -176,6 +177,16 @@ class Block(nn.Module):
     def turn(self, q: Tensor, k: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor]:
         """q, k [...,H,K] at their positions [...]."""
         return q, k
+
+    def run(self, *arrays: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        """The op, of a sequence."""
+        done: tuple[Tensor, Any] = getattr(ops, self.op)(*arrays, **options)
+        return done
+
+    def run_step(self, *arrays: Tensor, **options: Any) -> Tensor:
+        """The op, of a token."""
+        o: Tensor = getattr(ops, f"{self.op}_step")(*arrays, **options)
+        return o
 
     def output_gate(self, x: Tensor) -> Tensor | None:
         """[...,HV*V], before its activation."""
@@ -222,7 +233,7 @@ class Block(nn.Module):
         q, k, v = self._by_heads(projected)
         at, position = self._positions(x, state, cu_seqlens)
         q, k = self.turn(q, k, at)
-        o, memory = getattr(ops, self.op)(
+        o, memory = self.run(
             q,
             k,
             v,
@@ -265,7 +276,7 @@ class Block(nn.Module):
             ]
         q, k, v = self._by_heads(projected)
         q, k = self.turn(q, k, state.position)
-        o = getattr(ops, f"{self.op}_step")(q, k, v, **self.arguments(x), state=state.memory)
+        o = self.run_step(q, k, v, **self.arguments(x), state=state.memory)
         if state.position is not None:
             state.position.add_(1)
         return self._output(o, x)

@@ -1,4 +1,4 @@
-"""Blocks whose op has the delta rule: DeltaNet, Gated DeltaNet, Kimi Delta Attention."""
+"""Blocks whose op has the delta rule: DeltaNet, Gated DeltaNet, DeltaProduct, KDA."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from linattn import gates
+from linattn.arrays import as_size
+from linattn.composed import gated_delta_product, gated_delta_product_step
 from linattn.nn._blocks import Block, decay_parameters, share_of
 
 
@@ -144,6 +146,110 @@ class GatedDeltaNet(Block):
             "beta": gates.beta(self.b_proj(x)),
             "qk_l2norm": True,
         }
+
+
+class GatedDeltaProduct(Block):
+    """Gated DeltaProduct: several writes of the delta rule in a token, for one decay and one read.
+
+    It is :class:`GatedDeltaNet` with ``num_householder`` keys, values and betas for each token.
+
+    Parameters
+    ----------
+    d_model : int
+        The features of x and y.
+    num_householder : int
+        R, the writes of a token.
+    num_heads : int
+        Heads of queries and keys.
+    head_dim : int
+        K, the key dimension of a head.
+    expand_v : float
+        V = head_dim * expand_v, a whole number.
+    num_v_heads : int, optional
+        Heads of values, a multiple of num_heads; num_heads by default.
+    use_forget_gate : bool
+        False: nothing decays (DeltaProduct).
+    allow_neg_eigval : bool
+        beta is 2 sigmoid(x W), so that a write can turn the state's sign along its key.
+    conv_size : int
+        The inputs that a short convolution sees.
+    norm_eps : float
+        Of the norm of each head's output.
+
+    Raises
+    ------
+    TypeError
+        num_householder is no int.
+    ValueError
+        A size is less than 1, V is not a whole number, or num_v_heads not a multiple of num_heads.
+
+    References
+    ----------
+    Siems et al., 2025, *DeltaProduct: Improving State-Tracking in Linear RNNs via Householder
+    Products*, arXiv:2502.10297.
+
+    Examples
+    --------
+    The writes of a token are further keys and values, and the state has one size for any number:
+
+    >>> import torch
+    >>> from linattn.nn import GatedDeltaProduct
+    >>> layer = GatedDeltaProduct(16, num_householder=3, num_heads=2, head_dim=8)
+    >>> y, state = layer(torch.randn(2, 10, 16))
+    >>> tuple(layer.k_proj.weight.shape), tuple(state.memory.shape)  # [R H K,D], [N,HV,K,V]
+    ((48, 16), (2, 2, 8, 16))
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_householder: int = 2,
+        num_heads: int = 6,
+        head_dim: int = 256,
+        expand_v: float = 2,
+        num_v_heads: int | None = None,
+        use_forget_gate: bool = True,
+        allow_neg_eigval: bool = True,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        HV = num_heads if num_v_heads is None else num_v_heads
+        V = share_of("expand_v", head_dim, expand_v, 1)
+        R = as_size("num_householder", num_householder, 1)
+        super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps, R)
+        self.R, self.allow_neg_eigval, self.use_forget_gate = R, allow_neg_eigval, use_forget_gate
+        self.b_proj = nn.Linear(d_model, R * HV, bias=False)
+        if use_forget_gate:
+            self.a_proj = nn.Linear(d_model, HV, bias=False)
+            self.A_log, self.dt_bias = decay_parameters(HV, HV, 1e-4)
+        self.g_proj = nn.Linear(d_model, HV * V, bias=False)
+
+    def arguments(self, x: Tensor) -> dict[str, Any]:
+        beta = gates.beta(self.b_proj(x), self.allow_neg_eigval).unflatten(-1, (self.R, self.HV))
+        decay = {}
+        if self.use_forget_gate:
+            decay["g"] = gates.softplus(self.a_proj(x), self.A_log, self.dt_bias)
+        return {**decay, "beta": beta, "qk_l2norm": True, "num_householder": self.R}
+
+    def run(self, *arrays: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        q, k, v = arrays
+        beta = options.pop("beta").flatten(1, 2)  # [B,T,R,...] as [B,TR,...]
+        return gated_delta_product(q, k.flatten(1, 2), v.flatten(1, 2), beta=beta, **options)
+
+    def run_step(self, *arrays: Tensor, **options: Any) -> Tensor:
+        return gated_delta_product_step(*arrays, **options)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, R={self.R}"
+
+    def _by_heads(self, projected: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = projected
+        return (
+            q.unflatten(-1, (self.H, self.K)),
+            k.unflatten(-1, (self.R, self.H, self.K)),
+            v.unflatten(-1, (self.R, self.HV, self.V)),
+        )
 
 
 class KimiDeltaAttention(Block):
