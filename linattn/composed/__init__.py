@@ -9,12 +9,29 @@ Sums are float32, or float64 for float64 inputs, as in the ops. Gates may be flo
 or bfloat16 arrays; what is made of them stays in float32 until the op has it.
 """
 
+from linattn.composed.comba import (
+    comba,
+    comba_backward,
+    comba_step,
+)
 from linattn.composed.gated_delta_product import (
     gated_delta_product,
     gated_delta_product_backward,
     gated_delta_product_step,
 )
+from linattn.composed.gdn2 import (
+    GDN2Gradients,
+    gdn2,
+    gdn2_backward,
+    gdn2_step,
+)
 from linattn.composed.hgrn2 import hgrn2, hgrn2_backward, hgrn2_step
+from linattn.composed.iplr_delta_rule import (
+    IPLRGradients,
+    iplr_delta_rule,
+    iplr_delta_rule_backward,
+    iplr_delta_rule_step,
+)
 from linattn.composed.mamba3 import (
     Mamba3Gradients,
     Mamba3States,
@@ -23,25 +40,56 @@ from linattn.composed.mamba3 import (
     mamba3_step,
 )
 from linattn.composed.mlstm import MLSTMGradients, mlstm, mlstm_backward, mlstm_step
+from linattn.composed.precond_gated_delta_rule import (
+    PrecondGradients,
+    precond_gated_delta_rule,
+    precond_gated_delta_rule_backward,
+    precond_gated_delta_rule_step,
+)
+from linattn.composed.rwkv7 import (
+    RWKV7Gradients,
+    rwkv7,
+    rwkv7_backward,
+    rwkv7_step,
+)
 from linattn.composed.ssd import SSDGradients, ssd, ssd_backward, ssd_step
 
 __all__ = [
+    "GDN2Gradients",
+    "IPLRGradients",
     "MLSTMGradients",
     "Mamba3Gradients",
     "Mamba3States",
+    "PrecondGradients",
+    "RWKV7Gradients",
     "SSDGradients",
+    "comba",
+    "comba_backward",
+    "comba_step",
     "gated_delta_product",
     "gated_delta_product_backward",
     "gated_delta_product_step",
+    "gdn2",
+    "gdn2_backward",
+    "gdn2_step",
     "hgrn2",
     "hgrn2_backward",
     "hgrn2_step",
+    "iplr_delta_rule",
+    "iplr_delta_rule_backward",
+    "iplr_delta_rule_step",
     "mamba3",
     "mamba3_backward",
     "mamba3_step",
     "mlstm",
     "mlstm_backward",
     "mlstm_step",
+    "precond_gated_delta_rule",
+    "precond_gated_delta_rule_backward",
+    "precond_gated_delta_rule_step",
+    "rwkv7",
+    "rwkv7_backward",
+    "rwkv7_step",
     "ssd",
     "ssd_backward",
     "ssd_step",
