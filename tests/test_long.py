@@ -5,7 +5,9 @@ is the reference: its error is far below float32's rounding."""
 
 import numpy as np
 import pytest
-from support.variants import DELTA, GATED, TOKEN_DECAY
+from support.compare import leaves
+from support.problems import PER_HEAD
+from support.variants import DELTA, GATED, KEY_DECAY, PAIR_DECAY, TOKEN_DECAY, ops_with
 
 import linattn
 from linattn import reference
@@ -25,11 +27,17 @@ def long_inputs(op, gate, T):
     k /= np.linalg.norm(k, axis=1, keepdims=True)
     made = {"q": q, "k": k, "v": v}
     if op in GATED:
-        shape = (T,) if op in TOKEN_DECAY else (T, K)
+        shape = (T, K) if op in KEY_DECAY else (T,)
         g = np.full(shape, -1e-5) if gate == "equal" else rng.uniform(-2e-5, 0, shape)
         made["alpha" if gate == "alpha" else "g"] = np.exp(g) if gate == "alpha" else g
     if op in DELTA:
         made["beta"] = rng.uniform(0, 1, T)
+    if op in PAIR_DECAY:
+        made["eta"] = rng.uniform(0, 0.9, T)
+    if op in ops_with(rule="dplr"):  # as a delta rule that looks before the decay
+        made |= {"x": k, "y": rng.uniform(0, 1, (T, 1)) * k}
+    if op in ops_with(rule="bonus"):
+        made["bonus"] = rng.standard_normal(K)
     if op == "retention":
         made["gamma"] = np.array([1 - 2.0**-17])
     if op == "lightning_attention":
@@ -46,6 +54,13 @@ def widened(made):
     }
 
 
+def with_heads(name, x):
+    """One head's array as the reference takes it."""
+    if name == "bonus":
+        return x[None]
+    return x if name in PER_HEAD or np.ndim(x) == 0 else x[None, :, None]
+
+
 def error(x, exact):
     x, exact = np.asarray(x, np.float64), np.asarray(exact, np.float64)
     return np.sqrt(np.mean((x - exact) ** 2) / np.mean(exact**2))
@@ -56,15 +71,12 @@ def test_65536_tokens(op, gate):
     """In chunks, by the acceptance rule. The state is the sum of them all."""
     made = long_inputs(op, gate, LONG)
     exact, final = getattr(reference, op)(
-        **{
-            name: x if name in ("gamma", "slopes") else x[None, :, None] if np.ndim(x) else x
-            for name, x in widened(made).items()
-        }
+        **{name: with_heads(name, x) for name, x in widened(made).items()}
     )
-    exact, final = exact[0, :, 0], final[0, 0]
     o, state = getattr(linattn, op)(**made, output_final_state=True)
-    assert error(o, exact) < RMS_BOUND["float32"]
-    assert error(state, final) < RMS_BOUND["float32"]
+    assert error(o, exact[0, :, 0]) < RMS_BOUND["float32"]
+    for one, last in zip(leaves(state), leaves(final), strict=True):
+        assert error(one, last[0, 0]) < RMS_BOUND["float32"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from support.compare import assert_same_bits, over_arrays
 from support.device import ops as linattn
 from support.grid import MODES, parts
 from support.problems import KEY_HEADS, PER_HEAD, PER_TOKEN
-from support.variants import DELTA, GATED, HEAD_DECAY, KEY_DECAY, with_decay
+from support.variants import GATED, HEAD_DECAY, KEY_DECAY, PREDICTS, having, ops_with, with_decay
 
 from linattn import reference, testing
 
@@ -232,12 +232,12 @@ def test_a_sequence_may_be_cut_and_resumed_anywhere(problem, data):
 def test_steps_equal_one_forward(problem, v_first):
     op, x, run = problem
     whole = forward(op, x, **run)
-    B, T, HV, V = x["v"].shape
+    T = x["v"].shape[1]
     step = getattr(linattn, f"{op}_step")
-    normalized = "final_state" not in whole
-    state = linattn.zeros_state(B, HV, x["q"].shape[3], V, dtype=np.float64, normalized=normalized)
     if "initial_state" in x:
         state = over_arrays(np.copy, x["initial_state"])
+    else:
+        state = over_arrays(np.zeros_like, state_of(whole))
     if v_first:
         state = grid.v_first(state)
     given_to_step = {name: a for name, a in x.items() if name != "initial_state"}
@@ -278,8 +278,8 @@ def test_the_gradient_of_the_past_does_not_reach_the_future(problem, data, rng):
     changed = {**d, "do": d["do"].copy()}
     changed["do"][:, :cut] = np.nan
     grads, others = backward(op, x, d, **run), backward(op, x, changed, **run)
-    for name in ("dq", "dk", "dv", "dg", "dbeta"):
-        if name in grads and grads[name].ndim > 1:
+    for name in grads:
+        if name[1:] in PER_TOKEN and grads[name].ndim > 1:
             assert_same_bits(others[name][:, cut:], grads[name][:, cut:], name)
 
 
@@ -293,7 +293,7 @@ def test_a_nan_stays_in_its_sequence_and_head(problem, data, rng):
     d = testing.make_output_gradients(op, rng, x)
     name = data.draw(st.sampled_from([n for n in PER_TOKEN if n in x]))
     sick = x | {name: x[name].copy()}
-    by_key_head = name in ("q", "k")
+    by_key_head = name in KEY_HEADS
     sick[name][b, t, h // group if by_key_head else h] = np.nan
     # The rest: other sequences whole, and in this one the value heads of other groups.
     heads = [i for i in range(HV) if i // group != h // group]
@@ -305,16 +305,19 @@ def test_a_nan_stays_in_its_sequence_and_head(problem, data, rng):
         assert_same_bits(ill[key][sequences], well[key][sequences], key)
         assert_same_bits(ill[key][b].take(heads, axis - 1), well[key][b].take(heads, axis - 1), key)
     for key in grads:
-        if grads[key].ndim == 1:  # gamma's and slopes': a sum over the sequences
-            assert_same_bits(ill_grads[key][heads], grads[key][heads], key)
+        others = sorted({i // group for i in heads}) if key[1:] in KEY_HEADS else heads
+        if grads[key].ndim <= 2:  # gamma's, slopes' and bonus': a sum over the sequences
+            assert_same_bits(ill_grads[key][others], grads[key][others], key)
             continue
         assert_same_bits(ill_grads[key][sequences], grads[key][sequences], key)
         axis = 1 if key.startswith("d_initial") else 2
-        others = sorted({i // group for i in heads}) if key in ("dq", "dk") else heads
         assert_same_bits(
             ill_grads[key][b].take(others, axis - 1), grads[key][b].take(others, axis - 1), key
         )
-    assert np.isnan(ill["o"][b, t:, h].astype(np.float64)).any()
+    after = ill["o"][b, t:, h]
+    if op in ops_with(rule="bonus") and name == "g":  # the next token reads it, or the last state
+        after = ill["final_state"][b, h]
+    assert np.isnan(after.astype(np.float64)).any()
 
 
 @PROFILE
@@ -325,7 +328,8 @@ def test_sequences_and_heads_do_not_know_their_neighbours(problem, rng):
     d = testing.make_output_gradients(op, rng, x)
     both = x | d
     o, grads = forward(op, x, **run), backward(op, x, d, **run)
-    but = ("dg",) if op in HEAD_DECAY else ()  # sums over sequences
+    # sums over sequences
+    but = ("dg",) if op in HEAD_DECAY else ("dbonus",) if "dbonus" in grads else ()
 
     order = rng.permutation(B)
     for rows in (order, order[:1]):  # another order, and one alone
@@ -345,15 +349,19 @@ def test_sequences_and_heads_do_not_know_their_neighbours(problem, rng):
         wanted = {
             n: a.take(
                 heads,
-                {"dg": a.ndim - 2 if op in KEY_DECAY else a.ndim - 1, "dbeta": 2, "dv": 2}.get(
-                    n, 1
-                ),
+                a.ndim - 2
+                if n == "dg" and op in KEY_DECAY
+                else a.ndim - 1
+                if n == "dg"
+                else 1
+                if "state" in n
+                else 2,
             )
             for n, a in grads.items()
-            if n not in ("dq", "dk")
+            if n[1:] not in KEY_HEADS
         }
-        for name in ("dq", "dk"):  # sums over the group: below
-            got.pop(name, None)
+        for name in KEY_HEADS:  # sums over the group: below
+            got.pop(f"d{name}", None)
         assert_all_same_bits(got, wanted)
 
 
@@ -376,7 +384,7 @@ def test_linear_in_v(problem, rng):
 
 
 @PROFILE
-@given(problems(ops=DELTA, dtypes=REALS))
+@given(problems(ops=PREDICTS, dtypes=REALS))
 def test_beta_zero_writes_nothing(problem):
     op, x, run = problem
     x = x | {"beta": np.zeros_like(x["beta"])}
@@ -395,7 +403,7 @@ def test_beta_zero_writes_nothing(problem):
 
 
 @PROFILE
-@given(problems(ops=GATED))
+@given(problems(ops=having(GATED, "none")))
 def test_g_zero_is_no_gate_and_alpha_is_exp_g(problem):
     op, x, run = problem
     plain = with_decay(op, "none")
@@ -412,16 +420,19 @@ def test_g_zero_is_no_gate_and_alpha_is_exp_g(problem):
 def test_shared_heads_are_repeated_heads(problem, rng):
     op, x, run = problem
     group = x["v"].shape[2] // x["q"].shape[2]
-    repeated = x | {name: np.repeat(x[name], group, axis=2) for name in ("q", "k")}
+    repeated = x | {n: np.repeat(x[n], group, axis) for n, axis in KEY_HEADS.items() if n in x}
     assert_all_same_bits(forward(op, x, **run), forward(op, repeated, **run))
     d = testing.make_output_gradients(op, rng, x)
     got, wanted = backward(op, x, d, **run), backward(op, repeated, d, **run)
-    for name in ("dq", "dk"):
-        terms = wanted.pop(name)
-        B, T, HV, K = terms.shape
-        total = terms.reshape(B, T, HV // group, group, K).sum(3)
+    for name, axis in KEY_HEADS.items():
+        if name not in x:
+            continue
+        terms, one = wanted.pop(f"d{name}"), got.pop(f"d{name}")
+        total = np.stack(
+            [terms[(slice(None),) * axis + (slice(i, None, group),)] for i in range(group)]
+        )
         # the terms of the group's heads may cancel
-        assert_agree(got.pop(name), total, name, gradient=True, size=rms(terms))
+        assert_agree(one, total.sum(0), name, gradient=True, size=rms(terms))
     assert_all_same_bits(got, wanted)
 
 
@@ -445,7 +456,7 @@ def test_packed_sequences_are_separate_calls(problem, data, int32, rng):
             lambda a: np.concatenate([a * (n + 1) for n in range(N)]), x["initial_state"]
         )
     o, grads = forward(op, packed, **run), backward(op, packed, d, **run)
-    per_head_gate = 0
+    sums = {}  # of the gradients that a sequence adds to
     for n in range(N):
         y = change(packed | d, lambda a, n=n: a[:, cu[n] : cu[n + 1]], lambda a, n=n: a[n : n + 1])
         del y["cu_seqlens"]
@@ -458,16 +469,18 @@ def test_packed_sequences_are_separate_calls(problem, data, int32, rng):
             name: a[n : n + 1]
             if name.startswith("d_initial")
             else a
-            if a.ndim == 1
+            if a.ndim <= 2
             else a[:, cu[n] : cu[n + 1]]
             for name, a in grads.items()
         }
         alone = backward(op, y, d_n, **run)
-        assert_all_same_bits(alone, rows, [name for name, a in alone.items() if a.ndim == 1])
-        if "dg" in alone and alone["dg"].ndim == 1:
-            per_head_gate = per_head_gate + alone["dg"]
-    if np.ndim(per_head_gate) and x["v"].dtype == np.float64:
-        assert_agree(grads["dg"], per_head_gate, "dg", gradient=True)
+        summed = [name for name, a in alone.items() if a.ndim <= 2]
+        assert_all_same_bits(alone, rows, summed)
+        for name in summed:
+            sums[name] = sums.get(name, 0) + alone[name]
+    for name, total in sums.items():
+        if x["v"].dtype == np.float64:
+            assert_agree(grads[name], total, name, gradient=True)
 
 
 @PROFILE
@@ -504,13 +517,14 @@ def test_scale_is_a_factor_of_the_read(problem, factor):
     normalised = op == "linear_attention" and x.get("normalize", True)
     K = x["q"].shape[3]
     o = forward(op, x, **run)
-    assert_all_same_bits(forward(op, x, scale=K**-0.5, **run), o)  # the default scale
+    default = reference.OPS[op].default_scale or K**-0.5
+    assert_all_same_bits(forward(op, x, scale=default, **run), o)
     scaled = forward(op, x, scale=factor * K**-0.5, **run)
     assert_all_same_bits(
         *({n: a for n, a in y.items() if n != "o"} for y in (scaled, o))
     )  # states do not read
     if not normalised:
-        assert_agree(scaled["o"], factor * o["o"], "o")
+        assert_agree(scaled["o"], factor * K**-0.5 / default * o["o"], "o")
         twice = forward(op, x, scale=2 * factor * K**-0.5, **run)
         assert_same_bits(twice["o"], 2 * scaled["o"])
     else:  # it cancels, but for eps
@@ -590,11 +604,18 @@ def test_one_head_without_its_axes(problem, rng):
     x = heads_of(x, [0])
     d = testing.make_output_gradients(op, rng, x)
     y = change(x | d, lambda a: a[0, :, 0], lambda a: a[0, 0])
+    y |= {name: a[0] for name, a in y.items() if name == "bonus"}
     d_y = {name: y.pop(name) for name in d}
 
     def dropped(outputs):
         return {
-            n: a if a.ndim == 1 else a[0, 0] if "state" in n else a[0, :, 0]
+            n: a
+            if a.ndim == 1
+            else a[0, 0]
+            if "state" in n
+            else a[0]
+            if n == "dbonus"
+            else a[0, :, 0]
             for n, a in outputs.items()
         }
 
@@ -606,7 +627,7 @@ def test_one_head_without_its_axes(problem, rng):
 
 
 @PROFILE
-@given(problems(ops=HEAD_DECAY + KEY_DECAY), seeds())
+@given(problems(ops=HEAD_DECAY + having(KEY_DECAY, "token")), seeds())
 def test_special_cases(problem, rng):
     op, x, run = problem
     x.pop("g", None)

@@ -32,3 +32,9 @@ EVERY_DECAY = (FEW[0], HEAD_DECAY[0], *FEW[1:])
 def with_decay(op, decay):
     """The op of the same rule with another decay."""
     return next(other for other in ops_with(decay=decay, rule=VARIANTS[op].rule))
+
+
+def having(ops, decay):
+    """Those of the ops that are one of the same rule with this decay, if their decays are so."""
+    one_state = [op for op in ops if op not in PAIR_DECAY]
+    return tuple(op for op in one_state if ops_with(decay=decay, rule=VARIANTS[op].rule))
