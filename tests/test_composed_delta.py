@@ -43,8 +43,7 @@ def comba_inputs(rng):
 
 
 def comba(S, q, k, v, x, g, beta):
-    S = np.exp(g) * S
-    return S + np.outer(k, beta * (v - S.T @ x)), q
+    return (np.exp(g) * np.eye(K) - beta * np.outer(k, x)) @ S + beta * np.outer(k, v), q
 
 
 def gdn2_inputs(rng):
@@ -262,7 +261,14 @@ def test_a_number_stands_for_an_array(system, names, rng):
 
 
 REFUSED = {
-    "comba, no x": ("comba", {"x": None}, TypeError, "x: expected an array [B,T,H,K], got None"),
+    "comba, no x": ("comba", {"x": None}, TypeError, "x: expected an array"),
+    "comba, no g": (
+        "comba",
+        {"g": None},
+        TypeError,
+        "g: expected the log decay [B,T,HV] (or alpha=",
+    ),
+    "comba, no beta": ("comba", {"beta": None}, TypeError, "beta: expected an array or a number"),
     "gdn2, no b": ("gdn2", {"b": None}, TypeError, "b: expected an array or a number, got None"),
     "gdn2, w of keys": (
         "gdn2",
@@ -328,6 +334,18 @@ def test_a_gate_above_one_is_called_by_its_name(rng):
 
 
 # ---- identities, and the mistakes ----
+
+
+def test_comba_predicts_before_the_decay(rng):
+    """Without a decay it is the delta rule with x; with one it is not the gated delta rule."""
+    _, x, _ = problem("comba", rng)
+    g = x.pop("g")
+    o, _ = linattn.comba(**x, g=0.0)
+    assert_near(o, linattn.delta_rule(**x)[0], 1e-13)
+    o, _ = linattn.comba(**x, g=g)
+    assert np.abs(o - linattn.gated_delta_rule(**x, g=g)[0]).max() > 0.01
+    by_alpha, _ = linattn.comba(**x, alpha=np.exp(g))
+    assert_near(by_alpha, o, 1e-13)
 
 
 def test_gdn2_of_one_gate_is_kda(rng):

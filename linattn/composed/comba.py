@@ -1,20 +1,81 @@
-"""Comba: the gated delta rule that predicts by another key. Forward, step, backward."""
+"""Comba: a delta rule whose prediction does not decay with the state. Forward, step, backward."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from linattn.composed._arrays import Arrays
+from linattn.composed._names import called
+from linattn.features import l2norm, l2norm_backward
 from linattn.ops._core import AnyArray, Array, Gradients, Mode
-from linattn.ops.gated_delta_rule import (
-    gated_delta_rule,
-    gated_delta_rule_backward,
-    gated_delta_rule_step,
+from linattn.ops.dplr_delta_rule import (
+    dplr_delta_rule,
+    dplr_delta_rule_backward,
+    dplr_delta_rule_step,
 )
 
 __all__ = ["comba", "comba_backward", "comba_step"]
 
+_NAMES = {"y": "beta * k"}
 
-def _require(x: AnyArray) -> None:
-    if x is None:
-        raise TypeError("x: expected an array [B,T,H,K], got None (gated_delta_rule takes none)")
+
+class _Problem:
+    """The arguments of a call, checked, and what dplr_delta_rule is called with."""
+
+    def __init__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        x: Any,
+        g: Any,
+        beta: Any,
+        alpha: Any,
+        qk_l2norm: Any,
+        tokens: str = "T ",
+        recorded: bool = True,
+    ) -> None:
+        call = Arrays("q", q, f"B {tokens}H K", recorded=recorded)
+        call.array("k", k, f"B {tokens}H K")
+        call.array("v", v, f"B {tokens}HV V")
+        call.multiple("v", "HV", "H")
+        call.array("x", x, f"B {tokens}H K")
+        if beta is None:
+            raise TypeError("beta: expected an array or a number, got None")
+        if (g is None) == (alpha is None):
+            got = "None" if g is None else "both"
+            raise TypeError(
+                "g: expected the log decay [B,T,HV] (or alpha=, the decay itself), got " + got
+            )
+        self.gate, given = ("g", g) if alpha is None else ("alpha", alpha)
+        self.beta_given = call.wide("beta", beta, f"B {tokens}HV")
+        self.decay_given = call.wide(self.gate, given, f"B {tokens}HV")
+        if not isinstance(qk_l2norm, bool):
+            raise TypeError(f"qk_l2norm: expected True or False, got {type(qk_l2norm)}")
+        self.call, self.q_given, self.k_given, self.qk_l2norm = call, q, k, qk_l2norm
+        q, k = (l2norm(q), l2norm(k)) if qk_l2norm else (q, k)
+        # y = beta k has a beta for each head of values, so that no two of them share a key
+        self.group = call.sizes["HV"] // call.sizes["H"]
+        self.q, self.k, self.x = (self.for_heads(a) for a in (q, k, x))
+        self.beta = call.real_of(self.beta_given)[..., None]
+        self.k_wide, self.v_wide = call.real_of(self.k), call.real_of(v)
+        self.y, self.v = call.short(self.beta * self.k_wide), call.short(self.beta * self.v_wide)
+        every_key = [call.sizes[letter] for letter in f"B {tokens}HV K".split()]
+        self.decay = call.full(every_key, 0.0) + call.real_of(self.decay_given)[..., None]
+
+    def for_heads(self, a: Any) -> Any:
+        """An array of keys for each of the heads of values that share it."""
+        if self.group == 1:
+            return a
+        parts = self.call.xp.stack([a] * self.group, -2)
+        return parts.reshape((*a.shape[:-2], a.shape[-2] * self.group, a.shape[-1]))
+
+    def of_heads(self, da: Any) -> Any:
+        """Its adjoint: the sum over these."""
+        if self.group == 1:
+            return da
+        heads = (*da.shape[:-2], da.shape[-2] // self.group, self.group, da.shape[-1])
+        return da.reshape(heads).sum(-2)
 
 
 def comba(
@@ -40,10 +101,12 @@ def comba(
 
     ::
 
-        S <- exp(g_t) S;   S <- S + beta_t k (v - S' x)',   o = scale * S' q
+        S <- exp(g_t) S + beta_t k (v - S' x)',   o = scale * S' q
 
-    It is :func:`gated_delta_rule` with x, which is the paper's p: its k, times a learned number for
-    each head. The paper's output correction, q minus a part of p, is the caller's.
+    The prediction S' x is made from the state before its decay: a scalar plus a low rank, exp(g) -
+    beta k x'. That is the difference to :func:`gated_delta_rule`, which takes x too. x is the
+    paper's p: its k, times a learned number for each head. The paper's output correction, q minus a
+    part of p, is the caller's. It is :func:`dplr_delta_rule` with y = beta k and the value beta v.
 
     Parameters
     ----------
@@ -65,7 +128,7 @@ def comba(
         Return the state after the last token; else None is returned in its place.
     cu_seqlens : int array [N+1], optional
         Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
-    mode, chunk_size, qk_l2norm, state_v_first, allow_tf32 : see :func:`gated_delta_rule`
+    mode, chunk_size, qk_l2norm, state_v_first, allow_tf32 : see :func:`dplr_delta_rule`
 
     Returns
     -------
@@ -91,7 +154,7 @@ def comba(
     See Also
     --------
     comba_step, comba_backward : One token; the gradients.
-    linattn.gated_delta_rule : The op that it calls.
+    linattn.dplr_delta_rule : The op that it calls.
 
     References
     ----------
@@ -99,35 +162,35 @@ def comba(
 
     Examples
     --------
-    With x = 0 nothing is predicted, and every value is written as it is:
+    The state after token 0 is 4, which is the prediction for token 1. It decays to 2, and nothing
+    is written, since the error is 0:
 
     >>> import numpy as np, linattn
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
-    >>> g = -rng.uniform(0, 1, (1, 8, 2))  # [B,T,HV]
-    >>> o, _ = linattn.comba(q, k, v, 0 * k, g, beta=1.0)
-    >>> np.allclose(o, linattn.simple_gla(q, k, v, g)[0])
-    True
+    >>> k, v = np.ones((1, 2, 1, 1)), np.full((1, 2, 1, 1), 4.0)  # [B,T,H,K] and [B,T,HV,V]
+    >>> alpha = np.array([1.0, 0.5]).reshape(1, 2, 1)  # [B,T,HV]
+    >>> _, S = linattn.comba(k, k, v, k, beta=1.0, alpha=alpha, output_final_state=True)
+    >>> S.item()
+    2.0
     """
-    _require(x)
-    return gated_delta_rule(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        alpha=alpha,
-        x=x,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        mode=mode,
-        chunk_size=chunk_size,
-        qk_l2norm=qk_l2norm,
-        state_v_first=state_v_first,
-        allow_tf32=allow_tf32,
-    )
+    p = _Problem(q, k, v, x, g, beta, alpha, qk_l2norm)
+    decay: Any = {p.gate: p.decay}
+    with called(_NAMES):
+        return dplr_delta_rule(
+            p.q,
+            p.k,
+            p.v,
+            p.x,
+            p.y,
+            **decay,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            cu_seqlens=cu_seqlens,
+            mode=mode,
+            chunk_size=chunk_size,
+            state_v_first=state_v_first,
+            allow_tf32=allow_tf32,
+        )
 
 
 def comba_step(
@@ -191,25 +254,25 @@ def comba_step(
     >>> import numpy as np, linattn
     >>> k, v = np.array([[[1.0, 0.0]]]), np.array([[[4.0]]])  # [B,H,K] and [B,HV,V]
     >>> state = np.ones((1, 1, 2, 1))  # [B,HV,K,V]
-    >>> o = linattn.comba_step(k, k, v, k / 2, g=0, beta=1.0, state=state)
-    >>> state.ravel().tolist()  # 1 + (4 - 1/2) is written along k
-    [4.5, 1.0]
+    >>> o = linattn.comba_step(k, k, v, k / 2, alpha=0.5, beta=1.0, state=state)
+    >>> state.ravel().tolist()  # 1/2 is kept, and 4 - 1/2 is written along k
+    [4.0, 0.5]
     """
-    _require(x)
-    return gated_delta_rule_step(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        alpha=alpha,
-        x=x,
-        state=state,
-        state_indices=state_indices,
-        scale=scale,
-        qk_l2norm=qk_l2norm,
-        state_v_first=state_v_first,
-    )
+    p = _Problem(q, k, v, x, g, beta, alpha, qk_l2norm, tokens="", recorded=False)
+    decay: Any = {p.gate: p.decay}
+    with called(_NAMES):
+        return dplr_delta_rule_step(
+            p.q,
+            p.k,
+            p.v,
+            p.x,
+            p.y,
+            **decay,
+            state=state,
+            state_indices=state_indices,
+            scale=scale,
+            state_v_first=state_v_first,
+        )
 
 
 def comba_backward(
@@ -282,22 +345,38 @@ def comba_backward(
     >>> grads.dx.shape, type(grads.dbeta).__name__
     ((1, 6, 2, 4), 'float')
     """
-    _require(x)
-    return gated_delta_rule_backward(
-        do,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        alpha=alpha,
-        x=x,
-        d_final_state=d_final_state,
-        scale=scale,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        mode=mode,
-        chunk_size=chunk_size,
-        qk_l2norm=qk_l2norm,
-        state_v_first=state_v_first,
+    p = _Problem(q, k, v, x, g, beta, alpha, qk_l2norm, recorded=False)
+    decay: Any = {p.gate: p.decay}
+    with called(_NAMES):
+        grads = dplr_delta_rule_backward(
+            do,
+            p.q,
+            p.k,
+            p.v,
+            p.x,
+            p.y,
+            **decay,
+            d_final_state=d_final_state,
+            scale=scale,
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            mode=mode,
+            chunk_size=chunk_size,
+            state_v_first=state_v_first,
+        )
+    call = p.call
+    dv, dy, d_decay = call.real_of(grads.dv), call.real_of(grads.dy), grads.dg
+    # y = beta k, and the value is beta v
+    dq = p.of_heads(call.real_of(grads.dq))
+    dk = p.of_heads(call.real_of(grads.dk) + p.beta * dy)
+    if p.qk_l2norm:
+        dq, dk = l2norm_backward(p.q_given, dq), l2norm_backward(p.k_given, dk)
+    return grads._replace(
+        dq=call.short(dq),
+        dk=call.short(dk),
+        dv=call.short(p.beta * dv),
+        dg=call.as_given(call.real_of(d_decay).sum(-1), p.decay_given),
+        dbeta=call.as_given((dv * p.v_wide).sum(-1) + (dy * p.k_wide).sum(-1), p.beta_given),
+        dx=call.short(p.of_heads(call.real_of(grads.dx))),
+        dy=None,
     )
