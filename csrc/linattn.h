@@ -176,6 +176,15 @@ typedef struct la_array {
 
 #define LA_MESSAGE 320
 
+/* The kernel that took a call, in words. */
+typedef struct la_taken {
+    const char *kernel; /* "chunks", "token by token", "one token", "noncausal", "none" */
+    const char *unit;   /* the instruction set, or "tensor cores" or "CUDA cores" */
+    const char *why;    /* the reason, where it is not the kernel that the mode names; else empty */
+    int64_t chunk;      /* tokens in a chunk; 0 where there are none */
+    int bits;           /* of a number that is multiplied */
+} la_taken;
+
 typedef struct la_problem {
     /* what the caller says */
     la_op op;
@@ -200,6 +209,7 @@ typedef struct la_problem {
     double eps;
     bool causal;
     struct la_watch *watch; /* watch.h; NULL: the call runs to its end */
+    la_taken *taken;        /* what takes the call, written before it runs; may be NULL */
     bool *clamped; /* CPU: becomes true if a denominator below zero is clamped; may be NULL */
 
     /* what la_check settles */

@@ -533,6 +533,14 @@ static PyObject *py_shares_memory(PyObject *self, PyObject *const *args, Py_ssiz
     return shared < 0 ? NULL : PyBool_FromLong(shared);
 }
 
+/* taken() -> the kernel that took this thread's last call: (kernel, unit, why, chunk, bits) */
+static PyObject *py_taken(PyObject *self, PyObject *unused)
+{
+    (void)self, (void)unused;
+    const la_taken *x = la_last_taken();
+    return Py_BuildValue("(sssLi)", x->kernel, x->unit, x->why, (long long)x->chunk, x->bits);
+}
+
 /* ---- the device ---- */
 
 static PyObject *py_cuda_why_not(PyObject *self, PyObject *unused)
@@ -668,6 +676,7 @@ static PyMethodDef methods[] = {
      "The letters of what a call would make."},
     {"shares_memory", (PyCFunction)(void (*)(void))py_shares_memory, METH_FASTCALL,
      "Do two arrays share memory?"},
+    {"taken", py_taken, METH_NOARGS, "The kernel that took this thread's last call."},
     {"cuda_trim", py_cuda_trim, METH_NOARGS, "Give back the device memory that calls keep."},
     {"cuda_why_not", py_cuda_why_not, METH_NOARGS, "Why no call can run on CUDA, or None."},
     {"cuda_device_count", py_cuda_device_count, METH_NOARGS, "How many CUDA devices there are."},

@@ -117,6 +117,17 @@ static int settle(la_call *c)
     return on_host && !la_writes_nothing(&c->p) ? warn_of_growth(c) : 0;
 }
 
+/* What took this thread's last call. */
+static _Thread_local la_taken last_taken = {"none", "", "", 0, 0};
+
+const la_taken *la_last_taken(void) { return &last_taken; }
+
+static void begin_taken(la_call *c)
+{
+    last_taken = (la_taken){"none", "", "no output has an element", 0, 0};
+    c->p.taken = &last_taken;
+}
+
 /* On the CPU, a pass over a sequence. */
 static int run_long(la_call *c, la_status (*entry)(la_problem *))
 {
@@ -134,6 +145,7 @@ static int run_long(la_call *c, la_status (*entry)(la_problem *))
 
 int la_run_pass(la_call *c)
 {
+    begin_taken(c);
     if (hint_at_layout(c) || settle(c)) return -1;
 #ifdef LA_WITH_CUDA
     if (c->p.device == LA_CUDA) return run_on_device(c);
@@ -159,6 +171,7 @@ int la_run_step(la_call *c)
     enum { FEW = 64 };
     int64_t few[FEW], *more = NULL;
     const size_t B = (size_t)c->p.B;
+    begin_taken(c);
     if (settle(c)) return -1;
 #ifdef LA_WITH_CUDA
     if (c->p.device == LA_CUDA) return run_on_device(c);

@@ -62,6 +62,7 @@ from linattn.config import (
 )
 from linattn.cost import Memory, flops, memory
 from linattn.features import FeatureMap, apply_feature_map
+from linattn.kernels import KernelReport, explain_kernel
 from linattn.maps import RandomFeatureMap, dpfp, favor
 from linattn.ops._bind import bind
 from linattn.ops._core import Gradients, LayoutHint
@@ -113,6 +114,7 @@ __all__ = [
     "GDN2Gradients",
     "Gradients",
     "IPLRGradients",
+    "KernelReport",
     "LayoutHint",
     "MLSTMGradients",
     "Mamba3Gradients",
@@ -139,6 +141,7 @@ __all__ = [
     "dplr_delta_rule_backward",
     "dplr_delta_rule_step",
     "explain",
+    "explain_kernel",
     "favor",
     "flops",
     "gated_delta_product",

@@ -15,6 +15,21 @@ static la_status out_of_memory(la_problem *p)
 
 static la_status status_of(const la_problem *p) { return la_stopped(p) ? LA_INTERRUPTED : LA_OK; }
 
+/* The kernel that takes the call. longest: tokens of the longest sequence. */
+static void tell_kernel(const la_problem *p, const la_kernels *kernels, int64_t longest)
+{
+    const bool step = p->pass == LA_STEP, chunks = p->causal && p->mode != LA_RECURRENT && !step;
+    if (!p->taken) return;
+    *p->taken = (la_taken){.kernel = step         ? "one token"
+                                     : !p->causal ? "noncausal"
+                                     : chunks     ? "chunks"
+                                                  : "token by token",
+                           .unit = kernels->isa,
+                           .why = "",
+                           .chunk = chunks ? kernels->chunk_tokens(p, longest) : 0,
+                           .bits = kernels->bits};
+}
+
 /* ---- units ---- */
 
 static int64_t sequence_start(const la_problem *p, int64_t n)
@@ -198,6 +213,7 @@ la_status la_forward(la_problem *p)
     job j = {.p = p, .kernels = la_cpu_forward_kernels(p)};
     int threads = la_pool_threads(INT64_MAX, work_of(p, 3));
     split(&j, threads);
+    tell_kernel(p, j.kernels, longest_sequence(p));
     const int64_t units =
         j.whole_units + (p->N * groups(p, j.heads) - j.whole_units) * j.panels * j.parts;
     if (units < threads) threads = (int)units;
@@ -218,6 +234,7 @@ la_status la_step(la_problem *p)
              .columns = p->V,
              .panels = 1,
              .parts = 1};
+    tell_kernel(p, j.kernels, 1);
     int64_t units = p->N * p->HV;
     /* A step is bound by memory: it reads and writes 4 bytes for each pair of multiply-adds. */
     int threads = la_pool_threads(units, work_of(p, 8));
@@ -277,6 +294,7 @@ la_status la_backward(la_problem *p)
     j.columns = backward_columns(p);
     j.panels = sums.panels = (p->V + j.columns - 1) / j.columns;
     j.sums = &sums;
+    tell_kernel(p, j.kernels, longest_sequence(p));
     j.blocks = (sums.row + REDUCE_TOKENS - 1) / REDUCE_TOKENS;
 
     sums.alone = p->causal && p->mode != LA_RECURRENT && sums.panels == 1 && p->HV == p->H;
@@ -307,10 +325,11 @@ la_status la_backward(la_problem *p)
     const struct {
         void **at;
         size_t bytes;
-    } parts[] = {{&sums.dq, rows},  {&sums.dk, rows},    {&sums.dx, x},
-                 {&sums.dy, y},     {&sums.da, gate},    {&sums.dbeta, beta},
-                 {&sums.deta, eta}, {&sums.dz0, z},      {&sums.dbonus, bonus},
-                 {(void **)&j.scratch, la_times(j.per_thread, threads)}};
+    } parts[] = {{&sums.dq, rows},      {&sums.dk, rows},
+                 {&sums.dx, x},         {&sums.dy, y},
+                 {&sums.da, gate},      {&sums.dbeta, beta},
+                 {&sums.deta, eta},     {&sums.dz0, z},
+                 {&sums.dbonus, bonus}, {(void **)&j.scratch, la_times(j.per_thread, threads)}};
     size_t bytes = 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         bytes = la_plus(bytes, parts[i].bytes);

@@ -127,9 +127,9 @@ static bool wants_bf16(const la_problem *p)
 {
     enum { MOST_TOKENS = 64 };
     return p->causal && p->mode == LA_CHUNK && p->chunk <= MOST_TOKENS && p->decay != LA_KEY &&
-           p->decay != LA_PAIR && !p->array[LA_X].given &&
-           p->map[0] == LA_IDENTITY && p->map[1] == LA_IDENTITY &&
-           p->normaliser == LA_UNNORMALISED && p->array[LA_Q].dtype == LA_BF16;
+           p->decay != LA_PAIR && !p->array[LA_X].given && p->map[0] == LA_IDENTITY &&
+           p->map[1] == LA_IDENTITY && p->normaliser == LA_UNNORMALISED &&
+           p->array[LA_Q].dtype == LA_BF16;
 }
 
 const la_kernels *la_cpu_forward_kernels(const la_problem *p)

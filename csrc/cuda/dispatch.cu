@@ -363,8 +363,16 @@ static bool is_rare(const la_problem *p)
     return p->rule > LA_DELTA || p->decay == LA_PAIR || p->array[LA_X].given;
 }
 
-static cudaError_t token_by_token(const la_problem *p, const call &c)
+static void tell(const la_problem *p, const char *kernel, const char *unit, int bits,
+                 const char *why)
 {
+    if (p->taken) *p->taken = {kernel, unit, why, 0, bits};
+}
+
+static cudaError_t token_by_token(const la_problem *p, const call &c, const char *why)
+{
+    tell(p, p->pass == LA_STEP ? "one token" : "token by token", "CUDA cores",
+         p->real == LA_F64 ? 53 : 24, why);
     if (is_rare(p))
         return (p->real == LA_F64 ? rare_f64 : rare_f32)[p->kind](c, (cudaStream_t)p->stream);
     return (p->real == LA_F64 ? scan_f64 : scan_f32)[p->kind](c, (cudaStream_t)p->stream);
@@ -387,11 +395,34 @@ enum { FEW_TOKENS = 8 };
 
 /* Tensor cores round their operands to bf16 or to float16. Arrays of these dtypes lose nothing by
  * that. float32 arrays lose a little, so they go token by token unless allow_tf32 is set. float64
- * arrays always go token by token. */
+ * arrays always go token by token. The reason why a call does, or NULL. */
+static const char *why_by_token(const la_problem *p)
+{
+    const la_dtype dtype = p->array[LA_Q].dtype;
+    if (p->mode == LA_RECURRENT) return "";
+    if (p->array[LA_X].given && p->rule == LA_DELTA) return "no kernel in chunks takes x on a GPU";
+    if (is_rare(p)) return "no kernel in chunks has this op on a GPU";
+    if (dtype == LA_F64) return "tensor cores would round float64";
+    if (p->pass == LA_BACKWARD) {
+        if (dtype != LA_BF16) return "gradients in chunks are those of bfloat16 arrays";
+        if (!p->causal) return "no kernel in chunks has noncausal gradients";
+    }
+    if (dtype == LA_F32 && !p->allow_tf32) return "tensor cores would round float32: allow_tf32";
+    if (p->K > (dtype == LA_F32 || p->pass == LA_BACKWARD ? 128 : MOST_KEYS))
+        return "K is too large";
+    if (p->K < FEWEST_KEYS && (p->rule == LA_DELTA || p->pass == LA_BACKWARD))
+        return "K is below 16";
+    if (p->pass == LA_FORWARD && p->T <= FEW_TOKENS) return "T is at most 8";
+    if (p->pass == LA_FORWARD && p->T != p->L) return "q has other tokens than k and v";
+    return NULL;
+}
+
+static const char not_here[] =
+    "the arrays' strides, or the device, do not suit the kernel in chunks";
+
 static cudaError_t by_chunks(const la_problem *p, const call &c)
 {
     /* [dtype][K > 128]; HEAD is TOKEN */
-    if (is_rare(p)) return token_by_token(p, c);
     static const chunk_launcher *const chunk[][2][4] = {
         {}, /* float64 */
         {{chunk_none_f32, NULL, chunk_token_f32, chunk_key_f32}},
@@ -401,15 +432,14 @@ static cudaError_t by_chunks(const la_problem *p, const call &c)
          {chunk_none_k256, NULL, chunk_token_k256, chunk_key_k256}}};
     static_assert(LA_F64 == 0 && LA_F32 == 1 && LA_F16 == 2 && LA_BF16 == 3, "as the rows come");
     const la_dtype dtype = p->array[LA_Q].dtype;
-    const chunk_launcher *const rules = chunk[dtype][p->K > 128][la_kernel_decay(p)];
-    const bool fits = rules && p->K <= MOST_KEYS && (dtype != LA_F32 || p->allow_tf32) &&
-                      (p->rule == LA_ADDITIVE || p->K >= FEWEST_KEYS);
+    const char *why = why_by_token(p);
     cudaMemPool_t pool;
-    if (!fits || p->mode == LA_RECURRENT || p->T <= FEW_TOKENS || p->T != p->L)
-        return token_by_token(p, c);
+    if (why) return token_by_token(p, c, why);
+    const chunk_launcher *const rules = chunk[dtype][p->K > 128][la_kernel_decay(p)];
     cudaError_t error = pool_of(p->ordinal, &pool);
+    tell(p, "chunks", "tensor cores", dtype == LA_BF16 ? 8 : 11, "");
     if (error == cudaSuccess) error = rules[p->rule](c, pool, (cudaStream_t)p->stream);
-    return error == cudaErrorNotSupported ? token_by_token(p, c) : error;
+    return error == cudaErrorNotSupported ? token_by_token(p, c, not_here) : error;
 }
 
 la_status la_cuda_forward(la_problem *p) { return run(p, by_chunks); }
@@ -418,7 +448,8 @@ static cudaError_t one_token(const la_problem *p, const call &c)
 {
     if (is_rare(p) || p->real == LA_F64 || p->K > MOST_KEYS ||
         !(c.x[LA_S0].stride[2] == 1 || c.x[LA_S0].stride[3] == 1))
-        return token_by_token(p, c);
+        return token_by_token(p, c, "");
+    tell(p, "one token", "CUDA cores", 24, "");
     const bool k_first = c.x[LA_S0].stride[3] == 1;
     const launcher many = (k_first ? step_many_kv : step_many_vk)[p->kind];
     const launcher step = (k_first ? step_kv : step_vk)[p->kind];
@@ -442,13 +473,15 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
         is_rare(p) ? rare : adjoints[p->real == LA_F64][p->K > MOST_KEYS][p->kind];
     const gradients d = gradients_of(p);
     const cudaStream_t stream = (cudaStream_t)p->stream;
-    const bool fits = p->array[LA_Q].dtype == LA_BF16 && p->K >= FEWEST_KEYS && p->K <= 128 &&
-                      p->mode != LA_RECURRENT && p->causal && !is_rare(p);
+    const char *why = why_by_token(p);
     cudaMemPool_t pool;
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error != cudaSuccess) return error;
-    error = fits ? chunk[la_kernel_decay(p)][p->rule](c, d, pool, stream) : cudaErrorNotSupported;
-    return error == cudaErrorNotSupported ? adjoint(c, d, pool, stream) : error;
+    tell(p, "chunks", "tensor cores", 8, "");
+    error = why ? cudaErrorNotSupported : chunk[la_kernel_decay(p)][p->rule](c, d, pool, stream);
+    if (error != cudaErrorNotSupported) return error;
+    tell(p, "token by token", "CUDA cores", p->real == LA_F64 ? 53 : 24, why ? why : not_here);
+    return adjoint(c, d, pool, stream);
 }
 
 la_status la_cuda_backward(la_problem *p)

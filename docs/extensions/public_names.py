@@ -61,8 +61,8 @@ GROUPS = (
     Group(
         "configuration",
         "Configuration",
-        "Threads, the precision of float32, and the questions about the GPU.",
-        ("linattn.config", "linattn.cuda"),
+        "Threads, the precision of float32, and the questions about the GPU and the kernels.",
+        ("linattn.config", "linattn.cuda", "linattn.kernels"),
         ("linattn.cuda",),
     ),
     Group(

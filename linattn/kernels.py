@@ -1,0 +1,99 @@
+"""Which kernel takes a call, and why."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from linattn import _linattn, ops
+from linattn.features import is_tensor
+from linattn.variants import op_named
+
+__all__ = ["KernelReport", "explain_kernel"]
+
+
+class KernelReport(NamedTuple):
+    """What took a call: see :func:`linattn.explain_kernel`.
+
+    Attributes
+    ----------
+    kernel : str
+        ``"chunks"``, ``"token by token"``, ``"one token"`` (a step), ``"noncausal"``, or ``"none"``
+        for a call without elements.
+    unit : str
+        On the CPU the instruction set; on a GPU ``"tensor cores"`` or ``"CUDA cores"``.
+    why : str
+        The reason, where the kernel is not the one that the mode names; else empty.
+    chunk : int or None
+        Tokens in a chunk on the CPU; None where there are none, and on a GPU.
+    bits : int
+        Of the numbers that are multiplied: 53, 24, or fewer where products are rounded.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> x = np.ones((1, 100, 2, 4), np.float32)
+    >>> report = linattn.explain_kernel(linattn.delta_rule, x, x, x, 0.5)
+    >>> report.kernel, report.bits, report.why
+    ('chunks', 24, '')
+    """
+
+    kernel: str
+    unit: str
+    why: str
+    chunk: int | None
+    bits: int
+
+
+def explain_kernel(op: str | Callable[..., Any], *args: Any, **keywords: Any) -> KernelReport:
+    """Which kernel takes this call, and why it is not another one.
+
+    The call is made, and its results are dropped: only a kernel knows all that decides. A step's
+    state is copied first, so it stays as it is. A system that is built over an op reports the last
+    call of that op.
+
+    Parameters
+    ----------
+    op : function or str
+        ``linattn.kda``, ``linattn.kda_step``, ``linattn.kda_backward``, ..., or an op's name.
+    *args, **keywords
+        As the function takes them.
+
+    Returns
+    -------
+    KernelReport
+
+    Raises
+    ------
+    ValueError
+        There is no op of that name.
+    Exception
+        What the call itself raises.
+
+    See Also
+    --------
+    show_config : the instruction sets and devices of this build.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> x = np.ones((1, 100, 2, 4))
+    >>> linattn.explain_kernel("gla", x, x, x, alpha=0.9, mode="recurrent").kernel
+    'token by token'
+    >>> linattn.explain_kernel(linattn.gla_step, x[0], x[0], x[0], alpha=0.9,
+    ...                        state=linattn.zeros_state(100, 2, 4, 4, dtype=float)).kernel
+    'one token'
+    """
+    function = op if callable(op) else getattr(ops, op_named(op))
+    if keywords.get("state") is not None:
+        keywords["state"] = _copied(keywords["state"])
+    function(*args, **keywords)
+    kernel, unit, why, chunk, bits = _linattn.taken()
+    return KernelReport(kernel, unit, why, chunk or None, bits)
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, tuple | list):
+        return tuple(map(_copied, state))
+    return state.clone() if is_tensor(state) else copy.copy(state)
