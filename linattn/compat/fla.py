@@ -1,6 +1,6 @@
 """flash-linear-attention's functions, computed by linattn.
 
-The eight ops under the names of ``fla.ops`` (fla-core 0.6.0): the same arguments in the same order
+The ops under the names of ``fla.ops`` (fla-core 0.6.0): the same arguments in the same order
 with the same defaults, arrays [B,T,H,K] and [B,T,HV,V], log decays, states [N,HV,K,V]::
 
     from linattn.compat.fla import chunk_gated_delta_rule
@@ -26,141 +26,69 @@ state then. o has the dtype of v in the gated delta rule and in ``kda``, and tha
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import Any
 
-import numpy as np
-
 from linattn import ops
+from linattn.compat._fla_arrays import (
+    Result,
+    common_dtype,
+    forward,
+    ones_if_none,
+    refuse,
+    v_first_of,
+)
+from linattn.compat._fla_rules import (
+    chunk_comba,
+    chunk_dplr_delta_rule,
+    chunk_gated_delta_product,
+    chunk_iplr_delta_rule,
+    chunk_rwkv6,
+    chunk_rwkv7,
+    fused_mul_recurrent_rwkv7,
+    fused_recurrent_comba,
+    fused_recurrent_dplr_delta_rule,
+    fused_recurrent_iplr_delta_rule,
+    fused_recurrent_rwkv6,
+    fused_recurrent_rwkv7,
+)
 from linattn.compat._gates import activated_beta, activated_gate
-from linattn.features import cast, is_array
+from linattn.features import is_array
 
 __all__ = [
+    "chunk_comba",
     "chunk_delta_rule",
+    "chunk_dplr_delta_rule",
+    "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_gla",
+    "chunk_iplr_delta_rule",
     "chunk_kda",
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_retention",
+    "chunk_rwkv6",
+    "chunk_rwkv7",
     "chunk_simple_gla",
     "fused_chunk_linear_attn",
     "fused_chunk_retention",
     "fused_chunk_simple_gla",
+    "fused_mul_recurrent_rwkv7",
+    "fused_recurrent_comba",
     "fused_recurrent_delta_rule",
+    "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_gla",
+    "fused_recurrent_iplr_delta_rule",
     "fused_recurrent_kda",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
     "fused_recurrent_retention",
+    "fused_recurrent_rwkv6",
+    "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
 ]
-
-Result = tuple[Any, Any]
-
-
-def _refuse(**given: Any) -> None:
-    """Raise if one of these is set: all are None or False where they are not."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            what = repr(value) if isinstance(value, bool | int | float | str) else "an array"
-            raise ValueError(f"{name}: not supported by linattn.compat.fla, got {what}")
-
-
-def _v_first(state_v_first: Any, transpose_state_layout: Any) -> Any:
-    """state_v_first, which may be given by its old name instead; None is not given."""
-    if transpose_state_layout is None:
-        return state_v_first
-    for name, value in (
-        ("state_v_first", state_v_first),
-        ("transpose_state_layout", transpose_state_layout),
-    ):
-        if not isinstance(value, bool | np.bool_):
-            raise TypeError(f"{name}: expected True or False, got {type(value)}")
-    if state_v_first and not transpose_state_layout:
-        raise ValueError(
-            "transpose_state_layout: expected the same as state_v_first, its new name, got "
-            "transpose_state_layout=False and state_v_first=True"
-        )
-    warnings.warn(
-        "transpose_state_layout: deprecated, its new name is state_v_first",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return transpose_state_layout
-
-
-def _library(x: Any) -> Any:
-    """Whose are the dtypes of x? PyTorch's or, in every other library, NumPy's."""
-    torch = sys.modules.get("torch")
-    return torch if torch is not None and isinstance(x, torch.Tensor) else np
-
-
-def _float(x: Any) -> str | None:
-    """The name of x's dtype if the ops know it as a float; else None."""
-    name = str(getattr(x, "dtype", None)).removeprefix("torch.")
-    return name if name in ("float64", "float32", "float16", "bfloat16") else None
-
-
-def _state(q: Any, x: Any) -> Any:
-    """An initial state, in a dtype that the core takes.
-
-    fla loads a state of any float dtype as float32. The core takes the dtype of its sums, which is
-    float64 if q is float64 and float32 otherwise; then it takes bfloat16 too. PyTorch records the
-    conversion, so that the gradient has the dtype of what was given.
-    """
-    if isinstance(x, tuple):
-        return tuple(_state(q, one) for one in x)
-    if not is_array(x):
-        return x
-    double = getattr(q, "dtype", None) == _library(q).float64
-    sums = _library(x).float64 if double else _library(x).float32
-    if x.dtype == sums or (name := _float(x)) is None or (name == "bfloat16" and not double):
-        return x
-    return cast(x, sums)
-
-
-def _common(*arrays: Any) -> Any:
-    """The dtype that holds the several float dtypes of these; None if there are not several.
-
-    None, too, if one is no array, has another dtype than a float, or if only some are PyTorch's:
-    these are for the core to refuse.
-    """
-    if not all(is_array(x) for x in arrays) or all(x.dtype == arrays[0].dtype for x in arrays):
-        return None
-    names, library = [_float(x) for x in arrays], _library(arrays[0])
-    if None in names or any(_library(x) is not library for x in arrays):
-        return None
-    return library.float64 if "float64" in names else library.float32
-
-
-def _forward(
-    op: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    *gates: Any,
-    initial_state: Any,
-    mode: str = "chunk",
-    o_dtype: Any = None,
-    **options: Any,
-) -> Result:
-    """`op`, with the dtypes that fla takes.
-
-    Token by token, fla loads q, k and v as float32, whatever the dtype of each. The core takes one
-    dtype. Where they differ, o is given `o_dtype`, or that of q if it is None.
-    """
-    common = _common(q, k, v) if mode == "recurrent" else None
-    if common is not None:
-        o_dtype = q.dtype if o_dtype is None else o_dtype
-        q, k, v = (cast(x, common) for x in (q, k, v))
-    state = _state(q, initial_state)
-    o, final = op(q, k, v, *gates, initial_state=state, mode=mode, **options)
-    return o if common is None else cast(o, o_dtype), final
 
 
 def chunk_linear_attn(
@@ -217,7 +145,7 @@ def fused_recurrent_linear_attn(
     >>> np.allclose(o, chunk_linear_attn(q, k, v, normalize=False)[0]), state is None
     (True, True)
     """
-    _refuse(reverse=reverse)
+    refuse(reverse=reverse)
     return _linear(
         "recurrent", q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens
     )
@@ -251,7 +179,7 @@ def _linear(
 ) -> Result:
     if normalize and initial_state is not None:
         initial_state = _pair(initial_state)
-    o, state = _forward(
+    o, state = forward(
         ops.linear_attention,
         q,
         k,
@@ -264,7 +192,7 @@ def _linear(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         mode=mode,
-        o_dtype=_common(q, k) if normalize else None,  # fla's o has it from the division
+        o_dtype=common_dtype(q, k) if normalize else None,  # fla's o has it from the division
     )
     if normalize and state is not None:
         S, z = state
@@ -294,7 +222,7 @@ def chunk_retention(
     >>> np.allclose(o, linattn.retention(q, k, v)[0]), state.shape
     (True, (1, 2, 4, 4))
     """
-    return _forward(
+    return forward(
         ops.retention,
         q,
         k,
@@ -335,9 +263,9 @@ def fused_recurrent_retention(
     >>> np.allclose(o, chunk_retention(q, k, v)[0][:, 7:])
     True
     """
-    state_v_first = _v_first(state_v_first, transpose_state_layout)
-    _refuse(reverse=reverse)
-    return _forward(
+    state_v_first = v_first_of(state_v_first, transpose_state_layout)
+    refuse(reverse=reverse)
+    return forward(
         ops.retention,
         q,
         k,
@@ -381,7 +309,7 @@ def chunk_lightning_attn(
     slopes = ops.lightning_slopes(
         q.shape[2], layer=layer_idx, layers=num_layers, rule="transnormer"
     )
-    return _forward(
+    return forward(
         ops.lightning_attention,
         q,
         k,
@@ -421,11 +349,11 @@ def fused_recurrent_lightning_attn(
     >>> np.allclose(o[:, :, 0], without[:, :, 0]), np.allclose(o[:, :, 1], without[:, :, 1])
     (True, False)
     """
-    _refuse(reverse=reverse)
+    refuse(reverse=reverse)
     slopes = ops.lightning_slopes(
         q.shape[2], layer=layer_idx, layers=num_layers, rule="transnormer"
     )
-    return _forward(
+    return forward(
         ops.lightning_attention,
         q,
         k,
@@ -468,7 +396,7 @@ def chunk_simple_gla(
     >>> np.allclose(o, chunk_simple_gla(q, k, v, g + g_gamma)[0])
     True
     """
-    state_v_first = _v_first(state_v_first, transpose_state_layout)
+    state_v_first = v_first_of(state_v_first, transpose_state_layout)
     return _simple_gla(
         "chunk",
         q,
@@ -552,8 +480,8 @@ def fused_recurrent_simple_gla(
         ...
     ValueError: reverse: not supported by linattn.compat.fla, got True
     """
-    state_v_first = _v_first(state_v_first, transpose_state_layout)
-    _refuse(reverse=reverse)
+    state_v_first = v_first_of(state_v_first, transpose_state_layout)
+    refuse(reverse=reverse)
     return _simple_gla(
         "recurrent",
         q,
@@ -572,10 +500,10 @@ def fused_recurrent_simple_gla(
 def _simple_gla(mode: str, q: Any, k: Any, v: Any, g: Any, g_gamma: Any, **options: Any) -> Result:
     if g is not None:
         g = g if g_gamma is None else g + g_gamma
-        return _forward(ops.simple_gla, q, k, v, g, mode=mode, **options)
+        return forward(ops.simple_gla, q, k, v, g, mode=mode, **options)
     if g_gamma is not None:
-        return _forward(ops.lightning_attention, q, k, v, -g_gamma, mode=mode, **options)
-    return _forward(
+        return forward(ops.lightning_attention, q, k, v, -g_gamma, mode=mode, **options)
+    return forward(
         ops.linear_attention, q, k, v, feature_map="identity", normalize=False, mode=mode, **options
     )
 
@@ -611,8 +539,8 @@ def chunk_gla(
     >>> o.dtype.name, state.dtype.name
     ('float32', 'float32')
     """
-    state_v_first = _v_first(state_v_first, transpose_state_layout)
-    return _forward(
+    state_v_first = v_first_of(state_v_first, transpose_state_layout)
+    return forward(
         ops.gla,
         q,
         k,
@@ -654,8 +582,8 @@ def fused_recurrent_gla(
     >>> np.allclose(fused_recurrent_gla(q, k, v)[0], chunk_gla(q, k, v, 0 * g)[0])
     True
     """
-    state_v_first = _v_first(state_v_first, transpose_state_layout)
-    _refuse(gv=gv, reverse=reverse)
+    state_v_first = v_first_of(state_v_first, transpose_state_layout)
+    refuse(gv=gv, reverse=reverse)
     options = {
         "scale": scale,
         "initial_state": initial_state,
@@ -665,7 +593,7 @@ def fused_recurrent_gla(
     }
     if gk is None:
         return _simple_gla("recurrent", q, k, v, None, None, **options)
-    return _forward(ops.gla, q, k, v, gk, mode="recurrent", **options)
+    return forward(ops.gla, q, k, v, gk, mode="recurrent", **options)
 
 
 def chunk_delta_rule(
@@ -694,7 +622,7 @@ def chunk_delta_rule(
     >>> np.allclose(o, linattn.delta_rule(q, k, v, beta, qk_l2norm=True)[0])
     True
     """
-    return _forward(
+    return forward(
         ops.delta_rule,
         q,
         k,
@@ -732,12 +660,12 @@ def fused_recurrent_delta_rule(
     >>> np.allclose(o, chunk_delta_rule(q, k, v, ones, use_qk_l2norm_in_kernel=True)[0])
     True
     """
-    return _forward(
+    return forward(
         ops.delta_rule,
         q,
         k,
         v,
-        _beta(beta, v),
+        ones_if_none(beta, v),
         scale=scale,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -791,9 +719,9 @@ def chunk_gated_delta_rule(
     >>> np.allclose(S, transposed.swapaxes(2, 3))
     True
     """
-    state_v_first = _v_first(state_v_first, transpose_state_layout)
-    _refuse(cp_context=cp_context)
-    return _forward(
+    state_v_first = v_first_of(state_v_first, transpose_state_layout)
+    refuse(cp_context=cp_context)
+    return forward(
         ops.gated_delta_rule,
         q,
         k,
@@ -847,10 +775,10 @@ def fused_recurrent_gated_delta_rule(
     >>> np.allclose(o, chunk_kda(q, k, v, g[..., None] + gk, beta)[0])
     True
     """
-    state_v_first = _v_first(state_v_first, transpose_state_layout)
-    _refuse(gv=gv)
+    state_v_first = v_first_of(state_v_first, transpose_state_layout)
+    refuse(gv=gv)
     g = activated_gate(g, use_gate_in_kernel, A_log, dt_bias)
-    beta = activated_beta(_beta(beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    beta = activated_beta(ones_if_none(beta, v), use_beta_sigmoid_in_kernel, allow_neg_eigval)
     options = {
         "scale": scale,
         "initial_state": initial_state,
@@ -863,10 +791,10 @@ def fused_recurrent_gated_delta_rule(
     }
     if gk is not None:
         gk = gk if g is None else g[..., None] + gk
-        return _forward(ops.kda, q, k, v, gk, beta, **options)
+        return forward(ops.kda, q, k, v, gk, beta, **options)
     if g is not None:
-        return _forward(ops.gated_delta_rule, q, k, v, g, beta, **options)
-    return _forward(ops.delta_rule, q, k, v, beta, **options)
+        return forward(ops.gated_delta_rule, q, k, v, g, beta, **options)
+    return forward(ops.delta_rule, q, k, v, beta, **options)
 
 
 def chunk_kda(
@@ -927,9 +855,9 @@ def chunk_kda(
     >>> np.allclose(o, chunk_kda(q, k, v, g, beta)[0])
     True
     """
-    state_v_first = _v_first(state_v_first, transpose_state_layout)
-    _refuse(return_intermediate_states=return_intermediate_states, cp_context=cp_context)
-    return _forward(
+    state_v_first = v_first_of(state_v_first, transpose_state_layout)
+    refuse(return_intermediate_states=return_intermediate_states, cp_context=cp_context)
+    return forward(
         ops.kda,
         q,
         k,
@@ -983,8 +911,8 @@ def fused_recurrent_kda(
     >>> o.dtype.name
     'float16'
     """
-    state_v_first = _v_first(state_v_first, transpose_state_layout)
-    return _forward(
+    state_v_first = v_first_of(state_v_first, transpose_state_layout)
+    return forward(
         ops.kda,
         q,
         k,
@@ -1002,18 +930,6 @@ def fused_recurrent_kda(
         qk_l2norm=use_qk_l2norm_in_kernel,
         state_v_first=state_v_first,
     )
-
-
-def _beta(beta: Any, v: Any) -> Any:
-    """[B,T,HV]; ones, of v's kind, where it is not given."""
-    if beta is not None:
-        return beta
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(v, torch.Tensor):
-        return v.new_ones(v.shape[:3])
-    # NumPy 2, CuPy and JAX say which library they are of
-    namespace = v.__array_namespace__() if hasattr(v, "__array_namespace__") else np
-    return namespace.ones(v.shape[:3], dtype=v.dtype)
 
 
 # fla has these as kernels of their own: the same results
