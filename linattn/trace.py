@@ -295,7 +295,7 @@ class States(NamedTuple):
     S : array [n,N,HV,K,V], or [n,K,V] for one head
         [n,N,HV,V,K] or [n,V,K] with ``state_v_first``.
     z : array [n,N,HV,K], or [n,K] for one head, or None
-        None without a normaliser. Of titans the momentum, a state like S.
+        None without a normaliser. Of a memory with momentum the momentum, like S.
 
     Examples
     --------

@@ -174,7 +174,7 @@ def comba(
     """
     p = _Problem(q, k, v, x, g, beta, alpha, qk_l2norm)
     decay: Any = {p.gate: p.decay}
-    with called(_NAMES):
+    with called(_NAMES, q):
         return dplr_delta_rule(
             p.q,
             p.k,
@@ -260,7 +260,7 @@ def comba_step(
     """
     p = _Problem(q, k, v, x, g, beta, alpha, qk_l2norm, tokens="", recorded=False)
     decay: Any = {p.gate: p.decay}
-    with called(_NAMES):
+    with called(_NAMES, q):
         return dplr_delta_rule_step(
             p.q,
             p.k,
@@ -347,7 +347,7 @@ def comba_backward(
     """
     p = _Problem(q, k, v, x, g, beta, alpha, qk_l2norm, recorded=False)
     decay: Any = {p.gate: p.decay}
-    with called(_NAMES):
+    with called(_NAMES, q):
         grads = dplr_delta_rule_backward(
             do,
             p.q,

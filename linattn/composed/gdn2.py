@@ -181,7 +181,7 @@ def gdn2(
     True
     """
     p = _Problem(q, k, v, b, w, qk_l2norm)
-    with called(_NAMES):
+    with called(_NAMES, q):
         return kda(
             q,
             k,
@@ -271,7 +271,7 @@ def gdn2_step(
     True
     """
     p = _Problem(q, k, v, b, w, qk_l2norm, tokens="", recorded=False)
-    with called(_NAMES):
+    with called(_NAMES, q):
         return kda_step(
             q,
             k,
@@ -359,7 +359,7 @@ def gdn2_backward(
     (False, True)
     """
     p = _Problem(q, k, v, b, w, qk_l2norm, recorded=False)
-    with called(_NAMES):
+    with called(_NAMES, q):
         grads = kda_backward(
             do,
             q,

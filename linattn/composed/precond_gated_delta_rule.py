@@ -184,7 +184,7 @@ def precond_gated_delta_rule(
     True
     """
     p = _Problem(q, k, preconditioner, qk_l2norm)
-    with called(_NAMES):
+    with called(_NAMES, q):
         return gated_delta_rule(
             p.q,
             p.written,
@@ -272,7 +272,7 @@ def precond_gated_delta_rule_step(
     True
     """
     p = _Problem(q, k, preconditioner, qk_l2norm, tokens="", recorded=False)
-    with called(_NAMES):
+    with called(_NAMES, q):
         return gated_delta_rule_step(
             p.q,
             p.written,
@@ -360,7 +360,7 @@ def precond_gated_delta_rule_backward(
     True
     """
     p = _Problem(q, k, preconditioner, qk_l2norm, recorded=False)
-    with called(_NAMES):
+    with called(_NAMES, q):
         grads = gated_delta_rule_backward(
             do,
             p.q,

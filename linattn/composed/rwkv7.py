@@ -190,7 +190,7 @@ def rwkv7(
     True
     """
     p = _Problem(r, w, k, v, a, b, kk)
-    with called(_NAMES):
+    with called(_NAMES, r):
         return dplr_delta_rule(
             r,
             k,
@@ -285,7 +285,7 @@ def rwkv7_step(
     True
     """
     p = _Problem(r, w, k, v, a, b, kk, tokens="", recorded=False)
-    with called(_NAMES):
+    with called(_NAMES, r):
         return dplr_delta_rule_step(
             r,
             k,
@@ -374,7 +374,7 @@ def rwkv7_backward(
     ((1, 6, 2, 4), True, 'float')
     """
     p = _Problem(r, w, k, v, a, b, kk, recorded=False)
-    with called(_NAMES):
+    with called(_NAMES, r):
         grads = dplr_delta_rule_backward(
             do,
             r,
