@@ -12,46 +12,6 @@ from typing import TYPE_CHECKING, Any
 from linattn._linattn import BoundStep
 from linattn.analysis import implicit_weights, lightning_slopes
 from linattn.arrays import zeros_state
-from linattn.composed import (
-    GDN2Gradients,
-    IPLRGradients,
-    Mamba3Gradients,
-    Mamba3States,
-    MLSTMGradients,
-    PrecondGradients,
-    RWKV7Gradients,
-    SSDGradients,
-    comba,
-    comba_backward,
-    comba_step,
-    gated_delta_product,
-    gated_delta_product_backward,
-    gated_delta_product_step,
-    gdn2,
-    gdn2_backward,
-    gdn2_step,
-    hgrn2,
-    hgrn2_backward,
-    hgrn2_step,
-    iplr_delta_rule,
-    iplr_delta_rule_backward,
-    iplr_delta_rule_step,
-    mamba3,
-    mamba3_backward,
-    mamba3_step,
-    mlstm,
-    mlstm_backward,
-    mlstm_step,
-    precond_gated_delta_rule,
-    precond_gated_delta_rule_backward,
-    precond_gated_delta_rule_step,
-    rwkv7,
-    rwkv7_backward,
-    rwkv7_step,
-    ssd,
-    ssd_backward,
-    ssd_step,
-)
 from linattn.config import (
     cuda,
     get_float32_precision,
@@ -102,6 +62,64 @@ if TYPE_CHECKING:
     from linattn import nn as nn
     from linattn import plot as plot
     from linattn import reference as reference
+    from linattn.composed.comba import (
+        comba,
+        comba_backward,
+        comba_step,
+    )
+    from linattn.composed.gated_delta_product import (
+        gated_delta_product,
+        gated_delta_product_backward,
+        gated_delta_product_step,
+    )
+    from linattn.composed.gdn2 import (
+        GDN2Gradients,
+        gdn2,
+        gdn2_backward,
+        gdn2_step,
+    )
+    from linattn.composed.hgrn2 import (
+        hgrn2,
+        hgrn2_backward,
+        hgrn2_step,
+    )
+    from linattn.composed.iplr_delta_rule import (
+        IPLRGradients,
+        iplr_delta_rule,
+        iplr_delta_rule_backward,
+        iplr_delta_rule_step,
+    )
+    from linattn.composed.mamba3 import (
+        Mamba3Gradients,
+        Mamba3States,
+        mamba3,
+        mamba3_backward,
+        mamba3_step,
+    )
+    from linattn.composed.mlstm import (
+        MLSTMGradients,
+        mlstm,
+        mlstm_backward,
+        mlstm_step,
+    )
+    from linattn.composed.precond_gated_delta_rule import (
+        PrecondGradients,
+        precond_gated_delta_rule,
+        precond_gated_delta_rule_backward,
+        precond_gated_delta_rule_step,
+    )
+    from linattn.composed.rwkv7 import (
+        RWKV7Gradients,
+        rwkv7,
+        rwkv7_backward,
+        rwkv7_step,
+    )
+    from linattn.composed.ssd import (
+        SSDGradients,
+        ssd,
+        ssd_backward,
+        ssd_step,
+    )
 
 __version__ = "0.1.0"
 
@@ -217,8 +235,11 @@ _LAZY = ("gates", "nn", "plot", "reference")
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"linattn.{name}")
+    if name in __all__:  # the names that are not here yet are those of the systems
+        found = globals()[name] = getattr(importlib.import_module("linattn.composed"), name)
+        return found
     raise AttributeError(f"module 'linattn' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *__all__, *_LAZY})
