@@ -92,7 +92,7 @@ template <la_decay DECAY, la_rule RULE, int ROWS> struct kahan_rows {
 };
 
 template <la_decay DECAY, la_rule RULE, int ROWS, bool RARE>
-static __global__ void __launch_bounds__(ADJOINT_THREADS)
+static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
     adjoint(const __grid_constant__ call c, const __grid_constant__ gradients d,
             const __grid_constant__ adjoint_scratch f)
 {
