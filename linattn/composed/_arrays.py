@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from linattn.features import cast, is_array, is_recorded, is_tensor, shape_of
+from linattn.features import cast, is_array, is_recorded, is_tensor, is_traced, shape_of
 
 __all__ = [
     "Arrays",
@@ -243,6 +243,14 @@ class Arrays:
     def contiguous(self, x: Any) -> Any:
         """x in memory of its own, where x is a part of a larger array."""
         return x.contiguous() if is_tensor(x) else self.xp.ascontiguousarray(x)
+
+    def scaled(self, a: Any, x: Any) -> Any:
+        """a x in the dtype of x, rounded once; a is in the dtype of the sums."""
+        recorded = is_recorded(a) or is_recorded(x)
+        if not is_tensor(x) or x.dtype == self.real or recorded or is_traced(x):
+            return self.short(a * self.real_of(x))
+        # One pass over memory, where PyTorch neither records the product nor fuses it.
+        return self.xp.mul(a, x, out=x.new_empty(x.shape))
 
     def short(self, x: Any) -> Any:
         """x in the dtype of the first array."""

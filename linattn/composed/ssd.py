@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from linattn.composed._arrays import (
@@ -131,17 +132,20 @@ class _Problem:
     def compute(self) -> None:
         """The time steps, and v and g of simple_gla. Arrays are in the dtype of the sums."""
         real = self.call.real_of
-        self.x, self.A, self.D, self.z = map(
-            real, (self.call.like, self.A_given, self.D_given, self.z_given)
-        )
+        self.A, self.D, self.z = map(real, (self.A_given, self.D_given, self.z_given))
         dt, bias = real(self.dt_given), real(self.bias_given)
         self.raw = dt if bias is None else dt + bias
         self.before_limit = softplus(self.raw) if self.dt_softplus else self.raw
         self.dt = self.call.xp.clip(self.before_limit, *self.limit)
-        self.v = self.call.short(self.dt[..., None] * self.x)
+        self.v = self.call.scaled(self.dt[..., None], self.call.like)
         self.g = self.dt * self.A
         if self.D is not None and self.D.ndim == 1:
             self.D = self.D[:, None]
+
+    @cached_property
+    def x(self) -> Any:
+        """x in the dtype of the sums, for D and for gradients."""
+        return self.call.real_of(self.call.like)
 
     def skipped(self, o: Any) -> Any:
         """o + D x, before the gate."""
