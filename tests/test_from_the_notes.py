@@ -251,12 +251,25 @@ def plain_gsa(q, k, v, log_a):
     return o
 
 
-def plain_titans(q, k, v, theta, alpha):
+def plain_rwkv7(r, log_w, k, v, a, kk):
+    S, o = np.zeros((*r.shape[:1], *r.shape[2:], v.shape[-1]), r.dtype), np.zeros_like(v)
+    for t in range(r.shape[1]):
+        looked_up = (S * kk[:, t, ..., None]).sum(-2)[:, :, None]
+        S = np.exp(log_w[:, t])[..., None] * S - (kk * a)[:, t, ..., None] * looked_up
+        S = S + k[:, t, ..., None] * v[:, t, :, None]
+        o[:, t] = (S * r[:, t, ..., None]).sum(-2)
+    return o
+
+
+def plain_titans(q, k, v, theta, eta, alpha):
+    """The paper's S is the step that is taken."""
     M, o = np.zeros((*q.shape[:1], *q.shape[2:], v.shape[-1]), q.dtype), np.zeros_like(v)
+    S = np.zeros_like(M)
     for t in range(q.shape[1]):
         error = (M * k[:, t, ..., None]).sum(-2) - v[:, t]
         gradient = k[:, t, ..., None] * error[:, :, None]
-        M = (1 - alpha[:, t])[..., None, None] * M - theta[:, t, :, None, None] * gradient
+        S = eta[:, t, :, None, None] * S - theta[:, t, :, None, None] * gradient
+        M = (1 - alpha[:, t])[..., None, None] * M + S
         o[:, t] = (M * q[:, t, ..., None]).sum(-2)
     return o
 
@@ -307,12 +320,42 @@ SYSTEMS = {
             _size(7),
         ],
     ),
-    "rwkv6": (plain_rwkv6, [QK, QK, VALUES, _between(-2, 0, 2, 30, 4, 6), _size(4, 6)]),
     "rwkv4": (plain_rwkv4, [_between(0, 2, 7), _size(7), _size(2, 30, 7), _size(2, 30, 7)]),
     "gsa": (plain_gsa, [QK, QK, VALUES, _between(-2, 0, 2, 30, 4, 3)]),
-    "titans": (
+}
+# the same for the calls that the page spells out beside the functions
+CALLED = {
+    "rwkv6(r, k, v, u, g=log_w)": (
+        plain_rwkv6,
+        {
+            "r": QK,
+            "k": QK,
+            "v": VALUES,
+            "log_w": _between(-2, 0, 2, 30, 4, 6),
+            "u": _size(4, 6),
+        },
+    ),
+    "rwkv7(r, log_w, k, v, a, kk=kk)": (
+        plain_rwkv7,
+        {
+            "r": QK,
+            "log_w": _between(-2, 0, 2, 30, 4, 6),
+            "k": QK,
+            "v": VALUES,
+            "a": _between(0, 1, 2, 30, 4, 6),
+            "kk": _unit(2, 30, 4, 6),
+        },
+    ),
+    "titans(q, k, v, theta, eta, alpha=1 - alpha, scale=1)": (
         plain_titans,
-        [QK, _unit(2, 30, 4, 6), VALUES, _between(0, 1, 2, 30, 4), _between(0, 0.5, 2, 30, 4)],
+        {
+            "q": QK,
+            "k": _unit(2, 30, 4, 6),
+            "v": VALUES,
+            "theta": _between(0, 1, 2, 30, 4),
+            "eta": _between(0, 0.9, 2, 30, 4),
+            "alpha": _between(0, 0.5, 2, 30, 4),
+        },
     ),
 }
 
@@ -336,6 +379,20 @@ def test_a_system_is_its_own_loop(system, dtype, functions):
     for x, e, n in zip(found, exact, naive, strict=True):
         assert x.dtype == n.dtype == dtype and np.abs(e).max() > 0.1
         assert_accurate(x, e, n, dtype=dtype, name=system)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("call", CALLED)
+def test_a_call_is_the_systems_loop(call, dtype):
+    assert f"`{call}`" in TEXT.replace("\n  ", " ")
+    plain, makers = CALLED[call]
+    rng = np.random.default_rng(0)
+    given = {name: make(rng).astype(dtype) for name, make in makers.items()}
+    wide = np.longdouble if dtype == np.float64 else np.float64
+    exact = plain(**{name: x.astype(wide) for name, x in given.items()})
+    o, _ = eval(f"linattn.{call}", {"linattn": linattn, **given})
+    assert o.dtype == dtype and np.abs(exact).max() > 0.1
+    assert_accurate(o, exact, plain(**given), dtype=dtype, name=call)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
