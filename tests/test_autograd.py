@@ -20,6 +20,7 @@ from support.recorded import (
     weights,
 )
 from support.tensors import tensors_in, torch
+from support.variants import PREDICTS
 
 import linattn
 from linattn import autograd
@@ -42,12 +43,25 @@ def test_gradcheck(op, name, rng):
     assert torch.autograd.gradcheck(call, given, fast_mode=name != "plain")
 
 
+@pytest.mark.parametrize("op", PREDICTS)
+def test_gradcheck_of_a_key_that_predicts(op, rng):
+    x = inputs(op, rng, grad=True, x=True)
+    call, given = pure(op, x, output_final_state=True)
+    assert len(given) == len(x)
+    assert torch.autograd.gradcheck(call, given)
+    alone = {name: y.detach() for name, y in x.items()} | {"x": x["x"]}  # it alone is recorded
+    o, _ = getattr(linattn, op)(**alone)
+    got = torch.autograd.grad(o, [x["x"]], weights(o))
+    assert_equal(got, [by_the_backward_pass(op, x, weights(o), None)[list(x).index("x")]])
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize("op", [op for op in OPS if GATES[op]])
 def test_numbers_for_gates_are_recorded(op, compiled, rng):
     """The gradients of q, k and v are those of the backward pass with the same numbers."""
     x = inputs(op, rng, dtype=np.float32, grad=True)
-    x |= {"g": -0.1, "beta": 0.5, "gamma": 0.9, "slopes": 0.1}
+    numbers = {"g": -0.1, "beta": 0.5, "gamma": 0.9, "slopes": 0.1, "bonus": 0.5, "eta": 0.5}
+    x = {name: y.detach() if name in "xy" else y for name, y in (x | numbers).items()}
     x = {name: x[name] for name in ("q", "k", "v", *GATES[op])}
     call = getattr(linattn, op)
     if compiled:
@@ -388,6 +402,14 @@ def test_activation_checkpointing(reentrant, rng):
 def backward_into(given, outputs):
     torch.autograd.backward(outputs, [weights(o) for o in outputs])
     return [x.grad for x in given]
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if set("xy") & set(GATES[op])])
+def test_autocast_casts_every_key(op, rng):
+    x = inputs(op, rng, dtype=np.float32)
+    half = {n: y.to(torch.bfloat16) if n in "qkvxy" else y for n, y in x.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(getattr(linattn, op)(**x)[0], getattr(linattn, op)(**half)[0])
 
 
 def test_autocast(rng):

@@ -17,23 +17,19 @@ from support.recorded import (
 from support.tensors import tensors_in, torch
 
 import linattn
+from linattn import autograd
 
 OPS = linattn.OPS
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def operator_arguments(op, x, *, final=True, features=(2, 1e-3, 2, 1e-3, 1, 1e-6, 1)):
-    state, z = x["initial_state"] if op == "linear_attention" else (x.get("initial_state"), None)
+    state = x.get("initial_state")
+    first, second = state if isinstance(state, tuple) else (state, None)
     gate = next((name for name in ("g", "gamma", "slopes") if name in x), None)
+    given = x | {"g": x.get(gate), "initial_state": first, "initial_state_second": second}
     return (
-        x["q"],
-        x["k"],
-        x["v"],
-        x.get(gate),
-        x.get("beta"),
-        None,
-        state,
-        z,
+        *map(given.get, autograd._NAMES),
         final,
         gate,
         None,
@@ -56,13 +52,20 @@ def test_opcheck(op, rng):
         operator_arguments(op, x, final=False),
         test_utils="test_faketensor",
     )
-    before, after = arguments[:8], arguments[9:]
+    n = len(autograd._NAMES)
+    before, after = arguments[:n], arguments[n + 1 :]
     arrays = [None if y is None else y.detach() for y in before]
-    d_states = [None if y is None else weights(y) for y in arrays[6:8]]
+    d_states = [None if y is None else weights(y) for y in arrays[-2:]]
     torch.library.opcheck(
         getattr(torch.ops.linattn, op + "_backward").default,
         (weights(arrays[2]), *d_states, *arrays, *after),
     )
+
+
+def of_one_head(name, y):
+    if name == "bonus":
+        return y[0]
+    return y[0, :, 0] if y.dim() > 1 else y
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -80,7 +83,7 @@ def test_shapes_without_memory(op, rng):
             for dtype in (np.float64, np.float32, BFLOAT16):
                 x = inputs(op, rng, dtype=dtype, state=False, B=1, HV=1 if one_head else 2)
                 if one_head:
-                    x = {n: y[0, :, 0] if y.dim() > 1 else y for n, y in x.items()}
+                    x = {n: of_one_head(n, y) for n, y in x.items()}
                 want = tensors_in(getattr(linattn, op)(**x, **options))
                 meta = {n: y.to("meta") for n, y in x.items()}
                 got = tensors_in(getattr(linattn, op)(**meta, **options))
