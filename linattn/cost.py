@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from linattn._cost_rules import COUNTS, Counts
 from linattn.arrays import as_size
 from linattn.variants import OPS, VARIANTS
 
@@ -51,10 +52,10 @@ def flops(
     a change of sign. A step is ``T=1, mode="recurrent"``.
 
     A backward pass computes the forward pass again, without its outputs and without the state that
-    its last chunk leaves. Then it has the adjoint, and the sums of dq and dk over the value heads
-    that share a query and key head. The gradient of a gate is counted as that of the decay. If T is
-    long, the kernels compute states more than twice, to save memory (docs/math.md, section 8): that
-    is not counted.
+    its last chunk leaves. Then it has the adjoint, and the sums of dq and dk (and dx and dy) over
+    the value heads that share a query and key head. The gradient of a gate is counted as that of
+    the decay. If T is long, the kernels compute states more than twice, to save memory
+    (docs/math.md, section 8): that is not counted.
 
     Parameters
     ----------
@@ -136,12 +137,53 @@ def _call(op: str, K: int, V: int, H: int, HV: int, normalize: bool) -> _Call:
     return _Call(K, V, H, HV, row.decay, row.rule == "delta", row.normaliser and normalize)
 
 
+def _counts(op: str, K: int, V: int, n: int) -> Counts | None:
+    """Of an op that does the four lines of section 2 of docs/math.md in another way."""
+    row = VARIANTS[op]
+    count = COUNTS.get(row.rule) or COUNTS.get(row.decay)
+    return count(K, V, n) if count else None
+
+
+def _chunks(T: int, C: int) -> list[tuple[int, int]]:
+    """(how many, of how many tokens)."""
+    whole, rest = divmod(T, C)
+    return [(times, n) for times, n in ((whole, C), (1, rest)) if times and n]
+
+
+def _forward_of_rules(op: str, T: int, K: int, V: int, H: int, HV: int, C: int | None) -> int:
+    count = 0
+    for times, n in _chunks(T, C or 1):
+        x = _counts(op, K, V, n)
+        assert x is not None
+        if C is None:
+            count += times * HV * (x.token_written + x.token_read)
+        else:
+            count += times * (H * x.shared + HV * (x.scored + x.carried + x.read))
+    return count
+
+
+def _backward_of_rules(op: str, T: int, K: int, V: int, H: int, HV: int, C: int | None) -> int:
+    count = last = 0
+    for times, n in _chunks(T, C or 1):
+        x = _counts(op, K, V, n)
+        assert x is not None
+        count += times * n * (HV - H) * x.sums
+        if C is None:
+            count += times * HV * (x.token_written + x.token_adjoint)
+        else:
+            count += times * (H * x.shared + HV * (x.scored + x.carried + x.adjoint))
+            last = HV * x.state_carried  # the states that the last chunk leaves are not needed
+    return count - last
+
+
 def _forward(
     op: str, T: int, K: int, V: int, H: int, HV: int, C: int | None, normalize: bool
 ) -> int:
     """A row of the batch. C None: token by token."""
     if op == "softmax":
         return T * (T + 1) // 2 * (H * (2 * K + 3) + HV * 2 * V)
+    if _counts(op, K, V, 1):
+        return _forward_of_rules(op, T, K, V, H, HV, C)
     c = _call(op, K, V, H, HV, normalize)
     if C is None:
         return T * HV * (_token_written(c) + _token_read(c))
@@ -160,6 +202,8 @@ def _backward(
     if op == "softmax":  # the weights; dv, dA; A (dA - the row's sum of A dA); dq, dk
         of_pair = H * (2 * K + 3) + HV * 4 * V + (HV - H) + H * (4 + 4 * K)
         return T * (T + 1) // 2 * of_pair + T * H * 2 * K
+    if _counts(op, K, V, 1):
+        return _backward_of_rules(op, T, K, V, H, HV, C)
     c = _call(op, K, V, H, HV, normalize)
     shared = T * (HV - H) * 2 * K  # dq and dk of the value heads that share a head
     if c.decay == "head":
@@ -307,7 +351,7 @@ class Memory(NamedTuple):
     Attributes
     ----------
     arrays : int
-        q, k, v, o and the op's gates.
+        q, k, v, o and the op's gates and keys. A delta rule's x is not counted.
     kept : int
         Kept by a decoder after T tokens: the state, or softmax's keys and values.
     weights : int
@@ -384,7 +428,11 @@ def memory(
     if op == "softmax":
         return Memory(arrays, B * T * (H * K + HV * V) * itemsize, weights)
     variant, of_gates = VARIANTS[op], max(4, itemsize)
-    by_token = {"token": 1, "key": K}.get(variant.decay, 0) + (variant.rule == "delta")
+    by_token = {"token": 1, "key": K, "pair": 2}.get(variant.decay, 0) + (variant.rule == "delta")
     arrays += of_gates * HV * (B * T * by_token + (variant.decay == "head"))
-    z = K if variant.normaliser and normalize else 0
-    return Memory(arrays, B * HV * (K * V + z) * state_itemsize, weights)
+    if variant.rule == "dplr":  # x and y
+        arrays += 2 * B * T * H * K * itemsize
+    if variant.rule == "bonus":
+        arrays += of_gates * H * K
+    second = K if variant.normaliser and normalize else K * V if variant.decay == "pair" else 0
+    return Memory(arrays, B * HV * (K * V + second) * state_itemsize, weights)
