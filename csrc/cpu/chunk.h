@@ -95,7 +95,7 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     const bool key = decay == LA_KEY, pair = decay == LA_PAIR, predicts = la_predicts(rule);
     const bool token = decay == LA_TOKEN || pair, carries = rows_carry(decay);
     const int64_t written = rows_written(rule) * C;
-    *c = (chunk){.C = C, .kp = kp, .cp = cp, .wp = padded(written)};
+    *c = (chunk){.C = C, .kp = kp, .cp = cp};
     c->K = state_rows(p);
     c->sp = padded(c->K);
     c->x = arena_take(m, 2 * C, kp);
@@ -122,7 +122,7 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->hat = key && !for_adjoint ? c->x : arena_take(m, carries ? 2 * C : 0, c->sp);
     c->tilde = arena_take(m, carries ? written : 0, c->sp);
     c->part = (lane *)arena_take(m, key ? 2 * rows_written(rule) * cp : 0, LANES);
-    c->kt = arena_take(m, c->sp, c->wp);
+    c->kt = arena_take(m, rows_written(rule) * c->sp, cp);
     c->kk = arena_take(m, key ? 0 : 2 * C, cp);
     c->P = arena_take(m, decay == LA_NONE ? 0 : written, cp);
     c->L = arena_take(m, decay == LA_NONE || !predicts ? 0 : written, cp);
@@ -323,7 +323,7 @@ LA_FN void pair_scores(chunk *c, const la_problem *p, const bool reads)
         for (int64_t at = 2 * K; at < sp; at++) x_hat[at] = tilde[at] = 0;
         for (int64_t at = 2 * K; reads && at < sp; at++) q_hat[at] = 0;
     }
-    transpose(n, c->K, c->tilde, sp, c->kt, c->wp);
+    transpose(n, c->K, c->tilde, sp, c->kt, c->cp);
 }
 
 /* P and L: the bare products times Gamma, or alone if nothing decays. */
@@ -353,7 +353,7 @@ LA_FN void scores_token(chunk *c, const la_problem *p, const bool reads, const l
     const int64_t n = c->n, kp = c->kp, cp = c->cp;
     c->qk = c->kk + n * cp;
 
-    transpose(n, p->K, c->k, kp, c->kt, cp); /* one row a token: wp is cp */
+    transpose(n, p->K, c->k, kp, c->kt, cp);
     if (rule == LA_DELTA)
         long_narrow_product(p, reads ? 2 * n : n, padded(n), p->K, c->x, kp, c->kt, cp, c->kk, cp);
     else if (reads)
@@ -455,7 +455,8 @@ LA_FN void chunk_scores(chunk *c, const la_problem *p, const bool reads, const l
         return;
     }
     scores_key(c, p, reads, rule);
-    transpose(rows_written(rule) * c->n, p->K, c->tilde, c->kp, c->kt, c->wp);
+    for (int64_t w = 0; w < rows_written(rule); w++)
+        transpose(c->n, p->K, c->tilde + w * c->n * c->kp, c->kp, c->kt + w * c->kp * c->cp, c->cp);
 }
 
 LA_FN void chunk_begin_of(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t n,
@@ -522,7 +523,6 @@ LA_FN void chunk_denominators(chunk *c, const la_problem *p, real *z, real *kaha
 
 typedef struct panel {
     int64_t v0, v1, width; /* columns of V; width is padded */
-    int64_t rows;          /* that are written: n, DPLR 2 n */
     real *S;               /* [K][width]; PAIR [2K][width]: M, then Y */
     real *U;               /* [C][width]: the writes; DPLR [2C][width]: v, then (from row n) W */
     real *rU;            /* TOKEN and bf16 products [C][width]: r U, U as the chunk's end sees it */

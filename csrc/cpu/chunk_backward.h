@@ -116,7 +116,6 @@ LA_FN panel recompute_writes(backward_scratch *f, const la_problem *p, const la_
                              real *S, int64_t width, const la_decay decay, const la_rule rule)
 {
     panel s = {.v0 = u->v0, .v1 = u->v1, .width = width, .S = S};
-    s.rows = rows_written(rule) * f->c.n;
     s.U = f->U;
     s.rU = f->rU;
     if (rule != LA_DELTA) {

@@ -234,7 +234,6 @@ LA_FN void panel_forward(const chunk *c, state_scratch *x, const la_problem *p, 
                          int64_t t, panel *s, prefetch *next, const bool reads, bool normalised,
                          const la_decay decay, const la_rule rule)
 {
-    s->rows = rows_written(rule) * c->n;
     state_products(c, x, p, s, reads, rule);
     if (rule == LA_DELTA) {
         const rows V = rows_of(p, LA_V, u, t, s, s->U);

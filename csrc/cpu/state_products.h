@@ -45,13 +45,18 @@ LA_FN void state_product(const int R, const int W, int64_t i, int64_t w, const c
 LA_FN void state_carry(const chunk *c, const state_scratch *x, const la_problem *p, const panel *s,
                        real *to, prefetch *next, const la_decay decay)
 {
-    const real *from = s->S;
-    (void)x, (void)p;
+    const real *from = s->S, *U = decay == LA_TOKEN ? s->rU : s->U, *keep = chunk_decay(c, decay);
+    bool by_row = decay == LA_KEY;
+    (void)x;
     if (decay == LA_PAIR) {
         decay_pair(c, s->S, to, s->width);
         from = to;
     }
-    product_and_prefetch(c->K, s->width, s->rows, c->kt, c->wp, 1, decay == LA_TOKEN ? s->rU : s->U,
-                         s->width, to, s->width, from, chunk_decay(c, decay), decay == LA_KEY,
-                         next);
+    if (p->rule == LA_DPLR) { /* a sum by itself: beside the writes it would cancel */
+        product_and_prefetch(c->K, s->width, c->n, c->kt + c->kp * c->cp, c->cp, 1,
+                             U + c->n * s->width, s->width, to, s->width, from, keep, by_row, NULL);
+        from = to, keep = &one, by_row = false;
+    }
+    product_and_prefetch(c->K, s->width, c->n, c->kt, c->cp, 1, U, s->width, to, s->width, from,
+                         keep, by_row, next);
 }
