@@ -122,6 +122,19 @@ def test_cost_marks_the_crossings(passes):
         )
 
 
+@pytest.mark.parametrize(
+    "op", [op for op, row in linattn.VARIANTS.items() if row.rule != "additive"]
+)
+def test_cost_of_other_rules(op):
+    """The lines are those of the op: x changes none of them, for each head has its own keys."""
+    axes, T = plot.cost(op, d=16, T=[8, 32], H=2, passes="both"), (8, 32)
+    for line, how in zip(axes[0].lines, ({"chunk_size": 16}, {"mode": "recurrent"}), strict=False):
+        expected = [linattn.flops(op, t, 16, 16, H=2, passes="both", **how) for t in T]
+        np.testing.assert_array_equal(line.get_ydata(), expected)
+    kept = [linattn.memory(op, 8, 16, 16, H=2).kept] * 2
+    np.testing.assert_array_equal(axes[1].lines[0].get_ydata(), kept)
+
+
 def test_curve():
     ax = drawn(plot.curve({"a": [3, 2], "b": ([0, 5], [1, 2])}))
     np.testing.assert_array_equal(ax.lines[1].get_xdata(), [0, 5])
