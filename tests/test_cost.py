@@ -919,6 +919,41 @@ def test_softmax_counts_backward(HV):
     assert linattn.flops("softmax", T, K, V, HV=HV, passes="backward") == done
 
 
+def largest_terms(op, passes):
+    """The factors in the table of docs/math.md, from differences of counts."""
+
+    def of_token(K, V):
+        return linattn.flops(op, 1, K, V, mode="recurrent", passes=passes)
+
+    def of_chunk(n, K, V):
+        two, one = (linattn.flops(op, t * n, K, V, chunk_size=n, passes=passes) for t in (2, 1))
+        return two - one
+
+    def of_K_V(count):
+        return count(9, 9) - count(8, 9) - count(9, 8) + count(8, 8)
+
+    def squared(one, other):
+        """The factor of n^2 in what a K or V more costs."""
+        more = [of_chunk(n, *one) - of_chunk(n, *other) for n in (7, 8, 9)]
+        return (more[0] - 2 * more[1] + more[2]) / 2
+
+    of_8, of_9 = (of_K_V(partial(of_chunk, n)) for n in (8, 9))
+    by_n = of_9 - of_8
+    by_K, by_V = squared((9, 8), (8, 8)), squared((8, 9), (8, 8))
+    return [of_K_V(of_token), by_n, of_8 - 8 * by_n, by_K, by_V]
+
+
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_the_table_of_the_mathematics(op):
+    page = Path(__file__).parents[1] / "docs" / "math.md"
+    if not page.exists():
+        pytest.skip("docs/math.md: not in a checkout")
+    table = page.read_text().split("## 17. What is counted")[1]
+    (row,) = re.findall(rf"^\| `{op}` \| (.*) \|$", table, re.M)
+    found = largest_terms(op, "forward") + largest_terms(op, "backward")
+    assert [float(x) for x in row.split(" | ")] == found
+
+
 def test_nothing_costs_nothing():
     for op in (*linattn.OPS, "softmax"):
         for mode in ("chunk", "recurrent", "parallel"):
