@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from linattn import VARIANTS
+from linattn import VARIANTS, flops, memory
 
 CHUNK = 64  # tokens: the chunk of the peers, and the one that `products` is counted with
 BESIDE = "softmax"  # the section of what stands beside the op and its peers: softmax attention
@@ -60,6 +60,12 @@ class Case:
         return self.variant.rule == "delta"
 
     @property
+    def ordinary(self):
+        """Is its rule one that most libraries with linear attention have? One state; it is read
+        after its decay and the write, and a prediction, if any, is of the key that is written."""
+        return self.variant.rule in ("additive", "delta") and self.variant.decay != "pair"
+
+    @property
     def flops(self):
         """Multiplies and adds that the recurrence needs. More work than that earns nothing."""
         passes = 3 if self.pass_ == "forward+backward" else 1
@@ -71,15 +77,18 @@ class Case:
 
         Per token: a q/k head 2 C D for its scores q k', a value head 2 C D to read them and 4 D D
         to read and write the state; with the delta rule another 2 C D for k k', 2 C D to apply the
-        triangular inverse and 2 C C / 3 to find it, 2 D D to predict.
+        triangular inverse and 2 C C / 3 to find it, 2 D D to predict. Where two rows are written,
+        y beside k, there are two of each score, read and write. A memory and its momentum are two
+        states in a chunk; a step reads one.
         """
-        C, D, delta, tokens = CHUNK, self.D, self.delta, self.B * self.T
+        C, D, tokens, rule = CHUNK, self.D, self.B * self.T, self.variant.rule
+        predicts, writes = rule in ("delta", "dplr"), 1 + (rule == "dplr")
+        of_state, inside = 2 * D * D * (1 + writes + predicts), 2 * C * D * writes * (1 + predicts)
         if self.pass_ == "step":
-            return tokens * self.HV * D * D * (4 + 2 * delta)
-        return tokens * (
-            self.H * 2 * C * D * (1 + delta)
-            + self.HV * (2 * C * D * (1 + delta) + 4 * D * D + delta * (2 * D * D + 2 * C * C / 3))
-        )
+            return tokens * self.HV * of_state
+        states = 1 + (self.variant.decay == "pair")
+        solve = predicts * 2 * C * C / 3
+        return tokens * (self.H * inside + self.HV * (inside + states * of_state + solve))
 
     @property
     def itemsize(self):
@@ -88,19 +97,22 @@ class Case:
     @property
     def bytes(self):
         """Each array moved once; gates and state are float32."""
-        gates = {"token": 1, "key": self.D}.get(self.variant.decay, 0) + self.delta
-        each = 2 * self.itemsize * self.D * (self.H + self.HV) + 4 * self.HV * gates
-        state = 8 * self.B * self.HV * self.D**2 if self.pass_ == "step" else 0
-        return self.B * self.T * each + state
+        how = {"B": self.B, "H": self.H, "HV": self.HV, "itemsize": self.itemsize}
+        found = memory(self.op, self.T, self.D, self.D, **how, normalize=self.normalised)
+        return found.arrays + (2 * found.kept if self.pass_ == "step" else 0)
 
 
 def per_element(op):
-    """Multiplies and adds of an op for a token and an element of its state.
+    """Multiplies and adds of an op for a token and an element [K,V] of its state: the factor of K V
+    in linattn.flops.
 
-    A write and a read are 2 each, a decay 1, a prediction 2.
+    A write and a read are 2 each, a decay 1, a prediction 2; a momentum's decay and its addition 2.
     """
-    variant = VARIANTS[op]
-    return 4 + (variant.decay != "none") + 2 * (variant.rule == "delta")
+
+    def of_token(K, V):
+        return flops(op, 1, K, V, mode="recurrent")
+
+    return of_token(1, 1) - of_token(1, 0) - of_token(0, 1) + of_token(0, 0)
 
 
 @dataclass(frozen=True)

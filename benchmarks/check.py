@@ -11,7 +11,7 @@ import numpy as np
 from linattn import reference, testing
 
 from .base import CHUNK, WrongResult
-from .inputs import gradient, numpy_inputs, options, ours
+from .inputs import gradient, has_tokens, numpy_inputs, options, ours
 
 T, HEADS, STEPS = 192, 2, 3  # three of the peers' chunks; tokens in a row for a step
 # rms(out - ref) / rms(ref) of a peer; ours go by the acceptance rule of linattn.testing
@@ -23,14 +23,14 @@ def expected(case, x, dtype, form):
     """The right outputs of a shortened case, (o,) or (o, gradients ...), computed at dtype."""
     form = form | options(case)
     if case.pass_ == "step":  # one token, again and again
-        x = {name: np.repeat(a, STEPS, 1) if np.ndim(a) > 1 else a for name, a in x.items()}
+        x = {name: np.repeat(a, STEPS, 1) if has_tokens(a) else a for name, a in x.items()}
     o = getattr(reference, case.op)(**x, dtype=dtype, **form)[0]
     if case.pass_ == "forward":
         return (o,)
     if case.pass_ == "step":
         return (o[:, -1],)
     grads = reference.backward(case.op, gradient(case), **x, dtype=dtype, **form)
-    return (o, *(d for d in grads[:5] if d is not None))
+    return (o, *(d for d in grads[:-1] if d is not None))  # the last is that of the state
 
 
 class Checker:
@@ -106,40 +106,109 @@ def chunks(x):
         u = v  |  beta (v - p), unit lower triangular in u
         o = scale ((q e^G) S + (q k' D up to the diagonal) u)
         S <- e^(G at the end) S + (k e^(G at the end - G))' u
+
+    A row that looks before its decay, x and under a bonus q, has the line of G and D above its own.
+    A second row that is written, y, has scores of its own. `momentum_chunks` has the two states.
     """
     import torch
 
-    q, k, v, beta, state = (x.get(name) for name in ("q", "k", "v", "beta", "state"))
-    (B, T, HV, V), K = v.shape, k.shape[-1]
+    if "eta" in x:
+        yield from momentum_chunks(x)
+        return
+    v, S, beta = x["v"], x.get("state"), x.get("beta")
+    (B, T, HV, V), K = v.shape, x["k"].shape[-1]
     per_token = {name: a.double() for name, a in x.items() if name in ("g", "gamma", "slopes")}
     g = log_decay(torch, per_token | {"v": v})
     g = v.new_zeros(B, T, HV, 1).double() if g is None else g.reshape(B, T, HV, -1)
-    S = v.new_zeros(B, HV, K, V).double() if state is None else state.double()
+    S = v.new_zeros(B, HV, K, V).double() if S is None else S.double()
     for t in range(0, T, CHUNK):
-
-        def part(a, t=t):
-            a = a[:, t : t + CHUNK].double().transpose(1, 2)  # [B,H,C,...]
-            return a.repeat_interleave(HV // a.shape[1], 1)
-
-        Q, Key, u, G = part(q) * K**-0.5, part(k), part(v), part(g).cumsum(2)
-        grown = G.exp()
-        lower = torch.ones(G.shape[2], G.shape[2], dtype=torch.bool, device=v.device).tril()
-        D = G[:, :, :, None] - G[:, :, None]  # above the diagonal it may be large: cut, then exp
-        D = D.masked_fill_(~lower[:, :, None], -torch.inf).exp_()
-        if D.shape[-1] == 1:
-            read, seen = Q @ Key.mT * D[..., 0], Key @ Key.mT * D[..., 0]
+        Q, Key, u = (part(x[name], t, HV) for name in "qkv")
+        Q, G = Q * K**-0.5, part(g, t, HV).cumsum(2)
+        late = torch.cat([torch.zeros_like(G[:, :, :1]), G[:, :, :-1]], 2)  # the line above
+        if "bonus" in x:
+            own = (Q * Key * head_rows(x["bonus"], HV)[:, None]).sum(-1)
+            read = scores(Q, Key, late, G, -1) + torch.diag_embed(own)
+            o = (Q * late.exp()) @ S + read @ u
+        elif "y" in x:
+            X, Y = part(x["x"], t, HV), part(x["y"], t, HV)
+            p = (X * late.exp()) @ S + scores(X, Key, late, G, -1) @ u
+            p = solved(scores(X, Y, late, G, -1), p)
+            o = (Q * G.exp()) @ S + scores(Q, Key, G, G) @ u - scores(Q, Y, G, G) @ p
         else:
-            D *= Key[:, :, None]
-            read, seen = ((a[:, :, :, None, :] @ D.mT)[:, :, :, 0] for a in (Q, Key))
-        if beta is not None:
-            b = part(beta)[..., None]
-            right = b * (u - (Key * grown) @ S)
-            u = torch.linalg.solve_triangular(
-                (b * seen).tril(-1), right, upper=False, unitriangular=True
-            )
-        o = (Q * grown) @ S + read @ u
-        S = grown[:, :, -1, :, None] * S + (Key * (G[:, :, -1:] - G).exp()).mT @ u
+            if beta is not None:
+                b = part(beta, t, HV)[..., None]
+                u = solved(b * scores(Key, Key, G, G, -1), b * (u - (Key * G.exp()) @ S))
+            o = (Q * G.exp()) @ S + scores(Q, Key, G, G) @ u
+        faded = (G[:, :, -1:] - G).exp()
+        S = G[:, :, -1].exp()[..., None] * S + (Key * faded).mT @ u
+        if "y" in x:
+            S = S - (Y * faded).mT @ p
         yield t, o, S
+
+
+def part(a, t, HV):
+    """The rows of the chunk from token t on, [B,HV,C,...], in float64."""
+    a = a[:, t : t + CHUNK].double().transpose(1, 2)
+    return a.repeat_interleave(HV // a.shape[1], 1)
+
+
+def head_rows(a, HV):
+    """[H,K] as [HV,K], in float64."""
+    return a.double().repeat_interleave(HV // a.shape[0], 0)
+
+
+def solved(L, right):
+    """u of (I + L) u = right, L strictly lower."""
+    import torch
+
+    return torch.linalg.solve_triangular(L, right, upper=False, unitriangular=True)
+
+
+def scores(rows, keys, G_rows, G, diagonal=0):
+    """rows_i . (e^(G_rows[i] - G[j]) * keys_j) for j <= i + diagonal."""
+    import torch
+
+    lower = torch.ones(G.shape[2], G.shape[2], dtype=torch.bool, device=G.device).tril(diagonal)
+    D = G_rows[:, :, :, None] - G[:, :, None]  # above the diagonal it may be large: cut, then exp
+    D = D.masked_fill_(~lower[:, :, None], -torch.inf).exp_()
+    if D.shape[-1] == 1:
+        return rows @ keys.mT * D[..., 0]
+    return (rows[:, :, :, None, :] @ (D * keys[:, :, None]).mT)[:, :, :, 0]
+
+
+def momentum_chunks(x):
+    """chunks of a memory M with a momentum Y: the state is both, [2,B,HV,K,V].
+
+    Write j counts N[i,j] in Y and G[i,j] in M after token i, and the states before the chunk count
+    e and f in M, m in Y. These run down the chunk, a token at a time.
+    """
+    import torch
+
+    (B, T, HV, V), K = x["v"].shape, x["k"].shape[-1]
+    first = x["v"].new_zeros(B, HV, K, V).double()
+    M, Y = (z.double() for z in x.get("state", (first, first)))
+    for t in range(0, T, CHUNK):
+        Q, Key, v, g, beta, eta = (part(x[n], t, HV) for n in ("q", "k", "v", "g", "beta", "eta"))
+        Q, a, C = Q * K**-0.5, g.exp(), g.shape[2]
+        one = torch.ones_like(a[:, :, 0])
+        e, f, m, rows = [one], [0 * one], [one], [Key.new_zeros(B, HV, C)]
+        N = rows[0]
+        for i in range(C):
+            decay, keep = a[:, :, i], eta[:, :, i]
+            m.append(keep * m[-1])
+            f.append(decay * f[-1] + m[-1])
+            e.append(decay * e[-1])
+            N = keep[..., None] * N
+            N[:, :, i] = 1
+            rows.append(decay[..., None] * rows[-1] + N)
+        e, f, G = (torch.stack(z, 2)[..., None] for z in (e, f, rows))
+        G, b = G[..., 0], beta[..., None]
+        L = b * G[:, :, :-1] * (Key @ Key.mT)
+        u = solved(L.tril(-1), b * (v - e[:, :, :-1] * (Key @ M) - f[:, :, :-1] * (Key @ Y)))
+        o = e[:, :, 1:] * (Q @ M) + f[:, :, 1:] * (Q @ Y) + (G[:, :, 1:] * (Q @ Key.mT)) @ u
+        M = e[:, :, -1:] * M + f[:, :, -1:] * Y + (G[:, :, -1, :, None] * Key).mT @ u
+        Y = m[-1][..., None, None] * Y + (N[..., None] * Key).mT @ u
+        yield t, o, torch.stack((M, Y))
 
 
 def softmax_chunks(xp, x):

@@ -512,10 +512,13 @@ def plots(path, record):
     from matplotlib.figure import Figure
 
     threads = f"threads: {given_threads(record)}"
-    figure = Figure((14, 7), layout="constrained")
-    panels = figure.subplots(2, 4, sharex=True, sharey=True)
+    rows = -(-len(VARIANTS) // 4)
+    figure = Figure((14, 3.5 * rows), layout="constrained")
+    panels = figure.subplots(rows, 4, sharex=True, sharey=True)
+    for axes in panels.flat[len(VARIANTS) :]:
+        axes.set_axis_off()
     ours_first = dict.fromkeys(["linattn", *sorted(r.peer for r in record.results)])
-    for op, axes in zip(VARIANTS, panels.flat, strict=True):
+    for op, axes in zip(VARIANTS, panels.flat, strict=False):
         for i, name in enumerate(ours_first):
             found = sorted(
                 (r.case.T, tokens(r))

@@ -72,20 +72,39 @@ def inverse_by_rows(xp, L):
     return X + xp.eye(C, dtype=L.dtype)
 
 
-def recurrent(xp, q, k, v, g, beta, S=None):
-    """A loop over the tokens; g [B,T,H] or [B,T,H,K] or None. Returns o and the state."""
+def recurrent(xp, q, k, v, g, beta, S=None, x=None, y=None, bonus=None, eta=None):
+    """A loop over the tokens; g [B,T,H] or [B,T,H,K] or None. Returns o and the state.
+
+    x and y [B,T,H,K], bonus [H,K] and eta [B,T,H] are those of the rules that have them; with eta
+    the state is a memory and its momentum.
+    """
     B, T, H, D = q.shape
-    S, rows = xp.zeros((B, H, D, v.shape[-1]), dtype=v.dtype) if S is None else S, []
-    a = None if g is None else xp.exp(g)
+    first = xp.zeros((B, H, D, v.shape[-1]), dtype=v.dtype)
+    S = S if S is not None else first if eta is None else (first, first)
+    S, Y = (S, None) if eta is None else S
+    a, rows = None if g is None else xp.exp(g), []
+
+    def found(keys, S):
+        return (keys[:, t, :, None] @ S)[..., 0, :]
+
     for t in range(T):
+        before, u = S, v[:, t]
         if a is not None:
             S = S * (a[:, t, ..., None] if a.ndim == 4 else a[:, t, ..., None, None])
-        u = v[:, t]
         if beta is not None:
-            u = (u - (k[:, t, :, None] @ S)[..., 0, :]) * beta[:, t, :, None]
-        S = S + k[:, t, :, :, None] * u[..., None, :]
-        rows.append(D**-0.5 * (q[:, t, :, None] @ S)[..., 0, :])
-    return xp.stack(rows, 1), S
+            u = (u - found(k, S if eta is None else before)) * beta[:, t, :, None]
+        write = k[:, t, :, :, None] * u[..., None, :]
+        if y is not None:
+            write = write - y[:, t, :, :, None] * found(x, before)[..., None, :]
+        if eta is not None:
+            write = Y = eta[:, t, :, None, None] * Y + write
+        S = S + write
+        if bonus is None:
+            rows.append(D**-0.5 * found(q, S))
+        else:
+            own = (q[:, t] * bonus * k[:, t]).sum(-1)[..., None]
+            rows.append(D**-0.5 * (found(q, before) + own * u))
+    return xp.stack(rows, 1), S if eta is None else (S, Y)
 
 
 def softmax(q, k, v):

@@ -91,7 +91,9 @@ def on_numpy(case, x):
 
 
 def fla(case):
-    function, more = fla_forward(case)
+    function, more = fla_forward(case) or (None, {})
+    if function is None:
+        raise NotImplementedError("it has other arrays for this rule")
     return lambda x: function(**fla_arguments(case, x), **more)[0]
 
 
@@ -109,6 +111,8 @@ def fallback(solve):
     def function(case):
         if case.variant.decay == "key":
             raise NotImplementedError("it has no chunked form for gates per key")
+        if not case.ordinary:
+            raise NotImplementedError("it has no chunked form for this rule")
         if case.normalised:
             raise NotImplementedError("it has no normaliser")
         fixed = {name: torch.from_numpy(a) for name, a in by_head(case).items()}

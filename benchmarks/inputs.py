@@ -1,8 +1,9 @@
 """The arrays of a case, the same for ours and for every peer, and the calls of linattn on them.
 
 Gates are those of trained models: decays near 1, from exp(-0.002) to exp(-0.3) a token, and beta
-about a half; keys of a delta rule have unit norm. q, k and v are of the case's dtype; PyTorch's
-gates and beta are float32. Every array has an axis of tokens, that of a step too, with T = 1.
+and eta about a half; keys that predict have unit norm. q, k, v, x and y are of the case's dtype;
+PyTorch's gates and beta are float32. Every array [B,T,...] has its axis of tokens in a step too,
+with T = 1.
 """
 
 import inspect
@@ -13,6 +14,7 @@ import numpy as np
 import linattn
 
 LAYER, LAYERS = 12, 24  # of lightning attention's slopes
+PARTS = ("beta", "eta", "part")  # the kinds of numbers between 0.1 and 0.9
 
 
 def drawn(case, draw):
@@ -24,15 +26,23 @@ def drawn(case, draw):
     }
     if case.normalised:  # a sum of weights of both signs may be near zero
         x |= {name: abs(x[name]) for name in "qk"}
-    if case.variant.decay in ("token", "key"):
+    if case.variant.decay not in ("none", "head"):
         x["g"] = draw("g", case.HV, *(case.D,) * (case.variant.decay == "key"))
     if case.delta:
         x["beta"] = draw("beta", case.HV)
+    if case.variant.decay == "pair":
+        x["eta"] = draw("eta", case.HV)
+    if case.variant.rule == "dplr":  # y is a part of x, so that I - y x' shrinks
+        x["x"] = draw("unit x", case.H, case.D)
+        x["y"] = x["x"] * draw("part", case.H, 1)
     return x
 
 
 def by_head(case):
-    """The op's own argument for a decay that is fixed by head: gamma or slopes."""
+    """The op's own arguments that are fixed by head: a decay, gamma or slopes; a bonus."""
+    if case.variant.rule == "bonus":
+        shape = case.H, case.D
+        return {"bonus": np.random.default_rng(2).standard_normal(shape).astype(np.float32)}
     if case.variant.decay != "head":
         return {}
     if "gamma" in inspect.signature(getattr(linattn, case.op)).parameters:
@@ -43,6 +53,8 @@ def by_head(case):
 
 def options(case):
     """Further arguments of ours and of the reference, so that every peer computes the same."""
+    if case.variant.rule == "bonus":
+        return {"scale": case.D**-0.5}  # as the other ops have it
     if not case.variant.normaliser:
         return {}
     return {"feature_map": "identity", "normalize": "clamp" if case.normalised else False}
@@ -56,7 +68,7 @@ def numpy_inputs(case):
 @cache  # shared by the ops, because T = 4096 of every op would be gigabytes
 def _array(B, T, dtype, kind, *last):
     rng, shape = np.random.default_rng(list(kind.encode())), (B, T, *last)
-    if kind == "beta":
+    if kind in PARTS:
         a = rng.uniform(0.1, 0.9, shape)
     elif kind == "g":
         a = -(10 ** rng.uniform(-2.7, -0.5, shape))
@@ -105,9 +117,10 @@ def torch_inputs(case, device, seed):
 
     def draw(kind, *last):
         shape = (case.B, case.T, *last)
-        if kind in ("g", "beta"):
+        if kind in ("g", *PARTS):
             a = torch.rand(*shape, generator=random, device=device)
-            return 0.1 + 0.8 * a if kind == "beta" else -(10 ** (-2.7 + 2.2 * a))
+            a = 0.1 + 0.8 * a if kind in PARTS else -(10 ** (-2.7 + 2.2 * a))
+            return a.to(torch_dtype(case)) if kind == "part" else a
         a = torch.randn(*shape, generator=random, device=device)
         return (torch.nn.functional.normalize(a, dim=-1) if "unit" in kind else a).to(
             torch_dtype(case)
@@ -116,8 +129,13 @@ def torch_inputs(case, device, seed):
     x = drawn(case, draw)
     x |= {name: torch.from_numpy(a).to(device) for name, a in by_head(case).items()}
     if case.pass_ == "step":
-        x["state"] = torch.randn(case.B, case.HV, case.D, case.D, generator=random, device=device)
+        x["state"] = torch.randn(*state_shape(case), generator=random, device=device)
     return x
+
+
+def state_shape(case):
+    """[B,HV,K,V], and two of them for a memory and its momentum."""
+    return (2,) * (case.variant.decay == "pair") + (case.B, case.HV, case.D, case.D)
 
 
 def ours(case, x):
@@ -132,14 +150,13 @@ def ours(case, x):
     if case.dtype == "tf32":
         more["allow_tf32"] = True
     if case.pass_ == "step":
-        token = {
-            name: a[:, 0] if name in ("q", "k", "v", "g", "beta") else a for name, a in x.items()
-        }
-        state = token.pop("state", None)
+        token = {name: a[:, 0] if has_tokens(a) else a for name, a in x.items() if name != "state"}
+        state = x.get("state")
         if state is None:
-            state = linattn.zeros_state(case.B, case.HV, case.D, case.D)
+            state = aligned(state_shape(case))
+        given = tuple(state) if case.variant.decay == "pair" else state
         step, out = getattr(linattn, f"{case.op}_step"), empty_like(token["v"])
-        return lambda: (step(**token, **more, state=state, out=out), state)
+        return lambda: (step(**token, **more, state=given, out=out), state)
     out = empty_like(x["v"])
     if case.pass_ == "forward":
         return lambda: (op(**x, **more, out=out)[0],)
@@ -150,6 +167,11 @@ def ours(case, x):
         return (o, *(d for d in backward(do, **x, **more) if d is not None))
 
     return both
+
+
+def has_tokens(a):
+    """Is it [B,T,HV], [B,T,H,K] and the like? A constant is [HV] or [H,K]."""
+    return a.ndim > 2
 
 
 def empty_like(a):

@@ -13,7 +13,8 @@ from .check import log_decay, softmax_chunks
 from .forms import chunked, recurrent, softmax
 from .inputs import aligned, gradient
 
-ARRAYS = ("q", "k", "v", "g", "gamma", "slopes", "beta")  # in the order of Gradients
+OF_RULES = ("x", "y", "bonus", "eta")  # what some rules have besides
+ARRAYS = ("q", "k", "v", "g", "gamma", "slopes", "beta", *OF_RULES)  # in the order of Gradients
 SCALAR = ("none", "head", "token")  # the decays that have a chunked form here
 SOFTMAX_TIMES = 2**28  # H T^2 at most: one head of 2^14 tokens is a second on a core
 
@@ -33,7 +34,8 @@ def numpy_peers(threads):
     def make(case, x):
         arrays = *(x[name] for name in "qkv"), log_decay(np, x), x.get("beta")
         if case.pass_ == "step":
-            return step_of(lambda S: recurrent(np, *arrays, S=S), lambda o: o[:, 0])
+            more = {name: x.get(name) for name in OF_RULES}
+            return step_of(lambda S: recurrent(np, *arrays, S=S, **more), lambda o: o[:, 0])
         return lambda: (chunked(np, *arrays),)
 
     def has(case):
@@ -74,8 +76,9 @@ def torch_peers(threads):
             def forward(x, S=None):
                 x = {name: a.float() for name, a in x.items()}
                 arrays = x["q"], x["k"], x["v"], log_decay(torch, x), x.get("beta")
+                more = {name: x.get(name) for name in OF_RULES}
                 return (
-                    recurrent(torch, *arrays, S=S)
+                    recurrent(torch, *arrays, S=S, **more)
                     if solve == "loop"
                     else (chunked(torch, *arrays, solve=solve), None)
                 )
@@ -117,7 +120,7 @@ def onnxruntime_peers(threads):
     from onnx import TensorProto, helper
 
     def has(case):
-        return case.pass_ != "forward+backward" and case.dtype == "float32"
+        return case.pass_ != "forward+backward" and case.dtype == "float32" and case.ordinary
 
     def make(case, x):
         g, B, step, D = log_decay(np, x), case.B, case.pass_ == "step", case.D

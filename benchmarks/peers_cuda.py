@@ -65,6 +65,8 @@ def fla_arguments(case, x, g="g"):
 
 def fla_forward(case, variant=""):
     """fla's function of an op and its further arguments, or None."""
+    if not case.ordinary:  # it has other names for the arrays of other rules
+        return None
     rows = FLA.get(case.op, [("", f"chunk_{case.op}", {})])
     name, more = next((row[1:] for row in rows if row[0] == variant), (None, None))
     return name and (getattr(importlib.import_module("fla.ops"), name), more)

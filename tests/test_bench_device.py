@@ -123,6 +123,20 @@ def test_its_float64_is_the_reference(op):
         assert all(check.verdict(*off) for off in got[1:]), case
 
 
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_a_step_of_tensors_is_that_of_its_float64(op):
+    pytest.importorskip("torch")
+    from benchmarks import check
+    from benchmarks.base import Case
+    from benchmarks.inputs import ours, torch_inputs
+
+    case = Case(op, "step", B=2, T=1, H=2, HV=4, D=32)
+    x = torch_inputs(case, "cpu", 0)
+    before = x | {"state": x["state"].clone()}
+    (got,) = check.errors(case, before, [ours(case, x)()])
+    assert check.verdict(*got, case.dtype) == "", got
+
+
 def test_without_a_gpu_the_programs_say_so():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
