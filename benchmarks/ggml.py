@@ -1,4 +1,5 @@
-"""ggml's gated_delta_net and gated_linear_attn, called in the library that a Python package brings.
+"""ggml's gated_delta_net, gated_linear_attn, rwkv_wkv6 and rwkv_wkv7, called in the library that a
+Python package brings.
 
 pip install llama-cpp-python (with CMAKE_ARGS=-DLLAVA_BUILD=OFF it compiles less) or, for a look,
 pywhispercpp. Nothing of them is imported: libggml-cpu is opened, where there is one, and a graph of
@@ -31,6 +32,8 @@ FUNCTIONS = {  # its result, its arguments
     "ggml_nbytes": (c_size_t, ptr),
     "ggml_gated_delta_net": (ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, c_int64),
     "ggml_gated_linear_attn": (ptr, ptr, ptr, ptr, ptr, ptr, ptr, c_float),
+    "ggml_rwkv_wkv6": (ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr),
+    "ggml_rwkv_wkv7": (ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr),
     "ggml_new_graph_custom": (ptr, ptr, c_size_t, c_bool),
     "ggml_build_forward_expand": (None, ptr, ptr),
     "ggml_threadpool_params_init": (None, ptr, c_int),
@@ -111,6 +114,9 @@ class Ggml:
         tensors = [self.tensor(context, a) for a in (*arrays, state)]
         if case.delta:
             result = self.gated_delta_net(context, *tensors, 1)  # 1: the last token's state only
+        elif not case.ordinary:
+            wkv = self.rwkv_wkv7 if case.variant.rule == "dplr" else self.rwkv_wkv6
+            result = wkv(context, *tensors)
         else:
             q, k, v, g, s = tensors
             result = self.gated_linear_attn(context, k, v, q, g, s, case.D**-0.5)
@@ -140,7 +146,8 @@ class Ggml:
             raise RuntimeError("ggml: no tensor in this array's memory")
 
     def state_shape(self, case):
-        """As the op takes it; [V,K] of each head for gated_delta_net, [K,V] for the other."""
+        """As the op takes it; [V,K] of each head for gated_delta_net and rwkv_wkv7, [K,V] for the
+        others."""
         B, heads, D = case.B, case.HV, case.D
         if not case.delta:
             return 1, 1, B, heads * D * D
@@ -154,7 +161,9 @@ def peers(threads):
         raise ImportError(str(error)) from None
 
     def has(case):
-        return case.dtype == "float32" and case.pass_ != "forward+backward"
+        if case.dtype != "float32" or case.pass_ == "forward+backward":
+            return False
+        return case.ordinary or case.variant.rule in ("dplr", "bonus")
 
     def make(case, x):
         B, T, H, D = x["v"].shape
@@ -164,6 +173,14 @@ def peers(threads):
         if case.delta:
             g = np.zeros((B, T, H, 1)) if g is None else g.reshape(B, T, H, -1)
             given = [x["q"], x["k"], x["v"], g, x["beta"][..., None]]
+        elif not case.ordinary:  # RWKV's functions take the tokens of all sequences in a row
+            q, a = x["q"] * case.D**-0.5, np.exp(g)
+            if case.variant.rule == "dplr":
+                given = [q, a, x["k"], x["v"], x["x"], -x["y"]]
+            else:
+                bonus = np.broadcast_to(x["bonus"], (1, 1, H, D))
+                given = [x["k"], x["v"], q, bonus, a]
+            given = [z.reshape(1, -1, H, D) for z in given]
         else:
             g = np.ones((B, T, H, 1)) if g is None else np.exp(g).reshape(B, T, H, -1)
             given = [x["q"], x["k"], x["v"], np.broadcast_to(g, (B, T, H, D))]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib import metadata
 
 import pytest
+from support.variants import PAIR_DECAY
 
 import linattn
 
@@ -23,7 +24,7 @@ def peer(bench):
 
 
 @pytest.mark.parametrize("pass_", ("forward", "step"))
-@pytest.mark.parametrize("op", linattn.OPS)
+@pytest.mark.parametrize("op", [op for op in linattn.OPS if op not in PAIR_DECAY])
 def test_ggml_computes_what_it_is_timed_for(peer, op, pass_):
     from benchmarks import check
     from benchmarks.base import Case, WrongResult
@@ -35,9 +36,10 @@ def test_ggml_computes_what_it_is_timed_for(peer, op, pass_):
         checker.peer(replace(peer, numpy=lambda o: 1.0001 * o), case)
 
 
-def test_ggml_has_no_gradients_and_no_bfloat16(peer):
+def test_ggml_has_no_gradients_no_bfloat16_and_no_momentum(peer):
     from benchmarks.base import Case
 
+    assert not any(peer.has(Case(op)) for op in PAIR_DECAY)
     assert not peer.has(Case("kda", "forward+backward"))
     assert not peer.has(Case("kda", dtype="bfloat16"))
 
@@ -74,6 +76,25 @@ def test_the_library_is_told_from_its_neighbours(name, is_it):
     from benchmarks.ggml import LIBRARY
 
     assert bool(LIBRARY.fullmatch(name)) == is_it
+
+
+@pytest.mark.parametrize("pass_", ("forward", "forward+backward", "step"))
+@pytest.mark.parametrize("op", linattn.OPS)
+def test_every_op_is_measured_beside_a_loop(op, pass_):
+    """Ours and the peers that have the case compute it, in a shortened problem."""
+    from benchmarks import check, peers_cpu
+    from benchmarks.base import Case, WrongResult
+
+    pytest.importorskip("torch")
+    checker, case = check.Checker(), Case(op, pass_)
+    checker.ours(case)
+    found = [p for p in peers_cpu.numpy_peers(1) + peers_cpu.torch_peers(1) if p.has(case)]
+    assert found
+    for peer in found:
+        checker.peer(peer, case)
+        with pytest.raises(WrongResult):
+            wrong = replace(peer, numpy=lambda o, peer=peer: 1.0001 * peer.numpy(o))
+            checker.peer(wrong, case)
 
 
 @pytest.mark.parametrize("library", ["NumPy", "PyTorch"])
