@@ -17,6 +17,8 @@ nn = pytest.importorskip("linattn.nn", reason="PyTorch is not installed")
 F = torch.nn.functional
 
 D = 24
+
+
 BLOCKS = {
     "Retention": lambda: nn.Retention(D, num_heads=2, expand_k=1, expand_v=1),
     "GatedLinearAttention": lambda: nn.GatedLinearAttention(D, num_heads=3, gate_low_rank_dim=5),
@@ -27,8 +29,9 @@ BLOCKS = {
     ),
     "KimiDeltaAttention": lambda: nn.KimiDeltaAttention(D, num_heads=2, head_dim=6),
     "Mamba2": lambda: nn.Mamba2(D, d_state=5, headdim=8, ngroups=2),
+    "Comba": lambda: nn.Comba(D, num_heads=2, head_dim=6, num_v_heads=4),
 }
-# of flash-linear-attention 0.6.0's layers, and of mamba_ssm's Mamba2
+# of flash-linear-attention 0.6.0's layers, and of mamba_ssm's Mamba2; Titans has no known ones
 NAMES = {
     "Retention": "q_proj.weight k_proj.weight v_proj.weight g_proj.weight o_proj.weight "
     "g_norm_swish_gate.weight",
@@ -45,6 +48,9 @@ NAMES = {
     "o_norm.weight o_proj.weight",
     "Mamba2": "in_proj.weight conv1d.weight conv1d.bias dt_bias A_log D norm.weight "
     "out_proj.weight",
+    "Comba": "q_proj.weight k_proj.weight v_proj.weight a_proj.weight b_proj.weight A_log "
+    "dt_bias decay D q_conv1d.weight k_conv1d.weight v_conv1d.weight g_proj.weight "
+    "o_norm.weight o_proj.weight",
     "KimiDeltaAttention": "q_proj.weight k_proj.weight v_proj.weight q_conv1d.weight "
     "k_conv1d.weight v_conv1d.weight f_proj.0.weight f_proj.1.weight "
     "b_proj.weight A_log dt_bias g_proj.0.weight g_proj.1.weight "
@@ -64,11 +70,13 @@ def tokens(*shape, seed=1, dtype=None):
 
 
 def first_weight(layer):
-    return getattr(layer, "in_proj" if hasattr(layer, "in_proj") else "q_proj").weight
+    name = next(name for name in ("in_proj", "q_proj", "r_proj") if hasattr(layer, name))
+    first = getattr(layer, name)
+    return getattr(first, "linear", first).weight
 
 
 def flat(state):
-    return [state.memory, *state.conv, *([] if state.position is None else [state.position])]
+    return [*parts(state), *state.conv, *([] if state.position is None else [state.position])]
 
 
 def agree(got, want):
@@ -352,7 +360,7 @@ def test_layers_show_their_sizes():
     assert "feature_map=(FeatureMap('exp'), FeatureMap('relu+eps', eps=0.001))" in shown
     for name in BLOCKS:
         layer = block(name)
-        if name != "Mamba2":
+        if hasattr(layer, "HV"):
             sizes = f"d_model=24, H={layer.H}, HV={layer.HV}, K={layer.K}, V={layer.V}"
             assert sizes in repr(layer)
     assert "V=12, R=3" in repr(block("GatedDeltaProduct"))
@@ -404,8 +412,9 @@ def test_packed_sequences_are_sequences(name):
         before = layer(tokens(4, 7, seed=5))[1]
         y, state = layer(x, before, torch.tensor(edges, dtype=torch.int32))
         for n, (i, j) in enumerate(pairwise(edges)):
+            memory = tuple(a[n : n + 1] for a in parts(before))
             own = nn.State(
-                before.memory[n : n + 1],
+                memory if isinstance(before.memory, tuple) else memory[0],
                 tuple(c[n : n + 1] for c in before.conv),
                 None if before.position is None else before.position[n : n + 1],
             )
@@ -419,7 +428,7 @@ def test_packed_sequences_are_sequences(name):
 def test_every_parameter_learns(name):
     layer, x = block(name), tokens(2, 20).requires_grad_()
     y, state = layer(x)
-    (y.square().sum() + state.memory.square().sum()).backward()
+    (y.square().sum() + sum(a.square().sum() for a in parts(state))).backward()
     for which, parameter in layer.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, which
     assert x.grad.abs().sum() > 0
@@ -457,7 +466,7 @@ def test_bfloat16_and_autocast(name):
         want, _ = layer(x)
         narrow = block(name, torch.bfloat16)
         y, state = narrow(x.bfloat16())
-        assert y.dtype == torch.bfloat16 and state.memory.dtype == torch.float32
+        assert y.dtype == torch.bfloat16 and parts(state)[0].dtype == torch.float32
         assert narrow.step(x[:, 0].bfloat16(), state).dtype == torch.bfloat16
         single = block(name, torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
@@ -474,7 +483,7 @@ def test_compiled_without_a_break(name):
     y, state = compiled(x)
     want, end = layer(x)
     torch.testing.assert_close(y, want)
-    torch.testing.assert_close(state.memory, end.memory)
+    torch.testing.assert_close(flat(state), flat(end))
     y.sum().backward()
     assert first_weight(layer).grad is not None
 
@@ -649,6 +658,67 @@ def test_a_kimi_delta_attention_by_hand():
     o = normed(o, layer.o_norm.weight)
     o = o * layer.g_proj(x).sigmoid().unflatten(-1, (2, -1))
     agree(layer(x)[0], layer.o_proj(o.flatten(-2)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm_x": False},
+        {"use_inner_decay": False},
+        {"use_output_correction": False, "norm_x": False},
+        {"correction_factor": 0.25, "num_v_heads": None},
+    ],
+    ids=repr,
+)
+def test_a_comba_by_hand(options):
+    """It predicts from the state before its decay; the factor of p acts before the norms."""
+    torch.manual_seed(0)
+    sizes = {"num_heads": 2, "head_dim": 6, "num_v_heads": 4} | options
+    layer, x = nn.Comba(D, **sizes).double(), tokens(1, 15)
+    with torch.no_grad():
+        if options.get("use_inner_decay", True):
+            layer.decay.normal_()
+    q, k, v = (a[0] for a in by_hand(layer, x))
+    p = k * layer.decay.sigmoid()[:, None] if options.get("use_inner_decay", True) else k
+    if options.get("use_output_correction", True):
+        q = q - options.get("correction_factor", 1) * p
+
+    def unit(a):
+        return a / (a.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    if options.get("norm_x", True):
+        look = unit(p)
+    else:
+        look = unit(k) * (layer.decay.sigmoid()[:, None])
+    q, k, look = (a.repeat_interleave(layer.HV // 2, 1) for a in (unit(q), unit(k), look))
+    decay = (-layer.A_log.exp() * F.softplus(layer.a_proj(x)[0] + layer.dt_bias)).exp()
+    beta = layer.b_proj(x)[0].sigmoid()
+    S, o = torch.zeros(layer.HV, 6, 12, dtype=torch.float64), []
+    for t in range(15):
+        error = v[t] - torch.einsum("hkv,hk->hv", S, look[t])
+        S = decay[t, :, None, None] * S + torch.einsum("h,hk,hv->hkv", beta[t], k[t], error)
+        o.append(torch.einsum("hkv,hk->hv", S, q[t]) / 6**0.5)
+    o = torch.stack(o)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.o_norm.weight
+    o = o * layer.g_proj(x)[0].sigmoid().unflatten(-1, (layer.HV, -1))
+    y, state = layer(x)
+    agree(y[0], layer.o_proj(o.flatten(-2)))
+    agree(state.memory[0], S)
+
+
+@blocks
+def test_a_step_of_training_lowers_the_loss(name):
+    layer, x, target = block(name), tokens(2, 20), tokens(2, 20, seed=2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.01)
+    losses = []
+    for _ in range(2):
+        loss = (layer(x)[0] - target).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[1] < losses[0]
 
 
 def test_a_retention_by_hand():

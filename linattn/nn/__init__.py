@@ -16,11 +16,18 @@ those of :class:`Mamba2` the names of mamba_ssm's, so that their state dicts loa
 
 from linattn.nn._additive import GatedLinearAttention, Retention
 from linattn.nn._blocks import State
-from linattn.nn._delta import DeltaNet, GatedDeltaNet, GatedDeltaProduct, KimiDeltaAttention
+from linattn.nn._delta import (
+    Comba,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaProduct,
+    KimiDeltaAttention,
+)
 from linattn.nn._linear_attention import LinearAttention
 from linattn.nn._mamba2 import Mamba2
 
 __all__ = [
+    "Comba",
     "DeltaNet",
     "GatedDeltaNet",
     "GatedDeltaProduct",

@@ -1,4 +1,4 @@
-"""Blocks whose op has the delta rule: DeltaNet, Gated DeltaNet, DeltaProduct, KDA."""
+"""Blocks whose op has the delta rule: DeltaNet, Gated DeltaNet, DeltaProduct, Comba, KDA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from linattn import gates
 from linattn.arrays import as_size
-from linattn.composed import gated_delta_product, gated_delta_product_step
+from linattn.composed import (
+    comba,
+    comba_step,
+    gated_delta_product,
+    gated_delta_product_step,
+)
+from linattn.features import l2norm
 from linattn.nn._blocks import Block, decay_parameters, share_of
 
 
@@ -250,6 +256,118 @@ class GatedDeltaProduct(Block):
             k.unflatten(-1, (self.R, self.H, self.K)),
             v.unflatten(-1, (self.R, self.HV, self.V)),
         )
+
+
+class Comba(Block):
+    """Comba: Gated DeltaNet with a prediction from the state before its decay, and corrected reads.
+
+    ::
+
+        p = sigmoid(decay) k;   q <- q - D p;   q, k, x = q, k, p of length 1
+        S <- exp(g_t) S + beta_t k (v - S' x)',   y = (norm(S' q) * sigmoid(x_t W_g)) W_o
+
+    decay and D are numbers for each head. Parameters have the names of flash-linear-attention's
+    Comba, so that its state dicts load.
+
+    Parameters
+    ----------
+    d_model : int
+        The features of x and y.
+    num_heads : int
+        Heads of queries and keys.
+    head_dim : int
+        K, the key dimension of a head.
+    expand_v : float
+        V = head_dim * expand_v, a whole number.
+    num_v_heads : int, optional
+        Heads of values, a multiple of num_heads; num_heads by default.
+    use_output_correction : bool
+        False: q is not corrected, and there is no D.
+    use_inner_decay : bool
+        False: p is k, and there is no decay.
+    correction_factor : float
+        Where D begins. The authors found 0.02 better for some small models.
+    norm_x : bool
+        False: x is sigmoid(decay) k with a k of length 1, as the paper has it. True is the authors'
+        code: the norm takes the factor out of x again, and it acts on q alone.
+    conv_size : int
+        The inputs that a short convolution sees.
+    norm_eps : float
+        Of the norm of each head's output.
+
+    Raises
+    ------
+    ValueError
+        A size is less than 1, V is not a whole number, or num_v_heads not a multiple of num_heads.
+
+    References
+    ----------
+    Hu et al., 2025, *Comba: Improving Bilinear RNNs with Closed-loop Control*, arXiv:2506.02475.
+
+    Examples
+    --------
+    A prompt of nine tokens, then a step; its output is that of the tenth token of a longer call:
+
+    >>> import torch
+    >>> from linattn.nn import Comba
+    >>> layer, x = Comba(16, num_heads=2, head_dim=8).double(), torch.randn(2, 10, 16).double()
+    >>> y, state = layer(x[:, :9])
+    >>> y_last = layer.step(x[:, 9], state)  # the state changes in place
+    >>> torch.allclose(y_last, layer(x)[0][:, 9])
+    True
+    """
+
+    gate_activation = staticmethod(torch.sigmoid)
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 6,
+        head_dim: int = 256,
+        expand_v: float = 2,
+        num_v_heads: int | None = None,
+        use_output_correction: bool = True,
+        use_inner_decay: bool = True,
+        correction_factor: float = 1,
+        norm_x: bool = True,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        HV = num_heads if num_v_heads is None else num_v_heads
+        V = share_of("expand_v", head_dim, expand_v, 1)
+        super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps)
+        self.norm_x = norm_x
+        self.use_inner_decay, self.use_output_correction = use_inner_decay, use_output_correction
+        self.a_proj = nn.Linear(d_model, HV, bias=False)
+        self.b_proj = nn.Linear(d_model, HV, bias=False)
+        if use_inner_decay:
+            self.decay = nn.Parameter(torch.ones(num_heads))
+        if use_output_correction:
+            self.D = nn.Parameter(torch.full((num_heads,), float(correction_factor)))
+        self.A_log, self.dt_bias = decay_parameters(HV, HV, 1e-4)
+        self.g_proj = nn.Linear(d_model, HV * V, bias=False)
+
+    def arguments(self, x: Tensor) -> dict[str, Any]:
+        return {
+            "g": gates.softplus(self.a_proj(x), self.A_log, self.dt_bias),
+            "beta": gates.beta(self.b_proj(x)),
+            "qk_l2norm": True,
+        }
+
+    def run(self, *arrays: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        return comba(*self._corrected(*arrays), **options)
+
+    def run_step(self, *arrays: Tensor, **options: Any) -> Tensor:
+        return comba_step(*self._corrected(*arrays), **options)
+
+    def _corrected(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and x, of q and k before their norms."""
+        share = self.decay.sigmoid()[:, None] if self.use_inner_decay else 1
+        p = (share * k).to(k.dtype)
+        if self.use_output_correction:
+            q = (q - self.D[:, None] * p).to(q.dtype)
+        return q, k, v, l2norm(p) if self.norm_x else (share * l2norm(k)).to(k.dtype)
 
 
 class KimiDeltaAttention(Block):
