@@ -30,6 +30,7 @@ BLOCKS = {
     "KimiDeltaAttention": lambda: nn.KimiDeltaAttention(D, num_heads=2, head_dim=6),
     "Mamba2": lambda: nn.Mamba2(D, d_state=5, headdim=8, ngroups=2),
     "Comba": lambda: nn.Comba(D, num_heads=2, head_dim=6, num_v_heads=4),
+    "Titans": lambda: nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4),
 }
 # of flash-linear-attention 0.6.0's layers, and of mamba_ssm's Mamba2; Titans has no known ones
 NAMES = {
@@ -51,6 +52,9 @@ NAMES = {
     "Comba": "q_proj.weight k_proj.weight v_proj.weight a_proj.weight b_proj.weight A_log "
     "dt_bias decay D q_conv1d.weight k_conv1d.weight v_conv1d.weight g_proj.weight "
     "o_norm.weight o_proj.weight",
+    "Titans": "q_proj.weight k_proj.weight v_proj.weight q_conv1d.weight k_conv1d.weight "
+    "v_conv1d.weight theta_proj.weight theta_proj.bias eta_proj.weight eta_proj.bias "
+    "alpha_proj.weight alpha_proj.bias g_proj.weight o_norm.weight o_proj.weight",
     "KimiDeltaAttention": "q_proj.weight k_proj.weight v_proj.weight q_conv1d.weight "
     "k_conv1d.weight v_conv1d.weight f_proj.0.weight f_proj.1.weight "
     "b_proj.weight A_log dt_bias g_proj.0.weight g_proj.1.weight "
@@ -707,6 +711,41 @@ def test_a_comba_by_hand(options):
     agree(state.memory[0], S)
 
 
+@pytest.mark.parametrize("convolved", [True, False])
+def test_a_titans_by_hand(convolved):
+    """The paper's letters: S is minus our Y, and alpha is what is forgotten."""
+    torch.manual_seed(0)
+    options = {} if convolved else {"conv_size": None}
+    layer = nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4, **options).double()
+    x = tokens(1, 15)
+    q, k, v = (a[0] for a in by_hand(layer, x))
+    q, k = (a / (a.square().sum(-1, keepdim=True) + 1e-6).sqrt() for a in (q, k))
+    q, k = (a.repeat_interleave(2, 1) for a in (q, k))
+    theta, eta, alpha = (
+        getattr(layer, f"{n}_proj")(x)[0].sigmoid()[..., None, None]
+        for n in ("theta", "eta", "alpha")
+    )
+    (M, S), o = torch.zeros(2, 4, 6, 6, dtype=torch.float64), []
+    for t in range(15):
+        surprise = torch.einsum("hk,hv->hkv", k[t], torch.einsum("hkv,hk->hv", M, k[t]) - v[t])
+        S = eta[t] * S - theta[t] * surprise
+        M = (1 - alpha[t]) * M + S
+        o.append(torch.einsum("hkv,hk->hv", M, q[t]))
+    o = torch.stack(o)
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.o_norm.weight
+    o = o * F.silu(layer.g_proj(x)[0]).unflatten(-1, (4, -1))
+    y, state = layer(x)
+    agree(y[0], layer.o_proj(o.flatten(-2)))
+    agree(state.memory[0][0], M)
+    agree(state.memory[1][0], S)
+
+
+def test_titans_heads_begin_by_forgetting_at_their_own_pace():
+    layer = nn.Titans(D, num_heads=6, head_dim=4)
+    alpha = layer.alpha_proj.bias.sigmoid()
+    torch.testing.assert_close(alpha, 2.0 ** -torch.arange(4.0, 10.0), rtol=0.07, atol=0)
+
+
 @blocks
 def test_a_step_of_training_lowers_the_loss(name):
     layer, x, target = block(name), tokens(2, 20), tokens(2, 20, seed=2)
@@ -807,6 +846,8 @@ def test_wrong_arguments():
     ):
         with pytest.raises(ValueError, match=f"^{text}"):
             call()
+    with pytest.raises(ValueError, match=r"^num_v_heads: expected a multiple"):
+        nn.Titans(D, num_heads=2, num_v_heads=3)
     layer = block("DeltaNet")
     with pytest.raises(ValueError, match=r"^x: expected \[B,T,d_model\] .* = 24, got \(2, 24\)"):
         layer(tokens(2))

@@ -8,7 +8,8 @@ Every block maps x [B,T,D] to y [B,T,D], D = d_model, and carries a :class:`Stat
 
 ``layer(x, state)`` goes on from a state and leaves it alone; ``cu_seqlens`` packs N sequences into
 one row, as in the ops. Parameters have the names of flash-linear-attention's layers (0.6.0), and
-those of :class:`Mamba2` the names of mamba_ssm's, so that their state dicts load.
+those of :class:`Mamba2` the names of mamba_ssm's, so that their state dicts load. Those of
+:class:`Titans` are our own.
 
 :class:`LinearAttention` is the plain layer: three matrices and the op. It maps x [B,T,d_model] to y
 [B,T,d_v], and returns a state only if it is asked for one.
@@ -25,6 +26,7 @@ from linattn.nn._delta import (
 )
 from linattn.nn._linear_attention import LinearAttention
 from linattn.nn._mamba2 import Mamba2
+from linattn.nn._titans import Titans
 
 __all__ = [
     "Comba",
@@ -37,4 +39,5 @@ __all__ = [
     "Mamba2",
     "Retention",
     "State",
+    "Titans",
 ]

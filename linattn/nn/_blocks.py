@@ -21,8 +21,8 @@ class State(NamedTuple):
     ----------
     memory : Tensor [N,HV,K,V], or a pair
         The state of the op, float32 (float64 for float64 parameters). In a normalised
-        :class:`LinearAttention` it is the pair (S, z [N,HV,K]). In :class:`Mamba2` it is the states
-        of ssd, [N,H,P,d_state].
+        :class:`LinearAttention` it is the pair (S, z [N,HV,K]), in :class:`Titans` the pair (M, Y)
+        of memory and momentum. In :class:`Mamba2` it is the states of ssd, [N,H,P,d_state].
     conv : tuple of Tensor [N,W-1,D_i]
         The last inputs of each short convolution; empty without one.
     position : Tensor [N], or None
@@ -297,8 +297,7 @@ class Block(nn.Module):
             like.new_zeros(N, layer.kernel_size[0] - 1, layer.in_channels)
             for layer in self._convolutions()
         )
-        memory = like.new_zeros(N, self.HV, self.K, self.V, dtype=real_dtype(like))
-        return State(memory, conv, self._no_position(like, N))
+        return State(self._no_memory(like, N), conv, self._no_position(like, N))
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, H={self.H}, HV={self.HV}, K={self.K}, V={self.V}"
@@ -320,6 +319,9 @@ class Block(nn.Module):
         if gate is not None:
             o = o * self.gate_activation(gate.unflatten(-1, (self.HV, self.V)))
         return self.o_proj(o.flatten(-2))
+
+    def _no_memory(self, like: Tensor, N: int) -> Any:
+        return like.new_zeros(N, self.HV, self.K, self.V, dtype=real_dtype(like))
 
     def _no_position(self, like: Tensor, N: int) -> Tensor | None:
         return None
