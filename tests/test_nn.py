@@ -19,6 +19,14 @@ F = torch.nn.functional
 D = 24
 
 
+def stirred(layer):
+    """Away from the zeros at which a layer begins."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return layer
+
+
 BLOCKS = {
     "Retention": lambda: nn.Retention(D, num_heads=2, expand_k=1, expand_v=1),
     "GatedLinearAttention": lambda: nn.GatedLinearAttention(D, num_heads=3, gate_low_rank_dim=5),
@@ -30,6 +38,7 @@ BLOCKS = {
     "KimiDeltaAttention": lambda: nn.KimiDeltaAttention(D, num_heads=2, head_dim=6),
     "Mamba2": lambda: nn.Mamba2(D, d_state=5, headdim=8, ngroups=2),
     "Comba": lambda: nn.Comba(D, num_heads=2, head_dim=6, num_v_heads=4),
+    "RWKV6": lambda: stirred(nn.RWKV6(D, num_heads=2, proj_low_rank_dim=3, gate_low_rank_dim=4)),
     "Titans": lambda: nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4),
 }
 # of flash-linear-attention 0.6.0's layers, and of mamba_ssm's Mamba2; Titans has no known ones
@@ -52,6 +61,10 @@ NAMES = {
     "Comba": "q_proj.weight k_proj.weight v_proj.weight a_proj.weight b_proj.weight A_log "
     "dt_bias decay D q_conv1d.weight k_conv1d.weight v_conv1d.weight g_proj.weight "
     "o_norm.weight o_proj.weight",
+    "RWKV6": "x_proj.0.linear.weight x_proj.0.mu x_proj.2.weight x_bias r_proj.linear.weight "
+    "w_proj.linear.lora.0.weight w_proj.linear.lora.2.weight w_proj.linear.lora.2.bias "
+    "k_proj.linear.weight v_proj.linear.weight g_proj.linear.weight bonus g_norm.weight "
+    "g_norm.bias o_proj.weight",
     "Titans": "q_proj.weight k_proj.weight v_proj.weight q_conv1d.weight k_conv1d.weight "
     "v_conv1d.weight theta_proj.weight theta_proj.bias eta_proj.weight eta_proj.bias "
     "alpha_proj.weight alpha_proj.bias g_proj.weight o_norm.weight o_proj.weight",
@@ -369,6 +382,7 @@ def test_layers_show_their_sizes():
             assert sizes in repr(layer)
     assert "V=12, R=3" in repr(block("GatedDeltaProduct"))
     assert "d_model=24, H=6, P=8, d_state=5, G=2" in repr(block("Mamba2"))
+    assert "d_model=24, H=2, K=6, V=12" in repr(block("RWKV6"))
 
 
 def test_examples():
@@ -746,6 +760,52 @@ def test_titans_heads_begin_by_forgetting_at_their_own_pace():
     torch.testing.assert_close(alpha, 2.0 ** -torch.arange(4.0, 10.0), rtol=0.07, atol=0)
 
 
+# ---- RWKV ----
+
+
+def before(x):
+    """The token before each, zeros before the first; x [T,D]."""
+    return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+
+
+def low_rank(module, x, activation=lambda y: y):
+    y = activation(x @ module.lora[0].weight.T) @ module.lora[2].weight.T
+    return y if module.lora[2].bias is None else y + module.lora[2].bias
+
+
+def grouped(layer, o, eps):
+    """The norm of each head, with a mean; o [T,H,V]."""
+    o = o - o.mean(-1, keepdim=True)
+    o = o / (o.square().mean(-1, keepdim=True) + eps).sqrt()
+    return o.flatten(-2) * layer.g_norm.weight + layer.g_norm.bias
+
+
+def test_an_rwkv_6_by_hand():
+    """The paper's recurrence, token by token: a read before the decay, and the bonus."""
+    layer, x = block("RWKV6"), tokens(15)
+    H, K, V, delta = 2, 6, 12, before(x) - x
+    inner = ((x + delta * layer.x_proj[0].mu) @ layer.x_proj[0].linear.weight.T).tanh()
+    mixed = {}
+    for i, name in enumerate("rwkvg"):
+        mu = inner[:, 3 * i : 3 * i + 3] @ layer.x_proj[2].weight[:, 3 * i : 3 * i + 3].T
+        mixed[name] = x + delta * (mu + layer.x_bias[i])
+    r, k, v, gate = (
+        mixed[n] @ getattr(layer, f"{n}_proj").linear.weight.T for n in ("r", "k", "v", "g")
+    )
+    w = low_rank(layer.w_proj.linear, mixed["w"], torch.tanh)
+    decay = (-w.exp()).exp().reshape(15, H, K)
+    r, k, v = r.reshape(15, H, K), k.reshape(15, H, K), v.reshape(15, H, V)
+    S, o = torch.zeros(H, K, V, dtype=torch.float64), []
+    for t in range(15):
+        write = torch.einsum("hk,hv->hkv", k[t], v[t])
+        o.append(torch.einsum("hk,hkv->hv", r[t], S + layer.bonus[..., None] * write))
+        S = decay[t][..., None] * S + write
+    y, state = layer(x[None])
+    agree(y[0], layer.o_proj(grouped(layer, torch.stack(o), 1e-5) * F.silu(gate)))
+    agree(state.memory[0], S)
+    assert torch.equal(state.conv[0], x[None, -1:])
+
+
 @blocks
 def test_a_step_of_training_lowers_the_loss(name):
     layer, x, target = block(name), tokens(2, 20), tokens(2, 20, seed=2)
@@ -846,8 +906,17 @@ def test_wrong_arguments():
     ):
         with pytest.raises(ValueError, match=f"^{text}"):
             call()
-    with pytest.raises(ValueError, match=r"^num_v_heads: expected a multiple"):
-        nn.Titans(D, num_heads=2, num_v_heads=3)
+    for call, text in (
+        (lambda: nn.RWKV6(D, num_heads=5), r"expand_k: expected 24 \* expand_k to be a multiple"),
+        (lambda: nn.RWKV6(D, gate_low_rank_dim=0), "gate_low_rank_dim: expected a size >= 1"),
+        (lambda: nn.RWKV6(D, expand_k=0), "expand_k: expected a size >= 1, got 0"),
+        (lambda: block("RWKV6")(tokens(2)), r"x: expected \[B,T,d_model\] with d_model = 24"),
+        (lambda: nn.Titans(D, num_heads=2, num_v_heads=3), "num_v_heads: expected a multiple of"),
+    ):
+        with pytest.raises(ValueError, match=f"^{text}"):
+            call()
+    with pytest.raises(TypeError, match=r"^state: expected a linattn.nn.State, got Tensor"):
+        block("RWKV6").step(tokens(1), torch.zeros(1, 2, 6, 12))
     layer = block("DeltaNet")
     with pytest.raises(ValueError, match=r"^x: expected \[B,T,d_model\] .* = 24, got \(2, 24\)"):
         layer(tokens(2))

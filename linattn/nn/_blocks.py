@@ -24,7 +24,8 @@ class State(NamedTuple):
         :class:`LinearAttention` it is the pair (S, z [N,HV,K]), in :class:`Titans` the pair (M, Y)
         of memory and momentum. In :class:`Mamba2` it is the states of ssd, [N,H,P,d_state].
     conv : tuple of Tensor [N,W-1,D_i]
-        The last inputs of each short convolution; empty without one.
+        The last inputs of each short convolution, or of RWKV's token shift (W = 2); empty without
+        one.
     position : Tensor [N], or None
         The number of tokens so far, in a block that needs it.
 
