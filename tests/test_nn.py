@@ -39,6 +39,7 @@ BLOCKS = {
     "Mamba2": lambda: nn.Mamba2(D, d_state=5, headdim=8, ngroups=2),
     "Comba": lambda: nn.Comba(D, num_heads=2, head_dim=6, num_v_heads=4),
     "RWKV6": lambda: stirred(nn.RWKV6(D, num_heads=2, proj_low_rank_dim=3, gate_low_rank_dim=4)),
+    "RWKV7": lambda: stirred(nn.RWKV7(D, head_dim=6)),
     "Titans": lambda: nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4),
 }
 # of flash-linear-attention 0.6.0's layers, and of mamba_ssm's Mamba2; Titans has no known ones
@@ -65,6 +66,10 @@ NAMES = {
     "w_proj.linear.lora.0.weight w_proj.linear.lora.2.weight w_proj.linear.lora.2.bias "
     "k_proj.linear.weight v_proj.linear.weight g_proj.linear.weight bonus g_norm.weight "
     "g_norm.bias o_proj.weight",
+    "RWKV7": "x_r x_w x_k x_v x_a x_g k_k k_a r_k r_proj.weight k_proj.weight v_proj.weight "
+    "w_lora.lora.0.weight w_lora.lora.2.weight w_lora.lora.2.bias a_lora.lora.0.weight "
+    "a_lora.lora.2.weight a_lora.lora.2.bias g_lora.lora.0.weight g_lora.lora.2.weight "
+    "g_norm.weight g_norm.bias o_proj.weight",
     "Titans": "q_proj.weight k_proj.weight v_proj.weight q_conv1d.weight k_conv1d.weight "
     "v_conv1d.weight theta_proj.weight theta_proj.bias eta_proj.weight eta_proj.bias "
     "alpha_proj.weight alpha_proj.bias g_proj.weight o_norm.weight o_proj.weight",
@@ -383,6 +388,7 @@ def test_layers_show_their_sizes():
     assert "V=12, R=3" in repr(block("GatedDeltaProduct"))
     assert "d_model=24, H=6, P=8, d_state=5, G=2" in repr(block("Mamba2"))
     assert "d_model=24, H=2, K=6, V=12" in repr(block("RWKV6"))
+    assert "d_model=24, H=4, K=6, V=6, layer_idx=0, num_layers=1" in repr(block("RWKV7"))
 
 
 def test_examples():
@@ -806,9 +812,146 @@ def test_an_rwkv_6_by_hand():
     assert torch.equal(state.conv[0], x[None, -1:])
 
 
+def rwkv7(layer_idx=0, seed=0, **options):
+    torch.manual_seed(seed)
+    layer = nn.RWKV7(D, head_dim=6, layer_idx=layer_idx, num_layers=3, **options)
+    return stirred(layer).double()
+
+
+@pytest.mark.parametrize("layer_idx", [0, 2])
+@pytest.mark.parametrize("V", [6, 9])
+def test_an_rwkv_7_by_hand(layer_idx, V):
+    """The paper's recurrence, token by token, with its own matrices: S [V,K]."""
+    layer, x = rwkv7(layer_idx, expand_v=V / 6), tokens(15)
+    H, K, T, delta = 4, 6, 15, before(x) - x
+    xr, xw, xk, xv, xa, xg = (x + delta * getattr(layer, f"x_{n}")[0] for n in "rwkvag")
+    r, k, v = (y @ W.weight.T for y, W in zip((xr, xk, xv), projections(layer), strict=True))
+    decay = (-math.exp(-0.5) * low_rank(layer.w_lora, xw, torch.tanh).sigmoid()).exp()
+    a = low_rank(layer.a_lora, xa).sigmoid()
+    gate = low_rank(layer.g_lora, xg, torch.sigmoid)
+    made, v_first = v, None
+    if layer_idx:
+        v_first = torch.randn(T, H * V, dtype=torch.float64)
+        mix = low_rank(layer.v_lora, xv).sigmoid()
+        v = (1 - mix) * v + mix * v_first
+    kk = (k * layer.k_k).reshape(T, H, K)
+    kk = kk / kk.norm(dim=-1, keepdim=True)
+    k = k * (1 - layer.k_a) + k * a * layer.k_a
+    r, k, a, decay = (y.reshape(T, H, K) for y in (r, k, a, decay))
+    v = v.reshape(T, H, V)
+    S, o = torch.zeros(H, V, K, dtype=torch.float64), []
+    for t in range(T):
+        turn = torch.diag_embed(decay[t]) - torch.einsum("hi,hj->hij", kk[t], a[t] * kk[t])
+        S = S @ turn + torch.einsum("hv,hk->hvk", v[t], k[t])
+        o.append(torch.einsum("hvk,hk->hv", S, r[t]))
+    o = grouped(layer, torch.stack(o), 6 * 1e-5)
+    o = o + ((r * k * layer.r_k).sum(-1, keepdim=True) * v).flatten(-2)
+    given = None if v_first is None else v_first[None]
+    y, state, returned = layer(x[None], v_first=given, output_v_first=True)
+    agree(y[0], layer.o_proj(o * gate))
+    agree(state.memory[0].mT, S)
+    assert torch.equal(state.conv[0], x[None, -1:])
+    if layer_idx:
+        assert returned is given
+    else:
+        agree(returned[0], made)
+
+
+def projections(layer):
+    return layer.r_proj, layer.k_proj, layer.v_proj
+
+
+class Stack(torch.nn.Module):
+    """Three RWKV-7 layers, of which the first gives its values to the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(rwkv7(i, seed=i) for i in range(3))
+
+    def forward(self, x, states=(None,) * 3, cu_seqlens=None):
+        v_first, after = None, []
+        for layer, state in zip(self.layers, states, strict=True):
+            y, state, v_first = layer(x, state, cu_seqlens, v_first, True)
+            x = x + y
+            after.append(state)
+        return x, after
+
+    def step(self, x, states):
+        v_first = None
+        for layer, state in zip(self.layers, states, strict=True):
+            y, v_first = layer.step(x, state, v_first, True)
+            x = x + y
+        return x
+
+
+def test_the_values_of_the_first_rwkv_7_layer_go_to_the_others():
+    stack, x, edges = Stack(), tokens(1, 20), [0, 6, 6, 20]
+    with torch.no_grad():
+        y, _ = stack(x)
+        first, states = stack(x[:, :8])
+        agree(torch.cat([first, stack(x[:, 8:], states)[0]], 1), y)
+        agree(torch.stack([stack.step(x[:, t], states) for t in range(8, 20)], 1), y[:, 8:])
+        packed, ends = stack(x, cu_seqlens=torch.tensor(edges))
+        for n, (i, j) in enumerate(pairwise(edges)):
+            alone, own = stack(x[:, i:j])
+            agree(packed[:, i:j], alone)
+            for a, b in zip(ends, own, strict=True):
+                agree([c[n : n + 1] for c in flat(a)], flat(b))
+    stack(x)[0].square().sum().backward()
+    for name, parameter in stack.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+    compiled = torch.compile(stack, fullgraph=True, backend="aot_eager")
+    agree(compiled(x)[0], y)
+    assert [name for name in stack.state_dict() if "v_lora" in name] == [
+        f"layers.{i}.v_lora.lora.{which}"
+        for i in (1, 2)
+        for which in ("0.weight", "2.weight", "2.bias")
+    ]
+
+
+def test_an_rwkv_7_begins_as_its_authors_let_it():
+    """Channel by channel, for layer 2 of 5; the decays are within what the gate allows."""
+    layer = nn.RWKV7(32, head_dim=8, layer_idx=2, num_layers=5)
+    for n in range(32):
+        line, in_head = n / 31 - 0.5, (n % 8 - 3.5) / 3.5
+        in_head *= abs(in_head)
+        want = {
+            "x_r": 1 - (n / 32) ** (0.2 * 0.6),
+            "x_w": 1 - (n / 32) ** (0.9 * 0.6),
+            "x_k": 1 - (n / 32) ** (0.7 * 0.6),
+            "x_v": 1 - (n / 32) ** (0.7 * 0.6),
+            "x_a": 1 - (n / 32) ** (0.9 * 0.6),
+            "x_g": 1 - (n / 32) ** (0.2 * 0.6),
+            "k_k": 0.71 - 0.1 * line,
+            "k_a": 1.02,
+            "r_k": -0.04,
+            "w_lora.lora.2.bias": 0.5 - 6 + 6 * (n / 31) ** (1 + 0.5**0.3) + 2.5 * in_head,
+            "a_lora.lora.2.bias": -0.19 + 0.3 * in_head + 0.4 * line,
+            "v_lora.lora.2.bias": 0.73 - 0.4 * line,
+            "g_norm.weight": 0.6**0.7,
+        }
+        for name, value in want.items():
+            got = layer.state_dict()[name].flatten()[n].item()
+            assert math.isclose(got, value, rel_tol=1e-5, abs_tol=1e-6), (name, n)
+    y, _ = layer(torch.randn(1, 3, 32), v_first=torch.zeros(1, 3, 32))
+    assert not y.any()
+    eye = torch.eye(32)
+    for W, gain in zip(projections(layer), (1, 0.1, 1), strict=True):
+        torch.testing.assert_close(W.weight @ W.weight.T, gain**2 * eye, rtol=1e-5, atol=1e-5)
+
+
+def test_the_ranks_of_an_rwkv_7():
+    with torch.device("meta"):
+        layer = nn.RWKV7(2048, layer_idx=1, num_layers=24)
+    ranks = [getattr(layer, f"{n}_lora").lora[0].out_features for n in "wavg"]
+    assert ranks == [128, 128, 64, 224]
+
+
 @blocks
 def test_a_step_of_training_lowers_the_loss(name):
     layer, x, target = block(name), tokens(2, 20), tokens(2, 20, seed=2)
+    if name == "RWKV7":  # from where it really begins
+        layer = nn.RWKV7(D, head_dim=6).double()
     optimizer = torch.optim.SGD(layer.parameters(), 0.01)
     losses = []
     for _ in range(2):
@@ -910,11 +1053,33 @@ def test_wrong_arguments():
         (lambda: nn.RWKV6(D, num_heads=5), r"expand_k: expected 24 \* expand_k to be a multiple"),
         (lambda: nn.RWKV6(D, gate_low_rank_dim=0), "gate_low_rank_dim: expected a size >= 1"),
         (lambda: nn.RWKV6(D, expand_k=0), "expand_k: expected a size >= 1, got 0"),
+        (lambda: nn.RWKV7(D, head_dim=7), "head_dim: expected a divisor of 24, got 7"),
+        (lambda: nn.RWKV7(D, head_dim=6, v_low_rank_dim=0), "v_low_rank_dim: expected a size"),
+        (
+            lambda: nn.RWKV7(D, head_dim=6, layer_idx=2, num_layers=2),
+            "layer_idx: expected less than num_layers = 2, got 2",
+        ),
+        (
+            lambda: rwkv7()(tokens(1, 2), v_first=tokens(1, 2)),
+            "v_first: expected None in layer 0, which makes it",
+        ),
+        (
+            lambda: rwkv7(1)(tokens(1, 2), v_first=tokens(1, 3)),
+            r"v_first: expected \[B,T,H\*V\] = \(1, 2, 24\), got \(1, 3, 24\)",
+        ),
+        (
+            lambda: rwkv7(1).step(tokens(2), rwkv7(1).zeros_state(2), tokens(2, 1)),
+            r"v_first: expected \[N,H\*V\] = \(2, 24\), got \(2, 1, 24\)",
+        ),
         (lambda: block("RWKV6")(tokens(2)), r"x: expected \[B,T,d_model\] with d_model = 24"),
         (lambda: nn.Titans(D, num_heads=2, num_v_heads=3), "num_v_heads: expected a multiple of"),
     ):
         with pytest.raises(ValueError, match=f"^{text}"):
             call()
+    with pytest.raises(TypeError, match=r"^v_first: expected the values of layer 0, .* NoneType"):
+        rwkv7(1)(tokens(1, 2))
+    with pytest.raises(TypeError, match=r"^x: expected float64 \(the dtype of r_proj\), got float"):
+        rwkv7()(tokens(1, 2).float())
     with pytest.raises(TypeError, match=r"^state: expected a linattn.nn.State, got Tensor"):
         block("RWKV6").step(tokens(1), torch.zeros(1, 2, 6, 12))
     layer = block("DeltaNet")

@@ -26,11 +26,12 @@ from linattn.nn._delta import (
 )
 from linattn.nn._linear_attention import LinearAttention
 from linattn.nn._mamba2 import Mamba2
-from linattn.nn._rwkv import RWKV6
+from linattn.nn._rwkv import RWKV6, RWKV7
 from linattn.nn._titans import Titans
 
 __all__ = [
     "RWKV6",
+    "RWKV7",
     "Comba",
     "DeltaNet",
     "GatedDeltaNet",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn import ops
+from linattn import gates, ops
 from linattn.arrays import as_size
+from linattn.composed import rwkv7, rwkv7_step
 from linattn.nn._blocks import State, check_input, check_state, real_dtype, sequence_of, share_of
 
 
@@ -84,6 +85,8 @@ class Mixed(NamedTuple):
     arrays: tuple[Tensor, ...]
     options: dict[str, Any]
     gate: Tensor  # [...,H*V], after its activation
+    bonus: Tensor | None  # [...,H,V], added after the norm
+    v: Tensor  # [...,H*V], before v_first is mixed in
 
 
 class TimeMix(nn.Module):
@@ -120,10 +123,12 @@ class TimeMix(nn.Module):
         return [a.unflatten(-1, (self.H, -1)) for a in arrays]
 
     def output(self, o: Tensor, mixed: Mixed) -> Tensor:
-        """The norm of each head, the gate and the matrix, of o [...,H,V]."""
+        """The norm of each head, the bonus, the gate and the matrix, of o [...,H,V]."""
         real, norm = real_dtype(o), self.g_norm
         y = F.layer_norm(o.to(real), (self.V,), eps=norm.eps)
         y = y.flatten(-2) * norm.weight + norm.bias
+        if mixed.bonus is not None:
+            y = y + mixed.bonus.flatten(-2)
         return self.o_proj(y.to(o.dtype) * mixed.gate)
 
 
@@ -301,7 +306,329 @@ class RWKV6(TimeMix):
         w = self.w_proj(x, delta, mu_w).to(real_dtype(x))
         r, k, by_head, g = self.by_heads(r, k, v, -w.exp())
         options = {"bonus": self.bonus, "g": g, "scale": 1.0}
-        return Mixed((r, k, by_head), options, gate)
+        return Mixed((r, k, by_head), options, gate, None, v)
+
+
+class RWKV7(TimeMix):
+    """RWKV-7 (Goose): a decay per key, and a rate per key at which what is known is taken off.
+
+    ::
+
+        xr, xw, xk, xv, xa, xg = x + (x_before - x) * x_r, x_w, ...
+        r, k, v = xr W_r, xk W_k, xv W_v
+        w, a = -exp(-1/2) sigmoid(low rank of xw), sigmoid(low rank of xa)
+        v <- v + (v_first - v) sigmoid(low rank of xv)           in the layers after the first
+        kk = k k_k of length 1;   k <- k (1 + (a - 1) k_a)
+        o = rwkv7(r, w, k, v, a, kk=kk)
+        y = ((norm(o) + (r . (k r_k)) v) * g) W_o,   g = sigmoid(xg W_1) W_2
+
+    Parameters have the names of flash-linear-attention's RWKV7Attention, so that its state dicts
+    load.
+
+    Parameters
+    ----------
+    d_model : int
+        The features of x and y.
+    head_dim : int
+        K, a divisor of d_model: H = d_model / head_dim heads.
+    expand_v : float
+        V = head_dim * expand_v, a whole number.
+    decay_low_rank_dim, a_low_rank_dim, v_low_rank_dim, gate_low_rank_dim : int, optional
+        By default near 2.5, 2.5, 1.7 and 5 times the root of d_model, in multiples of 32; the first
+        three times head_dim / 64 too.
+    layer_idx, num_layers : int
+        The place of the layer among those of the model. Layer 0 makes v_first, and the others take
+        it. The parameters begin at values that depend on the place.
+    norm_eps : float
+        Of the norm of each head's output; head_dim times that is added to the variance.
+
+    Raises
+    ------
+    TypeError
+        A size is no int.
+    ValueError
+        A size is less than 1, head_dim does not divide d_model, V is not a whole number, or
+        layer_idx is not less than num_layers.
+
+    Notes
+    -----
+    W_o begins at zero: a new layer returns zeros.
+
+    References
+    ----------
+    Peng et al., 2025, *RWKV-7 "Goose" with Expressive Dynamic State Evolution*, arXiv:2503.14456.
+
+    Examples
+    --------
+    The values of the first layer go on to the second:
+
+    >>> import torch
+    >>> from linattn.nn import RWKV7
+    >>> first, second = (RWKV7(16, head_dim=8, layer_idx=i, num_layers=2) for i in range(2))
+    >>> x = torch.randn(2, 10, 16)
+    >>> y, state, v_first = first(x, output_v_first=True)
+    >>> y, state = second(x + y, v_first=v_first)
+    >>> tuple(v_first.shape), tuple(state.memory.shape)  # [B,T,H*V], [N,H,K,V]
+    ((2, 10, 16), (2, 2, 8, 8))
+
+    A token more:
+
+    >>> states = first.zeros_state(2), second.zeros_state(2)
+    >>> y_t, v_t = first.step(x[:, 0], states[0], output_v_first=True)
+    >>> tuple(second.step(x[:, 0] + y_t, states[1], v_t).shape)
+    (2, 16)
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        head_dim: int = 64,
+        expand_v: float = 1,
+        decay_low_rank_dim: int | None = None,
+        a_low_rank_dim: int | None = None,
+        v_low_rank_dim: int | None = None,
+        gate_low_rank_dim: int | None = None,
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        as_size("d_model", d_model, 1)
+        K = as_size("head_dim", head_dim, 1)
+        if d_model % K:
+            raise ValueError(f"head_dim: expected a divisor of {d_model}, got {head_dim}")
+        H, V = d_model // K, as_size("expand_v", share_of("expand_v", K, expand_v, 1), 1)
+        as_size("num_layers", num_layers, 1)
+        if as_size("layer_idx", layer_idx, 0) >= num_layers:
+            raise ValueError(
+                f"layer_idx: expected less than num_layers = {num_layers}, got {layer_idx}"
+            )
+        super().__init__(d_model, H, K, V, K * norm_eps)
+        self.layer_idx, self.num_layers = layer_idx, num_layers
+
+        def rank(name: str, given: int | None, times: float) -> int:
+            if given is not None:
+                return as_size(name, given, 1)
+            return max(32, 32 * round(times * d_model**0.5 / 32))
+
+        share = K / 64
+        of_w = rank("decay_low_rank_dim", decay_low_rank_dim, 2.5 * share)
+        of_a = rank("a_low_rank_dim", a_low_rank_dim, 2.5 * share)
+        of_v = rank("v_low_rank_dim", v_low_rank_dim, 1.7 * share)
+        of_g = rank("gate_low_rank_dim", gate_low_rank_dim, 5)
+        for name in ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g"):
+            setattr(self, name, nn.Parameter(torch.zeros(1, 1, d_model)))
+        self.k_k = nn.Parameter(torch.zeros(d_model))
+        self.k_a = nn.Parameter(torch.zeros(d_model))
+        self.r_k = nn.Parameter(torch.zeros(H, K))
+        self.r_proj = nn.Linear(d_model, H * K, bias=False)
+        self.k_proj = nn.Linear(d_model, H * K, bias=False)
+        self.v_proj = nn.Linear(d_model, H * V, bias=False)
+        self.w_lora = LowRank(d_model, H * K, of_w, nn.Tanh())
+        if layer_idx:
+            self.v_lora = LowRank(d_model, H * V, of_v, nn.Identity())
+        self.a_lora = LowRank(d_model, H * K, of_a, nn.Identity())
+        self.g_lora = LowRank(d_model, H * V, of_g, nn.Sigmoid(), bias=False)
+        self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """The values that RWKV-7's own code begins with, for this place among the layers."""
+        D, at, of = self.d_model, self.layer_idx, self.num_layers
+        depth, rest = at / max(1, of - 1), 1 - at / of
+        channel = torch.arange(D) / D
+        for name, power in (("r", 0.2), ("w", 0.9), ("k", 0.7), ("v", 0.7), ("a", 0.9), ("g", 0.2)):
+            getattr(self, f"x_{name}").copy_(1 - channel ** (power * rest))
+        line, in_head = ramp(D) - 0.5, (2 * ramp(self.K) - 1).repeat(self.H)
+        in_head = in_head * in_head.abs()
+        self.k_k.copy_(0.71 - 0.1 * line)
+        nn.init.constant_(self.k_a, 1.02)
+        nn.init.constant_(self.r_k, -0.04)
+        self.w_lora.begin_at(-5.5 + 6 * ramp(D) ** (1 + depth**0.3) + 2.5 * in_head)
+        self.a_lora.begin_at(-0.19 + 0.3 * in_head + 0.4 * line)
+        if at:
+            self.v_lora.begin_at(0.73 - 0.4 * (ramp(self.H * self.V) - 0.5))
+        nn.init.constant_(self.g_norm.weight, ((at + 1) / of) ** 0.7)
+        nn.init.orthogonal_(self.r_proj.weight)
+        nn.init.orthogonal_(self.k_proj.weight, gain=0.1)
+        nn.init.orthogonal_(self.v_proj.weight)
+        nn.init.zeros_(self.o_proj.weight)
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = ...,
+        cu_seqlens: Tensor | None = ...,
+        v_first: Tensor | None = ...,
+        output_v_first: Literal[False] = ...,
+    ) -> tuple[Tensor, State]: ...
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = ...,
+        cu_seqlens: Tensor | None = ...,
+        v_first: Tensor | None = ...,
+        *,
+        output_v_first: Literal[True],
+    ) -> tuple[Tensor, State, Tensor]: ...
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        cu_seqlens: Tensor | None = None,
+        v_first: Tensor | None = None,
+        output_v_first: bool = False,
+    ) -> tuple[Tensor, State] | tuple[Tensor, State, Tensor]:
+        """x [B,T,D] -> y [B,T,D] and the state after it, and v_first if it is asked for.
+
+        Parameters
+        ----------
+        x : Tensor [B,T,D]
+        state : State, optional
+            The memory of the tokens before x, of N sequences; it is left as it is. Zeros by
+            default.
+        cu_seqlens : int Tensor [N+1], optional
+            Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
+            B by default.
+        v_first : Tensor [B,T,H*V], optional
+            The values of layer 0, for every other layer.
+        output_v_first : bool
+            Return v_first too: that of layer 0 is made here, another layer's is its argument.
+
+        Returns
+        -------
+        y : Tensor [B,T,D]
+        state : State
+        v_first : Tensor [B,T,H*V]
+            Only with ``output_v_first``.
+
+        Raises
+        ------
+        TypeError
+            v_first is missing in a layer after the first, or is no tensor.
+        ValueError
+            x is not [B,T,D], layer 0 is given a v_first or another layer one of another shape, or
+            the op raises it.
+        """
+        check_input(x, "BT", self.d_model, ("r_proj", self.r_proj))
+        if state is not None:
+            check_state(state)
+        self._check_v_first(v_first, "B,T", x)
+        shifted, last = token_shift(x, None if state is None else state.conv[0], cu_seqlens)
+        mixed = self._mixed(x, shifted, v_first)
+        o, memory = rwkv7(
+            *mixed.arrays,
+            **mixed.options,
+            cu_seqlens=cu_seqlens,
+            output_final_state=True,
+            initial_state=None if state is None else state.memory,
+        )
+        y, after = self.output(o, mixed), State(memory, (last,), None)
+        if output_v_first:
+            return y, after, mixed.v if v_first is None else v_first
+        return y, after
+
+    @overload
+    def step(
+        self,
+        x: Tensor,
+        state: State,
+        v_first: Tensor | None = ...,
+        output_v_first: Literal[False] = ...,
+    ) -> Tensor: ...
+    @overload
+    def step(
+        self,
+        x: Tensor,
+        state: State,
+        v_first: Tensor | None = ...,
+        *,
+        output_v_first: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    @torch.no_grad()
+    def step(
+        self,
+        x: Tensor,
+        state: State,
+        v_first: Tensor | None = None,
+        output_v_first: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x [N,D], the next token of each of N sequences -> y [N,D], and v_first if asked for.
+
+        The state changes in place. Nothing is recorded for gradients.
+
+        Parameters
+        ----------
+        x : Tensor [N,D]
+        state : State
+            Of N sequences.
+        v_first : Tensor [N,H*V], optional
+            The values of layer 0, for every other layer.
+        output_v_first : bool
+            Return v_first too.
+
+        Returns
+        -------
+        y : Tensor [N,D]
+        v_first : Tensor [N,H*V]
+            Only with ``output_v_first``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As in :meth:`forward`.
+        """
+        check_input(x, "N", self.d_model, ("r_proj", self.r_proj))
+        check_state(state)
+        self._check_v_first(v_first, "N", x)
+        mixed = self._mixed(x, state.conv[0][:, 0].to(x.dtype), v_first)
+        o = rwkv7_step(*mixed.arrays, **mixed.options, state=state.memory)
+        state.conv[0][:, 0].copy_(x)
+        y = self.output(o, mixed)
+        if output_v_first:
+            return y, mixed.v if v_first is None else v_first
+        return y
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, layer_idx={self.layer_idx}, num_layers={self.num_layers}"
+
+    def _check_v_first(self, v_first: Any, axes: str, x: Tensor) -> None:
+        if not self.layer_idx:
+            if v_first is not None:
+                raise ValueError("v_first: expected None in layer 0, which makes it, got a value")
+            return
+        if not isinstance(v_first, Tensor):
+            raise TypeError(
+                f"v_first: expected the values of layer 0, a torch.Tensor, in layer "
+                f"{self.layer_idx}, got {type(v_first).__name__}"
+            )
+        shape = (*x.shape[:-1], self.H * self.V)
+        if v_first.shape != shape:
+            raise ValueError(
+                f"v_first: expected [{axes},H*V] = {shape}, got {tuple(v_first.shape)}"
+            )
+
+    def _mixed(self, x: Tensor, shifted: Tensor, v_first: Tensor | None) -> Mixed:
+        delta, real = shifted - x, real_dtype(x)
+
+        def at(name: str) -> Tensor:
+            mu: Tensor = getattr(self, name)
+            return x + delta * mu.flatten()
+
+        xv = at("x_v")
+        r, k, v = self.r_proj(at("x_r")), self.k_proj(at("x_k")), self.v_proj(xv)
+        w, a = gates.rwkv7(self.w_lora(at("x_w"))), self.a_lora(at("x_a")).to(real).sigmoid()
+        made = v
+        if v_first is not None:
+            v = v + (v_first.to(v.dtype) - v) * self.v_lora(xv).sigmoid()
+        kk = F.normalize((k * self.k_k).to(real).unflatten(-1, (self.H, self.K)), dim=-1)
+        k = (k * (1 + (a - 1) * self.k_a)).to(k.dtype)
+        r, w, k, by_head, a = self.by_heads(r, w, k, v, a)
+        bonus = (r * k * self.r_k).to(real).sum(-1, keepdim=True) * by_head
+        options = {"a": a, "kk": kk.to(r.dtype), "scale": 1.0}
+        return Mixed((r, w, k, by_head), options, self.g_lora(at("x_g")), bonus, made)
 
 
 def ramp(n: int) -> Tensor:
