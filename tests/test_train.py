@@ -9,6 +9,7 @@ import struct
 import sys
 import tracemalloc
 import zipfile
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ train = pytest.importorskip("linattn.programs.train", reason="PyTorch is not ins
 F = torch.nn.functional
 
 layers = pytest.mark.parametrize("layer", LAYERS)
+SYSTEMS = "linattn.composed."  # whose modules call an op
 SMALL = [
     "--d-model",
     32,
@@ -189,7 +191,7 @@ def model(layer, dtype=None, blocks=2):
     torch.manual_seed(3)
     language = train.LanguageModel(layer, 32, 2, blocks)
     for block in language.blocks:  # which would be the identity
-        for last in (block.mixer.o_proj, block.down):
+        for last in block.ends():
             torch.nn.init.normal_(last.weight, std=0.1)
     return language.to(dtype or torch.float32)
 
@@ -218,8 +220,16 @@ class Spelled:
     def __getattr__(self, name):
         def op(*arrays, **keywords):
             arrays = [x.detach().numpy() for x in arrays]
-            for not_asked in ("cu_seqlens", "initial_state", "output_final_state"):
-                assert keywords.pop(not_asked, None) in (None, True)
+            for not_asked in (
+                "cu_seqlens",
+                "initial_state",
+                "output_final_state",
+                "mode",
+                "chunk_size",
+                "allow_tf32",
+            ):
+                assert keywords.pop(not_asked, None) in (None, True, "chunk")
+            keywords.pop("state_v_first", None)  # nobody looks at the state
             keywords = {
                 key: x.detach().numpy() if isinstance(x, torch.Tensor) else x
                 for key, x in keywords.items()
@@ -248,10 +258,14 @@ def test_steps_are_as_accurate_as_plain_numpy(layer, monkeypatch):
     got = torch.cat([prompt, torch.stack(rest, 1)], 1).numpy()
     homes = {sys.modules[getattr(train.layers, name).__module__] for name in train.layers.__all__}
     callers = [where for where in (train, *homes) if hasattr(where, "ops")]
+    systems = [where for name, where in sys.modules.items() if name.startswith(SYSTEMS)]
     spelled = {}
     for dtype in (np.float64, np.float32):
         for where in callers:
             monkeypatch.setattr(where, "ops", Spelled(dtype))
+        for where, op in product(systems, linattn.OPS):
+            if hasattr(where, op):  # it has imported the op
+                monkeypatch.setattr(where, op, getattr(Spelled(dtype), op))
         monkeypatch.setattr(F, "scaled_dot_product_attention", spelled_attention)
         with torch.no_grad():
             same_parameters = model(layer).to(torch.from_numpy(np.empty(0, dtype)).dtype)

@@ -43,7 +43,18 @@ def not_negative(kind):
     return parse
 
 
-LAYERS = ("gated_delta_net", "delta_net", "kda", "gla", "retention", "linear_attention", "softmax")
+LAYERS = (
+    "gated_delta_net",
+    "delta_net",
+    "kda",
+    "rwkv7",
+    "titans",
+    "mamba2",
+    "gla",
+    "retention",
+    "linear_attention",
+    "softmax",
+)
 
 # The options that define a training run; a checkpoint keeps them. Each has its default, its parser,
 # the letter of its value, and the text of --help.

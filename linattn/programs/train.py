@@ -108,17 +108,20 @@ def _rotated(x, start):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-# Each mixer has H heads with K = V = head_dim, and d_model = H head_dim.
+# Each mixer has H heads with K = V = head_dim, and d_model = H head_dim. It is number i of n.
 MIXERS = {
-    "gated_delta_net": lambda D, H: layers.GatedDeltaNet(
+    "gated_delta_net": lambda D, H, i, n: layers.GatedDeltaNet(
         D, num_heads=H, head_dim=D // H, expand_v=1
     ),
-    "delta_net": lambda D, H: layers.DeltaNet(D, num_heads=H),
-    "kda": lambda D, H: layers.KimiDeltaAttention(D, num_heads=H, head_dim=D // H),
-    "gla": lambda D, H: layers.GatedLinearAttention(D, num_heads=H, expand_k=1),
-    "retention": lambda D, H: layers.Retention(D, num_heads=H, expand_v=1),
-    "linear_attention": LinearAttention,
-    "softmax": SoftmaxAttention,
+    "delta_net": lambda D, H, i, n: layers.DeltaNet(D, num_heads=H),
+    "kda": lambda D, H, i, n: layers.KimiDeltaAttention(D, num_heads=H, head_dim=D // H),
+    "rwkv7": lambda D, H, i, n: layers.RWKV7(D, head_dim=D // H, layer_idx=i, num_layers=n),
+    "titans": lambda D, H, i, n: layers.Titans(D, num_heads=H, head_dim=D // H),
+    "mamba2": lambda D, H, i, n: layers.Mamba2(D, d_state=D // H, headdim=D // H, expand=1),
+    "gla": lambda D, H, i, n: layers.GatedLinearAttention(D, num_heads=H, expand_k=1),
+    "retention": lambda D, H, i, n: layers.Retention(D, num_heads=H, expand_v=1),
+    "linear_attention": lambda D, H, i, n: LinearAttention(D, H),
+    "softmax": lambda D, H, i, n: SoftmaxAttention(D, H),
 }
 
 
@@ -128,25 +131,42 @@ MIXERS = {
 
 
 class Block(nn.Module):
-    def __init__(self, layer, d_model, num_heads):
+    """A mixer and an MLP. RWKV-7's blocks pass on the values of the first one."""
+
+    def __init__(self, layer, d_model, num_heads, index, num_blocks):
         super().__init__()
         hidden = 64 * round(d_model * 8 / 3 / 64)
         self.mixer_norm = nn.RMSNorm(d_model, eps=1e-5)
         self.mlp_norm = nn.RMSNorm(d_model, eps=1e-5)
-        self.mixer = MIXERS[layer](d_model, num_heads)
+        self.mixer = MIXERS[layer](d_model, num_heads, index, num_blocks)
         self.up = nn.Linear(d_model, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, d_model, bias=False)
-        for last in (self.mixer.o_proj, self.down):
+        self.shares_values = isinstance(self.mixer, layers.RWKV7)
+        for last in self.ends():
             nn.init.zeros_(last.weight)  # a block begins as the identity
 
-    def forward(self, x, state=None):
-        y, state = self.mixer(self.mixer_norm(x), state)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), state
+    def ends(self):
+        """The last matrices of the mixer and of the MLP."""
+        mixer = self.mixer
+        return mixer.out_proj if hasattr(mixer, "out_proj") else mixer.o_proj, self.down
 
-    def step(self, x, state):
-        x = x + self.mixer.step(self.mixer_norm(x), state)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x, state=None, values=None):
+        y = self.mixer_norm(x)
+        if self.shares_values:
+            y, state, values = self.mixer(y, state, v_first=values, output_v_first=True)
+        else:
+            y, state = self.mixer(y, state)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state, values
+
+    def step(self, x, state, values=None):
+        y = self.mixer_norm(x)
+        if self.shares_values:
+            y, values = self.mixer.step(y, state, values, output_v_first=True)
+        else:
+            y = self.mixer.step(y, state)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), values
 
     def mlp(self, x):
         gate, value = self.up(x).chunk(2, -1)
@@ -159,24 +179,26 @@ class LanguageModel(nn.Module):
     def __init__(self, layer, d_model, num_heads, num_blocks):
         super().__init__()
         self.embedding = nn.Embedding(256, d_model)
-        self.blocks = nn.ModuleList(Block(layer, d_model, num_heads) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(
+            Block(layer, d_model, num_heads, i, num_blocks) for i in range(num_blocks)
+        )
         self.norm = nn.RMSNorm(d_model, eps=1e-5)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens, states=None):
         """tokens [B,T] -> logits [B,T,256], and the state of each block."""
-        x, after = self.embedding(tokens), []
+        x, values, after = self.embedding(tokens), None, []
         for block, state in zip(self.blocks, states or [None] * len(self.blocks), strict=True):
-            x, state = block(x, state)
+            x, state, values = block(x, state, values)
             after.append(state)
         return self.head(x), after
 
     @torch.no_grad()
     def step(self, tokens, states):
         """tokens [B] -> logits [B,256]. The states change in place."""
-        x = self.embedding(tokens)
+        x, values = self.embedding(tokens), None
         for block, state in zip(self.blocks, states, strict=True):
-            x = block.step(x, state)
+            x, values = block.step(x, state, values)
         return self.head(x)
 
     def head(self, x):
