@@ -80,7 +80,7 @@ class Lerp(nn.Module):
 
 
 class Mixed(NamedTuple):
-    """What the op takes, and what its output needs."""
+    """The arguments of the op, and the parts of the output that are made beside it."""
 
     arrays: tuple[Tensor, ...]
     options: dict[str, Any]
