@@ -55,7 +55,7 @@ def test_the_table(small):
         8 * len(lzma.compress(data)) / len(data), abs=6e-4
     )
     plain = bits_per_byte(done.stdout, "linear_attention")
-    for name in DELTA:
+    for name in (name for name in DELTA if name in demo.MEMORIES):
         assert bits_per_byte(done.stdout, name) < plain
     assert plain < bits_per_byte(done.stdout, "order-0 entropy")
     assert done.stdout.count(" yes\n") == len(demo.MEMORIES)

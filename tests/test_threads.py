@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from support.compare import arrays_in
+from support.compare import arrays_in, leaves, over_arrays
+from support.grid import v_first
 from support.problems import at_token
 from support.processes import environment, python
 from support.variants import FEW
@@ -95,16 +96,14 @@ def test_results_do_not_depend_on_the_number_of_threads(op, shape):
 
 def of_columns(inputs, first, last):
     """The same problem with some of the value columns: they never mix."""
-    state = inputs["initial_state"]
-    state = (
-        (np.ascontiguousarray(state[0][..., first:last]), state[1])
-        if isinstance(state, tuple)
-        else np.ascontiguousarray(state[..., first:last])
-    )
+
+    def columns(x):
+        return np.ascontiguousarray(x[..., first:last]) if x.ndim == 4 else x  # not those of z
+
     return {
         **inputs,
-        "v": np.ascontiguousarray(inputs["v"][..., first:last]),
-        "initial_state": state,
+        "v": columns(inputs["v"]),
+        "initial_state": over_arrays(columns, inputs["initial_state"]),
     }
 
 
@@ -130,10 +129,10 @@ def test_results_do_not_depend_on_where_a_column_lies(op, dtype):
         for first, last in ((0, 16), (16, 32), (16, 64), (48, 176), (32, 144), (1, 17)):
             o_there, state_there = call(of_columns(inputs, first, last))
             np.testing.assert_array_equal(o_there, o[..., first:last])
-            if isinstance(state, tuple):
-                state_there = state_there[0]
-            S = state[0] if isinstance(state, tuple) else state
-            np.testing.assert_array_equal(state_there, S[..., first:last])
+            for S_there, S in zip(leaves(state_there), leaves(state), strict=True):
+                if S.ndim == 4:  # z has no columns
+                    S = S[..., first:last]
+                np.testing.assert_array_equal(S_there, S)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -258,10 +257,7 @@ def test_few_heads_do_with_options_too(op, options):
     for dims in ({"T": 533, "K": 48, "V": 130}, {"T": 100, "H": 3, "K": 128, "V": 64}):
         inputs = make_inputs(op, rng, **dims, dtype=np.float32, initial_state=True)
         if options.get("state_v_first"):
-            state = inputs["initial_state"]
-            pair = isinstance(state, tuple)
-            turned = np.ascontiguousarray(np.swapaxes(state[0] if pair else state, -1, -2))
-            inputs["initial_state"] = (turned, state[1]) if pair else turned
+            inputs["initial_state"] = v_first(inputs["initial_state"])
         assert_no_number_of_threads_matters(op, inputs, **options)
 
 
