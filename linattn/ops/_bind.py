@@ -18,7 +18,7 @@ def bind(step: Callable[..., Any], *args: Any, **kwargs: Any) -> _linattn.BoundS
     Parameters
     ----------
     step : function
-        One of the eight ``<op>_step``.
+        One of the functions ``<op>_step``.
     *args, **kwargs
         Its arguments. All checks are made now, but nothing is run. Without ``out`` an array for o
         is made, once.
