@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.variants import DELTA
 
+import linattn as ours
 from linattn.programs import demo
 
 
@@ -55,7 +56,7 @@ def test_the_table(small):
         8 * len(lzma.compress(data)) / len(data), abs=6e-4
     )
     plain = bits_per_byte(done.stdout, "linear_attention")
-    for name in (name for name in DELTA if name in demo.MEMORIES):
+    for name in demo.MEMORIES.keys() & {*DELTA, "rwkv7"}:
         assert bits_per_byte(done.stdout, name) < plain
     assert plain < bits_per_byte(done.stdout, "order-0 entropy")
     assert done.stdout.count(" yes\n") == len(demo.MEMORIES)
@@ -293,6 +294,18 @@ def test_a_token_writes_only_what_is_known():
             np.testing.assert_array_equal(k[t], q[before])
             np.testing.assert_array_equal(v[t].argmax(-1), stream.text[before])
     np.testing.assert_allclose((q * q).sum(-1), 1, rtol=1e-5)
+
+
+def test_the_memory_of_rwkv_7_is_linattns():
+    """The demo calls dplr_delta_rule, which the reference has in chunks too."""
+    stream = demo.Stream(Path(__file__).read_bytes()[:600], seed=0)
+    _, inputs, starts = stream.packed(0, 600)
+    o, _ = demo.chunked(ours, "rwkv7", inputs, starts)
+    q, k, v = inputs
+    g = np.broadcast_to(demo.MEMORIES["rwkv7"]["g"], k.shape)
+    a = np.full(k.shape, demo.RATE)
+    again, _ = ours.rwkv7(q, g, demo.RATE * k, v, a, kk=k, cu_seqlens=starts)
+    np.testing.assert_array_equal(o, again[0])
 
 
 def test_info():

@@ -1,4 +1,4 @@
-"""python -m linattn demo: five memories read real text once and predict it, with no training.
+"""python -m linattn demo: seven memories read real text once and predict it, with no training.
 
 The state S of a linear attention layer is a model of the tokens that it has read, and every token
 is one step of learning: the delta rule is online gradient descent on |k'S - v|^2 (Schlag, Irie and
@@ -61,8 +61,17 @@ MEMORIES = {
         "g": FORGET[:, None] * (np.arange(K) % 2).astype(np.float32),
         "beta": np.full(H, 0.2, np.float32),
     },
+    # the same gates; it predicts before it forgets
+    "rwkv7": {"g": FORGET[:, None] * (np.arange(K) % 2).astype(np.float32)},
+    # a write of 0.1 goes on, by halves, to 0.2
+    "titans": {
+        "g": FORGET,
+        "beta": np.full(H, 0.1, np.float32),
+        "eta": np.full(H, 0.5, np.float32),
+    },
 }
-PER_TOKEN = ("g", "beta")
+PER_TOKEN = ("g", "beta", "eta")
+RATE = np.float32(0.2)  # of rwkv7, in the place of beta
 
 
 class DemoError(Exception):
@@ -179,26 +188,40 @@ def arguments(name, *outer):
     }
 
 
-def chunked(op, name, inputs, starts, **keywords):
-    """(o [n,H,V], state) of one call for a packed segment. op is linattn's or the reference's."""
-    n = inputs[0].shape[1]
-    o, state = op(*inputs, **arguments(name, 1, n), scale=1.0, cu_seqlens=starts, **keywords)
+def op_of(module, name, suffix=""):
+    """The function of a memory, linattn's or the reference's. RWKV-7 is dplr_delta_rule."""
+    return getattr(module, {"rwkv7": "dplr_delta_rule"}.get(name, name) + suffix)
+
+
+def arrays(name, q, k, v):
+    """The arrays of a memory. RWKV-7 looks up the key kk = k, and takes off and writes RATE k."""
+    return (q, RATE * k, v, k, RATE * k) if name == "rwkv7" else (q, k, v)
+
+
+def chunked(module, name, inputs, starts, **keywords):
+    """(o [n,H,V], state) of one call for a packed segment. module is linattn or the reference."""
+    n, op = inputs[0].shape[1], op_of(module, name)
+    o, state = op(
+        *arrays(name, *inputs), **arguments(name, 1, n), scale=1.0, cu_seqlens=starts, **keywords
+    )
     return o[0], state
 
 
 def stepped(stream, name, n):
     """o [n,H,V] of the first n tokens, run one by one, and the seconds of the loop."""
-    step = getattr(linattn, name + "_step")
-    state = np.zeros((BUCKETS, H, K, V), np.float32)
+    step = op_of(linattn, name, "_step")
+    pools = np.zeros((2, BUCKETS, 1, H, K, V), np.float32)  # titans has the second too
+    states = list(zip(*pools, strict=True)) if name == "titans" else pools[0]
     keywords = {
         key: np.ascontiguousarray(value) if key in PER_TOKEN else value
         for key, value in arguments(name, 1).items()
     }
-    q, k, v = (np.ascontiguousarray(x[0])[:, None] for x in stream.inputs(np.arange(n)))
+    inputs = (np.ascontiguousarray(x[0])[:, None] for x in stream.inputs(np.arange(n)))
+    tokens = zip(*arrays(name, *inputs), strict=True)
     o = np.empty((n, H, V), np.float32)
     begin = time.perf_counter()
-    for t, b in enumerate(stream.bucket[:n].tolist()):
-        o[t] = step(q[t], k[t], v[t], **keywords, state=state[b : b + 1], scale=1.0)[0]
+    for t, (b, token) in enumerate(zip(stream.bucket[:n].tolist(), tokens, strict=True)):
+        o[t] = step(*token, **keywords, state=states[b], scale=1.0)[0]
     return o, time.perf_counter() - begin
 
 
@@ -206,12 +229,11 @@ def accurate(stream, name, by_step):
     """Whether the chunked and the stepped outputs both meet linattn.testing's acceptance rule."""
     n = min(CHECKED, len(by_step))
     order, inputs, starts = stream.packed(0, n)
-    by_chunk, _ = chunked(getattr(linattn, name), name, inputs, starts)
-    exact = getattr(reference, name)
-    ref64, _ = chunked(exact, name, inputs, starts)
+    by_chunk, _ = chunked(linattn, name, inputs, starts)
+    ref64, _ = chunked(reference, name, inputs, starts)
     try:
         for out, form in ((by_chunk, "chunk"), (by_step[order], "recurrent")):
-            naive, _ = chunked(exact, name, inputs, starts, dtype=np.float32, form=form)
+            naive, _ = chunked(reference, name, inputs, starts, dtype=np.float32, form=form)
             assert_accurate(out, ref64, naive, dtype=np.float32)
     except AssertionError:
         return False
@@ -300,7 +322,7 @@ def measure(data, names=tuple(MEMORIES), seed=0, progress=lambda n: None):
             for name in names:
                 begin = time.perf_counter()
                 o[name], states[name] = chunked(
-                    getattr(linattn, name),
+                    linattn,
                     name,
                     inputs,
                     starts,
@@ -405,7 +427,7 @@ def plot(path, figures, baselines):
     for name, f in figures.items():
         T = len(f["bits"])
         # the lines of the delta rules nearly coincide: dashes show all of them
-        style = {"gated_delta_rule": "--", "kda": ":"}.get(name, "-")
+        style = {"gated_delta_rule": "--", "kda": ":", "rwkv7": "-."}.get(name, "-")
         edges = np.unique(np.linspace(0, T, 101).astype(int))
         means = np.add.reduceat(f["bits"], edges[:-1]) / np.diff(edges)
         axes.plot(
