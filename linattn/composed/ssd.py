@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from linattn.composed._arrays import (
@@ -142,7 +141,7 @@ class _Problem:
         if self.D is not None and self.D.ndim == 1:
             self.D = self.D[:, None]
 
-    @cached_property
+    @property
     def x(self) -> Any:
         """x in the dtype of the sums, for D and for gradients."""
         return self.call.real_of(self.call.like)
