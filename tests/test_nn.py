@@ -933,7 +933,7 @@ def test_an_rwkv_7_begins_as_its_authors_let_it():
         for name, value in want.items():
             got = layer.state_dict()[name].flatten()[n].item()
             assert math.isclose(got, value, rel_tol=1e-5, abs_tol=1e-6), (name, n)
-    y, _ = layer(torch.randn(1, 3, 32), v_first=torch.zeros(1, 3, 32))
+    y, _ = layer(torch.randn(1, 5, 32), v_first=torch.zeros(1, 5, 32))
     assert not y.any()
     eye = torch.eye(32)
     for W, gain in zip(projections(layer), (1, 0.1, 1), strict=True):
