@@ -312,14 +312,14 @@ la_status la_backward(la_problem *p)
     const size_t by_sequence =
         round_to_pages(la_times(la_times(partials, p->N), la_times(sums.kp, real)));
     const size_t z = p->normaliser == LA_UNNORMALISED ? 0 : by_sequence;
-    const size_t bonus = p->rule == LA_BONUS ? by_sequence : 0;
-    /* Without tokens and without a state, the gradient of a gate per head is still written:
-     * zero. */
+    const size_t bonus = p->rule == LA_BONUS && p->tokens ? by_sequence : 0;
+    /* Without tokens and without a state, the gradients of a gate per head and of a bonus are still
+     * written: zero. */
     const bool any_units = p->tokens || p->array[LA_S0].given;
     const int64_t units = any_units ? p->N * p->HV * j.panels : 0;
     const int threads = la_pool_threads(units, work_of(p, 11));
     size_t each = any_units ? j.kernels->backward_scratch(p, longest_sequence(p)) : 0;
-    const size_t for_reduce = j.kernels->reduce_scratch(p);
+    const size_t for_reduce = p->tokens ? j.kernels->reduce_scratch(p) : 0;
     j.per_thread = round_to_pages(each > for_reduce ? each : for_reduce);
 
     const struct {
