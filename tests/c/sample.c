@@ -88,9 +88,12 @@ static double draw_value(const sample *s, draw *d, int name)
         if (p->gate == LA_DECAY) return luck < 0.1 ? 0 : luck < 0.2 ? 1 : draw_real(d, 0, 1);
         luck = luck < 0.05 ? -INFINITY : luck < 0.1 ? -1e4 : luck < 0.2 ? 0 : draw_real(d, -1, 0);
         return p->gate == LA_SLOPE ? -luck : luck;
-    case LA_BETA: return luck < 0.1 ? 0 : draw_real(d, 0, 1);
-    case LA_K: /* |k| < 1, or the delta rule would grow */
-        return draw_real(d, -1, 1) / (p->rule == LA_DELTA ? sqrt((double)p->K) : 1);
+    case LA_ETA:
+    case LA_BETA: return luck < 0.1 ? 0 : draw_real(d, 0, 0.9);
+    case LA_X:
+    case LA_Y:
+    case LA_K: /* |k| < 1, or a rule that predicts would grow */
+        return draw_real(d, -1, 1) / (la_predicts(p->rule) ? sqrt((double)p->K) : 1);
     case LA_Z0: return draw_real(d, 0.5, 1.5); /* so that no denominator is near zero */
     default: return draw_real(d, -1, 1);
     }
@@ -102,7 +105,8 @@ static double draw_value(const sample *s, draw *d, int name)
 static bool has_rows(const la_problem *p, int name)
 {
     if (name == LA_G || name == LA_DG) return p->decay == LA_KEY;
-    return name != LA_BETA && name != LA_DBETA && name != LA_CU && name != LA_SLOT;
+    return name != LA_BETA && name != LA_DBETA && name != LA_ETA && name != LA_DETA &&
+           name != LA_CU && name != LA_SLOT;
 }
 
 static la_dtype dtype_for(const la_problem *p, draw *d, int name, la_dtype dtype)
@@ -110,18 +114,26 @@ static la_dtype dtype_for(const la_problem *p, draw *d, int name, la_dtype dtype
     const la_dtype real = dtype == LA_F64 ? LA_F64 : LA_F32;
     switch (name) {
     case LA_G:
+    case LA_U:
+    case LA_ETA:
     case LA_BETA: return (la_dtype)draw_int(d, LA_F64, LA_BF16);
     case LA_DG: return p->array[LA_G].dtype;
+    case LA_DU: return p->array[LA_U].dtype;
+    case LA_DETA: return p->array[LA_ETA].dtype;
     case LA_DBETA: return p->array[LA_BETA].dtype;
     case LA_CU:
     case LA_SLOT: return draw_chance(d, 2) ? LA_I32 : LA_I64;
     case LA_S0:
+    case LA_Y0:
     case LA_Z0: return real == LA_F32 && draw_chance(d, 3) ? LA_BF16 : real;
     case LA_ST:
+    case LA_YT:
     case LA_ZT:
     case LA_DST:
+    case LA_DYT:
     case LA_DZT:
     case LA_DS0:
+    case LA_DY0:
     case LA_DZ0: return real;
     default: return dtype;
     }
@@ -251,19 +263,30 @@ void sample_make(sample *s, draw *d, int64_t largest)
     draw_letters(p, d, largest);
     draw_options(s, d);
     const bool state = pass == LA_STEP || draw_chance(d, 2), final = draw_chance(d, 2);
+    const bool x = p->rule == LA_DPLR || draw_chance(d, 3), eta = !draw_chance(d, 4);
     for (int name = LA_Q; name < LA_ARRAYS; name++) {
-        bool output = name >= LA_O && name != LA_DO && name != LA_DST && name != LA_DZT, has;
+        const la_array_row *row = &la_array_rows[name];
+        bool output = name >= LA_O && !(name >= LA_DQ && la_array_rows[row->of].role == LA_OUTPUT);
+        bool has;
         switch (name) {
+        case LA_X: has = x; break;
+        case LA_ETA: has = eta; break;
+        case LA_DX: has = x && pass == LA_BACKWARD; break;
+        case LA_DETA: has = eta && pass == LA_BACKWARD; break;
         case LA_S0:
+        case LA_Y0:
         case LA_Z0: has = state, output = pass == LA_STEP; break;
         case LA_CU:
         case LA_SLOT: has = p->array[name].given; break;
         case LA_O: has = pass != LA_BACKWARD; break;
         case LA_ST:
+        case LA_YT:
         case LA_ZT: has = pass == LA_FORWARD && p->want_final; break;
         case LA_DST:
+        case LA_DYT:
         case LA_DZT: has = pass == LA_BACKWARD && final; break;
         case LA_DS0:
+        case LA_DY0:
         case LA_DZ0: has = pass == LA_BACKWARD && state; break;
         default: has = name < LA_O || pass == LA_BACKWARD;
         }
