@@ -472,8 +472,10 @@ LA_FN void scores_key_adjoint(backward_scratch *f, const la_problem *p, const la
     if (rule == LA_BONUS) fill(kp, f->dbonus, 0);
     /* Was row_j = k_j; row_i = a_i row_{i-1}; P_ij = q_i row_i; L_ij = x_i row_i; k~_j the last
      * row. A rule that looks before the decay takes row_{i-1}. The same for y. */
-    for (int64_t jw = 0; jw < rows_written(rule) * n && !stopped_after_keys(p, jw, n); jw++) {
-        const int64_t j = jw % n, w = jw / n;
+    for (int64_t step = 0; step < rows_written(rule) * n && !stopped_after_keys(p, step, n);
+         step++) {
+        /* a token's two rows in turn: the sums of each alone would cancel in dq and dx */
+        const int64_t j = step / rows_written(rule), w = step % rows_written(rule), jw = w * n + j;
         const real *k = c->k + jw * kp, *dP = f->dP + w * c->C * cp + j;
         const real *dL = f->dL + w * c->C * cp + j;
         real *dk = w ? f->dy : f->dk;
