@@ -185,7 +185,10 @@ def test_the_state(browser, op):
     T, variant = len(TOKENS), linattn.VARIANTS[op]
     decay = np.full((T, 4) if variant.decay == "key" else T, 0.9)
     gates = {"beta": np.full(T, 0.5)} if variant.rule == "delta" else {}
-    if variant.decay in ("token", "key"):
+    gates |= {"x": np.array(K, float), "y": 0.5 * np.array(K)} if variant.rule == "dplr" else {}
+    gates |= {"eta": np.full(T, 0.5)} if variant.decay == "pair" else {}
+    always = {"bonus": np.ones(4)} if variant.rule == "bonus" else {}
+    if variant.decay in ("token", "key", "pair"):
         gates["alpha"] = decay
     elif op == "retention":
         gates["gamma"] = decay[:1]
@@ -195,8 +198,8 @@ def test_the_state(browser, op):
     for t in range(T):
         q, k, v = (np.array(x, float)[: t + 1] for x in (Q, K, V))
         cut = {name: x if len(x) == 1 else x[: t + 1] for name, x in gates.items()}
-        _, S = getattr(linattn, op)(q, k, v, **cut, output_final_state=True)
-        S = S[0] if variant.normaliser else S
+        _, S = getattr(linattn, op)(q, k, v, **cut, **always, output_final_state=True)
+        S = S[0] if isinstance(S, tuple) else S
         assert says(browser, "the-state") == (
             f"{op}, after {TOKENS[t]}: |S| = {np.linalg.norm(S):.4f}"
         )

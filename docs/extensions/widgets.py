@@ -176,13 +176,17 @@ DECAY, RATE = 0.9, 0.5
 
 
 def gates(op: str) -> dict[str, np.ndarray]:
-    """Every decay is DECAY, every beta is RATE."""
+    """Every decay is DECAY, every beta and eta is RATE; x is k, y is beta k, the bonus is 1."""
     per_token = (len(TOKENS), K.shape[1]) if linattn.VARIANTS[op].decay == "key" else len(TOKENS)
     known = {
         "g": np.full(per_token, np.log(DECAY)),
         "beta": np.full(len(TOKENS), RATE),
         "gamma": np.array([DECAY]),
         "slopes": np.array([-np.log(DECAY)]),
+        "eta": np.full(len(TOKENS), RATE),
+        "x": K,
+        "y": RATE * K,
+        "bonus": np.ones(K.shape[1]),
     }
     return {name: known[name] for name in GATES[op]}
 
