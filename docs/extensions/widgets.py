@@ -198,6 +198,8 @@ def the_state() -> Widget:
     def frame(chosen: int, i: int) -> Frame:
         op = linattn.OPS[chosen]
         S, z = over_time[op].S, over_time[op].z
+        if z is not None and z.ndim > 2:
+            z = None  # a momentum, which is not shown
         header = ["", *(f"S {x}" for x in range(S.shape[2]))] + ["z"] * (z is not None)
         rows = []
         for x in range(S.shape[1]):
