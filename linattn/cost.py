@@ -100,7 +100,7 @@ def flops(
         A size is no int, or ``x`` no bool.
     ValueError
         There is no such op, mode or pass, or a size is too small; the op has no ``x``. A system of
-        :mod:`linattn.composed` is no op: it costs what the op that it calls does, and the
+        ``linattn.composed`` is no op: it costs what the op that it calls does, and the
         arithmetic around it.
 
     Examples

@@ -13,7 +13,7 @@ from .chunks import solve_unit_lower
 
 
 def titans_tokens(q, k, v, a, beta, eta, states, scale):
-    """Titans, Behrouz et al. 2025: a step down the gradient of |M'k - v|^2 / 2, with momentum.
+    """Titans, Behrouz et al. 2025: steps down the gradient of the squared error, with momentum.
 
     The prediction is made from M before its decay. a is 1 minus the paper's alpha.
 
