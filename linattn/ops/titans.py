@@ -86,8 +86,8 @@ def titans(
         p = M' k;   Y <- eta_t Y + beta_t k (v - p)';   M <- exp(g_t) M + Y,   o = scale * M' q
 
     That is a step down the gradient of ``|M' k - v|^2 / 2``, with momentum and weight decay.
-    The prediction is made from the memory before its decay. The paper's alpha is 1 minus the decay, its
-    theta is beta, and its S is -Y.
+    The prediction is made from the memory before its decay. The paper's alpha is 1 minus the decay,
+    its theta is beta, and its S is -Y.
 
     Parameters
     ----------
