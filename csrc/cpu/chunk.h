@@ -53,19 +53,18 @@ typedef struct chunk {
     real *f, *m; /* PAIR [C] */
     real *gamma; /* TOKEN [C][cp]: Gamma, its lower triangle; r is its last row. PAIR: G */
     real *N;     /* PAIR [C][cp] */
-    /* TOKEN [cp]: a row of Gamma; PAIR [2][cp]: of G and of N; KEY [kp]: the product of decays given as
-     * such */
+    /* TOKEN [cp]: a row of Gamma; PAIR [2][cp]: of G and of N; KEY [kp]: the product of decays given
+     * as such */
     real2 *product;
     real *rest;  /* TOKEN, PAIR [cp]: the decay minus a, which is the rounded decay */
     real *log;   /* KEY [kp]: the sum of the logarithms */
     real *owed;  /* KEY [kp]: the roundings of the chunk's decays so far */
     real *decay; /* the chunk's decay: TOKEN, PAIR [1], KEY [kp] */
-    real *
-        hat; /* KEY, PAIR [2C][sp]: x^, then (from row n) q^; forward: KEY's in the place of x, q */
+    /* KEY, PAIR [2C][sp]: x^, then (from row n) q^; forward: KEY's in the place of x and q */
+    real *hat;
     real *tilde;   /* KEY, PAIR [C][sp]: k~; DPLR [2C][kp]: then (from row n) y~ */
     lane *part;    /* KEY [2][cp], DPLR [4][cp]: a row of P and L before the sum over a lane */
-    int64_t wp;    /* the rows that are written, padded */
-    real *kt;      /* [sp][wp]: k (KEY, PAIR: k~) transposed */
+    real *kt;      /* [sp][cp]: k (KEY, PAIR: k~) transposed; DPLR: and y~ behind it */
     real *kk, *qk; /* [2C][cp]: the bare products x_i . k_j, then (from row n) q_i . k_j */
     /* [C][cp], their lower triangles; the bare products if nothing decays. DPLR [2C][cp]: of k, then
      * (from row C) of y */

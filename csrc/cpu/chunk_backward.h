@@ -119,14 +119,13 @@ LA_FN panel recompute_writes(backward_scratch *f, const la_problem *p, const la_
     s.U = f->U;
     s.rU = f->rU;
     if (rule != LA_DELTA) {
-        const rows V = {s.U, width};
         panel_write(&f->c, p, u, t, &s, decay);
-        if (rule == LA_DPLR) panel_solve(&f->c, p, &s, V, NULL, NULL, decay, rule);
+        if (rule == LA_DPLR) panel_solve_two(&f->c, p, &s, NULL);
         return s;
     }
     const rows V = rows_of(p, LA_V, u, t, &s, s.U);
     if (V.at == s.U) load_values(&f->c, p, LA_V, u, t, s.v0, s.v1, s.U, width);
-    panel_solve(&f->c, p, &s, V, f->E, NULL, decay, rule);
+    panel_solve(&f->c, p, &s, V, f->E, NULL, decay);
     return s;
 }
 

@@ -105,26 +105,34 @@ LA_FN void solve_block(const int R, const int W, int64_t i, int64_t w, const chu
 }
 
 /* The delta rule, from the first row down: E_i = V_i - e_i (x S)_i - sum_{j<i} L_ij U_j is the
- * memory's error about token i, and U_i = beta_i E_i. E NULL: only U is wanted. DPLR: V is in U's
- * first rows, and W_i = -((x^ S)_i + sum_{j<i} L_ij U_j). */
+ * memory's error about token i, and U_i = beta_i E_i. E NULL: only U is wanted. */
 LA_COLD void panel_solve(const chunk *c, const la_problem *p, const panel *s, rows V, real *E,
-                         prefetch *next, const la_decay decay, const la_rule rule)
+                         prefetch *next, const la_decay decay)
 {
     const real *x = rows_carry(decay) ? c->hat : c->x;
     const int K = (int)c->K;
     if (!E) E = s->U; /* U_i is written there next */
     for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
-        if (rule == LA_DPLR)
-            FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, x, s, V, E, next, false, LA_DPLR);
-        else if (rows_are_scaled(decay))
+        if (rows_are_scaled(decay))
             FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, x, s, V, E, next, true, LA_DELTA);
         else
             FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, x, s, V, E, next, false, LA_DELTA);
 }
 
+/* DPLR: V is in U's first rows, and W_i = -((x^ S)_i + sum_{j<i} L_ij U_j). It is a function of its
+ * own, as panel_read_two is: beside them gcc makes the other rules' loops a tenth slower. */
+LA_COLD void panel_solve_two(const chunk *c, const la_problem *p, const panel *s, prefetch *next)
+{
+    const rows V = {s->U, s->width};
+    const int K = (int)c->K;
+    for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
+        FOR_EACH_BLOCK(i, end, s->width, solve_block, c, K, c->hat, s, V, NULL, next, false,
+                       LA_DPLR);
+}
+
 LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chunk *c,
                       const la_problem *p, const real *q, const panel *s, rows O, prefetch *next,
-                      const bool scaled, const bool normalised, const la_rule rule)
+                      const bool scaled, const bool normalised, const bool two_rows)
 {
     if (next) prefetch_some(next);
     const int64_t cp = c->cp, width = s->width;
@@ -135,7 +143,7 @@ LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chun
 
     state_product(R, W, i, w, c, (int)c->K, q, s, s->qS, qS);
     tile_sum(R, W, (int)i, P, cp, 1, s->U + w, width, sum);
-    if (rule == LA_DPLR) {
+    if (two_rows) {
         tile_sum(R, W, (int)i, Py, cp, 1, solved + w, width, of_W);
 #pragma GCC unroll 32
         for (int x = 0; x < R * W; x++) sum[x] += of_W[x];
@@ -150,8 +158,7 @@ LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chun
 #pragma GCC unroll 8
             for (int x = 0; x < W; x++) {
                 sum[z * W + x] += P[z * cp + i + y] * lanes_in(s->U + at)[x];
-                if (rule == LA_DPLR)
-                    sum[z * W + x] += Py[z * cp + i + y] * lanes_in(solved + at)[x];
+                if (two_rows) sum[z * W + x] += Py[z * cp + i + y] * lanes_in(solved + at)[x];
             }
 #pragma GCC unroll 8
         for (int x = 0; x < W; x++) {
@@ -164,21 +171,26 @@ LA_FN void read_block(const int R, const int W, int64_t i, int64_t w, const chun
 /* O_i = scale (e_i (q S)_i + sum_{j<=i} P_ij U_j), divided by the divisor if there is one. Row i
  * takes only the rows up to i: a NaN that is written later must not reach it. */
 LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, rows O, prefetch *next,
-                        const la_decay decay, const la_rule rule, bool normalised)
+                        const la_decay decay, bool normalised)
 {
     const real *q = rows_carry(decay) ? c->hat + c->n * c->sp : c->q;
-#define READ(scaled, normalised, rule) \
-    FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, scaled, normalised, rule)
     for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
-        if (rule == LA_DPLR)
-            READ(false, false, LA_DPLR);
-        else if (rows_are_scaled(decay))
-            READ(true, false, LA_DELTA); /* or any other rule that writes one row */
+        if (rows_are_scaled(decay))
+            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, true, false, false);
         else if (normalised)
-            READ(false, true, LA_DELTA);
+            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, true, false);
         else
-            READ(false, false, LA_DELTA);
-#undef READ
+            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, false, false);
+}
+
+/* The same where a token writes two rows (DPLR): O_i = scale ((q^ S)_i + sum_{j<=i} P_ij U_j), of
+ * U's rows of v and of W. */
+LA_COLD void panel_read_two(const chunk *c, const la_problem *p, const panel *s, rows O,
+                            prefetch *next)
+{
+    const real *q = c->hat + c->n * c->sp;
+    for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
+        FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, false, true);
 }
 
 /* ---- a whole sequence, forward ---- */
@@ -238,15 +250,17 @@ LA_FN void panel_forward(const chunk *c, state_scratch *x, const la_problem *p, 
     if (rule == LA_DELTA) {
         const rows V = rows_of(p, LA_V, u, t, s, s->U);
         if (V.at == s->U) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
-        panel_solve(c, p, s, V, NULL, next, decay, rule);
+        panel_solve(c, p, s, V, NULL, next, decay);
     } else {
         panel_write(c, p, u, t, s, decay);
-        const rows V = {s->U, s->width};
-        if (rule == LA_DPLR) panel_solve(c, p, s, V, NULL, next, decay, rule);
+        if (rule == LA_DPLR) panel_solve_two(c, p, s, next);
     }
     if (reads) {
         const rows O = rows_of(p, LA_O, u, t, s, s->O);
-        panel_read(c, p, s, O, next, decay, rule, normalised);
+        if (rule == LA_DPLR)
+            panel_read_two(c, p, s, O, next);
+        else
+            panel_read(c, p, s, O, next, decay, normalised);
         if (O.at == s->O) store_values(c, p, LA_O, u, t, s->v0, s->v1, s->O, s->width);
     }
     state_carry(c, x, p, s, s->S, next, decay);
