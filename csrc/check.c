@@ -561,8 +561,7 @@ static la_status check_options(la_problem *p)
     if (p->device == LA_CUDA && p->K > CUDA_MAX_DIM)
         return fail(p, LA_VALUE_ERROR, "q: expected K <= %d on CUDA, got K = %lld", CUDA_MAX_DIM,
                     (long long)p->K);
-    const bool rare = p->rule > LA_DELTA || p->decay == LA_PAIR || p->array[LA_X].given;
-    if (p->device == LA_CUDA && rare && p->K > CUDA_MAX_RARE)
+    if (p->device == LA_CUDA && la_is_rare(p) && p->K > CUDA_MAX_RARE)
         return fail(
             p, LA_VALUE_ERROR, "q: expected K <= %d on CUDA for %s, got K = %lld", CUDA_MAX_RARE,
             p->array[LA_X].given && p->rule == LA_DELTA ? "calls with x" : la_variants[p->op].name,

@@ -255,6 +255,12 @@ static inline bool la_has_pair(const la_problem *p)
 bool la_is_second(la_name name);
 la_name la_second_of(const la_problem *p, la_name first);
 
+/* Is this one of the calls for which a GPU has but one family of kernels (cuda/rare.cuh)? */
+static inline bool la_is_rare(const la_problem *p)
+{
+    return p->rule > LA_DELTA || p->decay == LA_PAIR || p->array[LA_X].given;
+}
+
 /* Tokens of a batch row: those of q, or those of k and v. */
 static inline int64_t la_longest_row(const la_problem *p) { return p->T > p->L ? p->T : p->L; }
 

@@ -117,7 +117,7 @@ static int settle(la_call *c)
     return on_host && !la_writes_nothing(&c->p) ? warn_of_growth(c) : 0;
 }
 
-/* What took this thread's last call. */
+/* The kernel that took this thread's last call. */
 static _Thread_local la_taken last_taken = {"none", "", "", 0, 0};
 
 const la_taken *la_last_taken(void) { return &last_taken; }

@@ -9,7 +9,7 @@ int la_run_pass(la_call *c);
 /* A step: its state is the old one or the new one, whatever happens. */
 int la_run_step(la_call *c);
 
-/* What took this thread's last call. */
+/* The kernel that took this thread's last call. */
 const la_taken *la_last_taken(void);
 
 #endif

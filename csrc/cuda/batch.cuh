@@ -43,7 +43,7 @@ template <int ROWS> struct key_row {
     __device__ real &at(int i) { return x[i / ROWS * APART + i % ROWS]; }
 };
 
-/* What the rare kinds have besides. */
+/* The further arrays of the rare kinds. */
 template <int ROWS, bool RARE> struct rare_rows {
 };
 template <int ROWS> struct rare_rows<ROWS, true> {

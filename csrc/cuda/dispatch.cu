@@ -357,12 +357,6 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
     return status_of(p, error);
 }
 
-/* Has the call only the kernels of rare.cuh? */
-static bool is_rare(const la_problem *p)
-{
-    return p->rule > LA_DELTA || p->decay == LA_PAIR || p->array[LA_X].given;
-}
-
 static void tell(const la_problem *p, const char *kernel, const char *unit, int bits,
                  const char *why)
 {
@@ -373,7 +367,7 @@ static cudaError_t token_by_token(const la_problem *p, const call &c, const char
 {
     tell(p, p->pass == LA_STEP ? "one token" : "token by token", "CUDA cores",
          p->real == LA_F64 ? 53 : 24, why);
-    if (is_rare(p))
+    if (la_is_rare(p))
         return (p->real == LA_F64 ? rare_f64 : rare_f32)[p->kind](c, (cudaStream_t)p->stream);
     return (p->real == LA_F64 ? scan_f64 : scan_f32)[p->kind](c, (cudaStream_t)p->stream);
 }
@@ -401,7 +395,7 @@ static const char *why_by_token(const la_problem *p)
     const la_dtype dtype = p->array[LA_Q].dtype;
     if (p->mode == LA_RECURRENT) return "";
     if (p->array[LA_X].given && p->rule == LA_DELTA) return "no kernel in chunks takes x on a GPU";
-    if (is_rare(p)) return "no kernel in chunks has this op on a GPU";
+    if (la_is_rare(p)) return "no kernel in chunks has this op on a GPU";
     if (dtype == LA_F64) return "tensor cores would round float64";
     if (p->pass == LA_BACKWARD) {
         if (dtype != LA_BF16) return "gradients in chunks are those of bfloat16 arrays";
@@ -446,7 +440,7 @@ la_status la_cuda_forward(la_problem *p) { return run(p, by_chunks); }
 
 static cudaError_t one_token(const la_problem *p, const call &c)
 {
-    if (is_rare(p) || p->real == LA_F64 || p->K > MOST_KEYS ||
+    if (la_is_rare(p) || p->real == LA_F64 || p->K > MOST_KEYS ||
         !(c.x[LA_S0].stride[2] == 1 || c.x[LA_S0].stride[3] == 1))
         return token_by_token(p, c, "");
     tell(p, "one token", "CUDA cores", 24, "");
@@ -470,7 +464,7 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
     const backward_launcher rare =
         (p->real == LA_F64 ? rare_adjoint_f64 : rare_adjoint_f32)[p->kind];
     const backward_launcher adjoint =
-        is_rare(p) ? rare : adjoints[p->real == LA_F64][p->K > MOST_KEYS][p->kind];
+        la_is_rare(p) ? rare : adjoints[p->real == LA_F64][p->K > MOST_KEYS][p->kind];
     const gradients d = gradients_of(p);
     const cudaStream_t stream = (cudaStream_t)p->stream;
     const char *why = why_by_token(p);
