@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from linattn import elementwise
 from linattn.features import cast, is_array, is_tensor, library_of
 
 __all__ = [
@@ -116,7 +117,7 @@ def softplus(x: Any, A_log: Any, dt_bias: Any = None) -> Any:
     u, A_log = _shifted(x, A_log, dt_bias)
     xp = library_of(u)
     with _quiet(u):
-        return -xp.exp(A_log) * _softplus(u)
+        return -xp.exp(A_log) * elementwise.softplus(u)
 
 
 def softplus_backward(dg: Any, x: Any, A_log: Any, dt_bias: Any = None) -> GateGradients:
@@ -159,8 +160,8 @@ def softplus_backward(dg: Any, x: Any, A_log: Any, dt_bias: Any = None) -> GateG
     dg = _gradient_of(dg, u)
     with _quiet(u):
         rate = library_of(u).exp(rate)
-        du = -rate * dg * _sigmoid(u)
-        d_rate = -rate * dg * _softplus(u)
+        du = -rate * dg * elementwise.sigmoid(u)
+        d_rate = -rate * dg * elementwise.softplus(u)
     return _gradients(du, d_rate, x, A_log, dt_bias)
 
 
@@ -203,7 +204,7 @@ def bounded(x: Any, A_log: Any, dt_bias: Any = None, lower_bound: float = -5.0) 
     bound = _bound(lower_bound)
     u, A_log = _shifted(x, A_log, dt_bias)
     with _quiet(u):
-        return bound * _sigmoid(u if A_log is None else library_of(u).exp(A_log) * u)
+        return bound * elementwise.sigmoid(u if A_log is None else library_of(u).exp(A_log) * u)
 
 
 def bounded_backward(
@@ -241,7 +242,7 @@ def bounded_backward(
     with _quiet(u):
         rate = 1 if rate is None else library_of(u).exp(rate)
         w = rate * u
-        dw = bound * dg * _sigmoid_slope(w)
+        dw = bound * dg * elementwise.sigmoid_slope(w)
         return _gradients(rate * dw, dw * w, x, A_log, dt_bias)
 
 
@@ -274,7 +275,7 @@ def rwkv7(x: Any) -> Any:
     >>> np.exp(gates.rwkv7(np.array([-100.0, 100.0]))).round(4)
     array([1.    , 0.5452])
     """
-    return _RWKV7 * _sigmoid(_real("x", x))
+    return _RWKV7 * elementwise.sigmoid(_real("x", x))
 
 
 def rwkv7_backward(dg: Any, x: Any) -> GateGradients:
@@ -304,7 +305,7 @@ def rwkv7_backward(dg: Any, x: Any) -> GateGradients:
     array([-0.1516])
     """
     u = _real("x", x)
-    return GateGradients(cast(_RWKV7 * _gradient_of(dg, u) * _sigmoid_slope(u), x.dtype))
+    return GateGradients(cast(_RWKV7 * _gradient_of(dg, u) * elementwise.sigmoid_slope(u), x.dtype))
 
 
 def beta(x: Any, allow_neg_eigval: bool = False) -> Any:
@@ -340,7 +341,7 @@ def beta(x: Any, allow_neg_eigval: bool = False) -> Any:
     >>> gates.beta(np.zeros(2)), gates.beta(np.zeros(2), allow_neg_eigval=True)
     (array([0.5, 0.5]), array([1., 1.]))
     """
-    share, s = _share(allow_neg_eigval), _sigmoid(_real("x", x))
+    share, s = _share(allow_neg_eigval), elementwise.sigmoid(_real("x", x))
     return s if share == 1 else share * s
 
 
@@ -372,32 +373,10 @@ def beta_backward(dbeta: Any, x: Any, allow_neg_eigval: bool = False) -> GateGra
     """
     share, u = _share(allow_neg_eigval), _real("x", x)
     dbeta = _gradient_of(dbeta, u, "dbeta")
-    return GateGradients(cast(share * dbeta * _sigmoid_slope(u), x.dtype))
+    return GateGradients(cast(share * dbeta * elementwise.sigmoid_slope(u), x.dtype))
 
 
 # ---- arithmetic ----
-
-
-def _softplus(u: Any) -> Any:
-    """log(1 + exp(u))."""
-    if is_tensor(u):  # above 40 u itself, in float64 too
-        return library_of(u).nn.functional.softplus(u, 1, 40)
-    xp = library_of(u)
-    return u.clip(0, None) + xp.log1p(xp.exp(-abs(u)))
-
-
-def _sigmoid(u: Any) -> Any:
-    if is_tensor(u):
-        return u.sigmoid()
-    xp = library_of(u)
-    e = xp.exp(-abs(u))  # at most 1, and no digit is lost for u far below 0
-    return xp.where(u < 0, e, 1) / (1 + e)
-
-
-def _sigmoid_slope(u: Any) -> Any:
-    """sigmoid(u) sigmoid(-u). 1 - sigmoid(u) would have no digits for u above 17 in float32."""
-    e = library_of(u).exp(-abs(u))
-    return e / ((1 + e) * (1 + e))
 
 
 def _quiet(u: Any) -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ __all__ = ["KernelReport", "explain_kernel"]
 
 
 class KernelReport(NamedTuple):
-    """What took a call: see :func:`linattn.explain_kernel`.
+    """The kernel that took a call: see :func:`linattn.explain_kernel`.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ def explain_kernel(op: str | Callable[..., Any], *args: Any, **keywords: Any) ->
     ValueError
         There is no op of that name.
     Exception
-        What the call itself raises.
+        The call itself is refused.
 
     See Also
     --------

@@ -229,7 +229,7 @@ class Spelled:
                 "allow_tf32",
             ):
                 assert keywords.pop(not_asked, None) in (None, True, "chunk")
-            keywords.pop("state_v_first", None)  # nobody looks at the state
+            keywords.pop("state_v_first", None)  # the state is not looked at
             keywords = {
                 key: x.detach().numpy() if isinstance(x, torch.Tensor) else x
                 for key, x in keywords.items()

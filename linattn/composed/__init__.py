@@ -2,7 +2,7 @@
 
 A system has the three passes of an op: forward, step, backward. It is spelled in the functions of
 the caller's own library, so PyTorch records it, and it calls one of the ops of :mod:`linattn`.
-What an op says about an argument is told by the name that the system has for it. Arrays have their
+Messages of an op about an argument have the name that the system gives to it. Arrays have their
 axes of batch and heads. A gate may be a number.
 
 Sums are float32, or float64 for float64 inputs, as in the ops. Gates may be float32 beside float16

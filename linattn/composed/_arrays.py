@@ -1,46 +1,26 @@
-"""The arrays of a call, checked by their names, and the elementwise functions of the systems.
+"""The arrays of a call, checked by their names.
 
 One spelling serves NumPy, PyTorch, CuPy and every library whose arrays know their namespace.
 """
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from linattn.features import cast, is_array, is_recorded, is_tensor, is_traced, shape_of
+from linattn.features import cast, is_array, is_recorded, is_tensor, is_traced, library_of, shape_of
 
 __all__ = [
     "Arrays",
     "Sequences",
     "detached",
-    "logsigmoid",
-    "sigmoid",
-    "silu",
-    "silu_slope",
-    "softplus",
-    "softplus_slope",
     "total",
 ]
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTS = ("int32", "int64")
-
-
-def library(x: Any) -> ModuleType:
-    """The namespace with the functions of x's library."""
-    if isinstance(x, np.ndarray):
-        return np
-    if is_tensor(x):
-        return sys.modules["torch"]
-    if hasattr(x, "__array_namespace__"):
-        found: ModuleType = x.__array_namespace__()
-        return found
-    return sys.modules[type(x).__module__.partition(".")[0]]
 
 
 def is_number(x: object) -> bool:
@@ -73,7 +53,7 @@ class Arrays:
         self.first, self.recorded = name, recorded
         self.sizes: dict[str, int] = {}
         self._require_array(name, x)
-        self.xp, self.device = library(x), getattr(x, "device", None)
+        self.xp, self.device = library_of(x), getattr(x, "device", None)
         self.dtype = _dtype_of(x)
         self._require_float(name, x)
         self.like = x
@@ -101,7 +81,7 @@ class Arrays:
     def _require_own(self, name: str, x: Any) -> None:
         """x is an array of the first one's library, where that lies."""
         self._require_array(name, x)
-        if library(x) is not self.xp:
+        if library_of(x) is not self.xp:
             raise TypeError(
                 f"{name}: expected an array of {self.xp.__name__} like {self.first}, got {type(x)}"
             )
@@ -356,47 +336,3 @@ def total(xp: Any, x: Any, axes: tuple[int, ...]) -> Any:
 def detached(x: Any) -> Any:
     """x, of which PyTorch records nothing."""
     return x.detach() if is_tensor(x) else x
-
-
-# ---- elementwise ----
-# PyTorch's own are right at 0, where the derivative of a spelling with abs would not be.
-
-
-def sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x)); the exponential is never above 1."""
-    if is_tensor(x):
-        return sys.modules["torch"].sigmoid(x)
-    xp = library(x)
-    small = xp.exp(-abs(x))
-    return xp.where(x >= 0, 1, small) / (1 + small)
-
-
-def silu(x: Any) -> Any:
-    return x * sigmoid(x)
-
-
-def silu_slope(x: Any) -> Any:
-    """The derivative of x sigmoid(x)."""
-    s = sigmoid(x)
-    return s * (1 + x * (1 - s))
-
-
-def softplus(x: Any) -> Any:
-    """log(1 + exp(x)), and x itself above 20, as PyTorch and Mamba have it."""
-    if is_tensor(x):
-        return sys.modules["torch"].nn.functional.softplus(x)
-    xp = library(x)
-    return xp.where(x > 20, x, xp.log1p(xp.exp(xp.clip(x, None, 20))))
-
-
-def softplus_slope(x: Any) -> Any:
-    xp = library(x)
-    return xp.where(x > 20, xp.ones_like(x), sigmoid(x))
-
-
-def logsigmoid(x: Any) -> Any:
-    """log(sigmoid(x)), with all digits for large x."""
-    if is_tensor(x):
-        return sys.modules["torch"].nn.functional.logsigmoid(x)
-    xp = library(x)
-    return xp.clip(x, None, 0) - xp.log1p(xp.exp(-abs(x)))

@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from linattn.composed._arrays import (
-    Arrays,
-    is_number,
-    silu,
-    silu_slope,
-    softplus,
-    softplus_slope,
-    total,
-)
+from linattn.composed._arrays import Arrays, is_number, total
 from linattn.composed._names import called
+from linattn.elementwise import silu, silu_slope, softplus, softplus_slope
 from linattn.ops._core import AnyArray, Array, Mode
 from linattn.ops.simple_gla import simple_gla, simple_gla_backward, simple_gla_step
 
 __all__ = ["SSDGradients", "ssd", "ssd_backward", "ssd_step"]
+
+_ITSELF = 20  # above it softplus is its argument, as PyTorch and Mamba have it
 
 # The arguments of simple_gla by the names of this file.
 _NAMES = {
@@ -134,7 +129,7 @@ class _Problem:
         self.A, self.D, self.z = map(real, (self.A_given, self.D_given, self.z_given))
         dt, bias = real(self.dt_given), real(self.bias_given)
         self.raw = dt if bias is None else dt + bias
-        self.before_limit = softplus(self.raw) if self.dt_softplus else self.raw
+        self.before_limit = softplus(self.raw, _ITSELF) if self.dt_softplus else self.raw
         self.dt = self.call.xp.clip(self.before_limit, *self.limit)
         self.v = self.call.scaled(self.dt[..., None], self.call.like)
         self.g = self.dt * self.A
@@ -162,7 +157,7 @@ class _Problem:
         """The derivative of the time step by dt: 0 outside of the limits, at which it is 1."""
         low, high = self.limit
         inside = (self.before_limit >= low) & (self.before_limit <= high)
-        slope = softplus_slope(self.raw) if self.dt_softplus else 1
+        slope = softplus_slope(self.raw, _ITSELF) if self.dt_softplus else 1
         return inside * slope
 
 
