@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn import elementwise
+from linattn import _elementwise as elementwise
 from linattn.features import cast, is_array, is_tensor, library_of
 
 __all__ = [

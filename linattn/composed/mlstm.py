@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from linattn._elementwise import logsigmoid, sigmoid
 from linattn.composed._arrays import Arrays, Sequences, detached
 from linattn.composed._names import called
-from linattn.elementwise import logsigmoid, sigmoid
 from linattn.features import cast
 from linattn.ops._core import AnyArray, Array, Mode
 from linattn.ops.simple_gla import simple_gla, simple_gla_backward, simple_gla_step
