@@ -177,10 +177,9 @@ LA_COLD void panel_read(const chunk *c, const la_problem *p, const panel *s, row
     for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end)
         if (rows_are_scaled(decay))
             FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, true, false, false);
-        else if (normalised)
-            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, true, false);
         else
-            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, false, false);
+            FOR_EACH_BLOCK(i, end, s->width, read_block, c, p, q, s, O, next, false, normalised,
+                           false);
 }
 
 /* The same where a token writes two rows (DPLR): O_i = scale ((q^ S)_i + sum_{j<=i} P_ij U_j), of

@@ -29,7 +29,11 @@ typedef int64_t lane_int __attribute__((vector_size(LA_LANE_BYTES)));
 enum { LANES = LA_LANE_BYTES / sizeof(real) };
 
 #define LA_FN static inline __attribute__((always_inline, unused))
+#ifdef __clang__
 #define LA_COLD static __attribute__((noinline, unused))
+#else /* gcc makes copies for constant arguments too, as large as they are */
+#define LA_COLD static __attribute__((noinline, noclone, unused))
+#endif
 
 LA_FN int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 LA_FN int64_t padded(int64_t n) { return round_up(n, LANES); }

@@ -10,6 +10,20 @@ enum { MAX_STRIP = 4 };
 #endif
 enum { PANEL_STRIP = 4 };
 
+/* The lanes of the next strip, a power of two: a kernel for 3 lanes would be as much code again as
+ * those for 2 and 1 that do the same. */
+LA_FN int64_t strip_lanes(int64_t left, int64_t most)
+{
+    return left >= most ? most : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
+
+/* Where the strip of a panel ends that begins at v0. */
+LA_FN int64_t strip_end(const la_unit *u, int64_t v0)
+{
+    const int64_t end = v0 + strip_lanes(padded(u->v1 - v0) / LANES, PANEL_STRIP) * LANES;
+    return end < u->v1 ? end : u->v1;
+}
+
 /* Tokens between two checks whether the call is to end: they take some microseconds. A step has
  * fewer. */
 enum { TOKENS_A_CHECK = 64 };
@@ -48,7 +62,6 @@ LA_FN void token_of(const la_strip S, const la_strip Y, int64_t W, int64_t K, co
     switch (W) {
     case 1: la_token(S, Y, 1, (int)K, t, o, decay, rule); break;
     case 2: la_token(S, Y, 2, (int)K, t, o, decay, rule); break;
-    case 3: la_token(S, Y, 3, (int)K, t, o, decay, rule); break;
     case 4: la_token(S, Y, 4, (int)K, t, o, decay, rule); break;
     default: la_token(S, Y, MAX_STRIP, (int)K, t, o, decay, rule); break;
     }
@@ -144,11 +157,12 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, const la_states *
 {
     const bool normalised = is_normalised(p, decay, rule);
     const la_array *v = &p->array[LA_V], *o = &p->array[LA_O];
-    const int64_t kp = padded(p->K), strip = PANEL_STRIP * LANES;
+    const int64_t kp = padded(p->K);
     scan_scratch f;
     scan_take(&f, m, p);
-    for (int64_t v0 = u->v0; v0 < u->v1; v0 += strip) {
-        const int64_t v1 = v0 + strip < u->v1 ? v0 + strip : u->v1, width = padded(v1 - v0);
+    for (int64_t v0 = u->v0, v1; v0 < u->v1; v0 = v1) {
+        v1 = strip_end(u, v0);
+        const int64_t width = padded(v1 - v0);
         load_state(p, LA_S0, u, v0, v1, f.S, width);
         if (decay == LA_PAIR) load_state(p, LA_Y0, u, v0, v1, f.S + p->K * width, width);
         if (normalised) load_z(p, LA_Z0, u, f.z);
@@ -208,7 +222,7 @@ LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const 
     }
     for (int64_t v0 = u->v0, W; v0 < u->v1; v0 += W * LANES) {
         const int64_t left = (u->v1 - v0) / LANES;
-        W = left >= MAX_STRIP ? MAX_STRIP : left < 4 ? left : 4;
+        W = strip_lanes(left, MAX_STRIP);
         const int64_t next = v0 == u->v0 ? (left - W) * (int64_t)sizeof(lane) : 0;
         const la_strip S = strip_of_state(p, LA_S0, u, v0, next), none = {NULL, 0, 0};
         const la_strip Y = decay == LA_PAIR ? strip_of_state(p, LA_Y0, u, v0, 0) : none;
@@ -264,7 +278,6 @@ LA_FN void token_adjoint_any(const real *S, real *dS, int64_t W, int64_t K, cons
     switch (W) {
     case 1: la_token_adjoint(state, d, Y, dY, 1, (int)K, t, d_o, g, decay, rule); break;
     case 2: la_token_adjoint(state, d, Y, dY, 2, (int)K, t, d_o, g, decay, rule); break;
-    case 3: la_token_adjoint(state, d, Y, dY, 3, (int)K, t, d_o, g, decay, rule); break;
     default: la_token_adjoint(state, d, Y, dY, 4, (int)K, t, d_o, g, decay, rule); break;
     }
 }
@@ -309,15 +322,16 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
 {
     const bool normalised = is_normalised(p, decay, rule), pair = decay == LA_PAIR;
     const la_array *d_o = &p->array[LA_DO], *dv = &p->array[LA_DV];
-    const int64_t kp = padded(p->K), strip = PANEL_STRIP * LANES;
+    const int64_t kp = padded(p->K);
     const int64_t length = u->end - u->begin, M = segment_length(length);
     scan_backward_scratch f;
     scan_backward_take(&f, m, p, length);
     fill(kp, f.all_bonus, 0);
     fill(kp, f.lost_bonus, 0);
 
-    for (int64_t v0 = u->v0; v0 < u->v1; v0 += strip) {
-        const int64_t v1 = v0 + strip < u->v1 ? v0 + strip : u->v1, width = padded(v1 - v0);
+    for (int64_t v0 = u->v0, v1; v0 < u->v1; v0 = v1) {
+        v1 = strip_end(u, v0);
+        const int64_t width = padded(v1 - v0);
         const int64_t W = width / LANES, one = p->K * width, size = pair ? 2 * one : one;
         const int64_t kept = size + kp;
         const bool first_strip = v0 == u->v0;

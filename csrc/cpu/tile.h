@@ -127,19 +127,16 @@ LA_FN void tile_column(const int W, const int tall, const int known, int64_t row
         if (next) prefetch_some(next);
         LA_TILE(tall);
     }
-    switch (rows - i) {
-    case 1: LA_TILE(1); break;
-    case 2: LA_TILE(2); break;
-    case 3: LA_TILE(3); break;
-    case 4: LA_TILE(4); break;
-    case 5: LA_TILE(5); break;
-    case 6:
-        if (tall > 6) LA_TILE(6);
-        break;
-    case 7:
-        if (tall > 7) LA_TILE(7);
-        break;
+    /* at most three more tiles: one of each height would be twice the code */
+    if (i + 4 <= rows) {
+        LA_TILE(4);
+        i += 4;
     }
+    if (i + 2 <= rows) {
+        LA_TILE(2);
+        i += 2;
+    }
+    if (i < rows) LA_TILE(1);
 #undef LA_TILE
 }
 
