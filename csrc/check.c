@@ -580,6 +580,10 @@ static la_status check_options(la_problem *p)
                     (long long)la_longest_row(p), (long long)(p->N * p->HV));
     if (p->has_chunk && p->chunk < 1)
         return fail(p, LA_VALUE_ERROR, "chunk_size: expected >= 1, got %lld", (long long)p->chunk);
+    if (p->batch < 1)
+        return fail(p, LA_VALUE_ERROR, "batch: expected >= 1, got %lld", (long long)p->batch);
+    if (p->batch != 1 && p->decay != LA_PAIR)
+        return fail(p, LA_VALUE_ERROR, "batch: %s has no batches", la_variants[p->op].name);
     if (p->has_scale && !isfinite(p->scale))
         return fail(p, LA_VALUE_ERROR, "scale: expected a finite number, got %g", p->scale);
     if (!(p->eps >= 0) || isinf(p->eps))
@@ -596,8 +600,8 @@ static la_status check_options(la_problem *p)
 
 void la_problem_init(la_problem *p, la_op op, la_pass pass)
 {
-    *p = (la_problem){
-        .op = op, .pass = pass, .causal = true, .eps = 1e-6, .allow_tf32 = la_get_allow_tf32()};
+    *p = (la_problem){.op = op, .pass = pass, .batch = 1, .causal = true, .eps = 1e-6};
+    p->allow_tf32 = la_get_allow_tf32();
     p->decay = la_variants[op].decay;
     p->rule = la_variants[op].rule;
     p->kind = la_variants[op].kind;

@@ -195,6 +195,7 @@ typedef struct la_problem {
     la_mode mode;
     bool has_chunk;
     int64_t chunk; /* tokens per chunk; 0 after la_check: the library's choice */
+    int64_t batch; /* PAIR: so many tokens predict from one memory; 1: each from its own */
     la_array array[LA_ARRAYS];
     bool has_scale;
     double scale;

@@ -65,23 +65,33 @@ static int take_mode(la_call *c, PyObject *object)
     return -1;
 }
 
-static int take_chunk_size(la_call *c, PyObject *object)
+/* kind: what is expected, for the message. */
+static int as_count(PyObject *object, const char *label, const char *kind, int64_t *to)
 {
-    if (object == Py_None) return 0;
     PyObject *index = PyBool_Check(object) ? NULL : PyNumber_Index(object);
     if (!index) {
-        PyErr_Format(PyExc_TypeError, "chunk_size: expected an int or None, got %R",
+        PyErr_Format(PyExc_TypeError, "%s: expected %s, got %R", label, kind,
                      (PyObject *)Py_TYPE(object));
         return -1;
     }
-    c->p.has_chunk = true;
-    c->p.chunk = PyLong_AsLongLong(index);
+    *to = PyLong_AsLongLong(index);
     Py_DECREF(index);
-    if (c->p.chunk == -1 && PyErr_Occurred()) {
-        PyErr_Format(PyExc_ValueError, "chunk_size: expected 1 to 2^63-1, got %R", object);
+    if (*to == -1 && PyErr_Occurred()) {
+        PyErr_Format(PyExc_ValueError, "%s: expected 1 to 2^63-1, got %R", label, object);
         return -1;
     }
     return 0;
+}
+
+static int take_chunk_size(la_call *c, PyObject *object)
+{
+    c->p.has_chunk = object != Py_None;
+    return c->p.has_chunk ? as_count(object, "chunk_size", "an int or None", &c->p.chunk) : 0;
+}
+
+static int take_batch(la_call *c, PyObject *object)
+{
+    return as_count(object, "batch", "an int", &c->p.batch);
 }
 
 /* Linear attention's options as seven floats, which an operator of PyTorch takes too: the map of q
@@ -170,6 +180,7 @@ static const struct {
     {"scale", take_scale, IN_F | IN_S | IN_B},
     {"mode", take_mode, IN_F | IN_B},
     {"chunk_size", take_chunk_size, IN_F | IN_B},
+    {"batch", take_batch, IN_F | IN_B},
     {"qk_l2norm", take_qk_l2norm, IN_F | IN_S | IN_B},
     {"state_v_first", take_state_v_first, IN_F | IN_S | IN_B},
     {"allow_tf32", take_allow_tf32, IN_F},

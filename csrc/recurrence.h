@@ -18,6 +18,8 @@
  *
  *     Y <- eta Y + k u',   S <- a S + Y      predicts before
  *
+ * Its tokens may come in batches, which predict from the memory M0 that their first token found.
+ *
  * The columns of S never mix. So a `lane` is the type that holds columns cheaply: a SIMD vector on
  * a CPU, one number in a CUDA thread. W lanes are computed together, and a strip of S is [K][W]
  * lanes. A CUDA thread may hold only some rows of a column. K is then the number of its rows, and
@@ -89,6 +91,8 @@ typedef struct la_operands {
     const real *bonus; /* BONUS */
     const lane *v;
     real beta, eta;
+    bool batched; /* PAIR: M0 predicts in the place of S */
+    la_strip M0;
     real own; /* q . k, with a bonus q . (bonus * k): a token's weight in its own read */
     real qy;  /* DPLR: q . y */
 } la_operands;
@@ -174,6 +178,8 @@ LA_FN void la_token(const la_strip S, const la_strip Y, const int W, int K, cons
 
     if (la_predicts(rule)) {
         la_predict(S, Y, W, K, t, p, o, true, decay, rule);
+        if (decay == LA_PAIR && t->batched)
+            la_predict(t->M0, la_strip_of(NULL, 0), W, K, t, p, NULL, false, decay, rule);
         for (int w = 0; w < W; w++) u[w] = rule == LA_DELTA ? t->beta * (t->v[w] - p[w]) : t->v[w];
         for (int w = 0; w < W; w++) o[w] += t->own * u[w];
         for (int w = 0; w < W && rule == LA_DPLR; w++) o[w] -= t->qy * p[w];
@@ -213,6 +219,7 @@ LA_FN void la_token(const la_strip S, const la_strip Y, const int W, int K, cons
 typedef struct la_token_gradients {
     real *dq, *dk, *dx, *dy, *dbonus, *da, *dbeta, *deta;
     lane *dv;
+    la_strip dM0; /* of batches: added to, and due where the batch begins */
 } la_token_gradients;
 
 /* Its adjoint, line for line in reverse. S and Y are the states before the token. dS and dY arrive
@@ -229,7 +236,11 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const lane *Y, lane *dY, co
     for (int w = 0; w < W; w++) u[w] = t->v[w]; /* p and u of the forward pass, recomputed */
     if (la_predicts(rule)) {
         const la_strip none = la_strip_of(NULL, 0);
-        la_predict(la_strip_of((lane_of_state *)S, W), none, W, K, t, p, NULL, false, decay, rule);
+        if (decay == LA_PAIR && t->batched)
+            la_predict(t->M0, none, W, K, t, p, NULL, false, decay, rule);
+        else
+            la_predict(la_strip_of((lane_of_state *)S, W), none, W, K, t, p, NULL, false, decay,
+                       rule);
         for (int w = 0; w < W && rule == LA_DELTA; w++) u[w] = t->beta * (t->v[w] - p[w]);
     }
     UNROLL for (int first = 0; first < K; first += LA_ROWS)
@@ -314,7 +325,10 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const lane *Y, lane *dY, co
                 ga += S[i * W + w] * *d;
                 *d *= ai;
             }
-            if (la_predicts(rule) && !la_predicts_after(decay, rule)) { /* was p = S' x */
+            if (decay == LA_PAIR && t->batched) { /* was p = M0' x */
+                gx += la_row(t->M0, i)[w] * dp[w];
+                la_row(g->dM0, i)[w] += xi * dp[w];
+            } else if (la_predicts(rule) && !la_predicts_after(decay, rule)) { /* was p = S' x */
                 gx += S[i * W + w] * dp[w];
                 *d += xi * dp[w];
             }

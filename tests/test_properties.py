@@ -14,7 +14,16 @@ from support.compare import assert_same_bits, over_arrays
 from support.device import ops as linattn
 from support.grid import MODES, parts
 from support.problems import KEY_HEADS, PER_HEAD, PER_TOKEN
-from support.variants import GATED, HEAD_DECAY, KEY_DECAY, PREDICTS, having, ops_with, with_decay
+from support.variants import (
+    GATED,
+    HEAD_DECAY,
+    KEY_DECAY,
+    PAIR_DECAY,
+    PREDICTS,
+    having,
+    ops_with,
+    with_decay,
+)
 
 from linattn import reference, testing
 
@@ -74,6 +83,8 @@ def problems(
     # and no two ways to it agree to many digits.
     if l2norm and K > 1 and draw(st.booleans()):
         x["qk_l2norm"] = True
+    if op in PAIR_DECAY and options and draw(st.booleans()):
+        x["batch"] = draw(st.integers(1, 70))
     run = {"mode": draw(st.sampled_from(MODES)), "chunk_size": draw(st.integers(1, 70))}
     return op, x, run
 
@@ -177,7 +188,7 @@ def test_the_three_modes_are_accurate_in_float32(problem, rng):
     # The rule compares largest errors; on fewer numbers than about 1000 those are accidents.
     _, T, HV, V = x["v"].shape
     B = -(-1000 // (T * HV * V))
-    options = {name: x[name] for name in ("feature_map", "qk_l2norm") if name in x}
+    options = {name: x[name] for name in ("feature_map", "qk_l2norm", "batch") if name in x}
     x = (
         testing.make_inputs(
             op,
@@ -220,6 +231,7 @@ def test_any_chunk_size_agrees(problem, other):
 def test_a_sequence_may_be_cut_and_resumed_anywhere(problem, data):
     op, x, run = problem
     cut = data.draw(st.integers(0, x["v"].shape[1]))
+    cut -= cut % x.get("batch", 1)
     whole = forward(op, x, **run)
     first = forward(op, change(x, lambda a: a[:, :cut]), **run)
     rest = forward(op, change(x, lambda a: a[:, cut:]) | {"initial_state": state_of(first)}, **run)
@@ -231,6 +243,7 @@ def test_a_sequence_may_be_cut_and_resumed_anywhere(problem, data):
 @given(problems(most_T=40), st.booleans())
 def test_steps_equal_one_forward(problem, v_first):
     op, x, run = problem
+    x.pop("batch", None)  # a step is a batch of its own
     whole = forward(op, x, **run)
     T = x["v"].shape[1]
     step = getattr(linattn, f"{op}_step")

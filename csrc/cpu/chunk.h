@@ -33,7 +33,8 @@
  * A panel holds M's rows and then Y's, S = [M; Y]. So the rows that look at it are twice as long,
  * x^_i = [e_{i-1} k_i, f_{i-1} k_i] and q^_i = [e_i q_i, f_i q_i], and so are those that are
  * carried, k~_j = [G_nj k_j, N_nj k_j]. P is G qk, and row i of L is row i-1 of G times kk. All are
- * sums and products of numbers >= 0.
+ * sums and products of numbers >= 0. In batches (recurrence.h) x^ and L take the last token before
+ * token i's batch in the place of i-1. A chunk has whole batches.
  *
  * This file has a chunk's tokens, decays and scores. The other stages are in chunk_forward.h. */
 
@@ -306,6 +307,9 @@ LA_FN void two_scaled(int64_t K, real *to, const real *x, real a, real b)
     for (int64_t i = 0; i < K; i++) to[K + i] = b * x[i];
 }
 
+/* The tokens of a chunk before the one whose memory predicts for token i: i, or i's batch's first. */
+LA_FN int64_t batch_begin(const la_problem *p, int64_t i) { return i - i % p->batch; }
+
 /* P and L of a pair, and the rows that carry its decays. */
 LA_FN void pair_scores(chunk *c, const la_problem *p, const bool reads)
 {
@@ -315,8 +319,10 @@ LA_FN void pair_scores(chunk *c, const la_problem *p, const bool reads)
     for (int64_t i = 0; i < n && !stopped_after(p, i); i++) {
         real *x_hat = c->hat + i * sp, *q_hat = x_hat + n * sp, *tilde = c->tilde + i * sp;
         if (reads) multiply_row(cp, c->P + i * cp, c->gamma + i * cp, c->qk + i * cp);
-        if (i) multiply_row(cp, c->L + i * cp, c->gamma + (i - 1) * cp, c->kk + i * cp);
-        two_scaled(K, x_hat, c->x + i * kp, i ? c->e[i - 1] : 1, i ? c->f[i - 1] : 0);
+        const int64_t seen = batch_begin(p, i); /* the tokens before its batch */
+        if (seen) multiply_row(cp, c->L + i * cp, c->gamma + (seen - 1) * cp, c->kk + i * cp);
+        for (int64_t j = seen; j < i; j++) c->L[i * cp + j] = 0;
+        two_scaled(K, x_hat, c->x + i * kp, seen ? c->e[seen - 1] : 1, seen ? c->f[seen - 1] : 0);
         if (reads) two_scaled(K, q_hat, c->q + i * kp, c->e[i], c->f[i]);
         two_scaled(K, tilde, c->k + i * kp, G[i], N[i]);
         for (int64_t at = 2 * K; at < sp; at++) x_hat[at] = tilde[at] = 0;

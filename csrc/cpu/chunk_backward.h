@@ -547,14 +547,17 @@ LA_FN void scores_pair_adjoint(backward_scratch *f, const la_problem *p)
     fill(n * cp, dN, 0);
     for (int64_t i = 0; i < n && !stopped_after(p, i); i++) {
         real *dP = f->dP + i * cp, *dL = f->dL + i * cp, *dGi = dG + i * cp;
-        const real *G = c->gamma + i * cp, *before = G - cp;
+        const int64_t seen = batch_begin(p, i);
+        const real *G = c->gamma + i * cp, *before = c->gamma + (seen - 1) * cp;
         const real *qk = c->qk + i * cp, *kk = c->kk + i * cp;
         for (int64_t j = i + 1; j < padded(n); j++) dP[j] = 0;
-        for (int64_t j = i; j < padded(n); j++) dL[j] = 0;
-        for (int64_t j = 0; j < i; j++) { /* was P = G qk, and L_i = G_{i-1} kk; G_jj is 1 */
+        for (int64_t j = seen; j < padded(n); j++) dL[j] = 0;
+        for (int64_t j = 0; j < i; j++) { /* was P = G qk; G_jj is 1 */
             dGi[j] += dP[j] * qk[j];
-            if (j < i - 1) dGi[j - cp] += dL[j] * kk[j];
             dP[j] *= G[j];
+        }
+        for (int64_t j = 0; j < seen; j++) { /* was L_i = G_{seen - 1} kk */
+            if (j < seen - 1) dG[(seen - 1) * cp + j] += dL[j] * kk[j];
             dL[j] *= before[j];
         }
     }
@@ -571,6 +574,7 @@ LA_FN void scores_pair_adjoint(backward_scratch *f, const la_problem *p)
         add_halves(K, f->dk + i * kp, dkt, G, N);
     }
     real2 de = f->de[0], df = f->de[1], dm = f->de[2]; /* of e_i, f_i and m_i */
+    real2 de_seen = 0, df_seen = 0;                    /* of those that i's batch has seen */
     for (int64_t i = last; i >= 0 && !stopped_after(p, last - i); i--) {
         const real *q = c->q + i * kp, *k = c->k + i * kp;
         const real *dqh = dq_hat + i * sp, *dxh = dx_hat + i * sp;
@@ -594,9 +598,14 @@ LA_FN void scores_pair_adjoint(backward_scratch *f, const la_problem *p)
         de *= c->a[i];
         df *= c->a[i];
         dm *= c->eta[i];
-        add_halves(K, f->dk + i * kp, dxh, e, of_Y); /* was x^_i = [e_{i-1} k_i, f_{i-1} k_i] */
-        if (i) de += dot_of_half(K, k, dxh);
-        if (i) df += dot_of_half(K, k, dxh + K);
+        const int64_t seen = batch_begin(p, i); /* was x^_i = [e_{seen-1} k_i, f_{seen-1} k_i] */
+        add_halves(K, f->dk + i * kp, dxh, seen ? c->e[seen - 1] : 1, seen ? c->f[seen - 1] : 0);
+        if (seen) de_seen += dot_of_half(K, k, dxh);
+        if (seen) df_seen += dot_of_half(K, k, dxh + K);
+        if (i > seen) continue;
+        de += de_seen;
+        df += df_seen;
+        de_seen = df_seen = 0;
     }
 }
 

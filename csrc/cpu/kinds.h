@@ -12,7 +12,8 @@ enum { MOST_TOKENS_PER_KEY = 32 };
 LA_FN int64_t chunk_length(const la_problem *p, int64_t longest, int64_t usual)
 {
     int64_t C = p->mode == LA_PARALLEL ? longest : p->chunk ? p->chunk : usual;
-    if (C > longest) C = longest;
     if (la_predicts(p->rule) && C / MOST_TOKENS_PER_KEY >= p->K) C = MOST_TOKENS_PER_KEY * p->K;
+    C = C < p->batch ? p->batch : C - C % p->batch; /* batches lie in one chunk */
+    if (C > longest) C = longest;
     return C < 1 ? 1 : C;
 }

@@ -127,7 +127,8 @@ LA_FN la_operands load_token(token_rows *f, const la_problem *p, const la_unit *
 }
 
 typedef struct scan_scratch {
-    real *S; /* [K][strip]; of a pair [2 K] */
+    real *S;  /* [K][strip]; of a pair [2 K] */
+    real *M0; /* of batches [K][strip]: the memory that predicts */
     token_rows rows;
     real *o;         /* [strip] */
     real *z, *kahan; /* [kp] */
@@ -138,11 +139,28 @@ LA_FN void scan_take(scan_scratch *f, arena *m, const la_problem *p)
 {
     const int64_t kp = padded(p->K), strip = PANEL_STRIP * LANES;
     f->S = arena_take(m, la_times(p->K, p->decay == LA_PAIR ? 2 : 1), strip);
+    f->M0 = arena_take(m, p->batch > 1 ? p->K : 0, strip);
     rows_take(&f->rows, m, p);
     f->o = arena_take(m, MAX_STRIP, LANES);
     f->z = arena_take(m, 1, kp);
     f->kahan = arena_take(m, 1, kp);
     f->owed = arena_take(m, 1, kp);
+}
+
+/* A token predicts from M0, the memory at the start of its batch. */
+LA_FN void predict_from(la_operands *t, const la_problem *p, const real *M0, int64_t W)
+{
+    t->batched = p->batch > 1;
+    t->M0 = la_strip_of((lane_of_state *)M0, W);
+}
+
+/* The same for token i of a run; its first token's memory S is copied to M0. */
+LA_FN void begin_batch(la_operands *t, const la_problem *p, int64_t i, const real *S, real *M0,
+                       int64_t W)
+{
+    if (p->batch == 1) return;
+    if (i % p->batch == 0) copy_row(p->K * W * LANES, M0, S);
+    predict_from(t, p, M0, W);
 }
 
 /* Where a run's states go: S, the momentum Y of a pair, z. */
@@ -170,7 +188,8 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, const la_states *
         fill(kp, f.owed, 0);
         for (int64_t t = u->begin; t < u->end; t++) {
             if ((t - u->begin) % TOKENS_A_CHECK == TOKENS_A_CHECK - 1 && la_stopped(p)) return;
-            const la_operands x = load_token(&f.rows, p, u, t, f.owed, decay, rule);
+            la_operands x = load_token(&f.rows, p, u, t, f.owed, decay, rule);
+            if (decay == LA_PAIR) begin_batch(&x, p, t - u->begin, f.S, f.M0, width / LANES);
             load_row(f.rows.v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
             token_any(f.S, width / LANES, p->K, &x, lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.rows.k, f.z, f.kahan);
@@ -239,6 +258,7 @@ LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const 
 
 typedef struct scan_backward_scratch {
     real *S, *dS;      /* [K][strip]; of a pair [2 K] */
+    real *M0, *dM0;    /* of batches [K][strip] */
     real *states;      /* [M][K*strip + kp]: before each token of a segment (state, z) */
     real *checkpoints; /* [segments][K*strip + kp] */
     token_rows rows;
@@ -249,15 +269,24 @@ typedef struct scan_backward_scratch {
     real *all_bonus, *lost_bonus;          /* [kp]: the sum of dbonus, and what it rounded off */
 } scan_backward_scratch;
 
+/* The tokens of a segment, for so many of them: whole batches. */
+LA_FN int64_t whole_batches(const la_problem *p, int64_t tokens, int64_t length)
+{
+    return round_up(tokens, p->batch < length ? p->batch : length < 1 ? 1 : length);
+}
+
 LA_FN void scan_backward_take(scan_backward_scratch *f, arena *m, const la_problem *p,
                               int64_t length)
 {
-    const int64_t kp = padded(p->K), strip = PANEL_STRIP * LANES, M = segment_length(length);
+    const int64_t kp = padded(p->K), strip = PANEL_STRIP * LANES;
+    const int64_t M = whole_batches(p, segment_length(length), length);
     const size_t rows_of_state = la_times(p->K, p->decay == LA_PAIR ? 2 : 1);
     const size_t kept = la_plus(la_times(rows_of_state, strip), kp);
     f->S = arena_take(m, rows_of_state, strip);
     f->dS = arena_take(m, rows_of_state, strip);
-    f->states = arena_take(m, segment_room(length), kept);
+    f->M0 = arena_take(m, p->batch > 1 ? p->K : 0, strip);
+    f->dM0 = arena_take(m, p->batch > 1 ? p->K : 0, strip);
+    f->states = arena_take(m, whole_batches(p, segment_room(length), length), kept);
     f->checkpoints = arena_take(m, (length + M - 1) / M, kept);
     rows_take(&f->rows, m, p);
     real **rows[] = {&f->z,  &f->dz, &f->kahan, &f->owed,   &f->d_owed,    &f->dq,        &f->dk,
@@ -323,7 +352,8 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
     const bool normalised = is_normalised(p, decay, rule), pair = decay == LA_PAIR;
     const la_array *d_o = &p->array[LA_DO], *dv = &p->array[LA_DV];
     const int64_t kp = padded(p->K);
-    const int64_t length = u->end - u->begin, M = segment_length(length);
+    const int64_t length = u->end - u->begin;
+    const int64_t M = whole_batches(p, segment_length(length), length);
     scan_backward_scratch f;
     scan_backward_take(&f, m, p, length);
     fill(kp, f.all_bonus, 0);
@@ -345,6 +375,7 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
             load_z(p, LA_DZT, u, f.dz);
         else
             fill(kp, f.dz, 0);
+        if (pair && p->batch > 1) fill(one, f.dM0, 0);
         fill(kp, f.owed, 0);
         fill(kp, f.d_owed, 0);
         for (int64_t i = 0; i < length; i++) {
@@ -354,7 +385,8 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 copy_row(kp, f.checkpoints + i / M * kept + size, f.z);
                 if (i + M >= length) break;
             }
-            const la_operands x = scan_load(&f, p, u, u->begin + i, v0, v1, f.owed, decay, rule);
+            la_operands x = scan_load(&f, p, u, u->begin + i, v0, v1, f.owed, decay, rule);
+            if (pair) begin_batch(&x, p, i, f.S, f.M0, W);
             token_any(f.S, W, p->K, &x, lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.rows.k, f.z, f.kahan);
         }
@@ -368,8 +400,8 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
             for (int64_t i = first; i < last; i++) {
                 copy_row(size, f.states + (i - first) * kept, f.S);
                 copy_row(kp, f.states + (i - first) * kept + size, f.z);
-                const la_operands x =
-                    scan_load(&f, p, u, u->begin + i, v0, v1, f.owed, decay, rule);
+                la_operands x = scan_load(&f, p, u, u->begin + i, v0, v1, f.owed, decay, rule);
+                if (pair) begin_batch(&x, p, i, f.S, f.M0, W);
                 token_any(f.S, W, p->K, &x, lanes_of(f.o), decay, rule);
                 if (normalised) add_keys(1, kp, f.rows.k, f.z, f.kahan);
             }
@@ -377,7 +409,8 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 const int64_t t = u->begin + i;
                 const real *S = f.states + (i - first) * kept;
                 real den = 0, dbeta = 0, deta = 0;
-                const la_operands x = scan_load(&f, p, u, t, v0, v1, f.d_owed, decay, rule);
+                la_operands x = scan_load(&f, p, u, t, v0, v1, f.d_owed, decay, rule);
+                if (pair) predict_from(&x, p, S - i % p->batch * kept, W);
                 const la_token_gradients g = {.dq = f.dq,
                                               .dk = f.dk,
                                               .dx = f.dx,
@@ -386,7 +419,8 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                                               .da = f.da,
                                               .dbeta = &dbeta,
                                               .deta = &deta,
-                                              .dv = lanes_of(f.dv)};
+                                              .dv = lanes_of(f.dv),
+                                              .dM0 = la_strip_of((lane_of_state *)f.dM0, W)};
                 load_row(f.d_o, v1 - v0, at_column(d_o, u->b, t, u->hv, v0), d_o->dtype);
                 fill(kp, f.dq, 0);
                 fill(kp, f.dk, 0);
@@ -401,6 +435,10 @@ LA_FN void scan_backward(const la_problem *p, const la_unit *u, const la_partial
                 }
                 finish_row(p, f.d_o, width, normalised, den); /* the gradient of num */
                 token_adjoint_any(S, f.dS, W, p->K, &x, lanes_in(f.d_o), &g, decay, rule);
+                if (pair && p->batch > 1 && i % p->batch == 0) { /* was M0 = S */
+                    add_scaled(one, f.dS, 1, f.dM0);
+                    fill(one, f.dM0, 0);
+                }
                 if (normalised) {
                     real d_den = d_denominator(p, den * (real)p->scale, dot(kp, f.rows.q, f.dq));
                     add_scaled(kp, f.dq, d_den, f.z);

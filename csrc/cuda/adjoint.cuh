@@ -41,8 +41,9 @@ __host__ __device__ constexpr bool is_summed(number_of_sums number)
 
 /* Scratch for the value heads first..first + heads of a turn. Partials are [heads][tiles]. */
 struct adjoint_scratch {
-    /* segments: of all sequences, with up to N of them unused */
-    int first, heads, tiles, M, segments;
+    /* segments: of all sequences, with up to N of them unused; kept: states of a segment that are
+     * kept, and with batches one more for the gradient of M0 */
+    int first, heads, tiles, M, segments, kept;
     int kp;         /* K, padded */
     int64_t tokens; /* B T */
     /* [partials][tokens][kp], but da of a scalar decay: [partials][tokens] */
@@ -51,7 +52,7 @@ struct adjoint_scratch {
     double *dbonus;     /* [N][partials][kp]: the sum over a sequence's tokens */
     real *den;          /* normalised: [heads][tokens], the denominators */
     double *z;          /* normalised: the sums of keys by segment */
-    /* [partials][segments + N M][ROWS][ADJOINT_THREADS]; a pair: twice the rows */
+    /* [partials][segments + N kept][ROWS][ADJOINT_THREADS]; a pair: twice the rows */
     real *states;
 };
 
@@ -109,9 +110,10 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
     const real *const den = f.den + head * f.tokens + row0;
     constexpr int STATE = (PAIR ? 2 : 1) * ROWS * ADJOINT_THREADS;
     real *const states =
-        f.states + partial * (f.segments + (int64_t)c.N * f.M) * STATE + threadIdx.x;
+        f.states + partial * (f.segments + (int64_t)c.N * f.kept) * STATE + threadIdx.x;
     real *const starts = states + first_chunk_slot(c, u.n, f.M) * STATE;
-    real *const kept = states + (f.segments + (int64_t)u.n * f.M) * STATE;
+    real *const kept = states + (f.segments + (int64_t)u.n * f.kept) * STATE;
+    real *const dM0 = kept + (int64_t)f.M * STATE; /* of batches: registers would spill */
     const bool normalised = is_normalised(&c, DECAY, RULE);
     real S[ROWS], dS[ROWS], Y[PAIR ? ROWS : 1], dY[PAIR ? ROWS : 1];
     double dbonus[RULE == LA_BONUS ? ROWS : 1] = {};
@@ -155,6 +157,18 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
             }
         __syncthreads();
     };
+    /* The memory that a batch found is the kept one of its first token: of token i of a segment, or
+     * the only one that a pass keeps which keeps no others. A segment has whole batches. */
+    const auto in_batch = [&](int i, bool keeps_all, la_operands &x) {
+        if (!PAIR || c.batch == 1) return;
+        real *const M0 = kept + (int64_t)(keeps_all ? i - i % c.batch : 0) * STATE;
+        if (!keeps_all && i % c.batch == 0) put_state(M0);
+        x.batched = true;
+        x.M0 = la_strip_of(M0, ADJOINT_THREADS);
+    };
+#pragma unroll
+    for (int j = 0; j < (PAIR ? ROWS : 0); j++)
+        if (c.batch > 1) dM0[j * ADJOINT_THREADS] = 0;
     int turn = 0; /* which of s.sums is being written */
     /* Add up the parts of the warps for token t, and store them as a partial. */
     const auto store_sums = [&](int t, bool of_q, bool of_k) {
@@ -258,9 +272,10 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
             const int n = min((int)BATCH, b - t);
             load_tokens(t, n, false);
             for (int i = 0; i < n; i++) {
-                const la_operands x = operands_of<DECAY, RULE>(s.tokens, i, part, own_column);
+                la_operands x = operands_of<DECAY, RULE>(s.tokens, i, part, own_column);
                 real o;
                 if (!forward_only) put_state(kept + (int64_t)(t - a + i) * STATE);
+                in_batch(t - a + i, !forward_only, x);
                 la_token(la_strip_of(S, 1), la_strip_of(Y, 1), 1, ROWS, &x, &o, DECAY, RULE);
             }
         }
@@ -269,19 +284,26 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
             const int n = min((int)BATCH, b - t);
             load_tokens(t, n, true);
             for (int i = n - 1; i >= 0; i--) {
-                const la_operands x = operands_of<DECAY, RULE>(s.tokens, i, part, own_column);
+                la_operands x = operands_of<DECAY, RULE>(s.tokens, i, part, own_column);
+                in_batch(t - a + i, true, x);
                 real gq[ROWS] = {}, gk[ROWS] = {}, ga[DECAY == LA_KEY ? ROWS : 1] = {}, gb = 0, dv;
                 constexpr bool OWN_X = has_x<DECAY, RULE, RARE>;
                 real gx[OWN_X ? ROWS : 1] = {}, gy[RULE == LA_DPLR ? ROWS : 1] = {}, geta = 0;
                 real gbonus[RULE == LA_BONUS ? ROWS : 1] = {};
                 const la_token_gradients g = {gq, gk,  OWN_X ? gx : gk, gy, gbonus,
-                                              ga, &gb, &geta,           &dv};
+                                              ga, &gb, &geta,           &dv, la_strip_of(dM0, ADJOINT_THREADS)};
                 get_state(kept + (int64_t)(t - a + i) * STATE);
                 real before[SUMS_UP ? ROWS : 1];
 #pragma unroll
                 for (int j = 0; j < (SUMS_UP ? ROWS : 0); j++) before[j] = dS[j];
                 la_token_adjoint(S, dS, Y, dY, 1, ROWS, &x, &s.tokens.o[i][own_column], &g, DECAY,
                                  RULE);
+                if (PAIR && c.batch > 1 && (t - a + i) % c.batch == 0) /* was M0 = S */
+#pragma unroll
+                    for (int j = 0; j < (PAIR ? ROWS : 0); j++) {
+                        dS[j] += dM0[j * ADJOINT_THREADS];
+                        dM0[j * ADJOINT_THREADS] = 0;
+                    }
                 kahan.collect(dS, before, x.q, s.tokens.o[i][own_column], x.a[0]);
                 if (mine && part == 0)
                     store(at(d[LA_DV], u.b, t + i, u.hv, column), d[LA_DV].dtype, dv);
@@ -515,9 +537,12 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     const int64_t most =
         c.x[LA_CU].data ? f.tokens / max(c.N, 1) : c.T; /* tokens of an average sequence */
     for (f.M = BATCH; (int64_t)f.M * f.M < most;) f.M += BATCH;
+    const int64_t batch = max(min(c.batch, c.T), 1); /* a segment has whole ones */
+    if (DECAY == LA_PAIR) f.M = (int)min((f.M + batch - 1) / batch * batch, (int64_t)INT32_MAX);
     f.segments = (int)chunk_slots_of(c, f.M);
     const int64_t state = (DECAY == LA_PAIR ? 2 : 1) * ROWS * ADJOINT_THREADS;
-    const int64_t states = c.causal ? f.segments + (int64_t)c.N * f.M : 0;
+    f.kept = f.M + (DECAY == LA_PAIR && c.batch > 1);
+    const int64_t states = c.causal ? f.segments + (int64_t)c.N * f.kept : 0;
     /* numbers of a value head, in this order, each rounded up to whole cache lines */
     const auto lines = [](int64_t n) { return (n + 31) / 32 * 32; };
     const int64_t row = lines(f.tiles * f.tokens * f.kp), one = lines(f.tiles * f.tokens);

@@ -35,6 +35,7 @@ static_assert(ARRAYS == (int)LA_DQ, "the gradients follow the arrays");
 struct call {
     view x[ARRAYS];
     int B, T, H, HV, K, V, N, P;
+    int batch;         /* PAIR: tokens that predict from one memory */
     int queries, keys; /* tokens of q, of k and v: both T, unless a noncausal call has others */
     la_gate gate;
     la_map map[2];

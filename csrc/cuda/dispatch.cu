@@ -266,6 +266,7 @@ static call call_of(const la_problem *p)
     c.gate = p->gate;
     c.scale = p->scale;
     c.eps = p->eps;
+    c.batch = (int)min(p->batch, (int64_t)INT32_MAX);
     c.normaliser = p->normaliser;
     c.qk_l2norm = p->qk_l2norm;
     c.causal = p->causal;

@@ -24,7 +24,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS) rare(const __grid_cons
         if (part == 0 && mine) store(at(c.x[LA_O], u.b, 0, u.hv, column), c.x[LA_O].dtype, (real)0);
         return;
     }
-    real S[ROWS], Y[PAIR ? ROWS : 1];
+    real S[ROWS], Y[PAIR ? ROWS : 1], M0[PAIR ? ROWS : 1];
     const auto each_row = [&](const view &x, auto work) {
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
@@ -49,7 +49,14 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS) rare(const __grid_cons
         load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, s);
         __syncthreads();
         for (int i = 0; i < n; i++) {
-            const la_operands x = operands_of<DECAY, RULE>(s, i, part, own);
+            la_operands x = operands_of<DECAY, RULE>(s, i, part, own);
+            if (PAIR && c.batch > 1) {
+                if ((t + i - u.begin) % c.batch == 0)
+#pragma unroll
+                    for (int j = 0; j < (PAIR ? ROWS : 0); j++) M0[j] = S[j];
+                x.batched = true;
+                x.M0 = la_strip_of(M0, 1);
+            }
             real o;
             la_token(la_strip_of(S, 1), la_strip_of(Y, 1), 1, ROWS, &x, &o, DECAY, RULE);
             if (part == 0 && mine)

@@ -30,6 +30,7 @@ def titans(
     *,
     output_final_state: Literal[False] = ...,
     alpha: AnyArray | None = ...,
+    batch: int = ...,
     **options: Unpack[ForwardOptions],
 ) -> tuple[Array, None]: ...
 @overload
@@ -43,6 +44,7 @@ def titans(
     *,
     output_final_state: Literal[True],
     alpha: AnyArray | None = ...,
+    batch: int = ...,
     **options: Unpack[ForwardOptions],
 ) -> tuple[Array, AnyArray]: ...
 @overload
@@ -56,6 +58,7 @@ def titans(
     *,
     output_final_state: bool,
     alpha: AnyArray | None = ...,
+    batch: int = ...,
     **options: Unpack[ForwardOptions],
 ) -> tuple[Array, AnyArray | None]: ...
 def titans(
@@ -67,6 +70,7 @@ def titans(
     g: AnyArray | None = None,
     *,
     alpha: AnyArray | None = None,
+    batch: int = 1,
     scale: float | None = None,
     initial_state: AnyArray | None = None,
     output_final_state: bool = False,
@@ -86,7 +90,8 @@ def titans(
         p = M' k;   Y <- eta_t Y + beta_t k (v - p)';   M <- exp(g_t) M + Y,   o = scale * M' q
 
     That is a step down the gradient of ``|M' k - v|^2 / 2``, with momentum and weight decay.
-    The prediction is made from the memory before its decay. The paper's alpha is 1 minus the decay,
+    The prediction is made from the memory before its decay; with ``batch``, from the memory before
+    the token's batch. The paper's alpha is 1 minus the decay,
     its theta is beta, and its S is -Y.
 
     Parameters
@@ -101,6 +106,10 @@ def titans(
         Natural LOG of the decay of the memory, <= 0.
     alpha : array like g, optional
         The decay itself, in [0, 1], instead of g: 1 minus the paper's alpha.
+    batch : int
+        The tokens that predict from one memory, the one before the first of them. With 1 each token
+        predicts from what the token before it left; the paper trains with more. Batches begin with
+        the sequence, so that a call that goes on from final states begins a batch.
     scale : float, optional
         Of the reads; K**-0.5 by default.
     initial_state : pair of arrays [N,HV,K,V], optional
@@ -113,7 +122,7 @@ def titans(
     mode : {"chunk", "recurrent", "parallel"}
         A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
     chunk_size : int, optional
-        Tokens per chunk.
+        Tokens per chunk, which has whole batches.
     qk_l2norm : bool
         q, k <- x / sqrt(sum x^2 + 1e-6) along K.
     state_v_first : bool
@@ -183,6 +192,7 @@ def titans(
         scale=scale,
         mode=mode,
         chunk_size=chunk_size,
+        batch=batch,
         qk_l2norm=qk_l2norm,
         state_v_first=state_v_first,
         allow_tf32=allow_tf32,
@@ -205,7 +215,7 @@ def titans_step(
     state_v_first: bool = False,
     out: AnyArray | None = None,
 ) -> Array:
-    """One token of :func:`titans`; ``state`` is changed in place.
+    """One token of :func:`titans`, a batch of its own; ``state`` is changed in place.
 
     Parameters
     ----------
@@ -294,6 +304,7 @@ def titans_backward(
     *,
     alpha: AnyArray | None = None,
     d_final_state: AnyArray | None = None,
+    batch: int = 1,
     scale: float | None = None,
     initial_state: AnyArray | None = None,
     cu_seqlens: AnyArray | None = None,
@@ -321,7 +332,7 @@ def titans_backward(
         The decay itself, in [0, 1], instead of g: 1 minus the paper's alpha.
     d_final_state : pair of arrays [N,HV,K,V], optional
         The gradients of the final states, float32 (float64 for float64 inputs).
-    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+    batch, scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
         As in the forward call.
 
     Returns
@@ -377,6 +388,7 @@ def titans_backward(
         scale=scale,
         mode=mode,
         chunk_size=chunk_size,
+        batch=batch,
         qk_l2norm=qk_l2norm,
         state_v_first=state_v_first,
     )

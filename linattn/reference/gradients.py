@@ -24,6 +24,7 @@ from ._loops import (
 from ._one_head import takes_one_head
 from .adjoints import head_adjoint, normalised_head_adjoint
 from .elements import GIVEN_AS, feature_adjoint, feature_pair, l2norm, l2norm_adjoint
+from .momentum import in_batches, whole_batches
 
 OF_OP = object()  # a scale that is not given; None is one that is
 
@@ -70,6 +71,7 @@ def backward(
     y=None,
     bonus=None,
     eta=None,
+    batch=1,
     feature_map="elu+1",
     normalize=True,
     causal=True,
@@ -95,7 +97,7 @@ def backward(
         The gradient of o.
     q, k : array [B,T,H,K], or [T,K] for one head
     v : array [B,T,HV,V], or [T,V]
-    g, alpha, gamma, slopes, beta, x, y, bonus, eta, feature_map, normalize, causal, eps
+    g, alpha, gamma, slopes, beta, x, y, bonus, eta, batch, feature_map, normalize, causal, eps
         As in the op.
     initial_state, d_final_state : array [N,HV,K,V], or a pair as the op has it, optional
     scale : float or None
@@ -118,6 +120,8 @@ def backward(
     True
     """
     op, work = OPS[name], working(dtype)
+    if batch != 1:
+        op, chunk_size = in_batches(op, batch), whole_batches(chunk_size, batch)
     if not op.has_normaliser:
         feature_map, normalize = "identity", False
     do, v = cast(do, dtype), cast(v, dtype)

@@ -1,5 +1,7 @@
 """The delta rule with a momentum: an error goes into the momentum, and that into the memory."""
 
+from functools import partial
+
 import numpy as np
 
 from ._loops import OPS, Op, given_decay, per_head
@@ -12,10 +14,11 @@ from .chunks import solve_unit_lower
 # ---------------------------------------------------------------------------------------------
 
 
-def titans_tokens(q, k, v, a, beta, eta, states, scale):
+def titans_tokens(q, k, v, a, beta, eta, states, scale, batch=1):
     """Titans, Behrouz et al. 2025: steps down the gradient of the squared error, with momentum.
 
-    The prediction is made from M before its decay. a is 1 minus the paper's alpha.
+    The prediction is made from M before its decay: the M that the first of `batch` tokens found. a
+    is 1 minus the paper's alpha.
 
     Examples
     --------
@@ -32,17 +35,20 @@ def titans_tokens(q, k, v, a, beta, eta, states, scale):
     M, Y = states
     o = np.empty_like(v)
     for t in range(len(q)):
-        u = beta[t] * (v[t] - k[t] @ M)
+        if t % batch == 0:
+            M0 = M
+        u = beta[t] * (v[t] - k[t] @ M0)
         Y = eta[t] * Y + np.outer(k[t], u)
         M = a[t] * M + Y
         o[t] = scale * (q[t] @ M)
     return o, (M, Y)
 
 
-def titans_chunk(q, k, v, a, beta, eta, states, scale):
+def titans_chunk(q, k, v, a, beta, eta, states, scale, batch=1):
     """The delta rule's system; G_ij is the part of write j in M after token i, and N_ij that in Y.
 
-    N_ij = eta_i N_{i-1,j}, G_ij = a_i G_{i-1,j} + N_ij. Nothing is divided, and nothing cancels.
+    N_ij = eta_i N_{i-1,j}, G_ij = a_i G_{i-1,j} + N_ij. Nothing is divided, and nothing cancels. A
+    chunk has whole batches.
 
     Examples
     --------
@@ -58,14 +64,21 @@ def titans_chunk(q, k, v, a, beta, eta, states, scale):
     """
     M, Y = states
     e, f, m, G, N = (x[..., None] for x in _shares(a, eta))
-    L = beta[:, None] * G[:-1, :, 0] * (k @ k.T)  # scores, of the memory before each token
+    seen = _seen(len(a), batch)
+    L = beta[:, None] * G[seen, :, 0] * (k @ k.T)  # scores, of the memory before each batch
     P = G[1:, :, 0] * (q @ k.T)
-    U = solve_unit_lower(L, beta[:, None] * (v - e[:-1] * (k @ M) - f[:-1] * (k @ Y)))  # solve
+    U = solve_unit_lower(L, beta[:, None] * (v - e[seen] * (k @ M) - f[seen] * (k @ Y)))  # solve
     o = scale * (e[1:] * (q @ M) + f[1:] * (q @ Y) + P @ U)  # read
     return o, (  # carry
         e[-1] * M + f[-1] * Y + (G[-1] * k).T @ U,
         m[-1] * Y + (N[-1] * k).T @ U,
     )
+
+
+def _seen(C, batch):
+    """For each token of a chunk, the tokens before its batch: a row of `_shares`."""
+    i = np.arange(C)
+    return i - i % batch
 
 
 def _shares(a, eta):
@@ -112,7 +125,7 @@ def _shares_adjoint(a, eta, shares, d_shares):
 # ---------------------------------------------------------------------------------------------
 
 
-def titans_adjoint(q, k, v, a, beta, eta, states, scale, do, d_states):
+def titans_adjoint(q, k, v, a, beta, eta, states, scale, do, d_states, batch=1):
     """dq, dk, dv, da, dbeta, deta and the pair (dM0, dY0) of titans_tokens.
 
     Examples
@@ -135,14 +148,15 @@ def titans_adjoint(q, k, v, a, beta, eta, states, scale, do, d_states):
     """
     kept = [states]
     for t in range(len(q)):
-        M, Y = kept[t]
-        Y = eta[t] * Y + np.outer(k[t], beta[t] * (v[t] - k[t] @ M))
+        (M, Y), (M0, _) = kept[t], kept[t - t % batch]
+        Y = eta[t] * Y + np.outer(k[t], beta[t] * (v[t] - k[t] @ M0))
         kept.append((a[t] * M + Y, Y))
     dq, dk, dv, da, dbeta, deta = (np.empty_like(z) for z in (q, k, v, a, beta, eta))
     dM, dY = d_states
+    dM0 = np.zeros_like(dM)
     for t in reversed(range(len(q))):
-        M, Y = kept[t]
-        error = v[t] - k[t] @ M
+        (M, Y), (M0, _) = kept[t], kept[t - t % batch]
+        error = v[t] - k[t] @ M0
         # o_t = scale q_t'M
         dq[t] = scale * (kept[t + 1][0] @ do[t])
         dM = dM + scale * np.outer(q[t], do[t])
@@ -158,13 +172,15 @@ def titans_adjoint(q, k, v, a, beta, eta, states, scale, do, d_states):
         # u = b_t (v_t - p)
         dbeta[t] = du @ error
         dv[t] = beta[t] * du
-        # p = k_t'M
-        dk[t] -= M @ dv[t]
-        dM = dM - np.outer(k[t], dv[t])
+        # p = k_t'M0
+        dk[t] -= M0 @ dv[t]
+        dM0 = dM0 - np.outer(k[t], dv[t])
+        if t % batch == 0:  # M0 = M
+            dM, dM0 = dM + dM0, np.zeros_like(dM0)
     return dq, dk, dv, da, dbeta, deta, (dM, dY)
 
 
-def titans_chunk_adjoint(q, k, v, a, beta, eta, states, scale, do, d_states, C):
+def titans_chunk_adjoint(q, k, v, a, beta, eta, states, scale, do, d_states, C, batch=1):
     """The same of the chunk form, in chunks of C tokens; equal but for rounding.
 
     Examples
@@ -186,15 +202,16 @@ def titans_chunk_adjoint(q, k, v, a, beta, eta, states, scale, do, d_states, C):
         rows = slice(t, t + C)
         kept.append((rows, states))
         gates = a[rows], beta[rows], eta[rows]
-        _, states = titans_chunk(q[rows], k[rows], v[rows], *gates, states, scale)
+        _, states = titans_chunk(q[rows], k[rows], v[rows], *gates, states, scale, batch)
     dM, dY = d_states
     for rows, (M, Y) in reversed(kept):
         qc, kc, dO = q[rows], k[rows], scale * do[rows]
         shares = _shares(a[rows], eta[rows])
         e, f, m, G, N = (z[..., None] for z in shares)
-        G_before, G_after = G[:-1, :, 0], G[1:, :, 0]
+        seen = _seen(len(qc), batch)
+        G_before, G_after = G[seen, :, 0], G[1:, :, 0]
         qk, kk, kM, kY, qM, qY = qc @ kc.T, kc @ kc.T, kc @ M, kc @ Y, qc @ M, qc @ Y
-        L, E = G_before * kk, v[rows] - e[:-1] * kM - f[:-1] * kY
+        L, E = G_before * kk, v[rows] - e[seen] * kM - f[seen] * kY
         for i in range(len(E)):
             E[i] -= L[i, :i] @ (beta[rows][:i, None] * E[:i])
         U = beta[rows, None] * E
@@ -209,36 +226,38 @@ def titans_chunk_adjoint(q, k, v, a, beta, eta, states, scale, do, d_states, C):
         de[1:] += (dO * qM).sum(1)
         df[1:] += (dO * qY).sum(1)
         dq[rows] = e[1:] * (dO @ M.T) + f[1:] * (dO @ Y.T)
-        # U = beta E, E = V - e_before k M - f_before k Y - L U
+        # U = beta E, E = V - e_seen k M - f_seen k Y - L U
         dE = np.empty_like(dU)
         for i in reversed(range(len(dE))):
             dU[i] -= L[i + 1 :, i] @ dE[i + 1 :]
             dE[i] = beta[rows][i] * dU[i]
         dv[rows], dbeta[rows], dL = dE, (dU * E).sum(1), -np.tril(dE @ U.T, -1)
-        de[:-1] -= (dE * kM).sum(1)
-        df[:-1] -= (dE * kY).sum(1)
-        dk_c -= e[:-1] * (dE @ M.T) + f[:-1] * (dE @ Y.T)
+        np.subtract.at(de, seen, (dE * kM).sum(1))
+        np.subtract.at(df, seen, (dE * kY).sum(1))
+        dk_c -= e[seen] * (dE @ M.T) + f[seen] * (dE @ Y.T)
         dM, dY = (
-            e[-1] * dM + (e[1:] * qc).T @ dO - (e[:-1] * kc).T @ dE,
-            f[-1] * dM + m[-1] * dY + (f[1:] * qc).T @ dO - (f[:-1] * kc).T @ dE,
+            e[-1] * dM + (e[1:] * qc).T @ dO - (e[seen] * kc).T @ dE,
+            f[-1] * dM + m[-1] * dY + (f[1:] * qc).T @ dO - (f[seen] * kc).T @ dE,
         )
-        # P_ij = G_ij q_i.k_j, L_ij = G_{i-1,j} k_i.k_j
+        # P_ij = G_ij q_i.k_j, L_ij = G_seen,j k_i.k_j
         dqk, dkk = G_after * dP, G_before * dL
         dq[rows] += dqk @ kc
         dk[rows] = dk_c + dqk.T @ qc + (dkk + dkk.T) @ kc
         dG[1:] += dP * qk
-        dG[:-1] += dL * kk
+        np.add.at(dG, seen, dL * kk)
         d_shares = de, df, dm, dG, dN
         da[rows], deta[rows] = _shares_adjoint(a[rows], eta[rows], shares, d_shares)
     return dq, dk, dv, da, dbeta, deta, (dM, dY)
 
 
-def _head_adjoint(given, states, scale, do, d_states, C):
+def _head_adjoint(given, states, scale, do, d_states, C, batch=1):
     q, k, v, a, beta = (given[name] for name in ("q", "k", "v", "a", "beta"))
     a = a[:, 0]
     eta = given.get("eta", np.zeros_like(beta))
     call = q, k, v, a, beta, eta, states, scale, do, d_states
-    *gradients, d_states = titans_adjoint(*call) if C is None else titans_chunk_adjoint(*call, C)
+    *gradients, d_states = (
+        titans_adjoint(*call, batch) if C is None else titans_chunk_adjoint(*call, C, batch)
+    )
     named = dict(zip(("q", "k", "v", "a", "beta", "eta"), gradients, strict=True))
     return named | {"a": named["a"][:, None]}, d_states
 
@@ -249,7 +268,20 @@ def _head_adjoint(given, states, scale, do, d_states, C):
 
 
 @takes_one_head
-def titans(q, k, v, beta, eta=None, g=None, *, alpha=None, dtype=np.float64, **common):
+def titans(
+    q,
+    k,
+    v,
+    beta,
+    eta=None,
+    g=None,
+    *,
+    alpha=None,
+    batch=1,
+    chunk_size=64,
+    dtype=np.float64,
+    **common,
+):
     """Titans' linear memory, as :func:`linattn.titans` has it.
 
     Parameters
@@ -264,6 +296,10 @@ def titans(q, k, v, beta, eta=None, g=None, *, alpha=None, dtype=np.float64, **c
         The natural log of the decay.
     alpha : array like g, or float, optional
         The decay itself, instead of g: 1 minus the paper's alpha.
+    batch : int
+        The tokens that predict from the memory before the first of them.
+    chunk_size : int
+        Of a chunk; rounded to whole batches.
     dtype : dtype
         Of the arithmetic.
     **common
@@ -289,7 +325,20 @@ def titans(q, k, v, beta, eta=None, g=None, *, alpha=None, dtype=np.float64, **c
     """
     a = given_decay(g, alpha, dtype)
     eta = np.zeros(v.shape[:3]) if eta is None else eta
-    return per_head(OPS["titans"], q, k, v, a, beta, eta, dtype=dtype, **common)
+    op = in_batches(OPS["titans"], batch)
+    common |= {"chunk_size": whole_batches(chunk_size, batch), "dtype": dtype}
+    return per_head(op, q, k, v, a, beta, eta, **common)
+
+
+def in_batches(op, batch):
+    """The record of an op whose tokens predict in batches."""
+    functions = {name: getattr(op, name) for name in ("tokens", "chunk", "adjoint")}
+    return op._replace(**{name: partial(f, batch=batch) for name, f in functions.items()})
+
+
+def whole_batches(chunk_size, batch):
+    """The chunk of whole batches that is nearest below, one batch at least."""
+    return max(chunk_size // batch, 1) * batch
 
 
 OPS["titans"] = Op(titans_tokens, titans_chunk, decay="pair", adjoint=_head_adjoint)

@@ -28,13 +28,14 @@ static void corrupt_option(la_problem *p, draw *d)
 {
     static const double odd[] = {NAN, INFINITY, -INFINITY, -1, 0, 1e300};
     const double x = odd[draw_int(d, 0, 5)];
-    switch (draw_int(d, 0, 6)) {
+    switch (draw_int(d, 0, 7)) {
     case 0: p->has_chunk = true, p->chunk = draw_int(d, -2, 1); break;
     case 1: p->has_scale = true, p->scale = x; break;
     case 2: p->eps = x; break;
     case 3: p->normaliser = (la_normaliser)draw_int(d, LA_UNNORMALISED, LA_ADD); break;
     case 4: p->causal = !p->causal; break;
-    case 5: p->state_v_first = !p->state_v_first; break;
+    case 5: p->batch = draw_int(d, -2, 3); break;
+    case 6: p->state_v_first = !p->state_v_first; break;
     default: la_problem_init(p, (la_op)draw_int(d, 0, LA_OPS - 1), p->pass);
     }
 }
