@@ -274,6 +274,18 @@ def plain_titans(q, k, v, theta, eta, alpha):
     return o
 
 
+def plain_ttt(q, k, v, theta):
+    """W learns from 16 tokens at a time, and a token reads what it and those before it taught."""
+    W, o = np.zeros((*q.shape[:1], *q.shape[2:], v.shape[-1]), q.dtype), np.zeros_like(v)
+    for t in range(q.shape[1]):
+        if t % 16 == 0:
+            before = W
+        error = (before * k[:, t, ..., None]).sum(-2) - v[:, t]
+        W = W - theta[:, t, :, None, None] * k[:, t, ..., None] * error[:, :, None]
+        o[:, t] = (W * q[:, t, ..., None]).sum(-2)
+    return o
+
+
 def plain_favor(q, k, v, W):
     """The sum over earlier tokens."""
 
@@ -356,6 +368,10 @@ CALLED = {
             "eta": _between(0, 0.9, 2, 30, 4),
             "alpha": _between(0, 0.5, 2, 30, 4),
         },
+    ),
+    "titans(q, k, v, theta, alpha=1, batch=16, scale=1)": (
+        plain_ttt,
+        {"q": QK, "k": _unit(2, 30, 4, 6), "v": VALUES, "theta": _between(0, 0.1, 2, 30, 4)},
     ),
 }
 

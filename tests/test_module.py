@@ -19,7 +19,7 @@ from support import processes
 from support.compare import assert_same_bits, leaves, over_arrays
 from support.problems import PER_HEAD
 from support.processes import python
-from support.variants import GATED, KEY_DECAY, PREDICTS, TOKEN_DECAY
+from support.variants import GATED, KEY_DECAY, PAIR_DECAY, PREDICTS, TOKEN_DECAY
 
 import linattn
 from linattn import _linattn, ops, reference, testing
@@ -389,7 +389,7 @@ def extras(op):
     row = linattn.VARIANTS[op]
     own = OWN.get(row.rule) or OWN.get(row.decay)
     if own:
-        return dict(own), {"alpha": None}
+        return dict(own), {"alpha": None} | ({"batch": 1} if op in PAIR_DECAY else {})
     for gate in GATES[op]:
         if gate == "g":
             positional["g"], keyword["alpha"] = None, None
@@ -414,6 +414,7 @@ def test_signatures(op, pass_):
     elif pass_ == "_step":
         keyword |= {"state": EMPTY} | STEP_OPTIONS
         keyword.pop("causal", None)
+        keyword.pop("batch", None)
     else:
         positional = {"do": EMPTY} | positional
         keyword |= OPTIONS | {"d_final_state": None}
