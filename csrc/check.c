@@ -584,6 +584,10 @@ static la_status check_options(la_problem *p)
         return fail(p, LA_VALUE_ERROR, "batch: expected >= 1, got %lld", (long long)p->batch);
     if (p->batch != 1 && p->decay != LA_PAIR)
         return fail(p, LA_VALUE_ERROR, "batch: %s has no batches", la_variants[p->op].name);
+    if (p->predicts_before && (p->decay != LA_TOKEN || p->rule != LA_DELTA))
+        return fail(p, LA_VALUE_ERROR, "predicts_before: %s has no such form",
+                    la_variants[p->op].name);
+    if (p->predicts_before && !p->array[LA_X].given) return refuse_missing(p, LA_X);
     if (p->has_scale && !isfinite(p->scale))
         return fail(p, LA_VALUE_ERROR, "scale: expected a finite number, got %g", p->scale);
     if (!(p->eps >= 0) || isinf(p->eps))

@@ -203,9 +203,10 @@ typedef struct la_problem {
     bool qk_l2norm;     /* q, k <- x / sqrt(sum x^2 + 1e-6), before the feature map */
     bool state_v_first; /* states are [N,HV,V,K] */
     bool want_final;
-    bool allow_tf32;   /* products of float32 numbers may be rounded as tf32's are */
-    la_map map[2];     /* of q, of k */
-    double map_eps[2]; /* relu: max(x,0) + eps */
+    bool predicts_before; /* a delta rule with x: x looks at the state before its decay */
+    bool allow_tf32;      /* products of float32 numbers may be rounded as tf32's are */
+    la_map map[2];        /* of q, of k */
+    double map_eps[2];    /* relu: max(x,0) + eps */
     la_normaliser normaliser;
     double eps;
     bool causal;

@@ -14,6 +14,8 @@
  *     DPLR      before          after          v              - y p'
  *     BONUS     -               before         v              its own read is (q.(bonus*k)) v
  *
+ * With a decay per token DELTA may predict before too (Comba).
+ *
  * The decay PAIR has two states, a memory S and its momentum Y, and the rule DELTA:
  *
  *     Y <- eta Y + k u',   S <- a S + Y      predicts before
@@ -91,11 +93,18 @@ typedef struct la_operands {
     const real *bonus; /* BONUS */
     const lane *v;
     real beta, eta;
+    bool before;  /* TOKEN and DELTA: x looks at the state before its decay */
     bool batched; /* PAIR: M0 predicts in the place of S */
     la_strip M0;
     real own; /* q . k, with a bonus q . (bonus * k): a token's weight in its own read */
     real qy;  /* DPLR: q . y */
 } la_operands;
+
+/* Is the prediction made from the decayed state? */
+LA_FN bool la_looks_after(const la_operands *t, const la_decay decay, const la_rule rule)
+{
+    return la_predicts_after(decay, rule) && !(decay == LA_TOKEN && t->before);
+}
 
 /* p, what the state predicts for x. Unless `reads` is false, o = S' q of the same state, decayed;
  * of a pair it is the read of a S + eta Y. */
@@ -113,7 +122,7 @@ LA_FN void la_predict(const la_strip S, const la_strip Y, const int W, int K, co
         UNROLL for (int i = first; i < last; i++)
         {
             const real ai = la_row_decay(t->a, i, decay), qi = reads ? ai * t->q[i] : 0;
-            const real xi = la_predicts_after(decay, rule) ? ai * t->x[i] : t->x[i];
+            const real xi = la_looks_after(t, decay, rule) ? ai * t->x[i] : t->x[i];
             const lane_of_state *row = la_row(S, i);
             PREFETCH(row + W, S.next);
             for (int w = 0; w < W; w++) {
@@ -317,7 +326,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const lane *Y, lane *dY, co
         if (decay == LA_KEY) ga = LANE_ZERO;
         for (int w = 0; w < W; w++) {
             lane *d = &dS[i * W + w];
-            if (la_predicts_after(decay, rule)) { /* was p = S' x, S the decayed state */
+            if (la_looks_after(t, decay, rule)) { /* was p = S' x, S the decayed state */
                 gx += (ai * S[i * W + w]) * dp[w];
                 *d += xi * dp[w];
             }
@@ -328,7 +337,7 @@ LA_FN void la_token_adjoint(const lane *S, lane *dS, const lane *Y, lane *dY, co
             if (decay == LA_PAIR && t->batched) { /* was p = M0' x */
                 gx += la_row(t->M0, i)[w] * dp[w];
                 la_row(g->dM0, i)[w] += xi * dp[w];
-            } else if (la_predicts(rule) && !la_predicts_after(decay, rule)) { /* was p = S' x */
+            } else if (la_predicts(rule) && !la_looks_after(t, decay, rule)) { /* was p = S' x */
                 gx += S[i * W + w] * dp[w];
                 *d += xi * dp[w];
             }

@@ -53,8 +53,8 @@ def _declared(name: str, line: ArrayLine) -> str:
 
 _ARRAYS = ", ".join(map(_declared, _NAMES, _INPUTS))
 _OPTIONS = (
-    "str? gate, float? scale, str mode, SymInt? chunk_size, SymInt batch, bool qk_l2norm, "
-    "bool state_v_first, bool? allow_tf32, float[]? features"
+    "str? gate, float? scale, str mode, SymInt? chunk_size, SymInt batch, bool predicts_before, "
+    "bool qk_l2norm, bool state_v_first, bool? allow_tf32, float[]? features"
 )
 _OPTION_NAMES = tuple(declared.split()[-1] for declared in _OPTIONS.split(","))
 _FORWARD = f"({_ARRAYS}, bool output_final_state, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
@@ -421,6 +421,7 @@ _FIT: dict[str, tuple[Any, Any]] = {
     "mode": (_word, "chunk"),
     "chunk_size": (_count, None),
     "batch": (_count, 1),
+    "predicts_before": (_flag, False),
     "qk_l2norm": (_flag, False),
     "state_v_first": (_flag, False),
     "allow_tf32": (_flag_or_none, None),

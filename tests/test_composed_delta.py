@@ -10,6 +10,7 @@ from support.composed import BFLOAT16, assert_near, assert_slopes
 from support.device import imported
 
 import linattn
+from linattn import _linattn, testing
 
 B, T, H, HV, K, V = 2, 11, 2, 4, 5, 3
 RUNS = [{"mode": "recurrent"}, {}, {"chunk_size": 4}, {"mode": "parallel"}]
@@ -261,14 +262,14 @@ def test_a_number_stands_for_an_array(system, names, rng):
 
 
 REFUSED = {
-    "comba, no x": ("comba", {"x": None}, TypeError, "x: expected an array"),
+    "comba, no x": ("comba", {"x": None}, TypeError, "x: expected [B,T,H,K], got None"),
     "comba, no g": (
         "comba",
         {"g": None},
         TypeError,
         "g: expected the log decay [B,T,HV] (or alpha=",
     ),
-    "comba, no beta": ("comba", {"beta": None}, TypeError, "beta: expected an array or a number"),
+    "comba, no beta": ("comba", {"beta": None}, TypeError, "beta: expected [B,T,HV], got None"),
     "gdn2, no b": ("gdn2", {"b": None}, TypeError, "b: expected an array or a number, got None"),
     "gdn2, w of keys": (
         "gdn2",
@@ -346,6 +347,31 @@ def test_comba_predicts_before_the_decay(rng):
     assert np.abs(o - linattn.gated_delta_rule(**x, g=g)[0]).max() > 0.01
     by_alpha, _ = linattn.comba(**x, alpha=np.exp(g))
     assert_near(by_alpha, o, 1e-13)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "parallel"])
+def test_comba_is_dplr_with_y_beta_k(rng, mode):
+    """The other op that predicts before the decay; without a value head that shares its keys."""
+    _, x, _ = problem("comba", rng)
+    group = x["v"].shape[2] // x["k"].shape[2]
+    q, k, p = (x[n].repeat(group, 2) for n in ("q", "k", "x"))
+    beta, decay = x["beta"][..., None], x["g"][..., None].repeat(K, -1)
+    o, S = linattn.comba(**x, mode=mode, output_final_state=True)
+    want, T = linattn.dplr_delta_rule(
+        q, k, beta * x["v"], p, beta * k, decay, mode=mode, output_final_state=True
+    )
+    assert_near(o, want, 1e-13)
+    assert_near(S, T, 1e-13)
+
+
+def test_predicting_before_the_decay_is_for_combas_op_alone(rng):
+    """The core's option has no meaning elsewhere, and none without x."""
+    x = testing.make_inputs("kda", rng, B=1, T=3, H=1, K=2, V=2)
+    with pytest.raises(ValueError, match="predicts_before: kda has no such form"):
+        _linattn.forward("kda", **x, x=x["k"], predicts_before=True)
+    x = testing.make_inputs("gated_delta_rule", rng, B=1, T=3, H=1, K=2, V=2)
+    with pytest.raises(TypeError, match="x: expected"):
+        _linattn.forward("gated_delta_rule", **x, predicts_before=True)
 
 
 def test_gdn2_of_one_gate_is_kda(rng):

@@ -51,6 +51,7 @@ typedef struct chunk {
     real *beta;  /* [C] */
     real *eta;   /* PAIR [C] */
     real *e;     /* TOKEN, PAIR [C], KEY [C][kp]; forward: KEY's in the place of a */
+    real *look;  /* TOKEN [C]: e of the token before, for x that looks before the decay */
     real *f, *m; /* PAIR [C] */
     real *gamma; /* TOKEN [C][cp]: Gamma, its lower triangle; r is its last row. PAIR: G */
     real *N;     /* PAIR [C][cp] */
@@ -103,6 +104,7 @@ LA_FN void chunk_take(chunk *c, arena *m, const la_problem *p, int64_t C, const 
     c->bonus = arena_take(m, rule == LA_BONUS, kp);
     c->a = arena_take(m, key ? C : token, key ? kp : cp);
     c->e = key && !for_adjoint ? c->a : arena_take(m, C, key ? kp : token);
+    c->look = arena_take(m, p->predicts_before, C);
     c->beta = arena_take(m, 1, C);
     c->eta = arena_take(m, pair, cp);
     c->f = arena_take(m, pair, C);
@@ -343,10 +345,15 @@ LA_FN void decayed_scores(chunk *c, const la_problem *p, const bool reads, const
     decay_products(c, p);
     c->scale_kS = c->scale_qS = c->e;
     c->scale_U = c->gamma + (c->n - 1) * c->cp;
+    const int64_t back = p->predicts_before; /* row 0 of L is empty */
+    for (int64_t i = 0; back && i < c->n; i++) c->look[i] = i ? c->e[i - 1] : 1;
+    if (back) c->scale_kS = c->look;
     for (int64_t i = 0, end; (end = stretch_end(p, i, c->n)) > i; i = end) {
-        const int64_t at = i * c->cp, size = (end - i) * c->cp;
+        const int64_t at = i * c->cp, size = (end - i) * c->cp, skip = i ? 0 : back * c->cp;
         if (reads) multiply_row(size, c->P + at, c->gamma + at, c->qk + at);
-        if (rule == LA_DELTA) multiply_row(size, c->L + at, c->gamma + at, c->kk + at);
+        if (rule == LA_DELTA)
+            multiply_row(size - skip, c->L + at + skip, c->gamma + at + skip - back * c->cp,
+                         c->kk + at + skip);
     }
 }
 

@@ -306,7 +306,8 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     transpose(c->K, rows, f->across, ldt, f->d_hat, sp);
     if (stopped_between(p, n)) return;
     for (int64_t i = 0; decay == LA_TOKEN && i < rows; i++)
-        scale_row(width, f->edO + i * width, f->dO + i * width, c->e[i < n ? i : i - n]);
+        scale_row(width, f->edO + i * width, f->dO + i * width,
+                  i < rows - n ? c->scale_kS[i] : c->scale_qS[i - (rows - n)]);
     transpose(rows, c->K, (rows_carry(decay) ? c->hat : c->x) + (2 * n - rows) * sp, sp, f->xqt,
               ldt);
     if (decay == LA_PAIR) decay_pair_adjoint(c, f->dS, width);
@@ -347,6 +348,7 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool n
     chunk *c = &f->c;
     const int64_t n = c->n, kp = c->kp, cp = c->cp;
     const bool delta = rule == LA_DELTA;
+    const int64_t back = p->predicts_before; /* L's row i has Gamma's row i, or i-1 */
     real *dG = f->rows, *dq_hat = f->d_hat + (delta ? n * kp : 0);
 
     for (int64_t i = 0; i < n && !stopped_after(p, i); i++) {
@@ -357,10 +359,11 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool n
         if (decay == LA_NONE) continue;
         for (int64_t j = 0; j < i; j++) { /* was P = Gamma qk and L = Gamma kk */
             real d = dP[j] * qk[j];
-            if (delta) d += dL[j] * kk[j];
+            if (delta && !back) d += dL[j] * kk[j];
+            if (back && j < i - 1) dGi[j - cp] += dL[j] * kk[j];
             dGi[j] = d;
             dP[j] *= G[j];
-            if (delta) dL[j] *= G[j];
+            if (delta) dL[j] *= G[j - back * cp];
         }
     }
     /* dP and dL are now the gradients of the bare products q_i . k_j and x_i . k_j. */
@@ -391,8 +394,8 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool n
         de += dot(kp, c->q + i * kp, dq_hat + i * kp);
         add_scaled(kp, f->dq + i * kp, c->e[i], dq_hat + i * kp);
         if (delta) {
-            de += dot(kp, c->x + i * kp, f->d_hat + i * kp);
-            add_scaled(kp, f->dx + i * kp, c->e[i], f->d_hat + i * kp);
+            if (!back) de += dot(kp, c->x + i * kp, f->d_hat + i * kp);
+            add_scaled(kp, f->dx + i * kp, c->scale_kS[i], f->d_hat + i * kp);
         }
         for (int64_t j = 0; j < i; j++) {
             d += dG[i * cp + j] * c->gamma[(i - 1) * cp + j];
@@ -400,6 +403,7 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool n
         }
         f->da[i] = (real)(d + de * (i ? c->e[i - 1] : 1));
         de *= c->a[i];
+        if (back && i) de += dot(kp, c->x + i * kp, f->d_hat + i * kp);
     }
 }
 

@@ -118,6 +118,7 @@ LA_FN la_operands load_token(token_rows *f, const la_problem *p, const la_unit *
     load_decay_paid_back(p, u, t, f->a, owed, decay);
     la_operands x = {.q = f->q, .k = f->k, .a = f->a, .x = f->x, .y = f->y, .bonus = f->bonus};
     x.v = lanes_in(f->v);
+    x.before = p->predicts_before;
     x.beta = rule == LA_DELTA ? load_scalar(p, LA_BETA, u, t) : 1;
     x.eta = decay == LA_PAIR ? load_scalar(p, LA_ETA, u, t) : 0;
     if (bonus) multiply_row(kp, f->y, f->bonus, f->k); /* y is not in use */

@@ -274,6 +274,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
             for (int i = 0; i < n; i++) {
                 la_operands x = operands_of<DECAY, RULE>(s.tokens, i, part, own_column);
                 real o;
+                if (RARE) x.before = c.predicts_before;
                 if (!forward_only) put_state(kept + (int64_t)(t - a + i) * STATE);
                 in_batch(t - a + i, !forward_only, x);
                 la_token(la_strip_of(S, 1), la_strip_of(Y, 1), 1, ROWS, &x, &o, DECAY, RULE);
@@ -285,6 +286,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
             load_tokens(t, n, true);
             for (int i = n - 1; i >= 0; i--) {
                 la_operands x = operands_of<DECAY, RULE>(s.tokens, i, part, own_column);
+                if (RARE) x.before = c.predicts_before;
                 in_batch(t - a + i, true, x);
                 real gq[ROWS] = {}, gk[ROWS] = {}, ga[DECAY == LA_KEY ? ROWS : 1] = {}, gb = 0, dv;
                 constexpr bool OWN_X = has_x<DECAY, RULE, RARE>;

@@ -50,6 +50,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS) rare(const __grid_cons
         __syncthreads();
         for (int i = 0; i < n; i++) {
             la_operands x = operands_of<DECAY, RULE>(s, i, part, own);
+            x.before = c.predicts_before;
             if (PAIR && c.batch > 1) {
                 if ((t + i - u.begin) % c.batch == 0)
 #pragma unroll

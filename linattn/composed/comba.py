@@ -4,78 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from linattn.composed._arrays import Arrays
-from linattn.composed._names import called
-from linattn.features import l2norm, l2norm_backward
-from linattn.ops._core import AnyArray, Array, Gradients, Mode
-from linattn.ops.dplr_delta_rule import (
-    dplr_delta_rule,
-    dplr_delta_rule_backward,
-    dplr_delta_rule_step,
-)
+from linattn._linattn import backward as core_backward
+from linattn._linattn import step as core_step
+from linattn.ops._core import AnyArray, Array, Gradients, Mode, core_for
 
 __all__ = ["comba", "comba_backward", "comba_step"]
 
-_NAMES = {"y": "beta * k"}
+_OP = "gated_delta_rule"
 
 
-class _Problem:
-    """The arguments of a call, checked, and what dplr_delta_rule is called with."""
-
-    def __init__(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        x: Any,
-        g: Any,
-        beta: Any,
-        alpha: Any,
-        qk_l2norm: Any,
-        tokens: str = "T ",
-        recorded: bool = True,
-    ) -> None:
-        call = Arrays("q", q, f"B {tokens}H K", recorded=recorded)
-        call.array("k", k, f"B {tokens}H K")
-        call.array("v", v, f"B {tokens}HV V")
-        call.multiple("v", "HV", "H")
-        call.array("x", x, f"B {tokens}H K")
-        if beta is None:
-            raise TypeError("beta: expected an array or a number, got None")
-        if (g is None) == (alpha is None):
-            got = "None" if g is None else "both"
-            raise TypeError(
-                "g: expected the log decay [B,T,HV] (or alpha=, the decay itself), got " + got
-            )
-        self.gate, given = ("g", g) if alpha is None else ("alpha", alpha)
-        self.beta_given = call.wide("beta", beta, f"B {tokens}HV")
-        self.decay_given = call.wide(self.gate, given, f"B {tokens}HV")
-        if not isinstance(qk_l2norm, bool):
-            raise TypeError(f"qk_l2norm: expected True or False, got {type(qk_l2norm)}")
-        self.call, self.q_given, self.k_given, self.qk_l2norm = call, q, k, qk_l2norm
-        q, k = (l2norm(q), l2norm(k)) if qk_l2norm else (q, k)
-        # y = beta k has a beta for each head of values, so that no two of them share a key
-        self.group = call.sizes["HV"] // call.sizes["H"]
-        self.q, self.k, self.x = (self.for_heads(a) for a in (q, k, x))
-        self.beta = call.real_of(self.beta_given)[..., None]
-        self.k_wide, self.v_wide = call.real_of(self.k), call.real_of(v)
-        self.y, self.v = call.short(self.beta * self.k_wide), call.short(self.beta * self.v_wide)
-        every_key = [call.sizes[letter] for letter in f"B {tokens}HV K".split()]
-        self.decay = call.full(every_key, 0.0) + call.real_of(self.decay_given)[..., None]
-
-    def for_heads(self, a: Any) -> Any:
-        """An array of keys for each of the heads of values that share it."""
-        if self.group == 1:
-            return a
-        parts = self.call.xp.stack([a] * self.group, -2)
-        return parts.reshape((*a.shape[:-2], a.shape[-2] * self.group, a.shape[-1]))
-
-    def of_heads(self, da: Any) -> Any:
-        """Its adjoint: the sum over these."""
-        if self.group == 1:
-            return da
-        heads = (*da.shape[:-2], da.shape[-2] // self.group, self.group, da.shape[-1])
-        return da.reshape(heads).sum(-2)
+def _keys(x: Any) -> dict[str, Any]:
+    """How the op is called: a prediction by x, of the state before its decay."""
+    return {"x": x, "predicts_before": True}
 
 
 def comba(
@@ -106,7 +46,8 @@ def comba(
     The prediction S' x is made from the state before its decay: a scalar plus a low rank, exp(g) -
     beta k x'. That is the difference to :func:`gated_delta_rule`, which takes x too. x is the
     paper's p: its k, times a learned number for each head. The paper's output correction, q minus a
-    part of p, is the caller's. It is :func:`dplr_delta_rule` with y = beta k and the value beta v.
+    part of p, is the caller's. It is also :func:`dplr_delta_rule` with y = beta k and the value
+    beta v.
 
     Parameters
     ----------
@@ -128,7 +69,7 @@ def comba(
         Return the state after the last token; else None is returned in its place.
     cu_seqlens : int array [N+1], optional
         Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
-    mode, chunk_size, qk_l2norm, state_v_first, allow_tf32 : see :func:`dplr_delta_rule`
+    mode, chunk_size, qk_l2norm, state_v_first, allow_tf32 : see :func:`gated_delta_rule`
 
     Returns
     -------
@@ -154,7 +95,7 @@ def comba(
     See Also
     --------
     comba_step, comba_backward : One token; the gradients.
-    linattn.dplr_delta_rule : The op that it calls.
+    linattn.gated_delta_rule : The prediction is made from the decayed state.
 
     References
     ----------
@@ -172,25 +113,25 @@ def comba(
     >>> S.item()
     2.0
     """
-    p = _Problem(q, k, v, x, g, beta, alpha, qk_l2norm)
-    decay: Any = {p.gate: p.decay}
-    with called(_NAMES, q):
-        return dplr_delta_rule(
-            p.q,
-            p.k,
-            p.v,
-            p.x,
-            p.y,
-            **decay,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            mode=mode,
-            chunk_size=chunk_size,
-            state_v_first=state_v_first,
-            allow_tf32=allow_tf32,
-        )
+    return core_for(q)(
+        _OP,
+        q,
+        k,
+        v,
+        **_keys(x),
+        g=g,
+        alpha=alpha,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        mode=mode,
+        chunk_size=chunk_size,
+        qk_l2norm=qk_l2norm,
+        state_v_first=state_v_first,
+        allow_tf32=allow_tf32,
+    )
 
 
 def comba_step(
@@ -258,21 +199,21 @@ def comba_step(
     >>> state.ravel().tolist()  # 1/2 is kept, and 4 - 1/2 is written along k
     [4.0, 0.5]
     """
-    p = _Problem(q, k, v, x, g, beta, alpha, qk_l2norm, tokens="", recorded=False)
-    decay: Any = {p.gate: p.decay}
-    with called(_NAMES, q):
-        return dplr_delta_rule_step(
-            p.q,
-            p.k,
-            p.v,
-            p.x,
-            p.y,
-            **decay,
-            state=state,
-            state_indices=state_indices,
-            scale=scale,
-            state_v_first=state_v_first,
-        )
+    return core_step(
+        _OP,
+        q,
+        k,
+        v,
+        **_keys(x),
+        g=g,
+        alpha=alpha,
+        beta=beta,
+        state=state,
+        state_indices=state_indices,
+        scale=scale,
+        qk_l2norm=qk_l2norm,
+        state_v_first=state_v_first,
+    )
 
 
 def comba_backward(
@@ -345,38 +286,23 @@ def comba_backward(
     >>> grads.dx.shape, type(grads.dbeta).__name__
     ((1, 6, 2, 4), 'float')
     """
-    p = _Problem(q, k, v, x, g, beta, alpha, qk_l2norm, recorded=False)
-    decay: Any = {p.gate: p.decay}
-    with called(_NAMES, q):
-        grads = dplr_delta_rule_backward(
-            do,
-            p.q,
-            p.k,
-            p.v,
-            p.x,
-            p.y,
-            **decay,
-            d_final_state=d_final_state,
-            scale=scale,
-            initial_state=initial_state,
-            cu_seqlens=cu_seqlens,
-            mode=mode,
-            chunk_size=chunk_size,
-            state_v_first=state_v_first,
-        )
-    call = p.call
-    dv, dy, d_decay = call.real_of(grads.dv), call.real_of(grads.dy), grads.dg
-    # y = beta k, and the value is beta v
-    dq = p.of_heads(call.real_of(grads.dq))
-    dk = p.of_heads(call.real_of(grads.dk) + p.beta * dy)
-    if p.qk_l2norm:
-        dq, dk = l2norm_backward(p.q_given, dq), l2norm_backward(p.k_given, dk)
-    return grads._replace(
-        dq=call.short(dq),
-        dk=call.short(dk),
-        dv=call.short(p.beta * dv),
-        dg=call.as_given(call.real_of(d_decay).sum(-1), p.decay_given),
-        dbeta=call.as_given((dv * p.v_wide).sum(-1) + (dy * p.k_wide).sum(-1), p.beta_given),
-        dx=call.short(p.of_heads(call.real_of(grads.dx))),
-        dy=None,
+    grads = core_backward(
+        _OP,
+        q,
+        k,
+        v,
+        **_keys(x),
+        g=g,
+        alpha=alpha,
+        beta=beta,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        do=do,
+        d_final_state=d_final_state,
+        scale=scale,
+        mode=mode,
+        chunk_size=chunk_size,
+        qk_l2norm=qk_l2norm,
+        state_v_first=state_v_first,
     )
+    return Gradients(*grads)

@@ -232,6 +232,7 @@ static void draw_options(sample *s, draw *d)
     p->L = p->T;
     p->mode = (la_mode)draw_int(d, LA_CHUNK, LA_PARALLEL);
     if ((p->has_chunk = draw_chance(d, 2))) p->chunk = draw_int(d, 1, draw_chance(d, 4) ? 250 : 40);
+    p->predicts_before = p->decay == LA_TOKEN && p->rule == LA_DELTA && draw_chance(d, 4);
     if (p->decay == LA_PAIR && p->pass != LA_STEP && draw_chance(d, 2))
         p->batch = draw_int(d, 1, draw_chance(d, 4) ? 250 : 40);
     if ((p->has_scale = draw_chance(d, 3))) p->scale = (double)draw_int(d, -4, 4) / 4;
@@ -265,7 +266,8 @@ void sample_make(sample *s, draw *d, int64_t largest)
     draw_letters(p, d, largest);
     draw_options(s, d);
     const bool state = pass == LA_STEP || draw_chance(d, 2), final = draw_chance(d, 2);
-    const bool x = p->rule == LA_DPLR || draw_chance(d, 3), eta = !draw_chance(d, 4);
+    const bool x = p->rule == LA_DPLR || p->predicts_before || draw_chance(d, 3),
+               eta = !draw_chance(d, 4);
     for (int name = LA_Q; name < LA_ARRAYS; name++) {
         const la_array_row *row = &la_array_rows[name];
         bool output = name >= LA_O && !(name >= LA_DQ && la_array_rows[row->of].role == LA_OUTPUT);
@@ -304,14 +306,14 @@ void sample_describe(const sample *s)
     fprintf(
         stderr,
         "  %s %s %s %s on %s, %d threads: B %lld T %lld L %lld H %lld HV %lld K %lld V %lld N %lld"
-        "%s%s pool %lld chunk %lld batch %lld normaliser %d maps %d %d l2norm %d causal %d scale %g "
+        "%s%s%s pool %lld chunk %lld batch %lld normaliser %d maps %d %d l2norm %d causal %d scale "
+        "%g "
         "v_first %d%s\n",
         la_variants[p->op].name, passes[p->pass], modes[p->mode],
         la_dtype_names[p->array[LA_Q].dtype], la_isa(), la_get_num_threads(), (long long)p->B,
         (long long)p->T, (long long)p->L, (long long)p->H, (long long)p->HV, (long long)p->K,
         (long long)p->V, (long long)p->N, p->one_head ? " one head" : "",
-        p->array[LA_CU].given ? " packed" : "", (long long)p->P, (long long)p->chunk,
-        (long long)p->batch, p->normaliser,
-        p->map[0], p->map[1], p->qk_l2norm, p->causal, p->scale, p->state_v_first,
-        s->tame ? "" : " wild");
+        p->array[LA_CU].given ? " packed" : "", p->predicts_before ? " before" : "",
+        (long long)p->P, (long long)p->chunk, (long long)p->batch, p->normaliser, p->map[0],
+        p->map[1], p->qk_l2norm, p->causal, p->scale, p->state_v_first, s->tame ? "" : " wild");
 }
