@@ -50,7 +50,7 @@ The files of this folder::
     adjoints.py    the gradients of one head, one adjoint per rule
     gradients.py   `backward`: the gradients of an op
     elements.py    norm, feature maps, divisor and kinds of gate, each with its derivative
-    composed.py    systems that are an op with arithmetic around it, token by token
+    composed/      systems that are an op with arithmetic around it, token by token, one file each
     softmax.py     softmax attention, which these ops replace, and its gradients
     _one_head.py   q [T,K] in the place of [B,T,H,K]
     _loops.py      the record, the loops over sequences and heads, dtypes
