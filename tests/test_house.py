@@ -149,3 +149,17 @@ def test_the_guide_names_every_file_that_names_an_op(op):
     files = [name for name in tracked(".") if of_op.search((ROOT / name).read_bytes())]
     files = [name for name in files if ROOT / name != GUIDE]
     assert not [name for name in files if not any(is_at(path, name, op) for path in paths)]
+
+
+def test_the_diffs_of_the_guide_apply():
+    """The lines that a hunk leaves or takes away follow each other in the file, hunk after hunk."""
+    blocks = re.findall(r"^```diff\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == len(TOYS)
+    for part in re.split(r"^--- a/", "".join(blocks), flags=re.MULTILINE)[1:]:
+        path, *hunks = re.split(r"\n(?:\+\+\+ b/.*\n)?@@ .*\n", part)
+        source, at = "\n" + (ROOT / path).read_text(), 0
+        assert hunks
+        for hunk in hunks:
+            old = [line[1:] for line in hunk.splitlines() if line[:1] in " -"]
+            at = source.find("\n" + "\n".join(old) + "\n", at)
+            assert at >= 0, (path, old)
