@@ -81,7 +81,7 @@ class _Problem:
         self.b, self.w = call.real_of(self.b_given), call.real_of(self.w_given)
         self.k, self.v = call.real_of(k), call.real_of(v)
         self.factor = 1 / ((self.k * self.k).sum(-1)[..., None] + 1e-6) ** 0.5 if qk_l2norm else 1
-        self.x = call.short(self.b * (self.k * self.factor))
+        self.x = call.short(self.b * (self.k * self.factor if qk_l2norm else self.k))
         self.written = call.short(self.w * self.v)
         self.call, self.qk_l2norm = call, qk_l2norm
 
