@@ -9,8 +9,8 @@ overlaps are as they were on the host. Between the arrays lie bytes that no call
 
 Some arrays do not exist in some libraries: read-only ones, byte-swapped ones, negative strides in
 PyTorch. A test that needs one is skipped, and the report names the reason. If only a part of a test
-has no meaning on a device, the test asks here (`negative_strides()`, `leave_out()`) and leaves that
-part out. The run ends with a list of these parts.
+has no meaning on a device, the test asks here (`negative_strides()`, `leave_out()`, `part()`) and
+leaves that part out. The run ends with a list of these parts.
 """
 
 import contextlib
@@ -108,6 +108,15 @@ def files():
 
 def leave_out(what):
     left_out.add(what)
+
+
+@contextlib.contextmanager
+def part():
+    """A part of a test: without arrays that it needs, this part alone is left out."""
+    try:
+        yield
+    except pytest.skip.Exception as reason:
+        leave_out(str(reason))
 
 
 def negative_strides():
