@@ -349,52 +349,51 @@ def test_raw_keys_grow_and_normed_keys_do_not(op, rng):
 
 
 @pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
 @pytest.mark.parametrize("name", ("q", "k", "v", "beta"))
 @pytest.mark.parametrize("op", linattn.OPS)
-def test_not_finite_in_one_token(op, name, value, mode, dtype, rng):
+def test_not_finite_in_one_token(op, name, dtype, rng):
     x = make(op, rng, dtype, B=3)
     if name not in x:
         pytest.skip(f"{op} has no {name}")
-    clean, _ = getattr(linattn, op)(**x, mode=mode)
-    x[name] = x[name].copy()
-    x[name][1, 20] = value
-    o, state = getattr(linattn, op)(**x, mode=mode, output_final_state=True)
-    # The whole token is hit, so inf - inf may occur. The order of the sums decides between inf and
-    # NaN; in any order the result is not finite.
-    ref_o, ref_state = getattr(reference, op)(**x, dtype=dtype)
-    np.testing.assert_array_equal(np.isfinite(o), np.isfinite(ref_o))
-    for (_, a), (_, b) in zip(parts("state", state), parts("state", ref_state), strict=True):
-        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
-    assert o[1, :20].tobytes() == clean[1, :20].tobytes()
-    assert o[[0, 2]].tobytes() == clean[[0, 2]].tobytes()
-    if np.isnan(value):
-        np.testing.assert_array_equal(np.isnan(o), np.isnan(ref_o))
+    clean = {mode: getattr(linattn, op)(**x, mode=mode)[0] for mode in MODES}
+    for value in (np.nan, np.inf, -np.inf):
+        sick = x | {name: x[name].copy()}
+        sick[name][1, 20] = value
+        # The whole token is hit, so inf - inf may occur. The order of the sums decides between inf
+        # and NaN; in any order the result is not finite.
+        want = getattr(reference, op)(**sick, dtype=dtype)
+        for mode in MODES:
+            o, state = getattr(linattn, op)(**sick, mode=mode, output_final_state=True)
+            for a, b in zip(leaves((o, state)), leaves(want), strict=True):
+                np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b), f"{mode} {value}")
+            assert o[1, :20].tobytes() == clean[mode][1, :20].tobytes(), (mode, value)
+            assert o[[0, 2]].tobytes() == clean[mode][[0, 2]].tobytes(), (mode, value)
+            if np.isnan(value):
+                np.testing.assert_array_equal(np.isnan(o), np.isnan(want[0]), mode)
 
 
 @pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", (np.nan, np.inf))
 @pytest.mark.parametrize("name", ("q", "k", "v", "initial_state"))
 @pytest.mark.parametrize("op", linattn.OPS)
-def test_not_finite_in_one_number(op, name, value, mode, dtype, rng):
+def test_not_finite_in_one_number(op, name, value, dtype, rng):
     """As above. Elements that it does not reach stay finite, for example the other columns of v."""
     plain = {"feature_map": "identity", "normalize": False} if op == "linear_attention" else {}
     x = testing.make_inputs(op, rng, B=2, T=70, K=40, V=24, dtype=dtype, initial_state=True)
     if plain:
         x["initial_state"] = x["initial_state"][0]
-    clean, _ = getattr(linattn, op)(**x, **plain, mode=mode)
-    x[name] = over_arrays(np.copy, x[name])
-    leaves(x[name])[0][(1, 20, 0, 7) if name != "initial_state" else (1, 0, 20, 7)] = value
-    o, state = getattr(linattn, op)(**x, **plain, mode=mode, output_final_state=True)
-    want = getattr(reference, op)(**x, **plain, dtype=np.float64)
-    assert not np.isfinite(o).all()
-    for a, b in zip(leaves((o, state)), leaves(want), strict=True):
-        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
-    assert o[0].tobytes() == clean[0].tobytes()
-    if name != "initial_state":
-        assert o[1, :20].tobytes() == clean[1, :20].tobytes()
+    sick = x | {name: over_arrays(np.copy, x[name])}
+    leaves(sick[name])[0][(1, 20, 0, 7) if name != "initial_state" else (1, 0, 20, 7)] = value
+    want = getattr(reference, op)(**sick, **plain, dtype=np.float64)
+    for mode in MODES:
+        clean, _ = getattr(linattn, op)(**x, **plain, mode=mode)
+        o, state = getattr(linattn, op)(**sick, **plain, mode=mode, output_final_state=True)
+        assert not np.isfinite(o).all(), mode
+        for a, b in zip(leaves((o, state)), leaves(want), strict=True):
+            np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b), mode)
+        assert o[0].tobytes() == clean[0].tobytes(), mode
+        if name != "initial_state":
+            assert o[1, :20].tobytes() == clean[1, :20].tobytes(), mode
 
 
 @pytest.mark.parametrize("op", linattn.OPS)
@@ -410,22 +409,22 @@ def test_nan_in_one_column_of_v_stays_in_its_column(op, rng):
 # ---- denormal numbers and signed zeros ----
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", REALS)
 @pytest.mark.parametrize("op", linattn.OPS)
-def test_denormal_values_are_not_flushed(op, dtype, mode, rng):
+def test_denormal_values_are_not_flushed(op, dtype, rng):
     tiny = np.finfo(dtype).tiny  # the least normal number
     x = make(op, rng, dtype, T=20)
     del x["initial_state"]
     x["v"] = (x["v"] * (tiny / 8)).astype(dtype)
     ref, _ = getattr(reference, op)(**x, dtype=np.longdouble)
-    o, _ = getattr(linattn, op)(**x, mode=mode)
     # Below tiny every result is a multiple of the least denormal: at most half of one is lost in
     # each of the 20 writes, 20 predictions of 8 terms and the read of 8 terms that a number passes.
     least = np.finfo(dtype).smallest_subnormal
     rounded = 20 + 20 * 8 + 8
-    assert np.abs(o - ref).max() <= rounded * least
-    assert (np.abs(o) < tiny).mean() > 0.5 and (o != 0).mean() > 0.95
+    for mode in MODES:
+        o, _ = getattr(linattn, op)(**x, mode=mode)
+        assert np.abs(o - ref).max() <= rounded * least, mode
+        assert (np.abs(o) < tiny).mean() > 0.5 and (o != 0).mean() > 0.95, mode
 
 
 @pytest.mark.parametrize("dtype", REALS)
@@ -451,10 +450,9 @@ def test_denormal_keys_are_read(op, dtype, rng):
     judge(op, rng, x | options, modes=modes, gradients=False)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("op", linattn.OPS)
-def test_negative_zero_is_zero(op, dtype, mode, rng):
+def test_negative_zero_is_zero(op, dtype, rng):
     x = make(op, rng, dtype, B=2)
     zeros = {}
     for name in ("q", "k", "v", "g", "beta", "slopes"):
@@ -463,20 +461,13 @@ def test_negative_zero_is_zero(op, dtype, mode, rng):
             x[name][..., ::2] = 0
             zeros[name] = np.where(x[name] == 0, -x[name], x[name]).astype(x[name].dtype)
             assert np.signbit(zeros[name]).any()
-    for a, b in zip(
-        getattr(linattn, op)(**x, mode=mode),
-        getattr(linattn, op)(**x | zeros, mode=mode),
-        strict=True,
-    ):
-        if a is not None:
-            np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))
     d = testing.make_output_gradients(op, rng, x)
-    backward = getattr(linattn, f"{op}_backward")
-    for a, b in zip(
-        backward(**d, **x, mode=mode), backward(**d, **x | zeros, mode=mode), strict=True
-    ):
-        if isinstance(a, np.ndarray):
-            np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))
+    forward, backward = getattr(linattn, op), getattr(linattn, f"{op}_backward")
+    for mode in MODES:
+        for call, more in ((forward, {"output_final_state": True}), (backward, d)):
+            both = (call(**more, **y, mode=mode) for y in (x, x | zeros))
+            for a, b in zip(*map(leaves, both), strict=True):
+                np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64), mode)
 
 
 # ---- linear attention: denominators and feature maps ----
