@@ -30,6 +30,10 @@ BATCHES = (1, 3, 0)
 # comparison of two accidents, so a case is repeated until the least of its arrays has this many.
 POOL = 2048
 MOST_REPEATS = 48
+# On the host less is enough where an accident has other chances (see RETRIES: not with one key): a
+# wide case has few numbers of a gate, and many of the rest.
+ENOUGH = 1000
+MOST_WORK = 4_000  # as _cost counts it
 
 
 @dataclass(frozen=True)
@@ -372,9 +376,11 @@ class Pool:
 def repeated(case, rng, once, state_dtype=None):
     """Call once(pool) until every array has enough numbers for the rule."""
     pool = Pool(state_dtype)
-    for _ in range(MOST_REPEATS):
+    sparing = device.on_host() and case.K > 1
+    enough, most = (ENOUGH, MOST_WORK) if sparing else (POOL, np.inf)
+    for n in range(1, MOST_REPEATS + 1):
         once(pool)
-        if case.T * case.B == 0 or pool.least() >= POOL:
+        if case.T * case.B == 0 or pool.least() >= enough or n * _cost(case) >= most:
             break
     return pool
 
