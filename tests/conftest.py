@@ -5,9 +5,14 @@ The grid is too large for every run: `--grid=sample` (the default) takes a fixed
 called on: see support/device.py.
 """
 
+import os
 import sys
 from collections import Counter
 from pathlib import Path
+
+# Before NumPy is there, and for child processes too. The products are small. BLAS's other threads
+# wait in a loop, on the processors that the other workers and linattn's own threads need.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
