@@ -4,7 +4,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.device import ops as linattn
-from support.grid import DTYPES, Case, Pool, inputs_of, reference_op, v_first, wider
+from support.grid import (
+    DTYPES,
+    Case,
+    inputs_of,
+    reference_op,
+    repeated,
+    taking_turns,
+    v_first,
+    wider,
+)
 from support.problems import at_token, poisoned
 
 SHAPES = [  # (B, H, HV, K, V)
@@ -42,31 +51,32 @@ def fresh_state(case, x, dtype):
     return pair if isinstance(state, tuple) else pair[0]
 
 
-@pytest.mark.parametrize("v_first_layout", [False, True], ids=["kv", "vk"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("op", linattn.OPS)
-def test_steps(op, dtype, shape, v_first_layout, rng):
-    B, H, HV, K, V = shape
-    case = Case(op, "recurrent", dtype, TOKENS, None, K, V, H, HV, B, v_first=v_first_layout)
-    pool = Pool()
+CASES = [
+    Case(op, "recurrent", dtype, TOKENS, None, K, V, H, HV, B, v_first=v_first_layout)
+    for op, dtype, (B, H, HV, K, V), v_first_layout in taking_turns(
+        linattn.OPS, DTYPES, SHAPES, turns=(False, True)
+    )
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps(case, rng):
 
     def reference(x, **how):
         return dict(zip(("o", "final_state"), reference_op(case)(**x, **how), strict=True))
 
-    for _ in range(40):
+    def once(pool):
         x = inputs_of(case, rng)
-        state = fresh_state(case, x, np.float64 if dtype == np.float64 else np.float32)
+        state = fresh_state(case, x, np.float64 if case.dtype == np.float64 else np.float32)
         o = step_through(case, x, state)
         pool.add(
-            {"o": o, "final_state": v_first(state) if v_first_layout else state},
-            reference(x, dtype=wider(dtype)),
-            lambda x: reference(x, dtype=dtype),
+            {"o": o, "final_state": v_first(state) if case.v_first else state},
+            reference(x, dtype=wider(case.dtype)),
+            lambda x: reference(x, dtype=case.dtype),
             x,
         )
-        if pool.least() >= 2048:
-            break
-    pool.judge(str(case))
+
+    repeated(case, rng, once).judge(str(case))
 
 
 @pytest.mark.parametrize("op", linattn.OPS)

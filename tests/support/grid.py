@@ -107,6 +107,14 @@ def cases(seed, limit=12_000):
                         break
 
 
+def taking_turns(*axes, turns):
+    """The product of the axes, each row with the next of `turns`: every pair of values occurs."""
+    return [
+        (*(value for _, value in row), turns[sum(i for i, _ in row) % len(turns)])
+        for row in itertools.product(*map(enumerate, axes))
+    ]
+
+
 # A tensor-core kernel has whole tiles of these, and its own edges.
 TENSOR_DIMENSIONS = (64, 128, 256)
 TENSOR_LENGTHS = (63, 64, 65, 128, 129, 257, 1000)
