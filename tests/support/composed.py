@@ -7,7 +7,7 @@ from linattn.testing import assert_accurate
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float64), np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
-POOL = 2048  # numbers of each result: the naive twin's largest error is then no accident
+POOL = 1000  # numbers of each result: the naive twin's largest error is then no accident
 
 
 def wider(dtype):
