@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.compare import arrays_in, leaves, over_arrays
-from support.grid import v_first
+from support.grid import taking_turns, v_first
 from support.problems import at_token
 from support.processes import environment, python
 from support.variants import FEW
@@ -226,11 +226,10 @@ def assert_no_number_of_threads_matters(op, inputs, **options):
         assert forward(op, inputs, **options) == want, n
 
 
-@pytest.mark.parametrize("shape", list(SHARED))
 @pytest.mark.parametrize(
-    "dtype", [np.float32, np.float64, ml_dtypes.bfloat16], ids=["float32", "float64", "bfloat16"]
+    ("op", "shape", "dtype"),
+    taking_turns(OPS, SHARED, turns=(np.float32, np.float64, ml_dtypes.bfloat16)),
 )
-@pytest.mark.parametrize("op", OPS)
 def test_few_heads_give_the_same_bits(op, dtype, shape):
     rng = np.random.default_rng(0)
     for given in (True, False):
