@@ -23,6 +23,7 @@ from support.grid import (
     parts,
     retried,
     rounds_products,
+    taking_turns,
     wider,
     worse,
 )
@@ -202,9 +203,10 @@ def test_strong_gates_in_chunks_of_every_size(op, kind, dtype, rng):
     judge(op, rng, x, modes=("chunk",), chunk_sizes=STRONG_CHUNKS, gradients=op in DELTA)
 
 
-@pytest.mark.parametrize("dtype", REALS)
-@pytest.mark.parametrize("alpha", (0, 1, "0 and 1", "0 among others"))
-@pytest.mark.parametrize("op", GATED)
+ALPHAS = (0, 1, "0 and 1", "0 among others")
+
+
+@pytest.mark.parametrize(("op", "alpha", "dtype"), taking_turns(GATED, ALPHAS, turns=REALS))
 def test_alpha_at_its_ends(op, alpha, dtype, rng):
     x = make(op, rng, dtype)
     g = x.pop("g")
@@ -635,8 +637,9 @@ def test_a_sum_of_keys_that_overflows(dtype, mode, causal):
 @pytest.mark.parametrize("mode", ("chunk", "recurrent"))
 @pytest.mark.parametrize("op", ("linear_attention", "gla", "gated_delta_rule"))
 def test_a_long_sequence(op, mode, rng):
-    """2^17 tokens in float32. The chunk form of the reference, in float64, is exact to 1e-12."""
-    x = testing.make_inputs(op, rng, T=2**17, K=8, V=8, dtype=np.float32)
+    """2^15 tokens in float32. The chunk form of the reference, in float64, is exact to 1e-12.
+    test_long.py has more, against a reference that goes token by token."""
+    x = testing.make_inputs(op, rng, T=2**15, K=8, V=8, dtype=np.float32)
     o, state = getattr(linattn, op)(**x, mode=mode, output_final_state=True)
     function = getattr(reference, op)
     ref_o, ref_state = function(**x, form="chunk")
