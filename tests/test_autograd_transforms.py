@@ -28,17 +28,14 @@ def operator_arguments(op, x, *, final=True, features=(2, 1e-3, 2, 1e-3, 1, 1e-6
     first, second = state if isinstance(state, tuple) else (state, None)
     gate = next((name for name in ("g", "gamma", "slopes") if name in x), None)
     given = x | {"g": x.get(gate), "initial_state": first, "initial_state_second": second}
+    options = {name: default for name, (_, default) in autograd._FIT.items()}
+    options |= {"gate": gate}
+    if op == "linear_attention":
+        options["features"] = list(map(float, features))
     return (
         *map(given.get, autograd._NAMES),
         final,
-        gate,
-        None,
-        "chunk",
-        None,
-        False,
-        False,
-        None,
-        list(map(float, features)) if op == "linear_attention" else None,
+        *map(options.get, autograd._OPTION_NAMES),
     )
 
 
