@@ -309,7 +309,8 @@ LA_FN void two_scaled(int64_t K, real *to, const real *x, real a, real b)
     for (int64_t i = 0; i < K; i++) to[K + i] = b * x[i];
 }
 
-/* The tokens of a chunk before the one whose memory predicts for token i: i, or i's batch's first. */
+/* How many tokens of a chunk come before token i's batch. The memory that they leave predicts for i.
+ * A batch of one token begins with i itself. */
 LA_FN int64_t batch_begin(const la_problem *p, int64_t i) { return i - i % p->batch; }
 
 /* P and L of a pair, and the rows that carry its decays. */

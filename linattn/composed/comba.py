@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from linattn._linattn import backward as core_backward
 from linattn._linattn import step as core_step
 from linattn.ops._core import AnyArray, Array, Gradients, Mode, core_for
 
 __all__ = ["comba", "comba_backward", "comba_step"]
-
-_OP = "gated_delta_rule"
-
-
-def _keys(x: Any) -> dict[str, Any]:
-    """How the op is called: a prediction by x, of the state before its decay."""
-    return {"x": x, "predicts_before": True}
 
 
 def comba(
@@ -114,11 +105,12 @@ def comba(
     2.0
     """
     return core_for(q)(
-        _OP,
+        "gated_delta_rule",
         q,
         k,
         v,
-        **_keys(x),
+        x=x,
+        predicts_before=True,
         g=g,
         alpha=alpha,
         beta=beta,
@@ -200,11 +192,12 @@ def comba_step(
     [4.0, 0.5]
     """
     return core_step(
-        _OP,
+        "gated_delta_rule",
         q,
         k,
         v,
-        **_keys(x),
+        x=x,
+        predicts_before=True,
         g=g,
         alpha=alpha,
         beta=beta,
@@ -287,11 +280,12 @@ def comba_backward(
     ((1, 6, 2, 4), 'float')
     """
     grads = core_backward(
-        _OP,
+        "gated_delta_rule",
         q,
         k,
         v,
-        **_keys(x),
+        x=x,
+        predicts_before=True,
         g=g,
         alpha=alpha,
         beta=beta,

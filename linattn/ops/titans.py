@@ -91,8 +91,7 @@ def titans(
 
     That is a step down the gradient of ``|M' k - v|^2 / 2``, with momentum and weight decay.
     The prediction is made from the memory before its decay; with ``batch``, from the memory before
-    the token's batch. The paper's alpha is 1 minus the decay,
-    its theta is beta, and its S is -Y.
+    the token's batch. The paper's alpha is 1 minus the decay, its theta is beta, and its S is -Y.
 
     Parameters
     ----------

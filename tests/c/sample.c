@@ -306,9 +306,8 @@ void sample_describe(const sample *s)
     fprintf(
         stderr,
         "  %s %s %s %s on %s, %d threads: B %lld T %lld L %lld H %lld HV %lld K %lld V %lld N %lld"
-        "%s%s%s pool %lld chunk %lld batch %lld normaliser %d maps %d %d l2norm %d causal %d scale "
-        "%g "
-        "v_first %d%s\n",
+        "%s%s%s pool %lld chunk %lld batch %lld normaliser %d maps %d %d l2norm %d causal %d "
+        "scale %g v_first %d%s\n",
         la_variants[p->op].name, passes[p->pass], modes[p->mode],
         la_dtype_names[p->array[LA_Q].dtype], la_isa(), la_get_num_threads(), (long long)p->B,
         (long long)p->T, (long long)p->L, (long long)p->H, (long long)p->HV, (long long)p->K,
