@@ -257,7 +257,8 @@ static inline bool la_has_pair(const la_problem *p)
 bool la_is_second(la_name name);
 la_name la_second_of(const la_problem *p, la_name first);
 
-/* Is this one of the calls for which a GPU has but one family of kernels (cuda/rare.cuh)? */
+/* Is this one of the calls for which a GPU has but one family of kernels that go token by token
+ * (cuda/rare.cuh)? Calls with x have kernels in chunks too. */
 static inline bool la_is_rare(const la_problem *p)
 {
     return p->rule > LA_DELTA || p->decay == LA_PAIR || p->array[LA_X].given;

@@ -11,8 +11,9 @@
  *     carry  S <- diag(a) S + k~' U
  *
  * where q^ and k^ are rows of q and k times the decay from the start of the chunk, k~ is k times
- * the decay to its end, and a is the decay of the whole chunk. A scalar decay scales rows of the
- * products instead. Decays are multiplied, never summed as logarithms (docs/decisions/0005). No
+ * the decay to its end, and a is the decay of the whole chunk. Where the caller gave x, it stands
+ * in the place of k in k^ and of the left k in A. A scalar decay scales rows of the products
+ * instead. Decays are multiplied, never summed as logarithms (docs/decisions/0005). No
  * exponent is ever positive, and a decay of zero is a zero.
  *
  * `chunks_forward` computes everything transposed: a warp owns 16 value columns, as the 16 rows of
@@ -173,12 +174,14 @@ static int width_of_blocks(const call &c, const device_traits &d, int64_t heads,
 {
     int best = 0;
     double least = 0;
+    const bool with_x = c.x[LA_X].data;
     /* without producer warps, the next chunk needs a stage while the consumers work on this one */
     const int stages = d.producers ? 1 : 2;
     for (int width = d.warp_step; width * part::halves <= MOST_WARPS; width *= 2) {
         const int warps = width * part::halves;
         const int64_t blocks = heads * ((slices + width - 1) / width);
-        const int room = d.room / (stages * part::bytes(width) + part::exchanged(width) + 1024);
+        const int room =
+            d.room / (stages * part::bytes(width, with_x) + part::exchanged(width) + 1024);
         const int64_t fit = min(room, d.producers ? 1 : MOST_WARPS / warps); /* by registers */
         if (fit == 0) break;
         const int64_t rounds = (blocks + d.processors * fit - 1) / (d.processors * fit);
@@ -199,8 +202,9 @@ static cudaError_t launch_chunks_forward(const call &c, const chunks &w, const t
 {
     typedef stage<KP, DECAY, RULE> part;
     const int tiles = (slices + width - 1) / width, exchanged = part::exchanged(width);
-    f.stages = min((d.room - exchanged - 1024) / part::bytes(width), (int)MOST_STAGES);
-    const int bytes = f.stages * part::bytes(width) + exchanged;
+    const int stage_bytes = part::bytes(width, c.x[LA_X].data);
+    f.stages = min((d.room - exchanged - 1024) / stage_bytes, (int)MOST_STAGES);
+    const int bytes = f.stages * stage_bytes + exchanged;
     const auto kernel = chunks_forward<KP, DECAY, RULE, FORM>;
     return launch(kernel, (int64_t)c.N * c.HV * g.count * tiles,
                   (width * part::halves + d.producers) * 32, bytes, stream, c, w, maps, f, g,
@@ -251,8 +255,8 @@ template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const 
     const int64_t chunk_slots = chunk_slots_of(c, C), places = chunk_slots * c.HV,
                   tile = tile_bytes(KP);
     const int64_t keys = chunk_slots * (DECAY == LA_KEY ? c.HV : c.H) * tile;
-    const int64_t numbers = DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 2 * C : KP + C;
-    return places * PANEL_BYTES * (RULE == LA_DELTA ? 2 : 1) + 2 * keys +
+    const int64_t numbers = DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 3 * C : KP + C;
+    return places * PANEL_BYTES * (RULE == LA_DELTA ? 2 : 1) + (c.x[LA_X].data ? 3 : 2) * keys +
            (DECAY == LA_KEY ? places * tile : 0) + places * 4 * (numbers + 1);
 }
 
@@ -261,8 +265,9 @@ template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t stream)
 {
     constexpr bool has_k = stage<KP, DECAY, RULE>::has_k;
-    constexpr int prepare_bytes =
-        DECAY == LA_KEY ? sizeof(key_room<KP>) : sizeof(scalar_room<KP, RULE>);
+    const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
+    const int prepare_bytes = DECAY == LA_KEY ? (int)sizeof(key_room<KP>)
+                                              : scalar_room_bytes<KP, RULE>(has_x);
     device_traits d;
     cudaError_t error = traits_of_device((const void *)chunks_forward<KP, DECAY, RULE, CAUSAL>, &d);
     if (error != cudaSuccess) return error;
@@ -270,11 +275,11 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
         return cudaErrorNotSupported; /* nothing has been done */
     tensor_maps maps = {};
     forward_flags f = {};
-    const bool as_given = PLANES == 1 && !c.qk_l2norm;
-    const bool q_as_given =
-        as_given && c.map[0] == LA_IDENTITY && map_of(c, c.x[LA_Q], c.H, c.K, &maps.q);
-    const bool k_as_given =
-        as_given && c.map[1] == LA_IDENTITY && map_of(c, c.x[LA_K], c.H, c.K, &maps.k);
+    const bool plain = PLANES == 1 && !c.qk_l2norm;
+    const as_given given = {
+        plain && c.map[0] == LA_IDENTITY && map_of(c, c.x[LA_Q], c.H, c.K, &maps.q),
+        plain && c.map[1] == LA_IDENTITY && map_of(c, c.x[LA_K], c.H, c.K, &maps.k),
+        PLANES == 1 && has_x && map_of(c, c.x[LA_X], c.H, c.K, &maps.x)};
     f.v_pieces = map_of(c, c.x[LA_V], c.HV, c.V, &maps.v);
     f.o_pieces = (uintptr_t)c.x[LA_O].data % 16 == 0 &&
                  (c.x[LA_O].stride[0] | c.x[LA_O].stride[1] | c.x[LA_O].stride[2]) % 8 == 0;
@@ -282,18 +287,19 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     const int heads = DECAY == LA_KEY ? c.HV : c.H;
     const int64_t places = chunk_slots * c.HV, tile = tile_bytes(KP);
     const int64_t score = places * PANEL_BYTES, keys = chunk_slots * heads * tile;
-    const bool keep_q = DECAY == LA_KEY || !q_as_given;
-    const bool keep_k = has_k && (DECAY == LA_KEY || !k_as_given);
+    const bool keep_q = DECAY == LA_KEY || !given.q;
+    const bool keep_k = has_k && (DECAY == LA_KEY || !given.k);
+    const bool keep_x = has_x && DECAY != LA_KEY && !given.x;
     const int64_t inverse = RULE == LA_DELTA ? score : 0;
     const int64_t kt = DECAY == LA_KEY ? places * tile : 0;
     const bool normalised = is_normalised(&c, DECAY, RULE);
     const int64_t numbers = places * 4 *
                             (DECAY == LA_KEY     ? KP
-                             : DECAY == LA_TOKEN ? 2 * C
+                             : DECAY == LA_TOKEN ? (c.predicts_before ? 3 : 2) * C
                              : normalised        ? KP + C
                                                  : 0);
     const int64_t bytes =
-        score + inverse + (keep_q ? keys : 0) + (keep_k ? keys : 0) + kt + numbers + places * 4;
+        score + inverse + (keep_q + keep_k + keep_x) * keys + kt + numbers + places * 4;
     if (chunk_slots * c.HV > INT32_MAX) return cudaErrorInvalidConfiguration;
 
     char *room = NULL;
@@ -312,6 +318,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     w.inverse = cut(inverse);
     w.q = cut(keep_q ? keys : 0);
     w.k = cut(keep_k ? keys : 0);
+    w.x = cut(keep_x ? keys : 0);
     w.kt = cut(kt);
     float *x = (float *)cut(numbers);
     w.nonfinite = (int *)cut(places * 4);
@@ -319,6 +326,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     if (DECAY == LA_TOKEN) {
         w.in = x;
         w.out = x + places * C;
+        if (c.predicts_before) w.look = x + 2 * places * C;
     }
     if (normalised) {
         w.z = x;
@@ -328,7 +336,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     if (places)
         error = launch(prepare_of<KP, DECAY, RULE>(), chunk_slots * heads,
                        DECAY == LA_KEY ? KEY_THREADS : SCALAR_THREADS, prepare_bytes, stream, c, w,
-                       q_as_given, k_as_given);
+                       given);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
         if (error == cudaSuccess && normalised) error = launch_divisors<KP>(c, w, stream);
     if (error == cudaSuccess) {

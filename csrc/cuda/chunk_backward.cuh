@@ -21,7 +21,7 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
     const int tiles = (panels + warps / 4 - 1) / (warps / 4);
     const int bytes =
         /* the larger of the two */
-        ADJOINT_STAGES * adjoint_stage<KP, DECAY, RULE, true>::bytes(warps);
+        ADJOINT_STAGES * adjoint_stage<KP, DECAY, RULE, true>::bytes(warps, c.x[LA_X].data);
     return launch(kernel, 2 * heads * tiles, (warps + ADJOINT_PRODUCERS) * 32, bytes, stream, c, d,
                   w, maps, f, tiles);
 }
@@ -43,8 +43,8 @@ static cudaError_t check_device(const void *intra, int bytes, int *processors)
                                                                      : cudaErrorNotSupported;
 }
 
-/* Add up dq and dk of the value heads of one q/k head, and apply the adjoint of loading to them. A
- * warp has a token, a lane four keys. */
+/* Add up dq, dk and dx of the value heads of one q/k head, and apply the adjoint of loading to dq
+ * and dk. A warp has a token, a lane four keys. */
 static __global__ void __launch_bounds__(256)
     reduce_heads(const __grid_constant__ call c, const __grid_constant__ gradients d,
                  const intra_flags from)
@@ -56,16 +56,19 @@ static __global__ void __launch_bounds__(256)
     const int b = (int)(token / c.T), t = (int)(token % c.T);
     const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
 #pragma unroll
-    for (int which = 0; which < 2; which++) {
-        const view &x = which ? c.x[LA_K] : c.x[LA_Q], &to = which ? d[LA_DK] : d[LA_DQ];
-        const float *partial =
-            (which ? from.dk : from.dq) + (h * group * tokens + token) * from.kp + key;
+    for (int which = 0; which < 3; which++) {
+        const bool of_x = which == 2;
+        if (of_x && !c.x[LA_X].data) continue;
+        const view &x = which ? c.x[LA_K] : c.x[LA_Q];
+        const view &to = of_x ? d[LA_DX] : which ? d[LA_DK] : d[LA_DQ];
+        const float *partial = (of_x ? from.dx : which ? from.dk : from.dq) +
+                               (h * group * tokens + token) * from.kp + key;
         float dx[4] = {}, y[4] = {};
         for (int j = 0; j < group && key < from.kp; j++, partial += tokens * from.kp) {
             const float4 one = *(const float4 *)partial;
             dx[0] += one.x, dx[1] += one.y, dx[2] += one.z, dx[3] += one.w;
         }
-        if (!plain) {
+        if (!plain && !of_x) {
             load_row(y, at(x, b, t, h, key), x.dtype, 0, 1, c.K - key);
             key_gradient(c, which, y, dx);
         }
@@ -88,20 +91,21 @@ template <int KP, la_decay DECAY, la_rule RULE> constexpr auto intra_chunk_adjoi
         return intra_chunk_adjoint_scalar<KP, DECAY, RULE>;
 }
 
-template <int KP, la_decay DECAY, la_rule RULE> constexpr int intra_bytes()
+template <int KP, la_decay DECAY, la_rule RULE> constexpr int intra_bytes(bool with_x)
 {
-    return DECAY == LA_KEY ? sizeof(intra_key_room<KP, RULE>) : sizeof(intra_room<KP, RULE>);
+    return DECAY == LA_KEY ? sizeof(intra_key_room<KP, RULE>)
+                           : sizeof(intra_room<KP, RULE>) + (with_x ? tile_bytes(KP) : 0);
 }
 
-template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes()
+template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes(bool with_x)
 {
-    return DECAY == LA_KEY ? sizeof(key_room<KP>) : sizeof(scalar_room<KP, RULE>);
+    return DECAY == LA_KEY ? (int)sizeof(key_room<KP>) : scalar_room_bytes<KP, RULE>(with_x);
 }
 
 static void narrow(call &c, gradients &d, int h, int n)
 {
     const int group = c.HV / c.H, hv = h * group;
-    move_along(2, h, {&d[LA_DQ], &d[LA_DK]});
+    move_along(2, h, {&d[LA_DQ], &d[LA_DK], &d[LA_DX]});
     move_along(2, hv, {&d[LA_DO], &d[LA_DV], &d[LA_DG], &d[LA_DBETA]});
     move_along(1, hv, {&d[LA_DST], &d[LA_DZT], &d[LA_DS0], &d[LA_DZ0]});
     narrow(&c, h, n);
@@ -130,7 +134,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     const int64_t tokens = (int64_t)c.B * c.T, score = places * PANEL_BYTES;
     const int heads = per_key ? c.HV : c.H;
     const int64_t keys = chunk_slots * heads * tile;
-    const bool normalised = is_normalised(&c, DECAY, RULE);
+    const bool normalised = is_normalised(&c, DECAY, RULE), has_x = delta && c.x[LA_X].data;
     w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
     to.kp = (c.K + 31) / 32 * 32;
@@ -142,14 +146,16 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {&w.scores, score},
         {&w.inverse, delta ? score : 0},
         {&w.lower, delta ? score : 0},
-        {&w.q, per_key || !to.q_as_given ? keys : 0},
-        {&w.k, per_key         ? (delta ? keys : 0)
-               : to.k_as_given ? 0
-                               : keys},
+        {&w.q, per_key || !to.given.q ? keys : 0},
+        {&w.k, per_key      ? (delta ? keys : 0)
+               : to.given.k ? 0
+                            : keys},
+        {&w.x, has_x && !per_key && !to.given.x ? keys : 0},
         {&w.kt, per_key ? keys : 0},
         {(char **)&w.total, per_key ? places * KP * 4 : 0},
         {(char **)&w.in, DECAY == LA_TOKEN ? places * C * 4 : 0},
         {(char **)&w.out, DECAY == LA_TOKEN ? places * C * 4 : 0},
+        {(char **)&w.look, c.predicts_before ? places * C * 4 : 0},
         {(char **)&w.nonfinite, (places * 4 + 1023) / 1024 * 1024},
         {&f.states, places * panels * tile},
         {&f.d_states, places * panels * tile},
@@ -157,6 +163,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {&f.Z, delta ? places * panels * PANEL_BYTES : 0},
         {(char **)&to.dq, to.direct ? 0 : tokens * c.HV * to.kp * 4},
         {(char **)&to.dk, to.direct ? 0 : tokens * c.HV * to.kp * 4},
+        {(char **)&to.dx, to.direct || !has_x ? 0 : tokens * c.HV * to.kp * 4},
         {(char **)&x->z.z, normalised ? x->z.segments * c.HV * to.kp * 8 : 0},
         {&x->d_num, normalised ? tokens * c.HV * c.V * 2 : 0},
         {(char **)&x->z.den, normalised ? tokens * c.HV * 4 : 0},
@@ -216,17 +223,19 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
     backward_maps maps = {};
     map_of(c, c.x[LA_Q], c.H, c.K, &maps.q); /* if this fails, prepare leaves copies of q or k */
     map_of(c, c.x[LA_K], c.H, c.K, &maps.k);
+    const bool has_x = c.x[LA_X].data;
+    if (has_x) map_of(c, c.x[LA_X], c.H, c.K, &maps.x);
     if (!map_of(c, c.x[LA_V], c.HV, c.V, &maps.v) || !map_of(c, d[LA_DO], c.HV, c.V, &maps.d_o))
         return cudaErrorInvalidValue; /* cannot happen: the arrays of all heads could be mapped */
     if (places)
         error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads,
-                       per_key ? KEY_THREADS : SCALAR_THREADS, prepare_bytes<KP, DECAY, RULE>(),
-                       stream, c, x.w, x.to.q_as_given, x.to.k_as_given);
+                       per_key ? KEY_THREADS : SCALAR_THREADS,
+                       prepare_bytes<KP, DECAY, RULE>(has_x), stream, c, x.w, x.to.given);
     if (error == cudaSuccess)
         error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, processors, stream);
     if (error == cudaSuccess)
-        error = launch(intra, places, INTRA_THREADS, intra_bytes<KP, DECAY, RULE>(), stream, c, d,
-                       x.w, maps, x.f, x.to);
+        error = launch(intra, places, INTRA_THREADS, intra_bytes<KP, DECAY, RULE>(has_x), stream,
+                       c, d, x.w, maps, x.f, x.to);
     if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && !x.to.direct)
         error = launch(reduce_heads, (tokens * c.H + 7) / 8, 256, 0, stream, c, d, x.to);
@@ -238,7 +247,8 @@ template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cudaMemPool_t pool,
                                          cudaStream_t stream)
 {
-    constexpr int intra_room_bytes = intra_bytes<KP, DECAY, RULE>();
+    const bool has_x = c.x[LA_X].data;
+    const int intra_room_bytes = intra_bytes<KP, DECAY, RULE>(has_x);
     const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>();
     int processors;
     cudaError_t error = check_device((const void *)intra, intra_room_bytes, &processors);
@@ -251,8 +261,9 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
         return cudaErrorNotSupported; /* the copy engine cannot take these rows */
     const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
     backward_scratch x = {};
-    x.to.q_as_given = map_of(c, c.x[LA_Q], c.H, c.K, &map) && plain;
-    x.to.k_as_given = map_of(c, c.x[LA_K], c.H, c.K, &map) && plain;
+    x.to.given = {map_of(c, c.x[LA_Q], c.H, c.K, &map) && plain,
+                  map_of(c, c.x[LA_K], c.H, c.K, &map) && plain,
+                  has_x && map_of(c, c.x[LA_X], c.H, c.K, &map)};
     x.to.direct = plain && c.HV == c.H && !is_normalised(&c, DECAY, RULE);
 
     call some = c;

@@ -40,10 +40,12 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
     /* v: a panel for every four slices of 16 columns. o leaves by way of the same place, unless in
-     * planes */
-    __host__ __device__ static constexpr int bytes(int width)
+     * planes. Behind it, where the caller gave x and decays are scalar: k, and the decays that x
+     * sees. The place of k then has x. */
+    __host__ __device__ static constexpr int bytes(int width, bool with_x)
     {
-        return v + (width + 3) / 4 * PANEL_BYTES;
+        return v + (width + 3) / 4 * PANEL_BYTES +
+               (with_x && DECAY != LA_KEY ? tile_bytes(KP) + 1024 : 0);
     }
     /* after the stages: the numbers that two warps exchange, 32 per lane */
     __host__ __device__ static constexpr int exchanged(int width)
@@ -85,7 +87,8 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
                                              int first_read, int reads)
 {
     const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
-    float q[KP / 4], k[KP / 4], a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
+    float q[KP / 4], k[KP / 4], looks[KP / 4], a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
+    const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
     for (int i = 0; i < n; i++) {
         float squares_q = 0, squares_k = 0, qk = 0;
         for (int j = 0; j < KP / 4; j++) {
@@ -93,6 +96,9 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
             const bool there = key < c.K;
             q[j] = there ? load<float>(at(c.x[LA_Q], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
             k[j] = there ? load<float>(at(c.x[LA_K], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
+            if (has_x)
+                looks[j] =
+                    there ? load<float>(at(c.x[LA_X], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
             squares_q += q[j] * q[j];
             squares_k += k[j] * k[j];
             if (DECAY == LA_KEY)
@@ -121,8 +127,8 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
                                      ELEMENT_DTYPE)
                        : 0;
         la_operands x = {};
-        x.q = q, x.k = x.x = k, x.a = a, x.v = v;
-        x.beta = beta, x.own = quad_sum(qk);
+        x.q = q, x.k = k, x.x = has_x ? looks : k, x.a = a, x.v = v;
+        x.beta = beta, x.own = quad_sum(qk), x.before = c.predicts_before;
         la_token(la_strip_of(S, 2), {}, 2, KP / 4, &x, o, DECAY, RULE);
         const int read = i - first_read;
         if (i / 2 % 4 * 2 != pair || i < first || read < 0 || read >= reads) continue;
@@ -286,7 +292,15 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     const int all_chunks = (u.end - u.begin + C - 1) / C;
     const int first_chunk = (int)((int64_t)all_chunks * segment / g.count);
     const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
-    const int chunk_slot0 = first_chunk_slot(c, u.n), bytes = part::bytes(width);
+    const int chunk_slot0 = first_chunk_slot(c, u.n);
+    /* where the rows are that the state sees, and those that are written to it */
+    const bool has_x = RULE == LA_DELTA && DECAY != LA_KEY && c.x[LA_X].data;
+    const int bytes = part::bytes(width, has_x);
+    const int written = DECAY == LA_KEY ? part::kt
+                        : has_x         ? part::bytes(width, false)
+                                        : part::k;
+    const int look = has_x && w.look ? written + tile_bytes(KP) : part::in;
+    const char *const seen = has_x ? w.x : w.k; /* NULL: they are fetched from the caller's array */
 
     __shared__ int nonfinite_at[MOST_STAGES]; /* w.nonfinite of the chunk */
 #if HAS_WARP_GROUPS
@@ -307,7 +321,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             const void *from;
             int bytes;
         } pieces[] = {
-            {part::k, part::has_k && w.k ? w.k + keys : NULL, tile_bytes(KP)},
+            {part::k, part::has_k && seen ? seen + keys : NULL, tile_bytes(KP)},
+            {written, has_x && w.k ? w.k + keys : NULL, tile_bytes(KP)},
+            {look, has_x && w.look ? w.look + place * C : NULL, C * 4},
             {part::q, w.q ? w.q + keys : NULL, tile_bytes(KP)},
             {part::kt, DECAY == LA_KEY ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
             {part::scores, w.scores + place * PANEL_BYTES, PANEL_BYTES},
@@ -321,7 +337,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
         const uint32_t barrier = address_of(full + into);
         const int nonfinite = w.nonfinite[place];
         const int v_panels = f.v_pieces ? (v_slices + 3) / 4 : 0;
-        int bytes = (part::has_k && !w.k ? tile_bytes(KP) : 0) + (!w.q ? tile_bytes(KP) : 0) +
+        int bytes = (part::has_k && !seen ? tile_bytes(KP) : 0) +
+                    (has_x && !w.k ? tile_bytes(KP) : 0) + (!w.q ? tile_bytes(KP) : 0) +
                     v_panels * PANEL_BYTES;
 #pragma unroll
         for (const auto &x : pieces)
@@ -331,8 +348,11 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             if (x.from) engine_copy(base + x.offset, x.from, x.bytes, barrier);
 #pragma unroll
         for (int j = 0; j < KP / PANEL; j++) {
-            if (part::has_k && !w.k)
-                engine_copy_box(base + part::k + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
+            if (part::has_k && !seen)
+                engine_copy_box(base + part::k + j * PANEL_BYTES, has_x ? &maps.x : &maps.k,
+                                j * PANEL, u.h, t, u.b, barrier);
+            if (has_x && !w.k)
+                engine_copy_box(base + written + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
                                 barrier);
             if (!w.q)
                 engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
@@ -345,7 +365,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
         barrier_expect(barrier, bytes);
 #else
         const int n = min(C, u.end - t);
-        if (part::has_k && !w.k) copy_rows<KP>(c.x[LA_K], c.K, u.b, t, n, u.h, base + part::k);
+        if (part::has_k && !seen)
+            copy_rows<KP>(c.x[has_x ? LA_X : LA_K], c.K, u.b, t, n, u.h, base + part::k);
+        if (has_x && !w.k) copy_rows<KP>(c.x[LA_K], c.K, u.b, t, n, u.h, base + written);
         if (!w.q) copy_rows<KP>(c.x[LA_Q], c.K, u.b, t, n, u.h, base + part::q);
 #pragma unroll
         for (const auto &x : pieces)
@@ -465,10 +487,11 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             barrier_wait(address_of(full + stage_at), round);
             /* a box may reach into the next sequence, whose NaN must not come along */
             if (n < C && !second_time) {
-                if (part::has_k && !w.k)
-                    for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32)
-                        *(uint4 *)(room + part::k + piece_at(n + j / (KP / 8), j % (KP / 8))) =
-                            make_uint4(0, 0, 0, 0);
+                for (int j = threadIdx.x; j < (C - n) * KP / 8 && part::has_k; j += warps * 32) {
+                    const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
+                    if (!seen) *(uint4 *)(room + part::k + at) = make_uint4(0, 0, 0, 0);
+                    if (has_x && !w.k) *(uint4 *)(room + written + at) = make_uint4(0, 0, 0, 0);
+                }
                 if (PLANES == 1 && f.v_pieces && columns > 0)
                     for (int j = lane; j < (C - n) * 2; j += 32)
                         *(uint4 *)(room + part::v + line / 4 * PANEL_BYTES +
@@ -499,6 +522,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             }
             const float *in = (const float *)(room + part::in);
             const float *out = (const float *)(room + part::out);
+            const float *of_look = (const float *)(room + look);
 
             /* S' before the chunk. In planes there is no room for it beside S. */
             operand s[PLANES == 1 ? KEYS / 16 : 1];
@@ -592,7 +616,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                 }
 #pragma unroll
                 for (int m = 0; m < 8; m++) {
-                    const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8 + pair)
+                    const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(of_look + m * 8 + pair)
                                                        : make_float2(1, 1);
                     const float2 top = numbers(U[m / 2], m % 2 * 2);
                     const float2 low = numbers(U[m / 2], m % 2 * 2 + 1);
@@ -703,8 +727,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    multiply_columns(S, Ut[j], base + (DECAY == LA_KEY ? part::kt : part::k) + own,
-                                     j * 16);
+                    multiply_columns(S, Ut[j], base + written + own, j * 16);
                 products_commit();
             }
             if (reads) {

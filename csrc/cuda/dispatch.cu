@@ -396,8 +396,7 @@ static const char *why_by_token(const la_problem *p)
 {
     const la_dtype dtype = p->array[LA_Q].dtype;
     if (p->mode == LA_RECURRENT) return "";
-    if (p->array[LA_X].given && p->rule == LA_DELTA) return "no kernel in chunks takes x on a GPU";
-    if (la_is_rare(p)) return "no kernel in chunks has this op on a GPU";
+    if (p->rule > LA_DELTA || p->decay == LA_PAIR) return "no kernel in chunks has this op on a GPU";
     if (dtype == LA_F64) return "tensor cores would round float64";
     if (p->pass == LA_BACKWARD) {
         if (dtype != LA_BF16) return "gradients in chunks are those of bfloat16 arrays";

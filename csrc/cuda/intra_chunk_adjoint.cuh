@@ -6,8 +6,9 @@
  *     dq^ = dO S'             dk^ = -dV S'              dk~ = U dS'
  *     dbeta_i = Z_i . E_i     de = sum of S * dS
  *
- * and from there the adjoint of the scores. Two groups of four warps share a chunk. One computes
- * the sums that end in dq, the other those that end in dk. A warp has 16 tokens. Value columns come
+ * and from there the adjoint of the scores. Where the caller gave x, dk^ is the gradient of x^, and
+ * L is that of x and k. Two groups of four warps share a chunk. One computes the sums that end in
+ * dq, the other those that end in dk and dx. A warp has 16 tokens. Value columns come
  * panel by panel. */
 #ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_CUH
@@ -16,14 +17,15 @@
 
 enum { INTRA_THREADS = 256, INTRA_STAGES = 2 };
 
-/* The place of the gradients of q and k. It is the array of the caller if nothing else is added to
- * them and q and k were used as given. Otherwise it is a partial per value head, for
+/* The place of the gradients of q, k and x. It is the array of the caller if nothing else is added
+ * to them and q and k were used as given. Otherwise it is a partial per value head, for
  * `reduce_heads`. da is a number per token if there is a gate per head; otherwise (NULL) the
  * gradient goes to the array of the gate. */
 struct intra_flags {
-    bool direct, q_as_given, k_as_given;
-    float *dq, *dk; /* [HV][B T][kp] */
-    float *da;      /* [HV][B T] */
+    bool direct;
+    as_given given;
+    float *dq, *dk, *dx; /* [HV][B T][kp] */
+    float *da;           /* [HV][B T] */
     int kp;
 };
 
@@ -34,6 +36,7 @@ template <int KP, la_rule RULE> struct intra_panel {
     alignas(1024) char S[tile_bytes(KP)], dS[tile_bytes(KP)];
 };
 
+/* x lies behind this, where the caller gave one. */
 template <int KP, la_rule RULE> struct intra_room {
     alignas(1024) char q[tile_bytes(KP)], k[tile_bytes(KP)];
     alignas(1024) intra_panel<KP, RULE> panel[INTRA_STAGES];
@@ -41,8 +44,9 @@ template <int KP, la_rule RULE> struct intra_room {
     alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
     float G[C * LD_PAIRS], dG[C * LD_PAIRS];
     float a[C], beta[C], e[C], r[C]; /* e: decay from the start of the chunk; r: to its end */
-    /* q . dq^, k . dk^, k . dk~: parts of the gradients of decays */
-    float of_q[C], of_k[C], of_r[C];
+    /* q . dq^, x . dx^, k . dk~: parts of the gradients of decays. Those of x are at the token whose
+     * decay x sees */
+    float of_q[C], of_x[C], of_r[C];
     float up[4][C], of_e[4][C], quarter[4], da[2][C], sums[INTRA_THREADS / 32];
     uint64_t full[INTRA_STAGES];
 };
@@ -148,6 +152,9 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     const int64_t place = (int64_t)chunk_slot * c.HV + hv;
     const int panels = (c.V + PANEL - 1) / PANEL;
     const float scale = (float)c.scale;
+    const bool has_x = delta && c.x[LA_X].data;
+    const int back = delta && c.predicts_before; /* row i of L has row i - 1 of G */
+    char *const seen = has_x ? shared + sizeof(intra_room<KP, RULE>) : s.k;
 
     const auto fetch = [&](int i) {
         intra_panel<KP, RULE> &x = s.panel[i % INTRA_STAGES];
@@ -156,15 +163,19 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         int expected = (delta ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP);
         if (i == 0) {
             const int64_t keys = ((int64_t)chunk_slot * w.heads + u.h) * tile_bytes(KP);
-            expected += 2 * tile_bytes(KP);
+            expected += (has_x ? 3 : 2) * tile_bytes(KP);
             if (w.q) engine_copy(address_of(s.q), w.q + keys, tile_bytes(KP), barrier);
             if (w.k) engine_copy(address_of(s.k), w.k + keys, tile_bytes(KP), barrier);
+            if (has_x && w.x) engine_copy(address_of(seen), w.x + keys, tile_bytes(KP), barrier);
             for (int j = 0; j < KP / PANEL; j++) {
                 if (!w.q)
                     engine_copy_box(address_of(s.q) + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t,
                                     u.b, barrier);
                 if (!w.k)
                     engine_copy_box(address_of(s.k) + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t,
+                                    u.b, barrier);
+                if (has_x && !w.x)
+                    engine_copy_box(address_of(seen) + j * PANEL_BYTES, &maps.x, j * PANEL, u.h, t,
                                     u.b, barrier);
             }
         }
@@ -210,13 +221,14 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         __syncthreads();
     }
     if (threadIdx.x < C) {
+        s.of_x[threadIdx.x] = 0;
         s.e[threadIdx.x] = DECAY == LA_TOKEN ? s.a[0] * s.G[threadIdx.x * LD_PAIRS] : 1;
         if (DECAY == LA_NONE) s.r[threadIdx.x] = 1;
     }
 
     float X[8][4] = {};      /* dO U' or Z U' */
-    float Y[KP / 8][4] = {}; /* dO S' or Z S' */
-    float R[KP / 8][4] = {}; /* second group: U dS' */
+    float Y[KP / 8][4] = {}; /* dO S' or Z S', then dq or dx */
+    float R[KP / 8][4] = {}; /* second group: U dS', then dk */
     float along = 0;         /* the sum of S * dS */
     for (int i = 0; i < panels; i++) {
         intra_panel<KP, RULE> &x = s.panel[i % INTRA_STAGES];
@@ -231,6 +243,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                 const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
                 *(uint4 *)(s.q + at) = make_uint4(0, 0, 0, 0);
                 *(uint4 *)(s.k + at) = make_uint4(0, 0, 0, 0);
+                if (has_x) *(uint4 *)(seen + at) = make_uint4(0, 0, 0, 0);
             }
             stores_before_copies();
             __syncthreads();
@@ -279,19 +292,18 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         if (lane == 0) s.sums[warp] = along;
     }
 
-    /* Rows of the gradients of the scores, those of this group. The bare products q_i . k_j or k_i
+    /* Rows of the gradients of the scores, those of this group. The bare products q_i . k_j or x_i
      * . k_j are recomputed. */
     const float b_top = s.beta[top], b_low = s.beta[low];
-    float of_top, of_low; /* q . dq^ or k . dk^ */
-    {
+    if (first_group || delta) {
         const float x_top = first_group ? scale : -b_top, x_low = first_group ? scale : -b_low;
-        const float2 sum = dot_rows(Y, first_group ? s.q : s.k, row0);
-        of_top = x_top * sum.x;
-        of_low = x_low * sum.y;
-        scale_rows(Y, x_top * s.e[top], x_low * s.e[low]);
+        const float2 sum = dot_rows(Y, first_group ? s.q : seen, row0);
+        const int before = first_group ? 0 : back; /* the first token sees no decay of the chunk */
+        scale_rows(Y, x_top * (top >= before ? s.e[top - before] : 1), x_low * s.e[low - before]);
+        float *const to = first_group ? s.of_q : s.of_x;
         if (lane % 4 == 0) {
-            (first_group ? s.of_q : s.of_k)[top] = first_group || delta ? of_top : 0;
-            (first_group ? s.of_q : s.of_k)[low] = first_group || delta ? of_low : 0;
+            if (top >= before) to[top - before] = x_top * sum.x;
+            to[low - before] = x_low * sum.y;
         }
     }
     if (!first_group) {
@@ -300,18 +312,11 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             s.of_r[top] = b_top * sum.x;
             s.of_r[low] = b_low * sum.y;
         }
-        const float r_top = b_top * s.r[top], r_low = b_low * s.r[low];
-#pragma unroll
-        for (int m = 0; m < KP / 8; m++) {
-            Y[m][0] = (delta ? Y[m][0] : 0) + r_top * R[m][0];
-            Y[m][1] = (delta ? Y[m][1] : 0) + r_top * R[m][1];
-            Y[m][2] = (delta ? Y[m][2] : 0) + r_low * R[m][2];
-            Y[m][3] = (delta ? Y[m][3] : 0) + r_low * R[m][3];
-        }
+        scale_rows(R, b_top * s.r[top], b_low * s.r[low]);
     }
     float bare[8][4] = {};
     if (DECAY == LA_TOKEN && (first_group || delta)) {
-        const uint32_t rows = address_of(first_group ? s.q : s.k), k = address_of(s.k);
+        const uint32_t rows = address_of(first_group ? s.q : seen), k = address_of(s.k);
         left a[KP / 16];
 #pragma unroll
         for (int j = 0; j < KP / 16; j++) a[j] = load_left(rows, row0, j * 16);
@@ -341,8 +346,9 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             const float x_top = first_group ? scale : -b_top, x_low = first_group ? scale : -b_low;
             float2 g_top = make_float2(1, 1), g_low = g_top;
             if (DECAY == LA_TOKEN) {
-                g_top = *(const float2 *)(s.G + top * LD_PAIRS + j);
-                g_low = *(const float2 *)(s.G + low * LD_PAIRS + j);
+                const int before = first_group ? 0 : back;
+                g_top = *(const float2 *)(s.G + max(top - before, 0) * LD_PAIRS + j);
+                g_low = *(const float2 *)(s.G + (low - before) * LD_PAIRS + j);
             }
             const int diagonal = first_group; /* P has a diagonal, L has none */
             const float x0 = j < top + diagonal ? x_top * b.x * X[m][0] : 0;
@@ -361,26 +367,26 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                 *(float2 *)(s.dG + low * LD_PAIRS + j) =
                     make_float2(j < low ? x2 * bare[m][2] : 0, j + 1 < low ? x3 * bare[m][3] : 0);
             } else if (DECAY == LA_TOKEN) {
-                bare[m][0] = j < top ? x0 * bare[m][0] : 0;
-                bare[m][1] = j + 1 < top ? x1 * bare[m][1] : 0;
-                bare[m][2] = j < low ? x2 * bare[m][2] : 0;
-                bare[m][3] = j + 1 < low ? x3 * bare[m][3] : 0;
+                bare[m][0] = j < top - back ? x0 * bare[m][0] : 0;
+                bare[m][1] = j + 1 < top - back ? x1 * bare[m][1] : 0;
+                bare[m][2] = j < low - back ? x2 * bare[m][2] : 0;
+                bare[m][3] = j + 1 < low - back ? x3 * bare[m][3] : 0;
             }
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) own[j] = as_left(X[2 * j], X[2 * j + 1]);
     }
     __syncthreads();
-    if (DECAY == LA_TOKEN && delta && !first_group) /* and L = G k k' */
+    if (DECAY == LA_TOKEN && delta && !first_group) /* and L = G x k' */
 #pragma unroll
         for (int m = 0; m < 8; m++) {
-            float2 *x = (float2 *)(s.dG + top * LD_PAIRS + m * 8 + pair);
-            float2 *y = (float2 *)(s.dG + low * LD_PAIRS + m * 8 + pair);
-            *x = make_float2(x->x + bare[m][0], x->y + bare[m][1]);
+            float2 *x = (float2 *)(s.dG + max(top - back, 0) * LD_PAIRS + m * 8 + pair);
+            float2 *y = (float2 *)(s.dG + (low - back) * LD_PAIRS + m * 8 + pair);
+            if (top >= back) *x = make_float2(x->x + bare[m][0], x->y + bare[m][1]);
             *y = make_float2(y->x + bare[m][2], y->y + bare[m][3]);
         }
     {
-        const uint32_t q = address_of(s.q), k = address_of(s.k);
+        const uint32_t q = address_of(s.q), k = address_of(s.k), x = address_of(seen);
         left across[4], twice[4];
         if (!first_group)
 #pragma unroll
@@ -395,22 +401,30 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         } else {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                multiply_columns(Y, across[j], q, j * 16);
-                if (delta) { /* was L = k k' */
+                multiply_columns(R, across[j], q, j * 16);
+                if (delta) { /* was L = x k' */
                     multiply_columns(Y, own[j], k, j * 16);
-                    multiply_columns(Y, twice[j], k, j * 16);
+                    multiply_columns(R, twice[j], x, j * 16);
                 }
             }
         }
         products_commit();
         products_wait<0>();
         products_in(Y);
+        products_in(R);
     }
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
-    if (first_group)
-        store_rows(c, u, d[LA_DQ], to.direct ? NULL : to.dq + apart, to.kp, t, n, row0, Y);
-    else
-        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, Y);
+    if (first_group || has_x)
+        store_rows(c, u, d[first_group ? LA_DQ : LA_DX],
+                   to.direct ? NULL : (first_group ? to.dq : to.dx) + apart, to.kp, t, n, row0, Y);
+    if (!first_group) {
+        if (delta && !has_x) /* was x = k */
+#pragma unroll
+            for (int m = 0; m < KP / 8; m++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) R[m][e] += Y[m][e];
+        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, R);
+    }
     __syncthreads();
     if constexpr (DECAY == LA_TOKEN) {
         /* Adjoint of the recursions that made G and e: e_i = a_i e_(i-1), and row i of G is a_i
@@ -427,7 +441,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             if (row == C - 1 && j_own < C - 1) x += s.of_r[j_own];
             D[i] = x;
             y *= a;
-            if (row >= j_own) of_e += s.G[row * LD_PAIRS + j_own] * (s.of_q[row] + s.of_k[row]);
+            if (row >= j_own) of_e += s.G[row * LD_PAIRS + j_own] * (s.of_q[row] + s.of_x[row]);
         }
         s.up[threadIdx.x / C][j_own] = x;
         s.of_e[threadIdx.x / C][j_own] = of_e;

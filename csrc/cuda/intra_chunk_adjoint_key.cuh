@@ -5,7 +5,8 @@
  * factor f_i (t between) h_j. No factor divides. Let X_IJ be one product of blocks of 16:
  *
  *     dq_i += f_i (X_I0 t_1 .. t_(I-1) + .. + X_I(I-1)),  X_IJ = dP_IJ (k h)_J
- *     dk_j += h_j (X_3J .. + X_(J+1)J),                   X_IJ = dP_IJ' (q f)_I + dL_IJ' (k f)_I
+ *     dk_j += h_j (X_3J .. + X_(J+1)J),                   X_IJ = dP_IJ' (q f)_I + dL_IJ' (x f)_I
+ *     dx_i as dq_i with dL in the place of dP. It belongs to dk_i unless the caller gave x.
  *
  * Both sums go by the scheme of Horner. Pairs within a block go one by one in float32.
  *
@@ -33,17 +34,17 @@ template <int KP, la_rule RULE> struct intra_key_room {
     union {
         intra_panel<KP, RULE> panel;
         struct {
-            alignas(1024) char qf[tile_bytes(KP)], kf[tile_bytes(KP)], kh[tile_bytes(KP)];
+            alignas(1024) char qf[tile_bytes(KP)], xf[tile_bytes(KP)], kh[tile_bytes(KP)];
         };
-        key_matrix<KP> dk; /* of pairs within a block */
+        key_matrix<KP> dk; /* over q f and x f */
     };
     alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
-    /* first f and h; then the sums that end, and those that begin, at a token; at last f has dq of
+    /* first f and h; then the sums that end, and those that begin, at a token; at last dq and dx of
      * pairs within a block */
     key_matrix<KP> a, f, h;
     float t[BLOCKS][KP], beta[C];
     float dP_near[BLOCKS][16][16], dL_near[RULE == LA_DELTA ? BLOCKS : 1][16][16]; /* [j][i] */
-    float q_from_state[BLOCKS][KP], k_from_state[BLOCKS][KP], to_end[BLOCKS][KP];
+    float q_from_state[BLOCKS][KP], x_from_state[BLOCKS][KP], to_end[BLOCKS][KP];
     float state[BLOCKS][KP]; /* parts of the sum of S * dS over value columns */
     float from_0_past_1[KP], from_0_to_3[KP], from_1_to_3[KP];
     uint64_t full;
@@ -142,6 +143,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     const int64_t place = (int64_t)chunk_slot * c.HV + hv;
     const int panels = (c.V + PANEL - 1) / PANEL;
     const float scale = (float)c.scale;
+    const bool has_x = delta && c.x[LA_X].data;
 
     const auto fetch = [&](int i) {
         const uint32_t barrier = address_of(&s.full);
@@ -164,7 +166,11 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         fetch(0);
     }
     load_decays<KP>(c, u, t, n, s.a.x); /* rows in their order */
-    load_both<KP, INTRA_THREADS>(c, u.b, t, n, u.h, s.q, s.k, to.q_as_given, to.k_as_given);
+    load_all<KP, INTRA_THREADS>(c, u.b, t, n, u.h, s.q, s.k, NULL, to.given);
+    /* there is room for x only where something else has been, so it comes twice */
+    const auto load_x = [&](char *tile) {
+        load_all<KP, INTRA_THREADS>(c, u.b, t, n, u.h, NULL, NULL, tile, to.given);
+    };
     if (threadIdx.x < C)
         s.beta[threadIdx.x] =
             !delta ? 1
@@ -248,19 +254,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         if (threadIdx.x == 0 && i + 1 < panels) fetch(i + 1);
     }
     if (has_keys) *(float2 *)&s.state[own_block][own_key] = along;
+    if (has_x) load_x(s.xf);
 
-    /* operands in blocks, over the place of the panel */
-    if (has_keys)
-#pragma unroll 4
-        for (int i = 0; i < 16; i++) {
-            const int row = own_block * 16 + i, at = element_at(row, own_key);
-            const float2 q = unpack(*(const uint32_t *)(s.q + at));
-            const float2 k = unpack(*(const uint32_t *)(s.k + at));
-            const float2 a = s.f.two(row, own_key), b = s.h.two(row, own_key);
-            *(uint32_t *)(s.qf + at) = pack(q.x * a.x, q.y * a.y);
-            if (delta) *(uint32_t *)(s.kf + at) = pack(k.x * a.x, k.y * a.y);
-            *(uint32_t *)(s.kh + at) = pack(k.x * b.x, k.y * b.y);
-        }
     /* the gradients of the scores, those of this group */
     const float b_top = s.beta[top], b_low = s.beta[low];
     if (first_group || delta) {
@@ -295,16 +290,34 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             }
         }
     }
-    /* was q^ = e q, k^ = e k: terms that begin at the state before the chunk */
+    if (has_x) __syncthreads(); /* x is there */
+    /* was q^ = e q, x^ = e x: terms that begin at the state before the chunk */
     for (int B = 0; B < block; B++) scale_keys<KP>(Y, s.t[B]);
     scale_all<KP>(Y, s.f, row0, first_group ? scale : -b_top, first_group ? scale : -b_low);
-    sum_rows<KP>(Y, first_group ? s.q : s.k, row0,
-                 first_group ? s.q_from_state[block] : s.k_from_state[block]);
+    sum_rows<KP>(Y, first_group ? s.q : has_x ? s.xf : s.k, row0,
+                 first_group ? s.q_from_state[block] : s.x_from_state[block]);
     if (!first_group) { /* was k~ = r k: terms that end at the state after the chunk */
         for (int B = block + 1; B < BLOCKS; B++) scale_keys<KP>(R, s.t[B]);
         scale_all<KP>(R, s.h, row0, b_top, b_low);
         sum_rows<KP>(R, s.k, row0, s.to_end[block]);
     }
+    if (has_x) __syncthreads(); /* x becomes x f */
+
+    /* operands in blocks, over the place of the panel */
+    if (has_keys)
+#pragma unroll 4
+        for (int i = 0; i < 16; i++) {
+            const int row = own_block * 16 + i, at = element_at(row, own_key);
+            const float2 q = unpack(*(const uint32_t *)(s.q + at));
+            const float2 k = unpack(*(const uint32_t *)(s.k + at));
+            const float2 a = s.f.two(row, own_key), b = s.h.two(row, own_key);
+            *(uint32_t *)(s.qf + at) = pack(q.x * a.x, q.y * a.y);
+            if (delta) {
+                const float2 x = has_x ? unpack(*(const uint32_t *)(s.xf + at)) : k;
+                *(uint32_t *)(s.xf + at) = pack(x.x * a.x, x.y * a.y);
+            }
+            *(uint32_t *)(s.kh + at) = pack(k.x * b.x, k.y * b.y);
+        }
     __syncthreads();
 
     /* pairs in different blocks: first those that end in the block of this warp, then those that
@@ -347,7 +360,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                                address_of(s.qf), I * 16);
             if (delta)
                 multiply_block<KP>(x, load_left_transposed(address_of(s.dL), I * 16, row0),
-                                   address_of(s.kf), I * 16);
+                                   address_of(s.xf), I * 16);
             if (block == 0 && I == 3) passing(s.t[2], s.t[1], s.from_0_to_3);
             if (block == 0 && I == 2) passing(s.t[1], NULL, s.from_0_past_1);
             if (block == 1 && I == 3) passing(s.t[2], NULL, s.from_1_to_3);
@@ -359,6 +372,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             for (int e = 0; e < 4; e++) R[m][e] += x[m][e];
     }
     __syncthreads(); /* f, h and the operands are no longer needed */
+    const char *const seen = has_x ? s.kh : s.k;
+    if (has_x) load_x(s.kh);
     /* sums that end at a token go over f, those that begin there over h */
     const auto put = [&](const float(&x)[KP / 8][4], const char *tile, key_matrix<KP> &sums,
                          bool add) {
@@ -377,12 +392,17 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     else
         put(R, s.k, s.h, false);
     __syncthreads();
-    if (!first_group) {
-        if (delta) put(Y, s.k, s.f, true);
+    if (!first_group) { /* dk waits in shared memory for the pairs within a block */
+        if (delta) put(Y, seen, s.f, true);
+        const bool both = delta && !has_x; /* was x = k */
 #pragma unroll
-        for (int m = 0; m < KP / 8; m++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) Y[m][e] = (delta ? Y[m][e] : 0) + R[m][e];
+        for (int m = 0; m < KP / 8; m++) {
+            const int key = m * 8 + pair;
+            s.dk.two(top, key) = make_float2(R[m][0] + (both ? Y[m][0] : 0),
+                                             R[m][1] + (both ? Y[m][1] : 0));
+            s.dk.two(low, key) = make_float2(R[m][2] + (both ? Y[m][2] : 0),
+                                             R[m][3] + (both ? Y[m][3] : 0));
+        }
     }
     __syncthreads();
 
@@ -391,38 +411,40 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     if (has_keys)
 #pragma unroll 1
         for (int key = own_key; key < own_key + 2; key++) {
-            float q[16], k[16], a[16], dq[16], dk[16], da[16];
+            float q[16], x[16], a[16], dq[16], dx[16], da[16];
             const float(*dP)[16] = s.dP_near[own_block];
             const float(*dL)[16] = s.dL_near[delta ? own_block : 0];
 #pragma unroll
             for (int i = 0; i < 16; i++) {
                 const int row = own_block * 16 + i, at = element_at(row, key);
                 q[i] = (float)*(const element *)(s.q + at);
-                k[i] = (float)*(const element *)(s.k + at);
+                if (delta) x[i] = (float)*(const element *)(seen + at);
                 a[i] = s.a.x[row * KP + key];
-                dq[i] = dk[i] = da[i] = 0;
+                dq[i] = dx[i] = da[i] = 0;
             }
 #pragma unroll
             for (int j = 0; j < 16; j++) {
+                const int row = own_block * 16 + j;
                 float rho[16], of_rho = 0;
-                rho[j] = k[j];
+                const float k = (float)*(const element *)(s.k + element_at(row, key));
+                rho[j] = k;
 #pragma unroll
                 for (int i = j + 1; i < 16; i++) rho[i] = rho[i - 1] * a[i];
 #pragma unroll
                 for (int i = 15; i > j; i--) {
-                    const float x = dP[j][i];
-                    of_rho += x * q[i];
-                    dq[i] += x * rho[i];
+                    const float p = dP[j][i];
+                    of_rho += p * q[i];
+                    dq[i] += p * rho[i];
                     if (delta) {
                         const float y = dL[j][i];
-                        of_rho += y * k[i];
-                        dk[i] += y * rho[i];
+                        of_rho += y * x[i];
+                        dx[i] += y * rho[i];
                     }
                     da[i] += of_rho * rho[i - 1];
                     of_rho *= a[i];
                 }
-                dq[j] += dP[j][j] * k[j];
-                dk[j] += of_rho + dP[j][j] * q[j];
+                dq[j] += dP[j][j] * k;
+                s.dk.at(row, key) += of_rho + dP[j][j] * q[j];
             }
             /* The terms that pass the whole block. */
             float passes = 0, all = 1;
@@ -432,7 +454,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             }
             passes *= all;
             for (int i = own_block + 1; i < BLOCKS; i++)
-                passes += s.q_from_state[i][key] + (delta ? s.k_from_state[i][key] : 0);
+                passes += s.q_from_state[i][key] + (delta ? s.x_from_state[i][key] : 0);
             for (int i = 0; i < own_block; i++) passes += s.to_end[i][key];
             if (own_block == 1) passes += s.from_0_past_1[key];
             if (own_block == 2) passes += s.from_0_to_3[key] + s.from_1_to_3[key];
@@ -447,26 +469,40 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                     store(at(d[LA_DG], u.b, t + row, hv, key), d[LA_DG].dtype,
                           ends[i] + sum + a[i] * da[i]);
                 sum += s.h.at(row, key);
-                s.dk.at(row, key) = dk[i];
+                if (has_x)
+                    s.h.at(row, key) = dx[i];
+                else if (delta) /* was x = k */
+                    s.dk.at(row, key) += dx[i];
             }
 #pragma unroll
             for (int i = 0; i < 16; i++) s.f.at(own_block * 16 + i, key) = dq[i];
         }
     __syncthreads();
-    key_matrix<KP> &near = first_group ? s.f : s.dk;
-#pragma unroll
-    for (int m = 0; m < KP / 8; m++) {
-        const float2 x = near.two(top, m * 8 + pair), y = near.two(low, m * 8 + pair);
-        Y[m][0] += x.x;
-        Y[m][1] += x.y;
-        Y[m][2] += y.x;
-        Y[m][3] += y.y;
-    }
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
-    if (first_group)
-        store_rows(c, u, d[LA_DQ], to.direct ? NULL : to.dq + apart, to.kp, t, n, row0, Y);
-    else
-        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, Y);
+    if (first_group || has_x) {
+        key_matrix<KP> &near = first_group ? s.f : s.h;
+#pragma unroll
+        for (int m = 0; m < KP / 8; m++) {
+            const float2 x = near.two(top, m * 8 + pair), y = near.two(low, m * 8 + pair);
+            Y[m][0] += x.x;
+            Y[m][1] += x.y;
+            Y[m][2] += y.x;
+            Y[m][3] += y.y;
+        }
+        store_rows(c, u, d[first_group ? LA_DQ : LA_DX],
+                   to.direct ? NULL : (first_group ? to.dq : to.dx) + apart, to.kp, t, n, row0, Y);
+    }
+    if (!first_group) {
+#pragma unroll
+        for (int m = 0; m < KP / 8; m++) {
+            const float2 x = s.dk.two(top, m * 8 + pair), y = s.dk.two(low, m * 8 + pair);
+            R[m][0] = x.x;
+            R[m][1] = x.y;
+            R[m][2] = y.x;
+            R[m][3] = y.y;
+        }
+        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, R);
+    }
 #endif
 }
 

@@ -44,8 +44,10 @@ struct chunks {
     char *lower; /* for gradients of the delta rule: -L, where L is without beta; otherwise NULL */
     /* [chunk slots][heads] tiles of KP columns; NULL: read from the arrays of the caller */
     char *q, *k;
+    char *x;         /* scalar decays: the same, where the caller gave x */
     char *kt;        /* per-key decays: [chunk slots][HV] tiles, k~ */
     float *in, *out; /* scalar decays: [chunk slots][HV][C], from the start, to the end */
+    float *look;     /* the decay of the state that x sees, if that is not `in` */
     float *total;    /* per-key decays: [chunk slots][HV][KP], of the chunk */
     /* normalised: [chunk slots][HV][KP], the sum of the keys of the chunk; then the sum of the
      * other chunks that its tokens see */
@@ -80,7 +82,7 @@ __device__ inline int sequence_of(const call &c, int chunk_slot)
 /* ---- prepare: loads ---- */
 
 struct tensor_maps {
-    CUtensorMap q, k, v;
+    CUtensorMap q, k, x, v;
 };
 
 /* The function of the driver, found at run time, so that nothing is linked against the driver. */
@@ -150,14 +152,17 @@ __device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int
     }
 }
 
-/* The same rows as the recurrence sees them: normed and mapped. A warp takes one row after another,
- * and loads four at once so that their loads overlap. */
+/* The same rows as the recurrence sees them: q and k are normed and mapped. A warp takes one row
+ * after another, and loads four at once so that their loads overlap. */
 template <int KP, int THREADS>
-__device__ void load_keys(const call &c, const view &from, la_map map, double map_eps, int b, int t,
-                          int n, int h, char *tile)
+__device__ void load_keys(const call &c, la_name name, int b, int t, int n, int h, char *tile)
 {
     enum { AT_ONCE = 4 };
     const int lane = threadIdx.x % 32;
+    const view &from = c.x[name];
+    const bool norm = c.qk_l2norm && name != LA_X;
+    const la_map map = name == LA_X ? LA_IDENTITY : c.map[name == LA_K];
+    const float map_eps = (float)c.map_eps[name == LA_K];
     const char *start = at(from, b, t, h);
     const int64_t step = from.stride[1], apart = from.stride[3];
     const bool pairs =
@@ -190,10 +195,10 @@ __device__ void load_keys(const call &c, const view &from, la_map map, double ma
                 x[j + 1] = y.y;
                 squares += y.x * y.x + y.y * y.y;
             }
-            const float factor = c.qk_l2norm ? l2norm_factor(warp_sum(squares)) : 1;
+            const float factor = norm ? l2norm_factor(warp_sum(squares)) : 1;
 #pragma unroll
             for (int j = 0; j < KP / 32; j++) x[j] *= factor;
-            apply_map_to_all(x, map, (float)map_eps);
+            apply_map_to_all(x, map, map_eps);
 #pragma unroll
             for (int j = 0; j < KP / 32; j++) /* a map of zero may be 1 */
                 if (row >= n || j / 2 * 64 + lane * 2 + j % 2 >= c.K) x[j] = 0;
@@ -204,19 +209,28 @@ __device__ void load_keys(const call &c, const view &from, la_map map, double ma
     }
 }
 
-/* q and k of a chunk, ready after the next __syncthreads. */
+/* The rows of these arrays are used as the caller gave them, and can be copied. */
+struct as_given {
+    bool q, k, x;
+};
+
+/* q and k of a chunk, and x if it has a place. They are ready after the next __syncthreads. */
 template <int KP, int THREADS>
-__device__ void load_both(const call &c, int b, int t, int n, int h, char *q, char *k,
-                          bool q_as_given, bool k_as_given)
+__device__ void load_all(const call &c, int b, int t, int n, int h, char *q, char *k, char *x,
+                         const as_given &given)
 {
-    if (q_as_given)
-        copy_tile<KP, THREADS>(c.x[LA_Q], c.K, b, t, n, h, address_of(q));
-    else
-        load_keys<KP, THREADS>(c, c.x[LA_Q], c.map[0], c.map_eps[0], b, t, n, h, q);
-    if (k_as_given)
-        copy_tile<KP, THREADS>(c.x[LA_K], c.K, b, t, n, h, address_of(k));
-    else
-        load_keys<KP, THREADS>(c, c.x[LA_K], c.map[1], c.map_eps[1], b, t, n, h, k);
+    const struct {
+        la_name name;
+        char *to;
+        bool as_given;
+    } rows[] = {{LA_Q, q, given.q}, {LA_K, k, given.k}, {LA_X, x, given.x}};
+#pragma unroll
+    for (const auto &one : rows) {
+        if (one.to && one.as_given)
+            copy_tile<KP, THREADS>(c.x[one.name], c.K, b, t, n, h, address_of(one.to));
+        else if (one.to)
+            load_keys<KP, THREADS>(c, one.name, b, t, n, h, one.to);
+    }
     copies_end_group();
     copies_wait<0>();
 }
@@ -333,8 +347,8 @@ __device__ __forceinline__ void put_inverse(const float *L, const float *beta, c
 
 /* x is sums of products [16][8] of a block on the diagonal, from its column `first` on. Returns the
  * first row whose number on the diagonal itself is not finite, or C. The product of q and k of a
- * token shows a NaN or an infinity in either; that of k and k shows a sum that is too large for
- * float32. */
+ * token shows a NaN or an infinity in either; that of x and k shows one in x, or a sum that is too
+ * large for float32. */
 __device__ __forceinline__ int nonfinite_on_diagonal(const float (&x)[4], int first)
 {
     const int lane = threadIdx.x % 32, row = lane / 4, column = first + lane % 4 * 2;
@@ -358,7 +372,10 @@ __device__ __forceinline__ bool too_large(float x) { return isfinite(x) && no_el
 
 /* ---- prepare: scalar decays ---- */
 
+/* x has a place behind q, which may be past the end of this: see scalar_room_bytes. */
 template <int KP, la_rule RULE> struct scalar_room {
+    float a[C], beta[C];
+    int nonfinite[2]; /* in q, k and x; in the gate and beta of a value head */
     union {
         struct {
             alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)];
@@ -369,18 +386,23 @@ template <int KP, la_rule RULE> struct scalar_room {
             float room[RULE == LA_DELTA ? 4 * 32 * 12 : 4];
         };
     };
-    float a[C], beta[C];
-    int nonfinite[2]; /* in q and k; in the gate and beta of a value head */
 };
 
-/* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, K K' has ten. Warp w takes those of
- * row w of Q K' and of row 3 - w of K K'. These are w + 1 and 4 - w: five for every warp. */
+template <int KP, la_rule RULE> constexpr int scalar_room_bytes(bool with_x)
+{
+    const int all = sizeof(scalar_room<KP, RULE>), three = 1024 + 3 * tile_bytes(KP);
+    return with_x && three > all ? three : all;
+}
+
+/* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, X K' has ten. Warp w takes those of
+ * row w of Q K' and of row 3 - w of X K'. These are w + 1 and 4 - w: five for every warp. X is K
+ * unless the caller gave x. */
 template <int KP, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
                                                   : RULE == LA_DELTA      ? 4
                                                                           : 5)
     prepare_scalar(const __grid_constant__ call c, const __grid_constant__ chunks w,
-                   bool q_as_given, bool k_as_given)
+                   const as_given given)
 {
     extern __shared__ __align__(1024) char shared[];
     scalar_room<KP, RULE> &s = *(scalar_room<KP, RULE> *)shared;
@@ -403,11 +425,13 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
     };
     load_gates(h * group);
     if (threadIdx.x == 0) s.nonfinite[0] = C;
-    load_both<KP, THREADS>(c, u.b, t, n, h, s.q, s.k, q_as_given, k_as_given);
+    char *const x_tile = RULE == LA_DELTA && c.x[LA_X].data ? s.q + tile_bytes(KP) : NULL;
+    load_all<KP, THREADS>(c, u.b, t, n, h, s.q, s.k, x_tile, given);
     __syncthreads();
     const int64_t keys = ((int64_t)chunk_slot * w.heads + h) * tile_bytes(KP);
     if (w.q) write_tile<tile_bytes(KP), THREADS>(w.q + keys, s.q);
     if (w.k) write_tile<tile_bytes(KP), THREADS>(w.k + keys, s.k);
+    if (RULE == LA_DELTA && w.x) write_tile<tile_bytes(KP), THREADS>(w.x + keys, x_tile);
     float2 all_keys = make_float2(0, 0);
     if (RULE == LA_ADDITIVE && w.z && threadIdx.x < KP / 2)
 #pragma unroll 8
@@ -417,19 +441,20 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
         }
 
     float x[5][2][4] = {};
-    const uint32_t k_tile = address_of(s.k), q_tile = address_of(s.q);
-    const uint32_t k_rows = lane_with_rows(k_tile);
+    const uint32_t look_tile = address_of(x_tile ? x_tile : s.k), q_tile = address_of(s.q);
+    const uint32_t k_rows = lane_with_rows(address_of(s.k));
+    const int back = c.predicts_before; /* row i of L has row i - 1 of G */
 #pragma unroll
     for (int i = 0; i < KP; i += 16) {
         const operand of_q = load_operand(q_tile, warp * 16, i);
-        operand of_k;
-        if (RULE == LA_DELTA) of_k = load_operand(k_tile, (3 - warp) * 16, i);
+        operand of_x;
+        if (RULE == LA_DELTA) of_x = load_operand(look_tile, (3 - warp) * 16, i);
 #pragma unroll
         for (int j = 0; j < 5; j++) {
             const bool scores = j <= warp;
             if (RULE == LA_ADDITIVE && !scores) continue;
             operand of = of_q;
-            if (RULE == LA_DELTA && !scores) of = of_k;
+            if (RULE == LA_DELTA && !scores) of = of_x;
             multiply_with_rows(x[j][0], x[j][1], of, k_rows, (scores ? j : 4 - j) * 16, i);
         }
     }
@@ -484,6 +509,9 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
         __syncthreads();
         if (w.in && threadIdx.x < C)
             w.in[place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD_PAIRS];
+        if (RULE == LA_DELTA && w.look && threadIdx.x < C)
+            w.look[place * C + threadIdx.x] =
+                threadIdx.x ? s.a[0] * s.G[(threadIdx.x - 1) * LD_PAIRS] : 1;
         float row_sums[2] = {};
         int first_row = lane / 4, first_pair = lane % 4 * 2;
         /* keeps the compiler from holding 40 addresses for all heads */
@@ -496,9 +524,10 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
                 for (int e = 0; e < 4; e++) {
                     const int row = (3 - warp) * 16 + e / 2 * 8 + first_row;
                     const int column = (4 - j) * 16 + e % 2 * 8 + first_pair;
-                    const float2 g = c.x[LA_G].data
-                                         ? *(const float2 *)(s.G + row * LD_PAIRS + column)
-                                         : make_float2(1, 1);
+                    const float2 g =
+                        c.x[LA_G].data
+                            ? *(const float2 *)(s.G + max(row - back, 0) * LD_PAIRS + column)
+                            : make_float2(1, 1);
                     const float y = x[j][e % 2][e / 2 * 2], z = x[j][e % 2][e / 2 * 2 + 1];
                     put_pair(s.tile + element_at(row, column), column < row ? -y * g.x : 0,
                              column + 1 < row ? -z * g.y : 0);
@@ -517,7 +546,8 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
             for (int e = 0; e < 4; e++) {
                 const int row = I * 16 + e / 2 * 8 + first_row;
                 const int column = J * 16 + e % 2 * 8 + first_pair;
-                const float2 g = c.x[LA_G].data ? *(const float2 *)(s.G + row * LD_PAIRS + column)
+                const int from = RULE == LA_DELTA && !scores ? max(row - back, 0) : row;
+                const float2 g = c.x[LA_G].data ? *(const float2 *)(s.G + from * LD_PAIRS + column)
                                                 : make_float2(1, 1);
                 const float y = x[j][e % 2][e / 2 * 2] * g.x, z = x[j][e % 2][e / 2 * 2 + 1] * g.y;
                 const int last = row < nonfinite ? row : -1; /* the last column of this row */
@@ -558,16 +588,16 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
  * The decay from after token j through token i differs from key to key, so it is part of the
  * operands, in blocks of 16 tokens. Let f_i be the decay from the start of the block of i through
  * token i, h_j the decay from after j to the end of the block of j, and t_R the decay of the whole
- * block R. Then block (I, J < I) is (k f) diag(t_(J+1) ... t_(I-1)) (k h)'. Diagonal blocks are
- * (k f) (k / f)'. That is accurate for a row if f has stayed between 1 / REACH and REACH up to this
+ * block R. Then block (I, J < I) is (x f) diag(t_(J+1) ... t_(I-1)) (k h)', where x is q, x or k.
+ * Diagonal blocks are (x f) (k / f)'. That is accurate for a row if f has stayed between 1 / REACH and REACH up to this
  * row; rows after it do not matter. From the first row where f has not, the decay of each pair is
  * multiplied up in float32. The exponents of bf16 reach from 2^-126 to 2^127, those of float16 from
  * 2^-14 to 2^15. The range that REACH leaves is for k and q. */
 static constexpr float REACH = NARROW ? 0x1p8f : 0x1p100f;
 
 template <int KP> struct key_room {
-    /* k becomes k / f, q becomes q f */
-    alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)], kf[tile_bytes(KP)], kh[tile_bytes(KP)];
+    /* k becomes k / f, q becomes q f. xf: x, which becomes x f, or k f where the caller gave no x */
+    alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)], xf[tile_bytes(KP)], kh[tile_bytes(KP)];
     union {
         float a[C * KP];
         struct {
@@ -637,47 +667,48 @@ template <int KP> __device__ void load_decays(const call &c, const unit &u, int 
 }
 
 /* Diagonal blocks pair by pair. A warp has a block. A lane has its column lane % 16 and every other
- * pair of keys. The results are rows of the sums k k' and q k'. */
+ * pair of keys. The results are rows of the sums x k' and q k'; `looks` is the tile of x. */
 template <int KP>
-__device__ void multiply_pairs(const key_room<KP> &s, float (&kk)[16], float (&qk)[16])
+__device__ void multiply_pairs(const key_room<KP> &s, const char *looks, float (&xk)[16],
+                               float (&qk)[16])
 {
     const int lane = threadIdx.x % 32, j = lane % 16, first = threadIdx.x / 32 * 16;
 #pragma unroll
-    for (int i = 0; i < 16; i++) kk[i] = qk[i] = 0;
+    for (int i = 0; i < 16; i++) xk[i] = qk[i] = 0;
     for (int key = lane / 16 * 2; key < KP; key += 4) {
-        float2 x = get_pair(s.k + element_at(first + j, key));
+        float2 k = get_pair(s.k + element_at(first + j, key));
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             const float2 a = *(const float2 *)&s.a[(first + i) * KP + key];
-            const float2 k = get_pair(s.k + element_at(first + i, key));
+            const float2 x = get_pair(looks + element_at(first + i, key));
             const float2 q = get_pair(s.q + element_at(first + i, key));
             if (i > j) {
-                x.x *= a.x;
-                x.y *= a.y;
+                k.x *= a.x;
+                k.y *= a.y;
             }
             if (i >= j) {
-                kk[i] += k.x * x.x + k.y * x.y;
-                qk[i] += q.x * x.x + q.y * x.y;
+                xk[i] += x.x * k.x + x.y * k.y;
+                qk[i] += q.x * k.x + q.y * k.y;
             }
         }
     }
 #pragma unroll
     for (int i = 0; i < 16; i++) {
-        kk[i] += __shfl_xor_sync(~0u, kk[i], 16);
+        xk[i] += __shfl_xor_sync(~0u, xk[i], 16);
         qk[i] += __shfl_xor_sync(~0u, qk[i], 16);
     }
 }
 
-/* Warps 0 to 3 multiply the rows of Q K', warps 4 to 7 those of K K' with the longest row first. So
+/* Warps 0 to 3 multiply the rows of Q K', warps 4 to 7 those of X K' with the longest row first. So
  * the two warps that share a scheduler have five blocks together. */
 template <int KP, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
-    prepare_key(const __grid_constant__ call c, const __grid_constant__ chunks w, bool q_as_given,
-                bool k_as_given)
+    prepare_key(const __grid_constant__ call c, const __grid_constant__ chunks w,
+                const as_given given)
 {
     extern __shared__ __align__(1024) char shared[];
     key_room<KP> &s = *(key_room<KP> *)shared;
-    float *L = (float *)s.q; /* lies over q f, k f and k h, after they have been read */
+    float *L = (float *)s.q; /* lies over q f, x f and k h, after they have been read */
     static_assert(sizeof(float) * C * LD <= 3 * tile_bytes(KP), "L lies over three tiles");
     const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -690,7 +721,8 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     int found = C; /* the first row with a NaN or an infinity */
     if (threadIdx.x < 5) (threadIdx.x < 4 ? s.slow[threadIdx.x] : s.nonfinite) = C;
     load_decays<KP>(c, u, t, n, s.a);
-    load_both<KP, KEY_THREADS>(c, u.b, t, n, u.h, s.q, s.k, q_as_given, k_as_given);
+    const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
+    load_all<KP, KEY_THREADS>(c, u.b, t, n, u.h, s.q, s.k, has_x ? s.xf : NULL, given);
     __syncthreads();
 
     if (RULE == LA_DELTA && threadIdx.x < C) {
@@ -715,9 +747,9 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
         if (slow < C) atomicMin(s.slow + block, slow);
     }
     __syncthreads();
-    float slow_kk[16], slow_qk[16];
+    float slow_xk[16], slow_qk[16];
     const int slow = warp < 4 ? s.slow[warp] : C;
-    if (slow < C) multiply_pairs<KP>(s, slow_kk, slow_qk);
+    if (slow < C) multiply_pairs<KP>(s, has_x ? s.xf : s.k, slow_xk, slow_qk);
     __syncthreads();
 
     /* Running products up the chunk, then down. A thread has two keys and a block of 16 rows. */
@@ -761,7 +793,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
         for (int i = block * 16; i < block * 16 + 16; i++) {
             const float2 a = *(const float2 *)&s.a[i * KP + own];
             const int here = element_at(i, own);
-            const float2 k = get_pair(s.k + here);
+            const float2 k = get_pair(s.k + here), x = has_x ? get_pair(s.xf + here) : k;
             const float2 q = get_pair(s.q + here);
             all = make_float2(all.x * a.x, all.y * a.y);
             f = make_float2(f.x * a.x, f.y * a.y);
@@ -770,8 +802,8 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
             put_pair(s.q + here, q.x * f.x, q.y * f.y);
             put_pair(s.k + here, __fdividef(k.x, f.x), __fdividef(k.y, f.y));
             if (RULE == LA_DELTA) {
-                put_pair(to_k + here, k.x * all.x, k.y * all.y);
-                put_pair(s.kf + here, k.x * f.x, k.y * f.y);
+                put_pair(to_k + here, x.x * all.x, x.y * all.y);
+                put_pair(s.xf + here, x.x * f.x, x.y * f.y);
             }
         }
     }
@@ -781,7 +813,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     const int I = scores ? warp : 7 - warp;
     float x[4][2][4] = {}; /* of blocks (I, I), (I, I - 1), ... */
     if (works) {
-        const uint32_t rows = address_of(scores ? s.q : s.kf);
+        const uint32_t rows = address_of(scores ? s.q : s.xf);
         const uint32_t kh = lane_with_rows(address_of(s.kh)), k_f = lane_with_rows(address_of(s.k));
 #pragma unroll
         for (int i = 0; i < KP; i += 16) {
@@ -803,10 +835,10 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
 #pragma unroll
         for (int i = 0; i < 16; i++)
             if (i == lane && warp * 16 + i >= slow &&
-                !(isfinite(slow_qk[i]) && isfinite(slow_kk[i])))
+                !(isfinite(slow_qk[i]) && isfinite(slow_xk[i])))
                 found = min(found, warp * 16 + i);
     int nonfinite = C;
-    if (__syncthreads_or(found < C)) { /* k f, k h and a are no longer needed */
+    if (__syncthreads_or(found < C)) { /* x f, k h and a are no longer needed */
         atomicMin(&s.nonfinite, found);
         __syncthreads();
         nonfinite = s.nonfinite;
@@ -857,8 +889,8 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
             if (row < slow || row < column || row >= nonfinite) continue;
             put_one(s.tile + element_at(row, column), slow_qk[i] * scale);
             if (no_element(slow_qk[i] * scale)) too_large_from = min(too_large_from, row);
-            if (RULE == LA_DELTA && row > column) L[row * LD + column] = s.beta[row] * slow_kk[i];
-            if (lower && row > column) put_one(s.lower + element_at(row, column), -slow_kk[i]);
+            if (RULE == LA_DELTA && row > column) L[row * LD + column] = s.beta[row] * slow_xk[i];
+            if (lower && row > column) put_one(s.lower + element_at(row, column), -slow_xk[i]);
         }
     __syncthreads();
     if (too_large_from < C) atomicMin(w.nonfinite + place, too_large_from);

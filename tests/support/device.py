@@ -37,6 +37,7 @@ FILES = (
     "test_autograd_transforms.py",
     "test_backward.py",
     "test_bound.py",
+    "test_comba.py",
     "test_cuda.py",
     "test_cuda_bits.py",
     "test_cuda_large.py",
@@ -53,6 +54,7 @@ FILES = (
 )
 COMPUTED = (
     "test_backward.py",
+    "test_comba.py",
     "test_extremes.py",
     "test_forward.py",
     "test_identities.py",
@@ -62,7 +64,8 @@ COMPUTED = (
 )  # these have nothing but calls of the ops
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FEW_TOKENS = 8  # up to so many go token by token on a GPU: csrc/cuda/dispatch.cu
-PASSES = {f"{op}{pass_}" for op in linattn.OPS for pass_ in ("", "_step", "_backward")}
+OPS = (*linattn.OPS, "comba")  # comba is an option of the core, with the arrays of the table
+PASSES = {f"{op}{pass_}" for op in OPS for pass_ in ("", "_step", "_backward")}
 # the keywords of arrays: the table's, the gradients of outputs, other names of g and of a state
 ARRAYS = {"alpha", "gamma", "slopes", "state"}.union(
     (x.label for x in variants.ARRAYS), (x.gradient for x in variants.ARRAYS if x.role == "OUTPUT")

@@ -123,8 +123,8 @@ TENSOR_HEADS = ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4))
 
 def tensor_core_cases(seed):
     """bfloat16 at every (op, K, V, T), then float16 at every fourth of these. Each number of heads,
-    layout, norm, state and packing occurs several times with each of them. The reference uses the
-    chunk form here, because the recurrence would take minutes.
+    layout, norm, state and packing occurs several times with each of them, and so does an x of the
+    delta rule. The reference uses the chunk form here, because the recurrence would take minutes.
     """
     rng = np.random.default_rng(seed)
     halves = []
@@ -135,6 +135,7 @@ def tensor_core_cases(seed):
             H, HV = heads[(i + j) % len(heads)]
             flags = {name: bool(rng.integers(2)) for name in ("packed", "v_first", "state")}
             flags["l2norm"] = rng.integers(3) == 0
+            flags["x"] = op in PREDICTS and (i + j) % 5 < 2
             B = 1 if flags["packed"] or T > 200 else int(rng.integers(1, 3))
             yield Case(op, "chunk", ml_dtypes.bfloat16, T, None, K, V, H, HV, B, **flags)
             if (i + j) % 4 == 3:
