@@ -83,12 +83,20 @@ static __global__ void __launch_bounds__(256)
     }
 }
 
-template <int KP, la_decay DECAY, la_rule RULE> constexpr auto intra_chunk_adjoint_of()
+template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X>
+constexpr auto intra_chunk_adjoint_with()
 {
     if constexpr (DECAY == LA_KEY)
-        return intra_chunk_adjoint_key<KP, RULE>;
+        return intra_chunk_adjoint_key<KP, RULE, HAS_X>;
     else
-        return intra_chunk_adjoint_scalar<KP, DECAY, RULE>;
+        return intra_chunk_adjoint_scalar<KP, DECAY, RULE, HAS_X>;
+}
+
+template <int KP, la_decay DECAY, la_rule RULE> auto intra_chunk_adjoint_of(const call &c)
+{
+    return RULE == LA_DELTA && c.x[LA_X].data
+               ? intra_chunk_adjoint_with<KP, DECAY, RULE, RULE == LA_DELTA>()
+               : intra_chunk_adjoint_with<KP, DECAY, RULE, false>();
 }
 
 template <int KP, la_decay DECAY, la_rule RULE> constexpr int intra_bytes(bool with_x)
@@ -208,7 +216,7 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
     constexpr bool per_key = DECAY == LA_KEY;
     const bool normalised = is_normalised(&c, DECAY, RULE);
     const auto prepare = prepare_of<KP, DECAY, RULE>();
-    const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>();
+    const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c);
     const int64_t places = (int64_t)x.w.chunk_slots * c.HV, tokens = (int64_t)c.B * c.T;
     cudaError_t error = cudaSuccess;
     if (normalised && tokens) {
@@ -249,7 +257,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
 {
     const bool has_x = c.x[LA_X].data;
     const int intra_room_bytes = intra_bytes<KP, DECAY, RULE>(has_x);
-    const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>();
+    const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c);
     int processors;
     cudaError_t error = check_device((const void *)intra, intra_room_bytes, &processors);
     if (error != cudaSuccess) return error;

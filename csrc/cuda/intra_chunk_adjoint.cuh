@@ -128,7 +128,8 @@ __device__ __forceinline__ void store_rows(const call &c, const unit &u, const v
 }
 #endif
 
-template <int KP, la_decay DECAY, la_rule RULE>
+/* HAS_X: the caller gave x. Then dx and dk are apart, which takes registers. */
+template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X>
 __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     intra_chunk_adjoint_scalar(const __grid_constant__ call c, const __grid_constant__ gradients d,
                                const __grid_constant__ chunks w,
@@ -152,9 +153,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     const int64_t place = (int64_t)chunk_slot * c.HV + hv;
     const int panels = (c.V + PANEL - 1) / PANEL;
     const float scale = (float)c.scale;
-    const bool has_x = delta && c.x[LA_X].data;
-    const int back = delta && c.predicts_before; /* row i of L has row i - 1 of G */
-    char *const seen = has_x ? shared + sizeof(intra_room<KP, RULE>) : s.k;
+    const int back = HAS_X && c.predicts_before; /* row i of L has row i - 1 of G */
+    char *const seen = HAS_X ? shared + sizeof(intra_room<KP, RULE>) : s.k;
 
     const auto fetch = [&](int i) {
         intra_panel<KP, RULE> &x = s.panel[i % INTRA_STAGES];
@@ -163,10 +163,10 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         int expected = (delta ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP);
         if (i == 0) {
             const int64_t keys = ((int64_t)chunk_slot * w.heads + u.h) * tile_bytes(KP);
-            expected += (has_x ? 3 : 2) * tile_bytes(KP);
+            expected += (HAS_X ? 3 : 2) * tile_bytes(KP);
             if (w.q) engine_copy(address_of(s.q), w.q + keys, tile_bytes(KP), barrier);
             if (w.k) engine_copy(address_of(s.k), w.k + keys, tile_bytes(KP), barrier);
-            if (has_x && w.x) engine_copy(address_of(seen), w.x + keys, tile_bytes(KP), barrier);
+            if (HAS_X && w.x) engine_copy(address_of(seen), w.x + keys, tile_bytes(KP), barrier);
             for (int j = 0; j < KP / PANEL; j++) {
                 if (!w.q)
                     engine_copy_box(address_of(s.q) + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t,
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                 if (!w.k)
                     engine_copy_box(address_of(s.k) + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t,
                                     u.b, barrier);
-                if (has_x && !w.x)
+                if (HAS_X && !w.x)
                     engine_copy_box(address_of(seen) + j * PANEL_BYTES, &maps.x, j * PANEL, u.h, t,
                                     u.b, barrier);
             }
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                 const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
                 *(uint4 *)(s.q + at) = make_uint4(0, 0, 0, 0);
                 *(uint4 *)(s.k + at) = make_uint4(0, 0, 0, 0);
-                if (has_x) *(uint4 *)(seen + at) = make_uint4(0, 0, 0, 0);
+                if (HAS_X) *(uint4 *)(seen + at) = make_uint4(0, 0, 0, 0);
             }
             stores_before_copies();
             __syncthreads();
@@ -313,7 +313,13 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             s.of_r[low] = b_low * sum.y;
         }
         scale_rows(R, b_top * s.r[top], b_low * s.r[low]);
+        if (!HAS_X) /* was x = k */
+#pragma unroll
+            for (int m = 0; m < KP / 8; m++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) Y[m][e] = (delta ? Y[m][e] : 0) + R[m][e];
     }
+    float(&dk)[KP / 8][4] = HAS_X ? R : Y;
     float bare[8][4] = {};
     if (DECAY == LA_TOKEN && (first_group || delta)) {
         const uint32_t rows = address_of(first_group ? s.q : seen), k = address_of(s.k);
@@ -401,30 +407,24 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         } else {
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                multiply_columns(R, across[j], q, j * 16);
+                multiply_columns(dk, across[j], q, j * 16);
                 if (delta) { /* was L = x k' */
                     multiply_columns(Y, own[j], k, j * 16);
-                    multiply_columns(R, twice[j], x, j * 16);
+                    multiply_columns(dk, twice[j], x, j * 16);
                 }
             }
         }
         products_commit();
         products_wait<0>();
         products_in(Y);
-        products_in(R);
+        if (HAS_X) products_in(R);
     }
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
-    if (first_group || has_x)
+    if (first_group || HAS_X)
         store_rows(c, u, d[first_group ? LA_DQ : LA_DX],
                    to.direct ? NULL : (first_group ? to.dq : to.dx) + apart, to.kp, t, n, row0, Y);
-    if (!first_group) {
-        if (delta && !has_x) /* was x = k */
-#pragma unroll
-            for (int m = 0; m < KP / 8; m++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) R[m][e] += Y[m][e];
-        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, R);
-    }
+    if (!first_group)
+        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, dk);
     __syncthreads();
     if constexpr (DECAY == LA_TOKEN) {
         /* Adjoint of the recursions that made G and e: e_i = a_i e_(i-1), and row i of G is a_i

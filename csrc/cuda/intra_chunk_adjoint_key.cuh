@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply_block(float (&c)[KP / 8][4], const left
 }
 #endif
 
-template <int KP, la_rule RULE>
+template <int KP, la_rule RULE, bool HAS_X>
 __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     intra_chunk_adjoint_key(const __grid_constant__ call c, const __grid_constant__ gradients d,
                             const __grid_constant__ chunks w,
@@ -143,7 +143,6 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     const int64_t place = (int64_t)chunk_slot * c.HV + hv;
     const int panels = (c.V + PANEL - 1) / PANEL;
     const float scale = (float)c.scale;
-    const bool has_x = delta && c.x[LA_X].data;
 
     const auto fetch = [&](int i) {
         const uint32_t barrier = address_of(&s.full);
@@ -254,7 +253,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         if (threadIdx.x == 0 && i + 1 < panels) fetch(i + 1);
     }
     if (has_keys) *(float2 *)&s.state[own_block][own_key] = along;
-    if (has_x) load_x(s.xf);
+    if (HAS_X) load_x(s.xf);
 
     /* the gradients of the scores, those of this group */
     const float b_top = s.beta[top], b_low = s.beta[low];
@@ -290,18 +289,18 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             }
         }
     }
-    if (has_x) __syncthreads(); /* x is there */
+    if (HAS_X) __syncthreads(); /* x is there */
     /* was q^ = e q, x^ = e x: terms that begin at the state before the chunk */
     for (int B = 0; B < block; B++) scale_keys<KP>(Y, s.t[B]);
     scale_all<KP>(Y, s.f, row0, first_group ? scale : -b_top, first_group ? scale : -b_low);
-    sum_rows<KP>(Y, first_group ? s.q : has_x ? s.xf : s.k, row0,
+    sum_rows<KP>(Y, first_group ? s.q : HAS_X ? s.xf : s.k, row0,
                  first_group ? s.q_from_state[block] : s.x_from_state[block]);
     if (!first_group) { /* was k~ = r k: terms that end at the state after the chunk */
         for (int B = block + 1; B < BLOCKS; B++) scale_keys<KP>(R, s.t[B]);
         scale_all<KP>(R, s.h, row0, b_top, b_low);
         sum_rows<KP>(R, s.k, row0, s.to_end[block]);
     }
-    if (has_x) __syncthreads(); /* x becomes x f */
+    if (HAS_X) __syncthreads(); /* x becomes x f */
 
     /* operands in blocks, over the place of the panel */
     if (has_keys)
@@ -313,7 +312,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             const float2 a = s.f.two(row, own_key), b = s.h.two(row, own_key);
             *(uint32_t *)(s.qf + at) = pack(q.x * a.x, q.y * a.y);
             if (delta) {
-                const float2 x = has_x ? unpack(*(const uint32_t *)(s.xf + at)) : k;
+                const float2 x = HAS_X ? unpack(*(const uint32_t *)(s.xf + at)) : k;
                 *(uint32_t *)(s.xf + at) = pack(x.x * a.x, x.y * a.y);
             }
             *(uint32_t *)(s.kh + at) = pack(k.x * b.x, k.y * b.y);
@@ -372,8 +371,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             for (int e = 0; e < 4; e++) R[m][e] += x[m][e];
     }
     __syncthreads(); /* f, h and the operands are no longer needed */
-    const char *const seen = has_x ? s.kh : s.k;
-    if (has_x) load_x(s.kh);
+    const char *const seen = HAS_X ? s.kh : s.k;
+    if (HAS_X) load_x(s.kh);
     /* sums that end at a token go over f, those that begin there over h */
     const auto put = [&](const float(&x)[KP / 8][4], const char *tile, key_matrix<KP> &sums,
                          bool add) {
@@ -392,16 +391,18 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     else
         put(R, s.k, s.h, false);
     __syncthreads();
-    if (!first_group) { /* dk waits in shared memory for the pairs within a block */
+    if (!first_group) {
         if (delta) put(Y, seen, s.f, true);
-        const bool both = delta && !has_x; /* was x = k */
 #pragma unroll
         for (int m = 0; m < KP / 8; m++) {
-            const int key = m * 8 + pair;
-            s.dk.two(top, key) = make_float2(R[m][0] + (both ? Y[m][0] : 0),
-                                             R[m][1] + (both ? Y[m][1] : 0));
-            s.dk.two(low, key) = make_float2(R[m][2] + (both ? Y[m][2] : 0),
-                                             R[m][3] + (both ? Y[m][3] : 0));
+            if (HAS_X) { /* dk waits in shared memory for the pairs within a block */
+                s.dk.two(top, m * 8 + pair) = make_float2(R[m][0], R[m][1]);
+                s.dk.two(low, m * 8 + pair) = make_float2(R[m][2], R[m][3]);
+                continue;
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++) /* was x = k */
+                Y[m][e] = (delta ? Y[m][e] : 0) + R[m][e];
         }
     }
     __syncthreads();
@@ -418,7 +419,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             for (int i = 0; i < 16; i++) {
                 const int row = own_block * 16 + i, at = element_at(row, key);
                 q[i] = (float)*(const element *)(s.q + at);
-                if (delta) x[i] = (float)*(const element *)(seen + at);
+                x[i] = (float)*(const element *)(seen + at);
                 a[i] = s.a.x[row * KP + key];
                 dq[i] = dx[i] = da[i] = 0;
             }
@@ -426,8 +427,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             for (int j = 0; j < 16; j++) {
                 const int row = own_block * 16 + j;
                 float rho[16], of_rho = 0;
-                const float k = (float)*(const element *)(s.k + element_at(row, key));
-                rho[j] = k;
+                rho[j] = HAS_X ? (float)*(const element *)(s.k + element_at(row, key)) : x[j];
 #pragma unroll
                 for (int i = j + 1; i < 16; i++) rho[i] = rho[i - 1] * a[i];
 #pragma unroll
@@ -443,8 +443,11 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                     da[i] += of_rho * rho[i - 1];
                     of_rho *= a[i];
                 }
-                dq[j] += dP[j][j] * k;
-                s.dk.at(row, key) += of_rho + dP[j][j] * q[j];
+                dq[j] += dP[j][j] * rho[j];
+                if (HAS_X)
+                    s.dk.at(row, key) += of_rho + dP[j][j] * q[j];
+                else
+                    dx[j] += of_rho + dP[j][j] * q[j];
             }
             /* The terms that pass the whole block. */
             float passes = 0, all = 1;
@@ -469,30 +472,26 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                     store(at(d[LA_DG], u.b, t + row, hv, key), d[LA_DG].dtype,
                           ends[i] + sum + a[i] * da[i]);
                 sum += s.h.at(row, key);
-                if (has_x)
-                    s.h.at(row, key) = dx[i];
-                else if (delta) /* was x = k */
-                    s.dk.at(row, key) += dx[i];
+                (HAS_X ? s.h : s.dk).at(row, key) = dx[i];
             }
 #pragma unroll
             for (int i = 0; i < 16; i++) s.f.at(own_block * 16 + i, key) = dq[i];
         }
     __syncthreads();
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
-    if (first_group || has_x) {
-        key_matrix<KP> &near = first_group ? s.f : s.h;
+    key_matrix<KP> &near = first_group ? s.f : HAS_X ? s.h : s.dk;
 #pragma unroll
-        for (int m = 0; m < KP / 8; m++) {
-            const float2 x = near.two(top, m * 8 + pair), y = near.two(low, m * 8 + pair);
-            Y[m][0] += x.x;
-            Y[m][1] += x.y;
-            Y[m][2] += y.x;
-            Y[m][3] += y.y;
-        }
-        store_rows(c, u, d[first_group ? LA_DQ : LA_DX],
-                   to.direct ? NULL : (first_group ? to.dq : to.dx) + apart, to.kp, t, n, row0, Y);
+    for (int m = 0; m < KP / 8; m++) {
+        const float2 x = near.two(top, m * 8 + pair), y = near.two(low, m * 8 + pair);
+        Y[m][0] += x.x;
+        Y[m][1] += x.y;
+        Y[m][2] += y.x;
+        Y[m][3] += y.y;
     }
-    if (!first_group) {
+    const view &of_Y = d[first_group ? LA_DQ : HAS_X ? LA_DX : LA_DK];
+    float *const partial = first_group ? to.dq : HAS_X ? to.dx : to.dk;
+    store_rows(c, u, of_Y, to.direct ? NULL : partial + apart, to.kp, t, n, row0, Y);
+    if (HAS_X && !first_group) {
 #pragma unroll
         for (int m = 0; m < KP / 8; m++) {
             const float2 x = s.dk.two(top, m * 8 + pair), y = s.dk.two(low, m * 8 + pair);
