@@ -41,6 +41,7 @@ BLOCKS = {
     "RWKV6": lambda: stirred(nn.RWKV6(D, num_heads=2, proj_low_rank_dim=3, gate_low_rank_dim=4)),
     "RWKV7": lambda: stirred(nn.RWKV7(D, head_dim=6)),
     "Titans": lambda: nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4),
+    "Titans in batches": lambda: nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4, batch=4),
 }
 # of flash-linear-attention 0.6.0's layers, and of mamba_ssm's Mamba2; Titans has no known ones
 NAMES = {
@@ -78,6 +79,7 @@ NAMES = {
     "b_proj.weight A_log dt_bias g_proj.0.weight g_proj.1.weight "
     "g_proj.1.bias o_norm.weight o_proj.weight",
 }
+NAMES["Titans in batches"] = NAMES["Titans"]
 blocks = pytest.mark.parametrize("name", BLOCKS)
 
 
@@ -388,6 +390,8 @@ def test_layers_show_their_sizes():
     assert "V=12, R=3" in repr(block("GatedDeltaProduct"))
     assert "d_model=24, H=6, P=8, d_state=5, G=2" in repr(block("Mamba2"))
     assert "d_model=24, H=2, K=6, V=12" in repr(block("RWKV6"))
+    assert "K=6, V=6, batch=1" in repr(block("Titans"))
+    assert "K=6, V=6, batch=4" in repr(block("Titans in batches"))
     assert "d_model=24, H=4, K=6, V=6, layer_idx=0, num_layers=1" in repr(block("RWKV7"))
 
 
@@ -502,6 +506,7 @@ def test_bfloat16_and_autocast(name):
 
 @blocks
 def test_compiled_without_a_break(name):
+    torch.compiler.reset()  # blocks share a forward, which is compiled for 8 of them at most
     layer, x = block(name, torch.float32), tokens(2, 20, dtype=torch.float32)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     y, state = compiled(x)
@@ -731,12 +736,12 @@ def test_a_comba_by_hand(options):
     agree(state.memory[0], S)
 
 
+@pytest.mark.parametrize("batch", [1, 4, 15, 20])
 @pytest.mark.parametrize("convolved", [True, False])
-def test_a_titans_by_hand(convolved):
+def test_a_titans_by_hand(convolved, batch):
     """The paper's letters: S is minus our Y, and alpha is what is forgotten."""
-    torch.manual_seed(0)
     options = {} if convolved else {"conv_size": None}
-    layer = nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4, **options).double()
+    layer = titans(batch, **options)
     x = tokens(1, 15)
     q, k, v = (a[0] for a in by_hand(layer, x))
     q, k = (a / (a.square().sum(-1, keepdim=True) + 1e-6).sqrt() for a in (q, k))
@@ -747,7 +752,9 @@ def test_a_titans_by_hand(convolved):
     )
     (M, S), o = torch.zeros(2, 4, 6, 6, dtype=torch.float64), []
     for t in range(15):
-        surprise = torch.einsum("hk,hv->hkv", k[t], torch.einsum("hkv,hk->hv", M, k[t]) - v[t])
+        if t % batch == 0:
+            M0 = M
+        surprise = torch.einsum("hk,hv->hkv", k[t], torch.einsum("hkv,hk->hv", M0, k[t]) - v[t])
         S = eta[t] * S - theta[t] * surprise
         M = (1 - alpha[t]) * M + S
         o.append(torch.einsum("hkv,hk->hv", M, q[t]))
@@ -758,6 +765,161 @@ def test_a_titans_by_hand(convolved):
     agree(y[0], layer.o_proj(o.flatten(-2)))
     agree(state.memory[0][0], M)
     agree(state.memory[1][0], S)
+    if batch == 1:
+        assert len(state.memory) == 2 and state.position is None
+    else:
+        agree(state.memory[2][0], M if batch == 15 else M0)
+        assert state.position.tolist() == [15]
+
+
+def titans(batch, **options):
+    torch.manual_seed(0)
+    return nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4, batch=batch, **options).double()
+
+
+@pytest.mark.parametrize("batch", [2, 3, 7, 50])
+@pytest.mark.parametrize(
+    "edges", [(5, 8), (1, 2), (6, 7), (3, 14), (0, 0), (14, 21), (9, 9)], ids=str
+)
+def test_titans_goes_on_within_a_batch(edges, batch):
+    """Three calls are one call, with gradients. Some end within a batch, some after it."""
+    layer, x = titans(batch), tokens(2, 21).requires_grad_()
+    y, whole = layer(x)
+    state, some = None, []
+    for i, j in pairwise((0, *edges, 21)):
+        part, state = layer(x[:, i:j], state)
+        some.append(part)
+    some = torch.cat(some, 1)
+    agree(some, y)
+    agree(flat(state), flat(whole))
+    weight = tokens(2, 21, seed=2)
+    for each, end in ((y, whole), (some, state)):
+        layer.zero_grad()
+        loss = (each * weight).sum() + sum((1 + a).square().sum() for a in end.memory)
+        grads = torch.autograd.grad(loss, [x, *layer.parameters()])
+        if each is y:
+            want = grads
+    agree(grads, want)
+
+
+def test_titans_steps_from_any_token():
+    """To the end of its batch and on; the backward pass of the call before sees none of it."""
+    layer, x = titans(4), tokens(2, 13)
+    y, _ = layer(x)
+    begun = layer.zeros_state(2)
+    for i in range(13):
+        first, state = layer(x[:, :i])
+        agree(flat(state), flat(begun))
+        want = torch.autograd.grad(first.sum(), layer.v_proj.weight, retain_graph=True)
+        agree(torch.stack([layer.step(x[:, t], state) for t in range(i, 13)], 1), y[:, i:])
+        assert torch.equal(*torch.autograd.grad(first.sum(), layer.v_proj.weight), *want)
+        layer.step(x[:, i], begun)
+
+
+def test_titans_of_sequences_within_different_batches():
+    """Packed prompts of several lengths, then as many tokens for each, then a token for each."""
+    layer, lengths = titans(4), (9, 0, 4, 3, 6)
+    x, then = tokens(1, sum(lengths)), tokens(5, 11, seed=2)
+    edges = torch.tensor([0, *lengths]).cumsum(0)
+    with torch.no_grad():
+        prompt, state = layer(x, cu_seqlens=edges)
+        assert state.position.tolist() == list(lengths)
+        y, end = layer(then[:, :7], state)
+        assert end.position.tolist() == [length + 7 for length in lengths]
+        kept = [a.clone() for a in flat(end)]
+        stepped = torch.stack([layer.step(then[:, t], end) for t in range(7, 11)], 1)
+        for n, (i, j) in enumerate(pairwise(edges.tolist())):
+            alone = torch.cat([x[:, i:j], then[n : n + 1]], 1)
+            want, last = layer(alone)
+            agree(torch.cat([prompt[0, i:j], y[n], stepped[n]]), want[0])
+            agree([a[n : n + 1] for a in flat(end)], flat(last))
+            agree([a[n : n + 1] for a in kept], flat(layer(alone[:, :-4])[1]))
+
+
+def test_gradients_of_the_state_of_titans_within_a_batch():
+    layer, x = titans(3, conv_size=None), tokens(2, 8).requires_grad_()
+    made = torch.Generator().manual_seed(5)
+    memory = [
+        torch.randn(2, 4, 6, 6, generator=made, dtype=torch.float64, requires_grad=True)
+        for _ in range(3)
+    ]
+
+    def call(x, *memory):
+        y, state = layer(x, nn.State(memory, (), torch.tensor([2, 4])))
+        return y, *state.memory
+
+    assert torch.autograd.gradcheck(call, (x, *memory), fast_mode=True)
+
+
+def test_titans_in_bfloat16_within_a_batch():
+    layer, x = titans(7), tokens(2, 30)
+    with torch.no_grad():
+        want, _ = layer(x)
+        narrow, x = titans(7).bfloat16(), x.bfloat16()
+        first, state = narrow(x[:, :10])
+        some = [first, *(narrow.step(x[:, t], state)[:, None] for t in range(10, 12))]
+        rest, state = narrow(x[:, 12:], state)
+    y = torch.cat([*some, rest], 1)
+    assert y.dtype == torch.bfloat16 and {a.dtype for a in state.memory} == {torch.float32}
+    assert (y.double() - want).norm() < 0.05 * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda layer: titans(0), ValueError, "batch: expected a size >= 1, got 0"),
+        (lambda layer: titans(2.0), TypeError, "batch: expected an int, got float"),
+        (lambda layer: titans(True), TypeError, "batch: expected an int, got bool"),
+        (
+            lambda layer: layer(tokens(2, 5), titans(1, conv_size=None).zeros_state(2)),
+            ValueError,
+            "state: expected a memory (M, Y, M0) and a position, as batch = 4 needs, got 2 in the "
+            "memory and no position",
+        ),
+        (
+            lambda layer: layer.step(
+                tokens(2), layer.zeros_state(2)._replace(position=None, memory=torch.zeros(2))
+            ),
+            ValueError,
+            "state: expected a memory (M, Y, M0) and a position, as batch = 4 needs, got 1 in the "
+            "memory and no position",
+        ),
+        (
+            lambda layer: titans(1, conv_size=None)(tokens(2, 5), layer.zeros_state(2)),
+            ValueError,
+            "initial_state: expected the pair (M, Y), got 3 items",
+        ),
+        (
+            lambda layer: layer(tokens(2, 5), layer.zeros_state(3)),
+            ValueError,
+            "state: expected that of 2 sequences, got that of 3",
+        ),
+        (
+            lambda layer: layer.step(tokens(2), layer.zeros_state(3)),
+            ValueError,
+            "state: expected that of 2 sequences, got that of 3",
+        ),
+        (
+            lambda layer: layer(tokens(2, 5), cu_seqlens=torch.tensor([0, 2, 5])),
+            ValueError,
+            "cu_seqlens: expected packed sequences to have B = 1, got B = 2",
+        ),
+        (
+            lambda layer: layer(tokens(1, 5), cu_seqlens=torch.tensor([0, 7])),
+            ValueError,
+            "cu_seqlens: expected to rise from 0 to T = 5, got [0, 7]",
+        ),
+        (
+            lambda layer: layer(tokens(1, 5), cu_seqlens=torch.tensor([0, 4, 3, 5])),
+            ValueError,
+            "cu_seqlens: expected to rise from 0 to T = 5, got [0, 4, 3, 5]",
+        ),
+    ],
+)
+def test_titans_in_batches_refuses(call, error, text):
+    with pytest.raises(error) as caught:
+        call(titans(4, conv_size=None))
+    assert str(caught.value) == text
 
 
 def test_titans_heads_begin_by_forgetting_at_their_own_pace():

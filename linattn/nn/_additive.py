@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn.nn._blocks import Block, State, real_dtype, sequence_of, share_of
+from linattn.nn._blocks import Block, State, no_position, positions, real_dtype, share_of
 
 
 class Retention(Block):
@@ -93,24 +93,12 @@ class Retention(Block):
         return turned(q), turned(k)
 
     def _no_position(self, like: Tensor, N: int) -> Tensor | None:
-        return torch.zeros(N, dtype=torch.long, device=like.device)
+        return no_position(like, N)
 
     def _positions(
         self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        B, T = x.shape[:2]
-        token = torch.arange(T, device=x.device)
-        if cu_seqlens is None:
-            start = torch.zeros(B, dtype=torch.long, device=x.device)
-            if state is not None and state.position is not None:
-                start = state.position
-            return start[:, None] + token, start + T
-        edges = cu_seqlens.to(torch.long)
-        start = torch.zeros_like(edges[1:])
-        if state is not None and state.position is not None:
-            start = state.position
-        n = sequence_of(token, edges)
-        return (token - edges[n] + start[n])[None], start + edges.diff()
+        return positions(x, state, cu_seqlens)
 
 
 class GatedLinearAttention(Block):

@@ -22,7 +22,8 @@ class State(NamedTuple):
     memory : Tensor [N,HV,K,V], or a pair
         The state of the op, float32 (float64 for float64 parameters). In a normalised
         :class:`LinearAttention` it is the pair (S, z [N,HV,K]), in :class:`Titans` the pair (M, Y)
-        of memory and momentum. In :class:`Mamba2` it is the states of ssd, [N,H,P,d_state].
+        of memory and momentum, or the three (M, Y, M0) where it has batches of several tokens. In
+        :class:`Mamba2` it is the states of ssd, [N,H,P,d_state].
     conv : tuple of Tensor [N,W-1,D_i]
         The last inputs of each short convolution, or of RWKV's token shift (W = 2); empty without
         one.
@@ -112,6 +113,27 @@ def sequence_of(token: Tensor, edges: Tensor) -> Tensor:
     return n.clamp(max=edges.shape[0] - 2)
 
 
+def no_position(like: Tensor, N: int) -> Tensor:
+    return torch.zeros(N, dtype=torch.long, device=like.device)
+
+
+def positions(x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of each token of x [B,T,D], and after the last of each sequence."""
+    B, T = x.shape[:2]
+    token = torch.arange(T, device=x.device)
+    if cu_seqlens is None:
+        start = no_position(x, B)
+        if state is not None and state.position is not None:
+            start = state.position
+        return start[:, None] + token, start + T
+    edges = cu_seqlens.to(torch.long)
+    start = torch.zeros_like(edges[1:])
+    if state is not None and state.position is not None:
+        start = state.position
+    n = sequence_of(token, edges)
+    return (token - edges[n] + start[n])[None], start + edges.diff()
+
+
 def decay_parameters(
     heads: int, rates: int, least: float, most: float = 16
 ) -> tuple[nn.Parameter, nn.Parameter]:
@@ -184,10 +206,30 @@ class Block(nn.Module):
         done: tuple[Tensor, Any] = getattr(ops, self.op)(*arrays, **options)
         return done
 
+    def run_from(
+        self,
+        state: State | None,
+        cu_seqlens: Tensor | None,
+        *arrays: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, Any]:
+        """The op, of N sequences that go on from a state, and the memory after them."""
+        return self.run(
+            *arrays,
+            **options,
+            cu_seqlens=cu_seqlens,
+            output_final_state=True,
+            initial_state=None if state is None else state.memory,
+        )
+
     def run_step(self, *arrays: Tensor, **options: Any) -> Tensor:
         """The op, of a token."""
         o: Tensor = getattr(ops, f"{self.op}_step")(*arrays, **options)
         return o
+
+    def run_step_from(self, state: State, *arrays: Tensor, **options: Any) -> Tensor:
+        """The op, of a token of each of N sequences. The memory of the state moves on."""
+        return self.run_step(*arrays, **options, state=state.memory)
 
     def output_gate(self, x: Tensor) -> Tensor | None:
         """[...,HV*V], before its activation."""
@@ -234,15 +276,7 @@ class Block(nn.Module):
         q, k, v = self._by_heads(projected)
         at, position = self._positions(x, state, cu_seqlens)
         q, k = self.turn(q, k, at)
-        o, memory = self.run(
-            q,
-            k,
-            v,
-            **self.arguments(x),
-            cu_seqlens=cu_seqlens,
-            output_final_state=True,
-            initial_state=None if state is None else state.memory,
-        )
+        o, memory = self.run_from(state, cu_seqlens, q, k, v, **self.arguments(x))
         return self._output(o, x), State(memory, conv, position)
 
     @torch.no_grad()
@@ -277,7 +311,7 @@ class Block(nn.Module):
             ]
         q, k, v = self._by_heads(projected)
         q, k = self.turn(q, k, state.position)
-        o = self.run_step(q, k, v, **self.arguments(x), state=state.memory)
+        o = self.run_step_from(state, q, k, v, **self.arguments(x))
         if state.position is not None:
             state.position.add_(1)
         return self._output(o, x)

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn import gates
-from linattn.nn._blocks import Block, real_dtype, share_of
+from linattn.arrays import as_size
+from linattn.nn import _batches
+from linattn.nn._blocks import Block, State, no_position, positions, real_dtype, share_of
 
 
 class Titans(Block):
@@ -20,10 +22,11 @@ class Titans(Block):
 
         q, k, v = silu(conv(x W));   q and k of length 1
         theta, eta, alpha = sigmoid(x W + b), a number each for a token and a head
-        Y <- eta Y + theta k (v - M' k)';   M <- (1 - alpha) M + Y
+        Y <- eta Y + theta k (v - M0' k)';   M <- (1 - alpha) M + Y
         y = (norm(M' q) * silu(x W_g)) W_o
 
-    The paper has deeper memories too, and persistent tokens in front of the sequence. The latter
+    M0 is the memory that the first token of a batch finds. With batches of one token it is M. The
+    paper has deeper memories too, and persistent tokens in front of the sequence. The latter
     are the caller's.
 
     Parameters
@@ -38,6 +41,10 @@ class Titans(Block):
         V = head_dim * expand_v, a whole number.
     num_v_heads : int, optional
         Heads of values, a multiple of num_heads; num_heads by default.
+    batch : int
+        The tokens that predict from one memory, M0. The paper trains with more than one. Batches
+        begin with the sequence. A call, or a step, goes on within the batch that its state left
+        open.
     conv_size : int or None
         The inputs that a short convolution sees. With None there is no convolution and no silu.
     norm_eps : float
@@ -45,6 +52,8 @@ class Titans(Block):
 
     Raises
     ------
+    TypeError
+        batch is no int.
     ValueError
         A size is less than 1, V is not a whole number, or num_v_heads not a multiple of num_heads.
 
@@ -52,6 +61,11 @@ class Titans(Block):
     -----
     theta and eta begin near 1/2. alpha begins near 2**-4 in the first head and 2**-9 in the last:
     heads forget within 16 to 512 tokens. The paper does not say where they begin.
+
+    With batches of several tokens a state has the three (M, Y, M0), and a position, the number of
+    tokens so far. M0 is M where no batch is open. A call with ``cu_seqlens`` or a state reads on
+    the host how many tokens end open batches. On a GPU it waits for that. A step reads nothing on
+    the host.
 
     References
     ----------
@@ -71,6 +85,17 @@ class Titans(Block):
     >>> y_last = layer.step(x[:, 9], state)  # both change in place
     >>> torch.allclose(y_last, layer(x)[0][:, 9])
     True
+
+    In batches of four tokens the third batch is open after nine. The step goes on in it:
+
+    >>> layer = Titans(16, num_heads=2, head_dim=8, batch=4).double()
+    >>> y, state = layer(x[:, :9])
+    >>> M, Y, M0 = state.memory
+    >>> torch.allclose(M0, layer(x[:, :8])[1].memory[0])
+    True
+    >>> y_last = layer.step(x[:, 9], state)
+    >>> torch.allclose(y_last, layer(x)[0][:, 9])
+    True
     """
 
     op = "titans"
@@ -83,12 +108,14 @@ class Titans(Block):
         head_dim: int = 128,
         expand_v: float = 1,
         num_v_heads: int | None = None,
+        batch: int = 1,
         conv_size: int | None = 4,
         norm_eps: float = 1e-5,
     ) -> None:
         HV = num_heads if num_v_heads is None else num_v_heads
         V = share_of("expand_v", head_dim, expand_v, 1)
         super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps)
+        self.batch = as_size("batch", batch, 1)
         self.theta_proj = nn.Linear(d_model, HV)
         self.eta_proj = nn.Linear(d_model, HV)
         self.alpha_proj = nn.Linear(d_model, HV)
@@ -107,5 +134,34 @@ class Titans(Block):
             "qk_l2norm": True,
         }
 
+    def run_from(
+        self, state: State | None, cu_seqlens: Tensor | None, *arrays: Tensor, **options: Any
+    ) -> tuple[Tensor, Any]:
+        if self.batch == 1:
+            return super().run_from(state, cu_seqlens, *arrays, **options)
+        tokens = self._tokens(arrays, options)
+        return _batches.forward(tokens, state, cu_seqlens, self.batch, **options)
+
+    def run_step_from(self, state: State, *arrays: Tensor, **options: Any) -> Tensor:
+        if self.batch == 1:
+            return super().run_step_from(state, *arrays, **options)
+        return _batches.step(self._tokens(arrays, options), state, self.batch, **options)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, batch={self.batch}"
+
+    def _tokens(self, arrays: tuple[Tensor, ...], options: dict[str, Any]) -> dict[str, Tensor]:
+        """q, k, v and what else has a row for each token, taken out of the options."""
+        gates_of = {name: options.pop(name) for name in ("beta", "eta", "g")}
+        return dict(zip("qkv", arrays, strict=True)) | gates_of
+
     def _no_memory(self, like: Tensor, N: int) -> Any:
-        return super()._no_memory(like, N), super()._no_memory(like, N)
+        return tuple(super(Titans, self)._no_memory(like, N) for _ in range(2 + (self.batch > 1)))
+
+    def _no_position(self, like: Tensor, N: int) -> Tensor | None:
+        return None if self.batch == 1 else no_position(like, N)
+
+    def _positions(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.batch == 1 else positions(x, state, cu_seqlens)
