@@ -1,7 +1,10 @@
 """The list of planted mistakes fits the sources: `make mutants` plants them."""
 
 import importlib.util
+import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,40 @@ def test_a_patch_applies_in_one_place(patch):
     words = shlex.split(patch["tests"])
     files = [word for word in words if word.startswith("tests/test_")]
     assert words[0] == "make" or (files and all((ROOT / name).exists() for name in files))
+
+
+def counts(selections):
+    """How many tests each has: {selection: its number}."""
+    script = ROOT / "tests" / "mutants" / "selections.py"
+    done = subprocess.run(
+        [sys.executable, script, *selections], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(zip(selections, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def test_every_patch_names_tests():
+    """Not one of them selects nothing."""
+    found = counts(sorted({one["tests"] for one in PATCHES if not one["tests"].startswith("make")}))
+    empty = [f"{one['name']}: {one['tests']}" for one in PATCHES if found.get(one["tests"]) == 0]
+    assert not empty, "without a test:\n" + "\n".join(empty)
+
+
+def test_a_selection_without_tests_is_found():
+    """By its words, and by its files: the words may be in another file."""
+    numbers = counts(
+        [
+            "tests/test_mutants.py",
+            "tests/test_mutants.py -k names_tests",
+            "tests/test_mutants.py -k names_of_nothing",
+            "tests/test_mutants.py -k two_rows",
+            "tests/test_pool.py -k two_rows",
+            "tests/test_mutants.py tests/test_pool.py -k 'names_tests or two_rows'",
+        ]
+    )
+    every, one, none, elsewhere, there, both = numbers.values()
+    assert (one, none, elsewhere) == (1, 0, 0) and every > len(PATCHES)
+    assert there > 0 and both == one + there
 
 
 def test_every_room_has_a_patch():
