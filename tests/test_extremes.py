@@ -7,6 +7,7 @@ sequences, and no array that is judged has fewer than 1000 numbers.
 """
 
 import contextlib
+import functools
 
 import ml_dtypes
 import numpy as np
@@ -16,8 +17,9 @@ from support.compare import leaves, over_arrays
 from support.device import ops as linattn
 from support.grid import (
     MODES,
-    RETRIES,
+    SEEDS,
     STATES,
+    assert_accurate_retried,
     bits_multiplied,
     gradients_on_tensor_cores,
     parts,
@@ -25,7 +27,6 @@ from support.grid import (
     rounds_products,
     taking_turns,
     wider,
-    worse,
 )
 from support.variants import DELTA, GATED, KEY_DECAY, ops_with
 
@@ -115,7 +116,8 @@ def naive_gradients(op, dtype, mode, chunk):
 def compare(label, dtype, gradient, naive, x, *outputs, rounded=False, tf32=False):
     """Judge each (name, output, reference) beside naive(x), with retries before a failure. rounded:
     a state is a sum of products of numbers of `dtype`; tf32: two such numbers stand for each."""
-    problems, naives, shuffled = [], naive(x), {}
+    problems, naives = [], naive(x)
+    shuffled = functools.cache(lambda seed: retried(naive, x, seed))  # several outputs need it
     for name, out, ref in outputs:
         labels = [part for part, _ in parts(name, out)]
         for i, part in enumerate(labels):
@@ -133,18 +135,12 @@ def compare(label, dtype, gradient, naive, x, *outputs, rounded=False, tf32=Fals
                 "name": f"{label} {part}",
                 "tf32": tf32,
             }
-            for seed in range(1, RETRIES + 2):
-                try:
-                    testing.assert_accurate(a, b, c, **how)
-                    break
-                except AssertionError as error:
-                    if seed > RETRIES:
-                        problems.append(str(error))
-                        break
-                if seed not in shuffled:
-                    shuffled[seed] = retried(naive, x, seed)
-                again = parts(name, shuffled[seed][name])[i][1]
-                c = worse(c, again.astype(dtype) if short else again, b)
+            again = (parts(name, shuffled(seed)[name])[i][1] for seed in SEEDS)
+            others = (y.astype(dtype) if short else y for y in again)
+            try:
+                assert_accurate_retried(a, b, c, others, **how)
+            except AssertionError as error:
+                problems.append(str(error))
     assert not problems, "\n".join(problems)
 
 
