@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from linattn import VARIANTS, flops, memory
 
@@ -15,8 +15,27 @@ class WrongResult(Exception):
 
 
 @dataclass(frozen=True)
+class System:
+    """A composed op: arithmetic around `base`, an op of the table. Asked is at most `within` times
+    the base's own time."""
+
+    base: str
+    within: float
+
+
+SYSTEMS = {
+    "ssd": System("simple_gla", 1.05),
+    "comba": System("gated_delta_rule", 1.08),
+    "precond_gated_delta_rule": System("gated_delta_rule", 1.08),
+    "gdn2": System("kda", 1.08),
+}
+
+
+@dataclass(frozen=True)
 class Case:
-    """One problem: q and k have H heads, v has HV; a head has D keys and D values.
+    """One problem: q and k have H heads, v has HV; a head has D keys, and D values or V.
+
+    `op` is of the table or in SYSTEMS.
 
     The defaults are a layer of a model of about 2e9 parameters and one prompt.
     """
@@ -28,6 +47,7 @@ class Case:
     H: int = 16
     HV: int = 16
     D: int = 128
+    V: int | None = None
     dtype: str = "float32"  # of q, k, v and o; tf32: float32, products rounded so or better
     normalised: bool = False  # linear attention's outputs divided by the sum of their weights
     why: str = field(default="", compare=False)
@@ -48,12 +68,27 @@ class Case:
             + (f" T{self.T}" if self.pass_ != "step" else "")
             + f" {heads}"
             + (f" K{self.D}" if self.D != 128 else "")
+            + (f" V{self.V}" if self.V is not None else "")
             + (f" {self.dtype}" if self.dtype not in ("bfloat16", "float32") else "")
         )
 
     @property
+    def values(self):
+        return self.D if self.V is None else self.V
+
+    @property
+    def system(self):
+        """None for an op of the table."""
+        return SYSTEMS.get(self.op)
+
+    @property
+    def base(self):
+        """The same problem of the table's op: of that which a composed op is made of."""
+        return replace(self, op=self.system.base) if self.system else self
+
+    @property
     def variant(self):
-        return VARIANTS[self.op]
+        return VARIANTS[self.base.op]
 
     @property
     def delta(self):
@@ -61,34 +96,37 @@ class Case:
 
     @property
     def ordinary(self):
-        """Is its rule one that most libraries with linear attention have? One state; it is read
-        after its decay and the write, and a prediction, if any, is of the key that is written."""
-        return self.variant.rule in ("additive", "delta") and self.variant.decay != "pair"
+        """Is it an op of the table with a rule that most libraries with linear attention have? One
+        state; it is read after its decay and the write, and a prediction, if any, is of the key
+        that is written."""
+        rule, decay = self.variant.rule, self.variant.decay
+        return not self.system and rule in ("additive", "delta") and decay != "pair"
 
     @property
     def flops(self):
-        """Multiplies and adds that the recurrence needs. More work than that earns nothing."""
-        passes = 3 if self.pass_ == "forward+backward" else 1
-        return passes * per_element(self.op) * self.D**2 * self.B * self.T * self.HV
+        """Multiplies and adds that the recurrence needs. More work than that earns nothing. Of a
+        composed op they are its base's: the arithmetic around it earns nothing either."""
+        passes, elements = 3 if self.pass_ == "forward+backward" else 1, self.D * self.values
+        return passes * per_element(self.base.op) * elements * self.B * self.T * self.HV
 
     @property
     def products(self):
         """Multiplies and adds of the chunked form's products; of the recurrence's for a step.
 
-        Per token: a q/k head 2 C D for its scores q k', a value head 2 C D to read them and 4 D D
-        to read and write the state; with the delta rule another 2 C D for k k', 2 C D to apply the
-        triangular inverse and 2 C C / 3 to find it, 2 D D to predict. Where two rows are written,
+        Per token: a q/k head 2 C D for its scores q k', a value head 2 C V to read them and 4 D V
+        to read and write the state; with the delta rule another 2 C D for k k', 2 C V to apply the
+        triangular inverse and 2 C C / 3 to find it, 2 D V to predict. Where two rows are written,
         y beside k, there are two of each score, read and write. A memory and its momentum are two
         states in a chunk; a step reads one.
         """
-        C, D, tokens, rule = CHUNK, self.D, self.B * self.T, self.variant.rule
+        C, D, V, tokens, rule = CHUNK, self.D, self.values, self.B * self.T, self.variant.rule
         predicts, writes = rule in ("delta", "dplr"), 1 + (rule == "dplr")
-        of_state, inside = 2 * D * D * (1 + writes + predicts), 2 * C * D * writes * (1 + predicts)
+        of_state, inside = 2 * D * V * (1 + writes + predicts), 2 * C * writes * (1 + predicts)
         if self.pass_ == "step":
             return tokens * self.HV * of_state
         states = 1 + (self.variant.decay == "pair")
         solve = predicts * 2 * C * C / 3
-        return tokens * (self.H * inside + self.HV * (inside + states * of_state + solve))
+        return tokens * (self.H * inside * D + self.HV * (inside * V + states * of_state + solve))
 
     @property
     def itemsize(self):
@@ -98,7 +136,7 @@ class Case:
     def bytes(self):
         """Each array moved once; gates and state are float32."""
         how = {"B": self.B, "H": self.H, "HV": self.HV, "itemsize": self.itemsize}
-        found = memory(self.op, self.T, self.D, self.D, **how, normalize=self.normalised)
+        found = memory(self.op, self.T, self.D, self.values, **how, normalize=self.normalised)
         return found.arrays + (2 * found.kept if self.pass_ == "step" else 0)
 
 

@@ -8,7 +8,7 @@ import time
 import linattn
 from linattn import VARIANTS
 
-from . import ceilings, report
+from . import ceilings, composed, report
 from .base import BESIDE, Case, Result, WrongResult, per_element
 from .check import Checker
 from .inputs import bfloat16, numpy_inputs, ours
@@ -52,7 +52,7 @@ def table():
 
 
 def wanted(given):
-    """(section, case, threads, whose calls, in which rounds) of all but the ceilings."""
+    """(section, case, threads, whose calls, in which rounds) of the ops of the table."""
     found = [("table", case, given.threads, "all", 1) for case in table()]
     for op in VARIANTS:
         for length in LENGTHS:
@@ -110,7 +110,7 @@ def checked(given, peers):
                     )
                 )
         step()
-    return found
+    return found + composed.checked(checker, peers, given.threads)
 
 
 def measure(found, rounds):
@@ -285,6 +285,7 @@ def markdown(record):
         ),
     ]
     out += scaling(record) + cost(record) + report.beside_softmax(record, "call")
+    out += composed.section(record, peak)
     others = [r for r in record.pick(section="table") if r.peer != "linattn"]
     others += record.pick(section=BESIDE, T=T, H=H)
     if others:
@@ -415,6 +416,7 @@ def by_threads(record, op, length, heads):
         for r in record.pick(
             peer="linattn", pass_="forward", op=op, T=length, H=heads, dtype="float32"
         )
+        if r.section != composed.SECTION
     ]
     one = [r.median() for r in rows if r.threads == 1]
     more = [r.median() for r in rows if r.threads > 1]

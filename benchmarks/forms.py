@@ -60,6 +60,64 @@ def chunked(xp, q, k, v, g, beta, solve="rows", C=CHUNK):
     return xp.stack(rows, 2).reshape(B, H, T, V).swapaxes(1, 2)
 
 
+def ssd_sums(torch, x, dt, A, B, C, Q=CHUNK):
+    """Mamba-2 by its authors' block decomposition: Dao and Gu 2024, arXiv:2405.21060, section 6.
+
+    x [B,T,H,P], dt [B,T,H], A [H], B and C [B,T,G,N], T a multiple of Q. y = M (dt x), where M[i,j]
+    is C_i B_j' times the decay from j to i. M is cut into blocks of Q tokens. A block on the
+    diagonal is computed as it is. A block below it has rank N: its columns make a state of their
+    chunk, states decay from chunk to chunk, and its rows read the state before their own chunk.
+
+    Each of these is one sum over indices, and every head has a B and C of its own, as in the
+    paper's listing. Chunks are c and z, tokens of a chunk i and j.
+    """
+    batch, _, H, P = x.shape
+    u = (dt[..., None] * x).reshape(batch, -1, Q, H, P)
+    B, C = (a.repeat_interleave(H // a.shape[2], 2).unflatten(1, (-1, Q)) for a in (B, C))
+    g = (dt * A).reshape(batch, -1, Q, H).permute(0, 3, 1, 2)  # [B,H,c,Q]
+    to = g.cumsum(-1)
+    inside = torch.einsum("bcihn,bcjhn,bhcij,bcjhp->bcihp", C, B, decays(torch, g), u)
+    states = torch.einsum("bcjhn,bhcj,bcjhp->bchnp", B, (to[..., -1:] - to).exp(), u)
+    # row z: of the states after chunks 0 to z, how much is there before chunk z + 1
+    between = decays(torch, to[..., -1])
+    before = torch.einsum("bhzc,bchnp->bzhnp", between, states).roll(1, 1)
+    before[:, 0] = 0
+    return (inside + torch.einsum("bcihn,bchnp,bhci->bcihp", C, before, to.exp())).reshape(x.shape)
+
+
+def decays(torch, g):
+    """exp(g[j+1] + ... + g[i]) for j <= i, else 0: [...,i,j]."""
+    G = g.cumsum(-1)
+    return (G[..., :, None] - G[..., None, :]).tril().exp().tril()
+
+
+def ssd_products(torch, x, dt, A, B, C, Q=CHUNK):
+    """The same as few large matrix products: heads that share B and C have one product C B', and
+    are columns of one state."""
+    batch, T, H, P = x.shape
+    (G, N), n = B.shape[2:], T // Q
+    R = H // G  # heads of a group
+
+    def by_chunk(a, last):
+        """[B,T,G,...] as [B,n,G,Q,last]."""
+        return a.reshape(batch, n, Q, G, last).transpose(2, 3)
+
+    u = (dt[..., None] * x).reshape(batch, n, Q, G, R, P).permute(0, 1, 3, 4, 2, 5)
+    B, C = by_chunk(B, N), by_chunk(C, N)
+    g = by_chunk(dt * A, R).mT
+    to = g.cumsum(-1)[..., None]  # [B,n,G,R,Q,1], and u is [B,n,G,R,Q,P]
+    y = ((C @ B.mT)[:, :, :, None] * decays(torch, g)) @ u
+    faded = ((to[..., -1:, :] - to).exp() * u).transpose(3, 4)
+    states = B.mT @ faded.reshape(batch, n, G, Q, R * P)  # [B,n,G,N,R P]
+    decay = to[..., -1, :].exp().expand(-1, -1, -1, -1, P).reshape(batch, n, G, 1, R * P)
+    before = torch.zeros_like(states)
+    for i in range(1, n):
+        before[:, i] = decay[:, i - 1] * before[:, i - 1] + states[:, i - 1]
+    read = (C @ before).reshape(batch, n, G, Q, R, P).transpose(3, 4)
+    y = y + to.exp() * read
+    return y.permute(0, 1, 4, 2, 3, 5).reshape(x.shape)
+
+
 def inverse_by_rows(xp, L):
     """(I + L)^-1, one row of every chunk at a time: row i is -L[i] times the rows above it."""
     copy = L.clone if hasattr(L, "clone") else L.copy

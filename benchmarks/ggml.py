@@ -1,5 +1,5 @@
-"""ggml's gated_delta_net, gated_linear_attn, rwkv_wkv6 and rwkv_wkv7, called in the library that a
-Python package brings.
+"""ggml's gated_delta_net, gated_linear_attn, rwkv_wkv6, rwkv_wkv7 and ssm_scan, called in the
+library that a Python package brings.
 
 pip install llama-cpp-python (with CMAKE_ARGS=-DLLAVA_BUILD=OFF it compiles less) or, for a look,
 pywhispercpp. Nothing of them is imported: libggml-cpu is opened, where there is one, and a graph of
@@ -20,7 +20,7 @@ from .inputs import aligned
 # pip compiles the first for the processor it is on; the second comes compiled for many
 PACKAGES = ("llama-cpp-python", "pywhispercpp")
 LIBRARY = re.compile(r"libggml-cpu(\.\d+)*\.(so|dylib)(\.\d+)*")
-FLOAT32 = 0  # GGML_TYPE_F32
+TYPES = {"float32": 0, "int32": 26}  # GGML_TYPE_F32, GGML_TYPE_I32
 POOL_PARAMS = 4096  # bytes: more than a ggml_threadpool_params, of which only ggml knows the inside
 
 ptr = c_void_p
@@ -34,6 +34,7 @@ FUNCTIONS = {  # its result, its arguments
     "ggml_gated_linear_attn": (ptr, ptr, ptr, ptr, ptr, ptr, ptr, c_float),
     "ggml_rwkv_wkv6": (ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr),
     "ggml_rwkv_wkv7": (ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr),
+    "ggml_ssm_scan": (ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, c_int64),
     "ggml_new_graph_custom": (ptr, ptr, c_size_t, c_bool),
     "ggml_build_forward_expand": (None, ptr, ptr),
     "ggml_threadpool_params_init": (None, ptr, c_int),
@@ -112,7 +113,10 @@ class Ggml:
         size = 16 * self.tensor_overhead() + self.graph_overhead_custom(8, False)
         context = self.init(InitParams(size, None, True))
         tensors = [self.tensor(context, a) for a in (*arrays, state)]
-        if case.delta:
+        if case.op == "ssd":
+            x, dt, A, B, C, ids, s = tensors
+            result = self.ssm_scan(context, s, x, dt, A, B, C, ids, 1)  # 1: the last state only
+        elif case.delta:
             result = self.gated_delta_net(context, *tensors, 1)  # 1: the last token's state only
         elif not case.ordinary:
             wkv = self.rwkv_wkv7 if case.variant.rule == "dplr" else self.rwkv_wkv6
@@ -135,7 +139,7 @@ class Ggml:
 
     def tensor(self, context, a):
         """A tensor whose memory is the array's: four dimensions, ours turned round."""
-        tensor = self.new_tensor_4d(context, FLOAT32, *a.shape[::-1])
+        tensor = self.new_tensor_4d(context, TYPES[a.dtype.name], *a.shape[::-1])
         assert self.nbytes(tensor) == a.nbytes and a.flags.c_contiguous
         self.place(tensor, a)
         return tensor
@@ -146,9 +150,11 @@ class Ggml:
             raise RuntimeError("ggml: no tensor in this array's memory")
 
     def state_shape(self, case):
-        """As the op takes it; [V,K] of each head for gated_delta_net and rwkv_wkv7, [K,V] for the
-        others."""
+        """As the op takes it; [V,K] of each head for gated_delta_net, rwkv_wkv7 and ssm_scan, [K,V]
+        for the others."""
         B, heads, D = case.B, case.HV, case.D
+        if case.op == "ssd":
+            return B, heads, case.values, D
         if not case.delta:
             return 1, 1, B, heads * D * D
         return (1, B, 1, heads * D * D) if self.release == (0, 13) else (B, heads, D, D)
@@ -163,33 +169,47 @@ def peers(threads):
     def has(case):
         if case.dtype != "float32" or case.pass_ == "forward+backward":
             return False
+        if case.system:
+            return case.op == "ssd" and case.pass_ == "forward"
         return case.ordinary or case.variant.rule in ("dplr", "bonus")
 
-    def make(case, x):
+    def arguments(case, x):
+        """The arrays in ggml's order and shapes, all but the state."""
+        if case.op == "ssd":
+            # It takes the softplus of its dt, one for a token and head, where a caller of ours does
+            # that before. ids says which row of the states a sequence has.
+            raw = np.log(np.expm1(x["dt"].astype(np.float64)))
+            ids = np.arange(case.B, dtype=np.int32).reshape(1, 1, 1, -1)
+            return [x["x"], raw[None], x["A"].reshape(1, 1, -1, 1), x["B"], x["C"], ids]
         B, T, H, D = x["v"].shape
         g = log_decay(np, x)
         # Prepared once, which is a favour: gated_linear_attn takes decays where ours takes their
         # logarithms, and one for each key where others have one for a head. No decay is one of 1.
         if case.delta:
             g = np.zeros((B, T, H, 1)) if g is None else g.reshape(B, T, H, -1)
-            given = [x["q"], x["k"], x["v"], g, x["beta"][..., None]]
-        elif not case.ordinary:  # RWKV's functions take the tokens of all sequences in a row
+            return [x["q"], x["k"], x["v"], g, x["beta"][..., None]]
+        if not case.ordinary:  # RWKV's functions take the tokens of all sequences in a row
             q, a = x["q"] * case.D**-0.5, np.exp(g)
             if case.variant.rule == "dplr":
                 given = [q, a, x["k"], x["v"], x["x"], -x["y"]]
             else:
                 bonus = np.broadcast_to(x["bonus"], (1, 1, H, D))
                 given = [x["k"], x["v"], q, bonus, a]
-            given = [z.reshape(1, -1, H, D) for z in given]
-        else:
-            g = np.ones((B, T, H, 1)) if g is None else np.exp(g).reshape(B, T, H, -1)
-            given = [x["q"], x["k"], x["v"], np.broadcast_to(g, (B, T, H, D))]
-        arrays = [aligned(a.shape) for a in given]
+            return [z.reshape(1, -1, H, D) for z in given]
+        g = np.ones((B, T, H, 1)) if g is None else np.exp(g).reshape(B, T, H, -1)
+        return [x["q"], x["k"], x["v"], np.broadcast_to(g, (B, T, H, D))]
+
+    def make(case, x):
+        given = arguments(case, x)
+        kinds = [np.int32 if a.dtype == np.int32 else np.float32 for a in given]
+        arrays = [aligned(a.shape, kind) for a, kind in zip(given, kinds, strict=True)]
         for a, b in zip(arrays, given, strict=True):
             a[:] = b
-        n = x["v"].size
-        out = aligned((n + B * H * D * D,))  # o, then the state after the last token
-        o, after = out[:n].reshape(B, T, H, D), out[n:].reshape(ggml.state_shape(case))
+        shape = case.B, case.T, case.HV, case.values
+        n = int(np.prod(shape))
+        # o, then the state after the last token
+        out = aligned((n + case.B * case.HV * case.D * case.values,))
+        o, after = out[:n].reshape(shape), out[n:].reshape(ggml.state_shape(case))
         # A step's state is written where it was read, as ours: another favour, as ggml's programs
         # have it written elsewhere and copy it back.
         step = case.pass_ == "step"

@@ -14,7 +14,7 @@ import numpy as np
 import linattn
 
 LAYER, LAYERS = 12, 24  # of lightning attention's slopes
-PARTS = ("beta", "eta", "part")  # the kinds of numbers between 0.1 and 0.9
+PARTS = ("beta", "eta", "part", "b", "w")  # the kinds of numbers between 0.1 and 0.9
 
 
 def drawn(case, draw):
@@ -22,7 +22,7 @@ def drawn(case, draw):
     x = {
         "q": draw("q", case.H, case.D),
         "k": draw("unit k" if case.delta else "k", case.H, case.D),
-        "v": draw("v", case.HV, case.D),
+        "v": draw("v", case.HV, case.values),
     }
     if case.normalised:  # a sum of weights of both signs may be near zero
         x |= {name: abs(x[name]) for name in "qk"}
@@ -62,7 +62,26 @@ def options(case):
 
 def numpy_inputs(case):
     """NumPy's arrays."""
-    return drawn(case, lambda *shape: _array(case.B, case.T, case.dtype, *shape)) | by_head(case)
+
+    def draw(*shape):
+        return _array(case.B, case.T, case.dtype, *shape)
+
+    x = drawn(case, draw) | by_head(case)
+    return in_its_letters(case, x, draw) if case.system else x
+
+
+def in_its_letters(case, x, draw):
+    """The arrays of a composed op: those of its base, and what it has besides or instead."""
+    if case.op == "ssd":  # as a new Mamba-2 has them: A from -1 to -16, steps from 0.001 to 0.1
+        A = -np.linspace(1, 16, case.HV, dtype=np.float32)
+        return {"x": x["v"], "dt": draw("dt", case.HV), "A": A, "B": x["k"], "C": x["q"]}
+    if case.op == "comba":
+        return x | {"x": x["k"] * draw("part", case.H, 1)}
+    if case.op == "precond_gated_delta_rule":
+        return x | {"preconditioner": draw("preconditioner", case.H, case.D)}
+    assert case.op == "gdn2"
+    del x["beta"]
+    return x | {"b": draw("b", case.H, case.D), "w": draw("w", case.HV, case.values)}
 
 
 @cache  # shared by the ops, because T = 4096 of every op would be gigabytes
@@ -72,6 +91,10 @@ def _array(B, T, dtype, kind, *last):
         a = rng.uniform(0.1, 0.9, shape)
     elif kind == "g":
         a = -(10 ** rng.uniform(-2.7, -0.5, shape))
+    elif kind == "dt":
+        a = 10 ** rng.uniform(-3, -1, shape)
+    elif kind == "preconditioner":
+        a = rng.uniform(0.5, 1.5, shape)
     else:
         a = rng.standard_normal(shape)
         if "unit" in kind:
@@ -88,18 +111,18 @@ def bfloat16():
     return np.dtype(ml_dtypes.bfloat16)
 
 
-def aligned(shape):
-    """float32 zeros at an address that is a multiple of 64, where NumPy promises 16."""
+def aligned(shape, dtype=np.float32):
+    """Zeros, of 4 bytes each, at an address that is a multiple of 64, where NumPy promises 16."""
     n = 4 * int(np.prod(shape))
     raw = np.zeros(n + 64, np.uint8)
     start = -raw.ctypes.data % 64
-    return raw[start : start + n].view(np.float32).reshape(shape)
+    return raw[start : start + n].view(dtype).reshape(shape)
 
 
 @cache
 def gradient(case):
     """The gradient of o that a backward pass starts from."""
-    shape = (case.B, case.T, case.HV, case.D)
+    shape = (case.B, case.T, case.HV, case.values)
     return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
 
 
@@ -135,7 +158,7 @@ def torch_inputs(case, device, seed):
 
 def state_shape(case):
     """[B,HV,K,V], and two of them for a memory and its momentum."""
-    return (2,) * (case.variant.decay == "pair") + (case.B, case.HV, case.D, case.D)
+    return (2,) * (case.variant.decay == "pair") + (case.B, case.HV, case.D, case.values)
 
 
 def ours(case, x):
@@ -144,8 +167,10 @@ def ours(case, x):
     Every call writes o to the same array, as a server does, and a step writes its state in place.
     Gradients are new arrays each time. A decay or the delta rule keeps the state bounded; without
     them it grows too slowly to matter. A tensor for o is NaN at first, which shows any element
-    that is not written.
+    that is not written. A composed op takes no array for o.
     """
+    if case.system:
+        return plain(case.op, x)
     more, op = options(case), getattr(linattn, case.op)
     if case.dtype == "tf32":
         more["allow_tf32"] = True
@@ -167,6 +192,12 @@ def ours(case, x):
         return (o, *(d for d in backward(do, **x, **more) if d is not None))
 
     return both
+
+
+def plain(op, x):
+    """A function that calls the op forward and returns (o,), a new array each time."""
+    function = getattr(linattn, op)
+    return lambda: (function(**x)[0],)
 
 
 def has_tokens(a):

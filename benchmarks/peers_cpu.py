@@ -10,7 +10,7 @@ import numpy as np
 
 from .base import Case, Peer
 from .check import log_decay, softmax_chunks
-from .forms import chunked, recurrent, softmax
+from .forms import chunked, recurrent, softmax, ssd_products, ssd_sums
 from .inputs import aligned, gradient
 
 OF_RULES = ("x", "y", "bonus", "eta")  # what some rules have besides
@@ -39,9 +39,9 @@ def numpy_peers(threads):
         return lambda: (chunked(np, *arrays),)
 
     def has(case):
-        return case.dtype == "float32" and (
-            case.pass_ == "step" or (case.pass_ == "forward" and case.variant.decay in SCALAR)
-        )
+        if case.system or case.dtype != "float32":
+            return False
+        return case.pass_ == "step" or (case.pass_ == "forward" and case.variant.decay in SCALAR)
 
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     core = os.environ.get("OPENBLAS_CORETYPE")
@@ -62,12 +62,22 @@ def torch_peers(threads):
         return torch.from_numpy(a)
 
     def has_loop(case):
-        if case.pass_ == "forward+backward" and case.variant.decay in SCALAR:
+        if case.system or (case.pass_ == "forward+backward" and case.variant.decay in SCALAR):
             return False
         return case.T <= Case.T
 
     def has_chunks(case):
-        return case.pass_ != "step" and case.variant.decay in SCALAR
+        return not case.system and case.pass_ != "step" and case.variant.decay in SCALAR
+
+    def has_ssd(case):
+        return case.op == "ssd" and case.pass_ == "forward" and case.dtype == "float32"
+
+    def ssd_maker(form):
+        def make(case, x):
+            x = {name: tensor(a) for name, a in x.items()}
+            return torch.inference_mode()(lambda: (form(torch, **x),))
+
+        return make
 
     def maker(solve):
         def make(case, x):
@@ -98,19 +108,20 @@ def torch_peers(threads):
 
         return make
 
-    def peer(name, solve, has):
+    def peer(name, make, has):
         return Peer(
-            f"PyTorch, {name}",
-            torch.__version__,
-            maker(solve),
-            has,
-            numpy=lambda a: a.float().numpy(),
+            f"PyTorch, {name}", torch.__version__, make, has, numpy=lambda a: a.float().numpy()
         )
 
+    def has_solver(case):
+        return has_chunks(case) and case.delta
+
     return [
-        peer("chunked", "rows", has_chunks),
-        peer("chunked, triangular solve", "library", lambda case: has_chunks(case) and case.delta),
-        peer("token loop", "loop", has_loop),
+        peer("chunked", maker("rows"), has_chunks),
+        peer("chunked, triangular solve", maker("library"), has_solver),
+        peer("token loop", maker("loop"), has_loop),
+        peer("minimal SSD", ssd_maker(ssd_sums), has_ssd),
+        peer("minimal SSD, few products", ssd_maker(ssd_products), has_ssd),
     ]
 
 
