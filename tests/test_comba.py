@@ -12,6 +12,7 @@ import pytest
 from support import device
 from support.device import ops as linattn
 from support.grid import Case, Pool, gradients_on_tensor_cores, rounds_products, wider
+from support.variants import PREDICTS
 
 from linattn import reference, testing
 
@@ -142,7 +143,7 @@ def test_backward(size, rng):
         pool.judge(f"comba {size}", gradient=True)
 
 
-@pytest.mark.parametrize("op", ["delta_rule", "gated_delta_rule", "kda"])
+@pytest.mark.parametrize("op", PREDICTS)
 def test_a_gpu_has_chunks_with_x(op, rng):
     if device.on_host():
         pytest.skip("a GPU's kernels")
