@@ -393,16 +393,17 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     __syncthreads();
     if (!first_group) {
         if (delta) put(Y, seen, s.f, true);
+        if constexpr (HAS_X) { /* dk waits in shared memory for the pairs within a block */
 #pragma unroll
-        for (int m = 0; m < KP / 8; m++) {
-            if (HAS_X) { /* dk waits in shared memory for the pairs within a block */
+            for (int m = 0; m < KP / 8; m++) {
                 s.dk.two(top, m * 8 + pair) = make_float2(R[m][0], R[m][1]);
                 s.dk.two(low, m * 8 + pair) = make_float2(R[m][2], R[m][3]);
-                continue;
             }
+        } else { /* was x = k */
 #pragma unroll
-            for (int e = 0; e < 4; e++) /* was x = k */
-                Y[m][e] = (delta ? Y[m][e] : 0) + R[m][e];
+            for (int m = 0; m < KP / 8; m++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) Y[m][e] = (delta ? Y[m][e] : 0) + R[m][e];
         }
     }
     __syncthreads();
