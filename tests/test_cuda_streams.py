@@ -23,7 +23,7 @@ from support.gpu import (
 from support.problems import PER_TOKEN
 from support.processes import python
 from support.tensors import to_numpy, torch
-from support.variants import EVERY_DECAY
+from support.variants import EVERY_DECAY, NORMALISED, PAIR_DECAY
 
 import linattn
 
@@ -277,15 +277,16 @@ x = make_inputs(op, rng, B=2, T=200, H=2, HV=2, K=64, V=64, dtype=np.float32)
 if pass_ == "backward":
     x |= {{"do": make_output_gradients(op, rng, x)["do"]}}
 if pass_ == "step":
-    names = ("q", "k", "v", "g", "beta")
-    x = {{name: a[:, 0] if name in names else a for name, a in x.items()}}
+    x = {{name: a[:, 0] if name in {per_token!r} else a for name, a in x.items()}}
 x = {{name: torch.from_numpy(np.ascontiguousarray(a)).cuda() for name, a in x.items()}}
 x = {{name: a if name in ("gamma", "slopes") else a.to(getattr(torch, dtype))
      for name, a in x.items()}}
 def call():
     if pass_ == "step":
-        S = torch.zeros(2, 2, 64, 64, device="cuda")
-        state = (S, torch.zeros(2, 2, 64, device="cuda")) if op == "linear_attention" else S
+        state = [torch.zeros(2, 2, 64, 64, device="cuda")]
+        if {pair!r}:
+            state.append(torch.zeros({pair!r}, device="cuda"))
+        state = tuple(state) if len(state) > 1 else state[0]
         return getattr(linattn, op + "_step")(**x, state=state)
     if pass_ == "backward":
         return getattr(linattn, op + "_backward")(**x).dv
@@ -306,7 +307,9 @@ print(torch.equal(captured, warm))
 @pytest.mark.parametrize("op", EVERY_DECAY)
 def test_a_cold_first_call_inside_a_capture(op, pass_, dtype):
     """In a process that has made no call yet, so the pool and the kernels are not loaded."""
-    printed = python(COLD.format(op=op, pass_=pass_, dtype=dtype), timeout=120)
+    pair = (2, 2, 64) if op in NORMALISED else (2, 2, 64, 64) if op in PAIR_DECAY else ()
+    script = COLD.format(op=op, pass_=pass_, dtype=dtype, per_token=PER_TOKEN, pair=pair)
+    printed = python(script, timeout=120)
     assert printed.split()[-1] == "True"
 
 

@@ -8,6 +8,7 @@ from linattn import testing
 from support.compare import leaves, over_arrays
 from support.problems import PER_HEAD, problem
 from support.tensors import to_numpy, to_tensor, torch
+from support.variants import PAIR_DECAY, RARE, ops_with
 
 # Each of these files runs wherever PyTorch and a GPU are, and is skipped by name elsewhere.
 needs_gpu = [
@@ -50,6 +51,12 @@ def gpu_problem(op, seed=0, *, dtype="bfloat16", pass_="forward", **shape):
     return x | {"allow_tf32": True} if tf32 else x
 
 
+def needs_keys(op, K):
+    """Skip the test where a GPU takes fewer keys for this op."""
+    if op in RARE and K > 256:
+        pytest.skip(f"{op} has at most 256 keys on a GPU")
+
+
 def run(op, x, pass_="forward", **options):
     """The arrays that a call makes or changes."""
     op = op.split(",")[0]
@@ -85,6 +92,8 @@ def heads_of(x, count):
     return {
         name: a
         if name in PER_HEAD
+        else a.repeat_interleave(count, 0)
+        if name == "bonus"
         else over_arrays(lambda s: s.repeat_interleave(count, 1), a)
         if name in shared
         else a.repeat_interleave(count, 2)
@@ -126,9 +135,13 @@ def reference64(op, x, dtype=None, C=64):
         P_ij = (q_i e^b_i)'(k_j e^-b_j), L_ij = beta_i (k_i e^b_i)'(k_j e^-b_j) below the diagonal,
         u = v, or (I + L)^-1 beta (v - (k e^b) S) under the delta rule,
         o = scale ((q e^b) S + P u),  S <- e^b_C S + (k e^(b_C - b))' u.
-    b is at least -3 C (make_inputs), so e^-b is an ordinary number.
+    b is at least -3 C (make_inputs), so e^-b is an ordinary number. A rule that sees the state
+    before its decay has b_(i-1) in the place of b_i. With a bonus P_ii is q_i . (bonus k_i). DPLR
+    takes (y e^(b_C - b))' p off, with p = (I + L)^-1 ((x e^b) S + M v), L of x and y, M of x and k.
     """
     dtype = dtype or torch.float64
+    if op in PAIR_DECAY:
+        return momentum64(x, dtype, C)
     q, k, v = (x[name].to(dtype).transpose(1, 2) for name in ("q", "k", "v"))  # [B,H,T,.]
     group = v.shape[1] // q.shape[1]
     q, k = (a.repeat_interleave(group, 1) for a in (q, k))
@@ -147,6 +160,11 @@ def reference64(op, x, dtype=None, C=64):
             g = -x["slopes"].to(dtype)
         g = g[None, :, None, None].expand(B, HV, T, 1)
     beta = x["beta"].to(dtype).transpose(1, 2)[..., None] if "beta" in x else None
+    dplr, reads_before = op in ops_with(rule="dplr"), op in ops_with(rule="bonus")
+    if dplr:
+        looks, y = (x[n].to(dtype).transpose(1, 2).repeat_interleave(group, 1) for n in ("x", "y"))
+    if reads_before:
+        bonus = x["bonus"].to(dtype).repeat_interleave(group, 0)[None, :, None]
 
     S = torch.zeros(B, HV, K, v.shape[3], device=v.device, dtype=dtype)
     if "initial_state" in x:
@@ -163,12 +181,95 @@ def reference64(op, x, dtype=None, C=64):
             u = torch.linalg.solve_triangular(
                 L, beta[:, :, at] * (u - k_c @ S), upper=False, unitriangular=True
             )
-        o[:, :, at] = K**-0.5 * (q_c @ S + (q_c @ k_back).tril() @ u)
-        S = last.exp().transpose(2, 3) * S
-        S = S + (k[:, :, at] * (last - b).exp()).transpose(2, 3) @ u
+        before = (b - g[:, :, at]).exp()
+        if reads_before:
+            q_c = q[:, :, at] * before
+            own = (q[:, :, at] * bonus * k[:, :, at]).sum(-1, keepdim=True)
+            read = q_c @ S + (q_c @ k_back).tril(-1) @ u + own * u
+        else:
+            read = q_c @ S + (q_c @ k_back).tril() @ u
+        to_end = (last - b).exp()
+        written = (k[:, :, at] * to_end).transpose(2, 3) @ u
+        if dplr:
+            x_c, y_back = looks[:, :, at] * before, (y[:, :, at] * (-b).exp()).transpose(2, 3)
+            L, M = (x_c @ y_back).tril(-1), (x_c @ k_back).tril(-1)
+            p = torch.linalg.solve_triangular(L, x_c @ S + M @ u, upper=False, unitriangular=True)
+            read = read - (q_c @ y_back).tril() @ p
+            written = written - (y[:, :, at] * to_end).transpose(2, 3) @ p
+        o[:, :, at] = read if reads_before else K**-0.5 * read  # rwkv6 has the scale 1
+        S = last.exp().transpose(2, 3) * S + written
     if normalised:
         o = o[..., :V] / o[..., V:].clamp(min=1e-6)
         S = S[..., :V]
+    return o.transpose(1, 2), S
+
+
+def momentum64(x, dtype, C):
+    """reference64 of titans: Y <- eta Y + k u', S <- a S + Y, and u = beta (v - S'k) sees S before.
+
+    A write k_j u_j' is in S_i by a weight W_ij, which goes through the same recursion of two
+    numbers as (S, Y) does. So do the weights of the states before the chunk. All chunks go at once,
+    a token after the other.
+    """
+    q, k, v = (x[name].to(dtype).transpose(1, 2) for name in ("q", "k", "v"))
+    group = v.shape[1] // q.shape[1]
+    q, k = (a.repeat_interleave(group, 1) for a in (q, k))
+    (B, HV, T, V), K = v.shape, q.shape[3]
+    by_token = {
+        name: torch.nn.functional.pad(x[name].to(dtype).transpose(1, 2), (0, -T % C))
+        for name in ("g", "beta", "eta")
+        if name in x
+    }
+    a, eta = (
+        y.unflatten(2, (-1, C)) for y in (by_token["g"].exp(), by_token["eta"])
+    )  # [B,HV,chunks,C]
+    # the last two columns: the weights of S and Y before the chunk
+    W = torch.zeros(*a.shape, C + 2, device=v.device, dtype=dtype)
+    of_S, of_Y = (torch.zeros(*a.shape[:3], C + 2, device=v.device, dtype=dtype) for _ in range(2))
+    of_S[..., C], of_Y[..., C + 1] = 1, 1
+    seen = torch.empty_like(W)
+    for i in range(C):
+        seen[..., i, :] = of_S
+        of_Y = eta[..., i, None] * of_Y
+        of_Y[..., i] = 1
+        of_S = a[..., i, None] * of_S + of_Y
+        W[..., i, :] = of_S
+    S, Y = (
+        s.to(dtype)
+        for s in x.get(
+            "initial_state", (torch.zeros(B, HV, K, V, device=v.device, dtype=dtype),) * 2
+        )
+    )
+    o = torch.empty_like(v)
+    for chunk, start in enumerate(range(0, T, C)):
+        at = slice(start, min(start + C, T))
+        n = at.stop - at.start
+        w, p = W[:, :, chunk, :n], seen[:, :, chunk, :n]
+        kc, qc = k[:, :, at], q[:, :, at]
+        beta = by_token["beta"][:, :, at, None]
+        back = kc.transpose(2, 3)
+        predicted = p[..., C, None] * (kc @ S) + p[..., C + 1, None] * (kc @ Y)
+        u = torch.linalg.solve_triangular(
+            beta * (p[..., :n] * (kc @ back)).tril(-1),
+            beta * (v[:, :, at] - predicted),
+            upper=False,
+            unitriangular=True,
+        )
+        read = w[..., C, None] * (qc @ S) + w[..., C + 1, None] * (qc @ Y)
+        o[:, :, at] = K**-0.5 * (read + (w[..., :n] * (qc @ back)).tril() @ u)
+        # the last token's weights, and those of Y, whose decay is eta alone
+        e = eta[:, :, chunk, :n]
+        fade = torch.ones_like(e)
+        for i in range(n - 2, -1, -1):
+            fade[..., i] = fade[..., i + 1] * e[..., i + 1]
+        end = w[:, :, -1]
+        S, Y = (
+            end[..., C, None, None] * S
+            + end[..., C + 1, None, None] * Y
+            + (kc * end[..., :n, None]).transpose(2, 3) @ u,
+            (fade[..., 0] * e[..., 0])[..., None, None] * Y
+            + (kc * fade[..., None]).transpose(2, 3) @ u,
+        )
     return o.transpose(1, 2), S
 
 
