@@ -13,8 +13,8 @@
  * where q^ and k^ are rows of q and k times the decay from the start of the chunk, k~ is k times
  * the decay to its end, and a is the decay of the whole chunk. Where the caller gave x, it stands
  * in the place of k in k^ and of the left k in A. A scalar decay scales rows of the products
- * instead. Decays are multiplied, never summed as logarithms (docs/decisions/0005). No
- * exponent is ever positive, and a decay of zero is a zero.
+ * instead. Decays are multiplied, never summed as logarithms (docs/decisions/0005). No exponent is
+ * ever positive, and a decay of zero is a zero.
  *
  * `chunks_forward` computes everything transposed: a warp owns 16 value columns, as the 16 rows of
  * its left operands. The accumulators of one product are then the left operand of the next. The
@@ -266,12 +266,11 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
 {
     constexpr bool has_k = stage<KP, DECAY, RULE>::has_k;
     const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
-    const int prepare_bytes = DECAY == LA_KEY ? (int)sizeof(key_room<KP>)
-                                              : scalar_room_bytes<KP, RULE>(has_x);
+    const int room_of_prepare = prepare_bytes<KP, DECAY, RULE>(has_x);
     device_traits d;
     cudaError_t error = traits_of_device((const void *)chunks_forward<KP, DECAY, RULE, CAUSAL>, &d);
     if (error != cudaSuccess) return error;
-    if (prepare_bytes > d.room || width_of_blocks<stage<KP, DECAY, RULE>>(c, d, 1, 1) == 0)
+    if (room_of_prepare > d.room || width_of_blocks<stage<KP, DECAY, RULE>>(c, d, 1, 1) == 0)
         return cudaErrorNotSupported; /* nothing has been done */
     tensor_maps maps = {};
     forward_flags f = {};
@@ -335,8 +334,8 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
 
     if (places)
         error = launch(prepare_of<KP, DECAY, RULE>(), chunk_slots * heads,
-                       DECAY == LA_KEY ? KEY_THREADS : SCALAR_THREADS, prepare_bytes, stream, c, w,
-                       given);
+                       DECAY == LA_KEY ? KEY_THREADS : SCALAR_THREADS, room_of_prepare, stream, c,
+                       w, given);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
         if (error == cudaSuccess && normalised) error = launch_divisors<KP>(c, w, stream);
     if (error == cudaSuccess) {

@@ -61,8 +61,8 @@ static __global__ void __launch_bounds__(256)
         if (of_x && !c.x[LA_X].data) continue;
         const view &x = which ? c.x[LA_K] : c.x[LA_Q];
         const view &to = of_x ? d[LA_DX] : which ? d[LA_DK] : d[LA_DQ];
-        const float *partial = (of_x ? from.dx : which ? from.dk : from.dq) +
-                               (h * group * tokens + token) * from.kp + key;
+        const float *partial = of_x ? from.dx : which ? from.dk : from.dq;
+        partial += (h * group * tokens + token) * from.kp + key;
         float dx[4] = {}, y[4] = {};
         for (int j = 0; j < group && key < from.kp; j++, partial += tokens * from.kp) {
             const float4 one = *(const float4 *)partial;
@@ -103,11 +103,6 @@ template <int KP, la_decay DECAY, la_rule RULE> constexpr int intra_bytes(bool w
 {
     return DECAY == LA_KEY ? sizeof(intra_key_room<KP, RULE>)
                            : sizeof(intra_room<KP, RULE>) + (with_x ? tile_bytes(KP) : 0);
-}
-
-template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes(bool with_x)
-{
-    return DECAY == LA_KEY ? (int)sizeof(key_room<KP>) : scalar_room_bytes<KP, RULE>(with_x);
 }
 
 static void narrow(call &c, gradients &d, int h, int n)
@@ -242,8 +237,8 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
     if (error == cudaSuccess)
         error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, processors, stream);
     if (error == cudaSuccess)
-        error = launch(intra, places, INTRA_THREADS, intra_bytes<KP, DECAY, RULE>(has_x), stream,
-                       c, d, x.w, maps, x.f, x.to);
+        error = launch(intra, places, INTRA_THREADS, intra_bytes<KP, DECAY, RULE>(has_x), stream, c,
+                       d, x.w, maps, x.f, x.to);
     if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && !x.to.direct)
         error = launch(reduce_heads, (tokens * c.H + 7) / 8, 256, 0, stream, c, d, x.to);

@@ -40,12 +40,10 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
     /* v: a panel for every four slices of 16 columns. o leaves by way of the same place, unless in
-     * planes. Behind it, where the caller gave x and decays are scalar: k, and the decays that x
-     * sees. The place of k then has x. */
+     * planes */
     __host__ __device__ static constexpr int bytes(int width, bool with_x)
     {
-        return v + (width + 3) / 4 * PANEL_BYTES +
-               (with_x && DECAY != LA_KEY ? tile_bytes(KP) + 1024 : 0);
+        return v + (width + 3) / 4 * PANEL_BYTES + bytes_for_x<KP, DECAY>(with_x);
     }
     /* after the stages: the numbers that two warps exchange, 32 per lane */
     __host__ __device__ static constexpr int exchanged(int width)
@@ -293,14 +291,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     const int first_chunk = (int)((int64_t)all_chunks * segment / g.count);
     const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
     const int chunk_slot0 = first_chunk_slot(c, u.n);
-    /* where the rows are that the state sees, and those that are written to it */
-    const bool has_x = RULE == LA_DELTA && DECAY != LA_KEY && c.x[LA_X].data;
-    const int bytes = part::bytes(width, has_x);
-    const int written = DECAY == LA_KEY ? part::kt
-                        : has_x         ? part::bytes(width, false)
-                                        : part::k;
-    const int look = has_x && w.look ? written + tile_bytes(KP) : part::in;
-    const char *const seen = has_x ? w.x : w.k; /* NULL: they are fetched from the caller's array */
+    const key_rows rows = key_rows_of<part, KP, DECAY, RULE>(c, w, width);
+    const int bytes = rows.bytes;
 
     __shared__ int nonfinite_at[MOST_STAGES]; /* w.nonfinite of the chunk */
 #if HAS_WARP_GROUPS
@@ -321,9 +313,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             const void *from;
             int bytes;
         } pieces[] = {
-            {part::k, part::has_k && seen ? seen + keys : NULL, tile_bytes(KP)},
-            {written, has_x && w.k ? w.k + keys : NULL, tile_bytes(KP)},
-            {look, has_x && w.look ? w.look + place * C : NULL, C * 4},
+            {part::k, part::has_k && rows.seen ? rows.seen + keys : NULL, tile_bytes(KP)},
+            {rows.written, rows.has_x && w.k ? w.k + keys : NULL, tile_bytes(KP)},
+            {rows.look, rows.has_x && w.look ? w.look + place * C : NULL, C * 4},
             {part::q, w.q ? w.q + keys : NULL, tile_bytes(KP)},
             {part::kt, DECAY == LA_KEY ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
             {part::scores, w.scores + place * PANEL_BYTES, PANEL_BYTES},
@@ -337,8 +329,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
         const uint32_t barrier = address_of(full + into);
         const int nonfinite = w.nonfinite[place];
         const int v_panels = f.v_pieces ? (v_slices + 3) / 4 : 0;
-        int bytes = (part::has_k && !seen ? tile_bytes(KP) : 0) +
-                    (has_x && !w.k ? tile_bytes(KP) : 0) + (!w.q ? tile_bytes(KP) : 0) +
+        int bytes = (part::has_k && !rows.seen ? tile_bytes(KP) : 0) +
+                    (rows.has_x && !w.k ? tile_bytes(KP) : 0) + (!w.q ? tile_bytes(KP) : 0) +
                     v_panels * PANEL_BYTES;
 #pragma unroll
         for (const auto &x : pieces)
@@ -348,12 +340,12 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             if (x.from) engine_copy(base + x.offset, x.from, x.bytes, barrier);
 #pragma unroll
         for (int j = 0; j < KP / PANEL; j++) {
-            if (part::has_k && !seen)
-                engine_copy_box(base + part::k + j * PANEL_BYTES, has_x ? &maps.x : &maps.k,
+            if (part::has_k && !rows.seen)
+                engine_copy_box(base + part::k + j * PANEL_BYTES, rows.has_x ? &maps.x : &maps.k,
                                 j * PANEL, u.h, t, u.b, barrier);
-            if (has_x && !w.k)
-                engine_copy_box(base + written + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
-                                barrier);
+            if (rows.has_x && !w.k)
+                engine_copy_box(base + rows.written + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t,
+                                u.b, barrier);
             if (!w.q)
                 engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
                                 barrier);
@@ -365,9 +357,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
         barrier_expect(barrier, bytes);
 #else
         const int n = min(C, u.end - t);
-        if (part::has_k && !seen)
-            copy_rows<KP>(c.x[has_x ? LA_X : LA_K], c.K, u.b, t, n, u.h, base + part::k);
-        if (has_x && !w.k) copy_rows<KP>(c.x[LA_K], c.K, u.b, t, n, u.h, base + written);
+        if (part::has_k && !rows.seen)
+            copy_rows<KP>(c.x[rows.has_x ? LA_X : LA_K], c.K, u.b, t, n, u.h, base + part::k);
+        if (rows.has_x && !w.k) copy_rows<KP>(c.x[LA_K], c.K, u.b, t, n, u.h, base + rows.written);
         if (!w.q) copy_rows<KP>(c.x[LA_Q], c.K, u.b, t, n, u.h, base + part::q);
 #pragma unroll
         for (const auto &x : pieces)
@@ -489,8 +481,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             if (n < C && !second_time) {
                 for (int j = threadIdx.x; j < (C - n) * KP / 8 && part::has_k; j += warps * 32) {
                     const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
-                    if (!seen) *(uint4 *)(room + part::k + at) = make_uint4(0, 0, 0, 0);
-                    if (has_x && !w.k) *(uint4 *)(room + written + at) = make_uint4(0, 0, 0, 0);
+                    if (!rows.seen) *(uint4 *)(room + part::k + at) = make_uint4(0, 0, 0, 0);
+                    if (rows.has_x && !w.k)
+                        *(uint4 *)(room + rows.written + at) = make_uint4(0, 0, 0, 0);
                 }
                 if (PLANES == 1 && f.v_pieces && columns > 0)
                     for (int j = lane; j < (C - n) * 2; j += 32)
@@ -522,7 +515,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             }
             const float *in = (const float *)(room + part::in);
             const float *out = (const float *)(room + part::out);
-            const float *of_look = (const float *)(room + look);
+            const float *of_look = (const float *)(room + rows.look);
 
             /* S' before the chunk. In planes there is no room for it beside S. */
             operand s[PLANES == 1 ? KEYS / 16 : 1];
@@ -536,7 +529,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
 #pragma unroll
                     for (int e = 0; e < 4; e++) large |= !(fabsf(S[j][e]) < TOO_LARGE_FOR_PLANES);
             /* sums = S times a tile */
-            const auto multiply_state = [&](float(&sums)[8][4], int tile) {
+            const auto multiply_state = [&](float (&sums)[8][4], int tile) {
                 constexpr int AT_ONCE = PLANES == 1 ? KEYS / 16 : 2;
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; i += AT_ONCE) {
@@ -727,7 +720,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    multiply_columns(S, Ut[j], base + written + own, j * 16);
+                    multiply_columns(S, Ut[j], base + rows.written + own, j * 16);
                 products_commit();
             }
             if (reads) {

@@ -8,8 +8,8 @@
  *
  * and from there the adjoint of the scores. Where the caller gave x, dk^ is the gradient of x^, and
  * L is that of x and k. Two groups of four warps share a chunk. One computes the sums that end in
- * dq, the other those that end in dk and dx. A warp has 16 tokens. Value columns come
- * panel by panel. */
+ * dq, the other those that end in dk and dx. A warp has 16 tokens. Value columns come panel by
+ * panel. */
 #ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_CUH
 
@@ -40,12 +40,12 @@ template <int KP, la_rule RULE> struct intra_panel {
 template <int KP, la_rule RULE> struct intra_room {
     alignas(1024) char q[tile_bytes(KP)], k[tile_bytes(KP)];
     alignas(1024) intra_panel<KP, RULE> panel[INTRA_STAGES];
-    /* of the bare products q_i . k_j, k_i . k_j */
+    /* of the bare products q_i . k_j, x_i . k_j */
     alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
     float G[C * LD_PAIRS], dG[C * LD_PAIRS];
     float a[C], beta[C], e[C], r[C]; /* e: decay from the start of the chunk; r: to its end */
-    /* q . dq^, x . dx^, k . dk~: parts of the gradients of decays. Those of x are at the token whose
-     * decay x sees */
+    /* q . dq^, x . dx^, k . dk~: parts of the gradients of decays. A part of x is at the token
+     * whose decay x sees */
     float of_q[C], of_x[C], of_r[C];
     float up[4][C], of_e[4][C], quarter[4], da[2][C], sums[INTRA_THREADS / 32];
     uint64_t full[INTRA_STAGES];
@@ -227,8 +227,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     }
 
     float X[8][4] = {};      /* dO U' or Z U' */
-    float Y[KP / 8][4] = {}; /* dO S' or Z S', then dq or dx */
-    float R[KP / 8][4] = {}; /* second group: U dS', then dk */
+    float Y[KP / 8][4] = {}; /* dO S' or Z S', then dq or dx; dx is part of dk without an x */
+    float R[KP / 8][4] = {}; /* second group: U dS', then dk beside dx */
     float along = 0;         /* the sum of S * dS */
     for (int i = 0; i < panels; i++) {
         intra_panel<KP, RULE> &x = s.panel[i % INTRA_STAGES];
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
 #pragma unroll
                 for (int e = 0; e < 4; e++) Y[m][e] = (delta ? Y[m][e] : 0) + R[m][e];
     }
-    float(&dk)[KP / 8][4] = HAS_X ? R : Y;
+    float (&dk)[KP / 8][4] = HAS_X ? R : Y;
     float bare[8][4] = {};
     if (DECAY == LA_TOKEN && (first_group || delta)) {
         const uint32_t rows = address_of(first_group ? s.q : seen), k = address_of(s.k);

@@ -293,7 +293,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     /* was q^ = e q, x^ = e x: terms that begin at the state before the chunk */
     for (int B = 0; B < block; B++) scale_keys<KP>(Y, s.t[B]);
     scale_all<KP>(Y, s.f, row0, first_group ? scale : -b_top, first_group ? scale : -b_low);
-    sum_rows<KP>(Y, first_group ? s.q : HAS_X ? s.xf : s.k, row0,
+    const char *const x_rows = HAS_X ? s.xf : s.k;
+    sum_rows<KP>(Y, first_group ? s.q : x_rows, row0,
                  first_group ? s.q_from_state[block] : s.x_from_state[block]);
     if (!first_group) { /* was k~ = r k: terms that end at the state after the chunk */
         for (int B = block + 1; B < BLOCKS; B++) scale_keys<KP>(R, s.t[B]);

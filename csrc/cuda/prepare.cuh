@@ -79,6 +79,34 @@ __device__ inline int sequence_of(const call &c, int chunk_slot)
     return low;
 }
 
+/* The bytes of a stage behind v, where decays are scalar and the caller gave x: k, and the decays
+ * that x sees. The place of k then has x. */
+template <int KP, la_decay DECAY> __host__ __device__ constexpr int bytes_for_x(bool with_x)
+{
+    return with_x && DECAY != LA_KEY ? tile_bytes(KP) + 1024 : 0;
+}
+
+/* Where a stage (`part`) has the rows that are written to the state, and the decays of the rows
+ * that the state sees. The latter rows are at part::k. */
+struct key_rows {
+    bool has_x; /* x is apart from k */
+    int bytes;  /* of the whole stage */
+    int written, look;
+    const char *seen; /* the rows seen, where prepare has left them; NULL: the caller's array */
+};
+
+template <typename part, int KP, la_decay DECAY, la_rule RULE>
+__device__ __forceinline__ key_rows key_rows_of(const call &c, const chunks &w, int width)
+{
+    key_rows x;
+    x.has_x = RULE == LA_DELTA && DECAY != LA_KEY && c.x[LA_X].data;
+    x.bytes = part::bytes(width, x.has_x);
+    x.written = DECAY == LA_KEY ? part::kt : x.has_x ? part::bytes(width, false) : part::k;
+    x.look = x.has_x && w.look ? x.written + tile_bytes(KP) : part::in;
+    x.seen = x.has_x ? w.x : w.k;
+    return x;
+}
+
 /* ---- prepare: loads ---- */
 
 struct tensor_maps {
@@ -589,14 +617,14 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
  * operands, in blocks of 16 tokens. Let f_i be the decay from the start of the block of i through
  * token i, h_j the decay from after j to the end of the block of j, and t_R the decay of the whole
  * block R. Then block (I, J < I) is (x f) diag(t_(J+1) ... t_(I-1)) (k h)', where x is q, x or k.
- * Diagonal blocks are (x f) (k / f)'. That is accurate for a row if f has stayed between 1 / REACH and REACH up to this
- * row; rows after it do not matter. From the first row where f has not, the decay of each pair is
- * multiplied up in float32. The exponents of bf16 reach from 2^-126 to 2^127, those of float16 from
- * 2^-14 to 2^15. The range that REACH leaves is for k and q. */
+ * Diagonal blocks are (x f) (k / f)'. That is accurate for a row if f has stayed between 1 / REACH
+ * and REACH up to this row; rows after it do not matter. From the first row where f has not, the
+ * decay of each pair is multiplied up in float32. The exponents of bf16 reach from 2^-126 to 2^127,
+ * those of float16 from 2^-14 to 2^15. The range that REACH leaves is for k and q. */
 static constexpr float REACH = NARROW ? 0x1p8f : 0x1p100f;
 
 template <int KP> struct key_room {
-    /* k becomes k / f, q becomes q f. xf: x, which becomes x f, or k f where the caller gave no x */
+    /* k becomes k / f, q becomes q f. xf has x, which becomes x f; without an x, k f */
     alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)], xf[tile_bytes(KP)], kh[tile_bytes(KP)];
     union {
         float a[C * KP];
@@ -903,6 +931,11 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
         __syncthreads();
         write_tile<PANEL_BYTES, KEY_THREADS>(w.inverse + (int64_t)place * PANEL_BYTES, s.tile);
     }
+}
+
+template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes(bool with_x)
+{
+    return DECAY == LA_KEY ? (int)sizeof(key_room<KP>) : scalar_room_bytes<KP, RULE>(with_x);
 }
 
 template <int KP, la_decay DECAY, la_rule RULE> constexpr auto prepare_of()

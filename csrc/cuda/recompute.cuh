@@ -52,12 +52,10 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_st
     static constexpr int out = in + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
-    /* a panel for every four warps: v or dO, and the results that leave by way of its place. Behind
-     * it as in the forward pass: k, and the decays that x sees */
+    /* a panel for every four warps: v or dO, and the results that leave by way of its place */
     __host__ __device__ static constexpr int bytes(int warps, bool with_x)
     {
-        return v + warps / 4 * PANEL_BYTES +
-               (with_x && DECAY != LA_KEY ? tile_bytes(KP) + 1024 : 0);
+        return v + warps / 4 * PANEL_BYTES + bytes_for_x<KP, DECAY>(with_x);
     }
 };
 
@@ -177,14 +175,8 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     const int own_panels = min(warps / 4, panels - tile * (warps / 4));
     const int all_chunks = (u.end - u.begin + C - 1) / C;
     const int chunk_slot0 = first_chunk_slot(c, u.n);
-    /* where the rows are that the state sees, and those that are written to it */
-    const bool has_x = delta && DECAY != LA_KEY && c.x[LA_X].data;
-    const int bytes = part::bytes(warps, has_x);
-    const int written = DECAY == LA_KEY ? part::kt
-                        : has_x         ? part::bytes(warps, false)
-                                        : part::k;
-    const int look = has_x && w.look ? written + tile_bytes(KP) : part::in;
-    const char *const seen = has_x ? w.x : w.k; /* NULL: they are fetched from the caller's array */
+    const key_rows rows = key_rows_of<part, KP, DECAY, RULE>(c, w, warps);
+    const int bytes = rows.bytes;
     const auto chunk_at = [&](int i) { return BACKWARD ? all_chunks - 1 - i : i; };
 
     __shared__ int nonfinite_at[ADJOINT_STAGES]; /* w.nonfinite of the chunk */
@@ -214,9 +206,9 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 const void *from;
                 int bytes;
             } pieces[] = {
-                {part::k, part::has_k && seen ? seen + keys : NULL, tile_bytes(KP)},
-                {written, has_x && w.k ? w.k + keys : NULL, tile_bytes(KP)},
-                {look, has_x && w.look ? w.look + place * C : NULL, C * 4},
+                {part::k, part::has_k && rows.seen ? rows.seen + keys : NULL, tile_bytes(KP)},
+                {rows.written, rows.has_x && w.k ? w.k + keys : NULL, tile_bytes(KP)},
+                {rows.look, rows.has_x && w.look ? w.look + place * C : NULL, C * 4},
                 {part::q, BACKWARD && w.q ? w.q + keys : NULL, tile_bytes(KP)},
                 {part::kt, DECAY == LA_KEY ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
                 {part::scores, BACKWARD ? w.scores + place * PANEL_BYTES : NULL, PANEL_BYTES},
@@ -228,8 +220,8 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             };
             barrier_wait(address_of(empty + into), round ^ 1); /* returns at once the first time */
             const int nonfinite = w.nonfinite[place];
-            int expected = (part::has_k && !seen ? tile_bytes(KP) : 0) +
-                           (has_x && !w.k ? tile_bytes(KP) : 0) +
+            int expected = (part::has_k && !rows.seen ? tile_bytes(KP) : 0) +
+                           (rows.has_x && !w.k ? tile_bytes(KP) : 0) +
                            (BACKWARD && !w.q ? tile_bytes(KP) : 0) + own_panels * PANEL_BYTES;
 #pragma unroll
             for (const auto &x : pieces)
@@ -239,12 +231,13 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 }
 #pragma unroll
             for (int j = 0; j < KP / PANEL; j++) {
-                if (part::has_k && !seen)
-                    engine_copy_box(base + part::k + j * PANEL_BYTES, has_x ? &maps.x : &maps.k,
-                                    j * PANEL, u.h, t, u.b, barrier);
-                if (has_x && !w.k)
-                    engine_copy_box(base + written + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t,
-                                    u.b, barrier);
+                if (part::has_k && !rows.seen)
+                    engine_copy_box(base + part::k + j * PANEL_BYTES,
+                                    rows.has_x ? &maps.x : &maps.k, j * PANEL, u.h, t, u.b,
+                                    barrier);
+                if (rows.has_x && !w.k)
+                    engine_copy_box(base + rows.written + j * PANEL_BYTES, &maps.k, j * PANEL, u.h,
+                                    t, u.b, barrier);
                 if (BACKWARD && !w.q)
                     engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t,
                                     u.b, barrier);
@@ -290,8 +283,10 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         if (n < C) { /* a box may reach into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32) {
                 const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
-                if (part::has_k && !seen) *(uint4 *)(room + part::k + at) = make_uint4(0, 0, 0, 0);
-                if (has_x && !w.k) *(uint4 *)(room + written + at) = make_uint4(0, 0, 0, 0);
+                if (part::has_k && !rows.seen)
+                    *(uint4 *)(room + part::k + at) = make_uint4(0, 0, 0, 0);
+                if (rows.has_x && !w.k)
+                    *(uint4 *)(room + rows.written + at) = make_uint4(0, 0, 0, 0);
                 if (BACKWARD && !w.q) *(uint4 *)(room + part::q + at) = make_uint4(0, 0, 0, 0);
             }
             for (int j = lane; j < (C - n) * 2; j += 32)
@@ -302,7 +297,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         }
         const float *in = (const float *)(room + part::in),
                     *out = (const float *)(room + part::out),
-                    *of_look = (const float *)(room + look);
+                    *of_look = (const float *)(room + rows.look);
         /* the whole chunk is spoiled, and all that depends on it */
         const bool nonfinite = nonfinite_at[stage_at] < C;
 
@@ -375,7 +370,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    multiply_columns(S, to_state[j], base + written, j * 16);
+                    multiply_columns(S, to_state[j], base + rows.written, j * 16);
                 products_commit();
                 products_wait<1>();
                 products_in(E);
@@ -399,7 +394,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 decay_state();
                 products_begin();
 #pragma unroll
-                for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + written, j * 16);
+                for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + rows.written, j * 16);
                 products_commit();
                 products_wait<0>();
                 products_in(S);
@@ -414,7 +409,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             float dU[8][4] = {}, of_read[DECAY == LA_TOKEN ? 8 : 1][4] = {};
             products_begin();
 #pragma unroll
-            for (int j = 0; j < KP / 16; j++) multiply_rows(dU, s[j], base + written, j * 16);
+            for (int j = 0; j < KP / 16; j++) multiply_rows(dU, s[j], base + rows.written, j * 16);
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 if constexpr (DECAY == LA_TOKEN)
