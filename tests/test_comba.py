@@ -1,7 +1,7 @@
 """comba at the sizes of tensor cores, by the acceptance rule.
 
-It has no reference of its own: it is the reference's dplr_delta_rule with y = beta k and the values
-beta v, for every value head by itself.
+It has no reference of its own: it is the reference's dplr_delta_rule with beta k in the places of k
+and y, for every value head by itself.
 """
 
 import itertools
@@ -11,12 +11,22 @@ import numpy as np
 import pytest
 from support import device
 from support.device import ops as linattn
-from support.grid import Case, Pool, gradients_on_tensor_cores, rounds_products, wider
+from support.grid import (
+    Case,
+    Pool,
+    gradients_on_tensor_cores,
+    inputs_of,
+    rounds_products,
+    wider,
+)
 from support.variants import PREDICTS
 
+import linattn as library
 from linattn import reference, testing
+from linattn.reference.elements import l2norm_adjoint
 
 BFLOAT16 = ml_dtypes.bfloat16
+BASE = "gated_delta_rule"  # comba has its arrays, and an x
 LENGTHS = (63, 64, 65, 128, 257)
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4))
 SIZES = list(itertools.product((64, 100, 128, 256), (64, 72, 128), (BFLOAT16, np.float16)))
@@ -29,116 +39,97 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("size", sizes, ids=lambda x: f"K{x[0]}-V{x[1]}-{np.dtype(x[2]).name}")
 
 
-def problems(size, rng):
-    """The case of each length, its inputs, and those of a backward pass."""
+def cases(size):
+    """One of each length; packed sequences and l2-normed keys take turns."""
     K, V, dtype = size
     for i, T in enumerate(LENGTHS):
         H, HV = HEADS[(i + K + V) % len(HEADS)]
-        packed, l2norm = i % 2 == 1, i % 3 == 1
-        cu = np.array([0, T // 3, T // 3, T]) if packed else None
-        case = Case(
-            "comba", "chunk", dtype, T, None, K, V, H, HV, 1 if packed else 2, l2norm=l2norm
-        )
-        x = testing.make_inputs(
-            "gated_delta_rule",
-            rng,
-            B=case.B,
-            T=T,
-            H=H,
-            HV=HV,
-            K=K,
-            V=V,
-            dtype=dtype,
-            initial_state=True,
-            cu_seqlens=cu,
-            x=True,
-        )
-        made = testing.make_output_gradients("gated_delta_rule", rng, x)
-        yield case, x | ({"qk_l2norm": True} if l2norm else {}), made
+        B, flags = 2 - i % 2, {"packed": i % 2 == 1, "l2norm": i % 3 == 1, "x": True}
+        yield Case(BASE, "chunk", dtype, T, None, K, V, H, HV, B, **flags)
 
 
-def as_dplr(x, dtype):
-    """The arguments of dplr_delta_rule, a head of keys for each value head."""
+def as_dplr(x):
+    """The arguments of dplr_delta_rule, a head of keys for each value head, in float64."""
     x = dict(x)
     group = x["v"].shape[2] // x["k"].shape[2]
-    wide = {n: x[n].astype(np.result_type(x[n].dtype, np.float64)) for n in ("q", "k", "x", "v")}
+    wide = {name: x[name].astype(np.float64) for name in ("q", "k", "v", "x", "beta", "g")}
     if x.pop("qk_l2norm", False):
-        wide |= {n: reference.l2norm(wide[n]) for n in ("q", "k")}
-    q, k, look = (wide[n].repeat(group, 2) for n in ("q", "k", "x"))
-    beta = x.pop("beta")[..., None].astype(np.float64)
-    g = x.pop("g")[..., None].repeat(q.shape[-1], -1)
-    x |= {"q": q, "k": k, "x": look, "v": beta * wide["v"], "y": beta * k, "g": g}
-    return x | {"dtype": dtype}
+        wide |= {name: reference.l2norm(wide[name]) for name in ("q", "k")}
+    q, k, looks = (wide[name].repeat(group, 2) for name in ("q", "k", "x"))
+    written = wide["beta"][..., None] * k
+    del x["beta"]
+    g = wide["g"][..., None].repeat(q.shape[-1], -1)
+    return x | {"q": q, "k": written, "v": wide["v"], "x": looks, "y": written, "g": g}, k
 
 
-def forward(x, dtype, **how):
-    return dict(
-        zip(
-            ("o", "final_state"), reference.dplr_delta_rule(**as_dplr(x, dtype), **how), strict=True
-        )
-    )
+def forward(x, **how):
+    o, state = reference.dplr_delta_rule(**as_dplr(x)[0], **how)
+    return {"o": o, "final_state": state}
+
+
+def gradients(x, made, **how):
+    """By the names of comba's arguments. Heads that share keys add theirs up."""
+    given, k = as_dplr(x)
+    grads = reference.backward("dplr_delta_rule", **given, **made, **how)
+    wide = {
+        name: np.asarray(grad, np.float64)
+        for name, grad in grads._asdict().items()
+        if grad is not None
+    }
+    d_written = wide["dk"] + wide["dy"]  # was beta k
+    shared = {
+        "dq": wide["dq"],
+        "dk": x["beta"][..., None].astype(np.float64) * d_written,
+        "dx": wide["dx"],
+    }
+    H = x["k"].shape[2]
+    for name, grad in shared.items():
+        shared[name] = grad.reshape(*grad.shape[:2], H, -1, grad.shape[-1]).sum(3)
+        if x.get("qk_l2norm") and name != "dx":
+            shared[name] = l2norm_adjoint(x[name[1:]].astype(np.float64), shared[name])
+    return shared | {
+        "dv": wide["dv"],
+        "dbeta": (d_written * k).sum(-1),
+        "dg": wide["dg"].sum(-1),
+        "d_initial_state": wide["d_initial_state"],
+    }
 
 
 def test_forward(size, rng):
     pools = {}
-    for case, x, _ in problems(size, rng):
+    for case in cases(size):
+        x = inputs_of(case, rng)
         o, state = linattn.comba(**x, output_final_state=True)
-        rounded = rounds_products("gated_delta_rule", case.dtype, case.K, "chunk", case.T)
+        rounded = rounds_products(BASE, case.dtype, case.K, "chunk", case.T)
         pool = pools.setdefault(rounded, Pool(case.dtype if rounded else None))
         pool.add(
             {"o": o, "final_state": state},
-            forward(x, wider(case.dtype), form="recurrent"),
-            lambda x, dtype=case.dtype: forward(x, dtype, form="chunk", chunk_size=64),
+            forward(x, dtype=wider(case.dtype), form="recurrent"),
+            lambda x, dtype=case.dtype: forward(x, dtype=dtype, form="chunk", chunk_size=64),
             x,
         )
     for pool in pools.values():
         pool.judge(f"comba {size}")
 
 
-def gradients(x, made, dtype, **how):
-    """By the names of comba's arguments. Heads that share keys add theirs up."""
-    given = as_dplr(x, dtype)
-    found = reference.backward("dplr_delta_rule", **given, **made, **how)._asdict()
-    H, group = x["k"].shape[2], x["v"].shape[2] // x["k"].shape[2]
-    beta, v = (x[n].astype(np.float64) for n in ("beta", "v"))
-    wide = {n: np.asarray(y, np.float64) for n, y in found.items() if y is not None}
-    dy, dv = wide["dy"], wide["dv"]
-    dk = wide["dk"] + beta[..., None] * dy
-    shared = {"dq": wide["dq"], "dk": dk, "dx": wide["dx"]}
-    for name, y in shared.items():
-        shared[name] = y.reshape(*y.shape[:2], H, group, -1).sum(3)
-    if x.get("qk_l2norm"):
-        for name in ("dq", "dk"):
-            row, d = x[name[1:]].astype(np.float64), shared[name]
-            by = 1 / np.sqrt((row * row).sum(-1, keepdims=True) + 1e-6)
-            unit = row * by
-            shared[name] = by * (d - unit * (unit * d).sum(-1, keepdims=True))
-    return shared | {
-        "dv": beta[..., None] * dv,
-        "dbeta": (dy * given["k"]).sum(-1) + (dv * v).sum(-1),
-        "dg": wide["dg"].sum(-1),
-        "d_initial_state": wide["d_initial_state"],
-    }
-
-
 def test_backward(size, rng):
     pools = {}
-    for case, x, made in problems(size, rng):
+    for case in cases(size):
+        x = inputs_of(case, rng)
+        made = testing.make_output_gradients(BASE, rng, x)
         found = linattn.comba_backward(made["do"], **x, d_final_state=made["d_final_state"])
+        exact = gradients(x, made, dtype=wider(case.dtype), form="recurrent")
+        found = {name: getattr(found, name) for name in exact}
+
+        def naive(x, made=made, found=found, dtype=case.dtype):
+            grads = gradients(x, made, dtype=dtype, form="chunk", chunk_size=64)
+            return {name: grad.astype(found[name].dtype) for name, grad in grads.items()}
+
         rounded = not device.on_host() and gradients_on_tensor_cores(
             case.dtype, case.K, case.V, "chunk", case.T
         )
-        exact = gradients(x, made, wider(case.dtype), form="recurrent")
         pool = pools.setdefault(rounded, Pool(case.dtype if rounded else None))
-        pool.add(
-            {name: getattr(found, name) for name in exact},
-            exact,
-            lambda x, made=made, dtype=case.dtype, found=found: {
-                name: y.astype(getattr(found, name).dtype)
-                for name, y in gradients(x, made, dtype, form="chunk", chunk_size=64).items()
-            },
-            x,
-        )
+        pool.add(found, exact, naive, x)
     for pool in pools.values():
         pool.judge(f"comba {size}", gradient=True)
 
@@ -147,7 +138,10 @@ def test_backward(size, rng):
 def test_a_gpu_has_chunks_with_x(op, rng):
     if device.on_host():
         pytest.skip("a GPU's kernels")
-    x = testing.make_inputs(op, rng, B=1, T=65, H=2, K=64, V=64, dtype=BFLOAT16, x=True)
-    x = {name: device.arrays.from_numpy(y) for name, y in x.items()}
-    report = linattn.explain_kernel(op, **x)
-    assert (report.kernel, report.unit) == ("chunks", "tensor cores")
+    case = Case(op, "chunk", BFLOAT16, 65, None, 64, 64, 2, 2, 1, x=True)
+    given = inputs_of(case, rng)
+    made = testing.make_output_gradients(op, rng, given)
+    for name, x in ((op, given), (f"{op}_backward", given | made)):
+        there = {label: device.arrays.from_numpy(y) for label, y in x.items()}
+        report = library.explain_kernel(getattr(library, name), **there)
+        assert (report.kernel, report.unit) == ("chunks", "tensor cores")
