@@ -52,6 +52,7 @@ enum {
 #define LA_PART_DPLR LA_DPLR_OPS
 #define LA_PART_BONUS LA_BONUS_OPS
 #define LA_PART_PAIR LA_PAIR_OPS
+#define LA_PART_WEIGHED LA_WEIGHED
 #define LA_PART_NORMALISED LA_NORMALISED
 #define LABELS(label) {label, label "[0]", label "[1]"}
 #define IS_OUTPUT(role) (LA_##role == LA_OUTPUT)
@@ -229,6 +230,7 @@ bool la_has(const la_problem *p, la_name name)
     case LA_DPLR_OPS: return p->rule == LA_DPLR;
     case LA_BONUS_OPS: return p->rule == LA_BONUS;
     case LA_PAIR_OPS: return p->decay == LA_PAIR;
+    case LA_WEIGHED: return p->decay == LA_TOKEN && p->rule == LA_ADDITIVE;
     case LA_NORMALISED: return p->normaliser != LA_UNNORMALISED;
     }
     return false;

@@ -67,6 +67,11 @@ LA_FACT static inline bool la_predicts_after(la_decay decay, la_rule rule)
 {
     return rule == LA_DELTA && decay != LA_PAIR;
 }
+/* Kernels of these take weights of writes, and parts of v that reads skip the state with. */
+LA_FACT static inline bool la_weighs(la_decay decay, la_rule rule)
+{
+    return decay == LA_TOKEN && rule == LA_ADDITIVE;
+}
 LA_FACT static inline bool la_reads_after(la_rule rule) { return rule != LA_BONUS; }
 
 /* Which kernels an op has: the rows of kinds.def. Tables of kernels are indexed by this. */
@@ -125,6 +130,7 @@ typedef enum {
     LA_DPLR_OPS,
     LA_BONUS_OPS,
     LA_PAIR_OPS,
+    LA_WEIGHED,
     LA_NORMALISED
 } la_part;
 typedef enum { LA_REQUIRED, LA_OPTIONAL, LA_IN_STEP, LA_IN_DPLR } la_need;

@@ -730,12 +730,15 @@ static const struct {
 #include "arrays.def"
 };
 
-/* A line of arrays.def in its own words. */
+/* A line of arrays.def in its own words. An input that no backward pass takes has no gradient. */
 static PyObject *line_of_array(int i)
 {
+    const bool forward_only =
+        !strcmp(array_lines[i].role, "INPUT") && !strchr(array_lines[i].passes, 'B');
     return Py_BuildValue("(ssssssss)", array_lines[i].label, array_lines[i].letters,
                          array_lines[i].passes, array_lines[i].role, array_lines[i].dtype,
-                         array_lines[i].part, array_lines[i].needed, array_lines[i].gradient);
+                         array_lines[i].part, array_lines[i].needed,
+                         forward_only ? NULL : array_lines[i].gradient);
 }
 
 /* A tuple of n rows, as a constant of the module. */

@@ -14,7 +14,8 @@
  *     DPLR      before          after          v              - y p'
  *     BONUS     -               before         v              its own read is (q.(bonus*k)) v
  *
- * With a decay per token DELTA may predict before too (Comba).
+ * With a decay per token DELTA may predict before too (Comba), and ADDITIVE may have a weight for
+ * each write (Mamba-2's time step): u = beta v.
  *
  * The decay PAIR has two states, a memory S and its momentum Y, and the rule DELTA:
  *
@@ -92,9 +93,9 @@ typedef struct la_operands {
     const real *y;     /* DPLR */
     const real *bonus; /* BONUS */
     const lane *v;
-    real beta, eta;
-    bool before;  /* TOKEN and DELTA: x looks at the state before its decay */
-    bool batched; /* PAIR: M0 predicts in the place of S */
+    real beta, eta; /* beta: of DELTA; where la_weighs, the weight of the write or 1 */
+    bool before;    /* TOKEN and DELTA: x looks at the state before its decay */
+    bool batched;   /* PAIR: M0 predicts in the place of S */
     la_strip M0;
     real own; /* q . k, with a bonus q . (bonus * k): a token's weight in its own read */
     real qy;  /* DPLR: q . y */
@@ -195,7 +196,7 @@ LA_FN void la_token(const la_strip S, const la_strip Y, const int W, int K, cons
         la_write(S, Y, W, K, t, u, p, decay, rule);
         return;
     }
-    for (int w = 0; w < W; w++) u[w] = t->v[w];
+    for (int w = 0; w < W; w++) u[w] = la_weighs(decay, rule) ? t->beta * t->v[w] : t->v[w];
     la_clear(W, o);
     UNROLL for (int first = 0; first < K; first += LA_ROWS)
     {

@@ -35,7 +35,7 @@ if not hasattr(torch.library, "custom_op"):
 _INPUTS = tuple(
     line
     for line in ARRAYS
-    if "F" in line.passes
+    if {"F", "B"} <= set(line.passes)
     and line.role != "OUTPUT"
     and (line.role != "STATE" or line.part_of != "PAIR")
 )

@@ -92,6 +92,7 @@ class ArrayLine(NamedTuple):
             "DPLR": variant.rule == "dplr",
             "BONUS": variant.rule == "bonus",
             "PAIR": variant.decay == "pair",
+            "WEIGHED": variant.decay == "token" and variant.rule == "additive",
             "NORMALISED": variant.normaliser,
         }[self.part_of]
 

@@ -162,12 +162,23 @@ def test_chunks_are_the_recurrence(packed, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_options_it_is_simple_gla(dtype, rng):
+def test_without_options_and_steps_it_is_simple_gla(dtype, rng):
     x = inputs(rng, "plain", dtype)
-    y, states = linattn.ssd(**x, return_final_states=True)
-    v = (x["dt"][..., None] * x["x"].astype(state_dtype(dtype))).astype(dtype)
+    x["dt"] = np.ones_like(x["dt"])
     how = {"scale": 1, "output_final_state": True, "state_v_first": True}
-    assert_same_bits((y, states), linattn.simple_gla(x["C"], x["B"], v, x["dt"] * x["A"], **how))
+    expected = linattn.simple_gla(x["C"], x["B"], x["x"], x["dt"] * x["A"], **how)
+    assert_same_bits(linattn.ssd(**x, return_final_states=True), expected)
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent", "parallel"])
+def test_time_steps_are_weights_of_simple_gla(mode, rng):
+    x = inputs(rng, "plain")
+    y, states = linattn.ssd(**x, mode=mode, return_final_states=True)
+    v = x["dt"][..., None] * x["x"]
+    how = {"scale": 1, "mode": mode, "output_final_state": True, "state_v_first": True}
+    o, S = linattn.simple_gla(x["C"], x["B"], v, x["dt"] * x["A"], **how)
+    assert_near(y, o, 1e-13)
+    assert_near(states, S, 1e-13)
 
 
 def test_a_skip_and_a_gate_are_added_after(rng):

@@ -207,7 +207,9 @@ def test_the_tables_of_c(table):
         ]
     else:
         assert [[x.label, x.letters, x.passes] for x in ARRAYS] == [line[1:4] for line in lines]
-        assert [x.gradient for x in ARRAYS if x.gradient] == [x[8] for x in lines if len(x) == 9]
+        # an input that no backward pass takes has none
+        smooth = [x for x in lines if len(x) == 9 and (x[4] != "INPUT" or "B" in x[3])]
+        assert [x.gradient for x in ARRAYS if x.gradient] == [x[8] for x in smooth]
 
 
 def test_gradients_are_those_of_the_table():

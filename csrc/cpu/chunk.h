@@ -48,7 +48,8 @@ typedef struct chunk {
     real *k;     /* [C][kp], x's rows where x is not given; DPLR [2C][kp]: k, then (from row n) y */
     real *bonus; /* BONUS [kp] */
     real *a;     /* TOKEN, PAIR [C], KEY [C][kp] */
-    real *beta;  /* [C] */
+    real *beta;  /* [C]; with weights of writes they are here */
+    real skip;   /* the factor of v in a read */
     real *eta;   /* PAIR [C] */
     real *e;     /* TOKEN, PAIR [C], KEY [C][kp]; forward: KEY's in the place of a */
     real *look;  /* TOKEN [C]: e of the token before, for x that looks before the decay */
@@ -223,6 +224,9 @@ LA_FN void load_gates(chunk *c, const la_problem *p, const la_unit *u, int64_t t
     for (; decay == LA_KEY && first < c->n; first++) load_key_decays(c, p, u, t, first, 1);
     for (int64_t i = 0; rule == LA_DELTA && i < c->n; i++)
         c->beta[i] = load_scalar(p, LA_BETA, u, t + i);
+    const bool weights = la_weighs(decay, rule) && p->array[LA_WEIGHT].given;
+    for (int64_t i = 0; weights && i < c->n; i++) c->beta[i] = load_weight(p, u, t + i);
+    c->skip = la_weighs(decay, rule) && p->array[LA_SKIP].given ? load_skip(p, u) : 0;
 }
 
 /* Tokens t..t+n of the unit's sequence. reads: with q, and so with P. */
@@ -257,21 +261,23 @@ LA_FN void copy_row(int64_t n, real *to, const real *x)
 
 /* ---- scores ---- */
 
-/* Gamma and e. Each number is rounded once: if it were rounded at every token, equal decays would
+/* Gamma and e. Where writes have weights, a column of Gamma has that of its token as a factor, so
+ * P and r have it too. Each number is rounded once: if it were rounded at every token, equal decays would
  * round the same way every time, and the error would grow with the reach of the memory. Row i is
- * a_i times row i-1, with a new 1 at its end. The numbers right of the diagonal are never read. */
+ * a_i times row i-1, with a new 1, or weight, at its end. The numbers right of the diagonal are never read. */
 LA_FN void decay_products(chunk *c, const la_problem *p)
 {
+    const bool weights = p->array[LA_WEIGHT].given;
     real2 e = 1;
     for (int64_t j = 0; j < c->cp; j++) c->product[j] = 0;
     for (int64_t i = 0; i < c->n && !stopped_after(p, i); i++) {
-        const real2 a = (real2)c->a[i] + (real2)c->rest[i];
+        const real2 a = (real2)c->a[i] + (real2)c->rest[i], own = weights ? c->beta[i] : 1;
         real *G = c->gamma + i * c->cp;
         e *= a;
         c->e[i] = (real)e;
         for (int64_t j = 0; j < c->cp; j++) {
-            /* a separate store of the 1 would delay the next row's loads of whole vectors */
-            c->product[j] = j == i ? 1 : a * c->product[j];
+            /* a separate store of it would delay the next row's loads of whole vectors */
+            c->product[j] = j == i ? own : a * c->product[j];
             G[j] = (real)c->product[j];
         }
     }
@@ -356,6 +362,8 @@ LA_FN void decayed_scores(chunk *c, const la_problem *p, const bool reads, const
             multiply_row(size - skip, c->L + at + skip, c->gamma + at + skip - back * c->cp,
                          c->kk + at + skip);
     }
+    const bool skips = reads && la_weighs(decay, rule) && p->array[LA_SKIP].given;
+    for (int64_t i = 0; skips && i < c->n; i++) c->P[i * c->cp + i] += c->skip;
 }
 
 /* One decay per token, or none: the products of the chunk's rows are made once, then multiplied by

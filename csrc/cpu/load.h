@@ -377,6 +377,19 @@ LA_FN real load_scalar(const la_problem *p, la_name name, const la_unit *u, int6
     return x->given ? load_element(at(x, u->b, t, u->hv), x->dtype) : 0;
 }
 
+/* The weight of a token's write, for kernels that have one. */
+LA_FN real load_weight(const la_problem *p, const la_unit *u, int64_t t)
+{
+    return p->array[LA_WEIGHT].given ? load_scalar(p, LA_WEIGHT, u, t) : 1;
+}
+
+/* The factor of v in a read. */
+LA_FN real load_skip(const la_problem *p, const la_unit *u)
+{
+    const la_array *x = &p->array[LA_SKIP];
+    return load_element(at(x, u->hv, 0, 0), x->dtype);
+}
+
 /* The i-th head of a unit. */
 LA_FN la_unit head_of(const la_problem *p, const la_unit *all, int64_t i)
 {
@@ -453,6 +466,14 @@ LA_FN real divisor_of_read(const la_problem *p, real den)
     const real scaled = den * (real)p->scale;
     if (scaled < 0 && p->clamped) __atomic_store_n(p->clamped, true, __ATOMIC_RELAXED);
     return divisor_of(p, scaled);
+}
+
+/* num += skip v, where the call has a skip. */
+LA_FN void skip_row(const la_problem *p, const la_unit *u, real *row, const real *v, int64_t width)
+{
+    if (!p->array[LA_SKIP].given) return;
+    const real skip = load_skip(p, u);
+    for (int64_t w = 0; w < width; w += LANES) lanes_of(row + w)[0] += skip * lanes_in(v + w)[0];
 }
 
 /* o = scale num, or scale num / divisor(scale den). The scale comes last, so that it costs one

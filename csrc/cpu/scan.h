@@ -119,7 +119,9 @@ LA_FN la_operands load_token(token_rows *f, const la_problem *p, const la_unit *
     la_operands x = {.q = f->q, .k = f->k, .a = f->a, .x = f->x, .y = f->y, .bonus = f->bonus};
     x.v = lanes_in(f->v);
     x.before = p->predicts_before;
-    x.beta = rule == LA_DELTA ? load_scalar(p, LA_BETA, u, t) : 1;
+    x.beta = rule == LA_DELTA         ? load_scalar(p, LA_BETA, u, t)
+             : la_weighs(decay, rule) ? load_weight(p, u, t)
+                                      : 1;
     x.eta = decay == LA_PAIR ? load_scalar(p, LA_ETA, u, t) : 0;
     if (bonus) multiply_row(kp, f->y, f->bonus, f->k); /* y is not in use */
     x.own = predicts ? dot(kp, f->q, f->k) : bonus ? dot(kp, f->q, f->y) : 0;
@@ -194,6 +196,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, const la_states *
             load_row(f.rows.v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
             token_any(f.S, width / LANES, p->K, &x, lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.rows.k, f.z, f.kahan);
+            if (la_weighs(decay, rule)) skip_row(p, u, f.o, f.rows.v, width);
             finish_row(p, f.o, width, normalised, normalised ? dot(kp, f.rows.q, f.z) : 0);
             store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, v1 - v0);
         }
@@ -248,6 +251,7 @@ LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const 
         const la_strip Y = decay == LA_PAIR ? strip_of_state(p, LA_Y0, u, v0, 0) : none;
         load_row(f.rows.v, W * LANES, at_column(v, u->b, t, u->hv, v0), v->dtype);
         token_of(S, Y, W, p->K, &x, lanes_of(f.o), decay, rule);
+        if (la_weighs(decay, rule)) skip_row(p, u, f.o, f.rows.v, W * LANES);
         finish_row(p, f.o, W * LANES, normalised, normalised ? dot(kp, f.rows.q, f.z) : 0);
         store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, W * LANES);
     }

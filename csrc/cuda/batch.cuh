@@ -44,8 +44,7 @@ template <int ROWS> struct key_row {
 };
 
 /* The further arrays of the rare kinds. */
-template <int ROWS, bool RARE> struct rare_rows {
-};
+template <int ROWS, bool RARE> struct rare_rows {};
 template <int ROWS> struct rare_rows<ROWS, true> {
     key_row<ROWS> x[BATCH], y[BATCH], bonus;
     real eta[BATCH], qy[BATCH];
@@ -175,6 +174,7 @@ __device__ __forceinline__ la_operands operands_of(batch<ROWS, RARE> &s, int i, 
     x.a = DECAY == LA_KEY ? s.a[i].part(part) : s.scalar_a + i;
     x.v = &s.v[i][column];
     if (RULE == LA_DELTA) x.beta = s.beta[i], x.own = s.qk[i];
+    if (la_weighs(DECAY, RULE)) x.beta = 1; /* gradients have no weights of writes */
     if constexpr (RARE) {
         x.own = s.qk[i];
         if (has_x<DECAY, RULE, true>) x.x = s.x[i].part(part);

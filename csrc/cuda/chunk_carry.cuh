@@ -115,9 +115,9 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
         }
         if (DECAY == LA_TOKEN)
             a[0] = decay_of(load<float>(at(c.x[LA_G], u.b, t + i, u.hv), c.x[LA_G].dtype), c.gate);
-        const float beta = RULE == LA_DELTA
-                               ? load<float>(at(c.x[LA_BETA], u.b, t + i, u.hv), c.x[LA_BETA].dtype)
-                               : 0;
+        const view &factor = c.x[la_weighs(DECAY, RULE) ? LA_WEIGHT : LA_BETA];
+        const bool has_factor = RULE == LA_DELTA || (la_weighs(DECAY, RULE) && factor.data);
+        const float beta = has_factor ? load<float>(at(factor, u.b, t + i, u.hv), factor.dtype) : 1;
         float v[2], o[2];
         for (int w = 0; w < 2; w++)
             v[w] = column + 8 * w < columns
@@ -128,6 +128,8 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
         x.q = q, x.k = k, x.x = has_x ? looks : k, x.a = a, x.v = v;
         x.beta = beta, x.own = quad_sum(qk), x.before = c.predicts_before;
         la_token(la_strip_of(S, 2), {}, 2, KP / 4, &x, o, DECAY, RULE);
+        if (la_weighs(DECAY, RULE))
+            for (int w = 0; w < 2; w++) o[w] = with_skip(c, u.hv, o[w], v[w]);
         const int read = i - first_read;
         if (i / 2 % 4 * 2 != pair || i < first || read < 0 || read >= reads) continue;
         O[read / 8 * 4 + read % 2] = o[0] * (float)c.scale;

@@ -309,8 +309,8 @@ static double host_number(const la_array *a, int64_t i)
     return (double)__bfloat162float(*(const __nv_bfloat16 *)x);
 }
 
-/* Copy g, beta, eta or the bonus to the device as [HV], if it lies on the host; a number for all keys
- * as [K]. A gate per head becomes the decay itself. *held is then to be freed. */
+/* Copy g, beta, eta, the bonus, a weight or a skip to the device as [HV], if it lies on the host; a
+ * number for all keys as [K]. A gate per head becomes the decay itself. *held is then to be freed. */
 static cudaError_t upload_gate(const la_problem *p, la_name name, view *to, void **held)
 {
     const la_array *from = &p->array[name];
@@ -319,7 +319,8 @@ static cudaError_t upload_gate(const la_problem *p, la_name name, view *to, void
     if (!from->given || !from->on_host) return cudaSuccess;
     const bool head = name == LA_G && p->decay == LA_HEAD, bonus = name == LA_U;
     const bool key = bonus || (name == LA_G && p->decay == LA_KEY);
-    const int64_t count = key ? p->K : p->HV, stride = from->stride[bonus ? 1 : key ? 3 : 2];
+    const int axis = name == LA_SKIP ? 0 : bonus ? 1 : key ? 3 : 2;
+    const int64_t count = key ? p->K : p->HV, stride = from->stride[axis];
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error == cudaSuccess)
         error = cudaMallocFromPoolAsync(held, (size_t)count * 8, pool, (cudaStream_t)p->stream);
@@ -333,7 +334,7 @@ static cudaError_t upload_gate(const la_problem *p, la_name name, view *to, void
         error = launch(store_gate_numbers, 1, 256, 0, (cudaStream_t)p->stream,
                        (double *)*held + first, n, some);
     }
-    *to = {(char *)*held, {0, bonus, !key, key && !bonus}, LA_F64};
+    *to = {(char *)*held, {axis == 0, axis == 1, axis == 2, axis == 3}, LA_F64};
     return error;
 }
 
@@ -345,10 +346,11 @@ static la_status run(la_problem *p, cudaError_t (*launch)(const la_problem *, co
     if (here.error != cudaSuccess) return status_of(p, here.error);
     if (la_writes_nothing(p)) return LA_OK;
     call c = call_of(p);
-    static const la_name numbers[] = {LA_G, LA_BETA, LA_ETA, LA_U};
-    void *held[4] = {};
+    static const la_name numbers[] = {LA_G, LA_BETA, LA_ETA, LA_U, LA_WEIGHT, LA_SKIP};
+    enum { NUMBERS = sizeof numbers / sizeof *numbers };
+    void *held[NUMBERS] = {};
     cudaError_t error = cudaSuccess;
-    for (int i = 0; i < 4 && error == cudaSuccess; i++)
+    for (int i = 0; i < NUMBERS && error == cudaSuccess; i++)
         error = upload_gate(p, numbers[i], &c.x[numbers[i]], held + i);
     if (held[0] && p->decay == LA_HEAD) c.gate = LA_DECAY; /* uploaded as the decay itself */
     if (error == cudaSuccess) error = launch(p, c);
@@ -396,7 +398,8 @@ static const char *why_by_token(const la_problem *p)
 {
     const la_dtype dtype = p->array[LA_Q].dtype;
     if (p->mode == LA_RECURRENT) return "";
-    if (p->rule > LA_DELTA || p->decay == LA_PAIR) return "no kernel in chunks has this op on a GPU";
+    if (p->rule > LA_DELTA || p->decay == LA_PAIR)
+        return "no kernel in chunks has this op on a GPU";
     if (dtype == LA_F64) return "tensor cores would round float64";
     if (p->pass == LA_BACKWARD) {
         if (dtype != LA_BF16) return "gradients in chunks are those of bfloat16 arrays";

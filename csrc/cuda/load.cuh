@@ -123,6 +123,13 @@ template <typename real> __device__ inline real finish(const call &c, real num, 
     return c.normaliser == LA_UNNORMALISED ? o : o / divisor_of(&c, den * (real)c.scale);
 }
 
+/* num + skip v, where the call has a skip. */
+template <typename real> __device__ inline real with_skip(const call &c, int hv, real num, real v)
+{
+    const view &skip = c.x[LA_SKIP];
+    return skip.data ? num + load<real>(at(skip, hv), skip.dtype) * v : num;
+}
+
 /* The sum over four neighbouring threads, and the sum over a warp. */
 template <typename real> __device__ inline real quad_sum(real x)
 {
@@ -224,7 +231,8 @@ static inline void narrow(call *c, int h, int n)
 {
     const int group = c->HV / c->H, hv = h * group;
     move_along(2, h, {&c->x[LA_Q], &c->x[LA_K], &c->x[LA_X]});
-    move_along(2, hv, {&c->x[LA_V], &c->x[LA_G], &c->x[LA_BETA], &c->x[LA_O]});
+    move_along(2, hv, {&c->x[LA_V], &c->x[LA_G], &c->x[LA_BETA], &c->x[LA_WEIGHT], &c->x[LA_O]});
+    move_along(0, hv, {&c->x[LA_SKIP]});
     move_along(1, hv, {&c->x[LA_S0], &c->x[LA_Z0], &c->x[LA_ST], &c->x[LA_ZT]});
     c->H = n;
     c->HV = n * group;

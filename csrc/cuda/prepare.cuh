@@ -11,6 +11,7 @@
 
 #include <cuda.h>
 #include <cudaTypedefs.h>
+#include <type_traits>
 
 #define LA_FN static __device__ __forceinline__
 #define LANE_ZERO 0
@@ -443,6 +444,9 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
     if (n <= 0) return;
 
     /* loaded one head in advance */
+    constexpr bool WEIGHS = RULE == LA_ADDITIVE;
+    const view &weights = c.x[LA_WEIGHT];
+    const bool weighs = WEIGHS && (weights.data || c.x[LA_SKIP].data);
     float a = 1, beta = 0;
     const auto load_gates = [&](int hv) {
         if (threadIdx.x >= n) return;
@@ -500,6 +504,10 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
     for (int hv = h * group; hv < (h + 1) * group; hv++) {
         const int64_t place = (int64_t)chunk_slot * c.HV + hv;
         if (c.x[LA_G].data && threadIdx.x < n) a = decay_of(a, c.gate);
+        if (weighs) /* not in advance, for which there is no register */
+            beta = weights.data && threadIdx.x < n
+                       ? load<float>(at(weights, u.b, t + threadIdx.x, hv), weights.dtype)
+                       : 1;
         if (threadIdx.x < C) {
             s.a[threadIdx.x] = a;
             s.beta[threadIdx.x] = beta;
@@ -532,6 +540,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
                 for (int e = 0; e < 4; e++)
                     if (i + e > j) s.G[(i + e) * LD_PAIRS + j] = g *= four[e];
             }
+            if (weighs) g *= s.beta[j];
             if (w.out) w.out[place * C + j] = g;
         }
         __syncthreads();
@@ -565,35 +574,51 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
             write_tile<PANEL_BYTES, THREADS>(w.lower + place * PANEL_BYTES, s.tile);
             __syncthreads();
         }
+        /* Two copies, so that calls without weights and skips do not pay for them. */
+        const auto put_products = [&](auto with_weights) {
+            constexpr bool weighted = decltype(with_weights)::value;
+            const float skip = weighted ? scale * with_skip(c, hv, 0.0f, 1.0f) : 0;
 #pragma unroll
-        for (int j = 0; j < 5; j++) {
-            const bool scores = j <= warp;
-            if (RULE == LA_ADDITIVE && !scores) continue;
-            const int I = scores ? warp : 3 - warp, J = scores ? j : 4 - j;
+            for (int j = 0; j < 5; j++) {
+                const bool scores = j <= warp;
+                if (RULE == LA_ADDITIVE && !scores) continue;
+                const int I = scores ? warp : 3 - warp, J = scores ? j : 4 - j;
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int row = I * 16 + e / 2 * 8 + first_row;
-                const int column = J * 16 + e % 2 * 8 + first_pair;
-                const int from = RULE == LA_DELTA && !scores ? max(row - back, 0) : row;
-                const float2 g = c.x[LA_G].data ? *(const float2 *)(s.G + from * LD_PAIRS + column)
-                                                : make_float2(1, 1);
-                const float y = x[j][e % 2][e / 2 * 2] * g.x, z = x[j][e % 2][e / 2 * 2 + 1] * g.y;
-                const int last = row < nonfinite ? row : -1; /* the last column of this row */
-                if (scores) {
-                    const float p = column <= row ? y * scale : 0, r = column < row ? z * scale : 0;
-                    const pair_in_planes both = in_planes(p, r);
-                    const bool kept = row < nonfinite, large = no_element(p) || no_element(r);
-                    const float2 rounded = kept && !large ? numbers(both) : make_float2(p, r);
-                    /* with the rounding that they have in the product with v */
-                    row_sums[e / 2] += rounded.x + rounded.y;
-                    put_pair(s.tile + element_at(row, column), kept ? both : pair_in_planes());
-                    if (kept && large) atomicMin(w.nonfinite + place, row);
-                } else if (RULE == LA_DELTA)
-                    *(float2 *)(s.L + row * LD + column) =
-                        make_float2(column < last ? s.beta[row] * y : 0,
-                                    column + 1 < last ? s.beta[row] * z : 0);
+                for (int e = 0; e < 4; e++) {
+                    const int row = I * 16 + e / 2 * 8 + first_row;
+                    const int column = J * 16 + e % 2 * 8 + first_pair;
+                    const int from = RULE == LA_DELTA && !scores ? max(row - back, 0) : row;
+                    float2 g = c.x[LA_G].data ? *(const float2 *)(s.G + from * LD_PAIRS + column)
+                                              : make_float2(1, 1);
+                    if constexpr (weighted) {
+                        const float2 weight = *(const float2 *)(s.beta + column);
+                        g = make_float2(g.x * weight.x, g.y * weight.y);
+                    }
+                    const float y = x[j][e % 2][e / 2 * 2] * g.x,
+                                z = x[j][e % 2][e / 2 * 2 + 1] * g.y;
+                    const int last = row < nonfinite ? row : -1; /* the last column of this row */
+                    if (scores) {
+                        float p = column <= row ? y * scale : 0, r = column < row ? z * scale : 0;
+                        if (weighted && column == row) p += skip;
+                        if (weighted && column + 1 == row) r += skip;
+                        const pair_in_planes both = in_planes(p, r);
+                        const bool kept = row < nonfinite, large = no_element(p) || no_element(r);
+                        const float2 rounded = kept && !large ? numbers(both) : make_float2(p, r);
+                        /* with the rounding that they have in the product with v */
+                        row_sums[e / 2] += rounded.x + rounded.y;
+                        put_pair(s.tile + element_at(row, column), kept ? both : pair_in_planes());
+                        if (kept && large) atomicMin(w.nonfinite + place, row);
+                    } else if (RULE == LA_DELTA)
+                        *(float2 *)(s.L + row * LD + column) =
+                            make_float2(column < last ? s.beta[row] * y : 0,
+                                        column + 1 < last ? s.beta[row] * z : 0);
+                }
             }
-        }
+        };
+        if (weighs)
+            put_products(std::bool_constant<WEIGHS>());
+        else
+            put_products(std::false_type());
         __syncthreads();
         if (RULE == LA_ADDITIVE && w.den)
 #pragma unroll

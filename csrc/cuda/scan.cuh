@@ -172,7 +172,8 @@ template <typename real, la_decay DECAY, int KP> struct alignas(16) scanned {
     real q[KP], k[KP], a[DECAY == LA_KEY ? KP : 4]; /* work() relies on this order */
     real v[STRIP][APART];                           /* in the order of each turn */
     real o[COLUMNS];
-    enum { A, BETA, QK, DEN, SCALARS };
+    /* of the additive rule BETA is the weight of the write, and SKIP the factor of v in the read */
+    enum { A, BETA, QK, SKIP = QK, DEN, SCALARS };
     real scalars[SCALARS];
 };
 
@@ -204,8 +205,11 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
     static constexpr bool PLAIN = DECAY == LA_NONE && RULE == LA_ADDITIVE;
     /* of a lane */
     static constexpr int KEYS = KP > 128 ? KP / 32 : 4, COLUMNS = (token::COLUMNS + 31) / 32;
+    /* beta, or the weight of the write */
+    static constexpr bool WEIGHS = la_weighs(DECAY, RULE);
     const call &c;
     const unit u;
+    const view &factor;
     const int loaders, v0, columns, lane, warp;
     const char *const q0, *const k0, *const g0, *const v_0;
     typename kind::four q[TOKENS][KEYS / 4], k[TOKENS][KEYS / 4];
@@ -214,9 +218,9 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
 
     __device__ __forceinline__ batch_loader(const call &c, const unit &u, int loaders, int warp,
                                             int v0, int columns)
-        : c(c), u(u), loaders(loaders), v0(v0), columns(min(columns, c.V - v0)),
-          lane(threadIdx.x % 32), warp(warp), q0(at(c.x[LA_Q], u.b, 0, u.h, lane * 4)),
-          k0(at(c.x[LA_K], u.b, 0, u.h, lane * 4)),
+        : c(c), u(u), factor(c.x[WEIGHS ? LA_WEIGHT : LA_BETA]), loaders(loaders), v0(v0),
+          columns(min(columns, c.V - v0)), lane(threadIdx.x % 32), warp(warp),
+          q0(at(c.x[LA_Q], u.b, 0, u.h, lane * 4)), k0(at(c.x[LA_K], u.b, 0, u.h, lane * 4)),
           g0(DECAY == LA_KEY ? at(c.x[LA_G], u.b, 0, u.hv, lane * 4) : NULL),
           v_0(at(c.x[LA_V], u.b, 0, u.hv, v0 + lane))
     {
@@ -252,8 +256,8 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
         if (warp == 0 && lane < n) { /* a lane has a token */
             if (DECAY == LA_TOKEN)
                 scalar_g = kind::load_one(at(c.x[LA_G], u.b, t + lane, u.hv), c.x[LA_G].dtype);
-            if (RULE == LA_DELTA)
-                beta = kind::load_one(at(c.x[LA_BETA], u.b, t + lane, u.hv), c.x[LA_BETA].dtype);
+            if (RULE == LA_DELTA || (WEIGHS && factor.data))
+                beta = kind::load_one(at(factor, u.b, t + lane, u.hv), factor.dtype);
         }
     }
 
@@ -316,8 +320,10 @@ template <typename real, la_decay DECAY, la_rule RULE, int KP> struct batch_load
             if (DECAY == LA_TOKEN)
                 to[lane].scalars[token::A] =
                     decay_of(kind::number_of(scalar_g, c.x[LA_G].dtype), c.gate);
-            if (RULE == LA_DELTA)
-                to[lane].scalars[token::BETA] = kind::number_of(beta, c.x[LA_BETA].dtype);
+            if (RULE == LA_DELTA || WEIGHS)
+                to[lane].scalars[token::BETA] =
+                    factor.data ? kind::number_of(beta, factor.dtype) : 1;
+            if (WEIGHS) to[lane].scalars[token::SKIP] = with_skip(c, u.hv, (real)0, (real)1);
         }
     }
 
@@ -360,6 +366,7 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
     real q[ROWS], k[ROWS], a[DECAY == LA_KEY ? ROWS : 1] = {}, v[STRIP];
     typename math::la_operands x = {};
     x.q = q, x.k = x.x = k, x.a = a, x.v = v;
+    real skip = 0;
     const auto read_token = [&] {
         read_rows<PARTS>(q, from);
         read_rows<PARTS>(k, from + KP);
@@ -369,6 +376,10 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
         real of_token[4];
         read_four(of_token, scalars);
         if (DECAY == LA_TOKEN) a[0] = of_token[token::A];
+        if (la_weighs(DECAY, RULE)) {
+            x.beta = of_token[token::BETA];
+            skip = part == 0 ? of_token[token::SKIP] : 0;
+        }
         if (RULE == LA_DELTA) {
             x.beta = of_token[token::BETA];
             x.own =
@@ -384,6 +395,9 @@ __device__ __forceinline__ void work(real (&S)[rows<KP> * STRIP], scanned<real, 
             math::la_read_all(math::la_strip_of(S, STRIP), STRIP, ROWS, &x, o);
         else
             math::la_token(math::la_strip_of(S, STRIP), {}, STRIP, ROWS, &x, o, DECAY, RULE);
+        if (la_weighs(DECAY, RULE) && skip != 0)
+#pragma unroll
+            for (int w = 0; w < STRIP; w++) o[w] += skip * v[w];
         if (i + 1 < n) {
             from += APART;
             columns += APART;

@@ -152,7 +152,9 @@ static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 
     load_key_bits<ROWS>(c, c.x[LA_K], n, h, k_bits);
     if constexpr (DECAY == LA_KEY) load_decay_bits<ROWS>(c, n, hv, a_bits);
     if (DECAY == LA_TOKEN) g_bits = bits_of(at(c.x[LA_G], n, 0, hv), c.x[LA_G].dtype);
-    if (RULE == LA_DELTA) beta_bits = bits_of(at(c.x[LA_BETA], n, 0, hv), c.x[LA_BETA].dtype);
+    const view &factor = c.x[la_weighs(DECAY, RULE) ? LA_WEIGHT : LA_BETA];
+    const bool has_factor = RULE == LA_DELTA || (la_weighs(DECAY, RULE) && factor.data);
+    if (has_factor) beta_bits = bits_of(at(factor, n, 0, hv), factor.dtype);
     const four_bits v_bits =
         load_four_bits(at(c.x[LA_V], n, 0, hv, column), c.x[LA_V].dtype, c.V - column);
 
@@ -170,7 +172,7 @@ static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 
         float next[ROWS];
         den = warp_sum(denominator(c, at(c.x[LA_Z0], state_index, hv), q, k, next));
     }
-    const float beta = RULE == LA_DELTA ? number(beta_bits, c.x[LA_BETA].dtype) : 0;
+    const float beta = has_factor ? number(beta_bits, factor.dtype) : 1;
     numbers(v, v_bits, c.x[LA_V].dtype);
 #pragma unroll
     /* from the lanes that computed the keys to the threads that use them */
@@ -195,8 +197,10 @@ static __global__ void __launch_bounds__(THREADS, ALL_VECTORS &&ROWS == 4 ? 3 : 
     if (V_FIRST ? lane == 0 : threadIdx.x < 8) {
 #pragma unroll
         for (int w = 0; w < 4; w++)
-            if (column + w < c.V)
+            if (column + w < c.V) {
+                if (la_weighs(DECAY, RULE)) o[w] = with_skip(c, hv, o[w], v[w]);
                 store(at(c.x[LA_O], n, 0, hv, column + w), c.x[LA_O].dtype, finish(c, o[w], den));
+            }
     }
 
     if constexpr (ALL_VECTORS) {

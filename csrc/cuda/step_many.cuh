@@ -160,6 +160,7 @@ __device__ __forceinline__ void produce(const call &c, step_many_room &room, uin
     const int lane = threadIdx.x % 32, piece = bytes / PIECES;
     token_room &token = room.token[s];
     char *state = NULL, *o_row = NULL;
+    int o_head = 0;
     float den = 0;
     int round = 0;
     const auto put_back = [&] {
@@ -169,6 +170,9 @@ __device__ __forceinline__ void produce(const call &c, step_many_room &room, uin
                 engine_copy_back(state + i * piece, stage + i * piece, piece);
         float o[4];
         read_four(o, token.o + lane * 4);
+        if (la_weighs(DECAY, RULE))
+#pragma unroll
+            for (int e = 0; e < 4; e++) o[e] = with_skip(c, o_head, o[e], token.v[lane * 4 + e]);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int column = lane * 4 + e;
@@ -188,12 +192,15 @@ __device__ __forceinline__ void produce(const call &c, step_many_room &room, uin
         load_key_bits<KEYS>(c, c.x[LA_K], n, h, k_bits);
         if (DECAY == LA_KEY) load_decay_bits<KEYS>(c, n, hv, a_bits);
         if (DECAY == LA_TOKEN) g_bits = bits_of(at(c.x[LA_G], n, 0, hv), c.x[LA_G].dtype);
-        if (RULE == LA_DELTA) beta_bits = bits_of(at(c.x[LA_BETA], n, 0, hv), c.x[LA_BETA].dtype);
+        const view &factor = c.x[la_weighs(DECAY, RULE) ? LA_WEIGHT : LA_BETA];
+        const bool has_factor = RULE == LA_DELTA || (la_weighs(DECAY, RULE) && factor.data);
+        if (has_factor) beta_bits = bits_of(at(factor, n, 0, hv), factor.dtype);
         const four_bits v_bits =
             load_four_bits(at(c.x[LA_V], n, 0, hv, lane * 4), c.x[LA_V].dtype, c.V - lane * 4);
 
         if (round) put_back();
         o_row = at(c.x[LA_O], n, 0, hv);
+        o_head = hv;
         state = state_index < 0 ? NULL : at(c.x[LA_S0], state_index, hv);
         if (lane == 0 && state) {
             barrier_expect(full, bytes);
@@ -228,7 +235,7 @@ __device__ __forceinline__ void produce(const call &c, step_many_room &room, uin
         }
         if (lane == 0) {
             if (DECAY == LA_TOKEN) token.a[0] = decay_of(number(g_bits, c.x[LA_G].dtype), c.gate);
-            if (RULE == LA_DELTA) token.beta = number(beta_bits, c.x[LA_BETA].dtype);
+            token.beta = has_factor ? number(beta_bits, factor.dtype) : 1;
             token.qk = qk;
             token.live = state != NULL;
         }

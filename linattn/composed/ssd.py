@@ -6,10 +6,13 @@ import math
 from typing import Any, NamedTuple
 
 from linattn._elementwise import silu, silu_slope, softplus, softplus_slope
+from linattn._linattn import forward as core_forward
+from linattn._linattn import step as core_step
 from linattn.composed._arrays import Arrays, is_number, total
 from linattn.composed._names import called
+from linattn.features import is_tensor
 from linattn.ops._core import AnyArray, Array, Mode
-from linattn.ops.simple_gla import simple_gla, simple_gla_backward, simple_gla_step
+from linattn.ops.simple_gla import simple_gla, simple_gla_backward
 
 __all__ = ["SSDGradients", "ssd", "ssd_backward", "ssd_step"]
 
@@ -21,6 +24,8 @@ _NAMES = {
     "k": "B",
     "v": "x",
     "g": "dt * A",
+    "weight": "dt",
+    "skip": "D",
     "do": "dy",
     "initial_state": "initial_states",
     "d_final_state": "d_final_states",
@@ -131,10 +136,25 @@ class _Problem:
         self.raw = dt if bias is None else dt + bias
         self.before_limit = softplus(self.raw, _ITSELF) if self.dt_softplus else self.raw
         self.dt = self.call.xp.clip(self.before_limit, *self.limit)
-        self.v = self.call.scaled(self.dt[..., None], self.call.like)
         self.g = self.dt * self.A
+        #: D where it is a number for each head, which the core adds to its reads.
+        self.skip = None
         if self.D is not None and self.D.ndim == 1:
-            self.D = self.D[:, None]
+            self.skip, self.D = self.D, self.D[:, None]
+
+    def is_watched(self, initial_states: Any) -> bool:
+        """Does PyTorch record or trace the call? The core's weights have no gradients."""
+        if not is_tensor(self.call.like):
+            return False
+        from linattn import autograd
+
+        given = (self.C, self.B, self.call.like, self.dt, self.g, self.skip, initial_states)
+        return autograd.is_watched("simple_gla", given)
+
+    @property
+    def v(self) -> Any:
+        """dt x, in the dtype of x."""
+        return self.call.scaled(self.dt[..., None], self.call.like)
 
     @property
     def x(self) -> Any:
@@ -146,11 +166,12 @@ class _Problem:
         o = self.call.real_of(o)
         return o if self.D is None else o + self.D * self.x
 
-    def finish(self, o: Any) -> Any:
-        """y from o. With neither D nor z it is o itself."""
-        if self.D is None and self.z is None:
+    def finish(self, o: Any, skipped: bool) -> Any:
+        """y from o, which has D x already if it is skipped."""
+        skipped = skipped or self.D is None
+        if skipped and self.z is None:
             return o
-        y = self.skipped(o)
+        y = self.call.real_of(o) if skipped else self.skipped(o)
         return self.call.short(y if self.z is None else y * silu(self.z))
 
     def slope_of_dt(self) -> Any:
@@ -255,7 +276,7 @@ def ssd(
 
     Examples
     --------
-    Without options it is simple_gla, bit by bit:
+    Without options it is simple_gla, but for roundings:
 
     >>> import numpy as np, linattn
     >>> rng = np.random.default_rng(0)
@@ -264,7 +285,7 @@ def ssd(
     >>> B, C = rng.standard_normal((2, 1, 8, 2, 5))  # two heads share a group
     >>> y, _ = linattn.ssd(x, dt, A, B, C)
     >>> o, _ = linattn.simple_gla(C, B, dt[..., None] * x, g=dt * A, scale=1)
-    >>> np.array_equal(y, o)
+    >>> np.allclose(y, o, rtol=1e-13, atol=1e-13)
     True
 
     Two sequences in one row, with their states:
@@ -277,22 +298,25 @@ def ssd(
     p = _Problem(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit)
     ends = p.sequences(seq_idx, cu_seqlens)
     p.compute()
+    watched = p.is_watched(initial_states)
+    options: dict[str, Any] = {
+        "scale": 1,
+        "initial_state": initial_states,
+        "output_final_state": return_final_states,
+        "cu_seqlens": ends,
+        "mode": mode,
+        "chunk_size": chunk_size,
+        "state_v_first": True,
+        "allow_tf32": allow_tf32,
+    }
     with called(_NAMES, x):
-        o, states = simple_gla(
-            p.C,
-            p.B,
-            p.v,
-            p.g,
-            scale=1,
-            initial_state=initial_states,
-            output_final_state=return_final_states,
-            cu_seqlens=ends,
-            mode=mode,
-            chunk_size=chunk_size,
-            state_v_first=True,
-            allow_tf32=allow_tf32,
-        )
-    return p.finish(o), states
+        if watched:
+            o, states = simple_gla(p.C, p.B, p.v, p.g, **options)
+        else:
+            o, states = core_forward(
+                "simple_gla", p.C, p.B, x, g=p.g, weight=p.dt, skip=p.skip, **options
+            )
+    return p.finish(o, skipped=p.skip is not None and not watched), states
 
 
 def ssd_step(
@@ -370,18 +394,21 @@ def ssd_step(
         p.call.integers("state_batch_indices", state_batch_indices, "B")
     p.compute()
     with called(_NAMES, x):
-        o = simple_gla_step(
+        o = core_step(
+            "simple_gla",
             p.C,
             p.B,
-            p.v,
-            p.g,
+            x,
+            g=p.g,
+            weight=p.dt,
+            skip=p.skip,
             state=state,
             state_indices=state_batch_indices,
             scale=1,
             state_v_first=True,
         )
-    y: Array = p.finish(o)
-    if state_batch_indices is None or p.D is None:
+    y: Array = p.finish(o, skipped=p.skip is not None)
+    if state_batch_indices is None or p.D is None or p.skip is not None:
         return y
     there = (state_batch_indices >= 0) & (state_batch_indices < state.shape[0])
     y = p.call.xp.where(there[:, None, None], y, p.call.xp.zeros_like(y))

@@ -267,7 +267,7 @@ void sample_make(sample *s, draw *d, int64_t largest)
     draw_options(s, d);
     const bool state = pass == LA_STEP || draw_chance(d, 2), final = draw_chance(d, 2);
     const bool x = p->rule == LA_DPLR || p->predicts_before || draw_chance(d, 3),
-               eta = !draw_chance(d, 4);
+               eta = !draw_chance(d, 4), weight = draw_chance(d, 2), skip = draw_chance(d, 2);
     for (int name = LA_Q; name < LA_ARRAYS; name++) {
         const la_array_row *row = &la_array_rows[name];
         bool output = name >= LA_O && !(name >= LA_DQ && la_array_rows[row->of].role == LA_OUTPUT);
@@ -275,6 +275,8 @@ void sample_make(sample *s, draw *d, int64_t largest)
         switch (name) {
         case LA_X: has = x; break;
         case LA_ETA: has = eta; break;
+        case LA_WEIGHT: has = weight; break;
+        case LA_SKIP: has = skip; break;
         case LA_DX: has = x && pass == LA_BACKWARD; break;
         case LA_DETA: has = eta && pass == LA_BACKWARD; break;
         case LA_S0:

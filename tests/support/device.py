@@ -411,6 +411,19 @@ def through_the_device(real):
     return call
 
 
+def taken(function):
+    """A test's function of arrays by the ops' names: it gets those of the device."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if kind == "emulated":
+            pytest.skip("emulated: the other Python calls functions of linattn alone")
+        real = function if kind == "numpy" else through_the_device(function)
+        return real(*args, **kwargs)
+
+    return call
+
+
 class Ops:
     """linattn, its ops taken through the device."""
 
