@@ -225,12 +225,13 @@ class Arrays:
         return x.contiguous() if is_tensor(x) else self.xp.ascontiguousarray(x)
 
     def scaled(self, a: Any, x: Any) -> Any:
-        """a x in the dtype of x, rounded once; a is in the dtype of the sums."""
+        """a x in the dtype of x, rounded once; a is an array that was checked, or a number."""
         recorded = is_recorded(a) or is_recorded(x)
         if not is_tensor(x) or x.dtype == self.real or recorded or is_traced(x):
-            return self.short(a * self.real_of(x))
+            return self.short(self.real_of(a) * self.real_of(x))
         # One pass over memory, where PyTorch neither records the product nor fuses it.
-        return self.xp.mul(a, x, out=x.new_empty(x.shape))
+        factor = a.value if isinstance(a, _Number) else a
+        return self.xp.mul(x, factor, out=x.new_empty(x.shape))
 
     def short(self, x: Any) -> Any:
         """x in the dtype of the first array."""

@@ -77,13 +77,16 @@ class _Problem:
         self.w_given = call.wide("w", w, f"B {tokens}HV V")
         if not isinstance(qk_l2norm, bool):
             raise TypeError(f"qk_l2norm: expected True or False, got {type(qk_l2norm)}")
-        # the key that is erased is a part of the key that is written, which may be normed
-        self.b, self.w = call.real_of(self.b_given), call.real_of(self.w_given)
-        self.k, self.v = call.real_of(k), call.real_of(v)
-        self.factor = 1 / ((self.k * self.k).sum(-1)[..., None] + 1e-6) ** 0.5 if qk_l2norm else 1
-        self.x = call.short(self.b * (self.k * self.factor if qk_l2norm else self.k))
-        self.written = call.short(self.w * self.v)
         self.call, self.qk_l2norm = call, qk_l2norm
+        # the key that is erased is a part of the key that is written, which may be normed
+        self.written = call.scaled(self.w_given, v)
+        self.factor: Any = 1
+        if qk_l2norm:
+            wide = call.real_of(k)
+            self.factor = 1 / ((wide * wide).sum(-1)[..., None] + 1e-6) ** 0.5
+            self.x = call.short(call.real_of(self.b_given) * (wide * self.factor))
+        else:
+            self.x = call.scaled(self.b_given, k)
 
 
 def gdn2(
@@ -381,14 +384,15 @@ def gdn2_backward(
     call = p.call
     d_written, dx = call.real_of(grads.dv), call.real_of(grads.dx)
     # x = b * k, of the key before or after its norm
-    dk = p.b * dx
-    dk = call.real_of(grads.dk) + (l2norm_backward(p.k, dk) if p.qk_l2norm else dk)
+    wide = call.real_of(k)
+    dk = call.real_of(p.b_given) * dx
+    dk = call.real_of(grads.dk) + (l2norm_backward(wide, dk) if qk_l2norm else dk)
     return GDN2Gradients(
         dq=grads.dq,
         dk=call.short(dk),
-        dv=call.short(p.w * d_written),
-        db=call.as_given(p.k * p.factor * dx, p.b_given),
-        dw=call.as_given(p.v * d_written, p.w_given),
+        dv=call.short(call.real_of(p.w_given) * d_written),
+        db=call.as_given(wide * p.factor * dx, p.b_given),
+        dw=call.as_given(call.real_of(v) * d_written, p.w_given),
         dg=grads.dg,
         d_initial_state=grads.d_initial_state,
     )
