@@ -30,6 +30,17 @@ LA_FN int64_t segment_room(int64_t chunks)
     return chunks > ONE_SEGMENT && m < ONE_SEGMENT ? ONE_SEGMENT : m;
 }
 
+/* A column of lanes of the rows that scores_key_adjoint reads and changes again and again. In the
+ * rows these lanes lie kp reals apart: they share a few sets of the L1 cache, and displace one
+ * another. Side by side they stay in it. */
+typedef struct key_column {
+    lane *q, *x, *a, *dq, *dx, *da; /* [n] */
+    lane *row[2];                   /* [n]: k's row as it decays, DPLR: and y's */
+    lane dbonus;
+} key_column;
+
+enum { COLUMNS = 8 }; /* the arrays of a key_column */
+
 typedef struct backward_scratch {
     chunk c;
     real *S, *dS;         /* [K][width]; PAIR [2K][width] */
@@ -55,7 +66,7 @@ typedef struct backward_scratch {
     real *da, *dbeta, *deta;      /* as a, beta and eta */
     real *xqt;     /* [sp][2C, padded]: x, then (from column n) q (or x^, q^), transposed */
     real *de;      /* TOKEN [1], KEY [kp]: of the chunk's decay; PAIR [3]: of e, f and m */
-    real *rows;    /* KEY: [C][kp], one key's decayed rows; TOKEN: [C][cp], dGamma; PAIR: dG, dN */
+    real *rows;    /* KEY: a key_column; TOKEN: [C][cp], dGamma; PAIR: dG, dN */
     real *carried; /* [kp] */
     real *d_den;   /* [C] */
 } backward_scratch;
@@ -105,7 +116,11 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     f->deta = arena_take(m, decay == LA_PAIR, C);
     f->dbeta = arena_take(m, 1, C);
     f->de = arena_take(m, 1, kp);
-    f->rows = arena_take(m, decay == LA_PAIR ? 2 * C : C, decay == LA_KEY ? kp : cp);
+    f->rows = arena_take(m,
+                         decay == LA_KEY    ? COLUMNS * C
+                         : decay == LA_PAIR ? 2 * C
+                                            : C,
+                         decay == LA_KEY ? LANES : cp);
     f->carried = arena_take(m, 1, kp);
     f->d_den = arena_take(m, 1, C);
 }
@@ -407,119 +422,161 @@ LA_FN void scores_token_adjoint(backward_scratch *f, const la_problem *p, bool n
     }
 }
 
+LA_FN key_column key_column_at(const backward_scratch *f)
+{
+    lane *at = (lane *)f->rows;
+    const int64_t C = f->c.C;
+    return (key_column){.q = at,
+                        .x = at + C,
+                        .a = at + 2 * C,
+                        .dq = at + 3 * C,
+                        .dx = at + 4 * C,
+                        .da = at + 5 * C,
+                        .row = {at + 6 * C, at + 7 * C}};
+}
+
 /* Was q^_i = e_i q_i and x^_i = e_i x_i, with e_{i-1} for a rule that looks before the decay, and
- * e_i = a_i e_{i-1}. f->de: the gradient of e_i. */
-LA_FN void hats_adjoint(backward_scratch *f, const la_rule rule)
+ * e_i = a_i e_{i-1}. f->de: the gradient of the last e. dq, dx and da are written. */
+LA_FN void hats_adjoint(const backward_scratch *f, key_column *col, int64_t at, const la_rule rule)
 {
     const chunk *c = &f->c;
     const int64_t n = c->n, kp = c->kp;
     const bool predicts = la_predicts(rule), delta = rule == LA_DELTA;
     const real *dx_hat = f->d_hat, *dq_hat = f->d_hat + (predicts ? n * kp : 0);
     const lane zero = {0};
-    for (int64_t i = n - 1; i >= 0; i--)
-        for (int64_t at = 0; at < kp; at += LANES) {
-            const int64_t x = i * kp + at;
-            const lane e = lanes_in(c->e + x)[0], a = lanes_in(c->a + x)[0];
-            const lane before = i ? lanes_in(c->e + x - kp)[0] : 1 + zero;
-            const lane dqh = lanes_in(dq_hat + x)[0], q = lanes_in(c->q + x)[0];
-            lane de = lanes_in(f->de + at)[0];
-            if (la_reads_after(rule)) {
-                de += q * dqh;
-                lanes_of(f->dq + x)[0] += e * dqh;
-            }
-            if (delta) {
-                const lane dxh = lanes_in(dx_hat + x)[0];
-                de += lanes_in(c->x + x)[0] * dxh;
-                lanes_of(f->dx + x)[0] += e * dxh;
-            }
-            lanes_of(f->da + x)[0] = i ? de * before : de;
-            de *= a;
-            if (!la_reads_after(rule)) {
-                de += q * dqh;
-                lanes_of(f->dq + x)[0] += before * dqh;
-            }
-            if (predicts && !delta) {
-                const lane dxh = lanes_in(dx_hat + x)[0];
-                de += lanes_in(c->x + x)[0] * dxh;
-                lanes_of(f->dx + x)[0] += before * dxh;
-            }
-            lanes_of(f->de + at)[0] = de;
-        }
-}
-
-/* P_jj = q_j . (bonus * k_j), whose gradient is d: to dq, dk and dbonus. */
-LA_FN void own_read_adjoint(backward_scratch *f, int64_t j, real d)
-{
-    const chunk *c = &f->c;
-    const int64_t kp = c->kp;
-    for (int64_t at = 0; at < kp; at += LANES) {
-        const int64_t x = j * kp + at;
-        const lane q = lanes_in(c->q + x)[0], k = lanes_in(c->k + x)[0];
-        const lane bonus = lanes_in(c->bonus + at)[0];
-        lanes_of(f->dq + x)[0] += d * (bonus * k);
-        lanes_of(f->dk + x)[0] += d * (bonus * q);
-        lanes_of(f->dbonus + at)[0] += d * (q * k);
+    lane de = lanes_in(f->de + at)[0];
+    for (int64_t i = n - 1; i >= 0; i--) {
+        const int64_t x = i * kp + at;
+        const lane e = lanes_in(c->e + x)[0], before = i ? lanes_in(c->e + x - kp)[0] : 1 + zero;
+        const lane dqh = lanes_in(dq_hat + x)[0], q = lanes_in(c->q + x)[0];
+        const lane dxh = predicts ? lanes_in(dx_hat + x)[0] : zero, of_x = lanes_in(c->x + x)[0];
+        const lane a = lanes_in(c->a + x)[0];
+        if (la_reads_after(rule)) de += q * dqh;
+        if (delta) de += of_x * dxh;
+        col->da[i] = i ? de * before : de;
+        de *= a;
+        if (!la_reads_after(rule)) de += q * dqh;
+        if (predicts && !delta) de += of_x * dxh;
+        col->dq[i] = (la_reads_after(rule) ? e : before) * dqh;
+        if (predicts) col->dx[i] = (delta ? e : before) * dxh;
+        col->q[i] = q;
+        col->x[i] = of_x;
+        col->a[i] = a;
     }
 }
 
-/* The adjoint of scores_key, added to dq, dk, dx and dy: each row that was written is carried back
- * up the chunk. */
+/* P_jj = q_j . (bonus * k_j), whose gradient is d: to dq, dk and dbonus. */
+LA_FN void own_read_adjoint(const chunk *c, key_column *col, int64_t j, int64_t at, real d, lane k,
+                            lane *dk)
+{
+    const lane q = col->q[j], bonus = lanes_in(c->bonus + at)[0];
+    col->dq[j] += d * (bonus * k);
+    *dk += d * (bonus * q);
+    col->dbonus += d * (q * k);
+}
+
+/* A row on its way back up the chunk, in a column of lanes. */
+typedef struct row_adjoint {
+    lane d, after;       /* the gradient of the row at token i, and the row there */
+    lane *row;           /* the row at every token */
+    const real *dP, *dL; /* [n], cp apart: the gradients of its scores */
+} row_adjoint;
+
+/* From token i to the one before, R rows at once. Was row_i = a_i row_{i-1}; P_ij = q_i row_i;
+ * L_ij = x_i row_i. A rule that looks before the decay takes row_{i-1}. */
+LA_FN void rows_back(const int R, key_column *col, row_adjoint *rows, int64_t i, int64_t cp,
+                     const la_rule rule)
+{
+    const bool predicts = la_predicts(rule), delta = rule == LA_DELTA;
+    const lane q = col->q[i], x = col->x[i], a = col->a[i];
+    lane dq = col->dq[i], dx = col->dx[i], da = col->da[i];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r++) {
+        const real dp = rows[r].dP[i * cp], dl = predicts ? rows[r].dL[i * cp] : 0;
+        const lane before = rows[r].row[i - 1], after = rows[r].after;
+        lane d = rows[r].d;
+        if (delta) d += dp * q + dl * x; /* the sum first: d waits for one addition */
+        if (!delta && la_reads_after(rule)) d += dp * q;
+        da += d * before;
+        d *= a;
+        if (!la_reads_after(rule)) d += dp * q;
+        if (predicts && !delta) d += dl * x;
+        dq += dp * (la_reads_after(rule) ? after : before);
+        if (predicts) dx += dl * (delta ? after : before);
+        rows[r].d = d;
+        rows[r].after = before;
+    }
+    col->dq[i] = dq;
+    if (predicts) col->dx[i] = dx;
+    col->da[i] = da;
+}
+
+/* T tokens from j on, in a column of lanes. Was row_j = k_j, and k~_j the last row; the same for y.
+ * Two rows go together, of two tokens or of one: a row alone would wait for its own sums. The sums
+ * of each of a token's two rows would also cancel in dq and dx. */
+LA_FN void tokens_adjoint(const int T, backward_scratch *f, key_column *col, int64_t j, int64_t at,
+                          const la_rule rule)
+{
+    const chunk *c = &f->c;
+    const int64_t n = c->n, kp = c->kp, cp = c->cp;
+    const int W = (int)rows_written(rule), R = T * W;
+    real *const dk[] = {f->dk, f->dy};
+    row_adjoint rows[2];
+#pragma GCC unroll 2
+    for (int r = 0; r < R; r++) {
+        const int64_t first = j + r / W, w = r % W, x = (w * n + first) * kp + at;
+        rows[r].row = col->row[r];
+        rows[r].after = lanes_in(c->k + x)[0];
+        rows[r].d = lanes_in(f->d_tilde + x)[0];
+        rows[r].dP = f->dP + w * c->C * cp + first;
+        rows[r].dL = f->dL + w * c->C * cp + first;
+        rows[r].row[first] = rows[r].after;
+    }
+    if (T == 2) rows[0].row[j + 1] = rows[0].after = rows[0].after * col->a[j + 1];
+    for (int64_t i = j + T; i < n; i++)
+#pragma GCC unroll 2
+        for (int r = 0; r < R; r++) rows[r].row[i] = rows[r].after = rows[r].after * col->a[i];
+
+    for (int64_t i = n - 1; i >= j + T; i--) rows_back(R, col, rows, i, cp, rule);
+#pragma GCC unroll 2
+    for (int r = R - 1; r >= 0; r--) {
+        const int64_t i = j + r / W;
+        const real dp = rows[r].dP[i * cp];
+        lane *const to = lanes_of(dk[r % W] + i * kp + at);
+        *to = rows[r].d;
+        if (rule == LA_BONUS) {
+            own_read_adjoint(c, col, i, at, dp, rows[r].after, to);
+        } else {
+            *to += dp * col->q[i];
+            col->dq[i] += dp * rows[r].after;
+        }
+        if (T == 2 && r == 1) rows_back(1, col, rows, i, cp, rule);
+    }
+}
+
+/* The adjoint of scores_key: dq, dk, dx, dy and da are written. Each row that was written is
+ * carried back up the chunk, a column of lanes at a time. */
 LA_FN void scores_key_adjoint(backward_scratch *f, const la_problem *p, const la_rule rule)
 {
-    chunk *c = &f->c;
-    const int64_t n = c->n, kp = c->kp, cp = c->cp;
-    const bool predicts = la_predicts(rule), delta = rule == LA_DELTA;
-    real *row = f->rows, *carried = f->carried;
+    const int64_t n = f->c.n, kp = f->c.kp;
+    const bool own_x = f->dx != f->dk;
+    const int T = rows_written(rule) == 1 ? 2 : 1; /* the tokens that are gone through at once */
+    key_column col = key_column_at(f);
 
-    hats_adjoint(f, rule);
-    if (rule == LA_BONUS) fill(kp, f->dbonus, 0);
-    /* Was row_j = k_j; row_i = a_i row_{i-1}; P_ij = q_i row_i; L_ij = x_i row_i; k~_j the last
-     * row. A rule that looks before the decay takes row_{i-1}. The same for y. */
-    for (int64_t step = 0; step < rows_written(rule) * n && !stopped_after_keys(p, step, n);
-         step++) {
-        /* a token's two rows in turn: the sums of each alone would cancel in dq and dx */
-        const int64_t j = step / rows_written(rule), w = step % rows_written(rule), jw = w * n + j;
-        const real *k = c->k + jw * kp, *dP = f->dP + w * c->C * cp + j;
-        const real *dL = f->dL + w * c->C * cp + j;
-        real *dk = w ? f->dy : f->dk;
-        copy_row(kp, row + j * kp, k);
-        for (int64_t i = j + 1; i < n; i++)
-            multiply_row(kp, row + i * kp, row + (i - 1) * kp, c->a + i * kp);
-        copy_row(kp, carried, f->d_tilde + jw * kp);
-        for (int64_t i = n - 1; i > j; i--) {
-            const real dp = dP[i * cp], dl = predicts ? dL[i * cp] : 0;
-            for (int64_t at = 0; at < kp; at += LANES) {
-                const int64_t x = i * kp + at;
-                const lane after = lanes_in(row + x)[0], before = lanes_in(row + x - kp)[0];
-                lane d = lanes_in(carried + at)[0];
-                if (la_reads_after(rule)) {
-                    d += dp * lanes_in(c->q + x)[0];
-                    lanes_of(f->dq + x)[0] += dp * after;
-                }
-                if (delta) {
-                    d += dl * lanes_in(c->x + x)[0];
-                    lanes_of(f->dx + x)[0] += dl * after;
-                }
-                lanes_of(f->da + x)[0] += d * before;
-                d *= lanes_in(c->a + x)[0];
-                if (!la_reads_after(rule)) {
-                    d += dp * lanes_in(c->q + x)[0];
-                    lanes_of(f->dq + x)[0] += dp * before;
-                }
-                if (predicts && !delta) {
-                    d += dl * lanes_in(c->x + x)[0];
-                    lanes_of(f->dx + x)[0] += dl * before;
-                }
-                lanes_of(carried + at)[0] = d;
-            }
+    for (int64_t at = 0; at < kp && !stopped_between(p, n); at += LANES) {
+        hats_adjoint(f, &col, at, rule);
+        col.dbonus = (lane){0};
+        int64_t j = 0;
+        for (; T == 2 && j + 2 <= n && !stopped_after_keys(p, j + 1, n); j += 2)
+            tokens_adjoint(2, f, &col, j, at, rule);
+        for (; j < n && !stopped_after_keys(p, j, n); j++) tokens_adjoint(1, f, &col, j, at, rule);
+        for (int64_t i = 0; i < n; i++) {
+            lanes_of(f->dq + i * kp + at)[0] = col.dq[i];
+            lanes_of(f->da + i * kp + at)[0] = col.da[i];
+            if (own_x) lanes_of(f->dx + i * kp + at)[0] = col.dx[i];
+            if (la_predicts(rule) && !own_x) lanes_of(f->dk + i * kp + at)[0] += col.dx[i];
         }
-        if (rule == LA_BONUS) {
-            own_read_adjoint(f, j, dP[j * cp]);
-        } else {
-            add_scaled(kp, carried, dP[j * cp], c->q + j * kp);
-            add_scaled(kp, f->dq + j * kp, dP[j * cp], k);
-        }
-        add_scaled(kp, dk + j * kp, 1, carried);
+        if (rule == LA_BONUS) lanes_of(f->dbonus + at)[0] = col.dbonus;
     }
     if (rule == LA_BONUS) add_keys(1, kp, f->dbonus, f->all_bonus, f->lost_bonus);
 }
@@ -748,10 +805,6 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
             }
             for (int64_t r = 0; r < n; r++) /* dO becomes the gradient of num: the same factor */
                 finish_row(p, dO + r * width, width, normalised, c->den[r]);
-            if (decay == LA_KEY) fill(n * kp, f.dq, 0);
-            if (decay == LA_KEY) fill(n * kp, f.dk, 0);
-            if (decay == LA_KEY && f.dx != f.dk) fill(n * kp, f.dx, 0);
-            if (rule == LA_DPLR) fill(n * kp, f.dy, 0);
             columns_adjoint(&f, p, S, width, &before, decay, rule);
             if (stopped_between(p, n)) return;
             if (normalised) denominators_adjoint(&f, p);
