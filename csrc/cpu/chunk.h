@@ -551,32 +551,30 @@ typedef struct panel {
     const real *kS, *qS; /* bf16 products [C][width]: the products with the state, not scaled */
 } panel;
 
-/* The chunk's decay: one number, or one per key. A pair decays by itself (decay_pair). */
+/* The chunk's decay: one number, or one per key. A pair has carry_pair. */
 LA_FN const real *chunk_decay(const chunk *c, const la_decay decay)
 {
     return decay == LA_NONE || decay == LA_PAIR ? &one : c->decay;
 }
 
-/* to = [e M + f Y; m Y] at the chunk's end, from S = [M; Y]; they may be one. */
-LA_COLD void decay_pair(const chunk *c, const real *S, real *to, int64_t width)
+/* to = [e M + f Y; m Y] + k~' U at the chunk's end, from S = [M; Y]; they may be one. */
+LA_FN void carry_pair(const chunk *c, const real *U, const real *S, real *to, int64_t width,
+                      prefetch *next)
 {
-    const int64_t half = c->K / 2 * width;
-    const real e = c->decay[0], f = c->f[c->n - 1], m = c->m[c->n - 1];
-    for (int64_t x = 0; x < half; x += LANES) {
-        const lane M = lanes_in(S + x)[0], Y = lanes_in(S + half + x)[0];
-        lanes_of(to + x)[0] = e * M + f * Y;
-        lanes_of(to + half + x)[0] = m * Y;
-    }
+    const int64_t n = c->n, cp = c->cp, K = c->K / 2, half = K * width;
+    product_of_pair(K, width, n, c->kt, cp, U, to, S, c->decay[0], half, c->f[n - 1], next);
+    product_and_prefetch(K, width, n, c->kt + K * cp, cp, 1, U, width, to + half, width, S + half,
+                         c->m + n - 1, 0, next);
 }
 
-/* Its adjoint, in place: dS = [e dM; f dM + m dY]. */
-LA_COLD void decay_pair_adjoint(const chunk *c, real *dS, int64_t width)
+/* Its adjoint, in place: dS = [e dM; f dM + m dY] + left dO, of `rows` rows of dO. left: [2K][ld].
+ * The lower half comes first, because it takes dM as it was. */
+LA_FN void carry_pair_adjoint(const chunk *c, int64_t rows, const real *left, int64_t ld,
+                              const real *dO, real *dS, int64_t width, prefetch *before)
 {
-    const int64_t half = c->K / 2 * width;
-    const real e = c->decay[0], f = c->f[c->n - 1], m = c->m[c->n - 1];
-    for (int64_t x = 0; x < half; x += LANES) {
-        const lane dM = lanes_in(dS + x)[0], dY = lanes_in(dS + half + x)[0];
-        lanes_of(dS + x)[0] = e * dM;
-        lanes_of(dS + half + x)[0] = f * dM + m * dY;
-    }
+    const int64_t last = c->n - 1, K = c->K / 2, half = K * width;
+    product_of_pair(K, width, rows, left + K * ld, ld, dO, dS + half, dS + half, c->m[last], -half,
+                    c->f[last], before);
+    product_and_prefetch(K, width, rows, left, ld, 1, dO, width, dS, width, dS, c->decay, 0,
+                         before);
 }

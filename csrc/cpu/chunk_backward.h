@@ -325,7 +325,10 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
                   i < rows - n ? c->scale_kS[i] : c->scale_qS[i - (rows - n)]);
     transpose(rows, c->K, (rows_carry(decay) ? c->hat : c->x) + (2 * n - rows) * sp, sp, f->xqt,
               ldt);
-    if (decay == LA_PAIR) decay_pair_adjoint(c, f->dS, width);
+    if (decay == LA_PAIR) {
+        carry_pair_adjoint(c, rows, f->xqt, ldt, f->dO, f->dS, width, before);
+        return;
+    }
     product_and_prefetch(c->K, width, rows, f->xqt, ldt, 1, decay == LA_TOKEN ? f->edO : f->dO,
                          width, f->dS, width, f->dS, chunk_decay(c, decay), decay == LA_KEY,
                          before);

@@ -6,7 +6,7 @@
  *     load_and_score     a chunk's tokens and their scores
  *     state_products     k S and q S of a panel, if all rows are made at once
  *     state_product      a block of k S or q S, not scaled: R rows from i, W lanes from column w
- *     state_carry        S' = diag(e) S + (r k)' U, e the chunk's decay; of a pair decay_pair(S) + k~' U */
+ *     state_carry        S' = diag(e) S + (r k)' U, e the chunk's decay; of a pair carry_pair */
 
 typedef struct state_scratch {
     char none;
@@ -49,8 +49,8 @@ LA_FN void state_carry(const chunk *c, const state_scratch *x, const la_problem 
     bool by_row = decay == LA_KEY;
     (void)x;
     if (decay == LA_PAIR) {
-        decay_pair(c, s->S, to, s->width);
-        from = to;
+        carry_pair(c, U, s->S, to, s->width, next);
+        return;
     }
     if (p->rule == LA_DPLR) { /* a sum by itself: beside the writes it would cancel */
         product_and_prefetch(c->K, s->width, c->n, c->kt + c->kp * c->cp, c->cp, 1,

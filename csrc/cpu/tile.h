@@ -91,7 +91,7 @@ LA_FN void tile_sum(const int R, const int W, int terms, const real *restrict le
 LA_FN void tile(const int R, const int W, const int known, int terms, const real *restrict left,
                 int64_t left_row, int64_t left_term, const real *restrict right, int64_t right_row,
                 real *to, int64_t to_row, const real *from, const real *restrict keep,
-                int64_t keep_row)
+                int64_t keep_row, int64_t apart, real factor)
 {
     lane total[TALL * WIDE];
     if (known) {
@@ -108,6 +108,7 @@ LA_FN void tile(const int R, const int W, const int known, int terms, const real
 #pragma GCC unroll 4
         for (int w = 0; w < W; w++) {
             lane x = total[r * W + w];
+            if (apart) x += factor * lanes_in(from + apart + r * to_row)[w];
             if (from) x += keep[r * keep_row] * lanes_in(from + r * to_row)[w];
             lanes_of(to + r * to_row)[w] = x;
         }
@@ -116,13 +117,14 @@ LA_FN void tile(const int R, const int W, const int known, int terms, const real
 LA_FN void tile_column(const int W, const int tall, const int known, int64_t rows, int terms,
                        const real *left, int64_t left_row, int64_t left_term, const real *right,
                        int64_t right_row, real *to, int64_t to_row, const real *from,
-                       const real *keep, int64_t keep_row, prefetch *next)
+                       const real *keep, int64_t keep_row, int64_t apart, real factor,
+                       prefetch *next)
 {
     int64_t i = 0;
 #define LA_TILE(R) \
     tile(R, W, known, terms, left + i * left_row, left_row, left_term, right, right_row, \
          to + i * to_row, to_row, from ? from + i * to_row : from, \
-         keep ? keep + i * keep_row : keep, keep_row)
+         keep ? keep + i * keep_row : keep, keep_row, apart, factor)
     for (; i + tall <= rows; i += tall) {
         if (next) prefetch_some(next);
         LA_TILE(tall);
@@ -148,43 +150,67 @@ static const real one = 1;
  * or two), the distance of the rows. */
 enum { SHORT = 16 };
 
-/* to[rows][columns] = diag(keep) from + left right.
+/* to[rows][columns] = diag(keep) from + factor (what lies `apart` reals behind from) + left right.
  *
  * left[i][term] is left[i * left_row + term * left_term]. right[terms][columns] has rows right_row
  * reals apart; `to` and `from` have rows to_row apart. Columns are whole lanes, rows are aligned.
- * `from` may be `to`, or NULL for 0. keep_row 0: one number for every row. next: the rows to
- * prefetch meanwhile, or NULL. */
-LA_COLD void product_and_prefetch(int64_t rows, int64_t columns, int64_t terms, const real *left,
-                                  int64_t left_row, int64_t left_term, const real *right,
-                                  int64_t right_row, real *to, int64_t to_row, const real *from,
-                                  const real *keep, int64_t keep_row, prefetch *next)
+ * `from` may be `to`, or NULL for 0. keep_row 0: one number for every row. apart 0: no
+ * such rows. next: the rows to prefetch meanwhile, or NULL. */
+LA_FN void product_of(int64_t rows, int64_t columns, int64_t terms, const real *left,
+                      int64_t left_row, int64_t left_term, const real *right, int64_t right_row,
+                      real *to, int64_t to_row, const real *from, const real *keep,
+                      int64_t keep_row, int64_t apart, real factor, prefetch *next)
 {
     int64_t j = 0;
     if (terms == 2 * SHORT && left_row == 2 * SHORT && left_term == 1)
         for (; j + WIDE * LANES <= columns; j += WIDE * LANES)
             tile_column(WIDE, TALL, 2 * SHORT, rows, 2 * SHORT, left, 2 * SHORT, 1, right + j,
-                        right_row, to + j, to_row, from ? from + j : from, keep, keep_row, next);
+                        right_row, to + j, to_row, from ? from + j : from, keep, keep_row, apart,
+                        factor, next);
     if (terms == SHORT && left_row == SHORT && left_term == 1) {
         if (columns == WIDE * LANES && right_row == columns && to_row == columns && from) {
             tile_column(WIDE, TALL, SHORT, rows, SHORT, left, SHORT, 1, right, WIDE * LANES, to,
-                        WIDE * LANES, from, keep, keep_row, next);
+                        WIDE * LANES, from, keep, keep_row, apart, factor, next);
             return;
         }
         if (WIDE > 2 && columns == 2 * LANES && right_row == columns && to_row == columns && from) {
             tile_column(2, TILE / 2, SHORT, rows, SHORT, left, SHORT, 1, right, 2 * LANES, to,
-                        2 * LANES, from, keep, keep_row, next);
+                        2 * LANES, from, keep, keep_row, apart, factor, next);
             return;
         }
         for (; j + WIDE * LANES <= columns; j += WIDE * LANES)
             tile_column(WIDE, TALL, SHORT, rows, SHORT, left, SHORT, 1, right + j, right_row,
-                        to + j, to_row, from ? from + j : from, keep, keep_row, next);
+                        to + j, to_row, from ? from + j : from, keep, keep_row, apart, factor,
+                        next);
     }
     for (; j + 2 * LANES <= columns; j += 2 * LANES)
         tile_column(2, TILE / 2, 0, rows, (int)terms, left, left_row, left_term, right + j,
-                    right_row, to + j, to_row, from ? from + j : from, keep, keep_row, next);
+                    right_row, to + j, to_row, from ? from + j : from, keep, keep_row, apart,
+                    factor, next);
     if (j < columns)
         tile_column(1, TILE / 2, 0, rows, (int)terms, left, left_row, left_term, right + j,
-                    right_row, to + j, to_row, from ? from + j : from, keep, keep_row, next);
+                    right_row, to + j, to_row, from ? from + j : from, keep, keep_row, apart,
+                    factor, next);
+}
+
+LA_COLD void product_and_prefetch(int64_t rows, int64_t columns, int64_t terms, const real *left,
+                                  int64_t left_row, int64_t left_term, const real *right,
+                                  int64_t right_row, real *to, int64_t to_row, const real *from,
+                                  const real *keep, int64_t keep_row, prefetch *next)
+{
+    product_of(rows, columns, terms, left, left_row, left_term, right, right_row, to, to_row, from,
+               keep, keep_row, 0, 0, next);
+}
+
+/* to = keep from + factor (what lies apart) + left right, of rows as wide as `right`: the state of
+ * a pair that takes from the other. */
+LA_COLD void product_of_pair(int64_t rows, int64_t width, int64_t terms, const real *left,
+                             int64_t left_row, const real *right, real *to, const real *from,
+                             real keep, int64_t apart, real factor, prefetch *next)
+{
+    if (!apart) return; /* states of no elements */
+    product_of(rows, width, terms, left, left_row, 1, right, width, to, width, from, &keep, 0,
+               apart, factor, next);
 }
 
 /* In place: to = diag(keep) to + left right. Without keep: to = left right. */
