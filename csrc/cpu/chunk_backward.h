@@ -295,11 +295,8 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
         narrow_product(c->K, padded(n), V, f->dS, width, Ut, cp, f->across, cp);
         transpose(c->K, n, f->across, cp, f->d_tilde + w * n * sp, sp);
     }
-    if (decay == LA_TOKEN || decay == LA_PAIR) f->de[0] = (real)long_dot(half, S, f->dS);
-    if (decay == LA_PAIR) { /* was M' = e M + f Y, Y' = m Y */
-        f->de[1] = (real)long_dot(half, S + half, f->dS);
-        f->de[2] = (real)long_dot(half, S + half, f->dS + half);
-    }
+    if (decay == LA_TOKEN) f->de[0] = (real)long_dot(half, S, f->dS);
+    if (decay == LA_PAIR) long_dots_of_pair(half, S, f->dS, f->de); /* M' = e M + f Y, Y' = m Y */
     for (int64_t i = 0; decay == LA_KEY && i < p->K; i++)
         f->de[i] = dot(width, S + i * width, f->dS + i * width);
 

@@ -417,6 +417,31 @@ LA_FN real2 long_dot(int64_t n, const real *x, const real *y)
     return total + dot(n - i, x + i, y + i);
 }
 
+/* long_dot three times, of x0 y0, x1 y0 and x1 y1, in one pass: x0 and x1 are two halves of x, n
+ * reals each, as y0 and y1 are. */
+LA_FN void long_dots_of_pair(int64_t n, const real *x, const real *y, real *to)
+{
+    real2 total[3] = {0};
+    int64_t i = 0;
+    for (; i + CHAIN * LANES <= n; i += CHAIN * LANES) {
+        const lane *x0 = lanes_in(x + i), *x1 = lanes_in(x + n + i);
+        const lane *y0 = lanes_in(y + i), *y1 = lanes_in(y + n + i);
+        lane sum[12] = {{0}};
+        for (int j = 0; j < CHAIN; j += 4)
+#pragma GCC unroll 4
+            for (int s = 0; s < 4; s++) {
+                sum[s] += x0[j + s] * y0[j + s];
+                sum[4 + s] += x1[j + s] * y0[j + s];
+                sum[8 + s] += x1[j + s] * y1[j + s];
+            }
+        for (int d = 0; d < 3; d++)
+            total[d] += lane_sum((sum[4 * d] + sum[4 * d + 1]) + (sum[4 * d + 2] + sum[4 * d + 3]));
+    }
+    to[0] = (real)(total[0] + dot(n - i, x + i, y + i));
+    to[1] = (real)(total[1] + dot(n - i, x + n + i, y + i));
+    to[2] = (real)(total[2] + dot(n - i, x + n + i, y + n + i));
+}
+
 /* y += a x */
 LA_FN void add_scaled(int64_t n, real *y, real a, const real *x)
 {
