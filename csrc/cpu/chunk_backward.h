@@ -620,12 +620,12 @@ LA_FN void scores_pair_adjoint(backward_scratch *f, const la_problem *p)
         for (int64_t j = 0; j < seen; j++) { /* was L_i = G_{seen - 1} kk */
             if (j < seen - 1) dG[(seen - 1) * cp + j] += dL[j] * kk[j];
             dL[j] *= before[j];
+            f->dL[j * cp + i] = dL[j]; /* kk_ij is kk_ji */
         }
     }
     long_product(p, n, kp, n, f->dP, cp, 1, c->k, kp, f->dq, kp, NULL);
     long_product(p, n, kp, n, f->dP, 1, cp, c->q, kp, f->dk, kp, NULL);
     long_product(p, n, kp, n, f->dL, cp, 1, c->k, kp, f->dk, kp, &one);
-    long_product(p, n, kp, n, f->dL, 1, cp, c->k, kp, f->dk, kp, &one);
     for (int64_t i = 0; i < n;
          i++) { /* was k~_i = [G_ni k_i, N_ni k_i], of which the last is k, k */
         const real *k = c->k + i * kp, *dkt = f->d_tilde + i * sp;
