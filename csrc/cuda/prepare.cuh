@@ -591,8 +591,9 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
                     float2 g = c.x[LA_G].data ? *(const float2 *)(s.G + from * LD_PAIRS + column)
                                               : make_float2(1, 1);
                     if constexpr (weighted) {
-                        const float2 weight = *(const float2 *)(s.beta + column);
-                        g = make_float2(g.x * weight.x, g.y * weight.y);
+                        /* volatile: there are no registers to hold those of all columns */
+                        const volatile float *const weight = s.beta + column;
+                        g = make_float2(g.x * weight[0], g.y * weight[1]);
                     }
                     const float y = x[j][e % 2][e / 2 * 2] * g.x,
                                 z = x[j][e % 2][e / 2 * 2 + 1] * g.y;
