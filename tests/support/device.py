@@ -46,10 +46,12 @@ FILES = (
     "test_features.py",
     "test_forward.py",
     "test_identities.py",
+    "test_nn_cuda.py",
     "test_noncausal.py",
     "test_pool.py",
     "test_properties.py",
     "test_step.py",
+    "test_weighed.py",
     "test_worked_example.py",
 )
 COMPUTED = (

@@ -1,0 +1,62 @@
+"""linattn.nn on a GPU: each block beside itself in float64, at widths of tensor cores."""
+
+import copy
+
+import pytest
+from support.gpu import needs_gpu
+from support.tensors import torch
+
+from linattn import nn
+
+pytestmark = needs_gpu
+
+WIDE = {
+    "Mamba2": {},
+    "RWKV7": {"head_dim": 64},
+    "Titans in batches": {"batch": 4},
+}
+BLOCKS = sorted({*nn.__all__, *WIDE} - {"LinearAttention", "State"})
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def block(name):
+    """Away from the zeros at which some layers begin."""
+    torch.manual_seed(0)
+    heads = {} if name in ("Mamba2", "RWKV7") else {"num_heads": 2}
+    made = getattr(nn, name.split()[0])(128, **heads, **WIDE.get(name, {}))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if not parameter.any():
+                parameter.normal_(0, 0.1)
+    return made
+
+
+def results(made, x, dy):
+    """By name: the output, the gradients of x and of the parameters, and steps from a prompt."""
+    x = x.clone().requires_grad_()
+    y = made(x)[0]
+    y.backward(dy)
+    found = {"y": y, "dx": x.grad} | {n: p.grad for n, p in made.named_parameters()}
+    with torch.no_grad():
+        _, state = made(x[:, :101])
+        found["steps"] = torch.stack([made.step(x[:, t], state) for t in range(101, 120)], 1)
+    return {n: a.detach().cpu().double() for n, a in found.items() if a is not None}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_gpu_computes_what_a_cpu_does(name, dtype):
+    """The yardstick is the block in float64 on the CPU, and its twin the block in the dtype on the
+    CPU. A GPU may have four times the twin's rms error, and half a unit in the last place more."""
+    here = block(name).to(dtype)
+    x, dy = (torch.randn(2, 150, 128).to(dtype) for _ in range(2))
+    exact = results(copy.deepcopy(here).double(), x.double(), dy.double())
+    twin = results(copy.deepcopy(here), x, dy)
+    found = results(here.to("cuda"), x.cuda(), dy.cuda())
+    assert found.keys() == twin.keys() == exact.keys()
+    least = torch.finfo(dtype).eps / 2
+    for which, expected in exact.items():
+        size = expected.norm()
+        error, allowed = ((a[which] - expected).norm() for a in (found, twin))
+        bound = 4 * allowed + least * size
+        assert error <= bound, f"{name}, {which}: {error / size:.1e} > {bound / size:.1e}"
