@@ -78,7 +78,8 @@ def test_the_base_computes_the_same_problem(cases):
     x = {op: inputs.numpy_inputs(case) for op, case in short.items()}
     base = {op: composed.arrays_of_base(case, x[op]) for op, case in short.items()}
     y, _ = linattn.ssd(**x["ssd"])
-    assert np.array_equal(y, linattn.simple_gla(**base["ssd"])[0])
+    o, _ = linattn.simple_gla(**base["ssd"])  # of dt x, which ssd does not round
+    assert np.abs(y - o).max() <= 2.0**-20 * np.abs(o).max()
     assert y.shape == (1, 64, 16, 64) and base["ssd"]["q"].shape == (1, 64, 1, 128)
     for op in cases.keys() - {"ssd"}:
         assert base[op].keys() == set("qkvg") | {"beta"}
