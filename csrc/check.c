@@ -230,7 +230,7 @@ bool la_has(const la_problem *p, la_name name)
     case LA_DPLR_OPS: return p->rule == LA_DPLR;
     case LA_BONUS_OPS: return p->rule == LA_BONUS;
     case LA_PAIR_OPS: return p->decay == LA_PAIR;
-    case LA_WEIGHED: return p->decay == LA_TOKEN && p->rule == LA_ADDITIVE;
+    case LA_WEIGHED: return la_weighs(p->decay, p->rule);
     case LA_NORMALISED: return p->normaliser != LA_UNNORMALISED;
     }
     return false;

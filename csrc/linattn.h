@@ -67,7 +67,8 @@ LA_FACT static inline bool la_predicts_after(la_decay decay, la_rule rule)
 {
     return rule == LA_DELTA && decay != LA_PAIR;
 }
-/* Kernels of these take weights of writes, and parts of v that reads skip the state with. */
+/* May writes have weights, and reads a part of v? A decay per head has the kernels, but no arrays
+ * for it. */
 LA_FACT static inline bool la_weighs(la_decay decay, la_rule rule)
 {
     return decay == LA_TOKEN && rule == LA_ADDITIVE;

@@ -262,9 +262,10 @@ LA_FN void copy_row(int64_t n, real *to, const real *x)
 /* ---- scores ---- */
 
 /* Gamma and e. Where writes have weights, a column of Gamma has that of its token as a factor, so
- * P and r have it too. Each number is rounded once: if it were rounded at every token, equal decays would
- * round the same way every time, and the error would grow with the reach of the memory. Row i is
- * a_i times row i-1, with a new 1, or weight, at its end. The numbers right of the diagonal are never read. */
+ * P and r have it too. Each number is rounded once: if it were rounded at every token, equal decays
+ * would round the same way every time, and the error would grow with the reach of the memory. Row i
+ * is a_i times row i-1, with a new 1, or weight, at its end. The numbers right of the diagonal are
+ * never read. */
 LA_FN void decay_products(chunk *c, const la_problem *p)
 {
     const bool weights = p->array[LA_WEIGHT].given;
