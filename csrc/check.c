@@ -53,6 +53,7 @@ enum {
 #define LA_PART_BONUS LA_BONUS_OPS
 #define LA_PART_PAIR LA_PAIR_OPS
 #define LA_PART_WEIGHED LA_WEIGHED
+#define LA_PART_GATED LA_GATED
 #define LA_PART_NORMALISED LA_NORMALISED
 #define LABELS(label) {label, label "[0]", label "[1]"}
 #define IS_OUTPUT(role) (LA_##role == LA_OUTPUT)
@@ -231,6 +232,7 @@ bool la_has(const la_problem *p, la_name name)
     case LA_BONUS_OPS: return p->rule == LA_BONUS;
     case LA_PAIR_OPS: return p->decay == LA_PAIR;
     case LA_WEIGHED: return la_weighs(p->decay, p->rule);
+    case LA_GATED: return la_gates(p->decay, p->rule);
     case LA_NORMALISED: return p->normaliser != LA_UNNORMALISED;
     }
     return false;
@@ -589,7 +591,12 @@ static la_status check_options(la_problem *p)
     if (p->predicts_before && (p->decay != LA_TOKEN || p->rule != LA_DELTA))
         return fail(p, LA_VALUE_ERROR, "predicts_before: %s has no such form",
                     la_variants[p->op].name);
-    if (p->predicts_before && !p->array[LA_X].given) return refuse_missing(p, LA_X);
+    if (p->x_is_factor && !la_gates(p->decay, p->rule))
+        return fail(p, LA_VALUE_ERROR, "x_is_factor: %s has no such form", la_variants[p->op].name);
+    /* no kernel takes a gate of values alone */
+    const bool gated = p->array[LA_W].given && la_has(p, LA_W);
+    const bool wants_x = p->predicts_before || p->x_is_factor || gated;
+    if (wants_x && !p->array[LA_X].given) return refuse_missing(p, LA_X);
     if (p->has_scale && !isfinite(p->scale))
         return fail(p, LA_VALUE_ERROR, "scale: expected a finite number, got %g", p->scale);
     if (!(p->eps >= 0) || isinf(p->eps))

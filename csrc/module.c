@@ -150,6 +150,11 @@ static int take_predicts_before(la_call *c, PyObject *object)
     return as_flag(object, "predicts_before", &c->p.predicts_before);
 }
 
+static int take_x_is_factor(la_call *c, PyObject *object)
+{
+    return as_flag(object, "x_is_factor", &c->p.x_is_factor);
+}
+
 static int take_allow_tf32(la_call *c, PyObject *object)
 {
     return object == Py_None ? 0 : as_flag(object, "allow_tf32", &c->p.allow_tf32);
@@ -189,6 +194,7 @@ static const struct {
     {"qk_l2norm", take_qk_l2norm, IN_F | IN_S | IN_B},
     {"state_v_first", take_state_v_first, IN_F | IN_S | IN_B},
     {"predicts_before", take_predicts_before, IN_F | IN_S | IN_B},
+    {"x_is_factor", take_x_is_factor, IN_F | IN_S},
     {"allow_tf32", take_allow_tf32, IN_F},
     {"features", take_features, IN_F | IN_S | IN_B},
     {"warn", take_warn, IN_F | IN_S | IN_B},

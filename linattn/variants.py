@@ -93,6 +93,7 @@ class ArrayLine(NamedTuple):
             "BONUS": variant.rule == "bonus",
             "PAIR": variant.decay == "pair",
             "WEIGHED": variant.decay == "token" and variant.rule == "additive",
+            "GATED": variant.decay == "key" and variant.rule == "delta",
             "NORMALISED": variant.normaliser,
         }[self.part_of]
 

@@ -258,6 +258,25 @@ def test_jax(op, dtype):
     )
 
 
+# ---- systems that hand an op more than its functions do ----
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gdn2_is_kda_of_the_products(dtype):
+    """Bit for bit: the kernels round the products as PyTorch does."""
+    x = gpu_problem("kda", B=2, T=200, H=2, HV=4, K=128, V=64, dtype=dtype)
+    del x["beta"]
+    g, q, k, v = (x.pop(name) for name in "gqkv")
+    b, w = (torch.rand(y.shape, device="cuda").to(y.dtype) for y in (k, v))
+    want = linattn.kda(q, k, w * v, g, 1.0, x=b * k, output_final_state=True, **x)
+    assert_same_bits(linattn.gdn2(q, k, v, b, w, g, output_final_state=True, **x), want)
+    at = [y[:, 0].contiguous() for y in (q, k, v, b, w, g)]
+    state = torch.zeros(2, 4, 128, 64, device="cuda")
+    o = linattn.gdn2_step(*at, state=state)
+    first, _ = linattn.gdn2(*(y[:, :1] for y in (q, k, v, b, w, g)))
+    assert_same_bits([o], [first[:, 0]])
+
+
 # ---- a step from Python, for the log ----
 
 

@@ -8,7 +8,8 @@
  *     e_i: the decays from the chunk's start up to token i
  *     r_j: the decays after token j up to the chunk's end
  *     P_ij = q_i . k_j Gamma_ij (j <= i)   Gamma_ij: the decays after j up to i
- *     L_ij = x_i . k_j Gamma_ij (j < i)    x: k where the caller gives none
+ *     L_ij = x_i . k_j Gamma_ij (j < i)    x: k where the caller gives none; where it is a
+ *                                                                  factor, times k
  *
  * So a chunk has rows that look at the state, x and q, and rows that are written, k. The rule DPLR
  * writes y's rows too: it has P and L of both, and the writes U are v's rows, which are given, then
@@ -229,6 +230,12 @@ LA_FN void load_gates(chunk *c, const la_problem *p, const la_unit *u, int64_t t
     c->skip = la_weighs(decay, rule) && p->array[LA_SKIP].given ? load_skip(p, u) : 0;
 }
 
+LA_FN void multiply_row(int64_t n, real *to, const real *x, const real *y)
+{
+    for (int64_t i = 0; i < n; i += LANES)
+        lanes_of(to + i)[0] = lanes_in(x + i)[0] * lanes_in(y + i)[0];
+}
+
 /* Tokens t..t+n of the unit's sequence. reads: with q, and so with P. */
 LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t, int64_t n,
                       const bool reads, const la_decay decay, const la_rule rule)
@@ -237,16 +244,11 @@ LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t
     c->q = c->x + n * c->kp;
     load_keys(p, LA_K, u->b, t, n, u->h, c->k);
     if (c->k != c->x) load_plain_rows(p, LA_X, u, t, n, c->x);
+    if (la_gates(decay, rule) && p->x_is_factor) multiply_row(n * c->kp, c->x, c->x, c->k);
     if (rule == LA_DPLR) load_plain_rows(p, LA_Y, u, t, n, c->k + n * c->kp);
     if (rule == LA_BONUS) load_bonus(p, u->h, c->bonus);
     if (reads) load_keys(p, LA_Q, u->b, t, n, u->h, c->q);
     load_gates(c, p, u, t, decay, rule);
-}
-
-LA_FN void multiply_row(int64_t n, real *to, const real *x, const real *y)
-{
-    for (int64_t i = 0; i < n; i += LANES)
-        lanes_of(to + i)[0] = lanes_in(x + i)[0] * lanes_in(y + i)[0];
 }
 
 LA_FN void scale_row(int64_t n, real *to, const real *x, real a)

@@ -41,6 +41,19 @@ LA_FN void store_values(const chunk *c, const la_problem *p, la_name name, const
         store_row(at_column(to, u->b, t + i, u->hv, v0), to->dtype, from + i * width, v1 - v0);
 }
 
+/* w V, into U. Where rows must be converted, the place of the reads has them. It is a function of
+ * its own so that no product is fused with what follows it, and all columns have the same bits. */
+LA_COLD void load_gated_values(const chunk *c, const la_problem *p, const la_unit *u, int64_t t,
+                               const panel *s)
+{
+    const rows V = rows_of(p, LA_V, u, t, s, s->O), gate = rows_of(p, LA_W, u, t, s, s->U);
+    if (V.at == s->O) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->O, s->width);
+    if (gate.at == s->U) load_values(c, p, LA_W, u, t, s->v0, s->v1, s->U, s->width);
+    for (int64_t i = 0; i < c->n; i++)
+        for (int64_t w = 0; w < s->width; w += LANES)
+            lanes_of(s->U + i * s->width + w)[0] = row_of(gate, i, w)[0] * row_of(V, i, w)[0];
+}
+
 /* The writes that are given are V as it is. */
 LA_FN void panel_write(const chunk *c, const la_problem *p, const la_unit *u, int64_t t,
                        const panel *s, const la_decay decay)
@@ -247,8 +260,12 @@ LA_FN void panel_forward(const chunk *c, state_scratch *x, const la_problem *p, 
 {
     state_products(c, x, p, s, reads, rule);
     if (rule == LA_DELTA) {
-        const rows V = rows_of(p, LA_V, u, t, s, s->U);
-        if (V.at == s->U) load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
+        const bool gated = la_gates(decay, rule) && p->array[LA_W].given;
+        const rows room = {s->U, s->width}, V = gated ? room : rows_of(p, LA_V, u, t, s, s->U);
+        if (gated)
+            load_gated_values(c, p, u, t, s);
+        else if (V.at == s->U)
+            load_values(c, p, LA_V, u, t, s->v0, s->v1, s->U, s->width);
         panel_solve(c, p, s, V, NULL, next, decay);
     } else {
         panel_write(c, p, u, t, s, decay);
@@ -326,7 +343,7 @@ LA_FN void one_chunk(forward_scratch *f, const la_problem *p, const la_unit *u, 
 LA_FN prefetch prefetch_of_chunk(const la_problem *p, const la_unit *u, int64_t t, int64_t C,
                                  const la_rule rule)
 {
-    static const la_name touched[] = {LA_V, LA_G, LA_K, LA_X, LA_Y, LA_O, LA_Q};
+    static const la_name touched[] = {LA_V, LA_W, LA_G, LA_K, LA_X, LA_Y, LA_O, LA_Q};
     enum { TOUCHED = sizeof touched / sizeof *touched }; /* the last two only if it reads */
     const bool reads = t >= u->read;
     return prefetch_of(p, u, t, C, touched, reads ? TOUCHED : TOUCHED - 2,

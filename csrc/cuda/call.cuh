@@ -42,7 +42,7 @@ struct call {
     double map_eps[2];
     la_normaliser normaliser;
     double scale, eps;
-    bool qk_l2norm, causal, predicts_before;
+    bool qk_l2norm, causal, predicts_before, x_is_factor;
 };
 
 /* The gradients of a backward pass: d[LA_DQ] is the view of dq. The code of no kernel grows by this

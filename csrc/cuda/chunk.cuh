@@ -12,9 +12,10 @@
  *
  * where q^ and k^ are rows of q and k times the decay from the start of the chunk, k~ is k times
  * the decay to its end, and a is the decay of the whole chunk. Where the caller gave x, it stands
- * in the place of k in k^ and of the left k in A. A scalar decay scales rows of the products
- * instead. Decays are multiplied, never summed as logarithms (docs/decisions/0005). No exponent is
- * ever positive, and a decay of zero is a zero.
+ * in the place of k in k^ and of the left k in A, times k if it is a factor. Where the caller gave
+ * gates of values, V is multiplied by them. A scalar decay scales rows of the products instead.
+ * Decays are multiplied, never summed as logarithms (docs/decisions/0005). No exponent is ever
+ * positive, and a decay of zero is a zero.
  *
  * `chunks_forward` computes everything transposed: a warp owns 16 value columns, as the 16 rows of
  * its left operands. The accumulators of one product are then the left operand of the next. The
@@ -150,6 +151,12 @@ static cudaError_t traits_of_device(const void *kernel, device_traits *d)
     return cudaSuccess;
 }
 
+/* Has a stage of chunks_forward the gates of v? Only the copy engine fetches them. */
+static bool has_gates(const call &c, const device_traits &d)
+{
+    return c.x[LA_W].data && d.producers;
+}
+
 /* The number of segments of each sequence. There are as many as fill the device with blocks of four
  * warps, provided that a segment has eight chunks to pay for its launches. With the delta rule the
  * ends of the segments cost more than the pass itself (2 of 2.6 parts: K more columns), so that
@@ -174,14 +181,14 @@ static int width_of_blocks(const call &c, const device_traits &d, int64_t heads,
 {
     int best = 0;
     double least = 0;
-    const bool with_x = c.x[LA_X].data;
+    const bool with_x = c.x[LA_X].data, with_w = has_gates(c, d);
     /* without producer warps, the next chunk needs a stage while the consumers work on this one */
     const int stages = d.producers ? 1 : 2;
     for (int width = d.warp_step; width * part::halves <= MOST_WARPS; width *= 2) {
         const int warps = width * part::halves;
         const int64_t blocks = heads * ((slices + width - 1) / width);
         const int room =
-            d.room / (stages * part::bytes(width, with_x) + part::exchanged(width) + 1024);
+            d.room / (stages * part::bytes(width, with_x, with_w) + part::exchanged(width) + 1024);
         const int64_t fit = min(room, d.producers ? 1 : MOST_WARPS / warps); /* by registers */
         if (fit == 0) break;
         const int64_t rounds = (blocks + d.processors * fit - 1) / (d.processors * fit);
@@ -202,7 +209,7 @@ static cudaError_t launch_chunks_forward(const call &c, const chunks &w, const t
 {
     typedef stage<KP, DECAY, RULE> part;
     const int tiles = (slices + width - 1) / width, exchanged = part::exchanged(width);
-    const int stage_bytes = part::bytes(width, c.x[LA_X].data);
+    const int stage_bytes = part::bytes(width, c.x[LA_X].data, has_gates(c, d));
     f.stages = min((d.room - exchanged - 1024) / stage_bytes, (int)MOST_STAGES);
     const int bytes = f.stages * stage_bytes + exchanged;
     const auto kernel = chunks_forward<KP, DECAY, RULE, FORM>;
@@ -279,7 +286,8 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
         plain && c.map[0] == LA_IDENTITY && map_of(c, c.x[LA_Q], c.H, c.K, &maps.q),
         plain && c.map[1] == LA_IDENTITY && map_of(c, c.x[LA_K], c.H, c.K, &maps.k),
         PLANES == 1 && has_x && map_of(c, c.x[LA_X], c.H, c.K, &maps.x)};
-    f.v_pieces = map_of(c, c.x[LA_V], c.HV, c.V, &maps.v);
+    f.v_pieces = map_of(c, c.x[LA_V], c.HV, c.V, &maps.v) &&
+                 (!c.x[LA_W].data || map_of(c, c.x[LA_W], c.HV, c.V, &maps.w));
     f.o_pieces = (uintptr_t)c.x[LA_O].data % 16 == 0 &&
                  (c.x[LA_O].stride[0] | c.x[LA_O].stride[1] | c.x[LA_O].stride[2]) % 8 == 0;
     const int64_t chunk_slots = chunk_slots_of(c, C);

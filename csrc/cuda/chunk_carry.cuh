@@ -40,10 +40,11 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
     /* v: a panel for every four slices of 16 columns. o leaves by way of the same place, unless in
-     * planes */
-    __host__ __device__ static constexpr int bytes(int width, bool with_x)
+     * planes. w: the same for its gates, behind the v of the widest block. */
+    static constexpr int w = v + (MOST_WARPS / halves + 3) / 4 * PANEL_BYTES;
+    __host__ __device__ static constexpr int bytes(int width, bool with_x, bool with_w = false)
     {
-        return v + (width + 3) / 4 * PANEL_BYTES + bytes_for_x<KP, DECAY>(with_x);
+        return (with_w ? w : v) + (width + 3) / 4 * PANEL_BYTES + bytes_for_x<KP, DECAY>(with_x);
     }
     /* after the stages: the numbers that two warps exchange, 32 per lane */
     __host__ __device__ static constexpr int exchanged(int width)
@@ -53,7 +54,8 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
 };
 
 struct forward_flags {
-    /* rows of v can be fetched, rows of o stored (not in planes), in pieces of 16 bytes */
+    /* rows of v, and of its gates if there are any, can be fetched in pieces of 16 bytes; rows of o
+     * can be stored so (not in planes) */
     bool v_pieces, o_pieces;
     int stages;
 };
@@ -111,6 +113,7 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
             const bool there = j / 2 * 8 + pair + j % 2 < c.K;
             q[j] = there ? apply_map(q[j] * factor_q, c.map[0], (float)c.map_eps[0]) : 0;
             k[j] = there ? apply_map(k[j] * factor_k, c.map[1], (float)c.map_eps[1]) : 0;
+            if (la_gates(DECAY, RULE) && c.x_is_factor) looks[j] *= k[j];
             qk += q[j] * k[j];
         }
         if (DECAY == LA_TOKEN)
@@ -124,6 +127,11 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
                        ? load<float>(at(c.x[LA_V], u.b, t + i, u.hv, v0 + column + 8 * w),
                                      ELEMENT_DTYPE)
                        : 0;
+        if (la_gates(DECAY, RULE) && c.x[LA_W].data)
+            for (int w = 0; w < 2; w++)
+                if (column + 8 * w < columns)
+                    v[w] *= load<float>(at(c.x[LA_W], u.b, t + i, u.hv, v0 + column + 8 * w),
+                                        ELEMENT_DTYPE);
         la_operands x = {};
         x.q = q, x.k = k, x.x = has_x ? looks : k, x.a = a, x.v = v;
         x.beta = beta, x.own = quad_sum(qk), x.before = c.predicts_before;
@@ -182,14 +190,17 @@ template <int N> __device__ __forceinline__ bool has_nonfinite(const operand (&x
     return (*(const uint32_t *)&all & 0x7fff7fff) != 0;
 }
 
-/* The first of n tokens that has one in the columns of v of this warp; C if there is none. */
+/* The first of n tokens that has one in the columns of v of this warp, or in their products with
+ * gates; C if there is none. */
 static __device__ __noinline__ int first_nonfinite(const call &c, const unit &u, int t, int n,
                                                    int v0, int columns)
 {
     int first = C;
     for (int j = threadIdx.x % 32; j < n * columns && first == C; j += 32) {
-        const float x =
-            load<float>(at(c.x[LA_V], u.b, t + j / columns, u.hv, v0 + j % columns), ELEMENT_DTYPE);
+        const int token = t + j / columns, column = v0 + j % columns;
+        float x = load<float>(at(c.x[LA_V], u.b, token, u.hv, column), ELEMENT_DTYPE);
+        if (c.x[LA_W].data)
+            x *= load<float>(at(c.x[LA_W], u.b, token, u.hv, column), ELEMENT_DTYPE);
         if (!isfinite(numbers(in_planes(x, 0)).x)) first = j / columns;
     }
     return (int)__reduce_min_sync(~0u, (unsigned)first);
@@ -294,7 +305,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
     const int chunk_slot0 = first_chunk_slot(c, u.n);
     const key_rows rows = key_rows_of<part, KP, DECAY, RULE>(c, w, width);
-    const int bytes = rows.bytes;
+    const bool gated = la_gates(DECAY, RULE) && c.x[LA_W].data;
+    /* the copy engine fetches the gates behind v; elsewhere they are not in a stage */
+    const int bytes = HAS_WARP_GROUPS && gated ? part::bytes(width, rows.has_x, true) : rows.bytes;
 
     __shared__ int nonfinite_at[MOST_STAGES]; /* w.nonfinite of the chunk */
 #if HAS_WARP_GROUPS
@@ -333,7 +346,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
         const int v_panels = f.v_pieces ? (v_slices + 3) / 4 : 0;
         int bytes = (part::has_k && !rows.seen ? tile_bytes(KP) : 0) +
                     (rows.has_x && !w.k ? tile_bytes(KP) : 0) + (!w.q ? tile_bytes(KP) : 0) +
-                    v_panels * PANEL_BYTES;
+                    v_panels * (gated ? 2 : 1) * PANEL_BYTES;
 #pragma unroll
         for (const auto &x : pieces)
             if (x.from) bytes += x.bytes;
@@ -352,9 +365,13 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                 engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
                                 barrier);
         }
-        for (int j = 0; j < v_panels * PLANES; j++)
-            engine_copy_box(base + part::v + j * BOX_BYTES, &maps.v, tile * width * 16 + j * BOX,
-                            u.hv, t, u.b, barrier);
+        for (int j = 0; j < v_panels * PLANES; j++) {
+            const int column = tile * width * 16 + j * BOX;
+            engine_copy_box(base + part::v + j * BOX_BYTES, &maps.v, column, u.hv, t, u.b, barrier);
+            if (gated)
+                engine_copy_box(base + part::w + j * BOX_BYTES, &maps.w, column, u.hv, t, u.b,
+                                barrier);
+        }
         nonfinite_at[into] = nonfinite;
         barrier_expect(barrier, bytes);
 #else
@@ -488,10 +505,12 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                         *(uint4 *)(room + rows.written + at) = make_uint4(0, 0, 0, 0);
                 }
                 if (PLANES == 1 && f.v_pieces && columns > 0)
-                    for (int j = lane; j < (C - n) * 2; j += 32)
-                        *(uint4 *)(room + part::v + line / 4 * PANEL_BYTES +
-                                   piece_at(n + j / 2, line % 4 * 2 + j % 2)) =
-                            make_uint4(0, 0, 0, 0);
+                    for (int j = lane; j < (C - n) * 2; j += 32) {
+                        char *const piece = room + part::v + line / 4 * PANEL_BYTES +
+                                            piece_at(n + j / 2, line % 4 * 2 + j % 2);
+                        *(uint4 *)piece = make_uint4(0, 0, 0, 0);
+                        if (gated) *(uint4 *)(piece + part::w - part::v) = make_uint4(0, 0, 0, 0);
+                    }
                 stores_before_copies();
                 some_warps_wait(warps);
             }
@@ -500,6 +519,18 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                 copies_wait<0>();
                 __syncthreads(); /* chunk i is there, and every warp is done with chunk i - 1 */
                 if (i + 1 < last_chunk) fetch(i + 1, stage_at + 1 == f.stages ? 0 : stage_at + 1);
+                /* Each warp has columns of its own: K > 128 is for Hopper alone (setup.py). */
+                if (PLANES == 1 && gated && f.v_pieces && columns > 0) {
+                    const view &gates = c.x[LA_W];
+                    for (int j = lane; j < C * 2; j += 32) {
+                        uint4 *const x = (uint4 *)(room + part::v + line / 4 * PANEL_BYTES +
+                                                   piece_at(j / 2, line % 4 * 2 + j % 2));
+                        if (j / 2 < n && j % 2 * 8 < columns)
+                            *x = times(*x, *(const uint4 *)at(gates, u.b, t + j / 2, u.hv,
+                                                              v0 + j % 2 * 8));
+                    }
+                    __syncwarp();
+                }
             }
 #endif
             /* Rows that cannot be copied in pieces. Two warps with the same columns write the
@@ -507,11 +538,14 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             if (PLANES == 1 && !f.v_pieces && columns > 0) {
                 for (int j = lane; j < C * 16; j += 32) {
                     const int row = j / 16, column = j % 16;
+                    const bool there = row < n && column < columns;
+                    element x = element_of(0);
+                    if (there) x = *(const element *)at(c.x[LA_V], u.b, t + row, u.hv, v0 + column);
+                    if (there && gated)
+                        x = element_of((float)x * (float)*(const element *)at(
+                                                      c.x[LA_W], u.b, t + row, u.hv, v0 + column));
                     *(element *)(room + part::v + line / 4 * PANEL_BYTES +
-                                 element_at(row, line % 4 * 16 + column)) =
-                        row < n && column < columns
-                            ? *(const element *)at(c.x[LA_V], u.b, t + row, u.hv, v0 + column)
-                            : element_of(0);
+                                 element_at(row, line % 4 * 16 + column)) = x;
                 }
                 __syncwarp();
             }
@@ -557,12 +591,26 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             for (int m = 0; m < 4; m++) {
                 if constexpr (PLANES == 1) {
                     load_matrices_transposed(U[m].of[0].x, base + slice + m * 16 * 128);
+                    if (HAS_WARP_GROUPS && gated && f.v_pieces) {
+                        uint32_t by[4];
+                        load_matrices_transposed(by,
+                                                 base + slice + part::w - part::v + m * 16 * 128);
+#pragma unroll
+                        for (int e = 0; e < 4; e++) U[m].of[0].x[e] = times(U[m].of[0].x[e], by[e]);
+                    }
                 } else {
                     const auto value = [&](int row, int column) {
                         if (row >= n || column >= columns) return 0.0f;
-                        if (HAS_WARP_GROUPS && f.v_pieces)
-                            return value_in_box(room + part::v, row, line * 16 + column);
-                        return *(const float *)at(c.x[LA_V], u.b, t + row, u.hv, v0 + column);
+                        if (HAS_WARP_GROUPS && f.v_pieces) {
+                            const float x = value_in_box(room + part::v, row, line * 16 + column);
+                            return gated ? x * value_in_box(room + part::w, row, line * 16 + column)
+                                         : x;
+                        }
+                        const float x =
+                            *(const float *)at(c.x[LA_V], u.b, t + row, u.hv, v0 + column);
+                        return gated ? x * *(const float *)at(c.x[LA_W], u.b, t + row, u.hv,
+                                                              v0 + column)
+                                     : x;
                     };
 #pragma unroll
                     for (int e = 0; e < 4; e++) {

@@ -267,6 +267,7 @@ static call call_of(const la_problem *p)
     c.scale = p->scale;
     c.eps = p->eps;
     c.predicts_before = p->predicts_before;
+    c.x_is_factor = p->x_is_factor;
     c.batch = (int)min(p->batch, (int64_t)INT32_MAX);
     c.normaliser = p->normaliser;
     c.qk_l2norm = p->qk_l2norm;

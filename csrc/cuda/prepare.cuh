@@ -111,7 +111,7 @@ __device__ __forceinline__ key_rows key_rows_of(const call &c, const chunks &w, 
 /* ---- prepare: loads ---- */
 
 struct tensor_maps {
-    CUtensorMap q, k, x, v;
+    CUtensorMap q, k, x, v, w;
 };
 
 /* The function of the driver, found at run time, so that nothing is linked against the driver. */
@@ -262,6 +262,25 @@ __device__ void load_all(const call &c, int b, int t, int n, int h, char *q, cha
     }
     copies_end_group();
     copies_wait<0>();
+}
+
+/* x <- x y, number by number. */
+template <int KP, int THREADS> __device__ __forceinline__ void multiply_tile(char *x, const char *y)
+{
+    if constexpr (PLANES == 1) {
+        const int first = threadIdx.x * 16;
+#pragma unroll
+        for (int i = 0; i < tile_bytes(KP); i += THREADS * 16)
+            *(uint4 *)(x + first + i) =
+                times(*(const uint4 *)(x + first + i), *(const uint4 *)(y + first + i));
+    } else {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < C * KP / 2; i += THREADS) {
+            const int here = element_at(i / (KP / 2), i % (KP / 2) * 2);
+            const float2 of_x = get_pair(x + here), of_y = get_pair(y + here);
+            put_pair(x + here, of_x.x * of_y.x, of_x.y * of_y.y);
+        }
+    }
 }
 
 template <int BYTES, int THREADS>
@@ -778,6 +797,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
     load_all<KP, KEY_THREADS>(c, u.b, t, n, u.h, s.q, s.k, has_x ? s.xf : NULL, given);
     __syncthreads();
+    if (RULE == LA_DELTA && c.x_is_factor) multiply_tile<KP, KEY_THREADS>(s.xf, s.k);
 
     if (RULE == LA_DELTA && threadIdx.x < C) {
         const float beta = threadIdx.x < n ? load<float>(at(c.x[LA_BETA], u.b, t + threadIdx.x, hv),

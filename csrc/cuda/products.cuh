@@ -87,6 +87,18 @@ __device__ __forceinline__ float2 unpack(uint32_t x)
     return numbers_of(*(const element_pair *)&x);
 }
 
+/* Products of elements, each rounded once. */
+__device__ __forceinline__ uint32_t times(uint32_t x, uint32_t y)
+{
+    const element_pair z = __hmul2(*(const element_pair *)&x, *(const element_pair *)&y);
+    return *(const uint32_t *)&z;
+}
+
+__device__ __forceinline__ uint4 times(const uint4 &x, const uint4 &y)
+{
+    return make_uint4(times(x.x, y.x), times(x.y, y.y), times(x.z, y.z), times(x.w, y.w));
+}
+
 /* Two neighbouring numbers of a tile or an operand. Each number is the sum of its planes. */
 struct pair_in_planes {
     uint32_t x[PLANES];

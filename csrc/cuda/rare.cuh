@@ -7,6 +7,24 @@
  * a time. Included by one file per real type, which defines what adjoint.cuh wants. */
 #include "adjoint.cuh"
 
+/* Where the call has gates: x <- x k and v <- w v. A thread changes the numbers that it wrote in
+ * load_batch, so it waits for no other. */
+template <int ROWS>
+__device__ __forceinline__ void gate_batch(const call &c, const unit &u, int t, int n, int v0,
+                                           batch<ROWS, true> &s)
+{
+    const int lane = threadIdx.x % 32;
+    const view &gates = c.x[LA_W];
+    if (!c.x_is_factor && !gates.data) return;
+    for (int i = threadIdx.x / 32; i < n; i += blockDim.x / 32) {
+        if (c.x_is_factor)
+#pragma unroll
+            for (int j = lane; j < ROWS * PARTS; j += 32) s.x[i].at(j) *= s.k[i].at(j);
+        if (gates.data && lane < COLUMNS && v0 + lane < c.V)
+            s.v[i][lane] *= load<real>(at(gates, u.b, t + i, u.hv, v0 + lane), gates.dtype);
+    }
+}
+
 template <la_decay DECAY, la_rule RULE, int ROWS>
 static __global__ void __launch_bounds__(ADJOINT_THREADS) rare(const __grid_constant__ call c)
 {
@@ -47,6 +65,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS) rare(const __grid_cons
         const int n = min((int)BATCH, u.end - t);
         __syncthreads(); /* all threads are done with the batch before */
         load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, s);
+        if (la_gates(DECAY, RULE)) gate_batch(c, u, t, n, v0, s);
         __syncthreads();
         for (int i = 0; i < n; i++) {
             la_operands x = operands_of<DECAY, RULE>(s, i, part, own);

@@ -201,6 +201,10 @@ class Arrays:
 
     # ---- after the checks ----
 
+    def is_like(self, x: Any) -> bool:
+        """Is x, which was checked, an array of the dtype of the first one?"""
+        return not isinstance(x, _Number) and _dtype_of(x) == self.dtype
+
     def real_of(self, x: Any) -> Any:
         """An array that was checked, in the dtype of the sums: float32, or float64."""
         if x is None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from linattn._linattn import forward as core_forward
+from linattn._linattn import step as core_step
 from linattn.composed._arrays import Arrays
 from linattn.composed._names import called
-from linattn.features import l2norm_backward
+from linattn.features import is_tensor, l2norm_backward
 from linattn.ops._core import AnyArray, Array, Mode
-from linattn.ops.kda import kda, kda_backward, kda_step
+from linattn.ops.kda import kda, kda_backward
 
 __all__ = ["GDN2Gradients", "gdn2", "gdn2_backward", "gdn2_step"]
 
@@ -77,16 +79,49 @@ class _Problem:
         self.w_given = call.wide("w", w, f"B {tokens}HV V")
         if not isinstance(qk_l2norm, bool):
             raise TypeError(f"qk_l2norm: expected True or False, got {type(qk_l2norm)}")
-        self.call, self.qk_l2norm = call, qk_l2norm
-        # the key that is erased is a part of the key that is written, which may be normed
-        self.written = call.scaled(self.w_given, v)
-        self.factor: Any = 1
-        if qk_l2norm:
-            wide = call.real_of(k)
-            self.factor = 1 / ((wide * wide).sum(-1)[..., None] + 1e-6) ** 0.5
-            self.x = call.short(call.real_of(self.b_given) * (wide * self.factor))
+        self.call, self.k, self.v, self.qk_l2norm = call, k, v, qk_l2norm
+
+    def is_watched(self, *given: Any) -> bool:
+        """Does PyTorch record or trace a call with these? The core's gates have no gradients."""
+        if not is_tensor(self.call.like):
+            return False
+        from linattn import autograd
+
+        return autograd.is_watched("kda", (self.call.like, self.k, self.v, *given))
+
+    def norm(self) -> Any:
+        """What k is multiplied by: the key that is erased is a part of the one that is written."""
+        if not self.qk_l2norm:
+            return 1
+        wide = self.call.real_of(self.k)
+        return 1 / ((wide * wide).sum(-1)[..., None] + 1e-6) ** 0.5
+
+    def x(self) -> Any:
+        """b k."""
+        call = self.call
+        if not self.qk_l2norm:
+            return call.scaled(self.b_given, self.k)
+        return call.short(call.real_of(self.b_given) * (call.real_of(self.k) * self.norm()))
+
+    def written(self) -> Any:
+        """w v."""
+        return self.call.scaled(self.w_given, self.v)
+
+    def for_core(self) -> tuple[Any, dict[str, Any], dict[str, str]]:
+        """v, the arrays beside it, and their names.
+
+        The core multiplies by gates of the dtype of q.
+        """
+        arrays: dict[str, Any] = {"beta": 1.0}
+        names = _NAMES | {"value_gate": "w"}
+        if self.call.is_like(self.b_given):
+            arrays |= {"x": self.b_given, "x_is_factor": True}
+            names["x"] = "b"
         else:
-            self.x = call.scaled(self.b_given, k)
+            arrays["x"] = self.x()
+        if not self.call.is_like(self.w_given):
+            return self.written(), arrays, names
+        return self.v, arrays | {"value_gate": self.w_given}, names
 
 
 def gdn2(
@@ -184,25 +219,27 @@ def gdn2(
     True
     """
     p = _Problem(q, k, v, b, w, qk_l2norm)
-    with called(_NAMES, q):
-        return kda(
-            q,
-            k,
-            p.written,
-            g,
-            1.0,
-            alpha=alpha,
-            x=p.x,
-            scale=scale,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            mode=mode,
-            chunk_size=chunk_size,
-            qk_l2norm=qk_l2norm,
-            state_v_first=state_v_first,
-            allow_tf32=allow_tf32,
+    options: dict[str, Any] = {
+        "alpha": alpha,
+        "scale": scale,
+        "initial_state": initial_state,
+        "output_final_state": output_final_state,
+        "cu_seqlens": cu_seqlens,
+        "mode": mode,
+        "chunk_size": chunk_size,
+        "qk_l2norm": qk_l2norm,
+        "state_v_first": state_v_first,
+        "allow_tf32": allow_tf32,
+    }
+    if p.is_watched(b, w, g, alpha, initial_state):
+        with called(_NAMES, q):
+            return kda(q, k, p.written(), g, 1.0, x=p.x(), **options)
+    values, arrays, names = p.for_core()
+    with called(names, q):
+        result: tuple[Array, AnyArray | None] = core_forward(
+            "kda", q, k, values, g=g, **arrays, **options
         )
+    return result
 
 
 def gdn2_step(
@@ -274,21 +311,23 @@ def gdn2_step(
     True
     """
     p = _Problem(q, k, v, b, w, qk_l2norm, tokens="", recorded=False)
-    with called(_NAMES, q):
-        return kda_step(
+    values, arrays, names = p.for_core()
+    with called(names, q):
+        o: Array = core_step(
+            "kda",
             q,
             k,
-            p.written,
-            g,
-            1.0,
+            values,
+            g=g,
             alpha=alpha,
-            x=p.x,
+            **arrays,
             state=state,
             state_indices=state_indices,
             scale=scale,
             qk_l2norm=qk_l2norm,
             state_v_first=state_v_first,
         )
+    return o
 
 
 def gdn2_backward(
@@ -367,11 +406,11 @@ def gdn2_backward(
             do,
             q,
             k,
-            p.written,
+            p.written(),
             g,
             1.0,
             alpha=alpha,
-            x=p.x,
+            x=p.x(),
             d_final_state=d_final_state,
             scale=scale,
             initial_state=initial_state,
@@ -391,7 +430,7 @@ def gdn2_backward(
         dq=grads.dq,
         dk=call.short(dk),
         dv=call.short(call.real_of(p.w_given) * d_written),
-        db=call.as_given(wide * p.factor * dx, p.b_given),
+        db=call.as_given(wide * p.norm() * dx, p.b_given),
         dw=call.as_given(call.real_of(v) * d_written, p.w_given),
         dg=grads.dg,
         d_initial_state=grads.d_initial_state,

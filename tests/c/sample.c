@@ -233,6 +233,8 @@ static void draw_options(sample *s, draw *d)
     p->mode = (la_mode)draw_int(d, LA_CHUNK, LA_PARALLEL);
     if ((p->has_chunk = draw_chance(d, 2))) p->chunk = draw_int(d, 1, draw_chance(d, 4) ? 250 : 40);
     p->predicts_before = p->decay == LA_TOKEN && p->rule == LA_DELTA && draw_chance(d, 4);
+    const bool gates = la_gates(p->decay, p->rule) && p->pass != LA_BACKWARD;
+    p->x_is_factor = gates && draw_chance(d, 3);
     if (p->decay == LA_PAIR && p->pass != LA_STEP && draw_chance(d, 2))
         p->batch = draw_int(d, 1, draw_chance(d, 4) ? 250 : 40);
     if ((p->has_scale = draw_chance(d, 3))) p->scale = (double)draw_int(d, -4, 4) / 4;
@@ -266,14 +268,16 @@ void sample_make(sample *s, draw *d, int64_t largest)
     draw_letters(p, d, largest);
     draw_options(s, d);
     const bool state = pass == LA_STEP || draw_chance(d, 2), final = draw_chance(d, 2);
-    const bool x = p->rule == LA_DPLR || p->predicts_before || draw_chance(d, 3),
-               eta = !draw_chance(d, 4), weight = draw_chance(d, 2), skip = draw_chance(d, 2);
+    const bool gate = draw_chance(d, 3), wants_x = p->predicts_before || p->x_is_factor;
+    const bool x = p->rule == LA_DPLR || wants_x || draw_chance(d, 3), eta = !draw_chance(d, 4),
+               weight = draw_chance(d, 2), skip = draw_chance(d, 2);
     for (int name = LA_Q; name < LA_ARRAYS; name++) {
         const la_array_row *row = &la_array_rows[name];
         bool output = name >= LA_O && !(name >= LA_DQ && la_array_rows[row->of].role == LA_OUTPUT);
         bool has;
         switch (name) {
         case LA_X: has = x; break;
+        case LA_W: has = gate && x; break;
         case LA_ETA: has = eta; break;
         case LA_WEIGHT: has = weight; break;
         case LA_SKIP: has = skip; break;
@@ -314,7 +318,10 @@ void sample_describe(const sample *s)
         la_dtype_names[p->array[LA_Q].dtype], la_isa(), la_get_num_threads(), (long long)p->B,
         (long long)p->T, (long long)p->L, (long long)p->H, (long long)p->HV, (long long)p->K,
         (long long)p->V, (long long)p->N, p->one_head ? " one head" : "",
-        p->array[LA_CU].given ? " packed" : "", p->predicts_before ? " before" : "",
+        p->array[LA_CU].given ? " packed" : "",
+        p->predicts_before ? " before"
+        : p->x_is_factor   ? " factor"
+                           : "",
         (long long)p->P, (long long)p->chunk, (long long)p->batch, p->normaliser, p->map[0],
         p->map[1], p->qk_l2norm, p->causal, p->scale, p->state_v_first, s->tame ? "" : " wild");
 }

@@ -45,6 +45,7 @@ FILES = (
     "test_extremes.py",
     "test_features.py",
     "test_forward.py",
+    "test_gated.py",
     "test_identities.py",
     "test_nn_cuda.py",
     "test_noncausal.py",
