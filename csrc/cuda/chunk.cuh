@@ -209,9 +209,9 @@ static cudaError_t launch_chunks_forward(const call &c, const chunks &w, const t
 {
     typedef stage<KP, DECAY, RULE> part;
     const int tiles = (slices + width - 1) / width, exchanged = part::exchanged(width);
-    const int stage_bytes = part::bytes(width, c.x[LA_X].data, has_gates(c, d));
-    f.stages = min((d.room - exchanged - 1024) / stage_bytes, (int)MOST_STAGES);
-    const int bytes = f.stages * stage_bytes + exchanged;
+    f.stage_bytes = part::bytes(width, c.x[LA_X].data, has_gates(c, d));
+    f.stages = min((d.room - exchanged - 1024) / f.stage_bytes, (int)MOST_STAGES);
+    const int bytes = f.stages * f.stage_bytes + exchanged;
     const auto kernel = chunks_forward<KP, DECAY, RULE, FORM>;
     return launch(kernel, (int64_t)c.N * c.HV * g.count * tiles,
                   (width * part::halves + d.producers) * 32, bytes, stream, c, w, maps, f, g,

@@ -57,7 +57,7 @@ struct forward_flags {
     /* rows of v, and of its gates if there are any, can be fetched in pieces of 16 bytes; rows of o
      * can be stored so (not in planes) */
     bool v_pieces, o_pieces;
-    int stages;
+    int stages, stage_bytes;
 };
 
 /* A sequence in `count` segments, which are worked on side by side when there are few heads
@@ -306,8 +306,11 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     const int chunk_slot0 = first_chunk_slot(c, u.n);
     const key_rows rows = key_rows_of<part, KP, DECAY, RULE>(c, w, width);
     const bool gated = la_gates(DECAY, RULE) && c.x[LA_W].data;
-    /* the copy engine fetches the gates behind v; elsewhere they are not in a stage */
-    const int bytes = HAS_WARP_GROUPS && gated ? part::bytes(width, rows.has_x, true) : rows.bytes;
+    /* Of a stage, to which the copy engine fetches the gates too. As a parameter it takes no
+     * register, but with one half of keys nvcc 13.0 then spills another one. */
+    const int bytes = la_gates(DECAY, RULE) && HALVES == 2 ? f.stage_bytes
+                      : HAS_WARP_GROUPS && gated           ? part::bytes(width, rows.has_x, true)
+                                                           : rows.bytes;
 
     __shared__ int nonfinite_at[MOST_STAGES]; /* w.nonfinite of the chunk */
 #if HAS_WARP_GROUPS
