@@ -24,6 +24,7 @@
  * `scale` is part of P and q^, and of the factors of the rows of q^ S. */
 #include "prepare.cuh"
 #include "chunk_carry.cuh"
+#include "additive.cuh"
 #include "denominators.cuh"
 
 /* The states before each segment: S' <- S' M' + X', one segment after another, in float32. A block
@@ -256,6 +257,35 @@ static cudaError_t launch_segments(const call &c, const chunks &w, const tensor_
     return error == cudaSuccess ? freed : error;
 }
 
+/* The additive rule in one kernel. A block has two walks and one group that scores, or one walk and
+ * two such groups. The walks of a block share the scores, so that two take less than twice the time.
+ * Returns cudaErrorNotSupported, with nothing done, where two kernels are needed. */
+template <int KP, la_decay DECAY>
+static cudaError_t launch_additive(const call &c, const tensor_maps &maps, const forward_flags &f,
+                                   const device_traits &d, cudaStream_t stream)
+{
+    if (!d.producers || !c.causal || !f.v_pieces || segments_for(c, d, false) > 1)
+        return cudaErrorNotSupported;
+    additive_flags best = {f.o_pieces, 0, 0, 0, 0};
+    double least = 0;
+    for (int walks = 1; walks <= MOST_WALKS; walks++) {
+        const int room = d.room - PLACE_OF_STAGES - (int)sizeof(meeting) - 1024;
+        const int stages = min(room / fetched<KP>::bytes(walks), (int)MOST_FETCHED);
+        const int tiles = (c.V + walks * PANEL - 1) / (walks * PANEL);
+        const int64_t units = (int64_t)c.N * c.HV * tiles;
+        const int64_t rounds = (units + d.processors - 1) / d.processors;
+        const double cost = (double)rounds * (1 + 0.6 * walks);
+        if (stages < 2 || units > INT32_MAX || (best.walks && cost >= least)) continue;
+        least = cost;
+        best = {f.o_pieces, walks, 3 - walks, stages, tiles};
+    }
+    if (!best.walks) return cudaErrorNotSupported;
+    return launch(additive_forward<KP, DECAY>,
+                  min((int64_t)c.N * c.HV * best.tiles, (int64_t)d.processors), MOST_GROUPS * GROUP,
+                  PLACE_OF_STAGES + best.stages * fetched<KP>::bytes(best.walks), stream, c, maps,
+                  best);
+}
+
 /* An upper bound for the scratch of a call, in bytes. */
 template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const call &c)
 {
@@ -290,6 +320,12 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
                  (!c.x[LA_W].data || map_of(c, c.x[LA_W], c.HV, c.V, &maps.w));
     f.o_pieces = (uintptr_t)c.x[LA_O].data % 16 == 0 &&
                  (c.x[LA_O].stride[0] | c.x[LA_O].stride[1] | c.x[LA_O].stride[2]) % 8 == 0;
+    const bool normalised = is_normalised(&c, DECAY, RULE);
+    if constexpr (RULE == LA_ADDITIVE && DECAY != LA_KEY && PLANES == 1 && KP <= 128)
+        if (given.q && given.k && !normalised) {
+            error = launch_additive<KP, DECAY>(c, maps, f, d, stream);
+            if (error != cudaErrorNotSupported) return error;
+        }
     const int64_t chunk_slots = chunk_slots_of(c, C);
     const int heads = DECAY == LA_KEY ? c.HV : c.H;
     const int64_t places = chunk_slots * c.HV, tile = tile_bytes(KP);
@@ -299,7 +335,6 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     const bool keep_x = has_x && DECAY != LA_KEY && !given.x;
     const int64_t inverse = RULE == LA_DELTA ? score : 0;
     const int64_t kt = DECAY == LA_KEY ? places * tile : 0;
-    const bool normalised = is_normalised(&c, DECAY, RULE);
     const int64_t numbers = places * 4 *
                             (DECAY == LA_KEY     ? KP
                              : DECAY == LA_TOKEN ? (c.predicts_before ? 3 : 2) * C

@@ -317,6 +317,11 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t at, int offset)
                  " {" SUMS "}, {" A "}, " B ", " #ADDS ", 1, 1, " #TRANSPOSED ";" \
                  : __VA_ARGS__ \
                  : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b))
+#define PRODUCT_OF_TILES(ADDS, HOW) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT_NAME "." ELEMENT_NAME \
+                 " {" R16_0 ", " R16_1 "}, %32, %33, " #ADDS ", 1, 1, 0, 0;" \
+                 : F32(HOW) \
+                 : "l"(a), "l"(b))
 #define PRODUCT_64(ADDS, TRANSPOSED, HOW) \
     PRODUCT(64, R16_0 ", " R16_1, "%32, %33, %34, %35", "%36", ADDS, TRANSPOSED, F32(HOW))
 #define PRODUCT_128(ADDS, TRANSPOSED, HOW) \
@@ -352,6 +357,18 @@ __device__ __forceinline__ void multiply_columns(float (&c)[8][4], const left &a
     PRODUCT_64(1, 1, "+f");
 }
 
+/* c (+)= q k', 64 rows of both, columns column..column + 16 of their tiles. */
+__device__ __forceinline__ void multiply_tiles(float (&c)[8][4], uint32_t q, uint32_t k, int column,
+                                               bool first)
+{
+    const int offset = column / PANEL * PANEL_BYTES + column % PANEL * 2;
+    const uint64_t a = descriptor(q, offset), b = descriptor(k, offset);
+    if (first)
+        PRODUCT_OF_TILES(0, "=f");
+    else
+        PRODUCT_OF_TILES(1, "+f");
+}
+
 #undef F4
 #undef F16
 #undef F32
@@ -362,6 +379,7 @@ __device__ __forceinline__ void multiply_columns(float (&c)[8][4], const left &a
 #undef R16_3
 #undef PRODUCT
 #undef PRODUCT_64
+#undef PRODUCT_OF_TILES
 #undef PRODUCT_128
 #else
 #define HAS_WARP_GROUPS 0
@@ -417,6 +435,17 @@ __device__ __forceinline__ void multiply_columns(float (&c)[N][4], const operand
         for (int j = PLANES - 1 - i; j >= 0; j--)
             multiply_columns(c, a.of[j], tile + i * PLANE_BYTES, row);
 }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+/* Store four 8 x 8 matrices of 16-bit numbers to shared memory. Lane 8 i + j has the address of row
+ * j of matrix i. */
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4])
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+#endif
 
 /* Store four 8 x 8 matrices of 16-bit numbers to shared memory, transposed. A thread has two
  * numbers of a row. Lane 8 i + j has the address of row j of transposed matrix i. */

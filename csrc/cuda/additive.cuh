@@ -1,0 +1,618 @@
+/* The chunk form of the additive rule in one kernel, on Hopper: P does not go through memory. See
+ * chunk.cuh for the formulas. Decays are none or scalar, and q and k are used as the caller gave
+ * them.
+ *
+ * A block has groups of four warps, each with a role. They meet at barriers in shared memory.
+ *
+ *     walk     one or two groups, for 64 value columns each: waits for `full` and for `ready`. It
+ *              reads and carries, and its state stays in registers: `empty`, `free`
+ *     score    one or two groups, which take chunks by turns: waits for `full` and for `free`. P, and
+ *              the decays from the start of the chunk and to its end: `ready`, `empty`
+ *     fetch    one warp works: waits for `empty`, and asks the copy engine for q, k, v: `full`
+ *
+ * Scoring and fetching go on ahead of the walk, also from one head to the next. The walk waits for
+ * no product that its next line does not need. The tensor cores work meanwhile:
+ *
+ *     O = S q     | O of the last chunk goes to memory, V becomes an operand
+ *     S += V k    | O times the decay
+ *     O += V P    | S becomes the operand of the next chunk
+ *
+ * Registers of a thread of each role: 2 * 192 + 104 + 24 = 512, or 192 + 2 * 104 + 24. A register that
+ * is missing costs a load from the L2 cache, since the stages leave no room in L1. */
+#ifndef LINATTN_CUDA_ADDITIVE_CUH
+#define LINATTN_CUDA_ADDITIVE_CUH
+
+#include "chunk_carry.cuh"
+
+enum {
+    MOST_GROUPS = 4,
+    MOST_WALKS = 2,
+    WALK_REGISTERS = 192,
+    SCORE_REGISTERS = 104,
+    FETCH_REGISTERS = 24,
+    SLOTS = 2, /* chunks with scores that are not yet walked */
+    MOST_FETCHED = 4,
+    GROUP = 128,
+    TRIANGLE = 24, /* rows of triangles of decays: each 24 banks further, for pairs of a row */
+    BLOCK = 16
+};
+static_assert(2 * WALK_REGISTERS + SCORE_REGISTERS + FETCH_REGISTERS <= 65536 / GROUP, "");
+
+/* A stage: k, q, and a panel of v for each walk. */
+template <int KP> struct fetched {
+    static constexpr int k = 0, q = tile_bytes(KP), v = 2 * tile_bytes(KP);
+    __host__ __device__ static constexpr int bytes(int walks) { return v + walks * PANEL_BYTES; }
+};
+
+/* Where the roles meet. */
+struct meeting {
+    float in[SLOTS][C], out[SLOTS][C]; /* decays from the start, to the end */
+    int nonfinite[SLOTS];              /* the first token with a NaN or an infinity, or C */
+    uint64_t full[MOST_FETCHED], empty[MOST_FETCHED], ready[SLOTS], free[SLOTS];
+};
+
+/* The numbers of a group that scores. They are there twice: a warp may write those of the next chunk
+ * while another one reads. */
+struct desk {
+    struct {
+        alignas(16) float a[C]; /* the decays as given */
+        /* in a block of 16: decays to its end, times the weight, and of all of it */
+        float to_block_end[C], block[C / BLOCK];
+    } turn[2];
+    /* G of the blocks on the diagonal, times the weights; for each warp alone */
+    float within[C / BLOCK][BLOCK][TRIANGLE];
+};
+
+struct additive_flags {
+    bool o_pieces; /* rows of o can be stored in pieces of 16 bytes */
+    int walks, scoring;
+    int stages;
+    int tiles; /* of 64 `walks` value columns */
+};
+
+/* Shared memory: P, O on its way out, the desks, the stages. */
+enum {
+    PLACE_OF_O = SLOTS * PANEL_BYTES,
+    PLACE_OF_DESKS = PLACE_OF_O + MOST_WALKS * PANEL_BYTES,
+    PLACE_OF_STAGES = (PLACE_OF_DESKS + 2 * (int)sizeof(desk) + 1023) / 1024 * 1024
+};
+
+#if HAS_WARP_GROUPS
+/* Where a role is in a ring of `count` places. */
+struct ring {
+    int count, at, round;
+
+    __device__ __forceinline__ void next()
+    {
+        if (++at == count) at = 0, round ^= 1;
+    }
+};
+
+/* A unit: a head and a tile of its value columns. A block has every gridDim.x-th. */
+struct tile_of_head {
+    unit u;
+    int tile;
+};
+
+__device__ __forceinline__ tile_of_head tile_at(const call &c, int tiles, int index)
+{
+    const int head = index / tiles;
+    return {unit_of(c, head / c.HV, head % c.HV), index % tiles};
+}
+
+template <typename F>
+__device__ __forceinline__ void for_each_tile(const call &c, int tiles, F each)
+{
+    const int count = c.N * c.HV * tiles;
+    for (int i = blockIdx.x; i < count; i += gridDim.x) {
+        const tile_of_head x = tile_at(c, tiles, i);
+        each(x.u, x.tile, i);
+    }
+}
+
+__device__ __forceinline__ int chunks_of(const unit &u) { return (u.end - u.begin + C - 1) / C; }
+
+template <int KP>
+__device__ __forceinline__ void fetch_tiles(const call &c, const tensor_maps &maps,
+                                            const additive_flags &f, uint32_t stages, meeting &s)
+{
+    typedef fetched<KP> part;
+    const int bytes = part::bytes(f.walks);
+    ring r = {f.stages, 0, 0};
+    for_each_tile(c, f.tiles, [&](const unit &u, int tile, int) {
+        const int first_column = tile * f.walks * PANEL;
+        const int panels = min(f.walks, (c.V - first_column + PANEL - 1) / PANEL);
+        for (int i = 0; i < chunks_of(u); i++, r.next()) {
+            const uint32_t base = stages + r.at * bytes, barrier = address_of(s.full + r.at);
+            const int t = u.begin + i * C;
+            barrier_wait(address_of(s.empty + r.at), r.round ^ 1);
+            barrier_expect(barrier, 2 * tile_bytes(KP) + panels * PANEL_BYTES);
+            for (int j = 0; j < KP / PANEL; j++) {
+                engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
+                                barrier);
+                engine_copy_box(base + part::k + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
+                                barrier);
+            }
+            for (int j = 0; j < panels; j++)
+                engine_copy_box(base + part::v + j * PANEL_BYTES, &maps.v, first_column + j * PANEL,
+                                u.hv, t, u.b, barrier);
+        }
+    });
+}
+
+/* Where a thread of a group is. Asked for anew in each part of a chunk: addresses that follow from
+ * it would otherwise be kept from part to part and from chunk to chunk. */
+struct seat {
+    int thread, warp, lane;
+    int row, pair; /* of sums: rows `row` and + 8 of the 16 of this warp, columns `pair`, + 1 */
+    int token;     /* of the 16 of this warp, twice */
+};
+
+__device__ __forceinline__ seat own_seat()
+{
+    int thread = threadIdx.x % GROUP;
+    asm volatile("" : "+r"(thread));
+    const int warp = thread / 32, lane = thread % 32;
+    return {thread, warp, lane, lane / 4, lane % 4 * 2, warp * BLOCK + lane % BLOCK};
+}
+
+/* Where a lane of a walk reads 8 x 8 blocks of v, transposed, and writes those of o. */
+__device__ __forceinline__ int transposed_at(const seat &at)
+{
+    return piece_at(at.lane / 16 * 8 + at.lane % 8, at.warp * 2 + at.lane / 8 % 2);
+}
+
+/* A number that is loaded a chunk before it is used: its 4 bytes as they are, or 2. */
+__device__ __forceinline__ uint32_t load_early(const char *from, la_dtype dtype)
+{
+    if (dtype == LA_F64) return __float_as_uint((float)*(const double *)from);
+    return dtype == LA_F32 ? *(const uint32_t *)from : *(const uint16_t *)from;
+}
+
+__device__ __forceinline__ float loaded(uint32_t bits, la_dtype dtype)
+{
+    return dtype == LA_F64 ? __uint_as_float(bits) : number(bits, dtype);
+}
+
+/* P and the decays of every chunk of this group. A warp has 16 rows.
+ *
+ * Decays are products in blocks of 16 tokens: the decay from token j to token i of a later block is
+ * that from j to the end of its block, times those of the blocks between, times that from the start
+ * of the block of i. */
+template <int KP, la_decay DECAY>
+__device__ __forceinline__ void score_chunks(const call &c, const additive_flags &f, int group,
+                                             char *shared, desk &d, meeting &s)
+{
+    typedef fetched<KP> part;
+    const float scale = (float)c.scale;
+    const view &gate = c.x[LA_G], &weights = c.x[LA_WEIGHT];
+    /* blocks above the diagonal stay zeros */
+    for (int i = threadIdx.x - f.walks * GROUP; i < SLOTS * PANEL_BYTES / 16;
+         i += f.scoring * GROUP)
+        *(uint4 *)(shared + i * 16) = make_uint4(0, 0, 0, 0);
+    asm volatile("bar.sync 1, %0;" ::"r"(f.scoring * GROUP) : "memory");
+
+    ring r = {f.stages, 0, 0};
+    int chunk = 0; /* of all heads: the group has every one, or every second one */
+    for_each_tile(c, f.tiles, [&](const unit &u, int, int) {
+        const float skip = DECAY == LA_TOKEN ? scale * with_skip(c, u.hv, 0.0f, 1.0f) : 0;
+        int left = u.end - u.begin; /* tokens */
+        uint32_t next_a = 0, next_weight = 0;
+        const auto load_next =
+            [&](int skipped) { /* those of the own token, so many further */
+                               const int t = own_seat().token + skipped;
+                               if (DECAY != LA_TOKEN || t >= left) return;
+                               next_a =
+                                   load_early(at(gate, u.b, u.end - left + t, u.hv), gate.dtype);
+                               if (weights.data)
+                                   next_weight = load_early(
+                                       at(weights, u.b, u.end - left + t, u.hv), weights.dtype);
+            };
+        load_next(((chunk ^ group) & (f.scoring - 1)) * C);
+        for (; left > 0; left -= C, chunk++, r.next()) {
+            if ((chunk ^ group) & (f.scoring - 1)) continue;
+            const int slot = chunk % SLOTS;
+            const uint32_t stage =
+                address_of(shared) + PLACE_OF_STAGES + r.at * part::bytes(f.walks);
+            auto &turn = d.turn[chunk / f.scoring % 2];
+            int *const nonfinite_at = s.nonfinite + slot;
+            const int n = min(C, left);
+            float x[8][4];
+            barrier_wait(address_of(s.full + r.at), r.round);
+            products_begin();
+#pragma unroll
+            for (int j = 0; j < KP; j += 16)
+                multiply_tiles(x, stage + part::q, stage + part::k, j, j == 0);
+            products_commit();
+
+            float from_start = 1, to_end = 1; /* of the own token, in its block */
+            bool found = false;
+            if (DECAY == LA_TOKEN) {
+                const seat at = own_seat();
+                float a = 1;
+                if (at.token < n) {
+                    a = decay_of(loaded(next_a, gate.dtype), c.gate);
+                    if (weights.data) to_end = loaded(next_weight, weights.dtype);
+                }
+                found = !(isfinite(a) && isfinite(to_end));
+                load_next(f.scoring * C);
+                if (at.lane < BLOCK) turn.a[at.token] = a;
+                __syncwarp();
+                float decays[BLOCK], g[BLOCK];
+#pragma unroll
+                for (int j = 0; j < BLOCK; j += 4)
+                    *(float4 *)(decays + j) = *(const float4 *)(turn.a + at.warp * BLOCK + j);
+#pragma unroll
+                for (int j = 0; j < BLOCK; j++) {
+                    if (j > at.lane % BLOCK)
+                        to_end *= decays[j];
+                    else
+                        from_start *= decays[j];
+                    g[j] = to_end;
+                }
+                if (at.lane < BLOCK) {
+#pragma unroll
+                    for (int j = 0; j < BLOCK; j++) d.within[at.warp][j][at.lane] = g[j];
+                    turn.to_block_end[at.token] = to_end;
+                    if (at.lane == BLOCK - 1) turn.block[at.warp] = from_start;
+                }
+            }
+            barrier_wait(address_of(s.free + slot), chunk / SLOTS % 2 ^ 1);
+            if (threadIdx.x % GROUP == 0) *nonfinite_at = C;
+            products_wait<0>();
+            products_in(x);
+
+            const seat at = own_seat();
+            float own[2]
+                     [4]; /* of the block on the diagonal. An index that is not constant would put
+                              * x into memory. */
+#pragma unroll
+            for (int j = 0; j < 2; j++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const float low = at.warp & 1 ? x[2 + j][e] : x[j][e];
+                    const float high = at.warp & 1 ? x[6 + j][e] : x[4 + j][e];
+                    own[j][e] = at.warp & 2 ? high : low;
+                }
+            const int first =
+                min(found ? at.token : C, at.warp * BLOCK + min(nonfinite_on_diagonal(own[0], 0),
+                                                                nonfinite_on_diagonal(own[1], 8)));
+            int nonfinite = C; /* the first token that is not finite */
+            if (any_of_group(first < n)) {
+                if (first < n) atomicMin(nonfinite_at, first);
+                any_of_group(false);
+                nonfinite = *nonfinite_at;
+            }
+
+            float2 rows = make_float2(scale, scale); /* factors of the two rows of this thread */
+            float block[4] = {1, 1, 1, 1};
+            if (DECAY == LA_TOKEN) {
+                *(float4 *)block = *(const float4 *)turn.block;
+                rows.x *= __shfl_sync(~0u, from_start, at.row);
+                rows.y *= __shfl_sync(~0u, from_start, at.row + 8);
+                if (at.lane < BLOCK) {
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        if (j < at.warp) from_start *= block[j];
+                        if (j > at.warp) to_end *= block[j];
+                    }
+                    s.in[slot][at.token] = from_start;
+                    s.out[slot][at.token] = to_end;
+                }
+            }
+            int too_large_from = C;
+            const int here = at.warp * BLOCK + at.row;
+            const auto put = [&](int J, float2(&p)[4]) {
+                uint32_t packed[4];
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    if (here + e % 2 * 8 >= nonfinite) p[e] = make_float2(0, 0);
+                    if (no_element(p[e].x) || no_element(p[e].y))
+                        too_large_from = min(too_large_from, here + e % 2 * 8);
+                    packed[e] = pack(p[e].x, p[e].y);
+                }
+                store_matrices(address_of(shared) + slot * PANEL_BYTES +
+                                   piece_at(at.warp * BLOCK + at.lane % 16, J * 2 + at.lane / 16),
+                               packed);
+            };
+            float2 p[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int row = at.row + e % 2 * 8, column = e / 2 * 8 + at.pair;
+                float2 g = make_float2(scale, scale);
+                if (DECAY == LA_TOKEN) {
+                    const float2 x = *(const float2 *)&d.within[at.warp][row][column];
+                    g = make_float2(scale * x.x, scale * x.y);
+                }
+                p[e].x = own[e / 2][e % 2 * 2] * g.x + (column == row ? skip : 0);
+                p[e].y = own[e / 2][e % 2 * 2 + 1] * g.y + (column + 1 == row ? skip : 0);
+                if (column > row) p[e].x = 0;
+                if (column >= row) p[e].y = 0;
+            }
+            put(at.warp, p);
+#pragma unroll
+            for (int J = 2; J >= 0; J--) {
+                if (J >= at.warp) continue;
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    float2 g = make_float2(1, 1);
+                    if (DECAY == LA_TOKEN)
+                        g = *(const float2 *)(turn.to_block_end + J * BLOCK + e / 2 * 8 + at.pair);
+                    const float of_row = e % 2 ? rows.y : rows.x;
+                    p[e].x = x[2 * J + e / 2][e % 2 * 2] * (of_row * g.x);
+                    p[e].y = x[2 * J + e / 2][e % 2 * 2 + 1] * (of_row * g.y);
+                }
+                put(J, p);
+                rows.x *= block[J];
+                rows.y *= block[J];
+            }
+            if (NARROW && too_large_from < n) atomicMin(nonfinite_at, too_large_from);
+            /* a box may reach into the next sequence, whose NaN must not come along */
+            for (int j = at.thread; j < (C - n) * KP / 8; j += GROUP)
+                *(uint4 *)(shared + PLACE_OF_STAGES + r.at * part::bytes(f.walks) + part::k +
+                           piece_at(n + j / (KP / 8), j % (KP / 8))) = make_uint4(0, 0, 0, 0);
+            stores_before_copies();
+            warp_arrives(address_of(s.ready + slot));
+            warp_arrives(address_of(s.empty + r.at));
+        }
+    });
+}
+
+template <int KP, la_decay DECAY>
+__device__ __forceinline__ void walk(const call &c, const additive_flags &f, char *shared,
+                                     meeting &s)
+{
+    typedef fetched<KP> part;
+    const float scale = (float)c.scale;
+    ring r = {f.stages, 0, 0};
+    int chunk = 0; /* of all units */
+    for_each_tile(c, f.tiles, [&](const unit &first_u, int first_tile, int index) {
+        /* few numbers stay in registers: the rare paths ask for the unit again */
+        const auto first_column = [&](int tile) {
+            const int thread = threadIdx.x;
+            return (tile * f.walks + thread / GROUP) * PANEL + thread % GROUP / 32 * 16;
+        };
+        const int columns = min(16, c.V - first_column(first_tile)); /* of this warp */
+        int left = first_u.end - first_u.begin;                      /* tokens */
+        char *to_o = at(c.x[LA_O], first_u.b, first_u.begin + threadIdx.x % 32 / 2, first_u.hv,
+                        first_column(first_tile) + threadIdx.x % 2 * 8);
+        /* S' [16 columns][KP]: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
+        float S[KP / 8][4];
+#pragma unroll
+        for (int i = 0; i < KP / 8; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int column = threadIdx.x % 32 / 4 + e / 2 * 8;
+                const int key = i * 8 + threadIdx.x % 4 * 2 + e % 2;
+                S[i][e] = c.x[LA_S0].data && column < columns && key < c.K
+                              ? load<float>(at(c.x[LA_S0], first_u.n, first_u.hv, key,
+                                               first_column(first_tile) + column),
+                                            c.x[LA_S0].dtype)
+                              : 0;
+            }
+        uint32_t o[4][4];     /* of the last chunk, on its way out */
+        bool waiting = false; /* to be sent */
+        const auto send = [&](int n) {
+            const int64_t step = c.x[LA_O].stride[1] * 32;
+            if (columns > 0) {
+                const seat at = own_seat();
+                char *const panel = shared + PLACE_OF_O + threadIdx.x / GROUP * PANEL_BYTES;
+#pragma unroll
+                for (int m = 0; m < 4; m++)
+                    store_matrices_transposed(address_of(panel) + transposed_at(at) + m * 16 * 128,
+                                              o[m]);
+                __syncwarp();
+                const char *const from = panel + piece_at(at.lane / 2, at.warp * 2 + at.lane % 2);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const uint4 x = *(const uint4 *)(from + j * 16 * 128);
+                    if (at.lane / 2 + j * 16 >= n) continue;
+                    if (f.o_pieces && columns == 16)
+                        *(uint4 *)(to_o + j * step) = x;
+                    else
+                        store_piece(to_o + j * step, x, columns - at.lane % 2 * 8);
+                }
+                __syncwarp();
+            }
+            to_o += 4 * step;
+            waiting = false;
+        };
+
+        operand of_state[KP / 16];
+        const auto state_as_operand = [&] {
+#pragma unroll
+            for (int j = 0; j < KP / 16; j++) of_state[j] = as_operand(S[2 * j], S[2 * j + 1]);
+        };
+        state_as_operand();
+        int end =
+            C; /* C, or when a chunk is repeated, the first token that the products leave out */
+        while (left > 0) {
+            const uint32_t base =
+                address_of(shared) + PLACE_OF_STAGES + r.at * part::bytes(f.walks);
+            const int slot = chunk % SLOTS;
+            const uint32_t scores = address_of(shared) + slot * PANEL_BYTES;
+            const seat at = own_seat();
+            const int pair = at.pair;
+            const float *in = s.in[slot] + pair, *out = s.out[slot] + pair;
+            const int n = min(C, left), kept = min(n, end);
+            barrier_wait(address_of(s.full + r.at), r.round);
+            float O[8][4];
+            products_begin();
+#pragma unroll
+            for (int j = 0; j < KP / 16; j++)
+                multiply_rows(O, of_state[j], base + part::q, j * 16, j == 0);
+            products_commit();
+            if (waiting) send(C);
+
+            operand V[4], Vt[4]; /* as left operands; Vt: times the decay to the end of the chunk */
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                load_matrices_transposed(V[m].of[0].x, base + part::v +
+                                                           threadIdx.x / GROUP * PANEL_BYTES +
+                                                           transposed_at(at) + m * 16 * 128);
+                if (columns <= 0) V[m] = {};
+            }
+            if (kept < C) keep_before(V, pair, kept);
+            barrier_wait(address_of(s.ready + slot), chunk / SLOTS % 2);
+            if constexpr (DECAY == LA_TOKEN) {
+#pragma unroll
+                for (int m = 0; m < 4; m++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const float2 a = *(const float2 *)(out + m * 16 + e / 2 * 8);
+                        const float2 x = numbers(V[m], e);
+                        put_pair(Vt[m], e, a.x * x.x, a.y * x.y);
+                    }
+            }
+            if constexpr (DECAY != LA_TOKEN) {
+#pragma unroll
+                for (int m = 0; m < 4; m++) Vt[m] = V[m];
+            }
+            /* as in chunks_forward: a chunk with a NaN or an infinity is repeated without the tokens
+             * from the first one on, and these go token by token */
+            bool nonfinite = end > 0 && (has_nonfinite(V) || (end == C && s.nonfinite[slot] < C));
+            if (NARROW && DECAY == LA_TOKEN && end == C) nonfinite |= has_nonfinite(Vt);
+            const bool state_too_large =
+                NARROW && end == C && __any_sync(~0u, has_nonfinite(of_state));
+            nonfinite |= state_too_large;
+            if (__builtin_expect(any_of_group(nonfinite), 0)) {
+                products_wait<0>();
+                if (__any_sync(~0u, nonfinite)) {
+                    int first = end < C ? 0 : s.nonfinite[slot];
+                    if (end == C && columns > 0) {
+                        const tile_of_head x = tile_at(c, f.tiles, index);
+                        first = min(first, first_nonfinite(c, x.u, x.u.end - left, n,
+                                                           first_column(x.tile), columns));
+                    }
+                    if (state_too_large) first = C;
+                    end = first < C ? first : 0; /* 0: the state has it */
+                }
+                /* again, so that they take no registers in the chunks that are not repeated */
+                state_as_operand();
+#pragma unroll
+                for (int m = 0; m < 16; m++) o[m / 4][m % 4] = 0;
+                continue;
+            }
+            float after[KP / 2]; /* for chunks that go token by token */
+            if (__builtin_expect(end < C, 0))
+#pragma unroll
+                for (int j = 0; j < KP / 8; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) after[(j * 2 + e % 2) * 2 + e / 2] = S[j][e];
+            if (DECAY == LA_TOKEN) {
+                const float a = s.in[slot][C - 1];
+#pragma unroll
+                for (int j = 0; j < KP / 8; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) S[j][e] *= a;
+            }
+            products_begin();
+#pragma unroll
+            for (int j = 0; j < 4; j++) multiply_columns(S, Vt[j], base + part::k, j * 16);
+            products_commit();
+            products_wait<1>(); /* for the read of the state, not yet for the state */
+            products_in(O);
+#pragma unroll
+            for (int m = 0; m < 8; m++) {
+                const float2 a =
+                    DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8) : make_float2(1, 1);
+                O[m][0] *= a.x * scale;
+                O[m][1] *= a.y * scale;
+                O[m][2] *= a.x * scale;
+                O[m][3] *= a.y * scale;
+            }
+            products_begin();
+#pragma unroll
+            for (int j = 0; j < 4; j++) multiply_rows(O, V[j], scores, j * 16);
+            products_commit();
+            products_wait<1>(); /* for the state, not yet for O */
+            products_in(S);
+            state_as_operand();
+            products_wait<0>();
+            products_in(O);
+            if (__builtin_expect(end < C, 0)) {
+                float numbers_of_o[32];
+#pragma unroll
+                for (int m = 0; m < 32; m++) numbers_of_o[m] = O[m / 4][m % 4];
+                const tile_of_head x = tile_at(c, f.tiles, index);
+                chunk_by_tokens<KP, DECAY, LA_ADDITIVE>(c, x.u, x.u.end - left, n, end,
+                                                        first_column(x.tile), columns, after,
+                                                        numbers_of_o, 0, C);
+#pragma unroll
+                for (int m = 0; m < 32; m++) O[m / 4][m % 4] = numbers_of_o[m];
+#pragma unroll
+                for (int j = 0; j < KP / 8; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) S[j][e] = after[(j * 2 + e % 2) * 2 + e / 2];
+                state_as_operand();
+            }
+            warp_arrives(address_of(s.empty + r.at));
+            warp_arrives(address_of(s.free + slot));
+#pragma unroll
+            for (int m = 0; m < 4; m++) {
+                o[m][0] = pack(O[2 * m][0], O[2 * m][1]);
+                o[m][1] = pack(O[2 * m][2], O[2 * m][3]);
+                o[m][2] = pack(O[2 * m + 1][0], O[2 * m + 1][1]);
+                o[m][3] = pack(O[2 * m + 1][2], O[2 * m + 1][3]);
+            }
+            r.next();
+            chunk++;
+            end = C;
+            waiting = true;
+            left -= C;
+        }
+        if (waiting) send(left + C);
+        if (!c.x[LA_ST].data) return;
+        const tile_of_head x = tile_at(c, f.tiles, index);
+#pragma unroll
+        for (int i = 0; i < KP / 8; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int column = threadIdx.x % 32 / 4 + e / 2 * 8;
+                const int key = i * 8 + threadIdx.x % 4 * 2 + e % 2;
+                if (column < columns && key < c.K)
+                    store(at(c.x[LA_ST], x.u.n, x.u.hv, key, first_column(x.tile) + column),
+                          c.x[LA_ST].dtype, S[i][e]);
+            }
+    });
+}
+#endif
+
+template <int KP, la_decay DECAY, typename = element>
+__global__ void __launch_bounds__(MOST_GROUPS *GROUP, 1)
+    additive_forward(const __grid_constant__ call c, const __grid_constant__ tensor_maps maps,
+                     const additive_flags f)
+{
+#if HAS_WARP_GROUPS
+    extern __shared__ __align__(1024) char shared[];
+    __shared__ meeting s;
+    const int group = threadIdx.x / GROUP;
+    if (threadIdx.x == 0) {
+        const int walking = f.walks * 4 * ARRIVALS_OF_WARP, scoring = 4 * ARRIVALS_OF_WARP;
+        for (int j = 0; j < f.stages; j++) {
+            barrier_init(address_of(s.full + j), 1);
+            barrier_init(address_of(s.empty + j), walking + scoring);
+        }
+        for (int j = 0; j < SLOTS; j++) {
+            barrier_init(address_of(s.ready + j), scoring);
+            barrier_init(address_of(s.free + j), walking);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+    if (group < f.walks) {
+        registers_up_to<WALK_REGISTERS>();
+        walk<KP, DECAY>(c, f, shared, s);
+    } else if (group < f.walks + f.scoring) {
+        registers_down_to<SCORE_REGISTERS>();
+        desk *const desks = (desk *)(shared + PLACE_OF_DESKS);
+        score_chunks<KP, DECAY>(c, f, group - f.walks, shared, desks[group - f.walks], s);
+    } else {
+        registers_down_to<FETCH_REGISTERS>();
+        if (threadIdx.x % GROUP == 0)
+            fetch_tiles<KP>(c, maps, f, address_of(shared) + PLACE_OF_STAGES, s);
+    }
+#endif
+}
+
+#endif
