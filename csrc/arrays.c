@@ -662,21 +662,18 @@ static int allocate_cupy(la_call *c, la_name name, la_dtype dtype, int ndim, con
 }
 
 /* Each library has words of its own for an array that it cannot make. */
-static int refuse_memory(la_call *c, la_name name)
+static int refuse_memory(la_call *c, la_name name, int ndim, const int64_t *shape)
 {
     const bool theirs = c->p.device == LA_CPU && PyErr_ExceptionMatches(PyExc_RuntimeError);
     if (!theirs && !PyErr_ExceptionMatches(PyExc_MemoryError) &&
         !PyErr_ExceptionMatches(PyExc_ValueError))
         return -1;
-    la_refuse_memory(&c->p, name);
+    la_refuse_memory(&c->p, name, ndim, shape);
     return la_raise_from(PyExc_MemoryError, c->p.message, NULL);
 }
 
-int la_allocate(la_call *c, la_name name)
+static int allocate(la_call *c, la_name name, la_dtype dtype, int ndim, int64_t *shape)
 {
-    int64_t shape[LA_MAX_DIMS];
-    const la_dtype dtype = la_dtype_of(&c->p, name);
-    const int ndim = la_shape_of(&c->p, name, shape);
     int failed = 0;
     c->ran_python = c->ran_python || c->library == LA_CUPY || c->library == LA_EXPORTED;
     switch (c->library) {
@@ -690,9 +687,24 @@ int la_allocate(la_call *c, la_name name)
         if (m) describe_dense(c, name, data, dtype, ndim, shape, m);
     }
     }
-    if (failed) return refuse_memory(c, name);
+    return failed ? refuse_memory(c, name, ndim, shape) : 0;
+}
+
+int la_allocate(la_call *c, la_name name)
+{
+    int64_t shape[LA_MAX_DIMS];
+    const la_dtype dtype = la_dtype_of(&c->p, name);
+    const int ndim = la_shape_of(&c->p, name, shape);
+    if (allocate(c, name, dtype, ndim, shape)) return -1;
     la_settle_output(&c->p, name);
     return 0;
+}
+
+int la_allocate_like(la_call *c, la_name name, la_dtype dtype, const la_array *like)
+{
+    int64_t shape[LA_MAX_DIMS];
+    memcpy(shape, like->shape, sizeof shape);
+    return allocate(c, name, dtype, like->ndim, shape);
 }
 
 /* Memory of ours in the hands of q's library; any other array as it is. */

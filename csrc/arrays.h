@@ -17,6 +17,8 @@ int la_take_state(la_call *c, la_name S, PyObject *object);
 
 /* After la_check: a new array for an output, in the user's dimensions. */
 int la_allocate(la_call *c, la_name name);
+/* In a call of no op: a new array of the shape of another one. */
+int la_allocate_like(la_call *c, la_name name, la_dtype dtype, const la_array *like);
 /* After la_check: what is written may lie in no input. */
 int la_refuse_overlaps(la_call *c);
 /* Have the arrays that were read stayed where they were, writable where they are written? Ask after the

@@ -137,6 +137,7 @@ la_name la_second_of(const la_problem *p, la_name first)
 const char *la_array_name(const la_problem *p, la_name name)
 {
     static const char *const state[] = {"state", "state[0]", "state[1]"};
+    if (p->labels) return p->labels[name];
     const la_array_row *row = &la_array_rows[name];
     const bool pair = la_has_pair(p) && is_state(name);
     const int part = !pair ? 0 : la_is_second(name) ? 2 : 1;
@@ -355,22 +356,26 @@ la_status la_refuse_dims(la_problem *p, la_name name, int ndim, const int64_t *s
     user_letters(p, name, letters);
     text w = message(p);
     append(&w, "%s: expected ", la_array_name(p, name));
-    append_letters(&w, letters);
+    if (p->labels)
+        append(&w, "up to %d dimensions", LA_MAX_DIMS);
+    else
+        append_letters(&w, letters);
     append(&w, ", got ");
     append_shape(&w, ndim, shape);
     return LA_VALUE_ERROR;
 }
 
-la_status la_refuse_memory(la_problem *p, la_name name)
+la_status la_refuse_memory(la_problem *p, la_name name, int ndim, const int64_t *shape)
 {
     char letters[LA_MAX_DIMS + 1];
-    int64_t shape[LA_MAX_DIMS];
-    user_letters(p, name, letters);
-    const int ndim = values_of(p, letters, shape);
     text w = message(p);
-    append(&w, "%s: expected memory for ", name == LA_O ? "o" : la_array_name(p, name));
-    append_letters(&w, letters);
-    append(&w, " = ");
+    append(&w, "%s: expected memory for ",
+           p->labels || name != LA_O ? la_array_name(p, name) : "o");
+    if (!p->labels) {
+        user_letters(p, name, letters);
+        append_letters(&w, letters);
+        append(&w, " = ");
+    }
     append_shape(&w, ndim, shape);
     append(&w, ", got none");
     return LA_MEMORY_ERROR;

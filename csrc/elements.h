@@ -3,6 +3,7 @@
  *
  *     q, k     x <- phi(x r)                         r = (x'x + 1e-6)^-1/2, phi the feature map
  *     gate     a = exp(g) | exp(-slope) | the decay itself
+ *     curve    g = c A softplus(u) | c sigmoid(A u), in a pass of its own before the recurrence
  *     read     o = scale num / divisor(scale den)    num = S' q, den = z' q
  *
  * Each has its adjoint beside it. A new feature map or a new kind of gate is written here, once.
@@ -86,6 +87,70 @@ LA_ELEMENT lane decay_of(lane g, la_gate gate)
 LA_ELEMENT real gate_gradient(real da, real a, la_gate gate)
 {
     return gate == LA_DECAY ? da : gate == LA_SLOPE ? -a * da : a * da;
+}
+
+/* ---- a gate from a projection u (gates.def): A = exp(A_log) is `rate`, and c is `factor` ---- */
+
+LA_ELEMENT lane magnitude(lane u)
+{
+    const lane zero = LANE_ZERO;
+    return LANE_PICK(u < zero, -u, u);
+}
+
+/* log(1 + y) for y from 0 to 1, within 1 ulp or so: 2 artanh(s) with s = y / (2 + y), as a
+ * series in s^2. 2 s = y - s y, and y has all its digits, so roundings of s count by s y alone,
+ * a third of y at most. s^2 is at most 1/9. The first term that the series leaves out is
+ * 9^-7 / 15 = 1e-8 of the first one in float32 (half an ulp is 6e-8), and 9^-16 / 33 = 2e-17 in
+ * float64 (1.1e-16). */
+LA_ELEMENT lane log_of_one_more(lane y)
+{
+    const lane s = y / (2 + y), z = s * s;
+    lane series = LANE_ZERO;
+    if (sizeof(real) == 8)
+        for (int k = 15; k > 6; k--) series = z * (series + (real)(2. / (2 * k + 1)));
+    for (int k = 6; k > 0; k--) series = z * (series + (real)(2. / (2 * k + 1)));
+    return y - s * (y - series);
+}
+
+/* exp has no argument above 0, so nothing overflows, and no digit is lost at either end. */
+LA_ELEMENT lane softplus(lane u)
+{
+    const lane zero = LANE_ZERO;
+    return LANE_PICK(u < zero, zero, u) + log_of_one_more(LANE_EXP(-magnitude(u)));
+}
+
+LA_ELEMENT lane sigmoid(lane u)
+{
+    const lane zero = LANE_ZERO, one = 1 - zero, small = LANE_EXP(-magnitude(u));
+    return LANE_PICK(u < zero, small, one) / (1 + small);
+}
+
+/* sigmoid(u) sigmoid(-u). 1 - sigmoid(u) would have no digits for u above 17 in float32. */
+LA_ELEMENT lane sigmoid_slope(lane u)
+{
+    const lane small = LANE_EXP(-magnitude(u)), more = 1 + small;
+    return small / (more * more);
+}
+
+LA_ELEMENT lane curve_of(lane u, lane rate, la_curve curve, real factor)
+{
+    if (curve == LA_SOFTPLUS) return factor * rate * softplus(u);
+    return factor * sigmoid(rate * u);
+}
+
+/* The gradient of u, given dg. *along becomes that of A_log.
+ *     was g = c A softplus(u):     du = c A sigmoid(u) dg,               dA_log = g dg
+ *     was g = c sigmoid(A u):      du = c A sigmoid(A u) sigmoid(-A u) dg,  dA_log = u du */
+LA_ELEMENT lane curve_gradient(lane dg, lane u, lane rate, la_curve curve, real factor, lane *along)
+{
+    if (curve == LA_SOFTPLUS) {
+        const lane scaled = factor * rate * dg;
+        *along = scaled * softplus(u);
+        return scaled * sigmoid(u);
+    }
+    const lane w = rate * u, dw = factor * dg * sigmoid_slope(w);
+    *along = dw * w;
+    return rate * dw;
 }
 
 /* ---- the read ---- */

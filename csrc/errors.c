@@ -98,15 +98,16 @@ int la_refuse_strides(const char *label, const char *expected, int ndim, const i
 
 int la_refuse_device(const la_call *c, la_name name, la_device device, int ordinal)
 {
+    const char *const first = la_array_name(&c->p, LA_Q);
     if (name != LA_Q && !c->p.array[LA_Q].given) { /* then the device of the call is not known */
-        PyErr_SetString(PyExc_TypeError, "q: expected an array, got None");
+        PyErr_Format(PyExc_TypeError, "%s: expected an array, got None", first);
         return -1;
     }
     char want[32] = "the CPU", got[32] = "the CPU";
     if (c->p.device == LA_CUDA) snprintf(want, sizeof want, "cuda:%d", c->p.ordinal);
     if (device == LA_CUDA) snprintf(got, sizeof got, "cuda:%d", ordinal);
-    PyErr_Format(PyExc_ValueError, "%s: expected an array on %s like q, got one on %s",
-                 la_array_name(&c->p, name), want, got);
+    PyErr_Format(PyExc_ValueError, "%s: expected an array on %s like %s, got one on %s",
+                 la_array_name(&c->p, name), want, first, got);
     return -1;
 }
 

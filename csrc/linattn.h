@@ -102,6 +102,9 @@ typedef struct {
  * (slopes). */
 typedef enum { LA_LOG, LA_DECAY, LA_SLOPE } la_gate;
 
+/* The curves of gates from projections (gates.def): c A softplus(u), c sigmoid(A u). */
+typedef enum { LA_SOFTPLUS, LA_SIGMOID } la_curve;
+
 /* How a denominator q'z becomes a divisor: not at all, max(den, eps), or den + eps. */
 typedef enum { LA_UNNORMALISED, LA_CLAMP, LA_ADD } la_normaliser;
 
@@ -227,6 +230,8 @@ typedef struct la_problem {
     struct la_watch *watch; /* watch.h; NULL: the call runs to its end */
     la_taken *taken;        /* what takes the call, written before it runs; may be NULL */
     bool *clamped; /* CPU: becomes true if a denominator below zero is clamped; may be NULL */
+    const char *const
+        *labels; /* the arrays' names by la_name, in a call of no op; NULL in others */
 
     /* what la_check settles */
     int64_t B, T, H, HV, K, V, N;
@@ -297,8 +302,8 @@ int la_shape_of(const la_problem *p, la_name name, int64_t shape[LA_MAX_DIMS]);
 /* After la_check: has no output of the call an element? The sizes of the others may be anything. */
 bool la_writes_nothing(const la_problem *p);
 
-/* After la_check: the message that an output of the call is too large for the memory there is. */
-la_status la_refuse_memory(la_problem *p, la_name name);
+/* The message that an output of the call, of this shape, is too large for the memory there is. */
+la_status la_refuse_memory(la_problem *p, la_name name, int ndim, const int64_t *shape);
 
 /* After la_check: do the op, the pass and the normaliser have this array at all? */
 bool la_has(const la_problem *p, la_name name);

@@ -186,3 +186,20 @@ int la_run_step(la_call *c)
     PyMem_Free(more);
     return failed ? -1 : 0;
 }
+
+int la_run_gating(la_call *c, la_gating *j)
+{
+    la_status status;
+    const bool on_host = j->device == LA_CPU;
+    if (on_host && la_hold(c)) return -1;
+    if (c->ran_python && la_still_there(c)) return -1;
+    Py_BEGIN_ALLOW_THREADS
+#ifdef LA_WITH_CUDA
+    status = on_host ? la_gates(j) : la_cuda_gates(j);
+#else
+    status = la_gates(j);
+#endif
+    Py_END_ALLOW_THREADS
+    if (la_raise(status, j->message)) return -1;
+    return on_host ? 0 : la_settle_streams(c);
+}

@@ -3,11 +3,14 @@
 #define LINATTN_RUN_H
 
 #include "arrays.h"
+#include "gates.h"
 
 /* A forward or a backward pass. */
 int la_run_pass(la_call *c);
 /* A step: its state is the old one or the new one, whatever happens. */
 int la_run_step(la_call *c);
+/* A gate from a projection: c has its arrays. */
+int la_run_gating(la_call *c, la_gating *j);
 
 /* The kernel that took this thread's last call. */
 const la_taken *la_last_taken(void);

@@ -31,6 +31,12 @@ def bind(op: str, *qkv: _Array, **arguments: Any) -> BoundStep: ...
 # A gradient per input of arrays.def that has one; a pair of states is one.
 def backward(op: str, *qkv: _Array, **arguments: Any) -> tuple[Any, ...]: ...
 
+# A gate of csrc/gates.def from a projection: its name, the factor of its curve, x, A_log, dt_bias;
+# with the gradient of the result behind them it returns (dx, dA_log, ddt_bias).
+def gate(
+    name: str, factor: float, x: _Array, A_log: Any, dt_bias: Any, d: _Array = ..., /
+) -> Any: ...
+
 # A row (letters, dtype) for each array that the pass makes, None where this call makes none. q is
 # its number of dimensions. Of the other arrays it counts only whether they are given.
 _Row = tuple[str, Literal["OF_Q", "FLOAT", "REAL"]]

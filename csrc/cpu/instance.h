@@ -30,6 +30,7 @@
 #include "scan.h"
 #include "noncausal.h"
 #include "reduce.h"
+#include "curves.h"
 
 /* clang-format off */
 #define LA_KIND(decay, rule) \
@@ -201,4 +202,8 @@ const la_kernels LA_INSTANCE = {
     .reduce = reduce,
     .reduce_head = reduce_head,
     .outside = outside,
+    .gate_parameters = gate_parameters,
+    .gate_forward = gate_forward,
+    .gate_backward = gate_backward,
+    .store_numbers = store_numbers,
 };

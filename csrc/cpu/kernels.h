@@ -3,7 +3,7 @@
 #ifndef LINATTN_CPU_KERNELS_H
 #define LINATTN_CPU_KERNELS_H
 
-#include "../linattn.h"
+#include "../gates.h"
 
 /* One sequence of one value head (forward: or of a few), and a range of its value columns. */
 typedef struct la_unit {
@@ -49,6 +49,13 @@ typedef struct la_rows {
     int64_t b, begin, end, h;
 } la_rows;
 
+/* A pass over a gate, in rows of whole tokens: where tokens lie without gaps, a row has several. */
+typedef struct la_gate_rows {
+    const la_gating *job;
+    int64_t rows, columns; /* the last row may be shorter */
+    void *rate, *bias;     /* [columns] of a row, in padded reals; NULL: 1, and 0 */
+} la_gate_rows;
+
 typedef struct la_kernels {
     const char *isa;
     int lanes; /* reals in a vector: how far rows are padded */
@@ -76,6 +83,16 @@ typedef struct la_kernels {
     /* Is any of n numbers of a gate, `stride` apart, above `highest` or below `lowest`? */
     bool (*outside)(const char *x, la_dtype dtype, int64_t n, int64_t stride, double lowest,
                     double highest);
+
+    /* A gate from a projection: its parameters, once per pass; then rows first .. last. In a
+     * backward pass the sums of du and of dA_log over these rows are added to [columns] each,
+     * NULL for what is not asked for. */
+    void (*gate_parameters)(const la_gate_rows *w);
+    void (*gate_forward)(const la_gate_rows *w, int64_t first, int64_t last);
+    void (*gate_backward)(const la_gate_rows *w, int64_t first, int64_t last, double *d_rate,
+                          double *d_bias);
+    /* Numbers in an array's dtype. */
+    void (*store_numbers)(char *to, la_dtype dtype, const double *from, int64_t n);
 } la_kernels;
 
 /* The chosen instance for a real type, float32 or float64. */

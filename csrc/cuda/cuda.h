@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-#include "../linattn.h"
+#include "../gates.h"
 
 /* The reason why no device can be used, in words; NULL if one can. The string lives as long as the
  * process. */
@@ -25,6 +25,9 @@ int la_cuda_ordinal_of(const void *data);
 la_status la_cuda_forward(la_problem *p);
 la_status la_cuda_backward(la_problem *p);
 la_status la_cuda_step(la_problem *p);
+
+/* A gate from a projection, after la_gates_check: enqueue the pass. */
+la_status la_cuda_gates(la_gating *j);
 
 /* Memory on device p->ordinal, in the order of p->stream, aligned to 256 bytes at least. */
 la_status la_cuda_allocate(la_problem *p, size_t bytes, void **data);

@@ -443,6 +443,16 @@ static cudaError_t by_chunks(const la_problem *p, const call &c)
 
 la_status la_cuda_forward(la_problem *p) { return run(p, by_chunks); }
 
+la_status la_cuda_gates(la_gating *j)
+{
+    on_device here(j->ordinal);
+    cudaMemPool_t pool;
+    cudaError_t error = here.error;
+    if (error == cudaSuccess) error = pool_of(j->ordinal, &pool);
+    if (error == cudaSuccess) error = run_gating(*j, pool, (cudaStream_t)j->stream);
+    return status_of(j->ordinal, j->message, error);
+}
+
 static cudaError_t one_token(const la_problem *p, const call &c)
 {
     if (la_is_rare(p) || p->real == LA_F64 || p->K > MOST_KEYS ||

@@ -5,11 +5,18 @@
 #include "call.cuh"
 #include "launch.cuh"
 
+extern "C" {
+#include "../gates.h"
+}
+
 typedef cudaError_t (*launcher)(const call &, cudaStream_t);
 
 extern const launcher scan_f32[LA_KINDS], scan_f64[LA_KINDS];
 /* By the layout of the state. Sums are float32, and K <= 256. */
 extern const launcher step_kv[LA_KINDS], step_vk[LA_KINDS];
+
+/* A gate from a projection, or its gradients. The pool is for parts of the parameters' gradients. */
+cudaError_t run_gating(const la_gating &, cudaMemPool_t, cudaStream_t);
 
 /* Gradients, token by token in reverse. The pool is for states and for partial sums of several
  * heads. */
