@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from linattn import _linattn
 from linattn.variants import ARRAYS, OPS, VARIANTS, ArrayLine
 
-__all__ = ["forward"]
+__all__ = ["TENSORS", "forward", "function", "is_looked_into", "or_nothing", "real"]
 
 if not hasattr(torch.library, "custom_op"):
     raise ImportError(f"linattn takes tensors of PyTorch 2.4 or later, got {torch.__version__}")
@@ -98,7 +98,7 @@ def _has_pair(op: str, features: Any) -> bool:
     return VARIANTS[op].decay == "pair" or (features is not None and features[4] != 0)
 
 
-def _or_nothing(x: Tensor | None, q: Tensor) -> Tensor:
+def or_nothing(x: Tensor | None, q: Tensor) -> Tensor:
     """An operator gives as many tensors each time: one without elements for what is absent."""
     return q.new_empty(0) if x is None else x
 
@@ -114,7 +114,7 @@ _transform: Callable[[], Any] = getattr(
 )
 
 
-def _real(q: Tensor) -> torch.dtype:
+def real(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
@@ -148,7 +148,7 @@ def _fake_forward(name: str, *arguments: Any) -> tuple[Tensor, ...]:
             return q.new_empty(0)
         letters, dtype = row
         shape = [sizes[x] for x in letters if x in sizes]  # the core refuses a wrong shape later
-        return q.new_empty(shape, dtype=_real(q) if dtype == "REAL" else q.dtype)
+        return q.new_empty(shape, dtype=real(q) if dtype == "REAL" else q.dtype)
 
     o, S, *seconds = rows
     second = next((row for row in seconds if row is not None), None)
@@ -163,8 +163,8 @@ def _fake_backward(
     for line, x in zip(_INPUTS, arguments[: len(_INPUTS)], strict=True):
         if line.gradient is None:
             continue
-        dtype = None if x is None or line.role != "STATE" else _real(q)
-        fakes.append(_or_nothing(None if x is None else x.new_empty(x.shape, dtype=dtype), q))
+        dtype = None if x is None or line.role != "STATE" else real(q)
+        fakes.append(or_nothing(None if x is None else x.new_empty(x.shape, dtype=dtype), q))
     return tuple(fakes)
 
 
@@ -190,9 +190,7 @@ def _derivative(op: str, run: Any) -> Any:
             dST = d_second = None
         elif pair and (dST is None) != (d_second is None):
             d_states = zip((dST, d_second), ctx.state_shapes, strict=True)
-            dST, d_second = (
-                q.new_zeros(s, dtype=_real(q)) if x is None else x for x, s in d_states
-            )
+            dST, d_second = (q.new_zeros(s, dtype=real(q)) if x is None else x for x, s in d_states)
         elif not pair:
             d_second = None
         found = iter(run(do, dST, d_second, *arrays, *ctx.options))
@@ -209,7 +207,7 @@ def _derivative(op: str, run: Any) -> Any:
     return backward
 
 
-def _function(name: str, run: Any, derivative: Any, setup: Any) -> Any:
+def function(name: str, run: Any, derivative: Any, setup: Any) -> Any:
     """`run`, recorded by an autograd.Function: the old kind, which is called in half the time."""
 
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -254,7 +252,7 @@ def _register(name: str) -> _Ways:
         o, state = _linattn.forward(name, output_final_state=arguments[n], **given)
         ST, second = state if isinstance(state, tuple) else (state, None)
         q = arguments[0]
-        return o, _or_nothing(ST, q), _or_nothing(second, q)
+        return o, or_nothing(ST, q), or_nothing(second, q)
 
     def run_backward(do: Tensor, dST: Any, d_second: Any, *arguments: Any) -> tuple[Tensor, ...]:
         given = _for_core(arguments[:n], arguments[n:])
@@ -263,7 +261,7 @@ def _register(name: str) -> _Ways:
             name, do=do, d_final_state=_core_state(dST, d_second), warn=False, **given
         )
         dS, d_second = d_state if isinstance(d_state, tuple) else (d_state, None)
-        return tuple(_or_nothing(x, arguments[0]) for x in (*gradients, dS, d_second))
+        return tuple(or_nothing(x, arguments[0]) for x in (*gradients, dS, d_second))
 
     def twice(ctx: Any, *_: Any) -> Any:
         raise NotImplementedError(
@@ -287,7 +285,7 @@ def _register(name: str) -> _Ways:
     derivative = _derivative(name, backward)
     forward = define("", _FORWARD, run_forward, fake_forward, derivative, _setup_context)
     return _Ways(
-        recorded(_function, run_forward, run_backward),
+        recorded(function, run_forward, run_backward),
         forward,
         recorded(_transformable, forward, backward),
     )
@@ -298,7 +296,7 @@ _OPS = {name: _register(name) for name in OPS}
 
 # ---- the way of a call ----
 
-_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _DEVICES = ("cpu", "cuda")
 # The arguments after q, k and v that have the dtype of q.
 _LIKE_Q = tuple(line.label for line in _SMOOTH if line.dtype == "OF_Q" and line.label not in "qkv")
@@ -310,6 +308,11 @@ _LOOKED_AT = (
 )
 
 
+def is_looked_into() -> bool:
+    """Does a transform, a mode or a tracer of PyTorch's look at each call?"""
+    return _transform() is not None or bool(_modes()) or _trace() is not None
+
+
 def _way(op: str, device: str, arrays: tuple[Any, ...]) -> Any:
     """The way of a call on these, if PyTorch has to know of it; else None."""
     if _transform() is not None:
@@ -318,7 +321,7 @@ def _way(op: str, device: str, arrays: tuple[Any, ...]) -> Any:
         return _OPS[op].operator
     way, recording = None, torch.is_grad_enabled()
     for x in arrays:
-        if type(x) in _TENSORS:
+        if type(x) in TENSORS:
             if recording and x.requires_grad:
                 way = _OPS[op].autograd
         elif x is not None and isinstance(x, Tensor):
@@ -466,7 +469,7 @@ def _spread(op: str, gate: str | None, given: dict[str, Any]) -> dict[str, Any]:
         x: Any = given.get(gate if label == "g" and gate else label)
         if _is_number(x):
             sizes = _sizes(q, given["v"], given.get("cu_seqlens"))
-            one = torch.full((), float(x), dtype=_real(q), device=q.device)
+            one = torch.full((), float(x), dtype=real(q), device=q.device)
             found[label] = one.expand([sizes[letter] for letter in letters])
     return found
 

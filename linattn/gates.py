@@ -11,17 +11,23 @@ rate A_log per head and a bias dt_bias::
 Each takes the arrays of NumPy, PyTorch (which records them), CuPy and JAX. Results are float32, and
 float64 for float64 x: a decay of bfloat16 numbers loses its digits near 1. ``softplus_backward``
 and the like are the gradients for arrays that no library records.
+
+For NumPy, PyTorch and CuPy the core makes each in one pass over x, on the CPU and on a GPU. Other
+arrays, and parameters with more than two axes, take the formulas below, in the functions of their
+library.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from linattn import _elementwise as elementwise
+from linattn import _linattn
 from linattn.features import cast, is_array, is_tensor, library_of
 
 __all__ = [
@@ -114,10 +120,9 @@ def softplus(x: Any, A_log: Any, dt_bias: Any = None) -> Any:
     >>> gates.softplus(x, A_log[:, None], dt_bias).shape
     (1, 3, 2, 4)
     """
-    u, A_log = _shifted(x, A_log, dt_bias)
-    xp = library_of(u)
-    with _quiet(u):
-        return -xp.exp(A_log) * elementwise.softplus(u)
+    if A_log is None:
+        _real("A_log", A_log)
+    return _made("softplus", -1.0, x, A_log, dt_bias)
 
 
 def softplus_backward(dg: Any, x: Any, A_log: Any, dt_bias: Any = None) -> GateGradients:
@@ -156,13 +161,9 @@ def softplus_backward(dg: Any, x: Any, A_log: Any, dt_bias: Any = None) -> GateG
     >>> np.allclose(grads.dA_log, (up - down) / (2 * h))
     True
     """
-    u, rate = _shifted(x, A_log, dt_bias)
-    dg = _gradient_of(dg, u)
-    with _quiet(u):
-        rate = library_of(u).exp(rate)
-        du = -rate * dg * elementwise.sigmoid(u)
-        d_rate = -rate * dg * elementwise.softplus(u)
-    return _gradients(du, d_rate, x, A_log, dt_bias)
+    if A_log is None:
+        _real("A_log", A_log)
+    return _differentiated("softplus", -1.0, dg, x, A_log, dt_bias)
 
 
 def bounded(x: Any, A_log: Any, dt_bias: Any = None, lower_bound: float = -5.0) -> Any:
@@ -201,10 +202,7 @@ def bounded(x: Any, A_log: Any, dt_bias: Any = None, lower_bound: float = -5.0) 
     >>> gates.bounded(np.array([-100.0, 0.0, 100.0]), np.zeros(1)).round(3)
     array([-0. , -2.5, -5. ])
     """
-    bound = _bound(lower_bound)
-    u, A_log = _shifted(x, A_log, dt_bias)
-    with _quiet(u):
-        return bound * elementwise.sigmoid(u if A_log is None else library_of(u).exp(A_log) * u)
+    return _made("bounded", _bound(lower_bound), x, A_log, dt_bias)
 
 
 def bounded_backward(
@@ -236,14 +234,7 @@ def bounded_backward(
     >>> grads.dx[1], grads.dA_log is None  # -4 times the slope of the sigmoid, 1/4
     (np.float64(-1.0), True)
     """
-    bound = _bound(lower_bound)
-    u, rate = _shifted(x, A_log, dt_bias)
-    dg = _gradient_of(dg, u)
-    with _quiet(u):
-        rate = 1 if rate is None else library_of(u).exp(rate)
-        w = rate * u
-        dw = bound * dg * elementwise.sigmoid_slope(w)
-        return _gradients(rate * dw, dw * w, x, A_log, dt_bias)
+    return _differentiated("bounded", _bound(lower_bound), dg, x, A_log, dt_bias)
 
 
 def rwkv7(x: Any) -> Any:
@@ -275,7 +266,7 @@ def rwkv7(x: Any) -> Any:
     >>> np.exp(gates.rwkv7(np.array([-100.0, 100.0]))).round(4)
     array([1.    , 0.5452])
     """
-    return _RWKV7 * elementwise.sigmoid(_real("x", x))
+    return _made("rwkv7", _RWKV7, x)
 
 
 def rwkv7_backward(dg: Any, x: Any) -> GateGradients:
@@ -304,8 +295,7 @@ def rwkv7_backward(dg: Any, x: Any) -> GateGradients:
     >>> gates.rwkv7_backward(np.ones(1), np.zeros(1)).dx.round(4)  # -exp(-1/2) / 4
     array([-0.1516])
     """
-    u = _real("x", x)
-    return GateGradients(cast(_RWKV7 * _gradient_of(dg, u) * elementwise.sigmoid_slope(u), x.dtype))
+    return _differentiated("rwkv7", _RWKV7, dg, x)
 
 
 def beta(x: Any, allow_neg_eigval: bool = False) -> Any:
@@ -341,8 +331,7 @@ def beta(x: Any, allow_neg_eigval: bool = False) -> Any:
     >>> gates.beta(np.zeros(2)), gates.beta(np.zeros(2), allow_neg_eigval=True)
     (array([0.5, 0.5]), array([1., 1.]))
     """
-    share, s = _share(allow_neg_eigval), elementwise.sigmoid(_real("x", x))
-    return s if share == 1 else share * s
+    return _made("beta", _share(allow_neg_eigval), x)
 
 
 def beta_backward(dbeta: Any, x: Any, allow_neg_eigval: bool = False) -> GateGradients:
@@ -371,12 +360,94 @@ def beta_backward(dbeta: Any, x: Any, allow_neg_eigval: bool = False) -> GateGra
     >>> gates.beta_backward(np.ones(1), np.zeros(1)).dx
     array([0.25])
     """
-    share, u = _share(allow_neg_eigval), _real("x", x)
-    dbeta = _gradient_of(dbeta, u, "dbeta")
-    return GateGradients(cast(share * dbeta * elementwise.sigmoid_slope(u), x.dtype))
+    return _differentiated("beta", _share(allow_neg_eigval), dbeta, x)
 
 
-# ---- arithmetic ----
+# ---- in one pass, where the core knows the arrays ----
+
+_AXES = 4  # of x; a parameter has one or two
+
+
+def _has_axes(most: int, x: Any) -> bool:
+    return 1 <= len(x.shape) <= most
+
+
+def _one_pass(x: Any, *others: Any) -> Any:
+    """The function that makes a gate of these in one pass: the core's, or PyTorch's way to it.
+
+    None where there is none, and where PyTorch itself has to see the formula.
+    """
+    if is_tensor(x):
+        if not all(other is None or is_tensor(other) for other in others):
+            return None
+        from linattn import _recorded_gates
+
+        return _recorded_gates.way(x, *others)
+    kind = type(x)
+    if kind is not np.ndarray and not _is_cupy(x):
+        return None
+    return _linattn.gate if all(a is None or type(a) is kind for a in others) else None
+
+
+def _is_cupy(x: Any) -> bool:
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and bool(_linattn.CUDA_ARCHS) and type(x) is cupy.ndarray
+
+
+def _fit(x: Any, *parameters: Any) -> bool:
+    return _has_axes(_AXES, x) and all(a is None or _has_axes(2, a) for a in parameters)
+
+
+def _made(gate: str, factor: float, x: Any, A_log: Any = None, dt_bias: Any = None) -> Any:
+    run = _one_pass(x, A_log, dt_bias)
+    if run is not None and _fit(x, A_log, dt_bias):
+        return run(gate, factor, x, A_log, dt_bias)
+    return by_formula(gate, factor, x, A_log, dt_bias)
+
+
+def _differentiated(
+    gate: str, factor: float, d: Any, x: Any, A_log: Any = None, dt_bias: Any = None
+) -> GateGradients:
+    run = _one_pass(x, A_log, dt_bias, d)
+    if run is _linattn.gate and _fit(x, A_log, dt_bias) and _has_axes(_AXES, d):
+        return GateGradients(*run(gate, factor, x, A_log, dt_bias, d))
+    return gradients_by_formula(gate, factor, x, A_log, dt_bias, d)
+
+
+# ---- the formulas, for the arrays of every library: csrc/elements.h has them for the core ----
+
+
+def by_formula(gate: str, factor: float, x: Any, A_log: Any, dt_bias: Any) -> Any:
+    """factor exp(A_log) softplus(u) for "softplus", factor sigmoid(exp(A_log) u) for the others."""
+    u, A_log = _shifted(x, A_log, dt_bias)
+    with _quiet(u):
+        if A_log is None:
+            return factor * elementwise.sigmoid(u)
+        rate = library_of(u).exp(A_log)
+        if gate == "softplus":
+            return factor * rate * elementwise.softplus(u)
+        return factor * elementwise.sigmoid(rate * u)
+
+
+def gradients_by_formula(
+    gate: str, factor: float, x: Any, A_log: Any, dt_bias: Any, d: Any
+) -> GateGradients:
+    u, rate = _shifted(x, A_log, dt_bias)
+    d = _gradient_of(d, u, "dbeta" if gate == "beta" else "dg")
+    with _quiet(u):
+        rate = 1 if rate is None else library_of(u).exp(rate)
+        if gate == "softplus":
+            scaled = factor * rate * d
+            du, along = scaled * elementwise.sigmoid(u), scaled * elementwise.softplus(u)
+        else:
+            w = rate * u
+            dw = factor * d * elementwise.sigmoid_slope(w)
+            du, along = rate * dw, dw * w
+    return GateGradients(
+        cast(du, x.dtype),
+        None if A_log is None else _summed(along, A_log),
+        None if dt_bias is None else _summed(du, dt_bias),
+    )
 
 
 def _quiet(u: Any) -> AbstractContextManager[Any]:
@@ -393,7 +464,7 @@ def _real(name: str, x: Any) -> Any:
         raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in ("float64", "float32", "float16", "bfloat16"):
-        raise TypeError(f"{name}: expected a floating dtype, got {dtype}")
+        raise TypeError(f"{name}: expected float64, float32, float16 or bfloat16, got {dtype}")
     return x if dtype in ("float64", "float32") else cast(x, library_of(x).float32)
 
 
@@ -430,14 +501,6 @@ def _gradient_of(d: Any, u: Any, name: str = "dg") -> Any:
     if tuple(d.shape) != tuple(u.shape):
         raise ValueError(f"{name}: expected the shape of x, {tuple(u.shape)}, got {tuple(d.shape)}")
     return cast(wide, u.dtype)
-
-
-def _gradients(du: Any, d_rate: Any, x: Any, A_log: Any, dt_bias: Any) -> GateGradients:
-    return GateGradients(
-        cast(du, x.dtype),
-        None if A_log is None else _summed(d_rate, A_log),
-        None if dt_bias is None else _summed(du, dt_bias),
-    )
 
 
 def _summed(d: Any, like: Any) -> Any:

@@ -2,10 +2,11 @@
 
     from support.device import ops as linattn
 
-is linattn itself with `--device numpy`. With another device every call of an op takes its NumPy
-arguments there, runs on the arrays of that kind, and brings back what comes out and what was
-written. The arguments of one call travel in one block of memory, the arena: strides, offsets and
-overlaps are as they were on the host. Between the arrays lie bytes that no call may write.
+is linattn itself with `--device numpy`, and `gates` there is linattn.gates. With another device
+every call of an op takes its NumPy arguments there, runs on the arrays of that kind, and brings
+back what comes out and what was written. The arguments of one call travel in one block of memory,
+the arena: strides, offsets and overlaps are as they were on the host. Between the arrays lie bytes
+that no call may write.
 
 Some arrays do not exist in some libraries: read-only ones, byte-swapped ones, negative strides in
 PyTorch. A test that needs one is skipped, and the report names the reason. If only a part of a test
@@ -46,6 +47,7 @@ FILES = (
     "test_features.py",
     "test_forward.py",
     "test_gated.py",
+    "test_gates.py",
     "test_identities.py",
     "test_nn_cuda.py",
     "test_noncausal.py",
@@ -69,8 +71,9 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FEW_TOKENS = 8  # up to so many go token by token on a GPU: csrc/cuda/dispatch.cu
 OPS = (*linattn.OPS, "comba")  # comba is an option of the core, with the arrays of the table
 PASSES = {f"{op}{pass_}" for op in OPS for pass_ in ("", "_step", "_backward")}
-# the keywords of arrays: the table's, the gradients of outputs, other names of g and of a state
-ARRAYS = {"alpha", "gamma", "slopes", "state"}.union(
+# the keywords of arrays: the table's, the gradients of outputs, other names of g and of a state,
+# and those of linattn.gates
+ARRAYS = {"alpha", "gamma", "slopes", "state", "A_log", "dt_bias", "dg", "dbeta"}.union(
     (x.label for x in variants.ARRAYS), (x.gradient for x in variants.ARRAYS if x.role == "OUTPUT")
 )
 
@@ -439,3 +442,13 @@ class Ops:
 
 
 ops = Ops()
+
+
+class Gates:
+    """linattn.gates, taken through the device."""
+
+    def __getattr__(self, name):
+        return taken(getattr(linattn.gates, name))
+
+
+gates = Gates()
