@@ -41,6 +41,7 @@ FILES = (
     "test_comba.py",
     "test_cuda.py",
     "test_cuda_bits.py",
+    "test_cuda_gates.py",
     "test_cuda_large.py",
     "test_cuda_streams.py",
     "test_extremes.py",
