@@ -233,7 +233,7 @@ bool la_has(const la_problem *p, la_name name)
     case LA_BONUS_OPS: return p->rule == LA_BONUS;
     case LA_PAIR_OPS: return p->decay == LA_PAIR;
     case LA_WEIGHED: return la_weighs(p->decay, p->rule);
-    case LA_GATED: return la_gates(p->decay, p->rule);
+    case LA_GATED: return la_is_gated(p->decay, p->rule);
     case LA_NORMALISED: return p->normaliser != LA_UNNORMALISED;
     }
     return false;
@@ -596,7 +596,7 @@ static la_status check_options(la_problem *p)
     if (p->predicts_before && (p->decay != LA_TOKEN || p->rule != LA_DELTA))
         return fail(p, LA_VALUE_ERROR, "predicts_before: %s has no such form",
                     la_variants[p->op].name);
-    if (p->x_is_factor && !la_gates(p->decay, p->rule))
+    if (p->x_is_factor && !la_is_gated(p->decay, p->rule))
         return fail(p, LA_VALUE_ERROR, "x_is_factor: %s has no such form", la_variants[p->op].name);
     /* no kernel takes a gate of values alone */
     const bool gated = p->array[LA_W].given && la_has(p, LA_W);

@@ -74,7 +74,7 @@ LA_FACT static inline bool la_weighs(la_decay decay, la_rule rule)
     return decay == LA_TOKEN && rule == LA_ADDITIVE;
 }
 /* May the values that are written have gates, and x be a factor of k? */
-LA_FACT static inline bool la_gates(la_decay decay, la_rule rule)
+LA_FACT static inline bool la_is_gated(la_decay decay, la_rule rule)
 {
     return decay == LA_KEY && rule == LA_DELTA;
 }
@@ -220,7 +220,7 @@ typedef struct la_problem {
     bool state_v_first; /* states are [N,HV,V,K] */
     bool want_final;
     bool predicts_before; /* a delta rule with x: x looks at the state before its decay */
-    bool x_is_factor;     /* la_gates: x times k predicts, k as the recurrence sees it */
+    bool x_is_factor;     /* la_is_gated: x times k predicts, k as the recurrence sees it */
     bool allow_tf32;      /* products of float32 numbers may be rounded as tf32's are */
     la_map map[2];        /* of q, of k */
     double map_eps[2];    /* relu: max(x,0) + eps */

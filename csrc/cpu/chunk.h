@@ -244,7 +244,7 @@ LA_FN void chunk_load(chunk *c, const la_problem *p, const la_unit *u, int64_t t
     c->q = c->x + n * c->kp;
     load_keys(p, LA_K, u->b, t, n, u->h, c->k);
     if (c->k != c->x) load_plain_rows(p, LA_X, u, t, n, c->x);
-    if (la_gates(decay, rule) && p->x_is_factor) multiply_row(n * c->kp, c->x, c->x, c->k);
+    if (la_is_gated(decay, rule) && p->x_is_factor) multiply_row(n * c->kp, c->x, c->x, c->k);
     if (rule == LA_DPLR) load_plain_rows(p, LA_Y, u, t, n, c->k + n * c->kp);
     if (rule == LA_BONUS) load_bonus(p, u->h, c->bonus);
     if (reads) load_keys(p, LA_Q, u->b, t, n, u->h, c->q);

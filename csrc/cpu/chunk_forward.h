@@ -260,7 +260,7 @@ LA_FN void panel_forward(const chunk *c, state_scratch *x, const la_problem *p, 
 {
     state_products(c, x, p, s, reads, rule);
     if (rule == LA_DELTA) {
-        const bool gated = la_gates(decay, rule) && p->array[LA_W].given;
+        const bool gated = la_is_gated(decay, rule) && p->array[LA_W].given;
         const rows room = {s->U, s->width}, V = gated ? room : rows_of(p, LA_V, u, t, s, s->U);
         if (gated)
             load_gated_values(c, p, u, t, s);

@@ -114,7 +114,7 @@ LA_FN la_operands load_token(token_rows *f, const la_problem *p, const la_unit *
     load_key(p, LA_Q, u->b, t, u->h, f->q);
     load_key(p, LA_K, u->b, t, u->h, f->k);
     if (predicts && p->array[LA_X].given) load_plain_rows(p, LA_X, u, t, 1, f->x);
-    if (la_gates(decay, rule) && p->x_is_factor) multiply_row(kp, f->x, f->x, f->k);
+    if (la_is_gated(decay, rule) && p->x_is_factor) multiply_row(kp, f->x, f->x, f->k);
     if (rule == LA_DPLR) load_plain_rows(p, LA_Y, u, t, 1, f->y);
     if (bonus) load_bonus(p, u->h, f->bonus);
     load_decay_paid_back(p, u, t, f->a, owed, decay);
@@ -133,8 +133,8 @@ LA_FN la_operands load_token(token_rows *f, const la_problem *p, const la_unit *
 
 /* v <- w v for columns v0..v1 of token t. It is a function of its own so that the product is not
  * fused with what follows it, and a strip has the same bits whatever its width. */
-LA_COLD void gate_values(const token_rows *f, const la_problem *p, const la_unit *u, int64_t t,
-                         int64_t v0, int64_t v1)
+LA_COLD void gate_v(const token_rows *f, const la_problem *p, const la_unit *u, int64_t t,
+                    int64_t v0, int64_t v1)
 {
     const la_array *gate = &p->array[LA_W];
     load_row(f->w, v1 - v0, at_column(gate, u->b, t, u->hv, v0), gate->dtype);
@@ -189,7 +189,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, const la_states *
                         const la_decay decay, const la_rule rule)
 {
     const bool normalised = is_normalised(p, decay, rule);
-    const bool gated = la_gates(decay, rule) && p->array[LA_W].given;
+    const bool gated = la_is_gated(decay, rule) && p->array[LA_W].given;
     const la_array *v = &p->array[LA_V], *o = &p->array[LA_O];
     const int64_t kp = padded(p->K);
     scan_scratch f;
@@ -207,7 +207,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, const la_states *
             la_operands x = load_token(&f.rows, p, u, t, f.owed, decay, rule);
             if (decay == LA_PAIR) begin_batch(&x, p, t - u->begin, f.S, f.M0, width / LANES);
             load_row(f.rows.v, v1 - v0, at_column(v, u->b, t, u->hv, v0), v->dtype);
-            if (gated) gate_values(&f.rows, p, u, t, v0, v1);
+            if (gated) gate_v(&f.rows, p, u, t, v0, v1);
             token_any(f.S, width / LANES, p->K, &x, lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.rows.k, f.z, f.kahan);
             if (la_weighs(decay, rule)) skip_row(p, u, f.o, f.rows.v, width);
@@ -247,7 +247,7 @@ LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const 
                          const la_rule rule)
 {
     const bool normalised = is_normalised(p, decay, rule);
-    const bool gated = la_gates(decay, rule) && p->array[LA_W].given;
+    const bool gated = la_is_gated(decay, rule) && p->array[LA_W].given;
     const la_array *v = &p->array[LA_V], *o = &p->array[LA_O];
     const int64_t kp = padded(p->K), t = u->begin;
     scan_scratch f;
@@ -265,7 +265,7 @@ LA_FN void step_in_place(const la_problem *p, const la_unit *u, arena *m, const 
         const la_strip S = strip_of_state(p, LA_S0, u, v0, next), none = {NULL, 0, 0};
         const la_strip Y = decay == LA_PAIR ? strip_of_state(p, LA_Y0, u, v0, 0) : none;
         load_row(f.rows.v, W * LANES, at_column(v, u->b, t, u->hv, v0), v->dtype);
-        if (gated) gate_values(&f.rows, p, u, t, v0, v0 + W * LANES);
+        if (gated) gate_v(&f.rows, p, u, t, v0, v0 + W * LANES);
         token_of(S, Y, W, p->K, &x, lanes_of(f.o), decay, rule);
         if (la_weighs(decay, rule)) skip_row(p, u, f.o, f.rows.v, W * LANES);
         finish_row(p, f.o, W * LANES, normalised, normalised ? dot(kp, f.rows.q, f.z) : 0);

@@ -113,7 +113,7 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
             const bool there = j / 2 * 8 + pair + j % 2 < c.K;
             q[j] = there ? apply_map(q[j] * factor_q, c.map[0], (float)c.map_eps[0]) : 0;
             k[j] = there ? apply_map(k[j] * factor_k, c.map[1], (float)c.map_eps[1]) : 0;
-            if (la_gates(DECAY, RULE) && c.x_is_factor) looks[j] *= k[j];
+            if (la_is_gated(DECAY, RULE) && c.x_is_factor) looks[j] *= k[j];
             qk += q[j] * k[j];
         }
         if (DECAY == LA_TOKEN)
@@ -127,7 +127,7 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
                        ? load<float>(at(c.x[LA_V], u.b, t + i, u.hv, v0 + column + 8 * w),
                                      ELEMENT_DTYPE)
                        : 0;
-        if (la_gates(DECAY, RULE) && c.x[LA_W].data)
+        if (la_is_gated(DECAY, RULE) && c.x[LA_W].data)
             for (int w = 0; w < 2; w++)
                 if (column + 8 * w < columns)
                     v[w] *= load<float>(at(c.x[LA_W], u.b, t + i, u.hv, v0 + column + 8 * w),
@@ -305,12 +305,12 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
     const int chunk_slot0 = first_chunk_slot(c, u.n);
     const key_rows rows = key_rows_of<part, KP, DECAY, RULE>(c, w, width);
-    const bool gated = la_gates(DECAY, RULE) && c.x[LA_W].data;
+    const bool gated = la_is_gated(DECAY, RULE) && c.x[LA_W].data;
     /* Of a stage, to which the copy engine fetches the gates too. As a parameter it takes no
      * register, but with one half of keys nvcc 13.0 then spills another one. */
-    const int bytes = la_gates(DECAY, RULE) && HALVES == 2 ? f.stage_bytes
-                      : HAS_WARP_GROUPS && gated           ? part::bytes(width, rows.has_x, true)
-                                                           : rows.bytes;
+    const int bytes = la_is_gated(DECAY, RULE) && HALVES == 2 ? f.stage_bytes
+                      : HAS_WARP_GROUPS && gated              ? part::bytes(width, rows.has_x, true)
+                                                              : rows.bytes;
 
     __shared__ int nonfinite_at[MOST_STAGES]; /* w.nonfinite of the chunk */
 #if HAS_WARP_GROUPS

@@ -65,7 +65,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS) rare(const __grid_cons
         const int n = min((int)BATCH, u.end - t);
         __syncthreads(); /* all threads are done with the batch before */
         load_batch<DECAY, RULE, ROWS>(c, u, t, n, v0, s);
-        if (la_gates(DECAY, RULE)) gate_batch(c, u, t, n, v0, s);
+        if (la_is_gated(DECAY, RULE)) gate_batch(c, u, t, n, v0, s);
         __syncthreads();
         for (int i = 0; i < n; i++) {
             la_operands x = operands_of<DECAY, RULE>(s, i, part, own);

@@ -233,7 +233,7 @@ static void draw_options(sample *s, draw *d)
     p->mode = (la_mode)draw_int(d, LA_CHUNK, LA_PARALLEL);
     if ((p->has_chunk = draw_chance(d, 2))) p->chunk = draw_int(d, 1, draw_chance(d, 4) ? 250 : 40);
     p->predicts_before = p->decay == LA_TOKEN && p->rule == LA_DELTA && draw_chance(d, 4);
-    const bool gates = la_gates(p->decay, p->rule) && p->pass != LA_BACKWARD;
+    const bool gates = la_is_gated(p->decay, p->rule) && p->pass != LA_BACKWARD;
     p->x_is_factor = gates && draw_chance(d, 3);
     if (p->decay == LA_PAIR && p->pass != LA_STEP && draw_chance(d, 2))
         p->batch = draw_int(d, 1, draw_chance(d, 4) ? 250 : 40);
