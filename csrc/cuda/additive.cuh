@@ -121,19 +121,18 @@ __device__ __forceinline__ void fetch_tiles(const call &c, const tensor_maps &ma
     ring r = {f.stages, 0, 0};
     for_each_tile(c, f.tiles, [&](const unit &u, int tile, int) {
         const int first_column = tile * f.walks * PANEL;
-        const int panels = min(f.walks, (c.V - first_column + PANEL - 1) / PANEL);
         for (int i = 0; i < chunks_of(u); i++, r.next()) {
             const uint32_t base = stages + r.at * bytes, barrier = address_of(s.full + r.at);
             const int t = u.begin + i * C;
             barrier_wait(address_of(s.empty + r.at), r.round ^ 1);
-            barrier_expect(barrier, 2 * tile_bytes(KP) + panels * PANEL_BYTES);
+            barrier_expect(barrier, bytes);
             for (int j = 0; j < KP / PANEL; j++) {
                 engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
                                 barrier);
                 engine_copy_box(base + part::k + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
                                 barrier);
             }
-            for (int j = 0; j < panels; j++)
+            for (int j = 0; j < f.walks; j++) /* zeros, where there are no columns */
                 engine_copy_box(base + part::v + j * PANEL_BYTES, &maps.v, first_column + j * PANEL,
                                 u.hv, t, u.b, barrier);
         }
@@ -450,7 +449,6 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
                 load_matrices_transposed(V[m].of[0].x, base + part::v +
                                                            threadIdx.x / GROUP * PANEL_BYTES +
                                                            transposed_at(at) + m * 16 * 128);
-                if (columns <= 0) V[m] = {};
             }
             if (kept < C) keep_before(V, pair, kept);
             barrier_wait(address_of(s.ready + slot), chunk / SLOTS % 2);

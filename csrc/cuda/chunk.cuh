@@ -21,7 +21,9 @@
  * its left operands. The accumulators of one product are then the left operand of the next. The
  * state stays in registers, both as sums and as an operand. A warp waits for the tiles and, with
  * K > 128, for the warp with the other half of its keys; otherwise no warp waits for another.
- * `scale` is part of P and q^, and of the factors of the rows of q^ S. */
+ * `scale` is part of P and q^, and of the factors of the rows of q^ S.
+ *
+ * On Hopper many calls of the additive rule take one kernel instead: additive.cuh. */
 #include "prepare.cuh"
 #include "chunk_carry.cuh"
 #include "additive.cuh"
