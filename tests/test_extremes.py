@@ -265,8 +265,10 @@ def test_a_nan_gate_is_no_growing_gate(op, value, dtype, rng):
 @pytest.mark.parametrize("dtype", REALS)
 @pytest.mark.parametrize("op", GATED)
 def test_a_gate_above_one_warns_and_grows(op, dtype, rng):
+    """Slow growth: under a fast one the largest error is that of the one row that grew most, and by
+    chance."""
     x = make(op, rng, dtype)
-    x["g"] = np.abs(x["g"]) / 8
+    x["g"] = np.abs(x["g"]) / 32
     warns = pytest.warns(RuntimeWarning, match="g: expected the log decay")
     with warns if device.on_host() else contextlib.nullcontext():
         judge(op, rng, x, modes=("chunk", "recurrent"))

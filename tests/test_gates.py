@@ -508,7 +508,8 @@ def test_opcheck(name, rng):
     torch.library.opcheck(torch.ops.linattn.gate_backward.default, (*given, d))
 
 
-@pytest.mark.filterwarnings("default::FutureWarning")  # PyTorch's own, as it loads what jvp needs
+# PyTorch's own, as it loads what jvp needs
+@pytest.mark.filterwarnings("default::FutureWarning", "default:.*torch.jit:DeprecationWarning")
 @every
 def test_derivatives_of_other_kinds(name, rng):
     """A second derivative, transforms and forward-mode derivatives go by the formula."""
