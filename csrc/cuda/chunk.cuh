@@ -259,16 +259,59 @@ static cudaError_t launch_segments(const call &c, const chunks &w, const tensor_
     return error == cudaSuccess ? freed : error;
 }
 
+/* x [B,T,heads,columns], row after row, to rows `padded` numbers apart. */
+template <typename = element>
+__global__ void copy_dense(const __grid_constant__ view x, int T, int heads, int columns,
+                           int padded, int64_t count, char *to)
+{
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count;
+         i += (int64_t)gridDim.x * blockDim.x) {
+        const int64_t row = i / padded, column = i % padded, t = row / heads;
+        if (column < columns)
+            ((uint16_t *)to)[i] = *(const uint16_t *)at(x, t / T, t % T, row % heads, column);
+    }
+}
+
+/* The bytes of such a copy of an array. */
+static int64_t dense_bytes(const call &c, int heads, int columns)
+{
+    return (int64_t)c.B * c.T * heads * ((columns + PIECE - 1) / PIECE * PIECE) * 2;
+}
+
+/* Describe x to the copy engine. If that cannot take it, it becomes a view of a copy that it can, so
+ * that the layout of an array changes no bit. *held is then to be freed. */
+template <typename = element>
+static cudaError_t map_of_any(const call &c, view *x, int heads, int columns, CUtensorMap *map,
+                              void **held, cudaMemPool_t pool, cudaStream_t stream)
+{
+    if (map_of(c, *x, heads, columns, map)) return cudaSuccess;
+    const int padded = (columns + PIECE - 1) / PIECE * PIECE;
+    const int64_t bytes = dense_bytes(c, heads, columns), blocks = (bytes / 2 + 1023) / 1024;
+    cudaError_t error = cudaMallocFromPoolAsync(held, bytes, pool, stream);
+    if (error == cudaSuccess)
+        error = launch(copy_dense<>, min(blocks, (int64_t)1 << 16), 256, 0, stream, *x, c.T, heads,
+                       columns, padded, bytes / 2, (char *)*held);
+    const int64_t row = (int64_t)heads * padded;
+    *x = {(char *)*held, {c.T * row, row, padded, 1}, x->dtype};
+    if (error != cudaSuccess) return error;
+    return map_of(c, *x, heads, columns, map) ? cudaSuccess : cudaErrorNotSupported;
+}
+
 /* The additive rule in one kernel. A block has two walks and one group that scores, or one walk and
  * two such groups. The walks of a block share the scores, so that two take less than twice the time.
  * Returns cudaErrorNotSupported, with nothing done, where two kernels are needed. */
 template <int KP, la_decay DECAY>
-static cudaError_t launch_additive(const call &c, const tensor_maps &maps, const forward_flags &f,
-                                   const device_traits &d, cudaStream_t stream)
+static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t pool,
+                                   cudaStream_t stream)
 {
-    if (!d.producers || !c.causal || !f.v_pieces || segments_for(c, d, false) > 1)
+    const bool as_given = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
+    if (!d.producers || !c.causal || !as_given || is_normalised(&c, DECAY, LA_ADDITIVE) ||
+        segments_for(c, d, false) > 1)
         return cudaErrorNotSupported;
-    additive_flags best = {f.o_pieces, 0, 0, 0, 0};
+    const view &o = c.x[LA_O];
+    const bool o_pieces =
+        (uintptr_t)o.data % 16 == 0 && (o.stride[0] | o.stride[1] | o.stride[2]) % 8 == 0;
+    additive_flags best = {};
     double least = 0;
     for (int walks = 1; walks <= MOST_WALKS; walks++) {
         const int room = d.room - PLACE_OF_STAGES - (int)sizeof(meeting) - 1024;
@@ -279,13 +322,31 @@ static cudaError_t launch_additive(const call &c, const tensor_maps &maps, const
         const double cost = (double)rounds * (1 + 0.6 * walks);
         if (stages < 2 || units > INT32_MAX || (best.walks && cost >= least)) continue;
         least = cost;
-        best = {f.o_pieces, walks, 3 - walks, stages, tiles};
+        best = {o_pieces, walks, 3 - walks, stages, tiles};
     }
     if (!best.walks) return cudaErrorNotSupported;
-    return launch(additive_forward<KP, DECAY>,
-                  min((int64_t)c.N * c.HV * best.tiles, (int64_t)d.processors), MOST_GROUPS * GROUP,
-                  PLACE_OF_STAGES + best.stages * fetched<KP>::bytes(best.walks), stream, c, maps,
-                  best);
+
+    const struct {
+        la_name name;
+        int heads, columns;
+    } arrays[] = {{LA_Q, c.H, c.K}, {LA_K, c.H, c.K}, {LA_V, c.HV, c.V}};
+    tensor_maps maps = {};
+    CUtensorMap *const to[] = {&maps.q, &maps.k, &maps.v};
+    void *held[3] = {};
+    cudaError_t error = cudaSuccess;
+    for (int i = 0; i < 3 && error == cudaSuccess; i++)
+        error = map_of_any(c, &c.x[arrays[i].name], arrays[i].heads, arrays[i].columns, to[i],
+                           held + i, pool, stream);
+    if (error == cudaSuccess)
+        error = launch(
+            additive_forward<KP, DECAY>,
+            min((int64_t)c.N * c.HV * best.tiles, (int64_t)d.processors), MOST_GROUPS * GROUP,
+            PLACE_OF_STAGES + best.stages * fetched<KP>::bytes(best.walks), stream, c, maps, best);
+    for (void *x : held) {
+        const cudaError_t freed = x ? cudaFreeAsync(x, stream) : cudaSuccess;
+        if (error == cudaSuccess) error = freed;
+    }
+    return error;
 }
 
 /* An upper bound for the scratch of a call, in bytes. */
@@ -296,7 +357,8 @@ template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const 
     const int64_t keys = chunk_slots * (DECAY == LA_KEY ? c.HV : c.H) * tile;
     const int64_t numbers = DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 3 * C : KP + C;
     return places * PANEL_BYTES * (RULE == LA_DELTA ? 2 : 1) + (c.x[LA_X].data ? 3 : 2) * keys +
-           (DECAY == LA_KEY ? places * tile : 0) + places * 4 * (numbers + 1);
+           (DECAY == LA_KEY ? places * tile : 0) + places * 4 * (numbers + 1) +
+           (RULE == LA_ADDITIVE ? dense_bytes(c, c.HV, c.V) : 0);
 }
 
 /* All heads of a call, or those of one turn. */
@@ -311,6 +373,10 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     if (error != cudaSuccess) return error;
     if (room_of_prepare > d.room || width_of_blocks<stage<KP, DECAY, RULE>>(c, d, 1, 1) == 0)
         return cudaErrorNotSupported; /* nothing has been done */
+    if constexpr (RULE == LA_ADDITIVE && DECAY != LA_KEY && PLANES == 1 && KP <= 128) {
+        error = launch_additive<KP, DECAY>(c, d, pool, stream);
+        if (error != cudaErrorNotSupported) return error;
+    }
     tensor_maps maps = {};
     forward_flags f = {};
     const bool plain = PLANES == 1 && !c.qk_l2norm;
@@ -323,11 +389,6 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     f.o_pieces = (uintptr_t)c.x[LA_O].data % 16 == 0 &&
                  (c.x[LA_O].stride[0] | c.x[LA_O].stride[1] | c.x[LA_O].stride[2]) % 8 == 0;
     const bool normalised = is_normalised(&c, DECAY, RULE);
-    if constexpr (RULE == LA_ADDITIVE && DECAY != LA_KEY && PLANES == 1 && KP <= 128)
-        if (given.q && given.k && !normalised) {
-            error = launch_additive<KP, DECAY>(c, maps, f, d, stream);
-            if (error != cudaErrorNotSupported) return error;
-        }
     const int64_t chunk_slots = chunk_slots_of(c, C);
     const int heads = DECAY == LA_KEY ? c.HV : c.H;
     const int64_t places = chunk_slots * c.HV, tile = tile_bytes(KP);
