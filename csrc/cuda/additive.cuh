@@ -197,16 +197,14 @@ __device__ __forceinline__ void score_chunks(const call &c, const additive_flags
         const float skip = DECAY == LA_TOKEN ? scale * with_skip(c, u.hv, 0.0f, 1.0f) : 0;
         int left = u.end - u.begin; /* tokens */
         uint32_t next_a = 0, next_weight = 0;
-        const auto load_next =
-            [&](int skipped) { /* those of the own token, so many further */
-                               const int t = own_seat().token + skipped;
-                               if (DECAY != LA_TOKEN || t >= left) return;
-                               next_a =
-                                   load_early(at(gate, u.b, u.end - left + t, u.hv), gate.dtype);
-                               if (weights.data)
-                                   next_weight = load_early(
-                                       at(weights, u.b, u.end - left + t, u.hv), weights.dtype);
-            };
+        /* those of the own token, so many tokens further */
+        const auto load_next = [&](int further) {
+            const int t = own_seat().token + further;
+            if (DECAY != LA_TOKEN || t >= left) return;
+            next_a = load_early(at(gate, u.b, u.end - left + t, u.hv), gate.dtype);
+            if (weights.data)
+                next_weight = load_early(at(weights, u.b, u.end - left + t, u.hv), weights.dtype);
+        };
         load_next(((chunk ^ group) & (f.scoring - 1)) * C);
         for (; left > 0; left -= C, chunk++, r.next()) {
             if ((chunk ^ group) & (f.scoring - 1)) continue;
