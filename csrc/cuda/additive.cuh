@@ -88,7 +88,7 @@ struct ring {
     }
 };
 
-/* A unit: a head and a tile of its value columns. A block has every gridDim.x-th. */
+/* A sequence of a value head, and a tile of its value columns. A block has every gridDim.x-th. */
 struct tile_of_head {
     unit u;
     int tile;
@@ -192,7 +192,7 @@ __device__ __forceinline__ void score_chunks(const call &c, const additive_flags
     asm volatile("bar.sync 1, %0;" ::"r"(f.scoring * GROUP) : "memory");
 
     ring r = {f.stages, 0, 0};
-    int chunk = 0; /* of all heads: the group has every one, or every second one */
+    int chunk = 0; /* of all tiles: the group has every one, or every second one */
     for_each_tile(c, f.tiles, [&](const unit &u, int, int) {
         const float skip = DECAY == LA_TOKEN ? scale * with_skip(c, u.hv, 0.0f, 1.0f) : 0;
         int left = u.end - u.begin; /* tokens */
@@ -362,7 +362,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
     typedef fetched<KP> part;
     const float scale = (float)c.scale;
     ring r = {f.stages, 0, 0};
-    int chunk = 0; /* of all units */
+    int chunk = 0; /* of all tiles */
     for_each_tile(c, f.tiles, [&](const unit &first_u, int first_tile, int index) {
         /* few numbers stay in registers: the rare paths ask for the unit again */
         const auto first_column = [&](int tile) {
