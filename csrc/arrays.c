@@ -193,10 +193,10 @@ static la_span span_of_numpy(PyArrayObject *x)
     return span;
 }
 
-/* A gate or beta may be a number, which then holds for all tokens, heads and keys. */
-static bool may_be_number(la_name name, PyObject *object)
+/* A gate or beta of an op may be a number, which then holds for all tokens, heads and keys. */
+static bool may_be_number(const la_call *c, la_name name, PyObject *object)
 {
-    return la_array_rows[name].dtype == LA_DTYPE_FLOAT &&
+    return !c->p.labels && la_array_rows[name].dtype == LA_DTYPE_FLOAT &&
            (PyFloat_Check(object) || PyArray_CheckScalar(object) ||
             (PyLong_Check(object) && !PyBool_Check(object)));
 }
@@ -475,7 +475,7 @@ static int take(la_call *c, la_name name, PyObject *object, bool in_place)
         Py_INCREF(object);
         return take_numpy(c, name, object, in_place);
     }
-    if (may_be_number(name, object)) return take_number(c, name, object);
+    if (may_be_number(c, name, object)) return take_number(c, name, object);
     if (PyArray_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s: expected an array without a mask, got %R",
                      la_array_name(&c->p, name), (PyObject *)Py_TYPE(object));

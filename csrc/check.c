@@ -218,6 +218,7 @@ bool la_has_rows(const la_problem *p, la_name name)
 {
     const char *letters = la_array_rows[name].letters;
     const char last = letters[strlen(letters) - 1];
+    if (p->any_strides) return false;
     return (last == 'K' || last == 'V') && is_written(p, name, last);
 }
 
@@ -293,7 +294,7 @@ static la_status fail(la_problem *p, la_status status, const char *format, ...)
 
 /* ---- one array ---- */
 
-static la_status check_dtype(la_problem *p, la_name name)
+la_status la_check_dtype(la_problem *p, la_name name)
 {
     const la_array_row *row = &la_array_rows[name];
     const la_dtype got = p->array[name].dtype;
@@ -311,10 +312,11 @@ static la_status check_dtype(la_problem *p, la_name name)
     const bool stored = row->dtype == LA_DTYPE_STORED && row->of == name;
     const bool bf16_too = stored && p->real == LA_F32;
     if (got == want || (bf16_too && got == LA_BF16)) return LA_OK;
-    return fail(p, LA_TYPE_ERROR, "%s: expected %s%s%s, got %s", la_array_name(p, name),
+    const bool as_first = want == p->array[LA_Q].dtype && !stored;
+    return fail(p, LA_TYPE_ERROR, "%s: expected %s%s%s%s%s, got %s", la_array_name(p, name),
                 la_dtype_names[want], bf16_too ? " or bfloat16" : "",
-                want == p->array[LA_Q].dtype && !stored ? " (the dtype of q)" : "",
-                la_dtype_names[got]);
+                as_first ? " (the dtype of " : "", as_first ? la_array_name(p, LA_Q) : "",
+                as_first ? ")" : "", la_dtype_names[got]);
 }
 
 /* Is this the shape that was expected, but for the axes of tokens and heads? */
@@ -427,7 +429,7 @@ static bool make_canonical(la_problem *p, la_name name)
 
 static la_status check_array(la_problem *p, la_name name)
 {
-    const la_status status = check_dtype(p, name);
+    const la_status status = la_check_dtype(p, name);
     if (status) return status;
     return make_canonical(p, name) ? LA_OK : refuse_shape(p, name);
 }
@@ -501,11 +503,11 @@ static la_status settle_letters(la_problem *p)
     return LA_OK;
 }
 
-static la_status settle_sequences(la_problem *p)
+la_status la_settle_sequences(la_problem *p)
 {
     la_array *cu = &p->array[LA_CU];
     if (!cu->given) return LA_OK;
-    la_status status = check_dtype(p, LA_CU);
+    la_status status = la_check_dtype(p, LA_CU);
     if (status) return status;
     if (cu->ndim != 1 || cu->shape[0] < 1) {
         text w = message(p);
@@ -647,7 +649,7 @@ la_status la_check(la_problem *p)
             "q.float() of a tensor, has floats)",
             la_dtype_names[dtype]);
     p->real = dtype == LA_F64 ? LA_F64 : LA_F32;
-    if ((status = settle_letters(p)) || (status = settle_sequences(p)) ||
+    if ((status = settle_letters(p)) || (status = la_settle_sequences(p)) ||
         (status = settle_pool(p)) || (status = check_options(p)))
         return status;
     if (!p->has_scale) p->scale = la_default_scale(p->K);

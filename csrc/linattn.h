@@ -231,7 +231,8 @@ typedef struct la_problem {
     la_taken *taken;        /* what takes the call, written before it runs; may be NULL */
     bool *clamped; /* CPU: becomes true if a denominator below zero is clamped; may be NULL */
     const char *const
-        *labels; /* the arrays' names by la_name, in a call of no op; NULL in others */
+        *labels;      /* the arrays' names by la_name, in a call of no op; NULL in others */
+    bool any_strides; /* a call of no op whose innermost axes may have any strides */
 
     /* what la_check settles */
     int64_t B, T, H, HV, K, V, N;
@@ -292,6 +293,11 @@ void la_problem_init(la_problem *p, la_op op, la_pass pass);
 /* Compare the inputs with the table; settle letters, strides and defaults. On failure the message
  * names the argument, what was expected and what came, and nothing has been touched. */
 la_status la_check(la_problem *p);
+
+/* Parts of la_check that rooms (room.h) have too: is the dtype of an array one that it may have, after q
+ * (or what stands in its place); what cu_seqlens says, after B and T. */
+la_status la_check_dtype(la_problem *p, la_name name);
+la_status la_settle_sequences(la_problem *p);
 
 /* An array of more than LA_MAX_DIMS dimensions, which no op takes: the message for it. */
 la_status la_refuse_dims(la_problem *p, la_name name, int ndim, const int64_t *shape);

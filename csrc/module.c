@@ -4,6 +4,7 @@
  * Arguments come by keyword: the tables (arrays.def, and the options below) say which a pass has, and no
  * order is kept anywhere. */
 #include "bound.h"
+#include "rooms.h"
 #include "run.h"
 
 #include <stdio.h>
@@ -704,6 +705,15 @@ static PyObject *py_gate(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     return answer;
 }
 
+/* ---- rooms ---- */
+
+/* scan(form, pass, **arrays): a diagonal scan */
+static PyObject *py_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    (void)self;
+    return la_room_call(&la_scan_room, args, nargs, names);
+}
+
 /* ---- the device ---- */
 
 static PyObject *py_cuda_why_not(PyObject *self, PyObject *unused)
@@ -837,6 +847,8 @@ static PyMethodDef methods[] = {
      "One backward pass."},
     {"gate", (PyCFunction)(void (*)(void))py_gate, METH_FASTCALL,
      "A gate from a projection, or its gradients."},
+    {"scan", (PyCFunction)(void (*)(void))py_scan, METH_FASTCALL | METH_KEYWORDS,
+     "A diagonal scan: one pass of one of its forms."},
     {"shapes", (PyCFunction)(void (*)(void))py_shapes, METH_FASTCALL | METH_KEYWORDS,
      "The letters of what a call would make."},
     {"shares_memory", (PyCFunction)(void (*)(void))py_shares_memory, METH_FASTCALL,

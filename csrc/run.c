@@ -203,3 +203,36 @@ int la_run_gating(la_call *c, la_gating *j)
     if (la_raise(status, j->message)) return -1;
     return on_host ? 0 : la_settle_streams(c);
 }
+
+int la_run_room(la_call *c, la_room_job *j)
+{
+    la_watch watch;
+    if (c->p.device == LA_CUDA) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "%s: expected arrays on the CPU, where alone this runs so far, got arrays on "
+                     "CUDA",
+                     la_array_name(&c->p, LA_Q));
+        return -1;
+    }
+    const bool step = c->p.pass == LA_STEP;
+    int64_t *room = NULL;
+    if ((!step && la_hold(c)) || (c->ran_python && la_still_there(c))) return -1;
+    if (c->p.array[LA_SLOT].given) {
+        if (!(room = PyMem_Calloc((size_t)c->p.B + 1, sizeof *room))) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        if (la_raise(la_check_slots(&c->p, room), c->p.message)) {
+            PyMem_Free(room);
+            return -1;
+        }
+    }
+    PyThreadState *python = PyEval_SaveThread();
+    la_watch_begin(&watch, interrupted, &python);
+    if (!step) c->p.watch = &watch;
+    const la_status status = j->room->run(j);
+    PyEval_RestoreThread(python);
+    PyMem_Free(room);
+    if (status == LA_INTERRUPTED) return -1; /* the exception is there */
+    return la_raise(status, c->p.message);
+}

@@ -4,6 +4,7 @@
 
 #include "arrays.h"
 #include "gates.h"
+#include "room.h"
 
 /* A forward or a backward pass. */
 int la_run_pass(la_call *c);
@@ -11,6 +12,8 @@ int la_run_pass(la_call *c);
 int la_run_step(la_call *c);
 /* A gate from a projection: c has its arrays. */
 int la_run_gating(la_call *c, la_gating *j);
+/* A call of a room. A step is never cut short. */
+int la_run_room(la_call *c, la_room_job *j);
 
 /* The kernel that took this thread's last call. */
 const la_taken *la_last_taken(void);

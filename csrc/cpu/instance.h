@@ -31,6 +31,7 @@
 #include "noncausal.h"
 #include "reduce.h"
 #include "curves.h"
+#include "diagonal_scan.h"
 
 /* clang-format off */
 #define LA_KIND(decay, rule) \
@@ -205,5 +206,9 @@ const la_kernels LA_INSTANCE = {
     .gate_parameters = gate_parameters,
     .gate_forward = gate_forward,
     .gate_backward = gate_backward,
+    .diagonal_scratch = diagonal_scratch,
+    .diagonal_forward = diagonal_forward,
+    .diagonal_backward = diagonal_backward,
+    .diagonal_reduce = diagonal_reduce,
     .store_numbers = store_numbers,
 };

@@ -3,6 +3,7 @@
 #ifndef LINATTN_CPU_KERNELS_H
 #define LINATTN_CPU_KERNELS_H
 
+#include "../diagonal.h"
 #include "../gates.h"
 
 /* One sequence of one value head (forward: or of a few), and a range of its value columns. */
@@ -56,6 +57,30 @@ typedef struct la_gate_rows {
     void *rate, *bias;     /* [columns] of a row, in padded reals; NULL: 1, and 0 */
 } la_gate_rows;
 
+/* A diagonal scan: a panel of channels of one group, of one sequence; in a backward pass of a part
+ * of all sequences, one after another. */
+typedef struct la_scan_unit {
+    int64_t d0, d1, group, panel; /* channels; their group, and which of its panels they are */
+    int64_t first, last, part;    /* sequences first .. last, and which part that is */
+    int64_t b, begin, end, state; /* of one sequence: its row, its tokens there, its state */
+    int64_t longest;              /* tokens of the longest sequence of the part */
+} la_scan_unit;
+
+/* Channels of a panel, at most. The sums over a group's panels are taken in a fixed order. */
+enum { LA_SCAN_PANEL = 128 };
+
+/* The backward's sums, a part for each unit: of dB and dC by panels, in the instance's real type; of
+ * the gradients of what all tokens share by parts of the sequences. NULL: not asked for. */
+typedef struct la_scan_sums {
+    int64_t panels, parts;
+    void *dB, *dC;          /* [panels][B * T][G][N] */
+    double *dA, *dB0, *dC0; /* [parts][D][N] */
+    double *dD, *dbias;     /* [parts][D] */
+} la_scan_sums;
+
+/* Where sequence n lies: fills b, begin, end and state. */
+void la_scan_sequence(const la_diagonal *j, la_scan_unit *u, int64_t n);
+
 typedef struct la_kernels {
     const char *isa;
     int lanes; /* reals in a vector: how far rows are padded */
@@ -91,6 +116,16 @@ typedef struct la_kernels {
     void (*gate_forward)(const la_gate_rows *w, int64_t first, int64_t last);
     void (*gate_backward)(const la_gate_rows *w, int64_t first, int64_t last, double *d_rate,
                           double *d_bias);
+
+    /* Diagonal scans. A scratch is for a unit of so many channels. */
+    size_t (*diagonal_scratch)(const la_diagonal *j, int64_t channels, int64_t longest);
+    void (*diagonal_forward)(const la_diagonal *j, const la_scan_unit *u, void *scratch);
+    void (*diagonal_backward)(const la_diagonal *j, const la_scan_unit *u, const la_scan_sums *sums,
+                              void *scratch);
+    /* dB or dC of a token, from its partial sums. */
+    void (*diagonal_reduce)(const la_diagonal *j, int64_t token, const la_scan_sums *sums,
+                            la_scan_line line, const void *partial);
+
     /* Numbers in an array's dtype. */
     void (*store_numbers)(char *to, la_dtype dtype, const double *from, int64_t n);
 } la_kernels;

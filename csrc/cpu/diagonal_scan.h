@@ -1,0 +1,693 @@
+/* Diagonal scans (../diagonal.h): a panel of channels of one sequence, a lane of channels at a
+ * time.
+ *
+ * Tokens go in segments: the rows of a segment are read once, for all channels of the panel, and
+ * lie in the first cache while lane after lane goes through them. A lane's state stays there too.
+ */
+
+#include "../diagonal_token.h"
+#include "exponent.h"
+
+enum { SEGMENT = 16 }; /* tokens; a backward pass keeps a state for each */
+
+/* What a unit works on. Rows of tokens are [SEGMENT][width], numbers of channels are
+ * [blocks][N][LANES]. */
+typedef struct {
+    int64_t channels, width, blocks, N;
+    real *u, *step, *z, *y; /* step: delta after its bias and softplus, or the decay of GATED */
+    real *B, *C;            /* rows of a token (SELECTIVE), or numbers of channels (FIXED) */
+    real *A, *h, *D, *bias;
+    real *column;
+    /* of a backward pass */
+    real *dy, *du, *dstep, *slope, *kept, *states, *decays, *dh, *dB, *dC;
+    double *dA, *dB0, *dC0, *dD, *dbias; /* [blocks][N][LANES], or [width] */
+} scan_room;
+
+/* Room for one token's numbers of a group. */
+LA_FN int64_t scan_row(const la_diagonal *j) { return padded(j->N); }
+
+LA_FN double *arena_take_doubles(arena *m, size_t rows, size_t columns)
+{
+    return (double *)arena_take(m, la_times(rows, sizeof(double) / sizeof(real)), columns);
+}
+
+LA_FN void scan_take_room(scan_room *f, arena *m, const la_diagonal *j, int64_t channels,
+                          int64_t longest)
+{
+    const size_t N = (size_t)j->N, row = (size_t)scan_row(j);
+    *f = (scan_room){0};
+    f->channels = channels;
+    f->width = padded(channels);
+    f->blocks = f->width / LANES;
+    f->N = j->N;
+    const size_t width = (size_t)f->width;
+    real **const rows[] = {&f->u, &f->step, &f->z, &f->y};
+    real **const more[] = {&f->dy, &f->du, &f->dstep, &f->slope};
+    const bool fixed = j->room.form == LA_FIXED, backward = j->room.p->pass == LA_BACKWARD;
+    for (int i = 0; i < 4; i++) *rows[i] = arena_take(m, SEGMENT, width);
+    f->B = fixed ? arena_take(m, N, width) : arena_take(m, SEGMENT, row);
+    f->C = fixed ? arena_take(m, N, width) : arena_take(m, SEGMENT, row);
+    f->A = arena_take(m, N, width);
+    f->h = arena_take(m, N, width);
+    f->D = arena_take(m, 1, width);
+    f->bias = arena_take(m, 1, width);
+    f->column = arena_take(m, 1, (size_t)(row > SEGMENT ? row : SEGMENT) + LANES);
+    if (!backward) return;
+    const size_t segments = (size_t)((longest + SEGMENT - 1) / SEGMENT);
+    for (int i = 0; i < 4; i++) *more[i] = arena_take(m, SEGMENT, width);
+    f->kept = arena_take(m, segments, la_times(N, width));
+    f->states = arena_take(m, SEGMENT + 1, la_times(N, LANES));
+    f->decays = arena_take(m, SEGMENT, la_times(N, LANES));
+    f->dh = arena_take(m, N, width);
+    f->dB = arena_take(m, fixed ? 0 : SEGMENT, la_times(N, LANES));
+    f->dC = arena_take(m, fixed ? 0 : SEGMENT, la_times(N, LANES));
+    f->dA = arena_take_doubles(m, N, width);
+    f->dB0 = arena_take_doubles(m, N, fixed ? width : 0);
+    f->dC0 = arena_take_doubles(m, N, fixed ? width : 0);
+    f->dD = arena_take_doubles(m, 1, width);
+    f->dbias = arena_take_doubles(m, 1, width);
+}
+
+/* ---- loads and stores ---- */
+
+LA_FN char *scan_at(const la_array *x, int64_t i0, int64_t i1, int64_t i2, int64_t i3)
+{
+    return x->data +
+           (i0 * x->stride[0] + i1 * x->stride[1] + i2 * x->stride[2] + i3 * x->stride[3]) *
+               la_size_of(x->dtype);
+}
+
+/* n tokens of the unit's channels from an array [B,T,D] whose channels or tokens may be neighbours.
+ */
+LA_COLD void load_scan_rows(const la_array *x, int64_t b, int64_t t, int64_t n, int64_t d,
+                            const scan_room *f, real *to)
+{
+    const int64_t size = la_size_of(x->dtype), channels = f->channels;
+    const bool rows = x->stride[2] == 1 || channels == 1;
+    if (!rows && n > 1 && x->stride[1] == 1) {
+        for (int64_t c = 0; c < f->width; c++) {
+            if (c < channels) convert_row(f->column, n, scan_at(x, b, t, d + c, 0), x->dtype);
+            for (int64_t i = 0; i < n; i++) to[i * f->width + c] = c < channels ? f->column[i] : 0;
+        }
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const char *from = scan_at(x, b, t + i, d, 0);
+        real *row = to + i * f->width;
+        if (rows) {
+            load_row(row, channels, from, x->dtype);
+            continue;
+        }
+        for (int64_t c = 0; c < channels; c++)
+            row[c] = load_element(from + c * x->stride[2] * size, x->dtype);
+        for (int64_t c = channels; c < f->width; c++) row[c] = 0;
+    }
+}
+
+LA_COLD void store_scan_rows(const la_array *x, int64_t b, int64_t t, int64_t n, int64_t d,
+                             const scan_room *f, const real *from)
+{
+    const int64_t size = la_size_of(x->dtype);
+    for (int64_t i = 0; i < n; i++) {
+        char *to = scan_at(x, b, t + i, d, 0);
+        const real *row = from + i * f->width;
+        if (x->stride[2] == 1 || f->channels == 1) {
+            store_row(to, x->dtype, row, f->channels);
+            continue;
+        }
+        for (int64_t c = 0; c < f->channels; c++)
+            store_element(to + c * x->stride[2] * size, x->dtype, row[c]);
+    }
+}
+
+/* n tokens of a group's rows of B or C. */
+LA_FN void load_scan_groups(const la_array *x, int64_t b, int64_t t, int64_t n, int64_t g,
+                            int64_t N, real *to)
+{
+    for (int64_t i = 0; i < n; i++) {
+        const char *from = scan_at(x, b, t + i, g, 0);
+        real *row = to + i * padded(N);
+        if (x->stride[3] == 1 || N == 1) {
+            load_row(row, N, from, x->dtype);
+            continue;
+        }
+        for (int64_t m = 0; m < N; m++)
+            row[m] = load_element(from + m * x->stride[3] * la_size_of(x->dtype), x->dtype);
+    }
+}
+
+/* Numbers of channels, from or to an array [D,N], or [S,D,N] of which `at` is one sequence's part.
+ */
+LA_FN int64_t scan_place(const scan_room *f, int64_t channel, int64_t m)
+{
+    return (channel / LANES * f->N + m) * LANES + channel % LANES;
+}
+
+LA_COLD void load_channels(const scan_room *f, real *to, const char *at, const la_array *x,
+                           int64_t of_channel, int64_t of_number)
+{
+    const int64_t size = la_size_of(x->dtype);
+    for (int64_t c = 0; c < f->width; c++)
+        for (int64_t m = 0; m < f->N; m++)
+            to[scan_place(f, c, m)] =
+                c < f->channels
+                    ? load_element(at + (c * of_channel + m * of_number) * size, x->dtype)
+                    : 0;
+}
+
+LA_COLD void store_channels(const scan_room *f, const real *from, char *at, const la_array *x,
+                            int64_t of_channel, int64_t of_number)
+{
+    const int64_t size = la_size_of(x->dtype);
+    for (int64_t c = 0; c < f->channels; c++)
+        for (int64_t m = 0; m < f->N; m++)
+            store_element(at + (c * of_channel + m * of_number) * size, x->dtype,
+                          from[scan_place(f, c, m)]);
+}
+
+/* Numbers [D,N] that all tokens share; zeros where the call has none. */
+LA_FN void load_shared(const scan_room *f, real *to, const la_array *x, int64_t d)
+{
+    if (x)
+        load_channels(f, to, scan_at(x, d, 0, 0, 0), x, x->stride[0], x->stride[1]);
+    else
+        fill(f->N * f->width, to, 0);
+}
+
+LA_FN void load_scan_state(const scan_room *f, real *to, const la_array *x, int64_t n, int64_t d)
+{
+    if (x)
+        load_channels(f, to, scan_at(x, n, d, 0, 0), x, x->stride[1], x->stride[2]);
+    else
+        fill(f->N * f->width, to, 0);
+}
+
+LA_FN void store_scan_state(const scan_room *f, const real *from, const la_array *x, int64_t n,
+                            int64_t d)
+{
+    if (x) store_channels(f, from, scan_at(x, n, d, 0, 0), x, x->stride[1], x->stride[2]);
+}
+
+/* A number a channel; zeros where the call has none. */
+LA_FN void load_per_channel(const scan_room *f, real *to, const la_array *x, int64_t d)
+{
+    fill(f->width, to, 0);
+    for (int64_t c = 0; x && c < f->channels; c++)
+        to[c] = load_element(scan_at(x, d + c, 0, 0, 0), x->dtype);
+}
+
+/* The rows of a segment as the recurrence takes them. */
+LA_FN void load_segment(const la_diagonal *j, const la_scan_unit *u, int64_t t, int64_t n,
+                        const scan_room *f, const la_scan_form form)
+{
+    la_array *const *array = j->room.array;
+    load_scan_rows(array[LA_SCAN_U], u->b, t, n, u->d0, f, f->u);
+    if (form == LA_SELECTIVE) {
+        load_scan_groups(array[LA_SCAN_B], u->b, t, n, u->group, f->N, f->B);
+        load_scan_groups(array[LA_SCAN_C], u->b, t, n, u->group, f->N, f->C);
+        load_scan_rows(array[LA_SCAN_DELTA], u->b, t, n, u->d0, f, f->step);
+        const bool backward = j->room.p->pass == LA_BACKWARD;
+        for (int64_t i = 0; i < n * f->width; i += LANES) {
+            lane *const step = lanes_of(f->step + i);
+            const lane raw = *step + lanes_in(f->bias + i % f->width)[0];
+            *step = j->softplus ? softplus(raw) : raw;
+            if (backward) lanes_of(f->slope + i)[0] = j->softplus ? sigmoid(raw) : 1 - LANE_ZERO;
+        }
+    }
+    if (form == LA_GATED_SCAN) {
+        load_scan_rows(array[LA_SCAN_G], u->b, t, n, u->d0, f, f->step);
+        for (int64_t i = 0; i < n * f->width; i += LANES) {
+            lane rest;
+            lane *const step = lanes_of(f->step + i);
+            *step = lane_decay(*step, &rest);
+        }
+    }
+}
+
+/* ---- the recurrence of a lane of channels ----
+ *
+ * A few numbers of the state at a time go through all tokens of the segment: they stay in
+ * registers. What a token has of a number lies at [N][SEGMENT][LANES], so that a number's tokens
+ * are neighbours. */
+
+/* exp(step A) of `many` numbers, which are pairs or reals. */
+LA_FN void scan_decays(const lane step, const lane *A, lane *a, const int many, const bool pairs)
+{
+    const real LOG2_E = (real)1.44269504088896340736;
+    const lane step2 = step * LOG2_E;
+    const int each = pairs ? 2 : 1;
+    lane power[AT_ONCE];
+    for (int k = 0; k < many; k += each) power[k / each] = step2 * A[k];
+    lanes_exp2(power, many / each);
+    for (int k = 0; k < many; k += each) {
+        a[k] = power[k / each];
+        if (!pairs) continue;
+        lane sine;
+        const lane cosine = lane_cos_sin(step * A[k + 1], &sine);
+        a[k + 1] = a[k] * sine;
+        a[k] = a[k] * cosine;
+    }
+}
+
+/* Numbers m and on of B or C: of token i, or of the channels (FIXED). */
+LA_FN lane scan_number(const scan_room *f, const real *x, int64_t block, int64_t i, int64_t m,
+                       const la_scan_form form)
+{
+    if (form == LA_FIXED) return lanes_in(x)[block * f->N + m];
+    return x[i * padded(f->N) + m] - LANE_ZERO;
+}
+
+/* `many` numbers of the state of a lane of channels, from m on, through n tokens. `keeps`: each
+ * token's decays and states are kept for the adjoint. `reads`: y gets the reads, of the first
+ * numbers, or is added to. */
+LA_FN void scan_some(const scan_room *f, int64_t block, int64_t n, int64_t m, const int many,
+                     const la_scan_form form, const bool pairs, const bool keeps, const bool reads)
+{
+    const lane *A = lanes_in(f->A) + block * f->N + m;
+    lane *const state = lanes_of(f->h) + block * f->N + m;
+    lane h[AT_ONCE], a[AT_ONCE];
+    for (int k = 0; k < many; k++) {
+        h[k] = state[k];
+        a[k] = A[k];
+        if (keeps) lanes_of(f->states)[(m + k) * (SEGMENT + 1)] = h[k];
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t at = i * f->width + block * LANES;
+        const lane u = lanes_in(f->u + at)[0];
+        lane w = u, sum[2] = {LANE_ZERO, LANE_ZERO};
+        if (form == LA_SELECTIVE) {
+            const lane step = lanes_in(f->step + at)[0];
+            w = step * u;
+            scan_decays(step, A, a, many, pairs);
+        }
+        if (form == LA_GATED_SCAN) {
+            a[0] = lanes_in(f->step + at)[0];
+            sum[0] = h[0] = scan_write(h[0], a[0], u, 1 - LANE_ZERO);
+        }
+        for (int k = 0; form != LA_GATED_SCAN && k < many; k += pairs ? 2 : 1) {
+            lane b[2], c[2];
+            for (int part = 0; part <= pairs; part++) {
+                b[part] = scan_number(f, f->B, block, i, m + k + part, form);
+                if (reads) c[part] = scan_number(f, f->C, block, i, m + k + part, form);
+            }
+            if (pairs) {
+                scan_write_pair(h + k, a + k, w, b);
+                if (reads) sum[0] += scan_read_pair(h + k, c);
+            } else {
+                h[k] = scan_write(h[k], a[k], w, b[0]);
+                if (reads) sum[k % 2] += c[0] * h[k];
+            }
+        }
+        for (int k = 0; keeps && k < many; k++) {
+            lanes_of(f->decays)[(m + k) * SEGMENT + i] = a[k];
+            lanes_of(f->states)[(m + k) * (SEGMENT + 1) + i + 1] = h[k];
+        }
+        if (!reads) continue;
+        const lane y = sum[0] + sum[1];
+        lanes_of(f->y + at)[0] = m ? lanes_in(f->y + at)[0] + y : y;
+    }
+    for (int k = 0; k < many; k++) state[k] = h[k];
+}
+
+LA_FN void scan_tokens(const scan_room *f, int64_t block, int64_t n, const la_scan_form form,
+                       const bool pairs, const bool keeps, const bool reads)
+{
+    int64_t m = 0;
+    if (form != LA_GATED_SCAN)
+        for (; m + AT_ONCE <= f->N; m += AT_ONCE)
+            scan_some(f, block, n, m, AT_ONCE, form, pairs, keeps, reads);
+    for (; m < f->N; m += pairs ? 2 : 1)
+        scan_some(f, block, n, m, pairs ? 2 : 1, form, pairs, keeps, reads);
+}
+
+/* ---- its adjoint ---- */
+
+/* Tokens n - 1 to 0 of `many` numbers. f->dy has the gradients of the reads. The gradients of what
+ * a token has are added to du and dstep (over numbers) and to dB and dC (over channels); those of
+ * what all tokens share are added to the sums of A, and for FIXED to those of B and C. */
+LA_FN void scan_some_adjoint(const scan_room *f, int64_t block, int64_t n, int64_t m,
+                             const int many, const la_scan_form form, const bool pairs)
+{
+    const bool fixed = form == LA_FIXED;
+    const int64_t channel = block * f->N + m;
+    lane *const d_state = lanes_of(f->dh) + channel;
+    lane dh[AT_ONCE], after[AT_ONCE], A[AT_ONCE], dA[AT_ONCE], dB[AT_ONCE], dC[AT_ONCE];
+    for (int k = 0; k < many; k++) {
+        dh[k] = d_state[k];
+        after[k] = lanes_in(f->states)[(m + k) * (SEGMENT + 1) + n];
+        A[k] = lanes_in(f->A)[channel + k];
+        dA[k] = dB[k] = dC[k] = LANE_ZERO;
+    }
+    for (int64_t i = n - 1; i >= 0; i--) {
+        const int64_t at = i * f->width + block * LANES;
+        const lane u = lanes_in(f->u + at)[0], dy = lanes_in(f->dy + at)[0];
+        const lane step = form == LA_SELECTIVE ? lanes_in(f->step + at)[0] : 1 - LANE_ZERO;
+        const lane w = step * u;
+        lane dw = LANE_ZERO, dstep = LANE_ZERO, before[AT_ONCE], a[AT_ONCE];
+        for (int k = 0; k < many; k++) {
+            before[k] = lanes_in(f->states)[(m + k) * (SEGMENT + 1) + i];
+            a[k] = fixed ? A[k] : lanes_in(f->decays)[(m + k) * SEGMENT + i];
+        }
+        if (form == LA_GATED_SCAN) { /* was h' = a h + u, y = h', a = exp(g) */
+            lane da, db;
+            dh[0] =
+                scan_write_adjoint(dh[0] + dy, before[0], a[0], u, 1 - LANE_ZERO, &da, &dw, &db);
+            dstep = da * a[0];
+        }
+        for (int k = 0; form != LA_GATED_SCAN && k < many; k += pairs ? 2 : 1) {
+            lane b[2], c[2], da[2], db[2], dc[2], dlog[2], one;
+            for (int part = 0; part <= pairs; part++) {
+                b[part] = scan_number(f, f->B, block, i, m + k + part, form);
+                c[part] = scan_number(f, f->C, block, i, m + k + part, form);
+            }
+            if (pairs) {
+                scan_read_pair_adjoint(dy, after + k, c, dh + k, dc);
+                scan_write_pair_adjoint(dh + k, before + k, a + k, w, b, da, &one, db);
+                by_conjugate(da, a + k, dlog);
+            } else { /* was y = sum of c h' */
+                dc[0] = dy * after[k];
+                dh[k] =
+                    scan_write_adjoint(dh[k] + dy * c[0], before[k], a[k], w, b[0], da, &one, db);
+                dlog[0] = da[0] * a[k];
+            }
+            dw += one;
+            for (int part = 0; part <= pairs; part++) {
+                const int64_t place = (m + k + part) * SEGMENT + i;
+                if (fixed) {
+                    dA[k + part] += da[part];
+                    dB[k + part] += db[part];
+                    dC[k + part] += dc[part];
+                    continue;
+                }
+                /* was a = exp(step A): dlog is the gradient of the exponent, a da or conj(a) da */
+                dA[k + part] += step * dlog[part];
+                dstep += dlog[part] * A[k + part];
+                lanes_of(f->dB)[place] += db[part];
+                lanes_of(f->dC)[place] += dc[part];
+            }
+        }
+        for (int k = 0; k < many; k++) after[k] = before[k];
+        lane *const du = lanes_of(f->du + at), *const d = lanes_of(f->dstep + at);
+        const lane more = step * dw, more_d = form == LA_SELECTIVE ? dstep + u * dw : dstep;
+        *du = m ? *du + more : more; /* was w = step u */
+        *d = m ? *d + more_d : more_d;
+    }
+    for (int k = 0; k < many; k++) {
+        d_state[k] = dh[k];
+        for (int c = 0; c < LANES && form != LA_GATED_SCAN; c++) {
+            const int64_t place = (channel + k) * LANES + c;
+            f->dA[place] += (double)dA[k][c];
+            if (!fixed) continue;
+            f->dB0[place] += (double)dB[k][c];
+            f->dC0[place] += (double)dC[k][c];
+        }
+    }
+}
+
+LA_FN void scan_tokens_adjoint(const scan_room *f, int64_t block, int64_t n,
+                               const la_scan_form form, const bool pairs)
+{
+    int64_t m = 0;
+    if (form != LA_GATED_SCAN)
+        for (; m + AT_ONCE <= f->N; m += AT_ONCE)
+            scan_some_adjoint(f, block, n, m, AT_ONCE, form, pairs);
+    for (; m < f->N; m += pairs ? 2 : 1)
+        scan_some_adjoint(f, block, n, m, pairs ? 2 : 1, form, pairs);
+}
+
+/* ---- a form's functions ---- */
+
+typedef void scan_function(const scan_room *f, int64_t block, int64_t n);
+
+/* The functions of a form: its reads alone, its states alone, what its adjoint needs, and that. */
+typedef struct {
+    scan_function *read, *carry, *recompute, *adjoint;
+} scan_functions;
+
+#define LA_SCAN_KINDS(X) \
+    X(selective, LA_SELECTIVE, false) \
+    X(selective_pairs, LA_SELECTIVE, true) \
+    X(fixed, LA_FIXED, false) \
+    X(fixed_pairs, LA_FIXED, true) \
+    X(gated, LA_GATED_SCAN, false)
+
+#define LA_SCAN_KIND(name, form, pairs) \
+    LA_COLD void read_##name(const scan_room *f, int64_t block, int64_t n) \
+    { \
+        scan_tokens(f, block, n, form, pairs, false, true); \
+    } \
+    LA_COLD void carry_##name(const scan_room *f, int64_t block, int64_t n) \
+    { \
+        scan_tokens(f, block, n, form, pairs, false, false); \
+    } \
+    LA_COLD void recompute_##name(const scan_room *f, int64_t block, int64_t n) \
+    { \
+        scan_tokens(f, block, n, form, pairs, true, false); \
+    } \
+    LA_COLD void adjoint_##name(const scan_room *f, int64_t block, int64_t n) \
+    { \
+        scan_tokens_adjoint(f, block, n, form, pairs); \
+    } \
+    static const scan_functions scan_##name = {read_##name, carry_##name, recompute_##name, \
+                                               adjoint_##name};
+LA_SCAN_KINDS(LA_SCAN_KIND)
+#undef LA_SCAN_KIND
+
+static const scan_functions *scan_functions_of(const la_diagonal *j)
+{
+    switch ((la_scan_form)j->room.form) {
+    case LA_SELECTIVE: return j->room.pairs ? &scan_selective_pairs : &scan_selective;
+    case LA_FIXED: return j->room.pairs ? &scan_fixed_pairs : &scan_fixed;
+    default: return &scan_gated;
+    }
+}
+
+/* ---- forward ---- */
+
+/* y <- (y + D u) silu(z) */
+LA_FN void finish_segment(const la_diagonal *j, const la_scan_unit *u, int64_t t, int64_t n,
+                          const scan_room *f)
+{
+    const la_array *z = j->room.array[LA_SCAN_Z], *D = j->room.array[LA_SCAN_D];
+    if (z) load_scan_rows(z, u->b, t, n, u->d0, f, f->z);
+    for (int64_t i = 0; (z || D) && i < n * f->width; i += LANES) {
+        lane *const y = lanes_of(f->y + i);
+        if (D) *y += lanes_in(f->D + i % f->width)[0] * lanes_in(f->u + i)[0];
+        if (z) {
+            const lane gate = lanes_in(f->z + i)[0];
+            *y *= gate * sigmoid(gate);
+        }
+    }
+}
+
+/* What all tokens share. */
+LA_FN void load_constants(const la_diagonal *j, const la_scan_unit *u, const scan_room *f)
+{
+    la_array *const *array = j->room.array;
+    load_shared(f, f->A, array[LA_SCAN_A], u->d0);
+    if (j->room.form == LA_FIXED) {
+        load_shared(f, f->B, array[LA_SCAN_B0], u->d0);
+        load_shared(f, f->C, array[LA_SCAN_C0], u->d0);
+    }
+    load_per_channel(f, f->D, array[LA_SCAN_D], u->d0);
+    load_per_channel(f, f->bias, array[LA_SCAN_BIAS], u->d0);
+}
+
+static void diagonal_load(const la_diagonal *j, const la_scan_unit *u, int64_t t, int64_t n,
+                          const scan_room *f)
+{
+    switch ((la_scan_form)j->room.form) {
+    case LA_SELECTIVE: load_segment(j, u, t, n, f, LA_SELECTIVE); break;
+    case LA_FIXED: load_segment(j, u, t, n, f, LA_FIXED); break;
+    case LA_GATED_SCAN: load_segment(j, u, t, n, f, LA_GATED_SCAN); break;
+    }
+}
+
+static size_t diagonal_scratch(const la_diagonal *j, int64_t channels, int64_t longest)
+{
+    arena m = {NULL, 0};
+    scan_room f;
+    scan_take_room(&f, &m, j, channels, longest);
+    return m.used;
+}
+
+static void diagonal_forward(const la_diagonal *j, const la_scan_unit *u, void *scratch)
+{
+    arena m = {scratch, 0};
+    scan_room f;
+    const bool step = j->room.p->pass == LA_STEP;
+    const scan_functions *by = scan_functions_of(j);
+    scan_take_room(&f, &m, j, u->d1 - u->d0, 0);
+    load_constants(j, u, &f);
+    load_scan_state(&f, f.h, j->room.array[LA_SCAN_S0], u->state, u->d0);
+    for (int64_t t = u->begin; t < u->end; t += SEGMENT) {
+        const int64_t n = t + SEGMENT < u->end ? SEGMENT : u->end - t;
+        if (la_stopped(j->room.p)) return;
+        diagonal_load(j, u, t, n, &f);
+        for (int64_t block = 0; block < f.blocks; block++) by->read(&f, block, n);
+        finish_segment(j, u, t, n, &f);
+        store_scan_rows(j->room.array[LA_SCAN_Y], u->b, t, n, u->d0, &f, f.y);
+    }
+    store_scan_state(&f, f.h, j->room.array[step ? LA_SCAN_S0 : LA_SCAN_ST], u->state, u->d0);
+}
+
+/* ---- backward ---- */
+
+/* Was y = (y + D u) silu(z): dy becomes the gradient of the sum over n, and z that of z. D's is
+ * added to dD, and the rest of u's is added to du later. */
+LA_FN void diagonal_read_adjoint(const la_diagonal *j, const scan_room *f, int64_t n)
+{
+    const bool z = j->room.array[LA_SCAN_Z];
+    for (int64_t i = 0; z && i < n * f->width; i += LANES) {
+        const lane gate = lanes_in(f->z + i)[0], s = sigmoid(gate);
+        lane *const dy = lanes_of(f->dy + i);
+        const lane y =
+            lanes_in(f->y + i)[0] + lanes_in(f->D + i % f->width)[0] * lanes_in(f->u + i)[0];
+        lanes_of(f->z + i)[0] = *dy * y * (s + gate * sigmoid_slope(gate));
+        *dy *= gate * s;
+    }
+}
+
+/* What the rows of D and of delta's bias and softplus add: du, ddelta, and sums over tokens. */
+LA_FN void finish_adjoint(const la_diagonal *j, const scan_room *f, int64_t n)
+{
+    const bool D = j->room.array[LA_SCAN_D], selective = j->room.form == LA_SELECTIVE;
+    for (int64_t c = 0; c < f->width; c += LANES) {
+        lane of_D = LANE_ZERO, of_bias = LANE_ZERO;
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t at = i * f->width + c;
+            const lane dy = lanes_in(f->dy + at)[0];
+            if (D) {
+                lanes_of(f->du + at)[0] += dy * lanes_in(f->D + c)[0];
+                of_D += dy * lanes_in(f->u + at)[0];
+            }
+            if (selective) of_bias += lanes_of(f->dstep + at)[0] *= lanes_in(f->slope + at)[0];
+        }
+        for (int64_t k = 0; k < LANES; k++) {
+            f->dD[c + k] += (double)of_D[k];
+            f->dbias[c + k] += (double)of_bias[k];
+        }
+    }
+}
+
+/* A panel's part of dB and dC: the sums over its channels. */
+LA_FN void store_groups(const la_diagonal *j, const la_scan_unit *u, const la_scan_sums *sums,
+                        int64_t t, int64_t n, const scan_room *f)
+{
+    const int64_t N = f->N, tokens = j->B * j->T;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t token = u->b * j->T + t + i;
+        const int64_t at = ((u->panel * tokens + token) * j->G + u->group) * N;
+        for (int64_t m = 0; m < N; m++) {
+            ((real *)sums->dB)[at + m] = LANE_SUM(lanes_in(f->dB)[m * SEGMENT + i]);
+            ((real *)sums->dC)[at + m] = LANE_SUM(lanes_in(f->dC)[m * SEGMENT + i]);
+        }
+    }
+}
+
+LA_FN void backward_segment(const la_diagonal *j, const la_scan_unit *u, const la_scan_sums *sums,
+                            int64_t t, int64_t n, const real *kept, const scan_room *f)
+{
+    la_array *const *array = j->room.array, *const *gradient = j->room.gradient;
+    const scan_functions *by = scan_functions_of(j);
+    const bool selective = j->room.form == LA_SELECTIVE;
+    const int64_t N = f->N;
+    diagonal_load(j, u, t, n, f);
+    load_scan_rows(gradient[LA_SCAN_Y], u->b, t, n, u->d0, f, f->dy);
+    if (array[LA_SCAN_Z]) load_scan_rows(array[LA_SCAN_Z], u->b, t, n, u->d0, f, f->z);
+    if (selective) {
+        fill(N * SEGMENT * LANES, f->dB, 0);
+        fill(N * SEGMENT * LANES, f->dC, 0);
+    }
+    memcpy(f->h, kept, sizeof(real) * (size_t)(N * f->width));
+    if (array[LA_SCAN_Z]) { /* the reads, before dy is what reads get */
+        for (int64_t block = 0; block < f->blocks; block++) by->read(f, block, n);
+        diagonal_read_adjoint(j, f, n);
+        memcpy(f->h, kept, sizeof(real) * (size_t)(N * f->width));
+    }
+    for (int64_t block = 0; block < f->blocks; block++) {
+        by->recompute(f, block, n);
+        by->adjoint(f, block, n);
+    }
+    finish_adjoint(j, f, n);
+    store_scan_rows(gradient[LA_SCAN_U], u->b, t, n, u->d0, f, f->du);
+    if (j->room.form == LA_GATED_SCAN)
+        store_scan_rows(gradient[LA_SCAN_G], u->b, t, n, u->d0, f, f->dstep);
+    if (!selective) return;
+    store_scan_rows(gradient[LA_SCAN_DELTA], u->b, t, n, u->d0, f, f->dstep);
+    if (array[LA_SCAN_Z]) store_scan_rows(gradient[LA_SCAN_Z], u->b, t, n, u->d0, f, f->z);
+    store_groups(j, u, sums, t, n, f);
+}
+
+/* Sums over the tokens of the unit's sequences, [channels][N], to their place among those of all
+ * units. */
+LA_FN void store_sums(const la_diagonal *j, const la_scan_unit *u, const scan_room *f, double *to,
+                      const double *from, int64_t N)
+{
+    if (!to) return;
+    double *const part = to + (u->part * j->D + u->d0) * N;
+    for (int64_t c = 0; c < f->channels; c++)
+        for (int64_t m = 0; m < N; m++) part[c * N + m] = from[N == 1 ? c : scan_place(f, c, m)];
+}
+
+static void diagonal_backward(const la_diagonal *j, const la_scan_unit *all,
+                              const la_scan_sums *sums, void *scratch)
+{
+    arena m = {scratch, 0};
+    scan_room f;
+    la_array *const *array = j->room.array, *const *gradient = j->room.gradient;
+    la_scan_unit unit = *all, *const u = &unit;
+    const scan_functions *by = scan_functions_of(j);
+    scan_take_room(&f, &m, j, u->d1 - u->d0, u->longest);
+    const size_t numbers = (size_t)(f.N * f.width);
+    load_constants(j, u, &f);
+    memset(f.dA, 0, numbers * sizeof *f.dA);
+    memset(f.dD, 0, (size_t)f.width * sizeof *f.dD);
+    memset(f.dbias, 0, (size_t)f.width * sizeof *f.dbias);
+    if (j->room.form == LA_FIXED) {
+        memset(f.dB0, 0, numbers * sizeof *f.dB0);
+        memset(f.dC0, 0, numbers * sizeof *f.dC0);
+    }
+    for (int64_t n = all->first; n < all->last; n++) {
+        la_scan_sequence(j, u, n);
+        load_scan_state(&f, f.h, array[LA_SCAN_S0], n, u->d0);
+        const int64_t segments = (u->end - u->begin + SEGMENT - 1) / SEGMENT;
+        for (int64_t s = 0; s < segments; s++) {
+            const int64_t t = u->begin + s * SEGMENT;
+            if (la_stopped(j->room.p)) return;
+            memcpy(f.kept + (size_t)s * numbers, f.h, numbers * sizeof(real));
+            if (s == segments - 1) break;
+            diagonal_load(j, u, t, SEGMENT, &f);
+            for (int64_t block = 0; block < f.blocks; block++) by->carry(&f, block, SEGMENT);
+        }
+        load_scan_state(&f, f.dh, gradient[LA_SCAN_ST], n, u->d0);
+        for (int64_t s = segments - 1; s >= 0; s--) {
+            const int64_t t = u->begin + s * SEGMENT;
+            const int64_t count = t + SEGMENT < u->end ? SEGMENT : u->end - t;
+            if (la_stopped(j->room.p)) return;
+            backward_segment(j, u, sums, t, count, f.kept + (size_t)s * numbers, &f);
+        }
+        store_scan_state(&f, f.dh, gradient[LA_SCAN_S0], n, u->d0);
+    }
+    store_sums(j, u, &f, sums->dA, f.dA, f.N);
+    store_sums(j, u, &f, sums->dB0, f.dB0, f.N);
+    store_sums(j, u, &f, sums->dC0, f.dC0, f.N);
+    store_sums(j, u, &f, sums->dD, f.dD, 1);
+    store_sums(j, u, &f, sums->dbias, f.dbias, 1);
+}
+
+/* dB and dC of a token: the panels of each group, in order. */
+static void diagonal_reduce(const la_diagonal *j, int64_t token, const la_scan_sums *sums,
+                            la_scan_line line, const void *partial)
+{
+    const la_array *to = j->room.gradient[line];
+    const int64_t tokens = j->B * j->T, row = j->G * j->N;
+    for (int64_t g = 0; g < j->G; g++)
+        for (int64_t m = 0; m < j->N; m++) {
+            const real *from = (const real *)partial + token * row + g * j->N + m;
+            real sum = 0;
+            for (int64_t panel = 0; panel < sums->panels; panel++)
+                sum += from[panel * tokens * row];
+            store_element(scan_at(to, token / j->T, token % j->T, g, m), to->dtype, sum);
+        }
+}

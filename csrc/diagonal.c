@@ -1,0 +1,75 @@
+/* Which arrays a diagonal scan takes. No Python here. */
+#include "diagonal.h"
+
+#include <stdio.h>
+
+enum {
+    SELECTIVE = 1 << LA_SELECTIVE,
+    FIXED = 1 << LA_FIXED,
+    GATED = 1 << LA_GATED_SCAN,
+    UNGATED = SELECTIVE | FIXED,
+    ALL = UNGATED | GATED
+};
+
+static const la_room_line lines[LA_SCAN_ARRAYS] = {
+#define LA_SCAN_ARRAY(name, label, letters, forms, passes, needed, slot, gradient) \
+    [LA_SCAN_##name] = {label, letters, gradient, LA_##slot, LA_IN_##passes, LA_##needed, forms},
+#define LA_SCAN_INDEX(name, label, passes, slot) \
+    [LA_SCAN_##name] = {label, "", NULL, LA_##slot, LA_IN_##passes, LA_OPTIONAL, ~0},
+#include "diagonal.def"
+};
+
+static const la_room_form forms[] = {
+    [LA_SELECTIVE] = {"selective", "", "T"},
+    [LA_FIXED] = {"fixed", "", "T"},
+    [LA_GATED_SCAN] = {"gated", "N", "NT"},
+};
+
+static const la_room_flag flags[] = {
+    {"complex", offsetof(la_diagonal, room.pairs), LA_IN_FSB},
+    {"delta_softplus", offsetof(la_diagonal, softplus), LA_IN_FSB},
+    {"output_final_state", offsetof(la_diagonal, room.want_final), LA_IN_F},
+};
+
+static int64_t size_of(const la_diagonal *j, char letter, int64_t otherwise)
+{
+    const int64_t size = j->room.size[(int)letter];
+    return size < 0 ? otherwise : size;
+}
+
+static la_status check(la_room_job *room)
+{
+    la_diagonal *const j = (la_diagonal *)room;
+    j->B = size_of(j, 'B', 1);
+    j->T = size_of(j, 'T', 1);
+    j->D = size_of(j, 'D', 0);
+    j->N = size_of(j, 'N', 1);
+    j->G = size_of(j, 'G', 1);
+    j->S = size_of(j, 'S', 1);
+    if (room->pairs && j->N % 2) {
+        snprintf(room->p->message, LA_MESSAGE, "A: expected pairs of reals, got %lld numbers",
+                 (long long)j->N);
+        return LA_VALUE_ERROR;
+    }
+    if (j->G >= 1 && j->D % j->G == 0) return LA_OK;
+    snprintf(room->p->message, LA_MESSAGE,
+             "B: expected D = %lld to be a multiple of G, got G = %lld", (long long)j->D,
+             (long long)j->G);
+    return LA_VALUE_ERROR;
+}
+
+static la_status run(la_room_job *j) { return la_diagonal_run((la_diagonal *)j); }
+
+const la_room la_scan_room = {
+    .name = "scan",
+    .form = forms,
+    .forms = sizeof forms / sizeof *forms,
+    .line = lines,
+    .lines = LA_SCAN_ARRAYS,
+    .flag = flags,
+    .flags = sizeof flags / sizeof *flags,
+    .job_bytes = sizeof(la_diagonal),
+    .check = check,
+    .run = run,
+};
+_Static_assert((int)LA_SCAN_ARRAYS <= (int)LA_ROOM_LINES, "a job has room for so many lines");

@@ -1,0 +1,210 @@
+/* What all rooms do with the lines of their tables. */
+#include "room.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ---- messages ---- */
+
+typedef struct {
+    char *at, *end;
+} text;
+
+static void append(text *w, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    const int n = vsnprintf(w->at, (size_t)(w->end - w->at), format, args);
+    va_end(args);
+    w->at = n < w->end - w->at ? w->at + n : w->end - 1;
+}
+
+/* The letters that a user writes for this array in this call. */
+static void user_letters(const la_room_job *j, int line, char letters[LA_MAX_DIMS + 1])
+{
+    int n = 0;
+    for (const char *c = j->room->line[line].letters; *c; c++)
+        if (!strchr(j->left_out, *c))
+            letters[n++] = *c == 'S' && j->p->array[LA_SLOT].given ? 'P' : *c;
+    letters[n] = 0;
+}
+
+/* Sizes as the user counts them. */
+static long long shown(const la_room_job *j, char letter, int64_t size)
+{
+    return (long long)(letter == 'N' && j->pairs ? size / 2 : size);
+}
+
+static la_status refuse_shape(la_room_job *j, int line, const la_array *x, const char *label)
+{
+    char letters[LA_MAX_DIMS + 1];
+    text w = {j->p->message, j->p->message + LA_MESSAGE};
+    user_letters(j, line, letters);
+    const int ndim = (int)strlen(letters);
+    append(&w, "%s: expected [", label);
+    for (int i = 0; i < ndim; i++) append(&w, "%s%c", i ? "," : "", letters[i]);
+    append(&w, "]");
+    bool known = true;
+    for (int i = 0; i < ndim; i++) known = known && j->size[(int)letters[i]] >= 0;
+    if (known) {
+        append(&w, " = (");
+        for (int i = 0; i < ndim; i++)
+            append(&w, i ? ", %lld" : "%lld", shown(j, letters[i], j->size[(int)letters[i]]));
+        append(&w, ndim == 1 ? ",)" : ")");
+    }
+    append(&w, ", got (");
+    for (int i = 0; i < x->ndim; i++)
+        append(&w, i ? ", %lld" : "%lld",
+               shown(j, x->ndim == ndim ? letters[i] : ' ', x->shape[i]));
+    append(&w, x->ndim == 1 ? ",)" : ")");
+    return LA_VALUE_ERROR;
+}
+
+/* ---- one array ---- */
+
+static la_name gradient_of(la_name slot)
+{
+    la_name name = (la_name)(slot + 1);
+    while (la_array_rows[name].of != slot) name++;
+    return name;
+}
+
+la_name la_room_slot(const la_room_job *j, int line, bool gradient)
+{
+    const la_name slot = j->room->line[line].slot;
+    return gradient ? gradient_of(slot) : slot;
+}
+
+bool la_room_has(const la_room_job *j, int line)
+{
+    const la_room_line *x = &j->room->line[line];
+    return x->passes >> j->p->pass & 1 && x->forms >> j->form & 1;
+}
+
+/* Strides by the letters of the table. The caller has compared the shape. */
+static void spread(const la_room_job *j, int line, la_array *x)
+{
+    const char *letters = j->room->line[line].letters;
+    int64_t stride[LA_MAX_DIMS] = {0};
+    int given = 0;
+    for (int i = 0; letters[i]; i++)
+        if (!strchr(j->left_out, letters[i])) stride[i] = x->stride[given++];
+    memcpy(x->stride, stride, sizeof stride);
+}
+
+static la_status check_shape(la_room_job *j, int line, la_name slot)
+{
+    la_array *x = &j->p->array[slot];
+    char letters[LA_MAX_DIMS + 1];
+    const char *label = la_array_name(j->p, slot);
+    user_letters(j, line, letters);
+    if (x->ndim != (int)strlen(letters)) return refuse_shape(j, line, x, label);
+    for (int i = 0; i < x->ndim; i++) {
+        int64_t *const size = &j->size[(int)letters[i]];
+        if (*size < 0) *size = x->shape[i];
+        if (*size != x->shape[i]) return refuse_shape(j, line, x, label);
+    }
+    spread(j, line, x);
+    return LA_OK;
+}
+
+static la_status check_array(la_room_job *j, int line, la_name slot)
+{
+    const la_status status = la_check_dtype(j->p, slot);
+    return status ? status : check_shape(j, line, slot);
+}
+
+static la_status refuse_missing(la_room_job *j, la_name slot)
+{
+    snprintf(j->p->message, LA_MESSAGE, "%s: expected an array, got None",
+             la_array_name(j->p, slot));
+    return LA_TYPE_ERROR;
+}
+
+/* ---- a call ---- */
+
+/* The first array has B and T, which sequences are compared with. */
+static la_status settle_sequences(la_room_job *j)
+{
+    la_problem *const p = j->p;
+    p->B = j->size['B'];
+    p->T = p->pass == LA_STEP ? 1 : j->size['T'];
+    p->N = p->B;
+    p->tokens = p->B * p->T;
+    const la_status status = la_settle_sequences(p);
+    j->size['S'] = p->N;
+    return status;
+}
+
+/* A step that picks its states: from a pool of as many as there are. */
+static la_status settle_pool(la_room_job *j)
+{
+    la_problem *const p = j->p;
+    const la_array *pool = &p->array[LA_S0], *slot = &p->array[LA_SLOT];
+    if (!slot->given) return LA_OK;
+    const la_status status = la_check_dtype(p, LA_SLOT);
+    if (status) return status;
+    if (slot->ndim != 1 || slot->shape[0] != p->B) {
+        snprintf(p->message, LA_MESSAGE, "%s: expected [B] = (%lld,), got %lld numbers",
+                 la_array_name(p, LA_SLOT), (long long)p->B,
+                 (long long)(slot->ndim == 1 ? slot->shape[0] : 0));
+        return LA_VALUE_ERROR;
+    }
+    p->P = j->size['P'] = pool->given && pool->ndim ? pool->shape[0] : 0;
+    return LA_OK;
+}
+
+la_status la_room_check(la_room_job *j)
+{
+    la_problem *const p = j->p;
+    la_status status = LA_OK;
+    const la_room_form *form = &j->room->form[j->form];
+    for (int i = 0; i < 128; i++) j->size[i] = -1;
+    j->left_out = p->pass == LA_STEP ? form->left_out_in_step : form->left_out;
+    for (int i = 0; i < j->room->lines && !status; i++) {
+        const la_room_line *x = &j->room->line[i];
+        const bool output = la_array_rows[x->slot].role == LA_OUTPUT;
+        if (!la_room_has(j, i) || la_array_rows[x->slot].dtype == LA_DTYPE_INTEGER) continue;
+        if (output && p->pass != LA_BACKWARD) continue; /* la_room_settle */
+        const la_name slot = output ? gradient_of(x->slot) : x->slot;
+        if (!p->array[slot].given) {
+            const bool needed =
+                x->need == LA_REQUIRED || (x->need == LA_IN_STEP && p->pass == LA_STEP);
+            if (needed) status = refuse_missing(j, slot);
+            continue;
+        }
+        if (i == 0 && p->array[slot].dtype > LA_BF16) {
+            snprintf(p->message, LA_MESSAGE,
+                     "%s: expected float64, float32, float16 or bfloat16, got %s", x->label,
+                     la_dtype_names[p->array[slot].dtype]);
+            return LA_TYPE_ERROR;
+        }
+        if (i == 0) p->real = p->array[slot].dtype == LA_F64 ? LA_F64 : LA_F32;
+        status = check_array(j, i, slot);
+        if (!status && i == 0 && !(status = settle_sequences(j))) status = settle_pool(j);
+        *(output ? &j->gradient[i] : &j->array[i]) = &p->array[slot];
+    }
+    return status ? status : j->room->check(j);
+}
+
+void la_room_shape(const la_room_job *j, int line, la_array *like)
+{
+    char letters[LA_MAX_DIMS + 1];
+    user_letters(j, line, letters);
+    for (like->ndim = 0; letters[like->ndim]; like->ndim++)
+        like->shape[like->ndim] = j->size[(int)letters[like->ndim]];
+}
+
+la_status la_room_settle(la_room_job *j, int line, bool gradient)
+{
+    const la_name slot = la_room_slot(j, line, gradient);
+    *(gradient ? &j->gradient[line] : &j->array[line]) = &j->p->array[slot];
+    return check_array(j, line, slot);
+}
+
+int64_t la_room_start(const la_room_job *j, int64_t n)
+{
+    const la_array *cu = &j->p->array[LA_CU];
+    return cu->given ? la_integer_at(cu->data, cu->dtype, n * cu->stride[0]) : 0;
+}

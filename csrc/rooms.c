@@ -1,0 +1,199 @@
+/* Calls of rooms (room.h) from Python: keywords in, arrays and exceptions out. */
+#include "rooms.h"
+
+#include "run.h"
+
+#include <string.h>
+
+#define COUNT(table) (int)(sizeof(table) / sizeof *(table))
+
+static const char *const pass_names[] = {
+    [LA_FORWARD] = "forward", [LA_STEP] = "step", [LA_BACKWARD] = "backward"};
+
+/* One call, and the names of its arrays. */
+typedef struct {
+    la_call c;
+    la_room_job *j;
+    const char *labels[LA_ARRAYS];
+} room_call;
+
+/* ---- keywords ---- */
+
+static int word_of(PyObject *word, const char *const *names, int count)
+{
+    for (int i = 0; PyUnicode_Check(word) && i < count; i++)
+        if (!PyUnicode_CompareWithASCIIString(word, names[i])) return i;
+    return -1;
+}
+
+static int read_form(const la_room *room, PyObject *word)
+{
+    for (int i = 0; PyUnicode_Check(word) && i < room->forms; i++)
+        if (!PyUnicode_CompareWithASCIIString(word, room->form[i].name)) return i;
+    return -1;
+}
+
+static bool is_output(const la_room *room, int line)
+{
+    return la_array_rows[room->line[line].slot].role == LA_OUTPUT;
+}
+
+/* May a caller give it? All inputs, the gradients of outputs, and an out. */
+static bool is_given(const la_room_job *j, int line)
+{
+    const la_name slot = j->room->line[line].slot;
+    return la_room_has(j, line) &&
+           (!is_output(j->room, line) || j->p->pass == LA_BACKWARD || slot == LA_O);
+}
+
+static la_name given_slot(const la_room_job *j, int line)
+{
+    return la_room_slot(j, line, is_output(j->room, line) && j->p->pass == LA_BACKWARD);
+}
+
+static void name_arrays(room_call *r)
+{
+    const la_room *room = r->j->room;
+    for (int i = 0; i < room->lines; i++) {
+        const la_room_line *x = &room->line[i];
+        if (!la_room_has(r->j, i)) continue;
+        const bool state = x->slot == LA_S0 && r->c.p.pass == LA_STEP;
+        r->labels[x->slot] = state ? "state" : x->label;
+        if (x->gradient) r->labels[la_room_slot(r->j, i, true)] = x->gradient;
+    }
+}
+
+static int take_flag(la_room_job *j, const la_room_flag *flag, PyObject *object)
+{
+    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool)) {
+        PyErr_Format(PyExc_TypeError, "%s: expected True or False, got %R", flag->label,
+                     (PyObject *)Py_TYPE(object));
+        return -1;
+    }
+    const int value = PyObject_IsTrue(object);
+    *(bool *)((char *)j + flag->offset) = value > 0;
+    return value < 0 ? -1 : 0;
+}
+
+/* Arrays in the order of the table, the first of which says where the call runs. */
+static int take_all(room_call *r, PyObject *const *values, PyObject *names)
+{
+    la_room_job *const j = r->j;
+    const la_room *room = j->room;
+    PyObject *found[LA_ROOM_LINES] = {NULL};
+    const Py_ssize_t count = names ? PyTuple_Size(names) : 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *const name = PyTuple_GetItem(names, i);
+        bool known = false;
+        for (int k = 0; k < room->flags && !known; k++) {
+            const la_room_flag *flag = &room->flag[k];
+            if (!(flag->passes >> j->p->pass & 1)) continue;
+            known = !PyUnicode_CompareWithASCIIString(name, flag->label);
+            if (known && take_flag(j, flag, values[i])) return -1;
+        }
+        for (int k = 0; k < room->lines && !known; k++) {
+            if (!is_given(j, k)) continue;
+            const char *label = r->labels[given_slot(j, k)];
+            known = label && !PyUnicode_CompareWithASCIIString(name, label);
+            if (known) found[k] = values[i];
+        }
+        if (known) continue;
+        PyErr_Format(PyExc_TypeError, "%s: no argument of this pass is called %R", room->name,
+                     name);
+        return -1;
+    }
+    for (int k = 0; k < room->lines; k++)
+        if (found[k] && la_take(&r->c, given_slot(j, k), found[k])) return -1;
+    return la_raise(la_room_check(j), r->c.p.message);
+}
+
+/* ---- outputs ---- */
+
+static bool is_made(const room_call *r, int line)
+{
+    const la_room_job *j = r->j;
+    if (!la_room_has(j, line)) return false;
+    if (j->p->pass == LA_BACKWARD) return !is_output(j->room, line) && j->array[line];
+    if (!is_output(j->room, line)) return false;
+    return j->room->line[line].slot == LA_O ? !r->c.out : j->want_final;
+}
+
+static int make_outputs(room_call *r)
+{
+    la_room_job *const j = r->j;
+    const bool gradient = j->p->pass == LA_BACKWARD;
+    for (int i = 0; i < j->room->lines; i++) {
+        const la_name slot = la_room_slot(j, i, gradient && j->room->line[i].gradient);
+        la_array like;
+        if (is_made(r, i) && j->room->line[i].gradient) {
+            la_room_shape(j, i, &like);
+            if (la_allocate_like(&r->c, slot, la_dtype_of(j->p, slot), &like)) return -1;
+        } else if (!(slot == LA_O && r->c.out)) {
+            continue;
+        }
+        if (la_raise(la_room_settle(j, i, gradient), r->c.p.message)) return -1;
+    }
+    return r->c.out || j->p->pass == LA_STEP ? la_refuse_overlaps(&r->c) : 0;
+}
+
+/* What the pass makes: y of a step, (y, final state) of a forward pass, or a gradient for each
+ * input. */
+static PyObject *results(room_call *r)
+{
+    la_room_job *const j = r->j;
+    const bool gradients = j->p->pass == LA_BACKWARD;
+    if (j->p->pass == LA_STEP) return la_result(&r->c, LA_O);
+    PyObject *tuple = NULL, *found[LA_ROOM_LINES];
+    int n = 0;
+    for (int i = 0; i < j->room->lines; i++) {
+        if (!la_room_has(j, i) || is_output(j->room, i) == gradients) continue;
+        if (!j->room->line[i].gradient) continue; /* an index */
+        if (!(found[n] = la_result(&r->c, la_room_slot(j, i, gradients)))) break;
+        n++;
+    }
+    if (!PyErr_Occurred()) tuple = PyTuple_New(n);
+    for (int i = 0; i < n; i++)
+        if (tuple)
+            PyTuple_SetItem(tuple, i, found[i]); /* takes the reference over */
+        else
+            Py_DECREF(found[i]);
+    return tuple;
+}
+
+/* ---- a call ---- */
+
+static int refuse_words(const la_room *room, Py_ssize_t nargs)
+{
+    PyErr_Format(PyExc_TypeError, "%s: expected a form and a pass, then keywords, got %zd words",
+                 room->name, nargs);
+    return -1;
+}
+
+PyObject *la_room_call(const la_room *room, PyObject *const *args, Py_ssize_t nargs,
+                       PyObject *names)
+{
+    enum { FORM, PASS, WORDS };
+    const int form = nargs == WORDS ? read_form(room, args[FORM]) : -1;
+    const int pass = nargs == WORDS ? word_of(args[PASS], pass_names, COUNT(pass_names)) : -1;
+    if (form < 0 || pass < 0) {
+        refuse_words(room, nargs);
+        return NULL;
+    }
+    room_call r;
+    memset(&r, 0, sizeof r);
+    PyObject *answer = NULL;
+    la_problem_init(&r.c.p, (la_op)0, (la_pass)pass);
+    r.c.p.labels = r.labels;
+    r.c.p.any_strides = true;
+    r.c.gradients = -1; /* the caller has seen that PyTorch records none of the arrays */
+    if (!(r.j = PyMem_Calloc(1, room->job_bytes))) return PyErr_NoMemory();
+    r.j->room = room;
+    r.j->form = form;
+    r.j->p = &r.c.p;
+    name_arrays(&r);
+    if (!take_all(&r, args + WORDS, names) && !make_outputs(&r) && !la_run_room(&r.c, r.j))
+        answer = results(&r);
+    la_call_release(&r.c);
+    PyMem_Free(r.j);
+    return answer;
+}

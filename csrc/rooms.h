@@ -1,0 +1,13 @@
+/* Calls of rooms from Python. */
+#ifndef LINATTN_ROOMS_H
+#define LINATTN_ROOMS_H
+
+#include "call.h"
+
+#include "room.h"
+
+/* (form, pass, keywords): the results of a call. */
+PyObject *la_room_call(const la_room *room, PyObject *const *args, Py_ssize_t nargs,
+                       PyObject *names);
+
+#endif
