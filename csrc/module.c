@@ -714,6 +714,8 @@ static PyObject *py_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     return la_room_call(&la_scan_room, args, nargs, names);
 }
 
+static const la_room *const rooms[] = {&la_scan_room};
+
 /* ---- the device ---- */
 
 static PyObject *py_cuda_why_not(PyObject *self, PyObject *unused)
@@ -901,6 +903,8 @@ static PyObject *line_of_array(int i)
                          forward_only ? NULL : array_lines[i].gradient);
 }
 
+static PyObject *table_of_room(int i) { return la_room_table(rooms[i]); }
+
 /* A tuple of n rows, as a constant of the module. */
 static int add_table(PyObject *module, const char *name, int n, PyObject *(*row)(int))
 {
@@ -937,7 +941,8 @@ static int module_exec(PyObject *module)
     }
     int failed = add_table(module, "OPS", LA_OPS, name_of_op) ||
                  add_table(module, "VARIANTS", LA_OPS, row_of_op) ||
-                 add_table(module, "ARRAYS", COUNT(array_lines), line_of_array);
+                 add_table(module, "ARRAYS", COUNT(array_lines), line_of_array) ||
+                 add_table(module, "ROOMS", COUNT(rooms), table_of_room);
 #if defined(__clang__)
     failed = failed || PyModule_AddStringConstant(module, "COMPILER", "clang " __clang_version__);
 #else

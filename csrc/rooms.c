@@ -197,3 +197,68 @@ PyObject *la_room_call(const la_room *room, PyObject *const *args, Py_ssize_t na
     PyMem_Free(r.j);
     return answer;
 }
+
+/* ---- the table, for Python ---- */
+
+/* ("FSB"): the passes of a line, as the tables write them. */
+static void write_passes(int passes, char to[4])
+{
+    for (int pass = 0; pass < 3; pass++)
+        if (passes >> pass & 1) *to++ = "FSB"[pass];
+    *to = 0;
+}
+
+static PyObject *forms_of(const la_room *room, const la_room_line *line)
+{
+    PyObject *names = PyList_New(0);
+    for (int i = 0; names && i < room->forms; i++) {
+        if (!(line->forms >> i & 1)) continue;
+        PyObject *name = PyUnicode_FromString(room->form[i].name);
+        if (!name || PyList_Append(names, name)) Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    PyObject *tuple = names ? PyList_AsTuple(names) : NULL;
+    Py_XDECREF(names);
+    return tuple;
+}
+
+static PyObject *row_of_line(const la_room *room, int i)
+{
+    const la_room_line *line = &room->line[i];
+    const la_array_row *slot = &la_array_rows[line->slot];
+    const char *role = slot->role == LA_OUTPUT ? "OUTPUT" : slot->role == LA_STATE ? "STATE" : "INPUT";
+    char passes[4];
+    write_passes(line->passes, passes);
+    return Py_BuildValue("(ssssOzN)", line->label, line->letters, passes, role,
+                         line->need == LA_REQUIRED ? Py_True : Py_False, line->gradient,
+                         forms_of(room, line));
+}
+
+static PyObject *row_of_flag(const la_room *room, int i)
+{
+    char passes[4];
+    write_passes(room->flag[i].passes, passes);
+    return Py_BuildValue("(ss)", room->flag[i].label, passes);
+}
+
+static PyObject *row_of_form(const la_room *room, int i)
+{
+    return Py_BuildValue("(ss)", room->form[i].name, room->form[i].left_out);
+}
+
+static PyObject *table_of(const la_room *room, int count, PyObject *(*row)(const la_room *, int))
+{
+    PyObject *table = PyTuple_New(count);
+    for (int i = 0; table && i < count; i++) {
+        PyObject *one = row(room, i);
+        if (!one || PyTuple_SetItem(table, i, one)) Py_CLEAR(table);
+    }
+    return table;
+}
+
+PyObject *la_room_table(const la_room *room)
+{
+    return Py_BuildValue("(sNNN)", room->name, table_of(room, room->forms, row_of_form),
+                         table_of(room, room->lines, row_of_line),
+                         table_of(room, room->flags, row_of_flag));
+}

@@ -10,4 +10,8 @@
 PyObject *la_room_call(const la_room *room, PyObject *const *args, Py_ssize_t nargs,
                        PyObject *names);
 
+/* Its name, its forms (name, letters left out), its lines (label, letters, passes, role, required,
+ * gradient, forms) and its flags (label, passes). */
+PyObject *la_room_table(const la_room *room);
+
 #endif

@@ -120,6 +120,15 @@ if TYPE_CHECKING:
         ssd_backward,
         ssd_step,
     )
+    from linattn.scans.hgrn import HGRNGradients, hgrn, hgrn_backward, hgrn_step
+    from linattn.scans.rg_lru import RGLRUGradients, rg_lru, rg_lru_backward, rg_lru_step
+    from linattn.scans.s4d import S4DGradients, s4d, s4d_backward, s4d_step
+    from linattn.scans.selective_scan import (
+        SelectiveScanGradients,
+        selective_scan,
+        selective_scan_backward,
+        selective_scan_step,
+    )
 
 __version__ = "0.1.0"
 
@@ -131,6 +140,7 @@ __all__ = [
     "FeatureMap",
     "GDN2Gradients",
     "Gradients",
+    "HGRNGradients",
     "IPLRGradients",
     "KernelReport",
     "LayoutHint",
@@ -139,9 +149,12 @@ __all__ = [
     "Mamba3States",
     "Memory",
     "PrecondGradients",
+    "RGLRUGradients",
     "RWKV7Gradients",
     "RandomFeatureMap",
+    "S4DGradients",
     "SSDGradients",
+    "SelectiveScanGradients",
     "States",
     "Variant",
     "apply_feature_map",
@@ -176,9 +189,12 @@ __all__ = [
     "gla",
     "gla_backward",
     "gla_step",
+    "hgrn",
     "hgrn2",
     "hgrn2_backward",
     "hgrn2_step",
+    "hgrn_backward",
+    "hgrn_step",
     "implicit_weights",
     "iplr_delta_rule",
     "iplr_delta_rule_backward",
@@ -206,12 +222,21 @@ __all__ = [
     "retention",
     "retention_backward",
     "retention_step",
+    "rg_lru",
+    "rg_lru_backward",
+    "rg_lru_step",
     "rwkv6",
     "rwkv6_backward",
     "rwkv6_step",
     "rwkv7",
     "rwkv7_backward",
     "rwkv7_step",
+    "s4d",
+    "s4d_backward",
+    "s4d_step",
+    "selective_scan",
+    "selective_scan_backward",
+    "selective_scan_step",
     "set_float32_precision",
     "set_num_threads",
     "show_config",
@@ -235,9 +260,12 @@ _LAZY = ("gates", "nn", "plot", "reference")
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"linattn.{name}")
-    if name in __all__:  # the names that are not here yet are those of the systems
-        found = globals()[name] = getattr(importlib.import_module("linattn.composed"), name)
-        return found
+    if name in __all__:  # the names that are not here yet are those of the systems and scans
+        for place in ("linattn.composed", "linattn.scans"):
+            module = importlib.import_module(place)
+            if name in module.__all__:
+                found = globals()[name] = getattr(module, name)
+                return found
     raise AttributeError(f"module 'linattn' has no attribute {name!r}")
 
 

@@ -20,6 +20,16 @@ class BoundStep:
 _Line = tuple[str, str, str, str, str, str, str, str | None]
 ARRAYS: Final[tuple[_Line, ...]]  # a line of arrays.def each
 
+# A room beside the table: its name; its forms, each with the letters that it leaves out; its lines
+# (label, letters, passes, role, is it required, the label of its gradient, forms); its flags
+# (label, passes).
+_RoomLine = tuple[str, str, str, str, bool, str | None, tuple[str, ...]]
+_Room = tuple[str, tuple[tuple[str, str], ...], tuple[_RoomLine, ...], tuple[tuple[str, str], ...]]
+ROOMS: Final[tuple[_Room, ...]]
+
+# One pass of one form of the room of the diagonal scans, whose arrays and flags come by keyword.
+def scan(form: str, pass_: Literal["forward", "step", "backward"], /, **arguments: Any) -> Any: ...
+
 # The op's name, q, k and v, then the arrays and options of the pass by keyword: the labels of
 # arrays.def (the decay under g, alpha, gamma or slopes), and csrc/module.c's options. None, or no
 # keyword, for what is absent. warn=False: no warning of a decay above one. unrecorded=True (a

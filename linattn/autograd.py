@@ -24,7 +24,18 @@ from torch.autograd import forward_ad
 from linattn import _linattn
 from linattn.variants import ARRAYS, OPS, VARIANTS, ArrayLine
 
-__all__ = ["TENSORS", "forward", "function", "is_looked_into", "or_nothing", "real"]
+__all__ = [
+    "TENSORS",
+    "Ways",
+    "forward",
+    "function",
+    "is_looked_into",
+    "no_context",
+    "or_nothing",
+    "real",
+    "transformable",
+    "way_of",
+]
 
 if not hasattr(torch.library, "custom_op"):
     raise ImportError(f"linattn takes tensors of PyTorch 2.4 or later, got {torch.__version__}")
@@ -220,7 +231,7 @@ def function(name: str, run: Any, derivative: Any, setup: Any) -> Any:
     return made.apply
 
 
-def _transformable(name: str, run: Any, derivative: Any, setup: Any) -> Any:
+def transformable(name: str, run: Any, derivative: Any, setup: Any) -> Any:
     """The new kind, which torch.func asks for."""
     members = {
         "generate_vmap_rule": True,
@@ -232,11 +243,11 @@ def _transformable(name: str, run: Any, derivative: Any, setup: Any) -> Any:
     return made.apply
 
 
-def _no_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def no_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     pass
 
 
-class _Ways(NamedTuple):
+class Ways(NamedTuple):
     """One op, for three audiences. All call the core in the end."""
 
     autograd: Any  # a Function over the core: for autograd alone
@@ -244,7 +255,7 @@ class _Ways(NamedTuple):
     transformed: Any  # a Function over it: torch.func knows no derivatives of custom operators
 
 
-def _register(name: str) -> _Ways:
+def _register(name: str) -> Ways:
     n = len(_NAMES)
 
     def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,17 +288,17 @@ def _register(name: str) -> _Ways:
         return getattr(torch.ops.linattn, name + suffix).default
 
     def recorded(kind: Any, forward: Any, backward: Any) -> Any:
-        again = kind(f"{name}_backward", backward, twice, _no_context)
+        again = kind(f"{name}_backward", backward, twice, no_context)
         return kind(name, forward, _derivative(name, again), _setup_context)
 
     backward = define("_backward", _BACKWARD, run_backward, _fake_backward, twice, None)
     fake_forward = partial(_fake_forward, name)
     derivative = _derivative(name, backward)
     forward = define("", _FORWARD, run_forward, fake_forward, derivative, _setup_context)
-    return _Ways(
+    return Ways(
         recorded(function, run_forward, run_backward),
         forward,
-        recorded(_transformable, forward, backward),
+        recorded(transformable, forward, backward),
     )
 
 
@@ -313,19 +324,19 @@ def is_looked_into() -> bool:
     return _transform() is not None or bool(_modes()) or _trace() is not None
 
 
-def _way(op: str, device: str, arrays: tuple[Any, ...]) -> Any:
+def way_of(ways: Ways, device: str, arrays: tuple[Any, ...]) -> Any:
     """The way of a call on these, if PyTorch has to know of it; else None."""
     if _transform() is not None:
-        return _OPS[op].transformed
+        return ways.transformed
     if device not in _DEVICES or _modes() or _trace() is not None:
-        return _OPS[op].operator
+        return ways.operator
     way, recording = None, torch.is_grad_enabled()
     for x in arrays:
         if type(x) in TENSORS:
             if recording and x.requires_grad:
-                way = _OPS[op].autograd
+                way = ways.autograd
         elif x is not None and isinstance(x, Tensor):
-            return _OPS[op].operator
+            return ways.operator
     return way
 
 
@@ -336,7 +347,7 @@ def is_watched(op: str, arrays: tuple[Any, ...]) -> bool:
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
         or (device in _DEVICES and torch.is_autocast_enabled(device))
-        or _way(op, device, arrays) is not None
+        or way_of(_OPS[op], device, arrays) is not None
     )
 
 
@@ -511,7 +522,7 @@ def forward(op: str, q: Tensor, k: Any, v: Any, **given: Any) -> tuple[Tensor, A
             _refuse_tangents(arrays)
         if out is not None:
             return _linattn.forward(op, q, k, v, **given)  # the core refuses what is recorded
-        way = _way(op, device, arrays)
+        way = way_of(_OPS[op], device, arrays)
         if way is None:
             given["unrecorded"] = True  # beside **given it would cost a second dict
             return _linattn.forward(op, q, k, v, **given)

@@ -50,6 +50,7 @@ The files of this folder::
     adjoints.py    the gradients of one head, one adjoint per rule
     gradients.py   `backward`: the gradients of an op
     elements.py    norm, feature maps, divisor and kinds of gate, each with its derivative
+    scans.py       recurrences that are diagonal in channels and states: Mamba, S4D, RG-LRU, HGRN
     composed/      systems that are an op with arithmetic around it, token by token, one file each
     softmax.py     softmax attention, which these ops replace, and its gradients
     _one_head.py   q [T,K] in the place of [B,T,H,K]
@@ -131,6 +132,16 @@ from .momentum import (
     titans_chunk_adjoint,
     titans_tokens,
 )
+from .scans import (
+    hgrn,
+    hgrn_backward,
+    rg_lru,
+    rg_lru_backward,
+    s4d,
+    s4d_backward,
+    selective_scan,
+    selective_scan_backward,
+)
 from .softmax import (
     SoftmaxGradients,
     softmax_attention,
@@ -166,8 +177,10 @@ __all__ = [
     "gla",
     "gla_chunk",
     "gla_tokens",
+    "hgrn",
     "hgrn2",
     "hgrn2_backward",
+    "hgrn_backward",
     "implicit_weights",
     "kda",
     "kda_chunk",
@@ -189,11 +202,17 @@ __all__ = [
     "retention",
     "retention_chunk",
     "retention_tokens",
+    "rg_lru",
+    "rg_lru_backward",
     "rwkv6",
     "rwkv6_adjoint",
     "rwkv6_chunk",
     "rwkv6_chunk_adjoint",
     "rwkv6_tokens",
+    "s4d",
+    "s4d_backward",
+    "selective_scan",
+    "selective_scan_backward",
     "simple_gla",
     "simple_gla_chunk",
     "simple_gla_tokens",

@@ -1,0 +1,91 @@
+"""Calls of the rooms beside the table (csrc/room.h): their tables, and the way to the core.
+
+A room's functions call :func:`forward`, :func:`step` and :func:`backward` with the arrays by the
+labels of its table. PyTorch records and traces a forward call: _recorded_rooms.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from linattn import _linattn
+from linattn.features import is_recorded, is_tensor
+
+__all__ = ["ROOMS", "Line", "Room", "backward", "forward", "step"]
+
+
+class Line(NamedTuple):
+    """An array of a room. An index has no gradient."""
+
+    label: str
+    letters: str
+    passes: str
+    role: str
+    required: bool
+    gradient: str | None
+    forms: tuple[str, ...]
+
+
+class Room(NamedTuple):
+    """A room's table."""
+
+    name: str
+    left_out: dict[str, str]  # by the name of a form, the letters that its arrays leave out
+    lines: tuple[Line, ...]
+    flags: dict[str, str]  # by name, the passes that have it
+
+    @property
+    def entry(self) -> Callable[..., Any]:
+        entry: Callable[..., Any] = getattr(_linattn, self.name)
+        return entry
+
+    def inputs(self, form: str) -> tuple[Line, ...]:
+        """What a forward call takes, without an out."""
+        return tuple(
+            line
+            for line in self.lines
+            if form in line.forms and "F" in line.passes and line.role != "OUTPUT"
+        )
+
+
+ROOMS = {
+    name: Room(name, dict(forms), tuple(Line(*line) for line in lines), dict(flags))
+    for name, forms, lines, flags in _linattn.ROOMS
+}
+
+
+def forward(
+    room: str, form: str, arrays: Mapping[str, Any], *, out: Any = None, **flags: bool
+) -> tuple[Any, Any]:
+    """(y, final state). The first array says of which library they are."""
+    first = next(iter(arrays.values()))
+    if is_tensor(first):
+        from linattn import _recorded_rooms
+
+        return _recorded_rooms.forward(room, form, arrays, out, flags)
+    y, state = ROOMS[room].entry(form, "forward", **arrays, out=out, **flags)
+    return y, state
+
+
+def step(room: str, form: str, arrays: Mapping[str, Any], *, out: Any = None, **flags: bool) -> Any:
+    """One token, whose state is changed in place."""
+    refuse_recorded(arrays, "a step")
+    return ROOMS[room].entry(form, "step", **arrays, out=out, **flags)
+
+
+def backward(room: str, form: str, arrays: Mapping[str, Any], **flags: bool) -> dict[str, Any]:
+    """The gradients by their labels."""
+    refuse_recorded(arrays, "gradients")
+    found = ROOMS[room].entry(form, "backward", **arrays, **flags)
+    lines = [line for line in ROOMS[room].inputs(form) if line.gradient]
+    return dict(zip((line.gradient or "" for line in lines), found, strict=True))
+
+
+def refuse_recorded(arrays: Mapping[str, Any], of: str) -> None:
+    for name, x in arrays.items():
+        if is_recorded(x):
+            raise ValueError(
+                f"{name}: requires gradients, which are not recorded of {of}; pass "
+                f"{name}.detach(), or call it under torch.no_grad()"
+            )

@@ -1,0 +1,46 @@
+"""Complex arrays as the core takes them: pairs of reals, neighbours along the last axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from linattn.features import is_tensor, library_of
+
+__all__ = ["as_complex", "as_pairs", "is_complex"]
+
+
+def is_complex(x: Any) -> bool:
+    return "complex" in str(getattr(x, "dtype", ""))
+
+
+def as_pairs(name: str, x: Any) -> Any:
+    """[...,N] complex as [...,2N] real. None stays None."""
+    if x is None:
+        return None
+    if not is_complex(x):
+        raise TypeError(f"{name}: expected complex numbers, as A has them, got {_dtype(x)}")
+    if x.ndim == 0:
+        raise ValueError(f"{name}: expected an axis of numbers, got a scalar")
+    if is_tensor(x):
+        return library_of(x).view_as_real(x.resolve_conj()).flatten(-2)
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x).view(x.real.dtype)
+    xp = library_of(x)
+    return xp.stack([x.real, x.imag], -1).reshape(*x.shape[:-1], -1)
+
+
+def as_complex(x: Any) -> Any:
+    """The way back."""
+    if x is None:
+        return None
+    if is_tensor(x):
+        return library_of(x).view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x).view(np.result_type(x.dtype, np.complex64))
+    return x[..., ::2] + 1j * x[..., 1::2]
+
+
+def _dtype(x: Any) -> str:
+    return str(getattr(x, "dtype", type(x))).removeprefix("torch.")

@@ -1,0 +1,338 @@
+"""Griffin's real-gated linear recurrent unit. Forward, step, backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from linattn import _rooms
+from linattn._elementwise import sigmoid, softplus
+from linattn.composed._arrays import Arrays, is_number, total
+from linattn.features import is_tensor
+from linattn.ops._core import AnyArray, Array
+
+__all__ = ["RGLRUGradients", "rg_lru", "rg_lru_backward", "rg_lru_step"]
+
+_LIMIT = 1000.0  # RecurrentGemma's
+
+
+class RGLRUGradients(NamedTuple):
+    """The gradients of :func:`rg_lru`, each with the shape and dtype of its input.
+
+    Attributes
+    ----------
+    dx, dr, di : array [B,T,D]
+    dLambda : array [D]
+    d_initial_state : array [S,D] or None
+        float32 (float64 for float64 inputs).
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> x = np.ones((1, 3, 2))
+    >>> linattn.rg_lru_backward(x, x, x, x, np.ones(2)).dLambda.shape
+    (2,)
+    """
+
+    dx: Any
+    dr: Any
+    di: Any
+    dLambda: Any
+    d_initial_state: Any | None
+
+
+def rg_lru(
+    x: Array,
+    r: Array,
+    i: Array,
+    Lambda: AnyArray,
+    *,
+    c: float = 8.0,
+    scale_first: bool = True,
+    gradient_limit: float = _LIMIT,
+    initial_state: AnyArray | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: AnyArray | None = None,
+) -> tuple[Array, Any]:
+    """Griffin's recurrence: one number for each channel, whose write is scaled by its decay.
+
+    Each channel has, with sqrt(1 - a^2) as sqrt(-expm1(2 log a)), which keeps its digits where a is
+    near 1::
+
+        log a = -c softplus(Lambda) r,   h <- a h + sqrt(1 - a^2) i x,   y = h
+
+    Parameters
+    ----------
+    x : array [B,T,D]
+    r, i : array [B,T,D], dtype of x
+        The recurrence gate and the input gate, in [0, 1]: after the sigmoid.
+    Lambda : array [D]
+        -c softplus(Lambda) is the natural LOG of the decay where r is 1.
+    c : float
+    scale_first : bool
+        False: the first token of a sequence is written as i x, unscaled, and what was there before
+        it is forgotten, as RecurrentGemma has it.
+    gradient_limit : float
+        The derivative of the square root is at most this: at a = 1 it is infinite. RecurrentGemma's
+        is 1000.
+    initial_state : array [S,D], optional
+        Zeros where it is absent. float32 (float64 for float64 x) or bfloat16.
+    output_final_state : bool
+    cu_seqlens : int array [S+1], optional
+        B is 1, and S sequences lie behind one another. They begin at these tokens; T is last.
+
+    Returns
+    -------
+    y : array [B,T,D], dtype of x
+    final_state : array [S,D] or None
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype and of the library of x.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold y.
+    RuntimeError
+        The arrays lie on a GPU: the scan runs on the CPU so far.
+
+    See Also
+    --------
+    linattn.hgrn : A gate whose write is scaled by 1 - f.
+
+    References
+    ----------
+    De et al., 2024, *Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
+    Language Models*, arXiv:2402.19427.
+
+    Examples
+    --------
+    A recurrence gate of 0 keeps the state as it is:
+
+    >>> import numpy as np, linattn
+    >>> x = np.ones((1, 3, 1))
+    >>> r = np.array([1.0, 0.0, 0.0])[None, :, None]
+    >>> y, _ = linattn.rg_lru(x, r, x, np.ones(1))
+    >>> bool(y[0, 0, 0] == y[0, 1, 0] == y[0, 2, 0])
+    True
+    """
+    p = _Problem(x, r, i, Lambda, c, scale_first, gradient_limit)
+    starts = p.starts(cu_seqlens)
+    g, scale = p.decays(starts)
+    arrays = {
+        "u": scale * p.i * p.x,
+        "g": g,
+        "cu_seqlens": cu_seqlens,
+        "initial_state": initial_state,
+    }
+    y, state = _rooms.forward("scan", "gated", arrays, output_final_state=output_final_state)
+    return p.call.short(y), state
+
+
+def rg_lru_step(
+    state: AnyArray,
+    x: Array,
+    r: Array,
+    i: Array,
+    Lambda: AnyArray,
+    *,
+    c: float = 8.0,
+    state_indices: AnyArray | None = None,
+) -> Array:
+    """One token of :func:`rg_lru`; ``state`` is changed in place.
+
+    Parameters
+    ----------
+    state : array [B,D]
+        float32 (float64 for float64 inputs) or bfloat16.
+    x, r, i : array [B,D]
+        The gates are after the sigmoid.
+    Lambda : array [D]
+        -c softplus(Lambda) is the natural LOG of the decay where r is 1.
+    c : float
+    state_indices : int array [B], optional
+        ``state`` is then a pool [P,D]: row n has state ``state_indices[n]``, and -1 none (its y is
+        zeros). No state twice.
+
+    Returns
+    -------
+    y : array [B,D], dtype of x
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype and of the library of x.
+    ValueError
+        Shapes, values or options do not fit, or the state is not contiguous.
+    MemoryError
+        The memory does not hold y.
+    RuntimeError
+        The arrays lie on a GPU: the scan runs on the CPU so far.
+
+    Examples
+    --------
+    >>> import numpy as np, linattn
+    >>> state, x = np.zeros((1, 1)), np.ones((1, 1))
+    >>> y = linattn.rg_lru_step(state, x, x, x, np.ones(1))
+    >>> bool(y == state)
+    True
+    """
+    p = _Problem(x, r, i, Lambda, c, True, _LIMIT, tokens="")
+    g, scale = p.decays(None)
+    arrays = {"u": scale * p.i * p.x, "g": g, "state_indices": state_indices, "state": state}
+    y: Array = p.call.short(_rooms.step("scan", "gated", arrays))
+    return y
+
+
+def rg_lru_backward(
+    dy: Array,
+    x: Array,
+    r: Array,
+    i: Array,
+    Lambda: AnyArray,
+    *,
+    c: float = 8.0,
+    scale_first: bool = True,
+    gradient_limit: float = _LIMIT,
+    initial_state: AnyArray | None = None,
+    d_final_state: AnyArray | None = None,
+    cu_seqlens: AnyArray | None = None,
+) -> RGLRUGradients:
+    """The gradients of :func:`rg_lru`.
+
+    Parameters
+    ----------
+    dy : array [B,T,D], dtype of x
+        The gradient of y.
+    d_final_state : array [S,D], optional
+        The gradient of the final state, float32 (float64 for float64 inputs).
+    x, r, i, Lambda, c, scale_first, gradient_limit, initial_state, cu_seqlens :
+        As in the forward call. -c softplus(Lambda) is the natural LOG of the decay where r is 1.
+
+    Returns
+    -------
+    RGLRUGradients
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array of a supported dtype and of the library of x.
+    ValueError
+        Shapes, values or options do not fit.
+    MemoryError
+        The memory does not hold the gradients.
+    RuntimeError
+        The arrays lie on a GPU: the scan runs on the CPU so far.
+
+    Examples
+    --------
+    At a decay of 1 the square root's derivative is held, and everything stays finite:
+
+    >>> import numpy as np, linattn
+    >>> x = np.ones((1, 2, 1))
+    >>> grads = linattn.rg_lru_backward(x, x, 0 * x, x, np.ones(1))
+    >>> bool(np.isfinite(grads.dr).all())
+    True
+    """
+    p = _Problem(x, r, i, Lambda, c, scale_first, gradient_limit)
+    p.call.array("dy", dy, "B T D")
+    starts = p.starts(cu_seqlens)
+    g, scale = p.decays(starts)
+    arrays = {
+        "dy": p.call.real_of(dy),
+        "u": scale * p.i * p.x,
+        "g": g,
+        "cu_seqlens": cu_seqlens,
+        "initial_state": initial_state,
+        "d_final_state": d_final_state,
+    }
+    found = _rooms.backward("scan", "gated", arrays)
+    du, d_log = found["du"], found["dg"]
+    xp = p.call.xp
+    # was u = s i x, s = sqrt(-expm1(2 log a)): ds / dlog a = -a^2 / s
+    ds = du * p.i * p.x * p.root_slope() * -2 * xp.exp(2 * p.log)
+    if starts is not None:  # was u = i x and log a = -inf
+        ds, d_log = xp.where(starts, 0 * ds, ds), xp.where(starts, 0 * d_log, d_log)
+    d_log = d_log + ds
+    # was log a = -c softplus(Lambda) r
+    rate = p.rate()
+    dLambda = total(xp, d_log * p.r, (0, 1)) * -p.c * sigmoid(p.Lambda)
+    return RGLRUGradients(
+        dx=p.call.short(du * scale * p.i),
+        dr=p.call.short(d_log * rate),
+        di=p.call.short(du * scale * p.x),
+        dLambda=p.call.as_given(dLambda, Lambda),
+        d_initial_state=found["d_initial_state"],
+    )
+
+
+class _Problem:
+    def __init__(
+        self,
+        x: Any,
+        r: Any,
+        i: Any,
+        Lambda: Any,
+        c: Any,
+        scale_first: Any,
+        gradient_limit: Any,
+        tokens: str = "T ",
+    ) -> None:
+        self.call = call = Arrays("x", x, f"B {tokens}D")
+        call.array("r", r, f"B {tokens}D")
+        call.array("i", i, f"B {tokens}D")
+        if Lambda is None:
+            raise TypeError("Lambda: expected an array, got None")
+        call.wide("Lambda", Lambda, "D", number=False)
+        for name, value in (("c", c), ("gradient_limit", gradient_limit)):
+            if not is_number(value):
+                raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
+        if not isinstance(scale_first, bool):
+            raise TypeError(f"scale_first: expected True or False, got {type(scale_first)}")
+        self.x, self.r, self.i = map(call.real_of, (x, r, i))
+        self.Lambda = call.real_of(Lambda)
+        self.c, self.limit, self.scale_first = float(c), float(gradient_limit), scale_first
+        self.log = self.rate() * self.r
+
+    def rate(self) -> Any:
+        return -self.c * softplus(self.Lambda)
+
+    def starts(self, cu_seqlens: Any) -> Any:
+        """[1,T,1] or so: is it the first token of its sequence? None where that is no matter."""
+        if self.scale_first:
+            return None
+        T = self.call.sizes["T"]
+        ends = self.call.packed("cu_seqlens", cu_seqlens)
+        first = {0} if ends is None else set(ends.tolist())
+        marks = self.call.counts([int(t in first) for t in range(T)]) > 0
+        return marks[None, :, None]
+
+    def decays(self, starts: Any) -> tuple[Any, Any]:
+        """log a, and the scale of the write."""
+        xp = self.call.xp
+        square = -xp.expm1(2 * self.log)  # 1 - a^2
+        scale = _held_root(square, self.limit) if is_tensor(square) else xp.sqrt(square)
+        if starts is None:
+            return self.log, scale
+        none = xp.full_like(self.log, -math.inf)
+        return xp.where(starts, none, self.log), xp.where(starts, 0 * scale + 1, scale)
+
+    def root_slope(self) -> Any:
+        """The derivative of sqrt at 1 - a^2, held."""
+        xp = self.call.xp
+        least = (0.5 / self.limit) ** 2
+        square = -xp.expm1(2 * self.log)
+        return 0.5 / xp.sqrt(xp.clip(square, least, None))
+
+
+def _held_root(square: Any, limit: float) -> Any:
+    """sqrt, recorded with a derivative of at most `limit`: that of sqrt above (0.5 / limit)^2, and
+    its tangent there below."""
+    import torch
+
+    least = (0.5 / limit) ** 2
+    held = torch.clamp(square, min=least).sqrt() + limit * (torch.clamp(square, max=least) - least)
+    return held + (square.sqrt() - held).detach()
