@@ -7,7 +7,6 @@ one for its gradients: their signatures are read from the room's table.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -154,21 +153,15 @@ class _Form:
         return backward
 
 
-@cache
-def _form(room: str, form: str) -> _Form:
-    return _Form(ROOMS[room], form)
-
-
-for _room in ROOMS.values():  # operators must be there before a compiler looks for them
-    for _name in _room.left_out:
-        _form(_room.name, _name)
+# A compiler that reads `forward` finds them made.
+_FORMS = {(room.name, form): _Form(room, form) for room in ROOMS.values() for form in room.left_out}
 
 
 def forward(
     room: str, form: str, arrays: Mapping[str, Any], out: Any, flags: dict[str, bool]
 ) -> tuple[Any, Any]:
     """A forward pass of tensors: recorded where PyTorch records one of them."""
-    made = _form(room, form)
+    made = _FORMS[room, form]
     given = [arrays.get(line.label) for line in made.lines]
     first: Tensor = given[0]
     way = (

@@ -36,14 +36,18 @@ BLOCKS = {
         D, num_householder=3, num_heads=2, head_dim=6, num_v_heads=4
     ),
     "KimiDeltaAttention": lambda: nn.KimiDeltaAttention(D, num_heads=2, head_dim=6),
+    "Mamba": lambda: nn.Mamba(D, d_state=5),
     "Mamba2": lambda: nn.Mamba2(D, d_state=5, headdim=8, ngroups=2),
+    "S4D": lambda: nn.S4D(D, d_state=10),
+    "RGLRU": lambda: nn.RGLRU(D, lru_width=32, num_heads=4),
     "Comba": lambda: nn.Comba(D, num_heads=2, head_dim=6, num_v_heads=4),
     "RWKV6": lambda: stirred(nn.RWKV6(D, num_heads=2, proj_low_rank_dim=3, gate_low_rank_dim=4)),
     "RWKV7": lambda: stirred(nn.RWKV7(D, head_dim=6)),
     "Titans": lambda: nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4),
     "Titans in batches": lambda: nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4, batch=4),
 }
-# of flash-linear-attention 0.6.0's layers, and of mamba_ssm's Mamba2; Titans has no known ones
+# of flash-linear-attention 0.6.0's layers, of mamba_ssm's Mamba and Mamba2, of the authors' code of
+# S4D and RG-LRU; Titans has no known ones
 NAMES = {
     "Retention": "q_proj.weight k_proj.weight v_proj.weight g_proj.weight o_proj.weight "
     "g_norm_swish_gate.weight",
@@ -58,6 +62,13 @@ NAMES = {
     "GatedDeltaProduct": "q_proj.weight k_proj.weight v_proj.weight a_proj.weight b_proj.weight "
     "A_log dt_bias q_conv1d.weight k_conv1d.weight v_conv1d.weight g_proj.weight "
     "o_norm.weight o_proj.weight",
+    "Mamba": "in_proj.weight conv1d.weight conv1d.bias x_proj.weight dt_proj.weight dt_proj.bias "
+    "A_log D out_proj.weight",
+    "S4D": "kernel.log_dt kernel.C kernel.log_A_real kernel.A_imag D output_linear.0.weight "
+    "output_linear.0.bias",
+    "RGLRU": "linear_y.weight linear_y.bias linear_x.weight linear_x.bias linear_out.weight "
+    "linear_out.bias conv_1d.weight conv_1d.bias rg_lru.input_gate_weight rg_lru.input_gate_bias "
+    "rg_lru.recurrent_gate_weight rg_lru.recurrent_gate_bias rg_lru.recurrent_param",
     "Mamba2": "in_proj.weight conv1d.weight conv1d.bias dt_bias A_log D norm.weight "
     "out_proj.weight",
     "Comba": "q_proj.weight k_proj.weight v_proj.weight a_proj.weight b_proj.weight A_log "
@@ -94,13 +105,14 @@ def tokens(*shape, seed=1, dtype=None):
 
 
 def first_weight(layer):
-    name = next(name for name in ("in_proj", "q_proj", "r_proj") if hasattr(layer, name))
-    first = getattr(layer, name)
+    names = ("in_proj", "q_proj", "r_proj", "linear_x", "output_linear")
+    first = getattr(layer, next(name for name in names if hasattr(layer, name)))
+    first = first[0] if isinstance(first, torch.nn.Sequential) else first
     return getattr(first, "linear", first).weight
 
 
 def flat(state):
-    return [*parts(state), *state.conv, *([] if state.position is None else [state.position])]
+    return [*real_parts(state), *state.conv, *([] if state.position is None else [state.position])]
 
 
 def agree(got, want):
@@ -163,6 +175,11 @@ options = pytest.mark.parametrize("given", OPTIONS.values(), ids=OPTIONS)
 
 def parts(state):
     return state.memory if isinstance(state.memory, tuple) else (state.memory,)
+
+
+def real_parts(state):
+    """Complex numbers as pairs."""
+    return tuple(torch.view_as_real(x) if x.is_complex() else x for x in parts(state))
 
 
 @options
@@ -456,7 +473,7 @@ def test_packed_sequences_are_sequences(name):
 def test_every_parameter_learns(name):
     layer, x = block(name), tokens(2, 20).requires_grad_()
     y, state = layer(x)
-    (y.square().sum() + sum(a.square().sum() for a in parts(state))).backward()
+    (y.square().sum() + sum(a.square().sum() for a in real_parts(state))).backward()
     for which, parameter in layer.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, which
     assert x.grad.abs().sum() > 0
@@ -494,7 +511,7 @@ def test_bfloat16_and_autocast(name):
         want, _ = layer(x)
         narrow = block(name, torch.bfloat16)
         y, state = narrow(x.bfloat16())
-        assert y.dtype == torch.bfloat16 and parts(state)[0].dtype == torch.float32
+        assert y.dtype == torch.bfloat16 and real_parts(state)[0].dtype == torch.float32
         assert narrow.step(x[:, 0].bfloat16(), state).dtype == torch.bfloat16
         single = block(name, torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
@@ -676,6 +693,59 @@ def test_a_mamba_2_of_transformers():
         want = theirs(x)
         want = want[0] if isinstance(want, tuple) else want
         torch.testing.assert_close(ours(x)[0], want, rtol=1e-5, atol=1e-5 * want.abs().max())
+
+
+def test_a_mamba_of_transformers():
+    """Its state dict loads, and the outputs are the same. It computes in float32."""
+    transformers = imported("transformers")
+    from transformers.models.mamba.modeling_mamba import MambaMixer
+
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(hidden_size=D, state_size=5, num_hidden_layers=1)
+    theirs = MambaMixer(config, layer_idx=0).eval()
+    with torch.no_grad():
+        theirs.D.normal_()
+    ours = nn.Mamba(D, d_state=5)
+    ours.load_state_dict(theirs.state_dict())
+    x = tokens(2, 37, dtype=torch.float32)
+    with torch.no_grad():
+        want = theirs(x)
+        want = want[0] if isinstance(want, tuple) else want
+        torch.testing.assert_close(ours(x)[0], want, rtol=1e-5, atol=1e-5 * want.abs().max())
+
+
+def test_a_recurrent_block_of_recurrent_gemma():
+    transformers = imported("transformers")
+    from transformers.models.recurrent_gemma import modeling_recurrent_gemma as gemma
+
+    torch.manual_seed(0)
+    config = transformers.RecurrentGemmaConfig(
+        hidden_size=D, lru_width=D, num_attention_heads=4, conv1d_width=4
+    )
+    theirs = gemma.RecurrentGemmaRecurrentBlock(config, 0).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0, 0.3)
+    ours = nn.RGLRU(D, num_heads=4)
+    ours.load_state_dict(theirs.state_dict())
+    x = tokens(2, 37, dtype=torch.float32)
+    positions = torch.arange(37)[None].expand(2, -1)
+    with torch.no_grad():
+        want = theirs(x, positions, None, use_cache=False)[0]
+        torch.testing.assert_close(ours(x)[0], want, rtol=1e-5, atol=1e-5 * want.abs().max())
+
+
+def test_an_s4d_by_hand():
+    """Its layer is a convolution, of which this is the kernel."""
+    layer, x = block("S4D"), tokens(2, 25)
+    kernel = layer.kernel
+    dt = kernel.log_dt.exp()[:, None]
+    A = torch.complex(-kernel.log_A_real.exp(), kernel.A_imag)
+    C = torch.view_as_complex(kernel.C) * (torch.exp(dt * A) - 1) / A
+    powers = torch.exp((dt * A)[..., None] * torch.arange(25))
+    taps = 2 * (C[..., None] * powers).sum(1).real  # [D,T]
+    y = F.conv1d(F.pad(x.mT, (24, 0)), taps.flip(-1)[:, None], groups=D).mT + layer.D * x
+    agree(layer(x)[0], layer.output_linear(F.gelu(y).mT).mT)
 
 
 def test_a_kimi_delta_attention_by_hand():

@@ -15,7 +15,8 @@ WIDE = {
     "RWKV7": {"head_dim": 64},
     "Titans in batches": {"batch": 4},
 }
-BLOCKS = sorted({*nn.__all__, *WIDE} - {"LinearAttention", "State"})
+SCANS = {"Mamba", "RGLRU", "S4D"}  # which run on the CPU so far
+BLOCKS = sorted({*nn.__all__, *WIDE} - {"LinearAttention", "State"} - SCANS)
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -18,6 +18,11 @@ typedef struct {
     real *B, *C;            /* rows of a token (SELECTIVE), or numbers of channels (FIXED) */
     real *A, *h, *D, *bias;
     real *column;
+    /* rows of the next segment, which are fetched while this one is computed */
+    struct {
+        const char *first;
+        int64_t token, lane; /* bytes from one to the next */
+    } ahead[4];
     /* of a backward pass */
     real *dy, *du, *dstep, *slope, *kept, *states, *decays, *dh, *dB, *dC;
     double *dA, *dB0, *dC0, *dD, *dbias; /* [blocks][N][LANES], or [width] */
@@ -136,6 +141,34 @@ LA_FN void load_scan_groups(const la_array *x, int64_t b, int64_t t, int64_t n, 
     }
 }
 
+/* The rows of the segment that begins at token t come next. A row of a panel is too short for the
+ * processor to see where the next one lies. */
+LA_FN void look_ahead(const la_diagonal *j, const la_scan_unit *u, int64_t t, scan_room *f)
+{
+    la_array *const *array = j->room.array;
+    const bool gated = j->room.form == LA_GATED_SCAN, backward = j->room.p->pass == LA_BACKWARD;
+    const la_array *const rows[] = {array[LA_SCAN_U], array[gated ? LA_SCAN_G : LA_SCAN_DELTA],
+                                    array[LA_SCAN_Z],
+                                    backward ? j->room.gradient[LA_SCAN_Y] : array[LA_SCAN_Y]};
+    for (int k = 0; k < 4; k++) {
+        const la_array *x = rows[k];
+        const bool there = x && x->stride[2] == 1 && t >= u->begin && t < u->end;
+        f->ahead[k].first = there ? scan_at(x, u->b, t, u->d0, 0) : NULL;
+        f->ahead[k].token = there ? x->stride[1] * la_size_of(x->dtype) : 0;
+        f->ahead[k].lane = there ? LANES * la_size_of(x->dtype) : 0;
+    }
+}
+
+LA_FN void fetch_ahead(const scan_room *f, int64_t block, int64_t i)
+{
+    for (int k = 0; k < 4; k++) {
+        if (!f->ahead[k].first) continue;
+        const uintptr_t at = (uintptr_t)f->ahead[k].first;
+        __builtin_prefetch(
+            (const void *)(at + (uintptr_t)(i * f->ahead[k].token + block * f->ahead[k].lane)));
+    }
+}
+
 /* Numbers of channels, from or to an array [D,N], or [S,D,N] of which `at` is one sequence's part.
  */
 LA_FN int64_t scan_place(const scan_room *f, int64_t channel, int64_t m)
@@ -196,6 +229,19 @@ LA_FN void load_per_channel(const scan_room *f, real *to, const la_array *x, int
         to[c] = load_element(scan_at(x, d + c, 0, 0, 0), x->dtype);
 }
 
+/* delta <- softplus(delta + bias), and its slope for the adjoint. */
+LA_COLD void settle_steps(const la_diagonal *j, int64_t n, const scan_room *f)
+{
+    const bool backward = j->room.p->pass == LA_BACKWARD;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t c = 0; c < f->width; c += LANES) {
+            lane *const step = lanes_of(f->step + i * f->width + c);
+            const lane raw = *step + lanes_in(f->bias + c)[0];
+            *step = j->softplus ? softplus(raw) : raw;
+            if (backward && j->softplus) lanes_of(f->slope + i * f->width + c)[0] = sigmoid(raw);
+        }
+}
+
 /* The rows of a segment as the recurrence takes them. */
 LA_FN void load_segment(const la_diagonal *j, const la_scan_unit *u, int64_t t, int64_t n,
                         const scan_room *f, const la_scan_form form)
@@ -206,13 +252,7 @@ LA_FN void load_segment(const la_diagonal *j, const la_scan_unit *u, int64_t t, 
         load_scan_groups(array[LA_SCAN_B], u->b, t, n, u->group, f->N, f->B);
         load_scan_groups(array[LA_SCAN_C], u->b, t, n, u->group, f->N, f->C);
         load_scan_rows(array[LA_SCAN_DELTA], u->b, t, n, u->d0, f, f->step);
-        const bool backward = j->room.p->pass == LA_BACKWARD;
-        for (int64_t i = 0; i < n * f->width; i += LANES) {
-            lane *const step = lanes_of(f->step + i);
-            const lane raw = *step + lanes_in(f->bias + i % f->width)[0];
-            *step = j->softplus ? softplus(raw) : raw;
-            if (backward) lanes_of(f->slope + i)[0] = j->softplus ? sigmoid(raw) : 1 - LANE_ZERO;
-        }
+        if (array[LA_SCAN_BIAS] || j->softplus) settle_steps(j, n, f);
     }
     if (form == LA_GATED_SCAN) {
         load_scan_rows(array[LA_SCAN_G], u->b, t, n, u->d0, f, f->step);
@@ -275,6 +315,7 @@ LA_FN void scan_some(const scan_room *f, int64_t block, int64_t n, int64_t m, co
         const int64_t at = i * f->width + block * LANES;
         const lane u = lanes_in(f->u + at)[0];
         lane w = u, sum[2] = {LANE_ZERO, LANE_ZERO};
+        if (m == 0) fetch_ahead(f, block, i);
         if (form == LA_SELECTIVE) {
             const lane step = lanes_in(f->step + at)[0];
             w = step * u;
@@ -470,14 +511,15 @@ LA_FN void finish_segment(const la_diagonal *j, const la_scan_unit *u, int64_t t
 {
     const la_array *z = j->room.array[LA_SCAN_Z], *D = j->room.array[LA_SCAN_D];
     if (z) load_scan_rows(z, u->b, t, n, u->d0, f, f->z);
-    for (int64_t i = 0; (z || D) && i < n * f->width; i += LANES) {
-        lane *const y = lanes_of(f->y + i);
-        if (D) *y += lanes_in(f->D + i % f->width)[0] * lanes_in(f->u + i)[0];
-        if (z) {
-            const lane gate = lanes_in(f->z + i)[0];
+    for (int64_t i = 0; (z || D) && i < n; i++)
+        for (int64_t c = 0; c < f->width; c += LANES) {
+            const int64_t at = i * f->width + c;
+            lane *const y = lanes_of(f->y + at);
+            if (D) *y += lanes_in(f->D + c)[0] * lanes_in(f->u + at)[0];
+            if (!z) continue;
+            const lane gate = lanes_in(f->z + at)[0];
             *y *= gate * sigmoid(gate);
         }
-    }
 }
 
 /* What all tokens share. */
@@ -511,6 +553,38 @@ static size_t diagonal_scratch(const la_diagonal *j, int64_t channels, int64_t l
     return m.used;
 }
 
+/* One token of a SELECTIVE scan of reals. Its state would be turned to lanes of channels and back for
+ * nothing: here a lane has numbers of one channel, whose reads are added up across it. */
+LA_COLD void scan_step(const la_diagonal *j, const la_scan_unit *u, const scan_room *f)
+{
+    const la_array *state = j->room.array[LA_SCAN_S0], *rates = j->room.array[LA_SCAN_A];
+    const real LOG2_E = (real)1.44269504088896340736;
+    const int64_t row = padded(f->N);
+    real *const A = f->A, *const h = f->h;
+    for (int64_t c = 0; c < f->channels; c++) {
+        char *const h_at = scan_at(state, u->state, u->d0 + c, 0, 0);
+        const char *A_at = scan_at(rates, u->d0 + c, 0, 0, 0);
+        load_row(h, f->N, h_at, state->dtype);
+        if (rates->stride[1] == 1 || f->N == 1)
+            load_row(A, f->N, A_at, rates->dtype);
+        else
+            for (int64_t m = 0; m < f->N; m++)
+                A[m] = load_element(A_at + m * rates->stride[1] * la_size_of(rates->dtype),
+                                    rates->dtype);
+        const real step2 = f->step[c] * LOG2_E, w = f->step[c] * f->u[c];
+        lane sum = LANE_ZERO;
+        for (int64_t m = 0; m < row; m += LANES) {
+            lane a = step2 * lanes_in(A + m)[0];
+            lanes_exp2(&a, 1);
+            lane *const some = lanes_of(h + m);
+            *some = scan_write(*some, a, w - LANE_ZERO, lanes_in(f->B + m)[0]);
+            sum += lanes_in(f->C + m)[0] * *some;
+        }
+        f->y[c] = LANE_SUM(sum);
+        store_row(h_at, state->dtype, h, f->N);
+    }
+}
+
 static void diagonal_forward(const la_diagonal *j, const la_scan_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
@@ -518,12 +592,22 @@ static void diagonal_forward(const la_diagonal *j, const la_scan_unit *u, void *
     const bool step = j->room.p->pass == LA_STEP;
     const scan_functions *by = scan_functions_of(j);
     scan_take_room(&f, &m, j, u->d1 - u->d0, 0);
+    if (step && j->room.form == LA_SELECTIVE && !j->room.pairs) {
+        load_per_channel(&f, f.D, j->room.array[LA_SCAN_D], u->d0);
+        load_per_channel(&f, f.bias, j->room.array[LA_SCAN_BIAS], u->d0);
+        diagonal_load(j, u, 0, 1, &f);
+        scan_step(j, u, &f);
+        finish_segment(j, u, 0, 1, &f);
+        store_scan_rows(j->room.array[LA_SCAN_Y], u->b, 0, 1, u->d0, &f, f.y);
+        return;
+    }
     load_constants(j, u, &f);
     load_scan_state(&f, f.h, j->room.array[LA_SCAN_S0], u->state, u->d0);
     for (int64_t t = u->begin; t < u->end; t += SEGMENT) {
         const int64_t n = t + SEGMENT < u->end ? SEGMENT : u->end - t;
         if (la_stopped(j->room.p)) return;
         diagonal_load(j, u, t, n, &f);
+        look_ahead(j, u, t + SEGMENT, &f);
         for (int64_t block = 0; block < f.blocks; block++) by->read(&f, block, n);
         finish_segment(j, u, t, n, &f);
         store_scan_rows(j->room.array[LA_SCAN_Y], u->b, t, n, u->d0, &f, f.y);
@@ -535,17 +619,17 @@ static void diagonal_forward(const la_diagonal *j, const la_scan_unit *u, void *
 
 /* Was y = (y + D u) silu(z): dy becomes the gradient of the sum over n, and z that of z. D's is
  * added to dD, and the rest of u's is added to du later. */
-LA_FN void diagonal_read_adjoint(const la_diagonal *j, const scan_room *f, int64_t n)
+LA_COLD void diagonal_read_adjoint(const scan_room *f, int64_t n)
 {
-    const bool z = j->room.array[LA_SCAN_Z];
-    for (int64_t i = 0; z && i < n * f->width; i += LANES) {
-        const lane gate = lanes_in(f->z + i)[0], s = sigmoid(gate);
-        lane *const dy = lanes_of(f->dy + i);
-        const lane y =
-            lanes_in(f->y + i)[0] + lanes_in(f->D + i % f->width)[0] * lanes_in(f->u + i)[0];
-        lanes_of(f->z + i)[0] = *dy * y * (s + gate * sigmoid_slope(gate));
-        *dy *= gate * s;
-    }
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t c = 0; c < f->width; c += LANES) {
+            const int64_t at = i * f->width + c;
+            const lane gate = lanes_in(f->z + at)[0], s = sigmoid(gate);
+            lane *const dy = lanes_of(f->dy + at);
+            const lane y = lanes_in(f->y + at)[0] + lanes_in(f->D + c)[0] * lanes_in(f->u + at)[0];
+            lanes_of(f->z + at)[0] = *dy * y * (s + gate * sigmoid_slope(gate));
+            *dy *= gate * s;
+        }
 }
 
 /* What the rows of D and of delta's bias and softplus add: du, ddelta, and sums over tokens. */
@@ -561,7 +645,10 @@ LA_FN void finish_adjoint(const la_diagonal *j, const scan_room *f, int64_t n)
                 lanes_of(f->du + at)[0] += dy * lanes_in(f->D + c)[0];
                 of_D += dy * lanes_in(f->u + at)[0];
             }
-            if (selective) of_bias += lanes_of(f->dstep + at)[0] *= lanes_in(f->slope + at)[0];
+            if (!selective) continue;
+            lane *const dstep = lanes_of(f->dstep + at);
+            if (j->softplus) *dstep *= lanes_in(f->slope + at)[0];
+            of_bias += *dstep;
         }
         for (int64_t k = 0; k < LANES; k++) {
             f->dD[c + k] += (double)of_D[k];
@@ -602,7 +689,7 @@ LA_FN void backward_segment(const la_diagonal *j, const la_scan_unit *u, const l
     memcpy(f->h, kept, sizeof(real) * (size_t)(N * f->width));
     if (array[LA_SCAN_Z]) { /* the reads, before dy is what reads get */
         for (int64_t block = 0; block < f->blocks; block++) by->read(f, block, n);
-        diagonal_read_adjoint(j, f, n);
+        diagonal_read_adjoint(f, n);
         memcpy(f->h, kept, sizeof(real) * (size_t)(N * f->width));
     }
     for (int64_t block = 0; block < f->blocks; block++) {
@@ -658,6 +745,7 @@ static void diagonal_backward(const la_diagonal *j, const la_scan_unit *all,
             memcpy(f.kept + (size_t)s * numbers, f.h, numbers * sizeof(real));
             if (s == segments - 1) break;
             diagonal_load(j, u, t, SEGMENT, &f);
+            look_ahead(j, u, t + SEGMENT, &f);
             for (int64_t block = 0; block < f.blocks; block++) by->carry(&f, block, SEGMENT);
         }
         load_scan_state(&f, f.dh, gradient[LA_SCAN_ST], n, u->d0);
@@ -665,6 +753,7 @@ static void diagonal_backward(const la_diagonal *j, const la_scan_unit *all,
             const int64_t t = u->begin + s * SEGMENT;
             const int64_t count = t + SEGMENT < u->end ? SEGMENT : u->end - t;
             if (la_stopped(j->room.p)) return;
+            look_ahead(j, u, t - SEGMENT, &f);
             backward_segment(j, u, sums, t, count, f.kept + (size_t)s * numbers, &f);
         }
         store_scan_state(&f, f.dh, gradient[LA_SCAN_S0], n, u->d0);

@@ -161,6 +161,13 @@ class Arrays:
         self._fit(name, x, letters)
         return x
 
+    def flags(self, name: str, x: Any, letters: str) -> Any:
+        self._require_own(name, x)
+        if _dtype_of(x) != "bool":
+            raise TypeError(f"{name}: expected bool, got {_dtype_of(x)}")
+        self._fit(name, x, letters)
+        return x
+
     def multiple(self, name: str, letter: str, of: str) -> None:
         """One size is a multiple of another, so that heads can share in groups."""
         heads, groups = self.sizes[letter], self.sizes[of]

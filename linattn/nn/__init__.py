@@ -8,7 +8,8 @@ Every block maps x [B,T,D] to y [B,T,D], D = d_model, and carries a :class:`Stat
 
 ``layer(x, state)`` goes on from a state and leaves it alone; ``cu_seqlens`` packs N sequences into
 one row, as in the ops. Parameters have the names of flash-linear-attention's layers (0.6.0), and
-those of :class:`Mamba2` the names of mamba_ssm's, so that their state dicts load. Those of
+those of :class:`Mamba` and :class:`Mamba2` the names of mamba_ssm's, those of :class:`S4D` and
+:class:`RGLRU` the names of their authors' code, so that their state dicts load. Those of
 :class:`Titans` are our own.
 
 :class:`LinearAttention` is the plain layer: three matrices and the op. It maps x [B,T,d_model] to y
@@ -27,11 +28,14 @@ from linattn.nn._delta import (
 from linattn.nn._linear_attention import LinearAttention
 from linattn.nn._mamba2 import Mamba2
 from linattn.nn._rwkv import RWKV6, RWKV7
+from linattn.nn._scans import RGLRU, S4D, Mamba
 from linattn.nn._titans import Titans
 
 __all__ = [
+    "RGLRU",
     "RWKV6",
     "RWKV7",
+    "S4D",
     "Comba",
     "DeltaNet",
     "GatedDeltaNet",
@@ -39,6 +43,7 @@ __all__ = [
     "GatedLinearAttention",
     "KimiDeltaAttention",
     "LinearAttention",
+    "Mamba",
     "Mamba2",
     "Retention",
     "State",

@@ -23,7 +23,8 @@ class State(NamedTuple):
         The state of the op, float32 (float64 for float64 parameters). In a normalised
         :class:`LinearAttention` it is the pair (S, z [N,HV,K]), in :class:`Titans` the pair (M, Y)
         of memory and momentum, or the three (M, Y, M0) where it has batches of several tokens. In
-        :class:`Mamba2` it is the states of ssd, [N,H,P,d_state].
+        :class:`Mamba2` it is the states of ssd, [N,H,P,d_state]; in :class:`Mamba`, :class:`S4D`
+        (complex) and :class:`RGLRU` those of their scans, [N,channels,d_state] or [N,channels].
     conv : tuple of Tensor [N,W-1,D_i]
         The last inputs of each short convolution, or of RWKV's token shift (W = 2); empty without
         one.
@@ -68,10 +69,14 @@ def check_state(state: Any) -> None:
 
 
 class ShortConvolution(nn.Conv1d):
-    """A causal convolution of each channel over its last W inputs, and SiLU."""
+    """A causal convolution of each channel over its last W inputs, and SiLU, unless that is off."""
 
-    def __init__(self, channels: int, width: int, bias: bool = False) -> None:
+    def __init__(self, channels: int, width: int, bias: bool = False, silu: bool = True) -> None:
         super().__init__(channels, channels, width, groups=channels, bias=bias)
+        self.silu = silu
+
+    def activation(self, y: Tensor) -> Tensor:
+        return F.silu(y) if self.silu else y
 
     def forward(  # type: ignore[override]
         self, x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None
@@ -85,7 +90,9 @@ class ShortConvolution(nn.Conv1d):
         if cu_seqlens is None:
             padded = torch.cat([before, x, x.new_zeros(B, 1, D)], 1)  # a window, even if T is 0
             y = F.conv1d(padded.mT, self.weight, self.bias, groups=D).mT
-            return F.silu(y[:, :T]), padded[:, T:-1].clone()  # a step writes it, y's backward reads
+            return self.activation(y[:, :T]), padded[
+                :, T:-1
+            ].clone()  # a step writes it, y's backward reads
         # every sequence behind what came before it: no window sees two
         edges = cu_seqlens.to(torch.long)
         shift = (W - 1) * torch.arange(N, device=x.device)
@@ -97,14 +104,14 @@ class ShortConvolution(nn.Conv1d):
         padded = padded.index_copy(0, start.flatten(), before.reshape(-1, D))
         padded = padded.index_copy(0, window + W - 1, x[0])
         y = F.conv1d(padded.mT, self.weight, self.bias, groups=D).mT[window]
-        return F.silu(y)[None], padded[(edges[1:] + shift)[:, None] + tail]
+        return self.activation(y)[None], padded[(edges[1:] + shift)[:, None] + tail]
 
     def step(self, x: Tensor, before: Tensor) -> Tensor:
         """x [N,D]; `before` moves on in place."""
         window = torch.cat([before, x[:, None].to(before.dtype)], 1)
         before.copy_(window[:, 1:])
         y = (window.to(x.dtype) * self.weight[:, 0].T).sum(1)
-        return F.silu(y if self.bias is None else y + self.bias)
+        return self.activation(y if self.bias is None else y + self.bias)
 
 
 def sequence_of(token: Tensor, edges: Tensor) -> Tensor:

@@ -117,6 +117,7 @@ MIXERS = {
     "kda": lambda D, H, i, n: layers.KimiDeltaAttention(D, num_heads=H, head_dim=D // H),
     "rwkv7": lambda D, H, i, n: layers.RWKV7(D, head_dim=D // H, layer_idx=i, num_layers=n),
     "titans": lambda D, H, i, n: layers.Titans(D, num_heads=H, head_dim=D // H),
+    "mamba": lambda D, H, i, n: layers.Mamba(D, expand=1),
     "mamba2": lambda D, H, i, n: layers.Mamba2(D, d_state=D // H, headdim=D // H, expand=1),
     "gla": lambda D, H, i, n: layers.GatedLinearAttention(D, num_heads=H, expand_k=1),
     "retention": lambda D, H, i, n: layers.Retention(D, num_heads=H, expand_v=1),

@@ -593,16 +593,13 @@ def hgrn_backward(
     }
 
 
-def _rg_lru(x, r, i, Lambda, c, scale_first, spans, dtype):
-    """log a, the scale of the write, and which tokens are first and unscaled."""
+def _rg_lru(x, r, i, Lambda, c, reset, dtype):
+    """log a, the scale of the write, 1 - a^2, and at which tokens the state is forgotten."""
     log = -c * _softplus(cast(Lambda, working(dtype))) * cast(r, dtype)
     square = -np.expm1(2 * log)
-    first = np.zeros(x.shape[:2], bool)
-    for b, at in spans:
-        if not scale_first and at.stop > at.start:
-            first[b, at.start] = True
-    scale = np.where(first[..., None], 1, np.sqrt(square))
-    return np.where(first[..., None], -np.inf, log), scale, square, first[..., None]
+    first = np.zeros((*x.shape[:2], 1), bool) if reset is None else reset[..., None]
+    scale = np.where(first, 1, np.sqrt(square))
+    return np.where(first, -np.inf, log), scale, square, first
 
 
 def rg_lru(
@@ -612,7 +609,7 @@ def rg_lru(
     Lambda,
     *,
     c=8.0,
-    scale_first=True,
+    reset=None,
     initial_state=None,
     cu_seqlens=None,
     dtype=np.float64,
@@ -624,8 +621,8 @@ def rg_lru(
     x, r, i : array [B,T,D]
     Lambda : array [D]
     c : float
-    scale_first : bool
-        False: the first token of a sequence is written as i x, and forgets what was there.
+    reset : bool array [B,T], optional
+        At these tokens the state is forgotten, and i x is written unscaled.
     initial_state : array [S,D], optional
     cu_seqlens, dtype
         The keywords at the head of ``linattn/reference/scans.py``.
@@ -644,11 +641,12 @@ def rg_lru(
     >>> import numpy as np
     >>> from linattn import reference
     >>> x = np.ones((1, 2, 1))
-    >>> reference.rg_lru(x, 0 * x, x, np.ones(1), scale_first=False)[0].ravel().tolist()
+    >>> first = np.array([[True, False]])
+    >>> reference.rg_lru(x, 0 * x, x, np.ones(1), reset=first)[0].ravel().tolist()
     [1.0, 1.0]
     """
     spans = sequences(*x.shape[:2], cu_seqlens)
-    log, scale, _, _ = _rg_lru(x, r, i, Lambda, c, scale_first, spans, dtype)
+    log, scale, _, _ = _rg_lru(x, r, i, Lambda, c, reset, dtype)
     y, h = _gated(log, scale * cast(i, dtype) * cast(x, dtype), spans, initial_state, dtype)
     return rounded(y, dtype), h
 
@@ -661,7 +659,7 @@ def rg_lru_backward(
     Lambda,
     *,
     c=8.0,
-    scale_first=True,
+    reset=None,
     gradient_limit=1000.0,
     initial_state=None,
     d_final_state=None,
@@ -674,7 +672,7 @@ def rg_lru_backward(
     ----------
     dy : array [B,T,D]
         The gradient of y.
-    x, r, i, Lambda, c, scale_first, initial_state
+    x, r, i, Lambda, c, reset, initial_state
         As in :func:`rg_lru`.
     gradient_limit : float
         The derivative of the square root is at most this.
@@ -696,7 +694,7 @@ def rg_lru_backward(
     (1,)
     """
     spans = sequences(*x.shape[:2], cu_seqlens)
-    log, scale, square, first = _rg_lru(x, r, i, Lambda, c, scale_first, spans, dtype)
+    log, scale, square, first = _rg_lru(x, r, i, Lambda, c, reset, dtype)
     wide_x, wide_i, wide_r = cast(x, dtype), cast(i, dtype), cast(r, dtype)
     d_log, d_write, dh = _gated_backward(
         cast(dy, dtype), log, scale * wide_i * wide_x, spans, initial_state, d_final_state, dtype

@@ -48,7 +48,7 @@ def rg_lru(
     Lambda: AnyArray,
     *,
     c: float = 8.0,
-    scale_first: bool = True,
+    reset: AnyArray | None = None,
     gradient_limit: float = _LIMIT,
     initial_state: AnyArray | None = None,
     output_final_state: bool = False,
@@ -64,14 +64,14 @@ def rg_lru(
     Parameters
     ----------
     x : array [B,T,D]
-    r, i : array [B,T,D], dtype of x
+    r, i : array [B,T,D]
         The recurrence gate and the input gate, in [0, 1]: after the sigmoid.
     Lambda : array [D]
         -c softplus(Lambda) is the natural LOG of the decay where r is 1.
     c : float
-    scale_first : bool
-        False: the first token of a sequence is written as i x, unscaled, and what was there before
-        it is forgotten, as RecurrentGemma has it.
+    reset : bool array [B,T], optional
+        At these tokens the state is forgotten, and i x is written unscaled. RecurrentGemma resets
+        at the first token of each text.
     gradient_limit : float
         The derivative of the square root is at most this: at a = 1 it is infinite. RecurrentGemma's
         is 1000.
@@ -117,9 +117,8 @@ def rg_lru(
     >>> bool(y[0, 0, 0] == y[0, 1, 0] == y[0, 2, 0])
     True
     """
-    p = _Problem(x, r, i, Lambda, c, scale_first, gradient_limit)
-    starts = p.starts(cu_seqlens)
-    g, scale = p.decays(starts)
+    p = _Problem(x, r, i, Lambda, c, reset, gradient_limit)
+    g, scale = p.decays()
     arrays = {
         "u": scale * p.i * p.x,
         "g": g,
@@ -138,6 +137,7 @@ def rg_lru_step(
     Lambda: AnyArray,
     *,
     c: float = 8.0,
+    reset: AnyArray | None = None,
     state_indices: AnyArray | None = None,
 ) -> Array:
     """One token of :func:`rg_lru`; ``state`` is changed in place.
@@ -151,6 +151,8 @@ def rg_lru_step(
     Lambda : array [D]
         -c softplus(Lambda) is the natural LOG of the decay where r is 1.
     c : float
+    reset : bool array [B], optional
+        Of these sequences the state is forgotten, and i x is written unscaled.
     state_indices : int array [B], optional
         ``state`` is then a pool [P,D]: row n has state ``state_indices[n]``, and -1 none (its y is
         zeros). No state twice.
@@ -178,8 +180,8 @@ def rg_lru_step(
     >>> bool(y == state)
     True
     """
-    p = _Problem(x, r, i, Lambda, c, True, _LIMIT, tokens="")
-    g, scale = p.decays(None)
+    p = _Problem(x, r, i, Lambda, c, reset, _LIMIT, tokens="")
+    g, scale = p.decays()
     arrays = {"u": scale * p.i * p.x, "g": g, "state_indices": state_indices, "state": state}
     y: Array = p.call.short(_rooms.step("scan", "gated", arrays))
     return y
@@ -193,7 +195,7 @@ def rg_lru_backward(
     Lambda: AnyArray,
     *,
     c: float = 8.0,
-    scale_first: bool = True,
+    reset: AnyArray | None = None,
     gradient_limit: float = _LIMIT,
     initial_state: AnyArray | None = None,
     d_final_state: AnyArray | None = None,
@@ -207,7 +209,7 @@ def rg_lru_backward(
         The gradient of y.
     d_final_state : array [S,D], optional
         The gradient of the final state, float32 (float64 for float64 inputs).
-    x, r, i, Lambda, c, scale_first, gradient_limit, initial_state, cu_seqlens :
+    x, r, i, Lambda, c, reset, gradient_limit, initial_state, cu_seqlens :
         As in the forward call. -c softplus(Lambda) is the natural LOG of the decay where r is 1.
 
     Returns
@@ -235,10 +237,9 @@ def rg_lru_backward(
     >>> bool(np.isfinite(grads.dr).all())
     True
     """
-    p = _Problem(x, r, i, Lambda, c, scale_first, gradient_limit)
+    p = _Problem(x, r, i, Lambda, c, reset, gradient_limit)
     p.call.array("dy", dy, "B T D")
-    starts = p.starts(cu_seqlens)
-    g, scale = p.decays(starts)
+    g, scale = p.decays()
     arrays = {
         "dy": p.call.real_of(dy),
         "u": scale * p.i * p.x,
@@ -252,16 +253,16 @@ def rg_lru_backward(
     xp = p.call.xp
     # was u = s i x, s = sqrt(-expm1(2 log a)): ds / dlog a = -a^2 / s
     ds = du * p.i * p.x * p.root_slope() * -2 * xp.exp(2 * p.log)
-    if starts is not None:  # was u = i x and log a = -inf
-        ds, d_log = xp.where(starts, 0 * ds, ds), xp.where(starts, 0 * d_log, d_log)
+    if p.reset is not None:  # was u = i x and log a = -inf
+        ds, d_log = xp.where(p.reset, 0 * ds, ds), xp.where(p.reset, 0 * d_log, d_log)
     d_log = d_log + ds
     # was log a = -c softplus(Lambda) r
     rate = p.rate()
     dLambda = total(xp, d_log * p.r, (0, 1)) * -p.c * sigmoid(p.Lambda)
     return RGLRUGradients(
         dx=p.call.short(du * scale * p.i),
-        dr=p.call.short(d_log * rate),
-        di=p.call.short(du * scale * p.x),
+        dr=p.call.as_given(d_log * rate, r),
+        di=p.call.as_given(du * scale * p.x, i),
         dLambda=p.call.as_given(dLambda, Lambda),
         d_initial_state=found["d_initial_state"],
     )
@@ -275,50 +276,43 @@ class _Problem:
         i: Any,
         Lambda: Any,
         c: Any,
-        scale_first: Any,
+        reset: Any,
         gradient_limit: Any,
         tokens: str = "T ",
     ) -> None:
         self.call = call = Arrays("x", x, f"B {tokens}D")
-        call.array("r", r, f"B {tokens}D")
-        call.array("i", i, f"B {tokens}D")
-        if Lambda is None:
-            raise TypeError("Lambda: expected an array, got None")
+        for name, gate in (("r", r), ("i", i), ("Lambda", Lambda)):
+            if gate is None:
+                raise TypeError(f"{name}: expected an array, got None")
+        call.wide("r", r, f"B {tokens}D", number=False)
+        call.wide("i", i, f"B {tokens}D", number=False)
         call.wide("Lambda", Lambda, "D", number=False)
         for name, value in (("c", c), ("gradient_limit", gradient_limit)):
             if not is_number(value):
                 raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
             if not 0 < value < math.inf:
                 raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
-        if not isinstance(scale_first, bool):
-            raise TypeError(f"scale_first: expected True or False, got {type(scale_first)}")
+        self.reset = None
+        if reset is not None:
+            call.flags("reset", reset, f"B {tokens}".strip())
+            self.reset = reset[..., None]
         self.x, self.r, self.i = map(call.real_of, (x, r, i))
         self.Lambda = call.real_of(Lambda)
-        self.c, self.limit, self.scale_first = float(c), float(gradient_limit), scale_first
+        self.c, self.limit = float(c), float(gradient_limit)
         self.log = self.rate() * self.r
 
     def rate(self) -> Any:
         return -self.c * softplus(self.Lambda)
 
-    def starts(self, cu_seqlens: Any) -> Any:
-        """[1,T,1] or so: is it the first token of its sequence? None where that is no matter."""
-        if self.scale_first:
-            return None
-        T = self.call.sizes["T"]
-        ends = self.call.packed("cu_seqlens", cu_seqlens)
-        first = {0} if ends is None else set(ends.tolist())
-        marks = self.call.counts([int(t in first) for t in range(T)]) > 0
-        return marks[None, :, None]
-
-    def decays(self, starts: Any) -> tuple[Any, Any]:
+    def decays(self) -> tuple[Any, Any]:
         """log a, and the scale of the write."""
         xp = self.call.xp
         square = -xp.expm1(2 * self.log)  # 1 - a^2
         scale = _held_root(square, self.limit) if is_tensor(square) else xp.sqrt(square)
-        if starts is None:
+        if self.reset is None:
             return self.log, scale
-        none = xp.full_like(self.log, -math.inf)
-        return xp.where(starts, none, self.log), xp.where(starts, 0 * scale + 1, scale)
+        none, one = xp.full_like(self.log, -math.inf), xp.ones_like(scale)
+        return xp.where(self.reset, none, self.log), xp.where(self.reset, one, scale)
 
     def root_slope(self) -> Any:
         """The derivative of sqrt at 1 - a^2, held."""
