@@ -948,7 +948,7 @@ def test_the_table_of_the_mathematics(op):
     page = Path(__file__).parents[1] / "docs" / "math.md"
     if not page.exists():
         pytest.skip("docs/math.md: not in a checkout")
-    table = page.read_text().split("## 17. What is counted")[1]
+    table = page.read_text().split("## 18. What is counted")[1]
     (row,) = re.findall(rf"^\| `{op}` \| (.*) \|$", table, re.M)
     found = largest_terms(op, "forward") + largest_terms(op, "backward")
     assert [float(x) for x in row.split(" | ")] == found

@@ -207,15 +207,6 @@ def plain_lightning(q, k, v):
     return o
 
 
-def plain_mamba(u, delta, A, B, C, D):
-    h, y = np.zeros((len(u), *A.shape), u.dtype), np.zeros_like(u)
-    for t in range(u.shape[1]):
-        step = delta[:, t, :, None]
-        h = np.exp(step * A) * h + step * u[:, t, :, None] * B[:, t, None]
-        y[:, t] = (h * C[:, t, None]).sum(-1) + D * u[:, t]
-    return y, h
-
-
 def plain_rwkv6(r, k, v, log_w, u):
     S, o = np.zeros((*r.shape[:1], *r.shape[2:], v.shape[-1]), r.dtype), np.zeros_like(v)
     for t in range(r.shape[1]):
@@ -321,17 +312,6 @@ QK, VALUES = _size(2, 30, 4, 6), _size(2, 30, 4, 5)
 SYSTEMS = {
     "retnet": (plain_retnet, [QK, QK, VALUES]),
     "lightning": (plain_lightning, [QK, QK, VALUES]),
-    "mamba": (
-        plain_mamba,
-        [
-            _size(2, 30, 7),
-            _between(0.01, 1, 2, 30, 7),
-            _between(-4, -0.1, 7, 6),
-            _size(2, 30, 6),
-            _size(2, 30, 6),
-            _size(7),
-        ],
-    ),
     "rwkv4": (plain_rwkv4, [_between(0, 2, 7), _size(7), _size(2, 30, 7), _size(2, 30, 7)]),
     "gsa": (plain_gsa, [QK, QK, VALUES, _between(-2, 0, 2, 30, 4, 3)]),
 }
