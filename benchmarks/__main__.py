@@ -12,6 +12,7 @@ PROGRAMS = {
     "cuda": "the ops on a GPU, beside flash-linear-attention and others that are installed",
     "gradients": "forward and backward through PyTorch's autograd, a training step's share",
     "models": "a model of transformers with its own functions and with linattn's",
+    "scans": "diagonal scans on the CPU, beside ggml's ssm_scan and transformers' loop; no files",
     "kernel": "one op at one shape on the current GPU: its time, the cycles of a chunk and, where "
     "cuobjdump is on PATH, the registers and spills of its kernels; no peers, no files",
 }
@@ -44,7 +45,12 @@ def arguments(argv=None):
         action="store_true",
         help="few rounds and few cases; writes no files without --results",
     )
-    add("cpu cuda gradients models kernel", "--rounds", type=count, help="samples of each figure")
+    add(
+        "cpu cuda gradients models scans kernel",
+        "--rounds",
+        type=count,
+        help="samples of each figure",
+    )
     add(
         "cpu cuda gradients models",
         "--results",
@@ -143,7 +149,7 @@ def arguments(argv=None):
         "float16 or tf32 in the place of bfloat16; step for a step",
     )
     given = parser.parse_args(argv)
-    if given.program != "kernel":
+    if given.program not in ("kernel", "scans"):
         settle(given)
     return given
 
@@ -163,8 +169,9 @@ def environment(given):
     """Before NumPy loads its BLAS."""
     if given.program == "models":
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if given.program != "cpu":
+    if given.program not in ("cpu", "scans"):
         return
+    given.threads = getattr(given, "threads", 1)
     for name in ("OPENBLAS", "OMP", "MKL"):
         os.environ[f"{name}_NUM_THREADS"] = str(given.threads)
     # OpenBLAS goes by the AMD family and takes AVX2 kernels, half as fast as its AVX-512 ones, for

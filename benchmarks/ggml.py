@@ -108,22 +108,34 @@ class Ggml:
         """A function that computes the case into `out`: o, and the state after it.
 
         Arrays are ggml's as they are: its first dimension is our last, and memory is the same.
+        """
+
+        def build(context, tensors):
+            if case.op == "ssd":
+                return self.scan(context, tensors)
+            if case.delta:
+                return self.gated_delta_net(context, *tensors, 1)  # 1: the last token's state only
+            if not case.ordinary:
+                wkv = self.rwkv_wkv7 if case.variant.rule == "dplr" else self.rwkv_wkv6
+                return wkv(context, *tensors)
+            q, k, v, g, s = tensors
+            return self.gated_linear_attn(context, k, v, q, g, s, case.D**-0.5)
+
+        return self.computing(build, (*arrays, state), out)
+
+    def scan(self, context, tensors):
+        """ssm_scan of x, dt, A, B, C, the rows of the states, and the states."""
+        x, dt, A, B, C, ids, s = tensors
+        return self.ssm_scan(context, s, x, dt, A, B, C, ids, 1)  # 1: the last state only
+
+    def computing(self, build, arrays, out):
+        """A function that computes build(context, tensors of the arrays) into `out`.
+
         Contexts and plans, a few kilobytes each, live as long as the process.
         """
         size = 16 * self.tensor_overhead() + self.graph_overhead_custom(8, False)
         context = self.init(InitParams(size, None, True))
-        tensors = [self.tensor(context, a) for a in (*arrays, state)]
-        if case.op == "ssd":
-            x, dt, A, B, C, ids, s = tensors
-            result = self.ssm_scan(context, s, x, dt, A, B, C, ids, 1)  # 1: the last state only
-        elif case.delta:
-            result = self.gated_delta_net(context, *tensors, 1)  # 1: the last token's state only
-        elif not case.ordinary:
-            wkv = self.rwkv_wkv7 if case.variant.rule == "dplr" else self.rwkv_wkv6
-            result = wkv(context, *tensors)
-        else:
-            q, k, v, g, s = tensors
-            result = self.gated_linear_attn(context, k, v, q, g, s, case.D**-0.5)
+        result = build(context, [self.tensor(context, a) for a in arrays])
         assert self.nbytes(result) == out.nbytes
         self.place(result, out)
         graph = self.new_graph_custom(context, 8, False)
