@@ -46,15 +46,17 @@ static la_status check(la_room_job *room)
     j->N = size_of(j, 'N', 1);
     j->G = size_of(j, 'G', 1);
     j->S = size_of(j, 'S', 1);
-    if (room->pairs && j->N % 2) {
-        snprintf(room->p->message, LA_MESSAGE, "A: expected pairs of reals, got %lld numbers",
+    char *const message = room->p->message;
+    if (j->N < 1)
+        snprintf(message, LA_MESSAGE, "A: expected N >= 1, got N = 0");
+    else if (room->pairs && j->N % 2)
+        snprintf(message, LA_MESSAGE, "A: expected pairs of reals, got %lld numbers",
                  (long long)j->N);
-        return LA_VALUE_ERROR;
-    }
-    if (j->G >= 1 && j->D % j->G == 0) return LA_OK;
-    snprintf(room->p->message, LA_MESSAGE,
-             "B: expected D = %lld to be a multiple of G, got G = %lld", (long long)j->D,
-             (long long)j->G);
+    else if (j->G < 1 || j->D % j->G)
+        snprintf(message, LA_MESSAGE, "B: expected D = %lld to be a multiple of G, got G = %lld",
+                 (long long)j->D, (long long)j->G);
+    else
+        return LA_OK;
     return LA_VALUE_ERROR;
 }
 

@@ -563,6 +563,8 @@ def refused(kind, message, scan, rng, **changes):
 def test_bad_arguments(rng):
     f = SCANS[0]
     x = np.zeros
+    empty = {"A": x((6, 0)), "B": x((2, 19, 2, 0)), "C": x((2, 19, 2, 0)), "initial_state": None}
+    refused(ValueError, "A: expected N >= 1, got N = 0", f, rng, **empty)
     refused(
         ValueError,
         "delta: expected [B,T,D] = (2, 19, 6), got (2, 19, 5)",
