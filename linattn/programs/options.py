@@ -49,6 +49,7 @@ LAYERS = (
     "kda",
     "rwkv7",
     "titans",
+    "mamba",
     "mamba2",
     "gla",
     "retention",
