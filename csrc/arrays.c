@@ -82,12 +82,26 @@ static int number_of(la_dtype dtype)
 
 /* ---- what all kinds share ---- */
 
-#define IN_PLACE \
-    "an aligned array in native byte order whose innermost axis is contiguous (it is written in " \
-    "place)"
-#define NO_COPIES \
-    "an aligned array in native byte order whose innermost axis is contiguous (a step makes no " \
-    "hidden copies)"
+/* Must the innermost axis of an array be contiguous? */
+static bool needs_rows(const la_call *c, la_name name, bool in_place)
+{
+    return (in_place && !c->p.any_strides) || la_has_rows(&c->p, name);
+}
+
+/* The memory that was expected where no copy may be made. */
+static const char *expected_memory(const la_call *c, bool in_place)
+{
+#define MEMORY "an aligned array in native byte order"
+#define IN_PLACE " (it is written in place)"
+#define NO_COPIES " (a step makes no hidden copies)"
+#define ROWS " whose innermost axis is contiguous"
+    if (c->p.any_strides) return in_place ? MEMORY IN_PLACE : MEMORY NO_COPIES;
+    return in_place ? MEMORY ROWS IN_PLACE : MEMORY ROWS NO_COPIES;
+#undef MEMORY
+#undef IN_PLACE
+#undef NO_COPIES
+#undef ROWS
+}
 
 static int refuse_dims(la_call *c, la_name name, int ndim, const int64_t *shape)
 {
@@ -238,10 +252,10 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
         for (int i = 0; i < PyArray_NDIM(x); i++) shape[i] = PyArray_DIM(x, i);
         return refuse_dims(c, name, PyArray_NDIM(x), shape);
     }
-    if (!strides_fit(x, true) && (in_place || la_has_rows(&c->p, name) || !strides_fit(x, false))) {
+    if (!strides_fit(x, needs_rows(c, name, in_place))) {
         label = la_array_name(&c->p, name);
-        if (in_place) return refuse_numpy_strides(label, IN_PLACE, x);
-        if (c->p.pass == LA_STEP) return refuse_numpy_strides(label, NO_COPIES, x);
+        if (in_place || c->p.pass == LA_STEP)
+            return refuse_numpy_strides(label, expected_memory(c, in_place), x);
         copy_it = true;
     }
     if (c->p.device == LA_CUDA) {
@@ -429,13 +443,14 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
                      (PyObject *)Py_TYPE(object));
         return -1;
     }
-    const bool fits = view_fits(a, in_place || la_has_rows(&c->p, name));
-    if (in_place && !fits) return la_refuse_strides(label, IN_PLACE, a->ndim, a->stride, size);
+    const bool fits = view_fits(a, needs_rows(c, name, in_place));
+    if (in_place && !fits)
+        return la_refuse_strides(label, expected_memory(c, true), a->ndim, a->stride, size);
     if (in_place && overlaps_itself(a))
         return la_refuse_strides(label, "every element in a place of its own", a->ndim, a->stride,
                                  size);
     if (!fits && c->p.pass == LA_STEP)
-        return la_refuse_strides(label, NO_COPIES, a->ndim, a->stride, size);
+        return la_refuse_strides(label, expected_memory(c, false), a->ndim, a->stride, size);
     const bool copy_it = device == LA_CPU && (name == LA_CU || (a->on_host && !c->bound));
     if (fits && !copy_it) return 0;
     c->lent[name] = false;

@@ -25,10 +25,10 @@ static const la_room_form forms[] = {
     [LA_GATED_SCAN] = {"gated", "N", "NT"},
 };
 
-static const la_room_flag flags[] = {
-    {"complex", offsetof(la_diagonal, room.pairs), LA_IN_FSB},
-    {"delta_softplus", offsetof(la_diagonal, softplus), LA_IN_FSB},
-    {"output_final_state", offsetof(la_diagonal, room.want_final), LA_IN_F},
+static const la_room_option options[] = {
+    {"complex", offsetof(la_diagonal, room.pairs), LA_IN_FSB, NULL},
+    {"delta_softplus", offsetof(la_diagonal, softplus), LA_IN_FSB, NULL},
+    {"output_final_state", offsetof(la_diagonal, room.want_final), LA_IN_F, NULL},
 };
 
 static int64_t size_of(const la_diagonal *j, char letter, int64_t otherwise)
@@ -68,8 +68,8 @@ const la_room la_scan_room = {
     .forms = sizeof forms / sizeof *forms,
     .line = lines,
     .lines = LA_SCAN_ARRAYS,
-    .flag = flags,
-    .flags = sizeof flags / sizeof *flags,
+    .option = options,
+    .options = sizeof options / sizeof *options,
     .job_bytes = sizeof(la_diagonal),
     .check = check,
     .run = run,

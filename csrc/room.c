@@ -30,6 +30,15 @@ static void user_letters(const la_room_job *j, int line, char letters[LA_MAX_DIM
     letters[n] = 0;
 }
 
+static bool is_small(char letter) { return letter >= 'a' && letter <= 'z'; }
+static char capital(char letter) { return (char)(is_small(letter) ? letter - 'a' + 'A' : letter); }
+
+/* The number of a letter; below 0: no array has said it yet. */
+static int64_t size_of(const la_room_job *j, char letter)
+{
+    return j->size[(int)capital(letter)] - is_small(letter);
+}
+
 /* Sizes as the user counts them. */
 static long long shown(const la_room_job *j, char letter, int64_t size)
 {
@@ -43,14 +52,15 @@ static la_status refuse_shape(la_room_job *j, int line, const la_array *x, const
     user_letters(j, line, letters);
     const int ndim = (int)strlen(letters);
     append(&w, "%s: expected [", label);
-    for (int i = 0; i < ndim; i++) append(&w, "%s%c", i ? "," : "", letters[i]);
+    for (int i = 0; i < ndim; i++)
+        append(&w, "%s%c%s", i ? "," : "", capital(letters[i]), is_small(letters[i]) ? "-1" : "");
     append(&w, "]");
     bool known = true;
-    for (int i = 0; i < ndim; i++) known = known && j->size[(int)letters[i]] >= 0;
+    for (int i = 0; i < ndim; i++) known = known && size_of(j, letters[i]) >= 0;
     if (known) {
         append(&w, " = (");
         for (int i = 0; i < ndim; i++)
-            append(&w, i ? ", %lld" : "%lld", shown(j, letters[i], j->size[(int)letters[i]]));
+            append(&w, i ? ", %lld" : "%lld", shown(j, letters[i], size_of(j, letters[i])));
         append(&w, ndim == 1 ? ",)" : ")");
     }
     append(&w, ", got (");
@@ -102,16 +112,24 @@ static la_status check_shape(la_room_job *j, int line, la_name slot)
     if (x->ndim != (int)strlen(letters)) return refuse_shape(j, line, x, label);
     for (int i = 0; i < x->ndim; i++) {
         int64_t *const size = &j->size[(int)letters[i]];
-        if (*size < 0) *size = x->shape[i];
-        if (*size != x->shape[i]) return refuse_shape(j, line, x, label);
+        if (!is_small(letters[i]) && *size < 0) *size = x->shape[i];
+        if (size_of(j, letters[i]) != x->shape[i]) return refuse_shape(j, line, x, label);
     }
     spread(j, line, x);
     return LA_OK;
 }
 
+static la_status check_dtype(la_room_job *j, la_name slot)
+{
+    const la_dtype first = j->p->array[LA_Q].dtype;
+    const bool state = la_array_rows[slot].role == LA_STATE;
+    if (state && j->room->plain_states && j->p->array[slot].dtype == first) return LA_OK;
+    return la_check_dtype(j->p, slot);
+}
+
 static la_status check_array(la_room_job *j, int line, la_name slot)
 {
-    const la_status status = la_check_dtype(j->p, slot);
+    const la_status status = check_dtype(j, slot);
     return status ? status : check_shape(j, line, slot);
 }
 
@@ -193,7 +211,7 @@ void la_room_shape(const la_room_job *j, int line, la_array *like)
     char letters[LA_MAX_DIMS + 1];
     user_letters(j, line, letters);
     for (like->ndim = 0; letters[like->ndim]; like->ndim++)
-        like->shape[like->ndim] = j->size[(int)letters[like->ndim]];
+        like->shape[like->ndim] = size_of(j, letters[like->ndim]);
 }
 
 la_status la_room_settle(la_room_job *j, int line, bool gradient)

@@ -18,7 +18,8 @@ enum {
 };
 
 /* A line of a room's table. Letters that rooms have in common: B batch, T tokens, D channels,
- * S sequences (B, or len(cu_seqlens) - 1), P states in a step's pool. */
+ * S sequences (B, or len(cu_seqlens) - 1), P states in a step's pool. A small letter is one less
+ * than its capital, which an earlier line has. */
 typedef struct {
     const char *label, *letters;
     const char *gradient; /* the label of its gradient; NULL: none */
@@ -28,12 +29,14 @@ typedef struct {
     int forms; /* a bit for each form of the room that has it */
 } la_room_line;
 
-/* An option that is True or False, kept as a bool at this offset in the room's job. */
+/* An option, kept at this offset in the room's job: True or False as a bool; or None or one of some
+ * words as an int, which is 0 for None and counts the words from 1. */
 typedef struct {
     const char *label;
     size_t offset;
     int passes;
-} la_room_flag;
+    const char *const *words; /* ends with a NULL. NULL: True or False */
+} la_room_option;
 
 /* A form of a room's calls: its name, and the letters that no array of such a call has. */
 typedef struct {
@@ -67,8 +70,9 @@ typedef struct la_room {
     int forms;
     const la_room_line *line;
     int lines;
-    const la_room_flag *flag;
-    int flags;
+    const la_room_option *option;
+    int options;
+    bool plain_states; /* a state holds inputs as they are, so it may have their dtype too */
     size_t job_bytes;
     /* What the letters cannot say. Called when all inputs have been checked. */
     la_status (*check)(la_room_job *j);

@@ -3,6 +3,7 @@
 
 #include "run.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #define COUNT(table) (int)(sizeof(table) / sizeof *(table))
@@ -63,7 +64,7 @@ static void name_arrays(room_call *r)
     }
 }
 
-static int take_flag(la_room_job *j, const la_room_flag *flag, PyObject *object)
+static int take_flag(la_room_job *j, const la_room_option *flag, PyObject *object)
 {
     if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool)) {
         PyErr_Format(PyExc_TypeError, "%s: expected True or False, got %R", flag->label,
@@ -73,6 +74,35 @@ static int take_flag(la_room_job *j, const la_room_flag *flag, PyObject *object)
     const int value = PyObject_IsTrue(object);
     *(bool *)((char *)j + flag->offset) = value > 0;
     return value < 0 ? -1 : 0;
+}
+
+static int refuse_word(const la_room_option *option, PyObject *object)
+{
+    char list[128] = "None";
+    for (const char *const *word = option->words; *word; word++) {
+        const size_t used = strlen(list);
+        snprintf(list + used, sizeof list - used, word[1] ? ", '%s'" : " or '%s'", *word);
+    }
+    if (PyUnicode_Check(object))
+        PyErr_Format(PyExc_ValueError, "%s: expected %s, got %R", option->label, list, object);
+    else
+        PyErr_Format(PyExc_TypeError, "%s: expected %s, got %R", option->label, list,
+                     (PyObject *)Py_TYPE(object));
+    return -1;
+}
+
+static int take_word(la_room_job *j, const la_room_option *option, PyObject *object)
+{
+    int count = 0;
+    while (option->words[count]) count++;
+    const int i = object == Py_None ? 0 : 1 + word_of(object, option->words, count);
+    *(int *)((char *)j + option->offset) = i;
+    return i || object == Py_None ? 0 : refuse_word(option, object);
+}
+
+static int take_option(la_room_job *j, const la_room_option *option, PyObject *object)
+{
+    return option->words ? take_word(j, option, object) : take_flag(j, option, object);
 }
 
 /* Arrays in the order of the table, the first of which says where the call runs. */
@@ -85,11 +115,11 @@ static int take_all(room_call *r, PyObject *const *values, PyObject *names)
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *const name = PyTuple_GetItem(names, i);
         bool known = false;
-        for (int k = 0; k < room->flags && !known; k++) {
-            const la_room_flag *flag = &room->flag[k];
-            if (!(flag->passes >> j->p->pass & 1)) continue;
-            known = !PyUnicode_CompareWithASCIIString(name, flag->label);
-            if (known && take_flag(j, flag, values[i])) return -1;
+        for (int k = 0; k < room->options && !known; k++) {
+            const la_room_option *option = &room->option[k];
+            if (!(option->passes >> j->p->pass & 1)) continue;
+            known = !PyUnicode_CompareWithASCIIString(name, option->label);
+            if (known && take_option(j, option, values[i])) return -1;
         }
         for (int k = 0; k < room->lines && !known; k++) {
             if (!is_given(j, k)) continue;

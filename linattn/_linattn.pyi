@@ -47,6 +47,11 @@ def gate(
     name: str, factor: float, x: _Array, A_log: Any, dt_bias: Any, d: _Array = ..., /
 ) -> Any: ...
 
+# Rooms (csrc/room.h): the form of a call and its pass, then arrays by the labels of the room's
+# table, and its options. A forward pass returns (y, final_state), a step y, and a backward pass a
+# gradient for each input.
+def scan(form: Literal["selective", "fixed", "gated"], pass_: str, /, **arguments: Any) -> Any: ...
+
 # A row (letters, dtype) for each array that the pass makes, None where this call makes none. q is
 # its number of dimensions. Of the other arrays it counts only whether they are given.
 _Row = tuple[str, Literal["OF_Q", "FLOAT", "REAL"]]

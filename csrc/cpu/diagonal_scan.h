@@ -82,47 +82,17 @@ LA_FN char *scan_at(const la_array *x, int64_t i0, int64_t i1, int64_t i2, int64
                la_size_of(x->dtype);
 }
 
-/* n tokens of the unit's channels from an array [B,T,D] whose channels or tokens may be neighbours.
- */
-LA_COLD void load_scan_rows(const la_array *x, int64_t b, int64_t t, int64_t n, int64_t d,
-                            const scan_room *f, real *to)
+/* n tokens of the unit's channels. */
+LA_FN void load_scan_rows(const la_array *x, int64_t b, int64_t t, int64_t n, int64_t d,
+                          const scan_room *f, real *to)
 {
-    const int64_t size = la_size_of(x->dtype), channels = f->channels;
-    const bool rows = x->stride[2] == 1 || channels == 1;
-    if (!rows && n > 1 && x->stride[1] == 1) {
-        for (int64_t c = 0; c < f->width; c++) {
-            if (c < channels) convert_row(f->column, n, scan_at(x, b, t, d + c, 0), x->dtype);
-            for (int64_t i = 0; i < n; i++) to[i * f->width + c] = c < channels ? f->column[i] : 0;
-        }
-        return;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        const char *from = scan_at(x, b, t + i, d, 0);
-        real *row = to + i * f->width;
-        if (rows) {
-            load_row(row, channels, from, x->dtype);
-            continue;
-        }
-        for (int64_t c = 0; c < channels; c++)
-            row[c] = load_element(from + c * x->stride[2] * size, x->dtype);
-        for (int64_t c = channels; c < f->width; c++) row[c] = 0;
-    }
+    load_tokens(x, b, t, n, d, f->channels, to, f->width, f->column);
 }
 
-LA_COLD void store_scan_rows(const la_array *x, int64_t b, int64_t t, int64_t n, int64_t d,
-                             const scan_room *f, const real *from)
+LA_FN void store_scan_rows(const la_array *x, int64_t b, int64_t t, int64_t n, int64_t d,
+                           const scan_room *f, const real *from)
 {
-    const int64_t size = la_size_of(x->dtype);
-    for (int64_t i = 0; i < n; i++) {
-        char *to = scan_at(x, b, t + i, d, 0);
-        const real *row = from + i * f->width;
-        if (x->stride[2] == 1 || f->channels == 1) {
-            store_row(to, x->dtype, row, f->channels);
-            continue;
-        }
-        for (int64_t c = 0; c < f->channels; c++)
-            store_element(to + c * x->stride[2] * size, x->dtype, row[c]);
-    }
+    store_tokens(x, b, t, n, d, f->channels, from, f->width, f->column);
 }
 
 /* n tokens of a group's rows of B or C. */

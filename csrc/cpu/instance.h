@@ -31,6 +31,7 @@
 #include "noncausal.h"
 #include "reduce.h"
 #include "curves.h"
+#include "rows.h"
 #include "diagonal_scan.h"
 
 /* clang-format off */
