@@ -132,6 +132,14 @@ LA_ELEMENT lane sigmoid_slope(lane u)
     return small / (more * more);
 }
 
+/* The slope of silu, u sigmoid(u). Where the second factor has come down to 0, so has the product: u
+ * may be infinite there. */
+LA_ELEMENT lane silu_slope(lane u)
+{
+    const lane zero = LANE_ZERO, slope = sigmoid_slope(u);
+    return sigmoid(u) + LANE_PICK(slope > zero, u * slope, slope);
+}
+
 LA_ELEMENT lane curve_of(lane u, lane rate, la_curve curve, real factor)
 {
     if (curve == LA_SOFTPLUS) return factor * rate * softplus(u);

@@ -714,7 +714,15 @@ static PyObject *py_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     return la_room_call(&la_scan_room, args, nargs, names);
 }
 
-static const la_room *const rooms[] = {&la_scan_room};
+/* convolve(form, pass, **arrays): a causal convolution */
+static PyObject *py_convolve(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                             PyObject *names)
+{
+    (void)self;
+    return la_room_call(&la_convolution_room, args, nargs, names);
+}
+
+static const la_room *const rooms[] = {&la_scan_room, &la_convolution_room};
 
 /* ---- the device ---- */
 
@@ -851,6 +859,8 @@ static PyMethodDef methods[] = {
      "A gate from a projection, or its gradients."},
     {"scan", (PyCFunction)(void (*)(void))py_scan, METH_FASTCALL | METH_KEYWORDS,
      "A diagonal scan: one pass of one of its forms."},
+    {"convolve", (PyCFunction)(void (*)(void))py_convolve, METH_FASTCALL | METH_KEYWORDS,
+     "A causal convolution: one of its passes."},
     {"shapes", (PyCFunction)(void (*)(void))py_shapes, METH_FASTCALL | METH_KEYWORDS,
      "The letters of what a call would make."},
     {"shares_memory", (PyCFunction)(void (*)(void))py_shares_memory, METH_FASTCALL,

@@ -99,6 +99,6 @@ static inline int64_t la_room_row(const la_room_job *j, int64_t n)
     return j->p->array[LA_CU].given ? 0 : n;
 }
 
-extern const la_room la_scan_room;
+extern const la_room la_scan_room, la_convolution_room;
 
 #endif

@@ -256,7 +256,9 @@ static PyObject *row_of_line(const la_room *room, int i)
 {
     const la_room_line *line = &room->line[i];
     const la_array_row *slot = &la_array_rows[line->slot];
-    const char *role = slot->role == LA_OUTPUT ? "OUTPUT" : slot->role == LA_STATE ? "STATE" : "INPUT";
+    const char *role = slot->role == LA_OUTPUT  ? "OUTPUT"
+                       : slot->role == LA_STATE ? "STATE"
+                                                : "INPUT";
     char passes[4];
     write_passes(line->passes, passes);
     return Py_BuildValue("(ssssOzN)", line->label, line->letters, passes, role,
@@ -264,11 +266,12 @@ static PyObject *row_of_line(const la_room *room, int i)
                          forms_of(room, line));
 }
 
-static PyObject *row_of_flag(const la_room *room, int i)
+static PyObject *row_of_option(const la_room *room, int i)
 {
+    const la_room_option *option = &room->option[i];
     char passes[4];
-    write_passes(room->flag[i].passes, passes);
-    return Py_BuildValue("(ss)", room->flag[i].label, passes);
+    write_passes(option->passes, passes);
+    return Py_BuildValue("(ssO)", option->label, passes, option->words ? Py_True : Py_False);
 }
 
 static PyObject *row_of_form(const la_room *room, int i)
@@ -290,5 +293,5 @@ PyObject *la_room_table(const la_room *room)
 {
     return Py_BuildValue("(sNNN)", room->name, table_of(room, room->forms, row_of_form),
                          table_of(room, room->lines, row_of_line),
-                         table_of(room, room->flags, row_of_flag));
+                         table_of(room, room->options, row_of_option));
 }

@@ -11,7 +11,7 @@ PyObject *la_room_call(const la_room *room, PyObject *const *args, Py_ssize_t na
                        PyObject *names);
 
 /* Its name, its forms (name, letters left out), its lines (label, letters, passes, role, required,
- * gradient, forms) and its flags (label, passes). */
+ * gradient, forms) and its options (label, passes, is it a word). */
 PyObject *la_room_table(const la_room *room);
 
 #endif

@@ -120,6 +120,12 @@ if TYPE_CHECKING:
         ssd_backward,
         ssd_step,
     )
+    from linattn.convolution import (
+        ConvolutionGradients,
+        causal_conv1d,
+        causal_conv1d_backward,
+        causal_conv1d_step,
+    )
     from linattn.scans.hgrn import HGRNGradients, hgrn, hgrn_backward, hgrn_step
     from linattn.scans.rg_lru import RGLRUGradients, rg_lru, rg_lru_backward, rg_lru_step
     from linattn.scans.s4d import S4DGradients, s4d, s4d_backward, s4d_step
@@ -136,6 +142,7 @@ __all__ = [
     "OPS",
     "VARIANTS",
     "BoundStep",
+    "ConvolutionGradients",
     "Explanation",
     "FeatureMap",
     "GDN2Gradients",
@@ -160,6 +167,9 @@ __all__ = [
     "apply_feature_map",
     "attend",
     "bind",
+    "causal_conv1d",
+    "causal_conv1d_backward",
+    "causal_conv1d_step",
     "comba",
     "comba_backward",
     "comba_step",
@@ -256,15 +266,17 @@ __all__ = [
 # Modules that import more than NumPy, or that few programs use: imported when they are first named.
 _LAZY = ("gates", "nn", "plot", "reference")
 
+# Where the names of __all__ are that are not here yet: systems, scans, the short convolution.
+_PLACES = ("linattn.composed", "linattn.scans", "linattn.convolution")
+
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f"linattn.{name}")
-    if name in __all__:  # the names that are not here yet are those of the systems and scans
-        for place in ("linattn.composed", "linattn.scans"):
-            module = importlib.import_module(place)
-            if name in module.__all__:
-                found = globals()[name] = getattr(module, name)
+    if name in __all__:
+        for place in map(importlib.import_module, _PLACES):
+            if name in place.__all__:
+                found = globals()[name] = getattr(place, name)
                 return found
     raise AttributeError(f"module 'linattn' has no attribute {name!r}")
 

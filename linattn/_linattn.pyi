@@ -21,14 +21,12 @@ _Line = tuple[str, str, str, str, str, str, str, str | None]
 ARRAYS: Final[tuple[_Line, ...]]  # a line of arrays.def each
 
 # A room beside the table: its name; its forms, each with the letters that it leaves out; its lines
-# (label, letters, passes, role, is it required, the label of its gradient, forms); its flags
-# (label, passes).
+# (label, letters, passes, role, is it required, the label of its gradient, forms); its options
+# (label, passes, is it a word; else it is True or False).
 _RoomLine = tuple[str, str, str, str, bool, str | None, tuple[str, ...]]
-_Room = tuple[str, tuple[tuple[str, str], ...], tuple[_RoomLine, ...], tuple[tuple[str, str], ...]]
+_RoomOption = tuple[str, str, bool]
+_Room = tuple[str, tuple[tuple[str, str], ...], tuple[_RoomLine, ...], tuple[_RoomOption, ...]]
 ROOMS: Final[tuple[_Room, ...]]
-
-# One pass of one form of the room of the diagonal scans, whose arrays and flags come by keyword.
-def scan(form: str, pass_: Literal["forward", "step", "backward"], /, **arguments: Any) -> Any: ...
 
 # The op's name, q, k and v, then the arrays and options of the pass by keyword: the labels of
 # arrays.def (the decay under g, alpha, gamma or slopes), and csrc/module.c's options. None, or no
@@ -51,6 +49,7 @@ def gate(
 # table, and its options. A forward pass returns (y, final_state), a step y, and a backward pass a
 # gradient for each input.
 def scan(form: Literal["selective", "fixed", "gated"], pass_: str, /, **arguments: Any) -> Any: ...
+def convolve(form: Literal["causal"], pass_: str, /, **arguments: Any) -> Any: ...
 
 # A row (letters, dtype) for each array that the pass makes, None where this call makes none. q is
 # its number of dimensions. Of the other arrays it counts only whether they are given.

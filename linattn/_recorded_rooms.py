@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from linattn import autograd
 from linattn._rooms import ROOMS, Line, Room
@@ -30,57 +32,25 @@ class _Form:
         self.room, self.form = room, form
         self.lines = room.inputs(form)
         self.smooth = [line for line in self.lines if line.gradient]
-        self.flags = [name for name in room.flags if "B" in room.flags[name]]
+        options = [(name, word) for name, passes, word in room.options if "B" in passes]
+        self.options = {name: None if word else False for name, word in options}  # and defaults
         arrays = ", ".join(map(_argument, self.lines))
-        flags = "".join(f", bool {name}" for name in self.flags)
-        forward = f"({arrays}{flags}, bool output_final_state) -> (Tensor, Tensor)"
+        more = "".join(f", {'str?' if word else 'bool'} {name}" for name, word in options)
+        forward = f"({arrays}{more}, bool output_final_state) -> (Tensor, Tensor)"
         gradients = ", ".join(["Tensor"] * len(self.smooth))
-        backward = f"(Tensor dy, Tensor? d_final_state, {arrays}{flags}) -> ({gradients})"
-        name = f"{room.name}_{form}"
-
-        def twice(ctx: Any, *_: Any) -> Any:
-            raise NotImplementedError(
-                f"the gradients of linattn's {name} are not differentiable themselves: there is no "
-                "double backward"
-            )
-
-        operator = self.define(
-            f"{name}_backward", backward, self.run_backward, self.fake_backward, twice, None
+        backward = f"(Tensor dy, Tensor? d_final_state, {arrays}{more}) -> ({gradients})"
+        self.ways = autograd.register(
+            f"{room.name}_{form}",
+            autograd.Part(forward, self.run_forward, self.fake_forward),
+            autograd.Part(backward, self.run_backward, self.fake_backward),
+            self.derivative,
+            self.set_up,
         )
-        self.ways = autograd.Ways(
-            self.recorded(autograd.function, name, self.run_forward, self.run_backward, twice),
-            self.define(
-                name,
-                forward,
-                self.run_forward,
-                self.fake_forward,
-                self.derivative(operator),
-                self.set_up,
-            ),
-            None,
-        )
-        self.ways = self.ways._replace(
-            transformed=self.recorded(
-                autograd.transformable, name, self.ways.operator, operator, twice
-            )
-        )
-
-    def define(
-        self, name: str, schema: str, run: Any, fake: Any, derivative: Any, set_up: Any
-    ) -> Any:
-        op = torch.library.custom_op(f"linattn::{name}", run, mutates_args=(), schema=schema)
-        op.register_fake(fake)
-        op.register_autograd(derivative, setup_context=set_up)
-        return getattr(torch.ops.linattn, name).default
-
-    def recorded(self, kind: Any, name: str, run: Any, gradients: Any, twice: Any) -> Any:
-        again = kind(f"{name}_backward", gradients, twice, autograd.no_context)
-        return kind(name, run, self.derivative(again), self.set_up)
 
     # ---- what they run ----
 
     def named(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        names = [*(line.label for line in self.lines), *self.flags]
+        names = [*(line.label for line in self.lines), *self.options]
         return dict(zip(names, arguments, strict=True))
 
     def run_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -105,7 +75,7 @@ class _Form:
                 continue
             letters = [c for c in line.letters if c not in self.room.left_out[self.form]]
             for letter, size in zip(letters, x.shape, strict=True):
-                sizes.setdefault(letter, size)
+                sizes.setdefault(letter.upper(), size + letter.islower())
         ends = given.get("cu_seqlens")
         sizes["S"] = sizes["B"] if ends is None else ends.shape[0] - 1
         return sizes
@@ -118,7 +88,11 @@ class _Form:
             return first.new_empty(first.shape), first.new_empty(0)
         line = next(line for line in self.room.lines if line.label == "final_state")
         sizes, left_out = self.sizes(given), self.room.left_out[self.form]
-        shape = [sizes[letter] for letter in line.letters if letter not in left_out]
+        shape = [  # a small letter is one less than its capital
+            sizes[letter.upper()] - letter.islower()
+            for letter in line.letters
+            if letter not in left_out
+        ]
         return first.new_empty(first.shape), first.new_empty(shape, dtype=autograd.real(first))
 
     def fake_backward(self, dy: Tensor, d_state: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -138,10 +112,12 @@ class _Form:
         n = len(self.lines)
         ctx.save_for_backward(*inputs[:n])
         ctx.options, ctx.final = inputs[n:-1], inputs[-1]
+        ctx.set_materialize_grads(False)
 
     def derivative(self, run: Any) -> Any:
-        def backward(ctx: Any, dy: Tensor, d_state: Tensor) -> tuple[Any, ...]:
+        def backward(ctx: Any, dy: Any, d_state: Any) -> tuple[Any, ...]:
             arrays = ctx.saved_tensors
+            dy = torch.zeros_like(arrays[0]) if dy is None else dy
             end = d_state if ctx.final else None
             found = iter(run(dy, end, *arrays, *ctx.options))
             gradients: list[Any] = []
@@ -157,23 +133,36 @@ class _Form:
 _FORMS = {(room.name, form): _Form(room, form) for room in ROOMS.values() for form in room.left_out}
 
 
+def _tensor(name: str, x: Any) -> Tensor | None:
+    """An array as an operator takes it. Starts of sequences may be NumPy's."""
+    if x is None or isinstance(x, Tensor):
+        return x
+    if name == "cu_seqlens" and isinstance(x, np.ndarray) and x.dtype.kind == "i":
+        return torch.as_tensor(x)
+    raise TypeError(f"{name}: expected a tensor where gradients are recorded, got {type(x)}")
+
+
 def forward(
-    room: str, form: str, arrays: Mapping[str, Any], out: Any, flags: dict[str, bool]
+    room: str, form: str, arrays: Mapping[str, Any], out: Any, options: dict[str, Any]
 ) -> tuple[Any, Any]:
     """A forward pass of tensors: recorded where PyTorch records one of them."""
     made = _FORMS[room, form]
     given = [arrays.get(line.label) for line in made.lines]
     first: Tensor = given[0]
+    if forward_ad._current_level >= 0:
+        autograd.refuse_tangents(tuple(given))
     way = (
         made.ways.operator
         if torch.compiler.is_compiling()
-        else autograd.way_of(made.ways, first.device.type, tuple(given))
+        else autograd.way(made.ways, first.device.type, tuple(given))
     )
-    final = flags.get("output_final_state", False)
+    final = options.get("output_final_state", False)
     if way is None:
-        y, state = made.room.entry(form, "forward", **arrays, out=out, **flags)
+        y, state = made.room.entry(form, "forward", **arrays, out=out, **options)
         return y, state
     if out is not None:
         raise ValueError("out: expected None where PyTorch records or traces the call")
-    y, state = way(*given, *(flags.get(name, False) for name in made.flags), final)
+    fitted = [_tensor(line.label, x) for line, x in zip(made.lines, given, strict=True)]
+    settled = {**made.options, **{k: x for k, x in options.items() if k in made.options}}
+    y, state = way(*fitted, *settled.values(), final)
     return y, state if final else None

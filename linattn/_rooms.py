@@ -33,7 +33,7 @@ class Room(NamedTuple):
     name: str
     left_out: dict[str, str]  # by the name of a form, the letters that its arrays leave out
     lines: tuple[Line, ...]
-    flags: dict[str, str]  # by name, the passes that have it
+    options: tuple[tuple[str, str, bool], ...]  # label, passes, is it a word
 
     @property
     def entry(self) -> Callable[..., Any]:
@@ -50,34 +50,36 @@ class Room(NamedTuple):
 
 
 ROOMS = {
-    name: Room(name, dict(forms), tuple(Line(*line) for line in lines), dict(flags))
-    for name, forms, lines, flags in _linattn.ROOMS
+    name: Room(name, dict(forms), tuple(Line(*line) for line in lines), options)
+    for name, forms, lines, options in _linattn.ROOMS
 }
 
 
 def forward(
-    room: str, form: str, arrays: Mapping[str, Any], *, out: Any = None, **flags: bool
+    room: str, form: str, arrays: Mapping[str, Any], *, out: Any = None, **options: Any
 ) -> tuple[Any, Any]:
     """(y, final state). The first array says of which library they are."""
     first = next(iter(arrays.values()))
     if is_tensor(first):
         from linattn import _recorded_rooms
 
-        return _recorded_rooms.forward(room, form, arrays, out, flags)
-    y, state = ROOMS[room].entry(form, "forward", **arrays, out=out, **flags)
+        return _recorded_rooms.forward(room, form, arrays, out, options)
+    y, state = ROOMS[room].entry(form, "forward", **arrays, out=out, **options)
     return y, state
 
 
-def step(room: str, form: str, arrays: Mapping[str, Any], *, out: Any = None, **flags: bool) -> Any:
+def step(
+    room: str, form: str, arrays: Mapping[str, Any], *, out: Any = None, **options: Any
+) -> Any:
     """One token, whose state is changed in place."""
     refuse_recorded(arrays, "a step")
-    return ROOMS[room].entry(form, "step", **arrays, out=out, **flags)
+    return ROOMS[room].entry(form, "step", **arrays, out=out, **options)
 
 
-def backward(room: str, form: str, arrays: Mapping[str, Any], **flags: bool) -> dict[str, Any]:
+def backward(room: str, form: str, arrays: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     """The gradients by their labels."""
     refuse_recorded(arrays, "gradients")
-    found = ROOMS[room].entry(form, "backward", **arrays, **flags)
+    found = ROOMS[room].entry(form, "backward", **arrays, **options)
     lines = [line for line in ROOMS[room].inputs(form) if line.gradient]
     return dict(zip((line.gradient or "" for line in lines), found, strict=True))
 

@@ -26,15 +26,16 @@ from linattn.variants import ARRAYS, OPS, VARIANTS, ArrayLine
 
 __all__ = [
     "TENSORS",
+    "Part",
     "Ways",
     "forward",
     "function",
     "is_looked_into",
-    "no_context",
     "or_nothing",
     "real",
-    "transformable",
-    "way_of",
+    "refuse_tangents",
+    "register",
+    "way",
 ]
 
 if not hasattr(torch.library, "custom_op"):
@@ -231,7 +232,7 @@ def function(name: str, run: Any, derivative: Any, setup: Any) -> Any:
     return made.apply
 
 
-def transformable(name: str, run: Any, derivative: Any, setup: Any) -> Any:
+def _transformable(name: str, run: Any, derivative: Any, setup: Any) -> Any:
     """The new kind, which torch.func asks for."""
     members = {
         "generate_vmap_rule": True,
@@ -243,16 +244,56 @@ def transformable(name: str, run: Any, derivative: Any, setup: Any) -> Any:
     return made.apply
 
 
-def no_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _no_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     pass
 
 
 class Ways(NamedTuple):
-    """One op, for three audiences. All call the core in the end."""
+    """One function, for three audiences. All call the core in the end."""
 
     autograd: Any  # a Function over the core: for autograd alone
     operator: Any  # the operator: for tracers, modes and subclasses
     transformed: Any  # a Function over it: torch.func knows no derivatives of custom operators
+
+
+class Part(NamedTuple):
+    """A forward or a backward pass: the operator's schema, the core's call, and a fake of it."""
+
+    schema: str
+    run: Any
+    fake: Any
+
+
+def register(name: str, forward: Part, backward: Part, derivative: Any, setup: Any) -> Ways:
+    """``linattn::<name>`` and ``linattn::<name>_backward``, and functions that PyTorch records.
+
+    derivative(run) is the forward's derivative by a backward pass, and setup keeps what it needs.
+    """
+
+    def twice(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"the gradients of linattn.{name} are not differentiable themselves: there is no "
+            "double backward"
+        )
+
+    def define(suffix: str, part: Part, derivative: Any, setup: Any) -> Any:
+        full = f"linattn::{name}{suffix}"
+        op = torch.library.custom_op(full, part.run, mutates_args=(), schema=part.schema)
+        op.register_fake(part.fake)
+        op.register_autograd(derivative, setup_context=setup)
+        return getattr(torch.ops.linattn, name + suffix).default
+
+    def recorded(kind: Any, forward: Any, backward: Any) -> Any:
+        again = kind(f"{name}_backward", backward, twice, _no_context)
+        return kind(name, forward, derivative(again), setup)
+
+    backward_operator = define("_backward", backward, twice, None)
+    operator = define("", forward, derivative(backward_operator), setup)
+    return Ways(
+        recorded(function, forward.run, backward.run),
+        operator,
+        recorded(_transformable, operator, backward_operator),
+    )
 
 
 def _register(name: str) -> Ways:
@@ -274,31 +315,12 @@ def _register(name: str) -> Ways:
         dS, d_second = d_state if isinstance(d_state, tuple) else (d_state, None)
         return tuple(or_nothing(x, arguments[0]) for x in (*gradients, dS, d_second))
 
-    def twice(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            f"the gradients of linattn.{name} are not differentiable themselves: there is no "
-            "double backward"
-        )
-
-    def define(suffix: str, schema: str, run: Any, fake: Any, derivative: Any, setup: Any) -> Any:
-        full = f"linattn::{name}{suffix}"
-        op = torch.library.custom_op(full, run, mutates_args=(), schema=schema)
-        op.register_fake(fake)
-        op.register_autograd(derivative, setup_context=setup)
-        return getattr(torch.ops.linattn, name + suffix).default
-
-    def recorded(kind: Any, forward: Any, backward: Any) -> Any:
-        again = kind(f"{name}_backward", backward, twice, no_context)
-        return kind(name, forward, _derivative(name, again), _setup_context)
-
-    backward = define("_backward", _BACKWARD, run_backward, _fake_backward, twice, None)
-    fake_forward = partial(_fake_forward, name)
-    derivative = _derivative(name, backward)
-    forward = define("", _FORWARD, run_forward, fake_forward, derivative, _setup_context)
-    return Ways(
-        recorded(function, run_forward, run_backward),
-        forward,
-        recorded(transformable, forward, backward),
+    return register(
+        name,
+        Part(_FORWARD, run_forward, partial(_fake_forward, name)),
+        Part(_BACKWARD, run_backward, _fake_backward),
+        partial(_derivative, name),
+        _setup_context,
     )
 
 
@@ -324,20 +346,20 @@ def is_looked_into() -> bool:
     return _transform() is not None or bool(_modes()) or _trace() is not None
 
 
-def way_of(ways: Ways, device: str, arrays: tuple[Any, ...]) -> Any:
+def way(ways: Ways, device: str, arrays: tuple[Any, ...]) -> Any:
     """The way of a call on these, if PyTorch has to know of it; else None."""
     if _transform() is not None:
         return ways.transformed
     if device not in _DEVICES or _modes() or _trace() is not None:
         return ways.operator
-    way, recording = None, torch.is_grad_enabled()
+    found, recording = None, torch.is_grad_enabled()
     for x in arrays:
         if type(x) in TENSORS:
             if recording and x.requires_grad:
-                way = ways.autograd
+                found = ways.autograd
         elif x is not None and isinstance(x, Tensor):
             return ways.operator
-    return way
+    return found
 
 
 def is_watched(op: str, arrays: tuple[Any, ...]) -> bool:
@@ -347,11 +369,11 @@ def is_watched(op: str, arrays: tuple[Any, ...]) -> bool:
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
         or (device in _DEVICES and torch.is_autocast_enabled(device))
-        or way_of(_OPS[op], device, arrays) is not None
+        or way(_OPS[op], device, arrays) is not None
     )
 
 
-def _refuse_tangents(arrays: tuple[Any, ...]) -> None:
+def refuse_tangents(arrays: tuple[Any, ...]) -> None:
     for x in arrays:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
@@ -513,17 +535,17 @@ def forward(op: str, q: Tensor, k: Any, v: Any, **given: Any) -> tuple[Tensor, A
             if given.get(name) is not None:
                 given[name] = _cast(given[name], dtype)
     if torch.compiler.is_compiling():
-        way = _OPS[op].operator
+        call = _OPS[op].operator
     else:
         state = given.get("initial_state")
         parts = state if isinstance(state, tuple | list) else (state,)
         arrays = (q, k, v, *map(given.get, _LOOKED_AT), *parts)
         if forward_ad._current_level >= 0:
-            _refuse_tangents(arrays)
+            refuse_tangents(arrays)
         if out is not None:
             return _linattn.forward(op, q, k, v, **given)  # the core refuses what is recorded
-        way = way_of(_OPS[op], device, arrays)
-        if way is None:
+        call = way(_OPS[op], device, arrays)
+        if call is None:
             given["unrecorded"] = True  # beside **given it would cost a second dict
             return _linattn.forward(op, q, k, v, **given)
     try:
@@ -535,7 +557,7 @@ def forward(op: str, q: Tensor, k: Any, v: Any, **given: Any) -> tuple[Tensor, A
         raise TypeError(
             f"{name}: expected {expected} where gradients are recorded, got {type(got)}"
         ) from None
-    o, S, second = way(*fitted)
+    o, S, second = call(*fitted)
     if not given.get("output_final_state", False):
         return o, None
     return o, (S, second) if _has_pair(op, given.get("features")) else S

@@ -562,7 +562,9 @@ static void diagonal_forward(const la_diagonal *j, const la_scan_unit *u, void *
     const bool step = j->room.p->pass == LA_STEP;
     const scan_functions *by = scan_functions_of(j);
     scan_take_room(&f, &m, j, u->d1 - u->d0, 0);
-    if (step && j->room.form == LA_SELECTIVE && !j->room.pairs) {
+    const la_array *const state = j->room.array[LA_SCAN_S0];
+    if (step && j->room.form == LA_SELECTIVE && !j->room.pairs &&
+        (j->N == 1 || state->stride[2] == 1)) {
         load_per_channel(&f, f.D, j->room.array[LA_SCAN_D], u->d0);
         load_per_channel(&f, f.bias, j->room.array[LA_SCAN_BIAS], u->d0);
         diagonal_load(j, u, 0, 1, &f);
@@ -597,7 +599,7 @@ LA_COLD void diagonal_read_adjoint(const scan_room *f, int64_t n)
             const lane gate = lanes_in(f->z + at)[0], s = sigmoid(gate);
             lane *const dy = lanes_of(f->dy + at);
             const lane y = lanes_in(f->y + at)[0] + lanes_in(f->D + c)[0] * lanes_in(f->u + at)[0];
-            lanes_of(f->z + at)[0] = *dy * y * (s + gate * sigmoid_slope(gate));
+            lanes_of(f->z + at)[0] = *dy * y * silu_slope(gate);
             *dy *= gate * s;
         }
 }

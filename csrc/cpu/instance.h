@@ -33,6 +33,7 @@
 #include "curves.h"
 #include "rows.h"
 #include "diagonal_scan.h"
+#include "convolve.h"
 
 /* clang-format off */
 #define LA_KIND(decay, rule) \
@@ -211,5 +212,10 @@ const la_kernels LA_INSTANCE = {
     .diagonal_forward = diagonal_forward,
     .diagonal_backward = diagonal_backward,
     .diagonal_reduce = diagonal_reduce,
+    .convolution_taps = convolution_taps,
+    .convolution_scratch = convolution_scratch,
+    .convolution_forward = convolution_forward,
+    .convolution_state = convolution_state,
+    .convolution_backward = convolution_backward,
     .store_numbers = store_numbers,
 };

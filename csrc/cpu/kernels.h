@@ -3,6 +3,7 @@
 #ifndef LINATTN_CPU_KERNELS_H
 #define LINATTN_CPU_KERNELS_H
 
+#include "../convolution.h"
 #include "../diagonal.h"
 #include "../gates.h"
 
@@ -81,6 +82,23 @@ typedef struct la_scan_sums {
 /* Where sequence n lies: fills b, begin, end and state. */
 void la_scan_sequence(const la_diagonal *j, la_scan_unit *u, int64_t n);
 
+/* A causal convolution: some tokens of one sequence, in a panel of channels. The tokens may be those
+ * before the first one, which an initial state has. */
+typedef struct la_convolution_unit {
+    int64_t d0, d1;
+    int64_t n, b, begin, end; /* the sequence: which, its row, its tokens there */
+    int64_t state;            /* where its state is in a step's pool */
+    int64_t t0, t1;
+} la_convolution_unit;
+
+/* What all units of a convolution read. */
+typedef struct la_convolution_taps {
+    void *taps;    /* [W + 1][width] reals: a tap's row, from the token's own on, then the bias */
+    int64_t width; /* D, and zeros that a lane may read */
+    bool along;    /* lanes of tokens and not of channels */
+    bool streams;  /* y is so large that no cache keeps it: it is written past them */
+} la_convolution_taps;
+
 typedef struct la_kernels {
     const char *isa;
     int lanes; /* reals in a vector: how far rows are padded */
@@ -125,6 +143,18 @@ typedef struct la_kernels {
     /* dB or dC of a token, from its partial sums. */
     void (*diagonal_reduce)(const la_diagonal *j, int64_t token, const la_scan_sums *sums,
                             la_scan_line line, const void *partial);
+
+    /* Causal convolutions. Taps once per pass. A scratch is for a unit of any size. */
+    void (*convolution_taps)(const la_convolution *j, const la_convolution_taps *w);
+    size_t (*convolution_scratch)(const la_convolution *j);
+    void (*convolution_forward)(const la_convolution *j, const la_convolution_unit *u,
+                                const la_convolution_taps *w, void *scratch);
+    /* The final state of the unit's sequence; in a step, its next state in the place of the last. */
+    void (*convolution_state)(const la_convolution *j, const la_convolution_unit *u);
+    /* The gradients of the unit's tokens. Those of taps and bias are added to sums [W + 1][width],
+     * which is NULL for tokens before the first one. */
+    void (*convolution_backward)(const la_convolution *j, const la_convolution_unit *u,
+                                 const la_convolution_taps *w, double *sums, void *scratch);
 
     /* Numbers in an array's dtype. */
     void (*store_numbers)(char *to, la_dtype dtype, const double *from, int64_t n);

@@ -52,6 +52,7 @@ The files of this folder::
     elements.py    norm, feature maps, divisor and kinds of gate, each with its derivative
     scans.py       recurrences that are diagonal in channels and states: Mamba, S4D, RG-LRU, HGRN
     composed/      systems that are an op with arithmetic around it, token by token, one file each
+    convolution.py the causal convolution in front of an op, and its gradients
     softmax.py     softmax attention, which these ops replace, and its gradients
     _one_head.py   q [T,K] in the place of [B,T,H,K]
     _loops.py      the record, the loops over sequences and heads, dtypes
@@ -105,6 +106,7 @@ from .composed import (
     ssd,
     ssd_backward,
 )
+from .convolution import causal_conv1d, causal_conv1d_backward
 from .delta import (
     delta_rule,
     delta_rule_chunk,
@@ -157,6 +159,8 @@ __all__ = [
     "SoftmaxGradients",
     "additive_adjoint",
     "backward",
+    "causal_conv1d",
+    "causal_conv1d_backward",
     "chunk_adjoint",
     "decay_matrix",
     "delta_adjoint",
