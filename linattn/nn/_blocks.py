@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from linattn import ops
 from linattn.arrays import as_size
+from linattn.convolution import causal_conv1d, causal_conv1d_step
 
 
 class State(NamedTuple):
@@ -69,7 +70,10 @@ def check_state(state: Any) -> None:
 
 
 class ShortConvolution(nn.Conv1d):
-    """A causal convolution of each channel over its last W inputs, and SiLU, unless that is off."""
+    """A causal convolution of each channel over its last W inputs, and SiLU, unless that is off.
+
+    On the CPU it is the core's, elsewhere PyTorch's.
+    """
 
     def __init__(self, channels: int, width: int, bias: bool = False, silu: bool = True) -> None:
         super().__init__(channels, channels, width, groups=channels, bias=bias)
@@ -78,10 +82,24 @@ class ShortConvolution(nn.Conv1d):
     def activation(self, y: Tensor) -> Tensor:
         return F.silu(y) if self.silu else y
 
+    def _activation(self) -> str | None:
+        return "silu" if self.silu else None
+
     def forward(  # type: ignore[override]
         self, x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """x [B,T,D] and the W-1 inputs before it [N,W-1,D] (zeros by default) -> y, the next."""
+        if x.device.type == "cpu":
+            y, after = causal_conv1d(
+                x,
+                self.weight[:, 0],
+                self.bias,
+                activation=self._activation(),
+                initial_state=None if before is None else before.to(x.dtype).mT,
+                output_final_state=True,
+                cu_seqlens=cu_seqlens,
+            )
+            return y, after.to(x.dtype).mT
         W, (B, T, D) = self.kernel_size[0], x.shape
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if before is None:
@@ -108,6 +126,15 @@ class ShortConvolution(nn.Conv1d):
 
     def step(self, x: Tensor, before: Tensor) -> Tensor:
         """x [N,D]; `before` moves on in place."""
+        if x.device.type == "cpu":
+            moved: Tensor = causal_conv1d_step(
+                x,
+                self.weight[:, 0],
+                self.bias,
+                state=before.mT,
+                activation=self._activation(),
+            )
+            return moved
         window = torch.cat([before, x[:, None].to(before.dtype)], 1)
         before.copy_(window[:, 1:])
         y = (window.to(x.dtype) * self.weight[:, 0].T).sum(1)
