@@ -4,9 +4,8 @@
 #include <stdio.h>
 
 static const la_room_line lines[LA_CONVOLUTION_ARRAYS] = {
-#define LA_CONVOLUTION_ARRAY(name, label, letters, passes, needed, slot, gradient) \
-    [LA_CONVOLUTION_##name] = {label,          letters,     gradient, LA_##slot, \
-                               LA_IN_##passes, LA_##needed, ~0},
+#define LA_CONVOLUTION_ARRAY(name, label, letters, in, need, slot, gradient) \
+    [LA_CONVOLUTION_##name] = {label, letters, gradient, LA_##slot, LA_IN_##in, LA_##need, ~0},
 #define LA_CONVOLUTION_INDEX(name, label, passes, slot) \
     [LA_CONVOLUTION_##name] = {label, "", NULL, LA_##slot, LA_IN_##passes, LA_OPTIONAL, ~0},
 #include "convolution.def"
