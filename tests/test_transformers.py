@@ -673,8 +673,8 @@ def test_a_model_without_such_layers_is_refused():
     )
     with pytest.raises(
         ValueError,
-        match=r"^model: expected layers .* gated_delta_rule, kda, "
-        r"kimi_delta_attention .*; LlamaForCausalLM has none",
+        match=r"^model: expected layers .* chunk_gated_delta_rule, .*, mamba_selective_scan, .*; "
+        r"LlamaForCausalLM has none",
     ):
         use_linattn(transformers.AutoModelForCausalLM.from_config(config))
     with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, got .*str"):

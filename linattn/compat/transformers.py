@@ -1,10 +1,10 @@
-"""Models of transformers, their delta rules computed by linattn.
+"""Models of transformers, their delta rules and selective scans computed by linattn.
 
 ::
 
     from linattn.compat.transformers import use_linattn
 
-    model = AutoModelForCausalLM.from_pretrained(...)  # a Qwen3-Next, Qwen3.5, Kimi Linear, ...
+    model = AutoModelForCausalLM.from_pretrained(...)  # a Qwen3-Next, Kimi Linear, Jamba, ...
     with use_linattn(model):
         model.generate(**tokens)                       # afterwards the model is as it was
 
@@ -14,7 +14,8 @@
 
 Which models are meant is not listed anywhere: a layer is one if it keeps a chunked or recurrent
 gated delta rule (or Kimi delta attention) as an attribute, or if its methods call one by a global
-name, and if that function has the parameters that ours has. The layer then gets functions, or
+name, and if that function has the parameters that ours has. So it is with Mamba's selective scan
+and its step, which run on the CPU so far. The layer then gets functions, or
 methods that see functions, of its own; nothing is written into its class, its module or
 transformers, so that other models of the process, of the same class too, stay as they are.
 """
@@ -27,17 +28,21 @@ import inspect
 import re
 from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from linattn import autograd, ops
+from linattn.features import cast, is_recorded
+from linattn.scans import selective_scan, selective_scan_step
 
 __all__ = [
     "Replacement",
     "chunk_gated_delta_rule",
     "chunk_kda",
+    "mamba_selective_scan",
+    "mamba_selective_state_update",
     "recurrent_gated_delta_rule",
     "recurrent_kda",
     "use_linattn",
@@ -64,16 +69,20 @@ _FOR_OTHERS = frozenset(
 )
 
 
+def _refuse_others(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if value is not None and name not in _FOR_OTHERS:
+            got = repr(value) if isinstance(value, bool | int | float | str) else type(value)
+            raise ValueError(f"{name}: not supported by linattn.compat.transformers, got {got}")
+
+
 def _sequences(cu_seqlens: Any, others: dict[str, Any]) -> Any:
     """The edges of packed sequences, or None, once every other argument is known to be harmless."""
     packed = others.pop("cu_seq_lens_q", None)  # what becomes cu_seqlens in some layers
     seq_idx = others.pop("seq_idx", None)
     if others.get("is_causal") is True:
         del others["is_causal"]
-    for name, value in others.items():
-        if value is not None and name not in _FOR_OTHERS:
-            what = repr(value) if isinstance(value, bool | int | float | str) else type(value)
-            raise ValueError(f"{name}: not supported by linattn.compat.transformers, got {what}")
+    _refuse_others(others)
     edges = packed if cu_seqlens is None else cu_seqlens
     # The convolution before this knows them apart by seq_idx, or refuses: by that alone.
     if edges is not None and seq_idx is None:
@@ -316,21 +325,136 @@ def _recurrent(
     return o[:, None], state
 
 
+def mamba_selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    use_mambapy: bool = False,
+    use_associative_scan: bool = False,
+    **others: Any,
+) -> Any:
+    """:func:`linattn.selective_scan` of arrays [B,D,T], which is not copied for that.
+
+    hidden_states, dt, z [B,D,T], A [D,N], B, C [B,N,T], D, delta_bias [D]. Returns y [B,D,T], or
+    (y, state [B,D,N]), the state float32 (float64 for float64 inputs). How transformers would
+    compute it makes no difference.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from linattn.compat.transformers import mamba_selective_scan
+    >>> x, B = torch.rand(1, 6, 10, dtype=torch.float64), torch.rand(1, 4, 10, dtype=torch.float64)
+    >>> A = -torch.rand(6, 4, dtype=torch.float64)
+    >>> y, state = mamba_selective_scan(x, x, A, B, B, return_last_state=True)
+    >>> tuple(y.shape), tuple(state.shape)
+    ((1, 6, 10), (1, 6, 4))
+    """
+    _refuse_others(others)
+    dtype = hidden_states.dtype
+    y, state = selective_scan(
+        hidden_states.mT,
+        cast(dt, dtype).mT,
+        A,
+        cast(B, dtype).mT,
+        cast(C, dtype).mT,
+        D=D,
+        z=None if z is None else cast(z, dtype).mT,
+        delta_bias=delta_bias,
+        delta_softplus=delta_softplus,
+        output_final_state=return_last_state,
+    )
+    return (y.mT, state) if return_last_state else y.mT
+
+
+def mamba_selective_state_update(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **others: Any,
+) -> Tensor:
+    """:func:`linattn.selective_scan_step`: one token, the state changes in place.
+
+    state [B,D,N], hidden_states, dt, z [B,D], A [D,N], B, C [B,N], D, dt_bias [D].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from linattn.compat.transformers import mamba_selective_state_update
+    >>> x, B = torch.rand(1, 6), torch.rand(1, 4)
+    >>> state = torch.zeros(1, 6, 4)
+    >>> y = mamba_selective_state_update(state, x, x, -torch.rand(6, 4), B, B)
+    >>> tuple(y.shape), bool(state.any())
+    ((1, 6), True)
+    """
+    _refuse_others(others)
+    dtype = hidden_states.dtype
+    u, dt, B, C = hidden_states, cast(dt, dtype), cast(B, dtype), cast(C, dtype)
+    z = None if z is None else cast(z, dtype)
+    options: dict[str, Any] = {"D": D, "delta_bias": dt_bias, "delta_softplus": dt_softplus}
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    recorded = any(x is not None and is_recorded(x) for x in (u, dt, A, B, C, D, z, dt_bias))
+    if recorded or torch.compiler.is_compiling() or state.dtype not in (real, torch.bfloat16):
+        y, after = selective_scan(
+            u[:, None],
+            dt[:, None],
+            A,
+            B[:, None],
+            C[:, None],
+            z=None if z is None else z[:, None],
+            initial_state=state.to(real),
+            output_final_state=True,
+            **options,
+        )
+        with torch.no_grad():
+            state.copy_(after)
+        return y[:, 0]
+    with torch.no_grad():
+        y = selective_scan_step(state, u, dt, A, B, C, z=z, **options)
+    return y
+
+
 # ---- which functions a layer has ----
 
-_OURS: dict[tuple[str, str], Callable[..., Result]] = {
-    ("chunk", "gated_delta_rule"): chunk_gated_delta_rule,
-    ("recurrent", "gated_delta_rule"): recurrent_gated_delta_rule,
-    ("chunk", "kda"): chunk_kda,
-    ("recurrent", "kda"): recurrent_kda,
-    ("chunk", "kimi_delta_attention"): chunk_kda,
-    ("recurrent", "kimi_delta_attention"): recurrent_kda,
+_DELTA = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+_SCAN = ("dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state")
+_UPDATE = ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias", "dt_softplus", "z")
+
+
+class _Ours(NamedTuple):
+    function: Callable[..., Any]
+    first: tuple[str, ...]  # parameters that come by position, under any names
+    parameters: tuple[str, ...]
+
+
+_QKV = ("query", "key", "value")
+_OURS = {
+    "chunk_gated_delta_rule": _Ours(chunk_gated_delta_rule, _QKV, _DELTA),
+    "recurrent_gated_delta_rule": _Ours(recurrent_gated_delta_rule, _QKV, _DELTA),
+    "chunk_kda": _Ours(chunk_kda, _QKV, _DELTA),
+    "recurrent_kda": _Ours(recurrent_kda, _QKV, _DELTA),
+    "chunk_kimi_delta_attention": _Ours(chunk_kda, _QKV, _DELTA),
+    "recurrent_kimi_delta_attention": _Ours(recurrent_kda, _QKV, _DELTA),
+    "mamba_selective_scan": _Ours(mamba_selective_scan, ("hidden_states",), _SCAN),
+    "mamba_selective_state_update": _Ours(mamba_selective_state_update, ("state",), _UPDATE),
 }
-_NAME = re.compile("(?:.*_)?(chunk|recurrent)_(gated_delta_rule|kda|kimi_delta_attention)")
-_PARAMETERS = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+_NAME = re.compile(f"(?:.*_)?({'|'.join(_OURS)})")
 
 
-def _replacement(name: str, function: Any) -> Callable[..., Result] | None:
+def _replacement(name: str, function: Any) -> Callable[..., Any] | None:
     """Ours for what a layer calls by this name; None if it is something else.
 
     Raises ValueError if only the name is right.
@@ -338,14 +462,15 @@ def _replacement(name: str, function: Any) -> Callable[..., Result] | None:
     words = _NAME.fullmatch(name)
     if words is None or not callable(function):
         return None
+    ours = _OURS[words.group(1)]
     given = inspect.signature(getattr(function, "forward", function)).parameters  # a module's
-    missing = [p for p in _PARAMETERS if p not in given]
-    if missing or len(given) < 3 + len(_PARAMETERS):
+    missing = [p for p in ours.parameters if p not in given]
+    if missing or len(given) < len(ours.first) + len(ours.parameters):
         raise ValueError(
-            f"{name}: expected a function (query, key, value, {', '.join(_PARAMETERS)}), "
+            f"{name}: expected a function ({', '.join((*ours.first, *ours.parameters))}), "
             f"got ({', '.join(given)})"
         )
-    return _OURS[words.group(1), words.group(2)]
+    return ours.function
 
 
 def _globals_of(code: CodeType) -> set[str]:
@@ -499,11 +624,9 @@ class Replacement:
                 raise ValueError(f"model: {name}: {error}") from None
         planned = {name: plan for name, plan in planned.items() if plan[1]}
         if not planned:
-            rules = dict.fromkeys(rule for _, rule in _OURS)
             raise ValueError(
-                "model: expected layers with functions chunk_* or recurrent_* of "
-                f"{', '.join(rules)} (attributes of a layer, or globals that its methods call); "
-                f"{type(self._model).__name__} has none"
+                f"model: expected layers with functions {', '.join(_OURS)} (attributes of a layer, "
+                f"or globals that its methods call); {type(self._model).__name__} has none"
             )
         self.layers: dict[str, tuple[str, ...]] = {}
         for name, (layer, changes) in planned.items():
@@ -555,7 +678,9 @@ class Replacement:
 
 
 def use_linattn(model: nn.Module) -> Replacement:
-    """Make a loaded model compute its gated delta rules with linattn, on the CPU and on CUDA.
+    """Make a loaded model compute its gated delta rules, or selective scans, with linattn.
+
+    Delta rules run on the CPU and on CUDA, selective scans on the CPU so far.
 
     From now on, until the ``with`` block ends or :meth:`Replacement.restore` is called. Gradients,
     caches, padded batches, bfloat16 and torch.compile work as before.

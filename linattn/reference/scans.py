@@ -376,7 +376,8 @@ def s4d(
     """
     real, (batch, T, _) = working(dtype), u.shape
     pairs = np.iscomplexobj(A)
-    x, dt, A, B, C = cast(u, dtype), *(_parameter(p, dtype) for p in (dt, A, B, C))
+    x = cast(u, dtype)
+    dt, A, B, C = (_parameter(p, dtype) for p in (dt, A, B, C))
     a, b = _discretized(dt, A, B, discretization)
     skip = 0 if D is None else cast(D, real)
     spans, y = sequences(batch, T, cu_seqlens), np.empty(u.shape, real)
