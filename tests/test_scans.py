@@ -682,6 +682,15 @@ def test_a_state_is_written_where_it_lies(rng):
         f.step(state.copy(), **token, state_indices=np.array([1, 2]))
 
 
+def test_a_complex_state_is_written_where_it_lies(rng):
+    f = SCANS[2]
+    arrays = f.draw(rng, T=1)
+    token, state = one_token(f, arrays, 0), arrays["initial_state"]
+    f.step(state, **token)
+    with pytest.raises(ValueError, match="state: expected an array whose innermost axis is contig"):
+        f.step(np.repeat(state, 2, -1)[..., ::2], **token)
+
+
 # ---- PyTorch ----
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from linattn._linattn import shares_memory
 from linattn.features import is_tensor, library_of
 
 __all__ = ["as_complex", "as_pairs", "is_complex"]
@@ -15,8 +16,17 @@ def is_complex(x: Any) -> bool:
     return "complex" in str(getattr(x, "dtype", ""))
 
 
-def as_pairs(name: str, x: Any) -> Any:
-    """[...,N] complex as [...,2N] real. None stays None."""
+def as_pairs(name: str, x: Any, *, in_place: bool = False) -> Any:
+    """[...,N] complex as [...,2N] real. None stays None. In place: in the memory of x."""
+    pairs = _pairs_of(name, x)
+    if in_place and x is not None and not shares_memory(x.real, pairs):
+        raise ValueError(
+            f"{name}: expected an array whose innermost axis is contiguous (it is written in place)"
+        )
+    return pairs
+
+
+def _pairs_of(name: str, x: Any) -> Any:
     if x is None:
         return None
     if not is_complex(x):

@@ -333,13 +333,7 @@ class _Problem:
     def inward(self, name: str, x: Any, *, in_place: bool = False) -> Any:
         if x is None or not self.pairs:
             return x
-        pairs = as_pairs(name, x)
-        if in_place and not _is_view(x, pairs):
-            raise ValueError(
-                f"{name}: expected an array whose innermost axis is contiguous (it is written in "
-                "place)"
-            )
-        return pairs
+        return as_pairs(name, x, in_place=in_place)
 
     def outward(self, x: Any) -> Any:
         return as_complex(x) if self.pairs else x
@@ -365,12 +359,6 @@ class _Problem:
         ddt = conj(self.A) * dL + d_direct  # was L = dt A
         ddt = (xp.real(ddt) if self.pairs else ddt).sum(-1)
         return cast(ddt, dt.dtype), cast(self.dt * dL, A.dtype), cast(dB, B.dtype)
-
-
-def _is_view(x: Any, y: Any) -> bool:
-    from linattn._linattn import shares_memory
-
-    return bool(shares_memory(x.real, y))
 
 
 def _phi(xp: Any, L: Any) -> tuple[Any, Any]:

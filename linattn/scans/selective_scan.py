@@ -354,19 +354,7 @@ def _pair_up(
         return False
     for name in ("A", "B", "C"):
         arrays[name] = as_pairs(name, arrays[name])
-    before = arrays[state]
-    arrays[state] = as_pairs(state, before)
-    if in_place and not _shares(before, arrays[state]):
-        raise ValueError(
-            f"{state}: expected an array whose innermost axis is contiguous (it is written in "
-            "place)"
-        )
+    arrays[state] = as_pairs(state, arrays[state], in_place=in_place)
     if "d_final_state" in arrays:
         arrays["d_final_state"] = as_pairs("d_final_state", arrays["d_final_state"])
     return True
-
-
-def _shares(x: Any, y: Any) -> bool:
-    from linattn._linattn import shares_memory
-
-    return bool(shares_memory(x.real, y))
