@@ -52,6 +52,13 @@ GROUPS = (
         ("linattn.composed",),
     ),
     Group(
+        "scans",
+        "Scans and the convolution",
+        "Recurrences that are diagonal in channels and states, and the short convolution in front "
+        "of a mixer.",
+        ("linattn.scans", "linattn.convolution"),
+    ),
+    Group(
         "features",
         "Feature maps",
         "Feature maps of linear attention.",
