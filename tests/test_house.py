@@ -5,6 +5,7 @@ import fnmatch
 import pathlib
 import re
 import subprocess
+import tomllib
 
 import pytest
 from support.variants import GATED
@@ -163,3 +164,14 @@ def test_the_diffs_of_the_guide_apply():
             old = [line[1:] for line in hunk.splitlines() if line[:1] in " -"]
             at = source.find("\n" + "\n".join(old) + "\n", at)
             assert at >= 0, (path, old)
+
+
+def test_every_package_is_installed():
+    """What is missing here is missing in the wheel alone: a checkout imports it."""
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = tomllib.loads(text)["tool"]["setuptools"]["packages"]
+    there = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in ROOT.glob("linattn/**/__init__.py")
+    }
+    assert set(listed) == there
