@@ -47,19 +47,6 @@ def ours_both(x):
     return lambda: both()[0]
 
 
-def ours_in_two_threads(x):
-    call = ours(x)
-
-    def on_two():
-        linattn.set_num_threads(2)
-        try:
-            return call()
-        finally:
-            linattn.set_num_threads(1)
-
-    return on_two
-
-
 def ggml(threads=1):
     from .ggml import Ggml
 
@@ -142,18 +129,19 @@ def run(given):
     rng = np.random.default_rng(0)
     linattn.set_num_threads(1)
     beside, missing = peers()
-    calls = {"linattn": ours, "linattn, forward and backward": ours_both}
+    calls = [("linattn", ours, 1), ("linattn, forward and backward", ours_both, 1)]
+    calls += [(name, make, 1) for name, make in beside]
     if len(os.sched_getaffinity(0)) > 1:
-        calls["linattn, 2 threads"] = ours_in_two_threads
-    calls |= dict(beside)
-    for name, make in calls.items():
+        calls += [(f"{name}, 2 threads", make, 2) for name, make, _ in calls[:2]]
+    for name, make, _ in calls:
         check(name, make, rng)
     x = problem(rng, T, D)
-    timed = [Timed(Result(None, name), make(x)) for name, make in calls.items()]
+    timed = [Timed(Result(None, name, threads=n), make(x)) for name, make, n in calls]
     for each in timed:
         each.prepare()
     with quiet():
-        for _, each in in_turns(timed, given.rounds or ROUNDS):
+        for _, each in in_turns(timed, given.rounds or ROUNDS, last=lambda t: t.result.threads):
+            linattn.set_num_threads(each.result.threads)
             each.sample()
     base = timed[0].result.median()
     rows = [
@@ -167,7 +155,7 @@ def run(given):
         for each in timed
     ]
     used, _ = linattn._linattn.isa()
-    print(f"selective_scan, float32, T = {T}, D = {D}, N = {N}; one thread, {used}\n")
+    print(f"selective_scan, float32, T = {T}, D = {D}, N = {N}; {used}, one thread\n")
     print("\n".join(lines(["", "ms", "least", "thousand tokens/s", "time / ours"], rows)))
     print("\n".join(missing))
     return 0
