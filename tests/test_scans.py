@@ -452,6 +452,17 @@ def test_angles_of_many_turns(rng):
             assert abs(y[0, 1, 0] - want) < 8 * tiny * max(1, turns[n])
 
 
+@pytest.mark.parametrize("angle", [2.0**14, 2.0**22, 2.0**30 + 2.0**10])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_angles_that_are_exact_lose_nothing(dtype, angle):
+    """delta is 1, so the angle has no error, however large it is."""
+    A = np.array([[1j * angle]], np.result_type(dtype, np.complex64))
+    one = np.ones((1, 2, 1, 1), A.dtype)
+    u = np.array([1.0, 0.0], dtype)[None, :, None]
+    y, _ = linattn.selective_scan(u, np.ones((1, 2, 1), dtype), A, one, one)
+    assert abs(y[0, 1, 0] - 2 * np.cos(angle)) < 8 * np.finfo(dtype).eps
+
+
 @every
 def test_nan_stays_in_its_channel_sequence_and_future(scan, rng):
     arrays = scan.draw(rng, T=40)

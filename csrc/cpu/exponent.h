@@ -42,19 +42,32 @@ LA_FN void lanes_exp2(lane *x, const int many)
     for (int k = 0; k < many; k++) x[k] = lane_times_power(series[k], n[k]);
 }
 
-/* cos x and sin x. x = k pi/2 + r, where pi/2 comes in three parts, the first two of which have so
- * few bits that k times them is exact up to |k| = 2^13. For larger x the error is below the ulp of
- * x. From |k| = 2^21 on the angle counts as 0: in float32 such an x has no digit behind the point.
+/* The angles of `far`, by the C library: they are rare, and its functions take any angle. */
+LA_COLD lane far_cos_sin(lane x, lane_int far, lane cosine, lane *sine)
+{
+    for (int i = 0; i < LANES; i++) {
+        if (!far[i]) continue;
+        cosine[i] = LA_REAL_BITS == 32 ? (real)cosf((float)x[i]) : (real)cos((double)x[i]);
+        (*sine)[i] = LA_REAL_BITS == 32 ? (real)sinf((float)x[i]) : (real)sin((double)x[i]);
+    }
+    return cosine;
+}
+
+/* cos x and sin x. x = k pi/2 + r, where pi/2 comes in three parts. The first two have so few bits
+ * that k times them is exact up to |k| = 2^13 in float32 and 2^20 in float64. Larger angles, and what
+ * is no number, go to far_cos_sin.
  *
- * The first terms that the series leave out, at r = pi/4: r^10 / 11! = 2e-9 of sin r and r^12 / 12!
+ * The first terms that the series leave out, at r = pi/4: r^12 / 13! = 9e-12 of sin r and r^12 / 12!
  * = 1e-10 in float32, r^18 / 19! = 1e-19 and r^18 / 18! = 2e-18 in float64. */
 LA_FN lane lane_cos_sin(lane x, lane *sine)
 {
 #if LA_REAL_BITS == 32
     enum { TERMS = 5 };
+    const real furthest = 0x1p13f;
     const real part[] = {0x1.92p0f, 0x1.fb4p-12f, 0x1.4442d2p-24f};
 #else
     enum { TERMS = 8 };
+    const real furthest = 0x1p20;
     const real part[] = {0x1.921fb544p0, 0x1.0b4611a6p-34, 0x1.3198a2e037073p-69};
 #endif
     static const real over_factorial[] = {
@@ -79,14 +92,16 @@ LA_FN lane lane_cos_sin(lane x, lane *sine)
     };
     const real HALF_PI_INVERSE = (real)0.63661977236758134308;
     const lane all = lane_rounded(x * HALF_PI_INVERSE);
-    const lane_int far = (all > 0x1p21f) | (all < -0x1p21f);
-    const lane k = LANE_PICK(far, LANE_ZERO, all);
-    const lane r = LANE_PICK(far, x - x, ((x - k * part[0]) - k * part[1]) - k * part[2]);
+    const lane_int near = (all <= furthest) & (all >= -furthest), far = ~near;
+    const lane k = LANE_PICK(near, all, LANE_ZERO);
+    const lane r = LANE_PICK(near, ((x - k * part[0]) - k * part[1]) - k * part[2], LANE_ZERO);
     const lane square = -r * r;
     lane c = over_factorial[2 * TERMS] - LANE_ZERO;
-    lane s = over_factorial[2 * TERMS - 1] - LANE_ZERO;
-    for (int i = TERMS - 1; i >= 0; i--) c = c * square + over_factorial[2 * i];
-    for (int i = TERMS - 2; i >= 0; i--) s = s * square + over_factorial[2 * i + 1];
+    lane s = over_factorial[2 * TERMS + 1] - LANE_ZERO;
+    for (int i = TERMS - 1; i >= 0; i--) {
+        c = c * square + over_factorial[2 * i];
+        s = s * square + over_factorial[2 * i + 1];
+    }
     s = s * r;
     /* k modulo 4: which quarter of the circle */
     const lane quarter = k - 4 * lane_rounded(k * (real)0.25);
@@ -94,5 +109,8 @@ LA_FN lane lane_cos_sin(lane x, lane *sine)
     const lane cosine = LANE_PICK(odd, s, c), sinus = LANE_PICK(odd, c, s);
     const lane_int turned = (quarter == 2) | (quarter == -2);
     *sine = LANE_PICK(turned | (quarter == -1), -sinus, sinus);
-    return LANE_PICK(turned | (quarter == 1), -cosine, cosine);
+    const lane found = LANE_PICK(turned | (quarter == 1), -cosine, cosine);
+    bool any = false;
+    for (int i = 0; i < LANES; i++) any |= far[i] != 0;
+    return any ? far_cos_sin(x, far, found, sine) : found;
 }
