@@ -463,6 +463,24 @@ def test_angles_that_are_exact_lose_nothing(dtype, angle):
     assert abs(y[0, 1, 0] - 2 * np.cos(angle)) < 8 * np.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("width", [8, 16])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_step_whose_constants_have_strides(rng, dtype, width):
+    """Every second number of A, B and C: N = 5 is no whole vector, so a row ends in padding."""
+    N = 5
+    u, delta = rng.random((2, 1, 6)).astype(dtype)
+    A, state = -rng.random((6, N)).astype(dtype), rng.random((1, 6, N)).astype(dtype)
+    B, C = rng.random((2, 1, 1, N)).astype(dtype)
+    wide = [np.repeat(x, 2, -1)[..., ::2] for x in (A, B, C)]
+    # the next call gets this one's scratch: threes, in rows of a vector's width
+    filled = [np.full((*x.shape[:-1], width), 3, dtype) for x in (state, A, B, C)]
+    linattn.selective_scan_step(filled[0], u, delta, *filled[1:])
+    got, want = state.copy(), state.copy()
+    y = linattn.selective_scan_step(got, u, delta, *wide)
+    assert_same_bits(y, linattn.selective_scan_step(want, u, delta, A, B, C))
+    assert_same_bits(got, want)
+
+
 @every
 def test_nan_stays_in_its_channel_sequence_and_future(scan, rng):
     arrays = scan.draw(rng, T=40)

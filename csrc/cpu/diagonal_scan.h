@@ -10,7 +10,7 @@
 
 enum { SEGMENT = 16 }; /* tokens; a backward pass keeps a state for each */
 
-/* What a unit works on. Rows of tokens are [SEGMENT][width], numbers of channels are
+/* The memory of a unit. Rows of tokens are [SEGMENT][width], numbers of channels are
  * [blocks][N][LANES]. */
 typedef struct {
     int64_t channels, width, blocks, N;
@@ -28,9 +28,6 @@ typedef struct {
     double *dA, *dB0, *dC0, *dD, *dbias; /* [blocks][N][LANES], or [width] */
 } scan_room;
 
-/* Room for one token's numbers of a group. */
-LA_FN int64_t scan_row(const la_diagonal *j) { return padded(j->N); }
-
 LA_FN double *arena_take_doubles(arena *m, size_t rows, size_t columns)
 {
     return (double *)arena_take(m, la_times(rows, sizeof(double) / sizeof(real)), columns);
@@ -39,7 +36,7 @@ LA_FN double *arena_take_doubles(arena *m, size_t rows, size_t columns)
 LA_FN void scan_take_room(scan_room *f, arena *m, const la_diagonal *j, int64_t channels,
                           int64_t longest)
 {
-    const size_t N = (size_t)j->N, row = (size_t)scan_row(j);
+    const size_t N = (size_t)j->N, row = (size_t)padded(j->N);
     *f = (scan_room){0};
     f->channels = channels;
     f->width = padded(channels);
@@ -99,16 +96,8 @@ LA_FN void store_scan_rows(const la_array *x, int64_t b, int64_t t, int64_t n, i
 LA_FN void load_scan_groups(const la_array *x, int64_t b, int64_t t, int64_t n, int64_t g,
                             int64_t N, real *to)
 {
-    for (int64_t i = 0; i < n; i++) {
-        const char *from = scan_at(x, b, t + i, g, 0);
-        real *row = to + i * padded(N);
-        if (x->stride[3] == 1 || N == 1) {
-            load_row(row, N, from, x->dtype);
-            continue;
-        }
-        for (int64_t m = 0; m < N; m++)
-            row[m] = load_element(from + m * x->stride[3] * la_size_of(x->dtype), x->dtype);
-    }
+    for (int64_t i = 0; i < n; i++)
+        load_apart(to + i * padded(N), N, scan_at(x, b, t + i, g, 0), x->stride[3], x->dtype);
 }
 
 /* The rows of the segment that begins at token t come next. A row of a panel is too short for the
@@ -213,10 +202,11 @@ LA_COLD void settle_steps(const la_diagonal *j, int64_t n, const scan_room *f)
 }
 
 /* The rows of a segment as the recurrence takes them. */
-LA_FN void load_segment(const la_diagonal *j, const la_scan_unit *u, int64_t t, int64_t n,
-                        const scan_room *f, const la_scan_form form)
+LA_COLD void load_segment(const la_diagonal *j, const la_scan_unit *u, int64_t t, int64_t n,
+                          const scan_room *f)
 {
     la_array *const *array = j->room.array;
+    const la_scan_form form = (la_scan_form)j->room.form;
     load_scan_rows(array[LA_SCAN_U], u->b, t, n, u->d0, f, f->u);
     if (form == LA_SELECTIVE) {
         load_scan_groups(array[LA_SCAN_B], u->b, t, n, u->group, f->N, f->B);
@@ -310,7 +300,7 @@ LA_FN void scan_some(const scan_room *f, int64_t block, int64_t n, int64_t m, co
             }
         }
         for (int k = 0; keeps && k < many; k++) {
-            lanes_of(f->decays)[(m + k) * SEGMENT + i] = a[k];
+            if (form != LA_FIXED) lanes_of(f->decays)[(m + k) * SEGMENT + i] = a[k];
             lanes_of(f->states)[(m + k) * (SEGMENT + 1) + i + 1] = h[k];
         }
         if (!reads) continue;
@@ -492,7 +482,7 @@ LA_FN void finish_segment(const la_diagonal *j, const la_scan_unit *u, int64_t t
         }
 }
 
-/* What all tokens share. */
+/* The numbers that all tokens share. */
 LA_FN void load_constants(const la_diagonal *j, const la_scan_unit *u, const scan_room *f)
 {
     la_array *const *array = j->room.array;
@@ -503,16 +493,6 @@ LA_FN void load_constants(const la_diagonal *j, const la_scan_unit *u, const sca
     }
     load_per_channel(f, f->D, array[LA_SCAN_D], u->d0);
     load_per_channel(f, f->bias, array[LA_SCAN_BIAS], u->d0);
-}
-
-static void diagonal_load(const la_diagonal *j, const la_scan_unit *u, int64_t t, int64_t n,
-                          const scan_room *f)
-{
-    switch ((la_scan_form)j->room.form) {
-    case LA_SELECTIVE: load_segment(j, u, t, n, f, LA_SELECTIVE); break;
-    case LA_FIXED: load_segment(j, u, t, n, f, LA_FIXED); break;
-    case LA_GATED_SCAN: load_segment(j, u, t, n, f, LA_GATED_SCAN); break;
-    }
 }
 
 static size_t diagonal_scratch(const la_diagonal *j, int64_t channels, int64_t longest)
@@ -533,14 +513,8 @@ LA_COLD void scan_step(const la_diagonal *j, const la_scan_unit *u, const scan_r
     real *const A = f->A, *const h = f->h;
     for (int64_t c = 0; c < f->channels; c++) {
         char *const h_at = scan_at(state, u->state, u->d0 + c, 0, 0);
-        const char *A_at = scan_at(rates, u->d0 + c, 0, 0, 0);
         load_row(h, f->N, h_at, state->dtype);
-        if (rates->stride[1] == 1 || f->N == 1)
-            load_row(A, f->N, A_at, rates->dtype);
-        else
-            for (int64_t m = 0; m < f->N; m++)
-                A[m] = load_element(A_at + m * rates->stride[1] * la_size_of(rates->dtype),
-                                    rates->dtype);
+        load_apart(A, f->N, scan_at(rates, u->d0 + c, 0, 0, 0), rates->stride[1], rates->dtype);
         const real step2 = f->step[c] * LOG2_E, w = f->step[c] * f->u[c];
         lane sum = LANE_ZERO;
         for (int64_t m = 0; m < row; m += LANES) {
@@ -567,7 +541,7 @@ static void diagonal_forward(const la_diagonal *j, const la_scan_unit *u, void *
         (j->N == 1 || state->stride[2] == 1)) {
         load_per_channel(&f, f.D, j->room.array[LA_SCAN_D], u->d0);
         load_per_channel(&f, f.bias, j->room.array[LA_SCAN_BIAS], u->d0);
-        diagonal_load(j, u, 0, 1, &f);
+        load_segment(j, u, 0, 1, &f);
         scan_step(j, u, &f);
         finish_segment(j, u, 0, 1, &f);
         store_scan_rows(j->room.array[LA_SCAN_Y], u->b, 0, 1, u->d0, &f, f.y);
@@ -578,7 +552,7 @@ static void diagonal_forward(const la_diagonal *j, const la_scan_unit *u, void *
     for (int64_t t = u->begin; t < u->end; t += SEGMENT) {
         const int64_t n = t + SEGMENT < u->end ? SEGMENT : u->end - t;
         if (la_stopped(j->room.p)) return;
-        diagonal_load(j, u, t, n, &f);
+        load_segment(j, u, t, n, &f);
         look_ahead(j, u, t + SEGMENT, &f);
         for (int64_t block = 0; block < f.blocks; block++) by->read(&f, block, n);
         finish_segment(j, u, t, n, &f);
@@ -604,7 +578,8 @@ LA_COLD void diagonal_read_adjoint(const scan_room *f, int64_t n)
         }
 }
 
-/* What the rows of D and of delta's bias and softplus add: du, ddelta, and sums over tokens. */
+/* The parts of du and ddelta that come from D, and from delta's bias and softplus, and the sums over
+ * tokens of both. */
 LA_FN void finish_adjoint(const la_diagonal *j, const scan_room *f, int64_t n)
 {
     const bool D = j->room.array[LA_SCAN_D], selective = j->room.form == LA_SELECTIVE;
@@ -651,7 +626,7 @@ LA_FN void backward_segment(const la_diagonal *j, const la_scan_unit *u, const l
     const scan_functions *by = scan_functions_of(j);
     const bool selective = j->room.form == LA_SELECTIVE;
     const int64_t N = f->N;
-    diagonal_load(j, u, t, n, f);
+    load_segment(j, u, t, n, f);
     load_scan_rows(gradient[LA_SCAN_Y], u->b, t, n, u->d0, f, f->dy);
     if (array[LA_SCAN_Z]) load_scan_rows(array[LA_SCAN_Z], u->b, t, n, u->d0, f, f->z);
     if (selective) {
@@ -716,7 +691,7 @@ static void diagonal_backward(const la_diagonal *j, const la_scan_unit *all,
             if (la_stopped(j->room.p)) return;
             memcpy(f.kept + (size_t)s * numbers, f.h, numbers * sizeof(real));
             if (s == segments - 1) break;
-            diagonal_load(j, u, t, SEGMENT, &f);
+            load_segment(j, u, t, SEGMENT, &f);
             look_ahead(j, u, t + SEGMENT, &f);
             for (int64_t block = 0; block < f.blocks; block++) by->carry(&f, block, SEGMENT);
         }

@@ -20,14 +20,25 @@ LA_COLD void gather(real *restrict to, int64_t n, const char *from, int64_t stri
     }
 }
 
+/* The same as a padded row. */
+LA_FN void load_apart(real *to, int64_t n, const char *from, int64_t stride, la_dtype dtype)
+{
+    if (stride == 1 || n == 1) {
+        load_row(to, n, from, dtype);
+        return;
+    }
+    gather(to, n, from, stride, dtype);
+    for (int64_t i = n; i < padded(n); i++) to[i] = 0;
+}
+
 LA_COLD void scatter(char *to, int64_t stride, la_dtype dtype, const real *from, int64_t n)
 {
     const int64_t size = la_size_of(dtype);
     for (int64_t i = 0; i < n; i++) store_element(to + i * stride * size, dtype, from[i]);
 }
 
-/* n tokens of `channels` channels from d on, in rows of `width` reals, whose rest is zeros. `column`
- * is room for n padded reals. */
+/* n tokens of `channels` channels from d on, in rows of `width` reals: the channels, padded with
+ * zeros. `column` is room for n padded reals. */
 LA_COLD void load_tokens(const la_array *x, int64_t b, int64_t t, int64_t n, int64_t d,
                          int64_t channels, real *to, int64_t width, real *column)
 {
@@ -41,12 +52,7 @@ LA_COLD void load_tokens(const la_array *x, int64_t b, int64_t t, int64_t n, int
     for (int64_t i = 0; i < n; i++) {
         const char *from = at(x, b, t + i, d);
         real *row = to + i * width;
-        if (x->stride[2] == 1 || channels == 1) {
-            load_row(row, channels, from, x->dtype);
-            continue;
-        }
-        gather(row, channels, from, x->stride[2], x->dtype);
-        for (int64_t c = channels; c < width; c++) row[c] = 0;
+        load_apart(row, channels, from, x->stride[2], x->dtype);
     }
 }
 
