@@ -2,6 +2,7 @@
  * say that something is wrong. It serves every device: it reads no array but cu_seqlens and
  * state_indices, and these only where they lie on the host. */
 #include "linattn.h"
+#include "text.h"
 
 #include <math.h>
 #include <stdarg.h>
@@ -250,37 +251,22 @@ la_dtype la_dtype_of(const la_problem *p, la_name name)
 
 /* ---- messages ---- */
 
-typedef struct {
-    char *at, *end;
-} text;
-
-static void append(text *w, const char *format, ...)
+static void append_shape(la_text *w, int ndim, const int64_t *shape)
 {
-    va_list args;
-    va_start(args, format);
-    int n = vsnprintf(w->at, (size_t)(w->end - w->at), format, args);
-    va_end(args);
-    w->at = n < w->end - w->at ? w->at + n : w->end - 1;
+    la_append(w, "(");
+    for (int i = 0; i < ndim; i++) la_append(w, i ? ", %lld" : "%lld", (long long)shape[i]);
+    la_append(w, ndim == 1 ? ",)" : ")");
 }
 
-static text message(la_problem *p) { return (text){p->message, p->message + sizeof p->message}; }
-
-static void append_shape(text *w, int ndim, const int64_t *shape)
+static void append_letters(la_text *w, const char *letters)
 {
-    append(w, "(");
-    for (int i = 0; i < ndim; i++) append(w, i ? ", %lld" : "%lld", (long long)shape[i]);
-    append(w, ndim == 1 ? ",)" : ")");
-}
-
-static void append_letters(text *w, const char *letters)
-{
-    append(w, "[");
+    la_append(w, "[");
     for (const char *c = letters; *c; c++)
-        append(w, "%s%s", c == letters ? "" : ",",
-               *c == 'h'   ? "HV"
-               : *c == 'n' ? "N+1"
-                           : (char[2]){*c, 0});
-    append(w, "]");
+        la_append(w, "%s%s", c == letters ? "" : ",",
+                  *c == 'h'   ? "HV"
+                  : *c == 'n' ? "N+1"
+                              : (char[2]){*c, 0});
+    la_append(w, "]");
 }
 
 static la_status fail(la_problem *p, la_status status, const char *format, ...)
@@ -335,20 +321,20 @@ static la_status refuse_shape(la_problem *p, la_name name)
     int64_t want[LA_MAX_DIMS];
     user_letters(p, name, letters);
     const int ndim = values_of(p, letters, want);
-    text w = message(p);
-    append(&w, "%s: expected ", la_array_name(p, name));
+    la_text w = la_text_of(p->message);
+    la_append(&w, "%s: expected ", la_array_name(p, name));
     if (ndim == 0) {
-        append(&w, "a scalar (one head), got ");
+        la_append(&w, "a scalar (one head), got ");
     } else {
         append_letters(&w, letters);
-        append(&w, " = ");
+        la_append(&w, " = ");
         append_shape(&w, ndim, want);
-        append(&w, ", got ");
+        la_append(&w, ", got ");
     }
     append_shape(&w, x->ndim, x->shape);
     if (x->ndim == ndim && swapped(letters, want, x->shape))
-        append(&w,
-               ": tokens come before heads; transpose(1, 2) is a view of [B,H,T,...] that fits");
+        la_append(&w,
+                  ": tokens come before heads; transpose(1, 2) is a view of [B,H,T,...] that fits");
     return LA_VALUE_ERROR;
 }
 
@@ -356,13 +342,13 @@ la_status la_refuse_dims(la_problem *p, la_name name, int ndim, const int64_t *s
 {
     char letters[LA_MAX_DIMS + 1];
     user_letters(p, name, letters);
-    text w = message(p);
-    append(&w, "%s: expected ", la_array_name(p, name));
+    la_text w = la_text_of(p->message);
+    la_append(&w, "%s: expected ", la_array_name(p, name));
     if (p->labels)
-        append(&w, "up to %d dimensions", LA_MAX_DIMS);
+        la_append(&w, "up to %d dimensions", LA_MAX_DIMS);
     else
         append_letters(&w, letters);
-    append(&w, ", got ");
+    la_append(&w, ", got ");
     append_shape(&w, ndim, shape);
     return LA_VALUE_ERROR;
 }
@@ -370,16 +356,16 @@ la_status la_refuse_dims(la_problem *p, la_name name, int ndim, const int64_t *s
 la_status la_refuse_memory(la_problem *p, la_name name, int ndim, const int64_t *shape)
 {
     char letters[LA_MAX_DIMS + 1];
-    text w = message(p);
-    append(&w, "%s: expected memory for ",
-           p->labels || name != LA_O ? la_array_name(p, name) : "o");
+    la_text w = la_text_of(p->message);
+    la_append(&w, "%s: expected memory for ",
+              p->labels || name != LA_O ? la_array_name(p, name) : "o");
     if (!p->labels) {
         user_letters(p, name, letters);
         append_letters(&w, letters);
-        append(&w, " = ");
+        la_append(&w, " = ");
     }
     append_shape(&w, ndim, shape);
-    append(&w, ", got none");
+    la_append(&w, ", got none");
     return LA_MEMORY_ERROR;
 }
 
@@ -440,12 +426,12 @@ static la_status refuse_missing(la_problem *p, la_name name)
 {
     char letters[LA_MAX_DIMS + 1];
     user_letters(p, name, letters);
-    text w = message(p);
-    append(&w, "%s: expected ", la_array_name(p, name));
-    if (name == LA_G && p->decay != LA_HEAD) append(&w, "the log decay ");
+    la_text w = la_text_of(p->message);
+    la_append(&w, "%s: expected ", la_array_name(p, name));
+    if (name == LA_G && p->decay != LA_HEAD) la_append(&w, "the log decay ");
     append_letters(&w, letters);
-    if (name == LA_G && p->decay != LA_HEAD) append(&w, " (or alpha=, the decay itself)");
-    append(&w, ", got None");
+    if (name == LA_G && p->decay != LA_HEAD) la_append(&w, " (or alpha=, the decay itself)");
+    la_append(&w, ", got None");
     return LA_TYPE_ERROR;
 }
 
@@ -467,18 +453,19 @@ static la_status settle_letters(la_problem *p)
     const char *shape_v = step ? "[B,HV,V]" : "[B,T,HV,V]", *one_v = step ? "[V]" : "[T,V]";
 
     if (q->ndim != full && q->ndim != one) {
-        text w = message(p);
-        append(&w, "q: expected %d-D %s, or %d-D %s for one head; got ", full, shape_q, one, one_q);
+        la_text w = la_text_of(p->message);
+        la_append(&w, "q: expected %d-D %s, or %d-D %s for one head; got ", full, shape_q, one,
+                  one_q);
         append_shape(&w, q->ndim, q->shape);
         if (!step && q->ndim == 3)
-            append(&w, ", which could mean two things: write q[None] if it is [T,H,K], "
-                       "q[:, :, None] if it is [B,T,K]");
+            la_append(&w, ", which could mean two things: write q[None] if it is [T,H,K], "
+                          "q[:, :, None] if it is [B,T,K]");
         return LA_VALUE_ERROR;
     }
     p->one_head = q->ndim == one;
     if (v->ndim != q->ndim) {
-        text w = message(p);
-        append(&w, "v: expected %d-D %s like q, got ", q->ndim, p->one_head ? one_v : shape_v);
+        la_text w = la_text_of(p->message);
+        la_append(&w, "v: expected %d-D %s like q, got ", q->ndim, p->one_head ? one_v : shape_v);
         append_shape(&w, v->ndim, v->shape);
         return LA_VALUE_ERROR;
     }
@@ -510,8 +497,8 @@ la_status la_settle_sequences(la_problem *p)
     la_status status = la_check_dtype(p, LA_CU);
     if (status) return status;
     if (cu->ndim != 1 || cu->shape[0] < 1) {
-        text w = message(p);
-        append(&w, "cu_seqlens: expected [N+1], got ");
+        la_text w = la_text_of(p->message);
+        la_append(&w, "cu_seqlens: expected [N+1], got ");
         append_shape(&w, cu->ndim, cu->shape);
         return LA_VALUE_ERROR;
     }

@@ -12,8 +12,7 @@
  * and h may be complex; then N counts reals, two for each number, and y is twice the real part of
  * the sum: the other half of the conjugate pairs.
  *
- * Here is what one token does, and its adjoint, for both devices. Needs `lane`, LA_ELEMENT and
- * LANE_ZERO as elements.h does; without LA_ELEMENT it only describes the call. */
+ * Here is what a call of the room (room.h) says. diagonal_token.h has one token and its adjoint. */
 #ifndef LINATTN_DIAGONAL_H
 #define LINATTN_DIAGONAL_H
 

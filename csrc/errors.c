@@ -162,3 +162,15 @@ int la_refuse_dtype(const char *label, la_name name, dl_dtype dtype)
     PyErr_Format(PyExc_TypeError, "%s: expected %s, got %s", label, la_expected_dtypes(name), got);
     return -1;
 }
+
+int la_as_flag(PyObject *object, const char *label, bool *flag)
+{
+    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool)) {
+        PyErr_Format(PyExc_TypeError, "%s: expected True or False, got %R", label,
+                     (PyObject *)Py_TYPE(object));
+        return -1;
+    }
+    const int value = PyObject_IsTrue(object);
+    *flag = value > 0;
+    return value < 0 ? -1 : 0;
+}

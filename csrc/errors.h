@@ -14,6 +14,7 @@ int la_refuse_strides(const char *label, const char *expected, int ndim, const i
                       int64_t size);
 int la_refuse_device(const la_call *c, la_name name, la_device device, int ordinal);
 int la_refuse_object(const char *label, PyObject *object);
+int la_as_flag(PyObject *object, const char *label, bool *flag); /* True or False */
 int la_refuse_dtype(const char *label, la_name name, dl_dtype dtype);
 PyObject *la_tuple_of(int count, const int64_t *numbers);
 

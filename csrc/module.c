@@ -20,18 +20,6 @@
 
 /* ---- options ---- */
 
-static int as_flag(PyObject *object, const char *label, bool *flag)
-{
-    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool)) {
-        PyErr_Format(PyExc_TypeError, "%s: expected True or False, got %R", label,
-                     (PyObject *)Py_TYPE(object));
-        return -1;
-    }
-    int value = PyObject_IsTrue(object);
-    *flag = value > 0;
-    return value < 0 ? -1 : 0;
-}
-
 static int as_number(PyObject *object, const char *label, double *number)
 {
     const bool flag = PyBool_Check(object) || PyArray_IsScalar(object, Bool);
@@ -133,39 +121,39 @@ static int take_features(la_call *c, PyObject *object)
 
 static int take_output_final_state(la_call *c, PyObject *object)
 {
-    return as_flag(object, "output_final_state", &c->p.want_final);
+    return la_as_flag(object, "output_final_state", &c->p.want_final);
 }
 
 static int take_qk_l2norm(la_call *c, PyObject *object)
 {
-    return as_flag(object, "qk_l2norm", &c->p.qk_l2norm);
+    return la_as_flag(object, "qk_l2norm", &c->p.qk_l2norm);
 }
 
 static int take_state_v_first(la_call *c, PyObject *object)
 {
-    return as_flag(object, "state_v_first", &c->p.state_v_first);
+    return la_as_flag(object, "state_v_first", &c->p.state_v_first);
 }
 
 static int take_predicts_before(la_call *c, PyObject *object)
 {
-    return as_flag(object, "predicts_before", &c->p.predicts_before);
+    return la_as_flag(object, "predicts_before", &c->p.predicts_before);
 }
 
 static int take_x_is_factor(la_call *c, PyObject *object)
 {
-    return as_flag(object, "x_is_factor", &c->p.x_is_factor);
+    return la_as_flag(object, "x_is_factor", &c->p.x_is_factor);
 }
 
 static int take_allow_tf32(la_call *c, PyObject *object)
 {
-    return object == Py_None ? 0 : as_flag(object, "allow_tf32", &c->p.allow_tf32);
+    return object == Py_None ? 0 : la_as_flag(object, "allow_tf32", &c->p.allow_tf32);
 }
 
 /* warn=False: not of a gate that grows. */
 static int take_warn(la_call *c, PyObject *object)
 {
     bool warn;
-    if (as_flag(object, "warn", &warn)) return -1;
+    if (la_as_flag(object, "warn", &warn)) return -1;
     c->quiet = !warn;
     return 0;
 }
@@ -175,7 +163,7 @@ static int take_warn(la_call *c, PyObject *object)
 static int take_unrecorded(la_call *c, PyObject *object)
 {
     bool unrecorded;
-    if (as_flag(object, "unrecorded", &unrecorded)) return -1;
+    if (la_as_flag(object, "unrecorded", &unrecorded)) return -1;
     if (unrecorded) c->gradients = -1;
     return 0;
 }
@@ -791,7 +779,7 @@ static PyObject *py_set_allow_tf32(PyObject *self, PyObject *object)
 {
     (void)self;
     bool allow;
-    if (as_flag(object, "allow", &allow)) return NULL;
+    if (la_as_flag(object, "allow", &allow)) return NULL;
     la_set_allow_tf32(allow);
     Py_RETURN_NONE;
 }

@@ -1,24 +1,12 @@
-/* What all rooms do with the lines of their tables. */
+/* The lines of the rooms' tables: the checks of a call's arrays, and the shapes of its outputs. */
 #include "room.h"
 
-#include <stdarg.h>
+#include "text.h"
+
 #include <stdio.h>
 #include <string.h>
 
 /* ---- messages ---- */
-
-typedef struct {
-    char *at, *end;
-} text;
-
-static void append(text *w, const char *format, ...)
-{
-    va_list args;
-    va_start(args, format);
-    const int n = vsnprintf(w->at, (size_t)(w->end - w->at), format, args);
-    va_end(args);
-    w->at = n < w->end - w->at ? w->at + n : w->end - 1;
-}
 
 /* The letters that a user writes for this array in this call. */
 static void user_letters(const la_room_job *j, int line, char letters[LA_MAX_DIMS + 1])
@@ -48,26 +36,27 @@ static long long shown(const la_room_job *j, char letter, int64_t size)
 static la_status refuse_shape(la_room_job *j, int line, const la_array *x, const char *label)
 {
     char letters[LA_MAX_DIMS + 1];
-    text w = {j->p->message, j->p->message + LA_MESSAGE};
+    la_text w = la_text_of(j->p->message);
     user_letters(j, line, letters);
     const int ndim = (int)strlen(letters);
-    append(&w, "%s: expected [", label);
+    la_append(&w, "%s: expected [", label);
     for (int i = 0; i < ndim; i++)
-        append(&w, "%s%c%s", i ? "," : "", capital(letters[i]), is_small(letters[i]) ? "-1" : "");
-    append(&w, "]");
+        la_append(&w, "%s%c%s", i ? "," : "", capital(letters[i]),
+                  is_small(letters[i]) ? "-1" : "");
+    la_append(&w, "]");
     bool known = true;
     for (int i = 0; i < ndim; i++) known = known && size_of(j, letters[i]) >= 0;
     if (known) {
-        append(&w, " = (");
+        la_append(&w, " = (");
         for (int i = 0; i < ndim; i++)
-            append(&w, i ? ", %lld" : "%lld", shown(j, letters[i], size_of(j, letters[i])));
-        append(&w, ndim == 1 ? ",)" : ")");
+            la_append(&w, i ? ", %lld" : "%lld", shown(j, letters[i], size_of(j, letters[i])));
+        la_append(&w, ndim == 1 ? ",)" : ")");
     }
-    append(&w, ", got (");
+    la_append(&w, ", got (");
     for (int i = 0; i < x->ndim; i++)
-        append(&w, i ? ", %lld" : "%lld",
-               shown(j, x->ndim == ndim ? letters[i] : ' ', x->shape[i]));
-    append(&w, x->ndim == 1 ? ",)" : ")");
+        la_append(&w, i ? ", %lld" : "%lld",
+                  shown(j, x->ndim == ndim ? letters[i] : ' ', x->shape[i]));
+    la_append(&w, x->ndim == 1 ? ",)" : ")");
     return LA_VALUE_ERROR;
 }
 
@@ -225,4 +214,11 @@ int64_t la_room_start(const la_room_job *j, int64_t n)
 {
     const la_array *cu = &j->p->array[LA_CU];
     return cu->given ? la_integer_at(cu->data, cu->dtype, n * cu->stride[0]) : 0;
+}
+
+void la_room_clear(const la_array *y, int64_t b, int64_t d0, int64_t d1)
+{
+    const int64_t size = la_size_of(y->dtype);
+    for (int64_t d = d0; d < d1; d++) /* zero has no bit set in any dtype */
+        memset(y->data + (b * y->stride[0] + d * y->stride[2]) * size, 0, (size_t)size);
 }

@@ -46,7 +46,7 @@ typedef struct {
 
 enum { LA_ROOM_LINES = 16 };
 
-/* What the job of each room begins with. */
+/* The job of each room begins with this. */
 typedef struct la_room_job {
     /* what the caller says */
     const struct la_room *room;
@@ -74,7 +74,7 @@ typedef struct la_room {
     int options;
     bool plain_states; /* a state holds inputs as they are, so it may have their dtype too */
     size_t job_bytes;
-    /* What the letters cannot say. Called when all inputs have been checked. */
+    /* Checks what the letters cannot say, after all inputs have been compared with them. */
     la_status (*check)(la_room_job *j);
     la_status (*run)(la_room_job *j);
 } la_room;
@@ -98,6 +98,10 @@ static inline int64_t la_room_row(const la_room_job *j, int64_t n)
 {
     return j->p->array[LA_CU].given ? 0 : n;
 }
+
+/* A row of the batch that has no state: its one token of y [B,T,D] reads zeros, from channel d0 to
+ * d1. */
+void la_room_clear(const la_array *y, int64_t b, int64_t d0, int64_t d1);
 
 extern const la_room la_scan_room, la_convolution_room;
 

@@ -64,18 +64,6 @@ static void name_arrays(room_call *r)
     }
 }
 
-static int take_flag(la_room_job *j, const la_room_option *flag, PyObject *object)
-{
-    if (!PyBool_Check(object) && !PyArray_IsScalar(object, Bool)) {
-        PyErr_Format(PyExc_TypeError, "%s: expected True or False, got %R", flag->label,
-                     (PyObject *)Py_TYPE(object));
-        return -1;
-    }
-    const int value = PyObject_IsTrue(object);
-    *(bool *)((char *)j + flag->offset) = value > 0;
-    return value < 0 ? -1 : 0;
-}
-
 static int refuse_word(const la_room_option *option, PyObject *object)
 {
     char list[128] = "None";
@@ -102,7 +90,8 @@ static int take_word(la_room_job *j, const la_room_option *option, PyObject *obj
 
 static int take_option(la_room_job *j, const la_room_option *option, PyObject *object)
 {
-    return option->words ? take_word(j, option, object) : take_flag(j, option, object);
+    if (option->words) return take_word(j, option, object);
+    return la_as_flag(object, option->label, (bool *)((char *)j + option->offset));
 }
 
 /* Arrays in the order of the table, the first of which says where the call runs. */
@@ -137,6 +126,15 @@ static int take_all(room_call *r, PyObject *const *values, PyObject *names)
     return la_raise(la_room_check(j), r->c.p.message);
 }
 
+static int refuse_cuda(const la_call *c)
+{
+    if (c->p.device != LA_CUDA) return 0;
+    PyErr_Format(PyExc_RuntimeError,
+                 "%s: expected arrays on the CPU, where alone this runs so far, got arrays on CUDA",
+                 la_array_name(&c->p, LA_Q));
+    return -1;
+}
+
 /* ---- outputs ---- */
 
 static bool is_made(const room_call *r, int line)
@@ -166,7 +164,7 @@ static int make_outputs(room_call *r)
     return r->c.out || j->p->pass == LA_STEP ? la_refuse_overlaps(&r->c) : 0;
 }
 
-/* What the pass makes: y of a step, (y, final state) of a forward pass, or a gradient for each
+/* The results of the pass: y of a step, (y, final state) of a forward pass, or a gradient for each
  * input. */
 static PyObject *results(room_call *r)
 {
@@ -221,7 +219,8 @@ PyObject *la_room_call(const la_room *room, PyObject *const *args, Py_ssize_t na
     r.j->form = form;
     r.j->p = &r.c.p;
     name_arrays(&r);
-    if (!take_all(&r, args + WORDS, names) && !make_outputs(&r) && !la_run_room(&r.c, r.j))
+    if (!take_all(&r, args + WORDS, names) && !refuse_cuda(&r.c) && !make_outputs(&r) &&
+        !la_run_room(&r.c, r.j))
         answer = results(&r);
     la_call_release(&r.c);
     PyMem_Free(r.j);

@@ -165,24 +165,31 @@ static int run_brief(la_call *c)
     return la_raise(status, c->p.message) || warn_of_clamp(clamped) ? -1 : 0;
 }
 
-/* state_indices are read again without the GIL, so they are taken over first. */
+enum { FEW_SLOTS = 64 };
+
+/* state_indices are read again without the GIL, so they are taken over first: into `few`, or into
+ * *more, which the caller gives back. */
+static int take_slots(la_call *c, int64_t few[FEW_SLOTS], int64_t **more)
+{
+    const size_t B = (size_t)c->p.B;
+    *more = NULL;
+    if (!c->p.array[LA_SLOT].given) return 0;
+    if (B > FEW_SLOTS && !(*more = PyMem_Malloc(B * sizeof **more))) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return la_raise(la_check_slots(&c->p, *more ? *more : few), c->p.message);
+}
+
 int la_run_step(la_call *c)
 {
-    enum { FEW = 64 };
-    int64_t few[FEW], *more = NULL;
-    const size_t B = (size_t)c->p.B;
+    int64_t few[FEW_SLOTS], *more;
     begin_taken(c);
     if (settle(c)) return -1;
 #ifdef LA_WITH_CUDA
     if (c->p.device == LA_CUDA) return run_on_device(c);
 #endif
-    if (!c->p.array[LA_SLOT].given) return run_brief(c);
-    if (B > FEW && !(more = PyMem_Malloc(B * sizeof *more))) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    const int failed =
-        la_raise(la_check_slots(&c->p, more ? more : few), c->p.message) || run_brief(c);
+    const int failed = take_slots(c, few, &more) || run_brief(c);
     PyMem_Free(more);
     return failed ? -1 : 0;
 }
@@ -207,32 +214,19 @@ int la_run_gating(la_call *c, la_gating *j)
 int la_run_room(la_call *c, la_room_job *j)
 {
     la_watch watch;
-    if (c->p.device == LA_CUDA) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "%s: expected arrays on the CPU, where alone this runs so far, got arrays on "
-                     "CUDA",
-                     la_array_name(&c->p, LA_Q));
-        return -1;
-    }
+    int64_t few[FEW_SLOTS], *more;
     const bool step = c->p.pass == LA_STEP;
-    int64_t *room = NULL;
     if ((!step && la_hold(c)) || (c->ran_python && la_still_there(c))) return -1;
-    if (c->p.array[LA_SLOT].given) {
-        if (!(room = PyMem_Calloc((size_t)c->p.B + 1, sizeof *room))) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        if (la_raise(la_check_slots(&c->p, room), c->p.message)) {
-            PyMem_Free(room);
-            return -1;
-        }
+    if (take_slots(c, few, &more)) {
+        PyMem_Free(more);
+        return -1;
     }
     PyThreadState *python = PyEval_SaveThread();
     la_watch_begin(&watch, interrupted, &python);
     if (!step) c->p.watch = &watch;
     const la_status status = j->room->run(j);
     PyEval_RestoreThread(python);
-    PyMem_Free(room);
+    PyMem_Free(more);
     if (status == LA_INTERRUPTED) return -1; /* the exception is there */
     return la_raise(status, c->p.message);
 }

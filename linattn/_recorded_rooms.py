@@ -67,7 +67,7 @@ class _Form:
         return tuple(or_nothing(x, dy) for x in found)
 
     def sizes(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the letters of the table are in a call; a tracer may have symbols for them."""
+        """The sizes of the letters of the table in a call; a tracer may have symbols for them."""
         sizes: dict[str, Any] = {}
         for line in self.lines:
             x = given[line.label]

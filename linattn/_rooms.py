@@ -41,7 +41,7 @@ class Room(NamedTuple):
         return entry
 
     def inputs(self, form: str) -> tuple[Line, ...]:
-        """What a forward call takes, without an out."""
+        """The arrays that a forward call takes, without an out."""
         return tuple(
             line
             for line in self.lines

@@ -167,7 +167,7 @@ def test_the_diffs_of_the_guide_apply():
 
 
 def test_every_package_is_installed():
-    """What is missing here is missing in the wheel alone: a checkout imports it."""
+    """A wheel lacks a package that is missing here; a checkout imports it all the same."""
     text = (ROOT / "pyproject.toml").read_text()
     listed = tomllib.loads(text)["tool"]["setuptools"]["packages"]
     there = {

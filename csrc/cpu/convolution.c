@@ -74,15 +74,6 @@ static int64_t sequence_at(const la_convolution *j, int64_t b, int64_t t)
     return low;
 }
 
-/* A row of the batch that has no state reads zeros, which have no bits set in any dtype. */
-static void clear_reads(const la_convolution *j, const la_convolution_unit *u)
-{
-    const la_array *y = j->room.array[LA_CONVOLUTION_Y];
-    const int64_t size = la_size_of(y->dtype);
-    for (int64_t d = u->d0; d < u->d1; d++)
-        memset(y->data + (u->b * y->stride[0] + d * y->stride[2]) * size, 0, (size_t)size);
-}
-
 /* Tokens t0 .. t1 of row b, sequence by sequence. */
 static void run_tokens(const job *x, la_convolution_unit u, int64_t b, int64_t t0, int64_t t1,
                        double *sums, char *scratch)
@@ -123,7 +114,7 @@ static void step_unit(void *context, int64_t i, int thread)
     take_sequence(x->j, &u, i / x->panels);
     u.t1 = 1;
     if (u.state < 0) {
-        clear_reads(x->j, &u);
+        la_room_clear(x->j->room.array[LA_CONVOLUTION_Y], u.b, u.d0, u.d1);
         return;
     }
     x->kernels->convolution_forward(x->j, &u, &x->taps, scratch_of(x, thread));
@@ -181,13 +172,6 @@ static void add_up_unit(void *context, int64_t i, int thread)
         }
 }
 
-static la_status out_of_memory(la_convolution *j)
-{
-    static const char text[] = "not enough memory for the call's scratch";
-    memcpy(j->room.p->message, text, sizeof text);
-    return LA_MEMORY_ERROR;
-}
-
 /* Memory for the taps, the sums and the scratch of threads. */
 static char *take_memory(job *x, int threads)
 {
@@ -237,7 +221,7 @@ static la_status run_forward(job *x, double work)
     const int64_t units = step ? of_states : j->B * x->blocks * x->panels;
     const int threads = la_pool_threads(units, work);
     char *const block = take_memory(x, threads);
-    if (!block) return out_of_memory(x->j);
+    if (!block) return la_out_of_scratch(x->j->room.p->message);
     la_pool_run(threads, units, step ? step_unit : forward_unit, x, step ? NULL : j->room.p);
     if (j->room.array[LA_CONVOLUTION_ST] && !la_stopped(j->room.p))
         la_pool_run(threads, of_states, state_unit, x, j->room.p);
@@ -254,7 +238,7 @@ static la_status run_backward(job *x, double work)
     const int64_t units = x->parts * x->panels;
     const int threads = la_pool_threads(units, work);
     char *const block = take_memory(x, threads);
-    if (!block) return out_of_memory(x->j);
+    if (!block) return la_out_of_scratch(x->j->room.p->message);
     la_pool_run(threads, units, backward_unit, x, j->room.p);
     if (gradient[LA_CONVOLUTION_S0])
         la_pool_run(threads, j->S * x->panels, initial_unit, x, j->room.p);

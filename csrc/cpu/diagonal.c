@@ -6,8 +6,6 @@
 #include "scratch.h"
 #include "../sizes.h"
 
-#include <string.h>
-
 enum {
     MOST_PARTS = 16,    /* of the sequences of a backward pass, each with sums of its own */
     REDUCE_TOKENS = 64, /* in a unit of sums over panels */
@@ -61,15 +59,6 @@ static char *scratch_of(const job *x, int thread)
     return x->scratch + (size_t)thread * x->per_thread;
 }
 
-/* A row of the batch that has no state reads zeros, which have no bits set in any dtype. */
-static void clear_reads(const la_diagonal *j, const la_scan_unit *u)
-{
-    const la_array *y = j->room.array[LA_SCAN_Y];
-    const int64_t size = la_size_of(y->dtype);
-    for (int64_t d = u->d0; d < u->d1; d++)
-        memset(y->data + (u->b * y->stride[0] + d * y->stride[2]) * size, 0, (size_t)size);
-}
-
 static void forward_unit(void *context, int64_t i, int thread)
 {
     const job *x = context;
@@ -78,7 +67,7 @@ static void forward_unit(void *context, int64_t i, int thread)
     la_scan_sequence(x->j, &u, i / panels);
     if (la_stopped(x->j->room.p)) return;
     if (u.state < 0)
-        clear_reads(x->j, &u);
+        la_room_clear(x->j->room.array[LA_SCAN_Y], u.b, u.d0, u.d1);
     else
         x->kernels->diagonal_forward(x->j, &u, scratch_of(x, thread));
 }
@@ -122,20 +111,13 @@ static void add_up(const job *x, la_scan_line line, double *sums, int64_t N)
     }
 }
 
-static la_status out_of_memory(la_diagonal *j)
-{
-    static const char text[] = "not enough memory for the call's scratch";
-    memcpy(j->room.p->message, text, sizeof text);
-    return LA_MEMORY_ERROR;
-}
-
 static la_status run_forward(job *x, double work)
 {
     const bool step = x->j->room.p->pass == LA_STEP;
     const int64_t units = x->j->S * x->panels * x->j->G;
     const int threads = la_pool_threads(units, work);
     x->scratch = la_scratch_take(la_whole(la_times(x->per_thread, (size_t)threads), 4096));
-    if (!x->scratch) return out_of_memory(x->j);
+    if (!x->scratch) return la_out_of_scratch(x->j->room.p->message);
     la_pool_run(threads, units, forward_unit, x, step ? NULL : x->j->room.p);
     la_scratch_give(x->scratch);
     return la_stopped(x->j->room.p) ? LA_INTERRUPTED : LA_OK;
@@ -171,7 +153,7 @@ static la_status run_backward(job *x, double work)
     size_t bytes = 0;
     for (int i = 0; i < PARTS; i++) bytes = la_plus(bytes, la_whole(parts[i].bytes, 4096));
     char *const block = la_scratch_take(bytes ? bytes : 4096), *next = block;
-    if (!block) return out_of_memory(j);
+    if (!block) return la_out_of_scratch(j->room.p->message);
     for (int i = 0; i < PARTS; i++) {
         if (parts[i].bytes) *parts[i].at = next;
         next += la_whole(parts[i].bytes, 4096);

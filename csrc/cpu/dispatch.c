@@ -6,13 +6,6 @@
 
 #include <string.h>
 
-static la_status out_of_memory(la_problem *p)
-{
-    static const char text[] = "not enough memory for the call's scratch";
-    memcpy(p->message, text, sizeof text);
-    return LA_MEMORY_ERROR;
-}
-
 static la_status status_of(const la_problem *p) { return la_stopped(p) ? LA_INTERRUPTED : LA_OK; }
 
 /* The kernel that takes the call. longest: tokens of the longest sequence. */
@@ -219,7 +212,7 @@ la_status la_forward(la_problem *p)
     if (units < threads) threads = (int)units;
     j.per_thread = round_to_pages(j.kernels->forward_scratch(p, longest_sequence(p), j.heads));
     j.scratch = la_scratch_take(la_times(j.per_thread, threads));
-    if (!j.scratch) return out_of_memory(p);
+    if (!j.scratch) return la_out_of_scratch(p->message);
     la_pool_run(threads, units, forward_unit, &j, p);
     la_scratch_give(j.scratch);
     return status_of(p);
@@ -240,7 +233,7 @@ la_status la_step(la_problem *p)
     int threads = la_pool_threads(units, work_of(p, 8));
     j.per_thread = round_to_pages(j.kernels->step_scratch(p));
     j.scratch = la_scratch_take(la_times(j.per_thread, threads));
-    if (!j.scratch) return out_of_memory(p);
+    if (!j.scratch) return la_out_of_scratch(p->message);
     la_pool_run(threads, units, step_unit, &j, NULL); /* always to its end */
     la_scratch_give(j.scratch);
     return LA_OK;
@@ -334,7 +327,7 @@ la_status la_backward(la_problem *p)
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         bytes = la_plus(bytes, parts[i].bytes);
     char *block = la_scratch_take(bytes), *next = block;
-    if (!block) return out_of_memory(p);
+    if (!block) return la_out_of_scratch(p->message);
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         *parts[i].at = next;
         next += parts[i].bytes;

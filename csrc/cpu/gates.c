@@ -132,11 +132,7 @@ la_status la_gates(la_gating *x)
     size_t bytes = 0;
     for (int i = 0; i < PARTS; i++) bytes = la_plus(bytes, la_whole(parts[i].bytes, 64));
     char *const block = bytes ? la_scratch_take(la_whole(bytes, 4096)) : NULL, *next = block;
-    if (bytes && !block) {
-        static const char text[] = "not enough memory for the call's scratch";
-        memcpy(x->message, text, sizeof text);
-        return LA_MEMORY_ERROR;
-    }
+    if (bytes && !block) return la_out_of_scratch(x->message);
     for (int i = 0; i < PARTS; i++) {
         if (parts[i].bytes) *parts[i].at = next;
         next += la_whole(parts[i].bytes, 64);

@@ -91,7 +91,7 @@ typedef struct la_convolution_unit {
     int64_t t0, t1;
 } la_convolution_unit;
 
-/* What all units of a convolution read. */
+/* The taps of a convolution, which all its units read. */
 typedef struct la_convolution_taps {
     void *taps;    /* [W + 1][width] reals: a tap's row, from the token's own on, then the bias */
     int64_t width; /* D, and zeros that a lane may read */

@@ -1,8 +1,6 @@
 /* Scratch memory of calls. */
 #include "scratch.h"
 
-#include "../linattn.h"
-
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -49,4 +47,11 @@ void la_scratch_give(void *scratch)
     char *block = (char *)scratch - HEADER;
     if (*(size_t *)block <= MOST_KEPT) block = atomic_exchange(&kept, block);
     free(block);
+}
+
+la_status la_out_of_scratch(char message[LA_MESSAGE])
+{
+    static const char text[] = "not enough memory for the call's scratch";
+    memcpy(message, text, sizeof text);
+    return LA_MEMORY_ERROR;
 }

@@ -21,8 +21,28 @@ from linattn.nn._blocks import (
 )
 from linattn.scans import rg_lru, rg_lru_step, s4d, s4d_step, selective_scan, selective_scan_step
 
-# The options of the passes, whose text every block has.
-_FORWARD = """x [B,T,d_model] -> y [B,T,d_model] and the state after it.
+
+class _ScanBlock(nn.Module):
+    """The passes of the three blocks: checks, then the pass of the subclass."""
+
+    first: str  # the name of the layer that reads x
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.d_model = as_size("d_model", d_model, 1)
+
+    def run(
+        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, State]:
+        raise NotImplementedError
+
+    def run_step(self, x: Tensor, state: State) -> Tensor:
+        raise NotImplementedError
+
+    def forward(
+        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """x [B,T,d_model] -> y [B,T,d_model] and the state after it.
 
         Parameters
         ----------
@@ -46,7 +66,14 @@ _FORWARD = """x [B,T,d_model] -> y [B,T,d_model] and the state after it.
         RuntimeError
             x lies on a GPU: the scan runs on the CPU so far.
         """
-_STEP = """x [N,d_model], the next token of each of N sequences -> y [N,d_model].
+        check_input(x, "BT", self.d_model, (self.first, self._first()))
+        if state is not None:
+            check_state(state)
+        return self.run(x, state, cu_seqlens)
+
+    @torch.no_grad()
+    def step(self, x: Tensor, state: State) -> Tensor:
+        """x [N,d_model], the next token of each of N sequences -> y [N,d_model].
 
         The state changes in place. Nothing is recorded for gradients.
 
@@ -67,40 +94,9 @@ _STEP = """x [N,d_model], the next token of each of N sequences -> y [N,d_model]
         RuntimeError
             x lies on a GPU: the scan runs on the CPU so far.
         """
-
-
-class _ScanBlock(nn.Module):
-    """What the three share: a pass is that of a subclass, between checks."""
-
-    first: str  # the name of the layer that reads x
-
-    def __init__(self, d_model: int) -> None:
-        super().__init__()
-        self.d_model = as_size("d_model", d_model, 1)
-
-    def run(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, State]:
-        raise NotImplementedError
-
-    def run_step(self, x: Tensor, state: State) -> Tensor:
-        raise NotImplementedError
-
-    def forward(
-        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, State]:
-        check_input(x, "BT", self.d_model, (self.first, self._first()))
-        if state is not None:
-            check_state(state)
-        return self.run(x, state, cu_seqlens)
-
-    @torch.no_grad()
-    def step(self, x: Tensor, state: State) -> Tensor:
         check_input(x, "N", self.d_model, (self.first, self._first()))
         check_state(state)
         return self.run_step(x, state)
-
-    forward.__doc__, step.__doc__ = _FORWARD, _STEP
 
     def _first(self) -> nn.Module:
         return self.get_submodule(self.first)
