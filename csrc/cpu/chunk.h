@@ -214,6 +214,18 @@ LA_COLD void settle_chunk_decay(chunk *c, const la_problem *p, real *owed, const
     }
 }
 
+LA_COLD void load_two_key_decays(chunk *c, const la_problem *p, const la_unit *u, int64_t t,
+                                 int64_t i)
+{
+    load_key_decays(c, p, u, t, i, 2);
+}
+
+LA_COLD void load_last_key_decays(chunk *c, const la_problem *p, const la_unit *u, int64_t t,
+                                  int64_t i)
+{
+    load_key_decays(c, p, u, t, i, 1);
+}
+
 LA_FN void load_gates(chunk *c, const la_problem *p, const la_unit *u, int64_t t,
                       const la_decay decay, const la_rule rule)
 {
@@ -221,8 +233,8 @@ LA_FN void load_gates(chunk *c, const la_problem *p, const la_unit *u, int64_t t
     for (int64_t i = 0; decay == LA_PAIR && i < c->n; i++)
         c->eta[i] = load_scalar(p, LA_ETA, u, t + i);
     int64_t first = 0;
-    for (; decay == LA_KEY && first + 2 <= c->n; first += 2) load_key_decays(c, p, u, t, first, 2);
-    for (; decay == LA_KEY && first < c->n; first++) load_key_decays(c, p, u, t, first, 1);
+    for (; decay == LA_KEY && first + 2 <= c->n; first += 2) load_two_key_decays(c, p, u, t, first);
+    if (decay == LA_KEY && first < c->n) load_last_key_decays(c, p, u, t, first);
     for (int64_t i = 0; rule == LA_DELTA && i < c->n; i++)
         c->beta[i] = load_scalar(p, LA_BETA, u, t + i);
     const bool weights = la_weighs(decay, rule) && p->array[LA_WEIGHT].given;

@@ -25,16 +25,16 @@ LA_FN rows rows_of(const la_problem *p, la_name name, const la_unit *u, int64_t 
     return (rows){(real *)at_column(x, u->b, t, u->hv, s->v0), x->stride[1]};
 }
 
-LA_FN void load_values(const chunk *c, const la_problem *p, la_name name, const la_unit *u,
-                       int64_t t, int64_t v0, int64_t v1, real *to, int64_t width)
+LA_COLD void load_values(const chunk *c, const la_problem *p, la_name name, const la_unit *u,
+                         int64_t t, int64_t v0, int64_t v1, real *to, int64_t width)
 {
     const la_array *from = &p->array[name];
     for (int64_t i = 0; i < c->n; i++)
         load_row(to + i * width, v1 - v0, at_column(from, u->b, t + i, u->hv, v0), from->dtype);
 }
 
-LA_FN void store_values(const chunk *c, const la_problem *p, la_name name, const la_unit *u,
-                        int64_t t, int64_t v0, int64_t v1, const real *from, int64_t width)
+LA_COLD void store_values(const chunk *c, const la_problem *p, la_name name, const la_unit *u,
+                          int64_t t, int64_t v0, int64_t v1, const real *from, int64_t width)
 {
     const la_array *to = &p->array[name];
     for (int64_t i = 0; i < c->n; i++)

@@ -251,8 +251,8 @@ LA_FN void store_plain_row(const la_problem *p, la_name name, int64_t b, int64_t
 
 /* The decays of tokens t..t+n, one number each, in whole lanes: a lane of exponentials costs no
  * more than one. `rest`, unless it is NULL, receives the decay minus a. */
-LA_FN void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64_t n, real *a,
-                       real *rest)
+LA_COLD void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64_t n, real *a,
+                         real *rest)
 {
     const la_array *g = &p->array[LA_G];
     for (int64_t i = 0; i < n; i++) a[i] = load_element(at(g, u->b, t + i, u->hv), g->dtype);
@@ -264,19 +264,23 @@ LA_FN void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64_t
     }
 }
 
+LA_COLD void load_key_decay(const la_problem *p, const la_unit *u, int64_t t, real *a)
+{
+    const la_array *g = &p->array[LA_G];
+    load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
+    if (p->gate == LA_DECAY) return;
+    for (int64_t i = 0; i < p->K; i += LANES)
+        lanes_of(a + i)[0] = decay_of(lanes_in(a + i)[0], p->gate);
+    for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
+}
+
 LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
                       const la_decay decay)
 {
-    const la_array *g = &p->array[LA_G];
-    if (decay == LA_KEY) {
-        load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
-        if (p->gate == LA_DECAY) return;
-        for (int64_t i = 0; i < p->K; i += LANES)
-            lanes_of(a + i)[0] = decay_of(lanes_in(a + i)[0], p->gate);
-        for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
-    } else if (decay != LA_NONE) {
+    if (decay == LA_KEY)
+        load_key_decay(p, u, t, a);
+    else if (decay != LA_NONE)
         load_decays(p, u, t, 1, a, NULL);
-    }
 }
 
 /* ---- decays that pay back their roundings ----
@@ -304,34 +308,45 @@ LA_FN lane lane_paid_back(lane a, lane rest, lane *owed)
     return paid;
 }
 
+LA_COLD void load_number_paid_back(const la_problem *p, const la_unit *u, int64_t t, real *a,
+                                   real *owed)
+{
+    real rest[LANES] __attribute__((aligned(LA_LANE_BYTES)));
+    load_decays(p, u, t, 1, a, rest);
+    a[0] = paid_back((real2)a[0] + (real2)rest[0], owed);
+}
+
+LA_COLD void load_keys_paid_back(const la_problem *p, const la_unit *u, int64_t t, real *a,
+                                 real *owed)
+{
+    const la_array *g = &p->array[LA_G];
+    load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
+    for (int64_t i = 0; i < p->K; i += LANES) {
+        lane rest;
+        const lane rounded = decay_in_two(lanes_in(a + i)[0], LA_LOG, &rest);
+        lanes_of(a + i)[0] = lane_paid_back(rounded, rest, lanes_of(owed + i));
+    }
+    for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
+}
+
 /* load_decay for passes that go token by token. `owed` is one number, or one per key. A step pays
  * back nothing: it knows no other token, and its bits do not depend on where its state lies. */
 LA_FN void load_decay_paid_back(const la_problem *p, const la_unit *u, int64_t t, real *a,
                                 real *owed, const la_decay decay)
 {
-    if (decay == LA_NONE || p->gate == LA_DECAY || p->pass == LA_STEP) {
+    if (decay == LA_NONE || p->gate == LA_DECAY || p->pass == LA_STEP)
         load_decay(p, u, t, a, decay);
-    } else if (decay != LA_KEY) {
-        real rest[LANES] __attribute__((aligned(LA_LANE_BYTES)));
-        load_decays(p, u, t, 1, a, rest);
-        a[0] = paid_back((real2)a[0] + (real2)rest[0], owed);
-    } else {
-        const la_array *g = &p->array[LA_G];
-        load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
-        for (int64_t i = 0; i < p->K; i += LANES) {
-            lane rest;
-            const lane rounded = decay_in_two(lanes_in(a + i)[0], LA_LOG, &rest);
-            lanes_of(a + i)[0] = lane_paid_back(rounded, rest, lanes_of(owed + i));
-        }
-        for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
-    }
+    else if (decay == LA_KEY)
+        load_keys_paid_back(p, u, t, a, owed);
+    else
+        load_number_paid_back(p, u, t, a, owed);
 }
 
 /* Stores the user's dg, given da, the gradient of the decay. `room` is scratch of as many numbers,
  * in whole lanes. The gate's gradient takes the decay as it is, not one that has paid back. So its
  * bits do not depend on where da was summed. */
-LA_FN void store_gate_gradient(const la_problem *p, const la_unit *u, int64_t t, real *da,
-                               real *room, const la_decay decay)
+LA_COLD void store_gate_gradient(const la_problem *p, const la_unit *u, int64_t t, real *da,
+                                 real *room, la_decay decay)
 {
     const la_array *to = &p->array[LA_DG];
     const int64_t n = decay == LA_KEY ? p->K : 1;
@@ -371,7 +386,7 @@ LA_COLD bool outside(const char *x, la_dtype dtype, int64_t n, int64_t stride, d
 }
 
 /* beta or eta of a token; 0 where it is not given. */
-LA_FN real load_scalar(const la_problem *p, la_name name, const la_unit *u, int64_t t)
+LA_COLD real load_scalar(const la_problem *p, la_name name, const la_unit *u, int64_t t)
 {
     const la_array *x = &p->array[name];
     return x->given ? load_element(at(x, u->b, t, u->hv), x->dtype) : 0;
