@@ -45,9 +45,9 @@ FLAGS = [
 ]
 
 
-def compiler_knows(flag):
+def compiler_knows(*flags):
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    command = [*compiler, "-Werror", flag, "-c", "-x", "c", "-o", os.devnull, os.devnull]
+    command = [*compiler, "-Werror", *flags, "-c", "-x", "c", "-o", os.devnull, os.devnull]
     try:
         return subprocess.run(command, capture_output=True).returncode == 0
     except OSError:
@@ -68,10 +68,20 @@ if os.environ.get("LINATTN_EMULATE_BF16") == "1":
 GUARD = "-fstack-protector-strong"
 KERNELS = ("amx*.c", "avx*.c", "baseline_*.c", "neon_*.c")
 
+# Passes of gcc -O3 that take a tenth of its time and gain the kernels nothing: their loops are
+# written out in the order that suits them. Without these passes no op is slower and some are up to
+# a tenth faster: docs/decisions/0038
+KERNEL_FLAGS = ["-fno-gcse", "-fno-schedule-insns2", "-fno-tree-pre"]
+if DEBUG or not compiler_knows(*KERNEL_FLAGS):
+    KERNEL_FLAGS = []
 
-def guard_of(source):
+
+def flags_of(source):
+    """The flags of one C file, beside those of all."""
     name = os.path.basename(source)
-    return [] if DEBUG or any(fnmatch.fnmatch(name, files) for files in KERNELS) else [GUARD]
+    if any(fnmatch.fnmatch(name, files) for files in KERNELS):
+        return KERNEL_FLAGS
+    return [] if DEBUG else [GUARD]
 
 
 # Options that linkers of ELF know. EXPORTS names the one symbol that is seen outside: CUDA's
@@ -275,7 +285,7 @@ class ParallelBuild(build_ext):
             if not is_stale(source, target):
                 return [target]
             if not cuda:
-                flags = [*options["extra_postargs"], *guard_of(source)]
+                flags = [*options["extra_postargs"], *flags_of(source)]
                 return compile_one([source], **options | {"extra_postargs": flags})
             os.makedirs(os.path.dirname(target), exist_ok=True)
             codes = map(gencode, archs_of(source))
@@ -304,7 +314,7 @@ class ParallelBuild(build_ext):
 
         environment = [os.environ.get(name) for name in ("CC", "CFLAGS")]
         settings = [
-            [self.settings("cc", CUDA_ARCHS, FLAGS, GUARD, KERNELS, *environment)],
+            [self.settings("cc", CUDA_ARCHS, FLAGS, GUARD, KERNELS, KERNEL_FLAGS, *environment)],
             [self.settings("nvcc", NVCC, NVCC_FLAGS, [*map(archs_of, CUDA_SOURCES)])],
         ]
         self.compiler.linker_so = without_pythons_rpath(self.compiler.linker_so)
