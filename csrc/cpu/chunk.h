@@ -186,10 +186,8 @@ LA_FN void load_key_decays(chunk *c, const la_problem *p, const la_unit *u, int6
         lane sum = i ? lanes_in(c->log + x)[0] : zero, owed = i ? lanes_in(c->owed + x)[0] : zero;
         for (int r = 0; r < R; r++) {
             lane *const to = lanes_of(a + r * kp + x), log = *to;
-            lane rest;
-            const lane decay = decay_in_two(log, LA_LOG, &rest);
             sum += log;
-            *to = lane_paid_back(decay, rest, &owed);
+            *to = lane_decay_paid_back(log, &owed);
         }
         lanes_of(c->log + x)[0] = sum;
         lanes_of(c->owed + x)[0] = owed;
@@ -206,11 +204,9 @@ LA_COLD void settle_chunk_decay(chunk *c, const la_problem *p, real *owed, const
     } else if (decay == LA_KEY && p->gate == LA_DECAY) {
         for (int64_t x = 0; x < c->kp; x++) c->decay[x] = paid_back(c->product[x], owed + x);
     } else if (decay == LA_KEY) {
-        for (int64_t x = 0; x < c->kp; x += LANES) {
-            lane rest;
-            const lane rounded = decay_in_two(lanes_in(c->log + x)[0], LA_LOG, &rest);
-            lanes_of(c->decay + x)[0] = lane_paid_back(rounded, rest, lanes_of(owed + x));
-        }
+        for (int64_t x = 0; x < c->kp; x += LANES)
+            lanes_of(c->decay + x)[0] =
+                lane_decay_paid_back(lanes_in(c->log + x)[0], lanes_of(owed + x));
     }
 }
 

@@ -298,16 +298,6 @@ LA_FN real paid_back(real2 decay, real *owed)
     return paid;
 }
 
-/* The same for lanes. The decay is a + rest, and a is that sum rounded. The debt is not divided by
- * `paid`: the two differ by a factor of `paid`, which is near 1 wherever a state lives long enough
- * for roundings to add up. A division for each key and token costs 3 % of a gradient of gla. */
-LA_FN lane lane_paid_back(lane a, lane rest, lane *owed)
-{
-    const lane due = rest + a * *owed, paid = a + due, zero = {0};
-    *owed = pick(paid <= 1 - zero, due - (paid - a), zero);
-    return paid;
-}
-
 LA_COLD void load_number_paid_back(const la_problem *p, const la_unit *u, int64_t t, real *a,
                                    real *owed)
 {
@@ -321,11 +311,8 @@ LA_COLD void load_keys_paid_back(const la_problem *p, const la_unit *u, int64_t 
 {
     const la_array *g = &p->array[LA_G];
     load_row(a, p->K, at(g, u->b, t, u->hv), g->dtype);
-    for (int64_t i = 0; i < p->K; i += LANES) {
-        lane rest;
-        const lane rounded = decay_in_two(lanes_in(a + i)[0], LA_LOG, &rest);
-        lanes_of(a + i)[0] = lane_paid_back(rounded, rest, lanes_of(owed + i));
-    }
+    for (int64_t i = 0; i < p->K; i += LANES)
+        lanes_of(a + i)[0] = lane_decay_paid_back(lanes_in(a + i)[0], lanes_of(owed + i));
     for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
 }
 

@@ -31,17 +31,7 @@ enum { TOKENS_A_CHECK = 64 };
 /* A lane from memory that is used more than once. Left to itself, gcc makes the memory an operand
  * of every multiply-add, and a product with the state waits for its loads: Zen 4 does one of 64
  * bytes a cycle. */
-LA_FN lane lane_loaded(lane x)
-{
-#if defined(__x86_64__) && LA_REGISTERS == 32
-    __asm__("" : "+v"(x));
-#elif defined(__x86_64__)
-    __asm__("" : "+x"(x));
-#elif defined(__aarch64__)
-    __asm__("" : "+w"(x));
-#endif
-    return x;
-}
+LA_FN lane lane_loaded(lane x) { return lane_as_it_is(x); }
 
 LA_FN void prefetch_bytes(const void *from, int64_t bytes)
 {
