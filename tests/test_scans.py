@@ -414,6 +414,32 @@ def test_time_steps_and_rates_without_measure(dtype, rng):
         assert_near(x, want[name], 1e-12 if dtype == np.float64 else 1e-5, name)
 
 
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("N", [1, 4, 8, 13])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_decays_are_right_to_the_last_digits(dtype, N, far):
+    """One token, whose state is the decay alone. A channel that decays at once, `far`, takes its
+    neighbours another way through the exponential."""
+    D = 1024
+    x = np.linspace(-80, 80, D)
+    x[D // 2 - 64 : D // 2 + 64] = np.concatenate([-np.logspace(0, -9, 64), np.logspace(-9, 0, 64)])
+    x = x.astype(dtype)
+    A = np.tile(np.linspace(0.1, 1, N).astype(dtype), (D, 1))
+    state, zeros = np.ones((1, D, N), dtype), np.zeros((1, 1, 1, N), dtype)
+    delta = x[None, None].copy()
+    if far:
+        delta[..., ::8], A[::8] = 1, -1e6
+    _, decays = linattn.selective_scan(
+        np.zeros_like(delta), delta, A, zeros, zeros, initial_state=state, output_final_state=True
+    )
+    at_once = (np.arange(D) % 8 == 0) & far
+    exponent = A[~at_once].astype(np.longdouble) * delta[0, 0, ~at_once, None]
+    error = abs(decays[0, ~at_once] / np.exp(exponent) - 1)
+    # exp takes over the roundings of its exponent: those of delta log2(e), and of that times A
+    assert (error < np.finfo(dtype).eps * (1.1 + abs(exponent))).all()
+    assert not decays[0, at_once].any()
+
+
 def test_softplus_has_its_digits_at_both_ends():
     raw = np.array([-80.0, -20.0, 19.9, 20.1, 60.0], np.float32)
     u = np.ones((1, 5, 1), np.float32)

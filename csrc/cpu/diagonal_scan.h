@@ -8,7 +8,10 @@
 #include "../diagonal_token.h"
 #include "exponent.h"
 
-enum { SEGMENT = 16 }; /* tokens; a backward pass keeps a state for each */
+enum {
+    SEGMENT = 16,               /* tokens; a backward pass keeps a state for each */
+    MOST_NUMBERS = 2 * AT_ONCE, /* of a lane's state, that go through a segment together */
+};
 
 /* The memory of a unit. Rows of tokens are [SEGMENT][width], numbers of channels are
  * [blocks][N][LANES]. */
@@ -17,6 +20,7 @@ typedef struct {
     real *u, *step, *z, *y; /* step: delta after its bias and softplus, or the decay of GATED */
     real *B, *C;            /* rows of a token (SELECTIVE), or numbers of channels (FIXED) */
     real *A, *h, *D, *bias;
+    real *reach; /* of a channel, the largest magnitude of A */
     real *column;
     /* rows of the next segment, which are fetched while this one is computed */
     struct {
@@ -53,6 +57,7 @@ LA_FN void scan_take_room(scan_room *f, arena *m, const la_diagonal *j, int64_t 
     f->h = arena_take(m, N, width);
     f->D = arena_take(m, 1, width);
     f->bias = arena_take(m, 1, width);
+    f->reach = arena_take(m, 1, width);
     f->column = arena_take(m, 1, (size_t)(row > SEGMENT ? row : SEGMENT) + LANES);
     if (!backward) return;
     const size_t segments = (size_t)((longest + SEGMENT - 1) / SEGMENT);
@@ -231,12 +236,20 @@ LA_COLD void load_segment(const la_diagonal *j, const la_scan_unit *u, int64_t t
  * are neighbours. */
 
 /* exp(step A) of `many` numbers, which are pairs or reals. */
-LA_FN void scan_decays(const lane step, const lane *A, lane *a, const int many, const bool pairs)
+LA_FN void scan_decays(const lane step, const lane *A, lane *a, const int many, const bool pairs,
+                       const bool near)
 {
     const real LOG2_E = (real)1.44269504088896340736;
     const lane step2 = step * LOG2_E;
     const int each = pairs ? 2 : 1;
     lane power[AT_ONCE];
+#if LA_NEAR_POWERS
+    if (near) {
+        lanes_near_powers(step2, A, a, many);
+        return;
+    }
+#endif
+    (void)near;
     for (int k = 0; k < many; k += each) power[k / each] = step2 * A[k];
     lanes_exp2(power, many / each);
     for (int k = 0; k < many; k += each) {
@@ -261,11 +274,12 @@ LA_FN lane scan_number(const scan_room *f, const real *x, int64_t block, int64_t
  * token's decays and states are kept for the adjoint. `reads`: y gets the reads, of the first
  * numbers, or is added to. */
 LA_FN void scan_some(const scan_room *f, int64_t block, int64_t n, int64_t m, const int many,
-                     const la_scan_form form, const bool pairs, const bool keeps, const bool reads)
+                     const la_scan_form form, const bool pairs, const bool keeps, const bool reads,
+                     const bool near)
 {
     const lane *A = lanes_in(f->A) + block * f->N + m;
     lane *const state = lanes_of(f->h) + block * f->N + m;
-    lane h[AT_ONCE], a[AT_ONCE];
+    lane h[MOST_NUMBERS], a[MOST_NUMBERS];
     for (int k = 0; k < many; k++) {
         h[k] = state[k];
         a[k] = A[k];
@@ -276,16 +290,16 @@ LA_FN void scan_some(const scan_room *f, int64_t block, int64_t n, int64_t m, co
         const lane u = lanes_in(f->u + at)[0];
         lane w = u, sum[2] = {LANE_ZERO, LANE_ZERO};
         if (m == 0) fetch_ahead(f, block, i);
-        if (form == LA_SELECTIVE) {
-            const lane step = lanes_in(f->step + at)[0];
-            w = step * u;
-            scan_decays(step, A, a, many, pairs);
-        }
+        const lane step = form == LA_FIXED ? LANE_ZERO : lanes_in(f->step + at)[0];
+        if (form == LA_SELECTIVE) w = step * u;
         if (form == LA_GATED_SCAN) {
-            a[0] = lanes_in(f->step + at)[0];
+            a[0] = step;
             sum[0] = h[0] = scan_write(h[0], a[0], u, 1 - LANE_ZERO);
         }
+#pragma GCC unroll 8
         for (int k = 0; form != LA_GATED_SCAN && k < many; k += pairs ? 2 : 1) {
+            if (form == LA_SELECTIVE && k % AT_ONCE == 0)
+                scan_decays(step, A + k, a + k, many < AT_ONCE ? many : AT_ONCE, pairs, near);
             lane b[2], c[2];
             for (int part = 0; part <= pairs; part++) {
                 b[part] = scan_number(f, f->B, block, i, m + k + part, form);
@@ -310,15 +324,47 @@ LA_FN void scan_some(const scan_room *f, int64_t block, int64_t n, int64_t m, co
     for (int k = 0; k < many; k++) state[k] = h[k];
 }
 
+/* Are the exponents of all n tokens and of all numbers of a lane of channels near? So is a NaN in A,
+ * which stays one in either way. */
+LA_FN bool exponents_are_near(const scan_room *f, int64_t block, int64_t n)
+{
+#if LA_NEAR_POWERS
+    const real LOG2_E = (real)1.44269504088896340736;
+    const lane most = NEAREST_POWER - LANE_ZERO;
+    const lane reach = LOG2_E * lanes_in(f->reach)[block];
+    lane_int far = {0};
+    for (int64_t i = 0; i < n; i++) /* a NaN among the steps is far */
+        far |= ~(magnitude(lanes_in(f->step + i * f->width)[block]) * reach <= most);
+    bool any = false;
+    for (int k = 0; k < LANES; k++) any |= far[k] != 0;
+    return !any;
+#else
+    (void)f, (void)block, (void)n;
+    return false;
+#endif
+}
+
+LA_FN void scan_numbers(const scan_room *f, int64_t block, int64_t n, const la_scan_form form,
+                        const bool pairs, const bool keeps, const bool reads, const bool near)
+{
+    int64_t m = 0;
+    if (near) /* the powers that are far leave fewer registers */
+        for (; m + MOST_NUMBERS <= f->N; m += MOST_NUMBERS)
+            scan_some(f, block, n, m, MOST_NUMBERS, form, pairs, keeps, reads, near);
+    if (form != LA_GATED_SCAN)
+        for (; m + AT_ONCE <= f->N; m += AT_ONCE)
+            scan_some(f, block, n, m, AT_ONCE, form, pairs, keeps, reads, near);
+    for (; m < f->N; m += pairs ? 2 : 1)
+        scan_some(f, block, n, m, pairs ? 2 : 1, form, pairs, keeps, reads, near);
+}
+
 LA_FN void scan_tokens(const scan_room *f, int64_t block, int64_t n, const la_scan_form form,
                        const bool pairs, const bool keeps, const bool reads)
 {
-    int64_t m = 0;
-    if (form != LA_GATED_SCAN)
-        for (; m + AT_ONCE <= f->N; m += AT_ONCE)
-            scan_some(f, block, n, m, AT_ONCE, form, pairs, keeps, reads);
-    for (; m < f->N; m += pairs ? 2 : 1)
-        scan_some(f, block, n, m, pairs ? 2 : 1, form, pairs, keeps, reads);
+    if (form == LA_SELECTIVE && !pairs && exponents_are_near(f, block, n))
+        scan_numbers(f, block, n, form, pairs, keeps, reads, true);
+    else
+        scan_numbers(f, block, n, form, pairs, keeps, reads, false);
 }
 
 /* ---- its adjoint ---- */
@@ -493,6 +539,13 @@ LA_FN void load_constants(const la_diagonal *j, const la_scan_unit *u, const sca
     }
     load_per_channel(f, f->D, array[LA_SCAN_D], u->d0);
     load_per_channel(f, f->bias, array[LA_SCAN_BIAS], u->d0);
+    if (LA_NEAR_POWERS && j->room.form == LA_SELECTIVE) {
+        fill(f->width, f->reach, 0);
+        for (int64_t k = 0; k < f->blocks * f->N; k++) {
+            lane *const most = lanes_of(f->reach) + k / f->N;
+            *most = lane_most(magnitude(lanes_in(f->A)[k]), *most); /* a NaN in A is passed over */
+        }
+    }
 }
 
 static size_t diagonal_scratch(const la_diagonal *j, int64_t channels, int64_t longest)
