@@ -32,6 +32,23 @@ typedef struct {
     double *dA, *dB0, *dC0, *dD, *dbias; /* [blocks][N][LANES], or [width] */
 } scan_room;
 
+/* Sums over all tokens are doubles. Half a lane of floats makes whole vectors of them. */
+LA_FN void add_lane(double *to, lane x)
+{
+#if LA_REAL_BITS == 64
+    lanes_of(to)[0] += x;
+#else
+    typedef float half __attribute__((vector_size(LA_LANE_BYTES / 2)));
+    typedef double doubles __attribute__((vector_size(LA_LANE_BYTES), may_alias));
+    const union {
+        lane all;
+        half part[2];
+    } floats = {x};
+    for (int i = 0; i < 2; i++)
+        ((doubles *)to)[i] += __builtin_convertvector(floats.part[i], doubles);
+#endif
+}
+
 LA_FN double *arena_take_doubles(arena *m, size_t rows, size_t columns)
 {
     return (double *)arena_take(m, la_times(rows, sizeof(double) / sizeof(real)), columns);
@@ -441,13 +458,12 @@ LA_FN void scan_some_adjoint(const scan_room *f, int64_t block, int64_t n, int64
     }
     for (int k = 0; k < many; k++) {
         d_state[k] = dh[k];
-        for (int c = 0; c < LANES && form != LA_GATED_SCAN; c++) {
-            const int64_t place = (channel + k) * LANES + c;
-            f->dA[place] += (double)dA[k][c];
-            if (!fixed) continue;
-            f->dB0[place] += (double)dB[k][c];
-            f->dC0[place] += (double)dC[k][c];
-        }
+        if (form == LA_GATED_SCAN) continue;
+        const int64_t place = (channel + k) * LANES;
+        add_lane(f->dA + place, dA[k]);
+        if (!fixed) continue;
+        add_lane(f->dB0 + place, dB[k]);
+        add_lane(f->dC0 + place, dC[k]);
     }
 }
 
@@ -650,11 +666,22 @@ LA_FN void finish_adjoint(const la_diagonal *j, const scan_room *f, int64_t n)
             if (j->softplus) *dstep *= lanes_in(f->slope + at)[0];
             of_bias += *dstep;
         }
-        for (int64_t k = 0; k < LANES; k++) {
-            f->dD[c + k] += (double)of_D[k];
-            f->dbias[c + k] += (double)of_bias[k];
-        }
+        add_lane(f->dD + c, of_D);
+        add_lane(f->dbias + c, of_bias);
     }
+}
+
+/* The sums over the channels of a panel: of token i, for each number. */
+LA_COLD void sum_channels(const real *d, int64_t i, int64_t N, real *to)
+{
+    int64_t m = 0;
+    for (; m + LANES <= N; m += LANES) {
+        lane x[LANES];
+#pragma GCC unroll 16
+        for (int k = 0; k < LANES; k++) x[k] = lanes_in(d)[(m + k) * SEGMENT + i];
+        *(lane_of_state *)(to + m) = sum_each(x);
+    }
+    for (; m < N; m++) to[m] = LANE_SUM(lanes_in(d)[m * SEGMENT + i]);
 }
 
 /* A panel's part of dB and dC: the sums over its channels. */
@@ -665,10 +692,8 @@ LA_FN void store_groups(const la_diagonal *j, const la_scan_unit *u, const la_sc
     for (int64_t i = 0; i < n; i++) {
         const int64_t token = u->b * j->T + t + i;
         const int64_t at = ((u->panel * tokens + token) * j->G + u->group) * N;
-        for (int64_t m = 0; m < N; m++) {
-            ((real *)sums->dB)[at + m] = LANE_SUM(lanes_in(f->dB)[m * SEGMENT + i]);
-            ((real *)sums->dC)[at + m] = LANE_SUM(lanes_in(f->dC)[m * SEGMENT + i]);
-        }
+        sum_channels(f->dB, i, N, (real *)sums->dB + at);
+        sum_channels(f->dC, i, N, (real *)sums->dC + at);
     }
 }
 
@@ -770,13 +795,22 @@ static void diagonal_reduce(const la_diagonal *j, int64_t token, const la_scan_s
                             la_scan_line line, const void *partial)
 {
     const la_array *to = j->room.gradient[line];
-    const int64_t tokens = j->B * j->T, row = j->G * j->N;
-    for (int64_t g = 0; g < j->G; g++)
-        for (int64_t m = 0; m < j->N; m++) {
-            const real *from = (const real *)partial + token * row + g * j->N + m;
-            real sum = 0;
-            for (int64_t panel = 0; panel < sums->panels; panel++)
-                sum += from[panel * tokens * row];
-            store_element(scan_at(to, token / j->T, token % j->T, g, m), to->dtype, sum);
+    const int64_t row = j->G * j->N, one_panel = j->B * j->T * row, size = la_size_of(to->dtype);
+    for (int64_t g = 0; g < j->G; g++) {
+        const real *from = (const real *)partial + token * row + g * j->N;
+        char *const at_group = scan_at(to, token / j->T, token % j->T, g, 0);
+        for (int64_t m = 0; m < j->N; m += LANES) {
+            const int64_t some = m + LANES < j->N ? LANES : j->N - m;
+            real sum[LANES] __attribute__((aligned(LA_LANE_BYTES))) = {0};
+            for (int64_t panel = 0; panel < sums->panels; panel++) {
+                const real *x = from + panel * one_panel + m;
+                if (some == LANES)
+                    *lanes_of(sum) += *(const lane_of_state *)x;
+                else
+                    for (int64_t k = 0; k < some; k++) sum[k] += x[k];
+            }
+            for (int64_t k = 0; k < some; k++)
+                store_element(at_group + (m + k) * to->stride[3] * size, to->dtype, sum[k]);
         }
+    }
 }
