@@ -80,8 +80,8 @@ LA_FN void scan_take_room(scan_room *f, arena *m, const la_diagonal *j, int64_t 
     const size_t segments = (size_t)((longest + SEGMENT - 1) / SEGMENT);
     for (int i = 0; i < 4; i++) *more[i] = arena_take(m, SEGMENT, width);
     f->kept = arena_take(m, segments, la_times(N, width));
-    f->states = arena_take(m, SEGMENT + 1, la_times(N, LANES));
-    f->decays = arena_take(m, SEGMENT, la_times(N, LANES));
+    f->states = arena_take(m, SEGMENT + 1, AT_ONCE * LANES);
+    f->decays = arena_take(m, SEGMENT, AT_ONCE * LANES);
     f->dh = arena_take(m, N, width);
     f->dB = arena_take(m, fixed ? 0 : SEGMENT, la_times(N, LANES));
     f->dC = arena_take(m, fixed ? 0 : SEGMENT, la_times(N, LANES));
@@ -300,7 +300,7 @@ LA_FN void scan_some(const scan_room *f, int64_t block, int64_t n, int64_t m, co
     for (int k = 0; k < many; k++) {
         h[k] = state[k];
         a[k] = A[k];
-        if (keeps) lanes_of(f->states)[(m + k) * (SEGMENT + 1)] = h[k];
+        if (keeps) lanes_of(f->states)[k * (SEGMENT + 1)] = h[k];
     }
     for (int64_t i = 0; i < n; i++) {
         const int64_t at = i * f->width + block * LANES;
@@ -331,8 +331,8 @@ LA_FN void scan_some(const scan_room *f, int64_t block, int64_t n, int64_t m, co
             }
         }
         for (int k = 0; keeps && k < many; k++) {
-            if (form != LA_FIXED) lanes_of(f->decays)[(m + k) * SEGMENT + i] = a[k];
-            lanes_of(f->states)[(m + k) * (SEGMENT + 1) + i + 1] = h[k];
+            if (form != LA_FIXED) lanes_of(f->decays)[k * SEGMENT + i] = a[k];
+            lanes_of(f->states)[k * (SEGMENT + 1) + i + 1] = h[k];
         }
         if (!reads) continue;
         const lane y = sum[0] + sum[1];
@@ -362,26 +362,26 @@ LA_FN bool exponents_are_near(const scan_room *f, int64_t block, int64_t n)
 }
 
 LA_FN void scan_numbers(const scan_room *f, int64_t block, int64_t n, const la_scan_form form,
-                        const bool pairs, const bool keeps, const bool reads, const bool near)
+                        const bool pairs, const bool reads, const bool near)
 {
     int64_t m = 0;
     if (near) /* the powers that are far leave fewer registers */
         for (; m + MOST_NUMBERS <= f->N; m += MOST_NUMBERS)
-            scan_some(f, block, n, m, MOST_NUMBERS, form, pairs, keeps, reads, near);
+            scan_some(f, block, n, m, MOST_NUMBERS, form, pairs, false, reads, near);
     if (form != LA_GATED_SCAN)
         for (; m + AT_ONCE <= f->N; m += AT_ONCE)
-            scan_some(f, block, n, m, AT_ONCE, form, pairs, keeps, reads, near);
+            scan_some(f, block, n, m, AT_ONCE, form, pairs, false, reads, near);
     for (; m < f->N; m += pairs ? 2 : 1)
-        scan_some(f, block, n, m, pairs ? 2 : 1, form, pairs, keeps, reads, near);
+        scan_some(f, block, n, m, pairs ? 2 : 1, form, pairs, false, reads, near);
 }
 
 LA_FN void scan_tokens(const scan_room *f, int64_t block, int64_t n, const la_scan_form form,
-                       const bool pairs, const bool keeps, const bool reads)
+                       const bool pairs, const bool reads)
 {
     if (form == LA_SELECTIVE && !pairs && exponents_are_near(f, block, n))
-        scan_numbers(f, block, n, form, pairs, keeps, reads, true);
+        scan_numbers(f, block, n, form, pairs, reads, true);
     else
-        scan_numbers(f, block, n, form, pairs, keeps, reads, false);
+        scan_numbers(f, block, n, form, pairs, reads, false);
 }
 
 /* ---- its adjoint ---- */
@@ -398,7 +398,7 @@ LA_FN void scan_some_adjoint(const scan_room *f, int64_t block, int64_t n, int64
     lane dh[AT_ONCE], after[AT_ONCE], A[AT_ONCE], dA[AT_ONCE], dB[AT_ONCE], dC[AT_ONCE];
     for (int k = 0; k < many; k++) {
         dh[k] = d_state[k];
-        after[k] = lanes_in(f->states)[(m + k) * (SEGMENT + 1) + n];
+        after[k] = lanes_in(f->states)[k * (SEGMENT + 1) + n];
         A[k] = lanes_in(f->A)[channel + k];
         dA[k] = dB[k] = dC[k] = LANE_ZERO;
     }
@@ -409,8 +409,8 @@ LA_FN void scan_some_adjoint(const scan_room *f, int64_t block, int64_t n, int64
         const lane w = step * u;
         lane dw = LANE_ZERO, dstep = LANE_ZERO, before[AT_ONCE], a[AT_ONCE];
         for (int k = 0; k < many; k++) {
-            before[k] = lanes_in(f->states)[(m + k) * (SEGMENT + 1) + i];
-            a[k] = fixed ? A[k] : lanes_in(f->decays)[(m + k) * SEGMENT + i];
+            before[k] = lanes_in(f->states)[k * (SEGMENT + 1) + i];
+            a[k] = fixed ? A[k] : lanes_in(f->decays)[k * SEGMENT + i];
         }
         if (form == LA_GATED_SCAN) { /* was h' = a h + u, y = h', a = exp(g) */
             lane da, db;
@@ -467,24 +467,43 @@ LA_FN void scan_some_adjoint(const scan_room *f, int64_t block, int64_t n, int64
     }
 }
 
-LA_FN void scan_tokens_adjoint(const scan_room *f, int64_t block, int64_t n,
-                               const la_scan_form form, const bool pairs)
+/* Recomputes `many` numbers with what their adjoint needs, and goes back through them: what is kept
+ * for a few numbers stays in the first cache. The adjoint of a gate z needs the reads too, and
+ * SELECTIVE alone has one. */
+LA_FN void scan_some_back(const scan_room *f, int64_t block, int64_t n, int64_t m, const int many,
+                          const la_scan_form form, const bool pairs, const bool near)
+{
+    scan_some(f, block, n, m, many, form, pairs, true, form == LA_SELECTIVE, near);
+    scan_some_adjoint(f, block, n, m, many, form, pairs);
+}
+
+LA_FN void scan_numbers_back(const scan_room *f, int64_t block, int64_t n, const la_scan_form form,
+                             const bool pairs, const bool near)
 {
     int64_t m = 0;
     if (form != LA_GATED_SCAN)
         for (; m + AT_ONCE <= f->N; m += AT_ONCE)
-            scan_some_adjoint(f, block, n, m, AT_ONCE, form, pairs);
+            scan_some_back(f, block, n, m, AT_ONCE, form, pairs, near);
     for (; m < f->N; m += pairs ? 2 : 1)
-        scan_some_adjoint(f, block, n, m, pairs ? 2 : 1, form, pairs);
+        scan_some_back(f, block, n, m, pairs ? 2 : 1, form, pairs, near);
+}
+
+LA_FN void scan_tokens_back(const scan_room *f, int64_t block, int64_t n, const la_scan_form form,
+                            const bool pairs)
+{
+    if (form == LA_SELECTIVE && !pairs && exponents_are_near(f, block, n))
+        scan_numbers_back(f, block, n, form, pairs, true);
+    else
+        scan_numbers_back(f, block, n, form, pairs, false);
 }
 
 /* ---- a form's functions ---- */
 
 typedef void scan_function(const scan_room *f, int64_t block, int64_t n);
 
-/* The functions of a form: its reads alone, its states alone, what its adjoint needs, and that. */
+/* The functions of a form: its reads, its states alone, and its way back. */
 typedef struct {
-    scan_function *read, *carry, *recompute, *adjoint;
+    scan_function *read, *carry, *back;
 } scan_functions;
 
 #define LA_SCAN_KINDS(X) \
@@ -497,22 +516,17 @@ typedef struct {
 #define LA_SCAN_KIND(name, form, pairs) \
     LA_COLD void read_##name(const scan_room *f, int64_t block, int64_t n) \
     { \
-        scan_tokens(f, block, n, form, pairs, false, true); \
+        scan_tokens(f, block, n, form, pairs, true); \
     } \
     LA_COLD void carry_##name(const scan_room *f, int64_t block, int64_t n) \
     { \
-        scan_tokens(f, block, n, form, pairs, false, false); \
+        scan_tokens(f, block, n, form, pairs, false); \
     } \
-    LA_COLD void recompute_##name(const scan_room *f, int64_t block, int64_t n) \
+    LA_COLD void back_##name(const scan_room *f, int64_t block, int64_t n) \
     { \
-        scan_tokens(f, block, n, form, pairs, true, false); \
+        scan_tokens_back(f, block, n, form, pairs); \
     } \
-    LA_COLD void adjoint_##name(const scan_room *f, int64_t block, int64_t n) \
-    { \
-        scan_tokens_adjoint(f, block, n, form, pairs); \
-    } \
-    static const scan_functions scan_##name = {read_##name, carry_##name, recompute_##name, \
-                                               adjoint_##name};
+    static const scan_functions scan_##name = {read_##name, carry_##name, back_##name};
 LA_SCAN_KINDS(LA_SCAN_KIND)
 #undef LA_SCAN_KIND
 
@@ -632,19 +646,27 @@ static void diagonal_forward(const la_diagonal *j, const la_scan_unit *u, void *
 
 /* ---- backward ---- */
 
-/* Was y = (y + D u) silu(z): dy becomes the gradient of the sum over n, and z that of z. D's is
- * added to dD, and the rest of u's is added to du later. */
-LA_COLD void diagonal_read_adjoint(const scan_room *f, int64_t n)
+/* Was y = (y + D u) silu(z), for a lane of channels: dy becomes the gradient of the sum over n, and
+ * z that of z but for the factor y + D u, which the way back makes once more. D's is added to dD,
+ * and the rest of u's is added to du later. */
+LA_COLD void begin_gate_adjoint(const scan_room *f, int64_t block, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t c = 0; c < f->width; c += LANES) {
-            const int64_t at = i * f->width + c;
-            const lane gate = lanes_in(f->z + at)[0], s = sigmoid(gate);
-            lane *const dy = lanes_of(f->dy + at);
-            const lane y = lanes_in(f->y + at)[0] + lanes_in(f->D + c)[0] * lanes_in(f->u + at)[0];
-            lanes_of(f->z + at)[0] = *dy * y * silu_slope(gate);
-            *dy *= gate * s;
-        }
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t at = i * f->width + block * LANES;
+        lane *const dy = lanes_of(f->dy + at), *const z = lanes_of(f->z + at);
+        const lane gate = *z;
+        *z = *dy * silu_slope(gate);
+        *dy *= gate * sigmoid(gate);
+    }
+}
+
+LA_COLD void end_gate_adjoint(const scan_room *f, int64_t block, int64_t n)
+{
+    const lane D = lanes_in(f->D)[block];
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t at = i * f->width + block * LANES;
+        lanes_of(f->z + at)[0] *= lanes_in(f->y + at)[0] + D * lanes_in(f->u + at)[0];
+    }
 }
 
 /* The parts of du and ddelta that come from D, and from delta's bias and softplus, and the sums over
@@ -712,14 +734,10 @@ LA_FN void backward_segment(const la_diagonal *j, const la_scan_unit *u, const l
         fill(N * SEGMENT * LANES, f->dC, 0);
     }
     memcpy(f->h, kept, sizeof(real) * (size_t)(N * f->width));
-    if (array[LA_SCAN_Z]) { /* the reads, before dy is what reads get */
-        for (int64_t block = 0; block < f->blocks; block++) by->read(f, block, n);
-        diagonal_read_adjoint(f, n);
-        memcpy(f->h, kept, sizeof(real) * (size_t)(N * f->width));
-    }
     for (int64_t block = 0; block < f->blocks; block++) {
-        by->recompute(f, block, n);
-        by->adjoint(f, block, n);
+        if (array[LA_SCAN_Z]) begin_gate_adjoint(f, block, n);
+        by->back(f, block, n);
+        if (array[LA_SCAN_Z]) end_gate_adjoint(f, block, n);
     }
     finish_adjoint(j, f, n);
     store_scan_rows(gradient[LA_SCAN_U], u->b, t, n, u->d0, f, f->du);
