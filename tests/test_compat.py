@@ -9,7 +9,7 @@ from support.device import imported
 from support.variants import PAIR_DECAY
 
 from linattn import VARIANTS, reference
-from linattn.compat import _fla_rules, fla
+from linattn.compat import _fla_rules, _fla_scans, fla
 from linattn.testing import make_inputs
 
 # Parameters of fla.ops, fla-core 0.6.0, in order, with their defaults. Those that fla reads from
@@ -136,7 +136,8 @@ def agree(got, want):
 
 
 def test_every_name_is_there():
-    assert sorted(fla.__all__) == sorted([*SIGNATURES, *ALIASES, *_fla_rules.__all__])
+    elsewhere = [*_fla_rules.__all__, *_fla_scans.__all__]
+    assert sorted(fla.__all__) == sorted([*SIGNATURES, *ALIASES, *elsewhere])
     for alias, name in ALIASES.items():
         assert getattr(fla, alias) is getattr(fla, name)
 

@@ -10,7 +10,15 @@ import numpy as np
 
 from linattn.features import cast, is_array
 
-__all__ = ["Result", "common_dtype", "forward", "ones_if_none", "refuse", "v_first_of"]
+__all__ = [
+    "Result",
+    "common_dtype",
+    "forward",
+    "ones_if_none",
+    "refuse",
+    "state_of",
+    "v_first_of",
+]
 
 Result = tuple[Any, Any]
 

@@ -51,6 +51,7 @@ from linattn.compat._fla_rules import (
     fused_recurrent_rwkv6,
     fused_recurrent_rwkv7,
 )
+from linattn.compat._fla_scans import chunk_hgrn, fused_recurrent_hgrn
 from linattn.compat._gates import activated_beta, activated_gate
 from linattn.features import is_array
 
@@ -62,6 +63,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gdn",
     "chunk_gla",
+    "chunk_hgrn",
     "chunk_iplr_delta_rule",
     "chunk_kda",
     "chunk_lightning_attn",
@@ -80,6 +82,7 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
     "fused_recurrent_gla",
+    "fused_recurrent_hgrn",
     "fused_recurrent_iplr_delta_rule",
     "fused_recurrent_kda",
     "fused_recurrent_lightning_attn",
