@@ -694,7 +694,7 @@ v = v[..., :32]
 beta, S = np.broadcast_to(np.float32(.5), v.shape[:3]), np.ones((1, 2, {K}, 32), np.float32)
 given, sent = (row.copy(), S.copy()), []
 def send():
-    time.sleep(.3)
+    time.sleep(.1)
     sent.append(time.{clock}())
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=send, daemon=True).start()
@@ -719,8 +719,8 @@ else:
         ("delta_rule(q, k, v, beta, initial_state=S, mode='recurrent')", 2**21, 256, 2),
         ("linear_attention(q, k, v, causal=False)", 2**20, 256, 1),
         ("linear_attention_backward(v, q, k, v, causal=False)", 2**17, 256, 1),
-        ("delta_rule_backward(v, q, k, v, beta, initial_state=S)", 2**17, 256, 2),
-        ("delta_rule_backward(v, q, k, v, beta, mode='recurrent')", 2**16, 256, 2),
+        ("delta_rule_backward(v, q, k, v, beta, initial_state=S)", 2**18, 256, 2),
+        ("delta_rule_backward(v, q, k, v, beta, mode='recurrent')", 2**17, 256, 2),
     ],
     ids=[
         "forward",
