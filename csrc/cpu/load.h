@@ -250,7 +250,7 @@ LA_FN void store_plain_row(const la_problem *p, la_name name, int64_t b, int64_t
 /* ---- the decay a = exp(g): a row for a gate per key, otherwise one number ---- */
 
 /* The decays of tokens t..t+n, one number each, in whole lanes: a lane of exponentials costs no
- * more than one. `rest`, unless it is NULL, receives the decay minus a. */
+ * more than one. `rest` receives the decay minus a. */
 LA_COLD void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64_t n, real *a,
                          real *rest)
 {
@@ -260,7 +260,7 @@ LA_COLD void load_decays(const la_problem *p, const la_unit *u, int64_t t, int64
     for (int64_t i = 0; i < n; i += LANES) {
         lane less;
         lanes_of(a + i)[0] = decay_in_two(lanes_in(a + i)[0], p->gate, &less);
-        if (rest) lanes_of(rest + i)[0] = less;
+        lanes_of(rest + i)[0] = less;
     }
 }
 
@@ -274,13 +274,25 @@ LA_COLD void load_key_decay(const la_problem *p, const la_unit *u, int64_t t, re
     for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
 }
 
+/* The gate of a token, in all places of a lane. */
+LA_FN lane load_gate(const la_problem *p, const la_unit *u, int64_t t)
+{
+    const la_array *g = &p->array[LA_G];
+    return load_element(at(g, u->b, t, u->hv), g->dtype) - LANE_ZERO;
+}
+
+LA_COLD void load_number_decay(const la_problem *p, const la_unit *u, int64_t t, real *a)
+{
+    a[0] = decay_of(load_gate(p, u, t), p->gate)[0];
+}
+
 LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
                       const la_decay decay)
 {
     if (decay == LA_KEY)
         load_key_decay(p, u, t, a);
     else if (decay != LA_NONE)
-        load_decays(p, u, t, 1, a, NULL);
+        load_number_decay(p, u, t, a);
 }
 
 /* ---- decays that pay back their roundings ----
@@ -301,9 +313,9 @@ LA_FN real paid_back(real2 decay, real *owed)
 LA_COLD void load_number_paid_back(const la_problem *p, const la_unit *u, int64_t t, real *a,
                                    real *owed)
 {
-    real rest[LANES] __attribute__((aligned(LA_LANE_BYTES)));
-    load_decays(p, u, t, 1, a, rest);
-    a[0] = paid_back((real2)a[0] + (real2)rest[0], owed);
+    lane rest;
+    const lane decay = decay_in_two(load_gate(p, u, t), p->gate, &rest);
+    a[0] = paid_back((real2)decay[0] + (real2)rest[0], owed);
 }
 
 LA_COLD void load_keys_paid_back(const la_problem *p, const la_unit *u, int64_t t, real *a,
