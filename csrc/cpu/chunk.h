@@ -210,6 +210,8 @@ LA_COLD void settle_chunk_decay(chunk *c, const la_problem *p, real *owed, const
     }
 }
 
+/* Two tokens take turns in the steps of the exponential; the last one may be alone. Both are
+ * functions: four kinds call them. */
 LA_COLD void load_two_key_decays(chunk *c, const la_problem *p, const la_unit *u, int64_t t,
                                  int64_t i)
 {

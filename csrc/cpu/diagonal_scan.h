@@ -569,7 +569,7 @@ LA_FN void load_constants(const la_diagonal *j, const la_scan_unit *u, const sca
     }
     load_per_channel(f, f->D, array[LA_SCAN_D], u->d0);
     load_per_channel(f, f->bias, array[LA_SCAN_BIAS], u->d0);
-    if (LA_NEAR_POWERS && j->room.form == LA_SELECTIVE) {
+    if (LA_NEAR_POWERS && j->room.form == LA_SELECTIVE && !j->room.pairs) {
         fill(f->width, f->reach, 0);
         for (int64_t k = 0; k < f->blocks * f->N; k++) {
             lane *const most = lanes_of(f->reach) + k / f->N;

@@ -247,6 +247,13 @@ LA_FN void store_plain_row(const la_problem *p, la_name name, int64_t b, int64_t
     store_row(at(to, b, t, h), to->dtype, from, p->K);
 }
 
+/* beta, eta or the one gate of a token; 0 where it is not given. */
+LA_COLD real load_scalar(const la_problem *p, la_name name, const la_unit *u, int64_t t)
+{
+    const la_array *x = &p->array[name];
+    return x->given ? load_element(at(x, u->b, t, u->hv), x->dtype) : 0;
+}
+
 /* ---- the decay a = exp(g): a row for a gate per key, otherwise one number ---- */
 
 /* The decays of tokens t..t+n, one number each, in whole lanes: a lane of exponentials costs no
@@ -274,16 +281,9 @@ LA_COLD void load_key_decay(const la_problem *p, const la_unit *u, int64_t t, re
     for (int64_t i = p->K; i < padded(p->K); i++) a[i] = 0;
 }
 
-/* The gate of a token, in all places of a lane. */
-LA_FN lane load_gate(const la_problem *p, const la_unit *u, int64_t t)
-{
-    const la_array *g = &p->array[LA_G];
-    return load_element(at(g, u->b, t, u->hv), g->dtype) - LANE_ZERO;
-}
-
 LA_COLD void load_number_decay(const la_problem *p, const la_unit *u, int64_t t, real *a)
 {
-    a[0] = decay_of(load_gate(p, u, t), p->gate)[0];
+    a[0] = decay_of(load_scalar(p, LA_G, u, t) - LANE_ZERO, p->gate)[0];
 }
 
 LA_FN void load_decay(const la_problem *p, const la_unit *u, int64_t t, real *a,
@@ -314,7 +314,7 @@ LA_COLD void load_number_paid_back(const la_problem *p, const la_unit *u, int64_
                                    real *owed)
 {
     lane rest;
-    const lane decay = decay_in_two(load_gate(p, u, t), p->gate, &rest);
+    const lane decay = decay_in_two(load_scalar(p, LA_G, u, t) - LANE_ZERO, p->gate, &rest);
     a[0] = paid_back((real2)decay[0] + (real2)rest[0], owed);
 }
 
@@ -382,13 +382,6 @@ LA_COLD bool outside(const char *x, la_dtype dtype, int64_t n, int64_t stride, d
             if (any[j]) return true;
     }
     return false;
-}
-
-/* beta or eta of a token; 0 where it is not given. */
-LA_COLD real load_scalar(const la_problem *p, la_name name, const la_unit *u, int64_t t)
-{
-    const la_array *x = &p->array[name];
-    return x->given ? load_element(at(x, u->b, t, u->hv), x->dtype) : 0;
 }
 
 /* The weight of a token's write, for kernels that have one. */
