@@ -18,6 +18,7 @@
  *     LANE_ZERO                 a lane of zeros
  *     LANE_PICK(mask, x, y)     mask ? x : y, where mask is a comparison of lanes
  *     LANE_EXP(x)               exp
+ *     LANE_OVER(x, y)           x / y, for y from 1 to 2^127. A device may have a quicker way there
  *     LANE_DECAY(log, gate, rest)
  *                               exp of a log decay. A device that knows what the rounding took away
  *                               puts it in *rest, which is 0 before
@@ -104,12 +105,11 @@ LA_ELEMENT lane magnitude(lane u)
  * float64 (1.1e-16). */
 LA_ELEMENT lane log_of_one_more(lane y)
 {
-    const lane s = y / (2 + y), z = s * s;
-    lane series = LANE_ZERO;
-    if (sizeof(real) == 8)
-        for (int k = 15; k > 6; k--) series = z * (series + (real)(2. / (2 * k + 1)));
-    for (int k = 6; k > 0; k--) series = z * (series + (real)(2. / (2 * k + 1)));
-    return y - s * (y - series);
+    const lane s = LANE_OVER(y, 2 + y), z = s * s;
+    const int last = sizeof(real) == 8 ? 15 : 6;
+    lane series = (real)(2. / (2 * last + 1)) - LANE_ZERO;
+    for (int k = last - 1; k > 0; k--) series = series * z + (real)(2. / (2 * k + 1));
+    return y - s * (y - z * series);
 }
 
 /* exp has no argument above 0, so nothing overflows, and no digit is lost at either end. */
@@ -122,18 +122,27 @@ LA_ELEMENT lane softplus(lane u)
 LA_ELEMENT lane sigmoid(lane u)
 {
     const lane zero = LANE_ZERO, one = 1 - zero, small = LANE_EXP(-magnitude(u));
-    return LANE_PICK(u < zero, small, one) / (1 + small);
+    return LANE_OVER(LANE_PICK(u < zero, small, one), 1 + small);
 }
 
 /* sigmoid(u) sigmoid(-u). 1 - sigmoid(u) would have no digits for u above 17 in float32. */
 LA_ELEMENT lane sigmoid_slope(lane u)
 {
     const lane small = LANE_EXP(-magnitude(u)), more = 1 + small;
-    return small / (more * more);
+    return LANE_OVER(small, more * more);
 }
 
-/* The slope of silu, u sigmoid(u). Where the second factor has come down to 0, so has the product: u
- * may be infinite there. */
+/* u sigmoid(u), where u may be infinite. exp(-lowest) is about the largest number that there is, so below
+ * `lowest` the product is as good as 0. */
+LA_ELEMENT lane silu(lane u)
+{
+    const lane lowest = (real)(sizeof(real) == 8 ? -709 : -88) - LANE_ZERO, one = 1 - LANE_ZERO;
+    u = LANE_PICK(u < lowest, lowest, u);
+    return u * LANE_OVER(one, 1 + LANE_EXP(-u));
+}
+
+/* Its slope. Where the second factor has come down to 0, so has the product: u may be infinite
+ * there. */
 LA_ELEMENT lane silu_slope(lane u)
 {
     const lane zero = LANE_ZERO, slope = sigmoid_slope(u);

@@ -163,6 +163,7 @@ LA_FN lane lane_exp(lane x)
     return lane_times_power(1 + less_one, n);
 }
 #define LANE_EXP lane_exp
+#define LANE_OVER(x, y) ((x) / (y))
 
 /* x itself, which the compiler fuses with nothing. */
 LA_FN lane lane_as_it_is(lane x)
