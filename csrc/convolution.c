@@ -3,6 +3,10 @@
 
 #include <stdio.h>
 
+#ifdef LA_WITH_CUDA
+#include "cuda/cuda.h"
+#endif
+
 static const la_room_line lines[LA_CONVOLUTION_ARRAYS] = {
 #define LA_CONVOLUTION_ARRAY(name, label, letters, in, need, slot, gradient) \
     [LA_CONVOLUTION_##name] = {label, letters, gradient, LA_##slot, LA_IN_##in, LA_##need, ~0},
@@ -47,6 +51,9 @@ const la_room la_convolution_room = {
     .job_bytes = sizeof(la_convolution),
     .check = check,
     .run = run,
+#ifdef LA_WITH_CUDA
+    .enqueue = la_cuda_convolution,
+#endif
 };
 _Static_assert((int)LA_CONVOLUTION_ARRAYS <= (int)LA_ROOM_LINES,
                "a job has room for so many lines");

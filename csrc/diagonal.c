@@ -3,6 +3,10 @@
 
 #include <stdio.h>
 
+#ifdef LA_WITH_CUDA
+#include "cuda/cuda.h"
+#endif
+
 enum {
     SELECTIVE = 1 << LA_SELECTIVE,
     FIXED = 1 << LA_FIXED,
@@ -73,5 +77,8 @@ const la_room la_scan_room = {
     .job_bytes = sizeof(la_diagonal),
     .check = check,
     .run = run,
+#ifdef LA_WITH_CUDA
+    .enqueue = la_cuda_scan,
+#endif
 };
 _Static_assert((int)LA_SCAN_ARRAYS <= (int)LA_ROOM_LINES, "a job has room for so many lines");

@@ -77,6 +77,7 @@ typedef struct la_room {
     /* Checks what the letters cannot say, after all inputs have been compared with them. */
     la_status (*check)(la_room_job *j);
     la_status (*run)(la_room_job *j);
+    la_status (*enqueue)(la_room_job *j); /* the same on a GPU; NULL without the CUDA part */
 } la_room;
 
 /* Is this line in the call? */

@@ -126,15 +126,6 @@ static int take_all(room_call *r, PyObject *const *values, PyObject *names)
     return la_raise(la_room_check(j), r->c.p.message);
 }
 
-static int refuse_cuda(const la_call *c)
-{
-    if (c->p.device != LA_CUDA) return 0;
-    PyErr_Format(PyExc_RuntimeError,
-                 "%s: expected arrays on the CPU, where alone this runs so far, got arrays on CUDA",
-                 la_array_name(&c->p, LA_Q));
-    return -1;
-}
-
 /* ---- outputs ---- */
 
 static bool is_made(const room_call *r, int line)
@@ -219,8 +210,7 @@ PyObject *la_room_call(const la_room *room, PyObject *const *args, Py_ssize_t na
     r.j->form = form;
     r.j->p = &r.c.p;
     name_arrays(&r);
-    if (!take_all(&r, args + WORDS, names) && !refuse_cuda(&r.c) && !make_outputs(&r) &&
-        !la_run_room(&r.c, r.j))
+    if (!take_all(&r, args + WORDS, names) && !make_outputs(&r) && !la_run_room(&r.c, r.j))
         answer = results(&r);
     la_call_release(&r.c);
     PyMem_Free(r.j);

@@ -211,12 +211,23 @@ int la_run_gating(la_call *c, la_gating *j)
     return on_host ? 0 : la_settle_streams(c);
 }
 
+static int enqueue_room(la_call *c, la_room_job *j)
+{
+    la_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = j->room->enqueue(j);
+    Py_END_ALLOW_THREADS
+    return la_raise(status, c->p.message) || la_settle_streams(c) ? -1 : 0;
+}
+
 int la_run_room(la_call *c, la_room_job *j)
 {
     la_watch watch;
     int64_t few[FEW_SLOTS], *more;
-    const bool step = c->p.pass == LA_STEP;
-    if ((!step && la_hold(c)) || (c->ran_python && la_still_there(c))) return -1;
+    const bool step = c->p.pass == LA_STEP, on_host = c->p.device == LA_CPU;
+    if (on_host && !step && la_hold(c)) return -1;
+    if (c->ran_python && la_still_there(c)) return -1;
+    if (!on_host) return enqueue_room(c, j);
     if (take_slots(c, few, &more)) {
         PyMem_Free(more);
         return -1;

@@ -12,7 +12,7 @@ int la_run_pass(la_call *c);
 int la_run_step(la_call *c);
 /* A gate from a projection: c has its arrays. */
 int la_run_gating(la_call *c, la_gating *j);
-/* A call of a room, on the CPU. A step is never cut short. */
+/* A call of a room. A step is never cut short. */
 int la_run_room(la_call *c, la_room_job *j);
 
 /* The kernel that took this thread's last call. */

@@ -75,7 +75,7 @@ class _Form:
                 continue
             letters = [c for c in line.letters if c not in self.room.left_out[self.form]]
             for letter, size in zip(letters, x.shape, strict=True):
-                sizes.setdefault(letter.upper(), size + letter.islower())
+                sizes.setdefault(letter.upper(), size + int(letter.islower()))
         ends = given.get("cu_seqlens")
         sizes["S"] = sizes["B"] if ends is None else ends.shape[0] - 1
         return sizes
@@ -89,7 +89,7 @@ class _Form:
         line = next(line for line in self.room.lines if line.label == "final_state")
         sizes, left_out = self.sizes(given), self.room.left_out[self.form]
         shape = [  # a small letter is one less than its capital
-            sizes[letter.upper()] - letter.islower()
+            sizes[letter.upper()] - int(letter.islower())
             for letter in line.letters
             if letter not in left_out
         ]
@@ -133,12 +133,12 @@ class _Form:
 _FORMS = {(room.name, form): _Form(room, form) for room in ROOMS.values() for form in room.left_out}
 
 
-def _tensor(name: str, x: Any) -> Tensor | None:
+def _tensor(name: str, x: Any, device: torch.device) -> Tensor | None:
     """An array as an operator takes it. Starts of sequences may be NumPy's."""
     if x is None or isinstance(x, Tensor):
         return x
     if name == "cu_seqlens" and isinstance(x, np.ndarray) and x.dtype.kind == "i":
-        return torch.as_tensor(x)
+        return torch.as_tensor(x, device=device)
     raise TypeError(f"{name}: expected a tensor where gradients are recorded, got {type(x)}")
 
 
@@ -162,7 +162,9 @@ def forward(
         return y, state
     if out is not None:
         raise ValueError("out: expected None where PyTorch records or traces the call")
-    fitted = [_tensor(line.label, x) for line, x in zip(made.lines, given, strict=True)]
+    fitted = [
+        _tensor(line.label, x, first.device) for line, x in zip(made.lines, given, strict=True)
+    ]
     settled = {**made.options, **{k: x for k, x in options.items() if k in made.options}}
     y, state = way(*fitted, *settled.values(), final)
     return y, state if final else None

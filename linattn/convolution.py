@@ -96,7 +96,7 @@ def causal_conv1d(
     MemoryError
         There is no memory for the result or the scratch.
     RuntimeError
-        The arrays are on CUDA: this runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     See Also
     --------

@@ -12,6 +12,7 @@ extern "C" {
 #endif
 
 #include "../gates.h"
+#include "../room.h"
 
 /* The reason why no device can be used, in words; NULL if one can. The string lives as long as the
  * process. */
@@ -28,6 +29,10 @@ la_status la_cuda_step(la_problem *p);
 
 /* A gate from a projection, after la_gates_check: enqueue the pass. */
 la_status la_cuda_gates(la_gating *j);
+
+/* A call of a room, after la_room_check: enqueue the pass. */
+la_status la_cuda_scan(la_room_job *j);
+la_status la_cuda_convolution(la_room_job *j);
 
 /* Memory on device p->ordinal, in the order of p->stream, aligned to 256 bytes at least. */
 la_status la_cuda_allocate(la_problem *p, size_t bytes, void **data);

@@ -14,7 +14,8 @@
 
 /* ---- errors, devices ---- */
 
-static la_status status_of(int ordinal, char message[LA_MESSAGE], cudaError_t error)
+static la_status status_of(int ordinal, char message[LA_MESSAGE], cudaError_t error,
+                           const char *first = "q")
 {
     if (error == cudaSuccess) return LA_OK;
     cudaGetLastError(); /* so that the next call does not see it */
@@ -26,7 +27,8 @@ static la_status status_of(int ordinal, char message[LA_MESSAGE], cudaError_t er
     if (error == cudaErrorInvalidConfiguration) {
         snprintf(
             message, LA_MESSAGE,
-            "q: expected fewer than 2^31 blocks of tokens, heads and columns on CUDA, got more");
+            "%s: expected fewer than 2^31 blocks of tokens, heads and columns on CUDA, got more",
+            first);
         return LA_VALUE_ERROR;
     }
     snprintf(message, LA_MESSAGE, "CUDA: %s", cudaGetErrorString(error));
@@ -452,6 +454,23 @@ la_status la_cuda_gates(la_gating *j)
     if (error == cudaSuccess) error = run_gating(*j, pool, (cudaStream_t)j->stream);
     return status_of(j->ordinal, j->message, error);
 }
+
+static la_status run_room(la_room_job *j,
+                          cudaError_t (*start)(const la_room_job &, cudaMemPool_t, cudaStream_t))
+{
+    la_problem *const p = j->p;
+    on_device here(p->ordinal);
+    cudaMemPool_t pool;
+    cudaError_t error = here.error;
+    for (int64_t size : j->size) /* kernels count with ints */
+        if (error == cudaSuccess && size > INT32_MAX) error = cudaErrorInvalidConfiguration;
+    if (error == cudaSuccess) error = pool_of(p->ordinal, &pool);
+    if (error == cudaSuccess) error = start(*j, pool, (cudaStream_t)p->stream);
+    return status_of(p->ordinal, p->message, error, la_array_name(p, LA_Q));
+}
+
+la_status la_cuda_scan(la_room_job *j) { return run_room(j, run_scan); }
+la_status la_cuda_convolution(la_room_job *j) { return run_room(j, run_convolution); }
 
 static cudaError_t one_token(const la_problem *p, const call &c)
 {

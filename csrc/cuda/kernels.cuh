@@ -7,6 +7,7 @@
 
 extern "C" {
 #include "../gates.h"
+#include "../room.h"
 }
 
 typedef cudaError_t (*launcher)(const call &, cudaStream_t);
@@ -17,6 +18,10 @@ extern const launcher step_kv[LA_KINDS], step_vk[LA_KINDS];
 
 /* A gate from a projection, or its gradients. The pool is for parts of the parameters' gradients. */
 cudaError_t run_gating(const la_gating &, cudaMemPool_t, cudaStream_t);
+
+/* Calls of rooms. The pool is for states and for parts of sums. */
+cudaError_t run_scan(const la_room_job &, cudaMemPool_t, cudaStream_t);
+cudaError_t run_convolution(const la_room_job &, cudaMemPool_t, cudaStream_t);
 
 /* Gradients, token by token in reverse. The pool is for states and for partial sums of several
  * heads. */

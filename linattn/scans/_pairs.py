@@ -9,7 +9,7 @@ import numpy as np
 from linattn._linattn import shares_memory
 from linattn.features import is_tensor, library_of
 
-__all__ = ["as_complex", "as_pairs", "is_complex"]
+__all__ = ["as_complex", "as_pairs", "dtype_name", "is_complex"]
 
 
 def is_complex(x: Any) -> bool:
@@ -30,14 +30,14 @@ def _pairs_of(name: str, x: Any) -> Any:
     if x is None:
         return None
     if not is_complex(x):
-        raise TypeError(f"{name}: expected complex numbers, as A has them, got {_dtype(x)}")
+        raise TypeError(f"{name}: expected complex numbers, as A has them, got {dtype_name(x)}")
     if x.ndim == 0:
         raise ValueError(f"{name}: expected an axis of numbers, got a scalar")
     if is_tensor(x):
         return library_of(x).view_as_real(x.resolve_conj()).flatten(-2)
-    if isinstance(x, np.ndarray):
-        return np.ascontiguousarray(x).view(x.real.dtype)
     xp = library_of(x)
+    if _has_views(x):
+        return xp.ascontiguousarray(x).view(x.real.dtype)
     return xp.stack([x.real, x.imag], -1).reshape(*x.shape[:-1], -1)
 
 
@@ -47,10 +47,15 @@ def as_complex(x: Any) -> Any:
         return None
     if is_tensor(x):
         return library_of(x).view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    if isinstance(x, np.ndarray):
-        return np.ascontiguousarray(x).view(np.result_type(x.dtype, np.complex64))
+    if _has_views(x):
+        return library_of(x).ascontiguousarray(x).view(np.result_type(x.dtype, np.complex64))
     return x[..., ::2] + 1j * x[..., 1::2]
 
 
-def _dtype(x: Any) -> str:
+def _has_views(x: Any) -> bool:
+    """Can the same memory be seen in another dtype, as NumPy and CuPy do it?"""
+    return isinstance(x, np.ndarray) or type(x).__module__.partition(".")[0] == "cupy"
+
+
+def dtype_name(x: Any) -> str:
     return str(getattr(x, "dtype", type(x))).removeprefix("torch.")

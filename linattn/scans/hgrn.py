@@ -74,7 +74,7 @@ def hgrn(
     MemoryError
         The memory does not hold y.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     See Also
     --------
@@ -130,7 +130,7 @@ def hgrn_step(
     MemoryError
         The memory does not hold y.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     Examples
     --------
@@ -178,7 +178,7 @@ def hgrn_backward(
     MemoryError
         The memory does not hold the gradients.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     Examples
     --------

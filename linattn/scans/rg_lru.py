@@ -95,7 +95,7 @@ def rg_lru(
     MemoryError
         The memory does not hold y.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     See Also
     --------
@@ -170,7 +170,7 @@ def rg_lru_step(
     MemoryError
         The memory does not hold y.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     Examples
     --------
@@ -225,7 +225,7 @@ def rg_lru_backward(
     MemoryError
         The memory does not hold the gradients.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     Examples
     --------

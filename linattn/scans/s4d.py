@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from linattn import _rooms
 from linattn.features import cast, library_of, shape_of
 from linattn.ops._core import AnyArray, Array
-from linattn.scans._pairs import as_complex, as_pairs, is_complex
+from linattn.scans._pairs import as_complex, as_pairs, dtype_name, is_complex
 
 __all__ = ["S4DGradients", "s4d", "s4d_backward", "s4d_step"]
 
@@ -105,7 +105,7 @@ def s4d(
     MemoryError
         The memory does not hold y, or what the call needs meanwhile.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     See Also
     --------
@@ -188,7 +188,7 @@ def s4d_step(
     MemoryError
         The memory does not hold y.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     Examples
     --------
@@ -247,7 +247,7 @@ def s4d_backward(
     MemoryError
         The memory does not hold the gradients, or what the call needs meanwhile.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     Examples
     --------
@@ -295,7 +295,9 @@ class _Problem:
                 raise TypeError(f"{name}: expected an array, got {type(x).__name__}")
             if name in "BC" and is_complex(x) is not self.pairs:
                 kind = "complex" if self.pairs else "real"
-                raise TypeError(f"{name}: expected {kind} numbers, as A has them, got {x.dtype}")
+                raise TypeError(
+                    f"{name}: expected {kind} numbers, as A has them, got {dtype_name(x)}"
+                )
             letters = "[D]" if axes == 1 else "[D,N]"
             got = shape_of(x) or ()
             want = (shape or ())[:axes]

@@ -121,7 +121,7 @@ def selective_scan(
     MemoryError
         The memory does not hold y, or what the call needs meanwhile.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     See Also
     --------
@@ -221,7 +221,7 @@ def selective_scan_step(
     MemoryError
         The memory does not hold y.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     Examples
     --------
@@ -300,7 +300,7 @@ def selective_scan_backward(
     MemoryError
         The memory does not hold the gradients, or what the call needs meanwhile.
     RuntimeError
-        The arrays lie on a GPU: the scan runs on the CPU so far.
+        On a GPU: CUDA refuses, or this build has no CUDA part.
 
     Examples
     --------

@@ -1,0 +1,557 @@
+/* CAUSAL CONVOLUTIONS on a GPU (../convolution.h).
+ *
+ * Where channels are neighbours and there are at most four taps, a thread has four channels and goes
+ * down some tokens, with the last inputs in registers. Other calls go number by number. */
+#include "kernels.cuh"
+#include "rooms.cuh"
+
+extern "C" {
+#include "../convolution.h"
+}
+
+enum {
+    THREADS = 128,
+    MOST_TAPS = 4,  /* of the kernels whose inputs are in registers */
+    BATCH = 4,      /* tokens that a thread loads before it computes */
+    MOST_RUN = 128, /* tokens of a thread: fewer of them read more tokens before their first */
+    LEAST_THREADS = 1 << 17,
+    /* Of the tokens of a backward pass, each with sums of its own: they are 10 KiB for a channel. */
+    MOST_PARTS = 256,
+    LEAST_PART = 32, /* tokens */
+    SETTLE = 32,     /* tokens whose sums are reals; their sum is double */
+};
+
+struct convolution_call {
+    room_call room;
+    view x[LA_CONVOLUTION_ARRAYS],
+        d[LA_CONVOLUTION_ARRAYS]; /* d: gradients, those of outputs included */
+    int W;
+    bool silu, fours, along;
+    int run;      /* tokens of a thread */
+    int parts;    /* of all tokens */
+    double *sums; /* [parts][W + 1][D]: of the taps, from the token's own on, and of the bias */
+};
+
+/* ---- one number ---- */
+
+/* Input p of the sequence's row, counted as tokens are; those before the first one are the state's. */
+template <typename real>
+__device__ __forceinline__ real input_at(const convolution_call &c, const sequence &s, int p, int d)
+{
+    const view &x = c.x[LA_CONVOLUTION_X], &S = c.x[LA_CONVOLUTION_S0];
+    if (p >= s.begin) return load<real>(at(x, s.b, p, d), x.dtype);
+    return S.data ? load<real>(at(S, s.state, d, p - s.begin + c.W - 1), S.dtype) : 0;
+}
+
+/* Tap i belongs to the input i tokens ago. */
+template <typename real>
+__device__ __forceinline__ real tap_at(const convolution_call &c, int i, int d)
+{
+    const view &weight = c.x[LA_CONVOLUTION_WEIGHT];
+    return load<real>(at(weight, d, c.W - 1 - i), weight.dtype);
+}
+
+template <typename real> __device__ __forceinline__ real bias_at(const convolution_call &c, int d)
+{
+    const view &bias = c.x[LA_CONVOLUTION_BIAS];
+    return bias.data ? load<real>(at(bias, d), bias.dtype) : 0;
+}
+
+template <typename real>
+__device__ __forceinline__ real sum_at(const convolution_call &c, const sequence &s, int t, int d)
+{
+    real z = bias_at<real>(c, d);
+    for (int i = 0; i < c.W; i++) z += tap_at<real>(c, i, d) * input_at<real>(c, s, t - i, d);
+    return z;
+}
+
+/* Was y = silu(z), or z. */
+template <typename real>
+__device__ __forceinline__ real gradient_of_sum(const convolution_call &c, const sequence &s, int t,
+                                                int d)
+{
+    const view &dy = c.d[LA_CONVOLUTION_Y];
+    const real x = load<real>(at(dy, s.b, t, d), dy.dtype);
+    return c.silu ? x * silu_slope(sum_at<real>(c, s, t, d)) : x;
+}
+
+/* What the final state's gradient gives input p. */
+template <typename real>
+__device__ __forceinline__ real final_gradient(const convolution_call &c, const sequence &s, int n,
+                                               int p, int d)
+{
+    const view &dS = c.d[LA_CONVOLUTION_ST];
+    const int m = p - (s.end - (c.W - 1));
+    return dS.data && m >= 0 ? load<real>(at(dS, n, d, m), dS.dtype) : 0;
+}
+
+/* Was z[t] = bias + sum of tap i times x[t - i]: the gradient of input p. */
+template <typename real>
+__device__ __forceinline__ real input_gradient(const convolution_call &c, const sequence &s, int n,
+                                               int p, int d)
+{
+    real sum = 0;
+    for (int i = 0; i < c.W; i++)
+        if (p + i >= s.begin && p + i < s.end)
+            sum += tap_at<real>(c, i, d) * gradient_of_sum<real>(c, s, p + i, d);
+    return sum + final_gradient<real>(c, s, n, p, d);
+}
+
+/* The thread's token and channel: neighbouring threads have neighbours in memory. */
+struct number_place {
+    int b, t, d;
+    bool is;
+};
+
+__device__ __forceinline__ number_place number_of_thread(const convolution_call &c)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    const int64_t row = (int64_t)c.room.T * c.room.D, rest = i % row;
+    number_place p;
+    p.is = i < c.room.B * row;
+    p.b = (int)(i / row);
+    p.t = (int)(c.along ? rest % c.room.T : rest / c.room.D);
+    p.d = (int)(c.along ? rest / c.room.T : rest % c.room.D);
+    return p;
+}
+
+template <typename real>
+static __global__
+__launch_bounds__(THREADS) void convolve_numbers(const __grid_constant__ convolution_call c)
+{
+    const number_place p = number_of_thread(c);
+    if (!p.is) return;
+    const sequence s = sequence_of(c.room, sequence_at(c.room, p.b, p.t));
+    const real z = sum_at<real>(c, s, p.t, p.d);
+    const view &y = c.x[LA_CONVOLUTION_Y];
+    store(at(y, s.b, p.t, p.d), y.dtype, c.silu ? silu(z) : z);
+}
+
+template <typename real>
+static __global__
+__launch_bounds__(THREADS) void gradients_of_numbers(const __grid_constant__ convolution_call c)
+{
+    const number_place p = number_of_thread(c);
+    if (!p.is) return;
+    const int n = sequence_at(c.room, p.b, p.t);
+    const sequence s = sequence_of(c.room, n);
+    const view &dx = c.d[LA_CONVOLUTION_X];
+    store(at(dx, s.b, p.t, p.d), dx.dtype, input_gradient<real>(c, s, n, p.t, p.d));
+}
+
+/* Tokens [first,last) of a part, of all rows one after another. */
+__device__ __forceinline__ int64_t first_of_part(const convolution_call &c, int part)
+{
+    return (int64_t)c.room.B * c.room.T * part / c.parts;
+}
+
+/* The tokens [first,last) of one sequence, from token `from` of a part on. */
+struct stretch {
+    int n, first, last;
+    sequence s;
+};
+
+__device__ __forceinline__ stretch stretch_of(const convolution_call &c, int64_t from, int64_t end)
+{
+    stretch r;
+    const int b = (int)(from / c.room.T);
+    r.first = (int)(from % c.room.T);
+    r.n = sequence_at(c.room, b, r.first);
+    r.s = sequence_of(c.room, r.n);
+    r.last = (int)min(end - (int64_t)b * c.room.T, (int64_t)r.s.end);
+    return r;
+}
+
+/* A thread has a tap or the bias of a channel, and the tokens of a part. */
+template <typename real>
+static __global__
+__launch_bounds__(THREADS) void sums_of_numbers(const __grid_constant__ convolution_call c)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    const int d = (int)(i % c.room.D), k = (int)(i / c.room.D % (c.W + 1));
+    const int part = (int)(i / c.room.D / (c.W + 1));
+    if (part >= c.parts) return;
+    const int64_t end = first_of_part(c, part + 1);
+    double all = 0;
+    for (int64_t from = first_of_part(c, part); from < end;) {
+        const stretch r = stretch_of(c, from, end);
+        real sum = 0;
+        for (int t = r.first; t < r.last; t++) {
+            const real dz = gradient_of_sum<real>(c, r.s, t, d);
+            sum += k < c.W ? dz * input_at<real>(c, r.s, t - k, d) : dz;
+            if ((t - r.first) % SETTLE != SETTLE - 1) continue;
+            all += (double)sum;
+            sum = 0;
+        }
+        all += (double)sum;
+        from += r.last - r.first;
+    }
+    c.sums[i] = all;
+}
+
+/* ---- four channels, with the last inputs in registers ---- */
+
+template <typename real, int W> struct taps {
+    real tap[W][FOUR], bias[FOUR];
+
+    __device__ __forceinline__ void load_all(const convolution_call &c, int d)
+    {
+#pragma unroll
+        for (int e = 0; e < FOUR; e++) {
+            bias[e] = bias_at<real>(c, d + e);
+#pragma unroll
+            for (int i = 0; i < W; i++) tap[i][e] = tap_at<real>(c, i, d + e);
+        }
+    }
+    /* z of the newest input, x[W - 1]. */
+    __device__ __forceinline__ void sum(const real (*x)[FOUR], real (&z)[FOUR]) const
+    {
+#pragma unroll
+        for (int e = 0; e < FOUR; e++) {
+            z[e] = bias[e];
+#pragma unroll
+            for (int i = 0; i < W; i++) z[e] += tap[i][e] * x[W - 1 - i][e];
+        }
+    }
+};
+
+/* The W - 1 inputs before token t. */
+template <typename real, int W>
+__device__ __forceinline__ void inputs_before(const convolution_call &c, const sequence &s, int t,
+                                              int d, real (*x)[FOUR])
+{
+#pragma unroll
+    for (int i = 0; i < W - 1; i++)
+#pragma unroll
+        for (int e = 0; e < FOUR; e++) x[i][e] = input_at<real>(c, s, t - (W - 1) + i, d + e);
+}
+
+/* COUNT tokens, whose inputs follow the W - 1 of x; then the last of them come first. `to` is where y of the
+ * first goes, `step` bytes on the next. */
+template <typename real, int W, int COUNT>
+__device__ __forceinline__ void convolve_tokens(const convolution_call &c, const taps<real, W> &own,
+                                                const bits4<real> *bits, char *to, int64_t step,
+                                                real (&x)[W - 1 + BATCH][FOUR])
+{
+    const la_dtype dtype = c.x[LA_CONVOLUTION_X].dtype; /* y's too */
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        real z[FOUR];
+        numbers_of(bits[k], dtype, x[W - 1 + k]);
+        own.sum(x + k, z);
+        if (c.silu)
+#pragma unroll
+            for (int e = 0; e < FOUR; e++) z[e] = silu(z[e]);
+        store_four(to + k * step, dtype, 1, FOUR, true, z);
+    }
+#pragma unroll
+    for (int i = 0; i < W - 1; i++)
+#pragma unroll
+        for (int e = 0; e < FOUR; e++) x[i][e] = x[COUNT + i][e];
+}
+
+template <typename real, int W>
+static __global__
+__launch_bounds__(THREADS) void convolve_fours(const __grid_constant__ convolution_call c)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    const int fours = c.room.D / FOUR, runs = (c.room.T + c.run - 1) / c.run;
+    const int d = (int)(i % fours) * FOUR, run = (int)(i / fours % runs);
+    const int b = (int)(i / fours / runs), last = min(c.room.T, (run + 1) * c.run);
+    if (b >= c.room.B) return;
+    const view &in = c.x[LA_CONVOLUTION_X], &out = c.x[LA_CONVOLUTION_Y];
+    const int64_t step_in = in.stride[1] * la_size_of(in.dtype);
+    const int64_t step_out = out.stride[1] * la_size_of(out.dtype);
+    const char *from = at(in, b, run * c.run, d);
+    char *to = at(out, b, run * c.run, d);
+    taps<real, W> own;
+    own.load_all(c, d);
+    real x[W - 1 + BATCH][FOUR];
+    bits4<real> next[BATCH], bits[BATCH];
+    /* BATCH tokens, those of the next sequence too */
+    const auto start = [&](int t) {
+#pragma unroll
+        for (int k = 0; k < BATCH; k++)
+            load_bits(next[k], from + k * step_in, in.dtype, 1, t + k < last ? FOUR : 0, true);
+    };
+    int n = sequence_at(c.room, b, run * c.run);
+    start(run * c.run);
+    for (int t = run * c.run; t < last; n++) {
+        const sequence s = sequence_of(c.room, n);
+        const int end = min(last, s.end);
+        if (t < end) inputs_before<real, W>(c, s, t, d, x);
+        while (t < end) {
+            const int count = min((int)BATCH, end - t);
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) bits[k] = next[k];
+            t += count;
+            from += count * step_in;
+            start(t);
+            if (count == BATCH)
+                convolve_tokens<real, W, BATCH>(c, own, bits, to, step_out, x);
+            else
+                for (int k = 0; k < count; k++)
+                    convolve_tokens<real, W, 1>(c, own, bits + k, to + k * step_out, step_out, x);
+            to += count * step_out;
+        }
+    }
+}
+
+/* The gradients of inputs come W - 1 tokens later than those of sums: `open` has the ones that are not
+ * whole, the oldest first. */
+template <typename real, int W> struct way_back {
+    taps<real, W> own;
+    real x[W][FOUR], open[W][FOUR];
+    real of_tap[W + 1][FOUR]; /* sums of a run, the bias last */
+    double sums[W + 1][FOUR];
+
+    __device__ __forceinline__ void begin()
+    {
+#pragma unroll
+        for (int i = 0; i < W; i++)
+#pragma unroll
+            for (int e = 0; e < FOUR; e++) open[i][e] = 0;
+    }
+    /* `counts`: the token belongs to this part's sums. */
+    __device__ __forceinline__ void add(const convolution_call &c, const real (&dy)[FOUR],
+                                        bool counts)
+    {
+        real dz[FOUR];
+        own.sum(x, dz);
+#pragma unroll
+        for (int e = 0; e < FOUR; e++) {
+            dz[e] = c.silu ? dy[e] * silu_slope(dz[e]) : dy[e];
+#pragma unroll
+            for (int i = 0; i < W; i++) {
+                open[W - 1 - i][e] += own.tap[i][e] * dz[e];
+                if (counts) of_tap[i][e] += dz[e] * x[W - 1 - i][e];
+            }
+            if (counts) of_tap[W][e] += dz[e];
+        }
+    }
+    __device__ __forceinline__ void shift()
+    {
+#pragma unroll
+        for (int e = 0; e < FOUR; e++) {
+#pragma unroll
+            for (int i = 0; i < W - 1; i++) {
+                x[i][e] = x[i + 1][e];
+                open[i][e] = open[i + 1][e];
+            }
+            open[W - 1][e] = 0;
+        }
+    }
+    __device__ __forceinline__ void settle()
+    {
+#pragma unroll
+        for (int i = 0; i <= W; i++)
+#pragma unroll
+            for (int e = 0; e < FOUR; e++) {
+                sums[i][e] += (double)of_tap[i][e];
+                of_tap[i][e] = 0;
+            }
+    }
+};
+
+/* The gradient of input p, which is whole but for that of the final state. */
+template <typename real>
+__device__ __forceinline__ void store_input_gradient(const convolution_call &c, const sequence &s,
+                                                     int n, int p, int d, real (&x)[FOUR])
+{
+    const view &dx = c.d[LA_CONVOLUTION_X];
+    if (c.d[LA_CONVOLUTION_ST].data && p > s.end - c.W)
+#pragma unroll
+        for (int e = 0; e < FOUR; e++) x[e] += final_gradient<real>(c, s, n, p, d + e);
+    store_four(at(dx, s.b, p, d), dx.dtype, 1, FOUR, true, x);
+}
+
+/* A thread has the tokens of a part. It goes on past its end, for the gradients of its last inputs. */
+template <typename real, int W>
+static __global__ __launch_bounds__(THREADS, sizeof(real) == 8 ? 1 : 4) void gradients_of_fours(
+    const __grid_constant__ convolution_call c)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    const int fours = c.room.D / FOUR, d = (int)(i % fours) * FOUR, part = (int)(i / fours);
+    const view &in = c.x[LA_CONVOLUTION_X], &dys = c.d[LA_CONVOLUTION_Y];
+    if (part >= c.parts) return;
+    way_back<real, W> way;
+    way.own.load_all(c, d);
+#pragma unroll
+    for (int k = 0; k <= W; k++)
+#pragma unroll
+        for (int e = 0; e < FOUR; e++) way.of_tap[k][e] = 0, way.sums[k][e] = 0;
+    const int64_t end = first_of_part(c, part + 1);
+    for (int64_t from = first_of_part(c, part); from < end;) {
+        const stretch r = stretch_of(c, from, end);
+        const sequence &s = r.s;
+        const int n = r.n, b = s.b, first = r.first, last = r.last, stop = min(last + W - 1, s.end);
+        from += last - first;
+        way.begin();
+        inputs_before<real, W>(c, s, first, d, way.x);
+        for (int t = first; t < stop; t += BATCH) {
+            bits4<real> x[BATCH], dy[BATCH];
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) {
+                const int left = t + k < stop ? FOUR : 0;
+                load_bits(x[k], at(in, b, t + k, d), in.dtype, 1, left, true);
+                load_bits(dy[k], at(dys, b, t + k, d), dys.dtype, 1, left, true);
+            }
+#pragma unroll
+            for (int k = 0; k < BATCH; k++) {
+                real gradient[FOUR];
+                if (t + k >= stop) break;
+                numbers_of(x[k], in.dtype, way.x[W - 1]);
+                numbers_of(dy[k], dys.dtype, gradient);
+                way.add(c, gradient, t + k < last);
+                const int p = t + k - (W - 1);
+                if (p >= first) store_input_gradient(c, s, n, p, d, way.open[0]);
+                way.shift();
+            }
+            if ((t - first) % SETTLE == SETTLE - BATCH) way.settle();
+        }
+        way.settle();
+        /* The sequence ended before these were whole: there is no more to add to them. */
+#pragma unroll
+        for (int k = 0; k < W - 1; k++) {
+            const int p = stop - (W - 1) + k;
+            if (p >= first && p < last) store_input_gradient(c, s, n, p, d, way.open[k]);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k <= W; k++)
+#pragma unroll
+        for (int e = 0; e < FOUR; e++)
+            c.sums[((int64_t)part * (W + 1) + k) * c.room.D + d + e] = way.sums[k][e];
+}
+
+/* ---- states: a thread has a channel, or one number of a state ---- */
+
+template <typename real>
+static __global__
+__launch_bounds__(THREADS) void final_states(const __grid_constant__ convolution_call c)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    const int m = (int)(i % (c.W - 1)), d = (int)(i / (c.W - 1) % c.room.D);
+    const int64_t n = i / (c.W - 1) / c.room.D;
+    if (n >= c.room.S) return;
+    const sequence s = sequence_of(c.room, (int)n);
+    const view &to = c.x[LA_CONVOLUTION_ST];
+    store(at(to, n, d, m), to.dtype, input_at<real>(c, s, s.end - (c.W - 1) + m, d));
+}
+
+template <typename real>
+static __global__
+__launch_bounds__(THREADS) void initial_gradients(const __grid_constant__ convolution_call c)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    const int m = (int)(i % (c.W - 1)), d = (int)(i / (c.W - 1) % c.room.D);
+    const int64_t n = i / (c.W - 1) / c.room.D;
+    if (n >= c.room.S) return;
+    const sequence s = sequence_of(c.room, (int)n);
+    const view &to = c.d[LA_CONVOLUTION_S0];
+    store(at(to, n, d, m), to.dtype,
+          input_gradient<real>(c, s, (int)n, s.begin - (c.W - 1) + m, d));
+}
+
+/* One token of each row. */
+template <typename real>
+static __global__
+__launch_bounds__(THREADS) void convolve_step(const __grid_constant__ convolution_call c)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    const int d = (int)(i % c.room.D);
+    if (i / c.room.D >= c.room.S) return;
+    const sequence s = sequence_of(c.room, (int)(i / c.room.D));
+    const view &S = c.x[LA_CONVOLUTION_S0], &y = c.x[LA_CONVOLUTION_Y];
+    real z = 0;
+    if (s.state >= 0) {
+        z = sum_at<real>(c, s, 0, d);
+        for (int m = 0; m < c.W - 1; m++) /* each place is written after it was read */
+            store(at(S, s.state, d, m), S.dtype, input_at<real>(c, s, m + 2 - c.W, d));
+        if (c.silu) z = silu(z);
+    }
+    store(at(y, s.b, 0, d), y.dtype, z);
+}
+
+/* ---- launches ---- */
+
+static int64_t blocks_for(int64_t threads) { return (threads + THREADS - 1) / THREADS; }
+
+template <typename real> static cudaError_t forward(convolution_call c, cudaStream_t stream)
+{
+    const int64_t B = c.room.B, T = c.room.T, D = c.room.D;
+    const int64_t states = (int64_t)c.room.S * D * (c.W - 1);
+    cudaError_t error;
+    if (c.room.step)
+        return launch(convolve_step<real>, blocks_for(c.room.S * D), THREADS, 0, stream, c);
+    if (c.fours) {
+        c.run = MOST_RUN;
+        while (c.run > 2 * BATCH && B * ((T + c.run - 1) / c.run) * (D / FOUR) < LEAST_THREADS)
+            c.run /= 2;
+        const int64_t threads = B * ((T + c.run - 1) / c.run) * (D / FOUR);
+        const auto kernel = c.W == 2   ? convolve_fours<real, 2>
+                            : c.W == 3 ? convolve_fours<real, 3>
+                                       : convolve_fours<real, 4>;
+        error = launch(kernel, blocks_for(threads), THREADS, 0, stream, c);
+    } else {
+        error = launch(convolve_numbers<real>, blocks_for(B * T * D), THREADS, 0, stream, c);
+    }
+    if (error == cudaSuccess && c.x[LA_CONVOLUTION_ST].data)
+        error = launch(final_states<real>, blocks_for(states), THREADS, 0, stream, c);
+    return error;
+}
+
+template <typename real>
+static cudaError_t backward(convolution_call c, cudaMemPool_t pool, cudaStream_t stream)
+{
+    const int64_t D = c.room.D, tokens = (int64_t)c.room.B * c.room.T;
+    const int64_t states = (int64_t)c.room.S * D * (c.W - 1), row = (c.W + 1) * D;
+    c.parts = (int)min((int64_t)MOST_PARTS, max((int64_t)1, tokens / LEAST_PART));
+    cudaError_t error = cudaMallocFromPoolAsync(
+        (void **)&c.sums, (size_t)max(c.parts * row, (int64_t)1) * sizeof(double), pool, stream);
+    if (error != cudaSuccess) return error;
+    if (c.fours) {
+        const auto kernel = c.W == 2   ? gradients_of_fours<real, 2>
+                            : c.W == 3 ? gradients_of_fours<real, 3>
+                                       : gradients_of_fours<real, 4>;
+        error = launch(kernel, blocks_for(c.parts * (D / FOUR)), THREADS, 0, stream, c);
+    } else {
+        error = launch(gradients_of_numbers<real>, blocks_for(tokens * D), THREADS, 0, stream, c);
+        if (error == cudaSuccess)
+            error = launch(sums_of_numbers<real>, blocks_for(c.parts * row), THREADS, 0, stream, c);
+    }
+    if (error == cudaSuccess && c.d[LA_CONVOLUTION_S0].data)
+        error = launch(initial_gradients<real>, blocks_for(states), THREADS, 0, stream, c);
+    /* [parts][W + 1][D]: tap i is weight W - 1 - i */
+    for (int i = 0; i <= c.W && error == cudaSuccess; i++) {
+        view to = c.d[i < c.W ? LA_CONVOLUTION_WEIGHT : LA_CONVOLUTION_BIAS];
+        if (i < c.W) to.data += (c.W - 1 - i) * to.stride[1] * la_size_of(to.dtype);
+        error = add_parts(c.sums + i * D, to, D, 1, c.parts, row, stream);
+    }
+    const cudaError_t freed = cudaFreeAsync(c.sums, stream);
+    return error == cudaSuccess ? freed : error;
+}
+
+cudaError_t run_convolution(const la_room_job &job, cudaMemPool_t pool, cudaStream_t stream)
+{
+    const la_convolution &j = (const la_convolution &)job;
+    const bool backwards = job.p->pass == LA_BACKWARD;
+    convolution_call c = {};
+    c.room = room_of(job, j.B, j.T, j.D, j.S);
+    c.W = (int)j.W;
+    c.silu = j.silu;
+    for (int i = 0; i < LA_CONVOLUTION_ARRAYS; i++) {
+        c.x[i] = view_of(job.array[i]);
+        c.d[i] = view_of(job.gradient[i]);
+    }
+    const view &x = c.x[LA_CONVOLUTION_X];
+    c.along = x.stride[1] == 1 && x.stride[2] != 1;
+    c.fours = j.W >= 2 && j.W <= MOST_TAPS && lies_in_fours(x, 2, j.D) &&
+              lies_in_fours(c.x[LA_CONVOLUTION_Y], 2, j.D) &&
+              lies_in_fours(c.d[LA_CONVOLUTION_X], 2, j.D) &&
+              lies_in_fours(c.d[LA_CONVOLUTION_Y], 2, j.D);
+    const bool wide = job.p->real == LA_F64;
+    if (backwards)
+        return wide ? backward<double>(c, pool, stream) : backward<float>(c, pool, stream);
+    return wide ? forward<double>(c, stream) : forward<float>(c, stream);
+}

@@ -1,0 +1,54 @@
+/* Diagonal scans whose sums are float32, and the call of all scans. */
+#include "kernels.cuh"
+
+#include "diagonal_launch.cuh"
+
+/* Have states their numbers side by side, in fours? */
+static bool steps_in_fours(const scan_call &c)
+{
+    const view &S = c.x[LA_SCAN_S0];
+    return c.N <= 32 * FOUR && S.dtype == LA_F32 && lies_in_fours(S, 2, c.N);
+}
+
+static cudaError_t one_token(const scan_call &c, cudaStream_t stream)
+{
+    /* Blocks enough for every processor; a thread reads its rates once for all its rows. */
+    enum { MOST_ROWS = 16, LEAST_ROWS = 4, ENOUGH = 4096 };
+    const auto start = [&](auto kernel, int lanes) {
+        const int64_t panels = div_up(c.room.D, SCAN_THREADS / lanes);
+        int rows = MOST_ROWS;
+        while (rows > LEAST_ROWS && panels * div_up(c.room.S, rows) < ENOUGH) rows /= 2;
+        return launch(kernel, panels * div_up(c.room.S, rows), SCAN_THREADS, 0, stream, c, rows);
+    };
+    if (c.N <= 16) return start(scan_step<4>, 4);
+    return c.N <= 64 ? start(scan_step<16>, 16) : start(scan_step<32>, 32);
+}
+
+cudaError_t run_scan(const la_room_job &job, cudaMemPool_t pool, cudaStream_t stream)
+{
+    const la_diagonal &j = (const la_diagonal &)job;
+    const la_scan_form form = (la_scan_form)job.form;
+    const bool backwards = job.p->pass == LA_BACKWARD;
+    scan_call c = {};
+    c.room = room_of(job, j.B, j.T, j.D, j.S);
+    c.N = (int)j.N;
+    c.G = (int)j.G;
+    c.softplus = j.softplus;
+    for (int i = 0; i < LA_SCAN_ARRAYS; i++) {
+        c.x[i] = view_of(job.array[i]);
+        c.d[i] = view_of(job.gradient[i]);
+    }
+    const view &u = c.x[LA_SCAN_U];
+    c.along = u.stride[1] == 1 && u.stride[2] != 1;
+    c.fours = true;
+    for (la_scan_line line : {LA_SCAN_U, LA_SCAN_DELTA, LA_SCAN_Z, LA_SCAN_Y})
+        c.fours = c.fours && lies_in_fours(c.x[line], 2, j.D / j.G) &&
+                  lies_in_fours(c.d[line], 2, j.D / j.G);
+    c.row_fours = lies_in_fours(c.x[LA_SCAN_B], 3, j.N) && lies_in_fours(c.x[LA_SCAN_C], 3, j.N);
+    const bool wide = job.p->real == LA_F64;
+    if (c.room.step && form == LA_SELECTIVE && !job.pairs && !wide && steps_in_fours(c))
+        return one_token(c, stream);
+    const scan_memory memory = {pool, stream, NULL};
+    return wide ? run_scan_f64(c, form, job.pairs, backwards, memory)
+                : by_form<float>(c, form, job.pairs, backwards, memory);
+}

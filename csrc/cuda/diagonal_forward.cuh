@@ -1,0 +1,341 @@
+/* Diagonal scans on a GPU: forward passes, steps, and the states that a backward pass starts from. */
+#ifndef LINATTN_CUDA_DIAGONAL_FORWARD_CUH
+#define LINATTN_CUDA_DIAGONAL_FORWARD_CUH
+
+#include "diagonal.cuh"
+
+/* READS: a forward pass or a step. Otherwise the states before each tile of the adjoint are kept. */
+template <typename real, bool FIXED, bool PAIRS, int LANES, int NUMBERS, bool READS>
+struct scan_forward {
+    static constexpr int CHANNELS = SCAN_THREADS / LANES;
+    /* Each thread stages four channels of a token; a double of 64 numbers needs the memory of two. */
+    static constexpr int MOST = sizeof(real) == 8 ? 16 : 32;
+    static constexpr int EACH = SCAN_THREADS * FOUR / CHANNELS;
+    static constexpr int TILE = EACH < MOST ? EACH : MOST;
+    static constexpr int PER = lane_sums<LANES>::PER;
+    static constexpr bool TWO_WAYS = !FIXED && !PAIRS && sizeof(real) == 4;
+    typedef row_fetch<real, LANES, NUMBERS, TILE> row_fetcher;
+    typedef typename row_fetcher::row row;
+
+    struct memory {
+        two<real> steps[2][TILE][CHANNELS]; /* the staged step, and what is written times b */
+        row rows[FIXED ? 1 : 2][FIXED ? 1 : TILE];
+        real reads[READS ? 2 : 1][READS ? TILE : 1][CHANNELS + FOUR];
+    };
+
+    const scan_call &c;
+    memory &on_chip;
+    scan_place p;
+    sequence s;
+    tile_task own;
+    int nl, ch, d, m, first; /* first: channel of the task */
+    bool there;
+    real h[NUMBERS], bias[FOUR], D[FOUR], least_rate;
+    thread_numbers<real, NUMBERS> numbers;
+    bits4<real> u, delta, z, past_u, past_z;
+    cursor of_u, of_delta, of_z, of_y;
+    row_fetcher of_rows;
+
+    __device__ __forceinline__ scan_forward(const scan_call &call, memory &shared)
+        : c(call), on_chip(shared)
+    {
+        nl = (int)threadIdx.x % LANES;
+        ch = (int)threadIdx.x / LANES;
+        p = place_of(c, CHANNELS, LANES * NUMBERS);
+        s = sequence_of(c.room, p.rest);
+        own = task_of<CHANNELS, TILE, FOUR>(c, p.d1 - p.d0);
+        d = p.d0 + ch;
+        m = p.m0 + NUMBERS * nl;
+        first = p.d0 + own.column;
+        there = d < p.d1;
+    }
+
+    /* Begin to fetch the tile of token t. */
+    __device__ __forceinline__ void start(int t)
+    {
+        const int count = s.end - t, left = own.token < count ? own.left : 0;
+        of_u.template load<FOUR>(c, c.x[LA_SCAN_U], left, u);
+        of_u.go(c.x[LA_SCAN_U], TILE);
+        if (FIXED) return;
+        of_delta.template load<FOUR>(c, c.x[LA_SCAN_DELTA], left, delta);
+        of_delta.go(c.x[LA_SCAN_DELTA], TILE);
+        if (READS) of_z.template load<FOUR>(c, c.x[LA_SCAN_Z], left, z);
+        if (READS) of_z.go(c.x[LA_SCAN_Z], TILE);
+        of_rows.start(c, p, count);
+        of_rows.go(c, TILE);
+    }
+
+    __device__ __forceinline__ void stage(int buffer)
+    {
+        real us[FOUR], ds[FOUR] = {};
+        if (!FIXED) of_rows.stage(c, on_chip.rows[FIXED ? 0 : buffer]);
+        if (!own.is) return; /* channels that there are not are zeros */
+        numbers_of(u, c.x[LA_SCAN_U].dtype, us);
+        if (!FIXED) numbers_of(delta, c.x[LA_SCAN_DELTA].dtype, ds);
+#pragma unroll
+        for (int e = 0; e < FOUR; e++) {
+            const real step = FIXED ? 0 : step_of(c, ds[e] + bias[e]);
+            on_chip.steps[buffer][own.token][own.column + e] = {staged<PAIRS>(step),
+                                                                FIXED ? us[e] : step * us[e]};
+        }
+    }
+
+    /* y of the tile of token t, whose reads are there. */
+    __device__ __forceinline__ void finish(int t, int buffer)
+    {
+        real us[FOUR], zs[FOUR] = {}, ys[FOUR];
+        if (own.left && t + own.token < s.end) {
+            const four<real> sums =
+                *(const four<real> *)&on_chip.reads[READS ? buffer : 0][own.token][own.column];
+            ys[0] = sums.x, ys[1] = sums.y, ys[2] = sums.z, ys[3] = sums.w;
+            if (c.blocks > 1) {
+                const int64_t token = (int64_t)s.b * c.room.T + t + own.token;
+                const int64_t row = ((int64_t)p.block * c.room.B * c.room.T + token) * c.room.D;
+                for (int e = 0; e < own.left; e++) ((real *)c.sums)[row + first + e] = ys[e];
+            } else {
+                numbers_of(past_u, c.x[LA_SCAN_U].dtype, us);
+                if (!FIXED && c.x[LA_SCAN_Z].data) numbers_of(past_z, c.x[LA_SCAN_Z].dtype, zs);
+#pragma unroll
+                for (int e = 0; e < FOUR; e++) ys[e] = finished(c, ys[e], us[e], D[e], zs[e]);
+                of_y.template store<FOUR>(c, c.x[LA_SCAN_Y], own.left, ys);
+            }
+        }
+        of_y.go(c.x[LA_SCAN_Y], TILE);
+    }
+
+    /* GROUP tokens of the tile from i on, `count` of which there are. */
+    template <bool WHOLE, bool NEAR>
+    __device__ __forceinline__ void group(int buffer, int i, int count,
+                                          const two<real> (&steps)[GROUP])
+    {
+        real sums[GROUP], to[PER];
+#pragma unroll
+        for (int k = 0; k < GROUP; k++) {
+            sums[k] = 0;
+            if (!WHOLE && k >= count) continue;
+            real a[NUMBERS], b[NUMBERS];
+            const real *const of_token = on_chip.rows[FIXED ? 0 : buffer][FIXED ? 0 : i + k].x[nl];
+            if (!FIXED) copy_numbers(of_token, b);
+            decays<FIXED, PAIRS, NEAR>(numbers, steps[k].x, a);
+            write<PAIRS>(h, a, steps[k].y, FIXED ? numbers.b : b);
+            if (!READS) continue;
+            if (!FIXED) copy_numbers(of_token + NUMBERS, b);
+            sums[k] = read<PAIRS>(h, FIXED ? numbers.c : b);
+        }
+        if (!READS) return;
+        lane_sums<LANES>::of(sums, to);
+        if (LANES > GROUP && nl >= GROUP) return;
+#pragma unroll
+        for (int k = 0; k < PER; k++)
+            on_chip.reads[READS ? buffer : 0][i + nl * PER + k][ch] = to[k];
+    }
+
+    template <bool WHOLE> __device__ __forceinline__ void group(int buffer, int i, int count)
+    {
+        two<real> steps[GROUP];
+#pragma unroll
+        for (int k = 0; k < GROUP; k++) steps[k] = on_chip.steps[buffer][i + k][ch];
+        if constexpr (TWO_WAYS && WHOLE) {
+            real least = fabs(steps[0].x);
+#pragma unroll
+            for (int k = 1; k < GROUP; k++) least = min(least, fabs(steps[k].x));
+            if (!is_near(least, least_rate)) {
+                group<true, false>(buffer, i, count, steps);
+                return;
+            }
+        }
+        group<WHOLE, true>(buffer, i, count, steps);
+    }
+
+    __device__ __forceinline__ void keep(int64_t place)
+    {
+        real *const to = (real *)c.kept + (place * c.room.D + d) * c.numbers + m;
+        if (!there) return;
+#pragma unroll
+        for (int k = 0; k < NUMBERS; k += 2) *(two<real> *)(to + k) = {h[k], h[k + 1]};
+    }
+
+    __device__ __forceinline__ void run()
+    {
+        load_numbers<FIXED>(c, d, m, there, numbers);
+        /* numbers that there are not are zeros, of which any power will do */
+        least_rate = there && m < c.N ? numbers.least_rate(min(NUMBERS, c.N - m)) : HUGE_VAL;
+        load_state(c.x[LA_SCAN_S0], s.state, d, m, c.N, there, h);
+        load_per_channel(c.x[LA_SCAN_BIAS], first, own.left, bias);
+        load_per_channel(c.x[LA_SCAN_D], first, own.left, D);
+        const int tiles = (s.end - s.begin + TILE - 1) / TILE, t0 = s.begin + own.token;
+        const int64_t place = READS ? 0 : first_place(c.room, p.rest, GROUP);
+        of_u.set(c.x[LA_SCAN_U], s.b, t0, first);
+        of_y.set(c.x[LA_SCAN_Y], s.b, t0, first);
+        if (!FIXED) of_delta.set(c.x[LA_SCAN_DELTA], s.b, t0, first);
+        if (!FIXED) of_z.set(c.x[LA_SCAN_Z], s.b, t0, first);
+        if (!FIXED) of_rows.set(c, p, s.b, s.begin);
+        if (tiles) start(s.begin);
+        for (int k = 0; k < tiles + (READS && tiles); k++) {
+            const int t = s.begin + k * TILE, buffer = k % 2;
+            if (k < tiles) stage(buffer);
+            __syncthreads();
+            if (READS && k) finish(t - TILE, 1 - buffer);
+            if (k == tiles) break;
+            past_u = u;
+            past_z = z;
+            if (k + 1 < tiles) start(t + TILE);
+            if (t + TILE <= s.end) {
+#pragma unroll
+                for (int i = 0; i < TILE; i += GROUP) {
+                    if (!READS) keep(place + (t + i - s.begin) / GROUP);
+                    group<true>(buffer, i, GROUP);
+                }
+            } else {
+                for (int i = 0; t + i < s.end; i += GROUP) {
+                    if (!READS) keep(place + (t + i - s.begin) / GROUP);
+                    group<false>(buffer, i, s.end - t - i);
+                }
+            }
+        }
+        if (READS)
+            store_state(c.x[c.room.step ? LA_SCAN_S0 : LA_SCAN_ST], s.state, d, m, c.N, there, h);
+    }
+
+    /* A row of a step without a state reads zeros. */
+    __device__ __forceinline__ void clear()
+    {
+        const real zeros[FOUR] = {};
+        of_y.set(c.x[LA_SCAN_Y], s.b, 0, first);
+        if (own.token == 0) of_y.template store<FOUR>(c, c.x[LA_SCAN_Y], own.left, zeros);
+    }
+};
+
+template <typename real, bool FIXED, bool PAIRS, int LANES, int NUMBERS, bool READS>
+static __global__ __launch_bounds__(SCAN_THREADS,
+                                    sizeof(real) == 8 || LANES == 32
+                                        ? 1
+                                        : 5) void scan_tokens(const __grid_constant__ scan_call c)
+{
+    typedef scan_forward<real, FIXED, PAIRS, LANES, NUMBERS, READS> pass;
+    extern __shared__ __align__(16) char shared[];
+    pass scan(c, *(typename pass::memory *)shared);
+    if (scan.s.state < 0)
+        scan.clear();
+    else
+        scan.run();
+}
+
+/* Adds up what the blocks of a channel's numbers have read. A thread has a number of y. */
+template <typename real>
+static __global__ __launch_bounds__(256) void finish_reads(const __grid_constant__ scan_call c)
+{
+    const int64_t tokens = (int64_t)c.room.B * c.room.T,
+                  i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+    if (i >= tokens * c.room.D) return;
+    const int64_t b = i / c.room.D / c.room.T, t = i / c.room.D % c.room.T;
+    const int d = (int)(i % c.room.D);
+    const view &u = c.x[LA_SCAN_U], &D = c.x[LA_SCAN_D], &z = c.x[LA_SCAN_Z], &y = c.x[LA_SCAN_Y];
+    if (c.room.slot.data && sequence_of(c.room, (int)b).state < 0) return; /* zeros are there */
+    real sum = 0;
+    for (int k = 0; k < c.blocks; k++) sum += ((const real *)c.sums)[k * tokens * c.room.D + i];
+    sum = finished(c, sum, load<real>(at(u, b, t, d), u.dtype),
+                   D.data ? load<real>(at(D, d), D.dtype) : 0,
+                   z.data ? load<real>(at(z, b, t, d), z.dtype) : 0);
+    store(at(y, b, t, d), y.dtype, sum);
+}
+
+/* ---- one token of many states ---- */
+
+/* A step of the real SELECTIVE form whose states have their numbers side by side. A thread has four
+ * numbers of a channel, of ROWS rows of the batch at a time. Of the ROWS steps and outputs each of a
+ * channel's threads makes one, and hands it to the others. */
+template <int LANES> struct step_pass {
+    static constexpr int CHANNELS = SCAN_THREADS / LANES, ROWS = 4;
+    static_assert(LANES >= ROWS, "a thread has one row's step");
+    const scan_call &c;
+    int nl, d, g, m, left, row; /* row: of the thread's own step and output */
+    float rate[FOUR], bias, D;
+
+    __device__ __forceinline__ step_pass(const scan_call &call, int panel) : c(call)
+    {
+        nl = (int)threadIdx.x % LANES;
+        row = nl % ROWS;
+        d = panel * CHANNELS + (int)threadIdx.x / LANES;
+        m = nl * FOUR;
+        left = d < c.room.D ? min((int)FOUR, c.N - m) : 0;
+        d = min(d, c.room.D - 1);
+        g = d / (c.room.D / c.G);
+        const view &biases = c.x[LA_SCAN_BIAS], &Ds = c.x[LA_SCAN_D];
+#pragma unroll
+        for (int e = 0; e < FOUR; e++)
+            rate[e] = shared_number<float>(c.x[LA_SCAN_A], d, m + e, e < left);
+        bias = biases.data ? load<float>(at(biases, d), biases.dtype) : 0;
+        D = Ds.data ? load<float>(at(Ds, d), Ds.dtype) : 0;
+    }
+    __device__ __forceinline__ float number(la_scan_line line, int n) const
+    {
+        const view &x = c.x[line];
+        return x.data ? load<float>(at(x, n, 0, d), x.dtype) : 0;
+    }
+    __device__ __forceinline__ void numbers(la_scan_line line, int n, bits4<float> &to) const
+    {
+        const view &x = c.x[line];
+        load_bits(to, at(x, n, 0, g, m), x.dtype, x.stride[3], left, c.row_fours);
+    }
+    /* Rows n0 and on, as far as `last`. */
+    __device__ __forceinline__ void rows(int n0, int last)
+    {
+        const view &S = c.x[LA_SCAN_S0], &y = c.x[LA_SCAN_Y];
+        float4 old[ROWS];
+        bits4<float> of_B[ROWS], of_C[ROWS];
+        int state[ROWS];
+        float sums[ROWS], half[2], sum[1];
+        const int own = min(n0 + row, last - 1);
+        const float u = number(LA_SCAN_U, own), raw = number(LA_SCAN_DELTA, own) + bias;
+        const float z = number(LA_SCAN_Z, own);
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) {
+            const int n = min(n0 + k, last - 1);
+            state[k] = n0 + k < last ? sequence_of(c.room, n).state : -1;
+            if (state[k] < 0 || left <= 0) continue;
+            old[k] = __ldcs((const float4 *)at(S, state[k], d, m));
+            numbers(LA_SCAN_B, n, of_B[k]);
+            numbers(LA_SCAN_C, n, of_C[k]);
+        }
+        const float step = step_of(c, raw), write = step * u;
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) {
+            const float of_row = __shfl_sync(~0u, staged<false>(step), k, LANES);
+            const float w = __shfl_sync(~0u, write, k, LANES);
+            sums[k] = 0;
+            if (state[k] < 0 || left <= 0) continue;
+            float h[FOUR] = {old[k].x, old[k].y, old[k].z, old[k].w}, b[FOUR], cs[FOUR];
+            numbers_of(of_B[k], c.x[LA_SCAN_B].dtype, b);
+            numbers_of(of_C[k], c.x[LA_SCAN_C].dtype, cs);
+#pragma unroll
+            for (int e = 0; e < FOUR; e++) {
+                h[e] = scan_write(h[e], power_of_two_near(of_row, rate[e]), w, b[e]);
+                sums[k] += cs[e] * h[e];
+            }
+            __stcs((float4 *)at(S, state[k], d, m), make_float4(h[0], h[1], h[2], h[3]));
+        }
+        halve<2, 2>(sums, half);
+        halve<1, 1>(half, sum);
+#pragma unroll
+        for (int far = ROWS; far < LANES; far *= 2) sum[0] += __shfl_xor_sync(~0u, sum[0], far);
+        int has = 0; /* has the thread's own row a state? */
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) has = k == row ? state[k] >= 0 : has;
+        if (nl < ROWS && n0 + row < last && left > 0)
+            store(at(y, own, 0, d), y.dtype, has ? finished(c, sum[0], u, D, z) : 0.f);
+    }
+};
+
+template <int LANES>
+static __global__
+__launch_bounds__(SCAN_THREADS) void scan_step(const __grid_constant__ scan_call c, int rows)
+{
+    typedef step_pass<LANES> pass;
+    const int panels = (c.room.D + pass::CHANNELS - 1) / pass::CHANNELS;
+    const int first = (int)blockIdx.x / panels * rows, last = min(first + rows, c.room.S);
+    pass step(c, (int)blockIdx.x % panels);
+    for (int n = first; n < last; n += pass::ROWS) step.rows(n, last);
+}
+
+#endif
