@@ -70,17 +70,11 @@ def check_state(state: Any) -> None:
 
 
 class ShortConvolution(nn.Conv1d):
-    """A causal convolution of each channel over its last W inputs, and SiLU, unless that is off.
-
-    On the CPU it is the core's, elsewhere PyTorch's.
-    """
+    """A causal convolution of each channel over its last W inputs, and SiLU, unless that is off."""
 
     def __init__(self, channels: int, width: int, bias: bool = False, silu: bool = True) -> None:
         super().__init__(channels, channels, width, groups=channels, bias=bias)
         self.silu = silu
-
-    def activation(self, y: Tensor) -> Tensor:
-        return F.silu(y) if self.silu else y
 
     def _activation(self) -> str | None:
         return "silu" if self.silu else None
@@ -89,56 +83,27 @@ class ShortConvolution(nn.Conv1d):
         self, x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """x [B,T,D] and the W-1 inputs before it [N,W-1,D] (zeros by default) -> y, the next."""
-        if x.device.type == "cpu":
-            y, after = causal_conv1d(
-                x,
-                self.weight[:, 0],
-                self.bias,
-                activation=self._activation(),
-                initial_state=None if before is None else before.to(x.dtype).mT,
-                output_final_state=True,
-                cu_seqlens=cu_seqlens,
-            )
-            return y, after.to(x.dtype).mT
-        W, (B, T, D) = self.kernel_size[0], x.shape
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        if before is None:
-            before = x.new_zeros(N, W - 1, D)
-        before = before.to(x.dtype)
-        if cu_seqlens is None:
-            padded = torch.cat([before, x, x.new_zeros(B, 1, D)], 1)  # a window, even if T is 0
-            y = F.conv1d(padded.mT, self.weight, self.bias, groups=D).mT
-            return self.activation(y[:, :T]), padded[
-                :, T:-1
-            ].clone()  # a step writes it, y's backward reads
-        # every sequence behind what came before it: no window sees two
-        edges = cu_seqlens.to(torch.long)
-        shift = (W - 1) * torch.arange(N, device=x.device)
-        tail = torch.arange(W - 1, device=x.device)
-        window = torch.arange(T, device=x.device)  # where that of a token begins
-        window = window + (W - 1) * sequence_of(window, edges)
-        padded = x.new_zeros(T + N * (W - 1) + 1, D)
-        start = (edges[:-1] + shift)[:, None] + tail
-        padded = padded.index_copy(0, start.flatten(), before.reshape(-1, D))
-        padded = padded.index_copy(0, window + W - 1, x[0])
-        y = F.conv1d(padded.mT, self.weight, self.bias, groups=D).mT[window]
-        return self.activation(y)[None], padded[(edges[1:] + shift)[:, None] + tail]
+        y, after = causal_conv1d(
+            x,
+            self.weight[:, 0],
+            self.bias,
+            activation=self._activation(),
+            initial_state=None if before is None else before.to(x.dtype).mT,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+        )
+        return y, after.to(x.dtype).mT
 
     def step(self, x: Tensor, before: Tensor) -> Tensor:
         """x [N,D]; `before` moves on in place."""
-        if x.device.type == "cpu":
-            moved: Tensor = causal_conv1d_step(
-                x,
-                self.weight[:, 0],
-                self.bias,
-                state=before.mT,
-                activation=self._activation(),
-            )
-            return moved
-        window = torch.cat([before, x[:, None].to(before.dtype)], 1)
-        before.copy_(window[:, 1:])
-        y = (window.to(x.dtype) * self.weight[:, 0].T).sum(1)
-        return self.activation(y if self.bias is None else y + self.bias)
+        moved: Tensor = causal_conv1d_step(
+            x,
+            self.weight[:, 0],
+            self.bias,
+            state=before.mT,
+            activation=self._activation(),
+        )
+        return moved
 
 
 def sequence_of(token: Tensor, edges: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class _ScanBlock(nn.Module):
         ValueError
             x is not [B,T,d_model], or the scan raises it.
         RuntimeError
-            x lies on a GPU: the scan runs on the CPU so far.
+            On a GPU: CUDA refuses, or this build has no CUDA part.
         """
         check_input(x, "BT", self.d_model, (self.first, self._first()))
         if state is not None:
@@ -92,7 +92,7 @@ class _ScanBlock(nn.Module):
         ValueError
             x is not [N,d_model], or the step of the scan raises it.
         RuntimeError
-            x lies on a GPU: the scan runs on the CPU so far.
+            On a GPU: CUDA refuses, or this build has no CUDA part.
         """
         check_input(x, "N", self.d_model, (self.first, self._first()))
         check_state(state)
