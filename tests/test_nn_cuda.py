@@ -15,15 +15,14 @@ WIDE = {
     "RWKV7": {"head_dim": 64},
     "Titans in batches": {"batch": 4},
 }
-SCANS = {"Mamba", "RGLRU", "S4D"}  # which run on the CPU so far
-BLOCKS = sorted({*nn.__all__, *WIDE} - {"LinearAttention", "State"} - SCANS)
+BLOCKS = sorted({*nn.__all__, *WIDE} - {"LinearAttention", "State"})
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def block(name):
     """Away from the zeros at which some layers begin."""
     torch.manual_seed(0)
-    heads = {} if name in ("Mamba2", "RWKV7") else {"num_heads": 2}
+    heads = {} if name in ("Mamba", "Mamba2", "RWKV7", "S4D") else {"num_heads": 2}
     made = getattr(nn, name.split()[0])(128, **heads, **WIDE.get(name, {}))
     with torch.no_grad():
         for parameter in made.parameters():

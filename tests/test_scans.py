@@ -5,11 +5,12 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
+from support import device
 from support.compare import assert_same_bits, snapshot
 from support.composed import DTYPES, assert_near, assert_slopes, judged, state_dtype
 from support.device import imported
+from support.device import ops as linattn
 
-import linattn
 from linattn import _linattn, reference
 
 
@@ -178,6 +179,8 @@ SHAPES = [
     {"B": 1, "T": 70, "D": 37, "N": 16, "G": 1},
     {"B": 1, "T": 33, "D": 260, "N": 3, "G": 2},
     {"B": 3, "T": 1, "D": 1, "N": 1, "G": 1},
+    {"B": 2, "T": 20, "D": 12, "N": 30, "G": 1},
+    {"B": 1, "T": 9, "D": 8, "N": 75, "G": 2},
 ]
 
 
@@ -232,7 +235,7 @@ def test_forward(scan, shape, dtype, rng):
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:3], *SHAPES[4:]], ids=str)
 @of_dtypes
 def test_backward(scan, shape, dtype, rng):
     def draw():
@@ -280,8 +283,12 @@ def test_cut_anywhere_and_go_on(scan, rng):
         y, state = scan.forward(**parts[0], **scan.keywords, output_final_state=True)
         parts[1]["initial_state"] = state
         rest = run(scan, parts[1])
-        assert_same_bits(np.concatenate([y, rest["y"]], 1), whole["y"])
-        assert_same_bits(rest["state"], whole["state"])
+        found = {"y": np.concatenate([y, rest["y"]], 1), "state": rest["state"]}
+        if device.on_host() or scan.name not in ("hgrn", "rg_lru"):
+            assert_same_bits(found, whole)
+            continue
+        for name, x in found.items():  # a GPU joins the tokens of a tile, which begins at the cut
+            assert_near(x, whole[name], 1e-14, name)
 
 
 def one_token(scan, arrays, t):
@@ -435,8 +442,10 @@ def test_decays_are_right_to_the_last_digits(dtype, N, far):
     at_once = (np.arange(D) % 8 == 0) & far
     exponent = A[~at_once].astype(np.longdouble) * delta[0, 0, ~at_once, None]
     error = abs(decays[0, ~at_once] / np.exp(exponent) - 1)
-    # exp takes over the roundings of its exponent: those of delta log2(e), and of that times A
-    assert (error < np.finfo(dtype).eps * (1.1 + abs(exponent))).all()
+    # exp takes over the roundings of its exponent: those of delta log2(e), and of that times A. A
+    # GPU's power of two in float32 has 2 ulp of its own, and a shift of the exponent by 3e-8
+    own = 2.3 if dtype == np.float32 and not device.on_host() else 1.1
+    assert (error < np.finfo(dtype).eps * (own + abs(exponent))).all()
     assert not decays[0, at_once].any()
 
 
@@ -731,6 +740,7 @@ def test_a_state_is_written_where_it_lies(rng):
     state.flags.writeable = False
     with pytest.raises(ValueError, match="state: expected a writable array"):
         f.step(state, **token)
+    device.needs_host("only the host reads state_indices")
     with pytest.raises(ValueError, match="state_indices: expected no state twice"):
         f.step(state.copy(), **token, state_indices=np.array([1, 1]))
     with pytest.raises(ValueError, match="state_indices: expected 0 to P - 1 = 1"):
@@ -749,25 +759,38 @@ def test_a_complex_state_is_written_where_it_lies(rng):
 # ---- PyTorch ----
 
 
-def tensors_of(torch, arrays):
-    return {name: torch.from_numpy(x).requires_grad_(x.dtype != bool) for name, x in arrays.items()}
+def tensor(x):
+    """A tensor of PyTorch's, on the device of the run."""
+    torch = imported("torch")
+    return torch.from_numpy(x).to("cuda" if device.kind == "cuda" else "cpu")
+
+
+def tensors_of(arrays):
+    return {name: tensor(x).requires_grad_(x.dtype != bool) for name, x in arrays.items()}
+
+
+def call_of(scan):
+    """The scan as users of PyTorch call it."""
+    if device.kind == "cupy":
+        pytest.skip("cupy: these are tensors")
+    return getattr(linattn.scans, scan.name)
 
 
 @every
 def test_tensors_are_recorded(scan, rng):
-    torch = imported("torch")
+    call = call_of(scan)
     arrays = scan.draw(rng, T=9, D=4, N=3)
     dy = rng.standard_normal((2, 9, 4))
     d_state = scan.draw_state(rng, arrays, 2)
     want = gradients(scan, dy, d_state, arrays)
-    given = tensors_of(torch, arrays)
-    y, state = scan.forward(**given, **scan.keywords, output_final_state=True)
-    loss = (y * torch.from_numpy(dy)).sum()
-    loss = loss + (state * torch.from_numpy(d_state).conj()).real.sum()
+    given = tensors_of(arrays)
+    y, state = call(**given, **scan.keywords, output_final_state=True)
+    loss = (y * tensor(dy)).sum()
+    loss = loss + (state * tensor(d_state).conj()).real.sum()
     loss.backward()
     for name in want:
         x = given[name]
-        assert_near(as_reals(x.grad.numpy()), want[name], 1e-12, name)
+        assert_near(as_reals(x.grad.cpu().numpy()), want[name], 1e-12, name)
 
 
 @every
@@ -776,14 +799,14 @@ def test_a_compiler_sees_one_operator(scan, rng):
     arrays = scan.draw(rng, T=9, D=4, N=3, state=False)
     if any(np.iscomplexobj(x) for x in arrays.values()):
         pytest.skip("the backend that runs here compiles no complex numbers")
-    eager = tensors_of(torch, arrays)
-    compiled = tensors_of(torch, arrays)
+    call = call_of(scan)
+    eager, compiled = tensors_of(arrays), tensors_of(arrays)
 
     def loss(given):
-        return scan.forward(**given, **scan.keywords)[0].sum()
+        return call(**given, **scan.keywords)[0].sum()
 
     loss(eager).backward()
     torch.compile(loss, fullgraph=True, backend="aot_eager")(compiled).backward()
     for name, x in eager.items():
         if x.requires_grad:
-            assert_near(compiled[name].grad.numpy(), x.grad.numpy(), 1e-13, name)
+            assert_near(compiled[name].grad.cpu().numpy(), x.grad.cpu().numpy(), 1e-13, name)

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn import variants
+from linattn import _rooms, variants
 from support import emulated
 
 KINDS = ("numpy", "emulated", "torch", "cuda", "cupy")
@@ -39,6 +39,7 @@ FILES = (
     "test_backward.py",
     "test_bound.py",
     "test_comba.py",
+    "test_convolution.py",
     "test_cuda.py",
     "test_cuda_bits.py",
     "test_cuda_gates.py",
@@ -54,6 +55,7 @@ FILES = (
     "test_noncausal.py",
     "test_pool.py",
     "test_properties.py",
+    "test_scans.py",
     "test_step.py",
     "test_weighed.py",
     "test_worked_example.py",
@@ -70,12 +72,21 @@ COMPUTED = (
 )  # these have nothing but calls of the ops
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FEW_TOKENS = 8  # up to so many go token by token on a GPU: csrc/cuda/dispatch.cu
-OPS = (*linattn.OPS, "comba")  # comba is an option of the core, with the arrays of the table
+SCANS = ("selective_scan", "s4d", "rg_lru", "hgrn")
+OPS = (  # comba is an option of the core, with the arrays of the table
+    *linattn.OPS,
+    "comba",
+    *SCANS,
+    "causal_conv1d",
+)
 PASSES = {f"{op}{pass_}" for op in OPS for pass_ in ("", "_step", "_backward")}
-# the keywords of arrays: the table's, the gradients of outputs, other names of g and of a state,
-# and those of linattn.gates
+# the keywords of arrays: the tables', the gradients of outputs, other names of g and of a state,
+# those of linattn.gates, and those that a scan makes its own arrays of
+LINES = (*variants.ARRAYS, *(line for room in _rooms.ROOMS.values() for line in room.lines))
 ARRAYS = {"alpha", "gamma", "slopes", "state", "A_log", "dt_bias", "dg", "dbeta"}.union(
-    (x.label for x in variants.ARRAYS), (x.gradient for x in variants.ARRAYS if x.role == "OUTPUT")
+    (x.label for x in LINES),
+    (x.gradient for x in LINES if x.role == "OUTPUT"),
+    ("dt", "r", "i", "Lambda", "reset"),
 )
 
 kind = "numpy"
