@@ -12,7 +12,8 @@ PROGRAMS = {
     "cuda": "the ops on a GPU, beside flash-linear-attention and others that are installed",
     "gradients": "forward and backward through PyTorch's autograd, a training step's share",
     "models": "a model of transformers with its own functions and with linattn's",
-    "scans": "diagonal scans on the CPU, beside ggml's ssm_scan and transformers' loop; no files",
+    "scans": "diagonal scans, beside ggml's ssm_scan and transformers' loop on the CPU, and beside "
+    "mamba_ssm's and causal_conv1d's kernels on a GPU; no files",
     "kernel": "one op at one shape on the current GPU: its time, the cycles of a chunk and, where "
     "cuobjdump is on PATH, the registers and spills of its kernels; no peers, no files",
 }
@@ -139,6 +140,7 @@ def arguments(argv=None):
         choices=("float32", "bfloat16"),
         help="default: float32 on the CPU, bfloat16 on a GPU",
     )
+    add("scans", "--device", choices=("cpu", "cuda"), default="cpu")
     add("kernel", "op", metavar="OP", help="such as kda")
     add(
         "kernel",

@@ -126,6 +126,10 @@ def check(name, make, rng):
 
 
 def run(given):
+    if given.device == "cuda":
+        from . import scans_cuda
+
+        return scans_cuda.run(given)
     rng = np.random.default_rng(0)
     linattn.set_num_threads(1)
     beside, missing = peers()
