@@ -15,7 +15,7 @@
 Which models are meant is not listed anywhere: a layer is one if it keeps a chunked or recurrent
 gated delta rule (or Kimi delta attention) as an attribute, or if its methods call one by a global
 name, and if that function has the parameters that ours has. So it is with Mamba's selective scan
-and its step, which run on the CPU so far. The layer then gets functions, or
+and its step. The layer then gets functions, or
 methods that see functions, of its own; nothing is written into its class, its module or
 transformers, so that other models of the process, of the same class too, stay as they are.
 """
@@ -679,8 +679,6 @@ class Replacement:
 
 def use_linattn(model: nn.Module) -> Replacement:
     """Make a loaded model compute its gated delta rules, or selective scans, with linattn.
-
-    Delta rules run on the CPU and on CUDA, selective scans on the CPU so far.
 
     From now on, until the ``with`` block ends or :meth:`Replacement.restore` is called. Gradients,
     caches, padded batches, bfloat16 and torch.compile work as before.
