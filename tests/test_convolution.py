@@ -362,6 +362,23 @@ def test_no_sequences(rng):
     assert found["y"].shape == (1, 0, 4) and found["state"].shape == (0, 4, 2)
 
 
+@pytest.mark.parametrize("D", [7, 8])  # number by number, and four channels at a time
+@pytest.mark.parametrize("cu", [[0, 3, 5], [2, 4, 9], [0, 7, 4, 9], [0, 90, -3, 9]])
+def test_a_gpu_gets_through_any_starts(cu, D, rng):
+    """The host does not read them. Tokens before the first are the first sequence's, and so on."""
+    S = len(cu) - 1
+    given = problem(rng, 4, np.float32, B=1, T=9, D=D, S=S, cu=cu)
+    d = gradients_of_outputs(rng, given)
+    if device.on_host():
+        with pytest.raises(ValueError, match="cu_seqlens: expected"):
+            forward(**given)
+        return
+    found = forward(**given)["y"], backward(**d, **given)["x"]
+    if sorted(cu) == cu:
+        whole = given | {"cu_seqlens": np.array([0, *cu[1:-1], 9])}
+        assert_same_bits(found, (forward(**whole)["y"], backward(**d, **whole)["x"]))
+
+
 def test_what_is_not_given_is_zero(rng):
     given = problem(rng, 4)
     del given["initial_state"]

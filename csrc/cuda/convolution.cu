@@ -145,7 +145,8 @@ __device__ __forceinline__ int64_t first_of_part(const convolution_call &c, int 
     return (int64_t)c.room.B * c.room.T * part / c.parts;
 }
 
-/* The tokens [first,last) of one sequence, from token `from` of a part on. */
+/* The tokens [first,last) of one sequence, from token `from` of a part on: one at least, where cu_seqlens
+ * falls too. */
 struct stretch {
     int n, first, last;
     sequence s;
@@ -158,7 +159,7 @@ __device__ __forceinline__ stretch stretch_of(const convolution_call &c, int64_t
     r.first = (int)(from % c.room.T);
     r.n = sequence_at(c.room, b, r.first);
     r.s = sequence_of(c.room, r.n);
-    r.last = (int)min(end - (int64_t)b * c.room.T, (int64_t)r.s.end);
+    r.last = (int)min(end - (int64_t)b * c.room.T, (int64_t)max(r.s.end, r.first + 1));
     return r;
 }
 
@@ -276,7 +277,7 @@ __launch_bounds__(THREADS) void convolve_fours(const __grid_constant__ convoluti
     };
     int n = sequence_at(c.room, b, run * c.run);
     start(run * c.run);
-    for (int t = run * c.run; t < last; n++) {
+    for (int t = run * c.run; t < last && n < c.room.S; n++) {
         const sequence s = sequence_of(c.room, n);
         const int end = min(last, s.end);
         if (t < end) inputs_before<real, W>(c, s, t, d, x);

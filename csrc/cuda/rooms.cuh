@@ -34,7 +34,7 @@ static inline room_call room_of(const la_room_job &j, int64_t B, int64_t T, int6
     c.cu = view_of(&j.p->array[LA_CU]);
     c.slot = view_of(&j.p->array[LA_SLOT]);
     c.B = (int)B;
-    c.T = (int)T;
+    c.T = S ? (int)T : 0; /* without sequences there are no tokens */
     c.D = (int)D;
     c.S = (int)S;
     c.P = (int)j.p->P;
@@ -47,9 +47,11 @@ struct sequence {
     int b, begin, end, state;
 };
 
-/* The host has not seen cu_seqlens, so its values are kept within 0 and T. */
+/* Where sequence n begins. The host has not seen cu_seqlens: its values are kept within 0 and T, and the
+ * sequences from the first to the last have all tokens, whatever it says. */
 __device__ inline int edge_of(const room_call &c, int n)
 {
+    if (n <= 0 || n >= c.S) return n <= 0 ? 0 : c.T;
     const int64_t x = la_integer_at(c.cu.data, c.cu.dtype, n * c.cu.stride[0]);
     return (int)min(max(x, (int64_t)0), (int64_t)c.T);
 }
