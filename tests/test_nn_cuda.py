@@ -19,9 +19,9 @@ BLOCKS = sorted({*nn.__all__, *WIDE} - {"LinearAttention", "State"})
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def block(name):
+def block(name, seed):
     """Away from the zeros at which some layers begin."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     heads = {} if name in ("Mamba", "Mamba2", "RWKV7", "S4D") else {"num_heads": 2}
     made = getattr(nn, name.split()[0])(128, **heads, **WIDE.get(name, {}))
     with torch.no_grad():
@@ -47,16 +47,21 @@ def results(made, x, dy):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_gpu_computes_what_a_cpu_does(name, dtype):
     """The yardstick is the block in float64 on the CPU, and its twin the block in the dtype on the
-    CPU. A GPU may have four times the twin's rms error, and half a unit in the last place more."""
-    here = block(name).to(dtype)
-    x, dy = (torch.randn(2, 150, 128).to(dtype) for _ in range(2))
-    exact = results(copy.deepcopy(here).double(), x.double(), dy.double())
-    twin = results(copy.deepcopy(here), x, dy)
-    found = results(here.to("cuda"), x.cuda(), dy.cuda())
-    assert found.keys() == twin.keys() == exact.keys()
-    least = torch.finfo(dtype).eps / 2
-    for which, expected in exact.items():
-        size = expected.norm()
-        error, allowed = ((a[which] - expected).norm() for a in (found, twin))
-        bound = 4 * allowed + least * size
+    CPU. A GPU may have four times the twin's rms error, and half a unit in the last place more.
+    Some gradients have two numbers, whose error is an accident in one draw: three are pooled."""
+    squares = {}  # of the error, of the twin's error and of the yardstick, by name
+    for seed in range(3):
+        here = block(name, seed).to(dtype)
+        x, dy = (torch.randn(2, 150, 128).to(dtype) for _ in range(2))
+        exact = results(copy.deepcopy(here).double(), x.double(), dy.double())
+        twin = results(copy.deepcopy(here), x, dy)
+        found = results(here.to("cuda"), x.cuda(), dy.cuda())
+        assert found.keys() == twin.keys() == exact.keys()
+        for which, a in exact.items():
+            apart = (found[which] - a, twin[which] - a, a)
+            parts = torch.stack([x.square().sum() for x in apart])
+            squares[which] = squares.get(which, 0) + parts
+    for which, parts in squares.items():
+        error, allowed, size = parts.sqrt()
+        bound = 4 * allowed + torch.finfo(dtype).eps / 2 * size
         assert error <= bound, f"{name}, {which}: {error / size:.1e} > {bound / size:.1e}"
