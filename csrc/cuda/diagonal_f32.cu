@@ -3,25 +3,22 @@
 
 #include "diagonal_launch.cuh"
 
-/* Have states their numbers side by side, in fours? */
+/* Have states, B and C their numbers in fours? */
 static bool steps_in_fours(const scan_call &c)
 {
     const view &S = c.x[LA_SCAN_S0];
-    return c.N <= 32 * FOUR && S.dtype == LA_F32 && lies_in_fours(S, 2, c.N);
+    return c.N <= 32 * FOUR && S.dtype == LA_F32 && lies_in_fours(S, 2, c.N) && c.row_fours;
 }
 
-static cudaError_t one_token(const scan_call &c, cudaStream_t stream)
+template <la_dtype DTYPE> static cudaError_t one_token(const scan_call &c, cudaStream_t stream)
 {
-    /* Blocks enough for every processor; a thread reads its rates once for all its rows. */
-    enum { MOST_ROWS = 16, LEAST_ROWS = 4, ENOUGH = 4096 };
-    const auto start = [&](auto kernel, int lanes) {
+    const auto start = [&](auto kernel, int lanes, int rows) {
         const int64_t panels = div_up(c.room.D, SCAN_THREADS / lanes);
-        int rows = MOST_ROWS;
-        while (rows > LEAST_ROWS && panels * div_up(c.room.S, rows) < ENOUGH) rows /= 2;
-        return launch(kernel, panels * div_up(c.room.S, rows), SCAN_THREADS, 0, stream, c, rows);
+        return launch(kernel, panels * div_up(c.room.S, rows), SCAN_THREADS, 0, stream, c);
     };
-    if (c.N <= 16) return start(scan_step<4>, 4);
-    return c.N <= 64 ? start(scan_step<16>, 16) : start(scan_step<32>, 32);
+    if (c.N <= 16) return start(scan_step<4, DTYPE>, 4, step_pass<4, DTYPE>::ROWS);
+    if (c.N <= 64) return start(scan_step<16, DTYPE>, 16, step_pass<16, DTYPE>::ROWS);
+    return start(scan_step<32, DTYPE>, 32, step_pass<32, DTYPE>::ROWS);
 }
 
 cudaError_t run_scan(const la_room_job &job, cudaMemPool_t pool, cudaStream_t stream)
@@ -47,7 +44,9 @@ cudaError_t run_scan(const la_room_job &job, cudaMemPool_t pool, cudaStream_t st
     c.row_fours = lies_in_fours(c.x[LA_SCAN_B], 3, j.N) && lies_in_fours(c.x[LA_SCAN_C], 3, j.N);
     const bool wide = job.p->real == LA_F64;
     if (c.room.step && form == LA_SELECTIVE && !job.pairs && !wide && steps_in_fours(c))
-        return one_token(c, stream);
+        return u.dtype == LA_F32   ? one_token<LA_F32>(c, stream)
+               : u.dtype == LA_F16 ? one_token<LA_F16>(c, stream)
+                                   : one_token<LA_BF16>(c, stream);
     const scan_memory memory = {pool, stream, NULL};
     return wide ? run_scan_f64(c, form, job.pairs, backwards, memory)
                 : by_form<float>(c, form, job.pairs, backwards, memory);

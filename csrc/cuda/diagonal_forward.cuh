@@ -242,100 +242,106 @@ static __global__ __launch_bounds__(256) void finish_reads(const __grid_constant
 
 /* ---- one token of many states ---- */
 
-/* A step of the real SELECTIVE form whose states have their numbers side by side. A thread has four
- * numbers of a channel, of ROWS rows of the batch at a time. Of the ROWS steps and outputs each of a
- * channel's threads makes one, and hands it to the others. */
-template <int LANES> struct step_pass {
+/* A step of the real SELECTIVE form whose states, B and C have their numbers in fours. A thread has four
+ * numbers of a channel, of ROWS rows of the batch. Of the ROWS steps and outputs each of a
+ * channel's threads makes one, and hands it to the others. DTYPE is that of u. */
+template <int LANES, la_dtype DTYPE> struct step_pass {
     static constexpr int CHANNELS = SCAN_THREADS / LANES, ROWS = 4;
     static_assert(LANES >= ROWS, "a thread has one row's step");
     const scan_call &c;
-    int nl, d, g, m, left, row; /* row: of the thread's own step and output */
+    int nl, d, m, own; /* own: the row of the thread's own step and output */
+    bool there, has_numbers;
     float rate[FOUR], bias, D;
+    const char *states, *Bs, *Cs;
 
     __device__ __forceinline__ step_pass(const scan_call &call, int panel) : c(call)
     {
         nl = (int)threadIdx.x % LANES;
-        row = nl % ROWS;
+        own = nl % ROWS;
         d = panel * CHANNELS + (int)threadIdx.x / LANES;
         m = nl * FOUR;
-        left = d < c.room.D ? min((int)FOUR, c.N - m) : 0;
+        there = d < c.room.D;
+        has_numbers = there && m < c.N;
         d = min(d, c.room.D - 1);
-        g = d / (c.room.D / c.G);
+        const int g = d / (c.room.D / c.G);
         const view &biases = c.x[LA_SCAN_BIAS], &Ds = c.x[LA_SCAN_D];
 #pragma unroll
         for (int e = 0; e < FOUR; e++)
-            rate[e] = shared_number<float>(c.x[LA_SCAN_A], d, m + e, e < left);
+            rate[e] = shared_number<float>(c.x[LA_SCAN_A], d, m + e, has_numbers);
         bias = biases.data ? load<float>(at(biases, d), biases.dtype) : 0;
         D = Ds.data ? load<float>(at(Ds, d), Ds.dtype) : 0;
+        states = at(c.x[LA_SCAN_S0], 0, d, m);
+        Bs = at(c.x[LA_SCAN_B], 0, 0, g, m);
+        Cs = at(c.x[LA_SCAN_C], 0, 0, g, m);
+    }
+    /* Rows of an array from one place on: where row n's number is. */
+    static __device__ __forceinline__ char *row(const view &x, const char *from, int n)
+    {
+        return (char *)from + n * x.stride[0] * la_size_of(x.dtype);
     }
     __device__ __forceinline__ float number(la_scan_line line, int n) const
     {
         const view &x = c.x[line];
-        return x.data ? load<float>(at(x, n, 0, d), x.dtype) : 0;
+        return x.data ? load<float>(at(x, n, 0, d), DTYPE) : 0;
     }
-    __device__ __forceinline__ void numbers(la_scan_line line, int n, bits4<float> &to) const
+    /* ROWS rows from n0 on, as far as they are there. More of them one after another would have fewer
+     * blocks, which take longer (docs/decisions/0039). */
+    __device__ __forceinline__ void rows(int n0)
     {
-        const view &x = c.x[line];
-        load_bits(to, at(x, n, 0, g, m), x.dtype, x.stride[3], left, c.row_fours);
-    }
-    /* Rows n0 and on, as far as `last`. */
-    __device__ __forceinline__ void rows(int n0, int last)
-    {
+        const int last = c.room.S;
         const view &S = c.x[LA_SCAN_S0], &y = c.x[LA_SCAN_Y];
         float4 old[ROWS];
         bits4<float> of_B[ROWS], of_C[ROWS];
-        int state[ROWS];
+        float4 *state[ROWS];
         float sums[ROWS], half[2], sum[1];
-        const int own = min(n0 + row, last - 1);
-        const float u = number(LA_SCAN_U, own), raw = number(LA_SCAN_DELTA, own) + bias;
-        const float z = number(LA_SCAN_Z, own);
+        int has = 0; /* has the thread's own row a state? */
 #pragma unroll
         for (int k = 0; k < ROWS; k++) {
-            const int n = min(n0 + k, last - 1);
-            state[k] = n0 + k < last ? sequence_of(c.room, n).state : -1;
-            if (state[k] < 0 || left <= 0) continue;
-            old[k] = __ldcs((const float4 *)at(S, state[k], d, m));
-            numbers(LA_SCAN_B, n, of_B[k]);
-            numbers(LA_SCAN_C, n, of_C[k]);
+            const int index = n0 + k < last ? sequence_of(c.room, n0 + k).state : -1;
+            has = k == own ? index >= 0 : has;
+            state[k] = index >= 0 && has_numbers ? (float4 *)row(S, states, index) : NULL;
+            if (!state[k]) continue;
+            old[k] = __ldcs(state[k]);
+            load_bits(of_B[k], row(c.x[LA_SCAN_B], Bs, n0 + k), DTYPE, 1, FOUR, true);
+            load_bits(of_C[k], row(c.x[LA_SCAN_C], Cs, n0 + k), DTYPE, 1, FOUR, true);
         }
-        const float step = step_of(c, raw), write = step * u;
+        const int n = min(n0 + own, last - 1);
+        const float u = number(LA_SCAN_U, n), z = number(LA_SCAN_Z, n);
+        const float step = step_of(c, number(LA_SCAN_DELTA, n) + bias), write = step * u;
 #pragma unroll
         for (int k = 0; k < ROWS; k++) {
             const float of_row = __shfl_sync(~0u, staged<false>(step), k, LANES);
             const float w = __shfl_sync(~0u, write, k, LANES);
             sums[k] = 0;
-            if (state[k] < 0 || left <= 0) continue;
+            if (!state[k]) continue;
             float h[FOUR] = {old[k].x, old[k].y, old[k].z, old[k].w}, b[FOUR], cs[FOUR];
-            numbers_of(of_B[k], c.x[LA_SCAN_B].dtype, b);
-            numbers_of(of_C[k], c.x[LA_SCAN_C].dtype, cs);
+            numbers_of(of_B[k], DTYPE, b);
+            numbers_of(of_C[k], DTYPE, cs);
 #pragma unroll
             for (int e = 0; e < FOUR; e++) {
                 h[e] = scan_write(h[e], power_of_two_near(of_row, rate[e]), w, b[e]);
                 sums[k] += cs[e] * h[e];
             }
-            __stcs((float4 *)at(S, state[k], d, m), make_float4(h[0], h[1], h[2], h[3]));
+            __stcs(state[k], make_float4(h[0], h[1], h[2], h[3]));
         }
         halve<2, 2>(sums, half);
         halve<1, 1>(half, sum);
 #pragma unroll
         for (int far = ROWS; far < LANES; far *= 2) sum[0] += __shfl_xor_sync(~0u, sum[0], far);
-        int has = 0; /* has the thread's own row a state? */
-#pragma unroll
-        for (int k = 0; k < ROWS; k++) has = k == row ? state[k] >= 0 : has;
-        if (nl < ROWS && n0 + row < last && left > 0)
-            store(at(y, own, 0, d), y.dtype, has ? finished(c, sum[0], u, D, z) : 0.f);
+        if (nl < ROWS && n0 + own < last && there)
+            store(at(y, n, 0, d), DTYPE, has ? finished(c, sum[0], u, D, z) : 0.f);
     }
 };
 
-template <int LANES>
+template <int LANES, la_dtype DTYPE>
 static __global__
-__launch_bounds__(SCAN_THREADS) void scan_step(const __grid_constant__ scan_call c, int rows)
+__launch_bounds__(SCAN_THREADS,
+                  DTYPE == LA_F32 ? 5 : 6) void scan_step(const __grid_constant__ scan_call c)
 {
-    typedef step_pass<LANES> pass;
+    typedef step_pass<LANES, DTYPE> pass;
     const int panels = (c.room.D + pass::CHANNELS - 1) / pass::CHANNELS;
-    const int first = (int)blockIdx.x / panels * rows, last = min(first + rows, c.room.S);
     pass step(c, (int)blockIdx.x % panels);
-    for (int n = first; n < last; n += pass::ROWS) step.rows(n, last);
+    step.rows((int)blockIdx.x / panels * pass::ROWS);
 }
 
 #endif
