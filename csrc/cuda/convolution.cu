@@ -75,7 +75,7 @@ __device__ __forceinline__ real gradient_of_sum(const convolution_call &c, const
     return c.silu ? x * silu_slope(sum_at<real>(c, s, t, d)) : x;
 }
 
-/* What the final state's gradient gives input p. */
+/* The part of input p's gradient that comes from the final state's. */
 template <typename real>
 __device__ __forceinline__ real final_gradient(const convolution_call &c, const sequence &s, int n,
                                                int p, int d)
@@ -427,31 +427,39 @@ static __global__ __launch_bounds__(THREADS, sizeof(real) == 8 ? 1 : 4) void gra
 
 /* ---- states: a thread has a channel, or one number of a state ---- */
 
+/* Number m of channel d of sequence n. */
+struct state_number {
+    int64_t n;
+    int d, m;
+};
+
+__device__ __forceinline__ state_number state_number_of_thread(const convolution_call &c)
+{
+    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x, reach = c.W - 1;
+    return {i / reach / c.room.D, (int)(i / reach % c.room.D), (int)(i % reach)};
+}
+
 template <typename real>
 static __global__
 __launch_bounds__(THREADS) void final_states(const __grid_constant__ convolution_call c)
 {
-    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    const int m = (int)(i % (c.W - 1)), d = (int)(i / (c.W - 1) % c.room.D);
-    const int64_t n = i / (c.W - 1) / c.room.D;
-    if (n >= c.room.S) return;
-    const sequence s = sequence_of(c.room, (int)n);
+    const state_number p = state_number_of_thread(c);
+    if (p.n >= c.room.S) return;
+    const sequence s = sequence_of(c.room, (int)p.n);
     const view &to = c.x[LA_CONVOLUTION_ST];
-    store(at(to, n, d, m), to.dtype, input_at<real>(c, s, s.end - (c.W - 1) + m, d));
+    store(at(to, p.n, p.d, p.m), to.dtype, input_at<real>(c, s, s.end - (c.W - 1) + p.m, p.d));
 }
 
 template <typename real>
 static __global__
 __launch_bounds__(THREADS) void initial_gradients(const __grid_constant__ convolution_call c)
 {
-    const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    const int m = (int)(i % (c.W - 1)), d = (int)(i / (c.W - 1) % c.room.D);
-    const int64_t n = i / (c.W - 1) / c.room.D;
-    if (n >= c.room.S) return;
-    const sequence s = sequence_of(c.room, (int)n);
+    const state_number p = state_number_of_thread(c);
+    if (p.n >= c.room.S) return;
+    const sequence s = sequence_of(c.room, (int)p.n);
     const view &to = c.d[LA_CONVOLUTION_S0];
-    store(at(to, n, d, m), to.dtype,
-          input_gradient<real>(c, s, (int)n, s.begin - (c.W - 1) + m, d));
+    store(at(to, p.n, p.d, p.m), to.dtype,
+          input_gradient<real>(c, s, (int)p.n, s.begin - (c.W - 1) + p.m, p.d));
 }
 
 /* One token of each row. */
@@ -476,7 +484,7 @@ __launch_bounds__(THREADS) void convolve_step(const __grid_constant__ convolutio
 
 /* ---- launches ---- */
 
-static int64_t blocks_for(int64_t threads) { return (threads + THREADS - 1) / THREADS; }
+static int64_t blocks_for(int64_t threads) { return div_up(threads, THREADS); }
 
 template <typename real> static cudaError_t forward(convolution_call c, cudaStream_t stream)
 {
@@ -487,9 +495,8 @@ template <typename real> static cudaError_t forward(convolution_call c, cudaStre
         return launch(convolve_step<real>, blocks_for(c.room.S * D), THREADS, 0, stream, c);
     if (c.fours) {
         c.run = MOST_RUN;
-        while (c.run > 2 * BATCH && B * ((T + c.run - 1) / c.run) * (D / FOUR) < LEAST_THREADS)
-            c.run /= 2;
-        const int64_t threads = B * ((T + c.run - 1) / c.run) * (D / FOUR);
+        while (c.run > 2 * BATCH && B * div_up(T, c.run) * (D / FOUR) < LEAST_THREADS) c.run /= 2;
+        const int64_t threads = B * div_up(T, c.run) * (D / FOUR);
         const auto kernel = c.W == 2   ? convolve_fours<real, 2>
                             : c.W == 3 ? convolve_fours<real, 3>
                                        : convolve_fours<real, 4>;
@@ -541,12 +548,9 @@ cudaError_t run_convolution(const la_room_job &job, cudaMemPool_t pool, cudaStre
     c.room = room_of(job, j.B, j.T, j.D, j.S);
     c.W = (int)j.W;
     c.silu = j.silu;
-    for (int i = 0; i < LA_CONVOLUTION_ARRAYS; i++) {
-        c.x[i] = view_of(job.array[i]);
-        c.d[i] = view_of(job.gradient[i]);
-    }
+    take_views(job, c.x, c.d);
     const view &x = c.x[LA_CONVOLUTION_X];
-    c.along = x.stride[1] == 1 && x.stride[2] != 1;
+    c.along = lies_along_tokens(x);
     c.fours = j.W >= 2 && j.W <= MOST_TAPS && lies_in_fours(x, 2, j.D) &&
               lies_in_fours(c.x[LA_CONVOLUTION_Y], 2, j.D) &&
               lies_in_fours(c.d[LA_CONVOLUTION_X], 2, j.D) &&

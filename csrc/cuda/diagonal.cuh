@@ -100,7 +100,7 @@ __device__ __forceinline__ void cos_sin(double x, double *cosine, double *sine)
     sincos(x, sine, cosine);
 }
 
-/* What a thread's numbers have for all tokens. A is the decay of FIXED, or the rate. */
+/* A thread's numbers of the arrays that all tokens share. A is the decay of FIXED, or the rate. */
 template <typename real, int NUMBERS> struct thread_numbers {
     real A[NUMBERS], b[NUMBERS], c[NUMBERS];
 
@@ -425,7 +425,5 @@ __device__ __forceinline__ void copy_numbers(const real *from, real (&to)[NUMBER
         }
     }
 }
-
-static inline int64_t div_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 #endif

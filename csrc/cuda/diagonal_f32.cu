@@ -31,12 +31,9 @@ cudaError_t run_scan(const la_room_job &job, cudaMemPool_t pool, cudaStream_t st
     c.N = (int)j.N;
     c.G = (int)j.G;
     c.softplus = j.softplus;
-    for (int i = 0; i < LA_SCAN_ARRAYS; i++) {
-        c.x[i] = view_of(job.array[i]);
-        c.d[i] = view_of(job.gradient[i]);
-    }
+    take_views(job, c.x, c.d);
     const view &u = c.x[LA_SCAN_U];
-    c.along = u.stride[1] == 1 && u.stride[2] != 1;
+    c.along = lies_along_tokens(u);
     c.fours = true;
     for (la_scan_line line : {LA_SCAN_U, LA_SCAN_DELTA, LA_SCAN_Z, LA_SCAN_Y})
         c.fours = c.fours && lies_in_fours(c.x[line], 2, j.D / j.G) &&

@@ -228,7 +228,7 @@ __device__ __forceinline__ void add_up_rows(const gate_call &c, double (&sums)[2
 template <typename real, typename T, la_curve CURVE, bool WHOLE>
 static __global__
 __launch_bounds__(THREADS, sizeof(real) == 8 ? 1
-                           : WHOLE ? 3
+                           : WHOLE           ? 3
                                    : 2) void gate_gradients(const __grid_constant__ gate_call c)
 {
     const gate_place at = place_in(c);
@@ -322,8 +322,6 @@ static __global__ __launch_bounds__(THREADS) void sum_of_chunks(const __grid_con
 }
 
 /* ---- launches ---- */
-
-static int64_t div_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 static bool is_aligned(const void *data, int64_t size)
 {

@@ -13,6 +13,9 @@
  * threads would lower it for one another. */
 cudaError_t allow_shared_memory(const void *kernel);
 
+/* x / y, rounded up. */
+static inline int64_t div_up(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
 /* Shared memory that needs no permission. */
 enum { SHARED_ANYWAY = 48 << 10 };
 

@@ -28,6 +28,20 @@ static inline view view_of(const la_array *a)
     return x;
 }
 
+/* The arrays of a call by line, and their gradients. */
+template <int LINES>
+static inline void take_views(const la_room_job &j, view (&x)[LINES], view (&d)[LINES])
+{
+    static_assert(LINES <= LA_ROOM_LINES, "a job has room for so many lines");
+    for (int i = 0; i < LINES; i++) {
+        x[i] = view_of(j.array[i]);
+        d[i] = view_of(j.gradient[i]);
+    }
+}
+
+/* Are tokens neighbours in memory, and channels not? */
+static inline bool lies_along_tokens(const view &x) { return x.stride[1] == 1 && x.stride[2] != 1; }
+
 static inline room_call room_of(const la_room_job &j, int64_t B, int64_t T, int64_t D, int64_t S)
 {
     room_call c = {};
@@ -101,7 +115,7 @@ static inline int64_t places_of(const room_call &c, int M)
 
 enum { FOUR = 4 };
 
-/* Do fours along `axis` lie side by side and aligned in all arrays? `size`: of the axis, or of the parts
+/* Do an array's fours along `axis` lie side by side and aligned? `size`: of the axis, or of the parts
  * that fours may not cross. */
 static inline bool lies_in_fours(const view &x, int axis, int64_t size)
 {
@@ -229,7 +243,7 @@ static inline cudaError_t add_parts(const double *from, const view &to, int64_t 
 {
     if (!to.data || !count) return cudaSuccess;
     const parts_sum c = {from, to, count, inner, apart, parts};
-    return launch(sum_parts, (count + 255) / 256, 256, 0, stream, c);
+    return launch(sum_parts, div_up(count, 256), 256, 0, stream, c);
 }
 
 #endif

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 import linattn
-from linattn import _rooms, variants
+from linattn import _rooms, scans, variants
 from support import emulated
 
 KINDS = ("numpy", "emulated", "torch", "cuda", "cupy")
@@ -72,7 +72,7 @@ COMPUTED = (
 )  # these have nothing but calls of the ops
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FEW_TOKENS = 8  # up to so many go token by token on a GPU: csrc/cuda/dispatch.cu
-SCANS = ("selective_scan", "s4d", "rg_lru", "hgrn")
+SCANS = [name for name in scans.__all__ if f"{name}_step" in scans.__all__]
 OPS = (  # comba is an option of the core, with the arrays of the table
     *linattn.OPS,
     "comba",
