@@ -41,6 +41,7 @@ static la_status run(la_room_job *j) { return la_convolution_run((la_convolution
 
 const la_room la_convolution_room = {
     .name = "convolve",
+    .kernel = "convolution",
     .form = forms,
     .forms = sizeof forms / sizeof *forms,
     .line = lines,

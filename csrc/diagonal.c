@@ -68,6 +68,7 @@ static la_status run(la_room_job *j) { return la_diagonal_run((la_diagonal *)j);
 
 const la_room la_scan_room = {
     .name = "scan",
+    .kernel = "scan",
     .form = forms,
     .forms = sizeof forms / sizeof *forms,
     .line = lines,

@@ -194,7 +194,7 @@ typedef struct la_array {
 
 /* The kernel that took a call, in words. */
 typedef struct la_taken {
-    const char *kernel; /* "chunks", "token by token", "one token", "noncausal", "none" */
+    const char *kernel; /* "chunks", "token by token", "one token", "noncausal", a room, "none" */
     const char *unit;   /* the instruction set, or "tensor cores" or "CUDA cores" */
     const char *why;    /* the reason, where it is not the kernel that the mode names; else empty */
     int64_t chunk;      /* tokens in a chunk; 0 where there are none */

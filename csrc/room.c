@@ -210,6 +210,27 @@ la_status la_room_settle(la_room_job *j, int line, bool gradient)
     return check_array(j, line, slot);
 }
 
+static bool has_numbers(const la_array *x)
+{
+    for (int i = 0; x && i < x->ndim; i++)
+        if (!x->shape[i]) return false;
+    return x;
+}
+
+void la_room_tell(const la_room_job *j, const char *unit, int bits)
+{
+    const bool backward = j->p->pass == LA_BACKWARD, step = j->p->pass == LA_STEP;
+    bool writes = false;
+    for (int i = 0; i < j->room->lines; i++) {
+        const bool output = la_array_rows[j->room->line[i].slot].role == LA_OUTPUT;
+        if (backward && !output) writes |= has_numbers(j->gradient[i]);
+        if (!backward && output) writes |= has_numbers(j->array[i]);
+    }
+    if (!j->p->taken || !writes) return;
+    *j->p->taken = (la_taken){
+        .kernel = step ? "one token" : j->room->kernel, .unit = unit, .why = "", .bits = bits};
+}
+
 int64_t la_room_start(const la_room_job *j, int64_t n)
 {
     const la_array *cu = &j->p->array[LA_CU];

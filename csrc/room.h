@@ -66,6 +66,7 @@ typedef struct la_room_job {
 
 typedef struct la_room {
     const char *name;
+    const char *kernel; /* that of its passes over a sequence, in words */
     const la_room_form *form;
     int forms;
     const la_room_line *line;
@@ -92,6 +93,9 @@ la_name la_room_slot(const la_room_job *j, int line, bool gradient);
 void la_room_shape(const la_room_job *j, int line, la_array *like);
 /* Take over an output that was made, or that the caller gave. */
 la_status la_room_settle(la_room_job *j, int line, bool gradient);
+
+/* Say which kernel takes the call (linattn.h, la_taken), if it writes a number. */
+void la_room_tell(const la_room_job *j, const char *unit, int bits);
 
 /* Where sequence n begins in its row, and which row that is. */
 int64_t la_room_start(const la_room_job *j, int64_t n);

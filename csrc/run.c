@@ -225,6 +225,7 @@ int la_run_room(la_call *c, la_room_job *j)
     la_watch watch;
     int64_t few[FEW_SLOTS], *more;
     const bool step = c->p.pass == LA_STEP, on_host = c->p.device == LA_CPU;
+    begin_taken(c);
     if (on_host && !step && la_hold(c)) return -1;
     if (c->ran_python && la_still_there(c)) return -1;
     if (!on_host) return enqueue_room(c, j);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ class KernelReport(NamedTuple):
     Attributes
     ----------
     kernel : str
-        ``"chunks"``, ``"token by token"``, ``"one token"`` (a step), ``"noncausal"``, or ``"none"``
-        for a call without elements.
+        ``"chunks"``, ``"token by token"``, ``"one token"`` (a step), ``"noncausal"``; ``"scan"`` or
+        ``"convolution"`` for the functions of ``linattn.scans`` and ``linattn.causal_conv1d``; or
+        ``"none"`` for a call without elements.
     unit : str
         On the CPU the instruction set; on a GPU ``"tensor cores"`` or ``"CUDA cores"``.
     why : str
@@ -56,7 +58,8 @@ def explain_kernel(op: str | Callable[..., Any], *args: Any, **keywords: Any) ->
     Parameters
     ----------
     op : function or str
-        ``linattn.kda``, ``linattn.kda_step``, ``linattn.kda_backward``, ..., or an op's name.
+        ``linattn.kda``, ``linattn.kda_step``, ``linattn.selective_scan_backward``, ..., or an op's
+        name.
     *args, **keywords
         As the function takes them.
 
@@ -84,11 +87,14 @@ def explain_kernel(op: str | Callable[..., Any], *args: Any, **keywords: Any) ->
     >>> linattn.explain_kernel(linattn.gla_step, x[0], x[0], x[0], alpha=0.9,
     ...                        state=linattn.zeros_state(100, 2, 4, 4, dtype=float)).kernel
     'one token'
+    >>> linattn.explain_kernel(linattn.causal_conv1d, x[:, :, 0], np.ones((4, 3))).kernel
+    'convolution'
     """
     function = op if callable(op) else getattr(ops, op_named(op))
-    if keywords.get("state") is not None:
-        keywords["state"] = _copied(keywords["state"])
-    function(*args, **keywords)
+    call = inspect.signature(function).bind(*args, **keywords)
+    if call.arguments.get("state") is not None:
+        call.arguments["state"] = _copied(call.arguments["state"])
+    function(*call.args, **call.kwargs)
     kernel, unit, why, chunk, bits = _linattn.taken()
     return KernelReport(kernel, unit, why, chunk or None, bits)
 

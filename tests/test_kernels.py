@@ -40,6 +40,31 @@ def test_a_step_leaves_the_state_as_it_was():
     assert report.kernel == "one token" and not state.any()
 
 
+def test_scans_and_convolutions():
+    u, a = np.ones((1, 5, 3), np.float32), np.ones((3, 2), np.float32)
+    bc, state = np.ones((1, 5, 1, 2), np.float32), np.zeros((1, 3, 2), np.float32)
+    isa = linattn._linattn.isa()[0]
+    scan = linattn.explain_kernel(linattn.selective_scan, u, u, a, bc, bc)
+    assert (scan.kernel, scan.why, scan.chunk, scan.bits) == ("scan", "", None, 24)
+    assert isa.startswith(scan.unit.removesuffix("bf16")) or scan.unit == "avx512"
+    back = linattn.explain_kernel(linattn.selective_scan_backward, u, u, u, a, bc, bc)
+    assert back == scan
+    wide = linattn.explain_kernel(linattn.hgrn, u.astype(float), -u.astype(float))
+    assert (wide.kernel, wide.bits) == ("scan", 53)
+    step = linattn.explain_kernel(
+        linattn.selective_scan_step, state, u[:, 0], u[:, 0], a, bc[:, 0], bc[:, 0]
+    )
+    assert step.kernel == "one token" and not state.any()
+    short = linattn.explain_kernel(linattn.causal_conv1d, u, a)
+    assert (short.kernel, short.unit, short.bits) == ("convolution", scan.unit, 24)
+    none = linattn.explain_kernel(linattn.causal_conv1d, u[:, :0], a)
+    assert (none.kernel, none.why) == ("none", "no output has an element")
+    kept = linattn.explain_kernel(linattn.causal_conv1d, u[:, :0], a, output_final_state=True)
+    assert kept.kernel == "convolution"  # which copies the state
+    with pytest.raises(ValueError, match="weight: expected"):
+        linattn.explain_kernel(linattn.causal_conv1d, u, a[:2])
+
+
 def test_other_calls():
     x = np.ones((1, 5, 2, 4))
     assert linattn.explain_kernel("linear_attention", x, x, x, causal=False).kernel == "noncausal"

@@ -250,6 +250,7 @@ static la_status run_backward(job *x, double work)
 la_status la_convolution_run(la_convolution *j)
 {
     job x = {.j = j, .kernels = la_cpu_kernels(j->room.p->real), .panel = PANEL, .block = BLOCK};
+    la_room_tell(&j->room, x.kernels->isa, x.kernels->bits);
     const int64_t lanes = x.kernels->lanes;
     x.per_thread = la_whole(x.kernels->convolution_scratch(j), 64);
     x.taps.width = div_up(j->D, lanes) * lanes + lanes;

@@ -177,6 +177,7 @@ la_status la_diagonal_run(la_diagonal *j)
 {
     const bool backward = j->room.p->pass == LA_BACKWARD;
     job x = {.j = j, .kernels = la_cpu_kernels(j->room.p->real)};
+    la_room_tell(&j->room, x.kernels->isa, x.kernels->bits);
     x.longest = longest_sequence(j);
     x.panels = div_up(j->D / j->G, LA_SCAN_PANEL);
     const int64_t channels = least_of(j->D / j->G, LA_SCAN_PANEL);

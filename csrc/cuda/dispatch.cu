@@ -465,6 +465,7 @@ static la_status run_room(la_room_job *j,
     for (int64_t size : j->size) /* kernels count with ints */
         if (error == cudaSuccess && size > INT32_MAX) error = cudaErrorInvalidConfiguration;
     if (error == cudaSuccess) error = pool_of(p->ordinal, &pool);
+    la_room_tell(j, "CUDA cores", p->real == LA_F64 ? 53 : 24);
     if (error == cudaSuccess) error = start(*j, pool, (cudaStream_t)p->stream);
     return status_of(p->ordinal, p->message, error, la_array_name(p, LA_Q));
 }
