@@ -5,7 +5,7 @@ VENV   := .venv
 WHEEL  := $(VENV)/wheel/*.whl
 BIN    := $(VENV)/bin
 CORE   := $(wildcard csrc/*.[ch] csrc/*.def csrc/*.map csrc/cpu/*.[ch] csrc/cuda/*.[ch] csrc/cuda/*.cu csrc/cuda/*.cuh)
-SOURCE := $(CORE) setup.py pyproject.toml MANIFEST.in README.md LICENSE $(wildcard linattn/*.py linattn/*/*.py linattn/*.pyi)
+SOURCE := $(CORE) setup.py pyproject.toml MANIFEST.in README.md LICENSE $(wildcard linattn/*.py linattn/*/*.py linattn/*/*/*.py linattn/*.pyi)
 C      := $(MAKE) --no-print-directory -C tests/c
 
 # Keeps the checkout off sys.path, for children too: what runs is the installed package.

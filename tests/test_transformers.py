@@ -24,7 +24,8 @@ torch = imported("torch")
 transformers = imported("transformers")
 
 from linattn.compat import transformers as compat  # noqa: E402 (needs PyTorch)
-from linattn.compat.transformers import use_linattn  # noqa: E402
+from linattn.compat.transformers import _replace, use_linattn  # noqa: E402
+from linattn.compat.transformers._shared import FOR_OTHERS  # noqa: E402
 
 nn = torch.nn
 
@@ -205,10 +206,22 @@ def exact(
     return torch.stack(o, 1).to(query.dtype), S.float() if output_final_state else None
 
 
+def exact_convolution(hidden_states, weight, bias=None, activation=None, **_):
+    x = nn.functional.pad(hidden_states.double(), (weight.shape[1] - 1, 0))
+    bias = None if bias is None else bias.double()
+    y = nn.functional.conv1d(x, weight.double()[:, None], bias, groups=weight.shape[0])
+    y = y if activation is None else getattr(nn.functional, activation)(y)
+    return y.to(hidden_states.dtype)
+
+
 def use_exact(model, patch):
-    """From here on every model of its kind computes its delta rules in float64."""
+    """From here on every model of its kind computes its delta rules in float64, and the
+    convolutions of its prompts."""
     for module, function in fallbacks_of(model):
-        patch.setattr(module, function, exact)
+        if function == "causal_conv1d_fn":
+            patch.setattr(module, function, exact_convolution)
+        elif function != "causal_conv1d_update":
+            patch.setattr(module, function, exact)
 
 
 @pytest.fixture
@@ -639,6 +652,20 @@ def test_functions_that_are_attributes(calls):
     torch.testing.assert_close(got, want)
 
 
+def test_a_function_that_is_called_by_other_names():
+    """As the convolution of transformers before 5, which names its array x."""
+
+    def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
+        raise NotImplementedError
+
+    layer = nn.Identity()
+    layer.causal_conv1d_fn = causal_conv1d_fn
+    x, weight = torch.randn(2, 3, 5), torch.randn(3, 4)
+    with use_linattn(layer):
+        got = layer.causal_conv1d_fn(x=x, weight=weight, seq_idx=None, activation="silu")
+    torch.testing.assert_close(got, exact_convolution(x, weight, activation="silu"))
+
+
 def test_functions_that_are_globals(calls):
     layer, x = ByName(), some(gates=2)
     want, _ = layer(*x, use_qk_l2norm_in_kernel=True)
@@ -710,7 +737,7 @@ functions = pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_the_fallbacks_take_ours_take(name):
     for module, function in fallbacks_of(model(name)):
         theirs = inspect.signature(getattr(module, function)).parameters
-        ours = inspect.signature(compat._replacement(function, getattr(module, function)))
+        ours = inspect.signature(_replace._replacement(function, getattr(module, function)))
         assert set(theirs) - {"kwargs"} <= set(ours.parameters)
 
 
@@ -782,7 +809,7 @@ def test_what_is_not_supported_is_refused_by_name(function):
     with pytest.raises(TypeError, match="positional"):
         call(*x, 64)
     # an argument about something else makes no difference
-    others = dict.fromkeys(compat._FOR_OTHERS, 1) | {"is_causal": True, "anything": None}
+    others = dict.fromkeys(FOR_OTHERS, 1) | {"is_causal": True, "anything": None}
     assert torch.equal(call(*x, **others)[0], call(*x)[0])
 
 

@@ -1,0 +1,92 @@
+"""Layers whose recurrence is written out in their forward method, which is replaced whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linattn import autograd, ops
+from linattn.compat.transformers._shared import refuse_others, state_of
+from linattn.features import is_recorded
+from linattn.scans import rg_lru, rg_lru_step
+
+__all__ = ["lightning_attention", "real_gated_lru"]
+
+
+def _lightning(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The op and its next state. One token without gradients is a step."""
+    watched = autograd.is_watched("lightning_attention", (q, k, v, slopes, state))
+    if state is None or q.shape[1] != 1 or watched:
+        return ops.lightning_attention(
+            q, k, v, slopes, scale=1, initial_state=state_of(q, state), output_final_state=True
+        )
+    after = state_of(q, state, copy=True)  # a step writes it
+    o = ops.lightning_attention_step(q[:, 0], k[:, 0], v[:, 0], slopes, state=after, scale=1)
+    return o[:, None], after
+
+
+def lightning_attention(
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """MiniMax's layer, by :func:`linattn.lightning_attention`.
+
+    The projections, the norm and the output gate are the layer's own. The cache keeps the state in
+    float32 (float64 for float64 inputs).
+    """
+    if others.get("is_causal") is True:
+        del others["is_causal"]
+    refuse_others(others)
+    B, T, _ = hidden_states.shape
+    qkv = layer.act_fn(layer.qkv_proj(hidden_states))
+    if attention_mask is not None:
+        qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
+    q, k, v = qkv.reshape(B, T, layer.num_attention_heads, -1).split(layer.head_dim, 3)
+    before = None
+    if past_key_values is not None:
+        before = past_key_values.get_linear_cache(layer.layer_idx)
+    o, state = _lightning(q, k, v, layer.slope_rate.flatten().float(), before)
+    o = layer.norm(o.reshape(B, T, -1))
+    o = layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * o)
+    if past_key_values is not None:
+        past_key_values.set_linear_cache(layer.layer_idx, state)
+    return o, state
+
+
+def _gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """sigmoid of x [B,T,D] times the matrix of each block of channels."""
+    blocks = x.reshape(-1, *weight.shape[:2]).transpose(0, 1)
+    made = torch.baddbmm(bias[:, None], blocks, weight)
+    return torch.sigmoid(made.transpose(0, 1).reshape(x.shape))
+
+
+def real_gated_lru(layer: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
+    """RecurrentGemma's unit, by :func:`linattn.rg_lru`. A position of 0 begins a new sequence."""
+    r = _gate(activations, layer.recurrent_gate_weight, layer.recurrent_gate_bias)
+    i = _gate(activations, layer.input_gate_weight, layer.input_gate_bias)
+    Lambda, before = layer.recurrent_param, layer.recurrent_states
+    reset = (position_ids == 0).expand(activations.shape[:2])
+    watched = any(map(is_recorded, (activations, r, i, Lambda))) or torch.compiler.is_compiling()
+    if before is None or activations.shape[1] != 1 or watched:
+        y, layer.recurrent_states = rg_lru(
+            activations,
+            r,
+            i,
+            Lambda,
+            reset=reset,
+            initial_state=state_of(activations, before),
+            output_final_state=True,
+        )
+        return y
+    after = state_of(activations, before, copy=True)
+    y = rg_lru_step(after, activations[:, 0], r[:, 0], i[:, 0], Lambda, reset=reset[:, 0])
+    layer.recurrent_states = after
+    return y[:, None]

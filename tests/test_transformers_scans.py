@@ -1,0 +1,458 @@
+"""linattn.compat.transformers: the families of Mamba and Mamba-2, MiniMax, RecurrentGemma, and
+those with a short convolution alone. They give the same results as before. Afterwards they are as
+they were."""
+
+import copy
+import functools
+import os
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support.device import imported
+
+from linattn.testing import assert_accurate
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch = imported("torch")
+transformers = imported("transformers")
+
+from linattn.compat import transformers as compat  # noqa: E402 (needs PyTorch)
+from linattn.compat.transformers import use_linattn  # noqa: E402
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+ATTENTION = {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+MAMBA = {"mamba_d_state": 8, "mamba_dt_rank": 6, "use_mamba_kernels": False}
+MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+PLAIN = {"residual_in_fp32": False}  # so that a model in float64 is one
+# every expert for every token: a router that chooses jumps where it is undecided
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
+CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
+
+CONVOLVES = {"causal_conv1d_fn", "causal_conv1d_update"}
+SCANS = CONVOLVES | {"mamba_selective_scan", "mamba_selective_state_update"}
+SCANS2 = CONVOLVES | {
+    "mamba2_chunk_scan",
+    "mamba2_selective_state_update",
+    "mamba2_split_conv1d_scan_combined",
+}
+# the functions that are ours, and a small model
+FAMILIES = {
+    "mamba": (SCANS | {"mamba_inner_fn"}, SIZES | PLAIN | {"state_size": 8}),
+    "falcon_mamba": (SCANS | {"mamba_inner_fn"}, SIZES | PLAIN | {"state_size": 8}),
+    "jamba": (
+        SCANS,
+        SIZES
+        | ATTENTION
+        | MAMBA
+        | {
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+        },
+    ),
+    "zamba": (SCANS, SIZES | ATTENTION | MAMBA | {"num_hidden_layers": 9, "n_mamba_heads": 2}),
+    "mamba2": (
+        SCANS2,
+        SIZES | PLAIN | {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2},
+    ),
+    "bamba": (SCANS2, SIZES | ATTENTION | MAMBA2 | {"attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        SCANS2,
+        SIZES
+        | ATTENTION
+        | MAMBA2
+        | EXPERTS
+        | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 32},
+    ),
+    "falcon_h1": (SCANS2, SIZES | ATTENTION | MAMBA2 | {"mamba_d_ssm": 96, "head_dim": 12}),
+    "nemotron_h": (
+        SCANS2,
+        SIZES
+        | ATTENTION
+        | PLAIN
+        | {
+            "hybrid_override_pattern": "M*",
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "head_dim": 12,
+        },
+    ),
+    "zamba2": (
+        SCANS2,
+        SIZES
+        | ATTENTION
+        | {
+            "layers_block_type": ["linear_attention", "hybrid"],
+            "mamba_d_state": 8,
+            "n_mamba_heads": 6,
+            "mamba_ngroups": 2,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "lfm2": (CONVOLVES, SIZES | ATTENTION | CONVOLUTION),
+    "lfm2_moe": (
+        CONVOLVES,
+        SIZES
+        | ATTENTION
+        | CONVOLUTION
+        | {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"num_dense_layers": 1},
+    ),
+    "lfm3": (CONVOLVES, SIZES | ATTENTION | CONVOLUTION),
+    "minimax": (
+        {"lightning_attention"},
+        SIZES
+        | ATTENTION
+        | EXPERTS
+        | {"layer_types": ["linear_attention", "full_attention"], "head_dim": 12, "block_size": 16},
+    ),
+    "recurrent_gemma": (
+        {"real_gated_lru"},
+        SIZES
+        | ATTENTION
+        | {
+            "lru_width": 48,
+            "attention_window_size": 64,
+            "block_types": ["recurrent", "attention"],
+            "head_dim": 12,
+        },
+    ),
+}
+there = [name for name in FAMILIES if name in transformers.CONFIG_MAPPING]
+families = pytest.mark.parametrize("name", there)
+# The state of this model's layers lies in the layers, not in the cache that a caller keeps.
+STATE_IN_LAYERS = ("recurrent_gemma",)
+
+
+@functools.cache
+def model(name):
+    config = transformers.AutoConfig.for_model(name, **copy.deepcopy(FAMILIES[name][1]))
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    return made.float().eval()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def ids(*shape, seed=0):
+    return torch.randint(2, 96, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(tokens, n=7):
+    """A mask whose first row begins with padding."""
+    mask = torch.ones_like(tokens)
+    mask[0, :n] = 0
+    return mask
+
+
+def agree(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5 * float(want.abs().max()))
+
+
+def array(x):
+    x = x.detach().contiguous()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def accurate(got, exact, fallback, name, dtype=np.float32):
+    """By the acceptance rule. exact is ours in float64: the fallback must be near it too."""
+    size = float(exact.abs().max())
+    near = 1e-4 if dtype == np.float32 else 0.05
+    torch.testing.assert_close(fallback.double(), exact, rtol=0, atol=near * size)
+    assert_accurate(array(got), array(exact), array(fallback), dtype=dtype, name=name)
+
+
+def test_every_family_is_here():
+    folder = Path(transformers.__file__).parent / "models"
+    defined = re.compile(r"^def (mamba2?_(selective_scan|chunk_scan)|causal_conv1d_fn)\(", re.M)
+    delta = re.compile(r"^def \w*chunk_(gated_delta_rule|kda|kimi_delta_attention)\(", re.M)
+    texts = {
+        path.parent.name: path.read_text(encoding="utf-8")
+        for path in folder.glob("*/modeling_*.py")
+    }
+    installed = {x for x, text in texts.items() if defined.search(text) and not delta.search(text)}
+    not_tried = {"inkling", "inkling2"}  # a convolution as lfm2's, beside parts for pictures
+    own = {name for name in there if not defined.search(texts[name])}
+    assert installed - not_tried == set(there) - own
+    assert own <= {"minimax", "recurrent_gemma"}
+
+
+def hidden(made, tokens):
+    """What the logits are made of. Some models round logits to float32, float64 ones too."""
+    return made.base_model(tokens)[0]
+
+
+def in_float64(made, tokens):
+    """By ours: the reference's own functions round to float32."""
+    wide = copy.deepcopy(made).double()
+    with use_linattn(wide):
+        return hidden(wide, tokens)
+
+
+@families
+def test_a_forward_pass_is_accurate(name):
+    made, tokens = model(name), ids(2, 37)
+    with torch.no_grad():
+        want, exact = hidden(made, tokens), in_float64(made, tokens)
+        with use_linattn(made) as ours:
+            got = hidden(made, tokens)
+        again = hidden(made, tokens)
+    assert {function for used in ours.layers.values() for function in used} == FAMILIES[name][0]
+    accurate(got, exact, want, name)
+    assert torch.equal(again, want)
+    assert not torch.equal(got, want)  # ours ran, and rounds in another order
+
+
+@families
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_same_tokens_are_generated(name, beams):
+    """With a cache, and the prompt of the first row padded on the left."""
+    made, tokens = model(name), ids(2, 15)
+    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams, "use_cache": True}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    options |= {"attention_mask": padded(tokens)}
+    want = made.generate(tokens, **options)
+    with use_linattn(made):
+        got = made.generate(tokens, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    for a, b in zip(got.logits, want.logits, strict=True):
+        agree(a, b)
+
+
+@families
+def test_left_padding(name):
+    made, tokens = model(name), ids(2, 20)
+    mask = padded(tokens)
+    with torch.no_grad():
+        want = made(tokens, attention_mask=mask).logits
+        with use_linattn(made):
+            got = made(tokens, attention_mask=mask).logits
+    agree(got[mask > 0], want[mask > 0])
+
+
+@families
+def test_gradients(name):
+    made, tokens = model(name), ids(2, 21)
+    found = []
+    for ours in (False, True):
+        made.zero_grad()
+        made.train()  # where a layer looks for one kernel for all of it
+        replaced = use_linattn(made) if ours else None
+        made(tokens, labels=tokens, use_cache=False).loss.backward()
+        if replaced is not None:
+            replaced.restore()
+        made.eval()
+        found.append({n: p.grad.clone() for n, p in made.named_parameters() if p.grad is not None})
+    made.zero_grad()
+    for layer in made.modules():  # a state that is kept there has a graph behind it
+        if hasattr(layer, "recurrent_states"):
+            layer.recurrent_states = None
+    want, got = found
+    assert want.keys() == got.keys()
+    for which in want:
+        agree(got[which], want[which])
+
+
+def in_parts(made, tokens, ours_too):
+    """The logits of a text in parts, whose cache goes from one part to the next, and from our
+    functions to the model's own."""
+    cache, parts = None, []
+    cached = "cache_params" if "Mamba" in type(made).__name__ else "past_key_values"
+    for use, piece in (
+        (True, slice(0, 11)),
+        (True, slice(11, 23)),
+        (False, slice(23, 24)),
+        (True, slice(24, 25)),
+        (True, slice(25, 26)),
+        (True, slice(26, 29)),
+    ):
+        ours = use_linattn(made) if use and ours_too else None
+        out = made(tokens[:, piece], use_cache=True, **{cached: cache})
+        if ours is not None:
+            ours.restore()
+        cache = out[cached]
+        parts.append(out.logits)
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("name", [name for name in there if name not in STATE_IN_LAYERS])
+def test_a_text_in_parts(name):
+    made, tokens = model(name), ids(2, 29)
+    with torch.inference_mode():
+        want, got = (in_parts(made, tokens, ours_too) for ours_too in (False, True))
+    agree(got, want)
+
+
+@families
+def test_bfloat16(name):
+    """Over a whole model any two roundings drift apart: the errors are compared as wholes."""
+    made, tokens = copy.deepcopy(model(name)).bfloat16(), ids(2, 37)
+    with torch.no_grad():
+        want, exact = hidden(made, tokens), in_float64(made, tokens)
+        with use_linattn(made):
+            got = hidden(made, tokens)
+    assert got.dtype == torch.bfloat16
+    ours, theirs = ((x.double() - exact).norm() for x in (got, want))
+    assert ours < 1.25 * theirs < 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in ("bamba", "lfm2") if name in there])
+def test_packed_sequences(name):
+    """transformers refuses them without kernels for a GPU."""
+    made, tokens = model(name), ids(1, 30)
+    packed = {
+        "seq_idx": torch.tensor([[0] * 11 + [1] * 19], dtype=torch.int32),
+        "position_ids": torch.cat([torch.arange(11), torch.arange(19)])[None],  # for attention
+        "use_cache": False,
+    }
+    with torch.no_grad(), use_linattn(made):
+        parts = [made(tokens[:, part]).logits for part in (slice(11), slice(11, 30))]
+        got = made(tokens, **packed).logits
+    agree(got, torch.cat(parts, 1))
+    with torch.no_grad(), pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        made(tokens, **packed)
+
+
+def test_a_family_that_is_not_taken_says_why():
+    config = transformers.AutoConfig.for_model("rwkv", **SIZES)
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=r"has none\. RwkvSelfAttention: RWKV-4 divides by a sum"):
+        use_linattn(made)
+
+
+def test_a_layer_with_the_name_alone_is_refused():
+    class SomeLightningAttention(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(ValueError, match="SomeLightningAttention: expected a layer with qkv_proj"):
+        use_linattn(torch.nn.Sequential(SomeLightningAttention()))
+
+
+# ---- the functions ----
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+
+
+def doubled(x):
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+@dtypes
+def test_a_step_is_a_scan_of_one_token(dtype):
+    torch.manual_seed(0)
+    u, dt, z = torch.rand(3, 2, 6).to(dtype)
+    B, C = torch.randn(2, 2, 4).to(dtype)
+    A, D, bias = -torch.rand(6, 4), torch.randn(6), torch.randn(6)
+    state = torch.randn(2, 6, 4).to(dtype)
+    kept = state.clone()
+    more = {"D": D, "dt_softplus": True, "dt_bias": bias, "z": z}
+    y = compat.mamba_selective_state_update(state, u, dt, A, B, C, **more)
+    wide = [x.double() for x in (kept, u, dt, A, B, C)]
+    more = {name: doubled(x) for name, x in more.items()}
+    want = compat.mamba_selective_state_update(*wide, **more)
+    bound = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), want, rtol=bound, atol=bound * float(want.abs().max()))
+    torch.testing.assert_close(state.double(), wide[0], rtol=bound, atol=4 * bound)
+    with pytest.raises(ValueError, match="seq_idx: not supported"):
+        compat.mamba_selective_state_update(kept, u, dt, A, B, C, seq_idx=torch.zeros(2))
+
+
+def written_out(state, x, dt, A, B, C, D, dt_bias, z):
+    """Mamba-2's step with a number of each kind for each channel."""
+    dt = torch.nn.functional.softplus(dt + dt_bias)[..., None]
+    B, C = (y.repeat_interleave(x.shape[1] // y.shape[1], 1)[:, :, None] for y in (B, C))
+    state = torch.exp(dt * A) * state + dt * B * x[..., None]
+    return ((state * C).sum(-1) + D * x) * torch.nn.functional.silu(z), state
+
+
+@dtypes
+@pytest.mark.parametrize("expanded", [True, False])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_step_of_mamba2(dtype, expanded, recorded):
+    torch.manual_seed(0)
+    x, dt, z = torch.rand(3, 2, 4, 3).to(dtype)
+    A, D, bias = -torch.rand(4, 3, 5), torch.randn(4, 3), torch.randn(4, 3)
+    B, C = torch.randn(2, 2, 2, 5).to(dtype)
+    if expanded:
+        dt, D, bias = (x[..., :1].expand(x.shape) for x in (dt, D, bias))
+        A = A[:, :1, :1].expand(A.shape)
+    state = torch.randn(2, 4, 3, 5)
+    arrays = [x, dt, A, B, C, D, bias, z]
+    want, after = written_out(*map(doubled, (state, *arrays)))
+    x.requires_grad_(recorded)
+    y = compat.mamba2_selective_state_update(
+        state, x, dt, A, B, C, D, dt_bias=bias, dt_softplus=True, z=z
+    )
+    assert y.dtype == dtype and y.requires_grad == recorded
+    bound = 4 * torch.finfo(dtype).eps
+    size = float(want.abs().max())
+    torch.testing.assert_close(y.double(), want, rtol=bound, atol=bound * size)
+    bound = bound if recorded else 1e-5  # dt x is rounded where PyTorch records
+    torch.testing.assert_close(state.double(), after, rtol=bound, atol=bound)
+
+
+@dtypes
+@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+@pytest.mark.parametrize("width, kept", [(4, 4), (4, 3), (3, 5), (2, 1)])
+def test_a_step_of_the_convolution(dtype, activation, width, kept):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 5, 9), torch.randn(5, width), torch.randn(5)
+    x, weight, bias = (y.to(dtype) for y in (x, weight, bias))
+    whole = compat.causal_conv1d_fn(x, weight, bias, activation)
+    wide = torch.nn.functional.conv1d(
+        torch.nn.functional.pad(x.double(), (width - 1, 0)),
+        weight.double()[:, None],
+        bias.double(),
+        groups=5,
+    )
+    if activation is not None:
+        wide = getattr(torch.nn.functional, activation)(wide)
+    bound = 4 * torch.finfo(dtype).eps
+    close = {"rtol": bound, "atol": bound * float(wide.abs().max())}
+    torch.testing.assert_close(whole.double(), wide, **close)
+    state = torch.nn.functional.pad(x[..., :4], (kept, 0))[..., -kept:].contiguous()
+    parts = [
+        compat.causal_conv1d_update(x[..., t:end], state, weight, bias, activation)
+        for t, end in ((4, 5), (5, 6), (6, 8), (8, 9))
+    ]
+    torch.testing.assert_close(torch.cat(parts, -1).double(), wide[..., 4:], **close)
+    assert torch.equal(state, torch.nn.functional.pad(x, (kept, 0))[..., -kept:])
+
+
+def test_a_convolution_keeps_packed_sequences_apart():
+    x, weight = torch.randn(1, 5, 9), torch.randn(5, 4)
+    index, edges = torch.tensor([[0] * 2 + [3] * 7]), torch.tensor([0, 2, 9])
+    want = torch.cat(
+        [compat.causal_conv1d_fn(x[..., p], weight) for p in (slice(2), slice(2, 9))], 2
+    )
+    for packed in ({"seq_idx": index}, {"cu_seq_lens_q": edges}, {"cu_seqlens": edges}):
+        assert torch.equal(compat.causal_conv1d_fn(x, weight, **packed), want)
+    with pytest.raises(ValueError, match=r"^seq_idx: expected \[1,T\], got \(2, 9\)"):
+        compat.causal_conv1d_fn(x, weight, seq_idx=index.expand(2, 9))
+    with pytest.raises(ValueError, match=r"^initial_states: not supported"):
+        compat.causal_conv1d_fn(x, weight, initial_states=x)
