@@ -25,16 +25,21 @@ from linattn import _linattn
 from linattn.variants import ARRAYS, OPS, VARIANTS, ArrayLine
 
 __all__ = [
+    "FIT",
     "TENSORS",
     "Part",
     "Ways",
     "forward",
     "function",
+    "gate_of",
     "is_looked_into",
+    "is_number",
+    "number_letters",
     "or_nothing",
     "real",
     "refuse_tangents",
     "register",
+    "tensor_of",
     "way",
 ]
 
@@ -391,7 +396,7 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 # ---- arguments, as an operator takes them ----
 
 
-def _tensor(name: str, x: Any) -> Tensor | None:
+def tensor_of(name: str, x: Any) -> Tensor | None:
     """Another library's array beside tensors: a copy, which stays as it is until the backward."""
     if x is None or isinstance(x, Tensor):
         return x
@@ -406,14 +411,14 @@ def _tensor(name: str, x: Any) -> Tensor | None:
     raise _Unfit(name, "an array with __dlpack__", x)
 
 
-def _is_number(x: Any) -> bool:
+def is_number(x: Any) -> bool:
     return isinstance(x, int | float | np.floating | np.integer) and not isinstance(x, bool)
 
 
 def _number(name: str, x: Any) -> float | None:
     if x is None or type(x) is float:
         return x
-    if _is_number(x):
+    if is_number(x):
         try:
             return float(x)
         except OverflowError:
@@ -451,13 +456,14 @@ def _flag_or_none(name: str, x: Any) -> bool | None:
 
 
 # How each option is made fit for an operator, and what it is where nothing is given.
-_FIT: dict[str, tuple[Any, Any]] = {
+FIT: dict[str, tuple[Any, Any]] = {
     "gate": (_same, None),
     "scale": (_number, None),
     "mode": (_word, "chunk"),
     "chunk_size": (_count, None),
     "batch": (_count, 1),
     "predicts_before": (_flag, False),
+    "x_is_factor": (_flag, False),
     "qk_l2norm": (_flag, False),
     "state_v_first": (_flag, False),
     "allow_tf32": (_flag_or_none, None),
@@ -465,7 +471,7 @@ _FIT: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _gate_of(given: dict[str, Any]) -> str | None:
+def gate_of(given: dict[str, Any]) -> str | None:
     """The keyword that gives the decay; without a decay the first that is there."""
     there = [name for name in _GATES if name in given]
     full = [name for name in there if given[name] is not None]
@@ -489,6 +495,14 @@ def _letters(op: str, dims: int) -> dict[str, str]:
     return {label: row[0] for label, row in found if label in gates and row is not None}
 
 
+def number_letters(op: str, dims: int) -> dict[str, str]:
+    """The letters of the arrays that a number may stand for, in a call whose q has these axes. A
+    step's have no tokens."""
+    step = dims % 2
+    found = _LETTERS[op, dims + step]
+    return {label: x.replace("T", "") if step else x for label, x in found.items()}
+
+
 # The arrays that a number may stand for, and their letters by the op and the dimensions of q. A
 # tracer cannot look into the core, so they are asked for here.
 _GATE_LINES = tuple(line for line in _SMOOTH if line.dtype == "FLOAT")
@@ -500,7 +514,7 @@ def _spread(op: str, gate: str | None, given: dict[str, Any]) -> dict[str, Any]:
     q, found = given["q"], {}
     for label, letters in _LETTERS.get((op, q.dim()), {}).items():
         x: Any = given.get(gate if label == "g" and gate else label)
-        if _is_number(x):
+        if is_number(x):
             sizes = _sizes(q, given["v"], given.get("cu_seqlens"))
             one = torch.full((), float(x), dtype=real(q), device=q.device)
             found[label] = one.expand([sizes[letter] for letter in letters])
@@ -509,18 +523,18 @@ def _spread(op: str, gate: str | None, given: dict[str, Any]) -> dict[str, Any]:
 
 def _fitted(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
     """A call's arguments in the order of the operators' schema."""
-    gate = _gate_of(given)
+    gate = gate_of(given)
     S, second = _state_of(given)
     values = {**given, "initial_state": S, "initial_state_second": second, "gate": gate}
     if gate is not None:
         values["g"] = given[gate]
     values |= _spread(op, gate, given)
     arrays = [
-        _tensor(gate if line.label == "g" and gate else line.label, values.get(name))
+        tensor_of(gate if line.label == "g" and gate else line.label, values.get(name))
         for name, line in zip(_NAMES, _INPUTS, strict=True)
     ]
     final = _flag("output_final_state", given.get("output_final_state", False))
-    options = [_FIT[name][0](name, values.get(name, _FIT[name][1])) for name in _OPTION_NAMES]
+    options = [FIT[name][0](name, values.get(name, FIT[name][1])) for name in _OPTION_NAMES]
     return (*arrays, final, *options)
 
 

@@ -235,6 +235,13 @@ def is_traced(x: Any) -> bool:
     return is_tensor(x) and sys.modules["torch"].compiler.is_compiling()
 
 
+def is_seen(x: Any) -> bool:
+    """Does a tracer or a mode of PyTorch's look at the calls of this tensor?"""
+    torch = sys.modules["torch"]
+    seen: bool = torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
+    return seen or type(x) not in (torch.Tensor, torch.nn.Parameter)
+
+
 def core_features(
     feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike],
     normalize: bool | str,

@@ -28,7 +28,7 @@ def operator_arguments(op, x, *, final=True, features=(2, 1e-3, 2, 1e-3, 1, 1e-6
     first, second = state if isinstance(state, tuple) else (state, None)
     gate = next((name for name in ("g", "gamma", "slopes") if name in x), None)
     given = x | {"g": x.get(gate), "initial_state": first, "initial_state_second": second}
-    options = {name: default for name, (_, default) in autograd._FIT.items()}
+    options = {name: default for name, (_, default) in autograd.FIT.items()}
     options |= {"gate": gate}
     if op == "linear_attention":
         options["features"] = list(map(float, features))

@@ -534,6 +534,18 @@ def test_compiled_without_a_break(name):
     assert first_weight(layer).grad is not None
 
 
+@blocks
+@pytest.mark.filterwarnings("default")  # PyTorch's own, while it traces
+def test_a_step_compiled_without_a_break(name):
+    torch.compiler.reset()
+    layer, x = block(name, torch.float32), tokens(3, 2, dtype=torch.float32)
+    plain, traced = layer.zeros_state(2), layer.zeros_state(2)
+    step = torch.compile(layer.step, fullgraph=True, backend="aot_eager")
+    for token in x:
+        torch.testing.assert_close(step(token, traced), layer.step(token, plain))
+    torch.testing.assert_close(flat(traced), flat(plain))
+
+
 # ---- what each is ----
 
 

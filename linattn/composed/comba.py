@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from linattn._linattn import backward as core_backward
-from linattn._linattn import step as core_step
-from linattn.ops._core import AnyArray, Array, Gradients, Mode, core_for
+from linattn.ops._core import AnyArray, Array, Gradients, Mode, core_for, step_for
 
 __all__ = ["comba", "comba_backward", "comba_step"]
 
@@ -191,7 +190,7 @@ def comba_step(
     >>> state.ravel().tolist()  # 1/2 is kept, and 4 - 1/2 is written along k
     [4.0, 0.5]
     """
-    return core_step(
+    return step_for(q)(
         "gated_delta_rule",
         q,
         k,

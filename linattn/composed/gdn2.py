@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from linattn._linattn import forward as core_forward
-from linattn._linattn import step as core_step
 from linattn.composed._arrays import Arrays
 from linattn.composed._names import called
 from linattn.features import is_tensor, l2norm_backward
-from linattn.ops._core import AnyArray, Array, Mode
+from linattn.ops._core import AnyArray, Array, Mode, step_for
 from linattn.ops.kda import kda, kda_backward
 
 __all__ = ["GDN2Gradients", "gdn2", "gdn2_backward", "gdn2_step"]
@@ -313,7 +312,7 @@ def gdn2_step(
     p = _Problem(q, k, v, b, w, qk_l2norm, tokens="", recorded=False)
     values, arrays, names = p.for_core()
     with called(names, q):
-        o: Array = core_step(
+        o: Array = step_for(q)(
             "kda",
             q,
             k,

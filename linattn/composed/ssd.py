@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from linattn._elementwise import silu, silu_slope, softplus, softplus_slope
 from linattn._linattn import forward as core_forward
-from linattn._linattn import step as core_step
 from linattn.composed._arrays import Arrays, is_number, total
 from linattn.composed._names import called
 from linattn.features import is_tensor
-from linattn.ops._core import AnyArray, Array, Mode
+from linattn.ops._core import AnyArray, Array, Mode, step_for
 from linattn.ops.simple_gla import simple_gla, simple_gla_backward
 
 __all__ = ["SSDGradients", "ssd", "ssd_backward", "ssd_step"]
@@ -394,7 +393,7 @@ def ssd_step(
         p.call.integers("state_batch_indices", state_batch_indices, "B")
     p.compute()
     with called(_NAMES, x):
-        o = core_step(
+        o = step_for(p.C)(
             "simple_gla",
             p.C,
             p.B,

@@ -9,8 +9,10 @@ from contextvars import ContextVar
 from types import FrameType, MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
 
+import numpy as np
+
 from linattn import _linattn
-from linattn.features import is_tensor, shape_of
+from linattn.features import is_seen, is_tensor, shape_of
 
 __all__ = [
     "NAMES",
@@ -24,6 +26,7 @@ __all__ = [
     "core_for",
     "hint_at_layout",
     "refuse_unknown",
+    "step_for",
     "warn_of_clamp",
     "warn_of_growth",
 ]
@@ -135,6 +138,15 @@ def core_for(q: object) -> Callable[..., tuple[Any, Any]]:
     from linattn import autograd
 
     return autograd.forward
+
+
+def step_for(q: object) -> Callable[..., Any]:
+    """The step for arrays like q: the core's, or the operator that a tracer sees."""
+    if type(q) is np.ndarray or not (is_tensor(q) and is_seen(q)):
+        return _linattn.step
+    from linattn import _traced_steps
+
+    return _traced_steps.step
 
 
 # A system of linattn/composed calls an op under other names than its caller's: the caller's, by

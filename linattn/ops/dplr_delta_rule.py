@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
-from linattn._linattn import step as core_step
 from linattn.ops._core import (
     AnyArray,
     Array,
@@ -14,6 +13,7 @@ from linattn.ops._core import (
     Mode,
     core_for,
     refuse_unknown,
+    step_for,
 )
 
 __all__ = ["dplr_delta_rule", "dplr_delta_rule_backward", "dplr_delta_rule_step"]
@@ -270,7 +270,7 @@ def dplr_delta_rule_step(
     >>> np.array_equal(before, after)
     True
     """
-    return core_step(
+    return step_for(q)(
         "dplr_delta_rule",
         q,
         k,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
-from linattn._linattn import step as core_step
 from linattn.ops._core import (
     AnyArray,
     Array,
@@ -14,6 +13,7 @@ from linattn.ops._core import (
     Mode,
     core_for,
     refuse_unknown,
+    step_for,
 )
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_backward", "gated_delta_rule_step"]
@@ -267,7 +267,7 @@ def gated_delta_rule_step(
     >>> np.flatnonzero(pool.any((1, 2, 3))), bool(o[1].any())
     (array([2, 6]), False)
     """
-    return core_step(
+    return step_for(q)(
         "gated_delta_rule",
         q,
         k,

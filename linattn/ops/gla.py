@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
-from linattn._linattn import step as core_step
 from linattn.ops._core import (
     AnyArray,
     Array,
@@ -14,6 +13,7 @@ from linattn.ops._core import (
     Mode,
     core_for,
     refuse_unknown,
+    step_for,
 )
 
 __all__ = ["gla", "gla_backward", "gla_step"]
@@ -248,7 +248,7 @@ def gla_step(
     >>> np.allclose(o, linattn.gla(q, k, v, g)[0][:, 5])
     True
     """
-    return core_step(
+    return step_for(q)(
         "gla",
         q,
         k,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
-from linattn._linattn import step as core_step
 from linattn.ops._core import (
     AnyArray,
     Array,
@@ -14,6 +13,7 @@ from linattn.ops._core import (
     Mode,
     core_for,
     refuse_unknown,
+    step_for,
 )
 
 __all__ = ["kda", "kda_backward", "kda_step"]
@@ -267,7 +267,7 @@ def kda_step(
     >>> np.array_equal(before, after), np.allclose(o, (q[..., None] * before).sum(2))
     (True, True)
     """
-    return core_step(
+    return step_for(q)(
         "kda",
         q,
         k,

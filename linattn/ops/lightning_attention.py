@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
-from linattn._linattn import step as core_step
 from linattn.ops._core import (
     AnyArray,
     Array,
@@ -14,6 +13,7 @@ from linattn.ops._core import (
     Mode,
     core_for,
     refuse_unknown,
+    step_for,
 )
 
 __all__ = ["lightning_attention", "lightning_attention_backward", "lightning_attention_step"]
@@ -235,7 +235,7 @@ def lightning_attention_step(
     >>> o is out, bool(state.any())
     (True, True)
     """
-    return core_step(
+    return step_for(q)(
         "lightning_attention",
         q,
         k,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
-from linattn._linattn import step as core_step
 from linattn.features import (
     FeatureMapLike,
     any_features,
@@ -25,6 +24,7 @@ from linattn.ops._core import (
     State,
     core_for,
     refuse_unknown,
+    step_for,
 )
 
 __all__ = ["linear_attention", "linear_attention_backward", "linear_attention_step"]
@@ -281,10 +281,11 @@ def linear_attention_step(
     >>> np.allclose(z, linattn.apply_feature_map(k))
     True
     """
-    phi_q, phi_k, core = core_features(feature_map, normalize, eps, True)
+    options = any_features if is_traced(q) else core_features
+    phi_q, phi_k, core = options(feature_map, normalize, eps, True)
     written = {"out": out, "state": state}
     _, _, q, k, qk_l2norm = mapped(phi_q, phi_k, q, k, qk_l2norm, written)
-    return core_step(
+    return step_for(q)(
         "linear_attention",
         q,
         k,

@@ -9,7 +9,6 @@ from typing import Any, Literal, Never, Unpack, overload
 import numpy as np
 
 from linattn._linattn import backward as core_backward
-from linattn._linattn import step as core_step
 from linattn.features import has_memory, is_traced, shape_of
 from linattn.ops._core import (
     AnyArray,
@@ -19,6 +18,7 @@ from linattn.ops._core import (
     Mode,
     core_for,
     refuse_unknown,
+    step_for,
 )
 
 __all__ = ["retention", "retention_backward", "retention_step"]
@@ -274,7 +274,7 @@ def retention_step(
     True
     """
     gate = _gamma_of(q, k, v, 3) if gamma is None else gamma
-    return core_step(
+    return step_for(q)(
         "retention",
         q,
         k,

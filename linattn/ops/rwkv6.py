@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
-from linattn._linattn import step as core_step
 from linattn.ops._core import (
     AnyArray,
     Array,
@@ -14,6 +13,7 @@ from linattn.ops._core import (
     Mode,
     core_for,
     refuse_unknown,
+    step_for,
 )
 
 __all__ = ["rwkv6", "rwkv6_backward", "rwkv6_step"]
@@ -254,7 +254,7 @@ def rwkv6_step(
     >>> bool(o.any()), np.allclose(state, k[..., None] * v[..., None, :])
     (False, True)
     """
-    return core_step(
+    return step_for(q)(
         "rwkv6",
         q,
         k,

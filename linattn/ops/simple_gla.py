@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
-from linattn._linattn import step as core_step
 from linattn.ops._core import (
     AnyArray,
     Array,
@@ -14,6 +13,7 @@ from linattn.ops._core import (
     Mode,
     core_for,
     refuse_unknown,
+    step_for,
 )
 
 __all__ = ["simple_gla", "simple_gla_backward", "simple_gla_step"]
@@ -250,7 +250,7 @@ def simple_gla_step(
     >>> np.allclose(S, transposed.swapaxes(2, 3))
     True
     """
-    return core_step(
+    return step_for(q)(
         "simple_gla",
         q,
         k,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, Never, Unpack, overload
 
 from linattn._linattn import backward as core_backward
-from linattn._linattn import step as core_step
 from linattn.ops._core import (
     AnyArray,
     Array,
@@ -14,6 +13,7 @@ from linattn.ops._core import (
     Mode,
     core_for,
     refuse_unknown,
+    step_for,
 )
 
 __all__ = ["titans", "titans_backward", "titans_step"]
@@ -274,7 +274,7 @@ def titans_step(
     >>> float(M.min()), float(Y.max())
     (0.5, 0.5)
     """
-    return core_step(
+    return step_for(q)(
         "titans",
         q,
         k,

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from linattn._linattn import shares_memory
-from linattn.features import is_tensor, library_of
+from linattn.features import is_tensor, is_traced, library_of
 
-__all__ = ["as_complex", "as_pairs", "dtype_name", "is_complex"]
+__all__ = ["as_complex", "as_pairs", "dtype_name", "is_complex", "put_back"]
 
 
 def is_complex(x: Any) -> bool:
@@ -17,8 +17,11 @@ def is_complex(x: Any) -> bool:
 
 
 def as_pairs(name: str, x: Any, *, in_place: bool = False) -> Any:
-    """[...,N] complex as [...,2N] real. None stays None. In place: in the memory of x."""
+    """[...,N] complex as [...,2N] real. None stays None. In place: in the memory of x, but where
+    PyTorch traces: it does not trace writes to complex memory that is seen as real."""
     pairs = _pairs_of(name, x)
+    if in_place and is_traced(x):
+        return pairs.clone()
     if in_place and x is not None and not shares_memory(x.real, pairs):
         raise ValueError(
             f"{name}: expected an array whose innermost axis is contiguous (it is written in place)"
@@ -50,6 +53,12 @@ def as_complex(x: Any) -> Any:
     if _has_views(x):
         return library_of(x).ascontiguousarray(x).view(np.result_type(x.dtype, np.complex64))
     return x[..., ::2] + 1j * x[..., 1::2]
+
+
+def put_back(x: Any, pairs: Any) -> None:
+    """Write what a step has made of the pairs of x into x, unless they lie there."""
+    if is_traced(x):
+        x.copy_(as_complex(pairs))
 
 
 def _has_views(x: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from linattn import _rooms
 from linattn.features import cast, library_of, shape_of
 from linattn.ops._core import AnyArray, Array
-from linattn.scans._pairs import as_complex, as_pairs, dtype_name, is_complex
+from linattn.scans._pairs import as_complex, as_pairs, dtype_name, is_complex, put_back
 
 __all__ = ["S4DGradients", "s4d", "s4d_backward", "s4d_step"]
 
@@ -206,6 +206,8 @@ def s4d_step(
         "state": p.inward("state", state, in_place=True),
     }
     y: Array = _rooms.step("scan", "fixed", arrays, out=out, complex=p.pairs)
+    if p.pairs:
+        put_back(state, arrays["state"])
     return y
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from linattn import _rooms
 from linattn.features import shape_of
 from linattn.ops._core import AnyArray, Array
-from linattn.scans._pairs import as_complex, as_pairs, is_complex
+from linattn.scans._pairs import as_complex, as_pairs, is_complex, put_back
 
 __all__ = [
     "SelectiveScanGradients",
@@ -257,6 +257,8 @@ def selective_scan_step(
     y: Array = _rooms.step(
         "scan", "selective", arrays, out=out, complex=pairs, delta_softplus=delta_softplus
     )
+    if pairs:
+        put_back(state, arrays["state"])
     return y
 
 
