@@ -6,7 +6,7 @@ one for its gradients: their signatures are read from the room's table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,8 +41,8 @@ class _Form:
         backward = f"(Tensor dy, Tensor? d_final_state, {arrays}{more}) -> ({gradients})"
         self.ways = autograd.register(
             f"{room.name}_{form}",
-            autograd.Part(forward, self.run_forward, self.fake_forward),
-            autograd.Part(backward, self.run_backward, self.fake_backward),
+            autograd.Part(forward, self.run_forward, self.fake_forward, self.joins),
+            autograd.Part(backward, self.run_backward, self.fake_backward, self.joins_backward),
             self.derivative,
             self.set_up,
         )
@@ -105,6 +105,25 @@ class _Form:
                 x = x.new_empty(x.shape, dtype=dtype)
             fakes.append(or_nothing(x, dy))
         return tuple(fakes)
+
+    # ---- what vmap joins ----
+
+    def joins(self, arguments: Sequence[Any]) -> list[bool] | None:
+        """The arrays of a forward pass whose first axis is that of rows or of states."""
+        n = len(self.lines)
+        given = zip(self.lines, arguments, strict=False)
+        if any(line.label == "cu_seqlens" and x is not None for line, x in given):
+            return None
+        rows = (line.letters[:1] in ("B", "S") for line in self.lines)
+        return [*rows, *[False] * (len(arguments) - n)]
+
+    def joins_backward(self, arguments: Sequence[Any]) -> list[bool] | None:
+        """The gradient of what all rows share is a sum over them."""
+        joined = self.joins(arguments[2:])
+        given = zip(self.lines, arguments[2:], joined or (), strict=False)
+        if joined is None or any(line.gradient and x is not None and not j for line, x, j in given):
+            return None
+        return [True, True, *joined]
 
     # ---- how they are recorded ----
 

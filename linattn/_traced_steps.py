@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linattn import _linattn
+from linattn import _flops, _linattn
 from linattn._rooms import ROOMS, Line, Room
 from linattn.autograd import FIT, gate_of, is_number, number_letters, real, tensor_of
 from linattn.features import is_recorded
@@ -65,7 +65,10 @@ def _define_op(op: str) -> Any:
     def fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
         return q.new_empty(v.shape)  # the core refuses a wrong shape later
 
-    return _define(f"{op}_step", _STEP, run, fake)
+    operator = _define(f"{op}_step", _STEP, run, fake)
+    names = [line.label for line in _INPUTS]
+    _flops.count_step(operator, op, [*names, "state", "state_second", *_OPTION_NAMES])
+    return operator
 
 
 def _refuse_recorded(arrays: Mapping[str, Any]) -> None:

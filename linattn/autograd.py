@@ -12,7 +12,7 @@ does.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from linattn import _linattn
+from linattn import _flops, _linattn, _vmap
 from linattn.variants import ARRAYS, OPS, VARIANTS, ArrayLine
 
 __all__ = [
@@ -185,6 +185,27 @@ def _fake_backward(
     return tuple(fakes)
 
 
+def _joins(op: str, arguments: Sequence[Any]) -> list[bool] | None:
+    """The arrays of a forward pass whose first axis is that of rows or of states."""
+    n = len(_NAMES)
+    given = dict(zip(_NAMES, arguments, strict=False))
+    if given["q"].dim() != 4 or given["cu_seqlens"] is not None:
+        return None
+    gates = _LETTERS[op, 4]
+    letters = (gates.get(line.label, line.letters) for line in _INPUTS)
+    return [*(x[0] in "BN" for x in letters), *[False] * (len(arguments) - n)]
+
+
+def _joins_backward(op: str, arguments: Sequence[Any]) -> list[bool] | None:
+    """Of do, the gradients of states, and a forward pass's arrays. The gradient of a number per
+    head is a sum over rows."""
+    joined = _joins(op, arguments[3:])
+    given = zip(_INPUTS, arguments[3:], joined or (), strict=False)
+    if joined is None or any(line.gradient and x is not None and not j for line, x, j in given):
+        return None
+    return [True, True, True, *joined]
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     n = len(_NAMES)
     ctx.save_for_backward(*inputs[:n])
@@ -262,11 +283,13 @@ class Ways(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A forward or a backward pass: the operator's schema, the core's call, and a fake of it."""
+    """A forward or a backward pass: the operator's schema, the core's call, and a fake of it. joins
+    says of each argument whether an axis that vmap maps can join its first one (_vmap.py)."""
 
     schema: str
     run: Any
     fake: Any
+    joins: Any
 
 
 def register(name: str, forward: Part, backward: Part, derivative: Any, setup: Any) -> Ways:
@@ -286,6 +309,8 @@ def register(name: str, forward: Part, backward: Part, derivative: Any, setup: A
         op = torch.library.custom_op(full, part.run, mutates_args=(), schema=part.schema)
         op.register_fake(part.fake)
         op.register_autograd(derivative, setup_context=setup)
+        if hasattr(op, "register_vmap"):  # since PyTorch 2.5
+            op.register_vmap(_vmap.rule(op, part.joins))
         return getattr(torch.ops.linattn, name + suffix).default
 
     def recorded(kind: Any, forward: Any, backward: Any) -> Any:
@@ -320,13 +345,20 @@ def _register(name: str) -> Ways:
         dS, d_second = d_state if isinstance(d_state, tuple) else (d_state, None)
         return tuple(or_nothing(x, arguments[0]) for x in (*gradients, dS, d_second))
 
-    return register(
+    ways = register(
         name,
-        Part(_FORWARD, run_forward, partial(_fake_forward, name)),
-        Part(_BACKWARD, run_backward, _fake_backward),
+        Part(_FORWARD, run_forward, partial(_fake_forward, name), partial(_joins, name)),
+        Part(_BACKWARD, run_backward, _fake_backward, partial(_joins_backward, name)),
         partial(_derivative, name),
         _setup_context,
     )
+    forward = (*_NAMES, "output_final_state", *_OPTION_NAMES)
+    backward = ("do", "d_final_state", "d_final_second", *_NAMES, *_OPTION_NAMES)
+    _flops.count_pass(ways.operator, name, forward, "forward")
+    _flops.count_pass(
+        getattr(torch.ops.linattn, f"{name}_backward").default, name, backward, "backward"
+    )
+    return ways
 
 
 _OPS = {name: _register(name) for name in OPS}

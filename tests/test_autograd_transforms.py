@@ -1,6 +1,7 @@
 """PyTorch traces and transforms the ops: torch.library, torch.compile, torch.func. They give the
 bits of a plain call, and the gradients of one."""
 
+import types
 import warnings
 
 import ml_dtypes
@@ -209,20 +210,102 @@ def test_functional_gradients(op, rng):
     assert_equal(torch.func.grad(loss, argnums=every)(*given), want)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own loop
-def test_vmap_is_a_loop(rng):
+def mapped(call, dims, given):
+    """vmap of a function of all these arrays, and the same by a loop."""
+    n = next(x.shape[d] for x, d in zip(given, dims, strict=True) if d is not None)
+    calls = [
+        [x if d is None else x.select(d, i) for x, d in zip(given, dims, strict=True)]
+        for i in range(n)
+    ]
+    loop = [torch.stack(parts) for parts in zip(*(call(*one) for one in calls), strict=True)]
+    return torch.func.vmap(call, in_dims=tuple(dims))(*given), loop
+
+
+@pytest.mark.parametrize("which", ["all", "q", "states", "gates"])
+@pytest.mark.parametrize("op", OPS)
+def test_vmap(op, which, rng):
+    """One call, with the bits of a loop. Gradients that are sums over rows are a loop."""
+    x = inputs(op, rng)
+    call, given = pure(op, x, output_final_state=True)
+    names = [name for name, y in x.items() for _ in tensors_in(y)]
+    chosen = {
+        "all": lambda name: True,
+        "q": lambda name: name == "q",
+        "states": lambda name: name == "initial_state",
+        "gates": lambda name: name in ("g", "gamma", "slopes", "beta", "bonus", "eta"),
+    }[which]
+    dims = [i % 2 if chosen(name) else None for i, name in enumerate(names)]
+    if all(d is None for d in dims):
+        dims[2] = 0
+    several = [
+        y if d is None else torch.stack([y, y / 2, y / 4], d)
+        for y, d in zip(given, dims, strict=True)
+    ]
+
+    def gradients(*given):
+        every = tuple(range(len(given)))
+
+        def loss(*given):
+            return sum((weights(o) * o).sum() for o in call(*given))
+
+        return torch.func.grad(loss, argnums=every)(*given)
+
+    for function in (call, gradients):
+        got, want = mapped(function, dims, several)
+        assert_equal(got, want)
+
+
+def test_vmap_is_one_call(rng, monkeypatch):
     x = inputs("gla", rng)
-    qs = torch.stack([x["q"], 2 * x["q"]])
-
-    def o(q):
-        return linattn.gla(**x | {"q": q})[0]
-
-    assert_equal([torch.func.vmap(o)(qs)], [torch.stack([o(q) for q in qs])])
-
-    def loss(q):
-        return o(q).sum()
-
-    assert_equal(
-        [torch.func.vmap(torch.func.grad(loss))(qs)],
-        [torch.stack([torch.func.grad(loss)(q) for q in qs])],
+    qs, counted, real = torch.stack([x["q"], 2 * x["q"]]), [], linattn._linattn.forward
+    core = {"forward": lambda *given, **options: counted.append(1) or real(*given, **options)}
+    monkeypatch.setattr(
+        autograd, "_linattn", types.SimpleNamespace(**vars(linattn._linattn) | core)
     )
+    torch.func.vmap(lambda q: linattn.gla(**x | {"q": q})[0])(qs)
+    assert len(counted) == 1
+
+
+def test_vmap_of_what_has_no_axis_for_it(rng):
+    """Packed sequences, and one head alone: one call after another."""
+    q, k, v = (torch.from_numpy(rng.standard_normal((3, 1, 9, 2, 4))) for _ in range(3))
+    ends = torch.tensor([0, 4, 9])
+    packed = lambda *x: linattn.linear_attention(*x, cu_seqlens=ends)[:1]  # noqa: E731
+    alone = lambda *x: linattn.linear_attention(*x)[:1]  # noqa: E731
+    for call, given in (
+        (packed, (q, k, v)),
+        (alone, (q[:, 0, :, 0], k[:, 0, :, 0], v[:, 0, :, 0])),
+    ):
+        got, want = mapped(call, (0, 0, 0), given)
+        assert_equal(got, want)
+
+
+def test_vmap_of_scans_and_convolutions(rng):
+    f = lambda *shape: torch.from_numpy(rng.standard_normal(shape))  # noqa: E731
+    u, delta, A, B, C, S = (
+        f(3, 2, 7, 4),
+        f(3, 2, 7, 4).abs(),
+        -f(4, 5).abs(),
+        f(2, 7, 1, 5),
+        f(3, 2, 7, 1, 5),
+        f(2, 4, 5),
+    )
+
+    def scan(u, delta, A, B, C, S):
+        return linattn.selective_scan(u, delta, A, B, C, initial_state=S, output_final_state=True)
+
+    def convolve(x, weight):
+        return linattn.causal_conv1d(x, weight, output_final_state=True)
+
+    def gradient(u, delta, A, B, C, S):
+        loss = lambda A, u: (scan(u, delta, A, B, C, S)[0] ** 2).sum()  # noqa: E731
+        return torch.func.grad(loss, argnums=(0, 1))(A, u)
+
+    for call, dims, given in (
+        (scan, (0, 0, None, None, 0, None), (u, delta, A, B, C, S)),
+        (gradient, (0, 0, None, None, 0, None), (u, delta, A, B, C, S)),
+        (convolve, (0, None), (u, f(4, 3))),
+        (convolve, (None, 0), (u[0], f(3, 4, 3))),
+    ):
+        got, want = mapped(call, dims, given)
+        assert_equal(got, want)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.problems import at_token
 from support.tensors import tensors_in, torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import linattn
 from linattn import _traced_steps, testing
@@ -168,6 +169,33 @@ def test_steps_of_scans(kind, rng):
     for a, b in zip(tensors_in(traced), tensors_in(plain), strict=True):
         torch.testing.assert_close(a, b)
     assert not torch.equal(turned(state), plain[1])
+
+
+@pytest.mark.parametrize("op", VARIANTS)
+def test_operations_are_counted(op, rng):
+    """By PyTorch's counter, as linattn.flops counts them."""
+    sizes = {"T": 37, "K": 8, "V": 6, "B": 2, "H": 2, "HV": 4}
+    made = testing.make_inputs(op, rng, **sizes, dtype=np.float32, initial_state=True)
+    x = {name: as_tensors(y) for name, y in made.items()}
+    for name in "qkv":
+        x[name].requires_grad_()
+    state = x.pop("initial_state")
+    token = {name: as_tensors(y) for name, y in at_token(made, 3).items()}
+    token.pop("initial_state")
+
+    def counted(call):
+        with FlopCounterMode(display=False) as counter:
+            call()
+        found = counter.get_flop_counts()["Global"]
+        return sum(n for f, n in found.items() if str(f).startswith("linattn."))
+
+    forward, step = getattr(linattn, op), getattr(linattn, f"{op}_step")
+    both = linattn.flops(op, **sizes, passes="both")
+    assert counted(lambda: forward(**x)[0].sum().backward()) == both
+    by_chunks = linattn.flops(op, **sizes, chunk_size=8)
+    assert counted(lambda: forward(**x, chunk_size=8)) == by_chunks
+    one = linattn.flops(op, **sizes | {"T": 1}, mode="recurrent")
+    assert counted(lambda: step(**token, state=state)) == one
 
 
 def test_a_step_that_would_be_recorded_is_refused(rng):

@@ -16,6 +16,8 @@ those of :class:`Mamba` and :class:`Mamba2` the names of mamba_ssm's, those of :
 [B,T,d_v], and returns a state only if it is asked for one.
 """
 
+# so that a counter or a loader that comes first knows the operators
+from linattn import _recorded_rooms, autograd  # noqa: F401
 from linattn.nn._additive import GatedLinearAttention, Retention
 from linattn.nn._blocks import State
 from linattn.nn._delta import (
