@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import device
-from support.grid import Case, Pool, inputs_of, rounds_products, wider
+from support.grid import Case, Pool, bits_multiplied, inputs_of, rounds_products, wider
 
 from linattn import _linattn, reference
 
@@ -83,8 +83,10 @@ def test_forward(mode, size, rng):
             lambda x, dtype=case.dtype: expected(x, dtype, form="chunk", chunk_size=64),
             x,
         )
+    dtype = np.dtype(size[2])
+    tf32 = device.on_host() and bits_multiplied(BASE, dtype, mode) == 16
     for pool in pools.values():
-        pool.judge(f"weighed {size} {mode}")
+        pool.judge(f"weighed {size} {mode}", tf32=tf32)
 
 
 @pytest.mark.parametrize("state_v_first", [False, True])
