@@ -22,6 +22,7 @@ static bool with_avx2(void)
            __builtin_cpu_supports("bmi2");
 }
 
+#if !defined(LA_FEW_SETS)
 static bool with_avx512(void)
 {
     return with_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
@@ -51,6 +52,7 @@ static bool with_amx(void)
 #endif
 }
 #endif
+#endif
 
 typedef struct {
     const la_kernels *f32, *f64;
@@ -70,10 +72,12 @@ static const instance instances[] = {
     {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, &la_cpu_avx2_amx},
 #endif
     {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, NULL},
+#if !defined(LA_FEW_SETS) /* tests/c/Makefile */
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512bf16, &la_cpu_avx512_bf16},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_amx, &la_cpu_amx_bf16},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512, NULL},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_amx, &la_cpu_amx},
+#endif
 #elif defined(__aarch64__)
     {&la_cpu_neon_f32, &la_cpu_neon_f64, anywhere, NULL}, /* every AArch64 Linux has it */
 #endif
