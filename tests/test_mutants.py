@@ -33,6 +33,15 @@ ROOMS = (
     "tile.h",
     "elements.h",
     "recurrence.h",
+    "convolve.h",
+    "convolution.c",
+    "diagonal_token.h",
+    "diagonal_scan.h",
+    "diagonal.c",
+    "room.c",
+    "rooms.c",
+    "gates.c",
+    "curves.h",
 )
 
 
