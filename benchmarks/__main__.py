@@ -12,6 +12,8 @@ PROGRAMS = {
     "cuda": "the ops on a GPU, beside flash-linear-attention and others that are installed",
     "gradients": "forward and backward through PyTorch's autograd, a training step's share",
     "models": "a model of transformers with its own functions and with linattn's",
+    "families": "families of transformers with their own functions and with linattn's: prompts, "
+    "and tokens one by one; no files",
     "scans": "diagonal scans, beside ggml's ssm_scan and transformers' loop on the CPU, and beside "
     "mamba_ssm's and causal_conv1d's kernels on a GPU; no files",
     "kernel": "one op at one shape on the current GPU: its time, the cycles of a chunk and, where "
@@ -47,7 +49,7 @@ def arguments(argv=None):
         help="few rounds and few cases; writes no files without --results",
     )
     add(
-        "cpu cuda gradients models scans kernel",
+        "cpu cuda gradients models families scans kernel",
         "--rounds",
         type=count,
         help="samples of each figure",
@@ -66,7 +68,13 @@ def arguments(argv=None):
         help="the commit, where there is no checkout to ask",
     )
     add("cpu cuda gradients", "--no-peers", action="store_true", help="linattn and ceilings only")
-    add("cpu gradients models", "--threads", type=count, default=1, help="on the CPU, of all (1)")
+    add(
+        "cpu gradients models families",
+        "--threads",
+        type=count,
+        default=1,
+        help="on the CPU, of all (1)",
+    )
     add(
         "cpu",
         "--plot",
@@ -120,8 +128,14 @@ def arguments(argv=None):
         nargs="+",
         help="measure nothing, and join the results of these runs; the last run of a case counts",
     )
-    add("gradients models", "--device", choices=("cpu", "cuda"), default="cpu")
+    add("gradients models families", "--device", choices=("cpu", "cuda"), default="cpu")
     add("gradients", "--only", metavar="OP,OP", help="ops, by name")
+    add(
+        "families",
+        "--only",
+        metavar="NAME,NAME",
+        help="families, by the model types of transformers",
+    )
     add(
         "gradients",
         "--workers",
@@ -151,7 +165,7 @@ def arguments(argv=None):
         "float16 or tf32 in the place of bfloat16; step for a step",
     )
     given = parser.parse_args(argv)
-    if given.program not in ("kernel", "scans"):
+    if given.program not in ("kernel", "scans", "families"):
         settle(given)
     return given
 
@@ -169,7 +183,7 @@ def settle(given):
 
 def environment(given):
     """Before NumPy loads its BLAS."""
-    if given.program == "models":
+    if given.program in ("models", "families"):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if given.program not in ("cpu", "scans"):
         return
