@@ -535,6 +535,18 @@ def test_compiled_without_a_break(name):
 
 
 @blocks
+def test_a_state_is_saved_and_loaded(name, tmp_path):
+    """By PyTorch's default, which makes no class of a package that it does not know."""
+    layer, x = block(name), tokens(2, 9)
+    _, state = layer(x)
+    torch.save(state, tmp_path / "state.pt")
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert type(found) is type(state)
+    token = tokens(2)
+    assert torch.equal(layer.step(token, found), layer.step(token, state))
+
+
+@blocks
 @pytest.mark.filterwarnings("default")  # PyTorch's own, while it traces
 def test_a_step_compiled_without_a_break(name):
     torch.compiler.reset()

@@ -47,6 +47,10 @@ class State(NamedTuple):
     position: Tensor | None
 
 
+# torch.load(..., weights_only=True), which is its default, makes no class that it does not know.
+torch.serialization.add_safe_globals([State])
+
+
 def check_input(x: Any, axes: str, d_model: int, first: tuple[str, nn.Module]) -> None:
     """Refuse an x that the layer `first`, which reads it, cannot take. `axes` are those of x."""
     if not isinstance(x, Tensor):
