@@ -181,7 +181,7 @@ def rg_lru_step(
     True
     """
     p = _Problem(x, r, i, Lambda, c, reset, _LIMIT, tokens="")
-    g, scale = p.decays()
+    g, scale = p.decays(recorded=False)
     arrays = {"u": scale * p.i * p.x, "g": g, "state_indices": state_indices, "state": state}
     y: Array = p.call.short(_rooms.step("scan", "gated", arrays))
     return y
@@ -304,11 +304,13 @@ class _Problem:
     def rate(self) -> Any:
         return -self.c * softplus(self.Lambda)
 
-    def decays(self) -> tuple[Any, Any]:
-        """log a, and the scale of the write."""
+    def decays(self, recorded: bool = True) -> tuple[Any, Any]:
+        """log a, and the scale of the write. Unless a call may be recorded, the root has no slope
+        to hold."""
         xp = self.call.xp
         square = -xp.expm1(2 * self.log)  # 1 - a^2
-        scale = _held_root(square, self.limit) if is_tensor(square) else xp.sqrt(square)
+        held = recorded and is_tensor(square)
+        scale = _held_root(square, self.limit) if held else xp.sqrt(square)
         if self.reset is None:
             return self.log, scale
         none, one = xp.full_like(self.log, -math.inf), xp.ones_like(scale)
