@@ -2,71 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch.utils.flop_counter import register_flop_formula
 
 from linattn.cost import flops
 
-__all__ = ["count_pass", "count_step"]
-
-Shape = Sequence[int]
+__all__ = ["count"]
 
 
-def _sizes(q: Shape, v: Shape) -> dict[str, int]:
-    """Without an axis of heads there is one, and one row."""
-    if len(q) == 4:
-        return dict(zip(("B", "T", "H", "K"), q, strict=True)) | {"HV": v[2], "V": v[3]}
-    return {"B": 1, "T": q[0], "H": 1, "K": q[1], "HV": 1, "V": v[1]}
+def _sizes(q: Sequence[int], v: Sequence[int]) -> dict[str, int]:
+    """By the shapes of a pass, [B,T,H,K] or of one head [T,K], or of a step, which has no T."""
+    step, alone = len(q) % 2, len(q) < 3
+    T = 1 if step else q[-2 if alone else 1]
+    B, H, HV = (1, 1, 1) if alone else (q[0], q[-2], v[-2])
+    return {"B": B, "T": T, "H": H, "HV": HV, "K": q[-1], "V": v[-1]}
 
 
-def count_pass(
+def count(
     operator: Any,
     op: str,
     names: Sequence[str],
-    passes: Literal["forward", "backward"],
+    passes: Literal["forward", "backward"] = "forward",
 ) -> None:
     """By linattn.flops, of a call whose arguments have these names. Packed sequences are counted
-    as one sequence."""
+    as one sequence. A step has no mode."""
 
-    def count(*arguments: Any, **_: Any) -> int:
+    def formula(*arguments: Any, **_: Any) -> int:
         given = dict(zip(names, arguments, strict=False))
         features = given["features"]
         return flops(
             op,
             **_sizes(given["q"], given["v"]),
-            mode=given["mode"],
-            chunk_size=given["chunk_size"],
+            mode=given.get("mode", "recurrent"),
+            chunk_size=given.get("chunk_size"),
             normalize=features is not None and features[4] != 0,
             x=given["x"] is not None and op != "dplr_delta_rule",
             passes=passes,
         )
 
-    _register(operator, count)
-
-
-def count_step(operator: Any, op: str, names: Sequence[str]) -> None:
-    def count(*arguments: Any, **_: Any) -> int:
-        given = dict(zip(names, arguments, strict=False))
-        q, v, features = given["q"], given["v"], given["features"]
-        one_head = len(q) == 1
-        B, H, K = (1, 1, *q) if one_head else q
-        return flops(
-            op,
-            T=1,
-            K=K,
-            V=v[-1],
-            B=B,
-            H=H,
-            HV=1 if one_head else v[1],
-            mode="recurrent",
-            normalize=features is not None and features[4] != 0,
-            x=given["x"] is not None and op != "dplr_delta_rule",
-        )
-
-    _register(operator, count)
-
-
-def _register(operator: Any, count: Callable[..., int]) -> None:
-    register_flop_formula(operator.overloadpacket)(count)
+    register_flop_formula(operator.overloadpacket)(formula)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from linattn import _linattn
 from linattn.features import is_recorded, is_seen, is_tensor
 
-__all__ = ["ROOMS", "Line", "Room", "backward", "forward", "step"]
+__all__ = ["ROOMS", "Line", "Room", "backward", "forward", "refuse_recorded", "step"]
 
 
 class Line(NamedTuple):
@@ -72,12 +72,12 @@ def step(
     room: str, form: str, arrays: Mapping[str, Any], *, out: Any = None, **options: Any
 ) -> Any:
     """One token, whose state is changed in place."""
+    refuse_recorded(arrays, "a step")
     first = next(iter(arrays.values()))
     if is_tensor(first) and is_seen(first):
         from linattn import _traced_steps
 
         return _traced_steps.room_step(room, form, arrays, out, options)
-    refuse_recorded(arrays, "a step")
     return ROOMS[room].entry(form, "step", **arrays, out=out, **options)
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from linattn import _flops, _linattn
-from linattn._rooms import ROOMS, Line, Room
-from linattn.autograd import FIT, gate_of, is_number, number_letters, real, tensor_of
-from linattn.features import is_recorded
+from linattn._rooms import ROOMS, Line, Room, refuse_recorded
+from linattn.autograd import FIT, declared, gate_of, is_number, number_letters, spread, tensor_of
 from linattn.variants import ARRAYS, OPS
 
 __all__ = ["room_step", "step"]
@@ -31,15 +30,8 @@ _OPTIONS = (
 _OPTION_NAMES = tuple(declared.split()[-1] for declared in _OPTIONS.split(","))
 
 
-def _declared(line: Any) -> str:
-    required = line.needed == "REQUIRED" and line.part_of == "ALWAYS"
-    return f"Tensor{'' if required else '?'} {line.label}"
-
-
-_STEP = (
-    f"({', '.join(map(_declared, _INPUTS))}, Tensor(a!) state, Tensor(b!)? state_second, "
-    f"{_OPTIONS}) -> Tensor"
-)
+_ARRAYS = ", ".join(declared(line.label, line) for line in _INPUTS)
+_STEP = f"({_ARRAYS}, Tensor(a!) state, Tensor(b!)? state_second, {_OPTIONS}) -> Tensor"
 
 
 def _define(name: str, schema: str, run: Any, fake: Any) -> Any:
@@ -67,23 +59,8 @@ def _define_op(op: str) -> Any:
 
     operator = _define(f"{op}_step", _STEP, run, fake)
     names = [line.label for line in _INPUTS]
-    _flops.count_step(operator, op, [*names, "state", "state_second", *_OPTION_NAMES])
+    _flops.count(operator, op, [*names, "state", "state_second", *_OPTION_NAMES])
     return operator
-
-
-def _refuse_recorded(arrays: Mapping[str, Any]) -> None:
-    for name, x in arrays.items():
-        if is_recorded(x):
-            raise ValueError(
-                f"{name}: requires gradients, which are not recorded of a step; pass "
-                f"{name}.detach(), or call it under torch.no_grad()"
-            )
-
-
-def _spread(x: Any, letters: str, sizes: Mapping[str, Any], like: Tensor) -> Tensor:
-    """A number as the array of these letters that it stands for."""
-    one = torch.full((), float(x), dtype=real(like), device=like.device)
-    return one.expand([sizes[letter] for letter in letters])
 
 
 def step(op: str, q: Tensor, k: Any, v: Any, *, state: Any, out: Any = None, **given: Any) -> Any:
@@ -101,9 +78,9 @@ def step(op: str, q: Tensor, k: Any, v: Any, *, state: Any, out: Any = None, **g
     for line in _INPUTS:
         x = given.get(line.label)
         if is_number(x) and line.label in letters:
-            x = _spread(x, letters[line.label], sizes, q)
+            x = spread(x, letters[line.label], sizes, q)
         arrays[line.label] = tensor_of(line.label, x)
-    _refuse_recorded(arrays)
+    refuse_recorded(arrays, "a step")
     S, second = state if isinstance(state, tuple | list) else (state, None)
     options = [FIT[name][0](name, given.get(name, FIT[name][1])) for name in _OPTION_NAMES]
     o = _OPS[op](*arrays.values(), S, second, *options)
@@ -152,7 +129,6 @@ class _Form:
         return first.new_empty(first.shape)
 
     def __call__(self, arrays: Mapping[str, Any], out: Any, options: Mapping[str, Any]) -> Any:
-        _refuse_recorded(arrays)
         given = [arrays.get(self.label(line)) for line in self.lines]
         more = [options.get(name, default) for name, default in self.options.items()]
         y = self.operator(*given, *more)

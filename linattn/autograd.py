@@ -12,7 +12,7 @@ does.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ __all__ = [
     "TENSORS",
     "Part",
     "Ways",
+    "declared",
     "forward",
     "function",
     "gate_of",
@@ -39,6 +40,7 @@ __all__ = [
     "real",
     "refuse_tangents",
     "register",
+    "spread",
     "tensor_of",
     "way",
 ]
@@ -63,12 +65,12 @@ _SMOOTH = tuple(line for line in _INPUTS if line.gradient is not None)
 _GATES = ("g", "alpha", "gamma", "slopes")
 
 
-def _declared(name: str, line: ArrayLine) -> str:
+def declared(name: str, line: ArrayLine) -> str:
     required = line.needed == "REQUIRED" and line.part_of == "ALWAYS"
     return f"Tensor {name}" if required else f"Tensor? {name}"
 
 
-_ARRAYS = ", ".join(map(_declared, _NAMES, _INPUTS))
+_ARRAYS = ", ".join(map(declared, _NAMES, _INPUTS))
 _OPTIONS = (
     "str? gate, float? scale, str mode, SymInt? chunk_size, SymInt batch, bool predicts_before, "
     "bool qk_l2norm, bool state_v_first, bool? allow_tf32, float[]? features"
@@ -354,10 +356,9 @@ def _register(name: str) -> Ways:
     )
     forward = (*_NAMES, "output_final_state", *_OPTION_NAMES)
     backward = ("do", "d_final_state", "d_final_second", *_NAMES, *_OPTION_NAMES)
-    _flops.count_pass(ways.operator, name, forward, "forward")
-    _flops.count_pass(
-        getattr(torch.ops.linattn, f"{name}_backward").default, name, backward, "backward"
-    )
+    _flops.count(ways.operator, name, forward)
+    behind = getattr(torch.ops.linattn, f"{name}_backward").default
+    _flops.count(behind, name, backward, passes="backward")
     return ways
 
 
@@ -541,6 +542,12 @@ _GATE_LINES = tuple(line for line in _SMOOTH if line.dtype == "FLOAT")
 _LETTERS = {(op, dims): _letters(op, dims) for op in OPS for dims in (2, 4)}
 
 
+def spread(x: Any, letters: str, sizes: Mapping[str, Any], q: Tensor) -> Tensor:
+    """A number as the array of these letters that it stands for."""
+    one = torch.full((), float(x), dtype=real(q), device=q.device)
+    return one.expand([sizes[letter] for letter in letters])
+
+
 def _spread(op: str, gate: str | None, given: dict[str, Any]) -> dict[str, Any]:
     """The numbers among the gates, as tensors of the shapes that they stand for."""
     q, found = given["q"], {}
@@ -548,8 +555,7 @@ def _spread(op: str, gate: str | None, given: dict[str, Any]) -> dict[str, Any]:
         x: Any = given.get(gate if label == "g" and gate else label)
         if is_number(x):
             sizes = _sizes(q, given["v"], given.get("cu_seqlens"))
-            one = torch.full((), float(x), dtype=real(q), device=q.device)
-            found[label] = one.expand([sizes[letter] for letter in letters])
+            found[label] = spread(x, letters, sizes, q)
     return found
 
 

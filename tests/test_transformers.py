@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.device import imported
+from support.tensors import to_numpy
 
 import linattn
 from linattn import ops
@@ -245,13 +246,6 @@ def calls(monkeypatch):
     return counted
 
 
-def array(x):
-    x = x.detach().contiguous()
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
-
-
 def op_of(name):
     return "kda" if "kimi" in name or "bailing" in name or "glm" in name else "gated_delta_rule"
 
@@ -289,7 +283,9 @@ def test_the_logits_are_accurate(name, calls):
             use_exact(m, patch)
             want = m(tokens, attention_mask=mask).logits[mask.bool()]
     assert logits.dtype == torch.float32
-    assert_accurate(array(logits), array(want), array(fallback), dtype=np.float32, name=name)
+    assert_accurate(
+        to_numpy(logits), to_numpy(want), to_numpy(fallback), dtype=np.float32, name=name
+    )
 
 
 @families
@@ -344,9 +340,9 @@ def test_the_gradients_of_a_layer_are_accurate(name, calls):
     layer.zero_grad()
     for what, got, right, theirs in zip(("x", "parameters"), ours, want, fallback, strict=True):
         assert_accurate(
-            array(got),
-            array(right),
-            array(theirs),
+            to_numpy(got),
+            to_numpy(right),
+            to_numpy(theirs),
             dtype=np.float32,
             gradient=True,
             name=f"{name}: {what}",
@@ -392,7 +388,9 @@ def test_a_layer_in_bfloat16_is_accurate(name):
             use_exact(m, patch)
             want = layer(x, attention_mask=mask)
     assert ours.dtype == torch.bfloat16
-    assert_accurate(array(ours), array(want), array(fallback), dtype=ml_dtypes.bfloat16, name=name)
+    assert_accurate(
+        to_numpy(ours), to_numpy(want), to_numpy(fallback), dtype=ml_dtypes.bfloat16, name=name
+    )
 
 
 @pytest.mark.parametrize(
@@ -446,7 +444,11 @@ def test_on_a_gpu(name, calls):
     assert calls == {(op, "chunk"): 4, (f"{op}_step", "chunk"): 2 * 11}
     assert logits.is_cuda and logits.dtype == torch.float32
     assert_accurate(
-        array(logits.cpu()), array(want.cpu()), array(fallback.cpu()), dtype=np.float32, name=name
+        to_numpy(logits.cpu()),
+        to_numpy(want.cpu()),
+        to_numpy(fallback.cpu()),
+        dtype=np.float32,
+        name=name,
     )
 
 
@@ -830,4 +832,5 @@ def test_a_model_hands_down_what_is_not_supported():
             model()(tokens, is_causal=False)
         with pytest.raises(ValueError, match=r"^cu_seqlens: expected seq_idx"):
             model()(tokens, cu_seq_lens_q=torch.tensor([0, 30, T]))
+        model()(tokens, is_causal=True)
         model()(tokens, num_items_in_batch=torch.tensor(3), output_hidden_states=True)

@@ -8,10 +8,10 @@ import os
 import re
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from support.device import imported
+from support.tensors import to_numpy
 
 from linattn.testing import assert_accurate
 
@@ -171,19 +171,12 @@ def agree(got, want):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5 * float(want.abs().max()))
 
 
-def array(x):
-    x = x.detach().contiguous()
-    if x.dtype == torch.bfloat16:
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
-
-
 def accurate(got, exact, fallback, name, dtype=np.float32):
     """By the acceptance rule. exact is ours in float64: the fallback must be near it too."""
     size = float(exact.abs().max())
     near = 1e-4 if dtype == np.float32 else 0.05
     torch.testing.assert_close(fallback.double(), exact, rtol=0, atol=near * size)
-    assert_accurate(array(got), array(exact), array(fallback), dtype=dtype, name=name)
+    assert_accurate(to_numpy(got), to_numpy(exact), to_numpy(fallback), dtype=dtype, name=name)
 
 
 def test_every_family_is_here():

@@ -10,7 +10,7 @@ from torch import Tensor
 from linattn import autograd, ops
 from linattn.compat.transformers._shared import refuse_others, state_of
 from linattn.features import is_recorded
-from linattn.scans import rg_lru
+from linattn.scans import rg_lru, rg_lru_step
 
 __all__ = ["lightning_attention", "real_gated_lru"]
 
@@ -42,8 +42,6 @@ def lightning_attention(
     The projections, the norm and the output gate are the layer's own. The cache keeps the state in
     float32 (float64 for float64 inputs).
     """
-    if others.get("is_causal") is True:
-        del others["is_causal"]
     refuse_others(others)
     B, T, _ = hidden_states.shape
     qkv = layer.act_fn(layer.qkv_proj(hidden_states))
@@ -68,18 +66,6 @@ def _gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.sigmoid(made.transpose(0, 1).reshape(x.shape))
 
 
-def _next_state(
-    x: Tensor, r: Tensor, i: Tensor, Lambda: Tensor, before: Tensor, reset: Tensor
-) -> Tensor:
-    """One token by the formula of :func:`linattn.rg_lru`: a dozen operations of PyTorch's take less
-    time than the checks of a step, which has to look at seven arrays."""
-    state = state_of(x, before)
-    log = -8.0 * r.to(state.dtype) * torch.nn.functional.softplus(Lambda.to(state.dtype))
-    decay = torch.exp(log).masked_fill(reset, 0)
-    root = torch.sqrt(-torch.expm1(2 * log)).masked_fill(reset, 1)
-    return torch.addcmul(root * i * x, decay, state)
-
-
 def real_gated_lru(layer: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
     """RecurrentGemma's unit, by :func:`linattn.rg_lru`. A position of 0 begins a new sequence."""
     r = _gate(activations, layer.recurrent_gate_weight, layer.recurrent_gate_bias)
@@ -98,5 +84,7 @@ def real_gated_lru(layer: Any, activations: Tensor, position_ids: Tensor) -> Ten
             output_final_state=True,
         )
         return y
-    layer.recurrent_states = _next_state(activations[:, 0], r[:, 0], i[:, 0], Lambda, before, reset)
-    return layer.recurrent_states.to(activations.dtype)[:, None]
+    after = state_of(activations, before, copy=True)  # a step writes it
+    y = rg_lru_step(after, activations[:, 0], r[:, 0], i[:, 0], Lambda, reset=reset[:, 0])
+    layer.recurrent_states = after
+    return y[:, None]

@@ -123,7 +123,7 @@ def mamba_selective_state_update(
 
 
 def no_shortcut(*_: Any, **__: Any) -> None:
-    """What a layer takes as: there is no kernel for all of the layer at once."""
+    """None: no kernel does all of a layer at once, and the layer goes on part by part."""
 
 
 def mamba2_chunk_scan(

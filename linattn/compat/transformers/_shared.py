@@ -30,19 +30,24 @@ FOR_OTHERS = frozenset(
 
 def refuse_others(others: dict[str, Any]) -> None:
     for name, value in others.items():
-        if value is not None and name not in FOR_OTHERS:
+        causal = name == "is_causal" and value is True  # as all of these are
+        if value is not None and name not in FOR_OTHERS and not causal:
             got = repr(value) if isinstance(value, bool | int | float | str) else type(value)
             raise ValueError(f"{name}: not supported by linattn.compat.transformers, got {got}")
 
 
-def sequences(cu_seqlens: Any, others: dict[str, Any]) -> Any:
-    """The edges of packed sequences, or None, once every other argument is known to be harmless."""
+def _packed(cu_seqlens: Any, others: dict[str, Any]) -> tuple[Any, Any]:
+    """The edges of packed sequences and the number of each token's, once every other argument is
+    known to be harmless."""
     packed = others.pop("cu_seq_lens_q", None)  # what becomes cu_seqlens in some layers
     seq_idx = others.pop("seq_idx", None)
-    if others.get("is_causal") is True:
-        del others["is_causal"]
     refuse_others(others)
-    edges = packed if cu_seqlens is None else cu_seqlens
+    return packed if cu_seqlens is None else cu_seqlens, seq_idx
+
+
+def sequences(cu_seqlens: Any, others: dict[str, Any]) -> Any:
+    """The edges of packed sequences, or None."""
+    edges, seq_idx = _packed(cu_seqlens, others)
     # The convolution before this knows them apart by seq_idx, or refuses: by that alone.
     if edges is not None and seq_idx is None:
         raise ValueError(
@@ -57,10 +62,7 @@ def sequences(cu_seqlens: Any, others: dict[str, Any]) -> Any:
 def either(cu_seqlens: Any, others: dict[str, Any]) -> Any:
     """The edges of packed sequences, or None: as they are, or from the number of each token's
     sequence, seq_idx [1,T], which the host then reads."""
-    packed = others.pop("cu_seq_lens_q", None)
-    seq_idx = others.pop("seq_idx", None)
-    refuse_others(others)
-    edges = packed if cu_seqlens is None else cu_seqlens
+    edges, seq_idx = _packed(cu_seqlens, others)
     if edges is not None or seq_idx is None:
         return edges
     if seq_idx.dim() != 2 or seq_idx.shape[0] != 1:
