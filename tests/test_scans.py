@@ -253,6 +253,34 @@ def test_backward(scan, shape, dtype, rng):
     )
 
 
+def judge_gradients(scan, rng, dtype, S, **shape):
+    """The gradients of S sequences, which lie in one row if their number is not B."""
+    B, T, D = shape["B"], shape["T"], shape["D"]
+    packed = {} if S == B else {"cu_seqlens": ends_of(rng, T)}
+
+    def draw():
+        arrays = scan.draw(rng, dtype, S=S, **shape)
+        dy = rng.standard_normal((B, T, D)).astype(dtype)
+        return {"dy": dy, "d_state": scan.draw_state(rng, arrays, S), "arrays": arrays}
+
+    judged(
+        draw,
+        lambda dy, d_state, arrays: gradients(scan, dy, d_state, arrays, **packed),
+        lambda dy, d_state, arrays, dtype: reference_gradients(
+            scan, dtype, dy, d_state, arrays, **packed
+        ),
+        dtype,
+        gradient=True,
+    )
+
+
+@pytest.mark.parametrize("S", [1, 4])
+@every
+def test_gradients_of_long_sequences(scan, S, rng):
+    """A GPU cuts a sequence of 512 tokens into pieces, which it goes through side by side."""
+    judge_gradients(scan, rng, DTYPES[0], S, B=1, T=600, D=8, N=4, G=2)
+
+
 @every
 def test_packed_sequences_are_separate_calls(scan, rng):
     ends = ends_of(rng, 50)

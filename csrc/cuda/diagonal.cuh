@@ -30,16 +30,18 @@ struct scan_call {
     view x[LA_SCAN_ARRAYS], d[LA_SCAN_ARRAYS]; /* d: gradients, those of outputs included */
     int N, G;
     bool softplus;
-    bool fours;             /* u, delta, z, y and their gradients lie in fours of channels */
-    bool row_fours;         /* B and C lie in fours of numbers */
-    bool along;             /* tokens are neighbours in memory */
-    int panels;             /* of a group's channels */
-    int blocks;             /* of a channel's numbers */
-    int numbers;            /* of all blocks */
-    int parts;              /* of the sequences, each with sums of its own */
-    char *sums;             /* [3][blocks][B T][D]: reads, or sums of the adjoint, if blocks > 1 */
-    char *kept;             /* [places][D][numbers]: the state before each tile of the adjoint */
-    char *dB, *dC;          /* [panels][B T][G][numbers] */
+    bool fours;     /* u, delta, z, y and their gradients lie in fours of channels */
+    bool row_fours; /* B and C lie in fours of numbers */
+    bool along;     /* tokens are neighbours in memory */
+    int panels;     /* of a group's channels */
+    int blocks;     /* of a channel's numbers */
+    int numbers;    /* of all blocks */
+    int cuts;       /* of each sequence, whose pieces the adjoint goes through side by side */
+    int parts;      /* of the sequences, or all their pieces, each with sums of its own */
+    char *sums;     /* [3][blocks][B T][D]: reads, or sums of the adjoint, if blocks > 1 */
+    char *kept;     /* [places][D][numbers]: the state before each tile of the adjoint */
+    char *later;    /* [S][cuts][D][numbers]: the gradient of the state after each piece */
+    char *dB, *dC;  /* [panels][B T][G][numbers] */
     double *dA, *dB0, *dC0; /* [parts][D][N] */
     double *dD, *dbias;     /* [parts][D] */
 };
@@ -58,8 +60,6 @@ template <typename real> struct __align__(16) four {
 
 /* ---- numbers ---- */
 
-static constexpr double LOG2_E = 1.44269504088896340736;
-
 /* 2^(x y), where a product near 0 is one of magnitude below NEAREST.
  *
  * Of a float the hardware's power has an error of up to 2 ulp, and -0.26 ulp on the average. An error of
@@ -73,9 +73,7 @@ __device__ __forceinline__ float power_of_two(float x, float y)
 {
     const float BIAS =
         2.9e-8f; /* 0.26 ulp of a number below 1, over log(2) and its value of about 0.8 */
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(fmaf(x, y, BIAS)));
-    return power;
+    return hardware_power(fmaf(x, y, BIAS));
 }
 __device__ __forceinline__ float power_of_two_near(float x, float y)
 {
@@ -184,6 +182,24 @@ __device__ __forceinline__ real read(const real (&h)[NUMBERS], const real (&c)[N
     return sum;
 }
 
+/* Back through a token: h is the gradient of the state after it, w that of y, and it becomes the gradient
+ * of the state before. */
+template <bool PAIRS, typename real, int NUMBERS>
+__device__ __forceinline__ void go_back(real (&h)[NUMBERS], const real (&a)[NUMBERS], real w,
+                                        const real (&c)[NUMBERS])
+{
+    const real none[2] = {};
+    real unused[2];
+#pragma unroll
+    for (int k = 0; k < NUMBERS; k += PAIRS ? 2 : 1)
+        if (PAIRS) {
+            scan_read_pair_adjoint(w, none, pair_of(c, k), pair_of(h, k), unused);
+            by_conjugate(pair_of(h, k), pair_of(a, k), pair_of(h, k));
+        } else {
+            h[k] = a[k] * (h[k] + w * c[k]);
+        }
+}
+
 /* The sums over LANES threads of a group's tokens. Thread nl of a channel gets those of tokens
  * nl PER + k. */
 template <int LANES> struct lane_sums {
@@ -210,12 +226,20 @@ template <int LANES> struct lane_sums {
     }
 };
 
-/* y <- (y + D u) silu(z) */
+/* y <- (y + D u) silu(z), of this dtype */
 template <typename real>
-__device__ __forceinline__ real finished(const scan_call &c, real y, real u, real D, real z)
+__device__ __forceinline__ real finished(const scan_call &c, la_dtype dtype, real y, real u, real D,
+                                         real z)
 {
     if (c.x[LA_SCAN_D].data) y += D * u;
-    return c.x[LA_SCAN_Z].data ? y * silu(z) : y;
+    return c.x[LA_SCAN_Z].data ? y * silu_for(dtype, z) : y;
+}
+
+/* silu(z), by the sigmoid that its slope has too. */
+template <typename real> __device__ __forceinline__ real silu_of_gate(real z)
+{
+    const real open = sigmoid(z);
+    return open > 0 ? z * open : open;
 }
 
 /* delta <- softplus(delta + bias) */
@@ -224,18 +248,36 @@ template <typename real> __device__ __forceinline__ real step_of(const scan_call
     return c.softplus ? softplus(raw) : raw;
 }
 
+/* ---- the dtype of arrays of tokens ----
+ *
+ * Kernels for common calls have it as a constant, GIVEN, and arrays that lie in fours. A branch on it for
+ * each four numbers was a third of the instructions of a backward pass (docs/decisions/0039). */
+static constexpr la_dtype ANY_DTYPE = (la_dtype)-1;
+
+template <la_dtype GIVEN> __device__ __forceinline__ la_dtype dtype_of(const view &x)
+{
+    return GIVEN == ANY_DTYPE ? x.dtype : GIVEN;
+}
+template <la_dtype GIVEN> __device__ __forceinline__ bool in_fours(const scan_call &c)
+{
+    return GIVEN != ANY_DTYPE || c.fours;
+}
+template <la_dtype GIVEN> __device__ __forceinline__ bool rows_in_fours(const scan_call &c)
+{
+    return GIVEN != ANY_DTYPE || c.row_fours;
+}
+
 /* ---- places ---- */
 
-/* The block's channels [d0,d1) of group g, the first of its numbers, and the rest of its index. */
+/* A block's channels [d0,d1) of group g, the first of its numbers, and the rest of its index. */
 struct scan_place {
     int g, panel, d0, d1, m0, block;
     int rest;
 };
 
-__device__ __forceinline__ scan_place place_of(const scan_call &c, int channels, int numbers)
+__device__ __forceinline__ scan_place place_of(const scan_call &c, int i, int channels, int numbers)
 {
     scan_place p;
-    int i = (int)blockIdx.x;
     const int of_group = c.room.D / c.G;
     p.block = i % c.blocks;
     i /= c.blocks;
@@ -247,6 +289,14 @@ __device__ __forceinline__ scan_place place_of(const scan_call &c, int channels,
     p.d1 = min(p.d0 + channels, (p.g + 1) * of_group);
     p.m0 = p.block * numbers;
     return p;
+}
+
+/* Tokens of each piece of a sequence but the last: whole tiles of any kernel. */
+enum { MOST_TILE = 32 };
+
+__device__ __forceinline__ int tokens_of_piece(const scan_call &c, const sequence &s)
+{
+    return ((s.end - s.begin) / c.cuts + MOST_TILE) / MOST_TILE * MOST_TILE;
 }
 
 /* Number m of channel d of an array [D,N], or 0 past its ends. */
@@ -313,7 +363,7 @@ __device__ __forceinline__ tile_task task_of(const scan_call &c, int channels)
 }
 
 /* A thread's place in an array of tokens: that of its task in a tile, which goes on tile by tile. */
-struct cursor {
+template <la_dtype GIVEN> struct cursor {
     char *at;
 
     __device__ __forceinline__ void set(const view &x, int b, int t, int d)
@@ -322,20 +372,23 @@ struct cursor {
     }
     __device__ __forceinline__ void go(const view &x, int tokens)
     {
-        at += tokens * x.stride[1] * la_size_of(x.dtype);
+        at += tokens * x.stride[1] * la_size_of(dtype_of<GIVEN>(x));
     }
     /* WIDTH channels, of which `left` are there. */
     template <int WIDTH, typename real>
     __device__ __forceinline__ void load(const scan_call &c, const view &x, int left,
                                          bits4<real> &to) const
     {
-        if (x.data) load_bits(to, at, x.dtype, x.stride[2], left, WIDTH == FOUR && c.fours);
+        if (x.data)
+            load_bits(to, at, dtype_of<GIVEN>(x), x.stride[2], left,
+                      WIDTH == FOUR && in_fours<GIVEN>(c));
     }
     template <int WIDTH, typename real>
     __device__ __forceinline__ void store(const scan_call &c, const view &x, int left,
                                           const real (&from)[FOUR]) const
     {
-        store_four(at, x.dtype, x.stride[2], left, WIDTH == FOUR && c.fours, from);
+        store_four(at, dtype_of<GIVEN>(x), x.stride[2], left, WIDTH == FOUR && in_fours<GIVEN>(c),
+                   from);
     }
 };
 
@@ -349,7 +402,7 @@ __device__ __forceinline__ void load_per_channel(const view &x, int d, int left,
 
 /* Rows of B and C: a thread has four numbers of a token at a time, and EACH tasks of a tile. In shared
  * memory each thread of a channel has its b, and then its c. */
-template <typename real, int LANES, int NUMBERS, int TOKENS> struct row_fetch {
+template <typename real, int LANES, int NUMBERS, int TOKENS, la_dtype GIVEN> struct row_fetch {
     static constexpr int FOURS = LANES * NUMBERS / FOUR; /* of B, and of C */
     static constexpr int EACH = (TOKENS * 2 * FOURS + SCAN_THREADS - 1) / SCAN_THREADS;
     struct __align__(16) row {
@@ -380,7 +433,7 @@ template <typename real, int LANES, int NUMBERS, int TOKENS> struct row_fetch {
     {
 #pragma unroll
         for (int k = 0; k < EACH; k++)
-            at[k] += tokens * array(c, k).stride[1] * la_size_of(array(c, k).dtype);
+            at[k] += tokens * array(c, k).stride[1] * la_size_of(dtype_of<GIVEN>(array(c, k)));
     }
     __device__ __forceinline__ void start(const scan_call &c, const scan_place &p, int count)
     {
@@ -388,7 +441,8 @@ template <typename real, int LANES, int NUMBERS, int TOKENS> struct row_fetch {
         for (int k = 0; k < EACH; k++) {
             const view &x = array(c, k);
             const int left = token(k) < count ? min(FOUR, c.N - p.m0 - part(k) / 2 * FOUR) : 0;
-            load_bits(bits[k], at[k], x.dtype, x.stride[3], left, c.row_fours);
+            load_bits(bits[k], at[k], dtype_of<GIVEN>(x), x.stride[3], left,
+                      rows_in_fours<GIVEN>(c));
         }
     }
     __device__ __forceinline__ void stage(const scan_call &c, row *rows) const
@@ -397,7 +451,7 @@ template <typename real, int LANES, int NUMBERS, int TOKENS> struct row_fetch {
         for (int k = 0; k < EACH; k++) {
             real x[FOUR];
             if (token(k) >= TOKENS) break;
-            numbers_of(bits[k], c.x[LA_SCAN_B].dtype, x);
+            numbers_of(bits[k], dtype_of<GIVEN>(c.x[LA_SCAN_B]), x);
             const int m = part(k) / 2 * FOUR, which = part(k) % 2 * NUMBERS;
             real(&to)[LANES][2 * NUMBERS] = rows[token(k)].x;
             if constexpr (NUMBERS == 2) {

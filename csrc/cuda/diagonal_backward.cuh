@@ -1,5 +1,5 @@
-/* Diagonal scans on a GPU: the adjoint. A block goes back through the tiles of its sequences. Of each tile
- * it takes LOOP sets of channels one after another: it makes their states once more from the one that was
+/* Diagonal scans on a GPU: the adjoint. A block goes back through the tiles of its sequences, or of a piece
+ * of one. Of each tile it takes LOOP sets of channels one after another: it makes their states once more from the one that was
  * kept, and goes back through them. The sums over channels, dB and dC, stay in registers meanwhile. */
 #ifndef LINATTN_CUDA_DIAGONAL_BACKWARD_CUH
 #define LINATTN_CUDA_DIAGONAL_BACKWARD_CUH
@@ -24,7 +24,7 @@ __device__ __forceinline__ token_values<real> values_of(const scan_call &c, real
     if (c.softplus) x.slope = sigmoid(raw);
     if (!c.x[LA_SCAN_Z].data) return x;
     x.gate = dy * silu_slope(z); /* was y = (y + D u) silu(z) */
-    x.dy = dy * silu(z);
+    x.dy = dy * silu_of_gate(z);
     return x;
 }
 
@@ -69,7 +69,8 @@ __device__ __forceinline__ void store_rows(const real (&x)[4], real *to)
 }
 
 /* A tile has GROUP tokens, and a block LOOP sets of channels. */
-template <typename real, bool FIXED, bool PAIRS, int LANES, int LOOP> struct scan_backward {
+template <typename real, bool FIXED, bool PAIRS, int LANES, int LOOP, la_dtype GIVEN>
+struct scan_backward {
     static constexpr int SET = SCAN_THREADS / LANES, CHANNELS = LOOP * SET;
     /* Channels of a task: all threads have one. */
     static constexpr int TASKS = GROUP * CHANNELS,
@@ -77,7 +78,7 @@ template <typename real, bool FIXED, bool PAIRS, int LANES, int LOOP> struct sca
     static constexpr int WARPS = SCAN_THREADS / 32, ROW = 4 * LANES, SUMS = FIXED ? 3 : 1;
     static_assert(LANES >= GROUP, "a thread has the sums of one token of a group");
     static_assert(2 * CHANNELS <= SCAN_THREADS, "a thread adds up one of D and the bias");
-    typedef row_fetch<real, LANES, 2, GROUP> row_fetcher;
+    typedef row_fetch<real, LANES, 2, GROUP, GIVEN> row_fetcher;
     typedef typename row_fetcher::row row;
 
     struct memory {
@@ -106,7 +107,7 @@ template <typename real, bool FIXED, bool PAIRS, int LANES, int LOOP> struct sca
     real dh[2], bias[FOUR], D[FOUR], of_rows_sum[GROUP][4];
     thread_numbers<real, 2> numbers;
     bits4<real> u, delta, z, dy;
-    cursor of_u, of_delta, of_z, of_dy, to_u, to_delta, to_z;
+    cursor<GIVEN> of_u, of_delta, of_z, of_dy, to_u, to_delta, to_z;
     row_fetcher of_rows;
 
     __device__ __forceinline__ scan_backward(const scan_call &call, memory &shared)
@@ -115,7 +116,7 @@ template <typename real, bool FIXED, bool PAIRS, int LANES, int LOOP> struct sca
         thread = (int)threadIdx.x;
         nl = thread % LANES;
         ch = thread / LANES;
-        p = place_of(c, CHANNELS, 2 * LANES);
+        p = place_of(c, (int)blockIdx.x, CHANNELS, 2 * LANES);
         m = p.m0 + 2 * nl;
         own = task_of<CHANNELS, GROUP, WIDTH>(c, p.d1 - p.d0);
         gated = !FIXED && c.x[LA_SCAN_Z].data;
@@ -187,10 +188,10 @@ template <typename real, bool FIXED, bool PAIRS, int LANES, int LOOP> struct sca
         real us[FOUR], ds[FOUR] = {}, zs[FOUR] = {}, dys[FOUR];
         if (!FIXED) of_rows.stage(c, on_chip.rows);
         if (!own.is) return; /* channels that there are not are zeros */
-        numbers_of(u, c.x[LA_SCAN_U].dtype, us);
-        numbers_of(dy, c.d[LA_SCAN_Y].dtype, dys);
-        if (!FIXED) numbers_of(delta, c.x[LA_SCAN_DELTA].dtype, ds);
-        if (gated) numbers_of(z, c.x[LA_SCAN_Z].dtype, zs);
+        numbers_of(u, dtype_of<GIVEN>(c.x[LA_SCAN_U]), us);
+        numbers_of(dy, dtype_of<GIVEN>(c.d[LA_SCAN_Y]), dys);
+        if (!FIXED) numbers_of(delta, dtype_of<GIVEN>(c.x[LA_SCAN_DELTA]), ds);
+        if (gated) numbers_of(z, dtype_of<GIVEN>(c.x[LA_SCAN_Z]), zs);
 #pragma unroll
         for (int e = 0; e < WIDTH; e++) {
             const int k = own.column + e;
@@ -382,19 +383,37 @@ template <typename real, bool FIXED, bool PAIRS, int LANES, int LOOP> struct sca
 
     /* ---- all of it ---- */
 
-    __device__ __forceinline__ void run_sequence(int n)
+    /* The gradient of the state after piece `cut` of the sequence, which ends at `last`. */
+    __device__ __forceinline__ void load_later(int n, int cut, int last, int j)
+    {
+        const bool is = channel(j) < p.d1;
+        if (last == s.end) {
+            load_state(c.d[LA_SCAN_ST], n, channel(j), m, c.N, is, dh);
+            return;
+        }
+        const int64_t row = (int64_t)n * c.cuts + cut;
+        const real *const from =
+            (const real *)c.later + (row * c.room.D + channel(j)) * c.numbers + m;
+        dh[0] = is ? from[0] : 0, dh[1] = is ? from[1] : 0;
+    }
+
+    /* Piece `cut` of sequence n, or all of it. */
+    __device__ __forceinline__ void run_sequence(int n, int cut)
     {
         s = sequence_of(c.room, n);
-        const int tiles = (s.end - s.begin + GROUP - 1) / GROUP;
-        const int64_t place = first_place(c.room, n, GROUP);
+        const int piece = c.cuts == 1 ? s.end - s.begin : tokens_of_piece(c, s);
+        const int first = min(s.begin + cut * piece, s.end), last = min(first + piece, s.end);
+        if (cut && first == last) return; /* a short sequence has fewer pieces */
+        const int tiles = (last - first + GROUP - 1) / GROUP;
+        const int64_t place = first_place(c.room, n, GROUP) + (first - s.begin) / GROUP;
         for (int j = 0; j < LOOP; j++) {
-            load_state(c.d[LA_SCAN_ST], n, channel(j), m, c.N, channel(j) < p.d1, dh);
+            load_later(n, cut, last, j);
             on_chip.dh[j][thread] = {dh[0], dh[1]};
         }
-        set(s.begin + (tiles - 1) * GROUP);
-        if (tiles) start(place + tiles - 1, (tiles - 1) % 2, s.end - s.begin - (tiles - 1) * GROUP);
+        set(first + (tiles - 1) * GROUP);
+        if (tiles) start(place + tiles - 1, (tiles - 1) % 2, last - first - (tiles - 1) * GROUP);
         for (int k = tiles - 1; k >= 0; k--) {
-            const int t = s.begin + k * GROUP, count = min((int)GROUP, s.end - t);
+            const int t = first + k * GROUP, count = min((int)GROUP, last - t);
             stage();
             __pipeline_wait_prior(0);
             __syncthreads();
@@ -413,6 +432,7 @@ template <typename real, bool FIXED, bool PAIRS, int LANES, int LOOP> struct sca
             __syncthreads();
             sum_channels();
         }
+        if (cut) return;
         for (int j = 0; j < LOOP; j++) {
             dh[0] = on_chip.dh[j][thread].x, dh[1] = on_chip.dh[j][thread].y;
             store_state(c.d[LA_SCAN_S0], n, channel(j), m, c.N, channel(j) < p.d1, dh);
@@ -439,17 +459,21 @@ template <typename real, bool FIXED, bool PAIRS, int LANES, int LOOP> struct sca
     }
 };
 
-template <typename real, bool FIXED, bool PAIRS, int LANES, int LOOP>
+template <typename real, bool FIXED, bool PAIRS, int LANES, int LOOP, la_dtype GIVEN>
 static __global__
 __launch_bounds__(SCAN_THREADS,
                   sizeof(real) == 8 ? 1 : 3) void scan_adjoint(const __grid_constant__ scan_call c)
 {
-    typedef scan_backward<real, FIXED, PAIRS, LANES, LOOP> pass;
+    typedef scan_backward<real, FIXED, PAIRS, LANES, LOOP, GIVEN> pass;
     extern __shared__ __align__(16) char shared[];
     pass scan(c, *(typename pass::memory *)shared);
     scan.begin();
     const int part = scan.p.rest;
-    for (int n = first_of_part(c, part); n < first_of_part(c, part + 1); n++) scan.run_sequence(n);
+    if (c.cuts > 1)
+        scan.run_sequence(part / c.cuts, part % c.cuts);
+    else
+        for (int n = first_of_part(c, part); n < first_of_part(c, part + 1); n++)
+            scan.run_sequence(n, 0);
     scan.end();
 }
 

@@ -30,6 +30,7 @@ cudaError_t run_scan(const la_room_job &job, cudaMemPool_t pool, cudaStream_t st
     c.room = room_of(job, j.B, j.T, j.D, j.S);
     c.N = (int)j.N;
     c.G = (int)j.G;
+    c.cuts = 1;
     c.softplus = j.softplus;
     take_views(job, c.x, c.d);
     const view &u = c.x[LA_SCAN_U];

@@ -1,24 +1,31 @@
-/* Diagonal scans on a GPU: forward passes, steps, and the states that a backward pass starts from. */
+/* Diagonal scans on a GPU: forward passes, steps, and the states that a backward pass starts from, forwards
+ * and backwards. */
 #ifndef LINATTN_CUDA_DIAGONAL_FORWARD_CUH
 #define LINATTN_CUDA_DIAGONAL_FORWARD_CUH
 
 #include "diagonal.cuh"
 
-/* READS: a forward pass or a step. Otherwise the states before each tile of the adjoint are kept. */
-template <typename real, bool FIXED, bool PAIRS, int LANES, int NUMBERS, bool READS>
+/* READ: a forward pass or a step. KEEP: the states before each tile of the adjoint are kept. LATER: the
+ * gradient of the state goes back through the tokens, and is kept after each piece of the sequence. */
+enum scan_work { READ, KEEP, LATER };
+
+template <typename real, bool FIXED, bool PAIRS, int LANES, int NUMBERS, scan_work WORK,
+          la_dtype GIVEN>
 struct scan_forward {
+    static constexpr bool READS = WORK == READ, BACK = WORK == LATER;
     static constexpr int CHANNELS = SCAN_THREADS / LANES;
     /* Each thread stages four channels of a token; a double of 64 numbers needs the memory of two. */
-    static constexpr int MOST = sizeof(real) == 8 ? 16 : 32;
+    static constexpr int MOST = sizeof(real) == 8 ? MOST_TILE / 2 : MOST_TILE;
     static constexpr int EACH = SCAN_THREADS * FOUR / CHANNELS;
     static constexpr int TILE = EACH < MOST ? EACH : MOST;
     static constexpr int PER = lane_sums<LANES>::PER;
     static constexpr bool TWO_WAYS = !FIXED && !PAIRS && sizeof(real) == 4;
-    typedef row_fetch<real, LANES, NUMBERS, TILE> row_fetcher;
+    typedef row_fetch<real, LANES, NUMBERS, TILE, GIVEN> row_fetcher;
     typedef typename row_fetcher::row row;
 
     struct memory {
-        two<real> steps[2][TILE][CHANNELS]; /* the staged step, and what is written times b */
+        /* the staged step, and what is written times b, or the gradient of what is read by c */
+        two<real> steps[2][TILE][CHANNELS];
         row rows[FIXED ? 1 : 2][FIXED ? 1 : TILE];
         real reads[READS ? 2 : 1][READS ? TILE : 1][CHANNELS + FOUR];
     };
@@ -33,15 +40,15 @@ struct scan_forward {
     real h[NUMBERS], bias[FOUR], D[FOUR], least_rate;
     thread_numbers<real, NUMBERS> numbers;
     bits4<real> u, delta, z, past_u, past_z;
-    cursor of_u, of_delta, of_z, of_y;
+    cursor<GIVEN> of_u, of_delta, of_z, of_y;
     row_fetcher of_rows;
 
-    __device__ __forceinline__ scan_forward(const scan_call &call, memory &shared)
+    __device__ __forceinline__ scan_forward(const scan_call &call, memory &shared, int block)
         : c(call), on_chip(shared)
     {
         nl = (int)threadIdx.x % LANES;
         ch = (int)threadIdx.x / LANES;
-        p = place_of(c, CHANNELS, LANES * NUMBERS);
+        p = place_of(c, block, CHANNELS, LANES * NUMBERS);
         s = sequence_of(c.room, p.rest);
         own = task_of<CHANNELS, TILE, FOUR>(c, p.d1 - p.d0);
         d = p.d0 + ch;
@@ -50,33 +57,41 @@ struct scan_forward {
         there = d < p.d1;
     }
 
+    /* u, or the gradient of y */
+    __device__ __forceinline__ const view &written() const
+    {
+        return BACK ? c.d[LA_SCAN_Y] : c.x[LA_SCAN_U];
+    }
     /* Begin to fetch the tile of token t. */
     __device__ __forceinline__ void start(int t)
     {
         const int count = s.end - t, left = own.token < count ? own.left : 0;
-        of_u.template load<FOUR>(c, c.x[LA_SCAN_U], left, u);
-        of_u.go(c.x[LA_SCAN_U], TILE);
+        constexpr int ON = BACK ? -TILE : TILE;
+        of_u.template load<FOUR>(c, written(), left, u);
+        of_u.go(written(), ON);
         if (FIXED) return;
         of_delta.template load<FOUR>(c, c.x[LA_SCAN_DELTA], left, delta);
-        of_delta.go(c.x[LA_SCAN_DELTA], TILE);
-        if (READS) of_z.template load<FOUR>(c, c.x[LA_SCAN_Z], left, z);
-        if (READS) of_z.go(c.x[LA_SCAN_Z], TILE);
+        of_delta.go(c.x[LA_SCAN_DELTA], ON);
+        if (WORK != KEEP) of_z.template load<FOUR>(c, c.x[LA_SCAN_Z], left, z);
+        if (WORK != KEEP) of_z.go(c.x[LA_SCAN_Z], ON);
         of_rows.start(c, p, count);
-        of_rows.go(c, TILE);
+        of_rows.go(c, ON);
     }
 
     __device__ __forceinline__ void stage(int buffer)
     {
-        real us[FOUR], ds[FOUR] = {};
+        real us[FOUR], ds[FOUR] = {}, zs[FOUR] = {};
         if (!FIXED) of_rows.stage(c, on_chip.rows[FIXED ? 0 : buffer]);
         if (!own.is) return; /* channels that there are not are zeros */
-        numbers_of(u, c.x[LA_SCAN_U].dtype, us);
-        if (!FIXED) numbers_of(delta, c.x[LA_SCAN_DELTA].dtype, ds);
+        numbers_of(u, dtype_of<GIVEN>(written()), us);
+        if (!FIXED) numbers_of(delta, dtype_of<GIVEN>(c.x[LA_SCAN_DELTA]), ds);
+        if (BACK && c.x[LA_SCAN_Z].data) numbers_of(z, dtype_of<GIVEN>(c.x[LA_SCAN_Z]), zs);
 #pragma unroll
         for (int e = 0; e < FOUR; e++) {
             const real step = FIXED ? 0 : step_of(c, ds[e] + bias[e]);
-            on_chip.steps[buffer][own.token][own.column + e] = {staged<PAIRS>(step),
-                                                                FIXED ? us[e] : step * us[e]};
+            real w = FIXED ? us[e] : step * us[e];
+            if (BACK) w = !FIXED && c.x[LA_SCAN_Z].data ? us[e] * silu_of_gate(zs[e]) : us[e];
+            on_chip.steps[buffer][own.token][own.column + e] = {staged<PAIRS>(step), w};
         }
     }
 
@@ -93,10 +108,12 @@ struct scan_forward {
                 const int64_t row = ((int64_t)p.block * c.room.B * c.room.T + token) * c.room.D;
                 for (int e = 0; e < own.left; e++) ((real *)c.sums)[row + first + e] = ys[e];
             } else {
-                numbers_of(past_u, c.x[LA_SCAN_U].dtype, us);
-                if (!FIXED && c.x[LA_SCAN_Z].data) numbers_of(past_z, c.x[LA_SCAN_Z].dtype, zs);
+                numbers_of(past_u, dtype_of<GIVEN>(c.x[LA_SCAN_U]), us);
+                if (!FIXED && c.x[LA_SCAN_Z].data)
+                    numbers_of(past_z, dtype_of<GIVEN>(c.x[LA_SCAN_Z]), zs);
 #pragma unroll
-                for (int e = 0; e < FOUR; e++) ys[e] = finished(c, ys[e], us[e], D[e], zs[e]);
+                for (int e = 0; e < FOUR; e++)
+                    ys[e] = finished(c, dtype_of<GIVEN>(c.x[LA_SCAN_Y]), ys[e], us[e], D[e], zs[e]);
                 of_y.template store<FOUR>(c, c.x[LA_SCAN_Y], own.left, ys);
             }
         }
@@ -104,6 +121,22 @@ struct scan_forward {
     }
 
     /* GROUP tokens of the tile from i on, `count` of which there are. */
+    /* Was h' = a h + w b, y = c h': dh <- a (dh + dy c), through GROUP tokens from the last one on. */
+    template <bool WHOLE>
+    __device__ __forceinline__ void back(int buffer, int i, int count,
+                                         const two<real> (&steps)[GROUP])
+    {
+#pragma unroll
+        for (int k = GROUP - 1; k >= 0; k--) {
+            if (!WHOLE && k >= count) continue;
+            real a[NUMBERS], cs[NUMBERS];
+            const real *const of_token = on_chip.rows[FIXED ? 0 : buffer][FIXED ? 0 : i + k].x[nl];
+            if (!FIXED) copy_numbers(of_token + NUMBERS, cs);
+            decays<FIXED, PAIRS, true>(numbers, steps[k].x, a);
+            go_back<PAIRS>(h, a, steps[k].y, FIXED ? numbers.c : cs);
+        }
+    }
+
     template <bool WHOLE, bool NEAR>
     __device__ __forceinline__ void group(int buffer, int i, int count,
                                           const two<real> (&steps)[GROUP])
@@ -135,6 +168,10 @@ struct scan_forward {
         two<real> steps[GROUP];
 #pragma unroll
         for (int k = 0; k < GROUP; k++) steps[k] = on_chip.steps[buffer][i + k][ch];
+        if constexpr (BACK) {
+            back<WHOLE>(buffer, i, count, steps);
+            return;
+        }
         if constexpr (TWO_WAYS && WHOLE) {
             real least = fabs(steps[0].x);
 #pragma unroll
@@ -155,43 +192,72 @@ struct scan_forward {
         for (int k = 0; k < NUMBERS; k += 2) *(two<real> *)(to + k) = {h[k], h[k + 1]};
     }
 
+    /* The gradient after the piece of the sequence that ends at t. */
+    __device__ __forceinline__ void keep_later(int t)
+    {
+        const int piece = tokens_of_piece(c, s), ended = (t - s.begin) / piece;
+        if (ended * piece != t - s.begin || !ended || !there) return;
+        const int64_t row = (int64_t)p.rest * c.cuts + ended - 1;
+        real *const to = (real *)c.later + (row * c.room.D + d) * c.numbers + m;
+#pragma unroll
+        for (int k = 0; k < NUMBERS; k += 2) *(two<real> *)(to + k) = {h[k], h[k + 1]};
+    }
+
+    /* The whole tile of token t. */
+    __device__ __forceinline__ void tile(int t, int buffer, int64_t place)
+    {
+#pragma unroll
+        for (int k = 0; k < TILE; k += GROUP) {
+            const int i = BACK ? TILE - GROUP - k : k;
+            if (WORK == KEEP) keep(place + (t + i - s.begin) / GROUP);
+            group<true>(buffer, i, GROUP);
+        }
+    }
+    /* The same of the last tile, of `count` tokens. */
+    __device__ __forceinline__ void last_tile(int t, int count, int buffer, int64_t place)
+    {
+        const int groups = (count + GROUP - 1) / GROUP;
+        for (int k = 0; k < groups; k++) {
+            const int i = (BACK ? groups - 1 - k : k) * GROUP;
+            if (WORK == KEEP) keep(place + (t + i - s.begin) / GROUP);
+            group<false>(buffer, i, count - i);
+        }
+    }
+
     __device__ __forceinline__ void run()
     {
         load_numbers<FIXED>(c, d, m, there, numbers);
         /* numbers that there are not are zeros, of which any power will do */
         least_rate = there && m < c.N ? numbers.least_rate(min(NUMBERS, c.N - m)) : HUGE_VAL;
-        load_state(c.x[LA_SCAN_S0], s.state, d, m, c.N, there, h);
+        if (BACK)
+            load_state(c.d[LA_SCAN_ST], p.rest, d, m, c.N, there, h);
+        else
+            load_state(c.x[LA_SCAN_S0], s.state, d, m, c.N, there, h);
         load_per_channel(c.x[LA_SCAN_BIAS], first, own.left, bias);
         load_per_channel(c.x[LA_SCAN_D], first, own.left, D);
-        const int tiles = (s.end - s.begin + TILE - 1) / TILE, t0 = s.begin + own.token;
-        const int64_t place = READS ? 0 : first_place(c.room, p.rest, GROUP);
-        of_u.set(c.x[LA_SCAN_U], s.b, t0, first);
+        const int tiles = (s.end - s.begin + TILE - 1) / TILE;
+        const int from = s.begin + (BACK ? max(tiles - 1, 0) * TILE : 0), t0 = from + own.token;
+        const int64_t place = WORK == KEEP ? first_place(c.room, p.rest, GROUP) : 0;
+        of_u.set(written(), s.b, t0, first);
         of_y.set(c.x[LA_SCAN_Y], s.b, t0, first);
         if (!FIXED) of_delta.set(c.x[LA_SCAN_DELTA], s.b, t0, first);
         if (!FIXED) of_z.set(c.x[LA_SCAN_Z], s.b, t0, first);
-        if (!FIXED) of_rows.set(c, p, s.b, s.begin);
-        if (tiles) start(s.begin);
+        if (!FIXED) of_rows.set(c, p, s.b, from);
+        if (tiles) start(from);
         for (int k = 0; k < tiles + (READS && tiles); k++) {
-            const int t = s.begin + k * TILE, buffer = k % 2;
+            const int t = BACK ? from - k * TILE : from + k * TILE, buffer = k % 2;
             if (k < tiles) stage(buffer);
             __syncthreads();
             if (READS && k) finish(t - TILE, 1 - buffer);
             if (k == tiles) break;
             past_u = u;
             past_z = z;
-            if (k + 1 < tiles) start(t + TILE);
-            if (t + TILE <= s.end) {
-#pragma unroll
-                for (int i = 0; i < TILE; i += GROUP) {
-                    if (!READS) keep(place + (t + i - s.begin) / GROUP);
-                    group<true>(buffer, i, GROUP);
-                }
-            } else {
-                for (int i = 0; t + i < s.end; i += GROUP) {
-                    if (!READS) keep(place + (t + i - s.begin) / GROUP);
-                    group<false>(buffer, i, s.end - t - i);
-                }
-            }
+            if (k + 1 < tiles) start(BACK ? t - TILE : t + TILE);
+            if (t + TILE <= s.end)
+                tile(t, buffer, place);
+            else
+                last_tile(t, s.end - t, buffer, place);
+            if (BACK) keep_later(t);
         }
         if (READS)
             store_state(c.x[c.room.step ? LA_SCAN_S0 : LA_SCAN_ST], s.state, d, m, c.N, there, h);
@@ -206,19 +272,38 @@ struct scan_forward {
     }
 };
 
-template <typename real, bool FIXED, bool PAIRS, int LANES, int NUMBERS, bool READS>
-static __global__ __launch_bounds__(SCAN_THREADS,
-                                    sizeof(real) == 8 || LANES == 32
-                                        ? 1
-                                        : 5) void scan_tokens(const __grid_constant__ scan_call c)
+template <typename real, int LANES> constexpr int blocks_of_scan()
 {
-    typedef scan_forward<real, FIXED, PAIRS, LANES, NUMBERS, READS> pass;
+    return sizeof(real) == 8 || LANES == 32 ? 1 : 5;
+}
+
+template <typename real, bool FIXED, bool PAIRS, int LANES, int NUMBERS, la_dtype GIVEN>
+static __global__ __launch_bounds__(SCAN_THREADS, blocks_of_scan<real, LANES>()) void scan_tokens(
+    const __grid_constant__ scan_call c)
+{
+    typedef scan_forward<real, FIXED, PAIRS, LANES, NUMBERS, READ, GIVEN> pass;
     extern __shared__ __align__(16) char shared[];
-    pass scan(c, *(typename pass::memory *)shared);
+    pass scan(c, *(typename pass::memory *)shared, (int)blockIdx.x);
     if (scan.s.state < 0)
         scan.clear();
     else
         scan.run();
+}
+
+/* The states before the tiles of the adjoint. If sequences are cut, half of the blocks make the gradients
+ * after the pieces meanwhile. */
+template <typename real, bool FIXED, bool PAIRS, int LANES, int NUMBERS, la_dtype GIVEN>
+static __global__ __launch_bounds__(SCAN_THREADS, blocks_of_scan<real, LANES>()) void scan_states(
+    const __grid_constant__ scan_call c)
+{
+    typedef scan_forward<real, FIXED, PAIRS, LANES, NUMBERS, KEEP, GIVEN> forwards;
+    typedef scan_forward<real, FIXED, PAIRS, LANES, NUMBERS, LATER, GIVEN> backwards;
+    extern __shared__ __align__(16) char shared[];
+    const int block = (int)blockIdx.x, half = (int)gridDim.x / 2;
+    if (c.cuts > 1 && block >= half)
+        backwards(c, *(typename backwards::memory *)shared, block - half).run();
+    else
+        forwards(c, *(typename forwards::memory *)shared, block).run();
 }
 
 /* Adds up what the blocks of a channel's numbers have read. A thread has a number of y. */
@@ -234,7 +319,7 @@ static __global__ __launch_bounds__(256) void finish_reads(const __grid_constant
     if (c.room.slot.data && sequence_of(c.room, (int)b).state < 0) return; /* zeros are there */
     real sum = 0;
     for (int k = 0; k < c.blocks; k++) sum += ((const real *)c.sums)[k * tokens * c.room.D + i];
-    sum = finished(c, sum, load<real>(at(u, b, t, d), u.dtype),
+    sum = finished(c, y.dtype, sum, load<real>(at(u, b, t, d), u.dtype),
                    D.data ? load<real>(at(D, d), D.dtype) : 0,
                    z.data ? load<real>(at(z, b, t, d), z.dtype) : 0);
     store(at(y, b, t, d), y.dtype, sum);
@@ -243,15 +328,16 @@ static __global__ __launch_bounds__(256) void finish_reads(const __grid_constant
 /* ---- one token of many states ---- */
 
 /* A step of the real SELECTIVE form whose states, B and C have their numbers in fours. A thread has four
- * numbers of a channel, of ROWS rows of the batch. Of the ROWS steps and outputs each of a
- * channel's threads makes one, and hands it to the others. DTYPE is that of u. */
+ * numbers of a channel, of ROWS rows of the batch. Of the ROWS steps, outputs and indices of states each
+ * of a channel's threads makes one, and hands it to the others. DTYPE is that of u. */
 template <int LANES, la_dtype DTYPE> struct step_pass {
     static constexpr int CHANNELS = SCAN_THREADS / LANES, ROWS = 4;
     static_assert(LANES >= ROWS, "a thread has one row's step");
     const scan_call &c;
-    int nl, d, m, own; /* own: the row of the thread's own step and output */
+    int nl, d, own; /* own: the row of the thread's own step and output */
     bool there, has_numbers;
-    float rate[FOUR], bias, D;
+    thread_numbers<float, FOUR> numbers;
+    float least_rate, bias, D;
     const char *states, *Bs, *Cs;
 
     __device__ __forceinline__ step_pass(const scan_call &call, int panel) : c(call)
@@ -259,69 +345,81 @@ template <int LANES, la_dtype DTYPE> struct step_pass {
         nl = (int)threadIdx.x % LANES;
         own = nl % ROWS;
         d = panel * CHANNELS + (int)threadIdx.x / LANES;
-        m = nl * FOUR;
+        const int m = nl * FOUR;
         there = d < c.room.D;
         has_numbers = there && m < c.N;
         d = min(d, c.room.D - 1);
-        const int g = d / (c.room.D / c.G);
-        const view &biases = c.x[LA_SCAN_BIAS], &Ds = c.x[LA_SCAN_D];
-#pragma unroll
-        for (int e = 0; e < FOUR; e++)
-            rate[e] = shared_number<float>(c.x[LA_SCAN_A], d, m + e, has_numbers);
+        const int g = c.G == 1 ? 0 : d / (c.room.D / c.G);
+        const view &A = c.x[LA_SCAN_A], &biases = c.x[LA_SCAN_BIAS], &Ds = c.x[LA_SCAN_D];
+        load_along(numbers.A, at(A, d, m), A, has_numbers ? c.N - m : 0);
+        least_rate = has_numbers ? numbers.least_rate(FOUR) : HUGE_VALF;
         bias = biases.data ? load<float>(at(biases, d), biases.dtype) : 0;
         D = Ds.data ? load<float>(at(Ds, d), Ds.dtype) : 0;
         states = at(c.x[LA_SCAN_S0], 0, d, m);
         Bs = at(c.x[LA_SCAN_B], 0, 0, g, m);
         Cs = at(c.x[LA_SCAN_C], 0, 0, g, m);
     }
-    /* Rows of an array from one place on: where row n's number is. */
-    static __device__ __forceinline__ char *row(const view &x, const char *from, int n)
+    /* FOUR numbers of A, of which `left` are there. */
+    static __device__ __forceinline__ void load_along(float (&to)[FOUR], const char *from,
+                                                      const view &A, int left)
     {
-        return (char *)from + n * x.stride[0] * la_size_of(x.dtype);
+        const int64_t step = A.stride[1];
+        if (A.dtype == LA_F32)
+#pragma unroll
+            for (int e = 0; e < FOUR; e++) to[e] = e < left ? ((const float *)from)[e * step] : 0;
+        else
+            for (int e = 0; e < FOUR; e++)
+                to[e] = e < left ? load<float>(from + e * step * la_size_of(A.dtype), A.dtype) : 0;
     }
     __device__ __forceinline__ float number(la_scan_line line, int n) const
     {
         const view &x = c.x[line];
-        return x.data ? load<float>(at(x, n, 0, d), DTYPE) : 0;
+        if (!x.data) return 0;
+        return load<float>(x.data + (n * x.stride[0] + d * x.stride[2]) * la_size_of(DTYPE), DTYPE);
     }
     /* ROWS rows from n0 on, as far as they are there. More of them one after another would have fewer
      * blocks, which take longer (docs/decisions/0039). */
     __device__ __forceinline__ void rows(int n0)
     {
-        const int last = c.room.S;
-        const view &S = c.x[LA_SCAN_S0], &y = c.x[LA_SCAN_Y];
+        const int last = c.room.S, n = min(n0 + own, last - 1);
+        const view &y = c.x[LA_SCAN_Y];
+        const int64_t state_bytes = c.x[LA_SCAN_S0].stride[0] * (int64_t)sizeof(float);
+        const int64_t B_bytes = c.x[LA_SCAN_B].stride[0] * la_size_of(DTYPE);
+        const int64_t C_bytes = c.x[LA_SCAN_C].stride[0] * la_size_of(DTYPE);
+        const char *B = Bs + n0 * B_bytes, *C = Cs + n0 * C_bytes;
+        const int index = n0 + own < last ? sequence_of(c.room, n).state : -1;
         float4 old[ROWS];
         bits4<float> of_B[ROWS], of_C[ROWS];
         float4 *state[ROWS];
         float sums[ROWS], half[2], sum[1];
-        int has = 0; /* has the thread's own row a state? */
 #pragma unroll
-        for (int k = 0; k < ROWS; k++) {
-            const int index = n0 + k < last ? sequence_of(c.room, n0 + k).state : -1;
-            has = k == own ? index >= 0 : has;
-            state[k] = index >= 0 && has_numbers ? (float4 *)row(S, states, index) : NULL;
+        for (int k = 0; k < ROWS; k++, B += B_bytes, C += C_bytes) {
+            const int of_row = __shfl_sync(~0u, index, k, LANES);
+            state[k] =
+                of_row >= 0 && has_numbers ? (float4 *)(states + of_row * state_bytes) : NULL;
             if (!state[k]) continue;
             old[k] = __ldcs(state[k]);
-            load_bits(of_B[k], row(c.x[LA_SCAN_B], Bs, n0 + k), DTYPE, 1, FOUR, true);
-            load_bits(of_C[k], row(c.x[LA_SCAN_C], Cs, n0 + k), DTYPE, 1, FOUR, true);
+            load_bits(of_B[k], B, DTYPE, 1, FOUR, true);
+            load_bits(of_C[k], C, DTYPE, 1, FOUR, true);
         }
-        const int n = min(n0 + own, last - 1);
         const float u = number(LA_SCAN_U, n), z = number(LA_SCAN_Z, n);
         const float step = step_of(c, number(LA_SCAN_DELTA, n) + bias), write = step * u;
 #pragma unroll
         for (int k = 0; k < ROWS; k++) {
             const float of_row = __shfl_sync(~0u, staged<false>(step), k, LANES);
             const float w = __shfl_sync(~0u, write, k, LANES);
+            const bool near = is_near(fabsf(of_row), least_rate);
             sums[k] = 0;
             if (!state[k]) continue;
-            float h[FOUR] = {old[k].x, old[k].y, old[k].z, old[k].w}, b[FOUR], cs[FOUR];
+            float h[FOUR] = {old[k].x, old[k].y, old[k].z, old[k].w}, a[FOUR], b[FOUR], cs[FOUR];
             numbers_of(of_B[k], DTYPE, b);
             numbers_of(of_C[k], DTYPE, cs);
-#pragma unroll
-            for (int e = 0; e < FOUR; e++) {
-                h[e] = scan_write(h[e], power_of_two_near(of_row, rate[e]), w, b[e]);
-                sums[k] += cs[e] * h[e];
-            }
+            if (near)
+                decays<false, false, true>(numbers, of_row, a);
+            else
+                decays<false, false, false>(numbers, of_row, a);
+            ::write<false>(h, a, w, b);
+            sums[k] = read<false>(h, cs);
             __stcs(state[k], make_float4(h[0], h[1], h[2], h[3]));
         }
         halve<2, 2>(sums, half);
@@ -329,7 +427,8 @@ template <int LANES, la_dtype DTYPE> struct step_pass {
 #pragma unroll
         for (int far = ROWS; far < LANES; far *= 2) sum[0] += __shfl_xor_sync(~0u, sum[0], far);
         if (nl < ROWS && n0 + own < last && there)
-            store(at(y, n, 0, d), DTYPE, has ? finished(c, sum[0], u, D, z) : 0.f);
+            store(y.data + (n * y.stride[0] + d * y.stride[2]) * la_size_of(DTYPE), DTYPE,
+                  index >= 0 ? finished(c, DTYPE, sum[0], u, D, z) : 0.f);
     }
 };
 

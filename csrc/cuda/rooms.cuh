@@ -115,18 +115,23 @@ static inline int64_t places_of(const room_call &c, int M)
 
 enum { FOUR = 4 };
 
-/* Do an array's fours along `axis` lie side by side and aligned? `size`: of the axis, or of the parts
- * that fours may not cross. */
-static inline bool lies_in_fours(const view &x, int axis, int64_t size)
+/* Do `count` neighbours along `axis` lie side by side and aligned, and the next ones too? `size`: of the
+ * axis, or of the parts that they may not cross. */
+static inline bool lies_in(int count, const view &x, int axis, int64_t size)
 {
-    const int64_t bytes = FOUR * la_size_of(x.dtype);
-    if (size % FOUR) return false;
+    const int64_t bytes = count * la_size_of(x.dtype);
+    if (size % count) return false;
     if (!x.data) return true;
     if (x.stride[axis] != 1) return false;
     if ((uintptr_t)x.data % (uintptr_t)(bytes > 16 ? 16 : bytes)) return false;
     for (int i = 0; i < LA_MAX_DIMS; i++)
-        if (i != axis && x.stride[i] % FOUR) return false;
+        if (i != axis && x.stride[i] % count) return false;
     return true;
+}
+
+static inline bool lies_in_fours(const view &x, int axis, int64_t size)
+{
+    return lies_in(FOUR, x, axis, size);
 }
 
 /* Numbers of two bytes take the first two words. */
@@ -216,6 +221,34 @@ __device__ __forceinline__ void store_four(char *to, la_dtype dtype, int64_t ste
         for (int e = 0; e < FOUR; e++)
             if (e < left) store(to + e * step * la_size_of(dtype), dtype, x[e]);
     }
+}
+
+/* ---- silu ---- */
+
+static constexpr double LOG2_E = 1.44269504088896340736;
+
+/* 2^x to within 2 ulp. Results below 2^-126 are zero. */
+__device__ __forceinline__ float hardware_power(float x)
+{
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
+/* The exponent's rounding is an error of up to 1e-5 of the result, at -87; that of bfloat16 is 2e-3, that
+ * of float16 2e-4. Below -87 the result is less than any of their numbers. */
+__device__ __forceinline__ float short_silu(float u)
+{
+    const float x = u < -87.f ? -87.f : u;
+    return __fdividef(x, 1.f + hardware_power(-(float)LOG2_E * x));
+}
+
+/* silu(u), for a result that is stored as `dtype`. */
+template <typename real> __device__ __forceinline__ real silu_for(la_dtype dtype, real u)
+{
+    if constexpr (sizeof(real) == 4)
+        if (la_size_of(dtype) == 2) return short_silu(u);
+    return silu(u);
 }
 
 /* ---- sums of parts, in their order ---- */
