@@ -5,15 +5,18 @@
 #include "kernels.cuh"
 #include "rooms.cuh"
 
+#include <cuda_pipeline_primitives.h>
+
 extern "C" {
 #include "../convolution.h"
 }
 
 enum {
     THREADS = 128,
-    MOST_TAPS = 4,  /* of the kernels whose inputs are in registers */
-    BATCH = 4,      /* tokens that a thread loads before it computes */
-    MOST_RUN = 128, /* tokens of a thread: fewer of them read more tokens before their first */
+    MOST_TAPS = 4, /* of the kernels whose inputs are in registers */
+    RING = 8,      /* tokens that a thread has on their way */
+    BATCH = 4,     /* the same on the way back */
+    MOST_RUN = 64, /* tokens of a thread: fewer of them read more tokens before their first */
     LEAST_THREADS = 1 << 17,
     /* Of the tokens of a backward pass, each with sums of its own: they are 10 KiB for a channel. */
     MOST_PARTS = 256,
@@ -63,6 +66,13 @@ __device__ __forceinline__ real sum_at(const convolution_call &c, const sequence
     real z = bias_at<real>(c, d);
     for (int i = 0; i < c.W; i++) z += tap_at<real>(c, i, d) * input_at<real>(c, s, t - i, d);
     return z;
+}
+
+/* y = silu(z), or z. */
+template <typename real>
+__device__ __forceinline__ real activated(const convolution_call &c, real z)
+{
+    return c.silu ? silu_for(c.x[LA_CONVOLUTION_Y].dtype, z) : z;
 }
 
 /* Was y = silu(z), or z. */
@@ -123,8 +133,7 @@ __launch_bounds__(THREADS) void convolve_numbers(const __grid_constant__ convolu
     if (!p.is) return;
     const sequence s = sequence_of(c.room, sequence_at(c.room, p.b, p.t));
     const real z = sum_at<real>(c, s, p.t, p.d);
-    const view &y = c.x[LA_CONVOLUTION_Y];
-    store(at(y, s.b, p.t, p.d), y.dtype, c.silu ? silu(z) : z);
+    store(at(c.x[LA_CONVOLUTION_Y], s.b, p.t, p.d), c.x[LA_CONVOLUTION_Y].dtype, activated(c, z));
 }
 
 template <typename real>
@@ -227,73 +236,89 @@ __device__ __forceinline__ void inputs_before(const convolution_call &c, const s
         for (int e = 0; e < FOUR; e++) x[i][e] = input_at<real>(c, s, t - (W - 1) + i, d + e);
 }
 
-/* COUNT tokens, whose inputs follow the W - 1 of x; then the last of them come first. `to` is where y of the
- * first goes, `step` bytes on the next. */
-template <typename real, int W, int COUNT>
-__device__ __forceinline__ void convolve_tokens(const convolution_call &c, const taps<real, W> &own,
-                                                const bits4<real> *bits, char *to, int64_t step,
-                                                real (&x)[W - 1 + BATCH][FOUR])
-{
-    const la_dtype dtype = c.x[LA_CONVOLUTION_X].dtype; /* y's too */
+/* A thread has four channels of a run of tokens. The dtype of x and y is a constant, because branches on it
+ * took more instructions than the work (docs/decisions/0039). */
+template <typename real, int W, la_dtype DTYPE> struct way_down {
+    enum { BYTES = FOUR * (DTYPE == LA_F64 ? 8 : DTYPE == LA_F32 ? 4 : 2) };
+    struct __align__(BYTES < 16 ? BYTES : 16) four_numbers {
+        char bytes[BYTES];
+    };
+    const convolution_call &c;
+    four_numbers (*ring)[THREADS]; /* tokens on their way, each thread's own */
+    const char *from;
+    char *to;
+    int64_t step_in, step_out;
+    int fetched, last; /* tokens */
+    taps<real, W> own;
+    real x[W][FOUR]; /* the last W - 1 inputs, and the token's own behind them */
+    __device__ __forceinline__ way_down(const convolution_call &call,
+                                        four_numbers (*shared)[THREADS], int b, int t, int end,
+                                        int d)
+        : c(call), ring(shared), fetched(t), last(end)
+    {
+        from = at(c.x[LA_CONVOLUTION_X], b, t, d);
+        to = at(c.x[LA_CONVOLUTION_Y], b, t, d);
+        step_in = c.x[LA_CONVOLUTION_X].stride[1] * la_size_of(DTYPE);
+        step_out = c.x[LA_CONVOLUTION_Y].stride[1] * la_size_of(DTYPE);
 #pragma unroll
-    for (int k = 0; k < COUNT; k++) {
+        for (int slot = 0; slot < RING; slot++) fetch(slot);
+        own.load_all(c, d);
+    }
+    /* Begin to fetch the next token. */
+    __device__ __forceinline__ void fetch(int slot)
+    {
+        if (fetched++ < last)
+#pragma unroll
+            for (int i = 0; i < BYTES; i += 16)
+                __pipeline_memcpy_async(ring[slot][threadIdx.x].bytes + i, from + i,
+                                        BYTES < 16 ? BYTES : 16);
+        __pipeline_commit();
+        from += step_in;
+    }
+    __device__ __forceinline__ void token(int slot)
+    {
+        bits4<real> bits;
         real z[FOUR];
-        numbers_of(bits[k], dtype, x[W - 1 + k]);
-        own.sum(x + k, z);
+        __pipeline_wait_prior(RING - 1);
+        load_bits(bits, ring[slot][threadIdx.x].bytes, DTYPE, 1, FOUR, true);
+        fetch(slot);
+        numbers_of(bits, DTYPE, x[W - 1]);
+        own.sum(x, z);
         if (c.silu)
 #pragma unroll
-            for (int e = 0; e < FOUR; e++) z[e] = silu(z[e]);
-        store_four(to + k * step, dtype, 1, FOUR, true, z);
+            for (int e = 0; e < FOUR; e++) z[e] = silu_for(DTYPE, z[e]);
+#pragma unroll
+        for (int i = 0; i < W - 1; i++)
+#pragma unroll
+            for (int e = 0; e < FOUR; e++) x[i][e] = x[i + 1][e];
+        store_four(to, DTYPE, 1, FOUR, true, z);
+        to += step_out;
     }
-#pragma unroll
-    for (int i = 0; i < W - 1; i++)
-#pragma unroll
-        for (int e = 0; e < FOUR; e++) x[i][e] = x[COUNT + i][e];
-}
+};
 
-template <typename real, int W>
-static __global__
-__launch_bounds__(THREADS) void convolve_fours(const __grid_constant__ convolution_call c)
+template <typename real, int W, la_dtype DTYPE>
+static __global__ __launch_bounds__(THREADS, sizeof(real) == 8 ? 1 : 5) void convolve_fours(
+    const __grid_constant__ convolution_call c)
 {
+    typedef way_down<real, W, DTYPE> way_of_call;
+    __shared__ typename way_of_call::four_numbers ring[RING][THREADS];
     const int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     const int fours = c.room.D / FOUR, runs = (c.room.T + c.run - 1) / c.run;
     const int d = (int)(i % fours) * FOUR, run = (int)(i / fours % runs);
     const int b = (int)(i / fours / runs), last = min(c.room.T, (run + 1) * c.run);
     if (b >= c.room.B) return;
-    const view &in = c.x[LA_CONVOLUTION_X], &out = c.x[LA_CONVOLUTION_Y];
-    const int64_t step_in = in.stride[1] * la_size_of(in.dtype);
-    const int64_t step_out = out.stride[1] * la_size_of(out.dtype);
-    const char *from = at(in, b, run * c.run, d);
-    char *to = at(out, b, run * c.run, d);
-    taps<real, W> own;
-    own.load_all(c, d);
-    real x[W - 1 + BATCH][FOUR];
-    bits4<real> next[BATCH], bits[BATCH];
-    /* BATCH tokens, those of the next sequence too */
-    const auto start = [&](int t) {
-#pragma unroll
-        for (int k = 0; k < BATCH; k++)
-            load_bits(next[k], from + k * step_in, in.dtype, 1, t + k < last ? FOUR : 0, true);
-    };
-    int n = sequence_at(c.room, b, run * c.run);
-    start(run * c.run);
-    for (int t = run * c.run; t < last && n < c.room.S; n++) {
+    int t = run * c.run, slot = 0;
+    way_of_call way(c, ring, b, t, last, d);
+    for (int n = sequence_at(c.room, b, t); t < last && n < c.room.S; n++) {
         const sequence s = sequence_of(c.room, n);
         const int end = min(last, s.end);
-        if (t < end) inputs_before<real, W>(c, s, t, d, x);
-        while (t < end) {
-            const int count = min((int)BATCH, end - t);
+        if (t < end) inputs_before<real, W>(c, s, t, d, way.x);
+        for (; slot == 0 && t + RING <= end; t += RING)
 #pragma unroll
-            for (int k = 0; k < BATCH; k++) bits[k] = next[k];
-            t += count;
-            from += count * step_in;
-            start(t);
-            if (count == BATCH)
-                convolve_tokens<real, W, BATCH>(c, own, bits, to, step_out, x);
-            else
-                for (int k = 0; k < count; k++)
-                    convolve_tokens<real, W, 1>(c, own, bits + k, to + k * step_out, step_out, x);
-            to += count * step_out;
+            for (int k = 0; k < RING; k++) way.token(k);
+        for (; t < end; t++) {
+            way.token(slot);
+            slot = (slot + 1) % RING;
         }
     }
 }
@@ -309,9 +334,7 @@ template <typename real, int W> struct way_back {
     __device__ __forceinline__ void begin()
     {
 #pragma unroll
-        for (int i = 0; i < W; i++)
-#pragma unroll
-            for (int e = 0; e < FOUR; e++) open[i][e] = 0;
+        for (int i = 0; i < W * FOUR; i++) open[i / FOUR][i % FOUR] = 0;
     }
     /* `counts`: the token belongs to this part's sums. */
     __device__ __forceinline__ void add(const convolution_call &c, const real (&dy)[FOUR],
@@ -477,7 +500,7 @@ __launch_bounds__(THREADS) void convolve_step(const __grid_constant__ convolutio
         z = sum_at<real>(c, s, 0, d);
         for (int m = 0; m < c.W - 1; m++) /* each place is written after it was read */
             store(at(S, s.state, d, m), S.dtype, input_at<real>(c, s, m + 2 - c.W, d));
-        if (c.silu) z = silu(z);
+        z = activated(c, z);
     }
     store(at(y, s.b, 0, d), y.dtype, z);
 }
@@ -485,6 +508,24 @@ __launch_bounds__(THREADS) void convolve_step(const __grid_constant__ convolutio
 /* ---- launches ---- */
 
 static int64_t blocks_for(int64_t threads) { return div_up(threads, THREADS); }
+
+template <typename real, la_dtype DTYPE> static auto kernel_of_taps(int W)
+{
+    return W == 2   ? convolve_fours<real, 2, DTYPE>
+           : W == 3 ? convolve_fours<real, 3, DTYPE>
+                    : convolve_fours<real, 4, DTYPE>;
+}
+
+template <typename real> static auto kernel_of_fours(const convolution_call &c)
+{
+    const la_dtype dtype = c.x[LA_CONVOLUTION_X].dtype; /* y's too */
+    if constexpr (sizeof(real) == 8)
+        return kernel_of_taps<real, LA_F64>(c.W);
+    else
+        return dtype == LA_F32   ? kernel_of_taps<real, LA_F32>(c.W)
+               : dtype == LA_F16 ? kernel_of_taps<real, LA_F16>(c.W)
+                                 : kernel_of_taps<real, LA_BF16>(c.W);
+}
 
 template <typename real> static cudaError_t forward(convolution_call c, cudaStream_t stream)
 {
@@ -495,12 +536,9 @@ template <typename real> static cudaError_t forward(convolution_call c, cudaStre
         return launch(convolve_step<real>, blocks_for(c.room.S * D), THREADS, 0, stream, c);
     if (c.fours) {
         c.run = MOST_RUN;
-        while (c.run > 2 * BATCH && B * div_up(T, c.run) * (D / FOUR) < LEAST_THREADS) c.run /= 2;
+        while (c.run > RING && B * div_up(T, c.run) * (D / FOUR) < LEAST_THREADS) c.run /= 2;
         const int64_t threads = B * div_up(T, c.run) * (D / FOUR);
-        const auto kernel = c.W == 2   ? convolve_fours<real, 2>
-                            : c.W == 3 ? convolve_fours<real, 3>
-                                       : convolve_fours<real, 4>;
-        error = launch(kernel, blocks_for(threads), THREADS, 0, stream, c);
+        error = launch(kernel_of_fours<real>(c), blocks_for(threads), THREADS, 0, stream, c);
     } else {
         error = launch(convolve_numbers<real>, blocks_for(B * T * D), THREADS, 0, stream, c);
     }
