@@ -49,7 +49,7 @@ def plain(names):
     ).stdout.splitlines()
     for name in said:
         name = re.sub(r"^void |_INTERNAL_\w+::|\(anonymous namespace\)::", "", name)
-        name = re.sub(r"\(la_(decay|rule)\)", r"\1=", name).replace("(form)", "form=")
+        name = re.sub(r"\(la_(decay|rule|dtype)\)", r"\1=", name).replace("(form)", "form=")
         yield name[: name.index("(")] if "(" in name else name
 
 
