@@ -1,9 +1,10 @@
 /* The module: keywords in, arrays and exceptions out. arrays.c takes the arrays, check.c says what is right,
  * run.c runs the call.
  *
- * Arguments come by keyword: the tables (arrays.def, and the options below) say which a pass has, and no
- * order is kept anywhere. */
+ * Arguments come by keyword: the tables (arrays.def, options.def) say which a pass has, and no order is
+ * kept anywhere. */
 #include "bound.h"
+#include "options.h"
 #include "rooms.h"
 #include "run.h"
 
@@ -34,19 +35,12 @@ static int as_number(PyObject *object, const char *label, double *number)
     return -1;
 }
 
-static int take_scale(la_call *c, PyObject *object)
+static int take_mode(PyObject *object, la_mode *mode)
 {
-    c->p.has_scale = object != Py_None;
-    return c->p.has_scale ? as_number(object, "scale", &c->p.scale) : 0;
-}
-
-static int take_mode(la_call *c, PyObject *object)
-{
-    static const char *const names[] = {"chunk", "recurrent", "parallel"};
     if (PyUnicode_Check(object))
-        for (int i = 0; i < 3; i++)
-            if (!PyUnicode_CompareWithASCIIString(object, names[i])) {
-                c->p.mode = (la_mode)i;
+        for (int i = 0; i < LA_MODES; i++)
+            if (!PyUnicode_CompareWithASCIIString(object, la_mode_names[i])) {
+                *mode = (la_mode)i;
                 return 0;
             }
     PyErr_Format(PyUnicode_Check(object) ? PyExc_ValueError : PyExc_TypeError,
@@ -72,28 +66,13 @@ static int as_count(PyObject *object, const char *label, const char *kind, int64
     return 0;
 }
 
-static int take_chunk_size(la_call *c, PyObject *object)
-{
-    c->p.has_chunk = object != Py_None;
-    return c->p.has_chunk ? as_count(object, "chunk_size", "an int or None", &c->p.chunk) : 0;
-}
-
-static int take_batch(la_call *c, PyObject *object)
-{
-    return as_count(object, "batch", "an int", &c->p.batch);
-}
-
-/* Linear attention's options as seven floats, which an operator of PyTorch takes too: the map of q
- * and its eps, the map of k and its eps, the normaliser, eps, causal. linattn/features.py makes
- * them. */
 static int take_features(la_call *c, PyObject *object)
 {
-    enum { MAP_Q, EPS_Q, MAP_K, EPS_K, NORMALISER, EPS, CAUSAL, COUNT_OF_FEATURES };
-    double x[COUNT_OF_FEATURES];
+    double x[LA_FEATURES];
     if (object == Py_None) return 0;
     const bool tuple = PyTuple_Check(object), list = PyList_Check(object);
     const Py_ssize_t count = tuple ? PyTuple_Size(object) : list ? PyList_Size(object) : -1;
-    if (count != COUNT_OF_FEATURES) {
+    if (count != LA_FEATURES) {
         PyErr_Format(PyExc_TypeError, "features: expected seven floats, got %R", object);
         return -1;
     }
@@ -101,53 +80,34 @@ static int take_features(la_call *c, PyObject *object)
         x[i] = PyFloat_AsDouble(tuple ? PyTuple_GetItem(object, i) : PyList_GetItem(object, i));
         if (x[i] == -1 && PyErr_Occurred()) return -1;
     }
-    if (!(x[MAP_Q] >= 0 && x[MAP_Q] < LA_MAPS && x[MAP_K] >= 0 && x[MAP_K] < LA_MAPS &&
-          x[NORMALISER] >= 0 && x[NORMALISER] <= LA_ADD)) {
-        PyErr_Format(PyExc_ValueError, "features: expected maps and a normaliser by number, got %R",
-                     object);
-        return -1;
+    if (la_set_features(&c->p, x)) return 0;
+    PyErr_Format(PyExc_ValueError, "features: expected maps and a normaliser by number, got %R",
+                 object);
+    return -1;
+}
+
+/* An option of options.def. */
+static int take_option(la_call *c, const la_option *option, PyObject *object)
+{
+    void *const field = (char *)&c->p + option->offset;
+    const bool none = object == Py_None;
+    switch (option->kind) {
+    case LA_OPTION_FLAG: return la_as_flag(object, option->name, field);
+    case LA_OPTION_DEFAULT: return none ? 0 : la_as_flag(object, option->name, field);
+    case LA_OPTION_NUMBER:
+        c->p.has_scale = !none;
+        return none ? 0 : as_number(object, option->name, field);
+    case LA_OPTION_COUNT: return as_count(object, option->name, "an int", field);
+    case LA_OPTION_MAYBE:
+        c->p.has_chunk = !none;
+        return none ? 0 : as_count(object, option->name, "an int or None", field);
+    case LA_OPTION_MODE: return take_mode(object, field);
+    case LA_OPTION_FEATURES: return take_features(c, object);
     }
-    c->p.map[0] = (la_map)x[MAP_Q];
-    c->p.map_eps[0] = x[EPS_Q];
-    c->p.map[1] = (la_map)x[MAP_K];
-    c->p.map_eps[1] = x[EPS_K];
-    c->p.normaliser = (la_normaliser)x[NORMALISER];
-    c->p.eps = x[EPS];
-    c->p.causal = x[CAUSAL] != 0;
     return 0;
 }
 
 /* ---- keywords ---- */
-
-static int take_output_final_state(la_call *c, PyObject *object)
-{
-    return la_as_flag(object, "output_final_state", &c->p.want_final);
-}
-
-static int take_qk_l2norm(la_call *c, PyObject *object)
-{
-    return la_as_flag(object, "qk_l2norm", &c->p.qk_l2norm);
-}
-
-static int take_state_v_first(la_call *c, PyObject *object)
-{
-    return la_as_flag(object, "state_v_first", &c->p.state_v_first);
-}
-
-static int take_predicts_before(la_call *c, PyObject *object)
-{
-    return la_as_flag(object, "predicts_before", &c->p.predicts_before);
-}
-
-static int take_x_is_factor(la_call *c, PyObject *object)
-{
-    return la_as_flag(object, "x_is_factor", &c->p.x_is_factor);
-}
-
-static int take_allow_tf32(la_call *c, PyObject *object)
-{
-    return object == Py_None ? 0 : la_as_flag(object, "allow_tf32", &c->p.allow_tf32);
-}
 
 /* warn=False: not of a gate that grows. */
 static int take_warn(la_call *c, PyObject *object)
@@ -168,41 +128,25 @@ static int take_unrecorded(la_call *c, PyObject *object)
     return 0;
 }
 
-enum { IN_F = 1 << LA_FORWARD, IN_S = 1 << LA_STEP, IN_B = 1 << LA_BACKWARD };
-
+/* What Python alone says of a call. */
 static const struct {
     const char *name;
     int (*take)(la_call *c, PyObject *object);
     int passes;
-} options[] = {
-    {"output_final_state", take_output_final_state, IN_F},
-    {"scale", take_scale, IN_F | IN_S | IN_B},
-    {"mode", take_mode, IN_F | IN_B},
-    {"chunk_size", take_chunk_size, IN_F | IN_B},
-    {"batch", take_batch, IN_F | IN_B},
-    {"qk_l2norm", take_qk_l2norm, IN_F | IN_S | IN_B},
-    {"state_v_first", take_state_v_first, IN_F | IN_S | IN_B},
-    {"predicts_before", take_predicts_before, IN_F | IN_S | IN_B},
-    {"x_is_factor", take_x_is_factor, IN_F | IN_S},
-    {"allow_tf32", take_allow_tf32, IN_F},
-    {"features", take_features, IN_F | IN_S | IN_B},
-    {"warn", take_warn, IN_F | IN_S | IN_B},
-    {"unrecorded", take_unrecorded, IN_F},
+} remarks[] = {
+    {"warn", take_warn, LA_IN_FSB},
+    {"unrecorded", take_unrecorded, LA_IN_F},
 };
-
-/* The decay is one array, which four keywords give. */
-static const struct {
-    const char *name;
-    la_gate how;
-} gates[] = {{"g", LA_LOG}, {"alpha", LA_DECAY}, {"gamma", LA_DECAY}, {"slopes", LA_SLOPE}};
 
 #define COUNT(table) (int)(sizeof(table) / sizeof *(table))
 
-/* Where the value of a keyword is kept: an array's by its name, then the gates', then the options'. */
+/* Where the value of a keyword is kept: an array's by its name, then the gates', the options' and the
+ * remarks'. */
 enum {
     FIRST_GATE = LA_ARRAYS,
-    FIRST_OPTION = FIRST_GATE + COUNT(gates),
-    PLACES = FIRST_OPTION + COUNT(options)
+    FIRST_OPTION = FIRST_GATE + LA_GATE_KEYWORDS,
+    FIRST_REMARK = FIRST_OPTION + LA_OPTIONS,
+    PLACES = FIRST_REMARK + COUNT(remarks)
 };
 
 typedef struct {
@@ -222,30 +166,27 @@ static int add_keyword(int pass, const char *name, int place)
     return interned ? 0 : -1;
 }
 
-/* The arrays that a caller may give: what the pass reads, and out. The second state of a pair comes with
- * the first, under one keyword. */
-static la_set given_arrays(la_pass pass)
-{
-    return la_read[pass] | (la_written[pass] & (la_set)1 << LA_O);
-}
-
 static int keywords_init(void)
 {
     for (int i = 0; i < LA_OPS; i++)
         if (!(op_names[i] = PyUnicode_InternFromString(la_variants[i].name))) return -1;
     for (int pass = 0; pass < 3; pass++) {
         const la_problem p = {.pass = (la_pass)pass};
-        la_set arrays = given_arrays((la_pass)pass);
+        la_set arrays = la_given_arrays((la_pass)pass);
         keyword_count[pass] = 0;
         for (la_name name; la_next(&arrays, &name);) {
             if (la_is_second(name)) continue;
-            for (int i = 0; name == LA_G && i < COUNT(gates); i++)
-                if (add_keyword(pass, gates[i].name, FIRST_GATE + i)) return -1;
+            for (int i = 0; name == LA_G && i < LA_GATE_KEYWORDS; i++)
+                if (add_keyword(pass, la_gate_keywords[i].name, FIRST_GATE + i)) return -1;
             if (name != LA_G && add_keyword(pass, la_array_name(&p, name), name)) return -1;
         }
-        for (int i = 0; i < COUNT(options); i++)
-            if (options[i].passes >> pass & 1 &&
-                add_keyword(pass, options[i].name, FIRST_OPTION + i))
+        for (int i = 0; i < LA_OPTIONS; i++)
+            if (la_options[i].passes >> pass & 1 &&
+                add_keyword(pass, la_options[i].name, FIRST_OPTION + i))
+                return -1;
+        for (int i = 0; i < COUNT(remarks); i++)
+            if (remarks[i].passes >> pass & 1 &&
+                add_keyword(pass, remarks[i].name, FIRST_REMARK + i))
                 return -1;
     }
     return 0;
@@ -315,7 +256,7 @@ static int read_keywords(la_call *c, la_pass pass, PyObject *const *args, Py_ssi
 static int take_gate(la_call *c, PyObject *const *values)
 {
     PyObject *gate = NULL;
-    for (int i = 0; i < COUNT(gates); i++) {
+    for (int i = 0; i < LA_GATE_KEYWORDS; i++) {
         PyObject *const value = values[FIRST_GATE + i];
         if (!value || (gate && value == Py_None)) continue;
         if (gate && gate != Py_None) {
@@ -324,16 +265,20 @@ static int take_gate(la_call *c, PyObject *const *values)
             return -1;
         }
         gate = value;
-        c->p.gate = gates[i].how;
+        c->p.gate = la_gate_keywords[i].how;
     }
     return gate ? la_take(c, LA_G, gate) : 0;
 }
 
 static int take_options(la_call *c, PyObject *const *values)
 {
-    for (int i = 0; i < COUNT(options); i++) {
+    for (int i = 0; i < LA_OPTIONS; i++) {
         PyObject *const value = values[FIRST_OPTION + i];
-        if (value && options[i].take(c, value)) return -1;
+        if (value && take_option(c, &la_options[i], value)) return -1;
+    }
+    for (int i = 0; i < COUNT(remarks); i++) {
+        PyObject *const value = values[FIRST_REMARK + i];
+        if (value && remarks[i].take(c, value)) return -1;
     }
     return 0;
 }
@@ -342,7 +287,7 @@ static int take_options(la_call *c, PyObject *const *values)
 static int take_all(la_call *c, PyObject *const *values)
 {
     if (take_options(c, values)) return -1;
-    la_set arrays = given_arrays(c->p.pass);
+    la_set arrays = la_given_arrays(c->p.pass);
     for (la_name name; la_next(&arrays, &name);) {
         PyObject *const value = values[name];
         if (name == LA_G                            ? take_gate(c, values)
@@ -356,14 +301,10 @@ static int take_all(la_call *c, PyObject *const *values)
 
 /* ---- outputs ---- */
 
-/* The gradient of each array that was given, final states where they are asked for, an o where the
- * caller gave no out. */
+/* Is this array to be made? A caller may give out. */
 static bool is_wanted(const la_call *c, la_name name)
 {
-    const la_array_row *row = &la_array_rows[name];
-    if (!la_has(&c->p, name)) return false;
-    if (row->of != name) return c->p.array[row->of].given;
-    return row->need == LA_OPTIONAL ? c->p.want_final : !c->out;
+    return la_is_wanted(&c->p, name) && !(name == LA_O && c->out);
 }
 
 static int allocate_outputs(la_call *c)
@@ -478,8 +419,7 @@ static PyObject *shape_row(la_problem *p, la_name name)
     int64_t shape[LA_MAX_DIMS];
     char letters[LA_MAX_DIMS];
     const la_dtypes dtype = la_array_rows[name].dtype;
-    p->B = 'B', p->T = 'T', p->L = 'L', p->H = 'H', p->HV = 'h', p->K = 'K', p->V = 'V', p->N = 'N',
-    p->P = 'P';
+    la_name_sizes(p);
     const int ndim = la_shape_of(p, name, shape);
     for (int i = 0; i < ndim; i++) letters[i] = (char)shape[i];
     return Py_BuildValue("(s#s)", letters, (Py_ssize_t)ndim,
@@ -503,28 +443,31 @@ static PyObject *shape_rows(la_call *c)
     return table;
 }
 
+/* The pass that the first argument names; -1 with an exception. */
+static int read_pass(PyObject *const *args, Py_ssize_t nargs)
+{
+    static const char *const passes[] = {"forward", "step", "backward"};
+    for (int pass = 0; nargs && PyUnicode_Check(args[0]) && pass < COUNT(passes); pass++)
+        if (!PyUnicode_CompareWithASCIIString(args[0], passes[pass])) return pass;
+    PyErr_SetString(PyExc_ValueError, "pass: expected 'forward', 'step' or 'backward'");
+    return -1;
+}
+
 /* shapes(pass, op, q=..., ...) -> a row for each array that the pass makes, None where this call
  * makes none. q is its number of dimensions. Of other arrays it counts only whether they are
  * given. */
 static PyObject *py_shapes(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     (void)self;
-    static const char *const passes[] = {"forward", "step", "backward"};
     la_call c;
     PyObject *values[PLACES];
-    int pass = 0;
-    while (pass < 3 && !(nargs && PyUnicode_Check(args[0]) &&
-                         !PyUnicode_CompareWithASCIIString(args[0], passes[pass])))
-        pass++;
-    if (pass == 3) {
-        PyErr_SetString(PyExc_ValueError, "pass: expected 'forward', 'step' or 'backward'");
-        return NULL;
-    }
+    const int pass = read_pass(args, nargs);
+    if (pass < 0) return NULL;
     if (read_keywords(&c, (la_pass)pass, args + 1, nargs - 1, names, values) ||
         take_options(&c, values))
         return NULL;
     for (int name = 0; name < LA_ARRAYS; name++) c.p.array[name].given = is_there(values[name]);
-    for (int i = 0; i < COUNT(gates); i++)
+    for (int i = 0; i < LA_GATE_KEYWORDS; i++)
         if (is_there(values[FIRST_GATE + i])) c.p.array[LA_G].given = true;
     c.p.array[LA_Z0].given = c.p.array[LA_Y0].given = c.p.array[LA_S0].given;
     const long dims = values[LA_Q] ? PyLong_AsLong(values[LA_Q]) : 0;
@@ -901,6 +844,19 @@ static PyObject *line_of_array(int i)
                          forward_only ? NULL : array_lines[i].gradient);
 }
 
+static const struct {
+    const char *name, *kind, *passes;
+} option_lines[] = {
+#define LA_OPTION(name, kind, field, passes) {#name, #kind, #passes},
+#include "options.def"
+};
+
+static PyObject *line_of_option(int i)
+{
+    return Py_BuildValue("(sss)", option_lines[i].name, option_lines[i].kind,
+                         option_lines[i].passes);
+}
+
 static PyObject *table_of_room(int i) { return la_room_table(rooms[i]); }
 
 /* A tuple of n rows, as a constant of the module. */
@@ -940,6 +896,7 @@ static int module_exec(PyObject *module)
     int failed = add_table(module, "OPS", LA_OPS, name_of_op) ||
                  add_table(module, "VARIANTS", LA_OPS, row_of_op) ||
                  add_table(module, "ARRAYS", COUNT(array_lines), line_of_array) ||
+                 add_table(module, "OPTIONS", COUNT(option_lines), line_of_option) ||
                  add_table(module, "ROOMS", COUNT(rooms), table_of_room);
 #if defined(__clang__)
     failed = failed || PyModule_AddStringConstant(module, "COMPILER", "clang " __clang_version__);

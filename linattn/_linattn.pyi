@@ -20,6 +20,8 @@ class BoundStep:
 _Line = tuple[str, str, str, str, str, str, str, str | None]
 ARRAYS: Final[tuple[_Line, ...]]  # a line of arrays.def each
 
+OPTIONS: Final[tuple[tuple[str, str, str], ...]]  # a line of options.def each: name, kind, passes
+
 # A room beside the table: its name; its forms, each with the letters that it leaves out; its lines
 # (label, letters, passes, role, is it required, the label of its gradient, forms); its options
 # (label, passes, is it a word; else it is True or False).
@@ -29,7 +31,7 @@ _Room = tuple[str, tuple[tuple[str, str], ...], tuple[_RoomLine, ...], tuple[_Ro
 ROOMS: Final[tuple[_Room, ...]]
 
 # The op's name, q, k and v, then the arrays and options of the pass by keyword: the labels of
-# arrays.def (the decay under g, alpha, gamma or slopes), and csrc/module.c's options. None, or no
+# arrays.def (the decay under g, alpha, gamma or slopes), and the options of options.def. None, or no
 # keyword, for what is absent. warn=False: no warning of a decay above one. unrecorded=True (a
 # forward): the caller has seen that PyTorch records none of the arrays.
 def forward(op: str, *qkv: _Array, **arguments: Any) -> tuple[_Array, Any]: ...
