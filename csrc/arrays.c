@@ -4,6 +4,7 @@
  * asked where it lies (a view) and becomes an la_array from there. On the host NumPy does the rare
  * work on all of them (copies, exact overlaps) through an array over the same memory. */
 #define LA_IMPORTS_NUMPY
+#include "outline.h"
 #include "views.h"
 
 #include <stdatomic.h>
@@ -486,11 +487,13 @@ static int take(la_call *c, la_name name, PyObject *object, bool in_place)
 {
     if (object == Py_None) return 0;
     if (PyArray_Check(object) && !PyArray_CheckExact(object)) c->ran_python = true;
-    if (PyArray_CheckExact(object) || (PyArray_Check(object) && !is_masked(object))) {
+    if (!c->outline &&
+        (PyArray_CheckExact(object) || (PyArray_Check(object) && !is_masked(object)))) {
         Py_INCREF(object);
         return take_numpy(c, name, object, in_place);
     }
     if (may_be_number(c, name, object)) return take_number(c, name, object);
+    if (c->outline) return la_take_outline(c, name, object);
     if (PyArray_Check(object)) {
         PyErr_Format(PyExc_TypeError, "%s: expected an array without a mask, got %R",
                      la_array_name(&c->p, name), (PyObject *)Py_TYPE(object));

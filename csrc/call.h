@@ -46,8 +46,9 @@ typedef struct {
     bool stream_unknown;             /* CUDA: some owner's stream is not known */
     int others;                      /* CUDA: streams of inputs that are not q's */
     void *other[LA_ARRAYS];
-    bool bound; /* a step that will be run again: nothing in it may grow stale */
-    bool quiet; /* a gate that grows is no news to the caller */
+    bool bound;   /* a step that will be run again: nothing in it may grow stale */
+    bool quiet;   /* a gate that grows is no news to the caller */
+    bool outline; /* the arrays have no memory, and nothing is run (outline.h) */
 } la_call;
 
 void la_call_release(la_call *c); /* the references, once and for all */

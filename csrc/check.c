@@ -507,7 +507,8 @@ la_status la_settle_sequences(la_problem *p)
                     "cu_seqlens: expected packed sequences to have B = 1, got B = %lld",
                     (long long)p->B);
     p->N = cu->shape[0] - 1;
-    if (p->device == LA_CUDA) { /* reading it would wait for the device */
+    /* reading it would wait for the device; an outline has no memory */
+    if (p->device == LA_CUDA || !cu->data) {
         make_canonical(p, LA_CU);
         return LA_OK;
     }

@@ -5,6 +5,7 @@
  * kept anywhere. */
 #include "bound.h"
 #include "options.h"
+#include "outline.h"
 #include "rooms.h"
 #include "run.h"
 
@@ -453,6 +454,23 @@ static int read_pass(PyObject *const *args, Py_ssize_t nargs)
     return -1;
 }
 
+/* outline(pass, op, q, k, v, ...) -> (given, made), the rows of la_outline. The arguments are those of
+ * the pass, but of its arrays only the shapes and dtypes are read. */
+static PyObject *py_outline(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                            PyObject *names)
+{
+    (void)self;
+    la_call c;
+    PyObject *values[PLACES], *answer = NULL;
+    const int pass = read_pass(args, nargs);
+    if (pass < 0 || read_keywords(&c, (la_pass)pass, args + 1, nargs - 1, names, values))
+        return NULL;
+    c.outline = true;
+    if (!take_all(&c, values)) answer = la_outline(&c.p);
+    la_call_release(&c);
+    return answer;
+}
+
 /* shapes(pass, op, q=..., ...) -> a row for each array that the pass makes, None where this call
  * makes none. q is its number of dimensions. Of other arrays it counts only whether they are
  * given. */
@@ -794,6 +812,8 @@ static PyMethodDef methods[] = {
      "A causal convolution: one of its passes."},
     {"shapes", (PyCFunction)(void (*)(void))py_shapes, METH_FASTCALL | METH_KEYWORDS,
      "The letters of what a call would make."},
+    {"outline", (PyCFunction)(void (*)(void))py_outline, METH_FASTCALL | METH_KEYWORDS,
+     "The shapes of a call, checked and not run."},
     {"shares_memory", (PyCFunction)(void (*)(void))py_shares_memory, METH_FASTCALL,
      "Do two arrays share memory?"},
     {"taken", py_taken, METH_NOARGS, "The kernel that took this thread's last call."},

@@ -58,6 +58,14 @@ def convolve(form: Literal["causal"], pass_: str, /, **arguments: Any) -> Any: .
 _Row = tuple[str, Literal["OF_Q", "FLOAT", "REAL"]]
 
 def shapes(pass_: str, op: str, **arguments: Any) -> tuple[_Row | None, ...]: ...
+
+# The call, checked by the shapes and dtypes of its arrays, and not run: a row (label, letters,
+# shape, dtype) for each array that is given and for each that the pass makes.
+_Outline = tuple[str, str, tuple[int, ...], str]
+
+def outline(
+    pass_: str, op: str, *qkv: Any, **arguments: Any
+) -> tuple[tuple[_Outline, ...], tuple[_Outline, ...]]: ...
 def shares_memory(x: _Array, y: _Array, /) -> bool: ...
 def taken() -> tuple[str, str, str, int, int]: ...  # kernel, unit, why, chunk, bits
 def cuda_why_not() -> str | None: ...
