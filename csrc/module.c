@@ -8,6 +8,7 @@
 #include "outline.h"
 #include "rooms.h"
 #include "run.h"
+#include "xla.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -877,6 +878,18 @@ static PyObject *line_of_option(int i)
                          option_lines[i].passes);
 }
 
+/* (name, platform, handler) as jax.ffi.register_ffi_target takes them. */
+static PyObject *row_of_target(int i)
+{
+    const la_xla_target *target = &la_xla_targets[i];
+    union {
+        xla_handler *function;
+        void *pointer;
+    } handler = {target->handler};
+    return Py_BuildValue("(ssN)", target->name, target->platform,
+                         PyCapsule_New(handler.pointer, "xla._CUSTOM_CALL_TARGET", NULL));
+}
+
 static PyObject *table_of_room(int i) { return la_room_table(rooms[i]); }
 
 /* A tuple of n rows, as a constant of the module. */
@@ -917,7 +930,8 @@ static int module_exec(PyObject *module)
                  add_table(module, "VARIANTS", LA_OPS, row_of_op) ||
                  add_table(module, "ARRAYS", COUNT(array_lines), line_of_array) ||
                  add_table(module, "OPTIONS", COUNT(option_lines), line_of_option) ||
-                 add_table(module, "ROOMS", COUNT(rooms), table_of_room);
+                 add_table(module, "ROOMS", COUNT(rooms), table_of_room) ||
+                 add_table(module, "XLA_TARGETS", la_xla_target_count, row_of_target);
 #if defined(__clang__)
     failed = failed || PyModule_AddStringConstant(module, "COMPILER", "clang " __clang_version__);
 #else

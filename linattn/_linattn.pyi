@@ -22,6 +22,9 @@ ARRAYS: Final[tuple[_Line, ...]]  # a line of arrays.def each
 
 OPTIONS: Final[tuple[tuple[str, str, str], ...]]  # a line of options.def each: name, kind, passes
 
+# XLA's way to the core (csrc/xla.c), for jax.ffi.register_ffi_target: name, platform, handler.
+XLA_TARGETS: Final[tuple[tuple[str, str, Any], ...]]
+
 # A room beside the table: its name; its forms, each with the letters that it leaves out; its lines
 # (label, letters, passes, role, is it required, the label of its gradient, forms); its options
 # (label, passes, is it a word; else it is True or False).

@@ -1,4 +1,4 @@
-/* The functions of the CUDA part that module.c and arrays.c call where LA_WITH_CUDA is defined.
+/* The functions of the CUDA part that module.c, arrays.c and xla.c call where LA_WITH_CUDA is defined.
  * Plain C, without the headers of CUDA. A stream is a cudaStream_t (NULL: the legacy default
  * stream).
  *
@@ -37,6 +37,9 @@ la_status la_cuda_convolution(la_room_job *j);
 /* Memory on device p->ordinal, in the order of p->stream, aligned to 256 bytes at least. */
 la_status la_cuda_allocate(la_problem *p, size_t bytes, void **data);
 la_status la_cuda_release(int ordinal, void *stream, void *data);
+
+/* Enqueue a copy on p->stream, from memory of device p->ordinal to another place there. */
+la_status la_cuda_copy(la_problem *p, void *to, const void *from, size_t bytes);
 
 /* Give the memory that the pools keep for the next call back to the devices. Returns NULL, or the
  * error. */

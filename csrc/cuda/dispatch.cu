@@ -201,6 +201,15 @@ la_status la_cuda_release(int ordinal, void *stream, void *data)
     return error == cudaSuccess ? LA_OK : LA_RUNTIME_ERROR;
 }
 
+la_status la_cuda_copy(la_problem *p, void *to, const void *from, size_t bytes)
+{
+    on_device here(p->ordinal);
+    cudaError_t error = here.error;
+    if (error == cudaSuccess)
+        error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, (cudaStream_t)p->stream);
+    return status_of(p, error);
+}
+
 const char *la_cuda_trim(void)
 {
     cudaError_t error = cudaSuccess;
