@@ -111,6 +111,18 @@ int la_refuse_device(const la_call *c, la_name name, la_device device, int ordin
     return -1;
 }
 
+/* A tracer has an abstract value in the place of memory. */
+static bool is_traced_by_jax(PyObject *object)
+{
+    PyObject *module = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__module__");
+    PyObject *text = module && PyUnicode_Check(module) ? PyUnicode_AsUTF8String(module) : NULL;
+    const bool of_jax = text && !strncmp(PyBytes_AsString(text), "jax.", 4);
+    Py_XDECREF(module);
+    Py_XDECREF(text);
+    PyErr_Clear();
+    return of_jax && PyObject_HasAttrString(object, "aval");
+}
+
 /* Names the way to an array, if the object has one. */
 int la_refuse_object(const char *label, PyObject *object)
 {
@@ -119,6 +131,11 @@ int la_refuse_object(const char *label, PyObject *object)
         PyErr_Format(PyExc_TypeError,
                      "%s: expected an array, got %R (np.asarray(%s, float) makes one)", label, type,
                      label);
+    else if (is_traced_by_jax(object))
+        PyErr_Format(PyExc_TypeError,
+                     "%s: expected an array, got one of JAX that is being traced, %R; linattn.jax "
+                     "has the ops for jit, grad, vmap and scan",
+                     label, type);
     else if (PyObject_HasAttrString(object, "to_numpy")) /* pandas, polars */
         PyErr_Format(PyExc_TypeError, "%s: expected an array, got %R (%s.to_numpy() makes one)",
                      label, type, label);

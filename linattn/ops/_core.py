@@ -16,6 +16,7 @@ from linattn.features import is_seen, is_tensor, shape_of
 
 __all__ = [
     "NAMES",
+    "WAYS",
     "AnyArray",
     "Array",
     "ForwardOptions",
@@ -131,10 +132,18 @@ def refuse_unknown(function: str, unknown: Mapping[str, object]) -> NoReturn:
     raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
+# The functions of linattn.jax call those of linattn/ops, which come to these two in the core's
+# place: a forward pass, and a step.
+WAYS: ContextVar[tuple[Callable[..., Any], Callable[..., Any]] | None] = ContextVar(
+    "WAYS", default=None
+)
+
+
 def core_for(q: object) -> Callable[..., tuple[Any, Any]]:
     """The forward pass for arrays like q: the core's, or PyTorch's way to it, which records."""
     if not is_tensor(q):
-        return _linattn.forward
+        ways = None if type(q) is np.ndarray else WAYS.get()
+        return _linattn.forward if ways is None else ways[0]
     from linattn import autograd
 
     return autograd.forward
@@ -142,7 +151,12 @@ def core_for(q: object) -> Callable[..., tuple[Any, Any]]:
 
 def step_for(q: object) -> Callable[..., Any]:
     """The step for arrays like q: the core's, or the operator that a tracer sees."""
-    if type(q) is np.ndarray or not (is_tensor(q) and is_seen(q)):
+    if type(q) is np.ndarray:
+        return _linattn.step
+    if not is_tensor(q):
+        ways = WAYS.get()
+        return _linattn.step if ways is None else ways[1]
+    if not is_seen(q):
         return _linattn.step
     from linattn import _traced_steps
 
