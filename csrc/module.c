@@ -661,7 +661,7 @@ static PyObject *py_gate(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 static PyObject *py_scan(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     (void)self;
-    return la_room_call(&la_scan_room, args, nargs, names);
+    return la_room_call(&la_scan_room, args, nargs, names, false);
 }
 
 /* convolve(form, pass, **arrays): a causal convolution */
@@ -669,10 +669,22 @@ static PyObject *py_convolve(PyObject *self, PyObject *const *args, Py_ssize_t n
                              PyObject *names)
 {
     (void)self;
-    return la_room_call(&la_convolution_room, args, nargs, names);
+    return la_room_call(&la_convolution_room, args, nargs, names, false);
 }
 
 static const la_room *const rooms[] = {&la_scan_room, &la_convolution_room};
+
+/* outline_room(room, form, pass, **arrays) -> (given, made), as outline */
+static PyObject *py_outline_room(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                                 PyObject *names)
+{
+    (void)self;
+    for (int i = 0; nargs && PyUnicode_Check(args[0]) && i < COUNT(rooms); i++)
+        if (!PyUnicode_CompareWithASCIIString(args[0], rooms[i]->name))
+            return la_room_call(rooms[i], args + 1, nargs - 1, names, true);
+    PyErr_SetString(PyExc_ValueError, "room: expected the name of a room");
+    return NULL;
+}
 
 /* ---- the device ---- */
 
@@ -815,6 +827,8 @@ static PyMethodDef methods[] = {
      "The letters of what a call would make."},
     {"outline", (PyCFunction)(void (*)(void))py_outline, METH_FASTCALL | METH_KEYWORDS,
      "The shapes of a call, checked and not run."},
+    {"outline_room", (PyCFunction)(void (*)(void))py_outline_room, METH_FASTCALL | METH_KEYWORDS,
+     "The shapes of a call of a room, checked and not run."},
     {"shares_memory", (PyCFunction)(void (*)(void))py_shares_memory, METH_FASTCALL,
      "Do two arrays share memory?"},
     {"taken", py_taken, METH_NOARGS, "The kernel that took this thread's last call."},

@@ -8,8 +8,7 @@
 
 /* ---- messages ---- */
 
-/* The letters that a user writes for this array in this call. */
-static void user_letters(const la_room_job *j, int line, char letters[LA_MAX_DIMS + 1])
+void la_room_letters(const la_room_job *j, int line, char letters[LA_MAX_DIMS + 1])
 {
     int n = 0;
     for (const char *c = j->room->line[line].letters; *c; c++)
@@ -37,7 +36,7 @@ static la_status refuse_shape(la_room_job *j, int line, const la_array *x, const
 {
     char letters[LA_MAX_DIMS + 1];
     la_text w = la_text_of(j->p->message);
-    user_letters(j, line, letters);
+    la_room_letters(j, line, letters);
     const int ndim = (int)strlen(letters);
     la_append(&w, "%s: expected [", label);
     for (int i = 0; i < ndim; i++)
@@ -81,6 +80,34 @@ bool la_room_has(const la_room_job *j, int line)
     return x->passes >> j->p->pass & 1 && x->forms >> j->form & 1;
 }
 
+bool la_room_is_output(const la_room *room, int line)
+{
+    return la_array_rows[room->line[line].slot].role == LA_OUTPUT;
+}
+
+bool la_room_is_given(const la_room_job *j, int line)
+{
+    const la_name slot = j->room->line[line].slot;
+    return la_room_has(j, line) &&
+           (!la_room_is_output(j->room, line) || j->p->pass == LA_BACKWARD || slot == LA_O);
+}
+
+la_name la_room_given_slot(const la_room_job *j, int line)
+{
+    return la_room_slot(j, line, la_room_is_output(j->room, line) && j->p->pass == LA_BACKWARD);
+}
+
+void la_room_name_arrays(const la_room_job *j, const char *labels[LA_ARRAYS])
+{
+    for (int i = 0; i < j->room->lines; i++) {
+        const la_room_line *x = &j->room->line[i];
+        if (!la_room_has(j, i)) continue;
+        const bool state = x->slot == LA_S0 && j->p->pass == LA_STEP;
+        labels[x->slot] = state ? "state" : x->label;
+        if (x->gradient) labels[la_room_slot(j, i, true)] = x->gradient;
+    }
+}
+
 /* Strides by the letters of the table. The caller has compared the shape. */
 static void spread(const la_room_job *j, int line, la_array *x)
 {
@@ -97,7 +124,7 @@ static la_status check_shape(la_room_job *j, int line, la_name slot)
     la_array *x = &j->p->array[slot];
     char letters[LA_MAX_DIMS + 1];
     const char *label = la_array_name(j->p, slot);
-    user_letters(j, line, letters);
+    la_room_letters(j, line, letters);
     if (x->ndim != (int)strlen(letters)) return refuse_shape(j, line, x, label);
     for (int i = 0; i < x->ndim; i++) {
         int64_t *const size = &j->size[(int)letters[i]];
@@ -198,7 +225,7 @@ la_status la_room_check(la_room_job *j)
 void la_room_shape(const la_room_job *j, int line, la_array *like)
 {
     char letters[LA_MAX_DIMS + 1];
-    user_letters(j, line, letters);
+    la_room_letters(j, line, letters);
     for (like->ndim = 0; letters[like->ndim]; like->ndim++)
         like->shape[like->ndim] = size_of(j, letters[like->ndim]);
 }

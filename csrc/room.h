@@ -84,6 +84,18 @@ typedef struct la_room {
 /* Is this line in the call? */
 bool la_room_has(const la_room_job *j, int line);
 
+bool la_room_is_output(const la_room *room, int line);
+
+/* May a caller give it? All inputs, the gradients of outputs, and an out. And where it is kept. */
+bool la_room_is_given(const la_room_job *j, int line);
+la_name la_room_given_slot(const la_room_job *j, int line);
+
+/* The names of all arrays of the call, by their slots. */
+void la_room_name_arrays(const la_room_job *j, const char *labels[LA_ARRAYS]);
+
+/* The letters that a user writes for this array in this call, as a string. */
+void la_room_letters(const la_room_job *j, int line, char letters[LA_MAX_DIMS + 1]);
+
 /* Compare the arrays of the call, which lie in j->p by their slots, with the room's lines. */
 la_status la_room_check(la_room_job *j);
 

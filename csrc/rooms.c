@@ -34,36 +34,6 @@ static int read_form(const la_room *room, PyObject *word)
     return -1;
 }
 
-static bool is_output(const la_room *room, int line)
-{
-    return la_array_rows[room->line[line].slot].role == LA_OUTPUT;
-}
-
-/* May a caller give it? All inputs, the gradients of outputs, and an out. */
-static bool is_given(const la_room_job *j, int line)
-{
-    const la_name slot = j->room->line[line].slot;
-    return la_room_has(j, line) &&
-           (!is_output(j->room, line) || j->p->pass == LA_BACKWARD || slot == LA_O);
-}
-
-static la_name given_slot(const la_room_job *j, int line)
-{
-    return la_room_slot(j, line, is_output(j->room, line) && j->p->pass == LA_BACKWARD);
-}
-
-static void name_arrays(room_call *r)
-{
-    const la_room *room = r->j->room;
-    for (int i = 0; i < room->lines; i++) {
-        const la_room_line *x = &room->line[i];
-        if (!la_room_has(r->j, i)) continue;
-        const bool state = x->slot == LA_S0 && r->c.p.pass == LA_STEP;
-        r->labels[x->slot] = state ? "state" : x->label;
-        if (x->gradient) r->labels[la_room_slot(r->j, i, true)] = x->gradient;
-    }
-}
-
 static int refuse_word(const la_room_option *option, PyObject *object)
 {
     char list[128] = "None";
@@ -111,8 +81,8 @@ static int take_all(room_call *r, PyObject *const *values, PyObject *names)
             if (known && take_option(j, option, values[i])) return -1;
         }
         for (int k = 0; k < room->lines && !known; k++) {
-            if (!is_given(j, k)) continue;
-            const char *label = r->labels[given_slot(j, k)];
+            if (!la_room_is_given(j, k)) continue;
+            const char *label = r->labels[la_room_given_slot(j, k)];
             known = label && !PyUnicode_CompareWithASCIIString(name, label);
             if (known) found[k] = values[i];
         }
@@ -122,7 +92,7 @@ static int take_all(room_call *r, PyObject *const *values, PyObject *names)
         return -1;
     }
     for (int k = 0; k < room->lines; k++)
-        if (found[k] && la_take(&r->c, given_slot(j, k), found[k])) return -1;
+        if (found[k] && la_take(&r->c, la_room_given_slot(j, k), found[k])) return -1;
     return la_raise(la_room_check(j), r->c.p.message);
 }
 
@@ -132,8 +102,8 @@ static bool is_made(const room_call *r, int line)
 {
     const la_room_job *j = r->j;
     if (!la_room_has(j, line)) return false;
-    if (j->p->pass == LA_BACKWARD) return !is_output(j->room, line) && j->array[line];
-    if (!is_output(j->room, line)) return false;
+    if (j->p->pass == LA_BACKWARD) return !la_room_is_output(j->room, line) && j->array[line];
+    if (!la_room_is_output(j->room, line)) return false;
     return j->room->line[line].slot == LA_O ? !r->c.out : j->want_final;
 }
 
@@ -165,7 +135,7 @@ static PyObject *results(room_call *r)
     PyObject *tuple = NULL, *found[LA_ROOM_LINES];
     int n = 0;
     for (int i = 0; i < j->room->lines; i++) {
-        if (!la_room_has(j, i) || is_output(j->room, i) == gradients) continue;
+        if (!la_room_has(j, i) || la_room_is_output(j->room, i) == gradients) continue;
         if (!j->room->line[i].gradient) continue; /* an index */
         if (!(found[n] = la_result(&r->c, la_room_slot(j, i, gradients)))) break;
         n++;
@@ -179,6 +149,56 @@ static PyObject *results(room_call *r)
     return tuple;
 }
 
+/* ---- an outline ---- */
+
+/* (label, letters, shape, dtype) of the array in a slot, or of its gradient. */
+static PyObject *row_of_slot(const room_call *r, int line, la_name slot, bool made)
+{
+    const la_problem *p = r->j->p;
+    const la_room_line *x = &r->j->room->line[line];
+    char letters[LA_MAX_DIMS + 1];
+    la_array like = p->array[slot];
+    const bool index = la_array_rows[slot].dtype == LA_DTYPE_INTEGER;
+    la_room_letters(r->j, line, letters);
+    if (!index) la_room_shape(r->j, line, &like);
+    PyObject *sizes = la_tuple_of(like.ndim, like.shape);
+    if (!sizes) return NULL;
+    const la_dtype dtype = made ? la_dtype_of(p, slot) : p->array[slot].dtype;
+    return Py_BuildValue("(ssNs)", r->labels[slot],
+                         !index             ? letters
+                         : x->slot == LA_CU ? "O" /* S + 1 */
+                                            : "B",
+                         sizes, la_dtype_names[dtype]);
+}
+
+static int add_row(PyObject *rows, PyObject *row)
+{
+    const int failed = !row || PyList_Append(rows, row);
+    Py_XDECREF(row);
+    return failed;
+}
+
+static PyObject *outline(const room_call *r)
+{
+    const la_room_job *j = r->j;
+    const bool gradient = j->p->pass == LA_BACKWARD;
+    PyObject *given = PyList_New(0), *made = PyList_New(0);
+    int failed = !given || !made;
+    for (int i = 0; i < j->room->lines && !failed; i++) {
+        const la_name slot = la_room_given_slot(j, i);
+        const bool state = j->p->pass == LA_STEP && slot == LA_S0;
+        if (la_room_is_given(j, i) && j->p->array[slot].given)
+            failed = add_row(given, row_of_slot(r, i, slot, false)) ||
+                     (state && add_row(made, row_of_slot(r, i, slot, false)));
+        if (!failed && is_made(r, i) && j->room->line[i].gradient)
+            failed = add_row(made, row_of_slot(r, i, la_room_slot(j, i, gradient), true));
+    }
+    PyObject *both = failed ? NULL : PyTuple_Pack(2, given, made);
+    Py_XDECREF(given);
+    Py_XDECREF(made);
+    return both;
+}
+
 /* ---- a call ---- */
 
 static int refuse_words(const la_room *room, Py_ssize_t nargs)
@@ -189,7 +209,7 @@ static int refuse_words(const la_room *room, Py_ssize_t nargs)
 }
 
 PyObject *la_room_call(const la_room *room, PyObject *const *args, Py_ssize_t nargs,
-                       PyObject *names)
+                       PyObject *names, bool outlined)
 {
     enum { FORM, PASS, WORDS };
     const int form = nargs == WORDS ? read_form(room, args[FORM]) : -1;
@@ -209,9 +229,14 @@ PyObject *la_room_call(const la_room *room, PyObject *const *args, Py_ssize_t na
     r.j->room = room;
     r.j->form = form;
     r.j->p = &r.c.p;
-    name_arrays(&r);
-    if (!take_all(&r, args + WORDS, names) && !make_outputs(&r) && !la_run_room(&r.c, r.j))
-        answer = results(&r);
+    la_room_name_arrays(r.j, r.labels);
+    r.c.outline = outlined;
+    if (!take_all(&r, args + WORDS, names)) {
+        if (outlined)
+            answer = outline(&r);
+        else if (!make_outputs(&r) && !la_run_room(&r.c, r.j))
+            answer = results(&r);
+    }
     la_call_release(&r.c);
     PyMem_Free(r.j);
     return answer;

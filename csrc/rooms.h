@@ -6,9 +6,10 @@
 
 #include "room.h"
 
-/* (form, pass, keywords): the results of a call. */
+/* (form, pass, keywords): the results of a call; or what it is given and would make, as la_outline
+ * says it of an op. */
 PyObject *la_room_call(const la_room *room, PyObject *const *args, Py_ssize_t nargs,
-                       PyObject *names);
+                       PyObject *names, bool outlined);
 
 /* Its name, its forms (name, letters left out), its lines (label, letters, passes, role, required,
  * gradient, forms) and its options (label, passes, is it a word). */

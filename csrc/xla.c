@@ -7,6 +7,7 @@
 #include "xla.h"
 
 #include "options.h"
+#include "room.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,6 +22,8 @@ typedef struct {
     const xla_frame *frame;
     la_set seen;    /* arrays that a buffer of the list at hand is */
     int64_t *slots; /* a copy of state_indices */
+    la_room_job *j; /* of a room's call */
+    const char *labels[LA_ARRAYS];
 } xla_call;
 
 /* ---- errors ---- */
@@ -164,6 +167,12 @@ static la_status describe(xla_call *c, la_name name, const xla_buffer *buffer)
     return LA_OK;
 }
 
+/* Is it both an argument and a result? A step's states are. */
+static bool is_changed(const xla_call *c, la_name name)
+{
+    return la_in(la_read[c->p.pass] & la_written[c->p.pass], name);
+}
+
 /* The first array of this label that the call has and that no buffer before it is. How the decay is
  * called says how it is given. */
 static la_name array_of(xla_call *c, la_set arrays, xla_text label)
@@ -179,6 +188,23 @@ static la_name array_of(xla_call *c, la_set arrays, xla_text label)
     return LA_ARRAYS;
 }
 
+/* The same in a call of a room, of an argument or of a result. */
+static la_name slot_of(const xla_call *c, xla_text label, bool result)
+{
+    const la_room_job *j = c->j;
+    const bool backward = c->p.pass == LA_BACKWARD;
+    for (int i = 0; i < j->room->lines; i++) {
+        const la_name slot = j->room->line[i].slot;
+        const bool made = la_room_is_output(j->room, i) != backward;
+        if (!la_room_has(j, i)) continue;
+        if (result ? !made && !is_changed(c, slot) : made && !backward) continue;
+        if (result && backward && !j->room->line[i].gradient) continue;
+        const la_name at = result ? la_room_slot(j, i, backward) : la_room_given_slot(j, i);
+        if (says(label, c->labels[at]) && !la_in(c->seen, at)) return at;
+    }
+    return LA_ARRAYS;
+}
+
 /* Calls `take` for each buffer of the list, by the labels in an attribute. */
 static la_status take_buffers(xla_call *c, const xla_buffers *buffers, const char *list,
                               la_set arrays,
@@ -190,7 +216,8 @@ static la_status take_buffers(xla_call *c, const xla_buffers *buffers, const cha
     for (int64_t i = 0; i < buffers->size; i++) {
         const char *space = at < end ? memchr(at, ' ', (size_t)(end - at)) : NULL;
         const xla_text label = {at, (size_t)((space ? space : end) - at)};
-        const la_name name = array_of(c, arrays, label);
+        const la_name name =
+            c->j ? slot_of(c, label, buffers == &c->frame->results) : array_of(c, arrays, label);
         if (name == LA_ARRAYS || buffers->types[i] != XLA_BUFFER)
             return fail(c, LA_TYPE_ERROR, list, "a label of arrays.def for each buffer");
         const la_status status = take(c, name, buffers->buffers[i]);
@@ -220,8 +247,6 @@ static la_status copy(xla_call *c, void *to, const void *from, size_t bytes)
     return LA_OK;
 }
 
-static bool is_changed(const xla_call *c, la_name name) { return la_in(la_read[c->p.pass], name); }
-
 /* Before la_check. A step changes its state where it lies. XLA may have given the result the state's
  * memory; else the state goes there first. */
 static la_status take_state(xla_call *c, la_name name, const xla_buffer *buffer)
@@ -244,8 +269,14 @@ static la_status take_state(xla_call *c, la_name name, const xla_buffer *buffer)
 static la_status take_output(xla_call *c, la_name name, const xla_buffer *buffer)
 {
     if (is_changed(c, name)) return LA_OK;
-    const la_status status = describe(c, name, buffer);
-    return status ? status : la_check_output(&c->p, name);
+    la_status status = describe(c, name, buffer);
+    if (!c->j) return status ? status : la_check_output(&c->p, name);
+    const bool gradient = c->p.pass == LA_BACKWARD;
+    for (int i = 0; i < c->j->room->lines && !status; i++)
+        if (la_room_has(c->j, i) && c->j->room->line[i].gradient &&
+            la_room_slot(c->j, i, gradient) == name)
+            return la_room_settle(c->j, i, gradient);
+    return status;
 }
 
 static la_status check_results(xla_call *c)
@@ -257,19 +288,60 @@ static la_status check_results(xla_call *c)
     return LA_OK;
 }
 
+static la_status check_room_results(xla_call *c)
+{
+    const la_room_job *j = c->j;
+    const bool gradient = c->p.pass == LA_BACKWARD;
+    for (int i = 0; i < j->room->lines; i++) {
+        const la_room_line *line = &j->room->line[i];
+        const bool output = la_room_is_output(j->room, i);
+        if (!la_room_has(j, i) || !line->gradient || output == gradient) continue;
+        const bool wanted = gradient ? j->array[i] != NULL : line->slot == LA_O || j->want_final;
+        const la_name at = la_room_slot(j, i, gradient);
+        if (wanted && !la_in(c->seen, at))
+            return fail(c, LA_TYPE_ERROR, c->labels[at], "a result, got none");
+    }
+    return LA_OK;
+}
+
+static la_status read_room_options(xla_call *c)
+{
+    const la_room *room = c->j->room;
+    for (int i = 0; i < room->options; i++) {
+        const la_room_option *option = &room->option[i];
+        void *const field = (char *)c->j + option->offset;
+        int type;
+        const void *value = attribute(c->frame, option->label, &type);
+        if (!value || !(option->passes >> c->p.pass & 1)) continue;
+        if (!option->words) {
+            const xla_scalar *scalar = value;
+            if (type != XLA_SCALAR || scalar->dtype != XLA_PRED)
+                return fail(c, LA_TYPE_ERROR, option->label, "a bool");
+            memcpy(field, scalar->value, sizeof(bool));
+            continue;
+        }
+        const xla_text word = word_of(c->frame, option->label);
+        int k = 0;
+        while (option->words[k] && !says(word, option->words[k])) k++;
+        if (!option->words[k]) return fail(c, LA_VALUE_ERROR, option->label, "one of its words");
+        *(int *)field = k + 1;
+    }
+    return LA_OK;
+}
+
 static la_status take_all(xla_call *c)
 {
     const la_pass pass = c->p.pass;
     const xla_frame *frame = c->frame;
-    la_status status = read_options(c);
+    la_status status = c->j ? read_room_options(c) : read_options(c);
     if (!status)
         status = take_buffers(c, &frame->arguments, "arguments", la_given_arrays(pass), describe);
     if (!status && pass == LA_STEP)
         status = take_buffers(c, &frame->results, "results", la_written[pass], take_state);
-    if (!status) status = la_check(&c->p);
+    if (!status) status = c->j ? la_room_check(c->j) : la_check(&c->p);
     if (!status)
         status = take_buffers(c, &frame->results, "results", la_written[pass], take_output);
-    return status ? status : check_results(c);
+    return status ? status : c->j ? check_room_results(c) : check_results(c);
 }
 
 /* ---- a call ---- */
@@ -305,7 +377,7 @@ static la_status run_on_host(xla_call *c)
         const la_status status = la_check_slots(&c->p, c->slots);
         if (status) return status;
     }
-    return entries[c->p.pass](&c->p);
+    return c->j ? c->j->room->run(c->j) : entries[c->p.pass](&c->p);
 }
 
 static la_status run(xla_call *c)
@@ -313,7 +385,7 @@ static la_status run(xla_call *c)
 #ifdef LA_WITH_CUDA
     static la_status (*const entries[])(la_problem *) = {
         [LA_FORWARD] = la_cuda_forward, [LA_STEP] = la_cuda_step, [LA_BACKWARD] = la_cuda_backward};
-    if (c->p.device == LA_CUDA) return entries[c->p.pass](&c->p);
+    if (c->p.device == LA_CUDA) return c->j ? c->j->room->enqueue(c->j) : entries[c->p.pass](&c->p);
 #endif
     return run_on_host(c);
 }
@@ -328,44 +400,84 @@ static bool tell_version(const xla_frame *frame)
     return true;
 }
 
+static xla_error *finish(xla_call *c, la_device device)
+{
+    xla_error *error = NULL;
+    c->p.device = device;
+    la_status status = device == LA_CUDA ? find_device(c, &error) : LA_OK;
+    if (!status && !error) status = take_all(c);
+    if (!status && !error) status = run(c);
+    free(c->slots);
+    free(c->j);
+    return error ? error : refuse(c->frame, status, c->p.message);
+}
+
 static xla_error *handle(xla_frame *frame, la_pass pass, la_device device)
 {
     if (tell_version(frame)) return NULL;
     xla_call c = {.frame = frame};
-    xla_error *error = NULL;
     la_op op = (la_op)0;
     const xla_text name = word_of(frame, "op");
     while (op < LA_OPS && !says(name, la_variants[op].name)) op++;
     if (op == LA_OPS) return refuse(frame, LA_TYPE_ERROR, "op: expected the name of an op");
     la_problem_init(&c.p, op, pass);
-    c.p.device = device;
-    la_status status = device == LA_CUDA ? find_device(&c, &error) : LA_OK;
-    if (error) return error;
-    if (!status) status = take_all(&c);
-    if (!status) status = run(&c);
-    free(c.slots);
-    return refuse(frame, status, c.p.message);
+    return finish(&c, device);
+}
+
+static xla_error *handle_room(xla_frame *frame, la_pass pass, la_device device)
+{
+    static const la_room *const rooms[] = {&la_scan_room, &la_convolution_room};
+    enum { ROOMS = sizeof rooms / sizeof *rooms };
+    if (tell_version(frame)) return NULL;
+    xla_call c = {.frame = frame};
+    const xla_text name = word_of(frame, "room"), form = word_of(frame, "form");
+    int i = 0, k = 0;
+    while (i < ROOMS && !says(name, rooms[i]->name)) i++;
+    while (i < ROOMS && k < rooms[i]->forms && !says(form, rooms[i]->form[k].name)) k++;
+    if (i == ROOMS || k == rooms[i]->forms)
+        return refuse(frame, LA_TYPE_ERROR, "room: expected the name of a room and of its form");
+    la_problem_init(&c.p, (la_op)0, pass);
+    c.p.labels = c.labels;
+    c.p.any_strides = true;
+    if (!(c.j = calloc(1, rooms[i]->job_bytes)))
+        return refuse(frame, LA_MEMORY_ERROR, "room: expected memory for a call");
+    c.j->room = rooms[i];
+    c.j->form = k;
+    c.j->p = &c.p;
+    la_room_name_arrays(c.j, c.labels);
+    return finish(&c, device);
 }
 
 /* ---- the targets ---- */
 
-#define HANDLER(name, pass, device) \
-    static xla_error *name(xla_frame *frame) { return handle(frame, pass, device); }
-HANDLER(forward_on_host, LA_FORWARD, LA_CPU)
-HANDLER(step_on_host, LA_STEP, LA_CPU)
-HANDLER(backward_on_host, LA_BACKWARD, LA_CPU)
+/* Two handlers on each device: of ops, and of rooms. */
+#define HANDLERS(pass, PASS, where, DEVICE) \
+    static xla_error *pass##_##where(xla_frame *frame) { return handle(frame, PASS, DEVICE); } \
+    static xla_error *room_##pass##_##where(xla_frame *frame) \
+    { \
+        return handle_room(frame, PASS, DEVICE); \
+    }
+#define TARGETS(pass, platform, where) \
+    {"linattn_" #pass, platform, pass##_##where}, \
+    { \
+        "linattn_room_" #pass, platform, room_##pass##_##where \
+    }
+
+HANDLERS(forward, LA_FORWARD, on_host, LA_CPU)
+HANDLERS(step, LA_STEP, on_host, LA_CPU)
+HANDLERS(backward, LA_BACKWARD, on_host, LA_CPU)
 #ifdef LA_WITH_CUDA
-HANDLER(forward_on_device, LA_FORWARD, LA_CUDA)
-HANDLER(step_on_device, LA_STEP, LA_CUDA)
-HANDLER(backward_on_device, LA_BACKWARD, LA_CUDA)
+HANDLERS(forward, LA_FORWARD, on_device, LA_CUDA)
+HANDLERS(step, LA_STEP, on_device, LA_CUDA)
+HANDLERS(backward, LA_BACKWARD, on_device, LA_CUDA)
 #endif
 
 const la_xla_target la_xla_targets[] = {
-    {"linattn_forward", "cpu", forward_on_host},      {"linattn_step", "cpu", step_on_host},
-    {"linattn_backward", "cpu", backward_on_host},
+    TARGETS(forward, "cpu", on_host),     TARGETS(step, "cpu", on_host),
+    TARGETS(backward, "cpu", on_host),
 #ifdef LA_WITH_CUDA
-    {"linattn_forward", "CUDA", forward_on_device},   {"linattn_step", "CUDA", step_on_device},
-    {"linattn_backward", "CUDA", backward_on_device},
+    TARGETS(forward, "CUDA", on_device),  TARGETS(step, "CUDA", on_device),
+    TARGETS(backward, "CUDA", on_device),
 #endif
 };
 const int la_xla_target_count = sizeof la_xla_targets / sizeof *la_xla_targets;

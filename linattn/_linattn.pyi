@@ -34,8 +34,8 @@ _Room = tuple[str, tuple[tuple[str, str], ...], tuple[_RoomLine, ...], tuple[_Ro
 ROOMS: Final[tuple[_Room, ...]]
 
 # The op's name, q, k and v, then the arrays and options of the pass by keyword: the labels of
-# arrays.def (the decay under g, alpha, gamma or slopes), and the options of options.def. None, or no
-# keyword, for what is absent. warn=False: no warning of a decay above one. unrecorded=True (a
+# arrays.def (the decay under g, alpha, gamma or slopes), and the options of options.def. None, or
+# no keyword, for what is absent. warn=False: no warning of a decay above one. unrecorded=True (a
 # forward): the caller has seen that PyTorch records none of the arrays.
 def forward(op: str, *qkv: _Array, **arguments: Any) -> tuple[_Array, Any]: ...
 def step(op: str, *qkv: _Array, **arguments: Any) -> _Array: ...
@@ -68,6 +68,9 @@ _Outline = tuple[str, str, tuple[int, ...], str]
 
 def outline(
     pass_: str, op: str, *qkv: Any, **arguments: Any
+) -> tuple[tuple[_Outline, ...], tuple[_Outline, ...]]: ...
+def outline_room(
+    room: str, form: str, pass_: str, /, **arguments: Any
 ) -> tuple[tuple[_Outline, ...], tuple[_Outline, ...]]: ...
 def shares_memory(x: _Array, y: _Array, /) -> bool: ...
 def taken() -> tuple[str, str, str, int, int]: ...  # kernel, unit, why, chunk, bits

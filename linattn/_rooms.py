@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from linattn import _linattn
 from linattn.features import is_recorded, is_seen, is_tensor
+from linattn.ops._core import WAYS
 
 __all__ = ["ROOMS", "Line", "Room", "backward", "forward", "refuse_recorded", "step"]
 
@@ -64,6 +67,9 @@ def forward(
         from linattn import _recorded_rooms
 
         return _recorded_rooms.forward(room, form, arrays, out, options)
+    ways = None if type(first) is np.ndarray else WAYS.get()
+    if ways is not None:
+        return ways.room_forward(room, form, arrays, options)
     y, state = ROOMS[room].entry(form, "forward", **arrays, out=out, **options)
     return y, state
 
@@ -78,6 +84,9 @@ def step(
         from linattn import _traced_steps
 
         return _traced_steps.room_step(room, form, arrays, out, options)
+    ways = None if type(first) is np.ndarray else WAYS.get()
+    if ways is not None:
+        return ways.room_step(room, form, arrays, options)
     return ROOMS[room].entry(form, "step", **arrays, out=out, **options)
 
 

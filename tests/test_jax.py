@@ -554,6 +554,89 @@ def test_shard_map(op):
     assert_near(total(call)(x), total(whole(op))(x))
 
 
+# ---- rooms beside the table ----
+
+
+def room_problem(name, seed=0):
+    """(arrays, options): every array that may be given, with sizes that differ."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    if name == "causal_conv1d":
+        x = {"x": draw(2, 7, 6), "weight": draw(6, 4), "bias": draw(6)}
+        return x | {"initial_state": draw(2, 6, 3)}, {"activation": "silu"}
+    x = {"u": draw(2, 7, 6), "delta": np.abs(draw(2, 7, 6)), "A": -np.abs(draw(6, 5))}
+    x |= {name: draw(2, 7, 2, 5) for name in "BC"} | {"D": draw(6), "z": draw(2, 7, 6)}
+    return x | {"delta_bias": draw(6), "initial_state": draw(2, 6, 5)}, {"delta_softplus": True}
+
+
+BESIDE = [name for name in linattn.jax.__all__ if name.removesuffix("_step") not in OPS]
+ROOMS = [name for name in BESIDE if not name.endswith("_step")]
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_rooms(name):
+    """Forward passes, gradients, and both of mapped arrays."""
+    x, options = room_problem(name)
+    own, plain = getattr(linattn.jax, name), getattr(linattn, name)
+
+    def both(x):
+        y, pull = jax.vjp(lambda x: own(**x, **options, output_final_state=True), x)
+        return y, pull(y)[0]
+
+    one = jax.jit(both)
+    y, found = one(of_jax(x))
+    assert_same(y, plain(**x, **options, output_final_state=True))
+    dy, d_final = map(np.asarray, y)
+    wanted = getattr(linattn, f"{name}_backward")(dy, **x, **options, d_final_state=d_final)
+    fields = {"initial_state": "d_initial_state"}
+    for label in x:
+        assert_same(found[label], getattr(wanted, fields.get(label, f"d{label}")))
+    many = [of_jax(room_problem(name, seed)[0]) for seed in range(2)]
+    assert_same(jax.jit(jax.vmap(both))(stacked(many)), stacked([one(x) for x in many]))
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_steps_of_rooms(name):
+    x, options = room_problem(name)
+    state = x.pop("initial_state")
+    one = {label: y[:, 0] if y.shape[:2] == (2, 7) else y for label, y in x.items()}
+    step = getattr(linattn.jax, f"{name}_step")
+    found = jax.jit(lambda x, state: step(**x, **options, state=state))(of_jax(one), state)
+    y = getattr(linattn, f"{name}_step")(**one, **options, state=state)
+    assert_same(found, (y, state))
+
+
+def test_errors_of_rooms():
+    x, _ = room_problem(ROOMS[-1])
+    call = getattr(linattn.jax, ROOMS[-1])
+    with pytest.raises(ValueError, match=r"^weight: expected \[D,W\], got \(3, 4\)"):
+        jax.jit(lambda weight: call(**x | {"weight": weight}))(x["weight"][:3])
+    with pytest.raises(ValueError, match=r"^activation: expected None, 'silu'"):
+        call(**x, activation="tanh")
+    with pytest.raises(TypeError, match=r"expected real arrays, got complex"):
+        linattn.jax.causal_conv1d_step(x["x"][:, 0] + 0j, x["weight"], state=x["initial_state"])
+    with pytest.raises(NotImplementedError, match="no double backward"):
+        once = jax.grad(lambda y: jnp.sum(call(**x | {"x": y})[0] ** 2))
+        jax.grad(lambda y: jnp.sum(once(y)))(jnp.asarray(x["x"]))
+    result = [jax.ShapeDtypeStruct((1, 4, 2), jnp.float32)]
+    call = jax.ffi.ffi_call("linattn_room_forward", result)
+    y, names = jnp.ones((1, 4, 2)), {"arguments": "x weight", "results": "out"}
+    for weight, attributes, message in (
+        (jnp.ones((3, 2)), {"room": "convolve", "form": "causal"}, r"weight: expected \[D,W\]"),
+        (jnp.ones((2, 2)), {"room": "convolve", "form": "none"}, "room: expected the name"),
+        (
+            jnp.ones((2, 2)),
+            {"room": "convolve", "form": "causal", "output_final_state": True},
+            "final_state: expected a result",
+        ),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            call(y, weight, **names, **attributes)[0].block_until_ready()
+
+
 # ---- errors ----
 
 
@@ -636,7 +719,8 @@ def test_the_handlers_refuse_what_the_tracer_would_have():
 
 
 def test_every_op_is_there_with_its_arguments():
-    assert set(linattn.jax.__all__) == {*OPS, *(f"{op}_step" for op in OPS)}
+    assert {*OPS, *(f"{op}_step" for op in OPS)} == set(linattn.jax.__all__) - set(BESIDE)
+    assert len(BESIDE) == 2 * len(ROOMS) > 0
     for name in linattn.jax.__all__:
         own, inner = (
             inspect.signature(getattr(m, name)).parameters for m in (linattn.jax, linattn)
@@ -647,7 +731,8 @@ def test_every_op_is_there_with_its_arguments():
 
 def test_the_targets_are_those_of_the_build():
     on_cpu = {name for name, platform, _ in _linattn.XLA_TARGETS if platform == "cpu"}
-    assert on_cpu == {f"linattn_{x}" for x in ("forward", "step", "backward")}
+    passes = ("forward", "step", "backward")
+    assert on_cpu == {f"linattn_{room}{x}" for room in ("", "room_") for x in passes}
     on_gpu = {name for name, platform, _ in _linattn.XLA_TARGETS if platform == "CUDA"}
     assert on_gpu == (on_cpu if _linattn.CUDA_ARCHS else set())
 

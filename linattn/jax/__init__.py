@@ -1,8 +1,9 @@
 """The ops for JAX: under jit, grad, vmap, scan, checkpoint, and on meshes of devices.
 
 Every op of ``linattn.VARIANTS`` is here, ``linattn.jax.<op>`` and ``linattn.jax.<op>_step``, with
-the arguments of ``linattn.<op>`` and ``linattn.<op>_step``. XLA calls the C core on the CPU, and
-the CUDA kernels on a GPU. Differences from the functions of ``linattn``:
+the arguments of ``linattn.<op>`` and ``linattn.<op>_step``. So are ``selective_scan`` and
+``causal_conv1d`` with their steps. XLA calls the C core on the CPU, and the CUDA kernels on a GPU.
+Differences from the functions of ``linattn``:
 
 - A step is a function: it returns ``(o, state)`` and changes nothing. Where the old state is not
   used again, XLA lets the new one take its place.
@@ -51,11 +52,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import linattn
-from linattn.jax import _gradients
-from linattn.ops._core import WAYS
+from linattn.jax import _gradients, _rooms
+from linattn.ops._core import WAYS, Ways
 from linattn.variants import OPS
 
-__all__: list[str] = [*OPS, *(f"{op}_step" for op in OPS)]
+_WITHOUT_A_TABLE = ("selective_scan", "causal_conv1d")
+
+__all__: list[str] = [f"{name}{x}" for name in (*OPS, *_WITHOUT_A_TABLE) for x in ("", "_step")]
+
+_WAYS = Ways(_gradients.forward, _gradients.step, _rooms.forward, _rooms.step)
 
 _DOC = """{summary}
 
@@ -68,7 +73,7 @@ Parameters
 
 Returns
 -------
-o : array {letters}, dtype of v
+{output}
 {state}
 
 Raises
@@ -86,14 +91,20 @@ def _array(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
+def _is_complex(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.iscomplexobj(x)
+
+
 def _documentation(name: str, parameters: list[str], summary: str) -> str:
     step = name.endswith("_step")
+    values = "[B,HV,V], dtype of v" if step else "[B,T,HV,V], dtype of v"
+    channels = "[B,D]" if step else "[B,T,D]"
     return _DOC.format(
         summary=summary.replace("; ``state`` is changed in place", ""),
         name=name,
         parameters=", ".join(parameters) + " :",
         how="The state is not changed, but returned." if step else "JAX differentiates it.",
-        letters="[B,HV,V]" if step else "[B,T,HV,V]",
+        output=f"o : array {values}" if name.removesuffix("_step") in OPS else f"y : {channels}",
         state="state : the state after the token, of the dtype and shape of the one before"
         if step
         else "final_state : the state after the last token, or None",
@@ -112,7 +123,11 @@ def _of_jax(name: str) -> Callable[..., Any]:
                 f"{name}() got an unexpected keyword argument 'out' (no array of JAX is written)"
             )
         args, kwargs = jax.tree.map(_array, (args, kwargs))
-        token = WAYS.set((_gradients.forward, _gradients.step))
+        if name.endswith("_step") and any(map(_is_complex, jax.tree.leaves((args, kwargs)))):
+            raise TypeError(
+                f"{name}: expected real arrays, got complex ones, which JAX cannot step"
+            )
+        token = WAYS.set(_WAYS)
         try:
             found: tuple[Any, Any] = inner(*args, **kwargs)
             return found

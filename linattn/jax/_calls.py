@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from linattn import _linattn
 from linattn.variants import ARRAYS, VARIANTS
 
-__all__ = ["Options", "gate_of", "outlined", "run", "varying"]
+__all__ = ["Call", "Options", "Row", "called", "gate_of", "outlined", "run", "varying"]
 
 if not hasattr(jax.sharding, "ManualAxisType"):
     raise ImportError(f"linattn.jax takes JAX 0.10 or later, got {jax.__version__}")
@@ -55,6 +55,8 @@ class Call(NamedTuple):
     options: Options
     arguments: tuple[tuple[str, str], ...]  # label, letters
     results: tuple[tuple[str, str, str], ...]  # label, letters, dtype
+    rows: str = "BN"  # the letters of axes of rows, and of heads or channels
+    heads: str = "Hh"
 
     @property
     def changed(self) -> dict[int, int]:
@@ -94,7 +96,9 @@ def _sizes(call: Call, arrays: Sequence[Any]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for (_, letters), x in zip(call.arguments, arrays, strict=True):
         sizes |= zip(letters, x.shape, strict=True)
-    return {"N": sizes["O"] - 1 if "O" in sizes else sizes.get("B", 1)} | sizes
+    states = sizes["O"] - 1 if "O" in sizes else sizes.get("B", 1)
+    taps = {"w": sizes["W"] - 1} if "W" in sizes else {}
+    return {call.rows[1]: states, **taps} | sizes
 
 
 # ---- XLA ----
@@ -271,7 +275,7 @@ def _axes_to_join(call: Call, mapped: Sequence[bool]) -> str | None:
     """The letters of the axes that a mapped axis joins: rows, else heads. None: neither."""
     moving = [letters for (_, letters), yes in zip(call.arguments, mapped, strict=True) if yes]
     moving += [letters for _, letters, _ in call.results]
-    for among in ("" if _is_packed(call) else _BATCHES, _HEADS):
+    for among in ("" if _is_packed(call) else call.rows, call.heads):
         # state_indices have an axis of rows, and say where in a pool
         if among and all(_axis(x, among) is not None and x != "B" for x in moving):
             return among
@@ -284,7 +288,7 @@ def _mapped(call: Call) -> Callable[..., tuple[Any, ...]]:
 
     @custom_vmap
     def one(*arrays: Any) -> tuple[Any, ...]:
-        if any(map(varying, arrays)):
+        if "h" not in call.heads or any(map(varying, arrays)):
             return tuple(_ffi(call, *arrays))
         sizes = _sizes(call, arrays)
         return tuple(_partitioned(call, sizes["H"], sizes["h"] // sizes["H"])(*arrays))
@@ -330,11 +334,11 @@ def outlined(
     return tuple(Row(*row) for row in given), tuple(Row(*row) for row in made)
 
 
-def _on_mesh(call: Call, arrays: list[Any]) -> tuple[Any, ...]:
+def called(call: Call, arrays: list[Any]) -> tuple[Any, ...]:
     """The call; on a mesh with explicit axes, what it makes lies as q does."""
     kinds = [jax.typeof(x) for x in arrays]
     mesh = kinds[0].sharding.mesh
-    if not mesh.explicit_axes:
+    if not mesh.explicit_axes or "h" not in call.heads:
         return _mapped(call)(*arrays)
     layout = _layout(call, kinds, mesh)
     where = tuple(NamedSharding(mesh, layout.spec(letters)) for _, letters, _ in call.results)
@@ -354,7 +358,7 @@ def run(pass_: str, op: str, arrays: dict[str, Any], options: Options) -> list[t
         tuple((row.label, _whole(op, row.label, row.letters), row.dtype) for row in made),
     )
     flat = zip(_in_order(arrays, given), given, whole, strict=True)
-    found = _on_mesh(call, [_reshaped(x, row.letters, letters) for x, row, letters in flat])
+    found = called(call, [_reshaped(x, row.letters, letters) for x, row, letters in flat])
     return [(row.label, x.reshape(row.shape)) for row, x in zip(made, found, strict=True)]
 
 

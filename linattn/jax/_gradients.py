@@ -15,7 +15,7 @@ from linattn import _linattn
 from linattn.jax._calls import Options, gate_of, outlined, run, varying
 from linattn.variants import ARRAYS, VARIANTS
 
-__all__ = ["forward", "step"]
+__all__ = ["cotangents", "forward", "once", "step"]
 
 Arrays = dict[str, Any]  # by the core's keywords; a pair of states is a tuple
 
@@ -90,29 +90,35 @@ def _step(op: str, arrays: Arrays, options: Options) -> tuple[Any, Any]:
     return _state_of(found, "out"), _state_of(found, "initial_state")
 
 
-@lru_cache(maxsize=256)
-def _backward(op: str, options: Options) -> Callable[[Arrays], Arrays]:
-    """The gradients by the keywords of the arrays that have one."""
-
-    @jax.custom_vjp
-    def backward(arrays: Arrays) -> Arrays:
-        found = run("backward", op, arrays, options)
-        gate = gate_of(arrays)
-        labels = dict.fromkeys(label for label, _ in found)
-        keywords = {label: gate if _LABELS[label] == "g" else _LABELS[label] for label in labels}
-        return {keywords[label]: _state_of(found, label) for label in labels}
+def once(name: str, gradients: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
+    """A backward pass, which has no gradients itself."""
+    backward = jax.custom_vjp(gradients)
 
     def twice(arrays: Arrays) -> Any:
         raise NotImplementedError(
-            f"the gradients of linattn.jax.{op} are not differentiable themselves: there is no "
-            "double backward"
+            f"the gradients of {name} are not differentiable themselves: there is no double "
+            "backward"
         )
 
     backward.defvjp(twice, lambda _, d: (d,))
     return backward
 
 
-def _cotangents(arrays: Arrays, gradients: Arrays) -> Arrays:
+@lru_cache(maxsize=256)
+def _backward(op: str, options: Options) -> Callable[[Arrays], Arrays]:
+    """The gradients by the keywords of the arrays that have one."""
+
+    def gradients(arrays: Arrays) -> Arrays:
+        found = run("backward", op, arrays, options)
+        gate = gate_of(arrays)
+        labels = dict.fromkeys(label for label, _ in found)
+        keywords = {label: gate if _LABELS[label] == "g" else _LABELS[label] for label in labels}
+        return {keywords[label]: _state_of(found, label) for label in labels}
+
+    return once(f"linattn.jax.{op}", gradients)
+
+
+def cotangents(arrays: Arrays, gradients: Arrays) -> Arrays:
     """Of the arrays' own dtypes: a state of bfloat16 has a gradient of float32."""
 
     def of(x: Any, d: Any) -> Any:
@@ -136,7 +142,7 @@ def _recorded(op: str, options: Options) -> Callable[[Arrays], tuple[Any, Any]]:
     def differentiated(arrays: Arrays, d: tuple[Any, Any]) -> tuple[Arrays]:
         do, d_final = d
         asked = {"do": do} | ({} if d_final is None else {"d_final_state": d_final})
-        return (_cotangents(arrays, backward(arrays | asked)),)
+        return (cotangents(arrays, backward(arrays | asked)),)
 
     call.defvjp(lambda arrays: (call(arrays), arrays), differentiated)
     return call
@@ -181,7 +187,7 @@ def _recorded_step(op: str, options: Options) -> Callable[[Arrays], tuple[Any, A
             name: x if axes.get(name) is None else jnp.squeeze(x, axes[name])
             for name, x in found.items()
         }
-        return (_cotangents(arrays, gradients),)
+        return (cotangents(arrays, gradients),)
 
     call.defvjp(lambda arrays: (call(arrays), arrays), differentiated)
     return call

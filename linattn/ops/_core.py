@@ -24,6 +24,7 @@ __all__ = [
     "LayoutHint",
     "Mode",
     "State",
+    "Ways",
     "core_for",
     "hint_at_layout",
     "refuse_unknown",
@@ -132,18 +133,24 @@ def refuse_unknown(function: str, unknown: Mapping[str, object]) -> NoReturn:
     raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-# The functions of linattn.jax call those of linattn/ops, which come to these two in the core's
-# place: a forward pass, and a step.
-WAYS: ContextVar[tuple[Callable[..., Any], Callable[..., Any]] | None] = ContextVar(
-    "WAYS", default=None
-)
+class Ways(NamedTuple):
+    """What is called in the core's place: passes of ops, and of rooms (linattn/_rooms.py)."""
+
+    forward: Callable[..., Any]
+    step: Callable[..., Any]
+    room_forward: Callable[..., Any]
+    room_step: Callable[..., Any]
+
+
+# The functions of linattn.jax call those of linattn, which come to these.
+WAYS: ContextVar[Ways | None] = ContextVar("WAYS", default=None)
 
 
 def core_for(q: object) -> Callable[..., tuple[Any, Any]]:
     """The forward pass for arrays like q: the core's, or PyTorch's way to it, which records."""
     if not is_tensor(q):
         ways = None if type(q) is np.ndarray else WAYS.get()
-        return _linattn.forward if ways is None else ways[0]
+        return _linattn.forward if ways is None else ways.forward
     from linattn import autograd
 
     return autograd.forward
@@ -155,7 +162,7 @@ def step_for(q: object) -> Callable[..., Any]:
         return _linattn.step
     if not is_tensor(q):
         ways = WAYS.get()
-        return _linattn.step if ways is None else ways[1]
+        return _linattn.step if ways is None else ways.step
     if not is_seen(q):
         return _linattn.step
     from linattn import _traced_steps
