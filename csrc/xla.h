@@ -1,5 +1,5 @@
 /* Handlers of XLA's FFI, which JAX registers (xla.c), and the memory layout of what XLA hands to them:
- * facts of an ABI, in our words. tests/test_jax.py compares them with the header of the JAX at hand.
+ * facts of an ABI, in our words. tests/test_jax_xla.py compares them with the header of the JAX at hand.
  *
  * Each struct begins with its size, which tells the versions of the ABI apart, and with a list of
  * extensions. No jaxlib is linked: all functions come with the call. */
