@@ -16,8 +16,8 @@ def test_gradients_of_many_channels(dtype, rng):
 
 
 @pytest.mark.parametrize("S", [1, 4])
-@pytest.mark.parametrize("N", [4, 5, 30])
+@pytest.mark.parametrize("N", [4, 5])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda dtype: dtype.name)
 def test_gradients_of_pieces(dtype, N, S, rng):
     scan = Selective("selective_scan", all=True)
-    judge_gradients(scan, rng, dtype, S, B=1, T=600, D=8, N=N, G=2)
+    judge_gradients(scan, rng, dtype, S, B=1, T=600, D=520, N=N, G=2)
