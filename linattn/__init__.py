@@ -58,6 +58,7 @@ from linattn.trace import Explanation, States, explain, states
 from linattn.variants import OPS, VARIANTS, Variant
 
 if TYPE_CHECKING:
+    from linattn import distributed as distributed
     from linattn import gates as gates
     from linattn import nn as nn
     from linattn import plot as plot
@@ -264,7 +265,7 @@ __all__ = [
 ]
 
 # Modules that import more than NumPy, or that few programs use: imported when they are first named.
-_LAZY = ("gates", "nn", "plot", "reference")
+_LAZY = ("distributed", "gates", "nn", "plot", "reference")
 
 # Where the names of __all__ are that are not here yet: systems, scans, the short convolution.
 _PLACES = ("linattn.composed", "linattn.scans", "linattn.convolution")

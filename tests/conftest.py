@@ -91,6 +91,16 @@ def bench(monkeypatch):
     pytest.importorskip("benchmarks", reason="no checkout: benchmarks/ is not here")
 
 
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory):
+    """Processes of one torch.distributed world, which tests send functions to."""
+    from support.ranks import Ranks
+
+    made = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.end()
+
+
 @pytest.fixture
 def rng(request):
     """A generator of this test's own: the same numbers whatever runs beside it."""

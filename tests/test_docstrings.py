@@ -15,6 +15,7 @@ import linattn
 PACKAGE = Path(linattn.__file__).parent
 # An optional library that a module imports, or that its examples use.
 NEEDS = {
+    "linattn.distributed": "torch",
     "linattn.nn": "torch",
     "linattn.compat.transformers": "torch",
     "linattn.plot": "matplotlib",

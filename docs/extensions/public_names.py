@@ -80,6 +80,7 @@ GROUPS = (
     ),
     Group("reference", "linattn.reference", "", (), ("linattn.reference",)),
     Group("nn", "linattn.nn", "", (), ("linattn.nn",)),
+    Group("distributed", "linattn.distributed", "", (), ("linattn.distributed",)),
     Group("plot", "linattn.plot", "", (), ("linattn.plot",)),
     Group("testing", "linattn.testing", "", (), ("linattn.testing",)),
     Group(

@@ -1,0 +1,79 @@
+"""The ops on a sequence that the ranks of a torch.distributed process group share.
+
+Every op of ``linattn.VARIANTS``, every scan and the short convolution is here under its own name,
+with its own arguments and ``group=``. A rank gives its tokens and gets its o::
+
+    import linattn.distributed as lad
+
+    o, state = lad.kda(q, k, v, g, beta, group=group)  # q, k, v, ...: this rank's tokens
+
+Linear attention needs no tokens of other ranks, only the states between them, so results and
+gradients are exact and the bytes that travel do not depend on T. docs/distributed.md has the rest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import linattn
+from linattn import scans
+from linattn.distributed._context import Context, context
+from linattn.distributed._convolution import causal_conv1d
+from linattn.distributed._shared import shared
+from linattn.distributed._systems import SYSTEMS
+from linattn.variants import OPS
+
+__all__ = ["Context", "causal_conv1d", "context"]
+
+# The ops and the scans are made from the tables, so no list of them is here.
+FUNCTIONS: tuple[str, ...] = (
+    *OPS,
+    *SYSTEMS,
+    *(name for name in scans.__all__ if f"{name}_step" in scans.__all__),
+)
+
+_NOTE = """
+
+    The tokens are this rank's; ``group`` is keyword-only and required.
+
+    group : ProcessGroup, DeviceMesh of one dimension, Context, or None
+        The ranks that share each row of tokens, in the order of its tokens. None is the default
+        group.
+    cu_seqlens :
+        Of the WHOLE row, on the host. A :class:`Context` has its own.
+    initial_state :
+        A row for each part of a sequence on this rank. It counts where the sequence begins.
+    output_final_state : bool or "all"
+        True: the state after this rank's last token of each part. "all": the final states of all
+        sequences, on all ranks.
+    out :
+        None.
+"""
+
+
+def _made(name: str) -> Any:
+    function = getattr(linattn, name)
+
+    def call(*args: Any, group: Any, **given: Any) -> Any:
+        return shared(name, group, args, given)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"{name} of tokens that ranks share: see linattn.{name}.{_NOTE}"
+    parameters = list(inspect.signature(function).parameters.values())
+    rest = [x for x in parameters if x.kind == x.VAR_KEYWORD]
+    own = inspect.Parameter("group", inspect.Parameter.KEYWORD_ONLY)
+    parameters = [*(x for x in parameters if x not in rest), own, *rest]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
+
+
+def __getattr__(name: str) -> Any:
+    if name not in FUNCTIONS:
+        raise AttributeError(f"module 'linattn.distributed' has no attribute {name!r}")
+    made = globals()[name] = _made(name)
+    return made
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *FUNCTIONS})

@@ -1,0 +1,368 @@
+"""One call of a function of linattn's on the tokens of one rank: run, mapped, differentiated.
+
+Which kind of map a function has follows from its row in the table of ops: a delta rule has a matrix
+[K,K] (two states: [2K,2K]), a decay per key a diagonal, another decay a number, no decay nothing.
+A scan, which is not in the table, has a diagonal.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import linattn
+from linattn.autograd import gate_of, is_number, tensor_of
+from linattn.distributed._exchange import Form
+from linattn.distributed._systems import SYSTEMS
+from linattn.features import core_features, mapped
+from linattn.variants import VARIANTS
+
+__all__ = ["Call", "Derivatives", "States", "is_flushing", "names_of_states"]
+
+States = tuple[Tensor, ...]  # the state of a call, or the two of a pair
+_NOT_OPTIONS = ("cu_seqlens", "out")
+_LOGARITHMS = ("g", "slopes")  # what a decay is the exponential of, and what minus that
+
+
+class Derivatives(NamedTuple):
+    """The gradients of the arrays by name, and of the state before the tokens."""
+
+    arrays: dict[str, Tensor]
+    states: States | None
+
+
+def is_flushing() -> bool:
+    """Does this thread take numbers below the least normal one for zero?"""
+    small = torch.full((), 2.0**-130, dtype=torch.float32)
+    return bool((small * 1 == 0).item())
+
+
+@contextmanager
+def _flushing(device: torch.device) -> Iterator[None]:
+    """Columns of M that nothing is written to fade. Below the least normal number they would stay,
+    because a decay above 1/2 of the least number is rounded to that number, and a CPU would take
+    many times as long for each product. linattn's threads have the mode of the caller's."""
+    if device.type != "cpu":
+        yield
+        return
+    before = is_flushing()
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
+def _is_of_tokens(x: Tensor) -> bool:
+    """Is axis 1 that of tokens? Arrays that all tokens share have two axes at most."""
+    return x.dim() > 2 or x.dtype == torch.bool
+
+
+class Call:
+    """The arrays and options of a call. Arrays are kept apart, for PyTorch records them."""
+
+    def __init__(self, name: str, given: dict[str, Any]) -> None:
+        self.name, self.row = name, VARIANTS.get(name)
+        self.forward, self.back = getattr(linattn, name), getattr(linattn, f"{name}_backward")
+        self.system = SYSTEMS.get(name)
+        self.initial, self.final = names_of_states(name)
+        aside = (self.initial, self.final, *_NOT_OPTIONS)
+        given = {x: value for x, value in given.items() if x not in aside}
+        if self.row is not None:
+            given = self._completed(given)
+        self.arrays: dict[str, Tensor] = {}
+        self.options: dict[str, Any] = {}
+        for x, value in given.items():
+            is_array = value is not None and hasattr(value, "shape") and not is_number(value)
+            made = tensor_of(x, value) if is_array else value
+            (self.arrays if isinstance(made, Tensor) else self.options)[x] = made
+        first = next(iter(given))
+        if not isinstance(given[first], Tensor):
+            got = type(given[first]).__name__
+            raise TypeError(f"{first}: expected a tensor of PyTorch's, got {got}")
+        self.names = tuple(self.arrays)
+        self.like = self.arrays[first].detach().new_empty(0)
+        axes, shape = 3 if self.is_scan else 4, tuple(self.arrays[first].shape)
+        if len(shape) != axes:
+            raise ValueError(
+                f"{first}: expected [B,T,{'D' if axes == 3 else 'H,K'}], with all axes, where the "
+                f"tokens are shared by ranks, got {shape}"
+            )
+        self.B, self.T = shape[:2]
+        self.of_tokens = [x for x, array in self.arrays.items() if _is_of_tokens(array)]
+        self.writes = self.options.get("num_householder", 1)  # of a token
+        self.state_v_first = bool(self.options.pop("state_v_first", False))
+        if self.system is not None:
+            self.state_v_first |= self.system.state_v_first
+            for x in self.system.refused:
+                if given[x] is not None:
+                    raise ValueError(f"{x}: expected None where ranks share the tokens")
+        self.causal = self.options.get("causal", True)
+        takes = inspect.signature(self.back).parameters
+        self.back_options = {x: value for x, value in self.options.items() if x in takes}
+        self.shapes: list[tuple[int, ...]] = []  # of each state, without the axis of sequences
+
+    @property
+    def is_scan(self) -> bool:
+        return self.row is None and self.system is None
+
+    @property
+    def value(self) -> str:
+        """The array that is written."""
+        if self.is_scan:
+            return self.names[0]
+        return "v" if self.system is None else self.system.value
+
+    def cut(self, arrays: Mapping[str, Tensor], tokens: slice) -> dict[str, Tensor]:
+        """The arrays of some tokens. A token may have several writes."""
+        found = dict(arrays)
+        for x in self.of_tokens:
+            times = self.writes if arrays[x].shape[1] != self.T else 1
+            begin, end = (None if i is None else i * times for i in (tokens.start, tokens.stop))
+            found[x] = arrays[x][:, begin:end]
+        return found
+
+    def _completed(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A default gate, and q and k behind maps that are functions, which PyTorch records."""
+        assert self.row is not None
+        gate = gate_of(given)
+        if self.row.decay == "head" and gate is not None and given[gate] is None:
+            complete = getattr(sys.modules[f"linattn.ops.{self.name}"], "bound_arguments", None)
+            arrays = [given[x] for x in "qkv"]
+            if complete is not None and all(isinstance(x, Tensor) and x.dim() == 4 for x in arrays):
+                a_token = {x: given[x][:, :1].flatten(0, 1) for x in "qkv"}
+                given = given | {gate: complete(**a_token, **{gate: None})[gate]}
+        if not self.row.normaliser:
+            return given
+        options = [given[x] for x in ("feature_map", "normalize", "eps", "causal")]
+        phi_q, phi_k, _ = core_features(*options)
+        *_, q, k, norm = mapped(phi_q, phi_k, given["q"], given["k"], given["qk_l2norm"], {})
+        if phi_q.forward is None and phi_k.forward is None:
+            return given
+        named = tuple("identity" if phi.forward else phi for phi in (phi_q, phi_k))
+        normalize = "clamp" if given["normalize"] is True else given["normalize"]
+        changed = {"feature_map": named, "normalize": normalize, "qk_l2norm": norm}
+        return given | {"q": q, "k": k} | changed
+
+    # ---- before anything is sent ----
+
+    def taken(self) -> tuple[Tensor, ...]:
+        """The arrays, which are kept here no longer: PyTorch keeps what a backward pass needs."""
+        tensors = tuple(self.arrays.values())
+        value = self.arrays[self.value]
+        self.o_shape = (self.B, self.T, *value.shape[2:])
+        self.arrays = {}
+        return tensors
+
+    def probe(self, states: States | None, is_packed: bool) -> None:
+        """Raise what the function would raise, by a call of no tokens, and learn its states."""
+        arrays = {x: array.detach() for x, array in self.arrays.items()}
+        own = [x for x in self.of_tokens if self.causal or x != self.names[0]]
+        counts = {arrays[x].shape[1] for x in own}
+        fits = counts <= {self.T, self.writes * self.T} if self.causal else len(counts) == 1
+        if not fits:
+            self.run(arrays, None, None)  # which says which one
+        none = self.cut(arrays, slice(0, 0))
+        edges = None
+        if is_packed:
+            count = 1 if states is None else len(states[0])
+            edges = torch.zeros(count + 1, dtype=torch.int64, device=self.like.device)
+        given = None if states is None else tuple(S.detach() for S in states)
+        _, found = self.run(none, given, edges)
+        self.shapes = [tuple(S.shape[1:]) for S in found]
+        self.real = found[0].dtype
+
+    def described(self) -> dict[str, str]:
+        """What has to be the same on all ranks, in words."""
+        words = {"op": self.name}
+        for x, array in self.arrays.items():
+            shape = list(array.shape)
+            if x in self.of_tokens:
+                shape[1] = -1
+            words[f"dtype of {x}"] = str(array.dtype).removeprefix("torch.")
+            words[f"shape of {x}"] = str(tuple("T" if n < 0 else n for n in shape)).replace("'", "")
+        words["device"] = self.like.device.type
+        words |= {x: repr(value) for x, value in self.options.items()}
+        words["state_v_first"] = repr(self.state_v_first)
+        return words
+
+    # ---- one rank's tokens ----
+
+    def run(
+        self, arrays: Mapping[str, Tensor], states: States | None, edges: Tensor | None
+    ) -> tuple[Tensor, States]:
+        """o and the state after the tokens. Nothing is recorded."""
+        named = {self.initial: self._given(states), self.final: True, "cu_seqlens": edges}
+        with torch.no_grad():
+            o, final = self.forward(**arrays, **self.options, **named)
+        found = self._found(final)
+        assert found is not None
+        return o, found
+
+    def _given(self, states: States | None) -> Any:
+        """States as the function takes them."""
+        if states is not None and self.system is not None and self.system.state_v_first:
+            states = tuple(S.mT for S in states)
+        return states[0] if states is not None and len(states) == 1 else states
+
+    def _found(self, states: Any) -> States | None:
+        """The way back."""
+        if states is None:
+            return None
+        found = states if isinstance(states, tuple) else (states,)
+        if self.system is not None and self.system.state_v_first:
+            found = tuple(S.mT for S in found)
+        return found
+
+    def derivatives(
+        self,
+        do: Tensor,
+        arrays: Mapping[str, Tensor],
+        states: States | None,
+        d_states: States | None,
+        edges: Tensor | None,
+    ) -> Derivatives:
+        d_final = self.initial.replace("initial", "d_final")
+        named = {self.initial: self._given(states), d_final: self._given(d_states)}
+        found = self.back(do.contiguous(), **arrays, **self.back_options, **named, cu_seqlens=edges)
+        by_name = found._asdict()
+        d_initial = self._found(by_name[f"d_{self.initial}"])
+        smooth = [x for x, array in arrays.items() if array.dtype != torch.bool]
+        return Derivatives({x: by_name.get(f"d{x}", by_name.get("dg")) for x in smooth}, d_initial)
+
+    def zeros(self, n: int) -> States:
+        """The state before n sequences."""
+        return tuple(self.like.new_zeros(n, *shape, dtype=self.real) for shape in self.shapes)
+
+    # ---- maps ----
+
+    def form(self, rows: int) -> Form:
+        """Of the map of `rows` sequences."""
+        heads, K, V = (*self.shapes[0], 1, 1)[:3]
+        if self.is_stacked:
+            K *= 2
+        elif len(self.shapes) == 2:
+            V += 1
+        transition: tuple[int, ...] = (K, K) if self.has_matrix else (K,)
+        if self.row is not None and not self.has_matrix:
+            transition = {"none": (), "key": (K,)}.get(self.row.decay, (1,))
+        return Form(rows * heads, K, V, transition, self.real, self.like.device)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Are there two states of one shape, each of which the other one depends on?"""
+        return len(self.shapes) == 2 and self.shapes[0] == self.shapes[1]
+
+    @property
+    def has_matrix(self) -> bool:
+        if self.system is not None:
+            return self.system.has_matrix
+        return self.row is not None and self.row.rule in ("delta", "dplr")
+
+    def as_rows(self, states: Sequence[Tensor]) -> Tensor:
+        """States [n,heads,K,V] as rows [n heads,K,V], two of them as one."""
+        S = states[0]
+        S = S.reshape(*S.shape, *[1] * (4 - S.dim()))
+        if self.is_stacked:
+            S = torch.cat([S, states[1]], 2)
+        elif len(states) == 2:
+            S = torch.cat([S, states[1][..., None]], 3)
+        return S.flatten(0, 1)
+
+    def as_states(self, S: Tensor) -> States:
+        """The way back."""
+        n = len(S) // self.shapes[0][0]
+        S = S.unflatten(0, (n, self.shapes[0][0]))
+        if self.is_stacked:
+            return tuple(x.contiguous() for x in S.chunk(2, 2))
+        if len(self.shapes) == 2:
+            return S[..., :-1].contiguous(), S[..., -1].contiguous()
+        return (S.reshape(n, *self.shapes[0]),)
+
+    def map(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """X and M of tokens that turn any state S into M S + X."""
+        if self.is_scan:
+            return self._map_of_scan(arrays)
+        if self.has_matrix or self.system is not None:
+            return self._map_by_columns(arrays)
+        _, X = self.run(arrays, None, None)
+        return self.as_rows(X), self._decays(arrays)
+
+    def _map_by_columns(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Values [v | 0] from the state [0 | I]: scores are made once for both.
+
+        Where M is a diagonal, one column of ones is enough.
+        """
+        v = arrays[self.value]
+        V = v.shape[3]
+        heads, K = self.shapes[0][:2]
+        keys = K * len(self.shapes)
+        one = torch.ones(keys, 1, dtype=self.real, device=v.device)
+        if self.has_matrix:
+            one = torch.eye(keys, dtype=self.real, device=v.device)
+        start = torch.cat([one.new_zeros(keys, V), one], 1)
+        states = tuple(x.expand(len(v), heads, -1, -1) for x in start.chunk(len(self.shapes)))
+        beside, read = ((), ()) if self.system is None else self.system[2:4]
+        wide = {x: array for x, array in arrays.items() if x not in read}
+        for x in {self.value, *beside} & arrays.keys():
+            wide[x] = torch.cat([wide[x], wide[x].new_zeros(*wide[x].shape[:3], one.shape[1])], 3)
+        with _flushing(v.device):
+            _, found = self.run(wide, states, None)
+        rows = self.as_rows(found)
+        M = rows[..., V:]
+        return rows[..., :V], M if self.has_matrix else M[..., 0]
+
+    def _decays(self, arrays: Mapping[str, Tensor]) -> Tensor | None:
+        """The product of the decays, from the sum of their logarithms where these are given."""
+        assert self.row is not None
+        if self.row.decay == "none":
+            return None
+        k = arrays["k"]
+        (B, T), heads = k.shape[:2], self.shapes[0][0]
+        given = {**self.options, **arrays}
+        name = gate_of(given)
+        assert name is not None
+        gate = given[name]
+        if is_number(gate):
+            gate = torch.full((1,), float(gate), dtype=torch.float64)
+        real = torch.float64
+        if gate.dim() > 2 and name in _LOGARITHMS:
+            total = gate.sum(1, dtype=real).exp()
+        elif gate.dim() > 2:
+            total = gate.prod(1, dtype=real)
+        elif T == 0:
+            total = torch.ones_like(gate, dtype=real)
+        elif name in _LOGARITHMS:
+            total = (gate.to(real) * (-T if name == "slopes" else T)).exp()
+        else:
+            total = gate.to(real) ** T
+        total = total.to(self.like.device, self.real)
+        keys = k.shape[3] if self.row.decay == "key" else 1
+        if gate.dim() < 3:
+            total = total.reshape(1, -1, 1)
+        return total.reshape(len(total), total.shape[1], -1).expand(B, heads, keys).flatten(0, 1)
+
+    def _map_of_scan(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rows as they are from zeros, and rows that write nothing from ones, in one call."""
+        twice = {
+            x: torch.cat([array, torch.zeros_like(array) if x == self.value else array])
+            if x in self.of_tokens
+            else array
+            for x, array in arrays.items()
+        }
+        zeros = self.zeros(self.B)[0]
+        with _flushing(zeros.device):
+            _, (S,) = self.run(twice, (torch.cat([zeros, zeros + 1]),), None)
+        return self.as_rows((S[: self.B],)), self.as_rows((S[self.B :],))[..., 0]
+
+
+def names_of_states(name: str) -> tuple[str, str]:
+    """The arguments that are the state before the tokens, and that ask for the one after them."""
+    system = SYSTEMS.get(name)
+    return ("initial_state", "output_final_state") if system is None else system[4:6]
