@@ -24,7 +24,7 @@ from linattn.distributed._shared import shared
 from linattn.distributed._systems import SYSTEMS
 from linattn.variants import OPS
 
-__all__ = ["Context", "causal_conv1d", "context"]
+__all__ = ["Context", "causal_conv1d", "context", "parallelize"]
 
 # The ops and the scans are made from the tables, so no list of them is here.
 FUNCTIONS: tuple[str, ...] = (
@@ -50,6 +50,47 @@ _NOTE = """
     out :
         None.
 """
+
+
+def parallelize(model: Any, group: Any) -> Any:
+    """Let the ranks of a group share the tokens of each row, in all layers of linattn in a model.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Layers of :mod:`linattn.nn`, at any depth, get the group as their ``process_group``.
+    group : ProcessGroup, DeviceMesh of one dimension, or None
+        None: each rank has whole rows again.
+
+    Returns
+    -------
+    torch.nn.Module
+        The model.
+
+    Raises
+    ------
+    ValueError
+        The model has no such layer.
+
+    Examples
+    --------
+    >>> import torch, torch.distributed as dist
+    >>> import linattn.distributed as lad
+    >>> from linattn import nn
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), nn.LinearAttention(8, 8, 8))
+    >>> lad.parallelize(model, dist.group.WORLD)(torch.ones(1, 3, 4)).shape
+    torch.Size([1, 3, 8])
+    >>> dist.destroy_process_group()
+    """
+    from linattn.nn._blocks import SharesTokens
+
+    layers = [layer for layer in model.modules() if isinstance(layer, SharesTokens)]
+    if not layers:
+        raise ValueError("model: expected a layer of linattn.nn in it, got none")
+    for layer in layers:
+        layer.process_group = group
+    return model
 
 
 def _made(name: str) -> Any:

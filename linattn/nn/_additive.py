@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linattn.nn._blocks import Block, State, no_position, positions, real_dtype, share_of
+from linattn.nn._blocks import Block, Cut, State, no_position, positions, real_dtype, share_of
 
 
 class Retention(Block):
@@ -27,6 +27,8 @@ class Retention(Block):
         one.
     norm_eps : float
         Of the norm of each head's output.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -64,12 +66,15 @@ class Retention(Block):
         expand_k: float = 1,
         expand_v: float = 2,
         norm_eps: float = 1e-5,
+        process_group: Any = None,
     ) -> None:
         K, V = (
             share_of(name, d_model, expand, num_heads)
             for name, expand in (("expand_k", expand_k), ("expand_v", expand_v))
         )
-        super().__init__(d_model, num_heads, num_heads, K, V, None, norm_eps)
+        super().__init__(
+            d_model, num_heads, num_heads, K, V, None, norm_eps, process_group=process_group
+        )
         if K % 2:
             raise ValueError(f"expand_k: expected an even number of keys per head, got {K}")
         self.g_proj = nn.Linear(d_model, num_heads * V, bias=False)
@@ -96,9 +101,9 @@ class Retention(Block):
         return no_position(like, N)
 
     def _positions(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
+        self, x: Tensor, state: State | None, cut: Cut
     ) -> tuple[Tensor | None, Tensor | None]:
-        return positions(x, state, cu_seqlens)
+        return positions(x, state, cut)
 
 
 class GatedLinearAttention(Block):
@@ -118,6 +123,8 @@ class GatedLinearAttention(Block):
         The 16 in the exponent: with a larger one a head forgets more slowly.
     norm_eps : float
         Of the norm of each head's output.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -157,12 +164,15 @@ class GatedLinearAttention(Block):
         gate_low_rank_dim: int = 16,
         gate_logit_normalizer: float = 16,
         norm_eps: float = 1e-5,
+        process_group: Any = None,
     ) -> None:
         K, V = (
             share_of(name, d_model, expand, num_heads)
             for name, expand in (("expand_k", expand_k), ("expand_v", expand_v))
         )
-        super().__init__(d_model, num_heads, num_heads, K, V, None, norm_eps)
+        super().__init__(
+            d_model, num_heads, num_heads, K, V, None, norm_eps, process_group=process_group
+        )
         self.gate_logit_normalizer = gate_logit_normalizer
         self.gk_proj = nn.Sequential(
             nn.Linear(d_model, gate_low_rank_dim, bias=False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,38 @@ def check_state(state: Any) -> None:
         raise TypeError(f"state: expected a linattn.nn.State, got {type(state).__name__}")
 
 
+# Where the sequences of a row begin, as a layer passes it on: cu_seqlens, None, or a
+# linattn.distributed.Context of the ranks that share the row.
+Cut = Any
+
+
+def is_shared(cut: Cut) -> bool:
+    return not (cut is None or isinstance(cut, Tensor)) and hasattr(cut, "shares")
+
+
+def told(function: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
+    """A function of linattn's that knows where sequences begin, or which ranks share them."""
+    if not is_shared(cut):
+        return partial(function, cu_seqlens=cut)
+    from linattn import distributed
+
+    return partial(getattr(distributed, function.__name__), group=cut)
+
+
+class SharesTokens(nn.Module):
+    """A layer whose rows of tokens may be shared by the ranks of a process group."""
+
+    process_group: Any = None
+
+    def cut(self, x: Tensor, cu_seqlens: Any) -> Cut:
+        """By the layer's own group all ranks have as many tokens of x [B,T,D]."""
+        if self.process_group is None or is_shared(cu_seqlens):
+            return cu_seqlens
+        from linattn import distributed
+
+        return distributed.context(self.process_group, lengths=x.shape[1], cu_seqlens=cu_seqlens)
+
+
 class ShortConvolution(nn.Conv1d):
     """A causal convolution of each channel over its last W inputs, and SiLU, unless that is off."""
 
@@ -84,17 +117,16 @@ class ShortConvolution(nn.Conv1d):
         return "silu" if self.silu else None
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None
+        self, x: Tensor, before: Tensor | None, cut: Cut
     ) -> tuple[Tensor, Tensor]:
         """x [B,T,D] and the W-1 inputs before it [N,W-1,D] (zeros by default) -> y, the next."""
-        y, after = causal_conv1d(
+        y, after = told(causal_conv1d, cut)(
             x,
             self.weight[:, 0],
             self.bias,
             activation=self._activation(),
             initial_state=None if before is None else before.to(x.dtype).mT,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
         )
         return y, after.to(x.dtype).mT
 
@@ -120,21 +152,55 @@ def no_position(like: Tensor, N: int) -> Tensor:
     return torch.zeros(N, dtype=torch.long, device=like.device)
 
 
-def positions(x: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of each token of x [B,T,D], and after the last of each sequence."""
+def positions(x: Tensor, state: State | None, cut: Cut) -> tuple[Tensor, Tensor]:
+    """Of each token of x [B,T,D], and after the last of each sequence.
+
+    Where ranks share a row, the position of a state is looked at on all of them.
+    """
     B, T = x.shape[:2]
     token = torch.arange(T, device=x.device)
-    if cu_seqlens is None:
-        start = no_position(x, B)
+    before: Any = 0
+    if is_shared(cut):
+        before = torch.tensor(cut.before, device=x.device)
+        cut = cut.on(x.device)
+    if cut is None:
+        start = no_position(x, B) + before
         if state is not None and state.position is not None:
-            start = state.position
+            start = state.position + before
         return start[:, None] + token, start + T
-    edges = cu_seqlens.to(torch.long)
-    start = torch.zeros_like(edges[1:])
+    edges = cut.to(torch.long)
+    start = torch.zeros_like(edges[1:]) + before
     if state is not None and state.position is not None:
-        start = state.position
+        start = state.position + before
     n = sequence_of(token, edges)
     return (token - edges[n] + start[n])[None], start + edges.diff()
+
+
+def token_shift(x: Tensor, before: Tensor | None, cut: Cut) -> tuple[Tensor, Tensor]:
+    """x [B,T,D] and the token before it [N,1,D] (zeros by default) -> those before each, the last.
+
+    The token before the first is the one in `before`.
+    """
+    B, T, D = x.shape
+    if is_shared(cut):  # a convolution of two inputs that takes the one before
+        weight = torch.tensor([1.0, 0.0], dtype=x.dtype, device=x.device).expand(D, 2)
+        state = None if before is None else before.to(x.dtype).mT
+        shifted, last = told(causal_conv1d, cut)(
+            x, weight, initial_state=state, output_final_state=True
+        )
+        return shifted, last.to(x.dtype).mT.clone()
+    N = B if cut is None else cut.shape[0] - 1
+    before = x.new_zeros(N, 1, D) if before is None else before.to(x.dtype)
+    if cut is None:
+        padded = torch.cat([before, x], 1)
+        return padded[:, :-1], padded[:, -1:].clone()  # a step writes it, y's backward reads
+    edges = cut.to(torch.long)
+    token = torch.arange(T, device=x.device)
+    n = sequence_of(token, edges)
+    rows = torch.cat([x.new_zeros(1, D), x[0]])  # row t is token t - 1
+    shifted = torch.where((token == edges[n])[:, None], before[n, 0], rows[:-1])
+    last = torch.where((edges.diff() > 0)[:, None], rows[edges[1:]], before[:, 0])
+    return shifted[None], last[:, None]
 
 
 def decay_parameters(
@@ -149,7 +215,7 @@ def decay_parameters(
     return nn.Parameter(A.log()), nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
 
 
-class Block(nn.Module):
+class Block(SharesTokens):
     """The part that all blocks share.
 
     It makes q, k and v by heads, through short convolutions if there are any, and it has the norm
@@ -171,8 +237,10 @@ class Block(nn.Module):
         conv_size: int | None,
         norm_eps: float,
         writes: int = 1,
+        process_group: Any = None,
     ) -> None:
         super().__init__()
+        self.process_group = process_group
         for name, value in (
             ("d_model", d_model),
             ("num_heads", num_heads),
@@ -204,23 +272,23 @@ class Block(nn.Module):
         """q, k [...,H,K] at their positions [...]."""
         return q, k
 
-    def run(self, *arrays: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    def run(self, cut: Cut, *arrays: Tensor, **options: Any) -> tuple[Tensor, Any]:
         """The op, of a sequence."""
-        done: tuple[Tensor, Any] = getattr(ops, self.op)(*arrays, **options)
+        done: tuple[Tensor, Any] = told(getattr(ops, self.op), cut)(*arrays, **options)
         return done
 
     def run_from(
         self,
         state: State | None,
-        cu_seqlens: Tensor | None,
+        cut: Cut,
         *arrays: Tensor,
         **options: Any,
     ) -> tuple[Tensor, Any]:
         """The op, of N sequences that go on from a state, and the memory after them."""
         return self.run(
+            cut,
             *arrays,
             **options,
-            cu_seqlens=cu_seqlens,
             output_final_state=True,
             initial_state=None if state is None else state.memory,
         )
@@ -240,7 +308,7 @@ class Block(nn.Module):
         return None if g_proj is None else g_proj(x)
 
     def forward(
-        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: State | None = None, cu_seqlens: Any = None
     ) -> tuple[Tensor, State]:
         """x [B,T,D] -> y [B,T,D] and the state after it.
 
@@ -250,9 +318,9 @@ class Block(nn.Module):
         state : State, optional
             The memory of the tokens before x, of N sequences; it is left as it is. Zeros by
             default.
-        cu_seqlens : int Tensor [N+1], optional
+        cu_seqlens : int Tensor [N+1], or a linattn.distributed.Context, optional
             Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
-            B by default.
+            B by default. With a process group they are those of the whole row, on the host.
 
         Returns
         -------
@@ -267,19 +335,20 @@ class Block(nn.Module):
         check_input(x, "BT", self.d_model, ("q_proj", self.q_proj))
         if state is not None:
             check_state(state)
+        cut = self.cut(x, cu_seqlens)
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
         conv: tuple[Tensor, ...] = ()
         if self.has_conv:
             before = (None,) * 3 if state is None else state.conv
             done = [
-                layer(y, b, cu_seqlens)
+                layer(y, b, cut)
                 for layer, y, b in zip(self._convolutions(), projected, before, strict=True)
             ]
             projected, conv = [y for y, _ in done], tuple(c for _, c in done)
         q, k, v = self._by_heads(projected)
-        at, position = self._positions(x, state, cu_seqlens)
+        at, position = self._positions(x, state, cut)
         q, k = self.turn(q, k, at)
-        o, memory = self.run_from(state, cu_seqlens, q, k, v, **self.arguments(x))
+        o, memory = self.run_from(state, cut, q, k, v, **self.arguments(x))
         return self._output(o, x), State(memory, conv, position)
 
     @torch.no_grad()
@@ -365,7 +434,7 @@ class Block(nn.Module):
         return None
 
     def _positions(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
+        self, x: Tensor, state: State | None, cut: Cut
     ) -> tuple[Tensor | None, Tensor | None]:
         """Of each token, and after the last of each sequence."""
         return None, None

@@ -16,7 +16,7 @@ from linattn.composed import (
     gated_delta_product_step,
 )
 from linattn.features import l2norm
-from linattn.nn._blocks import Block, decay_parameters, share_of
+from linattn.nn._blocks import Block, Cut, decay_parameters, share_of, told
 
 
 class DeltaNet(Block):
@@ -34,6 +34,8 @@ class DeltaNet(Block):
         The inputs that a short convolution sees.
     norm_eps : float
         Of the norm of each head's output.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -70,12 +72,15 @@ class DeltaNet(Block):
         expand_v: float = 1,
         conv_size: int = 4,
         norm_eps: float = 1e-5,
+        process_group: Any = None,
     ) -> None:
         K, V = (
             share_of(name, d_model, expand, num_heads)
             for name, expand in (("expand_k", expand_k), ("expand_v", expand_v))
         )
-        super().__init__(d_model, num_heads, num_heads, K, V, conv_size, norm_eps)
+        super().__init__(
+            d_model, num_heads, num_heads, K, V, conv_size, norm_eps, process_group=process_group
+        )
         self.b_proj = nn.Linear(d_model, num_heads, bias=False)
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
@@ -103,6 +108,8 @@ class GatedDeltaNet(Block):
         The inputs that a short convolution sees.
     norm_eps : float
         Of the norm of each head's output.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -137,10 +144,13 @@ class GatedDeltaNet(Block):
         num_v_heads: int | None = None,
         conv_size: int = 4,
         norm_eps: float = 1e-5,
+        process_group: Any = None,
     ) -> None:
         HV = num_heads if num_v_heads is None else num_v_heads
         V = share_of("expand_v", head_dim, expand_v, 1)
-        super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps)
+        super().__init__(
+            d_model, num_heads, HV, head_dim, V, conv_size, norm_eps, process_group=process_group
+        )
         self.a_proj = nn.Linear(d_model, HV, bias=False)
         self.b_proj = nn.Linear(d_model, HV, bias=False)
         self.A_log, self.dt_bias = decay_parameters(HV, HV, 1e-4)
@@ -181,6 +191,8 @@ class GatedDeltaProduct(Block):
         The inputs that a short convolution sees.
     norm_eps : float
         Of the norm of each head's output.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -219,11 +231,14 @@ class GatedDeltaProduct(Block):
         allow_neg_eigval: bool = True,
         conv_size: int = 4,
         norm_eps: float = 1e-5,
+        process_group: Any = None,
     ) -> None:
         HV = num_heads if num_v_heads is None else num_v_heads
         V = share_of("expand_v", head_dim, expand_v, 1)
         R = as_size("num_householder", num_householder, 1)
-        super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps, R)
+        super().__init__(
+            d_model, num_heads, HV, head_dim, V, conv_size, norm_eps, R, process_group=process_group
+        )
         self.R, self.allow_neg_eigval, self.use_forget_gate = R, allow_neg_eigval, use_forget_gate
         self.b_proj = nn.Linear(d_model, R * HV, bias=False)
         if use_forget_gate:
@@ -238,10 +253,12 @@ class GatedDeltaProduct(Block):
             decay["g"] = gates.softplus(self.a_proj(x), self.A_log, self.dt_bias)
         return {**decay, "beta": beta, "qk_l2norm": True, "num_householder": self.R}
 
-    def run(self, *arrays: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    def run(self, cut: Cut, *arrays: Tensor, **options: Any) -> tuple[Tensor, Any]:
         q, k, v = arrays
-        beta = options.pop("beta").flatten(1, 2)  # [B,T,R,...] as [B,TR,...]
-        return gated_delta_product(q, k.flatten(1, 2), v.flatten(1, 2), beta=beta, **options)
+        options["beta"] = options["beta"].flatten(1, 2)  # [B,T,R,...] as [B,TR,...]
+        run = told(gated_delta_product, cut)
+        done: tuple[Tensor, Any] = run(q, k.flatten(1, 2), v.flatten(1, 2), **options)
+        return done
 
     def run_step(self, *arrays: Tensor, **options: Any) -> Tensor:
         return gated_delta_product_step(*arrays, **options)
@@ -294,6 +311,8 @@ class Comba(Block):
         The inputs that a short convolution sees.
     norm_eps : float
         Of the norm of each head's output.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -333,10 +352,13 @@ class Comba(Block):
         norm_x: bool = True,
         conv_size: int = 4,
         norm_eps: float = 1e-5,
+        process_group: Any = None,
     ) -> None:
         HV = num_heads if num_v_heads is None else num_v_heads
         V = share_of("expand_v", head_dim, expand_v, 1)
-        super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps)
+        super().__init__(
+            d_model, num_heads, HV, head_dim, V, conv_size, norm_eps, process_group=process_group
+        )
         self.norm_x = norm_x
         self.use_inner_decay, self.use_output_correction = use_inner_decay, use_output_correction
         self.a_proj = nn.Linear(d_model, HV, bias=False)
@@ -355,8 +377,9 @@ class Comba(Block):
             "qk_l2norm": True,
         }
 
-    def run(self, *arrays: Tensor, **options: Any) -> tuple[Tensor, Any]:
-        return comba(*self._corrected(*arrays), **options)
+    def run(self, cut: Cut, *arrays: Tensor, **options: Any) -> tuple[Tensor, Any]:
+        done: tuple[Tensor, Any] = told(comba, cut)(*self._corrected(*arrays), **options)
+        return done
 
     def run_step(self, *arrays: Tensor, **options: Any) -> Tensor:
         return comba_step(*self._corrected(*arrays), **options)
@@ -391,6 +414,8 @@ class KimiDeltaAttention(Block):
         The inputs that a short convolution sees.
     norm_eps : float
         Of the norm of each head's output.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -428,10 +453,13 @@ class KimiDeltaAttention(Block):
         num_v_heads: int | None = None,
         conv_size: int = 4,
         norm_eps: float = 1e-5,
+        process_group: Any = None,
     ) -> None:
         HV = num_heads if num_v_heads is None else num_v_heads
         V = share_of("expand_v", head_dim, expand_v, 1)
-        super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps)
+        super().__init__(
+            d_model, num_heads, HV, head_dim, V, conv_size, norm_eps, process_group=process_group
+        )
         self.f_proj = nn.Sequential(
             nn.Linear(d_model, V, bias=False), nn.Linear(V, HV * head_dim, bias=False)
         )

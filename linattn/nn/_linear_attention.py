@@ -10,10 +10,17 @@ from torch import Tensor, nn
 from linattn import ops
 from linattn.arrays import as_size
 from linattn.features import FeatureMapLike, apply_feature_map, core_features, feature_maps
-from linattn.nn._blocks import State, check_input, check_state, real_dtype
+from linattn.nn._blocks import (
+    SharesTokens,
+    State,
+    check_input,
+    check_state,
+    real_dtype,
+    told,
+)
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(SharesTokens):
     """Linear attention as it is taught: three matrices, a feature map, and the normaliser.
 
     ::
@@ -38,6 +45,8 @@ class LinearAttention(nn.Module):
     feature_map, normalize, eps
         As in :func:`linattn.linear_attention`. The parameters of a map that is a module are
         parameters of this layer.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Attributes
     ----------
@@ -79,8 +88,10 @@ class LinearAttention(nn.Module):
         feature_map: FeatureMapLike | tuple[FeatureMapLike, FeatureMapLike] = "elu+1",
         normalize: bool | str = True,
         eps: float = 1e-6,
+        process_group: Any = None,
     ) -> None:
         super().__init__()
+        self.process_group = process_group
         self.d_model = as_size("d_model", d_model, 1)
         self.num_heads = as_size("num_heads", num_heads, 1)
         self.d_k, self.d_v = as_size("d_k", d_k, 1), as_size("d_v", d_v, 1)
@@ -133,7 +144,7 @@ class LinearAttention(nn.Module):
             )
         if state is not None:
             check_state(state)
-        o, memory = ops.linear_attention(
+        o, memory = told(ops.linear_attention, self.cut(x, None))(
             *self._by_heads(x),
             **self._options(),
             causal=causal,

@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from linattn.arrays import as_size
 from linattn.composed import ssd, ssd_step
 from linattn.nn._blocks import (
+    SharesTokens,
     ShortConvolution,
     State,
     check_input,
     check_state,
     decay_parameters,
     real_dtype,
+    told,
 )
 
 
-class Mamba2(nn.Module):
+class Mamba2(SharesTokens):
     """Mamba-2: one projection, a short convolution, :func:`linattn.ssd`, and a gated norm.
 
     ::
@@ -61,6 +63,8 @@ class Mamba2(nn.Module):
         Have the two matrices a bias, and has the convolution?
     norm_eps : float
         Of the norm.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -106,8 +110,10 @@ class Mamba2(nn.Module):
         bias: bool = False,
         conv_bias: bool = True,
         norm_eps: float = 1e-5,
+        process_group: Any = None,
     ) -> None:
         super().__init__()
+        self.process_group = process_group
         self.d_model = as_size("d_model", d_model, 1)
         self.d_state, self.P = as_size("d_state", d_state, 1), as_size("headdim", headdim, 1)
         self.G = as_size("ngroups", ngroups, 1)
@@ -135,7 +141,7 @@ class Mamba2(nn.Module):
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias)
 
     def forward(
-        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: State | None = None, cu_seqlens: Any = None
     ) -> tuple[Tensor, State]:
         """x [B,T,d_model] -> y [B,T,d_model] and the state after it.
 
@@ -145,9 +151,9 @@ class Mamba2(nn.Module):
         state : State, optional
             The memory of the tokens before x, of N sequences; it is left as it is. Zeros by
             default.
-        cu_seqlens : int Tensor [N+1], optional
+        cu_seqlens : int Tensor [N+1], or a linattn.distributed.Context, optional
             Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
-            B by default.
+            B by default. With a process group they are those of the whole row, on the host.
 
         Returns
         -------
@@ -163,13 +169,13 @@ class Mamba2(nn.Module):
         if state is not None:
             check_state(state)
         z, xBC, dt = self._projected(x)
-        xBC, conv = self.conv1d(xBC, None if state is None else state.conv[0], cu_seqlens)
-        y, memory = ssd(
+        cut = self.cut(x, cu_seqlens)
+        xBC, conv = self.conv1d(xBC, None if state is None else state.conv[0], cut)
+        y, memory = told(ssd, cut)(
             *self._arguments(xBC, dt),
             **self._options(z),
             initial_states=None if state is None else state.memory,
             return_final_states=True,
-            cu_seqlens=cu_seqlens,
         )
         return self._output(y, z), State(memory, (conv,), None)
 

@@ -11,29 +11,16 @@ from torch import Tensor, nn
 from linattn import gates, ops
 from linattn.arrays import as_size
 from linattn.composed import rwkv7, rwkv7_step
-from linattn.nn._blocks import State, check_input, check_state, real_dtype, sequence_of, share_of
-
-
-def token_shift(
-    x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """x [B,T,D] and the token before it [N,1,D] (zeros by default) -> those before each, the last.
-
-    The token before the first is the one in `before`.
-    """
-    B, T, D = x.shape
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    before = x.new_zeros(N, 1, D) if before is None else before.to(x.dtype)
-    if cu_seqlens is None:
-        padded = torch.cat([before, x], 1)
-        return padded[:, :-1], padded[:, -1:].clone()  # a step writes it, y's backward reads
-    edges = cu_seqlens.to(torch.long)
-    token = torch.arange(T, device=x.device)
-    n = sequence_of(token, edges)
-    rows = torch.cat([x.new_zeros(1, D), x[0]])  # row t is token t - 1
-    shifted = torch.where((token == edges[n])[:, None], before[n, 0], rows[:-1])
-    last = torch.where((edges.diff() > 0)[:, None], rows[edges[1:]], before[:, 0])
-    return shifted[None], last[:, None]
+from linattn.nn._blocks import (
+    SharesTokens,
+    State,
+    check_input,
+    check_state,
+    real_dtype,
+    share_of,
+    token_shift,
+    told,
+)
 
 
 class LowRank(nn.Module):
@@ -89,14 +76,17 @@ class Mixed(NamedTuple):
     v: Tensor  # [...,H*V], before v_first is mixed in
 
 
-class TimeMix(nn.Module):
+class TimeMix(SharesTokens):
     """The part that the time mixes share: the state, the norm and the output's matrix.
 
     A subclass makes the arguments of its op from x and the token before it.
     """
 
-    def __init__(self, d_model: int, H: int, K: int, V: int, norm_eps: float) -> None:
+    def __init__(
+        self, d_model: int, H: int, K: int, V: int, norm_eps: float, process_group: Any
+    ) -> None:
         super().__init__()
+        self.process_group = process_group
         self.d_model, self.H, self.K, self.V = d_model, H, K, V
         self.g_norm = nn.GroupNorm(H, H * V, eps=norm_eps)
         self.o_proj = nn.Linear(H * V, d_model, bias=False)
@@ -155,6 +145,8 @@ class RWKV6(TimeMix):
         Of the decay.
     norm_eps : float
         Of the norm of each head's output.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -198,6 +190,7 @@ class RWKV6(TimeMix):
         proj_low_rank_dim: int = 32,
         gate_low_rank_dim: int = 64,
         norm_eps: float = 1e-5,
+        process_group: Any = None,
     ) -> None:
         as_size("d_model", d_model, 1)
         H = as_size("num_heads", num_heads, 1)
@@ -207,7 +200,7 @@ class RWKV6(TimeMix):
             as_size(name, share_of(name, d_model, expand, H), 1)
             for name, expand in (("expand_k", expand_k), ("expand_v", expand_v))
         )
-        super().__init__(d_model, H, K, V, norm_eps)
+        super().__init__(d_model, H, K, V, norm_eps, process_group)
         self.x_proj = nn.Sequential(
             Lerp(nn.Linear(d_model, 5 * rank, bias=False), d_model),
             nn.Tanh(),
@@ -230,7 +223,7 @@ class RWKV6(TimeMix):
         decay.begin_at(-6 + 5 * ramp(H * K) ** 0.7)
 
     def forward(
-        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: State | None = None, cu_seqlens: Any = None
     ) -> tuple[Tensor, State]:
         """x [B,T,D] -> y [B,T,D] and the state after it.
 
@@ -240,9 +233,9 @@ class RWKV6(TimeMix):
         state : State, optional
             The memory of the tokens before x, of N sequences; it is left as it is. Zeros by
             default.
-        cu_seqlens : int Tensor [N+1], optional
+        cu_seqlens : int Tensor [N+1], or a linattn.distributed.Context, optional
             Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
-            B by default.
+            B by default. With a process group they are those of the whole row, on the host.
 
         Returns
         -------
@@ -257,12 +250,12 @@ class RWKV6(TimeMix):
         check_input(x, "BT", self.d_model, ("r_proj", self.r_proj.linear))
         if state is not None:
             check_state(state)
-        shifted, last = token_shift(x, None if state is None else state.conv[0], cu_seqlens)
+        cut = self.cut(x, cu_seqlens)
+        shifted, last = token_shift(x, None if state is None else state.conv[0], cut)
         mixed = self._mixed(x, shifted)
-        o, memory = ops.rwkv6(
+        o, memory = told(ops.rwkv6, cut)(
             *mixed.arrays,
             **mixed.options,
-            cu_seqlens=cu_seqlens,
             output_final_state=True,
             initial_state=None if state is None else state.memory,
         )
@@ -341,6 +334,8 @@ class RWKV7(TimeMix):
         it. The parameters begin at values that depend on the place.
     norm_eps : float
         Of the norm of each head's output; head_dim times that is added to the variance.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -392,6 +387,7 @@ class RWKV7(TimeMix):
         layer_idx: int = 0,
         num_layers: int = 1,
         norm_eps: float = 1e-5,
+        process_group: Any = None,
     ) -> None:
         as_size("d_model", d_model, 1)
         K = as_size("head_dim", head_dim, 1)
@@ -403,7 +399,7 @@ class RWKV7(TimeMix):
             raise ValueError(
                 f"layer_idx: expected less than num_layers = {num_layers}, got {layer_idx}"
             )
-        super().__init__(d_model, H, K, V, K * norm_eps)
+        super().__init__(d_model, H, K, V, K * norm_eps, process_group)
         self.layer_idx, self.num_layers = layer_idx, num_layers
 
         def rank(name: str, given: int | None, times: float) -> int:
@@ -459,7 +455,7 @@ class RWKV7(TimeMix):
         self,
         x: Tensor,
         state: State | None = ...,
-        cu_seqlens: Tensor | None = ...,
+        cu_seqlens: Any = ...,
         v_first: Tensor | None = ...,
         output_v_first: Literal[False] = ...,
     ) -> tuple[Tensor, State]: ...
@@ -468,7 +464,7 @@ class RWKV7(TimeMix):
         self,
         x: Tensor,
         state: State | None = ...,
-        cu_seqlens: Tensor | None = ...,
+        cu_seqlens: Any = ...,
         v_first: Tensor | None = ...,
         *,
         output_v_first: Literal[True],
@@ -477,7 +473,7 @@ class RWKV7(TimeMix):
         self,
         x: Tensor,
         state: State | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Any = None,
         v_first: Tensor | None = None,
         output_v_first: bool = False,
     ) -> tuple[Tensor, State] | tuple[Tensor, State, Tensor]:
@@ -489,9 +485,9 @@ class RWKV7(TimeMix):
         state : State, optional
             The memory of the tokens before x, of N sequences; it is left as it is. Zeros by
             default.
-        cu_seqlens : int Tensor [N+1], optional
+        cu_seqlens : int Tensor [N+1], or a linattn.distributed.Context, optional
             Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
-            B by default.
+            B by default. With a process group they are those of the whole row, on the host.
         v_first : Tensor [B,T,H*V], optional
             The values of layer 0, for every other layer.
         output_v_first : bool
@@ -516,12 +512,12 @@ class RWKV7(TimeMix):
         if state is not None:
             check_state(state)
         self._check_v_first(v_first, "B,T", x)
-        shifted, last = token_shift(x, None if state is None else state.conv[0], cu_seqlens)
+        cut = self.cut(x, cu_seqlens)
+        shifted, last = token_shift(x, None if state is None else state.conv[0], cut)
         mixed = self._mixed(x, shifted, v_first)
-        o, memory = rwkv7(
+        o, memory = told(rwkv7, cut)(
             *mixed.arrays,
             **mixed.options,
-            cu_seqlens=cu_seqlens,
             output_final_state=True,
             initial_state=None if state is None else state.memory,
         )

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from linattn.arrays import as_size
 from linattn.nn._blocks import (
+    Cut,
+    SharesTokens,
     ShortConvolution,
     State,
     check_input,
@@ -18,29 +20,29 @@ from linattn.nn._blocks import (
     no_position,
     positions,
     real_dtype,
+    told,
 )
 from linattn.scans import rg_lru, rg_lru_step, s4d, s4d_step, selective_scan, selective_scan_step
 
 
-class _ScanBlock(nn.Module):
+class _ScanBlock(SharesTokens):
     """The passes of the three blocks: checks, then the pass of the subclass."""
 
     first: str  # the name of the layer that reads x
 
-    def __init__(self, d_model: int) -> None:
+    def __init__(self, d_model: int, process_group: Any) -> None:
         super().__init__()
+        self.process_group = process_group
         self.d_model = as_size("d_model", d_model, 1)
 
-    def run(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, state: State | None, cut: Cut) -> tuple[Tensor, State]:
         raise NotImplementedError
 
     def run_step(self, x: Tensor, state: State) -> Tensor:
         raise NotImplementedError
 
     def forward(
-        self, x: Tensor, state: State | None = None, cu_seqlens: Tensor | None = None
+        self, x: Tensor, state: State | None = None, cu_seqlens: Any = None
     ) -> tuple[Tensor, State]:
         """x [B,T,d_model] -> y [B,T,d_model] and the state after it.
 
@@ -50,9 +52,9 @@ class _ScanBlock(nn.Module):
         state : State, optional
             The memory of the tokens before x, of N sequences; it is left as it is. Zeros by
             default.
-        cu_seqlens : int Tensor [N+1], optional
+        cu_seqlens : int Tensor [N+1], or a linattn.distributed.Context, optional
             Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
-            B by default.
+            B by default. With a process group they are those of the whole row, on the host.
 
         Returns
         -------
@@ -69,7 +71,7 @@ class _ScanBlock(nn.Module):
         check_input(x, "BT", self.d_model, (self.first, self._first()))
         if state is not None:
             check_state(state)
-        return self.run(x, state, cu_seqlens)
+        return self.run(x, state, self.cut(x, cu_seqlens))
 
     @torch.no_grad()
     def step(self, x: Tensor, state: State) -> Tensor:
@@ -136,6 +138,8 @@ class Mamba(_ScanBlock):
         The time step begins log-uniform between them.
     bias, conv_bias : bool
         Have the two outer matrices a bias, and has the convolution?
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -178,8 +182,9 @@ class Mamba(_ScanBlock):
         dt_max: float = 0.1,
         bias: bool = False,
         conv_bias: bool = True,
+        process_group: Any = None,
     ) -> None:
-        super().__init__(d_model)
+        super().__init__(d_model, process_group)
         self.d_state = as_size("d_state", d_state, 1)
         self.d_inner = int(d_model * expand)
         if self.d_inner != d_model * expand or self.d_inner < 1:
@@ -222,17 +227,14 @@ class Mamba(_ScanBlock):
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, channels={self.d_inner}, d_state={self.d_state}"
 
-    def run(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, state: State | None, cut: Cut) -> tuple[Tensor, State]:
         x, z = self.in_proj(x).chunk(2, -1)
-        x, conv = self.conv1d(x, None if state is None else state.conv[0], cu_seqlens)
-        y, memory = selective_scan(
+        x, conv = self.conv1d(x, None if state is None else state.conv[0], cut)
+        y, memory = told(selective_scan, cut)(
             *self._arguments(x),
             **self._options(z),
             initial_state=None if state is None else state.memory,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
         )
         return self.out_proj(y), State(memory, (conv,), None)
 
@@ -285,6 +287,8 @@ class S4D(_ScanBlock):
     dt_min, dt_max : float
         The time step begins log-uniform between them.
     discretization : "zoh" or "bilinear"
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -321,8 +325,9 @@ class S4D(_ScanBlock):
         dt_min: float = 1e-3,
         dt_max: float = 0.1,
         discretization: Any = "zoh",
+        process_group: Any = None,
     ) -> None:
-        super().__init__(d_model)
+        super().__init__(d_model, process_group)
         if as_size("d_state", d_state, 2) % 2:
             raise ValueError(f"d_state: expected an even number, got {d_state}")
         if not 0 < dt_min <= dt_max < math.inf:
@@ -351,17 +356,14 @@ class S4D(_ScanBlock):
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, N={self.N}"
 
-    def run(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, State]:
-        y, memory = s4d(
+    def run(self, x: Tensor, state: State | None, cut: Cut) -> tuple[Tensor, State]:
+        y, memory = told(s4d, cut)(
             x,
             *self._constants(),
             D=self.D,
             discretization=self.discretization,
             initial_state=None if state is None else state.memory,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
         )
         return self._output(y), State(memory, (), None)
 
@@ -428,6 +430,8 @@ class RGLRU(_ScanBlock):
         The blocks of the gates' matrices, a divisor of lru_width.
     d_conv : int
         The inputs that the short convolution sees.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -463,8 +467,9 @@ class RGLRU(_ScanBlock):
         lru_width: int | None = None,
         num_heads: int = 1,
         d_conv: int = 4,
+        process_group: Any = None,
     ) -> None:
-        super().__init__(d_model)
+        super().__init__(d_model, process_group)
         self.width = as_size("lru_width", d_model if lru_width is None else lru_width, 1)
         if self.width % as_size("num_heads", num_heads, 1):
             raise ValueError(f"num_heads: expected a divisor of {self.width}, got {num_heads}")
@@ -492,18 +497,15 @@ class RGLRU(_ScanBlock):
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, width={self.width}"
 
-    def run(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, state: State | None, cut: Cut) -> tuple[Tensor, State]:
         y, x = F.gelu(self.linear_y(x), approximate="tanh"), self.linear_x(x)
-        x, conv = self.conv_1d(x, None if state is None else state.conv[0], cu_seqlens)
-        at, after = positions(x, state, cu_seqlens)
-        h, memory = rg_lru(
+        x, conv = self.conv_1d(x, None if state is None else state.conv[0], cut)
+        at, after = positions(x, state, cut)
+        h, memory = told(rg_lru, cut)(
             *self._arguments(x),
             reset=(at == 0).expand(x.shape[:2]),
             initial_state=None if state is None else state.memory,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
         )
         return self.linear_out(h * y), State(memory, (conv,), after)
 

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from linattn import gates
 from linattn.arrays import as_size
 from linattn.nn import _batches
-from linattn.nn._blocks import Block, State, no_position, positions, real_dtype, share_of
+from linattn.nn._blocks import (
+    Block,
+    Cut,
+    State,
+    is_shared,
+    no_position,
+    positions,
+    real_dtype,
+    share_of,
+)
 
 
 class Titans(Block):
@@ -49,6 +58,8 @@ class Titans(Block):
         The inputs that a short convolution sees. With None there is no convolution and no silu.
     norm_eps : float
         Of the norm of each head's output.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that share the tokens of each row, by :mod:`linattn.distributed`.
 
     Raises
     ------
@@ -111,10 +122,13 @@ class Titans(Block):
         batch: int = 1,
         conv_size: int | None = 4,
         norm_eps: float = 1e-5,
+        process_group: Any = None,
     ) -> None:
         HV = num_heads if num_v_heads is None else num_v_heads
         V = share_of("expand_v", head_dim, expand_v, 1)
-        super().__init__(d_model, num_heads, HV, head_dim, V, conv_size, norm_eps)
+        super().__init__(
+            d_model, num_heads, HV, head_dim, V, conv_size, norm_eps, process_group=process_group
+        )
         self.batch = as_size("batch", batch, 1)
         self.theta_proj = nn.Linear(d_model, HV)
         self.eta_proj = nn.Linear(d_model, HV)
@@ -135,12 +149,17 @@ class Titans(Block):
         }
 
     def run_from(
-        self, state: State | None, cu_seqlens: Tensor | None, *arrays: Tensor, **options: Any
+        self, state: State | None, cut: Cut, *arrays: Tensor, **options: Any
     ) -> tuple[Tensor, Any]:
         if self.batch == 1:
-            return super().run_from(state, cu_seqlens, *arrays, **options)
+            return super().run_from(state, cut, *arrays, **options)
+        if is_shared(cut):
+            raise ValueError(
+                f"batch: expected 1 where ranks share the tokens, got {self.batch}; "
+                "linattn.distributed.titans takes whole batches"
+            )
         tokens = self._tokens(arrays, options)
-        return _batches.forward(tokens, state, cu_seqlens, self.batch, **options)
+        return _batches.forward(tokens, state, cut, self.batch, **options)
 
     def run_step_from(self, state: State, *arrays: Tensor, **options: Any) -> Tensor:
         if self.batch == 1:
@@ -162,6 +181,6 @@ class Titans(Block):
         return None if self.batch == 1 else no_position(like, N)
 
     def _positions(
-        self, x: Tensor, state: State | None, cu_seqlens: Tensor | None
+        self, x: Tensor, state: State | None, cut: Cut
     ) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if self.batch == 1 else positions(x, state, cu_seqlens)
+        return (None, None) if self.batch == 1 else positions(x, state, cut)
