@@ -76,6 +76,13 @@ def add_train(commands):
         metavar="OUT.png",
         help="the loss curve (default: DIR/loss.png if matplotlib is installed)",
     )
+    train.add_argument(
+        "--context-parallel",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="N processes of torchrun's share the tokens of each sequence (default: 1)",
+    )
     train.add_argument("--prompt", default="def ", help="of the sample (default: %(default)r)")
     train.add_argument(
         "--sample",
@@ -145,6 +152,7 @@ def run_train(options):
             prompt=options.prompt,
             length=options.sample,
             temperature=options.temperature,
+            context_parallel=options.context_parallel,
         )
 
     return status("train", run, train.TrainError)

@@ -22,8 +22,6 @@ same as the uninterrupted run. On a CPU, with the same number of threads, the bi
 import lzma
 import math
 import os
-import signal
-import sys
 import time
 import zlib
 from pathlib import Path
@@ -34,10 +32,14 @@ from torch import nn
 
 from linattn import cuda, ops
 from linattn import nn as layers
+from linattn.nn._blocks import SharesTokens, told
 from linattn.programs import checkpoint, demo, files
+from linattn.programs.progress import CtrlC, Progress, draw
+from linattn.programs.sharing import Alone, SharingError, shared_by
 
 CHECKPOINT = "checkpoint.pt"
 PER_PARAMETER = 12  # bytes of a checkpoint: a float32, and AdamW's two moments
+ALONE = Alone()
 FETCH = 10  # steps from one fetch of the losses to the next; a fetch waits for the device
 WINDOWS = 64  # of held-out text, at most, that give a figure during the run
 
@@ -51,7 +53,7 @@ class TrainError(Exception):
 # ---------------------------------------------------------------------------------------------
 
 
-class _Attention(nn.Module):
+class _Attention(SharesTokens):
     """The projections to q, k and v by heads, and the output's projection."""
 
     def __init__(self, d_model, num_heads):
@@ -69,7 +71,8 @@ class LinearAttention(_Attention):
 
     def forward(self, x, state=None):
         """x [B,T,D] -> y [B,T,D] and the state after it."""
-        o, state = ops.linear_attention(*self.qkv(x), initial_state=state, output_final_state=True)
+        run = told(ops.linear_attention, self.cut(x, None))
+        o, state = run(*self.qkv(x), initial_state=state, output_final_state=True)
         return self.o_proj(o.flatten(-2)), state
 
     def step(self, x, state):
@@ -241,7 +244,7 @@ def windows(text, starts, T):
 
 
 @torch.no_grad()
-def held_out_bits(model, text, first, T, batch, every=1):
+def held_out_bits(model, text, first, T, batch, every=1, sharing=ALONE):
     """Bits per byte of text[first:] in windows of T, each from an empty state.
 
     Only every `every`-th window counts.
@@ -250,11 +253,12 @@ def held_out_bits(model, text, first, T, batch, every=1):
     text = F.pad(text, (0, T))  # the last window may end in these zeros, which do not count
     total = count = 0
     for some in starts.split(batch):
-        inside = some[:, None] + torch.arange(T, device=text.device) < len(text) - T
-        bits = code_length(model, windows(text, some, T))
+        at = sharing.part(torch.arange(-1, T, device=text.device)[None])[:, 1:]
+        inside = some[:, None] + at < len(text) - T
+        bits = code_length(model, sharing.part(windows(text, some, T)))
         total += (bits.double() * inside).sum().item()
         count += inside.sum().item()
-    return total / count
+    return sharing.total(total) / sharing.total(count)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -286,9 +290,9 @@ def groups(model):
 class Training:
     """A model in training: everything that a checkpoint holds."""
 
-    def __init__(self, options, device):
+    def __init__(self, options, device, sharing=ALONE):
         torch.manual_seed(options["seed"])
-        self.options, self.device = options, device
+        self.options, self.device, self.sharing = options, device, sharing
         self.model = language_model(options).to(device)
         self.optimizer = torch.optim.AdamW(groups(self.model), betas=(0.9, 0.95), fused=True)
         self.batches = torch.Generator().manual_seed(options["seed"])
@@ -311,9 +315,11 @@ class Training:
         starts = torch.randint(1, first - T + 1, (self.options["batch"],), generator=self.batches)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = code_length(self.model, windows(text, starts.to(self.device), T)).mean()
+        tokens = self.sharing.part(windows(text, starts.to(self.device), T))
+        loss = code_length(self.model, tokens).mean()
         self.optimizer.zero_grad()
         (loss * math.log(2)).backward()
+        self.sharing.gradients(self.model.parameters())
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
@@ -322,7 +328,7 @@ class Training:
     def fetch_losses(self):
         """Fetch the losses since the last fetch, which waits for the device; their number."""
         new, self.pending = self.pending, []
-        losses = torch.stack(new).tolist() if new else []
+        losses = self.sharing.mean(torch.stack(new)).tolist() if new else []
         if not math.isfinite(sum(losses)):
             raise RuntimeError(f"the loss at step {self.step} is not finite: try a smaller --lr")
         self.losses += losses
@@ -335,6 +341,8 @@ class Training:
 
     def save(self, path, text):
         """Write a checkpoint. If that fails, nothing is written."""
+        if self.sharing.rank:
+            return
         with files.replaced(path) as file:
             torch.save(
                 {
@@ -392,76 +400,7 @@ def load(path):
         raise TrainError(f"--resume {error}") from None
 
 
-class CtrlC:
-    """In this block the first Ctrl-C is only noted, so that no step is interrupted."""
-
-    def __enter__(self):
-        self.came = False
-        self.before = signal.signal(signal.SIGINT, self.note)
-        return self
-
-    def note(self, *_):
-        self.came = True
-        signal.signal(signal.SIGINT, self.before)
-
-    def __exit__(self, *_):
-        signal.signal(signal.SIGINT, self.before)
-
-
-class Progress:
-    """A line for each figure of held-out text, and tqdm's bar on a terminal if there is tqdm."""
-
-    def __init__(self, training):
-        self.training, self.bar = training, None
-        self.tokens, self.seconds, self.begin = 0, 0.0, time.perf_counter()
-        try:
-            from tqdm import tqdm
-
-            self.bar = tqdm(
-                total=training.options["steps"],
-                initial=training.step,
-                unit="step",
-                leave=False,
-                disable=None,
-            )  # None: it is drawn on a terminal only
-        except ImportError:
-            pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.bar is not None:
-            self.bar.close()
-
-    def rate(self):
-        """Bytes trained on per second of training, as text."""
-        return f"{self.tokens / max(self.seconds, 1e-9):,.0f} tokens/s"
-
-    def trained(self, steps):
-        """Count the steps since the last call, and draw the bar."""
-        o, now = self.training.options, time.perf_counter()
-        self.tokens += steps * o["batch"] * o["context"]
-        self.seconds, self.begin = self.seconds + now - self.begin, now
-        if self.bar is not None:
-            self.bar.set_postfix_str(
-                f"{self.training.recent():.3f} bits/byte, {self.rate()}", refresh=False
-            )
-            self.bar.update(steps)
-
-    def evaluated(self, bits):
-        """Print the figure of held-out text."""
-        steps = self.training.options["steps"]
-        line = (
-            f"step {self.training.step:{len(str(steps))}}/{steps}   training "
-            f"{self.training.recent():.3f}   held out {bits:.3f} bits/byte   {self.rate()}"
-        )
-        (print if self.bar is None else self.bar.write)(line)
-        sys.stdout.flush()
-        self.begin = time.perf_counter()  # the time of the evaluation is not part of the rate
-
-
-def prepare(options, out, resume, plot, device, prompt):
+def prepare(options, out, resume, plot, device, prompt, sharing=ALONE):
     """Everything that the run needs. Errors that would end a run later are raised here."""
     saved = None if resume is None else load(resume)
     options = options if saved is None else saved["options"]
@@ -472,7 +411,7 @@ def prepare(options, out, resume, plot, device, prompt):
     if device == "cuda" and options["layer"] != "softmax" and not cuda.is_available():
         raise TrainError(f"--device cuda: {cuda.why_not()}")
     text, first = read(options)
-    training = Training(options, device)
+    training = Training(options, device, sharing)
     size = PER_PARAMETER * sum(p.numel() for p in training.model.parameters())
     if size > files.CHECKPOINT_LIMIT:
         raise TrainError(
@@ -513,17 +452,19 @@ def train(training, text, data, first, path):
     o = training.options
     every = max(1, -(-(len(data) - first) // o["context"]) // WINDOWS)
     with CtrlC() as ctrl_c, Progress(training) as progress:
-        while training.step < o["steps"] and not ctrl_c.came:
+        while training.step < o["steps"] and not training.sharing.any(ctrl_c.came):
             training.train_step(text, first)
             is_due = training.step % o["every"] == 0 or training.step == o["steps"]
             if is_due or training.step % FETCH == 0:
                 progress.trained(training.fetch_losses())
             if is_due:
-                bits = held_out_bits(training.model, text, first, o["context"], o["batch"], every)
+                bits = held_out_bits(
+                    training.model, text, first, o["context"], o["batch"], every, training.sharing
+                )
                 training.held_out.append((training.step, bits))
                 progress.evaluated(bits)
                 training.save(path, data)
-        if ctrl_c.came:
+        if training.step < o["steps"]:  # Ctrl-C
             training.fetch_losses()
             training.save(path, data)
             raise KeyboardInterrupt(
@@ -552,39 +493,6 @@ def _drawn(logits, temperature, generator):
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
 
 
-def draw(path, training, bits, baselines):
-    """Draw the loss along the run, in bits per byte, beside the compressors' figures."""
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure((8, 5), layout="constrained")).add_subplot()
-    losses = torch.tensor(training.losses)
-    width = max(1, len(losses) // 50)
-    means = losses[: len(losses) // width * width].view(-1, width).mean(1).tolist()
-    axes.plot(range(1, len(losses) + 1), losses, lw=0.5, alpha=0.4, color="C0")
-    axes.plot([width * (i + 0.5) for i in range(len(means))], means, color="C0", label="training")
-    axes.plot(
-        *zip(*training.held_out, strict=True),
-        "o-",
-        ms=4,
-        color="C1",
-        label="held out, a part of it",
-    )
-    axes.plot(training.step, bits, "*", ms=12, color="C3", label=f"held out, all of it  {bits:.3f}")
-    for (name, value), style in zip(baselines.items(), ("--", ":"), strict=True):
-        axes.axhline(value, color="0.4", lw=1, ls=style, label=f"{name}  {value:.3f}")
-    top = max([bits, *baselines.values(), *means])
-    axes.set(
-        xlabel="step",
-        ylabel="bits per byte",
-        xlim=(0, 1.03 * training.step),
-        ylim=(0, 1.05 * top),
-        title=f"A byte-level language model, {training.options['layer']}",
-    )
-    axes.legend(fontsize=9)
-    axes.grid(alpha=0.25)
-    files.save_figure(figure, path)
-
-
 def run(
     options,
     *,
@@ -595,12 +503,28 @@ def run(
     prompt="def ",
     length=400,
     temperature=0.8,
+    context_parallel=1,
 ):
     """The whole command: train, save, report, draw and sample.
 
     options: the TRAINING options and the files, which a checkpoint keeps.
     """
-    training, data, first, out, plot = prepare(options, out, resume, plot, device, prompt)
+    try:
+        of_run = options
+        if resume is not None and context_parallel > 1:
+            of_run = load(resume)["options"]
+        with shared_by(context_parallel, of_run, device) as sharing:
+            given = (out, resume, plot, device, prompt)
+            _run(prepare(options, *given, sharing), prompt, length, temperature)
+    except SharingError as error:
+        raise TrainError(error) from None
+
+
+def _run(prepared, prompt, length, temperature):
+    training, data, first, out, plot = prepared
+    sharing, device = training.sharing, training.device
+    sharing.total(0)  # none begins before all are ready
+    sharing.begin(training.model)
     o, path = training.options, out / CHECKPOINT
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     kept = data[first:]
@@ -617,7 +541,7 @@ def run(
         flush=True,
     )
     progress = train(training, text, data, first, path)
-    bits = held_out_bits(training.model, text, first, o["context"], o["batch"])
+    bits = held_out_bits(training.model, text, first, o["context"], o["batch"], sharing=sharing)
     line = "{:<46}{:>8.3f}".format
     print(
         "\nheld out, bits per byte\n"
@@ -638,6 +562,9 @@ def run(
             f"\n{progress.tokens:,} bytes in {progress.seconds:,.0f} s of training, "
             f"{progress.tokens / progress.seconds:,.0f} tokens/s"
         )
+    if sharing.rank:
+        return
+    sharing.end(training.model)  # the sample is this process's alone
     print(f"wrote {path}")
     if plot is not None:
         draw(plot, training, bits, baselines)
