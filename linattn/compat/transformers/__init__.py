@@ -23,6 +23,7 @@ its class, its module or transformers. So other models of the process, of the sa
 as they are.
 """
 
+from linattn.compat._replace import Replacement
 from linattn.compat.transformers._convolution import causal_conv1d_fn, causal_conv1d_update
 from linattn.compat.transformers._delta import (
     chunk_gated_delta_rule,
@@ -36,7 +37,7 @@ from linattn.compat.transformers._mamba import (
     mamba_selective_scan,
     mamba_selective_state_update,
 )
-from linattn.compat.transformers._replace import Replacement, use_linattn
+from linattn.compat.transformers._replace import use_linattn
 
 __all__ = [
     "Replacement",
