@@ -237,6 +237,7 @@ class Block(SharesTokens):
         conv_size: int | None,
         norm_eps: float,
         writes: int = 1,
+        conv_bias: bool = False,
         process_group: Any = None,
     ) -> None:
         super().__init__()
@@ -257,9 +258,9 @@ class Block(SharesTokens):
         self.k_proj = nn.Linear(d_model, writes * num_heads * K, bias=False)
         self.v_proj = nn.Linear(d_model, writes * num_v_heads * V, bias=False)
         if conv_size is not None:
-            self.q_conv1d = ShortConvolution(num_heads * K, conv_size)
-            self.k_conv1d = ShortConvolution(writes * num_heads * K, conv_size)
-            self.v_conv1d = ShortConvolution(writes * num_v_heads * V, conv_size)
+            self.q_conv1d = ShortConvolution(num_heads * K, conv_size, conv_bias)
+            self.k_conv1d = ShortConvolution(writes * num_heads * K, conv_size, conv_bias)
+            self.v_conv1d = ShortConvolution(writes * num_v_heads * V, conv_size, conv_bias)
         self.has_conv = conv_size is not None
         setattr(self, self.norm_name, nn.RMSNorm(V, eps=norm_eps))
         self.o_proj = nn.Linear(num_v_heads * V, d_model, bias=False)

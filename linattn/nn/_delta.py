@@ -32,6 +32,10 @@ class DeltaNet(Block):
         K = d_model * expand_k / num_heads, and V likewise with expand_v; whole numbers.
     conv_size : int
         The inputs that a short convolution sees.
+    conv_bias : bool
+        Whether the short convolutions have biases.
+    use_gate : bool
+        Whether the output is gated by silu(x W_g).
     norm_eps : float
         Of the norm of each head's output.
     process_group : ProcessGroup or DeviceMesh, optional
@@ -71,6 +75,8 @@ class DeltaNet(Block):
         expand_k: float = 1,
         expand_v: float = 1,
         conv_size: int = 4,
+        conv_bias: bool = False,
+        use_gate: bool = False,
         norm_eps: float = 1e-5,
         process_group: Any = None,
     ) -> None:
@@ -79,9 +85,19 @@ class DeltaNet(Block):
             for name, expand in (("expand_k", expand_k), ("expand_v", expand_v))
         )
         super().__init__(
-            d_model, num_heads, num_heads, K, V, conv_size, norm_eps, process_group=process_group
+            d_model,
+            num_heads,
+            num_heads,
+            K,
+            V,
+            conv_size,
+            norm_eps,
+            conv_bias=conv_bias,
+            process_group=process_group,
         )
         self.b_proj = nn.Linear(d_model, num_heads, bias=False)
+        if use_gate:
+            self.g_proj = nn.Linear(d_model, num_heads * V, bias=False)
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
         return {"beta": gates.beta(self.b_proj(x)), "qk_l2norm": True}
@@ -106,6 +122,10 @@ class GatedDeltaNet(Block):
         Heads of values, a multiple of num_heads; num_heads by default.
     conv_size : int
         The inputs that a short convolution sees.
+    conv_bias : bool
+        Whether the short convolutions have biases.
+    use_gate : bool
+        Whether the output is gated by silu(x W_g).
     norm_eps : float
         Of the norm of each head's output.
     process_group : ProcessGroup or DeviceMesh, optional
@@ -143,18 +163,29 @@ class GatedDeltaNet(Block):
         expand_v: float = 2,
         num_v_heads: int | None = None,
         conv_size: int = 4,
+        conv_bias: bool = False,
+        use_gate: bool = True,
         norm_eps: float = 1e-5,
         process_group: Any = None,
     ) -> None:
         HV = num_heads if num_v_heads is None else num_v_heads
         V = share_of("expand_v", head_dim, expand_v, 1)
         super().__init__(
-            d_model, num_heads, HV, head_dim, V, conv_size, norm_eps, process_group=process_group
+            d_model,
+            num_heads,
+            HV,
+            head_dim,
+            V,
+            conv_size,
+            norm_eps,
+            conv_bias=conv_bias,
+            process_group=process_group,
         )
         self.a_proj = nn.Linear(d_model, HV, bias=False)
         self.b_proj = nn.Linear(d_model, HV, bias=False)
         self.A_log, self.dt_bias = decay_parameters(HV, HV, 1e-4)
-        self.g_proj = nn.Linear(d_model, HV * V, bias=False)
+        if use_gate:
+            self.g_proj = nn.Linear(d_model, HV * V, bias=False)
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
         return {
@@ -189,6 +220,10 @@ class GatedDeltaProduct(Block):
         beta is 2 sigmoid(x W), so that a write can turn the state's sign along its key.
     conv_size : int
         The inputs that a short convolution sees.
+    conv_bias : bool
+        Whether the short convolutions have biases.
+    use_output_gate : bool
+        Whether the output is gated by silu(x W_g).
     norm_eps : float
         Of the norm of each head's output.
     process_group : ProcessGroup or DeviceMesh, optional
@@ -230,6 +265,8 @@ class GatedDeltaProduct(Block):
         use_forget_gate: bool = True,
         allow_neg_eigval: bool = True,
         conv_size: int = 4,
+        conv_bias: bool = False,
+        use_output_gate: bool = True,
         norm_eps: float = 1e-5,
         process_group: Any = None,
     ) -> None:
@@ -237,14 +274,24 @@ class GatedDeltaProduct(Block):
         V = share_of("expand_v", head_dim, expand_v, 1)
         R = as_size("num_householder", num_householder, 1)
         super().__init__(
-            d_model, num_heads, HV, head_dim, V, conv_size, norm_eps, R, process_group=process_group
+            d_model,
+            num_heads,
+            HV,
+            head_dim,
+            V,
+            conv_size,
+            norm_eps,
+            R,
+            conv_bias=conv_bias,
+            process_group=process_group,
         )
         self.R, self.allow_neg_eigval, self.use_forget_gate = R, allow_neg_eigval, use_forget_gate
         self.b_proj = nn.Linear(d_model, R * HV, bias=False)
         if use_forget_gate:
             self.a_proj = nn.Linear(d_model, HV, bias=False)
             self.A_log, self.dt_bias = decay_parameters(HV, HV, 1e-4)
-        self.g_proj = nn.Linear(d_model, HV * V, bias=False)
+        if use_output_gate:
+            self.g_proj = nn.Linear(d_model, HV * V, bias=False)
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
         beta = gates.beta(self.b_proj(x), self.allow_neg_eigval).unflatten(-1, (self.R, self.HV))
@@ -309,6 +356,10 @@ class Comba(Block):
         code: the norm takes the factor out of x again, and it acts on q alone.
     conv_size : int
         The inputs that a short convolution sees.
+    conv_bias : bool
+        Whether the short convolutions have biases.
+    use_output_gate : bool
+        Whether the output is gated by sigmoid(x W_g).
     norm_eps : float
         Of the norm of each head's output.
     process_group : ProcessGroup or DeviceMesh, optional
@@ -351,13 +402,23 @@ class Comba(Block):
         correction_factor: float = 1,
         norm_x: bool = True,
         conv_size: int = 4,
+        conv_bias: bool = False,
+        use_output_gate: bool = True,
         norm_eps: float = 1e-5,
         process_group: Any = None,
     ) -> None:
         HV = num_heads if num_v_heads is None else num_v_heads
         V = share_of("expand_v", head_dim, expand_v, 1)
         super().__init__(
-            d_model, num_heads, HV, head_dim, V, conv_size, norm_eps, process_group=process_group
+            d_model,
+            num_heads,
+            HV,
+            head_dim,
+            V,
+            conv_size,
+            norm_eps,
+            conv_bias=conv_bias,
+            process_group=process_group,
         )
         self.norm_x = norm_x
         self.use_inner_decay, self.use_output_correction = use_inner_decay, use_output_correction
@@ -368,7 +429,8 @@ class Comba(Block):
         if use_output_correction:
             self.D = nn.Parameter(torch.full((num_heads,), float(correction_factor)))
         self.A_log, self.dt_bias = decay_parameters(HV, HV, 1e-4)
-        self.g_proj = nn.Linear(d_model, HV * V, bias=False)
+        if use_output_gate:
+            self.g_proj = nn.Linear(d_model, HV * V, bias=False)
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
         return {
@@ -412,6 +474,8 @@ class KimiDeltaAttention(Block):
         Heads of values, a multiple of num_heads; num_heads by default.
     conv_size : int
         The inputs that a short convolution sees.
+    conv_bias : bool
+        Whether the short convolutions have biases.
     norm_eps : float
         Of the norm of each head's output.
     process_group : ProcessGroup or DeviceMesh, optional
@@ -452,13 +516,22 @@ class KimiDeltaAttention(Block):
         expand_v: float = 1,
         num_v_heads: int | None = None,
         conv_size: int = 4,
+        conv_bias: bool = False,
         norm_eps: float = 1e-5,
         process_group: Any = None,
     ) -> None:
         HV = num_heads if num_v_heads is None else num_v_heads
         V = share_of("expand_v", head_dim, expand_v, 1)
         super().__init__(
-            d_model, num_heads, HV, head_dim, V, conv_size, norm_eps, process_group=process_group
+            d_model,
+            num_heads,
+            HV,
+            head_dim,
+            V,
+            conv_size,
+            norm_eps,
+            conv_bias=conv_bias,
+            process_group=process_group,
         )
         self.f_proj = nn.Sequential(
             nn.Linear(d_model, V, bias=False), nn.Linear(V, HV * head_dim, bias=False)
