@@ -9,7 +9,14 @@ from support.device import imported
 from support.variants import PAIR_DECAY
 
 from linattn import VARIANTS, reference
-from linattn.compat import _fla_rules, _fla_scans, fla
+from linattn.compat import (
+    _fla_polynomials,
+    _fla_precond,
+    _fla_rules,
+    _fla_scans,
+    _fla_slots,
+    fla,
+)
 from linattn.testing import make_inputs
 
 # Parameters of fla.ops, fla-core 0.6.0, in order, with their defaults. Those that fla reads from
@@ -136,7 +143,10 @@ def agree(got, want):
 
 
 def test_every_name_is_there():
-    elsewhere = [*_fla_rules.__all__, *_fla_scans.__all__]
+    files = (_fla_polynomials, _fla_precond, _fla_rules, _fla_scans, _fla_slots)
+    elsewhere = {name for file in files for name in file.__all__} - {"by_value"}
+    elsewhere |= {"chunk_gdn2", "fused_recurrent_gdn2"}  # test_compat_slots.py
+    elsewhere |= {"parallel_retention", "parallel_simple_gla"}
     assert sorted(fla.__all__) == sorted([*SIGNATURES, *ALIASES, *elsewhere])
     for alias, name in ALIASES.items():
         assert getattr(fla, alias) is getattr(fla, name)

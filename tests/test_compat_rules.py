@@ -40,10 +40,11 @@ SIGNATURES = {
         f"q, k, v, g, beta, num_householder, {COMMON}, {L2}, {CPU}, cp_context=None",
 }
 # fmt: on
-UNSUPPORTED = {"reverse": True, "lower_bound": -5.0, "cp_context": object()}
+UNSUPPORTED = {"reverse": True, "cp_context": object()}
 NO_EFFECT = {
     "cu_seqlens_cpu": np.array([0, 1]),
     "safe_gate": True,
+    "lower_bound": -5.0,
     "disable_recompute": True,
     "chunk_size": 16,
 }
@@ -242,3 +243,9 @@ def test_pytorchs_tensors_and_their_gradients(name, rng):
         (getattr(fla, name)(**x | {n: x[n] + sign * step})[0] ** 2).sum() for sign in (1, -1)
     )
     np.testing.assert_allclose((tensors[n].grad.numpy() * step).sum(), (up - down) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["chunk_rwkv7", "chunk_dplr_delta_rule"])
+def test_a_bound_that_no_decay_keeps_is_refused(name, rng):
+    with pytest.raises(ValueError, match=r"^lower_bound: expected a number < 0, got 0.5$"):
+        getattr(fla, name)(**inputs(name, rng), lower_bound=0.5)

@@ -9,6 +9,7 @@ from typing import Any
 
 from linattn import ops
 from linattn.compat._fla_arrays import Result, common_dtype, forward, refuse, v_first_of
+from linattn.compat._fla_slots import by_value
 from linattn.features import is_array
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "fused_recurrent_linear_attn",
     "fused_recurrent_retention",
     "fused_recurrent_simple_gla",
+    "parallel_retention",
+    "parallel_simple_gla",
 ]
 
 
@@ -443,6 +446,65 @@ def _simple_gla(mode: str, q: Any, k: Any, v: Any, g: Any, g_gamma: Any, **optio
     )
 
 
+def parallel_retention(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale: float | None = None,
+    output_attentions: bool = False,
+    cu_seqlens: Any = None,
+) -> Result:
+    """:func:`chunk_retention` in one chunk: time and memory are quadratic in T. No weights come.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_retention, parallel_retention
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> o, weights = parallel_retention(q, k, v)
+    >>> bool(np.allclose(o, chunk_retention(q, k, v)[0])), weights
+    (True, None)
+    """
+    refuse(output_attentions=output_attentions)
+    return forward(
+        ops.retention,
+        q,
+        k,
+        v,
+        scale=scale,
+        initial_state=None,
+        cu_seqlens=cu_seqlens,
+        mode="parallel",
+    )
+
+
+def parallel_simple_gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any = None,
+    scale: float | None = None,
+    output_attentions: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+) -> Result:
+    """:func:`chunk_simple_gla` in one chunk: time and memory are quadratic in T. No weights come.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_simple_gla, parallel_simple_gla
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> g = np.full((1, 8, 2), -0.1)
+    >>> bool(np.allclose(parallel_simple_gla(q, k, v, g)[0], chunk_simple_gla(q, k, v, g)[0]))
+    True
+    """
+    refuse(output_attentions=output_attentions)
+    return _simple_gla(
+        "parallel", q, k, v, g, None, scale=scale, initial_state=None, cu_seqlens=cu_seqlens
+    )
+
+
 def chunk_gla(
     q: Any,
     k: Any,
@@ -504,7 +566,10 @@ def fused_recurrent_gla(
     *,
     transpose_state_layout: bool | None = None,
 ) -> Result:
-    """:func:`chunk_gla`, token by token: gk [B,T,H,K], or no decay.
+    """:func:`chunk_gla`, token by token: gk [B,T,H,K], gv [B,T,H,V], or no decay.
+
+    A decay of the values takes V times the products of one decay a head. gk and gv together are
+    refused.
 
     Examples
     --------
@@ -518,7 +583,7 @@ def fused_recurrent_gla(
     True
     """
     state_v_first = v_first_of(state_v_first, transpose_state_layout)
-    refuse(gv=gv, reverse=reverse)
+    refuse(reverse=reverse)
     options = {
         "scale": scale,
         "initial_state": initial_state,
@@ -526,6 +591,10 @@ def fused_recurrent_gla(
         "cu_seqlens": cu_seqlens,
         "state_v_first": state_v_first,
     }
+    if gv is not None and gk is not None:
+        raise ValueError("gv: not supported by linattn.compat.fla beside gk, got an array")
+    if gv is not None:
+        return by_value(q, k, v, gv, mode="recurrent", **options)
     if gk is None:
         return _simple_gla("recurrent", q, k, v, None, None, **options)
     return forward(ops.gla, q, k, v, gk, mode="recurrent", **options)

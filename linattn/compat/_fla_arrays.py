@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from linattn.features import cast, is_array
+from linattn.features import cast, is_array, is_tensor
 
 __all__ = [
     "Result",
@@ -16,6 +16,7 @@ __all__ = [
     "forward",
     "ones_if_none",
     "refuse",
+    "repeated",
     "state_of",
     "v_first_of",
 ]
@@ -136,3 +137,8 @@ def ones_if_none(beta: Any, v: Any) -> Any:
     # NumPy 2, CuPy and JAX say which library they are of
     namespace = v.__array_namespace__() if hasattr(v, "__array_namespace__") else np
     return namespace.ones(v.shape[:3], dtype=v.dtype)
+
+
+def repeated(x: Any, times: int, axis: int) -> Any:
+    """x with each of its parts along the axis that often, one behind the other."""
+    return x.repeat_interleave(times, axis) if is_tensor(x) else x.repeat(times, axis)

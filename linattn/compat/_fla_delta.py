@@ -7,16 +7,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from linattn import ops
-from linattn.compat._fla_arrays import Result, forward, ones_if_none, refuse, v_first_of
+from linattn import composed, ops
+from linattn.compat._fla_arrays import (
+    Result,
+    forward,
+    ones_if_none,
+    refuse,
+    repeated,
+    v_first_of,
+)
 from linattn.compat._gates import activated_beta, activated_gate
 
 __all__ = [
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
+    "chunk_gdn2",
     "chunk_kda",
     "fused_recurrent_delta_rule",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn2",
     "fused_recurrent_kda",
 ]
 
@@ -355,3 +364,127 @@ def fused_recurrent_kda(
         qk_l2norm=use_qk_l2norm_in_kernel,
         state_v_first=state_v_first,
     )
+
+
+def chunk_gdn2(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    b: Any,
+    w: Any,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    cu_seqlens: Any = None,
+    cu_seqlens_cpu: Any = None,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cp_context: Any = None,
+    *,
+    chunk_size: int | None = None,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    transpose_state_layout: bool | None = None,
+) -> Result:
+    """:func:`linattn.gdn2` with the log decays g and the gates b [B,T,H,K] and w [B,T,H,V].
+
+    The gate's activation is that of :func:`chunk_kda`.
+
+    Examples
+    --------
+    One number for both gates is :func:`chunk_kda`:
+
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_gdn2, chunk_kda
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4))  # [B,T,H,K]
+    >>> g, half = -np.abs(k), np.full_like(k, 0.5)
+    >>> o, _ = chunk_gdn2(q, k, v, g, half, half, use_qk_l2norm_in_kernel=True)
+    >>> want, _ = chunk_kda(q, k, v, g, half[..., 0], use_qk_l2norm_in_kernel=True)
+    >>> bool(np.allclose(o, want))
+    True
+    """
+    state_v_first = v_first_of(state_v_first, transpose_state_layout)
+    refuse(return_intermediate_states=return_intermediate_states, cp_context=cp_context)
+    return _gdn2(
+        q,
+        k,
+        v,
+        b,
+        w,
+        activated_gate(
+            g, use_gate_in_kernel, A_log, dt_bias, lower_bound=lower_bound, per_key=True
+        ),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first,
+    )
+
+
+def fused_recurrent_gdn2(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    b: Any,
+    w: Any,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    *,
+    transpose_state_layout: bool | None = None,
+) -> Result:
+    """:func:`chunk_gdn2`, token by token. q and k are repeated if v has more heads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.compat.fla import chunk_gdn2, fused_recurrent_gdn2
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 8, 2, 4)) / 2  # [B,T,H,K]
+    >>> g, half = -np.abs(k), np.full_like(k, 0.5)
+    >>> o, _ = fused_recurrent_gdn2(q, k, v, g, half, half)
+    >>> bool(np.allclose(o, chunk_gdn2(q, k, v, g, half, half)[0]))
+    True
+    """
+    state_v_first = v_first_of(state_v_first, transpose_state_layout)
+    return _gdn2(
+        q,
+        k,
+        v,
+        b,
+        w,
+        activated_gate(
+            g, use_gate_in_kernel, A_log, dt_bias, lower_bound=lower_bound, per_key=True
+        ),
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        mode="recurrent",
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        state_v_first=state_v_first,
+    )
+
+
+def _gdn2(q: Any, k: Any, v: Any, b: Any, w: Any, g: Any, **options: Any) -> Result:
+    """fla's b is of the value heads, and ours of the heads of q and k."""
+    groups = v.shape[2] // q.shape[2] if q.shape[2] else 1
+    if groups > 1:
+        q, k = repeated(q, groups, 2), repeated(k, groups, 2)
+    return forward(composed.gdn2, q, k, v, b, w, g, **options)

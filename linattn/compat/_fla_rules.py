@@ -130,7 +130,7 @@ def chunk_rwkv7(
 ) -> Result:
     """:func:`linattn.rwkv7` with a, minus the key that is looked up, and b.
 
-    Any decay will do: there is no bound for `lower_bound` to tell, so it is refused.
+    `lower_bound` promises that no log decay is below it. Here any decay will do: it has no effect.
 
     Examples
     --------
@@ -143,7 +143,8 @@ def chunk_rwkv7(
     >>> np.allclose(o, linattn.rwkv7(r, w, k, v, a, kk=kk)[0])
     True
     """
-    refuse(cp_context=cp_context, lower_bound=lower_bound)
+    refuse(cp_context=cp_context)
+    _expect_bound(lower_bound)
     return _dplr(
         r,
         k,
@@ -260,7 +261,7 @@ def chunk_dplr_delta_rule(
 ) -> Result:
     """:func:`linattn.dplr_delta_rule` with x = -a, y = b and the log decays gk [B,T,H,K].
 
-    Any decay will do: there is no bound for `lower_bound` to tell, so it is refused.
+    `lower_bound` promises that no log decay is below it. Here any decay will do: it has no effect.
 
     Examples
     --------
@@ -272,7 +273,8 @@ def chunk_dplr_delta_rule(
     >>> np.allclose(o, linattn.dplr_delta_rule(q, k, v, b, b, gk)[0])
     True
     """
-    refuse(cp_context=cp_context, lower_bound=lower_bound)
+    refuse(cp_context=cp_context)
+    _expect_bound(lower_bound)
     return _dplr(
         q,
         k,
@@ -534,6 +536,11 @@ def chunk_gated_delta_product(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
     )
+
+
+def _expect_bound(lower_bound: Any) -> None:
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound: expected a number < 0, got {lower_bound!r}")
 
 
 def _dplr(q: Any, k: Any, v: Any, a: Any, b: Any, g: Any, **options: Any) -> Result:

@@ -7,9 +7,10 @@ with the same defaults, arrays [B,T,H,K] and [B,T,HV,V], log decays, states [N,H
 
     o, state = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
 
-``chunk_*`` work chunk by chunk, ``fused_recurrent_*`` token by token. Arguments that change how fla
-computes but not what (``cu_seqlens_cpu``, ``chunk_indices``, ``safe_gate``, ``disable_recompute``,
-``use_graph``, ``max_num_seqs``) are taken and not needed. Whatever else differs from its default
+``chunk_*`` work chunk by chunk, ``fused_recurrent_*`` token by token, ``parallel_*`` in one chunk.
+Arguments that change how fla computes but not what (``cu_seqlens_cpu``, ``chunk_indices``,
+``safe_gate``, ``disable_recompute``, ``checkpoint_level``, ``use_graph``, ``max_num_seqs``, and the
+``lower_bound`` of RWKV-7 and DPLR) are taken and not needed. Whatever else differs from its default
 and is not supported raises a ValueError; nothing is ignored in silence. A state that was not asked
 for is None. ``transpose_state_layout``, fla's old name of ``state_v_first``, is taken with a
 DeprecationWarning.
@@ -38,14 +39,29 @@ from linattn.compat._fla_additive import (
     fused_recurrent_linear_attn,
     fused_recurrent_retention,
     fused_recurrent_simple_gla,
+    parallel_retention,
+    parallel_simple_gla,
 )
 from linattn.compat._fla_delta import (
     chunk_delta_rule,
     chunk_gated_delta_rule,
+    chunk_gdn2,
     chunk_kda,
     fused_recurrent_delta_rule,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn2,
     fused_recurrent_kda,
+)
+from linattn.compat._fla_polynomials import (
+    fused_chunk_based,
+    parallel_based,
+    parallel_rebased,
+)
+from linattn.compat._fla_precond import (
+    chunk_precond_gated_delta_rule,
+    chunk_precond_kda,
+    fused_recurrent_precond_gated_delta_rule,
+    fused_recurrent_precond_kda,
 )
 from linattn.compat._fla_rules import (
     chunk_comba,
@@ -61,25 +77,42 @@ from linattn.compat._fla_rules import (
     fused_recurrent_rwkv6,
     fused_recurrent_rwkv7,
 )
-from linattn.compat._fla_scans import chunk_hgrn, fused_recurrent_hgrn
+from linattn.compat._fla_scans import (
+    chunk_hgrn,
+    fused_recurrent_hgrn,
+)
+from linattn.compat._fla_slots import (
+    chunk_abc,
+    chunk_gsa,
+    chunk_lightnet,
+    fused_recurrent_gsa,
+    fused_recurrent_lightnet,
+)
 
 __all__ = [
+    "chunk_abc",
     "chunk_comba",
     "chunk_delta_rule",
     "chunk_dplr_delta_rule",
     "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
     "chunk_gdn",
+    "chunk_gdn2",
     "chunk_gla",
+    "chunk_gsa",
     "chunk_hgrn",
     "chunk_iplr_delta_rule",
     "chunk_kda",
+    "chunk_lightnet",
     "chunk_lightning_attn",
     "chunk_linear_attn",
+    "chunk_precond_gated_delta_rule",
+    "chunk_precond_kda",
     "chunk_retention",
     "chunk_rwkv6",
     "chunk_rwkv7",
     "chunk_simple_gla",
+    "fused_chunk_based",
     "fused_chunk_linear_attn",
     "fused_chunk_retention",
     "fused_chunk_simple_gla",
@@ -89,16 +122,25 @@ __all__ = [
     "fused_recurrent_dplr_delta_rule",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gdn",
+    "fused_recurrent_gdn2",
     "fused_recurrent_gla",
+    "fused_recurrent_gsa",
     "fused_recurrent_hgrn",
     "fused_recurrent_iplr_delta_rule",
     "fused_recurrent_kda",
+    "fused_recurrent_lightnet",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
+    "fused_recurrent_precond_gated_delta_rule",
+    "fused_recurrent_precond_kda",
     "fused_recurrent_retention",
     "fused_recurrent_rwkv6",
     "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
+    "parallel_based",
+    "parallel_rebased",
+    "parallel_retention",
+    "parallel_simple_gla",
 ]
 
 # fla has these as kernels of their own: the same results
