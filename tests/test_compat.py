@@ -145,7 +145,7 @@ def agree(got, want):
 def test_every_name_is_there():
     files = (_fla_polynomials, _fla_precond, _fla_rules, _fla_scans, _fla_slots)
     elsewhere = {name for file in files for name in file.__all__} - {"by_value"}
-    elsewhere |= {"chunk_gdn2", "fused_recurrent_gdn2"}  # test_compat_slots.py
+    elsewhere |= {"chunk_gdn2", "fused_recurrent_gdn2", "use_linattn"}  # test_compat_slots.py
     elsewhere |= {"parallel_retention", "parallel_simple_gla"}
     assert sorted(fla.__all__) == sorted([*SIGNATURES, *ALIASES, *elsewhere])
     for alias, name in ALIASES.items():

@@ -27,6 +27,8 @@ state then. o has the dtype of v in the gated delta rule and in ``kda``, and tha
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from linattn.compat._fla_additive import (
     chunk_gla,
     chunk_lightning_attn,
@@ -89,6 +91,11 @@ from linattn.compat._fla_slots import (
     fused_recurrent_lightnet,
 )
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from linattn.compat._replace import Replacement
+
 __all__ = [
     "chunk_abc",
     "chunk_comba",
@@ -141,6 +148,7 @@ __all__ = [
     "parallel_rebased",
     "parallel_retention",
     "parallel_simple_gla",
+    "use_linattn",
 ]
 
 # fla has these as kernels of their own: the same results
@@ -148,3 +156,55 @@ fused_chunk_linear_attn = chunk_linear_attn
 fused_chunk_retention = chunk_retention
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def use_linattn(model: nn.Module) -> Replacement:
+    """Make a layer or a model of fla compute with linattn and PyTorch: no Triton, on a CPU too.
+
+    From now on, until the ``with`` block ends or ``restore()`` is called. The layer's ops become
+    those of this module. Its short convolutions become :func:`linattn.causal_conv1d`; its norms,
+    gates, activations and rotary embeddings become PyTorch's own functions. Weights, caches and
+    arguments stay as they are, and other layers of the process too. It is what
+    :func:`linattn.compat.transformers.use_linattn` is for models of transformers.
+
+    fla imports Triton (``pip install triton``), which needs no GPU for that.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A layer of ``fla.layers``, a model of ``fla.models``, or a module that has some inside.
+
+    Returns
+    -------
+    linattn.compat.transformers.Replacement
+        A context manager; its ``layers`` has the names of the modules and of their functions.
+
+    Raises
+    ------
+    TypeError
+        ``model`` is not a module of PyTorch's.
+    ValueError
+        The model calls nothing of fla's, or a function of fla's has a parameter that ours lacks.
+
+    Examples
+    --------
+    ::
+
+        layer = fla.layers.GatedDeltaNet(hidden_size=256, num_heads=4, head_dim=32)
+        with use_linattn(layer):
+            o, _, _ = layer(x)
+
+    Another module is refused:
+
+    >>> import torch
+    >>> from linattn.compat.fla import use_linattn
+    >>> use_linattn(torch.nn.Linear(2, 2))
+    Traceback (most recent call last):
+        ...
+    ValueError: model: expected a layer or a model of flash-linear-attention (fla), got Linear, \
+which calls none of its functions
+    """
+    from linattn.compat._fla_layers import TABLE
+    from linattn.compat._replace import Replacement
+
+    return Replacement(model, TABLE)

@@ -78,7 +78,7 @@ def causal_conv1d_update(
     x, silu = hidden_states, _SILU.get(activation or "")
     given = cast(x, weight.dtype)
     older = conv_state.shape[2] - (weight.shape[1] - 1)
-    steps = x.shape[2] == 1 and older in (0, 1)
+    steps = x.shape[2] == 1 and older in (0, 1) and weight.shape[1] > 1
     if steps and is_step(conv_state, given, weight, bias, plain=True):
         with torch.no_grad():
             if older:
