@@ -46,3 +46,23 @@ def test_one_graph(system, torch):
         results.append((y, dx))
     for one, expected in zip(*results, strict=True):
         assert torch.equal(one, expected)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_graph_of_any_sizes(torch):
+    """torch.export keeps the sequences and tokens of a system as symbols."""
+
+    class System(torch.nn.Module):
+        def forward(self, q, k, v):
+            how = {"num_householder": 2, "qk_l2norm": True}
+            return linattn.gated_delta_product(q, k, v, None, 0.5, **how)[0]
+
+    def inputs(B, T):
+        return torch.randn(B, T, 2, 4), *torch.randn(2, B, 2 * T, 2, 4)
+
+    batch, tokens = torch.export.Dim("batch"), torch.export.Dim("tokens")
+    sizes = ({0: batch, 1: tokens}, *[{0: batch, 1: 2 * tokens}] * 2)
+    program = torch.export.export(System(), inputs(2, 5), dynamic_shapes=sizes).module()
+    for B, T in ((2, 5), (3, 9)):
+        x = inputs(B, T)
+        assert torch.equal(program(*x), System()(*x))

@@ -51,7 +51,7 @@ class Arrays:
 
     def __init__(self, name: str, x: Any, letters: str, *, recorded: bool = True) -> None:
         self.first, self.recorded = name, recorded
-        self.sizes: dict[str, int] = {}
+        self.sizes: dict[str, Any] = {}
         self._require_array(name, x)
         self.xp, self.device = library_of(x), getattr(x, "device", None)
         self.dtype = _dtype_of(x)
@@ -100,7 +100,7 @@ class Arrays:
         want = tuple(self.sizes.get(letter, n) for letter, n in zip(axes, shape, strict=True))
         if want != tuple(shape):
             raise ValueError(f"{name}: expected {text} = {_shown(want)}, got {_shown(shape)}")
-        self.sizes.update(zip(axes, map(int, shape), strict=True))
+        self.sizes.update(zip(axes, shape, strict=True))  # symbols, where PyTorch traces them
 
     def array(self, name: str, x: Any, letters: str) -> Any:
         """An array of the dtype of the first."""
