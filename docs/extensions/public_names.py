@@ -81,6 +81,7 @@ GROUPS = (
     Group("reference", "linattn.reference", "", (), ("linattn.reference",)),
     Group("nn", "linattn.nn", "", (), ("linattn.nn",)),
     Group("distributed", "linattn.distributed", "", (), ("linattn.distributed",)),
+    Group("onnx", "linattn.onnx", "", (), ("linattn.onnx",)),
     Group("plot", "linattn.plot", "", (), ("linattn.plot",)),
     Group("testing", "linattn.testing", "", (), ("linattn.testing",)),
     Group(
