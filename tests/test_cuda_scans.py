@@ -3,7 +3,7 @@
 import pytest
 from support.composed import DTYPES
 from support.gpu import needs_gpu
-from test_scans import Selective, judge_gradients
+from support.scans import Selective, judge_gradients
 
 pytestmark = needs_gpu
 
