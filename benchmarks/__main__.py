@@ -16,6 +16,8 @@ PROGRAMS = {
     "and tokens one by one; no files",
     "scans": "diagonal scans, beside ggml's ssm_scan and transformers' loop on the CPU, and beside "
     "mamba_ssm's and causal_conv1d's kernels on a GPU; no files",
+    "distributed": "rows that the ranks of a group share, beside one rank with whole rows; started "
+    "by torchrun; no files",
     "kernel": "one op at one shape on the current GPU: its time, the cycles of a chunk and, where "
     "cuobjdump is on PATH, the registers and spills of its kernels; no peers, no files",
 }
@@ -49,7 +51,7 @@ def arguments(argv=None):
         help="few rounds and few cases; writes no files without --results",
     )
     add(
-        "cpu cuda gradients models families scans kernel",
+        "cpu cuda gradients models families scans distributed kernel",
         "--rounds",
         type=count,
         help="samples of each figure",
@@ -165,7 +167,7 @@ def arguments(argv=None):
         "float16 or tf32 in the place of bfloat16; step for a step",
     )
     given = parser.parse_args(argv)
-    if given.program not in ("kernel", "scans", "families"):
+    if given.program not in ("kernel", "scans", "families", "distributed"):
         settle(given)
     return given
 
