@@ -20,7 +20,12 @@ from linattn.testing import make_inputs
 
 from .report import lines
 
-OPS = ("simple_gla", "gla", "gated_delta_rule", "kda")
+# Those with a gate of each token, or of its keys.
+OPS = [
+    op
+    for op, kind in linattn.VARIANTS.items()
+    if kind.decay in ("token", "key") and kind.rule in ("additive", "delta")
+]
 ROUNDS = 7
 SIZES = {"cuda": {"T": 65536, "H": 32, "K": 128, "V": 128}, "cpu": {"T": 2048, "H": 4}}
 CLOSE = {"cuda": 2e-2, "cpu": 1e-5}  # of bfloat16 and float32, by norms

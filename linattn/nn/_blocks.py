@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from linattn import ops
 from linattn.arrays import as_size
 from linattn.convolution import causal_conv1d, causal_conv1d_step
+from linattn.nn._padding import without_padding
 
 
 class State(NamedTuple):
@@ -309,7 +310,12 @@ class Block(SharesTokens):
         return None if g_proj is None else g_proj(x)
 
     def forward(
-        self, x: Tensor, state: State | None = None, cu_seqlens: Any = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        cu_seqlens: Any = None,
+        *,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """x [B,T,D] -> y [B,T,D] and the state after it.
 
@@ -323,6 +329,10 @@ class Block(SharesTokens):
             Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
             B by default. With a process group they are those of the whole row, on the host.
 
+        attention_mask : Tensor [B,T], optional
+            0 at padding, which may lie anywhere: it changes no state, and its y is 0. On a GPU the
+            host waits for it. Not with cu_seqlens or a process group.
+
         Returns
         -------
         y : Tensor [B,T,D]
@@ -334,6 +344,11 @@ class Block(SharesTokens):
             x is not [B,T,D], or the op raises it.
         """
         check_input(x, "BT", self.d_model, ("q_proj", self.q_proj))
+        if attention_mask is not None:
+            masked: tuple[Tensor, State] = without_padding(
+                self, attention_mask, x, state, cu_seqlens
+            )
+            return masked
         if state is not None:
             check_state(state)
         cut = self.cut(x, cu_seqlens)

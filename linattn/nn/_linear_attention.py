@@ -18,6 +18,7 @@ from linattn.nn._blocks import (
     real_dtype,
     told,
 )
+from linattn.nn._padding import Padding
 
 
 class LinearAttention(SharesTokens):
@@ -116,6 +117,7 @@ class LinearAttention(SharesTokens):
         *,
         state: State | None = None,
         output_final_state: bool = False,
+        attention_mask: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, State]:
         """x [B,T,d_model] -> y [B,T,d_v]; or (y, state) if there is a state.
 
@@ -128,6 +130,9 @@ class LinearAttention(SharesTokens):
             Of B sequences, before x; it is left alone. Only with causal=True.
         output_final_state : bool
             Return the state after x too, as a call with ``state`` does. Only with causal=True.
+        attention_mask : Tensor [B,T], optional
+            0 at padding, which may lie anywhere: no token reads it, and its y is 0. On a GPU the
+            host waits for it. Not with a process group.
 
         Returns
         -------
@@ -144,14 +149,21 @@ class LinearAttention(SharesTokens):
             )
         if state is not None:
             check_state(state)
-        o, memory = told(ops.linear_attention, self.cut(x, None))(
+        padding = None
+        if attention_mask is not None:
+            if self.process_group is not None:
+                raise ValueError("attention_mask: expected None in a layer with a process group")
+            padding = Padding(attention_mask, x)
+            x = padding.packed(x)
+        cut = self.cut(x, None) if padding is None else padding.cu_seqlens
+        o, memory = told(ops.linear_attention, cut)(
             *self._by_heads(x),
             **self._options(),
             causal=causal,
             initial_state=None if state is None else state.memory,
             output_final_state=returns_state,
         )
-        y = o.flatten(-2)
+        y = o.flatten(-2) if padding is None else padding.spread(o.flatten(-2))
         return (y, State(memory, (), None)) if returns_state else y
 
     @torch.no_grad()

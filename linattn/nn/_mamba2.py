@@ -21,6 +21,7 @@ from linattn.nn._blocks import (
     real_dtype,
     told,
 )
+from linattn.nn._padding import without_padding
 
 
 class Mamba2(SharesTokens):
@@ -141,7 +142,12 @@ class Mamba2(SharesTokens):
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias)
 
     def forward(
-        self, x: Tensor, state: State | None = None, cu_seqlens: Any = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        cu_seqlens: Any = None,
+        *,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """x [B,T,d_model] -> y [B,T,d_model] and the state after it.
 
@@ -155,6 +161,10 @@ class Mamba2(SharesTokens):
             Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
             B by default. With a process group they are those of the whole row, on the host.
 
+        attention_mask : Tensor [B,T], optional
+            0 at padding, which may lie anywhere: it changes no state, and its y is 0. On a GPU the
+            host waits for it. Not with cu_seqlens or a process group.
+
         Returns
         -------
         y : Tensor [B,T,d_model]
@@ -166,6 +176,11 @@ class Mamba2(SharesTokens):
             x is not [B,T,d_model], or ssd raises it.
         """
         check_input(x, "BT", self.d_model, ("in_proj", self.in_proj))
+        if attention_mask is not None:
+            masked: tuple[Tensor, State] = without_padding(
+                self, attention_mask, x, state, cu_seqlens
+            )
+            return masked
         if state is not None:
             check_state(state)
         z, xBC, dt = self._projected(x)

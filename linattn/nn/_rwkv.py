@@ -21,6 +21,7 @@ from linattn.nn._blocks import (
     token_shift,
     told,
 )
+from linattn.nn._padding import without_padding
 
 
 class LowRank(nn.Module):
@@ -223,7 +224,12 @@ class RWKV6(TimeMix):
         decay.begin_at(-6 + 5 * ramp(H * K) ** 0.7)
 
     def forward(
-        self, x: Tensor, state: State | None = None, cu_seqlens: Any = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        cu_seqlens: Any = None,
+        *,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """x [B,T,D] -> y [B,T,D] and the state after it.
 
@@ -237,6 +243,10 @@ class RWKV6(TimeMix):
             Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
             B by default. With a process group they are those of the whole row, on the host.
 
+        attention_mask : Tensor [B,T], optional
+            0 at padding, which may lie anywhere: it changes no state, and its y is 0. On a GPU the
+            host waits for it. Not with cu_seqlens or a process group.
+
         Returns
         -------
         y : Tensor [B,T,D]
@@ -248,6 +258,11 @@ class RWKV6(TimeMix):
             x is not [B,T,D], or the op raises it.
         """
         check_input(x, "BT", self.d_model, ("r_proj", self.r_proj.linear))
+        if attention_mask is not None:
+            masked: tuple[Tensor, State] = without_padding(
+                self, attention_mask, x, state, cu_seqlens
+            )
+            return masked
         if state is not None:
             check_state(state)
         cut = self.cut(x, cu_seqlens)
@@ -458,6 +473,8 @@ class RWKV7(TimeMix):
         cu_seqlens: Any = ...,
         v_first: Tensor | None = ...,
         output_v_first: Literal[False] = ...,
+        *,
+        attention_mask: Tensor | None = ...,
     ) -> tuple[Tensor, State]: ...
     @overload
     def forward(
@@ -468,6 +485,7 @@ class RWKV7(TimeMix):
         v_first: Tensor | None = ...,
         *,
         output_v_first: Literal[True],
+        attention_mask: Tensor | None = ...,
     ) -> tuple[Tensor, State, Tensor]: ...
     def forward(
         self,
@@ -476,6 +494,8 @@ class RWKV7(TimeMix):
         cu_seqlens: Any = None,
         v_first: Tensor | None = None,
         output_v_first: bool = False,
+        *,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, State] | tuple[Tensor, State, Tensor]:
         """x [B,T,D] -> y [B,T,D] and the state after it, and v_first if it is asked for.
 
@@ -492,6 +512,9 @@ class RWKV7(TimeMix):
             The values of layer 0, for every other layer.
         output_v_first : bool
             Return v_first too: that of layer 0 is made here, another layer's is its argument.
+        attention_mask : Tensor [B,T], optional
+            0 at padding, which may lie anywhere: it changes no state, and its y is 0. On a GPU the
+            host waits for it. Not with cu_seqlens or a process group.
 
         Returns
         -------
@@ -512,6 +535,17 @@ class RWKV7(TimeMix):
         if state is not None:
             check_state(state)
         self._check_v_first(v_first, "B,T", x)
+        if attention_mask is not None:
+            masked: tuple[Tensor, State] | tuple[Tensor, State, Tensor] = without_padding(
+                self,
+                attention_mask,
+                x,
+                state,
+                cu_seqlens,
+                v_first,
+                output_v_first=output_v_first,
+            )
+            return masked
         cut = self.cut(x, cu_seqlens)
         shifted, last = token_shift(x, None if state is None else state.conv[0], cut)
         mixed = self._mixed(x, shifted, v_first)

@@ -22,6 +22,7 @@ from linattn.nn._blocks import (
     real_dtype,
     told,
 )
+from linattn.nn._padding import without_padding
 from linattn.scans import rg_lru, rg_lru_step, s4d, s4d_step, selective_scan, selective_scan_step
 
 
@@ -42,7 +43,12 @@ class _ScanBlock(SharesTokens):
         raise NotImplementedError
 
     def forward(
-        self, x: Tensor, state: State | None = None, cu_seqlens: Any = None
+        self,
+        x: Tensor,
+        state: State | None = None,
+        cu_seqlens: Any = None,
+        *,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """x [B,T,d_model] -> y [B,T,d_model] and the state after it.
 
@@ -55,6 +61,10 @@ class _ScanBlock(SharesTokens):
         cu_seqlens : int Tensor [N+1], or a linattn.distributed.Context, optional
             Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1]. N is
             B by default. With a process group they are those of the whole row, on the host.
+
+        attention_mask : Tensor [B,T], optional
+            0 at padding, which may lie anywhere: it changes no state, and its y is 0. On a GPU the
+            host waits for it. Not with cu_seqlens or a process group.
 
         Returns
         -------
@@ -69,6 +79,11 @@ class _ScanBlock(SharesTokens):
             On a GPU: CUDA refuses, or this build has no CUDA part.
         """
         check_input(x, "BT", self.d_model, (self.first, self._first()))
+        if attention_mask is not None:
+            masked: tuple[Tensor, State] = without_padding(
+                self, attention_mask, x, state, cu_seqlens
+            )
+            return masked
         if state is not None:
             check_state(state)
         return self.run(x, state, self.cut(x, cu_seqlens))

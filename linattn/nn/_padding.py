@@ -1,0 +1,54 @@
+"""Rows with padding: a layer reads the real tokens alone, packed behind one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Padding:
+    """Which tokens of x [B,T,...] are real: those where the mask [B,T] is not 0."""
+
+    def __init__(self, attention_mask: Any, x: Tensor) -> None:
+        if not isinstance(attention_mask, Tensor):
+            name = type(attention_mask).__name__
+            raise TypeError(f"attention_mask: expected a torch.Tensor, got {name}")
+        if attention_mask.shape != x.shape[:2]:
+            raise ValueError(
+                f"attention_mask: expected [B,T] = {tuple(x.shape[:2])}, "
+                f"got {tuple(attention_mask.shape)}"
+            )
+        self.real = attention_mask.to(x.device) != 0
+        self.cu_seqlens = F.pad(self.real.sum(1).cumsum(0), (1, 0))
+
+    def packed(self, x: Tensor) -> Tensor:
+        """[B,T,...] -> [1,n,...], the n real tokens, row by row."""
+        return x[self.real][None]
+
+    def spread(self, y: Tensor) -> Tensor:
+        """[1,n,...] -> [B,T,...], with zeros at the padding."""
+        rows = y.new_zeros(*self.real.shape, *y.shape[2:])
+        return rows.index_put((self.real,), y[0])
+
+
+def without_padding(
+    layer: Any,
+    attention_mask: Any,
+    x: Tensor,
+    state: Any,
+    cu_seqlens: Any,
+    v_first: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """A layer's forward pass of the real tokens of each row."""
+    if cu_seqlens is not None:
+        raise ValueError("attention_mask: expected None with cu_seqlens, got a mask")
+    if layer.process_group is not None:
+        raise ValueError("attention_mask: expected None in a layer with a process group")
+    padding = Padding(attention_mask, x)
+    if v_first is not None:
+        options["v_first"] = padding.packed(v_first)
+    y, after, *made = layer.forward(padding.packed(x), state, padding.cu_seqlens, **options)
+    return (padding.spread(y), after, *map(padding.spread, made))
