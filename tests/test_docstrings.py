@@ -21,6 +21,8 @@ NEEDS = {
     "linattn.onnx": "torch",
     "linattn.plot": "matplotlib",
 }
+# Functions whose module needs nothing.
+NEED_THEMSELVES = {"linattn.compat.fla.use_linattn": "torch"}
 INTERNAL = {"linattn.autograd"}  # PyTorch's operators, which the ops call
 SECTIONS = (
     "Parameters",
@@ -73,9 +75,10 @@ NAMES = public_names()
 
 def named(name):
     """The function or class of this name. The test is skipped where its library is missing."""
+    needed = NEED_THEMSELVES.get(name)
     module, _, name = name.rpartition(".")
-    if module in NEEDS:
-        library = pytest.importorskip(NEEDS[module])
+    if needed := needed or NEEDS.get(module):
+        library = pytest.importorskip(needed)
         if library.__name__ == "matplotlib":
             library.use("Agg")
     return getattr(importlib.import_module(module), name)
