@@ -130,7 +130,7 @@ static int take_unrecorded(la_call *c, PyObject *object)
     return 0;
 }
 
-/* What Python alone says of a call. */
+/* Keywords that Python alone has. */
 static const struct {
     const char *name;
     int (*take)(la_call *c, PyObject *object);

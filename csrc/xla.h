@@ -44,7 +44,7 @@ typedef struct {
     int major, minor;
 } xla_version;
 
-/* What a handler says of itself. Later fields stay as XLA has set them. */
+/* A handler's own description. XLA sets the fields behind these, and they stay as they are. */
 typedef struct {
     size_t struct_size;
     xla_version version;

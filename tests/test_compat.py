@@ -5,6 +5,7 @@ import inspect
 import ml_dtypes
 import numpy as np
 import pytest
+from support.compare import agree
 from support.device import imported
 from support.variants import PAIR_DECAY
 
@@ -136,10 +137,6 @@ def for_both(name, rng, dtype=np.float64, B=2, T=70, H=2, HV=2, K=8, V=12):
     if name == "fused_recurrent_gla":
         theirs["gk"] = theirs.pop("g")
     return x, theirs
-
-
-def agree(got, want):
-    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 
 
 def test_every_name_is_there():

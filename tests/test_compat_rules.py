@@ -7,6 +7,7 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
+from support.compare import agree
 from support.device import imported
 
 from linattn.compat import _fla_rules, fla
@@ -121,10 +122,6 @@ def written_out(name, x, state=None, scale=None, ends=None):
                 o[b, t, h] = scale * read
             last[n, h] = S
     return o, last
-
-
-def agree(got, want):
-    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 
 
 def parameters(name):

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from support.compare import agree
 from support.device import imported
 
 import linattn
@@ -17,10 +18,6 @@ B, T, H, HV, K, V, M = 2, 37, 2, 4, 6, 5, 3
 
 def normal(rng, *shape):
     return rng.standard_normal(shape)
-
-
-def agree(got, want):
-    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 
 
 def tensors(x, grad=False):

@@ -97,7 +97,7 @@ def by_numbers(x):
     return {name: numbers.get(name, y) for name, y in x.items()}
 
 
-# What is done to a problem, its options, and the ops that have it.
+# A change to a problem, its options, and the ops that have it.
 SETTINGS = {
     "strong decays": (strong, {}, GATED),
     "alpha": (by_alpha, {}, GATED),

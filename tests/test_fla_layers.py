@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="fla's layers import triton")
 layers = pytest.importorskip("fla.layers", reason="needs flash-linear-attention")
 
+from support.blocks import agree  # noqa: E402
+
 from linattn import nn  # noqa: E402
 from linattn.compat import _fla_modules, fla  # noqa: E402
 from linattn.compat.fla import use_linattn  # noqa: E402
@@ -23,7 +25,7 @@ F = torch.nn.functional
 D, T = 32, 70
 HEADS = {"hidden_size": D, "num_heads": 2, "layer_idx": 0}
 DELTA = HEADS | {"head_dim": 16}
-# What each layer is made with; what it calls besides the convolution, norms and activations.
+# The arguments that each layer is made with.
 LAYERS = {
     "ABCAttention": HEADS | {"num_slots": 4},
     "BasedLinearAttention": {
@@ -88,10 +90,6 @@ NOT_OURS = {
 PACKAGES = "comba gated_delta_product gdn2 hgrn lightnet rebased rwkv7".split()
 
 
-def agree(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
-
-
 def made(name, **more):
     """A layer in float64 whose parameters are all stirred: some of fla's begin at zero."""
     torch.manual_seed(0)
@@ -138,7 +136,7 @@ def test_every_function_of_fla_is_here_or_computes_something_else():
 
 @pytest.mark.parametrize("name", [name for name in fla.__all__ if name != "use_linattn"])
 def test_the_parameters_are_flas(name):
-    """The names, order and defaults. What fla reads from **kwargs is keyword-only here."""
+    """The names, order and defaults. fla reads some from **kwargs; they are keyword-only here."""
     positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
     got, want = (
         [

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from support.blocks import BLOCKS, D, stirred
+from support.blocks import BLOCKS, D, agree, stirred
 from support.device import imported
 
 from linattn import reference
@@ -84,10 +84,6 @@ def first_weight(layer):
 
 def flat(state):
     return [*real_parts(state), *state.conv, *([] if state.position is None else [state.position])]
-
-
-def agree(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
 
 
 # ---- the plain layer ----

@@ -117,3 +117,11 @@ def test_masks_that_do_not_fit(error, text, given):
     x = torch.randn(1, 8, D, dtype=torch.float64)
     with pytest.raises(error, match=text):
         made("DeltaNet")(x, cu_seqlens=given.get("cu_seqlens"), attention_mask=given["mask"])
+
+
+@pytest.mark.parametrize("make", [BLOCKS["DeltaNet"], lambda: nn.LinearAttention(D, 8, 6)])
+def test_ranks_take_no_mask(make):
+    layer = make()
+    layer.process_group = object()
+    with pytest.raises(ValueError, match="attention_mask: expected None in a layer with a process"):
+        layer(torch.randn(1, 8, D), attention_mask=torch.ones(1, 8))

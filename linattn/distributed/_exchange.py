@@ -197,8 +197,8 @@ def exchange_back(
     Returns
     -------
     Tensor [rows,K,V] or None
-        What the ranks after this one say of the state after its tokens, if its last sequence goes
-        on there.
+        The gradient of the state after this rank's tokens, made by the ranks after it; None if its
+        last sequence ends here.
     """
     shares = context.shares
     widths = [form.state_size * s.joins for s in shares]

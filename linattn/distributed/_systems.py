@@ -1,7 +1,7 @@
 """The systems of linattn.composed that ranks can share: what a map of their tokens needs to know.
 
-A system turns the state S before its tokens into M S + X, as the op under it does. What M is shows
-if nothing is written: where the values are zeros, columns of the state become M times themselves.
+A system turns the state S before its tokens into M S + X, as the op under it does. If all
+values are zeros, nothing is written: then the columns of the state become M times themselves.
 """
 
 from __future__ import annotations

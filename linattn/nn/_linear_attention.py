@@ -151,9 +151,7 @@ class LinearAttention(SharesTokens):
             check_state(state)
         padding = None
         if attention_mask is not None:
-            if self.process_group is not None:
-                raise ValueError("attention_mask: expected None in a layer with a process group")
-            padding = Padding(attention_mask, x)
+            padding = Padding(self, attention_mask, x)
             x = padding.packed(x)
         cut = self.cut(x, None) if padding is None else padding.cu_seqlens
         o, memory = told(ops.linear_attention, cut)(

@@ -9,9 +9,11 @@ from torch import Tensor
 
 
 class Padding:
-    """Which tokens of x [B,T,...] are real: those where the mask [B,T] is not 0."""
+    """The real tokens of a layer's x [B,T,...]: those where the mask [B,T] is not 0."""
 
-    def __init__(self, attention_mask: Any, x: Tensor) -> None:
+    def __init__(self, layer: Any, attention_mask: Any, x: Tensor) -> None:
+        if layer.process_group is not None:
+            raise ValueError("attention_mask: expected None in a layer with a process group")
         if not isinstance(attention_mask, Tensor):
             name = type(attention_mask).__name__
             raise TypeError(f"attention_mask: expected a torch.Tensor, got {name}")
@@ -45,9 +47,7 @@ def without_padding(
     """A layer's forward pass of the real tokens of each row."""
     if cu_seqlens is not None:
         raise ValueError("attention_mask: expected None with cu_seqlens, got a mask")
-    if layer.process_group is not None:
-        raise ValueError("attention_mask: expected None in a layer with a process group")
-    padding = Padding(attention_mask, x)
+    padding = Padding(layer, attention_mask, x)
     if v_first is not None:
         options["v_first"] = padding.packed(v_first)
     y, after, *made = layer.forward(padding.packed(x), state, padding.cu_seqlens, **options)

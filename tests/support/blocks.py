@@ -1,4 +1,5 @@
-"""The layers of linattn.nn, small ones. They are made by PyTorch's current generator."""
+"""The layers of linattn.nn, small ones, and how their results are compared. PyTorch's current
+generator makes them."""
 
 import pytest
 
@@ -37,3 +38,8 @@ BLOCKS = {
     "Titans": lambda: nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4),
     "Titans in batches": lambda: nn.Titans(D, num_heads=2, head_dim=6, num_v_heads=4, batch=4),
 }
+
+
+def agree(got, want):
+    """float64 results of two ways through a layer."""
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)

@@ -33,6 +33,11 @@ def snapshot(made):
     return [x.tobytes() for x in arrays_in(made) if not x.dtype.hasobject]
 
 
+def agree(got, want):
+    """float64 results of two ways to the same."""
+    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
 def assert_same_bits(got, want, name=""):
     """The same number of arrays, each with the dtype, the shape and the bits of its counterpart.
 
