@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from linattn import autograd
+from linattn import _by_pytorch, autograd
 from linattn._rooms import ROOMS, Line, Room
 from linattn.autograd import or_nothing
 
@@ -45,6 +44,12 @@ class _Form:
             autograd.Part(backward, self.run_backward, self.fake_backward, self.joins_backward),
             self.derivative,
             self.set_up,
+            autograd.Again(
+                self.run_again,
+                len(self.lines) + len(self.options),
+                2,
+                tuple(i for i, line in enumerate(self.lines) if line.gradient),
+            ),
         )
 
     # ---- what they run ----
@@ -65,6 +70,12 @@ class _Form:
             self.form, "backward", dy=dy, d_final_state=d_state, **self.named(arguments)
         )
         return tuple(or_nothing(x, dy) for x in found)
+
+    def run_again(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        given = self.named(arguments)
+        if self.room.name == "convolve":
+            return _by_pytorch.convolution(given)
+        return _by_pytorch.scan(self.form, given)
 
     def sizes(self, given: dict[str, Any]) -> dict[str, Any]:
         """The sizes of the letters of the table in a call; a tracer may have symbols for them."""
@@ -168,13 +179,12 @@ def forward(
     made = _FORMS[room, form]
     given = [arrays.get(line.label) for line in made.lines]
     first: Tensor = given[0]
-    if forward_ad._current_level >= 0:
-        autograd.refuse_tangents(tuple(given))
-    way = (
-        made.ways.operator
-        if torch.compiler.is_compiling()
-        else autograd.way(made.ways, first.device.type, tuple(given))
-    )
+    if torch.compiler.is_compiling():
+        way = made.ways.operator
+    elif autograd.has_tangents(tuple(given)):
+        way = made.ways.again
+    else:
+        way = autograd.way(made.ways, first.device.type, tuple(given))
     final = options.get("output_final_state", False)
     if way is None:
         y, state = made.room.entry(form, "forward", **arrays, out=out, **options)

@@ -21,24 +21,25 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from linattn import _flops, _linattn, _vmap
+from linattn import _by_pytorch, _flops, _linattn, _vmap
 from linattn.variants import ARRAYS, OPS, VARIANTS, ArrayLine
 
 __all__ = [
     "FIT",
     "TENSORS",
+    "Again",
     "Part",
     "Ways",
     "declared",
     "forward",
     "function",
     "gate_of",
+    "has_tangents",
     "is_looked_into",
     "is_number",
     "number_letters",
     "or_nothing",
     "real",
-    "refuse_tangents",
     "register",
     "spread",
     "tensor_of",
@@ -272,8 +273,11 @@ def _transformable(name: str, run: Any, derivative: Any, setup: Any) -> Any:
     return made.apply
 
 
-def _no_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    pass
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.places = [i for i, x in enumerate(inputs) if isinstance(x, Tensor)]
+    ctx.save_for_backward(*(inputs[i] for i in ctx.places))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+    ctx.set_materialize_grads(False)
 
 
 class Ways(NamedTuple):
@@ -282,6 +286,7 @@ class Ways(NamedTuple):
     autograd: Any  # a Function over the core: for autograd alone
     operator: Any  # the operator: for tracers, modes and subclasses
     transformed: Any  # a Function over it: torch.func knows no derivatives of custom operators
+    again: Any  # PyTorch's own functions: for forward-mode derivatives
 
 
 class Part(NamedTuple):
@@ -294,17 +299,38 @@ class Part(NamedTuple):
     joins: Any
 
 
-def register(name: str, forward: Part, backward: Part, derivative: Any, setup: Any) -> Ways:
+class Again(NamedTuple):
+    """A forward pass of PyTorch's own functions (_by_pytorch.py), for all other derivatives."""
+
+    run: Any  # the outputs and the final states, of a forward's arguments without `final`
+    final: int  # the place of output_final_state among a forward's arguments
+    outputs: int
+    smooth: tuple[int, ...]  # the places of the arguments that have gradients
+
+
+def register(
+    name: str, forward: Part, backward: Part, derivative: Any, setup: Any, again: Again
+) -> Ways:
     """``linattn::<name>`` and ``linattn::<name>_backward``, and functions that PyTorch records.
 
     derivative(run) is the forward's derivative by a backward pass, and setup keeps what it needs.
     """
 
-    def twice(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            f"the gradients of linattn.{name} are not differentiable themselves: there is no "
-            "double backward"
+    def twice(ctx: Any, *weights: Any) -> tuple[Any, ...]:
+        """Was a backward pass: the gradients of its arguments, those of outputs first."""
+        inputs, n = list(ctx.others), again.outputs
+        for place, x in zip(ctx.places, ctx.saved_tensors, strict=True):
+            inputs[place] = x
+        wanted, arguments = tuple(inputs[:n]), tuple(inputs[n:])
+        there = [i for i in again.smooth if arguments[i] is not None]
+        of_there = tuple(
+            w for i, w in zip(again.smooth, weights, strict=True) if arguments[i] is not None
         )
+        arrays = {i: arguments[i] for i in there}
+        of_wanted, of_arrays = _by_pytorch.gradients_of_gradients(
+            again.run, wanted, of_there, arrays, arguments
+        )
+        return (*of_wanted, *(of_arrays.get(i) for i in range(len(arguments))))
 
     def define(suffix: str, part: Part, derivative: Any, setup: Any) -> Any:
         full = f"linattn::{name}{suffix}"
@@ -316,15 +342,20 @@ def register(name: str, forward: Part, backward: Part, derivative: Any, setup: A
         return getattr(torch.ops.linattn, name + suffix).default
 
     def recorded(kind: Any, forward: Any, backward: Any) -> Any:
-        again = kind(f"{name}_backward", backward, twice, _no_context)
-        return kind(name, forward, derivative(again), setup)
+        behind = kind(f"{name}_backward", backward, twice, _keep_inputs)
+        return kind(name, forward, derivative(behind), setup)
 
-    backward_operator = define("_backward", backward, twice, None)
+    backward_operator = define("_backward", backward, twice, _keep_inputs)
     operator = define("", forward, derivative(backward_operator), setup)
+
+    def once_more(*arguments: Any) -> Any:
+        return again.run(*arguments[: again.final], *arguments[again.final + 1 :])
+
     return Ways(
         recorded(function, forward.run, backward.run),
         operator,
         recorded(_transformable, operator, backward_operator),
+        once_more,
     )
 
 
@@ -347,12 +378,16 @@ def _register(name: str) -> Ways:
         dS, d_second = d_state if isinstance(d_state, tuple) else (d_state, None)
         return tuple(or_nothing(x, arguments[0]) for x in (*gradients, dS, d_second))
 
+    def run_again(*arguments: Any) -> tuple[Tensor | None, ...]:
+        return _by_pytorch.op(name, _named(arguments[:n], arguments[n:]))
+
     ways = register(
         name,
         Part(_FORWARD, run_forward, partial(_fake_forward, name), partial(_joins, name)),
         Part(_BACKWARD, run_backward, _fake_backward, partial(_joins_backward, name)),
         partial(_derivative, name),
         _setup_context,
+        Again(run_again, n, 3, tuple(i for i, x in enumerate(_INPUTS) if x.gradient is not None)),
     )
     forward = (*_NAMES, "output_final_state", *_OPTION_NAMES)
     backward = ("do", "d_final_state", "d_final_second", *_NAMES, *_OPTION_NAMES)
@@ -411,12 +446,13 @@ def is_watched(op: str, arrays: tuple[Any, ...]) -> bool:
     )
 
 
-def refuse_tangents(arrays: tuple[Any, ...]) -> None:
-    for x in arrays:
-        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(
-                "linattn's ops have gradients, but no forward-mode derivatives; got a dual tensor"
-            )
+def has_tangents(arrays: tuple[Any, ...]) -> bool:
+    """Does forward mode ask for a derivative of a call on these? A transform may hide tangents."""
+    if forward_ad._current_level < 0:
+        return False
+    return _transform() is not None or any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arrays
+    )
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
@@ -592,11 +628,12 @@ def forward(op: str, q: Tensor, k: Any, v: Any, **given: Any) -> tuple[Tensor, A
         state = given.get("initial_state")
         parts = state if isinstance(state, tuple | list) else (state,)
         arrays = (q, k, v, *map(given.get, _LOOKED_AT), *parts)
-        if forward_ad._current_level >= 0:
-            refuse_tangents(arrays)
+        dual = has_tangents(arrays)
+        if dual and out is not None:
+            raise ValueError("out: expected None where PyTorch takes derivatives of the call")
         if out is not None:
             return _linattn.forward(op, q, k, v, **given)  # the core refuses what is recorded
-        call = way(_OPS[op], device, arrays)
+        call = _OPS[op].again if dual else way(_OPS[op], device, arrays)
         if call is None:
             given["unrecorded"] = True  # beside **given it would cost a second dict
             return _linattn.forward(op, q, k, v, **given)
