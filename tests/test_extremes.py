@@ -177,9 +177,7 @@ def strong(kind, x, op, rng):
 GATES = ("-1e4", "-inf", "mixed", "-inf now and then", "zero", "near the end of exp", "spread")
 
 
-@pytest.mark.parametrize("dtype", REALS)
-@pytest.mark.parametrize("kind", GATES)
-@pytest.mark.parametrize("op", GATED)
+@pytest.mark.parametrize(("op", "kind", "dtype"), taking_turns(GATED, GATES, turns=REALS))
 def test_strong_gates(op, kind, dtype, rng):
     judge(op, rng, strong(kind, make(op, rng, dtype), op, rng))
 
@@ -191,9 +189,9 @@ def test_strong_gates_in_two_bytes(op, kind, dtype, rng):
     judge(op, rng, strong(kind, make(op, rng, dtype), op, rng))
 
 
-@pytest.mark.parametrize("dtype", REALS)
-@pytest.mark.parametrize("kind", ("mixed", "spread"))
-@pytest.mark.parametrize("op", GATED)
+@pytest.mark.parametrize(
+    ("op", "kind", "dtype"), taking_turns(GATED, ("mixed", "spread"), turns=REALS)
+)
 def test_strong_gates_in_chunks_of_every_size(op, kind, dtype, rng):
     x = strong(kind, make(op, rng, dtype, B=30, T=70), op, rng)
     judge(op, rng, x, modes=("chunk",), chunk_sizes=STRONG_CHUNKS, gradients=op in DELTA)
@@ -277,11 +275,13 @@ def test_a_gate_above_one_warns_and_grows(op, dtype, rng):
 # ---- the delta rule ----
 
 
-@pytest.mark.parametrize("dtype", REALS)
-@pytest.mark.parametrize("beta,length", ((0, T), (1, T), (2, T), (-1, 6), (1e3, 3), (-0.0, T)))
-@pytest.mark.parametrize("op", DELTA)
-def test_beta_far_out(op, beta, length, dtype, rng):
+BETAS = ((0, T), (1, T), (2, T), (-1, 6), (1e3, 3), (-0.0, T))  # each with a length
+
+
+@pytest.mark.parametrize(("op", "far", "dtype"), taking_turns(DELTA, BETAS, turns=REALS))
+def test_beta_far_out(op, far, dtype, rng):
     """A token multiplies what lies along its unit key by 1 - beta: few tokens where that grows."""
+    beta, length = far
     x = make(op, rng, dtype, T=length, B=-(-B * T // length))
     x["beta"][:] = beta
     judge(op, rng, x, gradients=False)
@@ -306,9 +306,7 @@ def test_beta_that_overflows(op, rng):
         assert huge.any() and np.isfinite(o[small]).all() and not np.isfinite(o[huge]).any()
 
 
-@pytest.mark.parametrize("dtype", REALS)
-@pytest.mark.parametrize("beta", (1, 2))
-@pytest.mark.parametrize("op", DELTA)
+@pytest.mark.parametrize(("op", "beta", "dtype"), taking_turns(DELTA, (1, 2), turns=REALS))
 def test_equal_keys(op, beta, dtype, rng):
     """Every key of a sequence the same: I + L is all ones below its diagonal, or all twos. The few
     sequences with the largest numbers decide, so there are more of them."""
