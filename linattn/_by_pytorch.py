@@ -35,6 +35,9 @@ _DECAYS: dict[str | None, Callable[[Tensor], Tensor]] = {
     "gamma": lambda gamma: gamma,
 }
 _LETTERS = {line.label: line.letters for line in ARRAYS if line.role == "INPUT"}
+# The arrays that this text knows. It refuses a call with another one.
+_KNOWN = {"q", "k", "v", "g", "beta", "x", "y", "bonus", "eta", "cu_seqlens"}
+_KNOWN |= {"initial_state", "initial_state_second"}
 
 
 def gradients_of_gradients(
@@ -95,6 +98,12 @@ def gradients_of_gradients(
 
 def op(name: str, given: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     """The outputs, and the state after each sequence, of an operator's arguments by their names."""
+    for label, x in given.items():
+        if isinstance(x, Tensor) and label not in _KNOWN:
+            raise NotImplementedError(
+                f"{label}: expected None where {name} has other derivatives "
+                "than first gradients, got a tensor"
+            )
     call = _Call(name, given)
     rows, states = [], []
     for n, tokens in _sequences(given["cu_seqlens"]):

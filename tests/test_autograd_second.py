@@ -12,6 +12,7 @@ from support.tensors import tensors_in, torch
 from support.variants import PREDICTS
 
 import linattn
+from linattn import _by_pytorch, autograd
 
 OPS = linattn.OPS
 # PyTorch's own, as it loads what forward mode needs
@@ -290,3 +291,13 @@ def test_out_has_no_derivatives(rng):
         with pytest.raises(ValueError, match="out: expected None where PyTorch"):
             linattn.causal_conv1d(dual, torch.ones(2, 2), out=torch.empty_like(u))
         assert torch.equal(linattn.gla(**x)[0], linattn.gla(**x)[0])
+
+
+def test_an_array_that_the_second_text_lacks_is_refused(rng):
+    """A new line of csrc/arrays.def has first gradients at once. Others would be wrong."""
+    x = inputs("gla", rng)
+    options = {name: default for name, (_, default) in autograd.FIT.items()}
+    given = dict.fromkeys(autograd._NAMES) | x | options | {"gate": "g"}
+    assert _by_pytorch.op("gla", given)[0].shape == x["v"].shape
+    with pytest.raises(NotImplementedError, match="offset: expected None where gla"):
+        _by_pytorch.op("gla", given | {"offset": x["v"]})
