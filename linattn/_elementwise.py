@@ -59,6 +59,6 @@ def softplus_slope(x: Any, above: float = 40) -> Any:
 
 def logsigmoid(x: Any) -> Any:
     """log(sigmoid(x)), with all digits for large x."""
-    if is_tensor(x):
+    if is_tensor(x) and not hasattr(x, "device_mesh"):  # a DTensor has no gradient of it
         return library_of(x).nn.functional.logsigmoid(x)
     return -softplus(-x)

@@ -40,8 +40,14 @@ class _Form:
         backward = f"(Tensor dy, Tensor? d_final_state, {arrays}{more}) -> ({gradients})"
         self.ways = autograd.register(
             f"{room.name}_{form}",
-            autograd.Part(forward, self.run_forward, self.fake_forward, self.joins),
-            autograd.Part(backward, self.run_backward, self.fake_backward, self.joins_backward),
+            autograd.Part(forward, self.run_forward, self.fake_forward, self.joins, self.letters),
+            autograd.Part(
+                backward,
+                self.run_backward,
+                self.fake_backward,
+                self.joins_backward,
+                self.letters_backward,
+            ),
             self.derivative,
             self.set_up,
             autograd.Again(
@@ -136,6 +142,37 @@ class _Form:
             return None
         return [True, True, *joined]
 
+    # ---- what DTensor keeps apart ----
+
+    def letters_of(self, arguments: Sequence[Any]) -> tuple[list[str | None], str]:
+        left_out = self.room.left_out[self.form]
+        letters: list[str | None] = []
+        rows = "BS"
+        for line, x in zip(self.lines, arguments, strict=False):
+            found = "".join(letter for letter in line.letters if letter not in left_out)
+            letters.append(None if x is None else found)
+            rows = "" if line.label == "cu_seqlens" and x is not None else rows
+        return letters, rows
+
+    def letters(self, arguments: Sequence[Any]) -> Any:
+        from linattn._sharded import Letters
+
+        inputs, rows = self.letters_of(arguments)
+        rest = [None] * (len(arguments) - len(inputs))
+        state = next(line.letters for line in self.lines if line.role == "STATE")
+        outputs = ["BTD", state if arguments[-1] else None]
+        return Letters([*inputs, *rest], outputs, False, rows)
+
+    def letters_backward(self, arguments: Sequence[Any]) -> Any:
+        from linattn._sharded import Letters
+
+        inputs, rows = self.letters_of(arguments[2:])
+        state = next(line.letters for line in self.lines if line.role == "STATE")
+        of_outputs = ["BTD", None if arguments[1] is None else state]
+        gradients = [x for x, line in zip(inputs, self.lines, strict=True) if line.gradient]
+        rest = [None] * (len(arguments) - 2 - len(inputs))
+        return Letters([*of_outputs, *inputs, *rest], gradients, True, rows)
+
     # ---- how they are recorded ----
 
     def set_up(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -161,14 +198,15 @@ class _Form:
 
 # A compiler that reads `forward` finds them made.
 _FORMS = {(room.name, form): _Form(room, form) for room in ROOMS.values() for form in room.left_out}
+autograd.tell_dtensor()
 
 
-def _tensor(name: str, x: Any, device: torch.device) -> Tensor | None:
+def _tensor(name: str, x: Any, first: Tensor) -> Tensor | None:
     """An array as an operator takes it. Starts of sequences may be NumPy's."""
     if x is None or isinstance(x, Tensor):
         return x
     if name == "cu_seqlens" and isinstance(x, np.ndarray) and x.dtype.kind == "i":
-        return torch.as_tensor(x, device=device)
+        return autograd.beside(torch.as_tensor(x, device=first.device), first)
     raise TypeError(f"{name}: expected a tensor where gradients are recorded, got {type(x)}")
 
 
@@ -191,9 +229,7 @@ def forward(
         return y, state
     if out is not None:
         raise ValueError("out: expected None where PyTorch records or traces the call")
-    fitted = [
-        _tensor(line.label, x, first.device) for line, x in zip(made.lines, given, strict=True)
-    ]
+    fitted = [_tensor(line.label, x, first) for line, x in zip(made.lines, given, strict=True)]
     settled = {**made.options, **{k: x for k, x in options.items() if k in made.options}}
     y, state = way(*fitted, *settled.values(), final)
     return y, state if final else None

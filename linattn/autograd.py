@@ -12,6 +12,7 @@ does.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ __all__ = [
     "Again",
     "Part",
     "Ways",
+    "beside",
     "declared",
     "forward",
     "function",
@@ -42,6 +44,7 @@ __all__ = [
     "real",
     "register",
     "spread",
+    "tell_dtensor",
     "tensor_of",
     "way",
 ]
@@ -209,6 +212,43 @@ def _joins_backward(op: str, arguments: Sequence[Any]) -> list[bool] | None:
     return [True, True, True, *joined]
 
 
+def _axes_of(op: str, arguments: Sequence[Any]) -> tuple[list[str | None], str]:
+    """The letters of a forward pass's arrays, and those of rows and states."""
+    given = list(zip(_NAMES, _INPUTS, arguments, strict=False))
+    first = next(x for name, _, x in given if name == "q")
+    if len(first.shape) != 4:  # one head
+        return [None if x is None else "" for _, _, x in given], ""
+    gates = _LETTERS[op, 4]
+    letters = [None if x is None else gates.get(line.label, line.letters) for _, line, x in given]
+    packed = any(name == "cu_seqlens" and x is not None for name, _, x in given)
+    return letters, "" if packed else "BN"
+
+
+def _axes(op: str, arguments: Sequence[Any]) -> Any:
+    from linattn._sharded import Letters
+
+    n = len(_NAMES)
+    inputs, rows = _axes_of(op, arguments)
+    features = _named(tuple(arguments[:n]), tuple(arguments[n + 1 :]))["features"]
+    second = (
+        ("NhKV" if VARIANTS[op].decay == "pair" else "NhK") if _has_pair(op, features) else None
+    )
+    states = ["NhKV", second] if arguments[n] else [None, None]
+    return Letters([*inputs, *[None] * (len(arguments) - n)], ["BThV", *states], False, rows)
+
+
+def _axes_backward(op: str, arguments: Sequence[Any]) -> Any:
+    from linattn._sharded import Letters
+
+    n = len(_NAMES)
+    inputs, rows = _axes_of(op, arguments[3:])
+    given = zip(("BThV", "NhKV", "NhK"), arguments, strict=False)
+    of_outputs = [None if x is None else letters for letters, x in given]
+    gradients = [x for x, line in zip(inputs, _INPUTS, strict=True) if line.gradient is not None]
+    rest = [None] * (len(arguments) - 3 - n)
+    return Letters([*of_outputs, *inputs, *rest], gradients, True, rows)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     n = len(_NAMES)
     ctx.save_for_backward(*inputs[:n])
@@ -297,6 +337,28 @@ class Part(NamedTuple):
     run: Any
     fake: Any
     joins: Any
+    letters: Any  # from its arguments to the letters of its arrays (_sharded.py)
+
+
+_unknown_to_dtensor: list[tuple[Any, Any]] = []
+
+
+def tell_dtensor() -> None:
+    """Tell DTensor of the operators, where it has been imported: that takes half a second."""
+    if _unknown_to_dtensor and "torch.distributed.tensor" in sys.modules:
+        from linattn import _sharded
+
+        while _unknown_to_dtensor:
+            _sharded.know(*_unknown_to_dtensor.pop())
+
+
+def beside(x: Tensor, q: Tensor) -> Tensor:
+    """A tensor made from a number, or from an array of another library, to go with q."""
+    if type(q) in TENSORS or "torch.distributed.tensor" not in sys.modules:
+        return x
+    from linattn import _sharded
+
+    return _sharded.replicated(x, q)
 
 
 class Again(NamedTuple):
@@ -339,7 +401,9 @@ def register(
         op.register_autograd(derivative, setup_context=setup)
         if hasattr(op, "register_vmap"):  # since PyTorch 2.5
             op.register_vmap(_vmap.rule(op, part.joins))
-        return getattr(torch.ops.linattn, name + suffix).default
+        made = getattr(torch.ops.linattn, name + suffix).default
+        _unknown_to_dtensor.append((made, part.letters))
+        return made
 
     def recorded(kind: Any, forward: Any, backward: Any) -> Any:
         behind = kind(f"{name}_backward", backward, twice, _keep_inputs)
@@ -383,8 +447,20 @@ def _register(name: str) -> Ways:
 
     ways = register(
         name,
-        Part(_FORWARD, run_forward, partial(_fake_forward, name), partial(_joins, name)),
-        Part(_BACKWARD, run_backward, _fake_backward, partial(_joins_backward, name)),
+        Part(
+            _FORWARD,
+            run_forward,
+            partial(_fake_forward, name),
+            partial(_joins, name),
+            partial(_axes, name),
+        ),
+        Part(
+            _BACKWARD,
+            run_backward,
+            _fake_backward,
+            partial(_joins_backward, name),
+            partial(_axes_backward, name),
+        ),
         partial(_derivative, name),
         _setup_context,
         Again(run_again, n, 3, tuple(i for i, x in enumerate(_INPUTS) if x.gradient is not None)),
@@ -398,6 +474,7 @@ def _register(name: str) -> Ways:
 
 
 _OPS = {name: _register(name) for name in OPS}
+tell_dtensor()
 
 
 # ---- the way of a call ----
@@ -422,8 +499,10 @@ def is_looked_into() -> bool:
 def way(ways: Ways, device: str, arrays: tuple[Any, ...]) -> Any:
     """The way of a call on these, if PyTorch has to know of it; else None."""
     if _transform() is not None:
+        tell_dtensor()
         return ways.transformed
     if device not in _DEVICES or _modes() or _trace() is not None:
+        tell_dtensor()
         return ways.operator
     found, recording = None, torch.is_grad_enabled()
     for x in arrays:
@@ -431,6 +510,7 @@ def way(ways: Ways, device: str, arrays: tuple[Any, ...]) -> Any:
             if recording and x.requires_grad:
                 found = ways.autograd
         elif x is not None and isinstance(x, Tensor):
+            tell_dtensor()
             return ways.operator
     return found
 
@@ -580,7 +660,7 @@ _LETTERS = {(op, dims): _letters(op, dims) for op in OPS for dims in (2, 4)}
 
 def spread(x: Any, letters: str, sizes: Mapping[str, Any], q: Tensor) -> Tensor:
     """A number as the array of these letters that it stands for."""
-    one = torch.full((), float(x), dtype=real(q), device=q.device)
+    one = beside(torch.full((), float(x), dtype=real(q), device=q.device), q)
     return one.expand([sizes[letter] for letter in letters])
 
 
@@ -603,10 +683,10 @@ def _fitted(op: str, given: dict[str, Any]) -> tuple[Any, ...]:
     if gate is not None:
         values["g"] = given[gate]
     values |= _spread(op, gate, given)
-    arrays = [
-        tensor_of(gate if line.label == "g" and gate else line.label, values.get(name))
-        for name, line in zip(_NAMES, _INPUTS, strict=True)
-    ]
+    arrays = []
+    for name, line in zip(_NAMES, _INPUTS, strict=True):
+        x = tensor_of(gate if line.label == "g" and gate else line.label, values.get(name))
+        arrays.append(x if x is None or x is values.get(name) else beside(x, given["q"]))
     final = _flag("output_final_state", given.get("output_final_state", False))
     options = [FIT[name][0](name, values.get(name, FIT[name][1])) for name in _OPTION_NAMES]
     return (*arrays, final, *options)

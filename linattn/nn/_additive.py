@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from linattn._elementwise import logsigmoid
+from linattn.autograd import beside
 from linattn.nn._blocks import Block, Cut, State, no_position, positions, real_dtype, share_of
 
 
@@ -89,7 +90,7 @@ class Retention(Block):
         half = self.K // 2
         rate = 10000.0 ** -(torch.arange(half, device=q.device, dtype=torch.float32) / half)
         angle = (position.to(torch.float32)[..., None] * rate)[..., None, :]
-        cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
+        cos, sin = (beside(x.to(q.dtype), q) for x in (angle.cos(), angle.sin()))
 
         def turned(x: Tensor) -> Tensor:
             a, b = x[..., :half], x[..., half:]
@@ -191,4 +192,4 @@ class GatedLinearAttention(Block):
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
         logits = self.gk_proj(x).to(real_dtype(x)).unflatten(-1, (self.H, self.K))
-        return {"g": F.logsigmoid(logits) / self.gate_logit_normalizer}
+        return {"g": logsigmoid(logits) / self.gate_logit_normalizer}

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linattn import gates
+from linattn._elementwise import logsigmoid
 from linattn.arrays import as_size
 from linattn.nn import _batches
 from linattn.nn._blocks import (
@@ -143,7 +143,7 @@ class Titans(Block):
         return {
             "beta": gates.beta(self.theta_proj(x)),
             "eta": gates.beta(self.eta_proj(x)),
-            "g": F.logsigmoid(-self.alpha_proj(x).to(real_dtype(x))),  # log(1 - alpha)
+            "g": logsigmoid(-self.alpha_proj(x).to(real_dtype(x))),  # log(1 - alpha)
             "scale": 1.0,
             "qk_l2norm": True,
         }
