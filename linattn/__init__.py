@@ -21,6 +21,7 @@ from linattn.config import (
     show_config,
 )
 from linattn.cost import Memory, flops, memory
+from linattn.drafts import replay
 from linattn.features import FeatureMap, apply_feature_map
 from linattn.kernels import KernelReport, explain_kernel
 from linattn.maps import RandomFeatureMap, dpfp, favor
@@ -230,6 +231,7 @@ __all__ = [
     "precond_gated_delta_rule",
     "precond_gated_delta_rule_backward",
     "precond_gated_delta_rule_step",
+    "replay",
     "retention",
     "retention_backward",
     "retention_step",

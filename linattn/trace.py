@@ -19,7 +19,7 @@ from linattn.features import (
     feature_maps,
     is_tensor,
 )
-from linattn.variants import ARRAYS, op_named
+from linattn.variants import BY_TOKEN, op_named
 
 __all__ = ["Explanation", "States", "explain", "states"]
 
@@ -313,9 +313,6 @@ class States(NamedTuple):
     z: Any
 
 
-_BY_TOKEN = {x.label for x in ARRAYS if x.role == "INPUT" and "T" in x.letters} | {"alpha"}
-
-
 def states(
     op: str | Callable[..., Any],
     q: Any,
@@ -381,9 +378,9 @@ def states(
     found = []
     for start in range(0, T, every):
         of = slice(start, min(start + every, T))
-        cut = {name: piece(x, of) if name in _BY_TOKEN else x for name, x in arguments.items()}
+        cut = {name: piece(x, of) if name in BY_TOKEN else x for name, x in arguments.items()}
         positional = [
-            piece(x, of) if name in _BY_TOKEN else x
+            piece(x, of) if name in BY_TOKEN else x
             for name, x in zip(positional_names, gates, strict=False)
         ]
         _, state = function(

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from linattn import _linattn
 
-__all__ = ["ARRAYS", "OPS", "VARIANTS", "ArrayLine", "Variant"]
+__all__ = ["ARRAYS", "BY_TOKEN", "OPS", "VARIANTS", "ArrayLine", "Variant"]
 
 
 class Variant(NamedTuple):
@@ -104,3 +104,5 @@ class ArrayLine(NamedTuple):
 
 
 ARRAYS: tuple[ArrayLine, ...] = tuple(ArrayLine(*line) for line in _linattn.ARRAYS)
+#: The keywords of the arrays that have tokens.
+BY_TOKEN = {x.label for x in ARRAYS if x.role == "INPUT" and "T" in x.letters} | {"alpha"}
