@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from linattn.features import CoreFeatures, l2norm
 from linattn.variants import ARRAYS, VARIANTS
 
-__all__ = ["convolution", "gradients_of_gradients", "op", "scan"]
+__all__ = ["convolution", "gradients_of_gradients", "op", "outline", "scan"]
 
 # The maps by the core's numbers (features.py), with the core's slopes where a map has a corner.
 _MAPS: dict[float, Callable[[Tensor, float], Tensor]] = {
@@ -91,6 +92,17 @@ def gradients_of_gradients(
     for i, d in zip(there, found, strict=False):
         of_wanted[i] = d
     return of_wanted, dict(zip(arrays, found[len(there) :], strict=True))
+
+
+def outline(x: Any) -> Any:
+    """A tensor's shape and dtype, which the core checks as those of an array. PyTorch's wrappers
+    have no memory for it."""
+    if isinstance(x, tuple):
+        return tuple(map(outline, x))
+    if not isinstance(x, Tensor):
+        return x
+    dtype = SimpleNamespace(name=str(x.dtype).removeprefix("torch."))
+    return SimpleNamespace(shape=tuple(x.shape), dtype=dtype)
 
 
 # ---- the ops of the table ----

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from linattn import _by_pytorch, autograd
+from linattn import _by_pytorch, _linattn, autograd
 from linattn._rooms import ROOMS, Line, Room
 from linattn.autograd import or_nothing
 
@@ -52,6 +52,7 @@ class _Form:
             self.set_up,
             autograd.Again(
                 self.run_again,
+                self.check,
                 len(self.lines) + len(self.options),
                 2,
                 tuple(i for i, line in enumerate(self.lines) if line.gradient),
@@ -82,6 +83,10 @@ class _Form:
         if self.room.name == "convolve":
             return _by_pytorch.convolution(given)
         return _by_pytorch.scan(self.form, given)
+
+    def check(self, *arguments: Any) -> None:
+        given = {name: _by_pytorch.outline(x) for name, x in self.named(arguments).items()}
+        _linattn.outline_room(self.room.name, self.form, "forward", **given)
 
     def sizes(self, given: dict[str, Any]) -> dict[str, Any]:
         """The sizes of the letters of the table in a call; a tracer may have symbols for them."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from linattn import _by_pytorch, _flops, _linattn, _vmap
+from linattn._by_pytorch import outline
 from linattn.variants import ARRAYS, OPS, VARIANTS, ArrayLine
 
 __all__ = [
@@ -365,6 +366,7 @@ class Again(NamedTuple):
     """A forward pass of PyTorch's own functions (_by_pytorch.py), for all other derivatives."""
 
     run: Any  # the outputs and the final states, of a forward's arguments without `final`
+    check: Any  # of the same: the core's TypeError or ValueError, if they are not right
     final: int  # the place of output_final_state among a forward's arguments
     outputs: int
     smooth: tuple[int, ...]  # the places of the arguments that have gradients
@@ -413,7 +415,9 @@ def register(
     operator = define("", forward, derivative(backward_operator), setup)
 
     def once_more(*arguments: Any) -> Any:
-        return again.run(*arguments[: again.final], *arguments[again.final + 1 :])
+        given = (*arguments[: again.final], *arguments[again.final + 1 :])
+        again.check(*given)
+        return again.run(*given)
 
     return Ways(
         recorded(function, forward.run, backward.run),
@@ -445,6 +449,10 @@ def _register(name: str) -> Ways:
     def run_again(*arguments: Any) -> tuple[Tensor | None, ...]:
         return _by_pytorch.op(name, _named(arguments[:n], arguments[n:]))
 
+    def check(*arguments: Any) -> None:
+        given = _for_core(arguments[:n], arguments[n:])
+        _linattn.outline("forward", name, **{key: outline(x) for key, x in given.items()})
+
     ways = register(
         name,
         Part(
@@ -463,7 +471,13 @@ def _register(name: str) -> Ways:
         ),
         partial(_derivative, name),
         _setup_context,
-        Again(run_again, n, 3, tuple(i for i, x in enumerate(_INPUTS) if x.gradient is not None)),
+        Again(
+            run_again,
+            check,
+            n,
+            3,
+            tuple(i for i, x in enumerate(_INPUTS) if x.gradient is not None),
+        ),
     )
     forward = (*_NAMES, "output_final_state", *_OPTION_NAMES)
     backward = ("do", "d_final_state", "d_final_second", *_NAMES, *_OPTION_NAMES)

@@ -279,6 +279,24 @@ def test_transforms(rng):
     torch.testing.assert_close(third(q).sum(), (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
+def test_wrong_arguments_are_named(rng):
+    """By the core, which checks shapes and dtypes where there is no memory."""
+    from torch.func import jvp
+
+    x = inputs("delta_rule", rng)
+    one = torch.ones_like(x["q"])
+    for bad, error, text in (
+        ({"beta": x["q"]}, ValueError, r"beta: expected \[B,T,HV\]"),
+        ({"v": x["v"].int()}, TypeError, "v: expected float64"),
+        ({"chunk_size": 0}, ValueError, "chunk_size: expected"),
+    ):
+        with pytest.raises(error, match=text):
+            jvp(lambda q, bad=bad: linattn.delta_rule(**x | {"q": q} | bad)[0], (x["q"],), (one,))
+    u = torch.ones(1, 3, 2)
+    with pytest.raises(ValueError, match=r"weight: expected \[D,W\]"):
+        jvp(lambda u: linattn.causal_conv1d(u, torch.ones(3, 4))[0], (u,), (u,))
+
+
 def test_out_has_no_derivatives(rng):
     from torch.autograd import forward_ad
 
