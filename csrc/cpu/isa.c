@@ -14,7 +14,7 @@
  * that the system saves the registers.) */
 static bool anywhere(void) { return true; }
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(LA_ONE_SET) /* tests/c/Makefile */
 static bool with_avx2(void)
 {
     __builtin_cpu_init();
@@ -22,7 +22,6 @@ static bool with_avx2(void)
            __builtin_cpu_supports("bmi2");
 }
 
-#if !defined(LA_FEW_SETS)
 static bool with_avx512(void)
 {
     return with_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
@@ -52,7 +51,6 @@ static bool with_amx(void)
 #endif
 }
 #endif
-#endif
 
 typedef struct {
     const la_kernels *f32, *f64;
@@ -66,18 +64,16 @@ typedef struct {
  * with one number for a real is faster than with two, and rounds to 8 bits (0026). */
 static const instance instances[] = {
     {&la_cpu_baseline_f32, &la_cpu_baseline_f64, anywhere, NULL},
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(LA_ONE_SET)
 #if defined(LA_EMULATE_BF16)
     {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, &la_cpu_avx2_bf16},
     {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, &la_cpu_avx2_amx},
 #endif
     {&la_cpu_avx2_f32, &la_cpu_avx2_f64, with_avx2, NULL},
-#if !defined(LA_FEW_SETS) /* tests/c/Makefile */
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512bf16, &la_cpu_avx512_bf16},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_amx, &la_cpu_amx_bf16},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_avx512, NULL},
     {&la_cpu_avx512_f32, &la_cpu_avx512_f64, with_amx, &la_cpu_amx},
-#endif
 #elif defined(__aarch64__)
     {&la_cpu_neon_f32, &la_cpu_neon_f64, anywhere, NULL}, /* every AArch64 Linux has it */
 #endif
