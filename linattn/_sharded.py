@@ -16,8 +16,8 @@ from torch.distributed.tensor.experimental import register_sharding
 
 __all__ = ["Letters", "know", "replicated"]
 
-# What may be apart beside rows, by letters of the tables: an axis, and one that goes with it unless
-# its size is 1.
+# The axes that parts may cut, beside rows, by the letters of the tables. The first of a pair is
+# cut. The second is cut too, unless its size is 1.
 _HEADS = ("h", "H")
 _CHANNELS = ("D", "G")
 

@@ -45,7 +45,7 @@ def replay(
     Raises
     ------
     TypeError
-        n is not an int or an array of ints.
+        n is not an int or an array of ints, or the op does not take the arguments.
     ValueError
         There is no such op, n does not fit, or the call is not causal.
 
@@ -65,7 +65,9 @@ def replay(
     from linattn import ops
 
     function = getattr(ops, op_named(op))
-    names = list(inspect.signature(function).parameters)[3:]
+    signature = inspect.signature(function)
+    signature.bind(q, k, v, *gates, **arguments)  # a TypeError where the op would raise one
+    names = list(signature.parameters)[3:]
     given = dict(zip(names, gates, strict=False)) | arguments
     for name in ("out", "output_final_state"):
         if name in given:

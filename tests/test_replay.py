@@ -79,6 +79,14 @@ def test_one_head_and_positional_gates(rng):
     np.testing.assert_allclose(numbers.T, linattn.replay("delta_rule", 2, q, k, v, 0.5))
 
 
+def test_a_gate_given_twice_is_refused(rng):
+    q = rng.standard_normal((3, 4))
+    with pytest.raises(TypeError, match="multiple values for argument 'beta'"):
+        linattn.replay("delta_rule", 2, q, q, q, 0.5, beta=0.7)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        linattn.replay("delta_rule", 2, q, q, q, 0.5, 0.7)
+
+
 def test_tensors_are_recorded(rng):
     torch = pytest.importorskip("torch")
     x = {name: torch.from_numpy(a).requires_grad_() for name, a in drawn("kda", rng).items()}
