@@ -293,7 +293,8 @@ def test_more_than_65535_chunks(op):
 
 @pytest.mark.parametrize("op", TOKEN_DECAY)
 def test_more_elements_than_an_int_counts(op):
-    """v and o have 2^31 + 2^24 elements. Every head is a copy of the small call's."""
+    """v and o have 2^31 + 2^24 elements. Every head is a copy of the small call's. A call with many
+    heads takes one kernel, and one with few takes several, so that their roundings differ."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("less than 24 GiB of the GPU's memory are free")
     HV, T, V = 129, 2**17, 128
@@ -303,8 +304,11 @@ def test_more_elements_than_an_int_counts(op):
     assert x["v"].numel() > 2**31
     o, _ = getattr(linattn, op)(**x)
     want, _ = getattr(linattn, op)(**small)
-    for head in (0, 127, 128):
-        assert_same_bits([o[:, :, head : head + 1]], [want])
+    first, want = o[:, :, :1], want.double()
+    error = (first.double() - want).square().mean().sqrt() / want.square().mean().sqrt()
+    assert error < 2**-7  # each is within 2^-8 of float64
+    for head in (127, 128):
+        assert_same_bits([o[:, :, head : head + 1]], [first])
 
 
 @pytest.mark.parametrize("op", GATED)

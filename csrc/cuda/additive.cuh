@@ -355,6 +355,69 @@ __device__ __forceinline__ void score_chunks(const call &c, const additive_flags
     });
 }
 
+/* S' [16 columns][8 N] of a warp: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1. */
+template <int N>
+__device__ __forceinline__ void load_state(const call &c, const unit &u, int first_column,
+                                           int columns, float (&S)[N][4])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int column = threadIdx.x % 32 / 4 + e / 2 * 8;
+            const int key = i * 8 + threadIdx.x % 4 * 2 + e % 2;
+            S[i][e] = c.x[LA_S0].data && column < columns && key < c.K
+                          ? load<float>(at(c.x[LA_S0], u.n, u.hv, key, first_column + column),
+                                        c.x[LA_S0].dtype)
+                          : 0;
+        }
+}
+
+template <int N>
+__device__ __forceinline__ void store_state(const call &c, const unit &u, int first_column,
+                                            int columns, const float (&S)[N][4])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int column = threadIdx.x % 32 / 4 + e / 2 * 8;
+            const int key = i * 8 + threadIdx.x % 4 * 2 + e % 2;
+            if (column < columns && key < c.K)
+                store(at(c.x[LA_ST], u.n, u.hv, key, first_column + column), c.x[LA_ST].dtype,
+                      S[i][e]);
+        }
+}
+
+/* O of a warp, to its columns of a panel; and n tokens of it from there to memory, from to_o on. */
+__device__ __forceinline__ void put_o(char *panel, const uint32_t (&o)[4][4])
+{
+    const seat at = own_seat();
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+        store_matrices_transposed(address_of(panel) + transposed_at(at) + m * 16 * 128, o[m]);
+    __syncwarp();
+}
+
+__device__ __forceinline__ void store_o(const call &c, bool o_pieces, const char *panel, char *to_o,
+                                        int columns, int n)
+{
+    if (columns <= 0) return;
+    const int64_t step = c.x[LA_O].stride[1] * 32;
+    const seat at = own_seat();
+    const char *const from = panel + piece_at(at.lane / 2, at.warp * 2 + at.lane % 2);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const uint4 x = *(const uint4 *)(from + j * 16 * 128);
+        if (at.lane / 2 + j * 16 >= n) continue;
+        if (o_pieces && columns == 16)
+            *(uint4 *)(to_o + j * step) = x;
+        else
+            store_piece(to_o + j * step, x, columns - at.lane % 2 * 8);
+    }
+    __syncwarp();
+}
+
 template <int KP, la_decay DECAY>
 __device__ __forceinline__ void walk(const call &c, const additive_flags &f, char *shared,
                                      meeting &s)
@@ -373,45 +436,15 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
         int left = first_u.end - first_u.begin;                      /* tokens */
         char *to_o = at(c.x[LA_O], first_u.b, first_u.begin + threadIdx.x % 32 / 2, first_u.hv,
                         first_column(first_tile) + threadIdx.x % 2 * 8);
-        /* S' [16 columns][KP]: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
         float S[KP / 8][4];
-#pragma unroll
-        for (int i = 0; i < KP / 8; i++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int column = threadIdx.x % 32 / 4 + e / 2 * 8;
-                const int key = i * 8 + threadIdx.x % 4 * 2 + e % 2;
-                S[i][e] = c.x[LA_S0].data && column < columns && key < c.K
-                              ? load<float>(at(c.x[LA_S0], first_u.n, first_u.hv, key,
-                                               first_column(first_tile) + column),
-                                            c.x[LA_S0].dtype)
-                              : 0;
-            }
+        load_state(c, first_u, first_column(first_tile), columns, S);
         uint32_t o[4][4];     /* of the last chunk, on its way out */
         bool waiting = false; /* to be sent */
         const auto send = [&](int n) {
-            const int64_t step = c.x[LA_O].stride[1] * 32;
-            if (columns > 0) {
-                const seat at = own_seat();
-                char *const panel = shared + PLACE_OF_O + threadIdx.x / GROUP * PANEL_BYTES;
-#pragma unroll
-                for (int m = 0; m < 4; m++)
-                    store_matrices_transposed(address_of(panel) + transposed_at(at) + m * 16 * 128,
-                                              o[m]);
-                __syncwarp();
-                const char *const from = panel + piece_at(at.lane / 2, at.warp * 2 + at.lane % 2);
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const uint4 x = *(const uint4 *)(from + j * 16 * 128);
-                    if (at.lane / 2 + j * 16 >= n) continue;
-                    if (f.o_pieces && columns == 16)
-                        *(uint4 *)(to_o + j * step) = x;
-                    else
-                        store_piece(to_o + j * step, x, columns - at.lane % 2 * 8);
-                }
-                __syncwarp();
-            }
-            to_o += 4 * step;
+            char *const panel = shared + PLACE_OF_O + threadIdx.x / GROUP * PANEL_BYTES;
+            put_o(panel, o);
+            store_o(c, f.o_pieces, panel, to_o, columns, n);
+            to_o += C * c.x[LA_O].stride[1] * 2;
             waiting = false;
         };
 
@@ -560,16 +593,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
         if (waiting) send(left + C);
         if (!c.x[LA_ST].data) return;
         const tile_of_head x = tile_at(c, f.tiles, index);
-#pragma unroll
-        for (int i = 0; i < KP / 8; i++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int column = threadIdx.x % 32 / 4 + e / 2 * 8;
-                const int key = i * 8 + threadIdx.x % 4 * 2 + e % 2;
-                if (column < columns && key < c.K)
-                    store(at(c.x[LA_ST], x.u.n, x.u.hv, key, first_column(x.tile) + column),
-                          c.x[LA_ST].dtype, S[i][e]);
-            }
+        store_state(c, x.u, first_column(x.tile), columns, S);
     });
 }
 #endif

@@ -23,10 +23,12 @@
  * K > 128, for the warp with the other half of its keys; otherwise no warp waits for another.
  * `scale` is part of P and q^, and of the factors of the rows of q^ S.
  *
- * On Hopper many calls of the additive rule take one kernel instead: additive.cuh. */
+ * On Hopper many calls of the additive rule and of the delta rule take one kernel instead:
+ * additive.cuh, delta.cuh. */
 #include "prepare.cuh"
 #include "chunk_carry.cuh"
 #include "additive.cuh"
+#include "delta.cuh"
 #include "denominators.cuh"
 
 /* The states before each segment: S' <- S' M' + X', one segment after another, in float32. A block
@@ -297,6 +299,42 @@ static cudaError_t map_of_any(const call &c, view *x, int heads, int columns, CU
     return map_of(c, *x, heads, columns, map) ? cudaSuccess : cudaErrorNotSupported;
 }
 
+/* Run a kernel with descriptions of q, k and v, of copies of them where that is needed. */
+template <typename F>
+static cudaError_t with_maps(call &c, cudaMemPool_t pool, cudaStream_t stream, F run)
+{
+    const struct {
+        la_name name;
+        int heads, columns;
+    } arrays[] = {{LA_Q, c.H, c.K}, {LA_K, c.H, c.K}, {LA_V, c.HV, c.V}};
+    tensor_maps maps = {};
+    CUtensorMap *const to[] = {&maps.q, &maps.k, &maps.v};
+    void *held[3] = {};
+    cudaError_t error = cudaSuccess;
+    for (int i = 0; i < 3 && error == cudaSuccess; i++)
+        error = map_of_any(c, &c.x[arrays[i].name], arrays[i].heads, arrays[i].columns, to[i],
+                           held + i, pool, stream);
+    if (error == cudaSuccess) error = run(maps);
+    for (void *x : held) {
+        const cudaError_t freed = x ? cudaFreeAsync(x, stream) : cudaSuccess;
+        if (error == cudaSuccess) error = freed;
+    }
+    return error;
+}
+
+/* A causal call whose rows of q and k are used as the caller gave them. */
+static bool rows_are_as_given(const call &c)
+{
+    return c.causal && !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
+}
+
+/* Can rows of o be stored in pieces of 16 bytes? */
+static bool o_in_pieces(const call &c)
+{
+    const view &o = c.x[LA_O];
+    return (uintptr_t)o.data % 16 == 0 && (o.stride[0] | o.stride[1] | o.stride[2]) % 8 == 0;
+}
+
 /* The additive rule in one kernel. A block has two walks and one group that scores, or one walk and
  * two such groups. The walks of a block share the scores, so that two take less than twice the time.
  * Returns cudaErrorNotSupported, with nothing done, where two kernels are needed. */
@@ -304,13 +342,10 @@ template <int KP, la_decay DECAY>
 static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t pool,
                                    cudaStream_t stream)
 {
-    const bool as_given = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
-    if (!d.producers || !c.causal || !as_given || is_normalised(&c, DECAY, LA_ADDITIVE) ||
+    if (!d.producers || !rows_are_as_given(c) || is_normalised(&c, DECAY, LA_ADDITIVE) ||
         segments_for(c, d, false) > 1)
         return cudaErrorNotSupported;
-    const view &o = c.x[LA_O];
-    const bool o_pieces =
-        (uintptr_t)o.data % 16 == 0 && (o.stride[0] | o.stride[1] | o.stride[2]) % 8 == 0;
+    const bool o_pieces = o_in_pieces(c);
     additive_flags best = {};
     double least = 0;
     for (int walks = 1; walks <= MOST_WALKS; walks++) {
@@ -326,27 +361,63 @@ static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t
     }
     if (!best.walks) return cudaErrorNotSupported;
 
-    const struct {
-        la_name name;
-        int heads, columns;
-    } arrays[] = {{LA_Q, c.H, c.K}, {LA_K, c.H, c.K}, {LA_V, c.HV, c.V}};
-    tensor_maps maps = {};
-    CUtensorMap *const to[] = {&maps.q, &maps.k, &maps.v};
-    void *held[3] = {};
-    cudaError_t error = cudaSuccess;
-    for (int i = 0; i < 3 && error == cudaSuccess; i++)
-        error = map_of_any(c, &c.x[arrays[i].name], arrays[i].heads, arrays[i].columns, to[i],
-                           held + i, pool, stream);
-    if (error == cudaSuccess)
-        error = launch(
+    return with_maps(c, pool, stream, [&](const tensor_maps &maps) {
+        return launch(
             additive_forward<KP, DECAY>,
             min((int64_t)c.N * c.HV * best.tiles, (int64_t)d.processors), MOST_GROUPS * GROUP,
             PLACE_OF_STAGES + best.stages * fetched<KP>::bytes(best.walks), stream, c, maps, best);
-    for (void *x : held) {
-        const cudaError_t freed = x ? cudaFreeAsync(x, stream) : cudaSuccess;
-        if (error == cudaSuccess) error = freed;
+    });
+}
+
+template <int KP, la_decay DECAY, int WALKS>
+static cudaError_t launch_delta_walks(call &c, delta_flags f, const device_traits &d,
+                                      cudaMemPool_t pool, cudaStream_t stream)
+{
+    return with_maps(c, pool, stream, [&](const tensor_maps &maps) {
+        CUtensorMap to_o = {};
+        f.o_boxes = map_of(c, c.x[LA_O], c.HV, c.V, &to_o);
+        return launch(delta_forward<KP, DECAY, WALKS>,
+                      min((int64_t)c.N * c.HV * f.tiles, (int64_t)d.processors),
+                      (WALKS + 2) * GROUP, sizeof(delta_room<KP, WALKS>), stream, c, maps, to_o, f);
+    });
+}
+
+/* Times of the delta rule on an H200 in microseconds, for K = V = 128 (docs/decisions/0045): a chunk
+ * of one kernel with one walk and with two, a chunk of chunks_forward with one panel of value columns
+ * and with two, a chunk of a head in `prepare`, and the launches that one kernel saves. */
+template <la_decay DECAY>
+static constexpr double DELTA_CHUNK[MOST_WALKS] = {DECAY == LA_NONE ? 2.4 : 3.1,
+                                                   DECAY == LA_NONE ? 2.9 : 3.7};
+static constexpr double FORWARD_CHUNK[MOST_WALKS] = {1.7, 2.5}, PREPARED_CHUNK = 0.0168,
+                        SAVED_LAUNCHES = 30;
+
+/* The delta rule in one kernel, where that takes less time than two. A block has one walk or two.
+ * Returns cudaErrorNotSupported, with nothing done, where two kernels are needed or better. */
+template <int KP, la_decay DECAY>
+static cudaError_t launch_delta(call c, const device_traits &d, cudaMemPool_t pool,
+                                cudaStream_t stream)
+{
+    if (!d.producers || !rows_are_as_given(c) || c.x[LA_X].data || c.x[LA_W].data ||
+        segments_for(c, d, true) > 1 || (int)sizeof(delta_room<KP, MOST_WALKS>) > d.room)
+        return cudaErrorNotSupported;
+    const int64_t heads = (int64_t)c.N * c.HV;
+    const double chunks = (double)div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
+    const auto rounds = [&](int i) {
+        return (double)div_up(heads * div_up(c.V, i * PANEL), d.processors);
+    };
+    double one = 0, two = 0; /* microseconds for each chunk of a sequence */
+    int walks = 0;
+    for (int i = 1; i <= MOST_WALKS; i++) {
+        const double here = rounds(i) * DELTA_CHUNK<DECAY>[i - 1],
+                     there = rounds(i) * FORWARD_CHUNK[i - 1];
+        if (i == 1 || here < one) one = here, walks = i;
+        if (i == 1 || there < two) two = there;
     }
-    return error;
+    two += (double)heads * PREPARED_CHUNK + SAVED_LAUNCHES / max(chunks, 1.0);
+    if (two <= one || heads * div_up(c.V, walks * PANEL) > INT32_MAX) return cudaErrorNotSupported;
+    const delta_flags f = {o_in_pieces(c), false, (int)div_up(c.V, walks * PANEL)};
+    return walks == 1 ? launch_delta_walks<KP, DECAY, 1>(c, f, d, pool, stream)
+                      : launch_delta_walks<KP, DECAY, 2>(c, f, d, pool, stream);
 }
 
 /* An upper bound for the scratch of a call, in bytes. */
@@ -377,6 +448,10 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
         error = launch_additive<KP, DECAY>(c, d, pool, stream);
         if (error != cudaErrorNotSupported) return error;
     }
+    if constexpr (RULE == LA_DELTA && DECAY != LA_KEY && PLANES == 1 && !NARROW && KP <= 128) {
+        error = launch_delta<KP, DECAY>(c, d, pool, stream);
+        if (error != cudaErrorNotSupported) return error;
+    }
     tensor_maps maps = {};
     forward_flags f = {};
     const bool plain = PLANES == 1 && !c.qk_l2norm;
@@ -386,8 +461,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
         PLANES == 1 && has_x && map_of(c, c.x[LA_X], c.H, c.K, &maps.x)};
     f.v_pieces = map_of(c, c.x[LA_V], c.HV, c.V, &maps.v) &&
                  (!c.x[LA_W].data || map_of(c, c.x[LA_W], c.HV, c.V, &maps.w));
-    f.o_pieces = (uintptr_t)c.x[LA_O].data % 16 == 0 &&
-                 (c.x[LA_O].stride[0] | c.x[LA_O].stride[1] | c.x[LA_O].stride[2]) % 8 == 0;
+    f.o_pieces = o_in_pieces(c);
     const bool normalised = is_normalised(&c, DECAY, RULE);
     const int64_t chunk_slots = chunk_slots_of(c, C);
     const int heads = DECAY == LA_KEY ? c.HV : c.H;

@@ -112,6 +112,17 @@ __device__ __forceinline__ void engine_copy_back(void *to, uint32_t from, int by
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
+/* A box of a tensor, back to it. Numbers past its ends are not stored. */
+__device__ __forceinline__ void engine_store_box(const void *map, uint32_t from, int i0, int i1,
+                                                 int i2, int i3)
+{
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+                 "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"(from), "r"(i0), "r"(i1), "r"(i2), "r"(i3)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 template <int LEFT> __device__ __forceinline__ void engine_has_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");

@@ -308,6 +308,7 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t at, int offset)
 #define F16(i, HOW) F4(i, HOW), F4(i + 1, HOW), F4(i + 2, HOW), F4(i + 3, HOW)
 #define F32(HOW) F16(0, HOW), F16(4, HOW)
 #define F64(HOW) F32(HOW), F16(8, HOW), F16(12, HOW)
+#define R8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define R16_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define R16_1 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define R16_2 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -317,9 +318,14 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t at, int offset)
                  " {" SUMS "}, {" A "}, " B ", " #ADDS ", 1, 1, " #TRANSPOSED ";" \
                  : __VA_ARGS__ \
                  : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b))
-#define PRODUCT_OF_TILES(ADDS, HOW) \
+#define PRODUCT_F16(N, SUMS, A, B, ADDS, ...) \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" SUMS "}, {" A "}, " B \
+                 ", " #ADDS ", 1, 1, 1;" \
+                 : __VA_ARGS__ \
+                 : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "l"(b))
+#define PRODUCT_OF_TILES(ADDS, TRANSPOSED, HOW) \
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT_NAME "." ELEMENT_NAME \
-                 " {" R16_0 ", " R16_1 "}, %32, %33, " #ADDS ", 1, 1, 0, 0;" \
+                 " {" R16_0 ", " R16_1 "}, %32, %33, " #ADDS ", 1, 1, 0, " #TRANSPOSED ";" \
                  : F32(HOW) \
                  : "l"(a), "l"(b))
 #define PRODUCT_64(ADDS, TRANSPOSED, HOW) \
@@ -357,6 +363,27 @@ __device__ __forceinline__ void multiply_columns(float (&c)[8][4], const left &a
     PRODUCT_64(1, 1, "+f");
 }
 
+/* c (+)= a tile[row..][column..], 16 or 32 columns of a panel of float16. */
+__device__ __forceinline__ void multiply_f16(float (&c)[2][4], const left &a, uint32_t tile,
+                                             int row, int column, bool first)
+{
+    const uint64_t b = descriptor(tile, row * 128 + column * 2);
+    if (first)
+        PRODUCT_F16(16, R8, "%8, %9, %10, %11", "%12", 0, F4(0, "=f"), F4(1, "=f"));
+    else
+        PRODUCT_F16(16, R8, "%8, %9, %10, %11", "%12", 1, F4(0, "+f"), F4(1, "+f"));
+}
+
+__device__ __forceinline__ void multiply_f16(float (&c)[4][4], const left &a, uint32_t tile,
+                                             int row, int column, bool first)
+{
+    const uint64_t b = descriptor(tile, row * 128 + column * 2);
+    if (first)
+        PRODUCT_F16(32, R16_0, "%16, %17, %18, %19", "%20", 0, F16(0, "=f"));
+    else
+        PRODUCT_F16(32, R16_0, "%16, %17, %18, %19", "%20", 1, F16(0, "+f"));
+}
+
 /* c (+)= q k', 64 rows of both, columns column..column + 16 of their tiles. */
 __device__ __forceinline__ void multiply_tiles(float (&c)[8][4], uint32_t q, uint32_t k, int column,
                                                bool first)
@@ -364,15 +391,27 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[8][4], uint32_t q, uin
     const int offset = column / PANEL * PANEL_BYTES + column % PANEL * 2;
     const uint64_t a = descriptor(q, offset), b = descriptor(k, offset);
     if (first)
-        PRODUCT_OF_TILES(0, "=f");
+        PRODUCT_OF_TILES(0, 0, "=f");
     else
-        PRODUCT_OF_TILES(1, "+f");
+        PRODUCT_OF_TILES(1, 0, "+f");
+}
+
+/* c (+)= p[..][at..at + 16] k[at..at + 16][..], for panels of 64 columns. */
+__device__ __forceinline__ void multiply_panels(float (&c)[8][4], uint32_t p, uint32_t k, int at,
+                                                bool first)
+{
+    const uint64_t a = descriptor(p, at * 2), b = descriptor(k, at * 128);
+    if (first)
+        PRODUCT_OF_TILES(0, 1, "=f");
+    else
+        PRODUCT_OF_TILES(1, 1, "+f");
 }
 
 #undef F4
 #undef F16
 #undef F32
 #undef F64
+#undef R8
 #undef R16_0
 #undef R16_1
 #undef R16_2
@@ -380,6 +419,7 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[8][4], uint32_t q, uin
 #undef PRODUCT
 #undef PRODUCT_64
 #undef PRODUCT_OF_TILES
+#undef PRODUCT_F16
 #undef PRODUCT_128
 #else
 #define HAS_WARP_GROUPS 0
