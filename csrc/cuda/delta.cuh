@@ -342,6 +342,7 @@ __device__ __forceinline__ void solve_chunks(delta_room<KP, WALKS> &s)
             multiply_f16(below, own, 0, transpose(pack_f16(sum[2], sum[3])));
             own.x[1] = pack_f16(below[2], below[3]);
         }
+        __syncwarp();
         *(uint32_t *)(s.inverse_f16 + element_at(at.warp * BLOCK + 8 + at.row,
                                                  at.warp * BLOCK + at.pair)) = own.x[1];
         bad |= f16_nonfinite(own.x);
@@ -565,6 +566,7 @@ __device__ __forceinline__ void score_deltas(const call &c, const tensor_maps &m
     fetch_keys(0);
     prepare_gates<DECAY>(c, s.place[0].n, load_gates_early<DECAY>(c, s.place[0]), s.gates[0]);
     warp_arrives(address_of(s.barrier_gates));
+    group_waits(); /* for the gates; those of a later chunk are known since B of the one before */
 
     ring r = {KEY_STAGES, 0, 0};
     for (int chunk = 0;; chunk++, r.next()) {
