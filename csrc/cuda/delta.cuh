@@ -86,13 +86,13 @@ template <int KP, int WALKS> struct delta_room {
         char x[tile_bytes(KP)], b[PANEL_BYTES];
     } slot[SLOTS];
     char inverse[PANEL_BYTES], ended[PANEL_BYTES]; /* A, A~' */
-    char inverse_f16[PANEL_BYTES],
-        half_f16[PANEL_BYTES]; /* (I + L)^-1; a product on the way to it */
+    char inverse_f16[PANEL_BYTES], half_f16[PANEL_BYTES]; /* (I + L)^-1; a product for it */
     /* -L: the blocks of 8 x 8 on its diagonal */
     alignas(16) float lower[OF_CHUNK][2][8][LOWER_8];
     gates_of_chunk gates[SLOTS];
     chunk_place place[KEY_STAGES];
     float in[SLOTS][C]; /* decays from the start of the chunk */
+    /* the first token with a NaN or an infinity, or C; as far as `solve` knows */
     int nonfinite[SLOTS], nonfinite_solve[SLOTS];
     uint64_t barrier_keys[KEY_STAGES], barrier_values[SLOTS], barrier_gates[SLOTS];
     uint64_t barrier_ready[SLOTS], barrier_done[SLOTS], barrier_solved, barrier_used;
@@ -177,9 +177,9 @@ __device__ __forceinline__ void zero_rows(float (&x)[8][4], int row, int rows)
         if (row + i / 2 % 2 * 8 >= rows) x[i / 4][i % 4] = 0;
 }
 
-/* each(J, p) for all blocks J but the last: p is the sums of block J times the decays between the two tokens and times `by` of the two
- * rows of this thread. From the block on the diagonal on it is zeros if ZEROS, and otherwise not used.
- * All warps go through the same instructions: there is little room for code. */
+/* each(J, p) for all blocks J but the last: p is the sums of block J times the decays between the two
+ * tokens and times `by` of the two rows of this thread. From the block on the diagonal on, p is zeros
+ * if ZEROS, and of no use otherwise. All warps go through the same instructions. */
 template <la_decay DECAY, bool ZEROS, typename F>
 __device__ __forceinline__ void scale_blocks(const float (&x)[8][4], const gates_of_chunk &g,
                                              const float2 by, F each)
