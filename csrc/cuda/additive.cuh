@@ -168,9 +168,12 @@ __device__ __forceinline__ uint32_t load_early(const char *from, la_dtype dtype)
     return dtype == LA_F32 ? *(const uint32_t *)from : *(const uint16_t *)from;
 }
 
+/* Without a branch: it is needed for every chunk. */
 __device__ __forceinline__ float loaded(uint32_t bits, la_dtype dtype)
 {
-    return dtype == LA_F64 ? __uint_as_float(bits) : number(bits, dtype);
+    const float half = __half2float(__ushort_as_half((unsigned short)bits));
+    const float wide = __uint_as_float(dtype == LA_BF16 ? bits << 16 : bits);
+    return dtype == LA_F16 ? half : wide;
 }
 
 /* P and the decays of every chunk of this group. A warp has 16 rows.

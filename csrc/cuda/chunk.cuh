@@ -387,7 +387,7 @@ static cudaError_t launch_delta_walks(call &c, delta_flags f, const device_trait
  * and with two, a chunk of a head in `prepare`, and the launches that one kernel saves. */
 template <la_decay DECAY>
 static constexpr double DELTA_CHUNK[MOST_WALKS] = {DECAY == LA_NONE ? 2.4 : 3.1,
-                                                   DECAY == LA_NONE ? 2.9 : 3.7};
+                                                   DECAY == LA_NONE ? 2.8 : 3.5};
 static constexpr double FORWARD_CHUNK[MOST_WALKS] = {1.7, 2.5}, PREPARED_CHUNK = 0.0168,
                         SAVED_LAUNCHES = 30;
 
@@ -415,7 +415,11 @@ static cudaError_t launch_delta(call c, const device_traits &d, cudaMemPool_t po
     }
     two += (double)heads * PREPARED_CHUNK + SAVED_LAUNCHES / max(chunks, 1.0);
     if (two <= one || heads * div_up(c.V, walks * PANEL) > INT32_MAX) return cudaErrorNotSupported;
-    const delta_flags f = {o_in_pieces(c), false, (int)div_up(c.V, walks * PANEL)};
+    const auto step = [](const view &x) { return x.stride[1] * (int64_t)la_size_of(x.dtype); };
+    const int64_t gate_step = step(c.x[LA_G]), beta_step = step(c.x[LA_BETA]);
+    if (gate_step != (int)gate_step || beta_step != (int)beta_step) return cudaErrorNotSupported;
+    const delta_flags f = {o_in_pieces(c), false, (int)div_up(c.V, walks * PANEL), (int)gate_step,
+                           (int)beta_step};
     return walks == 1 ? launch_delta_walks<KP, DECAY, 1>(c, f, d, pool, stream)
                       : launch_delta_walks<KP, DECAY, 2>(c, f, d, pool, stream);
 }

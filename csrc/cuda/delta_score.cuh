@@ -1,0 +1,175 @@
+/* The decays, keys and scores of every chunk of the delta rule in one kernel. See delta.cuh. */
+#ifndef LINATTN_CUDA_DELTA_SCORE_CUH
+#define LINATTN_CUDA_DELTA_SCORE_CUH
+
+#include "delta_room.cuh"
+
+#if HAS_WARP_GROUPS
+/* The numbers of a token before they are known. */
+struct early_gates {
+    uint32_t a, beta;
+};
+
+template <la_decay DECAY>
+__device__ __forceinline__ early_gates load_gates_early(const call &c, const delta_flags &f,
+                                                        const chunk_place &p)
+{
+    early_gates x = {};
+    const int token = own_seat().token;
+    if (token >= p.n) return x;
+    const int t = p.t + token;
+    x.beta = load_early(p.beta + (int64_t)t * f.beta_step, c.x[LA_BETA].dtype);
+    if (DECAY == LA_TOKEN) x.a = load_early(p.gate + (int64_t)t * f.gate_step, c.x[LA_G].dtype);
+    return x;
+}
+
+/* The decays of a chunk. A warp has 16 tokens, each in two lanes. A lane has half a row of G. */
+template <la_decay DECAY>
+__device__ __forceinline__ void prepare_gates(const call &c, int n, const early_gates &x,
+                                              gates_of_chunk &g)
+{
+    const seat me = own_seat();
+    if (me.thread == 0) g.n = n;
+    const bool there = me.token < n, writes = me.lane < BLOCK;
+    bool found = false;
+    const float beta = there ? loaded(x.beta, c.x[LA_BETA].dtype) : 0;
+    if (writes) g.beta[me.token] = beta;
+    found |= !isfinite(beta);
+    if constexpr (DECAY == LA_TOKEN) {
+        const float a = there ? decay_of(loaded(x.a, c.x[LA_G].dtype), c.gate) : 1;
+        if (writes) g.a[me.token] = a;
+        found |= !isfinite(a);
+        __syncwarp();
+        const int row = me.lane % BLOCK, first = me.lane / BLOCK * 8;
+        float of[8], to[8], product = 1;
+        *(float4 *)of = *(const float4 *)(g.a + me.warp * BLOCK + first);
+        *(float4 *)(of + 4) = *(const float4 *)(g.a + me.warp * BLOCK + first + 4);
+#pragma unroll
+        for (int j = 7; j >= 0; j--) {
+            to[j] = product;
+            if (first + j <= row) product *= of[j];
+        }
+        /* of the other half, which comes later */
+        const float later = __shfl_down_sync(~0u, product, BLOCK), factor = first ? 1 : later;
+#pragma unroll
+        for (int j = 0; j < 8; j++) to[j] *= factor;
+        float *const place = g.within[me.warp][row] + first;
+        *(float4 *)place = *(const float4 *)to;
+        *(float4 *)(place + 4) = *(const float4 *)(to + 4);
+        product *= factor;
+        if (writes) g.from_block_start[me.token] = product;
+        if (me.lane == BLOCK - 1) g.block[me.warp] = product;
+    }
+    int first = C;
+    if (__builtin_expect(__any_sync(~0u, found), 0))
+        first = me.warp * BLOCK + __ffs((int)__ballot_sync(~0u, found)) - 1;
+    if (me.lane == 0) g.nonfinite[me.warp] = first;
+}
+
+/* The decays, B and X of every chunk. A warp has 16 rows. */
+template <int KP, la_decay DECAY, int WALKS>
+__device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f,
+                                             delta_room<KP, WALKS> &s)
+{
+    const float scale = (float)c.scale;
+    const auto prepare = [&](int chunk, const early_gates &early) {
+        prepare_gates<DECAY>(c, s.place[chunk % PLACES].n, early, s.gates[chunk % SLOTS]);
+        warp_arrives(address_of(s.barrier_gates + chunk % SLOTS));
+    };
+    /* with the keys of a chunk the places of the next two are known, too */
+    barrier_wait(address_of(s.barrier_keys), 0);
+    prepare(0, load_gates_early<DECAY>(c, f, s.place[0]));
+    early_gates early = load_gates_early<DECAY>(c, f, s.place[1]);
+    group_waits(); /* for the gates; those of a later chunk are known since B of the one before */
+
+    ring r = {KEY_STAGES, 0, 0};
+    for (int chunk = 0;; chunk++, r.next()) {
+        const int slot = chunk % SLOTS;
+        const gates_of_chunk &g = s.gates[slot];
+        const int n = g.n;
+        if (n == 0) return;
+        auto &keys = s.keys[r.at];
+        char *const panel = s.slot[slot].b; /* first P, then B */
+        float y[8][4];
+        barrier_wait(address_of(s.barrier_keys + r.at), r.round);
+        products_begin();
+#pragma unroll
+        for (int j = 0; j < KP; j += 16)
+            multiply_tiles(y, address_of(keys.q), address_of(keys.k), j, j == 0);
+        products_commit();
+        const seat at = own_seat();
+        const uint32_t to_panels = lane_with_columns(0);
+        prepare(chunk + 1, early);
+        early = load_gates_early<DECAY>(c, f, s.place[(chunk + 2) % PLACES]);
+        if (chunk >= SLOTS) wait_until_done(s, chunk - SLOTS);
+        if (at.thread == 0) s.nonfinite[slot] = C;
+        {
+            const float2 by = make_float2(scale, scale);
+            const uint32_t to = address_of(panel) + to_panels;
+            products_wait<0>();
+            products_in(y);
+            /* the rows after the chunk may have a NaN */
+            if (__builtin_expect(n < C, 0)) zero_rows(y, at.warp * BLOCK + at.row, n);
+            scale_blocks<DECAY, true>(y, g, by, [&](int J, const float(&p)[2][4]) {
+                store_matrices(block_at(to, at.warp * BLOCK, J * BLOCK), as_left(p[0], p[1]).x);
+            });
+            if (at.warp < OF_CHUNK - 1) {
+                const uint32_t zeros[4] = {};
+                store_matrices(block_at(to, at.warp * BLOCK, C - BLOCK), zeros);
+            }
+            float own[2][4];
+            own_block(y, at.warp, own);
+            scale_own_block<DECAY, false>(own, g, by);
+            store_matrices(block_at(to, at.warp * BLOCK, at.warp * BLOCK),
+                           as_left(own[0], own[1]).x);
+        }
+        if (DECAY == LA_TOKEN && at.lane < BLOCK) {
+            float from_start = g.from_block_start[at.token];
+#pragma unroll
+            for (int j = 0; j < OF_CHUNK - 1; j++)
+                if (j < at.warp) from_start *= g.block[j];
+            s.in[slot][at.token] = from_start;
+        }
+        stores_before_copies();
+        barrier_wait(address_of(&s.barrier_solved), parity(chunk));
+        if (at.thread == 0) atomicMin(s.nonfinite + slot, s.nonfinite_solve[slot]);
+        /* B, then the panels of X */
+#pragma unroll 1
+        for (int j = 0; j <= KP / PANEL; j++) {
+            char *const to = j ? s.slot[slot].x + (j - 1) * PANEL_BYTES : panel;
+            const uint32_t a = address_of(j ? s.ended : panel);
+            const uint32_t b = address_of(j ? keys.k + (j - 1) * PANEL_BYTES : s.inverse);
+            if (j == 0) group_waits(); /* P is there */
+            products_begin();
+#pragma unroll
+            for (int J = 0; J < C; J += 16) multiply_panels(y, a, b, J, J == 0);
+            products_commit();
+            products_wait<0>();
+            products_in(y);
+            if (j == 0) group_waits(); /* B lies over P */
+            if (j == KP / PANEL) warp_arrives(address_of(&s.barrier_used));
+            operand packed[OF_CHUNK];
+#pragma unroll
+            for (int J = 0; J < OF_CHUNK; J++) {
+                packed[J] = as_operand(y[2 * J], y[2 * J + 1]);
+                store_matrices(address_of(to) + block_at(to_panels, at.warp * BLOCK, J * BLOCK),
+                               packed[J].of[0].x);
+            }
+            if (j == 0 && __builtin_expect(has_nonfinite(packed), 0)) {
+                int first = C; /* row of B with one: only this token reads it */
+#pragma unroll
+                for (int i = 31; i >= 0; i--) {
+                    const int row = at.warp * BLOCK + at.row + i / 2 % 2 * 8;
+                    if (!(fabsf(y[i / 4][i % 4]) < MOST_SCORE)) first = min(first, row);
+                }
+                if (first < n) atomicMin(s.nonfinite + slot, first);
+            }
+        }
+        stores_before_copies();
+        warp_arrives(address_of(s.barrier_ready + slot));
+    }
+}
+
+#endif
+
+#endif
