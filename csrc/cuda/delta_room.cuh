@@ -14,10 +14,10 @@ enum {
     OF_CHUNK = C / BLOCK /* blocks */
 };
 
-/* With keys and strengths below these, no sum of X is too large: 2^10 2^50 times the 2^16 of the
- * inverse and 64 tokens is 2^82. From MOST_SCORE on bfloat16 rounds to infinity. */
+/* With keys and strengths below these, no sum of X is too large for bfloat16: 2^10 2^50 times the
+ * 2^16 of the inverse and 64 tokens is 2^82. From MOST_SCORE on an element rounds to infinity. */
 static constexpr float MOST_STRENGTH = 0x1p10f, MOST_SQUARE = 0x1p100f,
-                       MOST_SCORE = TOO_LARGE_FOR_PLANES;
+                       MOST_SCORE = NARROW ? 65520.0f : TOO_LARGE_FOR_PLANES;
 
 /* The registers of a thread of the roles: 512 or 504 for a lane of all warps. */
 template <int WALKS> struct delta_registers {

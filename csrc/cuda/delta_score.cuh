@@ -155,8 +155,8 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
                 store_matrices(address_of(to) + block_at(to_panels, at.warp * BLOCK, J * BLOCK),
                                packed[J].of[0].x);
             }
-            if (j == 0 && __builtin_expect(has_nonfinite(packed), 0)) {
-                int first = C; /* row of B with one: only this token reads it */
+            if ((j == 0 || NARROW) && __builtin_expect(has_nonfinite(packed), 0)) {
+                int first = j ? 0 : C; /* row of B with one: only this token reads it */
 #pragma unroll
                 for (int i = 31; i >= 0; i--) {
                     const int row = at.warp * BLOCK + at.row + i / 2 % 2 * 8;
