@@ -145,6 +145,25 @@ def test_float16_numbers_between_that_float16_has_not(op, K, large):
     assert distance(got, want) < APART["float16"]
 
 
+@pytest.mark.parametrize("op", ["delta_rule", "gated_delta_rule"])
+def test_float16_keys_times_strengths_that_float16_has_not(op):
+    """A key of 6e4 fits, and so does a strength of 2. Their product does not, which one kernel for
+    the delta rule forms before it meets a value. No key looks like another one before token 128."""
+    x = gpu_problem(op, dtype="float16", T=120, K=128, V=64)
+    del x["initial_state"]
+    x["k"] = torch.zeros_like(x["k"])
+    for t in range(120):
+        x["k"][:, t, :, t] = 6e4 if t >= 70 else 1
+    x["q"], x["v"] = x["q"] / 1e3, x["v"] / 1e2
+    x["beta"] = torch.full_like(x["beta"], 2)
+    want, want_state = getattr(linattn, op)(**x, mode="recurrent", output_final_state=True)
+    got, state = getattr(linattn, op)(**x, output_final_state=True)
+    assert torch.isfinite(want).all()
+    for a, b in ((got, want), (state, want_state)):
+        assert torch.isfinite(a).all(), "an infinity that float32 does not have"
+        assert distance(a, b) < APART["float16"]
+
+
 @pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("op", [PLAIN, "simple_gla", "gla"])
 def test_float16_state_that_float16_has_not_beside_a_nan(op, K):
