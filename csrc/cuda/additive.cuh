@@ -392,6 +392,64 @@ __device__ __forceinline__ void store_state(const call &c, const unit &u, int fi
         }
 }
 
+/* O times the scale and times the decays from the start of the chunk, which are at `in`. */
+template <la_decay DECAY>
+__device__ __forceinline__ void scale_o(float (&O)[8][4], const float *in, float scale)
+{
+#pragma unroll
+    for (int m = 0; m < 8; m++) {
+        const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8) : make_float2(1, 1);
+        O[m][0] *= a.x * scale;
+        O[m][1] *= a.y * scale;
+        O[m][2] *= a.x * scale;
+        O[m][3] *= a.y * scale;
+    }
+}
+
+/* The order of a state in chunk_by_tokens, and back. */
+template <int N>
+__device__ __forceinline__ void state_for_tokens(const float (&S)[N][4], float (&to)[N * 4])
+{
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) to[(j * 2 + e % 2) * 2 + e / 2] = S[j][e];
+}
+
+template <int N>
+__device__ __forceinline__ void state_from_tokens(const float (&from)[N * 4], float (&S)[N][4])
+{
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) S[j][e] = from[(j * 2 + e % 2) * 2 + e / 2];
+}
+
+/* Token `first` of a chunk and those after it, one by one: their O, and the state `after` them. */
+template <int KP, la_decay DECAY, la_rule RULE>
+__device__ __forceinline__ void rest_by_tokens(const call &c, const unit &u, int t, int n,
+                                               int first, int column, int columns,
+                                               float (&after)[KP / 2], float (&O)[8][4])
+{
+    float numbers_of_o[32];
+#pragma unroll
+    for (int m = 0; m < 32; m++) numbers_of_o[m] = O[m / 4][m % 4];
+    chunk_by_tokens<KP, DECAY, RULE>(c, u, t, n, first, column, columns, after, numbers_of_o, 0, C);
+#pragma unroll
+    for (int m = 0; m < 32; m++) O[m / 4][m % 4] = numbers_of_o[m];
+}
+
+__device__ __forceinline__ void pack_o(const float (&O)[8][4], uint32_t (&o)[4][4])
+{
+#pragma unroll
+    for (int m = 0; m < 4; m++) {
+        o[m][0] = pack(O[2 * m][0], O[2 * m][1]);
+        o[m][1] = pack(O[2 * m][2], O[2 * m][3]);
+        o[m][2] = pack(O[2 * m + 1][0], O[2 * m + 1][1]);
+        o[m][3] = pack(O[2 * m + 1][2], O[2 * m + 1][3]);
+    }
+}
+
 /* O of a warp, to its columns of a panel; and n tokens of it from there to memory, from to_o on. */
 __device__ __forceinline__ void put_o(char *panel, const uint32_t (&o)[4][4])
 {
@@ -526,11 +584,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
                 continue;
             }
             float after[KP / 2]; /* for chunks that go token by token */
-            if (__builtin_expect(end < C, 0))
-#pragma unroll
-                for (int j = 0; j < KP / 8; j++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) after[(j * 2 + e % 2) * 2 + e / 2] = S[j][e];
+            if (__builtin_expect(end < C, 0)) state_for_tokens(S, after);
             if (DECAY == LA_TOKEN) {
                 const float a = s.in[slot][C - 1];
 #pragma unroll
@@ -544,15 +598,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
             products_commit();
             products_wait<1>(); /* for the read of the state, not yet for the state */
             products_in(O);
-#pragma unroll
-            for (int m = 0; m < 8; m++) {
-                const float2 a =
-                    DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8) : make_float2(1, 1);
-                O[m][0] *= a.x * scale;
-                O[m][1] *= a.y * scale;
-                O[m][2] *= a.x * scale;
-                O[m][3] *= a.y * scale;
-            }
+            scale_o<DECAY>(O, in, scale);
             products_begin();
 #pragma unroll
             for (int j = 0; j < 4; j++) multiply_rows(O, V[j], scores, j * 16);
@@ -563,30 +609,15 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
             products_wait<0>();
             products_in(O);
             if (__builtin_expect(end < C, 0)) {
-                float numbers_of_o[32];
-#pragma unroll
-                for (int m = 0; m < 32; m++) numbers_of_o[m] = O[m / 4][m % 4];
                 const tile_of_head x = tile_at(c, f.tiles, index);
-                chunk_by_tokens<KP, DECAY, LA_ADDITIVE>(c, x.u, x.u.end - left, n, end,
-                                                        first_column(x.tile), columns, after,
-                                                        numbers_of_o, 0, C);
-#pragma unroll
-                for (int m = 0; m < 32; m++) O[m / 4][m % 4] = numbers_of_o[m];
-#pragma unroll
-                for (int j = 0; j < KP / 8; j++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) S[j][e] = after[(j * 2 + e % 2) * 2 + e / 2];
+                rest_by_tokens<KP, DECAY, LA_ADDITIVE>(c, x.u, x.u.end - left, n, end,
+                                                       first_column(x.tile), columns, after, O);
+                state_from_tokens(after, S);
                 state_as_operand();
             }
             warp_arrives(address_of(s.empty + r.at));
             warp_arrives(address_of(s.free + slot));
-#pragma unroll
-            for (int m = 0; m < 4; m++) {
-                o[m][0] = pack(O[2 * m][0], O[2 * m][1]);
-                o[m][1] = pack(O[2 * m][2], O[2 * m][3]);
-                o[m][2] = pack(O[2 * m + 1][0], O[2 * m + 1][1]);
-                o[m][3] = pack(O[2 * m + 1][2], O[2 * m + 1][3]);
-            }
+            pack_o(O, o);
             r.next();
             chunk++;
             end = C;

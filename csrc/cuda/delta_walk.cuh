@@ -197,11 +197,7 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
             continue;
         }
         float after[KP / 2]; /* for chunks that go token by token */
-        if (__builtin_expect(end < C, 0))
-#pragma unroll
-            for (int j = 0; j < KP / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) after[(j * 2 + e % 2) * 2 + e / 2] = S[j][e];
+        if (__builtin_expect(end < C, 0)) state_for_tokens(S, after);
         float O[8][4];
         products_begin();
 #pragma unroll
@@ -222,15 +218,7 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
         products_commit();
         products_wait<1>(); /* for the read of the state, not yet for the state */
         products_in(O);
-#pragma unroll
-        for (int m = 0; m < 8; m++) {
-            const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(s.in[slot] + m * 8 + pair)
-                                               : make_float2(1, 1);
-            O[m][0] *= a.x * scale;
-            O[m][1] *= a.y * scale;
-            O[m][2] *= a.x * scale;
-            O[m][3] *= a.y * scale;
-        }
+        scale_o<DECAY>(O, s.in[slot] + pair, scale);
         products_begin();
 #pragma unroll
         for (int j = 0; j < 4; j++)
@@ -242,29 +230,14 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
         products_wait<0>();
         products_in(O);
         if (__builtin_expect(end < C, 0)) {
-            float numbers_of_o[32];
-#pragma unroll
-            for (int m = 0; m < 32; m++) numbers_of_o[m] = O[m / 4][m % 4];
             const int column = first_column(p.column);
-            chunk_by_tokens<KP, DECAY, LA_DELTA>(c, tile_at(c, f.tiles, p.index).u, p.t, p.n, end,
-                                                 column, min(16, c.V - column), after, numbers_of_o,
-                                                 0, C);
-#pragma unroll
-            for (int m = 0; m < 32; m++) O[m / 4][m % 4] = numbers_of_o[m];
-#pragma unroll
-            for (int j = 0; j < KP / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) S[j][e] = after[(j * 2 + e % 2) * 2 + e / 2];
+            rest_by_tokens<KP, DECAY, LA_DELTA>(c, tile_at(c, f.tiles, p.index).u, p.t, p.n, end,
+                                                column, min(16, c.V - column), after, O);
+            state_from_tokens(after, S);
             state_as_operand();
         }
         uint32_t o[4][4];
-#pragma unroll
-        for (int m = 0; m < 4; m++) {
-            o[m][0] = pack(O[2 * m][0], O[2 * m][1]);
-            o[m][1] = pack(O[2 * m][2], O[2 * m][3]);
-            o[m][2] = pack(O[2 * m + 1][0], O[2 * m + 1][1]);
-            o[m][3] = pack(O[2 * m + 1][2], O[2 * m + 1][3]);
-        }
+        pack_o(O, o);
         char *const panel = s.values[slot].panel[threadIdx.x / GROUP];
         put_o(panel, o);
         if (f.o_boxes && p.n == C) {
