@@ -935,6 +935,14 @@ static int module_exec(PyObject *module)
                      names, isa);
         return -1;
     }
+#ifdef LA_WITH_CUDA
+    const char *limit = la_cuda_limit_unreadable();
+    if (limit) {
+        PyErr_Format(PyExc_ImportError,
+                     "LINATTN_SHARED_LIMIT: expected a number of bytes from 49152 on, got %s", limit);
+        return -1;
+    }
+#endif
     const char *text, *variable = la_threads_unreadable(&text);
     if (variable) {
         PyErr_Format(PyExc_ImportError, "%s: expected 1 to 256 threads, got %s", variable, text);

@@ -605,6 +605,17 @@ def test_an_empty_isa_is_the_default():
     assert used.strip() == best
 
 
+@pytest.mark.parametrize("bogus", ["lots", "49151", "1e6", "-1", "101376 "])
+def test_an_unreadable_limit_of_shared_memory_is_an_import_error(bogus):
+    if "no CUDA part" in (linattn.cuda.why_not() or ""):
+        pytest.skip("this build has no CUDA part, which reads the limit")
+    done = python("import linattn", check=False, LINATTN_SHARED_LIMIT=bogus)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("ImportError: LINATTN_SHARED_LIMIT: ")
+    assert "49152" in last and bogus.strip() in last
+    python("import linattn", LINATTN_SHARED_LIMIT="101376")
+
+
 def test_set_isa_refuses():
     for bad, error in (("nope", ValueError), (3, TypeError), (None, TypeError), ("", ValueError)):
         with pytest.raises(error, match="isa: "):

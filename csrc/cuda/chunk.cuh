@@ -137,13 +137,9 @@ static cudaError_t traits_of_device(const void *kernel, device_traits *d)
     int device;
     cudaFuncAttributes code;
     cudaError_t error = cudaGetDevice(&device);
-    const struct {
-        int *to;
-        cudaDeviceAttr what;
-    } asked[] = {{&d->processors, cudaDevAttrMultiProcessorCount},
-                 {&d->room, cudaDevAttrMaxSharedMemoryPerBlockOptin}};
-    for (const auto &x : asked)
-        if (error == cudaSuccess) error = cudaDeviceGetAttribute(x.to, x.what, device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&d->processors, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) error = most_shared_memory(device, &d->room);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
         cudaGetLastError(); /* this build has code for other devices only */

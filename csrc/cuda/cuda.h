@@ -19,6 +19,9 @@ extern "C" {
 const char *la_cuda_why_not(void);
 int la_cuda_device_count(void);
 
+/* LINATTN_SHARED_LIMIT, if it is no number of bytes that a block can work with; else NULL. */
+const char *la_cuda_limit_unreadable(void);
+
 /* The number of the device that holds this address; -1 if there is none. */
 int la_cuda_ordinal_of(const void *data);
 

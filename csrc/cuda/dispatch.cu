@@ -10,6 +10,7 @@
 
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* ---- errors, devices ---- */
@@ -112,6 +113,31 @@ struct on_device {
 
 /* ---- shared memory ---- */
 
+/* LINATTN_SHARED_LIMIT in bytes. 0: not set; -1: not such a number. Every kernel may have
+ * SHARED_ANYWAY. */
+static int shared_limit()
+{
+    const char *text = getenv("LINATTN_SHARED_LIMIT");
+    if (!text || !*text) return 0;
+    char *end;
+    const long n = strtol(text, &end, 10);
+    return *end || n < SHARED_ANYWAY || n > INT_MAX ? -1 : (int)n;
+}
+
+const char *la_cuda_limit_unreadable(void)
+{
+    return shared_limit() < 0 ? getenv("LINATTN_SHARED_LIMIT") : NULL;
+}
+
+cudaError_t most_shared_memory(int device, int *bytes)
+{
+    static const int limit = shared_limit();
+    const cudaError_t error =
+        cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (limit > 0) *bytes = min(*bytes, limit);
+    return error;
+}
+
 /* The kernels that have been allowed all their shared memory, and the devices. A kernel is found by
  * its address. There are some 200. */
 cudaError_t allow_shared_memory(const void *kernel)
@@ -137,7 +163,7 @@ cudaError_t allow_shared_memory(const void *kernel)
     }
     const uint64_t bit = device < DEVICES ? (uint64_t)1 << device : 0;
     if (seen && __atomic_load_n(seen, __ATOMIC_ACQUIRE) & bit) return cudaSuccess;
-    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    error = most_shared_memory(device, &most);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
     if (error == cudaSuccess)
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

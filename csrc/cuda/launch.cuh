@@ -8,6 +8,10 @@
 #include <limits.h>
 #include <stdint.h>
 
+/* The shared memory that a block of a device may have, in bytes. LINATTN_SHARED_LIMIT makes it less:
+ * a large device then takes the plans of a small one. */
+cudaError_t most_shared_memory(int device, int *bytes);
+
 /* Allow a kernel all the dynamic shared memory that it can have on the current device, once per
  * kernel and device. The limit belongs to the kernel: if each launch set it to its own need, two
  * threads would lower it for one another. */

@@ -367,8 +367,7 @@ static cudaError_t step_many_any(const call &c, cudaStream_t stream)
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (error == cudaSuccess && heads < 2 * processors) return cudaErrorNotSupported;
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error == cudaSuccess) error = most_shared_memory(device, &shared);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kernel);
     if (error != cudaSuccess) return error;
     const int stages = min((shared - (int)sizeof(step_many_room)) / bytes, (int)MOST_STAGES);
