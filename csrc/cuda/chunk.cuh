@@ -183,14 +183,18 @@ static int width_of_blocks(const call &c, const device_traits &d, int64_t heads,
     int best = 0;
     double least = 0;
     const bool with_x = c.x[LA_X].data, with_w = has_gates(c, d);
-    /* without producer warps, the next chunk needs a stage while the consumers work on this one */
-    const int stages = d.producers ? 1 : 2;
+    /* Without producer warps, the next chunk should have a stage while the consumers work on this
+     * one. Where not even one slice has room for two, one stage has to do. */
+    const auto room_of = [&](int stages, int width) {
+        return d.room /
+               (stages * part::bytes(width, with_x, with_w) + part::exchanged(width) + 1024);
+    };
+    const int stages = d.producers || room_of(2, d.warp_step) == 0 ? 1 : 2;
     for (int width = d.warp_step; width * part::halves <= MOST_WARPS; width *= 2) {
         const int warps = width * part::halves;
         const int64_t blocks = heads * ((slices + width - 1) / width);
-        const int room =
-            d.room / (stages * part::bytes(width, with_x, with_w) + part::exchanged(width) + 1024);
-        const int64_t fit = min(room, d.producers ? 1 : MOST_WARPS / warps); /* by registers */
+        const int64_t fit =
+            min(room_of(stages, width), d.producers ? 1 : MOST_WARPS / warps); /* by registers */
         if (fit == 0) break;
         const int64_t rounds = (blocks + d.processors * fit - 1) / (d.processors * fit);
         const int64_t each = (blocks + d.processors - 1) / d.processors;
@@ -211,7 +215,9 @@ static cudaError_t launch_chunks_forward(const call &c, const chunks &w, const t
     typedef stage<KP, DECAY, RULE> part;
     const int tiles = (slices + width - 1) / width, exchanged = part::exchanged(width);
     f.stage_bytes = part::bytes(width, c.x[LA_X].data, has_gates(c, d));
-    f.stages = min((d.room - exchanged - 1024) / f.stage_bytes, (int)MOST_STAGES);
+    /* without producers a warp is one chunk ahead, and a second block has more use for the room */
+    const int most = d.producers ? (int)MOST_STAGES : 2;
+    f.stages = min((d.room - exchanged - 1024) / f.stage_bytes, most);
     const int bytes = f.stages * f.stage_bytes + exchanged;
     const auto kernel = chunks_forward<KP, DECAY, RULE, FORM>;
     return launch(kernel, (int64_t)c.N * c.HV * g.count * tiles,

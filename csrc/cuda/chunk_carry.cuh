@@ -521,7 +521,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             if (!second_time) {
                 copies_wait<0>();
                 __syncthreads(); /* chunk i is there, and every warp is done with chunk i - 1 */
-                if (i + 1 < last_chunk) fetch(i + 1, stage_at + 1 == f.stages ? 0 : stage_at + 1);
+                if (f.stages > 1 && i + 1 < last_chunk)
+                    fetch(i + 1, stage_at + 1 == f.stages ? 0 : stage_at + 1);
                 /* Each warp has columns of its own: K > 128 is for Hopper alone (setup.py). */
                 if (PLANES == 1 && gated && f.v_pieces && columns > 0) {
                     const view &gates = c.x[LA_W];
@@ -897,6 +898,11 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
 #if HAS_WARP_GROUPS
             stores_before_copies();
             warp_arrives(address_of(empty + stage_at));
+#else
+            if (f.stages == 1) {
+                __syncthreads(); /* every warp is done with the only stage */
+                if (i + 1 < last_chunk) fetch(i + 1, 0);
+            }
 #endif
             if (++stage_at == f.stages) stage_at = 0, round ^= 1;
             end = C;
