@@ -1,4 +1,4 @@
-/* The adjoint of the chunk form on the tensor cores of Hopper, for bf16 arrays: three kernels.
+/* The adjoint of the chunk form on tensor cores, for bf16 arrays: three kernels.
  *
  * The first is `prepare` as in the forward pass, which also leaves L. The second is
  * `chunks_both_ways`, forwards and backwards. The third is the intra-chunk adjoint of every chunk.
@@ -8,39 +8,37 @@
 
 #include <initializer_list>
 
+/* The bytes of a stage, the larger one of the two passes, and how many stages there is room for. */
+template <int KP, la_decay DECAY, la_rule RULE> static int bytes_both_ways(const call &c, int warps)
+{
+    return adjoint_stage<KP, DECAY, RULE, true>::bytes(warps, c.x[LA_X].data);
+}
+
+template <int KP, la_decay DECAY, la_rule RULE>
+static int stages_both_ways(const call &c, const device_traits &on, int warps)
+{
+    const int room = on.room - 1024; /* for the barriers */
+    const int fit = min(room / bytes_both_ways<KP, DECAY, RULE>(c, warps), (int)ADJOINT_STAGES);
+    return on.producers && fit < ADJOINT_STAGES ? 0 : fit;
+}
+
 template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_both_ways(const call &c, const gradients &d, const chunks &w,
-                                    const backward_maps &maps, const kept &f, int processors,
-                                    cudaStream_t stream)
+                                    const backward_maps &maps, const kept &f,
+                                    const device_traits &on, cudaStream_t stream)
 {
     const auto kernel = chunks_both_ways<KP, DECAY, RULE>;
     const int panels = (c.V + PANEL - 1) / PANEL;
     const int64_t heads = (int64_t)c.N * c.HV;
-    /* two panels share the tiles of a block, unless processors would be left without a block */
-    const int warps = panels > 1 && heads * ((panels + 1) / 2) * 2 >= processors ? 8 : 4;
+    /* two panels share the tiles of a block, unless processors would be left without a block, or
+     * there is no room for both */
+    const auto stages = [&](int warps) { return stages_both_ways<KP, DECAY, RULE>(c, on, warps); };
+    const bool enough = heads * ((panels + 1) / 2) * 2 >= on.processors;
+    const int warps = panels > 1 && enough && stages(8) ? 8 : 4;
     const int tiles = (panels + warps / 4 - 1) / (warps / 4);
-    const int bytes =
-        /* the larger of the two */
-        ADJOINT_STAGES * adjoint_stage<KP, DECAY, RULE, true>::bytes(warps, c.x[LA_X].data);
-    return launch(kernel, 2 * heads * tiles, (warps + ADJOINT_PRODUCERS) * 32, bytes, stream, c, d,
-                  w, maps, f, tiles);
-}
-
-/* Is this the code for Hopper, on a device with enough shared memory? Other code is empty, and for
- * one warp. */
-static cudaError_t check_device(const void *intra, int bytes, int *processors)
-{
-    int device, room;
-    cudaFuncAttributes code;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, intra);
-    if (error != cudaSuccess) return error;
-    return code.maxThreadsPerBlock >= INTRA_THREADS && bytes <= room ? cudaSuccess
-                                                                     : cudaErrorNotSupported;
+    const int bytes = stages(warps) * bytes_both_ways<KP, DECAY, RULE>(c, warps);
+    return launch(kernel, 2 * heads * tiles, (warps + on.producers) * 32, bytes, stream, c, d, w,
+                  maps, f, tiles, stages(warps));
 }
 
 /* Add up dq, dk and dx of the value heads of one q/k head, and apply the adjoint of loading to dq
@@ -87,22 +85,31 @@ template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X>
 constexpr auto intra_chunk_adjoint_with()
 {
     if constexpr (DECAY == LA_KEY)
-        return intra_chunk_adjoint_key<KP, RULE, HAS_X>;
+        return intra_chunk_adjoint_key<RULE, HAS_X>;
     else
         return intra_chunk_adjoint_scalar<KP, DECAY, RULE, HAS_X>;
 }
 
-template <int KP, la_decay DECAY, la_rule RULE> auto intra_chunk_adjoint_of(const call &c)
-{
-    return RULE == LA_DELTA && c.x[LA_X].data
-               ? intra_chunk_adjoint_with<KP, DECAY, RULE, RULE == LA_DELTA>()
-               : intra_chunk_adjoint_with<KP, DECAY, RULE, false>();
-}
+/* The last kernel of a call: its blocks for a chunk of a head, and their shared memory. */
+struct intra_launch {
+    void (*kernel)(call, gradients, chunks, backward_maps, kept, intra_flags);
+    int blocks, bytes;
+};
 
-template <int KP, la_decay DECAY, la_rule RULE> constexpr int intra_bytes(bool with_x)
+template <int KP, la_decay DECAY, la_rule RULE>
+static intra_launch intra_chunk_adjoint_of(const call &c, const device_traits &on)
 {
-    return DECAY == LA_KEY ? sizeof(intra_key_room<KP, RULE>)
-                           : sizeof(intra_room<KP, RULE>) + (with_x ? tile_bytes(KP) : 0);
+    const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
+    const auto kernel = has_x ? intra_chunk_adjoint_with<KP, DECAY, RULE, RULE == LA_DELTA>()
+                              : intra_chunk_adjoint_with<KP, DECAY, RULE, false>();
+    if (DECAY == LA_KEY)
+        return {kernel, KP / KEYS,
+                (int)(on.producers ? sizeof(intra_key_room<RULE, true>)
+                                   : sizeof(intra_key_room<RULE, false>))};
+    return {kernel, 1,
+            (int)(on.producers ? sizeof(intra_room<KP, RULE, true>)
+                               : sizeof(intra_room<KP, RULE, false>)) +
+                (has_x ? tile_bytes(KP) : 0)};
 }
 
 static void narrow(call &c, gradients &d, int h, int n)
@@ -206,12 +213,12 @@ static __global__ void __launch_bounds__(256)
 /* One turn, after its heads and its scratch have been laid out. */
 template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_turn(const call &c, gradients d, const backward_scratch &x,
-                               int processors, cudaStream_t stream)
+                               const device_traits &on, cudaStream_t stream)
 {
     constexpr bool per_key = DECAY == LA_KEY;
     const bool normalised = is_normalised(&c, DECAY, RULE);
     const auto prepare = prepare_of<KP, DECAY, RULE>();
-    const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c);
+    const intra_launch intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on);
     const int64_t places = (int64_t)x.w.chunk_slots * c.HV, tokens = (int64_t)c.B * c.T;
     cudaError_t error = cudaSuccess;
     if (normalised && tokens) {
@@ -224,20 +231,23 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
         d[LA_DO] = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
     }
     backward_maps maps = {};
-    map_of(c, c.x[LA_Q], c.H, c.K, &maps.q); /* if this fails, prepare leaves copies of q or k */
-    map_of(c, c.x[LA_K], c.H, c.K, &maps.k);
+    const auto can_fetch = [&](const view &x, int heads, int columns, CUtensorMap *map) {
+        return map_of(c, x, heads, columns, on.producers ? map : NULL);
+    };
+    can_fetch(c.x[LA_Q], c.H, c.K, &maps.q); /* if this fails, prepare leaves copies of q or k */
+    can_fetch(c.x[LA_K], c.H, c.K, &maps.k);
     const bool has_x = c.x[LA_X].data;
-    if (has_x) map_of(c, c.x[LA_X], c.H, c.K, &maps.x);
-    if (!map_of(c, c.x[LA_V], c.HV, c.V, &maps.v) || !map_of(c, d[LA_DO], c.HV, c.V, &maps.d_o))
-        return cudaErrorInvalidValue; /* cannot happen: the arrays of all heads could be mapped */
+    if (has_x) can_fetch(c.x[LA_X], c.H, c.K, &maps.x);
+    if (!can_fetch(c.x[LA_V], c.HV, c.V, &maps.v) || !can_fetch(d[LA_DO], c.HV, c.V, &maps.d_o))
+        return cudaErrorInvalidValue; /* cannot happen: the arrays of all heads could be fetched */
     if (places)
         error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads,
                        per_key ? KEY_THREADS : SCALAR_THREADS,
                        prepare_bytes<KP, DECAY, RULE>(has_x), stream, c, x.w, x.to.given);
     if (error == cudaSuccess)
-        error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, processors, stream);
+        error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, on, stream);
     if (error == cudaSuccess)
-        error = launch(intra, places, INTRA_THREADS, intra_bytes<KP, DECAY, RULE>(has_x), stream, c,
+        error = launch(intra.kernel, places * intra.blocks, INTRA_THREADS, intra.bytes, stream, c,
                        d, x.w, maps, x.f, x.to);
     if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && !x.to.direct)
@@ -251,22 +261,26 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
                                          cudaStream_t stream)
 {
     const bool has_x = c.x[LA_X].data;
-    const int intra_room_bytes = intra_bytes<KP, DECAY, RULE>(has_x);
-    const auto intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c);
-    int processors;
-    cudaError_t error = check_device((const void *)intra, intra_room_bytes, &processors);
+    device_traits on;
+    cudaError_t error = traits_of_device((const void *)chunks_both_ways<KP, DECAY, RULE>, &on);
     if (error != cudaSuccess) return error;
+    if (prepare_bytes<KP, DECAY, RULE>(has_x) > on.room ||
+        intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on).bytes > on.room ||
+        stages_both_ways<KP, DECAY, RULE>(c, on, 4) == 0)
+        return cudaErrorNotSupported; /* nothing has been done */
     /* intra_chunk_adjoint_key computes the gradient of the logarithm; it cannot be divided by a
      * decay of zero */
     if (DECAY == LA_KEY && c.gate == LA_DECAY) return cudaErrorNotSupported;
     CUtensorMap map;
-    if (!map_of(c, c.x[LA_V], c.HV, c.V, &map) || !map_of(c, d[LA_DO], c.HV, c.V, &map))
-        return cudaErrorNotSupported; /* the copy engine cannot take these rows */
+    const auto can_fetch = [&](const view &x, int heads, int columns) {
+        return map_of(c, x, heads, columns, on.producers ? &map : NULL);
+    };
+    if (!can_fetch(c.x[LA_V], c.HV, c.V) || !can_fetch(d[LA_DO], c.HV, c.V))
+        return cudaErrorNotSupported;
     const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
     backward_scratch x = {};
-    x.to.given = {map_of(c, c.x[LA_Q], c.H, c.K, &map) && plain,
-                  map_of(c, c.x[LA_K], c.H, c.K, &map) && plain,
-                  has_x && map_of(c, c.x[LA_X], c.H, c.K, &map)};
+    x.to.given = {plain && can_fetch(c.x[LA_Q], c.H, c.K), plain && can_fetch(c.x[LA_K], c.H, c.K),
+                  has_x && can_fetch(c.x[LA_X], c.H, c.K)};
     x.to.direct = plain && c.HV == c.H && !is_normalised(&c, DECAY, RULE);
 
     call some = c;
@@ -284,7 +298,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
         d_some = d;
         narrow(some, d_some, h, min(heads, c.H - h));
         lay_out<KP, DECAY, RULE>(some, d_some, room, &x);
-        error = launch_turn<KP, DECAY, RULE>(some, d_some, x, processors, stream);
+        error = launch_turn<KP, DECAY, RULE>(some, d_some, x, on, stream);
     }
     const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;

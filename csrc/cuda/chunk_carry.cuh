@@ -145,27 +145,6 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
     }
 }
 
-#if !HAS_WARP_GROUPS
-/* Tokens t..t+n of head h, by any number of threads. Rows and columns past the end are zeros. */
-template <int COLUMNS>
-__device__ void copy_rows(const view &x, int columns, int b, int t, int n, int h, uint32_t tile)
-{
-    const char *from = at(x, b, t, h);
-    for (int i = threadIdx.x; i < C * COLUMNS / 8; i += blockDim.x) {
-        const int row = i / (COLUMNS / 8), piece = i % (COLUMNS / 8);
-        const bool there = row < n && piece * 8 < columns;
-        copy_async(tile + piece_at(row, piece),
-                   from + (there ? row * x.stride[1] * 2 + piece * 16 : 0), there);
-    }
-}
-
-__device__ inline void copy_bytes(uint32_t to, const char *from, int bytes)
-{
-    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16)
-        copy_async(to + i, from + i, true);
-}
-#endif
-
 /* A piece of 8 columns of a row of o, of which `there` exist. */
 static __device__ __noinline__ void store_piece(char *to, uint4 x, int there)
 {

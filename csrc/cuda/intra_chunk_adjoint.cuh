@@ -36,13 +36,30 @@ template <int KP, la_rule RULE> struct intra_panel {
     alignas(1024) char S[tile_bytes(KP)], dS[tile_bytes(KP)];
 };
 
-/* x lies behind this, where the caller gave one. */
-template <int KP, la_rule RULE> struct intra_room {
-    alignas(1024) char q[tile_bytes(KP)], k[tile_bytes(KP)];
-    alignas(1024) intra_panel<KP, RULE> panel[INTRA_STAGES];
+/* Numbers of pairs of tokens. */
+struct intra_pairs {
     /* of the bare products q_i . k_j, x_i . k_j */
     alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
     float G[C * LD_PAIRS], dG[C * LD_PAIRS];
+};
+
+/* On Hopper the next panel comes while one is worked on, and the pairs have a place of their own. A
+ * block of another device may have less than half of that memory: there the pairs lie where the
+ * panels have been. */
+template <int KP, la_rule RULE, bool HOPPER> struct intra_places {
+    alignas(1024) intra_panel<KP, RULE> panel[INTRA_STAGES];
+    intra_pairs pairs;
+};
+template <int KP, la_rule RULE> struct intra_places<KP, RULE, false> {
+    union {
+        alignas(1024) intra_panel<KP, RULE> panel[1];
+        intra_pairs pairs;
+    };
+};
+
+/* x lies behind this, where the caller gave one. */
+template <int KP, la_rule RULE, bool HOPPER> struct intra_room : intra_places<KP, RULE, HOPPER> {
+    alignas(1024) char q[tile_bytes(KP)], k[tile_bytes(KP)];
     float a[C], beta[C], e[C], r[C]; /* e: decay from the start of the chunk; r: to its end */
     /* q . dq^, x . dx^, k . dk~: parts of the gradients of decays. A part of x is at the token
      * whose decay x sees */
@@ -51,7 +68,6 @@ template <int KP, la_rule RULE> struct intra_room {
     uint64_t full[INTRA_STAGES];
 };
 
-#if HAS_WARP_GROUPS
 /* The rows of a warp of a transposed tile, as left operands: they are columns column.. of the
  * tile. */
 __device__ __forceinline__ left load_left_transposed(uint32_t tile, int row, int column)
@@ -93,13 +109,13 @@ template <int N> __device__ __forceinline__ void scale_rows(float (&x)[N][4], fl
 }
 
 /* Store rows of dq or dk from the sums of a warp: to the rows of the caller, or in float32 to the
- * partial of a value head. */
+ * partial of a value head, from `first_key` on. */
 template <int N>
 __device__ __forceinline__ void store_rows(const call &c, const unit &u, const view &to,
                                            float *partial, int kp, int t, int n, int row,
-                                           const float (&x)[N][4])
+                                           const float (&x)[N][4], int first_key = 0)
 {
-    const int lane = threadIdx.x % 32, pair = lane % 4 * 2;
+    const int lane = threadIdx.x % 32, pair = first_key + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int i = row + lane / 4 + half * 8;
@@ -113,7 +129,7 @@ __device__ __forceinline__ void store_rows(const call &c, const unit &u, const v
             continue;
         }
         element *own = (element *)at(to, u.b, t + i, u.h) + pair;
-        if (c.K == N * 8) {
+        if (c.K % (N * 8) == 0) {
 #pragma unroll
             for (int m = 0; m < N; m++)
                 *(uint32_t *)(own + m * 8) = pack(x[m][half * 2], x[m][half * 2 + 1]);
@@ -126,21 +142,61 @@ __device__ __forceinline__ void store_rows(const call &c, const unit &u, const v
                 if (m * 8 + pair + e < c.K) own[m * 8 + e] = element_of(x[m][half * 2 + e]);
     }
 }
+
+/* Fetch panel i of a chunk; its number among all panels is `number`. The keys of S and dS begin at
+ * `first_key`. One thread asks the copy engine, which counts panel_bytes at the barrier; or all
+ * threads copy. */
+template <int KP, la_rule RULE>
+constexpr int panel_bytes = (RULE == LA_DELTA ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP);
+
+template <int KP, la_rule RULE>
+__device__ __forceinline__ void
+fetch_panel(const call &c, const gradients &d, const backward_maps &maps, const kept &f,
+            const unit &u, int t, int n, int64_t number, int i, intra_panel<KP, RULE> &to,
+            const uint64_t *full, int first_key = 0, int all_keys = KP)
+{
+    const int64_t states = number * tile_bytes(all_keys) + first_key / PANEL * PANEL_BYTES;
+#if HAS_WARP_GROUPS
+    const uint32_t barrier = address_of(full);
+    if (RULE == LA_DELTA) {
+        engine_copy(address_of(to.U), f.E + number * PANEL_BYTES, PANEL_BYTES, barrier);
+        engine_copy(address_of(to.Z), f.Z + number * PANEL_BYTES, PANEL_BYTES, barrier);
+    } else {
+        engine_copy_box(address_of(to.U), &maps.v, i * PANEL, u.hv, t, u.b, barrier);
+    }
+    engine_copy_box(address_of(to.dO), &maps.d_o, i * PANEL, u.hv, t, u.b, barrier);
+    engine_copy(address_of(to.S), f.states + states, tile_bytes(KP), barrier);
+    engine_copy(address_of(to.dS), f.d_states + states, tile_bytes(KP), barrier);
+#else
+    if (RULE == LA_DELTA) {
+        copy_bytes(address_of(to.U), f.E + number * PANEL_BYTES, PANEL_BYTES);
+        copy_bytes(address_of(to.Z), f.Z + number * PANEL_BYTES, PANEL_BYTES);
+    } else {
+        copy_rows<PANEL>(c.x[LA_V], c.V, u.b, t, n, u.hv, address_of(to.U), i * PANEL);
+    }
+    copy_rows<PANEL>(d[LA_DO], c.V, u.b, t, n, u.hv, address_of(to.dO), i * PANEL);
+    copy_bytes(address_of(to.S), f.states + states, tile_bytes(KP));
+    copy_bytes(address_of(to.dS), f.d_states + states, tile_bytes(KP));
+    copies_end_group();
 #endif
+}
 
 /* HAS_X: the caller gave x. Then dx and dk are apart, which takes registers. */
 template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X>
-__global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
+__global__ void __launch_bounds__(INTRA_THREADS, 1)
     intra_chunk_adjoint_scalar(const __grid_constant__ call c, const __grid_constant__ gradients d,
                                const __grid_constant__ chunks w,
                                const __grid_constant__ backward_maps maps,
                                const __grid_constant__ kept f,
                                const __grid_constant__ intra_flags to)
 {
-#if HAS_WARP_GROUPS
-    constexpr bool delta = RULE == LA_DELTA;
+    constexpr bool delta = RULE == LA_DELTA, hopper = HAS_WARP_GROUPS;
+    constexpr int STAGES = hopper ? INTRA_STAGES : 1;
     extern __shared__ __align__(1024) char shared[];
-    intra_room<KP, RULE> &s = *(intra_room<KP, RULE> *)shared;
+    typedef intra_room<KP, RULE, hopper> room;
+    room &s = *(room *)shared;
+    char *const dP = s.pairs.dP, *const dL = s.pairs.dL;
+    float *const G = s.pairs.G, *const dG = s.pairs.dG;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
     /* shows the compiler that all lanes have the same value */
     const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
@@ -154,47 +210,53 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     const int panels = (c.V + PANEL - 1) / PANEL;
     const float scale = (float)c.scale;
     const int back = HAS_X && c.predicts_before; /* row i of L has row i - 1 of G */
-    char *const seen = HAS_X ? shared + sizeof(intra_room<KP, RULE>) : s.k;
+    char *const seen = HAS_X ? shared + sizeof(room) : s.k;
 
+    /* Fetch a panel, and first q, k and x: one thread asks the copy engine, or all threads copy. */
     const auto fetch = [&](int i) {
-        intra_panel<KP, RULE> &x = s.panel[i % INTRA_STAGES];
-        const uint32_t barrier = address_of(s.full + i % INTRA_STAGES);
-        const int64_t at = place * panels + i;
-        int expected = (delta ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP);
-        if (i == 0) {
-            const int64_t keys = ((int64_t)chunk_slot * w.heads + u.h) * tile_bytes(KP);
-            expected += (HAS_X ? 3 : 2) * tile_bytes(KP);
-            if (w.q) engine_copy(address_of(s.q), w.q + keys, tile_bytes(KP), barrier);
-            if (w.k) engine_copy(address_of(s.k), w.k + keys, tile_bytes(KP), barrier);
-            if (HAS_X && w.x) engine_copy(address_of(seen), w.x + keys, tile_bytes(KP), barrier);
-            for (int j = 0; j < KP / PANEL; j++) {
-                if (!w.q)
-                    engine_copy_box(address_of(s.q) + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t,
-                                    u.b, barrier);
-                if (!w.k)
-                    engine_copy_box(address_of(s.k) + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t,
-                                    u.b, barrier);
-                if (HAS_X && !w.x)
-                    engine_copy_box(address_of(seen) + j * PANEL_BYTES, &maps.x, j * PANEL, u.h, t,
-                                    u.b, barrier);
-            }
+        const struct {
+            char *to;
+            const char *prepared;
+            la_name name;
+            const CUtensorMap *map;
+        } rows[] = {{s.q, w.q, LA_Q, &maps.q},
+                    {s.k, w.k, LA_K, &maps.k},
+                    {HAS_X ? seen : NULL, w.x, LA_X, &maps.x}};
+        const int64_t keys = ((int64_t)chunk_slot * w.heads + u.h) * tile_bytes(KP);
+        uint64_t *const full = s.full + i % STAGES;
+#pragma unroll
+        for (const auto &one : rows) {
+            if (i > 0 || !one.to) continue;
+            const uint32_t to = address_of(one.to);
+#if HAS_WARP_GROUPS
+            if (one.prepared)
+                engine_copy(to, one.prepared + keys, tile_bytes(KP), address_of(full));
+            for (int j = 0; j < (one.prepared ? 0 : KP / PANEL); j++)
+                engine_copy_box(to + j * PANEL_BYTES, one.map, j * PANEL, u.h, t, u.b,
+                                address_of(full));
+#else
+            if (one.prepared)
+                copy_bytes(to, one.prepared + keys, tile_bytes(KP));
+            else
+                copy_rows<KP>(c.x[one.name], c.K, u.b, t, n, u.h, to);
+#endif
         }
-        if (delta) {
-            engine_copy(address_of(x.U), f.E + at * PANEL_BYTES, PANEL_BYTES, barrier);
-            engine_copy(address_of(x.Z), f.Z + at * PANEL_BYTES, PANEL_BYTES, barrier);
-        } else {
-            engine_copy_box(address_of(x.U), &maps.v, i * PANEL, hv, t, u.b, barrier);
-        }
-        engine_copy_box(address_of(x.dO), &maps.d_o, i * PANEL, hv, t, u.b, barrier);
-        engine_copy(address_of(x.S), f.states + at * tile_bytes(KP), tile_bytes(KP), barrier);
-        engine_copy(address_of(x.dS), f.d_states + at * tile_bytes(KP), tile_bytes(KP), barrier);
-        barrier_expect(barrier, expected);
+        fetch_panel<KP, RULE>(c, d, maps, f, u, t, n, place * panels + i, i, s.panel[i % STAGES],
+                              full);
+#if HAS_WARP_GROUPS
+        barrier_expect(address_of(full),
+                       panel_bytes<KP, RULE> + (i == 0 ? (HAS_X ? 3 : 2) * tile_bytes(KP) : 0));
+#endif
     };
+#if HAS_WARP_GROUPS
     if (threadIdx.x == 0) {
-        for (int j = 0; j < INTRA_STAGES; j++) barrier_init(address_of(s.full + j), 1);
+        for (int j = 0; j < STAGES; j++) barrier_init(address_of(s.full + j), 1);
         barriers_ready();
-        for (int i = 0; i < min(panels, (int)INTRA_STAGES); i++) fetch(i);
+        for (int i = 0; i < min(panels, STAGES); i++) fetch(i);
     }
+#else
+    fetch(0);
+#endif
     /* meanwhile the gates */
     if (threadIdx.x < C) {
         const int i = threadIdx.x;
@@ -209,30 +271,34 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     __syncthreads();
     /* G by columns. A thread has 16 rows of column j, both of G and of the sums below. */
     const int j_own = threadIdx.x % C, first_row = threadIdx.x / C * 16;
-    if constexpr (DECAY == LA_TOKEN) {
-        float g = 1;
-        for (int i = j_own + 1; i < first_row; i++) g *= s.a[i];
+    const auto find_decays = [&] {
+        if constexpr (DECAY == LA_TOKEN) {
+            float g = 1;
+            for (int i = j_own + 1; i < first_row; i++) g *= s.a[i];
 #pragma unroll
-        for (int i = first_row; i < first_row + 16; i++) {
-            g = i > j_own ? g * s.a[i] : 1;
-            s.G[i * LD_PAIRS + j_own] = g;
+            for (int i = first_row; i < first_row + 16; i++) {
+                g = i > j_own ? g * s.a[i] : 1;
+                G[i * LD_PAIRS + j_own] = g;
+            }
+            if (first_row == C - 16) s.r[j_own] = g;
+            __syncthreads();
         }
-        if (first_row == C - 16) s.r[j_own] = g;
-        __syncthreads();
-    }
-    if (threadIdx.x < C) {
-        s.of_x[threadIdx.x] = 0;
-        s.e[threadIdx.x] = DECAY == LA_TOKEN ? s.a[0] * s.G[threadIdx.x * LD_PAIRS] : 1;
-        if (DECAY == LA_NONE) s.r[threadIdx.x] = 1;
-    }
+        if (threadIdx.x < C) {
+            s.of_x[threadIdx.x] = 0;
+            s.e[threadIdx.x] = DECAY == LA_TOKEN ? s.a[0] * G[threadIdx.x * LD_PAIRS] : 1;
+            if (DECAY == LA_NONE) s.r[threadIdx.x] = 1;
+        }
+    };
+    if (hopper) find_decays();
 
     float X[8][4] = {};      /* dO U' or Z U' */
     float Y[KP / 8][4] = {}; /* dO S' or Z S', then dq or dx; dx is part of dk without an x */
     float R[KP / 8][4] = {}; /* second group: U dS', then dk beside dx */
     float along = 0;         /* the sum of S * dS */
     for (int i = 0; i < panels; i++) {
-        intra_panel<KP, RULE> &x = s.panel[i % INTRA_STAGES];
-        barrier_wait(address_of(s.full + i % INTRA_STAGES), i / INTRA_STAGES % 2);
+        intra_panel<KP, RULE> &x = s.panel[i % STAGES];
+#if HAS_WARP_GROUPS
+        barrier_wait(address_of(s.full + i % STAGES), i / STAGES % 2);
         if (n < C) { /* a box may reach into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS) {
                 const int at = piece_at(n + j / 8, j % 8);
@@ -248,6 +314,10 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             stores_before_copies();
             __syncthreads();
         }
+#else
+        copies_wait<0>();
+        __syncthreads();
+#endif
         const uint32_t U = address_of(x.U), S = address_of(x.S), dS = address_of(x.dS);
         const uint32_t own = address_of(first_group ? x.dO : x.Z);
         left a[4], b[4];
@@ -285,7 +355,11 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         products_in(Y);
         products_in(R);
         __syncthreads(); /* the panel is no longer needed */
-        if (threadIdx.x == 0 && i + INTRA_STAGES < panels) fetch(i + INTRA_STAGES);
+        if ((!hopper || threadIdx.x == 0) && i + STAGES < panels) fetch(i + STAGES);
+    }
+    if (!hopper) {
+        find_decays();
+        __syncthreads();
     }
     if (DECAY == LA_TOKEN) {
         along = warp_sum(along);
@@ -319,7 +393,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
 #pragma unroll
                 for (int e = 0; e < 4; e++) Y[m][e] = (delta ? Y[m][e] : 0) + R[m][e];
     }
-    float (&dk)[KP / 8][4] = HAS_X ? R : Y;
+    float(&dk)[KP / 8][4] = HAS_X ? R : Y;
     float bare[8][4] = {};
     if (DECAY == LA_TOKEN && (first_group || delta)) {
         const uint32_t rows = address_of(first_group ? s.q : seen), k = address_of(s.k);
@@ -335,7 +409,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     }
     left own[4]; /* dP or dL, as operands over the columns */
     if (first_group || delta) {
-        char *tile = first_group ? s.dP : s.dL;
+        char *tile = first_group ? dP : dL;
         if (delta && !first_group && d[LA_DBETA].data) /* Z_i . E_i */
 #pragma unroll
             for (int m = 0; m < 8; m++)
@@ -353,8 +427,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             float2 g_top = make_float2(1, 1), g_low = g_top;
             if (DECAY == LA_TOKEN) {
                 const int before = first_group ? 0 : back;
-                g_top = *(const float2 *)(s.G + max(top - before, 0) * LD_PAIRS + j);
-                g_low = *(const float2 *)(s.G + (low - before) * LD_PAIRS + j);
+                g_top = *(const float2 *)(G + max(top - before, 0) * LD_PAIRS + j);
+                g_low = *(const float2 *)(G + (low - before) * LD_PAIRS + j);
             }
             const int diagonal = first_group; /* P has a diagonal, L has none */
             const float x0 = j < top + diagonal ? x_top * b.x * X[m][0] : 0;
@@ -368,9 +442,9 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             *(uint32_t *)(tile + element_at(top, j)) = pack(X[m][0], X[m][1]);
             *(uint32_t *)(tile + element_at(low, j)) = pack(X[m][2], X[m][3]);
             if (DECAY == LA_TOKEN && first_group) { /* was P = G q k': dG, below the diagonal */
-                *(float2 *)(s.dG + top * LD_PAIRS + j) =
+                *(float2 *)(dG + top * LD_PAIRS + j) =
                     make_float2(j < top ? x0 * bare[m][0] : 0, j + 1 < top ? x1 * bare[m][1] : 0);
-                *(float2 *)(s.dG + low * LD_PAIRS + j) =
+                *(float2 *)(dG + low * LD_PAIRS + j) =
                     make_float2(j < low ? x2 * bare[m][2] : 0, j + 1 < low ? x3 * bare[m][3] : 0);
             } else if (DECAY == LA_TOKEN) {
                 bare[m][0] = j < top - back ? x0 * bare[m][0] : 0;
@@ -386,8 +460,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     if (DECAY == LA_TOKEN && delta && !first_group) /* and L = G x k' */
 #pragma unroll
         for (int m = 0; m < 8; m++) {
-            float2 *x = (float2 *)(s.dG + max(top - back, 0) * LD_PAIRS + m * 8 + pair);
-            float2 *y = (float2 *)(s.dG + (low - back) * LD_PAIRS + m * 8 + pair);
+            float2 *x = (float2 *)(dG + max(top - back, 0) * LD_PAIRS + m * 8 + pair);
+            float2 *y = (float2 *)(dG + (low - back) * LD_PAIRS + m * 8 + pair);
             if (top >= back) *x = make_float2(x->x + bare[m][0], x->y + bare[m][1]);
             *y = make_float2(y->x + bare[m][2], y->y + bare[m][3]);
         }
@@ -397,8 +471,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         if (!first_group)
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                across[j] = load_left_transposed(address_of(s.dP), j * 16, row0);
-                if (delta) twice[j] = load_left_transposed(address_of(s.dL), j * 16, row0);
+                across[j] = load_left_transposed(address_of(dP), j * 16, row0);
+                if (delta) twice[j] = load_left_transposed(address_of(dL), j * 16, row0);
             }
         products_begin();
         if (first_group) {
@@ -436,12 +510,12 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         for (int i = 15; i >= 0; i--) {
             const int row = first_row + i;
             const float a = row < C - 1 ? s.a[row + 1] : 1;
-            x = x * a + s.dG[row * LD_PAIRS + j_own];
+            x = x * a + dG[row * LD_PAIRS + j_own];
             /* was k~_j = r_j k_j, where r is the last row */
             if (row == C - 1 && j_own < C - 1) x += s.of_r[j_own];
             D[i] = x;
             y *= a;
-            if (row >= j_own) of_e += s.G[row * LD_PAIRS + j_own] * (s.of_q[row] + s.of_x[row]);
+            if (row >= j_own) of_e += G[row * LD_PAIRS + j_own] * (s.of_q[row] + s.of_x[row]);
         }
         s.up[threadIdx.x / C][j_own] = x;
         s.of_e[threadIdx.x / C][j_own] = of_e;
@@ -454,7 +528,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         for (int i = 15; i >= 0; i--) {
             const int row = first_row + i;
             x *= row < C - 1 ? s.a[row + 1] : 1;
-            D[i] = row > j_own ? (D[i] + x) * s.G[max(row - 1, 0) * LD_PAIRS + j_own] : 0;
+            D[i] = row > j_own ? (D[i] + x) * G[max(row - 1, 0) * LD_PAIRS + j_own] : 0;
         }
         /* sums over the columns of the warp: one of two lanes has a row */
         float half[8], four[4], two[2], one[1];
@@ -478,7 +552,6 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         else
             store(at(d[LA_DG], u.b, t + i, hv), d[LA_DG].dtype, gate_gradient(da, s.a[i], d.gate));
     }
-#endif
 }
 
 #endif

@@ -20,37 +20,61 @@
 
 #include "intra_chunk_adjoint.cuh"
 
-enum { BLOCKS = C / 16 };
+enum { BLOCKS = C / 16, KEYS = 64 /* of a block; more leave no registers */ };
 
-/* [C][KP] floats. The same key of four neighbouring rows lies in different banks. */
-template <int KP> struct key_matrix {
-    float x[C * KP];
-    __device__ float &at(int row, int key) { return x[row * KP + (key ^ (row % 4 * 8))]; }
+/* [C][KEYS] floats. The same key of four neighbouring rows lies in different banks. */
+struct key_matrix {
+    float x[C * KEYS];
+    __device__ float &at(int row, int key) { return x[row * KEYS + (key ^ (row % 4 * 8))]; }
     __device__ float2 &two(int row, int key) { return *(float2 *)&at(row, key); }
 };
 
-template <int KP, la_rule RULE> struct intra_key_room {
-    alignas(1024) char q[tile_bytes(KP)], k[tile_bytes(KP)];
+/* On Hopper the decays and the gradients of the scores have places of their own, so that the first
+ * panel comes early. A block of another device may have 99 KiB. There they lie where the panels have
+ * been, and the decays come twice. */
+template <la_rule RULE, bool HOPPER> struct intra_key_places {
     union {
-        intra_panel<KP, RULE> panel;
+        alignas(1024) intra_panel<KEYS, RULE> panel;
         struct {
-            alignas(1024) char qf[tile_bytes(KP)], xf[tile_bytes(KP)], kh[tile_bytes(KP)];
+            alignas(1024) char qf[tile_bytes(KEYS)], xf[tile_bytes(KEYS)], kh[tile_bytes(KEYS)];
         };
-        key_matrix<KP> dk; /* over q f and x f */
+        key_matrix dk; /* over q f and x f */
     };
     alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
-    /* first f and h; then the sums that end, and those that begin, at a token; at last dq and dx of
-     * pairs within a block */
-    key_matrix<KP> a, f, h;
-    float t[BLOCKS][KP], beta[C];
-    float dP_near[BLOCKS][16][16], dL_near[RULE == LA_DELTA ? BLOCKS : 1][16][16]; /* [j][i] */
-    float q_from_state[BLOCKS][KP], x_from_state[BLOCKS][KP], to_end[BLOCKS][KP];
-    float state[BLOCKS][KP]; /* parts of the sum of S * dS over value columns */
-    float from_0_past_1[KP], from_0_to_3[KP], from_1_to_3[KP];
-    uint64_t full;
+    key_matrix a;
+};
+template <la_rule RULE> struct intra_key_places<RULE, false> {
+    union {
+        alignas(1024) intra_panel<KEYS, RULE> panel;
+        struct {
+            alignas(1024) char qf[tile_bytes(KEYS)], xf[tile_bytes(KEYS)], kh[tile_bytes(KEYS)];
+            union {
+                struct {
+                    alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
+                };
+                key_matrix a;
+            };
+        };
+        key_matrix dk; /* over q f and x f */
+    };
 };
 
-#if HAS_WARP_GROUPS
+template <la_rule RULE, bool HOPPER> struct intra_key_room : intra_key_places<RULE, HOPPER> {
+    alignas(1024) char q[tile_bytes(KEYS)], k[tile_bytes(KEYS)];
+    /* first f and h; then the sums that end, and those that begin, at a token; at last dq and dx of
+     * pairs within a block */
+    key_matrix f, h;
+    float t[BLOCKS][KEYS], beta[C];
+    /* of pairs within a block: dP_ij at [j][i], and dL_ij, which has no diagonal, at [15 - j][15 -
+     * i] */
+    float near[BLOCKS][16][16];
+    float q_from_state[BLOCKS][KEYS], x_from_state[BLOCKS][KEYS], to_end[BLOCKS][KEYS];
+    float state[BLOCKS][KEYS]; /* parts of the sum of S * dS over value columns */
+    float from_0_past_1[KEYS], from_0_to_3[KEYS], from_1_to_3[KEYS];
+    uint64_t full;
+};
+static_assert(sizeof(intra_key_room<LA_DELTA, false>) <= 99 << 10, "as sm_86, sm_89, sm_120");
+
 /* The sum over the eight threads that have the same keys of other rows. */
 __device__ __forceinline__ float2 sum_of_rows(float2 x)
 {
@@ -62,14 +86,13 @@ __device__ __forceinline__ float2 sum_of_rows(float2 x)
     return x;
 }
 
-/* Sums per key over the 16 rows of a warp of x [16][KP] times their rows of a tile. */
-template <int KP>
-__device__ __forceinline__ void sum_rows(const float (&x)[KP / 8][4], const char *tile, int row,
+/* Sums per key over the 16 rows of a warp of x [16][KEYS] times their rows of a tile. */
+__device__ __forceinline__ void sum_rows(const float (&x)[KEYS / 8][4], const char *tile, int row,
                                          float *to)
 {
     const int lane = threadIdx.x % 32, pair = lane % 4 * 2;
 #pragma unroll
-    for (int m = 0; m < KP / 8; m++) {
+    for (int m = 0; m < KEYS / 8; m++) {
         const int at = element_at(row + lane / 4, m * 8 + pair);
         const float2 y = unpack(*(const uint32_t *)(tile + at));
         const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
@@ -79,11 +102,11 @@ __device__ __forceinline__ void sum_rows(const float (&x)[KP / 8][4], const char
     }
 }
 
-/* x [16 rows][KP] times a number per key. */
-template <int KP> __device__ __forceinline__ void scale_keys(float (&x)[KP / 8][4], const float *by)
+/* x [16 rows][KEYS] times a number per key. */
+__device__ __forceinline__ void scale_keys(float (&x)[KEYS / 8][4], const float *by)
 {
 #pragma unroll
-    for (int m = 0; m < KP / 8; m++) {
+    for (int m = 0; m < KEYS / 8; m++) {
         const float2 a = *(const float2 *)(by + m * 8 + threadIdx.x % 4 * 2);
         x[m][0] *= a.x;
         x[m][1] *= a.y;
@@ -93,13 +116,12 @@ template <int KP> __device__ __forceinline__ void scale_keys(float (&x)[KP / 8][
 }
 
 /* x times rows row.. of a matrix, and times a number per row. */
-template <int KP>
-__device__ __forceinline__ void scale_all(float (&x)[KP / 8][4], key_matrix<KP> &by, int row,
+__device__ __forceinline__ void scale_all(float (&x)[KEYS / 8][4], key_matrix &by, int row,
                                           float top, float low)
 {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int m = 0; m < KP / 8; m++) {
+    for (int m = 0; m < KEYS / 8; m++) {
         const int key = m * 8 + lane % 4 * 2;
         const float2 a = by.two(row + lane / 4, key), b = by.two(row + lane / 4 + 8, key);
         x[m][0] *= top * a.x;
@@ -109,34 +131,37 @@ __device__ __forceinline__ void scale_all(float (&x)[KP / 8][4], key_matrix<KP> 
     }
 }
 
-/* c [16][KP] += a times 16 rows of a tile, from `row` on. */
-template <int KP>
-__device__ __forceinline__ void multiply_block(float (&c)[KP / 8][4], const left &a, uint32_t tile,
-                                               int row)
+/* c [16][KEYS] += a times 16 rows of a tile, from `row` on. */
+__device__ __forceinline__ void multiply_block(float (&c)[KEYS / 8][4], const left &a,
+                                               uint32_t tile, int row)
 {
     const uint32_t columns = lane_with_columns(tile);
 #pragma unroll
-    for (int m = 0; m < KP / 16; m++)
+    for (int m = 0; m < KEYS / 16; m++)
         multiply(c[2 * m], c[2 * m + 1], a, load_right(columns, row, m * 16));
 }
-#endif
 
-template <int KP, la_rule RULE, bool HAS_X>
-__global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
+/* A block has KEYS of the keys of a chunk, which are up to MOST_KEYS_OF_CHUNK. */
+enum { MOST_KEYS_OF_CHUNK = 2 * KEYS };
+
+template <la_rule RULE, bool HAS_X>
+__global__ void __launch_bounds__(INTRA_THREADS, 1)
     intra_chunk_adjoint_key(const __grid_constant__ call c, const __grid_constant__ gradients d,
                             const __grid_constant__ chunks w,
                             const __grid_constant__ backward_maps maps,
                             const __grid_constant__ kept f, const __grid_constant__ intra_flags to)
 {
-#if HAS_WARP_GROUPS
     constexpr bool delta = RULE == LA_DELTA;
     extern __shared__ __align__(1024) char shared[];
-    intra_key_room<KP, RULE> &s = *(intra_key_room<KP, RULE> *)shared;
+    typedef intra_key_room<RULE, HAS_WARP_GROUPS> room;
+    room &s = *(room *)shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
     /* shows the compiler that all lanes have the same value */
     const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
     const int block = warp % 4, row0 = block * 16, top = row0 + lane / 4, low = top + 8;
-    const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
+    const int parts = (c.K + KEYS - 1) / KEYS;
+    const int first_key = blockIdx.x % parts * KEYS, index = blockIdx.x / parts;
+    const int chunk_slot = index / c.HV, hv = index % c.HV;
     const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
     const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
@@ -144,31 +169,29 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     const int panels = (c.V + PANEL - 1) / PANEL;
     const float scale = (float)c.scale;
 
+    /* one thread asks the copy engine, or all threads copy */
+    const bool fetches = !HAS_WARP_GROUPS || threadIdx.x == 0;
     const auto fetch = [&](int i) {
-        const uint32_t barrier = address_of(&s.full);
-        const int64_t at = place * panels + i;
-        if (delta) {
-            engine_copy(address_of(s.panel.U), f.E + at * PANEL_BYTES, PANEL_BYTES, barrier);
-            engine_copy(address_of(s.panel.Z), f.Z + at * PANEL_BYTES, PANEL_BYTES, barrier);
-        } else {
-            engine_copy_box(address_of(s.panel.U), &maps.v, i * PANEL, hv, t, u.b, barrier);
-        }
-        engine_copy_box(address_of(s.panel.dO), &maps.d_o, i * PANEL, hv, t, u.b, barrier);
-        engine_copy(address_of(s.panel.S), f.states + at * tile_bytes(KP), tile_bytes(KP), barrier);
-        engine_copy(address_of(s.panel.dS), f.d_states + at * tile_bytes(KP), tile_bytes(KP),
-                    barrier);
-        barrier_expect(barrier, (delta ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP));
+        fetch_panel<KEYS, RULE>(c, d, maps, f, u, t, n, place * panels + i, i, s.panel, &s.full,
+                                first_key, parts * KEYS);
+#if HAS_WARP_GROUPS
+        barrier_expect(address_of(&s.full), panel_bytes<KEYS, RULE>);
+#endif
     };
+#if HAS_WARP_GROUPS
     if (threadIdx.x == 0) {
         barrier_init(address_of(&s.full), 1);
         barriers_ready();
         fetch(0);
     }
-    load_decays<KP>(c, u, t, n, s.a.x); /* rows in their order */
-    load_all<KP, INTRA_THREADS>(c, u.b, t, n, u.h, s.q, s.k, NULL, to.given);
+#endif
+    load_decays<KEYS>(c, u, t, n, s.a.x, first_key); /* rows in their order */
+    load_all<MOST_KEYS_OF_CHUNK, INTRA_THREADS, KEYS>(c, u.b, t, n, u.h, s.q, s.k, NULL, to.given,
+                                                      first_key);
     /* there is room for x only where something else has been, so it comes twice */
     const auto load_x = [&](char *tile) {
-        load_all<KP, INTRA_THREADS>(c, u.b, t, n, u.h, NULL, NULL, tile, to.given);
+        load_all<MOST_KEYS_OF_CHUNK, INTRA_THREADS, KEYS>(c, u.b, t, n, u.h, NULL, NULL, tile,
+                                                          to.given, first_key);
     };
     if (threadIdx.x < C)
         s.beta[threadIdx.x] =
@@ -178,14 +201,14 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                 : 0;
     __syncthreads();
     /* a thread has two keys and a block of 16 tokens */
-    const int own_key = threadIdx.x % (KP / 2) * 2, own_block = threadIdx.x / (KP / 2);
+    const int own_key = threadIdx.x % (KEYS / 2) * 2, own_block = threadIdx.x / (KEYS / 2);
     const bool has_keys = own_block < BLOCKS;
     if (has_keys) {
         float2 x = make_float2(1, 1);
 #pragma unroll
         for (int i = 15; i >= 0; i--) {
             const int row = own_block * 16 + i;
-            const float2 a = *(const float2 *)&s.a.x[row * KP + own_key];
+            const float2 a = *(const float2 *)&s.a.x[row * KEYS + own_key];
             s.h.two(row, own_key) = x;
             x = make_float2(x.x * a.x, x.y * a.y);
         }
@@ -193,18 +216,23 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             const int row = own_block * 16 + i;
-            const float2 a = *(const float2 *)&s.a.x[row * KP + own_key];
+            const float2 a = *(const float2 *)&s.a.x[row * KEYS + own_key];
             x = make_float2(x.x * a.x, x.y * a.y);
             s.f.two(row, own_key) = x;
         }
         *(float2 *)&s.t[own_block][own_key] = x;
     }
+#if !HAS_WARP_GROUPS
+    __syncthreads(); /* the panel comes where the decays are */
+    fetch(0);
+#endif
 
-    float X[8][4] = {};      /* dO U' or Z U' */
-    float Y[KP / 8][4] = {}; /* dO S' or Z S'; later dq, dk without the pairs within a block */
-    float R[KP / 8][4] = {}; /* second group: U dS' */
+    float X[8][4] = {};        /* dO U' or Z U' */
+    float Y[KEYS / 8][4] = {}; /* dO S' or Z S'; later dq, dk without the pairs within a block */
+    float R[KEYS / 8][4] = {}; /* second group: U dS' */
     float2 along = make_float2(0, 0);
     for (int i = 0; i < panels; i++) {
+#if HAS_WARP_GROUPS
         barrier_wait(address_of(&s.full), i % 2);
         if (n < C) { /* a box may reach into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS) {
@@ -215,6 +243,10 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             stores_before_copies();
             __syncthreads();
         }
+#else
+        copies_wait<0>();
+        __syncthreads();
+#endif
         const uint32_t U = address_of(s.panel.U), S = address_of(s.panel.S);
         const uint32_t own = address_of(first_group ? s.panel.dO : s.panel.Z);
         left a[4], b[4];
@@ -250,7 +282,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         products_in(Y);
         products_in(R);
         __syncthreads(); /* the panel is no longer needed */
-        if (threadIdx.x == 0 && i + 1 < panels) fetch(i + 1);
+        if (fetches && i + 1 < panels) fetch(i + 1);
     }
     if (has_keys) *(float2 *)&s.state[own_block][own_key] = along;
     if (HAS_X) load_x(s.xf);
@@ -259,7 +291,7 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     const float b_top = s.beta[top], b_low = s.beta[low];
     if (first_group || delta) {
         char *tile = first_group ? s.dP : s.dL;
-        if (delta && !first_group) /* Z_i . E_i */
+        if (delta && !first_group && first_key == 0) /* Z_i . E_i */
 #pragma unroll
             for (int m = 0; m < 8; m++)
 #pragma unroll
@@ -281,25 +313,27 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             *(uint32_t *)(tile + element_at(top, j)) = pack(X[m][0], X[m][1]);
             *(uint32_t *)(tile + element_at(low, j)) = pack(X[m][2], X[m][3]);
             if (m / 2 == block) {
-                float(*near)[16] = first_group ? s.dP_near[block] : s.dL_near[delta ? block : 0];
-                near[j % 16][top % 16] = X[m][0];
-                near[j % 16 + 1][top % 16] = X[m][1];
-                near[j % 16][low % 16] = X[m][2];
-                near[j % 16 + 1][low % 16] = X[m][3];
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int row = (e < 2 ? top : low) % 16, column = j % 16 + e % 2;
+                    if (first_group && column <= row) s.near[block][column][row] = X[m][e];
+                    if (!first_group && column < row)
+                        s.near[block][15 - column][15 - row] = X[m][e];
+                }
             }
         }
     }
     if (HAS_X) __syncthreads(); /* x is there */
     /* was q^ = e q, x^ = e x: terms that begin at the state before the chunk */
-    for (int B = 0; B < block; B++) scale_keys<KP>(Y, s.t[B]);
-    scale_all<KP>(Y, s.f, row0, first_group ? scale : -b_top, first_group ? scale : -b_low);
+    for (int B = 0; B < block; B++) scale_keys(Y, s.t[B]);
+    scale_all(Y, s.f, row0, first_group ? scale : -b_top, first_group ? scale : -b_low);
     const char *const x_rows = HAS_X ? s.xf : s.k;
-    sum_rows<KP>(Y, first_group ? s.q : x_rows, row0,
-                 first_group ? s.q_from_state[block] : s.x_from_state[block]);
+    sum_rows(Y, first_group ? s.q : x_rows, row0,
+             first_group ? s.q_from_state[block] : s.x_from_state[block]);
     if (!first_group) { /* was k~ = r k: terms that end at the state after the chunk */
-        for (int B = block + 1; B < BLOCKS; B++) scale_keys<KP>(R, s.t[B]);
-        scale_all<KP>(R, s.h, row0, b_top, b_low);
-        sum_rows<KP>(R, s.k, row0, s.to_end[block]);
+        for (int B = block + 1; B < BLOCKS; B++) scale_keys(R, s.t[B]);
+        scale_all(R, s.h, row0, b_top, b_low);
+        sum_rows(R, s.k, row0, s.to_end[block]);
     }
     if (HAS_X) __syncthreads(); /* x becomes x f */
 
@@ -324,23 +358,23 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
      * begin there */
     if (first_group || delta) {
         const uint32_t tile = address_of(first_group ? s.dP : s.dL);
-        float x[KP / 8][4] = {};
+        float x[KEYS / 8][4] = {};
         for (int J = 0; J < block; J++) {
-            if (J) scale_keys<KP>(x, s.t[J]);
-            multiply_block<KP>(x, load_left(tile, row0, J * 16), address_of(s.kh), J * 16);
+            if (J) scale_keys(x, s.t[J]);
+            multiply_block(x, load_left(tile, row0, J * 16), address_of(s.kh), J * 16);
         }
-        if (block) scale_all<KP>(x, s.f, row0, 1, 1);
+        if (block) scale_all(x, s.f, row0, 1, 1);
 #pragma unroll
-        for (int m = 0; m < KP / 8; m++)
+        for (int m = 0; m < KEYS / 8; m++)
 #pragma unroll
             for (int e = 0; e < 4; e++) Y[m][e] += x[m][e];
     }
     if (!first_group) {
-        float x[KP / 8][4] = {};
+        float x[KEYS / 8][4] = {};
         /* the terms so far that pass block 1 or 2: sums over the tokens of this block */
         const auto passing = [&](const float *by, const float *and_by, float *sums) {
 #pragma unroll
-            for (int m = 0; m < KP / 8; m++) {
+            for (int m = 0; m < KEYS / 8; m++) {
                 const int key = m * 8 + pair, at = element_at(top, key);
                 const float2 y = unpack(*(const uint32_t *)(s.k + at)), a = s.h.two(top, key);
                 const float2 z = unpack(*(const uint32_t *)(s.k + at + 8 * 128)),
@@ -355,30 +389,31 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
             }
         };
         for (int I = BLOCKS - 1; I > block; I--) {
-            if (I < BLOCKS - 1) scale_keys<KP>(x, s.t[I]);
-            multiply_block<KP>(x, load_left_transposed(address_of(s.dP), I * 16, row0),
-                               address_of(s.qf), I * 16);
+            if (I < BLOCKS - 1) scale_keys(x, s.t[I]);
+            multiply_block(x, load_left_transposed(address_of(s.dP), I * 16, row0),
+                           address_of(s.qf), I * 16);
             if (delta)
-                multiply_block<KP>(x, load_left_transposed(address_of(s.dL), I * 16, row0),
-                                   address_of(s.xf), I * 16);
+                multiply_block(x, load_left_transposed(address_of(s.dL), I * 16, row0),
+                               address_of(s.xf), I * 16);
             if (block == 0 && I == 3) passing(s.t[2], s.t[1], s.from_0_to_3);
             if (block == 0 && I == 2) passing(s.t[1], NULL, s.from_0_past_1);
             if (block == 1 && I == 3) passing(s.t[2], NULL, s.from_1_to_3);
         }
-        if (block < BLOCKS - 1) scale_all<KP>(x, s.h, row0, 1, 1);
+        if (block < BLOCKS - 1) scale_all(x, s.h, row0, 1, 1);
 #pragma unroll
-        for (int m = 0; m < KP / 8; m++)
+        for (int m = 0; m < KEYS / 8; m++)
 #pragma unroll
             for (int e = 0; e < 4; e++) R[m][e] += x[m][e];
     }
     __syncthreads(); /* f, h and the operands are no longer needed */
     const char *const seen = HAS_X ? s.kh : s.k;
+    if (!HAS_WARP_GROUPS) load_decays<KEYS>(c, u, t, n, s.a.x, first_key);
     if (HAS_X) load_x(s.kh);
     /* sums that end at a token go over f, those that begin there over h */
-    const auto put = [&](const float(&x)[KP / 8][4], const char *tile, key_matrix<KP> &sums,
+    const auto put = [&](const float(&x)[KEYS / 8][4], const char *tile, key_matrix &sums,
                          bool add) {
 #pragma unroll
-        for (int m = 0; m < KP / 8; m++) {
+        for (int m = 0; m < KEYS / 8; m++) {
             const int key = m * 8 + pair, at = element_at(top, key);
             const float2 y = unpack(*(const uint32_t *)(tile + at));
             const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
@@ -396,13 +431,13 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
         if (delta) put(Y, seen, s.f, true);
         if constexpr (HAS_X) { /* dk waits in shared memory for the pairs within a block */
 #pragma unroll
-            for (int m = 0; m < KP / 8; m++) {
+            for (int m = 0; m < KEYS / 8; m++) {
                 s.dk.two(top, m * 8 + pair) = make_float2(R[m][0], R[m][1]);
                 s.dk.two(low, m * 8 + pair) = make_float2(R[m][2], R[m][3]);
             }
         } else { /* was x = k */
 #pragma unroll
-            for (int m = 0; m < KP / 8; m++)
+            for (int m = 0; m < KEYS / 8; m++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) Y[m][e] = (delta ? Y[m][e] : 0) + R[m][e];
         }
@@ -411,18 +446,20 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
 
     /* Pairs within a block, one key after the other. The row of token j goes down the block,
      * rho_i = a_i rho_(i-1), and its gradient comes back up. */
-    if (has_keys)
+    {
+        constexpr int NEAR_KEYS = KEYS * BLOCKS / INTRA_THREADS; /* of a thread */
+        const int near_key = threadIdx.x % (KEYS / NEAR_KEYS) * NEAR_KEYS;
+        const int own_block = threadIdx.x / (KEYS / NEAR_KEYS);
 #pragma unroll 1
-        for (int key = own_key; key < own_key + 2; key++) {
+        for (int key = near_key; key < near_key + NEAR_KEYS; key++) {
             float q[16], x[16], a[16], dq[16], dx[16], da[16];
-            const float(*dP)[16] = s.dP_near[own_block];
-            const float(*dL)[16] = s.dL_near[delta ? own_block : 0];
+            const float(*near)[16] = s.near[own_block];
 #pragma unroll
             for (int i = 0; i < 16; i++) {
                 const int row = own_block * 16 + i, at = element_at(row, key);
                 q[i] = (float)*(const element *)(s.q + at);
                 x[i] = (float)*(const element *)(seen + at);
-                a[i] = s.a.x[row * KP + key];
+                a[i] = s.a.x[row * KEYS + key];
                 dq[i] = dx[i] = da[i] = 0;
             }
 #pragma unroll
@@ -434,22 +471,22 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
                 for (int i = j + 1; i < 16; i++) rho[i] = rho[i - 1] * a[i];
 #pragma unroll
                 for (int i = 15; i > j; i--) {
-                    const float p = dP[j][i];
+                    const float p = near[j][i];
                     of_rho += p * q[i];
                     dq[i] += p * rho[i];
                     if (delta) {
-                        const float y = dL[j][i];
+                        const float y = near[15 - j][15 - i];
                         of_rho += y * x[i];
                         dx[i] += y * rho[i];
                     }
                     da[i] += of_rho * rho[i - 1];
                     of_rho *= a[i];
                 }
-                dq[j] += dP[j][j] * rho[j];
+                dq[j] += near[j][j] * rho[j];
                 if (HAS_X)
-                    s.dk.at(row, key) += of_rho + dP[j][j] * q[j];
+                    s.dk.at(row, key) += of_rho + near[j][j] * q[j];
                 else
-                    dx[j] += of_rho + dP[j][j] * q[j];
+                    dx[j] += of_rho + near[j][j] * q[j];
             }
             /* The terms that pass the whole block. */
             float passes = 0, all = 1;
@@ -470,8 +507,8 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
 #pragma unroll
             for (int i = 0; i < 16; i++) {
                 const int row = own_block * 16 + i;
-                if (row < n && key < c.K)
-                    store(at(d[LA_DG], u.b, t + row, hv, key), d[LA_DG].dtype,
+                if (row < n && first_key + key < c.K)
+                    store(at(d[LA_DG], u.b, t + row, hv, first_key + key), d[LA_DG].dtype,
                           ends[i] + sum + a[i] * da[i]);
                 sum += s.h.at(row, key);
                 (HAS_X ? s.h : s.dk).at(row, key) = dx[i];
@@ -479,11 +516,12 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
 #pragma unroll
             for (int i = 0; i < 16; i++) s.f.at(own_block * 16 + i, key) = dq[i];
         }
+    }
     __syncthreads();
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
-    key_matrix<KP> &near = first_group ? s.f : HAS_X ? s.h : s.dk;
+    key_matrix &near = first_group ? s.f : HAS_X ? s.h : s.dk;
 #pragma unroll
-    for (int m = 0; m < KP / 8; m++) {
+    for (int m = 0; m < KEYS / 8; m++) {
         const float2 x = near.two(top, m * 8 + pair), y = near.two(low, m * 8 + pair);
         Y[m][0] += x.x;
         Y[m][1] += x.y;
@@ -492,19 +530,19 @@ __global__ void __launch_bounds__(HAS_WARP_GROUPS ? INTRA_THREADS : 32, 1)
     }
     const view &of_Y = d[first_group ? LA_DQ : HAS_X ? LA_DX : LA_DK];
     float *const partial = first_group ? to.dq : HAS_X ? to.dx : to.dk;
-    store_rows(c, u, of_Y, to.direct ? NULL : partial + apart, to.kp, t, n, row0, Y);
+    store_rows(c, u, of_Y, to.direct ? NULL : partial + apart, to.kp, t, n, row0, Y, first_key);
     if (HAS_X && !first_group) {
 #pragma unroll
-        for (int m = 0; m < KP / 8; m++) {
+        for (int m = 0; m < KEYS / 8; m++) {
             const float2 x = s.dk.two(top, m * 8 + pair), y = s.dk.two(low, m * 8 + pair);
             R[m][0] = x.x;
             R[m][1] = x.y;
             R[m][2] = y.x;
             R[m][3] = y.y;
         }
-        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, R);
+        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, R,
+                   first_key);
     }
-#endif
 }
 
 #endif

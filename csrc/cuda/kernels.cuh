@@ -36,8 +36,8 @@ extern const backward_launcher adjoint_f32_k512[LA_KINDS], adjoint_f64_k512[LA_K
 extern const launcher rare_f32[LA_KINDS], rare_f64[LA_KINDS];
 extern const backward_launcher rare_adjoint_f32[LA_KINDS], rare_adjoint_f64[LA_KINDS];
 
-/* Gradients in the chunk form: bf16 arrays with K <= 128, on Hopper. Elsewhere, and for arrays that
- * the copy engine cannot take, they return cudaErrorNotSupported and have done nothing. */
+/* Gradients in the chunk form: bf16 arrays with K <= 128. Where shared memory is too small, and for
+ * rows that cannot be copied in pieces, they return cudaErrorNotSupported and have done nothing. */
 extern const backward_launcher chunk_backward_none[2], chunk_backward_token[2],
     chunk_backward_key[2];
 

@@ -136,11 +136,10 @@ static constexpr CUtensorMapDataType ENGINE_DTYPE = PLANES == 2 ? CU_TENSOR_MAP_
 /* Columns of a box, whose rows have 128 bytes. */
 enum { BOX = 128 / sizeof(element), BOX_BYTES = C * 128, PIECE = 16 / sizeof(element) };
 
-/* Describe x [B,T,heads,columns] to the copy engine of Hopper, in boxes of C tokens and BOX
- * columns. Returns, for any device, whether rows of x can be copied in pieces of 16 bytes. */
+/* Can rows of x [B,T,heads,columns] be copied in pieces of 16 bytes? If so, describe x to the copy
+ * engine of Hopper, in boxes of C tokens and BOX columns; with a map of NULL only answer. */
 static bool map_of(const call &c, const view &x, int heads, int columns, CUtensorMap *map)
 {
-    static const auto encode = tensor_map_encoder();
     const int64_t sizes[] = {c.B, c.T, heads};
     cuuint64_t size[4] = {(cuuint64_t)columns, (cuuint64_t)heads, (cuuint64_t)c.T, (cuuint64_t)c.B};
     cuuint64_t stride[3]; /* in bytes, of heads, tokens, batch rows */
@@ -150,41 +149,67 @@ static bool map_of(const call &c, const view &x, int heads, int columns, CUtenso
         if (sizes[i] > 1 && (x.stride[i] <= 0 || x.stride[i] % PIECE)) return false;
         stride[2 - i] = (cuuint64_t)(sizes[i] > 1 ? x.stride[i] : columns) * sizeof(element);
     }
-    /* without the engine, rows are copied piece by piece */
-    return !encode || encode(map, ENGINE_DTYPE, 4, x.data, size, stride, boxes, step,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    if (!map) return true;
+    static const auto encode = tensor_map_encoder();
+    return encode && encode(map, ENGINE_DTYPE, 4, x.data, size, stride, boxes, step,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                            CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 /* Tokens t..t+n of head h, by all threads. Rows and columns past the end are zeros. The caller
  * waits for the copies. The elements have two bytes: in planes, q and k are never used as given. */
 template <int COLUMNS, int THREADS>
 __device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int t, int n, int h,
-                                          uint32_t tile)
+                                          uint32_t tile, int first_column = 0)
 {
     constexpr int SPAN = COLUMNS < THREADS ? COLUMNS : THREADS, PIECES = SPAN / 8,
                   STEP = THREADS / PIECES;
     static_assert(STEP % 8 == 0, "a thread's pieces are at the same place of their rows");
     const int row = threadIdx.x / PIECES;
     const int64_t step = x.stride[1] * 2;
-    const char *from = at(x, b, t, h);
+    const char *from = at(x, b, t, h, first_column);
 #pragma unroll
     for (int j = 0; j < COLUMNS; j += SPAN) {
         const int piece = j / 8 + threadIdx.x % PIECES;
         const uint32_t to = tile + piece_at(row, piece);
 #pragma unroll
         for (int i = 0; i < C; i += STEP) {
-            const bool there = row + i < n && piece * 8 < columns;
+            const bool there = row + i < n && first_column + piece * 8 < columns;
             copy_async(to + i * 128, from + (there ? (row + i) * step + piece * 16 : 0), there);
         }
     }
 }
 
+#if !HAS_WARP_GROUPS
+/* Tokens t..t+n of head h, from a column on, by any number of threads. Rows and columns past the
+ * end are zeros. */
+template <int COLUMNS>
+__device__ void copy_rows(const view &x, int columns, int b, int t, int n, int h, uint32_t tile,
+                          int first_column = 0)
+{
+    const char *from = at(x, b, t, h, first_column);
+    for (int i = threadIdx.x; i < C * COLUMNS / 8; i += blockDim.x) {
+        const int row = i / (COLUMNS / 8), piece = i % (COLUMNS / 8);
+        const bool there = row < n && first_column + piece * 8 < columns;
+        copy_async(tile + piece_at(row, piece),
+                   from + (there ? row * x.stride[1] * 2 + piece * 16 : 0), there);
+    }
+}
+
+__device__ inline void copy_bytes(uint32_t to, const char *from, int bytes)
+{
+    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16)
+        copy_async(to + i, from + i, true);
+}
+#endif
+
 /* The same rows as the recurrence sees them: q and k are normed and mapped. A warp takes one row
- * after another, and loads four at once so that their loads overlap. */
-template <int KP, int THREADS>
-__device__ void load_keys(const call &c, la_name name, int b, int t, int n, int h, char *tile)
+ * after another, and loads four at once so that their loads overlap. The tile gets KEYS of them,
+ * from `first_key` on; the norm is that of all. */
+template <int KP, int THREADS, int KEYS = KP>
+__device__ void load_keys(const call &c, la_name name, int b, int t, int n, int h, char *tile,
+                          int first_key = 0)
 {
     enum { AT_ONCE = 4 };
     const int lane = threadIdx.x % 32;
@@ -233,7 +258,8 @@ __device__ void load_keys(const call &c, la_name name, int b, int t, int n, int 
                 if (row >= n || j / 2 * 64 + lane * 2 + j % 2 >= c.K) x[j] = 0;
 #pragma unroll
             for (int j = 0; j < KP / 32; j += 2)
-                put_pair(tile + element_at(row, j * 32 + lane * 2), x[j], x[j + 1]);
+                if (KEYS == KP || j * 32 / KEYS * KEYS == first_key)
+                    put_pair(tile + element_at(row, j * 32 % KEYS + lane * 2), x[j], x[j + 1]);
         }
     }
 }
@@ -243,10 +269,11 @@ struct as_given {
     bool q, k, x;
 };
 
-/* q and k of a chunk, and x if it has a place. They are ready after the next __syncthreads. */
-template <int KP, int THREADS>
+/* q and k of a chunk, and x if it has a place: KEYS keys from `first_key` on. They are ready after
+ * the next __syncthreads. */
+template <int KP, int THREADS, int KEYS = KP>
 __device__ void load_all(const call &c, int b, int t, int n, int h, char *q, char *k, char *x,
-                         const as_given &given)
+                         const as_given &given, int first_key = 0)
 {
     const struct {
         la_name name;
@@ -256,9 +283,9 @@ __device__ void load_all(const call &c, int b, int t, int n, int h, char *q, cha
 #pragma unroll
     for (const auto &one : rows) {
         if (one.to && one.as_given)
-            copy_tile<KP, THREADS>(c.x[one.name], c.K, b, t, n, h, address_of(one.to));
+            copy_tile<KEYS, THREADS>(c.x[one.name], c.K, b, t, n, h, address_of(one.to), first_key);
         else if (one.to)
-            load_keys<KP, THREADS>(c, one.name, b, t, n, h, one.to);
+            load_keys<KP, THREADS, KEYS>(c, one.name, b, t, n, h, one.to, first_key);
     }
     copies_end_group();
     copies_wait<0>();
@@ -699,27 +726,29 @@ __device__ __forceinline__ operand scaled(const operand &x, const float *by)
     return z;
 }
 
-/* The decays of a chunk, [C][KP] floats. They are ones past its end. */
-template <int KP> __device__ void load_decays(const call &c, const unit &u, int t, int n, float *a)
+/* The decays of a chunk, [C][KP] floats, from `first_key` on. They are ones past its end. */
+template <int KP>
+__device__ void load_decays(const call &c, const unit &u, int t, int n, float *a, int first_key = 0)
 {
+    const int keys = c.K - first_key;
     const bool rows_of_4 =
         c.x[LA_G].dtype == LA_F32 && c.K % 4 == 0 && (uintptr_t)c.x[LA_G].data % 16 == 0 &&
         (c.x[LA_G].stride[0] | c.x[LA_G].stride[1] | c.x[LA_G].stride[2]) % 4 == 0;
     if (rows_of_4) { /* all loads start before the first wait */
         constexpr int COUNT = C * KP / 4 / KEY_THREADS, STEP = KEY_THREADS / (KP / 4);
         const int first = threadIdx.x / (KP / 4), key = threadIdx.x % (KP / 4) * 4;
-        const float *from = (const float *)at(c.x[LA_G], u.b, t, u.hv, key);
+        const float *from = (const float *)at(c.x[LA_G], u.b, t, u.hv, first_key + key);
         float4 x[COUNT];
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int row = first + i * STEP;
-            x[i] = row < n && key < c.K ? *(const float4 *)(from + row * c.x[LA_G].stride[1])
-                                        : make_float4(0, 0, 0, 0);
+            x[i] = row < n && key < keys ? *(const float4 *)(from + row * c.x[LA_G].stride[1])
+                                         : make_float4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             const int row = first + i * STEP;
-            const bool there = row < n && key < c.K;
+            const bool there = row < n && key < keys;
             if (c.gate != LA_DECAY) /* a log decay: slopes are never per key */
                 x[i] = make_float4(decay_of(x[i].x, LA_LOG), decay_of(x[i].y, LA_LOG),
                                    decay_of(x[i].z, LA_LOG), decay_of(x[i].w, LA_LOG));
@@ -732,11 +761,13 @@ template <int KP> __device__ void load_decays(const call &c, const unit &u, int 
     const int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < C; row += KEY_THREADS / 32) {
         float x[KP / 32];
-        if (row < n) load_row(x, at(c.x[LA_G], u.b, t + row, u.hv), c.x[LA_G].dtype, lane, 32, c.K);
+        if (row < n)
+            load_row(x, at(c.x[LA_G], u.b, t + row, u.hv, first_key), c.x[LA_G].dtype, lane, 32,
+                     keys);
 #pragma unroll
         for (int j = 0; j < KP / 32; j++)
             a[row * KP + lane + 32 * j] =
-                row < n && lane + 32 * j < c.K ? decay_of(x[j], c.gate) : 1;
+                row < n && lane + 32 * j < keys ? decay_of(x[j], c.gate) : 1;
     }
 }
 

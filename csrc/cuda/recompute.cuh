@@ -1,4 +1,4 @@
-/* The two passes over the chunks of the backward pass, on the tensor cores of Hopper. One
+/* The two passes over the chunks of the backward pass, on tensor cores. One
  * recomputes the pass of `chunks_forward` without its reads, and keeps what the adjoint of a chunk
  * needs. The other goes backwards with dS, the gradient of the state, in registers. Columns of S
  * never mix, so everything is transposed as in chunk_carry.cuh: a warp has 16 value columns.
@@ -25,6 +25,7 @@
 
 #include "prepare.cuh"
 
+/* Stages: at most; without the copy engine one is enough, if there is no room for two. */
 enum { ADJOINT_STAGES = 2, ADJOINT_WARPS = 8, ADJOINT_PRODUCERS = 4 };
 
 /* The results of both passes: tiles of C rows. */
@@ -59,7 +60,6 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_st
     }
 };
 
-#if HAS_WARP_GROUPS
 /* For each of the two columns of this thread: one past the last token with a NaN or an infinity. */
 __device__ __forceinline__ void spoiled_up_to(const left (&x)[4], int (&end)[2])
 {
@@ -155,19 +155,17 @@ __device__ __forceinline__ void put_state(char *tile, int row, const left (&s)[K
         *(uint32_t *)(to + 8 * 128) = s[i / 2].x[i % 2 * 2 + 1];
     }
 }
-#endif
 
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD>
 __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradients &d,
                                                    const chunks &w, const backward_maps &maps,
-                                                   const kept &f, int tiles, int index)
+                                                   const kept &f, int tiles, int stages, int index)
 {
-#if HAS_WARP_GROUPS
     typedef adjoint_stage<KP, DECAY, RULE, BACKWARD> part;
     constexpr bool delta = RULE == LA_DELTA;
     extern __shared__ __align__(1024) char shared[];
-    const int warps = blockDim.x / 32 - ADJOINT_PRODUCERS, warp = threadIdx.x / 32,
-              lane = threadIdx.x % 32;
+    const int warps = blockDim.x / 32 - HAS_WARP_GROUPS * ADJOINT_PRODUCERS,
+              warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tile = index % tiles, head = index / tiles;
     const unit u = unit_of(c, head / c.HV, head % c.HV);
     const int panels = (c.V + PANEL - 1) / PANEL, panel = tile * (warps / 4) + warp / 4;
@@ -180,7 +178,83 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     const auto chunk_at = [&](int i) { return BACKWARD ? all_chunks - 1 - i : i; };
 
     __shared__ int nonfinite_at[ADJOINT_STAGES]; /* w.nonfinite of the chunk */
+#if HAS_WARP_GROUPS
     __shared__ uint64_t full[ADJOINT_STAGES], empty[ADJOINT_STAGES];
+#endif
+    /* Fetch the chunk of a step into a stage: one thread asks the copy engine, or all threads
+     * copy. */
+    const auto fetch = [&](int step, int into) {
+        const int i = chunk_at(step), t = u.begin + i * C;
+        const int64_t place = (int64_t)(chunk_slot0 + i) * c.HV + u.hv;
+        const int64_t keys =
+            ((int64_t)(chunk_slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) *
+            tile_bytes(KP);
+        const uint32_t base = address_of(shared + into * bytes);
+        const struct {
+            int offset;
+            const void *from;
+            int bytes;
+        } pieces[] = {
+            {part::k, part::has_k && rows.seen ? rows.seen + keys : NULL, tile_bytes(KP)},
+            {rows.written, rows.has_x && w.k ? w.k + keys : NULL, tile_bytes(KP)},
+            {rows.look, rows.has_x && w.look ? w.look + place * C : NULL, C * 4},
+            {part::q, BACKWARD && w.q ? w.q + keys : NULL, tile_bytes(KP)},
+            {part::kt, DECAY == LA_KEY ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
+            {part::scores, BACKWARD ? w.scores + place * PANEL_BYTES : NULL, PANEL_BYTES},
+            {part::inverse, delta ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
+            {part::lower, delta ? w.lower + place * PANEL_BYTES : NULL, PANEL_BYTES},
+            {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
+            {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
+            {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
+        };
+        /* the first value column of the block */
+        const int column = tile * (warps / 4) * PANEL;
+#if HAS_WARP_GROUPS
+        const uint32_t barrier = address_of(full + into);
+        const int nonfinite = w.nonfinite[place];
+        int expected = (part::has_k && !rows.seen ? tile_bytes(KP) : 0) +
+                       (rows.has_x && !w.k ? tile_bytes(KP) : 0) +
+                       (BACKWARD && !w.q ? tile_bytes(KP) : 0) + own_panels * PANEL_BYTES;
+#pragma unroll
+        for (const auto &x : pieces)
+            if (x.from) {
+                expected += x.bytes;
+                engine_copy(base + x.offset, x.from, x.bytes, barrier);
+            }
+#pragma unroll
+        for (int j = 0; j < KP / PANEL; j++) {
+            if (part::has_k && !rows.seen)
+                engine_copy_box(base + part::k + j * PANEL_BYTES, rows.has_x ? &maps.x : &maps.k,
+                                j * PANEL, u.h, t, u.b, barrier);
+            if (rows.has_x && !w.k)
+                engine_copy_box(base + rows.written + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t,
+                                u.b, barrier);
+            if (BACKWARD && !w.q)
+                engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
+                                barrier);
+        }
+        for (int j = 0; j < own_panels; j++)
+            engine_copy_box(base + part::v + j * PANEL_BYTES, BACKWARD ? &maps.d_o : &maps.v,
+                            column + j * PANEL, u.hv, t, u.b, barrier);
+        nonfinite_at[into] = nonfinite;
+        barrier_expect(barrier, expected);
+#else
+        const int n = min(C, u.end - t);
+        if (part::has_k && !rows.seen)
+            copy_rows<KP>(c.x[rows.has_x ? LA_X : LA_K], c.K, u.b, t, n, u.h, base + part::k);
+        if (rows.has_x && !w.k) copy_rows<KP>(c.x[LA_K], c.K, u.b, t, n, u.h, base + rows.written);
+        if (BACKWARD && !w.q) copy_rows<KP>(c.x[LA_Q], c.K, u.b, t, n, u.h, base + part::q);
+#pragma unroll
+        for (const auto &x : pieces)
+            if (x.from) copy_bytes(base + x.offset, (const char *)x.from, x.bytes);
+        for (int j = 0; j < own_panels; j++)
+            copy_rows<PANEL>(BACKWARD ? d[LA_DO] : c.x[LA_V], c.V, u.b, t, n, u.hv,
+                             base + part::v + j * PANEL_BYTES, column + j * PANEL);
+        if (threadIdx.x == 0) nonfinite_at[into] = w.nonfinite[place];
+        copies_end_group();
+#endif
+    };
+#if HAS_WARP_GROUPS
     if (threadIdx.x == 0) {
         for (int j = 0; j < ADJOINT_STAGES; j++) {
             barrier_init(address_of(full + j), 1);
@@ -194,64 +268,16 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         if (warp > warps || lane > 0) return;
         int into = 0, round = 0;
         for (int step = 0; step < all_chunks; step++) {
-            const int i = chunk_at(step), t = u.begin + i * C;
-            const int64_t place = (int64_t)(chunk_slot0 + i) * c.HV + u.hv;
-            const int64_t keys =
-                ((int64_t)(chunk_slot0 + i) * w.heads + (w.heads == c.HV ? u.hv : u.h)) *
-                tile_bytes(KP);
-            const uint32_t base = address_of(shared + into * bytes),
-                           barrier = address_of(full + into);
-            const struct {
-                int offset;
-                const void *from;
-                int bytes;
-            } pieces[] = {
-                {part::k, part::has_k && rows.seen ? rows.seen + keys : NULL, tile_bytes(KP)},
-                {rows.written, rows.has_x && w.k ? w.k + keys : NULL, tile_bytes(KP)},
-                {rows.look, rows.has_x && w.look ? w.look + place * C : NULL, C * 4},
-                {part::q, BACKWARD && w.q ? w.q + keys : NULL, tile_bytes(KP)},
-                {part::kt, DECAY == LA_KEY ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
-                {part::scores, BACKWARD ? w.scores + place * PANEL_BYTES : NULL, PANEL_BYTES},
-                {part::inverse, delta ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
-                {part::lower, delta ? w.lower + place * PANEL_BYTES : NULL, PANEL_BYTES},
-                {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
-                {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
-                {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
-            };
             barrier_wait(address_of(empty + into), round ^ 1); /* returns at once the first time */
-            const int nonfinite = w.nonfinite[place];
-            int expected = (part::has_k && !rows.seen ? tile_bytes(KP) : 0) +
-                           (rows.has_x && !w.k ? tile_bytes(KP) : 0) +
-                           (BACKWARD && !w.q ? tile_bytes(KP) : 0) + own_panels * PANEL_BYTES;
-#pragma unroll
-            for (const auto &x : pieces)
-                if (x.from) {
-                    expected += x.bytes;
-                    engine_copy(base + x.offset, x.from, x.bytes, barrier);
-                }
-#pragma unroll
-            for (int j = 0; j < KP / PANEL; j++) {
-                if (part::has_k && !rows.seen)
-                    engine_copy_box(base + part::k + j * PANEL_BYTES,
-                                    rows.has_x ? &maps.x : &maps.k, j * PANEL, u.h, t, u.b,
-                                    barrier);
-                if (rows.has_x && !w.k)
-                    engine_copy_box(base + rows.written + j * PANEL_BYTES, &maps.k, j * PANEL, u.h,
-                                    t, u.b, barrier);
-                if (BACKWARD && !w.q)
-                    engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t,
-                                    u.b, barrier);
-            }
-            for (int j = 0; j < own_panels; j++)
-                engine_copy_box(base + part::v + j * PANEL_BYTES, BACKWARD ? &maps.d_o : &maps.v,
-                                (tile * (warps / 4) + j) * PANEL, u.hv, t, u.b, barrier);
-            nonfinite_at[into] = nonfinite;
-            barrier_expect(barrier, expected);
+            fetch(step, into);
             if (++into == ADJOINT_STAGES) into = 0, round ^= 1;
         }
         return;
     }
     registers_up_to<232>();
+#else
+    if (all_chunks > 0) fetch(0, 0);
+#endif
 
     /* the two tokens, or keys, of every eight that this thread has */
     const int pair = lane % 4 * 2;
@@ -279,6 +305,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         const uint32_t base = address_of(room);
         const int i = chunk_at(step), t = u.begin + i * C, n = min(C, u.end - t);
         const int64_t place = (int64_t)(chunk_slot0 + i) * c.HV + u.hv;
+#if HAS_WARP_GROUPS
         barrier_wait(address_of(full + stage_at), round);
         if (n < C) { /* a box may reach into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * KP / 8; j += warps * 32) {
@@ -295,6 +322,11 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             stores_before_copies();
             some_warps_wait(warps);
         }
+#else
+        copies_wait<0>();
+        __syncthreads(); /* the chunk is there, and every warp is done with the one before */
+        if (stages > 1 && step + 1 < all_chunks) fetch(step + 1, stage_at ^ 1);
+#endif
         const float *in = (const float *)(room + part::in),
                     *out = (const float *)(room + part::out),
                     *of_look = (const float *)(room + rows.look);
@@ -511,9 +543,16 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 for (int j = 0; j < KP / 8; j++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) S[j][e] = nanf("");
+#if HAS_WARP_GROUPS
         stores_before_copies();
         warp_arrives(address_of(empty + stage_at));
-        if (++stage_at == ADJOINT_STAGES) stage_at = 0, round ^= 1;
+#else
+        if (stages == 1) {
+            __syncthreads(); /* every warp is done with the only stage */
+            if (step + 1 < all_chunks) fetch(step + 1, 0);
+        }
+#endif
+        if (++stage_at == stages) stage_at = 0, round ^= 1;
     }
     if constexpr (BACKWARD)
 #pragma unroll
@@ -524,22 +563,22 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 if (d[LA_DS0].data && column < columns && key < c.K)
                     store(at(d[LA_DS0], u.n, u.hv, key, v0 + column), d[LA_DS0].dtype, S[i][e]);
             }
-#endif
 }
 
 /* Neither pass needs the results of the other, so they run side by side. The backward pass takes
  * longer and has the first half of the blocks. */
 template <int KP, la_decay DECAY, la_rule RULE>
-__global__ void __launch_bounds__((ADJOINT_WARPS + ADJOINT_PRODUCERS) * 32, 1)
+__global__ void __launch_bounds__((ADJOINT_WARPS + HAS_WARP_GROUPS * ADJOINT_PRODUCERS) * 32, 1)
     chunks_both_ways(const __grid_constant__ call c, const __grid_constant__ gradients d,
                      const __grid_constant__ chunks w, const __grid_constant__ backward_maps maps,
-                     const __grid_constant__ kept f, int tiles)
+                     const __grid_constant__ kept f, int tiles, int stages)
 {
     const int half = gridDim.x / 2, index = blockIdx.x % half;
+    if (HAS_WARP_GROUPS) stages = ADJOINT_STAGES;
     if (blockIdx.x < half)
-        chunks_for_adjoint<KP, DECAY, RULE, true>(c, d, w, maps, f, tiles, index);
+        chunks_for_adjoint<KP, DECAY, RULE, true>(c, d, w, maps, f, tiles, stages, index);
     else
-        chunks_for_adjoint<KP, DECAY, RULE, false>(c, d, w, maps, f, tiles, index);
+        chunks_for_adjoint<KP, DECAY, RULE, false>(c, d, w, maps, f, tiles, stages, index);
 }
 
 #endif
