@@ -44,6 +44,7 @@ FILES = (
     "test_cuda_bits.py",
     "test_cuda_gates.py",
     "test_cuda_large.py",
+    "test_cuda_shared.py",
     "test_cuda_streams.py",
     "test_extremes.py",
     "test_features.py",

@@ -1,0 +1,46 @@
+"""The plans of devices whose blocks have little shared memory, on any GPU: LINATTN_SHARED_LIMIT."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.compare import leaves
+from support.gpu import APART, distance, gpu_problem, needs_gpu, ops, run
+from support.tensors import torch
+
+import linattn
+from linattn import _linattn
+
+pytestmark = needs_gpu
+
+SMALL = 99 << 10  # of an RTX 3090, 4090 or 5090
+
+CHILD = """
+import sys, torch, linattn
+op, pass_, path = sys.argv[1:]
+x = torch.load(path)
+f = getattr(linattn, op if pass_ == "forward" else f"{op}_backward")
+torch.save((tuple(f(**x)), linattn.explain_kernel(f, **x).kernel), path)
+"""
+
+
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@ops
+def test_a_block_with_less_shared_memory(op, pass_, K, tmp_path):
+    x = gpu_problem(op, pass_=pass_, T=300, K=K, V=128)
+    want, path = run(op, x, pass_), tmp_path / "arrays"
+    if pass_ == "forward":
+        x["output_final_state"] = True
+    torch.save(x, path)
+    command = [sys.executable, "-c", CHILD, op, pass_, path]
+    subprocess.run(command, check=True, env=os.environ | {"LINATTN_SHARED_LIMIT": str(SMALL)})
+    got, kernel = torch.load(path)
+    f = getattr(linattn, op if pass_ == "forward" else f"{op}_backward")
+    # on Hopper the gradients of a chunk take more than that
+    of_hopper = torch.cuda.get_device_capability() == (9, 0) and "90a" in _linattn.CUDA_ARCHS
+    if pass_ == "forward" or not of_hopper:
+        assert kernel == linattn.explain_kernel(f, **x).kernel
+    for a, b in zip(leaves(tuple(got)), want, strict=True):
+        assert distance(a, b) <= APART["bfloat16"]
