@@ -8,18 +8,26 @@
 
 #include <initializer_list>
 
-/* The bytes of a stage, the larger one of the two passes, and how many stages there is room for. */
-template <int KP, la_decay DECAY, la_rule RULE> static int bytes_both_ways(const call &c, int warps)
+/* The numbers that two such warps exchange, 32 per lane, twice. */
+template <int KP> constexpr int exchanged_both_ways(int width)
 {
-    return adjoint_stage<KP, DECAY, RULE, true>::bytes(warps, c.x[LA_X].data);
+    return adjoint_halves<KP> == 1 ? 0 : 2 * width * 32 * 32 * 4;
+}
+
+/* For blocks of `width` slices of 16 columns: the bytes of a stage, the larger one of the two
+ * passes, and how many stages there is room for. */
+template <int KP, la_decay DECAY, la_rule RULE> static int bytes_both_ways(const call &c, int width)
+{
+    return adjoint_stage<KP, DECAY, RULE, true>::bytes(width, c.x[LA_X].data);
 }
 
 template <int KP, la_decay DECAY, la_rule RULE>
-static int stages_both_ways(const call &c, const device_traits &on, int warps)
+static int stages_both_ways(const call &c, const device_traits &on, int width)
 {
-    const int room = on.room - 1024; /* for the barriers */
-    const int fit = min(room / bytes_both_ways<KP, DECAY, RULE>(c, warps), (int)ADJOINT_STAGES);
-    return on.producers && fit < ADJOINT_STAGES ? 0 : fit;
+    if (width * adjoint_halves<KP> > ADJOINT_WARPS) return 0;
+    const int room = on.room - exchanged_both_ways<KP>(width) - 1024; /* for the barriers */
+    const int fit = min(room / bytes_both_ways<KP, DECAY, RULE>(c, width), (int)ADJOINT_STAGES);
+    return on.producers && KP <= 128 && fit < ADJOINT_STAGES ? 0 : fit;
 }
 
 template <int KP, la_decay DECAY, la_rule RULE>
@@ -32,24 +40,27 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
     const int64_t heads = (int64_t)c.N * c.HV;
     /* two panels share the tiles of a block, unless processors would be left without a block, or
      * there is no room for both */
-    const auto stages = [&](int warps) { return stages_both_ways<KP, DECAY, RULE>(c, on, warps); };
+    const auto stages = [&](int width) { return stages_both_ways<KP, DECAY, RULE>(c, on, width); };
     const bool enough = heads * ((panels + 1) / 2) * 2 >= on.processors;
-    const int warps = panels > 1 && enough && stages(8) ? 8 : 4;
-    const int tiles = (panels + warps / 4 - 1) / (warps / 4);
-    const int bytes = stages(warps) * bytes_both_ways<KP, DECAY, RULE>(c, warps);
-    return launch(kernel, 2 * heads * tiles, (warps + on.producers) * 32, bytes, stream, c, d, w,
-                  maps, f, tiles, stages(warps));
+    const int width = panels > 1 && enough && stages(8) ? 8 : 4;
+    const int tiles = (panels + width / 4 - 1) / (width / 4);
+    const int bytes =
+        stages(width) * bytes_both_ways<KP, DECAY, RULE>(c, width) + exchanged_both_ways<KP>(width);
+    return launch(kernel, 2 * heads * tiles, (width * adjoint_halves<KP> + on.producers) * 32,
+                  bytes, stream, c, d, w, maps, f, tiles, stages(width));
 }
 
 /* Add up dq, dk and dx of the value heads of one q/k head, and apply the adjoint of loading to dq
- * and dk. A warp has a token, a lane four keys. */
+ * and dk. A warp has a token, a lane four of every 128 keys. */
+template <int KP>
 static __global__ void __launch_bounds__(256)
     reduce_heads(const __grid_constant__ call c, const __grid_constant__ gradients d,
                  const intra_flags from)
 {
+    constexpr int FOURS = (KP + 127) / 128;
     const int64_t i = (int64_t)blockIdx.x * 8 + threadIdx.x / 32, tokens = (int64_t)c.B * c.T;
     const int64_t token = i / c.H;
-    const int group = c.HV / c.H, h = (int)(i % c.H), key = threadIdx.x % 32 * 4;
+    const int group = c.HV / c.H, h = (int)(i % c.H), first = threadIdx.x % 32 * 4;
     if (token >= tokens) return;
     const int b = (int)(token / c.T), t = (int)(token % c.T);
     const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
@@ -59,35 +70,53 @@ static __global__ void __launch_bounds__(256)
         if (of_x && !c.x[LA_X].data) continue;
         const view &x = which ? c.x[LA_K] : c.x[LA_Q];
         const view &to = of_x ? d[LA_DX] : which ? d[LA_DK] : d[LA_DQ];
-        const float *partial = of_x ? from.dx : which ? from.dk : from.dq;
-        partial += (h * group * tokens + token) * from.kp + key;
-        float dx[4] = {}, y[4] = {};
-        for (int j = 0; j < group && key < from.kp; j++, partial += tokens * from.kp) {
-            const float4 one = *(const float4 *)partial;
-            dx[0] += one.x, dx[1] += one.y, dx[2] += one.z, dx[3] += one.w;
-        }
-        if (!plain && !of_x) {
-            load_row(y, at(x, b, t, h, key), x.dtype, 0, 1, c.K - key);
-            key_gradient(c, which, y, dx);
-        }
-        char *const own = at(to, b, t, h, key);
-        if (c.K % 4 == 0) {
-            if (key < c.K) *(uint2 *)own = make_uint2(pack(dx[0], dx[1]), pack(dx[2], dx[3]));
-        } else {
+        const float *partials = of_x ? from.dx : which ? from.dk : from.dq;
+        partials += (h * group * tokens + token) * from.kp;
+        float dx[4 * FOURS] = {}, y[4 * FOURS] = {};
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                if (key + e < c.K) store(own + e * 2, to.dtype, dx[e]);
+        for (int f = 0; f < FOURS; f++) {
+            const int key = first + f * 128;
+            const float *partial = partials + key;
+            for (int j = 0; j < group && key < from.kp; j++, partial += tokens * from.kp) {
+                const float4 one = *(const float4 *)partial;
+                dx[4 * f] += one.x, dx[4 * f + 1] += one.y;
+                dx[4 * f + 2] += one.z, dx[4 * f + 3] += one.w;
+            }
+            float four[4];
+            if (!plain && !of_x) load_row(four, at(x, b, t, h, key), x.dtype, 0, 1, c.K - key);
+#pragma unroll
+            for (int e = 0; e < 4 && !plain && !of_x; e++) y[4 * f + e] = four[e];
+        }
+        if (!plain && !of_x) key_gradient(c, which, y, dx);
+#pragma unroll
+        for (int f = 0; f < FOURS; f++) {
+            const int key = first + f * 128;
+            const float *const own_dx = dx + 4 * f;
+            char *const own = at(to, b, t, h, key);
+            if (c.K % 4 == 0) {
+                if (key < c.K)
+                    *(uint2 *)own =
+                        make_uint2(pack(own_dx[0], own_dx[1]), pack(own_dx[2], own_dx[3]));
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (key + e < c.K) store(own + e * 2, to.dtype, own_dx[e]);
+            }
         }
     }
 }
+
+/* The keys of a block, where decays are scalar. */
+template <int KP> constexpr int scalar_keys = KP > 128 ? 128 : KP;
 
 template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X>
 constexpr auto intra_chunk_adjoint_with()
 {
     if constexpr (DECAY == LA_KEY)
-        return intra_chunk_adjoint_key<RULE, HAS_X>;
+        return intra_chunk_adjoint_key<(KP > 128 ? 256 : 128), RULE, HAS_X>;
     else
-        return intra_chunk_adjoint_scalar<KP, DECAY, RULE, HAS_X>;
+        return intra_chunk_adjoint_scalar<scalar_keys<KP>, DECAY, RULE, HAS_X,
+                                          KP / scalar_keys<KP>>;
 }
 
 /* The last kernel of a call: its blocks for a chunk of a head, and their shared memory. */
@@ -106,10 +135,11 @@ static intra_launch intra_chunk_adjoint_of(const call &c, const device_traits &o
         return {kernel, KP / KEYS,
                 (int)(on.producers ? sizeof(intra_key_room<RULE, true>)
                                    : sizeof(intra_key_room<RULE, false>))};
-    return {kernel, 1,
-            (int)(on.producers ? sizeof(intra_room<KP, RULE, true>)
-                               : sizeof(intra_room<KP, RULE, false>)) +
-                (has_x ? tile_bytes(KP) : 0)};
+    constexpr int keys = scalar_keys<KP>;
+    return {kernel, KP / keys,
+            (int)(on.producers ? sizeof(intra_room<keys, RULE, true>)
+                               : sizeof(intra_room<keys, RULE, false>)) +
+                (has_x ? tile_bytes(keys) : 0)};
 }
 
 static void narrow(call &c, gradients &d, int h, int n)
@@ -119,6 +149,26 @@ static void narrow(call &c, gradients &d, int h, int n)
     move_along(2, hv, {&d[LA_DO], &d[LA_DV], &d[LA_DG], &d[LA_DBETA]});
     move_along(1, hv, {&d[LA_DST], &d[LA_DZT], &d[LA_DS0], &d[LA_DZ0]});
     narrow(&c, h, n);
+}
+
+/* Add up the parts of da, which belong to parts of the keys. The sum goes to the array of the gate;
+ * with a gate per head it becomes the first part. */
+static __global__ void __launch_bounds__(256)
+    join_gates(const __grid_constant__ call c, const __grid_constant__ gradients d, float *da,
+               int parts)
+{
+    const int64_t tokens = (int64_t)c.B * c.T, count = tokens * c.HV;
+    const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+    if (i >= count) return;
+    float sum = da[i];
+    for (int j = 1; j < parts; j++) sum += da[j * count + i];
+    if (d.per_head) {
+        da[i] = sum;
+        return;
+    }
+    const int hv = (int)(i / tokens), b = (int)(i % tokens / c.T), t = (int)(i % tokens % c.T);
+    const float a = decay_of(load<float>(at(c.x[LA_G], b, t, hv), c.x[LA_G].dtype), c.gate);
+    store(at(d[LA_DG], b, t, hv), d[LA_DG].dtype, gate_gradient(sum, a, d.gate));
 }
 
 struct backward_scratch {
@@ -145,6 +195,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     const int heads = per_key ? c.HV : c.H;
     const int64_t keys = chunk_slots * heads * tile;
     const bool normalised = is_normalised(&c, DECAY, RULE), has_x = delta && c.x[LA_X].data;
+    const int64_t da_parts = DECAY == LA_TOKEN ? KP / scalar_keys<KP> : 1;
     w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
     to.kp = (c.K + 31) / 32 * 32;
@@ -177,7 +228,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {(char **)&x->z.z, normalised ? x->z.segments * c.HV * to.kp * 8 : 0},
         {&x->d_num, normalised ? tokens * c.HV * c.V * 2 : 0},
         {(char **)&x->z.den, normalised ? tokens * c.HV * 4 : 0},
-        {(char **)&to.da, d.per_head ? tokens * c.HV * 4 : 0},
+        {(char **)&to.da, d.per_head || da_parts > 1 ? da_parts * tokens * c.HV * 4 : 0},
     };
     int64_t bytes = 0;
     for (const auto &part : parts) {
@@ -251,7 +302,10 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
                        d, x.w, maps, x.f, x.to);
     if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && !x.to.direct)
-        error = launch(reduce_heads, (tokens * c.H + 7) / 8, 256, 0, stream, c, d, x.to);
+        error = launch(reduce_heads<KP>, (tokens * c.H + 7) / 8, 256, 0, stream, c, d, x.to);
+    if (error == cudaSuccess && DECAY == LA_TOKEN && intra.blocks > 1)
+        error = launch(join_gates, div_up(tokens * c.HV, 256), 256, 0, stream, c, d, x.to.da,
+                       intra.blocks);
     if (error == cudaSuccess && d.per_head) error = reduce_gates(c, d, x.to.da, stream);
     return error;
 }
@@ -310,4 +364,12 @@ static cudaError_t chunk_backward_any(const call &c, const gradients &d, cudaMem
 {
     return c.K <= 64 ? launch_chunk_backward<64, DECAY, RULE>(c, d, pool, stream)
                      : launch_chunk_backward<128, DECAY, RULE>(c, d, pool, stream);
+}
+
+/* 128 < K <= 256 */
+template <la_decay DECAY, la_rule RULE>
+static cudaError_t chunk_backward_k256(const call &c, const gradients &d, cudaMemPool_t pool,
+                                       cudaStream_t stream)
+{
+    return launch_chunk_backward<256, DECAY, RULE>(c, d, pool, stream);
 }

@@ -1,5 +1,9 @@
 /* 128 < K <= 256, on Hopper only (setup.py). Elsewhere such calls go token by token. */
 #include "chunk.cuh"
+#include "chunk_backward.cuh"
 
 const chunk_launcher chunk_none_k256[2] = {chunks_k256<LA_NONE, LA_ADDITIVE>,
                                            chunks_k256<LA_NONE, LA_DELTA>};
+
+const backward_launcher chunk_backward_none_k256[2] = {chunk_backward_k256<LA_NONE, LA_ADDITIVE>,
+                                                       chunk_backward_k256<LA_NONE, LA_DELTA>};

@@ -444,8 +444,7 @@ static const char *why_by_token(const la_problem *p)
         if (!p->causal) return "no kernel in chunks has noncausal gradients";
     }
     if (dtype == LA_F32 && !p->allow_tf32) return "tensor cores would round float32: allow_tf32";
-    if (p->K > (dtype == LA_F32 || p->pass == LA_BACKWARD ? 128 : MOST_KEYS))
-        return "K is too large";
+    if (p->K > (dtype == LA_F32 ? 128 : MOST_KEYS)) return "K is too large";
     if (p->K < FEWEST_KEYS && (p->rule == LA_DELTA || p->pass == LA_BACKWARD))
         return "K is below 16";
     if (p->pass == LA_FORWARD && p->T <= FEW_TOKENS) return "T is at most 8";
@@ -523,11 +522,13 @@ static cudaError_t one_token(const la_problem *p, const call &c)
 
 la_status la_cuda_step(la_problem *p) { return run(p, one_token); }
 
-/* In chunks: bfloat16 arrays of a causal call with 16 to 128 keys, unless the mode is recurrent. */
+/* In chunks: bfloat16 arrays of a causal call with 16 to 256 keys, unless the mode is recurrent. */
 static cudaError_t in_reverse(const la_problem *p, const call &c)
 {
-    static const backward_launcher *const chunk[4] = {chunk_backward_none, NULL,
-                                                      chunk_backward_token, chunk_backward_key};
+    static const backward_launcher *const chunk[2][4] = {
+        /* [K > 128] */
+        {chunk_backward_none, NULL, chunk_backward_token, chunk_backward_key},
+        {chunk_backward_none_k256, NULL, chunk_backward_token_k256, chunk_backward_key_k256}};
     static const backward_launcher *const adjoints[2][2] = {/* [float64][K > 256] */
                                                             {adjoint_f32, adjoint_f32_k512},
                                                             {adjoint_f64, adjoint_f64_k512}};
@@ -542,7 +543,8 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error != cudaSuccess) return error;
     tell(p, "chunks", "tensor cores", 8, "");
-    error = why ? cudaErrorNotSupported : chunk[la_kernel_decay(p)][p->rule](c, d, pool, stream);
+    error = why ? cudaErrorNotSupported
+                : chunk[p->K > 128][la_kernel_decay(p)][p->rule](c, d, pool, stream);
     if (error != cudaErrorNotSupported) return error;
     tell(p, "token by token", "CUDA cores", p->real == LA_F64 ? 53 : 24, why ? why : not_here);
     return adjoint(c, d, pool, stream);

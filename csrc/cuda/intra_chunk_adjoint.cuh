@@ -19,13 +19,13 @@ enum { INTRA_THREADS = 256, INTRA_STAGES = 2 };
 
 /* The place of the gradients of q, k and x. It is the array of the caller if nothing else is added
  * to them and q and k were used as given. Otherwise it is a partial per value head, for
- * `reduce_heads`. da is a number per token if there is a gate per head; otherwise (NULL) the
- * gradient goes to the array of the gate. */
+ * `reduce_heads`. da is a number per token if there is a gate per head, or if several blocks have
+ * the keys of a chunk; otherwise (NULL) the gradient goes to the array of the gate. */
 struct intra_flags {
     bool direct;
     as_given given;
     float *dq, *dk, *dx; /* [HV][B T][kp] */
-    float *da;           /* [HV][B T] */
+    float *da;           /* [parts of the keys][HV][B T] */
     int kp;
 };
 
@@ -181,8 +181,10 @@ fetch_panel(const call &c, const gradients &d, const backward_maps &maps, const 
 #endif
 }
 
-/* HAS_X: the caller gave x. Then dx and dk are apart, which takes registers. */
-template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X>
+/* HAS_X: the caller gave x. Then dx and dk are apart, which takes registers. PARTS: so many blocks
+ * have KP keys each. Every one makes the gradients of the scores. The gradient of the gate is a sum
+ * over keys, to which each adds its part. */
+template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X, int PARTS>
 __global__ void __launch_bounds__(INTRA_THREADS, 1)
     intra_chunk_adjoint_scalar(const __grid_constant__ call c, const __grid_constant__ gradients d,
                                const __grid_constant__ chunks w,
@@ -202,7 +204,8 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
     /* the rows of this thread */
     const int row0 = warp % 4 * 16, top = row0 + lane / 4, low = top + 8;
-    const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
+    const int part = blockIdx.x % PARTS, first_key = part * KP, index = blockIdx.x / PARTS;
+    const int chunk_slot = index / c.HV, hv = index % c.HV;
     const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
     const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
     if (n <= 0) return;
@@ -222,7 +225,8 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         } rows[] = {{s.q, w.q, LA_Q, &maps.q},
                     {s.k, w.k, LA_K, &maps.k},
                     {HAS_X ? seen : NULL, w.x, LA_X, &maps.x}};
-        const int64_t keys = ((int64_t)chunk_slot * w.heads + u.h) * tile_bytes(KP);
+        const int64_t keys =
+            (((int64_t)chunk_slot * w.heads + u.h) * PARTS + part) * tile_bytes(KP);
         uint64_t *const full = s.full + i % STAGES;
 #pragma unroll
         for (const auto &one : rows) {
@@ -232,17 +236,17 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
             if (one.prepared)
                 engine_copy(to, one.prepared + keys, tile_bytes(KP), address_of(full));
             for (int j = 0; j < (one.prepared ? 0 : KP / PANEL); j++)
-                engine_copy_box(to + j * PANEL_BYTES, one.map, j * PANEL, u.h, t, u.b,
+                engine_copy_box(to + j * PANEL_BYTES, one.map, first_key + j * PANEL, u.h, t, u.b,
                                 address_of(full));
 #else
             if (one.prepared)
                 copy_bytes(to, one.prepared + keys, tile_bytes(KP));
             else
-                copy_rows<KP>(c.x[one.name], c.K, u.b, t, n, u.h, to);
+                copy_rows<KP>(c.x[one.name], c.K, u.b, t, n, u.h, to, first_key);
 #endif
         }
         fetch_panel<KP, RULE>(c, d, maps, f, u, t, n, place * panels + i, i, s.panel[i % STAGES],
-                              full);
+                              full, first_key, PARTS * KP);
 #if HAS_WARP_GROUPS
         barrier_expect(address_of(full),
                        panel_bytes<KP, RULE> + (i == 0 ? (HAS_X ? 3 : 2) * tile_bytes(KP) : 0));
@@ -410,7 +414,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     left own[4]; /* dP or dL, as operands over the columns */
     if (first_group || delta) {
         char *tile = first_group ? dP : dL;
-        if (delta && !first_group && d[LA_DBETA].data) /* Z_i . E_i */
+        if (delta && !first_group && part == 0 && d[LA_DBETA].data) /* Z_i . E_i */
 #pragma unroll
             for (int m = 0; m < 8; m++)
 #pragma unroll
@@ -496,9 +500,11 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
     if (first_group || HAS_X)
         store_rows(c, u, d[first_group ? LA_DQ : LA_DX],
-                   to.direct ? NULL : (first_group ? to.dq : to.dx) + apart, to.kp, t, n, row0, Y);
+                   to.direct ? NULL : (first_group ? to.dq : to.dx) + apart, to.kp, t, n, row0, Y,
+                   first_key);
     if (!first_group)
-        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, dk);
+        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, dk,
+                   first_key);
     __syncthreads();
     if constexpr (DECAY == LA_TOKEN) {
         /* Adjoint of the recursions that made G and e: e_i = a_i e_(i-1), and row i of G is a_i
@@ -548,7 +554,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         e = e * s.r[i] + (s.of_e[0][i] + s.of_e[1][i]) + (s.of_e[2][i] + s.of_e[3][i]);
         const float da = s.da[0][i] + s.da[1][i] + e * (i ? s.e[i - 1] : 1);
         if (to.da)
-            to.da[((int64_t)hv * c.B + u.b) * c.T + t + i] = da;
+            to.da[(((int64_t)part * c.HV + hv) * c.B + u.b) * c.T + t + i] = da;
         else
             store(at(d[LA_DG], u.b, t + i, hv), d[LA_DG].dtype, gate_gradient(da, s.a[i], d.gate));
     }

@@ -141,10 +141,8 @@ __device__ __forceinline__ void multiply_block(float (&c)[KEYS / 8][4], const le
         multiply(c[2 * m], c[2 * m + 1], a, load_right(columns, row, m * 16));
 }
 
-/* A block has KEYS of the keys of a chunk, which are up to MOST_KEYS_OF_CHUNK. */
-enum { MOST_KEYS_OF_CHUNK = 2 * KEYS };
-
-template <la_rule RULE, bool HAS_X>
+/* A block has KEYS of the keys of a chunk, which are up to MOST. */
+template <int MOST, la_rule RULE, bool HAS_X>
 __global__ void __launch_bounds__(INTRA_THREADS, 1)
     intra_chunk_adjoint_key(const __grid_constant__ call c, const __grid_constant__ gradients d,
                             const __grid_constant__ chunks w,
@@ -159,8 +157,9 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     /* shows the compiler that all lanes have the same value */
     const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
     const int block = warp % 4, row0 = block * 16, top = row0 + lane / 4, low = top + 8;
-    const int parts = (c.K + KEYS - 1) / KEYS;
+    const int all_keys = c.K > KEYS ? MOST : (int)KEYS, parts = all_keys / KEYS; /* of a tile */
     const int first_key = blockIdx.x % parts * KEYS, index = blockIdx.x / parts;
+    if (first_key >= c.K) return;
     const int chunk_slot = index / c.HV, hv = index % c.HV;
     const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
     const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
@@ -173,7 +172,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     const bool fetches = !HAS_WARP_GROUPS || threadIdx.x == 0;
     const auto fetch = [&](int i) {
         fetch_panel<KEYS, RULE>(c, d, maps, f, u, t, n, place * panels + i, i, s.panel, &s.full,
-                                first_key, parts * KEYS);
+                                first_key, all_keys);
 #if HAS_WARP_GROUPS
         barrier_expect(address_of(&s.full), panel_bytes<KEYS, RULE>);
 #endif
@@ -186,12 +185,11 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     }
 #endif
     load_decays<KEYS>(c, u, t, n, s.a.x, first_key); /* rows in their order */
-    load_all<MOST_KEYS_OF_CHUNK, INTRA_THREADS, KEYS>(c, u.b, t, n, u.h, s.q, s.k, NULL, to.given,
-                                                      first_key);
+    load_all<MOST, INTRA_THREADS, KEYS>(c, u.b, t, n, u.h, s.q, s.k, NULL, to.given, first_key);
     /* there is room for x only where something else has been, so it comes twice */
     const auto load_x = [&](char *tile) {
-        load_all<MOST_KEYS_OF_CHUNK, INTRA_THREADS, KEYS>(c, u.b, t, n, u.h, NULL, NULL, tile,
-                                                          to.given, first_key);
+        load_all<MOST, INTRA_THREADS, KEYS>(c, u.b, t, n, u.h, NULL, NULL, tile, to.given,
+                                            first_key);
     };
     if (threadIdx.x < C)
         s.beta[threadIdx.x] =

@@ -40,6 +40,9 @@ extern const backward_launcher rare_adjoint_f32[LA_KINDS], rare_adjoint_f64[LA_K
  * rows that cannot be copied in pieces, they return cudaErrorNotSupported and have done nothing. */
 extern const backward_launcher chunk_backward_none[2], chunk_backward_token[2],
     chunk_backward_key[2];
+/* The same for 128 < K <= 256, on Hopper. */
+extern const backward_launcher chunk_backward_none_k256[2], chunk_backward_token_k256[2],
+    chunk_backward_key_k256[2];
 
 /* The end of that for a gate per head: sums over the tokens of da, [HV][B T]. */
 cudaError_t reduce_gates(const call &, const gradients &, float *da, cudaStream_t);

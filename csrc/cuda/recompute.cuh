@@ -23,7 +23,7 @@
 #ifndef LINATTN_CUDA_RECOMPUTE_CUH
 #define LINATTN_CUDA_RECOMPUTE_CUH
 
-#include "prepare.cuh"
+#include "chunk_carry.cuh"
 
 /* Stages: at most; without the copy engine one is enough, if there is no room for two. */
 enum { ADJOINT_STAGES = 2, ADJOINT_WARPS = 8, ADJOINT_PRODUCERS = 4 };
@@ -40,6 +40,9 @@ struct backward_maps {
     CUtensorMap q, k, x, v, d_o;
 };
 
+/* With more than 128 keys, two warps have the same columns and half of the keys each. */
+template <int KP> constexpr int adjoint_halves = KP > 128 ? 2 : 1;
+
 /* A stage: where the parts of a chunk lie in shared memory. */
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_stage {
     static constexpr bool delta = RULE == LA_DELTA;
@@ -53,10 +56,12 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_st
     static constexpr int out = in + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
-    /* a panel for every four warps: v or dO, and the results that leave by way of its place */
-    __host__ __device__ static constexpr int bytes(int warps, bool with_x)
+    static constexpr int halves = adjoint_halves<KP>, keys = KP / halves; /* of a warp */
+    /* A panel for every four slices of 16 columns: v or dO, and the results that leave by way of its
+     * place. */
+    __host__ __device__ static constexpr int bytes(int width, bool with_x)
     {
-        return v + warps / 4 * PANEL_BYTES + bytes_for_x<KP, DECAY>(with_x);
+        return v + width / 4 * PANEL_BYTES + bytes_for_x<KP, DECAY>(with_x);
     }
 };
 
@@ -163,17 +168,20 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
 {
     typedef adjoint_stage<KP, DECAY, RULE, BACKWARD> part;
     constexpr bool delta = RULE == LA_DELTA;
+    constexpr int HALVES = part::halves, KEYS = part::keys;
     extern __shared__ __align__(1024) char shared[];
     const int warps = blockDim.x / 32 - HAS_WARP_GROUPS * ADJOINT_PRODUCERS,
               warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int width = warps / HALVES, half = HALVES == 2 && warp >= width,
+              line = warp - half * width;
     const int tile = index % tiles, head = index / tiles;
     const unit u = unit_of(c, head / c.HV, head % c.HV);
-    const int panels = (c.V + PANEL - 1) / PANEL, panel = tile * (warps / 4) + warp / 4;
-    const int v0 = panel * PANEL + warp % 4 * 16, columns = min(16, c.V - v0);
-    const int own_panels = min(warps / 4, panels - tile * (warps / 4));
+    const int panels = (c.V + PANEL - 1) / PANEL, panel = tile * (width / 4) + line / 4;
+    const int v0 = panel * PANEL + line % 4 * 16, columns = min(16, c.V - v0);
+    const int own_panels = min(width / 4, panels - tile * (width / 4));
     const int all_chunks = (u.end - u.begin + C - 1) / C;
     const int chunk_slot0 = first_chunk_slot(c, u.n);
-    const key_rows rows = key_rows_of<part, KP, DECAY, RULE>(c, w, warps);
+    const key_rows rows = key_rows_of<part, KP, DECAY, RULE>(c, w, width);
     const int bytes = rows.bytes;
     const auto chunk_at = [&](int i) { return BACKWARD ? all_chunks - 1 - i : i; };
 
@@ -208,7 +216,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
         };
         /* the first value column of the block */
-        const int column = tile * (warps / 4) * PANEL;
+        const int column = tile * (width / 4) * PANEL;
 #if HAS_WARP_GROUPS
         const uint32_t barrier = address_of(full + into);
         const int nonfinite = w.nonfinite[place];
@@ -256,7 +264,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     };
 #if HAS_WARP_GROUPS
     if (threadIdx.x == 0) {
-        for (int j = 0; j < ADJOINT_STAGES; j++) {
+        for (int j = 0; j < stages; j++) {
             barrier_init(address_of(full + j), 1);
             barrier_init(address_of(empty + j), warps * ARRIVALS_OF_WARP);
         }
@@ -270,7 +278,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         for (int step = 0; step < all_chunks; step++) {
             barrier_wait(address_of(empty + into), round ^ 1); /* returns at once the first time */
             fetch(step, into);
-            if (++into == ADJOINT_STAGES) into = 0, round ^= 1;
+            if (++into == stages) into = 0, round ^= 1;
         }
         return;
     }
@@ -282,18 +290,32 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     /* the two tokens, or keys, of every eight that this thread has */
     const int pair = lane % 4 * 2;
     const float scale = (float)c.scale;
-    const int place_of_v = part::v + warp / 4 * PANEL_BYTES;
-    const int slice = place_of_v + piece_at(lane / 16 * 8 + lane % 8, warp % 4 * 2 + lane / 8 % 2);
-    const int piece = place_of_v + piece_at(lane / 2, warp % 4 * 2 + lane % 2);
+    const int place_of_v = part::v + line / 4 * PANEL_BYTES;
+    const int slice = place_of_v + piece_at(lane / 16 * 8 + lane % 8, line % 4 * 2 + lane / 8 % 2);
+    const int piece = place_of_v + piece_at(lane / 2, line % 4 * 2 + lane % 2);
+    /* the first key of this warp, and its place in tiles of keys */
+    const int first_key = half * KEYS, own = half * tile_bytes(KEYS);
+    partner other = {(float4 *)(shared + stages * bytes) + line * 32 + lane, line, width, half};
+    /* x of this warp becomes the sum over all keys */
+    const auto sum_over_keys = [&](float(&x)[8][4]) {
+        if constexpr (HALVES == 2) {
+            float theirs[8][4];
+#pragma unroll
+            for (int m = 0; m < 8 * 4; m++) theirs[m / 4][m % 4] = x[m / 4][m % 4];
+            other.exchange(theirs);
+#pragma unroll
+            for (int m = 0; m < 8 * 4; m++) x[m / 4][m % 4] += theirs[m / 4][m % 4];
+        }
+    };
 
-    /* S' or dS' [16 columns][KP]: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
-    float S[KP / 8][4];
+    /* S' or dS' [16 columns][KEYS]: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
+    float S[KEYS / 8][4];
     const view &from = BACKWARD ? d[LA_DST] : c.x[LA_S0];
 #pragma unroll
-    for (int i = 0; i < KP / 8; i++)
+    for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
+            const int column = lane / 4 + e / 2 * 8, key = first_key + i * 8 + pair + e % 2;
             S[i][e] = from.data && column < columns && key < c.K
                           ? load<float>(at(from, u.n, u.hv, key, v0 + column), from.dtype)
                           : 0;
@@ -317,7 +339,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 if (BACKWARD && !w.q) *(uint4 *)(room + part::q + at) = make_uint4(0, 0, 0, 0);
             }
             for (int j = lane; j < (C - n) * 2; j += 32)
-                *(uint4 *)(room + place_of_v + piece_at(n + j / 2, warp % 4 * 2 + j % 2)) =
+                *(uint4 *)(room + place_of_v + piece_at(n + j / 2, line % 4 * 2 + j % 2)) =
                     make_uint4(0, 0, 0, 0);
             stores_before_copies();
             some_warps_wait(warps);
@@ -333,15 +355,15 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         /* the whole chunk is spoiled, and all that depends on it */
         const bool nonfinite = nonfinite_at[stage_at] < C;
 
-        left s[KP / 16];
+        left s[KEYS / 16];
 #pragma unroll
-        for (int j = 0; j < KP / 16; j++) s[j] = as_left(S[2 * j], S[2 * j + 1]);
+        for (int j = 0; j < KEYS / 16; j++) s[j] = as_left(S[2 * j], S[2 * j + 1]);
         /* the state as the adjoint of the chunk needs it */
         const auto keep_state = [&] {
             if (v0 < panels * PANEL)
-                put_state<KP>((BACKWARD ? f.d_states : f.states) +
-                                  (place * panels + panel) * tile_bytes(KP),
-                              warp % 4 * 16, s);
+                put_state<KEYS>((BACKWARD ? f.d_states : f.states) +
+                                    (place * panels + panel) * tile_bytes(KP) + own,
+                                line % 4 * 16, s);
         };
         left x[4]; /* V or dO, as operands over the tokens */
 #pragma unroll
@@ -351,10 +373,11 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             for (int m = 0; m < 4; m++) x[m] = {};
         const auto decay_state = [&] {
 #pragma unroll
-            for (int j = 0; j < (DECAY == LA_NONE ? 0 : KP / 8); j++) {
-                const float2 a = DECAY == LA_KEY
-                                     ? *(const float2 *)(room + part::total + (j * 8 + pair) * 4)
-                                     : make_float2(in[C - 1], in[C - 1]);
+            for (int j = 0; j < (DECAY == LA_NONE ? 0 : KEYS / 8); j++) {
+                const float2 a =
+                    DECAY == LA_KEY
+                        ? *(const float2 *)(room + part::total + (first_key + j * 8 + pair) * 4)
+                        : make_float2(in[C - 1], in[C - 1]);
                 S[j][0] *= a.x;
                 S[j][1] *= a.y;
                 S[j][2] *= a.x;
@@ -369,10 +392,12 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 float X[8][4] = {};
                 products_begin();
 #pragma unroll
-                for (int j = 0; j < KP / 16; j++) multiply_rows(E, s[j], base + part::k, j * 16);
+                for (int j = 0; j < KEYS / 16; j++)
+                    multiply_rows(E, s[j], base + part::k + own, j * 16);
                 products_commit();
                 products_wait<0>();
                 products_in(E);
+                sum_over_keys(E);
 #pragma unroll
                 for (int m = 0; m < 8; m++) { /* W */
                     const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(of_look + m * 8 + pair)
@@ -402,7 +427,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    multiply_columns(S, to_state[j], base + rows.written, j * 16);
+                    multiply_columns(S, to_state[j], base + rows.written + own, j * 16);
                 products_commit();
                 products_wait<1>();
                 products_in(E);
@@ -410,10 +435,10 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                     const int all[2] = {C, C};
                     spoil_before(E, all);
                 }
-                if (v0 < panels * PANEL) {
+                if (half == 0 && v0 < panels * PANEL) {
                     put_columns(base + slice, E);
                     char *to = f.E + (place * panels + panel) * PANEL_BYTES +
-                               piece_at(lane / 2, warp % 4 * 2 + lane % 2);
+                               piece_at(lane / 2, line % 4 * 2 + lane % 2);
 #pragma unroll
                     for (int j = 0; j < 4; j++)
                         *(uint4 *)(to + j * 16 * 128) =
@@ -426,7 +451,8 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 decay_state();
                 products_begin();
 #pragma unroll
-                for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + rows.written, j * 16);
+                for (int j = 0; j < 4; j++)
+                    multiply_columns(S, x[j], base + rows.written + own, j * 16);
                 products_commit();
                 products_wait<0>();
                 products_in(S);
@@ -437,14 +463,17 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             if (nonfinite) end[0] = end[1] = C;
             const bool spoiled = __any_sync(~0u, end[0] | end[1]);
             if (spoiled) clear_before(x, end);
-            /* was O = P U, S' = .. + (r k)' U: r multiplies only the second product */
-            float dU[8][4] = {}, of_read[DECAY == LA_TOKEN ? 8 : 1][4] = {};
+            /* was O = P U, S' = .. + (r k)' U: r multiplies only the second product, whose sum over
+             * keys may be that of two warps */
+            constexpr bool apart = DECAY == LA_TOKEN || HALVES == 2;
+            float dU[8][4] = {}, of_read[apart ? 8 : 1][4] = {};
             products_begin();
 #pragma unroll
-            for (int j = 0; j < KP / 16; j++) multiply_rows(dU, s[j], base + rows.written, j * 16);
+            for (int j = 0; j < KEYS / 16; j++)
+                multiply_rows(dU, s[j], base + rows.written + own, j * 16);
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                if constexpr (DECAY == LA_TOKEN)
+                if constexpr (apart)
                     multiply_columns(of_read, x[j], base + part::scores, j * 16);
                 else
                     multiply_columns(dU, x[j], base + part::scores, j * 16);
@@ -454,12 +483,14 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             products_wait<0>();
             products_in(dU);
             products_in(of_read);
+            sum_over_keys(dU);
             /* dO times the scale and the decay from the start of the chunk, unless q^ has them */
             if (DECAY != LA_KEY) scale_operands(x, DECAY == LA_TOKEN ? in : NULL, scale);
-            if constexpr (DECAY == LA_TOKEN)
+            if constexpr (apart)
 #pragma unroll
                 for (int m = 0; m < 8; m++) {
-                    const float2 a = *(const float2 *)(out + m * 8 + pair);
+                    const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(out + m * 8 + pair)
+                                                       : make_float2(1, 1);
                     dU[m][0] = a.x * dU[m][0] + of_read[m][0];
                     dU[m][1] = a.y * dU[m][1] + of_read[m][1];
                     dU[m][2] = a.x * dU[m][2] + of_read[m][2];
@@ -478,7 +509,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 products_commit();
                 products_begin();
 #pragma unroll
-                for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + part::q, j * 16);
+                for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + part::q + own, j * 16);
                 products_commit();
                 products_wait<1>();
                 products_in(dV);
@@ -491,7 +522,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 products_commit();
                 products_begin();
 #pragma unroll
-                for (int j = 0; j < 4; j++) multiply_columns(S, z[j], base + part::k, j * 16);
+                for (int j = 0; j < 4; j++) multiply_columns(S, z[j], base + part::k + own, j * 16);
                 products_commit();
                 products_wait<1>();
                 products_in(dU);
@@ -499,10 +530,10 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                     spoil_before(dU, end);
                     spoil_before(dV, end);
                 }
-                if (v0 < panels * PANEL) { /* Z */
+                if (half == 0 && v0 < panels * PANEL) { /* Z */
                     put_columns(base + slice, dU);
                     char *to = f.Z + (place * panels + panel) * PANEL_BYTES +
-                               piece_at(lane / 2, warp % 4 * 2 + lane % 2);
+                               piece_at(lane / 2, line % 4 * 2 + lane % 2);
 #pragma unroll
                     for (int j = 0; j < 4; j++)
                         *(uint4 *)(to + j * 16 * 128) =
@@ -512,13 +543,13 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             } else {
                 products_begin();
 #pragma unroll
-                for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + part::q, j * 16);
+                for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + part::q + own, j * 16);
                 products_commit();
                 if (spoiled) spoil_before(dU, end);
 #pragma unroll
                 for (int m = 0; m < 8 * 4; m++) dV[m / 4][m % 4] = dU[m / 4][m % 4];
             }
-            if (columns > 0) {
+            if (half == 0 && columns > 0) {
                 put_columns(base + slice, dV);
                 char *to = at(d[LA_DV], u.b, t + lane / 2, u.hv, v0 + lane % 2 * 8);
                 const int64_t row = d[LA_DV].stride[1] * 2;
@@ -532,7 +563,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             products_in(S);
             if (spoiled)
 #pragma unroll
-                for (int j = 0; j < KP / 8; j++)
+                for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
                     for (int e = 0; e < 4; e++)
                         if (end[e / 2]) S[j][e] = nanf("");
@@ -540,7 +571,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         if constexpr (!BACKWARD)
             if (nonfinite)
 #pragma unroll
-                for (int j = 0; j < KP / 8; j++)
+                for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) S[j][e] = nanf("");
 #if HAS_WARP_GROUPS
@@ -556,10 +587,10 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     }
     if constexpr (BACKWARD)
 #pragma unroll
-        for (int i = 0; i < KP / 8; i++)
+        for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int column = lane / 4 + e / 2 * 8, key = i * 8 + pair + e % 2;
+                const int column = lane / 4 + e / 2 * 8, key = first_key + i * 8 + pair + e % 2;
                 if (d[LA_DS0].data && column < columns && key < c.K)
                     store(at(d[LA_DS0], u.n, u.hv, key, v0 + column), d[LA_DS0].dtype, S[i][e]);
             }
@@ -574,7 +605,7 @@ __global__ void __launch_bounds__((ADJOINT_WARPS + HAS_WARP_GROUPS * ADJOINT_PRO
                      const __grid_constant__ kept f, int tiles, int stages)
 {
     const int half = gridDim.x / 2, index = blockIdx.x % half;
-    if (HAS_WARP_GROUPS) stages = ADJOINT_STAGES;
+    if (HAS_WARP_GROUPS && KP <= 128) stages = ADJOINT_STAGES;
     if (blockIdx.x < half)
         chunks_for_adjoint<KP, DECAY, RULE, true>(c, d, w, maps, f, tiles, stages, index);
     else

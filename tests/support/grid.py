@@ -244,7 +244,7 @@ def gradients_on_tensor_cores(dtype, K, V, mode, T=64):
         dtype == ml_dtypes.bfloat16
         and mode != "recurrent"
         and T > 0
-        and 16 <= K <= 128
+        and 16 <= K <= 256
         and V % 8 == 0
     )
 
