@@ -939,7 +939,8 @@ static int module_exec(PyObject *module)
     const char *limit = la_cuda_limit_unreadable();
     if (limit) {
         PyErr_Format(PyExc_ImportError,
-                     "LINATTN_SHARED_LIMIT: expected a number of bytes from 49152 on, got %s", limit);
+                     "LINATTN_SHARED_LIMIT: expected a number of bytes from 49152 on, got %s",
+                     limit);
         return -1;
     }
 #endif
