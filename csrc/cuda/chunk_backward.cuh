@@ -14,8 +14,8 @@ template <int KP> constexpr int exchanged_both_ways(int width)
     return adjoint_halves<KP> == 1 ? 0 : 2 * width * 32 * 32 * 4;
 }
 
-/* For blocks of `width` slices of 16 columns: the bytes of a stage, the larger one of the two
- * passes, and how many stages there is room for. */
+/* For blocks of `width` slices of 16 columns: the bytes of a stage, which are those of the larger
+ * pass; and the number of stages that there is room for. */
 template <int KP, la_decay DECAY, la_rule RULE> static int bytes_both_ways(const call &c, int width)
 {
     return adjoint_stage<KP, DECAY, RULE, true>::bytes(width, c.x[LA_X].data);

@@ -43,9 +43,9 @@ struct intra_pairs {
     float G[C * LD_PAIRS], dG[C * LD_PAIRS];
 };
 
-/* On Hopper the next panel comes while one is worked on, and the pairs have a place of their own. A
- * block of another device may have less than half of that memory: there the pairs lie where the
- * panels have been. */
+/* On Hopper the next panel comes while a block works on one, and the pairs have a place of their
+ * own. A block of another device may have less than half of that memory. There the pairs lie where
+ * the panels have been. */
 template <int KP, la_rule RULE, bool HOPPER> struct intra_places {
     alignas(1024) intra_panel<KP, RULE> panel[INTRA_STAGES];
     intra_pairs pairs;
@@ -181,9 +181,9 @@ fetch_panel(const call &c, const gradients &d, const backward_maps &maps, const 
 #endif
 }
 
-/* HAS_X: the caller gave x. Then dx and dk are apart, which takes registers. PARTS: so many blocks
- * have KP keys each. Every one makes the gradients of the scores. The gradient of the gate is a sum
- * over keys, to which each adds its part. */
+/* HAS_X: the caller gave x. Then dx and dk are apart, which takes registers. PARTS: the blocks of a
+ * chunk, which have KP keys each. Every block makes the gradients of the scores. The gradient of the
+ * gate is a sum over keys: each block makes its part. */
 template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X, int PARTS>
 __global__ void __launch_bounds__(INTRA_THREADS, 1)
     intra_chunk_adjoint_scalar(const __grid_constant__ call c, const __grid_constant__ gradients d,

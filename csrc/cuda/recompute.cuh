@@ -25,7 +25,8 @@
 
 #include "chunk_carry.cuh"
 
-/* Stages: at most; without the copy engine one is enough, if there is no room for two. */
+/* There are ADJOINT_STAGES stages. One has to do where there is no room for two: on devices without
+ * the copy engine, and with more than 128 keys. */
 enum { ADJOINT_STAGES = 2, ADJOINT_WARPS = 8, ADJOINT_PRODUCERS = 4 };
 
 /* The results of both passes: tiles of C rows. */
@@ -40,7 +41,8 @@ struct backward_maps {
     CUtensorMap q, k, x, v, d_o;
 };
 
-/* With more than 128 keys, two warps have the same columns and half of the keys each. */
+/* The warps that have the same columns. With more than 128 keys they are two, and each has half of
+ * the keys. */
 template <int KP> constexpr int adjoint_halves = KP > 128 ? 2 : 1;
 
 /* A stage: where the parts of a chunk lie in shared memory. */
