@@ -31,7 +31,7 @@ pytestmark = needs_gpu
 # ---- the same bits ----
 
 
-@pytest.mark.parametrize("K", [64, 320])
+@pytest.mark.parametrize("K", [64, 192, 320])
 @dtypes
 @gradients
 def test_twenty_backwards_give_the_same_bits(op, dtype, K):
