@@ -269,6 +269,13 @@ def test_shard_map(op):
 
 # ---- rooms beside the table ----
 
+# Their decays and gates are JAX's own arithmetic: exp in XLA has other last bits than in NumPy.
+GATED = ("rg_lru", "hgrn")
+
+
+def assert_as_plain(name, found, wanted):
+    (assert_near if name in GATED else assert_same)(found, wanted)
+
 
 def room_problem(name, seed=0):
     """(arrays, options): every array that may be given, with sizes that differ."""
@@ -280,6 +287,15 @@ def room_problem(name, seed=0):
     if name == "causal_conv1d":
         x = {"x": draw(2, 7, 6), "weight": draw(6, 4), "bias": draw(6)}
         return x | {"initial_state": draw(2, 6, 3)}, {"activation": "silu"}
+    if name in GATED:
+        x = {"x": draw(2, 7, 6), "initial_state": draw(2, 6)}
+        if name == "hgrn":
+            return x | {"g": -np.abs(draw(2, 7, 6))}, {}
+        return x | {
+            "r": rng.random((2, 7, 6), np.float32),
+            "i": draw(2, 7, 6),
+            "Lambda": draw(6),
+        }, {}
     x = {"u": draw(2, 7, 6), "delta": np.abs(draw(2, 7, 6)), "A": -np.abs(draw(6, 5))}
     x |= {name: draw(2, 7, 2, 5) for name in "BC"} | {"D": draw(6), "z": draw(2, 7, 6)}
     return x | {"delta_bias": draw(6), "initial_state": draw(2, 6, 5)}, {"delta_softplus": True}
@@ -297,14 +313,14 @@ def test_rooms(name):
 
     one = jax.jit(both)
     y, found = one(of_jax(x))
-    assert_same(y, plain(**x, **options, output_final_state=True))
+    assert_as_plain(name, y, plain(**x, **options, output_final_state=True))
     dy, d_final = map(np.asarray, y)
     wanted = getattr(linattn, f"{name}_backward")(dy, **x, **options, d_final_state=d_final)
     fields = {"initial_state": "d_initial_state"}
     for label in x:
-        assert_same(found[label], getattr(wanted, fields.get(label, f"d{label}")))
+        assert_as_plain(name, found[label], getattr(wanted, fields.get(label, f"d{label}")))
     many = [of_jax(room_problem(name, seed)[0]) for seed in range(2)]
-    assert_same(jax.jit(jax.vmap(both))(stacked(many)), stacked([one(x) for x in many]))
+    assert_as_plain(name, jax.jit(jax.vmap(both))(stacked(many)), stacked([one(x) for x in many]))
 
 
 @pytest.mark.parametrize("name", ROOMS)
@@ -315,7 +331,7 @@ def test_steps_of_rooms(name):
     step = getattr(linattn.jax, f"{name}_step")
     found = jax.jit(lambda x, state: step(**x, **options, state=state))(of_jax(one), state)
     y = getattr(linattn, f"{name}_step")(**one, **options, state=state)
-    assert_same(found, (y, state))
+    assert_as_plain(name, found, (y, state))
 
 
 def test_errors_of_rooms():

@@ -248,6 +248,13 @@ class Arrays:
         """x in the dtype of the first array."""
         return cast(x, self.like.dtype)
 
+    def short_of_step(self, found: Any) -> Any:
+        """The same of what a step gives: its output, and for JAX the new state beside it."""
+        if not isinstance(found, tuple):
+            return self.short(found)
+        y, state = found
+        return self.short(y), state
+
     def as_given(self, dx: Any, given: Any) -> Any:
         """A gradient in the dtype of its array. That of a number is a number."""
         if given is None:

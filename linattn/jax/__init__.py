@@ -1,8 +1,9 @@
 """The ops for JAX: under jit, grad, vmap, scan, checkpoint, and on meshes of devices.
 
 Every op of ``linattn.VARIANTS`` is here, ``linattn.jax.<op>`` and ``linattn.jax.<op>_step``, with
-the arguments of ``linattn.<op>`` and ``linattn.<op>_step``. So are ``selective_scan`` and
-``causal_conv1d`` with their steps. XLA calls the C core on the CPU, and the CUDA kernels on a GPU.
+the arguments of ``linattn.<op>`` and ``linattn.<op>_step``. So are ``selective_scan``, ``rg_lru``,
+``hgrn`` and ``causal_conv1d`` with their steps. XLA calls the C core on the CPU, and the CUDA
+kernels on a GPU.
 Differences from the functions of ``linattn``:
 
 - A step is a function: it returns ``(o, state)`` and changes nothing. Where the old state is not
@@ -56,7 +57,7 @@ from linattn.jax import _gradients, _rooms
 from linattn.ops._core import WAYS, Ways
 from linattn.variants import OPS
 
-_WITHOUT_A_TABLE = ("selective_scan", "causal_conv1d")
+_WITHOUT_A_TABLE = ("selective_scan", "rg_lru", "hgrn", "causal_conv1d")
 
 __all__: list[str] = [f"{name}{x}" for name in (*OPS, *_WITHOUT_A_TABLE) for x in ("", "_step")]
 

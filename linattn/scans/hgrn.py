@@ -141,7 +141,7 @@ def hgrn_step(
     """
     p = _Problem(x, g, tokens="")
     arrays = {"u": p.write(), "g": p.g, "state_indices": state_indices, "state": state}
-    y: Array = p.call.short(_rooms.step("scan", "gated", arrays))
+    y: Array = p.call.short_of_step(_rooms.step("scan", "gated", arrays))
     return y
 
 

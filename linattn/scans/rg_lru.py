@@ -183,7 +183,7 @@ def rg_lru_step(
     p = _Problem(x, r, i, Lambda, c, reset, _LIMIT, tokens="")
     g, scale = p.decays(recorded=False)
     arrays = {"u": scale * p.i * p.x, "g": g, "state_indices": state_indices, "state": state}
-    y: Array = p.call.short(_rooms.step("scan", "gated", arrays))
+    y: Array = p.call.short_of_step(_rooms.step("scan", "gated", arrays))
     return y
 
 
