@@ -152,6 +152,13 @@ static cudaError_t traits_of_device(const void *kernel, device_traits *d)
     return cudaSuccess;
 }
 
+/* Can rows of x be fetched in pieces of 16 bytes? On Hopper the copy engine does it, by the map. */
+static bool can_fetch(const call &c, const device_traits &d, const view &x, int heads, int columns,
+                      CUtensorMap *map)
+{
+    return map_of(c, x, heads, columns, d.producers ? map : NULL);
+}
+
 /* Has a stage of chunks_forward the gates of v? Only the copy engine fetches them. */
 static bool has_gates(const call &c, const device_traits &d)
 {
@@ -463,15 +470,12 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     tensor_maps maps = {};
     forward_flags f = {};
     const bool plain = PLANES == 1 && !c.qk_l2norm;
-    const auto can_fetch = [&](const view &x, int heads, int columns, CUtensorMap *map) {
-        return map_of(c, x, heads, columns, d.producers ? map : NULL);
-    };
     const as_given given = {
-        plain && c.map[0] == LA_IDENTITY && can_fetch(c.x[LA_Q], c.H, c.K, &maps.q),
-        plain && c.map[1] == LA_IDENTITY && can_fetch(c.x[LA_K], c.H, c.K, &maps.k),
-        PLANES == 1 && has_x && can_fetch(c.x[LA_X], c.H, c.K, &maps.x)};
-    f.v_pieces = can_fetch(c.x[LA_V], c.HV, c.V, &maps.v) &&
-                 (!c.x[LA_W].data || can_fetch(c.x[LA_W], c.HV, c.V, &maps.w));
+        plain && c.map[0] == LA_IDENTITY && can_fetch(c, d, c.x[LA_Q], c.H, c.K, &maps.q),
+        plain && c.map[1] == LA_IDENTITY && can_fetch(c, d, c.x[LA_K], c.H, c.K, &maps.k),
+        PLANES == 1 && has_x && can_fetch(c, d, c.x[LA_X], c.H, c.K, &maps.x)};
+    f.v_pieces = can_fetch(c, d, c.x[LA_V], c.HV, c.V, &maps.v) &&
+                 (!c.x[LA_W].data || can_fetch(c, d, c.x[LA_W], c.HV, c.V, &maps.w));
     f.o_pieces = o_in_pieces(c);
     const bool normalised = is_normalised(&c, DECAY, RULE);
     const int64_t chunk_slots = chunk_slots_of(c, C);

@@ -8,12 +8,6 @@
 
 #include <initializer_list>
 
-/* The numbers that two such warps exchange, 32 per lane, twice. */
-template <int KP> constexpr int exchanged_both_ways(int width)
-{
-    return adjoint_halves<KP> == 1 ? 0 : 2 * width * 32 * 32 * 4;
-}
-
 /* For blocks of `width` slices of 16 columns: the bytes of a stage, which are those of the larger
  * pass; and the number of stages that there is room for. */
 template <int KP, la_decay DECAY, la_rule RULE> static int bytes_both_ways(const call &c, int width)
@@ -25,7 +19,8 @@ template <int KP, la_decay DECAY, la_rule RULE>
 static int stages_both_ways(const call &c, const device_traits &on, int width)
 {
     if (width * adjoint_halves<KP> > ADJOINT_WARPS) return 0;
-    const int room = on.room - exchanged_both_ways<KP>(width) - 1024; /* for the barriers */
+    const int room =
+        on.room - bytes_exchanged(adjoint_halves<KP>, width) - 1024; /* for the barriers */
     const int fit = min(room / bytes_both_ways<KP, DECAY, RULE>(c, width), (int)ADJOINT_STAGES);
     return on.producers && KP <= 128 && fit < ADJOINT_STAGES ? 0 : fit;
 }
@@ -44,8 +39,8 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
     const bool enough = heads * ((panels + 1) / 2) * 2 >= on.processors;
     const int width = panels > 1 && enough && stages(8) ? 8 : 4;
     const int tiles = (panels + width / 4 - 1) / (width / 4);
-    const int bytes =
-        stages(width) * bytes_both_ways<KP, DECAY, RULE>(c, width) + exchanged_both_ways<KP>(width);
+    const int bytes = stages(width) * bytes_both_ways<KP, DECAY, RULE>(c, width) +
+                      bytes_exchanged(adjoint_halves<KP>, width);
     return launch(kernel, 2 * heads * tiles, (width * adjoint_halves<KP> + on.producers) * 32,
                   bytes, stream, c, d, w, maps, f, tiles, stages(width));
 }
@@ -282,14 +277,13 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
         d[LA_DO] = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
     }
     backward_maps maps = {};
-    const auto can_fetch = [&](const view &x, int heads, int columns, CUtensorMap *map) {
-        return map_of(c, x, heads, columns, on.producers ? map : NULL);
-    };
-    can_fetch(c.x[LA_Q], c.H, c.K, &maps.q); /* if this fails, prepare leaves copies of q or k */
-    can_fetch(c.x[LA_K], c.H, c.K, &maps.k);
+    /* if this fails, prepare leaves copies of q, k or x */
+    can_fetch(c, on, c.x[LA_Q], c.H, c.K, &maps.q);
+    can_fetch(c, on, c.x[LA_K], c.H, c.K, &maps.k);
     const bool has_x = c.x[LA_X].data;
-    if (has_x) can_fetch(c.x[LA_X], c.H, c.K, &maps.x);
-    if (!can_fetch(c.x[LA_V], c.HV, c.V, &maps.v) || !can_fetch(d[LA_DO], c.HV, c.V, &maps.d_o))
+    if (has_x) can_fetch(c, on, c.x[LA_X], c.H, c.K, &maps.x);
+    if (!can_fetch(c, on, c.x[LA_V], c.HV, c.V, &maps.v) ||
+        !can_fetch(c, on, d[LA_DO], c.HV, c.V, &maps.d_o))
         return cudaErrorInvalidValue; /* cannot happen: the arrays of all heads could be fetched */
     if (places)
         error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads,
@@ -326,15 +320,14 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
      * decay of zero */
     if (DECAY == LA_KEY && c.gate == LA_DECAY) return cudaErrorNotSupported;
     CUtensorMap map;
-    const auto can_fetch = [&](const view &x, int heads, int columns) {
-        return map_of(c, x, heads, columns, on.producers ? &map : NULL);
+    const auto fits = [&](const view &x, int heads, int columns) {
+        return can_fetch(c, on, x, heads, columns, &map);
     };
-    if (!can_fetch(c.x[LA_V], c.HV, c.V) || !can_fetch(d[LA_DO], c.HV, c.V))
-        return cudaErrorNotSupported;
+    if (!fits(c.x[LA_V], c.HV, c.V) || !fits(d[LA_DO], c.HV, c.V)) return cudaErrorNotSupported;
     const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
     backward_scratch x = {};
-    x.to.given = {plain && can_fetch(c.x[LA_Q], c.H, c.K), plain && can_fetch(c.x[LA_K], c.H, c.K),
-                  has_x && can_fetch(c.x[LA_X], c.H, c.K)};
+    x.to.given = {plain && fits(c.x[LA_Q], c.H, c.K), plain && fits(c.x[LA_K], c.H, c.K),
+                  has_x && fits(c.x[LA_X], c.H, c.K)};
     x.to.direct = plain && c.HV == c.H && !is_normalised(&c, DECAY, RULE);
 
     call some = c;

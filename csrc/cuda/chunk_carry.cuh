@@ -25,6 +25,12 @@ enum {
     CONSUMER_REGISTERS = 232
 };
 
+/* After the stages: the numbers that two warps exchange, 32 per lane in each of two rooms. */
+__host__ __device__ constexpr int bytes_exchanged(int halves, int width)
+{
+    return halves == 1 ? 0 : 2 * width * 32 * 32 * 4;
+}
+
 /* A stage: where the parts of a chunk lie in shared memory. */
 template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     static constexpr int halves = KP > 128 ? 2 : 1, keys = KP / halves; /* of a warp */
@@ -46,10 +52,9 @@ template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     {
         return (with_w ? w : v) + (width + 3) / 4 * PANEL_BYTES + bytes_for_x<KP, DECAY>(with_x);
     }
-    /* after the stages: the numbers that two warps exchange, 32 per lane */
     __host__ __device__ static constexpr int exchanged(int width)
     {
-        return halves == 1 ? 0 : 2 * width * 32 * 32 * 4;
+        return bytes_exchanged(halves, width);
     }
 };
 

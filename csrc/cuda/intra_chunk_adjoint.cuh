@@ -143,12 +143,13 @@ __device__ __forceinline__ void store_rows(const call &c, const unit &u, const v
     }
 }
 
-/* Fetch panel i of a chunk; its number among all panels is `number`. The keys of S and dS begin at
- * `first_key`. One thread asks the copy engine, which counts panel_bytes at the barrier; or all
- * threads copy. */
+/* What the copy engine counts for a panel. */
 template <int KP, la_rule RULE>
 constexpr int panel_bytes = (RULE == LA_DELTA ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP);
 
+/* Fetch panel i of a chunk; its number among all panels is `number`. The keys of S and dS begin at
+ * `first_key`. One thread asks the copy engine, which counts panel_bytes at the barrier; or all
+ * threads copy. */
 template <int KP, la_rule RULE>
 __device__ __forceinline__ void
 fetch_panel(const call &c, const gradients &d, const backward_maps &maps, const kept &f,
