@@ -29,6 +29,7 @@
 #include "chunk_carry.cuh"
 #include "additive.cuh"
 #include "delta.cuh"
+#include "row_norms.cuh"
 #include "denominators.cuh"
 
 /* The states before each segment: S' <- S' M' + X', one segment after another, in float32. A block
@@ -331,10 +332,10 @@ static cudaError_t with_maps(call &c, cudaMemPool_t pool, cudaStream_t stream, F
     return error;
 }
 
-/* A causal call whose rows of q and k are used as the caller gave them. */
-static bool rows_are_as_given(const call &c)
+/* A causal call whose rows of q and k are used as the caller gave them, apart from a norm. */
+static bool rows_have_no_map(const call &c)
 {
-    return c.causal && !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
+    return c.causal && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
 }
 
 /* Can rows of o be stored in pieces of 16 bytes? */
@@ -351,8 +352,8 @@ template <int KP, la_decay DECAY>
 static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t pool,
                                    cudaStream_t stream)
 {
-    if (!d.producers || !rows_are_as_given(c) || is_normalised(&c, DECAY, LA_ADDITIVE) ||
-        segments_for(c, d, false) > 1)
+    if (!d.producers || !rows_have_no_map(c) || c.qk_l2norm ||
+        is_normalised(&c, DECAY, LA_ADDITIVE) || segments_for(c, d, false) > 1)
         return cudaErrorNotSupported;
     const bool o_pieces = o_in_pieces(c);
     additive_flags best = {};
@@ -382,23 +383,54 @@ template <int KP, la_decay DECAY, int WALKS>
 static cudaError_t launch_delta_walks(call &c, delta_flags f, const device_traits &d,
                                       cudaMemPool_t pool, cudaStream_t stream)
 {
-    return with_maps(c, pool, stream, [&](const tensor_maps &maps) {
+    float *norms = NULL;
+    if (c.qk_l2norm) {
+        const cudaError_t error = cudaMallocFromPoolAsync(
+            (void **)&norms, 2 * (int64_t)c.B * c.T * c.H * sizeof *norms, pool, stream);
+        if (error != cudaSuccess) return error;
+    }
+    const cudaError_t error = with_maps(c, pool, stream, [&](const tensor_maps &maps) {
         CUtensorMap to_o = {};
         f.o_boxes = map_of(c, c.x[LA_O], c.HV, c.V, &to_o);
-        return launch(delta_forward<KP, DECAY, WALKS>,
-                      min((int64_t)c.N * c.HV * f.tiles, (int64_t)d.processors),
+        f.norms = norms;
+        if (norms) {
+            const cudaError_t error = launch_norms(c, norms, stream);
+            if (error != cudaSuccess) return error;
+        }
+        auto kernel = delta_forward<KP, DECAY, WALKS, false>;
+        if constexpr (DECAY == LA_TOKEN)
+            if (norms) kernel = delta_forward<KP, DECAY, WALKS, true>;
+        return launch(kernel, min((int64_t)c.N * c.HV * f.tiles, (int64_t)d.processors),
                       (WALKS + 2) * GROUP, sizeof(delta_room<KP, WALKS>), stream, c, maps, to_o, f);
     });
+    const cudaError_t freed = norms ? cudaFreeAsync(norms, stream) : cudaSuccess;
+    return error == cudaSuccess ? freed : error;
+}
+
+/* A call without a decay, as one with a decay of 1. */
+static cudaError_t launch_with_gates(call c, cudaMemPool_t pool, cudaStream_t stream)
+{
+    void *zero = NULL; /* the logarithm */
+    cudaError_t error = cudaMallocFromPoolAsync(&zero, sizeof(float), pool, stream);
+    if (error != cudaSuccess) return error;
+    c.x[LA_G] = {(char *)zero, {0, 0, 0, 0}, LA_F32};
+    c.gate = LA_LOG;
+    error = cudaMemsetAsync(zero, 0, sizeof(float), stream);
+    if (error == cudaSuccess)
+        error = (NARROW ? chunk_token_f16 : chunk_token)[LA_DELTA](c, pool, stream);
+    const cudaError_t freed = cudaFreeAsync(zero, stream);
+    return error == cudaSuccess ? freed : error;
 }
 
 /* Times of the delta rule on an H200 in microseconds, for K = V = 128 (docs/decisions/0045): a chunk
  * of one kernel with one walk and with two, a chunk of chunks_forward with one panel of value columns
- * and with two, a chunk of a head in `prepare`, and the launches that one kernel saves. */
+ * and with two, a chunk of a head in `prepare`, and the launches that one kernel saves. The last two
+ * are for a chunk of a head of q: the l2 norm in `prepare`, and in find_norms. */
 template <la_decay DECAY>
 static constexpr double DELTA_CHUNK[MOST_WALKS] = {DECAY == LA_NONE ? 2.4 : 3.1,
                                                    DECAY == LA_NONE ? 2.8 : 3.5};
 static constexpr double FORWARD_CHUNK[MOST_WALKS] = {1.7, 2.5}, PREPARED_CHUNK = 0.0168,
-                        SAVED_LAUNCHES = 30;
+                        SAVED_LAUNCHES = 30, NORMED_ROWS = 0.037, FOUND_NORMS = 0.009;
 
 /* The delta rule in one kernel, where that takes less time than two. A block has one walk or two.
  * Returns cudaErrorNotSupported, with nothing done, where two kernels are needed or better. */
@@ -406,7 +438,7 @@ template <int KP, la_decay DECAY>
 static cudaError_t launch_delta(call c, const device_traits &d, cudaMemPool_t pool,
                                 cudaStream_t stream)
 {
-    if (!d.producers || !rows_are_as_given(c) || c.x[LA_X].data || c.x[LA_W].data ||
+    if (!d.producers || !rows_have_no_map(c) || c.x[LA_X].data || c.x[LA_W].data ||
         segments_for(c, d, true) > 1 || (int)sizeof(delta_room<KP, MOST_WALKS>) > d.room)
         return cudaErrorNotSupported;
     const int64_t heads = (int64_t)c.N * c.HV;
@@ -423,12 +455,18 @@ static cudaError_t launch_delta(call c, const device_traits &d, cudaMemPool_t po
         if (i == 1 || there < two) two = there;
     }
     two += (double)heads * PREPARED_CHUNK + SAVED_LAUNCHES / max(chunks, 1.0);
+    if (c.qk_l2norm) {
+        one += (double)c.N * c.H * FOUND_NORMS;
+        two += (double)c.N * c.H * NORMED_ROWS;
+        if (2 * (int64_t)c.B * c.T * c.H > INT32_MAX) return cudaErrorNotSupported;
+    }
     if (two <= one || heads * div_up(c.V, walks * PANEL) > INT32_MAX) return cudaErrorNotSupported;
     const auto step = [](const view &x) { return x.stride[1] * (int64_t)la_size_of(x.dtype); };
     const int64_t gate_step = step(c.x[LA_G]), beta_step = step(c.x[LA_BETA]);
     if (gate_step != (int)gate_step || beta_step != (int)beta_step) return cudaErrorNotSupported;
+    if (DECAY == LA_NONE && c.qk_l2norm) return launch_with_gates(c, pool, stream);
     const delta_flags f = {o_in_pieces(c), false, (int)div_up(c.V, walks * PANEL), (int)gate_step,
-                           (int)beta_step};
+                           (int)beta_step, NULL};
     return walks == 1 ? launch_delta_walks<KP, DECAY, 1>(c, f, d, pool, stream)
                       : launch_delta_walks<KP, DECAY, 2>(c, f, d, pool, stream);
 }

@@ -6,7 +6,9 @@
  *     W = V - k^ S            S <- a S + X' W            O = q^ S + B W
  *
  * The way from one state to the next has two products, where chunks_forward has three. Decays are
- * none or scalar, and q and k are used as the caller gave them.
+ * none or scalar, and q and k are used as the caller gave them. An l2 norm is a factor of each row,
+ * which is found before and stands with the decays. A call with a norm and without a decay takes the
+ * kernel of a decay of 1.
  *
  * A block has groups of four warps, each with a role. They meet at barriers in shared memory.
  *
@@ -38,7 +40,7 @@
 #include "delta_solve.cuh"
 #include "delta_walk.cuh"
 
-template <int KP, la_decay DECAY, int WALKS, typename = element>
+template <int KP, la_decay DECAY, int WALKS, bool NORMED, typename = element>
 __global__ void __launch_bounds__((WALKS + 2) * GROUP, 1)
     delta_forward(const __grid_constant__ call c, const __grid_constant__ tensor_maps maps,
                   const __grid_constant__ CUtensorMap to_o, const delta_flags f)
@@ -70,13 +72,13 @@ __global__ void __launch_bounds__((WALKS + 2) * GROUP, 1)
     __syncthreads();
     if (group < WALKS) {
         registers_up_to<registers::walk>();
-        walk_deltas<KP, DECAY, WALKS>(c, maps, to_o, f, s);
+        walk_deltas<KP, DECAY, WALKS, NORMED>(c, maps, to_o, f, s);
     } else {
         registers_down_to<registers::prepare>();
         if (group == WALKS)
-            solve_chunks<KP, DECAY, WALKS>(s);
+            solve_chunks<KP, DECAY, WALKS, NORMED>(s);
         else
-            score_deltas<KP, DECAY, WALKS>(c, f, s);
+            score_deltas<KP, DECAY, WALKS, NORMED>(c, f, s);
     }
 #endif
 }

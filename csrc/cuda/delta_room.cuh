@@ -29,9 +29,11 @@ template <int WALKS> struct delta_registers {
 struct gates_of_chunk {
     alignas(16) float a[C]; /* the decays as given */
     float beta[C];
-    float from_block_start[C]; /* the decay from the start of the block through a token */
+    float of_key[C], of_query[C]; /* factors of the l2 norm, if there is one */
+    float from_block_start[C];    /* the decay from the start of the block through a token */
     float block[OF_CHUNK];     /* the decay of a block */
-    /* G of the blocks on the diagonal. The last row has the decays to the end of the block. */
+    /* G of the blocks on the diagonal, times the factors of the keys. The last row has the decays
+     * to the end of the block, times the same. */
     float within[OF_CHUNK][BLOCK][LOWER];
     int nonfinite[OF_CHUNK]; /* the first token of a block with a NaN or an infinity, or C */
     int n;                   /* the tokens of the chunk; 0: there is no such chunk */
@@ -63,6 +65,9 @@ template <int KP, int WALKS> struct delta_room {
     gates_of_chunk gates[SLOTS];
     chunk_place place[PLACES];
     float in[SLOTS][C]; /* decays from the start of the chunk */
+    /* With an l2 norm `in` has the factors of the queries too. `seen` has those of the keys, and
+     * `total` is the decay of the chunk. */
+    float seen[SLOTS][C], total[SLOTS];
     /* the first token with a NaN or an infinity, or C; as far as `solve` knows */
     int nonfinite[SLOTS], nonfinite_solve[SLOTS];
     uint64_t barrier_keys[KEY_STAGES], barrier_values[SLOTS], barrier_gates[SLOTS];
@@ -74,6 +79,7 @@ struct delta_flags {
     bool o_boxes;  /* the copy engine can store o */
     int tiles;     /* of 64 value columns for each walk */
     int gate_step, beta_step; /* bytes from one token to the next */
+    const float *norms;       /* of find_norms; NULL: q and k are used as given */
 };
 
 #if HAS_WARP_GROUPS
@@ -81,6 +87,14 @@ struct delta_flags {
 __device__ __forceinline__ void group_waits()
 {
     asm volatile("bar.sync %0, 128;" ::"r"(2 + threadIdx.x / GROUP) : "memory");
+}
+
+/* The address of a tile for products. With decays it helps the compiler to know that all lanes have
+ * the same; without them this costs more than it gains (docs/decisions/0048). */
+template <la_decay DECAY> __device__ __forceinline__ uint32_t address_for_products(const char *tile)
+{
+    const uint32_t address = address_of(tile);
+    return DECAY == LA_TOKEN ? __shfl_sync(~0u, address, 0) : address;
 }
 
 /* Parity for a wait: use `use` of a barrier has ended. use == -1 has. */

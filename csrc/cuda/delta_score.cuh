@@ -8,9 +8,10 @@
 /* The numbers of a token before they are known. */
 struct early_gates {
     uint32_t a, beta;
+    float of_key, of_query;
 };
 
-template <la_decay DECAY>
+template <la_decay DECAY, bool NORMED>
 __device__ __forceinline__ early_gates load_gates_early(const call &c, const delta_flags &f,
                                                         const chunk_place &p)
 {
@@ -18,13 +19,18 @@ __device__ __forceinline__ early_gates load_gates_early(const call &c, const del
     const int token = own_seat().token;
     if (token >= p.n) return x;
     const int t = p.t + token;
+    if (NORMED) {
+        const float *const norm = f.norms + ((int64_t)p.b * c.T + t) * c.H + p.h;
+        x.of_query = norm[0];
+        x.of_key = norm[(int64_t)c.B * c.T * c.H];
+    }
     x.beta = load_early(p.beta + (int64_t)t * f.beta_step, c.x[LA_BETA].dtype);
     if (DECAY == LA_TOKEN) x.a = load_early(p.gate + (int64_t)t * f.gate_step, c.x[LA_G].dtype);
     return x;
 }
 
 /* The decays of a chunk. A warp has 16 tokens, each in two lanes. A lane has half a row of G. */
-template <la_decay DECAY>
+template <la_decay DECAY, bool NORMED>
 __device__ __forceinline__ void prepare_gates(const call &c, int n, const early_gates &x,
                                               gates_of_chunk &g)
 {
@@ -35,6 +41,15 @@ __device__ __forceinline__ void prepare_gates(const call &c, int n, const early_
     const float beta = there ? loaded(x.beta, c.x[LA_BETA].dtype) : 0;
     if (writes) g.beta[me.token] = beta;
     found |= !isfinite(beta);
+    if constexpr (NORMED) {
+        /* the decays stay numbers, as `solve` needs them for the tokens before */
+        const bool usable = isfinite(x.of_key);
+        found |= !usable;
+        if (writes) {
+            g.of_key[me.token] = usable ? x.of_key : 0;
+            g.of_query[me.token] = x.of_query;
+        }
+    }
     if constexpr (DECAY == LA_TOKEN) {
         const float a = there ? decay_of(loaded(x.a, c.x[LA_G].dtype), c.gate) : 1;
         if (writes) g.a[me.token] = a;
@@ -53,6 +68,9 @@ __device__ __forceinline__ void prepare_gates(const call &c, int n, const early_
         const float later = __shfl_down_sync(~0u, product, BLOCK), factor = first ? 1 : later;
 #pragma unroll
         for (int j = 0; j < 8; j++) to[j] *= factor;
+        if (NORMED)
+#pragma unroll
+            for (int j = 0; j < 8; j++) to[j] *= g.of_key[me.warp * BLOCK + first + j];
         float *const place = g.within[me.warp][row] + first;
         *(float4 *)place = *(const float4 *)to;
         *(float4 *)(place + 4) = *(const float4 *)(to + 4);
@@ -67,19 +85,22 @@ __device__ __forceinline__ void prepare_gates(const call &c, int n, const early_
 }
 
 /* The decays, B and X of every chunk. A warp has 16 rows. */
-template <int KP, la_decay DECAY, int WALKS>
+template <int KP, la_decay DECAY, int WALKS, bool NORMED>
 __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f,
                                              delta_room<KP, WALKS> &s)
 {
     const float scale = (float)c.scale;
     const auto prepare = [&](int chunk, const early_gates &early) {
-        prepare_gates<DECAY>(c, s.place[chunk % PLACES].n, early, s.gates[chunk % SLOTS]);
+        prepare_gates<DECAY, NORMED>(c, s.place[chunk % PLACES].n, early, s.gates[chunk % SLOTS]);
         warp_arrives(address_of(s.barrier_gates + chunk % SLOTS));
     };
     /* with the keys of a chunk the places of the next two are known, too */
     barrier_wait(address_of(s.barrier_keys), 0);
-    prepare(0, load_gates_early<DECAY>(c, f, s.place[0]));
-    early_gates early = load_gates_early<DECAY>(c, f, s.place[1]);
+    const auto load = [&](int chunk) {
+        return load_gates_early<DECAY, NORMED>(c, f, s.place[chunk % PLACES]);
+    };
+    prepare(0, load(0));
+    early_gates early = load(1);
     group_waits(); /* for the gates; those of a later chunk are known since B of the one before */
 
     ring r = {KEY_STAGES, 0, 0};
@@ -92,19 +113,23 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
         char *const panel = s.slot[slot].b; /* first P, then B */
         float y[8][4];
         barrier_wait(address_of(s.barrier_keys + r.at), r.round);
+        const uint32_t k = address_for_products<DECAY>(keys.k), q = k + tile_bytes(KP);
         products_begin();
 #pragma unroll
-        for (int j = 0; j < KP; j += 16)
-            multiply_tiles(y, address_of(keys.q), address_of(keys.k), j, j == 0);
+        for (int j = 0; j < KP; j += 16) multiply_tiles(y, q, k, j, j == 0);
         products_commit();
         const seat at = own_seat();
         const uint32_t to_panels = lane_with_columns(0);
         prepare(chunk + 1, early);
-        early = load_gates_early<DECAY>(c, f, s.place[(chunk + 2) % PLACES]);
+        early = load(chunk + 2);
         if (chunk >= SLOTS) wait_until_done(s, chunk - SLOTS);
         if (at.thread == 0) s.nonfinite[slot] = C;
         {
-            const float2 by = make_float2(scale, scale);
+            float2 by = make_float2(scale, scale);
+            if (NORMED) {
+                by.x *= g.of_query[at.warp * BLOCK + at.row];
+                by.y *= g.of_query[at.warp * BLOCK + at.row + 8];
+            }
             const uint32_t to = address_of(panel) + to_panels;
             products_wait<0>();
             products_in(y);
@@ -128,7 +153,12 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
 #pragma unroll
             for (int j = 0; j < OF_CHUNK - 1; j++)
                 if (j < at.warp) from_start *= g.block[j];
-            s.in[slot][at.token] = from_start;
+            if (NORMED) {
+                s.in[slot][at.token] = from_start * g.of_query[at.token];
+                s.seen[slot][at.token] = from_start * g.of_key[at.token];
+                if (at.token == C - 1) s.total[slot] = from_start;
+            } else
+                s.in[slot][at.token] = from_start;
         }
         stores_before_copies();
         barrier_wait(address_of(&s.barrier_solved), parity(chunk));
@@ -137,8 +167,8 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
 #pragma unroll 1
         for (int j = 0; j <= KP / PANEL; j++) {
             char *const to = j ? s.slot[slot].x + (j - 1) * PANEL_BYTES : panel;
-            const uint32_t a = address_of(j ? s.ended : panel);
-            const uint32_t b = address_of(j ? keys.k + (j - 1) * PANEL_BYTES : s.inverse);
+            const uint32_t a = address_for_products<DECAY>(j ? s.ended : panel);
+            const uint32_t b = j ? k + (j - 1) * PANEL_BYTES : address_of(s.inverse);
             if (j == 0) group_waits(); /* P is there */
             products_begin();
 #pragma unroll

@@ -43,7 +43,7 @@ template <int N> __device__ __forceinline__ bool f16_nonfinite(const uint32_t (&
 }
 
 /* A and A~ of every chunk. A warp has 16 rows. */
-template <int KP, la_decay DECAY, int WALKS>
+template <int KP, la_decay DECAY, int WALKS, bool NORMED>
 __device__ __forceinline__ void solve_chunks(delta_room<KP, WALKS> &s)
 {
     ring r = {KEY_STAGES, 0, 0};
@@ -64,17 +64,17 @@ __device__ __forceinline__ void solve_chunks(delta_room<KP, WALKS> &s)
             stores_before_copies();
             group_waits();
         }
+        const uint32_t k = address_for_products<DECAY>(keys.k);
         products_begin();
 #pragma unroll
-        for (int j = 0; j < KP; j += 16)
-            multiply_tiles(x, address_of(keys.k), address_of(keys.k), j, j == 0);
+        for (int j = 0; j < KP; j += 16) multiply_tiles(x, k, k, j, j == 0);
         products_commit();
         const seat at = own_seat();
         if (at.thread == 0) s.nonfinite_solve[slot] = C;
         float2 by =
             make_float2(-g.beta[at.warp * BLOCK + at.row], -g.beta[at.warp * BLOCK + at.row + 8]);
         const int found = g.nonfinite[at.warp];
-        const uint32_t T = address_of(s.inverse_f16), half = address_of(s.half_f16);
+        const uint32_t T = address_for_products<DECAY>(s.inverse_f16), half = T + PANEL_BYTES;
         const uint32_t T_columns = lane_with_columns(T), half_columns = lane_with_columns(half);
         products_wait<0>();
         products_in(x);
@@ -104,6 +104,10 @@ __device__ __forceinline__ void solve_chunks(delta_room<KP, WALKS> &s)
                 if (at.thread < C && at.thread >= rows) s.gates[slot].beta[at.thread] = 0;
                 group_waits();
             }
+        }
+        if (NORMED) {
+            by.x *= g.of_key[at.warp * BLOCK + at.row];
+            by.y *= g.of_key[at.warp * BLOCK + at.row + 8];
         }
         left L[OF_CHUNK - 1]; /* -L of the blocks before the one on the diagonal */
         scale_blocks<DECAY, false>(x, g, by,

@@ -58,7 +58,7 @@ __device__ __forceinline__ void fetch(const tensor_maps &maps, int asks_for, int
 }
 
 /* O of every chunk, and the states. A warp has 16 value columns. */
-template <int KP, la_decay DECAY, int WALKS>
+template <int KP, la_decay DECAY, int WALKS, bool NORMED>
 __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &maps,
                                             const CUtensorMap &to_o, const delta_flags &f,
                                             delta_room<KP, WALKS> &s)
@@ -135,10 +135,11 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
         operand x[4]; /* W, over the tokens */
         {
             float W[8][4];
+            const uint32_t k = address_for_products<DECAY>(s.keys[r.at].k);
             products_begin();
 #pragma unroll
             for (int j = 0; j < KP / 16; j++)
-                multiply_rows(W, of_state[j], address_of(s.keys[r.at].k), j * 16, j == 0);
+                multiply_rows(W, of_state[j], k, j * 16, j == 0);
             products_commit();
             if (waiting) {
                 send(chunk - 1);
@@ -159,6 +160,7 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
             barrier_wait(address_of(s.barrier_ready + slot), parity(chunk / SLOTS));
             products_wait<0>();
             products_in(W);
+            const float *const seen = NORMED ? s.seen[slot] : s.in[slot];
             const uint32_t values = address_of(s.values[slot].panel[threadIdx.x / GROUP]);
 #pragma unroll
             for (int m = 0; m < 4; m++) {
@@ -169,7 +171,7 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
                     const float(&w)[4] = W[2 * m + half];
                     const float2 a =
                         DECAY == LA_TOKEN
-                            ? *(const float2 *)(s.in[slot] + (2 * m + half) * 8 + pair)
+                            ? *(const float2 *)(seen + (2 * m + half) * 8 + pair)
                             : make_float2(1, 1);
                     const float2 top = numbers(x[m], half * 2);
                     const float2 low = numbers(x[m], half * 2 + 1);
@@ -199,13 +201,15 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
         float after[KP / 2]; /* for chunks that go token by token */
         if (__builtin_expect(end < C, 0)) state_for_tokens(S, after);
         float O[8][4];
+        const uint32_t q = address_for_products<DECAY>(s.keys[r.at].q);
+        const uint32_t X = address_for_products<DECAY>(s.slot[slot].x), B = X + tile_bytes(KP);
         products_begin();
 #pragma unroll
         for (int j = 0; j < KP / 16; j++)
-            multiply_rows(O, of_state[j], address_of(s.keys[r.at].q), j * 16, j == 0);
+            multiply_rows(O, of_state[j], q, j * 16, j == 0);
         products_commit();
         if (DECAY == LA_TOKEN) {
-            const float a = s.in[slot][C - 1];
+            const float a = NORMED ? s.total[slot] : s.in[slot][C - 1];
 #pragma unroll
             for (int j = 0; j < KP / 8; j++)
 #pragma unroll
@@ -214,7 +218,7 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
         products_begin();
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            multiply_columns(S, x[j].of[0], address_of(s.slot[slot].x), j * 16);
+            multiply_columns(S, x[j].of[0], X, j * 16);
         products_commit();
         products_wait<1>(); /* for the read of the state, not yet for the state */
         products_in(O);
@@ -222,7 +226,7 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
         products_begin();
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            multiply_rows(O, x[j].of[0], address_of(s.slot[slot].b), j * 16);
+            multiply_rows(O, x[j].of[0], B, j * 16);
         products_commit();
         products_wait<1>(); /* for the state, not yet for O */
         products_in(S);
