@@ -29,7 +29,7 @@
 #include "chunk_carry.cuh"
 #include "additive.cuh"
 #include "delta.cuh"
-#include "row_norms.cuh"
+#include "rows.cuh"
 #include "denominators.cuh"
 
 /* The states before each segment: S' <- S' M' + X', one segment after another, in float32. A block
@@ -425,12 +425,13 @@ static cudaError_t launch_with_gates(call c, cudaMemPool_t pool, cudaStream_t st
 /* Times of the delta rule on an H200 in microseconds, for K = V = 128 (docs/decisions/0045): a chunk
  * of one kernel with one walk and with two, a chunk of chunks_forward with one panel of value columns
  * and with two, a chunk of a head in `prepare`, and the launches that one kernel saves. The last two
- * are for a chunk of a head of q: the l2 norm in `prepare`, and in find_norms. */
+ * are for a chunk of a head of q: the rows' l2 norm before two kernels, and in find_norms. */
 template <la_decay DECAY>
 static constexpr double DELTA_CHUNK[MOST_WALKS] = {DECAY == LA_NONE ? 2.4 : 3.1,
                                                    DECAY == LA_NONE ? 2.8 : 3.5};
 static constexpr double FORWARD_CHUNK[MOST_WALKS] = {1.7, 2.5}, PREPARED_CHUNK = 0.0168,
-                        SAVED_LAUNCHES = 30, NORMED_ROWS = 0.037, FOUND_NORMS = 0.009;
+                        SAVED_LAUNCHES = 30, NORMED_ROWS = NARROW ? 0.037 : 0.018,
+                        FOUND_NORMS = 0.009;
 
 /* The delta rule in one kernel, where that takes less time than two. A block has one walk or two.
  * Returns cudaErrorNotSupported, with nothing done, where two kernels are needed or better. */
@@ -505,6 +506,14 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
         error = launch_delta<KP, DECAY>(c, d, pool, stream);
         if (error != cudaErrorNotSupported) return error;
     }
+    /* The kernels below are quicker with rows as given. In float16 a mapped number may be too large;
+     * `prepare` sees that, and the chunk goes token by token from the caller's rows. */
+    const bool has_map = c.qk_l2norm || c.map[0] != LA_IDENTITY || c.map[1] != LA_IDENTITY;
+    if constexpr (PLANES == 1 && !NARROW && KP <= 128)
+        if (has_map && d.producers && !c.x[LA_X].data && 2 * (int64_t)c.B * c.T * c.H <= INT32_MAX)
+            return with_mapped_rows(c, pool, stream, [&](const call &mapped) {
+                return launch_turn<KP, DECAY, RULE>(mapped, pool, stream);
+            });
     tensor_maps maps = {};
     forward_flags f = {};
     const bool plain = PLANES == 1 && !c.qk_l2norm;
