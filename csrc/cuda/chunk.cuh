@@ -332,11 +332,14 @@ static cudaError_t with_maps(call &c, cudaMemPool_t pool, cudaStream_t stream, F
     return error;
 }
 
-/* A causal call whose rows of q and k are used as the caller gave them, apart from a norm. */
-static bool rows_have_no_map(const call &c)
+/* Have q and k no feature map? */
+static bool has_no_map(const call &c)
 {
-    return c.causal && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
+    return c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
 }
+
+/* Are rows of q and k used as the caller gave them? */
+static bool rows_are_as_given(const call &c) { return !c.qk_l2norm && has_no_map(c); }
 
 /* Can rows of o be stored in pieces of 16 bytes? */
 static bool o_in_pieces(const call &c)
@@ -352,7 +355,7 @@ template <int KP, la_decay DECAY>
 static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t pool,
                                    cudaStream_t stream)
 {
-    if (!d.producers || !rows_have_no_map(c) || c.qk_l2norm ||
+    if (!d.producers || !c.causal || !rows_are_as_given(c) ||
         is_normalised(&c, DECAY, LA_ADDITIVE) || segments_for(c, d, false) > 1)
         return cudaErrorNotSupported;
     const bool o_pieces = o_in_pieces(c);
@@ -439,7 +442,7 @@ template <int KP, la_decay DECAY>
 static cudaError_t launch_delta(call c, const device_traits &d, cudaMemPool_t pool,
                                 cudaStream_t stream)
 {
-    if (!d.producers || !rows_have_no_map(c) || c.x[LA_X].data || c.x[LA_W].data ||
+    if (!d.producers || !c.causal || !has_no_map(c) || c.x[LA_X].data || c.x[LA_W].data ||
         segments_for(c, d, true) > 1 || (int)sizeof(delta_room<KP, MOST_WALKS>) > d.room)
         return cudaErrorNotSupported;
     const int64_t heads = (int64_t)c.N * c.HV;
@@ -480,7 +483,8 @@ template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const 
     const int64_t keys = chunk_slots * (DECAY == LA_KEY ? c.HV : c.H) * tile;
     const int64_t numbers = DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 3 * C : KP + C;
     return places * PANEL_BYTES * (RULE == LA_DELTA ? 2 : 1) + (c.x[LA_X].data ? 3 : 2) * keys +
-           (DECAY == LA_KEY ? places * tile : 0) + places * 4 * (numbers + 1) +
+           (DECAY == LA_KEY ? places * tile + 2 * dense_bytes(c, c.H, c.K) : 0) + /* mapped rows */
+           places * 4 * (numbers + 1) +
            (RULE == LA_ADDITIVE ? dense_bytes(c, c.HV, c.V) : 0);
 }
 
@@ -508,9 +512,9 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     }
     /* The kernels below are quicker with rows as given. In float16 a mapped number may be too large;
      * `prepare` sees that, and the chunk goes token by token from the caller's rows. */
-    const bool has_map = c.qk_l2norm || c.map[0] != LA_IDENTITY || c.map[1] != LA_IDENTITY;
     if constexpr (PLANES == 1 && !NARROW && KP <= 128)
-        if (has_map && d.producers && !c.x[LA_X].data && 2 * (int64_t)c.B * c.T * c.H <= INT32_MAX)
+        if (!rows_are_as_given(c) && d.producers && !c.x[LA_X].data &&
+            2 * (int64_t)c.B * c.T * c.H <= INT32_MAX)
             return with_mapped_rows(c, pool, stream, [&](const call &mapped) {
                 return launch_turn<KP, DECAY, RULE>(mapped, pool, stream);
             });

@@ -324,7 +324,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
         return can_fetch(c, on, x, heads, columns, &map);
     };
     if (!fits(c.x[LA_V], c.HV, c.V) || !fits(d[LA_DO], c.HV, c.V)) return cudaErrorNotSupported;
-    const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
+    const bool plain = rows_are_as_given(c);
     backward_scratch x = {};
     x.to.given = {plain && fits(c.x[LA_Q], c.H, c.K), plain && fits(c.x[LA_K], c.H, c.K),
                   has_x && fits(c.x[LA_X], c.H, c.K)};

@@ -143,7 +143,7 @@ __device__ __forceinline__ void store_rows(const call &c, const unit &u, const v
     }
 }
 
-/* What the copy engine counts for a panel. */
+/* The bytes that the copy engine counts for a panel. */
 template <int KP, la_rule RULE>
 constexpr int panel_bytes = (RULE == LA_DELTA ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP);
 

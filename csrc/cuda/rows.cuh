@@ -1,5 +1,5 @@
-/* What a norm or a feature map makes of the rows of q and k, before the other kernels: a factor of
- * each row, or the rows. */
+/* Norms and feature maps of q and k, before the other kernels. One kernel finds a factor for each
+ * row. The other one writes mapped rows. */
 #ifndef LINATTN_CUDA_ROWS_CUH
 #define LINATTN_CUDA_ROWS_CUH
 
@@ -15,6 +15,14 @@ enum {
     ROWS_AT_ONCE = 4, /* of the 16 lanes, so that loads overlap */
     ROWS_OF_BLOCK = NORM_THREADS / LANES_OF_ROW * ROWS_AT_ONCE
 };
+
+/* The sum over the lanes of a row. All lanes of the warp call this. */
+__device__ __forceinline__ float sum_of_row(float x)
+{
+#pragma unroll
+    for (int lanes = LANES_OF_ROW / 2; lanes; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
+    return x;
+}
 
 /* [2][B T H], those of q first. Rows begin at multiples of 16 bytes, and have up to 128 elements: a
  * lane has 8. Block (i, 0) has rows of q, block (i, 1) the same of k. With `flat` rows follow each
@@ -46,9 +54,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
             if (column + 2 * e < c.K) squares += y.x * y.x;
             if (column + 2 * e + 1 < c.K) squares += y.y * y.y;
         }
-#pragma unroll
-        for (int lanes = LANES_OF_ROW / 2; lanes; lanes /= 2)
-            squares += __shfl_xor_sync(~0u, squares, lanes);
+        squares = sum_of_row(squares);
         if (threadIdx.x % LANES_OF_ROW == 0 && row < rows)
             to[blockIdx.y * (int64_t)rows + row] = l2norm_factor(squares);
     }
@@ -111,10 +117,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
             squares += two.x * two.x + two.y * two.y;
         }
         if (c.qk_l2norm) {
-#pragma unroll
-            for (int lanes = LANES_OF_ROW / 2; lanes; lanes /= 2)
-                squares += __shfl_xor_sync(~0u, squares, lanes);
-            const float factor = l2norm_factor(squares);
+            const float factor = l2norm_factor(sum_of_row(squares));
 #pragma unroll
             for (int e = 0; e < 8; e++) y[e] *= factor;
         }
