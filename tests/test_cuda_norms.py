@@ -65,15 +65,21 @@ def test_strides_change_no_bit(op):
         assert_same_bits(run(op, x | {"q": apart(x["q"]), "k": apart(x["k"])}), want)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
 @OPS
-def test_a_nan_stays_behind_its_token(op, name):
-    x = normed_problem(op, K=128, V=128)
+def test_a_nan_stays_behind_its_token(op, name, norm, dtype):
+    x = normed_problem(op, dtype, K=128, V=128)
+    if name not in x:
+        pytest.skip(f"{op} has no {name}")
+    x |= {"qk_l2norm": norm, "k": x["k"] / 5}  # no longer than 1 without a norm
     want = run(op, x)[0]
-    x[name][1, 220, 3, 5] = torch.nan
+    per_head = name not in ("q", "k")
+    x[name][(1, 220, 3, 5)[: x[name].ndim]] = torch.nan
     got = run(op, x)[0]
     assert_same_bits([got[0], got[1, :220]], [want[0], want[1, :220]], "before")
-    hv = 3 if name == "v" else 3 * 2
+    hv = 3 if per_head else 3 * 2
     assert got[1, 220, hv].isnan().any()
-    others = [h for h in range(40) if h not in (hv, hv + (name != "v"))]
+    others = [h for h in range(40) if h not in (hv, hv + (not per_head))]
     assert_same_bits([got[1, :, others]], [want[1, :, others]], "other heads")

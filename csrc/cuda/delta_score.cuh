@@ -41,8 +41,8 @@ __device__ __forceinline__ void prepare_gates(const call &c, int n, const early_
     const float beta = there ? loaded(x.beta, c.x[LA_BETA].dtype) : 0;
     if (writes) g.beta[me.token] = beta;
     found |= !isfinite(beta);
+    /* decays and factors stay numbers, as `solve` needs them for the tokens before */
     if constexpr (NORMED) {
-        /* the decays stay numbers, as `solve` needs them for the tokens before */
         const bool usable = isfinite(x.of_key);
         found |= !usable;
         if (writes) {
@@ -51,9 +51,10 @@ __device__ __forceinline__ void prepare_gates(const call &c, int n, const early_
         }
     }
     if constexpr (DECAY == LA_TOKEN) {
-        const float a = there ? decay_of(loaded(x.a, c.x[LA_G].dtype), c.gate) : 1;
-        if (writes) g.a[me.token] = a;
-        found |= !isfinite(a);
+        const float given = there ? decay_of(loaded(x.a, c.x[LA_G].dtype), c.gate) : 1;
+        const bool usable = isfinite(given);
+        if (writes) g.a[me.token] = usable ? given : 0;
+        found |= !usable;
         __syncwarp();
         const int row = me.lane % BLOCK, first = me.lane / BLOCK * 8;
         float of[8], to[8], product = 1;
@@ -185,7 +186,9 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
                 store_matrices(address_of(to) + block_at(to_panels, at.warp * BLOCK, J * BLOCK),
                                packed[J].of[0].x);
             }
-            if ((j == 0 || NARROW) && __builtin_expect(has_nonfinite(packed), 0)) {
+            /* where `solve` has found a NaN, the state goes token by token and does not read X */
+            const bool checks = j == 0 || (NARROW && s.nonfinite_solve[slot] == C);
+            if (checks && __builtin_expect(has_nonfinite(packed), 0)) {
                 int first = j ? 0 : C; /* row of B with one: only this token reads it */
 #pragma unroll
                 for (int i = 31; i >= 0; i--) {
