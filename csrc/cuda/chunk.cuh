@@ -333,13 +333,16 @@ static cudaError_t with_maps(call &c, cudaMemPool_t pool, cudaStream_t stream, F
 }
 
 /* Have q and k no feature map? */
-static bool has_no_map(const call &c)
+static __host__ __device__ bool has_no_map(const call &c)
 {
     return c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
 }
 
 /* Are rows of q and k used as the caller gave them? */
-static bool rows_are_as_given(const call &c) { return !c.qk_l2norm && has_no_map(c); }
+static __host__ __device__ bool rows_are_as_given(const call &c)
+{
+    return !c.qk_l2norm && has_no_map(c);
+}
 
 /* Can rows of o be stored in pieces of 16 bytes? */
 static bool o_in_pieces(const call &c)
@@ -469,8 +472,8 @@ static cudaError_t launch_delta(call c, const device_traits &d, cudaMemPool_t po
     const int64_t gate_step = step(c.x[LA_G]), beta_step = step(c.x[LA_BETA]);
     if (gate_step != (int)gate_step || beta_step != (int)beta_step) return cudaErrorNotSupported;
     if (DECAY == LA_NONE && c.qk_l2norm) return launch_with_gates(c, pool, stream);
-    const delta_flags f = {o_in_pieces(c), false, (int)div_up(c.V, walks * PANEL), (int)gate_step,
-                           (int)beta_step, NULL};
+    const delta_flags f = {o_in_pieces(c), false,          (int)div_up(c.V, walks * PANEL),
+                           (int)gate_step, (int)beta_step, NULL};
     return walks == 1 ? launch_delta_walks<KP, DECAY, 1>(c, f, d, pool, stream)
                       : launch_delta_walks<KP, DECAY, 2>(c, f, d, pool, stream);
 }
@@ -484,8 +487,7 @@ template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const 
     const int64_t numbers = DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 3 * C : KP + C;
     return places * PANEL_BYTES * (RULE == LA_DELTA ? 2 : 1) + (c.x[LA_X].data ? 3 : 2) * keys +
            (DECAY == LA_KEY ? places * tile + 2 * dense_bytes(c, c.H, c.K) : 0) + /* mapped rows */
-           places * 4 * (numbers + 1) +
-           (RULE == LA_ADDITIVE ? dense_bytes(c, c.HV, c.V) : 0);
+           places * 4 * (numbers + 1) + (RULE == LA_ADDITIVE ? dense_bytes(c, c.HV, c.V) : 0);
 }
 
 /* All heads of a call, or those of one turn. */

@@ -2,8 +2,9 @@
  *
  * The first is `prepare` as in the forward pass, which also leaves L. The second is
  * `chunks_both_ways`, forwards and backwards. The third is the intra-chunk adjoint of every chunk.
- * dq and dk go to the arrays of the caller. If value heads share them, or if q and k were normed or
- * mapped, they go to a partial per value head, which `reduce_heads` adds up. */
+ * If q and k are normed or mapped, `map_rows` comes before them. dq and dk go to the arrays of the
+ * caller. If value heads share them, or if the third kernel cannot undo what happened to q and k,
+ * they go to a partial per value head, which `reduce_heads` adds up. */
 #include "intra_chunk_adjoint_key.cuh"
 
 #include <initializer_list>
@@ -46,7 +47,8 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
 }
 
 /* Add up dq, dk and dx of the value heads of one q/k head, and apply the adjoint of loading to dq
- * and dk. A warp has a token, a lane four of every 128 keys. */
+ * and dk. The call has q and k as the caller gave them. A warp has a token, a lane four of every 128
+ * keys. */
 template <int KP>
 static __global__ void __launch_bounds__(256)
     reduce_heads(const __grid_constant__ call c, const __grid_constant__ gradients d,
@@ -58,7 +60,7 @@ static __global__ void __launch_bounds__(256)
     const int group = c.HV / c.H, h = (int)(i % c.H), first = threadIdx.x % 32 * 4;
     if (token >= tokens) return;
     const int b = (int)(token / c.T), t = (int)(token % c.T);
-    const bool plain = !c.qk_l2norm && c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
+    const bool plain = rows_are_as_given(c);
 #pragma unroll
     for (int which = 0; which < 3; which++) {
         const bool of_x = which == 2;
@@ -170,6 +172,9 @@ struct backward_scratch {
     chunks w;
     kept f;
     intra_flags to;
+    bool maps_rows;     /* map_rows comes before the other kernels */
+    char *rows;         /* its rows of q and k */
+    float *norms;       /* and its factors, if the last kernel needs them */
     through_z<float> z; /* if normalised */
     char *d_num;        /* and the gradient of num, [B T][HV][V] in bf16 */
 };
@@ -213,6 +218,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {(char **)&w.out, DECAY == LA_TOKEN ? places * C * 4 : 0},
         {(char **)&w.look, c.predicts_before ? places * C * 4 : 0},
         {(char **)&w.nonfinite, (places * 4 + 1023) / 1024 * 1024},
+        {&x->rows, x->maps_rows ? (mapped_bytes(c) + 1023) / 1024 * 1024 : 0},
         {&f.states, places * panels * tile},
         {&f.d_states, places * panels * tile},
         {&f.E, delta ? places * panels * PANEL_BYTES : 0},
@@ -223,6 +229,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {(char **)&x->z.z, normalised ? x->z.segments * c.HV * to.kp * 8 : 0},
         {&x->d_num, normalised ? tokens * c.HV * c.V * 2 : 0},
         {(char **)&x->z.den, normalised ? tokens * c.HV * 4 : 0},
+        {(char **)&x->norms, x->maps_rows && to.direct ? 2 * tokens * c.H * 4 : 0},
         {(char **)&to.da, d.per_head || da_parts > 1 ? da_parts * tokens * c.HV * 4 : 0},
     };
     int64_t bytes = 0;
@@ -230,6 +237,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         *part.to = part.bytes && room ? room + bytes : NULL;
         bytes += part.bytes;
     }
+    to.norms = x->norms;
     x->z = {0, c.HV, 1, to.kp, 0, tokens, x->z.segments, to.dq, to.dk, x->z.den, x->z.z};
     return bytes;
 }
@@ -258,15 +266,20 @@ static __global__ void __launch_bounds__(256)
 
 /* One turn, after its heads and its scratch have been laid out. */
 template <int KP, la_decay DECAY, la_rule RULE>
-static cudaError_t launch_turn(const call &c, gradients d, const backward_scratch &x,
+static cudaError_t launch_turn(const call &given, gradients d, const backward_scratch &x,
                                const device_traits &on, cudaStream_t stream)
 {
+    call c = given; /* as the kernels see it */
     constexpr bool per_key = DECAY == LA_KEY;
     const bool normalised = is_normalised(&c, DECAY, RULE);
     const auto prepare = prepare_of<KP, DECAY, RULE>();
     const intra_launch intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on);
     const int64_t places = (int64_t)x.w.chunk_slots * c.HV, tokens = (int64_t)c.B * c.T;
     cudaError_t error = cudaSuccess;
+    if (x.rows && tokens) {
+        error = launch_map_rows(c, x.rows, x.norms, stream);
+        if (error != cudaSuccess) return error;
+    }
     if (normalised && tokens) {
         error = find_denominators(c, x.z, stream);
         if (error != cudaSuccess) return error;
@@ -296,7 +309,7 @@ static cudaError_t launch_turn(const call &c, gradients d, const backward_scratc
                        d, x.w, maps, x.f, x.to);
     if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && !x.to.direct)
-        error = launch(reduce_heads<KP>, (tokens * c.H + 7) / 8, 256, 0, stream, c, d, x.to);
+        error = launch(reduce_heads<KP>, (tokens * c.H + 7) / 8, 256, 0, stream, given, d, x.to);
     if (error == cudaSuccess && DECAY == LA_TOKEN && intra.blocks > 1)
         error = launch(join_gates, div_up(tokens * c.HV, 256), 256, 0, stream, c, d, x.to.da,
                        intra.blocks);
@@ -326,9 +339,14 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     if (!fits(c.x[LA_V], c.HV, c.V) || !fits(d[LA_DO], c.HV, c.V)) return cudaErrorNotSupported;
     const bool plain = rows_are_as_given(c);
     backward_scratch x = {};
-    x.to.given = {plain && fits(c.x[LA_Q], c.H, c.K), plain && fits(c.x[LA_K], c.H, c.K),
+    x.maps_rows = !plain && KP <= 128 && !has_x && 2 * (int64_t)c.B * c.T * c.H <= INT32_MAX;
+    const bool mapped = x.maps_rows && c.K % PIECE == 0; /* each row begins at 16 bytes */
+    x.to.given = {mapped || (plain && fits(c.x[LA_Q], c.H, c.K)),
+                  mapped || (plain && fits(c.x[LA_K], c.H, c.K)),
                   has_x && fits(c.x[LA_X], c.H, c.K)};
-    x.to.direct = plain && c.HV == c.H && !is_normalised(&c, DECAY, RULE);
+    /* the last kernel undoes a norm if its blocks have whole rows */
+    const bool undoes = x.maps_rows && has_no_map(c) && DECAY != LA_KEY;
+    x.to.direct = (plain || undoes) && c.HV == c.H && !is_normalised(&c, DECAY, RULE);
 
     call some = c;
     gradients d_some = d;

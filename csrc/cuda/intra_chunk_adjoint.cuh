@@ -18,14 +18,16 @@
 enum { INTRA_THREADS = 256, INTRA_STAGES = 2 };
 
 /* The place of the gradients of q, k and x. It is the array of the caller if nothing else is added
- * to them and q and k were used as given. Otherwise it is a partial per value head, for
- * `reduce_heads`. da is a number per token if there is a gate per head, or if several blocks have
+ * to them, and if q and k were used as given or with an l2 norm alone. Otherwise it is a partial per
+ * value head, for `reduce_heads`. da is a number per token if there is a gate per head, or if several blocks have
  * the keys of a chunk; otherwise (NULL) the gradient goes to the array of the gate. */
 struct intra_flags {
     bool direct;
     as_given given;
     float *dq, *dk, *dx; /* [HV][B T][kp] */
     float *da;           /* [parts of the keys][HV][B T] */
+    const float
+        *norms; /* factors of q and k, [2][B T H], where the last kernel has to undo a norm */
     int kp;
 };
 
@@ -105,6 +107,28 @@ template <int N> __device__ __forceinline__ void scale_rows(float (&x)[N][4], fl
         x[m][1] *= top;
         x[m][2] *= low;
         x[m][3] *= low;
+    }
+}
+
+/* Sums of a warp, which are gradients of normed rows. They become those of the rows before. The
+ * tile has the normed rows, and `factors` those of tokens 0.. of the chunk, n of them. Was y = f x. */
+template <int N>
+__device__ __forceinline__ void undo_norm(float (&x)[N][4], const char *tile, int row, int n,
+                                          const float *factors, int apart)
+{
+    const int lane = threadIdx.x % 32, top = row + lane / 4, low = top + 8;
+    const float2 along = dot_rows(x, tile, row);
+    const float f = top < n ? factors[(int64_t)top * apart] : 0;
+    const float g = low < n ? factors[(int64_t)low * apart] : 0;
+#pragma unroll
+    for (int m = 0; m < N; m++) {
+        const int at = element_at(top, m * 8 + lane % 4 * 2);
+        const float2 y = unpack(*(const uint32_t *)(tile + at));
+        const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
+        x[m][0] = l2norm_gradient(x[m][0], y.x, along.x, f);
+        x[m][1] = l2norm_gradient(x[m][1], y.y, along.x, f);
+        x[m][2] = l2norm_gradient(x[m][2], z.x, along.y, g);
+        x[m][3] = l2norm_gradient(x[m][3], z.y, along.y, g);
     }
 }
 
@@ -498,6 +522,9 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         products_in(Y);
         if (HAS_X) products_in(R);
     }
+    if (!HAS_X && PARTS == 1 && to.norms)
+        undo_norm(Y, first_group ? s.q : s.k, row0, n,
+                  to.norms + ((int64_t)(first_group ? u.b : c.B + u.b) * c.T + t) * c.H + u.h, c.H);
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
     if (first_group || HAS_X)
         store_rows(c, u, d[first_group ? LA_DQ : LA_DX],

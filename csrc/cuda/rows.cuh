@@ -76,10 +76,11 @@ static cudaError_t launch_norms(const call &c, float *to, cudaStream_t stream)
 
 /* q and k as rows of `padded` elements, normalised and mapped as the call asks: [2][B T H], those
  * of q first. `pieces`: rows of q, and of k, can be loaded in pieces of 16 bytes. A lane has 8
- * elements of up to 128. */
+ * elements of up to 128. `norms` gets the factors of the l2 norm in the same order, unless it is
+ * NULL. */
 template <typename = element>
 __global__ void __launch_bounds__(NORM_THREADS)
-    map_rows(const __grid_constant__ call c, const bool2 pieces, int padded, char *to)
+    map_rows(const __grid_constant__ call c, const bool2 pieces, int padded, char *to, float *norms)
 {
     const int which = blockIdx.y, rows = c.B * c.T * c.H;
     const int column = threadIdx.x % LANES_OF_ROW * 8, there = c.K - column;
@@ -120,6 +121,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
             const float factor = l2norm_factor(sum_of_row(squares));
 #pragma unroll
             for (int e = 0; e < 8; e++) y[e] *= factor;
+            if (norms && column == 0 && row < rows) norms[which * (int64_t)rows + row] = factor;
         }
         apply_map_to_all(y, c.map[which], (float)c.map_eps[which]);
 #pragma unroll
@@ -131,28 +133,39 @@ __global__ void __launch_bounds__(NORM_THREADS)
     }
 }
 
-/* run(call) with mapped rows in the place of q and k. */
-template <typename F>
-static cudaError_t with_mapped_rows(call c, cudaMemPool_t pool, cudaStream_t stream, F run)
+/* The bytes of mapped rows of q and k. */
+static int64_t mapped_bytes(const call &c)
+{
+    return 2 * (int64_t)c.B * c.T * c.H * div_up(c.K, PIECE) * PIECE * 2;
+}
+
+/* Put mapped rows of q and k at `to`. The call then has them in the place of q and k. */
+static cudaError_t launch_map_rows(call &c, char *to, float *norms, cudaStream_t stream)
 {
     const int padded = (int)div_up(c.K, PIECE) * PIECE;
-    const int64_t rows = (int64_t)c.B * c.T * c.H, bytes = rows * padded * 2;
-    if (rows == 0) return run(c);
-    char *to = NULL;
-    cudaError_t error = cudaMallocFromPoolAsync((void **)&to, 2 * bytes, pool, stream);
-    if (error != cudaSuccess) return error;
+    const int64_t rows = (int64_t)c.B * c.T * c.H, of_token = (int64_t)c.H * padded;
     const auto in_pieces = [&](const view &x) {
         return x.stride[3] == 1 && map_of(c, x, c.H, c.K, NULL);
     };
     const dim3 blocks((unsigned)div_up(rows, ROWS_OF_BLOCK), 2);
     map_rows<><<<blocks, NORM_THREADS, 0, stream>>>(c, {in_pieces(c.x[LA_Q]), in_pieces(c.x[LA_K])},
-                                                    padded, to);
-    error = cudaGetLastError();
-    const int64_t of_token = (int64_t)c.H * padded;
+                                                    padded, to, norms);
     c.x[LA_Q] = {to, {c.T * of_token, of_token, padded, 1}, ELEMENT_DTYPE};
-    c.x[LA_K] = {to + bytes, {c.T * of_token, of_token, padded, 1}, ELEMENT_DTYPE};
+    c.x[LA_K] = {to + rows * padded * 2, {c.T * of_token, of_token, padded, 1}, ELEMENT_DTYPE};
     c.map[0] = c.map[1] = LA_IDENTITY;
     c.qk_l2norm = false;
+    return cudaGetLastError();
+}
+
+/* run(call) with mapped rows in the place of q and k. */
+template <typename F>
+static cudaError_t with_mapped_rows(call c, cudaMemPool_t pool, cudaStream_t stream, F run)
+{
+    char *to = NULL;
+    if ((int64_t)c.B * c.T * c.H == 0) return run(c);
+    cudaError_t error = cudaMallocFromPoolAsync((void **)&to, mapped_bytes(c), pool, stream);
+    if (error != cudaSuccess) return error;
+    error = launch_map_rows(c, to, NULL, stream);
     if (error == cudaSuccess) error = run(c);
     const cudaError_t freed = cudaFreeAsync(to, stream);
     return error == cudaSuccess ? freed : error;
