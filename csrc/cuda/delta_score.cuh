@@ -186,16 +186,16 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
                 store_matrices(address_of(to) + block_at(to_panels, at.warp * BLOCK, J * BLOCK),
                                packed[J].of[0].x);
             }
-            /* where `solve` has found a NaN, the state goes token by token and does not read X */
-            const bool checks = j == 0 || (NARROW && s.nonfinite_solve[slot] == C);
-            if (checks && __builtin_expect(has_nonfinite(packed), 0)) {
+            if ((j == 0 || NARROW) && __builtin_expect(has_nonfinite(packed), 0)) {
                 int first = j ? 0 : C; /* row of B with one: only this token reads it */
 #pragma unroll
                 for (int i = 31; i >= 0; i--) {
                     const int row = at.warp * BLOCK + at.row + i / 2 % 2 * 8;
                     if (!(fabsf(y[i / 4][i % 4]) < MOST_SCORE)) first = min(first, row);
                 }
-                if (first < n) atomicMin(s.nonfinite + slot, first);
+                /* where `solve` has found a NaN, the state goes token by token and reads no X */
+                const bool read = j == 0 || s.nonfinite_solve[slot] == C;
+                if (first < n && read) atomicMin(s.nonfinite + slot, first);
             }
         }
         stores_before_copies();
