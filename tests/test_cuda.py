@@ -13,7 +13,18 @@ import numpy as np
 import pytest
 from support.compare import assert_same_bits, leaves, over_arrays
 from support.device import imported
-from support.gpu import Dlpack, Interface, dtypes, gpu_problem, kinds, needs_gpu, ops, passes, run
+from support.gpu import (
+    Dlpack,
+    Interface,
+    dtypes,
+    gpu_problem,
+    judge,
+    kinds,
+    needs_gpu,
+    ops,
+    passes,
+    run,
+)
 from support.problems import PER_TOKEN
 from support.tensors import to_numpy, torch
 
@@ -308,3 +319,49 @@ def test_time_of_a_step(op):
     torch.cuda.synchronize()
     print(f"  bound: median {statistics.median(times[100:]) * 1e6:.1f} us")
     assert torch.isfinite(out).all()
+
+
+# ---- a bonus ----
+
+
+def long_rwkv6(**shape):
+    return gpu_problem("rwkv6", dtype="bfloat16", **{"B": 2, "T": 300, "K": 64, "V": 64} | shape)
+
+
+def test_rwkv6_goes_by_chunks():
+    x = long_rwkv6()
+    assert linattn.explain_kernel("rwkv6", **x).kernel == "chunks"
+    d_o = torch.ones_like(x["v"])
+    assert linattn.explain_kernel(linattn.rwkv6_backward, d_o, **x).kernel == "chunks"
+    assert linattn.explain_kernel("rwkv6", **x, mode="recurrent").kernel == "token by token"
+
+
+def test_a_nan_in_a_bonus_is_in_the_reads_of_its_head_alone():
+    x = long_rwkv6(H=2, HV=2)
+    want, state = linattn.rwkv6(**x, output_final_state=True)
+    x["bonus"] = x["bonus"].clone()
+    x["bonus"][1, 3] = torch.nan
+    o, same = linattn.rwkv6(**x, output_final_state=True)
+    assert o[:, :, 1].isnan().all()
+    assert_same_bits([o[:, :, 0], same], [want[:, :, 0], state])
+    grads = linattn.rwkv6_backward(torch.ones_like(o), **x)
+    assert torch.isfinite(grads.dg).all() and torch.isfinite(grads.dbonus).all()
+    for of_rows in (grads.dq, grads.dk):  # those of key 3, which the bonus multiplies
+        assert of_rows[:, :, 1, 3].isnan().all()
+        assert torch.isfinite(of_rows[..., 4:]).all() and torch.isfinite(of_rows[:, :, 0]).all()
+    assert grads.dv[:, :, 1].isnan().all() and torch.isfinite(grads.dv[:, :, 0]).all()
+
+
+@pytest.mark.parametrize("decay", [-1e-3, -1.0, -80.0, -torch.inf])
+def test_rwkv6_with_one_decay(decay):
+    """From one that hardly decays within a chunk to one that forgets at once."""
+    x = long_rwkv6(T=150)
+    x["g"] = torch.full_like(x["g"], decay)
+    wide = {name: a.double() for name, a in x.items() if torch.is_tensor(a)}
+    judge("rwkv6", wide, linattn.rwkv6(**x)[0], f"decay {decay}")
+    d_o = torch.randn_like(x["v"])
+    got = linattn.rwkv6_backward(d_o, **x)
+    want = linattn.rwkv6_backward(d_o.double(), **wide)
+    for name in ("dq", "dk", "dv", "dg", "dbonus"):
+        a, b = getattr(got, name).double(), getattr(want, name)
+        assert (a - b).norm() <= 4e-3 * b.norm(), name

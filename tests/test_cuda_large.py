@@ -20,7 +20,7 @@ from support.gpu import (
     to_gpu,
 )
 from support.tensors import to_numpy, torch
-from support.variants import DELTA, GATED, HEAD_DECAY, RARE, TOKEN_DECAY
+from support.variants import BY_TOKEN, DELTA, GATED, HEAD_DECAY, TOKEN_DECAY
 
 import linattn
 from linattn import reference, testing
@@ -203,7 +203,7 @@ def test_tf32_only_where_it_is_allowed(op):
     plain, plain_state = forward(**x, output_final_state=True)
     assert_same_bits([plain], [forward(**x, mode="recurrent")[0]])
     allowed, state = forward(**x, allow_tf32=True, output_final_state=True)
-    if op in RARE or torch.cuda.get_device_capability() != (9, 0):
+    if op in BY_TOKEN or torch.cuda.get_device_capability() != (9, 0):
         assert_same_bits([allowed], [plain])
         pytest.skip("float32 goes token by token here, whatever is allowed")
     for a, b in zip([allowed, *leaves(state)], [plain, *leaves(plain_state)], strict=True):

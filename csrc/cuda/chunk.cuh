@@ -13,7 +13,8 @@
  * where q^ and k^ are rows of q and k times the decay from the start of the chunk, k~ is k times
  * the decay to its end, and a is the decay of the whole chunk. Where the caller gave x, it stands
  * in the place of k in k^ and of the left k in A, times k if it is a factor. Where the caller gave
- * gates of values, V is multiplied by them. A scalar decay scales rows of the products instead.
+ * gates of values, V is multiplied by them. A call with a bonus is one of the additive rule whose
+ * q^ and P have the decays before a token's own, and whose P_ii is q_i . (bonus k_i). A scalar decay scales rows of the products instead.
  * Decays are multiplied, never summed as logarithms (docs/decisions/0005). No exponent is ever
  * positive, and a decay of zero is a zero.
  *

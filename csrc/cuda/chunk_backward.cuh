@@ -144,8 +144,37 @@ static void narrow(call &c, gradients &d, int h, int n)
     const int group = c.HV / c.H, hv = h * group;
     move_along(2, h, {&d[LA_DQ], &d[LA_DK], &d[LA_DX]});
     move_along(2, hv, {&d[LA_DO], &d[LA_DV], &d[LA_DG], &d[LA_DBETA]});
+    move_along(0, h, {&d[LA_DU]});
     move_along(1, hv, {&d[LA_DST], &d[LA_DZT], &d[LA_DS0], &d[LA_DZ0]});
     narrow(&c, h, n);
+}
+
+/* dbonus of the keys of a q/k head. A block has 32 keys, a warp every eighth part. */
+static __global__ void __launch_bounds__(256)
+    join_bonus(const __grid_constant__ call c, const __grid_constant__ gradients d,
+               const float *parts, int kp, int chunk_slots)
+{
+    enum { WARPS = 8, AT_ONCE = 8 };
+    __shared__ double sums[WARPS][32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = c.HV / c.H;
+    const int h = blockIdx.x % c.H, key = blockIdx.x / c.H * 32 + lane, count = chunk_slots * group;
+    double sum = 0;
+    for (int first = warp; first < count; first += WARPS * AT_ONCE) {
+        float x[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int i = first + j * WARPS; /* of [chunk slots][heads of the group] */
+            const int64_t place = (int64_t)(i / group) * c.HV + h * group + i % group;
+            x[j] = i < count ? parts[place * kp + key] : 0;
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) sum += x[j];
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp || key >= c.K) return;
+    for (int i = 1; i < WARPS; i++) sum += sums[i][lane];
+    store(at(d[LA_DU], h, key), d[LA_DU].dtype, (float)sum);
 }
 
 /* Add up the parts of da, which belong to parts of the keys. The sum goes to the array of the gate;
@@ -195,6 +224,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     const int heads = per_key ? c.HV : c.H;
     const int64_t keys = chunk_slots * heads * tile;
     const bool normalised = is_normalised(&c, DECAY, RULE), has_x = delta && c.x[LA_X].data;
+    const bool has_bonus = per_key && !delta && c.x[LA_U].data;
     const int64_t da_parts = DECAY == LA_TOKEN ? KP / scalar_keys<KP> : 1;
     w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
@@ -229,6 +259,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {(char **)&x->z.z, normalised ? x->z.segments * c.HV * to.kp * 8 : 0},
         {&x->d_num, normalised ? tokens * c.HV * c.V * 2 : 0},
         {(char **)&x->z.den, normalised ? tokens * c.HV * 4 : 0},
+        {(char **)&to.dbonus, has_bonus ? places * KP * 4 : 0},
         {(char **)&x->norms, x->maps_rows && to.direct ? 2 * tokens * c.H * 4 : 0},
         {(char **)&to.da, d.per_head || da_parts > 1 ? da_parts * tokens * c.HV * 4 : 0},
     };
@@ -304,12 +335,17 @@ static cudaError_t launch_turn(const call &given, gradients d, const backward_sc
                        prepare_bytes<KP, DECAY, RULE>(has_x), stream, c, x.w, x.to.given);
     if (error == cudaSuccess)
         error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, on, stream);
+    if (error == cudaSuccess && x.to.dbonus) /* not every slot has a chunk */
+        error = cudaMemsetAsync(x.to.dbonus, 0, places * KP * 4, stream);
     if (error == cudaSuccess)
         error = launch(intra.kernel, places * intra.blocks, INTRA_THREADS, intra.bytes, stream, c,
                        d, x.w, maps, x.f, x.to);
     if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && !x.to.direct)
         error = launch(reduce_heads<KP>, (tokens * c.H + 7) / 8, 256, 0, stream, given, d, x.to);
+    if (error == cudaSuccess && x.to.dbonus)
+        error = launch(join_bonus, div_up(c.K, 32) * c.H, 256, 0, stream, c, d, x.to.dbonus, KP,
+                       x.w.chunk_slots);
     if (error == cudaSuccess && DECAY == LA_TOKEN && intra.blocks > 1)
         error = launch(join_gates, div_up(tokens * c.HV, 256), 256, 0, stream, c, d, x.to.da,
                        intra.blocks);

@@ -87,7 +87,7 @@ enum form { CAUSAL, SEGMENT_ENDS, NONCAUSAL };
  * thread, in the layout of chunks_forward. O has the tokens first_read to first_read + reads, and
  * comes out scaled. */
 template <int KP, la_decay DECAY, la_rule RULE>
-__device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t, int n, int first,
+__device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t, int n, int first,
                                              int v0, int columns, float *S, float *O,
                                              int first_read, int reads)
 {
@@ -119,7 +119,12 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
             q[j] = there ? apply_map(q[j] * factor_q, c.map[0], (float)c.map_eps[0]) : 0;
             k[j] = there ? apply_map(k[j] * factor_k, c.map[1], (float)c.map_eps[1]) : 0;
             if (la_is_gated(DECAY, RULE) && c.x_is_factor) looks[j] *= k[j];
-            qk += q[j] * k[j];
+            const int key = j / 2 * 8 + pair + j % 2;
+            if (RULE == LA_BONUS)
+                qk += there ? q[j] * k[j] * load<float>(at(c.x[LA_U], u.h, key), c.x[LA_U].dtype)
+                            : 0;
+            else
+                qk += q[j] * k[j];
         }
         if (DECAY == LA_TOKEN)
             a[0] = decay_of(load<float>(at(c.x[LA_G], u.b, t + i, u.hv), c.x[LA_G].dtype), c.gate);
@@ -148,6 +153,19 @@ __device__ __noinline__ void chunk_by_tokens(const call &c, const unit &u, int t
         O[read / 8 * 4 + read % 2] = o[0] * (float)c.scale;
         O[read / 8 * 4 + 2 + read % 2] = o[1] * (float)c.scale;
     }
+}
+
+/* A bonus is an option of the additive rule here. */
+template <int KP, la_decay DECAY, la_rule RULE>
+__device__ __forceinline__ void chunk_by_tokens(const call &c, const unit &u, int t, int n,
+                                                int first, int v0, int columns, float *S, float *O,
+                                                int first_read, int reads)
+{
+    if constexpr (DECAY == LA_KEY && RULE == LA_ADDITIVE)
+        if (c.x[LA_U].data)
+            return tokens_of_chunk<KP, DECAY, LA_BONUS>(c, u, t, n, first, v0, columns, S, O,
+                                                        first_read, reads);
+    tokens_of_chunk<KP, DECAY, RULE>(c, u, t, n, first, v0, columns, S, O, first_read, reads);
 }
 
 /* A piece of 8 columns of a row of o, of which `there` exist. */

@@ -436,7 +436,7 @@ static const char *why_by_token(const la_problem *p)
 {
     const la_dtype dtype = p->array[LA_Q].dtype;
     if (p->mode == LA_RECURRENT) return "";
-    if (p->rule > LA_DELTA || p->decay == LA_PAIR)
+    if (p->rule == LA_DPLR || p->decay == LA_PAIR)
         return "no kernel in chunks has this op on a GPU";
     if (dtype == LA_F64) return "tensor cores would round float64";
     if (p->pass == LA_BACKWARD) {
@@ -450,6 +450,12 @@ static const char *why_by_token(const la_problem *p)
     if (p->pass == LA_FORWARD && p->T <= FEW_TOKENS) return "T is at most 8";
     if (p->pass == LA_FORWARD && p->T != p->L) return "q has other tokens than k and v";
     return NULL;
+}
+
+/* The rule of its kernels in chunks: a bonus is an option of the additive ones. */
+static la_rule chunk_rule(const la_problem *p)
+{
+    return p->rule == LA_BONUS ? LA_ADDITIVE : p->rule;
 }
 
 static const char not_here[] =
@@ -473,7 +479,7 @@ static cudaError_t by_chunks(const la_problem *p, const call &c)
     const chunk_launcher *const rules = chunk[dtype][p->K > 128][la_kernel_decay(p)];
     cudaError_t error = pool_of(p->ordinal, &pool);
     tell(p, "chunks", "tensor cores", dtype == LA_BF16 ? 8 : 11, "");
-    if (error == cudaSuccess) error = rules[p->rule](c, pool, (cudaStream_t)p->stream);
+    if (error == cudaSuccess) error = rules[chunk_rule(p)](c, pool, (cudaStream_t)p->stream);
     return error == cudaErrorNotSupported ? token_by_token(p, c, not_here) : error;
 }
 
@@ -544,7 +550,7 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
     if (error != cudaSuccess) return error;
     tell(p, "chunks", "tensor cores", 8, "");
     error = why ? cudaErrorNotSupported
-                : chunk[p->K > 128][la_kernel_decay(p)][p->rule](c, d, pool, stream);
+                : chunk[p->K > 128][la_kernel_decay(p)][chunk_rule(p)](c, d, pool, stream);
     if (error != cudaErrorNotSupported) return error;
     tell(p, "token by token", "CUDA cores", p->real == LA_F64 ? 53 : 24, why ? why : not_here);
     return adjoint(c, d, pool, stream);

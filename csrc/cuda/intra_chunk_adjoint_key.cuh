@@ -14,7 +14,12 @@
  * N_mj = (gradient) * (value) for all pairs m >= i > j, where j may be the state before the chunk
  * and m the one after it. Pairs that end within the block of i are a running sum from its end up.
  * Pairs that begin there are a running sum from its start down. Pairs that pass the whole block are
- * one number per key: `passes`. There are only sums, and no differences (docs/decisions/0010). */
+ * one number per key: `passes`. There are only sums, and no differences (docs/decisions/0010).
+ *
+ * With a bonus (the rule BONUS; here it is additive) a token reads before its decay. So f_i ends with
+ * the decay before, and a sum that ends at a token does not pass this token. Within a block a token
+ * that reads before its decay is one that reads after the decay of the token before it: `near` and q
+ * are a row further. The diagonal of P is q . (bonus k), a part of its own. */
 #ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
 
@@ -68,6 +73,8 @@ template <la_rule RULE, bool HOPPER> struct intra_key_room : intra_key_places<RU
     /* of pairs within a block: dP_ij at [j][i], and dL_ij, which has no diagonal, at [15 - j][15 -
      * i] */
     float near[BLOCKS][16][16];
+    /* with a bonus: dP_ii; sums of dbonus over a block */
+    float own[RULE == LA_DELTA ? 1 : C], of_bonus[RULE == LA_DELTA ? 1 : BLOCKS][KEYS];
     float q_from_state[BLOCKS][KEYS], x_from_state[BLOCKS][KEYS], to_end[BLOCKS][KEYS];
     float state[BLOCKS][KEYS]; /* parts of the sum of S * dS over value columns */
     float from_0_past_1[KEYS], from_0_to_3[KEYS], from_1_to_3[KEYS];
@@ -167,6 +174,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     const int64_t place = (int64_t)chunk_slot * c.HV + hv;
     const int panels = (c.V + PANEL - 1) / PANEL;
     const float scale = (float)c.scale;
+    const bool bonus = !delta && to.dbonus;
 
     /* one thread asks the copy engine, or all threads copy */
     const bool fetches = !HAS_WARP_GROUPS || threadIdx.x == 0;
@@ -219,6 +227,16 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
             s.f.two(row, own_key) = x;
         }
         *(float2 *)&s.t[own_block][own_key] = x;
+        if (bonus) {
+            x = make_float2(1, 1);
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const int row = own_block * 16 + i;
+                const float2 after = s.f.two(row, own_key);
+                s.f.two(row, own_key) = x;
+                x = after;
+            }
+        }
     }
 #if !HAS_WARP_GROUPS
     __syncthreads(); /* the panel comes where the decays are */
@@ -314,7 +332,12 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int row = (e < 2 ? top : low) % 16, column = j % 16 + e % 2;
-                    if (first_group && column <= row) s.near[block][column][row] = X[m][e];
+                    if (first_group && bonus) {
+                        if (column == row) s.own[row0 + row] = X[m][e];
+                        if (column < row) s.near[block][column][row - 1] = X[m][e];
+                        if (row == 0) s.near[block][column][15] = 0; /* no later token reads here */
+                    } else if (first_group && column <= row)
+                        s.near[block][column][row] = X[m][e];
                     if (!first_group && column < row)
                         s.near[block][15 - column][15 - row] = X[m][e];
                 }
@@ -460,6 +483,9 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
                 a[i] = s.a.x[row * KEYS + key];
                 dq[i] = dx[i] = da[i] = 0;
             }
+            if (bonus)
+#pragma unroll
+                for (int i = 0; i < 16; i++) q[i] = i < 15 ? q[min(i + 1, 15)] : 0;
 #pragma unroll
             for (int j = 0; j < 16; j++) {
                 const int row = own_block * 16 + j;
@@ -502,6 +528,26 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
 #pragma unroll
             for (int i = 15; i >= 0; i--) ends[i] = sum += s.f.at(own_block * 16 + i, key);
             sum = 0;
+            if (bonus) {
+                /* a sum that ends at a token does not pass it */
+#pragma unroll
+                for (int i = 0; i < 16; i++) ends[i] = i < 15 ? ends[min(i + 1, 15)] : passes;
+                /* was P_ii = q . (bonus k) */
+                const view &of = c.x[LA_U];
+                const float by =
+                    first_key + key < c.K ? load<float>(at(of, u.h, first_key + key), of.dtype) : 0;
+                float of_bonus = 0;
+#pragma unroll
+                for (int i = 15; i >= 0; i--) {
+                    const int row = own_block * 16 + i;
+                    const float own = s.own[row];
+                    const float own_q = (float)*(const element *)(s.q + element_at(row, key));
+                    dq[i] = (i ? dq[max(i - 1, 0)] : 0) + own * by * x[i];
+                    dx[i] += own * by * own_q;
+                    of_bonus += own * own_q * x[i];
+                }
+                s.of_bonus[own_block][key] = of_bonus;
+            }
 #pragma unroll
             for (int i = 0; i < 16; i++) {
                 const int row = own_block * 16 + i;
@@ -516,6 +562,12 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         }
     }
     __syncthreads();
+    if (bonus && threadIdx.x < KEYS) {
+        const int key = threadIdx.x;
+        float sum = 0;
+        for (int i = 0; i < BLOCKS; i++) sum += s.of_bonus[i][key];
+        to.dbonus[place * all_keys + first_key + key] = sum;
+    }
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
     key_matrix &near = first_group ? s.f : HAS_X ? s.h : s.dk;
 #pragma unroll

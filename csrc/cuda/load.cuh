@@ -251,6 +251,7 @@ static inline void narrow(call *c, int h, int n)
         2, hv,
         {&c->x[LA_V], &c->x[LA_W], &c->x[LA_G], &c->x[LA_BETA], &c->x[LA_WEIGHT], &c->x[LA_O]});
     move_along(0, hv, {&c->x[LA_SKIP]});
+    move_along(0, h, {&c->x[LA_U]});
     move_along(1, hv, {&c->x[LA_S0], &c->x[LA_Z0], &c->x[LA_ST], &c->x[LA_ZT]});
     c->H = n;
     c->HV = n * group;

@@ -708,6 +708,7 @@ template <int KP> struct key_room {
         };
     };
     float t[4 * KP], beta[C];
+    float bonus[KP], own[C]; /* with a bonus; own: a token's weight in its own read */
     int nonfinite,
         slow[4]; /* slow: the first row of each block whose diagonal part goes pair by pair */
 };
@@ -772,10 +773,11 @@ __device__ void load_decays(const call &c, const unit &u, int t, int n, float *a
 }
 
 /* Diagonal blocks pair by pair. A warp has a block. A lane has its column lane % 16 and every other
- * pair of keys. The results are rows of the sums x k' and q k'; `looks` is the tile of x. */
+ * pair of keys. The results are rows of the sums x k' and q k'; `looks` is the tile of x. If `early`,
+ * q reads before the decay of its token. */
 template <int KP>
-__device__ void multiply_pairs(const key_room<KP> &s, const char *looks, float (&xk)[16],
-                               float (&qk)[16])
+__device__ void multiply_pairs(const key_room<KP> &s, const char *looks, bool early,
+                               float (&xk)[16], float (&qk)[16])
 {
     const int lane = threadIdx.x % 32, j = lane % 16, first = threadIdx.x / 32 * 16;
 #pragma unroll
@@ -787,13 +789,15 @@ __device__ void multiply_pairs(const key_room<KP> &s, const char *looks, float (
             const float2 a = *(const float2 *)&s.a[(first + i) * KP + key];
             const float2 x = get_pair(looks + element_at(first + i, key));
             const float2 q = get_pair(s.q + element_at(first + i, key));
+            const float2 before = k;
             if (i > j) {
                 k.x *= a.x;
                 k.y *= a.y;
             }
+            const float2 read = early ? before : k;
             if (i >= j) {
                 xk[i] += x.x * k.x + x.y * k.y;
-                qk[i] += q.x * k.x + q.y * k.y;
+                qk[i] += q.x * read.x + q.y * read.y;
             }
         }
     }
@@ -804,7 +808,25 @@ __device__ void multiply_pairs(const key_room<KP> &s, const char *looks, float (
     }
 }
 
-/* Warps 0 to 3 multiply the rows of Q K', warps 4 to 7 those of X K' with the longest row first. So
+/* q . (bonus k) of each token. Four neighbouring threads have a token. The rows are as the recurrence
+ * sees them. The state has no part in this, so a NaN here is no NaN of the chunk. */
+template <int KP> __device__ void find_own(key_room<KP> &s)
+{
+    const int row = threadIdx.x / 4;
+    float own = 0;
+#pragma unroll 4
+    for (int key = threadIdx.x % 4 * 2; key < KP; key += 8) {
+        const float2 q = get_pair(s.q + element_at(row, key));
+        const float2 k = get_pair(s.k + element_at(row, key));
+        const float2 bonus = *(const float2 *)(s.bonus + key);
+        own += q.x * k.x * bonus.x + q.y * k.y * bonus.y;
+    }
+    own = quad_sum(own);
+    if (threadIdx.x % 4 == 0) s.own[row] = own;
+}
+
+/* With a bonus (the rule BONUS; here it is additive) q reads before the decay of its token, and the
+ * diagonal of P is q . (bonus k). Warps 0 to 3 multiply the rows of Q K', warps 4 to 7 those of X K' with the longest row first. So
  * the two warps that share a scheduler have five blocks together. */
 template <int KP, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
@@ -827,9 +849,15 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     if (threadIdx.x < 5) (threadIdx.x < 4 ? s.slow[threadIdx.x] : s.nonfinite) = C;
     load_decays<KP>(c, u, t, n, s.a);
     const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
+    const bool bonus = RULE == LA_ADDITIVE && c.x[LA_U].data;
+    if (bonus && threadIdx.x < KP)
+        s.bonus[threadIdx.x] = (int)threadIdx.x < c.K
+                                   ? load<float>(at(c.x[LA_U], u.h, threadIdx.x), c.x[LA_U].dtype)
+                                   : 0;
     load_all<KP, KEY_THREADS>(c, u.b, t, n, u.h, s.q, s.k, has_x ? s.xf : NULL, given);
     __syncthreads();
     if (RULE == LA_DELTA && c.x_is_factor) multiply_tile<KP, KEY_THREADS>(s.xf, s.k);
+    if (bonus) find_own<KP>(s);
 
     if (RULE == LA_DELTA && threadIdx.x < C) {
         const float beta = threadIdx.x < n ? load<float>(at(c.x[LA_BETA], u.b, t + threadIdx.x, hv),
@@ -855,7 +883,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     __syncthreads();
     float slow_xk[16], slow_qk[16];
     const int slow = warp < 4 ? s.slow[warp] : C;
-    if (slow < C) multiply_pairs<KP>(s, has_x ? s.xf : s.k, slow_xk, slow_qk);
+    if (slow < C) multiply_pairs<KP>(s, has_x ? s.xf : s.k, bonus, slow_xk, slow_qk);
     __syncthreads();
 
     /* Running products up the chunk, then down. A thread has two keys and a block of 16 rows. */
@@ -886,10 +914,8 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
         if (block == 0) *(float2 *)(w.total + (int64_t)place * KP + own) = all;
     }
     __syncthreads(); /* from here on k becomes k / f */
-#pragma unroll
-    for (int first = 0; first < 4; first += BLOCKS) {
-        const int block = first + threadIdx.x / (KP / 2);
-        if (block >= 4) continue;
+    const auto scale_up = [&](int block, auto reads_early) {
+        constexpr bool early = decltype(reads_early)::value;
         float2 all = make_float2(1, 1), f = all;
         for (int j = 0; j < block; j++) {
             all.x *= s.t[j * KP + own];
@@ -901,17 +927,29 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
             const int here = element_at(i, own);
             const float2 k = get_pair(s.k + here), x = has_x ? get_pair(s.xf + here) : k;
             const float2 q = get_pair(s.q + here);
+            const float2 all_before = all, f_before = f;
             all = make_float2(all.x * a.x, all.y * a.y);
             f = make_float2(f.x * a.x, f.y * a.y);
-            put_pair(to_q + here, q.x * all.x * scale, q.y * all.y * scale);
-            if (too_large(q.x * all.x * scale) || too_large(q.y * all.y * scale)) found = 0;
-            put_pair(s.q + here, q.x * f.x, q.y * f.y);
+            const float2 from_start = early ? all_before : all, of_q = early ? f_before : f;
+            const float2 read = make_float2(q.x * from_start.x * scale, q.y * from_start.y * scale);
+            put_pair(to_q + here, read.x, read.y);
+            if (too_large(read.x) || too_large(read.y)) found = 0;
+            put_pair(s.q + here, q.x * of_q.x, q.y * of_q.y);
             put_pair(s.k + here, __fdividef(k.x, f.x), __fdividef(k.y, f.y));
             if (RULE == LA_DELTA) {
                 put_pair(to_k + here, x.x * all.x, x.y * all.y);
                 put_pair(s.xf + here, x.x * f.x, x.y * f.y);
             }
         }
+    };
+#pragma unroll
+    for (int first = 0; first < 4; first += BLOCKS) {
+        const int block = first + threadIdx.x / (KP / 2);
+        if (block >= 4) continue;
+        if (bonus)
+            scale_up(block, std::true_type());
+        else
+            scale_up(block, std::false_type());
     }
     __syncthreads();
 
@@ -999,6 +1037,14 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
             if (lower && row > column) put_one(s.lower + element_at(row, column), -slow_xk[i]);
         }
     __syncthreads();
+    if (bonus) {
+        const int row = threadIdx.x;
+        if (row < nonfinite && row < C) {
+            put_one(s.tile + element_at(row, row), s.own[row] * scale);
+            if (no_element(s.own[row] * scale)) too_large_from = min(too_large_from, row);
+        }
+        __syncthreads();
+    }
     if (too_large_from < C) atomicMin(w.nonfinite + place, too_large_from);
     if (lower)
         write_tile<PANEL_BYTES, KEY_THREADS>(w.lower + (int64_t)place * PANEL_BYTES, s.lower);
