@@ -74,7 +74,8 @@ template <la_rule RULE, bool HOPPER> struct intra_key_room : intra_key_places<RU
      * i] */
     float near[BLOCKS][16][16];
     /* with a bonus: dP_ii; sums of dbonus over a block */
-    float own[RULE == LA_DELTA ? 1 : C], of_bonus[RULE == LA_DELTA ? 1 : BLOCKS][KEYS];
+    alignas(16) float own[RULE == LA_DELTA ? 4 : C];
+    alignas(16) float of_bonus[RULE == LA_DELTA ? 1 : BLOCKS][KEYS];
     float q_from_state[BLOCKS][KEYS], x_from_state[BLOCKS][KEYS], to_end[BLOCKS][KEYS];
     float state[BLOCKS][KEYS]; /* parts of the sum of S * dS over value columns */
     float from_0_past_1[KEYS], from_0_to_3[KEYS], from_1_to_3[KEYS];
