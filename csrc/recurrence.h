@@ -40,6 +40,7 @@
  *     UNROLL                    before a loop whose S is in registers
  *     MAX_STRIP                 at least W
  * Can use:
+ *     KEY_BEFORE                true: x may look before its decay under a decay per key, too
  *     LANE_LOADED(x)            a lane from memory, loaded once for all its uses
  *     UNROLL_LANES              before a loop that clears lanes
  *     PREFETCH(address, bytes)
@@ -52,6 +53,9 @@
 #endif
 #ifndef PREFETCH
 #define PREFETCH(address, bytes)
+#endif
+#ifndef KEY_BEFORE
+#define KEY_BEFORE false
 #endif
 
 /* A strip of a state. Its rows are `ld` lanes apart. The `next` bytes behind each row are needed
@@ -104,7 +108,8 @@ typedef struct la_operands {
 /* Is the prediction made from the decayed state? */
 LA_FN bool la_looks_after(const la_operands *t, const la_decay decay, const la_rule rule)
 {
-    return la_predicts_after(decay, rule) && !(decay == LA_TOKEN && t->before);
+    const bool may_not = decay == LA_TOKEN || (KEY_BEFORE && decay == LA_KEY);
+    return la_predicts_after(decay, rule) && !(may_not && t->before);
 }
 
 /* p, what the state predicts for x. Unless `reads` is false, o = S' q of the same state, decayed;

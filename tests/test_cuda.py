@@ -13,22 +13,12 @@ import numpy as np
 import pytest
 from support.compare import assert_same_bits, leaves, over_arrays
 from support.device import imported
-from support.gpu import (
-    Dlpack,
-    Interface,
-    dtypes,
-    gpu_problem,
-    judge,
-    kinds,
-    needs_gpu,
-    ops,
-    passes,
-    run,
-)
+from support.gpu import Dlpack, Interface, dtypes, gpu_problem, kinds, needs_gpu, ops, passes, run
 from support.problems import PER_TOKEN
 from support.tensors import to_numpy, torch
 
 import linattn
+from linattn import reference, testing
 
 pytestmark = needs_gpu
 
@@ -321,23 +311,27 @@ def test_time_of_a_step(op):
     assert torch.isfinite(out).all()
 
 
-# ---- a bonus ----
+# ---- rwkv6 and dplr_delta_rule, by chunks of other rules ----
+
+BORROWED = pytest.mark.parametrize("op", ["rwkv6", "dplr_delta_rule"])
 
 
-def long_rwkv6(**shape):
-    return gpu_problem("rwkv6", dtype="bfloat16", **{"B": 2, "T": 300, "K": 64, "V": 64} | shape)
+def long_problem(op, **shape):
+    return gpu_problem(op, dtype="bfloat16", **{"B": 2, "T": 300, "K": 64, "V": 64} | shape)
 
 
-def test_rwkv6_goes_by_chunks():
-    x = long_rwkv6()
-    assert linattn.explain_kernel("rwkv6", **x).kernel == "chunks"
+@BORROWED
+def test_goes_by_chunks(op):
+    x = long_problem(op)
     d_o = torch.ones_like(x["v"])
-    assert linattn.explain_kernel(linattn.rwkv6_backward, d_o, **x).kernel == "chunks"
-    assert linattn.explain_kernel("rwkv6", **x, mode="recurrent").kernel == "token by token"
+    assert linattn.explain_kernel(op, **x).kernel == "chunks"
+    backward = getattr(linattn, f"{op}_backward")
+    assert linattn.explain_kernel(backward, d_o, **x).kernel == "chunks"
+    assert linattn.explain_kernel(op, **x, mode="recurrent").kernel == "token by token"
 
 
 def test_a_nan_in_a_bonus_is_in_the_reads_of_its_head_alone():
-    x = long_rwkv6(H=2, HV=2)
+    x = long_problem("rwkv6", H=2, HV=2)
     want, state = linattn.rwkv6(**x, output_final_state=True)
     x["bonus"] = x["bonus"].clone()
     x["bonus"][1, 3] = torch.nan
@@ -352,16 +346,30 @@ def test_a_nan_in_a_bonus_is_in_the_reads_of_its_head_alone():
     assert grads.dv[:, :, 1].isnan().all() and torch.isfinite(grads.dv[:, :, 0]).all()
 
 
-@pytest.mark.parametrize("decay", [-1e-3, -1.0, -80.0, -torch.inf])
-def test_rwkv6_with_one_decay(decay):
+@pytest.mark.parametrize("decay", [-1e-3, -1.0, -80.0, -np.inf])
+@BORROWED
+def test_one_decay_for_all_tokens(op, decay):
     """From one that hardly decays within a chunk to one that forgets at once."""
-    x = long_rwkv6(T=150)
+    x = long_problem(op, B=1, T=150, H=1, HV=1)
     x["g"] = torch.full_like(x["g"], decay)
-    wide = {name: a.double() for name, a in x.items() if torch.is_tensor(a)}
-    judge("rwkv6", wide, linattn.rwkv6(**x)[0], f"decay {decay}")
     d_o = torch.randn_like(x["v"])
-    got = linattn.rwkv6_backward(d_o, **x)
-    want = linattn.rwkv6_backward(d_o.double(), **wide)
-    for name in ("dq", "dk", "dv", "dg", "dbonus"):
-        a, b = getattr(got, name).double(), getattr(want, name)
-        assert (a - b).norm() <= 4e-3 * b.norm(), name
+    o, _ = getattr(linattn, op)(**x)
+    grads = getattr(linattn, f"{op}_backward")(d_o, **x)
+    x, d_o = over_arrays(to_numpy, (x, d_o))
+
+    def by_reference(dtype):
+        o, _ = getattr(reference, op)(**x, dtype=dtype)
+        return {"o": o} | reference.backward(op, d_o, **x, dtype=dtype)._asdict()
+
+    exact, naive = by_reference(np.float64), by_reference(np.float32)
+    for name, got in ({"o": o} | grads._asdict()).items():
+        if got is None or exact[name] is None:
+            continue
+        testing.assert_accurate(  # sums are float32, but the factors of products are not
+            to_numpy(got),
+            exact[name],
+            naive[name].astype(ml_dtypes.bfloat16),
+            dtype=ml_dtypes.bfloat16,
+            name=f"{name} {decay}",
+            gradient=name != "o",
+        )

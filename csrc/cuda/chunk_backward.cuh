@@ -246,7 +246,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {(char **)&w.total, per_key ? places * KP * 4 : 0},
         {(char **)&w.in, DECAY == LA_TOKEN ? places * C * 4 : 0},
         {(char **)&w.out, DECAY == LA_TOKEN ? places * C * 4 : 0},
-        {(char **)&w.look, c.predicts_before ? places * C * 4 : 0},
+        {(char **)&w.look, DECAY == LA_TOKEN && c.predicts_before ? places * C * 4 : 0},
         {(char **)&w.nonfinite, (places * 4 + 1023) / 1024 * 1024},
         {&x->rows, x->maps_rows ? (mapped_bytes(c) + 1023) / 1024 * 1024 : 0},
         {&f.states, places * panels * tile},

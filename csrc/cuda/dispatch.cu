@@ -436,8 +436,7 @@ static const char *why_by_token(const la_problem *p)
 {
     const la_dtype dtype = p->array[LA_Q].dtype;
     if (p->mode == LA_RECURRENT) return "";
-    if (p->rule == LA_DPLR || p->decay == LA_PAIR)
-        return "no kernel in chunks has this op on a GPU";
+    if (p->decay == LA_PAIR) return "no kernel in chunks has this op on a GPU";
     if (dtype == LA_F64) return "tensor cores would round float64";
     if (p->pass == LA_BACKWARD) {
         if (dtype != LA_BF16) return "gradients in chunks are those of bfloat16 arrays";
@@ -445,17 +444,18 @@ static const char *why_by_token(const la_problem *p)
     }
     if (dtype == LA_F32 && !p->allow_tf32) return "tensor cores would round float32: allow_tf32";
     if (p->K > (dtype == LA_F32 ? 128 : MOST_KEYS)) return "K is too large";
-    if (p->K < FEWEST_KEYS && (p->rule == LA_DELTA || p->pass == LA_BACKWARD))
+    if (p->K < FEWEST_KEYS && (la_predicts(p->rule) || p->pass == LA_BACKWARD))
         return "K is below 16";
     if (p->pass == LA_FORWARD && p->T <= FEW_TOKENS) return "T is at most 8";
     if (p->pass == LA_FORWARD && p->T != p->L) return "q has other tokens than k and v";
     return NULL;
 }
 
-/* The rule of its kernels in chunks: a bonus is an option of the additive ones. */
+/* The rule of its kernels in chunks: a bonus is an option of the additive ones, and a token of DPLR
+ * is two of the delta rule. */
 static la_rule chunk_rule(const la_problem *p)
 {
-    return p->rule == LA_BONUS ? LA_ADDITIVE : p->rule;
+    return la_predicts(p->rule) ? LA_DELTA : LA_ADDITIVE;
 }
 
 static const char not_here[] =
@@ -479,7 +479,11 @@ static cudaError_t by_chunks(const la_problem *p, const call &c)
     const chunk_launcher *const rules = chunk[dtype][p->K > 128][la_kernel_decay(p)];
     cudaError_t error = pool_of(p->ordinal, &pool);
     tell(p, "chunks", "tensor cores", dtype == LA_BF16 ? 8 : 11, "");
-    if (error == cudaSuccess) error = rules[chunk_rule(p)](c, pool, (cudaStream_t)p->stream);
+    const chunk_launcher chunks = rules[chunk_rule(p)];
+    const cudaStream_t stream = (cudaStream_t)p->stream;
+    if (error == cudaSuccess)
+        error = p->rule == LA_DPLR ? dplr_in_chunks(c, chunks, pool, stream)
+                                   : chunks(c, pool, stream);
     return error == cudaErrorNotSupported ? token_by_token(p, c, not_here) : error;
 }
 
@@ -549,8 +553,13 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error != cudaSuccess) return error;
     tell(p, "chunks", "tensor cores", 8, "");
-    error = why ? cudaErrorNotSupported
-                : chunk[p->K > 128][la_kernel_decay(p)][chunk_rule(p)](c, d, pool, stream);
+    if (why)
+        error = cudaErrorNotSupported;
+    else {
+        const backward_launcher chunks = chunk[p->K > 128][la_kernel_decay(p)][chunk_rule(p)];
+        error = p->rule == LA_DPLR ? dplr_gradients_in_chunks(c, d, chunks, pool, stream)
+                                   : chunks(c, d, pool, stream);
+    }
     if (error != cudaErrorNotSupported) return error;
     tell(p, "token by token", "CUDA cores", p->real == LA_F64 ? 53 : 24, why ? why : not_here);
     return adjoint(c, d, pool, stream);

@@ -19,7 +19,10 @@
  * With a bonus (the rule BONUS; here it is additive) a token reads before its decay. So f_i ends with
  * the decay before, and a sum that ends at a token does not pass this token. Within a block a token
  * that reads before its decay is one that reads after the decay of the token before it: `near` and q
- * are a row further. The diagonal of P is q . (bonus k), a part of its own. */
+ * are a row further. The diagonal of P is q . (bonus k), a part of its own.
+ *
+ * An x of its own may look before its decay (c.predicts_before). Then it has f of the row before,
+ * and its sum does not pass its token. */
 #ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
 
@@ -123,15 +126,17 @@ __device__ __forceinline__ void scale_keys(float (&x)[KEYS / 8][4], const float 
     }
 }
 
-/* x times rows row.. of a matrix, and times a number per row. */
+/* x times rows row.. of a matrix, and times a number per row. If `early`, each row has the numbers
+ * of the row before, and the first of a block has ones. */
 __device__ __forceinline__ void scale_all(float (&x)[KEYS / 8][4], key_matrix &by, int row,
-                                          float top, float low)
+                                          float top, float low, bool early = false)
 {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, first = row + lane / 4 - early;
 #pragma unroll
     for (int m = 0; m < KEYS / 8; m++) {
         const int key = m * 8 + lane % 4 * 2;
-        const float2 a = by.two(row + lane / 4, key), b = by.two(row + lane / 4 + 8, key);
+        const float2 a = early && lane < 4 ? make_float2(1, 1) : by.two(first, key);
+        const float2 b = by.two(first + 8, key);
         x[m][0] *= top * a.x;
         x[m][1] *= top * a.y;
         x[m][2] *= low * b.x;
@@ -176,6 +181,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     const int panels = (c.V + PANEL - 1) / PANEL;
     const float scale = (float)c.scale;
     const bool bonus = !delta && to.dbonus;
+    const bool early_x = HAS_X && c.predicts_before;
 
     /* one thread asks the copy engine, or all threads copy */
     const bool fetches = !HAS_WARP_GROUPS || threadIdx.x == 0;
@@ -308,7 +314,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     const float b_top = s.beta[top], b_low = s.beta[low];
     if (first_group || delta) {
         char *tile = first_group ? s.dP : s.dL;
-        if (delta && !first_group && first_key == 0) /* Z_i . E_i */
+        if (delta && !first_group && first_key == 0 && d[LA_DBETA].data) /* Z_i . E_i */
 #pragma unroll
             for (int m = 0; m < 8; m++)
 #pragma unroll
@@ -348,7 +354,8 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     if (HAS_X) __syncthreads(); /* x is there */
     /* was q^ = e q, x^ = e x: terms that begin at the state before the chunk */
     for (int B = 0; B < block; B++) scale_keys(Y, s.t[B]);
-    scale_all(Y, s.f, row0, first_group ? scale : -b_top, first_group ? scale : -b_low);
+    const bool early = early_x && !first_group;
+    scale_all(Y, s.f, row0, first_group ? scale : -b_top, first_group ? scale : -b_low, early);
     const char *const x_rows = HAS_X ? s.xf : s.k;
     sum_rows(Y, first_group ? s.q : x_rows, row0,
              first_group ? s.q_from_state[block] : s.x_from_state[block]);
@@ -370,7 +377,9 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
             *(uint32_t *)(s.qf + at) = pack(q.x * a.x, q.y * a.y);
             if (delta) {
                 const float2 x = HAS_X ? unpack(*(const uint32_t *)(s.xf + at)) : k;
-                *(uint32_t *)(s.xf + at) = pack(x.x * a.x, x.y * a.y);
+                float2 of_x = a;
+                if (early_x) of_x = i ? s.f.two(max(row - 1, 0), own_key) : make_float2(1, 1);
+                *(uint32_t *)(s.xf + at) = pack(x.x * of_x.x, x.y * of_x.y);
             }
             *(uint32_t *)(s.kh + at) = pack(k.x * b.x, k.y * b.y);
         }
@@ -385,7 +394,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
             if (J) scale_keys(x, s.t[J]);
             multiply_block(x, load_left(tile, row0, J * 16), address_of(s.kh), J * 16);
         }
-        if (block) scale_all(x, s.f, row0, 1, 1);
+        if (block) scale_all(x, s.f, row0, 1, 1, early);
 #pragma unroll
         for (int m = 0; m < KEYS / 8; m++)
 #pragma unroll
@@ -433,14 +442,16 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     if (HAS_X) load_x(s.kh);
     /* sums that end at a token go over f, those that begin there over h */
     const auto put = [&](const float(&x)[KEYS / 8][4], const char *tile, key_matrix &sums,
-                         bool add) {
+                         bool add, bool early = false) {
 #pragma unroll
         for (int m = 0; m < KEYS / 8; m++) {
             const int key = m * 8 + pair, at = element_at(top, key);
             const float2 y = unpack(*(const uint32_t *)(tile + at));
             const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
-            float2 &p = sums.two(top, key), &q = sums.two(low, key);
-            p = make_float2((add ? p.x : 0) + x[m][0] * y.x, (add ? p.y : 0) + x[m][1] * y.y);
+            /* the first of a block passes no token of it */
+            float2 &p = sums.two(top - (early && lane >= 4), key), &q = sums.two(low - early, key);
+            if (!early || lane >= 4)
+                p = make_float2((add ? p.x : 0) + x[m][0] * y.x, (add ? p.y : 0) + x[m][1] * y.y);
             q = make_float2((add ? q.x : 0) + x[m][2] * z.x, (add ? q.y : 0) + x[m][3] * z.y);
         }
     };
@@ -450,7 +461,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         put(R, s.k, s.h, false);
     __syncthreads();
     if (!first_group) {
-        if (delta) put(Y, seen, s.f, true);
+        if (delta) put(Y, seen, s.f, true, early_x);
         if constexpr (HAS_X) { /* dk waits in shared memory for the pairs within a block */
 #pragma unroll
             for (int m = 0; m < KEYS / 8; m++) {
@@ -499,13 +510,17 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
                     const float p = near[j][i];
                     of_rho += p * q[i];
                     dq[i] += p * rho[i];
-                    if (delta) {
-                        const float y = near[15 - j][15 - i];
+                    const float y = delta ? near[15 - j][15 - i] : 0;
+                    if (delta && !early_x) {
                         of_rho += y * x[i];
                         dx[i] += y * rho[i];
                     }
                     da[i] += of_rho * rho[i - 1];
                     of_rho *= a[i];
+                    if (delta && early_x) {
+                        of_rho += y * x[i];
+                        dx[i] += y * rho[i - 1];
+                    }
                 }
                 dq[j] += near[j][j] * rho[j];
                 if (HAS_X)

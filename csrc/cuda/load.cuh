@@ -246,7 +246,7 @@ static inline void move_along(int axis, int64_t i, std::initializer_list<view *>
 static inline void narrow(call *c, int h, int n)
 {
     const int group = c->HV / c->H, hv = h * group;
-    move_along(2, h, {&c->x[LA_Q], &c->x[LA_K], &c->x[LA_X]});
+    move_along(2, h, {&c->x[LA_Q], &c->x[LA_K], &c->x[LA_X], &c->x[LA_Y]});
     move_along(
         2, hv,
         {&c->x[LA_V], &c->x[LA_W], &c->x[LA_G], &c->x[LA_BETA], &c->x[LA_WEIGHT], &c->x[LA_O]});

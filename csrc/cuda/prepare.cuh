@@ -18,6 +18,7 @@
 #define LANE_SUM(x) (x)
 #define UNROLL
 #define JOIN(x, y, W) join_quads(x, y, W)
+#define KEY_BEFORE true
 typedef float real, lane, lane_of_state;
 enum { MAX_STRIP = 2 };
 
@@ -774,8 +775,8 @@ __device__ void load_decays(const call &c, const unit &u, int t, int n, float *a
 
 /* Diagonal blocks pair by pair. A warp has a block. A lane has its column lane % 16 and every other
  * pair of keys. The results are rows of the sums x k' and q k'; `looks` is the tile of x. If `early`,
- * q reads before the decay of its token. */
-template <int KP>
+ * q of the additive rule, or x of the delta rule, sees the state before the decay of its token. */
+template <int KP, la_rule RULE>
 __device__ void multiply_pairs(const key_room<KP> &s, const char *looks, bool early,
                                float (&xk)[16], float (&qk)[16])
 {
@@ -794,10 +795,11 @@ __device__ void multiply_pairs(const key_room<KP> &s, const char *looks, bool ea
                 k.x *= a.x;
                 k.y *= a.y;
             }
-            const float2 read = early ? before : k;
+            const float2 for_q = early && RULE == LA_ADDITIVE ? before : k;
+            const float2 for_x = early && RULE == LA_DELTA ? before : k;
             if (i >= j) {
-                xk[i] += x.x * k.x + x.y * k.y;
-                qk[i] += q.x * read.x + q.y * read.y;
+                xk[i] += x.x * for_x.x + x.y * for_x.y;
+                qk[i] += q.x * for_q.x + q.y * for_q.y;
             }
         }
     }
@@ -826,8 +828,10 @@ template <int KP> __device__ void find_own(key_room<KP> &s)
 }
 
 /* With a bonus (the rule BONUS; here it is additive) q reads before the decay of its token, and the
- * diagonal of P is q . (bonus k). Warps 0 to 3 multiply the rows of Q K', warps 4 to 7 those of X K' with the longest row first. So
- * the two warps that share a scheduler have five blocks together. */
+ * diagonal of P is q . (bonus k). Under the delta rule x may look before that decay.
+ *
+ * Warps 0 to 3 multiply the rows of Q K', warps 4 to 7 those of X K' with the longest row first. So the
+ * two warps that share a scheduler have five blocks together. */
 template <int KP, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     prepare_key(const __grid_constant__ call c, const __grid_constant__ chunks w,
@@ -850,6 +854,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     load_decays<KP>(c, u, t, n, s.a);
     const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
     const bool bonus = RULE == LA_ADDITIVE && c.x[LA_U].data;
+    const bool early = bonus || (has_x && c.predicts_before); /* of q; under the delta rule of x */
     if (bonus && threadIdx.x < KP)
         s.bonus[threadIdx.x] = (int)threadIdx.x < c.K
                                    ? load<float>(at(c.x[LA_U], u.h, threadIdx.x), c.x[LA_U].dtype)
@@ -883,7 +888,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     __syncthreads();
     float slow_xk[16], slow_qk[16];
     const int slow = warp < 4 ? s.slow[warp] : C;
-    if (slow < C) multiply_pairs<KP>(s, has_x ? s.xf : s.k, bonus, slow_xk, slow_qk);
+    if (slow < C) multiply_pairs<KP, RULE>(s, has_x ? s.xf : s.k, early, slow_xk, slow_qk);
     __syncthreads();
 
     /* Running products up the chunk, then down. A thread has two keys and a block of 16 rows. */
@@ -914,8 +919,9 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
         if (block == 0) *(float2 *)(w.total + (int64_t)place * KP + own) = all;
     }
     __syncthreads(); /* from here on k becomes k / f */
-    const auto scale_up = [&](int block, auto reads_early) {
-        constexpr bool early = decltype(reads_early)::value;
+    const auto scale_up = [&](int block, auto before) {
+        constexpr bool early_q = decltype(before)::value && RULE == LA_ADDITIVE;
+        constexpr bool early_x = decltype(before)::value && RULE == LA_DELTA;
         float2 all = make_float2(1, 1), f = all;
         for (int j = 0; j < block; j++) {
             all.x *= s.t[j * KP + own];
@@ -930,15 +936,16 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
             const float2 all_before = all, f_before = f;
             all = make_float2(all.x * a.x, all.y * a.y);
             f = make_float2(f.x * a.x, f.y * a.y);
-            const float2 from_start = early ? all_before : all, of_q = early ? f_before : f;
-            const float2 read = make_float2(q.x * from_start.x * scale, q.y * from_start.y * scale);
+            const float2 all_of_q = early_q ? all_before : all, of_q = early_q ? f_before : f;
+            const float2 all_of_x = early_x ? all_before : all, of_x = early_x ? f_before : f;
+            const float2 read = make_float2(q.x * all_of_q.x * scale, q.y * all_of_q.y * scale);
             put_pair(to_q + here, read.x, read.y);
             if (too_large(read.x) || too_large(read.y)) found = 0;
             put_pair(s.q + here, q.x * of_q.x, q.y * of_q.y);
             put_pair(s.k + here, __fdividef(k.x, f.x), __fdividef(k.y, f.y));
             if (RULE == LA_DELTA) {
-                put_pair(to_k + here, x.x * all.x, x.y * all.y);
-                put_pair(s.xf + here, x.x * f.x, x.y * f.y);
+                put_pair(to_k + here, x.x * all_of_x.x, x.y * all_of_x.y);
+                put_pair(s.xf + here, x.x * of_x.x, x.y * of_x.y);
             }
         }
     };
@@ -946,7 +953,7 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     for (int first = 0; first < 4; first += BLOCKS) {
         const int block = first + threadIdx.x / (KP / 2);
         if (block >= 4) continue;
-        if (bonus)
+        if (early)
             scale_up(block, std::true_type());
         else
             scale_up(block, std::false_type());

@@ -24,7 +24,7 @@ DELTA, NORMALISED = ops_with(rule="delta"), ops_with(normaliser=True)
 PREDICTS = tuple(op for op in DELTA if op not in PAIR_DECAY)  # these take x
 # a GPU takes 256 keys at most of these, and has no kernels in chunks for the latter
 RARE = (*ops_with(rule="dplr"), *ops_with(rule="bonus"), *PAIR_DECAY)
-BY_TOKEN = (*ops_with(rule="dplr"), *PAIR_DECAY)
+BY_TOKEN = PAIR_DECAY
 
 # For tests that would take too long with all ops: the plainest op, and the delta rules with a gate.
 # Together they have everything that a kernel can have except a decay per head.
