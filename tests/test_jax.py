@@ -15,6 +15,7 @@ from support.jax_arrays import (
     PER_HEAD,
     ROOMS,
     SIZES,
+    SYSTEMS,
     assert_near,
     assert_same,
     jax,
@@ -374,7 +375,7 @@ def test_a_traced_array_names_linattn_jax(function):
 
 def test_every_op_is_there_with_its_arguments():
     assert {*OPS, *(f"{op}_step" for op in OPS)} == set(linattn.jax.__all__) - set(BESIDE)
-    assert len(BESIDE) == 2 * len(ROOMS) > 0
+    assert len(BESIDE) == 2 * (len(ROOMS) + len(SYSTEMS)) > 0
     for name in linattn.jax.__all__:
         own, inner = (
             inspect.signature(getattr(m, name)).parameters for m in (linattn.jax, linattn)
@@ -388,7 +389,7 @@ def test_the_page_runs():
     imported("flax")
     page = (Path(__file__).parents[1] / "docs" / "jax.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names = {"__name__": "page"}
     exec("\n".join(blocks), names)
     assert names["o"].shape == (2, 64, 4, 16) and np.allclose(names["y"], names["last"], atol=1e-5)

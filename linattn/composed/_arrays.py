@@ -5,12 +5,14 @@ One spelling serves NumPy, PyTorch, CuPy and every library whose arrays know the
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from linattn.features import cast, is_array, is_recorded, is_tensor, is_traced, library_of, shape_of
+from linattn.ops._core import WAYS
 
 __all__ = [
     "Arrays",
@@ -58,6 +60,12 @@ class Arrays:
         self._require_float(name, x)
         self.like = x
         self.real = self.xp.float64 if self.dtype == "float64" else self.xp.float32
+        #: Does linattn.jax make the call? Then no array changes, and a step returns its state.
+        self.by_jax = not is_tensor(x) and type(x) is not np.ndarray and WAYS.get() is not None
+        #: For sums of many tokens. JAX has no float64 unless it is told to.
+        self.double = self.xp.float64
+        if self.by_jax and not sys.modules["jax"].config.jax_enable_x64:
+            self.double = self.xp.float32
         self._fit(name, x, letters)
 
     # ---- checks ----
@@ -232,7 +240,9 @@ class Arrays:
         return self.xp.asarray(np.asarray(values, np.int64))
 
     def contiguous(self, x: Any) -> Any:
-        """x in memory of its own, where x is a part of a larger array."""
+        """x in memory of its own, where it is a part of a larger array; those of JAX never are."""
+        if self.by_jax:
+            return x
         return x.contiguous() if is_tensor(x) else self.xp.ascontiguousarray(x)
 
     def scaled(self, a: Any, x: Any) -> Any:
@@ -247,6 +257,31 @@ class Arrays:
     def short(self, x: Any) -> Any:
         """x in the dtype of the first array."""
         return cast(x, self.like.dtype)
+
+    def stepped(self, found: Any, state: Any) -> tuple[Any, Any]:
+        """The output of an op's step, and its state: the one it changed, or for JAX a new one."""
+        return found if self.by_jax else (found, state)
+
+    def with_state(self, y: Any, state: Any) -> Any:
+        """What a step returns: for JAX the new state, too."""
+        return (y, state) if self.by_jax else y
+
+    def replaced(self, x: Any, value: Any, indices: Any = None) -> Any:
+        """Part of a state with this value, in its dtype: x, which changes, or for JAX a new array.
+
+        With indices x is a pool, and a row whose index is -1 has no place in it.
+        """
+        value = cast(value, x.dtype)
+        if self.by_jax:
+            if indices is None:
+                return value
+            return x.at[self.xp.where(indices < 0, len(x), indices)].set(value, mode="drop")
+        if indices is None:
+            x[...] = value
+        else:
+            there = (indices >= 0) & (indices < len(x))
+            x[indices[there]] = value[there]
+        return x
 
     def short_of_step(self, found: Any) -> Any:
         """The same of what a step gives: its output, and for JAX the new state beside it."""
@@ -353,5 +388,8 @@ def total(xp: Any, x: Any, axes: tuple[int, ...]) -> Any:
 
 
 def detached(x: Any) -> Any:
-    """x, of which PyTorch records nothing."""
-    return x.detach() if is_tensor(x) else x
+    """x, of which PyTorch and JAX record nothing."""
+    if is_tensor(x):
+        return x.detach()
+    jax = sys.modules.get("jax")
+    return jax.lax.stop_gradient(x) if jax and isinstance(x, jax.Array) else x

@@ -285,7 +285,7 @@ def gated_delta_product_step(
     for r in range(p.R):
         if r == 1 and gates:
             gates[p.gate] = 0.0 if p.gate == "g" else 1.0
-        o = op(
+        found = op(
             q,
             k[:, r],  # type: ignore[index]
             v[:, r],  # type: ignore[index]
@@ -297,7 +297,8 @@ def gated_delta_product_step(
             qk_l2norm=qk_l2norm,
             state_v_first=state_v_first,
         )
-    done: Array = o
+        o, state = p.call.stepped(found, state)
+    done: Array = p.call.with_state(o, state)
     return done
 
 

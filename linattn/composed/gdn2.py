@@ -81,9 +81,9 @@ class _Problem:
         self.call, self.k, self.v, self.qk_l2norm = call, k, v, qk_l2norm
 
     def is_watched(self, *given: Any) -> bool:
-        """Does PyTorch record or trace a call with these? The core's gates have no gradients."""
+        """Does PyTorch or JAX record or trace a call? The core's gates have no gradients."""
         if not is_tensor(self.call.like):
-            return False
+            return self.call.by_jax
         from linattn import autograd
 
         return autograd.is_watched("kda", (self.call.like, self.k, self.v, *given))
@@ -113,6 +113,8 @@ class _Problem:
         """
         arrays: dict[str, Any] = {"beta": 1.0}
         names = _NAMES | {"value_gate": "w"}
+        if self.call.by_jax:
+            return self.written(), arrays | {"x": self.x()}, dict(_NAMES)
         if self.call.is_like(self.b_given):
             arrays |= {"x": self.b_given, "x_is_factor": True}
             names["x"] = "b"

@@ -218,7 +218,7 @@ class _Problem:
 
     def rate(self) -> Any:
         """By how much a token turns, in float64: a sum of many float32 angles has few digits."""
-        return cast(self.dt[..., None] * self.angles, self.xp.float64)
+        return cast(self.dt[..., None] * self.angles, self.call.double)
 
     def turn(self, theta: Any) -> None:
         """q and k from the angles of the tokens, [...,H,R]."""
@@ -247,7 +247,7 @@ class _Problem:
             self.before = Mamba3States(*map(self.zeros, letters))
         else:
             self.before = Mamba3States(self.state[0], *map(self.call.real_of, self.state[1:]))
-        angle = cast(self.before.angle, self.xp.float64)
+        angle = cast(self.before.angle, self.call.double)
         self.before = self.before._replace(angle=angle)
         rows, short = self.rows, self.call.short
         self.theta = None
@@ -494,33 +494,31 @@ def mamba3_step(
         at = xp.clip(state_batch_indices, 0, max(len(ssm) - 1, 0))
     theta = None
     if p.R:
-        theta = p.rate() + cast(angle[at], xp.float64)
+        theta = p.rate() + cast(angle[at], call.double)
     p.turn(theta)
     half = call.short(p.other[..., None] * call.real_of(v[at]))
     own = call.short(p.own[..., None] * p.x)
     options: dict[str, Any] = {
-        "state": ssm,
         "state_indices": state_batch_indices,
         "scale": 1,
         "state_v_first": True,
     }
     with called(_NAMES, x):
         k_before = call.contiguous(call.short(call.real_of(k[at])))
-        simple_gla_step(p.q, k_before, half, 0.0, **options)
-        o = simple_gla_step(p.q, p.k, own, p.g, **options)
+        found = simple_gla_step(p.q, k_before, half, 0.0, state=ssm, **options)
+        _, ssm = call.stepped(found, ssm)
+        found = simple_gla_step(p.q, p.k, own, p.g, state=ssm, **options)
+        o, ssm = call.stepped(found, ssm)
     y: Array = p.finish(call.real_of(o))
-    new = [(k, p.k), (v, p.x)]
+    if state_batch_indices is not None:
+        there = (state_batch_indices >= 0) & (state_batch_indices < len(ssm))
+        y = xp.where(there[:, None, None], y, xp.zeros_like(y))
+    k = call.replaced(k, p.k, state_batch_indices)
+    v = call.replaced(v, p.x, state_batch_indices)
     if p.R:
-        new.append((angle, p.within_a_turn(theta)))
-    if state_batch_indices is None:
-        for kept, value in new:
-            kept[...] = cast(value, kept.dtype)
-        return y
-    there = (state_batch_indices >= 0) & (state_batch_indices < len(ssm))
-    for kept, value in new:
-        kept[state_batch_indices[there]] = cast(value, kept.dtype)[there]
-    y = xp.where(there[:, None, None], y, xp.zeros_like(y))
-    return y
+        angle = call.replaced(angle, p.within_a_turn(theta), state_batch_indices)
+    done: Array = call.with_state(y, Mamba3States(angle, ssm, k, v))
+    return done
 
 
 def mamba3_backward(
@@ -644,9 +642,9 @@ def mamba3_backward(
     dA, d_trap = dg * p.dt, p.dt * (d_own - d_other)
     d_angles, d_angle0 = None, d_final.angle
     if p.R:  # was theta = sums of dt angles; a score of rows that turn alike has no part in it
-        d_theta = cast(_d_angle(q, dq, p.R) + _d_angle(k, dk, p.R), xp.float64)
+        d_theta = cast(_d_angle(q, dq, p.R) + _d_angle(k, dk, p.R), call.double)
         at_last = rows.at(rows.is_last, d_final.angle, xp.zeros_like(p.angles))
-        d_rate = cast(rows.sums(d_theta + cast(at_last, xp.float64), True), call.real)
+        d_rate = cast(rows.sums(d_theta + cast(at_last, call.double), True), call.real)
         d_angles, d_angle0 = p.dt[..., None] * d_rate, rows.first(d_rate, d_final.angle)
         d_dt = d_dt + (p.angles * d_rate).sum(-1)
     dq, dk = dq + d_score[..., None] * k, dk + d_score[..., None] * q

@@ -112,15 +112,15 @@ class _Problem:
     def read_gates(self) -> None:
         """The gates in float64. In float32 the rounding of m, token after token, would be seen."""
         i, f = self.call.real_of(self.i_given), self.call.real_of(self.f_given)
-        self.i, self.f = cast(i, self.xp.float64), cast(f, self.xp.float64)
+        self.i, self.f = cast(i, self.call.double), cast(f, self.call.double)
         self.log_f = logsigmoid(self.f)
 
     def first_m(self) -> Any:
         """m before the first token of each sequence; 0 where no state was given."""
         if self.m is not None:
-            return cast(detached(self.m), self.xp.float64)
+            return cast(detached(self.m), self.call.double)
         return cast(
-            self.call.full([self.call.sizes["N"], self.call.sizes["HV"]], 0.0), self.xp.float64
+            self.call.full([self.call.sizes["N"], self.call.sizes["HV"]], 0.0), self.call.double
         )
 
     def compute(self) -> None:
@@ -141,7 +141,7 @@ class _Problem:
         self.weigh(before, m)
         # C and n are in units of exp(m): of the m that is returned, which is rounded
         self.last_m = cast(last, self.call.real)
-        self.unit = cast(xp.exp(last - cast(self.last_m, xp.float64)), self.call.real)
+        self.unit = cast(xp.exp(last - cast(self.last_m, self.call.double)), self.call.real)
 
     def weigh(self, before: Any, m: Any) -> None:
         """The decay's logarithm, the values, and the least divisor, from m before and after."""
@@ -351,41 +351,44 @@ def mlstm_step(
     C, n, m = state
     xp = p.xp
     at: Any = ... if state_indices is None else xp.clip(state_indices, 0, max(len(m) - 1, 0))
-    before = cast(m[at], xp.float64)
+    double = p.call.double
+    before = cast(m[at], double)
     exact = xp.maximum(p.log_f + before, p.i)
     # rounded up, so that the decay is at most one; the decay is that of the m which is stored
     after = cast(exact, m.dtype)
     after = xp.where(
-        cast(after, xp.float64) < exact, xp.nextafter(after, xp.full_like(after, math.inf)), after
+        cast(after, double) < exact, xp.nextafter(after, xp.full_like(after, math.inf)), after
     )
-    p.weigh(before, cast(after, xp.float64))
+    p.weigh(before, cast(after, double))
     values = p.values()
     options: dict[str, Any] = {"state_indices": state_indices, "scale": scale}
     with called(_NAMES, q):
-        num = simple_gla_step(
-            p.call.real_of(q),
-            p.call.real_of(k),
-            p.call.contiguous(values[..., :-1]),
-            p.g,
-            state=C,
-            **options,
+        num, C = p.call.stepped(
+            simple_gla_step(
+                p.call.real_of(q),
+                p.call.real_of(k),
+                p.call.contiguous(values[..., :-1]),
+                p.g,
+                state=C,
+                **options,
+            ),
+            C,
         )
-        den = simple_gla_step(
-            p.call.real_of(q),
-            p.call.real_of(k),
-            p.call.contiguous(values[..., -1:]),
-            p.g,
-            state=n[..., None],
-            **options,
+        den, n = p.call.stepped(
+            simple_gla_step(
+                p.call.real_of(q),
+                p.call.real_of(k),
+                p.call.contiguous(values[..., -1:]),
+                p.g,
+                state=n[..., None],
+                **options,
+            ),
+            n[..., None],
         )
-    if state_indices is None:
-        m[...] = after
-    else:
-        there = state_indices >= 0
-        m[state_indices[there]] = after[there]
+    m = p.call.replaced(m, after, state_indices)
     h, _ = p.divide(p.call.real_of(num), p.call.real_of(den)[..., 0])
-    short: Array = p.call.short(h)
-    return short
+    done: Array = p.call.with_state(p.call.short(h), (C, n[..., 0], m))
+    return done
 
 
 def mlstm_backward(

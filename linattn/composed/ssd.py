@@ -142,9 +142,9 @@ class _Problem:
             self.skip, self.D = self.D, self.D[:, None]
 
     def is_watched(self, initial_states: Any) -> bool:
-        """Does PyTorch record or trace the call? The core's weights have no gradients."""
+        """Does PyTorch or JAX record or trace the call? The core's weights have no gradients."""
         if not is_tensor(self.call.like):
-            return False
+            return self.call.by_jax
         from linattn import autograd
 
         given = (self.C, self.B, self.call.like, self.dt, self.g, self.skip, initial_states)
@@ -392,26 +392,28 @@ def ssd_step(
     if state_batch_indices is not None:
         p.call.integers("state_batch_indices", state_batch_indices, "B")
     p.compute()
+    skipped = p.skip is not None and not p.call.by_jax
+    weighed = {} if p.call.by_jax else {"weight": p.dt, "skip": p.skip}
     with called(_NAMES, x):
-        o = step_for(p.C)(
+        found = step_for(p.C)(
             "simple_gla",
             p.C,
             p.B,
-            x,
+            p.v if p.call.by_jax else x,
             g=p.g,
-            weight=p.dt,
-            skip=p.skip,
+            **weighed,
             state=state,
             state_indices=state_batch_indices,
             scale=1,
             state_v_first=True,
         )
-    y: Array = p.finish(o, skipped=p.skip is not None)
-    if state_batch_indices is None or p.D is None or p.skip is not None:
-        return y
-    there = (state_batch_indices >= 0) & (state_batch_indices < state.shape[0])
-    y = p.call.xp.where(there[:, None, None], y, p.call.xp.zeros_like(y))
-    return y
+    o, state = p.call.stepped(found, state)
+    y: Array = p.finish(o, skipped=skipped)
+    if state_batch_indices is not None and p.D is not None and not skipped:
+        there = (state_batch_indices >= 0) & (state_batch_indices < state.shape[0])
+        y = p.call.xp.where(there[:, None, None], y, p.call.xp.zeros_like(y))
+    done: Array = p.call.with_state(y, state)
+    return done
 
 
 def ssd_backward(

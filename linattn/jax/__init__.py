@@ -2,8 +2,8 @@
 
 Every op of ``linattn.VARIANTS`` is here, ``linattn.jax.<op>`` and ``linattn.jax.<op>_step``, with
 the arguments of ``linattn.<op>`` and ``linattn.<op>_step``. So are ``selective_scan``, ``rg_lru``,
-``hgrn`` and ``causal_conv1d`` with their steps. XLA calls the C core on the CPU, and the CUDA
-kernels on a GPU.
+``hgrn`` and ``causal_conv1d`` with their steps, and the systems of ``linattn.composed``. XLA calls
+the C core on the CPU, and the CUDA kernels on a GPU.
 Differences from the functions of ``linattn``:
 
 - A step is a function: it returns ``(o, state)`` and changes nothing. Where the old state is not
@@ -53,13 +53,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import linattn
+from linattn import composed
 from linattn.jax import _gradients, _rooms
 from linattn.ops._core import WAYS, Ways
 from linattn.variants import OPS
 
 _WITHOUT_A_TABLE = ("selective_scan", "rg_lru", "hgrn", "causal_conv1d")
+SYSTEMS = tuple(name for name in composed.__all__ if f"{name}_step" in composed.__all__)
 
-__all__: list[str] = [f"{name}{x}" for name in (*OPS, *_WITHOUT_A_TABLE) for x in ("", "_step")]
+__all__: list[str] = [
+    f"{name}{x}" for name in (*OPS, *_WITHOUT_A_TABLE, *SYSTEMS) for x in ("", "_step")
+]
 
 _WAYS = Ways(_gradients.forward, _gradients.step, _rooms.forward, _rooms.step)
 
@@ -96,16 +100,23 @@ def _is_complex(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.iscomplexobj(x)
 
 
+def _output(name: str) -> str:
+    step, whole = name.endswith("_step"), name.removesuffix("_step")
+    if whole in SYSTEMS:
+        return f"output : array\n    As of :func:`linattn.{name}`."
+    if whole in OPS:
+        return f"o : array {'[B,HV,V]' if step else '[B,T,HV,V]'}, dtype of v"
+    return f"y : {'[B,D]' if step else '[B,T,D]'}"
+
+
 def _documentation(name: str, parameters: list[str], summary: str) -> str:
     step = name.endswith("_step")
-    values = "[B,HV,V], dtype of v" if step else "[B,T,HV,V], dtype of v"
-    channels = "[B,D]" if step else "[B,T,D]"
     return _DOC.format(
         summary=summary.replace("; ``state`` is changed in place", ""),
         name=name,
         parameters=", ".join(parameters) + " :",
         how="The state is not changed, but returned." if step else "JAX differentiates it.",
-        output=f"o : array {values}" if name.removesuffix("_step") in OPS else f"y : {channels}",
+        output=_output(name),
         state="state : the state after the token, of the dtype and shape of the one before"
         if step
         else "final_state : the state after the last token, or None",
@@ -117,13 +128,17 @@ def _of_jax(name: str) -> Callable[..., Any]:
     inner = getattr(linattn, name)
     given = inspect.signature(inner).parameters.values()
     parameters = [x for x in given if x.name not in ("out", "_unknown")]
+    seen = {"cu_seqlens", "seq_idx"} if name in SYSTEMS else set()
 
     def function(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if "out" in kwargs:
             raise TypeError(
                 f"{name}() got an unexpected keyword argument 'out' (no array of JAX is written)"
             )
+        # a system looks at the numbers of these, which JAX would hide
+        known = {x: kwargs.pop(x) for x in seen & kwargs.keys()}
         args, kwargs = jax.tree.map(_array, (args, kwargs))
+        kwargs |= known
         if name.endswith("_step") and any(map(_is_complex, jax.tree.leaves((args, kwargs)))):
             raise TypeError(
                 f"{name}: expected real arrays, got complex ones, which JAX cannot step"

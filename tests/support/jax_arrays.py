@@ -20,9 +20,11 @@ import linattn.jax  # noqa: E402
 SIZES = {"B": 2, "T": 7, "H": 2, "HV": 4, "K": 4, "V": 3}
 PER_HEAD = ("gamma", "slopes", "bonus")
 LAST = KEY_DECAY[-1]
-# The functions that are of no op, and those of them that are no steps.
+SYSTEMS = linattn.jax.SYSTEMS
+# The functions that are of no op; those of them that are neither steps nor systems.
 BESIDE = [name for name in linattn.jax.__all__ if name.removesuffix("_step") not in OPS]
-ROOMS = [name for name in BESIDE if not name.endswith("_step")]
+ROOMS = [name for name in BESIDE if name.removesuffix("_step") not in SYSTEMS]
+ROOMS = [name for name in ROOMS if not name.endswith("_step")]
 
 
 def problem(op, *, seed=0, dtype=np.float32, state=True, **sizes):
