@@ -14,7 +14,7 @@ import torch
 from .base import Peer
 from .check import log_decay, softmax_chunks
 from .forms import chunked
-from .inputs import LAYER, LAYERS, ours
+from .inputs import LAYER, LAYERS, by_head, ours
 from .peers_cpu import SCALAR, wants_softmax
 
 # fla may hand its calls to these where they are installed: here each stands for itself
@@ -55,17 +55,25 @@ def installed(name):
 
 def fla_arguments(case, x, g="g"):
     """The decay that is fixed by head is a matter of fla's own functions."""
+    rule, scale = case.variant.rule, case.D**-0.5
+    if rule == "dplr":
+        looks = {"a": -x["x"], "b": x["y"], "gk": x["g"]}
+        return {name: x[name] for name in "qkv"} | looks | {"scale": scale}
+    if rule == "bonus":
+        bonus = x["bonus"] if "bonus" in x else torch.from_numpy(by_head(case)["bonus"])
+        rest = {"k": x["k"], "v": x["v"], "w": x["g"], "u": bonus.to(x["q"].device)}
+        return {"r": x["q"]} | rest | {"scale": scale}
     arguments = {
         {"g": g}.get(name, name): x[name] for name in ("q", "k", "v", "g", "beta") if name in x
     }
     if case.variant.normaliser:
         arguments["normalize"] = case.normalised
-    return arguments | {"scale": case.D**-0.5}
+    return arguments | {"scale": scale}
 
 
 def fla_forward(case, variant=""):
     """fla's function of an op and its further arguments, or None."""
-    if not case.ordinary:  # it has other names for the arrays of other rules
+    if not case.ordinary and (case.system or case.variant.rule not in ("dplr", "bonus")):
         return None
     rows = FLA.get(case.op, [("", f"chunk_{case.op}", {})])
     name, more = next((row[1:] for row in rows if row[0] == variant), (None, None))
