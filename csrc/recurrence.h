@@ -98,7 +98,7 @@ typedef struct la_operands {
     const real *bonus; /* BONUS */
     const lane *v;
     real beta, eta; /* beta: of DELTA; where la_weighs, the weight of the write or 1 */
-    bool before;    /* TOKEN and DELTA: x looks at the state before its decay */
+    bool before;    /* DELTA and TOKEN (KEY too, if KEY_BEFORE): x looks before the decay */
     bool batched;   /* PAIR: M0 predicts in the place of S */
     la_strip M0;
     real own; /* q . k, with a bonus q . (bonus * k): a token's weight in its own read */
@@ -108,8 +108,8 @@ typedef struct la_operands {
 /* Is the prediction made from the decayed state? */
 LA_FN bool la_looks_after(const la_operands *t, const la_decay decay, const la_rule rule)
 {
-    const bool may_not = decay == LA_TOKEN || (KEY_BEFORE && decay == LA_KEY);
-    return la_predicts_after(decay, rule) && !(may_not && t->before);
+    const bool may_look_before = decay == LA_TOKEN || (KEY_BEFORE && decay == LA_KEY);
+    return la_predicts_after(decay, rule) && !(may_look_before && t->before);
 }
 
 /* p, what the state predicts for x. Unless `reads` is false, o = S' q of the same state, decayed;

@@ -317,7 +317,7 @@ BORROWED = pytest.mark.parametrize("op", ["rwkv6", "dplr_delta_rule"])
 
 
 def long_problem(op, **shape):
-    return gpu_problem(op, dtype="bfloat16", **{"B": 2, "T": 300, "K": 64, "V": 64} | shape)
+    return gpu_problem(op, **{"B": 2, "T": 300, "K": 64, "V": 64} | shape)
 
 
 @BORROWED
@@ -330,8 +330,9 @@ def test_goes_by_chunks(op):
     assert linattn.explain_kernel(op, **x, mode="recurrent").kernel == "token by token"
 
 
-def test_a_nan_in_a_bonus_is_in_the_reads_of_its_head_alone():
-    x = long_problem("rwkv6", H=2, HV=2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_nan_in_a_bonus_is_in_the_reads_of_its_head_alone(dtype):
+    x = long_problem("rwkv6", H=2, HV=2, dtype=dtype)
     want, state = linattn.rwkv6(**x, output_final_state=True)
     x["bonus"] = x["bonus"].clone()
     x["bonus"][1, 3] = torch.nan
@@ -344,6 +345,24 @@ def test_a_nan_in_a_bonus_is_in_the_reads_of_its_head_alone():
         assert of_rows[:, :, 1, 3].isnan().all()
         assert torch.isfinite(of_rows[..., 4:]).all() and torch.isfinite(of_rows[:, :, 0]).all()
     assert grads.dv[:, :, 1].isnan().all() and torch.isfinite(grads.dv[:, :, 0]).all()
+
+
+@pytest.mark.parametrize("sizes", [{"T": 0}, {"B": 0}])
+def test_the_gradient_of_a_bonus_is_zeros_without_tokens(sizes):
+    x = long_problem("rwkv6", **sizes)
+    grads = linattn.rwkv6_backward(torch.ones_like(x["v"]), **x)
+    assert grads.dbonus.shape == x["bonus"].shape and not grads.dbonus.any()
+
+
+@pytest.mark.parametrize("name", ["g", "y", "k"])
+def test_a_nan_of_the_last_token_is_in_its_row_of_the_state(name):
+    x = long_problem("dplr_delta_rule")
+    x[name][:, -1, 0, 5] = torch.nan
+    states = [
+        linattn.dplr_delta_rule(**x, mode=mode, output_final_state=True)[1].isnan()
+        for mode in ("chunk", "recurrent")
+    ]
+    assert torch.equal(*states) and states[0].any() and not states[0].all()
 
 
 @pytest.mark.parametrize("decay", [-1e-3, -1.0, -80.0, -np.inf])

@@ -13,10 +13,10 @@
  * where q^ and k^ are rows of q and k times the decay from the start of the chunk, k~ is k times
  * the decay to its end, and a is the decay of the whole chunk. Where the caller gave x, it stands
  * in the place of k in k^ and of the left k in A, times k if it is a factor. Where the caller gave
- * gates of values, V is multiplied by them. A call with a bonus is one of the additive rule whose
- * q^ and P have the decays before a token's own, and whose P_ii is q_i . (bonus k_i). A scalar decay scales rows of the products instead.
- * Decays are multiplied, never summed as logarithms (docs/decisions/0005). No exponent is ever
- * positive, and a decay of zero is a zero.
+ * gates of values, V is multiplied by them. A call of the additive rule may have a bonus. Then q^
+ * and P have the decays before a token's own, and P_ii is q_i . (bonus k_i). A scalar decay scales
+ * rows of the products instead. Decays are multiplied, never summed as logarithms
+ * (docs/decisions/0005). No exponent is ever positive, and a decay of zero is a zero.
  *
  * `chunks_forward` computes everything transposed: a warp owns 16 value columns, as the 16 rows of
  * its left operands. The accumulators of one product are then the left operand of the next. The

@@ -2,9 +2,9 @@
  *
  * The first is `prepare` as in the forward pass, which also leaves L. The second is
  * `chunks_both_ways`, forwards and backwards. The third is the intra-chunk adjoint of every chunk.
- * If q and k are normed or mapped, `map_rows` comes before them. dq and dk go to the arrays of the
- * caller. If value heads share them, or if the third kernel cannot undo what happened to q and k,
- * they go to a partial per value head, which `reduce_heads` adds up. */
+ * If q and k are normed or mapped, `map_rows` comes before them in most calls (`maps_rows`). dq and
+ * dk go to the arrays of the caller. If value heads share them, or if the third kernel cannot undo
+ * what happened to q and k, they go to a partial per value head, which `reduce_heads` adds up. */
 #include "intra_chunk_adjoint_key.cuh"
 
 #include <initializer_list>
@@ -47,8 +47,8 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
 }
 
 /* Add up dq, dk and dx of the value heads of one q/k head, and apply the adjoint of loading to dq
- * and dk. The call has q and k as the caller gave them. A warp has a token, a lane four of every 128
- * keys. */
+ * and dk. The call has q and k as the caller gave them. A warp has a token, a lane four of every
+ * 128 keys. */
 template <int KP>
 static __global__ void __launch_bounds__(256)
     reduce_heads(const __grid_constant__ call c, const __grid_constant__ gradients d,
@@ -149,7 +149,8 @@ static void narrow(call &c, gradients &d, int h, int n)
     narrow(&c, h, n);
 }
 
-/* dbonus of the keys of a q/k head. A block has 32 keys, a warp every eighth part. */
+/* dbonus of the keys of a q/k head: the sum of its parts, or zeros if there are none. A block has
+ * 32 keys. Each of its 8 warps adds up every eighth part. */
 static __global__ void __launch_bounds__(256)
     join_bonus(const __grid_constant__ call c, const __grid_constant__ gradients d,
                const float *parts, int kp, int chunk_slots)
@@ -343,7 +344,7 @@ static cudaError_t launch_turn(const call &given, gradients d, const backward_sc
     if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && !x.to.direct)
         error = launch(reduce_heads<KP>, (tokens * c.H + 7) / 8, 256, 0, stream, given, d, x.to);
-    if (error == cudaSuccess && x.to.dbonus)
+    if (error == cudaSuccess && per_key && RULE == LA_ADDITIVE && c.x[LA_U].data)
         error = launch(join_bonus, div_up(c.K, 32) * c.H, 256, 0, stream, c, d, x.to.dbonus, KP,
                        x.w.chunk_slots);
     if (error == cudaSuccess && DECAY == LA_TOKEN && intra.blocks > 1)

@@ -145,7 +145,14 @@ __device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t
         la_operands x = {};
         x.q = q, x.k = k, x.x = has_x ? looks : k, x.a = a, x.v = v;
         x.beta = beta, x.own = quad_sum(qk), x.before = c.predicts_before;
-        la_token(la_strip_of(S, 2), {}, 2, KP / 4, &x, o, DECAY, RULE);
+        /* Only pairs of DPLR look before a decay per key (dplr.cu). The second token of a pair has
+         * no x. It must not predict, since zero times a NaN is a NaN. */
+        constexpr bool may_be_pairs = DECAY == LA_KEY && RULE == LA_DELTA;
+        if (may_be_pairs && c.predicts_before && (t + i - u.begin) % 2)
+            la_token(la_strip_of(S, 2), {}, 2, KP / 4, &x, o, DECAY,
+                     may_be_pairs ? LA_ADDITIVE : RULE);
+        else
+            la_token(la_strip_of(S, 2), {}, 2, KP / 4, &x, o, DECAY, RULE);
         if (la_weighs(DECAY, RULE))
             for (int w = 0; w < 2; w++) o[w] = with_skip(c, u.hv, o[w], v[w]);
         const int read = i - first_read;
@@ -155,7 +162,7 @@ __device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t
     }
 }
 
-/* A bonus is an option of the additive rule here. */
+/* Here a call of the additive rule may have a bonus. */
 template <int KP, la_decay DECAY, la_rule RULE>
 __device__ __forceinline__ void chunk_by_tokens(const call &c, const unit &u, int t, int n,
                                                 int first, int v0, int columns, float *S, float *O,

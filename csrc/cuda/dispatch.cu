@@ -451,10 +451,11 @@ static const char *why_by_token(const la_problem *p)
     return NULL;
 }
 
-/* The rule of its kernels in chunks: a bonus is an option of the additive ones, and a token of DPLR
- * is two of the delta rule. */
+/* The rule of its kernels in chunks. Those of the additive rule may have a bonus, and a token of
+ * DPLR is two of the delta rule. */
 static la_rule chunk_rule(const la_problem *p)
 {
+    static_assert(LA_RULES == 4, "a new rule goes token by token, or has its kernels here");
     return la_predicts(p->rule) ? LA_DELTA : LA_ADDITIVE;
 }
 

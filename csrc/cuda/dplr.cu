@@ -2,10 +2,10 @@
  *
  *     p = S' x;   S <- diag(a) S - y p' + k v';   o = S' q
  *
- * is first a token with the decay a, which predicts by x before that decay and writes y (0 - p)'. Then
- * comes one without a decay, which predicts nothing (its x is zeros) and writes k v'. The second is
- * read. So the kernels in chunks of the delta rule take calls of twice as many tokens, from arrays in
- * which the rows of both take turns (docs/decisions/0050). */
+ * is first a token with the decay a, which predicts by x before that decay and writes y (0 - p)'.
+ * Then comes one without a decay, which predicts nothing (its x is zeros) and writes k v'. The
+ * second is read. So the kernels in chunks of the delta rule take calls of twice as many tokens,
+ * from arrays in which the rows of both take turns (docs/decisions/0050). */
 #include "kernels.cuh"
 #include "load.cuh"
 

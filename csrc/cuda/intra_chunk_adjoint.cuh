@@ -18,9 +18,10 @@
 enum { INTRA_THREADS = 256, INTRA_STAGES = 2 };
 
 /* The place of the gradients of q, k and x. It is the array of the caller if nothing else is added
- * to them, and if q and k were used as given or with an l2 norm alone. Otherwise it is a partial per
- * value head, for `reduce_heads`. da is a number per token if there is a gate per head, or if several blocks have
- * the keys of a chunk; otherwise (NULL) the gradient goes to the array of the gate. */
+ * to them and q and k were used as given, or if this kernel undoes their l2 norm (`norms`).
+ * Otherwise it is a partial per value head, for `reduce_heads`. da is a number per token if there
+ * is a gate per head, or if several blocks have the keys of a chunk; otherwise (NULL) the gradient
+ * goes to the array of the gate. */
 struct intra_flags {
     bool direct;
     as_given given;
@@ -111,8 +112,8 @@ template <int N> __device__ __forceinline__ void scale_rows(float (&x)[N][4], fl
     }
 }
 
-/* Sums of a warp, which are gradients of normed rows. They become those of the rows before. The
- * tile has the normed rows, and `factors` those of tokens 0.. of the chunk, n of them. Was y = f x. */
+/* Sums of a warp, which are gradients of normed rows, become those of the rows before the norm. The
+ * tile has the normed rows y = f x. `factors` has f for each of the n tokens of the chunk. */
 template <int N>
 __device__ __forceinline__ void undo_norm(float (&x)[N][4], const char *tile, int row, int n,
                                           const float *factors, int apart)

@@ -16,13 +16,14 @@
  * Pairs that begin there are a running sum from its start down. Pairs that pass the whole block are
  * one number per key: `passes`. There are only sums, and no differences (docs/decisions/0010).
  *
- * With a bonus (the rule BONUS; here it is additive) a token reads before its decay. So f_i ends with
- * the decay before, and a sum that ends at a token does not pass this token. Within a block a token
- * that reads before its decay is one that reads after the decay of the token before it: `near` and q
- * are a row further. The diagonal of P is q . (bonus k), a part of its own.
+ * With a bonus (the rule BONUS; here it is additive) a token reads before its decay. So f_i is the
+ * decay through token i-1, and a sum that ends at token i has no part in the gradient of a_i. To
+ * read before the decay of token i is to read after the decay of token i-1. So the loop over pairs
+ * stays: row i of q and of dP takes the place of row i-1. The diagonal of P is q . (bonus k), a
+ * part of its own.
  *
- * An x of its own may look before its decay (c.predicts_before). Then it has f of the row before,
- * and its sum does not pass its token. */
+ * If the caller gave x, x may look before the decay of its token (c.predicts_before). Then row i of
+ * x takes f_(i-1), and its sum has no part in the gradient of a_i. */
 #ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
 
@@ -76,15 +77,17 @@ template <la_rule RULE, bool HOPPER> struct intra_key_room : intra_key_places<RU
     /* of pairs within a block: dP_ij at [j][i], and dL_ij, which has no diagonal, at [15 - j][15 -
      * i] */
     float near[BLOCKS][16][16];
-    /* with a bonus: dP_ii; sums of dbonus over a block */
-    alignas(16) float own[RULE == LA_DELTA ? 4 : C];
-    alignas(16) float of_bonus[RULE == LA_DELTA ? 1 : BLOCKS][KEYS];
-    float q_from_state[BLOCKS][KEYS], x_from_state[BLOCKS][KEYS], to_end[BLOCKS][KEYS];
+    alignas(16) float own[RULE == LA_DELTA ? 4 : C]; /* with a bonus: dP_ii */
+    alignas(16) float q_from_state[BLOCKS][KEYS], to_end[BLOCKS][KEYS];
+    union { /* sums of dbonus over a block, under the additive rule, which reads no x */
+        float x_from_state[BLOCKS][KEYS], of_bonus[BLOCKS][KEYS];
+    };
     float state[BLOCKS][KEYS]; /* parts of the sum of S * dS over value columns */
     float from_0_past_1[KEYS], from_0_to_3[KEYS], from_1_to_3[KEYS];
     uint64_t full;
 };
 static_assert(sizeof(intra_key_room<LA_DELTA, false>) <= 99 << 10, "as sm_86, sm_89, sm_120");
+static_assert(sizeof(intra_key_room<LA_ADDITIVE, false>) <= 99 << 10, "the same");
 
 /* The sum over the eight threads that have the same keys of other rows. */
 __device__ __forceinline__ float2 sum_of_rows(float2 x)
@@ -448,7 +451,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
             const int key = m * 8 + pair, at = element_at(top, key);
             const float2 y = unpack(*(const uint32_t *)(tile + at));
             const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
-            /* the first of a block passes no token of it */
+            /* a sum that ends at the first token passes no token of this block */
             float2 &p = sums.two(top - (early && lane >= 4), key), &q = sums.two(low - early, key);
             if (!early || lane >= 4)
                 p = make_float2((add ? p.x : 0) + x[m][0] * y.x, (add ? p.y : 0) + x[m][1] * y.y);

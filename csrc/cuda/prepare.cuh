@@ -698,8 +698,16 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
 static constexpr float REACH = NARROW ? 0x1p8f : 0x1p100f;
 
 template <int KP> struct key_room {
-    /* k becomes k / f, q becomes q f. xf has x, which becomes x f; without an x, k f */
-    alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)], xf[tile_bytes(KP)], kh[tile_bytes(KP)];
+    /* k becomes k / f, q becomes q f. xf has x, which becomes x f; without an x, k f. The additive
+     * rule has no xf. There a bonus lies in its place, and a token's weight in its own read. */
+    alignas(1024) char k[tile_bytes(KP)], q[tile_bytes(KP)];
+    union {
+        alignas(1024) char xf[tile_bytes(KP)];
+        struct {
+            float bonus[KP], own[C];
+        };
+    };
+    alignas(1024) char kh[tile_bytes(KP)];
     union {
         float a[C * KP];
         struct {
@@ -709,10 +717,11 @@ template <int KP> struct key_room {
         };
     };
     float t[4 * KP], beta[C];
-    float bonus[KP], own[C]; /* with a bonus; own: a token's weight in its own read */
     int nonfinite,
         slow[4]; /* slow: the first row of each block whose diagonal part goes pair by pair */
 };
+
+static_assert(PLANES == 2 || sizeof(key_room<128>) <= 99 << 10, "as sm_86, sm_89, sm_120");
 
 /* x times a number per key. The columns of the left operand are key.. + lane % 4 * 2 +
  * {0, 1, 8, 9}. */
@@ -774,8 +783,9 @@ __device__ void load_decays(const call &c, const unit &u, int t, int n, float *a
 }
 
 /* Diagonal blocks pair by pair. A warp has a block. A lane has its column lane % 16 and every other
- * pair of keys. The results are rows of the sums x k' and q k'; `looks` is the tile of x. If `early`,
- * q of the additive rule, or x of the delta rule, sees the state before the decay of its token. */
+ * pair of keys. The results are rows of the sums x k' and q k'; `looks` is the tile of x. If
+ * `early`, q of the additive rule, or x of the delta rule, sees the state before the decay of its
+ * token. */
 template <int KP, la_rule RULE>
 __device__ void multiply_pairs(const key_room<KP> &s, const char *looks, bool early,
                                float (&xk)[16], float (&qk)[16])
@@ -810,8 +820,8 @@ __device__ void multiply_pairs(const key_room<KP> &s, const char *looks, bool ea
     }
 }
 
-/* q . (bonus k) of each token. Four neighbouring threads have a token. The rows are as the recurrence
- * sees them. The state has no part in this, so a NaN here is no NaN of the chunk. */
+/* q . (bonus k) of each token. Four neighbouring threads have a token. The rows are as the
+ * recurrence sees them. The state has no part in this, so a NaN here is no NaN of the chunk. */
 template <int KP> __device__ void find_own(key_room<KP> &s)
 {
     const int row = threadIdx.x / 4;
@@ -830,8 +840,8 @@ template <int KP> __device__ void find_own(key_room<KP> &s)
 /* With a bonus (the rule BONUS; here it is additive) q reads before the decay of its token, and the
  * diagonal of P is q . (bonus k). Under the delta rule x may look before that decay.
  *
- * Warps 0 to 3 multiply the rows of Q K', warps 4 to 7 those of X K' with the longest row first. So the
- * two warps that share a scheduler have five blocks together. */
+ * Warps 0 to 3 multiply the rows of Q K', warps 4 to 7 those of X K' with the longest row first. So
+ * the two warps that share a scheduler have five blocks together. */
 template <int KP, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     prepare_key(const __grid_constant__ call c, const __grid_constant__ chunks w,
@@ -1015,9 +1025,10 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
                 const float y = x[back][e % 2][e / 2 * 2], z = x[back][e % 2][e / 2 * 2 + 1];
                 const int last = row < nonfinite ? row : -1; /* the last column of this row */
                 const bool here = back || row < s.slow[I];   /* otherwise its score comes later */
+                const int found_here = bonus ? last - 1 : last; /* `own` takes the diagonal */
                 if (scores && here &&
-                    ((column <= last && no_element(y * scale)) ||
-                     (column < last && no_element(z * scale))))
+                    ((column <= found_here && no_element(y * scale)) ||
+                     (column < found_here && no_element(z * scale))))
                     too_large_from = min(too_large_from, row);
                 if (scores)
                     put_pair(s.tile + element_at(row, column), column <= last ? y * scale : 0,
@@ -1046,9 +1057,10 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     __syncthreads();
     if (bonus) {
         const int row = threadIdx.x;
-        if (row < nonfinite && row < C) {
-            put_one(s.tile + element_at(row, row), s.own[row] * scale);
-            if (no_element(s.own[row] * scale)) too_large_from = min(too_large_from, row);
+        if (row < nonfinite) {
+            const float own = s.own[row] * scale;
+            put_one(s.tile + element_at(row, row), own);
+            if (too_large(own)) too_large_from = min(too_large_from, row);
         }
         __syncthreads();
     }

@@ -1,6 +1,6 @@
-/* The kinds that a GPU has no other kernels for, token by token: the rare ones of kinds.def, and the
- * delta rules whose x is given. The forward pass and the step are here, the gradients in
- * adjoint.cuh.
+/* The kinds that scan.cuh and the plain adjoint have no instance of, token by token: the rare ones
+ * of kinds.def, and the delta rules whose x is given. The forward pass and the step are here, the
+ * gradients in adjoint.cuh.
  *
  * A block has one sequence of one value head and COLUMNS of its value columns, whose state is in
  * registers. PARTS neighbouring threads share a column. Tokens come through shared memory, BATCH at

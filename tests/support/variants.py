@@ -22,9 +22,9 @@ NO_DECAY, HEAD_DECAY, TOKEN_DECAY, KEY_DECAY, PAIR_DECAY = (
 GATED = tuple(op for op in VARIANTS if op in TOKEN_DECAY + KEY_DECAY + PAIR_DECAY)
 DELTA, NORMALISED = ops_with(rule="delta"), ops_with(normaliser=True)
 PREDICTS = tuple(op for op in DELTA if op not in PAIR_DECAY)  # these take x
-# a GPU takes 256 keys at most of these, and has no kernels in chunks for the latter
+# a GPU takes 256 keys at most of these
 RARE = (*ops_with(rule="dplr"), *ops_with(rule="bonus"), *PAIR_DECAY)
-BY_TOKEN = PAIR_DECAY
+BY_TOKEN = PAIR_DECAY  # a GPU has no kernels in chunks for these
 
 # For tests that would take too long with all ops: the plainest op, and the delta rules with a gate.
 # Together they have everything that a kernel can have except a decay per head.
