@@ -226,6 +226,12 @@ def library_of(x: Any) -> Any:
     return sys.modules.get(type(x).__module__.partition(".")[0], np)
 
 
+def held(dtype: Any, x: Any) -> Any:
+    """The dtype as x's library holds it: JAX has no float64 unless it is told to."""
+    jax = sys.modules.get("jax")
+    return jax.dtypes.canonicalize_dtype(dtype) if jax and isinstance(x, jax.Array) else dtype
+
+
 def is_recorded(x: Any) -> bool:
     return is_tensor(x) and x.requires_grad and sys.modules["torch"].is_grad_enabled()
 

@@ -11,7 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from linattn.features import cast, is_array, is_recorded, is_tensor, is_traced, library_of, shape_of
+from linattn.features import (
+    cast,
+    held,
+    is_array,
+    is_recorded,
+    is_tensor,
+    is_traced,
+    library_of,
+    shape_of,
+)
 from linattn.ops._core import WAYS
 
 __all__ = [
@@ -62,10 +71,8 @@ class Arrays:
         self.real = self.xp.float64 if self.dtype == "float64" else self.xp.float32
         #: Does linattn.jax make the call? Then no array changes, and a step returns its state.
         self.by_jax = not is_tensor(x) and type(x) is not np.ndarray and WAYS.get() is not None
-        #: For sums of many tokens. JAX has no float64 unless it is told to.
-        self.double = self.xp.float64
-        if self.by_jax and not sys.modules["jax"].config.jax_enable_x64:
-            self.double = self.xp.float32
+        #: For sums of many tokens.
+        self.double = held(self.xp.float64, x)
         self._fit(name, x, letters)
 
     # ---- checks ----

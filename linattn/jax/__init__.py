@@ -1,9 +1,9 @@
 """The ops for JAX: under jit, grad, vmap, scan, checkpoint, and on meshes of devices.
 
 Every op of ``linattn.VARIANTS`` is here, ``linattn.jax.<op>`` and ``linattn.jax.<op>_step``, with
-the arguments of ``linattn.<op>`` and ``linattn.<op>_step``. So are ``selective_scan``, ``rg_lru``,
-``hgrn`` and ``causal_conv1d`` with their steps, and the systems of ``linattn.composed``. XLA calls
-the C core on the CPU, and the CUDA kernels on a GPU.
+the arguments of ``linattn.<op>`` and ``linattn.<op>_step``. So are ``selective_scan``, ``s4d``,
+``rg_lru``, ``hgrn`` and ``causal_conv1d`` with their steps, and the systems of
+``linattn.composed``. XLA calls the C core on the CPU, and the CUDA kernels on a GPU.
 Differences from the functions of ``linattn``:
 
 - A step is a function: it returns ``(o, state)`` and changes nothing. Where the old state is not
@@ -58,7 +58,7 @@ from linattn.jax import _gradients, _rooms
 from linattn.ops._core import WAYS, Ways
 from linattn.variants import OPS
 
-_WITHOUT_A_TABLE = ("selective_scan", "rg_lru", "hgrn", "causal_conv1d")
+_WITHOUT_A_TABLE = ("selective_scan", "s4d", "rg_lru", "hgrn", "causal_conv1d")
 SYSTEMS = tuple(name for name in composed.__all__ if f"{name}_step" in composed.__all__)
 
 __all__: list[str] = [
@@ -94,10 +94,6 @@ linattn.{name} : The shapes and dtypes, the paper, an example.
 
 def _array(x: Any) -> Any:
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
-
-
-def _is_complex(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.iscomplexobj(x)
 
 
 def _output(name: str) -> str:
@@ -139,10 +135,6 @@ def _of_jax(name: str) -> Callable[..., Any]:
         known = {x: kwargs.pop(x) for x in seen & kwargs.keys()}
         args, kwargs = jax.tree.map(_array, (args, kwargs))
         kwargs |= known
-        if name.endswith("_step") and any(map(_is_complex, jax.tree.leaves((args, kwargs)))):
-            raise TypeError(
-                f"{name}: expected real arrays, got complex ones, which JAX cannot step"
-            )
         token = WAYS.set(_WAYS)
         try:
             found: tuple[Any, Any] = inner(*args, **kwargs)

@@ -8,8 +8,9 @@ import numpy as np
 
 from linattn._linattn import shares_memory
 from linattn.features import is_tensor, is_traced, library_of
+from linattn.ops._core import WAYS
 
-__all__ = ["as_complex", "as_pairs", "dtype_name", "is_complex", "put_back"]
+__all__ = ["as_complex", "as_pairs", "dtype_name", "is_complex", "with_state"]
 
 
 def is_complex(x: Any) -> bool:
@@ -17,9 +18,14 @@ def is_complex(x: Any) -> bool:
 
 
 def as_pairs(name: str, x: Any, *, in_place: bool = False) -> Any:
-    """[...,N] complex as [...,2N] real. None stays None. In place: in the memory of x, but where
-    PyTorch traces: it does not trace writes to complex memory that is seen as real."""
+    """[...,N] complex as [...,2N] real. None stays None.
+
+    In place: in the memory of x. Where PyTorch traces they are not: it does not trace writes to
+    complex memory that is seen as real. Nor are they in linattn.jax, which changes no array.
+    """
     pairs = _pairs_of(name, x)
+    if in_place and not is_tensor(x) and type(x) is not np.ndarray and WAYS.get() is not None:
+        return pairs
     if in_place and is_traced(x):
         return pairs.clone()
     if in_place and x is not None and not shares_memory(x.real, pairs):
@@ -55,10 +61,17 @@ def as_complex(x: Any) -> Any:
     return x[..., ::2] + 1j * x[..., 1::2]
 
 
-def put_back(x: Any, pairs: Any) -> None:
-    """Write what a step has made of the pairs of x into x, unless they lie there."""
+def with_state(found: Any, x: Any, pairs: Any) -> Any:
+    """What a step has found: y. Its state, the pairs of x, goes to x unless they lie there.
+
+    linattn.jax finds y and a new state, which becomes complex.
+    """
+    if isinstance(found, tuple):
+        y, state = found
+        return y, as_complex(state)
     if is_traced(x):
         x.copy_(as_complex(pairs))
+    return found
 
 
 def _has_views(x: Any) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from linattn import _rooms
-from linattn.features import cast, library_of, shape_of
+from linattn.features import cast, held, library_of, shape_of
 from linattn.ops._core import AnyArray, Array
-from linattn.scans._pairs import as_complex, as_pairs, dtype_name, is_complex, put_back
+from linattn.scans._pairs import as_complex, as_pairs, dtype_name, is_complex, with_state
 
 __all__ = ["S4DGradients", "s4d", "s4d_backward", "s4d_step"]
 
@@ -205,9 +205,8 @@ def s4d_step(
         "state_indices": state_indices,
         "state": p.inward("state", state, in_place=True),
     }
-    y: Array = _rooms.step("scan", "fixed", arrays, out=out, complex=p.pairs)
-    if p.pairs:
-        put_back(state, arrays["state"])
+    found = _rooms.step("scan", "fixed", arrays, out=out, complex=p.pairs)
+    y: Array = with_state(found, state, arrays["state"]) if p.pairs else found
     return y
 
 
@@ -307,11 +306,12 @@ class _Problem:
                 known = f" = {tuple(want)}" if len(want) == axes and name != "A" else ""
                 raise ValueError(f"{name}: expected {letters}{known}, got {tuple(got)}")
         self.xp = xp = library_of(u)
-        self.wide = xp.complex128 if self.pairs else xp.float64
+        double = held(xp.float64, u)
+        self.wide = held(xp.complex128, u) if self.pairs else double
         self.real = xp.float64 if str(u.dtype).endswith("float64") else xp.float32
         self.zoh = discretization == "zoh"
         self.given = dt, A, B
-        self.dt = cast(dt, xp.float64)[:, None]
+        self.dt = cast(dt, double)[:, None]
         self.A, self.B = cast(A, self.wide), cast(B, self.wide)
         L = self.dt * self.A
         if self.zoh:

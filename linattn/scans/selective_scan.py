@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from linattn import _rooms
 from linattn.features import shape_of
 from linattn.ops._core import AnyArray, Array
-from linattn.scans._pairs import as_complex, as_pairs, is_complex, put_back
+from linattn.scans._pairs import as_complex, as_pairs, is_complex, with_state
 
 __all__ = [
     "SelectiveScanGradients",
@@ -254,11 +254,10 @@ def selective_scan_step(
     pairs = is_complex(A)
     if pairs:
         _pair_up(arrays, state="state", in_place=True)
-    y: Array = _rooms.step(
+    found = _rooms.step(
         "scan", "selective", arrays, out=out, complex=pairs, delta_softplus=delta_softplus
     )
-    if pairs:
-        put_back(state, arrays["state"])
+    y: Array = with_state(found, state, arrays["state"]) if pairs else found
     return y
 
 

@@ -57,7 +57,7 @@ def assert_same(found, wanted):
 def assert_near(found, wanted):
     """Of sums whose order differs: up to 16 roundings of the largest number."""
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        x, y = np.asarray(x, float), np.asarray(y, float)
+        x, y = (np.asarray(z) + np.float64(0) for z in (x, y))
         assert x.shape == y.shape and np.abs(x - y).max() <= 16 * 2**-24 * np.abs(y).max()
 
 
