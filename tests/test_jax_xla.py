@@ -350,6 +350,43 @@ def test_steps_of_rooms(name):
     assert_as_plain(name, found, (y, state))
 
 
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ROOMS)
+def test_gradients_of_steps_of_rooms(name):
+    """Those of a forward pass over one token."""
+    x, options = room_problem(name)
+    state = x.pop("initial_state")
+    tokens = {label for label, y in x.items() if y.shape[:2] == (2, 7)}
+    one = {label: y[:, 0] if label in tokens else y for label, y in x.items()}
+    step, whole = getattr(linattn.jax, f"{name}_step"), getattr(linattn.jax, name)
+
+    def total(y, state):
+        return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(jnp.real(state)))
+
+    def by_step(x, state):
+        return total(*step(**x, **options, state=state))
+
+    def by_whole(x, state):
+        x = {label: y[:, None] if label in tokens else y for label, y in x.items()}
+        y, state = whole(**x, **options, initial_state=state, output_final_state=True)
+        return total(y, state)
+
+    found, wanted = (jax.jit(jax.grad(f, (0, 1)))(of_jax(one), state) for f in (by_step, by_whole))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        off = np.sqrt(np.mean(np.abs(a - b) ** 2) / np.mean(np.abs(b) ** 2))
+        assert a.dtype == b.dtype and off < 4e-6  # the acceptance rule's, of a gradient
+
+
+def test_steps_from_a_pool_have_no_gradients():
+    x, options = room_problem(ROOMS[-1])
+    pool, index = x.pop("initial_state"), jnp.array([1, 0])
+    x = {label: y[:, 0] if y.ndim == 3 else y for label, y in x.items()}
+    step = getattr(linattn.jax, f"{ROOMS[-1]}_step")
+    with pytest.raises(NotImplementedError, match="a pool"):
+        jax.grad(lambda x: jnp.sum(step(**x, **options, state=pool, state_indices=index)[0]))(x)
+
+
 def test_errors_of_rooms():
     x, _ = room_problem(ROOMS[-1])
     call = getattr(linattn.jax, ROOMS[-1])

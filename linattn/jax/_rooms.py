@@ -7,9 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from linattn import _linattn
-from linattn._rooms import ROOMS
+from linattn._rooms import ROOMS, Line
 from linattn.jax._calls import Call, Options, Row, called
 from linattn.jax._gradients import cotangents, once
 
@@ -35,7 +36,8 @@ def _run(pass_: str, room: str, form: str, arrays: Arrays, options: Options) -> 
 
 
 @lru_cache(maxsize=256)
-def _recorded(room: str, form: str, options: Options) -> Any:
+def _backward(room: str, form: str, options: Options) -> Any:
+    """The gradients by the labels of the arrays that have one."""
     passes = {name: letters for name, letters, _ in ROOMS[room].options}
     behind = tuple((name, x) for name, x in options if "B" in passes[name])
     labels = {line.gradient: line.label for line in ROOMS[room].inputs(form) if line.gradient}
@@ -44,7 +46,12 @@ def _recorded(room: str, form: str, options: Options) -> Any:
         found = _run("backward", room, form, arrays, behind)
         return {labels[name]: x for name, x in found.items()}
 
-    backward = once(f"{room}'s functions", gradients)
+    return once(f"{room}'s functions", gradients)
+
+
+@lru_cache(maxsize=256)
+def _recorded(room: str, form: str, options: Options) -> Any:
+    backward = _backward(room, form, options)
 
     @jax.custom_vjp
     def call(arrays: Arrays) -> tuple[Any, Any]:
@@ -58,6 +65,51 @@ def _recorded(room: str, form: str, options: Options) -> Any:
 
     call.defvjp(lambda arrays: (call(arrays), arrays), differentiated)
     return call
+
+
+@lru_cache(maxsize=256)
+def _recorded_step(room: str, form: str, options: Options) -> Any:
+    """A step. It is a forward pass over one token, which has a backward pass."""
+    backward = _backward(room, form, options)
+    axes = {
+        line.label: line.letters.index("T")
+        for line in ROOMS[room].inputs(form)
+        if _has_tokens(line)
+    }
+
+    @jax.custom_vjp
+    def call(arrays: Arrays) -> tuple[Any, Any]:
+        found = _run("step", room, form, arrays, options)
+        return found["out"], found["state"]
+
+    def differentiated(arrays: Arrays, d: tuple[Any, Any]) -> tuple[Arrays]:
+        if "state_indices" in arrays:
+            raise NotImplementedError(
+                f"{room}'s steps have no gradients where they pick their states from a pool"
+            )
+        dy, d_state = d
+        first = next(iter(arrays.values()))
+        real = jnp.float64 if first.dtype == jnp.float64 else jnp.float32
+        asked: Arrays = {
+            name: jnp.expand_dims(x, axes[name]) if name in axes else x
+            for name, x in arrays.items()
+            if name != "state"
+        }
+        asked |= {"initial_state": arrays["state"], "d_final_state": d_state.astype(real)}
+        found = backward(asked | {"dy": jnp.expand_dims(dy, 1)})
+        gradients = {
+            name: jnp.squeeze(x, axes[name]) if name in axes else x for name, x in found.items()
+        }
+        gradients["state"] = gradients.pop("initial_state")
+        return (cotangents(arrays, gradients),)
+
+    call.defvjp(lambda arrays: (call(arrays), arrays), differentiated)
+    return call
+
+
+def _has_tokens(line: Line) -> bool:
+    """Has the array tokens, of which a step has one?"""
+    return "T" in line.letters
 
 
 def _there(given: Mapping[str, Any]) -> Arrays:
@@ -75,5 +127,6 @@ def forward(
 def step(
     room: str, form: str, arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    found = _run("step", room, form, _there(arrays), tuple(_there(options).items()))
-    return found["out"], found["state"]
+    call = _recorded_step(room, form, tuple(_there(options).items()))
+    y, state = call(_there(arrays))
+    return y, state
