@@ -18,6 +18,7 @@ PROGRAMS = {
     "mamba_ssm's and causal_conv1d's kernels on a GPU; no files",
     "distributed": "rows that the ranks of a group share, beside one rank with whole rows; started "
     "by torchrun; no files",
+    "ranks": "nothing: what rows over 2 to 1,024 ranks should take, by counting; no peers",
     "kernel": "one op at one shape on the current GPU: its time, the cycles of a chunk and, where "
     "cuobjdump is on PATH, the registers and spills of its kernels; no peers, no files",
 }
@@ -85,6 +86,7 @@ def arguments(argv=None):
         help="a plot of tokens/s against T, and one of the cost against T beside it "
         "(default: beside the results)",
     )
+    add("ranks", "--plot", metavar="PATH", type=Path, help="a plot of the efficiency of a block")
     add(
         "cuda",
         "--dry-run",
@@ -167,7 +169,7 @@ def arguments(argv=None):
         "float16 or tf32 in the place of bfloat16; step for a step",
     )
     given = parser.parse_args(argv)
-    if given.program not in ("kernel", "scans", "families", "distributed"):
+    if given.program not in ("kernel", "scans", "families", "distributed", "ranks"):
         settle(given)
     return given
 
