@@ -14,7 +14,7 @@ import torch
 from .base import Peer
 from .check import log_decay, softmax_chunks
 from .forms import chunked
-from .inputs import LAYER, LAYERS, by_head, ours
+from .inputs import LAYER, LAYERS, ours
 from .peers_cpu import SCALAR, wants_softmax
 
 # fla may hand its calls to these where they are installed: here each stands for itself
@@ -60,9 +60,8 @@ def fla_arguments(case, x, g="g"):
         looks = {"a": -x["x"], "b": x["y"], "gk": x["g"]}
         return {name: x[name] for name in "qkv"} | looks | {"scale": scale}
     if rule == "bonus":
-        bonus = x["bonus"] if "bonus" in x else torch.from_numpy(by_head(case)["bonus"])
-        rest = {"k": x["k"], "v": x["v"], "w": x["g"], "u": bonus.to(x["q"].device)}
-        return {"r": x["q"]} | rest | {"scale": scale}
+        theirs = {"r": "q", "k": "k", "v": "v", "w": "g", "u": "bonus"}
+        return {name: x[ours] for name, ours in theirs.items()} | {"scale": scale}
     arguments = {
         {"g": g}.get(name, name): x[name] for name in ("q", "k", "v", "g", "beta") if name in x
     }

@@ -13,7 +13,7 @@ import numpy as np
 
 from linattn import _linattn
 from linattn.features import is_recorded, is_seen, is_tensor
-from linattn.ops._core import WAYS
+from linattn.ops._core import WAYS, other_ways
 
 __all__ = ["ROOMS", "Line", "Room", "backward", "forward", "refuse_recorded", "step"]
 
@@ -67,7 +67,7 @@ def forward(
         from linattn import _recorded_rooms
 
         return _recorded_rooms.forward(room, form, arrays, out, options)
-    ways = None if type(first) is np.ndarray else WAYS.get()
+    ways = other_ways(first)
     if ways is not None:
         return ways.room_forward(room, form, arrays, options)
     y, state = ROOMS[room].entry(form, "forward", **arrays, out=out, **options)

@@ -204,11 +204,17 @@ static call some_heads(const call &c, int h, int n)
     return some;
 }
 
+/* Can a call be one of pairs? Rows of y lie among those of k, and no norm or map is theirs. */
+static bool can_be_pairs(const call &c)
+{
+    return c.T <= INT_MAX / 2 && !c.qk_l2norm && c.map[0] == LA_IDENTITY &&
+           c.map[1] == LA_IDENTITY;
+}
+
 cudaError_t dplr_in_chunks(const call &c, chunk_launcher delta, cudaMemPool_t pool,
                            cudaStream_t stream)
 {
-    if (c.T > INT_MAX / 2 || c.qk_l2norm || c.map[0] != LA_IDENTITY || c.map[1] != LA_IDENTITY)
-        return cudaErrorNotSupported;
+    if (!can_be_pairs(c)) return cudaErrorNotSupported;
     const auto lay_out = [](pairs_of_tokens &x) {
         call pairs = x.pairs();
         pairs.x[LA_O] = x.divided({}, x.c.x[LA_O], x.c.HV, x.c.V);
@@ -226,9 +232,8 @@ cudaError_t dplr_in_chunks(const call &c, chunk_launcher delta, cudaMemPool_t po
 cudaError_t dplr_gradients_in_chunks(const call &c, const gradients &d, backward_launcher delta,
                                      cudaMemPool_t pool, cudaStream_t stream)
 {
-    if (c.T > INT_MAX / 2 || c.qk_l2norm || c.map[0] != LA_IDENTITY || c.map[1] != LA_IDENTITY ||
-        c.gate == LA_DECAY || c.V % 8)
-        return cudaErrorNotSupported;
+    /* known before the arrays of pairs are made: the kernels refuse these */
+    if (!can_be_pairs(c) || c.gate == LA_DECAY || c.V % 8) return cudaErrorNotSupported;
     const auto lay_out = [](pairs_of_tokens &x, gradients &d) {
         const call &c = x.c;
         call pairs = x.pairs();

@@ -21,7 +21,7 @@ from linattn.features import (
     library_of,
     shape_of,
 )
-from linattn.ops._core import WAYS
+from linattn.ops._core import other_ways
 
 __all__ = [
     "Arrays",
@@ -70,7 +70,7 @@ class Arrays:
         self.like = x
         self.real = self.xp.float64 if self.dtype == "float64" else self.xp.float32
         #: Does linattn.jax make the call? Then no array changes, and a step returns its state.
-        self.by_jax = not is_tensor(x) and type(x) is not np.ndarray and WAYS.get() is not None
+        self.by_jax = other_ways(x) is not None
         #: For sums of many tokens.
         self.double = held(self.xp.float64, x)
         self._fit(name, x, letters)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from linattn import _linattn
-from linattn._rooms import ROOMS, Line
+from linattn._rooms import ROOMS
 from linattn.jax._calls import Call, Options, Row, called
 from linattn.jax._gradients import cotangents, once
 
@@ -71,11 +71,8 @@ def _recorded(room: str, form: str, options: Options) -> Any:
 def _recorded_step(room: str, form: str, options: Options) -> Any:
     """A step. It is a forward pass over one token, which has a backward pass."""
     backward = _backward(room, form, options)
-    axes = {
-        line.label: line.letters.index("T")
-        for line in ROOMS[room].inputs(form)
-        if _has_tokens(line)
-    }
+    lines = ROOMS[room].inputs(form)
+    axes = {line.label: line.letters.index("T") for line in lines if "T" in line.letters}
 
     @jax.custom_vjp
     def call(arrays: Arrays) -> tuple[Any, Any]:
@@ -105,11 +102,6 @@ def _recorded_step(room: str, form: str, options: Options) -> Any:
 
     call.defvjp(lambda arrays: (call(arrays), arrays), differentiated)
     return call
-
-
-def _has_tokens(line: Line) -> bool:
-    """Has the array tokens, of which a step has one?"""
-    return "T" in line.letters
 
 
 def _there(given: Mapping[str, Any]) -> Arrays:

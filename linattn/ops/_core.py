@@ -27,6 +27,7 @@ __all__ = [
     "Ways",
     "core_for",
     "hint_at_layout",
+    "other_ways",
     "refuse_unknown",
     "step_for",
     "warn_of_clamp",
@@ -146,10 +147,15 @@ class Ways(NamedTuple):
 WAYS: ContextVar[Ways | None] = ContextVar("WAYS", default=None)
 
 
+def other_ways(x: object) -> Ways | None:
+    """What a call with x takes in the core's place: linattn.jax's functions, or None."""
+    return None if type(x) is np.ndarray or is_tensor(x) else WAYS.get()
+
+
 def core_for(q: object) -> Callable[..., tuple[Any, Any]]:
     """The forward pass for arrays like q: the core's, or PyTorch's way to it, which records."""
     if not is_tensor(q):
-        ways = None if type(q) is np.ndarray else WAYS.get()
+        ways = other_ways(q)
         return _linattn.forward if ways is None else ways.forward
     from linattn import autograd
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from linattn._linattn import shares_memory
 from linattn.features import is_tensor, is_traced, library_of
-from linattn.ops._core import WAYS
+from linattn.ops._core import other_ways
 
 __all__ = ["as_complex", "as_pairs", "dtype_name", "is_complex", "with_state"]
 
@@ -24,7 +24,7 @@ def as_pairs(name: str, x: Any, *, in_place: bool = False) -> Any:
     complex memory that is seen as real. Nor are they in linattn.jax, which changes no array.
     """
     pairs = _pairs_of(name, x)
-    if in_place and not is_tensor(x) and type(x) is not np.ndarray and WAYS.get() is not None:
+    if in_place and other_ways(x) is not None:
         return pairs
     if in_place and is_traced(x):
         return pairs.clone()
