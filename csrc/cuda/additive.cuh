@@ -1,14 +1,19 @@
 /* The chunk form of the additive rule in one kernel, on Hopper: P does not go through memory. See
- * chunk.cuh for the formulas. Decays are none or scalar, and q and k are used as the caller gave
- * them.
+ * chunk.cuh for the formulas. Decays are none or scalar. Without a decay, q and k may have a norm
+ * and feature maps, and o a normaliser (MAPPED, mapped_tiles.cuh). Otherwise q and k are used as
+ * the caller gave them.
  *
  * A block has groups of four warps, each with a role. They meet at barriers in shared memory.
  *
- *     walk     one or two groups, for 64 value columns each: waits for `full` and for `ready`. It
- *              reads and carries, and its state stays in registers: `empty`, `free`
- *     score    one or two groups, which take chunks by turns: waits for `full` and for `free`. P, and
- *              the decays from the start of the chunk and to its end: `ready`, `empty`
+ *     walk     one or two groups, for 64 value columns each: waits for `full`, for `mapped` if
+ *              MAPPED, and for `ready`. It reads and carries, and its state stays in registers:
+ *              `empty`, `free`
+ *     score    one or two groups, which take chunks by turns: waits for `full`, or for `mapped` if
+ *              MAPPED, and for `free`. P, and the decays from the start of the chunk and to its end,
+ *              or the divisors: `ready`, `empty`
  *     fetch    one warp works: waits for `empty`, and asks the copy engine for q, k, v: `full`
+ *     map      if MAPPED, in the place of `fetch`: waits for `full`, and maps q and k in their
+ *              tiles: `mapped`. There is one group that scores, and one of its threads fetches
  *
  * Scoring and fetching go on ahead of the walk, also from one head to the next. The walk waits for
  * no product that its next line does not need. The tensor cores work meanwhile:
@@ -17,12 +22,14 @@
  *     S += V k    | O times the decay
  *     O += V P    | S becomes the operand of the next chunk
  *
- * Registers of a thread of each role: 2 * 192 + 104 + 24 = 512, or 192 + 2 * 104 + 24. A register that
- * is missing costs a load from the L2 cache, since the stages leave no room in L1. */
+ * Registers of a thread of each role: 2 * 192 + 104 + 24 = 512, or 192 + 2 * 104 + 24. MAPPED:
+ * 2 * 192 + 72 + 56. A register that is missing costs a load from the L2 cache, since the stages
+ * leave no room in L1. */
 #ifndef LINATTN_CUDA_ADDITIVE_CUH
 #define LINATTN_CUDA_ADDITIVE_CUH
 
 #include "chunk_carry.cuh"
+#include "mapped_tiles.cuh"
 
 enum {
     MOST_GROUPS = 4,
@@ -31,12 +38,19 @@ enum {
     SCORE_REGISTERS = 104,
     FETCH_REGISTERS = 24,
     SLOTS = 2, /* chunks with scores that are not yet walked */
-    MOST_FETCHED = 4,
     GROUP = 128,
     TRIANGLE = 24, /* rows of triangles of decays: each 24 banks further, for pairs of a row */
     BLOCK = 16
 };
 static_assert(2 * WALK_REGISTERS + SCORE_REGISTERS + FETCH_REGISTERS <= 65536 / GROUP, "");
+
+template <bool MAPPED> struct additive_registers {
+    static constexpr int walk = WALK_REGISTERS, score = SCORE_REGISTERS, fetch = FETCH_REGISTERS;
+};
+template <> struct additive_registers<true> {
+    static constexpr int walk = WALK_REGISTERS, score = 72, map = 56;
+    static_assert(2 * walk + score + map <= 65536 / GROUP, "");
+};
 
 /* A stage: k, q, and a panel of v for each walk. */
 template <int KP> struct fetched {
@@ -46,9 +60,10 @@ template <int KP> struct fetched {
 
 /* Where the roles meet. */
 struct meeting {
-    float in[SLOTS][C], out[SLOTS][C]; /* decays from the start, to the end */
+    float in[SLOTS][C], out[SLOTS][C]; /* decays from the start, to the end. MAPPED: 1 / divisor */
     int nonfinite[SLOTS];              /* the first token with a NaN or an infinity, or C */
-    uint64_t full[MOST_FETCHED], empty[MOST_FETCHED], ready[SLOTS], free[SLOTS];
+    uint64_t full[MOST_FETCHED], mapped[MOST_FETCHED], empty[MOST_FETCHED];
+    uint64_t ready[SLOTS], free[SLOTS];
 };
 
 /* The numbers of a group that scores. They are there twice: a warp may write those of the next chunk
@@ -112,32 +127,61 @@ __device__ __forceinline__ void for_each_tile(const call &c, int tiles, F each)
 
 __device__ __forceinline__ int chunks_of(const unit &u) { return (u.end - u.begin + C - 1) / C; }
 
-template <int KP>
-__device__ __forceinline__ void fetch_tiles(const call &c, const tensor_maps &maps,
-                                            const additive_flags &f, uint32_t stages, meeting &s)
-{
-    typedef fetched<KP> part;
-    const int bytes = part::bytes(f.walks);
-    ring r = {f.stages, 0, 0};
-    for_each_tile(c, f.tiles, [&](const unit &u, int tile, int) {
-        const int first_column = tile * f.walks * PANEL;
-        for (int i = 0; i < chunks_of(u); i++, r.next()) {
-            const uint32_t base = stages + r.at * bytes, barrier = address_of(s.full + r.at);
-            const int t = u.begin + i * C;
-            barrier_wait(address_of(s.empty + r.at), r.round ^ 1);
-            barrier_expect(barrier, bytes);
-            for (int j = 0; j < KP / PANEL; j++) {
-                engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, u.h, t, u.b,
-                                barrier);
-                engine_copy_box(base + part::k + j * PANEL_BYTES, &maps.k, j * PANEL, u.h, t, u.b,
-                                barrier);
-            }
-            for (int j = 0; j < f.walks; j++) /* zeros, where there are no columns */
-                engine_copy_box(base + part::v + j * PANEL_BYTES, &maps.v, first_column + j * PANEL,
-                                u.hv, t, u.b, barrier);
+/* Asks the copy engine for the chunks of a block, one after another. */
+template <int KP> struct fetching {
+    const call &c;
+    const tensor_maps &maps;
+    const additive_flags &f;
+    uint32_t stages;
+    meeting &s;
+    ring r;
+    int index; /* of the tile */
+    tile_of_head x;
+    int t;
+
+    __device__ __forceinline__ fetching(const call &c, const tensor_maps &maps,
+                                        const additive_flags &f, uint32_t stages, meeting &s)
+        : c(c), maps(maps), f(f), stages(stages), s(s), r{f.stages, 0, 0}, index(blockIdx.x)
+    {
+        find_tile();
+    }
+    /* The first tile from `index` on that has tokens. */
+    __device__ __forceinline__ void find_tile()
+    {
+        for (; !done(); index += gridDim.x) {
+            x = tile_at(c, f.tiles, index);
+            t = x.u.begin;
+            if (t < x.u.end) return;
         }
-    });
-}
+    }
+    __device__ __forceinline__ bool done() const { return index >= c.N * c.HV * f.tiles; }
+    __device__ __forceinline__ bool has_room() const
+    {
+        return barrier_passed(address_of(s.empty + r.at), r.round ^ 1);
+    }
+    __device__ __forceinline__ void next()
+    {
+        typedef fetched<KP> part;
+        const int bytes = part::bytes(f.walks), first_column = x.tile * f.walks * PANEL;
+        const uint32_t base = stages + r.at * bytes, barrier = address_of(s.full + r.at);
+        barrier_wait(address_of(s.empty + r.at), r.round ^ 1);
+        barrier_expect(barrier, bytes);
+        for (int j = 0; j < KP / PANEL; j++) {
+            engine_copy_box(base + part::q + j * PANEL_BYTES, &maps.q, j * PANEL, x.u.h, t, x.u.b,
+                            barrier);
+            engine_copy_box(base + part::k + j * PANEL_BYTES, &maps.k, j * PANEL, x.u.h, t, x.u.b,
+                            barrier);
+        }
+        for (int j = 0; j < f.walks; j++) /* zeros, where there are no columns */
+            engine_copy_box(base + part::v + j * PANEL_BYTES, &maps.v, first_column + j * PANEL,
+                            x.u.hv, t, x.u.b, barrier);
+        r.next();
+        t += C;
+        if (t < x.u.end) return;
+        index += gridDim.x;
+        find_tile();
+    }
+};
 
 /* Where a thread of a group is. Asked for anew in each part of a chunk: addresses that follow from
  * it would otherwise be kept from part to part and from chunk to chunk. */
@@ -181,9 +225,10 @@ __device__ __forceinline__ float loaded(uint32_t bits, la_dtype dtype)
  * Decays are products in blocks of 16 tokens: the decay from token j to token i of a later block is
  * that from j to the end of its block, times those of the blocks between, times that from the start
  * of the block of i. */
-template <int KP, la_decay DECAY>
-__device__ __forceinline__ void score_chunks(const call &c, const additive_flags &f, int group,
-                                             char *shared, desk &d, meeting &s)
+template <int KP, la_decay DECAY, bool MAPPED>
+__device__ __forceinline__ void score_chunks(const call &c, const tensor_maps &maps,
+                                             const additive_flags &f, int group, char *shared,
+                                             desk &d, meeting &s, const mapped_room<KP> *of_rows)
 {
     typedef fetched<KP> part;
     const float scale = (float)c.scale;
@@ -194,6 +239,11 @@ __device__ __forceinline__ void score_chunks(const call &c, const additive_flags
         *(uint4 *)(shared + i * 16) = make_uint4(0, 0, 0, 0);
     asm volatile("bar.sync 1, %0;" ::"r"(f.scoring * GROUP) : "memory");
 
+    /* MAPPED: one thread fetches. Its warp waits for others anyway. */
+    fetching<KP> ahead(c, maps, f, address_of(shared) + PLACE_OF_STAGES, s);
+    const auto fetch_if_free = [&] {
+        if (!ahead.done() && ahead.has_room()) ahead.next();
+    };
     ring r = {f.stages, 0, 0};
     int chunk = 0; /* of all tiles: the group has every one, or every second one */
     for_each_tile(c, f.tiles, [&](const unit &u, int, int) {
@@ -218,12 +268,21 @@ __device__ __forceinline__ void score_chunks(const call &c, const additive_flags
             int *const nonfinite_at = s.nonfinite + slot;
             const int n = min(C, left);
             float x[8][4];
-            barrier_wait(address_of(s.full + r.at), r.round);
+            if (MAPPED) {
+                if (own_seat().thread == 0)
+                    while (!barrier_passed(address_of(s.mapped + r.at), r.round)) fetch_if_free();
+                __syncwarp();
+            }
+            barrier_wait(address_of((MAPPED ? s.mapped : s.full) + r.at), r.round);
             products_begin();
 #pragma unroll
             for (int j = 0; j < KP; j += 16)
                 multiply_tiles(x, stage + part::q, stage + part::k, j, j == 0);
             products_commit();
+            if (MAPPED) {
+                if (own_seat().thread == 0) fetch_if_free();
+                __syncwarp();
+            }
 
             float from_start = 1, to_end = 1; /* of the own token, in its block */
             bool found = false;
@@ -301,11 +360,13 @@ __device__ __forceinline__ void score_chunks(const call &c, const additive_flags
                 }
             }
             int too_large_from = C;
+            float2 sums = make_float2(0, 0); /* MAPPED: of P in these rows, a quarter of each */
             const int here = at.warp * BLOCK + at.row;
             const auto put = [&](int J, float2(&p)[4]) {
                 uint32_t packed[4];
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
+                    if (MAPPED) (e % 2 ? sums.y : sums.x) += p[e].x + p[e].y;
                     if (here + e % 2 * 8 >= nonfinite) p[e] = make_float2(0, 0);
                     if (no_element(p[e].x) || no_element(p[e].y))
                         too_large_from = min(too_large_from, here + e % 2 * 8);
@@ -347,14 +408,50 @@ __device__ __forceinline__ void score_chunks(const call &c, const additive_flags
                 rows.y *= block[J];
             }
             if (NARROW && too_large_from < n) atomicMin(nonfinite_at, too_large_from);
+            if constexpr (MAPPED) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const int row = here + e * 8;
+                    const float before = quarter_of_den<KP>(of_rows->den[r.at][row]);
+                    const float den = quad_sum(scale * before + (e ? sums.y : sums.x));
+                    if (at.lane % 4 == 0)
+                        s.in[slot][row] =
+                            c.normaliser == LA_UNNORMALISED ? 1 : 1 / divisor_of(&c, den);
+                }
+            }
             /* a box may reach into the next sequence, whose NaN must not come along */
-            for (int j = at.thread; j < (C - n) * KP / 8; j += GROUP)
+            for (int j = at.thread; !MAPPED && j < (C - n) * KP / 8; j += GROUP)
                 *(uint4 *)(shared + PLACE_OF_STAGES + r.at * part::bytes(f.walks) + part::k +
                            piece_at(n + j / (KP / 8), j % (KP / 8))) = make_uint4(0, 0, 0, 0);
             stores_before_copies();
             warp_arrives(address_of(s.ready + slot));
             warp_arrives(address_of(s.empty + r.at));
         }
+    });
+}
+
+/* q and k of every chunk in their tiles, and z. */
+template <int KP>
+__device__ __forceinline__ void map_chunks(const call &c, const additive_flags &f, char *shared,
+                                           meeting &s, mapped_room<KP> &m)
+{
+    typedef fetched<KP> part;
+    ring r = {f.stages, 0, 0};
+    for_each_tile(c, f.tiles, [&](const unit &u, int tile, int) {
+        begin_z(c, u, m);
+        for (int left = u.end - u.begin; left > 0; left -= C, r.next()) {
+            char *const tiles = shared + PLACE_OF_STAGES + r.at * part::bytes(f.walks);
+            barrier_wait(address_of(s.full + r.at), r.round);
+            if (has_usual_map<KP>(c) && left >= C)
+                map_tiles<KP, true>(c, tiles + part::q, tiles + part::k, C, m, m.den[r.at]);
+            else
+                map_tiles<KP, false>(c, tiles + part::q, tiles + part::k, left, m, m.den[r.at]);
+            stores_before_copies();
+            group_waits();
+            warp_arrives(address_of(s.mapped + r.at));
+            add_to_z(m);
+        }
+        if (tile == 0) store_z(c, u, m);
     });
 }
 
@@ -392,13 +489,13 @@ __device__ __forceinline__ void store_state(const call &c, const unit &u, int fi
         }
 }
 
-/* O times the scale and times the decays from the start of the chunk, which are at `in`. */
-template <la_decay DECAY>
+/* O times the scale and, BY_TOKEN, times the number of each token, which is at `in`. */
+template <bool BY_TOKEN>
 __device__ __forceinline__ void scale_o(float (&O)[8][4], const float *in, float scale)
 {
 #pragma unroll
     for (int m = 0; m < 8; m++) {
-        const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8) : make_float2(1, 1);
+        const float2 a = BY_TOKEN ? *(const float2 *)(in + m * 8) : make_float2(1, 1);
         O[m][0] *= a.x * scale;
         O[m][1] *= a.y * scale;
         O[m][2] *= a.x * scale;
@@ -479,7 +576,7 @@ __device__ __forceinline__ void store_o(const call &c, bool o_pieces, const char
     __syncwarp();
 }
 
-template <int KP, la_decay DECAY>
+template <int KP, la_decay DECAY, bool MAPPED>
 __device__ __forceinline__ void walk(const call &c, const additive_flags &f, char *shared,
                                      meeting &s)
 {
@@ -527,6 +624,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
             const float *in = s.in[slot] + pair, *out = s.out[slot] + pair;
             const int n = min(C, left), kept = min(n, end);
             barrier_wait(address_of(s.full + r.at), r.round);
+            if (MAPPED) barrier_wait(address_of(s.mapped + r.at), r.round);
             float O[8][4];
             products_begin();
 #pragma unroll
@@ -598,7 +696,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
             products_commit();
             products_wait<1>(); /* for the read of the state, not yet for the state */
             products_in(O);
-            scale_o<DECAY>(O, in, scale);
+            scale_o<DECAY == LA_TOKEN>(O, in, scale);
             products_begin();
 #pragma unroll
             for (int j = 0; j < 4; j++) multiply_rows(O, V[j], scores, j * 16);
@@ -615,6 +713,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
                 state_from_tokens(after, S);
                 state_as_operand();
             }
+            if (MAPPED) scale_o<true>(O, in, 1); /* by the divisors */
             warp_arrives(address_of(s.empty + r.at));
             warp_arrives(address_of(s.free + slot));
             pack_o(O, o);
@@ -632,7 +731,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
 }
 #endif
 
-template <int KP, la_decay DECAY, typename = element>
+template <int KP, la_decay DECAY, bool MAPPED, typename = element>
 __global__ void __launch_bounds__(MOST_GROUPS *GROUP, 1)
     additive_forward(const __grid_constant__ call c, const __grid_constant__ tensor_maps maps,
                      const additive_flags f)
@@ -640,12 +739,15 @@ __global__ void __launch_bounds__(MOST_GROUPS *GROUP, 1)
 #if HAS_WARP_GROUPS
     extern __shared__ __align__(1024) char shared[];
     __shared__ meeting s;
+    __shared__ typename std::conditional<MAPPED, mapped_room<KP>, bool>::type of_rows;
+    typedef additive_registers<MAPPED> registers;
     const int group = threadIdx.x / GROUP;
     if (threadIdx.x == 0) {
         const int walking = f.walks * 4 * ARRIVALS_OF_WARP, scoring = 4 * ARRIVALS_OF_WARP;
         for (int j = 0; j < f.stages; j++) {
             barrier_init(address_of(s.full + j), 1);
             barrier_init(address_of(s.empty + j), walking + scoring);
+            barrier_init(address_of(s.mapped + j), scoring);
         }
         for (int j = 0; j < SLOTS; j++) {
             barrier_init(address_of(s.ready + j), scoring);
@@ -655,16 +757,22 @@ __global__ void __launch_bounds__(MOST_GROUPS *GROUP, 1)
     }
     __syncthreads();
     if (group < f.walks) {
-        registers_up_to<WALK_REGISTERS>();
-        walk<KP, DECAY>(c, f, shared, s);
+        registers_up_to<registers::walk>();
+        walk<KP, DECAY, MAPPED>(c, f, shared, s);
     } else if (group < f.walks + f.scoring) {
-        registers_down_to<SCORE_REGISTERS>();
+        registers_down_to<registers::score>();
         desk *const desks = (desk *)(shared + PLACE_OF_DESKS);
-        score_chunks<KP, DECAY>(c, f, group - f.walks, shared, desks[group - f.walks], s);
+        score_chunks<KP, DECAY, MAPPED>(c, maps, f, group - f.walks, shared,
+                                        desks[group - f.walks], s,
+                                        MAPPED ? (mapped_room<KP> *)&of_rows : NULL);
+    } else if constexpr (MAPPED) {
+        registers_down_to<registers::map>();
+        map_chunks<KP>(c, f, shared, s, of_rows);
     } else {
-        registers_down_to<FETCH_REGISTERS>();
+        registers_down_to<registers::fetch>();
         if (threadIdx.x % GROUP == 0)
-            fetch_tiles<KP>(c, maps, f, address_of(shared) + PLACE_OF_STAGES, s);
+            for (fetching<KP> x(c, maps, f, address_of(shared) + PLACE_OF_STAGES, s); !x.done();)
+                x.next();
     }
 #endif
 }

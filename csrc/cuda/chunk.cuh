@@ -359,14 +359,19 @@ template <int KP, la_decay DECAY>
 static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t pool,
                                    cudaStream_t stream)
 {
-    if (!d.producers || !c.causal || !rows_are_as_given(c) ||
-        is_normalised(&c, DECAY, LA_ADDITIVE) || segments_for(c, d, false) > 1)
+    /* In float16 a mapped number may be too large for its tile. Its chunk would go token by token,
+     * but z would be wrong for all later ones. */
+    constexpr bool maps_tiles = DECAY == LA_NONE && !NARROW;
+    const bool normalised = is_normalised(&c, DECAY, LA_ADDITIVE);
+    const bool mapped = !rows_are_as_given(c) || normalised;
+    if (!d.producers || !c.causal || (mapped && !maps_tiles) || segments_for(c, d, false) > 1)
         return cudaErrorNotSupported;
     const bool o_pieces = o_in_pieces(c);
     additive_flags best = {};
     double least = 0;
     for (int walks = 1; walks <= MOST_WALKS; walks++) {
-        const int room = d.room - PLACE_OF_STAGES - (int)sizeof(meeting) - 1024;
+        const int room = d.room - PLACE_OF_STAGES - (int)sizeof(meeting) -
+                         (mapped ? (int)sizeof(mapped_room<KP>) : 0) - 1024;
         const int stages = min(room / fetched<KP>::bytes(walks), (int)MOST_FETCHED);
         const int tiles = (c.V + walks * PANEL - 1) / (walks * PANEL);
         const int64_t units = (int64_t)c.N * c.HV * tiles;
@@ -374,14 +379,22 @@ static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t
         const double cost = (double)rounds * (1 + 0.6 * walks);
         if (stages < 2 || units > INT32_MAX || (best.walks && cost >= least)) continue;
         least = cost;
-        best = {o_pieces, walks, 3 - walks, stages, tiles};
+        best = {o_pieces, walks, mapped ? 1 : 3 - walks, stages, tiles};
     }
     if (!best.walks) return cudaErrorNotSupported;
+    /* A norm, or a map that is not elu + 1, takes longer than the walk of a chunk. map_rows shares
+     * this among all processors, which is quicker where the tiles leave some without work. */
+    if (mapped && !normalised && !has_usual_map<KP>(c) &&
+        (int64_t)c.N * c.HV * best.tiles < d.processors)
+        return cudaErrorNotSupported;
 
     return with_maps(c, pool, stream, [&](const tensor_maps &maps) {
+        auto kernel = additive_forward<KP, DECAY, false>;
+        if constexpr (maps_tiles)
+            if (mapped) kernel = additive_forward<KP, DECAY, true>;
         return launch(
-            additive_forward<KP, DECAY>,
-            min((int64_t)c.N * c.HV * best.tiles, (int64_t)d.processors), MOST_GROUPS * GROUP,
+            kernel, min((int64_t)c.N * c.HV * best.tiles, (int64_t)d.processors),
+            (best.walks + best.scoring + 1) * GROUP,
             PLACE_OF_STAGES + best.stages * fetched<KP>::bytes(best.walks), stream, c, maps, best);
     });
 }

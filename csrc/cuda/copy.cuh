@@ -92,6 +92,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int phase)
                  : "memory");
 }
 
+/* Has the phase ended? Without a wait. */
+__device__ __forceinline__ bool barrier_passed(uint32_t barrier, int phase)
+{
+    int passed;
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "selp.s32 %0, 1, 0, done;\n"
+                 "}"
+                 : "=r"(passed)
+                 : "r"(barrier), "r"(phase)
+                 : "memory");
+    return passed;
+}
+
 __device__ __forceinline__ void engine_copy(uint32_t to, const void *from, int bytes,
                                             uint32_t barrier)
 {

@@ -83,12 +83,6 @@ struct delta_flags {
 };
 
 #if HAS_WARP_GROUPS
-/* The four warps of a group wait for one another. */
-__device__ __forceinline__ void group_waits()
-{
-    asm volatile("bar.sync %0, 128;" ::"r"(2 + threadIdx.x / GROUP) : "memory");
-}
-
 /* The address of a tile for products. With decays it helps the compiler to know that all lanes have
  * the same; without them this costs more than it gains (docs/decisions/0048). */
 template <la_decay DECAY> __device__ __forceinline__ uint32_t address_for_products(const char *tile)

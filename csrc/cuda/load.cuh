@@ -159,18 +159,49 @@ template <typename real> __device__ inline real warp_sum(real x)
     return x;
 }
 
-/* A compensated sum over tokens in double: the keys are positive, and there may be many of them. */
-struct running {
-    double sum, lost;
-    __device__ void add(double x)
+/* A compensated sum over tokens: the keys are positive, and there may be many of them. */
+template <typename real> struct compensated {
+    real sum, lost;
+    __device__ void add(real x)
     {
-        const double next = sum + x, back = next - sum;
+        const real next = sum + x, back = next - sum;
         lost += (sum - (next - back)) + (x - back);
         sum = next;
     }
     /* an infinity has lost nothing */
-    __device__ double total() const { return isinf(sum) ? sum : sum + lost; }
+    __device__ real total() const { return isinf(sum) ? sum : sum + lost; }
 };
+typedef compensated<double> running;
+
+/* A thread has a key: the sum of keys before a sequence, or its gradient after it. */
+template <typename real>
+__device__ inline running z_of_thread(const view &from, const call &c, const unit &u)
+{
+    running z = {};
+    if (from.data && threadIdx.x < c.K)
+        z.sum = load<real>(at(from, u.n, u.hv, threadIdx.x), from.dtype);
+    return z;
+}
+
+/* Each of `count` pieces of a sequence has its own sum; afterwards it has, in place, the sum before
+ * it, in the order of the sequence or against it. `sum` ends as the sum of all. */
+template <bool REVERSE, typename number>
+__device__ inline void running_sums(number *x, int count, int64_t apart, running &sum)
+{
+    enum { AT_ONCE = 16 }; /* loads that start before the first is added */
+    for (int i = 0; i < count; i += AT_ONCE) {
+        number of_piece[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            of_piece[j] = i + j < count ? x[(REVERSE ? count - 1 - i - j : i + j) * apart] : 0;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            if (i + j < count)
+                x[(REVERSE ? count - 1 - i - j : i + j) * apart] = (number)sum.total();
+            sum.add(of_piece[j]);
+        }
+    }
+}
 
 /* Sums over the two lanes that are STEP apart. Each lane keeps N of the 2 N sums: the lower lane
  * the first N, the upper lane the last. */

@@ -58,15 +58,6 @@ template <typename real, int N> struct key_rows {
     }
 };
 
-template <typename real>
-__device__ inline running z_of_thread(const view &from, const call &c, const unit &u)
-{
-    running z = {};
-    if (from.data && threadIdx.x < c.K)
-        z.sum = load<real>(at(from, u.n, u.hv, threadIdx.x), from.dtype);
-    return z;
-}
-
 /* A sequence of a value head. */
 template <typename real> struct sequence_of_keys {
     unit u;
@@ -126,25 +117,6 @@ static __global__ void __launch_bounds__(SEGMENTS_OF_BLOCK * 32)
         for (int j = 0; j < N; j++)
             if (lane + 32 * j < f.kp) z[lane + 32 * j] = sum[j].total();
     });
-}
-
-/* Each segment has its own sum; afterwards it has, in place, the sum before it, in the order of the
- * sequence or against it. `sum` ends as the sum of all. */
-template <bool REVERSE>
-__device__ inline void running_sums(double *z, int count, int64_t kp, running &sum)
-{
-    enum { AT_ONCE = 16 }; /* loads that start before the first is added */
-    for (int s = 0; s < count; s += AT_ONCE) {
-        double of_segment[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++)
-            of_segment[j] = s + j < count ? z[(REVERSE ? count - 1 - s - j : s + j) * kp] : 0;
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            if (s + j < count) z[(REVERSE ? count - 1 - s - j : s + j) * kp] = sum.total();
-            sum.add(of_segment[j]);
-        }
-    }
 }
 
 /* The z of each segment becomes the sum before it; noncausal: the sum that all tokens see. A thread

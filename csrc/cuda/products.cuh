@@ -278,6 +278,12 @@ template <int N> __device__ __forceinline__ void products_in(float (&c)[N][4])
         asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
 }
 
+/* The four warps wait for one another. */
+__device__ __forceinline__ void group_waits()
+{
+    asm volatile("bar.sync %0, 128;" ::"r"(2 + threadIdx.x / 128) : "memory");
+}
+
 /* Is x true in any thread of the four warps? */
 __device__ __forceinline__ bool any_of_group(bool x)
 {
