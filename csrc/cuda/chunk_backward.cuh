@@ -4,7 +4,11 @@
  * `chunks_both_ways`, forwards and backwards. The third is the intra-chunk adjoint of every chunk.
  * If q and k are normed or mapped, `map_rows` comes before them in most calls (`maps_rows`). dq and
  * dk go to the arrays of the caller. If value heads share them, or if the third kernel cannot undo
- * what happened to q and k, they go to a partial per value head, which `reduce_heads` adds up. */
+ * what happened to q and k, they go to a partial per value head, which `reduce_heads` adds up.
+ *
+ * With a normaliser, `prepare` leaves what the denominators need (denominators.cuh). The third kernel
+ * adds their part to dq, and to dk what comes from the tokens of the chunk. `sum_later` and
+ * `reduce_heads` add what comes from later chunks. */
 #include "intra_chunk_adjoint_key.cuh"
 
 #include <initializer_list>
@@ -47,64 +51,93 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
 }
 
 /* Add up dq, dk and dx of the value heads of one q/k head, and apply the adjoint of loading to dq
- * and dk. The call has q and k as the caller gave them. A warp has a token, a lane four of every
- * 128 keys. */
+ * and dk. The call has q and k as the caller gave them. A block has a chunk of a q/k head, a warp one
+ * token after another, a lane four of every 128 keys. */
 template <int KP>
 static __global__ void __launch_bounds__(256)
     reduce_heads(const __grid_constant__ call c, const __grid_constant__ gradients d,
                  const intra_flags from)
 {
     constexpr int FOURS = (KP + 127) / 128;
-    const int64_t i = (int64_t)blockIdx.x * 8 + threadIdx.x / 32, tokens = (int64_t)c.B * c.T;
-    const int64_t token = i / c.H;
-    const int group = c.HV / c.H, h = (int)(i % c.H), first = threadIdx.x % 32 * 4;
-    if (token >= tokens) return;
-    const int b = (int)(token / c.T), t = (int)(token % c.T);
+    const int64_t tokens = (int64_t)c.B * c.T;
+    const int chunk_slot = blockIdx.x / c.H, h = blockIdx.x % c.H;
+    const int group = c.HV / c.H, first = threadIdx.x % 32 * 4;
+    const unit u = unit_of(c, sequence_of(c, chunk_slot), h * group);
+    const int t0 = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, b = u.b;
     const bool plain = rows_are_as_given(c);
+    for (int t = t0 + threadIdx.x / 32; t < min(t0 + C, u.end); t += 8) {
+        const int64_t token = (int64_t)b * c.T + t;
 #pragma unroll
-    for (int which = 0; which < 3; which++) {
-        const bool of_x = which == 2;
-        if (of_x && !c.x[LA_X].data) continue;
-        const view &x = which ? c.x[LA_K] : c.x[LA_Q];
-        const view &to = of_x ? d[LA_DX] : which ? d[LA_DK] : d[LA_DQ];
-        const float *partials = of_x ? from.dx : which ? from.dk : from.dq;
-        partials += (h * group * tokens + token) * from.kp;
-        float dx[4 * FOURS] = {}, y[4 * FOURS] = {};
+        for (int which = 0; which < 3; which++) {
+            const bool of_x = which == 2;
+            if ((of_x && !c.x[LA_X].data) || (which == 0 ? from.direct_q : from.direct_k)) continue;
+            const view &x = which ? c.x[LA_K] : c.x[LA_Q];
+            const view &to = of_x ? d[LA_DX] : which ? d[LA_DK] : d[LA_DQ];
+            const float *partials = of_x ? from.dx : which ? from.dk : from.dq;
+            partials += (h * group * tokens + token) * from.kp;
+            const float *const later =
+                which == 1 && from.dz
+                    ? from.dz + ((int64_t)chunk_slot * c.HV + h * group) * KP + first
+                    : NULL;
+            float dx[4 * FOURS] = {}, y[4 * FOURS] = {};
 #pragma unroll
-        for (int f = 0; f < FOURS; f++) {
-            const int key = first + f * 128;
-            const float *partial = partials + key;
-            for (int j = 0; j < group && key < from.kp; j++, partial += tokens * from.kp) {
-                const float4 one = *(const float4 *)partial;
-                dx[4 * f] += one.x, dx[4 * f + 1] += one.y;
-                dx[4 * f + 2] += one.z, dx[4 * f + 3] += one.w;
+            for (int f = 0; f < FOURS; f++) {
+                const int key = first + f * 128;
+                const float *partial = partials + key;
+                for (int j = 0; j < group && key < from.kp; j++, partial += tokens * from.kp) {
+                    const float4 one = *(const float4 *)partial;
+                    dx[4 * f] += one.x, dx[4 * f + 1] += one.y;
+                    dx[4 * f + 2] += one.z, dx[4 * f + 3] += one.w;
+                    if (!later) continue;
+                    const float4 z = *(const float4 *)(later + j * KP + f * 128);
+                    dx[4 * f] += z.x, dx[4 * f + 1] += z.y;
+                    dx[4 * f + 2] += z.z, dx[4 * f + 3] += z.w;
+                }
+                float four[4];
+                if (!plain && !of_x) load_row(four, at(x, b, t, h, key), x.dtype, 0, 1, c.K - key);
+#pragma unroll
+                for (int e = 0; e < 4 && !plain && !of_x; e++) y[4 * f + e] = four[e];
             }
-            float four[4];
-            if (!plain && !of_x) load_row(four, at(x, b, t, h, key), x.dtype, 0, 1, c.K - key);
+            if (!plain && !of_x) key_gradient(c, which, y, dx);
 #pragma unroll
-            for (int e = 0; e < 4 && !plain && !of_x; e++) y[4 * f + e] = four[e];
-        }
-        if (!plain && !of_x) key_gradient(c, which, y, dx);
+            for (int f = 0; f < FOURS; f++) {
+                const int key = first + f * 128;
+                const float *const own_dx = dx + 4 * f;
+                char *const own = at(to, b, t, h, key);
+                if (c.K % 4 == 0) {
+                    if (key < c.K)
+                        *(uint2 *)own =
+                            make_uint2(pack(own_dx[0], own_dx[1]), pack(own_dx[2], own_dx[3]));
+                } else {
 #pragma unroll
-        for (int f = 0; f < FOURS; f++) {
-            const int key = first + f * 128;
-            const float *const own_dx = dx + 4 * f;
-            char *const own = at(to, b, t, h, key);
-            if (c.K % 4 == 0) {
-                if (key < c.K)
-                    *(uint2 *)own =
-                        make_uint2(pack(own_dx[0], own_dx[1]), pack(own_dx[2], own_dx[3]));
-            } else {
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (key + e < c.K) store(own + e * 2, to.dtype, own_dx[e]);
+                    for (int e = 0; e < 4; e++)
+                        if (key + e < c.K) store(own + e * 2, to.dtype, own_dx[e]);
+                }
             }
         }
     }
 }
 
+/* Was z the sum of the keys so far. The sum of d_den q of each chunk becomes that of the later
+ * chunks. A block has a sequence of a value head, a thread a key. */
+template <int KP>
+static __global__ void __launch_bounds__(KP)
+    sum_later(const __grid_constant__ call c, const __grid_constant__ gradients d, float *dz)
+{
+    const unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
+    const int key = threadIdx.x, count = (u.end - u.begin + C - 1) / C;
+    running sum = z_of_thread<float>(d[LA_DZT], c, u);
+    running_sums<true>(dz + ((int64_t)first_chunk_slot(c, u.n) * c.HV + u.hv) * KP + key, count,
+                       (int64_t)c.HV * KP, sum);
+    if (d[LA_DZ0].data && key < c.K)
+        store(at(d[LA_DZ0], u.n, u.hv, key), d[LA_DZ0].dtype, (float)sum.total());
+}
+
 /* The keys of a block, where decays are scalar. */
 template <int KP> constexpr int scalar_keys = KP > 128 ? 128 : KP;
+
+/* Does the last kernel find the gradient of a denominator? It needs whole rows of q and dq. */
+template <int KP> constexpr bool finds_d_den = KP == scalar_keys<KP>;
 
 template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X>
 constexpr auto intra_chunk_adjoint_with()
@@ -205,8 +238,11 @@ struct backward_scratch {
     bool maps_rows;     /* map_rows comes before the other kernels */
     char *rows;         /* its rows of q and k */
     float *norms;       /* and its factors, if the last kernel needs them */
-    through_z<float> z; /* if normalised */
-    char *d_num;        /* and the gradient of num, [B T][HV][V] in bf16 */
+    /* Of a normalised call: the gradient of num, [B T][HV][V] in bf16, the denominators, [HV][B T],
+     * and with more than 128 keys the rest of what normaliser.cuh needs. */
+    char *d_num;
+    float *den;
+    through_z<float> z;
 };
 
 /* Lay out the scratch that the kernels of a call leave one another, from `room` on (NULL: count
@@ -230,7 +266,8 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
     to.kp = (c.K + 31) / 32 * 32;
-    x->z.segments = normalised ? segments_of_keys(c) : 0;
+    const bool by_chunks = normalised && finds_d_den<KP>;
+    x->z.segments = normalised && !by_chunks ? segments_of_keys(c) : 0;
     const struct {
         char **to;
         int64_t bytes;
@@ -254,14 +291,17 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {&f.d_states, places * panels * tile},
         {&f.E, delta ? places * panels * PANEL_BYTES : 0},
         {&f.Z, delta ? places * panels * PANEL_BYTES : 0},
-        {(char **)&to.dq, to.direct ? 0 : tokens * c.HV * to.kp * 4},
-        {(char **)&to.dk, to.direct ? 0 : tokens * c.HV * to.kp * 4},
-        {(char **)&to.dx, to.direct || !has_x ? 0 : tokens * c.HV * to.kp * 4},
-        {(char **)&x->z.z, normalised ? x->z.segments * c.HV * to.kp * 8 : 0},
+        {(char **)&to.dq, to.direct_q ? 0 : tokens * c.HV * to.kp * 4},
+        {(char **)&to.dk, to.direct_k ? 0 : tokens * c.HV * to.kp * 4},
+        {(char **)&to.dx, to.direct_k || !has_x ? 0 : tokens * c.HV * to.kp * 4},
+        {(char **)&w.z, by_chunks ? places * KP * 4 : 0},
+        {(char **)&w.den, by_chunks ? places * C * 4 : 0},
+        {(char **)&to.dz, by_chunks ? places * KP * 4 : 0},
+        {(char **)&x->z.z, x->z.segments * c.HV * to.kp * 8},
         {&x->d_num, normalised ? tokens * c.HV * c.V * 2 : 0},
-        {(char **)&x->z.den, normalised ? tokens * c.HV * 4 : 0},
+        {(char **)&x->den, normalised ? tokens * c.HV * 4 : 0},
         {(char **)&to.dbonus, has_bonus ? places * KP * 4 : 0},
-        {(char **)&x->norms, x->maps_rows && to.direct ? 2 * tokens * c.H * 4 : 0},
+        {(char **)&x->norms, x->maps_rows && to.direct_q && c.qk_l2norm ? 2 * tokens * c.H * 4 : 0},
         {(char **)&to.da, d.per_head || da_parts > 1 ? da_parts * tokens * c.HV * 4 : 0},
     };
     int64_t bytes = 0;
@@ -270,21 +310,23 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         bytes += part.bytes;
     }
     to.norms = x->norms;
-    x->z = {0, c.HV, 1, to.kp, 0, tokens, x->z.segments, to.dq, to.dk, x->z.den, x->z.z};
+    to.den = by_chunks ? x->den : NULL;
+    to.z = w.z;
+    x->z = {0, c.HV, 1, to.kp, 0, tokens, x->z.segments, to.dq, to.dk, x->den, x->z.z};
     return bytes;
 }
 
-/* The gradient of num without the scale: was o = scale num / divisor. A thread has eight
- * columns. */
+/* The gradient of num without the scale: was o = scale num / divisor. den times `scale` is a
+ * denominator. A thread has eight columns. */
 static __global__ void __launch_bounds__(256)
     divide(const __grid_constant__ call c, const __grid_constant__ gradients d, const float *den,
-           char *to)
+           float scale, char *to)
 {
     const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x, tokens = (int64_t)c.B * c.T;
     const int groups = c.V / 8, column = (int)(i % groups) * 8, hv = (int)(i / groups % c.HV);
     const int64_t token = i / groups / c.HV;
     if (token >= tokens) return;
-    const float by = divisor_of(&c, den[hv * tokens + token] * (float)c.scale);
+    const float by = divisor_of(&c, den[hv * tokens + token] * scale);
     uint4 x = *(const uint4 *)at(d[LA_DO], (int)(token / c.T), (int)(token % c.T), hv, column);
     uint32_t *const pair = (uint32_t *)&x;
 #pragma unroll
@@ -298,10 +340,12 @@ static __global__ void __launch_bounds__(256)
 
 /* One turn, after its heads and its scratch have been laid out. */
 template <int KP, la_decay DECAY, la_rule RULE>
-static cudaError_t launch_turn(const call &given, gradients d, const backward_scratch &x,
-                               const device_traits &on, cudaStream_t stream)
+static cudaError_t launch_turn(const call &given, const gradients &given_d,
+                               const backward_scratch &x, const device_traits &on,
+                               cudaStream_t stream)
 {
     call c = given; /* as the kernels see it */
+    gradients d = given_d;
     constexpr bool per_key = DECAY == LA_KEY;
     const bool normalised = is_normalised(&c, DECAY, RULE);
     const auto prepare = prepare_of<KP, DECAY, RULE>();
@@ -312,14 +356,18 @@ static cudaError_t launch_turn(const call &given, gradients d, const backward_sc
         error = launch_map_rows(c, x.rows, x.norms, stream);
         if (error != cudaSuccess) return error;
     }
-    if (normalised && tokens) {
-        error = find_denominators(c, x.z, stream);
-        if (error != cudaSuccess) return error;
-        error = launch(divide, (tokens * c.HV * (c.V / 8) + 255) / 256, 256, 0, stream, c, d,
-                       x.z.den, x.d_num);
-        if (error != cudaSuccess) return error;
+    const auto launch_divide = [&](float scale) {
+        return launch(divide, (tokens * c.HV * (c.V / 8) + 255) / 256, 256, 0, stream, c, given_d,
+                      x.den, scale, x.d_num);
+    };
+    if (normalised) {
         const int64_t row = (int64_t)c.HV * c.V;
         d[LA_DO] = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
+        if (!finds_d_den<KP> && tokens) {
+            error = find_denominators(c, x.z, stream);
+            if (error == cudaSuccess) error = launch_divide((float)c.scale);
+            if (error != cudaSuccess) return error;
+        }
     }
     backward_maps maps = {};
     /* if this fails, prepare leaves copies of q, k or x */
@@ -334,6 +382,11 @@ static cudaError_t launch_turn(const call &given, gradients d, const backward_sc
         error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads,
                        per_key ? KEY_THREADS : SCALAR_THREADS,
                        prepare_bytes<KP, DECAY, RULE>(has_x), stream, c, x.w, x.to.given);
+    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && finds_d_den<KP>)
+        if (normalised && tokens) {
+            if (error == cudaSuccess) error = launch_divisors<KP>(c, x.w, stream, x.den);
+            if (error == cudaSuccess) error = launch_divide(1);
+        }
     if (error == cudaSuccess)
         error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, on, stream);
     if (error == cudaSuccess && x.to.dbonus) /* not every slot has a chunk */
@@ -341,9 +394,13 @@ static cudaError_t launch_turn(const call &given, gradients d, const backward_sc
     if (error == cudaSuccess)
         error = launch(intra.kernel, places * intra.blocks, INTRA_THREADS, intra.bytes, stream, c,
                        d, x.w, maps, x.f, x.to);
-    if (error == cudaSuccess && normalised) error = undo_denominators(c, d, x.z, stream);
-    if (error == cudaSuccess && !x.to.direct)
-        error = launch(reduce_heads<KP>, (tokens * c.H + 7) / 8, 256, 0, stream, given, d, x.to);
+    if (error == cudaSuccess && normalised)
+        error = finds_d_den<KP>
+                    ? launch(sum_later<KP>, (int64_t)c.N * c.HV, KP, 0, stream, c, d, x.to.dz)
+                    : undo_denominators(c, d, x.z, stream);
+    if (error == cudaSuccess && places && !(x.to.direct_q && x.to.direct_k))
+        error = launch(reduce_heads<KP>, (int64_t)x.w.chunk_slots * c.H, 256, 0, stream, given, d,
+                       x.to);
     if (error == cudaSuccess && per_key && RULE == LA_ADDITIVE && c.x[LA_U].data)
         error = launch(join_bonus, div_up(c.K, 32) * c.H, 256, 0, stream, c, d, x.to.dbonus, KP,
                        x.w.chunk_slots);
@@ -381,9 +438,13 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     x.to.given = {mapped || (plain && fits(c.x[LA_Q], c.H, c.K)),
                   mapped || (plain && fits(c.x[LA_K], c.H, c.K)),
                   has_x && fits(c.x[LA_X], c.H, c.K)};
-    /* the last kernel undoes a norm if its blocks have whole rows */
-    const bool undoes = x.maps_rows && has_no_map(c) && DECAY != LA_KEY;
-    x.to.direct = (plain || undoes) && c.HV == c.H && !is_normalised(&c, DECAY, RULE);
+    /* the last kernel undoes a norm, or elu + 1, if its blocks have whole rows */
+    const bool elu = !c.qk_l2norm && c.map[0] == LA_ELU1 && c.map[1] == LA_ELU1;
+    const bool undoes = x.maps_rows && (has_no_map(c) || elu) && DECAY != LA_KEY;
+    const bool normalised = is_normalised(&c, DECAY, RULE);
+    x.to.elu = elu;
+    x.to.direct_q = (plain || undoes) && c.HV == c.H && (finds_d_den<KP> || !normalised);
+    x.to.direct_k = x.to.direct_q && !normalised;
 
     call some = c;
     gradients d_some = d;

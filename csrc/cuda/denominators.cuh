@@ -14,34 +14,24 @@ template <int KP, typename = element>
 __global__ void __launch_bounds__(KP)
     sum_keys(const __grid_constant__ call c, const __grid_constant__ chunks w)
 {
-    enum { AT_ONCE = 16 }; /* loads that start before the first is added */
     const unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
     const int key = threadIdx.x, count = (u.end - u.begin + C - 1) / C;
     const int64_t step = (int64_t)c.HV * KP;
     float *z = w.z + ((int64_t)first_chunk_slot(c, u.n) * c.HV + u.hv) * KP + key;
-    running sum = {};
-    if (c.x[LA_Z0].data && key < c.K)
-        sum.sum = load<float>(at(c.x[LA_Z0], u.n, u.hv, key), c.x[LA_Z0].dtype);
-    for (int i = 0; i < count; i += AT_ONCE) {
-        float x[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) x[j] = i + j < count ? z[(i + j) * step] : 0;
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            if (i + j < count) z[(i + j) * step] = (float)sum.total();
-            sum.add(x[j]);
-        }
-    }
+    running sum = z_of_thread<float>(c.x[LA_Z0], c, u);
+    running_sums<false>(z, count, step, sum);
     for (int i = 0; i < count && !c.causal; i++) z[i * step] = (float)sum.total();
     if (c.x[LA_ZT].data && key < c.K)
         store(at(c.x[LA_ZT], u.n, u.hv, key), c.x[LA_ZT].dtype, (float)sum.total());
 }
 
-/* A block has a chunk of a value head. A row of q consists of pieces of 16 bytes, one per lane. It
- * lies in its tile, or in the array of the caller if prepare could use that. */
+/* The divisors of o, in the place of the row sums; or the denominators times the scale, as
+ * [HV][B T], if these are asked for. A block has a chunk of a value head. A row of q consists of
+ * pieces of 16 bytes, one per lane. It lies in its tile, or in the array of the caller if prepare
+ * could use that. */
 template <int KP, typename = element>
 __global__ void __launch_bounds__(128)
-    divisors(const __grid_constant__ call c, const __grid_constant__ chunks w)
+    divisors(const __grid_constant__ call c, const __grid_constant__ chunks w, float *denominators)
 {
     constexpr int PIECES = KP / 8, STEP = 128 / PIECES, ROWS_OF_LANE = C / STEP;
     const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
@@ -82,16 +72,22 @@ __global__ void __launch_bounds__(128)
         if (piece) continue;
         float *to = w.den + place * C + row;
         den *= (float)c.scale;
-        *to = row < n ? divisor_of(&c, c.causal ? den + *to : den) : 1;
+        if (c.causal) den += *to;
+        if (!denominators)
+            *to = row < n ? divisor_of(&c, den) : 1;
+        else if (row < n)
+            denominators[((int64_t)hv * c.B + u.b) * c.T + t + row] = den;
     }
 }
 
 template <int KP>
-static cudaError_t launch_divisors(const call &c, const chunks &w, cudaStream_t stream)
+static cudaError_t launch_divisors(const call &c, const chunks &w, cudaStream_t stream,
+                                   float *denominators = NULL)
 {
     const cudaError_t error = launch(sum_keys<KP>, (int64_t)c.N * c.HV, KP, 0, stream, c, w);
     if (error != cudaSuccess) return error;
-    return launch(divisors<KP>, (int64_t)w.chunk_slots * c.HV, 128, 0, stream, c, w);
+    return launch(divisors<KP>, (int64_t)w.chunk_slots * c.HV, 128, 0, stream, c, w,
+                  denominators);
 }
 
 #endif

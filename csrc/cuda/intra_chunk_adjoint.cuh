@@ -17,13 +17,14 @@
 
 enum { INTRA_THREADS = 256, INTRA_STAGES = 2 };
 
-/* The place of the gradients of q, k and x. It is the array of the caller if nothing else is added
- * to them and q and k were used as given, or if this kernel undoes their l2 norm (`norms`).
- * Otherwise it is a partial per value head, for `reduce_heads`. da is a number per token if there
- * is a gate per head, or if several blocks have the keys of a chunk; otherwise (NULL) the gradient
- * goes to the array of the gate. */
+/* The place of the gradients of q, k and x. It is the array of the caller (direct) if nothing else
+ * is added to them and q and k were used as given, or if this kernel undoes their l2 norm (`norms`)
+ * or elu + 1 (`elu`). Otherwise it is a partial per value head, for `reduce_heads`. da is a number
+ * per token if there is a gate per head, or if several blocks have the keys of a chunk; otherwise
+ * (NULL) the gradient goes to the array of the gate. */
 struct intra_flags {
-    bool direct;
+    bool direct_q, direct_k; /* k: and x */
+    bool elu;
     as_given given;
     float *dq, *dk, *dx; /* [HV][B T][kp] */
     float *da;           /* [parts of the keys][HV][B T] */
@@ -31,6 +32,10 @@ struct intra_flags {
     const float
         *norms; /* factors of q and k, [2][B T H], where the last kernel has to undo a norm */
     int kp;
+    /* normalised: the denominators times the scale, [HV][B T], and the sum of the keys before each
+     * chunk, [chunk slots][HV][KP]. dz becomes the same as z for d_den q, the gradient of z. */
+    const float *den, *z;
+    float *dz;
 };
 
 /* A panel of value columns. */
@@ -131,6 +136,22 @@ __device__ __forceinline__ void undo_norm(float (&x)[N][4], const char *tile, in
         x[m][1] = l2norm_gradient(x[m][1], y.y, along.x, f);
         x[m][2] = l2norm_gradient(x[m][2], z.x, along.y, g);
         x[m][3] = l2norm_gradient(x[m][3], z.y, along.y, g);
+    }
+}
+
+/* Was y = elu(x) + 1, whose slope is 1 above x = 0 and y below. The tile has y. */
+template <int N>
+__device__ __forceinline__ void undo_elu(float (&x)[N][4], const char *tile, int row)
+{
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < N; m++) {
+        const int at = element_at(row + lane / 4, m * 8 + lane % 4 * 2);
+        const float2 y = unpack(*(const uint32_t *)(tile + at));
+        const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
+        const float slopes[] = {y.x, y.y, z.x, z.y};
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[m][e] *= slopes[e] > 1 ? 1 : slopes[e];
     }
 }
 
@@ -488,6 +509,82 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         for (int j = 0; j < 4; j++) own[j] = as_left(X[2 * j], X[2 * j + 1]);
     }
     __syncthreads();
+    /* Was den_i = q_i z_i, where z_i has the keys up to token i: dz_i = d_den_i q_i. What the keys
+     * of the chunk get is added to dP, since each was weighted with 1. */
+    const bool through_z = DECAY == LA_NONE && !delta && PARTS == 1 && to.den;
+    if (through_z) {
+        if (first_group) {
+            const auto add_keys = [&] {
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(Y, own[j], address_of(s.k), j * 16);
+                products_commit();
+                products_wait<0>();
+                products_in(Y);
+            };
+            /* The operands for the keys up to the own token: what rounding takes from d_den, and
+             * then the rounded d_den. dq may be far smaller than its parts, so it needs both. */
+            const auto lower = [&](float x_top, float x_low) {
+#pragma unroll
+                for (int m = 0; m < 8; m++) {
+                    const int j = m * 8 + pair;
+                    X[m][0] = j <= top ? x_top : 0;
+                    X[m][1] = j + 1 <= top ? x_top : 0;
+                    X[m][2] = j <= low ? x_low : 0;
+                    X[m][3] = j + 1 <= low ? x_low : 0;
+                }
+#pragma unroll
+                for (int j = 0; j < 4; j++) own[j] = as_left(X[2 * j], X[2 * j + 1]);
+            };
+            add_keys();
+            const float2 with_num = dot_rows(Y, s.q, row0); /* num . dnum = q . dq */
+            const float *const den = to.den + ((int64_t)hv * c.B + u.b) * c.T + t;
+            const float d_top = top < n ? d_denominator(&c, den[top], with_num.x) : 0;
+            const float d_low = low < n ? d_denominator(&c, den[low], with_num.y) : 0;
+            if (lane % 4 == 0) {
+                s.of_q[top] = d_top;
+                s.of_q[low] = d_low;
+            }
+#pragma unroll
+            for (int m = 0; m < 8; m++) {
+                const int j = m * 8 + pair;
+                *(uint32_t *)(dP + element_at(top, j)) =
+                    pack(X[m][0] + (j <= top ? d_top : 0), X[m][1] + (j + 1 <= top ? d_top : 0));
+                *(uint32_t *)(dP + element_at(low, j)) =
+                    pack(X[m][2] + (j <= low ? d_low : 0), X[m][3] + (j + 1 <= low ? d_low : 0));
+            }
+            const float2 rounded = unpack(pack(d_top, d_low));
+            lower(d_top - rounded.x, d_low - rounded.y);
+            add_keys();
+            lower(rounded.x, rounded.y);
+#pragma unroll
+            for (int m = 0; m < KP / 8; m++) {
+                const float2 z = *(const float2 *)(to.z + place * KP + m * 8 + pair);
+                Y[m][0] += d_top * z.x;
+                Y[m][1] += d_top * z.y;
+                Y[m][2] += d_low * z.x;
+                Y[m][3] += d_low * z.y;
+            }
+        }
+        __syncthreads();
+        /* a thread has two keys and every fourth row, or more rows with fewer keys */
+        constexpr int ROWS_APART = INTRA_THREADS / (KP / 2);
+        const int key = threadIdx.x % (KP / 2) * 2, first = threadIdx.x / (KP / 2);
+        float2 sum = make_float2(0, 0);
+#pragma unroll 4
+        for (int i = first; i < C; i += ROWS_APART) {
+            const float2 q = unpack(*(const uint32_t *)(s.q + element_at(i, key)));
+            sum.x += s.of_q[i] * q.x;
+            sum.y += s.of_q[i] * q.y;
+        }
+        *(float2 *)(G + first * KP + key) = sum; /* without decays there is no G */
+        __syncthreads();
+        if (threadIdx.x < KP) {
+            float all = 0;
+            for (int i = 0; i < ROWS_APART; i++) all += G[i * KP + threadIdx.x];
+            to.dz[place * KP + threadIdx.x] = all;
+        }
+    }
     if (DECAY == LA_TOKEN && delta && !first_group) /* and L = G x k' */
 #pragma unroll
         for (int m = 0; m < 8; m++) {
@@ -524,16 +621,18 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         products_in(Y);
         if (HAS_X) products_in(R);
     }
-    if (!HAS_X && PARTS == 1 && to.norms)
+    const bool direct = first_group ? to.direct_q : to.direct_k;
+    if (!HAS_X && PARTS == 1 && direct && to.elu) undo_elu(Y, first_group ? s.q : s.k, row0);
+    if (!HAS_X && PARTS == 1 && direct && to.norms)
         undo_norm(Y, first_group ? s.q : s.k, row0, n,
                   to.norms + ((int64_t)(first_group ? u.b : c.B + u.b) * c.T + t) * c.H + u.h, c.H);
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
     if (first_group || HAS_X)
         store_rows(c, u, d[first_group ? LA_DQ : LA_DX],
-                   to.direct ? NULL : (first_group ? to.dq : to.dx) + apart, to.kp, t, n, row0, Y,
+                   direct ? NULL : (first_group ? to.dq : to.dx) + apart, to.kp, t, n, row0, Y,
                    first_key);
     if (!first_group)
-        store_rows(c, u, d[LA_DK], to.direct ? NULL : to.dk + apart, to.kp, t, n, row0, dk,
+        store_rows(c, u, d[LA_DK], direct ? NULL : to.dk + apart, to.kp, t, n, row0, dk,
                    first_key);
     __syncthreads();
     if constexpr (DECAY == LA_TOKEN) {
