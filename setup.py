@@ -173,11 +173,6 @@ NVCC_FLAGS = [
     # gives each more threads, for its architectures. A thread takes up to a gigabyte.
     f"--threads={max(1, min(3, os.cpu_count() // 4))}",
     "-Xcompiler=-fPIC,-fvisibility=hidden," + ("-g" if DEBUG else f"-g0,{GUARD}"),
-    # nvcc compresses PTX by itself, and machine code if asked to: a third of the size is left. The
-    # mode stays nvcc's own, which every driver that runs the build can read. --compress-mode=size
-    # would take another third away, for 3 % of the time; but a build of nvcc 12 would then need a
-    # driver of CUDA 12.4 (550.54) or later.
-    "-Xfatbin=-compress-all",
 ]
 if os.environ.get("LINATTN_WERROR") == "1":
     NVCC_FLAGS.append("-Werror=all-warnings")
@@ -197,6 +192,16 @@ def find_nvcc():
     if wanted == "1" and not found:
         raise SystemExit(f"LINATTN_CUDA=1 asks for the CUDA part; there is no nvcc in {places}")
     return found
+
+
+def compression(nvcc):
+    """nvcc compresses PTX by itself, and machine code if asked to: a third of the size is left, and
+    two thirds of that with compress-mode=size. Only drivers since CUDA 12.4 (550.54) read this
+    mode. A build of nvcc 13 needs a later one anyway."""
+    says = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release (\d+)\.", says)
+    newer = release and int(release[1]) >= 13
+    return "--compress-mode=size" if newer else "-Xfatbin=-compress-all"
 
 
 def cuda_libraries(nvcc):
@@ -330,6 +335,8 @@ class ParallelBuild(build_ext):
 
 
 NVCC = find_nvcc()
+if NVCC:
+    NVCC_FLAGS.append(compression(NVCC))
 CUDA_SOURCES = sorted(glob.glob("csrc/cuda/*.cu")) if NVCC else []
 GPUS = [] if ASKED_ARCHS or not NVCC else gpus()
 if not all(knows(NVCC, gpu) for gpu in GPUS):
