@@ -8,8 +8,9 @@ Differences from the functions of ``linattn``:
 
 - A step is a function: it returns ``(o, state)`` and changes nothing. Where the old state is not
   used again, XLA lets the new one take its place.
-- There is no ``out``, and no ``<op>_backward``: ``jax.grad`` calls the backward pass, which needs
-  the inputs alone. There are no gradients of gradients and no forward-mode derivatives.
+- There is no ``out``, no ``mask``, whose tokens cannot be counted while JAX traces, and no
+  ``<op>_backward``: ``jax.grad`` calls the backward pass, which needs the inputs alone. There are
+  no gradients of gradients and no forward-mode derivatives.
 - A decay above one raises no warning.
 
 A wrong argument raises TypeError or ValueError while JAX traces the call, as from ``linattn``. Only

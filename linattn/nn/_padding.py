@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from linattn.ops._padding import Tokens
 
-class Padding:
+
+class Padding(Tokens):
     """The real tokens of a layer's x [B,T,...]: those where the mask [B,T] is not 0."""
 
     def __init__(self, layer: Any, attention_mask: Any, x: Tensor) -> None:
@@ -22,17 +23,7 @@ class Padding:
                 f"attention_mask: expected [B,T] = {tuple(x.shape[:2])}, "
                 f"got {tuple(attention_mask.shape)}"
             )
-        self.real = attention_mask.to(x.device) != 0
-        self.cu_seqlens = F.pad(self.real.sum(1).cumsum(0), (1, 0))
-
-    def packed(self, x: Tensor) -> Tensor:
-        """[B,T,...] -> [1,n,...], the n real tokens, row by row."""
-        return x[self.real][None]
-
-    def spread(self, y: Tensor) -> Tensor:
-        """[1,n,...] -> [B,T,...], with zeros at the padding."""
-        rows = y.new_zeros(*self.real.shape, *y.shape[2:])
-        return rows.index_put((self.real,), y[0])
+        super().__init__(attention_mask.to(x.device) != 0)
 
 
 def without_padding(

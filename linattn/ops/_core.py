@@ -25,6 +25,7 @@ __all__ = [
     "Mode",
     "State",
     "Ways",
+    "backward_for",
     "core_for",
     "hint_at_layout",
     "other_ways",
@@ -48,6 +49,7 @@ class ForwardOptions(TypedDict, total=False):
     scale: float | None
     initial_state: Any
     cu_seqlens: Any
+    mask: Any
     mode: Mode
     chunk_size: int | None
     qk_l2norm: bool
@@ -152,14 +154,28 @@ def other_ways(x: object) -> Ways | None:
     return None if type(x) is np.ndarray or is_tensor(x) else WAYS.get()
 
 
-def core_for(q: object) -> Callable[..., tuple[Any, Any]]:
-    """The forward pass for arrays like q: the core's, or PyTorch's way to it, which records."""
+def core_for(q: object, mask: object = None) -> Callable[..., tuple[Any, Any]]:
+    """The forward pass for arrays like q: the core's, or PyTorch's way to it, which records. With a
+    mask, that of the tokens it leaves."""
+    if mask is not None:
+        from linattn.ops import _padding
+
+        return _padding.masked_forward(core_for(q), mask)
     if not is_tensor(q):
         ways = other_ways(q)
         return _linattn.forward if ways is None else ways.forward
     from linattn import autograd
 
     return autograd.forward
+
+
+def backward_for(mask: object) -> Callable[..., tuple[Any, ...]]:
+    """The core's backward pass; with a mask, that of the tokens it leaves."""
+    if mask is None:
+        return _linattn.backward
+    from linattn.ops import _padding
+
+    return _padding.masked_backward(mask)
 
 
 def step_for(q: object) -> Callable[..., Any]:

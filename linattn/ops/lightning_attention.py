@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, Never, Unpack, overload
 
-from linattn._linattn import backward as core_backward
 from linattn.ops._core import (
     AnyArray,
     Array,
     ForwardOptions,
     Gradients,
     Mode,
+    backward_for,
     core_for,
     refuse_unknown,
     step_for,
@@ -59,6 +59,7 @@ def lightning_attention(
     initial_state: AnyArray | None = None,
     output_final_state: bool = False,
     cu_seqlens: AnyArray | None = None,
+    mask: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -87,6 +88,9 @@ def lightning_attention(
         Return the state after the last token; else None is returned in its place.
     cu_seqlens : int array [N+1], optional
         Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mask : array [B,T], optional
+        0 at padding, which may lie anywhere. The other tokens of a row are one sequence, which has
+        the row's state. o is 0 at padding.
     mode : {"chunk", "recurrent", "parallel"}
         A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
     chunk_size : int, optional
@@ -148,7 +152,7 @@ def lightning_attention(
     """
     if _unknown:
         refuse_unknown("lightning_attention", _unknown)
-    return core_for(q)(
+    return core_for(q, mask)(
         "lightning_attention",
         q,
         k,
@@ -261,6 +265,7 @@ def lightning_attention_backward(
     scale: float | None = None,
     initial_state: AnyArray | None = None,
     cu_seqlens: AnyArray | None = None,
+    mask: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -279,7 +284,7 @@ def lightning_attention_backward(
         Minus the log of the decay, >= 0.
     d_final_state : array [N,HV,K,V], optional
         The gradient of the final state, float32 (float64 for float64 inputs).
-    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+    scale, initial_state, cu_seqlens, mask, mode, chunk_size, qk_l2norm, state_v_first :
         As in the forward call.
 
     Returns
@@ -321,7 +326,7 @@ def lightning_attention_backward(
     """
     if _unknown:
         refuse_unknown("lightning_attention_backward", _unknown)
-    grads = core_backward(
+    grads = backward_for(mask)(
         "lightning_attention",
         q,
         k,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, Never, Unpack, overload
 
-from linattn._linattn import backward as core_backward
 from linattn.features import (
     FeatureMapLike,
     any_features,
@@ -22,6 +21,7 @@ from linattn.ops._core import (
     Gradients,
     Mode,
     State,
+    backward_for,
     core_for,
     refuse_unknown,
     step_for,
@@ -82,6 +82,7 @@ def linear_attention(
     initial_state: State | None = None,
     output_final_state: bool = False,
     cu_seqlens: AnyArray | None = None,
+    mask: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -121,6 +122,9 @@ def linear_attention(
         Return the state after the last token; else None is returned in its place.
     cu_seqlens : int array [N+1], optional
         Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mask : array [B,T], optional
+        0 at padding, which may lie anywhere. The other tokens of a row are one sequence, which has
+        the row's state. o is 0 at padding.
     mode : {"chunk", "recurrent", "parallel"}
         A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree;
         the non-causal form has one way only, which is linear in T.
@@ -192,7 +196,7 @@ def linear_attention(
     options = any_features if is_traced(q) else core_features
     phi_q, phi_k, core = options(feature_map, normalize, eps, causal)
     _, _, q, k, qk_l2norm = mapped(phi_q, phi_k, q, k, qk_l2norm, {"out": out})
-    return core_for(q)(
+    return core_for(q, mask)(
         "linear_attention",
         q,
         k,
@@ -333,6 +337,7 @@ def linear_attention_backward(
     scale: float | None = None,
     initial_state: State | None = None,
     cu_seqlens: AnyArray | None = None,
+    mask: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -351,7 +356,7 @@ def linear_attention_backward(
         A function of your own needs ``FeatureMap(name, forward=..., backward=...)``.
     d_final_state : array [N,HV,K,V], or the pair (dS, dz) if normalised, optional
         The gradient of the final state, float32 (float64 for float64 inputs).
-    normalize, causal, eps, scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, \
+    normalize, causal, eps, scale, initial_state, cu_seqlens, mask, mode, chunk_size, qk_l2norm, \
 state_v_first :
         As in the forward call.
 
@@ -400,7 +405,7 @@ state_v_first :
     q0: Any = q
     k0: Any = k
     q1, k1, q, k, core_l2norm = mapped(phi_q, phi_k, q, k, qk_l2norm, {})
-    grads = core_backward(
+    grads = backward_for(mask)(
         "linear_attention",
         q,
         k,

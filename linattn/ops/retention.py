@@ -8,7 +8,6 @@ from typing import Any, Literal, Never, Unpack, overload
 
 import numpy as np
 
-from linattn._linattn import backward as core_backward
 from linattn.features import has_memory, is_traced, shape_of
 from linattn.ops._core import (
     AnyArray,
@@ -16,6 +15,7 @@ from linattn.ops._core import (
     ForwardOptions,
     Gradients,
     Mode,
+    backward_for,
     core_for,
     refuse_unknown,
     step_for,
@@ -96,6 +96,7 @@ def retention(
     initial_state: AnyArray | None = None,
     output_final_state: bool = False,
     cu_seqlens: AnyArray | None = None,
+    mask: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -124,6 +125,9 @@ def retention(
         Return the state after the last token; else None is returned in its place.
     cu_seqlens : int array [N+1], optional
         Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mask : array [B,T], optional
+        0 at padding, which may lie anywhere. The other tokens of a row are one sequence, which has
+        the row's state. o is 0 at padding.
     mode : {"chunk", "recurrent", "parallel"}
         A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
     chunk_size : int, optional
@@ -187,7 +191,7 @@ def retention(
     if _unknown:
         refuse_unknown("retention", _unknown)
     gate = _gamma_of(q, k, v, 4) if gamma is None else gamma
-    return core_for(q)(
+    return core_for(q, mask)(
         "retention",
         q,
         k,
@@ -306,6 +310,7 @@ def retention_backward(
     scale: float | None = None,
     initial_state: AnyArray | None = None,
     cu_seqlens: AnyArray | None = None,
+    mask: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -324,7 +329,7 @@ def retention_backward(
         The decay itself, in [0, 1]; 1 - 2**(-5 - h) by default.
     d_final_state : array [N,HV,K,V], optional
         The gradient of the final state, float32 (float64 for float64 inputs).
-    scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+    scale, initial_state, cu_seqlens, mask, mode, chunk_size, qk_l2norm, state_v_first :
         As in the forward call.
 
     Returns
@@ -367,7 +372,7 @@ def retention_backward(
     if _unknown:
         refuse_unknown("retention_backward", _unknown)
     gate = _gamma_of(q, k, v, 4) if gamma is None else gamma
-    grads = core_backward(
+    grads = backward_for(mask)(
         "retention",
         q,
         k,

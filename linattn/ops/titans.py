@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, Never, Unpack, overload
 
-from linattn._linattn import backward as core_backward
 from linattn.ops._core import (
     AnyArray,
     Array,
     ForwardOptions,
     Gradients,
     Mode,
+    backward_for,
     core_for,
     refuse_unknown,
     step_for,
@@ -75,6 +75,7 @@ def titans(
     initial_state: AnyArray | None = None,
     output_final_state: bool = False,
     cu_seqlens: AnyArray | None = None,
+    mask: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -118,6 +119,9 @@ def titans(
         Return the pair (M, Y) after the last token; else None is returned in its place.
     cu_seqlens : int array [N+1], optional
         Packed sequences: B is 1 and sequence n is tokens cu_seqlens[n] to cu_seqlens[n+1].
+    mask : array [B,T], optional
+        0 at padding, which may lie anywhere. The other tokens of a row are one sequence, which has
+        the row's state. o is 0 at padding.
     mode : {"chunk", "recurrent", "parallel"}
         A chunk of tokens at a time, token by token, or all at once (quadratic in T). They agree.
     chunk_size : int, optional
@@ -175,7 +179,7 @@ def titans(
     """
     if _unknown:
         refuse_unknown("titans", _unknown)
-    return core_for(q)(
+    return core_for(q, mask)(
         "titans",
         q,
         k,
@@ -307,6 +311,7 @@ def titans_backward(
     scale: float | None = None,
     initial_state: AnyArray | None = None,
     cu_seqlens: AnyArray | None = None,
+    mask: AnyArray | None = None,
     mode: Mode = "chunk",
     chunk_size: int | None = None,
     qk_l2norm: bool = False,
@@ -331,7 +336,7 @@ def titans_backward(
         The decay itself, in [0, 1], instead of g: 1 minus the paper's alpha.
     d_final_state : pair of arrays [N,HV,K,V], optional
         The gradients of the final states, float32 (float64 for float64 inputs).
-    batch, scale, initial_state, cu_seqlens, mode, chunk_size, qk_l2norm, state_v_first :
+    batch, scale, initial_state, cu_seqlens, mask, mode, chunk_size, qk_l2norm, state_v_first :
         As in the forward call.
 
     Returns
@@ -371,7 +376,7 @@ def titans_backward(
     """
     if _unknown:
         refuse_unknown("titans_backward", _unknown)
-    grads = core_backward(
+    grads = backward_for(mask)(
         "titans",
         q,
         k,
