@@ -51,8 +51,9 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
 }
 
 /* Add up dq, dk and dx of the value heads of one q/k head, and apply the adjoint of loading to dq
- * and dk. The call has q and k as the caller gave them. A block has a chunk of a q/k head, a warp one
- * token after another, a lane four of every 128 keys. */
+ * and dk. The call has q and k as the caller gave them. A block has eight tokens of a chunk of a
+ * q/k head, a warp has a token, and a lane four of every 128 keys. */
+enum { BLOCKS_OF_CHUNK = C / 8 };
 template <int KP>
 static __global__ void __launch_bounds__(256)
     reduce_heads(const __grid_constant__ call c, const __grid_constant__ gradients d,
@@ -60,59 +61,59 @@ static __global__ void __launch_bounds__(256)
 {
     constexpr int FOURS = (KP + 127) / 128;
     const int64_t tokens = (int64_t)c.B * c.T;
-    const int chunk_slot = blockIdx.x / c.H, h = blockIdx.x % c.H;
+    const int index = blockIdx.x / BLOCKS_OF_CHUNK, chunk_slot = index / c.H, h = index % c.H;
     const int group = c.HV / c.H, first = threadIdx.x % 32 * 4;
     const unit u = unit_of(c, sequence_of(c, chunk_slot), h * group);
-    const int t0 = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, b = u.b;
+    const int b = u.b, t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C +
+                           (int)(blockIdx.x % BLOCKS_OF_CHUNK) * 8 + (int)threadIdx.x / 32;
+    if (t >= u.end) return;
     const bool plain = rows_are_as_given(c);
-    for (int t = t0 + threadIdx.x / 32; t < min(t0 + C, u.end); t += 8) {
-        const int64_t token = (int64_t)b * c.T + t;
+    const int64_t token = (int64_t)b * c.T + t;
 #pragma unroll
-        for (int which = 0; which < 3; which++) {
-            const bool of_x = which == 2;
-            if ((of_x && !c.x[LA_X].data) || (which == 0 ? from.direct_q : from.direct_k)) continue;
-            const view &x = which ? c.x[LA_K] : c.x[LA_Q];
-            const view &to = of_x ? d[LA_DX] : which ? d[LA_DK] : d[LA_DQ];
-            const float *partials = of_x ? from.dx : which ? from.dk : from.dq;
-            partials += (h * group * tokens + token) * from.kp;
-            const float *const later =
-                which == 1 && from.dz
-                    ? from.dz + ((int64_t)chunk_slot * c.HV + h * group) * KP + first
-                    : NULL;
-            float dx[4 * FOURS] = {}, y[4 * FOURS] = {};
+    for (int which = 0; which < 3; which++) {
+        const bool of_x = which == 2;
+        if ((of_x && !c.x[LA_X].data) || (which == 0 ? from.direct_q : from.direct_k)) continue;
+        const view &x = which ? c.x[LA_K] : c.x[LA_Q];
+        const view &to = of_x ? d[LA_DX] : which ? d[LA_DK] : d[LA_DQ];
+        const float *partials = of_x ? from.dx : which ? from.dk : from.dq;
+        partials += (h * group * tokens + token) * from.kp;
+        const float *const later =
+            which == 1 && from.dz
+                ? from.dz + ((int64_t)chunk_slot * c.HV + h * group) * KP + first
+                : NULL;
+        float dx[4 * FOURS] = {}, y[4 * FOURS] = {};
 #pragma unroll
-            for (int f = 0; f < FOURS; f++) {
-                const int key = first + f * 128;
-                const float *partial = partials + key;
-                for (int j = 0; j < group && key < from.kp; j++, partial += tokens * from.kp) {
-                    const float4 one = *(const float4 *)partial;
-                    dx[4 * f] += one.x, dx[4 * f + 1] += one.y;
-                    dx[4 * f + 2] += one.z, dx[4 * f + 3] += one.w;
-                    if (!later) continue;
-                    const float4 z = *(const float4 *)(later + j * KP + f * 128);
-                    dx[4 * f] += z.x, dx[4 * f + 1] += z.y;
-                    dx[4 * f + 2] += z.z, dx[4 * f + 3] += z.w;
-                }
-                float four[4];
-                if (!plain && !of_x) load_row(four, at(x, b, t, h, key), x.dtype, 0, 1, c.K - key);
-#pragma unroll
-                for (int e = 0; e < 4 && !plain && !of_x; e++) y[4 * f + e] = four[e];
+        for (int f = 0; f < FOURS; f++) {
+            const int key = first + f * 128;
+            const float *partial = partials + key;
+            for (int j = 0; j < group && key < from.kp; j++, partial += tokens * from.kp) {
+                const float4 one = *(const float4 *)partial;
+                dx[4 * f] += one.x, dx[4 * f + 1] += one.y;
+                dx[4 * f + 2] += one.z, dx[4 * f + 3] += one.w;
+                if (!later) continue;
+                const float4 z = *(const float4 *)(later + j * KP + f * 128);
+                dx[4 * f] += z.x, dx[4 * f + 1] += z.y;
+                dx[4 * f + 2] += z.z, dx[4 * f + 3] += z.w;
             }
-            if (!plain && !of_x) key_gradient(c, which, y, dx);
+            float four[4];
+            if (!plain && !of_x) load_row(four, at(x, b, t, h, key), x.dtype, 0, 1, c.K - key);
 #pragma unroll
-            for (int f = 0; f < FOURS; f++) {
-                const int key = first + f * 128;
-                const float *const own_dx = dx + 4 * f;
-                char *const own = at(to, b, t, h, key);
-                if (c.K % 4 == 0) {
-                    if (key < c.K)
-                        *(uint2 *)own =
-                            make_uint2(pack(own_dx[0], own_dx[1]), pack(own_dx[2], own_dx[3]));
-                } else {
+            for (int e = 0; e < 4 && !plain && !of_x; e++) y[4 * f + e] = four[e];
+        }
+        if (!plain && !of_x) key_gradient(c, which, y, dx);
 #pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        if (key + e < c.K) store(own + e * 2, to.dtype, own_dx[e]);
-                }
+        for (int f = 0; f < FOURS; f++) {
+            const int key = first + f * 128;
+            const float *const own_dx = dx + 4 * f;
+            char *const own = at(to, b, t, h, key);
+            if (c.K % 4 == 0) {
+                if (key < c.K)
+                    *(uint2 *)own =
+                        make_uint2(pack(own_dx[0], own_dx[1]), pack(own_dx[2], own_dx[3]));
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (key + e < c.K) store(own + e * 2, to.dtype, own_dx[e]);
             }
         }
     }
@@ -399,8 +400,8 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
                     ? launch(sum_later<KP>, (int64_t)c.N * c.HV, KP, 0, stream, c, d, x.to.dz)
                     : undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && places && !(x.to.direct_q && x.to.direct_k))
-        error = launch(reduce_heads<KP>, (int64_t)x.w.chunk_slots * c.H, 256, 0, stream, given, d,
-                       x.to);
+        error = launch(reduce_heads<KP>, (int64_t)x.w.chunk_slots * c.H * BLOCKS_OF_CHUNK, 256, 0,
+                       stream, given, d, x.to);
     if (error == cudaSuccess && per_key && RULE == LA_ADDITIVE && c.x[LA_U].data)
         error = launch(join_bonus, div_up(c.K, 32) * c.H, 256, 0, stream, c, d, x.to.dbonus, KP,
                        x.w.chunk_slots);
