@@ -341,8 +341,9 @@ def test_a_wrong_shape_is_an_error_of_the_core_while_jax_traces():
         whole(LAST, mode="fast")(x)
     with pytest.raises(TypeError, match=r"^scale: expected a number"):
         jax.jit(lambda scale: whole(LAST, scale=scale)(x))(1.0)
-    with pytest.raises(TypeError, match="'out'"):
-        whole(LAST, out=x["v"])(x)
+    for name in ("out", "mask"):
+        with pytest.raises(TypeError, match=f"'{name}'"):
+            whole(LAST, **{name: x["v"]})(x)
 
 
 def test_cu_seqlens_are_read_when_the_call_runs():
@@ -380,7 +381,7 @@ def test_every_op_is_there_with_its_arguments():
         own, inner = (
             inspect.signature(getattr(m, name)).parameters for m in (linattn.jax, linattn)
         )
-        assert list(own) == [x for x in inner if x not in ("out", "_unknown")]
+        assert list(own) == [x for x in inner if x not in ("out", "mask", "_unknown")]
         assert f"linattn.{name}" in getattr(linattn.jax, name).__doc__
 
 

@@ -8,9 +8,8 @@ Differences from the functions of ``linattn``:
 
 - A step is a function: it returns ``(o, state)`` and changes nothing. Where the old state is not
   used again, XLA lets the new one take its place.
-- There is no ``out``, no ``mask``, whose tokens cannot be counted while JAX traces, and no
-  ``<op>_backward``: ``jax.grad`` calls the backward pass, which needs the inputs alone. There are
-  no gradients of gradients and no forward-mode derivatives.
+- There is no ``out``, no ``mask``, and no ``<op>_backward``: ``jax.grad`` calls the backward pass,
+  which needs the inputs alone. There are no gradients of gradients and no forward-mode derivatives.
 - A decay above one raises no warning.
 
 A wrong argument raises TypeError or ValueError while JAX traces the call, as from ``linattn``. Only
@@ -120,18 +119,23 @@ def _documentation(name: str, parameters: list[str], summary: str) -> str:
     )
 
 
+# Keywords of linattn's functions that these have not, and why.
+_LEFT_OUT = {
+    "out": "no array of JAX is written",
+    "mask": "its tokens cannot be counted while JAX traces",
+}
+
+
 def _of_jax(name: str) -> Callable[..., Any]:
     """linattn's function of this name, whose way to the core is XLA's."""
     inner = getattr(linattn, name)
     given = inspect.signature(inner).parameters.values()
-    parameters = [x for x in given if x.name not in ("out", "_unknown")]
+    parameters = [x for x in given if x.name not in (*_LEFT_OUT, "_unknown")]
     seen = {"cu_seqlens", "seq_idx"} if name in SYSTEMS else set()
 
     def function(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if "out" in kwargs:
-            raise TypeError(
-                f"{name}() got an unexpected keyword argument 'out' (no array of JAX is written)"
-            )
+        for x in _LEFT_OUT.keys() & kwargs.keys():
+            raise TypeError(f"{name}() got an unexpected keyword argument {x!r} ({_LEFT_OUT[x]})")
         # a system looks at the numbers of these, which JAX would hide
         known = {x: kwargs.pop(x) for x in seen & kwargs.keys()}
         args, kwargs = jax.tree.map(_array, (args, kwargs))

@@ -7,7 +7,7 @@ from typing import Any
 
 from linattn import _linattn
 from linattn.features import is_tensor, library_of, shape_of
-from linattn.ops._core import Gradients, other_ways
+from linattn.ops._core import Gradients
 
 __all__ = ["Tokens", "masked_backward", "masked_forward"]
 
@@ -44,8 +44,6 @@ def tokens_of(mask: Any, q: Any, cu_seqlens: Any) -> Tokens:
     """Those of the mask of a call."""
     if cu_seqlens is not None:
         raise ValueError("mask: expected None with cu_seqlens, got a mask")
-    if other_ways(q) is not None:
-        raise ValueError("mask: expected None in a function of linattn.jax, got a mask")
     shape, rows = shape_of(mask), shape_of(q)
     if shape is None or library_of(mask) is not library_of(q):
         name = type(mask).__name__
