@@ -136,6 +136,7 @@ def test_numbers_as_a_mask():
             ValueError,
             "out: expected None with a mask",
         ),
+        ({"mask": MASK, "q": [1]}, TypeError, "q: expected an array, got list"),
         ({"mask": MASK, "beta": np.ones((5, 11, 2))}, ValueError, r"beta: expected \[B,T\] = "),
         ({"mask": torch.ones(5, 12)}, TypeError, "mask: .* of q's library, got Tensor"),
     ],

@@ -34,7 +34,8 @@ class Tokens:
     def spread(self, y: Any) -> Any:
         """[1,n,...] -> [B,T,...], with zeros at the other tokens."""
         lib, rows = self.library, y[0]
-        rows = lib.concatenate([rows, lib.zeros_like(rows.sum(0))[None]])  # the last is for those
+        one = rows[:1] if rows.shape[0] else rows.sum(0)[None]
+        rows = lib.concatenate([rows, lib.zeros_like(one)])  # the last is for those
         there = self.there.reshape(-1)
         places = lib.where(there, lib.cumsum(there, 0) - 1, -1)
         return rows[places].reshape(*self.shape, *y.shape[2:])
@@ -45,10 +46,12 @@ def tokens_of(mask: Any, q: Any, cu_seqlens: Any) -> Tokens:
     if cu_seqlens is not None:
         raise ValueError("mask: expected None with cu_seqlens, got a mask")
     shape, rows = shape_of(mask), shape_of(q)
-    if shape is None or library_of(mask) is not library_of(q):
+    if shape is None or (rows is not None and library_of(mask) is not library_of(q)):
         name = type(mask).__name__
         raise TypeError(f"mask: expected an array [B,T] of q's library, got {name}")
-    if rows is None or len(rows) != 4:
+    if rows is None:
+        raise TypeError(f"q: expected an array, got {type(q).__name__}")
+    if len(rows) != 4:
         raise ValueError(f"q: expected [B,T,H,K] with a mask, got shape {rows}")
     if shape != rows[:2]:
         raise ValueError(f"mask: expected [B,T] = {rows[:2]}, got shape {shape}")
