@@ -354,6 +354,7 @@ OPTIONS = {
     "initial_state": None,
     "output_final_state": False,
     "cu_seqlens": None,
+    "mask": None,
     "mode": "chunk",
     "chunk_size": None,
     "qk_l2norm": False,
