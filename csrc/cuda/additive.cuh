@@ -125,8 +125,6 @@ __device__ __forceinline__ void for_each_tile(const call &c, int tiles, F each)
     }
 }
 
-__device__ __forceinline__ int chunks_of(const unit &u) { return (u.end - u.begin + C - 1) / C; }
-
 /* Asks the copy engine for the chunks of a block, one after another. */
 template <int KP> struct fetching {
     const call &c;

@@ -33,7 +33,7 @@ struct intra_flags {
         *norms; /* factors of q and k, [2][B T H], where the last kernel has to undo a norm */
     int kp;
     /* normalised: the denominators times the scale, [HV][B T], and the sum of the keys before each
-     * chunk, [chunk slots][HV][KP]. dz becomes the same as z for d_den q, the gradient of z. */
+     * chunk, [chunk slots][HV][KP]. dz, of that shape: the sum of d_den q of each chunk. */
     const float *den, *z;
     float *dz;
 };
@@ -567,7 +567,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
             }
         }
         __syncthreads();
-        /* a thread has two keys and every fourth row, or more rows with fewer keys */
+        /* a thread has two keys, and every fourth row of 128 keys or every eighth of 64 */
         constexpr int ROWS_APART = INTRA_THREADS / (KP / 2);
         const int key = threadIdx.x % (KP / 2) * 2, first = threadIdx.x / (KP / 2);
         float2 sum = make_float2(0, 0);

@@ -599,7 +599,8 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     }
     const view &of_Y = d[first_group ? LA_DQ : HAS_X ? LA_DX : LA_DK];
     float *const partial = first_group ? to.dq : HAS_X ? to.dx : to.dk;
-    store_rows(c, u, of_Y, (first_group ? to.direct_q : to.direct_k) ? NULL : partial + apart, to.kp, t, n, row0, Y, first_key);
+    store_rows(c, u, of_Y, (first_group ? to.direct_q : to.direct_k) ? NULL : partial + apart,
+               to.kp, t, n, row0, Y, first_key);
     if (HAS_X && !first_group) {
 #pragma unroll
         for (int m = 0; m < KEYS / 8; m++) {

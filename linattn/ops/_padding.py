@@ -8,13 +8,16 @@ from typing import Any
 from linattn import _linattn
 from linattn.features import is_tensor, library_of, shape_of
 from linattn.ops._core import Gradients
+from linattn.variants import ARRAYS
 
 __all__ = ["Tokens", "masked_backward", "masked_forward"]
 
-# the arrays that have a number or a row for each token, by keyword
-OF_TOKENS = {line[0] for line in _linattn.ARRAYS if line[1][:2] in ("BT", "BL")} | {"alpha", "do"}
-# whose gradient each field of Gradients is; that of the gate has either name
-INPUTS = {"dq": "q", "dk": "k", "dv": "v", "dbeta": "beta", "dx": "x", "dy": "y", "deta": "eta"}
+# the arrays with a number or a row for each token
+LINES = [line for line in ARRAYS if line.letters[:2] in ("BT", "BL")]
+# their keywords: do is the gradient of out
+OF_TOKENS = {line.label for line in LINES} | {"alpha", "do"}
+# whose gradient each field of Gradients is
+INPUTS = {line.gradient: line.label for line in LINES if line.role == "INPUT"}
 
 
 class Tokens:
@@ -99,8 +102,7 @@ def masked_backward(mask: Any) -> Callable[..., tuple[Any, ...]]:
         given = {"q": q, "k": k, "v": v} | options
         taken = {name: packed(tokens, name, x) for name, x in given.items()}
         grads = _linattn.backward(op, cu_seqlens=tokens.cu_seqlens, **taken)
-        gate = next((name for name in ("g", "alpha") if given.get(name) is not None), None)
-        inputs = INPUTS | ({"dg": gate} if gate else {})
+        inputs = INPUTS | ({"dg": "alpha"} if given.get("g") is None else {})
         of_tokens = {d for d, name in inputs.items() if taken.get(name) is not given.get(name)}
         return tuple(
             tokens.spread(y) if name in of_tokens else y
