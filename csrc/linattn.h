@@ -278,7 +278,7 @@ bool la_is_second(la_name name);
 la_name la_second_of(const la_problem *p, la_name first);
 
 /* Is this one of the calls for which a GPU has but one family of kernels that go token by token
- * (cuda/rare.cuh)? Calls with x have kernels in chunks too. */
+ * (cuda/rare.cuh)? Calls with x, and pairs of states, have kernels in chunks too. */
 static inline bool la_is_rare(const la_problem *p)
 {
     return p->rule > LA_DELTA || p->decay == LA_PAIR || p->array[LA_X].given;

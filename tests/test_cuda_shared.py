@@ -38,9 +38,11 @@ def test_a_block_with_less_shared_memory(op, pass_, K, tmp_path):
     subprocess.run(command, check=True, env=os.environ | {"LINATTN_SHARED_LIMIT": str(SMALL)})
     got, kernel = torch.load(path)
     f = getattr(linattn, op if pass_ == "forward" else f"{op}_backward")
-    # on Hopper the gradients of a chunk take more than that
+    # on Hopper the gradients of a chunk take more than that, and so does a chunk of 128 keys of two
+    # states
     of_hopper = torch.cuda.get_device_capability() == (9, 0) and "90a" in _linattn.CUDA_ARCHS
-    if pass_ == "forward" or not of_hopper:
+    two_wide_states = linattn.VARIANTS[op].decay == "pair" and K > 64
+    if not two_wide_states and (pass_ == "forward" or not of_hopper):
         assert kernel == linattn.explain_kernel(f, **x).kernel
     for a, b in zip(leaves(tuple(got)), want, strict=True):
         assert distance(a, b) <= APART["bfloat16"]

@@ -39,6 +39,12 @@
 enum { JOINED = 8, PREFETCHED = 32 };
 template <la_rule RULE> constexpr int join_parts = RULE == LA_DELTA ? 2 : 1;
 
+/* The slices of 16 rows of a state that has KP. */
+template <int KP, la_decay DECAY> __host__ __device__ int key_slices_of(const call &c)
+{
+    return DECAY == LA_PAIR ? KP / 16 : (c.K + 15) / 16;
+}
+
 template <int KP, la_decay DECAY, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(KP *join_parts<RULE>)
     join_segments(const __grid_constant__ call c, const __grid_constant__ chunks w,
@@ -55,8 +61,10 @@ __global__ void __launch_bounds__(KP *join_parts<RULE>)
 #pragma unroll
     for (int j = 0; j < JOINED; j++) {
         const int column = first_column + j;
-        own[j] = c.x[LA_S0].data && column < c.V && key < c.K
-                     ? load<float>(at(c.x[LA_S0], u.n, u.hv, key, column), c.x[LA_S0].dtype)
+        const view &from = state_of_row<DECAY>(c.x[LA_S0], c.x[LA_Y0], key);
+        const int of_state = key_of_row<DECAY>(key);
+        own[j] = from.data && column < c.V && of_state < c.K
+                     ? load<float>(at(from, u.n, u.hv, of_state, column), from.dtype)
                      : 0;
     }
     for (int segment = 0; segment < g.count; segment++) {
@@ -88,7 +96,8 @@ __global__ void __launch_bounds__(KP *join_parts<RULE>)
 #pragma unroll
             for (int j = 0; j < JOINED; j++) own[j] = a * own[j] + end[j * KP];
         } else {
-            const int keys = (c.K + 15) / 16 * 8; /* of a half; M has rows for whole slices */
+            /* of a half; M has rows for whole slices */
+            const int keys = key_slices_of<KP, DECAY>(c) * 8;
             const float *M = g.ends + (here * rows + slices * 16 + half * keys) * KP + key;
             if (half == 0)
 #pragma unroll
@@ -240,7 +249,8 @@ static cudaError_t launch_segments(const call &c, const chunks &w, const tensor_
                                    cudaMemPool_t pool, cudaStream_t stream)
 {
     typedef stage<KP, DECAY, RULE> part;
-    const int slices = (c.V + 15) / 16, key_slices = RULE == LA_DELTA ? (c.K + 15) / 16 : 0;
+    const int slices = (c.V + 15) / 16;
+    const int key_slices = RULE == LA_DELTA ? key_slices_of<KP, DECAY>(c) : 0;
     segments g = {segments_for(c, d, RULE == LA_DELTA), NULL, NULL};
     const int64_t heads = (int64_t)c.N * c.HV, units = heads * g.count;
     const int width = width_of_blocks<part>(c, d, units, slices);
@@ -392,10 +402,10 @@ static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t
         auto kernel = additive_forward<KP, DECAY, false>;
         if constexpr (maps_tiles)
             if (mapped) kernel = additive_forward<KP, DECAY, true>;
-        return launch(
-            kernel, min((int64_t)c.N * c.HV * best.tiles, (int64_t)d.processors),
-            (best.walks + best.scoring + 1) * GROUP,
-            PLACE_OF_STAGES + best.stages * fetched<KP>::bytes(best.walks), stream, c, maps, best);
+        return launch(kernel, min((int64_t)c.N * c.HV * best.tiles, (int64_t)d.processors),
+                      (best.walks + best.scoring + 1) * GROUP,
+                      PLACE_OF_STAGES + best.stages * fetched<KP>::bytes(best.walks), stream, c,
+                      maps, best);
     });
 }
 
@@ -497,10 +507,10 @@ template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const 
 {
     const int64_t chunk_slots = chunk_slots_of(c, C), places = chunk_slots * c.HV,
                   tile = tile_bytes(KP);
-    const int64_t keys = chunk_slots * (DECAY == LA_KEY ? c.HV : c.H) * tile;
-    const int64_t numbers = DECAY == LA_KEY ? KP : DECAY == LA_TOKEN ? 3 * C : KP + C;
+    const int64_t keys = chunk_slots * (lies_in_rows<DECAY> ? c.HV : c.H) * tile;
+    const int64_t numbers = DECAY == LA_TOKEN ? 3 * C : KP + C;
     return places * PANEL_BYTES * (RULE == LA_DELTA ? 2 : 1) + (c.x[LA_X].data ? 3 : 2) * keys +
-           (DECAY == LA_KEY ? places * tile + 2 * dense_bytes(c, c.H, c.K) : 0) + /* mapped rows */
+           (lies_in_rows<DECAY> ? places * tile + 2 * dense_bytes(c, c.H, c.K) : 0) + /* mapped */
            places * 4 * (numbers + 1) + (RULE == LA_ADDITIVE ? dense_bytes(c, c.HV, c.V) : 0);
 }
 
@@ -522,7 +532,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     }
     /* in float16 for KP = 128 alone: each KP has four kernels, which take a minute to compile */
     constexpr bool fuses = PLANES == 1 && (NARROW ? KP == 128 : KP <= 128);
-    if constexpr (RULE == LA_DELTA && DECAY != LA_KEY && fuses) {
+    if constexpr (RULE == LA_DELTA && !lies_in_rows<DECAY> && fuses) {
         error = launch_delta<KP, DECAY>(c, d, pool, stream);
         if (error != cudaErrorNotSupported) return error;
     }
@@ -546,16 +556,16 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     f.o_pieces = o_in_pieces(c);
     const bool normalised = is_normalised(&c, DECAY, RULE);
     const int64_t chunk_slots = chunk_slots_of(c, C);
-    const int heads = DECAY == LA_KEY ? c.HV : c.H;
+    const int heads = lies_in_rows<DECAY> ? c.HV : c.H;
     const int64_t places = chunk_slots * c.HV, tile = tile_bytes(KP);
     const int64_t score = places * PANEL_BYTES, keys = chunk_slots * heads * tile;
-    const bool keep_q = DECAY == LA_KEY || !given.q;
-    const bool keep_k = has_k && (DECAY == LA_KEY || !given.k);
-    const bool keep_x = has_x && DECAY != LA_KEY && !given.x;
+    const bool keep_q = lies_in_rows<DECAY> || !given.q;
+    const bool keep_k = has_k && (lies_in_rows<DECAY> || !given.k);
+    const bool keep_x = has_x && !lies_in_rows<DECAY> && !given.x;
     const int64_t inverse = RULE == LA_DELTA ? score : 0;
-    const int64_t kt = DECAY == LA_KEY ? places * tile : 0;
+    const int64_t kt = lies_in_rows<DECAY> ? places * tile : 0;
     const int64_t numbers = places * 4 *
-                            (DECAY == LA_KEY     ? KP
+                            (lies_in_rows<DECAY> ? totals<KP, DECAY>
                              : DECAY == LA_TOKEN ? (c.predicts_before ? 3 : 2) * C
                              : normalised        ? KP + C
                                                  : 0);
@@ -583,7 +593,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     w.kt = cut(kt);
     float *x = (float *)cut(numbers);
     w.nonfinite = (int *)cut(places * 4);
-    if (DECAY == LA_KEY) w.total = x;
+    if (lies_in_rows<DECAY>) w.total = x;
     if (DECAY == LA_TOKEN) {
         w.in = x;
         w.out = x + places * C;
@@ -628,6 +638,13 @@ static cudaError_t chunks_any(const call &c, cudaMemPool_t pool, cudaStream_t st
 {
     return c.K <= 64 ? launch_chunks<64, DECAY, RULE>(c, pool, stream)
                      : launch_chunks<128, DECAY, RULE>(c, pool, stream);
+}
+
+/* A pair of states, which have KP / 2 keys each. */
+template <int KP>
+static cudaError_t chunks_of_pairs(const call &c, cudaMemPool_t pool, cudaStream_t stream)
+{
+    return launch_chunks<KP, LA_PAIR, LA_DELTA>(c, pool, stream);
 }
 
 /* 128 < K <= 256 */

@@ -10,6 +10,7 @@
  * adds their part to dq, and to dk what comes from the tokens of the chunk. `sum_later` and
  * `reduce_heads` add what comes from later chunks. */
 #include "intra_chunk_adjoint_key.cuh"
+#include "intra_chunk_adjoint_pair.cuh"
 
 #include <initializer_list>
 
@@ -78,9 +79,8 @@ static __global__ void __launch_bounds__(256)
         const float *partials = of_x ? from.dx : which ? from.dk : from.dq;
         partials += (h * group * tokens + token) * from.kp;
         const float *const later =
-            which == 1 && from.dz
-                ? from.dz + ((int64_t)chunk_slot * c.HV + h * group) * KP + first
-                : NULL;
+            which == 1 && from.dz ? from.dz + ((int64_t)chunk_slot * c.HV + h * group) * KP + first
+                                  : NULL;
         float dx[4 * FOURS] = {}, y[4 * FOURS] = {};
 #pragma unroll
         for (int f = 0; f < FOURS; f++) {
@@ -143,12 +143,20 @@ template <int KP> constexpr bool finds_d_den = KP == scalar_keys<KP>;
 template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X>
 constexpr auto intra_chunk_adjoint_with()
 {
-    if constexpr (DECAY == LA_KEY)
+    if constexpr (DECAY == LA_PAIR)
+        return intra_chunk_adjoint_pair<KP / (2 * PANEL)>;
+    else if constexpr (DECAY == LA_KEY)
         return intra_chunk_adjoint_key<(KP > 128 ? 256 : 128), RULE, HAS_X>;
     else
         return intra_chunk_adjoint_scalar<scalar_keys<KP>, DECAY, RULE, HAS_X,
                                           KP / scalar_keys<KP>>;
 }
+
+/* The parts of the gradient of a gate per token, each of some of the keys. */
+template <int KP, la_decay DECAY>
+constexpr int parts_of_da = DECAY == LA_PAIR    ? KP / (2 * PANEL)
+                            : DECAY == LA_TOKEN ? KP / scalar_keys<KP>
+                                                : 1;
 
 /* The last kernel of a call: its blocks for a chunk of a head, and their shared memory. */
 struct intra_launch {
@@ -159,6 +167,10 @@ struct intra_launch {
 template <int KP, la_decay DECAY, la_rule RULE>
 static intra_launch intra_chunk_adjoint_of(const call &c, const device_traits &on)
 {
+    if constexpr (DECAY == LA_PAIR)
+        return {
+            intra_chunk_adjoint_with<KP, DECAY, RULE, false>(), KP / (2 * PANEL),
+            (int)(on.producers ? sizeof(intra_pair_room<true>) : sizeof(intra_pair_room<false>))};
     const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
     const auto kernel = has_x ? intra_chunk_adjoint_with<KP, DECAY, RULE, RULE == LA_DELTA>()
                               : intra_chunk_adjoint_with<KP, DECAY, RULE, false>();
@@ -177,9 +189,9 @@ static void narrow(call &c, gradients &d, int h, int n)
 {
     const int group = c.HV / c.H, hv = h * group;
     move_along(2, h, {&d[LA_DQ], &d[LA_DK], &d[LA_DX]});
-    move_along(2, hv, {&d[LA_DO], &d[LA_DV], &d[LA_DG], &d[LA_DBETA]});
+    move_along(2, hv, {&d[LA_DO], &d[LA_DV], &d[LA_DG], &d[LA_DBETA], &d[LA_DETA]});
     move_along(0, h, {&d[LA_DU]});
-    move_along(1, hv, {&d[LA_DST], &d[LA_DZT], &d[LA_DS0], &d[LA_DZ0]});
+    move_along(1, hv, {&d[LA_DST], &d[LA_DZT], &d[LA_DYT], &d[LA_DS0], &d[LA_DZ0], &d[LA_DY0]});
     narrow(&c, h, n);
 }
 
@@ -213,21 +225,30 @@ static __global__ void __launch_bounds__(256)
 }
 
 /* Add up the parts of da, which belong to parts of the keys. The sum goes to the array of the gate;
- * with a gate per head it becomes the first part. */
+ * with a gate per head it becomes the first part. A pair has two gates: behind those parts are the
+ * parts of deta. */
 static __global__ void __launch_bounds__(256)
     join_gates(const __grid_constant__ call c, const __grid_constant__ gradients d, float *da,
-               int parts)
+               int parts, int gates)
 {
     const int64_t tokens = (int64_t)c.B * c.T, count = tokens * c.HV;
-    const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
-    if (i >= count) return;
+    const int64_t index = (int64_t)blockIdx.x * 256 + threadIdx.x;
+    if (index >= gates * count) return;
+    const bool of_eta = index >= count;
+    const int64_t i = of_eta ? index - count : index;
+    const int hv = (int)(i / tokens), b = (int)(i % tokens / c.T), t = (int)(i % tokens % c.T);
+    if (of_eta) da += parts * count;
     float sum = da[i];
     for (int j = 1; j < parts; j++) sum += da[j * count + i];
+    if (of_eta) {
+        if (d[LA_DETA].data) store(at(d[LA_DETA], b, t, hv), d[LA_DETA].dtype, sum);
+        return;
+    }
     if (d.per_head) {
         da[i] = sum;
         return;
     }
-    const int hv = (int)(i / tokens), b = (int)(i % tokens / c.T), t = (int)(i % tokens % c.T);
+    if (!d[LA_DG].data) return;
     const float a = decay_of(load<float>(at(c.x[LA_G], b, t, hv), c.x[LA_G].dtype), c.gate);
     store(at(d[LA_DG], b, t, hv), d[LA_DG].dtype, gate_gradient(sum, a, d.gate));
 }
@@ -236,9 +257,9 @@ struct backward_scratch {
     chunks w;
     kept f;
     intra_flags to;
-    bool maps_rows;     /* map_rows comes before the other kernels */
-    char *rows;         /* its rows of q and k */
-    float *norms;       /* and its factors, if the last kernel needs them */
+    bool maps_rows; /* map_rows comes before the other kernels */
+    char *rows;     /* its rows of q and k */
+    float *norms;   /* and its factors, if the last kernel needs them */
     /* Of a normalised call: the gradient of num, [B T][HV][V] in bf16, the denominators, [HV][B T],
      * and with more than 128 keys the rest of what normaliser.cuh needs. */
     char *d_num;
@@ -251,7 +272,7 @@ struct backward_scratch {
 template <int KP, la_decay DECAY, la_rule RULE>
 static int64_t lay_out(const call &c, const gradients &d, char *room, backward_scratch *x)
 {
-    constexpr bool delta = RULE == LA_DELTA, per_key = DECAY == LA_KEY;
+    constexpr bool delta = RULE == LA_DELTA, in_rows = lies_in_rows<DECAY>;
     chunks &w = x->w;
     kept &f = x->f;
     intra_flags &to = x->to;
@@ -259,11 +280,11 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     const int64_t places = chunk_slots * c.HV, tile = tile_bytes(KP),
                   panels = (c.V + PANEL - 1) / PANEL;
     const int64_t tokens = (int64_t)c.B * c.T, score = places * PANEL_BYTES;
-    const int heads = per_key ? c.HV : c.H;
+    const int heads = in_rows ? c.HV : c.H;
     const int64_t keys = chunk_slots * heads * tile;
     const bool normalised = is_normalised(&c, DECAY, RULE), has_x = delta && c.x[LA_X].data;
-    const bool has_bonus = per_key && !delta && c.x[LA_U].data;
-    const int64_t da_parts = DECAY == LA_TOKEN ? KP / scalar_keys<KP> : 1;
+    const bool has_bonus = DECAY == LA_KEY && !delta && c.x[LA_U].data;
+    const int64_t da_parts = parts_of_da<KP, DECAY>;
     w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
     to.kp = (c.K + 31) / 32 * 32;
@@ -276,13 +297,13 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {&w.scores, score},
         {&w.inverse, delta ? score : 0},
         {&w.lower, delta ? score : 0},
-        {&w.q, per_key || !to.given.q ? keys : 0},
-        {&w.k, per_key      ? (delta ? keys : 0)
+        {&w.q, in_rows || !to.given.q ? keys : 0},
+        {&w.k, in_rows      ? (delta ? keys : 0)
                : to.given.k ? 0
                             : keys},
-        {&w.x, has_x && !per_key && !to.given.x ? keys : 0},
-        {&w.kt, per_key ? keys : 0},
-        {(char **)&w.total, per_key ? places * KP * 4 : 0},
+        {&w.x, has_x && !in_rows && !to.given.x ? keys : 0},
+        {&w.kt, in_rows ? keys : 0},
+        {(char **)&w.total, (places * totals<KP, DECAY> * 4 + 1023) / 1024 * 1024},
         {(char **)&w.in, DECAY == LA_TOKEN ? places * C * 4 : 0},
         {(char **)&w.out, DECAY == LA_TOKEN ? places * C * 4 : 0},
         {(char **)&w.look, DECAY == LA_TOKEN && c.predicts_before ? places * C * 4 : 0},
@@ -303,7 +324,8 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {(char **)&x->den, normalised ? tokens * c.HV * 4 : 0},
         {(char **)&to.dbonus, has_bonus ? places * KP * 4 : 0},
         {(char **)&x->norms, x->maps_rows && to.direct_q && c.qk_l2norm ? 2 * tokens * c.H * 4 : 0},
-        {(char **)&to.da, d.per_head || da_parts > 1 ? da_parts * tokens * c.HV * 4 : 0},
+        {(char **)&to.da,
+         d.per_head || da_parts > 1 ? states_of<DECAY> * da_parts * tokens * c.HV * 4 : 0},
     };
     int64_t bytes = 0;
     for (const auto &part : parts) {
@@ -347,7 +369,6 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
 {
     call c = given; /* as the kernels see it */
     gradients d = given_d;
-    constexpr bool per_key = DECAY == LA_KEY;
     const bool normalised = is_normalised(&c, DECAY, RULE);
     const auto prepare = prepare_of<KP, DECAY, RULE>();
     const intra_launch intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on);
@@ -381,7 +402,7 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
         return cudaErrorInvalidValue; /* cannot happen: the arrays of all heads could be fetched */
     if (places)
         error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads,
-                       per_key ? KEY_THREADS : SCALAR_THREADS,
+                       DECAY == LA_KEY ? KEY_THREADS : SCALAR_THREADS,
                        prepare_bytes<KP, DECAY, RULE>(has_x), stream, c, x.w, x.to.given);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && finds_d_den<KP>)
         if (normalised && tokens) {
@@ -400,14 +421,15 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
                     ? launch(sum_later<KP>, (int64_t)c.N * c.HV, KP, 0, stream, c, d, x.to.dz)
                     : undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && places && !(x.to.direct_q && x.to.direct_k))
-        error = launch(reduce_heads<KP>, (int64_t)x.w.chunk_slots * c.H * BLOCKS_OF_CHUNK, 256, 0,
-                       stream, given, d, x.to);
-    if (error == cudaSuccess && per_key && RULE == LA_ADDITIVE && c.x[LA_U].data)
+        error = launch(reduce_heads<keys_of<KP, DECAY>>,
+                       (int64_t)x.w.chunk_slots * c.H * BLOCKS_OF_CHUNK, 256, 0, stream, given, d,
+                       x.to);
+    if (error == cudaSuccess && DECAY == LA_KEY && RULE == LA_ADDITIVE && c.x[LA_U].data)
         error = launch(join_bonus, div_up(c.K, 32) * c.H, 256, 0, stream, c, d, x.to.dbonus, KP,
                        x.w.chunk_slots);
-    if (error == cudaSuccess && DECAY == LA_TOKEN && intra.blocks > 1)
-        error = launch(join_gates, div_up(tokens * c.HV, 256), 256, 0, stream, c, d, x.to.da,
-                       intra.blocks);
+    if (error == cudaSuccess && parts_of_da<KP, DECAY> > 1)
+        error = launch(join_gates, div_up(states_of<DECAY> * tokens * c.HV, 256), 256, 0, stream, c,
+                       d, x.to.da, intra.blocks, states_of<DECAY>);
     if (error == cudaSuccess && d.per_head) error = reduce_gates(c, d, x.to.da, stream);
     return error;
 }
@@ -434,14 +456,15 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     if (!fits(c.x[LA_V], c.HV, c.V) || !fits(d[LA_DO], c.HV, c.V)) return cudaErrorNotSupported;
     const bool plain = rows_are_as_given(c);
     backward_scratch x = {};
-    x.maps_rows = !plain && KP <= 128 && !has_x && 2 * (int64_t)c.B * c.T * c.H <= INT32_MAX;
+    x.maps_rows = !plain && KP <= 128 && !has_x && DECAY != LA_PAIR &&
+                  2 * (int64_t)c.B * c.T * c.H <= INT32_MAX;
     const bool mapped = x.maps_rows && c.K % PIECE == 0; /* each row begins at 16 bytes */
     x.to.given = {mapped || (plain && fits(c.x[LA_Q], c.H, c.K)),
                   mapped || (plain && fits(c.x[LA_K], c.H, c.K)),
                   has_x && fits(c.x[LA_X], c.H, c.K)};
     /* the last kernel undoes a norm, or elu + 1, if its blocks have whole rows */
     const bool elu = !c.qk_l2norm && c.map[0] == LA_ELU1 && c.map[1] == LA_ELU1;
-    const bool undoes = x.maps_rows && (has_no_map(c) || elu) && DECAY != LA_KEY;
+    const bool undoes = x.maps_rows && (has_no_map(c) || elu) && !lies_in_rows<DECAY>;
     const bool normalised = is_normalised(&c, DECAY, RULE);
     x.to.elu = elu;
     x.to.direct_q = (plain || undoes) && c.HV == c.H && (finds_d_den<KP> || !normalised);
@@ -474,6 +497,13 @@ static cudaError_t chunk_backward_any(const call &c, const gradients &d, cudaMem
 {
     return c.K <= 64 ? launch_chunk_backward<64, DECAY, RULE>(c, d, pool, stream)
                      : launch_chunk_backward<128, DECAY, RULE>(c, d, pool, stream);
+}
+
+template <int KP>
+static cudaError_t chunk_backward_of_pairs(const call &c, const gradients &d, cudaMemPool_t pool,
+                                           cudaStream_t stream)
+{
+    return launch_chunk_backward<KP, LA_PAIR, LA_DELTA>(c, d, pool, stream);
 }
 
 /* 128 < K <= 256 */

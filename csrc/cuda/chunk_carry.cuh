@@ -35,16 +35,16 @@ __host__ __device__ constexpr int bytes_exchanged(int halves, int width)
 template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     static constexpr int halves = KP > 128 ? 2 : 1, keys = KP / halves; /* of a warp */
     /* otherwise k~ alone is used */
-    static constexpr bool has_k = RULE == LA_DELTA || DECAY != LA_KEY;
+    static constexpr bool has_k = RULE == LA_DELTA || !lies_in_rows<DECAY>;
     static constexpr int k = 0, q = k + (has_k ? tile_bytes(KP) : 0), kt = q + tile_bytes(KP);
-    static constexpr int scores = kt + (DECAY == LA_KEY ? tile_bytes(KP) : 0);
+    static constexpr int scores = kt + (lies_in_rows<DECAY> ? tile_bytes(KP) : 0);
     static constexpr int inverse = scores + PANEL_BYTES;
     static constexpr int in = inverse + (RULE == LA_DELTA ? PANEL_BYTES : 0);
     static constexpr int den = in; /* ops with a normaliser have no decay */
     static constexpr bool may_divide = DECAY == LA_NONE && RULE == LA_ADDITIVE;
     static constexpr int out = in + (DECAY == LA_TOKEN || may_divide ? C * 4 : 0);
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
-    static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
+    static constexpr int v = (total + totals<KP, DECAY> * 4 + 1023) / 1024 * 1024;
     /* v: a panel for every four slices of 16 columns. o leaves by way of the same place, unless in
      * planes. w: the same for its gates, behind the v of the widest block. */
     static constexpr int w = v + (MOST_WARPS / halves + 3) / 4 * PANEL_BYTES;
@@ -121,8 +121,8 @@ __device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t
             if (la_is_gated(DECAY, RULE) && c.x_is_factor) looks[j] *= k[j];
             const int key = j / 2 * 8 + pair + j % 2;
             if (RULE == LA_BONUS)
-                qk += there ? q[j] * k[j] * load<float>(at(c.x[LA_U], u.h, key), c.x[LA_U].dtype)
-                            : 0;
+                qk +=
+                    there ? q[j] * k[j] * load<float>(at(c.x[LA_U], u.h, key), c.x[LA_U].dtype) : 0;
             else
                 qk += q[j] * k[j];
         }
@@ -162,17 +162,20 @@ __device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t
     }
 }
 
-/* Here a call of the additive rule may have a bonus. */
+/* Here a call of the additive rule may have a bonus, and PAIR has two states. */
 template <int KP, la_decay DECAY, la_rule RULE>
 __device__ __forceinline__ void chunk_by_tokens(const call &c, const unit &u, int t, int n,
                                                 int first, int v0, int columns, float *S, float *O,
                                                 int first_read, int reads)
 {
+    if constexpr (DECAY == LA_PAIR)
+        return pair_by_tokens<KP>(c, u, t, n, first, v0, columns, S, O, first_read, reads);
     if constexpr (DECAY == LA_KEY && RULE == LA_ADDITIVE)
         if (c.x[LA_U].data)
             return tokens_of_chunk<KP, DECAY, LA_BONUS>(c, u, t, n, first, v0, columns, S, O,
                                                         first_read, reads);
-    tokens_of_chunk<KP, DECAY, RULE>(c, u, t, n, first, v0, columns, S, O, first_read, reads);
+    if constexpr (DECAY != LA_PAIR)
+        tokens_of_chunk<KP, DECAY, RULE>(c, u, t, n, first, v0, columns, S, O, first_read, reads);
 }
 
 /* A piece of 8 columns of a row of o, of which `there` exist. */
@@ -344,13 +347,14 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             {rows.written, rows.has_x && w.k ? w.k + keys : NULL, tile_bytes(KP)},
             {rows.look, rows.has_x && w.look ? w.look + place * C : NULL, C * 4},
             {part::q, w.q ? w.q + keys : NULL, tile_bytes(KP)},
-            {part::kt, DECAY == LA_KEY ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
+            {part::kt, lies_in_rows<DECAY> ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
             {part::scores, w.scores + place * PANEL_BYTES, PANEL_BYTES},
             {part::inverse, RULE == LA_DELTA ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
             {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
             {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
             {part::den, part::may_divide && w.den ? w.den + place * C : NULL, C * 4},
-            {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
+            {part::total, lies_in_rows<DECAY> ? w.total + place * totals<KP, DECAY> : NULL,
+             totals<KP, DECAY> * 4},
         };
 #if HAS_WARP_GROUPS
         const uint32_t barrier = address_of(full + into);
@@ -458,19 +462,22 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int column = lane / 4 + e / 2 * 8, key = first_key + i * 8 + pair + e % 2;
+            const int column = lane / 4 + e / 2 * 8, row = first_key + i * 8 + pair + e % 2;
             S[i][e] = 0;
             if (FORM == SEGMENT_ENDS)
-                S[i][e] = identity && (slice_index - slices) * 16 + column == key;
+                S[i][e] = identity && (slice_index - slices) * 16 + column == row;
             else if (g.starts)
                 S[i][e] =
                     slice_index < slices
                         ? g.starts[((head * g.count + segment) * slices * 16 + v0 + column) * KP +
-                                   key]
+                                   row]
                         : 0;
-            else if (c.x[LA_S0].data && column < columns && key < c.K)
-                S[i][e] =
-                    load<float>(at(c.x[LA_S0], u.n, u.hv, key, v0 + column), c.x[LA_S0].dtype);
+            else {
+                const view &x = state_of_row<DECAY>(c.x[LA_S0], c.x[LA_Y0], row);
+                const int key = key_of_row<DECAY>(row);
+                if (x.data && column < columns && key < c.K)
+                    S[i][e] = load<float>(at(x, u.n, u.hv, key, v0 + column), x.dtype);
+            }
         }
 
     int stage_at = 0, round = 0;
@@ -578,7 +585,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
 #pragma unroll
                     for (int e = 0; e < 4; e++) large |= !(fabsf(S[j][e]) < TOO_LARGE_FOR_PLANES);
             /* sums = S times a tile */
-            const auto multiply_state = [&](float (&sums)[8][4], int tile) {
+            const auto multiply_state = [&](float(&sums)[8][4], int tile) {
                 constexpr int AT_ONCE = PLANES == 1 ? KEYS / 16 : 2;
 #pragma unroll
                 for (int i = 0; i < KEYS / 16; i += AT_ONCE) {
@@ -767,7 +774,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             if (RULE == LA_ADDITIVE && reads) read_state();
             /* the planes of S are no longer needed */
             if (RULE == LA_ADDITIVE && PLANES == 2) scale_rows();
-            if (writes && DECAY != LA_NONE)
+            if constexpr (DECAY == LA_PAIR)
+                decay_pair(S, (const float *)(room + part::total));
+            else if (writes && DECAY != LA_NONE)
 #pragma unroll
                 for (int j = 0; j < KEYS / 8; j++) {
                     const float2 a =
@@ -789,7 +798,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             if (reads) {
                 products_wait<FORM == CAUSAL>(); /* for q^ S, not yet for the state */
                 products_in(O);
-                if (DECAY != LA_KEY) /* otherwise q^ has all of it */
+                if (!lies_in_rows<DECAY>) /* otherwise q^ has all of it */
 #pragma unroll
                     for (int m = 0; m < 8; m++) {
                         const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(in + m * 8 + pair)
@@ -935,14 +944,17 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
         }
         return;
     }
-    if (!c.x[LA_ST].data || segment < g.count - 1) return;
+    if (!c.x[LA_ST].data && !(DECAY == LA_PAIR && c.x[LA_YT].data)) return;
+    if (segment < g.count - 1) return;
 #pragma unroll
     for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int column = lane / 4 + e / 2 * 8, key = first_key + i * 8 + pair + e % 2;
-            if (column < columns && key < c.K)
-                store(at(c.x[LA_ST], u.n, u.hv, key, v0 + column), c.x[LA_ST].dtype, S[i][e]);
+            const int column = lane / 4 + e / 2 * 8, row = first_key + i * 8 + pair + e % 2;
+            const view &to = state_of_row<DECAY>(c.x[LA_ST], c.x[LA_YT], row);
+            const int key = key_of_row<DECAY>(row);
+            if (to.data && column < columns && key < c.K)
+                store(at(to, u.n, u.hv, key, v0 + column), to.dtype, S[i][e]);
         }
 }
 

@@ -429,6 +429,8 @@ enum { FEWEST_KEYS = 16 };
  * counted together, since only the device knows their lengths. */
 enum { FEW_TOKENS = 8 };
 
+enum { CHUNK = 64 }; /* tokens of a chunk */
+
 /* Tensor cores round their operands to bf16 or to float16. Arrays of these dtypes lose nothing by
  * that. float32 arrays lose a little, so they go token by token unless allow_tf32 is set. float64
  * arrays always go token by token. The reason why a call does, or NULL. */
@@ -436,11 +438,15 @@ static const char *why_by_token(const la_problem *p)
 {
     const la_dtype dtype = p->array[LA_Q].dtype;
     if (p->mode == LA_RECURRENT) return "";
-    if (p->decay == LA_PAIR) return "no kernel in chunks has this op on a GPU";
     if (dtype == LA_F64) return "tensor cores would round float64";
     if (p->pass == LA_BACKWARD) {
         if (dtype != LA_BF16) return "gradients in chunks are those of bfloat16 arrays";
         if (!p->causal) return "no kernel in chunks has noncausal gradients";
+    }
+    if (p->decay == LA_PAIR) {
+        if (dtype != LA_BF16) return "pairs of states in chunks are those of bfloat16 arrays";
+        if (p->K > MOST_KEYS / 2) return "K is too large";
+        if (p->batch > CHUNK || CHUNK % p->batch) return "batch is no divisor of 64";
     }
     if (dtype == LA_F32 && !p->allow_tf32) return "tensor cores would round float32: allow_tf32";
     if (p->K > (dtype == LA_F32 ? 128 : MOST_KEYS)) return "K is too large";
@@ -459,32 +465,35 @@ static la_rule chunk_rule(const la_problem *p)
     return la_predicts(p->rule) ? LA_DELTA : LA_ADDITIVE;
 }
 
+/* Has the state of a call more than 128 keys in chunks? A pair of states has twice those of one. */
+static bool is_wide(const la_problem *p) { return p->K * (p->decay == LA_PAIR ? 2 : 1) > 128; }
+
 static const char not_here[] =
     "the arrays' strides, or the device, do not suit the kernel in chunks";
 
 static cudaError_t by_chunks(const la_problem *p, const call &c)
 {
-    /* [dtype][K > 128]; HEAD is TOKEN */
-    static const chunk_launcher *const chunk[][2][4] = {
+    /* [dtype][is_wide]; HEAD is TOKEN */
+    static const chunk_launcher *const chunk[][2][LA_DECAYS] = {
         {}, /* float64 */
         {{chunk_none_f32, NULL, chunk_token_f32, chunk_key_f32}},
         {{chunk_none_f16, NULL, chunk_token_f16, chunk_key_f16},
          {chunk_none_k256_f16, NULL, chunk_token_k256_f16, chunk_key_k256_f16}},
-        {{chunk_none, NULL, chunk_token, chunk_key},
-         {chunk_none_k256, NULL, chunk_token_k256, chunk_key_k256}}};
+        {{chunk_none, NULL, chunk_token, chunk_key, chunk_pair},
+         {chunk_none_k256, NULL, chunk_token_k256, chunk_key_k256, chunk_pair_k256}}};
     static_assert(LA_F64 == 0 && LA_F32 == 1 && LA_F16 == 2 && LA_BF16 == 3, "as the rows come");
     const la_dtype dtype = p->array[LA_Q].dtype;
     const char *why = why_by_token(p);
     cudaMemPool_t pool;
     if (why) return token_by_token(p, c, why);
-    const chunk_launcher *const rules = chunk[dtype][p->K > 128][la_kernel_decay(p)];
+    const chunk_launcher *const rules = chunk[dtype][is_wide(p)][la_kernel_decay(p)];
     cudaError_t error = pool_of(p->ordinal, &pool);
     tell(p, "chunks", "tensor cores", dtype == LA_BF16 ? 8 : 11, "");
     const chunk_launcher chunks = rules[chunk_rule(p)];
     const cudaStream_t stream = (cudaStream_t)p->stream;
     if (error == cudaSuccess)
-        error = p->rule == LA_DPLR ? dplr_in_chunks(c, chunks, pool, stream)
-                                   : chunks(c, pool, stream);
+        error =
+            p->rule == LA_DPLR ? dplr_in_chunks(c, chunks, pool, stream) : chunks(c, pool, stream);
     return error == cudaErrorNotSupported ? token_by_token(p, c, not_here) : error;
 }
 
@@ -536,10 +545,11 @@ la_status la_cuda_step(la_problem *p) { return run(p, one_token); }
 /* In chunks: bfloat16 arrays of a causal call with 16 to 256 keys, unless the mode is recurrent. */
 static cudaError_t in_reverse(const la_problem *p, const call &c)
 {
-    static const backward_launcher *const chunk[2][4] = {
-        /* [K > 128] */
-        {chunk_backward_none, NULL, chunk_backward_token, chunk_backward_key},
-        {chunk_backward_none_k256, NULL, chunk_backward_token_k256, chunk_backward_key_k256}};
+    static const backward_launcher *const chunk[2][LA_DECAYS] = {
+        /* [is_wide] */
+        {chunk_backward_none, NULL, chunk_backward_token, chunk_backward_key, chunk_backward_pair},
+        {chunk_backward_none_k256, NULL, chunk_backward_token_k256, chunk_backward_key_k256,
+         chunk_backward_pair_k256}};
     static const backward_launcher *const adjoints[2][2] = {/* [float64][K > 256] */
                                                             {adjoint_f32, adjoint_f32_k512},
                                                             {adjoint_f64, adjoint_f64_k512}};
@@ -557,7 +567,7 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
     if (why)
         error = cudaErrorNotSupported;
     else {
-        const backward_launcher chunks = chunk[p->K > 128][la_kernel_decay(p)][chunk_rule(p)];
+        const backward_launcher chunks = chunk[is_wide(p)][la_kernel_decay(p)][chunk_rule(p)];
         error = p->rule == LA_DPLR ? dplr_gradients_in_chunks(c, d, chunks, pool, stream)
                                    : chunks(c, d, pool, stream);
     }

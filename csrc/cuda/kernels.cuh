@@ -40,6 +40,8 @@ extern const backward_launcher rare_adjoint_f32[LA_KINDS], rare_adjoint_f64[LA_K
  * rows that cannot be copied in pieces, they return cudaErrorNotSupported and have done nothing. */
 extern const backward_launcher chunk_backward_none[2], chunk_backward_token[2],
     chunk_backward_key[2];
+/* A pair of states: K <= 64, and on Hopper K <= 128. */
+extern const backward_launcher chunk_backward_pair[2], chunk_backward_pair_k256[2];
 /* The same for 128 < K <= 256, on Hopper. */
 extern const backward_launcher chunk_backward_none_k256[2], chunk_backward_token_k256[2],
     chunk_backward_key_k256[2];
@@ -72,6 +74,7 @@ extern const launcher step_many_kv[LA_KINDS], step_many_vk[LA_KINDS];
  * done, where shared memory is too small or where the build has no code for the device. */
 typedef cudaError_t (*chunk_launcher)(const call &, cudaMemPool_t, cudaStream_t);
 extern const chunk_launcher chunk_none[2], chunk_token[2], chunk_key[2];
+extern const chunk_launcher chunk_pair[2], chunk_pair_k256[2]; /* as their gradients */
 extern const chunk_launcher chunk_none_f16[2], chunk_token_f16[2], chunk_key_f16[2];
 extern const chunk_launcher chunk_none_f32[2], chunk_token_f32[2], chunk_key_f32[2];
 extern const chunk_launcher chunk_none_k256[2], chunk_token_k256[2], chunk_key_k256[2];

@@ -278,12 +278,14 @@ static inline void narrow(call *c, int h, int n)
 {
     const int group = c->HV / c->H, hv = h * group;
     move_along(2, h, {&c->x[LA_Q], &c->x[LA_K], &c->x[LA_X], &c->x[LA_Y]});
-    move_along(
-        2, hv,
-        {&c->x[LA_V], &c->x[LA_W], &c->x[LA_G], &c->x[LA_BETA], &c->x[LA_WEIGHT], &c->x[LA_O]});
+    move_along(2, hv,
+               {&c->x[LA_V], &c->x[LA_W], &c->x[LA_G], &c->x[LA_BETA], &c->x[LA_ETA],
+                &c->x[LA_WEIGHT], &c->x[LA_O]});
     move_along(0, hv, {&c->x[LA_SKIP]});
     move_along(0, h, {&c->x[LA_U]});
-    move_along(1, hv, {&c->x[LA_S0], &c->x[LA_Z0], &c->x[LA_ST], &c->x[LA_ZT]});
+    move_along(
+        1, hv,
+        {&c->x[LA_S0], &c->x[LA_Z0], &c->x[LA_Y0], &c->x[LA_ST], &c->x[LA_ZT], &c->x[LA_YT]});
     c->H = n;
     c->HV = n * group;
 }

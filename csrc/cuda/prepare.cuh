@@ -39,7 +39,34 @@ enum {
     KEY_THREADS = 256
 };
 
+/* Decays that are part of the rows that prepare leaves, which are then those of a value head. Other
+ * decays scale rows of the products instead. */
+template <la_decay DECAY> constexpr bool lies_in_rows = DECAY == LA_KEY || DECAY == LA_PAIR;
+
+/* PAIR: the rows of the state are PANEL keys of the memory, the same keys of its momentum, the next
+ * PANEL keys of the memory, and so on. KP counts both. */
+template <la_decay DECAY> constexpr int states_of = DECAY == LA_PAIR ? 2 : 1;
+template <int KP, la_decay DECAY> constexpr int keys_of = KP / states_of<DECAY>;
+
+/* The state that has a row, and the key of the row. */
+template <la_decay DECAY>
+__device__ __forceinline__ const view &state_of_row(const view &M, const view &Y, int row)
+{
+    return DECAY == LA_PAIR && row / PANEL % 2 ? Y : M;
+}
+template <la_decay DECAY> __device__ __forceinline__ int key_of_row(int row)
+{
+    return DECAY == LA_PAIR ? row / (2 * PANEL) * PANEL + row % PANEL : row;
+}
+
 /* ---- chunks of sequences: what prepare leaves to chunks_forward, in slots of C tokens ---- */
+
+/* Numbers of a chunk that its state is multiplied by, where decays lie in rows. Those of PAIR are e,
+ * f and m of prepare_pair.cuh, and one that is not used. */
+template <int KP, la_decay DECAY>
+constexpr int totals = DECAY == LA_KEY    ? KP
+                       : DECAY == LA_PAIR ? 4
+                                          : 0;
 
 struct chunks {
     char *scores, *inverse; /* [chunk slots][HV] tiles of C columns: P, A */
@@ -47,10 +74,10 @@ struct chunks {
     /* [chunk slots][heads] tiles of KP columns; NULL: read from the arrays of the caller */
     char *q, *k;
     char *x;         /* scalar decays: the same, where the caller gave x */
-    char *kt;        /* per-key decays: [chunk slots][HV] tiles, k~ */
+    char *kt;        /* decays in rows: [chunk slots][HV] tiles, k~ */
     float *in, *out; /* scalar decays: [chunk slots][HV][C], from the start, to the end */
     float *look;     /* the decay of the state that x sees, if that is not `in` */
-    float *total;    /* per-key decays: [chunk slots][HV][KP], of the chunk */
+    float *total;    /* decays in rows: [chunk slots][HV][totals], of the chunk */
     /* normalised: [chunk slots][HV][KP], the sum of the keys of the chunk; then the sum of the
      * other chunks that its tokens see */
     float *z;
@@ -85,7 +112,7 @@ __device__ inline int sequence_of(const call &c, int chunk_slot)
  * that x sees. The place of k then has x. */
 template <int KP, la_decay DECAY> __host__ __device__ constexpr int bytes_for_x(bool with_x)
 {
-    return with_x && DECAY != LA_KEY ? tile_bytes(KP) + 1024 : 0;
+    return with_x && !lies_in_rows<DECAY> ? tile_bytes(KP) + 1024 : 0;
 }
 
 /* Where a stage (`part`) has the rows that are written to the state, and the decays of the rows
@@ -101,9 +128,9 @@ template <typename part, int KP, la_decay DECAY, la_rule RULE>
 __device__ __forceinline__ key_rows key_rows_of(const call &c, const chunks &w, int width)
 {
     key_rows x;
-    x.has_x = RULE == LA_DELTA && DECAY != LA_KEY && c.x[LA_X].data;
+    x.has_x = RULE == LA_DELTA && !lies_in_rows<DECAY> && c.x[LA_X].data;
     x.bytes = part::bytes(width, x.has_x);
-    x.written = DECAY == LA_KEY ? part::kt : x.has_x ? part::bytes(width, false) : part::k;
+    x.written = lies_in_rows<DECAY> ? part::kt : x.has_x ? part::bytes(width, false) : part::k;
     x.look = x.has_x && w.look ? x.written + tile_bytes(KP) : part::in;
     x.seen = x.has_x ? w.x : w.k;
     return x;
@@ -1076,14 +1103,21 @@ __global__ void __launch_bounds__(KEY_THREADS, (KP * PLANES > 128 ? 1 : 2))
     }
 }
 
+#include "pair.cuh"
+
 template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes(bool with_x)
 {
-    return DECAY == LA_KEY ? (int)sizeof(key_room<KP>) : scalar_room_bytes<KP, RULE>(with_x);
+    if constexpr (DECAY == LA_PAIR)
+        return (int)sizeof(pair_room<keys_of<KP, DECAY>>);
+    else
+        return DECAY == LA_KEY ? (int)sizeof(key_room<KP>) : scalar_room_bytes<KP, RULE>(with_x);
 }
 
 template <int KP, la_decay DECAY, la_rule RULE> constexpr auto prepare_of()
 {
-    if constexpr (DECAY == LA_KEY)
+    if constexpr (DECAY == LA_PAIR)
+        return prepare_pair<KP>;
+    else if constexpr (DECAY == LA_KEY)
         return prepare_key<KP, RULE>;
     else
         return prepare_scalar<KP, RULE>;

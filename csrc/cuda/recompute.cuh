@@ -48,16 +48,16 @@ template <int KP> constexpr int adjoint_halves = KP > 128 ? 2 : 1;
 /* A stage: where the parts of a chunk lie in shared memory. */
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_stage {
     static constexpr bool delta = RULE == LA_DELTA;
-    static constexpr bool has_k = delta || DECAY != LA_KEY; /* otherwise k~ alone is used */
+    static constexpr bool has_k = delta || !lies_in_rows<DECAY>; /* otherwise k~ alone is used */
     static constexpr int k = 0, q = k + (has_k ? tile_bytes(KP) : 0);
     static constexpr int kt = q + (BACKWARD ? tile_bytes(KP) : 0);
-    static constexpr int scores = kt + (DECAY == LA_KEY ? tile_bytes(KP) : 0);
+    static constexpr int scores = kt + (lies_in_rows<DECAY> ? tile_bytes(KP) : 0);
     static constexpr int inverse = scores + (BACKWARD ? PANEL_BYTES : 0);
     static constexpr int lower = inverse + (delta ? PANEL_BYTES : 0);
     static constexpr int in = lower + (delta ? PANEL_BYTES : 0);
     static constexpr int out = in + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
-    static constexpr int v = (total + (DECAY == LA_KEY ? KP * 4 : 0) + 1023) / 1024 * 1024;
+    static constexpr int v = (total + totals<KP, DECAY> * 4 + 1023) / 1024 * 1024;
     static constexpr int halves = adjoint_halves<KP>, keys = KP / halves; /* of a warp */
     /* A panel for every four slices of 16 columns: v or dO, and the results that leave by way of its
      * place. */
@@ -209,13 +209,14 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             {rows.written, rows.has_x && w.k ? w.k + keys : NULL, tile_bytes(KP)},
             {rows.look, rows.has_x && w.look ? w.look + place * C : NULL, C * 4},
             {part::q, BACKWARD && w.q ? w.q + keys : NULL, tile_bytes(KP)},
-            {part::kt, DECAY == LA_KEY ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
+            {part::kt, lies_in_rows<DECAY> ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
             {part::scores, BACKWARD ? w.scores + place * PANEL_BYTES : NULL, PANEL_BYTES},
             {part::inverse, delta ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
             {part::lower, delta ? w.lower + place * PANEL_BYTES : NULL, PANEL_BYTES},
             {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
             {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
-            {part::total, DECAY == LA_KEY ? w.total + place * KP : NULL, KP * 4},
+            {part::total, lies_in_rows<DECAY> ? w.total + place * totals<KP, DECAY> : NULL,
+             totals<KP, DECAY> * 4},
         };
         /* the first value column of the block */
         const int column = tile * (width / 4) * PANEL;
@@ -313,13 +314,16 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     /* S' or dS' [16 columns][KEYS]: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
     float S[KEYS / 8][4];
     const view &from = BACKWARD ? d[LA_DST] : c.x[LA_S0];
+    const view &from_Y = BACKWARD ? d[LA_DYT] : c.x[LA_Y0];
 #pragma unroll
     for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int column = lane / 4 + e / 2 * 8, key = first_key + i * 8 + pair + e % 2;
-            S[i][e] = from.data && column < columns && key < c.K
-                          ? load<float>(at(from, u.n, u.hv, key, v0 + column), from.dtype)
+            const int column = lane / 4 + e / 2 * 8, row = first_key + i * 8 + pair + e % 2;
+            const view &x = state_of_row<DECAY>(from, from_Y, row);
+            const int key = key_of_row<DECAY>(row);
+            S[i][e] = x.data && column < columns && key < c.K
+                          ? load<float>(at(x, u.n, u.hv, key, v0 + column), x.dtype)
                           : 0;
         }
 
@@ -374,16 +378,22 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
 #pragma unroll
             for (int m = 0; m < 4; m++) x[m] = {};
         const auto decay_state = [&] {
+            const float *const by = (const float *)(room + part::total);
+            if constexpr (DECAY == LA_PAIR && BACKWARD)
+                undecay_pair(S, by);
+            else if constexpr (DECAY == LA_PAIR)
+                decay_pair(S, by);
+            else if constexpr (DECAY != LA_NONE) {
 #pragma unroll
-            for (int j = 0; j < (DECAY == LA_NONE ? 0 : KEYS / 8); j++) {
-                const float2 a =
-                    DECAY == LA_KEY
-                        ? *(const float2 *)(room + part::total + (first_key + j * 8 + pair) * 4)
-                        : make_float2(in[C - 1], in[C - 1]);
-                S[j][0] *= a.x;
-                S[j][1] *= a.y;
-                S[j][2] *= a.x;
-                S[j][3] *= a.y;
+                for (int j = 0; j < KEYS / 8; j++) {
+                    const float2 a = DECAY == LA_KEY
+                                         ? *(const float2 *)(by + first_key + j * 8 + pair)
+                                         : make_float2(in[C - 1], in[C - 1]);
+                    S[j][0] *= a.x;
+                    S[j][1] *= a.y;
+                    S[j][2] *= a.x;
+                    S[j][3] *= a.y;
+                }
             }
         };
 
@@ -487,7 +497,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             products_in(of_read);
             sum_over_keys(dU);
             /* dO times the scale and the decay from the start of the chunk, unless q^ has them */
-            if (DECAY != LA_KEY) scale_operands(x, DECAY == LA_TOKEN ? in : NULL, scale);
+            if (!lies_in_rows<DECAY>) scale_operands(x, DECAY == LA_TOKEN ? in : NULL, scale);
             if constexpr (apart)
 #pragma unroll
                 for (int m = 0; m < 8; m++) {
@@ -592,9 +602,11 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int column = lane / 4 + e / 2 * 8, key = first_key + i * 8 + pair + e % 2;
-                if (d[LA_DS0].data && column < columns && key < c.K)
-                    store(at(d[LA_DS0], u.n, u.hv, key, v0 + column), d[LA_DS0].dtype, S[i][e]);
+                const int column = lane / 4 + e / 2 * 8, row = first_key + i * 8 + pair + e % 2;
+                const view &to = state_of_row<DECAY>(d[LA_DS0], d[LA_DY0], row);
+                const int key = key_of_row<DECAY>(row);
+                if (to.data && column < columns && key < c.K)
+                    store(at(to, u.n, u.hv, key, v0 + column), to.dtype, S[i][e]);
             }
 }
 

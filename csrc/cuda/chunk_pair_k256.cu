@@ -1,0 +1,8 @@
+/* 64 < K <= 128, on Hopper only (setup.py): both states together have 256 keys. Elsewhere such calls go
+ * token by token. */
+#include "chunk.cuh"
+#include "chunk_backward.cuh"
+
+const chunk_launcher chunk_pair_k256[2] = {NULL, chunks_of_pairs<256>};
+
+const backward_launcher chunk_backward_pair_k256[2] = {NULL, chunk_backward_of_pairs<256>};
