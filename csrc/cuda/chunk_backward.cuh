@@ -168,9 +168,8 @@ template <int KP, la_decay DECAY, la_rule RULE>
 static intra_launch intra_chunk_adjoint_of(const call &c, const device_traits &on)
 {
     if constexpr (DECAY == LA_PAIR)
-        return {
-            intra_chunk_adjoint_with<KP, DECAY, RULE, false>(), KP / (2 * PANEL),
-            (int)(on.producers ? sizeof(intra_pair_room<true>) : sizeof(intra_pair_room<false>))};
+        return {intra_chunk_adjoint_with<KP, DECAY, RULE, false>(), KP / (2 * PANEL),
+                (int)sizeof(intra_pair_room)};
     const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
     const auto kernel = has_x ? intra_chunk_adjoint_with<KP, DECAY, RULE, RULE == LA_DELTA>()
                               : intra_chunk_adjoint_with<KP, DECAY, RULE, false>();

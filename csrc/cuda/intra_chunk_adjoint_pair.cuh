@@ -23,125 +23,181 @@
 
 typedef intra_panel<2 * PANEL, LA_DELTA> panel_of_pair;
 
-/* Gradients of the bare products q_i . k_j and k_i . k_j, and N. On Hopper N has a place of its own.
- * Elsewhere it takes theirs, when they are done. */
-template <bool HOPPER> struct products_of_pair {
-    alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
-    float N[C * LD_PAIRS];
-};
-template <> struct products_of_pair<false> {
+/* Two blocks of Hopper have room at once. What is made of the panels lies where they have been. */
+struct intra_pair_room {
     union {
-        struct {
+        alignas(1024) panel_of_pair panel;
+        struct { /* numbers of pairs of tokens, with the two columns of states (pair.cuh) */
+            /* gradients of the bare products q_i . k_j and k_i . k_j */
             alignas(1024) char dP[PANEL_BYTES], dL[PANEL_BYTES];
+            float dG[C * LD_PAIRS]; /* by way of q; then parts of da */
+            /* row i: of row b - 1 of G, by way of row i of k; then parts of deta */
+            float dH[C * LD_PAIRS];
         };
-        float N[C * LD_PAIRS];
     };
-};
-
-/* Numbers of pairs of tokens, with the two columns of states (pair.cuh). */
-template <bool HOPPER> struct scores_of_pair : products_of_pair<HOPPER> {
-    float G[C * LD_PAIRS];
-    float dG[C * LD_PAIRS]; /* by way of q; then parts of da */
-    float dH[C * LD_PAIRS]; /* row i: of row b - 1 of G, by way of row i of k */
-};
-
-template <bool HOPPER> struct pair_places {
-    alignas(1024) panel_of_pair panel[INTRA_STAGES];
-    scores_of_pair<true> pairs;
-};
-template <> struct pair_places<false> {
-    union {
-        alignas(1024) panel_of_pair panel[1];
-        scores_of_pair<false> pairs;
-    };
-};
-
-template <bool HOPPER> struct intra_pair_room : pair_places<HOPPER> {
     alignas(1024) char q[PANEL_BYTES], k[PANEL_BYTES];
+    float G[C * LD_PAIRS];
     pair_gates gates;
-    /* N of the last row; gradients of the last rows of G and N */
-    float worth[COLUMNS_OF_PAIR], end_G[COLUMNS_OF_PAIR], end_N[COLUMNS_OF_PAIR];
+    pair_columns columns;
+    float end_G[COLUMNS_OF_PAIR],
+        end_N[COLUMNS_OF_PAIR];       /* gradients of the last rows of G and N */
+    float2 above[4][COLUMNS_OF_PAIR]; /* those of the row above each quarter, of N and of G */
     float sums[INTRA_THREADS / 32][3];
-    uint64_t full[INTRA_STAGES];
+    uint64_t full;
 };
-static_assert(sizeof(intra_pair_room<false>) <= 99 << 10, "as sm_86, sm_89, sm_120");
+static_assert(sizeof(intra_pair_room) <= 99 << 10, "as sm_86, sm_89, sm_120");
 
-/* x <- by x + of y, where a thread has two rows. */
-__device__ __forceinline__ void join_rows(float (&x)[8][4], const float (&y)[8][4], float2 by,
-                                          float2 of)
+/* c = x y', or c += x y' with `adds`: rows of this warp times rows of another tile. */
+__device__ __forceinline__ void multiply_with_rows_of(float (&c)[8][4], uint32_t x, uint32_t y,
+                                                      int row, bool adds)
 {
+#if HAS_WARP_GROUPS
+    (void)row;
+#pragma unroll
+    for (int j = 0; j < 4; j++) multiply_tiles(c, x, y, j * 16, !adds && j == 0);
+#else
+#pragma unroll
+    for (int j = 0; j < 8 * 4 && !adds; j++) c[j / 4][j % 4] = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) multiply_rows(c, load_left(x, row, j * 16), y, j * 16);
+#endif
+}
+
+/* c = x y, or c += x y: rows of this warp times another tile. */
+__device__ __forceinline__ void multiply_with_columns_of(float (&c)[8][4], uint32_t x, uint32_t y,
+                                                         int row, bool adds = false)
+{
+#if HAS_WARP_GROUPS
+    (void)row;
+#pragma unroll
+    for (int j = 0; j < 4; j++) multiply_panels(c, x, y, j * 16, !adds && j == 0);
+#else
+#pragma unroll
+    for (int j = 0; j < 8 * 4 && !adds; j++) c[j / 4][j % 4] = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) multiply_columns(c, load_left(x, row, j * 16), y, j * 16);
+#endif
+}
+
+/* The part of a thread of the sums over the columns of x times rows row.. of a tile; and
+ * to += by x. Two rows of a thread. */
+__device__ __forceinline__ void add_rows(float (&to)[8][4], float2 &sum, const float (&x)[8][4],
+                                         float2 by, const char *tile, int row)
+{
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < 8; m++) {
-        x[m][0] = by.x * x[m][0] + of.x * y[m][0];
-        x[m][1] = by.x * x[m][1] + of.x * y[m][1];
-        x[m][2] = by.y * x[m][2] + of.y * y[m][2];
-        x[m][3] = by.y * x[m][3] + of.y * y[m][3];
+        const int at = element_at(row + lane / 4, m * 8 + lane % 4 * 2);
+        const float2 y = unpack(*(const uint32_t *)(tile + at));
+        const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
+        sum.x += x[m][0] * y.x + x[m][1] * y.y;
+        sum.y += x[m][2] * z.x + x[m][3] * z.y;
+        to[m][0] += by.x * x[m][0];
+        to[m][1] += by.x * x[m][1];
+        to[m][2] += by.y * x[m][2];
+        to[m][3] += by.y * x[m][3];
     }
 }
 
-/* Going up column j: dG becomes the parts of da, and N those of deta. */
-template <typename room>
-__device__ __forceinline__ void undo_column(const call &c, room &s, int n, int j)
+/* The gradients of columns of G and N, from the last row up: dG becomes the parts of da, and dH those
+ * of deta. A thread has a quarter of a column. First it goes up its rows from zeros, then from what
+ * comes from the quarters below, which is joined as find_columns joins quarters, against their
+ * order. */
+__device__ __forceinline__ void undo_columns(const call &c, intra_pair_room &s, int n)
 {
-    const float *const G = s.pairs.G;
-    float *const dG = s.pairs.dG, *const dH = s.pairs.dH, *const N = s.pairs.N;
-    float x = s.end_G[j], y = s.end_N[j]; /* dG and dN of this row */
-    const auto seen = [&](int i) {        /* by way of the tokens that see row i of G */
-                                   float sum = 0;
-                                   if (i + 1 < n && batch_of(c, i + 1) == i + 1)
-                                       for (int row = i + 1; row < min(i + 1 + c.batch, n); row++)
-                                           sum += dH[row * LD_PAIRS + j];
-                                   return sum;
-    };
-    for (int first = (n - 1) / PAIR_ROWS * PAIR_ROWS; first >= 0; first -= PAIR_ROWS) {
-        float own[PAIR_ROWS], g[PAIR_ROWS], worth[PAIR_ROWS], a[PAIR_ROWS], eta[PAIR_ROWS];
+    const float *const G = s.G;
+    float *const dG = s.dG, *const dH = s.dH;
+    /* all of columns 48 to 63 lies in quarter 3, of columns 32 to 47 in quarters 2 and 3, ... */
+    const int place = threadIdx.x;
+    const bool of_state = place >= 160;
+    const int quarter = of_state      ? (place - 160) / 2
+                        : place < 64  ? 3
+                        : place < 112 ? 2
+                        : place < 144 ? 1
+                                      : 0;
+    const int j = of_state ? OF_M + place % 2
+                           : place - (quarter == 3   ? 0
+                                      : quarter == 2 ? 64
+                                      : quarter == 1 ? 112
+                                                     : 144);
+    const int first = quarter * QUARTER, at = first * LD_PAIRS + j;
+    const bool works = place < 168 && first < n;
+    float own[QUARTER], a[QUARTER], eta[QUARTER];
+    if (works) {
         load_rows(s.gates.a + first, a);
         load_rows(s.gates.eta + first, eta);
 #pragma unroll
-        for (int e = 0; e < PAIR_ROWS; e++) {
-            const int i = first + e, at = i * LD_PAIRS + j;
-            own[e] = i < n ? dG[at] : 0;
-            if (c.batch == 1) own[e] += i + 1 < n ? dH[at + LD_PAIRS] : 0;
-            g[e] = i ? G[at - LD_PAIRS] : j == OF_M;
-            worth[e] = i ? N[at - LD_PAIRS] : j == OF_Y;
+        for (int e = 0; e < QUARTER; e++) {
+            const int i = first + e;
+            own[e] = i < n ? dG[at + e * LD_PAIRS] : 0;
+            if (c.batch == 1 && i + 1 < n) own[e] += dH[at + (e + 1) * LD_PAIRS];
         }
-        if (c.batch > 1)
+        if (c.batch > 1) /* by way of the tokens that see row i of G */
+            for (int e = 0; e < QUARTER; e++) {
+                const int i = first + e;
+                if (batch_of(c, i + 1) != i + 1) continue;
+                float sum = 0;
+                for (int row = i + 1; row < min(i + 1 + c.batch, n); row++)
+                    sum += dH[row * LD_PAIRS + j];
 #pragma unroll
-            for (int e = 0; e < PAIR_ROWS; e++) own[e] += seen(first + e);
+                for (int other = 0; other < QUARTER; other++) own[other] += other == e ? sum : 0;
+            }
+        float x = 0, y = 0; /* dG and dN */
 #pragma unroll
-        for (int e = PAIR_ROWS - 1; e >= 0; e--) {
+        for (int e = QUARTER - 1; e >= 0; e--) {
             if (first + e >= n) continue;
             x += own[e];
             y += x;
-            own[e] = x * g[e];
-            worth[e] *= y;
             x *= a[e];
             y *= eta[e];
         }
+        s.above[quarter][j] = make_float2(y, x);
+    }
+    __syncthreads(); /* dH is no longer needed */
+    if (!works) return;
+    float2 up = make_float2(s.end_N[j], s.end_G[j]);
+    for (int q = (n - 1) / QUARTER; q > quarter; q--) {
+        const pair_quarter &by = s.columns.quarter[q];
+        const float2 here = s.above[q][j];
+        up = make_float2(here.x + by.eta * up.x + by.across * up.y, here.y + by.a * up.y);
+    }
+    float x = up.y, y = up.x;
+    /* N of the row before the quarter */
+    float worth = of_state ? j == OF_Y : j >= first ? 0 : s.columns.end[j].x;
+    for (int q = of_state ? 0 : j / QUARTER + 1; q < quarter; q++)
+        worth *= s.columns.quarter[q].eta;
+    float g[QUARTER], N[QUARTER]; /* of the row before */
 #pragma unroll
-        for (int e = 0; e < PAIR_ROWS; e++) {
-            const int at = (first + e) * LD_PAIRS + j;
-            if (first + e < n) dG[at] = own[e], N[at] = worth[e];
-        }
+    for (int e = 0; e < QUARTER; e++) {
+        g[e] = first + e ? G[at + (e - 1) * LD_PAIRS] : j == OF_M;
+        N[e] = worth;
+        worth = first + e == j ? 1 : worth * eta[e];
+    }
+#pragma unroll
+    for (int e = QUARTER - 1; e >= 0; e--) {
+        if (first + e >= n) continue;
+        x += own[e];
+        y += x;
+        dG[at + e * LD_PAIRS] = x * g[e];
+        dH[at + e * LD_PAIRS] = y * N[e];
+        x *= a[e];
+        y *= eta[e];
     }
 }
 
 /* PARTS: the blocks of a chunk. Each makes the gradients of the scores, and its part of those of the
  * gates. */
 template <int PARTS, typename = element>
-__global__ void __launch_bounds__(INTRA_THREADS, 1)
+__global__ void __launch_bounds__(INTRA_THREADS, HAS_WARP_GROUPS + 1)
     intra_chunk_adjoint_pair(const __grid_constant__ call c, const __grid_constant__ gradients d,
                              const __grid_constant__ chunks w,
                              const __grid_constant__ backward_maps maps,
                              const __grid_constant__ kept f, const __grid_constant__ intra_flags to)
 {
-    constexpr bool hopper = HAS_WARP_GROUPS;
-    constexpr int STAGES = hopper ? INTRA_STAGES : 1, BOTH = 2 * PANEL;
+    constexpr int BOTH = 2 * PANEL;
     extern __shared__ __align__(1024) char shared[];
-    typedef intra_pair_room<hopper> room;
-    room &s = *(room *)shared;
+    intra_pair_room &s = *(intra_pair_room *)shared;
     const pair_gates &of = s.gates;
-    scores_of_pair<hopper> &p = s.pairs;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
     /* shows the compiler that all lanes have the same value */
     const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
@@ -157,43 +213,54 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     const float scale = (float)c.scale;
 
     const auto fetch = [&](int i) {
-        fetch_panel<BOTH, LA_DELTA>(c, d, maps, f, u, t, n, place * panels + i, i,
-                                    s.panel[i % STAGES], s.full + i % STAGES, part * BOTH,
-                                    PARTS * BOTH);
+        fetch_panel<BOTH, LA_DELTA>(c, d, maps, f, u, t, n, place * panels + i, i, s.panel, &s.full,
+                                    part * BOTH, PARTS * BOTH);
 #if HAS_WARP_GROUPS
-        barrier_expect(address_of(s.full + i % STAGES), panel_bytes<BOTH, LA_DELTA>);
+        barrier_expect(address_of(&s.full), panel_bytes<BOTH, LA_DELTA>);
 #endif
     };
 #if HAS_WARP_GROUPS
     if (threadIdx.x == 0) {
-        for (int j = 0; j < STAGES; j++) barrier_init(address_of(s.full + j), 1);
+        barrier_init(address_of(&s.full), 1);
         barriers_ready();
-        for (int i = 0; i < min(panels, STAGES); i++) fetch(i);
+        fetch(0);
     }
 #else
     fetch(0);
 #endif
-    load_pair_gates(c, u, t, n, s.gates);
+    const pair_token token = load_pair_token(c, u, t, n);
     load_all<PARTS * PANEL, INTRA_THREADS, PANEL>(c, u.b, t, n, u.h, s.q, s.k, NULL, to.given,
                                                   part * PANEL);
-    __syncthreads();
-    const auto find_decays = [&](float *N) {
-        if (threadIdx.x < COLUMNS_OF_PAIR)
-            s.worth[threadIdx.x] = find_column(of, n, threadIdx.x, p.G, N);
-    };
-    if (hopper) find_decays(p.N);
-
-    float X[8][4] = {};                     /* dO E' or Z E' */
-    float of_M[8][4] = {}, of_Y[8][4] = {}; /* dO M' or Z M', then dq or dk; the same with Y */
-    float to_M[8][4] = {}, to_Y[8][4] = {}; /* second group: E dM', E dY' */
-    float along[3] = {};                    /* the sums of M * dM, Y * dM, Y * dY */
-    for (int i = 0; i < panels; i++) {
-        panel_of_pair &x = s.panel[i % STAGES];
+    store_pair_token(c, token, n, s.gates);
 #if HAS_WARP_GROUPS
-        barrier_wait(address_of(s.full + i % STAGES), i / STAGES % 2);
+    stores_before_copies(); /* tensor cores read q and k */
+#endif
+    __syncthreads();
+    find_columns(of, n, s.G, s.columns);
+    __syncthreads();
+
+    /* The rows of G that q or k see; there is nothing behind the end of the sequence. What these
+     * rows, and the last one, are worth to the products with states. */
+    const float b_top = of.beta[top], b_low = of.beta[low];
+    const int top_sees = min(first_group ? top + 1 : batch_of(c, top), n);
+    const int low_sees = min(first_group ? low + 1 : batch_of(c, low), n);
+    const float x_top = first_group ? scale : -b_top, x_low = first_group ? scale : -b_low;
+    const float2 by_top = worth_of_states(s.G, top_sees - 1);
+    const float2 by_low = worth_of_states(s.G, low_sees - 1);
+    const float *const last = s.G + (n - 1) * LD_PAIRS, *const worth = s.columns.worth;
+
+    float X[8][4];        /* dO E' or Z E' */
+    float sum[8][4] = {}; /* dq or dk */
+    float along[3] = {};  /* the sums of M * dM, Y * dM, Y * dY */
+    /* of two rows: q . dO M' or k . Z M', the same with Y, k . E dM', k . E dY' */
+    float2 with_M = make_float2(0, 0), with_Y = with_M, with_dM = with_M, with_dY = with_M;
+    for (int i = 0; i < panels; i++) {
+        const panel_of_pair &x = s.panel;
+#if HAS_WARP_GROUPS
+        barrier_wait(address_of(&s.full), i % 2);
         if (n < C) { /* a box may reach into the next sequence, whose NaN must not come along */
             for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS)
-                *(uint4 *)(x.dO + piece_at(n + j / 8, j % 8)) = make_uint4(0, 0, 0, 0);
+                *(uint4 *)(s.panel.dO + piece_at(n + j / 8, j % 8)) = make_uint4(0, 0, 0, 0);
             stores_before_copies();
             __syncthreads();
         }
@@ -203,107 +270,76 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
 #endif
         const uint32_t U = address_of(x.U), S = address_of(x.S), dS = address_of(x.dS);
         const uint32_t own = address_of(first_group ? x.dO : x.Z);
-        left a[4], b[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            a[j] = load_left(own, row0, j * 16);
-            if (!first_group) b[j] = load_left(U, row0, j * 16);
-        }
+        float T[8][4]; /* products with a state */
+        const auto finish = [&](float2 &with, float by_top, float by_low) {
+            products_commit();
+            products_wait<0>();
+            products_in(T);
+            add_rows(sum, with, T, make_float2(by_top, by_low), first_group ? s.q : s.k, row0);
+        };
         products_begin();
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            multiply_rows(X, a[j], U, j * 16);
-            multiply_columns(of_M, a[j], S, j * 16);
-            multiply_columns(of_Y, a[j], S + PANEL_BYTES, j * 16);
-        }
-        if (!first_group) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                multiply_columns(to_M, b[j], dS, j * 16);
-                multiply_columns(to_Y, b[j], dS + PANEL_BYTES, j * 16);
-            }
-        }
+        multiply_with_rows_of(X, own, U, row0, i > 0);
+        multiply_with_columns_of(T, own, S, row0);
         products_commit();
-#pragma unroll 2
-        for (int j = threadIdx.x * 4; j < PANEL_BYTES; j += INTRA_THREADS * 4) {
-            const float2 M = unpack(*(const uint32_t *)(x.S + j));
-            const float2 Y = unpack(*(const uint32_t *)(x.S + PANEL_BYTES + j));
-            const float2 dM = unpack(*(const uint32_t *)(x.dS + j));
-            const float2 dY = unpack(*(const uint32_t *)(x.dS + PANEL_BYTES + j));
-            along[0] += M.x * dM.x + M.y * dM.y;
-            along[1] += Y.x * dM.x + Y.y * dM.y;
-            along[2] += Y.x * dY.x + Y.y * dY.y;
+#pragma unroll 1
+        for (int j = threadIdx.x * 16; j < PANEL_BYTES; j += INTRA_THREADS * 16) {
+            const uint4 M = *(const uint4 *)(x.S + j), Y = *(const uint4 *)(x.S + PANEL_BYTES + j);
+            const uint4 dM = *(const uint4 *)(x.dS + j),
+                        dY = *(const uint4 *)(x.dS + PANEL_BYTES + j);
+            const uint32_t Ms[] = {M.x, M.y, M.z, M.w}, Ys[] = {Y.x, Y.y, Y.z, Y.w};
+            const uint32_t dMs[] = {dM.x, dM.y, dM.z, dM.w}, dYs[] = {dY.x, dY.y, dY.z, dY.w};
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float2 m = unpack(Ms[e]), y = unpack(Ys[e]);
+                const float2 dm = unpack(dMs[e]), dy = unpack(dYs[e]);
+                along[0] += m.x * dm.x + m.y * dm.y;
+                along[1] += y.x * dm.x + y.y * dm.y;
+                along[2] += y.x * dy.x + y.y * dy.y;
+            }
         }
         products_wait<0>();
         products_in(X);
-        products_in(of_M);
-        products_in(of_Y);
-        products_in(to_M);
-        products_in(to_Y);
+        finish(with_M, x_top * by_top.x, x_low * by_low.x);
+        products_begin();
+        multiply_with_columns_of(T, own, S + PANEL_BYTES, row0);
+        finish(with_Y, x_top * by_top.y, x_low * by_low.y);
+        if (!first_group) {
+            products_begin();
+            multiply_with_columns_of(T, U, dS, row0);
+            finish(with_dM, top < n ? b_top * last[top] : 0, low < n ? b_low * last[low] : 0);
+            products_begin();
+            multiply_with_columns_of(T, U, dS + PANEL_BYTES, row0);
+            finish(with_dY, top < n ? b_top * worth[top] : 0, low < n ? b_low * worth[low] : 0);
+        }
         __syncthreads(); /* the panel is no longer needed */
-        if ((!hopper || threadIdx.x == 0) && i + STAGES < panels) fetch(i + STAGES);
-    }
-    if (!hopper) {
-        find_decays(NULL);
-        __syncthreads();
+        if ((!HAS_WARP_GROUPS || threadIdx.x == 0) && i + 1 < panels) fetch(i + 1);
     }
 #pragma unroll
     for (int i = 0; i < 3; i++) {
         along[i] = warp_sum(along[i]);
         if (lane == 0) s.sums[warp][i] = along[i];
     }
-
-    /* the rows of M and Y that q or k see, and k~ */
-    const float b_top = of.beta[top], b_low = of.beta[low];
-    /* the columns of G that they see. There is nothing behind the end of the sequence. */
-    const int top_sees = min(first_group ? top + 1 : batch_of(c, top), n);
-    const int low_sees = min(first_group ? low + 1 : batch_of(c, low), n);
-    const float x_top = first_group ? scale : -b_top, x_low = first_group ? scale : -b_low;
-    float *const dG = first_group ? p.dG : p.dH;
-    {
-        const float2 with_M = dot_rows(of_M, first_group ? s.q : s.k, row0);
-        const float2 with_Y = dot_rows(of_Y, first_group ? s.q : s.k, row0);
-        if (lane % 4 == 0) {
-            *(float2 *)(dG + top * LD_PAIRS + OF_M) =
-                make_float2(x_top * with_M.x, x_top * with_Y.x);
-            *(float2 *)(dG + low * LD_PAIRS + OF_M) =
-                make_float2(x_low * with_M.y, x_low * with_Y.y);
+    float *const dG = first_group ? s.dG : s.dH;
+    for (float2 *const x : {&with_M, &with_Y, &with_dM, &with_dY})
+        *x = make_float2(quad_sum(x->x), quad_sum(x->y));
+    if (lane % 4 == 0) {
+        *(float2 *)(dG + top * LD_PAIRS + OF_M) = make_float2(x_top * with_M.x, x_top * with_Y.x);
+        *(float2 *)(dG + low * LD_PAIRS + OF_M) = make_float2(x_low * with_M.y, x_low * with_Y.y);
+        if (!first_group) {
+            s.end_G[top] = b_top * with_dM.x, s.end_G[low] = b_low * with_dM.y;
+            s.end_N[top] = b_top * with_dY.x, s.end_N[low] = b_low * with_dY.y;
         }
-        const float2 by_top = worth_of_states(p.G, top_sees - 1);
-        const float2 by_low = worth_of_states(p.G, low_sees - 1);
-        join_rows(of_M, of_Y, make_float2(x_top * by_top.x, x_low * by_low.x),
-                  make_float2(x_top * by_top.y, x_low * by_low.y));
-    }
-    if (!first_group) {
-        const float2 with_M = dot_rows(to_M, s.k, row0), with_Y = dot_rows(to_Y, s.k, row0);
-        if (lane % 4 == 0) {
-            s.end_G[top] = b_top * with_M.x, s.end_G[low] = b_low * with_M.y;
-            s.end_N[top] = b_top * with_Y.x, s.end_N[low] = b_low * with_Y.y;
-        }
-        const float *const last = p.G + (n - 1) * LD_PAIRS;
-        const auto worth = [&](int i, const float *of_last) { return i < n ? of_last[i] : 0; };
-        join_rows(to_M, to_Y, make_float2(b_top * worth(top, last), b_low * worth(low, last)),
-                  make_float2(b_top * worth(top, s.worth), b_low * worth(low, s.worth)));
-        join_rows(of_M, to_M, make_float2(1, 1), make_float2(1, 1));
     }
     /* Rows of the gradients of the scores, those of this group. The bare products q_i . k_j or
      * k_i . k_j are recomputed. */
-    float bare[8][4] = {};
+    float bare[8][4];
+    products_begin();
+    multiply_with_rows_of(bare, address_of(first_group ? s.q : s.k), address_of(s.k), row0, false);
+    products_commit();
+    products_wait<0>();
+    products_in(bare);
     {
-        const uint32_t rows = address_of(first_group ? s.q : s.k), k = address_of(s.k);
-        left a[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) a[j] = load_left(rows, row0, j * 16);
-        products_begin();
-#pragma unroll
-        for (int j = 0; j < 4; j++) multiply_rows(bare, a[j], k, j * 16);
-        products_commit();
-        products_wait<0>();
-        products_in(bare);
-    }
-    left own[4]; /* dP or dL, as operands over the columns */
-    {
-        char *const tile = first_group ? p.dP : p.dL;
+        char *const tile = first_group ? s.dP : s.dL;
         if (!first_group && part == 0 && d[LA_DBETA].data) /* Z_i . E_i */
 #pragma unroll
             for (int m = 0; m < 8; m++)
@@ -313,8 +349,8 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
                     if (i == j && i < n)
                         store(at(d[LA_DBETA], u.b, t + i, hv), d[LA_DBETA].dtype, X[m][e]);
                 }
-        const float *const G_top = p.G + max(top_sees - 1, 0) * LD_PAIRS + pair;
-        const float *const G_low = p.G + max(low_sees - 1, 0) * LD_PAIRS + pair;
+        const float *const G_top = s.G + max(top_sees - 1, 0) * LD_PAIRS + pair;
+        const float *const G_low = s.G + max(low_sees - 1, 0) * LD_PAIRS + pair;
 #pragma unroll
         for (int m = 0; m < 8; m++) {
             const int j = m * 8 + pair;
@@ -325,10 +361,11 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
             const float x1 = j + 1 < top_sees ? x_top * b.y * X[m][1] : 0;
             const float x2 = j < low_sees ? x_low * b.x * X[m][2] : 0;
             const float x3 = j + 1 < low_sees ? x_low * b.y * X[m][3] : 0;
-            X[m][0] = x0 * g_top.x;
-            X[m][1] = x1 * g_top.y;
-            X[m][2] = x2 * g_low.x;
-            X[m][3] = x3 * g_low.y;
+            /* not all of G above its diagonal has a number */
+            X[m][0] = j < top_sees ? x0 * g_top.x : 0;
+            X[m][1] = j + 1 < top_sees ? x1 * g_top.y : 0;
+            X[m][2] = j < low_sees ? x2 * g_low.x : 0;
+            X[m][3] = j + 1 < low_sees ? x3 * g_low.y : 0;
             *(uint32_t *)(tile + element_at(top, j)) = pack(X[m][0], X[m][1]);
             *(uint32_t *)(tile + element_at(low, j)) = pack(X[m][2], X[m][3]);
             /* the diagonal of G is 1, whatever the gates are */
@@ -337,63 +374,58 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
             *(float2 *)(dG + low * LD_PAIRS + j) =
                 make_float2(j < low ? x2 * bare[m][2] : 0, j + 1 < low ? x3 * bare[m][3] : 0);
         }
-#pragma unroll
-        for (int j = 0; j < 4; j++) own[j] = as_left(X[2 * j], X[2 * j + 1]);
     }
+#if HAS_WARP_GROUPS
+    stores_before_copies(); /* tensor cores read dP and dL */
+#endif
     __syncthreads();
     {
+        const uint32_t dP = address_of(s.dP), dL = address_of(s.dL);
         const uint32_t q = address_of(s.q), k = address_of(s.k);
-        left across[4], twice[4];
+        left across[4];
         if (!first_group)
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                across[j] = load_left_transposed(address_of(p.dP), j * 16, row0);
-                twice[j] = load_left_transposed(address_of(p.dL), j * 16, row0);
-            }
+            for (int j = 0; j < 4; j++) across[j] = load_left_transposed(dP, j * 16, row0);
         products_begin();
+        multiply_with_columns_of(sum, first_group ? dP : dL, k, row0, true); /* was q k', k k' */
+        if (!first_group) {
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            multiply_columns(of_M, own[j], k, j * 16); /* was P = q k', L = k k' */
-            if (!first_group) {
-                multiply_columns(of_M, across[j], q, j * 16);
-                multiply_columns(of_M, twice[j], k, j * 16);
-            }
+            for (int j = 0; j < 4; j++) multiply_columns(sum, across[j], q, j * 16);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                multiply_columns(sum, load_left_transposed(dL, j * 16, row0), k, j * 16);
         }
         products_commit();
         products_wait<0>();
-        products_in(of_M);
+        products_in(sum);
     }
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
     if (first_group)
-        store_rows(c, u, d[LA_DQ], to.direct_q ? NULL : to.dq + apart, to.kp, t, n, row0, of_M,
+        store_rows(c, u, d[LA_DQ], to.direct_q ? NULL : to.dq + apart, to.kp, t, n, row0, sum,
                    part * PANEL);
     else
-        store_rows(c, u, d[LA_DK], to.direct_k ? NULL : to.dk + apart, to.kp, t, n, row0, of_M,
+        store_rows(c, u, d[LA_DK], to.direct_k ? NULL : to.dk + apart, to.kp, t, n, row0, sum,
                    part * PANEL);
     __syncthreads();
 
-    if (!hopper) {
-        find_decays(p.N);
-        __syncthreads();
+    if (threadIdx.x >= C && threadIdx.x < COLUMNS_OF_PAIR) { /* of the states, from all warps */
+        float sum[3] = {};
+        for (int i = 0; i < INTRA_THREADS / 32; i++)
+            for (int e = 0; e < 3; e++) sum[e] += s.sums[i][e];
+        s.end_G[threadIdx.x] = threadIdx.x == OF_Y ? sum[1] : sum[0];
+        s.end_N[threadIdx.x] = threadIdx.x == OF_Y ? sum[2] : 0;
     }
-    if (threadIdx.x < COLUMNS_OF_PAIR) {
-        if (threadIdx.x >= C) { /* the states, over all warps of the sums */
-            float sum[3] = {};
-            for (int i = 0; i < INTRA_THREADS / 32; i++)
-                for (int e = 0; e < 3; e++) sum[e] += s.sums[i][e];
-            s.end_G[threadIdx.x] = sum[threadIdx.x == OF_Y];
-            s.end_N[threadIdx.x] = threadIdx.x == OF_Y ? sum[2] : 0;
-        }
-        undo_column(c, s, n, threadIdx.x);
-    }
+    undo_columns(c, s, n);
     __syncthreads();
     const int i = threadIdx.x / 4; /* four threads have a row */
     float da = 0, deta = 0;
-#pragma unroll 8
-    for (int j = threadIdx.x % 4; j < COLUMNS_OF_PAIR; j += 4) {
-        da += p.dG[i * LD_PAIRS + j];
-        deta += p.N[i * LD_PAIRS + j];
-    }
+    const auto add = [&](int j) {
+        da += s.dG[i * LD_PAIRS + j];
+        deta += s.dH[i * LD_PAIRS + j];
+    };
+#pragma unroll 4
+    for (int j = threadIdx.x % 4; j < i; j += 4) add(j);
+    if (threadIdx.x % 4 < 2) add(OF_M + threadIdx.x % 4);
     da = quad_sum(da);
     deta = quad_sum(deta);
     if (i >= n || threadIdx.x % 4) return;

@@ -39,58 +39,109 @@ __device__ __forceinline__ float2 worth_of_states(const float *G, int i)
     return i < 0 ? make_float2(1, 0) : *(const float2 *)(G + i * LD_PAIRS + OF_M);
 }
 
-/* A thread loads the numbers of its token. Returns whether they are finite. */
-__device__ __forceinline__ bool load_pair_gates(const call &c, const unit &u, int t, int n,
-                                                pair_gates &s)
+/* The numbers of a thread's token, as they are loaded: so that other loads can begin before these
+ * have arrived. */
+struct pair_token {
+    float gate, eta, beta;
+};
+
+__device__ __forceinline__ pair_token load_pair_token(const call &c, const unit &u, int t, int n)
+{
+    const int i = threadIdx.x;
+    const auto number_of = [&](const view &x) {
+        return x.data && i < n ? load<float>(at(x, u.b, t + i, u.hv), x.dtype) : 0;
+    };
+    return {number_of(c.x[LA_G]), number_of(c.x[LA_ETA]), number_of(c.x[LA_BETA])};
+}
+
+/* Returns whether the numbers of the thread are finite. */
+__device__ __forceinline__ bool store_pair_token(const call &c, const pair_token &x, int n,
+                                                 pair_gates &s)
 {
     const int i = threadIdx.x;
     if (i >= C) return true;
-    const auto number_of = [&](const view &x, float otherwise) {
-        return x.data && i < n ? load<float>(at(x, u.b, t + i, u.hv), x.dtype) : otherwise;
-    };
-    const view &gate = c.x[LA_G];
-    s.a[i] = gate.data && i < n ? decay_of(number_of(gate, 0), c.gate) : 1;
-    s.eta[i] = number_of(c.x[LA_ETA], 0);
-    s.beta[i] = number_of(c.x[LA_BETA], 0);
-    return isfinite(s.a[i]) && isfinite(s.eta[i]) && isfinite(s.beta[i]);
+    const float a = c.x[LA_G].data && i < n ? decay_of(x.gate, c.gate) : 1;
+    s.a[i] = a;
+    s.eta[i] = x.eta;
+    s.beta[i] = x.beta;
+    return isfinite(a) && isfinite(x.eta) && isfinite(x.beta);
 }
 
-enum { PAIR_ROWS = 8 }; /* of a column, whose loads overlap */
+/* Columns are found in quarters of their rows, side by side. Through a quarter a column that has y in
+ * N and g in G before it comes to eta y and a g + across y. */
+enum { QUARTER = C / 4 };
+struct pair_quarter {
+    float a, eta, across;
+};
+struct pair_columns {
+    pair_quarter quarter[4];
+    float2 end[C];                /* y and g of column j after the quarter of row j */
+    float worth[COLUMNS_OF_PAIR]; /* N of the last token */
+};
 
-__device__ __forceinline__ void load_rows(const float *from, float (&to)[PAIR_ROWS])
+__device__ __forceinline__ float2 through(const pair_quarter &q, float2 x)
+{
+    return make_float2(q.eta * x.x, q.a * x.y + q.across * x.x);
+}
+
+__device__ __forceinline__ void load_rows(const float *from, float (&to)[QUARTER])
 {
 #pragma unroll
-    for (int e = 0; e < PAIR_ROWS; e += 4) {
+    for (int e = 0; e < QUARTER; e += 4) {
         const float4 x = *(const float4 *)(from + e);
         to[e] = x.x, to[e + 1] = x.y, to[e + 2] = x.z, to[e + 3] = x.w;
     }
 }
 
-/* Rows 0 to n - 1 of column j of G, and of N unless it is NULL. Above its diagonal a column is zeros.
- * Returns N of row n - 1. */
-__device__ __forceinline__ float find_column(const pair_gates &s, int n, int j, float *G, float *N)
+/* A quarter of column j, from y and g before it to those behind it. With BEGINS its own row may be
+ * there, and nothing changes behind the last token. `stores`: its rows of G. */
+template <bool BEGINS>
+__device__ __forceinline__ float2 find_quarter(const pair_gates &gates, int n, int j, int first,
+                                               float2 x, bool stores, float *G, pair_columns &s)
 {
-    float y = j == OF_Y, g = j == OF_M, last = 0;
-    for (int first = 0; first < n; first += PAIR_ROWS) {
-        float a[PAIR_ROWS], eta[PAIR_ROWS], ys[PAIR_ROWS], gs[PAIR_ROWS];
-        load_rows(s.a + first, a);
-        load_rows(s.eta + first, eta);
+    float a[QUARTER], eta[QUARTER];
+    load_rows(gates.a + first, a);
+    load_rows(gates.eta + first, eta);
 #pragma unroll
-        for (int e = 0; e < PAIR_ROWS; e++) {
-            y *= eta[e];
-            g = a[e] * g + y;
-            if (first + e == j) y = g = 1;
-            ys[e] = y;
-            gs[e] = g;
-            if (first + e == n - 1) last = y;
-        }
-#pragma unroll
-        for (int e = 0; e < PAIR_ROWS; e++) {
-            G[(first + e) * LD_PAIRS + j] = gs[e];
-            if (N) N[(first + e) * LD_PAIRS + j] = ys[e];
-        }
+    for (int e = 0; e < QUARTER; e++) {
+        const int i = first + e;
+        const float y = eta[e] * x.x, g = a[e] * x.y + y;
+        if (!BEGINS || i < n) x = make_float2(y, g);
+        if (BEGINS && i == j) x = make_float2(1, 1);
+        if (!stores) continue;
+        G[i * LD_PAIRS + j] = x.y;
+        if (i == n - 1) s.worth[j] = x.x;
     }
-    return last;
+    return x;
+}
+
+/* G up to row n - 1, from the quarter of the diagonal on. The columns have zeros there above their
+ * diagonal. All threads of a block call this. */
+__device__ __forceinline__ void find_columns(const pair_gates &gates, int n, float *G,
+                                             pair_columns &s)
+{
+    const int i = threadIdx.x;
+    if (i < C) {
+        s.end[i] =
+            find_quarter<true>(gates, n, i, i / QUARTER * QUARTER, make_float2(0, 0), true, G, s);
+    } else if (i < C + 8) {
+        const int quarter = (i - C) / 2, j = OF_M + i % 2;
+        const float2 x = find_quarter<true>(gates, n, j, quarter * QUARTER,
+                                            make_float2(j == OF_Y, j == OF_M), quarter == 0, G, s);
+        if (j == OF_M)
+            s.quarter[quarter].a = x.y;
+        else
+            s.quarter[quarter].eta = x.x, s.quarter[quarter].across = x.y;
+    }
+    __syncthreads();
+    /* the others: three quarters of columns 0 to 15, ... and of the states */
+    const bool of_state = i >= 96;
+    const int quarter = of_state ? 1 + (i - 96) / 2 : i < 48 ? 3 : i < 80 ? 2 : 1;
+    const int j = of_state ? OF_M + i % 2 : i < 48 ? i : i < 80 ? i - 48 : i - 80;
+    if (i >= 102 || quarter * QUARTER >= n) return;
+    float2 x = of_state ? make_float2(j == OF_Y, j == OF_M) : s.end[j];
+    for (int q = of_state ? 0 : j / QUARTER + 1; q < quarter; q++) x = through(s.quarter[q], x);
+    find_quarter<false>(gates, n, j, quarter * QUARTER, x, true, G, s);
 }
 
 /* M <- e M + f Y, Y <- m Y for the numbers of a thread: panels of M and of Y by turns. */
@@ -188,7 +239,7 @@ __device__ __noinline__ void pair_by_tokens(const call &c, const unit &u, int t,
 
 template <int KEYS> struct pair_room {
     pair_gates gates;
-    float worth[COLUMNS_OF_PAIR]; /* N of the last token */
+    pair_columns columns;
     alignas(16) float G[C * LD_PAIRS];
     int nonfinite;
     union {
@@ -236,12 +287,12 @@ __global__ void __launch_bounds__(SCALAR_THREADS, 3)
     const int64_t place = (int64_t)chunk_slot * c.HV + hv;
 
     if (threadIdx.x == 0) s.nonfinite = C;
-    const bool finite = load_pair_gates(c, u, t, n, d);
+    const pair_token own = load_pair_token(c, u, t, n);
     load_all<KEYS, THREADS>(c, u.b, t, n, u.h, s.q, s.k, NULL, given);
+    const bool finite = store_pair_token(c, own, n, d);
     __syncthreads();
     if (!finite) atomicMin(&s.nonfinite, (int)threadIdx.x);
-    if (threadIdx.x < COLUMNS_OF_PAIR)
-        s.worth[threadIdx.x] = find_column(d, n, threadIdx.x, s.G, NULL);
+    find_columns(d, n, s.G, s.columns);
 
     float x[5][2][4] = {};
     const uint32_t k_tile = address_of(s.k), q_tile = address_of(s.q);
@@ -270,7 +321,8 @@ __global__ void __launch_bounds__(SCALAR_THREADS, 3)
     if (threadIdx.x == 0) {
         w.nonfinite[place] = nonfinite;
         const float2 of_states = worth_of_states(s.G, n - 1);
-        *(float4 *)(w.total + place * 4) = make_float4(of_states.x, of_states.y, s.worth[OF_Y], 0);
+        *(float4 *)(w.total + place * 4) =
+            make_float4(of_states.x, of_states.y, s.columns.worth[OF_Y], 0);
     }
 
     /* the rows of both states */
@@ -291,7 +343,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, 3)
         *(uint4 *)(to_k + of_M) = times_number(k, by_k.x);
         *(uint4 *)(to_k + of_Y) = times_number(k, by_k.y);
         *(uint4 *)(to_kt + of_M) = times_number(k, there ? s.G[(n - 1) * LD_PAIRS + row] : 0);
-        *(uint4 *)(to_kt + of_Y) = times_number(k, there ? s.worth[row] : 0);
+        *(uint4 *)(to_kt + of_Y) = times_number(k, there ? s.columns.worth[row] : 0);
     }
     __syncthreads(); /* from here on the tile, L and room lie over q and k */
     clear_above<THREADS>(s.tile);
