@@ -330,6 +330,17 @@ def test_goes_by_chunks(op):
     assert linattn.explain_kernel(op, **x, mode="recurrent").kernel == "token by token"
 
 
+@pytest.mark.parametrize("batch", [1, 2, 16, 64, 3, 128])
+def test_whole_batches_go_by_chunks(batch):
+    x = long_problem("titans")
+    d_o = torch.ones_like(x["v"])
+    kernel = "chunks" if 64 % batch == 0 else "token by token"
+    assert linattn.explain_kernel("titans", **x, batch=batch).kernel == kernel
+    report = linattn.explain_kernel(linattn.titans_backward, d_o, **x, batch=batch)
+    assert report.kernel == kernel
+    assert ("batch is no divisor of 64" in report.why) == (kernel == "token by token")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_nan_in_a_bonus_is_in_the_reads_of_its_head_alone(dtype):
     x = long_problem("rwkv6", H=2, HV=2, dtype=dtype)
