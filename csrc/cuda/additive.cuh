@@ -28,8 +28,8 @@
 #ifndef LINATTN_CUDA_ADDITIVE_CUH
 #define LINATTN_CUDA_ADDITIVE_CUH
 
-#include "chunk_carry.cuh"
 #include "mapped_tiles.cuh"
+#include "roles.cuh"
 
 enum {
     MOST_GROUPS = 4,
@@ -37,10 +37,7 @@ enum {
     WALK_REGISTERS = 192,
     SCORE_REGISTERS = 104,
     FETCH_REGISTERS = 24,
-    SLOTS = 2, /* chunks with scores that are not yet walked */
-    GROUP = 128,
-    TRIANGLE = 24, /* rows of triangles of decays: each 24 banks further, for pairs of a row */
-    BLOCK = 16
+    TRIANGLE = 24 /* rows of triangles of decays: each 24 banks further, for pairs of a row */
 };
 static_assert(2 * WALK_REGISTERS + SCORE_REGISTERS + FETCH_REGISTERS <= 65536 / GROUP, "");
 
@@ -93,38 +90,6 @@ enum {
 };
 
 #if HAS_WARP_GROUPS
-/* Where a role is in a ring of `count` places. */
-struct ring {
-    int count, at, round;
-
-    __device__ __forceinline__ void next()
-    {
-        if (++at == count) at = 0, round ^= 1;
-    }
-};
-
-/* A sequence of a value head, and a tile of its value columns. A block has every gridDim.x-th. */
-struct tile_of_head {
-    unit u;
-    int tile;
-};
-
-__device__ __forceinline__ tile_of_head tile_at(const call &c, int tiles, int index)
-{
-    const int head = index / tiles;
-    return {unit_of(c, head / c.HV, head % c.HV), index % tiles};
-}
-
-template <typename F>
-__device__ __forceinline__ void for_each_tile(const call &c, int tiles, F each)
-{
-    const int count = c.N * c.HV * tiles;
-    for (int i = blockIdx.x; i < count; i += gridDim.x) {
-        const tile_of_head x = tile_at(c, tiles, i);
-        each(x.u, x.tile, i);
-    }
-}
-
 /* Asks the copy engine for the chunks of a block, one after another. */
 template <int KP> struct fetching {
     const call &c;
@@ -180,43 +145,6 @@ template <int KP> struct fetching {
         find_tile();
     }
 };
-
-/* Where a thread of a group is. Asked for anew in each part of a chunk: addresses that follow from
- * it would otherwise be kept from part to part and from chunk to chunk. */
-struct seat {
-    int thread, warp, lane;
-    int row, pair; /* of sums: rows `row` and + 8 of the 16 of this warp, columns `pair`, + 1 */
-    int token;     /* of the 16 of this warp, twice */
-};
-
-__device__ __forceinline__ seat own_seat()
-{
-    int thread = threadIdx.x % GROUP;
-    asm volatile("" : "+r"(thread));
-    const int warp = thread / 32, lane = thread % 32;
-    return {thread, warp, lane, lane / 4, lane % 4 * 2, warp * BLOCK + lane % BLOCK};
-}
-
-/* Where a lane of a walk reads 8 x 8 blocks of v, transposed, and writes those of o. */
-__device__ __forceinline__ int transposed_at(const seat &at)
-{
-    return piece_at(at.lane / 16 * 8 + at.lane % 8, at.warp * 2 + at.lane / 8 % 2);
-}
-
-/* A number that is loaded a chunk before it is used: its 4 bytes as they are, or 2. */
-__device__ __forceinline__ uint32_t load_early(const char *from, la_dtype dtype)
-{
-    if (dtype == LA_F64) return __float_as_uint((float)*(const double *)from);
-    return dtype == LA_F32 ? *(const uint32_t *)from : *(const uint16_t *)from;
-}
-
-/* Without a branch: it is needed for every chunk. */
-__device__ __forceinline__ float loaded(uint32_t bits, la_dtype dtype)
-{
-    const float half = __half2float(__ushort_as_half((unsigned short)bits));
-    const float wide = __uint_as_float(dtype == LA_BF16 ? bits << 16 : bits);
-    return dtype == LA_F16 ? half : wide;
-}
 
 /* P and the decays of every chunk of this group. A warp has 16 rows.
  *
@@ -453,127 +381,6 @@ __device__ __forceinline__ void map_chunks(const call &c, const additive_flags &
     });
 }
 
-/* S' [16 columns][8 N] of a warp: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1. */
-template <int N>
-__device__ __forceinline__ void load_state(const call &c, const unit &u, int first_column,
-                                           int columns, float (&S)[N][4])
-{
-#pragma unroll
-    for (int i = 0; i < N; i++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int column = threadIdx.x % 32 / 4 + e / 2 * 8;
-            const int key = i * 8 + threadIdx.x % 4 * 2 + e % 2;
-            S[i][e] = c.x[LA_S0].data && column < columns && key < c.K
-                          ? load<float>(at(c.x[LA_S0], u.n, u.hv, key, first_column + column),
-                                        c.x[LA_S0].dtype)
-                          : 0;
-        }
-}
-
-template <int N>
-__device__ __forceinline__ void store_state(const call &c, const unit &u, int first_column,
-                                            int columns, const float (&S)[N][4])
-{
-#pragma unroll
-    for (int i = 0; i < N; i++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int column = threadIdx.x % 32 / 4 + e / 2 * 8;
-            const int key = i * 8 + threadIdx.x % 4 * 2 + e % 2;
-            if (column < columns && key < c.K)
-                store(at(c.x[LA_ST], u.n, u.hv, key, first_column + column), c.x[LA_ST].dtype,
-                      S[i][e]);
-        }
-}
-
-/* O times the scale and, BY_TOKEN, times the number of each token, which is at `in`. */
-template <bool BY_TOKEN>
-__device__ __forceinline__ void scale_o(float (&O)[8][4], const float *in, float scale)
-{
-#pragma unroll
-    for (int m = 0; m < 8; m++) {
-        const float2 a = BY_TOKEN ? *(const float2 *)(in + m * 8) : make_float2(1, 1);
-        O[m][0] *= a.x * scale;
-        O[m][1] *= a.y * scale;
-        O[m][2] *= a.x * scale;
-        O[m][3] *= a.y * scale;
-    }
-}
-
-/* The order of a state in chunk_by_tokens, and back. */
-template <int N>
-__device__ __forceinline__ void state_for_tokens(const float (&S)[N][4], float (&to)[N * 4])
-{
-#pragma unroll
-    for (int j = 0; j < N; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) to[(j * 2 + e % 2) * 2 + e / 2] = S[j][e];
-}
-
-template <int N>
-__device__ __forceinline__ void state_from_tokens(const float (&from)[N * 4], float (&S)[N][4])
-{
-#pragma unroll
-    for (int j = 0; j < N; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) S[j][e] = from[(j * 2 + e % 2) * 2 + e / 2];
-}
-
-/* Token `first` of a chunk and those after it, one by one: their O, and the state `after` them. */
-template <int KP, la_decay DECAY, la_rule RULE>
-__device__ __forceinline__ void rest_by_tokens(const call &c, const unit &u, int t, int n,
-                                               int first, int column, int columns,
-                                               float (&after)[KP / 2], float (&O)[8][4])
-{
-    float numbers_of_o[32];
-#pragma unroll
-    for (int m = 0; m < 32; m++) numbers_of_o[m] = O[m / 4][m % 4];
-    chunk_by_tokens<KP, DECAY, RULE>(c, u, t, n, first, column, columns, after, numbers_of_o, 0, C);
-#pragma unroll
-    for (int m = 0; m < 32; m++) O[m / 4][m % 4] = numbers_of_o[m];
-}
-
-__device__ __forceinline__ void pack_o(const float (&O)[8][4], uint32_t (&o)[4][4])
-{
-#pragma unroll
-    for (int m = 0; m < 4; m++) {
-        o[m][0] = pack(O[2 * m][0], O[2 * m][1]);
-        o[m][1] = pack(O[2 * m][2], O[2 * m][3]);
-        o[m][2] = pack(O[2 * m + 1][0], O[2 * m + 1][1]);
-        o[m][3] = pack(O[2 * m + 1][2], O[2 * m + 1][3]);
-    }
-}
-
-/* O of a warp, to its columns of a panel; and n tokens of it from there to memory, from to_o on. */
-__device__ __forceinline__ void put_o(char *panel, const uint32_t (&o)[4][4])
-{
-    const seat at = own_seat();
-#pragma unroll
-    for (int m = 0; m < 4; m++)
-        store_matrices_transposed(address_of(panel) + transposed_at(at) + m * 16 * 128, o[m]);
-    __syncwarp();
-}
-
-__device__ __forceinline__ void store_o(const call &c, bool o_pieces, const char *panel, char *to_o,
-                                        int columns, int n)
-{
-    if (columns <= 0) return;
-    const int64_t step = c.x[LA_O].stride[1] * 32;
-    const seat at = own_seat();
-    const char *const from = panel + piece_at(at.lane / 2, at.warp * 2 + at.lane % 2);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const uint4 x = *(const uint4 *)(from + j * 16 * 128);
-        if (at.lane / 2 + j * 16 >= n) continue;
-        if (o_pieces && columns == 16)
-            *(uint4 *)(to_o + j * step) = x;
-        else
-            store_piece(to_o + j * step, x, columns - at.lane % 2 * 8);
-    }
-    __syncwarp();
-}
-
 template <int KP, la_decay DECAY, bool MAPPED>
 __device__ __forceinline__ void walk(const call &c, const additive_flags &f, char *shared,
                                      meeting &s)
@@ -760,9 +567,8 @@ __global__ void __launch_bounds__(MOST_GROUPS *GROUP, 1)
     } else if (group < f.walks + f.scoring) {
         registers_down_to<registers::score>();
         desk *const desks = (desk *)(shared + PLACE_OF_DESKS);
-        score_chunks<KP, DECAY, MAPPED>(c, maps, f, group - f.walks, shared,
-                                        desks[group - f.walks], s,
-                                        MAPPED ? (mapped_room<KP> *)&of_rows : NULL);
+        score_chunks<KP, DECAY, MAPPED>(c, maps, f, group - f.walks, shared, desks[group - f.walks],
+                                        s, MAPPED ? (mapped_room<KP> *)&of_rows : NULL);
     } else if constexpr (MAPPED) {
         registers_down_to<registers::map>();
         map_chunks<KP>(c, f, shared, s, of_rows);

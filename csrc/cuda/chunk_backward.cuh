@@ -9,6 +9,7 @@
  * With a normaliser, `prepare` leaves what the denominators need (denominators.cuh). The third kernel
  * adds their part to dq, and to dk what comes from the tokens of the chunk. `sum_later` and
  * `reduce_heads` add what comes from later chunks. */
+#include "intra_chunk_adjoint.cuh"
 #include "intra_chunk_adjoint_key.cuh"
 #include "intra_chunk_adjoint_pair.cuh"
 

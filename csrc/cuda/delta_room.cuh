@@ -3,7 +3,7 @@
 #ifndef LINATTN_CUDA_DELTA_ROOM_CUH
 #define LINATTN_CUDA_DELTA_ROOM_CUH
 
-#include "additive.cuh"
+#include "roles.cuh"
 
 enum {
     KEY_STAGES = 3,      /* k and q of a chunk: the walks, solve and score, the copy engine */
@@ -31,7 +31,7 @@ struct gates_of_chunk {
     float beta[C];
     float of_key[C], of_query[C]; /* factors of the l2 norm, if there is one */
     float from_block_start[C];    /* the decay from the start of the block through a token */
-    float block[OF_CHUNK];     /* the decay of a block */
+    float block[OF_CHUNK];        /* the decay of a block */
     /* G of the blocks on the diagonal, times the factors of the keys. The last row has the decays
      * to the end of the block, times the same. */
     float within[OF_CHUNK][BLOCK][LOWER];
@@ -58,7 +58,7 @@ template <int KP, int WALKS> struct delta_room {
     struct {
         char x[tile_bytes(KP)], b[PANEL_BYTES];
     } slot[SLOTS];
-    char inverse[PANEL_BYTES], ended[PANEL_BYTES]; /* A, A~' */
+    char inverse[PANEL_BYTES], ended[PANEL_BYTES];        /* A, A~' */
     char inverse_f16[PANEL_BYTES], half_f16[PANEL_BYTES]; /* (I + L)^-1; a product for it */
     /* -L: the blocks of 8 x 8 on its diagonal */
     alignas(16) float lower[OF_CHUNK][2][8][LOWER_8];
@@ -75,9 +75,9 @@ template <int KP, int WALKS> struct delta_room {
 };
 
 struct delta_flags {
-    bool o_pieces; /* rows of o can be stored in pieces of 16 bytes */
-    bool o_boxes;  /* the copy engine can store o */
-    int tiles;     /* of 64 value columns for each walk */
+    bool o_pieces;            /* rows of o can be stored in pieces of 16 bytes */
+    bool o_boxes;             /* the copy engine can store o */
+    int tiles;                /* of 64 value columns for each walk */
     int gate_step, beta_step; /* bytes from one token to the next */
     const float *norms;       /* of find_norms; NULL: q and k are used as given */
 };

@@ -27,7 +27,7 @@
 #ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_KEY_CUH
 
-#include "intra_chunk_adjoint.cuh"
+#include "adjoint_rows.cuh"
 
 enum { BLOCKS = C / 16, KEYS = 64 /* of a block; more leave no registers */ };
 
@@ -444,8 +444,8 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     if (!HAS_WARP_GROUPS) load_decays<KEYS>(c, u, t, n, s.a.x, first_key);
     if (HAS_X) load_x(s.kh);
     /* sums that end at a token go over f, those that begin there over h */
-    const auto put = [&](const float(&x)[KEYS / 8][4], const char *tile, key_matrix &sums,
-                         bool add, bool early = false) {
+    const auto put = [&](const float(&x)[KEYS / 8][4], const char *tile, key_matrix &sums, bool add,
+                         bool early = false) {
 #pragma unroll
         for (int m = 0; m < KEYS / 8; m++) {
             const int key = m * 8 + pair, at = element_at(top, key);

@@ -19,7 +19,7 @@
 #ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_PAIR_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_PAIR_CUH
 
-#include "intra_chunk_adjoint.cuh"
+#include "adjoint_rows.cuh"
 
 typedef intra_panel<2 * PANEL, LA_DELTA> panel_of_pair;
 

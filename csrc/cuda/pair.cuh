@@ -16,10 +16,12 @@
  *     k^_i = [e_(b-1) k_i, f_(b-1) k_i]        L_ij = beta_i G_(b-1)j k_i . k_j
  *     k~_j = [G_nj k_j, N_nj k_j]              M <- e_n M + f_n Y + ..,  Y <- m_n Y + ..
  *
- * Batches have a power of two of tokens, up to C, so that a chunk has whole ones. prepare.cuh includes
- * this file. */
+ * Batches have a power of two of tokens, up to C, so that a chunk has whole ones. */
 #ifndef LINATTN_CUDA_PAIR_CUH
 #define LINATTN_CUDA_PAIR_CUH
+
+#include "inverse.cuh"
+#include "tile_loads.cuh"
 
 /* The gates of a chunk. Past the end of a sequence beta is 0. */
 struct pair_gates {
@@ -173,7 +175,7 @@ __device__ __forceinline__ void undecay_pair(float (&dS)[N][4], const float *tot
         }
 }
 
-/* tokens_of_chunk (chunk_carry.cuh) for a pair. */
+/* tokens_of_chunk (chunk_tokens.cuh) for a pair. */
 template <int KP>
 __device__ __noinline__ void pair_by_tokens(const call &c, const unit &u, int t, int n, int first,
                                             int v0, int columns, float *S, float *O, int first_read,

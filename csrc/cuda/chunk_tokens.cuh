@@ -1,0 +1,104 @@
+/* The rare way through a chunk, token by token. It stands apart from the walks, whose code is short. */
+#ifndef LINATTN_CUDA_CHUNK_TOKENS_CUH
+#define LINATTN_CUDA_CHUNK_TOKENS_CUH
+
+#include "prepare.cuh"
+
+/* A chunk with a NaN or an infinity goes token by token, for its state, and for O from token
+ * `first` on. In a product with a triangle, zero times infinity would spoil the tokens before it.
+ * S [key][column] and O [eight tokens][column, token of two] are the numbers of S' and O' of this
+ * thread, in the layout of chunks_forward. O has the tokens first_read to first_read + reads, and
+ * comes out scaled. */
+template <int KP, la_decay DECAY, la_rule RULE>
+__device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t, int n, int first,
+                                             int v0, int columns, float *S, float *O,
+                                             int first_read, int reads)
+{
+    const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
+    float q[KP / 4], k[KP / 4], looks[KP / 4], a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
+    const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
+    for (int i = 0; i < n; i++) {
+        float squares_q = 0, squares_k = 0, qk = 0;
+        for (int j = 0; j < KP / 4; j++) {
+            const int key = j / 2 * 8 + pair + j % 2;
+            const bool there = key < c.K;
+            q[j] = there ? load<float>(at(c.x[LA_Q], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
+            k[j] = there ? load<float>(at(c.x[LA_K], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
+            if (has_x)
+                looks[j] =
+                    there ? load<float>(at(c.x[LA_X], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
+            squares_q += q[j] * q[j];
+            squares_k += k[j] * k[j];
+            if (DECAY == LA_KEY)
+                a[j] = there ? decay_of(load<float>(at(c.x[LA_G], u.b, t + i, u.hv, key),
+                                                    c.x[LA_G].dtype),
+                                        c.gate)
+                             : 1;
+        }
+        const float factor_q = c.qk_l2norm ? l2norm_factor(quad_sum(squares_q)) : 1;
+        const float factor_k = c.qk_l2norm ? l2norm_factor(quad_sum(squares_k)) : 1;
+        for (int j = 0; j < KP / 4; j++) {
+            const bool there = j / 2 * 8 + pair + j % 2 < c.K;
+            q[j] = there ? apply_map(q[j] * factor_q, c.map[0], (float)c.map_eps[0]) : 0;
+            k[j] = there ? apply_map(k[j] * factor_k, c.map[1], (float)c.map_eps[1]) : 0;
+            if (la_is_gated(DECAY, RULE) && c.x_is_factor) looks[j] *= k[j];
+            const int key = j / 2 * 8 + pair + j % 2;
+            if (RULE == LA_BONUS)
+                qk +=
+                    there ? q[j] * k[j] * load<float>(at(c.x[LA_U], u.h, key), c.x[LA_U].dtype) : 0;
+            else
+                qk += q[j] * k[j];
+        }
+        if (DECAY == LA_TOKEN)
+            a[0] = decay_of(load<float>(at(c.x[LA_G], u.b, t + i, u.hv), c.x[LA_G].dtype), c.gate);
+        const view &factor = c.x[la_weighs(DECAY, RULE) ? LA_WEIGHT : LA_BETA];
+        const bool has_factor = RULE == LA_DELTA || (la_weighs(DECAY, RULE) && factor.data);
+        const float beta = has_factor ? load<float>(at(factor, u.b, t + i, u.hv), factor.dtype) : 1;
+        float v[2], o[2];
+        for (int w = 0; w < 2; w++)
+            v[w] = column + 8 * w < columns
+                       ? load<float>(at(c.x[LA_V], u.b, t + i, u.hv, v0 + column + 8 * w),
+                                     ELEMENT_DTYPE)
+                       : 0;
+        if (la_is_gated(DECAY, RULE) && c.x[LA_W].data)
+            for (int w = 0; w < 2; w++)
+                if (column + 8 * w < columns)
+                    v[w] *= load<float>(at(c.x[LA_W], u.b, t + i, u.hv, v0 + column + 8 * w),
+                                        ELEMENT_DTYPE);
+        la_operands x = {};
+        x.q = q, x.k = k, x.x = has_x ? looks : k, x.a = a, x.v = v;
+        x.beta = beta, x.own = quad_sum(qk), x.before = c.predicts_before;
+        /* Only pairs of DPLR look before a decay per key (dplr.cu). The second token of a pair has
+         * no x. It must not predict, since zero times a NaN is a NaN. */
+        constexpr bool may_be_pairs = DECAY == LA_KEY && RULE == LA_DELTA;
+        if (may_be_pairs && c.predicts_before && (t + i - u.begin) % 2)
+            la_token(la_strip_of(S, 2), {}, 2, KP / 4, &x, o, DECAY,
+                     may_be_pairs ? LA_ADDITIVE : RULE);
+        else
+            la_token(la_strip_of(S, 2), {}, 2, KP / 4, &x, o, DECAY, RULE);
+        if (la_weighs(DECAY, RULE))
+            for (int w = 0; w < 2; w++) o[w] = with_skip(c, u.hv, o[w], v[w]);
+        const int read = i - first_read;
+        if (i / 2 % 4 * 2 != pair || i < first || read < 0 || read >= reads) continue;
+        O[read / 8 * 4 + read % 2] = o[0] * (float)c.scale;
+        O[read / 8 * 4 + 2 + read % 2] = o[1] * (float)c.scale;
+    }
+}
+
+/* Here a call of the additive rule may have a bonus, and PAIR has two states. */
+template <int KP, la_decay DECAY, la_rule RULE>
+__device__ __forceinline__ void chunk_by_tokens(const call &c, const unit &u, int t, int n,
+                                                int first, int v0, int columns, float *S, float *O,
+                                                int first_read, int reads)
+{
+    if constexpr (DECAY == LA_PAIR)
+        return pair_by_tokens<KP>(c, u, t, n, first, v0, columns, S, O, first_read, reads);
+    if constexpr (DECAY == LA_KEY && RULE == LA_ADDITIVE)
+        if (c.x[LA_U].data)
+            return tokens_of_chunk<KP, DECAY, LA_BONUS>(c, u, t, n, first, v0, columns, S, O,
+                                                        first_read, reads);
+    if constexpr (DECAY != LA_PAIR)
+        tokens_of_chunk<KP, DECAY, RULE>(c, u, t, n, first, v0, columns, S, O, first_read, reads);
+}
+
+#endif
