@@ -243,18 +243,6 @@ static cudaError_t with_maps(call &c, cudaMemPool_t pool, cudaStream_t stream, F
     return error;
 }
 
-/* Have q and k no feature map? */
-static __host__ __device__ bool has_no_map(const call &c)
-{
-    return c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
-}
-
-/* Are rows of q and k used as the caller gave them? */
-static __host__ __device__ bool rows_are_as_given(const call &c)
-{
-    return !c.qk_l2norm && has_no_map(c);
-}
-
 /* Can rows of o be stored in pieces of 16 bytes? */
 static bool o_in_pieces(const call &c)
 {

@@ -207,8 +207,7 @@ static call some_heads(const call &c, int h, int n)
 /* Can a call be one of pairs? Rows of y lie among those of k, and no norm or map is theirs. */
 static bool can_be_pairs(const call &c)
 {
-    return c.T <= INT_MAX / 2 && !c.qk_l2norm && c.map[0] == LA_IDENTITY &&
-           c.map[1] == LA_IDENTITY;
+    return c.T <= INT_MAX / 2 && rows_are_as_given(c);
 }
 
 cudaError_t dplr_in_chunks(const call &c, chunk_launcher delta, cudaMemPool_t pool,

@@ -41,6 +41,18 @@ typedef call la_options;
 #undef lane
 #undef LANE_ZERO /* recurrence.h has its own */
 
+/* Have q and k no feature map? */
+__host__ __device__ inline bool has_no_map(const call &c)
+{
+    return c.map[0] == LA_IDENTITY && c.map[1] == LA_IDENTITY;
+}
+
+/* Are rows of q and k used as the caller gave them? */
+__host__ __device__ inline bool rows_are_as_given(const call &c)
+{
+    return !c.qk_l2norm && has_no_map(c);
+}
+
 /* Where element (i0, i1, i2, i3) of an array is. */
 __device__ inline char *at(const view &x, int64_t i0, int64_t i1 = 0, int64_t i2 = 0,
                            int64_t i3 = 0)
