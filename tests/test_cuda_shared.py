@@ -8,6 +8,7 @@ import pytest
 from support.compare import leaves
 from support.gpu import APART, distance, gpu_problem, needs_gpu, ops, run
 from support.tensors import torch
+from support.variants import RARE
 
 import linattn
 from linattn import _linattn
@@ -21,7 +22,10 @@ import sys, torch, linattn
 op, pass_, path = sys.argv[1:]
 x = torch.load(path)
 f = getattr(linattn, op if pass_ == "forward" else f"{op}_backward")
-torch.save((tuple(f(**x)), linattn.explain_kernel(f, **x).kernel), path)
+try:
+    torch.save((tuple(f(**x)), linattn.explain_kernel(f, **x).kernel), path)
+except ValueError as error:
+    torch.save((str(error), None), path)
 """
 
 
@@ -46,3 +50,20 @@ def test_a_block_with_less_shared_memory(op, pass_, K, tmp_path):
         assert kernel == linattn.explain_kernel(f, **x).kernel
     for a, b in zip(leaves(tuple(got)), want, strict=True):
         assert distance(a, b) <= APART["bfloat16"]
+
+
+@pytest.mark.parametrize(("dtype", "K"), [("float64", 64), ("float64", 200), ("float32", 200)])
+@ops
+def test_gradients_token_by_token_with_less_shared_memory(op, dtype, K, tmp_path):
+    x = gpu_problem(op, pass_="backward", dtype=dtype, T=70, K=K)
+    want, path = run(op, x, "backward"), tmp_path / "arrays"
+    torch.save(x, path)
+    command = [sys.executable, "-c", CHILD, op, "backward", path]
+    subprocess.run(command, check=True, env=os.environ | {"LINATTN_SHARED_LIMIT": str(SMALL)})
+    got, kernel = torch.load(path)
+    if op in RARE and dtype == "float64":  # documented: they have 130 KiB in a block
+        assert got.startswith("q: ") and got.endswith(f"got float64 with K = {K}")
+        return
+    assert kernel == "token by token"
+    for a, b in zip(leaves(tuple(got)), want, strict=True):
+        assert distance(a, b) <= APART[dtype]

@@ -532,6 +532,11 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
     const auto kernel = adjoint<DECAY, RULE, ROWS, RARE>;
     const int bytes = sizeof(adjoint_room<ROWS, RARE>), group = c.HV / c.H;
     const bool normalised = is_normalised(&c, DECAY, RULE);
+    int device, most_bytes;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = most_shared_memory(device, &most_bytes);
+    if (error != cudaSuccess) return error;
+    if (bytes > most_bytes) return cudaErrorNotSupported; /* nothing has been done */
     adjoint_scratch f = {};
     f.tiles = (c.V + COLUMNS - 1) / COLUMNS;
     f.kp = (c.K + 31) / 32 * 32;
@@ -564,8 +569,8 @@ static cudaError_t launch_adjoint(const call &c, const gradients &d, cudaMemPool
         group;
 
     real *room = NULL;
-    cudaError_t error =
-        cudaMallocFromPoolAsync((void **)&room, each * f.heads * sizeof(real) + 1, pool, stream);
+    const int64_t all = each * f.heads * (int64_t)sizeof(real) + 1;
+    error = cudaMallocFromPoolAsync((void **)&room, all, pool, stream);
     if (error != cudaSuccess) return error;
     f.dq = room;
     f.dk = f.dq + row * f.heads;

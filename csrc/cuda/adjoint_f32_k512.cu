@@ -4,6 +4,8 @@ typedef float real;
 enum { COLUMNS = 8, PARTS = 32, MOST_ROWS = 16, BATCH = 4, TURNS = 1 };
 #include "adjoint.cuh"
 
+static_assert(sizeof(adjoint_room<MOST_ROWS, false>) <= 99 << 10, "as sm_86, sm_89, sm_120");
+
 const backward_launcher adjoint_f32_k512[LA_KINDS] = {
 #define LA_KIND(decay, rule) adjoint_any<LA_##decay, LA_##rule>,
 #define LA_RARE_KIND(decay, rule) NULL,

@@ -38,6 +38,13 @@ static la_status status_of(int ordinal, char message[LA_MESSAGE], cudaError_t er
 
 static la_status status_of(la_problem *p, cudaError_t error)
 {
+    if (error == cudaErrorNotSupported) { /* of gradients token by token */
+        snprintf(p->message, LA_MESSAGE,
+                 "q: expected a dtype and K whose gradients fit the shared memory of a block on "
+                 "cuda:%d, got %s with K = %lld",
+                 p->ordinal, la_dtype_names[p->array[LA_Q].dtype], (long long)p->K);
+        return LA_VALUE_ERROR;
+    }
     return status_of(p->ordinal, p->message, error);
 }
 
@@ -573,7 +580,11 @@ static cudaError_t in_reverse(const la_problem *p, const call &c)
     }
     if (error != cudaErrorNotSupported) return error;
     tell(p, "token by token", "CUDA cores", p->real == LA_F64 ? 53 : 24, why ? why : not_here);
-    return adjoint(c, d, pool, stream);
+    error = adjoint(c, d, pool, stream);
+    /* a block of those of large K takes less shared memory */
+    if (error == cudaErrorNotSupported && !la_is_rare(p))
+        error = adjoints[p->real == LA_F64][true][p->kind](c, d, pool, stream);
+    return error;
 }
 
 la_status la_cuda_backward(la_problem *p)

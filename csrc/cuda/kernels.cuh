@@ -24,12 +24,12 @@ cudaError_t run_scan(const la_room_job &, cudaMemPool_t, cudaStream_t);
 cudaError_t run_convolution(const la_room_job &, cudaMemPool_t, cudaStream_t);
 
 /* Gradients, token by token in reverse. The pool is for states and for partial sums of several
- * heads. */
+ * heads. They return cudaErrorNotSupported, with nothing done, where shared memory is too small. */
 typedef cudaError_t (*backward_launcher)(const call &, const gradients &, cudaMemPool_t,
                                          cudaStream_t);
 /* K <= 256 */
 extern const backward_launcher adjoint_f32[LA_KINDS], adjoint_f64[LA_KINDS];
-/* 256 < K <= 512 */
+/* For 256 < K <= 512, and where shared memory is too small for those. */
 extern const backward_launcher adjoint_f32_k512[LA_KINDS], adjoint_f64_k512[LA_KINDS];
 
 /* Token by token, K <= 256: the rare kinds, and the delta rules whose x is given. NULL for others. */
