@@ -1,5 +1,5 @@
-/* Chunks of sequences, in slots of C tokens: what the kernels of chunks leave one another, and how a
- * decay lies there. */
+/* Chunks of sequences, in slots of C tokens: what the kernels of chunks leave one another, and how
+ * a decay lies there. */
 #ifndef LINATTN_CUDA_CHUNK_SLOTS_CUH
 #define LINATTN_CUDA_CHUNK_SLOTS_CUH
 

@@ -1,4 +1,5 @@
-/* The rare way through a chunk, token by token. It stands apart from the walks, whose code is short. */
+/* The rare way through a chunk, token by token. It stands apart from the walks, whose code is
+ * short. */
 #ifndef LINATTN_CUDA_CHUNK_TOKENS_CUH
 #define LINATTN_CUDA_CHUNK_TOKENS_CUH
 

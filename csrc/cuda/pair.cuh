@@ -8,9 +8,10 @@
  *     N_ij = eta_i N_(i-1)j   G_ij = a_i G_(i-1)j + N_ij   N_jj = G_jj = 1
  *     m_i = eta_i m_(i-1)     f_i = a_i f_(i-1) + m_i      e_i = a_i e_(i-1)
  *
- * So e and f are two more columns of G, and 0 and m two more of N. These are sums and products of numbers that are not negative, and none is divided by another one
- * (docs/decisions/0052). The state of chunk_carry.cuh has the rows of both. Then it is the delta rule
- * with these rows, where b is the first token of the batch of i, and n the last token of the chunk:
+ * So e and f are two more columns of G, and 0 and m two more of N. These are sums and products of
+ * numbers that are not negative, and none is divided by another one (docs/decisions/0052). The state
+ * of chunk_carry.cuh has the rows of both. Then it is the delta rule with these rows, where b is the
+ * first token of the batch of i, and n the last token of the chunk:
  *
  *     q^_i = scale [e_i q_i, f_i q_i]          P_ij = scale G_ij q_i . k_j
  *     k^_i = [e_(b-1) k_i, f_(b-1) k_i]        L_ij = beta_i G_(b-1)j k_i . k_j

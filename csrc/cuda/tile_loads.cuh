@@ -1,5 +1,5 @@
-/* Rows of q, k and x in tiles: by the copy engine's maps, by copies of pieces, or normed and mapped on
- * the way. */
+/* Rows of q, k and x in tiles: by the copy engine's maps, by copies of pieces, or normed and mapped
+ * on the way. */
 #ifndef LINATTN_CUDA_TILE_LOADS_CUH
 #define LINATTN_CUDA_TILE_LOADS_CUH
 
