@@ -1,4 +1,4 @@
-/* What the adjoints of a chunk share, whatever its decay is: the panels that they read, products
+/* Shared by the adjoints of a chunk, whatever its decay is: the panels that they read, products
  * with rows of a tile, and the gradients of q, k and x on their way out. */
 #ifndef LINATTN_CUDA_ADJOINT_ROWS_CUH
 #define LINATTN_CUDA_ADJOINT_ROWS_CUH

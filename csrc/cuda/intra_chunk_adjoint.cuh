@@ -327,8 +327,8 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         for (int j = 0; j < 4; j++) own[j] = as_left(X[2 * j], X[2 * j + 1]);
     }
     __syncthreads();
-    /* Was den_i = q_i z_i, where z_i has the keys up to token i: dz_i = d_den_i q_i. What the keys
-     * of the chunk get is added to dP, since each was weighted with 1. */
+    /* Was den_i = q_i z_i, where z_i has the keys up to token i: dz_i = d_den_i q_i. The keys of
+     * the chunk get their part by way of dP, since each was weighted with 1. */
     const bool through_z = DECAY == LA_NONE && !delta && PARTS == 1 && to.den;
     if (through_z) {
         if (first_group) {

@@ -23,7 +23,7 @@
 
 typedef intra_panel<2 * PANEL, LA_DELTA> panel_of_pair;
 
-/* Two blocks of Hopper have room at once. What is made of the panels lies where they have been. */
+/* A multiprocessor of Hopper has room for two. The results of the panels lie where these were. */
 struct intra_pair_room {
     union {
         alignas(1024) panel_of_pair panel;
@@ -239,8 +239,8 @@ __global__ void __launch_bounds__(INTRA_THREADS, HAS_WARP_GROUPS + 1)
     find_columns(of, n, s.G, s.columns);
     __syncthreads();
 
-    /* The rows of G that q or k see; there is nothing behind the end of the sequence. What these
-     * rows, and the last one, are worth to the products with states. */
+    /* The rows of G that q or k see; there is nothing behind the end of the sequence. Then the
+     * factors of the products with states, from these rows and from the last one. */
     const float b_top = of.beta[top], b_low = of.beta[low];
     const int top_sees = min(first_group ? top + 1 : batch_of(c, top), n);
     const int low_sees = min(first_group ? low + 1 : batch_of(c, low), n);

@@ -36,7 +36,7 @@ static_assert((int)COLUMNS_OF_PAIR <= LD_PAIRS, "the rows have room for them");
 /* The first of the tokens that predict from the memory that token i predicts from. */
 __device__ __forceinline__ int batch_of(const call &c, int i) { return i & -c.batch; }
 
-/* What M and Y before the chunk are worth to M after its token i, which is -1 for the start. */
+/* The shares of M and Y before the chunk in M after its token i, which is -1 for the start. */
 __device__ __forceinline__ float2 worth_of_states(const float *G, int i)
 {
     return i < 0 ? make_float2(1, 0) : *(const float2 *)(G + i * LD_PAIRS + OF_M);

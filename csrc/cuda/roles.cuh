@@ -1,5 +1,5 @@
-/* What the roles of the kernels that walk and score at once share (additive.cuh, delta.cuh): where
- * a thread is, which tile comes next, and the states and O of a walk. Hopper alone. */
+/* Shared by the roles of kernels that walk and score at once (additive.cuh, delta.cuh): where a
+ * thread is, which tile comes next, and the states and O of a walk. Hopper alone. */
 #ifndef LINATTN_CUDA_ROLES_CUH
 #define LINATTN_CUDA_ROLES_CUH
 

@@ -1,5 +1,5 @@
-/* What the walks of several kernels do in a chunk: they look for NaN, leave tokens out, and exchange
- * sums with the warp that has the other half of the keys. */
+/* Shared by the walks of several kernels. In a chunk they look for NaN, leave tokens out, and
+ * exchange sums with the warp that has the other half of the keys. */
 #ifndef LINATTN_CUDA_WALK_PARTS_CUH
 #define LINATTN_CUDA_WALK_PARTS_CUH
 
