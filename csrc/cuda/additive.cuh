@@ -33,7 +33,6 @@
 
 enum {
     MOST_GROUPS = 4,
-    MOST_WALKS = 2,
     WALK_REGISTERS = 192,
     SCORE_REGISTERS = 104,
     FETCH_REGISTERS = 24,

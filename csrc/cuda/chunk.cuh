@@ -25,10 +25,11 @@
  * `scale` is part of P and q^, and of the factors of the rows of q^ S.
  *
  * On Hopper many calls of the additive rule and of the delta rule take one kernel instead:
- * additive.cuh, delta.cuh. */
+ * additive.cuh, delta.cuh, delta_apart.cuh. */
 #include "segments.cuh"
 #include "additive.cuh"
 #include "delta.cuh"
+#include "delta_apart.cuh"
 #include "rows.cuh"
 #include "denominators.cuh"
 
@@ -297,9 +298,10 @@ static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t
     });
 }
 
-template <int KP, la_decay DECAY, int WALKS>
-static cudaError_t launch_delta_walks(call &c, delta_flags f, const device_traits &d,
-                                      cudaMemPool_t pool, cudaStream_t stream)
+/* Run a kernel of the delta rule with the tensor maps, and the factors of the l2 norm. */
+template <typename F>
+static cudaError_t with_norms(call &c, delta_flags f, cudaMemPool_t pool, cudaStream_t stream,
+                              F run)
 {
     float *norms = NULL;
     if (c.qk_l2norm) {
@@ -315,14 +317,59 @@ static cudaError_t launch_delta_walks(call &c, delta_flags f, const device_trait
             const cudaError_t error = launch_norms(c, norms, stream);
             if (error != cudaSuccess) return error;
         }
-        auto kernel = delta_forward<KP, DECAY, WALKS, false>;
-        if constexpr (DECAY == LA_TOKEN)
-            if (norms) kernel = delta_forward<KP, DECAY, WALKS, true>;
-        return launch(kernel, min((int64_t)c.N * c.HV * f.tiles, (int64_t)d.processors),
-                      (WALKS + 2) * GROUP, sizeof(delta_room<KP, WALKS>), stream, c, maps, to_o, f);
+        return run(maps, to_o, f);
     });
     const cudaError_t freed = norms ? cudaFreeAsync(norms, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;
+}
+
+/* Some blocks prepare and others walk. */
+template <int KP, la_decay DECAY>
+static cudaError_t launch_delta_apart(call &c, const delta_flags &f, const device_traits &d,
+                                      int walks, cudaMemPool_t pool, cudaStream_t stream)
+{
+    const int64_t heads = (int64_t)c.N * c.HV;
+    handed<KP> between = {};
+    between.tiles = f.tiles;
+    between.walks = walks;
+    between.walkers = (int)heads * f.tiles;
+    const int64_t ring = heads * HANDED * sizeof(scored<KP>),
+                  counters = heads * (HANDED + 2 * f.tiles) * sizeof(counter);
+    cudaError_t error =
+        cudaMallocFromPoolAsync((void **)&between.ring, ring + counters, pool, stream);
+    if (error != cudaSuccess) return error;
+    between.there = (counter *)(between.ring + heads * HANDED);
+    between.taken = between.there + heads * HANDED;
+    error = cudaMemsetAsync(between.there, 0, counters, stream);
+    if (error == cudaSuccess)
+        error = with_norms(
+            c, f, pool, stream,
+            [&](const tensor_maps &maps, const CUtensorMap &to_o, const delta_flags &f) {
+                return launch_together(delta_apart<KP, DECAY>, d.processors, APART_GROUPS * GROUP,
+                                       bytes_apart<KP>, stream, c, maps, to_o, f, between);
+            });
+    if (error == cudaErrorCooperativeLaunchTooLarge) { /* part of the device is for others */
+        cudaGetLastError();
+        error = cudaErrorNotSupported;
+    }
+    const cudaError_t freed = cudaFreeAsync(between.ring, stream);
+    return error == cudaSuccess ? freed : error;
+}
+
+template <int KP, la_decay DECAY, int WALKS>
+static cudaError_t launch_delta_walks(call &c, delta_flags f, const device_traits &d,
+                                      cudaMemPool_t pool, cudaStream_t stream)
+{
+    return with_norms(
+        c, f, pool, stream,
+        [&](const tensor_maps &maps, const CUtensorMap &to_o, const delta_flags &f) {
+            auto kernel = delta_forward<KP, DECAY, WALKS, false>;
+            if constexpr (DECAY == LA_TOKEN)
+                if (f.norms) kernel = delta_forward<KP, DECAY, WALKS, true>;
+            return launch(kernel, min((int64_t)c.N * c.HV * f.tiles, (int64_t)d.processors),
+                          (WALKS + 2) * GROUP, sizeof(delta_room<KP, WALKS>), stream, c, maps, to_o,
+                          f);
+        });
 }
 
 /* A call without a decay, as one with a decay of 1. */
@@ -340,52 +387,85 @@ static cudaError_t launch_with_gates(call c, cudaMemPool_t pool, cudaStream_t st
     return error == cudaSuccess ? freed : error;
 }
 
-/* Times of the delta rule on an H200 in microseconds, for K = V = 128 (docs/decisions/0045): a chunk
- * of one kernel with one walk and with two, a chunk of chunks_forward with one panel of value columns
- * and with two, a chunk of a head in `prepare`, and the launches that one kernel saves. The last two
- * are for a chunk of a head of q: the rows' l2 norm before two kernels, and in find_norms. */
+/* Times of the delta rule on an H200 in microseconds, for K = V = 128 where K is not said
+ * (docs/decisions/0045 and 0053). A chunk of one kernel with one walk and with two; a chunk of
+ * chunks_forward with one panel of value columns and with two; a chunk of a head in `prepare`; the
+ * launches that one kernel saves. */
 template <la_decay DECAY>
 static constexpr double DELTA_CHUNK[MOST_WALKS] = {DECAY == LA_NONE ? 2.4 : 3.1,
                                                    DECAY == LA_NONE ? 2.8 : 3.5};
 static constexpr double FORWARD_CHUNK[MOST_WALKS] = {1.7, 2.5}, PREPARED_CHUNK = 0.0168,
-                        SAVED_LAUNCHES = 30, NORMED_ROWS = NARROW ? 0.037 : 0.018,
-                        FOUND_NORMS = 0.009;
+                        SAVED_LAUNCHES = 30;
+/* A chunk of a head of q: the rows' l2 norm before two kernels, and in find_norms. */
+static constexpr double NORMED_ROWS = NARROW ? 0.037 : 0.018, FOUND_NORMS = 0.009;
+/* A chunk of a walk in a block that only walks, with one panel and with two; a chunk on a processor
+ * that only prepares; the launch, and the way of the first chunk from block to block. */
+template <int KP, la_decay DECAY>
+static constexpr double APART_CHUNK[MOST_WALKS] = {
+    KP == 64 ? DECAY == LA_NONE ? 0.93 : 0.97 : DECAY == LA_NONE ? 1.15 : 1.27,
+    KP == 64 ? DECAY == LA_NONE ? 1.55 : 1.75 : DECAY == LA_NONE ? 1.9 : 2.1};
+template <int KP> static constexpr double PREPARED_APART = KP == 64 ? 1.45 : 1.8;
+static constexpr double APART_LAUNCH = 14;
+/* Segments: their launches, and a chunk in three passes. */
+static constexpr double SEGMENTS_LAUNCH = 82;
+template <la_decay DECAY> static constexpr double SEGMENTS_CHUNK = DECAY == LA_NONE ? 3.9 : 4.8;
 
-/* The delta rule in one kernel, where that takes less time than two. A block has one walk or two.
- * Returns cudaErrorNotSupported, with nothing done, where two kernels are needed or better. */
+/* The delta rule in one kernel, where that takes less time than two. A block has one walk or two,
+ * and prepares the chunks that it walks; or other blocks prepare them. Returns
+ * cudaErrorNotSupported, with nothing done, where two kernels are needed or better. */
 template <int KP, la_decay DECAY>
 static cudaError_t launch_delta(call c, const device_traits &d, cudaMemPool_t pool,
                                 cudaStream_t stream)
 {
+    const int segments = segments_for(c, d, true);
     if (!d.producers || !c.causal || !has_no_map(c) || c.x[LA_X].data || c.x[LA_W].data ||
-        segments_for(c, d, true) > 1 || (int)sizeof(delta_room<KP, MOST_WALKS>) > d.room)
+        (NARROW && segments > 1) || (int)sizeof(delta_room<KP, MOST_WALKS>) > d.room)
         return cudaErrorNotSupported;
     const int64_t heads = (int64_t)c.N * c.HV;
     const double chunks = (double)div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
-    const auto rounds = [&](int i) {
-        return (double)div_up(heads * div_up(c.V, i * PANEL), d.processors);
-    };
-    double one = 0, two = 0; /* microseconds for each chunk of a sequence */
-    int walks = 0;
+    const auto walkers = [&](int i) { return heads * div_up(c.V, i * PANEL); };
+    const auto rounds = [&](int i) { return (double)div_up(walkers(i), d.processors); };
+    /* microseconds of the call: in one kernel, with blocks apart, and in two kernels */
+    double one = 0, apart = 0, two = 0;
+    int walks = 0, walks_apart = 0;
     for (int i = 1; i <= MOST_WALKS; i++) {
-        const double here = rounds(i) * DELTA_CHUNK<DECAY>[i - 1],
-                     there = rounds(i) * FORWARD_CHUNK[i - 1];
+        const double here = chunks * rounds(i) * DELTA_CHUNK<DECAY>[i - 1],
+                     there = chunks * rounds(i) * FORWARD_CHUNK[i - 1];
         if (i == 1 || here < one) one = here, walks = i;
         if (i == 1 || there < two) two = there;
+        const int64_t preparing = d.processors - walkers(i);
+        if (NARROW || preparing <= 0 || bytes_apart<KP> > d.room) continue;
+        const double prepared = (double)heads * PREPARED_APART<KP> / (double)preparing,
+                     each = max(APART_CHUNK<KP, DECAY>[i - 1], prepared),
+                     with_others = chunks * each + APART_LAUNCH;
+        if (!walks_apart || with_others < apart) apart = with_others, walks_apart = i;
     }
-    two += (double)heads * PREPARED_CHUNK + SAVED_LAUNCHES / max(chunks, 1.0);
+    if (segments > 1) {
+        two = SEGMENTS_LAUNCH + chunks * SEGMENTS_CHUNK<DECAY> / segments;
+        one = two; /* not tried: it walks each head on one processor */
+    } else
+        two += chunks * (double)heads * PREPARED_CHUNK + SAVED_LAUNCHES;
     if (c.qk_l2norm) {
-        one += (double)c.N * c.H * FOUND_NORMS;
-        two += (double)c.N * c.H * NORMED_ROWS;
+        const double of_norms = chunks * (double)c.N * c.H;
+        one += of_norms * FOUND_NORMS;
+        apart += of_norms * FOUND_NORMS;
+        two += of_norms * NORMED_ROWS;
         if (2 * (int64_t)c.B * c.T * c.H > INT32_MAX) return cudaErrorNotSupported;
     }
-    if (two <= one || heads * div_up(c.V, walks * PANEL) > INT32_MAX) return cudaErrorNotSupported;
+    const bool goes_apart = walks_apart && apart < min(one, two);
+    if ((!goes_apart && two <= one) || walkers(walks) > INT32_MAX) return cudaErrorNotSupported;
     const auto step = [](const view &x) { return x.stride[1] * (int64_t)la_size_of(x.dtype); };
     const int64_t gate_step = step(c.x[LA_G]), beta_step = step(c.x[LA_BETA]);
     if (gate_step != (int)gate_step || beta_step != (int)beta_step) return cudaErrorNotSupported;
     if (DECAY == LA_NONE && c.qk_l2norm) return launch_with_gates(c, pool, stream);
-    const delta_flags f = {o_in_pieces(c), false,          (int)div_up(c.V, walks * PANEL),
-                           (int)gate_step, (int)beta_step, NULL};
+    delta_flags f = {o_in_pieces(c), false, 0, (int)gate_step, (int)beta_step, NULL};
+    const auto tiles = [&](int i) { return (int)div_up(c.V, i * PANEL); };
+    if constexpr (!NARROW)
+        if (goes_apart) {
+            f.tiles = tiles(walks_apart);
+            return launch_delta_apart<KP, DECAY>(c, f, d, walks_apart, pool, stream);
+        }
+    f.tiles = tiles(walks);
     return walks == 1 ? launch_delta_walks<KP, DECAY, 1>(c, f, d, pool, stream)
                       : launch_delta_walks<KP, DECAY, 2>(c, f, d, pool, stream);
 }

@@ -74,6 +74,13 @@ __device__ __forceinline__ void stores_before_copies()
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+/* What other threads have stored to global memory, as far as this thread knows, comes before them
+ * too. */
+__device__ __forceinline__ void memory_before_copies()
+{
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -141,6 +148,12 @@ __device__ __forceinline__ void engine_store_box(const void *map, uint32_t from,
 template <int LEFT> __device__ __forceinline__ void engine_has_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+
+/* Wait until all copies of this thread from shared memory are in global memory. */
+__device__ __forceinline__ void engine_has_stored()
+{
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 /* A box of a tensor: columns i0.., head i1, tokens i2.., batch row i3. */

@@ -76,9 +76,9 @@ __global__ void __launch_bounds__((WALKS + 2) * GROUP, 1)
     } else {
         registers_down_to<registers::prepare>();
         if (group == WALKS)
-            solve_chunks<KP, DECAY, WALKS, NORMED>(s);
+            solve_chunks<KP, DECAY, NORMED>(s);
         else
-            score_deltas<KP, DECAY, WALKS, NORMED>(c, f, s);
+            score_deltas<KP, DECAY, NORMED>(c, f, s);
     }
 #endif
 }

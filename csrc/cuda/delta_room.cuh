@@ -47,8 +47,11 @@ struct alignas(16) chunk_place {
     const char *gate, *beta; /* of token 0 of the batch row */
 };
 
-/* Shared memory. */
+/* Shared memory. prepare_room has the same names, for the blocks of delta_apart.cuh that prepare and
+ * do not walk. */
 template <int KP, int WALKS> struct delta_room {
+    static constexpr bool apart = false;
+    static constexpr int stages = KEY_STAGES;
     struct {
         char k[tile_bytes(KP)], q[tile_bytes(KP)];
     } keys[KEY_STAGES];
@@ -72,6 +75,13 @@ template <int KP, int WALKS> struct delta_room {
     int nonfinite[SLOTS], nonfinite_solve[SLOTS];
     uint64_t barrier_keys[KEY_STAGES], barrier_values[SLOTS], barrier_gates[SLOTS];
     uint64_t barrier_ready[SLOTS], barrier_done[SLOTS], barrier_solved, barrier_used;
+
+    /* Where X, B and numbers of a chunk lie. Its keys are in a stage. */
+    __device__ __forceinline__ char *place_of_x(int slot, int) { return this->slot[slot].x; }
+    __device__ __forceinline__ char *place_of_b(int slot, int) { return this->slot[slot].b; }
+    __device__ __forceinline__ float *in_of(int slot, int) { return in[slot]; }
+    __device__ __forceinline__ float *seen_of(int slot, int) { return seen[slot]; }
+    __device__ __forceinline__ float &total_of(int slot, int) { return total[slot]; }
 };
 
 struct delta_flags {

@@ -19,11 +19,12 @@ __device__ __forceinline__ early_gates load_gates_early(const call &c, const del
     const int token = own_seat().token;
     if (token >= p.n) return x;
     const int t = p.t + token;
-    if (NORMED) {
+    if (NORMED && f.norms) {
         const float *const norm = f.norms + ((int64_t)p.b * c.T + t) * c.H + p.h;
         x.of_query = norm[0];
         x.of_key = norm[(int64_t)c.B * c.T * c.H];
-    }
+    } else
+        x.of_query = x.of_key = 1;
     x.beta = load_early(p.beta + (int64_t)t * f.beta_step, c.x[LA_BETA].dtype);
     if (DECAY == LA_TOKEN) x.a = load_early(p.gate + (int64_t)t * f.gate_step, c.x[LA_G].dtype);
     return x;
@@ -86,9 +87,8 @@ __device__ __forceinline__ void prepare_gates(const call &c, int n, const early_
 }
 
 /* The decays, B and X of every chunk. A warp has 16 rows. */
-template <int KP, la_decay DECAY, int WALKS, bool NORMED>
-__device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f,
-                                             delta_room<KP, WALKS> &s)
+template <int KP, la_decay DECAY, bool NORMED, typename room>
+__device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f, room &s)
 {
     const float scale = (float)c.scale;
     const auto prepare = [&](int chunk, const early_gates &early) {
@@ -104,14 +104,14 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
     early_gates early = load(1);
     group_waits(); /* for the gates; those of a later chunk are known since B of the one before */
 
-    ring r = {KEY_STAGES, 0, 0};
+    ring r = {room::stages, 0, 0};
     for (int chunk = 0;; chunk++, r.next()) {
         const int slot = chunk % SLOTS;
         const gates_of_chunk &g = s.gates[slot];
         const int n = g.n;
         if (n == 0) return;
         auto &keys = s.keys[r.at];
-        char *const panel = s.slot[slot].b; /* first P, then B */
+        char *const panel = s.place_of_b(slot, r.at); /* first P, then B */
         float y[8][4];
         barrier_wait(address_of(s.barrier_keys + r.at), r.round);
         const uint32_t k = address_for_products<DECAY>(keys.k), q = k + tile_bytes(KP);
@@ -123,7 +123,8 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
         const uint32_t to_panels = lane_with_columns(0);
         prepare(chunk + 1, early);
         early = load(chunk + 2);
-        if (chunk >= SLOTS) wait_until_done(s, chunk - SLOTS);
+        if constexpr (!room::apart)
+            if (chunk >= SLOTS) wait_until_done(s, chunk - SLOTS);
         if (at.thread == 0) s.nonfinite[slot] = C;
         {
             float2 by = make_float2(scale, scale);
@@ -134,6 +135,7 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
             const uint32_t to = address_of(panel) + to_panels;
             products_wait<0>();
             products_in(y);
+            if (room::apart) group_waits(); /* P lies over q */
             /* the rows after the chunk may have a NaN */
             if (__builtin_expect(n < C, 0)) zero_rows(y, at.warp * BLOCK + at.row, n);
             scale_blocks<DECAY, true>(y, g, by, [&](int J, const float(&p)[2][4]) {
@@ -154,12 +156,12 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
 #pragma unroll
             for (int j = 0; j < OF_CHUNK - 1; j++)
                 if (j < at.warp) from_start *= g.block[j];
-            if (NORMED) {
-                s.in[slot][at.token] = from_start * g.of_query[at.token];
-                s.seen[slot][at.token] = from_start * g.of_key[at.token];
-                if (at.token == C - 1) s.total[slot] = from_start;
+            if (NORMED || room::apart) {
+                s.in_of(slot, r.at)[at.token] = from_start * (NORMED ? g.of_query[at.token] : 1);
+                s.seen_of(slot, r.at)[at.token] = from_start * (NORMED ? g.of_key[at.token] : 1);
+                if (at.token == C - 1) s.total_of(slot, r.at) = from_start;
             } else
-                s.in[slot][at.token] = from_start;
+                s.in_of(slot, r.at)[at.token] = from_start;
         }
         stores_before_copies();
         barrier_wait(address_of(&s.barrier_solved), parity(chunk));
@@ -167,7 +169,7 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
         /* B, then the panels of X */
 #pragma unroll 1
         for (int j = 0; j <= KP / PANEL; j++) {
-            char *const to = j ? s.slot[slot].x + (j - 1) * PANEL_BYTES : panel;
+            char *const to = j ? s.place_of_x(slot, r.at) + (j - 1) * PANEL_BYTES : panel;
             const uint32_t a = address_for_products<DECAY>(j ? s.ended : panel);
             const uint32_t b = j ? k + (j - 1) * PANEL_BYTES : address_of(s.inverse);
             if (j == 0) group_waits(); /* P is there */
@@ -177,7 +179,7 @@ __device__ __forceinline__ void score_deltas(const call &c, const delta_flags &f
             products_commit();
             products_wait<0>();
             products_in(y);
-            if (j == 0) group_waits(); /* B lies over P */
+            if (j == 0 || room::apart) group_waits(); /* B lies over P, or X over k */
             if (j == KP / PANEL) warp_arrives(address_of(&s.barrier_used));
             operand packed[OF_CHUNK];
 #pragma unroll

@@ -43,10 +43,10 @@ template <int N> __device__ __forceinline__ bool f16_nonfinite(const uint32_t (&
 }
 
 /* A and A~ of every chunk. A warp has 16 rows. */
-template <int KP, la_decay DECAY, int WALKS, bool NORMED>
-__device__ __forceinline__ void solve_chunks(delta_room<KP, WALKS> &s)
+template <int KP, la_decay DECAY, bool NORMED, typename room>
+__device__ __forceinline__ void solve_chunks(room &s)
 {
-    ring r = {KEY_STAGES, 0, 0};
+    ring r = {room::stages, 0, 0};
     for (int chunk = 0;; chunk++, r.next()) {
         const int slot = chunk % SLOTS;
         const gates_of_chunk &g = s.gates[slot];

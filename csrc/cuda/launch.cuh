@@ -38,4 +38,24 @@ static cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int64_t
     return cudaGetLastError();
 }
 
+/* The same, with all blocks on the device at once, so that they may wait for one another. */
+template <typename... Parameters, typename... Arguments>
+static cudaError_t launch_together(void (*kernel)(Parameters...), int blocks, int threads,
+                                   int64_t bytes, cudaStream_t stream, const Arguments &...arguments)
+{
+    const cudaError_t error = allow_shared_memory((const void *)kernel);
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute together = {};
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
+    cudaLaunchConfig_t how = {};
+    how.gridDim = dim3((unsigned)blocks);
+    how.blockDim = dim3((unsigned)threads);
+    how.dynamicSmemBytes = (size_t)bytes;
+    how.stream = stream;
+    how.attrs = &together;
+    how.numAttrs = 1;
+    return cudaLaunchKernelEx(&how, kernel, arguments...);
+}
+
 #endif

@@ -6,7 +6,8 @@
 #include "chunk_carry.cuh"
 
 enum {
-    SLOTS = 2, /* chunks with scores that are not yet walked */
+    SLOTS = 2,      /* chunks with scores that are not yet walked */
+    MOST_WALKS = 2, /* groups of a block that walk */
     GROUP = 128,
     BLOCK = 16
 };
