@@ -30,10 +30,17 @@ __device__ __forceinline__ void walk_states(const call &c, const tile_of_head &o
     const int chunks = (u.end - u.begin + C - 1) / C;
     float S[KP / 8][4];
     load_state(c, u, first_column, columns, S);
+    /* A wait takes 80 cycles even when there is nothing to wait for. To ask before another wait takes
+     * none. */
+    const auto passed = [](const uint64_t *barrier, int phase) {
+        return __all_sync(~0u, barrier_passed(address_of(barrier), phase));
+    };
+#pragma unroll AHEAD /* so that the places of a chunk are constants */
     for (int chunk = 0; chunk < chunks; chunk++) {
         const int stage = chunk % AHEAD, phase = chunk / AHEAD & 1;
         const int t = u.begin + chunk * C, n = min(C, u.end - t);
         const seat at = own_seat();
+        const bool k_there = passed(s.full_k + stage, phase);
         /* the state as it is before the chunk, for W and for `read` */
         barrier_wait(address_of(s.free_state + walk), parity(chunk - 1));
         {
@@ -44,7 +51,7 @@ __device__ __forceinline__ void walk_states(const call &c, const tile_of_head &o
                                as_operand(S[2 * j], S[2 * j + 1]).of[0].x);
         }
         stores_before_copies();
-        barrier_wait(address_of(s.full_k + stage), phase);
+        if (!k_there) barrier_wait(address_of(s.full_k + stage), phase);
         group_waits();
         float W[8][4];
         const uint32_t k = address_for_products<DECAY>(s.k[stage]);
@@ -61,6 +68,7 @@ __device__ __forceinline__ void walk_states(const call &c, const tile_of_head &o
             for (int m = 0; m < 4; m++)
                 load_matrices_transposed(x[m].of[0].x, values + m * 16 * 128);
         }
+        const bool w_free = passed(s.free_w + walk, parity(chunk - 1));
         barrier_wait(address_of(s.full_x + stage), phase);
         float2 seen[8];
 #pragma unroll
@@ -107,7 +115,7 @@ __device__ __forceinline__ void walk_states(const call &c, const tile_of_head &o
 #pragma unroll
         for (int j = 0; j < 4; j++) multiply_columns(S, x[j].of[0], X, j * 16);
         products_commit();
-        barrier_wait(address_of(s.free_w + walk), parity(chunk - 1));
+        if (!w_free) barrier_wait(address_of(s.free_w + walk), parity(chunk - 1));
         {
             const uint32_t to = address_of(s.w[walk]) + lane_with_columns(0);
 #pragma unroll
