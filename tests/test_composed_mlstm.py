@@ -77,30 +77,34 @@ def backward(mode="recurrent", **x):
     return named if state is None else named | dict(zip("Cn", state, strict=True))
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.2])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_forward_and_backward(dtype, packed, rng):
-    judged(lambda: inputs(rng, dtype, packed), forward, plain, dtype)
+def test_forward_and_backward(dtype, packed, eps, rng):
+    judged(lambda: inputs(rng, dtype, packed) | {"eps": eps}, forward, plain, dtype)
 
     def draw():
-        x = inputs(rng, dtype, packed)
+        x = inputs(rng, dtype, packed) | {"eps": eps}
         return x | output_gradients(rng, x)
 
     judged(draw, backward, reference.mlstm_backward, dtype, gradient=True)
 
 
-def steps(q, k, v, i, f, initial_state):
+def steps(q, k, v, i, f, initial_state, eps):
     state = tuple(x.copy() for x in initial_state)
     h = [
-        linattn.mlstm_step(*(x[:, t] for x in (q, k, v, i, f)), state=state)
+        linattn.mlstm_step(*(x[:, t] for x in (q, k, v, i, f)), state=state, eps=eps)
         for t in range(q.shape[1])
     ]
     return np.stack(h, 1), state
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_step(dtype, rng):
-    judged(lambda: inputs(rng, dtype), lambda **x: outputs(*steps(**x)), plain, dtype)
+def test_step(dtype, eps, rng):
+    judged(
+        lambda: inputs(rng, dtype) | {"eps": eps}, lambda **x: outputs(*steps(**x)), plain, dtype
+    )
 
 
 def test_the_reference_by_differences(rng):
@@ -130,10 +134,12 @@ def test_the_reference_by_differences(rng):
     assert_near(reference.mlstm(**x)[0], before, 1e-13)
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.3])
 @pytest.mark.parametrize("size", [1.0, 30.0])
-def test_the_gradients_by_differences(size, rng):
-    """Of linattn's own function, both branches of the denominator among the tokens."""
-    x = inputs(rng, T=9, size=size)
+def test_the_gradients_by_differences(size, eps, rng):
+    """Of linattn's own function, both branches of the denominator among the tokens. With eps the
+    gates have a part by way of m."""
+    x = inputs(rng, T=9, size=size) | {"eps": eps}
     dh = rng.standard_normal(x["v"].shape)
     grads = linattn.mlstm_backward(dh, **x)
     for name in ("q", "k", "v", "i", "f"):
@@ -339,6 +345,8 @@ def test_errors_name_the_argument(rng):
         ),
         (ValueError, "cu_seqlens: expected packed", {"cu_seqlens": ENDS}),
         (ValueError, "chunk_size: expected >= 1", {"chunk_size": 0}),
+        (TypeError, "eps: expected a number, got <class 'str'>", {"eps": "1"}),
+        (ValueError, "eps: expected a finite number >= 0, got -1.0", {"eps": -1.0}),
     ):
         with pytest.raises(error) as caught:
             linattn.mlstm(**x | changed)
@@ -368,15 +376,18 @@ def tensors(torch, x, grad=False):
     return {
         name: tuple(torch.from_numpy(b.copy()).requires_grad_(grad) for b in a)
         if isinstance(a, tuple)
+        else a
+        if isinstance(a, float)
         else torch.from_numpy(a.copy()).requires_grad_(grad and a.dtype.kind == "f")
         for name, a in x.items()
     }
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_torch_records_it(packed, rng):
+@pytest.mark.parametrize("eps", [0.0, 0.3])
+def test_torch_records_it(packed, eps, rng):
     torch = imported("torch")
-    x = inputs(rng, packed=packed)
+    x = inputs(rng, packed=packed) | {"eps": eps}
     d = output_gradients(rng, x)
     given = tensors(torch, x, grad=True)
     h, (C, n, m) = linattn.mlstm(**given, output_final_state=True)

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from linattn._elementwise import logsigmoid, sigmoid
-from linattn.composed._arrays import Arrays, Sequences, detached
+from linattn.composed._arrays import Arrays, Sequences, detached, is_number
 from linattn.composed._names import called
 from linattn.features import cast
 from linattn.ops._core import AnyArray, Array, Mode
@@ -63,6 +63,24 @@ def _running_maximum(xp: Any, log_f: Any, i: Any) -> Any:
     return b
 
 
+def _checked_eps(eps: Any) -> float:
+    if not is_number(eps):
+        raise TypeError(f"eps: expected a number, got {type(eps)}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps: expected a finite number >= 0, got {eps!r}")
+    return float(eps)
+
+
+def _sums_to_the_last(xp: Any, x: Any, goes_on: Any) -> Any:
+    """y_t = x_t + goes_on_t y_{t+1} for all t along axis 1, put together as above."""
+    width = 1
+    while width < x.shape[1]:
+        x = xp.concatenate([x[:, :-width] + goes_on[:, :-width] * x[:, width:], x[:, -width:]], 1)
+        goes_on = xp.concatenate([goes_on[:, :-width] * goes_on[:, width:], goes_on[:, -width:]], 1)
+        width *= 2
+    return x
+
+
 class _Problem:
     """The arguments of a call, checked, and what simple_gla is called with.
 
@@ -78,6 +96,7 @@ class _Problem:
         f: Any,
         tokens: str = "T ",
         recorded: bool = True,
+        eps: float = 0.0,
     ) -> None:
         call = Arrays("q", q, f"B {tokens}H K", recorded=recorded)
         call.array("k", k, f"B {tokens}H K")
@@ -88,7 +107,8 @@ class _Problem:
                 raise TypeError(f"{gate}: expected an array or a number, got None")
         self.i_given = call.wide("i", i, f"B {tokens}HV")
         self.f_given = call.wide("f", f, f"B {tokens}HV")
-        self.call, self.xp = call, call.xp
+        self.call, self.xp, self.eps = call, call.xp, _checked_eps(eps)
+        self.added: Any = self.eps
         self.q, self.k, self.v = q, k, v
         self.C, self.n, self.m = None, None, None
 
@@ -126,18 +146,25 @@ class _Problem:
     def compute(self) -> None:
         """m, then the decay and the values of simple_gla.
 
-        exp(-m) is a factor of C, of n, and of the 1 that the denominator is compared with. h is the
-        same for every m, which therefore has no gradient.
+        exp(-m) is a factor of C, of n, and of the 1 that the denominator is compared with. Without
+        eps h is the same for every m, which therefore has no gradient.
         """
         self.read_gates()
         xp = self.xp
-        i, log_f, first = detached(self.i), detached(self.log_f), self.first_m()
+        i, log_f, first = self.i, self.log_f, self.first_m()
+        if not self.eps:
+            i, log_f = detached(i), detached(log_f)
         # the first token of a sequence maps every m to one that its own state gives
         rows = self.rows
         of_first = xp.maximum(log_f + rows.own(first), i)
         a = xp.where(rows.is_first[:, None], xp.full_like(log_f, -math.inf), log_f)
-        m = _running_maximum(xp, a, xp.where(rows.is_first[:, None], of_first, i))
+        recorded = _running_maximum(xp, a, xp.where(rows.is_first[:, None], of_first, i))
+        m = detached(recorded)
+        if self.eps:  # the factor is 1, and has the gradient that m has
+            self.added = cast(self.eps * xp.exp(recorded - m), self.call.real)
         before, last = rows.earlier(m, first), rows.last(m, first)
+        # where m is not that of the token before: it is i, or the sequence begins
+        self.from_i = detached(self.i) >= detached(self.log_f) + before
         self.weigh(before, m)
         # C and n are in units of exp(m): of the m that is returned, which is rounded
         self.last_m = cast(last, self.call.real)
@@ -167,8 +194,27 @@ class _Problem:
 
     def divide(self, num: Any, den: Any) -> tuple[Any, Any]:
         """h, and the divisor."""
-        divisor = self.xp.maximum(abs(den), self.floor)[..., None]
+        divisor = self.xp.maximum(abs(den), self.floor)
+        if self.eps:
+            divisor = divisor + self.added
+        divisor = divisor[..., None]
         return num / divisor, divisor
+
+    def gradients_of_m(self, d_divisor: Any) -> tuple[Any, Any]:
+        """di and d log f by way of eps, from the gradient of the divisor."""
+        xp, zero = self.xp, cast(self.xp.zeros_like(d_divisor), self.call.double)
+        # was divisor = .. + eps exp(m - m held)
+        dm = self.eps * cast(d_divisor, self.call.double)
+        # was m_t = max(log f_t + m_{t-1}, i_t)
+        by_decay = cast(xp.where(self.from_i, zero, xp.ones_like(zero)), self.call.double)
+        ends = cast(
+            self.call.full([self.call.sizes["N"], self.call.sizes["HV"]], 0.0), self.call.double
+        )
+        dm = _sums_to_the_last(xp, dm, self.rows.later(by_decay, ends))
+        return (
+            cast(xp.where(self.from_i, dm, zero), self.call.real),
+            cast(xp.where(self.from_i, zero, dm), self.call.real),
+        )
 
 
 def mlstm(
@@ -179,6 +225,7 @@ def mlstm(
     f: AnyArray | float,
     *,
     scale: float | None = None,
+    eps: float = 0.0,
     initial_state: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     output_final_state: bool = False,
     cu_seqlens: AnyArray | None = None,
@@ -193,11 +240,11 @@ def mlstm(
         m' = max(log sigmoid(f) + m, i)
         C <- exp(log sigmoid(f) + m - m') C + exp(i - m') k v'
         n <- exp(log sigmoid(f) + m - m') n + exp(i - m') k,   m <- m'
-        h  = scale C' q / max(|scale n' q|, exp(-m))
+        h  = scale C' q / (max(|scale n' q|, exp(-m)) + eps)
 
     It is :func:`simple_gla` with a column of ones beside v, whose part of the state is n. m is the
-    unit in which C and n are given: their numbers times exp(m) do not depend on it, and neither
-    does h. The layer's projections, norms and output gate are not in it.
+    unit in which C and n are given: their numbers times exp(m) do not depend on it, and without eps
+    neither does h. The layer's projections, norms and output gate are not in it.
 
     Parameters
     ----------
@@ -207,6 +254,9 @@ def mlstm(
         The input gate before exp, and the forget gate before the sigmoid.
     scale : float, optional
         K**-0.5 by default, which the paper has as a factor of k.
+    eps : float
+        Added to the divisor, in the unit in which C and n are held. The code of the authors has
+        1e-6 there.
     initial_state : the triple (C [N,HV,K,V], n [N,HV,K], m [N,HV]), optional
         float32 (float64 for float64 inputs); C and n may be bfloat16. Zeros by default.
     output_final_state : bool
@@ -239,10 +289,12 @@ def mlstm(
 
     Notes
     -----
-    PyTorch records no gradient of m. So the gradient of a loss that reads C or n of the final state
-    is that with m held. A loss that does not depend on the unit, such as one of the h of a later
-    call with that state, has no other part. With float16 and bfloat16 arrays the op computes in
-    float32: the gradient of a quotient is a difference, which short rows would not carry.
+    PyTorch records no gradient of the final m, and none of the initial one. So the gradient of a
+    loss that reads C or n of the final state is that with m held. A loss that does not depend on
+    the unit, such as one of the h of a later call with that state without eps, has no other part.
+    With eps h depends on the m of its own call, and that is recorded. With float16 and bfloat16
+    arrays the op computes in float32: the gradient of a quotient is a difference, which short rows
+    would not carry.
 
     References
     ----------
@@ -260,7 +312,7 @@ def mlstm(
     >>> bool(np.isfinite(h).all()), C.shape, n.shape, m.shape
     (True, (1, 2, 4, 4), (1, 2, 4), (1, 2))
     """
-    p = _Problem(q, k, v, i, f)
+    p = _Problem(q, k, v, i, f, eps=eps)
     p.sequences(cu_seqlens)
     p.state("initial_state", initial_state, "N")
     p.compute()
@@ -299,6 +351,7 @@ def mlstm_step(
     state: tuple[AnyArray, AnyArray, AnyArray],
     state_indices: AnyArray | None = None,
     scale: float | None = None,
+    eps: float = 0.0,
 ) -> Array:
     """One token of :func:`mlstm`; the arrays of ``state`` are changed in place.
 
@@ -315,6 +368,8 @@ def mlstm_step(
         h is zeros). No state twice.
     scale : float, optional
         K**-0.5 by default.
+    eps : float
+        Added to the divisor.
 
     Returns
     -------
@@ -343,7 +398,7 @@ def mlstm_step(
     >>> np.allclose(h, v), m.item()
     (True, 5.0)
     """
-    p = _Problem(q, k, v, i, f, tokens="", recorded=False)
+    p = _Problem(q, k, v, i, f, tokens="", recorded=False, eps=eps)
     if state_indices is not None:
         p.call.integers("state_indices", state_indices, "B")
     p.state("state", state, "B" if state_indices is None else "P", written=True)
@@ -401,6 +456,7 @@ def mlstm_backward(
     *,
     d_final_state: tuple[AnyArray, AnyArray] | None = None,
     scale: float | None = None,
+    eps: float = 0.0,
     initial_state: tuple[AnyArray, AnyArray, AnyArray] | None = None,
     cu_seqlens: AnyArray | None = None,
     mode: Mode = "chunk",
@@ -419,7 +475,7 @@ def mlstm_backward(
     d_final_state : the pair (dC [N,HV,K,V], dn [N,HV,K]), optional
         The gradients of C and n of the final state with m held, float32 (float64 for float64
         inputs): those that a later call with that state has as its d_initial_state.
-    scale, initial_state, cu_seqlens, mode, chunk_size :
+    scale, eps, initial_state, cu_seqlens, mode, chunk_size :
         As in the forward call. The outputs are computed once more.
 
     Returns
@@ -448,7 +504,7 @@ def mlstm_backward(
     >>> bool(abs(linattn.mlstm_backward(dh, q, k, v, i + 50, f).di.sum()) < 1e-9)
     True
     """
-    p = _Problem(q, k, v, i, f, recorded=False)
+    p = _Problem(q, k, v, i, f, recorded=False, eps=eps)
     p.call.array("dh", dh, "B T HV V")
     p.sequences(cu_seqlens)
     p.state("initial_state", initial_state, "N")
@@ -475,7 +531,7 @@ def mlstm_backward(
         o, _ = simple_gla(*rows, **options)
         o = call.real_of(o)
         den = o[..., V]
-        # was h = num / max(|den|, floor)
+        # was h = num / (max(|den|, floor) + eps)
         h, divisor = p.divide(o[..., :V], den)
         dh_wide = call.real_of(dh)
         d_divisor = -(dh_wide * h).sum(-1) / divisor[..., 0]
@@ -487,7 +543,11 @@ def mlstm_backward(
     dv = p.weight[..., None] * d_values[..., :V]
     di = p.weight * ((d_values[..., :V] * call.real_of(v)).sum(-1) + d_values[..., V])
     # was g = log sigmoid(f) and a constant
-    df = grads.dg * cast(sigmoid(-p.f), call.real)
+    d_log_f = grads.dg
+    if p.eps:
+        by_i, by_f = p.gradients_of_m(d_divisor)
+        di, d_log_f = di + by_i, d_log_f + by_f
+    df = d_log_f * cast(sigmoid(-p.f), call.real)
     d_initial = grads.d_initial_state
     return MLSTMGradients(
         dq=call.short(grads.dq),
