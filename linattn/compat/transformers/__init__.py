@@ -15,8 +15,8 @@
 Models are not listed anywhere. A layer is meant if it keeps one of some functions as an attribute,
 or if its methods call one by a global name, and if that function has the parameters that ours has:
 the gated delta rule and Kimi delta attention, the selective scans of Mamba and Mamba-2, and the
-causal convolution. Two layers have their recurrence written out in their forward method (MiniMax's
-lightning attention and RecurrentGemma's RG-LRU): they are known by their name and attributes.
+causal convolution. Three layers have their recurrence in their forward method (MiniMax's lightning
+attention, RecurrentGemma's RG-LRU and xLSTM's cell): they are known by their name and attributes.
 
 The layer then gets functions, or methods that see functions, of its own. Nothing is written into
 its class, its module or transformers. So other models of the process, of the same class too, stay

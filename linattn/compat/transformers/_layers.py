@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from linattn import autograd, ops
-from linattn.compat.transformers._shared import refuse_others, state_of
+from linattn.compat.transformers._shared import is_step, refuse_others, state_of
+from linattn.composed.mlstm import mlstm, mlstm_step
 from linattn.features import is_recorded
 from linattn.scans import rg_lru, rg_lru_step
 
-__all__ = ["lightning_attention", "real_gated_lru"]
+__all__ = ["lightning_attention", "matrix_lstm", "real_gated_lru"]
 
 
 def _lightning(
@@ -57,6 +58,60 @@ def lightning_attention(
     if past_key_values is not None:
         past_key_values.set_linear_cache(layer.layer_idx, state)
     return o, state
+
+
+def _state_of_mlstm(q: Tensor, c: Any, n: Any, m: Any, copy: bool) -> Any:
+    """C, n and m [B,H], as the op takes them; None if none of them is given."""
+    if c is None and n is None and m is None:
+        return None
+    for name, x in (("c_initial", c), ("n_initial", n), ("m_initial", m)):
+        if x is None:
+            raise ValueError(f"{name}: expected a tensor beside the others of the state, got None")
+    return tuple(state_of(q, x, copy=copy) for x in (c, n, m[..., 0]))
+
+
+def matrix_lstm(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    igate: Tensor,
+    fgate: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    m_initial: Tensor | None = None,
+    return_last_states: bool | None = None,
+    mode: str | None = None,
+) -> Any:
+    """xLSTM's cell, by :func:`linattn.mlstm`.
+
+    query, key [B,H,T,K], value [B,H,T,V], igate, fgate [B,H,T]. Returns h [B,H,T,V], or (h, (C, n,
+    m [B,H,1])): in inference always. A call of any length goes as it is, without padding.
+    """
+    mode = layer.config.mode if mode is None else mode
+    if "inference" in mode:
+        return_last_states = True
+    elif return_last_states is None:
+        return_last_states = layer.config.return_last_states
+    real = torch.float64 if query.dtype == torch.float64 else torch.float32
+    q, k, v = (x.transpose(1, 2) for x in (query, key.to(query.dtype), value.to(query.dtype)))
+    i, f = (x.transpose(1, 2).to(real) for x in (igate, fgate))
+    eps = float(layer.config.eps)
+    given = (c_initial, n_initial, m_initial)
+    if q.shape[1] == 1 and c_initial is not None and is_step(c_initial, *(q, k, v, i, f, *given)):
+        state = _state_of_mlstm(q, *given, copy=True)  # a step writes it
+        with torch.no_grad():
+            h = mlstm_step(*(x[:, 0] for x in (q, k, v, i, f)), state=state, eps=eps)[:, None]
+    else:
+        state = _state_of_mlstm(q, *given, copy=False)
+        h, state = mlstm(
+            q, k, v, i, f, eps=eps, initial_state=state, output_final_state=return_last_states
+        )
+    h = h.transpose(1, 2)
+    if not return_last_states:
+        return h
+    C, n, m = state
+    return h, (C, n, m[..., None])
 
 
 def _gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

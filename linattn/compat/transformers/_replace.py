@@ -123,6 +123,7 @@ _LAYERS = {
             "layer_idx",
         ),
     ),
+    "LSTMBackend": _Layer(_layers.matrix_lstm, ("config",)),
     "Rglru": _Layer(
         _layers.real_gated_lru,
         (
@@ -139,8 +140,6 @@ _LAYERS = {
 _NOT_OURS = {
     "RwkvSelfAttention": "RWKV-4 divides by a sum of exponentials, which it keeps with the largest "
     "exponent so far; linattn has RWKV-6 and 7",
-    "mLSTMBackend": "xLSTM adds eps to its denominators in the unit of the state, and "
-    "linattn.mlstm does not",
 }
 
 
