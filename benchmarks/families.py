@@ -100,6 +100,7 @@ FAMILIES = {
     | ATTENTION
     | {"lru_width": D, "block_types": ["recurrent", "recurrent", "attention"], "head_dim": 64},
     "xlstm": SIZES | {"num_heads": 4},
+    "rwkv": SIZES,
     "lfm2": SIZES | ATTENTION | {"layer_types": ["conv"] * 3 + ["full_attention"]},
     "lfm3": SIZES | ATTENTION | {"layer_types": ["conv"] * 3 + ["full_attention"]},
 }

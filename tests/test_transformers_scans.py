@@ -145,6 +145,7 @@ FAMILIES = {
         {**SIZES, "hidden_size": 128, "num_heads": 4, "qk_dim_factor": 0.5, "chunk_size": 16}
         | {"mode": "inference", "return_last_states": True},
     ),
+    "rwkv": ({"rwkv_linear_attention"}, SIZES | {"intermediate_size": 64, "context_length": 64}),
     "recurrent_gemma": (
         {"real_gated_lru"},
         SIZES
@@ -161,7 +162,7 @@ there = [name for name in FAMILIES if name in transformers.CONFIG_MAPPING]
 families = pytest.mark.parametrize("name", there)
 # The state of this model's layers lies in the layers, not in the cache that a caller keeps.
 STATE_IN_LAYERS = ("recurrent_gemma",)
-NO_BEAMS = ("xlstm",)  # transformers cannot reorder this model's cache
+NO_BEAMS = ("rwkv", "xlstm")  # transformers cannot reorder these models' caches
 
 
 @functools.cache
@@ -215,7 +216,7 @@ def test_every_family_is_here():
     tried = {name.removesuffix("_text") for name in there}
     own = {name for name in tried if not defined.search(texts[name])}
     assert installed == tried - own
-    assert own <= {"minimax", "recurrent_gemma", "xlstm"}
+    assert own <= {"minimax", "recurrent_gemma", "rwkv", "xlstm"}
 
 
 def hidden(made, tokens):
@@ -310,7 +311,7 @@ def in_parts(made, tokens, ours_too):
     functions to the model's own."""
     cache, parts = None, []
     names = inspect.signature(made.forward).parameters
-    (cached,) = {"past_key_values", "cache_params", "cache"} & set(names)
+    (cached,) = {"past_key_values", "cache_params", "cache", "state"} & set(names)
     for use, piece in (
         (True, slice(0, 11)),
         (True, slice(11, 23)),
@@ -364,13 +365,6 @@ def test_packed_sequences(name):
     agree(got, torch.cat(parts, 1))
     with torch.no_grad(), pytest.raises(ValueError, match="can't keep packed sequences apart"):
         made(tokens, **packed)
-
-
-def test_a_family_that_is_not_taken_says_why():
-    config = transformers.AutoConfig.for_model("rwkv", **SIZES)
-    made = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=r"has none\. RwkvSelfAttention: RWKV-4 divides by a sum"):
-        use_linattn(made)
 
 
 def test_a_layer_with_the_name_alone_is_refused():
@@ -443,6 +437,62 @@ def test_a_step_of_mamba2(dtype, expanded, recorded):
     torch.testing.assert_close(y.double(), want, rtol=bound, atol=bound * size)
     bound = bound if recorded else 1e-5  # dt x is rounded where PyTorch records
     torch.testing.assert_close(state.double(), after, rtol=bound, atol=bound)
+
+
+def averages(w, u, k, v, state):
+    """RWKV-4's operator as its paper has it, token by token, without a maximum."""
+    a, b, m = (x.double() for x in state)
+    a, b, y = a * torch.exp(m), b * torch.exp(m), []
+    for k_t, v_t in zip(k.unbind(1), v.unbind(1), strict=True):
+        own = torch.exp(u + k_t)
+        y.append((a + own * v_t) / (b + own))
+        a, b = (torch.exp(-torch.exp(w)) * x for x in (a, b))
+        a, b = a + torch.exp(k_t) * v_t, b + torch.exp(k_t)
+    return torch.stack(y, 1), a, b
+
+
+@pytest.mark.parametrize("T", [1, 2, 37])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_averages_of_rwkv(T, dtype):
+    """Keys of up to some hundred, of both signs, and a state."""
+    torch.manual_seed(0)
+    k, v = (80 * torch.randn(2, T, 6)).to(dtype), torch.randn(2, T, 6).to(dtype)
+    w, u = torch.randn(2, 6, dtype=torch.float64)
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    a, b, m = torch.randn(2, 6).to(real), torch.rand(2, 6).to(real), torch.randn(2, 6).to(real)
+    x = [w.to(real), u.to(real), k, v]
+    want, a_after, b_after = averages(*map(doubled, x), (a, b, m))
+    y, (a, b, m) = compat.rwkv_linear_attention(*x, state=[a, b, m])
+    assert y.dtype == dtype and a.dtype == real
+    bound = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(y.double(), want, rtol=bound, atol=bound * float(want.abs().max()))
+    unit = torch.exp(m.double())
+    for got, exact in ((a, a_after), (b, b_after)):
+        # an exponent near 200 is off by 2^-17 in float32
+        torch.testing.assert_close(got.double() * unit, exact, rtol=max(bound, 1e-4), atol=0)
+
+
+def test_averages_of_rwkv_have_their_gradients():
+    torch.manual_seed(0)
+    x = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((3,), (3,), (2, 9, 3), (2, 9, 3))
+    ]
+    state = [torch.randn(2, 3), torch.rand(2, 3), torch.randn(2, 3)]
+    state = [s.double() for s in state]
+
+    def ours(*x):
+        return compat.rwkv_linear_attention(*x, state=state)[0]
+
+    assert torch.autograd.gradcheck(ours, x)
+    dy = torch.randn(2, 9, 3, dtype=torch.float64)
+    for zeros in (False, True):  # then both exponents of a read are the same
+        if zeros:
+            with torch.no_grad():
+                x[1].zero_()
+                x[2].zero_()
+        want = torch.autograd.grad(averages(*x, state)[0], x, dy)
+        torch.testing.assert_close(torch.autograd.grad(ours(*x), x, dy), want)
 
 
 @dtypes

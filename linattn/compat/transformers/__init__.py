@@ -14,9 +14,10 @@
 
 Models are not listed anywhere. A layer is meant if it keeps one of some functions as an attribute,
 or if its methods call one by a global name, and if that function has the parameters that ours has:
-the gated delta rule and Kimi delta attention, the selective scans of Mamba and Mamba-2, and the
-causal convolution. Three layers have their recurrence in their forward method (MiniMax's lightning
-attention, RecurrentGemma's RG-LRU and xLSTM's cell): they are known by their name and attributes.
+the gated delta rule and Kimi delta attention, the selective scans of Mamba and Mamba-2, RWKV-4's
+attention, and the causal convolution. Three layers have their recurrence in their forward method
+(MiniMax's lightning attention, RecurrentGemma's RG-LRU and xLSTM's cell): they are known by their
+name and attributes.
 
 The layer then gets functions, or methods that see functions, of its own. Nothing is written into
 its class, its module or transformers. So other models of the process, of the same class too, stay
@@ -38,6 +39,7 @@ from linattn.compat.transformers._mamba import (
     mamba_selective_state_update,
 )
 from linattn.compat.transformers._replace import use_linattn
+from linattn.compat.transformers._rwkv import rwkv_linear_attention
 
 __all__ = [
     "Replacement",
@@ -51,5 +53,6 @@ __all__ = [
     "mamba_selective_state_update",
     "recurrent_gated_delta_rule",
     "recurrent_kda",
+    "rwkv_linear_attention",
     "use_linattn",
 ]

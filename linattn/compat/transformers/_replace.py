@@ -26,6 +26,7 @@ from linattn.compat.transformers._mamba import (
     mamba_selective_state_update,
     no_shortcut,
 )
+from linattn.compat.transformers._rwkv import rwkv_linear_attention
 
 __all__ = ["Replacement", "use_linattn"]
 
@@ -45,6 +46,7 @@ class _Ours(NamedTuple):
 
 
 _QKV = ("query", "key", "value")
+_WKV = ("time_decay", "time_first", "key", "value")
 _OURS = {
     "chunk_gated_delta_rule": _Ours(chunk_gated_delta_rule, _QKV, _DELTA),
     "recurrent_gated_delta_rule": _Ours(recurrent_gated_delta_rule, _QKV, _DELTA),
@@ -60,6 +62,7 @@ _OURS = {
     "mamba2_split_conv1d_scan_combined": _Ours(
         no_shortcut, ("zxbcdt",), ("conv1d_weight", "conv1d_bias")
     ),
+    "rwkv_linear_attention": _Ours(rwkv_linear_attention, _WKV, ("state", "return_state")),
     "causal_conv1d_fn": _Ours(causal_conv1d_fn, ("hidden_states",), _CONVOLVE),
     "causal_conv1d_update": _Ours(causal_conv1d_update, ("hidden_states", "conv_state"), _CONVOLVE),
 }
@@ -136,11 +139,6 @@ _LAYERS = {
         ),
     ),
 }
-# Layers of transformers that have a recurrence, and why it is none of ours.
-_NOT_OURS = {
-    "RwkvSelfAttention": "RWKV-4 divides by a sum of exponentials, which it keeps with the largest "
-    "exponent so far; linattn has RWKV-6 and 7",
-}
 
 
 def _forward_of(layer: nn.Module) -> Callable[..., Any] | None:
@@ -169,13 +167,11 @@ def _is_name(name: str) -> bool:
 
 
 def _expected(model: nn.Module) -> str:
-    kinds = {type(layer).__name__ for layer in model.modules()}
-    why = "".join(f". {kind}: {said}" for kind, said in _NOT_OURS.items() if kind in kinds)
     return (
         f"model: expected layers with functions {', '.join(_OURS)} (attributes of a layer, "
         "or globals that its methods call), or layers called "
         f"{', '.join('*' + end for end in _LAYERS)}; {type(model).__name__} has "
-        f"none{why}"
+        "none"
     )
 
 
