@@ -6,6 +6,7 @@ phi(q_i) . phi(k_j), so that the sum over j can be taken once (Katharopoulos et 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -294,6 +295,14 @@ def any_features(
     of_maps = (phi_q.core, float(phi_q.eps), phi_k.core, float(phi_k.eps))
     core = (*of_maps, normaliser, small, float(_flag(causal)))
     return phi_q, phi_k, core
+
+
+def finite_eps(eps: Any) -> float:
+    if isinstance(eps, bool) or not isinstance(eps, int | float | np.floating | np.integer):
+        raise TypeError(f"eps: expected a number, got {type(eps).__name__}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps: expected a finite number >= 0, got {eps!r}")
+    return float(eps)
 
 
 # A step is called for every token; the usual options are worked out once.

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from linattn.arrays import as_int, as_size
-from linattn.features import FeatureMap, cast, is_tensor, is_traced, library_of, shape_of, wide
+from linattn.features import (
+    FeatureMap,
+    cast,
+    finite_eps,
+    is_tensor,
+    is_traced,
+    library_of,
+    shape_of,
+    wide,
+)
 
 __all__ = ["RandomFeatureMap", "dpfp", "favor"]
 
@@ -170,12 +179,9 @@ class RandomFeatureMap(FeatureMap):
             raise ValueError(
                 f"kernel: expected one of {', '.join(map(repr, _KERNELS))}, got {kernel!r}"
             )
-        if isinstance(eps, bool) or not isinstance(eps, int | float | np.floating | np.integer):
-            raise TypeError(f"eps: expected a number, got {type(eps).__name__}")
-        if not 0 <= eps < math.inf:
-            raise ValueError(f"eps: expected a finite number >= 0, got {eps!r}")
-        phi = _RandomFeatures(_projection(m, K, seed, bool(orthogonal)), kernel, float(eps))
-        super().__init__("favor", float(eps), phi, phi.backward)
+        small = finite_eps(eps)
+        phi = _RandomFeatures(_projection(m, K, seed, bool(orthogonal)), kernel, small)
+        super().__init__("favor", small, phi, phi.backward)
         options = {"seed": seed, "orthogonal": bool(orthogonal), "kernel": kernel}
         object.__setattr__(self, "_options", options)
 

@@ -33,7 +33,7 @@ def problem_of(op, shape, **options):
 
 
 def token_by_token(op, x):
-    return run(op, {name: a for name, a in x.items() if name != "mode"}, mode="recurrent")
+    return run(op, x, mode="recurrent")
 
 
 @pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "l2norm"])

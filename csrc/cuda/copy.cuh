@@ -74,8 +74,8 @@ __device__ __forceinline__ void stores_before_copies()
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* What other threads have stored to global memory, as far as this thread knows, comes before them
- * too. */
+/* The copies that the engine is asked for later read global memory as this thread would: with the
+ * stores of other threads that it has waited for. */
 __device__ __forceinline__ void memory_before_copies()
 {
     asm volatile("fence.proxy.async.global;" ::: "memory");

@@ -63,7 +63,7 @@ __device__ __forceinline__ void hand_over(const handed<KP> &to, prepare_room<KP>
 
 /* ---- in a block that walks ---- */
 
-/* What the caller gave: the keys and the values. One thread. */
+/* The keys and the values, which the caller gave. One thread. */
 template <int KP>
 __device__ __forceinline__ void fetch_given(const call &c, const tensor_maps &maps,
                                             const tile_of_head &of, int walks, walk_room<KP> &s)
@@ -84,7 +84,7 @@ __device__ __forceinline__ void fetch_given(const call &c, const tensor_maps &ma
     }
 }
 
-/* What the other blocks hand over: X, or B with the queries. One thread for each. */
+/* X, or B with the queries, from the blocks that prepare. One thread for each. */
 template <int KP, bool OF_B>
 __device__ __forceinline__ void fetch_handed(const call &c, const tensor_maps &maps,
                                              const tile_of_head &of, const handed<KP> &from,

@@ -1,5 +1,5 @@
 /* Where the blocks of delta_apart.cuh meet in global memory, and the shared memory of those that
- * prepare. */
+ * prepare and of those that walk. */
 #ifndef LINATTN_CUDA_DELTA_APART_ROOM_CUH
 #define LINATTN_CUDA_DELTA_APART_ROOM_CUH
 

@@ -6,9 +6,9 @@ import math
 from typing import Any, NamedTuple
 
 from linattn._elementwise import logsigmoid, sigmoid
-from linattn.composed._arrays import Arrays, Sequences, detached, is_number
+from linattn.composed._arrays import Arrays, Sequences, detached
 from linattn.composed._names import called
-from linattn.features import cast
+from linattn.features import cast, finite_eps
 from linattn.ops._core import AnyArray, Array, Mode
 from linattn.ops.simple_gla import simple_gla, simple_gla_backward, simple_gla_step
 
@@ -63,14 +63,6 @@ def _running_maximum(xp: Any, log_f: Any, i: Any) -> Any:
     return b
 
 
-def _checked_eps(eps: Any) -> float:
-    if not is_number(eps):
-        raise TypeError(f"eps: expected a number, got {type(eps)}")
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps: expected a finite number >= 0, got {eps!r}")
-    return float(eps)
-
-
 def _sums_to_the_last(xp: Any, x: Any, goes_on: Any) -> Any:
     """y_t = x_t + goes_on_t y_{t+1} for all t along axis 1, put together as above."""
     width = 1
@@ -107,7 +99,7 @@ class _Problem:
                 raise TypeError(f"{gate}: expected an array or a number, got None")
         self.i_given = call.wide("i", i, f"B {tokens}HV")
         self.f_given = call.wide("f", f, f"B {tokens}HV")
-        self.call, self.xp, self.eps = call, call.xp, _checked_eps(eps)
+        self.call, self.xp, self.eps = call, call.xp, finite_eps(eps)
         self.added: Any = self.eps
         self.q, self.k, self.v = q, k, v
         self.C, self.n, self.m = None, None, None

@@ -170,8 +170,7 @@ def _expected(model: nn.Module) -> str:
     return (
         f"model: expected layers with functions {', '.join(_OURS)} (attributes of a layer, "
         "or globals that its methods call), or layers called "
-        f"{', '.join('*' + end for end in _LAYERS)}; {type(model).__name__} has "
-        "none"
+        f"{', '.join('*' + end for end in _LAYERS)}; {type(model).__name__} has none"
     )
 
 
