@@ -35,17 +35,6 @@ template <int KP, la_rule RULE> struct intra_panel {
     alignas(1024) char S[tile_bytes(KP)], dS[tile_bytes(KP)];
 };
 
-/* The rows of a warp of a transposed tile, as left operands: they are columns column.. of the
- * tile. */
-__device__ __forceinline__ left load_left_transposed(uint32_t tile, int row, int column)
-{
-    const int lane = threadIdx.x % 32;
-    left a;
-    load_matrices_transposed(
-        a.x, tile + piece_at(row + lane / 16 * 8 + lane % 8, column / 8 + lane / 8 % 2));
-    return a;
-}
-
 /* Sums over the columns of x [16 rows][8 N] times rows row.. of a tile, for the two rows of this
  * thread. */
 template <int N>

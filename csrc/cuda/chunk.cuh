@@ -574,8 +574,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
 
     if (places)
         error = launch(prepare_of<KP, DECAY, RULE>(), chunk_slots * heads,
-                       DECAY == LA_KEY ? KEY_THREADS : SCALAR_THREADS, room_of_prepare, stream, c,
-                       w, given);
+                       prepare_threads<KP, DECAY>, room_of_prepare, stream, c, w, given);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
         if (error == cudaSuccess && normalised) error = launch_divisors<KP>(c, w, stream);
     if (error == cudaSuccess) {

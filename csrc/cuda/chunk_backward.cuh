@@ -402,7 +402,7 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
         return cudaErrorInvalidValue; /* cannot happen: the arrays of all heads could be fetched */
     if (places)
         error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads,
-                       DECAY == LA_KEY ? KEY_THREADS : SCALAR_THREADS,
+                       prepare_threads<KP, DECAY>,
                        prepare_bytes<KP, DECAY, RULE>(has_x), stream, c, x.w, x.to.given);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && finds_d_den<KP>)
         if (normalised && tokens) {

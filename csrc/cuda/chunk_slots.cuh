@@ -30,8 +30,7 @@ enum {
     C = ROWS,
     LD = 68,       /* rows of float32 matrices: each 4 banks further, for fragments of tf32 */
     LD_PAIRS = 72, /* each 8 banks further, for pairs in the layout of accumulators */
-    SCALAR_THREADS = 128,
-    KEY_THREADS = 256
+    SCALAR_THREADS = 128
 };
 
 /* Decays that are part of the rows that prepare leaves, which are then those of a value head. Other

@@ -60,21 +60,11 @@ template <typename real> struct __align__(16) four {
 
 /* ---- numbers ---- */
 
-/* 2^(x y), where a product near 0 is one of magnitude below NEAREST.
- *
- * Of a float the hardware's power has an error of up to 2 ulp, and -0.26 ulp on the average. An error of
- * one sign grows with each token, so the decays of long memories may have none. Near 0 the power is a
- * polynomial, 1 + p q(p): its one rounding that counts is the last. q is the series of (2^p - 1)/p with
- * p^3 as 3/4 NEAREST^2 p, within 1e-7 of itself. Elsewhere BIAS makes up for the mean error: the exponent
- * is rounded after the sum, so it counts on the average. Results below 2^-126 are zero. */
+/* 2^(x y), where a product near 0 is one of magnitude below NEAREST. There the power is a polynomial,
+ * 1 + p q(p): its one rounding that counts is the last. q is the series of (2^p - 1)/p with p^3 as
+ * 3/4 NEAREST^2 p, within 1e-7 of itself. */
 static constexpr float NEAREST = 1.f / 32;
 
-__device__ __forceinline__ float power_of_two(float x, float y)
-{
-    const float BIAS =
-        2.9e-8f; /* 0.26 ulp of a number below 1, over log(2) and its value of about 0.8 */
-    return hardware_power(fmaf(x, y, BIAS));
-}
 __device__ __forceinline__ float power_of_two_near(float x, float y)
 {
     const float p = x * y;

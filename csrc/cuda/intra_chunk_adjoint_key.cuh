@@ -89,6 +89,51 @@ template <la_rule RULE, bool HOPPER> struct intra_key_room : intra_key_places<RU
 static_assert(sizeof(intra_key_room<LA_DELTA, false>) <= 99 << 10, "as sm_86, sm_89, sm_120");
 static_assert(sizeof(intra_key_room<LA_ADDITIVE, false>) <= 99 << 10, "the same");
 
+/* The decays of a chunk, [C][KEYS] floats, from `first_key` on. They are ones past its end. */
+__device__ inline void load_decay_matrix(const call &c, const unit &u, int t, int n, float *a,
+                                  int first_key)
+{
+    const int keys = c.K - first_key;
+    const bool rows_of_4 =
+        c.x[LA_G].dtype == LA_F32 && c.K % 4 == 0 && (uintptr_t)c.x[LA_G].data % 16 == 0 &&
+        (c.x[LA_G].stride[0] | c.x[LA_G].stride[1] | c.x[LA_G].stride[2]) % 4 == 0;
+    if (rows_of_4) { /* all loads start before the first wait */
+        constexpr int COUNT = C * KEYS / 4 / INTRA_THREADS, STEP = INTRA_THREADS / (KEYS / 4);
+        const int first = threadIdx.x / (KEYS / 4), key = threadIdx.x % (KEYS / 4) * 4;
+        const float *from = (const float *)at(c.x[LA_G], u.b, t, u.hv, first_key + key);
+        float4 x[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int row = first + i * STEP;
+            x[i] = row < n && key < keys ? *(const float4 *)(from + row * c.x[LA_G].stride[1])
+                                         : make_float4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int row = first + i * STEP;
+            const bool there = row < n && key < keys;
+            if (c.gate != LA_DECAY) /* a log decay: slopes are never per key */
+                x[i] = make_float4(decay_of(x[i].x, LA_LOG), decay_of(x[i].y, LA_LOG),
+                                   decay_of(x[i].z, LA_LOG), decay_of(x[i].w, LA_LOG));
+            else if (!there)
+                x[i] = make_float4(1, 1, 1, 1);
+            *(float4 *)(a + row * KEYS + key) = x[i];
+        }
+        return;
+    }
+    const int lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < C; row += INTRA_THREADS / 32) {
+        float x[KEYS / 32];
+        if (row < n)
+            load_row(x, at(c.x[LA_G], u.b, t + row, u.hv, first_key), c.x[LA_G].dtype, lane, 32,
+                     keys);
+#pragma unroll
+        for (int j = 0; j < KEYS / 32; j++)
+            a[row * KEYS + lane + 32 * j] =
+                row < n && lane + 32 * j < keys ? decay_of(x[j], c.gate) : 1;
+    }
+}
+
 /* The sum over the eight threads that have the same keys of other rows. */
 __device__ __forceinline__ float2 sum_of_rows(float2 x)
 {
@@ -202,7 +247,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         fetch(0);
     }
 #endif
-    load_decays<KEYS>(c, u, t, n, s.a.x, first_key); /* rows in their order */
+    load_decay_matrix(c, u, t, n, s.a.x, first_key); /* rows in their order */
     load_all<MOST, INTRA_THREADS, KEYS>(c, u.b, t, n, u.h, s.q, s.k, NULL, to.given, first_key);
     /* there is room for x only where something else has been, so it comes twice */
     const auto load_x = [&](char *tile) {
@@ -441,7 +486,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     }
     __syncthreads(); /* f, h and the operands are no longer needed */
     const char *const seen = HAS_X ? s.kh : s.k;
-    if (!HAS_WARP_GROUPS) load_decays<KEYS>(c, u, t, n, s.a.x, first_key);
+    if (!HAS_WARP_GROUPS) load_decay_matrix(c, u, t, n, s.a.x, first_key);
     if (HAS_X) load_x(s.kh);
     /* sums that end at a token go over f, those that begin there over h */
     const auto put = [&](const float(&x)[KEYS / 8][4], const char *tile, key_matrix &sums, bool add,

@@ -13,8 +13,12 @@ template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes(bool
     if constexpr (DECAY == LA_PAIR)
         return (int)sizeof(pair_room<keys_of<KP, DECAY>>);
     else
-        return DECAY == LA_KEY ? (int)sizeof(key_room<KP>) : scalar_room_bytes<KP, RULE>(with_x);
+        return DECAY == LA_KEY ? (int)sizeof(key_room<KP, RULE>)
+                               : scalar_room_bytes<KP, RULE>(with_x);
 }
+
+template <int KP, la_decay DECAY>
+constexpr int prepare_threads = DECAY == LA_KEY ? key_threads<KP> : SCALAR_THREADS;
 
 template <int KP, la_decay DECAY, la_rule RULE> constexpr auto prepare_of()
 {

@@ -42,6 +42,17 @@ __device__ __forceinline__ left load_left(uint32_t tile, int row, int column)
     return a;
 }
 
+/* The rows of a warp of a transposed tile, as left operands: they are columns column.. of the
+ * tile. */
+__device__ __forceinline__ left load_left_transposed(uint32_t tile, int row, int column)
+{
+    const int lane = threadIdx.x % 32;
+    left a;
+    load_matrices_transposed(
+        a.x, tile + piece_at(row + lane / 16 * 8 + lane % 8, column / 8 + lane / 8 % 2));
+    return a;
+}
+
 /* The address from which this lane reads the 16 x 16 blocks of a tile as right operands. The rows
  * of the block are n (B = tile') or k (B = tile). The address of each block then costs an exclusive
  * or, for its pieces, and constants. */
@@ -518,7 +529,11 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uin
 __device__ __forceinline__ uint32_t tf32(float x)
 {
     uint32_t y;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 /* one instruction; the other one is three */
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+#else
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+#endif
     return y;
 }
 

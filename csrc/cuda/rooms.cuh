@@ -5,6 +5,7 @@
 
 #include "launch.cuh"
 #include "load.cuh"
+#include "power.cuh"
 
 extern "C" {
 #include "../room.h"
@@ -224,16 +225,6 @@ __device__ __forceinline__ void store_four(char *to, la_dtype dtype, int64_t ste
 }
 
 /* ---- silu ---- */
-
-static constexpr double LOG2_E = 1.44269504088896340736;
-
-/* 2^x to within 2 ulp. Results below 2^-126 are zero. */
-__device__ __forceinline__ float hardware_power(float x)
-{
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-    return power;
-}
 
 /* The exponent's rounding is an error of up to 1e-5 of the result, at -87; that of bfloat16 is 2e-3, that
  * of float16 2e-4. Below -87 the result is less than any of their numbers. */
