@@ -151,8 +151,8 @@ static cudaError_t launch_segments(const call &c, const chunks &w, const tensor_
 {
     typedef stage<KP, DECAY, RULE> part;
     const int slices = (c.V + 15) / 16;
-    const int key_slices = RULE == LA_DELTA ? key_slices_of<KP, DECAY>(c) : 0;
-    segments g = {segments_for(c, d, RULE == LA_DELTA), NULL, NULL};
+    const int key_slices = la_predicts(RULE) ? key_slices_of<KP, DECAY>(c) : 0;
+    segments g = {segments_for(c, d, la_predicts(RULE)), NULL, NULL};
     const int64_t heads = (int64_t)c.N * c.HV, units = heads * g.count;
     const int width = width_of_blocks<part>(c, d, units, slices);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
@@ -479,7 +479,8 @@ template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const 
     const int64_t numbers = DECAY == LA_TOKEN ? 3 * C : KP + C;
     return places * PANEL_BYTES * (RULE == LA_DELTA ? 2 : 1) + (c.x[LA_X].data ? 3 : 2) * keys +
            (lies_in_rows<DECAY> ? places * tile + 2 * dense_bytes(c, c.H, c.K) : 0) + /* mapped */
-           places * 4 * (numbers + 1) + (RULE == LA_ADDITIVE ? dense_bytes(c, c.HV, c.V) : 0);
+           (RULE == LA_DPLR ? places * tile : 0) + places * 4 * (numbers + 1) +
+           (RULE == LA_ADDITIVE ? dense_bytes(c, c.HV, c.V) : 0);
 }
 
 /* All heads of a call, or those of one turn. */
@@ -514,11 +515,14 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
             });
     tensor_maps maps = {};
     forward_flags f = {};
+    CUtensorMap map_of_y; /* chunks_forward takes y~ */
     const bool plain = PLANES == 1 && !c.qk_l2norm;
     const as_given given = {
         plain && c.map[0] == LA_IDENTITY && can_fetch(c, d, c.x[LA_Q], c.H, c.K, &maps.q),
         plain && c.map[1] == LA_IDENTITY && can_fetch(c, d, c.x[LA_K], c.H, c.K, &maps.k),
-        PLANES == 1 && has_x && can_fetch(c, d, c.x[LA_X], c.H, c.K, &maps.x)};
+        PLANES == 1 && la_predicts(RULE) && c.x[LA_X].data &&
+            can_fetch(c, d, c.x[LA_X], c.H, c.K, &maps.x),
+        RULE == LA_DPLR && can_fetch(c, d, c.x[LA_Y], c.H, c.K, &map_of_y)};
     f.v_pieces = can_fetch(c, d, c.x[LA_V], c.HV, c.V, &maps.v) &&
                  (!c.x[LA_W].data || can_fetch(c, d, c.x[LA_W], c.HV, c.V, &maps.w));
     f.o_pieces = o_in_pieces(c);
@@ -531,14 +535,14 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     const bool keep_k = has_k && (lies_in_rows<DECAY> || !given.k);
     const bool keep_x = has_x && !lies_in_rows<DECAY> && !given.x;
     const int64_t inverse = RULE == LA_DELTA ? score : 0;
-    const int64_t kt = lies_in_rows<DECAY> ? places * tile : 0;
+    const int64_t kt = lies_in_rows<DECAY> ? places * tile : 0, y = RULE == LA_DPLR ? kt : 0;
     const int64_t numbers = places * 4 *
                             (lies_in_rows<DECAY> ? totals<KP, DECAY>
                              : DECAY == LA_TOKEN ? (c.predicts_before ? 3 : 2) * C
                              : normalised        ? KP + C
                                                  : 0);
     const int64_t bytes =
-        score + inverse + (keep_q + keep_k + keep_x) * keys + kt + numbers + places * 4;
+        score + inverse + (keep_q + keep_k + keep_x) * keys + kt + y + numbers + places * 4;
     if (chunk_slots * c.HV > INT32_MAX) return cudaErrorInvalidConfiguration;
 
     char *room = NULL;
@@ -559,6 +563,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     w.k = cut(keep_k ? keys : 0);
     w.x = cut(keep_x ? keys : 0);
     w.kt = cut(kt);
+    w.y = cut(y);
     float *x = (float *)cut(numbers);
     w.nonfinite = (int *)cut(places * 4);
     if (lies_in_rows<DECAY>) w.total = x;

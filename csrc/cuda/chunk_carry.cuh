@@ -35,11 +35,13 @@ __host__ __device__ constexpr int bytes_exchanged(int halves, int width)
 template <int KP, la_decay DECAY, la_rule RULE> struct stage {
     static constexpr int halves = KP > 128 ? 2 : 1, keys = KP / halves; /* of a warp */
     /* otherwise k~ alone is used */
-    static constexpr bool has_k = RULE == LA_DELTA || !lies_in_rows<DECAY>;
+    static constexpr bool has_k = la_predicts(RULE) || !lies_in_rows<DECAY>;
     static constexpr int k = 0, q = k + (has_k ? tile_bytes(KP) : 0), kt = q + tile_bytes(KP);
     static constexpr int scores = kt + (lies_in_rows<DECAY> ? tile_bytes(KP) : 0);
-    static constexpr int inverse = scores + PANEL_BYTES;
-    static constexpr int in = inverse + (RULE == LA_DELTA ? PANEL_BYTES : 0);
+    static constexpr int inverse = scores + PANEL_BYTES, y = inverse; /* DELTA, DPLR */
+    static constexpr int in = inverse + (RULE == LA_DELTA  ? PANEL_BYTES
+                                         : RULE == LA_DPLR ? tile_bytes(KP)
+                                                           : 0);
     static constexpr int den = in; /* ops with a normaliser have no decay */
     static constexpr bool may_divide = DECAY == LA_NONE && RULE == LA_ADDITIVE;
     static constexpr int out = in + (DECAY == LA_TOKEN || may_divide ? C * 4 : 0);
@@ -139,6 +141,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
             {part::kt, lies_in_rows<DECAY> ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
             {part::scores, w.scores + place * PANEL_BYTES, PANEL_BYTES},
             {part::inverse, RULE == LA_DELTA ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
+            {part::y, RULE == LA_DPLR ? w.y + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
             {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
             {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
             {part::den, part::may_divide && w.den ? w.den + place * C : NULL, C * 4},
@@ -449,6 +452,22 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
 
             float O[8][4] = {};
             const auto read_state = [&] { multiply_state(O, part::q); };
+            operand T[RULE == LA_DPLR ? 4 : 1]; /* - X S */
+            if constexpr (RULE == LA_DPLR) {
+                static_assert(HALVES == 1 && PLANES == 1, "prepare_dplr has 64 keys");
+                float W[8][4] = {};
+                multiply_state(W, part::k);
+                if (reads) read_state();
+                products_wait<FORM == CAUSAL>(); /* for T, not yet for the read */
+                products_in(W);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    T[j] = as_operand(W[2 * j], W[2 * j + 1]);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) T[j].of[0].x[e] ^= 0x80008000;
+                }
+                if (end < C) keep_before(T, pair, end);
+            }
             if constexpr (RULE == LA_DELTA) {
                 float W[8][4] = {}, X[8][4] = {};
                 multiply_state(W, part::k);
@@ -498,7 +517,7 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
                         put_pair(Ut[m / 2], m % 2 * 2, a.x * X[m][0], a.y * X[m][1]);
                         put_pair(Ut[m / 2], m % 2 * 2 + 1, a.x * X[m][2], a.y * X[m][3]);
                     }
-            } else if (PLANES == 1) {
+            } else if (PLANES == 1) { /* nothing for DPLR: its decays lie in rows */
                 scale_rows();
             }
             if constexpr (DECAY != LA_TOKEN)
@@ -512,7 +531,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
              * infinity is a NaN). Such a chunk goes token by token. */
             if (FORM != NONCAUSAL) {
                 bool nonfinite =
-                    end > 0 && (has_nonfinite(U) || (end == C && nonfinite_at[stage_at] < C));
+                    end > 0 && (has_nonfinite(U) || (RULE == LA_DPLR && has_nonfinite(T)) ||
+                                (end == C && nonfinite_at[stage_at] < C));
                 /* decays above one may make it too large */
                 if (NARROW && DECAY == LA_TOKEN && end == C) nonfinite |= has_nonfinite(Ut);
                 const bool state_too_large =
@@ -582,6 +602,9 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
 #pragma unroll
                 for (int j = 0; j < 4; j++)
                     multiply_columns(S, Ut[j], base + rows.written + own, j * 16);
+                if constexpr (RULE == LA_DPLR)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) multiply_columns(S, T[j], base + part::y, j * 16);
                 products_commit();
             }
             if (reads) {

@@ -69,6 +69,7 @@ struct chunks {
     char *q, *k;
     char *x;         /* scalar decays: the same, where the caller gave x */
     char *kt;        /* decays in rows: [chunk slots][HV] tiles, k~ */
+    char *y;         /* DPLR: the same, y~ */
     float *in, *out; /* scalar decays: [chunk slots][HV][C], from the start, to the end */
     float *look;     /* the decay of the state that x sees, if that is not `in` */
     float *total;    /* decays in rows: [chunk slots][HV][totals], of the chunk */

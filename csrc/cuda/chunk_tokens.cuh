@@ -16,10 +16,11 @@ __device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t
                                              int first_read, int reads)
 {
     const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
-    float q[KP / 4], k[KP / 4], looks[KP / 4], a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
-    const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
+    float q[KP / 4], k[KP / 4], looks[KP / 4], y[RULE == LA_DPLR ? KP / 4 : 1];
+    float a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
+    const bool has_x = la_predicts(RULE) && c.x[LA_X].data;
     for (int i = 0; i < n; i++) {
-        float squares_q = 0, squares_k = 0, qk = 0;
+        float squares_q = 0, squares_k = 0, qk = 0, qy = 0;
         for (int j = 0; j < KP / 4; j++) {
             const int key = j / 2 * 8 + pair + j % 2;
             const bool there = key < c.K;
@@ -28,6 +29,8 @@ __device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t
             if (has_x)
                 looks[j] =
                     there ? load<float>(at(c.x[LA_X], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
+            if (RULE == LA_DPLR)
+                y[j] = there ? load<float>(at(c.x[LA_Y], u.b, t + i, u.h, key), ELEMENT_DTYPE) : 0;
             squares_q += q[j] * q[j];
             squares_k += k[j] * k[j];
             if (DECAY == LA_KEY)
@@ -49,6 +52,7 @@ __device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t
                     there ? q[j] * k[j] * load<float>(at(c.x[LA_U], u.h, key), c.x[LA_U].dtype) : 0;
             else
                 qk += q[j] * k[j];
+            if (RULE == LA_DPLR) qy += q[j] * y[j];
         }
         if (DECAY == LA_TOKEN)
             a[0] = decay_of(load<float>(at(c.x[LA_G], u.b, t + i, u.hv), c.x[LA_G].dtype), c.gate);
@@ -68,6 +72,7 @@ __device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t
                                         ELEMENT_DTYPE);
         la_operands x = {};
         x.q = q, x.k = k, x.x = has_x ? looks : k, x.a = a, x.v = v;
+        if (RULE == LA_DPLR) x.y = y, x.qy = quad_sum(qy);
         x.beta = beta, x.own = quad_sum(qk), x.before = c.predicts_before;
         /* Only pairs of DPLR look before a decay per key (dplr.cu). The second token of a pair has
          * no x. It must not predict, since zero times a NaN is a NaN. */

@@ -1,4 +1,5 @@
-/* DPLR in chunks: each token is two of the delta rule with a decay per key.
+/* DPLR in chunks: forward passes with bfloat16 and at most 64 keys have kernels (prepare_dplr.cuh). In
+ * other passes each token is two of the delta rule with a decay per key.
  *
  *     p = S' x;   S <- diag(a) S - y p' + k v';   o = S' q
  *
@@ -213,6 +214,10 @@ static bool can_be_pairs(const call &c)
 cudaError_t dplr_in_chunks(const call &c, chunk_launcher delta, cudaMemPool_t pool,
                            cudaStream_t stream)
 {
+    if (c.x[LA_Q].dtype == LA_BF16 && c.K <= 64) {
+        const cudaError_t error = chunk_dplr(c, pool, stream);
+        if (error != cudaErrorNotSupported) return error;
+    }
     if (!can_be_pairs(c)) return cudaErrorNotSupported;
     const auto lay_out = [](pairs_of_tokens &x) {
         call pairs = x.pairs();

@@ -5,6 +5,7 @@
 #define LINATTN_CUDA_PREPARE_CUH
 
 #include "pair.cuh"
+#include "prepare_dplr.cuh"
 #include "prepare_key.cuh"
 #include "prepare_scalar.cuh"
 
@@ -12,6 +13,8 @@ template <int KP, la_decay DECAY, la_rule RULE> constexpr int prepare_bytes(bool
 {
     if constexpr (DECAY == LA_PAIR)
         return (int)sizeof(pair_room<keys_of<KP, DECAY>>);
+    else if constexpr (RULE == LA_DPLR)
+        return (int)sizeof(dplr_room);
     else
         return DECAY == LA_KEY ? (int)sizeof(key_room<KP, RULE>)
                                : scalar_room_bytes<KP, RULE>(with_x);
@@ -24,6 +27,8 @@ template <int KP, la_decay DECAY, la_rule RULE> constexpr auto prepare_of()
 {
     if constexpr (DECAY == LA_PAIR)
         return prepare_pair<KP>;
+    else if constexpr (RULE == LA_DPLR)
+        return prepare_dplr<KP>;
     else if constexpr (DECAY == LA_KEY)
         return prepare_key<KP, RULE>;
     else

@@ -8,7 +8,7 @@
  * has JOINED value columns of a head. A thread has a key; with the delta rule it has half of the
  * keys that its sums are over. `rows`: rows of `ends` per segment. */
 enum { JOINED = 8, PREFETCHED = 32 };
-template <la_rule RULE> constexpr int join_parts = RULE == LA_DELTA ? 2 : 1;
+template <la_rule RULE> constexpr int join_parts = la_predicts(RULE) ? 2 : 1;
 
 /* The slices of 16 rows of a state that has KP. */
 template <int KP, la_decay DECAY> __host__ __device__ int key_slices_of(const call &c)

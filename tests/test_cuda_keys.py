@@ -1,0 +1,93 @@
+"""Decays per key in chunks on a GPU. Their rows are made in blocks of 16 tokens, and pairs of
+tokens in a block with strong decays are multiplied one by one."""
+
+import pytest
+from support.compare import assert_same_bits
+from support.gpu import APART, KINDS, distance, gpu_problem, judge, needs_gpu, run
+from support.tensors import torch
+from test_cuda_norms import with_normed_rows
+
+import linattn
+
+pytestmark = needs_gpu
+
+OPS = ["gla", "rwkv6", "kda", "dplr_delta_rule"]
+ops = pytest.mark.parametrize("op", OPS)
+kinds = pytest.mark.parametrize("dtype", KINDS)
+keys = pytest.mark.parametrize("K, V", [(64, 64), (128, 128), (48, 40)])
+
+
+def assert_near_recurrent(op, x, dtype):
+    """o and the last state are those of the call token by token."""
+    for got, want in zip(run(op, x), run(op, x, mode="recurrent"), strict=True):
+        assert torch.isfinite(got).all()
+        assert distance(got, want) < APART[dtype]
+
+
+@keys
+@kinds
+@ops
+@pytest.mark.parametrize("strength", [10, 100])
+def test_strong_decays(op, K, V, dtype, strength):
+    """Every seventh token, and all tokens of a block, leave the reach of the tiles."""
+    x = gpu_problem(op, dtype=dtype, K=K, V=V)
+    x["g"][:, 5::7] *= strength
+    x["g"][:, 80:96, :, ::3] *= strength
+    assert_near_recurrent(op, x, dtype)
+
+
+@keys
+@kinds
+@pytest.mark.parametrize("op", ["gla", "rwkv6"])
+def test_decays_above_one(op, K, V, dtype):
+    x = gpu_problem(op, dtype=dtype, K=K, V=V)
+    x["g"] = x["g"].abs() / 100
+    assert_near_recurrent(op, x, dtype)
+
+
+@keys
+@kinds
+@ops
+@pytest.mark.parametrize("t", [70, 77, 128])
+@pytest.mark.parametrize("strength", [1, 100])
+def test_later_tokens_change_no_bit(op, K, V, dtype, t, strength):
+    x = gpu_problem(op, dtype=dtype, K=K, V=V)
+    other = gpu_problem(op, 1, dtype=dtype, K=K, V=V)
+    x["g"][:, 5::7] *= strength
+    changed = {
+        name: torch.cat([a[:, :t], other[name][:, t:]], 1)
+        if name in ("q", "k", "v", "g", "beta", "x", "y")
+        else a
+        for name, a in x.items()
+    }
+    assert_same_bits([run(op, changed)[0][:, :t]], [run(op, x)[0][:, :t]], "before")
+
+
+@keys
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "x", "y", "beta"])
+@ops
+def test_a_nan_stays_behind_its_token(op, K, V, name):
+    x = gpu_problem(op, K=K, V=V)
+    if name not in x:
+        pytest.skip(f"{op} has no {name}")
+    want = run(op, x)[0]
+    x[name][(1, 90, 1, 5)[: x[name].ndim]] = torch.nan
+    got = run(op, x)[0]
+    assert_same_bits([got[0], got[1, :90]], [want[0], want[1, :90]], "before")
+    assert got[1, 90:].isnan().any()
+
+
+@pytest.mark.parametrize("K, V", [(64, 64), (48, 72)])
+def test_dplr_takes_norms_in_chunks(K, V):
+    x = gpu_problem("dplr_delta_rule", K=K, V=V)
+    x["q"] *= 3
+    x |= {"k": x["k"] * 5, "qk_l2norm": True}
+    assert linattn.explain_kernel("dplr_delta_rule", **x).kernel == "chunks"
+    judge("dplr_delta_rule", with_normed_rows(x), run("dplr_delta_rule", x)[0], "norms")
+
+
+@pytest.mark.parametrize("B, T, H, HV", [(1, 2000, 1, 2), (3, 777, 2, 2), (1, 65, 1, 1)])
+def test_dplr_accurate(B, T, H, HV):
+    """Few heads go in segments."""
+    x = gpu_problem("dplr_delta_rule", B=B, T=T, H=H, HV=HV, V=96)
+    judge("dplr_delta_rule", x, run("dplr_delta_rule", x)[0], "dplr")
