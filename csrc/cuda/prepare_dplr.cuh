@@ -118,8 +118,11 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
     const int64_t tile = (int64_t)place * PANEL_BYTES; /* of this chunk */
 
     if (threadIdx.x == 0) s.decays.nonfinite = C;
+    begin_to_load<KP, DPLR_THREADS>(c, LA_Q, u.b, t, n, u.h, s.q, given.q);
+    begin_to_load<KP, DPLR_THREADS>(c, LA_K, u.b, t, n, u.h, s.k, given.k);
+    begin_to_load<KP, DPLR_THREADS>(c, LA_X, u.b, t, n, u.h, s.x, given.x);
     begin_to_load<KP, DPLR_THREADS>(c, LA_Y, u.b, t, n, u.h, s.y, given.y);
-    begin_to_load<KP, DPLR_THREADS>(c, u.b, t, n, u.h, s.q, s.k, s.x, given);
+    copies_end_group();
     lane_decays x = load_decays(c, u, t, n, 0);
     copies_wait<0>();
     int found = share_decays<KP>(c, x, s.decays);

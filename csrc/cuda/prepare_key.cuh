@@ -77,8 +77,10 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
     int found = C; /* the first row with a NaN or an infinity */
 
     if (threadIdx.x == 0) s.decays.nonfinite = C;
+    begin_to_load<KP, THREADS>(c, LA_Q, u.b, t, n, u.h, s.q, given.q);
+    begin_to_load<KP, THREADS>(c, LA_K, u.b, t, n, u.h, s.k, given.k);
     if constexpr (delta) {
-        begin_to_load<KP, THREADS>(c, u.b, t, n, u.h, s.q, s.k, has_x ? s.x : NULL, given);
+        if (has_x) begin_to_load<KP, THREADS>(c, LA_X, u.b, t, n, u.h, s.x, given.x);
         if (threadIdx.x < C) {
             const float beta =
                 (int)threadIdx.x < n
@@ -87,14 +89,11 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
             if (!isfinite(beta)) found = threadIdx.x;
             s.beta[threadIdx.x] = beta;
         }
-    } else {
-        begin_to_load<KP, THREADS>(c, u.b, t, n, u.h, s.q, s.k, NULL, given);
-        if (bonus && threadIdx.x < KP)
-            s.bonus[threadIdx.x] =
-                (int)threadIdx.x < c.K
-                    ? load<float>(at(c.x[LA_U], u.h, threadIdx.x), c.x[LA_U].dtype)
-                    : 0;
-    }
+    } else if (bonus && threadIdx.x < KP)
+        s.bonus[threadIdx.x] = (int)threadIdx.x < c.K
+                                   ? load<float>(at(c.x[LA_U], u.h, threadIdx.x), c.x[LA_U].dtype)
+                                   : 0;
+    copies_end_group();
     const int panel = threadIdx.x / 32 / BLOCKS_OF_TOKENS;
     lane_decays x = load_decays(c, u, t, n, panel);
     copies_wait<0>();

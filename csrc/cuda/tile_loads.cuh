@@ -63,18 +63,18 @@ __device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int
     constexpr int SPAN = COLUMNS < THREADS ? COLUMNS : THREADS, PIECES = SPAN / 8,
                   STEP = THREADS / PIECES;
     static_assert(STEP % 8 == 0, "a thread's pieces are at the same place of their rows");
-    const int row = threadIdx.x / PIECES, first_piece = threadIdx.x % PIECES;
+    const int row = threadIdx.x / PIECES;
     const int64_t step = x.stride[1] * 2;
-    const char *const from = at(x, b, t, h, first_column);
+    const char *from = at(x, b, t, h, first_column);
 #pragma unroll
     for (int j = 0; j < COLUMNS; j += SPAN) {
-        const int piece = j / 8 + first_piece;
+        const int piece = j / 8 + threadIdx.x % PIECES;
         const uint32_t to = tile + piece_at(row, piece);
-        const int rows = first_column + piece * 8 < columns ? n - row : 0;
-        const char *of_row = from + row * step + piece * 16;
 #pragma unroll
-        for (int i = 0; i < C; i += STEP, of_row += STEP * step)
-            copy_async(to + i * 128, i < rows ? of_row : from, i < rows);
+        for (int i = 0; i < C; i += STEP) {
+            const bool there = row + i < n && first_column + piece * 8 < columns;
+            copy_async(to + i * 128, from + (there ? (row + i) * step + piece * 16 : 0), there);
+        }
     }
 }
 
@@ -167,36 +167,37 @@ struct as_given {
     bool q, k, x, y;
 };
 
-/* Begins to load the rows of an array: KEYS keys from `first_key` on. They are ready after copies_wait
- * and the next __syncthreads. */
-template <int KP, int THREADS, int KEYS = KP>
+/* Begins to load the rows of an array. They are ready after copies_wait and the next
+ * __syncthreads. */
+template <int KP, int THREADS>
 __device__ __forceinline__ void begin_to_load(const call &c, la_name name, int b, int t, int n,
-                                              int h, char *to, bool as_given, int first_key = 0)
+                                              int h, char *to, bool as_given)
 {
     if (as_given)
-        copy_tile<KEYS, THREADS>(c.x[name], c.K, b, t, n, h, address_of(to), first_key);
+        copy_tile<KP, THREADS>(c.x[name], c.K, b, t, n, h, address_of(to));
     else
-        load_keys<KP, THREADS, KEYS>(c, name, b, t, n, h, to, first_key);
+        load_keys<KP, THREADS>(c, name, b, t, n, h, to);
 }
 
-/* The same for q and k of a chunk, and for x if it has a place. */
-template <int KP, int THREADS, int KEYS = KP>
-__device__ __forceinline__ void begin_to_load(const call &c, int b, int t, int n, int h, char *q,
-                                              char *k, char *x, const as_given &given,
-                                              int first_key = 0)
-{
-    if (q) begin_to_load<KP, THREADS, KEYS>(c, LA_Q, b, t, n, h, q, given.q, first_key);
-    if (k) begin_to_load<KP, THREADS, KEYS>(c, LA_K, b, t, n, h, k, given.k, first_key);
-    if (x) begin_to_load<KP, THREADS, KEYS>(c, LA_X, b, t, n, h, x, given.x, first_key);
-    copies_end_group();
-}
-
-/* They are ready after the next __syncthreads. */
+/* q and k of a chunk, and x if it has a place: KEYS keys from `first_key` on. They are ready after
+ * the next __syncthreads. */
 template <int KP, int THREADS, int KEYS = KP>
 __device__ void load_all(const call &c, int b, int t, int n, int h, char *q, char *k, char *x,
                          const as_given &given, int first_key = 0)
 {
-    begin_to_load<KP, THREADS, KEYS>(c, b, t, n, h, q, k, x, given, first_key);
+    const struct {
+        la_name name;
+        char *to;
+        bool as_given;
+    } rows[] = {{LA_Q, q, given.q}, {LA_K, k, given.k}, {LA_X, x, given.x}};
+#pragma unroll
+    for (const auto &one : rows) {
+        if (one.to && one.as_given)
+            copy_tile<KEYS, THREADS>(c.x[one.name], c.K, b, t, n, h, address_of(one.to), first_key);
+        else if (one.to)
+            load_keys<KP, THREADS, KEYS>(c, one.name, b, t, n, h, one.to, first_key);
+    }
+    copies_end_group();
     copies_wait<0>();
 }
 
