@@ -3,17 +3,24 @@ tokens in a block with strong decays are multiplied one by one."""
 
 import pytest
 from support.compare import assert_same_bits
-from support.gpu import APART, KINDS, distance, gpu_problem, judge, needs_gpu, run
+from support.gpu import (
+    APART,
+    distance,
+    gpu_problem,
+    judge,
+    kinds,
+    needs_gpu,
+    run,
+    with_normed_rows,
+)
 from support.tensors import torch
-from test_cuda_norms import with_normed_rows
+from support.variants import KEY_DECAY
 
 import linattn
 
 pytestmark = needs_gpu
 
-OPS = ["gla", "rwkv6", "kda", "dplr_delta_rule"]
-ops = pytest.mark.parametrize("op", OPS)
-kinds = pytest.mark.parametrize("dtype", KINDS)
+ops = pytest.mark.parametrize("op", KEY_DECAY)
 keys = pytest.mark.parametrize("K, V", [(64, 64), (128, 128), (48, 40)])
 
 

@@ -4,7 +4,7 @@ The norm is a factor of each row there, and no normalised row is rounded."""
 
 import pytest
 from support.compare import assert_same_bits
-from support.gpu import gpu_problem, judge, needs_gpu, run
+from support.gpu import gpu_problem, judge, needs_gpu, run, with_normed_rows
 from support.tensors import torch
 
 pytestmark = needs_gpu
@@ -19,18 +19,6 @@ def normed_problem(op, dtype="bfloat16", **shape):
     x["q"] *= 3
     x["k"] *= 5
     return x | {"qk_l2norm": True}
-
-
-def with_normed_rows(x):
-    """The same call without an option: q and k are normalised in float64."""
-
-    def normed(a):
-        a = a.double()
-        return a / (a.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-
-    return {name: a for name, a in x.items() if name != "qk_l2norm"} | {
-        name: normed(x[name]) for name in ("q", "k")
-    }
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

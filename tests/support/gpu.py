@@ -81,6 +81,18 @@ def distance(got, want):
     return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
 
 
+def with_normed_rows(x):
+    """The same call without an option: q and k are normalised in float64."""
+
+    def normed(a):
+        a = a.double()
+        return a / (a.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    return {name: a for name, a in x.items() if name != "qk_l2norm"} | {
+        name: normed(x[name]) for name in ("q", "k")
+    }
+
+
 def busy(seconds=0.3):
     """Something long on the current stream."""
     torch.cuda._sleep(int(seconds * 1.7e9))
