@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 from linattn._elementwise import logsigmoid, sigmoid
 from linattn.composed._arrays import Arrays, Sequences, detached
 from linattn.composed._names import called
 from linattn.features import cast, finite_eps
-from linattn.ops._core import AnyArray, Array, Mode
+from linattn.ops._core import AnyArray, Array, Mode, step_for
 from linattn.ops.simple_gla import simple_gla, simple_gla_backward, simple_gla_step
 
 __all__ = ["MLSTMGradients", "mlstm", "mlstm_backward", "mlstm_step"]
@@ -104,6 +105,15 @@ class _Problem:
         self.q, self.k, self.v = q, k, v
         self.C, self.n, self.m = None, None, None
 
+    @classmethod
+    def of_step(cls, q: Any, k: Any, v: Any, i: Any, f: Any, eps: float) -> _Problem:
+        """That of a token whose arrays were checked."""
+        p = cls.__new__(cls)
+        p.call = Arrays.checked(q)
+        p.xp, p.eps, p.added = p.call.xp, eps, eps
+        p.q, p.k, p.v, p.i_given, p.f_given = q, k, v, i, f
+        return p
+
     def sequences(self, cu_seqlens: Any) -> None:
         self.rows = Sequences(self.call, self.call.packed("cu_seqlens", cu_seqlens), "N")
 
@@ -170,8 +180,12 @@ class _Problem:
         constant = xp.clip(log_f + (before - m), None, 0) - xp.where(log_f > -math.inf, log_f, 0)
         self.g = cast(xp.where(log_f > -math.inf, self.log_f, 0) + constant, real)
         self.weight = cast(xp.exp(self.i - m), real)
-        most = 700.0 if real == xp.float64 else 87.0  # its exponential is a normal number
-        self.floor = cast(xp.exp(xp.clip(-m, -most, most)), real)
+        self.floor = self.least_divisor(m)
+
+    def least_divisor(self, m: Any) -> Any:
+        """exp(-m), as a normal number."""
+        most = 700.0 if self.call.real == self.xp.float64 else 87.0
+        return cast(self.xp.exp(self.xp.clip(-m, -most, most)), self.call.real)
 
     def values(self) -> Any:
         """v and a column of ones, times exp(i - m)."""
@@ -394,48 +408,45 @@ def mlstm_step(
     if state_indices is not None:
         p.call.integers("state_indices", state_indices, "B")
     p.state("state", state, "B" if state_indices is None else "P", written=True)
-    p.read_gates()
-    C, n, m = state
-    xp = p.xp
-    at: Any = ... if state_indices is None else xp.clip(state_indices, 0, max(len(m) - 1, 0))
-    double = p.call.double
-    before = cast(m[at], double)
-    exact = xp.maximum(p.log_f + before, p.i)
-    # rounded up, so that the decay is at most one; the decay is that of the m which is stored
-    after = cast(exact, m.dtype)
-    after = xp.where(
-        cast(after, double) < exact, xp.nextafter(after, xp.full_like(after, math.inf)), after
-    )
-    p.weigh(before, cast(after, double))
-    values = p.values()
-    options: dict[str, Any] = {"state_indices": state_indices, "scale": scale}
     with called(_NAMES, q):
-        num, C = p.call.stepped(
-            simple_gla_step(
-                p.call.real_of(q),
-                p.call.real_of(k),
-                p.call.contiguous(values[..., :-1]),
-                p.g,
-                state=C,
-                **options,
-            ),
-            C,
-        )
-        den, n = p.call.stepped(
-            simple_gla_step(
-                p.call.real_of(q),
-                p.call.real_of(k),
-                p.call.contiguous(values[..., -1:]),
-                p.g,
-                state=n[..., None],
-                **options,
-            ),
-            n[..., None],
-        )
-    m = p.call.replaced(m, after, state_indices)
-    h, _ = p.divide(p.call.real_of(num), p.call.real_of(den)[..., 0])
-    done: Array = p.call.with_state(p.call.short(h), (C, n[..., 0], m))
+        done: Array = _step_of(p, state, state_indices, scale)
     return done
+
+
+def checked_step(q: Any, k: Any, v: Any, i: Any, f: Any, *, state: Any, eps: float) -> Any:
+    """:func:`mlstm_step` of arrays that were checked: an adapter's, in its shapes."""
+    return _step_of(_Problem.of_step(q, k, v, i, f, eps), state, None, None)
+
+
+def _step_of(p: _Problem, state: Any, state_indices: Any, scale: float | None) -> Any:
+    """A token of a checked call. The state changes; for JAX there is a new one."""
+    C, n, m = state
+    xp, call = p.xp, p.call
+    i, f = call.real_of(p.i_given), call.real_of(p.f_given)
+    own = m if state_indices is None else m[xp.clip(state_indices, 0, max(len(m) - 1, 0))]
+    # a sum with a float64 number is one
+    before = logsigmoid(cast(f, call.double)) + own
+    exact = after = xp.maximum(before, i)
+    if m.dtype != call.double:
+        # rounded up, so that the decay is at most one; the decay is that of the m which is stored
+        after = cast(exact, m.dtype)
+        above = xp.nextafter(after, xp.full_like(after, math.inf))
+        after = xp.where(after < exact, above, after)
+    p.g = cast(xp.clip(before - after, None, 0), call.real)
+    p.weight = xp.exp(i - after)
+    p.floor = p.least_divisor(after)
+    q, k, v = (call.real_of(x) for x in (p.q, p.k, p.v))
+    weight = p.weight[..., None]
+    options: dict[str, Any] = {"state_indices": state_indices, "scale": scale}
+    if call.by_jax:
+        step, v, of_v = simple_gla_step, weight * v, {}
+    else:  # the core multiplies v by the weight
+        step, of_v = partial(step_for(q), "simple_gla"), {"weight": p.weight}
+    num, C = call.stepped(step(q, k, v, g=p.g, **of_v, state=C, **options), C)
+    den, n = call.stepped(step(q, k, weight, g=p.g, state=n[..., None], **options), n[..., None])
+    m = call.replaced(m, after, state_indices)
+    h, _ = p.divide(call.real_of(num), call.real_of(den)[..., 0])
+    return call.with_state(call.short(h), (C, n[..., 0], m))
 
 
 def mlstm_backward(

@@ -180,11 +180,21 @@ def rg_lru_step(
     >>> bool(y == state)
     True
     """
-    p = _Problem(x, r, i, Lambda, c, reset, _LIMIT, tokens="")
+    y: Array = _step_of(
+        _Problem(x, r, i, Lambda, c, reset, _LIMIT, tokens=""), state, state_indices
+    )
+    return y
+
+
+def checked_step(state: Any, x: Any, r: Any, i: Any, Lambda: Any, *, reset: Any = None) -> Any:
+    """:func:`rg_lru_step` of arrays that were checked: an adapter's, in its shapes."""
+    return _step_of(_Problem.of_step(x, r, i, Lambda, reset), state, None)
+
+
+def _step_of(p: _Problem, state: Any, state_indices: Any) -> Any:
     g, scale = p.decays(recorded=False)
     arrays = {"u": scale * p.i * p.x, "g": g, "state_indices": state_indices, "state": state}
-    y: Array = p.call.short_of_step(_rooms.step("scan", "gated", arrays))
-    return y
+    return p.call.short_of_step(_rooms.step("scan", "gated", arrays))
 
 
 def rg_lru_backward(
@@ -292,13 +302,24 @@ class _Problem:
                 raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
             if not 0 < value < math.inf:
                 raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
-        self.reset = None
         if reset is not None:
             call.flags("reset", reset, f"B {tokens}".strip())
-            self.reset = reset[..., None]
-        self.x, self.r, self.i = map(call.real_of, (x, r, i))
-        self.Lambda = call.real_of(Lambda)
-        self.c, self.limit = float(c), float(gradient_limit)
+        self._take(x, r, i, Lambda, float(c), reset, float(gradient_limit))
+
+    @classmethod
+    def of_step(cls, x: Any, r: Any, i: Any, Lambda: Any, reset: Any) -> _Problem:
+        """That of a token whose arrays were checked."""
+        p = cls.__new__(cls)
+        p.call = Arrays.checked(x)
+        p._take(x, r, i, Lambda, 8.0, reset, _LIMIT)
+        return p
+
+    def _take(
+        self, x: Any, r: Any, i: Any, Lambda: Any, c: float, reset: Any, limit: float
+    ) -> None:
+        self.reset = None if reset is None else reset[..., None]
+        self.x, self.r, self.i, self.Lambda = map(self.call.real_of, (x, r, i, Lambda))
+        self.c, self.limit = c, limit
         self.log = self.rate() * self.r
 
     def rate(self) -> Any:

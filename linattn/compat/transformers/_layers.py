@@ -9,9 +9,11 @@ from torch import Tensor
 
 from linattn import autograd, ops
 from linattn.compat.transformers._shared import is_step, refuse_others, state_of
-from linattn.composed.mlstm import mlstm, mlstm_step
+from linattn.composed.mlstm import checked_step as checked_mlstm_step
+from linattn.composed.mlstm import mlstm
 from linattn.features import is_recorded
-from linattn.scans import rg_lru, rg_lru_step
+from linattn.scans import rg_lru
+from linattn.scans.rg_lru import checked_step as checked_rg_lru_step
 
 __all__ = ["lightning_attention", "matrix_lstm", "real_gated_lru"]
 
@@ -94,20 +96,22 @@ def matrix_lstm(
     elif return_last_states is None:
         return_last_states = layer.config.return_last_states
     real = torch.float64 if query.dtype == torch.float64 else torch.float32
-    q, k, v = (x.transpose(1, 2) for x in (query, key.to(query.dtype), value.to(query.dtype)))
-    i, f = (x.transpose(1, 2).to(real) for x in (igate, fgate))
+    rows = (query, key.to(query.dtype), value.to(query.dtype), igate.to(real), fgate.to(real))
     eps = float(layer.config.eps)
     given = (c_initial, n_initial, m_initial)
-    if q.shape[1] == 1 and c_initial is not None and is_step(c_initial, *(q, k, v, i, f, *given)):
-        state = _state_of_mlstm(q, *given, copy=True)  # a step writes it
+    if query.shape[2] == 1 and c_initial is not None and is_step(c_initial, *rows, *given):
+        state = _state_of_mlstm(query, *given, copy=True)  # a step writes it
         with torch.no_grad():
-            h = mlstm_step(*(x[:, 0] for x in (q, k, v, i, f)), state=state, eps=eps)[:, None]
+            h = checked_mlstm_step(*(x[:, :, 0] for x in rows), state=state, eps=eps)[:, :, None]
     else:
-        state = _state_of_mlstm(q, *given, copy=False)
+        state = _state_of_mlstm(query, *given, copy=False)
         h, state = mlstm(
-            q, k, v, i, f, eps=eps, initial_state=state, output_final_state=return_last_states
+            *(x.transpose(1, 2) for x in rows),
+            eps=eps,
+            initial_state=state,
+            output_final_state=return_last_states,
         )
-    h = h.transpose(1, 2)
+        h = h.transpose(1, 2)
     if not return_last_states:
         return h
     C, n, m = state
@@ -126,9 +130,9 @@ def real_gated_lru(layer: Any, activations: Tensor, position_ids: Tensor) -> Ten
     r = _gate(activations, layer.recurrent_gate_weight, layer.recurrent_gate_bias)
     i = _gate(activations, layer.input_gate_weight, layer.input_gate_bias)
     Lambda, before = layer.recurrent_param, layer.recurrent_states
-    reset = (position_ids == 0).expand(activations.shape[:2])
     watched = any(map(is_recorded, (activations, r, i, Lambda))) or torch.compiler.is_compiling()
     if before is None or activations.shape[1] != 1 or watched:
+        reset = (position_ids == 0).expand(activations.shape[:2])
         y, layer.recurrent_states = rg_lru(
             activations,
             r,
@@ -140,6 +144,12 @@ def real_gated_lru(layer: Any, activations: Tensor, position_ids: Tensor) -> Ten
         )
         return y
     after = state_of(activations, before, copy=True)  # a step writes it
-    y = rg_lru_step(after, activations[:, 0], r[:, 0], i[:, 0], Lambda, reset=reset[:, 0])
+    first = position_ids[:, 0] == 0
+    if first.is_cpu and not first.any():
+        first = None  # a GPU would wait for the answer
+    elif len(first) != len(after):
+        first = first.expand(len(after))
+    rows = (x[:, 0] for x in (activations, r, i))
+    y = checked_rg_lru_step(after, *rows, Lambda, reset=first)
     layer.recurrent_states = after
     return y[:, None]
