@@ -118,17 +118,21 @@ def matrix_lstm(
     return h, (C, n, m[..., None])
 
 
-def _gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """sigmoid of x [B,T,D] times the matrix of each block of channels."""
-    blocks = x.reshape(-1, *weight.shape[:2]).transpose(0, 1)
-    made = torch.baddbmm(bias[:, None], blocks, weight)
-    return torch.sigmoid(made.transpose(0, 1).reshape(x.shape))
+def _gates(x: Tensor, *of_gates: tuple[Tensor, Tensor]) -> Any:
+    """sigmoid of x [B,T,D] times the matrix of each block of channels, for (weight, bias)."""
+    blocks = x.reshape(-1, *of_gates[0][0].shape[:2]).transpose(0, 1)
+    for weight, bias in of_gates:
+        made = torch.baddbmm(bias[:, None], blocks, weight)
+        yield torch.sigmoid(made.transpose(0, 1).reshape(x.shape))
 
 
 def real_gated_lru(layer: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
     """RecurrentGemma's unit, by :func:`linattn.rg_lru`. A position of 0 begins a new sequence."""
-    r = _gate(activations, layer.recurrent_gate_weight, layer.recurrent_gate_bias)
-    i = _gate(activations, layer.input_gate_weight, layer.input_gate_bias)
+    r, i = _gates(
+        activations,
+        (layer.recurrent_gate_weight, layer.recurrent_gate_bias),
+        (layer.input_gate_weight, layer.input_gate_bias),
+    )
     Lambda, before = layer.recurrent_param, layer.recurrent_states
     watched = any(map(is_recorded, (activations, r, i, Lambda))) or torch.compiler.is_compiling()
     if before is None or activations.shape[1] != 1 or watched:
@@ -149,7 +153,7 @@ def real_gated_lru(layer: Any, activations: Tensor, position_ids: Tensor) -> Ten
         first = None  # a GPU would wait for the answer
     elif len(first) != len(after):
         first = first.expand(len(after))
-    rows = (x[:, 0] for x in (activations, r, i))
-    y = checked_rg_lru_step(after, *rows, Lambda, reset=first)
+    x, r, i = activations[:, 0], r[:, 0], i[:, 0]
+    y = checked_rg_lru_step(after, x, r, i, Lambda, reset=first)
     layer.recurrent_states = after
     return y[:, None]
