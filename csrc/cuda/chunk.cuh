@@ -25,7 +25,7 @@
  * `scale` is part of P and q^, and of the factors of the rows of q^ S.
  *
  * On Hopper many calls of the additive rule and of the delta rule take one kernel instead:
- * additive.cuh, delta.cuh, delta_apart.cuh. */
+ * additive.cuh, delta.cuh, delta_apart.cuh. The rows of DPLR are those of prepare_dplr.cuh. */
 #include "segments.cuh"
 #include "additive.cuh"
 #include "delta.cuh"

@@ -369,7 +369,7 @@ __device__ __forceinline__ void store_block(char *tile, int row, int column, con
                  x[e / 2][e % 2 * 2], x[e / 2][e % 2 * 2 + 1]);
 }
 
-/* The rows of block I in `panels` panels, as they lie in shared memory. A warp copies its own. */
+/* The rows of block I in so many panels, as they lie in shared memory. A warp copies its own. */
 template <int PANELS> __device__ __forceinline__ void write_rows(char *to, const char *tile, int I)
 {
     __syncwarp();

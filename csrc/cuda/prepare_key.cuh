@@ -168,11 +168,11 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
             multiply_blocks<KP, HALF>(sums, s.q, s.k, s.near, s.decays, I);
     }
     int nonfinite = C;
-    const auto find_nonfinite = [&] { /* the same in all threads */
-                                      if (!__syncthreads_or(found < C)) return;
-                                      atomicMin(&s.decays.nonfinite, found);
-                                      __syncthreads();
-                                      nonfinite = s.decays.nonfinite;
+    const auto find_nonfinite = [&] {
+        if (!__syncthreads_or(found < C)) return; /* the same in all threads */
+        atomicMin(&s.decays.nonfinite, found);
+        __syncthreads();
+        nonfinite = s.decays.nonfinite;
     };
     find_nonfinite();
 
