@@ -28,6 +28,24 @@ enum { TOKENS_OF_BLOCK = 16, BLOCKS_OF_TOKENS = C / TOKENS_OF_BLOCK };
 
 template <int KP> constexpr int key_threads = KP / PANEL * BLOCKS_OF_TOKENS * 32;
 
+/* The chunk of a block of prepare. */
+struct own_chunk {
+    unit u;
+    int t, n;  /* its first token, and how many: none in a slot without a chunk */
+    int place; /* the launch has checked that it fits */
+};
+
+__device__ __forceinline__ own_chunk chunk_of_block(const call &c)
+{
+    const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
+    own_chunk x;
+    x.u = unit_of(c, sequence_of(c, chunk_slot), hv);
+    x.t = x.u.begin + (chunk_slot - first_chunk_slot(c, x.u.n)) * C;
+    x.n = min(C, x.u.end - x.t);
+    x.place = chunk_slot * c.HV + hv;
+    return x;
+}
+
 /* The decays of a chunk that all warps need. */
 template <int KP> struct decays_of_chunk {
     float t[BLOCKS_OF_TOKENS * KP];
@@ -264,6 +282,12 @@ __device__ __forceinline__ operand scaled(const operand &x, const float2 (&by)[2
 /* Sums of blocks (I, I), (I, I - 1), ...: rows of I that read, with rows that are written. */
 typedef float sums_of_blocks[BLOCKS_OF_TOKENS][2][4];
 
+__device__ __forceinline__ void clear(sums_of_blocks &x)
+{
+#pragma unroll
+    for (int i = 0; i < BLOCKS_OF_TOKENS * 8; i++) x[i / 8][i % 8 / 4][i % 4] = 0;
+}
+
 /* FIRST to LAST - 1 of these blocks; those before them stay as they are. */
 template <int KP, int FIRST = 0, int LAST = BLOCKS_OF_TOKENS>
 __device__ __forceinline__ void multiply_blocks(sums_of_blocks &x, const char *reads,
@@ -369,12 +393,12 @@ __device__ __forceinline__ void store_block(char *tile, int row, int column, con
                  x[e / 2][e % 2 * 2], x[e / 2][e % 2 * 2 + 1]);
 }
 
-/* The rows of block I in so many panels, as they lie in shared memory. A warp copies its own. */
-template <int PANELS> __device__ __forceinline__ void write_rows(char *to, const char *tile, int I)
+/* The rows of block I of a panel, as they lie in shared memory. A warp copies its own. */
+__device__ __forceinline__ void write_rows(char *to, const char *tile, int I)
 {
     __syncwarp();
 #pragma unroll
-    for (int j = 0; j < PANELS * PLANES; j++) {
+    for (int j = 0; j < PLANES; j++) {
         const int at = j * PLANE_BYTES + I * TOKENS_OF_BLOCK * 128 + threadIdx.x % 32 * 16;
 #pragma unroll
         for (int i = 0; i < TOKENS_OF_BLOCK * 128; i += 32 * 16)

@@ -109,12 +109,11 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
                   "others are pairs of tokens (dplr.cu)");
     extern __shared__ __align__(1024) char shared[];
     dplr_room &s = *(dplr_room *)shared;
-    const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
-    const float scale = (float)c.scale;
-    const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
-    const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
+    const own_chunk chunk = chunk_of_block(c);
+    const unit &u = chunk.u;
+    const int t = chunk.t, n = chunk.n, place = chunk.place;
     if (n <= 0) return;
-    const int place = chunk_slot * c.HV + hv; /* the launch has checked that it fits */
+    const float scale = (float)c.scale;
     const int64_t tile = (int64_t)place * PANEL_BYTES; /* of this chunk */
 
     if (threadIdx.x == 0) s.decays.nonfinite = C;
@@ -152,8 +151,7 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
     const int slow = s.decays.first_slow(I);
     const int row = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2; /* of a block */
     const auto products = [&](sums_of_blocks &sums, int which) {
-#pragma unroll
-        for (int i = 0; i < BLOCKS_OF_TOKENS * 8; i++) sums[i / 8][i % 8 / 4][i % 4] = 0;
+        clear(sums);
         multiply_blocks<KP>(sums, which % 2 ? s.x : s.q, which / 2 ? s.y : s.k,
                             which / 2 ? s.near_y : s.near_k, s.decays, I);
         load_pairs(sums[0], slow, s.pairs[which][I]);
@@ -243,7 +241,7 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
         for (int j = 0; j < BLOCKS_OF_TOKENS; j++)
             if (j <= I) store_block(s.M, I * TOKENS_OF_BLOCK, j * TOKENS_OF_BLOCK, M[j]);
         store_rows_of_block(s.X, I, X);
-        write_rows<1>(w.k + tile, s.X, I);
+        write_rows(w.k + tile, s.X, I);
         __syncthreads();
     }
     { /* P and Q */
@@ -274,7 +272,7 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
 #pragma unroll
             for (int e = 0; e < 8; e++) Q[m][e / 4][e % 4] *= scale;
         store_rows_of_block(s.q, I, Q);
-        write_rows<1>(w.q + tile, s.q, I);
+        write_rows(w.q + tile, s.q, I);
         clear_rows_above(s.xk, I);
 #pragma unroll
         for (int back = 0; back < BLOCKS_OF_TOKENS; back++) {
@@ -283,7 +281,7 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
             for (int e = 0; e < 8; e++) P[back][e / 4][e % 4] *= scale;
             store_block(s.xk, I * TOKENS_OF_BLOCK, (I - back) * TOKENS_OF_BLOCK, P[back]);
         }
-        write_rows<1>(w.scores + tile, s.xk, I);
+        write_rows(w.scores + tile, s.xk, I);
     }
     { /* K */
         const uint32_t y_h = lane_with_columns(address_of(s.y));
@@ -302,7 +300,7 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
             add_rows(K, of_J, s.after + J * KP);
         }
         store_rows_of_block(s.k, I, K);
-        write_rows<1>(w.kt + tile, s.k, I);
+        write_rows(w.kt + tile, s.k, I);
     }
 }
 

@@ -65,12 +65,11 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
     constexpr int THREADS = key_threads<KP>, PANELS = KP / PANEL;
     extern __shared__ __align__(1024) char shared[];
     key_room<KP, RULE> &s = *(key_room<KP, RULE> *)shared;
-    const int chunk_slot = blockIdx.x / c.HV, hv = blockIdx.x % c.HV;
-    const float scale = (float)c.scale;
-    const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
-    const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
+    const own_chunk chunk = chunk_of_block(c);
+    const unit &u = chunk.u;
+    const int t = chunk.t, n = chunk.n, place = chunk.place;
     if (n <= 0) return;
-    const int place = chunk_slot * c.HV + hv; /* the launch has checked that it fits */
+    const float scale = (float)c.scale;
     const bool has_x = delta && c.x[LA_X].data;
     const bool bonus = !delta && c.x[LA_U].data;
     const bool early = bonus || (has_x && c.predicts_before); /* of q; under the delta rule of x */
@@ -84,7 +83,7 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
         if (threadIdx.x < C) {
             const float beta =
                 (int)threadIdx.x < n
-                    ? load<float>(at(c.x[LA_BETA], u.b, t + threadIdx.x, hv), c.x[LA_BETA].dtype)
+                    ? load<float>(at(c.x[LA_BETA], u.b, t + threadIdx.x, u.hv), c.x[LA_BETA].dtype)
                     : 0;
             if (!isfinite(beta)) found = threadIdx.x;
             s.beta[threadIdx.x] = beta;
@@ -199,8 +198,7 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
             }
             store_block(s.q, I * TOKENS_OF_BLOCK, first, sums[back]);
         }
-        if (HALF == BLOCKS_OF_TOKENS)
-            write_rows<1>(w.scores + (int64_t)place * PANEL_BYTES, s.q, I);
+        if (HALF == BLOCKS_OF_TOKENS) write_rows(w.scores + (int64_t)place * PANEL_BYTES, s.q, I);
     }
     if (HALF < BLOCKS_OF_TOKENS) {
         __syncthreads();
@@ -208,14 +206,11 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
     }
     if constexpr (delta) {
         if (PANELS == 1) {
-#pragma unroll
-            for (int i = 0; i < BLOCKS_OF_TOKENS * 8; i++) sums[i / 8][i % 8 / 4][i % 4] = 0;
+            clear(sums);
             multiply_x(s);
-        }
-        if (PANELS == 1) /* no warp reads rows any more */
             find_nonfinite();
-        else
-            __syncthreads();
+        } else
+            __syncthreads(); /* no warp reads rows any more, as behind find_nonfinite */
         const bool lower = w.lower, solves = PANELS == 1 || others;
         clear_pairs(s.L);
         if (solves) {
@@ -241,7 +236,7 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
                 }
                 if (lower) store_block(s.tile, I * TOKENS_OF_BLOCK, first, sums[back]);
             }
-            if (lower) write_rows<1>(w.lower + (int64_t)place * PANEL_BYTES, s.tile, I);
+            if (lower) write_rows(w.lower + (int64_t)place * PANEL_BYTES, s.tile, I);
         }
         __syncthreads();
         invert(s.L, s.room);
@@ -261,7 +256,7 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
                 }
                 store_block(s.tile, I * TOKENS_OF_BLOCK, J * TOKENS_OF_BLOCK, A);
             }
-            write_rows<1>(w.inverse + (int64_t)place * PANEL_BYTES, s.tile, I);
+            write_rows(w.inverse + (int64_t)place * PANEL_BYTES, s.tile, I);
         }
     }
     if (threadIdx.x == 0) w.nonfinite[place] = nonfinite;

@@ -64,27 +64,26 @@ class Arrays:
         self.first, self.recorded = name, recorded
         self.sizes: dict[str, Any] = {}
         self._require_array(name, x)
+        self._require_float(name, x)
+        self._begin(x)
+        self._fit(name, x, letters)
+
+    def _begin(self, x: Any) -> None:
+        """What follows from the first array."""
+        self.like = x
         self.xp, self.device = library_of(x), getattr(x, "device", None)
         self.dtype = _dtype_of(x)
-        self._require_float(name, x)
-        self.like = x
         self.real = self.xp.float64 if self.dtype == "float64" else self.xp.float32
         #: Does linattn.jax make the call? Then no array changes, and a step returns its state.
         self.by_jax = other_ways(x) is not None
         #: For sums of many tokens.
         self.double = held(self.xp.float64, x)
-        self._fit(name, x, letters)
 
     @classmethod
     def checked(cls, x: Any) -> Arrays:
-        """Those of a step whose arrays were checked. JAX does not make the call."""
+        """Those of a step whose arrays were checked."""
         call = cls.__new__(cls)
-        call.recorded, call.by_jax, call.like = False, False, x
-        call.sizes = {}
-        call.xp, call.device = library_of(x), getattr(x, "device", None)
-        call.dtype = _dtype_of(x)
-        call.real = call.xp.float64 if call.dtype == "float64" else call.xp.float32
-        call.double = call.xp.float64
+        call._begin(x)
         return call
 
     # ---- checks ----
