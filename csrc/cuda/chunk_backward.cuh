@@ -8,10 +8,13 @@
  *
  * With a normaliser, `prepare` leaves what the denominators need (denominators.cuh). The third kernel
  * adds their part to dq, and to dk what comes from the tokens of the chunk. `sum_later` and
- * `reduce_heads` add what comes from later chunks. */
+ * `reduce_heads` add what comes from later chunks.
+ *
+ * Noncausal calls have kernels of their own, and launches at the end of this file. */
 #include "intra_chunk_adjoint.cuh"
 #include "intra_chunk_adjoint_key.cuh"
 #include "intra_chunk_adjoint_pair.cuh"
+#include "noncausal_backward.cuh"
 
 #include <initializer_list>
 
@@ -401,8 +404,7 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
         !can_fetch(c, on, d[LA_DO], c.HV, c.V, &maps.d_o))
         return cudaErrorInvalidValue; /* cannot happen: the arrays of all heads could be fetched */
     if (places)
-        error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads,
-                       prepare_threads<KP, DECAY>,
+        error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads, prepare_threads<KP, DECAY>,
                        prepare_bytes<KP, DECAY, RULE>(has_x), stream, c, x.w, x.to.given);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && finds_d_den<KP>)
         if (normalised && tokens) {
@@ -434,6 +436,121 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
     return error;
 }
 
+/* ---- the noncausal form: noncausal_backward.cuh has its kernels ---- */
+
+struct noncausal_scratch {
+    sums_of_tokens sums;
+    intra_flags to;
+    char *rows, *d_num; /* as in backward_scratch */
+    through_z<float> z;
+};
+
+/* As the other one. */
+template <int KP>
+static int64_t lay_out(const call &c, const device_traits &on, char *room, noncausal_scratch *x)
+{
+    const int64_t tokens = (int64_t)c.B * c.T, panels = div_up(c.V, PANEL),
+                  tiles = (int64_t)c.N * c.HV * panels;
+    const bool normalised = c.normaliser != LA_UNNORMALISED, plain = rows_are_as_given(c);
+    const int64_t chunks_of_one = div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
+    const int64_t enough = div_up(on.processors * BLOCKS_OF_PROCESSOR, max(tiles, (int64_t)1));
+    const int64_t parts = max((int64_t)1, min(enough, chunks_of_one));
+    x->sums.of_sequence = (int)parts;
+    x->to.kp = (c.K + 31) / 32 * 32;
+    x->z.segments = normalised ? segments_of_keys(c) : 0;
+    const int64_t partials = tokens * c.HV * x->to.kp * 4;
+    const struct {
+        char **to;
+        int64_t bytes;
+    } pieces[] = {
+        {(char **)&x->sums.parts, tiles * parts * 2 * KP * PANEL * 4},
+        {&x->sums.joined, tiles * 2 * tile_bytes(KP)},
+        {&x->rows, plain ? 0 : (mapped_bytes(c) + 1023) / 1024 * 1024},
+        {(char **)&x->to.dq, x->to.direct_q ? 0 : partials},
+        {(char **)&x->to.dk, x->to.direct_k ? 0 : partials},
+        {(char **)&x->z.z, x->z.segments * c.HV * x->to.kp * 8},
+        {&x->d_num, normalised ? tokens * c.HV * c.V * 2 : 0},
+        {(char **)&x->z.den, normalised ? tokens * c.HV * 4 : 0},
+    };
+    int64_t bytes = 0;
+    for (const auto &piece : pieces) {
+        *piece.to = piece.bytes && room ? room + bytes : NULL;
+        bytes += piece.bytes;
+    }
+    x->z = {0, c.HV, 1, x->to.kp, 0, tokens, x->z.segments, x->to.dq, x->to.dk, x->z.den, x->z.z};
+    return bytes;
+}
+
+/* One turn, after its heads and its scratch have been laid out. */
+template <int KP>
+static cudaError_t launch_noncausal_turn(const call &given, const gradients &given_d,
+                                         const noncausal_scratch &x, cudaStream_t stream)
+{
+    call c = given; /* as the kernels see it */
+    gradients d = given_d;
+    const int64_t tokens = (int64_t)c.B * c.T, panels = div_up(c.V, PANEL),
+                  tiles = (int64_t)c.N * c.HV * panels, chunk_slots = chunk_slots_of(c, C);
+    cudaError_t error = cudaSuccess;
+    if (x.rows && tokens) error = launch_map_rows(c, x.rows, NULL, stream);
+    if (x.d_num) {
+        const int64_t row = (int64_t)c.HV * c.V;
+        if (error == cudaSuccess) error = find_denominators(c, x.z, stream);
+        if (error == cudaSuccess)
+            error = launch(divide, div_up(tokens * c.HV * (c.V / 8), 256), 256, 0, stream, c,
+                           given_d, x.z.den, (float)c.scale, x.d_num);
+        d[LA_DO] = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
+    }
+    if (error == cudaSuccess)
+        error = launch(sum_tokens<KP>, tiles * x.sums.of_sequence, NONCAUSAL_THREADS,
+                       SUMS_STAGES * sizeof(sums_stage<KP>), stream, c, d, x.to.given, x.sums);
+    if (error == cudaSuccess)
+        error = launch(join_sums<KP>, 2 * tiles, 256, 0, stream, c, d, x.sums);
+    if (error == cudaSuccess)
+        error = launch(read_sums<KP>, chunk_slots * c.HV, NONCAUSAL_THREADS, sizeof(read_room<KP>),
+                       stream, c, d, x.sums, x.to);
+    if (error == cudaSuccess && x.d_num) error = undo_denominators(c, d, x.z, stream);
+    if (error == cudaSuccess && !x.to.direct_q)
+        error = launch(reduce_heads<KP>, chunk_slots * c.H * BLOCKS_OF_CHUNK, 256, 0, stream, given,
+                       d, x.to);
+    return error;
+}
+
+/* One turn after another, of as many heads as the scratch allows. */
+template <int KP>
+static cudaError_t launch_noncausal(const call &c, const gradients &d, const device_traits &on,
+                                    cudaMemPool_t pool, cudaStream_t stream)
+{
+    const bool plain = rows_are_as_given(c), mapped = !plain && c.K % PIECE == 0;
+    const int64_t rows = 2 * (int64_t)c.B * c.T * c.H;
+    if (c.queries != c.keys || rows > INT32_MAX || !map_of(c, c.x[LA_V], c.HV, c.V, NULL) ||
+        !map_of(c, d[LA_DO], c.HV, c.V, NULL) ||
+        (int)(SUMS_STAGES * sizeof(sums_stage<KP>)) > on.room)
+        return cudaErrorNotSupported; /* nothing has been done */
+    noncausal_scratch x = {};
+    x.to.given = {mapped || (plain && map_of(c, c.x[LA_Q], c.H, c.K, NULL)),
+                  mapped || (plain && map_of(c, c.x[LA_K], c.H, c.K, NULL))};
+    x.to.direct_q = x.to.direct_k = plain && c.HV == c.H && c.normaliser == LA_UNNORMALISED;
+    call some = c;
+    gradients d_some = d;
+    narrow(some, d_some, 0, 1);
+    const int64_t each = lay_out<KP>(some, on, NULL, &x);
+    const int heads = heads_at_once(c, each);
+    const int64_t parts = div_up(c.T, C) + c.N; /* at most */
+    if (parts * heads * (c.HV / c.H) * div_up(c.V, PANEL) > INT32_MAX) return cudaErrorNotSupported;
+
+    char *room = NULL;
+    cudaError_t error = cudaMallocFromPoolAsync((void **)&room, each * heads, pool, stream);
+    for (int h = 0; h < c.H && error == cudaSuccess; h += heads) {
+        some = c;
+        d_some = d;
+        narrow(some, d_some, h, min(heads, c.H - h));
+        lay_out<KP>(some, on, room, &x);
+        error = launch_noncausal_turn<KP>(some, d_some, x, stream);
+    }
+    const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
+    return error == cudaSuccess ? freed : error;
+}
+
 template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cudaMemPool_t pool,
                                          cudaStream_t stream)
@@ -442,6 +559,8 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     device_traits on;
     cudaError_t error = traits_of_device((const void *)chunks_both_ways<KP, DECAY, RULE>, &on);
     if (error != cudaSuccess) return error;
+    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && KP <= 128)
+        if (!c.causal) return launch_noncausal<KP>(c, d, on, pool, stream);
     if (prepare_bytes<KP, DECAY, RULE>(has_x) > on.room ||
         intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on).bytes > on.room ||
         stages_both_ways<KP, DECAY, RULE>(c, on, 4) == 0)

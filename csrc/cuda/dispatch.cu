@@ -448,7 +448,8 @@ static const char *why_by_token(const la_problem *p)
     if (dtype == LA_F64) return "tensor cores would round float64";
     if (p->pass == LA_BACKWARD) {
         if (dtype != LA_BF16) return "gradients in chunks are those of bfloat16 arrays";
-        if (!p->causal) return "no kernel in chunks has noncausal gradients";
+        if (!p->causal && p->K > 128) return "noncausal gradients in chunks have at most 128 keys";
+        if (!p->causal && p->T != p->L) return "q has other tokens than k and v";
     }
     if (p->decay == LA_PAIR) {
         if (dtype != LA_BF16) return "pairs of states in chunks are those of bfloat16 arrays";
