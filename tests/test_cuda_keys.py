@@ -43,6 +43,42 @@ def test_strong_decays(op, K, V, dtype, strength):
     assert_near_recurrent(op, x, dtype)
 
 
+def assert_gradients_near_recurrent(op, x):
+    """And the gradients. Where decays are strong they are small: each is judged on its own."""
+    got, want = (run(op, x, "backward", **mode) for mode in ({}, {"mode": "recurrent"}))
+    for a, b in zip(got, want, strict=True):
+        assert torch.isfinite(a).all()
+        assert distance(a, b) < 2 * APART["bfloat16"]
+
+
+@keys
+@ops
+@pytest.mark.parametrize("strength", [1, 10, 100])
+def test_gradients_of_strong_decays(op, K, V, strength):
+    x = gpu_problem(op, pass_="backward", K=K, V=V)
+    x["g"][:, 5::7] *= strength
+    x["g"][:, 80:96, :, ::3] *= strength
+    assert_gradients_near_recurrent(op, x)
+    assert_gradients_near_recurrent(op, x | {"g": x["g"] * strength})
+
+
+@keys
+@pytest.mark.parametrize("strength", [1, 30])
+def test_gradients_with_x(K, V, strength):
+    x = gpu_problem("kda", pass_="backward", K=K, V=V)
+    x["x"] = x["k"] + 0.1 * torch.randn_like(x["k"])
+    x["g"][:, 20:50:3] *= strength
+    assert_gradients_near_recurrent("kda", x)
+
+
+@keys
+@pytest.mark.parametrize("op", ["gla", "rwkv6"])
+def test_gradients_of_decays_above_one(op, K, V):
+    x = gpu_problem(op, pass_="backward", K=K, V=V)
+    x["g"] = x["g"].abs() / 100
+    assert_gradients_near_recurrent(op, x)
+
+
 @keys
 @kinds
 @pytest.mark.parametrize("op", ["gla", "rwkv6"])
@@ -91,6 +127,16 @@ def test_dplr_takes_norms_in_chunks(K, V):
     x |= {"k": x["k"] * 5, "qk_l2norm": True}
     assert linattn.explain_kernel("dplr_delta_rule", **x).kernel == "chunks"
     judge("dplr_delta_rule", with_normed_rows(x), run("dplr_delta_rule", x)[0], "norms")
+
+
+@pytest.mark.parametrize("K, V", [(64, 64), (48, 72)])
+@pytest.mark.parametrize("HV", [2, 4])
+def test_gradients_of_dplr_through_norms(K, V, HV):
+    x = gpu_problem("dplr_delta_rule", pass_="backward", K=K, V=V, HV=HV)
+    x["q"] *= 3
+    x |= {"k": x["k"] * 5, "qk_l2norm": True}
+    assert linattn.explain_kernel(linattn.dplr_delta_rule_backward, **x).kernel == "chunks"
+    assert_gradients_near_recurrent("dplr_delta_rule", x)
 
 
 @pytest.mark.parametrize("B, T, H, HV", [(1, 2000, 1, 2), (3, 777, 2, 2), (1, 65, 1, 1)])

@@ -13,10 +13,10 @@ enum { INTRA_THREADS = 256, INTRA_STAGES = 2 };
  * per token if there is a gate per head, or if several blocks have the keys of a chunk; otherwise
  * (NULL) the gradient goes to the array of the gate. */
 struct intra_flags {
-    bool direct_q, direct_k; /* k: and x */
+    bool direct_q, direct_k; /* k: and x, and y */
     bool elu;
     as_given given;
-    float *dq, *dk, *dx; /* [HV][B T][kp] */
+    float *dq, *dk, *dx, *dy; /* [HV][B T][kp] */
     float *da;           /* [parts of the keys][HV][B T] */
     float *dbonus;       /* [chunk slots][HV][KP]; NULL without a bonus */
     const float
@@ -31,7 +31,8 @@ struct intra_flags {
 /* A panel of value columns. */
 template <int KP, la_rule RULE> struct intra_panel {
     char U[PANEL_BYTES], dO[PANEL_BYTES]; /* U: E, or V */
-    char Z[RULE == LA_DELTA ? PANEL_BYTES : 16];
+    char Z[la_predicts(RULE) ? PANEL_BYTES : 16];
+    alignas(RULE == LA_DPLR ? 1024 : 16) char p[RULE == LA_DPLR ? PANEL_BYTES : 16]; /* - p */
     alignas(1024) char S[tile_bytes(KP)], dS[tile_bytes(KP)];
 };
 
@@ -139,7 +140,11 @@ __device__ __forceinline__ void store_rows(const call &c, const unit &u, const v
 
 /* The bytes that the copy engine counts for a panel. */
 template <int KP, la_rule RULE>
-constexpr int panel_bytes = (RULE == LA_DELTA ? 3 : 2) * PANEL_BYTES + 2 * tile_bytes(KP);
+constexpr int panel_bytes = (RULE == LA_DPLR    ? 4
+                             : RULE == LA_DELTA ? 3
+                                                : 2) *
+                                PANEL_BYTES +
+                            2 * tile_bytes(KP);
 
 /* Fetch panel i of a chunk; its number among all panels is `number`. The keys of S and dS begin at
  * `first_key`. One thread asks the copy engine, which counts panel_bytes at the barrier; or all
@@ -153,22 +158,24 @@ fetch_panel(const call &c, const gradients &d, const backward_maps &maps, const 
     const int64_t states = number * tile_bytes(all_keys) + first_key / PANEL * PANEL_BYTES;
 #if HAS_WARP_GROUPS
     const uint32_t barrier = address_of(full);
-    if (RULE == LA_DELTA) {
-        engine_copy(address_of(to.U), f.E + number * PANEL_BYTES, PANEL_BYTES, barrier);
+    if (la_predicts(RULE)) {
+        engine_copy(address_of(RULE == LA_DPLR ? to.p : to.U), f.E + number * PANEL_BYTES,
+                    PANEL_BYTES, barrier);
         engine_copy(address_of(to.Z), f.Z + number * PANEL_BYTES, PANEL_BYTES, barrier);
-    } else {
-        engine_copy_box(address_of(to.U), &maps.v, i * PANEL, u.hv, t, u.b, barrier);
     }
+    if (RULE != LA_DELTA)
+        engine_copy_box(address_of(to.U), &maps.v, i * PANEL, u.hv, t, u.b, barrier);
     engine_copy_box(address_of(to.dO), &maps.d_o, i * PANEL, u.hv, t, u.b, barrier);
     engine_copy(address_of(to.S), f.states + states, tile_bytes(KP), barrier);
     engine_copy(address_of(to.dS), f.d_states + states, tile_bytes(KP), barrier);
 #else
-    if (RULE == LA_DELTA) {
-        copy_bytes(address_of(to.U), f.E + number * PANEL_BYTES, PANEL_BYTES);
+    if (la_predicts(RULE)) {
+        copy_bytes(address_of(RULE == LA_DPLR ? to.p : to.U), f.E + number * PANEL_BYTES,
+                   PANEL_BYTES);
         copy_bytes(address_of(to.Z), f.Z + number * PANEL_BYTES, PANEL_BYTES);
-    } else {
-        copy_rows<PANEL>(c.x[LA_V], c.V, u.b, t, n, u.hv, address_of(to.U), i * PANEL);
     }
+    if (RULE != LA_DELTA)
+        copy_rows<PANEL>(c.x[LA_V], c.V, u.b, t, n, u.hv, address_of(to.U), i * PANEL);
     copy_rows<PANEL>(d[LA_DO], c.V, u.b, t, n, u.hv, address_of(to.dO), i * PANEL);
     copy_bytes(address_of(to.S), f.states + states, tile_bytes(KP));
     copy_bytes(address_of(to.dS), f.d_states + states, tile_bytes(KP));

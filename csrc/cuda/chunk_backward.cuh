@@ -55,7 +55,7 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
                   bytes, stream, c, d, w, maps, f, tiles, stages(width));
 }
 
-/* Add up dq, dk and dx of the value heads of one q/k head, and apply the adjoint of loading to dq
+/* Add up dq, dk, dx and dy of the value heads of one q/k head, and apply the adjoint of loading to dq
  * and dk. The call has q and k as the caller gave them. A block has eight tokens of a chunk of a
  * q/k head, a warp has a token, and a lane four of every 128 keys. */
 enum { BLOCKS_OF_CHUNK = C / 8 };
@@ -75,12 +75,14 @@ static __global__ void __launch_bounds__(256)
     const bool plain = rows_are_as_given(c);
     const int64_t token = (int64_t)b * c.T + t;
 #pragma unroll
-    for (int which = 0; which < 3; which++) {
-        const bool of_x = which == 2;
-        if ((of_x && !c.x[LA_X].data) || (which == 0 ? from.direct_q : from.direct_k)) continue;
+    for (int which = 0; which < 4; which++) {
+        const bool of_x = which >= 2; /* of x or y, which have no norm and no map */
+        if ((of_x && !c.x[which == 2 ? LA_X : LA_Y].data) ||
+            (which == 0 ? from.direct_q : from.direct_k))
+            continue;
         const view &x = which ? c.x[LA_K] : c.x[LA_Q];
-        const view &to = of_x ? d[LA_DX] : which ? d[LA_DK] : d[LA_DQ];
-        const float *partials = of_x ? from.dx : which ? from.dk : from.dq;
+        const view &to = which == 3 ? d[LA_DY] : of_x ? d[LA_DX] : which ? d[LA_DK] : d[LA_DQ];
+        const float *partials = which == 3 ? from.dy : of_x ? from.dx : which ? from.dk : from.dq;
         partials += (h * group * tokens + token) * from.kp;
         const float *const later =
             which == 1 && from.dz ? from.dz + ((int64_t)chunk_slot * c.HV + h * group) * KP + first
@@ -150,7 +152,7 @@ constexpr auto intra_chunk_adjoint_with()
     if constexpr (DECAY == LA_PAIR)
         return intra_chunk_adjoint_pair<KP / (2 * PANEL)>;
     else if constexpr (DECAY == LA_KEY)
-        return intra_chunk_adjoint_key<(KP > 128 ? 256 : 128), RULE, HAS_X>;
+        return intra_chunk_adjoint_key<(KP > 128 ? 256 : 128), RULE>;
     else
         return intra_chunk_adjoint_scalar<scalar_keys<KP>, DECAY, RULE, HAS_X,
                                           KP / scalar_keys<KP>>;
@@ -165,24 +167,23 @@ constexpr int parts_of_da = DECAY == LA_PAIR    ? KP / (2 * PANEL)
 /* The last kernel of a call: its blocks for a chunk of a head, and their shared memory. */
 struct intra_launch {
     void (*kernel)(call, gradients, chunks, backward_maps, kept, intra_flags);
-    int blocks, bytes;
+    int blocks, threads, bytes;
 };
 
 template <int KP, la_decay DECAY, la_rule RULE>
 static intra_launch intra_chunk_adjoint_of(const call &c, const device_traits &on)
 {
     if constexpr (DECAY == LA_PAIR)
-        return {intra_chunk_adjoint_with<KP, DECAY, RULE, false>(), KP / (2 * PANEL),
+        return {intra_chunk_adjoint_with<KP, DECAY, RULE, false>(), KP / (2 * PANEL), INTRA_THREADS,
                 (int)sizeof(intra_pair_room)};
     const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
     const auto kernel = has_x ? intra_chunk_adjoint_with<KP, DECAY, RULE, RULE == LA_DELTA>()
                               : intra_chunk_adjoint_with<KP, DECAY, RULE, false>();
     if (DECAY == LA_KEY)
-        return {kernel, KP / KEYS,
-                (int)(on.producers ? sizeof(intra_key_room<RULE, true>)
-                                   : sizeof(intra_key_room<RULE, false>))};
+        return {kernel, KP / KEYS, intra_key_threads<RULE>,
+                intra_key_bytes<RULE>((int)div_up(c.V, PANEL), on.producers)};
     constexpr int keys = scalar_keys<KP>;
-    return {kernel, KP / keys,
+    return {kernel, KP / keys, INTRA_THREADS,
             (int)(on.producers ? sizeof(intra_room<keys, RULE, true>)
                                : sizeof(intra_room<keys, RULE, false>)) +
                 (has_x ? tile_bytes(keys) : 0)};
@@ -191,7 +192,7 @@ static intra_launch intra_chunk_adjoint_of(const call &c, const device_traits &o
 static void narrow(call &c, gradients &d, int h, int n)
 {
     const int group = c.HV / c.H, hv = h * group;
-    move_along(2, h, {&d[LA_DQ], &d[LA_DK], &d[LA_DX]});
+    move_along(2, h, {&d[LA_DQ], &d[LA_DK], &d[LA_DX], &d[LA_DY]});
     move_along(2, hv, {&d[LA_DO], &d[LA_DV], &d[LA_DG], &d[LA_DBETA], &d[LA_DETA]});
     move_along(0, h, {&d[LA_DU]});
     move_along(1, hv, {&d[LA_DST], &d[LA_DZT], &d[LA_DYT], &d[LA_DS0], &d[LA_DZ0], &d[LA_DY0]});
@@ -275,7 +276,8 @@ struct backward_scratch {
 template <int KP, la_decay DECAY, la_rule RULE>
 static int64_t lay_out(const call &c, const gradients &d, char *room, backward_scratch *x)
 {
-    constexpr bool delta = RULE == LA_DELTA, in_rows = lies_in_rows<DECAY>;
+    constexpr bool predicts = la_predicts(RULE), dplr = RULE == LA_DPLR,
+                   in_rows = lies_in_rows<DECAY>;
     chunks &w = x->w;
     kept &f = x->f;
     intra_flags &to = x->to;
@@ -285,8 +287,8 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     const int64_t tokens = (int64_t)c.B * c.T, score = places * PANEL_BYTES;
     const int heads = in_rows ? c.HV : c.H;
     const int64_t keys = chunk_slots * heads * tile;
-    const bool normalised = is_normalised(&c, DECAY, RULE), has_x = delta && c.x[LA_X].data;
-    const bool has_bonus = DECAY == LA_KEY && !delta && c.x[LA_U].data;
+    const bool normalised = is_normalised(&c, DECAY, RULE), has_x = predicts && c.x[LA_X].data;
+    const bool has_bonus = DECAY == LA_KEY && !predicts && c.x[LA_U].data;
     const int64_t da_parts = parts_of_da<KP, DECAY>;
     w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
@@ -298,14 +300,16 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         int64_t bytes;
     } parts[] = {
         {&w.scores, score},
-        {&w.inverse, delta ? score : 0},
-        {&w.lower, delta ? score : 0},
+        {&w.inverse, predicts ? score : 0},
+        {&w.lower, predicts ? score : 0},
+        {&w.scores_y, dplr ? score : 0},
         {&w.q, in_rows || !to.given.q ? keys : 0},
-        {&w.k, in_rows      ? (delta ? keys : 0)
+        {&w.k, in_rows      ? (predicts ? keys : 0)
                : to.given.k ? 0
                             : keys},
         {&w.x, has_x && !in_rows && !to.given.x ? keys : 0},
         {&w.kt, in_rows ? keys : 0},
+        {&w.y, dplr ? keys : 0},
         {(char **)&w.total, (places * totals<KP, DECAY> * 4 + 1023) / 1024 * 1024},
         {(char **)&w.in, DECAY == LA_TOKEN ? places * C * 4 : 0},
         {(char **)&w.out, DECAY == LA_TOKEN ? places * C * 4 : 0},
@@ -314,11 +318,12 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {&x->rows, x->maps_rows ? (mapped_bytes(c) + 1023) / 1024 * 1024 : 0},
         {&f.states, places * panels * tile},
         {&f.d_states, places * panels * tile},
-        {&f.E, delta ? places * panels * PANEL_BYTES : 0},
-        {&f.Z, delta ? places * panels * PANEL_BYTES : 0},
+        {&f.E, predicts ? places * panels * PANEL_BYTES : 0},
+        {&f.Z, predicts ? places * panels * PANEL_BYTES : 0},
         {(char **)&to.dq, to.direct_q ? 0 : tokens * c.HV * to.kp * 4},
         {(char **)&to.dk, to.direct_k ? 0 : tokens * c.HV * to.kp * 4},
         {(char **)&to.dx, to.direct_k || !has_x ? 0 : tokens * c.HV * to.kp * 4},
+        {(char **)&to.dy, to.direct_k || !dplr ? 0 : tokens * c.HV * to.kp * 4},
         {(char **)&w.z, by_chunks ? places * KP * 4 : 0},
         {(char **)&w.den, by_chunks ? places * C * 4 : 0},
         {(char **)&to.dz, by_chunks ? places * KP * 4 : 0},
@@ -416,7 +421,7 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
     if (error == cudaSuccess && x.to.dbonus) /* not every slot has a chunk */
         error = cudaMemsetAsync(x.to.dbonus, 0, places * KP * 4, stream);
     if (error == cudaSuccess)
-        error = launch(intra.kernel, places * intra.blocks, INTRA_THREADS, intra.bytes, stream, c,
+        error = launch(intra.kernel, places * intra.blocks, intra.threads, intra.bytes, stream, c,
                        d, x.w, maps, x.f, x.to);
     if (error == cudaSuccess && normalised)
         error = finds_d_den<KP>
@@ -580,7 +585,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     const bool mapped = x.maps_rows && c.K % PIECE == 0; /* each row begins at 16 bytes */
     x.to.given = {mapped || (plain && fits(c.x[LA_Q], c.H, c.K)),
                   mapped || (plain && fits(c.x[LA_K], c.H, c.K)),
-                  has_x && fits(c.x[LA_X], c.H, c.K)};
+                  has_x && fits(c.x[LA_X], c.H, c.K), RULE == LA_DPLR && fits(c.x[LA_Y], c.H, c.K)};
     /* the last kernel undoes a norm, or elu + 1, if its blocks have whole rows */
     const bool elu = !c.qk_l2norm && c.map[0] == LA_ELU1 && c.map[1] == LA_ELU1;
     const bool undoes = x.maps_rows && (has_no_map(c) || elu) && !lies_in_rows<DECAY>;

@@ -54,21 +54,23 @@ static bool map_of(const call &c, const view &x, int heads, int columns, CUtenso
                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-/* Tokens t..t+n of head h, by all threads. Rows and columns past the end are zeros. The caller
- * waits for the copies. The elements have two bytes: in planes, q and k are never used as given. */
+/* Tokens t..t+n of head h, by THREADS threads, which are numbered: usually all of the block. Rows and
+ * columns past the end are zeros. The caller waits for the copies. The elements have two bytes: in
+ * planes, q and k are never used as given. */
 template <int COLUMNS, int THREADS>
 __device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int t, int n, int h,
-                                          uint32_t tile, int first_column = 0)
+                                          uint32_t tile, int first_column = 0,
+                                          int thread = threadIdx.x)
 {
     constexpr int SPAN = COLUMNS < THREADS ? COLUMNS : THREADS, PIECES = SPAN / 8,
                   STEP = THREADS / PIECES;
     static_assert(STEP % 8 == 0, "a thread's pieces are at the same place of their rows");
-    const int row = threadIdx.x / PIECES;
+    const int row = thread / PIECES;
     const int64_t step = x.stride[1] * 2;
     const char *from = at(x, b, t, h, first_column);
 #pragma unroll
     for (int j = 0; j < COLUMNS; j += SPAN) {
-        const int piece = j / 8 + threadIdx.x % PIECES;
+        const int piece = j / 8 + thread % PIECES;
         const uint32_t to = tile + piece_at(row, piece);
 #pragma unroll
         for (int i = 0; i < C; i += STEP) {
@@ -106,7 +108,7 @@ __device__ inline void copy_bytes(uint32_t to, const char *from, int bytes)
  * from `first_key` on; the norm is that of all. */
 template <int KP, int THREADS, int KEYS = KP>
 __device__ void load_keys(const call &c, la_name name, int b, int t, int n, int h, char *tile,
-                          int first_key = 0)
+                          int first_key = 0, int thread = threadIdx.x)
 {
     enum { AT_ONCE = 4 };
     const int lane = threadIdx.x % 32;
@@ -119,7 +121,7 @@ __device__ void load_keys(const call &c, la_name name, int b, int t, int n, int 
     const int64_t step = from.stride[1], apart = from.stride[3];
     const bool pairs =
         apart == 1 && ((step | c.K) & 1) == 0 && (uintptr_t)start % sizeof(given_pair) == 0;
-    for (int first = threadIdx.x / 32; first < C; first += AT_ONCE * THREADS / 32) {
+    for (int first = thread / 32; first < C; first += AT_ONCE * THREADS / 32) {
         given_pair two[AT_ONCE][KP / 64];
 #pragma unroll
         for (int r = 0; r < AT_ONCE; r++)
