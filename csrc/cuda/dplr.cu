@@ -1,5 +1,5 @@
-/* DPLR in chunks: forward passes with bfloat16 and at most 64 keys have kernels (prepare_dplr.cuh). In
- * other passes each token is two of the delta rule with a decay per key.
+/* DPLR in chunks: with bfloat16 and at most 64 keys it has kernels (prepare_dplr.cuh). In other calls
+ * each token is two of the delta rule with a decay per key.
  *
  *     p = S' x;   S <- diag(a) S - y p' + k v';   o = S' q
  *
@@ -236,6 +236,10 @@ cudaError_t dplr_in_chunks(const call &c, chunk_launcher delta, cudaMemPool_t po
 cudaError_t dplr_gradients_in_chunks(const call &c, const gradients &d, backward_launcher delta,
                                      cudaMemPool_t pool, cudaStream_t stream)
 {
+    if (c.K <= 64) {
+        const cudaError_t error = chunk_backward_dplr(c, d, pool, stream);
+        if (error != cudaErrorNotSupported) return error;
+    }
     /* known before the arrays of pairs are made: the kernels refuse these */
     if (!can_be_pairs(c) || c.gate == LA_DECAY || c.V % 8) return cudaErrorNotSupported;
     const auto lay_out = [](pairs_of_tokens &x, gradients &d) {

@@ -80,8 +80,9 @@ extern const chunk_launcher chunk_none_f32[2], chunk_token_f32[2], chunk_key_f32
 extern const chunk_launcher chunk_none_k256[2], chunk_token_k256[2], chunk_key_k256[2];
 extern const chunk_launcher chunk_none_k256_f16[2], chunk_token_k256_f16[2], chunk_key_k256_f16[2];
 
-/* DPLR: bf16 arrays with K <= 64. */
+/* DPLR: bf16 arrays with K <= 64; gradients where a block may have 140 KiB of shared memory. */
 extern const chunk_launcher chunk_dplr;
+extern const backward_launcher chunk_backward_dplr;
 
 /* DPLR by these, or by kernels of the delta rule with a decay per key, for the same dtype and K. */
 cudaError_t dplr_in_chunks(const call &, chunk_launcher delta, cudaMemPool_t, cudaStream_t);

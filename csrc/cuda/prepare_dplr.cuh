@@ -100,6 +100,20 @@ __device__ __forceinline__ void clear_rows_from(char *tile, int first)
         *(uint4 *)(tile + first * 128 + i * 16) = make_uint4(0, 0, 0, 0);
 }
 
+/* A left operand as a block of a tile. */
+__device__ __forceinline__ void store_left(char *tile, int row, int column, const left &a)
+{
+    const int lane = threadIdx.x % 32;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    store_matrices(address_of(tile) + piece_at(row + lane % 16, column / 8 + lane / 16), a.x);
+#else
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        *(uint32_t *)(tile + element_at(row + lane / 4 + e % 2 * 8,
+                                        column + lane % 4 * 2 + e / 2 * 8)) = a.x[e];
+#endif
+}
+
 template <int KP, typename = element>
 __global__ void __launch_bounds__(DPLR_THREADS, 3)
     prepare_dplr(const __grid_constant__ call c, const __grid_constant__ chunks w,
@@ -201,6 +215,16 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
             }
     }
     if (threadIdx.x == 0) w.nonfinite[place] = nonfinite;
+    const bool keeps = w.lower; /* gradients follow */
+    if (keeps) {
+        /* by way of the place of M, which is free until `invert` */
+        clear_rows_above(s.M, I);
+#pragma unroll
+        for (int back = 0; back < BLOCKS_OF_TOKENS; back++)
+            if (back <= I)
+                store_left(s.M, I * TOKENS_OF_BLOCK, (I - back) * TOKENS_OF_BLOCK, P_y[back]);
+        write_rows(w.scores_y + tile, s.M, I);
+    }
     clear_pairs(s.L);
 #pragma unroll
     for (int back = 0; back < BLOCKS_OF_TOKENS; back++)
@@ -212,6 +236,7 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
                     make_float2(other[back][e / 2][e % 2 * 2], other[back][e / 2][e % 2 * 2 + 1]);
     __syncthreads();
     invert(s.L, s.room);
+    if (keeps) clear_rows_above(s.M, I);
 
     {                          /* M and X */
         sums_of_blocks M = {}; /* of blocks (I, 0), (I, 1), ... */
@@ -229,6 +254,7 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
                                           J * TOKENS_OF_BLOCK + pair + e / 2 * 8];
                 A.x[e] = pack(y.x, y.y);
             }
+            if (keeps) store_left(s.M, I * TOKENS_OF_BLOCK, J * TOKENS_OF_BLOCK, A);
 #pragma unroll
             for (int j = 0; j <= J; j++)
                 multiply(M[j][0], M[j][1], A, load_right(xk, J * TOKENS_OF_BLOCK, j * 16));
@@ -236,10 +262,12 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
             multiply_rows_of_block(of_J, A, x_f, J);
             add_rows(X, of_J, s.before + J * KP);
         }
+        if (keeps) write_rows(w.inverse + tile, s.M, I);
         __syncthreads(); /* A and (x k) are no longer needed */
 #pragma unroll
         for (int j = 0; j < BLOCKS_OF_TOKENS; j++)
             if (j <= I) store_block(s.M, I * TOKENS_OF_BLOCK, j * TOKENS_OF_BLOCK, M[j]);
+        if (keeps) write_rows(w.lower + tile, s.M, I);
         store_rows_of_block(s.X, I, X);
         write_rows(w.k + tile, s.X, I);
         __syncthreads();

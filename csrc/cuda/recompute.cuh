@@ -14,6 +14,13 @@
  *
  * Where the caller gave x, it stands in the place of k in k^, and L is that of x and k.
  *
+ * DPLR (prepare_dplr.cuh) has X in the place of k^, and keeps - p in the place of E:
+ *
+ *     recompute   T = X S,  p = T + M V
+ *                 S <- diag(a) S - y~' T + K' V
+ *     backward    dT = - y~ dS,  dV = K dS + P' dO,  Z = - A' (dT - P_y' dO)
+ *                 dS <- diag(a) dS + Q' dO + X' dT
+ *
  * U = diag(b) E and dV = diag(b) Z, where Z is the gradient of U. E and Z are kept, not U and dV,
  * because the gradient of beta is then Z_i . E_i, without a division. The additive rule has U = V
  * and dV = dU, and keeps neither.
@@ -33,7 +40,7 @@ enum { ADJOINT_STAGES = 2, ADJOINT_WARPS = 8, ADJOINT_PRODUCERS = 4 };
 struct kept {
     /* [chunk slots][HV][V / 64, rounded up] tiles of KP columns: S', dS' */
     char *states, *d_states;
-    /* [chunk slots][HV][V / 64, rounded up] panels of C tokens; delta rule only */
+    /* [chunk slots][HV][V / 64, rounded up] panels of C tokens; delta rules only */
     char *E, *Z;
 };
 
@@ -47,14 +54,19 @@ template <int KP> constexpr int adjoint_halves = KP > 128 ? 2 : 1;
 
 /* A stage: where the parts of a chunk lie in shared memory. */
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_stage {
-    static constexpr bool delta = RULE == LA_DELTA;
-    static constexpr bool has_k = delta || !lies_in_rows<DECAY>; /* otherwise k~ alone is used */
+    static constexpr bool delta = RULE == LA_DELTA, dplr = RULE == LA_DPLR;
+    /* otherwise k~ alone is used; DPLR: X */
+    static constexpr bool has_k = delta || dplr || !lies_in_rows<DECAY>;
     static constexpr int k = 0, q = k + (has_k ? tile_bytes(KP) : 0);
     static constexpr int kt = q + (BACKWARD ? tile_bytes(KP) : 0);
     static constexpr int scores = kt + (lies_in_rows<DECAY> ? tile_bytes(KP) : 0);
     static constexpr int inverse = scores + (BACKWARD ? PANEL_BYTES : 0);
-    static constexpr int lower = inverse + (delta ? PANEL_BYTES : 0);
-    static constexpr int in = lower + (delta ? PANEL_BYTES : 0);
+    static constexpr bool has_inverse = delta || (dplr && BACKWARD),
+                          has_lower = delta || (dplr && !BACKWARD);
+    static constexpr int lower = inverse + (has_inverse ? PANEL_BYTES : 0);
+    static constexpr int y = lower + (has_lower ? PANEL_BYTES : 0);
+    static constexpr int scores_y = y + (dplr ? tile_bytes(KP) : 0);
+    static constexpr int in = scores_y + (dplr && BACKWARD ? PANEL_BYTES : 0);
     static constexpr int out = in + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
     static constexpr int v = (total + totals<KP, DECAY> * 4 + 1023) / 1024 * 1024;
@@ -169,7 +181,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                                                    const kept &f, int tiles, int stages, int index)
 {
     typedef adjoint_stage<KP, DECAY, RULE, BACKWARD> part;
-    constexpr bool delta = RULE == LA_DELTA;
+    constexpr bool delta = RULE == LA_DELTA, dplr = RULE == LA_DPLR;
     constexpr int HALVES = part::halves, KEYS = part::keys;
     extern __shared__ __align__(1024) char shared[];
     const int warps = blockDim.x / 32 - HAS_WARP_GROUPS * ADJOINT_PRODUCERS,
@@ -211,8 +223,12 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             {part::q, BACKWARD && w.q ? w.q + keys : NULL, tile_bytes(KP)},
             {part::kt, lies_in_rows<DECAY> ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
             {part::scores, BACKWARD ? w.scores + place * PANEL_BYTES : NULL, PANEL_BYTES},
-            {part::inverse, delta ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
-            {part::lower, delta ? w.lower + place * PANEL_BYTES : NULL, PANEL_BYTES},
+            {part::inverse, part::has_inverse ? w.inverse + place * PANEL_BYTES : NULL,
+             PANEL_BYTES},
+            {part::lower, part::has_lower ? w.lower + place * PANEL_BYTES : NULL, PANEL_BYTES},
+            {part::y, dplr ? w.y + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
+            {part::scores_y, dplr && BACKWARD ? w.scores_y + place * PANEL_BYTES : NULL,
+             PANEL_BYTES},
             {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
             {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
             {part::total, lies_in_rows<DECAY> ? w.total + place * totals<KP, DECAY> : NULL,
@@ -400,7 +416,49 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         if constexpr (!BACKWARD) {
             float E[8][4] = {};
             keep_state();
-            if constexpr (delta) {
+            const auto keep_E = [&] {
+                if (nonfinite) {
+                    const int all[2] = {C, C};
+                    spoil_before(E, all);
+                }
+                if (half == 0 && v0 < panels * PANEL) {
+                    put_columns(base + slice, E);
+                    char *to = f.E + (place * panels + panel) * PANEL_BYTES +
+                               piece_at(lane / 2, line % 4 * 2 + lane % 2);
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        *(uint4 *)(to + j * 16 * 128) =
+                            *(const uint4 *)(room + piece + j * 16 * 128);
+                }
+            };
+            if constexpr (dplr) { /* T = X S, p = T + M V, S <- diag(a) S - y~' T + K' V */
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < KEYS / 16; j++) multiply_rows(E, s[j], base + part::k, j * 16);
+                products_commit();
+                products_wait<0>();
+                products_in(E);
+                left T[4];
+                as_operands(T, E, NULL, -1);
+                decay_state();
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_rows(E, x[j], base + part::lower, j * 16);
+                products_commit();
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(S, T[j], base + part::y, j * 16);
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + rows.written, j * 16);
+                products_commit();
+                products_wait<1>();
+                products_in(E);
+#pragma unroll
+                for (int m = 0; m < 8 * 4; m++) E[m / 4][m % 4] = -E[m / 4][m % 4];
+                keep_E();
+                products_wait<0>();
+                products_in(S);
+            } else if constexpr (delta) {
                 float X[8][4] = {};
                 products_begin();
 #pragma unroll
@@ -443,19 +501,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 products_commit();
                 products_wait<1>();
                 products_in(E);
-                if (nonfinite) {
-                    const int all[2] = {C, C};
-                    spoil_before(E, all);
-                }
-                if (half == 0 && v0 < panels * PANEL) {
-                    put_columns(base + slice, E);
-                    char *to = f.E + (place * panels + panel) * PANEL_BYTES +
-                               piece_at(lane / 2, line % 4 * 2 + lane % 2);
-#pragma unroll
-                    for (int j = 0; j < 4; j++)
-                        *(uint4 *)(to + j * 16 * 128) =
-                            *(const uint4 *)(room + piece + j * 16 * 128);
-                }
+                keep_E();
                 products_wait<0>();
                 products_in(S);
             } else {
@@ -496,6 +542,16 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             products_in(dU);
             products_in(of_read);
             sum_over_keys(dU);
+            const auto keep_Z = [&](const float(&Z)[8][4]) {
+                if (half || v0 >= panels * PANEL) return;
+                put_columns(base + slice, Z);
+                char *to = f.Z + (place * panels + panel) * PANEL_BYTES +
+                           piece_at(lane / 2, line % 4 * 2 + lane % 2);
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    *(uint4 *)(to + j * 16 * 128) = *(const uint4 *)(room + piece + j * 16 * 128);
+                __syncwarp();
+            };
             /* dO times the scale and the decay from the start of the chunk, unless q^ has them */
             if (!lies_in_rows<DECAY>) scale_operands(x, DECAY == LA_TOKEN ? in : NULL, scale);
             if constexpr (apart)
@@ -509,7 +565,51 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                     dU[m][3] = a.y * dU[m][3] + of_read[m][3];
                 }
             float dV[8][4];
-            if constexpr (delta) {
+            if constexpr (dplr) {
+                /* was p = A (x^ S + (x k) V), of which o takes P_y p and S takes y~' p. Z is the
+                 * gradient of the parentheses, times -1. W: y~ dS + P_y' dO; dT here times -1 */
+                float W[8][4] = {}, Z[8][4] = {};
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    multiply_columns(W, x[j], base + part::scores_y, j * 16);
+                products_commit();
+                products_wait<0>();
+                products_in(W);
+#pragma unroll
+                for (int m = 0; m < 8 * 4; m++) W[m / 4][m % 4] *= scale;
+                float dT[8][4] = {};
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < KEYS / 16; j++) multiply_rows(dT, s[j], base + part::y, j * 16);
+                products_commit();
+                products_wait<0>();
+                products_in(dT);
+#pragma unroll
+                for (int m = 0; m < 8 * 4; m++) W[m / 4][m % 4] += dT[m / 4][m % 4];
+                left y[4], z[4];
+                as_operands(y, W, NULL, 1);
+                as_operands(z, dT, NULL, -1);
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(Z, y[j], base + part::inverse, j * 16);
+                products_commit();
+                products_begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + part::q, j * 16);
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(S, z[j], base + part::k, j * 16);
+                products_commit();
+                products_wait<1>();
+                products_in(Z);
+                if (spoiled) {
+                    spoil_before(Z, end);
+                    spoil_before(dU, end);
+                }
+                keep_Z(Z);
+#pragma unroll
+                for (int m = 0; m < 8 * 4; m++) dV[m / 4][m % 4] = dU[m / 4][m % 4];
+            } else if constexpr (delta) {
 #pragma unroll
                 for (int m = 0; m < 8 * 4; m++) dV[m / 4][m % 4] = 0;
                 left y[4];
@@ -542,16 +642,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                     spoil_before(dU, end);
                     spoil_before(dV, end);
                 }
-                if (half == 0 && v0 < panels * PANEL) { /* Z */
-                    put_columns(base + slice, dU);
-                    char *to = f.Z + (place * panels + panel) * PANEL_BYTES +
-                               piece_at(lane / 2, line % 4 * 2 + lane % 2);
-#pragma unroll
-                    for (int j = 0; j < 4; j++)
-                        *(uint4 *)(to + j * 16 * 128) =
-                            *(const uint4 *)(room + piece + j * 16 * 128);
-                    __syncwarp();
-                }
+                keep_Z(dU);
             } else {
                 products_begin();
 #pragma unroll
