@@ -164,40 +164,38 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
     /* rows I of the four products. A pair of rows i, j of (x k) and (x y) has j < i. */
     const int slow = s.decays.first_slow(I);
     const int row = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2; /* of a block */
-    const auto products = [&](sums_of_blocks &sums, int which) {
+    sums_of_blocks P, sums; /* of blocks (I, I), (I, I - 1), ... */
+    left P_y[BLOCKS_OF_TOKENS];
+    /* One text for all four: written out, the kernel waited longer for its own instructions
+     * (docs/decisions/0056). */
+#pragma unroll 1
+    for (int which = 0; which < 4; which++) {
+        const bool of_x = which % 2, of_y = which / 2;
         clear(sums);
-        multiply_blocks<KP>(sums, which % 2 ? s.x : s.q, which / 2 ? s.y : s.k,
-                            which / 2 ? s.near_y : s.near_k, s.decays, I);
+        multiply_blocks<KP>(sums, of_x ? s.x : s.q, of_y ? s.y : s.k, of_y ? s.near_y : s.near_k,
+                            s.decays, I);
         load_pairs(sums[0], slow, s.pairs[which][I]);
-    };
-    const auto below_diagonal = [&](sums_of_blocks &sums,
-                                    bool own) { /* own: with the diagonal */
+        if (which == 0 || which == 3) found = min(found, nonfinite_of_block(sums[0], I));
 #pragma unroll
-                                                for (int e = 0; e < 8; e++)
-                                                    if (pair + e / 4 * 8 + e % 2 + !own >
-                                                        row + e % 4 / 2 * 8)
-                                                        sums[0][e / 4][e % 4] = 0;
-    };
-    sums_of_blocks P, other;
-    products(P, 0);
-    found = min(found, nonfinite_of_block(P[0], I));
-    below_diagonal(P, true);
-    products(other, 1);
-    below_diagonal(other, false);
-    __syncthreads(); /* k / f is no longer needed */
+        for (int e = 0; e < 8; e++)
+            if (pair + e / 4 * 8 + e % 2 + of_x > row + e % 4 / 2 * 8) sums[0][e / 4][e % 4] = 0;
+        if (which == 0) {
 #pragma unroll
-    for (int back = 0; back < BLOCKS_OF_TOKENS; back++)
-        if (back <= I)
-            store_block(s.xk, I * TOKENS_OF_BLOCK, (I - back) * TOKENS_OF_BLOCK, other[back]);
-    left P_y[BLOCKS_OF_TOKENS]; /* of blocks (I, I), (I, I - 1), ... */
-    products(other, 2);
-    below_diagonal(other, true);
+            for (int i = 0; i < BLOCKS_OF_TOKENS * 8; i++)
+                P[i / 8][i % 8 / 4][i % 4] = sums[i / 8][i % 8 / 4][i % 4];
+        } else if (which == 1) {
+            __syncthreads(); /* k / f is no longer needed */
 #pragma unroll
-    for (int back = 0; back < BLOCKS_OF_TOKENS; back++)
-        P_y[back] = as_left(other[back][0], other[back][1]);
-    products(other, 3);
-    found = min(found, nonfinite_of_block(other[0], I));
-    below_diagonal(other, false);
+            for (int back = 0; back < BLOCKS_OF_TOKENS; back++)
+                if (back <= I)
+                    store_block(s.xk, I * TOKENS_OF_BLOCK, (I - back) * TOKENS_OF_BLOCK,
+                                sums[back]);
+        } else if (which == 2) {
+#pragma unroll
+            for (int back = 0; back < BLOCKS_OF_TOKENS; back++)
+                P_y[back] = as_left(sums[back][0], sums[back][1]);
+        }
+    }
     int nonfinite = C;
     if (__syncthreads_or(found < C)) { /* as if the chunk ended before the first such token */
         atomicMin(&s.decays.nonfinite, found);
@@ -211,7 +209,7 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
                 if (I * TOKENS_OF_BLOCK + row + e % 2 * 8 < nonfinite) continue;
                 P_y[back].x[e] = 0;
                 P[back][e / 2][e % 2 * 2] = P[back][e / 2][e % 2 * 2 + 1] = 0;
-                other[back][e / 2][e % 2 * 2] = other[back][e / 2][e % 2 * 2 + 1] = 0;
+                sums[back][e / 2][e % 2 * 2] = sums[back][e / 2][e % 2 * 2 + 1] = 0;
             }
     }
     if (threadIdx.x == 0) w.nonfinite[place] = nonfinite;
@@ -233,7 +231,7 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
             if (back <= I)
                 *(float2 *)&s.L[(I * TOKENS_OF_BLOCK + row + e % 2 * 8) * LD +
                                 (I - back) * TOKENS_OF_BLOCK + pair + e / 2 * 8] =
-                    make_float2(other[back][e / 2][e % 2 * 2], other[back][e / 2][e % 2 * 2 + 1]);
+                    make_float2(sums[back][e / 2][e % 2 * 2], sums[back][e / 2][e % 2 * 2 + 1]);
     __syncthreads();
     invert(s.L, s.room);
     if (keeps) clear_rows_above(s.M, I);
