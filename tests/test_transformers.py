@@ -95,6 +95,7 @@ FAMILIES = {
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
     },
+    "lara_mini": GATED_DELTA | EXPERTS | LAYERS,
     "olmo_hybrid": GATED_DELTA | LAYERS | {"num_key_value_heads": 4},
     "kimi_linear": KIMI_DELTA
     | LAYERS
@@ -130,6 +131,12 @@ there = [name for name in FAMILIES if name in transformers.CONFIG_MAPPING]
 families = pytest.mark.parametrize("name", there)
 ONE = "qwen3_next"  # where any will do
 T, PROMPT = 70, 50
+
+
+def named_cache(m):
+    """What transformers calls a model's cache: since 5.24 it is `cache`."""
+    names = inspect.signature(m.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 @functools.cache
@@ -308,7 +315,7 @@ def test_generate_gives_the_same_tokens(name, calls):
     assert calls == {(op, "chunk"): 2, (f"{op}_step", "chunk"): 2 * 11}
     for layer in layers_of(m).values():
         there, here = (
-            x.past_key_values.layers[layer.layer_idx].recurrent_states[0] for x in (fallback, ours)
+            x[named_cache(m)].layers[layer.layer_idx].recurrent_states[0] for x in (fallback, ours)
         )
         assert here.dtype == there.dtype == torch.float32 and here.shape == there.shape
         torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
@@ -412,10 +419,10 @@ def test_a_prompt_in_parts_is_the_prompt(name, calls):
             (True, slice(49, T)),
         ):
             ours = use_linattn(m) if use else None
-            out = m(tokens[:, piece], past_key_values=cache, use_cache=True)
+            out = m(tokens[:, piece], **{named_cache(m): cache}, use_cache=True)
             if ours:
                 ours.restore()
-            cache = out.past_key_values
+            cache = out[named_cache(m)]
             parts.append(out.logits)
     op = op_of(name)
     assert calls == {(op, "chunk"): 6, (f"{op}_step", "chunk"): 2}

@@ -132,6 +132,14 @@ FAMILIES = {
     "lfm3": (CONVOLVES, SIZES | ATTENTION | CONVOLUTION),
     "inkling_text": (CONVOLVES, SIZES | ATTENTION | INKLING | {"n_shared_experts": 1}),
     "inkling2_text": (CONVOLVES, SIZES | ATTENTION | INKLING),
+    "inkling2_loop_text": (
+        CONVOLVES,
+        SIZES
+        | {name: n for name, n in ATTENTION.items() if name != "intermediate_size"}
+        | INKLING
+        | {"n_layers_per_attn_res_block": 1, "loop_num_passes": 2, "loop_gate_rank": 4}
+        | {"loop_layer_index_start": 1, "loop_layer_index_end": 2},
+    ),
     "minimax": (
         {"lightning_attention"},
         SIZES

@@ -37,28 +37,30 @@ def lightning_attention(
     hidden_states: Tensor,
     position_embeddings: Any = None,
     attention_mask: Tensor | None = None,
+    cache: Any = None,
     past_key_values: Any = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """MiniMax's layer, by :func:`linattn.lightning_attention`.
 
     The projections, the norm and the output gate are the layer's own. The cache keeps the state in
-    float32 (float64 for float64 inputs).
+    float32 (float64 for float64 inputs). transformers before 5.24 calls it past_key_values.
     """
     refuse_others(others)
+    cache = past_key_values if cache is None else cache
     B, T, _ = hidden_states.shape
     qkv = layer.act_fn(layer.qkv_proj(hidden_states))
     if attention_mask is not None:
         qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
     q, k, v = qkv.reshape(B, T, layer.num_attention_heads, -1).split(layer.head_dim, 3)
     before = None
-    if past_key_values is not None:
-        before = past_key_values.get_linear_cache(layer.layer_idx)
+    if cache is not None:
+        before = cache.get_linear_cache(layer.layer_idx)
     o, state = _lightning(q, k, v, layer.slope_rate.flatten().float(), before)
     o = layer.norm(o.reshape(B, T, -1))
     o = layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * o)
-    if past_key_values is not None:
-        past_key_values.set_linear_cache(layer.layer_idx, state)
+    if cache is not None:
+        cache.set_linear_cache(layer.layer_idx, state)
     return o, state
 
 

@@ -141,6 +141,10 @@ _LAYERS = {
 }
 
 
+# What transformers called a parameter before, by what it calls it now: a layer has one of the two.
+_CALLED_BEFORE = {"cache": "past_key_values"}
+
+
 def _forward_of(layer: nn.Module) -> Callable[..., Any] | None:
     """Ours for a layer with its recurrence in its forward; None if it is another layer.
 
@@ -151,9 +155,17 @@ def _forward_of(layer: nn.Module) -> Callable[..., Any] | None:
     if ours is None:
         return None
     missing = [name for name in ours.attributes if not hasattr(layer, name)]
-    names = list(inspect.signature(ours.forward).parameters)[1:]
+    names = [
+        name
+        for name in list(inspect.signature(ours.forward).parameters)[1:]
+        if name not in _CALLED_BEFORE.values()
+    ]
     given = inspect.signature(layer.forward).parameters
-    unknown = [name for name in names if name not in given and name != "others"]
+    unknown = [
+        name
+        for name in names
+        if name not in given and _CALLED_BEFORE.get(name) not in given and name != "others"
+    ]
     if missing or unknown:
         raise ValueError(
             f"{kind}: expected a layer with {', '.join(ours.attributes)} and forward("
