@@ -134,7 +134,7 @@ T, PROMPT = 70, 50
 
 
 def named_cache(m):
-    """What transformers calls a model's cache: since 5.24 it is `cache`."""
+    """The name of a model's cache in transformers: since 5.24 it is `cache`."""
     names = inspect.signature(m.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
 

@@ -17,8 +17,8 @@ struct intra_flags {
     bool elu;
     as_given given;
     float *dq, *dk, *dx, *dy; /* [HV][B T][kp] */
-    float *da;           /* [parts of the keys][HV][B T] */
-    float *dbonus;       /* [chunk slots][HV][KP]; NULL without a bonus */
+    float *da;                /* [parts of the keys][HV][B T] */
+    float *dbonus;            /* [chunk slots][HV][KP]; NULL without a bonus */
     const float
         *norms; /* factors of q and k, [2][B T H], where the last kernel has to undo a norm */
     int kp;

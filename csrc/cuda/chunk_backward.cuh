@@ -10,7 +10,7 @@
  * adds their part to dq, and to dk what comes from the tokens of the chunk. `sum_later` and
  * `reduce_heads` add what comes from later chunks.
  *
- * Noncausal calls have kernels of their own, and launches at the end of this file. */
+ * Noncausal calls have kernels of their own (noncausal_backward.cuh). Their launches are here. */
 #include "intra_chunk_adjoint.cuh"
 #include "intra_chunk_adjoint_key.cuh"
 #include "intra_chunk_adjoint_pair.cuh"
@@ -441,7 +441,7 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
     return error;
 }
 
-/* ---- the noncausal form: noncausal_backward.cuh has its kernels ---- */
+/* ---- the noncausal form ---- */
 
 struct noncausal_scratch {
     sums_of_tokens sums;

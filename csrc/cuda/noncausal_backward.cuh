@@ -17,6 +17,8 @@
 
 #include "adjoint_rows.cuh"
 
+/* With 64 keys the stages of sum_tokens have 64 KiB, so three blocks share a multiprocessor of
+ * Hopper. A sequence is cut into so many parts that there are as many blocks. */
 enum { NONCAUSAL_THREADS = 128, SUMS_STAGES = 2, BLOCKS_OF_PROCESSOR = 3 };
 
 /* Sums of a sequence, for a panel of value columns. */

@@ -141,7 +141,7 @@ _LAYERS = {
 }
 
 
-# What transformers called a parameter before, by what it calls it now: a layer has one of the two.
+# transformers has renamed a parameter: the new name, and the old one. A layer has one of the two.
 _CALLED_BEFORE = {"cache": "past_key_values"}
 
 
