@@ -100,20 +100,6 @@ __device__ __forceinline__ void clear_rows_from(char *tile, int first)
         *(uint4 *)(tile + first * 128 + i * 16) = make_uint4(0, 0, 0, 0);
 }
 
-/* A left operand as a block of a tile. */
-__device__ __forceinline__ void store_left(char *tile, int row, int column, const left &a)
-{
-    const int lane = threadIdx.x % 32;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    store_matrices(address_of(tile) + piece_at(row + lane % 16, column / 8 + lane / 16), a.x);
-#else
-#pragma unroll
-    for (int e = 0; e < 4; e++)
-        *(uint32_t *)(tile + element_at(row + lane / 4 + e % 2 * 8,
-                                        column + lane % 4 * 2 + e / 2 * 8)) = a.x[e];
-#endif
-}
-
 template <int KP, typename = element>
 __global__ void __launch_bounds__(DPLR_THREADS, 3)
     prepare_dplr(const __grid_constant__ call c, const __grid_constant__ chunks w,
