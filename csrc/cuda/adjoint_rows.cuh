@@ -5,7 +5,7 @@
 
 #include "recompute.cuh"
 
-enum { INTRA_THREADS = 256, INTRA_STAGES = 2 };
+enum { INTRA_THREADS = 256, INTRA_GROUP = INTRA_THREADS / 2, INTRA_STAGES = 2 };
 
 /* The place of the gradients of q, k and x. It is the array of the caller (direct) if nothing else
  * is added to them and q and k were used as given, or if this kernel undoes their l2 norm (`norms`)
@@ -26,6 +26,12 @@ struct intra_flags {
      * chunk, [chunk slots][HV][KP]. dz, of that shape: the sum of d_den q of each chunk. */
     const float *den, *z;
     float *dz;
+    /* The last kernel of scalar decays on Hopper. `boxes`: the copy engine can store dq, dk and dx.
+     * members: the value heads that a block takes one after another, and whose dq, dk and dx it adds
+     * up in `partials`. */
+    bool boxes;
+    int members;
+    float4 *partials;
 };
 
 /* A panel of value columns. */
@@ -35,6 +41,24 @@ template <int KP, la_rule RULE> struct intra_panel {
     alignas(RULE == LA_DPLR ? 1024 : 16) char p[RULE == LA_DPLR ? PANEL_BYTES : 16]; /* - p */
     alignas(1024) char S[tile_bytes(KP)], dS[tile_bytes(KP)];
 };
+
+/* Where a thread is, in two groups of four warps. Asked for anew in each part of a chunk: addresses
+ * that follow from it would otherwise be kept from chunk to chunk. */
+struct intra_seat {
+    bool first_group;
+    int lane, row0;     /* the 16 rows of this warp */
+    int top, low, pair; /* of sums: two rows, and columns `pair`, + 1 */
+};
+
+__device__ __forceinline__ intra_seat own_intra_seat()
+{
+    int thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    /* shows the compiler that all lanes have the same value */
+    const int warp = __shfl_sync(~0u, thread / 32, 0), lane = thread % 32;
+    const int row0 = warp % 4 * 16, top = row0 + lane / 4;
+    return {warp < 4, lane, row0, top, top + 8, lane % 4 * 2};
+}
 
 /* Sums over the columns of x [16 rows][8 N] times rows row.. of a tile, for the two rows of this
  * thread. */
@@ -48,6 +72,27 @@ __device__ __forceinline__ float2 dot_rows(const float (&x)[N][4], const char *t
         const int at = element_at(row + lane / 4, m * 8 + lane % 4 * 2);
         const float2 y = unpack(*(const uint32_t *)(tile + at));
         const float2 z = unpack(*(const uint32_t *)(tile + at + 8 * 128));
+        sum.x += x[m][0] * y.x + x[m][1] * y.y;
+        sum.y += x[m][2] * z.x + x[m][3] * z.y;
+    }
+    return make_float2(quad_sum(sum.x), quad_sum(sum.y));
+}
+
+/* The same rows as operands, which lie in a thread as its sums do. */
+template <int N>
+__device__ __forceinline__ void load_rows(left (&to)[N], const char *tile, int row)
+{
+#pragma unroll
+    for (int j = 0; j < N; j++) to[j] = load_left(address_of(tile), row, j * 16);
+}
+
+template <int N>
+__device__ __forceinline__ float2 dot_rows(const float (&x)[N][4], const left (&rows)[N / 2])
+{
+    float2 sum = make_float2(0, 0);
+#pragma unroll
+    for (int m = 0; m < N; m++) {
+        const float2 y = unpack(rows[m / 2].x[m % 2 * 2]), z = unpack(rows[m / 2].x[m % 2 * 2 + 1]);
         sum.x += x[m][0] * y.x + x[m][1] * y.y;
         sum.y += x[m][2] * z.x + x[m][3] * z.y;
     }

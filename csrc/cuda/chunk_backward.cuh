@@ -51,8 +51,13 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
     const int tiles = (panels + width / 4 - 1) / (width / 4);
     const int bytes = stages(width) * bytes_both_ways<KP, DECAY, RULE>(c, width) +
                       bytes_exchanged(adjoint_halves<KP>, width);
+    /* Where there is room, states leave by the copy engine. */
+    const int states = width * adjoint_halves<KP> * (KP / adjoint_halves<KP> / PANEL) *
+                       BYTES_OF_ROWS;
+    const int staged = on.producers && bytes + states + 1024 <= on.room ? bytes : 0;
     return launch(kernel, 2 * heads * tiles, (width * adjoint_halves<KP> + on.producers) * 32,
-                  bytes, stream, c, d, w, maps, f, tiles, stages(width));
+                  bytes + (staged ? states : 0), stream, c, d, w, maps, f, tiles, stages(width),
+                  staged);
 }
 
 /* Add up dq, dk, dx and dy of the value heads of one q/k head, and apply the adjoint of loading to dq
@@ -168,6 +173,7 @@ constexpr int parts_of_da = DECAY == LA_PAIR    ? KP / (2 * PANEL)
 struct intra_launch {
     void (*kernel)(call, gradients, chunks, backward_maps, kept, intra_flags);
     int blocks, threads, bytes;
+    bool stays; /* a block takes one chunk after another, so there is one for each processor */
 };
 
 template <int KP, la_decay DECAY, la_rule RULE>
@@ -175,18 +181,19 @@ static intra_launch intra_chunk_adjoint_of(const call &c, const device_traits &o
 {
     if constexpr (DECAY == LA_PAIR)
         return {intra_chunk_adjoint_with<KP, DECAY, RULE, false>(), KP / (2 * PANEL), INTRA_THREADS,
-                (int)sizeof(intra_pair_room)};
+                (int)sizeof(intra_pair_room), false};
     const bool has_x = RULE == LA_DELTA && c.x[LA_X].data;
     const auto kernel = has_x ? intra_chunk_adjoint_with<KP, DECAY, RULE, RULE == LA_DELTA>()
                               : intra_chunk_adjoint_with<KP, DECAY, RULE, false>();
     if (DECAY == LA_KEY)
         return {kernel, KP / KEYS, intra_key_threads<RULE>,
-                intra_key_bytes<RULE>((int)div_up(c.V, PANEL), on.producers)};
+                intra_key_bytes<RULE>((int)div_up(c.V, PANEL), on.producers), false};
     constexpr int keys = scalar_keys<KP>;
     return {kernel, KP / keys, INTRA_THREADS,
             (int)(on.producers ? sizeof(intra_room<keys, RULE, true>)
                                : sizeof(intra_room<keys, RULE, false>)) +
-                (has_x ? tile_bytes(keys) : 0)};
+                (has_x ? tile_bytes(keys) : 0),
+            on.producers > 0};
 }
 
 static void narrow(call &c, gradients &d, int h, int n)
@@ -420,9 +427,14 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
         error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, on, stream);
     if (error == cudaSuccess && x.to.dbonus) /* not every slot has a chunk */
         error = cudaMemsetAsync(x.to.dbonus, 0, places * KP * 4, stream);
+    const int64_t parts = places * intra.blocks / x.to.members;
+    intra_flags to = x.to;
+    to.boxes = intra.stays && can_fetch(c, on, d[LA_DQ], c.H, c.K, &maps.dq) &&
+               can_fetch(c, on, d[LA_DK], c.H, c.K, &maps.dk) &&
+               (!has_x || can_fetch(c, on, d[LA_DX], c.H, c.K, &maps.dx));
     if (error == cudaSuccess)
-        error = launch(intra.kernel, places * intra.blocks, intra.threads, intra.bytes, stream, c,
-                       d, x.w, maps, x.f, x.to);
+        error = launch(intra.kernel, intra.stays ? min(parts, (int64_t)on.processors) : parts,
+                       intra.threads, intra.bytes, stream, c, d, x.w, maps, x.f, to);
     if (error == cudaSuccess && normalised)
         error = finds_d_den<KP>
                     ? launch(sum_later<KP>, (int64_t)c.N * c.HV, KP, 0, stream, c, d, x.to.dz)
@@ -591,7 +603,15 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     const bool undoes = x.maps_rows && (has_no_map(c) || elu) && !lies_in_rows<DECAY>;
     const bool normalised = is_normalised(&c, DECAY, RULE);
     x.to.elu = elu;
-    x.to.direct_q = (plain || undoes) && c.HV == c.H && (finds_d_den<KP> || !normalised);
+    /* The last kernel adds up the value heads of a q/k head if its blocks stay, and if there are two
+     * groups of value heads for each of them. */
+    const intra_launch intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on);
+    const int64_t groups = chunk_slots_of(c, C) * c.H * intra.blocks;
+    const bool adds_up = (plain || undoes) && !normalised && intra.stays &&
+                         groups >= 2 * (int64_t)on.processors;
+    x.to.members = adds_up ? c.HV / c.H : 1;
+    x.to.direct_q = (plain || undoes) && c.HV == c.H * x.to.members &&
+                    (finds_d_den<KP> || !normalised);
     x.to.direct_k = x.to.direct_q && !normalised;
 
     call some = c;
@@ -601,14 +621,17 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     const int heads = heads_at_once(c, each);
     if ((int64_t)x.w.chunk_slots * heads * (c.HV / c.H) > INT32_MAX) return cudaErrorNotSupported;
 
+    const int64_t partials =
+        x.to.members > 1 ? on.processors * bytes_of_partials<scalar_keys<KP>> : 0;
     char *room = NULL;
     if (error == cudaSuccess && each)
-        error = cudaMallocFromPoolAsync((void **)&room, each * heads, pool, stream);
+        error = cudaMallocFromPoolAsync((void **)&room, partials + each * heads, pool, stream);
+    x.to.partials = (float4 *)room;
     for (int h = 0; h < c.H && error == cudaSuccess; h += heads) {
         some = c;
         d_some = d;
         narrow(some, d_some, h, min(heads, c.H - h));
-        lay_out<KP, DECAY, RULE>(some, d_some, room, &x);
+        lay_out<KP, DECAY, RULE>(some, d_some, room + partials, &x);
         error = launch_turn<KP, DECAY, RULE>(some, d_some, x, on, stream);
     }
     const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;

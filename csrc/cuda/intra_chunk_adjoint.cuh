@@ -9,7 +9,14 @@
  * and from there the adjoint of the scores. Where the caller gave x, dk^ is the gradient of x^, and
  * L is that of x and k. Two groups of four warps share a chunk. One computes the sums that end in
  * dq, the other those that end in dk and dx. A warp has 16 tokens. Value columns come panel by
- * panel. */
+ * panel.
+ *
+ * On Hopper there are as many blocks as processors, and each takes chunk after chunk. The copy engine
+ * has two panels on their way at all times, also those of the next chunk. The rows of q, k and x are
+ * needed after the panels, and those of the next chunk come when dq and dk have left. Full rows of dq
+ * and dk leave by the copy engine, from the places of q and k. A block may take the value heads of a
+ * q/k head one after another. Then it adds up their dq and dk in memory of its own, which stays in the
+ * L2 cache. On other devices a block has one chunk. */
 #ifndef LINATTN_CUDA_INTRA_CHUNK_ADJOINT_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_ADJOINT_CUH
 
@@ -36,6 +43,18 @@ template <int KP, la_rule RULE> struct intra_places<KP, RULE, false> {
     };
 };
 
+/* A chunk of a value head. */
+struct intra_place {
+    unit u;
+    int t, n;       /* its first token; its tokens, or 0: there is no such chunk */
+    int slot, part; /* of chunks; of keys */
+    int index;      /* among the chunks of groups of value heads that blocks take */
+    int member;     /* of the group */
+    int rows;       /* how often the block has asked for rows of q, k and x, with this chunk */
+};
+
+enum { INTRA_PLACES = 4 }; /* of the chunk at work, and of those whose panels are on their way */
+
 /* x lies behind this, where the caller gave one. */
 template <int KP, la_rule RULE, bool HOPPER> struct intra_room : intra_places<KP, RULE, HOPPER> {
     alignas(1024) char q[tile_bytes(KP)], k[tile_bytes(KP)];
@@ -44,12 +63,283 @@ template <int KP, la_rule RULE, bool HOPPER> struct intra_room : intra_places<KP
      * whose decay x sees */
     float of_q[C], of_x[C], of_r[C];
     float up[4][C], of_e[4][C], quarter[4], da[2][C], sums[INTRA_THREADS / 32];
-    uint64_t full[INTRA_STAGES];
+    intra_place place[INTRA_PLACES];
+    uint64_t full[INTRA_STAGES], full_rows;
 };
 
-/* HAS_X: the caller gave x. Then dx and dk are apart, which takes registers. PARTS: the blocks of a
- * chunk, which have KP keys each. Every block makes the gradients of the scores. The gradient of the
- * gate is a sum over keys: each block makes its part. */
+/* The chunk that a block takes after p. */
+template <int PARTS>
+static __device__ __noinline__ intra_place place_after(const call &c, int chunk_slots, int members,
+                                                       intra_place p)
+{
+    const int groups = c.HV / members;
+    do {
+        if (++p.member >= members) {
+            p.member = 0;
+            p.index += (int)gridDim.x;
+        }
+        p.n = 0;
+        if (p.index >= chunk_slots * groups * PARTS) break;
+        p.part = p.index % PARTS;
+        p.slot = p.index / PARTS / groups;
+        p.u = unit_of(c, sequence_of(c, p.slot),
+                      p.index / PARTS % groups * members + p.member);
+        p.t = p.u.begin + (p.slot - first_chunk_slot(c, p.u.n)) * C;
+        p.n = min(C, p.u.end - p.t);
+    } while (p.n <= 0); /* not every slot has a chunk */
+    if (p.member == 0) p.rows++;
+    return p;
+}
+
+/* 16 numbers of an array, from a multiple of 4 on. */
+__device__ __forceinline__ void load_16(float (&to)[16], const float *from)
+{
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) *(float4 *)(to + i) = *(const float4 *)(from + i);
+}
+
+/* The decay from token j to token i, in G. The decays as given are in a. A thread has 16 rows of
+ * column j. It multiplies within its rows, and then by what comes before them. */
+template <la_decay DECAY, typename room> __device__ __forceinline__ void find_decays(room &s)
+{
+    float *const G = s.pairs.G;
+    if constexpr (DECAY == LA_TOKEN) {
+        const int j = threadIdx.x % C, quarter = threadIdx.x / C, own = j / 16;
+        alignas(16) float g[16];
+        load_16(g, s.a + quarter * 16);
+        float product = 1;
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            if (quarter * 16 + i > j) product *= g[i];
+            g[i] = product;
+        }
+        if (own == quarter) s.up[0][j] = product;
+        if (j == 0) s.quarter[quarter] = product;
+        __syncthreads();
+        float before = 1;
+        if (own < quarter) before = s.up[0][j];
+#pragma unroll
+        for (int q = 1; q < 3; q++)
+            if (own < q && q < quarter) before *= s.quarter[q];
+#pragma unroll
+        for (int i = 0; i < 16; i++) G[(quarter * 16 + i) * LD_PAIRS + j] = g[i] * before;
+        if (quarter == 3) s.r[j] = g[15] * before;
+        __syncthreads();
+    }
+    if (threadIdx.x < C) {
+        s.of_x[threadIdx.x] = 0;
+        s.e[threadIdx.x] = DECAY == LA_TOKEN ? s.a[0] * G[threadIdx.x * LD_PAIRS] : 1;
+        if (DECAY == LA_NONE) s.r[threadIdx.x] = 1;
+    }
+}
+
+/* The gradient of the decay of each token. Adjoint of the recursions that made G and e: e_i = a_i
+ * e_(i-1), and row i of G is a_i times the row before. D_ij = dG_ij + a_(i+1) D_(i+1)j, and da_i =
+ * sum_j D_ij G_(i-1)j + (gradient of e_i) e_(i-1). Each thread goes up its 16 rows of a column, and
+ * then again to add what comes from the rows below them. */
+template <typename room>
+__device__ __forceinline__ void adjoint_of_decays(const call &c, const gradients &d,
+                                                  const intra_flags &to, const intra_place &p,
+                                                  room &s)
+{
+    const float *const G = s.pairs.G, *const dG = s.pairs.dG;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int j = threadIdx.x % C, first_row = threadIdx.x / C * 16;
+    alignas(16) float a[16], of[16], more[16];
+    float D[16], g[16], x = 0, y = 1, of_e = 0;
+    load_16(a, s.a + first_row);
+    load_16(of, s.of_q + first_row);
+    load_16(more, s.of_x + first_row);
+    const float behind = first_row < C - 16 ? s.a[first_row + 16] : 1;
+    const auto a_after = [&](int i) { return i < 15 ? a[i + 1] : behind; };
+#pragma unroll
+    for (int i = 15; i >= 0; i--) {
+        const int row = first_row + i;
+        g[i] = G[row * LD_PAIRS + j];
+        x = x * a_after(i) + dG[row * LD_PAIRS + j];
+        /* was k~_j = r_j k_j, where r is the last row */
+        if (i == 15 && row == C - 1 && j < C - 1) x += s.of_r[j];
+        D[i] = x;
+        y *= a_after(i);
+        if (row >= j) of_e += g[i] * (of[i] + more[i]);
+    }
+    s.up[threadIdx.x / C][j] = x;
+    s.of_e[threadIdx.x / C][j] = of_e;
+    /* the product of a over its rows, each one later */
+    if (j == 0) s.quarter[threadIdx.x / C] = y;
+    __syncthreads();
+    x = 0;
+    for (int q = 3; q > threadIdx.x / C; q--) x = s.up[q][j] + s.quarter[q] * x;
+    const float g_before = G[max(first_row - 1, 0) * LD_PAIRS + j];
+#pragma unroll
+    for (int i = 15; i >= 0; i--) {
+        x *= a_after(i);
+        D[i] = first_row + i > j ? (D[i] + x) * (i > 0 ? g[i > 0 ? i - 1 : 0] : g_before) : 0;
+    }
+    /* sums over the columns of the warp: one of two lanes has a row */
+    float half[8], four[4], two[2], one[1];
+    halve<8, 16>(D, half);
+    halve<4, 8>(half, four);
+    halve<2, 4>(four, two);
+    halve<1, 2>(two, one);
+    one[0] += __shfl_xor_sync(~0u, one[0], 1);
+    if (lane % 2 == 0)
+        s.da[warp % 2][first_row + lane / 16 * 8 + lane / 8 % 2 * 4 + lane / 4 % 2 * 2 +
+                       lane / 2 % 2] = one[0];
+    __syncthreads();
+    const int i = threadIdx.x;
+    if (i >= p.n) return;
+    float e = 0;
+    for (int q = 0; q < INTRA_THREADS / 32; q++) e += s.sums[q];
+    e = e * s.r[i] + (s.of_e[0][i] + s.of_e[1][i]) + (s.of_e[2][i] + s.of_e[3][i]);
+    const float da = s.da[0][i] + s.da[1][i] + e * (i ? s.e[i - 1] : 1);
+    if (to.da)
+        to.da[(((int64_t)p.part * c.HV + p.u.hv) * c.B + p.u.b) * c.T + p.t + i] = da;
+    else
+        store(at(d[LA_DG], p.u.b, p.t + i, p.u.hv), d[LA_DG].dtype,
+              gate_gradient(da, s.a[i], d.gate));
+}
+
+/* Sums of a warp, added to those of the value heads before, or kept for the next one. A thread finds
+ * its own numbers again. */
+template <int KP> constexpr int64_t bytes_of_partials = 3 * C * KP * 4; /* dq, dk, dx of a block */
+
+template <int KP>
+__device__ __forceinline__ float4 *sums_of_block(float4 *partials, la_name name)
+{
+    const int array = name == LA_Q ? 0 : name == LA_K ? 1 : 2;
+    return partials + (blockIdx.x * bytes_of_partials<KP> + array * C * KP * 4) / 16 +
+           threadIdx.x % INTRA_GROUP;
+}
+
+template <int N> __device__ __forceinline__ void add_sums(float (&x)[N][4], const float4 *from)
+{
+#pragma unroll
+    for (int m = 0; m < N; m++) {
+        const float4 y = from[m * INTRA_GROUP];
+        x[m][0] += y.x, x[m][1] += y.y, x[m][2] += y.z, x[m][3] += y.w;
+    }
+}
+
+template <int N> __device__ __forceinline__ void keep_sums(const float (&x)[N][4], float4 *to)
+{
+#pragma unroll
+    for (int m = 0; m < N; m++) to[m * INTRA_GROUP] = make_float4(x[m][0], x[m][1], x[m][2], x[m][3]);
+}
+
+/* The diagonal of 64 x 64 sums, in rows `top` and `low`. A lane has it if has_diagonal; otherwise
+ * zeros. */
+__device__ __forceinline__ bool has_diagonal(int lane) { return lane % 4 == lane / 8; }
+
+__device__ __forceinline__ float2 diagonal_of(const float (&x)[8][4])
+{
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, odd = lane / 4 % 2;
+    float2 own = make_float2(0, 0);
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+        if (m == warp && has_diagonal(lane))
+            own = make_float2(odd ? x[2 * m][1] : x[2 * m][0],
+                              odd ? x[2 * m + 1][3] : x[2 * m + 1][2]);
+    return own;
+}
+
+/* Was den_i = q_i z_i, where z_i has the keys up to token i: dz_i = d_den_i q_i. The keys of
+ * the chunk get their part by way of dP, since each was weighted with 1. */
+template <int KP, typename room>
+__device__ __forceinline__ void
+adjoint_of_denominators(const call &c, const intra_flags &to, const intra_place &p,
+                        bool first_group, room &s, float (&X)[8][4], float (&Y)[KP / 8][4],
+                        left (&own)[4])
+{
+    const intra_seat me = own_intra_seat();
+    const int row0 = me.row0, top = me.top, low = me.low, lane = me.lane, pair = me.pair;
+    const int64_t place = (int64_t)p.slot * c.HV + p.u.hv;
+    char *const dP = s.pairs.dP;
+    float *const G = s.pairs.G;
+    if (first_group) {
+        const auto add_keys = [&] {
+            products_begin();
+#pragma unroll
+            for (int j = 0; j < 4; j++) multiply_columns(Y, own[j], address_of(s.k), j * 16);
+            products_commit();
+            products_wait<0>();
+            products_in(Y);
+        };
+        /* The operands for the keys up to the own token: what rounding takes from d_den, and
+         * then the rounded d_den. dq may be far smaller than its parts, so it needs both. */
+        const auto lower = [&](float x_top, float x_low) {
+#pragma unroll
+            for (int m = 0; m < 8; m++) {
+                const int j = m * 8 + pair;
+                X[m][0] = j <= top ? x_top : 0;
+                X[m][1] = j + 1 <= top ? x_top : 0;
+                X[m][2] = j <= low ? x_low : 0;
+                X[m][3] = j + 1 <= low ? x_low : 0;
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) own[j] = as_left(X[2 * j], X[2 * j + 1]);
+        };
+        add_keys();
+        const float2 with_num = dot_rows(Y, s.q, row0); /* num . dnum = q . dq */
+        const float *const den = to.den + ((int64_t)p.u.hv * c.B + p.u.b) * c.T + p.t;
+        const float d_top = top < p.n ? d_denominator(&c, den[top], with_num.x) : 0;
+        const float d_low = low < p.n ? d_denominator(&c, den[low], with_num.y) : 0;
+        if (lane % 4 == 0) {
+            s.of_q[top] = d_top;
+            s.of_q[low] = d_low;
+        }
+#pragma unroll
+        for (int m = 0; m < 8; m++) {
+            const int j = m * 8 + pair;
+            *(uint32_t *)(dP + element_at(top, j)) =
+                pack(X[m][0] + (j <= top ? d_top : 0), X[m][1] + (j + 1 <= top ? d_top : 0));
+            *(uint32_t *)(dP + element_at(low, j)) =
+                pack(X[m][2] + (j <= low ? d_low : 0), X[m][3] + (j + 1 <= low ? d_low : 0));
+        }
+        const float2 rounded = unpack(pack(d_top, d_low));
+        lower(d_top - rounded.x, d_low - rounded.y);
+        add_keys();
+        lower(rounded.x, rounded.y);
+#pragma unroll
+        for (int m = 0; m < KP / 8; m++) {
+            const float2 z = *(const float2 *)(to.z + place * KP + m * 8 + pair);
+            Y[m][0] += d_top * z.x;
+            Y[m][1] += d_top * z.y;
+            Y[m][2] += d_low * z.x;
+            Y[m][3] += d_low * z.y;
+        }
+    }
+    __syncthreads();
+    /* a thread has two keys, and every fourth row of 128 keys or every eighth of 64 */
+    constexpr int ROWS_APART = INTRA_THREADS / (KP / 2);
+    const int key = threadIdx.x % (KP / 2) * 2, first = threadIdx.x / (KP / 2);
+    float2 sum = make_float2(0, 0);
+#pragma unroll 4
+    for (int i = first; i < C; i += ROWS_APART) {
+        const float2 q = unpack(*(const uint32_t *)(s.q + element_at(i, key)));
+        sum.x += s.of_q[i] * q.x;
+        sum.y += s.of_q[i] * q.y;
+    }
+    *(float2 *)(G + first * KP + key) = sum; /* without decays there is no G */
+    __syncthreads();
+    if (threadIdx.x < KP) {
+        float all = 0;
+        for (int i = 0; i < ROWS_APART; i++) all += G[i * KP + threadIdx.x];
+        to.dz[place * KP + threadIdx.x] = all;
+    }
+}
+
+/* Sums of a warp, as rows of a tile. */
+template <int N>
+__device__ __forceinline__ void put_rows(char *tile, int row0, const float (&x)[N][4])
+{
+#pragma unroll
+    for (int m = 0; m < N; m += 2) store_left(tile, row0, m * 8, as_left(x[m], x[m + 1]));
+}
+
+/* HAS_X: the caller gave x. Then dx and dk are apart, which takes registers. PARTS: the parts of the
+ * keys, with KP keys each. Each part makes the gradients of the scores. The gradient of the gate is a
+ * sum over keys: each part makes its own. */
 template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X, int PARTS>
 __global__ void __launch_bounds__(INTRA_THREADS, 1)
     intra_chunk_adjoint_scalar(const __grid_constant__ call c, const __grid_constant__ gradients d,
@@ -63,26 +353,16 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
     extern __shared__ __align__(1024) char shared[];
     typedef intra_room<KP, RULE, hopper> room;
     room &s = *(room *)shared;
+    char *const seen = HAS_X ? shared + sizeof(room) : s.k;
     char *const dP = s.pairs.dP, *const dL = s.pairs.dL;
     float *const G = s.pairs.G, *const dG = s.pairs.dG;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = lane % 4 * 2;
-    /* shows the compiler that all lanes have the same value */
-    const bool first_group = __shfl_sync(~0u, warp, 0) < 4;
-    /* the rows of this thread */
-    const int row0 = warp % 4 * 16, top = row0 + lane / 4, low = top + 8;
-    const int part = blockIdx.x % PARTS, first_key = part * KP, index = blockIdx.x / PARTS;
-    const int chunk_slot = index / c.HV, hv = index % c.HV;
-    const unit u = unit_of(c, sequence_of(c, chunk_slot), hv);
-    const int t = u.begin + (chunk_slot - first_chunk_slot(c, u.n)) * C, n = min(C, u.end - t);
-    if (n <= 0) return;
-    const int64_t place = (int64_t)chunk_slot * c.HV + hv;
-    const int panels = (c.V + PANEL - 1) / PANEL;
+    const int panels = (c.V + PANEL - 1) / PANEL, members = hopper ? to.members : 1;
     const float scale = (float)c.scale;
     const int back = HAS_X && c.predicts_before; /* row i of L has row i - 1 of G */
-    char *const seen = HAS_X ? shared + sizeof(room) : s.k;
 
-    /* Fetch a panel, and first q, k and x: one thread asks the copy engine, or all threads copy. */
-    const auto fetch = [&](int i) {
+    /* Fetch the rows of q, or those of k and x: one thread asks the copy engine for each of the two,
+     * or all threads copy. */
+    const auto fetch_rows = [&](const intra_place &p, bool of_q) {
         const struct {
             char *to;
             const char *prepared;
@@ -92,90 +372,185 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
                     {s.k, w.k, LA_K, &maps.k},
                     {HAS_X ? seen : NULL, w.x, LA_X, &maps.x}};
         const int64_t keys =
-            (((int64_t)chunk_slot * w.heads + u.h) * PARTS + part) * tile_bytes(KP);
-        uint64_t *const full = s.full + i % STAGES;
+            (((int64_t)p.slot * w.heads + p.u.h) * PARTS + p.part) * tile_bytes(KP);
 #pragma unroll
         for (const auto &one : rows) {
-            if (i > 0 || !one.to) continue;
+            if (of_q != (one.name == LA_Q) || !one.to) continue;
             const uint32_t to = address_of(one.to);
 #if HAS_WARP_GROUPS
+            const uint32_t full = address_of(&s.full_rows);
             if (one.prepared)
-                engine_copy(to, one.prepared + keys, tile_bytes(KP), address_of(full));
+                engine_copy(to, one.prepared + keys, tile_bytes(KP), full);
             for (int j = 0; j < (one.prepared ? 0 : KP / PANEL); j++)
-                engine_copy_box(to + j * PANEL_BYTES, one.map, first_key + j * PANEL, u.h, t, u.b,
-                                address_of(full));
+                engine_copy_box(to + j * PANEL_BYTES, one.map, p.part * KP + j * PANEL, p.u.h, p.t,
+                                p.u.b, full);
 #else
             if (one.prepared)
                 copy_bytes(to, one.prepared + keys, tile_bytes(KP));
             else
-                copy_rows<KP>(c.x[one.name], c.K, u.b, t, n, u.h, to, first_key);
+                copy_rows<KP>(c.x[one.name], c.K, p.u.b, p.t, p.n, p.u.h, to, p.part * KP);
 #endif
         }
-        fetch_panel<KP, RULE>(c, d, maps, f, u, t, n, place * panels + i, i, s.panel[i % STAGES],
-                              full, first_key, PARTS * KP);
 #if HAS_WARP_GROUPS
-        barrier_expect(address_of(full),
-                       panel_bytes<KP, RULE> + (i == 0 ? (HAS_X ? 3 : 2) * tile_bytes(KP) : 0));
+        barrier_expect(address_of(&s.full_rows), (of_q || !HAS_X ? 1 : 2) * tile_bytes(KP));
 #endif
     };
+    /* Fetch panel i of a chunk of this block, or, behind its last one, of a later chunk. It has a
+     * number among those of this block. With the first one the place of the chunk is found. */
+    const auto fetch = [&](int chunk, int i, int number) {
+        for (; i >= panels; i -= panels) chunk++;
+        const int stage = number % STAGES;
+        intra_place &p = s.place[chunk % INTRA_PLACES];
+        if (hopper && i == 0 && chunk > 0)
+            p = place_after<PARTS>(c, w.chunk_slots, members,
+                                   s.place[(chunk - 1) % INTRA_PLACES]);
+        if (p.n == 0) return;
+        fetch_panel<KP, RULE>(c, d, maps, f, p.u, p.t, p.n,
+                              ((int64_t)p.slot * c.HV + p.u.hv) * panels + i, i, s.panel[stage],
+                              s.full + stage, p.part * KP, PARTS * KP);
 #if HAS_WARP_GROUPS
-    if (threadIdx.x == 0) {
-        for (int j = 0; j < STAGES; j++) barrier_init(address_of(s.full + j), 1);
-        barriers_ready();
-        for (int i = 0; i < min(panels, STAGES); i++) fetch(i);
-    }
-#else
-    fetch(0);
+        barrier_expect(address_of(s.full + stage), panel_bytes<KP, RULE>);
 #endif
-    /* meanwhile the gates */
-    if (threadIdx.x < C) {
-        const int i = threadIdx.x;
-        s.a[i] = DECAY == LA_TOKEN && i < n
-                     ? decay_of(load<float>(at(c.x[LA_G], u.b, t + i, hv), c.x[LA_G].dtype), c.gate)
-                     : 1;
-        s.beta[i] = delta && i < n
-                        ? load<float>(at(c.x[LA_BETA], u.b, t + i, hv), c.x[LA_BETA].dtype)
-                    : delta ? 0
-                            : 1;
+    };
+    if (threadIdx.x == 0) {
+        intra_place before = {};
+        before.index = (int)blockIdx.x - (int)gridDim.x; /* so that the next one is the first */
+        before.member = members;
+        s.place[0] = place_after<PARTS>(c, w.chunk_slots, members, before);
+#if HAS_WARP_GROUPS
+        for (int j = 0; j < STAGES; j++) barrier_init(address_of(s.full + j), 1);
+        barrier_init(address_of(&s.full_rows), 2);
+        barriers_ready();
+#endif
     }
     __syncthreads();
-    /* G by columns. A thread has 16 rows of column j, both of G and of the sums below. */
-    const int j_own = threadIdx.x % C, first_row = threadIdx.x / C * 16;
-    const auto find_decays = [&] {
-        if constexpr (DECAY == LA_TOKEN) {
-            float g = 1;
-            for (int i = j_own + 1; i < first_row; i++) g *= s.a[i];
-#pragma unroll
-            for (int i = first_row; i < first_row + 16; i++) {
-                g = i > j_own ? g * s.a[i] : 1;
-                G[i * LD_PAIRS + j_own] = g;
-            }
-            if (first_row == C - 16) s.r[j_own] = g;
-            __syncthreads();
-        }
-        if (threadIdx.x < C) {
-            s.of_x[threadIdx.x] = 0;
-            s.e[threadIdx.x] = DECAY == LA_TOKEN ? s.a[0] * G[threadIdx.x * LD_PAIRS] : 1;
-            if (DECAY == LA_NONE) s.r[threadIdx.x] = 1;
-        }
+    if (s.place[0].n == 0) return;
+    if (!hopper || threadIdx.x == 0) {
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++) fetch(0, i, i);
+    }
+    if (!hopper || threadIdx.x == 0) fetch_rows(s.place[0], true);
+    if (!hopper || threadIdx.x == INTRA_GROUP) fetch_rows(s.place[0], false);
+    /* The gates of a token are loaded a chunk before they are used. */
+    uint32_t early_a = 0, early_beta = 0;
+    const auto load_gates = [&](const intra_place &p) {
+        const int i = threadIdx.x;
+        if (i >= p.n) return;
+        if (DECAY == LA_TOKEN)
+            early_a = load_early(at(c.x[LA_G], p.u.b, p.t + i, p.u.hv), c.x[LA_G].dtype);
+        if (delta)
+            early_beta = load_early(at(c.x[LA_BETA], p.u.b, p.t + i, p.u.hv), c.x[LA_BETA].dtype);
     };
-    if (hopper) find_decays();
+    load_gates(s.place[0]);
 
-    float X[8][4] = {};      /* dO U' or Z U' */
-    float Y[KP / 8][4] = {}; /* dO S' or Z S', then dq or dx; dx is part of dk without an x */
-    float R[KP / 8][4] = {}; /* second group: U dS', then dk beside dx */
-    float along = 0;         /* the sum of S * dS */
-    for (int i = 0; i < panels; i++) {
-        intra_panel<KP, RULE> &x = s.panel[i % STAGES];
+#pragma unroll 1
+    for (int chunk = 0, number = 0;; chunk++) {
+        const intra_place &p = s.place[chunk % INTRA_PLACES];
+        const int n = p.n;
+        if (n == 0) return;
+        const bool last_member = p.member == members - 1;
+        if (threadIdx.x < C) {
+            const int i = threadIdx.x;
+            s.a[i] = DECAY == LA_TOKEN && i < n
+                         ? decay_of(loaded(early_a, c.x[LA_G].dtype), c.gate)
+                         : 1;
+            s.beta[i] = !delta ? 1 : i < n ? loaded(early_beta, c.x[LA_BETA].dtype) : 0;
+        }
+        __syncthreads();
+        if (hopper) find_decays<DECAY>(s);
+
+        float X[8][4] = {};      /* dO U' or Z U' */
+        float Y[KP / 8][4] = {}; /* dO S' or Z S', then dq or dx; dx is part of dk without an x */
+        float R[KP / 8][4] = {}; /* second group: U dS', then dk beside dx. Additive: that is Y */
+        float along = 0;         /* the sum of S * dS */
+        /* first group, on Hopper: S dS', whose diagonal has that sum */
+        float(&of_states)[8][4] = *(float(*)[8][4])R;
+        constexpr bool has_r = delta || (hopper && DECAY == LA_TOKEN);
+#pragma unroll 1
+        for (int i = 0; i < panels; i++, number++) {
+            intra_panel<KP, RULE> &x = s.panel[number % STAGES];
 #if HAS_WARP_GROUPS
-        barrier_wait(address_of(s.full + i % STAGES), i / STAGES % 2);
-        if (n < C) { /* a box may reach into the next sequence, whose NaN must not come along */
-            for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS) {
-                const int at = piece_at(n + j / 8, j % 8);
-                if (!delta) *(uint4 *)(x.U + at) = make_uint4(0, 0, 0, 0);
-                *(uint4 *)(x.dO + at) = make_uint4(0, 0, 0, 0);
+            barrier_wait(address_of(s.full + number % STAGES), number / STAGES % 2);
+            if (n < C) {
+                /* a box may reach into the next sequence, whose NaN must not come along */
+                for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS) {
+                    const int at = piece_at(n + j / 8, j % 8);
+                    if (!delta) *(uint4 *)(x.U + at) = make_uint4(0, 0, 0, 0);
+                    *(uint4 *)(x.dO + at) = make_uint4(0, 0, 0, 0);
+                }
+                stores_before_copies();
+                __syncthreads();
             }
-            for (int j = threadIdx.x; j < (C - n) * KP / 8 && i == 0; j += INTRA_THREADS) {
+#else
+            copies_wait<0>();
+            __syncthreads();
+#endif
+            const uint32_t U = address_of(x.U), S = address_of(x.S), dS = address_of(x.dS);
+            const bool first_group = own_intra_seat().first_group;
+            const int row0 = own_intra_seat().row0;
+            /* the additive rule has no Z, and the second group no X */
+            const uint32_t own = address_of(first_group ? x.dO : delta ? x.Z : x.U);
+            left a[4], b[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                a[j] = load_left(own, row0, j * 16);
+                if (delta && !first_group) b[j] = load_left(U, row0, j * 16);
+            }
+            /* All sums are written before the products begin. Each group has its own beginning:
+             * the compiler would add one where the ways part, and then wait for each product. */
+            const auto begin = [&] {
+                products_in(X);
+                products_in(Y);
+                if (has_r) products_in(R);
+                products_begin();
+            };
+            if (first_group) {
+                begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    multiply_rows(X, a[j], U, j * 16);
+                    multiply_columns(Y, a[j], S, j * 16);
+                }
+#if HAS_WARP_GROUPS
+                if (DECAY == LA_TOKEN)
+#pragma unroll
+                    for (int j = 0; j < KP; j += 16) multiply_tiles(of_states, S, dS, j, false);
+#endif
+                products_commit();
+            } else {
+                begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    if (delta) multiply_rows(X, a[j], U, j * 16);
+                    multiply_columns(Y, a[j], delta ? S : dS, j * 16);
+                }
+                if (delta)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) multiply_columns(R, b[j], dS, j * 16);
+                products_commit();
+            }
+            if (DECAY == LA_TOKEN && !hopper)
+#pragma unroll 4
+                for (int j = threadIdx.x * 16; j < tile_bytes(KP); j += INTRA_THREADS * 16) {
+                    const uint4 y = *(const uint4 *)(x.S + j), z = *(const uint4 *)(x.dS + j);
+                    const uint32_t ys[4] = {y.x, y.y, y.z, y.w}, zs[4] = {z.x, z.y, z.z, z.w};
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const float2 y2 = unpack(ys[e]), z2 = unpack(zs[e]);
+                        along += y2.x * z2.x + y2.y * z2.y;
+                    }
+                }
+            products_wait<0>();
+            products_in(X);
+            products_in(Y);
+            if (has_r) products_in(R);
+            __syncthreads(); /* the panel is no longer needed */
+            if (hopper ? threadIdx.x == 0 : i + 1 < panels) fetch(chunk, i + STAGES, number);
+        }
+#if HAS_WARP_GROUPS
+        barrier_wait(address_of(&s.full_rows), (p.rows - 1) % 2);
+        if (n < C) { /* as above */
+            for (int j = threadIdx.x; j < (C - n) * KP / 8; j += INTRA_THREADS) {
                 const int at = piece_at(n + j / (KP / 8), j % (KP / 8));
                 *(uint4 *)(s.q + at) = make_uint4(0, 0, 0, 0);
                 *(uint4 *)(s.k + at) = make_uint4(0, 0, 0, 0);
@@ -185,324 +560,217 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
             __syncthreads();
         }
 #else
-        copies_wait<0>();
+        find_decays<DECAY>(s);
         __syncthreads();
 #endif
-        const uint32_t U = address_of(x.U), S = address_of(x.S), dS = address_of(x.dS);
-        const uint32_t own = address_of(first_group ? x.dO : x.Z);
-        left a[4], b[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            if (first_group || delta) a[j] = load_left(own, row0, j * 16);
-            if (!first_group) b[j] = load_left(U, row0, j * 16);
+        const intra_seat me = own_intra_seat();
+        const bool first_group = me.first_group;
+        const int row0 = me.row0, top = me.top, low = me.low, lane = me.lane, pair = me.pair;
+        if (DECAY == LA_TOKEN) {
+            if (hopper && first_group) {
+                const float2 own = diagonal_of(of_states);
+                along = own.x + own.y;
+            }
+            along = warp_sum(along);
+            if (lane == 0) s.sums[threadIdx.x / 32] = along;
         }
-        products_begin();
+
+        /* Rows of the gradients of the scores, those of this group. The bare products q_i . k_j or x_i
+         * . k_j are recomputed. */
+        const float b_top = s.beta[top], b_low = s.beta[low];
         if (first_group || delta) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                multiply_rows(X, a[j], U, j * 16);
-                multiply_columns(Y, a[j], S, j * 16);
+            const float x_top = first_group ? scale : -b_top, x_low = first_group ? scale : -b_low;
+            left own[KP / 16];
+            load_rows(own, first_group ? s.q : seen, row0);
+            const float2 sum = dot_rows(Y, own);
+            const int before = first_group ? 0 : back; /* the first token sees no decay of the chunk */
+            scale_rows(Y, x_top * (top >= before ? s.e[top - before] : 1), x_low * s.e[low - before]);
+            float *const to = first_group ? s.of_q : s.of_x;
+            if (lane % 4 == 0) {
+                if (top >= before) to[top - before] = x_top * sum.x;
+                to[low - before] = x_low * sum.y;
             }
         }
         if (!first_group) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) multiply_columns(R, b[j], dS, j * 16);
-        }
-        products_commit();
-        if (DECAY == LA_TOKEN)
-#pragma unroll 4
-            for (int j = threadIdx.x * 16; j < tile_bytes(KP); j += INTRA_THREADS * 16) {
-                const uint4 y = *(const uint4 *)(x.S + j), z = *(const uint4 *)(x.dS + j);
-                const uint32_t ys[4] = {y.x, y.y, y.z, y.w}, zs[4] = {z.x, z.y, z.z, z.w};
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const float2 p = unpack(ys[e]), q = unpack(zs[e]);
-                    along += p.x * q.x + p.y * q.y;
-                }
-            }
-        products_wait<0>();
-        products_in(X);
-        products_in(Y);
-        products_in(R);
-        __syncthreads(); /* the panel is no longer needed */
-        if ((!hopper || threadIdx.x == 0) && i + STAGES < panels) fetch(i + STAGES);
-    }
-    if (!hopper) {
-        find_decays();
-        __syncthreads();
-    }
-    if (DECAY == LA_TOKEN) {
-        along = warp_sum(along);
-        if (lane == 0) s.sums[warp] = along;
-    }
-
-    /* Rows of the gradients of the scores, those of this group. The bare products q_i . k_j or x_i
-     * . k_j are recomputed. */
-    const float b_top = s.beta[top], b_low = s.beta[low];
-    if (first_group || delta) {
-        const float x_top = first_group ? scale : -b_top, x_low = first_group ? scale : -b_low;
-        const float2 sum = dot_rows(Y, first_group ? s.q : seen, row0);
-        const int before = first_group ? 0 : back; /* the first token sees no decay of the chunk */
-        scale_rows(Y, x_top * (top >= before ? s.e[top - before] : 1), x_low * s.e[low - before]);
-        float *const to = first_group ? s.of_q : s.of_x;
-        if (lane % 4 == 0) {
-            if (top >= before) to[top - before] = x_top * sum.x;
-            to[low - before] = x_low * sum.y;
-        }
-    }
-    if (!first_group) {
-        const float2 sum = dot_rows(R, s.k, row0);
-        if (lane % 4 == 0) {
-            s.of_r[top] = b_top * sum.x;
-            s.of_r[low] = b_low * sum.y;
-        }
-        scale_rows(R, b_top * s.r[top], b_low * s.r[low]);
-        if (!HAS_X) /* was x = k */
-#pragma unroll
-            for (int m = 0; m < KP / 8; m++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) Y[m][e] = (delta ? Y[m][e] : 0) + R[m][e];
-    }
-    float(&dk)[KP / 8][4] = HAS_X ? R : Y;
-    float bare[8][4] = {};
-    if (DECAY == LA_TOKEN && (first_group || delta)) {
-        const uint32_t rows = address_of(first_group ? s.q : seen), k = address_of(s.k);
-        left a[KP / 16];
-#pragma unroll
-        for (int j = 0; j < KP / 16; j++) a[j] = load_left(rows, row0, j * 16);
-        products_begin();
-#pragma unroll
-        for (int j = 0; j < KP / 16; j++) multiply_rows(bare, a[j], k, j * 16);
-        products_commit();
-        products_wait<0>();
-        products_in(bare);
-    }
-    left own[4]; /* dP or dL, as operands over the columns */
-    if (first_group || delta) {
-        char *tile = first_group ? dP : dL;
-        if (delta && !first_group && part == 0 && d[LA_DBETA].data) /* Z_i . E_i */
-#pragma unroll
-            for (int m = 0; m < 8; m++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int i = e < 2 ? top : low, j = m * 8 + pair + e % 2;
-                    if (i == j && i < n)
-                        store(at(d[LA_DBETA], u.b, t + i, hv), d[LA_DBETA].dtype, X[m][e]);
-                }
-#pragma unroll
-        for (int m = 0; m < 8; m++) {
-            const int j = m * 8 + pair;
-            const float2 b = *(const float2 *)(s.beta + j);
-            const float x_top = first_group ? scale : -b_top, x_low = first_group ? scale : -b_low;
-            float2 g_top = make_float2(1, 1), g_low = g_top;
-            if (DECAY == LA_TOKEN) {
-                const int before = first_group ? 0 : back;
-                g_top = *(const float2 *)(G + max(top - before, 0) * LD_PAIRS + j);
-                g_low = *(const float2 *)(G + (low - before) * LD_PAIRS + j);
-            }
-            const int diagonal = first_group; /* P has a diagonal, L has none */
-            const float x0 = j < top + diagonal ? x_top * b.x * X[m][0] : 0;
-            const float x1 = j + 1 < top + diagonal ? x_top * b.y * X[m][1] : 0;
-            const float x2 = j < low + diagonal ? x_low * b.x * X[m][2] : 0;
-            const float x3 = j + 1 < low + diagonal ? x_low * b.y * X[m][3] : 0;
-            X[m][0] = x0 * g_top.x;
-            X[m][1] = x1 * g_top.y;
-            X[m][2] = x2 * g_low.x;
-            X[m][3] = x3 * g_low.y;
-            *(uint32_t *)(tile + element_at(top, j)) = pack(X[m][0], X[m][1]);
-            *(uint32_t *)(tile + element_at(low, j)) = pack(X[m][2], X[m][3]);
-            if (DECAY == LA_TOKEN && first_group) { /* was P = G q k': dG, below the diagonal */
-                *(float2 *)(dG + top * LD_PAIRS + j) =
-                    make_float2(j < top ? x0 * bare[m][0] : 0, j + 1 < top ? x1 * bare[m][1] : 0);
-                *(float2 *)(dG + low * LD_PAIRS + j) =
-                    make_float2(j < low ? x2 * bare[m][2] : 0, j + 1 < low ? x3 * bare[m][3] : 0);
-            } else if (DECAY == LA_TOKEN) {
-                bare[m][0] = j < top - back ? x0 * bare[m][0] : 0;
-                bare[m][1] = j + 1 < top - back ? x1 * bare[m][1] : 0;
-                bare[m][2] = j < low - back ? x2 * bare[m][2] : 0;
-                bare[m][3] = j + 1 < low - back ? x3 * bare[m][3] : 0;
-            }
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++) own[j] = as_left(X[2 * j], X[2 * j + 1]);
-    }
-    __syncthreads();
-    /* Was den_i = q_i z_i, where z_i has the keys up to token i: dz_i = d_den_i q_i. The keys of
-     * the chunk get their part by way of dP, since each was weighted with 1. */
-    const bool through_z = DECAY == LA_NONE && !delta && PARTS == 1 && to.den;
-    if (through_z) {
-        if (first_group) {
-            const auto add_keys = [&] {
-                products_begin();
-#pragma unroll
-                for (int j = 0; j < 4; j++) multiply_columns(Y, own[j], address_of(s.k), j * 16);
-                products_commit();
-                products_wait<0>();
-                products_in(Y);
-            };
-            /* The operands for the keys up to the own token: what rounding takes from d_den, and
-             * then the rounded d_den. dq may be far smaller than its parts, so it needs both. */
-            const auto lower = [&](float x_top, float x_low) {
-#pragma unroll
-                for (int m = 0; m < 8; m++) {
-                    const int j = m * 8 + pair;
-                    X[m][0] = j <= top ? x_top : 0;
-                    X[m][1] = j + 1 <= top ? x_top : 0;
-                    X[m][2] = j <= low ? x_low : 0;
-                    X[m][3] = j + 1 <= low ? x_low : 0;
-                }
-#pragma unroll
-                for (int j = 0; j < 4; j++) own[j] = as_left(X[2 * j], X[2 * j + 1]);
-            };
-            add_keys();
-            const float2 with_num = dot_rows(Y, s.q, row0); /* num . dnum = q . dq */
-            const float *const den = to.den + ((int64_t)hv * c.B + u.b) * c.T + t;
-            const float d_top = top < n ? d_denominator(&c, den[top], with_num.x) : 0;
-            const float d_low = low < n ? d_denominator(&c, den[low], with_num.y) : 0;
+            float(&r)[KP / 8][4] = delta ? R : Y;
+            left own[KP / 16];
+            load_rows(own, s.k, row0);
+            const float2 sum = dot_rows(r, own);
             if (lane % 4 == 0) {
-                s.of_q[top] = d_top;
-                s.of_q[low] = d_low;
+                s.of_r[top] = b_top * sum.x;
+                s.of_r[low] = b_low * sum.y;
             }
+            scale_rows(r, b_top * s.r[top], b_low * s.r[low]);
+            if (delta && !HAS_X) /* was x = k */
+#pragma unroll
+                for (int m = 0; m < KP / 8; m++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) Y[m][e] += R[m][e];
+        }
+        const la_name of_sums = first_group ? LA_Q : HAS_X ? LA_X : LA_K; /* Y */
+        if (p.member > 0) {
+            add_sums(Y, sums_of_block<KP>(to.partials, of_sums));
+            if (HAS_X && !first_group) add_sums(R, sums_of_block<KP>(to.partials, LA_K));
+        }
+        float(&dk)[KP / 8][4] = HAS_X ? R : Y;
+        float bare[8][4] = {};
+        if (DECAY == LA_TOKEN && (first_group || delta)) {
+            left own[KP / 16];
+            load_rows(own, first_group ? s.q : seen, row0);
+            products_begin();
+#pragma unroll
+            for (int j = 0; j < KP / 16; j++) multiply_rows(bare, own[j], address_of(s.k), j * 16);
+            products_commit();
+            products_wait<0>();
+            products_in(bare);
+        }
+        left own[4]; /* dP or dL, as operands over the columns */
+        if (first_group || delta) {
+            if (delta && !first_group && p.part == 0 && d[LA_DBETA].data)
+                if (const float2 of = diagonal_of(X); has_diagonal(lane)) { /* Z_i . E_i */
+#pragma unroll 1
+                    for (int i = 0; i < 2; i++) {
+                        const int token = i ? low : top;
+                        if (token < n)
+                            store(at(d[LA_DBETA], p.u.b, p.t + token, p.u.hv), d[LA_DBETA].dtype,
+                                  i ? of.y : of.x);
+                    }
+                }
 #pragma unroll
             for (int m = 0; m < 8; m++) {
                 const int j = m * 8 + pair;
-                *(uint32_t *)(dP + element_at(top, j)) =
-                    pack(X[m][0] + (j <= top ? d_top : 0), X[m][1] + (j + 1 <= top ? d_top : 0));
-                *(uint32_t *)(dP + element_at(low, j)) =
-                    pack(X[m][2] + (j <= low ? d_low : 0), X[m][3] + (j + 1 <= low ? d_low : 0));
-            }
-            const float2 rounded = unpack(pack(d_top, d_low));
-            lower(d_top - rounded.x, d_low - rounded.y);
-            add_keys();
-            lower(rounded.x, rounded.y);
-#pragma unroll
-            for (int m = 0; m < KP / 8; m++) {
-                const float2 z = *(const float2 *)(to.z + place * KP + m * 8 + pair);
-                Y[m][0] += d_top * z.x;
-                Y[m][1] += d_top * z.y;
-                Y[m][2] += d_low * z.x;
-                Y[m][3] += d_low * z.y;
-            }
-        }
-        __syncthreads();
-        /* a thread has two keys, and every fourth row of 128 keys or every eighth of 64 */
-        constexpr int ROWS_APART = INTRA_THREADS / (KP / 2);
-        const int key = threadIdx.x % (KP / 2) * 2, first = threadIdx.x / (KP / 2);
-        float2 sum = make_float2(0, 0);
-#pragma unroll 4
-        for (int i = first; i < C; i += ROWS_APART) {
-            const float2 q = unpack(*(const uint32_t *)(s.q + element_at(i, key)));
-            sum.x += s.of_q[i] * q.x;
-            sum.y += s.of_q[i] * q.y;
-        }
-        *(float2 *)(G + first * KP + key) = sum; /* without decays there is no G */
-        __syncthreads();
-        if (threadIdx.x < KP) {
-            float all = 0;
-            for (int i = 0; i < ROWS_APART; i++) all += G[i * KP + threadIdx.x];
-            to.dz[place * KP + threadIdx.x] = all;
-        }
-    }
-    if (DECAY == LA_TOKEN && delta && !first_group) /* and L = G x k' */
-#pragma unroll
-        for (int m = 0; m < 8; m++) {
-            float2 *x = (float2 *)(dG + max(top - back, 0) * LD_PAIRS + m * 8 + pair);
-            float2 *y = (float2 *)(dG + (low - back) * LD_PAIRS + m * 8 + pair);
-            if (top >= back) *x = make_float2(x->x + bare[m][0], x->y + bare[m][1]);
-            *y = make_float2(y->x + bare[m][2], y->y + bare[m][3]);
-        }
-    {
-        const uint32_t q = address_of(s.q), k = address_of(s.k), x = address_of(seen);
-        left across[4], twice[4];
-        if (!first_group)
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                across[j] = load_left_transposed(address_of(dP), j * 16, row0);
-                if (delta) twice[j] = load_left_transposed(address_of(dL), j * 16, row0);
-            }
-        products_begin();
-        if (first_group) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) multiply_columns(Y, own[j], k, j * 16); /* was P = q k' */
-        } else {
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                multiply_columns(dk, across[j], q, j * 16);
-                if (delta) { /* was L = x k' */
-                    multiply_columns(Y, own[j], k, j * 16);
-                    multiply_columns(dk, twice[j], x, j * 16);
+                const float2 b = *(const float2 *)(s.beta + j);
+                const float x_top = first_group ? scale : -b_top, x_low = first_group ? scale : -b_low;
+                float2 g_top = make_float2(1, 1), g_low = g_top;
+                if (DECAY == LA_TOKEN) {
+                    const int before = first_group ? 0 : back;
+                    g_top = *(const float2 *)(G + max(top - before, 0) * LD_PAIRS + j);
+                    g_low = *(const float2 *)(G + (low - before) * LD_PAIRS + j);
+                }
+                const int diagonal = first_group; /* P has a diagonal, L has none */
+                const float x0 = j < top + diagonal ? x_top * b.x * X[m][0] : 0;
+                const float x1 = j + 1 < top + diagonal ? x_top * b.y * X[m][1] : 0;
+                const float x2 = j < low + diagonal ? x_low * b.x * X[m][2] : 0;
+                const float x3 = j + 1 < low + diagonal ? x_low * b.y * X[m][3] : 0;
+                X[m][0] = x0 * g_top.x;
+                X[m][1] = x1 * g_top.y;
+                X[m][2] = x2 * g_low.x;
+                X[m][3] = x3 * g_low.y;
+                    if (DECAY == LA_TOKEN && first_group) { /* was P = G q k': dG, below the diagonal */
+                    *(float2 *)(dG + top * LD_PAIRS + j) =
+                        make_float2(j < top ? x0 * bare[m][0] : 0, j + 1 < top ? x1 * bare[m][1] : 0);
+                    *(float2 *)(dG + low * LD_PAIRS + j) =
+                        make_float2(j < low ? x2 * bare[m][2] : 0, j + 1 < low ? x3 * bare[m][3] : 0);
+                } else if (DECAY == LA_TOKEN) {
+                    bare[m][0] = j < top - back ? x0 * bare[m][0] : 0;
+                    bare[m][1] = j + 1 < top - back ? x1 * bare[m][1] : 0;
+                    bare[m][2] = j < low - back ? x2 * bare[m][2] : 0;
+                    bare[m][3] = j + 1 < low - back ? x3 * bare[m][3] : 0;
                 }
             }
-        }
-        products_commit();
-        products_wait<0>();
-        products_in(Y);
-        if (HAS_X) products_in(R);
-    }
-    const bool direct = first_group ? to.direct_q : to.direct_k;
-    if (!HAS_X && PARTS == 1 && direct && to.elu) undo_elu(Y, first_group ? s.q : s.k, row0);
-    if (!HAS_X && PARTS == 1 && direct && to.norms)
-        undo_norm(Y, first_group ? s.q : s.k, row0, n,
-                  to.norms + ((int64_t)(first_group ? u.b : c.B + u.b) * c.T + t) * c.H + u.h, c.H);
-    const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
-    if (first_group || HAS_X)
-        store_rows(c, u, d[first_group ? LA_DQ : LA_DX],
-                   direct ? NULL : (first_group ? to.dq : to.dx) + apart, to.kp, t, n, row0, Y,
-                   first_key);
-    if (!first_group)
-        store_rows(c, u, d[LA_DK], direct ? NULL : to.dk + apart, to.kp, t, n, row0, dk, first_key);
-    __syncthreads();
-    if constexpr (DECAY == LA_TOKEN) {
-        /* Adjoint of the recursions that made G and e: e_i = a_i e_(i-1), and row i of G is a_i
-         * times the row before. D_ij = dG_ij + a_(i+1) D_(i+1)j, and da_i = sum_j D_ij G_(i-1)j +
-         * (gradient of e_i) e_(i-1). Each thread goes up its 16 rows, and then again to add what
-         * comes from the rows below them. */
-        float D[16], x = 0, y = 1, of_e = 0;
 #pragma unroll
-        for (int i = 15; i >= 0; i--) {
-            const int row = first_row + i;
-            const float a = row < C - 1 ? s.a[row + 1] : 1;
-            x = x * a + dG[row * LD_PAIRS + j_own];
-            /* was k~_j = r_j k_j, where r is the last row */
-            if (row == C - 1 && j_own < C - 1) x += s.of_r[j_own];
-            D[i] = x;
-            y *= a;
-            if (row >= j_own) of_e += G[row * LD_PAIRS + j_own] * (s.of_q[row] + s.of_x[row]);
+            for (int j = 0; j < 4; j++) own[j] = as_left(X[2 * j], X[2 * j + 1]);
+            put_rows(first_group ? dP : dL, row0, X);
         }
-        s.up[threadIdx.x / C][j_own] = x;
-        s.of_e[threadIdx.x / C][j_own] = of_e;
-        /* the product of a over its rows, each one later */
-        if (j_own == 0) s.quarter[threadIdx.x / C] = y;
         __syncthreads();
-        x = 0;
-        for (int q = 3; q > threadIdx.x / C; q--) x = s.up[q][j_own] + s.quarter[q] * x;
+        if (DECAY == LA_NONE && !delta && PARTS == 1 && to.den)
+            adjoint_of_denominators<KP>(c, to, p, first_group, s, X, Y, own);
+        if (DECAY == LA_TOKEN && delta && !first_group) /* and L = G x k' */
 #pragma unroll
-        for (int i = 15; i >= 0; i--) {
-            const int row = first_row + i;
-            x *= row < C - 1 ? s.a[row + 1] : 1;
-            D[i] = row > j_own ? (D[i] + x) * G[max(row - 1, 0) * LD_PAIRS + j_own] : 0;
+            for (int m = 0; m < 8; m++) {
+                float2 *x = (float2 *)(dG + max(top - back, 0) * LD_PAIRS + m * 8 + pair);
+                float2 *y = (float2 *)(dG + (low - back) * LD_PAIRS + m * 8 + pair);
+                if (top >= back) *x = make_float2(x->x + bare[m][0], x->y + bare[m][1]);
+                *y = make_float2(y->x + bare[m][2], y->y + bare[m][3]);
+            }
+        {
+            const uint32_t q = address_of(s.q), k = address_of(s.k), x = address_of(seen);
+            const auto begin = [&] {
+                products_in(Y);
+                if (HAS_X) products_in(R);
+                products_begin();
+            };
+            const auto end = [&] {
+                products_commit();
+                products_wait<0>();
+                products_in(Y);
+                if (HAS_X) products_in(R);
+            };
+            if (first_group) { /* was P = q k' */
+                begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) multiply_columns(Y, own[j], k, j * 16);
+                end();
+            } else { /* and L = x k' */
+                left across[4], twice[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    across[j] = load_left_transposed(address_of(dP), j * 16, row0);
+                    if (delta) twice[j] = load_left_transposed(address_of(dL), j * 16, row0);
+                }
+                begin();
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    multiply_columns(dk, across[j], q, j * 16);
+                    if (delta) multiply_columns(Y, own[j], k, j * 16);
+                    if (delta) multiply_columns(dk, twice[j], x, j * 16);
+                }
+                end();
+            }
         }
-        /* sums over the columns of the warp: one of two lanes has a row */
-        float half[8], four[4], two[2], one[1];
-        halve<8, 16>(D, half);
-        halve<4, 8>(half, four);
-        halve<2, 4>(four, two);
-        halve<1, 2>(two, one);
-        one[0] += __shfl_xor_sync(~0u, one[0], 1);
-        if (lane % 2 == 0)
-            s.da[warp % 2][first_row + lane / 16 * 8 + lane / 8 % 2 * 4 + lane / 4 % 2 * 2 +
-                           lane / 2 % 2] = one[0];
-        __syncthreads();
-        const int i = threadIdx.x;
-        if (i >= n) return;
-        float e = 0;
-        for (int q = 0; q < INTRA_THREADS / 32; q++) e += s.sums[q];
-        e = e * s.r[i] + (s.of_e[0][i] + s.of_e[1][i]) + (s.of_e[2][i] + s.of_e[3][i]);
-        const float da = s.da[0][i] + s.da[1][i] + e * (i ? s.e[i - 1] : 1);
-        if (to.da)
-            to.da[(((int64_t)part * c.HV + hv) * c.B + u.b) * c.T + t + i] = da;
-        else
-            store(at(d[LA_DG], u.b, t + i, hv), d[LA_DG].dtype, gate_gradient(da, s.a[i], d.gate));
+        const bool direct = first_group ? to.direct_q : to.direct_k;
+        if (!HAS_X && PARTS == 1 && direct && last_member) {
+            const char *const rows = first_group ? s.q : s.k;
+            if (to.elu) undo_elu(Y, rows, row0);
+            if (to.norms)
+                undo_norm(Y, rows, row0, n,
+                          to.norms +
+                              ((int64_t)(first_group ? p.u.b : c.B + p.u.b) * c.T + p.t) * c.H +
+                              p.u.h,
+                          c.H);
+        }
+        __syncthreads(); /* the scores of pairs are complete, and rows are no longer needed */
+        if (!last_member) {
+            keep_sums(Y, sums_of_block<KP>(to.partials, of_sums));
+            if (HAS_X && !first_group) keep_sums(R, sums_of_block<KP>(to.partials, LA_K));
+        } else if (hopper && direct && to.boxes && n == C) {
+#if HAS_WARP_GROUPS
+            const auto send = [&](const char *tile, const CUtensorMap &map) {
+#pragma unroll
+                for (int j = 0; j < KP / PANEL; j++)
+                    engine_store_box(&map, address_of(tile) + j * PANEL_BYTES,
+                                     p.part * KP + j * PANEL, p.u.h, p.t, p.u.b);
+            };
+            put_rows(first_group ? s.q : seen, row0, Y);
+            if (HAS_X && !first_group) put_rows(s.k, row0, R);
+            stores_before_copies();
+            group_waits();
+            if (threadIdx.x == 0) send(s.q, maps.dq);
+            if (threadIdx.x == INTRA_GROUP) {
+                send(s.k, maps.dk);
+                if (HAS_X) send(seen, maps.dx);
+            }
+#endif
+        } else {
+            const int64_t apart = (int64_t)c.B * c.T * to.kp * p.u.hv;
+            if (first_group || HAS_X)
+                store_rows(c, p.u, d[first_group ? LA_DQ : LA_DX],
+                           direct ? NULL : (first_group ? to.dq : to.dx) + apart, to.kp, p.t, n,
+                           row0, Y, p.part * KP);
+            if (!first_group)
+                store_rows(c, p.u, d[LA_DK], direct ? NULL : to.dk + apart, to.kp, p.t, n, row0, dk,
+                           p.part * KP);
+        }
+        const intra_place &next = s.place[(chunk + 1) % INTRA_PLACES];
+        if (hopper) load_gates(next);
+        if constexpr (DECAY == LA_TOKEN) adjoint_of_decays(c, d, to, p, s);
+        if (!hopper) return;
+#if HAS_WARP_GROUPS
+        if (last_member && threadIdx.x % INTRA_GROUP == 0) {
+            engine_has_read<0>(); /* what left from these places */
+            if (next.n > 0) fetch_rows(next, threadIdx.x == 0);
+        }
+#endif
     }
 }
 

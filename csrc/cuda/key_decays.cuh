@@ -374,20 +374,6 @@ __device__ __forceinline__ int nonfinite_of_block(const float (&x)[2][4], int I)
     return found < C ? I * TOKENS_OF_BLOCK + found : C;
 }
 
-/* A left operand as a block of a tile. */
-__device__ __forceinline__ void store_left(char *tile, int row, int column, const left &a)
-{
-    const int lane = threadIdx.x % 32;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    store_matrices(address_of(tile) + piece_at(row + lane % 16, column / 8 + lane / 16), a.x);
-#else
-#pragma unroll
-    for (int e = 0; e < 4; e++)
-        *(uint32_t *)(tile + element_at(row + lane / 4 + e % 2 * 8,
-                                        column + lane % 4 * 2 + e / 2 * 8)) = a.x[e];
-#endif
-}
-
 /* Sums of a block of 16 x 16, packed, to a tile. */
 __device__ __forceinline__ void store_block(char *tile, int row, int column, const float (&x)[2][4])
 {

@@ -71,6 +71,21 @@ template <typename real> __device__ inline real load(const char *from, la_dtype 
     }
 }
 
+/* A number that is loaded a chunk before it is used: its 4 bytes as they are, or 2. */
+__device__ __forceinline__ uint32_t load_early(const char *from, la_dtype dtype)
+{
+    if (dtype == LA_F64) return __float_as_uint((float)*(const double *)from);
+    return dtype == LA_F32 ? *(const uint32_t *)from : *(const uint16_t *)from;
+}
+
+/* Without a branch: it is needed for every chunk. */
+__device__ __forceinline__ float loaded(uint32_t bits, la_dtype dtype)
+{
+    const float half = __half2float(__ushort_as_half((unsigned short)bits));
+    const float wide = __uint_as_float(dtype == LA_BF16 ? bits << 16 : bits);
+    return dtype == LA_F16 ? half : wide;
+}
+
 /* Elements first, first + step, ... of a row of `count`, and zeros past its end. One branch on the
  * dtype serves all N loads, so they all start before the first must have arrived. */
 template <typename T, typename real, int N>

@@ -565,4 +565,18 @@ __device__ __forceinline__ void put(float *to, int ld, const float (&c)[4], floa
     x[8 * ld + 1] = sign * c[3];
 }
 
+/* A left operand as a block of a tile. */
+__device__ __forceinline__ void store_left(char *tile, int row, int column, const left &a)
+{
+    const int lane = threadIdx.x % 32;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    store_matrices(address_of(tile) + piece_at(row + lane % 16, column / 8 + lane / 16), a.x);
+#else
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        *(uint32_t *)(tile + element_at(row + lane / 4 + e % 2 * 8,
+                                        column + lane % 4 * 2 + e / 2 * 8)) = a.x[e];
+#endif
+}
+
 #endif

@@ -46,6 +46,7 @@ struct kept {
 
 struct backward_maps {
     CUtensorMap q, k, x, v, d_o;
+    CUtensorMap dq, dk, dx; /* of the caller */
 };
 
 /* The warps that have the same columns. With more than 128 keys they are two, and each has half of
@@ -159,6 +160,33 @@ __device__ __forceinline__ void put_columns(uint32_t slice, const float (&x)[8][
     __syncwarp();
 }
 
+/* The rows of a warp in a panel. */
+enum { BYTES_OF_ROWS = 16 * PANEL * 2 };
+
+#if HAS_WARP_GROUPS
+/* Store S', which already is operands, as 16 rows of a tile whose rows are value columns; `row` is the
+ * first. They leave by way of `staged`, which is the warp's own. */
+template <int KP>
+__device__ __forceinline__ void send_state(char *tile, int row, uint32_t staged,
+                                           const left (&s)[KP / 16])
+{
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) engine_has_read<0>(); /* the state that lay here has left */
+    __syncwarp();
+    const uint32_t to = lane_with_columns(staged);
+#pragma unroll
+    for (int j = 0; j < KP / 16; j++)
+        store_matrices((to ^ (j % 4 << 5)) + j / 4 * BYTES_OF_ROWS, s[j].x);
+    stores_before_copies();
+    __syncwarp();
+    if (lane == 0)
+#pragma unroll
+        for (int j = 0; j < KP / PANEL; j++)
+            engine_copy_back(tile + j * PANEL_BYTES + row * 128, staged + j * BYTES_OF_ROWS,
+                             BYTES_OF_ROWS);
+}
+#endif
+
 /* Store S', which already is operands, as a tile whose rows are value columns. `row` is the first
  * row of this warp. */
 template <int KP>
@@ -178,7 +206,8 @@ __device__ __forceinline__ void put_state(char *tile, int row, const left (&s)[K
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD>
 __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradients &d,
                                                    const chunks &w, const backward_maps &maps,
-                                                   const kept &f, int tiles, int stages, int index)
+                                                   const kept &f, int tiles, int stages, int staged,
+                                                   int index)
 {
     typedef adjoint_stage<KP, DECAY, RULE, BACKWARD> part;
     constexpr bool delta = RULE == LA_DELTA, dplr = RULE == LA_DPLR;
@@ -309,9 +338,6 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     /* the two tokens, or keys, of every eight that this thread has */
     const int pair = lane % 4 * 2;
     const float scale = (float)c.scale;
-    const int place_of_v = part::v + line / 4 * PANEL_BYTES;
-    const int slice = place_of_v + piece_at(lane / 16 * 8 + lane % 8, line % 4 * 2 + lane / 8 % 2);
-    const int piece = place_of_v + piece_at(lane / 2, line % 4 * 2 + lane % 2);
     /* the first key of this warp, and its place in tiles of keys */
     const int first_key = half * KEYS, own = half * tile_bytes(KEYS);
     partner other = {(float4 *)(shared + stages * bytes) + line * 32 + lane, line, width, half};
@@ -345,6 +371,15 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
 
     int stage_at = 0, round = 0;
     for (int step = 0; step < all_chunks; step++) {
+        int thread = threadIdx.x;
+        /* Asked for anew in each chunk: what follows from it would take registers from the sums. */
+        if (DECAY == LA_TOKEN) asm volatile("" : "+r"(thread));
+        const int warp = thread / 32, lane = thread % 32, line = warp - half * width,
+                  pair = lane % 4 * 2;
+        const int place_of_v = part::v + line / 4 * PANEL_BYTES;
+        const int slice =
+            place_of_v + piece_at(lane / 16 * 8 + lane % 8, line % 4 * 2 + lane / 8 % 2);
+        const int piece = place_of_v + piece_at(lane / 2, line % 4 * 2 + lane % 2);
         char *room = shared + stage_at * bytes;
         const uint32_t base = address_of(room);
         const int i = chunk_at(step), t = u.begin + i * C, n = min(C, u.end - t);
@@ -382,10 +417,18 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
         for (int j = 0; j < KEYS / 16; j++) s[j] = as_left(S[2 * j], S[2 * j + 1]);
         /* the state as the adjoint of the chunk needs it */
         const auto keep_state = [&] {
-            if (v0 < panels * PANEL)
-                put_state<KEYS>((BACKWARD ? f.d_states : f.states) +
-                                    (place * panels + panel) * tile_bytes(KP) + own,
-                                line % 4 * 16, s);
+            if (v0 >= panels * PANEL) return;
+            char *const to = (BACKWARD ? f.d_states : f.states) +
+                             (place * panels + panel) * tile_bytes(KP) + own;
+#if HAS_WARP_GROUPS
+            if (staged) {
+                send_state<KEYS>(to, line % 4 * 16,
+                                 address_of(shared) + staged + warp * (KEYS / PANEL * BYTES_OF_ROWS),
+                                 s);
+                return;
+            }
+#endif
+            put_state<KEYS>(to, line % 4 * 16, s);
         };
         left x[4]; /* V or dO, as operands over the tokens */
 #pragma unroll
@@ -688,6 +731,9 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
 #endif
         if (++stage_at == stages) stage_at = 0, round ^= 1;
     }
+#if HAS_WARP_GROUPS
+    engine_has_read<0>();
+#endif
     if constexpr (BACKWARD)
 #pragma unroll
         for (int i = 0; i < KEYS / 8; i++)
@@ -702,19 +748,20 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
 }
 
 /* Neither pass needs the results of the other, so they run side by side. The backward pass takes
- * longer and has the first half of the blocks. */
+ * longer and has the first half of the blocks. staged: from here on states lie in shared memory on
+ * their way to the copy engine; 0: there is no room for them. */
 template <int KP, la_decay DECAY, la_rule RULE>
 __global__ void __launch_bounds__((ADJOINT_WARPS + HAS_WARP_GROUPS * ADJOINT_PRODUCERS) * 32, 1)
     chunks_both_ways(const __grid_constant__ call c, const __grid_constant__ gradients d,
                      const __grid_constant__ chunks w, const __grid_constant__ backward_maps maps,
-                     const __grid_constant__ kept f, int tiles, int stages)
+                     const __grid_constant__ kept f, int tiles, int stages, int staged)
 {
     const int half = gridDim.x / 2, index = blockIdx.x % half;
     if (HAS_WARP_GROUPS && KP <= 128) stages = ADJOINT_STAGES;
     if (blockIdx.x < half)
-        chunks_for_adjoint<KP, DECAY, RULE, true>(c, d, w, maps, f, tiles, stages, index);
+        chunks_for_adjoint<KP, DECAY, RULE, true>(c, d, w, maps, f, tiles, stages, staged, index);
     else
-        chunks_for_adjoint<KP, DECAY, RULE, false>(c, d, w, maps, f, tiles, stages, index);
+        chunks_for_adjoint<KP, DECAY, RULE, false>(c, d, w, maps, f, tiles, stages, staged, index);
 }
 
 #endif

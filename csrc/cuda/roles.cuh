@@ -67,21 +67,6 @@ __device__ __forceinline__ int transposed_at(const seat &at)
     return piece_at(at.lane / 16 * 8 + at.lane % 8, at.warp * 2 + at.lane / 8 % 2);
 }
 
-/* A number that is loaded a chunk before it is used: its 4 bytes as they are, or 2. */
-__device__ __forceinline__ uint32_t load_early(const char *from, la_dtype dtype)
-{
-    if (dtype == LA_F64) return __float_as_uint((float)*(const double *)from);
-    return dtype == LA_F32 ? *(const uint32_t *)from : *(const uint16_t *)from;
-}
-
-/* Without a branch: it is needed for every chunk. */
-__device__ __forceinline__ float loaded(uint32_t bits, la_dtype dtype)
-{
-    const float half = __half2float(__ushort_as_half((unsigned short)bits));
-    const float wide = __uint_as_float(dtype == LA_BF16 ? bits << 16 : bits);
-    return dtype == LA_F16 ? half : wide;
-}
-
 /* S' [16 columns][8 N] of a warp: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1. */
 template <int N>
 __device__ __forceinline__ void load_state(const call &c, const unit &u, int first_column,

@@ -1,0 +1,90 @@
+"""The adjoint within a chunk where decays are scalar: on Hopper a block takes one chunk after
+another, and may add up the gradients of the value heads of a q/k head."""
+
+import itertools
+
+import pytest
+from support.compare import assert_same_bits
+from support.gpu import APART, PLAIN, distance, gpu_problem, needs_gpu, run
+from support.problems import PER_TOKEN
+from support.tensors import torch
+
+import linattn
+
+pytestmark = needs_gpu
+
+scalar = pytest.mark.parametrize(
+    "op", ["gated_delta_rule", "delta_rule", "simple_gla", "retention", PLAIN]
+)
+# More chunks than an H200 has processors, and groups of value heads enough for two of each.
+MANY = {"B": 2, "T": 3000, "H": 6}
+# As many panels of value columns as are on their way at once, fewer, and more.
+widths = pytest.mark.parametrize("V", [64, 128, 200])
+
+
+def gradients(op, x, **options):
+    return run(op, x, "backward", **options)
+
+
+def assert_near_recurrent(op, x):
+    got, want = gradients(op, x), gradients(op, x, mode="recurrent")
+    told = linattn.explain_kernel(getattr(linattn, f"{op.split(',')[0]}_backward"), **x)
+    assert told.kernel == "chunks"
+    for a, b in zip(got, want, strict=True):
+        assert torch.isfinite(a).all()
+        assert distance(a, b) < APART["bfloat16"]
+    return got
+
+
+@widths
+@pytest.mark.parametrize("K", [64, 128, 200])
+@pytest.mark.parametrize("HV", [6, 18])
+@scalar
+def test_token_by_token(op, HV, K, V):
+    x = gpu_problem(op, pass_="backward", **MANY, HV=HV, K=K, V=V)
+    assert_same_bits(assert_near_recurrent(op, x), gradients(op, x))
+
+
+@scalar
+def test_few_groups_of_many_value_heads(op):
+    """There are fewer groups than processors, so each block takes single heads."""
+    assert_near_recurrent(op, gpu_problem(op, pass_="backward", T=300, H=1, HV=24))
+
+
+@pytest.mark.parametrize("HV", [6, 12])
+@scalar
+def test_norms_are_undone_in_the_sum_of_a_group(op, HV):
+    x = gpu_problem(op, pass_="backward", **MANY, HV=HV, K=128)
+    if op == PLAIN:  # which has a feature map; q . k of its rows is a sum of positive numbers
+        x |= {"feature_map": "elu+1"}
+    assert_near_recurrent(op, x | {"qk_l2norm": True})
+
+
+@pytest.mark.parametrize("HV", [6, 12])
+@pytest.mark.parametrize("op", ["gated_delta_rule", "delta_rule"])
+def test_a_look_of_its_own(op, HV):
+    x = gpu_problem(op, pass_="backward", **MANY, HV=HV, K=128)
+    x["x"] = torch.nn.functional.normalize(x["k"].float() + 0.1, dim=-1).to(x["k"].dtype)
+    assert_near_recurrent(op, x)
+
+
+@pytest.mark.parametrize("HV", [6, 12])
+@scalar
+def test_packed_sequences(op, HV):
+    """Each sequence has the gradients that it has alone. Not every slot of a chunk has one."""
+    edges = [0, 0, 1, 65, 129, 129, 1400, 5000, 5003]
+    x = gpu_problem(op, pass_="backward", B=1, T=edges[-1], H=6, HV=HV)
+    shared = ("initial_state", "d_final_state")
+    several = x | {name: x[name].repeat_interleave(len(edges) - 1, 0) for name in shared}
+    packed = several | {"cu_seqlens": torch.tensor(edges, device="cuda")}
+    got = assert_near_recurrent(op, packed)
+    for start, end in itertools.pairwise(edges):
+        one = {name: a[:, start:end] if name in PER_TOKEN else a for name, a in x.items()}
+        for a, b in zip(got[:3], gradients(op, one)[:3], strict=True):
+            assert distance(a[:, start:end], b) < APART["bfloat16"] or not b.numel()
+
+
+@scalar
+def test_rows_that_no_box_takes(op):
+    """dq, dk and dx of 72 keys are stored by threads, as are chunks that end early."""
+    assert_near_recurrent(op, gpu_problem(op, pass_="backward", **MANY, HV=12, K=70))
