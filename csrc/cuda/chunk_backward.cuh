@@ -307,8 +307,9 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         int64_t bytes;
     } parts[] = {
         {&w.scores, score},
-        {&w.inverse, predicts ? score : 0},
+        {&w.inverse, dplr ? score : 0},
         {&w.lower, predicts ? score : 0},
+        {(char **)&w.beta, predicts && !dplr ? places * C * 4 : 0},
         {&w.scores_y, dplr ? score : 0},
         {&w.q, in_rows || !to.given.q ? keys : 0},
         {&w.k, in_rows      ? (predicts ? keys : 0)

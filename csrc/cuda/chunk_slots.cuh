@@ -64,9 +64,10 @@ constexpr int totals = DECAY == LA_KEY    ? KP
 
 struct chunks {
     char *scores, *inverse; /* [chunk slots][HV] tiles of C columns: P, A */
-    /* for gradients of the delta rule: -L, where L is without beta; of DPLR: M, and A in the place of
-     * the inverse; otherwise NULL */
+    /* for gradients: of the delta rule - M, in the place of A; of DPLR: M, and A in the place of the
+     * inverse; otherwise NULL */
     char *lower;
+    float *beta;    /* for gradients of the delta rule: [chunk slots][HV][C] */
     char *scores_y; /* for gradients of DPLR: P_y without the scale */
     /* [chunk slots][heads] tiles of KP columns; NULL: read from the arrays of the caller */
     char *q, *k;

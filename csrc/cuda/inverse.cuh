@@ -92,6 +92,35 @@ __device__ __forceinline__ void put_inverse(const float *L, const float *beta, c
     }
 }
 
+/* A tile of - L becomes - M = - L T, where T = (I + diag(beta) L)^-1 is in float32. The first four
+ * warps work, each on its 16 rows. Block j of M takes the place of block j of L, which the blocks
+ * after it do not need. */
+__device__ inline void multiply_with_inverse(char *tile, const float *T)
+{
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp >= 4) return;
+#pragma unroll 1
+    for (int j = 0; j <= warp; j++) {
+        float M[2][4] = {};
+#pragma unroll 1
+        for (int k = j; k <= warp; k++) {
+            const left L = load_left(address_of(tile), warp * 16, k * 16);
+            /* two rows of a column */
+            const float *const own = T + (k * 16 + lane % 4 * 2) * LD + j * 16 + lane / 4;
+            uint32_t x[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float *const at = own + e % 2 * 8 * LD + e / 2 * 8;
+                x[e] = pack(at[0], at[LD]);
+            }
+            multiply(M[0], L, x[0], x[1]);
+            multiply(M[1], L, x[2], x[3]);
+        }
+        __syncwarp();
+        store_left(tile, warp * 16, j * 16, as_left(M[0], M[1]));
+    }
+}
+
 /* x is sums of products [16][8] of a block on the diagonal, from its column `first` on. Returns the
  * first row whose number on the diagonal itself is not finite, or C. The product of q and k of a
  * token shows a NaN or an infinity in either; that of x and k shows one in x, or a sum that is too

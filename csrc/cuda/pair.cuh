@@ -371,14 +371,6 @@ __global__ void __launch_bounds__(SCALAR_THREADS, 3)
             }
         }
     };
-    if (w.lower) {
-        each_pair([&](int row, int column, float y, float z, bool scores) {
-            if (!scores) put_pair(s.tile + element_at(row, column), -y, -z);
-        });
-        __syncthreads();
-        write_tile<PANEL_BYTES, THREADS>(w.lower + place * PANEL_BYTES, s.tile);
-        __syncthreads();
-    }
     each_pair([&](int row, int column, float y, float z, bool scores) {
         if (scores)
             put_pair(s.tile + element_at(row, column), y * scale, z * scale);
@@ -388,9 +380,21 @@ __global__ void __launch_bounds__(SCALAR_THREADS, 3)
     __syncthreads();
     write_tile<PANEL_BYTES, THREADS>(w.scores + place * PANEL_BYTES, s.tile);
     invert(s.L, s.room);
-    put_inverse<THREADS>(s.L, d.beta, s.tile);
+    if (!w.lower) {
+        put_inverse<THREADS>(s.L, d.beta, s.tile);
+        __syncthreads();
+        write_tile<PANEL_BYTES, THREADS>(w.inverse + place * PANEL_BYTES, s.tile);
+        return;
+    }
+    /* gradients follow: - L, then - M */
+    each_pair([&](int row, int column, float y, float z, bool scores) {
+        if (!scores) put_pair(s.tile + element_at(row, column), -y, -z);
+    });
+    if (threadIdx.x < C) w.beta[place * C + threadIdx.x] = d.beta[threadIdx.x];
     __syncthreads();
-    write_tile<PANEL_BYTES, THREADS>(w.inverse + place * PANEL_BYTES, s.tile);
+    multiply_with_inverse(s.tile, s.L);
+    __syncthreads();
+    write_tile<PANEL_BYTES, THREADS>(w.lower + place * PANEL_BYTES, s.tile);
 }
 
 #endif

@@ -236,11 +236,15 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
                 }
                 if (lower) store_block(s.tile, I * TOKENS_OF_BLOCK, first, sums[back]);
             }
-            if (lower) write_rows(w.lower + (int64_t)place * PANEL_BYTES, s.tile, I);
         }
+        if (lower && threadIdx.x < C) w.beta[(int64_t)place * C + threadIdx.x] = s.beta[threadIdx.x];
         __syncthreads();
         invert(s.L, s.room);
-        if (scores) { /* A = (I + L)^-1 diag(beta) */
+        if (lower) { /* gradients follow: - M */
+            multiply_with_inverse(s.tile, s.L);
+            __syncthreads();
+            write_tile<PANEL_BYTES, THREADS>(w.lower + (int64_t)place * PANEL_BYTES, s.tile);
+        } else if (scores) { /* A = (I + L)^-1 diag(beta) */
             clear_rows_above(s.tile, I);
             for (int J = 0; J <= I; J++) {
                 float A[2][4];

@@ -127,6 +127,8 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
             if (threadIdx.x < C && threadIdx.x >= nonfinite) s.beta[threadIdx.x] = 0;
         }
         if (threadIdx.x == 0) w.nonfinite[place] = nonfinite;
+        if (RULE == LA_DELTA && w.beta && threadIdx.x < C)
+            w.beta[place * C + threadIdx.x] = s.beta[threadIdx.x];
         if (RULE == LA_ADDITIVE && w.z && threadIdx.x < KP / 2)
             *(float2 *)(w.z + place * KP + threadIdx.x * 2) = all_keys;
         if (hv + 1 < (h + 1) * group) load_gates(hv + 1);
@@ -157,27 +159,6 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
         int first_row = lane / 4, first_pair = lane % 4 * 2;
         /* keeps the compiler from holding 40 addresses for all heads */
         asm volatile("" : "+r"(first_row), "+r"(first_pair));
-        if (RULE == LA_DELTA && w.lower) {
-#pragma unroll
-            for (int j = 0; j < 5; j++) {
-                if (j <= warp) continue;
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int row = (3 - warp) * 16 + e / 2 * 8 + first_row;
-                    const int column = (4 - j) * 16 + e % 2 * 8 + first_pair;
-                    const float2 g =
-                        c.x[LA_G].data
-                            ? *(const float2 *)(s.G + max(row - back, 0) * LD_PAIRS + column)
-                            : make_float2(1, 1);
-                    const float y = x[j][e % 2][e / 2 * 2], z = x[j][e % 2][e / 2 * 2 + 1];
-                    put_pair(s.tile + element_at(row, column), column < row ? -y * g.x : 0,
-                             column + 1 < row ? -z * g.y : 0);
-                }
-            }
-            __syncthreads();
-            write_tile<PANEL_BYTES, THREADS>(w.lower + place * PANEL_BYTES, s.tile);
-            __syncthreads();
-        }
         /* Two copies, so that calls without weights and skips do not pay for them. */
         const auto put_products = [&](auto with_weights) {
             constexpr bool weighted = decltype(with_weights)::value;
@@ -234,9 +215,32 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
         write_tile<PANEL_BYTES, THREADS>(w.scores + place * PANEL_BYTES, s.tile);
         if constexpr (RULE == LA_DELTA) {
             invert(s.L, s.room);
-            put_inverse<THREADS>(s.L, s.beta, s.tile);
-            __syncthreads();
-            write_tile<PANEL_BYTES, THREADS>(w.inverse + place * PANEL_BYTES, s.tile);
+            if (w.lower) { /* gradients follow: - L, then - M */
+#pragma unroll
+                for (int j = 0; j < 5; j++) {
+                    if (j <= warp) continue;
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const int row = (3 - warp) * 16 + e / 2 * 8 + first_row;
+                        const int column = (4 - j) * 16 + e % 2 * 8 + first_pair;
+                        const float2 g =
+                            c.x[LA_G].data
+                                ? *(const float2 *)(s.G + max(row - back, 0) * LD_PAIRS + column)
+                                : make_float2(1, 1);
+                        const float y = x[j][e % 2][e / 2 * 2], z = x[j][e % 2][e / 2 * 2 + 1];
+                        put_pair(s.tile + element_at(row, column), column < row ? -y * g.x : 0,
+                                 column + 1 < row ? -z * g.y : 0);
+                    }
+                }
+                __syncthreads();
+                multiply_with_inverse(s.tile, s.L);
+                __syncthreads();
+                write_tile<PANEL_BYTES, THREADS>(w.lower + place * PANEL_BYTES, s.tile);
+            } else {
+                put_inverse<THREADS>(s.L, s.beta, s.tile);
+                __syncthreads();
+                write_tile<PANEL_BYTES, THREADS>(w.inverse + place * PANEL_BYTES, s.tile);
+            }
         }
     }
 }

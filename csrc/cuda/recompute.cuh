@@ -5,12 +5,15 @@
  * docs/math.md has the formulas, section 6. This file has the part from chunk to chunk,
  * intra_chunk_adjoint.cuh the part within a chunk.
  *
- *     recompute   W = V - k^ S,  U = A W,  E = W - L U
+ *     recompute   W = V - k^ S,  E = W - M (b W),  U = b E
  *                 S <- diag(a) S + k~' U
  *                 keeps S (before the chunk) and E
- *     backward    dU = k~ dS + P' dO,  dV = A' dU,  Z = dU - L' dV
+ *     backward    dU = k~ dS + P' dO,  Z = dU - M' (b dU),  dV = b Z
  *                 dS <- diag(a) dS + q^' dO - k^' dV
  *                 keeps dS (after the chunk) and Z
+ *
+ * Here M = L (I + diag(b) L)^-1. It follows from E = W - L U and U = b E, and from Z = dU - L' dV and
+ * dV = b Z, without a division by b.
  *
  * Where the caller gave x, it stands in the place of k in k^, and L is that of x and k.
  *
@@ -62,14 +65,14 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_st
     static constexpr int kt = q + (BACKWARD ? tile_bytes(KP) : 0);
     static constexpr int scores = kt + (lies_in_rows<DECAY> ? tile_bytes(KP) : 0);
     static constexpr int inverse = scores + (BACKWARD ? PANEL_BYTES : 0);
-    static constexpr bool has_inverse = delta || (dplr && BACKWARD),
-                          has_lower = delta || (dplr && !BACKWARD);
+    static constexpr bool has_inverse = dplr && BACKWARD, has_lower = delta || (dplr && !BACKWARD);
     static constexpr int lower = inverse + (has_inverse ? PANEL_BYTES : 0);
     static constexpr int y = lower + (has_lower ? PANEL_BYTES : 0);
     static constexpr int scores_y = y + (dplr ? tile_bytes(KP) : 0);
     static constexpr int in = scores_y + (dplr && BACKWARD ? PANEL_BYTES : 0);
     static constexpr int out = in + (DECAY == LA_TOKEN ? C * 4 : 0);
-    static constexpr int total = out + (DECAY == LA_TOKEN ? C * 4 : 0);
+    static constexpr int beta = out + (DECAY == LA_TOKEN ? C * 4 : 0);
+    static constexpr int total = beta + (delta ? C * 4 : 0);
     static constexpr int v = (total + totals<KP, DECAY> * 4 + 1023) / 1024 * 1024;
     static constexpr int halves = adjoint_halves<KP>, keys = KP / halves; /* of a warp */
     /* A panel for every four slices of 16 columns: v or dO, and the results that leave by way of its
@@ -120,15 +123,18 @@ __device__ __forceinline__ void spoil_before(float (&x)[8][4], const int (&end)[
             if (m * 8 + threadIdx.x % 4 * 2 + e % 2 < end[e / 2]) x[m][e] = nanf("");
 }
 
-/* x [16 columns][64 tokens] as operands over the tokens, each token times its number in `by` (NULL:
- * one). */
+/* x [16 columns][64 tokens] as operands over the tokens, each token times its numbers in `by` and
+ * `also` (NULL: one). */
 __device__ __forceinline__ void as_operands(left (&to)[4], const float (&x)[8][4], const float *by,
-                                            float factor)
+                                            float factor, const float *also = NULL)
 {
 #pragma unroll
     for (int m = 0; m < 8; m++) {
-        const float2 a =
-            by ? *(const float2 *)(by + m * 8 + threadIdx.x % 4 * 2) : make_float2(1, 1);
+        float2 a = by ? *(const float2 *)(by + m * 8 + threadIdx.x % 4 * 2) : make_float2(1, 1);
+        if (also) {
+            const float2 b = *(const float2 *)(also + m * 8 + threadIdx.x % 4 * 2);
+            a = make_float2(a.x * b.x, a.y * b.y);
+        }
         to[m / 2].x[m % 2 * 2] = pack(factor * a.x * x[m][0], factor * a.y * x[m][1]);
         to[m / 2].x[m % 2 * 2 + 1] = pack(factor * a.x * x[m][2], factor * a.y * x[m][3]);
     }
@@ -260,6 +266,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
              PANEL_BYTES},
             {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},
             {part::out, DECAY == LA_TOKEN ? w.out + place * C : NULL, C * 4},
+            {part::beta, delta ? w.beta + place * C : NULL, C * 4},
             {part::total, lies_in_rows<DECAY> ? w.total + place * totals<KP, DECAY> : NULL,
              totals<KP, DECAY> * 4},
         };
@@ -408,7 +415,8 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
 #endif
         const float *in = (const float *)(room + part::in),
                     *out = (const float *)(room + part::out),
-                    *of_look = (const float *)(room + rows.look);
+                    *of_look = (const float *)(room + rows.look),
+                    *of_beta = (const float *)(room + part::beta);
         /* the whole chunk is spoiled, and all that depends on it */
         const bool nonfinite = nonfinite_at[stage_at] < C;
 
@@ -502,7 +510,6 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                 products_wait<0>();
                 products_in(S);
             } else if constexpr (delta) {
-                float X[8][4] = {};
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < KEYS / 16; j++)
@@ -522,28 +529,22 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                     E[m][2] = low.x - a.x * E[m][2];
                     E[m][3] = low.y - a.y * E[m][3];
                 }
-                as_operands(x, E, NULL, 1);
-                products_begin();
-#pragma unroll
-                for (int j = 0; j < 4; j++) multiply_rows(X, x[j], base + part::inverse, j * 16);
-                products_commit();
-                products_wait<0>();
-                products_in(X);
-                as_operands(x, X, NULL, 1);
-                left to_state[4];
-                as_operands(to_state, X, DECAY == LA_TOKEN ? out : NULL, 1);
-                decay_state();
+                as_operands(x, E, of_beta, 1);
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++) multiply_rows(E, x[j], base + part::lower, j * 16);
                 products_commit();
+                decay_state();
+                products_wait<0>();
+                products_in(E);
+                left U[4];
+                as_operands(U, E, DECAY == LA_TOKEN ? out : NULL, 1, of_beta);
+                products_in(S);
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    multiply_columns(S, to_state[j], base + rows.written + own, j * 16);
+                    multiply_columns(S, U[j], base + rows.written + own, j * 16);
                 products_commit();
-                products_wait<1>();
-                products_in(E);
                 keep_E();
                 products_wait<0>();
                 products_in(S);
@@ -653,39 +654,33 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
 #pragma unroll
                 for (int m = 0; m < 8 * 4; m++) dV[m / 4][m % 4] = dU[m / 4][m % 4];
             } else if constexpr (delta) {
+                left y[4], z[4];
+                as_operands(y, dU, of_beta, 1);
+                products_begin(); /* dU becomes Z */
 #pragma unroll
-                for (int m = 0; m < 8 * 4; m++) dV[m / 4][m % 4] = 0;
-                left y[4];
-                as_operands(y, dU, NULL, 1);
-                products_begin();
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    multiply_columns(dV, y[j], base + part::inverse, j * 16);
+                for (int j = 0; j < 4; j++) multiply_columns(dU, y[j], base + part::lower, j * 16);
                 products_commit();
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++) multiply_columns(S, x[j], base + part::q + own, j * 16);
                 products_commit();
                 products_wait<1>();
-                products_in(dV);
-                left z[4];
-                as_operands(y, dV, NULL, 1);
-                as_operands(z, dV, DECAY == LA_TOKEN ? of_look : NULL, -1);
-                products_begin();
-#pragma unroll
-                for (int j = 0; j < 4; j++) multiply_columns(dU, y[j], base + part::lower, j * 16);
-                products_commit();
+                products_in(dU);
+                as_operands(z, dU, DECAY == LA_TOKEN ? of_look : NULL, -1, of_beta);
                 products_begin();
 #pragma unroll
                 for (int j = 0; j < 4; j++) multiply_columns(S, z[j], base + part::k + own, j * 16);
                 products_commit();
-                products_wait<1>();
-                products_in(dU);
-                if (spoiled) {
-                    spoil_before(dU, end);
-                    spoil_before(dV, end);
-                }
+                if (spoiled) spoil_before(dU, end);
                 keep_Z(dU);
+#pragma unroll
+                for (int m = 0; m < 8; m++) {
+                    const float2 b = *(const float2 *)(of_beta + m * 8 + pair);
+                    dV[m][0] = b.x * dU[m][0];
+                    dV[m][1] = b.y * dU[m][1];
+                    dV[m][2] = b.x * dU[m][2];
+                    dV[m][3] = b.y * dU[m][3];
+                }
             } else {
                 products_begin();
 #pragma unroll
