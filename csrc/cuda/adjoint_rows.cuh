@@ -79,8 +79,7 @@ __device__ __forceinline__ float2 dot_rows(const float (&x)[N][4], const char *t
 }
 
 /* The same rows as operands, which lie in a thread as its sums do. */
-template <int N>
-__device__ __forceinline__ void load_rows(left (&to)[N], const char *tile, int row)
+template <int N> __device__ __forceinline__ void load_rows(left (&to)[N], const char *tile, int row)
 {
 #pragma unroll
     for (int j = 0; j < N; j++) to[j] = load_left(address_of(tile), row, j * 16);

@@ -52,8 +52,8 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
     const int bytes = stages(width) * bytes_both_ways<KP, DECAY, RULE>(c, width) +
                       bytes_exchanged(adjoint_halves<KP>, width);
     /* Where there is room, states leave by the copy engine. */
-    const int states = width * adjoint_halves<KP> * (KP / adjoint_halves<KP> / PANEL) *
-                       BYTES_OF_ROWS;
+    const int states =
+        width * adjoint_halves<KP> * (KP / adjoint_halves<KP> / PANEL) * BYTES_OF_ROWS;
     const int staged = on.producers && bytes + states + 1024 <= on.room ? bytes : 0;
     return launch(kernel, 2 * heads * tiles, (width * adjoint_halves<KP> + on.producers) * 32,
                   bytes + (staged ? states : 0), stream, c, d, w, maps, f, tiles, stages(width),
@@ -608,11 +608,11 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
      * groups of value heads for each of them. */
     const intra_launch intra = intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on);
     const int64_t groups = chunk_slots_of(c, C) * c.H * intra.blocks;
-    const bool adds_up = (plain || undoes) && !normalised && intra.stays &&
-                         groups >= 2 * (int64_t)on.processors;
+    const bool adds_up =
+        (plain || undoes) && !normalised && intra.stays && groups >= 2 * (int64_t)on.processors;
     x.to.members = adds_up ? c.HV / c.H : 1;
-    x.to.direct_q = (plain || undoes) && c.HV == c.H * x.to.members &&
-                    (finds_d_den<KP> || !normalised);
+    x.to.direct_q =
+        (plain || undoes) && c.HV == c.H * x.to.members && (finds_d_den<KP> || !normalised);
     x.to.direct_k = x.to.direct_q && !normalised;
 
     call some = c;

@@ -237,7 +237,8 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
                 if (lower) store_block(s.tile, I * TOKENS_OF_BLOCK, first, sums[back]);
             }
         }
-        if (lower && threadIdx.x < C) w.beta[(int64_t)place * C + threadIdx.x] = s.beta[threadIdx.x];
+        if (lower && threadIdx.x < C)
+            w.beta[(int64_t)place * C + threadIdx.x] = s.beta[threadIdx.x];
         __syncthreads();
         invert(s.L, s.room);
         if (lower) { /* gradients follow: - M */

@@ -12,8 +12,8 @@
  *                 dS <- diag(a) dS + q^' dO - k^' dV
  *                 keeps dS (after the chunk) and Z
  *
- * Here M = L (I + diag(b) L)^-1. It follows from E = W - L U and U = b E, and from Z = dU - L' dV and
- * dV = b Z, without a division by b.
+ * Here M = L (I + diag(b) L)^-1. It follows from E = W - L U and U = b E, and from Z = dU - L' dV
+ * and dV = b Z, without a division by b.
  *
  * Where the caller gave x, it stands in the place of k in k^, and L is that of x and k.
  *
@@ -170,8 +170,8 @@ __device__ __forceinline__ void put_columns(uint32_t slice, const float (&x)[8][
 enum { BYTES_OF_ROWS = 16 * PANEL * 2 };
 
 #if HAS_WARP_GROUPS
-/* Store S', which already is operands, as 16 rows of a tile whose rows are value columns; `row` is the
- * first. They leave by way of `staged`, which is the warp's own. */
+/* Store S', which already is operands, as 16 rows of a tile whose rows are value columns; `row` is
+ * the first. They leave by way of `staged`, which is the warp's own. */
 template <int KP>
 __device__ __forceinline__ void send_state(char *tile, int row, uint32_t staged,
                                            const left (&s)[KP / 16])
@@ -210,10 +210,9 @@ __device__ __forceinline__ void put_state(char *tile, int row, const left (&s)[K
 }
 
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD>
-__device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradients &d,
-                                                   const chunks &w, const backward_maps &maps,
-                                                   const kept &f, int tiles, int stages, int staged,
-                                                   int index)
+__device__ __forceinline__ void
+chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const backward_maps &maps,
+                   const kept &f, int tiles, int stages, int staged, int index)
 {
     typedef adjoint_stage<KP, DECAY, RULE, BACKWARD> part;
     constexpr bool delta = RULE == LA_DELTA, dplr = RULE == LA_DPLR;
@@ -349,7 +348,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
     const int first_key = half * KEYS, own = half * tile_bytes(KEYS);
     partner other = {(float4 *)(shared + stages * bytes) + line * 32 + lane, line, width, half};
     /* x of this warp becomes the sum over all keys */
-    const auto sum_over_keys = [&](float(&x)[8][4]) {
+    const auto sum_over_keys = [&](float (&x)[8][4]) {
         if constexpr (HALVES == 2) {
             float theirs[8][4];
 #pragma unroll
@@ -430,9 +429,9 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
                              (place * panels + panel) * tile_bytes(KP) + own;
 #if HAS_WARP_GROUPS
             if (staged) {
-                send_state<KEYS>(to, line % 4 * 16,
-                                 address_of(shared) + staged + warp * (KEYS / PANEL * BYTES_OF_ROWS),
-                                 s);
+                send_state<KEYS>(
+                    to, line % 4 * 16,
+                    address_of(shared) + staged + warp * (KEYS / PANEL * BYTES_OF_ROWS), s);
                 return;
             }
 #endif
@@ -586,7 +585,7 @@ __device__ __forceinline__ void chunks_for_adjoint(const call &c, const gradient
             products_in(dU);
             products_in(of_read);
             sum_over_keys(dU);
-            const auto keep_Z = [&](const float(&Z)[8][4]) {
+            const auto keep_Z = [&](const float (&Z)[8][4]) {
                 if (half || v0 >= panels * PANEL) return;
                 put_columns(base + slice, Z);
                 char *to = f.Z + (place * panels + panel) * PANEL_BYTES +
