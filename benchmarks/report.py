@@ -140,7 +140,11 @@ def results_name(program):
 
 
 def facts(about):
-    return [f"- {name}: {value}" for name, value in about.items()]
+    """Lines of a list. A command is code: a page may take what lies between two $ for math."""
+    return [
+        f"- {name}: `{value}`" if name == "command" else f"- {name}: {value}"
+        for name, value in about.items()
+    ]
 
 
 def not_run(record):
