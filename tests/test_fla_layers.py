@@ -19,7 +19,10 @@ from linattn.compat.fla import use_linattn  # noqa: E402
 from linattn.testing import RMS_BOUND  # noqa: E402
 
 # fla's layers warn of what their authors recommend
-pytestmark = pytest.mark.filterwarnings("ignore:(According to Bo|The correction_factor is set)")
+# fla 0.6 still gives the cache the name that it had before transformers 5.24
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(According to Bo|The correction_factor is set|`past_key_values` is deprecated)"
+)
 
 F = torch.nn.functional
 D, T = 32, 70
