@@ -8,14 +8,14 @@ from support.compare import assert_same_bits
 from support.gpu import APART, PLAIN, distance, gpu_problem, needs_gpu, run
 from support.problems import PER_TOKEN
 from support.tensors import torch
+from support.variants import HEAD_DECAY, KEY_DECAY, NO_DECAY, NORMALISED, PREDICTS, TOKEN_DECAY
 
 import linattn
 
 pytestmark = needs_gpu
 
-scalar = pytest.mark.parametrize(
-    "op", ["gated_delta_rule", "delta_rule", "simple_gla", "retention", PLAIN]
-)
+PLAINLY = [op for op in (*NO_DECAY, *HEAD_DECAY, *TOKEN_DECAY) if op not in NORMALISED]
+scalar = pytest.mark.parametrize("op", [*PLAINLY, PLAIN])
 # More chunks than an H200 has processors, and groups of value heads enough for two of each.
 MANY = {"B": 2, "T": 3000, "H": 6}
 # As many panels of value columns as are on their way at once, fewer, and more.
@@ -61,7 +61,7 @@ def test_norms_are_undone_in_the_sum_of_a_group(op, HV):
 
 
 @pytest.mark.parametrize("HV", [6, 12])
-@pytest.mark.parametrize("op", ["gated_delta_rule", "delta_rule"])
+@pytest.mark.parametrize("op", [op for op in PREDICTS if op not in KEY_DECAY])
 def test_a_look_of_its_own(op, HV):
     x = gpu_problem(op, pass_="backward", **MANY, HV=HV, K=128)
     x["x"] = torch.nn.functional.normalize(x["k"].float() + 0.1, dim=-1).to(x["k"].dtype)
