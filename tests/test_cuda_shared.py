@@ -29,11 +29,11 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 128), (128, 64)])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @ops
-def test_a_block_with_less_shared_memory(op, pass_, K, tmp_path):
-    x = gpu_problem(op, pass_=pass_, T=300, K=K, V=128)
+def test_a_block_with_less_shared_memory(op, pass_, K, V, tmp_path):
+    x = gpu_problem(op, pass_=pass_, T=300, K=K, V=V)
     want, path = run(op, x, pass_), tmp_path / "arrays"
     if pass_ == "forward":
         x["output_final_state"] = True

@@ -79,6 +79,8 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         }
 #if HAS_WARP_GROUPS
         barrier_expect(address_of(&s.full_rows), (of_q || !HAS_X ? 1 : 2) * tile_bytes(KP));
+#else
+        copies_end_group();
 #endif
     };
     /* Fetch panel i of a chunk of this block, or, behind its last one, of a later chunk. It has a
