@@ -333,15 +333,18 @@ def test_more_elements_than_an_int_counts(op):
         assert_same_bits([o[:, :, head : head + 1]], [want])
 
 
-@pytest.mark.parametrize("op", GATED)
-def test_gradients_in_turns(op):
+@pytest.mark.parametrize(
+    ("op", "group"), [*((op, 1) for op in GATED), *((op, 2) for op in TOKEN_DECAY)]
+)
+def test_gradients_in_turns(op, group):
     """A backward pass takes at most 4 GiB of scratch: it takes the heads in turns, to the same
     bits."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("less than 24 GiB of the GPU's memory are free")
     heads, T = 50, 2**16
-    small = gpu_problem(op, pass_="backward", B=1, T=T, H=1, HV=1, K=128, V=128)
-    x = heads_of(small, heads)
+    small = gpu_problem(op, pass_="backward", B=1, T=T, H=1, HV=group, K=128, V=128)
+    groups = heads // group
+    x = heads_of(small, groups)
     want = run(op, small, "backward")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -355,8 +358,9 @@ def test_gradients_in_turns(op):
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         axis = 0 if a.ndim == 2 else 2 if a.shape[1] == T else 1  # of a bonus, a token, a state
-        for head in (0, 24, 25, heads - 1):
-            assert_same_bits([a.narrow(axis, head, 1)], [b])
+        count = b.shape[axis]
+        for i in (0, groups // 2 - 1, groups // 2, groups - 1):
+            assert_same_bits([a.narrow(axis, i * count, count)], [b])
     linattn.cuda.empty_cache()
 
 

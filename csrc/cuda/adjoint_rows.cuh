@@ -7,9 +7,10 @@
 
 enum { INTRA_THREADS = 256, INTRA_GROUP = INTRA_THREADS / 2, INTRA_STAGES = 2 };
 
-/* The place of the gradients of q, k and x. It is the array of the caller (direct) if nothing else
- * is added to them and q and k were used as given, or if this kernel undoes their l2 norm (`norms`)
- * or elu + 1 (`elu`). Otherwise it is a partial per value head, for `reduce_heads`. da is a number
+/* The place of the gradients of q, k and x. It is the array of the caller (direct) if two things
+ * hold. A block adds up all value heads that share them. q and k were used as given, or this kernel
+ * undoes their l2 norm (`norms`) or elu + 1 (`elu`). Otherwise the place is a partial per value
+ * head, for `reduce_heads`. da is a number
  * per token if there is a gate per head, or if several blocks have the keys of a chunk; otherwise
  * (NULL) the gradient goes to the array of the gate. */
 struct intra_flags {

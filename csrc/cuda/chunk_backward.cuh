@@ -1,10 +1,11 @@
 /* The adjoint of the chunk form on tensor cores, for bf16 arrays: three kernels.
  *
- * The first is `prepare` as in the forward pass, which also leaves L. The second is
+ * The first is `prepare`. Under the delta rule it leaves M in the place of A. The second is
  * `chunks_both_ways`, forwards and backwards. The third is the intra-chunk adjoint of every chunk.
  * If q and k are normed or mapped, `map_rows` comes before them in most calls (`maps_rows`). dq and
- * dk go to the arrays of the caller. If value heads share them, or if the third kernel cannot undo
- * what happened to q and k, they go to a partial per value head, which `reduce_heads` adds up.
+ * dk go to the arrays of the caller if the third kernel finds whole sums: it can undo what happened
+ * to q and k, and a block has all the value heads of a q/k head (`members`). Otherwise they go to a
+ * partial per value head, which `reduce_heads` adds up.
  *
  * With a normaliser, `prepare` leaves what the denominators need (denominators.cuh). The third kernel
  * adds their part to dq, and to dk what comes from the tokens of the chunk. `sum_later` and
@@ -172,7 +173,7 @@ constexpr int parts_of_da = DECAY == LA_PAIR    ? KP / (2 * PANEL)
 /* The last kernel of a call: its blocks for a chunk of a head, and their shared memory. */
 struct intra_launch {
     void (*kernel)(call, gradients, chunks, backward_maps, kept, intra_flags);
-    int blocks, threads, bytes;
+    int blocks, threads, bytes; /* blocks: parts of the keys, where a block stays */
     bool stays; /* a block takes one chunk after another, so there is one for each processor */
 };
 
@@ -620,8 +621,10 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     narrow(some, d_some, 0, 1);
     const int64_t each = lay_out<KP, DECAY, RULE>(some, d_some, NULL, &x);
     const int heads = heads_at_once(c, each);
-    if ((int64_t)x.w.chunk_slots * heads * (c.HV / c.H) > INT32_MAX) return cudaErrorNotSupported;
+    const int64_t chunks_of_turn = (int64_t)x.w.chunk_slots * heads * (c.HV / c.H);
+    if (chunks_of_turn * intra.blocks > INT32_MAX) return cudaErrorNotSupported;
 
+    /* of all turns, and at most 13 MB, which MOST_SCRATCH does not count */
     const int64_t partials =
         x.to.members > 1 ? on.processors * bytes_of_partials<scalar_keys<KP>> : 0;
     char *room = NULL;

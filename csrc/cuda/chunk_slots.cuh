@@ -63,7 +63,8 @@ constexpr int totals = DECAY == LA_KEY    ? KP
                                           : 0;
 
 struct chunks {
-    char *scores, *inverse; /* [chunk slots][HV] tiles of C columns: P, A */
+    /* [chunk slots][HV] tiles of C columns: P, A. A is NULL for gradients of the delta rule */
+    char *scores, *inverse;
     /* for gradients: of the delta rule - M, in the place of A; of DPLR: M, and A in the place of the
      * inverse; otherwise NULL */
     char *lower;
@@ -82,7 +83,8 @@ struct chunks {
     float *z;
     float *den; /* normalised: [chunk slots][HV][C], the row sums of P; then the denominators */
     /* [chunk slots][HV]: the first token with a NaN or an infinity in q, k, the gate or beta; C if
-     * there is none. From it on, P and A are zeros. */
+     * there is none. From it on, P and A are zeros; M
+     * is not. */
     int *nonfinite;
     int chunk_slots, heads;
 };

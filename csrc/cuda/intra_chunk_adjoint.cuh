@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         copies_end_group();
 #endif
     };
-    /* Fetch panel i of a chunk of this block, or, behind its last one, of a later chunk. It has a
-     * number among those of this block. With the first one the place of the chunk is found. */
+    /* Fetch panel i of a chunk of this block, or, behind its last one, of a later chunk. `number`
+     * counts the panels of this block. Panel 0 of a chunk also finds the place of the chunk. */
     const auto fetch = [&](int chunk, int i, int number) {
         for (; i >= panels; i -= panels) chunk++;
         const int stage = number % STAGES;
@@ -456,7 +456,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
         if (!hopper) return;
 #if HAS_WARP_GROUPS
         if (last_member && threadIdx.x % INTRA_GROUP == 0) {
-            engine_has_read<0>(); /* what left from these places */
+            engine_has_read<0>(); /* the copies from these places are read */
             if (next.n > 0) fetch_rows(next, threadIdx.x == 0);
         }
 #endif

@@ -1,5 +1,5 @@
-/* Parts of intra_chunk_adjoint.cuh: what lies in shared memory, which chunk a block takes next, and
- * the adjoints of the decays and of the denominators. */
+/* Parts of intra_chunk_adjoint.cuh: the layout of shared memory, the order of chunks, and the
+ * adjoints of the decays and of the denominators. */
 #ifndef LINATTN_CUDA_INTRA_CHUNK_PARTS_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_PARTS_CUH
 
@@ -49,6 +49,8 @@ template <int KP, la_rule RULE, bool HOPPER> struct intra_room : intra_places<KP
     intra_place place[INTRA_PLACES];
     uint64_t full[INTRA_STAGES], full_rows;
 };
+
+static_assert(sizeof(intra_room<128, LA_DELTA, false>) <= 99 << 10, "as sm_86, sm_89, sm_120");
 
 /* The chunk that a block takes after p. */
 template <int PARTS>
@@ -182,8 +184,6 @@ __device__ __forceinline__ void adjoint_of_decays(const call &c, const gradients
               gate_gradient(da, s.a[i], d.gate));
 }
 
-/* Sums of a warp, added to those of the value heads before, or kept for the next one. A thread
- * finds its own numbers again. */
 template <int KP> constexpr int64_t bytes_of_partials = 3 * C * KP * 4; /* dq, dk, dx of a block */
 
 template <int KP> __device__ __forceinline__ float4 *sums_of_block(float4 *partials, la_name name)
@@ -193,6 +193,8 @@ template <int KP> __device__ __forceinline__ float4 *sums_of_block(float4 *parti
            threadIdx.x % INTRA_GROUP;
 }
 
+/* Sums of a warp, added to those of the value heads before, or kept for the next one. A thread
+ * finds its own numbers again. */
 template <int N> __device__ __forceinline__ void add_sums(float (&x)[N][4], const float4 *from)
 {
 #pragma unroll

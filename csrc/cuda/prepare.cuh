@@ -1,6 +1,6 @@
 /* Everything that depends on one chunk of C = 64 tokens alone, for all chunks side by side: the
- * scores P, the inverse A and, where decays are per key, the scaled rows. See chunk.cuh for their
- * formulas. */
+ * scores P, the inverse A (for gradients of the delta rule M) and, where decays are per key, the
+ * scaled rows. See chunk.cuh for their formulas. */
 #ifndef LINATTN_CUDA_PREPARE_CUH
 #define LINATTN_CUDA_PREPARE_CUH
 

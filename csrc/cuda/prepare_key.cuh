@@ -25,7 +25,7 @@ template <int KP> struct key_room<KP, LA_DELTA> {
         };
         struct { /* after the products of rows are in registers */
             alignas(16) float L[C * LD], room[4 * 32 * 12];
-            alignas(1024) char tile[PANEL_BYTES]; /* -L, then A */
+            alignas(1024) char tile[PANEL_BYTES]; /* -L, then A; for gradients -M */
         };
     };
     float beta[C];

@@ -99,16 +99,20 @@ def busy(seconds=0.3):
 
 
 def heads_of(x, count):
-    """One head's problem, repeated for `count` heads."""
+    """The problem of one q/k head and its value heads, repeated for `count` q/k heads."""
     shared = ("initial_state", "d_final_state")
+
+    def repeated(a, axis):
+        return torch.cat([a] * count, axis)
+
     return {
         name: a
         if name in PER_HEAD
-        else a.repeat_interleave(count, 0)
+        else repeated(a, 0)
         if name == "bonus"
-        else over_arrays(lambda s: s.repeat_interleave(count, 1), a)
+        else over_arrays(lambda s: repeated(s, 1), a)
         if name in shared
-        else a.repeat_interleave(count, 2)
+        else repeated(a, 2)
         for name, a in x.items()
     }
 
