@@ -59,8 +59,10 @@ SHAPES = {
     "wide and long": (2100, 160, 24, 1, 1, 1, None, {}),
     "many": (3, 64, 128, 8, 16, 20, None, {}),
     # some blocks prepare and others walk: with one panel of columns in a block, and with two
-    "apart": (1000, 128, 100, 1, 2, 1, None, {"qk_l2norm": True}),
-    "apart by panels": (700, 100, 128, 24, 48, 1, None, {}),
+    "apart": (1000, 128, 104, 1, 2, 1, None, {"qk_l2norm": True}),
+    "apart by panels": (700, 104, 128, 24, 48, 1, None, {}),
+    # the ends of segments first
+    "ends": (4200, 128, 104, 1, 1, 1, None, {}),
 }
 
 

@@ -25,11 +25,13 @@
  * `scale` is part of P and q^, and of the factors of the rows of q^ S.
  *
  * On Hopper many calls of the additive rule and of the delta rule take one kernel instead:
- * additive.cuh, delta.cuh, delta_apart.cuh. The rows of DPLR are those of prepare_dplr.cuh. */
+ * additive.cuh, delta.cuh, delta_apart.cuh. Very few heads take those of delta_ends.cuh. The rows of
+ * DPLR are those of prepare_dplr.cuh. */
 #include "segments.cuh"
 #include "additive.cuh"
 #include "delta.cuh"
 #include "delta_apart.cuh"
+#include "delta_ends.cuh"
 #include "rows.cuh"
 #include "denominators.cuh"
 
@@ -152,7 +154,7 @@ static cudaError_t launch_segments(const call &c, const chunks &w, const tensor_
     typedef stage<KP, DECAY, RULE> part;
     const int slices = (c.V + 15) / 16;
     const int key_slices = la_predicts(RULE) ? key_slices_of<KP, DECAY>(c) : 0;
-    segments g = {segments_for(c, d, la_predicts(RULE)), NULL, NULL};
+    segments g = {segments_for(c, d, la_predicts(RULE)), false, NULL, NULL, NULL};
     const int64_t heads = (int64_t)c.N * c.HV, units = heads * g.count;
     const int width = width_of_blocks<part>(c, d, units, slices);
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
@@ -173,9 +175,7 @@ static cudaError_t launch_segments(const call &c, const chunks &w, const tensor_
     error = launch_chunks_forward<KP, DECAY, RULE, SEGMENT_ENDS>(
         c, w, maps, f, g, d, slices + key_slices, ends_width, stream);
     g.starts = after_ends;
-    if (error == cudaSuccess)
-        error = launch(join_segments<KP, DECAY, RULE>, heads * slices * 16 / JOINED,
-                       KP * join_parts<RULE>, 0, stream, c, w, g, (int)rows);
+    if (error == cudaSuccess) error = launch_join<KP, DECAY, RULE>(c, w, g, (int)rows, stream);
     if (error == cudaSuccess)
         error = launch_chunks_forward<KP, DECAY, RULE, CAUSAL>(c, w, maps, f, g, d, slices, width,
                                                                stream);
@@ -336,9 +336,9 @@ static cudaError_t launch_delta_apart(call &c, const delta_flags &f, const devic
     const int64_t ring = heads * HANDED * sizeof(scored<KP>),
                   counters = heads * (HANDED + 2 * f.tiles) * sizeof(counter);
     cudaError_t error =
-        cudaMallocFromPoolAsync((void **)&between.ring, ring + counters, pool, stream);
+        cudaMallocFromPoolAsync((void **)&between.chunks, ring + counters, pool, stream);
     if (error != cudaSuccess) return error;
-    between.there = (counter *)(between.ring + heads * HANDED);
+    between.there = (counter *)(between.chunks + heads * HANDED);
     between.taken = between.there + heads * HANDED;
     error = cudaMemsetAsync(between.there, 0, counters, stream);
     if (error == cudaSuccess)
@@ -346,13 +346,64 @@ static cudaError_t launch_delta_apart(call &c, const delta_flags &f, const devic
             c, f, pool, stream,
             [&](const tensor_maps &maps, const CUtensorMap &to_o, const delta_flags &f) {
                 return launch_together(delta_apart<KP, DECAY>, d.processors, APART_GROUPS * GROUP,
-                                       bytes_apart<KP>, stream, c, maps, to_o, f, between);
+                                       bytes_apart<KP>, stream, c, maps, to_o, f, between,
+                                       segments{1, false, NULL, NULL, NULL});
             });
     if (error == cudaErrorCooperativeLaunchTooLarge) { /* part of the device is for others */
         cudaGetLastError();
         error = cudaErrorNotSupported;
     }
-    const cudaError_t freed = cudaFreeAsync(between.ring, stream);
+    const cudaError_t freed = cudaFreeAsync(between.chunks, stream);
+    return error == cudaSuccess ? freed : error;
+}
+
+/* The scratch of launch_delta_segments, in bytes. */
+template <int KP> static int64_t bytes_of_segments(const call &c, int count)
+{
+    const int64_t prepared = chunk_slots_of(c, C) * c.HV * (int64_t)sizeof(scored<KP>);
+    const int64_t rows = 2 * rows_of_ends(c.V) + rows_of_ends(c.K); /* of ends and of starts */
+    return prepared + (int64_t)c.N * c.HV * count * (rows * KP * 4 + (int64_t)sizeof(int));
+}
+
+/* One launch prepares all chunks. Others walk each segment to its end, join the ends, and walk each
+ * segment again from its true state. */
+template <int KP, la_decay DECAY>
+static cudaError_t launch_delta_segments(call &c, const delta_flags &f, const device_traits &d,
+                                         int count, int walks, cudaMemPool_t pool,
+                                         cudaStream_t stream)
+{
+    const int64_t heads = (int64_t)c.N * c.HV, chunks = chunk_slots_of(c, C) * c.HV;
+    const int of_values = (int)div_up(c.V, MOST_WALKS * PANEL), identity = rows_of_ends(c.V);
+    const int rows = identity + rows_of_ends(c.K);
+    handed<KP> all = {};
+    cudaError_t error = cudaMallocFromPoolAsync((void **)&all.chunks,
+                                                bytes_of_segments<KP>(c, count), pool, stream);
+    if (error != cudaSuccess) return error;
+    segments g = {count, true, (float *)(all.chunks + chunks), NULL, NULL};
+    float *const starts = g.ends + heads * count * rows * KP;
+    g.vanished = (int *)(starts + heads * count * identity * KP);
+    handed<KP> walked = all;
+    walked.tiles = f.tiles;
+    walked.walks = walks;
+    walked.walkers = (int)(heads * count * f.tiles);
+    error = with_norms(
+        c, f, pool, stream,
+        [&](const tensor_maps &maps, const CUtensorMap &to_o, const delta_flags &f) {
+            cudaError_t error = launch(delta_apart<KP, DECAY>, d.processors, APART_GROUPS * GROUP,
+                                       bytes_apart<KP>, stream, c, maps, to_o, f, all, g);
+            if (error == cudaSuccess)
+                error = launch(delta_ends<KP, DECAY>, heads * count * (of_values + 1),
+                               (MOST_WALKS + 1) * GROUP, sizeof(ends_room<KP>), stream, c, maps,
+                               all, g, of_values, identity, rows);
+            g.starts = starts;
+            if (error == cudaSuccess)
+                error = launch_join<KP, DECAY, LA_DELTA>(c, {}, g, rows, stream);
+            if (error == cudaSuccess)
+                error = launch(delta_apart<KP, DECAY>, walked.walkers, APART_GROUPS * GROUP,
+                               bytes_apart<KP>, stream, c, maps, to_o, f, walked, g);
+            return error;
+        });
+    const cudaError_t freed = cudaFreeAsync(all.chunks, stream);
     return error == cudaSuccess ? freed : error;
 }
 
@@ -409,6 +460,54 @@ static constexpr double APART_LAUNCH = 14;
 /* Segments: their launches, and a chunk in three passes. */
 static constexpr double SEGMENTS_LAUNCH = 82;
 template <la_decay DECAY> static constexpr double SEGMENTS_CHUNK = DECAY == LA_NONE ? 3.9 : 4.8;
+/* Segments of delta_ends.cuh: a chunk of a block of delta_ends, the launches, a step of join_maps,
+ * and the bytes that go through memory in a microsecond. The other constants are those of blocks
+ * apart. */
+template <int KP> static constexpr double ENDS_CHUNK = KP == 64 ? 0.7 : 0.95;
+static constexpr double ENDS_LAUNCH = 30, JOINED_SEGMENT = 2, MOVED = 3.2e6;
+
+/* How many segments a head should have, and how many walks a block. */
+struct segments_plan {
+    int count, walks;
+    double time; /* microseconds; 0: no plan */
+};
+
+template <int KP, la_decay DECAY>
+static segments_plan plan_segments(const call &c, const device_traits &d, double chunks)
+{
+    enum { LEAST_CHUNKS = 8, MOST_SEGMENTS = 32 }; /* a segment of fewer has as much of launches */
+    segments_plan best = {};
+    const int64_t heads = (int64_t)c.N * c.HV;
+    /* the least times of both walks, by what they read and write */
+    const double keys = chunks * (double)c.N * c.H * tile_bytes(KP),
+                 values = chunks * (double)heads * c.V * C * 2,
+                 of_ends = (keys + values + chunks * (double)heads * tile_bytes(KP)) / MOVED,
+                 of_walks = (2 * keys + 2 * values +
+                             chunks * (double)heads * (double)sizeof(scored<KP>)) /
+                            MOVED;
+    if (NARROW || bytes_apart<KP> > d.room || (int)sizeof(ends_room<KP>) > d.room) return best;
+    const auto rounds = [&](int64_t blocks) { return (double)div_up(blocks, d.processors); };
+    for (int count = 2; count <= MOST_SEGMENTS && chunks / count >= LEAST_CHUNKS; count++) {
+        if (bytes_of_segments<KP>(c, count) > MOST_SCRATCH) break;
+        const int64_t of_values = div_up(c.V, MOST_WALKS * PANEL);
+        /* with decays, as if all M were zero; launch_with_gates gives all tokens one of 1 */
+        const view &gate = c.x[LA_G];
+        const bool decays = DECAY == LA_TOKEN && (gate.stride[1] || gate.stride[2]);
+        const int64_t of_identity = decays ? 0 : count - 2;
+        const double each = chunks / count,
+                     ends = rounds(heads * ((count - 1) * of_values + of_identity)) * each *
+                            ENDS_CHUNK<KP>;
+        for (int walks = 1; walks <= MOST_WALKS; walks++) {
+            const double walked = rounds(heads * count * div_up(c.V, walks * PANEL)) * each *
+                                  APART_CHUNK<KP, DECAY>[walks - 1],
+                         time = chunks * (double)heads * PREPARED_APART<KP> / d.processors +
+                                max(ends, of_ends) + max(walked, of_walks) + ENDS_LAUNCH +
+                                count * JOINED_SEGMENT;
+            if (best.count == 0 || time < best.time) best = {count, walks, time};
+        }
+    }
+    return best;
+}
 
 /* The delta rule in one kernel, where that takes less time than two. A block has one walk or two,
  * and prepares the chunks that it walks; or other blocks prepare them. Returns
@@ -417,7 +516,8 @@ template <int KP, la_decay DECAY>
 static cudaError_t launch_delta(call c, const device_traits &d, cudaMemPool_t pool,
                                 cudaStream_t stream)
 {
-    const int segments = segments_for(c, d, true);
+    if (c.K % PIECE || c.V % PIECE) return cudaErrorNotSupported; /* no box has such rows */
+    const int segments = segments_for(c, d, true); /* of two kernels */
     if (!d.producers || !c.causal || !has_no_map(c) || c.x[LA_X].data || c.x[LA_W].data ||
         (NARROW && segments > 1) || (int)sizeof(delta_room<KP, MOST_WALKS>) > d.room)
         return cudaErrorNotSupported;
@@ -445,32 +545,42 @@ static cudaError_t launch_delta(call c, const device_traits &d, cudaMemPool_t po
         one = two; /* not tried: it walks each head on one processor */
     } else
         two += chunks * (double)heads * PREPARED_CHUNK + SAVED_LAUNCHES;
+    segments_plan ends = plan_segments<KP, DECAY>(c, d, chunks);
     if (c.qk_l2norm) {
         const double of_norms = chunks * (double)c.N * c.H;
         one += of_norms * FOUND_NORMS;
         apart += of_norms * FOUND_NORMS;
+        ends.time += of_norms * FOUND_NORMS;
         two += of_norms * NORMED_ROWS;
         if (2 * (int64_t)c.B * c.T * c.H > INT32_MAX) return cudaErrorNotSupported;
     }
-    const bool goes_apart = walks_apart && apart < min(one, two);
-    if ((!goes_apart && two <= one) || walkers(walks) > INT32_MAX) return cudaErrorNotSupported;
+    const bool goes_by_ends =
+        ends.count && ends.time < min(one, two) && !(walks_apart && apart <= ends.time);
+    const bool goes_apart = !goes_by_ends && walks_apart && apart < min(one, two);
+    if ((!goes_apart && !goes_by_ends && two <= one) || walkers(walks) > INT32_MAX)
+        return cudaErrorNotSupported;
     const auto step = [](const view &x) { return x.stride[1] * (int64_t)la_size_of(x.dtype); };
     const int64_t gate_step = step(c.x[LA_G]), beta_step = step(c.x[LA_BETA]);
     if (gate_step != (int)gate_step || beta_step != (int)beta_step) return cudaErrorNotSupported;
     if (DECAY == LA_NONE && c.qk_l2norm) return launch_with_gates(c, pool, stream);
     delta_flags f = {o_in_pieces(c), false, 0, (int)gate_step, (int)beta_step, NULL};
     const auto tiles = [&](int i) { return (int)div_up(c.V, i * PANEL); };
-    if constexpr (!NARROW)
+    if constexpr (!NARROW) {
+        if (goes_by_ends) {
+            f.tiles = tiles(ends.walks);
+            return launch_delta_segments<KP, DECAY>(c, f, d, ends.count, ends.walks, pool, stream);
+        }
         if (goes_apart) {
             f.tiles = tiles(walks_apart);
             return launch_delta_apart<KP, DECAY>(c, f, d, walks_apart, pool, stream);
         }
+    }
     f.tiles = tiles(walks);
     return walks == 1 ? launch_delta_walks<KP, DECAY, 1>(c, f, d, pool, stream)
                       : launch_delta_walks<KP, DECAY, 2>(c, f, d, pool, stream);
 }
 
-/* An upper bound for the scratch of a call, in bytes. */
+/* An upper bound for the scratch of a call in two kernels, in bytes. plan_segments has its own. */
 template <int KP, la_decay DECAY, la_rule RULE> static int64_t scratch_of(const call &c)
 {
     const int64_t chunk_slots = chunk_slots_of(c, C), places = chunk_slots * c.HV,

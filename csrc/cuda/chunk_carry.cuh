@@ -71,13 +71,18 @@ struct forward_flags {
  * (docs/math.md: the segment map). A segment maps the state before it as S -> M S + X, so there are
  * three launches. SEGMENT_ENDS goes through every segment from a state of zero, which ends as X.
  * For the delta rule it also starts from the columns of the identity with v = 0, which end as those
- * of M. `join_segments` goes along the segments. CAUSAL goes through each segment again, from its
- * true state. */
+ * of M. `join_decays` or `join_maps` goes along the segments. CAUSAL goes through each segment again,
+ * from its true state. */
 struct segments {
     int count;
+    bool from_start; /* the end of the first segment is its true state, so it needs no M */
     float *ends;   /* [N * HV][count][16 (slices + key slices)][KP]: X', then M' */
     float *starts; /* [N * HV][count][16 slices][KP]: S'; NULL: the initial state of the call */
+    int *vanished; /* [N * HV][count]: is M zero, so that it was not stored? NULL: no M is */
 };
+
+/* Rows of the ends for so many columns: whole slices of 16. */
+__host__ __device__ constexpr int rows_of_ends(int columns) { return (columns + 15) / 16 * 16; }
 
 /* A launch computes the causal form, the ends of segments, or the noncausal form. The last goes
  * through the chunks twice: first to write all, then to read. */

@@ -9,6 +9,9 @@
  * another. Chunks are prepared in the order of their places in their sequences. A block that waits
  * for room in a ring therefore waits for walks that need no later chunk than its own.
  *
+ * With fewer heads still, a sequence is walked in segments (delta_ends.cuh). Then one launch has
+ * only blocks that prepare, for all chunks, and a later one only blocks that walk.
+ *
  * A block has five groups of four warps.
  *
  *     prepares   two pairs of `solve` and `score` of delta.cuh, each with a chunk of its own
@@ -36,7 +39,7 @@ template <int KP, la_decay DECAY, typename = element>
 __global__ void __launch_bounds__(APART_GROUPS *GROUP, 1)
     delta_apart(const __grid_constant__ call c, const __grid_constant__ tensor_maps maps,
                 const __grid_constant__ CUtensorMap to_o, const delta_flags f,
-                const handed<KP> between)
+                const handed<KP> between, const segments g)
 {
 #if HAS_WARP_GROUPS
     extern __shared__ __align__(1024) char shared[];
@@ -70,10 +73,10 @@ __global__ void __launch_bounds__(APART_GROUPS *GROUP, 1)
             barriers_ready();
         }
         __syncthreads();
-        const tile_of_head of = tile_at(c, between.tiles, blockIdx.x);
+        const stretch of = stretch_at(c, between.tiles, g.count, blockIdx.x);
         if (group < walks) {
             registers_up_to<FOR_WALK>();
-            walk_states<KP, DECAY>(c, of, walks, s);
+            walk_states<KP, DECAY>(c, g, of, walks, s);
         } else if (group >= MOST_WALKS && group < MOST_WALKS + walks) {
             registers_down_to<FOR_READ>();
             read_outputs<KP, DECAY>(c, to_o, f, of, group - MOST_WALKS, walks, s);
@@ -113,7 +116,7 @@ __global__ void __launch_bounds__(APART_GROUPS *GROUP, 1)
             if (warp % 4 < PREPARERS)
                 fetch_keys(c, maps, s);
             else
-                hand_over(between, s);
+                hand_over(c, between, s);
             return;
         }
         registers_up_to<FOR_PREPARE>();

@@ -41,23 +41,26 @@ __device__ __forceinline__ void fetch_keys(const call &c, const tensor_maps &map
 
 /* The way of a chunk from a pair of groups to the blocks that walk. One thread. */
 template <int KP>
-__device__ __forceinline__ void hand_over(const handed<KP> &to, prepare_room<KP> &s)
+__device__ __forceinline__ void hand_over(const call &c, const handed<KP> &to, prepare_room<KP> &s)
 {
     barrier_wait(address_of(s.barrier_keys), 0); /* for the first places */
     for (int chunk = 0; s.place[chunk % PLACES].n; chunk++) {
         const int slot = chunk % SLOTS, stage = chunk % s.stages;
         const int index = s.place[chunk % PLACES].index, head = index % s.heads;
-        const int of_head = index / s.heads, place = head * HANDED + of_head % HANDED;
-        for (int j = 0; j < 2 * to.tiles; j++) /* all walks have taken what lies there */
-            wait_until_read(to.taken + head * 2 * to.tiles + j, of_head + 1 - HANDED);
+        const int of_head = index / s.heads;
+        if (to.taken) /* all walks have taken what lies there */
+            for (int j = 0; j < 2 * to.tiles; j++)
+                wait_until_read(to.taken + head * 2 * to.tiles + j, of_head + 1 - HANDED);
         barrier_wait(address_of(s.barrier_ready + slot), parity(chunk / SLOTS));
         s.stage(stage).numbers.nonfinite = s.nonfinite[slot];
+        s.stage(stage).numbers.expands = s.expands[slot];
         stores_before_copies();
-        engine_copy_back(to.ring + place, address_of(s.keys[stage].k), sizeof(scored<KP>));
+        engine_copy_back(to.place_of(c, head, of_head), address_of(s.keys[stage].k),
+                         sizeof(scored<KP>));
         engine_has_read<0>();
         barrier_arrive(address_of(s.barrier_free + stage));
         engine_has_stored();
-        set_counter(to.there + place, of_head + 1);
+        if (to.there) set_counter(to.there + to.in_ring(head, of_head), of_head + 1);
     }
 }
 
@@ -66,11 +69,11 @@ __device__ __forceinline__ void hand_over(const handed<KP> &to, prepare_room<KP>
 /* The keys and the values, which the caller gave. One thread. */
 template <int KP>
 __device__ __forceinline__ void fetch_given(const call &c, const tensor_maps &maps,
-                                            const tile_of_head &of, int walks, walk_room<KP> &s)
+                                            const stretch &of, int walks, walk_room<KP> &s)
 {
     const unit &u = of.u;
-    for (int t = u.begin, chunk = 0; t < u.end; t += C, chunk++) {
-        const int stage = chunk % AHEAD;
+    for (int chunk = 0; chunk < of.chunks; chunk++) {
+        const int stage = chunk % AHEAD, t = u.begin + (of.first + chunk) * C;
         const uint32_t barrier = address_of(s.full_k + stage);
         barrier_wait(address_of(s.free_k + stage), parity(chunk / AHEAD - 1));
         barrier_expect(barrier, tile_bytes(KP) + walks * PANEL_BYTES);
@@ -87,19 +90,18 @@ __device__ __forceinline__ void fetch_given(const call &c, const tensor_maps &ma
 /* X, or B with the queries, from the blocks that prepare. One thread for each. */
 template <int KP, bool OF_B>
 __device__ __forceinline__ void fetch_handed(const call &c, const tensor_maps &maps,
-                                             const tile_of_head &of, const handed<KP> &from,
+                                             const stretch &of, const handed<KP> &from,
                                              walk_room<KP> &s)
 {
     const unit &u = of.u;
-    const int head = u.n * c.HV + u.hv;
-    counter *const taken = from.taken + (head * from.tiles + of.tile) * 2 + OF_B;
+    counter *const taken =
+        from.taken ? from.taken + (of.head * from.tiles + of.tile) * 2 + OF_B : NULL;
     uint64_t *const full = OF_B ? s.full_b : s.full_x, *const free = OF_B ? s.free_b : s.free_x;
-    int chunk = 0;
-    for (int t = u.begin; t < u.end; t += C, chunk++) {
-        const int stage = chunk % AHEAD, place = head * HANDED + chunk % HANDED;
+    for (int chunk = 0; chunk < of.chunks; chunk++) {
+        const int stage = chunk % AHEAD, t = u.begin + (of.first + chunk) * C;
         const uint32_t barrier = address_of(full + stage);
-        const scored<KP> &x = from.ring[place];
-        wait_until_at_least(from.there + place, chunk + 1);
+        const scored<KP> &x = *from.place_of(c, of.head, of.first + chunk);
+        if (from.there) wait_until_at_least(from.there + from.in_ring(of.head, chunk), chunk + 1);
         memory_before_copies();
         barrier_wait(address_of(free + stage), parity(chunk / AHEAD - 1));
         if (OF_B) {
@@ -115,7 +117,7 @@ __device__ __forceinline__ void fetch_handed(const call &c, const tensor_maps &m
             engine_copy(address_of(s.x[stage]), x.x, sizeof x.x, barrier);
             engine_copy(address_of(s.numbers + stage), &x.numbers, sizeof x.numbers, barrier);
         }
-        if (chunk == 0) continue;
+        if (chunk == 0 || !taken) continue;
         barrier_wait(address_of(full + (chunk - 1) % AHEAD), parity((chunk - 1) / AHEAD));
         set_read(taken, chunk);
     }

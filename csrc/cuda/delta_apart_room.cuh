@@ -1,5 +1,5 @@
-/* Where the blocks of delta_apart.cuh meet in global memory, and the shared memory of those that
- * prepare and of those that walk. */
+/* Where the blocks of delta_apart.cuh and delta_ends.cuh meet in global memory, and the shared memory
+ * of those that prepare and of those that walk. */
 #ifndef LINATTN_CUDA_DELTA_APART_ROOM_CUH
 #define LINATTN_CUDA_DELTA_APART_ROOM_CUH
 
@@ -18,7 +18,8 @@ template <int KP> struct scored {
     float in[C];
     struct {
         float seen[C], total;
-        int nonfinite, unused[2];
+        int nonfinite, expands; /* expands: a token makes a state longer; see delta_solve.cuh */
+        int unused;
     } numbers;
     char unused[1024 - sizeof in - sizeof numbers];
 };
@@ -31,14 +32,51 @@ struct alignas(128) counter {
     int n;
 };
 
-/* The meeting place. All counters begin at zero. */
+/* The meeting place. Where one launch prepares and walks, it is a ring for each head, and all
+ * counters begin at zero. Where one launch prepares all chunks for later ones, there are no counters
+ * (NULL), and each chunk has a place. */
 template <int KP> struct handed {
-    scored<KP> *ring; /* [N * HV][HANDED] */
-    counter *there;   /* [N * HV][HANDED]: 1 + the last chunk that was handed over here */
-    counter *taken;   /* [N * HV][tiles][2]: how many X, and how many B, a walk has taken */
-    int walkers;      /* blocks that walk; they are the first ones */
-    int tiles, walks; /* tiles of a head, and panels of value columns in a tile */
+    scored<KP> *chunks; /* [N * HV][HANDED], or [chunk slots][HV] */
+    counter *there;     /* [N * HV][HANDED]: 1 + the last chunk that was handed over here */
+    counter *taken;     /* [N * HV][tiles][2]: how many X, and how many B, a walk has taken */
+    int walkers;        /* blocks that walk; they are the first ones */
+    int tiles, walks;   /* tiles of a head, and panels of value columns in a tile */
+
+    /* The number of a place in a ring. */
+    static __device__ __forceinline__ int in_ring(int head, int chunk)
+    {
+        return head * HANDED + chunk % HANDED;
+    }
+    __device__ __forceinline__ scored<KP> *place_of(const call &c, int head, int chunk) const
+    {
+        if (there) return chunks + in_ring(head, chunk);
+        return chunks + (int64_t)(first_chunk_slot(c, head / c.HV) + chunk) * c.HV + head % c.HV;
+    }
 };
+
+/* The chunks of a head that a block walks: all of them, or those of a segment. */
+struct stretch {
+    unit u;
+    int head, tile;    /* head: among those of all sequences */
+    int segment;       /* of the head */
+    int first, chunks; /* the first chunk, and how many there are */
+    bool last;         /* it ends the sequence */
+};
+
+/* Blocks go through the tiles of a stretch, then through the segments, then through the heads. */
+__device__ __forceinline__ stretch stretch_at(const call &c, int tiles, int count, int index)
+{
+    stretch x;
+    x.tile = index % tiles;
+    x.segment = index / tiles % count;
+    x.head = index / tiles / count;
+    x.u = unit_of(c, x.head / c.HV, x.head % c.HV);
+    const int64_t all = (x.u.end - x.u.begin + C - 1) / C;
+    x.first = (int)(all * x.segment / count);
+    x.chunks = (int)(all * (x.segment + 1) / count) - x.first;
+    x.last = x.segment == count - 1;
+    return x;
+}
 
 /* Wait for another block. Its stores before the counter came to n are visible then. */
 __device__ __forceinline__ void wait_until_at_least(const counter *x, int n)
@@ -89,7 +127,7 @@ template <int KP> struct alignas(1024) prepare_room {
     alignas(16) float lower[OF_CHUNK][2][8][LOWER_8];
     gates_of_chunk gates[SLOTS];
     chunk_place place[PLACES];
-    int nonfinite[SLOTS], nonfinite_solve[SLOTS];
+    int nonfinite[SLOTS], nonfinite_solve[SLOTS], expands[SLOTS];
     uint64_t barrier_keys[stages], barrier_free[stages], barrier_gates[SLOTS];
     uint64_t barrier_ready[SLOTS];
     uint64_t barrier_solved, barrier_used;

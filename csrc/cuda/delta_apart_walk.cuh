@@ -18,18 +18,61 @@ static __device__ __noinline__ void store_tokens(const call &c, const unit &u, i
         }
 }
 
+/* A state before a segment, from join_maps. */
+template <int KP>
+__device__ __forceinline__ void load_start(const call &c, const segments &g, const stretch &of,
+                                           int first_column, float (&S)[KP / 8][4])
+{
+    const int slices = (c.V + 15) / 16, lane = threadIdx.x % 32;
+    const float *const from =
+        g.starts + (((int64_t)of.head * g.count + of.segment) * slices * 16 + first_column) * KP +
+        lane / 4 * KP + lane % 4 * 2;
+    const bool there = first_column < slices * 16;
+#pragma unroll
+    for (int i = 0; i < KP / 8; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float2 x =
+                there ? *(const float2 *)(from + half * 8 * KP + i * 8) : make_float2(0, 0);
+            S[i][2 * half] = x.x;
+            S[i][2 * half + 1] = x.y;
+        }
+}
+
+/* The rare part of a chunk. x is W over the tokens; `nonfinite` is the first token with a NaN or an
+ * infinity in q, k or a gate. Returns the first token that the products leave out, or C. Its W and
+ * those after it become zeros. */
+static __device__ __forceinline__ int leave_out(const call &c, const unit &u, int t, int n,
+                                                int first_column, int columns, int nonfinite,
+                                                int pair, operand (&x)[4])
+{
+    keep_before(x, pair, n);
+    int end = min(C, nonfinite);
+    if (__any_sync(~0u, has_nonfinite(x)) && columns > 0)
+        end = min(end, first_nonfinite(c, u, t, n, first_column, columns));
+    keep_before(x, pair, end);
+    if (__any_sync(~0u, has_nonfinite(x))) { /* the state has it */
+        end = 0;
+        keep_before(x, pair, 0);
+    }
+    return end;
+}
+
 /* W and S of every chunk. A warp has 16 value columns. */
 template <int KP, la_decay DECAY>
-__device__ __forceinline__ void walk_states(const call &c, const tile_of_head &of, int walks,
-                                            walk_room<KP> &s)
+__device__ __forceinline__ void walk_states(const call &c, const segments &g, const stretch &of,
+                                            int walks, walk_room<KP> &s)
 {
     const unit &u = of.u;
     const int walk = threadIdx.x / GROUP, warp = threadIdx.x / 32 % 4;
     const int first_column = (of.tile * walks + walk) * PANEL + warp * 16;
     const int columns = min(16, c.V - first_column);
-    const int chunks = (u.end - u.begin + C - 1) / C;
+    const int chunks = of.chunks, begin = u.begin + of.first * C;
     float S[KP / 8][4];
-    load_state(c, u, first_column, columns, S);
+    if (g.starts)
+        load_start<KP>(c, g, of, first_column, S);
+    else
+        load_state(c, u, first_column, columns, S);
     /* A wait takes 80 cycles even when there is nothing to wait for. To ask before another wait takes
      * none. */
     const auto passed = [](const uint64_t *barrier, int phase) {
@@ -38,7 +81,7 @@ __device__ __forceinline__ void walk_states(const call &c, const tile_of_head &o
 #pragma unroll AHEAD /* so that the places of a chunk are constants */
     for (int chunk = 0; chunk < chunks; chunk++) {
         const int stage = chunk % AHEAD, phase = chunk / AHEAD & 1;
-        const int t = u.begin + chunk * C, n = min(C, u.end - t);
+        const int t = begin + chunk * C, n = min(C, u.end - t);
         const seat at = own_seat();
         const bool k_there = passed(s.full_k + stage, phase);
         /* the state as it is before the chunk, for W and for `read` */
@@ -94,15 +137,7 @@ __device__ __forceinline__ void walk_states(const call &c, const tile_of_head &o
         int end = C; /* the products leave out the tokens from here on, which go one by one */
         float after[KP / 2];
         if (__builtin_expect(__any_sync(~0u, has_nonfinite(x) || n < C || nonfinite < C), 0)) {
-            keep_before(x, at.pair, n);
-            end = min(C, nonfinite);
-            if (__any_sync(~0u, has_nonfinite(x)) && columns > 0)
-                end = min(end, first_nonfinite(c, u, t, n, first_column, columns));
-            keep_before(x, at.pair, end);
-            if (__any_sync(~0u, has_nonfinite(x))) { /* the state has it */
-                end = 0;
-                keep_before(x, at.pair, 0);
-            }
+            end = leave_out(c, u, t, n, first_column, columns, nonfinite, at.pair, x);
             if (end < C) state_for_tokens(S, after);
         }
         if (DECAY == LA_TOKEN)
@@ -135,22 +170,21 @@ __device__ __forceinline__ void walk_states(const call &c, const tile_of_head &o
             state_from_tokens(after, S);
         }
     }
-    if (c.x[LA_ST].data) store_state(c, u, first_column, columns, S);
+    if (of.last && c.x[LA_ST].data) store_state(c, u, first_column, columns, S);
 }
 
 /* O of every chunk of a walk, from its states and its W. A warp has 16 value columns. */
 template <int KP, la_decay DECAY>
 __device__ __forceinline__ void read_outputs(const call &c, const CUtensorMap &to_o,
-                                             const delta_flags &f, const tile_of_head &of, int walk,
+                                             const delta_flags &f, const stretch &of, int walk,
                                              int walks, walk_room<KP> &s)
 {
     const unit &u = of.u;
-    const int chunks = (u.end - u.begin + C - 1) / C;
     const int column = (of.tile * walks + walk) * PANEL;
     const float scale = (float)c.scale;
-    for (int chunk = 0; chunk < chunks; chunk++) {
+    for (int chunk = 0; chunk < of.chunks; chunk++) {
         const int stage = chunk % AHEAD;
-        const int t = u.begin + chunk * C, n = min(C, u.end - t);
+        const int t = u.begin + (of.first + chunk) * C, n = min(C, u.end - t);
         const seat at = own_seat();
         float O[8][4];
         const uint32_t q = address_for_products<DECAY>(s.q[stage]);

@@ -70,7 +70,10 @@ __device__ __forceinline__ void solve_chunks(room &s)
         for (int j = 0; j < KP; j += 16) multiply_tiles(x, k, k, j, j == 0);
         products_commit();
         const seat at = own_seat();
-        if (at.thread == 0) s.nonfinite_solve[slot] = C;
+        if (at.thread == 0) {
+            s.nonfinite_solve[slot] = C;
+            if constexpr (room::apart) s.expands[slot] = 0;
+        }
         float2 by =
             make_float2(-g.beta[at.warp * BLOCK + at.row], -g.beta[at.warp * BLOCK + at.row + 8]);
         const int found = g.nonfinite[at.warp];
@@ -103,6 +106,18 @@ __device__ __forceinline__ void solve_chunks(room &s)
                 if (row + 8 >= rows) by.y = 0;
                 if (at.thread < C && at.thread >= rows) s.gates[slot].beta[at.thread] = 0;
                 group_waits();
+            }
+            /* A token takes S to a (I - b k k') S. The matrix in brackets makes no column longer if
+             * b k'k is between 0 and 2. */
+            if constexpr (room::apart) {
+                float2 square = make_float2(top, low);
+                if (NORMED) {
+                    const float x = g.of_key[row], y = g.of_key[row + 8];
+                    square = make_float2(top * x * x, low * y * y);
+                }
+                const float from = -fmaxf(by.x, by.y),
+                            to = -fminf(by.x * square.x, by.y * square.y);
+                if (__builtin_expect(!(from >= 0 && to <= 2), 0)) s.expands[slot] = 1;
             }
         }
         if (NORMED) {

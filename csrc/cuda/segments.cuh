@@ -4,11 +4,9 @@
 
 #include "chunk_carry.cuh"
 
-/* The states before each segment: S' <- S' M' + X', one segment after another, in float32. A block
- * has JOINED value columns of a head. A thread has a key; with the delta rule it has half of the
- * keys that its sums are over. `rows`: rows of `ends` per segment. */
-enum { JOINED = 8, PREFETCHED = 32 };
-template <la_rule RULE> constexpr int join_parts = la_predicts(RULE) ? 2 : 1;
+/* The states before each segment, one segment after another, in float32. A block has JOINED value
+ * columns of a head. `rows`: rows of `ends` per segment. */
+enum { JOINED = 8, PREFETCHED = 32, MAP_THREADS = 256 };
 
 /* The slices of 16 rows of a state that has KP. */
 template <int KP, la_decay DECAY> __host__ __device__ int key_slices_of(const call &c)
@@ -16,91 +14,149 @@ template <int KP, la_decay DECAY> __host__ __device__ int key_slices_of(const ca
     return DECAY == LA_PAIR ? KP / 16 : (c.K + 15) / 16;
 }
 
-template <int KP, la_decay DECAY, la_rule RULE, typename = element>
-__global__ void __launch_bounds__(KP *join_parts<RULE>)
-    join_segments(const __grid_constant__ call c, const __grid_constant__ chunks w,
-                  const segments g, int rows)
+/* A number of the state before a sequence. */
+template <la_decay DECAY>
+__device__ __forceinline__ float initial_state_of(const call &c, const unit &u, int key, int column)
 {
-    __shared__ float S[JOINED][KP], sums[JOINED][KP];
+    const view &from = state_of_row<DECAY>(c.x[LA_S0], c.x[LA_Y0], key);
+    const int of_state = key_of_row<DECAY>(key);
+    return from.data && column < c.V && of_state < c.K
+               ? load<float>(at(from, u.n, u.hv, of_state, column), from.dtype)
+               : 0;
+}
+
+/* The additive rule: S' <- a S' + X'. A thread has a key. */
+template <int KP, la_decay DECAY, typename = element>
+__global__ void __launch_bounds__(KP)
+    join_decays(const __grid_constant__ call c, const __grid_constant__ chunks w, const segments g,
+                int rows)
+{
     const int slices = (c.V + 15) / 16, groups = slices * 16 / JOINED;
-    const int first_column = blockIdx.x % groups * JOINED;
-    const int key = threadIdx.x % KP, half = threadIdx.x / KP;
+    const int first_column = blockIdx.x % groups * JOINED, key = threadIdx.x;
     const int64_t head = blockIdx.x / groups;
     const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
     const int all_chunks = (u.end - u.begin + C - 1) / C, chunk_slot0 = first_chunk_slot(c, u.n);
     float own[JOINED];
 #pragma unroll
-    for (int j = 0; j < JOINED; j++) {
-        const int column = first_column + j;
-        const view &from = state_of_row<DECAY>(c.x[LA_S0], c.x[LA_Y0], key);
-        const int of_state = key_of_row<DECAY>(key);
-        own[j] = from.data && column < c.V && of_state < c.K
-                     ? load<float>(at(from, u.n, u.hv, of_state, column), from.dtype)
-                     : 0;
-    }
+    for (int j = 0; j < JOINED; j++) own[j] = initial_state_of<DECAY>(c, u, key, first_column + j);
     for (int segment = 0; segment < g.count; segment++) {
         const int64_t here = head * g.count + segment;
         float *start = g.starts + (here * slices * 16 + first_column) * KP + key;
-        if (half == 0)
 #pragma unroll
-            for (int j = 0; j < JOINED; j++) start[j * KP] = own[j];
+        for (int j = 0; j < JOINED; j++) start[j * KP] = own[j];
         if (segment == g.count - 1) return;
-
         const float *end = g.ends + (here * rows + first_column) * KP + key;
-        if constexpr (RULE == LA_ADDITIVE) {
-            const int first = (int)((int64_t)all_chunks * segment / g.count);
-            const int last = (int)((int64_t)all_chunks * (segment + 1) / g.count);
-            float a = 1;
-            if (DECAY != LA_NONE)
-                for (int i = first; i < last; i += PREFETCHED) {
-                    float x[PREFETCHED];
+        const int first = (int)((int64_t)all_chunks * segment / g.count);
+        const int last = (int)((int64_t)all_chunks * (segment + 1) / g.count);
+        float a = 1;
+        if (DECAY != LA_NONE)
+            for (int i = first; i < last; i += PREFETCHED) {
+                float x[PREFETCHED];
 #pragma unroll
-                    for (int j = 0; j < PREFETCHED; j++) {
-                        const int64_t place = (int64_t)(chunk_slot0 + i + j) * c.HV + u.hv;
-                        x[j] = i + j >= last     ? 1
-                               : DECAY == LA_KEY ? w.total[place * KP + key]
-                                                 : w.in[place * C + C - 1];
-                    }
-#pragma unroll
-                    for (int j = 0; j < PREFETCHED; j++) a *= x[j];
+                for (int j = 0; j < PREFETCHED; j++) {
+                    const int64_t place = (int64_t)(chunk_slot0 + i + j) * c.HV + u.hv;
+                    x[j] = i + j >= last     ? 1
+                           : DECAY == LA_KEY ? w.total[place * KP + key]
+                                             : w.in[place * C + C - 1];
                 }
 #pragma unroll
-            for (int j = 0; j < JOINED; j++) own[j] = a * own[j] + end[j * KP];
-        } else {
-            /* of a half; M has rows for whole slices */
-            const int keys = key_slices_of<KP, DECAY>(c) * 8;
-            const float *M = g.ends + (here * rows + slices * 16 + half * keys) * KP + key;
-            if (half == 0)
-#pragma unroll
-                for (int j = 0; j < JOINED; j++) {
-                    S[j][key] = own[j];
-                    own[j] = end[j * KP];
-                }
-            else
-#pragma unroll
-                for (int j = 0; j < JOINED; j++) own[j] = 0;
-            __syncthreads();
-            for (int i = 0; i < keys; i += 8) {
-                float m[8];
-#pragma unroll
-                for (int e = 0; e < 8; e++) m[e] = M[(i + e) * KP];
-#pragma unroll
-                for (int j = 0; j < JOINED; j++) {
-                    const float4 x = *(const float4 *)&S[j][half * keys + i];
-                    const float4 y = *(const float4 *)&S[j][half * keys + i + 4];
-                    own[j] += x.x * m[0] + x.y * m[1] + x.z * m[2] + x.w * m[3];
-                    own[j] += y.x * m[4] + y.y * m[5] + y.z * m[6] + y.w * m[7];
-                }
+                for (int j = 0; j < PREFETCHED; j++) a *= x[j];
             }
-            if (half == 1)
 #pragma unroll
-                for (int j = 0; j < JOINED; j++) sums[j][key] = own[j];
-            __syncthreads();
-            if (half == 0)
-#pragma unroll
-                for (int j = 0; j < JOINED; j++) own[j] += sums[j][key];
-        }
+        for (int j = 0; j < JOINED; j++) own[j] = a * own[j] + end[j * KP];
     }
+}
+
+/* The delta rule: S' <- S' M' + X'. A thread has four keys, and a part of the rows of M'. So a
+ * number of S' from shared memory serves for four products, and a load brings four numbers. The next
+ * rows of M' are on their way while these are multiplied. */
+template <int KP, la_decay DECAY, typename = element>
+__global__ void __launch_bounds__(MAP_THREADS)
+    join_maps(const __grid_constant__ call c, const segments g, int rows)
+{
+    constexpr int LANES = KP / 4, PARTS = MAP_THREADS / LANES;
+    constexpr int AT_ONCE = KP / PARTS < 16 ? KP / PARTS : 16; /* rows, as registers allow */
+    __shared__ float4 S[JOINED][LANES], sums[PARTS][JOINED][LANES];
+    const int slices = (c.V + 15) / 16, groups = slices * 16 / JOINED;
+    const int first_column = blockIdx.x % groups * JOINED;
+    const int64_t head = blockIdx.x / groups;
+    const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
+    const int lane = threadIdx.x % LANES, part = threadIdx.x / LANES;
+    /* M has rows for whole slices; a part has a multiple of four */
+    const int of_map = key_slices_of<KP, DECAY>(c) * 16;
+    const int of_part = (of_map / PARTS + 3) / 4 * 4, first_row = part * of_part;
+    for (int i = threadIdx.x; i < JOINED * KP; i += MAP_THREADS)
+        ((float *)S)[i] = initial_state_of<DECAY>(c, u, i % KP, first_column + i / KP);
+    /* A state with a NaN times an M of zeros is still a NaN. */
+    const auto load_rows = [&](int segment, int first, float4(&to)[AT_ONCE]) {
+        const bool stored =
+            segment < g.count - 1 && !(g.vanished && g.vanished[head * g.count + segment]);
+        const int64_t row = (head * g.count + segment) * rows + slices * 16 + first_row + first;
+        const float4 *const M = (const float4 *)(g.ends + row * KP) + lane;
+#pragma unroll
+        for (int e = 0; e < AT_ONCE; e++)
+            to[e] = stored && first + e < of_part && first_row + first + e < of_map
+                        ? M[e * LANES]
+                        : make_float4(0, 0, 0, 0);
+    };
+    float4 m[AT_ONCE];
+    load_rows(g.from_start, 0, m);
+    __syncthreads();
+    for (int segment = 0; segment < g.count; segment++) {
+        const int64_t here = head * g.count + segment;
+        float4 *const start = (float4 *)(g.starts + (here * slices * 16 + first_column) * KP);
+        const float4 *const end = (const float4 *)(g.ends + (here * rows + first_column) * KP);
+        for (int i = threadIdx.x; i < JOINED * LANES; i += MAP_THREADS)
+            start[i] = S[i / LANES][i % LANES];
+        if (segment == g.count - 1) return;
+        const bool has_m = segment > 0 || !g.from_start;
+        float4 own[JOINED] = {};
+        for (int first = 0; first < of_part && has_m; first += AT_ONCE) {
+            float4 next[AT_ONCE];
+            const bool done = first + AT_ONCE >= of_part;
+            load_rows(segment + done, done ? 0 : first + AT_ONCE, next);
+#pragma unroll
+            for (int e = 0; e < AT_ONCE; e += 4)
+#pragma unroll
+                for (int j = 0; j < JOINED; j++) {
+                    const float4 x = S[j][min((first_row + first + e) / 4, LANES - 1)];
+                    const float by[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                    for (int r = 0; r < 4; r++) {
+                        own[j].x += by[r] * m[e + r].x;
+                        own[j].y += by[r] * m[e + r].y;
+                        own[j].z += by[r] * m[e + r].z;
+                        own[j].w += by[r] * m[e + r].w;
+                    }
+                }
+#pragma unroll
+            for (int e = 0; e < AT_ONCE; e++) m[e] = next[e];
+        }
+#pragma unroll
+        for (int j = 0; j < JOINED; j++) sums[part][j][lane] = own[j];
+        __syncthreads();
+        for (int i = threadIdx.x; i < JOINED * LANES; i += MAP_THREADS) {
+            float4 sum = end[i];
+#pragma unroll
+            for (int p = 0; p < PARTS; p++) {
+                const float4 x = sums[p][i / LANES][i % LANES];
+                sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+            }
+            S[i / LANES][i % LANES] = sum;
+        }
+        __syncthreads();
+    }
+}
+
+template <int KP, la_decay DECAY, la_rule RULE>
+static cudaError_t launch_join(const call &c, const chunks &w, const segments &g, int rows,
+                               cudaStream_t stream)
+{
+    const int64_t blocks = (int64_t)c.N * c.HV * rows_of_ends(c.V) / JOINED;
+    if constexpr (la_predicts(RULE))
+        return launch(join_maps<KP, DECAY>, blocks, MAP_THREADS, 0, stream, c, g, rows);
+    else
+        return launch(join_decays<KP, DECAY>, blocks, KP, 0, stream, c, w, g, rows);
 }
 
 #endif

@@ -1,0 +1,167 @@
+"""Very long sequences of few heads with the delta rule. On Hopper they are walked in segments, and
+the ends of these come first (csrc/cuda/delta_ends.cuh). Elsewhere these calls are like others."""
+
+import numpy as np
+import pytest
+from support.compare import assert_same_bits
+from support.gpu import APART, distance, gpu_problem, needs_gpu, run
+from support.tensors import torch
+from support.variants import ops_with
+
+import linattn
+from linattn import _linattn
+
+pytestmark = needs_gpu
+
+OPS = [op for op in ops_with(rule="delta") if linattn.VARIANTS[op].decay in ("none", "token")]
+ops = pytest.mark.parametrize("op", OPS)
+GATED = [op for op in OPS if linattn.VARIANTS[op].decay == "token"]
+gated = pytest.mark.parametrize("op", GATED)
+
+# T, K, V, H, HV, B
+SHAPES = {
+    "64x64": (4500, 64, 64, 1, 2, 1),
+    "56x40": (4111, 56, 40, 1, 1, 2),  # 40 of 64 columns, and a last chunk of 15 tokens
+    "104x128": (4096, 104, 128, 1, 2, 2),
+    "128x72": (5000, 128, 72, 2, 2, 1),  # the second panel has 8 columns
+    "72x256": (4500, 72, 256, 1, 2, 1),  # two tiles of columns, and an odd number of key slices
+    "many segments": (20000, 128, 128, 1, 2, 1),
+}
+shapes = pytest.mark.parametrize("shape", SHAPES)
+
+
+def problem_of(op, shape, **options):
+    T, K, V, H, HV, B = SHAPES[shape]
+    return gpu_problem(op, T=T, K=K, V=V, H=H, HV=HV, B=B, **options)
+
+
+def with_decay(x, log_decay):
+    return x | {"g": torch.full_like(x["g"], log_decay)}
+
+
+def token_by_token(op, x):
+    return run(op, x, mode="recurrent")
+
+
+def assert_near(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.isfinite(), b.isfinite())
+        assert distance(a, b) <= APART["bfloat16"]
+
+
+def kernels_of(op, x):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run(op, x)
+        torch.cuda.synchronize()
+    return " ".join(event.key for event in seen.key_averages())
+
+
+@shapes
+@ops
+def test_these_calls_go_by_ends(op, shape):
+    if torch.cuda.get_device_capability() != (9, 0) or "90a" not in _linattn.CUDA_ARCHS:
+        pytest.skip("only on Hopper")
+    assert "delta_ends" in kernels_of(op, problem_of(op, shape))
+
+
+@pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "l2norm"])
+@shapes
+@ops
+def test_as_token_by_token(op, shape, l2norm):
+    x = problem_of(op, shape) | {"qk_l2norm": l2norm}
+    got = run(op, x)
+    assert_near(got, token_by_token(op, x))
+    assert_same_bits(got, run(op, x))
+
+
+# The map of a segment of 512 tokens is zero where the decay is less than exp(-87).
+@pytest.mark.parametrize("log_decay", [-3.0, -0.2, -0.1, -1e-3, 0.0])
+@gated
+def test_decays_with_and_without_a_map(op, log_decay):
+    x = with_decay(problem_of(op, "many segments"), log_decay)
+    assert_near(run(op, x), token_by_token(op, x))
+
+
+@gated
+def test_a_decay_of_zero_lets_a_nan_stay(op):
+    x = with_decay(problem_of(op, "104x128"), -torch.inf)
+    assert_near(run(op, x), token_by_token(op, x))
+    x["initial_state"][1, 1, 5, 7] = torch.nan
+    x["v"][0, 517, 1, 3] = torch.nan
+    assert_near(run(op, x), token_by_token(op, x))
+
+
+@gated
+def test_strong_writes_outlast_the_decay(op):
+    """All keys are one key. A token with beta |k|^2 = 3.85 multiplies what lies along it by -2.85,
+    so with a decay of 0.35 the state shrinks by 0.0025 a token. The decay alone would be zero."""
+    x = problem_of(op, "104x128", seed=3)
+    key = torch.nn.functional.normalize(torch.ones_like(x["k"], dtype=torch.float32), dim=-1)
+    x["k"] = (2 * key).to(x["k"].dtype)
+    square = x["k"].float().square().sum(-1)
+    x["beta"] = (3.85 / square).repeat_interleave(2, -1).to(x["beta"].dtype)
+    x = with_decay(x, float(np.log(0.35)))
+    x["v"][:, 600:] = 0
+    got, want = run(op, x), token_by_token(op, x)
+    later = slice(600, 1200)
+    assert want[0][:, later].abs().max() > 1e-3
+    assert distance(got[0][:, later], want[0][:, later]) < 0.1
+
+
+@ops
+def test_packed_sequences(op):
+    """An empty one, one of one token, lengths on both sides of a chunk, and short and long ones."""
+    edges = [0, 0, 1, 3000, 3064, 3129, 9500]
+    x = gpu_problem(
+        op, B=1, T=edges[-1], K=128, V=128, H=1, HV=1, cu_seqlens=np.array(edges, np.int32)
+    )
+    got = run(op, x)
+    assert_near(got, token_by_token(op, x))
+    # a sequence does not read beyond its ends
+    for name in ("k", "v"):
+        x[name][:, 3064:3129] = torch.nan
+    again, state_again = run(op, x)
+    for part in (slice(0, 3064), slice(3129, None)):
+        assert_same_bits(again[:, part], got[0][:, part])
+    there = [n for n in range(len(edges) - 1) if n != 4]
+    assert_same_bits(state_again[there], got[1][there])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "g", "initial_state"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e30])
+@ops
+def test_numbers_that_are_not_finite_or_nearly_so(op, name, number):
+    x = problem_of(op, "104x128")
+    if name not in x:
+        pytest.skip(f"{op} has no {name}")
+    clean, _ = run(op, x)
+    if name == "initial_state":
+        x[name][1, 1, 5, 7] = number
+        first = 0
+    else:
+        first = 517
+        at = (1, first, 1 if name in ("v", "beta", "g") else 0) + ((3,) if name in "qkv" else ())
+        x[name][at] = -abs(number) if name == "g" else number
+    got, state = run(op, x)
+    want, states = token_by_token(op, x)
+    for a, b in ((got, want), (state, states)):
+        assert torch.equal(a.isfinite(), b.isfinite())
+        if number != 1e30:  # there the rest is as small as the error
+            assert distance(a, b) <= APART["bfloat16"]
+    assert_same_bits(got[0], clean[0])
+    assert_same_bits(got[1, :first], clean[1, :first])
+
+
+@ops
+def test_a_graph_again_and_again(op):
+    x = problem_of(op, "104x128")
+    want = run(op, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(op, x)
+    for _ in range(3):
+        for a in got:
+            a.fill_(torch.nan)
+        graph.replay()
+        for a, b in zip(got, want, strict=True):
+            assert_same_bits(a, b)
