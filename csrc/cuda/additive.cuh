@@ -489,10 +489,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
             if (__builtin_expect(end < C, 0)) state_for_tokens(S, after);
             if (DECAY == LA_TOKEN) {
                 const float a = s.in[slot][C - 1];
-#pragma unroll
-                for (int j = 0; j < KP / 8; j++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) S[j][e] *= a;
+                scale_state(S, a);
             }
             products_begin();
 #pragma unroll

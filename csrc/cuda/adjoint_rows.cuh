@@ -10,9 +10,9 @@ enum { INTRA_THREADS = 256, INTRA_GROUP = INTRA_THREADS / 2, INTRA_STAGES = 2 };
 /* The place of the gradients of q, k and x. It is the array of the caller (direct) if two things
  * hold. A block adds up all value heads that share them. q and k were used as given, or this kernel
  * undoes their l2 norm (`norms`) or elu + 1 (`elu`). Otherwise the place is a partial per value
- * head, for `reduce_heads`. da is a number
- * per token if there is a gate per head, or if several blocks have the keys of a chunk; otherwise
- * (NULL) the gradient goes to the array of the gate. */
+ * head, for `reduce_heads`. da is a number per token if there is a gate per head, or if several
+ * blocks have the keys of a chunk. Otherwise it is NULL, and the gradient goes to the array of the
+ * gate. */
 struct intra_flags {
     bool direct_q, direct_k; /* k: and x, and y */
     bool elu;

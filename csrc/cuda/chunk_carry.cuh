@@ -76,9 +76,9 @@ struct forward_flags {
 struct segments {
     int count;
     bool from_start; /* the end of the first segment is its true state, so it needs no M */
-    float *ends;   /* [N * HV][count][16 (slices + key slices)][KP]: X', then M' */
-    float *starts; /* [N * HV][count][16 slices][KP]: S'; NULL: the initial state of the call */
-    int *vanished; /* [N * HV][count]: is M zero, so that it was not stored? NULL: no M is */
+    float *ends;     /* [N * HV][count][16 (slices + key slices)][KP]: X', then M' */
+    float *starts;   /* [N * HV][count][16 slices][KP]: S'; NULL: the initial state of the call */
+    int *vanished;   /* [N * HV][count]: is M zero, so that it was not stored? NULL: no M is */
 };
 
 /* Rows of the ends for so many columns: whole slices of 16. */

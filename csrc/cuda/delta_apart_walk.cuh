@@ -39,6 +39,31 @@ __device__ __forceinline__ void load_start(const call &c, const segments &g, con
         }
 }
 
+/* What the tokens of a chunk see of a state, from blocks that prepare. */
+template <la_decay DECAY>
+__device__ __forceinline__ void load_seen(float2 (&seen)[8], const float *from, int pair)
+{
+#pragma unroll
+    for (int m = 0; m < 8; m++)
+        seen[m] = DECAY == LA_TOKEN ? *(const float2 *)(from + m * 8 + pair) : make_float2(1, 1);
+}
+
+/* x becomes V - seen W; it was V. */
+__device__ __forceinline__ void take_from_values(operand (&x)[4], const float (&W)[8][4],
+                                                 const float2 (&seen)[8])
+{
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float (&w)[4] = W[2 * m + half];
+            const float2 b = seen[2 * m + half];
+            const float2 top = numbers(x[m], half * 2), low = numbers(x[m], half * 2 + 1);
+            put_pair(x[m], half * 2, top.x - b.x * w[0], top.y - b.y * w[1]);
+            put_pair(x[m], half * 2 + 1, low.x - b.x * w[2], low.y - b.y * w[3]);
+        }
+}
+
 /* The rare part of a chunk. x is W over the tokens; `nonfinite` is the first token with a NaN or an
  * infinity in q, k or a gate. Returns the first token that the products leave out, or C. Its W and
  * those after it become zeros. */
@@ -114,37 +139,20 @@ __device__ __forceinline__ void walk_states(const call &c, const segments &g, co
         const bool w_free = passed(s.free_w + walk, parity(chunk - 1));
         barrier_wait(address_of(s.full_x + stage), phase);
         float2 seen[8];
-#pragma unroll
-        for (int m = 0; m < 8; m++)
-            seen[m] = DECAY == LA_TOKEN
-                          ? *(const float2 *)(s.numbers[stage].seen + m * 8 + at.pair)
-                          : make_float2(1, 1);
+        load_seen<DECAY>(seen, s.numbers[stage].seen, at.pair);
         const int nonfinite = s.numbers[stage].nonfinite;
         const float a = s.numbers[stage].total;
         products_wait<0>();
         products_in(W);
         warp_arrives(address_of(s.free_k + stage));
-#pragma unroll
-        for (int m = 0; m < 4; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float(&w)[4] = W[2 * m + half];
-                const float2 b = seen[2 * m + half];
-                const float2 top = numbers(x[m], half * 2), low = numbers(x[m], half * 2 + 1);
-                put_pair(x[m], half * 2, top.x - b.x * w[0], top.y - b.y * w[1]);
-                put_pair(x[m], half * 2 + 1, low.x - b.x * w[2], low.y - b.y * w[3]);
-            }
+        take_from_values(x, W, seen);
         int end = C; /* the products leave out the tokens from here on, which go one by one */
         float after[KP / 2];
         if (__builtin_expect(__any_sync(~0u, has_nonfinite(x) || n < C || nonfinite < C), 0)) {
             end = leave_out(c, u, t, n, first_column, columns, nonfinite, at.pair, x);
             if (end < C) state_for_tokens(S, after);
         }
-        if (DECAY == LA_TOKEN)
-#pragma unroll
-            for (int j = 0; j < KP / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) S[j][e] *= a;
+        if (DECAY == LA_TOKEN) scale_state(S, a);
         const uint32_t X = address_for_products<DECAY>(s.x[stage]);
         products_begin();
 #pragma unroll

@@ -78,14 +78,6 @@ __device__ __forceinline__ bool vanishes(const call &c, const stretch &of, const
     return decay < FLT_MIN && !__any_sync(~0u, longer);
 }
 
-template <int N> __device__ __forceinline__ void scale_state(float (&S)[N][4], float a)
-{
-#pragma unroll
-    for (int j = 0; j < N; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) S[j][e] *= a;
-}
-
 template <int N> __device__ __forceinline__ bool has_nonfinite_state(const float (&S)[N][4])
 {
     float sum = 0;
@@ -149,10 +141,7 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
         }
         const int nonfinite = s.numbers[stage].nonfinite;
         float2 seen[8];
-#pragma unroll
-        for (int m = 0; m < 8; m++)
-            seen[m] = DECAY == LA_TOKEN ? *(const float2 *)(s.numbers[stage].seen + m * 8 + at.pair)
-                                        : make_float2(1, 1);
+        load_seen<DECAY>(seen, s.numbers[stage].seen, at.pair);
         /* If all numbers are finite, the state is scaled before W is there. There is no branch while
          * a product is on its way, or the compiler would wait for it. */
         const bool rare = __any_sync(~0u, has_nonfinite(x) | (nonfinite < C) | spoiled);
@@ -161,16 +150,7 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
         if (DECAY == LA_TOKEN) scale_state(front, scale);
         products_wait<0>();
         products_in(W);
-#pragma unroll
-        for (int m = 0; m < 4; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float (&w)[4] = W[2 * m + half];
-                const float2 b = seen[2 * m + half];
-                const float2 top = numbers(x[m], half * 2), low = numbers(x[m], half * 2 + 1);
-                put_pair(x[m], half * 2, top.x - b.x * w[0], top.y - b.y * w[1]);
-                put_pair(x[m], half * 2 + 1, low.x - b.x * w[2], low.y - b.y * w[3]);
-            }
+        take_from_values(x, W, seen);
         int end = C; /* the products leave out the tokens from here on, which go one by one */
         float after[KP / 2];
         if (__builtin_expect(rare, 0)) {

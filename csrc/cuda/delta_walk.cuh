@@ -210,10 +210,7 @@ __device__ __forceinline__ void walk_deltas(const call &c, const tensor_maps &ma
         products_commit();
         if (DECAY == LA_TOKEN) {
             const float a = NORMED ? s.total[slot] : s.in[slot][C - 1];
-#pragma unroll
-            for (int j = 0; j < KP / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) S[j][e] *= a;
+            scale_state(S, a);
         }
         products_begin();
 #pragma unroll

@@ -101,6 +101,14 @@ __device__ __forceinline__ void store_state(const call &c, const unit &u, int fi
         }
 }
 
+template <int N> __device__ __forceinline__ void scale_state(float (&S)[N][4], float a)
+{
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) S[j][e] *= a;
+}
+
 /* O times the scale and, BY_TOKEN, times the number of each token, which is at `in`. */
 template <bool BY_TOKEN>
 __device__ __forceinline__ void scale_o(float (&O)[8][4], const float *in, float scale)
