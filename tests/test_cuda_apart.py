@@ -4,7 +4,14 @@ walk (csrc/cuda/delta_apart.cuh). Elsewhere these are calls like any other."""
 import numpy as np
 import pytest
 from support.compare import assert_same_bits
-from support.gpu import APART, busy, distance, gpu_problem, needs_gpu, run
+from support.few_heads import (
+    assert_graph_repeats,
+    assert_near,
+    assert_number_stays_behind,
+    assert_packed_alone,
+    token_by_token,
+)
+from support.gpu import busy, gpu_problem, needs_gpu, run
 from support.tensors import torch
 from support.variants import ops_with
 
@@ -32,17 +39,12 @@ def problem_of(op, shape, **options):
     return gpu_problem(op, T=T, K=K, V=V, H=H, HV=HV, B=B, **options)
 
 
-def token_by_token(op, x):
-    return run(op, x, mode="recurrent")
-
-
 @pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "l2norm"])
 @shapes
 @ops
 def test_as_token_by_token(op, shape, l2norm):
     x = problem_of(op, shape) | {"qk_l2norm": l2norm}
-    for got, want in zip(run(op, x), token_by_token(op, x), strict=True):
-        assert distance(got, want) <= APART["bfloat16"]
+    assert_near(run(op, x), token_by_token(op, x))
 
 
 @ops
@@ -52,43 +54,14 @@ def test_packed_sequences(op):
     x = gpu_problem(
         op, B=1, T=edges[-1], K=128, V=128, H=1, HV=2, cu_seqlens=np.array(edges, np.int32)
     )
-    got, state = run(op, x)
-    want, states = token_by_token(op, x)
-    for a, b in ((got, want), (state, states)):
-        assert distance(a, b) <= APART["bfloat16"]
-    # a sequence does not read beyond its ends
-    for name in ("k", "v"):
-        x[name][:, 704:769] = torch.nan
-    again, state_again = run(op, x)
-    for part in (slice(0, 704), slice(769, None)):
-        assert_same_bits(again[:, part], got[:, part])
-    there = [n for n in range(len(edges) - 1) if n != 4]
-    assert_same_bits(state_again[there], state[there])
+    assert_packed_alone(op, x, edges, 704)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "beta", "g", "initial_state"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e30])
 @ops
 def test_numbers_that_are_not_finite_or_nearly_so(op, name, number):
-    x = problem_of(op, "104x128")
-    if name not in x:
-        pytest.skip(f"{op} has no {name}")
-    clean, _ = run(op, x)
-    if name == "initial_state":
-        x[name][1, 1, 5, 7] = number
-        first = 0
-    else:
-        first = 517
-        at = (1, first, 1) + ((3,) if name in "qkv" else ())
-        x[name][at] = -abs(number) if name == "g" else number
-    got, state = run(op, x)
-    want, states = token_by_token(op, x)
-    for a, b in ((got, want), (state, states)):
-        assert torch.equal(a.isfinite(), b.isfinite())
-        if number != 1e30:  # there the rest is as small as the error
-            assert distance(a, b) <= APART["bfloat16"]
-    assert_same_bits(got[0], clean[0])
-    assert_same_bits(got[1, :first], clean[1, :first])
+    assert_number_stays_behind(op, problem_of(op, "104x128"), name, number)
 
 
 @ops
@@ -114,14 +87,4 @@ def test_streams_side_by_side(op):
 @ops
 def test_a_graph_again_and_again(op):
     """The counters with which blocks meet begin at zero in every replay."""
-    x = problem_of(op, "104x128")
-    want = run(op, x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run(op, x)
-    for _ in range(3):
-        for a in got:
-            a.fill_(torch.nan)
-        graph.replay()
-        for a, b in zip(got, want, strict=True):
-            assert_same_bits(a, b)
+    assert_graph_repeats(op, problem_of(op, "104x128"))

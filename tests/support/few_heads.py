@@ -1,0 +1,69 @@
+"""What holds for the delta rule of few heads on a GPU, whichever kernels walk its sequences."""
+
+import pytest
+
+from support.compare import assert_same_bits
+from support.gpu import APART, distance, run
+from support.tensors import torch
+
+
+def token_by_token(op, x):
+    return run(op, x, mode="recurrent")
+
+
+def assert_near(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.isfinite(), b.isfinite())
+        assert distance(a, b) <= APART["bfloat16"]
+
+
+def assert_packed_alone(op, x, edges, spoiled):
+    """The results are those token by token. A sequence, from token `spoiled` on, does not read
+    beyond its ends, nor do its neighbours."""
+    got, state = run(op, x)
+    assert_near((got, state), token_by_token(op, x))
+    n = edges.index(spoiled)
+    end = edges[n + 1]
+    for name in ("k", "v"):
+        x[name][:, spoiled:end] = torch.nan
+    again, state_again = run(op, x)
+    for part in (slice(0, spoiled), slice(end, None)):
+        assert_same_bits(again[:, part], got[:, part])
+    there = [m for m in range(len(edges) - 1) if m != n]
+    assert_same_bits(state_again[there], state[there])
+
+
+def assert_number_stays_behind(op, x, name, number):
+    """One number of an array may be a NaN, an infinity or huge. Then the same results are finite as
+    token by token. The other batch row and earlier tokens keep their bits."""
+    if name not in x:
+        pytest.skip(f"{op} has no {name}")
+    clean, _ = run(op, x)
+    if name == "initial_state":
+        x[name][1, 1, 5, 7] = number
+        first = 0
+    else:
+        first = 517
+        at = (1, first, x[name].shape[2] - 1) + ((3,) if name in "qkv" else ())
+        x[name][at] = -abs(number) if name == "g" else number
+    got, state = run(op, x)
+    want, states = token_by_token(op, x)
+    for a, b in ((got, want), (state, states)):
+        assert torch.equal(a.isfinite(), b.isfinite())
+        if number != 1e30:  # there the rest is as small as the error
+            assert distance(a, b) <= APART["bfloat16"]
+    assert_same_bits(got[0], clean[0])
+    assert_same_bits(got[1, :first], clean[1, :first])
+
+
+def assert_graph_repeats(op, x):
+    want = run(op, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(op, x)
+    for _ in range(3):
+        for a in got:
+            a.fill_(torch.nan)
+        graph.replay()
+        for a, b in zip(got, want, strict=True):
+            assert_same_bits(a, b)
