@@ -118,6 +118,19 @@ def test_packed_sequences(op):
     assert_packed_alone(op, x, edges, 3064)
 
 
+@ops
+def test_an_infinity_stays_alone_where_there_is_no_token(op):
+    """Segments without a token, of an empty sequence and of one with one token."""
+    edges = [0, 0, 1, 9500]
+    x = gpu_problem(
+        op, B=1, T=edges[-1], K=128, V=128, H=1, HV=1, cu_seqlens=np.array(edges, np.int32)
+    )
+    x["initial_state"][:2, 0, 5, 7] = torch.inf
+    got, want = run(op, x), token_by_token(op, x)
+    assert_near(got, want)
+    assert_same_bits(got[1][0], x["initial_state"][0])
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "beta", "g", "initial_state"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e30])
 @ops

@@ -109,8 +109,8 @@ __global__ void __launch_bounds__((MOST_WARPS + HAS_WARP_GROUPS * PRODUCERS) * 3
     const int v0 = slice_index * 16, columns = identity ? 0 : min(16, c.V - v0);
     const int v_slices = min(max(slices - tile * width, 0), width); /* of this block */
     const int all_chunks = (u.end - u.begin + C - 1) / C;
-    const int first_chunk = (int)((int64_t)all_chunks * segment / g.count);
-    const int last_chunk = (int)((int64_t)all_chunks * (segment + 1) / g.count);
+    const int first_chunk = first_of_segment(all_chunks, segment, g.count);
+    const int last_chunk = first_of_segment(all_chunks, segment + 1, g.count);
     const int chunk_slot0 = first_chunk_slot(c, u.n);
     const key_rows rows = key_rows_of<part, KP, DECAY, RULE>(c, w, width);
     const bool gated = la_is_gated(DECAY, RULE) && c.x[LA_W].data;

@@ -94,6 +94,13 @@ __device__ inline int first_chunk_slot(const call &c, int n)
     return (int)first_chunk_slot(c, n, C);
 }
 
+/* The first chunk of a segment, where a sequence of so many chunks has `count` segments. The segments
+ * of a short sequence may have no chunk. */
+__device__ __forceinline__ int first_of_segment(int chunks, int segment, int count)
+{
+    return (int)((int64_t)chunks * segment / count);
+}
+
 /* The sequence of a chunk slot: the last one that begins at or before it. */
 __device__ inline int sequence_of(const call &c, int chunk_slot)
 {

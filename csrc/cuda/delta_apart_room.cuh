@@ -71,9 +71,9 @@ __device__ __forceinline__ stretch stretch_at(const call &c, int tiles, int coun
     x.segment = index / tiles % count;
     x.head = index / tiles / count;
     x.u = unit_of(c, x.head / c.HV, x.head % c.HV);
-    const int64_t all = (x.u.end - x.u.begin + C - 1) / C;
-    x.first = (int)(all * x.segment / count);
-    x.chunks = (int)(all * (x.segment + 1) / count) - x.first;
+    const int all = (x.u.end - x.u.begin + C - 1) / C;
+    x.first = first_of_segment(all, x.segment, count);
+    x.chunks = first_of_segment(all, x.segment + 1, count) - x.first;
     x.last = x.segment == count - 1;
     return x;
 }

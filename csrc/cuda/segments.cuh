@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(KP)
         for (int j = 0; j < JOINED; j++) start[j * KP] = own[j];
         if (segment == g.count - 1) return;
         const float *end = g.ends + (here * rows + first_column) * KP + key;
-        const int first = (int)((int64_t)all_chunks * segment / g.count);
-        const int last = (int)((int64_t)all_chunks * (segment + 1) / g.count);
+        const int first = first_of_segment(all_chunks, segment, g.count);
+        const int last = first_of_segment(all_chunks, segment + 1, g.count);
         float a = 1;
         if (DECAY != LA_NONE)
             for (int i = first; i < last; i += PREFETCHED) {
@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(MAP_THREADS)
     const int first_column = blockIdx.x % groups * JOINED;
     const int64_t head = blockIdx.x / groups;
     const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
+    const int all_chunks = (u.end - u.begin + C - 1) / C;
     const int lane = threadIdx.x % LANES, part = threadIdx.x / LANES;
     /* M has rows for whole slices; a part has a multiple of four */
     const int of_map = key_slices_of<KP, DECAY>(c) * 16;
@@ -109,6 +110,13 @@ __global__ void __launch_bounds__(MAP_THREADS)
         for (int i = threadIdx.x; i < JOINED * LANES; i += MAP_THREADS)
             start[i] = S[i / LANES][i % LANES];
         if (segment == g.count - 1) return;
+        if (first_of_segment(all_chunks, segment, g.count) ==
+            first_of_segment(all_chunks, segment + 1, g.count)) {
+            /* No token, so the state stays. Its product with the identity would not be the state: an
+             * infinity times zero is a NaN. */
+            load_rows(segment + 1, 0, m);
+            continue;
+        }
         const bool has_m = segment > 0 || !g.from_start;
         float4 own[JOINED] = {};
         for (int first = 0; first < of_part && has_m; first += AT_ONCE) {
