@@ -108,6 +108,21 @@ def test_strong_writes_outlast_the_decay(op):
     assert distance(got[0][:, later], want[0][:, later]) < 0.1
 
 
+@gated
+def test_a_product_that_is_too_large(op):
+    """The product of the state and a key is 1e40 before a decay of exp(-20), and is finite then."""
+    x = with_decay(problem_of(op, "104x128"), -1e-3) | {"qk_l2norm": False}
+    x["v"][1, 3500, 1, 3] = 3e32
+    x["beta"][1, 3520:3584] = 0  # its chunk has no other write: float16 does not hold both
+    x["k"][1, 3530] = 0
+    x["k"][1, 3530, :, 2] = 1e9
+    x["beta"][1, 3530] = 1e-18
+    x["g"][1, 3530] = -20
+    got, want = run(op, x), token_by_token(op, x)
+    assert want[0].isfinite().all()
+    assert_near(got, want)
+
+
 @ops
 def test_packed_sequences(op):
     """An empty one, one of one token, lengths on both sides of a chunk, and short and long ones."""

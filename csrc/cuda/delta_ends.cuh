@@ -78,14 +78,21 @@ __device__ __forceinline__ bool vanishes(const call &c, const stretch &of, const
     return decay < FLT_MIN && !__any_sync(~0u, longer);
 }
 
-template <int N> __device__ __forceinline__ bool has_nonfinite_state(const float (&S)[N][4])
+/* Has this thread a number from 2^64 on, an infinity or a NaN? Without one all numbers of V - W are
+ * below 2^64 + KP 2^64 2^50, because a key is shorter than the root of MOST_SQUARE. */
+template <int N> __device__ __forceinline__ bool has_large(const operand (&x)[N])
 {
-    float sum = 0;
+    const element_pair factor = pair_of(0x1p64f, 0x1p64f); /* the product is an infinity */
+    element_pair sum[4] = {pair_of(0, 0), pair_of(0, 0), pair_of(0, 0), pair_of(0, 0)};
 #pragma unroll
-    for (int j = 0; j < N; j++)
+    for (int m = 0; m < N; m++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) sum += S[j][e] * 0;
-    return sum != 0;
+        for (int e = 0; e < 4; e++)
+            sum[e] = __hfma2(*(const element_pair *)&x[m].of[0].x[e], factor, sum[e]);
+    /* zero times an infinity or a NaN is not zero */
+    const element_pair all = __hadd2(__hadd2(sum[0], sum[1]), __hadd2(sum[2], sum[3]));
+    const element_pair none = __hmul2(all, pair_of(0, 0));
+    return (*(const uint32_t *)&none & 0x7fff7fff) != 0;
 }
 
 /* The state at the end of a segment. A warp has 16 columns of it, from `row` of the ends on. All
@@ -111,10 +118,6 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
     /* the keys of the first panel, and those of the last one */
     float (&front)[PANEL / 8][4] = *(float (*)[PANEL / 8][4]) S;
     float (&back)[PANEL / 8][4] = *(float (*)[PANEL / 8][4])(S + KP / 8 - PANEL / 8);
-    /* Has this thread a NaN or an infinity of the state? It can get one where tokens go one by one.
-     * Where a state of finite numbers gets one by a product, because W is too large for bfloat16,
-     * its column becomes NaN: the state before the chunk is gone by then. */
-    bool spoiled = has_nonfinite_state(S);
     const seat at = own_seat();
 #pragma unroll 1 /* four chunks in a round took 8 us longer: the first round fetches its code */
     for (int chunk = 0; chunk < of.chunks; chunk++) {
@@ -142,15 +145,17 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
         const int nonfinite = s.numbers[stage].nonfinite;
         float2 seen[8];
         load_seen<DECAY>(seen, s.numbers[stage].seen, at.pair);
-        /* If all numbers are finite, the state is scaled before W is there. There is no branch while
+        /* If W is sure to be finite, the state is scaled before W is there. There is no branch while
          * a product is on its way, or the compiler would wait for it. */
-        const bool rare = __any_sync(~0u, has_nonfinite(x) | (nonfinite < C) | spoiled);
+        bool rare = nonfinite < C;
+        if (DECAY == LA_TOKEN) rare = __any_sync(~0u, has_large(of_state) | has_large(x) | rare);
         const float a = s.numbers[stage].total;
         const float scale = rare ? 1 : a;
         if (DECAY == LA_TOKEN) scale_state(front, scale);
         products_wait<0>();
         products_in(W);
         take_from_values(x, W, seen);
+        if (DECAY == LA_NONE) rare = __any_sync(~0u, has_nonfinite(x) | rare);
         int end = C; /* the products leave out the tokens from here on, which go one by one */
         float after[KP / 2];
         if (__builtin_expect(rare, 0)) {
@@ -176,7 +181,6 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
             float O[8][4] = {};
             rest_by_tokens<KP, DECAY, LA_DELTA>(c, u, t, C, end, first_column, columns, after, O);
             state_from_tokens(after, S);
-            spoiled = has_nonfinite_state(S);
         }
     }
     if (first_column >= rows_of_ends(has_v ? c.V : c.K)) return;
