@@ -29,10 +29,14 @@ except ValueError as error:
 """
 
 
+# On Hopper: the gradient of gamma by chunks, beside that token by token (docs/decisions/0057).
+MISSES = ("retention", "backward", 128, 64)
+
+
 @pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 128), (128, 64)])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @ops
-def test_a_block_with_less_shared_memory(op, pass_, K, V, tmp_path):
+def test_a_block_with_less_shared_memory(op, pass_, K, V, tmp_path, request):
     x = gpu_problem(op, pass_=pass_, T=300, K=K, V=V)
     want, path = run(op, x, pass_), tmp_path / "arrays"
     if pass_ == "forward":
@@ -45,6 +49,9 @@ def test_a_block_with_less_shared_memory(op, pass_, K, V, tmp_path):
     # on Hopper the gradients of a chunk take more than that, and so does a chunk of 128 keys of two
     # states
     of_hopper = torch.cuda.get_device_capability() == (9, 0) and "90a" in _linattn.CUDA_ARCHS
+    if of_hopper and (op, pass_, K, V) == MISSES:
+        why = "a sum that cancels: the gradient of a head's gamma is 4.5 % off"
+        request.applymarker(pytest.mark.xfail(reason=why, strict=True))
     two_wide_states = linattn.VARIANTS[op].decay == "pair" and K > 64
     if not two_wide_states and (pass_ == "forward" or not of_hopper):
         assert kernel == linattn.explain_kernel(f, **x).kernel
