@@ -20,13 +20,18 @@ typedef enum {
     LA_CONVOLUTION_ARRAYS
 } la_convolution_line;
 
+/* A layer's step (layer.h) takes the two parts of a step apart: y, and the state that moves on. */
+typedef enum { LA_WHOLE_STEP, LA_CONVOLVE_TOKEN, LA_MOVE_STATE } la_convolution_part;
+
 typedef struct la_convolution {
     la_room_job room;
-    int silu; /* 0: no activation */
+    int silu;                 /* 0: no activation */
+    la_convolution_part part; /* of a step, on a CPU */
     int64_t B, T, D, W, S;
 } la_convolution;
 
-/* The CPU's pass. Only memory can fail, and it fails before an output is written. */
+/* The CPU's pass. Only memory can fail, and it fails before an output is written. LA_MOVE_STATE takes
+ * none. */
 la_status la_convolution_run(la_convolution *j);
 
 #endif

@@ -4,6 +4,7 @@
  * Arguments come by keyword: the tables (arrays.def, options.def) say which a pass has, and no order is
  * kept anywhere. */
 #include "bound.h"
+#include "layers.h"
 #include "options.h"
 #include "outline.h"
 #include "rooms.h"
@@ -286,7 +287,7 @@ static int take_options(la_call *c, PyObject *const *values)
 }
 
 /* Options first: a number of the user's own class may run Python, which moves arrays. */
-static int take_all(la_call *c, PyObject *const *values)
+static int take_given(la_call *c, PyObject *const *values)
 {
     if (take_options(c, values)) return -1;
     la_set arrays = la_given_arrays(c->p.pass);
@@ -298,7 +299,12 @@ static int take_all(la_call *c, PyObject *const *values)
                                                     : la_take(c, name, value))
             return -1;
     }
-    return la_raise(la_check(&c->p), c->p.message);
+    return 0;
+}
+
+static int take_all(la_call *c, PyObject *const *values)
+{
+    return take_given(c, values) || la_raise(la_check(&c->p), c->p.message) ? -1 : 0;
 }
 
 /* ---- outputs ---- */
@@ -376,6 +382,28 @@ static PyObject *py_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     if (read_keywords(&c, LA_STEP, args, nargs, names, values)) return NULL;
     if (!take_all(&c, values) && !allocate_outputs(&c) && !la_run_step(&c))
         answer = la_result(&c, LA_O);
+    la_call_release(&c);
+    return answer;
+}
+
+/* layer_step(stages, op, q, k, v, ..., state=...) -> y. stages: see la_layer_take */
+static PyObject *py_layer_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                               PyObject *names)
+{
+    (void)self;
+    la_call c;
+    PyObject *values[PLACES], *answer = NULL;
+    if (!nargs) {
+        PyErr_SetString(PyExc_TypeError, "layer_step: expected the stages, the op, q, k and v");
+        return NULL;
+    }
+    if (read_keywords(&c, LA_STEP, args + 1, nargs - 1, names, values)) return NULL;
+    la_layer_call *l = la_layer_new();
+    if (l && !take_given(&c, values) && !la_layer_take(l, &c, args[0], values) &&
+        !la_raise(la_check(&c.p), c.p.message) && !la_layer_settle(l, &c) &&
+        !la_layer_call_run(l, &c))
+        answer = la_result(&c, LA_O);
+    if (l) la_layer_free(l);
     la_call_release(&c);
     return answer;
 }
@@ -815,6 +843,8 @@ static PyMethodDef methods[] = {
      "One token, state in place."},
     {"bind", (PyCFunction)(void (*)(void))py_bind, METH_FASTCALL | METH_KEYWORDS,
      "A step, checked and kept."},
+    {"layer_step", (PyCFunction)(void (*)(void))py_layer_step, METH_FASTCALL | METH_KEYWORDS,
+     "A step of an op, and the stages around it."},
     {"backward", (PyCFunction)(void (*)(void))py_backward, METH_FASTCALL | METH_KEYWORDS,
      "One backward pass."},
     {"gate", (PyCFunction)(void (*)(void))py_gate, METH_FASTCALL,

@@ -242,3 +242,30 @@ int la_run_room(la_call *c, la_room_job *j)
     if (status == LA_INTERRUPTED) return -1; /* the exception is there */
     return la_raise(status, c->p.message);
 }
+
+/* As a step: each state is the old one or the new one. */
+int la_run_layer(la_call *step, la_call *const *stages, int count, la_layer *j)
+{
+    int64_t few[FEW_SLOTS], *more;
+    la_status status;
+    bool moved = step->ran_python;
+    begin_taken(step);
+    for (int i = 0; i < count; i++) moved |= stages[i]->ran_python;
+    step->ran_python = moved;
+    if (settle(step)) return -1;
+    for (int i = 0; i < count && moved; i++)
+        if (la_still_there(stages[i])) return -1;
+    const bool on_host = step->p.device == LA_CPU;
+    if (on_host && take_slots(step, few, &more)) {
+        PyMem_Free(more);
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = la_layer_run(j);
+    Py_END_ALLOW_THREADS
+    if (on_host) PyMem_Free(more);
+    if (la_raise(status, step->p.message)) return -1;
+    for (int i = 0; i < count && !on_host; i++)
+        if (la_settle_streams(stages[i])) return -1;
+    return !on_host && la_settle_streams(step) ? -1 : 0;
+}

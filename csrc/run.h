@@ -3,8 +3,7 @@
 #define LINATTN_RUN_H
 
 #include "arrays.h"
-#include "gates.h"
-#include "room.h"
+#include "layer.h"
 
 /* A forward or a backward pass. */
 int la_run_pass(la_call *c);
@@ -14,6 +13,9 @@ int la_run_step(la_call *c);
 int la_run_gating(la_call *c, la_gating *j);
 /* A call of a room. A step is never cut short. */
 int la_run_room(la_call *c, la_room_job *j);
+
+/* A step and the stages around it, whose arrays are those of `stages`. */
+int la_run_layer(la_call *step, la_call *const *stages, int count, la_layer *j);
 
 /* The kernel that took this thread's last call. */
 const la_taken *la_last_taken(void);

@@ -128,6 +128,7 @@ if TYPE_CHECKING:
         causal_conv1d_backward,
         causal_conv1d_step,
     )
+    from linattn.layers import layer_step
     from linattn.scans.hgrn import HGRNGradients, hgrn, hgrn_backward, hgrn_step
     from linattn.scans.rg_lru import RGLRUGradients, rg_lru, rg_lru_backward, rg_lru_step
     from linattn.scans.s4d import S4DGradients, s4d, s4d_backward, s4d_step
@@ -214,6 +215,7 @@ __all__ = [
     "kda",
     "kda_backward",
     "kda_step",
+    "layer_step",
     "lightning_attention",
     "lightning_attention_backward",
     "lightning_attention_step",
@@ -269,8 +271,9 @@ __all__ = [
 # Modules that import more than NumPy, or that few programs use: imported when they are first named.
 _LAZY = ("distributed", "gates", "nn", "plot", "reference")
 
-# Where the names of __all__ are that are not here yet: systems, scans, the short convolution.
-_PLACES = ("linattn.composed", "linattn.scans", "linattn.convolution")
+# Where the names of __all__ are that are not here yet: systems, scans, the short convolution, the
+# step of a layer.
+_PLACES = ("linattn.composed", "linattn.scans", "linattn.convolution", "linattn.layers")
 
 
 def __getattr__(name: str) -> Any:

@@ -202,7 +202,7 @@ def bounded(x: Any, A_log: Any, dt_bias: Any = None, lower_bound: float = -5.0) 
     >>> gates.bounded(np.array([-100.0, 0.0, 100.0]), np.zeros(1)).round(3)
     array([-0. , -2.5, -5. ])
     """
-    return _made("bounded", _bound(lower_bound), x, A_log, dt_bias)
+    return _made("bounded", checked_bound(lower_bound), x, A_log, dt_bias)
 
 
 def bounded_backward(
@@ -234,7 +234,7 @@ def bounded_backward(
     >>> grads.dx[1], grads.dA_log is None  # -4 times the slope of the sigmoid, 1/4
     (np.float64(-1.0), True)
     """
-    return _differentiated("bounded", _bound(lower_bound), dg, x, A_log, dt_bias)
+    return _differentiated("bounded", checked_bound(lower_bound), dg, x, A_log, dt_bias)
 
 
 def rwkv7(x: Any) -> Any:
@@ -512,7 +512,7 @@ def _summed(d: Any, like: Any) -> Any:
     return cast(d.reshape(tuple(like.shape)), like.dtype)
 
 
-def _bound(lower_bound: Any) -> float:
+def checked_bound(lower_bound: Any) -> float:
     if isinstance(lower_bound, bool) or not isinstance(
         lower_bound, int | float | np.floating | np.integer
     ):

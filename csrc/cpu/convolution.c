@@ -118,7 +118,17 @@ static void step_unit(void *context, int64_t i, int thread)
         return;
     }
     x->kernels->convolution_forward(x->j, &u, &x->taps, scratch_of(x, thread));
-    x->kernels->convolution_state(x->j, &u);
+    if (x->j->part == LA_WHOLE_STEP) x->kernels->convolution_state(x->j, &u);
+}
+
+static void move_unit(void *context, int64_t i, int thread)
+{
+    const job *x = context;
+    la_convolution_unit u = panel_at(x, i % x->panels);
+    (void)thread;
+    take_sequence(x->j, &u, i / x->panels);
+    u.t1 = 1;
+    if (u.state >= 0) x->kernels->convolution_state(x->j, &u);
 }
 
 /* Tokens of all rows, one row after another. */
@@ -229,6 +239,13 @@ static la_status run_forward(job *x, double work)
     return la_stopped(j->room.p) ? LA_INTERRUPTED : LA_OK;
 }
 
+static la_status move_states(job *x)
+{
+    x->panels = div_up(x->j->D, x->panel);
+    la_pool_run(1, x->j->S * x->panels, move_unit, x, NULL);
+    return LA_OK;
+}
+
 static la_status run_backward(job *x, double work)
 {
     const la_convolution *j = x->j;
@@ -251,6 +268,7 @@ la_status la_convolution_run(la_convolution *j)
 {
     job x = {.j = j, .kernels = la_cpu_kernels(j->room.p->real), .panel = PANEL, .block = BLOCK};
     la_room_tell(&j->room, x.kernels->isa, x.kernels->bits);
+    if (j->part == LA_MOVE_STATE) return move_states(&x);
     const int64_t lanes = x.kernels->lanes;
     x.per_thread = la_whole(x.kernels->convolution_scratch(j), 64);
     x.taps.width = div_up(j->D, lanes) * lanes + lanes;

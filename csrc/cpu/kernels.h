@@ -6,6 +6,7 @@
 #include "../convolution.h"
 #include "../diagonal.h"
 #include "../gates.h"
+#include "../layer.h"
 
 /* One sequence of one value head (forward: or of a few), and a range of its value columns. */
 typedef struct la_unit {
@@ -155,6 +156,9 @@ typedef struct la_kernels {
      * which is NULL for tokens before the first one. */
     void (*convolution_backward)(const la_convolution *j, const la_convolution_unit *u,
                                  const la_convolution_taps *w, double *sums, void *scratch);
+
+    /* The norm of heads in a layer's step: rows first .. last. */
+    void (*head_norm)(const la_head_norm *j, int64_t first, int64_t last);
 
     /* Numbers in an array's dtype. */
     void (*store_numbers)(char *to, la_dtype dtype, const double *from, int64_t n);

@@ -19,11 +19,17 @@ static const size_t MOST_KEPT = (size_t)64 << 20;
 enum { HEADER = 4096 }; /* in front of a block: its size, and room that keeps pages aligned */
 static _Atomic(char *) kept;
 
+/* Tests only: is this the allocation that is to fail? */
+static bool is_to_fail(void)
+{
+    return atomic_load(&fail_countdown) > 0 && atomic_fetch_sub(&fail_countdown, 1) == 1;
+}
+
 /* Aligned to a page: tiles need cache lines of their own, and should share none with other
  * threads. */
 void *la_scratch_take(size_t bytes)
 {
-    if (atomic_load(&fail_countdown) > 0 && atomic_fetch_sub(&fail_countdown, 1) == 1) return NULL;
+    if (is_to_fail()) return NULL;
     if (bytes > PTRDIFF_MAX / 2) return NULL;
     char *block = atomic_exchange(&kept, NULL);
     if (block && *(size_t *)block < bytes) {
@@ -48,6 +54,18 @@ void la_scratch_give(void *scratch)
     if (*(size_t *)block <= MOST_KEPT) block = atomic_exchange(&kept, block);
     free(block);
 }
+
+void *la_scratch_beside(size_t bytes)
+{
+    void *block;
+    if (is_to_fail() || bytes > PTRDIFF_MAX / 2 || posix_memalign(&block, 64, bytes)) return NULL;
+#if defined(LA_POISON)
+    memset(block, 0xff, bytes);
+#endif
+    return block;
+}
+
+void la_scratch_end_beside(void *scratch) { free(scratch); }
 
 la_status la_out_of_scratch(char message[LA_MESSAGE])
 {

@@ -8,6 +8,10 @@
 void *la_scratch_take(size_t bytes);
 void la_scratch_give(void *scratch);
 
+/* The same for a call that makes calls: they have the block that is kept. */
+void *la_scratch_beside(size_t bytes);
+void la_scratch_end_beside(void *scratch);
+
 /* The message and the status of a call whose scratch there is no memory for. */
 la_status la_out_of_scratch(char message[LA_MESSAGE]);
 

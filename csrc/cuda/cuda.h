@@ -11,8 +11,7 @@
 extern "C" {
 #endif
 
-#include "../gates.h"
-#include "../room.h"
+#include "../layer.h"
 
 /* The reason why no device can be used, in words; NULL if one can. The string lives as long as the
  * process. */
@@ -36,6 +35,9 @@ la_status la_cuda_gates(la_gating *j);
 /* A call of a room, after la_room_check: enqueue the pass. */
 la_status la_cuda_scan(la_room_job *j);
 la_status la_cuda_convolution(la_room_job *j);
+
+/* A layer's step, whose arrays between the stages have memory: enqueue it. */
+la_status la_cuda_layer(const la_layer *j);
 
 /* Memory on device p->ordinal, in the order of p->stream, aligned to 256 bytes at least. */
 la_status la_cuda_allocate(la_problem *p, size_t bytes, void **data);

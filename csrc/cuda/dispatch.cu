@@ -3,6 +3,7 @@
  * that a CUDA graph can capture a call. */
 #include "cuda.h"
 #include "kernels.cuh"
+#include "layer.cuh"
 #include "load.cuh"
 
 #include <cuda_bf16.h>
@@ -549,6 +550,20 @@ static cudaError_t one_token(const la_problem *p, const call &c)
 }
 
 la_status la_cuda_step(la_problem *p) { return run(p, one_token); }
+
+/* In one place, so that the device is set once: the step itself is la_cuda_step's. */
+la_status la_cuda_layer(const la_layer *j)
+{
+    la_problem *const p = j->p;
+    const cudaStream_t stream = (cudaStream_t)p->stream;
+    on_device here(p->ordinal);
+    cudaError_t error = here.error;
+    if (error == cudaSuccess) error = run_layer_inputs(*j, stream);
+    if (error != cudaSuccess) return status_of(p, error);
+    const la_status status = la_cuda_step(p);
+    if (status || !j->norm) return status;
+    return status_of(p, run_head_norm(*j->norm, stream));
+}
 
 /* In chunks: bfloat16 arrays of a causal call with 16 to 256 keys, unless the mode is recurrent. */
 static cudaError_t in_reverse(const la_problem *p, const call &c)

@@ -1,0 +1,171 @@
+/* What stands around the step of an op in a layer's step (../layer.h). A token has few numbers, so
+ * each launch takes about as long as it takes to start: one launch has all stages before the op,
+ * and one has the norm of its heads. */
+#include "layer.cuh"
+
+#include "convolution.cuh"
+
+#define lane real
+#include "../activation.h"
+#undef lane
+
+enum { THREADS = 128, LANES_OF_WARP = 32, WARPS = THREADS / LANES_OF_WARP };
+
+/* ---- before the op: convolutions and gates ---- */
+
+enum { GATES = 2, INPUTS = LA_LAYER_CONVOLUTIONS + GATES };
+
+/* A gate of [rows][heads][keys], which is dense in `to`. */
+struct gate_of_token {
+    view x, A_log, dt_bias;
+    char *to;
+    la_dtype dtype; /* of `to` */
+    la_curve curve;
+    double factor;
+    int64_t count;
+    int heads, keys;
+};
+
+/* A block belongs to one stage: those of stage i begin at first[i]. */
+struct layer_inputs {
+    convolution_call convolution[LA_LAYER_CONVOLUTIONS];
+    gate_of_token gate[GATES];
+    int first[INPUTS + 1];
+};
+static_assert(sizeof(layer_inputs) <= 4096, "a kernel has room for so many parameters");
+
+template <typename real>
+__device__ __forceinline__ void make_gate(const gate_of_token &c, int64_t i)
+{
+    if (i >= c.count) return;
+    const int key = (int)(i % c.keys), head = (int)(i / c.keys % c.heads);
+    const int64_t row = i / c.keys / c.heads;
+    real u = load<real>(at(c.x, row, head, key), c.x.dtype), rate = 1;
+    if (c.dt_bias.data) u += load<real>(at(c.dt_bias, head, key), c.dt_bias.dtype);
+    if (c.A_log.data) rate = exp(load<real>(at(c.A_log, head), c.A_log.dtype));
+    store(c.to + i * la_size_of(c.dtype), c.dtype, curve_of(u, rate, c.curve, (real)c.factor));
+}
+
+template <typename real>
+static __global__
+__launch_bounds__(THREADS) void make_inputs(const __grid_constant__ layer_inputs c)
+{
+    int stage = 0;
+    while ((int)blockIdx.x >= c.first[stage + 1]) stage++;
+    const int64_t i = (int64_t)((int)blockIdx.x - c.first[stage]) * THREADS + threadIdx.x;
+    if (stage >= LA_LAYER_CONVOLUTIONS) {
+        make_gate<real>(c.gate[stage - LA_LAYER_CONVOLUTIONS], i);
+    } else {
+        const convolution_call &own = c.convolution[stage];
+        if (i / own.room.D < own.room.S)
+            convolve_token<real>(own, (int)(i / own.room.D), (int)(i % own.room.D));
+    }
+}
+
+static gate_of_token gate_call_of(const la_gating &j)
+{
+    gate_of_token c = {};
+    const bool by_key = j.x->ndim == 3;
+    c.x = view_of(j.x);
+    c.A_log = view_of(j.A_log);
+    c.dt_bias = view_of(j.dt_bias);
+    c.to = j.to;
+    c.dtype = j.real;
+    c.curve = j.curve;
+    c.factor = j.factor;
+    c.heads = (int)j.x->shape[1];
+    c.keys = by_key ? (int)j.x->shape[2] : 1;
+    c.count = j.x->shape[0] * c.heads * c.keys;
+    return c;
+}
+
+cudaError_t run_layer_inputs(const la_layer &j, cudaStream_t stream)
+{
+    const la_gating *const gates[GATES] = {j.g, j.beta};
+    layer_inputs c = {};
+    bool wide = false;
+    int64_t blocks = 0;
+    for (int i = 0; i < INPUTS; i++) {
+        int64_t numbers = 0;
+        if (i >= LA_LAYER_CONVOLUTIONS) {
+            const la_gating *const gate = gates[i - LA_LAYER_CONVOLUTIONS];
+            if (gate) {
+                c.gate[i - LA_LAYER_CONVOLUTIONS] = gate_call_of(*gate);
+                numbers = c.gate[i - LA_LAYER_CONVOLUTIONS].count;
+                wide |= gate->real == LA_F64;
+            }
+        } else if (j.convolution[i]) {
+            c.convolution[i] = convolution_call_of(j.convolution[i]->room);
+            numbers = j.convolution[i]->S * j.convolution[i]->D;
+            wide |= j.p->real == LA_F64;
+        }
+        c.first[i] = (int)blocks;
+        blocks += div_up(numbers, THREADS);
+        if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+    }
+    c.first[INPUTS] = (int)blocks;
+    return launch(wide ? make_inputs<double> : make_inputs<float>, blocks, THREADS, 0, stream, c);
+}
+
+/* ---- after it: the norm, its weight and the gate ---- */
+
+struct head_norm_call {
+    view weight, gate;
+    const char *o;
+    char *y;
+    la_dtype dtype;
+    la_activation activation;
+    int64_t rows;
+    int HV, V;
+    double eps;
+};
+
+/* A warp has a head of a token. */
+template <typename real>
+static __global__
+__launch_bounds__(THREADS) void head_norm(const __grid_constant__ head_norm_call c)
+{
+    const int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / LANES_OF_WARP;
+    const int first = threadIdx.x % LANES_OF_WARP;
+    if (row >= c.rows) return;
+    const int64_t begin = row * c.V;
+    const int size = la_size_of(c.dtype);
+    real factor = 1;
+    if (c.weight.data) {
+        real sum = 0;
+        for (int i = first; i < c.V; i += LANES_OF_WARP) {
+            const real o = load<real>(c.o + (begin + i) * size, c.dtype);
+            sum += o * o;
+        }
+#pragma unroll
+        for (int apart = LANES_OF_WARP / 2; apart > 0; apart /= 2)
+            sum += __shfl_xor_sync(~0u, sum, apart);
+        factor = 1 / sqrt(sum / c.V + (real)c.eps);
+    }
+    for (int i = first; i < c.V; i += LANES_OF_WARP) {
+        real y = load<real>(c.o + (begin + i) * size, c.dtype) * factor;
+        if (c.weight.data) y *= load<real>(at(c.weight, i), c.weight.dtype);
+        if (c.gate.data) {
+            const char *const gate = at(c.gate, row / c.HV, row % c.HV * c.V + i);
+            y *= activated(load<real>(gate, c.gate.dtype), c.activation);
+        }
+        store(c.y + (begin + i) * size, c.dtype, y);
+    }
+}
+
+cudaError_t run_head_norm(const la_head_norm &j, cudaStream_t stream)
+{
+    head_norm_call c = {};
+    c.weight = view_of(j.weight);
+    c.gate = view_of(j.gate);
+    c.o = j.o;
+    c.y = j.y;
+    c.dtype = j.dtype;
+    c.activation = j.activation;
+    c.rows = j.N * j.HV;
+    c.HV = (int)j.HV;
+    c.V = (int)j.V;
+    c.eps = j.eps;
+    return launch(j.real == LA_F64 ? head_norm<double> : head_norm<float>, div_up(c.rows, WARPS),
+                  THREADS, 0, stream, c);
+}

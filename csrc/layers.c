@@ -1,0 +1,434 @@
+/* Layer steps from Python: tuples of arrays in, exceptions out. */
+#include "layers.h"
+
+#include "arrays.h"
+#include "run.h"
+
+#include <string.h>
+
+#define COUNT(table) (int)(sizeof(table) / sizeof *(table))
+
+/* A stage's arrays, taken as those of a call of its own. */
+typedef struct {
+    la_call c;
+    const char *labels[LA_ARRAYS];
+} stage_call;
+
+/* The places of arrays that only stages have, in a call of their own. */
+#define LA_LAYER_A_LOG LA_K
+#define LA_LAYER_DT_BIAS LA_V
+#define LA_LAYER_WEIGHT LA_G
+#define LA_LAYER_GATE LA_BETA
+
+struct la_layer_call {
+    la_layer layer;
+    stage_call of_convolution[LA_LAYER_CONVOLUTIONS];
+    la_convolution convolution[LA_LAYER_CONVOLUTIONS];
+    stage_call rest;
+    la_array raw_g, raw_beta;
+    la_gating g, beta;
+    la_head_norm norm;
+    PyObject *state[LA_LAYER_CONVOLUTIONS], *memory; /* as given; the user's call owns them */
+};
+
+la_layer_call *la_layer_new(void)
+{
+    la_layer_call *l = PyMem_Calloc(1, sizeof *l);
+    return l ? l : (la_layer_call *)PyErr_NoMemory();
+}
+
+void la_layer_free(la_layer_call *l)
+{
+    for (int i = 0; i < LA_LAYER_CONVOLUTIONS; i++) la_call_release(&l->of_convolution[i].c);
+    la_call_release(&l->rest.c);
+    PyMem_Free(l);
+}
+
+static const char *const words[LA_ACTIVATIONS] = {NULL, "silu", "sigmoid"};
+
+static int take_activation(PyObject *word, const char *label, int most, int *to)
+{
+    for (*to = 0; *to <= most; ++*to)
+        if (*to ? PyUnicode_Check(word) && !PyUnicode_CompareWithASCIIString(word, words[*to])
+                : word == Py_None)
+            return 0;
+    PyErr_Format(PyUnicode_Check(word) ? PyExc_ValueError : PyExc_TypeError,
+                 most == LA_SILU ? "%s: expected None or 'silu', got %R"
+                                 : "%s: expected None, 'silu' or 'sigmoid', got %R",
+                 label, word);
+    return -1;
+}
+
+static int take_number(PyObject *object, const char *label, double *to)
+{
+    *to = PyBool_Check(object) ? -1 : PyFloat_AsDouble(object);
+    if (!PyBool_Check(object) && !(*to == -1 && PyErr_Occurred())) return 0;
+    PyErr_Format(PyExc_TypeError, "%s: expected a number, got %R", label,
+                 (PyObject *)Py_TYPE(object));
+    return -1;
+}
+
+static void begin(stage_call *s, const la_call *step, PyObject *q)
+{
+    la_problem_init(&s->c.p, (la_op)0, LA_STEP);
+    s->c.p.labels = s->labels;
+    s->c.p.any_strides = true;
+    s->c.gradients = step->gradients;
+    s->c.like = q;
+}
+
+/* ---- projections by heads ---- */
+
+static int refuse_projection(const la_array *a, const char *label, const char *letters,
+                             int64_t heads, int64_t size)
+{
+    PyObject *shape = la_tuple_of(a->ndim, a->shape);
+    if (shape)
+        PyErr_Format(PyExc_ValueError, "%s: expected [N,%s] with %lld heads of %lld, got %R", label,
+                     letters, (long long)heads, (long long)size, shape);
+    Py_XDECREF(shape);
+    return -1;
+}
+
+/* [N,heads * size] as [N,heads,size]. An array that is missing is la_check's affair. */
+static int by_heads(la_call *c, la_name name, const char *letters, int64_t heads, int64_t size)
+{
+    la_array *a = &c->p.array[name];
+    if (!a->given) return 0;
+    if (a->ndim != 2 || a->shape[1] != heads * size)
+        return refuse_projection(a, la_array_name(&c->p, name), letters, heads, size);
+    const int64_t one = a->stride[1];
+    a->ndim = 3;
+    a->shape[1] = heads, a->shape[2] = size;
+    a->stride[1] = size * one, a->stride[2] = one;
+    return 0;
+}
+
+/* The state says how long a head is. */
+static int split_projections(la_call *c)
+{
+    const la_array *S = &c->p.array[LA_S0], *q = &c->p.array[LA_Q];
+    if (!S->given) {
+        PyErr_SetString(PyExc_TypeError, "state: expected an array, got None");
+        return -1;
+    }
+    if (S->ndim != 4) {
+        PyObject *shape = la_tuple_of(S->ndim, S->shape);
+        if (shape) PyErr_Format(PyExc_ValueError, "state: expected [N,HV,K,V], got %R", shape);
+        Py_XDECREF(shape);
+        return -1;
+    }
+    const bool v_first = c->p.state_v_first;
+    const int64_t HV = S->shape[1], K = S->shape[v_first ? 3 : 2], V = S->shape[v_first ? 2 : 3];
+    const int64_t H = q->given && q->ndim == 2 && K ? q->shape[1] / K : HV;
+    const bool by_key = la_variants[c->p.op].decay == LA_KEY;
+    return by_heads(c, LA_Q, "H*K", H, K) || by_heads(c, LA_K, "H*K", H, K) ||
+           by_heads(c, LA_V, "HV*V", HV, V) || (by_key && by_heads(c, LA_G, "HV*K", HV, K));
+}
+
+/* ---- convolutions ---- */
+
+static const la_name convolved[LA_LAYER_CONVOLUTIONS] = {LA_Q, LA_K, LA_V};
+static const char *const convolution_labels[LA_LAYER_CONVOLUTIONS][4] = {
+    {"q", "q_conv[0]", "q_conv[1]", "q_conv[2]"},
+    {"k", "k_conv[0]", "k_conv[1]", "k_conv[2]"},
+    {"v", "v_conv[0]", "v_conv[1]", "v_conv[2]"}};
+
+static int refuse_tuple(const char *label, PyObject *object)
+{
+    PyErr_Format(PyExc_TypeError, "%.6s: expected (weight, bias or None, state), got %R", label,
+                 object);
+    return -1;
+}
+
+/* A weight [D,1,W], as Conv1d of PyTorch has it, is [D,W]. */
+static void drop_middle(la_array *weight)
+{
+    if (weight->ndim != 3 || weight->shape[1] != 1) return;
+    weight->ndim = 2;
+    weight->shape[1] = weight->shape[2];
+    weight->stride[1] = weight->stride[2];
+}
+
+static int take_convolution(la_layer_call *l, int i, la_call *step, PyObject *arrays, int silu,
+                            PyObject *const *values)
+{
+    static const la_name places[] = {LA_G, LA_BETA, LA_S0};
+    stage_call *const s = &l->of_convolution[i];
+    la_convolution *const j = &l->convolution[i];
+    const char *const *labels = convolution_labels[i];
+    la_array *const x = &step->p.array[convolved[i]];
+    if (!PyTuple_Check(arrays) || PyTuple_Size(arrays) != 3) return refuse_tuple(labels[1], arrays);
+    begin(s, step, values[LA_Q]);
+    s->labels[LA_Q] = labels[0];
+    for (int k = 0; k < 3; k++) s->labels[places[k]] = labels[k + 1];
+    s->labels[LA_SLOT] = "state_indices";
+    s->labels[LA_O] = "out";
+    if (la_take(&s->c, LA_Q, values[convolved[i]])) return -1;
+    for (int k = 0; k < 3; k++)
+        if (la_take(&s->c, places[k], PyTuple_GetItem(arrays, k))) return -1;
+    drop_middle(&s->c.p.array[LA_G]);
+    if (values[LA_SLOT] && la_take(&s->c, LA_SLOT, values[LA_SLOT])) return -1;
+    *j = (la_convolution){.room = {.room = &la_convolution_room, .p = &s->c.p}, .silu = silu};
+    if (la_raise(la_room_check(&j->room), s->c.p.message) || la_refuse_overlaps(&s->c)) return -1;
+    const int64_t shape[] = {j->B, j->D};
+    la_layer_reserve(&s->c.p, LA_O, s->c.p.array[LA_Q].dtype, 2, shape);
+    if (la_raise(la_room_settle(&j->room, LA_CONVOLUTION_Y, false), s->c.p.message)) return -1;
+    l->layer.convolution[i] = j;
+    l->state[i] = PyTuple_GetItem(arrays, 2);
+    la_layer_reserve(&step->p, convolved[i], x->dtype, x->ndim, x->shape);
+    return 0;
+}
+
+/* ---- gates ---- */
+
+static const struct {
+    const char *name;
+    la_curve curve;
+} curves[] = {
+#define LA_GATE_FUNCTION(name, curve, gradient) {#name, LA_##curve},
+#include "gates.def"
+};
+
+static int find_curve(PyObject *word, la_gating *j)
+{
+    for (int i = 0; i < COUNT(curves); i++)
+        if (PyUnicode_Check(word) && !PyUnicode_CompareWithASCIIString(word, curves[i].name)) {
+            j->curve = curves[i].curve;
+            return 0;
+        }
+    PyErr_Format(PyExc_ValueError, "decay: expected the name of a gate, got %R", word);
+    return -1;
+}
+
+static int refuse_parameter(const char *label, const la_array *a, const char *letters)
+{
+    PyObject *shape = la_tuple_of(a->ndim, a->shape);
+    if (shape) PyErr_Format(PyExc_ValueError, "%s: expected [%s], got %R", label, letters, shape);
+    Py_XDECREF(shape);
+    return -1;
+}
+
+static int refuse_numbers(const la_call *c, la_name name)
+{
+    return la_refuse_dtype(la_array_name(&c->p, name), name, la_dl_dtypes[c->p.array[name].dtype]);
+}
+
+/* A parameter of a gate, in the dimensions of x: a number per head, and that of a key beside it. */
+static int fit_parameters(la_layer_call *l, const la_array *x)
+{
+    la_array *A = &l->rest.c.p.array[LA_LAYER_A_LOG], *b = &l->rest.c.p.array[LA_LAYER_DT_BIAS];
+    const int64_t HV = x->shape[1], K = x->ndim == 3 ? x->shape[2] : 1;
+    const bool by_key = x->ndim == 3;
+    if (A->given && (A->ndim != 1 || A->shape[0] != HV)) return refuse_parameter("A_log", A, "HV");
+    if (A->given && by_key) A->ndim = 2, A->shape[1] = 1, A->stride[1] = 1;
+    if (b->given && (b->ndim != 1 || b->shape[0] != HV * K))
+        return refuse_parameter("dt_bias", b, by_key ? "HV*K" : "HV");
+    if (!b->given || !by_key) return 0;
+    b->ndim = 2;
+    b->shape[0] = HV, b->shape[1] = K;
+    b->stride[1] = b->stride[0], b->stride[0] *= K;
+    return 0;
+}
+
+static int take_gate(la_call *step, la_name name, la_array *raw, la_gating *j)
+{
+    const la_array *which, *x = &step->p.array[name];
+    if (!x->given) {
+        PyErr_Format(PyExc_TypeError, "%s: expected an array, got None",
+                     la_array_name(&step->p, name));
+        return -1;
+    }
+    *raw = *x;
+    j->x = raw;
+    j->device = step->p.device;
+    j->ordinal = step->p.ordinal;
+    j->stream = step->p.stream;
+    const la_gating_fault fault =
+        raw->ndim < 2 || raw->on_host || raw->number ? LA_GATING_SPREAD : la_gates_check(j, &which);
+    if (fault == LA_GATING_DTYPE) return refuse_numbers(step, name);
+    if (fault != LA_GATING_FITS)
+        return refuse_parameter(la_array_name(&step->p, name), raw, "N,HV");
+    la_layer_reserve(&step->p, name, j->real, raw->ndim, raw->shape);
+    return 0;
+}
+
+/* stage: (name, factor, A_log, dt_bias) */
+static int take_decay(la_layer_call *l, la_call *step, PyObject *stage)
+{
+    la_call *const rest = &l->rest.c;
+    if (find_curve(PyTuple_GetItem(stage, 0), &l->g)) return -1;
+    if (take_number(PyTuple_GetItem(stage, 1), "lower_bound", &l->g.factor) ||
+        la_take(rest, LA_LAYER_A_LOG, PyTuple_GetItem(stage, 2)) ||
+        la_take(rest, LA_LAYER_DT_BIAS, PyTuple_GetItem(stage, 3)))
+        return -1;
+    for (la_name name = LA_LAYER_A_LOG; name <= LA_LAYER_DT_BIAS; name++)
+        if (rest->p.array[name].given && rest->p.array[name].dtype > LA_BF16)
+            return refuse_numbers(rest, name);
+    const la_array *g = &step->p.array[LA_G];
+    if (g->given && g->ndim >= 2 && fit_parameters(l, g)) return -1;
+    if (rest->p.array[LA_LAYER_A_LOG].given) l->g.A_log = &rest->p.array[LA_LAYER_A_LOG];
+    if (rest->p.array[LA_LAYER_DT_BIAS].given) l->g.dt_bias = &rest->p.array[LA_LAYER_DT_BIAS];
+    if (take_gate(step, LA_G, &l->raw_g, &l->g)) return -1;
+    l->layer.g = &l->g;
+    step->quiet = true; /* no gate of these grows */
+    return 0;
+}
+
+/* ---- the norm ---- */
+
+/* stage: (weight, eps, gate, activation) */
+static int take_norm(la_layer_call *l, PyObject *stage)
+{
+    la_call *const rest = &l->rest.c;
+    int activation;
+    if (take_number(PyTuple_GetItem(stage, 1), "norm_eps", &l->norm.eps) ||
+        take_activation(PyTuple_GetItem(stage, 3), "output_activation", LA_SIGMOID_GATE,
+                        &activation) ||
+        la_take(rest, LA_LAYER_WEIGHT, PyTuple_GetItem(stage, 0)) ||
+        la_take(rest, LA_LAYER_GATE, PyTuple_GetItem(stage, 2)))
+        return -1;
+    l->norm.activation = (la_activation)activation;
+    const la_name both[] = {LA_LAYER_WEIGHT, LA_LAYER_GATE};
+    for (int i = 0; i < COUNT(both); i++)
+        if (rest->p.array[both[i]].given && rest->p.array[both[i]].dtype > LA_BF16)
+            return refuse_numbers(rest, both[i]);
+    const la_array *weight = &rest->p.array[LA_LAYER_WEIGHT];
+    const la_array *gate = &rest->p.array[LA_LAYER_GATE];
+    if (weight->given) l->norm.weight = weight;
+    if (gate->given) l->norm.gate = gate;
+    if (weight->given || gate->given) l->layer.norm = &l->norm;
+    return 0;
+}
+
+static int settle_norm(const la_layer_call *l, const la_problem *p)
+{
+    const la_array *weight = l->norm.weight, *gate = l->norm.gate;
+    if (weight && (weight->ndim != 1 || weight->shape[0] != p->V))
+        return refuse_parameter("norm_weight", weight, "V");
+    if (gate && (gate->ndim != 2 || gate->shape[0] != p->B || gate->shape[1] != p->HV * p->V))
+        return refuse_projection(gate, "output_gate", "HV*V", p->HV, p->V);
+    return 0;
+}
+
+/* ---- a call ---- */
+
+/* stages: (q_conv, k_conv, v_conv, activation, decay, factor of beta, norm), None for each that is
+ * missing */
+enum { ACTIVATION = LA_LAYER_CONVOLUTIONS, DECAY, BETA, NORM, STAGES };
+
+static bool is_tuple_of(PyObject *object, Py_ssize_t size)
+{
+    return PyTuple_Check(object) && PyTuple_Size(object) == size;
+}
+
+static int take_rest(la_layer_call *l, la_call *step, PyObject *decay, PyObject *norm,
+                     PyObject *const *values)
+{
+    if (decay == Py_None && norm == Py_None) return 0;
+    begin(&l->rest, step, values[LA_Q]);
+    l->rest.labels[LA_Q] = "q";
+    l->rest.labels[LA_LAYER_A_LOG] = "A_log";
+    l->rest.labels[LA_LAYER_DT_BIAS] = "dt_bias";
+    l->rest.labels[LA_LAYER_WEIGHT] = "norm_weight";
+    l->rest.labels[LA_LAYER_GATE] = "output_gate";
+    if (la_take(&l->rest.c, LA_Q, values[LA_Q])) return -1;
+    if (decay != Py_None && take_decay(l, step, decay)) return -1;
+    return norm != Py_None && take_norm(l, norm) ? -1 : 0;
+}
+
+int la_layer_take(la_layer_call *l, la_call *step, PyObject *stages, PyObject *const *values)
+{
+    int silu;
+    const bool fits = is_tuple_of(stages, STAGES);
+    PyObject *const decay = fits ? PyTuple_GetItem(stages, DECAY) : NULL;
+    PyObject *const norm = fits ? PyTuple_GetItem(stages, NORM) : NULL;
+    if (!fits || !(decay == Py_None || is_tuple_of(decay, 4)) ||
+        !(norm == Py_None || is_tuple_of(norm, 4))) {
+        PyErr_Format(PyExc_TypeError, "stages: expected a tuple of seven, got %R", stages);
+        return -1;
+    }
+    l->layer.p = &step->p;
+    l->memory = values[LA_S0];
+    if (take_activation(PyTuple_GetItem(stages, ACTIVATION), "conv_activation", LA_SILU, &silu) ||
+        split_projections(step))
+        return -1;
+    for (int i = 0; i < LA_LAYER_CONVOLUTIONS; i++) {
+        PyObject *const arrays = PyTuple_GetItem(stages, i);
+        if (arrays != Py_None && take_convolution(l, i, step, arrays, silu, values)) return -1;
+    }
+    if (take_rest(l, step, decay, norm, values)) return -1;
+    PyObject *const factor = PyTuple_GetItem(stages, BETA);
+    if (factor == Py_None) return 0;
+    l->beta.curve = LA_SIGMOID;
+    if (take_number(factor, "beta", &l->beta.factor)) return -1;
+    l->layer.beta = &l->beta;
+    return take_gate(step, LA_BETA, &l->raw_beta, &l->beta);
+}
+
+static bool meet(la_span x, la_span y) { return x.low < y.high && y.low < x.high; }
+
+/* Two stages may not write one state. Parts of one array may lie between one another. */
+static int refuse_shared_state(const la_layer_call *l, int i, la_span span, PyObject *object,
+                               const char *label)
+{
+    if (!meet(l->of_convolution[i].c.span[LA_S0], span)) return 0;
+    const int shared = la_shares_memory(l->state[i], object);
+    if (shared > 0)
+        PyErr_Format(PyExc_ValueError, "%s: expected memory of its own, got some of %s",
+                     convolution_labels[i][3], label);
+    return shared ? -1 : 0;
+}
+
+static int refuse_shared_states(const la_layer_call *l, const la_call *step)
+{
+    const bool pair = la_has_pair(&step->p);
+    for (int i = 0; i < LA_LAYER_CONVOLUTIONS; i++) {
+        if (!l->layer.convolution[i]) continue;
+        if (!pair && refuse_shared_state(l, i, step->span[LA_S0], l->memory, "state")) return -1;
+        for (int k = 0; k < i; k++)
+            if (l->layer.convolution[k] &&
+                refuse_shared_state(l, i, l->of_convolution[k].c.span[LA_S0], l->state[k],
+                                    convolution_labels[k][3]))
+                return -1;
+    }
+    return 0;
+}
+
+/* state_indices are checked against the pool of the step, so the others have as many states. */
+static int refuse_pools(const la_layer_call *l, const la_problem *p)
+{
+    for (int i = 0; i < LA_LAYER_CONVOLUTIONS; i++) {
+        const la_problem *own = &l->of_convolution[i].c.p;
+        if (!l->layer.convolution[i] || !p->array[LA_SLOT].given || own->P == p->P) continue;
+        PyErr_Format(PyExc_ValueError, "%s: expected P = %lld states, as state has, got %lld",
+                     convolution_labels[i][3], (long long)p->P, (long long)own->P);
+        return -1;
+    }
+    return 0;
+}
+
+int la_layer_settle(la_layer_call *l, la_call *step)
+{
+    la_problem *const p = &step->p;
+    const la_dtype dtype = la_dtype_of(p, LA_O);
+    const int64_t o[] = {p->B, p->HV, p->V};
+    const la_array y = {.ndim = 2, .shape = {p->B, p->HV * p->V}};
+    if (settle_norm(l, p) || refuse_pools(l, p) || refuse_shared_states(l, step) ||
+        la_refuse_overlaps(step) || la_allocate_like(step, LA_O, dtype, &y))
+        return -1;
+    l->layer.y = p->array[LA_O].data;
+    la_layer_reserve(p, LA_O, dtype, 3, o);
+    la_settle_output(p, LA_O);
+    return 0;
+}
+
+int la_layer_call_run(la_layer_call *l, la_call *step)
+{
+    la_call *stages[LA_LAYER_CONVOLUTIONS + 1];
+    int count = 0;
+    for (int i = 0; i < LA_LAYER_CONVOLUTIONS; i++)
+        if (l->layer.convolution[i]) stages[count++] = &l->of_convolution[i].c;
+    if (l->layer.g || l->layer.norm) stages[count++] = &l->rest.c;
+    return la_run_layer(step, stages, count, &l->layer);
+}

@@ -1,0 +1,259 @@
+"""The step of a whole layer in one call, for decoding.
+
+A model's mixer has an op in its middle. Around the op there are short convolutions, gates made of
+projections, and the norm and the gate of each head's output. In a step each of these makes a few
+numbers, and most of the time goes to the calls. :func:`layer_step` is one call for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from linattn import _elementwise as elementwise
+from linattn import _linattn, gates, ops
+from linattn.convolution import causal_conv1d_step
+from linattn.features import cast, is_seen, is_tensor, wide
+from linattn.variants import VARIANTS
+
+__all__ = ["layer_step"]
+
+Activation = Literal["silu", "sigmoid"] | None
+Convolution = tuple[Any, Any, Any] | None
+
+# A feature map and a normaliser are arguments that the core takes in another form.
+_OPS = tuple(op for op, variant in VARIANTS.items() if not variant.normaliser)
+_ACTIVATIONS = {"silu": elementwise.silu, "sigmoid": elementwise.sigmoid}
+
+
+def layer_step(
+    op: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    state: Any,
+    q_conv: Convolution = None,
+    k_conv: Convolution = None,
+    v_conv: Convolution = None,
+    conv_activation: Literal["silu"] | None = "silu",
+    g: Any = None,
+    decay: Literal["softplus", "bounded", "rwkv7"] | None = None,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    lower_bound: float = -5.0,
+    beta: Any = None,
+    sigmoid_beta: bool = False,
+    allow_neg_eigval: bool = False,
+    norm_weight: Any = None,
+    norm_eps: float = 1e-5,
+    output_gate: Any = None,
+    output_activation: Activation = "silu",
+    **arguments: Any,
+) -> Any:
+    """One token of each of N sequences through a layer's mixer, from its projections to its output.
+
+    ::
+
+        q, k, v = conv(q), conv(k), conv(v)          causal_conv1d_step
+        g = -exp(A_log) softplus(g + dt_bias)        gates.softplus, gates.bounded or gates.rwkv7
+        beta = sigmoid(beta)                         gates.beta
+        o = op_step(q, k, v, g=g, beta=beta)         by heads
+        y = o / rms(o) * norm_weight * silu(output_gate)
+
+    Each stage but the step of the op is left out where its arguments are not given. Sums are in
+    float32 (float64 for float64 q), and numbers between the stages have the dtypes that they have
+    between the functions.
+
+    Parameters
+    ----------
+    op : str
+        The name of an op without a normaliser, such as "gated_delta_rule".
+    q, k : array [N,H*K]
+        Of one dtype, as projections make them.
+    v : array [N,HV*V]
+    state : array [N,HV,K,V], or a pair
+        The state of the op, which is updated in place. Its shape says what K and V are.
+    q_conv, k_conv, v_conv : (weight [D,W], bias [D] or None, state [N,D,W-1]), optional
+        The short convolution of q, k or v, whose D channels are those of that array. The weight may
+        be [D,1,W], as torch.nn.Conv1d has it. The state is updated in place, as
+        :func:`linattn.causal_conv1d_step` does it.
+    conv_activation : "silu" or None
+        Of the convolutions.
+    g : array [N,HV], or [N,HV*K] for a decay per key, optional
+        The LOG of the decay; with `decay` the projection that it is made of.
+    decay : "softplus", "bounded", "rwkv7" or None
+        The function of :mod:`linattn.gates` that makes g.
+    A_log : array [HV], optional
+    dt_bias : array [HV], or [HV*K] for a decay per key, optional
+    lower_bound : float
+        Of "bounded", below 0.
+    beta : array [N,HV], optional
+        With `sigmoid_beta` the projection that it is made of.
+    sigmoid_beta : bool
+        beta <- sigmoid(beta).
+    allow_neg_eigval : bool
+        With `sigmoid_beta`, beta <- 2 sigmoid(beta).
+    norm_weight : array [V], optional
+        Of the root mean square norm of each head's output. None: no norm.
+    norm_eps : float
+        Added to the mean of the squares.
+    output_gate : array [N,HV*V], optional
+        What the output is multiplied by, after `output_activation`.
+    output_activation : "silu", "sigmoid" or None
+    **arguments
+        Further arguments of the op's step: scale, qk_l2norm, state_v_first, state_indices (which
+        pick the convolutions' states too), x, eta and so on.
+
+    Returns
+    -------
+    y : array [N,HV*V]
+        The dtype of v.
+
+    Raises
+    ------
+    TypeError
+        An argument is no array, or has another dtype.
+    ValueError
+        A shape does not fit, or two states share memory.
+    MemoryError
+        There is no memory for the result or the scratch. On a CPU no state has changed then.
+    RuntimeError
+        On a GPU: CUDA refuses, or this build has no CUDA part.
+
+    See Also
+    --------
+    linattn.nn : Layers whose step is this function.
+
+    Notes
+    -----
+    Tensors that torch.compile or a transform of PyTorch looks at go through the functions one by
+    one.
+
+    References
+    ----------
+    Yang et al., 2024, *Gated Delta Networks*, arXiv:2412.06464; Kimi Team, 2025, *Kimi Linear*,
+    arXiv:2510.26692.
+
+    Examples
+    --------
+    A head of 4 keys and values, with a convolution of q over two tokens:
+
+    >>> import numpy as np, linattn
+    >>> q, k, v = (np.ones((1, 4)) for _ in range(3))
+    >>> state, before = np.zeros((1, 1, 4, 4)), np.zeros((1, 4, 1))
+    >>> y = linattn.layer_step(
+    ...     "gated_delta_rule", q, k, v, state=state, q_conv=(np.ones((4, 2)), None, before),
+    ...     g=np.zeros((1, 1)), decay="softplus", A_log=np.zeros(1),
+    ...     beta=np.zeros((1, 1)), sigmoid_beta=True, norm_weight=np.ones(4), qk_l2norm=True)
+    >>> y.shape, before.ravel().tolist()  # the convolution remembers q
+    ((1, 4), [1.0, 1.0, 1.0, 1.0])
+    >>> y.round(3).ravel().tolist()
+    [1.0, 1.0, 1.0, 1.0]
+    """
+    if op not in _OPS:
+        raise ValueError(f"op: expected one of {', '.join(_OPS)}, got {op!r}")
+    if decay is None and (A_log is not None or dt_bias is not None):
+        raise ValueError("A_log, dt_bias: expected decay= beside them, got decay=None")
+    given = {"g": g, "beta": beta}
+    arguments |= {name: x for name, x in given.items() if x is not None}
+    convolutions = q_conv, k_conv, v_conv
+    norm = norm_weight, norm_eps, output_gate, output_activation
+    if is_tensor(q) and is_seen(q):
+        slots = arguments.get("state_indices")
+        q, k, v = _convolved((q, k, v), convolutions, conv_activation, slots)
+        arguments |= {
+            "decay": decay,
+            "A_log": A_log,
+            "dt_bias": dt_bias,
+            "lower_bound": lower_bound,
+            "sigmoid_beta": sigmoid_beta,
+            "allow_neg_eigval": allow_neg_eigval,
+        }
+        return _normed(_op_step(op, q, k, v, state, arguments), *norm)
+    curve = None if decay is None else (decay, _factor_of(decay, lower_bound), A_log, dt_bias)
+    most = (2.0 if allow_neg_eigval else 1.0) if sigmoid_beta else None
+    stages = (*convolutions, conv_activation, curve, most, norm)
+    return _linattn.layer_step(stages, op, q, k, v, state=state, **arguments)
+
+
+def _factor_of(decay: str, lower_bound: float) -> float:
+    factors = {"softplus": -1.0, "rwkv7": -math.exp(-0.5)}
+    if decay == "bounded":
+        return gates.checked_bound(lower_bound)
+    if decay not in factors:
+        raise ValueError(f"decay: expected {', '.join(factors)}, bounded or None, got {decay!r}")
+    return factors[decay]
+
+
+def gated(arguments: dict[str, Any], heads: int, by_key: bool) -> dict[str, Any]:
+    """The arguments of an op, of those of :func:`layer_step`: g and beta as the op takes them.
+
+    Projections may have further axes in front, which are those of a sequence.
+    """
+    arguments = dict(arguments)
+    decay, A_log, dt_bias, lower_bound = (
+        arguments.pop(name, None) for name in ("decay", "A_log", "dt_bias", "lower_bound")
+    )
+    g = arguments.get("g")
+    if by_key and g is not None:
+        keys = g.shape[-1] // heads
+        g = g.reshape(*g.shape[:-1], heads, keys)
+        A_log = A_log if A_log is None else A_log[:, None]
+        dt_bias = dt_bias if dt_bias is None else dt_bias.reshape(heads, keys)
+    if decay == "softplus":
+        g = gates.softplus(g, A_log, dt_bias)
+    elif decay == "bounded":
+        g = gates.bounded(g, A_log, dt_bias, lower_bound)
+    elif decay == "rwkv7":
+        g = gates.rwkv7(g)
+    if g is not None:
+        arguments["g"] = g
+    negative = arguments.pop("allow_neg_eigval", False)
+    if arguments.pop("sigmoid_beta", False):
+        arguments["beta"] = gates.beta(arguments["beta"], negative)
+    return arguments
+
+
+# ---- the stages one by one ----
+
+
+def _convolved(
+    rows: tuple[Any, ...], convolutions: tuple[Convolution, ...], activation: Any, slots: Any
+) -> list[Any]:
+    done = list(rows)
+    for i, convolution in enumerate(convolutions):
+        if convolution is not None:
+            weight, bias, before = convolution
+            done[i] = causal_conv1d_step(
+                rows[i],
+                weight.reshape(weight.shape[0], weight.shape[-1]),
+                bias,
+                state=before,
+                state_indices=slots,
+                activation=activation,
+            )
+    return done
+
+
+def _op_step(op: str, q: Any, k: Any, v: Any, state: Any, arguments: dict[str, Any]) -> Any:
+    """o [N,HV,V]."""
+    S = state[0] if isinstance(state, tuple | list) else state
+    HV, K, V = S.shape[1:]
+    if arguments.get("state_v_first"):
+        K, V = V, K
+    q, k, v = (x.reshape(x.shape[0], -1, size) for x, size in ((q, K), (k, K), (v, V)))
+    arguments = gated(arguments, HV, VARIANTS[op].decay == "key")
+    return getattr(ops, f"{op}_step")(q, k, v, state=state, **arguments)
+
+
+def _normed(o: Any, weight: Any, eps: float, gate: Any, activation: Activation) -> Any:
+    """o [N,HV,V] -> y [N,HV*V]."""
+    y = wide(o)
+    if weight is not None:
+        squares = (y * y).sum(-1)[..., None]
+        y = y / (squares / y.shape[-1] + eps) ** 0.5 * wide(weight)
+    if gate is not None:
+        u = wide(gate).reshape(y.shape)
+        y = y * (u if activation is None else _ACTIVATIONS[activation](u))
+    return cast(y, o.dtype).reshape(y.shape[0], -1)
