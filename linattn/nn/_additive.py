@@ -153,6 +153,7 @@ class GatedLinearAttention(Block):
     """
 
     op = "gla"
+    steps_at_once = True
     norm_name = "g_norm_swish_gate"
 
     def __init__(
@@ -190,6 +191,6 @@ class GatedLinearAttention(Block):
         ):
             nn.init.xavier_uniform_(layer.weight, gain=2**-2.5)
 
-    def arguments(self, x: Tensor) -> dict[str, Any]:
-        logits = self.gk_proj(x).to(real_dtype(x)).unflatten(-1, (self.H, self.K))
+    def projections(self, x: Tensor) -> dict[str, Any]:
+        logits = self.gk_proj(x).to(real_dtype(x))
         return {"g": logsigmoid(logits) / self.gate_logit_normalizer}

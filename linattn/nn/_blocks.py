@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from linattn import ops
 from linattn.arrays import as_size
 from linattn.convolution import causal_conv1d, causal_conv1d_step
+from linattn.layers import gated, layer_step
 from linattn.nn._padding import without_padding
+from linattn.variants import VARIANTS
 
 
 class State(NamedTuple):
@@ -216,6 +218,9 @@ def decay_parameters(
     return nn.Parameter(A.log()), nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
 
 
+ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
 class Block(SharesTokens):
     """The part that all blocks share.
 
@@ -225,8 +230,9 @@ class Block(SharesTokens):
     """
 
     op = ""
-    gate_activation: Callable[..., Tensor] = staticmethod(F.silu)
+    output_activation: Literal["silu", "sigmoid"] = "silu"
     norm_name = "o_norm"
+    steps_at_once = False  # is a step one call of layer_step? Then it has `projections`
 
     def __init__(
         self,
@@ -266,9 +272,13 @@ class Block(SharesTokens):
         setattr(self, self.norm_name, nn.RMSNorm(V, eps=norm_eps))
         self.o_proj = nn.Linear(num_v_heads * V, d_model, bias=False)
 
+    def projections(self, x: Tensor) -> dict[str, Any]:
+        """What layer_step takes to make the op's arguments besides q, k and v, of x [...,D]."""
+        raise NotImplementedError
+
     def arguments(self, x: Tensor) -> dict[str, Any]:
         """The op's arguments besides q, k and v, of x [...,D]."""
-        raise NotImplementedError
+        return gated(self.projections(x), self.HV, VARIANTS[self.op].decay == "key")
 
     def turn(self, q: Tensor, k: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor]:
         """q, k [...,H,K] at their positions [...]."""
@@ -390,6 +400,8 @@ class Block(SharesTokens):
         check_input(x, "N", self.d_model, ("q_proj", self.q_proj))
         check_state(state)
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        if self.steps_at_once:
+            return self._step_at_once(x, projected, state)
         if self.has_conv:
             projected = [
                 layer.step(y, before)
@@ -403,6 +415,28 @@ class Block(SharesTokens):
         if state.position is not None:
             state.position.add_(1)
         return self._output(o, x)
+
+    def _step_at_once(self, x: Tensor, projected: list[Tensor], state: State) -> Tensor:
+        convolutions: dict[str, Any] = {
+            f"{name}_conv": (layer.weight, layer.bias, before.mT)
+            for name, layer, before in zip("qkv", self._convolutions(), state.conv, strict=False)
+        }
+        norm = getattr(self, self.norm_name)
+        q, k, v = projected
+        y = layer_step(
+            self.op,
+            q,
+            k,
+            v,
+            state=state.memory,
+            **convolutions,
+            norm_weight=norm.weight,
+            norm_eps=norm.eps,
+            output_gate=self.output_gate(x),
+            output_activation=self.output_activation,
+            **self.projections(x),
+        )
+        return self.o_proj(y)
 
     def zeros_state(self, N: int) -> State:
         """The state before the first token of N sequences, on the device of the parameters.
@@ -440,7 +474,7 @@ class Block(SharesTokens):
         gate, norm = self.output_gate(x), getattr(self, self.norm_name)
         o = (F.rms_norm(o.to(real_dtype(o)), (self.V,), eps=norm.eps) * norm.weight).to(o.dtype)
         if gate is not None:
-            o = o * self.gate_activation(gate.unflatten(-1, (self.HV, self.V)))
+            o = o * ACTIVATIONS[self.output_activation](gate.unflatten(-1, (self.HV, self.V)))
         return self.o_proj(o.flatten(-2))
 
     def _no_memory(self, like: Tensor, N: int) -> Any:

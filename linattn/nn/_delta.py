@@ -66,6 +66,7 @@ class DeltaNet(Block):
     """
 
     op = "delta_rule"
+    steps_at_once = True
 
     def __init__(
         self,
@@ -99,8 +100,8 @@ class DeltaNet(Block):
         if use_gate:
             self.g_proj = nn.Linear(d_model, num_heads * V, bias=False)
 
-    def arguments(self, x: Tensor) -> dict[str, Any]:
-        return {"beta": gates.beta(self.b_proj(x)), "qk_l2norm": True}
+    def projections(self, x: Tensor) -> dict[str, Any]:
+        return {"beta": self.b_proj(x), "sigmoid_beta": True, "qk_l2norm": True}
 
 
 class GatedDeltaNet(Block):
@@ -153,6 +154,7 @@ class GatedDeltaNet(Block):
     """
 
     op = "gated_delta_rule"
+    steps_at_once = True
 
     def __init__(
         self,
@@ -187,10 +189,14 @@ class GatedDeltaNet(Block):
         if use_gate:
             self.g_proj = nn.Linear(d_model, HV * V, bias=False)
 
-    def arguments(self, x: Tensor) -> dict[str, Any]:
+    def projections(self, x: Tensor) -> dict[str, Any]:
         return {
-            "g": gates.softplus(self.a_proj(x), self.A_log, self.dt_bias),
-            "beta": gates.beta(self.b_proj(x)),
+            "g": self.a_proj(x),
+            "decay": "softplus",
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "beta": self.b_proj(x),
+            "sigmoid_beta": True,
             "qk_l2norm": True,
         }
 
@@ -387,7 +393,7 @@ class Comba(Block):
     True
     """
 
-    gate_activation = staticmethod(torch.sigmoid)
+    output_activation = "sigmoid"
 
     def __init__(
         self,
@@ -505,7 +511,8 @@ class KimiDeltaAttention(Block):
     """
 
     op = "kda"
-    gate_activation = staticmethod(torch.sigmoid)
+    steps_at_once = True
+    output_activation = "sigmoid"
 
     def __init__(
         self,
@@ -540,11 +547,13 @@ class KimiDeltaAttention(Block):
         self.A_log, self.dt_bias = decay_parameters(HV, HV * head_dim, 1)
         self.g_proj = nn.Sequential(nn.Linear(d_model, V, bias=False), nn.Linear(V, HV * V))
 
-    def arguments(self, x: Tensor) -> dict[str, Any]:
-        shape = self.HV, self.K
-        rate = self.f_proj(x).unflatten(-1, shape)
+    def projections(self, x: Tensor) -> dict[str, Any]:
         return {
-            "g": gates.softplus(rate, self.A_log[:, None], self.dt_bias.unflatten(0, shape)),
-            "beta": gates.beta(self.b_proj(x)),
+            "g": self.f_proj(x),
+            "decay": "softplus",
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "beta": self.b_proj(x),
+            "sigmoid_beta": True,
             "qk_l2norm": True,
         }
