@@ -26,7 +26,7 @@ from support.variants import DELTA, GATED, NORMALISED, PAIR_DECAY, PREDICTS
 import linattn
 import linattn.distributed as lad
 from linattn import reference, scans
-from linattn.testing import GATES, assert_accurate
+from linattn.testing import GATES, RMS_BOUND, assert_accurate
 
 OPS = linattn.OPS
 SCANS = [name for name in lad.FUNCTIONS if name in scans.__all__]
@@ -173,9 +173,14 @@ def test_accuracy(op, dtype, ranks, rng):
     exact, naive = (by_reference(op, x, d, t) for t in (np.float64, np.dtype(dtype)))
     for name, out in ({"o": (o,), "S": states} | found).items():
         for a, b, c in zip(out, exact[name], naive[name], strict=True):
-            is_few = a.size < 1000  # a comparison of the largest errors would be one of accidents
-            if not is_few:
-                gradient = name not in ("o", "S")
+            gradient = name not in ("o", "S")
+            # Those of a gate per token have 1024 numbers. Their largest errors are in the last 128,
+            # where the final state's gradient counts: a comparison of these would be one of
+            # accidents.
+            if a.size < 2000:
+                error = np.sqrt(((a - b) ** 2).mean() / (b**2).mean())
+                assert error < (1 + gradient) * RMS_BOUND[np.dtype(dtype).name], name
+            else:
                 assert_accurate(a, b, c, dtype=dtype, gradient=gradient, name=name)
 
 
