@@ -25,7 +25,7 @@ torch = imported("torch")
 transformers = imported("transformers")
 
 from linattn.compat import transformers as compat  # noqa: E402 (needs PyTorch)
-from linattn.compat.transformers import _replace, use_linattn  # noqa: E402
+from linattn.compat.transformers import _decode, _replace, use_linattn  # noqa: E402
 from linattn.compat.transformers._shared import FOR_OTHERS  # noqa: E402
 
 nn = torch.nn
@@ -237,20 +237,27 @@ def calls(monkeypatch):
     """How often each op was called, and the modes."""
     counted = Counter()
 
-    def counting(name):
-        real = getattr(ops, name)
+    def counting(module, name):
+        real = getattr(module, name)
 
         @functools.wraps(real)
         def call(*args, **kwargs):
             counted[name, kwargs.get("mode", "chunk")] += 1
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(ops, name, call)
+        monkeypatch.setattr(module, name, call)
 
     for name in ("gated_delta_rule", "kda"):
-        counting(name)
-        counting(f"{name}_step")
+        counting(ops, name)
+        counting(ops, f"{name}_step")
+    counting(_decode, "layer_step")
     return counted
+
+
+def step_of(model, op):
+    """What a token with a cache calls, in each layer."""
+    kinds = {type(layer).__name__ for layer in layers_of(model).values()}
+    return "layer_step" if kinds <= set(_decode._KINDS) else f"{op}_step"
 
 
 def op_of(name):
@@ -312,13 +319,35 @@ def test_generate_gives_the_same_tokens(name, calls):
     assert torch.equal(ours.sequences, fallback.sequences)
     # the prompt in chunks, then a step for each token but the last, in both layers
     op = op_of(name)
-    assert calls == {(op, "chunk"): 2, (f"{op}_step", "chunk"): 2 * 11}
+    assert calls == {(op, "chunk"): 2, (step_of(m, op), "chunk"): 2 * 11}
     for layer in layers_of(m).values():
         there, here = (
             x[named_cache(m)].layers[layer.layer_idx].recurrent_states[0] for x in (fallback, ours)
         )
         assert here.dtype == there.dtype == torch.float32 and here.shape == there.shape
         torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
+
+
+@families
+def test_a_token_in_one_call_is_that_of_the_layer(name, calls):
+    """With a cache, the layer's own method has the same token and the same states."""
+    m, (tokens, _) = model(name), text()
+    op = op_of(name)
+    with use_linattn(m), torch.no_grad():
+        out = m(tokens[:, :PROMPT], use_cache=True)
+        one, other = out[named_cache(m)], copy.deepcopy(out[named_cache(m)])
+        calls.clear()
+        got = m(tokens[:, PROMPT : PROMPT + 1], **{named_cache(m): one}, use_cache=True)
+        assert calls == {(step_of(m, op), "chunk"): 2}
+        calls.clear()
+        with torch.enable_grad():  # a call that may be recorded
+            want = m(tokens[:, PROMPT : PROMPT + 1], **{named_cache(m): other}, use_cache=True)
+        assert ("layer_step", "chunk") not in calls
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
+    for layer in layers_of(m).values():
+        a, b = one.layers[layer.layer_idx], other.layers[layer.layer_idx]
+        torch.testing.assert_close(a.recurrent_states, b.recurrent_states, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a.conv_states, b.conv_states, rtol=1e-4, atol=1e-4)
 
 
 @families
@@ -425,7 +454,7 @@ def test_a_prompt_in_parts_is_the_prompt(name, calls):
             cache = out[named_cache(m)]
             parts.append(out.logits)
     op = op_of(name)
-    assert calls == {(op, "chunk"): 6, (f"{op}_step", "chunk"): 2}
+    assert calls == {(op, "chunk"): 6, (step_of(m, op), "chunk"): 2}
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
 
 
@@ -448,7 +477,7 @@ def test_on_a_gpu(name, calls):
             use_exact(m, patch)
             want = m(tokens, attention_mask=mask).logits[mask.bool()]
     op = op_of(name)
-    assert calls == {(op, "chunk"): 4, (f"{op}_step", "chunk"): 2 * 11}
+    assert calls == {(op, "chunk"): 4, (step_of(m, op), "chunk"): 2 * 11}
     assert logits.is_cuda and logits.dtype == torch.float32
     assert_accurate(
         to_numpy(logits.cpu()),

@@ -23,6 +23,10 @@ class Table(NamedTuple):
     replacement: Callable[[str, Any], Any]  # ours for a name and its value; None if it is not meant
     forward_of: Callable[[nn.Module], Callable[..., Any] | None]  # for a layer that is replaced
     expected: Callable[[nn.Module], str]  # the error for a model that has none of these
+    # A function around that of a forward method in which functions are replaced; None for none.
+    around: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any] | None] = (
+        lambda layer, forward: None
+    )
 
 
 def _globals_of(code: CodeType, is_name: Callable[[str], bool]) -> set[str]:
@@ -125,6 +129,11 @@ def _changes(layer: nn.Module, remade: _Remaker) -> dict[str, tuple[Any, tuple[s
                 made, names = remade(value)
                 if names:
                     found[name] = MethodType(made, layer), names
+    if forward is None and "forward" in found:
+        made, names = found["forward"]
+        around = remade.table.around(layer, getattr(made, "__func__", made))
+        if around is not None and isinstance(made, MethodType):
+            found["forward"] = MethodType(around, layer), names
     return found
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from linattn.compat._replace import Replacement, Table
 from linattn.compat.transformers import _layers
 from linattn.compat.transformers._convolution import causal_conv1d_fn, causal_conv1d_update
+from linattn.compat.transformers._decode import decoding
 from linattn.compat.transformers._delta import (
     chunk_gated_delta_rule,
     chunk_kda,
@@ -186,7 +187,7 @@ def _expected(model: nn.Module) -> str:
     )
 
 
-_TABLE = Table(_is_name, _replacement, _forward_of, _expected)
+_TABLE = Table(_is_name, _replacement, _forward_of, _expected, decoding)
 
 
 def use_linattn(model: nn.Module) -> Replacement:

@@ -1,0 +1,220 @@
+"""One token of a layer of the gated delta rule or of KDA, in one call of linattn.layer_step.
+
+The layers have forward methods of their own, with functions of ours in them. For one token with a
+cache all between the first matrices of a layer and its last is one call. Any other call, and each
+that PyTorch records or compiles, goes through the layer's own method.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from linattn.compat.transformers._shared import FOR_OTHERS
+from linattn.layers import layer_step
+
+__all__ = ["decoding"]
+
+
+class _Projected(NamedTuple):
+    """The projections of a token [B,...], and what the layer makes of them."""
+
+    qkv: tuple[Tensor, Tensor, Tensor]
+    output_gate: Tensor
+    arguments: dict[str, Any]
+
+
+class _Kind(NamedTuple):
+    """A kind of layer: its op, its projections, and the names of its norm and its last matrix."""
+
+    op: str
+    project: Callable[[Any, Tensor], _Projected]
+    norm: str
+    last: str
+    attributes: tuple[str, ...]  # besides conv1d and these two
+
+
+def _softplus(layer: Any, a: Tensor, b: Tensor) -> dict[str, Any]:
+    return {
+        "g": a,
+        "decay": "softplus",
+        "A_log": layer.A_log,
+        "dt_bias": layer.dt_bias,
+        "beta": b,
+        "sigmoid_beta": True,
+        "allow_neg_eigval": bool(getattr(layer, "allow_neg_eigval", False)),
+    }
+
+
+def _qwen3_next(layer: Any, x: Tensor) -> _Projected:
+    both = layer.in_proj_qkvz(x[:, None]), layer.in_proj_ba(x[:, None])
+    q, k, v, z, b, a = (y[:, 0].flatten(1) for y in layer.fix_query_key_value_ordering(*both))
+    return _Projected((q, k, v), z, _softplus(layer, a, b))
+
+
+def _qwen3_5(layer: Any, x: Tensor) -> _Projected:
+    sizes = [layer.key_dim, layer.key_dim, layer.value_dim]
+    q, k, v = layer.in_proj_qkv(x).split(sizes, -1)
+    gates = _softplus(layer, layer.in_proj_a(x), layer.in_proj_b(x))
+    return _Projected((q, k, v), layer.in_proj_z(x), gates)
+
+
+def _olmo_hybrid(layer: Any, x: Tensor) -> _Projected:
+    gates = _softplus(layer, layer.a_proj(x), layer.b_proj(x))
+    return _Projected((layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)), layer.g_proj(x), gates)
+
+
+def _kimi_linear(layer: Any, x: Tensor) -> _Projected:
+    arguments = {
+        "g": layer.forget_gate(x[:, None])[:, 0].flatten(1),
+        "beta": layer.b_proj(x),
+        "sigmoid_beta": True,
+    }
+    qkv = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
+    return _Projected(qkv, layer.g_b_proj(layer.g_a_proj(x)), arguments)
+
+
+_GATES = ("A_log", "dt_bias", "layer_idx", "activation")
+_QWEN3_5 = _Kind(
+    "gated_delta_rule",
+    _qwen3_5,
+    "norm",
+    "out_proj",
+    (*_GATES, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "key_dim", "value_dim"),
+)
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "b_proj")
+_KINDS = {
+    "Qwen3NextGatedDeltaNet": _Kind(
+        "gated_delta_rule",
+        _qwen3_next,
+        "norm",
+        "out_proj",
+        (*_GATES, "in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering"),
+    ),
+    "Qwen3_5GatedDeltaNet": _QWEN3_5,
+    "Qwen3_5MoeGatedDeltaNet": _QWEN3_5,
+    "OlmoHybridGatedDeltaNet": _Kind(
+        "gated_delta_rule",
+        _olmo_hybrid,
+        "o_norm",
+        "o_proj",
+        (*_GATES, *_PROJECTIONS, "a_proj", "g_proj", "allow_neg_eigval"),
+    ),
+    "KimiLinearDeltaAttention": _Kind(
+        "kda",
+        _kimi_linear,
+        "o_norm",
+        "o_proj",
+        ("layer_idx", "activation", *_PROJECTIONS, "forget_gate", "g_a_proj", "g_b_proj"),
+    ),
+}
+_NORM = ("weight", "variance_epsilon", "activation")
+_PARAMETERS = ("hidden_states", "cache", "attention_mask")
+
+
+def _kind_of(layer: nn.Module) -> _Kind | None:
+    """None for a layer that another version of transformers has made otherwise, too."""
+    kind = _KINDS.get(type(layer).__name__)
+    if kind is None:
+        return None
+    there = all(hasattr(layer, name) for name in ("conv1d", kind.norm, kind.last, *kind.attributes))
+    norm = getattr(layer, kind.norm, None)
+    return kind if there and all(hasattr(norm, name) for name in _NORM) else None
+
+
+class _States(NamedTuple):
+    conv: Tensor  # [B,D,W-1], the last inputs
+    older: Tensor | None  # [B,D], the one before those, where the cache keeps it
+    recurrent: Tensor
+
+
+def _states_of(layer: Any, x: Tensor, cache: Any) -> _States | None:
+    """What a step can write in place; None if the layer's own method has to."""
+    recording = getattr(cache, "is_recording_past", None)
+    if recording is not None and recording(layer.layer_idx):
+        return None
+    conv = cache.get_conv_state(layer.layer_idx, state_idx=0)
+    recurrent = cache.get_recurrent_state(layer.layer_idx, state_idx=0)
+    if conv is None or recurrent is None:
+        return None
+    real = torch.float64 if x.dtype == torch.float64 else torch.float32
+    older = conv.shape[2] - (layer.conv1d.kernel_size[0] - 1)
+    fits = (
+        older in (0, 1)
+        and conv.dtype in (x.dtype, real)
+        and recurrent.dtype == real
+        and recurrent.stride(-1) == 1
+        and conv.device == recurrent.device == x.device
+    )
+    return _States(conv[..., older:], conv[..., 0] if older else None, recurrent) if fits else None
+
+
+def _decoded(layer: Any, kind: _Kind, x: Tensor, states: _States) -> Tensor:
+    """x [B,D] -> y [B,D]. The states move on."""
+    projected, norm = kind.project(layer, x), getattr(layer, kind.norm)
+    sizes = [y.shape[1] for y in projected.qkv]
+    if states.older is not None:
+        states.older.copy_(states.conv[..., 0])
+    weights = layer.conv1d.weight.split(sizes)
+    bias = layer.conv1d.bias
+    biases = (None,) * 3 if bias is None else bias.split(sizes)
+    parts = zip("qkv", weights, biases, states.conv.split(sizes, 1), strict=True)
+    convolutions: dict[str, Any] = {f"{name}_conv": tuple(arrays) for name, *arrays in parts}
+    q, k, v = projected.qkv
+    y = layer_step(
+        kind.op,
+        q,
+        k,
+        v,
+        state=states.recurrent,
+        **convolutions,
+        norm_weight=norm.weight,
+        norm_eps=norm.variance_epsilon,
+        output_gate=projected.output_gate,
+        output_activation=norm.activation,
+        qk_l2norm=True,
+        **projected.arguments,
+    )
+    return getattr(layer, kind.last)(y)
+
+
+def _is_plain(layer: Any, kind: _Kind) -> bool:
+    """Are the activations those that linattn has?"""
+    return layer.activation in ("silu", "swish") and getattr(layer, kind.norm).activation in (
+        "silu",
+        "sigmoid",
+    )
+
+
+def decoding(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The function of the layer's forward method, where one token is one call.
+
+    None for a layer that has no such call. `forward` is that function with ours in it.
+    """
+    kind = _kind_of(layer)
+    if kind is None or not _is_plain(layer, kind):
+        return None
+
+    @functools.wraps(forward)
+    def call(self: Any, *args: Any, **keywords: Any) -> Any:
+        given = dict(zip(_PARAMETERS, args, strict=False)) | keywords
+        x, cache, mask = (given.pop(name, None) for name in _PARAMETERS)
+        if (
+            x is not None
+            and x.shape[1] == 1
+            and cache is not None
+            and mask is None
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and all(value is None or name in FOR_OTHERS for name, value in given.items())
+        ):
+            states = _states_of(self, x, cache)
+            if states is not None:
+                return _decoded(self, kind, x[:, 0], states)[:, None]
+        return forward(self, *args, **keywords)
+
+    return call
