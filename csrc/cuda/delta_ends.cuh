@@ -106,7 +106,7 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
     const int first_column = (of.tile * MOST_WALKS + walk) * PANEL + warp * 16;
     const int columns = has_v ? min(16, c.V - first_column) : 0;
     float S[KP / 8][4];
-    if (has_v && of.segment == 0)
+    if (has_v && of.segment == 0 && c.x[LA_S0].data)
         load_state(c, u, first_column, columns, S);
     else
 #pragma unroll
