@@ -2,6 +2,8 @@
 #include "layers.h"
 
 #include "arrays.h"
+#include "gate_calls.h"
+#include "keywords.h"
 #include "run.h"
 
 #include <string.h>
@@ -56,15 +58,6 @@ static int take_activation(PyObject *word, const char *label, int most, int *to)
                  most == LA_SILU ? "%s: expected None or 'silu', got %R"
                                  : "%s: expected None, 'silu' or 'sigmoid', got %R",
                  label, word);
-    return -1;
-}
-
-static int take_number(PyObject *object, const char *label, double *to)
-{
-    *to = PyBool_Check(object) ? -1 : PyFloat_AsDouble(object);
-    if (!PyBool_Check(object) && !(*to == -1 && PyErr_Occurred())) return 0;
-    PyErr_Format(PyExc_TypeError, "%s: expected a number, got %R", label,
-                 (PyObject *)Py_TYPE(object));
     return -1;
 }
 
@@ -182,25 +175,6 @@ static int take_convolution(la_layer_call *l, int i, la_call *step, PyObject *ar
 
 /* ---- gates ---- */
 
-static const struct {
-    const char *name;
-    la_curve curve;
-} curves[] = {
-#define LA_GATE_FUNCTION(name, curve, gradient) {#name, LA_##curve},
-#include "gates.def"
-};
-
-static int find_curve(PyObject *word, la_gating *j)
-{
-    for (int i = 0; i < COUNT(curves); i++)
-        if (PyUnicode_Check(word) && !PyUnicode_CompareWithASCIIString(word, curves[i].name)) {
-            j->curve = curves[i].curve;
-            return 0;
-        }
-    PyErr_Format(PyExc_ValueError, "decay: expected the name of a gate, got %R", word);
-    return -1;
-}
-
 static int refuse_parameter(const char *label, const la_array *a, const char *letters)
 {
     PyObject *shape = la_tuple_of(a->ndim, a->shape);
@@ -257,8 +231,12 @@ static int take_gate(la_call *step, la_name name, la_array *raw, la_gating *j)
 static int take_decay(la_layer_call *l, la_call *step, PyObject *stage)
 {
     la_call *const rest = &l->rest.c;
-    if (find_curve(PyTuple_GetItem(stage, 0), &l->g)) return -1;
-    if (take_number(PyTuple_GetItem(stage, 1), "lower_bound", &l->g.factor) ||
+    if (!la_find_curve(PyTuple_GetItem(stage, 0), &l->g.curve)) {
+        PyErr_Format(PyExc_ValueError, "decay: expected the name of a gate, got %R",
+                     PyTuple_GetItem(stage, 0));
+        return -1;
+    }
+    if (la_as_number(PyTuple_GetItem(stage, 1), "lower_bound", &l->g.factor) ||
         la_take(rest, LA_LAYER_A_LOG, PyTuple_GetItem(stage, 2)) ||
         la_take(rest, LA_LAYER_DT_BIAS, PyTuple_GetItem(stage, 3)))
         return -1;
@@ -282,7 +260,7 @@ static int take_norm(la_layer_call *l, PyObject *stage)
 {
     la_call *const rest = &l->rest.c;
     int activation;
-    if (take_number(PyTuple_GetItem(stage, 1), "norm_eps", &l->norm.eps) ||
+    if (la_as_number(PyTuple_GetItem(stage, 1), "norm_eps", &l->norm.eps) ||
         take_activation(PyTuple_GetItem(stage, 3), "output_activation", LA_SIGMOID_GATE,
                         &activation) ||
         la_take(rest, LA_LAYER_WEIGHT, PyTuple_GetItem(stage, 0)) ||
@@ -361,7 +339,7 @@ int la_layer_take(la_layer_call *l, la_call *step, PyObject *stages, PyObject *c
     PyObject *const factor = PyTuple_GetItem(stages, BETA);
     if (factor == Py_None) return 0;
     l->beta.curve = LA_SIGMOID;
-    if (take_number(factor, "beta", &l->beta.factor)) return -1;
+    if (la_as_number(factor, "beta", &l->beta.factor)) return -1;
     l->layer.beta = &l->beta;
     return take_gate(step, LA_BETA, &l->raw_beta, &l->beta);
 }

@@ -1,11 +1,9 @@
-/* The module: keywords in, arrays and exceptions out. arrays.c takes the arrays, check.c says what is right,
- * run.c runs the call.
- *
- * Arguments come by keyword: the tables (arrays.def, options.def) say which a pass has, and no order is
- * kept anywhere. */
+/* The module: keywords in, arrays and exceptions out. keywords.c reads the arguments, arrays.c takes the
+ * arrays, check.c says what is right, run.c runs the call. */
 #include "bound.h"
+#include "gate_calls.h"
+#include "keywords.h"
 #include "layers.h"
-#include "options.h"
 #include "outline.h"
 #include "rooms.h"
 #include "run.h"
@@ -22,290 +20,7 @@
 #define LA_CUDA_ARCHS "" /* setup.py says which devices have machine code */
 #endif
 
-/* ---- options ---- */
-
-static int as_number(PyObject *object, const char *label, double *number)
-{
-    const bool flag = PyBool_Check(object) || PyArray_IsScalar(object, Bool);
-    *number = flag ? -1 : PyFloat_AsDouble(object);
-    if (!flag && !(*number == -1 && PyErr_Occurred())) return 0;
-    if (!flag && PyErr_ExceptionMatches(PyExc_OverflowError)) {
-        PyErr_Format(PyExc_ValueError, "%s: expected a finite number, got %R", label, object);
-        return -1;
-    }
-    PyErr_Format(PyExc_TypeError, "%s: expected a number, got %R", label,
-                 (PyObject *)Py_TYPE(object));
-    return -1;
-}
-
-static int take_mode(PyObject *object, la_mode *mode)
-{
-    if (PyUnicode_Check(object))
-        for (int i = 0; i < LA_MODES; i++)
-            if (!PyUnicode_CompareWithASCIIString(object, la_mode_names[i])) {
-                *mode = (la_mode)i;
-                return 0;
-            }
-    PyErr_Format(PyUnicode_Check(object) ? PyExc_ValueError : PyExc_TypeError,
-                 "mode: expected 'chunk', 'recurrent' or 'parallel', got %R", object);
-    return -1;
-}
-
-/* kind: what is expected, for the message. */
-static int as_count(PyObject *object, const char *label, const char *kind, int64_t *to)
-{
-    PyObject *index = PyBool_Check(object) ? NULL : PyNumber_Index(object);
-    if (!index) {
-        PyErr_Format(PyExc_TypeError, "%s: expected %s, got %R", label, kind,
-                     (PyObject *)Py_TYPE(object));
-        return -1;
-    }
-    *to = PyLong_AsLongLong(index);
-    Py_DECREF(index);
-    if (*to == -1 && PyErr_Occurred()) {
-        PyErr_Format(PyExc_ValueError, "%s: expected 1 to 2^63-1, got %R", label, object);
-        return -1;
-    }
-    return 0;
-}
-
-static int take_features(la_call *c, PyObject *object)
-{
-    double x[LA_FEATURES];
-    if (object == Py_None) return 0;
-    const bool tuple = PyTuple_Check(object), list = PyList_Check(object);
-    const Py_ssize_t count = tuple ? PyTuple_Size(object) : list ? PyList_Size(object) : -1;
-    if (count != LA_FEATURES) {
-        PyErr_Format(PyExc_TypeError, "features: expected seven floats, got %R", object);
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        x[i] = PyFloat_AsDouble(tuple ? PyTuple_GetItem(object, i) : PyList_GetItem(object, i));
-        if (x[i] == -1 && PyErr_Occurred()) return -1;
-    }
-    if (la_set_features(&c->p, x)) return 0;
-    PyErr_Format(PyExc_ValueError, "features: expected maps and a normaliser by number, got %R",
-                 object);
-    return -1;
-}
-
-/* An option of options.def. */
-static int take_option(la_call *c, const la_option *option, PyObject *object)
-{
-    void *const field = (char *)&c->p + option->offset;
-    const bool none = object == Py_None;
-    switch (option->kind) {
-    case LA_OPTION_FLAG: return la_as_flag(object, option->name, field);
-    case LA_OPTION_DEFAULT: return none ? 0 : la_as_flag(object, option->name, field);
-    case LA_OPTION_NUMBER:
-        c->p.has_scale = !none;
-        return none ? 0 : as_number(object, option->name, field);
-    case LA_OPTION_COUNT: return as_count(object, option->name, "an int", field);
-    case LA_OPTION_MAYBE:
-        c->p.has_chunk = !none;
-        return none ? 0 : as_count(object, option->name, "an int or None", field);
-    case LA_OPTION_MODE: return take_mode(object, field);
-    case LA_OPTION_FEATURES: return take_features(c, object);
-    }
-    return 0;
-}
-
-/* ---- keywords ---- */
-
-/* warn=False: not of a gate that grows. */
-static int take_warn(la_call *c, PyObject *object)
-{
-    bool warn;
-    if (la_as_flag(object, "warn", &warn)) return -1;
-    c->quiet = !warn;
-    return 0;
-}
-
-/* unrecorded=True: linattn/autograd.py has asked whether PyTorch records any of the arrays, and it
- * records none. Without it each array is asked here. */
-static int take_unrecorded(la_call *c, PyObject *object)
-{
-    bool unrecorded;
-    if (la_as_flag(object, "unrecorded", &unrecorded)) return -1;
-    if (unrecorded) c->gradients = -1;
-    return 0;
-}
-
-/* Keywords that Python alone has. */
-static const struct {
-    const char *name;
-    int (*take)(la_call *c, PyObject *object);
-    int passes;
-} remarks[] = {
-    {"warn", take_warn, LA_IN_FSB},
-    {"unrecorded", take_unrecorded, LA_IN_F},
-};
-
 #define COUNT(table) (int)(sizeof(table) / sizeof *(table))
-
-/* Where the value of a keyword is kept: an array's by its name, then the gates', the options' and the
- * remarks'. */
-enum {
-    FIRST_GATE = LA_ARRAYS,
-    FIRST_OPTION = FIRST_GATE + LA_GATE_KEYWORDS,
-    FIRST_REMARK = FIRST_OPTION + LA_OPTIONS,
-    PLACES = FIRST_REMARK + COUNT(remarks)
-};
-
-typedef struct {
-    PyObject *name; /* interned */
-    int place;
-} keyword;
-
-/* The keywords of each pass, in the order of arrays.def, and how many there are. */
-static keyword keywords[3][PLACES];
-static int keyword_count[3];
-static PyObject *op_names[LA_OPS];
-
-static int add_keyword(int pass, const char *name, int place)
-{
-    PyObject *const interned = PyUnicode_InternFromString(name);
-    keywords[pass][keyword_count[pass]++] = (keyword){interned, place};
-    return interned ? 0 : -1;
-}
-
-static int keywords_init(void)
-{
-    for (int i = 0; i < LA_OPS; i++)
-        if (!(op_names[i] = PyUnicode_InternFromString(la_variants[i].name))) return -1;
-    for (int pass = 0; pass < 3; pass++) {
-        const la_problem p = {.pass = (la_pass)pass};
-        la_set arrays = la_given_arrays((la_pass)pass);
-        keyword_count[pass] = 0;
-        for (la_name name; la_next(&arrays, &name);) {
-            if (la_is_second(name)) continue;
-            for (int i = 0; name == LA_G && i < LA_GATE_KEYWORDS; i++)
-                if (add_keyword(pass, la_gate_keywords[i].name, FIRST_GATE + i)) return -1;
-            if (name != LA_G && add_keyword(pass, la_array_name(&p, name), name)) return -1;
-        }
-        for (int i = 0; i < LA_OPTIONS; i++)
-            if (la_options[i].passes >> pass & 1 &&
-                add_keyword(pass, la_options[i].name, FIRST_OPTION + i))
-                return -1;
-        for (int i = 0; i < COUNT(remarks); i++)
-            if (remarks[i].passes >> pass & 1 &&
-                add_keyword(pass, remarks[i].name, FIRST_REMARK + i))
-                return -1;
-    }
-    return 0;
-}
-
-/* Callers mostly name arguments in our order, so each search begins where the last one ended. */
-static int place_of(la_pass pass, PyObject *name, int *at)
-{
-    const keyword *all = keywords[pass];
-    const int count = keyword_count[pass];
-    for (int tried = 0; tried < count; tried++) {
-        const int i = *at;
-        *at = i + 1 < count ? i + 1 : 0;
-        if (all[i].name == name) return all[i].place;
-    }
-    for (int i = 0; i < count; i++) /* a name that is not interned */
-        if (PyUnicode_Compare(all[i].name, name) == 0) return all[i].place;
-    return -1;
-}
-
-static la_op op_of(PyObject *name)
-{
-    for (int i = 0; i < LA_OPS; i++)
-        if (op_names[i] == name) return (la_op)i;
-    for (int i = 0; PyUnicode_Check(name) && i < LA_OPS; i++)
-        if (PyUnicode_Compare(op_names[i], name) == 0) return (la_op)i;
-    return LA_OPS;
-}
-
-/* (op, q, k, v, ...): the values by their places, NULL for what is not there. q, k and v may come by
- * position, in the order of every op: with more than 14 keywords Python would make a dict of them. */
-static int read_keywords(la_call *c, la_pass pass, PyObject *const *args, Py_ssize_t nargs,
-                         PyObject *names, PyObject *values[PLACES])
-{
-    enum { QKV = 3 };
-    const la_op op = nargs ? op_of(args[0]) : LA_OPS;
-    if (op == LA_OPS || (nargs != 1 && nargs != 1 + QKV)) {
-        PyErr_Format(
-            PyExc_TypeError,
-            "expected the name of an op, q, k and v, then keywords, got %zd arguments, the "
-            "first %R",
-            nargs, nargs ? args[0] : Py_None);
-        return -1;
-    }
-    la_problem_init(&c->p, op, pass);
-    char *rest = (char *)(&c->p + 1); /* after the problem, which would be cleared twice */
-    memset(rest, 0, (size_t)((char *)(c + 1) - rest));
-    memset(values, 0, sizeof *values * PLACES);
-    for (int i = 1; i < nargs; i++) values[LA_Q + i - 1] = args[i];
-    const Py_ssize_t count = names ? PyTuple_Size(names) : 0;
-    int at = nargs > 1 ? QKV : 0;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *const name = PyTuple_GetItem(names, i);
-        const int place = place_of(pass, name, &at);
-        if (place < 0) {
-            PyErr_Format(PyExc_TypeError, "%s: no argument of this pass is called %R",
-                         la_variants[op].name, name);
-            return -1;
-        }
-        values[place] = args[nargs + i];
-    }
-    return 0;
-}
-
-/* One of the gate's keywords at most has an array. The first that is named says what a missing gate is
- * called. */
-static int take_gate(la_call *c, PyObject *const *values)
-{
-    PyObject *gate = NULL;
-    for (int i = 0; i < LA_GATE_KEYWORDS; i++) {
-        PyObject *const value = values[FIRST_GATE + i];
-        if (!value || (gate && value == Py_None)) continue;
-        if (gate && gate != Py_None) {
-            PyErr_SetString(PyExc_ValueError,
-                            "g, alpha: expected one of the two (log decay or decay), got both");
-            return -1;
-        }
-        gate = value;
-        c->p.gate = la_gate_keywords[i].how;
-    }
-    return gate ? la_take(c, LA_G, gate) : 0;
-}
-
-static int take_options(la_call *c, PyObject *const *values)
-{
-    for (int i = 0; i < LA_OPTIONS; i++) {
-        PyObject *const value = values[FIRST_OPTION + i];
-        if (value && take_option(c, &la_options[i], value)) return -1;
-    }
-    for (int i = 0; i < COUNT(remarks); i++) {
-        PyObject *const value = values[FIRST_REMARK + i];
-        if (value && remarks[i].take(c, value)) return -1;
-    }
-    return 0;
-}
-
-/* Options first: a number of the user's own class may run Python, which moves arrays. */
-static int take_given(la_call *c, PyObject *const *values)
-{
-    if (take_options(c, values)) return -1;
-    la_set arrays = la_given_arrays(c->p.pass);
-    for (la_name name; la_next(&arrays, &name);) {
-        PyObject *const value = values[name];
-        if (name == LA_G                            ? take_gate(c, values)
-            : !value                                ? 0
-            : la_array_rows[name].letters[0] == 'N' ? la_take_state(c, name, value)
-                                                    : la_take(c, name, value))
-            return -1;
-    }
-    return 0;
-}
-
-static int take_all(la_call *c, PyObject *const *values)
-{
-    return take_given(c, values) || la_raise(la_check(&c->p), c->p.message) ? -1 : 0;
-}
 
 /* ---- outputs ---- */
 
@@ -350,9 +65,9 @@ static PyObject *results(la_call *c)
 static PyObject *run_pass(la_pass pass, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     la_call c;
-    PyObject *values[PLACES], *answer = NULL;
-    if (read_keywords(&c, pass, args, nargs, names, values)) return NULL;
-    if (!take_all(&c, values) && !allocate_outputs(&c) && !la_run_pass(&c)) answer = results(&c);
+    PyObject *values[LA_PLACES], *answer = NULL;
+    if (la_read_keywords(&c, pass, args, nargs, names, values)) return NULL;
+    if (!la_take_all(&c, values) && !allocate_outputs(&c) && !la_run_pass(&c)) answer = results(&c);
     la_call_release(&c);
     return answer;
 }
@@ -378,9 +93,9 @@ static PyObject *py_step(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 {
     (void)self;
     la_call c;
-    PyObject *values[PLACES], *answer = NULL;
-    if (read_keywords(&c, LA_STEP, args, nargs, names, values)) return NULL;
-    if (!take_all(&c, values) && !allocate_outputs(&c) && !la_run_step(&c))
+    PyObject *values[LA_PLACES], *answer = NULL;
+    if (la_read_keywords(&c, LA_STEP, args, nargs, names, values)) return NULL;
+    if (!la_take_all(&c, values) && !allocate_outputs(&c) && !la_run_step(&c))
         answer = la_result(&c, LA_O);
     la_call_release(&c);
     return answer;
@@ -392,14 +107,14 @@ static PyObject *py_layer_step(PyObject *self, PyObject *const *args, Py_ssize_t
 {
     (void)self;
     la_call c;
-    PyObject *values[PLACES], *answer = NULL;
+    PyObject *values[LA_PLACES], *answer = NULL;
     if (!nargs) {
         PyErr_SetString(PyExc_TypeError, "layer_step: expected the stages, the op, q, k and v");
         return NULL;
     }
-    if (read_keywords(&c, LA_STEP, args + 1, nargs - 1, names, values)) return NULL;
+    if (la_read_keywords(&c, LA_STEP, args + 1, nargs - 1, names, values)) return NULL;
     la_layer_call *l = la_layer_new();
-    if (l && !take_given(&c, values) && !la_layer_take(l, &c, args[0], values) &&
+    if (l && !la_take_given(&c, values) && !la_layer_take(l, &c, args[0], values) &&
         !la_raise(la_check(&c.p), c.p.message) && !la_layer_settle(l, &c) &&
         !la_layer_call_run(l, &c))
         answer = la_result(&c, LA_O);
@@ -430,10 +145,10 @@ static PyObject *py_bind(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 {
     (void)self;
     la_call c;
-    PyObject *values[PLACES], *answer = NULL, *made = NULL;
-    if (read_keywords(&c, LA_STEP, args, nargs, names, values)) return NULL;
+    PyObject *values[LA_PLACES], *answer = NULL, *made = NULL;
+    if (la_read_keywords(&c, LA_STEP, args, nargs, names, values)) return NULL;
     c.bound = true;
-    if (!take_all(&c, values) && !allocate_outputs(&c) && !settle_out(&c, &made))
+    if (!la_take_all(&c, values) && !allocate_outputs(&c) && !settle_out(&c, &made))
         answer = la_bound_new(&c);
     if (!answer) la_call_release(&c);
     Py_XDECREF(made);
@@ -490,12 +205,12 @@ static PyObject *py_outline(PyObject *self, PyObject *const *args, Py_ssize_t na
 {
     (void)self;
     la_call c;
-    PyObject *values[PLACES], *answer = NULL;
+    PyObject *values[LA_PLACES], *answer = NULL;
     const int pass = read_pass(args, nargs);
-    if (pass < 0 || read_keywords(&c, (la_pass)pass, args + 1, nargs - 1, names, values))
+    if (pass < 0 || la_read_keywords(&c, (la_pass)pass, args + 1, nargs - 1, names, values))
         return NULL;
     c.outline = true;
-    if (!take_all(&c, values)) answer = la_outline(&c.p);
+    if (!la_take_all(&c, values)) answer = la_outline(&c.p);
     la_call_release(&c);
     return answer;
 }
@@ -507,15 +222,15 @@ static PyObject *py_shapes(PyObject *self, PyObject *const *args, Py_ssize_t nar
 {
     (void)self;
     la_call c;
-    PyObject *values[PLACES];
+    PyObject *values[LA_PLACES];
     const int pass = read_pass(args, nargs);
     if (pass < 0) return NULL;
-    if (read_keywords(&c, (la_pass)pass, args + 1, nargs - 1, names, values) ||
-        take_options(&c, values))
+    if (la_read_keywords(&c, (la_pass)pass, args + 1, nargs - 1, names, values) ||
+        la_take_options(&c, values))
         return NULL;
     for (int name = 0; name < LA_ARRAYS; name++) c.p.array[name].given = is_there(values[name]);
     for (int i = 0; i < LA_GATE_KEYWORDS; i++)
-        if (is_there(values[FIRST_GATE + i])) c.p.array[LA_G].given = true;
+        if (is_there(values[LA_FIRST_GATE + i])) c.p.array[LA_G].given = true;
     c.p.array[LA_Z0].given = c.p.array[LA_Y0].given = c.p.array[LA_S0].given;
     const long dims = values[LA_Q] ? PyLong_AsLong(values[LA_Q]) : 0;
     if (dims == -1 && PyErr_Occurred()) return NULL;
@@ -545,142 +260,10 @@ static PyObject *py_taken(PyObject *self, PyObject *unused)
 
 /* ---- gates from projections ---- */
 
-static const struct {
-    const char *name;
-    la_curve curve;
-    const char *gradient;
-} gate_functions[] = {
-#define LA_GATE_FUNCTION(name, curve, gradient) {#name, LA_##curve, gradient},
-#include "gates.def"
-};
-
-/* x is read as a q is, and says where the call runs. Its parameters take the places of k and v. */
-#define LA_GATE_X LA_Q
-#define LA_GATE_A_LOG LA_K
-#define LA_GATE_DT_BIAS LA_V
-#define LA_GATE_D LA_DO
-
-static int refuse_gating(const la_call *c, const la_gating *j, la_gating_fault fault,
-                         const la_array *which)
-{
-    const la_name name = (la_name)(which - c->p.array);
-    const char *const label = la_array_name(&c->p, name);
-    PyObject *x_shape = la_tuple_of(j->x->ndim, j->x->shape);
-    PyObject *shape = la_tuple_of(which->ndim, which->shape);
-    if (!x_shape || !shape)
-        ;
-    else if (fault == LA_GATING_DTYPE)
-        la_refuse_dtype(label, name, la_dl_dtypes[which->dtype]);
-    else if (fault == LA_GATING_GRADIENT)
-        PyErr_Format(PyExc_ValueError, "%s: expected the shape of x, %R, got %R", label, x_shape,
-                     shape);
-    else if (fault == LA_GATING_AXES)
-        PyErr_Format(PyExc_ValueError,
-                     "%s: expected numbers along the last two axes of x alone, %R, got %R", label,
-                     x_shape, shape);
-    else
-        PyErr_Format(PyExc_ValueError,
-                     "%s: expected a shape that broadcasts to that of x, %R (for a decay per key "
-                     "A_log is [HV,1] and dt_bias [HV,K]), got %R",
-                     label, x_shape, shape);
-    Py_XDECREF(x_shape);
-    Py_XDECREF(shape);
-    return -1;
-}
-
-static const la_array *given(const la_call *c, la_name name)
-{
-    return c->p.array[name].given ? &c->p.array[name] : NULL;
-}
-
-static int check_gating(la_call *c, la_gating *j)
-{
-    const la_array *which;
-    j->x = given(c, LA_GATE_X);
-    j->A_log = given(c, LA_GATE_A_LOG);
-    j->dt_bias = given(c, LA_GATE_DT_BIAS);
-    j->d = given(c, LA_GATE_D);
-    j->device = c->p.device;
-    j->ordinal = c->p.ordinal;
-    j->stream = c->p.stream;
-    if (!j->x) {
-        PyErr_SetString(PyExc_TypeError, "x: expected an array, got None");
-        return -1;
-    }
-    const la_gating_fault fault = la_gates_check(j, &which);
-    return fault == LA_GATING_FITS ? 0 : refuse_gating(c, j, fault, which);
-}
-
-static int allocate_gating(la_call *c, la_gating *j)
-{
-    const la_name first = j->d ? LA_DQ : LA_O;
-    if (la_allocate_like(c, first, j->d ? j->x->dtype : j->real, j->x)) return -1;
-    j->to = c->p.array[first].data;
-    if (!j->d) return 0;
-    if (j->A_log && la_allocate_like(c, LA_DK, j->A_log->dtype, j->A_log)) return -1;
-    if (j->dt_bias && la_allocate_like(c, LA_DV, j->dt_bias->dtype, j->dt_bias)) return -1;
-    j->rate.gradient = c->p.array[LA_DK].data;
-    j->bias.gradient = c->p.array[LA_DV].data;
-    return 0;
-}
-
-static PyObject *gating_result(la_call *c, const la_gating *j)
-{
-    if (!j->d) return la_result(c, LA_O);
-    PyObject *dx = la_result(c, LA_DQ), *d_rate = la_result(c, LA_DK),
-             *d_bias = la_result(c, LA_DV);
-    PyObject *all = dx && d_rate && d_bias ? PyTuple_Pack(3, dx, d_rate, d_bias) : NULL;
-    Py_XDECREF(dx);
-    Py_XDECREF(d_rate);
-    Py_XDECREF(d_bias);
-    return all;
-}
-
-/* gate(name, factor, x, A_log, dt_bias) -> the gate; gate(..., d) -> (dx, dA_log, ddt_bias),
- * where d is the gradient of the gate. None for a parameter that is not there. The caller has
- * seen that PyTorch records none of the arrays. */
 static PyObject *py_gate(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)self;
-    enum { NAME, FACTOR, X, D = X + 3 };
-    const la_name places[] = {LA_GATE_X, LA_GATE_A_LOG, LA_GATE_DT_BIAS, LA_GATE_D};
-    if (nargs != D && nargs != D + 1) {
-        PyErr_Format(PyExc_TypeError, "gate: expected 5 or 6 arguments, got %zd", nargs);
-        return NULL;
-    }
-    int i = 0;
-    while (i < COUNT(gate_functions) &&
-           !(PyUnicode_Check(args[NAME]) &&
-             !PyUnicode_CompareWithASCIIString(args[NAME], gate_functions[i].name)))
-        i++;
-    if (i == COUNT(gate_functions)) {
-        PyErr_Format(PyExc_ValueError, "gate: expected the name of a gate, got %R", args[NAME]);
-        return NULL;
-    }
-    la_gating j = {.curve = gate_functions[i].curve};
-    if (as_number(args[FACTOR], "factor", &j.factor)) return NULL;
-
-    const bool backward = nargs > D;
-    const char *labels[LA_ARRAYS] = {[LA_GATE_X] = "x",
-                                     [LA_GATE_A_LOG] = "A_log",
-                                     [LA_GATE_DT_BIAS] = "dt_bias",
-                                     [LA_GATE_D] = gate_functions[i].gradient,
-                                     [LA_O] = "g",
-                                     [LA_DQ] = "dx",
-                                     [LA_DK] = "dA_log",
-                                     [LA_DV] = "ddt_bias"};
-    la_call c;
-    memset(&c, 0, sizeof c);
-    la_problem_init(&c.p, (la_op)0, backward ? LA_BACKWARD : LA_FORWARD);
-    c.p.labels = labels;
-    c.gradients = -1;
-    PyObject *answer = NULL;
-    int failed = 0;
-    for (int k = X; k < nargs && !failed; k++) failed = la_take(&c, places[k - X], args[k]);
-    if (!failed && !check_gating(&c, &j) && !allocate_gating(&c, &j) && !la_run_gating(&c, &j))
-        answer = gating_result(&c, &j);
-    la_call_release(&c);
-    return answer;
+    return la_gate_call(args, nargs);
 }
 
 /* ---- rooms ---- */
@@ -951,7 +534,7 @@ static int add_table(PyObject *module, const char *name, int n, PyObject *(*row)
 
 static int module_exec(PyObject *module)
 {
-    if (la_arrays_init() || la_bound_init(module) || keywords_init()) return -1;
+    if (la_arrays_init() || la_bound_init(module) || la_keywords_init()) return -1;
     const char *isa = getenv("LINATTN_ISA");
     if (isa && *isa && !la_isa_choose(isa)) {
         char names[128] = "";
