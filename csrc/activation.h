@@ -1,5 +1,5 @@
-/* What a gate of a layer's output is multiplied by, for both devices. After elements.h, whose words
- * it has. */
+/* The gate of a layer's output, as it is multiplied, for both devices. After elements.h, whose words it
+ * has. */
 
 LA_ELEMENT lane activated(lane u, la_activation activation)
 {

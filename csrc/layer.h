@@ -42,7 +42,8 @@ typedef struct la_layer {
     char *y;                                            /* dense, in the dtype of o */
 } la_layer;
 
-/* Make the op's array `name` one that a stage leaves: dense, without memory yet. Before la_check. */
+/* Make the op's array `name` one that a stage leaves: dense, without memory yet. Before
+ * la_check. */
 void la_layer_reserve(la_problem *p, la_name name, la_dtype dtype, int ndim, const int64_t *shape);
 
 /* The whole step. On a CPU only memory can fail, and it fails before a state is written. */

@@ -30,7 +30,8 @@ struct la_layer_call {
     la_array raw_g, raw_beta;
     la_gating g, beta;
     la_head_norm norm;
-    PyObject *state[LA_LAYER_CONVOLUTIONS], *memory; /* as given; the user's call owns them */
+    int silu;
+    PyObject *stages, *state[LA_LAYER_CONVOLUTIONS], *memory; /* the user's call owns them */
 };
 
 la_layer_call *la_layer_new(void)
@@ -114,6 +115,11 @@ static int split_projections(la_call *c)
     const bool v_first = c->p.state_v_first;
     const int64_t HV = S->shape[1], K = S->shape[v_first ? 3 : 2], V = S->shape[v_first ? 2 : 3];
     const int64_t H = q->given && q->ndim == 2 && K ? q->shape[1] / K : HV;
+    if (q->given && q->ndim == 2 && K && q->shape[1] % K) {
+        PyErr_Format(PyExc_ValueError, "q: expected [N,H*K] with K = %lld, got %lld columns",
+                     (long long)K, (long long)q->shape[1]);
+        return -1;
+    }
     const bool by_key = la_variants[c->p.op].decay == LA_KEY;
     return by_heads(c, LA_Q, "H*K", H, K) || by_heads(c, LA_K, "H*K", H, K) ||
            by_heads(c, LA_V, "HV*V", HV, V) || (by_key && by_heads(c, LA_G, "HV*K", HV, K));
@@ -130,7 +136,7 @@ static const char *const convolution_labels[LA_LAYER_CONVOLUTIONS][4] = {
 static int refuse_tuple(const char *label, PyObject *object)
 {
     PyErr_Format(PyExc_TypeError, "%.6s: expected (weight, bias or None, state), got %R", label,
-                 object);
+                 (PyObject *)Py_TYPE(object));
     return -1;
 }
 
@@ -143,7 +149,7 @@ static void drop_middle(la_array *weight)
     weight->stride[1] = weight->stride[2];
 }
 
-static int take_convolution(la_layer_call *l, int i, la_call *step, PyObject *arrays, int silu,
+static int take_convolution(la_layer_call *l, int i, la_call *step, PyObject *arrays,
                             PyObject *const *values)
 {
     static const la_name places[] = {LA_G, LA_BETA, LA_S0};
@@ -162,7 +168,7 @@ static int take_convolution(la_layer_call *l, int i, la_call *step, PyObject *ar
         if (la_take(&s->c, places[k], PyTuple_GetItem(arrays, k))) return -1;
     drop_middle(&s->c.p.array[LA_G]);
     if (values[LA_SLOT] && la_take(&s->c, LA_SLOT, values[LA_SLOT])) return -1;
-    *j = (la_convolution){.room = {.room = &la_convolution_room, .p = &s->c.p}, .silu = silu};
+    *j = (la_convolution){.room = {.room = &la_convolution_room, .p = &s->c.p}, .silu = l->silu};
     if (la_raise(la_room_check(&j->room), s->c.p.message) || la_refuse_overlaps(&s->c)) return -1;
     const int64_t shape[] = {j->B, j->D};
     la_layer_reserve(&s->c.p, LA_O, s->c.p.array[LA_Q].dtype, 2, shape);
@@ -175,7 +181,7 @@ static int take_convolution(la_layer_call *l, int i, la_call *step, PyObject *ar
 
 /* ---- gates ---- */
 
-static int refuse_parameter(const char *label, const la_array *a, const char *letters)
+static int refuse_shape(const char *label, const la_array *a, const char *letters)
 {
     PyObject *shape = la_tuple_of(a->ndim, a->shape);
     if (shape) PyErr_Format(PyExc_ValueError, "%s: expected [%s], got %R", label, letters, shape);
@@ -188,42 +194,54 @@ static int refuse_numbers(const la_call *c, la_name name)
     return la_refuse_dtype(la_array_name(&c->p, name), name, la_dl_dtypes[c->p.array[name].dtype]);
 }
 
-/* A parameter of a gate, in the dimensions of x: a number per head, and that of a key beside it. */
-static int fit_parameters(la_layer_call *l, const la_array *x)
+/* [N,HV] as [N,HV,1]: numbers of heads may lie anywhere, those of keys side by side. */
+static int by_keys(la_array *x)
+{
+    if (x->ndim == 2) {
+        x->ndim = 3;
+        x->shape[2] = x->stride[2] = 1;
+    }
+    return x->ndim == 3;
+}
+
+/* The parameters of a gate, in the dimensions of x [N,HV,K]. */
+static int fit_parameters(la_layer_call *l, const la_array *x, bool keyed)
 {
     la_array *A = &l->rest.c.p.array[LA_LAYER_A_LOG], *b = &l->rest.c.p.array[LA_LAYER_DT_BIAS];
-    const int64_t HV = x->shape[1], K = x->ndim == 3 ? x->shape[2] : 1;
-    const bool by_key = x->ndim == 3;
-    if (A->given && (A->ndim != 1 || A->shape[0] != HV)) return refuse_parameter("A_log", A, "HV");
-    if (A->given && by_key) A->ndim = 2, A->shape[1] = 1, A->stride[1] = 1;
+    const int64_t HV = x->shape[1], K = x->shape[2];
+    if (A->given && (A->ndim != 1 || A->shape[0] != HV)) return refuse_shape("A_log", A, "HV");
     if (b->given && (b->ndim != 1 || b->shape[0] != HV * K))
-        return refuse_parameter("dt_bias", b, by_key ? "HV*K" : "HV");
-    if (!b->given || !by_key) return 0;
-    b->ndim = 2;
+        return refuse_shape("dt_bias", b, keyed ? "HV*K" : "HV");
+    A->ndim = b->ndim = 2;
+    A->shape[1] = A->stride[1] = 1;
     b->shape[0] = HV, b->shape[1] = K;
     b->stride[1] = b->stride[0], b->stride[0] *= K;
     return 0;
 }
 
-static int take_gate(la_call *step, la_name name, la_array *raw, la_gating *j)
+/* The projection of a gate: its array in the step becomes the gate. */
+static int take_gate(la_layer_call *l, la_call *step, la_name name, la_array *raw, la_gating *j)
 {
     const la_array *which, *x = &step->p.array[name];
+    const char *const label = la_array_name(&step->p, name);
+    const bool keyed = x->ndim == 3;
     if (!x->given) {
-        PyErr_Format(PyExc_TypeError, "%s: expected an array, got None",
-                     la_array_name(&step->p, name));
+        PyErr_Format(PyExc_TypeError, "%s: expected an array, got None", label);
         return -1;
     }
     *raw = *x;
+    if (raw->on_host || raw->number || (keyed && la_variants[step->p.op].decay != LA_KEY) ||
+        !by_keys(raw))
+        return refuse_shape(label, x, "N,HV");
+    if (name == LA_G && fit_parameters(l, raw, keyed)) return -1;
     j->x = raw;
     j->device = step->p.device;
     j->ordinal = step->p.ordinal;
     j->stream = step->p.stream;
-    const la_gating_fault fault =
-        raw->ndim < 2 || raw->on_host || raw->number ? LA_GATING_SPREAD : la_gates_check(j, &which);
+    const la_gating_fault fault = la_gates_check(j, &which);
     if (fault == LA_GATING_DTYPE) return refuse_numbers(step, name);
-    if (fault != LA_GATING_FITS)
-        return refuse_parameter(la_array_name(&step->p, name), raw, "N,HV");
-    la_layer_reserve(&step->p, name, j->real, raw->ndim, raw->shape);
+    if (fault != LA_GATING_FITS) return refuse_shape(label, x, keyed ? "N,HV*K" : "N,HV");
+    la_layer_reserve(&step->p, name, j->real, keyed ? 3 : 2, raw->shape);
     return 0;
 }
 
@@ -231,23 +249,20 @@ static int take_gate(la_call *step, la_name name, la_array *raw, la_gating *j)
 static int take_decay(la_layer_call *l, la_call *step, PyObject *stage)
 {
     la_call *const rest = &l->rest.c;
-    if (!la_find_curve(PyTuple_GetItem(stage, 0), &l->g.curve)) {
-        PyErr_Format(PyExc_ValueError, "decay: expected the name of a gate, got %R",
-                     PyTuple_GetItem(stage, 0));
+    if (step->p.gate != LA_LOG) {
+        PyErr_Format(PyExc_ValueError, "%s: expected g in its place, which decay= is for",
+                     la_array_name(&step->p, LA_G));
         return -1;
     }
-    if (la_as_number(PyTuple_GetItem(stage, 1), "lower_bound", &l->g.factor) ||
-        la_take(rest, LA_LAYER_A_LOG, PyTuple_GetItem(stage, 2)) ||
+    if (la_take(rest, LA_LAYER_A_LOG, PyTuple_GetItem(stage, 2)) ||
         la_take(rest, LA_LAYER_DT_BIAS, PyTuple_GetItem(stage, 3)))
         return -1;
     for (la_name name = LA_LAYER_A_LOG; name <= LA_LAYER_DT_BIAS; name++)
         if (rest->p.array[name].given && rest->p.array[name].dtype > LA_BF16)
             return refuse_numbers(rest, name);
-    const la_array *g = &step->p.array[LA_G];
-    if (g->given && g->ndim >= 2 && fit_parameters(l, g)) return -1;
     if (rest->p.array[LA_LAYER_A_LOG].given) l->g.A_log = &rest->p.array[LA_LAYER_A_LOG];
     if (rest->p.array[LA_LAYER_DT_BIAS].given) l->g.dt_bias = &rest->p.array[LA_LAYER_DT_BIAS];
-    if (take_gate(step, LA_G, &l->raw_g, &l->g)) return -1;
+    if (take_gate(l, step, LA_G, &l->raw_g, &l->g)) return -1;
     l->layer.g = &l->g;
     step->quiet = true; /* no gate of these grows */
     return 0;
@@ -259,14 +274,9 @@ static int take_decay(la_layer_call *l, la_call *step, PyObject *stage)
 static int take_norm(la_layer_call *l, PyObject *stage)
 {
     la_call *const rest = &l->rest.c;
-    int activation;
-    if (la_as_number(PyTuple_GetItem(stage, 1), "norm_eps", &l->norm.eps) ||
-        take_activation(PyTuple_GetItem(stage, 3), "output_activation", LA_SIGMOID_GATE,
-                        &activation) ||
-        la_take(rest, LA_LAYER_WEIGHT, PyTuple_GetItem(stage, 0)) ||
+    if (la_take(rest, LA_LAYER_WEIGHT, PyTuple_GetItem(stage, 0)) ||
         la_take(rest, LA_LAYER_GATE, PyTuple_GetItem(stage, 2)))
         return -1;
-    l->norm.activation = (la_activation)activation;
     const la_name both[] = {LA_LAYER_WEIGHT, LA_LAYER_GATE};
     for (int i = 0; i < COUNT(both); i++)
         if (rest->p.array[both[i]].given && rest->p.array[both[i]].dtype > LA_BF16)
@@ -283,7 +293,7 @@ static int settle_norm(const la_layer_call *l, const la_problem *p)
 {
     const la_array *weight = l->norm.weight, *gate = l->norm.gate;
     if (weight && (weight->ndim != 1 || weight->shape[0] != p->V))
-        return refuse_parameter("norm_weight", weight, "V");
+        return refuse_shape("norm_weight", weight, "V");
     if (gate && (gate->ndim != 2 || gate->shape[0] != p->B || gate->shape[1] != p->HV * p->V))
         return refuse_projection(gate, "output_gate", "HV*V", p->HV, p->V);
     return 0;
@@ -315,36 +325,76 @@ static int take_rest(la_layer_call *l, la_call *step, PyObject *decay, PyObject 
     return norm != Py_None && take_norm(l, norm) ? -1 : 0;
 }
 
-int la_layer_take(la_layer_call *l, la_call *step, PyObject *stages, PyObject *const *values)
+static int read_norm(la_layer_call *l, PyObject *stage)
 {
-    int silu;
+    int activation;
+    if (la_as_number(PyTuple_GetItem(stage, 1), "norm_eps", &l->norm.eps) ||
+        take_activation(PyTuple_GetItem(stage, 3), "output_activation", LA_SIGMOID_GATE,
+                        &activation))
+        return -1;
+    l->norm.activation = (la_activation)activation;
+    if (l->norm.eps >= 0 && l->norm.eps < Py_HUGE_VAL) return 0;
+    PyErr_Format(PyExc_ValueError, "norm_eps: expected a finite number >= 0, got %R",
+                 PyTuple_GetItem(stage, 1));
+    return -1;
+}
+
+int la_layer_read(la_layer_call *l, PyObject *stages)
+{
     const bool fits = is_tuple_of(stages, STAGES);
     PyObject *const decay = fits ? PyTuple_GetItem(stages, DECAY) : NULL;
     PyObject *const norm = fits ? PyTuple_GetItem(stages, NORM) : NULL;
     if (!fits || !(decay == Py_None || is_tuple_of(decay, 4)) ||
         !(norm == Py_None || is_tuple_of(norm, 4))) {
-        PyErr_Format(PyExc_TypeError, "stages: expected a tuple of seven, got %R", stages);
+        PyErr_Format(PyExc_TypeError, "stages: expected a tuple of seven, got %R",
+                     (PyObject *)Py_TYPE(stages));
+        return -1;
+    }
+    l->stages = stages;
+    PyObject *const factor = PyTuple_GetItem(stages, BETA);
+    if (take_activation(PyTuple_GetItem(stages, ACTIVATION), "conv_activation", LA_SILU,
+                        &l->silu) ||
+        (factor != Py_None && la_as_number(factor, "beta", &l->beta.factor)) ||
+        (norm != Py_None && read_norm(l, norm)))
+        return -1;
+    if (decay == Py_None) return 0;
+    if (la_find_curve(PyTuple_GetItem(decay, 0), &l->g.curve))
+        return la_as_number(PyTuple_GetItem(decay, 1), "lower_bound", &l->g.factor);
+    PyErr_Format(PyExc_ValueError, "decay: expected the name of a gate, got %R",
+                 PyTuple_GetItem(decay, 0));
+    return -1;
+}
+
+int la_layer_take(la_layer_call *l, la_call *step, PyObject *const *values)
+{
+    PyObject *const stages = l->stages;
+    if (step->out) {
+        PyErr_SetString(PyExc_TypeError, "out: expected None, since a layer's step makes its own");
         return -1;
     }
     l->layer.p = &step->p;
     l->memory = values[LA_S0];
-    if (take_activation(PyTuple_GetItem(stages, ACTIVATION), "conv_activation", LA_SILU, &silu) ||
-        split_projections(step))
-        return -1;
+    if (la_refuse_overlaps(step) || split_projections(step)) return -1;
     for (int i = 0; i < LA_LAYER_CONVOLUTIONS; i++) {
         PyObject *const arrays = PyTuple_GetItem(stages, i);
-        if (arrays != Py_None && take_convolution(l, i, step, arrays, silu, values)) return -1;
+        if (arrays != Py_None && take_convolution(l, i, step, arrays, values)) return -1;
     }
-    if (take_rest(l, step, decay, norm, values)) return -1;
-    PyObject *const factor = PyTuple_GetItem(stages, BETA);
-    if (factor == Py_None) return 0;
+    if (take_rest(l, step, PyTuple_GetItem(stages, DECAY), PyTuple_GetItem(stages, NORM), values))
+        return -1;
+    if (PyTuple_GetItem(stages, BETA) == Py_None) return 0;
     l->beta.curve = LA_SIGMOID;
-    if (la_as_number(factor, "beta", &l->beta.factor)) return -1;
     l->layer.beta = &l->beta;
-    return take_gate(step, LA_BETA, &l->raw_beta, &l->beta);
+    return take_gate(l, step, LA_BETA, &l->raw_beta, &l->beta);
 }
 
 static bool meet(la_span x, la_span y) { return x.low < y.high && y.low < x.high; }
+
+static int refuse_shared(int i, const char *label)
+{
+    PyErr_Format(PyExc_ValueError, "%s: expected memory of its own, got some of %s",
+                 convolution_labels[i][3], label);
+    return -1;
+}
 
 /* Two stages may not write one state. Parts of one array may lie between one another. */
 static int refuse_shared_state(const la_layer_call *l, int i, la_span span, PyObject *object,
@@ -352,24 +402,65 @@ static int refuse_shared_state(const la_layer_call *l, int i, la_span span, PyOb
 {
     if (!meet(l->of_convolution[i].c.span[LA_S0], span)) return 0;
     const int shared = la_shares_memory(l->state[i], object);
-    if (shared > 0)
-        PyErr_Format(PyExc_ValueError, "%s: expected memory of its own, got some of %s",
-                     convolution_labels[i][3], label);
-    return shared ? -1 : 0;
+    return shared > 0 ? refuse_shared(i, label) : shared;
+}
+
+/* The state of the step, or its pair. */
+static int refuse_shared_memory(const la_layer_call *l, int i, const la_call *step)
+{
+    PyObject *const memory = l->memory;
+    const bool pair = PyTuple_Check(memory) || PyList_Check(memory);
+    if (!pair) return refuse_shared_state(l, i, step->span[LA_S0], memory, "state");
+    for (int k = 0; k < 2; k++) {
+        PyObject *part = PySequence_GetItem(memory, k);
+        const la_name name = k ? la_second_of(&step->p, LA_S0) : LA_S0;
+        const int failed = !part || refuse_shared_state(l, i, step->span[name], part, "state");
+        Py_XDECREF(part);
+        if (failed) return -1;
+    }
+    return 0;
+}
+
+/* A state that moves may lie in no array that another stage reads. */
+static int refuse_read_by(const la_layer_call *l, int i, const la_call *reader)
+{
+    la_set read = la_read[LA_STEP] & ~la_written[LA_STEP];
+    for (la_name name; la_next(&read, &name);)
+        if (reader->p.array[name].given && reader != &l->of_convolution[i].c &&
+            meet(l->of_convolution[i].c.span[LA_S0], reader->span[name]))
+            return refuse_shared(i, la_array_name(&reader->p, name));
+    return 0;
 }
 
 static int refuse_shared_states(const la_layer_call *l, const la_call *step)
 {
-    const bool pair = la_has_pair(&step->p);
     for (int i = 0; i < LA_LAYER_CONVOLUTIONS; i++) {
         if (!l->layer.convolution[i]) continue;
-        if (!pair && refuse_shared_state(l, i, step->span[LA_S0], l->memory, "state")) return -1;
-        for (int k = 0; k < i; k++)
-            if (l->layer.convolution[k] &&
-                refuse_shared_state(l, i, l->of_convolution[k].c.span[LA_S0], l->state[k],
-                                    convolution_labels[k][3]))
+        if (refuse_shared_memory(l, i, step) || refuse_read_by(l, i, step) ||
+            (l->rest.c.like && refuse_read_by(l, i, &l->rest.c)))
+            return -1;
+        for (int k = 0; k < LA_LAYER_CONVOLUTIONS; k++) {
+            const la_call *other = &l->of_convolution[k].c;
+            if (!l->layer.convolution[k]) continue;
+            if (refuse_read_by(l, i, other)) return -1;
+            if (k < i && refuse_shared_state(l, i, other->span[LA_S0], l->state[k],
+                                             convolution_labels[k][3]))
                 return -1;
+        }
     }
+    return 0;
+}
+
+/* An op ignores what it has no use for. Here a decay or a beta would be lost without a word. */
+static int refuse_unused(const la_problem *p)
+{
+    la_set given = la_read[LA_STEP];
+    for (la_name name; la_next(&given, &name);)
+        if (p->array[name].given && name != LA_SLOT && !la_has(p, name)) {
+            PyErr_Format(PyExc_TypeError, "%s: no argument of its step is called '%s'",
+                         la_variants[p->op].name, la_array_name(p, name));
+            return -1;
+        }
     return 0;
 }
 
@@ -392,8 +483,8 @@ int la_layer_settle(la_layer_call *l, la_call *step)
     const la_dtype dtype = la_dtype_of(p, LA_O);
     const int64_t o[] = {p->B, p->HV, p->V};
     const la_array y = {.ndim = 2, .shape = {p->B, p->HV * p->V}};
-    if (settle_norm(l, p) || refuse_pools(l, p) || refuse_shared_states(l, step) ||
-        la_refuse_overlaps(step) || la_allocate_like(step, LA_O, dtype, &y))
+    if (refuse_unused(p) || settle_norm(l, p) || refuse_pools(l, p) ||
+        refuse_shared_states(l, step) || la_allocate_like(step, LA_O, dtype, &y))
         return -1;
     l->layer.y = p->array[LA_O].data;
     la_layer_reserve(p, LA_O, dtype, 3, o);

@@ -114,9 +114,9 @@ static PyObject *py_layer_step(PyObject *self, PyObject *const *args, Py_ssize_t
     }
     if (la_read_keywords(&c, LA_STEP, args + 1, nargs - 1, names, values)) return NULL;
     la_layer_call *l = la_layer_new();
-    if (l && !la_take_given(&c, values) && !la_layer_take(l, &c, args[0], values) &&
-        !la_raise(la_check(&c.p), c.p.message) && !la_layer_settle(l, &c) &&
-        !la_layer_call_run(l, &c))
+    if (l && !la_layer_read(l, args[0]) && !la_take_given(&c, values) &&
+        !la_layer_take(l, &c, values) && !la_raise(la_check(&c.p), c.p.message) &&
+        !la_layer_settle(l, &c) && !la_layer_call_run(l, &c))
         answer = la_result(&c, LA_O);
     if (l) la_layer_free(l);
     la_call_release(&c);

@@ -253,6 +253,7 @@ int la_run_layer(la_call *step, la_call *const *stages, int count, la_layer *j)
     for (int i = 0; i < count; i++) moved |= stages[i]->ran_python;
     step->ran_python = moved;
     if (settle(step)) return -1;
+    moved |= !step->quiet; /* the warning of a gate that grows is Python too */
     for (int i = 0; i < count && moved; i++)
         if (la_still_there(stages[i])) return -1;
     const bool on_host = step->p.device == LA_CPU;

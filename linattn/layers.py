@@ -21,8 +21,9 @@ __all__ = ["layer_step"]
 Activation = Literal["silu", "sigmoid"] | None
 Convolution = tuple[Any, Any, Any] | None
 
-# A feature map and a normaliser are arguments that the core takes in another form.
-_OPS = tuple(op for op, variant in VARIANTS.items() if not variant.normaliser)
+# Those whose step takes in the core what it takes here: no feature maps and normaliser, which are
+# another argument there, and no decay per head, for which there are defaults.
+_OPS = tuple(op for op, kind in VARIANTS.items() if not kind.normaliser and kind.decay != "head")
 _ACTIVATIONS = {"silu": elementwise.silu, "sigmoid": elementwise.sigmoid}
 
 
@@ -68,7 +69,8 @@ def layer_step(
     Parameters
     ----------
     op : str
-        The name of an op without a normaliser, such as "gated_delta_rule".
+        The name of an op, such as "gated_delta_rule": any but `linear_attention`, `retention` and
+        `lightning_attention`.
     q, k : array [N,H*K]
         Of one dtype, as projections make them.
     v : array [N,HV*V]
@@ -99,11 +101,11 @@ def layer_step(
     norm_eps : float
         Added to the mean of the squares.
     output_gate : array [N,HV*V], optional
-        What the output is multiplied by, after `output_activation`.
+        The output is multiplied by it, after `output_activation`.
     output_activation : "silu", "sigmoid" or None
     **arguments
-        Further arguments of the op's step: scale, qk_l2norm, state_v_first, state_indices (which
-        pick the convolutions' states too), x, eta and so on.
+        Further arguments of the op's step but `out`: scale, qk_l2norm, state_v_first, alpha,
+        state_indices (which pick the convolutions' states too), x, eta and so on.
 
     Returns
     -------
@@ -113,9 +115,9 @@ def layer_step(
     Raises
     ------
     TypeError
-        An argument is no array, or has another dtype.
+        An argument is no array, or has another dtype; or the op has no such argument.
     ValueError
-        A shape does not fit, or two states share memory.
+        A shape does not fit, or a state shares memory with another array.
     MemoryError
         There is no memory for the result or the scratch. On a CPU no state has changed then.
     RuntimeError
@@ -155,10 +157,15 @@ def layer_step(
         raise ValueError(f"op: expected one of {', '.join(_OPS)}, got {op!r}")
     if decay is None and (A_log is not None or dt_bias is not None):
         raise ValueError("A_log, dt_bias: expected decay= beside them, got decay=None")
+    if decay is not None and arguments.get("alpha") is not None:
+        raise ValueError("alpha: expected g in its place, the projection that decay= is for")
+    _check_word("conv_activation", conv_activation, ("silu",))
+    _check_word("output_activation", output_activation, tuple(_ACTIVATIONS))
     given = {"g": g, "beta": beta}
     arguments |= {name: x for name, x in given.items() if x is not None}
     convolutions = q_conv, k_conv, v_conv
     norm = norm_weight, norm_eps, output_gate, output_activation
+    curve = None if decay is None else (decay, _factor_of(decay, lower_bound), A_log, dt_bias)
     if is_tensor(q) and is_seen(q):
         slots = arguments.get("state_indices")
         q, k, v = _convolved((q, k, v), convolutions, conv_activation, slots)
@@ -171,13 +178,22 @@ def layer_step(
             "allow_neg_eigval": allow_neg_eigval,
         }
         return _normed(_op_step(op, q, k, v, state, arguments), *norm)
-    curve = None if decay is None else (decay, _factor_of(decay, lower_bound), A_log, dt_bias)
     most = (2.0 if allow_neg_eigval else 1.0) if sigmoid_beta else None
     stages = (*convolutions, conv_activation, curve, most, norm)
     return _linattn.layer_step(stages, op, q, k, v, state=state, **arguments)
 
 
+def _check_word(name: str, word: object, words: tuple[str, ...]) -> None:
+    if word is None or (isinstance(word, str) and word in words):
+        return
+    kind = ValueError if isinstance(word, str) else TypeError
+    expected = ", ".join(("None", *map(repr, words[:-1]))) + f" or {words[-1]!r}"
+    raise kind(f"{name}: expected {expected}, got {word!r}")
+
+
 def _factor_of(decay: str, lower_bound: float) -> float:
+    if not isinstance(decay, str):
+        raise TypeError(f"decay: expected a str or None, got {type(decay).__name__}")
     factors = {"softplus": -1.0, "rwkv7": -math.exp(-0.5)}
     if decay == "bounded":
         return gates.checked_bound(lower_bound)
@@ -195,12 +211,14 @@ def gated(arguments: dict[str, Any], heads: int, by_key: bool) -> dict[str, Any]
     decay, A_log, dt_bias, lower_bound = (
         arguments.pop(name, None) for name in ("decay", "A_log", "dt_bias", "lower_bound")
     )
+    for name in ("g", "alpha"):
+        gate = arguments.get(name)
+        if by_key and gate is not None:
+            keys = gate.shape[-1] // heads
+            arguments[name] = gate.reshape(*gate.shape[:-1], heads, keys)
+            A_log = A_log if A_log is None else A_log[:, None]
+            dt_bias = dt_bias if dt_bias is None else dt_bias.reshape(heads, keys)
     g = arguments.get("g")
-    if by_key and g is not None:
-        keys = g.shape[-1] // heads
-        g = g.reshape(*g.shape[:-1], heads, keys)
-        A_log = A_log if A_log is None else A_log[:, None]
-        dt_bias = dt_bias if dt_bias is None else dt_bias.reshape(heads, keys)
     if decay == "softplus":
         g = gates.softplus(g, A_log, dt_bias)
     elif decay == "bounded":

@@ -1,6 +1,7 @@
 """linattn.layer_step: a layer's step in one call, beside the functions that it puts together."""
 
 import copy
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -75,6 +76,29 @@ def test_without_a_stage(op, left_out):
 @pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
 def test_options(op, options):
     agree(op, arguments(op) | options)
+
+
+@pytest.mark.parametrize("lie", ["apart", "backwards", "one for all"])
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
+def test_gates_that_lie_anywhere(op, lie):
+    """Those of a token and a head, as views of a joint projection have them."""
+
+    def laid(x):
+        if lie == "apart":
+            return np.repeat(x, 2, axis=1)[:, ::2]
+        if lie == "backwards":
+            return x[:, ::-1].copy()[:, ::-1]
+        return np.broadcast_to(x[:1, :1], x.shape)
+
+    x = arguments(op)
+    for name in ("beta", "g") if op == "gated_delta_rule" else ("beta",):
+        x[name] = laid(x[name])
+    agree(op, x)
+    agree(
+        op,
+        {name: value for name, value in x.items() if name not in ("A_log", "dt_bias", "decay")}
+        | {"g": -abs(x["g"])},
+    )
 
 
 def test_gates_as_the_op_takes_them():
@@ -199,7 +223,7 @@ def _conv(i, value):
         (
             _wrong("q", np.ones((3, 17))),
             ValueError,
-            r"q: expected \[N,H\*K\] with 2 heads of 8, got",
+            r"q: expected \[N,H\*K\] with K = 8, got 17 columns",
         ),
         (
             _wrong("v", np.ones((3, 4, 12))),
@@ -267,6 +291,13 @@ def _conv(i, value):
             TypeError,
             "output_activation: expected None, 'silu' or 'sigmoid'",
         ),
+        (_wrong("out", np.ones((3, 48))), TypeError, "out: expected None"),
+        (_wrong("alpha", np.ones((3, 4))), ValueError, "alpha: expected g in its place"),
+        (_wrong("norm_eps", -1.0), ValueError, "norm_eps: expected a finite number >= 0, got -1"),
+        (_wrong("norm_eps", 10**400), ValueError, "norm_eps: expected a finite number"),
+        (_wrong("decay", ["softplus"]), TypeError, "decay: expected a str or None, got list"),
+        (_wrong("g", np.ones((3, 4, 8))), ValueError, r"g: expected \[N,HV\], got \(3, 4, 8\)"),
+        (_wrong("eta", np.ones((3, 4))), TypeError, "no argument of its step is called 'eta'"),
         (_wrong("colour", 3), TypeError, "no argument of this pass is called 'colour'"),
     ],
 )
@@ -279,7 +310,7 @@ def test_refused_before_a_number_is_written(change, error, text):
 
 
 def test_no_op():
-    with pytest.raises(ValueError, match=r"op: expected one of retention, .*, got 'attention'"):
+    with pytest.raises(ValueError, match=r"op: expected one of simple_gla, .*, got 'attention'"):
         linattn.layer_step("attention", **arguments("delta_rule"))
 
 
@@ -306,6 +337,62 @@ def test_states_that_share_memory():
     assert_same_bits(
         [y[f"{name}_conv"][2] for name in "qkv"], [x[f"{name}_conv"][2] for name in "qkv"]
     )
+
+
+@pytest.mark.parametrize("name", ["output_gate", "q", "norm_weight"])
+def test_a_state_that_lies_in_an_input(name):
+    x = arguments("gated_delta_rule")
+    _weight, _bias, state = x["v_conv"]
+    x[name] = state.reshape(-1)[: x[name].size].reshape(x[name].shape)
+    with pytest.raises(
+        ValueError, match=rf"v_conv\[2\]: expected memory of its own, got some of {name}"
+    ):
+        linattn.layer_step("gated_delta_rule", **x)
+
+
+def test_an_argument_that_the_op_has_not():
+    x = arguments("simple_gla")
+    with pytest.raises(TypeError, match="simple_gla: no argument of its step is called 'beta'"):
+        linattn.layer_step("simple_gla", **x, beta=np.ones((3, 4)))
+    x = arguments("delta_rule")
+    with pytest.raises(TypeError, match="delta_rule: no argument of its step is called 'g'"):
+        linattn.layer_step("delta_rule", **x, g=-np.ones((3, 4)))
+
+
+class Shrinks:
+    """A number that takes an array's memory away when it is read."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __float__(self):
+        self.array.resize((0,), refcheck=False)
+        return 1e-5
+
+
+def test_an_array_that_moves_while_a_number_is_read():
+    x = arguments("gated_delta_rule")
+    weight, bias, state = x["q_conv"]
+    x["q_conv"] = (own := np.array(weight), bias, state)
+    with pytest.raises(ValueError, match=r"q_conv\[0\]: expected \[D,W\]"):
+        linattn.layer_step("gated_delta_rule", **x, norm_eps=Shrinks(own))
+
+
+def test_an_array_that_moves_while_a_warning_is_shown(monkeypatch):
+    x = arguments("simple_gla", "decay", "A_log", "dt_bias")
+    weight, bias, state = x["q_conv"]
+    x["q_conv"] = (own := np.array(weight), bias, state)
+    x["g"] = abs(x["g"])
+
+    def show(*_, **__):
+        own.resize((0,), refcheck=False)
+
+    monkeypatch.setattr(warnings, "showwarning", show)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", show)
+        with pytest.raises(ValueError, match=r"q_conv\[0\]: expected its memory to stay"):
+            linattn.layer_step("simple_gla", **x)
 
 
 def test_pools_of_different_sizes():

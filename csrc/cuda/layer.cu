@@ -1,6 +1,6 @@
-/* What stands around the step of an op in a layer's step (../layer.h). A token has few numbers, so
- * each launch takes about as long as it takes to start: one launch has all stages before the op,
- * and one has the norm of its heads. */
+/* The stages around the step of an op in a layer's step (../layer.h). A token has few numbers, so a
+ * launch takes about as long as it takes to start. One launch has all stages before the op, and one
+ * has the norm of its heads. */
 #include "layer.cuh"
 
 #include "convolution.cuh"
@@ -65,7 +65,6 @@ __launch_bounds__(THREADS) void make_inputs(const __grid_constant__ layer_inputs
 static gate_of_token gate_call_of(const la_gating &j)
 {
     gate_of_token c = {};
-    const bool by_key = j.x->ndim == 3;
     c.x = view_of(j.x);
     c.A_log = view_of(j.A_log);
     c.dt_bias = view_of(j.dt_bias);
@@ -74,7 +73,7 @@ static gate_of_token gate_call_of(const la_gating &j)
     c.curve = j.curve;
     c.factor = j.factor;
     c.heads = (int)j.x->shape[1];
-    c.keys = by_key ? (int)j.x->shape[2] : 1;
+    c.keys = (int)j.x->shape[2];
     c.count = j.x->shape[0] * c.heads * c.keys;
     return c;
 }
