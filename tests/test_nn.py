@@ -726,6 +726,50 @@ def test_a_recurrent_block_of_recurrent_gemma():
         torch.testing.assert_close(ours(x)[0], want, rtol=1e-5, atol=1e-5 * want.abs().max())
 
 
+class Halved(nn.GatedDeltaNet):
+    """A block whose decay is made in its own way."""
+
+    def arguments(self, x):
+        given = super().arguments(x)
+        return given | {"g": given["g"] / 2}
+
+
+def without_silu():
+    block = nn.GatedDeltaNet(16, num_heads=2, head_dim=8)
+    block.k_conv1d.silu = False
+    return block
+
+
+def without_eps():
+    return nn.GatedDeltaNet(16, num_heads=2, head_dim=8, norm_eps=None)
+
+
+def interleaved():
+    """Its gates come from one matrix, every second number."""
+    block = nn.GatedDeltaNet(16, num_heads=2, head_dim=8)
+
+    class Every(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x)[..., ::2]
+
+    block.a_proj, block.b_proj = Every(16, 4), Every(16, 4)
+    return block
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Halved(16, num_heads=2, head_dim=8), without_silu, without_eps, interleaved],
+    ids=["its own decay", "one activation less", "no eps", "gates apart"],
+)
+def test_a_block_of_its_own_steps_as_it_runs(make):
+    block, x = make().double(), torch.randn(2, 5, 16).double()
+    state = block.zeros_state(2)
+    steps = torch.stack([block.step(x[:, t], state) for t in range(5)], 1)
+    want, after = block(x)
+    torch.testing.assert_close(steps, want)
+    torch.testing.assert_close(state.memory, after.memory)
+
+
 def test_an_s4d_by_hand():
     """Its layer is a convolution, of which this is the kernel."""
     layer, x = block("S4D"), tokens(2, 25)

@@ -153,7 +153,6 @@ class GatedLinearAttention(Block):
     """
 
     op = "gla"
-    steps_at_once = True
     norm_name = "g_norm_swish_gate"
 
     def __init__(

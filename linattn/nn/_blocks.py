@@ -221,6 +221,9 @@ def decay_parameters(
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
 
+_OF_A_STEP = ("arguments", "turn", "run_step", "run_step_from", "_by_heads", "_output")
+
+
 class Block(SharesTokens):
     """The part that all blocks share.
 
@@ -232,7 +235,7 @@ class Block(SharesTokens):
     op = ""
     output_activation: Literal["silu", "sigmoid"] = "silu"
     norm_name = "o_norm"
-    steps_at_once = False  # is a step one call of layer_step? Then it has `projections`
+    steps_at_once = False  # is a step one call of layer_step? See __init_subclass__
 
     def __init__(
         self,
@@ -272,8 +275,14 @@ class Block(SharesTokens):
         setattr(self, self.norm_name, nn.RMSNorm(V, eps=norm_eps))
         self.o_proj = nn.Linear(num_v_heads * V, d_model, bias=False)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A block that has `projections`, and all else from here, steps in one call."""
+        super().__init_subclass__(**options)
+        ours = all(getattr(cls, name) is getattr(Block, name) for name in _OF_A_STEP)
+        cls.steps_at_once = ours and cls.projections is not Block.projections
+
     def projections(self, x: Tensor) -> dict[str, Any]:
-        """What layer_step takes to make the op's arguments besides q, k and v, of x [...,D]."""
+        """The arguments of layer_step that make those of the op but q, k and v, of x [...,D]."""
         raise NotImplementedError
 
     def arguments(self, x: Tensor) -> dict[str, Any]:
@@ -400,8 +409,9 @@ class Block(SharesTokens):
         check_input(x, "N", self.d_model, ("q_proj", self.q_proj))
         check_state(state)
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
-        if self.steps_at_once:
-            return self._step_at_once(x, projected, state)
+        activations = {layer._activation() for layer in self._convolutions()}
+        if self.steps_at_once and len(activations) < 2:
+            return self._step_at_once(x, projected, state, *activations)
         if self.has_conv:
             projected = [
                 layer.step(y, before)
@@ -416,7 +426,9 @@ class Block(SharesTokens):
             state.position.add_(1)
         return self._output(o, x)
 
-    def _step_at_once(self, x: Tensor, projected: list[Tensor], state: State) -> Tensor:
+    def _step_at_once(
+        self, x: Tensor, projected: list[Tensor], state: State, activation: Any = None
+    ) -> Tensor:
         convolutions: dict[str, Any] = {
             f"{name}_conv": (layer.weight, layer.bias, before.mT)
             for name, layer, before in zip("qkv", self._convolutions(), state.conv, strict=False)
@@ -430,8 +442,9 @@ class Block(SharesTokens):
             v,
             state=state.memory,
             **convolutions,
+            conv_activation=activation,
             norm_weight=norm.weight,
-            norm_eps=norm.eps,
+            norm_eps=torch.finfo(real_dtype(q)).eps if norm.eps is None else norm.eps,
             output_gate=self.output_gate(x),
             output_activation=self.output_activation,
             **self.projections(x),

@@ -66,7 +66,6 @@ class DeltaNet(Block):
     """
 
     op = "delta_rule"
-    steps_at_once = True
 
     def __init__(
         self,
@@ -154,7 +153,6 @@ class GatedDeltaNet(Block):
     """
 
     op = "gated_delta_rule"
-    steps_at_once = True
 
     def __init__(
         self,
@@ -511,7 +509,6 @@ class KimiDeltaAttention(Block):
     """
 
     op = "kda"
-    steps_at_once = True
     output_activation = "sigmoid"
 
     def __init__(
