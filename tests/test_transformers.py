@@ -350,6 +350,33 @@ def test_a_token_in_one_call_is_that_of_the_layer(name, calls):
         torch.testing.assert_close(a.conv_states, b.conv_states, rtol=1e-4, atol=1e-4)
 
 
+def test_gates_that_lie_apart(calls):
+    """With as many heads of keys as of values, Qwen3-Next has its gates in every second column."""
+    sizes = copy.deepcopy(FAMILIES["qwen3_next"]) | {"linear_num_value_heads": 2}
+    config = transformers.AutoConfig.for_model("qwen3_next", **sizes)
+    torch.manual_seed(0)
+    m = transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation="eager", dtype=torch.float32
+    ).eval()
+    tokens, _ = text()
+
+    def logits():
+        cache, found = None, []
+        for t in range(PROMPT, PROMPT + 3):
+            piece = tokens[:, t : t + 1] if cache else tokens[:, : t + 1]
+            out = m(piece, **{named_cache(m): cache}, use_cache=True)
+            cache = out[named_cache(m)]
+            found.append(out.logits[:, -1])
+        return torch.stack(found)
+
+    with torch.inference_mode():
+        want = logits()
+        with use_linattn(m):
+            got = logits()
+    assert calls["layer_step", "chunk"] == 2 * 2
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 @families
 def test_the_gradients_of_a_layer_are_accurate(name, calls):
     """The gradients of its input, and of its parameters as one vector. Over a whole model some

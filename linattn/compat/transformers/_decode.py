@@ -21,7 +21,7 @@ __all__ = ["decoding"]
 
 
 class _Projected(NamedTuple):
-    """The projections of a token [B,...], and what the layer makes of them."""
+    """The projections of a token [B,...], and the arguments of layer_step for its gates."""
 
     qkv: tuple[Tensor, Tensor, Tensor]
     output_gate: Tensor
@@ -119,7 +119,7 @@ _PARAMETERS = ("hidden_states", "cache", "attention_mask")
 def _kind_of(layer: nn.Module) -> _Kind | None:
     """None for a layer that another version of transformers has made otherwise, too."""
     kind = _KINDS.get(type(layer).__name__)
-    if kind is None:
+    if kind is None or not type(layer).__module__.startswith("transformers.models."):
         return None
     there = all(hasattr(layer, name) for name in ("conv1d", kind.norm, kind.last, *kind.attributes))
     norm = getattr(layer, kind.norm, None)
@@ -132,8 +132,15 @@ class _States(NamedTuple):
     recurrent: Tensor
 
 
-def _states_of(layer: Any, x: Tensor, cache: Any) -> _States | None:
-    """What a step can write in place; None if the layer's own method has to."""
+def _has_hooks(module: nn.Module) -> bool:
+    """Does a call of this module run more than its forward method?"""
+    return bool(module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"))
+
+
+def _states_of(layer: Any, kind: _Kind, x: Tensor, cache: Any) -> _States | None:
+    """The states that a step can write in place; None if the layer's own method has to."""
+    if _has_hooks(layer.conv1d) or _has_hooks(getattr(layer, kind.norm)):
+        return None
     recording = getattr(cache, "is_recording_past", None)
     if recording is not None and recording(layer.layer_idx):
         return None
@@ -157,8 +164,7 @@ def _decoded(layer: Any, kind: _Kind, x: Tensor, states: _States) -> Tensor:
     """x [B,D] -> y [B,D]. The states move on."""
     projected, norm = kind.project(layer, x), getattr(layer, kind.norm)
     sizes = [y.shape[1] for y in projected.qkv]
-    if states.older is not None:
-        states.older.copy_(states.conv[..., 0])
+    first = None if states.older is None else states.conv[..., 0].clone()
     weights = layer.conv1d.weight.split(sizes)
     bias = layer.conv1d.bias
     biases = (None,) * 3 if bias is None else bias.split(sizes)
@@ -179,6 +185,8 @@ def _decoded(layer: Any, kind: _Kind, x: Tensor, states: _States) -> Tensor:
         qk_l2norm=True,
         **projected.arguments,
     )
+    if states.older is not None:
+        states.older.copy_(first)
     return getattr(layer, kind.last)(y)
 
 
@@ -212,7 +220,7 @@ def decoding(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any
             and not torch.compiler.is_compiling()
             and all(value is None or name in FOR_OTHERS for name, value in given.items())
         ):
-            states = _states_of(self, x, cache)
+            states = _states_of(self, kind, x, cache)
             if states is not None:
                 return _decoded(self, kind, x[:, 0], states)[:, None]
         return forward(self, *args, **keywords)
