@@ -3,20 +3,16 @@
 import copy
 import warnings
 
-import ml_dtypes
 import numpy as np
 import pytest
-from support.compare import arrays_in, assert_same_bits, over_arrays, snapshot
+from support.compare import arrays_in, assert_same_bits, snapshot
 from support.layers import OPS, by_functions, layer_arguments
-from support.tensors import tensors_in, to_numpy, to_tensor, torch
-from support.variants import ops_with
 
 import linattn
 from linattn import _linattn
 from linattn.testing import RMS_BOUND
 
 ops = pytest.mark.parametrize("op", OPS)
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 STATES = ("state", "q_conv", "k_conv", "v_conv")
 
 
@@ -140,7 +136,7 @@ def test_a_state_with_v_first_and_strides_of_all_kinds():
 @ops
 def test_dtypes(op, dtype):
     """y is within the rule, beside a norm and a gate in float64 of the same o."""
-    x = arguments(op, dtype=np.dtype(dtype), K=64, V=64)
+    x = arguments(op, dtype=np.dtype(dtype), K=64, V=60)
     y = copy.deepcopy(x)
     got, want = linattn.layer_step(op, **x), by_functions(op, y)
     assert got.dtype == np.dtype(dtype)
@@ -148,27 +144,6 @@ def test_dtypes(op, dtype):
     assert error <= RMS_BOUND[dtype]
     for name in STATES:
         assert_same_bits(x[name], y[name], name)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tensors_are_as_arrays(dtype):
-    x = arguments("gated_delta_rule", dtype=np.dtype(dtype))
-    y = over_arrays(lambda a: to_tensor(a.copy()), x)
-    got, want = (
-        linattn.layer_step("gated_delta_rule", **y),
-        linattn.layer_step("gated_delta_rule", **x),
-    )
-    assert_same_bits(to_numpy(got), want)
-    assert_same_bits([to_numpy(a) for a in tensors_in(y)], arrays_in(x))
-
-
-def test_a_tracer_sees_the_functions():
-    x = over_arrays(to_tensor, arguments("kda"))
-    y = over_arrays(torch.clone, x)
-    step = torch.compile(linattn.layer_step, fullgraph=True, backend="aot_eager")
-    got, want = step("kda", **x), linattn.layer_step("kda", **y)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(tensors_in(x), tensors_in(y), rtol=1e-12, atol=1e-13)
 
 
 def test_no_thread_changes_a_bit():
@@ -403,15 +378,3 @@ def test_pools_of_different_sizes():
         ValueError, match=r"k_conv\[2\]: expected P = 3 states, as state has, got 6"
     ):
         linattn.layer_step("gated_delta_rule", **x)
-
-
-@pytest.mark.parametrize("op", ops_with(rule="delta"))
-def test_a_tensor_that_requires_gradients(op):
-    if op not in OPS:
-        pytest.skip(f"{op} has a pair of states")
-    x = over_arrays(to_tensor, arguments(op))
-    x["norm_weight"].requires_grad_()
-    with pytest.raises(ValueError, match="norm_weight: requires gradients"):
-        linattn.layer_step(op, **x)
-    with torch.no_grad():
-        linattn.layer_step(op, **x)
