@@ -842,8 +842,6 @@ int la_hold(la_call *c)
     return 0;
 }
 
-static bool meet(la_span x, la_span y) { return x.low < y.high && y.low < x.high; }
-
 /* NumPy's exact answer for two of its arrays: 1, 0 or -1. */
 static int shares_in_numpy(PyObject *one, PyObject *two)
 {
@@ -860,7 +858,7 @@ static int shares_in_numpy(PyObject *one, PyObject *two)
 static int overlap(la_call *c, la_name name, la_name other)
 {
     const la_span x = c->span[name], y = c->span[other];
-    if (!meet(x, y)) return 0;
+    if (!la_meet(x, y)) return 0;
     if (c->p.device == LA_CUDA) return may_overlap(&c->p.array[name], x, &c->p.array[other], y);
     c->ran_python = true; /* NumPy's function may be someone's own by now */
     return shares_in_numpy(numpy_of(c, name), numpy_of(c, other));
@@ -914,7 +912,7 @@ int la_shares_memory(PyObject *one, PyObject *two)
 {
     place x, y = {.seen = NULL};
     int shared = place_of(one, &x) || place_of(two, &y) ? -1 : 0;
-    if (!shared && x.device == y.device && x.ordinal == y.ordinal && meet(x.span, y.span))
+    if (!shared && x.device == y.device && x.ordinal == y.ordinal && la_meet(x.span, y.span))
         shared = x.device == LA_CUDA ? may_overlap(&x.array, x.span, &y.array, y.span)
                                      : shares_in_numpy(x.seen, y.seen);
     Py_XDECREF(x.seen);

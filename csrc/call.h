@@ -28,6 +28,9 @@ typedef struct {
     char *low, *high;
 } la_span;
 
+/* Do two arrays reach into one another's part of memory? */
+static inline bool la_meet(la_span x, la_span y) { return x.low < y.high && y.low < x.high; }
+
 /* One call: the problem, and the references it rests on. All zero at first. */
 typedef struct {
     la_problem p;

@@ -11,6 +11,8 @@
 #include "cuda/cuda.h"
 #endif
 
+const la_name la_convolved[LA_LAYER_CONVOLUTIONS] = {LA_Q, LA_K, LA_V};
+
 void la_layer_reserve(la_problem *p, la_name name, la_dtype dtype, int ndim, const int64_t *shape)
 {
     la_array *a = &p->array[name];
@@ -37,13 +39,12 @@ static void place(la_array *a, char *block, size_t *used)
 
 static size_t place_all(const la_layer *j, char *block)
 {
-    static const la_name of_convolution[] = {LA_Q, LA_K, LA_V};
     la_array *const array = j->p->array;
     size_t used = 0;
     for (int i = 0; i < LA_LAYER_CONVOLUTIONS; i++) {
         if (!j->convolution[i]) continue;
-        place(&array[of_convolution[i]], block, &used);
-        j->convolution[i]->room.array[LA_CONVOLUTION_Y]->data = array[of_convolution[i]].data;
+        place(&array[la_convolved[i]], block, &used);
+        j->convolution[i]->room.array[LA_CONVOLUTION_Y]->data = array[la_convolved[i]].data;
     }
     if (j->g) {
         place(&array[LA_G], block, &used);

@@ -32,7 +32,9 @@ typedef struct la_head_norm {
     char *y;
 } la_head_norm;
 
-enum { LA_LAYER_CONVOLUTIONS = 3 }; /* of q, k and v */
+/* The arrays that convolutions make: q, k and v. */
+enum { LA_LAYER_CONVOLUTIONS = 3 };
+extern const la_name la_convolved[LA_LAYER_CONVOLUTIONS];
 
 typedef struct la_layer {
     la_problem *p;                                      /* the step of the op, after la_check */

@@ -71,6 +71,14 @@ static void begin(stage_call *s, const la_call *step, PyObject *q)
     s->c.like = q;
 }
 
+static int refuse_shape(const char *label, const la_array *a, const char *letters)
+{
+    PyObject *shape = la_tuple_of(a->ndim, a->shape);
+    if (shape) PyErr_Format(PyExc_ValueError, "%s: expected [%s], got %R", label, letters, shape);
+    Py_XDECREF(shape);
+    return -1;
+}
+
 /* ---- projections by heads ---- */
 
 static int refuse_projection(const la_array *a, const char *label, const char *letters,
@@ -106,12 +114,7 @@ static int split_projections(la_call *c)
         PyErr_SetString(PyExc_TypeError, "state: expected an array, got None");
         return -1;
     }
-    if (S->ndim != 4) {
-        PyObject *shape = la_tuple_of(S->ndim, S->shape);
-        if (shape) PyErr_Format(PyExc_ValueError, "state: expected [N,HV,K,V], got %R", shape);
-        Py_XDECREF(shape);
-        return -1;
-    }
+    if (S->ndim != 4) return refuse_shape("state", S, "N,HV,K,V");
     const bool v_first = c->p.state_v_first;
     const int64_t HV = S->shape[1], K = S->shape[v_first ? 3 : 2], V = S->shape[v_first ? 2 : 3];
     const int64_t H = q->given && q->ndim == 2 && K ? q->shape[1] / K : HV;
@@ -127,7 +130,6 @@ static int split_projections(la_call *c)
 
 /* ---- convolutions ---- */
 
-static const la_name convolved[LA_LAYER_CONVOLUTIONS] = {LA_Q, LA_K, LA_V};
 static const char *const convolution_labels[LA_LAYER_CONVOLUTIONS][4] = {
     {"q", "q_conv[0]", "q_conv[1]", "q_conv[2]"},
     {"k", "k_conv[0]", "k_conv[1]", "k_conv[2]"},
@@ -156,14 +158,14 @@ static int take_convolution(la_layer_call *l, int i, la_call *step, PyObject *ar
     stage_call *const s = &l->of_convolution[i];
     la_convolution *const j = &l->convolution[i];
     const char *const *labels = convolution_labels[i];
-    la_array *const x = &step->p.array[convolved[i]];
+    la_array *const x = &step->p.array[la_convolved[i]];
     if (!PyTuple_Check(arrays) || PyTuple_Size(arrays) != 3) return refuse_tuple(labels[1], arrays);
     begin(s, step, values[LA_Q]);
     s->labels[LA_Q] = labels[0];
     for (int k = 0; k < 3; k++) s->labels[places[k]] = labels[k + 1];
     s->labels[LA_SLOT] = "state_indices";
     s->labels[LA_O] = "out";
-    if (la_take(&s->c, LA_Q, values[convolved[i]])) return -1;
+    if (la_take(&s->c, LA_Q, values[la_convolved[i]])) return -1;
     for (int k = 0; k < 3; k++)
         if (la_take(&s->c, places[k], PyTuple_GetItem(arrays, k))) return -1;
     drop_middle(&s->c.p.array[LA_G]);
@@ -175,19 +177,11 @@ static int take_convolution(la_layer_call *l, int i, la_call *step, PyObject *ar
     if (la_raise(la_room_settle(&j->room, LA_CONVOLUTION_Y, false), s->c.p.message)) return -1;
     l->layer.convolution[i] = j;
     l->state[i] = PyTuple_GetItem(arrays, 2);
-    la_layer_reserve(&step->p, convolved[i], x->dtype, x->ndim, x->shape);
+    la_layer_reserve(&step->p, la_convolved[i], x->dtype, x->ndim, x->shape);
     return 0;
 }
 
 /* ---- gates ---- */
-
-static int refuse_shape(const char *label, const la_array *a, const char *letters)
-{
-    PyObject *shape = la_tuple_of(a->ndim, a->shape);
-    if (shape) PyErr_Format(PyExc_ValueError, "%s: expected [%s], got %R", label, letters, shape);
-    Py_XDECREF(shape);
-    return -1;
-}
 
 static int refuse_numbers(const la_call *c, la_name name)
 {
@@ -387,8 +381,6 @@ int la_layer_take(la_layer_call *l, la_call *step, PyObject *const *values)
     return take_gate(l, step, LA_BETA, &l->raw_beta, &l->beta);
 }
 
-static bool meet(la_span x, la_span y) { return x.low < y.high && y.low < x.high; }
-
 static int refuse_shared(int i, const char *label)
 {
     PyErr_Format(PyExc_ValueError, "%s: expected memory of its own, got some of %s",
@@ -400,7 +392,7 @@ static int refuse_shared(int i, const char *label)
 static int refuse_shared_state(const la_layer_call *l, int i, la_span span, PyObject *object,
                                const char *label)
 {
-    if (!meet(l->of_convolution[i].c.span[LA_S0], span)) return 0;
+    if (!la_meet(l->of_convolution[i].c.span[LA_S0], span)) return 0;
     const int shared = la_shares_memory(l->state[i], object);
     return shared > 0 ? refuse_shared(i, label) : shared;
 }
@@ -427,7 +419,7 @@ static int refuse_read_by(const la_layer_call *l, int i, const la_call *reader)
     la_set read = la_read[LA_STEP] & ~la_written[LA_STEP];
     for (la_name name; la_next(&read, &name);)
         if (reader->p.array[name].given && reader != &l->of_convolution[i].c &&
-            meet(l->of_convolution[i].c.span[LA_S0], reader->span[name]))
+            la_meet(l->of_convolution[i].c.span[LA_S0], reader->span[name]))
             return refuse_shared(i, la_array_name(&reader->p, name));
     return 0;
 }

@@ -159,14 +159,14 @@ def layer_step(
         raise ValueError("A_log, dt_bias: expected decay= beside them, got decay=None")
     if decay is not None and arguments.get("alpha") is not None:
         raise ValueError("alpha: expected g in its place, the projection that decay= is for")
-    _check_word("conv_activation", conv_activation, ("silu",))
-    _check_word("output_activation", output_activation, tuple(_ACTIVATIONS))
     given = {"g": g, "beta": beta}
     arguments |= {name: x for name, x in given.items() if x is not None}
     convolutions = q_conv, k_conv, v_conv
     norm = norm_weight, norm_eps, output_gate, output_activation
     curve = None if decay is None else (decay, _factor_of(decay, lower_bound), A_log, dt_bias)
     if is_tensor(q) and is_seen(q):
+        _check_word("conv_activation", conv_activation, ("silu",))
+        _check_word("output_activation", output_activation, tuple(_ACTIVATIONS))
         slots = arguments.get("state_indices")
         q, k, v = _convolved((q, k, v), convolutions, conv_activation, slots)
         arguments |= {
@@ -184,6 +184,7 @@ def layer_step(
 
 
 def _check_word(name: str, word: object, words: tuple[str, ...]) -> None:
+    """As the core does it."""
     if word is None or (isinstance(word, str) and word in words):
         return
     kind = ValueError if isinstance(word, str) else TypeError

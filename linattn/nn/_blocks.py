@@ -409,9 +409,10 @@ class Block(SharesTokens):
         check_input(x, "N", self.d_model, ("q_proj", self.q_proj))
         check_state(state)
         projected = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
-        activations = {layer._activation() for layer in self._convolutions()}
-        if self.steps_at_once and len(activations) < 2:
-            return self._step_at_once(x, projected, state, *activations)
+        if self.steps_at_once:
+            activations = {layer._activation() for layer in self._convolutions()}
+            if len(activations) < 2:
+                return self._step_at_once(x, projected, state, *activations)
         if self.has_conv:
             projected = [
                 layer.step(y, before)
