@@ -174,6 +174,7 @@ struct operand {
     left of[PLANES];
 };
 
+__device__ __forceinline__ float2 numbers(const left &a, int e) { return unpack(a.x[e]); }
 __device__ __forceinline__ float2 numbers(const operand &a, int e)
 {
     pair_in_planes x;
