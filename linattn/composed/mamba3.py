@@ -235,12 +235,8 @@ class _Problem:
         turn = 2 * math.pi
         return theta - turn * self.xp.floor(theta / turn)
 
-    def compute(self) -> None:
-        """simple_gla of the write before each token, which decays with the state: its v and k.
-
-        A token has the part of its own row by itself. Of the row before it comes the part that was
-        its own, and the part that waited for this token.
-        """
+    def begin(self) -> None:
+        """The gates, and the state before the first tokens. Its last row has no part that waits."""
         self.read()
         letters = ("S H R", "S H P N", "S H N", "S H P")
         if self.state is None:
@@ -249,24 +245,52 @@ class _Problem:
             self.before = Mamba3States(self.state[0], *map(self.call.real_of, self.state[1:]))
         angle = cast(self.before.angle, self.call.double)
         self.before = self.before._replace(angle=angle)
-        rows, short = self.rows, self.call.short
+        self.own_before = self.zeros("S H")
+        self.S = None if self.state is None else self.before.ssm
+
+    def turn_tokens(self) -> None:
+        """The angles, and with them q and k."""
         self.theta = None
         if self.R:
-            self.theta = rows.sums(self.rate()) + rows.own(angle)
+            self.theta = self.rows.sums(self.rate()) + self.rows.own(self.before.angle)
         self.turn(self.theta)
+
+    def shift(self) -> None:
+        """simple_gla of the write before each token, which decays with the state: its v and k.
+
+        A token has the part of its own row by itself. Of the row before it comes the part that was
+        its own, and the part that waited for this token.
+        """
+        rows, short = self.rows, self.call.short
         self.k_before = rows.earlier(self.k, short(self.before.k))
         self.x_before = rows.earlier(self.x, self.before.v)
         self.decay = self.xp.exp(self.g)
-        self.weight = rows.earlier(self.own, self.zeros("S H")) + self.other
+        self.weight = rows.earlier(self.own, self.own_before) + self.other
         self.v = short((self.decay * self.weight)[..., None] * self.x_before)
-        self.S = None if self.state is None else self.before.ssm
         self.score = (self.call.real_of(self.q) * self.call.real_of(self.k)).sum(-1)
+
+    def compute(self) -> None:
+        self.begin()
+        self.turn_tokens()
+        self.shift()
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of simple_gla that are not the caller's own."""
+        return {
+            "q": self.q,
+            "k": self.k_before,
+            "v": self.v,
+            "g": self.g,
+            "scale": 1,
+            "initial_state": self.S,
+            "state_v_first": True,
+        }
 
     def last_write(self) -> tuple[Any, Any, Any]:
         """Of every sequence: the part of the last row that is its own, and that row of k and x."""
         rows, before = self.rows, self.before
         k = rows.last(self.call.real_of(self.k), before.k)
-        return rows.last(self.own, self.zeros("S H")), k, rows.last(self.x, before.v)
+        return rows.last(self.own, self.own_before), k, rows.last(self.x, before.v)
 
     def final(self, S: Any) -> Mamba3States:
         own, k, v = self.last_write()
@@ -392,17 +416,11 @@ def mamba3(
     p.compute()
     with called(_NAMES, x):
         o, S = simple_gla(
-            p.q,
-            p.k_before,
-            p.v,
-            p.g,
-            scale=1,
-            initial_state=p.S,
+            **p.arguments(),
             output_final_state=return_final_states,
             cu_seqlens=cu_seqlens,
             mode=mode,
             chunk_size=chunk_size,
-            state_v_first=True,
             allow_tf32=allow_tf32,
         )
     return p.finish(p.read_out(o)), None if S is None else p.final(S)
@@ -599,23 +617,18 @@ def mamba3_backward(
     d_final = p.gradient_of_state(d_final_states)
     p.compute()
     call, xp, rows = p.call, p.xp, p.rows
-    options: dict[str, Any] = {
-        "scale": 1,
-        "initial_state": p.S,
+    options: dict[str, Any] = p.arguments() | {
         "cu_seqlens": cu_seqlens,
         "mode": mode,
         "chunk_size": chunk_size,
-        "state_v_first": True,
     }
     do, dz = call.real_of(dy), None
     with called(_NAMES, x):
         if p.z is not None:  # was y = (o + D x) silu(z)
-            o = p.read_out(simple_gla(p.q, p.k_before, p.v, p.g, **options)[0])
+            o = p.read_out(simple_gla(**options)[0])
             o = o if p.D is None else o + p.D * p.x
             do, dz = do * silu(p.z), do * o * silu_slope(p.z)
-        grads = simple_gla_backward(
-            call.short(do), p.q, p.k_before, p.v, p.g, d_final_state=d_final.ssm, **options
-        )
+        grads = simple_gla_backward(call.short(do), d_final_state=d_final.ssm, **options)
     q, k, dq, dk_before, dv = map(call.real_of, (p.q, p.k, grads.dq, grads.dk, grads.dv))
     # was o + score own x, score = q k
     of_own = (do * p.x).sum(-1)

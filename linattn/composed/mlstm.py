@@ -145,23 +145,30 @@ class _Problem:
             self.call.full([self.call.sizes["N"], self.call.sizes["HV"]], 0.0), self.call.double
         )
 
-    def compute(self) -> None:
-        """m, then the decay and the values of simple_gla.
+    def maxima(self, first: Any) -> Any:
+        """m of all tokens, from m before the first one of each sequence.
 
-        exp(-m) is a factor of C, of n, and of the 1 that the denominator is compared with. Without
-        eps h is the same for every m, which therefore has no gradient.
+        Without eps h is the same for every m, which therefore has no gradient.
         """
-        self.read_gates()
-        xp = self.xp
-        i, log_f, first = self.i, self.log_f, self.first_m()
+        xp, rows, i, log_f = self.xp, self.rows, self.i, self.log_f
         if not self.eps:
             i, log_f = detached(i), detached(log_f)
         # the first token of a sequence maps every m to one that its own state gives
-        rows = self.rows
         of_first = xp.maximum(log_f + rows.own(first), i)
         a = xp.where(rows.is_first[:, None], xp.full_like(log_f, -math.inf), log_f)
-        recorded = _running_maximum(xp, a, xp.where(rows.is_first[:, None], of_first, i))
-        m = detached(recorded)
+        return _running_maximum(xp, a, xp.where(rows.is_first[:, None], of_first, i))
+
+    def compute(self, first: Any = None) -> None:
+        """m, then the decay and the values of simple_gla.
+
+        exp(-m) is a factor of C, of n, and of the 1 that the denominator is compared with. first: m
+        before the first token of each sequence, if it is not that of the given state.
+        """
+        self.read_gates()
+        xp, rows = self.xp, self.rows
+        first = self.first_m() if first is None else first
+        recorded = self.maxima(first)
+        first, m = detached(first), detached(recorded)
         if self.eps:  # the factor is 1, and has the gradient that m has
             self.added = cast(self.eps * xp.exp(recorded - m), self.call.real)
         before, last = rows.earlier(m, first), rows.last(m, first)
@@ -171,6 +178,27 @@ class _Problem:
         # C and n are in units of exp(m): of the m that is returned, which is rounded
         self.last_m = cast(last, self.call.real)
         self.unit = cast(xp.exp(last - cast(self.last_m, self.call.double)), self.call.real)
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of simple_gla that are not the caller's own."""
+        real = self.call.real_of
+        return {
+            "q": real(self.q),
+            "k": real(self.k),
+            "v": self.values(),
+            "g": self.g,
+            "initial_state": self.initial_state(),
+        }
+
+    def results(self, o: Any, S: Any) -> tuple[Any, tuple[Any, Any, Any] | None]:
+        """h and the final state, from those of simple_gla."""
+        call, V = self.call, self.v.shape[-1]
+        o = call.real_of(o)
+        h = call.short(self.divide(o[..., :V], o[..., V])[0])
+        if S is None:
+            return h, None
+        S = S * self.unit[..., None, None]
+        return h, (call.contiguous(S[..., :V]), call.contiguous(S[..., V]), self.last_m)
 
     def weigh(self, before: Any, m: Any) -> None:
         """The decay's logarithm, the values, and the least divisor, from m before and after."""
@@ -322,29 +350,17 @@ def mlstm(
     p.sequences(cu_seqlens)
     p.state("initial_state", initial_state, "N")
     p.compute()
-    V = v.shape[-1]  # type: ignore[attr-defined]
     with called(_NAMES, q):
         o, S = simple_gla(
-            p.call.real_of(q),
-            p.call.real_of(k),
-            p.values(),
-            p.g,
+            **p.arguments(),
             scale=scale,
-            initial_state=p.initial_state(),
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
             mode=mode,
             chunk_size=chunk_size,
             allow_tf32=allow_tf32,
         )
-    o = p.call.real_of(o)
-    h, _ = p.divide(o[..., :V], o[..., V])
-    h = p.call.short(h)
-    if S is None:
-        return h, None
-    S = S * p.unit[..., None, None]
-    C, n = p.call.contiguous(S[..., :V]), p.call.contiguous(S[..., V])
-    return h, (C, n, p.last_m)
+    return p.results(o, S)
 
 
 def mlstm_step(
@@ -522,16 +538,14 @@ def mlstm_backward(
     if d_final_state is not None:
         dS = xp.concatenate([call.real_of(dC), call.real_of(dn)[..., None]], -1)
         dS = dS * p.unit[..., None, None]
-    rows = (p.call.real_of(q), p.call.real_of(k), p.values(), p.g)
-    options: dict[str, Any] = {
+    options: dict[str, Any] = p.arguments() | {
         "scale": scale,
-        "initial_state": p.initial_state(),
         "cu_seqlens": cu_seqlens,
         "mode": mode,
         "chunk_size": chunk_size,
     }
     with called(_NAMES, q):
-        o, _ = simple_gla(*rows, **options)
+        o, _ = simple_gla(**options)
         o = call.real_of(o)
         den = o[..., V]
         # was h = num / (max(|den|, floor) + eps)
@@ -540,7 +554,7 @@ def mlstm_backward(
         d_divisor = -(dh_wide * h).sum(-1) / divisor[..., 0]
         dden = xp.where(abs(den) > p.floor, d_divisor * xp.sign(den), xp.zeros_like(den))
         do = xp.concatenate([dh_wide / divisor, dden[..., None]], -1)
-        grads = simple_gla_backward(do, *rows, d_final_state=dS, **options)
+        grads = simple_gla_backward(do, d_final_state=dS, **options)
     # was values = weight (v, 1), weight = exp(i - m)
     d_values = call.real_of(grads.dv)
     dv = p.weight[..., None] * d_values[..., :V]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from linattn.distributed._context import Context
 
-__all__ = ["Form", "everywhere", "exchange", "exchange_back", "gathered", "moved"]
+__all__ = ["Form", "everywhere", "exchange", "exchange_back", "gathered", "moved", "told"]
 
 # PyTorch 2.13 has a new name for it, and warns of the old one.
 _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
@@ -261,3 +261,14 @@ def everywhere(context: Context, mine: Tensor) -> Tensor:
         ended = mine[: counts[context.rank]]
     found: Tensor = _Everywhere.apply(ended, context, counts)  # type: ignore[no-untyped-call]
     return found
+
+
+def told(context: Context, at_end: Tensor) -> list[Tensor | None]:
+    """Each rank's numbers at the end of its last sequence; None of one that ends there.
+
+    Every rank gives numbers of one shape, and gets those of all ranks.
+    """
+    counts = [int(share.goes_on) for share in context.shares]
+    mine = at_end[None][: counts[context.rank]]
+    every = iter(_Everywhere.apply(mine, context, counts).unbind())  # type: ignore[no-untyped-call]
+    return [next(every) if n else None for n in counts]

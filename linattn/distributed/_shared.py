@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 import linattn
 from linattn.distributed._agreement import asks_for_states, prepared, refuse_edges
 from linattn.distributed._calls import Call, Derivatives, States, names_of_states
+from linattn.distributed._carried import CARRIED
 from linattn.distributed._context import Context, group_of, not_traced
 from linattn.distributed._exchange import everywhere, exchange, exchange_back
+from linattn.distributed._systems import SYSTEMS
 from linattn.variants import ARRAYS, VARIANTS
 
 __all__ = ["shared"]
@@ -333,9 +336,13 @@ def shared(name: str, group: Any, args: tuple[Any, ...], given: dict[str, Any]) 
         return call
 
     batch = given.get("batch", 1)
+    is_carried = name in SYSTEMS and SYSTEMS[name].is_carried
     call, states, context = prepared(
-        name, given, group, made, (initial, final), needs_lengths=batch != 1
+        name, given, group, made, (initial, final), needs_lengths=batch != 1 or is_carried
     )
+    wanted = asks_for_states(final, given.get(final))
+    if is_carried:
+        return _carried(call, states, context, wanted)
     _check_batches(context, batch)
     flip = call.state_v_first
 
@@ -345,10 +352,26 @@ def shared(name: str, group: Any, args: tuple[Any, ...], given: dict[str, Any]) 
     begun = tuple(flipped(S).to(call.like.device, call.real) for S in states or ())
     kind = _Shared if call.causal else _SharedByAll
     o, *finals = kind.apply(call, context, len(begun), *begun, *call.taken())
-    wanted = asks_for_states(final, given.get(final))
     if wanted is None:
         return o, None
     if wanted == "all":
         finals = [everywhere(context, S) for S in finals]
     finals = [flipped(S).contiguous() for S in finals]  # a step writes them in place
     return o, tuple(finals) if len(finals) == 2 else finals[0]
+
+
+def _carried(call: Call, states: States | None, context: Context, wanted: str | None) -> Any:
+    """A system that is an op of other arrays. The ranks have agreed on its call, and the op's
+    follows from it."""
+
+    def run(op: str, arguments: dict[str, Any], context: Context) -> Any:
+        quiet = replace(context, check=False)
+        return shared(op, quiet, (), arguments | {"output_final_state": True})
+
+    given = call.options | call.arrays
+    o, finals = CARRIED[call.name](given, states, context, run)
+    if wanted is None:
+        return o, None
+    if wanted == "all":
+        finals = getattr(finals, "_make", tuple)(everywhere(context, S) for S in finals)
+    return o, finals

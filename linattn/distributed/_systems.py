@@ -1,7 +1,8 @@
 """The systems of linattn.composed that ranks can share: what a map of their tokens needs to know.
 
 A system turns the state S before its tokens into M S + X, as the op under it does. If all
-values are zeros, nothing is written: then the columns of the state become M times themselves.
+values are zeros, nothing is written: then the columns of the state become M times themselves. The
+carried ones have no such map: their ranks tell each other more than a state.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ class System(NamedTuple):
     final: str = "output_final_state"
     state_v_first: bool = False  # are states always [N,HV,V,K]?
     refused: tuple[str, ...] = ()  # options that know of no other ranks
+    is_carried: bool = False  # is it an op of arrays that other ranks have a part in (_carried.py)?
 
 
-# The memory of mlstm and the states of mamba3 are no pairs (X, M): one has a maximum that is kept,
-# the other one angles.
 SYSTEMS = {
     "comba": System("v", True),
     "gated_delta_product": System("v", True),
     "gdn2": System("v", True, like_value=("w",)),
     "hgrn2": System("v", False),
     "iplr_delta_rule": System("v", True),
+    "mamba3": System(
+        "x", False, initial="initial_states", final="return_final_states", is_carried=True
+    ),
+    "mlstm": System("v", False, is_carried=True),
     "precond_gated_delta_rule": System("v", True),
     "rwkv7": System("v", True),
     "ssd": System(

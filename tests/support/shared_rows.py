@@ -124,6 +124,18 @@ def system_problem(op, rng, T, *, edges=None, dtype=np.float64, **options):
         x = {"q": unit(B, T, HV, K), "g": by_key, "v": v}
     elif op == "iplr_delta_rule":
         x = {"q": q, "k": k, "v": v, "a": -k, "b": k * share(B, T, H, 1)}
+    elif op == "mamba3":
+        x = {"x": v, "dt": share(B, T, HV), "A": -share(B, T, HV), "B": q, "C": unit(B, T, H, K)}
+        x |= {"trap": share(B, T, HV), "angles": rng.uniform(-3, 3, (B, T, HV, 2))}
+        x |= {"D": share(HV), "z": rng.standard_normal(v.shape)}
+        name, rows = "initial_states", [(N, HV, 2), (N, HV, V, K), (N, HV, K), (N, HV, V)]
+        state, d_state = (tuple(map(rng.standard_normal, rows)) for _ in range(2))
+    elif op == "mlstm":
+        x = {"q": q, "k": k, "v": v, "i": 3 * rng.standard_normal((B, T, HV))}
+        x["f"] = 2 + 3 * rng.standard_normal((B, T, HV))
+        state, d_state = (
+            (S, *map(rng.standard_normal, [(N, HV, K), (N, HV)])) for S in (state, d_state)
+        )
     elif op == "precond_gated_delta_rule":
         x = {"q": q, "k": k, "v": v, "preconditioner": 0.5 + share(B, T, H, K)} | gates
     elif op == "rwkv7":
@@ -171,9 +183,12 @@ def pair_of(S):
 
 
 def gradients(x, outputs, d):
-    """By name. The gradient of an array that took no part is zeros."""
+    """By name. The gradient of an array that took no part is zeros. An output that nothing is
+    recorded of, such as the unit of mlstm's state, has none."""
     names = [name for name, y in x.items() if tensors_of(y)]
     flat = [y for name in names for y in tensors_of(x[name])]
+    pairs = [(y, dy) for y, dy in zip(outputs, d, strict=True) if y.requires_grad]
+    outputs, d = zip(*pairs, strict=True)
     found = iter(torch.autograd.grad(outputs, flat, d, allow_unused=True))
     given = ((y, next(found)) for y in flat)
     zeros = iter([torch.zeros_like(y) if g is None else g for y, g in given])
