@@ -13,6 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from support import static_cache
 from support.device import imported
 from support.tensors import to_numpy
 
@@ -326,6 +327,31 @@ def test_generate_gives_the_same_tokens(name, calls):
         )
         assert here.dtype == there.dtype == torch.float32 and here.shape == there.shape
         torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
+
+
+@families
+def test_a_static_cache(name, calls):
+    m, (tokens, mask) = model(name), text()
+    how = {"attention_mask": mask[:, :PROMPT], "max_new_tokens": 5}
+    want = static_cache.generated(m, tokens[:, :PROMPT], **how)
+    with use_linattn(m):
+        got = static_cache.generated(m, tokens[:, :PROMPT], **how)
+    assert calls[step_of(m, op_of(name)), "chunk"] == 2 * 4
+    assert torch.equal(got, want)
+
+
+@pytest.mark.skipif("qwen3_5_text" not in there, reason="this transformers has no Qwen3.5")
+def test_a_static_cache_of_a_compiled_model():
+    """One graph for the prompt, and one for all tokens. (A mixture of experts breaks the graph by
+    itself.)"""
+    m, (tokens, _) = model("qwen3_5_text"), text()
+    want = static_cache.generated(m, tokens[:, :PROMPT], max_new_tokens=5)
+    with use_linattn(m):
+        got, graphs, breaks = static_cache.by_a_compiled_model(
+            m, tokens[:, :PROMPT], max_new_tokens=5
+        )
+    assert torch.equal(got, want)
+    assert (graphs, breaks) == (2, 0)
 
 
 @families

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import static_cache
 from support.device import imported
 from support.tensors import to_numpy
 
@@ -171,6 +172,8 @@ families = pytest.mark.parametrize("name", there)
 # The state of this model's layers lies in the layers, not in the cache that a caller keeps.
 STATE_IN_LAYERS = ("recurrent_gemma",)
 NO_BEAMS = ("rwkv", "xlstm")  # transformers cannot reorder these models' caches
+# transformers' own functions fail in a static cache of these: its sizes do not fit their attention
+NO_STATIC_CACHE = ("inkling_text", "inkling2_text", "inkling2_loop_text")
 
 
 @functools.cache
@@ -278,6 +281,27 @@ def test_the_same_tokens_are_generated(name, beams):
     assert torch.equal(got.sequences, want.sequences)
     for a, b in zip(got.logits, want.logits, strict=True):
         agree(a, b)
+
+
+@pytest.mark.parametrize("name", [name for name in there if name not in NO_STATIC_CACHE])
+def test_a_static_cache(name):
+    made, tokens = model(name), ids(2, 15)
+    how = {"attention_mask": padded(tokens), "max_new_tokens": 5}
+    want = static_cache.generated(made, tokens, **how)
+    with use_linattn(made):
+        got = static_cache.generated(made, tokens, **how)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", [name for name in ("mamba", "bamba", "xlstm") if name in there])
+def test_a_static_cache_of_a_compiled_model(name):
+    """One graph for the prompt, and one for all tokens."""
+    made, tokens = model(name), ids(2, 15)
+    want = static_cache.generated(made, tokens, max_new_tokens=5)
+    with use_linattn(made):
+        got, graphs, breaks = static_cache.by_a_compiled_model(made, tokens, max_new_tokens=5)
+    assert torch.equal(got, want)
+    assert (graphs, breaks) == (2, 0)
 
 
 @families
