@@ -228,4 +228,29 @@ fetch_panel(const call &c, const gradients &d, const backward_maps &maps, const 
 #endif
 }
 
+/* Wait for a panel, whose copies the barrier `full` counts. Of its chunk n tokens exist. A box may
+ * reach into the next sequence, whose NaN must not come along: there are zeros behind the last
+ * token. All threads of the block call this. */
+template <la_rule RULE, int THREADS, int KP>
+__device__ __forceinline__ void wait_for_panel(intra_panel<KP, RULE> &x, const uint64_t *full,
+                                               int parity, int n)
+{
+#if HAS_WARP_GROUPS
+    barrier_wait(address_of(full), parity);
+    if (n < C) {
+        for (int j = threadIdx.x; j < (C - n) * 8; j += THREADS) {
+            const int at = piece_at(n + j / 8, j % 8);
+            if (RULE != LA_DELTA) *(uint4 *)(x.U + at) = make_uint4(0, 0, 0, 0);
+            *(uint4 *)(x.dO + at) = make_uint4(0, 0, 0, 0);
+        }
+        stores_before_copies();
+        __syncthreads();
+    }
+#else
+    (void)x, (void)full, (void)parity, (void)n;
+    copies_wait<0>();
+    __syncthreads();
+#endif
+}
+
 #endif

@@ -1,5 +1,5 @@
 /* Parts of intra_chunk_adjoint.cuh: the layout of shared memory, the order of chunks, and the
- * adjoints of the decays and of the denominators. */
+ * adjoints of beta, of the decays and of the denominators. */
 #ifndef LINATTN_CUDA_INTRA_CHUNK_PARTS_CUH
 #define LINATTN_CUDA_INTRA_CHUNK_PARTS_CUH
 
@@ -225,6 +225,21 @@ __device__ __forceinline__ float2 diagonal_of(const float (&x)[8][4])
             own = make_float2(odd ? x[2 * m][1] : x[2 * m][0],
                               odd ? x[2 * m + 1][3] : x[2 * m + 1][2]);
     return own;
+}
+
+/* The gradient of beta: Z_i . E_i, the diagonal of X. */
+__device__ __forceinline__ void store_dbeta(const gradients &d, const intra_place &p, int n,
+                                            const intra_seat &me, const float (&X)[8][4])
+{
+    if (const float2 of = diagonal_of(X); has_diagonal(me.lane)) {
+#pragma unroll 1
+        for (int i = 0; i < 2; i++) {
+            const int token = i ? me.low : me.top;
+            if (token < n)
+                store(at(d[LA_DBETA], p.u.b, p.t + token, p.u.hv), d[LA_DBETA].dtype,
+                      i ? of.y : of.x);
+        }
+    }
 }
 
 /* Was den_i = q_i z_i, where z_i has the keys up to token i: dz_i = d_den_i q_i. The keys of
