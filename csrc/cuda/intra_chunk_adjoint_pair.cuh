@@ -185,6 +185,123 @@ __device__ __forceinline__ void undo_columns(const call &c, intra_pair_room &s, 
     }
 }
 
+/* The part of a thread of the sums of M * dM, Y * dM and Y * dY in a panel. */
+__device__ __forceinline__ void add_states(float (&along)[3], const panel_of_pair &x)
+{
+#pragma unroll 1
+    for (int j = threadIdx.x * 16; j < PANEL_BYTES; j += INTRA_THREADS * 16) {
+        const uint4 M = *(const uint4 *)(x.S + j), Y = *(const uint4 *)(x.S + PANEL_BYTES + j);
+        const uint4 dM = *(const uint4 *)(x.dS + j), dY = *(const uint4 *)(x.dS + PANEL_BYTES + j);
+        const uint32_t Ms[] = {M.x, M.y, M.z, M.w}, Ys[] = {Y.x, Y.y, Y.z, Y.w};
+        const uint32_t dMs[] = {dM.x, dM.y, dM.z, dM.w}, dYs[] = {dY.x, dY.y, dY.z, dY.w};
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float2 m = unpack(Ms[e]), y = unpack(Ys[e]);
+            const float2 dm = unpack(dMs[e]), dy = unpack(dYs[e]);
+            along[0] += m.x * dm.x + m.y * dm.y;
+            along[1] += y.x * dm.x + y.y * dm.y;
+            along[2] += y.x * dy.x + y.y * dy.y;
+        }
+    }
+}
+
+/* What the two rows of a thread see, and the factors of their products. */
+struct sight_of_rows {
+    int top, low;       /* they see the writes of the tokens before these */
+    float x_top, x_low; /* of products with dO or Z */
+};
+
+/* The adjoint of the scores: X becomes rows of dP or dL, those of this group, which are left in
+ * shared memory, as are its parts of dG. `bare` has the bare products. */
+__device__ __forceinline__ void adjoint_of_pair_scores(intra_pair_room &s, const intra_seat &me,
+                                                       const sight_of_rows &sees, float (&X)[8][4],
+                                                       const float (&bare)[8][4])
+{
+    char *const tile = me.first_group ? s.dP : s.dL;
+    float *const dG = me.first_group ? s.dG : s.dH;
+    const int top = me.top, low = me.low;
+    const float *const G_top = s.G + max(sees.top - 1, 0) * LD_PAIRS + me.pair;
+    const float *const G_low = s.G + max(sees.low - 1, 0) * LD_PAIRS + me.pair;
+#pragma unroll
+    for (int m = 0; m < 8; m++) {
+        const int j = m * 8 + me.pair;
+        const float2 b = *(const float2 *)(s.gates.beta + j);
+        const float2 g_top = *(const float2 *)(G_top + m * 8);
+        const float2 g_low = *(const float2 *)(G_low + m * 8);
+        const float x0 = j < sees.top ? sees.x_top * b.x * X[m][0] : 0;
+        const float x1 = j + 1 < sees.top ? sees.x_top * b.y * X[m][1] : 0;
+        const float x2 = j < sees.low ? sees.x_low * b.x * X[m][2] : 0;
+        const float x3 = j + 1 < sees.low ? sees.x_low * b.y * X[m][3] : 0;
+        /* not all of G above its diagonal has a number */
+        X[m][0] = j < sees.top ? x0 * g_top.x : 0;
+        X[m][1] = j + 1 < sees.top ? x1 * g_top.y : 0;
+        X[m][2] = j < sees.low ? x2 * g_low.x : 0;
+        X[m][3] = j + 1 < sees.low ? x3 * g_low.y : 0;
+        *(uint32_t *)(tile + element_at(top, j)) = pack(X[m][0], X[m][1]);
+        *(uint32_t *)(tile + element_at(low, j)) = pack(X[m][2], X[m][3]);
+        /* the diagonal of G is 1, whatever the gates are */
+        *(float2 *)(dG + top * LD_PAIRS + j) =
+            make_float2(j < top ? x0 * bare[m][0] : 0, j + 1 < top ? x1 * bare[m][1] : 0);
+        *(float2 *)(dG + low * LD_PAIRS + j) =
+            make_float2(j < low ? x2 * bare[m][2] : 0, j + 1 < low ? x3 * bare[m][3] : 0);
+    }
+}
+
+/* The products of dP and dL with rows of q and k, added to dq or dk. */
+__device__ __forceinline__ void multiply_pair_scores(const intra_pair_room &s, bool first_group,
+                                                     int row0, float (&sum)[8][4])
+{
+    const uint32_t dP = address_of(s.dP), dL = address_of(s.dL);
+    const uint32_t q = address_of(s.q), k = address_of(s.k);
+    left across[4];
+    if (!first_group)
+#pragma unroll
+        for (int j = 0; j < 4; j++) across[j] = load_left_transposed(dP, j * 16, row0);
+    products_begin();
+    multiply_with_columns_of(sum, first_group ? dP : dL, k, row0, true); /* was q k', k k' */
+    if (!first_group) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) multiply_columns(sum, across[j], q, j * 16);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            multiply_columns(sum, load_left_transposed(dL, j * 16, row0), k, j * 16);
+    }
+    products_commit();
+    products_wait<0>();
+    products_in(sum);
+}
+
+/* The gradients of both gates of a token: the sums of the rows that undo_columns has left. Four
+ * threads have a row. */
+template <int PARTS>
+__device__ __forceinline__ void
+store_gates_of_pair(const call &c, const gradients &d, const intra_flags &to, const unit &u, int t,
+                    int n, int hv, int part, const intra_pair_room &s)
+{
+    const int i = threadIdx.x / 4;
+    float da = 0, deta = 0;
+    const auto add = [&](int j) {
+        da += s.dG[i * LD_PAIRS + j];
+        deta += s.dH[i * LD_PAIRS + j];
+    };
+#pragma unroll 4
+    for (int j = threadIdx.x % 4; j < i; j += 4) add(j);
+    if (threadIdx.x % 4 < 2) add(OF_M + threadIdx.x % 4);
+    da = quad_sum(da);
+    deta = quad_sum(deta);
+    if (i >= n || threadIdx.x % 4) return;
+    if (to.da) {
+        const int64_t tokens = (int64_t)c.B * c.T, token = (int64_t)u.b * c.T + t + i;
+        to.da[((int64_t)part * c.HV + hv) * tokens + token] = da;
+        to.da[((int64_t)(PARTS + part) * c.HV + hv) * tokens + token] = deta;
+        return;
+    }
+    if (d[LA_DG].data)
+        store(at(d[LA_DG], u.b, t + i, hv), d[LA_DG].dtype,
+              gate_gradient(da, s.gates.a[i], d.gate));
+    if (d[LA_DETA].data) store(at(d[LA_DETA], u.b, t + i, hv), d[LA_DETA].dtype, deta);
+}
+
 /* PARTS: the blocks of a chunk. Each makes the gradients of the scores, and its part of those of the
  * gates. */
 template <int PARTS, typename = element>
@@ -258,7 +375,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, HAS_WARP_GROUPS + 1)
         const panel_of_pair &x = s.panel;
 #if HAS_WARP_GROUPS
         barrier_wait(address_of(&s.full), i % 2);
-        if (n < C) { /* a box may reach into the next sequence, whose NaN must not come along */
+        if (n < C) { /* as wait_for_panel, which would let this kernel spill more */
             for (int j = threadIdx.x; j < (C - n) * 8; j += INTRA_THREADS)
                 *(uint4 *)(s.panel.dO + piece_at(n + j / 8, j % 8)) = make_uint4(0, 0, 0, 0);
             stores_before_copies();
@@ -281,22 +398,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, HAS_WARP_GROUPS + 1)
         multiply_with_rows_of(X, own, U, row0, i > 0);
         multiply_with_columns_of(T, own, S, row0);
         products_commit();
-#pragma unroll 1
-        for (int j = threadIdx.x * 16; j < PANEL_BYTES; j += INTRA_THREADS * 16) {
-            const uint4 M = *(const uint4 *)(x.S + j), Y = *(const uint4 *)(x.S + PANEL_BYTES + j);
-            const uint4 dM = *(const uint4 *)(x.dS + j),
-                        dY = *(const uint4 *)(x.dS + PANEL_BYTES + j);
-            const uint32_t Ms[] = {M.x, M.y, M.z, M.w}, Ys[] = {Y.x, Y.y, Y.z, Y.w};
-            const uint32_t dMs[] = {dM.x, dM.y, dM.z, dM.w}, dYs[] = {dY.x, dY.y, dY.z, dY.w};
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float2 m = unpack(Ms[e]), y = unpack(Ys[e]);
-                const float2 dm = unpack(dMs[e]), dy = unpack(dYs[e]);
-                along[0] += m.x * dm.x + m.y * dm.y;
-                along[1] += y.x * dm.x + y.y * dm.y;
-                along[2] += y.x * dy.x + y.y * dy.y;
-            }
-        }
+        add_states(along, x);
         products_wait<0>();
         products_in(X);
         finish(with_M, x_top * by_top.x, x_low * by_low.x);
@@ -338,67 +440,23 @@ __global__ void __launch_bounds__(INTRA_THREADS, HAS_WARP_GROUPS + 1)
     products_commit();
     products_wait<0>();
     products_in(bare);
-    {
-        char *const tile = first_group ? s.dP : s.dL;
-        if (!first_group && part == 0 && d[LA_DBETA].data) /* Z_i . E_i */
+    if (!first_group && part == 0 && d[LA_DBETA].data) /* Z_i . E_i */
 #pragma unroll
-            for (int m = 0; m < 8; m++)
+        for (int m = 0; m < 8; m++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int i = e < 2 ? top : low, j = m * 8 + pair + e % 2;
-                    if (i == j && i < n)
-                        store(at(d[LA_DBETA], u.b, t + i, hv), d[LA_DBETA].dtype, X[m][e]);
-                }
-        const float *const G_top = s.G + max(top_sees - 1, 0) * LD_PAIRS + pair;
-        const float *const G_low = s.G + max(low_sees - 1, 0) * LD_PAIRS + pair;
-#pragma unroll
-        for (int m = 0; m < 8; m++) {
-            const int j = m * 8 + pair;
-            const float2 b = *(const float2 *)(of.beta + j);
-            const float2 g_top = *(const float2 *)(G_top + m * 8);
-            const float2 g_low = *(const float2 *)(G_low + m * 8);
-            const float x0 = j < top_sees ? x_top * b.x * X[m][0] : 0;
-            const float x1 = j + 1 < top_sees ? x_top * b.y * X[m][1] : 0;
-            const float x2 = j < low_sees ? x_low * b.x * X[m][2] : 0;
-            const float x3 = j + 1 < low_sees ? x_low * b.y * X[m][3] : 0;
-            /* not all of G above its diagonal has a number */
-            X[m][0] = j < top_sees ? x0 * g_top.x : 0;
-            X[m][1] = j + 1 < top_sees ? x1 * g_top.y : 0;
-            X[m][2] = j < low_sees ? x2 * g_low.x : 0;
-            X[m][3] = j + 1 < low_sees ? x3 * g_low.y : 0;
-            *(uint32_t *)(tile + element_at(top, j)) = pack(X[m][0], X[m][1]);
-            *(uint32_t *)(tile + element_at(low, j)) = pack(X[m][2], X[m][3]);
-            /* the diagonal of G is 1, whatever the gates are */
-            *(float2 *)(dG + top * LD_PAIRS + j) =
-                make_float2(j < top ? x0 * bare[m][0] : 0, j + 1 < top ? x1 * bare[m][1] : 0);
-            *(float2 *)(dG + low * LD_PAIRS + j) =
-                make_float2(j < low ? x2 * bare[m][2] : 0, j + 1 < low ? x3 * bare[m][3] : 0);
-        }
-    }
+            for (int e = 0; e < 4; e++) {
+                const int i = e < 2 ? top : low, j = m * 8 + pair + e % 2;
+                if (i == j && i < n)
+                    store(at(d[LA_DBETA], u.b, t + i, hv), d[LA_DBETA].dtype, X[m][e]);
+            }
+    const intra_seat me = {first_group, lane, row0, top, low, pair};
+    const sight_of_rows sees = {top_sees, low_sees, x_top, x_low};
+    adjoint_of_pair_scores(s, me, sees, X, bare);
 #if HAS_WARP_GROUPS
     stores_before_copies(); /* tensor cores read dP and dL */
 #endif
     __syncthreads();
-    {
-        const uint32_t dP = address_of(s.dP), dL = address_of(s.dL);
-        const uint32_t q = address_of(s.q), k = address_of(s.k);
-        left across[4];
-        if (!first_group)
-#pragma unroll
-            for (int j = 0; j < 4; j++) across[j] = load_left_transposed(dP, j * 16, row0);
-        products_begin();
-        multiply_with_columns_of(sum, first_group ? dP : dL, k, row0, true); /* was q k', k k' */
-        if (!first_group) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) multiply_columns(sum, across[j], q, j * 16);
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                multiply_columns(sum, load_left_transposed(dL, j * 16, row0), k, j * 16);
-        }
-        products_commit();
-        products_wait<0>();
-        products_in(sum);
-    }
+    multiply_pair_scores(s, first_group, row0, sum);
     const int64_t apart = (int64_t)c.B * c.T * to.kp * hv;
     if (first_group)
         store_rows(c, u, d[LA_DQ], to.direct_q ? NULL : to.dq + apart, to.kp, t, n, row0, sum,
@@ -417,27 +475,7 @@ __global__ void __launch_bounds__(INTRA_THREADS, HAS_WARP_GROUPS + 1)
     }
     undo_columns(c, s, n);
     __syncthreads();
-    const int i = threadIdx.x / 4; /* four threads have a row */
-    float da = 0, deta = 0;
-    const auto add = [&](int j) {
-        da += s.dG[i * LD_PAIRS + j];
-        deta += s.dH[i * LD_PAIRS + j];
-    };
-#pragma unroll 4
-    for (int j = threadIdx.x % 4; j < i; j += 4) add(j);
-    if (threadIdx.x % 4 < 2) add(OF_M + threadIdx.x % 4);
-    da = quad_sum(da);
-    deta = quad_sum(deta);
-    if (i >= n || threadIdx.x % 4) return;
-    if (to.da) {
-        const int64_t tokens = (int64_t)c.B * c.T, token = (int64_t)u.b * c.T + t + i;
-        to.da[((int64_t)part * c.HV + hv) * tokens + token] = da;
-        to.da[((int64_t)(PARTS + part) * c.HV + hv) * tokens + token] = deta;
-        return;
-    }
-    if (d[LA_DG].data)
-        store(at(d[LA_DG], u.b, t + i, hv), d[LA_DG].dtype, gate_gradient(da, of.a[i], d.gate));
-    if (d[LA_DETA].data) store(at(d[LA_DETA], u.b, t + i, hv), d[LA_DETA].dtype, deta);
+    store_gates_of_pair<PARTS>(c, d, to, u, t, n, hv, part, s);
 }
 
 #endif
