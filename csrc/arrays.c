@@ -1,4 +1,4 @@
-/* Arrays of any library come in, and outputs of q's library go out. check.c says which shapes are right.
+/* Arrays of any library come in. check.c says which shapes are right.
  *
  * NumPy's arrays come first and directly: a step is called for every token. Every other array is
  * asked where it lies (a view) and becomes an la_array from there. On the host NumPy does the rare
@@ -8,15 +8,11 @@
 #include "views.h"
 
 #include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #ifdef LA_WITH_CUDA
 #include "cuda/cuda.h"
 #endif
-
-static PyObject *word_untyped_storage;
 
 /* ---- references ---- */
 
@@ -71,8 +67,7 @@ static la_dtype dtype_of(PyArrayObject *x)
     return LA_DTYPES;
 }
 
-/* NumPy's number of a dtype; -1 for bfloat16 before ml_dtypes is imported. */
-static int number_of(la_dtype dtype)
+int la_number_in_numpy(la_dtype dtype)
 {
     static const int numbers[LA_DTYPES] = {
         [LA_F64] = NPY_DOUBLE, [LA_F32] = NPY_FLOAT, [LA_F16] = NPY_HALF,
@@ -109,7 +104,7 @@ static int refuse_dims(la_call *c, la_name name, int ndim, const int64_t *shape)
     return la_raise(la_refuse_dims(&c->p, name, ndim, shape), c->p.message);
 }
 
-static int refuse_read_only(const char *label)
+int la_refuse_read_only(const char *label)
 {
     PyErr_Format(PyExc_ValueError, "%s: expected a writable array, got a read-only one", label);
     return -1;
@@ -122,8 +117,6 @@ static bool is_empty(const la_array *x)
     return false;
 }
 
-static int64_t distance(int64_t stride) { return stride < 0 ? -stride : stride; }
-
 /* Do two elements lie in one place? Sorted by stride, each axis must step over all that the smaller
  * ones reach. */
 static bool overlaps_itself(const la_array *x)
@@ -135,16 +128,16 @@ static bool overlaps_itself(const la_array *x)
     for (int i = 0; i < x->ndim; i++) /* two axes of one stride */
         for (int j = 0; j < i; j++)
             if (x->shape[i] > 1 && x->shape[j] > 1 &&
-                distance(x->stride[i]) == distance(x->stride[j]))
+                la_distance(x->stride[i]) == la_distance(x->stride[j]))
                 return true;
     for (int done = 0; done < x->ndim; done++) {
         int next = -1;
         for (int i = 0; i < x->ndim; i++)
-            if (x->shape[i] > 1 && distance(x->stride[i]) > last &&
-                (next < 0 || distance(x->stride[i]) < distance(x->stride[next])))
+            if (x->shape[i] > 1 && la_distance(x->stride[i]) > last &&
+                (next < 0 || la_distance(x->stride[i]) < la_distance(x->stride[next])))
                 next = i;
         if (next < 0) break;
-        last = distance(x->stride[next]);
+        last = la_distance(x->stride[next]);
         if (last < reach) return true;
         reach += last * (x->shape[next] - 1);
     }
@@ -160,8 +153,7 @@ static la_span span_of(const la_array *x)
 
 /* ---- NumPy ---- */
 
-/* Fill p.array[name] from an array that strides_fit. Takes over the reference. */
-static void describe(la_call *c, la_name name, PyObject *object)
+void la_describe(la_call *c, la_name name, PyObject *object)
 {
     PyArrayObject *x = (PyArrayObject *)object;
     la_array *a = &c->p.array[name];
@@ -193,7 +185,7 @@ static bool strides_fit(PyArrayObject *x, bool rows)
     return true;
 }
 
-static la_span span_of_numpy(PyArrayObject *x)
+la_span la_span_of_numpy(PyArrayObject *x)
 {
     const int ndim = PyArray_NDIM(x);
     la_span span = {PyArray_BYTES(x), PyArray_BYTES(x) + PyArray_ITEMSIZE(x)};
@@ -246,7 +238,7 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
     if (name == LA_Q) c->like = object;
     c->given[name] = object;
 
-    if (in_place && !PyArray_ISWRITEABLE(x)) return refuse_read_only(la_array_name(&c->p, name));
+    if (in_place && !PyArray_ISWRITEABLE(x)) return la_refuse_read_only(la_array_name(&c->p, name));
     if (dtype_of(x) == LA_DTYPES) return refuse_numpy_dtype(c, name, x);
     if (PyArray_NDIM(x) > LA_MAX_DIMS) {
         int64_t shape[64];
@@ -263,7 +255,7 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
         if (!la_may_lie_on_host(&c->p, name)) return la_refuse_device(c, name, LA_CPU, 0);
         c->p.array[name].on_host = true;
     } else {
-        c->span[name] = span_of_numpy(x);
+        c->span[name] = la_span_of_numpy(x);
     }
     if (copy_it) {
         PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(x), NPY_NATIVE);
@@ -273,7 +265,7 @@ static int take_numpy(la_call *c, la_name name, PyObject *object, bool in_place)
     } else {
         Py_INCREF(object);
     }
-    describe(c, name, object);
+    la_describe(c, name, object);
     c->lent[name] = !copy_it && c->p.device == LA_CPU;
     if (in_place && !PyArray_IS_C_CONTIGUOUS(x) && overlaps_itself(&c->p.array[name]))
         return refuse_numpy_strides(la_array_name(&c->p, name),
@@ -307,16 +299,15 @@ static int take_number(la_call *c, la_name name, PyObject *object)
             ((double *)data)[i] = value;
         else
             ((float *)data)[i] = (float)value;
-    describe(c, name, all);
+    la_describe(c, name, all);
     c->p.array[name].number = true;
     c->p.array[name].on_host = c->p.device == LA_CUDA;
     return 0;
 }
 
-/* NumPy's view of host memory. Before ml_dtypes is imported, it sees the bits of a bfloat16. */
-static PyObject *numpy_over(const la_array *x)
+PyObject *la_numpy_over(const la_array *x)
 {
-    const int number = number_of(x->dtype);
+    const int number = la_number_in_numpy(x->dtype);
     const npy_intp size = la_size_of(x->dtype);
     npy_intp dims[LA_MAX_DIMS], strides[LA_MAX_DIMS];
     for (int i = 0; i < x->ndim; i++) {
@@ -416,7 +407,7 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
         }
     }
     if (settle_stream(c, name, x, object)) return -1;
-    if (in_place && x->read_only) return refuse_read_only(label);
+    if (in_place && x->read_only) return la_refuse_read_only(label);
     if ((in_place || c->bound) && x->copied) {
         PyErr_Format(PyExc_ValueError, "%s: expected the array's own memory, got a copy of it",
                      label);
@@ -460,7 +451,7 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
         c->object[name] = NULL;
         return take_contiguous(c, name, object);
     }
-    PyObject *seen = numpy_over(a);
+    PyObject *seen = la_numpy_over(a);
     c->given[name] = seen;
     PyObject *copy = seen ? PyArray_FromArray((PyArrayObject *)seen, NULL,
                                               NPY_ARRAY_CARRAY | NPY_ARRAY_ENSURECOPY)
@@ -468,7 +459,7 @@ static int take_view(la_call *c, la_name name, PyObject *object, la_view *x, boo
     if (!copy) return -1;
     const la_dtype dtype = a->dtype; /* NumPy may have seen the bits only */
     la_release_owner(c->object[name]);
-    describe(c, name, copy);
+    la_describe(c, name, copy);
     a->dtype = dtype;
     return 0;
 }
@@ -540,386 +531,6 @@ int la_take_state(la_call *c, la_name S, PyObject *object)
     return 0;
 }
 
-/* ---- have the arrays stayed where they were? ---- */
-
-/* To read an argument may run Python, and Python may resize an array that was read before. NumPy and
- * the exchange table say without Python where an array lies by now. */
-static int place_now(const la_call *c, la_name name, la_span *now, bool *read_only)
-{
-    PyObject *const object = c->object[name];
-    *read_only = false;
-    if (!c->lender[name]) {
-        *now = span_of_numpy((PyArrayObject *)object);
-        *read_only = !PyArray_ISWRITEABLE((PyArrayObject *)object);
-        return 0;
-    }
-    dl_tensor tensor;
-    la_layout layout;
-    int64_t low, high;
-    if (c->lender[name]->borrow(object, &tensor)) return la_name_error(la_array_name(&c->p, name));
-    if (la_read_tensor(&layout, &tensor) != LA_LAYOUT_FITS) {
-        *now = (la_span){NULL, NULL};
-        return 0;
-    }
-    char *const data = (char *)tensor.data + tensor.byte_offset;
-    la_extent(layout.ndim, layout.shape, layout.stride, la_element_bytes(tensor.dtype), &low,
-              &high);
-    *now = (la_span){data + low, data + high};
-    return 0;
-}
-
-int la_still_there(const la_call *c)
-{
-    la_set given = la_read[c->p.pass] | la_written[c->p.pass];
-    for (la_name name; la_next(&given, &name);) {
-        la_span now;
-        bool read_only;
-        if (!c->lent[name]) continue;
-        if (place_now(c, name, &now, &read_only)) return -1;
-        if (now.low != c->span[name].low || now.high != c->span[name].high) {
-            PyErr_Format(PyExc_ValueError,
-                         "%s: expected its memory to stay where it is, got an array whose memory "
-                         "was exchanged or resized since it was read",
-                         la_array_name(&c->p, name));
-            return -1;
-        }
-        if (read_only && la_in(la_written[c->p.pass], name))
-            return refuse_read_only(la_array_name(&c->p, name));
-    }
-    return 0;
-}
-
-/* ---- outputs ---- */
-
-static void describe_dense(la_call *c, la_name name, char *data, la_dtype dtype, int ndim,
-                           const int64_t *shape, PyObject *object)
-{
-    la_array *a = &c->p.array[name];
-    int64_t dense = 1;
-    a->given = true;
-    a->data = data;
-    a->dtype = dtype;
-    a->ndim = ndim;
-    for (int i = ndim - 1; i >= 0; i--) {
-        a->shape[i] = shape[i];
-        a->stride[i] = dense;
-        dense *= shape[i];
-    }
-    c->object[name] = object;
-}
-
-static int allocate_numpy(la_call *c, la_name name, la_dtype dtype, int ndim, const int64_t *shape)
-{
-    npy_intp dims[LA_MAX_DIMS];
-    int number = number_of(dtype);
-    if (number < 0) { /* a bfloat16 from elsewhere, and NumPy has none */
-        PyObject *ml_dtypes = PyImport_ImportModule("ml_dtypes");
-        Py_XDECREF(ml_dtypes);
-        if (!ml_dtypes) return la_name_error(la_array_name(&c->p, name));
-        number = bfloat16_number();
-    }
-    PyArray_Descr *descr = PyArray_DescrFromType(number);
-    if (!descr) return -1;
-    for (int i = 0; i < ndim; i++) dims[i] = (npy_intp)shape[i];
-    PyObject *x = PyArray_NewFromDescr(&PyArray_Type, descr, ndim, dims, NULL, NULL, 0, NULL);
-    if (!x) return -1;
-    describe(c, name, x);
-    return 0;
-}
-
-static void exchange_failed(void *context, const char *kind, const char *message)
-{
-    (void)context;
-    PyErr_Format(kind && !strcmp(kind, "MemoryError") ? PyExc_MemoryError : PyExc_RuntimeError,
-                 "%s", message ? message : "the array's library could not allocate");
-}
-
-static int allocate_exchange(la_call *c, la_name name, la_dtype dtype, int ndim, int64_t *shape)
-{
-    const char *label = la_array_name(&c->p, name);
-    dl_tensor prototype = {
-        .device = {c->p.device == LA_CPU ? DL_CPU : DL_CUDA, c->p.ordinal},
-        .ndim = ndim,
-        .dtype = la_dl_dtypes[dtype],
-        .shape = shape,
-    };
-    dl_versioned *made = NULL;
-    void *object = NULL;
-    if (c->table->allocate(&prototype, &made, NULL, exchange_failed)) return la_name_error(label);
-    char *data = (char *)made->tensor.data + made->tensor.byte_offset;
-    if (c->table->object_from_managed(made, &object)) return la_name_error(label);
-    describe_dense(c, name, data, dtype, ndim, shape, object);
-    return 0;
-}
-
-static int allocate_cupy(la_call *c, la_name name, la_dtype dtype, int ndim, const int64_t *shape)
-{
-    const char *label = la_array_name(&c->p, name);
-    PyObject *module = PyImport_ImportModule("linattn.arrays");
-    PyObject *dims = PyTuple_New(ndim);
-    for (int i = 0; dims && i < ndim; i++) {
-        PyObject *one = PyLong_FromLongLong(shape[i]);
-        if (!one || PyTuple_SetItem(dims, i, one)) Py_CLEAR(dims);
-    }
-    PyObject *made = module && dims ? PyObject_CallMethod(module, "_cupy_empty", "Osi", dims,
-                                                          la_dtype_names[dtype], c->p.ordinal)
-                                    : NULL;
-    Py_XDECREF(module);
-    Py_XDECREF(dims);
-    PyObject *pair = made ? PyObject_CallMethod(made, "__getitem__", "i", 1) : NULL;
-    PyObject *x = made ? PyObject_CallMethod(made, "__getitem__", "i", 0) : NULL;
-    Py_XDECREF(made);
-    void *data = pair ? PyLong_AsVoidPtr(pair) : NULL;
-    Py_XDECREF(pair);
-    if (!x || PyErr_Occurred()) {
-        Py_XDECREF(x);
-        return la_name_error(label);
-    }
-    describe_dense(c, name, data, dtype, ndim, shape, x);
-    return 0;
-}
-
-/* Each library has words of its own for an array that it cannot make. */
-static int refuse_memory(la_call *c, la_name name, int ndim, const int64_t *shape)
-{
-    const bool theirs = c->p.device == LA_CPU && PyErr_ExceptionMatches(PyExc_RuntimeError);
-    if (!theirs && !PyErr_ExceptionMatches(PyExc_MemoryError) &&
-        !PyErr_ExceptionMatches(PyExc_ValueError))
-        return -1;
-    la_refuse_memory(&c->p, name, ndim, shape);
-    return la_raise_from(PyExc_MemoryError, c->p.message, NULL);
-}
-
-static int allocate(la_call *c, la_name name, la_dtype dtype, int ndim, int64_t *shape)
-{
-    int failed = 0;
-    c->ran_python = c->ran_python || c->library == LA_CUPY || c->library == LA_EXPORTED;
-    switch (c->library) {
-    case LA_NUMPY: failed = allocate_numpy(c, name, dtype, ndim, shape); break;
-    case LA_EXCHANGE: failed = allocate_exchange(c, name, dtype, ndim, shape); break;
-    case LA_CUPY: failed = allocate_cupy(c, name, dtype, ndim, shape); break;
-    case LA_EXPORTED: {
-        char *data;
-        PyObject *m = la_memory_new(c, dtype, ndim, shape, &data);
-        failed = m == NULL;
-        if (m) describe_dense(c, name, data, dtype, ndim, shape, m);
-    }
-    }
-    return failed ? refuse_memory(c, name, ndim, shape) : 0;
-}
-
-int la_allocate(la_call *c, la_name name)
-{
-    int64_t shape[LA_MAX_DIMS];
-    const la_dtype dtype = la_dtype_of(&c->p, name);
-    const int ndim = la_shape_of(&c->p, name, shape);
-    if (allocate(c, name, dtype, ndim, shape)) return -1;
-    la_settle_output(&c->p, name);
-    return 0;
-}
-
-int la_allocate_like(la_call *c, la_name name, la_dtype dtype, const la_array *like)
-{
-    int64_t shape[LA_MAX_DIMS];
-    memcpy(shape, like->shape, sizeof shape);
-    return allocate(c, name, dtype, like->ndim, shape);
-}
-
-/* Memory of ours in the hands of q's library; any other array as it is. */
-static PyObject *to_library(const la_call *c, PyObject *object)
-{
-    if (!la_is_memory(object)) {
-        Py_INCREF(object);
-        return object;
-    }
-    PyObject *module = PyImport_ImportModule("linattn.arrays");
-    PyObject *x =
-        module ? PyObject_CallMethod(module, "_import_like", "OO", c->like, object) : NULL;
-    Py_XDECREF(module);
-    return x;
-}
-
-/* The gradient of a number is a number. */
-static PyObject *summed(const la_call *c, PyObject *dx)
-{
-    PyObject *own = to_library(c, dx);
-    PyObject *module = own ? PyImport_ImportModule("linattn.arrays") : NULL;
-    PyObject *sum = module ? PyObject_CallMethod(module, "_sum", "O", own) : NULL;
-    Py_XDECREF(module);
-    Py_XDECREF(own);
-    return sum;
-}
-
-PyObject *la_result(la_call *c, la_name name)
-{
-    PyObject *x = name == LA_O && c->out ? c->out : c->object[name] ? c->object[name] : Py_None;
-    const la_name of = la_array_rows[name].of;
-    if (of != name && c->p.array[of].number && x != Py_None) return summed(c, x);
-    if (c->library == LA_EXPORTED) return to_library(c, x);
-    Py_INCREF(x);
-    return x;
-}
-
-PyObject *la_state_result(la_call *c, la_name S)
-{
-    if (!la_has_pair(&c->p)) return la_result(c, S);
-    const la_name second = la_second_of(&c->p, S);
-    if (!c->object[second]) return la_result(c, S);
-    PyObject *pair = NULL, *one = la_result(c, S), *two = la_result(c, second);
-    if (one && two) pair = PyTuple_Pack(2, one, two);
-    Py_XDECREF(one);
-    Py_XDECREF(two);
-    return pair;
-}
-
-/* ---- what may not share memory ---- */
-
-/* An array as runs of bytes at multiples of steps: axes that follow each other without a gap are
- * one run. Returns the greatest common divisor of the steps that are left, 0 if there is none. */
-static int64_t runs_of(const la_array *x, int64_t *run)
-{
-    const int64_t size = la_size_of(x->dtype);
-    bool used[LA_MAX_DIMS] = {false};
-    int64_t common = 0;
-    *run = size;
-    for (bool grown = true; grown;) {
-        grown = false;
-        for (int i = 0; i < x->ndim; i++)
-            if (!used[i] && distance(x->stride[i]) * size == *run) {
-                used[i] = grown = true;
-                *run *= x->shape[i];
-            }
-    }
-    for (int i = 0; i < x->ndim; i++) {
-        if (used[i] || x->shape[i] <= 1) continue;
-        for (int64_t a = distance(x->stride[i]) * size; a;) { /* Euclid */
-            const int64_t rest = common % a;
-            common = a;
-            a = rest;
-        }
-    }
-    return common;
-}
-
-/* On a device the general question is not solved. Runs at multiples of one common step lie apart if they
- * do within one step, so neighbours along one axis of a buffer are told apart. Other arrays whose extents
- * meet count as shared. */
-static bool may_overlap(const la_array *x, la_span at_x, const la_array *y, la_span at_y)
-{
-    if (x->data < at_x.low || x->data >= at_x.high || y->data < at_y.low || y->data >= at_y.high)
-        return true; /* a copy, whose original has lost its strides */
-    int64_t run_x, run_y, step = runs_of(x, &run_x), a = runs_of(y, &run_y);
-    while (a) {
-        const int64_t rest = step % a;
-        step = a;
-        a = rest;
-    }
-    if (!step) return true;
-    const int64_t apart = ((at_y.low - at_x.low) % step + step) % step;
-    return run_x > apart || apart + run_y > step;
-}
-
-/* The array as NumPy sees it where it is the user's. */
-static PyObject *numpy_of(la_call *c, la_name name)
-{
-    if (!c->given[name]) c->given[name] = numpy_over(&c->p.array[name]);
-    return c->given[name];
-}
-
-/* PyTorch's .data and set_ give a tensor other memory, and free the old, unless its storage is held. Call
- * this before other threads may run, and before the last look at where arrays lie. */
-int la_hold(la_call *c)
-{
-    la_set given = la_read[c->p.pass] | la_written[c->p.pass];
-    for (la_name name; la_next(&given, &name);) {
-        if (!c->lent[name] || !c->lender[name]) continue;
-        c->storage[name] = PyObject_CallMethodObjArgs(c->object[name], word_untyped_storage, NULL);
-        if (c->storage[name]) continue;
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) /* not PyTorch's */
-            return la_name_error(la_array_name(&c->p, name));
-        PyErr_Clear();
-    }
-    return 0;
-}
-
-/* NumPy's exact answer for two of its arrays: 1, 0 or -1. */
-static int shares_in_numpy(PyObject *one, PyObject *two)
-{
-    PyObject *numpy = one && two ? PyImport_ImportModule("numpy") : NULL;
-    PyObject *shared = numpy ? PyObject_CallMethod(numpy, "shares_memory", "OO", one, two) : NULL;
-    Py_XDECREF(numpy);
-    if (!shared) return -1;
-    const int answer = PyObject_IsTrue(shared);
-    Py_DECREF(shared);
-    return answer;
-}
-
-/* Extents first; only where they meet is the exact answer looked for. 1, 0 or -1. */
-static int overlap(la_call *c, la_name name, la_name other)
-{
-    const la_span x = c->span[name], y = c->span[other];
-    if (!la_meet(x, y)) return 0;
-    if (c->p.device == LA_CUDA) return may_overlap(&c->p.array[name], x, &c->p.array[other], y);
-    c->ran_python = true; /* NumPy's function may be someone's own by now */
-    return shares_in_numpy(numpy_of(c, name), numpy_of(c, other));
-}
-
-static int refuse_overlap(la_call *c, la_name written, la_name other)
-{
-    const int shared = overlap(c, written, other);
-    if (shared > 0)
-        PyErr_Format(PyExc_ValueError, "%s: expected memory of its own, got memory shared with %s",
-                     la_array_name(&c->p, written), la_array_name(&c->p, other));
-    return shared ? -1 : 0;
-}
-
-int la_refuse_overlaps(la_call *c)
-{
-    la_set written = la_written[c->p.pass], states = written & la_read[c->p.pass];
-    for (la_name name; la_next(&written, &name);) {
-        la_set others = la_read[c->p.pass] & ~states; /* what is read and nothing else */
-        others |= la_in(states, name) ? states & written : states; /* two states are one pair */
-        for (la_name other; la_next(&others, &other);)
-            if (refuse_overlap(c, name, other)) return -1;
-    }
-    return 0;
-}
-
-/* Where an array lies that is no argument of a call. */
-typedef struct {
-    la_device device;
-    int ordinal;
-    la_array array;
-    la_span span;
-    PyObject *seen; /* on the host, by NumPy; owned */
-} place;
-
-static int place_of(PyObject *object, place *x)
-{
-    la_call reader; /* reads it as a q, and is never checked nor run */
-    memset(&reader, 0, sizeof reader);
-    const int failed = la_take(&reader, LA_Q, object);
-    *x = (place){reader.p.device, reader.p.ordinal, reader.p.array[LA_Q], reader.span[LA_Q], NULL};
-    if (!failed && x->array.given && x->device == LA_CPU) {
-        x->seen = numpy_of(&reader, LA_Q);
-        Py_XINCREF(x->seen);
-    }
-    la_call_release(&reader);
-    return failed;
-}
-
-int la_shares_memory(PyObject *one, PyObject *two)
-{
-    place x, y = {.seen = NULL};
-    int shared = place_of(one, &x) || place_of(two, &y) ? -1 : 0;
-    if (!shared && x.device == y.device && x.ordinal == y.ordinal && la_meet(x.span, y.span))
-        shared = x.device == LA_CUDA ? may_overlap(&x.array, x.span, &y.array, y.span)
-                                     : shares_in_numpy(x.seen, y.seen);
-    Py_XDECREF(x.seen);
-    Py_XDECREF(y.seen);
-    return shared;
-}
-
 /* ---- streams ---- */
 
 int la_current_stream(la_call *c)
@@ -947,7 +558,5 @@ int la_settle_streams(la_call *c)
 int la_arrays_init(void)
 {
     if (PyArray_ImportNumPyAPI() < 0) return -1;
-    word_untyped_storage = PyUnicode_InternFromString("untyped_storage");
-    if (!word_untyped_storage) return -1;
-    return la_views_init() || la_memory_init() ? -1 : 0;
+    return la_places_init() || la_views_init() || la_memory_init() ? -1 : 0;
 }

@@ -1,5 +1,6 @@
 /* Arrays of any library (NumPy, the exchange table or capsules of DLPack, __cuda_array_interface__)
- * as la_arrays, and outputs back in the library of q: arrays.c, with views.c and memory.c behind it.
+ * as la_arrays, and outputs back in the library of q: arrays.c, places.c and outputs.c, with
+ * views.c and memory.c behind them.
  *
  * Functions that can fail return -1 (or NULL) with an exception set that names the argument. */
 #ifndef LINATTN_ARRAYS_H

@@ -1,4 +1,4 @@
-/* Shared by arrays.c, views.c and memory.c. */
+/* Shared by arrays.c, places.c, outputs.c, views.c and memory.c. */
 #ifndef LINATTN_VIEWS_H
 #define LINATTN_VIEWS_H
 
@@ -18,6 +18,18 @@ typedef struct {
     PyObject *owner; /* what keeps the memory; owned */
 } la_view;
 
+/* NumPy's number of a dtype; -1 for bfloat16 before ml_dtypes is imported. */
+int la_number_in_numpy(la_dtype dtype);
+/* Fill p.array[name] from an array of NumPy whose strides fit. Takes over the reference. */
+void la_describe(la_call *c, la_name name, PyObject *object);
+la_span la_span_of_numpy(PyArrayObject *x);
+/* NumPy's view of host memory. Before ml_dtypes is imported, it sees the bits of a bfloat16. */
+PyObject *la_numpy_over(const la_array *x);
+int la_refuse_read_only(const char *label);
+/* A stride without its sign. */
+static inline int64_t la_distance(int64_t stride) { return stride < 0 ? -stride : stride; }
+
+int la_places_init(void);
 int la_views_init(void);
 /* 1: filled; 0: not an array of any kind; -1: an exception. x->owner is the caller's in each case. */
 int la_view_of(la_call *c, la_name name, PyObject *object, la_view *x);

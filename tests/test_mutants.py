@@ -17,6 +17,7 @@ PATCHES = run.patches()
 ROOMS = (
     "check.c",
     "arrays.c",
+    "places.c",
     "views.c",
     "keywords.c",
     "module.c",
