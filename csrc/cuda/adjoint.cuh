@@ -56,6 +56,135 @@ template <la_decay DECAY, la_rule RULE, int ROWS> struct kahan_rows {
     }
 };
 
+/* The sums of a token over the value columns of a block, by way of shared memory. */
+template <la_decay DECAY, la_rule RULE, int ROWS, bool RARE> struct sums_of_token {
+    adjoint_room<ROWS, RARE> &s;
+    const adjoint_scratch &f;
+    const int64_t first_row; /* of this block's partials: that of token 0 */
+    int turn = 0;            /* which of s.sums is being written */
+
+    /* The part of this warp of a sum of rows. */
+    __device__ __forceinline__ void rows(int which, real (&x)[ROWS])
+    {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = threadIdx.x % PARTS;
+        if constexpr (PARTS == 32) { /* a warp has one column */
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) s.sums[turn][which][warp].part(part)[i] = x[i];
+        } else { /* a warp has four columns */
+            real half[ROWS / 2], own[ROWS / 4];
+            halve<ROWS / 2, 16>(x, half);
+            halve<ROWS / 4, 8>(half, own);
+            const int first = lane / 16 * (ROWS / 2) + lane / 8 % 2 * (ROWS / 4);
+#pragma unroll
+            for (int i = 0; i < ROWS / 4; i++)
+                s.sums[turn][which][warp].part(part)[first + i] = own[i];
+        }
+    }
+    /* The part of this warp of a sum of numbers. */
+    __device__ __forceinline__ void number(number_of_sums which, real x)
+    {
+        const real sum = warp_sum(x);
+        if (threadIdx.x % 32 == 0) s.scalars[turn][which][threadIdx.x / 32] = sum;
+    }
+    /* Add up the parts of the warps for token t, and store them as a partial. */
+    __device__ __forceinline__ void store(int t, bool of_q, bool of_k)
+    {
+        __syncthreads();
+        real *const rows[] = {f.dq, f.dk, f.da, f.dx, f.dy}, *const ones[] = {f.da, f.dbeta,
+                                                                              f.deta};
+        for (int i = threadIdx.x; i < f.kp; i += ADJOINT_THREADS) {
+#pragma unroll
+            for (int row = 0; row < s.SUMS; row++) {
+                if (row == OF_Q ? !of_q : row == OF_K ? !of_k : false) continue;
+                if (!is_summed<DECAY, RULE, RARE>((row_of_sums)row)) continue;
+                real x = 0;
+                for (int w = 0; w < WARPS; w++) x += s.sums[turn][row][w].at(i);
+                rows[row][(first_row + t) * f.kp + i] = x;
+            }
+        }
+#pragma unroll
+        for (int one = 0; one < NUMBERS_OF_SUMS; one++) {
+            if (!is_summed<DECAY, RULE>((number_of_sums)one)) continue;
+            if (threadIdx.x != one || !of_q || !of_k) continue;
+            real x = 0;
+            for (int w = 0; w < WARPS; w++) x += s.scalars[turn][one][w];
+            ones[one][first_row + t] = x;
+        }
+        if (TURNS == 2)
+            turn ^= 1;
+        else
+            __syncthreads();
+    }
+};
+
+/* Noncausal: every token reads what all tokens have written. Pass 0 writes all, pass 1 is the
+ * adjoint of all reads, pass 2 the adjoint of all writes. mine: v has the own column. */
+template <la_decay DECAY, la_rule RULE, int ROWS, bool RARE, typename F>
+__device__ __forceinline__ void
+noncausal_adjoint(const call &c, const gradients &d, const unit &u, batch<ROWS, RARE> &s, int part,
+                  int own_column, int column, bool mine, real (&S)[ROWS], real (&dS)[ROWS],
+                  kahan_rows<DECAY, RULE, ROWS> &kahan,
+                  sums_of_token<DECAY, RULE, ROWS, RARE> &sums, F load_tokens)
+{
+    for (int pass = 0; pass < 3 && !c.causal; pass++) {
+        const int end = min(u.end, pass == 1 ? c.queries : c.keys);
+        for (int t = u.begin; t < end; t += BATCH) {
+            const int n = min((int)BATCH, end - t);
+            load_tokens(t, n, pass == 1);
+            for (int i = 0; i < n; i++) {
+                const real *q = s.q[i].part(part), *k = s.k[i].part(part);
+                const real v = s.v[i][own_column], d_num = s.o[i][own_column];
+                real g[ROWS], before[ROWS], dv = 0;
+#pragma unroll
+                for (int j = 0; j < ROWS; j++) {
+                    before[j] = dS[j];
+                    if (pass == 0) S[j] += k[j] * v;
+                    if (pass == 1) { /* was num = S' q */
+                        g[j] = S[j] * d_num;
+                        dS[j] += q[j] * d_num;
+                    } else { /* was S <- S + k v' */
+                        g[j] = dS[j] * v;
+                        dv += dS[j] * k[j];
+                    }
+                }
+                if (pass == 1) kahan.collect(dS, before, q, d_num, 1);
+                if (pass == 0) continue;
+                dv = parts_sum(dv);
+                if (pass == 2 && mine && part == 0)
+                    store(at(d[LA_DV], u.b, t + i, u.hv, column), d[LA_DV].dtype, dv);
+                sums.rows(pass - 1, g);
+                sums.store(t + i, pass == 1, pass == 2);
+            }
+            kahan.add_to(dS);
+        }
+    }
+}
+
+/* The sum of dbonus over the columns of each warp, then over the warps in their order. */
+template <int ROWS, bool RARE>
+__device__ __forceinline__ void store_bonus(adjoint_room<ROWS, RARE> &s,
+                                            const double (&dbonus)[ROWS], const adjoint_scratch &f,
+                                            int64_t partial)
+{
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = threadIdx.x % PARTS;
+    static_assert(sizeof(s.sums) >= WARPS * ROWS * PARTS * sizeof(double), "their room");
+    double *const of_warps = (double *)&s.sums; /* [WARPS][kp] */
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        const int key = part * ROWS + i;
+        double x = dbonus[i];
+        for (int step = PARTS; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+        if (lane < PARTS && key < f.kp) of_warps[warp * f.kp + key] = x;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < f.kp; i += ADJOINT_THREADS) {
+        double x = 0;
+        for (int w = 0; w < WARPS; w++) x += of_warps[w * f.kp + i];
+        f.dbonus[partial * f.kp + i] = x;
+    }
+}
+
 template <la_decay DECAY, la_rule RULE, int ROWS, bool RARE>
 static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
     adjoint(const __grid_constant__ call c, const __grid_constant__ gradients d,
@@ -133,49 +262,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
 #pragma unroll
     for (int j = 0; j < (PAIR ? ROWS : 0); j++)
         if (c.batch > 1) dM0[j * ADJOINT_THREADS] = 0;
-    int turn = 0; /* which of s.sums is being written */
-    /* Add up the parts of the warps for token t, and store them as a partial. */
-    const auto store_sums = [&](int t, bool of_q, bool of_k) {
-        __syncthreads();
-        real *const rows[] = {f.dq, f.dk, f.da, f.dx, f.dy}, *const ones[] = {f.da, f.dbeta,
-                                                                              f.deta};
-        for (int i = threadIdx.x; i < f.kp; i += ADJOINT_THREADS) {
-#pragma unroll
-            for (int row = 0; row < s.SUMS; row++) {
-                if (row == OF_Q ? !of_q : row == OF_K ? !of_k : false) continue;
-                if (!is_summed<DECAY, RULE, RARE>((row_of_sums)row)) continue;
-                real x = 0;
-                for (int w = 0; w < WARPS; w++) x += s.sums[turn][row][w].at(i);
-                rows[row][(first_row + t) * f.kp + i] = x;
-            }
-        }
-#pragma unroll
-        for (int one = 0; one < NUMBERS_OF_SUMS; one++) {
-            if (!is_summed<DECAY, RULE>((number_of_sums)one)) continue;
-            if (threadIdx.x != one || !of_q || !of_k) continue;
-            real x = 0;
-            for (int w = 0; w < WARPS; w++) x += s.scalars[turn][one][w];
-            ones[one][first_row + t] = x;
-        }
-        if (TURNS == 2)
-            turn ^= 1;
-        else
-            __syncthreads();
-    };
-    const auto sum_rows = [&](int which, real(&x)[ROWS]) {
-        if constexpr (PARTS == 32) { /* a warp has one column */
-#pragma unroll
-            for (int i = 0; i < ROWS; i++) s.sums[turn][which][warp].part(part)[i] = x[i];
-        } else { /* a warp has four columns */
-            real half[ROWS / 2], own[ROWS / 4];
-            halve<ROWS / 2, 16>(x, half);
-            halve<ROWS / 4, 8>(half, own);
-            const int first = lane / 16 * (ROWS / 2) + lane / 8 % 2 * (ROWS / 4);
-#pragma unroll
-            for (int i = 0; i < ROWS / 4; i++)
-                s.sums[turn][which][warp].part(part)[first + i] = own[i];
-        }
-    };
+    sums_of_token<DECAY, RULE, ROWS, RARE> sums = {s, f, first_row};
 
     constexpr bool SUMS_UP = kahan_rows<DECAY, RULE, ROWS>::SUMS_UP;
     kahan_rows<DECAY, RULE, ROWS> kahan;
@@ -187,40 +274,8 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
         load_both(d[LA_DYT], dY);
     }
     if constexpr (is_plain<DECAY, RULE>)
-        /* Noncausal: every token reads what all tokens have written. Pass 0 writes all, pass 1 is
-         * the adjoint of all reads, pass 2 the adjoint of all writes. */
-        for (int pass = 0; pass < 3 && !c.causal; pass++) {
-            const int end = min(u.end, pass == 1 ? c.queries : c.keys);
-            for (int t = u.begin; t < end; t += BATCH) {
-                const int n = min((int)BATCH, end - t);
-                load_tokens(t, n, pass == 1);
-                for (int i = 0; i < n; i++) {
-                    const real *q = s.tokens.q[i].part(part), *k = s.tokens.k[i].part(part);
-                    const real v = s.tokens.v[i][own_column], d_num = s.tokens.o[i][own_column];
-                    real g[ROWS], before[ROWS], dv = 0;
-#pragma unroll
-                    for (int j = 0; j < ROWS; j++) {
-                        before[j] = dS[j];
-                        if (pass == 0) S[j] += k[j] * v;
-                        if (pass == 1) { /* was num = S' q */
-                            g[j] = S[j] * d_num;
-                            dS[j] += q[j] * d_num;
-                        } else { /* was S <- S + k v' */
-                            g[j] = dS[j] * v;
-                            dv += dS[j] * k[j];
-                        }
-                    }
-                    if (pass == 1) kahan.collect(dS, before, q, d_num, 1);
-                    if (pass == 0) continue;
-                    dv = parts_sum(dv);
-                    if (pass == 2 && mine && part == 0)
-                        store(at(d[LA_DV], u.b, t + i, u.hv, column), d[LA_DV].dtype, dv);
-                    sum_rows(pass - 1, g);
-                    store_sums(t + i, pass == 1, pass == 2);
-                }
-                kahan.add_to(dS);
-            }
-        }
+        noncausal_adjoint(c, d, u, s.tokens, part, own_column, column, mine, S, dS, kahan, sums,
+                          load_tokens);
     /* The segments forwards: each keeps the state before it, and the last one keeps all its states.
      * Then the segments backwards: each but the last first recomputes all its states. */
     const int segments = c.causal ? (u.end - u.begin + f.M - 1) / f.M : 0;
@@ -274,49 +329,24 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
                 kahan.collect(dS, before, x.q, s.tokens.o[i][own_column], x.a[0]);
                 if (mine && part == 0)
                     store(at(d[LA_DV], u.b, t + i, u.hv, column), d[LA_DV].dtype, dv);
-                sum_rows(OF_Q, gq);
-                sum_rows(OF_K, gk);
-                if constexpr (DECAY == LA_KEY) sum_rows(OF_A, ga);
-                if constexpr (OWN_X) sum_rows(OF_X, gx);
-                if constexpr (RULE == LA_DPLR) sum_rows(OF_Y, gy);
+                sums.rows(OF_Q, gq);
+                sums.rows(OF_K, gk);
+                if constexpr (DECAY == LA_KEY) sums.rows(OF_A, ga);
+                if constexpr (OWN_X) sums.rows(OF_X, gx);
+                if constexpr (RULE == LA_DPLR) sums.rows(OF_Y, gy);
                 if constexpr (RULE == LA_BONUS)
 #pragma unroll
                     for (int j = 0; j < ROWS; j++) dbonus[j] += gbonus[j];
-                if (DECAY == LA_TOKEN || PAIR) {
-                    const real sum = warp_sum(ga[0]);
-                    if (lane == 0) s.scalars[turn][OF_SCALAR][warp] = sum;
-                }
-                if (RULE == LA_DELTA) {
-                    const real sum = warp_sum(part == 0 ? gb : 0);
-                    if (lane == 0) s.scalars[turn][OF_BETA][warp] = sum;
-                }
-                if (PAIR) {
-                    const real sum = warp_sum(geta);
-                    if (lane == 0) s.scalars[turn][OF_ETA][warp] = sum;
-                }
-                store_sums(t + i, true, true);
+                if (DECAY == LA_TOKEN || PAIR) sums.number(OF_SCALAR, ga[0]);
+                if (RULE == LA_DELTA) sums.number(OF_BETA, part == 0 ? gb : 0);
+                if (PAIR) sums.number(OF_ETA, geta);
+                sums.store(t + i, true, true);
             }
             kahan.add_to(dS);
         }
     }
-    if constexpr (RULE == LA_BONUS) { /* the columns of each warp, then the warps in their order */
-        static_assert(sizeof(s.sums) >= WARPS * ROWS * PARTS * sizeof(double), "their room");
-        double *const of_warps = (double *)&s.sums; /* [WARPS][kp] */
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            const int key = part * ROWS + i;
-            double x = dbonus[i];
-            for (int step = PARTS; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
-            if (lane < PARTS && key < f.kp) of_warps[warp * f.kp + key] = x;
-        }
-        __syncthreads();
-        for (int i = threadIdx.x; i < f.kp; i += ADJOINT_THREADS) {
-            double x = 0;
-            for (int w = 0; w < WARPS; w++) x += of_warps[w * f.kp + i];
-            f.dbonus[((int64_t)u.n * f.heads * f.tiles + partial) * f.kp + i] = x;
-        }
-    }
+    if constexpr (RULE == LA_BONUS)
+        store_bonus(s, dbonus, f, (int64_t)u.n * f.heads * f.tiles + partial);
     const auto store_both = [&](const view &to, const real *x) {
         if (!to.data || !mine) return;
 #pragma unroll
