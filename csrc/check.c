@@ -1,6 +1,6 @@
 /* The only code that knows which arrays an op has, which shapes and dtypes are right, and how to
- * say that something is wrong. It serves every device: it reads no array but cu_seqlens and
- * state_indices, and these only where they lie on the host. */
+ * say that something is wrong, by the tables of tables.c. It serves every device: it reads no array
+ * but cu_seqlens and state_indices, and these only where they lie on the host. */
 #include "linattn.h"
 #include "text.h"
 
@@ -9,108 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* ---- the table, as data ---- */
-
-const la_variant la_variants[LA_OPS] = {
-#define PLAIN false
-#define NORMALISER true
-#define LA_VARIANT(name, decay, rule, z) {#name, LA_##decay, LA_##rule, LA_##decay##_##rule, z},
-#include "variants.def"
-#undef PLAIN
-#undef NORMALISER
-};
-
-const char *const la_decay_names[LA_DECAYS] = {[LA_NONE] = "none",
-                                               [LA_HEAD] = "head",
-                                               [LA_TOKEN] = "token",
-                                               [LA_KEY] = "key",
-                                               [LA_PAIR] = "pair"};
-
-const char *const la_rule_names[LA_RULES] = {
-    [LA_ADDITIVE] = "additive", [LA_DELTA] = "delta", [LA_DPLR] = "dplr", [LA_BONUS] = "bonus"};
-
-const char *const la_dtype_names[LA_DTYPES] = {
-    [LA_F64] = "float64",   [LA_F32] = "float32", [LA_F16] = "float16",
-    [LA_BF16] = "bfloat16", [LA_I64] = "int64",   [LA_I32] = "int32",
-};
-
-/* ---- arrays: the table, names and letters ---- */
-
-enum {
-    IN_F = 1 << LA_FORWARD,
-    IN_S = 1 << LA_STEP,
-    IN_B = 1 << LA_BACKWARD,
-    IN_FS = IN_F | IN_S,
-    IN_FB = IN_F | IN_B,
-    IN_FSB = IN_F | IN_S | IN_B
-};
-
-/* arrays.def's words that mean something else in C, or in linattn.h. */
-#define LA_PART_ALWAYS LA_ALWAYS
-#define LA_PART_DECAY LA_DECAY_OPS
-#define LA_PART_DELTA LA_DELTA_OPS
-#define LA_PART_PREDICTS LA_PREDICTS
-#define LA_PART_DPLR LA_DPLR_OPS
-#define LA_PART_BONUS LA_BONUS_OPS
-#define LA_PART_PAIR LA_PAIR_OPS
-#define LA_PART_WEIGHED LA_WEIGHED
-#define LA_PART_GATED LA_GATED
-#define LA_PART_NORMALISED LA_NORMALISED
-#define LABELS(label) {label, label "[0]", label "[1]"}
-#define IS_OUTPUT(role) (LA_##role == LA_OUTPUT)
-
-const la_array_row la_array_rows[LA_ARRAYS] = {
-#define LA_ARRAY(name, label, letters, passes, role, dtype, part, needed, gradient) \
-    [LA_##name] = {LABELS(label),  letters,     LA_##role, LA_DTYPE_##dtype, \
-                   LA_PART_##part, LA_##needed, LA_##name}, \
-    [LA_D##name] = {LABELS(gradient), letters,        IS_OUTPUT(role) ? LA_INPUT : LA_OUTPUT, \
-                    LA_DTYPE_##dtype, LA_PART_##part, IS_OUTPUT(role) ? LA_##needed : LA_OPTIONAL, \
-                    LA_##name},
-#define LA_INDEX(name, label, letters, passes) \
-    [LA_##name] = {LABELS(label), letters,     LA_INPUT, LA_DTYPE_INTEGER, \
-                   LA_ALWAYS,     LA_OPTIONAL, LA_##name},
-#include "arrays.def"
-};
-
-_Static_assert(LA_ARRAYS <= 64, "a la_set has a bit per array");
-#define BIT(name, condition) | ((condition) ? (la_set)1 << LA_##name : 0)
-
-/* clang-format off */
-const la_set la_read[] = {
-#define LA_INDEX(name, label, letters, passes) BIT(name, IN_##passes & IN_F)
-#define LA_ARRAY(name, label, letters, passes, role, ...) BIT(name, IN_##passes & IN_F && !IS_OUTPUT(role))
-    [LA_FORWARD] = 0
-#include "arrays.def"
-    ,
-#define LA_INDEX(name, label, letters, passes) BIT(name, IN_##passes & IN_S)
-#define LA_ARRAY(name, label, letters, passes, role, ...) BIT(name, IN_##passes & IN_S && !IS_OUTPUT(role))
-    [LA_STEP] = 0
-#include "arrays.def"
-    ,
-#define LA_INDEX(name, label, letters, passes) BIT(name, IN_##passes & IN_B)
-#define LA_ARRAY(name, label, letters, passes, role, ...) \
-    BIT(name, IN_##passes & IN_B && !IS_OUTPUT(role)) BIT(D##name, IS_OUTPUT(role))
-    [LA_BACKWARD] = 0
-#include "arrays.def"
-};
-
-const la_set la_written[] = {
-#define LA_INDEX(...)
-#define LA_ARRAY(name, label, letters, passes, role, ...) BIT(name, IN_##passes & IN_F && IS_OUTPUT(role))
-    [LA_FORWARD] = 0
-#include "arrays.def"
-    ,
-#define LA_INDEX(...)
-#define LA_ARRAY(name, label, letters, passes, role, ...) BIT(name, IN_##passes & IN_S && LA_##role != LA_INPUT)
-    [LA_STEP] = 0
-#include "arrays.def"
-    ,
-#define LA_INDEX(...)
-#define LA_ARRAY(name, label, letters, passes, role, ...) BIT(D##name, IN_##passes & IN_B && !IS_OUTPUT(role))
-    [LA_BACKWARD] = 0
-#include "arrays.def"
-};
-/* clang-format on */
+/* ---- names and letters ---- */
 
 /* How the decay is given decides what it is called. */
 static const char *gate_name(const la_problem *p)
