@@ -42,6 +42,130 @@ template <int N> __device__ __forceinline__ bool f16_nonfinite(const uint32_t (&
     return (*(const uint32_t *)&sum & 0x7fff7fff) != 0;
 }
 
+/* As if the chunk ended before the first token with a NaN or an infinity: L, A and the strengths
+ * are zeros from it on. x: the sums of X, whose block on the diagonal is own_sums. by: minus the
+ * strengths of the two rows of this thread. found: the first token of the block whose gates have
+ * one. */
+template <bool NORMED, typename room>
+__device__ __forceinline__ void check_chunk(room &s, int slot, const seat &at, int n, int found,
+                                            float (&x)[8][4], float (&own_sums)[2][4], float2 &by)
+{
+    const gates_of_chunk &g = s.gates[slot];
+    /* Products of a key and itself that are far from too large, as are the strengths: so are the
+     * numbers of X then. A NaN is none of them. */
+    const bool first = at.row == at.pair, second = at.row == at.pair + 1;
+    const float top = first ? own_sums[0][0] : second ? own_sums[0][1] : 0;
+    const float low = first ? own_sums[1][2] : second ? own_sums[1][3] : 0;
+    const int row = at.warp * BLOCK + at.row;
+    int nonfinite = found;
+    if (!(low < MOST_SQUARE && fabsf(by.y) < MOST_STRENGTH)) nonfinite = min(nonfinite, row + 8);
+    if (!(top < MOST_SQUARE && fabsf(by.x) < MOST_STRENGTH)) nonfinite = min(nonfinite, row);
+    if (__builtin_expect(any_of_group(nonfinite < n), 0)) {
+        if (nonfinite < n) atomicMin(s.nonfinite_solve + slot, nonfinite);
+        group_waits();
+        const int rows = s.nonfinite_solve[slot];
+        zero_rows(x, row, rows);
+        own_block(x, at.warp, own_sums);
+        if (row >= rows) by.x = 0;
+        if (row + 8 >= rows) by.y = 0;
+        if (at.thread < C && at.thread >= rows) s.gates[slot].beta[at.thread] = 0;
+        group_waits();
+    }
+    /* A token takes S to a (I - b k k') S. The matrix in brackets makes no column longer if
+     * b k'k is between 0 and 2. */
+    if constexpr (room::apart) {
+        float2 square = make_float2(top, low);
+        if (NORMED) {
+            const float x = g.of_key[row], y = g.of_key[row + 8];
+            square = make_float2(top * x * x, low * y * y);
+        }
+        const float from = -fmaxf(by.x, by.y), to = -fminf(by.x * square.x, by.y * square.y);
+        if (__builtin_expect(!(from >= 0 && to <= 2), 0)) s.expands[slot] = 1;
+    }
+}
+
+/* T = (I + L)^-1 of the block on the diagonal, which goes to shared memory too. lower: -L of the
+ * block. It is inverted in quarters. Those on its diagonal are inverted by substitution: a lane has
+ * a row y, and y (I + L) = e. */
+template <typename room>
+__device__ __forceinline__ left invert_own_block(room &s, const seat &at, uint32_t T,
+                                                 uint32_t T_columns, const float (&lower)[2][4])
+{
+    const uint32_t quarter = pack_f16(lower[0][2], lower[0][3]); /* -L of the one below */
+    *(float2 *)&s.lower[at.warp][0][at.row][at.pair] = make_float2(lower[0][0], lower[0][1]);
+    *(float2 *)&s.lower[at.warp][1][at.row][at.pair] = make_float2(lower[1][2], lower[1][3]);
+    __syncwarp();
+    float y[8];
+    const int own_row = at.lane % BLOCK;
+#pragma unroll
+    for (int j = 0; j < 8; j++) y[j] = j == at.lane % 8;
+#pragma unroll
+    for (int j = 7; j > 0; j--)
+#pragma unroll
+        for (int i = 0; i < j; i += 4) {
+            const float4 z = *(const float4 *)&s.lower[at.warp][own_row / 8][j][i];
+            y[i] += y[j] * z.x;
+            if (i + 1 < j) y[i + 1] += y[j] * z.y;
+            if (i + 2 < j) y[i + 2] += y[j] * z.z;
+            if (i + 3 < j) y[i + 3] += y[j] * z.w;
+        }
+    if (at.lane < BLOCK)
+        *(uint4 *)(s.inverse_f16 + piece_at(at.warp * BLOCK + own_row, at.warp * 2 + own_row / 8)) =
+            make_uint4(pack_f16(y[0], y[1]), pack_f16(y[2], y[3]), pack_f16(y[4], y[5]),
+                       pack_f16(y[6], y[7]));
+    __syncwarp();
+    left own = load_left(T, at.warp * BLOCK, at.warp * BLOCK);
+    {
+        float sum[4] = {}, below[4] = {};
+        const right of = load_right(T_columns, at.warp * BLOCK, at.warp * BLOCK);
+        multiply_f16(sum, {{0, quarter, 0, 0}}, of.x[0], 0);
+        own.x[1] = 0;
+        multiply_f16(below, own, 0, transpose(pack_f16(sum[2], sum[3])));
+        own.x[1] = pack_f16(below[2], below[3]);
+    }
+    __syncwarp();
+    *(uint32_t *)(s.inverse_f16 +
+                  element_at(at.warp * BLOCK + 8 + at.row, at.warp * BLOCK + at.pair)) = own.x[1];
+    return own;
+}
+
+/* The decays from the two rows of this thread to the end of the chunk. */
+template <la_decay DECAY>
+__device__ __forceinline__ float2 decays_to_end(const gates_of_chunk &g, const seat &at)
+{
+    float2 out = make_float2(1, 1);
+    if (DECAY == LA_TOKEN) {
+        out.x = g.within[at.warp][BLOCK - 1][at.row];
+        out.y = g.within[at.warp][BLOCK - 1][at.row + 8];
+#pragma unroll
+        for (int j = 1; j < OF_CHUNK; j++)
+            if (j > at.warp) out = make_float2(out.x * g.block[j], out.y * g.block[j]);
+    }
+    return out;
+}
+
+/* Block (I of this warp, J) of T times beta is that of A. Times the decays to the end, too, it is
+ * that of A~. */
+template <typename room>
+__device__ __forceinline__ void put_block(room &s, const gates_of_chunk &g, const seat &at,
+                                          const float2 to_end, const left &block, int J)
+{
+    left A, ended;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float2 beta = *(const float2 *)(g.beta + J * BLOCK + e / 2 * 8 + at.pair);
+        float2 z = __half22float2(*(const __half2 *)&block.x[e]);
+        z = make_float2(z.x * beta.x, z.y * beta.y);
+        A.x[e] = pack(z.x, z.y);
+        const float of_row = e % 2 ? to_end.y : to_end.x;
+        ended.x[e] = pack(z.x * of_row, z.y * of_row);
+    }
+    store_matrices(
+        address_of(s.inverse) + block_at(lane_with_columns(0), at.warp * BLOCK, J * BLOCK), A.x);
+    store_matrices_transposed(
+        address_of(s.ended) + block_at(lane_with_rows(0), J * BLOCK, at.warp * BLOCK), ended.x);
+}
+
 /* A and A~ of every chunk. A warp has 16 rows. */
 template <int KP, la_decay DECAY, bool NORMED, typename room>
 __device__ __forceinline__ void solve_chunks(room &s)
@@ -83,43 +207,7 @@ __device__ __forceinline__ void solve_chunks(room &s)
         products_in(x);
         float own_sums[2][4];
         own_block(x, at.warp, own_sums);
-        /* Products of a key and itself that are far from too large, as are the strengths: so are
-         * the numbers of X then. A NaN is none of them. */
-        {
-            const bool first = at.row == at.pair, second = at.row == at.pair + 1;
-            const float top = first ? own_sums[0][0] : second ? own_sums[0][1] : 0;
-            const float low = first ? own_sums[1][2] : second ? own_sums[1][3] : 0;
-            const int row = at.warp * BLOCK + at.row;
-            int nonfinite = found;
-            if (!(low < MOST_SQUARE && fabsf(by.y) < MOST_STRENGTH))
-                nonfinite = min(nonfinite, row + 8);
-            if (!(top < MOST_SQUARE && fabsf(by.x) < MOST_STRENGTH))
-                nonfinite = min(nonfinite, row);
-            if (__builtin_expect(any_of_group(nonfinite < n), 0)) {
-                /* L, A and the strengths are zeros from it on */
-                if (nonfinite < n) atomicMin(s.nonfinite_solve + slot, nonfinite);
-                group_waits();
-                const int rows = s.nonfinite_solve[slot];
-                zero_rows(x, row, rows);
-                own_block(x, at.warp, own_sums);
-                if (row >= rows) by.x = 0;
-                if (row + 8 >= rows) by.y = 0;
-                if (at.thread < C && at.thread >= rows) s.gates[slot].beta[at.thread] = 0;
-                group_waits();
-            }
-            /* A token takes S to a (I - b k k') S. The matrix in brackets makes no column longer if
-             * b k'k is between 0 and 2. */
-            if constexpr (room::apart) {
-                float2 square = make_float2(top, low);
-                if (NORMED) {
-                    const float x = g.of_key[row], y = g.of_key[row + 8];
-                    square = make_float2(top * x * x, low * y * y);
-                }
-                const float from = -fmaxf(by.x, by.y),
-                            to = -fminf(by.x * square.x, by.y * square.y);
-                if (__builtin_expect(!(from >= 0 && to <= 2), 0)) s.expands[slot] = 1;
-            }
-        }
+        check_chunk<NORMED>(s, slot, at, n, found, x, own_sums, by);
         if (NORMED) {
             by.x *= g.of_key[at.warp * BLOCK + at.row];
             by.y *= g.of_key[at.warp * BLOCK + at.row + 8];
@@ -127,80 +215,12 @@ __device__ __forceinline__ void solve_chunks(room &s)
         left L[OF_CHUNK - 1]; /* -L of the blocks before the one on the diagonal */
         scale_blocks<DECAY, false>(x, g, by,
                                    [&](int J, const float(&p)[2][4]) { L[J] = as_left_f16(p); });
-        /* The block on the diagonal in quarters. Those on its diagonal are inverted by
-         * substitution: a lane has a row y, and y (I + L) = e. */
-        uint32_t quarter; /* -L of the one below */
-        bool bad = false;
-        {
-            auto &own = own_sums;
-            scale_own_block<DECAY, true>(own, g, by);
-            quarter = pack_f16(own[0][2], own[0][3]);
-            *(float2 *)&s.lower[at.warp][0][at.row][at.pair] = make_float2(own[0][0], own[0][1]);
-            *(float2 *)&s.lower[at.warp][1][at.row][at.pair] = make_float2(own[1][2], own[1][3]);
-        }
-        __syncwarp();
-        float y[8];
-        const int own_row = at.lane % BLOCK;
-#pragma unroll
-        for (int j = 0; j < 8; j++) y[j] = j == at.lane % 8;
-#pragma unroll
-        for (int j = 7; j > 0; j--)
-#pragma unroll
-            for (int i = 0; i < j; i += 4) {
-                const float4 z = *(const float4 *)&s.lower[at.warp][own_row / 8][j][i];
-                y[i] += y[j] * z.x;
-                if (i + 1 < j) y[i + 1] += y[j] * z.y;
-                if (i + 2 < j) y[i + 2] += y[j] * z.z;
-                if (i + 3 < j) y[i + 3] += y[j] * z.w;
-            }
-        if (at.lane < BLOCK)
-            *(uint4 *)(s.inverse_f16 +
-                       piece_at(at.warp * BLOCK + own_row, at.warp * 2 + own_row / 8)) =
-                make_uint4(pack_f16(y[0], y[1]), pack_f16(y[2], y[3]), pack_f16(y[4], y[5]),
-                           pack_f16(y[6], y[7]));
-        __syncwarp();
-        left own = load_left(T, at.warp * BLOCK, at.warp * BLOCK); /* T of the block */
-        {
-            float sum[4] = {}, below[4] = {};
-            const right of = load_right(T_columns, at.warp * BLOCK, at.warp * BLOCK);
-            multiply_f16(sum, {{0, quarter, 0, 0}}, of.x[0], 0);
-            own.x[1] = 0;
-            multiply_f16(below, own, 0, transpose(pack_f16(sum[2], sum[3])));
-            own.x[1] = pack_f16(below[2], below[3]);
-        }
-        __syncwarp();
-        *(uint32_t *)(s.inverse_f16 + element_at(at.warp * BLOCK + 8 + at.row,
-                                                 at.warp * BLOCK + at.pair)) = own.x[1];
-        bad |= f16_nonfinite(own.x);
+        scale_own_block<DECAY, true>(own_sums, g, by);
+        left own = invert_own_block(s, at, T, T_columns, own_sums); /* T of the block */
+        bool bad = f16_nonfinite(own.x);
 
-        /* block (I of this warp, J) of T, times beta: of A; times the decays to the end, too: of
-         * A~ */
-        float2 out = make_float2(1, 1); /* of the two rows of this thread */
-        if (DECAY == LA_TOKEN) {
-            out.x = g.within[at.warp][BLOCK - 1][at.row];
-            out.y = g.within[at.warp][BLOCK - 1][at.row + 8];
-#pragma unroll
-            for (int j = 1; j < OF_CHUNK; j++)
-                if (j > at.warp) out = make_float2(out.x * g.block[j], out.y * g.block[j]);
-        }
-        const auto put = [&](const left &block, int J) {
-            left A, ended;
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float2 beta = *(const float2 *)(g.beta + J * BLOCK + e / 2 * 8 + at.pair);
-                float2 z = __half22float2(*(const __half2 *)&block.x[e]);
-                z = make_float2(z.x * beta.x, z.y * beta.y);
-                A.x[e] = pack(z.x, z.y);
-                const float of_row = e % 2 ? out.y : out.x;
-                ended.x[e] = pack(z.x * of_row, z.y * of_row);
-            }
-            store_matrices(address_of(s.inverse) +
-                               block_at(lane_with_columns(0), at.warp * BLOCK, J * BLOCK),
-                           A.x);
-            store_matrices_transposed(address_of(s.ended) +
-                                          block_at(lane_with_rows(0), J * BLOCK, at.warp * BLOCK),
-                                      ended.x);
-        };
+        const float2 to_end = decays_to_end<DECAY>(g, at);
+        const auto put = [&](const left &block, int J) { put_block(s, g, at, to_end, block, J); };
         const auto others_see = [] {
             stores_before_copies();
             group_waits();
