@@ -29,7 +29,81 @@ template <int KP, la_rule RULE> constexpr int scalar_room_bytes(bool with_x)
 
 /* Blocks of 16 x 16 on and below the diagonal: Q K' has ten, X K' has ten. Warp w takes those of
  * row w of Q K' and of row 3 - w of X K'. These are w + 1 and 4 - w: five for every warp. X is K
- * unless the caller gave x. */
+ * unless the caller gave x. The products of a token with itself show whether it has a NaN or an
+ * infinity. */
+template <int KP, la_rule RULE>
+__device__ __forceinline__ void multiply_rows(float (&x)[5][2][4], scalar_room<KP, RULE> &s,
+                                              const char *x_tile)
+{
+    const int warp = threadIdx.x / 32;
+    const uint32_t look_tile = address_of(x_tile), q_tile = address_of(s.q);
+    const uint32_t k_rows = lane_with_rows(address_of(s.k));
+#pragma unroll
+    for (int i = 0; i < KP; i += 16) {
+        const operand of_q = load_operand(q_tile, warp * 16, i);
+        operand of_x;
+        if (RULE == LA_DELTA) of_x = load_operand(look_tile, (3 - warp) * 16, i);
+#pragma unroll
+        for (int j = 0; j < 5; j++) {
+            const bool scores = j <= warp;
+            if (RULE == LA_ADDITIVE && !scores) continue;
+            operand of = of_q;
+            if (RULE == LA_DELTA && !scores) of = of_x;
+            multiply_with_rows(x[j][0], x[j][1], of, k_rows, (scores ? j : 4 - j) * 16, i);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 5; j++)
+        if (j == warp || (RULE == LA_DELTA && j == warp + 1)) { /* on the diagonal */
+            const int row =
+                min(nonfinite_on_diagonal(x[j][0], 0), nonfinite_on_diagonal(x[j][1], 8));
+            if (row < C) atomicMin(s.nonfinite, (j == warp ? warp : 3 - warp) * 16 + row);
+        }
+}
+
+/* G_ij is the decay from after token j through token i. A thread has a column. out, unless NULL:
+ * the decays to the end of the chunk, with weights times these. */
+template <int KP, la_rule RULE>
+__device__ __forceinline__ void find_G(scalar_room<KP, RULE> &s, bool weighs, float *out)
+{
+    const int j = threadIdx.x;
+    float g = 1;
+    s.G[j * LD_PAIRS + j] = 1;
+#pragma unroll 4
+    for (int i = j / 32 * 32; i < C; i += 4) {
+        const float4 of = *(const float4 *)(s.a + i);
+        const float four[4] = {of.x, of.y, of.z, of.w};
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (i + e > j) s.G[(i + e) * LD_PAIRS + j] = g *= four[e];
+    }
+    if (weighs) g *= s.beta[j];
+    if (out) out[j] = g;
+}
+
+/* - L of this warp's row of blocks, without beta. back: row i has the decays of row i - back. */
+template <int KP>
+__device__ __forceinline__ void put_lower(scalar_room<KP, LA_DELTA> &s, const float (&x)[5][2][4],
+                                          bool decays, int back, int first_row, int first_pair)
+{
+    const int warp = threadIdx.x / 32;
+#pragma unroll
+    for (int j = 0; j < 5; j++) {
+        if (j <= warp) continue;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int row = (3 - warp) * 16 + e / 2 * 8 + first_row;
+            const int column = (4 - j) * 16 + e % 2 * 8 + first_pair;
+            const float2 g = decays
+                                 ? *(const float2 *)(s.G + max(row - back, 0) * LD_PAIRS + column)
+                                 : make_float2(1, 1);
+            const float y = x[j][e % 2][e / 2 * 2], z = x[j][e % 2][e / 2 * 2 + 1];
+            put_pair(s.tile + element_at(row, column), column < row ? -y * g.x : 0,
+                     column + 1 < row ? -z * g.y : 0);
+        }
+    }
+}
+
 template <int KP, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
                                                   : RULE == LA_DELTA      ? 4
@@ -77,30 +151,8 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
         }
 
     float x[5][2][4] = {};
-    const uint32_t look_tile = address_of(x_tile ? x_tile : s.k), q_tile = address_of(s.q);
-    const uint32_t k_rows = lane_with_rows(address_of(s.k));
+    multiply_rows(x, s, x_tile ? x_tile : s.k);
     const int back = c.predicts_before; /* row i of L has row i - 1 of G */
-#pragma unroll
-    for (int i = 0; i < KP; i += 16) {
-        const operand of_q = load_operand(q_tile, warp * 16, i);
-        operand of_x;
-        if (RULE == LA_DELTA) of_x = load_operand(look_tile, (3 - warp) * 16, i);
-#pragma unroll
-        for (int j = 0; j < 5; j++) {
-            const bool scores = j <= warp;
-            if (RULE == LA_ADDITIVE && !scores) continue;
-            operand of = of_q;
-            if (RULE == LA_DELTA && !scores) of = of_x;
-            multiply_with_rows(x[j][0], x[j][1], of, k_rows, (scores ? j : 4 - j) * 16, i);
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < 5; j++)
-        if (j == warp || (RULE == LA_DELTA && j == warp + 1)) { /* on the diagonal */
-            const int row =
-                min(nonfinite_on_diagonal(x[j][0], 0), nonfinite_on_diagonal(x[j][1], 8));
-            if (row < C) atomicMin(s.nonfinite, (j == warp ? warp : 3 - warp) * 16 + row);
-        }
     __syncthreads();
     clear_above<THREADS>(s.tile);
     if (RULE == LA_DELTA) clear_pairs(s.L);
@@ -133,22 +185,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
             *(float2 *)(w.z + place * KP + threadIdx.x * 2) = all_keys;
         if (hv + 1 < (h + 1) * group) load_gates(hv + 1);
 
-        /* G: a thread has a column */
-        if (c.x[LA_G].data && threadIdx.x < C) {
-            const int j = threadIdx.x;
-            float g = 1;
-            s.G[j * LD_PAIRS + j] = 1;
-#pragma unroll 4
-            for (int i = j / 32 * 32; i < C; i += 4) {
-                const float4 of = *(const float4 *)(s.a + i);
-                const float four[4] = {of.x, of.y, of.z, of.w};
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (i + e > j) s.G[(i + e) * LD_PAIRS + j] = g *= four[e];
-            }
-            if (weighs) g *= s.beta[j];
-            if (w.out) w.out[place * C + j] = g;
-        }
+        if (c.x[LA_G].data && threadIdx.x < C) find_G(s, weighs, w.out ? w.out + place * C : NULL);
         __syncthreads();
         if (w.in && threadIdx.x < C)
             w.in[place * C + threadIdx.x] = s.a[0] * s.G[threadIdx.x * LD_PAIRS];
@@ -216,22 +253,7 @@ __global__ void __launch_bounds__(SCALAR_THREADS, KP > 128 || PLANES == 2 ? 3
         if constexpr (RULE == LA_DELTA) {
             invert(s.L, s.room);
             if (w.lower) { /* gradients follow: - L, then - M */
-#pragma unroll
-                for (int j = 0; j < 5; j++) {
-                    if (j <= warp) continue;
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const int row = (3 - warp) * 16 + e / 2 * 8 + first_row;
-                        const int column = (4 - j) * 16 + e % 2 * 8 + first_pair;
-                        const float2 g =
-                            c.x[LA_G].data
-                                ? *(const float2 *)(s.G + max(row - back, 0) * LD_PAIRS + column)
-                                : make_float2(1, 1);
-                        const float y = x[j][e % 2][e / 2 * 2], z = x[j][e % 2][e / 2 * 2 + 1];
-                        put_pair(s.tile + element_at(row, column), column < row ? -y * g.x : 0,
-                                 column + 1 < row ? -z * g.y : 0);
-                    }
-                }
+                put_lower(s, x, c.x[LA_G].data, back, first_row, first_pair);
                 __syncthreads();
                 multiply_with_inverse(s.tile, s.L);
                 __syncthreads();
