@@ -374,6 +374,16 @@ __device__ __forceinline__ int nonfinite_of_block(const float (&x)[2][4], int I)
     return found < C ? I * TOKENS_OF_BLOCK + found : C;
 }
 
+/* The first token with a NaN or an infinity that a thread of the block has found, or C. All threads
+ * call this, and get the same. */
+template <int KP> __device__ __forceinline__ int share_nonfinite(int found, decays_of_chunk<KP> &s)
+{
+    if (!__syncthreads_or(found < C)) return C;
+    atomicMin(&s.nonfinite, found);
+    __syncthreads();
+    return s.nonfinite;
+}
+
 /* Sums of a block of 16 x 16, packed, to a tile. */
 __device__ __forceinline__ void store_block(char *tile, int row, int column, const float (&x)[2][4])
 {

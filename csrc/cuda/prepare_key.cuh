@@ -54,6 +54,91 @@ template <int KP, typename room> __device__ __forceinline__ void find_own(room &
     if (threadIdx.x % SHARE == 0) s.own[row] = own;
 }
 
+/* The rows times their decays, in place. Here prepare leaves those that the state sees, those that
+ * it takes, and the decay of the chunk. early: the rows of q, under the delta rule those of x, come
+ * before the decay of their token. Returns whether a number is too large for the elements. */
+template <int KP, la_rule RULE>
+__device__ __forceinline__ bool scale_rows(key_room<KP, RULE> &s, const chunks &w, int place,
+                                           const lane_decays &x, float scale, bool has_x,
+                                           bool early)
+{
+    constexpr bool delta = RULE == LA_DELTA;
+    const int64_t keys = (int64_t)place * tile_bytes(KP);
+    const float2 after = decays_between<KP>(s.decays, x.key, x.block + 1, BLOCKS_OF_TOKENS);
+    const float2 before = decays_between<KP>(s.decays, x.key, 0, x.block);
+    const float2 scaled = before * make_float2(scale, scale);
+    bool large;
+    if (!delta && early)
+        large = scale_reads<true>(x, scaled, s.q, s.q, w.q + keys);
+    else
+        large = scale_reads<false>(x, scaled, s.q, s.q, w.q + keys);
+    if constexpr (delta) {
+        const char *const from = has_x ? s.x : s.k;
+        if (early)
+            scale_reads<true>(x, before, from, s.x, w.k + keys);
+        else
+            scale_reads<false>(x, before, from, s.x, w.k + keys);
+    }
+    large |= scale_writes(x, after, {{s.k, s.near, w.kt + keys}});
+    if (x.block == 0)
+        *(float2 *)(w.total + (int64_t)place * KP + x.key) =
+            after * *(const float2 *)&s.decays.t[x.key];
+    return large;
+}
+
+/* Rows I of the products of x and k, `sums`, become those of L: strictly below the diagonal, times
+ * beta. keeps: gradients follow, and s.tile gets them without beta, as -L. */
+template <int KP>
+__device__ __forceinline__ void put_lower(key_room<KP, LA_DELTA> &s, sums_of_blocks &sums, int I,
+                                          int nonfinite, bool keeps)
+{
+    const int row = I * TOKENS_OF_BLOCK + threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
+    if (keeps) clear_rows_above(s.tile, I);
+#pragma unroll
+    for (int back = 0; back < BLOCKS_OF_TOKENS; back++) {
+        if (back > I) continue;
+        const int first = (I - back) * TOKENS_OF_BLOCK;
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            float &y = sums[back][e / 4][e % 4];
+            const int here = row + e % 4 / 2 * 8, column = first + pair + e / 4 * 8 + e % 2;
+            y = here < nonfinite && (back || column < here) ? -y : 0;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int here = row + e % 2 * 8;
+            const float2 y =
+                make_float2(sums[back][e / 2][e % 2 * 2], sums[back][e / 2][e % 2 * 2 + 1]);
+            const float beta = here < nonfinite ? -s.beta[here] : 0;
+            *(float2 *)&s.L[here * LD + first + pair + e / 2 * 8] =
+                make_float2(beta * y.x, beta * y.y);
+        }
+        if (keeps) store_block(s.tile, I * TOKENS_OF_BLOCK, first, sums[back]);
+    }
+}
+
+/* Rows I of A = (I + L)^-1 diag(beta) as a tile. */
+template <int KP>
+__device__ __forceinline__ void put_inverse(key_room<KP, LA_DELTA> &s, int I, int nonfinite)
+{
+    const int row = I * TOKENS_OF_BLOCK + threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
+    clear_rows_above(s.tile, I);
+    for (int J = 0; J <= I; J++) {
+        float A[2][4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const int column = J * TOKENS_OF_BLOCK + pair + e / 2 * 8;
+            float2 beta = *(const float2 *)(s.beta + column);
+            if (column >= nonfinite) beta.x = 0;
+            if (column + 1 >= nonfinite) beta.y = 0;
+            const float2 y = *(const float2 *)&s.L[(row + e % 2 * 8) * LD + column] * beta;
+            A[e / 2][e % 2 * 2] = y.x;
+            A[e / 2][e % 2 * 2 + 1] = y.y;
+        }
+        store_block(s.tile, I * TOKENS_OF_BLOCK, J * TOKENS_OF_BLOCK, A);
+    }
+}
+
 /* With a bonus q reads before the decay of its token, and the diagonal of P is q . (bonus k). Under
  * the delta rule x may look before that decay. */
 template <int KP, la_rule RULE, typename = element>
@@ -118,30 +203,7 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
                                s.pairs[which][x.block]);
         }
 
-    /* the rows; here prepare leaves those that the state sees, and those that it takes */
-    const int64_t keys = (int64_t)place * tile_bytes(KP);
-    const float2 after = decays_between<KP>(s.decays, x.key, x.block + 1, BLOCKS_OF_TOKENS);
-    {
-        const float2 before = decays_between<KP>(s.decays, x.key, 0, x.block);
-        const float2 scaled = before * make_float2(scale, scale);
-        bool large;
-        if (!delta && early)
-            large = scale_reads<true>(x, scaled, s.q, s.q, w.q + keys);
-        else
-            large = scale_reads<false>(x, scaled, s.q, s.q, w.q + keys);
-        if constexpr (delta) {
-            const char *const from = has_x ? s.x : s.k;
-            if (early)
-                scale_reads<true>(x, before, from, s.x, w.k + keys);
-            else
-                scale_reads<false>(x, before, from, s.x, w.k + keys);
-        }
-        large |= scale_writes(x, after, {{s.k, s.near, w.kt + keys}});
-        if (large) found = 0;
-        if (x.block == 0)
-            *(float2 *)(w.total + (int64_t)place * KP + x.key) =
-                after * *(const float2 *)&s.decays.t[x.key];
-    }
+    if (scale_rows(s, w, place, x, scale, has_x, early)) found = 0;
     __syncthreads();
 
     /* Warps 0 to 3 have P. L follows, or is the others' part; the additive rule lets those have
@@ -166,14 +228,7 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
         else
             multiply_blocks<KP, HALF>(sums, s.q, s.k, s.near, s.decays, I);
     }
-    int nonfinite = C;
-    const auto find_nonfinite = [&] {
-        if (!__syncthreads_or(found < C)) return; /* the same in all threads */
-        atomicMin(&s.decays.nonfinite, found);
-        __syncthreads();
-        nonfinite = s.decays.nonfinite;
-    };
-    find_nonfinite();
+    int nonfinite = share_nonfinite(found, s.decays);
 
     const int row = I * TOKENS_OF_BLOCK + threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
     int too_large_from = C; /* the first row with a score that is too large */
@@ -208,35 +263,12 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
         if (PANELS == 1) {
             clear(sums);
             multiply_x(s);
-            find_nonfinite();
+            nonfinite = share_nonfinite(found, s.decays);
         } else
-            __syncthreads(); /* no warp reads rows any more, as behind find_nonfinite */
+            __syncthreads(); /* no warp reads rows any more, as behind share_nonfinite */
         const bool lower = w.lower, solves = PANELS == 1 || others;
         clear_pairs(s.L);
-        if (solves) {
-            if (lower) clear_rows_above(s.tile, I);
-#pragma unroll
-            for (int back = 0; back < BLOCKS_OF_TOKENS; back++) {
-                if (back > I) continue;
-                const int first = (I - back) * TOKENS_OF_BLOCK;
-#pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    float &y = sums[back][e / 4][e % 4];
-                    const int here = row + e % 4 / 2 * 8, column = first + pair + e / 4 * 8 + e % 2;
-                    y = here < nonfinite && (back || column < here) ? -y : 0;
-                }
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int here = row + e % 2 * 8;
-                    const float2 y =
-                        make_float2(sums[back][e / 2][e % 2 * 2], sums[back][e / 2][e % 2 * 2 + 1]);
-                    const float beta = here < nonfinite ? -s.beta[here] : 0;
-                    *(float2 *)&s.L[here * LD + first + pair + e / 2 * 8] =
-                        make_float2(beta * y.x, beta * y.y);
-                }
-                if (lower) store_block(s.tile, I * TOKENS_OF_BLOCK, first, sums[back]);
-            }
-        }
+        if (solves) put_lower(s, sums, I, nonfinite, lower);
         if (lower && threadIdx.x < C)
             w.beta[(int64_t)place * C + threadIdx.x] = s.beta[threadIdx.x];
         __syncthreads();
@@ -245,22 +277,8 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
             multiply_with_inverse(s.tile, s.L);
             __syncthreads();
             write_tile<PANEL_BYTES, THREADS>(w.lower + (int64_t)place * PANEL_BYTES, s.tile);
-        } else if (scores) { /* A = (I + L)^-1 diag(beta) */
-            clear_rows_above(s.tile, I);
-            for (int J = 0; J <= I; J++) {
-                float A[2][4];
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int column = J * TOKENS_OF_BLOCK + pair + e / 2 * 8;
-                    float2 beta = *(const float2 *)(s.beta + column);
-                    if (column >= nonfinite) beta.x = 0;
-                    if (column + 1 >= nonfinite) beta.y = 0;
-                    const float2 y = *(const float2 *)&s.L[(row + e % 2 * 8) * LD + column] * beta;
-                    A[e / 2][e % 2 * 2] = y.x;
-                    A[e / 2][e % 2 * 2 + 1] = y.y;
-                }
-                store_block(s.tile, I * TOKENS_OF_BLOCK, J * TOKENS_OF_BLOCK, A);
-            }
+        } else if (scores) {
+            put_inverse(s, I, nonfinite);
             write_rows(w.inverse + (int64_t)place * PANEL_BYTES, s.tile, I);
         }
     }
