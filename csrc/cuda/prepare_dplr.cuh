@@ -100,6 +100,110 @@ __device__ __forceinline__ void clear_rows_from(char *tile, int first)
         *(uint4 *)(tile + first * 128 + i * 16) = make_uint4(0, 0, 0, 0);
 }
 
+/* Rows I of M = A (x k) and of X = A x^. X takes the place of A. keeps: gradients follow, and they
+ * need A and M. */
+__device__ __forceinline__ void find_M_and_X(dplr_room &s, const chunks &w, int64_t tile, int I,
+                                             bool keeps)
+{
+    const int row = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2; /* of a block */
+    sums_of_blocks M = {}; /* of blocks (I, 0), (I, 1), ... */
+    rows_of_block X = {};
+    const uint32_t xk = lane_with_columns(address_of(s.xk)),
+                   x_f = lane_with_columns(address_of(s.x));
+#pragma unroll
+    for (int J = 0; J < BLOCKS_OF_TOKENS; J++) {
+        if (J > I) continue;
+        left A;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float2 y = *(const float2 *)&s.L[(I * TOKENS_OF_BLOCK + row + e % 2 * 8) * LD +
+                                                   J * TOKENS_OF_BLOCK + pair + e / 2 * 8];
+            A.x[e] = pack(y.x, y.y);
+        }
+        if (keeps) store_left(s.M, I * TOKENS_OF_BLOCK, J * TOKENS_OF_BLOCK, A);
+#pragma unroll
+        for (int j = 0; j <= J; j++)
+            multiply(M[j][0], M[j][1], A, load_right(xk, J * TOKENS_OF_BLOCK, j * 16));
+        rows_of_block of_J = {};
+        multiply_rows_of_block(of_J, A, x_f, J);
+        add_rows(X, of_J, s.before + J * DPLR_KEYS);
+    }
+    if (keeps) write_rows(w.inverse + tile, s.M, I);
+    __syncthreads(); /* A and (x k) are no longer needed */
+#pragma unroll
+    for (int j = 0; j < BLOCKS_OF_TOKENS; j++)
+        if (j <= I) store_block(s.M, I * TOKENS_OF_BLOCK, j * TOKENS_OF_BLOCK, M[j]);
+    if (keeps) write_rows(w.lower + tile, s.M, I);
+    store_rows_of_block(s.X, I, X);
+    write_rows(w.k + tile, s.X, I);
+    __syncthreads();
+}
+
+/* Rows I of P = P_k - P_y M and of Q = q^ - P_y X, times the scale. P comes as P_k, and
+ * both have blocks (I, I), (I, I - 1), ... */
+__device__ __forceinline__ void find_P_and_Q(dplr_room &s, const chunks &w, int64_t tile, int I,
+                                             float scale, sums_of_blocks &P,
+                                             left (&P_y)[BLOCKS_OF_TOKENS])
+{
+    const uint32_t M = lane_with_columns(address_of(s.M)), X = lane_with_columns(address_of(s.X));
+    rows_of_block Q, rows = {};
+#pragma unroll
+    for (int m = 0; m < DPLR_KEYS / 16; m++)
+#pragma unroll
+        for (int e = 0; e < 8; e++) Q[m][e / 4][e % 4] = 0;
+#pragma unroll
+    for (int back = 0; back < BLOCKS_OF_TOKENS; back++) {
+        if (back > I) continue;
+        const int J = I - back;
+#pragma unroll
+        for (int e = 0; e < 4; e++) P_y[back].x[e] ^= 0x80008000; /* - P_y */
+        multiply_rows_of_block(Q, P_y[back], X, J);
+#pragma unroll
+        for (int of = 0; of < BLOCKS_OF_TOKENS; of++) /* M of block (J, I - of) */
+            if (of >= back && of <= I)
+                multiply(P[of][0], P[of][1], P_y[back],
+                         load_right(M, J * TOKENS_OF_BLOCK, (I - of) * 16));
+    }
+    load_rows_of_block(rows, s.q, I);
+    add_rows(Q, rows, s.before + I * DPLR_KEYS);
+#pragma unroll
+    for (int m = 0; m < DPLR_KEYS / 16; m++)
+#pragma unroll
+        for (int e = 0; e < 8; e++) Q[m][e / 4][e % 4] *= scale;
+    store_rows_of_block(s.q, I, Q);
+    write_rows(w.q + tile, s.q, I);
+    clear_rows_above(s.xk, I);
+#pragma unroll
+    for (int back = 0; back < BLOCKS_OF_TOKENS; back++) {
+        if (back > I) continue;
+#pragma unroll
+        for (int e = 0; e < 8; e++) P[back][e / 4][e % 4] *= scale;
+        store_block(s.xk, I * TOKENS_OF_BLOCK, (I - back) * TOKENS_OF_BLOCK, P[back]);
+    }
+    write_rows(w.scores + tile, s.xk, I);
+}
+
+/* Rows I of K = k~ - M' y~. */
+__device__ __forceinline__ void find_K(dplr_room &s, const chunks &w, int64_t tile, int I)
+{
+    const uint32_t y_h = lane_with_columns(address_of(s.y));
+    rows_of_block K = {}, rows;
+    load_rows_of_block(rows, s.k, I);
+    add_rows(K, rows, s.after + I * DPLR_KEYS);
+#pragma unroll
+    for (int J = 0; J < BLOCKS_OF_TOKENS; J++) {
+        if (J < I) continue;
+        left a = load_left_transposed(address_of(s.M), J * TOKENS_OF_BLOCK, I * TOKENS_OF_BLOCK);
+#pragma unroll
+        for (int e = 0; e < 4; e++) a.x[e] ^= 0x80008000;
+        rows_of_block of_J = {};
+        multiply_rows_of_block(of_J, a, y_h, J);
+        add_rows(K, of_J, s.after + J * DPLR_KEYS);
+    }
+    store_rows_of_block(s.k, I, K);
+    write_rows(w.kt + tile, s.k, I);
+}
+
 template <int KP, typename = element>
 __global__ void __launch_bounds__(DPLR_THREADS, 3)
     prepare_dplr(const __grid_constant__ call c, const __grid_constant__ chunks w,
@@ -182,11 +286,8 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
                 P_y[back] = as_left(sums[back][0], sums[back][1]);
         }
     }
-    int nonfinite = C;
-    if (__syncthreads_or(found < C)) { /* as if the chunk ended before the first such token */
-        atomicMin(&s.decays.nonfinite, found);
-        __syncthreads();
-        nonfinite = s.decays.nonfinite;
+    const int nonfinite = share_nonfinite(found, s.decays);
+    if (nonfinite < C) { /* as if the chunk ended before this token */
         for (char *rows : {s.q, s.x, s.k, s.y, s.xk, w.y + tile}) clear_rows_from(rows, nonfinite);
 #pragma unroll
         for (int back = 0; back < BLOCKS_OF_TOKENS; back++)
@@ -222,98 +323,9 @@ __global__ void __launch_bounds__(DPLR_THREADS, 3)
     invert(s.L, s.room);
     if (keeps) clear_rows_above(s.M, I);
 
-    {                          /* M and X */
-        sums_of_blocks M = {}; /* of blocks (I, 0), (I, 1), ... */
-        rows_of_block X = {};
-        const uint32_t xk = lane_with_columns(address_of(s.xk)),
-                       x_f = lane_with_columns(address_of(s.x));
-#pragma unroll
-        for (int J = 0; J < BLOCKS_OF_TOKENS; J++) {
-            if (J > I) continue;
-            left A;
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float2 y =
-                    *(const float2 *)&s.L[(I * TOKENS_OF_BLOCK + row + e % 2 * 8) * LD +
-                                          J * TOKENS_OF_BLOCK + pair + e / 2 * 8];
-                A.x[e] = pack(y.x, y.y);
-            }
-            if (keeps) store_left(s.M, I * TOKENS_OF_BLOCK, J * TOKENS_OF_BLOCK, A);
-#pragma unroll
-            for (int j = 0; j <= J; j++)
-                multiply(M[j][0], M[j][1], A, load_right(xk, J * TOKENS_OF_BLOCK, j * 16));
-            rows_of_block of_J = {};
-            multiply_rows_of_block(of_J, A, x_f, J);
-            add_rows(X, of_J, s.before + J * KP);
-        }
-        if (keeps) write_rows(w.inverse + tile, s.M, I);
-        __syncthreads(); /* A and (x k) are no longer needed */
-#pragma unroll
-        for (int j = 0; j < BLOCKS_OF_TOKENS; j++)
-            if (j <= I) store_block(s.M, I * TOKENS_OF_BLOCK, j * TOKENS_OF_BLOCK, M[j]);
-        if (keeps) write_rows(w.lower + tile, s.M, I);
-        store_rows_of_block(s.X, I, X);
-        write_rows(w.k + tile, s.X, I);
-        __syncthreads();
-    }
-    { /* P and Q */
-        const uint32_t M = lane_with_columns(address_of(s.M)),
-                       X = lane_with_columns(address_of(s.X));
-        rows_of_block Q, rows = {};
-#pragma unroll
-        for (int m = 0; m < KP / 16; m++)
-#pragma unroll
-            for (int e = 0; e < 8; e++) Q[m][e / 4][e % 4] = 0;
-#pragma unroll
-        for (int back = 0; back < BLOCKS_OF_TOKENS; back++) {
-            if (back > I) continue;
-            const int J = I - back;
-#pragma unroll
-            for (int e = 0; e < 4; e++) P_y[back].x[e] ^= 0x80008000; /* - P_y */
-            multiply_rows_of_block(Q, P_y[back], X, J);
-#pragma unroll
-            for (int of = 0; of < BLOCKS_OF_TOKENS; of++) /* M of block (J, I - of) */
-                if (of >= back && of <= I)
-                    multiply(P[of][0], P[of][1], P_y[back],
-                             load_right(M, J * TOKENS_OF_BLOCK, (I - of) * 16));
-        }
-        load_rows_of_block(rows, s.q, I);
-        add_rows(Q, rows, s.before + I * KP);
-#pragma unroll
-        for (int m = 0; m < KP / 16; m++)
-#pragma unroll
-            for (int e = 0; e < 8; e++) Q[m][e / 4][e % 4] *= scale;
-        store_rows_of_block(s.q, I, Q);
-        write_rows(w.q + tile, s.q, I);
-        clear_rows_above(s.xk, I);
-#pragma unroll
-        for (int back = 0; back < BLOCKS_OF_TOKENS; back++) {
-            if (back > I) continue;
-#pragma unroll
-            for (int e = 0; e < 8; e++) P[back][e / 4][e % 4] *= scale;
-            store_block(s.xk, I * TOKENS_OF_BLOCK, (I - back) * TOKENS_OF_BLOCK, P[back]);
-        }
-        write_rows(w.scores + tile, s.xk, I);
-    }
-    { /* K */
-        const uint32_t y_h = lane_with_columns(address_of(s.y));
-        rows_of_block K = {}, rows;
-        load_rows_of_block(rows, s.k, I);
-        add_rows(K, rows, s.after + I * KP);
-#pragma unroll
-        for (int J = 0; J < BLOCKS_OF_TOKENS; J++) {
-            if (J < I) continue;
-            left a =
-                load_left_transposed(address_of(s.M), J * TOKENS_OF_BLOCK, I * TOKENS_OF_BLOCK);
-#pragma unroll
-            for (int e = 0; e < 4; e++) a.x[e] ^= 0x80008000;
-            rows_of_block of_J = {};
-            multiply_rows_of_block(of_J, a, y_h, J);
-            add_rows(K, of_J, s.after + J * KP);
-        }
-        store_rows_of_block(s.k, I, K);
-        write_rows(w.kt + tile, s.k, I);
-    }
+    find_M_and_X(s, w, tile, I, keeps);
+    find_P_and_Q(s, w, tile, I, scale, P, P_y);
+    find_K(s, w, tile, I);
 }
 
 #endif
