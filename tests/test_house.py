@@ -179,3 +179,28 @@ def test_every_package_is_installed():
         for path in ROOT.glob("linattn/**/__init__.py")
     }
     assert set(listed) == there
+
+
+# ---- the sizes of the core ----
+
+LONGEST_FILE, LONGEST_FUNCTION = 600, 200  # lines; a function's are those between its braces
+
+
+def functions(source):
+    """(line, lines) of every function whose braces stand alone: at the margin, or as a member."""
+    begun = None
+    for number, line in enumerate(source.splitlines(), 1):
+        if line in ("{", "    {"):
+            begun = number, line[:-1]
+        elif begun is not None and line == begun[1] + "}":
+            yield begun[0], number - begun[0] - 1
+            begun = None
+
+
+def test_files_and_functions_of_the_core_are_short():
+    files = [name for name in tracked("csrc") if re.search(r"\.(c|h|cu|cuh|def)$", name)]
+    sources = {name: (ROOT / name).read_text() for name in files}
+    found = [(name, *x) for name, source in sources.items() for x in functions(source)]
+    assert len(found) > 1000, "functions are not found any more"
+    assert [x for x in found if x[2] > LONGEST_FUNCTION] == []
+    assert [name for name, x in sources.items() if x.count("\n") > LONGEST_FILE] == []
