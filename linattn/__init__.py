@@ -55,6 +55,7 @@ from linattn.ops.retention import retention, retention_backward, retention_step
 from linattn.ops.rwkv6 import rwkv6, rwkv6_backward, rwkv6_step
 from linattn.ops.simple_gla import simple_gla, simple_gla_backward, simple_gla_step
 from linattn.ops.titans import titans, titans_backward, titans_step
+from linattn.prompts import prefill
 from linattn.trace import Explanation, States, explain, states
 from linattn.variants import OPS, VARIANTS, Variant
 
@@ -233,6 +234,7 @@ __all__ = [
     "precond_gated_delta_rule",
     "precond_gated_delta_rule_backward",
     "precond_gated_delta_rule_step",
+    "prefill",
     "replay",
     "retention",
     "retention_backward",
