@@ -92,6 +92,34 @@ def test_layers(name, cut, ranks, rng):
     near(step, want if edges is None else want[-len(step) :], "y of a step")
 
 
+def exchanges(group, x, hooked):
+    """How many exchanges a layer with three convolutions takes, forwards and backwards, and y."""
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    layer = nn.GatedDeltaNet(D, num_heads=2, head_dim=4, process_group=group).double()
+    if hooked:
+        layer.k_conv1d.register_forward_hook(lambda *_: None)
+    counted, real = [], dist.all_to_all_single
+    dist.all_to_all_single = lambda *args, **kwargs: (counted.append(1), real(*args, **kwargs))
+    try:
+        own = torch.from_numpy(x[:, 7 * group.rank() :][:, :7].copy()).requires_grad_()
+        y, _ = layer(own)
+        forward = len(counted)
+        y.square().sum().backward()
+    finally:
+        dist.all_to_all_single = real
+    return forward, len(counted) - forward, y.detach().numpy()
+
+
+def test_convolutions_share_an_exchange(ranks, rng):
+    x = rng.standard_normal((2, 21, D))
+    together, apart = (ranks.run(3, exchanges, x, hooked) for hooked in (False, True))
+    for one, three in zip(together, apart, strict=True):
+        assert one[:2] == (3, 3) and three[:2] == (5, 5)  # two for the states
+        np.testing.assert_array_equal(one[2], three[2])
+
+
 def plain_layer(group, x, lengths):
     torch.manual_seed(0)
     layer = nn.LinearAttention(D, 8, 6, num_heads=2, process_group=group).double()

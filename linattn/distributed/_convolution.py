@@ -14,7 +14,7 @@ from linattn.distributed._context import Context, group_of, not_traced
 from linattn.distributed._exchange import everywhere, moved
 from linattn.distributed._shared import shared
 
-__all__ = ["causal_conv1d"]
+__all__ = ["causal_conv1d", "convolved_together"]
 
 
 class _Inputs:
@@ -70,115 +70,101 @@ def _takes(context: Context, width: int) -> list[list[int]]:
     return takes
 
 
-class _Convolved(torch.autograd.Function):
-    """y and the state after this rank's tokens of each part. `given` is its initial state."""
+class _Moved(torch.autograd.Function):
+    """The last inputs of this rank's sequence [n,rows,D] -> those [W-1,rows,D] before its own first
+    tokens, from the ranks before; none where no sequence goes on from the left."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: _Inputs, context: Context, given: Tensor | None, *arrays: Tensor
-    ) -> Any:
-        x, weight, bias = (*arrays, None)[:3]
-        share, width = context.share, inputs.width
-        edges, local = context.on(x.device), context.local_edges
-        begin = 0 if local is None or len(local) < 2 else local[-2]
-        rows = len(x)
-        wide = real(x)
-        ctx.part = part = slice(None) if local is None else slice(-1, None)
-        ctx.takes = takes = _takes(context, width)
-        channels = x.shape[2]
-
-        ctx.tail = 0  # this rank's inputs that others may need
-        flat = x.new_empty(0, dtype=wide)
-        if share.goes_on:
-            tail = x[:, begin:][:, -width:] if width else x[:, :0]
-            tail = tail.to(wide)
-            ctx.own = tail.shape[1]  # of which so many are tokens
-            if not share.passes and ctx.own < width:
-                before = tail.new_zeros(rows, width, channels)
-                if given is not None:
-                    before = given[part].mT.to(wide)
-                tail = torch.cat([before[:, ctx.own :], tail], 1)
-            ctx.tail = tail.shape[1]
-            mine = tail.transpose(0, 1)
-            sends = [takes[r][context.rank] for r in range(context.size)]
-            flat = torch.cat([mine[len(mine) - n :].reshape(-1) for n in sends])
-        start = given
-        unit = rows * channels
-        if any(map(any, takes)):
-            gets = [n * unit for n in takes[context.rank]]
-            out = [takes[r][context.rank] * unit for r in range(context.size)]
-            found = moved(context, flat, gets, out)
-            if share.joins:
-                halo = found.view(width, rows, channels).permute(1, 2, 0)
-                start = halo
-                if local is not None and share.parts > 1:
-                    others = halo.new_zeros(share.parts - 1, channels, width)
-                    start = torch.cat([halo, others if given is None else given[1:].to(wide)])
-        y, state = linattn.causal_conv1d(
-            x,
-            weight,
-            bias,
-            activation=inputs.activation,
-            initial_state=start,
-            output_final_state=True,
-            cu_seqlens=edges,
-        )
-        ctx.what = inputs, context, unit, begin, given is not None
-        ctx.save_for_backward(start, *arrays)
-        ctx.set_materialize_grads(False)
-        return y, state
+    def forward(ctx: Any, tail: Tensor, context: Context, takes: list[list[int]]) -> Tensor:
+        ctx.what = context, takes, tail.shape
+        unit = tail[:0].new_empty(1, *tail.shape[1:]).numel()
+        sends = [row[context.rank] for row in takes]
+        flat = torch.cat([tail[len(tail) - n :].reshape(-1) for n in sends])
+        gets = [n * unit for n in takes[context.rank]]
+        found = moved(context, flat, gets, [n * unit for n in sends])
+        return found.view(sum(takes[context.rank]), *tail.shape[1:])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, d_state: Tensor | None) -> tuple[Any, ...]:
-        inputs, context, unit, begin, was_given = ctx.what
-        start, *arrays = ctx.saved_tensors
-        x, weight, bias = (*arrays, None)[:3]
-        share, takes, width = context.share, ctx.takes, inputs.width
-        rows, _, channels = x.shape
-        dy = torch.zeros_like(x) if dy is None else dy.contiguous()
-        found = linattn.causal_conv1d_backward(
-            dy,
-            x,
-            weight,
-            bias,
-            activation=inputs.activation,
-            initial_state=start,
-            d_final_state=d_state,
-            cu_seqlens=context.on(x.device),
-        )
-        dx: Any = found.dx
-        d_start: Any = found.d_initial_state
-        if d_start is not None:
-            d_start = d_start.clone()
-        if any(map(any, takes)):
-            flat = dx.new_empty(0, dtype=real(x))
-            if share.joins:
-                d_halo = d_start if context.edges is None else d_start[:1]
-                flat = d_halo.permute(2, 0, 1).reshape(-1)
-            gets = [takes[r][context.rank] * unit for r in range(context.size)]
-            sends = [n * unit for n in takes[context.rank]]
-            back = moved(context, flat, gets, sends)
-            if share.goes_on:
-                d_tail = back.new_zeros(ctx.tail, rows, channels)
-                for piece in back.split(gets):  # in the order of the ranks
-                    if len(piece):
-                        d_tail[-(len(piece) // unit) :] += piece.view(-1, rows, channels)
-                d_tail = d_tail.transpose(0, 1)
-                own = ctx.own
-                if own:
-                    dx = dx.clone()
-                    end = dx[:, begin:][:, -own:]
-                    end.copy_(end.to(d_tail.dtype) + d_tail[:, ctx.tail - own :])
-                if was_given and not share.passes and own < width:
-                    d_start[ctx.part][:, :, own:] += d_tail[:, : width - own].mT
-        d_given = None
-        if was_given:
-            d_given = d_start
-            if share.joins:
-                d_given[slice(None) if context.edges is None else slice(0, 1)] = 0
-        gradients = (dx, found.dweight, found.dbias)[: len(arrays)]
-        return (None, None, d_given, *gradients)
+    def backward(ctx: Any, d: Tensor) -> tuple[Any, ...]:
+        context, takes, shape = ctx.what
+        d_tail = d.new_zeros(shape)
+        unit = d_tail[:0].new_empty(1, *shape[1:]).numel()
+        gets = [row[context.rank] * unit for row in takes]
+        sends = [n * unit for n in takes[context.rank]]
+        for piece in moved(context, d.reshape(-1), gets, sends).split(gets):  # in order of ranks
+            if len(piece):
+                d_tail[-(len(piece) // unit) :] += piece.view(-1, *shape[1:])
+        return d_tail, None, None
+
+
+def _tail(inputs: _Inputs, context: Context, given: Tensor | None) -> Tensor:
+    """The last inputs of the sequence that goes on to the right [n,rows,D], as real numbers that
+    are wide enough. Where it begins here, its initial state stands before them."""
+    x, width, share = inputs.arrays["x"], inputs.width, context.share
+    if not share.goes_on or not width:
+        return x[:, :0].transpose(0, 1).to(real(x))
+    edges = context.local_edges
+    tail = x[:, 0 if edges is None else edges[-2] :][:, -width:].to(real(x))
+    missing = width - tail.shape[1]
+    if missing and not share.passes:
+        before = tail.new_zeros(len(x), missing, x.shape[2])
+        if given is not None:
+            part = slice(None) if edges is None else slice(-1, None)
+            before = given[part].mT[:, width - missing :].to(tail.dtype)
+        tail = torch.cat([before, tail], 1)
+    return tail.transpose(0, 1)
+
+
+def _convolved(
+    calls: list[tuple[_Inputs, Tensor | None]], context: Context
+) -> list[tuple[Tensor, Tensor]]:
+    """y, and the state after each part of a sequence, of calls of one width. What they need of the
+    ranks before comes in one exchange."""
+    takes = _takes(context, calls[0][0].width)
+    if not any(map(any, takes)):
+        return [_run(inputs, context, given, {}) for inputs, given in calls]
+    tail = torch.cat([_tail(inputs, context, given) for inputs, given in calls], 2)
+    for inputs, given in calls:  # all ranks take part in the backward pass
+        for x in (*inputs.arrays.values(), *(() if given is None else (given,))):
+            tail = tail + x.flatten()[:0].sum().to(tail.dtype)
+    halos = _Moved.apply(tail, context, takes)  # type: ignore[no-untyped-call]
+    found, first = [], 0
+    for inputs, given in calls:
+        channels = inputs.arrays["x"].shape[2]
+        halo = halos[..., first : first + channels].permute(1, 2, 0)
+        first += channels
+        changed = {}
+        if context.share.joins:
+            given = _started(halo, given, context)
+        elif halos.requires_grad:
+            weight = inputs.arrays["weight"]
+            changed = {"weight": weight + halo.flatten()[:0].sum().to(weight.dtype)}
+        found.append(_run(inputs, context, given, changed))
+    return found
+
+
+def _started(halo: Tensor, given: Tensor | None, context: Context) -> Tensor:
+    """The initial states, that of the first part from the left."""
+    parts = context.share.parts
+    if given is None:
+        given = halo.new_zeros(len(halo) if context.edges is None else parts, *halo.shape[1:])
+    if context.edges is not None and parts > 1:
+        return torch.cat([halo, given[1:].to(halo.dtype)])
+    return halo + given.flatten()[:0].sum().to(halo.dtype)  # its gradient is zero
+
+
+def _run(
+    inputs: _Inputs, context: Context, initial_state: Tensor | None, changed: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    done: tuple[Tensor, Tensor] = linattn.causal_conv1d(
+        **inputs.arrays | changed,
+        activation=inputs.activation,
+        initial_state=initial_state,
+        output_final_state=True,
+        cu_seqlens=context.on(inputs.like.device),
+    )
+    return done
 
 
 @not_traced  # type: ignore[untyped-decorator]
@@ -251,6 +237,15 @@ def causal_conv1d(
     if size == 1:
         alone: tuple[Any, Any] = shared("causal_conv1d", group, (), given)
         return alone
+    inputs, states, context = _prepared(given, group)
+    ((y, state),) = _convolved([(inputs, states)], context)
+    wanted = asks_for_states("output_final_state", output_final_state)
+    if wanted is None:
+        return y, None
+    return y, everywhere(context, state) if wanted == "all" else state
+
+
+def _prepared(given: dict[str, Any], group: Any) -> tuple[_Inputs, Tensor | None, Context]:
     inputs, states, context = prepared(
         "causal_conv1d",
         given,
@@ -258,10 +253,16 @@ def causal_conv1d(
         lambda states, is_packed: _Inputs(given, states, is_packed),
         needs_lengths=True,
     )
-    begun = None if states is None else states[0]
-    arrays, inputs.arrays = tuple(inputs.arrays.values()), {}
-    y, state = _Convolved.apply(inputs, context, begun, *arrays)
-    wanted = asks_for_states("output_final_state", output_final_state)
-    if wanted is None:
-        return y, None
-    return y, everywhere(context, state) if wanted == "all" else state
+    return inputs, None if states is None else states[0], context
+
+
+@not_traced  # type: ignore[untyped-decorator]
+def convolved_together(
+    calls: list[dict[str, Any]], context: Context
+) -> list[tuple[Tensor, Tensor]]:
+    """:func:`causal_conv1d` of several arrays, whose arguments are given by their names: y and the
+    states of each. Widths are the same. What travels does so in one exchange."""
+    if context.size == 1:
+        return [causal_conv1d(**given, group=context, output_final_state=True) for given in calls]
+    made = [_prepared(given, context)[:2] for given in calls]
+    return _convolved(made, context)
