@@ -15,8 +15,8 @@
 
 #include "chunk_state.cuh"
 
-/* The delta rule: U = A (V - k^ S), with V in U at first, and Ut. `read` asks for the product of the
- * read, which runs beside the product with A. The caller waits for it. */
+/* The delta rule: U = A (V - k^ S), with V in U at first, and Ut. `read` asks for the product of
+ * the read, which runs beside the product with A. The caller waits for it. */
 template <int KP, la_decay DECAY, la_rule RULE, form FORM, int N, int M, typename F>
 __device__ __forceinline__ void
 solve_delta(operand (&U)[4], operand (&Ut)[4], const float (&S)[N][4], const operand (&s)[M],
@@ -74,11 +74,11 @@ __device__ __forceinline__ void solve_dplr(operand (&T)[4], const float (&S)[N][
 }
 
 /* A NaN or an infinity in v or in the state is in U now. Then the chunk is repeated without the
- * tokens from the first such one on, which becomes `end`. They become exact zeros, which change
- * nothing in the tokens before. In the noncausal form every token reads all, so there is no token to
- * protect. With the additive rule U does not show a state that is too large for the elements (in
- * planes: too large for a rest, since the rest of an infinity is a NaN; that is `large`). Such a chunk
- * goes token by token. */
+ * tokens from the first such one on, which becomes `end`: 0, if it is in the state, or if a second
+ * time does not help. They become exact zeros, which change nothing in the tokens before. In the
+ * noncausal form every token reads all, so there is no token to protect. With the additive rule U
+ * does not show a state that is too large for the elements (in planes: too large for a rest, since
+ * the rest of an infinity is a NaN; that is `large`). Such a chunk goes token by token. */
 template <int KP, la_decay DECAY, la_rule RULE, form FORM, int L, int M>
 __device__ __forceinline__ bool
 must_repeat(int &end, const operand (&U)[4], const operand (&Ut)[4], const operand (&T)[L],
@@ -106,8 +106,8 @@ must_repeat(int &end, const operand (&U)[4], const operand (&Ut)[4], const opera
     return true;
 }
 
-/* Go through the tokens from `end` on one by one, after the products of those before. after: the state
- * before the chunk, which becomes the one after it. */
+/* Go through the tokens from `end` on one by one, after the products of those before. after: the
+ * state before the chunk, which becomes the one after it. */
 template <int READ, int KP, la_decay DECAY, la_rule RULE, form FORM, int N>
 __device__ __forceinline__ void
 go_by_tokens(float (&O)[8][4], float (&S)[N][4], float (&after)[KP / 2], bool writes,

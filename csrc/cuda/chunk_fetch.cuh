@@ -1,12 +1,12 @@
-/* The place of a warp in a launch of chunks_forward, and the way of its chunks into shared memory. */
+/* The place of a warp in a launch of chunks_forward, and how its chunks get into shared memory. */
 #ifndef LINATTN_CUDA_CHUNK_FETCH_CUH
 #define LINATTN_CUDA_CHUNK_FETCH_CUH
 
 #include "chunk_stage.cuh"
 #include "walk_parts.cuh"
 
-/* News of each stage, for the warps of a block. On Hopper there are two barriers: the stage has been
- * filled, and every warp is done with it. */
+/* News of each stage, for the warps of a block. On Hopper there are two barriers: the stage has
+ * been filled, and every warp is done with it. */
 struct stage_news {
     int nonfinite_at[MOST_STAGES]; /* chunks.nonfinite of the chunk */
 #if HAS_WARP_GROUPS
@@ -49,8 +49,8 @@ template <typename part, int KP, bool Q> struct rows_of_caller {
         }
     }
 
-    /* Clear the rows behind the n tokens of a chunk: a box may reach into the next sequence, whose NaN
-     * must not come along. CLEAR_Q: is a row of q behind them multiplied by another row? */
+    /* Clear the rows behind the n tokens of a chunk: a box may reach into the next sequence, whose
+     * NaN must not come along. CLEAR_Q: is a row of q behind them multiplied by another row? */
     template <bool CLEAR_Q>
     __device__ __forceinline__ void clear_tail(char *room, int n, int warps) const
     {
@@ -77,7 +77,7 @@ template <typename part, int KP, bool Q> struct rows_of_caller {
 /* A warp: its columns of v, its half of the keys, its chunks. */
 template <int KP, la_decay DECAY, la_rule RULE, form FORM> struct walk_place {
     typedef stage<KP, DECAY, RULE> part;
-    static constexpr int HALVES = part::halves, KEYS = part::keys;
+    static constexpr int HALVES = part::halves;
 
     const call &c;
     const chunks &w;
@@ -123,8 +123,8 @@ template <int KP, la_decay DECAY, la_rule RULE, form FORM> struct walk_place {
         chunk_slot0 = first_chunk_slot(c, u.n);
         rows = key_rows_of<part, KP, DECAY, RULE>(c, w, width);
         gated = la_is_gated(DECAY, RULE) && c.x[LA_W].data;
-        /* The copy engine fetches the gates to a stage too. As a parameter it takes no register, but
-         * with one half of keys nvcc 13.0 then spills another one. */
+        /* The copy engine fetches the gates to a stage too. As a parameter this number takes no
+         * register, but with one half of keys nvcc 13.0 then spills another one. */
         bytes = la_is_gated(DECAY, RULE) && HALVES == 2 ? f.stage_bytes
                 : HAS_WARP_GROUPS && gated              ? part::bytes(width, rows.has_x, true)
                                                         : rows.bytes;
@@ -246,8 +246,8 @@ template <int KP, la_decay DECAY, la_rule RULE, form FORM> struct walk_place {
         some_warps_wait(warps);
     }
 #else
-    /* Multiply the values of a chunk by their gates, where the rows were copied. Each warp has columns
-     * of its own: K > 128 is for Hopper alone (setup.py). */
+    /* Multiply the values of a chunk by their gates, where the rows were copied. Each warp has
+     * columns of its own: K > 128 is for Hopper alone (setup.py). */
     __device__ __forceinline__ void gate_values(char *room, int t, int n) const
     {
         if (PLANES == 1 && gated && f.v_pieces && columns > 0) {
@@ -283,8 +283,8 @@ template <int KP, la_decay DECAY, la_rule RULE, form FORM> struct walk_place {
         }
     }
 
-    /* The values of this warp's columns, times their gates, as left operands over the tokens. slice:
-     * where this lane reads its 8 x 8 blocks of v. */
+    /* The values of this warp's columns, times their gates, as left operands over the tokens.
+     * slice: where this lane reads its 8 x 8 blocks of v. */
     __device__ __forceinline__ void load_values(operand (&U)[4], char *room, int slice, int t,
                                                 int n) const
     {

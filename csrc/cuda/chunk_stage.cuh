@@ -61,8 +61,8 @@ struct forward_flags {
  * (docs/math.md: the segment map). A segment maps the state before it as S -> M S + X, so there are
  * three launches. SEGMENT_ENDS goes through every segment from a state of zero, which ends as X.
  * For the delta rule it also starts from the columns of the identity with v = 0, which end as those
- * of M. `join_decays` or `join_maps` goes along the segments. CAUSAL goes through each segment again,
- * from its true state. */
+ * of M. `join_decays` or `join_maps` goes along the segments. CAUSAL goes through each segment
+ * again, from its true state. */
 struct segments {
     int count;
     bool from_start; /* the end of the first segment is its true state, so it needs no M */

@@ -5,11 +5,11 @@
 
 #include "chunk_fetch.cuh"
 
-/* ---- the state of a warp: S' [16 columns][KEYS]. A thread has the columns lane / 4 and + 8, and the
- * keys 8 i + pair and + 1, where pair = lane % 4 * 2. ---- */
+/* ---- the state of a warp: S' [16 columns][KEYS]. A thread has the columns lane / 4 and + 8, and
+ * the keys 8 i + pair and + 1, where pair = lane % 4 * 2. ---- */
 
-/* The state that a walk starts from: the caller's, that of its segment, or zero. To find the ends of
- * segments it is zero, or columns of the identity. */
+/* The state that a walk starts from: the caller's, that of its segment, or zero. To find the ends
+ * of segments it is zero, or columns of the identity. */
 template <int KP, la_decay DECAY, la_rule RULE, form FORM, int N>
 __device__ __forceinline__ void first_state(float (&S)[N][4],
                                             const walk_place<KP, DECAY, RULE, FORM> &p,
@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_last_state(const float (&S)[N][4],
         }
 }
 
-/* Divide the state by a power of two, where it is too large for the elements. Returns that power. */
+/* Divide a state that is too large for the elements by a power of two. Returns that power. */
 template <int HALVES, int N>
 __device__ __forceinline__ float shrink_state(float (&S)[N][4], partner &other)
 {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply_state(float (&sums)[8][4], const float 
     }
 }
 
-/* S times the decays of the chunk. in: of tokens, from its start; total: per key, or of a pair. */
+/* S times the decays of the chunk. in: of tokens, from its start; total: per key. */
 template <la_decay DECAY, int N>
 __device__ __forceinline__ void decay_state(float (&S)[N][4], const float *in, const float *total,
                                             int first_key, int pair)

@@ -1,5 +1,5 @@
 /* The ends of segments of the delta rule on Hopper, for few heads with very many chunks. See
- * chunk_carry.cuh for segments, and delta.cuh for the formulas. Four launches do this:
+ * chunk_stage.cuh for segments, and delta.cuh for the formulas. Four launches do this:
  *
  *     delta_apart     without blocks that walk: X, B and the decays of all chunks
  *     delta_ends      the end of each segment but the last one

@@ -42,10 +42,10 @@ template <int N> __device__ __forceinline__ bool f16_nonfinite(const uint32_t (&
     return (*(const uint32_t *)&sum & 0x7fff7fff) != 0;
 }
 
-/* As if the chunk ended before the first token with a NaN or an infinity: L, A and the strengths
- * are zeros from it on. x: the sums of X, whose block on the diagonal is own_sums. by: minus the
- * strengths of the two rows of this thread. found: the first token of the block whose gates have
- * one. */
+/* Let the chunk end before the first token with a NaN or an infinity: L, A and the strengths become
+ * zeros from it on. Blocks apart are told in s.expands whether a token makes a state longer. x: the
+ * sums of X, whose block on the diagonal is own_sums. by: minus the strengths of the two rows of this
+ * thread. found: the first token of the block whose gates have one. */
 template <bool NORMED, typename room>
 __device__ __forceinline__ void check_chunk(room &s, int slot, const seat &at, int n, int found,
                                             float (&x)[8][4], float (&own_sums)[2][4], float2 &by)

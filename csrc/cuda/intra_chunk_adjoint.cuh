@@ -43,8 +43,8 @@ struct gates_ahead {
 
 /* The stages of a chunk, and what they share: the arguments of the kernel, and the shared memory.
  * HAS_X: the caller gave x. Then dx and dk are apart, which takes registers. PARTS: the parts of
- * the keys, with KP keys each. Each part makes the gradients of the scores. The gradient of the gate
- * is a sum over keys: each part makes its own. */
+ * the keys, with KP keys each. Each part makes the gradients of the scores. The gradient of the
+ * gate is a sum over keys: each part makes its own. */
 template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X, int PARTS> struct scalar_adjoint {
     static constexpr bool delta = RULE == LA_DELTA, hopper = HAS_WARP_GROUPS;
     static constexpr int STAGES = hopper ? INTRA_STAGES : 1;
@@ -371,7 +371,7 @@ template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X, int PARTS> struct sc
         put_rows(first_group ? s.pairs.dP : s.pairs.dL, me.row0, X);
     }
 
-    /* And was L = G x k': the part of dG of the second group, added to that of the first. */
+    /* Was L = G x k': the part of dG of the second group, added to that of the first. */
     __device__ __forceinline__ void add_to_decays(const intra_seat &me,
                                                   const float (&bare)[8][4]) const
     {
@@ -464,7 +464,7 @@ template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X, int PARTS> struct sc
 #endif
     }
 
-    /* Or threads store them, for the caller (direct) or for reduce_heads. */
+    /* Threads store dq, dk and dx, for the caller (direct) or for reduce_heads. */
     __device__ __forceinline__ void store_sums(const intra_place &p, int n, const intra_seat &me,
                                                bool direct, const sums &of) const
     {

@@ -321,7 +321,7 @@ template <int MOST, la_rule RULE> struct key_adjoint {
 
     /* dk or dy, and the terms of this group: near ones in shared memory, and the sum of those that
      * begin in the block. Where x is k, dk without dx stays in `sums`. d_bonus: parts of the
-     * gradient of the bonus, from multiply_slow_pairs. */
+     * gradient of the bonus, from slow pairs. */
     __device__ __forceinline__ void
     finish_writes(const lane_decays &x, float2 factor, const char *own, int own_rows,
                   const float (&Y)[KEYS / 8][4], const float (&near)[KEYS / 8][4], bool slow,

@@ -99,10 +99,10 @@ __device__ __forceinline__ void add_rows(float (&to)[8][4], float2 &sum, const f
     }
 }
 
-/* The gradients of columns of G and N, from the last row up: dG becomes the parts of da, and dH those
- * of deta. A thread has a quarter of a column. First it goes up its rows from zeros, then from what
- * comes from the quarters below, which is joined as find_columns joins quarters, against their
- * order. */
+/* The gradients of columns of G and N, from the last row up: dG becomes the parts of da, and dH
+ * those of deta. A thread has a quarter of a column. First it goes up its rows from zeros, then
+ * from what comes from the quarters below, which is joined as find_columns joins quarters, against
+ * their order. */
 __device__ __forceinline__ void undo_columns(const call &c, intra_pair_room &s, int n)
 {
     const float *const G = s.G;
@@ -205,7 +205,7 @@ __device__ __forceinline__ void add_states(float (&along)[3], const panel_of_pai
     }
 }
 
-/* What the two rows of a thread see, and the factors of their products. */
+/* The tokens that the two rows of a thread see, and the factors of their products. */
 struct sight_of_rows {
     int top, low;       /* they see the writes of the tokens before these */
     float x_top, x_low; /* of products with dO or Z */
@@ -302,8 +302,8 @@ store_gates_of_pair(const call &c, const gradients &d, const intra_flags &to, co
     if (d[LA_DETA].data) store(at(d[LA_DETA], u.b, t + i, hv), d[LA_DETA].dtype, deta);
 }
 
-/* PARTS: the blocks of a chunk. Each makes the gradients of the scores, and its part of those of the
- * gates. */
+/* PARTS: the blocks of a chunk. Each makes the gradients of the scores, and its part of those of
+ * the gates. */
 template <int PARTS, typename = element>
 __global__ void __launch_bounds__(INTRA_THREADS, HAS_WARP_GROUPS + 1)
     intra_chunk_adjoint_pair(const __grid_constant__ call c, const __grid_constant__ gradients d,

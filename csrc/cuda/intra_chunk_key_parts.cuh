@@ -54,8 +54,8 @@ struct key_place {
     int64_t number; /* of the chunk of a value head, among all of them */
 };
 
-/* Sums of a warp for its 16 tokens, [rows][KEYS] floats. The same key of four neighbouring rows lies
- * in different banks. */
+/* Sums of a warp for its 16 tokens, [rows][KEYS] floats. The same key of four neighbouring rows
+ * lies in different banks. */
 template <int N> struct key_rows_of_block {
     float x[N * KEYS];
     __device__ __forceinline__ float2 &two(int row, int key)
@@ -67,8 +67,8 @@ template <int N> struct key_rows_of_block {
 struct alignas(16) decays_of_group : decays_of_chunk<KEYS> {
 };
 
-/* Where shared memory has been used, it is used again: first there is a panel of value columns. Then
- * the tiles k / f lie there, and at last the sums of the warps, also over dP and dL. */
+/* Where shared memory has been used, it is used again: first there is a panel of value columns.
+ * Then the tiles k / f lie there, and at last the sums of the warps, also over dP and dL. */
 template <la_rule RULE> struct intra_key_room {
     static constexpr int READERS = readers<RULE>, WRITERS = writers<RULE>;
     struct sums_at_end {
@@ -208,8 +208,8 @@ __device__ __forceinline__ void multiply_block(float (&c)[KEYS / 8][4], const le
         multiply(c[2 * m], c[2 * m + 1], a, load_right(columns, row, m * 16));
 }
 
-/* N rows of the sums of a warp, from `first` (0 or 8) on, to shared memory. The lanes then read their
- * own keys. */
+/* N rows of the sums of a warp, from `first` (0 or 8) on, to shared memory. The lanes then read
+ * their own keys. */
 template <int N>
 __device__ __forceinline__ void put_rows(key_rows_of_block<N> &to, const float (&x)[KEYS / 8][4],
                                          int first, int count)
@@ -227,8 +227,8 @@ __device__ __forceinline__ void put_rows(key_rows_of_block<N> &to, const float (
 
 /* The pairs within a block one by one, for the two keys of a lane. */
 struct slow_pairs {
-    /* products of this group's rows of the block, and for rows that read their parts of the gradient
-     * of log a. They are in local memory, since few blocks need them. */
+    /* products of this group's rows of the block, and for rows that read their parts of the
+     * gradient of log a. They are in local memory, since few blocks need them. */
     float2 row[TOKENS_OF_BLOCK], gate[TOKENS_OF_BLOCK];
 };
 
@@ -274,8 +274,8 @@ __device__ __forceinline__ void add_slow_pairs(slow_pairs &to, const lane_decays
     }
 }
 
-/* Rows of a gradient of this block's keys go to the array of the caller, or in float32 to the partial
- * of a value head. A lane has two keys. */
+/* Rows of a gradient of this block's keys go to the array of the caller, or in float32 to the
+ * partial of a value head. A lane has two keys. */
 struct rows_out {
     char *to;       /* the row of the first token of the chunk, at the first key of the lane */
     float *partial; /* the same, or NULL */
@@ -292,9 +292,9 @@ struct rows_out {
         keys = max(0, min(2, (parts ? kp : c.K) - key));
         pairs = c.K % KEYS == 0;
     }
-    /* Rows first to last - 1 of the sums of a warp, whose first row is row0 of the chunk. Loops keep
-     * the code short: with all rows written out, the kernel waited for its own instructions half of
-     * the time (docs/decisions/0056). */
+    /* Rows first to last - 1 of the sums of a warp, whose first row is row0 of the chunk. Loops
+     * keep the code short: with all rows written out, the kernel waited for its own instructions
+     * half of the time (docs/decisions/0056). */
     template <int N>
     __device__ __forceinline__ void store(key_rows_of_block<N> &from, int row0, int first,
                                           int last) const

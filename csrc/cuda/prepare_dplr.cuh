@@ -100,7 +100,7 @@ __device__ __forceinline__ void clear_rows_from(char *tile, int first)
         *(uint4 *)(tile + first * 128 + i * 16) = make_uint4(0, 0, 0, 0);
 }
 
-/* Rows I of M = A (x k) and of X = A x^. X takes the place of A. keeps: gradients follow, and they
+/* Rows I of M = A (x k), which stay, and of X = A x^, which go to w.k. X takes the place of A. keeps: gradients follow, and they
  * need A and M. */
 __device__ __forceinline__ void find_M_and_X(dplr_room &s, const chunks &w, int64_t tile, int I,
                                              bool keeps)

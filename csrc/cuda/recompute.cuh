@@ -71,13 +71,13 @@ keep_state(const left (&s)[N], const adjoint_place<KP, DECAY, RULE, BACKWARD> &p
 
 /* Keep rows of E or of Z. Two warps with the same columns have the same rows. */
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD>
-__device__ __forceinline__ void keep_rows(char *kept, const float (&rows)[8][4],
+__device__ __forceinline__ void keep_rows(char *panels, const float (&numbers)[8][4],
                                           const adjoint_place<KP, DECAY, RULE, BACKWARD> &p,
                                           const adjoint_chunk &x)
 {
     if (p.half || p.v0 >= p.panels * PANEL) return;
-    put_columns(x.base + x.slice, rows);
-    char *to = kept + (x.place * p.panels + p.panel) * PANEL_BYTES +
+    put_columns(x.base + x.slice, numbers);
+    char *to = panels + (x.place * p.panels + p.panel) * PANEL_BYTES +
                piece_at(x.lane / 2, x.line % 4 * 2 + x.lane % 2);
 #pragma unroll
     for (int j = 0; j < 4; j++)
@@ -125,7 +125,7 @@ __device__ __forceinline__ void decay_chunk(float (&S)[N][4], const adjoint_chun
         decay_state<DECAY>(S, x.in, x.total, first_key, x.pair);
 }
 
-/* The products of all operands of a row, 16 numbers each. */
+/* The products of all operands, each of 16 keys, or of 16 tokens: c += a B, and c += a B'. */
 template <int N>
 __device__ __forceinline__ void multiply_rows(float (&c)[8][4], const left (&a)[N], uint32_t tile)
 {
@@ -211,8 +211,9 @@ recompute_delta(float (&S)[N][4], const left (&s)[M], left (&v)[4], partner &oth
 
 /* ---- backwards: keeps Z, stores dV, carries dS ---- */
 
-/* DPLR: was p = A (x^ S + (x k) V), of which o takes P_y p and S takes y~' p. Z is the gradient of the
- * parentheses, times -1. d_o: dO, times the scale where q^ does not have it. */
+/* DPLR: was p = A (x^ S + (x k) V), of which o takes P_y p and S takes y~' p. Z is the gradient of
+ * the parentheses, times -1. d_o: dO, without the scale. The products of dS are on their way when
+ * it returns. */
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD, int N, int M>
 __device__ __forceinline__ void
 dplr_backwards(float (&dS)[N][4], const left (&s)[M], const left (&d_o)[4], float (&dU)[8][4],
@@ -254,10 +255,11 @@ dplr_backwards(float (&dS)[N][4], const left (&s)[M], const left (&d_o)[4], floa
         spoil_before(dU, end);
     }
     keep_rows(f.Z, Z, p, x);
-    __syncwarp();
+    __syncwarp(); /* dV leaves by way of the same place */
 }
 
-/* Z = dU - M' (b dU), dS <- diag(a) dS + q^' dO - k^' (b Z). dU becomes dV = b Z. */
+/* Z = dU - M' (b dU), dS <- diag(a) dS + q^' dO - k^' (b Z). dU becomes dV = b Z. The products of
+ * dS are on their way when it returns. */
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD, int N>
 __device__ __forceinline__ void
 delta_backwards(float (&dS)[N][4], const left (&d_o)[4], float (&dU)[8][4],
@@ -281,7 +283,7 @@ delta_backwards(float (&dS)[N][4], const left (&d_o)[4], float (&dU)[8][4],
     products_commit();
     if (spoiled) spoil_before(dU, end);
     keep_rows(f.Z, dU, p, x);
-    __syncwarp();
+    __syncwarp(); /* dV leaves by way of the same place */
 #pragma unroll
     for (int m = 0; m < 8; m++) {
         const float2 b = *(const float2 *)(x.of_beta + m * 8 + x.pair);
@@ -292,7 +294,7 @@ delta_backwards(float (&dS)[N][4], const left (&d_o)[4], float (&dU)[8][4],
     }
 }
 
-/* A chunk backwards. d_o: dO, as operands over the tokens. */
+/* A chunk backwards. d_o: dO, as operands over the tokens, which get the scale and the decays. */
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD, int N, int M>
 __device__ __forceinline__ void
 chunk_backwards(float (&dS)[N][4], const left (&s)[M], left (&d_o)[4], partner &other,
@@ -385,7 +387,7 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
     partner other = {(float4 *)(shared + stages * p.bytes) + p.line * 32 + p.lane, p.line, p.width,
                      half};
 
-    /* S' or dS' [16 columns][KEYS]: a thread has columns lane / 4 and + 8, keys 8 i + pair and + 1 */
+    /* S' or dS' [16 columns][KEYS]: a thread has columns lane / 4 and + 8, keys 8 i + pair, + 1 */
     float S[KEYS / 8][4];
     const view &from = BACKWARD ? d[LA_DST] : c.x[LA_S0];
     const view &from_Y = BACKWARD ? d[LA_DYT] : c.x[LA_Y0];

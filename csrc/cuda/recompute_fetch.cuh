@@ -44,8 +44,8 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_st
     static constexpr int total = beta + (delta ? C * 4 : 0);
     static constexpr int v = (total + totals<KP, DECAY> * 4 + 1023) / 1024 * 1024;
     static constexpr int halves = adjoint_halves<KP>, keys = KP / halves; /* of a warp */
-    /* A panel for every four slices of 16 columns: v or dO, and the results that leave by way of its
-     * place. */
+    /* A panel for every four slices of 16 columns: v or dO, and the results that leave by way of
+     * its place. */
     __host__ __device__ static constexpr int bytes(int width, bool with_x)
     {
         return v + width / 4 * PANEL_BYTES + bytes_for_x<KP, DECAY>(with_x);
@@ -64,7 +64,7 @@ struct adjoint_news {
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_place {
     typedef adjoint_stage<KP, DECAY, RULE, BACKWARD> part;
     static constexpr bool delta = RULE == LA_DELTA, dplr = RULE == LA_DPLR;
-    static constexpr int HALVES = part::halves, KEYS = part::keys;
+    static constexpr int HALVES = part::halves;
 
     const call &c;
     const gradients &d;
@@ -206,7 +206,7 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_pl
         }
     }
 
-    /* Clear the rows behind the n tokens of a chunk. place_of_v: where the values of this warp lie. */
+    /* Clear the rows behind the n tokens of a chunk. place_of_v: where this warp's values lie. */
     __device__ __forceinline__ void clear_tail(char *room, int place_of_v, int line, int lane,
                                                int n) const
     {
