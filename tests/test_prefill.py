@@ -9,7 +9,7 @@ from support.compare import leaves, over_arrays
 from support.device import imported
 
 import linattn
-from linattn import composed, scans
+from linattn import composed, reference, scans
 from linattn.testing import make_inputs
 
 OPS = linattn.OPS
@@ -178,9 +178,20 @@ WRONG = {
         r"size, got \[3, 4\]",
     ),
     "a state beside it": ({"initial_state": 1}, ValueError, "initial_state: expected no"),
+    "another function of an op's name": (
+        {"op": reference.kda},
+        ValueError,
+        "op: expected a function",
+    ),
+    "sequences without edges": ({"cu_seqlens": 6}, ValueError, r"cu_seqlens: expected \[N\+1\]"),
+    "text for indices": ({"state_indices": "012"}, TypeError, "state_indices: expected a sequence"),
     "no op": ({"op": "softmax"}, ValueError, "op: expected a function of linattn's"),
     "no pass of an op": ({"op": "kda_step"}, ValueError, "op: expected a function of linattn's"),
-    "no batch": ({"q": np.zeros((9, 5))}, ValueError, "q: expected an array with all axes"),
+    "no batch": (
+        {"q": np.zeros((9, 5))},
+        ValueError,
+        "q: expected an array with all of its 4 axes",
+    ),
     "no such argument": ({"gamma": 0.5}, TypeError, "gamma"),
 }
 
@@ -227,3 +238,45 @@ def test_arrays_of_jax(rng):
     np.testing.assert_allclose(o, want, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(after, mine, rtol=1e-5, atol=1e-6)
     assert (np.asarray(pool) == 1).all()
+
+
+def test_pools_that_the_step_refuses(rng):
+    """In a pool every state has memory of its own."""
+    x, pool = drawn("titans", rng)
+    with pytest.raises(ValueError, match=r"state\[0\]: .* shared with state\[1\]"):
+        linattn.prefill("titans", **x, state=(pool[0], pool[0]), state_indices=[0, 1, 2])
+    x, pool = drawn("kda", rng)
+    wide = np.lib.stride_tricks.as_strided(pool, (7, *pool.shape[1:]), (0, *pool.strides[1:]))
+    with pytest.raises(ValueError, match="state: expected every element in a place of its own"):
+        linattn.prefill("kda", **x, state=wide, state_indices=[0, 1, 2])
+    block = np.zeros(7 * 4 * 5 * 6)
+    q = x | {"q": block[: x["q"].size].reshape(x["q"].shape)}
+    with pytest.raises(ValueError, match=r"state: expected memory of its own, got .* with q"):
+        linattn.prefill("kda", **q, state=block.reshape(7, 4, 5, 6), state_indices=[0, 1, 2])
+
+
+def test_pairs_that_do_not_fit_stay(rng):
+    torch = imported("torch")
+    q, k, v = (torch.from_numpy(y) for y in rng.standard_normal((3, 2, 9, 2, 4)))
+    options = {"state_indices": [0, 1]}
+    S, z = torch.zeros(4, 2, 4, 4).double(), torch.zeros(4, 2, 4).double()
+    for wrong, kind, said in (
+        (z.clone().requires_grad_(), ValueError, r"state\[1\]: requires gradients"),
+        (z.numpy(), TypeError, r"state\[1\]: expected an array of torch"),
+        (z.to("meta"), TypeError, r"state\[1\]: expected an array of torch on cpu"),
+        (z[:, :, :3].contiguous(), ValueError, r"state\[1\]: expected"),
+    ):
+        with pytest.raises(kind, match=said):
+            linattn.prefill("linear_attention", q, k, v, state=(S, wrong), **options)
+        assert not S.any()
+    line = torch.nn.Linear(4, 4).double()
+    o = linattn.prefill(
+        "linear_attention", q, k, v, feature_map=lambda x: line(x).exp(), state=(S, z), **options
+    )
+    assert not o.requires_grad and not S.requires_grad and S[:2].all()
+
+
+def test_options_that_have_no_place(rng):
+    x, pool = drawn("linear_attention", rng)
+    with pytest.raises(ValueError, match="causal: expected True"):
+        linattn.prefill("linear_attention", **x, causal=False, state=pool, state_indices=[0, 1, 2])
