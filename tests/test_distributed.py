@@ -69,7 +69,9 @@ def test_layouts_by_chance(seed, ranks):
     check(ranks, op, x, d, lengths, edges)
 
 
-@pytest.mark.parametrize("layout", ["unequal", "nothing between", "short between", *PACKED])
+@pytest.mark.parametrize(
+    "layout", ["unequal", "nothing between", "nothing last", "short between", *PACKED]
+)
 @pytest.mark.parametrize("op", SYSTEMS)
 def test_systems(op, layout, ranks, rng):
     check(ranks, op, *drawn(op, rng, layout))

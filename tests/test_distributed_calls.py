@@ -118,6 +118,21 @@ def test_one_rank_is_the_plain_function(op, ranks, rng):
     assert_same_bits(*answer)
 
 
+def alone(group, op, x, edges):
+    """A group of one takes what others take, and refuses what they refuse."""
+    own = {name: to_tensor(y) for name, y in x.items()}
+    with pytest.raises(ValueError, match="out: expected None"):
+        getattr(lad, op)(**own, group=group, out=own["v"])
+    return getattr(lad, op)(**own, group=group, cu_seqlens=edges)[0].numpy()
+
+
+@pytest.mark.parametrize("op", PREDICTS[:1])
+def test_one_rank_takes_edges_as_a_list(op, ranks, rng):
+    x, edges = plain(op, rng, edges=[0, 5, 21]), [0, 5, 21]
+    (o,) = ranks.run(1, alone, op, x, edges)
+    np.testing.assert_array_equal(o, getattr(linattn, op)(**x, cu_seqlens=np.array(edges))[0])
+
+
 def with_threads(group, op, x, d, lengths, edges, threads):
     before = linattn.get_num_threads(), torch.get_num_threads()
     linattn.set_num_threads(threads)

@@ -40,7 +40,7 @@ class _FromTheLeft:
         self.is_needed = any(share.joins for share in context.shares)
 
     def at_end(self, x: Tensor) -> Tensor:
-        """Of the last part. A rank without parts tells nothing: then any of this shape will do."""
+        """Of the last part. The numbers of a rank without parts are not sent: any will do."""
         if not self.is_packed:
             return x
         return x[-1:] if len(x) else x.new_zeros(1, *x.shape[1:])
@@ -126,13 +126,13 @@ def _turned_before(p: Mamba3Problem, left: _FromTheLeft) -> None:
     def passing(x: Tensor, numbers: Tensor, rank: int) -> Tensor:
         return x + numbers
 
-    x = left.put_together(left.at_end(sums), passing)
+    x = p.within_a_turn(left.put_together(left.at_end(sums), passing))
     p.before = p.before._replace(angle=left.placed(x, angle))
 
 
 def _row_before(p: Mamba3Problem, left: _FromTheLeft) -> None:
-    """The row before the first token of each part, and the part of it that was its own. Tokens of a
-    rank put their last row in its place."""
+    """The last row before each part, and how much of it was written as its own. A rank with tokens
+    puts its last row in the place of the one before."""
     own, k, v = p.last_write()
     at_end = torch.cat([left.at_end(x) for x in (own[..., None], k, v)], -1)
 

@@ -14,7 +14,7 @@ from linattn.distributed._context import Context, group_of, not_traced
 from linattn.distributed._exchange import everywhere, moved
 from linattn.distributed._shared import shared
 
-__all__ = ["causal_conv1d", "convolved_together"]
+__all__ = ["causal_conv1d"]
 
 
 class _Inputs:
@@ -22,7 +22,7 @@ class _Inputs:
 
     def __init__(self, given: dict[str, Any], states: Any, is_packed: bool) -> None:
         names = ("x", "weight", "bias")
-        self.arrays = {n: given[n] for n in names if given[n] is not None}
+        self.arrays = {n: given[n] for n in names if n != "bias" or given[n] is not None}
         self.activation = given["activation"]
         for n, array in self.arrays.items():
             if not isinstance(array, Tensor):
@@ -32,6 +32,8 @@ class _Inputs:
         if x.dim() != 3:
             raise ValueError(f"x: expected [B,T,D], got {tuple(x.shape)}")
         self.B, self.T, self.like = x.shape[0], x.shape[1], x.detach().new_empty(0)
+        if states is not None and len(states) != 1:
+            raise ValueError(f"initial_state: expected one tensor, got {len(states)}")
         edges = None
         if is_packed:
             count = 1 if states is None else len(states[0])
@@ -116,32 +118,23 @@ def _tail(inputs: _Inputs, context: Context, given: Tensor | None) -> Tensor:
     return tail.transpose(0, 1)
 
 
-def _convolved(
-    calls: list[tuple[_Inputs, Tensor | None]], context: Context
-) -> list[tuple[Tensor, Tensor]]:
-    """y, and the state after each part of a sequence, of calls of one width. What they need of the
-    ranks before comes in one exchange."""
-    takes = _takes(context, calls[0][0].width)
+def _convolved(inputs: _Inputs, given: Tensor | None, context: Context) -> tuple[Tensor, Tensor]:
+    """y, and the state after each part of a sequence."""
+    takes = _takes(context, inputs.width)
     if not any(map(any, takes)):
-        return [_run(inputs, context, given, {}) for inputs, given in calls]
-    tail = torch.cat([_tail(inputs, context, given) for inputs, given in calls], 2)
-    for inputs, given in calls:  # all ranks take part in the backward pass
-        for x in (*inputs.arrays.values(), *(() if given is None else (given,))):
-            tail = tail + x.flatten()[:0].sum().to(tail.dtype)
-    halos = _Moved.apply(tail, context, takes)  # type: ignore[no-untyped-call]
-    found, first = [], 0
-    for inputs, given in calls:
-        channels = inputs.arrays["x"].shape[2]
-        halo = halos[..., first : first + channels].permute(1, 2, 0)
-        first += channels
-        changed = {}
-        if context.share.joins:
-            given = _started(halo, given, context)
-        elif halos.requires_grad:
-            weight = inputs.arrays["weight"]
-            changed = {"weight": weight + halo.flatten()[:0].sum().to(weight.dtype)}
-        found.append(_run(inputs, context, given, changed))
-    return found
+        return _run(inputs, context, given, {})
+    tail = _tail(inputs, context, given)
+    for x in (*inputs.arrays.values(), *(() if given is None else (given,))):
+        tail = tail + x.flatten()[:0].sum().to(tail.dtype)  # all ranks take part backwards
+    halo = _Moved.apply(tail, context, takes).permute(1, 2, 0)  # type: ignore[no-untyped-call]
+    if context.share.joins:
+        return _run(inputs, context, _started(halo, given, context), {})
+    if not halo.requires_grad:
+        return _run(inputs, context, given, {})
+    weight = inputs.arrays["weight"]
+    return _run(
+        inputs, context, given, {"weight": weight + halo.flatten()[:0].sum().to(weight.dtype)}
+    )
 
 
 def _started(halo: Tensor, given: Tensor | None, context: Context) -> Tensor:
@@ -237,15 +230,6 @@ def causal_conv1d(
     if size == 1:
         alone: tuple[Any, Any] = shared("causal_conv1d", group, (), given)
         return alone
-    inputs, states, context = _prepared(given, group)
-    ((y, state),) = _convolved([(inputs, states)], context)
-    wanted = asks_for_states("output_final_state", output_final_state)
-    if wanted is None:
-        return y, None
-    return y, everywhere(context, state) if wanted == "all" else state
-
-
-def _prepared(given: dict[str, Any], group: Any) -> tuple[_Inputs, Tensor | None, Context]:
     inputs, states, context = prepared(
         "causal_conv1d",
         given,
@@ -253,16 +237,8 @@ def _prepared(given: dict[str, Any], group: Any) -> tuple[_Inputs, Tensor | None
         lambda states, is_packed: _Inputs(given, states, is_packed),
         needs_lengths=True,
     )
-    return inputs, None if states is None else states[0], context
-
-
-@not_traced  # type: ignore[untyped-decorator]
-def convolved_together(
-    calls: list[dict[str, Any]], context: Context
-) -> list[tuple[Tensor, Tensor]]:
-    """:func:`causal_conv1d` of several arrays, whose arguments are given by their names: y and the
-    states of each. Widths are the same. What travels does so in one exchange."""
-    if context.size == 1:
-        return [causal_conv1d(**given, group=context, output_final_state=True) for given in calls]
-    made = [_prepared(given, context)[:2] for given in calls]
-    return _convolved(made, context)
+    y, state = _convolved(inputs, None if states is None else states[0], context)
+    wanted = asks_for_states("output_final_state", output_final_state)
+    if wanted is None:
+        return y, None
+    return y, everywhere(context, state) if wanted == "all" else state

@@ -322,10 +322,16 @@ def shared(name: str, group: Any, args: tuple[Any, ...], given: dict[str, Any]) 
     size = base.size if base is not None else group_of(group).size()
     if size == 1:
         given = given | {final: asks_for_states(final, given.get(final)) is not None}
+        if given.get("out") is not None:
+            raise ValueError("out: expected None where ranks share the tokens")
+        first = args[0] if args else next(iter(given.values()))
+        device = getattr(first, "device", torch.device("cpu"))
+        edges = given.get("cu_seqlens")
         if base is not None and base.edges is not None:
-            refuse_edges(given.get("cu_seqlens"))
-            first = args[0] if args else next(iter(given.values()))
-            given["cu_seqlens"] = base.on(getattr(first, "device", torch.device("cpu")))
+            refuse_edges(edges)
+            given["cu_seqlens"] = base.on(device)
+        elif isinstance(edges, list | tuple):
+            given["cu_seqlens"] = torch.tensor(edges, dtype=torch.int64, device=device)
         return function(*args, **given)
 
     def made(states: States | None, is_packed: bool) -> Call:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -95,28 +95,6 @@ def told(function: Callable[..., Any], cut: Cut) -> Callable[..., Any]:
     return partial(getattr(distributed, function.__name__), group=cut)
 
 
-def convolved(
-    layers: Sequence[ShortConvolution],
-    xs: Sequence[Tensor],
-    before: Sequence[Tensor | None],
-    cut: Cut,
-) -> list[tuple[Tensor, Tensor]]:
-    """Each of the convolutions, of its own x. Ranks exchange what they need for all of them."""
-    given = list(zip(layers, xs, before, strict=True))
-    plain = all(type(x) is ShortConvolution and not has_hooks(x) for x in layers)
-    if not is_shared(cut) or not plain or len({x.kernel_size for x in layers}) > 1:
-        return [layer(x, b, cut) for layer, x, b in given]
-    from linattn.distributed._convolution import convolved_together
-
-    done = convolved_together([layer.call(x, b) for layer, x, b in given], cut)
-    return [(y, after.to(x.dtype).mT) for (y, after), x in zip(done, xs, strict=True)]
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Is there a function of the caller's that sees each call of this module?"""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
 class SharesTokens(nn.Module):
     """A layer whose rows of tokens may be shared by the ranks of a process group."""
 
@@ -145,19 +123,15 @@ class ShortConvolution(nn.Conv1d):
         self, x: Tensor, before: Tensor | None, cut: Cut
     ) -> tuple[Tensor, Tensor]:
         """x [B,T,D] and the W-1 inputs before it [N,W-1,D] (zeros by default) -> y, the next."""
-        call = self.call(x, before)
-        y, after = told(causal_conv1d, cut)(**call, output_final_state=True)
+        y, after = told(causal_conv1d, cut)(
+            x,
+            self.weight[:, 0],
+            self.bias,
+            activation=self._activation(),
+            initial_state=None if before is None else before.to(x.dtype).mT,
+            output_final_state=True,
+        )
         return y, after.to(x.dtype).mT
-
-    def call(self, x: Tensor, before: Tensor | None) -> dict[str, Any]:
-        """The arguments of causal_conv1d."""
-        return {
-            "x": x,
-            "weight": self.weight[:, 0],
-            "bias": self.bias,
-            "activation": self._activation(),
-            "initial_state": None if before is None else before.to(x.dtype).mT,
-        }
 
     def step(self, x: Tensor, before: Tensor) -> Tensor:
         """x [N,D]; `before` moves on in place."""
@@ -401,7 +375,10 @@ class Block(SharesTokens):
         conv: tuple[Tensor, ...] = ()
         if self.has_conv:
             before = (None,) * 3 if state is None else state.conv
-            done = convolved(self._convolutions(), projected, before, cut)
+            done = [
+                layer(y, b, cut)
+                for layer, y, b in zip(self._convolutions(), projected, before, strict=True)
+            ]
             projected, conv = [y for y, _ in done], tuple(c for _, c in done)
         q, k, v = self._by_heads(projected)
         at, position = self._positions(x, state, cut)
