@@ -24,12 +24,16 @@ def _read(sums: Tensor, before: Tensor, k: Tensor, v: Tensor, time_first: Tensor
 
 
 def _one_token(
-    decay: Tensor, first: Tensor, k: Tensor, v: Tensor, sums: Tensor, unit: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    y = _read(sums, unit, k, v, first)
-    after = torch.maximum(unit + decay, k)
-    past, now = torch.exp(unit + decay - after), torch.exp(k - after)
-    return y, past[..., None] * sums + torch.stack([now * v, now], -1), after
+    decay: Tensor, first: Tensor, k: Tensor, v: Tensor, state: list[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    a, b, unit = state
+    own, fallen = k + first, unit + decay
+    most = torch.maximum(unit, own).detach()  # y does not depend on it
+    past, now = torch.exp(unit - most), torch.exp(own - most)
+    y = torch.addcmul(now * v, past, a) / torch.addcmul(now, past, b)
+    after = torch.maximum(fallen, k)
+    past, now = torch.exp(fallen - after), torch.exp(k - after)
+    return y, [torch.addcmul(now * v, past, a), torch.addcmul(now, past, b), after]
 
 
 def rwkv_linear_attention(
@@ -66,18 +70,17 @@ def rwkv_linear_attention(
     decay, first = -torch.exp(time_decay.to(real)), time_first.to(real)
     B, T, D = k.shape
     if state is None:
-        sums, unit = k.new_zeros(B, D, 2), k.new_full((B, D), -1e38)
+        before = [k.new_zeros(B, D), k.new_zeros(B, D), k.new_full((B, D), -1e38)]
     else:
-        sums, unit = torch.stack([x.to(real) for x in state[:2]], -1), state[2].to(real)
+        before = [x.to(real) for x in state]
+    y, after = v, before
     if T == 1:
-        y, sums, unit = _one_token(decay, first, k[:, 0], v[:, 0], sums, unit)
+        y, after = _one_token(decay, first, k[:, 0], v[:, 0], before)
         y = y[:, None]
-    elif T == 0:
-        y = v
-    else:
-        y, sums, unit = _tokens(decay, first, k, v, sums, unit)
-    after = [sums[..., 0], sums[..., 1], unit] if return_state or state is not None else state
-    return y.to(value.dtype), after
+    elif T > 1:
+        y, sums, unit = _tokens(decay, first, k, v, torch.stack(before[:2], -1), before[2])
+        after = [sums[..., 0], sums[..., 1], unit]
+    return y.to(value.dtype), after if return_state or state is not None else state
 
 
 def _tokens(
