@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from linattn.arrays import as_int
-from linattn.features import is_tensor, library_of, shape_of
+from linattn.features import indices_beside, shape_of
 from linattn.variants import BY_TOKEN, op_named
 
 __all__ = ["replay"]
@@ -88,7 +88,7 @@ def replay(
     else:
         tokens = [t for at, many in zip(starts, counts, strict=True) for t in range(at, at + many)]
         index, given["cu_seqlens"] = (
-            _indices(q, x) for x in (tokens, np.cumsum([0, *counts], dtype=np.int64))
+            indices_beside(q, x) for x in (tokens, np.cumsum([0, *counts], dtype=np.int64))
         )
 
         def first(x: Any) -> Any:
@@ -121,11 +121,3 @@ def _counts(n: Any, lengths: list[int]) -> list[int]:
         if not 0 <= count <= length:
             raise ValueError(f"n: expected 0 to {length} tokens of row {row}, got {count}")
     return counts
-
-
-def _indices(like: Any, x: Any) -> Any:
-    """An array of ints that can stand beside `like`."""
-    found = np.asarray(x, np.int64)
-    if is_tensor(like):
-        return library_of(like).as_tensor(found, device=like.device)
-    return library_of(like).asarray(found)

@@ -233,6 +233,14 @@ def held(dtype: Any, x: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(dtype) if jax and isinstance(x, jax.Array) else dtype
 
 
+def indices_beside(like: Any, x: Any) -> Any:
+    """An array of ints that can stand beside `like`."""
+    found = np.asarray(x, np.int64)
+    if is_tensor(like):
+        return library_of(like).as_tensor(found, device=like.device)
+    return library_of(like).asarray(found)
+
+
 def is_recorded(x: Any) -> bool:
     return is_tensor(x) and x.requires_grad and sys.modules["torch"].is_grad_enabled()
 

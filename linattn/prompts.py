@@ -13,7 +13,15 @@ import numpy as np
 from linattn import composed
 from linattn.arrays import as_int
 from linattn.composed._names import called
-from linattn.features import cast, is_array, is_recorded, is_tensor, library_of, shape_of
+from linattn.features import (
+    cast,
+    indices_beside,
+    is_array,
+    is_recorded,
+    is_tensor,
+    library_of,
+    shape_of,
+)
 from linattn.variants import OPS
 
 __all__ = ["prefill"]
@@ -130,7 +138,7 @@ def prefill(
         )
         kept = [n for n, slot in enumerate(slots) if slot >= 0]
         new = [
-            cast(one if len(kept) == N else one[_index(one, kept)], pool.dtype)
+            cast(one if len(kept) == N else one[indices_beside(one, kept)], pool.dtype)
             for pool, one in zip(pools, S if has_parts else (S,), strict=True)
         ]
         found = [
@@ -291,24 +299,17 @@ def _flags(begins: Any, N: int) -> list[bool]:
     return flags
 
 
-def _index(like: Any, places: list[int]) -> Any:
-    """Places as an array that can index one of the library of `like`."""
-    if is_tensor(like):
-        return library_of(like).tensor(places, dtype=library_of(like).int64, device=like.device)
-    return library_of(like).asarray(np.array(places, np.int64))
-
-
 def _taken(pool: Any, slots: list[int], fresh: list[bool]) -> Any:
     """The states of the sequences: copies, zeros where one begins or has no state."""
     if not len(pool):
         shape = (len(slots), *pool.shape[1:])
         make = pool.new_zeros if is_tensor(pool) else library_of(pool).zeros
         return make(shape, dtype=pool.dtype)
-    states = pool[_index(pool, [max(slot, 0) for slot in slots])]
+    states = pool[indices_beside(pool, [max(slot, 0) for slot in slots])]
     zeros = [n for n, slot in enumerate(slots) if slot < 0 or fresh[n]]
     if not zeros:
         return states
-    at = _index(states, zeros)
+    at = indices_beside(states, zeros)
     if _is_jaxs(states):
         return states.at[at].set(0)
     states[at] = 0
@@ -317,7 +318,7 @@ def _taken(pool: Any, slots: list[int], fresh: list[bool]) -> Any:
 
 def _put(pool: Any, slots: list[int], states: Any) -> Any:
     """The pool with these states: changed, or JAX's new one."""
-    at = _index(pool, slots)
+    at = indices_beside(pool, slots)
     if _is_jaxs(pool):
         return pool.at[at].set(states)
     pool[at] = states

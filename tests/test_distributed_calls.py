@@ -13,6 +13,7 @@ from support.compare import assert_same_bits
 from support.ranks import Failure, Ranks
 from support.shared_rows import (
     LAYOUTS,
+    cut,
     drawn,
     gradients,
     is_of_tokens,
@@ -22,6 +23,7 @@ from support.shared_rows import (
     on_rank,
     pair_of,
     problem,
+    prompt_and_steps,
     states_of,
     through,
 )
@@ -45,14 +47,6 @@ def plain(op, rng, T=21, edges=None):
     """Tensors of a call of two rows, or of packed ones, without an initial state."""
     x, _ = problem(op, rng, T, edges=edges)
     return {name: y for name, y in x.items() if name != "initial_state"}
-
-
-def cut(group, x, lengths):
-    """A rank's part of the arrays, as leaves."""
-    begin = sum(lengths[: group.rank()])
-    mine = slice(begin, begin + lengths[group.rank()])
-    own = {n: y[:, mine] if is_of_tokens(n, y) else y for n, y in x.items()}
-    return leaves_of(own)
 
 
 def by_groups(group, op, x, lengths, edges):
@@ -197,20 +191,6 @@ def what_stays(group, op, x, lengths):
 def test_saved_tensors_are_pytorchs_alone(op, ranks, rng):
     """Checkpointing and offloading free the memory of arrays."""
     assert ranks.run(3, what_stays, op, plain(op, rng), [8, 4, 9]) == [[], [], []]
-
-
-def prompt_and_steps(group, op, x, lengths, tokens):
-    """A prompt by all ranks, then tokens by the last one."""
-    own = {name: y.detach() for name, y in cut(group, x, lengths).items()}
-    _, S = getattr(lad, op)(**own, group=group, output_final_state=True)
-    if group.rank() + 1 < group.size():
-        return None
-    reads = []
-    for t in range(tokens["v"].shape[1]):
-        token = {n: y[:, t] if is_of_tokens(n, y) else y for n, y in tokens.items()}
-        token = {n: to_tensor(np.ascontiguousarray(y)) for n, y in token.items()}
-        reads.append(getattr(linattn, f"{op}_step")(**token, state=S).numpy())
-    return np.stack(reads, 1)
 
 
 @pytest.mark.parametrize("op", OPS)

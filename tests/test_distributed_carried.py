@@ -12,10 +12,11 @@ from support.shared_rows import (
     LAYOUTS,
     PACKED,
     check,
+    cut,
     drawn,
-    is_of_tokens,
     leaves_of,
     near,
+    prompt_and_steps,
     states_of,
     system_problem,
     tokens_of,
@@ -29,13 +30,6 @@ from linattn.distributed._systems import SYSTEMS
 
 CARRIED = [name for name, system in SYSTEMS.items() if system.is_carried]
 some_layouts = pytest.mark.parametrize("layout", ["nothing first", "nothing between", "across"])
-
-
-def part_of(group, x, lengths):
-    """A rank's part of the arrays, as leaves."""
-    begin, T = sum(lengths[: group.rank()]), sum(lengths)
-    own = {n: tokens_of(n, y, begin, lengths[group.rank()], T) for n, y in x.items()}
-    return leaves_of(own)
 
 
 def without_states(x):
@@ -68,7 +62,7 @@ def test_numbers_and_what_may_be_left_out(op, layout, ranks, rng):
 
 def read(group, op, x, lengths, edges):
     """o and final states of all sequences, of a call without initial states."""
-    own = {n: y.detach() for n, y in part_of(group, x, lengths).items()}
+    own = {n: y.detach() for n, y in cut(group, x, lengths).items()}
     cp = lad.context(group, lengths=lengths, cu_seqlens=edges)
     o, S = getattr(lad, op)(**own, group=cp, **{states_of(system(op))[1]: "all"})
     plain, none = getattr(lad, op)(**own, group=cp)
@@ -94,20 +88,6 @@ def test_final_states_on_all_ranks(op, layout, ranks, rng):
             near(found, to_tensor(want), "a final state")
 
 
-def prompt_and_steps(group, op, x, lengths, tokens):
-    """A prompt by all ranks, then tokens by the last one."""
-    own = {n: y.detach() for n, y in part_of(group, x, lengths).items()}
-    _, S = getattr(lad, op)(**own, group=group, **{states_of(system(op))[1]: True})
-    if group.rank() + 1 < group.size():
-        return None
-    reads = []
-    for t in range(next(iter(tokens.values())).shape[1]):
-        token = {n: y[:, t] if is_of_tokens(n, y) else y for n, y in tokens.items()}
-        token = {n: to_tensor(np.ascontiguousarray(y)) for n, y in token.items()}
-        reads.append(getattr(linattn, f"{op}_step")(**token, state=S).numpy())
-    return np.stack(reads, 1)
-
-
 @pytest.mark.parametrize("op", CARRIED)
 def test_steps_after_a_prompt(op, ranks, rng):
     x = without_states(system_problem(op, rng, 24)[0])
@@ -118,7 +98,7 @@ def test_steps_after_a_prompt(op, ranks, rng):
 
 
 def gradient_of_one(group, op, x, lengths, name):
-    own = part_of(group, x, lengths)
+    own = cut(group, x, lengths)
     o, _ = getattr(lad, op)(**own, group=group)
     (found,) = torch.autograd.grad(o.square().sum(), [own[name]])
     return found.numpy()
@@ -162,7 +142,7 @@ def misfit(group, op):
     """A call whose last gate has another shape on rank 1."""
     lengths = [5, 9, 6]
     x, _ = system_problem(op, np.random.default_rng(0), 20)
-    own = {n: y.detach() for n, y in part_of(group, without_states(x), lengths).items()}
+    own = {n: y.detach() for n, y in cut(group, without_states(x), lengths).items()}
     name = "angles" if op == "mamba3" else "f"
     if group.rank() == 1:
         own[name] = own[name][..., :1]

@@ -178,6 +178,29 @@ def leaves_of(x):
     return over_arrays(leaf, x)
 
 
+def cut(group, x, lengths):
+    """A rank's part of the arrays, as leaves."""
+    begin, n, T = sum(lengths[: group.rank()]), lengths[group.rank()], sum(lengths)
+    return leaves_of({name: tokens_of(name, y, begin, n, T) for name, y in x.items()})
+
+
+def prompt_and_steps(group, op, x, lengths, tokens):
+    """A prompt by all ranks, then tokens by the last one."""
+    import linattn.distributed as lad
+    from linattn.distributed._calls import names_of_states
+
+    own = {name: y.detach() for name, y in cut(group, x, lengths).items()}
+    _, S = getattr(lad, op)(**own, group=group, **{names_of_states(op)[1]: True})
+    if group.rank() + 1 < group.size():
+        return None
+    reads = []
+    for t in range(next(iter(tokens.values())).shape[1]):
+        token = {n: y[:, t] if is_of_tokens(n, y) else y for n, y in tokens.items()}
+        token = {n: to_tensor(np.ascontiguousarray(y)) for n, y in token.items()}
+        reads.append(getattr(linattn, f"{op}_step")(**token, state=S).numpy())
+    return np.stack(reads, 1)
+
+
 def pair_of(S):
     return S if isinstance(S, tuple) else (S,)
 
