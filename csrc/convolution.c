@@ -32,6 +32,8 @@ static la_status check(la_room_job *room)
     j->D = room->size['D'];
     j->W = room->size['W'];
     j->S = room->size['S'];
+    const la_array *state = j->room.array[LA_CONVOLUTION_S0];
+    j->older = room->p->pass == LA_STEP ? state->shape[2] - (j->W - 1) : 0;
     if (j->W >= 1) return LA_OK;
     snprintf(room->p->message, LA_MESSAGE, "weight: expected W >= 1 taps, got W = 0");
     return LA_VALUE_ERROR;

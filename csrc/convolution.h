@@ -4,7 +4,7 @@
  *
  * The last tap belongs to the token itself. The state of a sequence is its last W - 1 inputs, the
  * oldest first: x[-1] is the last number of an initial state. Without one, inputs before the first
- * token are zeros.
+ * token are zeros. The state of a step may hold older inputs, too: they move on with the others.
  *
  * Here is what a call of the room (room.h) says. */
 #ifndef LINATTN_CONVOLUTION_H
@@ -28,6 +28,7 @@ typedef struct la_convolution {
     int silu;                 /* 0: no activation */
     la_convolution_part part; /* of a step, on a CPU */
     int64_t B, T, D, W, S;
+    int64_t older; /* inputs in the state of a step before the last W - 1 */
 } la_convolution;
 
 /* The CPU's pass. Only memory can fail, and it fails before an output is written. LA_MOVE_STATE takes

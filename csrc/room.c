@@ -119,6 +119,12 @@ static void spread(const la_room_job *j, int line, la_array *x)
     memcpy(x->stride, stride, sizeof stride);
 }
 
+/* A step's state of inputs may hold older ones too. */
+static bool may_hold_more(const la_room_job *j, la_name slot)
+{
+    return j->room->plain_states && j->p->pass == LA_STEP && la_array_rows[slot].role == LA_STATE;
+}
+
 static la_status check_shape(la_room_job *j, int line, la_name slot)
 {
     la_array *x = &j->p->array[slot];
@@ -129,7 +135,9 @@ static la_status check_shape(la_room_job *j, int line, la_name slot)
     for (int i = 0; i < x->ndim; i++) {
         int64_t *const size = &j->size[(int)letters[i]];
         if (!is_small(letters[i]) && *size < 0) *size = x->shape[i];
-        if (size_of(j, letters[i]) != x->shape[i]) return refuse_shape(j, line, x, label);
+        const bool more =
+            is_small(letters[i]) && may_hold_more(j, slot) && size_of(j, letters[i]) < x->shape[i];
+        if (size_of(j, letters[i]) != x->shape[i] && !more) return refuse_shape(j, line, x, label);
     }
     spread(j, line, x);
     return LA_OK;

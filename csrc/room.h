@@ -73,7 +73,9 @@ typedef struct la_room {
     int lines;
     const la_room_option *option;
     int options;
-    bool plain_states; /* a state holds inputs as they are, so it may have their dtype too */
+    /* A state holds inputs as they are, the oldest first. So it may have their dtype too, and in a
+     * step more of them than a small letter says. */
+    bool plain_states;
     size_t job_bytes;
     /* Checks what the letters cannot say, after all inputs have been compared with them. */
     la_status (*check)(la_room_job *j);

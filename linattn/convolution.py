@@ -158,7 +158,8 @@ def causal_conv1d_step(
     weight, bias, activation : see :func:`causal_conv1d`
     state : array [B,D,W-1], or [P,D,W-1] with state_indices
         The last W-1 inputs, the oldest first. The step takes x in and the oldest out. Of the dtype
-        of x, float32 or bfloat16 (float64 for float64 x), with any strides.
+        of x, float32 or bfloat16 (float64 for float64 x), with any strides. It may hold more inputs
+        than W-1, as caches of transformers do: the oldest are not read, and move on.
     state_indices : array [B], int32 or int64, optional
         Which of P states each row of x has, each of them once. -1: none, and y is zero.
     out : array [B,D], optional

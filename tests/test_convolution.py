@@ -318,6 +318,24 @@ def test_steps_are_the_forward_pass(W, dtype, rng):
     assert_same_bits(state, whole["state"])
 
 
+@pytest.mark.parametrize("older", [1, 3])
+@widths
+@dtypes
+def test_a_state_may_hold_older_inputs(W, dtype, older, rng):
+    """The step does not read them. They move on with the others."""
+    given = problem(rng, W, dtype, T=6)
+    x, short = given.pop("x"), given.pop("initial_state")
+    long = np.concatenate([rng.standard_normal((*short.shape[:2], older)), short], 2)
+    long = long.astype(short.dtype)
+    for t in range(6):
+        before = long.copy()
+        y = linattn.causal_conv1d_step(x[:, t], **given, state=long, activation="silu")
+        want = linattn.causal_conv1d_step(x[:, t], **given, state=short, activation="silu")
+        assert_same_bits(y, want)
+        assert_same_bits(long[..., older:].copy(), short)
+        assert_same_bits(long[..., :-1].copy(), before[..., 1:].copy())
+
+
 @pytest.mark.parametrize("layout", [np.asarray, np.asfortranarray, tokens_inside])
 def test_a_step_picks_its_states(layout, rng):
     given = problem(rng, 4, np.float32, B=3, S=6)

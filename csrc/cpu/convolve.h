@@ -240,8 +240,8 @@ LA_FN void load_before(const la_convolution *j, const la_convolution_unit *u, in
                        int64_t n, real *to)
 {
     const la_array *S = j->room.array[LA_CONVOLUTION_S0];
-    if (S && m >= 0)
-        gather(to, n, at(S, u->state, d, m), S->stride[1], S->dtype);
+    if (S && m + j->older >= 0)
+        gather(to, n, at(S, u->state, d, m + j->older), S->stride[1], S->dtype);
     else
         memset(to, 0, (size_t)n * sizeof *to);
 }
@@ -366,7 +366,8 @@ static void convolution_forward(const la_convolution *j, const la_convolution_un
     if (whole < u->t1) forward_in_place(j, u, w, &f, whole, u->t1);
 }
 
-/* The last W - 1 inputs, the oldest first: each place is written after it was read. */
+/* The last W - 1 inputs, and in a step older ones before them, the oldest first: each place is
+ * written after it was read. */
 static void convolution_state(const la_convolution *j, const la_convolution_unit *u)
 {
     const bool step = j->room.p->pass == LA_STEP;
@@ -376,13 +377,13 @@ static void convolution_state(const la_convolution *j, const la_convolution_unit
     real row[CONVOLVE_STRIP + LANES];
     for (int64_t d = u->d0; d < u->d1; d += CONVOLVE_STRIP) {
         const int64_t n = d + CONVOLVE_STRIP < u->d1 ? CONVOLVE_STRIP : u->d1 - d;
-        for (int64_t m = 0; m < reach; m++) {
+        for (int64_t m = -j->older; m < reach; m++) {
             const int64_t p = length - reach + m; /* from the sequence's first token on */
             if (p < 0)
                 load_before(j, u, p + reach, d, n, row);
             else
                 gather(row, n, at(x, u->b, u->begin + p, d), x->stride[2], x->dtype);
-            scatter(at(to, u->state, d, m), to->stride[1], to->dtype, row, n);
+            scatter(at(to, u->state, d, m + j->older), to->stride[1], to->dtype, row, n);
         }
     }
 }

@@ -13,7 +13,7 @@ struct convolution_call {
     room_call room;
     view x[LA_CONVOLUTION_ARRAYS],
         d[LA_CONVOLUTION_ARRAYS]; /* d: gradients, those of outputs included */
-    int W;
+    int W, older; /* older: inputs in the state of a step before the last W - 1 */
     bool silu, fours, along;
     int run;      /* tokens of a thread */
     int parts;    /* of all tokens */
@@ -28,7 +28,7 @@ __device__ __forceinline__ real input_at(const convolution_call &c, const sequen
 {
     const view &x = c.x[LA_CONVOLUTION_X], &S = c.x[LA_CONVOLUTION_S0];
     if (p >= s.begin) return load<real>(at(x, s.b, p, d), x.dtype);
-    return S.data ? load<real>(at(S, s.state, d, p - s.begin + c.W - 1), S.dtype) : 0;
+    return S.data ? load<real>(at(S, s.state, d, p - s.begin + c.W - 1 + c.older), S.dtype) : 0;
 }
 
 /* Tap i belongs to the input i tokens ago. */
@@ -69,8 +69,8 @@ __device__ __forceinline__ void convolve_token(const convolution_call &c, int n,
     real z = 0;
     if (s.state >= 0) {
         z = sum_at<real>(c, s, 0, d);
-        for (int m = 0; m < c.W - 1; m++) /* each place is written after it was read */
-            store(at(S, s.state, d, m), S.dtype, input_at<real>(c, s, m + 2 - c.W, d));
+        for (int m = -c.older; m < c.W - 1; m++) /* each place is written after it was read */
+            store(at(S, s.state, d, m + c.older), S.dtype, input_at<real>(c, s, m + 2 - c.W, d));
         z = activated(c, z);
     }
     store(at(y, s.b, 0, d), y.dtype, z);
@@ -83,6 +83,7 @@ static inline convolution_call convolution_call_of(const la_room_job &job)
     convolution_call c = {};
     c.room = room_of(job, j.B, j.T, j.D, j.S);
     c.W = (int)j.W;
+    c.older = (int)j.older;
     c.silu = j.silu;
     take_views(job, c.x, c.d);
     return c;

@@ -18,10 +18,10 @@ _SILU = {"silu": "silu", "swish": "silu"}
 
 
 def _finished(y: Tensor, activation: str | None, dtype: torch.dtype) -> Tensor:
-    """y [B,T,D] as [B,D,T], after an activation that the convolution does not have."""
+    """y after an activation that the convolution does not have."""
     if activation is not None and activation not in _SILU:
         y = import_module("transformers.activations").ACT2FN[activation](y)
-    return cast(y, dtype).mT
+    return cast(y, dtype)
 
 
 def causal_conv1d_fn(
@@ -50,7 +50,7 @@ def causal_conv1d_fn(
     x, edges = hidden_states, either(cu_seqlens, others)
     silu = _SILU.get(activation or "")
     y, _ = causal_conv1d(cast(x, weight.dtype).mT, weight, bias, activation=silu, cu_seqlens=edges)
-    return _finished(y, activation, x.dtype)
+    return _finished(y, activation, x.dtype).mT
 
 
 def causal_conv1d_update(
@@ -78,15 +78,10 @@ def causal_conv1d_update(
     x, silu = hidden_states, _SILU.get(activation or "")
     given = cast(x, weight.dtype)
     older = conv_state.shape[2] - (weight.shape[1] - 1)
-    steps = x.shape[2] == 1 and older in (0, 1) and weight.shape[1] > 1
+    steps = x.shape[2] == 1 and older >= 0
     if steps and is_step(conv_state, given, weight, bias, plain=True):
-        with torch.no_grad():
-            if older:
-                conv_state[..., 0].copy_(conv_state[..., 1])
-            y = causal_conv1d_step(
-                given[..., 0], weight, bias, state=conv_state[..., older:], activation=silu
-            )
-        return _finished(y[:, None], activation, x.dtype)
+        y = causal_conv1d_step(given[..., 0], weight, bias, state=conv_state, activation=silu)
+        return _finished(y, activation, x.dtype)[..., None]
     kept = torch.cat([conv_state, cast(x, conv_state.dtype)], -1)
     y, _ = causal_conv1d(
         given.mT,
@@ -97,4 +92,4 @@ def causal_conv1d_update(
     )
     with torch.no_grad():
         conv_state.copy_(kept[..., -conv_state.shape[2] :])
-    return _finished(y, activation, x.dtype)
+    return _finished(y, activation, x.dtype).mT
