@@ -187,6 +187,7 @@ static int place_of(PyObject *object, place *x)
 {
     la_call reader; /* reads it as a q, and is never checked nor run */
     memset(&reader, 0, sizeof reader);
+    reader.p.any_strides = true; /* no copy takes its place */
     const int failed = la_take(&reader, LA_Q, object);
     *x = (place){reader.p.device, reader.p.ordinal, reader.p.array[LA_Q], reader.span[LA_Q], NULL};
     if (!failed && x->array.given && x->device == LA_CPU) {
