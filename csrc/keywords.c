@@ -36,8 +36,7 @@ static int take_mode(PyObject *object, la_mode *mode)
     return -1;
 }
 
-/* kind: what is expected, for the message. */
-static int as_count(PyObject *object, const char *label, const char *kind, int64_t *to)
+int la_as_count(PyObject *object, const char *label, const char *kind, int64_t *to)
 {
     PyObject *index = PyBool_Check(object) ? NULL : PyNumber_Index(object);
     if (!index) {
@@ -85,10 +84,10 @@ static int take_option(la_call *c, const la_option *option, PyObject *object)
     case LA_OPTION_NUMBER:
         c->p.has_scale = !none;
         return none ? 0 : la_as_number(object, option->name, field);
-    case LA_OPTION_COUNT: return as_count(object, option->name, "an int", field);
+    case LA_OPTION_COUNT: return la_as_count(object, option->name, "an int", field);
     case LA_OPTION_MAYBE:
         c->p.has_chunk = !none;
-        return none ? 0 : as_count(object, option->name, "an int or None", field);
+        return none ? 0 : la_as_count(object, option->name, "an int or None", field);
     case LA_OPTION_MODE: return take_mode(object, field);
     case LA_OPTION_FEATURES: return take_features(c, object);
     }

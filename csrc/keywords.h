@@ -29,5 +29,7 @@ int la_take_all(la_call *c, PyObject *const *values);
 
 /* A number, and no flag. */
 int la_as_number(PyObject *object, const char *label, double *number);
+/* An int, and no flag. kind: what is expected, for the message. Its sign is the caller's affair. */
+int la_as_count(PyObject *object, const char *label, const char *kind, int64_t *to);
 
 #endif

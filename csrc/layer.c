@@ -46,13 +46,14 @@ static size_t place_all(const la_layer *j, char *block)
         place(&array[la_convolved[i]], block, &used);
         j->convolution[i]->room.array[LA_CONVOLUTION_Y]->data = array[la_convolved[i]].data;
     }
-    if (j->g) {
-        place(&array[LA_G], block, &used);
-        j->g->to = array[LA_G].data;
-    }
-    if (j->beta) {
-        place(&array[LA_BETA], block, &used);
-        j->beta->to = array[LA_BETA].data;
+    const struct {
+        la_gating *gate;
+        la_name name;
+    } gates[] = {{j->g, LA_G}, {j->beta, LA_BETA}, {j->weight, LA_WEIGHT}};
+    for (size_t i = 0; i < sizeof gates / sizeof *gates; i++) {
+        if (!gates[i].gate) continue;
+        place(&array[gates[i].name], block, &used);
+        gates[i].gate->to = array[gates[i].name].data;
     }
     if (j->norm) {
         place(&array[LA_O], block, &used);
@@ -67,9 +68,8 @@ static size_t place_all(const la_layer *j, char *block)
 static void settle_norm(const la_layer *j)
 {
     if (!j->norm) return;
-    j->norm->N = j->p->B;
-    j->norm->HV = j->p->HV;
-    j->norm->V = j->p->V;
+    j->norm->rows = j->p->B * j->norm->groups;
+    j->norm->size = j->p->HV * j->p->V / j->norm->groups;
     j->norm->dtype = j->p->array[LA_O].dtype;
     j->norm->real = j->p->real;
 }
@@ -96,13 +96,14 @@ static la_status run_here(const la_layer *j)
     }
     if (!status && j->g) status = keep_message(j, la_gates(j->g), j->g->message);
     if (!status && j->beta) status = keep_message(j, la_gates(j->beta), j->beta->message);
+    if (!status && j->weight) status = keep_message(j, la_gates(j->weight), j->weight->message);
     if (!status) status = la_step(j->p);
     for (int i = 0; i < LA_LAYER_CONVOLUTIONS && !status; i++) {
         if (!j->convolution[i]) continue;
         j->convolution[i]->part = LA_MOVE_STATE;
         status = la_convolution_run(j->convolution[i]);
     }
-    if (!status && j->norm) la_head_norm_run(j->norm);
+    if (!status && j->norm) la_group_norm_run(j->norm);
     return status;
 }
 

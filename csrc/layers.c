@@ -28,8 +28,9 @@ struct la_layer_call {
     la_convolution convolution[LA_LAYER_CONVOLUTIONS];
     stage_call rest;
     la_array raw_g, raw_beta;
-    la_gating g, beta;
-    la_head_norm norm;
+    la_gating g, beta, weight;
+    la_group_norm norm;
+    bool weighs;
     int silu;
     PyObject *stages, *state[LA_LAYER_CONVOLUTIONS], *memory; /* the user's call owns them */
 };
@@ -213,10 +214,26 @@ static int fit_parameters(la_layer_call *l, const la_array *x, bool keyed)
     return 0;
 }
 
+/* A stage that makes the step's array `name` of numbers raw, which have the shape of a gate. */
+static int settle_gate(la_call *step, la_name name, const la_array *raw, bool keyed, la_gating *j)
+{
+    const la_array *which;
+    j->x = raw;
+    j->device = step->p.device;
+    j->ordinal = step->p.ordinal;
+    j->stream = step->p.stream;
+    const la_gating_fault fault = la_gates_check(j, &which);
+    if (fault == LA_GATING_DTYPE) return refuse_numbers(step, name);
+    if (fault != LA_GATING_FITS)
+        return refuse_shape(la_array_name(&step->p, name), raw, keyed ? "N,HV*K" : "N,HV");
+    la_layer_reserve(&step->p, name, j->real, keyed ? 3 : 2, raw->shape);
+    return 0;
+}
+
 /* The projection of a gate: its array in the step becomes the gate. */
 static int take_gate(la_layer_call *l, la_call *step, la_name name, la_array *raw, la_gating *j)
 {
-    const la_array *which, *x = &step->p.array[name];
+    const la_array *x = &step->p.array[name];
     const char *const label = la_array_name(&step->p, name);
     const bool keyed = x->ndim == 3;
     if (!x->given) {
@@ -228,18 +245,34 @@ static int take_gate(la_layer_call *l, la_call *step, la_name name, la_array *ra
         !by_keys(raw))
         return refuse_shape(label, x, "N,HV");
     if (name == LA_G && fit_parameters(l, raw, keyed)) return -1;
-    j->x = raw;
-    j->device = step->p.device;
-    j->ordinal = step->p.ordinal;
-    j->stream = step->p.stream;
-    const la_gating_fault fault = la_gates_check(j, &which);
-    if (fault == LA_GATING_DTYPE) return refuse_numbers(step, name);
-    if (fault != LA_GATING_FITS) return refuse_shape(label, x, keyed ? "N,HV*K" : "N,HV");
-    la_layer_reserve(&step->p, name, j->real, keyed ? 3 : 2, raw->shape);
-    return 0;
+    return settle_gate(step, name, raw, keyed, j);
 }
 
-/* stage: (name, factor, A_log, dt_bias) */
+/* softplus(g + dt_bias) becomes the step's weight of v. */
+static int take_weight(la_layer_call *l, la_call *step)
+{
+    const la_variant *op = &la_variants[step->p.op];
+    if (!la_weighs(op->decay, op->rule)) {
+        PyErr_Format(PyExc_ValueError,
+                     "weigh: expected False, since the writes of %s have no weights", op->name);
+        return -1;
+    }
+    if (l->g.curve != LA_SOFTPLUS) {
+        PyErr_SetString(PyExc_ValueError, "weigh: expected decay='softplus' beside it");
+        return -1;
+    }
+    if (step->p.array[LA_WEIGHT].given) {
+        PyErr_SetString(PyExc_ValueError, "weigh: expected False beside weight");
+        return -1;
+    }
+    l->weight.curve = LA_SOFTPLUS;
+    l->weight.factor = 1;
+    l->weight.dt_bias = l->g.dt_bias;
+    l->layer.weight = &l->weight;
+    return settle_gate(step, LA_WEIGHT, &l->raw_g, false, &l->weight);
+}
+
+/* stage: (name, factor, A_log, dt_bias, weigh) */
 static int take_decay(la_layer_call *l, la_call *step, PyObject *stage)
 {
     la_call *const rest = &l->rest.c;
@@ -259,12 +292,12 @@ static int take_decay(la_layer_call *l, la_call *step, PyObject *stage)
     if (take_gate(l, step, LA_G, &l->raw_g, &l->g)) return -1;
     l->layer.g = &l->g;
     step->quiet = true; /* no gate of these grows */
-    return 0;
+    return l->weighs ? take_weight(l, step) : 0;
 }
 
 /* ---- the norm ---- */
 
-/* stage: (weight, eps, gate, activation) */
+/* stage: (weight, eps, gate, activation, does the gate come first, groups or None) */
 static int take_norm(la_layer_call *l, PyObject *stage)
 {
     la_call *const rest = &l->rest.c;
@@ -283,12 +316,23 @@ static int take_norm(la_layer_call *l, PyObject *stage)
     return 0;
 }
 
-static int settle_norm(const la_layer_call *l, const la_problem *p)
+static int settle_norm(la_layer_call *l, const la_problem *p)
 {
-    const la_array *weight = l->norm.weight, *gate = l->norm.gate;
-    if (weight && (weight->ndim != 1 || weight->shape[0] != p->V))
-        return refuse_shape("norm_weight", weight, "V");
-    if (gate && (gate->ndim != 2 || gate->shape[0] != p->B || gate->shape[1] != p->HV * p->V))
+    la_group_norm *const norm = &l->norm;
+    const la_array *weight = norm->weight, *gate = norm->gate;
+    const int64_t numbers = p->HV * p->V;
+    if (!l->layer.norm) return 0;
+    if (!norm->groups) norm->groups = p->HV;
+    if (numbers % norm->groups) {
+        PyErr_Format(PyExc_ValueError, "norm_groups: expected a divisor of HV*V = %lld, got %lld",
+                     (long long)numbers, (long long)norm->groups);
+        return -1;
+    }
+    const bool by_head = norm->groups == p->HV;
+    if (weight && (weight->ndim != 1 ||
+                   !(weight->shape[0] == numbers || (by_head && weight->shape[0] == p->V))))
+        return refuse_shape("norm_weight", weight, by_head ? "V] or [HV*V" : "HV*V");
+    if (gate && (gate->ndim != 2 || gate->shape[0] != p->B || gate->shape[1] != numbers))
         return refuse_projection(gate, "output_gate", "HV*V", p->HV, p->V);
     return 0;
 }
@@ -327,6 +371,15 @@ static int read_norm(la_layer_call *l, PyObject *stage)
                         &activation))
         return -1;
     l->norm.activation = (la_activation)activation;
+    PyObject *const groups = PyTuple_GetItem(stage, 5);
+    if (la_as_flag(PyTuple_GetItem(stage, 4), "gate_first", &l->norm.gate_first) ||
+        (groups != Py_None &&
+         la_as_count(groups, "norm_groups", "an int or None", &l->norm.groups)))
+        return -1;
+    if (groups != Py_None && l->norm.groups < 1) {
+        PyErr_Format(PyExc_ValueError, "norm_groups: expected at least 1, got %R", groups);
+        return -1;
+    }
     if (l->norm.eps >= 0 && l->norm.eps < Py_HUGE_VAL) return 0;
     PyErr_Format(PyExc_ValueError, "norm_eps: expected a finite number >= 0, got %R",
                  PyTuple_GetItem(stage, 1));
@@ -338,8 +391,8 @@ int la_layer_read(la_layer_call *l, PyObject *stages)
     const bool fits = is_tuple_of(stages, STAGES);
     PyObject *const decay = fits ? PyTuple_GetItem(stages, DECAY) : NULL;
     PyObject *const norm = fits ? PyTuple_GetItem(stages, NORM) : NULL;
-    if (!fits || !(decay == Py_None || is_tuple_of(decay, 4)) ||
-        !(norm == Py_None || is_tuple_of(norm, 4))) {
+    if (!fits || !(decay == Py_None || is_tuple_of(decay, 5)) ||
+        !(norm == Py_None || is_tuple_of(norm, 6))) {
         PyErr_Format(PyExc_TypeError, "stages: expected a tuple of seven, got %R",
                      (PyObject *)Py_TYPE(stages));
         return -1;
@@ -352,6 +405,7 @@ int la_layer_read(la_layer_call *l, PyObject *stages)
         (norm != Py_None && read_norm(l, norm)))
         return -1;
     if (decay == Py_None) return 0;
+    if (la_as_flag(PyTuple_GetItem(decay, 4), "weigh", &l->weighs)) return -1;
     if (la_find_curve(PyTuple_GetItem(decay, 0), &l->g.curve))
         return la_as_number(PyTuple_GetItem(decay, 1), "lower_bound", &l->g.factor);
     PyErr_Format(PyExc_ValueError, "decay: expected the name of a gate, got %R",

@@ -41,8 +41,8 @@ def forward(op: str, *qkv: _Array, **arguments: Any) -> tuple[_Array, Any]: ...
 def step(op: str, *qkv: _Array, **arguments: Any) -> _Array: ...
 
 # A step and the stages around it, as linattn/layers.py names them: three convolutions, their
-# activation, (curve, factor, A_log, dt_bias) of g, the factor of beta, and (weight, eps, gate,
-# activation) of the norm; None for one that is missing.
+# activation, (curve, factor, A_log, dt_bias, weigh) of g, the factor of beta, and (weight, eps,
+# gate, activation, gate_first, groups) of the norm; None for one that is missing.
 def layer_step(
     stages: tuple[Any, ...], op: str, q: _Array, k: _Array, v: _Array, **arguments: Any
 ) -> _Array: ...

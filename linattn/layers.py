@@ -43,13 +43,16 @@ def layer_step(
     A_log: Any = None,
     dt_bias: Any = None,
     lower_bound: float = -5.0,
+    weigh: bool = False,
     beta: Any = None,
     sigmoid_beta: bool = False,
     allow_neg_eigval: bool = False,
     norm_weight: Any = None,
     norm_eps: float = 1e-5,
+    norm_groups: int | None = None,
     output_gate: Any = None,
     output_activation: Activation = "silu",
+    gate_first: bool = False,
     **arguments: Any,
 ) -> Any:
     """One token of each of N sequences through a layer's mixer, from its projections to its output.
@@ -61,6 +64,12 @@ def layer_step(
         beta = sigmoid(beta)                         gates.beta
         o = op_step(q, k, v, g=g, beta=beta)         by heads
         y = o / rms(o) * norm_weight * silu(output_gate)
+
+    Mamba-2 is `simple_gla` with C, B and x in the places of q, k and v, and dt in that of g::
+
+        dt = softplus(dt + dt_bias)                  weigh=True
+        o = op_step(C, B, dt * x, g=-exp(A_log) dt, scale=1) + skip * x
+        y = norm(o * silu(output_gate)) * norm_weight    gate_first=True
 
     Each stage but the step of the op is left out where its arguments are not given. Sums are in
     float32 (float64 for float64 q), and numbers between the stages have the dtypes that they have
@@ -90,22 +99,31 @@ def layer_step(
     dt_bias : array [HV], or [HV*K] for a decay per key, optional
     lower_bound : float
         Of "bounded", below 0.
+    weigh : bool
+        v is multiplied by softplus(g + dt_bias) before it is written, as by Mamba-2's time step.
+        Of `simple_gla` and decay="softplus".
     beta : array [N,HV], optional
         With `sigmoid_beta` the projection that it is made of.
     sigmoid_beta : bool
         beta <- sigmoid(beta).
     allow_neg_eigval : bool
         With `sigmoid_beta`, beta <- 2 sigmoid(beta).
-    norm_weight : array [V], optional
-        Of the root mean square norm of each head's output. None: no norm.
+    norm_weight : array [V] or [HV*V], optional
+        Of the root mean square norm of the output. None: no norm.
     norm_eps : float
         Added to the mean of the squares.
+    norm_groups : int, optional
+        A divisor of HV*V: so many groups of neighbouring numbers are normed, each by itself.
+        norm_weight is then [HV*V]. None: each head is a group.
     output_gate : array [N,HV*V], optional
         The output is multiplied by it, after `output_activation`.
     output_activation : "silu", "sigmoid" or None
+    gate_first : bool
+        The output is multiplied by the gate before its norm.
     **arguments
         Further arguments of the op's step but `out`: scale, qk_l2norm, state_v_first, alpha,
-        state_indices (which pick the convolutions' states too), x, eta and so on.
+        state_indices (which pick the convolutions' states too), x, eta and so on. `simple_gla`
+        also has weight [N,HV], a factor of what is written, and skip [HV]: o + scale skip v.
 
     Returns
     -------
@@ -162,8 +180,12 @@ def layer_step(
     given = {"g": g, "beta": beta}
     arguments |= {name: x for name, x in given.items() if x is not None}
     convolutions = q_conv, k_conv, v_conv
-    norm = norm_weight, norm_eps, output_gate, output_activation
-    curve = None if decay is None else (decay, _factor_of(decay, lower_bound), A_log, dt_bias)
+    if weigh and decay is None:
+        raise ValueError("weigh: expected decay='softplus' beside it, got decay=None")
+    norm = norm_weight, norm_eps, output_gate, output_activation, gate_first, norm_groups
+    curve = None
+    if decay is not None:
+        curve = decay, _factor_of(decay, lower_bound), A_log, dt_bias, weigh
     if is_tensor(q) and is_seen(q):
         _check_word("conv_activation", conv_activation, ("silu",))
         _check_word("output_activation", output_activation, tuple(_ACTIVATIONS))
@@ -174,6 +196,7 @@ def layer_step(
             "A_log": A_log,
             "dt_bias": dt_bias,
             "lower_bound": lower_bound,
+            "weigh": weigh,
             "sigmoid_beta": sigmoid_beta,
             "allow_neg_eigval": allow_neg_eigval,
         }
@@ -220,6 +243,9 @@ def gated(arguments: dict[str, Any], heads: int, by_key: bool) -> dict[str, Any]
             A_log = A_log if A_log is None else A_log[:, None]
             dt_bias = dt_bias if dt_bias is None else dt_bias.reshape(heads, keys)
     g = arguments.get("g")
+    if arguments.pop("weigh", False):
+        u = wide(g) if dt_bias is None else wide(g) + wide(dt_bias)
+        arguments["weight"] = elementwise.softplus(u)
     if decay == "softplus":
         g = gates.softplus(g, A_log, dt_bias)
     elif decay == "bounded":
@@ -263,16 +289,41 @@ def _op_step(op: str, q: Any, k: Any, v: Any, state: Any, arguments: dict[str, A
         K, V = V, K
     q, k, v = (x.reshape(x.shape[0], -1, size) for x, size in ((q, K), (k, K), (v, V)))
     arguments = gated(arguments, HV, VARIANTS[op].decay == "key")
-    return getattr(ops, f"{op}_step")(q, k, v, state=state, **arguments)
+    weight, skip = (arguments.pop(name, None) for name in ("weight", "skip"))
+    written = v if weight is None else cast(wide(v) * wide(weight)[..., None], v.dtype)
+    o = getattr(ops, f"{op}_step")(q, k, written, state=state, **arguments)
+    if skip is None:
+        return o
+    scale = arguments.get("scale")
+    part = wide(skip)[:, None] * wide(v) * (K**-0.5 if scale is None else scale)
+    return cast(wide(o) + part, o.dtype)
 
 
-def _normed(o: Any, weight: Any, eps: float, gate: Any, activation: Activation) -> Any:
+def _normed(
+    o: Any,
+    weight: Any,
+    eps: float,
+    gate: Any,
+    activation: Activation,
+    gate_first: bool,
+    groups: int | None,
+) -> Any:
     """o [N,HV,V] -> y [N,HV*V]."""
-    y = wide(o)
-    if weight is not None:
-        squares = (y * y).sum(-1)[..., None]
-        y = y / (squares / y.shape[-1] + eps) ** 0.5 * wide(weight)
+    N, HV, V = o.shape
+    factor = None
     if gate is not None:
-        u = wide(gate).reshape(y.shape)
-        y = y * (u if activation is None else _ACTIVATIONS[activation](u))
-    return cast(y, o.dtype).reshape(y.shape[0], -1)
+        u = wide(gate)
+        factor = u if activation is None else _ACTIVATIONS[activation](u)
+    y = wide(o).reshape(N, HV * V)
+    if factor is not None and gate_first:
+        y = y * factor
+    if weight is not None:
+        rows = y.reshape(N, HV if groups is None else groups, -1)
+        squares = (rows * rows).sum(-1)[..., None]
+        rows = rows / (squares / rows.shape[-1] + eps) ** 0.5
+        of_head = groups is None and weight.shape[0] == V
+        y = (rows * wide(weight) if of_head else rows).reshape(N, HV * V)
+        y = y if of_head else y * wide(weight)
+    if factor is not None and not gate_first:
+        y = y * factor
+    return cast(y, o.dtype)

@@ -3,7 +3,7 @@
 import pytest
 from support.compare import assert_same_bits, over_arrays
 from support.gpu import distance, needs_gpu, to_gpu
-from support.layers import OPS, by_functions, layer_arguments
+from support.layers import OPS, by_functions, layer_arguments, mamba2_arguments
 from support.tensors import tensors_in, torch
 
 import linattn
@@ -50,6 +50,52 @@ def test_without_a_stage(left_out):
     x = arguments("gated_delta_rule")
     del x[left_out]
     assert_as_functions("gated_delta_rule", x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"groups": 1, "HV": 24, "V": 64},  # a row for a block
+        {"groups": 3, "HV": 24, "V": 64, "N": 70},
+        {"groups": None},
+    ],
+    ids=str,
+)
+def test_the_stages_of_mamba2(options, dtype):
+    x = over_arrays(to_gpu, mamba2_arguments(**{"dtype": dtype, "K": 64, "V": 128} | options))
+    for _ in range(3):
+        y = over_arrays(torch.clone, x)
+        got, want = linattn.layer_step("simple_gla", **x), by_functions("simple_gla", y)
+        assert distance(got, want) <= RMS_BOUND.get(dtype, 1e-14)
+        assert distance(x["state"], y["state"]) <= (1e-14 if dtype == "float64" else 1e-6)
+        assert_same_bits(states_of(x)[1:], states_of(y)[1:])
+
+
+@pytest.mark.parametrize("options", [{"gate_first": False}, {"weigh": False}, {"skip": None}])
+def test_some_stages_of_mamba2(options):
+    x = over_arrays(to_gpu, mamba2_arguments(dtype="float32", V=200)) | options
+    y = over_arrays(torch.clone, x)
+    got, want = linattn.layer_step("simple_gla", **x), by_functions("simple_gla", y)
+    assert distance(got, want) <= RMS_BOUND["float32"]
+
+
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("innermost", ["inputs", "channels"])
+@pytest.mark.parametrize("older", [0, 1])
+def test_states_of_convolutions_in_one_array(innermost, older, N):
+    """The parts of its channels lie between one another, and share no number."""
+    x = arguments("gated_delta_rule", N=N)
+    sizes = [x[name].shape[1] for name in "qkv"]
+    shape = (N, sum(sizes), 3 + older) if innermost == "inputs" else (N, 3 + older, sum(sizes))
+    whole = torch.randn(shape, device="cuda").bfloat16()
+    parts = (whole if innermost == "inputs" else whole.mT).split(sizes, 1)
+    for name, part in zip("qkv", parts, strict=True):
+        weight, bias, _ = x[f"{name}_conv"]
+        x[f"{name}_conv"] = weight, bias, part
+    for _ in range(3):
+        assert_as_functions("gated_delta_rule", x)
 
 
 def test_wide_gates_of_narrow_arrays():

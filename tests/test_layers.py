@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 from support.compare import arrays_in, assert_same_bits, snapshot
-from support.layers import OPS, by_functions, layer_arguments
+from support.layers import OPS, by_functions, layer_arguments, mamba2_arguments
 
 import linattn
 from linattn import _linattn
@@ -22,12 +22,18 @@ def arguments(op, *left_out, **options):
 
 
 def agree(op, x, **bounds):
-    """layer_step and the functions, from the same states, which are the same after."""
+    """layer_step and the functions, from the same states, which are the same after.
+
+    With weights of what is written, the functions round dt v, and the core dt k v.
+    """
     y = copy.deepcopy(x)
     got, want = linattn.layer_step(op, **x), by_functions(op, y)
     np.testing.assert_allclose(got, want, **({"rtol": 1e-12, "atol": 1e-13} | bounds))
+    if x.get("weigh"):
+        np.testing.assert_allclose(x["state"], y.pop("state"), rtol=1e-12, atol=1e-13)
     for name in STATES:
-        assert_same_bits(x.get(name), y.get(name), name)
+        if name in y:
+            assert_same_bits(x[name], y[name], name)
     return got
 
 
@@ -72,6 +78,126 @@ def test_without_a_stage(op, left_out):
 @pytest.mark.parametrize("op", ["gated_delta_rule", "kda"])
 def test_options(op, options):
     agree(op, arguments(op) | options)
+
+
+def test_states_of_convolutions_with_older_inputs():
+    """As caches of transformers have them."""
+    x = arguments("gated_delta_rule")
+    for name in ("q_conv", "k_conv", "v_conv"):
+        weight, bias, state = x[name]
+        x[name] = weight, bias, np.concatenate([np.ones((*state.shape[:2], 2)), state], 2)
+    for _ in range(3):
+        agree("gated_delta_rule", x)
+
+
+# ---- Mamba-2 ----
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm_groups": 1},
+        {"norm_groups": 4},  # the heads
+        {"norm_groups": 6},  # no whole heads
+        {"norm_groups": None},
+        {"norm_groups": None, "norm_weight": np.arange(12.0)},
+        {"gate_first": False},
+        {"norm_weight": None},
+        {"output_gate": None},
+        {"norm_weight": None, "output_gate": None},
+        {"skip": None},
+        {"weigh": False},
+        {"dt_bias": None},
+    ],
+    ids=str,
+)
+def test_the_stages_of_mamba2(options):
+    x = mamba2_arguments() | options
+    for _ in range(3):
+        agree("simple_gla", x)
+
+
+@pytest.mark.parametrize("V", [1, 300])
+def test_rows_of_any_length(V):
+    """A norm goes through a row in pieces."""
+    agree("simple_gla", mamba2_arguments(V=V, groups=1))
+
+
+def test_mamba2_is_ssd_and_its_norm():
+    """By the names of ssd_step."""
+    x = mamba2_arguments()
+    del x["q_conv"], x["k_conv"], x["v_conv"]
+    N, HV, V, K = x["state"].shape
+    state = x["state"].copy()
+    o = linattn.ssd_step(
+        state,
+        x["v"].reshape(N, HV, V),
+        x["g"],
+        -np.exp(x["A_log"]),
+        x["k"].reshape(N, -1, K),
+        x["q"].reshape(N, -1, K),
+        D=x["skip"],
+        z=x["output_gate"].reshape(N, HV, V),
+        dt_bias=x["dt_bias"],
+        dt_softplus=True,
+    ).reshape(N, 2, -1)
+    want = o / np.sqrt((o * o).mean(-1, keepdims=True) + 1e-5)
+    got = linattn.layer_step("simple_gla", **x, scale=1.0)
+    np.testing.assert_allclose(got, want.reshape(N, -1) * x["norm_weight"], rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(x["state"], state, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "op, options, error, text",
+    [
+        (
+            "simple_gla",
+            {"norm_groups": 7},
+            ValueError,
+            r"norm_groups: expected a divisor of HV\*V = 48",
+        ),
+        ("simple_gla", {"norm_groups": 0}, ValueError, "norm_groups: expected at least 1, got 0"),
+        ("simple_gla", {"norm_groups": 2.0}, TypeError, "norm_groups: expected an int or None"),
+        (
+            "simple_gla",
+            {"norm_weight": np.ones(12)},
+            ValueError,
+            r"expected \[HV\*V\], got \(12,\)",
+        ),
+        ("simple_gla", {"gate_first": 1}, TypeError, "gate_first: expected True or False"),
+        ("simple_gla", {"weigh": 1}, TypeError, "weigh: expected True or False"),
+        (
+            "simple_gla",
+            {"weigh": True, "decay": "bounded"},
+            ValueError,
+            "weigh: expected decay='softplus'",
+        ),
+        (
+            "simple_gla",
+            {"decay": None, "A_log": None, "dt_bias": None},
+            ValueError,
+            "weigh: expected decay",
+        ),
+        (
+            "simple_gla",
+            {"weight": np.ones((3, 4))},
+            ValueError,
+            "weigh: expected False beside weight",
+        ),
+        ("simple_gla", {"skip": np.ones(3)}, ValueError, "skip"),
+        ("gla", {}, ValueError, "weigh: expected False, since the writes of gla have no weights"),
+        ("gla", {"weigh": False}, TypeError, "no argument of its step is called 'skip'"),
+    ],
+)
+def test_no_stages_of_mamba2(op, options, error, text):
+    x = mamba2_arguments() | options
+    if op == "gla":
+        x |= {name: layer_arguments(op)[name] for name in ("g", "dt_bias")}
+    before = snapshot(x)
+    with pytest.raises(error, match=text):
+        linattn.layer_step(op, **x)
+    assert snapshot(x) == before
 
 
 @pytest.mark.parametrize("lie", ["apart", "backwards", "one for all"])
@@ -243,7 +369,11 @@ def _conv(i, value):
             ValueError,
             "lower_bound: expected a finite number < 0, got 1",
         ),
-        (_wrong("norm_weight", np.ones(4)), ValueError, r"norm_weight: expected \[V\], got \(4,\)"),
+        (
+            _wrong("norm_weight", np.ones(4)),
+            ValueError,
+            r"norm_weight: expected \[V\] or \[HV\*V\], got \(4,\)",
+        ),
         (_wrong("norm_weight", "w"), TypeError, "norm_weight: expected an array"),
         (_wrong("norm_eps", "w"), TypeError, "norm_eps: expected a number, got"),
         (

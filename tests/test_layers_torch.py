@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from support.compare import arrays_in, assert_same_bits, over_arrays
-from support.layers import OPS, layer_arguments
+from support.layers import OPS, layer_arguments, mamba2_arguments
 from support.tensors import tensors_in, to_numpy, to_tensor, torch
 
 import linattn
@@ -21,11 +21,25 @@ def test_tensors_are_as_arrays(dtype):
     assert_same_bits([to_numpy(a) for a in tensors_in(y)], arrays_in(x))
 
 
-def test_a_tracer_sees_the_functions():
-    x = over_arrays(to_tensor, layer_arguments("kda"))
+TRACED = {
+    "kda": ("kda", layer_arguments("kda")),
+    "Mamba-2": ("simple_gla", mamba2_arguments()),
+    "no bias of dt": ("simple_gla", mamba2_arguments() | {"dt_bias": None, "scale": 1.0}),
+    "a weight for all heads": (
+        "simple_gla",
+        mamba2_arguments() | {"norm_groups": None, "norm_weight": np.arange(1.0, 13)},
+    ),
+    "the gate after the norm": ("simple_gla", mamba2_arguments() | {"gate_first": False}),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_tracer_sees_the_functions(name):
+    op, arrays = TRACED[name]
+    x = over_arrays(lambda a: to_tensor(a.copy()), arrays)
     y = over_arrays(torch.clone, x)
     step = torch.compile(linattn.layer_step, fullgraph=True, backend="aot_eager")
-    got, want = step("kda", **x), linattn.layer_step("kda", **y)
+    got, want = step(op, **x), linattn.layer_step(op, **y)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(tensors_in(x), tensors_in(y), rtol=1e-12, atol=1e-13)
 

@@ -39,7 +39,7 @@
 #include "diagonal_scan.h"
 #include "convolve.h"
 #include "../activation.h"
-#include "head_norm.h"
+#include "group_norm.h"
 
 /* clang-format off */
 #define LA_KIND(decay, rule) \
@@ -223,6 +223,6 @@ const la_kernels LA_INSTANCE = {
     .convolution_forward = convolution_forward,
     .convolution_state = convolution_state,
     .convolution_backward = convolution_backward,
-    .head_norm = head_norm,
+    .group_norm = group_norm,
     .store_numbers = store_numbers,
 };

@@ -158,7 +158,7 @@ typedef struct la_kernels {
                                  const la_convolution_taps *w, double *sums, void *scratch);
 
     /* The norm of heads in a layer's step: rows first .. last. */
-    void (*head_norm)(const la_head_norm *j, int64_t first, int64_t last);
+    void (*group_norm)(const la_group_norm *j, int64_t first, int64_t last);
 
     /* Numbers in an array's dtype. */
     void (*store_numbers)(char *to, la_dtype dtype, const double *from, int64_t n);

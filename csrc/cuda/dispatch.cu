@@ -295,7 +295,7 @@ la_status la_cuda_layer(const la_layer *j)
     if (error != cudaSuccess) return status_of(p, error);
     const la_status status = la_cuda_step(p);
     if (status || !j->norm) return status;
-    return status_of(p, run_head_norm(*j->norm, stream));
+    return status_of(p, run_group_norm(*j->norm, stream));
 }
 
 /* In chunks: bfloat16 arrays of a causal call with 16 to 256 keys, unless the mode is recurrent. */

@@ -1,6 +1,6 @@
 /* The stages around the step of an op in a layer's step (../layer.h). A token has few numbers, so a
  * launch takes about as long as it takes to start. One launch has all stages before the op, and one
- * has the norm of its heads. */
+ * has the norm of its output. */
 #include "layer.cuh"
 
 #include "convolution.cuh"
@@ -11,9 +11,12 @@
 
 enum { THREADS = 128, LANES_OF_WARP = 32, WARPS = THREADS / LANES_OF_WARP };
 
+/* A longer row of a norm has a block of its own. A thread of a warp has 16 numbers of this one. */
+enum { LONG_ROW = 512, LONG_ROW_THREADS = 1024 };
+
 /* ---- before the op: convolutions and gates ---- */
 
-enum { GATES = 2, INPUTS = LA_LAYER_CONVOLUTIONS + GATES };
+enum { GATES = 3, INPUTS = LA_LAYER_CONVOLUTIONS + GATES };
 
 /* A gate of [rows][heads][keys], which is dense in `to`. */
 struct gate_of_token {
@@ -80,7 +83,7 @@ static gate_of_token gate_call_of(const la_gating &j)
 
 cudaError_t run_layer_inputs(const la_layer &j, cudaStream_t stream)
 {
-    const la_gating *const gates[GATES] = {j.g, j.beta};
+    const la_gating *const gates[GATES] = {j.g, j.beta, j.weight};
     layer_inputs c = {};
     bool wide = false;
     int64_t blocks = 0;
@@ -108,63 +111,103 @@ cudaError_t run_layer_inputs(const la_layer &j, cudaStream_t stream)
 
 /* ---- after it: the norm, its weight and the gate ---- */
 
-struct head_norm_call {
+struct group_norm_call {
     view weight, gate;
     const char *o;
     char *y;
     la_dtype dtype;
     la_activation activation;
+    bool gate_first, shared; /* shared: rows of a token have the same weights */
     int64_t rows;
-    int HV, V;
+    int groups, size;
     double eps;
 };
 
-/* A warp has a head of a token. */
+/* Number i of a row as it is normed: o, times the gate if that comes first. */
 template <typename real>
-static __global__
-__launch_bounds__(THREADS) void head_norm(const __grid_constant__ head_norm_call c)
+__device__ __forceinline__ real normed(const group_norm_call &c, int64_t row, int i, real gate)
 {
-    const int64_t row = (int64_t)blockIdx.x * WARPS + threadIdx.x / LANES_OF_WARP;
-    const int first = threadIdx.x % LANES_OF_WARP;
+    const real o = load<real>(c.o + (row * c.size + i) * la_size_of(c.dtype), c.dtype);
+    return c.gate_first ? o * gate : o;
+}
+
+template <typename real>
+__device__ __forceinline__ real gate_at(const group_norm_call &c, int64_t row, int i)
+{
+    if (!c.gate.data) return 1;
+    const char *const gate = at(c.gate, row / c.groups, row % c.groups * c.size + i);
+    return activated(load<real>(gate, c.gate.dtype), c.activation);
+}
+
+template <typename real> __device__ __forceinline__ real sum_of_warp(real x)
+{
+#pragma unroll
+    for (int apart = LANES_OF_WARP / 2; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
+    return x;
+}
+
+/* OF_WARPS: a warp has a row. Otherwise all threads of a block have one. */
+template <typename real, bool OF_WARPS>
+static __global__ __launch_bounds__(OF_WARPS ? THREADS : LONG_ROW_THREADS) void group_norm(
+    const __grid_constant__ group_norm_call c)
+{
+    constexpr int threads = OF_WARPS ? LANES_OF_WARP : LONG_ROW_THREADS;
+    const int64_t row =
+        OF_WARPS ? (int64_t)blockIdx.x * WARPS + threadIdx.x / LANES_OF_WARP : blockIdx.x;
+    const int first = threadIdx.x % threads;
     if (row >= c.rows) return;
-    const int64_t begin = row * c.V;
-    const int size = la_size_of(c.dtype);
     real factor = 1;
     if (c.weight.data) {
         real sum = 0;
-        for (int i = first; i < c.V; i += LANES_OF_WARP) {
-            const real o = load<real>(c.o + (begin + i) * size, c.dtype);
-            sum += o * o;
+        for (int i = first; i < c.size; i += threads) {
+            const real x = normed(c, row, i, c.gate_first ? gate_at<real>(c, row, i) : 1);
+            sum += x * x;
         }
-#pragma unroll
-        for (int apart = LANES_OF_WARP / 2; apart > 0; apart /= 2)
-            sum += __shfl_xor_sync(~0u, sum, apart);
-        factor = 1 / sqrt(sum / c.V + (real)c.eps);
+        sum = sum_of_warp(sum);
+        if constexpr (!OF_WARPS) {
+            constexpr int warps = LONG_ROW_THREADS / LANES_OF_WARP;
+            static_assert(warps == LANES_OF_WARP,
+                          "the sums of warps are those of one warp's lanes");
+            __shared__ real of_warp[warps];
+            if (threadIdx.x % LANES_OF_WARP == 0) of_warp[threadIdx.x / LANES_OF_WARP] = sum;
+            __syncthreads();
+            sum = sum_of_warp(of_warp[threadIdx.x % LANES_OF_WARP]);
+        }
+        factor = 1 / sqrt(sum / c.size + (real)c.eps);
     }
-    for (int i = first; i < c.V; i += LANES_OF_WARP) {
-        real y = load<real>(c.o + (begin + i) * size, c.dtype) * factor;
-        if (c.weight.data) y *= load<real>(at(c.weight, i), c.weight.dtype);
-        if (c.gate.data) {
-            const char *const gate = at(c.gate, row / c.HV, row % c.HV * c.V + i);
-            y *= activated(load<real>(gate, c.gate.dtype), c.activation);
-        }
-        store(c.y + (begin + i) * size, c.dtype, y);
+    const int column = c.shared ? 0 : (int)(row % c.groups) * c.size;
+    for (int i = first; i < c.size; i += threads) {
+        const real gate = gate_at<real>(c, row, i);
+        real y = normed(c, row, i, gate) * factor;
+        if (c.weight.data) y *= load<real>(at(c.weight, column + i), c.weight.dtype);
+        if (!c.gate_first) y *= gate;
+        store(c.y + (row * c.size + i) * la_size_of(c.dtype), c.dtype, y);
     }
 }
 
-cudaError_t run_head_norm(const la_head_norm &j, cudaStream_t stream)
+template <typename real>
+static cudaError_t launch_group_norm(const group_norm_call &c, cudaStream_t stream)
 {
-    head_norm_call c = {};
+    if (c.size <= LONG_ROW)
+        return launch(group_norm<real, true>, div_up(c.rows, WARPS), THREADS, 0, stream, c);
+    return launch(group_norm<real, false>, c.rows, LONG_ROW_THREADS, 0, stream, c);
+}
+
+cudaError_t run_group_norm(const la_group_norm &j, cudaStream_t stream)
+{
+    group_norm_call c = {};
     c.weight = view_of(j.weight);
     c.gate = view_of(j.gate);
     c.o = j.o;
     c.y = j.y;
     c.dtype = j.dtype;
     c.activation = j.activation;
-    c.rows = j.N * j.HV;
-    c.HV = (int)j.HV;
-    c.V = (int)j.V;
+    c.gate_first = j.gate_first;
+    c.shared = j.weight && j.weight->shape[0] == j.size;
+    c.rows = j.rows;
+    c.groups = (int)j.groups;
+    c.size = (int)j.size;
     c.eps = j.eps;
-    return launch(j.real == LA_F64 ? head_norm<double> : head_norm<float>, div_up(c.rows, WARPS),
-                  THREADS, 0, stream, c);
+    return j.real == LA_F64 ? launch_group_norm<double>(c, stream)
+                            : launch_group_norm<float>(c, stream);
 }

@@ -11,6 +11,6 @@ extern "C" {
 /* The stages before the op, in one launch. */
 cudaError_t run_layer_inputs(const la_layer &j, cudaStream_t stream);
 /* The stage after it. */
-cudaError_t run_head_norm(const la_head_norm &j, cudaStream_t stream);
+cudaError_t run_group_norm(const la_group_norm &j, cudaStream_t stream);
 
 #endif

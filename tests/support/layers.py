@@ -49,11 +49,28 @@ def layer_arguments(op, dtype=np.float64, seed=0, **sizes):
     return x
 
 
+def mamba2_arguments(dtype=np.float64, seed=0, groups=2, **sizes):
+    """Those of simple_gla as a layer of Mamba-2 has them, whose state is [N,HV,V,K]."""
+    x = layer_arguments("simple_gla", dtype, seed, **sizes)
+    rng = np.random.default_rng(seed + 1)
+    return x | {
+        "state": np.swapaxes(x["state"], 2, 3).copy(),
+        "state_v_first": True,
+        "weigh": True,
+        "skip": rng.standard_normal(x["state"].shape[1]).astype(x["A_log"].dtype),
+        "norm_weight": rng.standard_normal(x["v"].shape[1]).astype(dtype),
+        "norm_groups": groups,
+        "gate_first": True,
+    }
+
+
 def by_functions(op, x):
     """y in the dtype of the sums, from the functions one by one. The states move on."""
     x = dict(x)
     state, slots = x.pop("state"), x.get("state_indices")
     HV, K, V = state.shape[1:]
+    if x.get("state_v_first"):
+        K, V = V, K
     by_key = linattn.VARIANTS[op].decay == "key"
     rows = []
     for name in "qkv":
@@ -76,6 +93,9 @@ def by_functions(op, x):
         x["g"] = x["g"].reshape(-1, HV, K)
         A_log = None if A_log is None else A_log[:, None]
         dt_bias = None if dt_bias is None else dt_bias.reshape(HV, K)
+    if x.pop("weigh", False):
+        u = wide(x["g"]) if dt_bias is None else wide(x["g"]) + wide(dt_bias)
+        x["weight"] = np.logaddexp(0, u) if isinstance(u, np.ndarray) else (1 + u.exp()).log()
     if decay == "softplus":
         x["g"] = gates.softplus(x["g"], A_log, dt_bias)
     elif decay == "bounded":
@@ -87,13 +107,38 @@ def by_functions(op, x):
         x["beta"] = gates.beta(x["beta"], negative)
     weight, gate = x.pop("norm_weight", None), x.pop("output_gate", None)
     eps, activation = x.pop("norm_eps", 1e-5), x.pop("output_activation", "silu")
-    y = getattr(linattn, f"{op}_step")(*rows, state=state, **x)
-    y = y.astype(np.float64) if isinstance(y, np.ndarray) else y.double()
+    groups, gate_first = x.pop("norm_groups", None) or HV, x.pop("gate_first", False)
+    y = wide(stepped(op, *rows, state=state, **x))
+    factor = None if gate is None else activated(wide(gate), activation).reshape(y.shape)
+    if factor is not None and gate_first:
+        y = y * factor
     if weight is not None:
-        y = y / ((y * y).sum(-1)[..., None] / V + eps) ** 0.5 * weight
-    if gate is not None:
-        u = gate.astype(np.float64) if isinstance(gate, np.ndarray) else gate.double()
-        u = u.reshape(y.shape)
-        sigmoid = 1 / (1 + (np.exp(-u) if isinstance(u, np.ndarray) else (-u).exp()))
-        y = y * {"silu": u * sigmoid, "sigmoid": sigmoid, None: u}[activation]
+        o = y.reshape(y.shape[0], groups, -1)
+        o = o / ((o * o).sum(-1)[..., None] / o.shape[-1] + eps) ** 0.5
+        y = o.reshape(y.shape) * wide(weight).reshape(-1, V)
+    if factor is not None and not gate_first:
+        y = y * factor
     return y.reshape(y.shape[0], -1)
+
+
+def wide(x):
+    return x.astype(np.float64) if isinstance(x, np.ndarray) else x.double()
+
+
+def activated(u, activation):
+    sigmoid = 1 / (1 + (np.exp(-u) if isinstance(u, np.ndarray) else (-u).exp()))
+    return {"silu": u * sigmoid, "sigmoid": sigmoid, None: u}[activation]
+
+
+def stepped(op, q, k, v, weight=None, skip=None, **x):
+    """The op's step, of v times the weights, and a part of v beside its read."""
+    if weight is None and skip is None:
+        return getattr(linattn, f"{op}_step")(q, k, v, **x)
+    # A weight is no argument of a step. So that v is not rounded again, all is in float64.
+    state = x.pop("state")
+    exact, x = wide(state), {n: wide(a) if n == "g" else a for n, a in x.items()}
+    u = wide(v) if weight is None else wide(v) * weight[..., None]
+    o = getattr(linattn, f"{op}_step")(wide(q), wide(k), u, state=exact, **x)
+    state[...] = exact
+    scale = x.get("scale", q.shape[-1] ** -0.5)
+    return o if skip is None else o + scale * wide(skip)[:, None] * wide(v)
