@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from linattn.arrays import as_size
 from linattn.composed import ssd, ssd_step
+from linattn.layers import layer_step
 from linattn.nn._blocks import (
     SharesTokens,
     ShortConvolution,
@@ -218,6 +219,8 @@ class Mamba2(SharesTokens):
         check_input(x, "N", self.d_model, ("in_proj", self.in_proj))
         check_state(state)
         z, xBC, dt = self._projected(x)
+        if self._steps_at_once():
+            return self.out_proj(self._step_at_once(z, xBC, dt, state))
         xBC = self.conv1d.step(xBC, state.conv[0])
         y = ssd_step(state.memory, *self._arguments(xBC, dt), **self._options(z))
         return self._output(y, z)
@@ -244,6 +247,43 @@ class Mamba2(SharesTokens):
     def _projected(self, x: Tensor) -> list[Tensor]:
         """z, xBC and dt, of x [...,d_model]."""
         return self.in_proj(x).split([self.d_inner, self.conv1d.in_channels, self.H], -1)
+
+    def _steps_at_once(self) -> bool:
+        """Is all between the matrices one call? It has no limits of dt, and a D for each head."""
+        return not self.D_has_hdim and self.dt_limit == (0.0, math.inf)
+
+    def _step_at_once(self, z: Tensor, xBC: Tensor, dt: Tensor, state: State) -> Tensor:
+        """What out_proj takes. C, B and x are q, k and v of `simple_gla`."""
+        groups, conv = self.G * self.d_state, self.conv1d
+        sizes = [self.d_inner, groups, groups]
+        v, k, q = xBC.split(sizes, -1)
+        weights, before = conv.weight.split(sizes), state.conv[0].mT.split(sizes, 1)
+        biases = (None,) * 3 if conv.bias is None else conv.bias.split(sizes)
+        parts = zip("vkq", weights, biases, before, strict=True)
+        more: dict[str, Any] = {f"{name}_conv": tuple(arrays) for name, *arrays in parts}
+        more["conv_activation"] = conv._activation()
+        if self.rmsnorm:
+            eps = torch.finfo(real_dtype(v)).eps if self.norm.eps is None else self.norm.eps
+            more |= {"norm_weight": self.norm.weight, "norm_eps": eps, "norm_groups": self.G}
+        y: Tensor = layer_step(
+            "simple_gla",
+            q,
+            k,
+            v,
+            state=state.memory,
+            g=dt,
+            decay="softplus",
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            weigh=True,
+            skip=self.D,
+            scale=1.0,
+            state_v_first=True,
+            output_gate=z,
+            gate_first=not self.norm_before_gate,
+            **more,
+        )
+        return y
 
     def _arguments(self, xBC: Tensor, dt: Tensor) -> tuple[Tensor, ...]:
         """x, dt, A, B and C of ssd."""
