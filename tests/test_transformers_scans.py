@@ -22,7 +22,7 @@ torch = imported("torch")
 transformers = imported("transformers")
 
 from linattn.compat import transformers as compat  # noqa: E402 (needs PyTorch)
-from linattn.compat.transformers import use_linattn  # noqa: E402
+from linattn.compat.transformers import _decode, use_linattn  # noqa: E402
 
 SIZES = {
     "vocab_size": 96,
@@ -338,12 +338,17 @@ def test_gradients(name):
         agree(got[which], want[which])
 
 
+def named_cache(made):
+    names = inspect.signature(made.forward).parameters
+    (name,) = {"past_key_values", "cache_params", "cache", "state"} & set(names)
+    return name
+
+
 def in_parts(made, tokens, ours_too):
     """The logits of a text in parts, whose cache goes from one part to the next, and from our
     functions to the model's own."""
     cache, parts = None, []
-    names = inspect.signature(made.forward).parameters
-    (cached,) = {"past_key_values", "cache_params", "cache", "state"} & set(names)
+    cached = named_cache(made)
     for use, piece in (
         (True, slice(0, 11)),
         (True, slice(11, 23)),
@@ -367,6 +372,51 @@ def test_a_text_in_parts(name):
     with torch.inference_mode():
         want, got = (in_parts(made, tokens, ours_too) for ours_too in (False, True))
     agree(got, want)
+
+
+MAMBA2S = [name for name in there if FAMILIES[name][0] == SCANS2]
+NORMED = {"mamba_rms_norm": True}  # Falcon-H1 has a norm on demand
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [(name, {}) for name in MAMBA2S]
+    + [
+        ("falcon_h1", NORMED | {"mamba_norm_before_gate": first})
+        for first in (False, True)
+        if "falcon_h1" in there
+    ],
+    ids=str,
+)
+def test_a_token_of_mamba2_in_one_call_is_that_of_the_layer(name, options, monkeypatch):
+    """With a cache, the layer's own method has the same token and the same states."""
+    calls, real = [], _decode.layer_step
+    monkeypatch.setattr(
+        _decode, "layer_step", lambda *args, **x: (calls.append(1), real(*args, **x))[1]
+    )
+    config = transformers.AutoConfig.for_model(
+        name.removesuffix("_text"), **copy.deepcopy(FAMILIES[name][1]) | options
+    )
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    tokens = ids(2, 15)
+    layers = [layer for layer in made.modules() if type(layer).__name__ in _decode._KINDS]
+    with use_linattn(made), torch.no_grad():
+        out = made(tokens[:, :-1], use_cache=True)
+        cached = named_cache(made)
+        one, other = out[cached], copy.deepcopy(out[cached])
+        assert not calls
+        got = made(tokens[:, -1:], **{cached: one}, use_cache=True)
+        assert len(calls) == len(layers) > 0
+        calls.clear()
+        with torch.enable_grad():  # a call that may be recorded
+            want = made(tokens[:, -1:], **{cached: other}, use_cache=True)
+        assert not calls
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
+    for layer in layers:
+        a, b = one.layers[layer.layer_idx], other.layers[layer.layer_idx]
+        torch.testing.assert_close(a.recurrent_states, b.recurrent_states, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a.conv_states, b.conv_states, rtol=1e-4, atol=1e-4)
 
 
 @families

@@ -1,4 +1,4 @@
-"""One token of a layer of the gated delta rule or of KDA, in one call of linattn.layer_step.
+"""One token of a layer of the gated delta rule, KDA or Mamba-2, in one call of linattn.layer_step.
 
 The layers have forward methods of their own, with functions of ours in them. For one token with a
 cache all between the first matrices of a layer and its last is one call. Any other call, and each
@@ -36,10 +36,15 @@ class _Kind(NamedTuple):
     norm: str
     last: str
     attributes: tuple[str, ...]  # besides conv1d and these two
+    channels: str = "qkv"  # the order in which the convolution has them
+
+
+# ---- the delta rules ----
 
 
 def _softplus(layer: Any, a: Tensor, b: Tensor) -> dict[str, Any]:
     return {
+        "qk_l2norm": True,
         "g": a,
         "decay": "softplus",
         "A_log": layer.A_log,
@@ -70,12 +75,37 @@ def _olmo_hybrid(layer: Any, x: Tensor) -> _Projected:
 
 def _kimi_linear(layer: Any, x: Tensor) -> _Projected:
     arguments = {
+        "qk_l2norm": True,
         "g": layer.forget_gate(x[:, None])[:, 0].flatten(1),
         "beta": layer.b_proj(x),
         "sigmoid_beta": True,
     }
     qkv = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
     return _Projected(qkv, layer.g_b_proj(layer.g_a_proj(x)), arguments)
+
+
+# ---- Mamba-2 ----
+
+
+def _mamba2(layer: Any, x: Tensor) -> _Projected:
+    """C, B and x of a head are q, k and v, and the step dt makes the decay and weighs x."""
+    mup = getattr(layer, "mup_vector", None)  # of Falcon-H1
+    y = layer.in_proj(x if mup is None else x * layer.ssm_in_multiplier)
+    y = y if mup is None else y * mup.flatten()
+    groups = layer.n_groups * layer.ssm_state_size
+    sizes = [layer.intermediate_size, layer.intermediate_size, groups, groups, layer.num_heads]
+    gate, v, k, q, dt = y.split(sizes, -1)
+    arguments = {
+        "scale": 1.0,
+        "state_v_first": True,
+        "g": dt,
+        "decay": "softplus",
+        "weigh": True,
+        "A_log": layer.A_log,
+        "dt_bias": layer.dt_bias,
+        "skip": layer.D,
+    }
+    return _Projected((q, k, v), gate, arguments)
 
 
 _GATES = ("A_log", "dt_bias", "layer_idx", "activation")
@@ -85,6 +115,10 @@ _QWEN3_5 = _Kind(
     "norm",
     "out_proj",
     (*_GATES, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "key_dim", "value_dim"),
+)
+_SIZES = ("n_groups", "ssm_state_size", "intermediate_size", "num_heads")
+_MAMBA2 = _Kind(
+    "simple_gla", _mamba2, "norm", "out_proj", (*_GATES, *_SIZES, "in_proj", "D"), channels="vkq"
 )
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "b_proj")
 _KINDS = {
@@ -111,8 +145,13 @@ _KINDS = {
         "o_proj",
         ("layer_idx", "activation", *_PROJECTIONS, "forget_gate", "g_a_proj", "g_b_proj"),
     ),
+    "Mamba2Mixer": _MAMBA2,
+    "BambaMixer": _MAMBA2,
+    "FalconH1Mixer": _MAMBA2,
+    "GraniteMoeHybridMambaLayer": _MAMBA2,
+    "NemotronHMamba2Mixer": _MAMBA2,
+    "Zamba2MambaMixer": _MAMBA2,
 }
-_NORM = ("weight", "variance_epsilon", "activation")
 _PARAMETERS = ("hidden_states", "cache", "attention_mask")
 
 
@@ -121,14 +160,30 @@ def _kind_of(layer: nn.Module) -> _Kind | None:
     kind = _KINDS.get(type(layer).__name__)
     if kind is None or not type(layer).__module__.startswith("transformers.models."):
         return None
-    there = all(hasattr(layer, name) for name in ("conv1d", kind.norm, kind.last, *kind.attributes))
-    norm = getattr(layer, kind.norm, None)
-    return kind if there and all(hasattr(norm, name) for name in _NORM) else None
+    there = all(hasattr(layer, name) for name in ("conv1d", kind.last, *kind.attributes))
+    return kind if there and _norm_arguments(layer, kind) is not None else None
+
+
+def _norm_arguments(layer: Any, kind: _Kind) -> dict[str, Any] | None:
+    """The arguments of layer_step for the norm; None for a norm that is another."""
+    if not getattr(layer, "mamba_rms_norm", True):  # Falcon-H1 may have none
+        return {}
+    norm: Any = getattr(layer, kind.norm, None)
+    if not all(hasattr(norm, name) for name in ("weight", "variance_epsilon")):
+        return None
+    arguments = {"norm_weight": norm.weight, "norm_eps": norm.variance_epsilon}
+    if hasattr(norm, "activation"):
+        return arguments | {"output_activation": norm.activation}
+    if hasattr(norm, "group_size"):
+        groups = norm.weight.shape[0] // norm.group_size
+        return arguments | {"norm_groups": groups, "gate_first": True}
+    if hasattr(norm, "n_groups") and hasattr(norm, "norm_before_gate"):
+        return arguments | {"norm_groups": norm.n_groups, "gate_first": not norm.norm_before_gate}
+    return None
 
 
 class _States(NamedTuple):
-    conv: Tensor  # [B,D,W-1], the last inputs
-    older: Tensor | None  # [B,D], the one before those, where the cache keeps it
+    conv: Tensor  # [B,D,W-1], the last inputs, or older ones too
     recurrent: Tensor
 
 
@@ -149,50 +204,42 @@ def _states_of(layer: Any, kind: _Kind, x: Tensor, cache: Any) -> _States | None
     if conv is None or recurrent is None:
         return None
     real = torch.float64 if x.dtype == torch.float64 else torch.float32
-    older = conv.shape[2] - (layer.conv1d.kernel_size[0] - 1)
     fits = (
-        older in (0, 1)
+        conv.shape[2] >= layer.conv1d.kernel_size[0] - 1
         and conv.dtype in (x.dtype, real)
         and recurrent.dtype == real
         and recurrent.stride(-1) == 1
         and conv.device == recurrent.device == x.device
     )
-    return _States(conv[..., older:], conv[..., 0] if older else None, recurrent) if fits else None
+    return _States(conv, recurrent) if fits else None
 
 
 def _decoded(layer: Any, kind: _Kind, x: Tensor, states: _States) -> Tensor:
     """x [B,D] -> y [B,D]. The states move on."""
-    projected, norm = kind.project(layer, x), getattr(layer, kind.norm)
-    sizes = [y.shape[1] for y in projected.qkv]
-    first = None if states.older is None else states.conv[..., 0].clone()
+    projected = kind.project(layer, x)
+    rows = dict(zip("qkv", projected.qkv, strict=True))
+    sizes = [rows[name].shape[1] for name in kind.channels]
     weights = layer.conv1d.weight.split(sizes)
     bias = layer.conv1d.bias
     biases = (None,) * 3 if bias is None else bias.split(sizes)
-    parts = zip("qkv", weights, biases, states.conv.split(sizes, 1), strict=True)
+    parts = zip(kind.channels, weights, biases, states.conv.split(sizes, 1), strict=True)
     convolutions: dict[str, Any] = {f"{name}_conv": tuple(arrays) for name, *arrays in parts}
-    q, k, v = projected.qkv
     y = layer_step(
         kind.op,
-        q,
-        k,
-        v,
+        **rows,
         state=states.recurrent,
         **convolutions,
-        norm_weight=norm.weight,
-        norm_eps=norm.variance_epsilon,
         output_gate=projected.output_gate,
-        output_activation=norm.activation,
-        qk_l2norm=True,
+        **(_norm_arguments(layer, kind) or {}),
         **projected.arguments,
     )
-    if states.older is not None:
-        states.older.copy_(first)
     return getattr(layer, kind.last)(y)
 
 
 def _is_plain(layer: Any, kind: _Kind) -> bool:
     """Are the activations those that linattn has?"""
-    return layer.activation in ("silu", "swish") and getattr(layer, kind.norm).activation in (
+    norm = _norm_arguments(layer, kind) or {}
+    return layer.activation in ("silu", "swish") and norm.get("output_activation", "silu") in (
         "silu",
         "sigmoid",
     )
