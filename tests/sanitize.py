@@ -138,7 +138,7 @@ def rounds(op, dtype, shape, what):
     """Are its products those of tensor cores?"""
     T, K, V = shape[:3]
     if what == GRADIENTS:
-        return gradients_on_tensor_cores(np.dtype(DTYPES[dtype]), K, V, "chunk", T)
+        return gradients_on_tensor_cores(op, np.dtype(DTYPES[dtype]), K, V, "chunk", T)
     return (
         on_tensor_cores(np.dtype(DTYPES[dtype]), K, what, T, tf32=dtype == "tf32")
         and what not in STEPS

@@ -61,7 +61,7 @@ def test_backward(case, rng):
         add_gradients(pool, case, grads, x | d, names, exact)
 
     rounded = not device.on_host() and gradients_on_tensor_cores(
-        case.dtype, case.K, case.V, case.mode, case.T
+        case.op, case.dtype, case.K, case.V, case.mode, case.T
     )
     repeated(case, rng, once, case.dtype if rounded else None).judge(str(case), gradient=True)
 

@@ -126,7 +126,7 @@ def test_backward(size, rng):
             return {name: grad.astype(found[name].dtype) for name, grad in grads.items()}
 
         rounded = not device.on_host() and gradients_on_tensor_cores(
-            case.dtype, case.K, case.V, "chunk", case.T
+            BASE, case.dtype, case.K, case.V, "chunk", case.T
         )
         pool = pools.setdefault(rounded, Pool(case.dtype if rounded else None))
         pool.add(found, exact, naive, x)

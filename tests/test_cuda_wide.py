@@ -137,7 +137,7 @@ def check_wide_backward(case, rng, **options):
         expected,
         x | d,
         gradient=True,
-        rounded=gradients_on_tensor_cores(case.dtype, case.K, case.V, case.mode, case.T),
+        rounded=gradients_on_tensor_cores(case.op, case.dtype, case.K, case.V, case.mode, case.T),
     )
 
 

@@ -86,7 +86,7 @@ def judge_gradients(op, rng, x, runs):
     for mode, chunk in runs:
         grads = getattr(linattn, f"{op}_backward")(**d, **x, mode=mode, chunk_size=chunk)
         rounded = not device.on_host() and gradients_on_tensor_cores(
-            dtype, x["q"].shape[-1], x["v"].shape[-1], mode
+            op, dtype, x["q"].shape[-1], x["v"].shape[-1], mode
         )
         compare(
             f"{op}_backward {mode} {chunk}",

@@ -190,6 +190,7 @@ static __global__ void __launch_bounds__(ADJOINT_THREADS, 1)
     adjoint(const __grid_constant__ call c, const __grid_constant__ gradients d,
             const __grid_constant__ adjoint_scratch f)
 {
+    if (is_needless(d)) return;
     extern __shared__ char shared[];
     adjoint_room<ROWS, RARE> &s = *(adjoint_room<ROWS, RARE> *)shared;
     constexpr bool PAIR = DECAY == LA_PAIR;

@@ -12,11 +12,13 @@ const backward_launcher adjoint_f32[LA_KINDS] = {
 cudaError_t reduce_gates(const call &c, const gradients &d, float *da, cudaStream_t stream)
 {
     adjoint_scratch f = {};
+    gradients always = d;
+    always.range = NULL; /* this is the end of a call in chunks */
     f.heads = c.HV;
     f.tiles = 1;
     f.tokens = (int64_t)c.B * c.T;
     f.da = da;
-    return launch(reduce_gate_of_head, c.HV, REDUCE_THREADS, 0, stream, c, d, f);
+    return launch(reduce_gate_of_head, c.HV, REDUCE_THREADS, 0, stream, c, always, f);
 }
 
 int64_t segments_of_keys(const call &c) { return chunk_slots_of(c, SEGMENT); }

@@ -45,10 +45,18 @@ struct call {
     bool qk_l2norm, causal, predicts_before, x_is_factor;
 };
 
+/* The range of float16 gradients in chunks, on the device (gradient_range.cuh). */
+struct gradient_range {
+    int most;       /* bits of the largest incoming gradient of a turn */
+    float up, down; /* powers of two: factors of incoming gradients, and of results */
+    int broken;     /* some result is no finite number */
+};
+
 /* The gradients of a backward pass: d[LA_DQ] is the view of dq. The code of no kernel grows by this
  * operator. */
 struct gradients {
     view x[LA_ARRAYS - ARRAYS];
+    gradient_range *range; /* NULL: none. Token by token: work only if it is broken */
     la_gate gate;  /* how the caller gave the gate: an uploaded slope is a decay in call.gate */
     bool per_head; /* the gate is one number for all tokens: [HV] */
 

@@ -1,4 +1,5 @@
-/* The adjoint of the chunk form on tensor cores, for bf16 arrays: three kernels.
+/* The adjoint of the chunk form on tensor cores: three kernels. Arrays are bf16, or float16 in the
+ * files named for them (gradient_range.cuh).
  *
  * The first is `prepare`. Under the delta rule it leaves M in the place of A. The second is
  * `chunks_both_ways`, forwards and backwards. The third is the intra-chunk adjoint of every chunk.
@@ -130,9 +131,10 @@ struct backward_scratch {
     bool maps_rows; /* map_rows comes before the other kernels */
     char *rows;     /* its rows of q and k */
     float *norms;   /* and its factors, if the last kernel needs them */
-    /* Of a normalised call: the gradient of num, [B T][HV][V] in bf16, the denominators, [HV][B T],
-     * and with more than 128 keys the rest of what normaliser.cuh needs. */
+    /* The gradient of num of a normalised call, or do in the range of float16: [B T][HV][V]. */
     char *d_num;
+    /* Of a normalised call: the denominators, [HV][B T], and with more than 128 keys the rest of
+     * what normaliser.cuh needs. */
     float *den;
     through_z<float> z;
 };
@@ -154,6 +156,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     const int heads = in_rows ? c.HV : c.H;
     const int64_t keys = chunk_slots * heads * tile;
     const bool normalised = is_normalised(&c, DECAY, RULE), has_x = predicts && c.x[LA_X].data;
+    const bool copies_do = normalised || NARROW;
     const bool has_bonus = DECAY == LA_KEY && !predicts && c.x[LA_U].data;
     const int64_t da_parts = parts_of_da<KP, DECAY>;
     w.chunk_slots = (int)chunk_slots;
@@ -195,7 +198,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {(char **)&w.den, by_chunks ? places * C * 4 : 0},
         {(char **)&to.dz, by_chunks ? places * KP * 4 : 0},
         {(char **)&x->z.z, x->z.segments * c.HV * to.kp * 8},
-        {&x->d_num, normalised ? tokens * c.HV * c.V * 2 : 0},
+        {&x->d_num, copies_do ? tokens * c.HV * c.V * 2 : 0},
         {(char **)&x->den, normalised ? tokens * c.HV * 4 : 0},
         {(char **)&to.dbonus, has_bonus ? places * KP * 4 : 0},
         {(char **)&x->norms, x->maps_rows && to.direct_q && c.qk_l2norm ? 2 * tokens * c.H * 4 : 0},
@@ -257,9 +260,15 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
         return launch(divide, (tokens * c.HV * (c.V / 8) + 255) / 256, 256, 0, stream, c, given_d,
                       x.den, scale, x.d_num);
     };
+    const int64_t row = (int64_t)c.HV * c.V;
+    const view copy_of_do = {x.d_num, {c.T * row, row, c.V, 1}, ELEMENT_DTYPE};
+    if constexpr (NARROW) {
+        if (tokens) error = find_range(c, given_d, x.d_num, on.processors, stream);
+        if (error != cudaSuccess) return error;
+        d[LA_DO] = copy_of_do;
+    }
     if (normalised) {
-        const int64_t row = (int64_t)c.HV * c.V;
-        d[LA_DO] = {x.d_num, {c.T * row, row, c.V, 1}, LA_BF16};
+        d[LA_DO] = copy_of_do;
         if (!finds_d_den<KP> && tokens) {
             error = find_denominators(c, x.z, stream);
             if (error == cudaSuccess) error = launch_divide((float)c.scale);
@@ -278,7 +287,7 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
     if (places)
         error = launch(prepare, (int64_t)x.w.chunk_slots * x.w.heads, prepare_threads<KP, DECAY>,
                        prepare_bytes<KP, DECAY, RULE>(has_x), stream, c, x.w, x.to.given);
-    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && finds_d_den<KP>)
+    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && finds_d_den<KP> && !NARROW)
         if (normalised && tokens) {
             if (error == cudaSuccess) error = launch_divisors<KP>(c, x.w, stream, x.den);
             if (error == cudaSuccess) error = launch_divide(1);
@@ -436,7 +445,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     device_traits on;
     cudaError_t error = traits_of_device((const void *)chunks_both_ways<KP, DECAY, RULE>, &on);
     if (error != cudaSuccess) return error;
-    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && KP <= 128)
+    if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && KP <= 128 && !NARROW)
         if (!c.causal) return launch_noncausal<KP>(c, d, on, pool, stream);
     if (prepare_bytes<KP, DECAY, RULE>(has_x) > on.room ||
         intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on).bytes > on.room ||
@@ -445,6 +454,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     /* intra_chunk_adjoint_key computes the gradient of the logarithm; it cannot be divided by a
      * decay of zero */
     if (DECAY == LA_KEY && c.gate == LA_DECAY) return cudaErrorNotSupported;
+    if (NARROW && !d.range) return cudaErrorNotSupported;
     CUtensorMap map;
     const auto fits = [&](const view &x, int heads, int columns) {
         return can_fetch(c, on, x, heads, columns, &map);

@@ -181,7 +181,14 @@ static const char *why_by_token(const la_problem *p)
     if (p->mode == LA_RECURRENT) return "";
     if (dtype == LA_F64) return "tensor cores would round float64";
     if (p->pass == LA_BACKWARD) {
-        if (dtype != LA_BF16) return "gradients in chunks are those of bfloat16 arrays";
+        if (dtype == LA_F32) return "gradients in chunks are those of bfloat16 and float16 arrays";
+        if (dtype == LA_F16) {
+            if (p->K > 128) return "float16 gradients in chunks have at most 128 keys";
+            if (!p->causal || p->normaliser != LA_UNNORMALISED || p->rule == LA_DPLR ||
+                p->rule == LA_BONUS)
+                return "float16 gradients in chunks are causal, and have no normaliser, bonus or "
+                       "DPLR";
+        }
         if (!p->causal && p->K > 128) return "noncausal gradients in chunks have at most 128 keys";
         if (!p->causal && p->T != p->L) return "q has other tokens than k and v";
     }
@@ -298,42 +305,65 @@ la_status la_cuda_layer(const la_layer *j)
     return status_of(p, run_group_norm(*j->norm, stream));
 }
 
-/* In chunks: bfloat16 arrays of a causal call with 16 to 256 keys, unless the mode is recurrent. */
-static cudaError_t in_reverse(const la_problem *p, const call &c)
+static cudaError_t in_reverse_by_token(const la_problem *p, const call &c, const gradients &d,
+                                       cudaMemPool_t pool)
 {
-    static const backward_launcher *const chunk[2][LA_DECAYS] = {
-        /* [is_wide] */
-        {chunk_backward_none, NULL, chunk_backward_token, chunk_backward_key, chunk_backward_pair},
-        {chunk_backward_none_k256, NULL, chunk_backward_token_k256, chunk_backward_key_k256,
-         chunk_backward_pair_k256}};
     static const backward_launcher *const adjoints[2][2] = {/* [float64][K > 256] */
                                                             {adjoint_f32, adjoint_f32_k512},
                                                             {adjoint_f64, adjoint_f64_k512}};
-    const backward_launcher rare =
-        (p->real == LA_F64 ? rare_adjoint_f64 : rare_adjoint_f32)[p->kind];
-    const backward_launcher adjoint =
-        la_is_rare(p) ? rare : adjoints[p->real == LA_F64][p->K > MOST_KEYS][p->kind];
-    const gradients d = gradients_of(p);
+    const bool wide = p->real == LA_F64, rare = la_is_rare(p);
+    const backward_launcher adjoint = rare ? (wide ? rare_adjoint_f64 : rare_adjoint_f32)[p->kind]
+                                           : adjoints[wide][p->K > MOST_KEYS][p->kind];
     const cudaStream_t stream = (cudaStream_t)p->stream;
+    const cudaError_t error = adjoint(c, d, pool, stream);
+    /* a block of those of large K takes less shared memory */
+    if (error == cudaErrorNotSupported && !rare)
+        return adjoints[wide][true][p->kind](c, d, pool, stream);
+    return error;
+}
+
+/* cudaErrorNotSupported: nothing has been done. */
+static cudaError_t in_reverse_by_chunks(const la_problem *p, const call &c, gradients &d,
+                                        cudaMemPool_t pool)
+{
+    /* [float16: none with more keys, or bfloat16][is_wide] */
+    static const backward_launcher *const chunk[2][2][LA_DECAYS] = {
+        {{chunk_backward_none_f16, NULL, chunk_backward_token_f16, chunk_backward_key_f16}},
+        {{chunk_backward_none, NULL, chunk_backward_token, chunk_backward_key, chunk_backward_pair},
+         {chunk_backward_none_k256, NULL, chunk_backward_token_k256, chunk_backward_key_k256,
+          chunk_backward_pair_k256}}};
+    const bool narrow = p->array[LA_Q].dtype == LA_F16;
+    const cudaStream_t stream = (cudaStream_t)p->stream;
+    const backward_launcher chunks = chunk[!narrow][is_wide(p)][la_kernel_decay(p)][chunk_rule(p)];
+    if (p->rule == LA_DPLR) return dplr_gradients_in_chunks(c, d, chunks, pool, stream);
+    if (!narrow) return chunks(c, d, pool, stream);
+    cudaError_t error = cudaMallocFromPoolAsync((void **)&d.range, sizeof *d.range, pool, stream);
+    if (error != cudaSuccess) return error;
+    error = cudaMemsetAsync(d.range, 0, sizeof *d.range, stream);
+    if (error == cudaSuccess) error = chunks(c, d, pool, stream);
+    /* once more, if some number was too large for float16 */
+    if (error == cudaSuccess) error = in_reverse_by_token(p, c, d, pool);
+    const cudaError_t freed = cudaFreeAsync(d.range, stream);
+    d.range = NULL;
+    return error == cudaSuccess ? freed : error;
+}
+
+/* In chunks: bfloat16 and float16 arrays of a causal call with 16 or more keys, unless the mode is
+ * recurrent. */
+static cudaError_t in_reverse(const la_problem *p, const call &c)
+{
+    gradients d = gradients_of(p);
     const char *why = why_by_token(p);
     cudaMemPool_t pool;
     cudaError_t error = pool_of(p->ordinal, &pool);
     if (error != cudaSuccess) return error;
-    tell(p, "chunks", "tensor cores", 8, "");
-    if (why)
-        error = cudaErrorNotSupported;
-    else {
-        const backward_launcher chunks = chunk[is_wide(p)][la_kernel_decay(p)][chunk_rule(p)];
-        error = p->rule == LA_DPLR ? dplr_gradients_in_chunks(c, d, chunks, pool, stream)
-                                   : chunks(c, d, pool, stream);
+    tell(p, "chunks", "tensor cores", p->array[LA_Q].dtype == LA_F16 ? 11 : 8, "");
+    if (!why) {
+        error = in_reverse_by_chunks(p, c, d, pool);
+        if (error != cudaErrorNotSupported) return error;
     }
-    if (error != cudaErrorNotSupported) return error;
     tell(p, "token by token", "CUDA cores", p->real == LA_F64 ? 53 : 24, why ? why : not_here);
-    error = adjoint(c, d, pool, stream);
-    /* a block of those of large K takes less shared memory */
-    if (error == cudaErrorNotSupported && !la_is_rare(p))
-        error = adjoints[p->real == LA_F64][true][p->kind](c, d, pool, stream);
-    return error;
+    return in_reverse_by_token(p, c, d, pool);
 }
 
 la_status la_cuda_backward(la_problem *p)

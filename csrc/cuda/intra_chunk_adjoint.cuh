@@ -481,7 +481,7 @@ template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X, int PARTS> struct sc
     }
 };
 
-template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X, int PARTS>
+template <int KP, la_decay DECAY, la_rule RULE, bool HAS_X, int PARTS, typename = element>
 __global__ void __launch_bounds__(INTRA_THREADS, 1)
     intra_chunk_adjoint_scalar(const __grid_constant__ call c, const __grid_constant__ gradients d,
                                const __grid_constant__ chunks w,
@@ -555,12 +555,16 @@ __global__ void __launch_bounds__(INTRA_THREADS, 1)
             of.adjoint_of_scores(me, beta, x.X, bare, own);
         }
         __syncthreads();
-        if (DECAY == LA_NONE && !delta && PARTS == 1 && to.den)
+        if (DECAY == LA_NONE && !delta && PARTS == 1 && !NARROW && to.den)
             adjoint_of_denominators<KP>(c, to, p, first_group, s, x.X, x.Y, own);
         if (DECAY == LA_TOKEN && delta && !first_group) of.add_to_decays(me, bare);
         of.multiply_scores(me, own, x);
         const bool direct = first_group ? to.direct_q : to.direct_k;
         if (!HAS_X && PARTS == 1 && direct && last_member) of.undo_loading(p, n, me, x.Y);
+        if (NARROW && last_member) {
+            result_range(d).finish(x.Y);
+            if (HAS_X && !first_group) result_range(d).finish(x.R);
+        }
         __syncthreads(); /* the scores of pairs are complete, and rows are no longer needed */
         if (!last_member)
             of.keep_sums_of_members(first_group, x);

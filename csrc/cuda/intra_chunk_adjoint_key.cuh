@@ -205,7 +205,8 @@ template <int MOST, la_rule RULE> struct key_adjoint {
     {
         const int i = threadIdx.x % ROLE_THREADS;
         if (i < p.n)
-            store(at(d[LA_DBETA], p.u.b, p.t + i, p.hv), d[LA_DBETA].dtype, s.own[READERS - 1][i]);
+            store(at(d[LA_DBETA], p.u.b, p.t + i, p.hv), d[LA_DBETA].dtype,
+                  result_range(d)(s.own[READERS - 1][i]));
     }
 
     /* The rows of this group take their decays: q f, x f, or k h and k / f. */
@@ -447,7 +448,7 @@ template <int MOST, la_rule RULE> struct key_adjoint {
 };
 
 /* A block has KEYS of the keys of a chunk, which are up to MOST. */
-template <int MOST, la_rule RULE>
+template <int MOST, la_rule RULE, typename = element>
 __global__ void __launch_bounds__(intra_key_threads<RULE>, RULE == LA_ADDITIVE ? 2 : 1)
     intra_chunk_adjoint_key(const __grid_constant__ call c, const __grid_constant__ gradients d,
                             const __grid_constant__ chunks w,
@@ -572,7 +573,7 @@ __global__ void __launch_bounds__(intra_key_threads<RULE>, RULE == LA_ADDITIVE ?
                             : name == LA_DK ? to.dk
                             : name == LA_DX ? to.dx
                                             : to.dy;
-    const rows_out out(c, p.u, d[name],
+    const rows_out out(c, p.u, d, name,
                        (me.role ? to.direct_k : to.direct_q) ? NULL : partials + apart, to.kp, p.t,
                        p.first_key + me.lane * 2);
     const int own_rows = min(16, p.n - me.row0); /* of this warp, as far as there are tokens */
@@ -587,7 +588,7 @@ __global__ void __launch_bounds__(intra_key_threads<RULE>, RULE == LA_ADDITIVE ?
     if (!of.collects()) return;
     key_rows_of_block<16> &rows = s.sums.of_reads[0][me.block];
     of.collect(sums, rows);
-    store_dg(c, d[LA_DG], p, me, rows, own_rows);
+    store_dg(c, d, p, me, rows, own_rows);
 }
 
 #endif

@@ -282,15 +282,22 @@ struct rows_out {
     int64_t step;   /* bytes to the next row, or floats */
     int keys;       /* how many of the two there are, in the array or in the partial */
     bool pairs;
+    result_range range;
 
-    __device__ __forceinline__ rows_out(const call &c, const unit &u, const view &x, float *parts,
-                                        int kp, int t, int key)
+    __device__ __forceinline__ rows_out(const call &c, const unit &u, const gradients &d,
+                                        la_name name, float *parts, int kp, int t, int key)
+        : range(d)
     {
+        const view &x = d[name];
         partial = parts ? parts + ((int64_t)u.b * c.T + t) * kp + key : NULL;
         to = at(x, u.b, t, u.h, key);
         step = parts ? kp : x.stride[1] * (int64_t)sizeof(element);
         keys = max(0, min(2, (parts ? kp : c.K) - key));
         pairs = c.K % KEYS == 0;
+    }
+    __device__ __forceinline__ float2 finished(float2 x) const
+    {
+        return make_float2(range(x.x), range(x.y));
     }
     /* Rows first to last - 1 of the sums of a warp, whose first row is row0 of the chunk. Loops
      * keep the code short: with all rows written out, the kernel waited for its own instructions
@@ -305,21 +312,21 @@ struct rows_out {
             float *own = partial + (row0 + first) * step;
 #pragma unroll 4
             for (int i = first; i < last; i++, own += step)
-                if (keys) *(float2 *)own = from.two(i % N, key);
+                if (keys) *(float2 *)own = finished(from.two(i % N, key));
             return;
         }
         char *own = to + (row0 + first) * step;
         if (pairs) {
 #pragma unroll 4
             for (int i = first; i < last; i++, own += step) {
-                const float2 x = from.two(i % N, key);
+                const float2 x = finished(from.two(i % N, key));
                 *(uint32_t *)own = pack(x.x, x.y);
             }
             return;
         }
 #pragma unroll 1
         for (int i = first; i < last; i++, own += step) {
-            const float2 x = from.two(i % N, key);
+            const float2 x = finished(from.two(i % N, key));
             if (keys > 0) ((element *)own)[0] = element_of(x.x);
             if (keys > 1) ((element *)own)[1] = element_of(x.y);
         }
@@ -327,10 +334,12 @@ struct rows_out {
 };
 
 /* The gradients of log a of a warp go to the array of the gate. */
-__device__ __forceinline__ void store_dg(const call &c, const view &of_g, const key_place &p,
+__device__ __forceinline__ void store_dg(const call &c, const gradients &d, const key_place &p,
                                          const key_seat &me, key_rows_of_block<16> &rows,
                                          int own_rows)
 {
+    const view &of_g = d[LA_DG];
+    const result_range out(d);
     const int lane = me.lane, key = p.first_key + lane * 2;
     const int64_t step = of_g.stride[1] * la_size_of(of_g.dtype);
     char *own_g = at(of_g, p.u.b, p.t + me.row0, p.hv, key);
@@ -338,14 +347,18 @@ __device__ __forceinline__ void store_dg(const call &c, const view &of_g, const 
         ((of_g.stride[0] | of_g.stride[1] | of_g.stride[2] | c.K) & 1) == 0) {
 #pragma unroll 4
         for (int i = 0; i < own_rows; i++, own_g += step)
-            if (key < c.K) *(float2 *)own_g = rows.two(i, lane * 2);
+            if (key < c.K) {
+                const float2 y = rows.two(i, lane * 2);
+                *(float2 *)own_g = make_float2(out(y.x), out(y.y));
+            }
         return;
     }
 #pragma unroll 1
     for (int i = 0; i < own_rows; i++, own_g += step) {
         const float2 y = rows.two(i, lane * 2);
-        if (key < c.K) store(own_g, of_g.dtype, y.x);
-        if (key + 1 < c.K) store(own_g + of_g.stride[3] * la_size_of(of_g.dtype), of_g.dtype, y.y);
+        if (key < c.K) store(own_g, of_g.dtype, out(y.x));
+        if (key + 1 < c.K)
+            store(own_g + of_g.stride[3] * la_size_of(of_g.dtype), of_g.dtype, out(y.y));
     }
 }
 

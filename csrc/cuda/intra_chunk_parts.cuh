@@ -176,7 +176,7 @@ __device__ __forceinline__ void adjoint_of_decays(const call &c, const gradients
     float e = 0;
     for (int q = 0; q < INTRA_THREADS / 32; q++) e += s.sums[q];
     e = e * s.r[i] + (s.of_e[0][i] + s.of_e[1][i]) + (s.of_e[2][i] + s.of_e[3][i]);
-    const float da = s.da[0][i] + s.da[1][i] + e * (i ? s.e[i - 1] : 1);
+    const float da = result_range(d)(s.da[0][i] + s.da[1][i] + e * (i ? s.e[i - 1] : 1));
     if (to.da)
         to.da[(((int64_t)p.part * c.HV + p.u.hv) * c.B + p.u.b) * c.T + p.t + i] = da;
     else
@@ -237,7 +237,7 @@ __device__ __forceinline__ void store_dbeta(const gradients &d, const intra_plac
             const int token = i ? me.low : me.top;
             if (token < n)
                 store(at(d[LA_DBETA], p.u.b, p.t + token, p.u.hv), d[LA_DBETA].dtype,
-                      i ? of.y : of.x);
+                      result_range(d)(i ? of.y : of.x));
         }
     }
 }

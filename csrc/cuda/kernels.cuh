@@ -40,6 +40,9 @@ extern const backward_launcher rare_adjoint_f32[LA_KINDS], rare_adjoint_f64[LA_K
  * rows that cannot be copied in pieces, they return cudaErrorNotSupported and have done nothing. */
 extern const backward_launcher chunk_backward_none[2], chunk_backward_token[2],
     chunk_backward_key[2];
+/* The same for float16 arrays, on Hopper. The gradients have a range. */
+extern const backward_launcher chunk_backward_none_f16[2], chunk_backward_token_f16[2],
+    chunk_backward_key_f16[2];
 /* A pair of states: K <= 64, and on Hopper K <= 128. */
 extern const backward_launcher chunk_backward_pair[2], chunk_backward_pair_k256[2];
 /* The same for 128 < K <= 256, on Hopper. */

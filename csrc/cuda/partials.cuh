@@ -9,6 +9,12 @@
 #include "batch.cuh"
 #include "normaliser.cuh"
 
+/* Has the call been made in chunks, and all results are finite (gradient_range.cuh)? */
+__device__ __forceinline__ bool is_needless(const gradients &d)
+{
+    return d.range && !d.range->broken;
+}
+
 enum { REDUCE_THREADS = 256 };
 
 /* The rows that are summed over value columns, and the numbers: da of a scalar decay, .. */
@@ -65,6 +71,7 @@ static __global__ void __launch_bounds__(128)
     reduce_partials(const __grid_constant__ call c, const __grid_constant__ gradients d,
                     const __grid_constant__ adjoint_scratch f)
 {
+    if (is_needless(d)) return;
     const int group = c.HV / c.H, heads = f.heads / group, lane = threadIdx.x % 32;
     const int64_t i = (int64_t)blockIdx.x * 4 + threadIdx.x / 32, token = i / heads;
     if (token >= f.tokens) return;
@@ -152,6 +159,7 @@ static __global__ void reduce_bonus(const __grid_constant__ call c,
                                     const __grid_constant__ gradients d,
                                     const __grid_constant__ adjoint_scratch f)
 {
+    if (is_needless(d)) return;
     const int group = c.HV / c.H, own = blockIdx.x, count = group * f.tiles;
     for (int i = threadIdx.x; i < c.K; i += blockDim.x) {
         double x = 0;
@@ -179,6 +187,7 @@ static __global__ void __launch_bounds__(REDUCE_THREADS)
     reduce_gate_of_head(const __grid_constant__ call c, const __grid_constant__ gradients d,
                         const __grid_constant__ adjoint_scratch f)
 {
+    if (is_needless(d)) return;
     const int hv = f.first + blockIdx.x;
     const real *from = f.da + (int64_t)blockIdx.x * f.tiles * f.tokens;
     double sum = 0;

@@ -347,6 +347,7 @@ chunk_backwards(float (&dS)[N][4], const left (&s)[M], left (&d_o)[4], partner &
         products_commit();
         if (spoiled) spoil_before(dU, end);
     }
+    result_range(p.d).finish(dU);
     store_dv(dU, p, x);
     products_wait<0>();
     products_in(dS);
@@ -402,6 +403,7 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
             S[i][e] = x.data && column < p.columns && key < c.K
                           ? load<float>(at(x, p.u.n, p.u.hv, key, p.v0 + column), x.dtype)
                           : 0;
+            if (NARROW && BACKWARD) S[i][e] *= up_of(d);
         }
 
     int stage_at = 0, round = 0;
@@ -489,7 +491,8 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
 #if HAS_WARP_GROUPS
     engine_has_read<0>();
 #endif
-    if constexpr (BACKWARD)
+    if constexpr (BACKWARD) {
+        const result_range out(d);
 #pragma unroll
         for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
@@ -499,14 +502,15 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
                 const view &to = state_of_row<DECAY>(d[LA_DS0], d[LA_DY0], row);
                 const int key = key_of_row<DECAY>(row);
                 if (to.data && column < p.columns && key < c.K)
-                    store(at(to, p.u.n, p.u.hv, key, p.v0 + column), to.dtype, S[i][e]);
+                    store(at(to, p.u.n, p.u.hv, key, p.v0 + column), to.dtype, out(S[i][e]));
             }
+    }
 }
 
 /* Neither pass needs the results of the other, so they run side by side. The backward pass takes
  * longer and has the first half of the blocks. staged: from here on states lie in shared memory on
  * their way to the copy engine; 0: there is no room for them. */
-template <int KP, la_decay DECAY, la_rule RULE>
+template <int KP, la_decay DECAY, la_rule RULE, typename = element>
 __global__ void __launch_bounds__((ADJOINT_WARPS + HAS_WARP_GROUPS * ADJOINT_PRODUCERS) * 32, 1)
     chunks_both_ways(const __grid_constant__ call c, const __grid_constant__ gradients d,
                      const __grid_constant__ chunks w, const __grid_constant__ backward_maps maps,

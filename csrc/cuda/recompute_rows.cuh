@@ -3,19 +3,21 @@
 #ifndef LINATTN_CUDA_RECOMPUTE_ROWS_CUH
 #define LINATTN_CUDA_RECOMPUTE_ROWS_CUH
 
+#include "gradient_range.cuh"
 #include "recompute_fetch.cuh"
 
 /* For each of the two columns of this thread: one past the last token with a NaN or an infinity. */
 __device__ __forceinline__ void spoiled_up_to(const left (&x)[4], int (&end)[2])
 {
+    constexpr uint32_t EXPONENT = NARROW ? 0x7c00 : 0x7f80; /* of an element */
     end[0] = end[1] = 0;
 #pragma unroll
     for (int m = 0; m < 4; m++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int t = m * 16 + e / 2 * 8 + threadIdx.x % 4 * 2;
-            if ((x[m].x[e] & 0x7f80) == 0x7f80) end[e % 2] = max(end[e % 2], t + 1);
-            if ((x[m].x[e] & 0x7f800000) == 0x7f800000) end[e % 2] = max(end[e % 2], t + 2);
+            if ((x[m].x[e] & EXPONENT) == EXPONENT) end[e % 2] = max(end[e % 2], t + 1);
+            if ((x[m].x[e] & EXPONENT << 16) == EXPONENT << 16) end[e % 2] = max(end[e % 2], t + 2);
         }
 #pragma unroll
     for (int w = 0; w < 2; w++) {

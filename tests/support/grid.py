@@ -237,16 +237,13 @@ def bits_multiplied(op, dtype, mode, T=64, chunk=None):
     return 8 if "bf16" in isa else 16
 
 
-def gradients_on_tensor_cores(dtype, K, V, mode, T=64):
-    """Does a GPU's backward pass multiply on tensor cores? Hopper's does in bfloat16; others are
-    more exact."""
-    return (
-        dtype == ml_dtypes.bfloat16
-        and mode != "recurrent"
-        and T > 0
-        and 16 <= K <= 256
-        and V % 8 == 0
-    )
+def gradients_on_tensor_cores(op, dtype, K, V, mode, T=64):
+    """Does a GPU's backward pass multiply on tensor cores? Hopper's does in bfloat16, and for some
+    ops in float16; others are more exact."""
+    kind = linattn.VARIANTS[op]
+    in_float16 = kind.rule in ("additive", "delta") and kind.decay != "pair"
+    most = 256 if dtype == ml_dtypes.bfloat16 else 128 if dtype == np.float16 and in_float16 else 0
+    return mode != "recurrent" and T > 0 and 16 <= K <= most and V % 8 == 0
 
 
 def form_of(case, gpu=False):

@@ -1,0 +1,128 @@
+/* The range of float16 gradients in chunks. The operands of products are float16 there: the incoming
+ * gradients, those of states, and all that follows from them. A gradient of a loss may be far
+ * smaller than float16's normal numbers. All results are linear in the incoming gradients, so these
+ * are multiplied by a power of two first, `up`, and the results by `down` as they leave.
+ *
+ * A number of a chunk may still be too large. It is an infinity then, and each product with it is an
+ * infinity or a NaN, so some result is no finite number. That is noticed as it leaves (`broken`),
+ * and the call is repeated token by token (dispatch.cu). A NaN of the caller leads there too.
+ *
+ * bf16 has the range of float32, and no code of this. */
+#ifndef LINATTN_CUDA_GRADIENT_RANGE_CUH
+#define LINATTN_CUDA_GRADIENT_RANGE_CUH
+
+#include "rows.cuh"
+
+/* What a result is multiplied by on its way out. */
+struct result_range {
+    float down;
+    int *broken;
+
+    __device__ __forceinline__ explicit result_range(const gradients &d) : down(1), broken(NULL)
+    {
+        if (!NARROW) return;
+        down = d.range->down;
+        broken = &d.range->broken;
+    }
+    __device__ __forceinline__ float operator()(float x) const
+    {
+        if (!NARROW) return x;
+        x *= down;
+        if (__builtin_expect(!(fabsf(x) < __builtin_inff()), 0)) *broken = 1;
+        return x;
+    }
+    template <int N> __device__ __forceinline__ void finish(float (&x)[N][4]) const
+    {
+        if (NARROW)
+#pragma unroll
+            for (int i = 0; i < N * 4; i++) x[i / 4][i % 4] = (*this)(x[i / 4][i % 4]);
+    }
+};
+
+/* What an incoming gradient of a state is multiplied by. */
+__device__ __forceinline__ float up_of(const gradients &d) { return NARROW ? d.range->up : 1; }
+
+enum { RANGE_THREADS = 256, NUMBERS_OF_THREAD = 8 };
+
+/* Eight neighbouring numbers of do, and where they lie in a dense copy. */
+__device__ __forceinline__ const char *eight_of_do(const call &c, const gradients &d, int64_t i)
+{
+    const int groups = c.V / NUMBERS_OF_THREAD, column = (int)(i % groups) * NUMBERS_OF_THREAD;
+    const int hv = (int)(i / groups % c.HV);
+    const int64_t token = i / groups / c.HV;
+    return at(d[LA_DO], (int)(token / c.T), (int)(token % c.T), hv, column);
+}
+
+/* The largest finite number of the incoming gradients, as its bits, which are ordered as the
+ * numbers are. */
+template <typename = element>
+static __global__ void __launch_bounds__(RANGE_THREADS)
+    find_most(const __grid_constant__ call c, const __grid_constant__ gradients d)
+{
+    const int64_t first = (int64_t)blockIdx.x * RANGE_THREADS + threadIdx.x,
+                  step = (int64_t)gridDim.x * RANGE_THREADS;
+    const int64_t pieces = (int64_t)c.B * c.T * c.HV * (c.V / NUMBERS_OF_THREAD),
+                  numbers = d[LA_DST].data ? (int64_t)c.N * c.HV * c.K * c.V : 0;
+    float most = 0;
+    const auto look = [&](float x) {
+        x = fabsf(x);
+        if (x < __builtin_inff()) most = fmaxf(most, x);
+    };
+    for (int64_t i = first; i < pieces; i += step) {
+        const uint4 x = *(const uint4 *)eight_of_do(c, d, i);
+        const uint32_t pairs[] = {x.x, x.y, x.z, x.w};
+        for (uint32_t pair : pairs) {
+            const float2 y = unpack(pair);
+            look(y.x);
+            look(y.y);
+        }
+    }
+    for (int64_t i = first; i < numbers; i += step) {
+        const int column = (int)(i % c.V), key = (int)(i / c.V % c.K);
+        const int64_t state = i / c.V / c.K;
+        look(load<float>(at(d[LA_DST], state / c.HV, state % c.HV, key, column), d[LA_DST].dtype));
+    }
+    for (int apart = 16; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
+    if (threadIdx.x % 32 == 0 && most > 0) atomicMax(&d.range->most, __float_as_int(most));
+}
+
+/* do times `up`, dense. The largest number becomes one from 4 to 8: sums over 64 tokens and 128 keys
+ * then have three decimal digits of room above them, and as many below before numbers lose bits. */
+template <typename = element>
+static __global__ void __launch_bounds__(RANGE_THREADS)
+    scale_do(const __grid_constant__ call c, const __grid_constant__ gradients d, char *to)
+{
+    const int64_t i = (int64_t)blockIdx.x * RANGE_THREADS + threadIdx.x;
+    const float most = __int_as_float(d.range->most);
+    const int power = most > 0 ? min(2 - ilogbf(most), 100) : 0;
+    const float up = scalbnf(1, power);
+    if (i == 0) {
+        d.range->up = up;
+        d.range->down = scalbnf(1, -power);
+    }
+    if (i >= (int64_t)c.B * c.T * c.HV * (c.V / NUMBERS_OF_THREAD)) return;
+    uint4 x = *(const uint4 *)eight_of_do(c, d, i);
+    uint32_t *const pair = (uint32_t *)&x;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float2 y = unpack(pair[j]);
+        pair[j] = pack(y.x * up, y.y * up);
+    }
+    *(uint4 *)(to + i * 16) = x;
+}
+
+/* Find the range of a turn, and put do in it: `to` has room for it, [B T][HV][V]. */
+static cudaError_t find_range(const call &c, const gradients &d, char *to, int processors,
+                              cudaStream_t stream)
+{
+    const int64_t pieces = (int64_t)c.B * c.T * c.HV * (c.V / NUMBERS_OF_THREAD);
+    cudaError_t error = cudaMemsetAsync(&d.range->most, 0, sizeof d.range->most, stream);
+    if (error == cudaSuccess)
+        error = launch(find_most<>, 4 * processors, RANGE_THREADS, 0, stream, c, d);
+    if (error == cudaSuccess)
+        error = launch(scale_do<>, div_up(pieces, RANGE_THREADS) + 1, RANGE_THREADS, 0, stream, c,
+                       d, to);
+    return error;
+}
+
+#endif

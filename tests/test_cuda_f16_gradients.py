@@ -1,0 +1,150 @@
+"""Gradients of float16 arrays in chunks, on Hopper: in the range of float16 where the numbers are
+not, and token by token where one of them is too large."""
+
+import numpy as np
+import pytest
+from support.compare import assert_same_bits, over_arrays
+from support.gpu import APART, PLAIN, distance, gpu_problem, needs_gpu, run
+from support.tensors import to_numpy, torch
+from support.variants import NORMALISED, PREDICTS
+
+import linattn
+from linattn.testing import assert_accurate
+
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [*needs_gpu, pytest.mark.skipif(not hopper, reason="no Hopper GPU")]
+
+OPS = [
+    op
+    for op, kind in linattn.VARIANTS.items()
+    if kind.rule in ("additive", "delta") and kind.decay != "pair" and not kind.normaliser
+]
+ops = pytest.mark.parametrize("op", [*OPS, PLAIN])
+
+
+def name_of(op):
+    return op.split(",")[0]
+
+
+def f16_problem(op, **shape):
+    return gpu_problem(op, dtype="float16", pass_="backward", **shape)
+
+
+def gradients(op, x, **options):
+    return run(op, x, "backward", **options)
+
+
+def kernel_of(op, x):
+    return linattn.explain_kernel(getattr(linattn, f"{name_of(op)}_backward"), **x).kernel
+
+
+def times(x, factor):
+    """The incoming gradients times a number."""
+    return x | {name: x[name] * factor for name in ("do", "d_final_state") if name in x}
+
+
+@pytest.mark.parametrize("K, V", [(64, 128), (128, 64), (128, 200), (40, 72)])
+@pytest.mark.parametrize("H, HV", [(2, 2), (2, 4)])
+@ops
+def test_as_token_by_token(op, H, HV, K, V):
+    x = f16_problem(op, H=H, HV=HV, K=K, V=V)
+    assert kernel_of(op, x) == "chunks"
+    got, want = gradients(op, x), gradients(op, x, mode="recurrent")
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(torch.isfinite(a), torch.isfinite(b))  # some sums are above 65504
+        assert distance(a, b) < APART["float16"]
+    assert_same_bits(gradients(op, x), got)
+
+
+@ops
+def test_norms_and_maps(op):
+    x = f16_problem(op, K=128)
+    x |= {"qk_l2norm": True} if op != PLAIN else {"feature_map": "elu+1"}
+    for a, b in zip(gradients(op, x), gradients(op, x, mode="recurrent"), strict=True):
+        assert distance(a, b) < APART["float16"]
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op in PREDICTS])
+def test_a_look_of_its_own(op):
+    x = f16_problem(op, K=128)
+    x["x"] = torch.nn.functional.normalize(x["k"].float() + 0.1, dim=-1).to(x["k"].dtype)
+    for a, b in zip(gradients(op, x), gradients(op, x, mode="recurrent"), strict=True):
+        assert distance(a, b) < APART["float16"]
+
+
+@pytest.mark.parametrize("power", [-18, -10, 6])
+@ops
+def test_gradients_of_any_size_have_the_same_digits(op, power):
+    """A loss may be scaled by a power of two. The gradients of float32 gates lose nothing by it."""
+    x = f16_problem(op)
+    x |= {name: x[name].float() for name in ("g", "beta", "gamma", "slopes") if name in x}
+    x["do"] = x["do"].clamp(-2, 2)
+    x["do"][x["do"].abs() < 2**-4] = 0  # so that each is a float16 number after all factors
+    x["do"] = (x["do"] * 64).round() / 64
+    once, scaled = (gradients(op, times(x, factor)) for factor in (1, 2.0**power))
+    for a, b in zip(once, scaled, strict=True):
+        if a.dtype == torch.float32:
+            assert_same_bits(a * 2.0**power, b)
+        else:  # each is rounded once, and numbers below 2^-14 have fewer digits
+            least = 2.0**-24 * max(1, 2.0**power)
+            torch.testing.assert_close(b.double(), a.double() * 2.0**power, rtol=2**-10, atol=least)
+
+
+TOO_LARGE = {
+    "scores": lambda x: {"scale": 1e5},
+    "a state": lambda x: {"initial_state": x["initial_state"] * 1e6},
+    "a gradient of a state": lambda x: {"d_final_state": x["d_final_state"] * float("inf")},
+}
+
+
+@pytest.mark.parametrize("which", TOO_LARGE)
+@ops
+def test_too_large_for_float16(op, which):
+    """The call is repeated token by token, in float32."""
+    x = f16_problem(op)
+    x |= TOO_LARGE[which](x)
+    assert_same_bits(gradients(op, x), gradients(op, x, mode="recurrent"))
+
+
+@pytest.mark.parametrize("name", ["do", "q", "k", "v"])
+@ops
+def test_a_nan_goes_where_it_goes_token_by_token(op, name):
+    x = f16_problem(op)
+    x[name][1, 77, 0, 3] = float("nan")
+    assert_same_bits(gradients(op, x), gradients(op, x, mode="recurrent"))
+
+
+@ops
+def test_in_a_graph(op):
+    """Each replay finds its own range, and whether to repeat."""
+    x = f16_problem(op)
+    gradients(op, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = gradients(op, x)
+    plain = x["do"].clone()
+    for factor in (1.0, 2.0**-12, float("nan"), 1.0):
+        x["do"].copy_(plain)
+        x["do"][0, 5] *= factor
+        graph.replay()
+        assert_same_bits(got, gradients(op, x))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_by_the_rule(op):
+    x = f16_problem(op, B=1, T=500, K=128, V=128)
+    exact = over_arrays(lambda a: a.double() if a.is_floating_point() else a, x)
+    three = (gradients(op, x), gradients(op, exact), gradients(op, x, mode="recurrent"))
+    for arrays in zip(*three, strict=True):
+        dtype = to_numpy(arrays[0]).dtype
+        got, want, by_token = (to_numpy(a.double()) for a in arrays)
+        assert_accurate(got, want, by_token, dtype=np.float16, gradient=True, name=f"{op} {dtype}")
+
+
+def test_others_say_why():
+    for op, x in (
+        (OPS[-1], f16_problem(OPS[-1], K=200)),
+        (NORMALISED[0], f16_problem(NORMALISED[0])),
+    ):
+        told = linattn.explain_kernel(getattr(linattn, f"{op}_backward"), **x)
+        assert told.kernel == "token by token" and "float16 gradients in chunks" in told.why
