@@ -11,8 +11,8 @@
 
 enum { THREADS = 128, LANES_OF_WARP = 32, WARPS = THREADS / LANES_OF_WARP };
 
-/* A longer row of a norm has a block of its own. A thread of a warp has 16 numbers of this one. */
-enum { LONG_ROW = 512, LONG_ROW_THREADS = 1024 };
+/* The threads of a row of a norm, so that each has few numbers: it waits for one after another. */
+enum { SHORT_ROW = 128, LONG_ROW = 1024, THREADS_OF_ROW = 256, THREADS_OF_LONG_ROW = 1024 };
 
 /* ---- before the op: convolutions and gates ---- */
 
@@ -146,37 +146,40 @@ template <typename real> __device__ __forceinline__ real sum_of_warp(real x)
     return x;
 }
 
-/* OF_WARPS: a warp has a row. Otherwise all threads of a block have one. */
-template <typename real, bool OF_WARPS>
-static __global__ __launch_bounds__(OF_WARPS ? THREADS : LONG_ROW_THREADS) void group_norm(
+/* The sum over the threads of a row: those of a warp, or of a block. */
+template <int OF_ROW, typename real> __device__ __forceinline__ real sum_of_row(real x)
+{
+    constexpr int warps = OF_ROW / LANES_OF_WARP, lanes = LANES_OF_WARP;
+    x = sum_of_warp(x);
+    if constexpr (warps > 1) {
+        __shared__ real of_warp[warps];
+        const int lane = threadIdx.x % lanes;
+        if (lane == 0) of_warp[threadIdx.x / lanes] = x;
+        __syncthreads();
+        x = sum_of_warp(lane < warps ? of_warp[lane] : 0);
+    }
+    return x;
+}
+
+template <typename real, int OF_ROW>
+static __global__ __launch_bounds__(OF_ROW > THREADS ? OF_ROW : THREADS) void group_norm(
     const __grid_constant__ group_norm_call c)
 {
-    constexpr int threads = OF_WARPS ? LANES_OF_WARP : LONG_ROW_THREADS;
-    const int64_t row =
-        OF_WARPS ? (int64_t)blockIdx.x * WARPS + threadIdx.x / LANES_OF_WARP : blockIdx.x;
-    const int first = threadIdx.x % threads;
+    constexpr int rows = OF_ROW > THREADS ? 1 : THREADS / OF_ROW; /* of a block */
+    const int64_t row = (int64_t)blockIdx.x * rows + threadIdx.x / OF_ROW;
+    const int first = threadIdx.x % OF_ROW;
     if (row >= c.rows) return;
     real factor = 1;
     if (c.weight.data) {
         real sum = 0;
-        for (int i = first; i < c.size; i += threads) {
+        for (int i = first; i < c.size; i += OF_ROW) {
             const real x = normed(c, row, i, c.gate_first ? gate_at<real>(c, row, i) : 1);
             sum += x * x;
         }
-        sum = sum_of_warp(sum);
-        if constexpr (!OF_WARPS) {
-            constexpr int warps = LONG_ROW_THREADS / LANES_OF_WARP;
-            static_assert(warps == LANES_OF_WARP,
-                          "the sums of warps are those of one warp's lanes");
-            __shared__ real of_warp[warps];
-            if (threadIdx.x % LANES_OF_WARP == 0) of_warp[threadIdx.x / LANES_OF_WARP] = sum;
-            __syncthreads();
-            sum = sum_of_warp(of_warp[threadIdx.x % LANES_OF_WARP]);
-        }
-        factor = 1 / sqrt(sum / c.size + (real)c.eps);
+        factor = 1 / sqrt(sum_of_row<OF_ROW>(sum) / c.size + (real)c.eps);
     }
     const int column = c.shared ? 0 : (int)(row % c.groups) * c.size;
-    for (int i = first; i < c.size; i += threads) {
+    for (int i = first; i < c.size; i += OF_ROW) {
         const real gate = gate_at<real>(c, row, i);
         real y = normed(c, row, i, gate) * factor;
         if (c.weight.data) y *= load<real>(at(c.weight, column + i), c.weight.dtype);
@@ -188,9 +191,12 @@ static __global__ __launch_bounds__(OF_WARPS ? THREADS : LONG_ROW_THREADS) void 
 template <typename real>
 static cudaError_t launch_group_norm(const group_norm_call &c, cudaStream_t stream)
 {
+    if (c.size <= SHORT_ROW)
+        return launch(group_norm<real, LANES_OF_WARP>, div_up(c.rows, WARPS), THREADS, 0, stream,
+                      c);
     if (c.size <= LONG_ROW)
-        return launch(group_norm<real, true>, div_up(c.rows, WARPS), THREADS, 0, stream, c);
-    return launch(group_norm<real, false>, c.rows, LONG_ROW_THREADS, 0, stream, c);
+        return launch(group_norm<real, THREADS_OF_ROW>, c.rows, THREADS_OF_ROW, 0, stream, c);
+    return launch(group_norm<real, THREADS_OF_LONG_ROW>, c.rows, THREADS_OF_LONG_ROW, 0, stream, c);
 }
 
 cudaError_t run_group_norm(const la_group_norm &j, cudaStream_t stream)
