@@ -525,6 +525,19 @@ def test_a_step_compiled_without_a_break(name):
     torch.testing.assert_close(flat(traced), flat(plain))
 
 
+@blocks
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_step_of_a_state_that_stays(name):
+    torch.compiler.reset()
+    layer, x = block(name, torch.float32), tokens(3, 2, dtype=torch.float32)
+    plain, static = layer.zeros_state(2), layer.zeros_state(2)
+    assert static.mark_static() is static
+    step = torch.compile(layer.step, fullgraph=True, backend="aot_eager")
+    for token in x:
+        torch.testing.assert_close(step(token, static), layer.step(token, plain))
+    torch.testing.assert_close(flat(static), flat(plain))
+
+
 # ---- what each is ----
 
 

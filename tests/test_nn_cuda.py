@@ -7,6 +7,7 @@ from support.gpu import needs_gpu
 from support.tensors import torch
 
 from linattn import nn
+from linattn.testing import RMS_BOUND
 
 pytestmark = needs_gpu
 
@@ -65,3 +66,22 @@ def test_a_gpu_computes_what_a_cpu_does(name, dtype):
         error, allowed, size = parts.sqrt()
         bound = 4 * allowed + torch.finfo(dtype).eps / 2 * size
         assert error <= bound, f"{name}, {which}: {error / size:.1e} > {bound / size:.1e}"
+
+
+@pytest.mark.filterwarnings("default")  # PyTorch's own, while it traces
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "KimiDeltaAttention", "Mamba", "Mamba2"])
+def test_a_compiled_step_is_a_cuda_graph(name, monkeypatch):
+    """A cached graph would say what held when it was made."""
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    torch.compiler.reset()
+    counted = torch._dynamo.utils.counters["inductor"]
+    layer = block(name, 0).to("cuda", torch.bfloat16)
+    plain, static = layer.zeros_state(2), layer.zeros_state(2).mark_static()
+    step = torch.compile(layer.step, fullgraph=True, mode="reduce-overhead")
+    skipped = counted["cudagraph_skips"]
+    for token in torch.randn(6, 2, 128, device="cuda").bfloat16():
+        torch.compiler.cudagraph_mark_step_begin()
+        got, want = step(token, static), layer.step(token, plain)
+        assert float((got - want).norm() / want.norm()) < 2 * RMS_BOUND["bfloat16"]
+    assert counted["cudagraph_skips"] == skipped
+    torch.testing.assert_close(static.memory, plain.memory, rtol=1e-2, atol=1e-2)

@@ -50,6 +50,32 @@ class State(NamedTuple):
     conv: tuple[Tensor, ...]
     position: Tensor | None
 
+    def mark_static(self) -> State:
+        """Tell torch.compile that the tensors of this state stay where they are.
+
+        A step changes its state in place. With mode="reduce-overhead" torch.compile puts it into a
+        CUDA graph only if it knows that. A compiled step is then compiled for this state alone: for
+        another one PyTorch compiles it again, so make one state and write into it.
+
+        Returns
+        -------
+        State
+            This state.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from linattn.nn import DeltaNet
+        >>> layer = DeltaNet(16, num_heads=2)
+        >>> state = layer.zeros_state(1).mark_static()
+        >>> step = torch.compile(layer.step, fullgraph=True, mode="reduce-overhead")  # on a GPU
+        """
+        memory = self.memory if isinstance(self.memory, tuple) else (self.memory,)
+        for x in (*memory, *self.conv, self.position):
+            if x is not None:
+                torch._dynamo.mark_static_address(x)
+        return self
+
 
 # torch.load(..., weights_only=True), which is its default, makes no class that it does not know.
 torch.serialization.add_safe_globals([State])
