@@ -334,8 +334,7 @@ class _Problem:
         scale = _held_root(square, self.limit) if held else xp.sqrt(square)
         if self.reset is None:
             return self.log, scale
-        none, one = xp.full_like(self.log, -math.inf), xp.ones_like(scale)
-        return xp.where(self.reset, none, self.log), xp.where(self.reset, one, scale)
+        return xp.where(self.reset, -math.inf, self.log), xp.where(self.reset, 1.0, scale)
 
     def root_slope(self) -> Any:
         """The derivative of sqrt at 1 - a^2, held."""
