@@ -94,6 +94,7 @@ TOO_LARGE = {
     "scores": lambda x: {"scale": 1e5},
     "a state": lambda x: {"initial_state": x["initial_state"] * 1e6},
     "a gradient of a state": lambda x: {"d_final_state": x["d_final_state"] * float("inf")},
+    "gradients of states beside do": lambda x: {"d_final_state": x["d_final_state"] * 2.0**17},
 }
 
 

@@ -157,7 +157,7 @@ typedef struct la_kernels {
     void (*convolution_backward)(const la_convolution *j, const la_convolution_unit *u,
                                  const la_convolution_taps *w, double *sums, void *scratch);
 
-    /* The norm of heads in a layer's step: rows first .. last. */
+    /* The norm of groups in a layer's step: rows first .. last. */
     void (*group_norm)(const la_group_norm *j, int64_t first, int64_t last);
 
     /* Numbers in an array's dtype. */

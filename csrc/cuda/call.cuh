@@ -47,9 +47,9 @@ struct call {
 
 /* The range of float16 gradients in chunks, on the device (gradient_range.cuh). */
 struct gradient_range {
-    int most;       /* bits of the largest incoming gradient of a turn */
+    int most[2];    /* bits of the largest numbers of a turn: of do, and of the states' gradients */
     float up, down; /* powers of two: factors of incoming gradients, and of results */
-    int broken;     /* some result is no finite number */
+    int broken;     /* some result is no finite number, or do is too small beside the others */
 };
 
 /* The gradients of a backward pass: d[LA_DQ] is the view of dq. The code of no kernel grows by this

@@ -348,8 +348,7 @@ static cudaError_t in_reverse_by_chunks(const la_problem *p, const call &c, grad
     return error == cudaSuccess ? freed : error;
 }
 
-/* In chunks: bfloat16 and float16 arrays of a causal call with 16 or more keys, unless the mode is
- * recurrent. */
+/* In chunks, unless there is a reason why not (why_by_token). */
 static cudaError_t in_reverse(const la_problem *p, const call &c)
 {
     gradients d = gradients_of(p);

@@ -7,13 +7,16 @@
  * infinity or a NaN, so some result is no finite number. That is noticed as it leaves (`broken`),
  * and the call is repeated token by token (dispatch.cu). A NaN of the caller leads there too.
  *
+ * The gradients of states stay float32. If they are far larger than do, do loses digits beside
+ * them, and the call is repeated too.
+ *
  * bf16 has the range of float32, and no code of this. */
 #ifndef LINATTN_CUDA_GRADIENT_RANGE_CUH
 #define LINATTN_CUDA_GRADIENT_RANGE_CUH
 
 #include "rows.cuh"
 
-/* What a result is multiplied by on its way out. */
+/* The factor of a result on its way out. */
 struct result_range {
     float down;
     int *broken;
@@ -39,7 +42,7 @@ struct result_range {
     }
 };
 
-/* What an incoming gradient of a state is multiplied by. */
+/* The factor of an incoming gradient of a state. */
 __device__ __forceinline__ float up_of(const gradients &d) { return NARROW ? d.range->up : 1; }
 
 enum { RANGE_THREADS = 256, NUMBERS_OF_THREAD = 8 };
@@ -53,8 +56,14 @@ __device__ __forceinline__ const char *eight_of_do(const call &c, const gradient
     return at(d[LA_DO], (int)(token / c.T), (int)(token % c.T), hv, column);
 }
 
-/* The largest finite number of the incoming gradients, as its bits, which are ordered as the
- * numbers are. */
+/* The larger magnitude, passing over NaN and infinities. */
+__device__ __forceinline__ float larger(float most, float x)
+{
+    x = fabsf(x);
+    return x < __builtin_inff() ? fmaxf(most, x) : most;
+}
+
+/* The largest finite number of each kind, as its bits, which are ordered as the numbers are. */
 template <typename = element>
 static __global__ void __launch_bounds__(RANGE_THREADS)
     find_most(const __grid_constant__ call c, const __grid_constant__ gradients d)
@@ -63,28 +72,32 @@ static __global__ void __launch_bounds__(RANGE_THREADS)
                   step = (int64_t)gridDim.x * RANGE_THREADS;
     const int64_t pieces = (int64_t)c.B * c.T * c.HV * (c.V / NUMBERS_OF_THREAD),
                   numbers = d[LA_DST].data ? (int64_t)c.N * c.HV * c.K * c.V : 0;
-    float most = 0;
-    const auto look = [&](float x) {
-        x = fabsf(x);
-        if (x < __builtin_inff()) most = fmaxf(most, x);
-    };
+    float most[2] = {};
     for (int64_t i = first; i < pieces; i += step) {
         const uint4 x = *(const uint4 *)eight_of_do(c, d, i);
         const uint32_t pairs[] = {x.x, x.y, x.z, x.w};
         for (uint32_t pair : pairs) {
             const float2 y = unpack(pair);
-            look(y.x);
-            look(y.y);
+            most[0] = larger(larger(most[0], y.x), y.y);
         }
     }
     for (int64_t i = first; i < numbers; i += step) {
         const int column = (int)(i % c.V), key = (int)(i / c.V % c.K);
         const int64_t state = i / c.V / c.K;
-        look(load<float>(at(d[LA_DST], state / c.HV, state % c.HV, key, column), d[LA_DST].dtype));
+        const char *const at_number = at(d[LA_DST], state / c.HV, state % c.HV, key, column);
+        most[1] = larger(most[1], load<float>(at_number, d[LA_DST].dtype));
     }
-    for (int apart = 16; apart; apart /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, apart));
-    if (threadIdx.x % 32 == 0 && most > 0) atomicMax(&d.range->most, __float_as_int(most));
+    for (int kind = 0; kind < 2; kind++) {
+        for (int apart = 16; apart; apart /= 2)
+            most[kind] = fmaxf(most[kind], __shfl_xor_sync(~0u, most[kind], apart));
+        if (threadIdx.x % 32 == 0 && most[kind] > 0)
+            atomicMax(&d.range->most[kind], __float_as_int(most[kind]));
+    }
 }
+
+/* The least that the largest number of do may be in range. Numbers 2^8 times smaller are still normal
+ * numbers of float16 then. */
+static constexpr float LEAST_DO = 0x1p-6f;
 
 /* do times `up`, dense. The largest number becomes one from 4 to 8: sums over 64 tokens and 128 keys
  * then have three decimal digits of room above them, and as many below before numbers lose bits. */
@@ -93,12 +106,14 @@ static __global__ void __launch_bounds__(RANGE_THREADS)
     scale_do(const __grid_constant__ call c, const __grid_constant__ gradients d, char *to)
 {
     const int64_t i = (int64_t)blockIdx.x * RANGE_THREADS + threadIdx.x;
-    const float most = __int_as_float(d.range->most);
+    const float of_do = __int_as_float(d.range->most[0]);
+    const float most = fmaxf(of_do, __int_as_float(d.range->most[1]));
     const int power = most > 0 ? min(2 - ilogbf(most), 100) : 0;
     const float up = scalbnf(1, power);
     if (i == 0) {
         d.range->up = up;
         d.range->down = scalbnf(1, -power);
+        if (of_do > 0 && of_do * up < LEAST_DO) d.range->broken = 1;
     }
     if (i >= (int64_t)c.B * c.T * c.HV * (c.V / NUMBERS_OF_THREAD)) return;
     uint4 x = *(const uint4 *)eight_of_do(c, d, i);
@@ -116,7 +131,7 @@ static cudaError_t find_range(const call &c, const gradients &d, char *to, int p
                               cudaStream_t stream)
 {
     const int64_t pieces = (int64_t)c.B * c.T * c.HV * (c.V / NUMBERS_OF_THREAD);
-    cudaError_t error = cudaMemsetAsync(&d.range->most, 0, sizeof d.range->most, stream);
+    cudaError_t error = cudaMemsetAsync(d.range->most, 0, sizeof d.range->most, stream);
     if (error == cudaSuccess)
         error = launch(find_most<>, 4 * processors, RANGE_THREADS, 0, stream, c, d);
     if (error == cudaSuccess)

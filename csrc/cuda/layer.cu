@@ -11,7 +11,7 @@
 
 enum { THREADS = 128, LANES_OF_WARP = 32, WARPS = THREADS / LANES_OF_WARP };
 
-/* The threads of a row of a norm, so that each has few numbers: it waits for one after another. */
+/* The threads of a row of a norm: each has few numbers, whose loads follow one another. */
 enum { SHORT_ROW = 128, LONG_ROW = 1024, THREADS_OF_ROW = 256, THREADS_OF_LONG_ROW = 1024 };
 
 /* ---- before the op: convolutions and gates ---- */
