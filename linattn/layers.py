@@ -86,7 +86,8 @@ def layer_step(
     state : array [N,HV,K,V], or a pair
         The state of the op, which is updated in place. Its shape says what K and V are.
     q_conv, k_conv, v_conv : (weight [D,W], bias [D] or None, state [N,D,W-1]), optional
-        The short convolution of q, k or v, whose D channels are those of that array. The weight may
+        The short convolution of q, k or v, whose D channels are those of that array. The state may
+        hold older inputs too, as that of :func:`linattn.causal_conv1d_step`. The weight may
         be [D,1,W], as torch.nn.Conv1d has it. The state is updated in place, as
         :func:`linattn.causal_conv1d_step` does it.
     conv_activation : "silu" or None
@@ -114,7 +115,7 @@ def layer_step(
         Added to the mean of the squares.
     norm_groups : int, optional
         A divisor of HV*V: so many groups of neighbouring numbers are normed, each by itself.
-        norm_weight is then [HV*V]. None: each head is a group.
+        norm_weight is then [HV*V]. None or HV: each head is a group.
     output_gate : array [N,HV*V], optional
         The output is multiplied by it, after `output_activation`.
     output_activation : "silu", "sigmoid" or None
@@ -189,6 +190,8 @@ def layer_step(
     if is_tensor(q) and is_seen(q):
         _check_word("conv_activation", conv_activation, ("silu",))
         _check_word("output_activation", output_activation, tuple(_ACTIVATIONS))
+        _check_weights(op, v, state, weigh, decay, arguments)
+        _check_norm(v, state, arguments.get("state_v_first"), *norm)
         slots = arguments.get("state_indices")
         q, k, v = _convolved((q, k, v), convolutions, conv_activation, slots)
         arguments |= {
@@ -213,6 +216,76 @@ def _check_word(name: str, word: object, words: tuple[str, ...]) -> None:
     kind = ValueError if isinstance(word, str) else TypeError
     expected = ", ".join(("None", *map(repr, words[:-1]))) + f" or {words[-1]!r}"
     raise kind(f"{name}: expected {expected}, got {word!r}")
+
+
+def _check_flag(name: str, flag: object) -> None:
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name}: expected True or False, got {flag!r}")
+
+
+def _check_shape(name: str, x: Any, letters: str, *shapes: tuple[int, ...]) -> None:
+    if x is None:
+        return
+    # number by number, since a tracer's sizes may be symbols
+    fits = [
+        x.dim() == len(shape) and all(n == m for n, m in zip(x.shape, shape, strict=True))
+        for shape in shapes
+    ]
+    if not any(fits):
+        raise ValueError(f"{name}: expected {letters}, got {tuple(x.shape)}")
+
+
+def _check_weights(
+    op: str, v: Any, state: Any, weigh: Any, decay: Any, arguments: dict[str, Any]
+) -> None:
+    """Of what is written, and of v in the read; as the core does it."""
+    _check_flag("weigh", weigh)
+    weighs = VARIANTS[op].decay == "token" and VARIANTS[op].rule == "additive"
+    weight, skip = (arguments.get(name) for name in ("weight", "skip"))
+    if weigh and not weighs:
+        raise ValueError(f"weigh: expected False, since the writes of {op} have no weights")
+    if weigh and decay != "softplus":
+        raise ValueError("weigh: expected decay='softplus' beside it")
+    if weigh and weight is not None:
+        raise ValueError("weigh: expected False beside weight")
+    for name, x in (("weight", weight), ("skip", skip)):
+        if x is not None and not weighs:
+            raise TypeError(f"{op}: no argument of its step is called '{name}'")
+    if weighs:
+        N, HV = v.shape[0], state.shape[1]
+        _check_shape("weight", weight, "[N,HV]", (N, HV))
+        _check_shape("skip", skip, "[HV]", (HV,))
+
+
+def _check_norm(
+    v: Any,
+    state: Any,
+    v_first: Any,
+    weight: Any,
+    eps: Any,
+    gate: Any,
+    activation: Any,
+    gate_first: Any,
+    groups: Any,
+) -> None:
+    """As the core does it."""
+    S = state[0] if isinstance(state, tuple | list) else state
+    HV, V = S.shape[1], S.shape[2 if v_first else 3]
+    _check_flag("gate_first", gate_first)
+    if isinstance(eps, bool) or not isinstance(eps, int | float):
+        raise TypeError(f"norm_eps: expected a number, got {type(eps).__name__}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"norm_eps: expected a finite number >= 0, got {eps!r}")
+    if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int)):
+        raise TypeError(f"norm_groups: expected an int or None, got {type(groups).__name__}")
+    if groups is not None and groups < 1:
+        raise ValueError(f"norm_groups: expected at least 1, got {groups}")
+    if groups is not None and HV * V % groups:
+        raise ValueError(f"norm_groups: expected a divisor of HV*V = {HV * V}, got {groups}")
+    by_head = groups is None or groups == HV
+    shapes = ((HV * V,), (V,)) if by_head else ((HV * V,),)
+    _check_shape("norm_weight", weight, "[V] or [HV*V]" if by_head else "[HV*V]", *shapes)
+    _check_shape("output_gate", gate, "[N,HV*V]", (v.shape[0], HV * V))
 
 
 def _factor_of(decay: str, lower_bound: float) -> float:
@@ -243,10 +316,15 @@ def gated(arguments: dict[str, Any], heads: int, by_key: bool) -> dict[str, Any]
             A_log = A_log if A_log is None else A_log[:, None]
             dt_bias = dt_bias if dt_bias is None else dt_bias.reshape(heads, keys)
     g = arguments.get("g")
-    if arguments.pop("weigh", False):
+    weigh = arguments.pop("weigh", False)
+    if weigh or (decay == "softplus" and A_log is None):
         u = wide(g) if dt_bias is None else wide(g) + wide(dt_bias)
-        arguments["weight"] = elementwise.softplus(u)
-    if decay == "softplus":
+        step = elementwise.softplus(u)
+    if weigh:
+        arguments["weight"] = step
+    if decay == "softplus" and A_log is None:
+        g = -step
+    elif decay == "softplus":
         g = gates.softplus(g, A_log, dt_bias)
     elif decay == "bounded":
         g = gates.bounded(g, A_log, dt_bias, lower_bound)
@@ -321,7 +399,7 @@ def _normed(
         rows = y.reshape(N, HV if groups is None else groups, -1)
         squares = (rows * rows).sum(-1)[..., None]
         rows = rows / (squares / rows.shape[-1] + eps) ** 0.5
-        of_head = groups is None and weight.shape[0] == V
+        of_head = groups in (None, HV) and weight.shape[0] == V
         y = (rows * wide(weight) if of_head else rows).reshape(N, HV * V)
         y = y if of_head else y * wide(weight)
     if factor is not None and not gate_first:

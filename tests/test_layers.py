@@ -6,7 +6,14 @@ import warnings
 import numpy as np
 import pytest
 from support.compare import arrays_in, assert_same_bits, snapshot
-from support.layers import OPS, by_functions, layer_arguments, mamba2_arguments
+from support.layers import (
+    BAD_STAGES,
+    OPS,
+    bad_arguments,
+    by_functions,
+    layer_arguments,
+    mamba2_arguments,
+)
 
 import linattn
 from linattn import _linattn
@@ -148,52 +155,9 @@ def test_mamba2_is_ssd_and_its_norm():
     np.testing.assert_allclose(x["state"], state, rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    "op, options, error, text",
-    [
-        (
-            "simple_gla",
-            {"norm_groups": 7},
-            ValueError,
-            r"norm_groups: expected a divisor of HV\*V = 48",
-        ),
-        ("simple_gla", {"norm_groups": 0}, ValueError, "norm_groups: expected at least 1, got 0"),
-        ("simple_gla", {"norm_groups": 2.0}, TypeError, "norm_groups: expected an int or None"),
-        (
-            "simple_gla",
-            {"norm_weight": np.ones(12)},
-            ValueError,
-            r"expected \[HV\*V\], got \(12,\)",
-        ),
-        ("simple_gla", {"gate_first": 1}, TypeError, "gate_first: expected True or False"),
-        ("simple_gla", {"weigh": 1}, TypeError, "weigh: expected True or False"),
-        (
-            "simple_gla",
-            {"weigh": True, "decay": "bounded"},
-            ValueError,
-            "weigh: expected decay='softplus'",
-        ),
-        (
-            "simple_gla",
-            {"decay": None, "A_log": None, "dt_bias": None},
-            ValueError,
-            "weigh: expected decay",
-        ),
-        (
-            "simple_gla",
-            {"weight": np.ones((3, 4))},
-            ValueError,
-            "weigh: expected False beside weight",
-        ),
-        ("simple_gla", {"skip": np.ones(3)}, ValueError, "skip"),
-        ("gla", {}, ValueError, "weigh: expected False, since the writes of gla have no weights"),
-        ("gla", {"weigh": False}, TypeError, "no argument of its step is called 'skip'"),
-    ],
-)
+@pytest.mark.parametrize("op, options, error, text", BAD_STAGES)
 def test_no_stages_of_mamba2(op, options, error, text):
-    x = mamba2_arguments() | options
-    if op == "gla":
-        x |= {name: layer_arguments(op)[name] for name in ("g", "dt_bias")}
+    x = bad_arguments(op, options)
     before = snapshot(x)
     with pytest.raises(error, match=text):
         linattn.layer_step(op, **x)

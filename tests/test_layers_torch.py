@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 from support.compare import arrays_in, assert_same_bits, over_arrays
-from support.layers import OPS, layer_arguments, mamba2_arguments
+from support.layers import (
+    BAD_STAGES,
+    OPS,
+    bad_arguments,
+    layer_arguments,
+    mamba2_arguments,
+)
 from support.tensors import tensors_in, to_numpy, to_tensor, torch
 
 import linattn
@@ -30,6 +36,11 @@ TRACED = {
         mamba2_arguments() | {"norm_groups": None, "norm_weight": np.arange(1.0, 13)},
     ),
     "the gate after the norm": ("simple_gla", mamba2_arguments() | {"gate_first": False}),
+    "groups that are heads": (
+        "simple_gla",
+        mamba2_arguments() | {"norm_groups": 4, "norm_weight": np.arange(1.0, 13)},
+    ),
+    "no rate": ("simple_gla", mamba2_arguments() | {"A_log": None}),
 }
 
 
@@ -42,6 +53,14 @@ def test_a_tracer_sees_the_functions(name):
     got, want = step(op, **x), linattn.layer_step(op, **y)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(tensors_in(x), tensors_in(y), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("op, options, error, text", BAD_STAGES)
+def test_a_tracer_sees_what_the_core_refuses(op, options, error, text, monkeypatch):
+    monkeypatch.setattr("linattn.layers.is_seen", lambda _: True)
+    x = over_arrays(lambda a: to_tensor(a.copy()), bad_arguments(op, options))
+    with pytest.raises(error, match=text):
+        linattn.layer_step(op, **x)
 
 
 @pytest.mark.parametrize("op", OPS)

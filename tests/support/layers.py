@@ -64,6 +64,49 @@ def mamba2_arguments(dtype=np.float64, seed=0, groups=2, **sizes):
     }
 
 
+# (op, changes of the arguments of mamba2_arguments, error, text). The core refuses them, and so do
+# the functions that a tracer sees.
+BAD_STAGES = [
+    (
+        "simple_gla",
+        {"norm_groups": 7},
+        ValueError,
+        r"norm_groups: expected a divisor of HV\*V = 48",
+    ),
+    ("simple_gla", {"norm_groups": 0}, ValueError, "norm_groups: expected at least 1, got 0"),
+    ("simple_gla", {"norm_groups": 2.0}, TypeError, "norm_groups: expected an int or None"),
+    ("simple_gla", {"norm_groups": True}, TypeError, "norm_groups: expected an int or None"),
+    ("simple_gla", {"norm_weight": np.ones(12)}, ValueError, r"expected \[HV\*V\], got \(12,\)"),
+    ("simple_gla", {"norm_eps": -1.0}, ValueError, "norm_eps: expected a finite number >= 0"),
+    ("simple_gla", {"gate_first": 1}, TypeError, "gate_first: expected True or False"),
+    (
+        "simple_gla",
+        {"output_gate": np.ones((3, 1))},
+        ValueError,
+        r"output_gate: expected \[N,HV\*V\]",
+    ),
+    ("simple_gla", {"weigh": 1}, TypeError, "weigh: expected True or False"),
+    ("simple_gla", {"decay": "bounded"}, ValueError, "weigh: expected decay='softplus'"),
+    (
+        "simple_gla",
+        {"decay": None, "A_log": None, "dt_bias": None},
+        ValueError,
+        "weigh: expected decay",
+    ),
+    ("simple_gla", {"weight": np.ones((3, 4))}, ValueError, "weigh: expected False beside weight"),
+    ("simple_gla", {"skip": np.ones(3)}, ValueError, "skip: expected"),
+    ("gla", {}, ValueError, "weigh: expected False, since the writes of gla have no weights"),
+    ("gla", {"weigh": False}, TypeError, "no argument of its step is called 'skip'"),
+]
+
+
+def bad_arguments(op, options):
+    x = mamba2_arguments() | options
+    if op == "gla":
+        x |= {name: layer_arguments(op)[name] for name in ("g", "dt_bias")}
+    return x
+
+
 def by_functions(op, x):
     """y in the dtype of the sums, from the functions one by one. The states move on."""
     x = dict(x)
