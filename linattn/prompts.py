@@ -49,7 +49,7 @@ def prefill(
         Its own, as it takes them, but for the initial state and the request for the final one.
     state : array [P,...], or a tuple of arrays
         The pool, as the step takes it. It changes in place (JAX's arrays do not change: see
-        Returns).
+        Returns). That of the short convolution has W-1 inputs, and no older ones.
     state_indices : sequence or array [N] of ints
         N is B, or the number of packed sequences. -1 is no state: that sequence begins from zeros,
         and its final state is not kept. No state twice.

@@ -388,6 +388,19 @@ def test_steps_from_a_pool_have_no_gradients():
         jax.grad(lambda x: jnp.sum(step(**x, **options, state=pool, state_indices=index)[0]))(x)
 
 
+def test_a_step_whose_state_holds_older_inputs():
+    rng = np.random.default_rng(0)
+    x, weight, long = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((2, 3), (3, 4), (2, 3, 5))
+    )
+    got = jax.jit(lambda *of: linattn.jax.causal_conv1d_step(*of[:2], state=of[2]))(x, weight, long)
+    want = linattn.causal_conv1d_step(x, weight, state=long)
+    np.testing.assert_array_equal(got[0], want)
+    np.testing.assert_array_equal(got[1], long)
+    with pytest.raises(NotImplementedError, match="older inputs"):
+        jax.grad(lambda x: jnp.sum(linattn.jax.causal_conv1d_step(x, weight, state=long)[0]))(x)
+
+
 def test_errors_of_rooms():
     x, _ = room_problem(ROOMS[-1])
     call = getattr(linattn.jax, ROOMS[-1])

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from linattn import _linattn
-from linattn._rooms import ROOMS
+from linattn._rooms import ROOMS, Line
 from linattn.jax._calls import Call, Options, Row, called
 from linattn.jax._gradients import cotangents, once
 
@@ -67,6 +67,21 @@ def _recorded(room: str, form: str, options: Options) -> Any:
     return call
 
 
+def _holds_more(lines: tuple[Line, ...], arrays: Arrays) -> bool:
+    """Does a step's state hold more than a small letter says, one less than its capital?"""
+    sizes: dict[str, int] = {}
+    for line in lines:
+        label = "state" if line.role == "STATE" else line.label
+        if label not in arrays:
+            continue
+        letters = line.letters.replace("T", "")
+        for letter, n in zip(letters, arrays[label].shape, strict=False):
+            if letter.islower() and n > sizes[letter.upper()] - 1:
+                return True
+            sizes.setdefault(letter, n)
+    return False
+
+
 @lru_cache(maxsize=256)
 def _recorded_step(room: str, form: str, options: Options) -> Any:
     """A step. It is a forward pass over one token, which has a backward pass."""
@@ -83,6 +98,10 @@ def _recorded_step(room: str, form: str, options: Options) -> Any:
         if "state_indices" in arrays:
             raise NotImplementedError(
                 f"{room}'s steps have no gradients where they pick their states from a pool"
+            )
+        if _holds_more(lines, arrays):
+            raise NotImplementedError(
+                f"{room}'s steps have no gradients where their states hold older inputs"
             )
         dy, d_state = d
         first = next(iter(arrays.values()))
