@@ -253,7 +253,7 @@ class Mamba2(SharesTokens):
         return not self.D_has_hdim and self.dt_limit == (0.0, math.inf)
 
     def _step_at_once(self, z: Tensor, xBC: Tensor, dt: Tensor, state: State) -> Tensor:
-        """What out_proj takes. C, B and x are q, k and v of `simple_gla`."""
+        """The input of out_proj. C, B and x are q, k and v of `simple_gla`."""
         groups, conv = self.G * self.d_state, self.conv1d
         sizes = [self.d_inner, groups, groups]
         v, k, q = xBC.split(sizes, -1)
