@@ -64,11 +64,11 @@ class State(NamedTuple):
 
         Examples
         --------
-        >>> import torch
         >>> from linattn.nn import DeltaNet
         >>> layer = DeltaNet(16, num_heads=2)
-        >>> state = layer.zeros_state(1).mark_static()
-        >>> step = torch.compile(layer.step, fullgraph=True, mode="reduce-overhead")  # on a GPU
+        >>> state = layer.zeros_state(1)
+        >>> state.mark_static() is state
+        True
         """
         memory = self.memory if isinstance(self.memory, tuple) else (self.memory,)
         for x in (*memory, *self.conv, self.position):
