@@ -139,24 +139,17 @@ __device__ __forceinline__ real gate_at(const group_norm_call &c, int64_t row, i
     return activated(load<real>(gate, c.gate.dtype), c.activation);
 }
 
-template <typename real> __device__ __forceinline__ real sum_of_warp(real x)
-{
-#pragma unroll
-    for (int apart = LANES_OF_WARP / 2; apart > 0; apart /= 2) x += __shfl_xor_sync(~0u, x, apart);
-    return x;
-}
-
 /* The sum over the threads of a row: those of a warp, or of a block. */
 template <int OF_ROW, typename real> __device__ __forceinline__ real sum_of_row(real x)
 {
     constexpr int warps = OF_ROW / LANES_OF_WARP, lanes = LANES_OF_WARP;
-    x = sum_of_warp(x);
+    x = warp_sum(x);
     if constexpr (warps > 1) {
         __shared__ real of_warp[warps];
         const int lane = threadIdx.x % lanes;
         if (lane == 0) of_warp[threadIdx.x / lanes] = x;
         __syncthreads();
-        x = sum_of_warp(lane < warps ? of_warp[lane] : 0);
+        x = warp_sum(lane < warps ? of_warp[lane] : (real)0);
     }
     return x;
 }
