@@ -124,18 +124,19 @@ bool la_has_rows(const la_problem *p, la_name name)
 
 bool la_has(const la_problem *p, la_name name)
 {
-    if (!la_in(la_read[p->pass] | la_written[p->pass], name)) return false;
+    if (!la_in(la_read[p->pass] | la_written[p->pass] | la_results, name)) return false;
     switch (la_array_rows[name].part) {
     case LA_ALWAYS: return true;
     case LA_DECAY_OPS: return p->decay != LA_NONE;
     case LA_DELTA_OPS: return p->rule == LA_DELTA;
-    case LA_PREDICTS: return (p->rule == LA_DELTA && p->decay != LA_PAIR) || p->rule == LA_DPLR;
+    case LA_PREDICTS: return la_predicts(p->rule) && p->decay != LA_PAIR;
     case LA_DPLR_OPS: return p->rule == LA_DPLR;
     case LA_BONUS_OPS: return p->rule == LA_BONUS;
     case LA_PAIR_OPS: return p->decay == LA_PAIR;
     case LA_WEIGHED: return la_weighs(p->decay, p->rule);
     case LA_GATED: return la_is_gated(p->decay, p->rule);
     case LA_NORMALISED: return p->normaliser != LA_UNNORMALISED;
+    case LA_OF_SEGMENTS: return la_predicts(p->rule) && p->decay != LA_PAIR && p->want_map;
     }
     return false;
 }
@@ -500,6 +501,8 @@ static la_status check_options(la_problem *p)
     if (!p->causal && (p->pass == LA_STEP || p->decay != LA_NONE || p->rule != LA_ADDITIVE))
         return fail(p, LA_VALUE_ERROR, "causal: %s has no non-causal form",
                     la_variants[p->op].name);
+    if (p->states_only && (p->normaliser != LA_UNNORMALISED || !p->causal))
+        return fail(p, LA_VALUE_ERROR, "states_only: expected a causal call without a normaliser");
     return LA_OK;
 }
 
@@ -525,6 +528,7 @@ la_status la_check(la_problem *p)
 {
     la_status status = LA_OK;
 
+    p->states_only |= p->want_map;
     if (!p->array[LA_Q].given) return refuse_missing(p, LA_Q);
     p->one_head = p->array[LA_Q].ndim == (p->pass == LA_STEP ? 1 : 2);
     if (!p->array[LA_V].given) return refuse_missing(p, LA_V);
@@ -558,6 +562,7 @@ void la_settle_output(la_problem *p, la_name name) { make_canonical(p, name); }
 bool la_writes_nothing(const la_problem *p)
 {
     if (p->tokens) return false;
+    if (p->states_only) return !p->N;
     if (p->pass == LA_BACKWARD)
         return p->decay != LA_HEAD && p->rule != LA_BONUS && !(p->N && p->array[LA_S0].given);
     return p->pass == LA_STEP || !(p->N && p->want_final);

@@ -277,5 +277,8 @@ int la_take_given(la_call *c, PyObject *const *values)
 
 int la_take_all(la_call *c, PyObject *const *values)
 {
-    return la_take_given(c, values) || la_raise(la_check(&c->p), c->p.message) ? -1 : 0;
+    if (la_take_given(c, values) || la_raise(la_check(&c->p), c->p.message)) return -1;
+    if (!c->out || !c->p.states_only) return 0;
+    PyErr_SetString(PyExc_ValueError, "out: expected None, as the call makes no o");
+    return -1;
 }

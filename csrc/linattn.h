@@ -115,6 +115,7 @@ typedef enum { LA_IDENTITY, LA_ELU1, LA_RELU, LA_RELU2, LA_EXP, LA_MAPS } la_map
 typedef enum {
 #define LA_ARRAY(name, ...) LA_##name,
 #define LA_INDEX(name, ...) LA_##name,
+#define LA_RESULT(name, ...) LA_##name,
 #include "arrays.def"
 #define LA_ARRAY(name, ...) LA_D##name,
 #define LA_INDEX(...)
@@ -141,7 +142,8 @@ typedef enum {
     LA_PAIR_OPS,
     LA_WEIGHED,
     LA_GATED,
-    LA_NORMALISED
+    LA_NORMALISED,
+    LA_OF_SEGMENTS
 } la_part;
 typedef enum { LA_REQUIRED, LA_OPTIONAL, LA_IN_STEP, LA_IN_DPLR } la_need;
 
@@ -163,6 +165,8 @@ typedef uint64_t la_set;
 
 /* By pass: the arrays that a call reads, and those that it writes. A step's states are in both. */
 extern const la_set la_read[], la_written[];
+/* The outputs of a forward pass that has want_map, besides those. */
+extern const la_set la_results;
 
 static inline bool la_in(la_set set, la_name name) { return set >> name & 1; }
 /* for (la_name name; la_next(&set, &name);): the arrays of a set, which is empty after. */
@@ -219,6 +223,8 @@ typedef struct la_problem {
     bool qk_l2norm;     /* q, k <- x / sqrt(sum x^2 + 1e-6), before the feature map */
     bool state_v_first; /* states are [N,HV,V,K] */
     bool want_final;
+    bool want_map;        /* of a call for states alone: M, where the op mixes keys */
+    bool states_only;     /* no o, and of the gradients those of initial states alone */
     bool predicts_before; /* a delta rule with x: x looks at the state before its decay */
     bool x_is_factor;     /* la_is_gated: x times k predicts, k as the recurrence sees it */
     bool allow_tf32;      /* products of float32 numbers may be rounded as tf32's are */

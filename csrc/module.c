@@ -32,7 +32,7 @@ static bool is_wanted(const la_call *c, la_name name)
 
 static int allocate_outputs(la_call *c)
 {
-    la_set outputs = la_written[c->p.pass] & ~la_read[c->p.pass];
+    la_set outputs = la_outputs(&c->p) & ~la_read[c->p.pass];
     if (c->out && la_raise(la_check_output(&c->p, LA_O), c->p.message)) return -1;
     for (la_name name; la_next(&outputs, &name);)
         if (is_wanted(c, name) && la_allocate(c, name)) return -1;
@@ -42,12 +42,12 @@ static int allocate_outputs(la_call *c)
 /* A tuple of what the pass writes, None for what it does not. */
 static PyObject *results(la_call *c)
 {
-    la_set outputs = la_written[c->p.pass];
+    la_set outputs = la_outputs(&c->p);
     PyObject *found[LA_ARRAYS];
     int n = 0;
     for (la_name name; la_next(&outputs, &name);) {
         if (la_is_second(name)) continue;
-        const bool state = la_array_rows[name].letters[0] == 'N';
+        const bool state = la_array_rows[name].letters[0] == 'N' && !la_in(la_results, name);
         if (!(found[n] = state ? la_state_result(c, name) : la_result(c, name))) break;
         n++;
     }
@@ -72,7 +72,7 @@ static PyObject *run_pass(la_pass pass, PyObject *const *args, Py_ssize_t nargs,
     return answer;
 }
 
-/* forward(op, q, k, v, ...) -> (o, final_state) */
+/* forward(op, q, k, v, ...) -> (o, final_state), and M with segment_map */
 static PyObject *py_forward(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
                             PyObject *names)
 {

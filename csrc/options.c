@@ -43,10 +43,16 @@ la_set la_given_arrays(la_pass pass)
     return la_read[pass] | (la_written[pass] & (la_set)1 << LA_O);
 }
 
+la_set la_outputs(const la_problem *p)
+{
+    return la_written[p->pass] | (p->want_map ? la_results : 0);
+}
+
 bool la_is_wanted(const la_problem *p, la_name name)
 {
     const la_array_row *row = &la_array_rows[name];
     if (!la_has(p, name)) return false;
+    if (p->states_only) return row->letters[0] == 'N';
     if (row->of != name) return p->array[row->of].given;
     return row->need != LA_OPTIONAL || p->want_final;
 }

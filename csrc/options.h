@@ -51,6 +51,9 @@ extern const la_gate_keyword la_gate_keywords[LA_GATE_KEYWORDS];
  * with the first, under one keyword. */
 la_set la_given_arrays(la_pass pass);
 
+/* The arrays that the pass writes, and what the call asks for besides. */
+la_set la_outputs(const la_problem *p);
+
 /* After la_check: does the call make this array of what its pass writes? The gradient of each array
  * that was given, final states where they are asked for, and o. */
 bool la_is_wanted(const la_problem *p, la_name name);

@@ -49,6 +49,7 @@ enum {
 #define LA_PART_WEIGHED LA_WEIGHED
 #define LA_PART_GATED LA_GATED
 #define LA_PART_NORMALISED LA_NORMALISED
+#define LA_PART_SEGMENT LA_OF_SEGMENTS
 #define LABELS(label) {label, label "[0]", label "[1]"}
 #define IS_OUTPUT(role) (LA_##role == LA_OUTPUT)
 
@@ -62,6 +63,9 @@ const la_array_row la_array_rows[LA_ARRAYS] = {
 #define LA_INDEX(name, label, letters, passes) \
     [LA_##name] = {LABELS(label), letters,     LA_INPUT, LA_DTYPE_INTEGER, \
                    LA_ALWAYS,     LA_OPTIONAL, LA_##name},
+#define LA_RESULT(name, label, letters, passes, dtype, part) \
+    [LA_##name] = {LABELS(label),  letters,     LA_OUTPUT, LA_DTYPE_##dtype, \
+                   LA_PART_##part, LA_OPTIONAL, LA_##name},
 #include "arrays.def"
 };
 
@@ -103,4 +107,11 @@ const la_set la_written[] = {
     [LA_BACKWARD] = 0
 #include "arrays.def"
 };
+
+#define LA_INDEX(...)
+#define LA_ARRAY(...)
+#define LA_RESULT(name, ...) BIT(name, true)
+const la_set la_results = 0
+#include "arrays.def"
+    ;
 /* clang-format on */

@@ -139,6 +139,7 @@ if TYPE_CHECKING:
         selective_scan_backward,
         selective_scan_step,
     )
+    from linattn.segments import SegmentMap, segment_map, segment_map_backward
 
 __version__ = "0.1.0"
 
@@ -165,6 +166,7 @@ __all__ = [
     "RandomFeatureMap",
     "S4DGradients",
     "SSDGradients",
+    "SegmentMap",
     "SelectiveScanGradients",
     "States",
     "Variant",
@@ -251,6 +253,8 @@ __all__ = [
     "s4d",
     "s4d_backward",
     "s4d_step",
+    "segment_map",
+    "segment_map_backward",
     "selective_scan",
     "selective_scan_backward",
     "selective_scan_step",
@@ -274,8 +278,14 @@ __all__ = [
 _LAZY = ("distributed", "gates", "nn", "plot", "reference")
 
 # Where the names of __all__ are that are not here yet: systems, scans, the short convolution, the
-# step of a layer.
-_PLACES = ("linattn.composed", "linattn.scans", "linattn.convolution", "linattn.layers")
+# step of a layer, maps of segments.
+_PLACES = (
+    "linattn.composed",
+    "linattn.scans",
+    "linattn.convolution",
+    "linattn.layers",
+    "linattn.segments",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -36,8 +36,9 @@ ROOMS: Final[tuple[_Room, ...]]
 # The op's name, q, k and v, then the arrays and options of the pass by keyword: the labels of
 # arrays.def (the decay under g, alpha, gamma or slopes), and the options of options.def. None, or
 # no keyword, for what is absent. warn=False: no warning of a decay above one. unrecorded=True (a
-# forward): the caller has seen that PyTorch records none of the arrays.
-def forward(op: str, *qkv: _Array, **arguments: Any) -> tuple[_Array, Any]: ...
+# forward): the caller has seen that PyTorch records none of the arrays. A forward with
+# segment_map=True returns M too.
+def forward(op: str, *qkv: _Array, **arguments: Any) -> tuple[Any, ...]: ...
 def step(op: str, *qkv: _Array, **arguments: Any) -> _Array: ...
 
 # A step and the stages around it, as linattn/layers.py names them: three convolutions, their

@@ -72,9 +72,9 @@ LA_FN void backward_take(backward_scratch *f, arena *m, const la_problem *p, int
     chunk_take(&f->c, m, p, C, true, decay, rule);
     f->S = arena_take(m, K, width);
     f->dS = arena_take(m, K, width);
-    f->kept =
-        arena_take(m, segment_room(chunks), la_plus(start, la_times(rows_kept(rule) * C, width)));
-    f->checkpoints = arena_take(m, (chunks + M - 1) / M, start);
+    f->kept = arena_take(m, p->states_only ? 0 : segment_room(chunks),
+                         la_plus(start, la_times(rows_kept(rule) * C, width)));
+    f->checkpoints = arena_take(m, p->states_only ? 0 : (chunks + M - 1) / M, start);
     f->z = arena_take(m, 1, kp);
     f->dz = arena_take(m, 1, kp);
     f->kahan = arena_take(m, 1, kp);

@@ -109,13 +109,13 @@ LA_COLD void solve_adjoint(backward_scratch *f, const la_problem *p, int64_t wid
     if (rule == LA_DPLR) { /* was W = -(x^ S + L U), where U is V and then W */
         for (int64_t i = 0, end; (end = stretch_end(p, i, n)) > i; i = end)
             FOR_EACH_BLOCK(i, end, width, unsolve_block, f, width, LA_DPLR);
-        for (int64_t i = 0, end; (end = stretch_end(p, i, n)) > i; i = end)
+        for (int64_t i = 0, end; !p->states_only && (end = stretch_end(p, i, n)) > i; i = end)
             FOR_EACH_BLOCK(i, end, width, unlook_block, f, width);
         return;
     }
     for (int64_t i = 0, end; (end = stretch_end(p, i, n)) > i; i = end)
         FOR_EACH_BLOCK(i, end, width, unsolve_block, f, width, LA_DELTA);
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n && !p->states_only; i++) {
         real *du = f->dU + i * width;
         f->dbeta[i] = dot(width, du, f->E + i * width); /* was U = beta E */
         scale_row(width, du, du, c->beta[i]);           /* dE = dV */
@@ -158,26 +158,30 @@ LA_COLD void read_adjoint(const chunk *c, const la_problem *p, const real *P, co
         FOR_EACH_BLOCK(j, end, width, unread_block, c, P, dO, dU, width, decay);
 }
 
-/* The adjoint of read, solve and carry over this unit's columns: from dO and dS to dV, dP, dL, dq^,
- * dx^, dk~ (and dy~), the new dS, and de, the gradient of the chunk's decay. S: the state at the chunk's
- * start. */
-LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real *S, int64_t width,
-                           prefetch *before, const la_decay decay, const la_rule rule)
+/* Was S' = diag(e) S + (r k)' U and O = e q S + P U: from dO and dS to dU, the gradient of U from
+ * everything but the chunk's own solve. */
+LA_FN void writes_adjoint(backward_scratch *f, const la_problem *p, const real *dO, int64_t width,
+                          const la_decay decay, const la_rule rule)
+{
+    const chunk *c = &f->c;
+    const int64_t n = c->n;
+    product(rows_written(rule) * n, width, c->K, rows_carry(decay) ? c->tilde : c->k, c->sp, 1,
+            f->dS, width, f->dU, width, NULL, 0);
+    for (int64_t w = 0; w < rows_written(rule); w++)
+        read_adjoint(c, p, c->P + w * c->C * c->cp, dO, f->dU + w * n * width, width, decay);
+}
+
+/* From dO, dU and S to dP, dk~ (and dy~), and de, the gradient of the chunk's decay. */
+LA_FN void scores_from_columns(backward_scratch *f, const la_problem *p, const real *S,
+                               const real *dO, int64_t width, const la_decay decay,
+                               const la_rule rule)
 {
     chunk *c = &f->c;
     const int64_t n = c->n, sp = c->sp, cp = c->cp, V = width, half = p->K * width;
-    const bool predicts = la_predicts(rule);
-    real *dO = f->dO + (predicts ? n * width : 0);
-
-    /* Was S' = diag(e) S + (r k)' U and O = e q S + P U. */
-    product(rows_written(rule) * n, width, c->K, rows_carry(decay) ? c->tilde : c->k, sp, 1, f->dS,
-            width, f->dU, width, NULL, 0);
     for (int64_t w = 0; w < rows_written(rule); w++) {
-        const int64_t of_P = w * c->C * cp, of_U = w * n * width;
         real *const Ut = f->Ut + w * width * cp;
-        read_adjoint(c, p, c->P + of_P, dO, f->dU + of_U, width, decay);
-        transpose(n, V, f->U + of_U, width, Ut, cp);
-        long_narrow_product(p, n, padded(n), V, dO, width, Ut, cp, f->dP + of_P, cp);
+        transpose(n, V, f->U + w * n * width, width, Ut, cp);
+        long_narrow_product(p, n, padded(n), V, dO, width, Ut, cp, f->dP + w * c->C * cp, cp);
         if (stopped_between(p, n)) return;
         narrow_product(c->K, padded(n), V, f->dS, width, Ut, cp, f->across, cp);
         transpose(c->K, n, f->across, cp, f->d_tilde + w * n * sp, sp);
@@ -186,24 +190,27 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     if (decay == LA_PAIR) long_dots_of_pair(half, S, f->dS, f->de); /* M' = e M + f Y, Y' = m Y */
     for (int64_t i = 0; decay == LA_KEY && i < p->K; i++)
         f->de[i] = dot(width, S + i * width, f->dS + i * width);
+}
 
-    if (predicts) {
-        solve_adjoint(f, p, width, rule);
-        /* Was E = V - x^ S - L U: dL = -strict(dE U'). */
-        for (int64_t w = 0; w < rows_written(rule); w++)
-            long_narrow_product(p, n, padded(n), V, f->dO, width, f->Ut + w * width * cp, cp,
-                                f->dL + w * c->C * cp, cp);
-    }
-    if (stopped_between(p, n)) return;
-    /* Was [x; q] S, its rows scaled by e: d_hat is of the scaled rows. */
-    const int64_t rows = rows_looking(rule) * n, ldt = padded(rows);
+/* Was [x; q] S, its rows scaled by e: from dE and dO, and S, to dx^ and dq^, of the scaled rows. */
+LA_FN void looks_from_columns(backward_scratch *f, const real *S, int64_t width, const la_rule rule)
+{
+    const chunk *c = &f->c;
+    const int64_t rows = rows_looking(rule) * c->n, ldt = padded(rows), V = width;
     transpose(rows, V, f->dO, width, f->dOt, ldt);
     if (ldt == LANES)
         narrow_product(c->K, ldt, V, S, width, f->dOt, ldt, f->across, ldt);
     else
         product(c->K, ldt, V, S, width, 1, f->dOt, ldt, f->across, ldt, NULL, 0);
-    transpose(c->K, rows, f->across, ldt, f->d_hat, sp);
-    if (stopped_between(p, n)) return;
+    transpose(c->K, rows, f->across, ldt, f->d_hat, c->sp);
+}
+
+/* dS of the state after the chunk becomes that of the state before it. */
+LA_FN void carry_adjoint(backward_scratch *f, int64_t width, prefetch *before, const la_decay decay,
+                         const la_rule rule)
+{
+    chunk *c = &f->c;
+    const int64_t n = c->n, sp = c->sp, rows = rows_looking(rule) * n, ldt = padded(rows);
     for (int64_t i = 0; decay == LA_TOKEN && i < rows; i++)
         scale_row(width, f->edO + i * width, f->dO + i * width,
                   i < rows - n ? c->scale_kS[i] : c->scale_qS[i - (rows - n)]);
@@ -216,6 +223,44 @@ LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real 
     product_and_prefetch(c->K, width, rows, f->xqt, ldt, 1, decay == LA_TOKEN ? f->edO : f->dO,
                          width, f->dS, width, f->dS, chunk_decay(c, decay), decay == LA_KEY,
                          before);
+}
+
+/* The adjoint of read, solve and carry over this unit's columns: from dO and dS to dV, dP, dL, dq^,
+ * dx^, dk~ (and dy~), the new dS, and de. S: the state at the chunk's start. */
+LA_FN void columns_adjoint(backward_scratch *f, const la_problem *p, const real *S, int64_t width,
+                           prefetch *before, const la_decay decay, const la_rule rule)
+{
+    chunk *c = &f->c;
+    const int64_t n = c->n, cp = c->cp;
+    const real *dO = f->dO + (la_predicts(rule) ? n * width : 0);
+
+    writes_adjoint(f, p, dO, width, decay, rule);
+    scores_from_columns(f, p, S, dO, width, decay, rule);
+    if (stopped_between(p, n)) return;
+    if (la_predicts(rule)) {
+        solve_adjoint(f, p, width, rule);
+        /* Was E = V - x^ S - L U: dL = -strict(dE U'). */
+        for (int64_t w = 0; w < rows_written(rule); w++)
+            long_narrow_product(p, n, padded(n), width, f->dO, width, f->Ut + w * width * cp, cp,
+                                f->dL + w * c->C * cp, cp);
+    }
+    if (stopped_between(p, n)) return;
+    looks_from_columns(f, S, width, rule);
+    if (stopped_between(p, n)) return;
+    carry_adjoint(f, width, before, decay, rule);
+}
+
+/* The same where dS is all that is wanted. The adjoint of a linear map does not depend on the state
+ * it is taken at, so there is no S. The additive rule solves nothing: dS takes no part of dU. */
+LA_FN void states_adjoint(backward_scratch *f, const la_problem *p, int64_t width, prefetch *before,
+                          const la_decay decay, const la_rule rule)
+{
+    if (la_predicts(rule)) {
+        writes_adjoint(f, p, f->dO + f->c.n * width, width, decay, rule);
+        solve_adjoint(f, p, width, rule);
+    }
+    if (stopped_between(p, f->c.n)) return;
+    carry_adjoint(f, width, before, decay, rule);
 }
 
 /* This unit's partial sums in one of the arrays of la_partials, at token t. */
@@ -276,21 +321,110 @@ LA_FN void store_gradients(backward_scratch *f, const la_problem *p, const la_un
     }
 }
 
-LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_partials *sums,
-                           int64_t C, arena *m, const la_decay decay, const la_rule rule)
+/* The chunk of tokens t.. backwards. S: the state at its start, and z behind it. */
+LA_FN void chunk_adjoint(backward_scratch *f, const la_problem *p, const la_unit *u,
+                         const la_partials *sums, int64_t t, int64_t C, const real *S,
+                         int64_t width, const la_decay decay, const la_rule rule)
 {
     static const la_name touched[] = {LA_DV, LA_DO, LA_V,  LA_G,  LA_Q,  LA_K, LA_X,
                                       LA_Y,  LA_DQ, LA_DK, LA_DX, LA_DY, LA_DG};
     enum { TOUCHED = sizeof touched / sizeof *touched, SHARED = 5 }; /* the last only if alone */
     const bool normalised = is_normalised(p, decay, rule);
+    chunk *c = &f->c;
+    const int64_t n = t + C < u->end ? C : u->end - t, kp = c->kp;
+    real *dO = f->dO + (la_predicts(rule) ? n * width : 0);
+    prefetch before =
+        prefetch_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - SHARED, 0);
+    chunk_begin(c, p, u, t, n, true, decay, rule);
+    settle_chunk_decay(c, p, f->d_owed, decay);
+    load_values(c, p, LA_DO, u, t, u->v0, u->v1, dO, width);
+    if (normalised) {
+        copy_row(kp, f->z, S + c->K * width);
+        copy_row(kp, f->carried, f->z);
+        fill(kp, f->kahan, 0);
+        chunk_denominators(c, p, f->carried, f->kahan);
+    }
+    for (int64_t r = 0; r < n; r++) /* dO becomes the gradient of num: the same factor */
+        finish_row(p, dO + r * width, width, normalised, c->den[r]);
+    if (p->states_only) {
+        states_adjoint(f, p, width, &before, decay, rule);
+        return;
+    }
+    columns_adjoint(f, p, S, width, &before, decay, rule);
+    if (stopped_between(p, n)) return;
+    if (normalised) denominators_adjoint(f, p);
+    if (decay == LA_PAIR)
+        scores_pair_adjoint(f, p);
+    else if (decay == LA_KEY)
+        scores_key_adjoint(f, p, rule);
+    else
+        scores_token_adjoint(f, p, normalised, decay, rule);
+    store_gradients(f, p, u, sums, t, width, decay, rule);
+}
+
+/* The first pass: the state and z at the start of each segment of M chunks. */
+LA_FN void keep_starts(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t C,
+                       int64_t M, int64_t width, const la_decay decay, const la_rule rule)
+{
+    const int64_t chunks = (u->end - u->begin + C - 1) / C, kp = f->c.kp, size = f->c.K * width;
+    f->U = f->kept; /* this pass does not keep it */
+    f->E = NULL;
+    for (int64_t i = 0; i < chunks; i++) {
+        if (la_stopped(p)) return;
+        if (i % M == 0) {
+            copy_row(size, f->checkpoints + i / M * (size + kp), f->S);
+            copy_row(kp, f->checkpoints + i / M * (size + kp) + size, f->z);
+            if (i + M >= chunks) break; /* the last segment comes later */
+        }
+        recompute_chunk(f, p, u, u->begin + i * C, C, f->S, f->S, width, decay, rule);
+    }
+}
+
+/* The numbers of a chunk in `kept`: the state and z at its start, U and E. */
+LA_FN int64_t numbers_kept(const backward_scratch *f, int64_t C, int64_t width, const la_rule rule)
+{
+    return f->c.K * width + f->c.kp + rows_kept(rule) * C * width;
+}
+
+/* U and E of a chunk whose state at its start is S, in `kept`. */
+LA_FN void place_rows(backward_scratch *f, real *S, int64_t C, int64_t width)
+{
+    f->U = S + f->c.K * width + f->c.kp;
+    f->E = f->U + C * width;
+}
+
+/* Recompute the chunks `first` to `last` - 1, which are a segment. */
+LA_FN void keep_segment(backward_scratch *f, const la_problem *p, const la_unit *u, int64_t C,
+                        int64_t M, int64_t first, int64_t last, int64_t width, const la_decay decay,
+                        const la_rule rule)
+{
+    const int64_t kp = f->c.kp, size = f->c.K * width, each = numbers_kept(f, C, width, rule);
+    const real *start = f->checkpoints + first / M * (size + kp);
+    copy_row(size, f->kept, start);
+    copy_row(kp, f->z, start + size);
+    fill(kp, f->kahan, 0);
+    fill(kp, f->owed, 0);
+    for (int64_t i = first; i < last; i++) {
+        if (la_stopped(p)) return;
+        const int64_t t = u->begin + i * C, n = t + C < u->end ? C : u->end - t;
+        real *S = f->kept + (i - first) * each;
+        place_rows(f, S, C, width);
+        copy_row(kp, S + size, f->z);
+        recompute_chunk(f, p, u, t, n, S, i + 1 < last ? S + each : NULL, width, decay, rule);
+    }
+}
+
+LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_partials *sums,
+                           int64_t C, arena *m, const la_decay decay, const la_rule rule)
+{
+    const bool normalised = is_normalised(p, decay, rule), bonus = rule == LA_BONUS;
+    const bool only = p->states_only; /* needs no state, so all chunks are one segment */
     const int64_t length = u->end - u->begin, chunks = (length + C - 1) / C;
-    const int64_t M = segment_length(chunks), width = padded(u->v1 - u->v0);
+    const int64_t M = only && chunks ? chunks : segment_length(chunks);
+    const int64_t width = padded(u->v1 - u->v0), one_state = p->K * width;
     backward_scratch f;
     backward_take(&f, m, p, C, length, u->v1 - u->v0, decay, rule);
-    chunk *c = &f.c;
-    const int64_t kp = c->kp, one_state = p->K * width, size = c->K * width, start = size + kp;
-    const int64_t written = C * width;
-    const int64_t each = start + rows_kept(rule) * written;
+    const int64_t kp = f.c.kp;
 
     load_state(p, LA_S0, u, u->v0, u->v1, f.S, width);
     load_state(p, LA_DST, u, u->v0, u->v1, f.dS, width);
@@ -303,71 +437,23 @@ LA_FN void chunks_backward(const la_problem *p, const la_unit *u, const la_parti
     else
         fill(kp, f.dz, 0);
 
-    if (rule == LA_BONUS) fill(kp, f.all_bonus, 0);
-    if (rule == LA_BONUS) fill(kp, f.lost_bonus, 0);
+    if (bonus) fill(kp, f.all_bonus, 0);
+    if (bonus) fill(kp, f.lost_bonus, 0);
     fill(kp, f.owed, 0);
     fill(kp, f.d_owed, 0);
-    f.U = f.kept; /* this pass does not keep it */
-    f.E = NULL;
-    for (int64_t i = 0; i < chunks; i++) {
-        if (la_stopped(p)) return;
-        if (i % M == 0) {
-            copy_row(size, f.checkpoints + i / M * start, f.S);
-            copy_row(kp, f.checkpoints + i / M * start + size, f.z);
-            if (i + M >= chunks) break; /* the last segment comes below */
-        }
-        recompute_chunk(&f, p, u, u->begin + i * C, C, f.S, f.S, width, decay, rule);
-    }
+    if (!only) keep_starts(&f, p, u, C, M, width, decay, rule);
     for (int64_t first = (chunks - 1) / M * M; first >= 0 && chunks; first -= M) {
         const int64_t last = first + M < chunks ? first + M : chunks;
-        copy_row(size, f.kept, f.checkpoints + first / M * start);
-        copy_row(kp, f.z, f.checkpoints + first / M * start + size);
-        fill(kp, f.kahan, 0);
-        fill(kp, f.owed, 0);
-        for (int64_t i = first; i < last; i++) {
-            if (la_stopped(p)) return;
-            const int64_t t = u->begin + i * C, n = t + C < u->end ? C : u->end - t;
-            real *S = f.kept + (i - first) * each;
-            f.U = S + start;
-            f.E = f.U + written;
-            copy_row(kp, S + size, f.z);
-            recompute_chunk(&f, p, u, t, n, S, i + 1 < last ? S + each : NULL, width, decay, rule);
-        }
+        if (!only) keep_segment(&f, p, u, C, M, first, last, width, decay, rule);
         for (int64_t i = last - 1; i >= first; i--) {
             if (la_stopped(p)) return;
-            const int64_t t = u->begin + i * C, n = t + C < u->end ? C : u->end - t;
-            const real *S = f.kept + (i - first) * each;
-            f.U = f.kept + (i - first) * each + start;
-            f.E = f.U + written;
-            chunk_begin(c, p, u, t, n, true, decay, rule);
-            prefetch before =
-                prefetch_of(p, u, t - C, C, touched, sums->alone ? TOUCHED : TOUCHED - SHARED, 0);
-            settle_chunk_decay(c, p, f.d_owed, decay);
-            real *dO = f.dO + (la_predicts(rule) ? n * width : 0);
-            load_values(c, p, LA_DO, u, t, u->v0, u->v1, dO, width);
-            if (normalised) {
-                copy_row(kp, f.z, S + size);
-                copy_row(kp, f.carried, f.z);
-                fill(kp, f.kahan, 0);
-                chunk_denominators(c, p, f.carried, f.kahan);
-            }
-            for (int64_t r = 0; r < n; r++) /* dO becomes the gradient of num: the same factor */
-                finish_row(p, dO + r * width, width, normalised, c->den[r]);
-            columns_adjoint(&f, p, S, width, &before, decay, rule);
-            if (stopped_between(p, n)) return;
-            if (normalised) denominators_adjoint(&f, p);
-            if (decay == LA_PAIR)
-                scores_pair_adjoint(&f, p);
-            else if (decay == LA_KEY)
-                scores_key_adjoint(&f, p, rule);
-            else
-                scores_token_adjoint(&f, p, normalised, decay, rule);
-
-            store_gradients(&f, p, u, sums, t, width, decay, rule);
+            real *S = only ? NULL : f.kept + (i - first) * numbers_kept(&f, C, width, rule);
+            if (!only) place_rows(&f, S, C, width);
+            chunk_adjoint(&f, p, u, sums, u->begin + i * C, C, S, width, decay, rule);
         }
     }
     store_state(p, LA_DS0, u, u->v0, u->v1, f.dS, width);
     if (decay == LA_PAIR) store_state(p, LA_DY0, u, u->v0, u->v1, f.dS + one_state, width);
     if (normalised) copy_row(kp, partial_z_at(p, sums, u), f.dz);
-    if (rule == LA_BONUS) copy_row(kp, partial_bonus_at(p, sums, u), f.all_bonus);
+    if (bonus && !only) copy_row(kp, partial_bonus_at(p, sums, u), f.all_bonus);
 }

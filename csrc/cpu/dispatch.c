@@ -11,16 +11,17 @@ static la_status status_of(const la_problem *p) { return la_stopped(p) ? LA_INTE
 /* The kernel that takes the call. longest: tokens of the longest sequence. */
 static void tell_kernel(const la_problem *p, const la_kernels *kernels, int64_t longest)
 {
-    const bool step = p->pass == LA_STEP, chunks = p->causal && p->mode != LA_RECURRENT && !step;
+    const bool step = p->pass == LA_STEP, chunks = p->causal && !la_by_token(p) && !step;
     if (!p->taken) return;
-    *p->taken = (la_taken){.kernel = step         ? "one token"
-                                     : !p->causal ? "noncausal"
-                                     : chunks     ? "chunks"
-                                                  : "token by token",
-                           .unit = kernels->isa,
-                           .why = "",
-                           .chunk = chunks ? kernels->chunk_tokens(p, longest) : 0,
-                           .bits = kernels->bits};
+    *p->taken = (la_taken){
+        .kernel = step         ? "one token"
+                  : !p->causal ? "noncausal"
+                  : chunks     ? "chunks"
+                               : "token by token",
+        .unit = kernels->isa,
+        .why = chunks && p->mode == LA_RECURRENT ? "gradients of states alone go in chunks" : "",
+        .chunk = chunks ? kernels->chunk_tokens(p, longest) : 0,
+        .bits = kernels->bits};
 }
 
 /* ---- units ---- */
@@ -74,6 +75,7 @@ static la_unit unit_at(const job *j, int64_t i)
     u.read = u.begin;
     u.stop = u.end;
     u.last = true;
+    if (p->states_only) u.read = u.stop;
     if (!whole && j->parts == 2) {
         const int64_t C = j->kernels->chunk_tokens(p, u.end - u.begin);
         const int64_t chunks = div_up(u.end - u.begin, C);
@@ -140,7 +142,7 @@ static void step_unit(void *context, int64_t i, int thread)
 /* The cost of a token's scores for one head, in columns. */
 static int64_t cost_of_scores(const la_problem *p, int64_t C)
 {
-    if (!p->causal || p->mode == LA_RECURRENT) return 8;
+    if (!p->causal || la_by_token(p)) return 8;
     return (C / 2 + 8) * (p->decay == LA_KEY ? 3 : 2) / 2;
 }
 
@@ -152,7 +154,7 @@ static void share_out(job *j, int64_t heads, int threads, int64_t longest)
 {
     enum { NARROW = 16 }; /* a lane of AVX-512 */
     const la_problem *p = j->p;
-    const int most = p->causal && p->mode != LA_RECURRENT ? 2 : 1;
+    const int most = p->causal && !la_by_token(p) && !p->states_only ? 2 : 1;
     const double scores = (double)cost_of_scores(p, j->kernels->chunk_tokens(p, longest));
     /* Without reading: this share of a column's work, and 3/4 of the scores'. */
     const double unread = p->rule == LA_DELTA ? 2 / 3. : 1 / 2.;
@@ -200,9 +202,8 @@ static void split(job *j, int threads)
     if (j->panels * j->parts > 1) j->whole_units = heads < threads ? 0 : j->whole_units - left;
 }
 
-la_status la_forward(la_problem *p)
+static la_status run_forward(la_problem *p)
 {
-    if (la_writes_nothing(p)) return LA_OK;
     job j = {.p = p, .kernels = la_cpu_forward_kernels(p)};
     int threads = la_pool_threads(INT64_MAX, work_of(p, 3));
     split(&j, threads);
@@ -216,6 +217,44 @@ la_status la_forward(la_problem *p)
     la_pool_run(threads, units, forward_unit, &j, p);
     la_scratch_give(j.scratch);
     return status_of(p);
+}
+
+/* M of a segment: the final states of the columns of the identity, where nothing is written. The
+ * call is repeated with V = K, and v is one row of zeros for all tokens. */
+static la_status find_map(la_problem *p)
+{
+    const la_array *const M = &p->array[LA_MT];
+    const size_t size = la_size_of(p->real), zeros = la_times(p->K, sizeof(double));
+    const size_t bytes = la_plus(zeros, la_times(la_times(p->K, p->K), size));
+    char *block = la_scratch_take(bytes);
+    la_problem map = *p;
+    if (!block) return la_out_of_scratch(p->message);
+    memset(block, 0, bytes);
+    for (int64_t i = 0; i < p->K; i++)
+        if (p->real == LA_F64)
+            ((double *)(block + zeros))[i * p->K + i] = 1;
+        else
+            ((float *)(block + zeros))[i * p->K + i] = 1;
+    map.V = p->K;
+    map.array[LA_V].data = block; /* zeros have no bits set in any dtype */
+    map.array[LA_V].stride[0] = map.array[LA_V].stride[1] = map.array[LA_V].stride[2] = 0;
+    map.array[LA_V].stride[3] = 1;
+    map.array[LA_W].given = false; /* gates of values that are zeros */
+    map.array[LA_S0] = (la_array){.data = block + zeros, .given = true, .dtype = p->real};
+    map.array[LA_S0].stride[2] = p->K;
+    map.array[LA_S0].stride[3] = 1;
+    map.array[LA_ST] = *M;
+    const la_status status = run_forward(&map);
+    if (status) memcpy(p->message, map.message, sizeof map.message);
+    la_scratch_give(block);
+    return status;
+}
+
+la_status la_forward(la_problem *p)
+{
+    if (la_writes_nothing(p)) return LA_OK;
+    const la_status status = run_forward(p);
+    return status || !p->array[LA_MT].given ? status : find_map(p);
 }
 
 la_status la_step(la_problem *p)
@@ -290,9 +329,12 @@ la_status la_backward(la_problem *p)
     tell_kernel(p, j.kernels, longest_sequence(p));
     j.blocks = (sums.row + REDUCE_TOKENS - 1) / REDUCE_TOKENS;
 
-    sums.alone = p->causal && p->mode != LA_RECURRENT && sums.panels == 1 && p->HV == p->H;
+    /* Of states alone there are no sums over value columns. */
+    const bool only = p->states_only;
+    sums.alone = only || (p->causal && !la_by_token(p) && sums.panels == 1 && p->HV == p->H);
 
-    const size_t partials = la_times(p->HV, sums.panels), all = la_times(partials, p->tokens);
+    const size_t partials = only ? 0 : la_times(p->HV, sums.panels);
+    const size_t all = la_times(partials, p->tokens);
     const size_t numbers = round_to_pages(la_times(all, real));
     const size_t rows = sums.alone ? 0 : round_to_pages(la_times(all, la_times(sums.kp, real)));
     const size_t gate = p->decay == LA_HEAD                 ? numbers
@@ -308,7 +350,7 @@ la_status la_backward(la_problem *p)
     const size_t bonus = p->rule == LA_BONUS && p->tokens ? by_sequence : 0;
     /* Without tokens and without a state, the gradients of a gate per head and of a bonus are still
      * written: zero. */
-    const bool any_units = p->tokens || p->array[LA_S0].given;
+    const bool any_units = only || p->tokens || p->array[LA_S0].given;
     const int64_t units = any_units ? p->N * p->HV * j.panels : 0;
     const int threads = la_pool_threads(units, work_of(p, 11));
     size_t each = any_units ? j.kernels->backward_scratch(p, longest_sequence(p)) : 0;
@@ -335,7 +377,7 @@ la_status la_backward(la_problem *p)
 
     la_pool_run(threads, units, backward_unit, &j, p);
     if (!sums.alone) la_pool_run(threads, p->B * j.blocks * p->H, reduce_unit, &j, p);
-    if (!la_stopped(p)) la_pool_run(threads, p->HV, reduce_head_unit, &j, p);
+    if (!only && !la_stopped(p)) la_pool_run(threads, p->HV, reduce_head_unit, &j, p);
     la_scratch_give(block);
     return status_of(p);
 }

@@ -104,7 +104,7 @@ static size_t forward_scratch_bytes(const la_problem *p, int64_t longest, int64_
     if (!p->causal) {
         noncausal_scratch f;
         noncausal_take(&f, &m, p, C < 64 ? C : 64, p->V);
-    } else if (p->mode == LA_RECURRENT) {
+    } else if (la_by_token(p)) {
         scan_scratch f;
         scan_take(&f, &m, p);
     } else {
@@ -126,7 +126,7 @@ static void forward(const la_problem *p, const la_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
     const int64_t C = chunk_tokens(p, length_of(u));
-    if (p->causal && p->mode != LA_RECURRENT) {
+    if (p->causal && !la_by_token(p)) {
         kinds[p->kind].chunks_forward(p, u, C, &m);
         return;
     }
@@ -165,7 +165,7 @@ static size_t backward_scratch_bytes(const la_problem *p, int64_t longest)
     if (!p->causal) {
         noncausal_scratch f;
         noncausal_take(&f, &m, p, C < 64 ? C : 64, columns);
-    } else if (p->mode == LA_RECURRENT) {
+    } else if (la_by_token(p)) {
         scan_backward_scratch f;
         scan_backward_take(&f, &m, p, longest);
     } else {
@@ -181,7 +181,7 @@ static void backward(const la_problem *p, const la_unit *u, const la_partials *s
     const int64_t C = chunk_tokens(p, length_of(u));
     if (!p->causal) {
         noncausal_backward(p, u, sums, C < 64 ? C : 64, &m);
-    } else if (p->mode == LA_RECURRENT) {
+    } else if (la_by_token(p)) {
         kinds[p->kind].scan_backward(p, u, sums, &m);
     } else {
         kinds[p->kind].chunks_backward(p, u, sums, C, &m);

@@ -22,6 +22,12 @@ typedef struct la_unit {
     int64_t panel;      /* which panel of value columns (backward) */
 } la_unit;
 
+/* Does the call go token by token? The gradients of states alone have no such form. */
+static inline bool la_by_token(const la_problem *p)
+{
+    return p->mode == LA_RECURRENT && !(p->pass == LA_BACKWARD && p->states_only);
+}
+
 /* Value columns per backward unit, at most. Every unit adds to dq, dk, dg and dbeta. The sums over
  * panels are taken in a fixed order, so the bits depend on this width and not on the number of
  * threads. */

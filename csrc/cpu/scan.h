@@ -200,6 +200,7 @@ LA_FN void scan_forward(const la_problem *p, const la_unit *u, const la_states *
             if (gated) gate_v(&f.rows, p, u, t, v0, v1);
             token_any(f.S, width / LANES, p->K, &x, lanes_of(f.o), decay, rule);
             if (normalised) add_keys(1, kp, f.rows.k, f.z, f.kahan);
+            if (t < u->read) continue;
             if (la_weighs(decay, rule)) skip_row(p, u, f.o, f.rows.v, width);
             finish_row(p, f.o, width, normalised, normalised ? dot(kp, f.rows.q, f.z) : 0);
             store_row(at_column(o, u->b, t, u->hv, v0), o->dtype, f.o, v1 - v0);

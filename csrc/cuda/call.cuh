@@ -23,6 +23,7 @@ struct view {
 /* The arrays of arrays.def without their gradients, which follow them in la_name. */
 #define LA_ARRAY(...) +1
 #define LA_INDEX(...) +1
+#define LA_RESULT(...) +1
 static constexpr int ARRAYS = 0
 #include "../arrays.def"
     ;
@@ -43,6 +44,7 @@ struct call {
     la_normaliser normaliser;
     double scale, eps;
     bool qk_l2norm, causal, predicts_before, x_is_factor;
+    bool states_only; /* no o, and of the gradients those of first states alone */
 };
 
 /* The range of float16 gradients in chunks, on the device (gradient_range.cuh). */

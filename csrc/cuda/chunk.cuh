@@ -30,6 +30,7 @@
 #include "additive.cuh"
 #include "delta_launch.cuh"
 #include "denominators.cuh"
+#include "segment_sums.cuh"
 
 /* ---- the two launches, and their scratch ---- */
 
@@ -84,6 +85,38 @@ static cudaError_t launch_segments(const call &c, const chunks &w, const tensor_
     if (error == cudaSuccess)
         error = launch_chunks_forward<KP, DECAY, RULE, CAUSAL>(c, w, maps, f, g, d, slices, width,
                                                                stream);
+    const cudaError_t freed = cudaFreeAsync(g.ends, stream);
+    return error == cudaSuccess ? freed : error;
+}
+
+/* The final states alone, and maps. Each segment is walked once, from a state of zero, and the join
+ * goes on to the end. */
+template <int KP, la_decay DECAY, la_rule RULE>
+static cudaError_t launch_states(const call &c, const chunks &w, const tensor_maps &maps,
+                                 const forward_flags &f, const device_traits &d,
+                                 cudaMemPool_t pool, cudaStream_t stream)
+{
+    typedef stage<KP, DECAY, RULE> part;
+    enum { LEAST_CHUNKS = 8, MOST_SEGMENTS = 32 };
+    const int64_t heads = (int64_t)c.N * c.HV;
+    const int64_t chunks_of_one = (c.x[LA_CU].data ? c.T / max(c.N, 1) : c.T) / C;
+    int slices = (c.V + 15) / 16;
+    if (la_predicts(RULE)) slices += key_slices_of<KP, DECAY>(c);
+    const int64_t enough = d.processors / max(heads * div_up(slices * 16, 64), (int64_t)1);
+    const int64_t count =
+        max((int64_t)1, min(min(enough, chunks_of_one / LEAST_CHUNKS), (int64_t)MOST_SEGMENTS));
+    /* zeros that become the state of one segment need no map */
+    const bool alone = count == 1 && !c.x[LA_S0].data && !c.x[LA_Y0].data && !c.x[LA_MT].data;
+    if (alone) slices = (c.V + 15) / 16;
+    segments g = {(int)count, alone, NULL, NULL, NULL};
+    const int width = width_of_blocks<part>(c, d, heads * count, slices);
+    const int64_t rows = (slices + width - 1) / width * width * 16;
+    cudaError_t error =
+        cudaMallocFromPoolAsync((void **)&g.ends, heads * count * rows * KP * 4, pool, stream);
+    if (error != cudaSuccess) return error;
+    error = launch_chunks_forward<KP, DECAY, RULE, SEGMENT_ENDS>(c, w, maps, f, g, d, slices, width,
+                                                                 stream);
+    if (error == cudaSuccess) error = launch_join<KP, DECAY, RULE>(c, w, g, (int)rows, stream);
     const cudaError_t freed = cudaFreeAsync(g.ends, stream);
     return error == cudaSuccess ? freed : error;
 }
@@ -160,14 +193,23 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     if (error != cudaSuccess) return error;
     if (room_of_prepare > d.room || width_of_blocks<stage<KP, DECAY, RULE>>(c, d, 1, 1) == 0)
         return cudaErrorNotSupported; /* nothing has been done */
-    if constexpr (RULE == LA_ADDITIVE && DECAY != LA_KEY && PLANES == 1 && KP <= 128) {
-        error = launch_additive<KP, DECAY>(c, d, pool, stream);
-        if (error != cudaErrorNotSupported) return error;
-    }
+    /* in float16 a number with a map or a weight may be too large, which chunks_forward sees */
+    if constexpr (RULE == LA_ADDITIVE && PLANES == 1 && !NARROW && KP <= 128)
+        if (c.states_only) {
+            const summed x = {LA_K, false, c.x[LA_V], 1, c.x[LA_S0], c.x[LA_ST], false};
+            error = launch_sums<KP, DECAY, false>(c, x, d, pool, stream);
+            if (error != cudaErrorNotSupported) return error;
+        }
+    if constexpr (RULE == LA_ADDITIVE && DECAY != LA_KEY && PLANES == 1 && KP <= 128)
+        if (!c.states_only) {
+            error = launch_additive<KP, DECAY>(c, d, pool, stream);
+            if (error != cudaErrorNotSupported) return error;
+        }
     /* in float16 for KP = 128 alone: each KP has four kernels, which take a minute to compile */
     constexpr bool fuses = PLANES == 1 && (NARROW ? KP == 128 : KP <= 128);
     if constexpr (RULE == LA_DELTA && !lies_in_rows<DECAY> && fuses) {
-        error = launch_delta<KP, DECAY>(c, d, pool, stream);
+        error = c.states_only ? launch_delta_states<KP, DECAY>(c, d, pool, stream)
+                              : launch_delta<KP, DECAY>(c, d, pool, stream);
         if (error != cudaErrorNotSupported) return error;
     }
     /* The kernels below are quicker with rows as given. In float16 a mapped number may be too large;
@@ -248,7 +290,8 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE)
         if (error == cudaSuccess && normalised) error = launch_divisors<KP>(c, w, stream);
     if (error == cudaSuccess) {
-        error = launch_segments<KP, DECAY, RULE>(c, w, maps, f, d, pool, stream);
+        error = c.states_only ? launch_states<KP, DECAY, RULE>(c, w, maps, f, d, pool, stream)
+                              : launch_segments<KP, DECAY, RULE>(c, w, maps, f, d, pool, stream);
     }
     const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;

@@ -12,12 +12,17 @@
  * adds their part to dq, and to dk what comes from the tokens of the chunk. `sum_later` and
  * `reduce_heads` add what comes from later chunks.
  *
+ * Calls for the gradients of initial states alone take the first two, without what they keep, or
+ * kernels of their own (segment_sums.cuh, delta_starts.cuh).
+ *
  * Noncausal calls have kernels of their own (noncausal_backward.cuh). Their launches are here. */
 #include "backward_sums.cuh"
+#include "delta_launch.cuh"
 #include "intra_chunk_adjoint.cuh"
 #include "intra_chunk_adjoint_key.cuh"
 #include "intra_chunk_adjoint_pair.cuh"
 #include "noncausal_backward.cuh"
+#include "segment_sums.cuh"
 
 #include <initializer_list>
 
@@ -49,7 +54,8 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
     /* two panels share the tiles of a block, unless processors would be left without a block, or
      * there is no room for both */
     const auto stages = [&](int width) { return stages_both_ways<KP, DECAY, RULE>(c, on, width); };
-    const bool enough = heads * ((panels + 1) / 2) * 2 >= on.processors;
+    const int passes = c.states_only ? 1 : 2;
+    const bool enough = heads * ((panels + 1) / 2) * passes >= on.processors;
     const int width = panels > 1 && enough && stages(8) ? 8 : 4;
     const int tiles = (panels + width / 4 - 1) / (width / 4);
     const int bytes = stages(width) * bytes_both_ways<KP, DECAY, RULE>(c, width) +
@@ -58,7 +64,7 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
     const int states =
         width * adjoint_halves<KP> * (KP / adjoint_halves<KP> / PANEL) * BYTES_OF_ROWS;
     const int staged = on.producers && bytes + states + 1024 <= on.room ? bytes : 0;
-    return launch(kernel, 2 * heads * tiles, (width * adjoint_halves<KP> + on.producers) * 32,
+    return launch(kernel, passes * heads * tiles, (width * adjoint_halves<KP> + on.producers) * 32,
                   bytes + (staged ? states : 0), stream, c, d, w, maps, f, tiles, stages(width),
                   staged);
 }
@@ -157,6 +163,7 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
     const int64_t keys = chunk_slots * heads * tile;
     const bool normalised = is_normalised(&c, DECAY, RULE), has_x = predicts && c.x[LA_X].data;
     const bool copies_do = normalised || NARROW;
+    const bool all = !c.states_only; /* else nothing is for the last kernel */
     const bool has_bonus = DECAY == LA_KEY && !predicts && c.x[LA_U].data;
     const int64_t da_parts = parts_of_da<KP, DECAY>;
     w.chunk_slots = (int)chunk_slots;
@@ -186,24 +193,24 @@ static int64_t lay_out(const call &c, const gradients &d, char *room, backward_s
         {(char **)&w.look, DECAY == LA_TOKEN && c.predicts_before ? places * C * 4 : 0},
         {(char **)&w.nonfinite, (places * 4 + 1023) / 1024 * 1024},
         {&x->rows, x->maps_rows ? (mapped_bytes(c) + 1023) / 1024 * 1024 : 0},
-        {&f.states, places * panels * tile},
-        {&f.d_states, places * panels * tile},
-        {&f.E, predicts ? places * panels * PANEL_BYTES : 0},
-        {&f.Z, predicts ? places * panels * PANEL_BYTES : 0},
-        {(char **)&to.dq, to.direct_q ? 0 : tokens * c.HV * to.kp * 4},
-        {(char **)&to.dk, to.direct_k ? 0 : tokens * c.HV * to.kp * 4},
-        {(char **)&to.dx, to.direct_k || !has_x ? 0 : tokens * c.HV * to.kp * 4},
-        {(char **)&to.dy, to.direct_k || !dplr ? 0 : tokens * c.HV * to.kp * 4},
+        {&f.states, all ? places * panels * tile : 0},
+        {&f.d_states, all ? places * panels * tile : 0},
+        {&f.E, all && predicts ? places * panels * PANEL_BYTES : 0},
+        {&f.Z, all && predicts ? places * panels * PANEL_BYTES : 0},
+        {(char **)&to.dq, to.direct_q || !all ? 0 : tokens * c.HV * to.kp * 4},
+        {(char **)&to.dk, to.direct_k || !all ? 0 : tokens * c.HV * to.kp * 4},
+        {(char **)&to.dx, to.direct_k || !has_x || !all ? 0 : tokens * c.HV * to.kp * 4},
+        {(char **)&to.dy, to.direct_k || !dplr || !all ? 0 : tokens * c.HV * to.kp * 4},
         {(char **)&w.z, by_chunks ? places * KP * 4 : 0},
         {(char **)&w.den, by_chunks ? places * C * 4 : 0},
         {(char **)&to.dz, by_chunks ? places * KP * 4 : 0},
         {(char **)&x->z.z, x->z.segments * c.HV * to.kp * 8},
         {&x->d_num, copies_do ? tokens * c.HV * c.V * 2 : 0},
         {(char **)&x->den, normalised ? tokens * c.HV * 4 : 0},
-        {(char **)&to.dbonus, has_bonus ? places * KP * 4 : 0},
+        {(char **)&to.dbonus, all && has_bonus ? places * KP * 4 : 0},
         {(char **)&x->norms, x->maps_rows && to.direct_q && c.qk_l2norm ? 2 * tokens * c.H * 4 : 0},
         {(char **)&to.da,
-         d.per_head || da_parts > 1 ? states_of<DECAY> * da_parts * tokens * c.HV * 4 : 0},
+         all && (d.per_head || da_parts > 1) ? states_of<DECAY> * da_parts * tokens * c.HV * 4 : 0},
     };
     int64_t bytes = 0;
     for (const auto &part : parts) {
@@ -294,6 +301,7 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
         }
     if (error == cudaSuccess)
         error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, on, stream);
+    if (c.states_only) return error;
     if (error == cudaSuccess && x.to.dbonus) /* not every slot has a chunk */
         error = cudaMemsetAsync(x.to.dbonus, 0, places * KP * 4, stream);
     const int64_t parts = places * intra.blocks / x.to.members;
@@ -447,6 +455,19 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     if (error != cudaSuccess) return error;
     if constexpr (DECAY == LA_NONE && RULE == LA_ADDITIVE && KP <= 128 && !NARROW)
         if (!c.causal) return launch_noncausal<KP>(c, d, on, pool, stream);
+    if constexpr (RULE == LA_ADDITIVE && KP <= 128 && !NARROW)
+        if (c.states_only) {
+            const summed x = {LA_Q,     false,    d[LA_DO],           (float)c.scale,
+                              d[LA_DST], d[LA_DS0], c.x[LA_U].data != NULL};
+            error = launch_sums<KP, DECAY, true>(c, x, on, pool, stream);
+            if (error != cudaErrorNotSupported) return error;
+        }
+    if constexpr (RULE == LA_DELTA && !lies_in_rows<DECAY> && KP <= 128 && !NARROW)
+        if (c.states_only) {
+            error = launch_delta_starts<KP, DECAY>(c, d[LA_DO], d[LA_DST], d[LA_DS0], on, pool,
+                                                   stream);
+            if (error != cudaErrorNotSupported) return error;
+        }
     if (prepare_bytes<KP, DECAY, RULE>(has_x) > on.room ||
         intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on).bytes > on.room ||
         stages_both_ways<KP, DECAY, RULE>(c, on, 4) == 0)

@@ -67,7 +67,8 @@ struct segments {
     int count;
     bool from_start; /* the end of the first segment is its true state, so it needs no M */
     float *ends;     /* [N * HV][count][16 (slices + key slices)][KP]: X', then M' */
-    float *starts;   /* [N * HV][count][16 slices][KP]: S'; NULL: the initial state of the call */
+    float *starts;   /* [N * HV][count][16 slices][KP]: S'; NULL: the initial state of the call.
+                      * A call for states alone has none: the join goes on to the final states */
     int *vanished;   /* [N * HV][count]: is M zero, so that it was not stored? NULL: no M is */
 };
 

@@ -6,6 +6,9 @@
  *     join_maps       the state before each segment
  *     delta_apart     without blocks that prepare: O, from these states
  *
+ * A call for states alone has the first three, with the ends of all segments, and the join goes on to
+ * the final state. If it wants M, the first segment is like any other one.
+ *
  * The first segment of a sequence goes from the initial state, so its end is a true state. Any
  * other one goes from a state of zero, and from the columns of the identity with v = 0. A block has
  * two panels of 64 columns of one of these. It has three groups of four warps: two walks, and one
@@ -95,8 +98,7 @@ template <int N> __device__ __forceinline__ bool has_large(const operand (&x)[N]
     return (*(const uint32_t *)&none & 0x7fff7fff) != 0;
 }
 
-/* The state at the end of a segment. A warp has 16 columns of it, from `row` of the ends on. All
- * chunks have C tokens: a shorter one ends its sequence. */
+/* The state at the end of a segment. A warp has 16 columns of it, from `row` of the ends on. */
 template <int KP, la_decay DECAY>
 __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, const stretch &of,
                                             bool has_v, int row, int rows, ends_room<KP> &s)
@@ -106,7 +108,7 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
     const int first_column = (of.tile * MOST_WALKS + walk) * PANEL + warp * 16;
     const int columns = has_v ? min(16, c.V - first_column) : 0;
     float S[KP / 8][4];
-    if (has_v && of.segment == 0 && c.x[LA_S0].data)
+    if (has_v && of.segment == 0 && g.from_start && c.x[LA_S0].data)
         load_state(c, u, first_column, columns, S);
     else
 #pragma unroll
@@ -122,6 +124,7 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
 #pragma unroll 1 /* four chunks in a round took 8 us longer: the first round fetches its code */
     for (int chunk = 0; chunk < of.chunks; chunk++) {
         const int stage = chunk % ENDS_STAGES, t = u.begin + (of.first + chunk) * C;
+        const int n = min(C, u.end - t);
         /* Nothing is on its way. From the round before the compiler does not know, and would wait for
          * W before it lets the state be scaled. */
         products_wait<0>();
@@ -147,7 +150,7 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
         load_seen<DECAY>(seen, s.numbers[stage].seen, at.pair);
         /* If W is sure to be finite, the state is scaled before W is there. There is no branch while
          * a product is on its way, or the compiler would wait for it. */
-        bool rare = nonfinite < C;
+        bool rare = nonfinite < C || n < C;
         if (DECAY == LA_TOKEN) rare = __any_sync(~0u, has_large(of_state) | has_large(x) | rare);
         const float a = s.numbers[stage].total;
         const float scale = rare ? 1 : a;
@@ -159,7 +162,7 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
         int end = C; /* the products leave out the tokens from here on, which go one by one */
         float after[KP / 2];
         if (__builtin_expect(rare, 0)) {
-            end = leave_out(c, u, t, C, first_column, columns, nonfinite, at.pair, x);
+            end = leave_out(c, u, t, n, first_column, columns, nonfinite, at.pair, x);
             if (end < C) state_for_tokens(S, after);
             if (DECAY == LA_TOKEN) scale_state(S, a);
         }
@@ -179,7 +182,7 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
         warp_arrives(address_of(s.free + stage));
         if (__builtin_expect(end < C, 0)) {
             float O[8][4] = {};
-            rest_by_tokens<KP, DECAY, LA_DELTA>(c, u, t, C, end, first_column, columns, after, O);
+            rest_by_tokens<KP, DECAY, LA_DELTA>(c, u, t, n, end, first_column, columns, after, O);
             state_from_tokens(after, S);
         }
     }
@@ -210,7 +213,8 @@ __global__ void __launch_bounds__((MOST_WALKS + 1) * GROUP, 1)
     enum { FOR_WALK = 232, FOR_FETCH = 40 };
     stretch of = stretch_at(c, of_values + 1, g.count, blockIdx.x);
     const bool has_v = of.tile < of_values;
-    if (of.last || (!has_v && of.segment == 0)) return;
+    /* a call for states alone goes to the end */
+    if ((of.last && !c.states_only) || (!has_v && of.segment == 0 && g.from_start)) return;
     if (!has_v) {
         of.tile = 0;
         const bool zero = DECAY == LA_TOKEN && vanishes(c, of, from);

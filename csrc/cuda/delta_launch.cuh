@@ -1,5 +1,5 @@
-/* The launches of the delta rule in one kernel, by blocks apart and by the ends of segments, and the
- * model of measured times that chooses among them and the two kernels of chunk.cuh. Hopper alone. */
+/* The launches of the delta rule in one kernel, by blocks apart and by the ends of segments, those for
+ * states alone, and the model of measured times that chooses. Hopper alone. */
 #ifndef LINATTN_CUDA_DELTA_LAUNCH_CUH
 #define LINATTN_CUDA_DELTA_LAUNCH_CUH
 
@@ -8,6 +8,7 @@
 #include "delta.cuh"
 #include "delta_apart.cuh"
 #include "delta_ends.cuh"
+#include "delta_starts.cuh"
 #include "rows.cuh"
 
 /* Run a kernel of the delta rule with the tensor maps, and the factors of the l2 norm. */
@@ -91,7 +92,7 @@ static cudaError_t launch_delta_segments(call &c, const delta_flags &f, const de
     cudaError_t error = cudaMallocFromPoolAsync((void **)&all.chunks,
                                                 bytes_of_segments<KP>(c, count), pool, stream);
     if (error != cudaSuccess) return error;
-    segments g = {count, true, (float *)(all.chunks + chunks), NULL, NULL};
+    segments g = {count, !c.x[LA_MT].data, (float *)(all.chunks + chunks), NULL, NULL};
     float *const starts = g.ends + heads * count * rows * KP;
     g.vanished = (int *)(starts + heads * count * identity * KP);
     handed<KP> walked = all;
@@ -107,15 +108,117 @@ static cudaError_t launch_delta_segments(call &c, const delta_flags &f, const de
                 error = launch(delta_ends<KP, DECAY>, heads * count * (of_values + 1),
                                (MOST_WALKS + 1) * GROUP, sizeof(ends_room<KP>), stream, c, maps,
                                all, g, of_values, identity, rows);
-            g.starts = starts;
+            if (!c.states_only) g.starts = starts;
             if (error == cudaSuccess)
                 error = launch_join<KP, DECAY, LA_DELTA>(c, {}, g, rows, stream);
-            if (error == cudaSuccess)
+            if (error == cudaSuccess && !c.states_only)
                 error = launch(delta_apart<KP, DECAY>, walked.walkers, APART_GROUPS * GROUP,
                                bytes_apart<KP>, stream, c, maps, to_o, f, walked, g);
             return error;
         });
     const cudaError_t freed = cudaFreeAsync(all.chunks, stream);
+    return error == cudaSuccess ? freed : error;
+}
+
+/* A call without a decay, as one with a decay of 1. */
+static cudaError_t launch_with_gates(call c, cudaMemPool_t pool, cudaStream_t stream)
+{
+    void *zero = NULL; /* the logarithm */
+    cudaError_t error = cudaMallocFromPoolAsync(&zero, sizeof(float), pool, stream);
+    if (error != cudaSuccess) return error;
+    c.x[LA_G] = {(char *)zero, {0, 0, 0, 0}, LA_F32};
+    c.gate = LA_LOG;
+    error = cudaMemsetAsync(zero, 0, sizeof(float), stream);
+    if (error == cudaSuccess)
+        error = (NARROW ? chunk_token_f16 : chunk_token)[LA_DELTA](c, pool, stream);
+    const cudaError_t freed = cudaFreeAsync(zero, stream);
+    return error == cudaSuccess ? freed : error;
+}
+
+/* Can delta_apart prepare the chunks of this call, for kernels that make states alone? f becomes what
+ * it needs to know. */
+template <int KP>
+static bool prepares_for_states(const call &c, const device_traits &d, delta_flags *f)
+{
+    const auto step = [](const view &x) { return x.stride[1] * (int64_t)la_size_of(x.dtype); };
+    const int64_t gate_step = step(c.x[LA_G]), beta_step = step(c.x[LA_BETA]);
+    *f = {false, false, 1, (int)gate_step, (int)beta_step, NULL};
+    return !NARROW && c.K % PIECE == 0 && c.V % PIECE == 0 && d.producers && has_no_map(c) &&
+           !c.x[LA_X].data && !c.x[LA_W].data && bytes_apart<KP> <= d.room &&
+           gate_step == (int)gate_step && beta_step == (int)beta_step &&
+           2 * (int64_t)c.B * c.T * c.H <= INT32_MAX;
+}
+
+/* The final states alone, and the map of each sequence: the first three launches of
+ * launch_delta_segments, of which the join goes on to the end. Returns cudaErrorNotSupported, with
+ * nothing done, where other kernels are needed. */
+template <int KP, la_decay DECAY>
+static cudaError_t launch_delta_states(call c, const device_traits &d, cudaMemPool_t pool,
+                                       cudaStream_t stream)
+{
+    enum { LEAST_CHUNKS = 8, MOST_SEGMENTS = 32 };
+    delta_flags f;
+    if (!prepares_for_states<KP>(c, d, &f) || (int)sizeof(ends_room<KP>) > d.room)
+        return cudaErrorNotSupported;
+    if (DECAY == LA_NONE && c.qk_l2norm) return launch_with_gates(c, pool, stream);
+    const int64_t heads = (int64_t)c.N * c.HV, of_values = div_up(c.V, MOST_WALKS * PANEL);
+    const int64_t chunks = div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
+    const int64_t enough = d.processors / max(heads * (of_values + 1), (int64_t)1);
+    int64_t count = min(min(enough, chunks / LEAST_CHUNKS), (int64_t)MOST_SEGMENTS);
+    while (count > 1 && bytes_of_segments<KP>(c, (int)count) > MOST_SCRATCH) count--;
+    count = max(count, (int64_t)1);
+    if (heads * count * (of_values + 1) > INT32_MAX) return cudaErrorNotSupported;
+    if constexpr (NARROW)
+        return cudaErrorNotSupported;
+    else
+        return launch_delta_segments<KP, DECAY>(c, f, d, (int)count, 1, pool, stream);
+}
+
+/* The gradients of the first states alone, of as many heads at once as the scratch allows. */
+template <int KP, la_decay DECAY>
+static cudaError_t launch_delta_starts(const call &given, const view &d_o, const view &d_last,
+                                       const view &d_first, const device_traits &d,
+                                       cudaMemPool_t pool, cudaStream_t stream)
+{
+    delta_flags f;
+    call c = given;
+    c.x[LA_V] = d_o;
+    c.x[LA_S0] = d_last;
+    c.x[LA_ST] = d_first;
+    /* without a decay there are no factors of a norm; no map describes an array without tokens */
+    if (!prepares_for_states<KP>(c, d, &f) || (int)sizeof(starts_room<KP>) > d.room ||
+        (DECAY == LA_NONE && c.qk_l2norm) || c.T == 0)
+        return cudaErrorNotSupported;
+    const int group = c.HV / c.H;
+    /* two panels share the tiles of a block, unless processors would be left without one */
+    const bool enough = (int64_t)c.N * c.HV * div_up(c.V, PANEL) > d.processors;
+    const int walks = enough ? MOST_WALKS : 1, tiles = (int)div_up(c.V, walks * PANEL);
+    const int64_t slots = chunk_slots_of(c, C) * (int64_t)sizeof(scored<KP>);
+    if ((int64_t)c.N * c.HV * tiles > INT32_MAX) return cudaErrorNotSupported;
+    const int heads = heads_at_once(c, slots * group);
+    handed<KP> all = {};
+    cudaError_t error = cudaSuccess;
+    if (slots)
+        error =
+            cudaMallocFromPoolAsync((void **)&all.chunks, slots * group * heads, pool, stream);
+    for (int h = 0; h < c.H && error == cudaSuccess; h += heads) {
+        call some = c;
+        narrow(&some, h, min(heads, c.H - h));
+        error = with_norms(
+            some, f, pool, stream,
+            [&](const tensor_maps &maps, const CUtensorMap &to_o, const delta_flags &f) {
+                const segments none = {1, false, NULL, NULL, NULL};
+                cudaError_t error =
+                    launch(delta_apart<KP, DECAY>, d.processors, APART_GROUPS * GROUP,
+                           bytes_apart<KP>, stream, some, maps, to_o, f, all, none);
+                if (error == cudaSuccess)
+                    error = launch(delta_starts<KP, DECAY>, (int64_t)some.N * some.HV * tiles,
+                                   (walks + 1) * GROUP, sizeof(starts_room<KP>), stream, some, maps,
+                                   all, tiles, walks);
+                return error;
+            });
+    }
+    const cudaError_t freed = all.chunks ? cudaFreeAsync(all.chunks, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;
 }
 
@@ -133,21 +236,6 @@ static cudaError_t launch_delta_walks(call &c, delta_flags f, const device_trait
                           (WALKS + 2) * GROUP, sizeof(delta_room<KP, WALKS>), stream, c, maps, to_o,
                           f);
         });
-}
-
-/* A call without a decay, as one with a decay of 1. */
-static cudaError_t launch_with_gates(call c, cudaMemPool_t pool, cudaStream_t stream)
-{
-    void *zero = NULL; /* the logarithm */
-    cudaError_t error = cudaMallocFromPoolAsync(&zero, sizeof(float), pool, stream);
-    if (error != cudaSuccess) return error;
-    c.x[LA_G] = {(char *)zero, {0, 0, 0, 0}, LA_F32};
-    c.gate = LA_LOG;
-    error = cudaMemsetAsync(zero, 0, sizeof(float), stream);
-    if (error == cudaSuccess)
-        error = (NARROW ? chunk_token_f16 : chunk_token)[LA_DELTA](c, pool, stream);
-    const cudaError_t freed = cudaFreeAsync(zero, stream);
-    return error == cudaSuccess ? freed : error;
 }
 
 /* Times of the delta rule on an H200 in microseconds, for K = V = 128 where K is not said

@@ -50,6 +50,7 @@ static call call_of(const la_problem *p)
     c.normaliser = p->normaliser;
     c.qk_l2norm = p->qk_l2norm;
     c.causal = p->causal;
+    c.states_only = p->states_only;
     for (int i = 0; i < 2; i++) {
         c.map[i] = p->map[i];
         c.map_eps[i] = p->map_eps[i];
@@ -146,13 +147,65 @@ static void tell(const la_problem *p, const char *kernel, const char *unit, int 
     if (p->taken) *p->taken = {kernel, unit, why, 0, bits};
 }
 
+static __global__ void store_identity(char *to, la_dtype real, int K)
+{
+    const int row = blockIdx.x;
+    for (int i = threadIdx.x; i < K; i += blockDim.x)
+        if (real == LA_F64)
+            ((double *)to)[row * K + i] = i == row;
+        else
+            ((float *)to)[row * K + i] = i == row;
+}
+
+/* Token by token o is always made. If the caller does not want it, it goes to memory that is freed
+ * behind it. The map of a segment is then what the tokens make of the columns of the identity, with
+ * a v of zeros: one row for all tokens. */
+static cudaError_t states_by_token(const la_problem *p, const call &c, launcher kernel)
+{
+    const cudaStream_t stream = (cudaStream_t)p->stream;
+    const la_dtype dtype = p->array[LA_V].dtype;
+    const int64_t rows = (int64_t)c.B * c.queries * c.HV, columns = max(c.V, c.K);
+    const int64_t of_o = (rows * columns * la_size_of(dtype) + 255) / 256 * 256,
+                  of_v = (c.K * la_size_of(dtype) + 255) / 256 * 256,
+                  of_identity = (int64_t)c.K * c.K * la_size_of(p->real);
+    cudaMemPool_t pool;
+    char *room = NULL;
+    cudaError_t error = pool_of(p->ordinal, &pool);
+    if (error == cudaSuccess)
+        error = cudaMallocFromPoolAsync((void **)&room, of_o + of_v + of_identity, pool, stream);
+    if (error != cudaSuccess) return error;
+    const auto run = [&](call some) {
+        const int64_t row = (int64_t)some.HV * some.V;
+        some.x[LA_O] = {room, {some.queries * row, row, some.V, 1}, dtype};
+        return kernel(some, stream);
+    };
+    error = run(c);
+    if (error == cudaSuccess && c.x[LA_MT].data) {
+        call map = c;
+        map.V = c.K;
+        map.x[LA_V] = {room + of_o, {0, 0, 0, 1}, dtype};
+        map.x[LA_W] = {};
+        map.x[LA_S0] = {room + of_o + of_v, {0, 0, c.K, 1}, p->real};
+        map.x[LA_ST] = c.x[LA_MT];
+        error = cudaMemsetAsync(map.x[LA_V].data, 0, of_v, stream);
+        if (error == cudaSuccess)
+            error = launch(store_identity, c.K, 128, 0, stream, map.x[LA_S0].data, p->real, c.K);
+        if (error == cudaSuccess) error = run(map);
+    }
+    const cudaError_t freed = cudaFreeAsync(room, stream);
+    return error == cudaSuccess ? freed : error;
+}
+
 static cudaError_t token_by_token(const la_problem *p, const call &c, const char *why)
 {
     tell(p, p->pass == LA_STEP ? "one token" : "token by token", "CUDA cores",
          p->real == LA_F64 ? 53 : 24, why);
-    if (la_is_rare(p))
-        return (p->real == LA_F64 ? rare_f64 : rare_f32)[p->kind](c, (cudaStream_t)p->stream);
-    return (p->real == LA_F64 ? scan_f64 : scan_f32)[p->kind](c, (cudaStream_t)p->stream);
+    const bool rare = la_is_rare(p), wide = p->real == LA_F64;
+    const launcher *const kernels = rare ? (wide ? rare_f64 : rare_f32)
+                                    : wide ? scan_f64
+                                           : scan_f32;
+    const launcher kernel = kernels[p->kind];
+    return c.states_only ? states_by_token(p, c, kernel) : kernel(c, (cudaStream_t)p->stream);
 }
 
 /* The limit of the chunk form and of step.cuh. With more keys every call goes token by token:
@@ -305,8 +358,8 @@ la_status la_cuda_layer(const la_layer *j)
     return status_of(p, run_group_norm(*j->norm, stream));
 }
 
-static cudaError_t in_reverse_by_token(const la_problem *p, const call &c, const gradients &d,
-                                       cudaMemPool_t pool)
+static cudaError_t adjoint_by_token(const la_problem *p, const call &c, const gradients &d,
+                                    cudaMemPool_t pool)
 {
     static const backward_launcher *const adjoints[2][2] = {/* [float64][K > 256] */
                                                             {adjoint_f32, adjoint_f32_k512},
@@ -320,6 +373,52 @@ static cudaError_t in_reverse_by_token(const la_problem *p, const call &c, const
     if (error == cudaErrorNotSupported && !rare)
         return adjoints[wide][true][p->kind](c, d, pool, stream);
     return error;
+}
+
+/* Token by token all gradients are made. Those that the caller does not want go to memory that is
+ * freed behind them. */
+static cudaError_t in_reverse_by_token(const la_problem *p, const call &c, const gradients &d,
+                                       cudaMemPool_t pool)
+{
+    if (!p->states_only) return adjoint_by_token(p, c, d, pool);
+    const cudaStream_t stream = (cudaStream_t)p->stream;
+    la_problem all = *p;
+    all.states_only = false;
+    int64_t place[LA_ARRAYS] = {}, bytes = 0;
+    char *room = NULL;
+    const auto each = [&](auto act) {
+        la_set written = la_written[LA_BACKWARD];
+        for (la_name name; la_next(&written, &name);)
+            if (la_array_rows[name].letters[0] != 'N' && la_has(p, name) &&
+                p->array[la_array_rows[name].of].given)
+                act(name);
+    };
+    each([&](la_name name) {
+        la_array *const x = &all.array[name];
+        int64_t dense = 1;
+        *x = {};
+        x->given = true;
+        x->dtype = la_dtype_of(&all, name);
+        x->ndim = la_shape_of(&all, name, x->shape);
+        for (int i = x->ndim - 1; i >= 0; i--) {
+            x->stride[i] = dense;
+            dense *= x->shape[i];
+        }
+        place[name] = bytes;
+        bytes += (dense * la_size_of(x->dtype) + 255) / 256 * 256;
+    });
+    cudaError_t error = cudaSuccess;
+    if (bytes) error = cudaMallocFromPoolAsync((void **)&room, (size_t)bytes, pool, stream);
+    if (error != cudaSuccess) return error;
+    each([&](la_name name) {
+        all.array[name].data = room + place[name];
+        la_settle_output(&all, name);
+    });
+    gradients own = gradients_of(&all);
+    own.range = d.range;
+    error = adjoint_by_token(&all, c, own, pool);
+    const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
+    return error == cudaSuccess ? freed : error;
 }
 
 /* cudaErrorNotSupported: nothing has been done. */
@@ -369,7 +468,7 @@ la_status la_cuda_backward(la_problem *p)
 {
     const la_array *dg = &p->array[LA_DG];
     const bool none = p->N == 0 || (!p->tokens && !p->array[LA_S0].given);
-    if (none && p->decay == LA_HEAD) { /* a sum over no tokens */
+    if (none && p->decay == LA_HEAD && !p->states_only) { /* a sum over no tokens */
         on_device here(p->ordinal);
         const size_t bytes = (size_t)p->HV * la_size_of(dg->dtype);
         return status_of(p, here.error != cudaSuccess

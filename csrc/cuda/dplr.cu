@@ -135,6 +135,7 @@ struct pairs_of_tokens {
     /* An array whose rows of first and second tokens go to these at last. */
     view divided(const view &first, const view &second, int heads, int columns)
     {
+        if (!first.data && !second.data) return {}; /* a call for states alone */
         const view from = array(heads, columns, (first.data ? first : second).dtype);
         if (first.data) move(after, half(from, 0), first, heads, columns, 0);
         if (second.data) move(after, half(from, 1), second, heads, columns, 0);

@@ -312,7 +312,8 @@ static inline void narrow(call *c, int h, int n)
     move_along(0, h, {&c->x[LA_U]});
     move_along(
         1, hv,
-        {&c->x[LA_S0], &c->x[LA_Z0], &c->x[LA_Y0], &c->x[LA_ST], &c->x[LA_ZT], &c->x[LA_YT]});
+        {&c->x[LA_S0], &c->x[LA_Z0], &c->x[LA_Y0], &c->x[LA_ST], &c->x[LA_ZT], &c->x[LA_YT],
+         &c->x[LA_MT]});
     c->H = n;
     c->HV = n * group;
 }

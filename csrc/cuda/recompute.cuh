@@ -55,7 +55,7 @@ keep_state(const left (&s)[N], const adjoint_place<KP, DECAY, RULE, BACKWARD> &p
            const adjoint_chunk &x, const kept &f, int staged, int own)
 {
     constexpr int KEYS = N * 16;
-    if (p.v0 >= p.panels * PANEL) return;
+    if (p.v0 >= p.panels * PANEL || p.c.states_only) return;
     char *const to =
         (BACKWARD ? f.d_states : f.states) + (x.place * p.panels + p.panel) * tile_bytes(KP) + own;
 #if HAS_WARP_GROUPS
@@ -75,7 +75,7 @@ __device__ __forceinline__ void keep_rows(char *panels, const float (&numbers)[8
                                           const adjoint_place<KP, DECAY, RULE, BACKWARD> &p,
                                           const adjoint_chunk &x)
 {
-    if (p.half || p.v0 >= p.panels * PANEL) return;
+    if (p.half || p.v0 >= p.panels * PANEL || p.c.states_only) return;
     put_columns(x.base + x.slice, numbers);
     char *to = panels + (x.place * p.panels + p.panel) * PANEL_BYTES +
                piece_at(x.lane / 2, x.line % 4 * 2 + x.lane % 2);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_dv(const float (&dV)[8][4],
                                          const adjoint_place<KP, DECAY, RULE, BACKWARD> &p,
                                          const adjoint_chunk &x)
 {
-    if (p.half || p.columns <= 0) return;
+    if (p.half || p.columns <= 0 || p.c.states_only) return;
     put_columns(x.base + x.slice, dV);
     char *to = at(p.d[LA_DV], p.u.b, x.t + x.lane / 2, p.u.hv, p.v0 + x.lane % 2 * 8);
     const int64_t row = p.d[LA_DV].stride[1] * 2;
@@ -312,31 +312,35 @@ chunk_backwards(float (&dS)[N][4], const left (&s)[M], left (&d_o)[4], partner &
      * keys may be that of two warps */
     constexpr bool apart = DECAY == LA_TOKEN || HALVES == 2;
     float dU[8][4] = {}, of_read[apart ? 8 : 1][4] = {};
-    products_begin();
-    multiply_rows(dU, s, x.base + p.rows.written + own);
-    if constexpr (apart)
-        multiply_columns(of_read, d_o, x.base + part::scores);
-    else
-        multiply_columns(dU, d_o, x.base + part::scores);
-    products_commit();
-    keep_state(s, p, x, f, staged, own);
-    decay_chunk<DECAY, BACKWARD>(dS, x, first_key);
-    products_wait<0>();
-    products_in(dU);
-    products_in(of_read);
-    add_other_half<HALVES>(dU, other);
+    if (RULE == LA_ADDITIVE && p.c.states_only) { /* dS takes no part of dU */
+        decay_chunk<DECAY, BACKWARD>(dS, x, first_key);
+    } else {
+        products_begin();
+        multiply_rows(dU, s, x.base + p.rows.written + own);
+        if constexpr (apart)
+            multiply_columns(of_read, d_o, x.base + part::scores);
+        else
+            multiply_columns(dU, d_o, x.base + part::scores);
+        products_commit();
+        keep_state(s, p, x, f, staged, own);
+        decay_chunk<DECAY, BACKWARD>(dS, x, first_key);
+        products_wait<0>();
+        products_in(dU);
+        products_in(of_read);
+        add_other_half<HALVES>(dU, other);
+        if constexpr (apart)
+#pragma unroll
+            for (int m = 0; m < 8; m++) {
+                const float2 a = DECAY == LA_TOKEN ? *(const float2 *)(x.out + m * 8 + x.pair)
+                                                   : make_float2(1, 1);
+                dU[m][0] = a.x * dU[m][0] + of_read[m][0];
+                dU[m][1] = a.y * dU[m][1] + of_read[m][1];
+                dU[m][2] = a.x * dU[m][2] + of_read[m][2];
+                dU[m][3] = a.y * dU[m][3] + of_read[m][3];
+            }
+    }
     /* dO times the scale and the decay from the start of the chunk, unless q^ has them */
     if (!lies_in_rows<DECAY>) scale_operands(d_o, DECAY == LA_TOKEN ? x.in : NULL, scale);
-    if constexpr (apart)
-#pragma unroll
-        for (int m = 0; m < 8; m++) {
-            const float2 a =
-                DECAY == LA_TOKEN ? *(const float2 *)(x.out + m * 8 + x.pair) : make_float2(1, 1);
-            dU[m][0] = a.x * dU[m][0] + of_read[m][0];
-            dU[m][1] = a.y * dU[m][1] + of_read[m][1];
-            dU[m][2] = a.x * dU[m][2] + of_read[m][2];
-            dU[m][3] = a.y * dU[m][3] + of_read[m][3];
-        }
     if constexpr (RULE == LA_DPLR) {
         dplr_backwards(dS, s, d_o, dU, p, x, f, spoiled, end, scale);
     } else if constexpr (RULE == LA_DELTA) {
@@ -508,7 +512,8 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
 }
 
 /* Neither pass needs the results of the other, so they run side by side. The backward pass takes
- * longer and has the first half of the blocks. staged: from here on states lie in shared memory on
+ * longer and has the first half of the blocks: all of them, where the gradient of the first state is
+ * all that is wanted. Then nothing is kept. staged: from here on states lie in shared memory on
  * their way to the copy engine; 0: there is no room for them. */
 template <int KP, la_decay DECAY, la_rule RULE, typename = element>
 __global__ void __launch_bounds__((ADJOINT_WARPS + HAS_WARP_GROUPS * ADJOINT_PRODUCERS) * 32, 1)
@@ -516,7 +521,7 @@ __global__ void __launch_bounds__((ADJOINT_WARPS + HAS_WARP_GROUPS * ADJOINT_PRO
                      const __grid_constant__ chunks w, const __grid_constant__ backward_maps maps,
                      const __grid_constant__ kept f, int tiles, int stages, int staged)
 {
-    const int half = gridDim.x / 2, index = blockIdx.x % half;
+    const int half = gridDim.x / (c.states_only ? 1 : 2), index = blockIdx.x % half;
     if (HAS_WARP_GROUPS && KP <= 128) stages = ADJOINT_STAGES;
     if (blockIdx.x < half)
         chunks_for_adjoint<KP, DECAY, RULE, true>(c, d, w, maps, f, tiles, stages, staged, index);

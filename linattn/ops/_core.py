@@ -6,16 +6,18 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from types import FrameType, MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
 
 import numpy as np
 
 from linattn import _linattn
-from linattn.features import is_seen, is_tensor, shape_of
+from linattn.features import is_seen, is_tensor, is_traced, shape_of
 
 __all__ = [
     "NAMES",
+    "STATES_ONLY",
     "WAYS",
     "AnyArray",
     "Array",
@@ -154,6 +156,15 @@ def other_ways(x: object) -> Ways | None:
     return None if type(x) is np.ndarray or is_tensor(x) else WAYS.get()
 
 
+# Within a call of linattn/segments.py the core makes states alone: no o, and no gradient but that
+# of the first state. These are the options that say so.
+STATES_ONLY: ContextVar[Mapping[str, Any]] = ContextVar("STATES_ONLY", default=MappingProxyType({}))
+
+
+def _states_only(x: object) -> Mapping[str, Any]:
+    return {} if is_traced(x) else STATES_ONLY.get()  # torch.compile reads no such variable
+
+
 def core_for(q: object, mask: object = None) -> Callable[..., tuple[Any, Any]]:
     """The forward pass for arrays like q: the core's, or PyTorch's way to it, which records. With a
     mask, that of the tokens it leaves."""
@@ -161,6 +172,8 @@ def core_for(q: object, mask: object = None) -> Callable[..., tuple[Any, Any]]:
         from linattn.ops import _padding
 
         return _padding.masked_forward(core_for(q), mask)
+    if only := _states_only(q):
+        return partial(_linattn.forward, **only)
     if not is_tensor(q):
         ways = other_ways(q)
         return _linattn.forward if ways is None else ways.forward
@@ -169,10 +182,11 @@ def core_for(q: object, mask: object = None) -> Callable[..., tuple[Any, Any]]:
     return autograd.forward
 
 
-def backward_for(mask: object) -> Callable[..., tuple[Any, ...]]:
+def backward_for(do: object, mask: object) -> Callable[..., tuple[Any, ...]]:
     """The core's backward pass; with a mask, that of the tokens it leaves."""
     if mask is None:
-        return _linattn.backward
+        only = _states_only(do)
+        return partial(_linattn.backward, **only) if only else _linattn.backward
     from linattn.ops import _padding
 
     return _padding.masked_backward(mask)
@@ -198,7 +212,8 @@ NAMES: ContextVar[Mapping[str, str]] = ContextVar("NAMES", default=MappingProxyT
 
 
 def _is_ours(name: object) -> bool:
-    return isinstance(name, str) and name.startswith(("linattn.ops", "linattn.composed"))
+    ours = ("linattn.ops", "linattn.composed", "linattn.segments")
+    return isinstance(name, str) and name.startswith(ours)
 
 
 def warn_of_growth(name: str, expected: str) -> None:

@@ -329,7 +329,7 @@ def delta_rule_backward(
     """
     if _unknown:
         refuse_unknown("delta_rule_backward", _unknown)
-    grads = backward_for(mask)(
+    grads = backward_for(do, mask)(
         "delta_rule",
         q,
         k,

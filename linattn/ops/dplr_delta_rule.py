@@ -370,7 +370,7 @@ def dplr_delta_rule_backward(
     """
     if _unknown:
         refuse_unknown("dplr_delta_rule_backward", _unknown)
-    grads = backward_for(mask)(
+    grads = backward_for(do, mask)(
         "dplr_delta_rule",
         q,
         k,

@@ -374,7 +374,7 @@ def gated_delta_rule_backward(
     """
     if _unknown:
         refuse_unknown("gated_delta_rule_backward", _unknown)
-    grads = backward_for(mask)(
+    grads = backward_for(do, mask)(
         "gated_delta_rule",
         q,
         k,

@@ -346,7 +346,7 @@ def gla_backward(
     """
     if _unknown:
         refuse_unknown("gla_backward", _unknown)
-    grads = backward_for(mask)(
+    grads = backward_for(do, mask)(
         "gla",
         q,
         k,

@@ -371,7 +371,7 @@ def kda_backward(
     """
     if _unknown:
         refuse_unknown("kda_backward", _unknown)
-    grads = backward_for(mask)(
+    grads = backward_for(do, mask)(
         "kda",
         q,
         k,

@@ -326,7 +326,7 @@ def lightning_attention_backward(
     """
     if _unknown:
         refuse_unknown("lightning_attention_backward", _unknown)
-    grads = backward_for(mask)(
+    grads = backward_for(do, mask)(
         "lightning_attention",
         q,
         k,

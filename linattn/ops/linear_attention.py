@@ -405,7 +405,7 @@ state_v_first :
     q0: Any = q
     k0: Any = k
     q1, k1, q, k, core_l2norm = mapped(phi_q, phi_k, q, k, qk_l2norm, {})
-    grads = backward_for(mask)(
+    grads = backward_for(do, mask)(
         "linear_attention",
         q,
         k,

@@ -372,7 +372,7 @@ def retention_backward(
     if _unknown:
         refuse_unknown("retention_backward", _unknown)
     gate = _gamma_of(q, k, v, 4) if gamma is None else gamma
-    grads = backward_for(mask)(
+    grads = backward_for(do, mask)(
         "retention",
         q,
         k,

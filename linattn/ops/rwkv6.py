@@ -350,7 +350,7 @@ def rwkv6_backward(
     """
     if _unknown:
         refuse_unknown("rwkv6_backward", _unknown)
-    grads = backward_for(mask)(
+    grads = backward_for(do, mask)(
         "rwkv6",
         q,
         k,

@@ -346,7 +346,7 @@ def simple_gla_backward(
     """
     if _unknown:
         refuse_unknown("simple_gla_backward", _unknown)
-    grads = backward_for(mask)(
+    grads = backward_for(do, mask)(
         "simple_gla",
         q,
         k,

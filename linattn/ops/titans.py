@@ -376,7 +376,7 @@ def titans_backward(
     """
     if _unknown:
         refuse_unknown("titans_backward", _unknown)
-    grads = backward_for(mask)(
+    grads = backward_for(do, mask)(
         "titans",
         q,
         k,
