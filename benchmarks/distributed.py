@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import linattn
 import linattn.distributed as lad
+from linattn.segments import final_state
 from linattn.testing import make_inputs
 
 from .report import lines
@@ -28,17 +29,22 @@ OPS = [
 ]
 ROUNDS = 7
 SIZES = {"cuda": {"T": 65536, "H": 32, "K": 128, "V": 128}, "cpu": {"T": 2048, "H": 4}}
+DRAWN = 2048  # tokens
 CLOSE = {"cuda": 2e-2, "cpu": 1e-5}  # of bfloat16 and float32, by norms
 
 
 def problem(op, device, T, H, K=64, V=64):
-    """Tensors of a row, which record gradients, and a gradient of o."""
+    """Tensors of a row, and a gradient of o. The tokens of a long row come again and again: NumPy
+    takes longer to draw them than all calls together."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    given = make_inputs(op, np.random.default_rng(0), T=T, H=H, K=K, V=V, dtype=np.float32)
+    drawn = min(T, DRAWN)
+    given = make_inputs(op, np.random.default_rng(0), T=drawn, H=H, K=K, V=V, dtype=np.float32)
     tensors = {
         name: torch.from_numpy(x).to(device, torch.float32 if name == "g" else dtype)
         for name, x in given.items()
     }
+    times = -(-T // drawn)
+    tensors = {name: x.repeat(1, times, *[1] * (x.dim() - 2))[:, :T] for name, x in tensors.items()}
     do = torch.ones(1, T, H, V, device=device, dtype=dtype)
     return tensors, do
 
@@ -89,8 +95,7 @@ def measure(op, device, rounds):
 
     def both(function, x, d, **group):
         o, _ = function(**x, **group)
-        o.backward(d)
-        return o.detach()
+        return o.detach(), *torch.autograd.grad(o, tuple(x.values()), d)
 
     calls = (
         lambda: forward(alone, whole),
@@ -98,11 +103,27 @@ def measure(op, device, rounds):
         lambda: both(alone, whole, do),
         lambda: both(shared, own, do[:, part], group=context),
     )
-    wanted, found = calls[2](), calls[3]()
-    errors = {"o": apart(found, wanted[:, part])}
-    errors |= {name: apart(x.grad, whole[name].grad[:, part]) for name, x in own.items()}
-    for name, error in errors.items():
+    results = zip(("o", *own), calls[2](), calls[3](), strict=True)
+    for name, wanted, found in results:
+        error = apart(found, wanted[:, part])
         assert error < CLOSE[device], f"{op}: {name} of rank {rank} is off by {error:.1e}"
+    return [seconds(call, device, rounds) for call in calls]
+
+
+def measure_parts(op, device, rounds):
+    """Seconds of what a rank does with its tokens, here with all of the row: its final state, its
+    map, the op, the gradient of its initial state, all gradients."""
+    tensors, do = problem(op, device, **SIZES[device])
+    shape = tensors["q"].shape
+    before = torch.zeros(shape[0], shape[2], shape[3], do.shape[3], device=device)
+    back = getattr(linattn, f"{op}_backward")
+    calls = (
+        lambda: final_state(op, None, **tensors),
+        lambda: linattn.segment_map(op, **tensors),
+        lambda: getattr(linattn, op)(**tensors, initial_state=before),
+        lambda: linattn.segment_map_backward(op, do, **tensors),
+        lambda: back(do, **tensors, initial_state=before),
+    )
     return [seconds(call, device, rounds) for call in calls]
 
 
@@ -114,8 +135,10 @@ def run(given):
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    rows = []
+    rows, parts = [], []
     for op in OPS:
+        found = measure_parts(op, device, given.rounds or ROUNDS)
+        parts.append([op, *(f"{1e3 * x:.2f}" for x in found)])
         one, all_, one_both, all_both = measure(op, device, given.rounds or ROUNDS)
         rows.append(
             [
@@ -134,5 +157,8 @@ def run(given):
         print("milliseconds, medians of the slowest rank\n")
         names = ["op", "forward, one", "all", "ratio", "with backward, one", "all", "ratio"]
         print("\n".join(lines(names, rows)))
+        print("\none rank with all tokens\n")
+        names = ["op", "final state", "map", "forward", "d initial state", "backward"]
+        print("\n".join(lines(names, parts)))
     dist.destroy_process_group()
     return 0

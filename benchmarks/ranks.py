@@ -3,17 +3,17 @@
     python -m benchmarks ranks
     python -m benchmarks ranks --plot docs/ranks.png
 
-A rank that a sequence passes walks over its tokens twice, or in a delta rule's forward pass three
-times; then it waits for an exchange (docs/distributed.md). So P ranks take
+A rank first makes its map, waits for an exchange, and makes the call itself. In the backward pass
+it first makes the gradient of its initial state (docs/distributed.md). So P ranks take
 
-    (walks forward * F + walks backward * B) / P + exchanges
+    (map + forward + gradient of the initial state + backward) / P + exchanges
 
-where F and B are the times of one GPU. A forward pass by itself waits for the host's calls of its
-exchange. With a backward pass behind it these calls run beside the kernels, as long as the kernels
-take longer. A layer's products, and those of a multilayer perceptron, are shared by the ranks
-without an exchange.
+where the parts are those of one GPU with all tokens. Of two ranks the first one makes no map, but
+its final state. The host's calls of an exchange run beside the kernels before it, as long as
+these take longer. A forward pass by itself also waits for the host's first calls. A layer's
+products, and those of a multilayer perceptron, are shared by the ranks without an exchange.
 
-F and B are those of `python -m benchmarks distributed` on two H200 of one host (2026-11-26; T
+The parts are those of `python -m benchmarks distributed` on two H200 of one host (2026-11-29; T
 65536, 32 heads, K = V = 128, bfloat16), as milliseconds of one GPU. They grow with T: the heads of
 one row leave some of the GPU's processors without work, at any T.
 """
@@ -26,13 +26,31 @@ import linattn
 from .report import lines
 
 TOKENS, HEADS, K, V = 65536, 32, 128, 128
-MEASURED = {  # op: one GPU forward and with backward, two GPUs forward and with backward; ms
-    "simple_gla": (1.64, 8.6, 2.12, 8.6),
-    "gla": (2.65, 19.3, 3.36, 19.0),
-    "gated_delta_rule": (2.78, 11.4, 3.21, 11.5),
-    "kda": (3.80, 26.7, 4.61, 23.2),
+
+
+class Parts(NamedTuple):
+    """Milliseconds of one GPU: of all calls that a rank makes."""
+
+    final: float  # its final state
+    map: float
+    forward: float
+    initial: float  # the gradient of its initial state
+    backward: float
+
+
+MEASURED = {
+    "simple_gla": Parts(0.71, 0.74, 1.61, 0.70, 4.20),
+    "gla": Parts(1.09, 1.37, 2.17, 1.12, 7.52),
+    "gated_delta_rule": Parts(1.18, 1.22, 1.27, 1.59, 6.00),
+    "kda": Parts(2.88, 2.92, 3.37, 3.27, 13.37),
 }
-HOST = 0.5e-3  # the host's calls of an exchange: forward, two GPUs less one, above
+TWO = {  # milliseconds of two GPUs: forward, and with a backward pass
+    "simple_gla": (1.66, 4.43),
+    "gla": (2.05, 6.51),
+    "gated_delta_rule": (1.56, 5.51),
+    "kda": (3.54, 10.89),
+}
+HOST, HOST_BACK = 0.4e-3, 0.9e-3  # the host's calls of an exchange, by which two GPUs take so long
 NVLINK, NETWORK = 450e9, 50e9  # bytes a second one way: within a host; 400 Gb/s for each GPU
 NODE = 8  # GPUs of a host
 FLOPS = 600e12  # a second, of bfloat16 products of a layer
@@ -47,23 +65,17 @@ class Cost(NamedTuple):
     forward: float
     both: float
 
+    def times(self, factor):
+        return Cost(*(factor * x for x in self))
+
     def plus(self, seconds):
         """With products, whose backward pass takes twice as long."""
         return Cost(self.forward + seconds, self.both + 3 * seconds)
 
 
 def one_gpu(op, T):
-    forward, both, *_ = MEASURED[op]
-    return Cost(forward * 1e-3 * T / TOKENS, both * 1e-3 * T / TOKENS)
-
-
-def walks(op, ranks):
-    """How often the slowest rank goes over its tokens, forward and backward. Of two ranks each has
-    an end of the sequence: one walks while the other waits."""
-    if ranks == 1:
-        return 1, 1
-    columns = 1 + K / V if linattn.VARIANTS[op].rule == "delta" else 1  # those of X and of M
-    return (1 + columns if ranks > 2 else 2), 2
+    own = MEASURED[op]
+    return Cost(own.forward, own.forward + own.backward).times(1e-3 * T / TOKENS)
 
 
 def exchange(op, ranks, backward=False):
@@ -79,12 +91,17 @@ def exchange(op, ranks, backward=False):
 
 def shared(op, T, ranks):
     """The same of a row over many ranks."""
-    one = one_gpu(op, T / ranks)
-    ahead, back = walks(op, ranks)
-    forward = ahead * one.forward + exchange(op, ranks)
-    both = forward + back * (one.both - one.forward) + exchange(op, ranks, backward=True)
-    host = HOST if ranks > 1 else 0
-    return Cost(forward + host, max(both, 2 * host))
+    if ranks == 1:
+        return one_gpu(op, T)
+    own, part = MEASURED[op], 1e-3 * T / ranks / TOKENS
+    ahead = part * (own.final if ranks == 2 else own.map)
+    # the GPU waits for the host's calls if what it did before them takes less time
+    forward = ahead + max(0, HOST - ahead) + part * own.forward + exchange(op, ranks)
+    initial = part * own.initial
+    back = (
+        initial + max(0, HOST_BACK - initial) + part * own.backward + exchange(op, ranks, backward=True)
+    )
+    return Cost(forward + HOST, forward + back)
 
 
 def products(T, what):
@@ -108,7 +125,7 @@ def percent(x):
 def beside_measured():
     """Two ranks by counting, and as they were measured."""
     rows = []
-    for op, (*_, forward, both) in MEASURED.items():
+    for op, (forward, both) in TWO.items():
         by_count = shared(op, TOKENS, 2)
         shown = (by_count.forward * 1e3, forward, by_count.both * 1e3, both)
         rows.append([op, *(f"{x:.2f}" for x in shown)])

@@ -32,7 +32,7 @@ from support.variants import GATED, HEAD_DECAY, NORMALISED, PREDICTS
 
 import linattn
 import linattn.distributed as lad
-from linattn import _rooms, scans
+from linattn import _rooms, scans, testing
 from linattn.distributed._calls import Call, is_flushing
 from linattn.variants import ARRAYS
 
@@ -451,3 +451,55 @@ def test_arrays_of_tokens_have_three_axes():
         for line in room.lines:
             if line.role == "INPUT" and line.gradient and "F" in line.passes:
                 assert ("T" in line.letters) == (len(line.letters) > 2), line
+
+
+def parts_in_order(group, op, lengths, x):
+    """The names of a call's parts in a profile, forward and backward, in the order of time."""
+    mine = slice(sum(lengths[: group.rank()]), sum(lengths[: group.rank() + 1]))
+    tensors = {
+        name: torch.from_numpy(np.ascontiguousarray(a[:, mine])).requires_grad_()
+        for name, a in x.items()
+    }
+    cp = lad.context(group, lengths=lengths, check=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        o, _ = getattr(lad, op)(**tensors, group=cp)
+        o.sum().backward()
+    events = sorted(seen.events(), key=lambda event: event.time_range.start)
+    names = [event.name for event in events if event.name.startswith("linattn.distributed: ")]
+    return [name.removeprefix("linattn.distributed: ") for name in names]
+
+
+def test_a_profile_names_the_parts(ranks, rng):
+    """A rank's map comes before the exchange, as does the gradient of its first state."""
+    lengths = [5, 6, 7]
+    x = testing.make_inputs("gla", rng, T=18, H=2, K=4, V=4, dtype=np.float64)
+    for rank, found in enumerate(ranks.run(3, parts_in_order, "gla", lengths, x)):
+        first = ["gradient of the initial state"] if rank else []
+        assert found == ["map", "exchange", *first, "exchange"]
+
+
+def masked_on_rank(group, op, lengths, x, mask):
+    mine = slice(sum(lengths[: group.rank()]), sum(lengths[: group.rank() + 1]))
+    tensors = {name: torch.from_numpy(a[:, mine].copy()).requires_grad_() for name, a in x.items()}
+    cp = lad.context(group, lengths=lengths)
+    there = torch.from_numpy(mask[:, mine].copy())
+    o, S = getattr(lad, op)(**tensors, group=cp, mask=there, output_final_state="all")
+    gradients = torch.autograd.grad(o.square().sum(), tuple(tensors.values()))
+    return o.detach().numpy(), S.detach().numpy(), [d.numpy() for d in gradients]
+
+
+@pytest.mark.parametrize("op", ["gla", "delta_rule"])
+def test_padding(op, ranks, rng):
+    """Of each rank's tokens, those of a mask count: on a rank that a row passes too."""
+    x = testing.make_inputs(op, rng, B=2, T=18, H=2, K=4, V=4, dtype=np.float64)
+    mask = rng.random((2, 18)) < 0.6
+    answers = ranks.run(3, masked_on_rank, op, [5, 6, 7], x, mask)
+    whole = {name: torch.from_numpy(a).requires_grad_() for name, a in x.items()}
+    call = getattr(linattn, op)
+    o, S = call(**whole, mask=torch.from_numpy(mask), output_final_state=True)
+    wanted = torch.autograd.grad(o.square().sum(), tuple(whole.values()))
+    near(np.concatenate([o for o, *_ in answers], 1), o, "o")
+    for _, found, _ in answers:
+        near(found, S, "final state")
+    for i, want in enumerate(wanted):
+        near(np.concatenate([ds[i] for *_, ds in answers], 1), want, "gradient")

@@ -7,7 +7,6 @@ A scan, which is not in the table, has a diagonal.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,13 +20,13 @@ from linattn.autograd import gate_of, is_number, tensor_of
 from linattn.distributed._exchange import Form
 from linattn.distributed._systems import SYSTEMS
 from linattn.features import core_features, mapped
+from linattn.segments import final_state, segment_map, segment_map_backward, signature_of
 from linattn.variants import VARIANTS
 
 __all__ = ["Call", "Derivatives", "States", "is_flushing", "names_of_states"]
 
 States = tuple[Tensor, ...]  # the state of a call, or the two of a pair
 _NOT_OPTIONS = ("cu_seqlens", "out")
-_LOGARITHMS = ("g", "slopes")  # what a decay is the exponential of, and what minus that
 
 
 class Derivatives(NamedTuple):
@@ -104,7 +103,7 @@ class Call:
                 if given[x] is not None:
                     raise ValueError(f"{x}: expected None where ranks share the tokens")
         self.causal = self.options.get("causal", True)
-        takes = inspect.signature(self.back).parameters
+        takes = signature_of(self.back).parameters
         self.back_options = {x: value for x, value in self.options.items() if x in takes}
         self.shapes: list[tuple[int, ...]] = []  # of each state, without the axis of sequences
 
@@ -236,6 +235,25 @@ class Call:
         smooth = [x for x, array in arrays.items() if array.dtype != torch.bool]
         return Derivatives({x: by_name.get(f"d{x}", by_name.get("dg")) for x in smooth}, d_initial)
 
+    @property
+    def is_linear(self) -> bool:
+        """Are there calls for states alone? Then a final state, or the gradient of an initial one,
+        is made without all else."""
+        return self.row is not None and not self.options.get("normalize")
+
+    def final_states(self, arrays: Mapping[str, Tensor], states: States | None) -> States:
+        """The state after the tokens, and no o."""
+        found = final_state(self.name, self._given(states), **arrays, **self.options)
+        return found if isinstance(found, tuple) else (found,)
+
+    def d_initial_states(
+        self, do: Tensor, arrays: Mapping[str, Tensor], d_states: States | None
+    ) -> States:
+        """The gradient of the state before the tokens, and no other."""
+        options = {**self.back_options, "d_final_state": self._given(d_states)}
+        found = segment_map_backward(self.name, do.contiguous(), **arrays, **options)
+        return found if isinstance(found, tuple) else (found,)
+
     def zeros(self, n: int) -> States:
         """The state before n sequences."""
         return tuple(self.like.new_zeros(n, *shape, dtype=self.real) for shape in self.shapes)
@@ -289,64 +307,37 @@ class Call:
         """X and M of tokens that turn any state S into M S + X."""
         if self.is_scan:
             return self._map_of_scan(arrays)
-        if self.has_matrix or self.system is not None:
+        if self.system is not None:
             return self._map_by_columns(arrays)
-        _, X = self.run(arrays, None, None)
-        return self.as_rows(X), self._decays(arrays)
+        with _flushing(self.like.device):
+            X, M = segment_map(self.name, **arrays, **self.options)
+        rows = None if M is None else M.flatten(0, 1)
+        if M is not None and M.dim() == 2:
+            rows = M.reshape(-1, 1)
+        return self.as_rows(X if isinstance(X, tuple) else (X,)), rows
 
     def _map_by_columns(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Values [v | 0] from the state [0 | I]: scores are made once for both.
+        """Of a system: values [v | 0] from the state [0 | I]. Scores are made once for both.
 
         Where M is a diagonal, one column of ones is enough.
         """
+        assert self.system is not None
         v = arrays[self.value]
         V = v.shape[3]
         heads, K = self.shapes[0][:2]
-        keys = K * len(self.shapes)
-        one = torch.ones(keys, 1, dtype=self.real, device=v.device)
+        one = torch.ones(K, 1, dtype=self.real, device=v.device)
         if self.has_matrix:
-            one = torch.eye(keys, dtype=self.real, device=v.device)
-        start = torch.cat([one.new_zeros(keys, V), one], 1)
-        states = tuple(x.expand(len(v), heads, -1, -1) for x in start.chunk(len(self.shapes)))
-        beside, read = ((), ()) if self.system is None else self.system[2:4]
+            one = torch.eye(K, dtype=self.real, device=v.device)
+        start = torch.cat([one.new_zeros(K, V), one], 1)
+        beside, read = self.system[2:4]
         wide = {x: array for x, array in arrays.items() if x not in read}
         for x in {self.value, *beside} & arrays.keys():
             wide[x] = torch.cat([wide[x], wide[x].new_zeros(*wide[x].shape[:3], one.shape[1])], 3)
         with _flushing(v.device):
-            _, found = self.run(wide, states, None)
+            _, found = self.run(wide, (start.expand(len(v), heads, -1, -1),), None)
         rows = self.as_rows(found)
         M = rows[..., V:]
         return rows[..., :V], M if self.has_matrix else M[..., 0]
-
-    def _decays(self, arrays: Mapping[str, Tensor]) -> Tensor | None:
-        """The product of the decays, from the sum of their logarithms where these are given."""
-        assert self.row is not None
-        if self.row.decay == "none":
-            return None
-        k = arrays["k"]
-        (B, T), heads = k.shape[:2], self.shapes[0][0]
-        given = {**self.options, **arrays}
-        name = gate_of(given)
-        assert name is not None
-        gate = given[name]
-        if is_number(gate):
-            gate = torch.full((1,), float(gate), dtype=torch.float64)
-        real = torch.float64
-        if gate.dim() > 2 and name in _LOGARITHMS:
-            total = gate.sum(1, dtype=real).exp()
-        elif gate.dim() > 2:
-            total = gate.prod(1, dtype=real)
-        elif T == 0:
-            total = torch.ones_like(gate, dtype=real)
-        elif name in _LOGARITHMS:
-            total = (gate.to(real) * (-T if name == "slopes" else T)).exp()
-        else:
-            total = gate.to(real) ** T
-        total = total.to(self.like.device, self.real)
-        keys = k.shape[3] if self.row.decay == "key" else 1
-        if gate.dim() < 3:
-            total = total.reshape(1, -1, 1)
-        return total.reshape(len(total), total.shape[1], -1).expand(B, heads, keys).flatten(0, 1)
 
     def _map_of_scan(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Rows as they are from zeros, and rows that write nothing from ones, in one call."""

@@ -1,19 +1,23 @@
 """The ops and scans on the tokens of one rank, recorded by PyTorch as one step each.
 
-Most ranks walk over their tokens once, before or after the exchange: the tokens of a sequence that
-begins here need nothing from the left, and those of one that ends here give nothing to the right.
-A rank that a sequence passes walks twice: once for its map, and once from the state that arrives.
+First comes what a rank gives to others, by calls that make states alone: its map, its final state,
+or in a backward pass the gradient of its initial state. The exchange follows. Then comes the call
+itself, from the state that arrived. So no rank waits for another one's call.
+
+Scans, systems and normalised ops have no calls for states alone. There a sequence that begins on a
+rank is run before the exchange, which takes its final state, and a rank that a sequence passes
+walks over its tokens twice.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 import linattn
 from linattn.distributed._agreement import asks_for_states, prepared, refuse_edges
@@ -22,6 +26,7 @@ from linattn.distributed._carried import CARRIED
 from linattn.distributed._context import Context, group_of, not_traced
 from linattn.distributed._exchange import everywhere, exchange, exchange_back
 from linattn.distributed._systems import SYSTEMS
+from linattn.segments import signature_of
 from linattn.variants import ARRAYS, VARIANTS
 
 __all__ = ["shared"]
@@ -63,6 +68,14 @@ def _pieces(context: Context, device: torch.device) -> tuple[_Piece | None, _Pie
     )
 
 
+def _last_part(context: Context) -> _Piece:
+    """The last part of a sequence here, and of others nothing; all rows, if they are not packed."""
+    edges = context.local_edges
+    if edges is None:
+        return _Piece(_EVERYTHING, _EVERYTHING, None)
+    return _Piece(slice(edges[-2], edges[-1]), slice(-1, None), None)
+
+
 def _crossing(context: Context) -> slice:
     """Of the parts here, the last one; all rows, if they are not packed."""
     return _EVERYTHING if context.edges is None else slice(-1, None)
@@ -87,16 +100,28 @@ class _Shared(torch.autograd.Function):
         share = context.share
         head, rest = _pieces(context, call.like.device)
         form = call.form(call.B)
+        last = _last_part(context) if share.goes_on and not share.passes else None
         found = []
         X = M = None
-        with _unlike_autocast(call):
+
+        def run_rest() -> None:
             if rest is not None:
                 found.append(call.run(rest.of(call, arrays), rest.states(given), rest.edges))
-                if share.goes_on:
+
+        with _unlike_autocast(call):
+            with record_function("linattn.distributed: map"):
+                if share.passes:
+                    X, M = call.map(arrays)
+                elif last is not None and call.is_linear:
+                    own, before = last.of(call, arrays), last.states(given)
+                    X = call.as_rows(call.final_states(own, before))
+                elif last is not None:
+                    run_rest()
                     X = call.as_rows([S[_crossing(context)] for S in found[-1][1]])
-            elif share.passes:
-                X, M = call.map(arrays)
-            S_in, kept = exchange(context, form, X, M)
+            with record_function("linattn.distributed: exchange"):
+                S_in, kept = exchange(context, form, X, M)
+            if not found:
+                run_rest()
             if head is not None:
                 assert S_in is not None
                 ran = call.run(head.of(call, arrays), call.as_states(S_in), head.edges)
@@ -131,14 +156,20 @@ class _Shared(torch.autograd.Function):
             E = before = None
             if head is not None:
                 before = call.as_states(S_in)
-                first = back(head, before, None)
-                assert first.states is not None
-                E = call.as_rows(first.states)
-                if not share.passes:
-                    found.append(first)
-            G = exchange_back(context, form, E, kept)
-            if head is not None and share.passes:
-                found.append(back(head, before, G))
+                with record_function("linattn.distributed: gradient of the initial state"):
+                    if call.is_linear:
+                        own, ends = head.of(call, arrays), head.states(d_finals)
+                        E = call.as_rows(call.d_initial_states(do[:, head.tokens], own, ends))
+                    else:
+                        first = back(head, before, None)
+                        assert first.states is not None
+                        E = call.as_rows(first.states)
+                        if not share.passes:
+                            found.append(first)
+            with record_function("linattn.distributed: exchange"):
+                G = exchange_back(context, form, E, kept)
+            if head is not None and not found:
+                found.append(back(head, before, G if share.passes else None))
             if rest is not None:
                 found.append(back(rest, rest.states(given), G))
         d_given: tuple[Any, ...] = ()
@@ -273,7 +304,7 @@ def _bound(function: Any, args: tuple[Any, ...], given: dict[str, Any]) -> dict[
     """The arguments of a function by their names, defaults too."""
     name = function.__name__
     try:
-        signature = inspect.signature(function).bind(*args, **given)
+        signature = signature_of(function).bind(*args, **given)
     except TypeError as error:
         raise TypeError(f"{name}() {error}") from None
     signature.apply_defaults()
