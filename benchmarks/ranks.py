@@ -99,7 +99,10 @@ def shared(op, T, ranks):
     forward = ahead + max(0, HOST - ahead) + part * own.forward + exchange(op, ranks)
     initial = part * own.initial
     back = (
-        initial + max(0, HOST_BACK - initial) + part * own.backward + exchange(op, ranks, backward=True)
+        initial
+        + max(0, HOST_BACK - initial)
+        + part * own.backward
+        + exchange(op, ranks, backward=True)
     )
     return Cost(forward + HOST, forward + back)
 
