@@ -86,7 +86,6 @@ UNSUPPORTED = {
     "reverse": True,
     "gv": np.zeros(1),
     "return_intermediate_states": True,
-    "cp_context": object(),
 }
 # These have tests of their own, under "gates and betas before their activation".
 ACTIVATION = {
@@ -144,6 +143,7 @@ def test_every_name_is_there():
     elsewhere = {name for file in files for name in file.__all__} - {"by_value"}
     elsewhere |= {"chunk_gdn2", "fused_recurrent_gdn2", "use_linattn"}  # test_compat_slots.py
     elsewhere |= {"parallel_retention", "parallel_simple_gla"}
+    elsewhere |= {"build_cp_context"}  # test_compat_ranks.py
     assert sorted(fla.__all__) == sorted([*SIGNATURES, *ALIASES, *elsewhere])
     for alias, name in ALIASES.items():
         assert getattr(fla, alias) is getattr(fla, name)
@@ -206,6 +206,9 @@ def test_what_is_not_supported_is_refused_by_name(name, rng):
     for what in tried:
         with pytest.raises(ValueError, match=rf"^{what}: not supported"):
             getattr(fla, name)(**theirs | {what: UNSUPPORTED[what]})
+    if "cp_context" in parameters(name):
+        with pytest.raises(TypeError, match=r"^cp_context: expected a context of .*, got .*object"):
+            getattr(fla, name)(**theirs, cp_context=object())
     with pytest.raises(TypeError, match="head_first"):
         getattr(fla, name)(**theirs, head_first=True)
     # every parameter is used, refused, or documented to make no difference
@@ -218,6 +221,7 @@ def test_what_is_not_supported_is_refused_by_name(name, rng):
         "initial_state",
         "output_final_state",
         "cu_seqlens",
+        "cp_context",
         "normalize",
         "state_v_first",
         "use_qk_l2norm_in_kernel",

@@ -41,7 +41,7 @@ SIGNATURES = {
         f"q, k, v, g, beta, num_householder, {COMMON}, {L2}, {CPU}, cp_context=None",
 }
 # fmt: on
-UNSUPPORTED = {"reverse": True, "cp_context": object()}
+UNSUPPORTED = {"reverse": True}
 NO_EFFECT = {
     "cu_seqlens_cpu": np.array([0, 1]),
     "safe_gate": True,
@@ -199,10 +199,13 @@ def test_what_is_taken_and_what_is_refused(name, rng):
         if what in parameters(name):
             with pytest.raises(ValueError, match=rf"^{what}: not supported"):
                 function(**x | {what: UNSUPPORTED[what]})
+    if "cp_context" in parameters(name):
+        with pytest.raises(TypeError, match=r"^cp_context: expected a context of .*, got .*object"):
+            function(**x, cp_context=object())
     with pytest.raises(TypeError, match="head_first"):
         function(**x, head_first=True)
     known = {*x, *UNSUPPORTED, *NO_EFFECT, "scale", "initial_state", "output_final_state"}
-    assert set(parameters(name)) <= known | {"cu_seqlens", "use_qk_l2norm_in_kernel"}
+    assert set(parameters(name)) <= known | {"cu_seqlens", "cp_context", "use_qk_l2norm_in_kernel"}
 
 
 RECURRENT = [name for name in SIGNATURES if "recurrent" in name]

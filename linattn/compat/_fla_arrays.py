@@ -14,6 +14,7 @@ __all__ = [
     "Result",
     "common_dtype",
     "forward",
+    "group_and_edges",
     "ones_if_none",
     "refuse",
     "repeated",
@@ -109,9 +110,10 @@ def forward(
     keys: tuple[Any, ...] = (),
     mode: str = "chunk",
     o_dtype: Any = None,
+    cp_context: Any = None,
     **options: Any,
 ) -> Result:
-    """`op`, with the dtypes that fla takes.
+    """`op`, with the dtypes that fla takes, of tokens that ranks share if there is a cp_context.
 
     Token by token, fla loads q, k and v as float32, whatever the dtype of each. The core takes one
     dtype. Where they differ, o is given `o_dtype`, or that of q if it is None. keys: the arrays of
@@ -122,9 +124,33 @@ def forward(
         o_dtype = q.dtype if o_dtype is None else o_dtype
         q, k, v, *keys_cast = (cast(x, common) for x in (q, k, v, *keys))
         keys = tuple(keys_cast)
+    if cp_context is not None:
+        options |= group_and_edges(cp_context, options["cu_seqlens"])
+        op = getattr(sys.modules["linattn.distributed"], op.__name__)
     state = state_of(q, initial_state)
     o, final = op(q, k, v, *keys, *gates, initial_state=state, mode=mode, **options)
     return o if common is None else cast(o, o_dtype), final
+
+
+def group_and_edges(cp_context: Any, cu_seqlens: Any) -> dict[str, Any]:
+    """The arguments by which a function of linattn.distributed knows its ranks and its tokens.
+
+    fla's callers may give the context's own cu_seqlens beside it. It says nothing new.
+    """
+    distributed = sys.modules.get("linattn.distributed")
+    if distributed is None or not isinstance(cp_context, distributed.Context):
+        raise TypeError(
+            "cp_context: expected a context of linattn.compat.fla.build_cp_context or of "
+            f"linattn.distributed.context, got {type(cp_context)}"
+        )
+    if cu_seqlens is not None and cu_seqlens is not cp_context.cu_seqlens:
+        given = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else list(cu_seqlens)
+        if given != cp_context.local_edges:
+            raise ValueError(
+                f"cu_seqlens: expected None beside cp_context, or its own "
+                f"{cp_context.local_edges}, got {given}"
+            )
+    return {"group": cp_context, "cu_seqlens": None}
 
 
 def ones_if_none(beta: Any, v: Any) -> Any:

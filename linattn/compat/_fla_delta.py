@@ -154,7 +154,6 @@ def chunk_gated_delta_rule(
     True
     """
     state_v_first = v_first_of(state_v_first, transpose_state_layout)
-    refuse(cp_context=cp_context)
     return forward(
         ops.gated_delta_rule,
         q,
@@ -166,6 +165,7 @@ def chunk_gated_delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        cp_context=cp_context,
         chunk_size=chunk_size,
         qk_l2norm=use_qk_l2norm_in_kernel,
         state_v_first=state_v_first,
@@ -290,7 +290,7 @@ def chunk_kda(
     True
     """
     state_v_first = v_first_of(state_v_first, transpose_state_layout)
-    refuse(return_intermediate_states=return_intermediate_states, cp_context=cp_context)
+    refuse(return_intermediate_states=return_intermediate_states)
     return forward(
         ops.kda,
         q,
@@ -304,6 +304,7 @@ def chunk_kda(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        cp_context=cp_context,
         chunk_size=chunk_size,
         qk_l2norm=use_qk_l2norm_in_kernel,
         state_v_first=state_v_first,
@@ -410,7 +411,7 @@ def chunk_gdn2(
     True
     """
     state_v_first = v_first_of(state_v_first, transpose_state_layout)
-    refuse(return_intermediate_states=return_intermediate_states, cp_context=cp_context)
+    refuse(return_intermediate_states=return_intermediate_states)
     return _gdn2(
         q,
         k,
@@ -424,6 +425,7 @@ def chunk_gdn2(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        cp_context=cp_context,
         chunk_size=chunk_size,
         qk_l2norm=use_qk_l2norm_in_kernel,
         state_v_first=state_v_first,

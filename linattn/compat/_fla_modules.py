@@ -6,6 +6,7 @@ activations are computed in float32 or better, and have the dtype of x.
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linattn import gates
-from linattn.compat._fla_arrays import refuse
+from linattn.compat._fla_arrays import group_and_edges, refuse
 from linattn.compat.transformers._convolution import causal_conv1d_update as update
 from linattn.convolution import causal_conv1d as convolve
 
@@ -53,15 +54,24 @@ def causal_conv1d(
     *,
     seq_idx: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """x [B,T,D] -> y [B,T,D], and the last W inputs [N,D,W] if asked for."""
-    refuse(cp_context=cp_context, seq_idx=seq_idx)
+    """x [B,T,D] -> y [B,T,D], and the last W inputs [N,D,W] if asked for.
+
+    Ranks share the tokens if there is a cp_context. As in fla, there is no final state then.
+    """
+    refuse(seq_idx=seq_idx)
     shape = x.shape
     x, weight, residual = _convolved(x, weight, residual)
     W = weight.shape[1]
     before = None if initial_state is None else initial_state[..., -(W - 1) :] if W > 1 else None
-    y, _ = convolve(
-        x, weight, bias, activation=activation, initial_state=before, cu_seqlens=cu_seqlens
-    )
+    inputs = (x, weight, bias)
+    options: dict[str, Any] = {"activation": activation, "initial_state": before}
+    if cp_context is not None:
+        if output_final_state:
+            raise ValueError("output_final_state: expected False beside cp_context, got True")
+        options |= group_and_edges(cp_context, cu_seqlens)
+        y, _ = sys.modules["linattn.distributed"].causal_conv1d(*inputs, **options)
+    else:
+        y, _ = convolve(*inputs, **options, cu_seqlens=cu_seqlens)
     last = None
     if output_final_state:
         if cu_seqlens is None:

@@ -143,7 +143,6 @@ def chunk_rwkv7(
     >>> np.allclose(o, linattn.rwkv7(r, w, k, v, a, kk=kk)[0])
     True
     """
-    refuse(cp_context=cp_context)
     _expect_bound(lower_bound)
     return _dplr(
         r,
@@ -156,6 +155,7 @@ def chunk_rwkv7(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        cp_context=cp_context,
         chunk_size=chunk_size,
     )
 
@@ -273,7 +273,6 @@ def chunk_dplr_delta_rule(
     >>> np.allclose(o, linattn.dplr_delta_rule(q, k, v, b, b, gk)[0])
     True
     """
-    refuse(cp_context=cp_context)
     _expect_bound(lower_bound)
     return _dplr(
         q,
@@ -286,6 +285,7 @@ def chunk_dplr_delta_rule(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        cp_context=cp_context,
         chunk_size=chunk_size,
     )
 
@@ -521,7 +521,6 @@ def chunk_gated_delta_product(
     >>> np.allclose(o, linattn.gated_delta_product(q, k, v, **how)[0])
     True
     """
-    refuse(cp_context=cp_context)
     return forward(
         composed.gated_delta_product,
         q,
@@ -535,6 +534,7 @@ def chunk_gated_delta_product(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        cp_context=cp_context,
     )
 
 

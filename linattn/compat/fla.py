@@ -21,13 +21,17 @@ through :mod:`linattn.gates` first, in float32 (float64 for float64 g). ``A_log`
 
 An initial state may be float64, float32, float16 or bfloat16, whatever the dtype of q; fla's
 ``chunk_gla`` and ``chunk_kda`` insist on float32. A final state is float32, and float64 if q is.
+``cp_context`` is a context of :func:`build_cp_context` or of :func:`linattn.distributed.context`:
+the ranks of a group share the tokens. Initial and final states, which fla refuses there, are those
+of :mod:`linattn.distributed`.
+
 In ``fused_recurrent_*`` q, k and v may differ in dtype; one that is float64 is enough for a float64
 state then. o has the dtype of v in the gated delta rule and in ``kda``, and that of q elsewhere.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linattn.compat._fla_additive import (
     chunk_gla,
@@ -92,11 +96,13 @@ from linattn.compat._fla_slots import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
+    from linattn.compat._fla_cp import FLACPContext
     from linattn.compat._replace import Replacement
 
 __all__ = [
+    "build_cp_context",
     "chunk_abc",
     "chunk_comba",
     "chunk_delta_rule",
@@ -156,6 +162,67 @@ fused_chunk_linear_attn = chunk_linear_attn
 fused_chunk_retention = chunk_retention
 chunk_gdn = chunk_gated_delta_rule
 fused_recurrent_gdn = fused_recurrent_gated_delta_rule
+
+
+def build_cp_context(
+    cu_seqlens: Tensor,
+    group: Any,
+    conv1d_kernel_size: int | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    use_tf32x3_affine_chain: bool = True,
+    layout: str = "contiguous",
+) -> FLACPContext:
+    """How a row of packed tokens is cut over the ranks of a group, for ``cp_context=``.
+
+    It is :func:`linattn.distributed.context` with as many tokens for each rank, and the function of
+    this name in ``fla.ops.cp``.
+
+    Parameters
+    ----------
+    cu_seqlens : Tensor [N+1]
+        Where the sequences of the WHOLE row begin, and where the last one ends.
+    group : torch.distributed.ProcessGroup
+        The ranks, in the order of the tokens.
+    conv1d_kernel_size : int, optional
+        The context keeps it. Nothing else needs it.
+    cu_seqlens_cpu : Tensor [N+1], optional
+        The same numbers on the host. Without it a GPU is waited for.
+    use_tf32x3_affine_chain : bool
+        True. States are added in float32.
+    layout : str
+        "contiguous": rank r has part r of the row. fla's "zigzag" is refused.
+
+    Returns
+    -------
+    linattn.distributed.Context
+        With the attributes of fla's: ``cu_seqlens``, ``num_seqs``, ``is_first_rank`` and others.
+
+    Raises
+    ------
+    ValueError
+        The ranks cannot share the tokens equally, or an option has another value.
+    RuntimeError
+        torch.distributed is not initialised.
+
+    Examples
+    --------
+    >>> import torch, torch.distributed as dist
+    >>> from linattn.compat.fla import build_cp_context, chunk_kda
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> cp = build_cp_context(torch.tensor([0, 5, 8]), dist.group.WORLD)
+    >>> q = k = v = torch.rand(1, 8, 2, 4)  # [B,T,H,K]
+    >>> o, _ = chunk_kda(q, k, v, -k, torch.ones(1, 8, 2), cp_context=cp)
+    >>> o.shape, cp.cu_seqlens.tolist(), cp.is_last_rank
+    (torch.Size([1, 8, 2, 4]), [0, 5, 8], True)
+    >>> dist.destroy_process_group()
+    """
+    if use_tf32x3_affine_chain is not True:
+        raise ValueError(f"use_tf32x3_affine_chain: expected True, got {use_tf32x3_affine_chain!r}")
+    if layout != "contiguous":
+        raise ValueError(f"layout: expected 'contiguous', got {layout!r}")
+    from linattn.compat._fla_cp import built
+
+    return built(cu_seqlens, group, conv1d_kernel_size, cu_seqlens_cpu)
 
 
 def use_linattn(model: nn.Module) -> Replacement:
