@@ -129,11 +129,11 @@ def segment_map(op: str | Callable[..., Any], *arrays: Any, **arguments: Any) ->
     """
     name = op_named(op)
     row, function = VARIANTS[name], getattr(ops, name)
-    given = _bound(function, arrays, arguments)
+    given = _of_segment(function, arrays, arguments)
     if given.get("normalize"):
         with _unrecorded(given):
             return SegmentMap(function(**given, output_final_state=True)[1], None)
-    given, like = _completed(name, given), given["v"]
+    given, like = with_default_gate(name, given), given["v"]
 
     def run(arrays: Mapping[str, Any], states: Any = None) -> tuple[Any, Any]:
         with _unrecorded(arrays), _states_only(segment_map=True):
@@ -213,7 +213,7 @@ def segment_map_backward(
     """
     name = op_named(op)
     function = getattr(ops, f"{name}_backward")
-    given = _bound(function, (do, *arrays), arguments)
+    given = _of_segment(function, (do, *arrays), arguments)
     if given.get("normalize"):
         raise ValueError(
             f"normalize: expected False, got {given['normalize']!r}: the gradient of a normalised "
@@ -225,7 +225,7 @@ def segment_map_backward(
 
 def final_state(op: str, state: Any, *arrays: Any, **arguments: Any) -> Any:
     """The final state of a call, from its initial one or from None. As segment_map, without M."""
-    given = _bound(getattr(ops, op), arrays, arguments)
+    given = _of_segment(getattr(ops, op), arrays, arguments)
     with _unrecorded(given), _states_only():
         return getattr(ops, op)(**given, initial_state=state)[1]
 
@@ -233,19 +233,26 @@ def final_state(op: str, state: Any, *arrays: Any, **arguments: Any) -> Any:
 # ---- calls ----
 
 
-def _bound(
+def by_name(
     function: Callable[..., Any], arrays: tuple[Any, ...], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of the op by name, defaults too, without those that a segment does not have."""
+    """The arguments of a function by their names, defaults too."""
     try:
         bound = signature_of(function).bind(*arrays, **arguments)
     except TypeError as error:
         raise TypeError(f"{function.__name__}() {error}") from None
     bound.apply_defaults()
     given: dict[str, Any] = dict(bound.arguments)
-    unknown = given.pop("_unknown", None)
-    if unknown:
+    if given.pop("_unknown", None):
         function(*arrays, **arguments)  # which says what it is
+    return given
+
+
+def _of_segment(
+    function: Callable[..., Any], arrays: tuple[Any, ...], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of the op by name, without those that a segment does not have."""
+    given = by_name(function, arrays, arguments)
     for name in ("initial_state", "out"):
         if given.pop(name, None) is not None:
             raise ValueError(f"{name}: expected None: a map is of all states, and makes no o")
@@ -289,8 +296,8 @@ def _unrecorded(arrays: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _completed(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """With the default gate, of an op that has one."""
+def with_default_gate(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an op by name, with its default gate if it has one."""
     gate = next((x for x in _GATES if x in given), None)
     module = sys.modules[f"linattn.ops.{name}"]
     if gate is None or given[gate] is not None or not hasattr(module, "bound_arguments"):

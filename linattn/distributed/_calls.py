@@ -7,7 +7,6 @@ A scan, which is not in the table, has a diagonal.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,11 +15,17 @@ import torch
 from torch import Tensor
 
 import linattn
-from linattn.autograd import gate_of, is_number, tensor_of
+from linattn.autograd import is_number, tensor_of
 from linattn.distributed._exchange import Form
 from linattn.distributed._systems import SYSTEMS
 from linattn.features import core_features, mapped
-from linattn.segments import final_state, segment_map, segment_map_backward, signature_of
+from linattn.segments import (
+    final_state,
+    segment_map,
+    segment_map_backward,
+    signature_of,
+    with_default_gate,
+)
 from linattn.variants import VARIANTS
 
 __all__ = ["Call", "Derivatives", "States", "is_flushing", "names_of_states"]
@@ -130,13 +135,7 @@ class Call:
     def _completed(self, given: dict[str, Any]) -> dict[str, Any]:
         """A default gate, and q and k behind maps that are functions, which PyTorch records."""
         assert self.row is not None
-        gate = gate_of(given)
-        if self.row.decay == "head" and gate is not None and given[gate] is None:
-            complete = getattr(sys.modules[f"linattn.ops.{self.name}"], "bound_arguments", None)
-            arrays = [given[x] for x in "qkv"]
-            if complete is not None and all(isinstance(x, Tensor) and x.dim() == 4 for x in arrays):
-                a_token = {x: given[x][:, :1].flatten(0, 1) for x in "qkv"}
-                given = given | {gate: complete(**a_token, **{gate: None})[gate]}
+        given = with_default_gate(self.name, given)
         if not self.row.normaliser:
             return given
         options = [given[x] for x in ("feature_map", "normalize", "eps", "causal")]

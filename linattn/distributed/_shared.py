@@ -26,7 +26,7 @@ from linattn.distributed._carried import CARRIED
 from linattn.distributed._context import Context, group_of, not_traced
 from linattn.distributed._exchange import everywhere, exchange, exchange_back
 from linattn.distributed._systems import SYSTEMS
-from linattn.segments import signature_of
+from linattn.segments import by_name
 from linattn.variants import ARRAYS, VARIANTS
 
 __all__ = ["shared"]
@@ -300,20 +300,6 @@ def _unlike_autocast(call: Call) -> Any:
 # ---- a call ----
 
 
-def _bound(function: Any, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a function by their names, defaults too."""
-    name = function.__name__
-    try:
-        signature = signature_of(function).bind(*args, **given)
-    except TypeError as error:
-        raise TypeError(f"{name}() {error}") from None
-    signature.apply_defaults()
-    found = dict(signature.arguments)
-    if found.pop("_unknown", None):
-        function(*args, **given)  # which says what it is
-    return found
-
-
 def _cast(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """As the op itself casts its arrays under autocast."""
     first = next(iter(given.values()))
@@ -366,7 +352,7 @@ def shared(name: str, group: Any, args: tuple[Any, ...], given: dict[str, Any]) 
         return function(*args, **given)
 
     def made(states: States | None, is_packed: bool) -> Call:
-        call = Call(name, _cast(name, _bound(function, args, given)))
+        call = Call(name, _cast(name, by_name(function, args, given)))
         if call.state_v_first and states is not None:
             states = tuple(S.mT if S.dim() == 4 else S for S in states)
         call.probe(states, is_packed)
