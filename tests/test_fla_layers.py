@@ -90,7 +90,7 @@ NOT_OURS = {
     "parallel_wall_attn": SOFTMAX,
     "parallel_wall_attn_decode": SOFTMAX,
 }
-PACKAGES = "comba gated_delta_product gdn2 hgrn lightnet rebased rwkv7".split()
+PACKAGES = "comba cp gated_delta_product gdn2 hgrn lightnet rebased rwkv7".split()
 
 
 def made(name, **more):
