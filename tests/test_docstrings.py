@@ -22,7 +22,10 @@ NEEDS = {
     "linattn.plot": "matplotlib",
 }
 # Functions whose module needs nothing.
-NEED_THEMSELVES = {"linattn.compat.fla.use_linattn": "torch"}
+NEED_THEMSELVES = {
+    "linattn.compat.fla.build_cp_context": "torch",
+    "linattn.compat.fla.use_linattn": "torch",
+}
 INTERNAL = {"linattn.autograd"}  # PyTorch's operators, which the ops call
 SECTIONS = (
     "Parameters",

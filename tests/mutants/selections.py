@@ -3,7 +3,7 @@
     python tests/mutants/selections.py 'tests/test_pool.py -k two_rows' ...
 
 The last line that it prints is the list of the numbers, in JSON. An argument has files and perhaps
--k.
+-k. The number is null where all of its files skip themselves, because a library is not there.
 """
 
 import argparse
@@ -32,6 +32,11 @@ class Selections:
     def __init__(self, selections):
         self.selections = selections
         self.numbers = []
+        self.skipped = set()
+
+    def pytest_collectreport(self, report):
+        if report.skipped:
+            self.skipped.add(ROOT / report.nodeid)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
@@ -39,7 +44,7 @@ class Selections:
         for files, config.option.keyword in self.selections:
             chosen = [item for item in items if item.path in files]
             of_keywords.pytest_collection_modifyitems(chosen, config)
-            self.numbers.append(len(chosen))
+            self.numbers.append(None if self.skipped.issuperset(files) else len(chosen))
         config.option.keyword = ""
 
 
