@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from linattn import _by_pytorch, _flops, _linattn, _vmap
 from linattn._by_pytorch import outline
-from linattn.variants import ARRAYS, OPS, VARIANTS, ArrayLine
+from linattn.variants import ARRAYS, GATES, OPS, VARIANTS, ArrayLine
 
 __all__ = [
     "FIT",
@@ -67,7 +67,6 @@ _NAMES = tuple(
     f"{line.label}_second" if line.part_of == "NORMALISED" else line.label for line in _INPUTS
 )
 _SMOOTH = tuple(line for line in _INPUTS if line.gradient is not None)
-_GATES = ("g", "alpha", "gamma", "slopes")
 
 
 def declared(name: str, line: ArrayLine) -> str:
@@ -500,7 +499,7 @@ _LIKE_Q = tuple(line.label for line in _SMOOTH if line.dtype == "OF_Q" and line.
 # The arguments after q, k and v that may be tensors, without the state. A scale is one by mistake.
 _LOOKED_AT = (
     *(line.label for line in _SMOOTH if line.role == "INPUT" and line.label not in "qkvg"),
-    *_GATES,
+    *GATES,
     "scale",
 )
 
@@ -636,7 +635,7 @@ FIT: dict[str, tuple[Any, Any]] = {
 
 def gate_of(given: dict[str, Any]) -> str | None:
     """The keyword that gives the decay; without a decay the first that is there."""
-    there = [name for name in _GATES if name in given]
+    there = [name for name in GATES if name in given]
     full = [name for name in there if given[name] is not None]
     if len(full) > 1:
         raise _Unfit(full[1], "None beside " + full[0], given[full[1]])

@@ -20,12 +20,11 @@ from linattn import ops
 from linattn.features import held, is_recorded, is_tensor, is_traced, library_of, shape_of
 from linattn.ops import _padding
 from linattn.ops._core import STATES_ONLY
-from linattn.variants import VARIANTS, op_named
+from linattn.variants import GATES, VARIANTS, op_named
 
 __all__ = ["SegmentMap", "segment_map", "segment_map_backward"]
 
 _LOGARITHMS = ("g", "slopes")  # what a decay is the exponential of, and what minus that
-_GATES = ("g", "alpha", "gamma", "slopes")
 
 #: inspect.signature takes as long as a short call.
 signature_of = lru_cache(inspect.signature)
@@ -298,7 +297,7 @@ def _unrecorded(arrays: Mapping[str, Any]) -> Iterator[None]:
 
 def with_default_gate(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an op by name, with its default gate if it has one."""
-    gate = next((x for x in _GATES if x in given), None)
+    gate = next((x for x in GATES if x in given), None)
     module = sys.modules[f"linattn.ops.{name}"]
     if gate is None or given[gate] is not None or not hasattr(module, "bound_arguments"):
         return given
@@ -356,7 +355,7 @@ def _product_of_decays(given: Mapping[str, Any], X: Any, has_keys: bool) -> Any:
     where these are given. A GPU takes long for sums in float64. Its own float32 sums go by a tree,
     and are a few units in the last place off.
     """
-    name = next(x for x in _GATES if given.get(x) is not None)
+    name = next(x for x in GATES if given.get(x) is not None)
     is_log, axis = name in _LOGARITHMS, 0 if given["v"].ndim == 2 else 1
     gate: Any = given[name] if hasattr(given[name], "ndim") else np.asarray(given[name])
     library = library_of(gate)

@@ -10,7 +10,9 @@ from typing import Literal, NamedTuple
 
 from linattn import _linattn
 
-__all__ = ["ARRAYS", "BY_TOKEN", "OPS", "VARIANTS", "ArrayLine", "Variant"]
+__all__ = ["ARRAYS", "BY_TOKEN", "GATES", "OPS", "VARIANTS", "ArrayLine", "Variant"]
+
+GATES = ("g", "alpha", "gamma", "slopes")  # the keywords that give a decay
 
 
 class Variant(NamedTuple):
