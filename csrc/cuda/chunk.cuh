@@ -97,7 +97,6 @@ static cudaError_t launch_states(const call &c, const chunks &w, const tensor_ma
                                  cudaMemPool_t pool, cudaStream_t stream)
 {
     typedef stage<KP, DECAY, RULE> part;
-    enum { LEAST_CHUNKS = 8, MOST_SEGMENTS = 32 };
     const int64_t heads = (int64_t)c.N * c.HV;
     const int64_t chunks_of_one = (c.x[LA_CU].data ? c.T / max(c.N, 1) : c.T) / C;
     int slices = (c.V + 15) / 16;

@@ -156,7 +156,6 @@ template <int KP, la_decay DECAY>
 static cudaError_t launch_delta_states(call c, const device_traits &d, cudaMemPool_t pool,
                                        cudaStream_t stream)
 {
-    enum { LEAST_CHUNKS = 8, MOST_SEGMENTS = 32 };
     delta_flags f;
     if (!prepares_for_states<KP>(c, d, &f) || (int)sizeof(ends_room<KP>) > d.room)
         return cudaErrorNotSupported;
@@ -275,7 +274,6 @@ struct segments_plan {
 template <int KP, la_decay DECAY>
 static segments_plan plan_segments(const call &c, const device_traits &d, double chunks)
 {
-    enum { LEAST_CHUNKS = 8, MOST_SEGMENTS = 32 }; /* a segment of fewer has as much of launches */
     segments_plan best = {};
     const int64_t heads = (int64_t)c.N * c.HV;
     /* the least times of both walks, by what they read and write */

@@ -32,7 +32,7 @@ struct parts_of_sequence {
     int count;     /* parts */
 };
 
-/* What is summed: rows of `keys` times those of `values`. */
+/* The sum is of the products of rows of `keys` and rows of `values`. */
 struct summed {
     la_name keys;
     bool as_given; /* rows of the keys can be copied in pieces of 16 bytes, and are not mapped */

@@ -9,6 +9,10 @@
  * of `ends` per segment. */
 enum { JOINED = 8, PREFETCHED = 32, MAP_THREADS = 256 };
 
+/* A sequence is cut into this many segments at most, and a segment has this many chunks at least:
+ * one of fewer takes as long as its launches. */
+enum { MOST_SEGMENTS = 32, LEAST_CHUNKS = 8 };
+
 /* The slices of 16 rows of a state that has KP. */
 template <int KP, la_decay DECAY> __host__ __device__ int key_slices_of(const call &c)
 {
