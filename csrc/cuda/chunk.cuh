@@ -237,7 +237,9 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     const int heads = lies_in_rows<DECAY> ? c.HV : c.H;
     const int64_t places = chunk_slots * c.HV, tile = tile_bytes(KP);
     const int64_t score = places * PANEL_BYTES, keys = chunk_slots * heads * tile;
-    const bool keep_q = lies_in_rows<DECAY> || !given.q;
+    /* states alone: prepare_key can leave out q, and with it P */
+    const bool reads = !(DECAY == LA_KEY && RULE == LA_DELTA && c.states_only);
+    const bool keep_q = reads && (lies_in_rows<DECAY> || !given.q);
     const bool keep_k = has_k && (lies_in_rows<DECAY> || !given.k);
     const bool keep_x = has_x && !lies_in_rows<DECAY> && !given.x;
     const int64_t inverse = RULE == LA_DELTA ? score : 0;
@@ -248,7 +250,8 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
                              : normalised        ? KP + C
                                                  : 0);
     const int64_t bytes =
-        score + inverse + (keep_q + keep_k + keep_x) * keys + kt + y + numbers + places * 4;
+        (reads ? score : 0) + inverse + (keep_q + keep_k + keep_x) * keys + kt + y + numbers +
+        places * 4;
     if (chunk_slots * c.HV > INT32_MAX) return cudaErrorInvalidConfiguration;
 
     char *room = NULL;
@@ -263,7 +266,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     };
     w.chunk_slots = (int)chunk_slots;
     w.heads = heads;
-    w.scores = cut(score);
+    w.scores = cut(reads ? score : 0);
     w.inverse = cut(inverse);
     w.q = cut(keep_q ? keys : 0);
     w.k = cut(keep_k ? keys : 0);

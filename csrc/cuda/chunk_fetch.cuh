@@ -130,7 +130,9 @@ template <int KP, la_decay DECAY, la_rule RULE, form FORM> struct walk_place {
                                                         : rows.bytes;
     }
 
-    __device__ __forceinline__ rows_of_caller<part, KP, true> of_caller() const
+    static constexpr bool READS = FORM != SEGMENT_ENDS; /* else q and P have no use */
+
+    __device__ __forceinline__ rows_of_caller<part, KP, READS> of_caller() const
     {
         return {rows, w};
     }
@@ -152,9 +154,9 @@ template <int KP, la_decay DECAY, la_rule RULE, form FORM> struct walk_place {
             {part::k, part::has_k && rows.seen ? rows.seen + keys : NULL, tile_bytes(KP)},
             {rows.written, rows.has_x && w.k ? w.k + keys : NULL, tile_bytes(KP)},
             {rows.look, rows.has_x && w.look ? w.look + place * C : NULL, C * 4},
-            {part::q, w.q ? w.q + keys : NULL, tile_bytes(KP)},
+            {part::q, READS && w.q ? w.q + keys : NULL, tile_bytes(KP)},
             {part::kt, lies_in_rows<DECAY> ? w.kt + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
-            {part::scores, w.scores + place * PANEL_BYTES, PANEL_BYTES},
+            {part::scores, READS ? w.scores + place * PANEL_BYTES : NULL, PANEL_BYTES},
             {part::inverse, RULE == LA_DELTA ? w.inverse + place * PANEL_BYTES : NULL, PANEL_BYTES},
             {part::y, RULE == LA_DPLR ? w.y + place * tile_bytes(KP) : NULL, tile_bytes(KP)},
             {part::in, DECAY == LA_TOKEN ? w.in + place * C : NULL, C * 4},

@@ -55,22 +55,23 @@ template <int KP, typename room> __device__ __forceinline__ void find_own(room &
 }
 
 /* The rows times their decays, in place. Here prepare leaves those that the state sees, those that
- * it takes, and the decay of the chunk. early: the rows of q, under the delta rule those of x, come
- * before the decay of their token. Returns whether a number is too large for the elements. */
+ * it takes, and the decay of the chunk. reads: q is among them. early: the rows of q, under the
+ * delta rule those of x, come before the decay of their token. Returns whether a number is too large
+ * for the elements. */
 template <int KP, la_rule RULE>
 __device__ __forceinline__ bool scale_rows(key_room<KP, RULE> &s, const chunks &w, int place,
-                                           const lane_decays &x, float scale, bool has_x,
-                                           bool early)
+                                           const lane_decays &x, float scale, bool reads,
+                                           bool has_x, bool early)
 {
     constexpr bool delta = RULE == LA_DELTA;
     const int64_t keys = (int64_t)place * tile_bytes(KP);
     const float2 after = decays_between<KP>(s.decays, x.key, x.block + 1, BLOCKS_OF_TOKENS);
     const float2 before = decays_between<KP>(s.decays, x.key, 0, x.block);
     const float2 scaled = before * make_float2(scale, scale);
-    bool large;
+    bool large = false;
     if (!delta && early)
         large = scale_reads<true>(x, scaled, s.q, s.q, w.q + keys);
-    else
+    else if (reads)
         large = scale_reads<false>(x, scaled, s.q, s.q, w.q + keys);
     if constexpr (delta) {
         const char *const from = has_x ? s.x : s.k;
@@ -158,10 +159,11 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
     const bool has_x = delta && c.x[LA_X].data;
     const bool bonus = !delta && c.x[LA_U].data;
     const bool early = bonus || (has_x && c.predicts_before); /* of q; under the delta rule of x */
+    const bool reads = !delta || w.scores; /* else the call makes states alone */
     int found = C; /* the first row with a NaN or an infinity */
 
     if (threadIdx.x == 0) s.decays.nonfinite = C;
-    begin_to_load<KP, THREADS>(c, LA_Q, u.b, t, n, u.h, s.q, given.q);
+    if (reads) begin_to_load<KP, THREADS>(c, LA_Q, u.b, t, n, u.h, s.q, given.q);
     begin_to_load<KP, THREADS>(c, LA_K, u.b, t, n, u.h, s.k, given.k);
     if constexpr (delta) {
         if (has_x) begin_to_load<KP, THREADS>(c, LA_X, u.b, t, n, u.h, s.x, given.x);
@@ -195,21 +197,21 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
     __syncthreads();
     if (s.decays.has_slow())
 #pragma unroll 1
-        for (int which = 0; which < 1 + delta; which++) {
-            const char *reads = s.q;
+        for (int which = !reads; which < 1 + delta; which++) {
+            const char *rows = s.q;
             if constexpr (delta)
-                if (which) reads = has_x ? s.x : s.k;
-            multiply_pairs<KP>(x, s.decays.first_slow(x.block), reads, s.k, early && which == delta,
+                if (which) rows = has_x ? s.x : s.k;
+            multiply_pairs<KP>(x, s.decays.first_slow(x.block), rows, s.k, early && which == delta,
                                s.pairs[which][x.block]);
         }
 
-    if (scale_rows(s, w, place, x, scale, has_x, early)) found = 0;
+    if (scale_rows(s, w, place, x, scale, reads, has_x, early)) found = 0;
     __syncthreads();
 
     /* Warps 0 to 3 have P. L follows, or is the others' part; the additive rule lets those have
      * half of P. */
     const int I = x.block;
-    const bool scores = panel == 0, others = panel == 1;
+    const bool scores = reads && panel == 0, others = panel == 1;
     constexpr int HALF = !delta && PANELS > 1 ? BLOCKS_OF_TOKENS / 2 : BLOCKS_OF_TOKENS;
     sums_of_blocks sums = {};
     if (scores) {
@@ -277,7 +279,7 @@ __global__ void __launch_bounds__(key_threads<KP>, PLANES == 2 ? 1 : 512 / key_t
             multiply_with_inverse(s.tile, s.L);
             __syncthreads();
             write_tile<PANEL_BYTES, THREADS>(w.lower + (int64_t)place * PANEL_BYTES, s.tile);
-        } else if (scores) {
+        } else if (panel == 0) {
             put_inverse(s, I, nonfinite);
             write_rows(w.inverse + (int64_t)place * PANEL_BYTES, s.tile, I);
         }
