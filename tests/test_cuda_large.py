@@ -316,7 +316,7 @@ def test_more_elements_than_an_int_counts(op):
     as many heads as it takes for the same kernels."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("less than 24 GiB of the GPU's memory are free")
-    HV, FEWER, T, V = 129, 96, 2**17, 128
+    HV, FEWER, T, V = 129, 128, 2**17, 128
     one = gpu_problem(op, B=1, T=T, H=1, HV=1, K=64, V=V)
     del one["initial_state"]
 

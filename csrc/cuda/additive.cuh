@@ -22,6 +22,9 @@
  *     S += V k    | O times the decay
  *     O += V P    | S becomes the operand of the next chunk
  *
+ * A sequence may be cut into segments, so that few heads have tiles for all processors. The sums of
+ * segment_sums.cuh are then the states before the segments.
+ *
  * Registers of a thread of each role: 2 * 192 + 104 + 24 = 512, or 192 + 2 * 104 + 24. MAPPED:
  * 2 * 192 + 72 + 56. A register that is missing costs a load from the L2 cache, since the stages
  * leave no room in L1. */
@@ -78,7 +81,8 @@ struct additive_flags {
     bool o_pieces; /* rows of o can be stored in pieces of 16 bytes */
     int walks, scoring;
     int stages;
-    int tiles; /* of 64 `walks` value columns */
+    int tiles;    /* of 64 `walks` value columns */
+    int segments; /* of a sequence. The initial states are [N][segments][HV][K][V] then */
 };
 
 /* Shared memory: P, O on its way out, the desks, the stages. */
@@ -89,6 +93,24 @@ enum {
 };
 
 #if HAS_WARP_GROUPS
+__device__ __forceinline__ int tiles_of_call(const call &c, const additive_flags &f)
+{
+    return c.N * c.HV * f.segments * f.tiles;
+}
+
+/* Asked for anew where it is needed, as own_seat() is. */
+__device__ __forceinline__ tile_of_head tile_at(const call &c, const additive_flags &f, int index)
+{
+    asm volatile("" : "+r"(index));
+    return tile_at(c, f.tiles, index, f.segments);
+}
+
+template <typename F>
+__device__ __forceinline__ void for_each_tile(const call &c, const additive_flags &f, F each)
+{
+    for (int i = blockIdx.x; i < tiles_of_call(c, f); i += gridDim.x) each(tile_at(c, f, i), i);
+}
+
 /* Asks the copy engine for the chunks of a block, one after another. */
 template <int KP> struct fetching {
     const call &c;
@@ -111,12 +133,12 @@ template <int KP> struct fetching {
     __device__ __forceinline__ void find_tile()
     {
         for (; !done(); index += gridDim.x) {
-            x = tile_at(c, f.tiles, index);
+            x = tile_at(c, f, index);
             t = x.u.begin;
             if (t < x.u.end) return;
         }
     }
-    __device__ __forceinline__ bool done() const { return index >= c.N * c.HV * f.tiles; }
+    __device__ __forceinline__ bool done() const { return index >= tiles_of_call(c, f); }
     __device__ __forceinline__ bool has_room() const
     {
         return barrier_passed(address_of(s.empty + r.at), r.round ^ 1);
@@ -171,7 +193,8 @@ __device__ __forceinline__ void score_chunks(const call &c, const tensor_maps &m
     };
     ring r = {f.stages, 0, 0};
     int chunk = 0; /* of all tiles: the group has every one, or every second one */
-    for_each_tile(c, f.tiles, [&](const unit &u, int, int) {
+    for_each_tile(c, f, [&](const tile_of_head &of, int) {
+        const unit &u = of.u;
         const float skip = DECAY == LA_TOKEN ? scale * with_skip(c, u.hv, 0.0f, 1.0f) : 0;
         int left = u.end - u.begin; /* tokens */
         uint32_t next_a = 0, next_weight = 0;
@@ -362,7 +385,8 @@ __device__ __forceinline__ void map_chunks(const call &c, const additive_flags &
 {
     typedef fetched<KP> part;
     ring r = {f.stages, 0, 0};
-    for_each_tile(c, f.tiles, [&](const unit &u, int tile, int) {
+    for_each_tile(c, f, [&](const tile_of_head &of, int) {
+        const unit &u = of.u;
         begin_z(c, u, m);
         for (int left = u.end - u.begin; left > 0; left -= C, r.next()) {
             char *const tiles = shared + PLACE_OF_STAGES + r.at * part::bytes(f.walks);
@@ -376,7 +400,7 @@ __device__ __forceinline__ void map_chunks(const call &c, const additive_flags &
             warp_arrives(address_of(s.mapped + r.at));
             add_to_z(m);
         }
-        if (tile == 0) store_z(c, u, m);
+        if (of.tile == 0) store_z(c, u, m);
     });
 }
 
@@ -388,18 +412,20 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
     const float scale = (float)c.scale;
     ring r = {f.stages, 0, 0};
     int chunk = 0; /* of all tiles */
-    for_each_tile(c, f.tiles, [&](const unit &first_u, int first_tile, int index) {
+    for_each_tile(c, f, [&](const tile_of_head &first, int index) {
         /* few numbers stay in registers: the rare paths ask for the unit again */
         const auto first_column = [&](int tile) {
             const int thread = threadIdx.x;
             return (tile * f.walks + thread / GROUP) * PANEL + thread % GROUP / 32 * 16;
         };
-        const int columns = min(16, c.V - first_column(first_tile)); /* of this warp */
-        int left = first_u.end - first_u.begin;                      /* tokens */
-        char *to_o = at(c.x[LA_O], first_u.b, first_u.begin + threadIdx.x % 32 / 2, first_u.hv,
-                        first_column(first_tile) + threadIdx.x % 2 * 8);
+        const int columns = min(16, c.V - first_column(first.tile)); /* of this warp */
+        int left = first.u.end - first.u.begin;                      /* tokens */
+        char *to_o = at(c.x[LA_O], first.u.b, first.u.begin + threadIdx.x % 32 / 2, first.u.hv,
+                        first_column(first.tile) + threadIdx.x % 2 * 8);
         float S[KP / 8][4];
-        load_state(c, first_u, first_column(first_tile), columns, S);
+        unit before = first.u;
+        before.n = before.n * f.segments + first.segment;
+        load_state(c, before, first_column(first.tile), columns, S);
         uint32_t o[4][4];     /* of the last chunk, on its way out */
         bool waiting = false; /* to be sent */
         const auto send = [&](int n) {
@@ -472,7 +498,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
                 if (__any_sync(~0u, nonfinite)) {
                     int first = end < C ? 0 : s.nonfinite[slot];
                     if (end == C && columns > 0) {
-                        const tile_of_head x = tile_at(c, f.tiles, index);
+                        const tile_of_head x = tile_at(c, f, index);
                         first = min(first, first_nonfinite(c, x.u, x.u.end - left, n,
                                                            first_column(x.tile), columns));
                     }
@@ -508,7 +534,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
             products_wait<0>();
             products_in(O);
             if (__builtin_expect(end < C, 0)) {
-                const tile_of_head x = tile_at(c, f.tiles, index);
+                const tile_of_head x = tile_at(c, f, index);
                 rest_by_tokens<KP, DECAY, LA_ADDITIVE>(c, x.u, x.u.end - left, n, end,
                                                        first_column(x.tile), columns, after, O);
                 state_from_tokens(after, S);
@@ -526,7 +552,8 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
         }
         if (waiting) send(left + C);
         if (!c.x[LA_ST].data) return;
-        const tile_of_head x = tile_at(c, f.tiles, index);
+        const tile_of_head x = tile_at(c, f, index);
+        if (x.segment < f.segments - 1) return;
         store_state(c, x.u, first_column(x.tile), columns, S);
     });
 }

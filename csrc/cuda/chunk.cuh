@@ -120,50 +120,84 @@ static cudaError_t launch_states(const call &c, const chunks &w, const tensor_ma
     return error == cudaSuccess ? freed : error;
 }
 
-/* The additive rule in one kernel. A block has two walks and one group that scores, or one walk and
- * two such groups. The walks of a block share the scores, so that two take less than twice the time.
- * Returns cudaErrorNotSupported, with nothing done, where two kernels are needed. */
+/* Microseconds of a chunk of a block of additive_forward, with one walk and with two, on an H200
+ * (docs/decisions/0063). */
+template <la_decay DECAY>
+static constexpr double ADDITIVE_CHUNK[MOST_WALKS] = {DECAY == LA_NONE ? 1.45 : 1.85,
+                                                      DECAY == LA_NONE ? 2.1 : 2.6};
+
+/* How a call of the additive rule in one kernel is divided among blocks. A block has two walks and
+ * one group that scores, or one walk and two such groups. The walks of a block share the scores, so
+ * that two take less than twice the time. cuts: sequences may have segments. The result has no
+ * walks if there is no room. */
 template <int KP, la_decay DECAY>
-static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t pool,
-                                   cudaStream_t stream)
+static additive_flags plan_additive(const call &c, const device_traits &d, bool mapped, bool cuts)
 {
-    /* In float16 a mapped number may be too large for its tile. Its chunk would go token by token,
-     * but z would be wrong for all later ones. */
-    constexpr bool maps_tiles = DECAY == LA_NONE && !NARROW;
-    const bool normalised = is_normalised(&c, DECAY, LA_ADDITIVE);
-    const bool mapped = !rows_are_as_given(c) || normalised;
-    if (!d.producers || !c.causal || (mapped && !maps_tiles) || segments_for(c, d, false) > 1)
-        return cudaErrorNotSupported;
-    const bool o_pieces = o_in_pieces(c);
     additive_flags best = {};
     double least = 0;
+    const int64_t heads = (int64_t)c.N * c.HV, chunks = chunks_of_sequence(c);
     for (int walks = 1; walks <= MOST_WALKS; walks++) {
         const int room = d.room - PLACE_OF_STAGES - (int)sizeof(meeting) -
                          (mapped ? (int)sizeof(mapped_room<KP>) : 0) - 1024;
         const int stages = min(room / fetched<KP>::bytes(walks), (int)MOST_FETCHED);
         const int tiles = (c.V + walks * PANEL - 1) / (walks * PANEL);
-        const int64_t units = (int64_t)c.N * c.HV * tiles;
-        const int64_t rounds = (units + d.processors - 1) / d.processors;
-        const double cost = (double)rounds * (1 + 0.6 * walks);
-        if (stages < 2 || units > INT32_MAX || (best.walks && cost >= least)) continue;
-        least = cost;
-        best = {o_pieces, walks, mapped ? 1 : 3 - walks, stages, tiles};
+        const int most = cuts ? (int)min(chunks / LEAST_CHUNKS, (int64_t)MOST_SEGMENTS) : 1;
+        for (int count = 1; stages >= 2 && count <= max(most, 1); count++) {
+            const int64_t units = heads * tiles * count;
+            if (units > INT32_MAX) break;
+            const double time = (double)div_up(units, d.processors) * (double)chunks / count *
+                                    ADDITIVE_CHUNK<DECAY>[walks - 1] +
+                                time_between<KP, DECAY>(c, count, d);
+            if (best.walks && time >= least) continue;
+            least = time;
+            best = {o_in_pieces(c), walks, mapped ? 1 : 3 - walks, stages, tiles, count};
+        }
     }
-    if (!best.walks) return cudaErrorNotSupported;
+    return best;
+}
+
+/* The additive rule in one kernel. Returns cudaErrorNotSupported, with nothing done, where two
+ * kernels are needed. */
+template <int KP, la_decay DECAY>
+static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t pool,
+                                   cudaStream_t stream)
+{
+    /* In float16 a mapped number may be too large for its tile. Its chunk would go token by token,
+     * but z would be wrong for all later ones. Nor do the sums of segments see such a number. */
+    constexpr bool maps_tiles = DECAY == LA_NONE && !NARROW;
+    if (c.K % PIECE || c.V % PIECE) return cudaErrorNotSupported; /* no box has such rows */
+    const bool normalised = is_normalised(&c, DECAY, LA_ADDITIVE);
+    const bool mapped = !rows_are_as_given(c) || normalised;
+    const bool cuts = !NARROW && !mapped;
+    if (!d.producers || !c.causal || (mapped && !maps_tiles) ||
+        (!cuts && segments_for(c, d, false) > 1))
+        return cudaErrorNotSupported;
+    const additive_flags f = plan_additive<KP, DECAY>(c, d, mapped, cuts);
+    if (!f.walks) return cudaErrorNotSupported;
     /* A norm, or a map that is not elu + 1, takes longer than the walk of a chunk. map_rows shares
      * this among all processors, which is quicker where the tiles leave some without work. */
     if (mapped && !normalised && !has_usual_map<KP>(c) &&
-        (int64_t)c.N * c.HV * best.tiles < d.processors)
+        (int64_t)c.N * c.HV * f.tiles < d.processors)
         return cudaErrorNotSupported;
-
     return with_maps(c, pool, stream, [&](const tensor_maps &maps) {
         auto kernel = additive_forward<KP, DECAY, false>;
         if constexpr (maps_tiles)
             if (mapped) kernel = additive_forward<KP, DECAY, true>;
-        return launch(kernel, min((int64_t)c.N * c.HV * best.tiles, (int64_t)d.processors),
-                      (best.walks + best.scoring + 1) * GROUP,
-                      PLACE_OF_STAGES + best.stages * fetched<KP>::bytes(best.walks), stream, c,
-                      maps, best);
+        cudaError_t error = cudaSuccess;
+        void *held = NULL;
+        if constexpr (!NARROW)
+            if (f.segments > 1)
+                error = states_between<KP, DECAY, false>(c, {LA_K, false, c.x[LA_V], 1},
+                                                         f.segments, &c.x[LA_S0], &held, d, pool,
+                                                         stream);
+        if (error == cudaSuccess)
+            error = launch(kernel,
+                           min((int64_t)c.N * c.HV * f.segments * f.tiles, (int64_t)d.processors),
+                           (f.walks + f.scoring + 1) * GROUP,
+                           PLACE_OF_STAGES + f.stages * fetched<KP>::bytes(f.walks), stream, c,
+                           maps, f);
+        const cudaError_t freed = held ? cudaFreeAsync(held, stream) : cudaSuccess;
+        return error == cudaSuccess ? freed : error;
     });
 }
 
@@ -196,7 +230,7 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     if constexpr (RULE == LA_ADDITIVE && PLANES == 1 && !NARROW && KP <= 128)
         if (c.states_only) {
             const summed x = {LA_K, false, c.x[LA_V], 1, c.x[LA_S0], c.x[LA_ST], false};
-            error = launch_sums<KP, DECAY, false>(c, x, d, pool, stream);
+            error = launch_sum<KP, DECAY, false>(c, x, d, pool, stream);
             if (error != cudaErrorNotSupported) return error;
         }
     if constexpr (RULE == LA_ADDITIVE && DECAY != LA_KEY && PLANES == 1 && KP <= 128)

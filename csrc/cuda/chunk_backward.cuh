@@ -457,9 +457,14 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
         if (!c.causal) return launch_noncausal<KP>(c, d, on, pool, stream);
     if constexpr (RULE == LA_ADDITIVE && KP <= 128 && !NARROW)
         if (c.states_only) {
+            const int64_t rows = 2 * (int64_t)c.B * c.T * c.H;
+            if (!rows_are_as_given(c) && on.producers && rows > 0 && rows <= INT32_MAX)
+                return with_mapped_rows(c, pool, stream, [&](const call &mapped) {
+                    return launch_chunk_backward<KP, DECAY, RULE>(mapped, d, pool, stream);
+                });
             const summed x = {LA_Q,     false,    d[LA_DO],           (float)c.scale,
                               d[LA_DST], d[LA_DS0], c.x[LA_U].data != NULL};
-            error = launch_sums<KP, DECAY, true>(c, x, on, pool, stream);
+            error = launch_sum<KP, DECAY, true>(c, x, on, pool, stream);
             if (error != cudaErrorNotSupported) return error;
         }
     if constexpr (RULE == LA_DELTA && !lies_in_rows<DECAY> && KP <= 128 && !NARROW)

@@ -23,26 +23,24 @@ struct ring {
     }
 };
 
-/* A sequence of a value head, and a tile of its value columns. A block has every gridDim.x-th. */
+/* A sequence of a value head, or one of its segments, and a tile of its value columns. A block has
+ * every gridDim.x-th. */
 struct tile_of_head {
-    unit u;
-    int tile;
+    unit u; /* it begins and ends where the segment does */
+    int tile, segment;
 };
 
-__device__ __forceinline__ tile_of_head tile_at(const call &c, int tiles, int index)
+__device__ __forceinline__ tile_of_head tile_at(const call &c, int tiles, int index,
+                                                int segments = 1)
 {
-    const int head = index / tiles;
-    return {unit_of(c, head / c.HV, head % c.HV), index % tiles};
-}
-
-template <typename F>
-__device__ __forceinline__ void for_each_tile(const call &c, int tiles, F each)
-{
-    const int count = c.N * c.HV * tiles;
-    for (int i = blockIdx.x; i < count; i += gridDim.x) {
-        const tile_of_head x = tile_at(c, tiles, i);
-        each(x.u, x.tile, i);
-    }
+    const int head = index / tiles / segments;
+    tile_of_head x = {unit_of(c, head / c.HV, head % c.HV), index % tiles, 0};
+    if (segments == 1) return x;
+    const int begin = x.u.begin, chunks = (x.u.end - begin + C - 1) / C;
+    x.segment = index / tiles % segments;
+    x.u.begin += first_of_segment(chunks, x.segment, segments) * C;
+    x.u.end = min(x.u.end, begin + first_of_segment(chunks, x.segment + 1, segments) * C);
+    return x;
 }
 
 /* Where a thread of a group is. Asked for anew in each part of a chunk: addresses that follow from

@@ -1,5 +1,6 @@
-/* States of the additive rule that nothing is read from: the final state of a call, or the gradient
- * of its initial state. Both are sums over the tokens, so that blocks take parts of a
+/* States of the additive rule that nothing is read from: the final state of a call, the gradient of
+ * its initial state, or the same between the segments of a sequence, which are then walked side by
+ * side (additive.cuh, recompute.cuh). They are sums over the tokens, so that blocks take parts of a
  * sequence side by side:
  *
  *     forward    S_T = diag(all) S_0 + sum_i (after_i k_i)' v_i
@@ -7,9 +8,10 @@
  *
  * after_i is the decay from after token i to the end, before_i that from the start through token i
  * (with a bonus through token i - 1), and `all` that of all tokens. `sum_part` goes through the
- * chunks of a part, forwards or backwards, with the sum in registers. Before each chunk the sum is
- * multiplied by the decay of the chunk. `join_parts` adds up the parts. The parts are fixed by the
- * shape of the call, so the bits are the same in every run. */
+ * chunks of a part with the sum in registers. It begins at the end of the part that the decays lead
+ * to. So the decay from a chunk to that end is the product of the decays of the chunks that it had
+ * before, and the sum is never multiplied. `join_parts` adds up the parts. The parts are fixed by
+ * the shape of the call, so the bits are the same in every run. */
 #ifndef LINATTN_CUDA_SEGMENT_SUMS_CUH
 #define LINATTN_CUDA_SEGMENT_SUMS_CUH
 
@@ -27,19 +29,29 @@ enum {
 
 /* The sums of a sequence. */
 struct parts_of_sequence {
-    float *sums;   /* [N HV][panels][parts][KP][PANEL] */
-    float *decays; /* [N HV][parts][KP]: of all tokens of a part. TOKEN: only the first */
+    float *sums;   /* [N HV][panels][made][KP][PANEL] */
+    float *decays; /* [N HV][made][KP]: of all tokens of a part. TOKEN: only the first */
     int count;     /* parts */
+    int made;      /* of these, whose sums are made: the first ones, backward the last ones */
+    /* [N][count / of_segment][HV][K][V]: the states before segments of so many parts, backward the
+     * gradients of those after them. NULL: x.last is what is wanted. */
+    float *between;
+    int of_segment;
 };
 
 /* The sum is of the products of rows of `keys` and rows of `values`. */
 struct summed {
     la_name keys;
-    bool as_given; /* rows of the keys can be copied in pieces of 16 bytes, and are not mapped */
+    /* not on Hopper: rows of the keys can be copied in pieces of 16 bytes, and are not mapped */
+    bool as_given;
     view values;
     float scale;
     view first, last;  /* the state that is decayed by all tokens, and the result */
     bool before_token; /* backward: the decays before a token's own (a bonus) */
+};
+
+struct sum_maps { /* on Hopper */
+    CUtensorMap keys, values;
 };
 
 template <int KP, la_decay DECAY> struct part_room {
@@ -49,13 +61,13 @@ template <int KP, la_decay DECAY> struct part_room {
     } stage[PART_STAGES];
     /* TOKEN: of each token, for each warp alone. KEY: of blocks of tokens */
     float decays[DECAY == LA_TOKEN ? PART_THREADS / 32 * C : BLOCKS_OF_TOKENS * KP];
-    float of_chunk[KP]; /* KEY */
+    uint64_t full[PART_STAGES]; /* on Hopper */
 };
 
-/* The decays of the 64 tokens of a chunk, as factors of their rows, go to `to`. A lane has tokens
- * `lane` and 32 + lane, and their decays a. Returns the decay of the chunk. */
+/* The factors of the rows of a chunk go to `to`: their decays to an end of the chunk, times `by`. A
+ * lane has tokens `lane` and 32 + lane, and their decays a. Returns the decay of the chunk. */
 template <bool BACKWARD>
-__device__ __forceinline__ float decays_of_tokens(float2 a, bool before_token, float *to)
+__device__ __forceinline__ float decays_of_tokens(float2 a, float2 by, bool before_token, float *to)
 {
     const int lane = threadIdx.x % 32;
     float2 x = a; /* products from one end of 32 tokens through the own one */
@@ -75,17 +87,17 @@ __device__ __forceinline__ float decays_of_tokens(float2 a, bool before_token, f
         const bool none = lane == (BACKWARD ? 0 : 31);
         x = none ? make_float2(1, 1) : y;
     }
-    to[lane] = BACKWARD ? x.x : x.x * second;
-    to[32 + lane] = BACKWARD ? x.y * first : x.y;
+    to[lane] = by.x * (BACKWARD ? x.x : x.x * second);
+    to[32 + lane] = by.y * (BACKWARD ? x.y * first : x.y);
     return first * second;
 }
 
-/* Multiply the rows of a tile by the decays of their keys. A warp has a block of tokens and a panel
- * of keys, whose decays the lanes have. to: the decays of blocks. Returns those of the chunk, of the
- * keys of this lane. */
+/* Multiply the rows of a tile by the decays of their keys to an end of the chunk, and by p. A warp
+ * has a block of tokens and a panel of keys, whose decays the lanes have. to: the decays of blocks.
+ * Returns those of the chunk, of the keys of this lane. */
 template <int KP, bool BACKWARD>
-__device__ __forceinline__ float2 decay_keys(const call &c, lane_decays &x, bool before_token,
-                                             char *tile, float *to)
+__device__ __forceinline__ float2 decay_keys(const call &c, lane_decays &x, float2 p,
+                                             bool before_token, char *tile, float *to)
 {
     float2 product = make_float2(1, 1);
     if (x.key < KP) {
@@ -98,7 +110,7 @@ __device__ __forceinline__ float2 decay_keys(const call &c, lane_decays &x, bool
     }
     __syncthreads();
     if (x.key >= KP) return product;
-    float2 total = make_float2(1, 1), p = make_float2(1, 1); /* p: from one end to this block */
+    float2 total = make_float2(1, 1);
 #pragma unroll
     for (int block = 0; block < BLOCKS_OF_TOKENS; block++) {
         const float2 y = *(const float2 *)(to + block * KP + x.key);
@@ -117,12 +129,35 @@ __device__ __forceinline__ float2 decay_keys(const call &c, lane_decays &x, bool
     return total;
 }
 
+/* The gates of a chunk to the L2 cache. They are loaded when registers for them are free, and would
+ * then come from memory while nothing else is done. A thread has a quarter of a row. */
+template <int KP>
+__device__ __forceinline__ void bring_gates_near(const call &c, const unit &u, int t, int n)
+{
+    static_assert(PART_THREADS == 4 * C, "");
+    const int token = threadIdx.x / 4, key = threadIdx.x % 4 * (KP / 4);
+    if (token < n && key < c.K)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(at(c.x[LA_G], u.b, t + token, u.hv, key)));
+}
+
+/* Zeros in the rows from n on: a box may reach into the next sequence, whose NaN must not come
+ * along. */
+template <int KP> __device__ __forceinline__ void clear_rows_from(int n, char *keys, char *values)
+{
+    constexpr int PIECES = KP / 8 + PANELS_OF_PART * PANEL / 8; /* of a row */
+    for (int i = threadIdx.x; i < (C - n) * PIECES; i += PART_THREADS) {
+        const int row = n + i / PIECES, piece = i % PIECES, of_value = piece - KP / 8;
+        *(uint4 *)(of_value < 0 ? keys + piece_at(row, piece) : values + piece_at(row, of_value)) =
+            make_uint4(0, 0, 0, 0);
+    }
+}
+
 /* A block has a part of the chunks of a sequence, and two panels of value columns. Each panel has
  * four warps. Warp w of them has keys 16 w to 16 w + 15 of every 64. */
 template <int KP, la_decay DECAY, bool BACKWARD, typename = element>
 __global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
     sum_part(const __grid_constant__ call c, const __grid_constant__ summed x,
-             const parts_of_sequence to)
+             const __grid_constant__ sum_maps maps, const parts_of_sequence to)
 {
     constexpr int SETS = KP / PANEL;
     extern __shared__ __align__(1024) char shared[];
@@ -130,67 +165,92 @@ __global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_key = warp % 4 * 16;
     const int panels = (c.V + PANEL - 1) / PANEL;
     const int tiles = (panels + PANELS_OF_PART - 1) / PANELS_OF_PART;
-    const int tile = blockIdx.x / to.count % tiles, panel = tile * PANELS_OF_PART + warp / 4;
-    const int part = blockIdx.x % to.count, head = blockIdx.x / to.count / tiles;
+    const int tile = blockIdx.x / to.made % tiles, panel = tile * PANELS_OF_PART + warp / 4;
+    const int own = blockIdx.x % to.made, head = blockIdx.x / to.made / tiles;
+    const int part = own + (BACKWARD ? to.count - to.made : 0);
     const unit u = unit_of(c, head / c.HV, head % c.HV);
     const int count = (u.end - u.begin + C - 1) / C;
     const int first = first_of_segment(count, part, to.count),
               end = first_of_segment(count, part + 1, to.count);
-    const auto chunk_at = [&](int step) { return BACKWARD ? end - 1 - step : first + step; };
-    const auto fetch = [&](int step) { /* a group of copies, of none behind the last chunk */
-        if (step >= end - first) {
-            copies_end_group();
-            return;
-        }
+    const auto chunk_at = [&](int step) { return BACKWARD ? first + step : end - 1 - step; };
+    const auto fetch = [&](int step) {
         auto &stage = s.stage[step % PART_STAGES];
         const int t = u.begin + chunk_at(step) * C, n = min(C, u.end - t);
-        begin_to_load<KP, PART_THREADS>(c, x.keys, u.b, t, n, u.h, stage.keys, x.as_given);
-        for (int j = 0; j < PANELS_OF_PART; j++)
+        const bool is_there = step < end - first;
+        if (DECAY == LA_KEY && is_there) bring_gates_near<KP>(c, u, t, n);
+#if HAS_WARP_GROUPS
+        if (!is_there || threadIdx.x > 0) return;
+        const uint32_t barrier = address_of(s.full + step % PART_STAGES);
+        barrier_expect(barrier, tile_bytes(KP) + PANELS_OF_PART * PANEL_BYTES);
+        for (int j = 0; j < SETS; j++)
+            engine_copy_box(address_of(stage.keys) + j * PANEL_BYTES, &maps.keys, j * PANEL, u.h, t,
+                            u.b, barrier);
+        for (int j = 0; j < PANELS_OF_PART; j++) /* zeros, where there are no columns */
+            engine_copy_box(address_of(stage.values[j]), &maps.values,
+                            (tile * PANELS_OF_PART + j) * PANEL, u.hv, t, u.b, barrier);
+#else
+        if (is_there)
+            begin_to_load<KP, PART_THREADS>(c, x.keys, u.b, t, n, u.h, stage.keys, x.as_given);
+        for (int j = 0; j < PANELS_OF_PART && is_there; j++)
             copy_tile<PANEL, PART_THREADS>(x.values, c.V, u.b, t, n, u.hv,
                                            address_of(stage.values[j]),
                                            (tile * PANELS_OF_PART + j) * PANEL);
-        copies_end_group();
+        copies_end_group(); /* of none behind the last chunk */
+#endif
     };
     const view &gate = c.x[LA_G], &weights = c.x[LA_WEIGHT];
     const auto number = [&](const view &of, int t) {
         return t < u.end ? load<float>(at(of, u.b, t, u.hv), of.dtype) : 1;
     };
     float S[SETS][8][4] = {};
-    float2 all = make_float2(1, 1); /* of this part: KEY of the two keys of this lane */
+    float2 all = make_float2(1, 1); /* decays of the chunks so far. KEY: of two keys of this lane */
+    float2 next_a = make_float2(1, 1), next_w = make_float2(1, 1);
+    const auto load_numbers = [&](int step) { /* TOKEN: a chunk ahead */
+        if (DECAY != LA_TOKEN || step >= end - first) return;
+        const int t = u.begin + chunk_at(step) * C;
+        next_a = make_float2(number(gate, t + lane), number(gate, t + 32 + lane));
+        if (!BACKWARD && weights.data)
+            next_w = make_float2(number(weights, t + lane), number(weights, t + 32 + lane));
+    };
+#if HAS_WARP_GROUPS
+    if (threadIdx.x == 0) {
+        for (uint64_t &barrier : s.full) barrier_init(address_of(&barrier), 1);
+        barriers_ready();
+    }
+    __syncthreads();
+#endif
     for (int step = 0; step < PART_STAGES - 1; step++) fetch(step);
+    load_numbers(0);
     for (int step = 0; step < end - first; step++) {
         auto &stage = s.stage[step % PART_STAGES];
         const int t = u.begin + chunk_at(step) * C, n = min(C, u.end - t);
-        float2 a = make_float2(1, 1), w = make_float2(1, 1);
-        if (DECAY == LA_TOKEN) {
-            a = make_float2(number(gate, t + lane), number(gate, t + 32 + lane));
-            if (!BACKWARD && weights.data)
-                w = make_float2(number(weights, t + lane), number(weights, t + 32 + lane));
-        }
-        copies_wait<PART_STAGES - 2>();
+        float2 a = next_a;
+        const float2 w = next_w;
+        load_numbers(step + 1);
 #if HAS_WARP_GROUPS
+        barrier_wait(address_of(s.full + step % PART_STAGES), step / PART_STAGES % 2);
+        if (n < C) clear_rows_from<KP>(n, stage.keys, stage.values[0]);
         stores_before_copies();
+#else
+        copies_wait<PART_STAGES - 2>();
 #endif
         __syncthreads(); /* and every warp is done with the chunk before */
         fetch(step + PART_STAGES - 1);
         float *const decays = s.decays + (DECAY == LA_TOKEN ? warp * C : 0);
-        float total = 1;
         if (DECAY == LA_TOKEN) {
             a.x = lane < n ? decay_of(a.x, c.gate) : 1;
             a.y = 32 + lane < n ? decay_of(a.y, c.gate) : 1;
-            total = decays_of_tokens<BACKWARD>(a, x.before_token, decays);
-            decays[lane] *= w.x;
-            decays[32 + lane] *= w.y;
-            all.x *= total;
+            const float2 by = make_float2(all.x * w.x, all.x * w.y);
+            all.x *= decays_of_tokens<BACKWARD>(a, by, x.before_token, decays);
             __syncwarp();
         }
         if (DECAY == LA_KEY) {
             lane_decays of_keys = load_decays(c, u, t, n, warp / 4);
-            const float2 product =
-                decay_keys<KP, BACKWARD>(c, of_keys, x.before_token, stage.keys, decays);
-            all = all * product;
-            if (of_keys.block == 0 && of_keys.key < KP)
-                *(float2 *)(s.of_chunk + of_keys.key) = product;
+            all = all * decay_keys<KP, BACKWARD>(c, of_keys, all, x.before_token, stage.keys,
+                                                 decays);
+#if HAS_WARP_GROUPS
+            stores_before_copies();
+#endif
             __syncthreads();
         }
 #pragma unroll
@@ -207,16 +267,6 @@ __global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
                     rows[m].x[e] = pack(by.x * y.x, by.y * y.y);
                 }
             }
-            const int key = j * PANEL + first_key + lane / 4;
-            const float top = DECAY == LA_KEY ? s.of_chunk[key] : total,
-                        low = DECAY == LA_KEY ? s.of_chunk[key + 8] : total;
-#pragma unroll
-            for (int m = 0; m < 8 && DECAY != LA_NONE; m++) {
-                S[j][m][0] *= top;
-                S[j][m][1] *= top;
-                S[j][m][2] *= low;
-                S[j][m][3] *= low;
-            }
             products_begin();
 #pragma unroll
             for (int m = 0; m < 4; m++)
@@ -227,13 +277,13 @@ __global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
         }
     }
     if (DECAY == LA_TOKEN && tile == 0 && threadIdx.x == 0)
-        to.decays[((int64_t)head * to.count + part) * KP] = all.x;
+        to.decays[((int64_t)head * to.made + own) * KP] = all.x;
     if (DECAY == LA_KEY && tile == 0 && warp % 4 == 0 && warp / 4 * PANEL < KP)
-        *(float2 *)(to.decays + ((int64_t)head * to.count + part) * KP + warp / 4 * PANEL +
+        *(float2 *)(to.decays + ((int64_t)head * to.made + own) * KP + warp / 4 * PANEL +
                     lane * 2) = all;
     if (panel >= panels) return;
-    float *const own =
-        to.sums + (((int64_t)head * panels + panel) * to.count + part) * KP * PANEL;
+    float *const sums =
+        to.sums + (((int64_t)head * panels + panel) * to.made + own) * KP * PANEL;
 #pragma unroll
     for (int j = 0; j < SETS; j++)
 #pragma unroll
@@ -241,7 +291,7 @@ __global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int key = j * PANEL + first_key + lane / 4 + half * 8;
-                *(float2 *)(own + key * PANEL + m * 8 + lane % 4 * 2) =
+                *(float2 *)(sums + key * PANEL + m * 8 + lane % 4 * 2) =
                     make_float2(S[j][m][2 * half], S[j][m][2 * half + 1]);
             }
 }
@@ -259,46 +309,133 @@ __global__ void __launch_bounds__(JOIN_THREADS)
     const int key = i / PANEL, v = panel * PANEL + i % PANEL;
     if (key >= c.K || v >= c.V) return;
     const float *const sums =
-                           from.sums + (int64_t)(blockIdx.x / BLOCKS) * from.count * KP * PANEL + i,
-                       *const decays = from.decays + (int64_t)head * from.count * KP +
+                           from.sums + (int64_t)(blockIdx.x / BLOCKS) * from.made * KP * PANEL + i,
+                       *const decays = from.decays + (int64_t)head * from.made * KP +
                                        (DECAY == LA_KEY ? key : 0);
+    const int segments = from.count / from.of_segment;
+    const int64_t step = (int64_t)c.HV * c.K * c.V;
+    float *to = from.between + (int64_t)(n * segments + (BACKWARD ? segments - 1 : 0)) * step +
+                ((int64_t)hv * c.K + key) * c.V + v;
     float S = x.first.data ? load<float>(at(x.first, n, hv, key, v), x.first.dtype) : 0;
 #pragma unroll 4
-    for (int j = 0; j < from.count; j++) {
-        const int part = BACKWARD ? from.count - 1 - j : j;
+    for (int j = 0; j < from.made; j++) {
+        const int part = BACKWARD ? from.made - 1 - j : j;
         const float a = DECAY == LA_NONE ? 1 : decays[part * KP];
+        if (from.between && j % from.of_segment == 0) {
+            *to = S;
+            to += BACKWARD ? -step : step;
+        }
         S = a * S + x.scale * sums[(int64_t)part * KP * PANEL];
     }
-    store(at(x.last, n, hv, key, v), x.last.dtype, S);
+    if (from.between)
+        *to = S;
+    else
+        store(at(x.last, n, hv, key, v), x.last.dtype, S);
 }
 
-/* cudaErrorNotSupported, with nothing done, where rows cannot be copied in pieces. */
+/* The blocks of sum_part for one part of all sequences. */
+static int64_t blocks_of_part(const call &c)
+{
+    return (int64_t)c.N * c.HV * div_up(c.V, PANELS_OF_PART * PANEL);
+}
+
+/* How many parts each of `of` segments has, of `all`, so that all blocks are on the device at once.
+ * Blocks of a second round would have it nearly to themselves. */
+static int parts_of_segment(const call &c, const device_traits &on, int64_t chunks, int of, int all)
+{
+    const int64_t blocks = max(blocks_of_part(c) * of, (int64_t)1),
+                  fit = on.processors * PARTS_OF_PROCESSOR / blocks;
+    return (int)max((int64_t)1, min(fit, chunks / all / LEAST_CHUNKS_OF_PART));
+}
+
+/* The chunks of a sequence, of packed ones on average. */
+static int64_t chunks_of_sequence(const call &c)
+{
+    return div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
+}
+
+/* Sums of the parts that `to` tells of. cudaErrorNotSupported, with nothing done, where rows cannot
+ * be copied in pieces, and on Hopper where they are mapped. */
 template <int KP, la_decay DECAY, bool BACKWARD>
-static cudaError_t launch_sums(const call &c, summed x, const device_traits &on, cudaMemPool_t pool,
-                               cudaStream_t stream)
+static cudaError_t launch_sums(const call &c, summed x, parts_of_sequence to,
+                               const device_traits &on, cudaMemPool_t pool, cudaStream_t stream)
 {
     constexpr int bytes = sizeof(part_room<KP, DECAY>), joins = KP * PANEL / JOIN_THREADS;
     const int64_t heads = (int64_t)c.N * c.HV, panels = heads * div_up(c.V, PANEL),
-                  tiles = heads * div_up(c.V, PANELS_OF_PART * PANEL);
-    const int64_t chunks = div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
-    if (bytes > on.room || !map_of(c, x.values, c.HV, c.V, NULL)) return cudaErrorNotSupported;
-    x.as_given = rows_are_as_given(c) && map_of(c, c.x[x.keys], c.H, c.K, NULL);
-    const int64_t enough = div_up(on.processors * PARTS_OF_PROCESSOR, max(tiles, (int64_t)1));
-    parts_of_sequence to = {};
-    to.count = (int)max((int64_t)1, min(enough, chunks / LEAST_CHUNKS_OF_PART));
-    if (max(tiles * to.count, panels * joins) > INT32_MAX) return cudaErrorNotSupported;
-    const int64_t numbers = panels * to.count * KP * PANEL, decays = heads * to.count * KP;
+                  blocks = blocks_of_part(c) * to.made;
+    const bool plain = rows_are_as_given(c);
+    x.as_given = plain && map_of(c, c.x[x.keys], c.H, c.K, NULL);
+    if (bytes > on.room || (on.producers ? !plain : !map_of(c, x.values, c.HV, c.V, NULL)))
+        return cudaErrorNotSupported;
+    if (max(blocks, panels * joins) > INT32_MAX) return cudaErrorNotSupported;
+    const int64_t numbers = panels * to.made * KP * PANEL, decays = heads * to.made * KP;
     cudaError_t error =
         cudaMallocFromPoolAsync((void **)&to.sums, (numbers + decays) * 4, pool, stream);
     if (error != cudaSuccess) return error;
     to.decays = to.sums + numbers;
-    error = launch(sum_part<KP, DECAY, BACKWARD>, tiles * to.count, PART_THREADS, bytes, stream, c,
-                   x, to);
+    sum_maps maps = {};
+    void *held[2] = {};
+    view keys = c.x[x.keys];
+    if (on.producers) error = map_of_any(c, &keys, c.H, c.K, &maps.keys, held, pool, stream);
+    if (error == cudaSuccess && on.producers)
+        error = map_of_any(c, &x.values, c.HV, c.V, &maps.values, held + 1, pool, stream);
+    if (error == cudaSuccess)
+        error = launch(sum_part<KP, DECAY, BACKWARD>, blocks, PART_THREADS, bytes, stream, c, x,
+                       maps, to);
     if (error == cudaSuccess)
         error = launch(join_parts<KP, DECAY, BACKWARD>, panels * joins, JOIN_THREADS, 0, stream, c,
                        x, to);
-    const cudaError_t freed = cudaFreeAsync(to.sums, stream);
-    return error == cudaSuccess ? freed : error;
+    for (void *one : {(void *)to.sums, held[0], held[1]}) {
+        const cudaError_t freed = one ? cudaFreeAsync(one, stream) : cudaSuccess;
+        if (error == cudaSuccess) error = freed;
+    }
+    return error;
+}
+
+/* The state after all tokens, or the gradient of the one before them. */
+template <int KP, la_decay DECAY, bool BACKWARD>
+static cudaError_t launch_sum(const call &c, const summed &x, const device_traits &on,
+                              cudaMemPool_t pool, cudaStream_t stream)
+{
+    const int parts = parts_of_segment(c, on, chunks_of_sequence(c), 1, 1);
+    return launch_sums<KP, DECAY, BACKWARD>(c, x, {NULL, NULL, parts, parts, NULL, 1}, on, pool,
+                                            stream);
+}
+
+/* Sums of the parts of all segments but one. *state is the initial state, and becomes the states
+ * before the segments. Backward it is the gradient of the final state, and becomes the gradients of
+ * the states after the segments. *held is then to be freed. */
+template <int KP, la_decay DECAY, bool BACKWARD>
+static cudaError_t states_between(const call &c, summed x, int segments, view *state, void **held,
+                                  const device_traits &on, cudaMemPool_t pool, cudaStream_t stream)
+{
+    const int of_segment = parts_of_segment(c, on, chunks_of_sequence(c), segments - 1, segments);
+    const int64_t size = (int64_t)c.K * c.V, heads = c.HV * size;
+    cudaError_t error = cudaMallocFromPoolAsync(held, c.N * segments * heads * 4, pool, stream);
+    if (error != cudaSuccess) return error;
+    const parts_of_sequence to = {NULL,           NULL,      segments * of_segment,
+                                  (segments - 1) * of_segment, (float *)*held, of_segment};
+    x.first = *state;
+    error = launch_sums<KP, DECAY, BACKWARD>(c, x, to, on, pool, stream);
+    *state = {(char *)*held, {heads, size, c.V, 1}, LA_F32};
+    return error;
+}
+
+/* The time of that in microseconds, as measured on an H200 (docs/decisions/0063): its launches, the
+ * bytes that go through memory in a microsecond, and a chunk of a block. */
+static constexpr double SUMS_LAUNCH = 15, SUMMED_BYTES = 3.4e6, SUMMED_CHUNK = 1.2;
+
+template <int KP, la_decay DECAY>
+static double time_between(const call &c, int segments, const device_traits &on)
+{
+    if (segments == 1) return 0;
+    const int64_t chunks = chunks_of_sequence(c), heads = (int64_t)c.N * c.HV;
+    const int64_t bytes = (int64_t)c.N * c.H * tile_bytes(KP) + heads * c.V * C * 2 +
+                          (DECAY == LA_KEY ? heads * C * KP * la_size_of(c.x[LA_G].dtype) : 0);
+    const int of_segment = parts_of_segment(c, on, chunks, segments - 1, segments);
+    const double of_one = (double)chunks / segments;
+    return SUMS_LAUNCH + max(of_one * (segments - 1) * (double)bytes / SUMMED_BYTES,
+                             of_one / of_segment * SUMMED_CHUNK);
 }
 
 #endif
