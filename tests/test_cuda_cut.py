@@ -26,6 +26,8 @@ OPS = [op for op in ADDITIVE if op not in ops_with(decay="key")]
 ops = pytest.mark.parametrize("op", OPS)
 GATED = [op for op in OPS if op in ops_with(decay="token")]
 gated = pytest.mark.parametrize("op", GATED)
+# Gradients of all of these are cut, with feature maps and a normaliser too.
+recorded = pytest.mark.parametrize("op", [*ADDITIVE, "linear_attention", *ops_with(rule="bonus")])
 
 # T, K, V, H, HV, B
 SHAPES = {
@@ -125,3 +127,51 @@ def test_weights_of_writes():
     x |= {name: x[name].bfloat16() for name in ("x", "B", "C")}
     got = linattn.ssd(**x, return_final_states=True)
     assert_near(got, linattn.ssd(**x, return_final_states=True, mode="recurrent"))
+
+
+# ---- gradients ----
+
+
+@shapes
+@recorded
+def test_these_gradients_are_cut(op, shape):
+    x = problem_of(op, shape, pass_="backward")
+    assert_kernels(op, x, ["sum_part", "chunks_both_ways"], "backward")
+
+
+@shapes
+@recorded
+def test_gradients_as_token_by_token(op, shape):
+    x = problem_of(op, shape, pass_="backward")
+    got = run(op, x, "backward")
+    assert_near(got, run(op, x, "backward", mode="recurrent"))
+    assert_same_bits(got, run(op, x, "backward"))
+
+
+@recorded
+def test_gradients_of_packed_sequences(op):
+    """An empty one, one of one token, lengths on both sides of a chunk, and short and long ones."""
+    edges = [0, 0, 1, 3000, 3064, 3129, 9500]
+    sizes = {"B": 1, "T": edges[-1], "K": 128, "V": 128, "H": 1, "HV": 1}
+    x = gpu_problem(op, pass_="backward", **sizes, cu_seqlens=np.array(edges, np.int32))
+    got = run(op, x, "backward")
+    assert_near(got, run(op, x, "backward", mode="recurrent"))
+
+
+@pytest.mark.parametrize("name", ["k", "v", "do"])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ops_with(decay="head")])
+def test_a_nan_reaches_no_gradient_that_it_has_no_part_in(op, name):
+    """Of the other batch row; and of the tokens that neither read nor are read by its token."""
+    x = problem_of(op, "104x128", pass_="backward")
+    clean = dict(zip(("dq", "dk", "dv"), run(op, x, "backward"), strict=False))
+    x[name][1, 517, -1, 3] = torch.nan
+    got = dict(zip(("dq", "dk", "dv"), run(op, x, "backward"), strict=False))
+    for y in ("dq", "dk", "dv"):
+        assert_same_bits(got[y][0], clean[y][0])
+    before, after = slice(0, 448), slice(576, None)
+    if name == "do":  # its token reads the tokens before, and no later one
+        for y in ("dk", "dv"):
+            assert_same_bits(got[y][1, after], clean[y][1, after])
+        assert_same_bits(got["dq"][1, after], clean["dq"][1, after])
+    else:
+        assert_same_bits(got["dq"][1, before], clean["dq"][1, before])

@@ -338,7 +338,7 @@ def test_more_elements_than_an_int_counts(op):
 )
 def test_gradients_in_turns(op, group):
     """A backward pass takes at most 4 GiB of scratch: it takes the heads in turns, to the same
-    bits."""
+    bits. Under the additive rule few heads go in segments, and are the same up to rounding."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("less than 24 GiB of the GPU's memory are free")
     heads, T = 50, 2**16
@@ -360,7 +360,11 @@ def test_gradients_in_turns(op, group):
         axis = 0 if a.ndim == 2 else 2 if a.shape[1] == T else 1  # of a bonus, a token, a state
         count = b.shape[axis]
         for i in (0, groups // 2 - 1, groups // 2, groups - 1):
-            assert_same_bits([a.narrow(axis, i * count, count)], [b])
+            part = a.narrow(axis, i * count, count)
+            if linattn.VARIANTS[op].rule == "delta":
+                assert_same_bits([part], [b])
+            else:
+                assert distance(part, b) < APART["bfloat16"]
     linattn.cuda.empty_cache()
 
 

@@ -43,20 +43,56 @@ static int stages_both_ways(const call &c, const device_traits &on, int width)
     return on.producers && KP <= 128 && fit < ADJOINT_STAGES ? 0 : fit;
 }
 
+/* How the walks of both ways are divided among blocks. */
+struct walks_plan {
+    int width, segments; /* slices of a block; segments of a sequence */
+};
+
+/* Microseconds of a chunk of a block of chunks_both_ways under the additive rule, with one panel
+ * and with two, on an H200 (docs/decisions/0063). */
+static constexpr double WALKED_CHUNK[MOST_WALKS] = {1.85, 3.1};
+
 template <int KP, la_decay DECAY, la_rule RULE>
-static cudaError_t launch_both_ways(const call &c, const gradients &d, const chunks &w,
-                                    const backward_maps &maps, const kept &f,
-                                    const device_traits &on, cudaStream_t stream)
+static walks_plan plan_both_ways(const call &c, const device_traits &on)
+{
+    const int64_t heads = (int64_t)c.N * c.HV, panels = div_up(c.V, PANEL);
+    const int passes = c.states_only ? 1 : 2;
+    const bool both = panels > 1 && stages_both_ways<KP, DECAY, RULE>(c, on, 8);
+    /* two panels share the tiles of a block, unless processors would be left without a block, or
+     * there is no room for both */
+    const bool enough = heads * ((panels + 1) / 2) * passes >= on.processors;
+    walks_plan best = {both && enough ? 8 : 4, 1};
+    if constexpr (RULE == LA_ADDITIVE && KP <= 128 && !NARROW)
+        if (on.producers && !c.states_only && rows_are_as_given(c)) {
+            const int64_t chunks = chunks_of_sequence(c);
+            double least = 0;
+            for (int walks = 1; walks <= (both ? 2 : 1); walks++)
+                for (int count = 1;
+                     count == 1 || (count <= MOST_SEGMENTS && chunks / count >= LEAST_CHUNKS);
+                     count++) {
+                    const int64_t blocks = passes * heads * div_up(panels, walks) * count;
+                    const double time = (double)div_up(blocks, on.processors) * (double)chunks /
+                                            count * WALKED_CHUNK[walks - 1] +
+                                        passes * time_between<KP, DECAY>(c, count, on);
+                    if (least > 0 && time >= least) continue;
+                    least = time;
+                    best = {walks * 4, count};
+                }
+        }
+    return best;
+}
+
+template <int KP, la_decay DECAY, la_rule RULE>
+static cudaError_t launch_both_ways(call c, gradients d, const chunks &w, const backward_maps &maps,
+                                    const kept &f, const device_traits &on, cudaMemPool_t pool,
+                                    cudaStream_t stream)
 {
     const auto kernel = chunks_both_ways<KP, DECAY, RULE>;
     const int panels = (c.V + PANEL - 1) / PANEL;
+    const walks_plan plan = plan_both_ways<KP, DECAY, RULE>(c, on);
     const int64_t heads = (int64_t)c.N * c.HV;
-    /* two panels share the tiles of a block, unless processors would be left without a block, or
-     * there is no room for both */
     const auto stages = [&](int width) { return stages_both_ways<KP, DECAY, RULE>(c, on, width); };
-    const int passes = c.states_only ? 1 : 2;
-    const bool enough = heads * ((panels + 1) / 2) * passes >= on.processors;
-    const int width = panels > 1 && enough && stages(8) ? 8 : 4;
+    const int passes = c.states_only ? 1 : 2, width = plan.width;
     const int tiles = (panels + width / 4 - 1) / (width / 4);
     const int bytes = stages(width) * bytes_both_ways<KP, DECAY, RULE>(c, width) +
                       bytes_exchanged(adjoint_halves<KP>, width);
@@ -64,9 +100,29 @@ static cudaError_t launch_both_ways(const call &c, const gradients &d, const chu
     const int states =
         width * adjoint_halves<KP> * (KP / adjoint_halves<KP> / PANEL) * BYTES_OF_ROWS;
     const int staged = on.producers && bytes + states + 1024 <= on.room ? bytes : 0;
-    return launch(kernel, passes * heads * tiles, (width * adjoint_halves<KP> + on.producers) * 32,
-                  bytes + (staged ? states : 0), stream, c, d, w, maps, f, tiles, stages(width),
-                  staged);
+    void *held[2] = {};
+    cudaError_t error = cudaSuccess;
+    if constexpr (RULE == LA_ADDITIVE && KP <= 128 && !NARROW)
+        if (plan.segments > 1) {
+            const summed forward = {LA_K, false, c.x[LA_V], 1};
+            summed back = {LA_Q, false, d[LA_DO], (float)c.scale};
+            back.before_token = c.x[LA_U].data;
+            error = states_between<KP, DECAY, false>(c, forward, plan.segments, &c.x[LA_S0], held,
+                                                     on, pool, stream);
+            if (error == cudaSuccess)
+                error = states_between<KP, DECAY, true>(c, back, plan.segments, &d[LA_DST],
+                                                        held + 1, on, pool, stream);
+        }
+    if (error == cudaSuccess)
+        error = launch(kernel, passes * heads * plan.segments * tiles,
+                       (width * adjoint_halves<KP> + on.producers) * 32,
+                       bytes + (staged ? states : 0), stream, c, d, w, maps, f, tiles,
+                       plan.segments, stages(width), staged);
+    for (void *one : held) {
+        const cudaError_t freed = one ? cudaFreeAsync(one, stream) : cudaSuccess;
+        if (error == cudaSuccess) error = freed;
+    }
+    return error;
 }
 
 /* The keys of a block, where decays are scalar. */
@@ -250,7 +306,7 @@ static __global__ void __launch_bounds__(256)
 template <int KP, la_decay DECAY, la_rule RULE>
 static cudaError_t launch_turn(const call &given, const gradients &given_d,
                                const backward_scratch &x, const device_traits &on,
-                               cudaStream_t stream)
+                               cudaMemPool_t pool, cudaStream_t stream)
 {
     call c = given; /* as the kernels see it */
     gradients d = given_d;
@@ -300,7 +356,7 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
             if (error == cudaSuccess) error = launch_divide(1);
         }
     if (error == cudaSuccess)
-        error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, on, stream);
+        error = launch_both_ways<KP, DECAY, RULE>(c, d, x.w, maps, x.f, on, pool, stream);
     if (c.states_only) return error;
     if (error == cudaSuccess && x.to.dbonus) /* not every slot has a chunk */
         error = cudaMemsetAsync(x.to.dbonus, 0, places * KP * 4, stream);
@@ -530,7 +586,7 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
         d_some = d;
         narrow(some, d_some, h, min(heads, c.H - h));
         lay_out<KP, DECAY, RULE>(some, d_some, room + partials, &x);
-        error = launch_turn<KP, DECAY, RULE>(some, d_some, x, on, stream);
+        error = launch_turn<KP, DECAY, RULE>(some, d_some, x, on, pool, stream);
     }
     const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;

@@ -366,13 +366,14 @@ chunk_backwards(float (&dS)[N][4], const left (&s)[M], left (&d_o)[4], partner &
 template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD>
 __device__ __forceinline__ void
 chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const backward_maps &maps,
-                   const kept &f, int tiles, int stages, int staged, int index)
+                   const kept &f, int tiles, int segments, int stages, int staged, int index)
 {
     typedef adjoint_stage<KP, DECAY, RULE, BACKWARD> part;
     constexpr int KEYS = part::keys;
     extern __shared__ __align__(1024) char shared[];
     __shared__ adjoint_news news;
-    const adjoint_place<KP, DECAY, RULE, BACKWARD> p(c, d, w, maps, tiles, index, news, shared);
+    const adjoint_place<KP, DECAY, RULE, BACKWARD> p(c, d, w, maps, tiles, segments, index, news,
+                                                     shared);
     const int half = p.half;
 #if HAS_WARP_GROUPS
     p.start_barriers(stages);
@@ -383,7 +384,7 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
     }
     registers_up_to<232>();
 #else
-    if (p.all_chunks > 0) p.fetch(0, 0);
+    if (p.own_chunks > 0) p.fetch(0, 0);
 #endif
 
     const float scale = (float)c.scale;
@@ -405,13 +406,15 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
             const view &x = state_of_row<DECAY>(from, from_Y, row);
             const int key = key_of_row<DECAY>(row);
             S[i][e] = x.data && column < p.columns && key < c.K
-                          ? load<float>(at(x, p.u.n, p.u.hv, key, p.v0 + column), x.dtype)
+                          ? load<float>(at(x, p.u.n * segments + p.segment, p.u.hv, key,
+                                           p.v0 + column),
+                                        x.dtype)
                           : 0;
             if (NARROW && BACKWARD) S[i][e] *= up_of(d);
         }
 
     int stage_at = 0, round = 0;
-    for (int step = 0; step < p.all_chunks; step++) {
+    for (int step = 0; step < p.own_chunks; step++) {
         int thread = threadIdx.x;
         /* Asked for anew in each chunk: what follows from it would take registers from the sums. */
         if (DECAY == LA_TOKEN) asm volatile("" : "+r"(thread));
@@ -425,7 +428,7 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
 #else
         copies_wait<0>();
         __syncthreads(); /* the chunk is there, and every warp is done with the one before */
-        if (stages > 1 && step + 1 < p.all_chunks) p.fetch(step + 1, stage_at ^ 1);
+        if (stages > 1 && step + 1 < p.own_chunks) p.fetch(step + 1, stage_at ^ 1);
 #endif
         const adjoint_chunk x = {
             room,
@@ -487,7 +490,7 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
 #else
         if (stages == 1) {
             __syncthreads(); /* every warp is done with the only stage */
-            if (step + 1 < p.all_chunks) p.fetch(step + 1, 0);
+            if (step + 1 < p.own_chunks) p.fetch(step + 1, 0);
         }
 #endif
         if (++stage_at == stages) stage_at = 0, round ^= 1;
@@ -495,7 +498,7 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
 #if HAS_WARP_GROUPS
     engine_has_read<0>();
 #endif
-    if constexpr (BACKWARD) {
+    if (BACKWARD && p.segment == 0) {
         const result_range out(d);
 #pragma unroll
         for (int i = 0; i < KEYS / 8; i++)
@@ -513,20 +516,28 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
 
 /* Neither pass needs the results of the other, so they run side by side. The backward pass takes
  * longer and has the first half of the blocks: all of them, where the gradient of the first state is
- * all that is wanted. Then nothing is kept. staged: from here on states lie in shared memory on
- * their way to the copy engine; 0: there is no room for them. */
+ * all that is wanted. Then nothing is kept.
+ *
+ * A block has a tile of a segment. With more than one segment the initial states are
+ * [N][segments][HV][K][V], and so are the gradients of the final ones.
+ *
+ * staged: from here on states lie in shared memory on their way to the copy engine; 0: there is no
+ * room for them. */
 template <int KP, la_decay DECAY, la_rule RULE, typename = element>
 __global__ void __launch_bounds__((ADJOINT_WARPS + HAS_WARP_GROUPS * ADJOINT_PRODUCERS) * 32, 1)
     chunks_both_ways(const __grid_constant__ call c, const __grid_constant__ gradients d,
                      const __grid_constant__ chunks w, const __grid_constant__ backward_maps maps,
-                     const __grid_constant__ kept f, int tiles, int stages, int staged)
+                     const __grid_constant__ kept f, int tiles, int segments, int stages,
+                     int staged)
 {
     const int half = gridDim.x / (c.states_only ? 1 : 2), index = blockIdx.x % half;
     if (HAS_WARP_GROUPS && KP <= 128) stages = ADJOINT_STAGES;
     if (blockIdx.x < half)
-        chunks_for_adjoint<KP, DECAY, RULE, true>(c, d, w, maps, f, tiles, stages, staged, index);
+        chunks_for_adjoint<KP, DECAY, RULE, true>(c, d, w, maps, f, tiles, segments, stages, staged,
+                                                  index);
     else
-        chunks_for_adjoint<KP, DECAY, RULE, false>(c, d, w, maps, f, tiles, stages, staged, index);
+        chunks_for_adjoint<KP, DECAY, RULE, false>(c, d, w, maps, f, tiles, segments, stages,
+                                                   staged, index);
 }
 
 #endif

@@ -80,25 +80,29 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_pl
     unit u;
     int panels, panel; /* of value columns: all, and the one of this warp */
     int v0, columns, own_panels;
-    int all_chunks, chunk_slot0;
+    int segment, first_chunk, own_chunks; /* of the sequence */
+    int chunk_slot0;
     key_rows rows;
     int bytes; /* of a stage */
 
     __device__ __forceinline__ adjoint_place(const call &c, const gradients &d, const chunks &w,
-                                             const backward_maps &maps, int tiles, int index,
-                                             adjoint_news &news, char *shared)
+                                             const backward_maps &maps, int tiles, int segments,
+                                             int index, adjoint_news &news, char *shared)
         : c(c), d(d), w(w), maps(maps), news(news), shared(shared)
     {
         warps = blockDim.x / 32 - HAS_WARP_GROUPS * ADJOINT_PRODUCERS, width = warps / HALVES;
         warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         half = HALVES == 2 && warp >= width, line = warp - half * width;
         tile = index % tiles;
-        const int head = index / tiles;
+        const int head = index / tiles / segments;
+        segment = index / tiles % segments;
         u = unit_of(c, head / c.HV, head % c.HV);
         panels = (c.V + PANEL - 1) / PANEL, panel = tile * (width / 4) + line / 4;
         v0 = panel * PANEL + line % 4 * 16, columns = min(16, c.V - v0);
         own_panels = min(width / 4, panels - tile * (width / 4));
-        all_chunks = (u.end - u.begin + C - 1) / C;
+        const int chunks = (u.end - u.begin + C - 1) / C;
+        first_chunk = first_of_segment(chunks, segment, segments);
+        own_chunks = first_of_segment(chunks, segment + 1, segments) - first_chunk;
         chunk_slot0 = first_chunk_slot(c, u.n);
         rows = key_rows_of<part, KP, DECAY, RULE>(c, w, width);
         bytes = rows.bytes;
@@ -107,7 +111,7 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_pl
     /* The chunk of a step. */
     __device__ __forceinline__ int chunk_at(int step) const
     {
-        return BACKWARD ? all_chunks - 1 - step : step;
+        return first_chunk + (BACKWARD ? own_chunks - 1 - step : step);
     }
 
     __device__ __forceinline__ rows_of_caller<part, KP, BACKWARD> of_caller() const
@@ -198,7 +202,7 @@ template <int KP, la_decay DECAY, la_rule RULE, bool BACKWARD> struct adjoint_pl
     __device__ __forceinline__ void produce(int stages) const
     {
         int into = 0, round = 0;
-        for (int step = 0; step < all_chunks; step++) {
+        for (int step = 0; step < own_chunks; step++) {
             /* returns at once the first time */
             barrier_wait(address_of(news.empty + into), round ^ 1);
             fetch(step, into);
