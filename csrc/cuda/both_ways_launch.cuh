@@ -1,0 +1,108 @@
+/* The launch of the walks of both ways, and of what finds the states between their segments. */
+#ifndef LINATTN_CUDA_BOTH_WAYS_LAUNCH_CUH
+#define LINATTN_CUDA_BOTH_WAYS_LAUNCH_CUH
+
+#include "delta_launch.cuh"
+#include "recompute.cuh"
+#include "segment_sums.cuh"
+
+/* For blocks of `width` slices of 16 columns: the bytes of a stage, which are those of the larger
+ * pass; and the number of stages that there is room for. */
+template <int KP, la_decay DECAY, la_rule RULE> static int bytes_both_ways(const call &c, int width)
+{
+    return adjoint_stage<KP, DECAY, RULE, true>::bytes(width, c.x[LA_X].data);
+}
+
+template <int KP, la_decay DECAY, la_rule RULE>
+static int stages_both_ways(const call &c, const device_traits &on, int width)
+{
+    if (width * adjoint_halves<KP> > ADJOINT_WARPS) return 0;
+    const int room =
+        on.room - bytes_exchanged(adjoint_halves<KP>, width) - 1024; /* for the barriers */
+    const int fit = min(room / bytes_both_ways<KP, DECAY, RULE>(c, width), (int)ADJOINT_STAGES);
+    return on.producers && KP <= 128 && fit < ADJOINT_STAGES ? 0 : fit;
+}
+
+/* How the walks of both ways are divided among blocks. */
+struct walks_plan {
+    int width, segments; /* slices of a block; segments of a sequence */
+};
+
+/* Microseconds of a chunk of a block of chunks_both_ways under the additive rule, with one panel
+ * and with two, on an H200 (docs/decisions/0063). */
+static constexpr double WALKED_CHUNK[MOST_WALKS] = {1.85, 3.1};
+
+template <int KP, la_decay DECAY, la_rule RULE>
+static walks_plan plan_both_ways(const call &c, const device_traits &on)
+{
+    const int64_t heads = (int64_t)c.N * c.HV, panels = div_up(c.V, PANEL);
+    const int passes = c.states_only ? 1 : 2;
+    const bool both = panels > 1 && stages_both_ways<KP, DECAY, RULE>(c, on, 8);
+    /* two panels share the tiles of a block, unless processors would be left without a block, or
+     * there is no room for both */
+    const bool enough = heads * ((panels + 1) / 2) * passes >= on.processors;
+    walks_plan best = {both && enough ? 8 : 4, 1};
+    if constexpr (RULE == LA_ADDITIVE && KP <= 128 && !NARROW)
+        if (on.producers && !c.states_only && rows_are_as_given(c)) {
+            const int64_t chunks = chunks_of_sequence(c);
+            double least = 0;
+            for (int walks = 1; walks <= (both ? 2 : 1); walks++)
+                for (int count = 1;
+                     count == 1 || (count <= MOST_SEGMENTS && chunks / count >= LEAST_CHUNKS);
+                     count++) {
+                    const int64_t blocks = passes * heads * div_up(panels, walks) * count;
+                    const double time = (double)div_up(blocks, on.processors) * (double)chunks /
+                                            count * WALKED_CHUNK[walks - 1] +
+                                        passes * time_between<KP, DECAY>(c, count, on);
+                    if (least > 0 && time >= least) continue;
+                    least = time;
+                    best = {walks * 4, count};
+                }
+        }
+    return best;
+}
+
+template <int KP, la_decay DECAY, la_rule RULE>
+static cudaError_t launch_both_ways(call c, gradients d, const chunks &w, const backward_maps &maps,
+                                    const kept &f, const device_traits &on, cudaMemPool_t pool,
+                                    cudaStream_t stream)
+{
+    const auto kernel = chunks_both_ways<KP, DECAY, RULE>;
+    const int panels = (c.V + PANEL - 1) / PANEL;
+    const walks_plan plan = plan_both_ways<KP, DECAY, RULE>(c, on);
+    const int64_t heads = (int64_t)c.N * c.HV;
+    const auto stages = [&](int width) { return stages_both_ways<KP, DECAY, RULE>(c, on, width); };
+    const int passes = c.states_only ? 1 : 2, width = plan.width;
+    const int tiles = (panels + width / 4 - 1) / (width / 4);
+    const int bytes = stages(width) * bytes_both_ways<KP, DECAY, RULE>(c, width) +
+                      bytes_exchanged(adjoint_halves<KP>, width);
+    /* Where there is room, states leave by the copy engine. */
+    const int states =
+        width * adjoint_halves<KP> * (KP / adjoint_halves<KP> / PANEL) * BYTES_OF_ROWS;
+    const int staged = on.producers && bytes + states + 1024 <= on.room ? bytes : 0;
+    void *held[2] = {};
+    cudaError_t error = cudaSuccess;
+    if constexpr (RULE == LA_ADDITIVE && KP <= 128 && !NARROW)
+        if (plan.segments > 1) {
+            const summed forward = {LA_K, false, c.x[LA_V], 1};
+            summed back = {LA_Q, false, d[LA_DO], (float)c.scale};
+            back.before_token = c.x[LA_U].data;
+            error = states_between<KP, DECAY, false>(c, forward, plan.segments, &c.x[LA_S0], held,
+                                                     on, pool, stream);
+            if (error == cudaSuccess)
+                error = states_between<KP, DECAY, true>(c, back, plan.segments, &d[LA_DST],
+                                                        held + 1, on, pool, stream);
+        }
+    if (error == cudaSuccess)
+        error = launch(kernel, passes * heads * plan.segments * tiles,
+                       (width * adjoint_halves<KP> + on.producers) * 32,
+                       bytes + (staged ? states : 0), stream, c, d, w, maps, f, tiles,
+                       plan.segments, stages(width), staged);
+    for (void *one : held) {
+        const cudaError_t freed = one ? cudaFreeAsync(one, stream) : cudaSuccess;
+        if (error == cudaSuccess) error = freed;
+    }
+    return error;
+}
+
+#endif
