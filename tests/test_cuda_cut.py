@@ -7,6 +7,7 @@ import pytest
 from support.compare import assert_same_bits, over_arrays
 from support.few_heads import (
     assert_graph_repeats,
+    assert_kernels,
     assert_near,
     assert_number_stays_behind,
     assert_packed_alone,
@@ -17,7 +18,6 @@ from support.tensors import torch
 from support.variants import ops_with
 
 import linattn
-from linattn import _linattn
 
 pytestmark = needs_gpu
 
@@ -45,16 +45,6 @@ def problem_of(op, shape, **options):
     T, K, V, H, HV, B = SHAPES[shape]
     x = gpu_problem(op, T=T, K=K, V=V, H=H, HV=HV, B=B, **options)
     return x | ({"feature_map": "identity"} if op == PLAIN else {})
-
-
-def assert_kernels(op, x, names, pass_="forward"):
-    if torch.cuda.get_device_capability() != (9, 0) or "90a" not in _linattn.CUDA_ARCHS:
-        pytest.skip("only on Hopper")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        run(op, x, pass_)
-        torch.cuda.synchronize()
-    found = " ".join(event.key for event in seen.key_averages())
-    assert [name for name in names if name not in found] == []
 
 
 @shapes

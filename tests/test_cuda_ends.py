@@ -6,6 +6,7 @@ import pytest
 from support.compare import assert_same_bits
 from support.few_heads import (
     assert_graph_repeats,
+    assert_kernels,
     assert_near,
     assert_number_stays_behind,
     assert_packed_alone,
@@ -16,7 +17,6 @@ from support.tensors import torch
 from support.variants import ops_with
 
 import linattn
-from linattn import _linattn
 
 pytestmark = needs_gpu
 
@@ -46,19 +46,10 @@ def with_decay(x, log_decay):
     return x | {"g": torch.full_like(x["g"], log_decay)}
 
 
-def kernels_of(op, x):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        run(op, x)
-        torch.cuda.synchronize()
-    return " ".join(event.key for event in seen.key_averages())
-
-
 @shapes
 @ops
 def test_these_calls_go_by_ends(op, shape):
-    if torch.cuda.get_device_capability() != (9, 0) or "90a" not in _linattn.CUDA_ARCHS:
-        pytest.skip("only on Hopper")
-    assert "delta_ends" in kernels_of(op, problem_of(op, shape))
+    assert_kernels(op, problem_of(op, shape), ["delta_ends"])
 
 
 @pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "l2norm"])
@@ -156,3 +147,77 @@ def test_numbers_that_are_not_finite_or_nearly_so(op, name, number):
 @ops
 def test_a_graph_again_and_again(op):
     assert_graph_repeats(op, problem_of(op, "104x128"))
+
+
+# ---- gradients: both walks in segments ----
+
+
+@shapes
+@ops
+def test_these_gradients_go_in_segments(op, shape):
+    x = problem_of(op, shape, pass_="backward")
+    assert_kernels(op, x, ["delta_ends", "delta_starts", "join_starts"], "backward")
+
+
+@pytest.mark.parametrize("l2norm", [False, True], ids=["as given", "l2norm"])
+@shapes
+@ops
+def test_gradients_as_token_by_token(op, shape, l2norm):
+    x = problem_of(op, shape, pass_="backward") | {"qk_l2norm": l2norm}
+    got = run(op, x, "backward")
+    assert_near(got, run(op, x, "backward", mode="recurrent"))
+    assert_same_bits(got, run(op, x, "backward"))
+
+
+@pytest.mark.parametrize("log_decay", [-3.0, -0.2, -1e-3, 0.0])
+@gated
+def test_gradients_with_and_without_a_map(op, log_decay):
+    x = with_decay(problem_of(op, "many segments", pass_="backward"), log_decay)
+    got = run(op, x, "backward")
+    assert_near(got, run(op, x, "backward", mode="recurrent"))
+
+
+@ops
+def test_the_gradient_of_the_final_state_goes_all_the_way(op):
+    """Keys that hardly change the state, and no decay: dS_0 is nearly the gradient of the final
+    state, which passes all segments."""
+    x = problem_of(op, "104x128", pass_="backward")
+    x["beta"] = torch.full_like(x["beta"], 1e-3)
+    if "g" in x:
+        x = with_decay(x, 0.0)
+    x["do"] = torch.zeros_like(x["do"])
+    got = run(op, x, "backward")
+    want = run(op, x, "backward", mode="recurrent")
+    there = [j for j, b in enumerate(want) if b.any()]
+    assert_near([got[j] for j in there], [want[j] for j in there])
+    d_initial = [b for b in got if b.shape == x["d_final_state"].shape]
+    assert distance(d_initial[-1], x["d_final_state"]) < 0.9
+
+
+@ops
+def test_gradients_of_packed_sequences(op):
+    edges = [0, 0, 1, 3000, 3064, 3129, 9500]
+    sizes = {"B": 1, "T": edges[-1], "K": 128, "V": 128, "H": 1, "HV": 1}
+    x = gpu_problem(op, pass_="backward", **sizes, cu_seqlens=np.array(edges, np.int32))
+    got = run(op, x, "backward")
+    assert_near(got, run(op, x, "backward", mode="recurrent"))
+
+
+@pytest.mark.parametrize("name", ["k", "v", "do", "beta", "g"])
+@ops
+def test_a_nan_reaches_no_gradient_of_tokens_apart_from_it(op, name):
+    """Of the other batch row; and of the tokens that neither read nor are read by its token."""
+    x = problem_of(op, "104x128", pass_="backward")
+    if name not in x:
+        pytest.skip(f"{op} has no {name}")
+    names = ("dq", "dk", "dv")
+    clean = dict(zip(names, run(op, x, "backward"), strict=False))
+    x[name][(1, 517, -1, *([3] if name in ("k", "v", "do") else []))] = torch.nan
+    got = dict(zip(names, run(op, x, "backward"), strict=False))
+    for y in names:
+        assert_same_bits(got[y][0], clean[y][0])
+    if name == "do":
+        for y in names:
+            assert_same_bits(got[y][1, 576:], clean[y][1, 576:])
+    else:
+        assert_same_bits(got["dq"][1, :448], clean["dq"][1, :448])

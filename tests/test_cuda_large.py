@@ -20,7 +20,16 @@ from support.gpu import (
     to_gpu,
 )
 from support.tensors import to_numpy, torch
-from support.variants import BY_TOKEN, DELTA, GATED, HEAD_DECAY, TOKEN_DECAY
+from support.variants import (
+    BY_TOKEN,
+    DELTA,
+    GATED,
+    HEAD_DECAY,
+    KEY_DECAY,
+    PAIR_DECAY,
+    TOKEN_DECAY,
+    ops_with,
+)
 
 import linattn
 from linattn import reference, testing
@@ -316,7 +325,7 @@ def test_more_elements_than_an_int_counts(op):
     as many heads as it takes for the same kernels."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("less than 24 GiB of the GPU's memory are free")
-    HV, FEWER, T, V = 129, 128, 2**17, 128
+    HV, FEWER, T, V = 129, 127, 2**17, 128
     one = gpu_problem(op, B=1, T=T, H=1, HV=1, K=64, V=V)
     del one["initial_state"]
 
@@ -333,12 +342,19 @@ def test_more_elements_than_an_int_counts(op):
         assert_same_bits([o[:, :, head : head + 1]], [want])
 
 
+# Few heads of these go in segments in a backward pass.
+IN_SEGMENTS = (
+    *ops_with(rule="additive"),
+    *(op for op in DELTA if op not in KEY_DECAY + PAIR_DECAY),
+)
+
+
 @pytest.mark.parametrize(
     ("op", "group"), [*((op, 1) for op in GATED), *((op, 2) for op in TOKEN_DECAY)]
 )
 def test_gradients_in_turns(op, group):
     """A backward pass takes at most 4 GiB of scratch: it takes the heads in turns, to the same
-    bits. Under the additive rule few heads go in segments, and are the same up to rounding."""
+    bits. Few heads go in segments, and are the same up to rounding."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("less than 24 GiB of the GPU's memory are free")
     heads, T = 50, 2**16
@@ -361,10 +377,10 @@ def test_gradients_in_turns(op, group):
         count = b.shape[axis]
         for i in (0, groups // 2 - 1, groups // 2, groups - 1):
             part = a.narrow(axis, i * count, count)
-            if linattn.VARIANTS[op].rule == "delta":
-                assert_same_bits([part], [b])
-            else:
+            if op in IN_SEGMENTS:
                 assert distance(part, b) < APART["bfloat16"]
+            else:
+                assert_same_bits([part], [b])
     linattn.cuda.empty_cache()
 
 
@@ -398,7 +414,8 @@ def test_a_forward_pass_in_turns(op):
 
 
 def test_gradients_of_more_elements_than_an_int_counts():
-    """v, do and dv have 2^31 + 2^24 elements, and one q/k head has all value heads."""
+    """v, do and dv have 2^31 + 2^24 elements, and one q/k head has all value heads. A head alone
+    goes in segments, and is the same up to rounding."""
     op = "gated_delta_rule"
     if torch.cuda.mem_get_info()[0] < 72 << 30:
         pytest.skip("less than 72 GiB of the GPU's memory are free")
@@ -411,10 +428,10 @@ def test_gradients_of_more_elements_than_an_int_counts():
     for name in ("dv", "dg", "dbeta"):
         if getattr(want, name) is not None:
             for head in (0, 127, 128):
-                assert_same_bits([getattr(got, name)[:, :, head : head + 1]], [getattr(want, name)])
-    for name in ("dq", "dk"):  # a sum over heads, each rounded once more: two bf16 roundings
-        sums, each = getattr(got, name).float(), getattr(want, name).float()
-        assert ((sums - HV * each).abs() <= 2**-7 * (HV * each).abs()).all()
+                part = getattr(got, name)[:, :, head : head + 1]
+                assert distance(part, getattr(want, name)) < APART["bfloat16"]
+    for name in ("dq", "dk"):  # sums over heads
+        assert distance(getattr(got, name), HV * getattr(want, name).float()) < APART["bfloat16"]
 
 
 def test_what_calls_keep_can_be_given_back():

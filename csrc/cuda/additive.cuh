@@ -291,7 +291,7 @@ __device__ __forceinline__ void walk(const call &c, const additive_flags &f, cha
                         first_column(first.tile) + threadIdx.x % 2 * 8);
         float S[KP / 8][4];
         unit before = first.u;
-        before.n = before.n * f.segments + first.segment;
+        before.hv = before.hv * f.segments + first.segment;
         load_state(c, before, first_column(first.tile), columns, S);
         uint32_t o[4][4];     /* of the last chunk, on its way out */
         bool waiting = false; /* to be sent */

@@ -54,7 +54,7 @@ struct additive_flags {
     int walks, scoring;
     int stages;
     int tiles;    /* of 64 `walks` value columns */
-    int segments; /* of a sequence. The initial states are [N][segments][HV][K][V] then */
+    int segments; /* of a sequence. The initial states are [N][HV][segments][K][V] then */
 };
 
 /* Shared memory: P, O on its way out, the desks, the stages. */

@@ -28,9 +28,26 @@ struct walks_plan {
     int width, segments; /* slices of a block; segments of a sequence */
 };
 
-/* Microseconds of a chunk of a block of chunks_both_ways under the additive rule, with one panel
- * and with two, on an H200 (docs/decisions/0063). */
-static constexpr double WALKED_CHUNK[MOST_WALKS] = {1.85, 3.1};
+/* Microseconds of a chunk of a block of chunks_both_ways, with one panel and with two, on an H200
+ * (docs/decisions/0063). */
+template <la_rule RULE>
+static constexpr double WALKED_CHUNK[MOST_WALKS] = {RULE == LA_DELTA ? 2.6 : 1.85,
+                                                    RULE == LA_DELTA ? 3.7 : 3.1};
+
+/* Which calls may have segments. */
+template <int KP, la_decay DECAY, la_rule RULE>
+constexpr bool cuts_both_ways =
+    KP <= 128 && !NARROW && (RULE == LA_ADDITIVE || (RULE == LA_DELTA && !lies_in_rows<DECAY>));
+
+template <int KP, la_decay DECAY, la_rule RULE>
+static bool can_cut(const call &c, const device_traits &on)
+{
+    if (!on.producers || c.states_only) return false;
+    if constexpr (RULE == LA_DELTA)
+        return has_states_between<KP, DECAY>(c, on);
+    else
+        return rows_are_as_given(c);
+}
 
 template <int KP, la_decay DECAY, la_rule RULE>
 static walks_plan plan_both_ways(const call &c, const device_traits &on)
@@ -42,8 +59,8 @@ static walks_plan plan_both_ways(const call &c, const device_traits &on)
      * there is no room for both */
     const bool enough = heads * ((panels + 1) / 2) * passes >= on.processors;
     walks_plan best = {both && enough ? 8 : 4, 1};
-    if constexpr (RULE == LA_ADDITIVE && KP <= 128 && !NARROW)
-        if (on.producers && !c.states_only && rows_are_as_given(c)) {
+    if constexpr (cuts_both_ways<KP, DECAY, RULE>)
+        if (can_cut<KP, DECAY, RULE>(c, on)) {
             const int64_t chunks = chunks_of_sequence(c);
             double least = 0;
             for (int walks = 1; walks <= (both ? 2 : 1); walks++)
@@ -51,9 +68,12 @@ static walks_plan plan_both_ways(const call &c, const device_traits &on)
                      count == 1 || (count <= MOST_SEGMENTS && chunks / count >= LEAST_CHUNKS);
                      count++) {
                     const int64_t blocks = passes * heads * div_up(panels, walks) * count;
-                    const double time = (double)div_up(blocks, on.processors) * (double)chunks /
-                                            count * WALKED_CHUNK[walks - 1] +
-                                        passes * time_between<KP, DECAY>(c, count, on);
+                    double time = (double)div_up(blocks, on.processors) * (double)chunks / count *
+                                  WALKED_CHUNK<RULE>[walks - 1];
+                    if constexpr (RULE == LA_DELTA)
+                        time += time_between_delta<KP, DECAY>(c, count, on);
+                    else
+                        time += passes * time_between<KP, DECAY>(c, count, on);
                     if (least > 0 && time >= least) continue;
                     least = time;
                     best = {walks * 4, count};
@@ -82,7 +102,14 @@ static cudaError_t launch_both_ways(call c, gradients d, const chunks &w, const 
     const int staged = on.producers && bytes + states + 1024 <= on.room ? bytes : 0;
     void *held[2] = {};
     cudaError_t error = cudaSuccess;
-    if constexpr (RULE == LA_ADDITIVE && KP <= 128 && !NARROW)
+    if constexpr (cuts_both_ways<KP, DECAY, RULE> && RULE == LA_DELTA) {
+        /* the place of what the walks keep is free before them, and large enough */
+        static_assert(2 * (tile_bytes(KP) + PANEL_BYTES) >= sizeof(scored<KP>), "");
+        if (plan.segments > 1)
+            error = delta_states_between<KP, DECAY>(c, d[LA_DO], plan.segments, f.states,
+                                                    &c.x[LA_S0], &d[LA_DST], held, on, pool,
+                                                    stream);
+    } else if constexpr (cuts_both_ways<KP, DECAY, RULE>) {
         if (plan.segments > 1) {
             const summed forward = {LA_K, false, c.x[LA_V], 1};
             summed back = {LA_Q, false, d[LA_DO], (float)c.scale};
@@ -93,6 +120,7 @@ static cudaError_t launch_both_ways(call c, gradients d, const chunks &w, const 
                 error = states_between<KP, DECAY, true>(c, back, plan.segments, &d[LA_DST],
                                                         held + 1, on, pool, stream);
         }
+    }
     if (error == cudaSuccess)
         error = launch(kernel, passes * heads * plan.segments * tiles,
                        (width * adjoint_halves<KP> + on.producers) * 32,

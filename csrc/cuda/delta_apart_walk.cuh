@@ -39,6 +39,19 @@ __device__ __forceinline__ void load_start(const call &c, const segments &g, con
         }
 }
 
+/* The other way round: the 16 columns of a warp to float32. */
+template <int KP>
+__device__ __forceinline__ void store_columns(float *first_column, const float (&S)[KP / 8][4])
+{
+    const int lane = threadIdx.x % 32;
+    float *const to = first_column + lane / 4 * KP + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < KP / 8; i++) {
+        *(float2 *)(to + i * 8) = make_float2(S[i][0], S[i][1]);
+        *(float2 *)(to + 8 * KP + i * 8) = make_float2(S[i][2], S[i][3]);
+    }
+}
+
 /* What the tokens of a chunk see of a state, from blocks that prepare. */
 template <la_decay DECAY>
 __device__ __forceinline__ void load_seen(float2 (&seen)[8], const float *from, int pair)

@@ -187,15 +187,8 @@ __device__ __forceinline__ void walk_to_end(const call &c, const segments &g, co
         }
     }
     if (first_column >= rows_of_ends(has_v ? c.V : c.K)) return;
-    float *const to =
-        g.ends +
-        (((int64_t)of.head * g.count + of.segment) * rows + row + first_column + lane / 4) * KP +
-        lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < KP / 8; i++) {
-        *(float2 *)(to + i * 8) = make_float2(S[i][0], S[i][1]);
-        *(float2 *)(to + 8 * KP + i * 8) = make_float2(S[i][2], S[i][3]);
-    }
+    store_columns<KP>(
+        g.ends + (((int64_t)of.head * g.count + of.segment) * rows + row + first_column) * KP, S);
 }
 #endif
 

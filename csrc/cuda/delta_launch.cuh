@@ -213,12 +213,77 @@ static cudaError_t launch_delta_starts(const call &given, const view &d_o, const
                 if (error == cudaSuccess)
                     error = launch(delta_starts<KP, DECAY>, (int64_t)some.N * some.HV * tiles,
                                    (walks + 1) * GROUP, sizeof(starts_room<KP>), stream, some, maps,
-                                   all, tiles, walks);
+                                   all, tiles, walks, 1, (float *)NULL);
                 return error;
             });
     }
     const cudaError_t freed = all.chunks ? cudaFreeAsync(all.chunks, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;
+}
+
+/* Can the walks of both ways go in segments? See delta_states_between. */
+template <int KP, la_decay DECAY>
+static bool has_states_between(const call &c, const device_traits &d)
+{
+    delta_flags f;
+    return prepares_for_states<KP>(c, d, &f) && (int)sizeof(ends_room<KP>) <= d.room &&
+           (int)sizeof(starts_room<KP>) <= d.room && !(DECAY == LA_NONE && c.qk_l2norm) && c.T > 0;
+}
+
+/* The states between the segments of a call of the delta rule, and the gradients of these, before
+ * the walks of both ways. *first is the initial state, and *last the gradient of the final one; they
+ * become those before the segments and after them. chunks: a place for what delta_apart prepares.
+ * *held is then to be freed. */
+template <int KP, la_decay DECAY>
+static cudaError_t delta_states_between(call c, const view &d_o, int count, void *chunks,
+                                        view *first, view *last, void **held,
+                                        const device_traits &d, cudaMemPool_t pool,
+                                        cudaStream_t stream)
+{
+    delta_flags f;
+    prepares_for_states<KP>(c, d, &f);
+    const int64_t heads = (int64_t)c.N * c.HV, units = heads * count;
+    const int of_values = (int)div_up(c.V, MOST_WALKS * PANEL), columns = rows_of_ends(c.V);
+    const int rows = columns + rows_of_ends(c.K), tiles = (int)div_up(c.V, PANEL);
+    const int64_t size = (int64_t)columns * KP;
+    cudaError_t error = cudaMallocFromPoolAsync(
+        held, units * ((rows * KP + 2 * size) * 4 + (int64_t)sizeof(int)), pool, stream);
+    if (error != cudaSuccess) return error;
+    segments g = {count, true, (float *)*held, NULL, NULL};
+    float *const starts = g.ends + units * rows * KP, *const between = starts + units * size;
+    g.vanished = (int *)(between + units * size);
+    handed<KP> all = {};
+    all.chunks = (scored<KP> *)chunks;
+    error = with_norms(
+        c, f, pool, stream,
+        [&](const tensor_maps &maps, const CUtensorMap &to_o, const delta_flags &f) {
+            cudaError_t error = launch(delta_apart<KP, DECAY>, d.processors, APART_GROUPS * GROUP,
+                                       bytes_apart<KP>, stream, c, maps, to_o, f, all, g);
+            if (error == cudaSuccess)
+                error = launch(delta_ends<KP, DECAY>, units * (of_values + 1),
+                               (MOST_WALKS + 1) * GROUP, sizeof(ends_room<KP>), stream, c, maps,
+                               all, g, of_values, columns, rows);
+            g.starts = starts;
+            if (error == cudaSuccess)
+                error = launch_join<KP, DECAY, LA_DELTA>(c, {}, g, rows, stream);
+            call back = c;
+            tensor_maps maps_back = maps;
+            back.x[LA_V] = d_o;
+            back.x[LA_S0] = *last;
+            if (error == cudaSuccess && !map_of(c, d_o, c.HV, c.V, &maps_back.v))
+                error = cudaErrorInvalidValue; /* cannot happen: both ways fetch it so */
+            if (error == cudaSuccess)
+                error = launch(delta_starts<KP, DECAY>, units * tiles, 2 * GROUP,
+                               sizeof(starts_room<KP>), stream, back, maps_back, all, tiles, 1,
+                               count, between);
+            if (error == cudaSuccess)
+                error = launch(join_starts<KP>, heads * columns / JOINED, JOIN_WARPS * 32, 0,
+                               stream, back, g, rows, between);
+            return error;
+        });
+    *first = {(char *)starts, {c.HV * count * size, size, 1, KP}, LA_F32};
+    *last = {(char *)between, {c.HV * count * size, size, 1, KP}, LA_F32};
+    return error;
 }
 
 template <int KP, la_decay DECAY, int WALKS>
@@ -264,6 +329,28 @@ template <la_decay DECAY> static constexpr double SEGMENTS_CHUNK = DECAY == LA_N
  * apart. */
 template <int KP> static constexpr double ENDS_CHUNK = KP == 64 ? 0.7 : 0.95;
 static constexpr double ENDS_LAUNCH = 30, JOINED_SEGMENT = 2, MOVED = 3.2e6;
+
+/* Microseconds of delta_states_between (docs/decisions/0063); a chunk of a block of delta_starts. */
+static constexpr double STARTS_CHUNK = 0.95, BETWEEN_LAUNCH = 60;
+
+template <int KP, la_decay DECAY>
+static double time_between_delta(const call &c, int count, const device_traits &d)
+{
+    if (count == 1) return 0;
+    const int64_t heads = (int64_t)c.N * c.HV;
+    const double chunks = (double)div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
+    const auto walked = [&](int64_t blocks) {
+        return (double)div_up(blocks, d.processors) * chunks / count;
+    };
+    const view &gate = c.x[LA_G]; /* as in plan_segments */
+    const bool decays = DECAY == LA_TOKEN && (gate.stride[1] || gate.stride[2]);
+    const int64_t of_values = (count - 1) * div_up(c.V, MOST_WALKS * PANEL),
+                  of_identity = decays ? 0 : count - 2;
+    return chunks * (double)heads * PREPARED_APART<KP> / d.processors +
+           walked(heads * (of_values + of_identity)) * ENDS_CHUNK<KP> +
+           walked(heads * (count - 1) * div_up(c.V, PANEL)) * STARTS_CHUNK + BETWEEN_LAUNCH +
+           2 * count * JOINED_SEGMENT;
+}
 
 /* How many segments a head should have, and how many walks a block. */
 struct segments_plan {

@@ -1,5 +1,5 @@
-/* The gradient of the initial state of the delta rule on Hopper, and no other. It takes what
- * delta_apart prepares for the forward pass: X, B and the decays of all chunks (delta.cuh). The
+/* The gradient of the initial state of the delta rule on Hopper, and no other; or those of the states
+ * between segments, before the walks of recompute.cuh. It takes what delta_apart prepares for the forward pass: X, B and the decays of all chunks (delta.cuh). The
  * forward pass was
  *
  *     W = V - seen (S k)     O = scale in (S q) + W B     S <- a S + W X
@@ -9,13 +9,14 @@
  *     dW = dS X' + dO B'     dS <- a dS + (scale in dO) q' - (seen dW) k'
  *
  * in the transposed form, in which a warp has 16 value columns. No state of the forward pass has a
- * part in this. A block has all chunks of a head, and a group of four warps for each panel of 64
+ * part in this. A block has all chunks of a head or of a segment, and a group of four warps for each panel of 64
  * columns that it walks: one or two. The first thread of one more group asks the copy engine. A
  * chunk takes four products, two of which need the ones before. */
 #ifndef LINATTN_CUDA_DELTA_STARTS_CUH
 #define LINATTN_CUDA_DELTA_STARTS_CUH
 
 #include "delta_apart_walk.cuh"
+#include "segments.cuh"
 
 enum { STARTS_STAGES = 3 };
 
@@ -40,7 +41,7 @@ __device__ __forceinline__ void fetch_backwards(const call &c, const tensor_maps
 {
     const unit &u = of.u;
     for (int step = 0; step < of.chunks; step++) {
-        const int stage = step % STARTS_STAGES, chunk = of.chunks - 1 - step;
+        const int stage = step % STARTS_STAGES, chunk = of.first + of.chunks - 1 - step;
         const int t = u.begin + chunk * C;
         const uint32_t barrier = address_of(s.full + stage);
         const scored<KP> &x = *from.place_of(c, of.head, chunk);
@@ -136,26 +137,26 @@ __device__ __forceinline__ void tokens_backwards(const call &c, const unit &u, i
     }
 }
 
-/* dS of every chunk. c.x[LA_S0] is the gradient of the final state, c.x[LA_ST] becomes that of the
- * initial one. */
+/* dS of every chunk. c.x[LA_S0] is the gradient of the final state. `to` is the place of the 16 columns
+ * of this warp; NULL: they are the gradient of the initial state, c.x[LA_ST]. */
 template <int KP, la_decay DECAY>
 __device__ __forceinline__ void walk_to_start(const call &c, const stretch &of, int walks,
-                                              starts_room<KP> &s)
+                                              float *to, starts_room<KP> &s)
 {
     const unit &u = of.u;
     const int walk = threadIdx.x / GROUP, warp = threadIdx.x / 32 % 4;
     const int first_column = (of.tile * walks + walk) * PANEL + warp * 16;
     const int columns = min(16, c.V - first_column);
     const float scale = (float)c.scale;
-    float S[KP / 8][4];
-    load_state(c, u, first_column, columns, S);
+    float S[KP / 8][4] = {};
+    if (of.last) load_state(c, u, first_column, columns, S);
     float (&front)[PANEL / 8][4] = *(float (*)[PANEL / 8][4]) S;
     float (&back)[PANEL / 8][4] = *(float (*)[PANEL / 8][4])(S + KP / 8 - PANEL / 8);
     const seat at = own_seat();
 #pragma unroll 1
     for (int step = 0; step < of.chunks; step++) {
         const int stage = step % STARTS_STAGES;
-        const int n = min(C, u.end - u.begin - (of.chunks - 1 - step) * C);
+        const int t = u.begin + (of.first + of.chunks - 1 - step) * C, n = min(C, u.end - t);
         products_wait<0>();
         products_in(S);
         operand of_state[KP / 16], d_o[4], z[4]; /* d_o, z: over the tokens */
@@ -164,7 +165,6 @@ __device__ __forceinline__ void walk_to_start(const call &c, const stretch &of, 
         barrier_wait(address_of(s.full + stage), parity(step / STARTS_STAGES));
         auto &chunk = s.chunk[stage];
         if (__builtin_expect(s.numbers[stage].of.nonfinite < C, 0)) {
-            const int t = u.begin + (of.chunks - 1 - step) * C;
             tokens_backwards<KP, DECAY>(c, u, t, n, first_column, columns, S);
             warp_arrives(address_of(s.free + stage));
             continue;
@@ -223,20 +223,27 @@ __device__ __forceinline__ void walk_to_start(const call &c, const stretch &of, 
         products_in(S);
         warp_arrives(address_of(s.free + stage));
     }
-    store_state(c, u, first_column, columns, S);
+    if (!to)
+        store_state(c, u, first_column, columns, S);
+    else if (first_column < rows_of_ends(c.V))
+        store_columns<KP>(to, S);
 }
 #endif
 
+/* between: [N HV][segments][16 slices][KP]. Here a segment leaves the gradient of the state before it
+ * as that of the state after the segment before, as if nothing came after itself. NULL: one
+ * segment. */
 template <int KP, la_decay DECAY, typename = element>
 __global__ void __launch_bounds__((MOST_WALKS + 1) * GROUP, 1)
     delta_starts(const __grid_constant__ call c, const __grid_constant__ tensor_maps maps,
-                 const handed<KP> from, int tiles, int walks)
+                 const handed<KP> from, int tiles, int walks, int segments, float *between)
 {
 #if HAS_WARP_GROUPS
     extern __shared__ __align__(1024) char shared[];
     starts_room<KP> &s = *(starts_room<KP> *)shared;
     enum { FOR_WALK = 232, FOR_FETCH = 40 };
-    const stretch of = stretch_at(c, tiles, 1, blockIdx.x);
+    const stretch of = stretch_at(c, tiles, segments, blockIdx.x);
+    if (between && of.segment == 0) return; /* the walks of both ways make that of the first state */
     if (threadIdx.x == 0) {
         for (int i = 0; i < STARTS_STAGES; i++) {
             barrier_init(address_of(s.full + i), 1);
@@ -250,9 +257,82 @@ __global__ void __launch_bounds__((MOST_WALKS + 1) * GROUP, 1)
         if ((int)threadIdx.x == walks * GROUP) fetch_backwards(c, maps, of, from, walks, s);
     } else {
         registers_up_to<FOR_WALK>();
-        walk_to_start<KP, DECAY>(c, of, walks, s);
+        const int64_t place = (int64_t)of.head * segments + of.segment - 1;
+        const int column = of.tile * walks * PANEL + (int)threadIdx.x / 32 * 16; /* of this warp */
+        walk_to_start<KP, DECAY>(
+            c, of, walks, between ? between + (place * rows_of_ends(c.V) + column) * KP : NULL, s);
     }
 #endif
+}
+
+enum { JOIN_WARPS = 8 };
+
+/* The sums over a warp of a number for each of eight columns: a lane returns that of column_of_sum. */
+__device__ __forceinline__ float sum_of_columns(float (&x)[JOINED])
+{
+    static_assert(JOINED == 8, "");
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 4, by = 16; half > 0; half /= 2, by /= 2)
+#pragma unroll
+        for (int j = 0; j < half; j++) {
+            const bool high = lane & by;
+            const float own = high ? x[j + half] : x[j], other = high ? x[j] : x[j + half];
+            x[j] = own + __shfl_xor_sync(~0u, other, by);
+        }
+    return quad_sum(x[0]);
+}
+
+__device__ __forceinline__ int column_of_sum() { return threadIdx.x % 32 / 4; }
+
+/* From the last segment to the first: dS <- M' dS + E, in the place of E. c.x[LA_S0] is the gradient
+ * of the final state, from which the last segment was walked. g: M' of the others, from delta_ends.
+ * A block has JOINED value columns of a head, and a warp every JOIN_WARPS-th key. */
+template <int KP, typename = element>
+__global__ void __launch_bounds__(JOIN_WARPS * 32)
+    join_starts(const __grid_constant__ call c, const segments g, int rows, float *between)
+{
+    const int columns = rows_of_ends(c.V), groups = columns / JOINED;
+    const int first_column = blockIdx.x % groups * JOINED;
+    const int64_t head = blockIdx.x / groups;
+    const unit u = unit_of(c, (int)(head / c.HV), (int)(head % c.HV));
+    const int chunks = (u.end - u.begin + C - 1) / C;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const auto after = [&](int segment) {
+        return between + ((head * g.count + segment) * columns + first_column) * KP;
+    };
+    for (int i = threadIdx.x; i < JOINED * KP; i += JOIN_WARPS * 32)
+        after(g.count - 1)[i] = initial_state_of<LA_TOKEN>(c, u, i % KP, first_column + i / KP);
+    for (int segment = g.count - 2; segment > 0; segment--, __syncthreads()) {
+        if (first_of_segment(chunks, segment, g.count) ==
+            first_of_segment(chunks, segment + 1, g.count)) { /* as in join_maps */
+            for (int i = threadIdx.x; i < JOINED * KP; i += JOIN_WARPS * 32)
+                after(segment - 1)[i] = after(segment)[i];
+            continue;
+        }
+        const bool there = lane < KP / 4; /* this lane has four keys of dS */
+        float4 dS[JOINED];
+#pragma unroll
+        for (int j = 0; j < JOINED; j++)
+            dS[j] = there ? ((const float4 *)after(segment))[j * (KP / 4) + lane]
+                          : make_float4(0, 0, 0, 0);
+        /* a state with a NaN times an M of zeros is still a NaN */
+        const bool zero = g.vanished[head * g.count + segment] || !there;
+        const float *const M =
+            g.ends + ((head * g.count + segment) * rows + columns) * KP + lane * 4;
+        float *const to = after(segment - 1) + column_of_sum() * KP;
+#pragma unroll 4
+        for (int key = warp; key < KP; key += JOIN_WARPS) {
+            float4 m = make_float4(0, 0, 0, 0);
+            if (!zero && key < rows - columns) m = *(const float4 *)(M + key * KP);
+            float sum[JOINED];
+#pragma unroll
+            for (int j = 0; j < JOINED; j++)
+                sum[j] = m.x * dS[j].x + m.y * dS[j].y + m.z * dS[j].z + m.w * dS[j].w;
+            const float all = sum_of_columns(sum);
+            if (lane % 4 == 0) to[key] += all;
+        }
+    }
 }
 
 #endif

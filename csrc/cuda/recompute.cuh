@@ -406,7 +406,7 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
             const view &x = state_of_row<DECAY>(from, from_Y, row);
             const int key = key_of_row<DECAY>(row);
             S[i][e] = x.data && column < p.columns && key < c.K
-                          ? load<float>(at(x, p.u.n * segments + p.segment, p.u.hv, key,
+                          ? load<float>(at(x, p.u.n, p.u.hv * segments + p.segment, key,
                                            p.v0 + column),
                                         x.dtype)
                           : 0;
@@ -519,7 +519,7 @@ chunks_for_adjoint(const call &c, const gradients &d, const chunks &w, const bac
  * all that is wanted. Then nothing is kept.
  *
  * A block has a tile of a segment. With more than one segment the initial states are
- * [N][segments][HV][K][V], and so are the gradients of the final ones.
+ * [N][HV][segments][K][V], and so are the gradients of the final ones.
  *
  * staged: from here on states lie in shared memory on their way to the copy engine; 0: there is no
  * room for them. */

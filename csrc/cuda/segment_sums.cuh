@@ -33,7 +33,7 @@ struct parts_of_sequence {
     float *decays; /* [N HV][made][KP]: of all tokens of a part. TOKEN: only the first */
     int count;     /* parts */
     int made;      /* of these, whose sums are made: the first ones, backward the last ones */
-    /* [N][count / of_segment][HV][K][V]: the states before segments of so many parts, backward the
+    /* [N HV][count / of_segment][K][V]: the states before segments of so many parts, backward the
      * gradients of those after them. NULL: x.last is what is wanted. */
     float *between;
     int of_segment;
@@ -313,9 +313,9 @@ __global__ void __launch_bounds__(JOIN_THREADS)
                        *const decays = from.decays + (int64_t)head * from.made * KP +
                                        (DECAY == LA_KEY ? key : 0);
     const int segments = from.count / from.of_segment;
-    const int64_t step = (int64_t)c.HV * c.K * c.V;
-    float *to = from.between + (int64_t)(n * segments + (BACKWARD ? segments - 1 : 0)) * step +
-                ((int64_t)hv * c.K + key) * c.V + v;
+    const int64_t step = (int64_t)c.K * c.V;
+    float *to = from.between + ((int64_t)head * segments + (BACKWARD ? segments - 1 : 0)) * step +
+                key * c.V + v;
     float S = x.first.data ? load<float>(at(x.first, n, hv, key, v), x.first.dtype) : 0;
 #pragma unroll 4
     for (int j = 0; j < from.made; j++) {
@@ -410,14 +410,14 @@ static cudaError_t states_between(const call &c, summed x, int segments, view *s
                                   const device_traits &on, cudaMemPool_t pool, cudaStream_t stream)
 {
     const int of_segment = parts_of_segment(c, on, chunks_of_sequence(c), segments - 1, segments);
-    const int64_t size = (int64_t)c.K * c.V, heads = c.HV * size;
-    cudaError_t error = cudaMallocFromPoolAsync(held, c.N * segments * heads * 4, pool, stream);
+    const int64_t size = (int64_t)c.K * c.V, row = c.HV * segments * size;
+    cudaError_t error = cudaMallocFromPoolAsync(held, c.N * row * 4, pool, stream);
     if (error != cudaSuccess) return error;
     const parts_of_sequence to = {NULL,           NULL,      segments * of_segment,
                                   (segments - 1) * of_segment, (float *)*held, of_segment};
     x.first = *state;
     error = launch_sums<KP, DECAY, BACKWARD>(c, x, to, on, pool, stream);
-    *state = {(char *)*held, {heads, size, c.V, 1}, LA_F32};
+    *state = {(char *)*held, {row, size, c.V, 1}, LA_F32};
     return error;
 }
 

@@ -1,10 +1,22 @@
-"""What holds for the delta rule of few heads on a GPU, whichever kernels walk its sequences."""
+"""Few heads on a GPU: what holds whichever kernels walk their sequences."""
 
 import pytest
 
+from linattn import _linattn
 from support.compare import assert_same_bits
 from support.gpu import APART, distance, run
 from support.tensors import torch
+
+
+def assert_kernels(op, x, names, pass_="forward"):
+    """On Hopper these kernels take the call."""
+    if torch.cuda.get_device_capability() != (9, 0) or "90a" not in _linattn.CUDA_ARCHS:
+        pytest.skip("only on Hopper")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run(op, x, pass_)
+        torch.cuda.synchronize()
+    found = " ".join(event.key for event in seen.key_averages())
+    assert [name for name in names if name not in found] == []
 
 
 def token_by_token(op, x):
