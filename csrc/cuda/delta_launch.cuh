@@ -230,10 +230,10 @@ static bool has_states_between(const call &c, const device_traits &d)
            (int)sizeof(starts_room<KP>) <= d.room && !(DECAY == LA_NONE && c.qk_l2norm) && c.T > 0;
 }
 
-/* The states between the segments of a call of the delta rule, and the gradients of these, before
- * the walks of both ways. *first is the initial state, and *last the gradient of the final one; they
- * become those before the segments and after them. chunks: a place for what delta_apart prepares.
- * *held is then to be freed. */
+/* Find the states between the segments of a call of the delta rule, and their gradients. *first is
+ * the initial state, and becomes the states before the segments. *last is the gradient of the final
+ * state, and becomes the gradients of the states after the segments. chunks: a place for what
+ * delta_apart prepares. *held is then to be freed. */
 template <int KP, la_decay DECAY>
 static cudaError_t delta_states_between(call c, const view &d_o, int count, void *chunks,
                                         view *first, view *last, void **held,
@@ -330,7 +330,8 @@ template <la_decay DECAY> static constexpr double SEGMENTS_CHUNK = DECAY == LA_N
 template <int KP> static constexpr double ENDS_CHUNK = KP == 64 ? 0.7 : 0.95;
 static constexpr double ENDS_LAUNCH = 30, JOINED_SEGMENT = 2, MOVED = 3.2e6;
 
-/* Microseconds of delta_states_between (docs/decisions/0063); a chunk of a block of delta_starts. */
+/* Microseconds of delta_states_between (docs/decisions/0063): a chunk of a block of delta_starts,
+ * and the launches. */
 static constexpr double STARTS_CHUNK = 0.95, BETWEEN_LAUNCH = 60;
 
 template <int KP, la_decay DECAY>

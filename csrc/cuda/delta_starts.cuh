@@ -1,6 +1,6 @@
-/* The gradient of the initial state of the delta rule on Hopper, and no other; or those of the states
- * between segments, before the walks of recompute.cuh. It takes what delta_apart prepares for the forward pass: X, B and the decays of all chunks (delta.cuh). The
- * forward pass was
+/* The gradient of the initial state of the delta rule on Hopper, and no other; or the gradients of
+ * the states between segments, before the walks of recompute.cuh. The kernel takes what delta_apart
+ * prepares for the forward pass: X, B and the decays of all chunks (delta.cuh). That pass was
  *
  *     W = V - seen (S k)     O = scale in (S q) + W B     S <- a S + W X
  *
@@ -9,9 +9,9 @@
  *     dW = dS X' + dO B'     dS <- a dS + (scale in dO) q' - (seen dW) k'
  *
  * in the transposed form, in which a warp has 16 value columns. No state of the forward pass has a
- * part in this. A block has all chunks of a head or of a segment, and a group of four warps for each panel of 64
- * columns that it walks: one or two. The first thread of one more group asks the copy engine. A
- * chunk takes four products, two of which need the ones before. */
+ * part in this. A block has all chunks of a head or of a segment, and four warps for each panel of
+ * 64 columns that it walks: one or two. The first thread of one more group asks the copy
+ * engine. A chunk takes four products, two of which need the ones before. */
 #ifndef LINATTN_CUDA_DELTA_STARTS_CUH
 #define LINATTN_CUDA_DELTA_STARTS_CUH
 
@@ -137,8 +137,8 @@ __device__ __forceinline__ void tokens_backwards(const call &c, const unit &u, i
     }
 }
 
-/* dS of every chunk. c.x[LA_S0] is the gradient of the final state. `to` is the place of the 16 columns
- * of this warp; NULL: they are the gradient of the initial state, c.x[LA_ST]. */
+/* dS of every chunk. c.x[LA_S0] is the gradient of the final state. `to` is the place of the 16
+ * columns of this warp. NULL: they are the gradient of the initial state, c.x[LA_ST]. */
 template <int KP, la_decay DECAY>
 __device__ __forceinline__ void walk_to_start(const call &c, const stretch &of, int walks,
                                               float *to, starts_room<KP> &s)
@@ -230,9 +230,9 @@ __device__ __forceinline__ void walk_to_start(const call &c, const stretch &of, 
 }
 #endif
 
-/* between: [N HV][segments][16 slices][KP]. Here a segment leaves the gradient of the state before it
- * as that of the state after the segment before, as if nothing came after itself. NULL: one
- * segment. */
+/* between: [N HV][segments][16 slices][KP], the gradients of the states after the segments, as if
+ * nothing came after the next one. A segment leaves that of the segment before it. NULL: there is
+ * one segment. */
 template <int KP, la_decay DECAY, typename = element>
 __global__ void __launch_bounds__((MOST_WALKS + 1) * GROUP, 1)
     delta_starts(const __grid_constant__ call c, const __grid_constant__ tensor_maps maps,
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__((MOST_WALKS + 1) * GROUP, 1)
     starts_room<KP> &s = *(starts_room<KP> *)shared;
     enum { FOR_WALK = 232, FOR_FETCH = 40 };
     const stretch of = stretch_at(c, tiles, segments, blockIdx.x);
-    if (between && of.segment == 0) return; /* the walks of both ways make that of the first state */
+    if (between && of.segment == 0) return; /* the first state is for the walks of both ways */
     if (threadIdx.x == 0) {
         for (int i = 0; i < STARTS_STAGES; i++) {
             barrier_init(address_of(s.full + i), 1);
