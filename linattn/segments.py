@@ -232,10 +232,39 @@ def final_state(op: str, state: Any, *arrays: Any, **arguments: Any) -> Any:
 # ---- calls ----
 
 
+class _Names(NamedTuple):
+    """Of the parameters of a function."""
+
+    positional: tuple[str, ...]
+    defaults: dict[str, Any]  # of all but _unknown; those without one have _MISSING
+
+
+_MISSING = object()
+
+
+@lru_cache
+def _names_of(function: Callable[..., Any]) -> _Names:
+    parameters = signature_of(function).parameters.values()
+    named = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+    defaults = {x.name: _MISSING if x.default is x.empty else x.default for x in named}
+    positional = tuple(x.name for x in named if x.kind is x.POSITIONAL_OR_KEYWORD)
+    return _Names(positional, defaults)
+
+
 def by_name(
     function: Callable[..., Any], arrays: tuple[Any, ...], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a function by their names, defaults too."""
+    """The arguments of a function by their names, defaults too.
+
+    A legal call needs no Signature.bind, which takes as long as a short call.
+    """
+    positional, defaults = _names_of(function)
+    first = dict(zip(positional, arrays, strict=False))
+    found: dict[str, Any] = {**defaults, **first, **arguments}
+    is_legal = len(first) == len(arrays) and len(found) == len(defaults)
+    is_legal = is_legal and first.keys().isdisjoint(arguments)
+    if is_legal and not any(x is _MISSING for x in found.values()):
+        return found
     try:
         bound = signature_of(function).bind(*arrays, **arguments)
     except TypeError as error:
