@@ -101,12 +101,13 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def _apply(M: Tensor, S: Tensor, *, adjoint: bool = False) -> Tensor:
-    """M S, or M' S (of its conjugate, where it is complex)."""
-    M = _wide(M)
+def _apply(X: Tensor, M: Tensor | None, S: Tensor, *, adjoint: bool = False) -> Tensor:
+    """M S + X, or M' S + X (of the conjugate, where M is complex), by one operation."""
+    if M is None:
+        return S + X
     if M.dim() == 3:
-        return (M.mH if adjoint else M) @ S
-    return (M.conj() if adjoint else M)[..., None] * S
+        return torch.baddbmm(X, M.mH if adjoint else M, S)
+    return torch.addcmul(X, (M.conj() if adjoint else M)[..., None], S)
 
 
 def _cuts(rows: int, size: int) -> list[int]:
@@ -117,7 +118,11 @@ def _cuts(rows: int, size: int) -> list[int]:
 def _to_owners(
     context: Context, form: Form, mine: Tensor | None, widths: list[int]
 ) -> list[Tensor]:
-    """mine [rows,width]. Of each rank, its numbers of the rows that are owned here."""
+    """mine [rows,width]. Of each rank, its numbers of the rows that are owned here.
+
+    They are wide, and behind each other in one array: as many operations as ranks would take a
+    host longer than the GPU.
+    """
     cuts = _cuts(form.rows, context.size)
     own = cuts[context.rank]
     flat = torch.empty(0, dtype=form.dtype, device=form.device)
@@ -125,7 +130,7 @@ def _to_owners(
         flat = mine.reshape(-1)
     sends = [n * widths[context.rank] for n in cuts]
     gets = [own * width for width in widths]
-    pieces = moved(context, flat, gets, sends).split(gets)
+    pieces = _wide(moved(context, flat, gets, sends)).split(gets)
     return [x.view(own, width) for x, width in zip(pieces, widths, strict=True)]
 
 
@@ -137,7 +142,7 @@ def _from_owners(
     own = cuts[context.rank]
     flat = torch.empty(0, dtype=form.dtype, device=form.device)
     if states:
-        flat = torch.cat([S.to(form.dtype).reshape(-1) for S in states])
+        flat = torch.stack(states).to(form.dtype).reshape(-1)
     sends = [own * form.state_size * take for take in takes]
     gets = [n * form.state_size * takes[context.rank] for n in cuts]
     found = moved(context, flat, gets, sends)
@@ -170,20 +175,19 @@ def exchange(
         mine = torch.cat(parts, 1)
     every = _to_owners(context, form, mine, widths)
     arrives, kept = [], []
-    S = _wide(every[0]).new_zeros(len(every[0]), form.K, form.V)
+    S = every[0].new_zeros(len(every[0]), form.K, form.V)
     for share, row in zip(shares, every, strict=True):
         if share.joins:
             arrives.append(S)
         if share.goes_on:
-            end = _wide(row[:, : form.state_size]).view_as(S)
+            end = row[:, : form.state_size].view_as(S)
+            M = None
             if share.passes and form.transition:
-                kept.append(row[:, form.state_size :].reshape(len(row), *form.transition))
-                end = _apply(kept[-1], S) + end
-            elif share.passes:
-                end = S + end
-            S = end
+                M = row[:, form.state_size :].reshape(len(row), *form.transition)
+                kept.append(M)
+            S = _apply(end, M, S) if share.passes else end
     S_in = _from_owners(context, form, arrives, [s.joins for s in shares])
-    return S_in, torch.stack(kept) if kept else None
+    return S_in, torch.stack(kept).to(form.dtype) if kept else None
 
 
 def exchange_back(
@@ -205,17 +209,16 @@ def exchange_back(
     if not any(widths):
         return None
     every = _to_owners(context, form, E, widths)
-    Ms = [] if kept is None else list(kept.unbind())
+    Ms = [] if kept is None else list(_wide(kept).unbind())
     arrives = []
-    G = _wide(every[0]).new_zeros(len(every[0]), form.K, form.V)
+    G = every[0].new_zeros(len(every[0]), form.K, form.V)
     for share, row in zip(reversed(shares), reversed(every), strict=True):
         if share.goes_on:
             arrives.append(G)
         if share.joins:
-            begin = _wide(row).view_as(G)
-            if share.passes:
-                begin = (_apply(Ms.pop(), G, adjoint=True) if form.transition else G) + begin
-            G = begin
+            begin = row.view_as(G)
+            M = Ms.pop() if share.passes and form.transition else None
+            G = _apply(begin, M, G, adjoint=True) if share.passes else begin
     return _from_owners(context, form, arrives[::-1], [s.goes_on for s in shares])
 
 
