@@ -46,7 +46,7 @@ MEASURED = {
 # Milliseconds of two GPUs, forward and backward. Forward passes alone are bound by the host, whose
 # time varied by half from op to op.
 TWO = {"simple_gla": 5.03, "gla": 6.93, "gated_delta_rule": 6.08, "kda": 10.91}
-# The host's calls of an exchange, by which two GPUs take so long. On another host they took half.
+# Seconds of the host's calls of an exchange, fitted to TWO. On another host they took half.
 HOST, HOST_BACK = 0.75e-3, 1.65e-3
 NVLINK, NETWORK = 450e9, 50e9  # bytes a second one way: within a host; 400 Gb/s for each GPU
 NODE = 8  # GPUs of a host

@@ -151,7 +151,8 @@ def test_gradients_of_packed_sequences(op):
 @pytest.mark.parametrize("name", ["k", "v", "do"])
 @pytest.mark.parametrize("op", [op for op in OPS if op not in ops_with(decay="head")])
 def test_a_nan_reaches_no_gradient_that_it_has_no_part_in(op, name):
-    """Of the other batch row; and of the tokens that neither read nor are read by its token."""
+    """The gradients of the other batch row keep their bits. So do those of tokens that neither read
+    the token of the NaN nor are read by it."""
     x = problem_of(op, "104x128", pass_="backward")
     clean = dict(zip(("dq", "dk", "dv"), run(op, x, "backward"), strict=False))
     x[name][1, 517, -1, 3] = torch.nan

@@ -206,7 +206,8 @@ def test_gradients_of_packed_sequences(op):
 @pytest.mark.parametrize("name", ["k", "v", "do", "beta", "g"])
 @ops
 def test_a_nan_reaches_no_gradient_of_tokens_apart_from_it(op, name):
-    """Of the other batch row; and of the tokens that neither read nor are read by its token."""
+    """The gradients of the other batch row keep their bits. So do those of tokens that neither read
+    the token of the NaN nor are read by it."""
     x = problem_of(op, "104x128", pass_="backward")
     if name not in x:
         pytest.skip(f"{op} has no {name}")

@@ -103,7 +103,7 @@ static cudaError_t launch_both_ways(call c, gradients d, const chunks &w, const 
     void *held[2] = {};
     cudaError_t error = cudaSuccess;
     if constexpr (cuts_both_ways<KP, DECAY, RULE> && RULE == LA_DELTA) {
-        /* the place of what the walks keep is free before them, and large enough */
+        /* the scratch for the states that the walks keep is free until then, and large enough */
         static_assert(2 * (tile_bytes(KP) + PANEL_BYTES) >= sizeof(scored<KP>), "");
         if (plan.segments > 1)
             error = delta_states_between<KP, DECAY>(c, d[LA_DO], plan.segments, f.states,

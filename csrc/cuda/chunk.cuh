@@ -163,7 +163,7 @@ static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t
                                    cudaStream_t stream)
 {
     /* In float16 a mapped number may be too large for its tile. Its chunk would go token by token,
-     * but z would be wrong for all later ones. Nor do the sums of segments see such a number. */
+     * but z would be wrong for all later ones. The sums of segments do not see such a number. */
     constexpr bool maps_tiles = DECAY == LA_NONE && !NARROW;
     if (c.K % PIECE || c.V % PIECE) return cudaErrorNotSupported; /* no box has such rows */
     const bool normalised = is_normalised(&c, DECAY, LA_ADDITIVE);

@@ -94,9 +94,9 @@ __device__ inline int first_chunk_slot(const call &c, int n)
     return (int)first_chunk_slot(c, n, C);
 }
 
-/* The first chunk of a segment, where a sequence of so many chunks has `count` segments: chunks
- * segment / count, without a division of 64 bits, which is a call and takes a walk's registers. The
- * segments of a short sequence may have no chunk. */
+/* The first chunk of a segment, where a sequence of so many chunks has `count` segments: chunks *
+ * segment / count. There is no 64-bit division: it is a function call, and takes registers of a
+ * walk. The segments of a short sequence may have no chunk. */
 __device__ __forceinline__ int first_of_segment(int chunks, int segment, int count)
 {
     return chunks / count * segment + chunks % count * segment / count;

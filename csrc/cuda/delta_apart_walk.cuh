@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_start(const call &c, const segments &g, con
         }
 }
 
-/* The other way round: the 16 columns of a warp to float32. */
+/* Store the 16 columns of a warp in float32. */
 template <int KP>
 __device__ __forceinline__ void store_columns(float *first_column, const float (&S)[KP / 8][4])
 {

@@ -233,7 +233,7 @@ static bool has_states_between(const call &c, const device_traits &d)
 /* Find the states between the segments of a call of the delta rule, and their gradients. *first is
  * the initial state, and becomes the states before the segments. *last is the gradient of the final
  * state, and becomes the gradients of the states after the segments. chunks: a place for what
- * delta_apart prepares. *held is then to be freed. */
+ * delta_apart prepares. The caller frees *held. */
 template <int KP, la_decay DECAY>
 static cudaError_t delta_states_between(call c, const view &d_o, int count, void *chunks,
                                         view *first, view *last, void **held,

@@ -1,6 +1,7 @@
-/* The gradient of the initial state of the delta rule on Hopper, and no other; or the gradients of
- * the states between segments, before the walks of recompute.cuh. The kernel takes what delta_apart
- * prepares for the forward pass: X, B and the decays of all chunks (delta.cuh). That pass was
+/* Gradients of states of the delta rule on Hopper. With one segment it is the gradient of the
+ * initial state, and no other. With more it is those between segments, for the walks of
+ * recompute.cuh. The kernel takes what delta_apart prepares for the forward pass: X, B and the
+ * decays of all chunks (delta.cuh). That pass was
  *
  *     W = V - seen (S k)     O = scale in (S q) + W B     S <- a S + W X
  *
@@ -9,9 +10,9 @@
  *     dW = dS X' + dO B'     dS <- a dS + (scale in dO) q' - (seen dW) k'
  *
  * in the transposed form, in which a warp has 16 value columns. No state of the forward pass has a
- * part in this. A block has all chunks of a head or of a segment, and four warps for each panel of
- * 64 columns that it walks: one or two. The first thread of one more group asks the copy
- * engine. A chunk takes four products, two of which need the ones before. */
+ * part in this. A block has all chunks of a head or of a segment, and walks one or two panels of 64
+ * columns. Each panel has four warps. The first thread of one more group asks the copy engine. A
+ * chunk takes four products, two of which need the ones before. */
 #ifndef LINATTN_CUDA_DELTA_STARTS_CUH
 #define LINATTN_CUDA_DELTA_STARTS_CUH
 
@@ -230,9 +231,9 @@ __device__ __forceinline__ void walk_to_start(const call &c, const stretch &of, 
 }
 #endif
 
-/* between: [N HV][segments][16 slices][KP], the gradients of the states after the segments, as if
- * nothing came after the next one. A segment leaves that of the segment before it. NULL: there is
- * one segment. */
+/* between: [N HV][segments][rows_of_ends(V)][KP]. Segment i writes E at place i - 1: the gradient
+ * of its first state, if that of its end state is zero. The last segment starts from the gradient
+ * of the final state. join_starts then adds M' dS to each E. NULL: there is one segment. */
 template <int KP, la_decay DECAY, typename = element>
 __global__ void __launch_bounds__((MOST_WALKS + 1) * GROUP, 1)
     delta_starts(const __grid_constant__ call c, const __grid_constant__ tensor_maps maps,
@@ -267,7 +268,7 @@ __global__ void __launch_bounds__((MOST_WALKS + 1) * GROUP, 1)
 
 enum { JOIN_WARPS = 8 };
 
-/* The sums over a warp of a number for each of eight columns: a lane returns that of column_of_sum. */
+/* Sums over a warp, of eight columns at once. A lane returns the sum of column_of_sum(). */
 __device__ __forceinline__ float sum_of_columns(float (&x)[JOINED])
 {
     static_assert(JOINED == 8, "");
@@ -285,9 +286,10 @@ __device__ __forceinline__ float sum_of_columns(float (&x)[JOINED])
 
 __device__ __forceinline__ int column_of_sum() { return threadIdx.x % 32 / 4; }
 
-/* From the last segment to the first: dS <- M' dS + E, in the place of E. c.x[LA_S0] is the gradient
- * of the final state, from which the last segment was walked. g: M' of the others, from delta_ends.
- * A block has JOINED value columns of a head, and a warp every JOIN_WARPS-th key. */
+/* From the last segment to the first: dS <- M' dS + E. dS replaces E in `between`. c.x[LA_S0] is
+ * the gradient of the final state, which is already part of the E of the last segment. g has M of
+ * each middle segment, from delta_ends. A block has JOINED value columns of a head. Each of its
+ * warps has one key in JOIN_WARPS. */
 template <int KP, typename = element>
 __global__ void __launch_bounds__(JOIN_WARPS * 32)
     join_starts(const __grid_constant__ call c, const segments g, int rows, float *between)

@@ -55,7 +55,7 @@ template <int KP, typename room> __device__ __forceinline__ void find_own(room &
 }
 
 /* The rows times their decays, in place. Here prepare leaves those that the state sees, those that
- * it takes, and the decay of the chunk. reads: q is among them. early: the rows of q, under the
+ * it takes, and the decay of the chunk. reads: the call reads q. early: the rows of q, under the
  * delta rule those of x, come before the decay of their token. Returns whether a number is too large
  * for the elements. */
 template <int KP, la_rule RULE>

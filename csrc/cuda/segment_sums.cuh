@@ -1,17 +1,18 @@
-/* States of the additive rule that nothing is read from: the final state of a call, the gradient of
- * its initial state, or the same between the segments of a sequence, which are then walked side by
- * side (additive.cuh, recompute.cuh). They are sums over the tokens, so that blocks take parts of a
- * sequence side by side:
+/* States of the additive rule that nothing is read from: the final state of a call, and the
+ * gradient of its initial state. Between the segments of a sequence there are such states and
+ * gradients too, and the segments are then walked side by side (additive.cuh, recompute.cuh). They
+ * are sums over the tokens, so that blocks take parts of a sequence side by side:
  *
  *     forward    S_T = diag(all) S_0 + sum_i (after_i k_i)' v_i
  *     backward   dS_0 = diag(all) dS_T + scale sum_i (before_i q_i)' dO_i
  *
  * after_i is the decay from after token i to the end, before_i that from the start through token i
  * (with a bonus through token i - 1), and `all` that of all tokens. `sum_part` goes through the
- * chunks of a part with the sum in registers. It begins at the end of the part that the decays lead
- * to. So the decay from a chunk to that end is the product of the decays of the chunks that it had
- * before, and the sum is never multiplied. `join_parts` adds up the parts. The parts are fixed by
- * the shape of the call, so the bits are the same in every run. */
+ * chunks of a part with the sum in registers. It goes against the direction of the decays: forward
+ * from the last chunk, backward from the first one. So the decay from a chunk to that end of the
+ * part is the product of the decays of the chunks already taken. It goes into the factors of the
+ * rows, and the sum itself is never multiplied. `join_parts` adds up the parts. The parts are fixed
+ * by the shape of the call, so the bits are the same in every run. */
 #ifndef LINATTN_CUDA_SEGMENT_SUMS_CUH
 #define LINATTN_CUDA_SEGMENT_SUMS_CUH
 
@@ -32,11 +33,11 @@ struct parts_of_sequence {
     float *sums;   /* [N HV][panels][made][KP][PANEL] */
     float *decays; /* [N HV][made][KP]: of all tokens of a part. TOKEN: only the first */
     int count;     /* parts */
-    int made;      /* of these, whose sums are made: the first ones, backward the last ones */
-    /* [N HV][count / of_segment][K][V]: the states before segments of so many parts, backward the
-     * gradients of those after them. NULL: x.last is what is wanted. */
+    int made;      /* how many parts have sums: the first ones; backward the last ones */
+    /* [N HV][count / of_segment][K][V]: the state before each segment; backward the gradient of the
+     * state after it. NULL: only x.last is wanted. */
     float *between;
-    int of_segment;
+    int of_segment; /* parts of a segment */
 };
 
 /* The sum is of the products of rows of `keys` and rows of `values`. */
@@ -129,8 +130,9 @@ __device__ __forceinline__ float2 decay_keys(const call &c, lane_decays &x, floa
     return total;
 }
 
-/* The gates of a chunk to the L2 cache. They are loaded when registers for them are free, and would
- * then come from memory while nothing else is done. A thread has a quarter of a row. */
+/* Prefetch the gates of a chunk into the L2 cache. A thread loads them late, when it has registers
+ * for them. Without the prefetch they would come from memory, and the block would wait. A thread
+ * has a quarter of a row. */
 template <int KP>
 __device__ __forceinline__ void bring_gates_near(const call &c, const unit &u, int t, int n)
 {
@@ -339,8 +341,8 @@ static int64_t blocks_of_part(const call &c)
     return (int64_t)c.N * c.HV * div_up(c.V, PANELS_OF_PART * PANEL);
 }
 
-/* How many parts each of `of` segments has, of `all`, so that all blocks are on the device at once.
- * Blocks of a second round would have it nearly to themselves. */
+/* The parts of a segment. `of` segments have sums, out of `all`. All blocks then fit on the device
+ * at once: a few blocks in a second round would leave most processors without work. */
 static int parts_of_segment(const call &c, const device_traits &on, int64_t chunks, int of, int all)
 {
     const int64_t blocks = max(blocks_of_part(c) * of, (int64_t)1),
@@ -404,7 +406,7 @@ static cudaError_t launch_sum(const call &c, const summed &x, const device_trait
 
 /* Sums of the parts of all segments but one. *state is the initial state, and becomes the states
  * before the segments. Backward it is the gradient of the final state, and becomes the gradients of
- * the states after the segments. *held is then to be freed. */
+ * the states after the segments. The caller frees *held. */
 template <int KP, la_decay DECAY, bool BACKWARD>
 static cudaError_t states_between(const call &c, summed x, int segments, view *state, void **held,
                                   const device_traits &on, cudaMemPool_t pool, cudaStream_t stream)
@@ -421,8 +423,8 @@ static cudaError_t states_between(const call &c, summed x, int segments, view *s
     return error;
 }
 
-/* The time of that in microseconds, as measured on an H200 (docs/decisions/0063): its launches, the
- * bytes that go through memory in a microsecond, and a chunk of a block. */
+/* Microseconds of states_between on an H200 (docs/decisions/0063). The constants: its launches, the
+ * bytes that memory moves in a microsecond, and microseconds of a chunk of a block. */
 static constexpr double SUMS_LAUNCH = 15, SUMMED_BYTES = 3.4e6, SUMMED_CHUNK = 1.2;
 
 template <int KP, la_decay DECAY>

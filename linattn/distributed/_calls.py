@@ -165,8 +165,8 @@ class Call:
     def probe(self, states: States | None, is_packed: bool) -> None:
         """Raise what the function would raise, by a call of no tokens, and learn its states.
 
-        A call whose arrays all have tokens is then known by their shapes. The next one like it
-        takes no call."""
+        If all arrays of a call have tokens, its result is kept under the shapes, dtypes, devices
+        and options. The next call with the same ones is not probed."""
         known = self._key(states, is_packed)
         if known in _PROBED:
             self.shapes, self.real = _PROBED[known]

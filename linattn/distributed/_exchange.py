@@ -118,10 +118,10 @@ def _cuts(rows: int, size: int) -> list[int]:
 def _to_owners(
     context: Context, form: Form, mine: Tensor | None, widths: list[int]
 ) -> list[Tensor]:
-    """mine [rows,width]. Of each rank, its numbers of the rows that are owned here.
+    """mine [rows,width] -> the numbers of each rank, for the rows that are owned here.
 
-    They are wide, and behind each other in one array: as many operations as ranks would take a
-    host longer than the GPU.
+    One operation makes them wide (float64). An operation for each rank would take the host longer
+    than the GPU.
     """
     cuts = _cuts(form.rows, context.size)
     own = cuts[context.rank]
