@@ -138,14 +138,25 @@ def test_gradients_as_token_by_token(op, shape):
     assert_same_bits(got, run(op, x, "backward"))
 
 
+@pytest.mark.parametrize(("HV", "V"), [(1, 128), (2, 72)])
 @recorded
-def test_gradients_of_packed_sequences(op):
+def test_gradients_of_packed_sequences(op, HV, V):
     """An empty one, one of one token, lengths on both sides of a chunk, and short and long ones."""
     edges = [0, 0, 1, 3000, 3064, 3129, 9500]
-    sizes = {"B": 1, "T": edges[-1], "K": 128, "V": 128, "H": 1, "HV": 1}
+    sizes = {"B": 1, "T": edges[-1], "K": 128, "V": V, "H": 1, "HV": HV}
     x = gpu_problem(op, pass_="backward", **sizes, cu_seqlens=np.array(edges, np.int32))
     got = run(op, x, "backward")
     assert_near(got, run(op, x, "backward", mode="recurrent"))
+
+
+@pytest.mark.parametrize("K", [60, 100])
+@pytest.mark.parametrize("op", ["simple_gla", "gla"])
+def test_rows_without_boxes_go_in_chunks(op, K):
+    """They are not cut: the copy engine takes no rows of so many keys."""
+    x = gpu_problem(op, pass_="backward", B=1, T=9000, K=K, V=64, H=1, HV=2)
+    told = linattn.explain_kernel(getattr(linattn, f"{op}_backward"), **x)
+    assert told.kernel == "chunks"
+    assert_near(run(op, x, "backward"), run(op, x, "backward", mode="recurrent"))
 
 
 @pytest.mark.parametrize("name", ["k", "v", "do"])

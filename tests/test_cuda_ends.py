@@ -194,10 +194,11 @@ def test_the_gradient_of_the_final_state_goes_all_the_way(op):
     assert distance(d_initial[-1], x["d_final_state"]) < 0.9
 
 
+@pytest.mark.parametrize(("HV", "V"), [(1, 128), (2, 72)])
 @ops
-def test_gradients_of_packed_sequences(op):
+def test_gradients_of_packed_sequences(op, HV, V):
     edges = [0, 0, 1, 3000, 3064, 3129, 9500]
-    sizes = {"B": 1, "T": edges[-1], "K": 128, "V": 128, "H": 1, "HV": 1}
+    sizes = {"B": 1, "T": edges[-1], "K": 128, "V": V, "H": 1, "HV": HV}
     x = gpu_problem(op, pass_="backward", **sizes, cu_seqlens=np.array(edges, np.int32))
     got = run(op, x, "backward")
     assert_near(got, run(op, x, "backward", mode="recurrent"))

@@ -42,11 +42,15 @@ constexpr bool cuts_both_ways =
 template <int KP, la_decay DECAY, la_rule RULE>
 static bool can_cut(const call &c, const device_traits &on)
 {
-    if (!on.producers || c.states_only) return false;
+    if (!on.producers || c.states_only || (int64_t)c.N * c.HV == 0) return false;
+    /* states_between would copy rows that have no boxes, which prepare has copied already */
+    if (c.K % PIECE || !rows_are_as_given(c) || !map_of(c, c.x[LA_Q], c.H, c.K, NULL) ||
+        !map_of(c, c.x[LA_K], c.H, c.K, NULL))
+        return false;
     if constexpr (RULE == LA_DELTA)
         return has_states_between<KP, DECAY>(c, on);
     else
-        return rows_are_as_given(c);
+        return (int)sizeof(part_room<KP, DECAY>) <= on.room;
 }
 
 template <int KP, la_decay DECAY, la_rule RULE>
@@ -63,10 +67,9 @@ static walks_plan plan_both_ways(const call &c, const device_traits &on)
         if (can_cut<KP, DECAY, RULE>(c, on)) {
             const int64_t chunks = chunks_of_sequence(c);
             double least = 0;
+            bool found = false;
             for (int walks = 1; walks <= (both ? 2 : 1); walks++)
-                for (int count = 1;
-                     count == 1 || (count <= MOST_SEGMENTS && chunks / count >= LEAST_CHUNKS);
-                     count++) {
+                for (int count = 1; may_have_segments(c, count, on); count++) {
                     const int64_t blocks = passes * heads * div_up(panels, walks) * count;
                     double time = (double)div_up(blocks, on.processors) * (double)chunks / count *
                                   WALKED_CHUNK<RULE>[walks - 1];
@@ -74,7 +77,9 @@ static walks_plan plan_both_ways(const call &c, const device_traits &on)
                         time += time_between_delta<KP, DECAY>(c, count, on);
                     else
                         time += passes * time_between<KP, DECAY>(c, count, on);
-                    if (least > 0 && time >= least) continue;
+                    if (count > 1) time *= LEAST_GAIN;
+                    if (found && time >= least) continue;
+                    found = true;
                     least = time;
                     best = {walks * 4, count};
                 }

@@ -141,13 +141,14 @@ static additive_flags plan_additive(const call &c, const device_traits &d, bool 
                          (mapped ? (int)sizeof(mapped_room<KP>) : 0) - 1024;
         const int stages = min(room / fetched<KP>::bytes(walks), (int)MOST_FETCHED);
         const int tiles = (c.V + walks * PANEL - 1) / (walks * PANEL);
-        const int most = cuts ? (int)min(chunks / LEAST_CHUNKS, (int64_t)MOST_SEGMENTS) : 1;
-        for (int count = 1; stages >= 2 && count <= max(most, 1); count++) {
+        for (int count = 1; stages >= 2 && may_have_segments(c, count, d); count++) {
+            if (count > 1 && !cuts) break;
             const int64_t units = heads * tiles * count;
             if (units > INT32_MAX) break;
-            const double time = (double)div_up(units, d.processors) * (double)chunks / count *
-                                    ADDITIVE_CHUNK<DECAY>[walks - 1] +
-                                time_between<KP, DECAY>(c, count, d);
+            const double walked = (double)div_up(units, d.processors) * (double)chunks / count *
+                                  ADDITIVE_CHUNK<DECAY>[walks - 1],
+                         both = walked + time_between<KP, DECAY>(c, count, d),
+                         time = count > 1 ? both * LEAST_GAIN : both;
             if (best.walks && time >= least) continue;
             least = time;
             best = {o_in_pieces(c), walks, mapped ? 1 : 3 - walks, stages, tiles, count};

@@ -347,10 +347,12 @@ static double time_between_delta(const call &c, int count, const device_traits &
     const bool decays = DECAY == LA_TOKEN && (gate.stride[1] || gate.stride[2]);
     const int64_t of_values = (count - 1) * div_up(c.V, MOST_WALKS * PANEL),
                   of_identity = decays ? 0 : count - 2;
+    /* both joins read each M for every JOINED columns */
+    const int64_t maps = 2 * heads * of_identity * KP * KP * 4 * div_up(c.V, JOINED);
     return chunks * (double)heads * PREPARED_APART<KP> / d.processors +
            walked(heads * (of_values + of_identity)) * ENDS_CHUNK<KP> +
            walked(heads * (count - 1) * div_up(c.V, PANEL)) * STARTS_CHUNK + BETWEEN_LAUNCH +
-           2 * count * JOINED_SEGMENT;
+           2 * count * JOINED_SEGMENT + (double)maps / MOVED;
 }
 
 /* How many segments a head should have, and how many walks a block. */

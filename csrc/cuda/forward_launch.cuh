@@ -53,7 +53,7 @@ static bool has_gates(const call &c, const device_traits &d)
  * fewer than four segments do not pay. */
 static int segments_for(const call &c, const device_traits &d, bool delta)
 {
-    const int64_t blocks = (int64_t)c.N * c.HV * ((c.V + 63) / 64);
+    const int64_t blocks = max((int64_t)c.N * c.HV * ((c.V + 63) / 64), (int64_t)1);
     const int64_t chunks = (c.x[LA_CU].data ? c.T / max(c.N, 1) : c.T) / C;
     if (!c.causal) return 1;
     const int64_t count = min(min(d.processors / blocks, chunks / 8), (int64_t)32);

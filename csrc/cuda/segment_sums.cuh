@@ -18,6 +18,7 @@
 
 #include "forward_launch.cuh"
 #include "key_decays.cuh"
+#include "segments.cuh"
 
 enum {
     PART_THREADS = 256,
@@ -316,20 +317,22 @@ __global__ void __launch_bounds__(JOIN_THREADS)
                                        (DECAY == LA_KEY ? key : 0);
     const int segments = from.count / from.of_segment;
     const int64_t step = (int64_t)c.K * c.V;
-    float *to = from.between + ((int64_t)head * segments + (BACKWARD ? segments - 1 : 0)) * step +
-                key * c.V + v;
+    float *to = NULL;
+    if (from.between)
+        to = from.between + ((int64_t)head * segments + (BACKWARD ? segments - 1 : 0)) * step +
+             key * c.V + v;
     float S = x.first.data ? load<float>(at(x.first, n, hv, key, v), x.first.dtype) : 0;
 #pragma unroll 4
     for (int j = 0; j < from.made; j++) {
         const int part = BACKWARD ? from.made - 1 - j : j;
         const float a = DECAY == LA_NONE ? 1 : decays[part * KP];
-        if (from.between && j % from.of_segment == 0) {
+        if (to && j % from.of_segment == 0) {
             *to = S;
             to += BACKWARD ? -step : step;
         }
         S = a * S + x.scale * sums[(int64_t)part * KP * PANEL];
     }
-    if (from.between)
+    if (to)
         *to = S;
     else
         store(at(x.last, n, hv, key, v), x.last.dtype, S);
@@ -366,8 +369,9 @@ static cudaError_t launch_sums(const call &c, summed x, parts_of_sequence to,
     const int64_t heads = (int64_t)c.N * c.HV, panels = heads * div_up(c.V, PANEL),
                   blocks = blocks_of_part(c) * to.made;
     const bool plain = rows_are_as_given(c);
+    const bool has_boxes = plain && c.K % PIECE == 0 && c.V % PIECE == 0; /* of copies, too */
     x.as_given = plain && map_of(c, c.x[x.keys], c.H, c.K, NULL);
-    if (bytes > on.room || (on.producers ? !plain : !map_of(c, x.values, c.HV, c.V, NULL)))
+    if (bytes > on.room || (on.producers ? !has_boxes : !map_of(c, x.values, c.HV, c.V, NULL)))
         return cudaErrorNotSupported;
     if (max(blocks, panels * joins) > INT32_MAX) return cudaErrorNotSupported;
     const int64_t numbers = panels * to.made * KP * PANEL, decays = heads * to.made * KP;
@@ -427,6 +431,18 @@ static cudaError_t states_between(const call &c, summed x, int segments, view *s
  * bytes that memory moves in a microsecond, and microseconds of a chunk of a block. */
 static constexpr double SUMS_LAUNCH = 15, SUMMED_BYTES = 3.4e6, SUMMED_CHUNK = 1.2;
 
+/* A cut has to save this factor of the time: the models are not more exact. */
+static constexpr double LEAST_GAIN = 1.05;
+
+/* May a call have so many segments? There are no more of all heads than 1.5 times the processors, so
+ * that the states between them, and the sums of their parts, take 50 MB at most. */
+static bool may_have_segments(const call &c, int segments, const device_traits &on)
+{
+    return segments == 1 || (segments <= MOST_SEGMENTS &&
+                             chunks_of_sequence(c) / segments >= LEAST_CHUNKS &&
+                             2 * blocks_of_part(c) * segments <= 3 * (int64_t)on.processors);
+}
+
 template <int KP, la_decay DECAY>
 static double time_between(const call &c, int segments, const device_traits &on)
 {
@@ -436,8 +452,14 @@ static double time_between(const call &c, int segments, const device_traits &on)
                           (DECAY == LA_KEY ? heads * C * KP * la_size_of(c.x[LA_G].dtype) : 0);
     const int of_segment = parts_of_segment(c, on, chunks, segments - 1, segments);
     const double of_one = (double)chunks / segments;
-    return SUMS_LAUNCH + max(of_one * (segments - 1) * (double)bytes / SUMMED_BYTES,
-                             of_one / of_segment * SUMMED_CHUNK);
+    const int64_t parts = (int64_t)(segments - 1) * of_segment,
+                  rounds = div_up(blocks_of_part(c) * parts, on.processors * PARTS_OF_PROCESSOR);
+    /* sums and states are written, and read */
+    const int64_t states = heads * KP * 4 *
+                           (parts * div_up(c.V, PANEL) * PANEL + (int64_t)segments * c.V);
+    return SUMS_LAUNCH + 2 * (double)states / SUMMED_BYTES +
+           max(of_one * (segments - 1) * (double)bytes / SUMMED_BYTES,
+               (double)rounds * of_one / of_segment * SUMMED_CHUNK);
 }
 
 #endif
