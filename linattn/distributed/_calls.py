@@ -36,6 +36,7 @@ _NOT_OPTIONS = ("cu_seqlens", "out")
 
 _PROBED: dict[Any, tuple[list[tuple[int, ...]], torch.dtype]] = {}
 _MOST_PROBED = 10_000
+_SIMPLE = (type(None), bool, int, float, str)  # of options, whose repr is their value
 
 
 class Derivatives(NamedTuple):
@@ -176,12 +177,16 @@ class Call:
             _PROBED[known] = self.shapes, self.real
 
     def _key(self, states: States | None, is_packed: bool) -> Any:
-        if len(self.of_tokens) < len(self.arrays):
-            return None
         given = (*self.arrays.items(), *(("", S) for S in states or ()))
-        shapes = tuple((x, tuple(a.shape), a.dtype, a.device) for x, a in given)
+        is_plain = all(type(a) is Tensor and a.layout == torch.strided for _, a in given)
+        is_simple = all(type(value) in _SIMPLE for value in self.options.values())
+        if len(self.of_tokens) < len(self.arrays) or not (is_plain and is_simple):
+            return None
+        arrays = tuple(
+            (x, tuple(a.shape), a.dtype, a.device, a.is_conj(), a.is_neg()) for x, a in given
+        )
         options = tuple((x, repr(value)) for x, value in self.options.items())
-        return self.name, shapes, options, self.state_v_first, is_packed
+        return self.name, arrays, options, self.state_v_first, is_packed
 
     def _probe(self, states: States | None, is_packed: bool) -> None:
         arrays = {x: array.detach() for x, array in self.arrays.items()}

@@ -102,12 +102,14 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _apply(X: Tensor, M: Tensor | None, S: Tensor, *, adjoint: bool = False) -> Tensor:
-    """M S + X, or M' S + X (of the conjugate, where M is complex), by one operation."""
+    """M S + X, or M' S + X (of the conjugate, where M is complex), by few operations."""
     if M is None:
         return S + X
     if M.dim() == 3:
         return torch.baddbmm(X, M.mH if adjoint else M, S)
-    return torch.addcmul(X, (M.conj() if adjoint else M)[..., None], S)
+    if M.is_complex():  # a GPU may have to compile addcmul of these
+        return X + (M.conj() if adjoint else M)[..., None] * S
+    return torch.addcmul(X, M[..., None], S)
 
 
 def _cuts(rows: int, size: int) -> list[int]:
