@@ -242,6 +242,45 @@ def test_feature_maps_of_ones_own(op, ranks, rng):
     near(np.concatenate([ds[1].numpy() for _, ds in answers], 1), dk, "gradient of k")
 
 
+def by_features(group, op, x, lengths, phi):
+    own = cut(group, x, lengths)
+    o, _ = getattr(lad, op)(**own, group=group, feature_map=phi)
+    (dk,) = torch.autograd.grad(o.square().sum(), [own["k"]])
+    return o.detach().numpy(), dk.numpy()
+
+
+@pytest.mark.parametrize("phi", [linattn.favor(12, dim=5), linattn.dpfp()], ids=["favor", "dpfp"])
+@pytest.mark.parametrize("op", NORMALISED)
+def test_features_of_performers_and_dpfp(op, phi, ranks, rng):
+    x, lengths = plain(op, rng), [8, 4, 9]
+    answers = ranks.run(3, by_features, op, x, lengths, phi)
+    given = leaves_of(x)
+    o, _ = getattr(linattn, op)(**given, feature_map=phi)
+    (dk,) = torch.autograd.grad(o.square().sum(), [given["k"]])
+    near(np.concatenate([o for o, _ in answers], 1), o, "o")
+    near(np.concatenate([dk for _, dk in answers], 1), dk, "gradient of k")
+
+
+def attended(group, x, lengths, options):
+    own = cut(group, x, lengths)
+    o = lad.attend(own["q"], own["k"], own["v"], **options, group=group)
+    ds = torch.autograd.grad(o.square().sum(), [own["q"], own["k"], own["v"]])
+    return o.detach().numpy(), *(d.numpy() for d in ds)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"scale": 0.5}], ids=str)
+def test_attend(options, ranks, rng):
+    x, lengths = plain(NORMALISED[0], rng), [8, 4, 9]
+    answers = ranks.run(3, attended, x, lengths, options)
+    given = leaves_of({name: x[name] for name in "qkv"})
+    o = linattn.attend(**given, **options)
+    wanted = o, *torch.autograd.grad(o.square().sum(), list(given.values()))
+    for name, found, want in zip(
+        ("o", "dq", "dk", "dv"), zip(*answers, strict=True), wanted, strict=True
+    ):
+        near(np.concatenate(found, 1), want, name)
+
+
 def under_autocast(group, op, x, lengths):
     own = {name: y.float().detach() for name, y in cut(group, x, lengths).items()}
     own["q"].requires_grad_()

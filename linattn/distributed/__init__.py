@@ -24,7 +24,7 @@ from linattn.distributed._shared import shared
 from linattn.distributed._systems import SYSTEMS
 from linattn.variants import OPS
 
-__all__ = ["Context", "causal_conv1d", "context", "parallelize"]
+__all__ = ["Context", "attend", "causal_conv1d", "context", "parallelize"]
 
 # The ops and the scans are made from the tables, so no list of them is here.
 FUNCTIONS: tuple[str, ...] = (
@@ -50,6 +50,48 @@ _NOTE = """
     out :
         None.
 """
+
+
+def attend(q: Any, k: Any, v: Any, *, causal: bool = True, scale: float = 1.0, group: Any) -> Any:
+    """:func:`linattn.attend` of tokens that ranks share: O = scale (Q K' . M) V.
+
+    Parameters
+    ----------
+    q, k : Tensor [B,T,H,K]
+    v : Tensor [B,T,HV,V]
+        The tokens are this rank's.
+    causal : bool
+        False: every token reads the tokens of all ranks.
+    scale : float
+        Of the reads.
+    group : ProcessGroup, DeviceMesh of one dimension, Context, or None
+        The ranks that share each row of tokens, in the order of its tokens. None is the default
+        group.
+
+    Returns
+    -------
+    o : Tensor [B,T,HV,V], dtype of v
+
+    Raises
+    ------
+    TypeError, ValueError, MemoryError
+        As in :func:`linattn.linear_attention`.
+    RuntimeError
+        torch.distributed is not initialised, or a rank is gone.
+
+    Examples
+    --------
+    >>> import torch, torch.distributed as dist
+    >>> import linattn.distributed as lad
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> q = k = v = torch.ones(1, 3, 1, 1)
+    >>> lad.attend(q, k, v, group=None).flatten().tolist()
+    [1.0, 2.0, 3.0]
+    >>> dist.destroy_process_group()
+    """
+    plain = {"feature_map": "identity", "normalize": False, "causal": causal, "scale": scale}
+    o, _ = shared("linear_attention", group, (q, k, v), plain)
+    return o
 
 
 def parallelize(model: Any, group: Any) -> Any:
