@@ -304,7 +304,7 @@ static int64_t lay_out(const call &c, const device_traits &on, char *room, nonca
     const int64_t tokens = (int64_t)c.B * c.T, panels = div_up(c.V, PANEL),
                   tiles = (int64_t)c.N * c.HV * panels;
     const bool normalised = c.normaliser != LA_UNNORMALISED, plain = rows_are_as_given(c);
-    const int64_t chunks_of_one = div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
+    const int64_t chunks_of_one = chunks_of_sequence(c);
     const int64_t enough = div_up(on.processors * BLOCKS_OF_PROCESSOR, max(tiles, (int64_t)1));
     const int64_t parts = max((int64_t)1, min(enough, chunks_of_one));
     x->sums.of_sequence = (int)parts;

@@ -78,16 +78,35 @@ template <int KP> static int64_t bytes_of_segments(const call &c, int count)
     return prepared + (int64_t)c.N * c.HV * count * (rows * KP * 4 + (int64_t)sizeof(int));
 }
 
-/* One launch prepares all chunks. Others walk each segment to its end, join the ends, and walk each
- * segment again from its true state. */
+/* The states before the segments, at `starts`. One launch prepares all chunks, another one walks
+ * each segment to its end, and a third one joins the ends. starts == NULL: the join goes on to the
+ * final state. */
+template <int KP, la_decay DECAY>
+static cudaError_t launch_ends(const call &c, const tensor_maps &maps, const CUtensorMap &to_o,
+                               const delta_flags &f, const handed<KP> &all, segments &g,
+                               float *starts, const device_traits &d, cudaStream_t stream)
+{
+    const int of_values = (int)div_up(c.V, MOST_WALKS * PANEL), identity = rows_of_ends(c.V);
+    const int rows = identity + rows_of_ends(c.K);
+    const int64_t units = (int64_t)c.N * c.HV * g.count;
+    cudaError_t error = launch(delta_apart<KP, DECAY>, d.processors, APART_GROUPS * GROUP,
+                               bytes_apart<KP>, stream, c, maps, to_o, f, all, g);
+    if (error == cudaSuccess)
+        error = launch(delta_ends<KP, DECAY>, units * (of_values + 1), (MOST_WALKS + 1) * GROUP,
+                       sizeof(ends_room<KP>), stream, c, maps, all, g, of_values, identity, rows);
+    g.starts = starts;
+    if (error == cudaSuccess) error = launch_join<KP, DECAY, LA_DELTA>(c, {}, g, rows, stream);
+    return error;
+}
+
+/* Each segment is walked again from its true state, unless states alone are wanted. */
 template <int KP, la_decay DECAY>
 static cudaError_t launch_delta_segments(call &c, const delta_flags &f, const device_traits &d,
                                          int count, int walks, cudaMemPool_t pool,
                                          cudaStream_t stream)
 {
     const int64_t heads = (int64_t)c.N * c.HV, chunks = chunk_slots_of(c, C) * c.HV;
-    const int of_values = (int)div_up(c.V, MOST_WALKS * PANEL), identity = rows_of_ends(c.V);
-    const int rows = identity + rows_of_ends(c.K);
+    const int identity = rows_of_ends(c.V), rows = identity + rows_of_ends(c.K);
     handed<KP> all = {};
     cudaError_t error = cudaMallocFromPoolAsync((void **)&all.chunks,
                                                 bytes_of_segments<KP>(c, count), pool, stream);
@@ -102,15 +121,8 @@ static cudaError_t launch_delta_segments(call &c, const delta_flags &f, const de
     error = with_norms(
         c, f, pool, stream,
         [&](const tensor_maps &maps, const CUtensorMap &to_o, const delta_flags &f) {
-            cudaError_t error = launch(delta_apart<KP, DECAY>, d.processors, APART_GROUPS * GROUP,
-                                       bytes_apart<KP>, stream, c, maps, to_o, f, all, g);
-            if (error == cudaSuccess)
-                error = launch(delta_ends<KP, DECAY>, heads * count * (of_values + 1),
-                               (MOST_WALKS + 1) * GROUP, sizeof(ends_room<KP>), stream, c, maps,
-                               all, g, of_values, identity, rows);
-            if (!c.states_only) g.starts = starts;
-            if (error == cudaSuccess)
-                error = launch_join<KP, DECAY, LA_DELTA>(c, {}, g, rows, stream);
+            cudaError_t error = launch_ends<KP, DECAY>(
+                c, maps, to_o, f, all, g, c.states_only ? NULL : starts, d, stream);
             if (error == cudaSuccess && !c.states_only)
                 error = launch(delta_apart<KP, DECAY>, walked.walkers, APART_GROUPS * GROUP,
                                bytes_apart<KP>, stream, c, maps, to_o, f, walked, g);
@@ -161,7 +173,7 @@ static cudaError_t launch_delta_states(call c, const device_traits &d, cudaMemPo
         return cudaErrorNotSupported;
     if (DECAY == LA_NONE && c.qk_l2norm) return launch_with_gates(c, pool, stream);
     const int64_t heads = (int64_t)c.N * c.HV, of_values = div_up(c.V, MOST_WALKS * PANEL);
-    const int64_t chunks = div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
+    const int64_t chunks = chunks_of_sequence(c);
     const int64_t enough = d.processors / max(heads * (of_values + 1), (int64_t)1);
     int64_t count = min(min(enough, chunks / LEAST_CHUNKS), (int64_t)MOST_SEGMENTS);
     while (count > 1 && bytes_of_segments<KP>(c, (int)count) > MOST_SCRATCH) count--;
@@ -243,8 +255,8 @@ static cudaError_t delta_states_between(call c, const view &d_o, int count, void
     delta_flags f;
     prepares_for_states<KP>(c, d, &f);
     const int64_t heads = (int64_t)c.N * c.HV, units = heads * count;
-    const int of_values = (int)div_up(c.V, MOST_WALKS * PANEL), columns = rows_of_ends(c.V);
-    const int rows = columns + rows_of_ends(c.K), tiles = (int)div_up(c.V, PANEL);
+    const int columns = rows_of_ends(c.V), rows = columns + rows_of_ends(c.K);
+    const int tiles = (int)div_up(c.V, PANEL);
     const int64_t size = (int64_t)columns * KP;
     cudaError_t error = cudaMallocFromPoolAsync(
         held, units * ((rows * KP + 2 * size) * 4 + (int64_t)sizeof(int)), pool, stream);
@@ -257,15 +269,8 @@ static cudaError_t delta_states_between(call c, const view &d_o, int count, void
     error = with_norms(
         c, f, pool, stream,
         [&](const tensor_maps &maps, const CUtensorMap &to_o, const delta_flags &f) {
-            cudaError_t error = launch(delta_apart<KP, DECAY>, d.processors, APART_GROUPS * GROUP,
-                                       bytes_apart<KP>, stream, c, maps, to_o, f, all, g);
-            if (error == cudaSuccess)
-                error = launch(delta_ends<KP, DECAY>, units * (of_values + 1),
-                               (MOST_WALKS + 1) * GROUP, sizeof(ends_room<KP>), stream, c, maps,
-                               all, g, of_values, columns, rows);
-            g.starts = starts;
-            if (error == cudaSuccess)
-                error = launch_join<KP, DECAY, LA_DELTA>(c, {}, g, rows, stream);
+            cudaError_t error =
+                launch_ends<KP, DECAY>(c, maps, to_o, f, all, g, starts, d, stream);
             call back = c;
             tensor_maps maps_back = maps;
             back.x[LA_V] = d_o;
@@ -339,7 +344,7 @@ static double time_between_delta(const call &c, int count, const device_traits &
 {
     if (count == 1) return 0;
     const int64_t heads = (int64_t)c.N * c.HV;
-    const double chunks = (double)div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
+    const double chunks = (double)chunks_of_sequence(c);
     const auto walked = [&](int64_t blocks) {
         return (double)div_up(blocks, d.processors) * chunks / count;
     };
@@ -410,7 +415,7 @@ static cudaError_t launch_delta(call c, const device_traits &d, cudaMemPool_t po
         (NARROW && segments > 1) || (int)sizeof(delta_room<KP, MOST_WALKS>) > d.room)
         return cudaErrorNotSupported;
     const int64_t heads = (int64_t)c.N * c.HV;
-    const double chunks = (double)div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
+    const double chunks = (double)chunks_of_sequence(c);
     const auto walkers = [&](int i) { return heads * div_up(c.V, i * PANEL); };
     const auto rounds = [&](int i) { return (double)div_up(walkers(i), d.processors); };
     /* microseconds of the call: in one kernel, with blocks apart, and in two kernels */

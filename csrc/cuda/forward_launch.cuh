@@ -47,6 +47,12 @@ static bool has_gates(const call &c, const device_traits &d)
     return c.x[LA_W].data && d.producers;
 }
 
+/* The chunks of a sequence, of packed ones on average. */
+static int64_t chunks_of_sequence(const call &c)
+{
+    return div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
+}
+
 /* The number of segments of each sequence. There are as many as fill the device with blocks of four
  * warps, provided that a segment has eight chunks to pay for its launches. With the delta rule the
  * ends of the segments cost more than the pass itself (2 of 2.6 parts: K more columns), so that

@@ -353,12 +353,6 @@ static int parts_of_segment(const call &c, const device_traits &on, int64_t chun
     return (int)max((int64_t)1, min(fit, chunks / all / LEAST_CHUNKS_OF_PART));
 }
 
-/* The chunks of a sequence, of packed ones on average. */
-static int64_t chunks_of_sequence(const call &c)
-{
-    return div_up(c.x[LA_CU].data ? div_up(c.T, max(c.N, 1)) : c.T, C);
-}
-
 /* Sums of the parts that `to` tells of. cudaErrorNotSupported, with nothing done, where rows cannot
  * be copied in pieces, and on Hopper where they are mapped. */
 template <int KP, la_decay DECAY, bool BACKWARD>
