@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from support.compare import assert_same_bits, over_arrays
 from support.few_heads import (
+    assert_gradients,
     assert_graph_repeats,
     assert_kernels,
+    assert_nan_stays_with_its_token,
     assert_near,
     assert_number_stays_behind,
     assert_packed_alone,
+    assert_packed_gradients,
     token_by_token,
 )
 from support.gpu import PLAIN, gpu_problem, needs_gpu, run, to_gpu
@@ -132,21 +135,13 @@ def test_these_gradients_are_cut(op, shape):
 @shapes
 @recorded
 def test_gradients_as_token_by_token(op, shape):
-    x = problem_of(op, shape, pass_="backward")
-    got = run(op, x, "backward")
-    assert_near(got, run(op, x, "backward", mode="recurrent"))
-    assert_same_bits(got, run(op, x, "backward"))
+    assert_gradients(op, problem_of(op, shape, pass_="backward"))
 
 
 @pytest.mark.parametrize(("HV", "V"), [(1, 128), (2, 72)])
 @recorded
 def test_gradients_of_packed_sequences(op, HV, V):
-    """An empty one, one of one token, lengths on both sides of a chunk, and short and long ones."""
-    edges = [0, 0, 1, 3000, 3064, 3129, 9500]
-    sizes = {"B": 1, "T": edges[-1], "K": 128, "V": V, "H": 1, "HV": HV}
-    x = gpu_problem(op, pass_="backward", **sizes, cu_seqlens=np.array(edges, np.int32))
-    got = run(op, x, "backward")
-    assert_near(got, run(op, x, "backward", mode="recurrent"))
+    assert_packed_gradients(op, HV, V)
 
 
 @pytest.mark.parametrize("K", [60, 100])
@@ -156,24 +151,10 @@ def test_rows_without_boxes_go_in_chunks(op, K):
     x = gpu_problem(op, pass_="backward", B=1, T=9000, K=K, V=64, H=1, HV=2)
     told = linattn.explain_kernel(getattr(linattn, f"{op}_backward"), **x)
     assert told.kernel == "chunks"
-    assert_near(run(op, x, "backward"), run(op, x, "backward", mode="recurrent"))
+    assert_gradients(op, x)
 
 
 @pytest.mark.parametrize("name", ["k", "v", "do"])
 @pytest.mark.parametrize("op", [op for op in OPS if op not in ops_with(decay="head")])
 def test_a_nan_reaches_no_gradient_that_it_has_no_part_in(op, name):
-    """The gradients of the other batch row keep their bits. So do those of tokens that neither read
-    the token of the NaN nor are read by it."""
-    x = problem_of(op, "104x128", pass_="backward")
-    clean = dict(zip(("dq", "dk", "dv"), run(op, x, "backward"), strict=False))
-    x[name][1, 517, -1, 3] = torch.nan
-    got = dict(zip(("dq", "dk", "dv"), run(op, x, "backward"), strict=False))
-    for y in ("dq", "dk", "dv"):
-        assert_same_bits(got[y][0], clean[y][0])
-    before, after = slice(0, 448), slice(576, None)
-    if name == "do":  # its token reads the tokens before, and no later one
-        for y in ("dk", "dv"):
-            assert_same_bits(got[y][1, after], clean[y][1, after])
-        assert_same_bits(got["dq"][1, after], clean["dq"][1, after])
-    else:
-        assert_same_bits(got["dq"][1, before], clean["dq"][1, before])
+    assert_nan_stays_with_its_token(op, problem_of(op, "104x128", pass_="backward"), name)

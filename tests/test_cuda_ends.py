@@ -5,11 +5,14 @@ import numpy as np
 import pytest
 from support.compare import assert_same_bits
 from support.few_heads import (
+    assert_gradients,
     assert_graph_repeats,
     assert_kernels,
+    assert_nan_stays_with_its_token,
     assert_near,
     assert_number_stays_behind,
     assert_packed_alone,
+    assert_packed_gradients,
     token_by_token,
 )
 from support.gpu import distance, gpu_problem, needs_gpu, run
@@ -163,18 +166,13 @@ def test_these_gradients_go_in_segments(op, shape):
 @shapes
 @ops
 def test_gradients_as_token_by_token(op, shape, l2norm):
-    x = problem_of(op, shape, pass_="backward") | {"qk_l2norm": l2norm}
-    got = run(op, x, "backward")
-    assert_near(got, run(op, x, "backward", mode="recurrent"))
-    assert_same_bits(got, run(op, x, "backward"))
+    assert_gradients(op, problem_of(op, shape, pass_="backward") | {"qk_l2norm": l2norm})
 
 
 @pytest.mark.parametrize("log_decay", [-3.0, -0.2, -1e-3, 0.0])
 @gated
 def test_gradients_with_and_without_a_map(op, log_decay):
-    x = with_decay(problem_of(op, "many segments", pass_="backward"), log_decay)
-    got = run(op, x, "backward")
-    assert_near(got, run(op, x, "backward", mode="recurrent"))
+    assert_gradients(op, with_decay(problem_of(op, "many segments", pass_="backward"), log_decay))
 
 
 @ops
@@ -197,29 +195,10 @@ def test_the_gradient_of_the_final_state_goes_all_the_way(op):
 @pytest.mark.parametrize(("HV", "V"), [(1, 128), (2, 72)])
 @ops
 def test_gradients_of_packed_sequences(op, HV, V):
-    edges = [0, 0, 1, 3000, 3064, 3129, 9500]
-    sizes = {"B": 1, "T": edges[-1], "K": 128, "V": V, "H": 1, "HV": HV}
-    x = gpu_problem(op, pass_="backward", **sizes, cu_seqlens=np.array(edges, np.int32))
-    got = run(op, x, "backward")
-    assert_near(got, run(op, x, "backward", mode="recurrent"))
+    assert_packed_gradients(op, HV, V)
 
 
 @pytest.mark.parametrize("name", ["k", "v", "do", "beta", "g"])
 @ops
 def test_a_nan_reaches_no_gradient_of_tokens_apart_from_it(op, name):
-    """The gradients of the other batch row keep their bits. So do those of tokens that neither read
-    the token of the NaN nor are read by it."""
-    x = problem_of(op, "104x128", pass_="backward")
-    if name not in x:
-        pytest.skip(f"{op} has no {name}")
-    names = ("dq", "dk", "dv")
-    clean = dict(zip(names, run(op, x, "backward"), strict=False))
-    x[name][(1, 517, -1, *([3] if name in ("k", "v", "do") else []))] = torch.nan
-    got = dict(zip(names, run(op, x, "backward"), strict=False))
-    for y in names:
-        assert_same_bits(got[y][0], clean[y][0])
-    if name == "do":
-        for y in names:
-            assert_same_bits(got[y][1, 576:], clean[y][1, 576:])
-    else:
-        assert_same_bits(got["dq"][1, :448], clean["dq"][1, :448])
+    assert_nan_stays_with_its_token(op, problem_of(op, "104x128", pass_="backward"), name)

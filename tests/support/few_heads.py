@@ -1,10 +1,11 @@
 """Few heads on a GPU: what holds whichever kernels walk their sequences."""
 
+import numpy as np
 import pytest
 
 from linattn import _linattn
 from support.compare import assert_same_bits
-from support.gpu import APART, distance, run
+from support.gpu import APART, distance, gpu_problem, run
 from support.tensors import torch
 
 
@@ -79,3 +80,40 @@ def assert_graph_repeats(op, x):
         graph.replay()
         for a, b in zip(got, want, strict=True):
             assert_same_bits(a, b)
+
+
+# ---- gradients ----
+
+
+def assert_gradients(op, x):
+    """They are those token by token, and have the same bits again."""
+    got = run(op, x, "backward")
+    assert_near(got, run(op, x, "backward", mode="recurrent"))
+    assert_same_bits(got, run(op, x, "backward"))
+
+
+def assert_packed_gradients(op, HV, V):
+    """Of an empty sequence, one of one token, lengths on both sides of a chunk, and short and long
+    ones."""
+    edges = [0, 0, 1, 3000, 3064, 3129, 9500]
+    sizes = {"B": 1, "T": edges[-1], "K": 128, "V": V, "H": 1, "HV": HV}
+    edges = np.array(edges, np.int32)
+    assert_gradients(op, gpu_problem(op, pass_="backward", **sizes, cu_seqlens=edges))
+
+
+def assert_nan_stays_with_its_token(op, x, name):
+    """The gradients of the other batch row keep their bits. So do those of tokens that neither read
+    the token of the NaN nor are read by it."""
+    if name not in x:
+        pytest.skip(f"{op} has no {name}")
+    names = ("dq", "dk", "dv")
+    clean = dict(zip(names, run(op, x, "backward"), strict=False))
+    x[name][(1, 517, -1, *([3] if name in ("k", "v", "do") else []))] = torch.nan
+    got = dict(zip(names, run(op, x, "backward"), strict=False))
+    for y in names:
+        assert_same_bits(got[y][0], clean[y][0])
+    if name == "do":  # its token reads the tokens before, and no later one
+        for y in names:
+            assert_same_bits(got[y][1, 576:], clean[y][1, 576:])
+    else:
+        assert_same_bits(got["dq"][1, :448], clean["dq"][1, :448])
