@@ -16,7 +16,7 @@ of_dtypes = pytest.mark.parametrize("dtype", OF_MANY_TOKENS, ids=lambda dtype: d
 def test_gradients_of_many_channels(dtype, rng):
     """A block of the adjoint takes four sets of channels, and a sequence is cut into pieces."""
     scan = Selective("selective_scan", all=True)
-    judge_gradients(scan, rng, dtype, 4, B=4, T=1024, D=1024, N=4, G=1)
+    judge_gradients(scan, rng, dtype, 4, B=4, T=1024, D=1024, N=4, G=1, on_gpu=True)
 
 
 @pytest.mark.parametrize("S", [1, 4])
@@ -24,4 +24,4 @@ def test_gradients_of_many_channels(dtype, rng):
 @of_dtypes
 def test_gradients_of_pieces(dtype, N, S, rng):
     scan = Selective("selective_scan", all=True)
-    judge_gradients(scan, rng, dtype, S, B=1, T=600, D=520, N=N, G=2)
+    judge_gradients(scan, rng, dtype, S, B=1, T=600, D=520, N=N, G=2, on_gpu=True)

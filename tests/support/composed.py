@@ -21,14 +21,16 @@ def state_dtype(dtype):
     return np.float64 if dtype == np.float64 else np.float32
 
 
-def judged(draw, call, reference, dtype, *, gradient=False):
+def judged(draw, call, reference, dtype, *, gradient=False, on_gpu=False):
     """call(**draw()) and reference(**draw(), dtype=...) by the acceptance rule.
 
     Both give dicts of arrays. Problems are drawn until every array has enough numbers. float64 is
-    compared as identities are: relative to the largest number.
+    compared as identities are: relative to the largest number. on_gpu: the call goes to a GPU,
+    whatever device the session has.
     """
     found, exact, naive = {}, {}, {}
-    pool = POOL if device.on_host() else 8 * POOL  # a GPU's tests have time for more
+    # a GPU's tests have time for more
+    pool = 8 * POOL if on_gpu or not device.on_host() else POOL
     while not found or min(sum(x.size for x in xs) for xs in found.values()) < pool:
         given = draw()
         for kept, results in (

@@ -158,11 +158,12 @@ def as_reals(x):
     return np.stack([x.real, x.imag], -1)
 
 
-def gradients(scan, dy, d_state, arrays, **keywords):
+def gradients(scan, dy, d_state, arrays, back=lambda x: x, **keywords):
+    """back: brings a gradient to the host."""
     grads = scan.backward(dy, **arrays, **scan.keywords, d_final_state=d_state, **keywords)
     names = {name: "d_initial_state" if "initial" in name else f"d{name}" for name in arrays}
     names.pop("reset", None)
-    return {name: as_reals(getattr(grads, label)) for name, label in names.items()}
+    return {name: as_reals(back(getattr(grads, label))) for name, label in names.items()}
 
 
 def reference_gradients(scan, dtype, dy, d_state, arrays, **keywords):
@@ -172,10 +173,23 @@ def reference_gradients(scan, dtype, dy, d_state, arrays, **keywords):
     return {name: as_reals(grads[name]) for name in arrays if name != "reset"}
 
 
-def judge_gradients(scan, rng, dtype, S, **shape):
+def gpu_gradients(scan, dy, d_state, arrays, **keywords):
+    """The same of arrays on a GPU, whatever device the session has."""
+    from support.tensors import to_numpy, to_tensor
+
+    def to_gpu(x):
+        return to_tensor(np.ascontiguousarray(x)).cuda()
+
+    there = {name: to_gpu(x) for name, x in arrays.items()}
+    keywords = {name: to_gpu(x) for name, x in keywords.items()}
+    return gradients(scan, to_gpu(dy), to_gpu(d_state), there, to_numpy, **keywords)
+
+
+def judge_gradients(scan, rng, dtype, S, *, on_gpu=False, **shape):
     """The gradients of S sequences, which lie in one row if their number is not B."""
     B, T, D = shape["B"], shape["T"], shape["D"]
     packed = {} if S == B else {"cu_seqlens": ends_of(rng, T)}
+    found = gpu_gradients if on_gpu else gradients
 
     def draw():
         arrays = scan.draw(rng, dtype, S=S, **shape)
@@ -184,10 +198,11 @@ def judge_gradients(scan, rng, dtype, S, **shape):
 
     judged(
         draw,
-        lambda dy, d_state, arrays: gradients(scan, dy, d_state, arrays, **packed),
+        lambda dy, d_state, arrays: found(scan, dy, d_state, arrays, **packed),
         lambda dy, d_state, arrays, dtype: reference_gradients(
             scan, dtype, dy, d_state, arrays, **packed
         ),
         dtype,
         gradient=True,
+        on_gpu=on_gpu,
     )
