@@ -28,11 +28,51 @@ struct walks_plan {
     int width, segments; /* slices of a block; segments of a sequence */
 };
 
-/* Microseconds of a chunk of a block of chunks_both_ways, with one panel and with two, on an H200
- * (docs/decisions/0063). */
+/* Microseconds of chunks_both_ways on an H200 with K = V = 128 (docs/decisions/0064): a chunk of a block
+ * of the backward pass and of the forward pass, with one panel and with two; what a block takes beside
+ * its chunks; a chunk of a head, if all processors wait for memory. */
 template <la_rule RULE>
-static constexpr double WALKED_CHUNK[MOST_WALKS] = {RULE == LA_DELTA ? 2.6 : 1.85,
-                                                    RULE == LA_DELTA ? 3.7 : 3.1};
+static constexpr double BACK_CHUNK[MOST_WALKS] = {RULE == LA_ADDITIVE ? 1.92 : 2.6,
+                                                  RULE == LA_ADDITIVE ? 2.52 : 3.6};
+template <la_rule RULE>
+static constexpr double FORTH_CHUNK[MOST_WALKS] = {RULE == LA_ADDITIVE ? 1.05 : 1.6,
+                                                   RULE == LA_ADDITIVE ? 1.55 : 2.4};
+static constexpr double WALK_START = 20;
+template <la_rule RULE>
+static constexpr double MOVED_CHUNK = RULE == LA_ADDITIVE ? 0.0455 : 0.0585;
+
+/* When the last block ends, if `blocks` come first that take `back` each, and then as many that take
+ * `forth`. A processor has one block at a time, and begins the next one as it ends. */
+static double end_of_blocks(int64_t blocks, double back, double forth, int processors)
+{
+    const int64_t late = blocks % processors; /* processors that have one block more than the others */
+    double early_end = (double)(blocks / processors) * back, late_end = early_end + back,
+           end = late ? late_end : early_end;
+    for (int64_t left = forth > 0 ? blocks : 0; left > 0;) {
+        const bool to_late = late && late_end < early_end;
+        double &from = to_late ? late_end : early_end;
+        from += forth;
+        left -= to_late ? late : processors - late;
+        end = max(end, from);
+    }
+    return end;
+}
+
+/* Microseconds of both walks. */
+template <int KP, la_rule RULE>
+static double time_both_ways(const call &c, int walks, int segments, const device_traits &on)
+{
+    const int64_t heads = (int64_t)c.N * c.HV, panels = div_up(c.V, PANEL);
+    const double chunks = (double)chunks_of_sequence(c), of_segment = chunks / segments,
+                 back = WALK_START + of_segment * BACK_CHUNK<RULE>[walks - 1],
+                 forth = c.states_only ? 0 : WALK_START + of_segment * FORTH_CHUNK<RULE>[walks - 1];
+    const double walked =
+        end_of_blocks(heads * div_up(panels, walks) * segments, back, forth, on.processors);
+    const double moved =
+        chunks * (double)heads * MOVED_CHUNK<RULE> * KP / 128 * (double)panels / 2;
+    /* where one is much less than the other, it takes no time of its own */
+    return sqrt(sqrt(walked * walked * walked * walked + moved * moved * moved * moved));
+}
 
 /* Which calls may have segments. */
 template <int KP, la_decay DECAY, la_rule RULE>
@@ -57,32 +97,28 @@ template <int KP, la_decay DECAY, la_rule RULE>
 static walks_plan plan_both_ways(const call &c, const device_traits &on)
 {
     const int64_t heads = (int64_t)c.N * c.HV, panels = div_up(c.V, PANEL);
-    const int passes = c.states_only ? 1 : 2;
     const bool both = panels > 1 && stages_both_ways<KP, DECAY, RULE>(c, on, 8);
-    /* two panels share the tiles of a block, unless processors would be left without a block, or
-     * there is no room for both */
-    const bool enough = heads * ((panels + 1) / 2) * passes >= on.processors;
-    walks_plan best = {both && enough ? 8 : 4, 1};
-    if constexpr (cuts_both_ways<KP, DECAY, RULE>)
-        if (can_cut<KP, DECAY, RULE>(c, on)) {
-            const int64_t chunks = chunks_of_sequence(c);
-            double least = 0;
-            bool found = false;
-            for (int walks = 1; walks <= (both ? 2 : 1); walks++)
-                for (int count = 1; may_have_segments(c, count, on); count++) {
-                    const int64_t blocks = passes * heads * div_up(panels, walks) * count;
-                    double time = (double)div_up(blocks, on.processors) * (double)chunks / count *
-                                  WALKED_CHUNK<RULE>[walks - 1];
-                    if constexpr (RULE == LA_DELTA)
-                        time += time_between_delta<KP, DECAY>(c, count, on);
-                    else
-                        time += passes * time_between<KP, DECAY>(c, count, on);
-                    if (count > 1) time *= LEAST_GAIN;
-                    if (found && time >= least) continue;
-                    found = true;
-                    least = time;
-                    best = {walks * 4, count};
-                }
+    walks_plan best = {4, 1};
+    if (!on.producers) {
+        /* not measured: two panels share the tiles of a block, if all processors have a block then */
+        const bool enough = heads * ((panels + 1) / 2) * (c.states_only ? 1 : 2) >= on.processors;
+        if (both && enough) best.width = 8;
+        return best;
+    }
+    bool cuts = false;
+    if constexpr (cuts_both_ways<KP, DECAY, RULE>) cuts = can_cut<KP, DECAY, RULE>(c, on);
+    double least = 0;
+    for (int walks = 1; walks <= (both ? 2 : 1); walks++)
+        for (int count = 1; may_have_segments(c, count, on) && (count == 1 || cuts); count++) {
+            double time = time_both_ways<KP, RULE>(c, walks, count, on);
+            if constexpr (cuts_both_ways<KP, DECAY, RULE> && RULE == LA_DELTA)
+                time += time_between_delta<KP, DECAY>(c, count, on);
+            else if constexpr (cuts_both_ways<KP, DECAY, RULE>)
+                time += 2 * time_between<KP, DECAY>(c, count, on);
+            if (count > 1) time *= LEAST_GAIN;
+            if (walks + count > 2 && time >= least) continue;
+            least = time;
+            best = {walks * 4, count};
         }
     return best;
 }

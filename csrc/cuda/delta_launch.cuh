@@ -337,7 +337,7 @@ static constexpr double ENDS_LAUNCH = 30, JOINED_SEGMENT = 2, MOVED = 3.2e6;
 
 /* Microseconds of delta_states_between (docs/decisions/0063): a chunk of a block of delta_starts,
  * and the launches. */
-static constexpr double STARTS_CHUNK = 0.95, BETWEEN_LAUNCH = 60;
+static constexpr double STARTS_CHUNK = 0.95, BETWEEN_LAUNCH = 40;
 
 template <int KP, la_decay DECAY>
 static double time_between_delta(const call &c, int count, const device_traits &d)
@@ -348,10 +348,9 @@ static double time_between_delta(const call &c, int count, const device_traits &
     const auto walked = [&](int64_t blocks) {
         return (double)div_up(blocks, d.processors) * chunks / count;
     };
-    const view &gate = c.x[LA_G]; /* as in plan_segments */
-    const bool decays = DECAY == LA_TOKEN && (gate.stride[1] || gate.stride[2]);
+    /* also with decays: it takes a segment of many tokens to make an M zero */
     const int64_t of_values = (count - 1) * div_up(c.V, MOST_WALKS * PANEL),
-                  of_identity = decays ? 0 : count - 2;
+                  of_identity = count - 2;
     /* both joins read each M for every JOINED columns */
     const int64_t maps = 2 * heads * of_identity * KP * KP * 4 * div_up(c.V, JOINED);
     return chunks * (double)heads * PREPARED_APART<KP> / d.processors +
