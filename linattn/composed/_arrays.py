@@ -219,11 +219,8 @@ class Arrays:
             raise ValueError(
                 f"{name}: expected packed sequences to have B = 1, got B = {self.sizes['B']}"
             )
-        if (
-            isinstance(x, np.ndarray)
-            or getattr(x, "device", None) is None
-            or str(x.device) == "cpu"
-        ):
+        on_host = getattr(x, "device", None) is None or str(x.device) == "cpu"
+        if isinstance(x, np.ndarray) or (on_host and not is_traced(x)):
             ends = x.tolist()
             if ends[0] != 0:
                 raise ValueError(f"{name}: expected to start at 0, got {ends[0]}")

@@ -14,6 +14,7 @@ from torch import Tensor
 from linattn.autograd import tensor_of
 from linattn.distributed._context import Context, group_of, packed, rows
 from linattn.distributed._exchange import gathered
+from linattn.distributed._order import is_traced
 
 __all__ = ["asks_for_states", "prepared", "refuse_edges"]
 
@@ -130,7 +131,7 @@ def prepared(
     if call is not None:
         arrays = (*call.arrays.values(), *(states or ()))
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
-        words["recording of gradients"] = repr(recorded)
+        words["recording of gradients"] = repr(recorded or getattr(call, "recorded", False))
         words[final] = repr(None if problem else wanted)
         words["cu_seqlens"] = repr(edges)
         if base is not None:
@@ -139,7 +140,17 @@ def prepared(
     count = -1 if states is None else len(states[0])
     device = None if call is None else call.like.device
     told = None
-    if _is_to_be_compared(base, own, device, _digest_of(words), needs_lengths or edges is not None):
+    if is_traced():
+        if problem is not None:
+            raise problem
+        if edges is not None or (needs_lengths and not (base and base.lengths)):
+            raise ValueError(
+                "group: expected a Context with lengths in a compiled graph, where the ranks do "
+                "not tell each other theirs"
+            )
+    elif _is_to_be_compared(
+        base, own, device, _digest_of(words), needs_lengths or edges is not None
+    ):
         told = _agree(own, words, T, count, problem, device)
     elif problem is not None:
         raise problem

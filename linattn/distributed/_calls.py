@@ -116,6 +116,8 @@ class Call:
         takes = signature_of(self.back).parameters
         self.back_options = {x: value for x, value in self.options.items() if x in takes}
         self.shapes: list[tuple[int, ...]] = []  # of each state, without the axis of sequences
+        self.recorded = False  # does PyTorch record it?
+        self.wanted: str | None = None  # the sequences whose final states it returns
 
     @property
     def is_scan(self) -> bool:

@@ -18,11 +18,22 @@ from torch import Tensor
 
 from linattn.arrays import as_size
 
-__all__ = ["Context", "Share", "context", "group_of", "not_traced", "packed", "rows"]
+__all__ = [
+    "Context",
+    "Place",
+    "Share",
+    "at",
+    "context",
+    "group_named",
+    "group_of",
+    "packed",
+    "place_of",
+    "rows",
+]
 
-# PyTorch has no public decorator that does not import its compiler at once. A call of the ranks is
-# none of a graph's: a compiled function is two graphs, before it and behind it.
-not_traced: Any = getattr(torch, "_disable_dynamo", lambda function: function)
+# A Context as constants of a graph: the group's name, lengths, edges and check. Of a group alone,
+# lengths is None.
+Place = tuple[str, tuple[int, ...] | None, tuple[int, ...] | None, bool]
 
 
 class Share(NamedTuple):
@@ -164,7 +175,7 @@ def group_of(group: Any) -> Any:
         )
     if group is None:
         group = dist.group.WORLD
-    if hasattr(group, "get_group"):
+    if not isinstance(group, dist.ProcessGroup) and hasattr(group, "get_group"):
         if group.ndim != 1:
             raise ValueError(
                 f"group: expected a DeviceMesh of one dimension, got {group.ndim} dimensions; "
@@ -183,7 +194,30 @@ def group_of(group: Any) -> Any:
     return group
 
 
-@not_traced  # type: ignore[untyped-decorator]
+def group_named(name: str) -> Any:
+    """A graph knows a group by its name, as it does for PyTorch's own collectives."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def place_of(group: Any) -> Place:
+    """A compiler traces this: so it is of simple words."""
+    if isinstance(group, Context):
+        return group.group.group_name, group.lengths, group.edges, group.check
+    return group_of(group).group_name, None, None, True
+
+
+def at(place: Place) -> Any:
+    """The Context or the group."""
+    name, lengths, edges, check = place
+    group = group_named(name)
+    if lengths is None:
+        return group
+    lengths = tuple(lengths)
+    if edges is None:
+        return rows(group, lengths, check)
+    return packed(group, lengths, edges, check)
+
+
 def context(
     group: Any = None,
     *,

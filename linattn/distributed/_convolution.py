@@ -10,9 +10,9 @@ from torch import Tensor
 import linattn
 from linattn.autograd import real
 from linattn.distributed._agreement import asks_for_states, prepared
-from linattn.distributed._context import Context, group_of, not_traced
+from linattn.distributed._context import Context, Place, at, group_of, place_of
 from linattn.distributed._exchange import everywhere, moved
-from linattn.distributed._shared import shared
+from linattn.distributed._shared import called
 
 __all__ = ["causal_conv1d"]
 
@@ -160,7 +160,6 @@ def _run(
     return done
 
 
-@not_traced  # type: ignore[untyped-decorator]
 def causal_conv1d(
     x: Any,
     weight: Any,
@@ -226,9 +225,20 @@ def causal_conv1d(
         "cu_seqlens": cu_seqlens,
         "out": out,
     }
+    if torch.compiler.is_compiling():
+        return _in_graph(place_of(group), given)
+    return _shared(group, given)
+
+
+@torch.compiler.allow_in_graph
+def _in_graph(place: Place, given: dict[str, Any]) -> tuple[Any, Any]:
+    return _shared(at(place), given)
+
+
+def _shared(group: Any, given: dict[str, Any]) -> tuple[Any, Any]:
     size = group.size if isinstance(group, Context) else group_of(group).size()
     if size == 1:
-        alone: tuple[Any, Any] = shared("causal_conv1d", group, (), given)
+        alone: tuple[Any, Any] = called("causal_conv1d", group, (), given)
         return alone
     inputs, states, context = prepared(
         "causal_conv1d",
@@ -238,7 +248,7 @@ def causal_conv1d(
         needs_lengths=True,
     )
     y, state = _convolved(inputs, None if states is None else states[0], context)
-    wanted = asks_for_states("output_final_state", output_final_state)
+    wanted = asks_for_states("output_final_state", given["output_final_state"])
     if wanted is None:
         return y, None
     return y, everywhere(context, state) if wanted == "all" else state

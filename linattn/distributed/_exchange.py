@@ -9,15 +9,17 @@ bits do not depend on the backend's algorithm. M stays with its owner, for the b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from linattn.distributed._context import Context
+from linattn.distributed._context import Context, group_named
+from linattn.distributed._order import after, is_traced, kept_in_order, token_before
 
-__all__ = ["Form", "everywhere", "exchange", "exchange_back", "gathered", "moved", "told"]
+__all__ = ["Form", "everywhere", "exchange", "exchange_back", "gathered", "moved", "owned", "told"]
 
 # PyTorch 2.13 has a new name for it, and warns of the old one.
 _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
@@ -77,21 +79,46 @@ def gathered(group: Any, numbers: list[int], device: torch.device | None) -> lis
 def moved(context: Context, x: Tensor, gets: list[int], sends: list[int]) -> Tensor:
     """The flat x cut into pieces, one for each rank: what the ranks send here, behind each other.
 
-    Complex numbers travel as pairs.
+    Complex numbers travel as pairs. A tracer sees an operator.
     """
+    if is_traced():
+        group = context.group.group_name
+        found: Tensor
+        call = torch.ops.linattn.moved_between_ranks
+        found, token = call(x, token_before(), group, gets, sends)
+        after(token)
+        return found
+    return _moved(context.group, x, gets, sends)
+
+
+def _moved(group: Any, x: Tensor, gets: Sequence[int], sends: Sequence[int]) -> Tensor:
     pairs = 2 if x.is_complex() else 1
     real = torch.view_as_real(x.resolve_conj()).flatten() if x.is_complex() else x
     out = real.new_empty(pairs * sum(gets))
     sizes = [pairs * n for n in gets], [pairs * n for n in sends]
-    _tried(
-        context.group,
-        "exchange of states",
-        dist.all_to_all_single,
-        out,
-        real.contiguous(),
-        *sizes,
-    )
+    _tried(group, "exchange of states", dist.all_to_all_single, out, real.contiguous(), *sizes)
     return torch.view_as_complex(out.view(-1, 2)) if x.is_complex() else out
+
+
+@torch.library.custom_op(
+    "linattn::moved_between_ranks",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? token, str group, int[] gets, int[] sends) -> (Tensor, Tensor)",
+)
+def _moved_between_ranks(
+    x: Tensor, token: Tensor | None, group: str, gets: Sequence[int], sends: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    return _moved(group_named(group), x, gets, sends), x.new_zeros(1)
+
+
+@_moved_between_ranks.register_fake
+def _(
+    x: Tensor, token: Tensor | None, group: str, gets: Sequence[int], sends: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(sum(gets)), x.new_empty(1)
+
+
+kept_in_order(_moved_between_ranks)
 
 
 # ---- one fold ----
@@ -115,6 +142,11 @@ def _apply(X: Tensor, M: Tensor | None, S: Tensor, *, adjoint: bool = False) -> 
 def _cuts(rows: int, size: int) -> list[int]:
     """How many rows each rank owns."""
     return [rows * (j + 1) // size - rows * j // size for j in range(size)]
+
+
+def owned(context: Context, form: Form) -> int:
+    """How many rows this rank owns."""
+    return _cuts(form.rows, context.size)[context.rank]
 
 
 def _to_owners(

@@ -246,8 +246,10 @@ def one_process(op, x, d, lengths, edges):
     return reads, pair_of(S), gradients(x, outputs, weights)
 
 
-def on_rank(group, op, x, d, lengths, edges):
-    """The same on one rank, of its tokens: NumPy's arrays, and which parts begin and end here."""
+def on_rank(group, op, x, d, lengths, edges, backend=None):
+    """The same on one rank, of its tokens: NumPy's arrays, and which parts begin and end here.
+
+    backend: of torch.compile, which makes one graph of the call."""
     import linattn.distributed as lad
 
     cp = lad.context(group, lengths=lengths, cu_seqlens=edges)
@@ -259,7 +261,14 @@ def on_rank(group, op, x, d, lengths, edges):
         return tokens_of(name, y, cp.start, lengths[cp.rank], sum(lengths))
 
     x = leaves_of({name: local(name, y) for name, y in x.items()})
-    o, S = getattr(lad, op)(**x, **{states_of(x)[1]: True}, group=cp)
+
+    def call(x):
+        return getattr(lad, op)(**x, **{states_of(x)[1]: True}, group=cp)
+
+    if backend is not None:
+        torch._dynamo.reset()
+        call = torch.compile(call, fullgraph=True, backend=backend)
+    o, S = call(x)
     states = pair_of(S)
     weights = [to_tensor(d["do"][:, mine].copy())]
     for w in pair_of(d["d_final_state"]):

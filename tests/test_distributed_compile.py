@@ -1,0 +1,131 @@
+"""Calls that ranks share, in one graph of torch.compile: the bits of an eager call.
+
+The ranks have different graphs. Their messages have to stay, and stay in one order.
+"""
+
+import numpy as np
+import pytest
+from support.blocks import BLOCKS, D, torch
+from support.compare import assert_same_bits, leaves
+from support.ranks import Failure
+from support.shared_rows import drawn, on_rank
+
+import linattn.distributed as lad
+from linattn import FeatureMap
+
+CARRIED = ("mamba3", "mlstm")
+LAYERS = [name for name in BLOCKS if name != "Titans in batches"]
+
+
+def both(group, op, x, d, lengths, edges, backend):
+    call = group, op, x, d, lengths, edges
+    return on_rank(*call), on_rank(*call, backend)
+
+
+def compared(ranks, op, x, d, lengths, edges, backend="aot_eager"):
+    for plain, compiled in ranks.run(len(lengths), both, op, x, d, lengths, edges, backend):
+        if op in CARRIED:
+            assert_near(compiled[:3], plain[:3])
+        else:
+            assert_same_bits(compiled[:3], plain[:3])
+
+
+def assert_near(found, wanted):
+    """An op of arrays that a graph makes: their sums may be in another order."""
+    found, wanted = leaves(found), leaves(wanted)
+    for x, y in zip(found, wanted, strict=True):
+        assert np.abs(x - y).max(initial=0) <= 1e-12 * np.abs(y).max(initial=1e-300)
+
+
+@pytest.mark.parametrize("op", [*(x for x in lad.FUNCTIONS if x not in CARRIED), "causal_conv1d"])
+def test_packed(op, ranks, rng):
+    """Packed sequences. The host reads those of mlstm and mamba3, which a graph does not take."""
+    compared(ranks, op, *drawn(op, rng, "across"))
+
+
+@pytest.mark.parametrize(
+    "op", ["linear_attention", "gla", "kda", *CARRIED, "rwkv7", "selective_scan", "causal_conv1d"]
+)
+def test_rows(op, ranks, rng):
+    """Rows that are not packed, of a rank that they pass, too."""
+    compared(ranks, op, *drawn(op, rng, "short between"))
+
+
+@pytest.mark.parametrize("op", ["kda", "linear_attention", "causal_conv1d"])
+def test_by_inductor(op, ranks, rng):
+    compared(ranks, op, *drawn(op, rng, "unequal"), backend="inductor")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"normalize": False, "feature_map": "identity"},
+        {"feature_map": FeatureMap("relu+eps", eps=0.1)},
+        {"feature_map": ("relu2", "exp")},
+    ],
+)
+def test_options(options, ranks, rng):
+    compared(ranks, "linear_attention", *drawn("linear_attention", rng, "unequal", **options))
+
+
+# ---- layers ----
+
+
+def layer_on_rank(group, name, x, backend):
+    """y, and the gradients of x and of the parameters, by the layer and by its graph."""
+    torch.manual_seed(0)
+    layer = BLOCKS[name]().double()
+    layer.process_group = group
+    own = torch.from_numpy(np.array_split(x, group.size(), 1)[group.rank()].copy())
+    torch._dynamo.reset()
+    found = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
+        given = own.clone().requires_grad_()
+        y, _ = run(given)
+        wanted = [given, *layer.parameters()]
+        ds = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
+        found.append([y.detach().numpy(), *(d.numpy() for d in ds if d is not None)])
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name, ranks, rng):
+    x = rng.standard_normal((2, 15, D))
+    for plain, compiled in ranks.run(3, layer_on_rank, name, x, "aot_eager"):
+        assert_same_bits(compiled, plain)
+
+
+def test_a_layer_by_inductor(ranks, rng):
+    """Inductor makes other sums of what is around the calls."""
+    x = rng.standard_normal((2, 15, D))
+    for plain, compiled in ranks.run(3, layer_on_rank, "KimiDeltaAttention", x, "inductor"):
+        assert_near(compiled, plain)
+
+
+# ---- errors ----
+
+
+def without_lengths(group):
+    x, weight = torch.ones(1, 4, 2), torch.ones(2, 3)
+    run = torch.compile(lambda x: lad.causal_conv1d(x, weight, group=group)[0], fullgraph=True)
+    return run(x)
+
+
+def test_lengths_have_to_be_known(ranks):
+    for answer in ranks.answers(2, without_lengths):
+        assert isinstance(answer, Failure)
+        assert "group: expected a Context with lengths in a compiled graph" in answer.message
+
+
+def of_other_sizes(group):
+    cp = lad.context(group, lengths=4)
+    q = torch.ones(1, 4, 2, 3 + group.rank())
+    run = torch.compile(lambda q: lad.attend(q, q, q, group=cp), fullgraph=True)
+    return run(q)
+
+
+def test_ranks_compare_compiled_calls(ranks):
+    for answer in ranks.answers(2, of_other_sizes):
+        assert isinstance(answer, Failure)
+        assert "expected the same" in answer.message
