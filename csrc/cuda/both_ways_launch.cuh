@@ -28,9 +28,9 @@ struct walks_plan {
     int width, segments; /* slices of a block; segments of a sequence */
 };
 
-/* Microseconds of chunks_both_ways on an H200 with K = V = 128 (docs/decisions/0064): a chunk of a block
- * of the backward pass and of the forward pass, with one panel and with two; what a block takes beside
- * its chunks; a chunk of a head, if all processors wait for memory. */
+/* Microseconds of chunks_both_ways on an H200 with K = V = 128 (docs/decisions/0064): a chunk of a
+ * block of the backward pass and of the forward pass, with one panel and with two; what a block
+ * takes beside its chunks; a chunk of a head, if all processors wait for memory. */
 template <la_rule RULE>
 static constexpr double BACK_CHUNK[MOST_WALKS] = {RULE == LA_ADDITIVE ? 1.92 : 2.6,
                                                   RULE == LA_ADDITIVE ? 2.52 : 3.6};
@@ -41,11 +41,11 @@ static constexpr double WALK_START = 20;
 template <la_rule RULE>
 static constexpr double MOVED_CHUNK = RULE == LA_ADDITIVE ? 0.0455 : 0.0585;
 
-/* When the last block ends, if `blocks` come first that take `back` each, and then as many that take
- * `forth`. A processor has one block at a time, and begins the next one as it ends. */
+/* When the last block ends, if `blocks` come first that take `back` each, and then as many that
+ * take `forth`. A processor has one block at a time, and begins the next one as it ends. */
 static double end_of_blocks(int64_t blocks, double back, double forth, int processors)
 {
-    const int64_t late = blocks % processors; /* processors that have one block more than the others */
+    const int64_t late = blocks % processors; /* processors that have one block more */
     double early_end = (double)(blocks / processors) * back, late_end = early_end + back,
            end = late ? late_end : early_end;
     for (int64_t left = forth > 0 ? blocks : 0; left > 0;) {
@@ -100,7 +100,7 @@ static walks_plan plan_both_ways(const call &c, const device_traits &on)
     const bool both = panels > 1 && stages_both_ways<KP, DECAY, RULE>(c, on, 8);
     walks_plan best = {4, 1};
     if (!on.producers) {
-        /* not measured: two panels share the tiles of a block, if all processors have a block then */
+        /* not measured: two panels share a block's tiles, if all processors have a block then */
         const bool enough = heads * ((panels + 1) / 2) * (c.states_only ? 1 : 2) >= on.processors;
         if (both && enough) best.width = 8;
         return best;
