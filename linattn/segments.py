@@ -377,6 +377,11 @@ def _beside(x: Any) -> dict[str, Any]:
     return {"device": x.device} if is_tensor(x) else {}
 
 
+def product_of_decays(op: str, X: Any, given: Mapping[str, Any]) -> Any:
+    """M of a call that is not packed, whose X is known: of an op whose decays mix no keys."""
+    return _product_of_decays(given, X, VARIANTS[op].decay == "key")
+
+
 def _product_of_decays(given: Mapping[str, Any], X: Any, has_keys: bool) -> Any:
     """M of a call that is not packed: the product of the decays.
 

@@ -21,6 +21,7 @@ from linattn.distributed._systems import SYSTEMS
 from linattn.features import core_features, mapped
 from linattn.segments import (
     final_state,
+    product_of_decays,
     segment_map,
     segment_map_backward,
     signature_of,
@@ -277,10 +278,15 @@ class Call:
         return found if isinstance(found, tuple) else (found,)
 
     def d_initial_states(
-        self, do: Tensor, arrays: Mapping[str, Tensor], d_states: States | None
+        self,
+        do: Tensor,
+        arrays: Mapping[str, Tensor],
+        d_states: States | None,
+        edges: Tensor | None = None,
     ) -> States:
         """The gradient of the state before the tokens, and no other."""
         options = {**self.back_options, "d_final_state": self._given(d_states)}
+        options["cu_seqlens"] = edges
         found = segment_map_backward(self.name, do.contiguous(), **arrays, **options)
         return found if isinstance(found, tuple) else (found,)
 
@@ -332,6 +338,45 @@ class Call:
         if len(self.shapes) == 2:
             return S[..., :-1].contiguous(), S[..., -1].contiguous()
         return (S.reshape(n, *self.shapes[0]),)
+
+    @property
+    def has_sections(self) -> bool:
+        """May a rank cut its own tokens? It does where it was measured."""
+        row = self.row
+        return (
+            self.is_linear
+            and row is not None
+            and row.rule in ("additive", "delta")
+            and row.decay != "pair"
+            and self.B == 1
+            and "mask" not in self.names
+        )
+
+    def maps_of_sections(
+        self, arrays: Mapping[str, Tensor], lengths: Sequence[int], edges: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """X and M of packed sections, all of one length but the last one, as rows."""
+        assert self.row is not None
+        if self.has_matrix:
+            X, M = segment_map(self.name, **arrays, **self.options, cu_seqlens=edges)
+            assert M is not None
+            return self.as_rows((X,)), M.flatten(0, 1)
+        options = {**self.options, "cu_seqlens": edges}
+        X = final_state(self.name, None, **arrays, **options)
+        if self.row.decay == "none":
+            return self.as_rows((X,)), None
+        n, count = lengths[0], len(lengths) - 1
+        first = self.cut(arrays, slice(0, n * count))
+        first = {
+            x: a[0].unflatten(0, (count, n)) if x in self.of_tokens else a for x, a in first.items()
+        }
+        last = self.cut(arrays, slice(n * count, None))
+        M = torch.cat([self._decays(first, X[:count]), self._decays(last, X[count:])])
+        return self.as_rows((X,)), M.reshape(len(M) * M.shape[1], -1)
+
+    def _decays(self, arrays: Mapping[str, Tensor], X: Tensor) -> Tensor:
+        decays: Tensor = product_of_decays(self.name, X, {**arrays, **self.options})
+        return decays
 
     def map(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """X and M of tokens that turn any state S into M S + X."""

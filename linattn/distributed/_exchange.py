@@ -19,7 +19,18 @@ from torch import Tensor
 from linattn.distributed._context import Context, group_named
 from linattn.distributed._order import after, is_traced, kept_in_order, token_before
 
-__all__ = ["Form", "everywhere", "exchange", "exchange_back", "gathered", "moved", "owned", "told"]
+__all__ = [
+    "Form",
+    "applied",
+    "everywhere",
+    "exchange",
+    "exchange_back",
+    "gathered",
+    "moved",
+    "owned",
+    "told",
+    "wide",
+]
 
 # PyTorch 2.13 has a new name for it, and warns of the old one.
 _all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
@@ -124,11 +135,11 @@ kept_in_order(_moved_between_ranks)
 # ---- one fold ----
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def _apply(X: Tensor, M: Tensor | None, S: Tensor, *, adjoint: bool = False) -> Tensor:
+def applied(X: Tensor, M: Tensor | None, S: Tensor, *, adjoint: bool = False) -> Tensor:
     """M S + X, or M' S + X (of the conjugate, where M is complex), by few operations."""
     if M is None:
         return S + X
@@ -164,7 +175,7 @@ def _to_owners(
         flat = mine.reshape(-1)
     sends = [n * widths[context.rank] for n in cuts]
     gets = [own * width for width in widths]
-    pieces = _wide(moved(context, flat, gets, sends)).split(gets)
+    pieces = wide(moved(context, flat, gets, sends)).split(gets)
     return [x.view(own, width) for x, width in zip(pieces, widths, strict=True)]
 
 
@@ -219,7 +230,7 @@ def exchange(
             if share.passes and form.transition:
                 M = row[:, form.state_size :].reshape(len(row), *form.transition)
                 kept.append(M)
-            S = _apply(end, M, S) if share.passes else end
+            S = applied(end, M, S) if share.passes else end
     S_in = _from_owners(context, form, arrives, [s.joins for s in shares])
     return S_in, torch.stack(kept).to(form.dtype) if kept else None
 
@@ -243,7 +254,7 @@ def exchange_back(
     if not any(widths):
         return None
     every = _to_owners(context, form, E, widths)
-    Ms = [] if kept is None else list(_wide(kept).unbind())
+    Ms = [] if kept is None else list(wide(kept).unbind())
     arrives = []
     G = every[0].new_zeros(len(every[0]), form.K, form.V)
     for share, row in zip(reversed(shares), reversed(every), strict=True):
@@ -252,7 +263,7 @@ def exchange_back(
         if share.joins:
             begin = row.view_as(G)
             M = Ms.pop() if share.passes and form.transition else None
-            G = _apply(begin, M, G, adjoint=True) if share.passes else begin
+            G = applied(begin, M, G, adjoint=True) if share.passes else begin
     return _from_owners(context, form, arrives[::-1], [s.goes_on for s in shares])
 
 

@@ -20,7 +20,13 @@ from torch.profiler import record_function
 
 from linattn.distributed._calls import Call, Derivatives, States
 from linattn.distributed._context import Context
-from linattn.distributed._exchange import exchange, exchange_back, owned
+from linattn.distributed._exchange import Form, exchange, exchange_back, owned, wide
+from linattn.distributed._sections import (
+    gradients_along,
+    sections_of,
+    states_along,
+    whole_map,
+)
 
 __all__ = ["Kept", "backward", "forward", "shapes_kept"]
 
@@ -222,10 +228,82 @@ def _from_left_back(
 
 def _kept_from_left(call: Call, context: Context, _: bool) -> list[tuple[int, ...] | None]:
     form = call.form(call.B)
+    return [(form.rows, form.K, form.V) if context.share.joins else None, _M_kept(form, context)]
+
+
+def _M_kept(form: Form, context: Context) -> tuple[int, ...] | None:
+    """The shape of what an exchange keeps."""
     passing = sum(share.passes for share in context.shares)
+    if not passing or not form.transition:
+        return None
+    return passing, owned(context, form), *form.transition
+
+
+# ---- causal calls whose tokens each rank cuts into sections (_sections.py) ----
+
+
+def _in_sections(call: Call, context: Context, given: States | None, arrays: Arrays) -> Any:
+    sections, share, form = sections_of(call), context.share, call.form(call.B)
+    assert sections is not None
+    with record_function("linattn.distributed: map"):
+        X, M = sections.maps(call, arrays)
+        S = call.as_rows(call.zeros(1) if given is None else given)
+        one = product = None
+        if share.passes:
+            one, product = whole_map(X, M)
+        elif share.goes_on:
+            one = states_along(X, M, S)[-1]
+    with record_function("linattn.distributed: exchange"):
+        S_in, M_kept = exchange(context, form, _as(one, form), product)
+    along = states_along(X, M, S if S_in is None else S_in)
+    starts = torch.cat(along[:-1]).to(form.dtype)
+    o, finals = call.run(arrays, call.as_states(starts), sections.edges)
+    last = tuple(x[-1:].clone() for x in finals)
+    return o, last, [starts, M_kept, _as(M, form)]
+
+
+def _in_sections_back(
+    call: Call,
+    context: Context,
+    gradients: list[Tensor | None],
+    given: States | None,
+    arrays: Arrays,
+    kept: Kept,
+) -> tuple[States, list[Tensor | None]]:
+    sections, share, form = sections_of(call), context.share, call.form(call.B)
+    do, d_last = _whole_gradients(call, context, gradients)
+    starts, M_kept, M = kept
+    assert sections is not None and starts is not None
+    M = None if M is None else wide(M)
+    with record_function("linattn.distributed: gradient of the initial state"):
+        E = sections.gradients(call, do, arrays, d_last)
+        none = torch.zeros_like(E[0])
+        before = gradients_along(E, M, none)[0] if share.joins else None
+    with record_function("linattn.distributed: exchange"):
+        G = exchange_back(context, form, _as(before, form), M_kept)
+    more = none if G is None else wide(G)
+    ends = [*gradients_along(E, M, more)[1:], call.as_rows(d_last) + more]
+    d_ends = call.as_states(torch.cat(ends).to(form.dtype))
+    found = call.derivatives(do, arrays, call.as_states(starts), d_ends, sections.edges)
+    assert found.states is not None
+    d_given = tuple(torch.zeros_like(S) for S in given or ())
+    if given is not None and not share.joins:
+        d_given = tuple(S[:1].clone() for S in found.states)
+    return d_given, _summed(call, [found])
+
+
+def _as(x: Tensor | None, form: Form) -> Tensor | None:
+    return None if x is None else x.to(form.dtype)
+
+
+def _kept_in_sections(call: Call, context: Context, _: bool) -> list[tuple[int, ...] | None]:
+    sections, form = sections_of(call), call.form(call.B)
+    assert sections is not None
+    parts = len(sections.lengths)
     return [
-        (form.rows, form.K, form.V) if context.share.joins else None,
-        (passing, owned(context, form), *form.transition) if passing and form.transition else None,
+        (parts * form.rows, form.K, form.V),
+        _M_kept(form, context),
+        (parts, form.rows, *form.transition) if form.transition else None,
     ]
 
 
@@ -310,11 +388,15 @@ def _kept_from_both_sides(
 # ---- either ----
 
 _CAUSAL = Way(_from_left, _from_left_back, _kept_from_left)
+_IN_SECTIONS = Way(_in_sections, _in_sections_back, _kept_in_sections)
 _NONCAUSAL = Way(_from_both_sides, _from_both_sides_back, _kept_from_both_sides)
 
 
-def _way_of(call: Call) -> Way:
-    return _CAUSAL if call.causal else _NONCAUSAL
+def _way_of(call: Call, context: Context) -> Way:
+    if not call.causal:
+        return _NONCAUSAL
+    is_cut = context.edges is None and sections_of(call) is not None
+    return _IN_SECTIONS if is_cut else _CAUSAL
 
 
 def _unlike_autocast(call: Call) -> Any:
@@ -327,7 +409,7 @@ def forward(
 ) -> tuple[list[Tensor], Kept]:
     """o and the final states, and what the backward pass needs. `given`: no states, or all."""
     with _unlike_autocast(call):
-        o, finals, kept = _way_of(call).forward(call, context, given or None, arrays)
+        o, finals, kept = _way_of(call, context).forward(call, context, given or None, arrays)
     return [o, *finals], kept
 
 
@@ -341,12 +423,12 @@ def backward(
 ) -> list[Tensor | None]:
     """The gradients of `given` and of the arrays, from those of o and of the final states."""
     with _unlike_autocast(call):
-        back = _way_of(call).backward
+        back = _way_of(call, context).backward
         of_given, of_arrays = back(call, context, gradients, given or None, arrays, kept)
     return [*of_given, *of_arrays]
 
 
 def shapes_kept(call: Call, context: Context, has_given: bool) -> list[tuple[int, ...] | None]:
     """Of what `forward` keeps, None where it keeps nothing."""
-    shapes: list[tuple[int, ...] | None] = _way_of(call).kept(call, context, has_given)
+    shapes: list[tuple[int, ...] | None] = _way_of(call, context).kept(call, context, has_given)
     return shapes

@@ -1,0 +1,100 @@
+"""A rank cuts its own tokens into sections on a GPU. Here it does so on the host, of few tokens."""
+
+import math
+from unittest import mock
+
+import numpy as np
+import pytest
+from support.compare import assert_same_bits
+from support.shared_rows import agree, assembled, drawn, on_rank, one_process
+from support.variants import GATED
+
+from linattn.testing import GATES
+from linattn.variants import VARIANTS
+
+LAYOUTS = ("equal", "unequal", "nothing between", "short between", "a chunk each")
+OPS = [
+    op for op, row in VARIANTS.items() if row.rule in ("additive", "delta") and row.decay != "pair"
+]
+
+
+def one_row(x, d):
+    """Of a batch, the first row."""
+    return ({name: y[:1] if hasattr(y, "ndim") and y.ndim > 2 else y for name, y in z.items()}
+            for z in (x, d))  # fmt: skip
+
+
+def in_sections(group, least, *call, backend=None):
+    """on_rank, and into how many sections this rank cut its tokens."""
+    from linattn.distributed import _sections, _ways
+
+    counts = []
+
+    def counted(call):
+        found = _sections.sections_of(call)
+        counts.append(1 if found is None else len(found.lengths))
+        return found
+
+    small = {"DEVICES": ("cpu",), "LEAST": least, "CHUNK": 2, "WORK": 0}
+    with mock.patch.multiple(_sections, **small), mock.patch.object(_ways, "sections_of", counted):
+        return on_rank(group, *call, backend), max(counts, default=1)
+
+
+def check(ranks, op, x, d, lengths, least=4):
+    answers = ranks.run(len(lengths), in_sections, least, op, x, d, lengths, None)
+    agree(assembled([a for a, _ in answers], None), one_process(op, x, d, lengths, None))
+    assert [count for _, count in answers] == [sections_of(n, least) for n in lengths]
+
+
+def sections_of(tokens, least):
+    """At most eight, of an even number of tokens."""
+    count = min(tokens // least, 8)
+    return 1 if count < 2 else math.ceil(tokens / (2 * math.ceil(tokens / (2 * count))))
+
+
+def problem(op, rng, layout):
+    options = {"normalize": False} if VARIANTS[op].normaliser else {}
+    x, d, lengths, _ = drawn(op, rng, layout, **options)
+    return *one_row(x, d), lengths
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", OPS)
+def test_ops(op, layout, ranks, rng):
+    check(ranks, op, *problem(op, rng, layout))
+
+
+def by_alpha(x):
+    return {name: y for name, y in x.items() if name != "g"} | {"alpha": np.exp(x["g"])}
+
+
+def by_numbers(x):
+    numbers = {"g": -0.1, "beta": 0.5, "gamma": 0.9, "slopes": 0.1}
+    return {name: numbers.get(name, y) for name, y in x.items()}
+
+
+@pytest.mark.parametrize(
+    ("op", "change"),
+    [
+        *((op, by_alpha) for op in GATED if op in OPS),
+        *((op, by_numbers) for op in OPS if GATES[op]),
+    ],
+)
+def test_other_gates(op, change, ranks, rng):
+    x, d, lengths = problem(op, rng, "a chunk each")
+    check(ranks, op, change(x), d, lengths)
+
+
+def test_nothing_is_cut_for_few_tokens(ranks, rng):
+    check(ranks, "gla", *problem("gla", rng, "short between"), least=20)
+
+
+def both(group, *call):
+    return in_sections(group, 4, *call), in_sections(group, 4, *call, backend="aot_eager")
+
+
+@pytest.mark.parametrize("op", ["linear_attention", "gla", "kda"])
+def test_in_a_graph(op, ranks, rng):
+    x, d, lengths = problem(op, rng, "a chunk each")
+    for (plain, _), (compiled, _) in ranks.run(4, both, op, x, d, lengths, None):
+        assert_same_bits(compiled[:3], plain[:3])
