@@ -4,8 +4,17 @@
 
 NCCL where each rank has a GPU, else gloo on the CPU. Before an op is timed, the outputs and the
 gradients of the ranks are compared with those of one rank. Times are the slowest rank's.
+
+    python -m benchmarks distributed
+
+One GPU with a row of 2^20 tokens, and then as rank 1 of four that share it. The other ranks are not
+there: PyTorch's fake group sends nothing, and zeros arrive. So the times are of what a rank in the
+middle of a row computes, before an exchange and behind it.
 """
 
+import contextlib
+import functools
+import itertools
 import os
 import statistics
 import time
@@ -16,7 +25,6 @@ import torch.distributed as dist
 
 import linattn
 import linattn.distributed as lad
-from linattn.segments import final_state
 from linattn.testing import make_inputs
 
 from .report import lines
@@ -27,8 +35,19 @@ OPS = [
     for op, kind in linattn.VARIANTS.items()
     if kind.decay in ("token", "key") and kind.rule in ("additive", "delta")
 ]
+# One op of each kind, but for those that go token by token.
+KINDS = list(
+    {
+        (kind.decay, kind.rule): op
+        for op, kind in reversed(linattn.VARIANTS.items())
+        if kind.decay != "pair"
+    }.values()
+)[::-1]
+PLAIN = {"linear_attention": {"normalize": False, "feature_map": "identity"}}  # options
 ROUNDS = 7
-SIZES = {"cuda": {"T": 65536, "H": 32, "K": 128, "V": 128}, "cpu": {"T": 2048, "H": 4}}
+SIZES = {"cuda": {"T": 1 << 17, "H": 32, "K": 128, "V": 128}, "cpu": {"T": 2048, "H": 4}}
+ALONE = {"cuda": SIZES["cuda"] | {"T": 1 << 20}, "cpu": SIZES["cpu"]}
+SHARED_BY = 4
 DRAWN = 2048  # tokens
 CLOSE = {"cuda": 2e-2, "cpu": 1e-5}  # of bfloat16 and float32, by norms
 
@@ -44,13 +63,19 @@ def problem(op, device, T, H, K=64, V=64):
         for name, x in given.items()
     }
     times = -(-T // drawn)
-    tensors = {name: x.repeat(1, times, *[1] * (x.dim() - 2))[:, :T] for name, x in tensors.items()}
+    tensors = {
+        name: x.repeat(1, times, *[1] * (x.dim() - 2))[:, :T] if x.dim() > 2 else x
+        for name, x in tensors.items()
+    }
     do = torch.ones(1, T, H, V, device=device, dtype=dtype)
     return tensors, do
 
 
 def leaves(tensors, part=slice(None)):
-    return {name: x[:, part].clone().requires_grad_() for name, x in tensors.items()}
+    return {
+        name: (x[:, part] if x.dim() > 2 else x).clone().requires_grad_()
+        for name, x in tensors.items()
+    }
 
 
 def apart(found, wanted):
@@ -80,25 +105,6 @@ def of_slowest(seconds, device):
     slowest = torch.tensor([seconds], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
-
-
-def seconds_alone(call, device, rounds):
-    """The median of turns of a call by itself. On a GPU the host's time is not in it: the GPU has
-    other work while the host makes the call."""
-    if device != "cuda":
-        return seconds(call, device, rounds)
-    work = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)
-    taken = []
-    for turn in range(-3, rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.mm(work, work)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        if turn >= 0:
-            taken.append(1e-3 * begin.elapsed_time(end))
-    return of_slowest(statistics.median(taken), device)
 
 
 def measure(op, device, rounds):
@@ -133,35 +139,134 @@ def measure(op, device, rounds):
     return [seconds(call, device, rounds) for call in calls]
 
 
-def measure_parts(op, device, rounds):
-    """Seconds of what a rank does with its tokens, here with all of the row: its final state, its
-    map, the op, the gradient of its initial state, all gradients."""
-    tensors, do = problem(op, device, **SIZES[device])
-    shape = tensors["q"].shape
-    before = torch.zeros(shape[0], shape[2], shape[3], do.shape[3], device=device)
-    back = getattr(linattn, f"{op}_backward")
-    calls = (
-        lambda: final_state(op, None, **tensors),
-        lambda: linattn.segment_map(op, **tensors),
-        lambda: getattr(linattn, op)(**tensors, initial_state=before),
-        lambda: linattn.segment_map_backward(op, do, **tensors),
-        lambda: back(do, **tensors, initial_state=before),
-    )
-    return [seconds_alone(call, device, rounds) for call in calls]
+def parts_alone(op, device, rounds, T):
+    """Seconds of one rank with T tokens of the row: forward, backward."""
+    tensors, do = problem(op, device, **ALONE[device] | {"T": T})
+    leaves = {name: x.requires_grad_() for name, x in tensors.items()}  # there is no room for two
+    call = functools.partial(getattr(linattn, op), **PLAIN.get(op, {}))
+    return medians(lambda marks: turn(leaves, do, marks, call), device, rounds)
+
+
+def parts_of_row(op, device, rounds):
+    """The same of the whole row, and a mark. If it does not fit the memory, the time of a part of
+    the row is taken as often as there are parts."""
+    T = ALONE[device]["T"]
+    try:
+        return parts_alone(op, device, rounds, T), ""
+    except (torch.OutOfMemoryError, MemoryError):
+        pass
+    torch.cuda.empty_cache()
+    linattn.cuda.empty_cache()
+    found = parts_alone(op, device, rounds, T // SHARED_BY)
+    return [SHARED_BY * x for x in found], f" ({SHARED_BY} parts)"
+
+
+def parts_shared(op, device, rounds):
+    """Seconds of a rank with its part of the row: of its map, of the call behind the exchange, of
+    the gradient of its initial state, of all gradients behind the exchange."""
+    length = ALONE[device]["T"] // SHARED_BY
+    tensors, do = problem(op, device, **ALONE[device] | {"T": length})
+    x = leaves(tensors)
+    context = lad.context(lengths=length, check=False)
+
+    def call(marks):
+        with exchanges_marked(marks):
+            turn(x, do, marks, getattr(lad, op), group=context, **PLAIN.get(op, {}))
+
+    found = medians(call, device, rounds)  # each exchange is two messages, with a fold between them
+    first, fold, forward, first_back, fold_back, backward = found
+    return first, fold + forward, first_back, fold_back + backward
+
+
+def turn(x, do, marks, function, **group):
+    o, _ = function(**x, **group)
+    marks.append(mark())
+    torch.autograd.grad(o, tuple(x.values()), do)
+    marks.append(mark())
+
+
+def medians(call, device, rounds):
+    """Seconds between the marks of a call."""
+    turns = []
+    for i in range(-2, rounds):  # the first two are not counted
+        busy(device)
+        marks = [mark()]
+        call(marks)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if i >= 0:
+            turns.append([between(a, b) for a, b in itertools.pairwise(marks)])
+    return [statistics.median(x) for x in zip(*turns, strict=True)]
+
+
+def mark():
+    """A moment: of the GPU's work, so that the host's time is not in it; else of the host."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(a, b):
+    return b - a if isinstance(a, float) else 1e-3 * a.elapsed_time(b)
+
+
+def busy(device):
+    """Work for the GPU while the host makes a call."""
+    if device == "cuda":
+        torch.cuda._sleep(20_000_000)
+
+
+@contextlib.contextmanager
+def exchanges_marked(marks):
+    """Each exchange is a mark, and zeros arrive."""
+    real = dist.all_to_all_single
+
+    def exchange(out, *_, **__):
+        marks.append(mark())
+        out.zero_()
+
+    dist.all_to_all_single = exchange
+    try:
+        yield
+    finally:
+        dist.all_to_all_single = real
+
+
+def run_alone(rounds):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=SHARED_BY)
+    rows = []
+    for op in KINDS:
+        alone, how = parts_of_row(op, device, min(rounds, 3))
+        own = parts_shared(op, device, rounds)
+        part = sum(alone) / SHARED_BY / sum(own)
+        rows.append([op + how, *(f"{1e3 * x:.2f}" for x in (*alone, *own)), f"{part:.2f}"])
+    print(f"{name_of(device)}, {ALONE[device]}, PyTorch {torch.__version__}")
+    print(f"milliseconds of one GPU, and of one rank of {SHARED_BY}, medians\n")
+    names = ["op", "forward", "backward", "a rank: map", "forward", "d initial state", "backward"]
+    print("\n".join(lines([*names, "part"], rows)))
+    dist.destroy_process_group()
+    return 0
+
+
+def name_of(device):
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
 
 
 def run(given):
     if "RANK" not in os.environ:
-        return "distributed: start it by torchrun --nproc-per-node N -m benchmarks distributed"
+        return run_alone(given.rounds or ROUNDS)
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    rows, parts = [], []
+    rows = []
     for op in OPS:
-        found = measure_parts(op, device, given.rounds or ROUNDS)
-        parts.append([op, *(f"{1e3 * x:.2f}" for x in found)])
         one, all_, one_both, all_both = measure(op, device, given.rounds or ROUNDS)
         rows.append(
             [
@@ -173,15 +278,10 @@ def run(given):
             ]
         )
     if dist.get_rank() == 0:
-        where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-        print(
-            f"{dist.get_world_size()} ranks, {where}, {SIZES[device]}, PyTorch {torch.__version__}"
-        )
+        where = f"{dist.get_world_size()} ranks, {name_of(device)}"
+        print(f"{where}, {SIZES[device]}, PyTorch {torch.__version__}")
         print("milliseconds, medians of the slowest rank\n")
         names = ["op", "forward, one", "all", "ratio", "with backward, one", "all", "ratio"]
         print("\n".join(lines(names, rows)))
-        print("\none rank with all tokens\n")
-        names = ["op", "final state", "map", "forward", "d initial state", "backward"]
-        print("\n".join(lines(names, parts)))
     dist.destroy_process_group()
     return 0

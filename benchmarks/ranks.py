@@ -4,17 +4,18 @@
     python -m benchmarks ranks --plot docs/ranks.png
 
 A rank first makes its map, waits for an exchange, and makes the call itself. In the backward pass
-it first makes the gradient of its initial state (docs/distributed.md). So P ranks take
+it first makes the gradient of its initial state (docs/distributed.md). So a rank of P takes
 
-    (map + forward + gradient of the initial state + backward) / P + exchanges
+    map + forward + gradient of the initial state + backward + exchanges
 
-where the parts are those of one GPU with all tokens. Of two ranks the first one makes no map, but
-its final state. The host's calls of an exchange run beside the kernels before it, as long as
-these take longer. A forward pass by itself also waits for the host's first calls. A layer's
-products, and those of a multilayer perceptron, are shared by the ranks without an exchange.
+where the parts are those of its tokens. The host runs ahead of the GPU, so that a rank takes the
+longer one of these and the host's time. One call by itself also waits for the host before each
+exchange, as long as the kernels before it take less. A layer's products, and those of a multilayer
+perceptron, are shared by the ranks without an exchange.
 
-The parts are milliseconds of an H200 between two events (2026-11-29; T 65536, 32 heads, K = V =
-128, bfloat16), as `python -m benchmarks distributed` measures them. They grow with T.
+The parts are milliseconds of an H200 between two events (32 heads, K = V = 128, bfloat16), as
+`python -m benchmarks distributed` measures them: on 2026-11-30, and those of 2^16 tokens that are
+not cut on 2026-11-29. They grow with the number of tokens.
 """
 
 import sys
@@ -24,30 +25,60 @@ import linattn
 
 from .report import lines
 
-TOKENS, HEADS, K, V = 65536, 32, 128, 128
+HEADS, K, V = 32, 128, 128
 
 
 class Parts(NamedTuple):
-    """Milliseconds of one GPU: of all calls that a rank makes."""
+    """Milliseconds of the calls that a rank makes."""
 
-    final: float  # its final state
     map: float
     forward: float
     initial: float  # the gradient of its initial state
     backward: float
 
 
+class Measured(NamedTuple):
+    row: tuple[float, float]  # milliseconds of one GPU with 2^20 tokens: forward, backward
+    long: Parts  # of a rank with 2^18 tokens, which it cuts into sections
+    cut: Parts  # with 2^16, in sections
+    short: Parts  # with 2^16, not in sections; the calls of one GPU are the same
+
+
+ROW, LONG, SHORT = 1 << 20, 1 << 18, 1 << 16  # tokens
+CUT = SHORT  # a rank with fewer tokens does not cut them
 MEASURED = {
-    "simple_gla": Parts(0.31, 0.33, 0.95, 0.31, 4.10),
-    "gla": Parts(0.66, 0.92, 2.09, 0.65, 7.38),
-    "gated_delta_rule": Parts(1.13, 1.15, 1.20, 1.46, 5.87),
-    "kda": Parts(2.51, 2.52, 3.29, 3.13, 12.79),
+    "simple_gla": Measured(
+        (15.00, 70.68),
+        Parts(1.31, 3.27, 1.25, 16.80),
+        Parts(0.42, 0.74, 0.39, 3.85),
+        Parts(0.33, 0.95, 0.31, 4.10),
+    ),
+    "gla": Measured(
+        (57.41, 136.23),
+        Parts(3.76, 8.63, 2.65, 29.92),
+        Parts(1.02, 1.73, 0.74, 7.24),
+        Parts(0.92, 2.09, 0.65, 7.38),
+    ),
+    "gated_delta_rule": Measured(
+        (29.08, 118.62),
+        Parts(5.13, 5.47, 4.88, 24.16),
+        Parts(1.36, 0.99, 1.32, 5.33),
+        Parts(1.15, 1.20, 1.46, 5.87),
+    ),
+    "kda": Measured(
+        (54.50, 1263.61),
+        Parts(10.37, 13.44, 11.23, 48.12),
+        Parts(2.44, 2.54, 2.44, 10.62),
+        Parts(2.52, 3.29, 3.13, 12.79),
+    ),
 }
-# Milliseconds of two GPUs, forward and backward. Forward passes alone are bound by the host, whose
-# time varied by half from op to op.
-TWO = {"simple_gla": 5.03, "gla": 6.93, "gated_delta_rule": 6.08, "kda": 10.91}
-# Seconds of the host's calls of an exchange, fitted to TWO. On another host they took half.
-HOST, HOST_BACK = 0.75e-3, 1.65e-3
+# Milliseconds of two GPUs that share 2^17 tokens, forward and backward, one call at a time: the GPU
+# waits for the host.
+TWO = {"simple_gla": 8.94, "gla": 12.61, "gated_delta_rule": 11.28, "kda": 19.20}
+# Seconds of the host's calls of an exchange, forward and backward: of a rank that cuts its tokens,
+# fitted to TWO, and of one that does not, fitted to the same of 2^16 tokens (2026-11-29, on another
+# host: 5.03, 6.93, 6.08 and 10.91). On a third host they took half.
+HOST, HOST_SHORT = (1.9e-3, 2.5e-3), (0.75e-3, 1.65e-3)
 NVLINK, NETWORK = 450e9, 50e9  # bytes a second one way: within a host; 400 Gb/s for each GPU
 NODE = 8  # GPUs of a host
 FLOPS = 600e12  # a second, of bfloat16 products of a layer
@@ -56,23 +87,12 @@ RANKS = (2, 4, 8, 16, 64, 256, 1024)
 LENGTHS = (32768, 131072, 1 << 20, 16 << 20)
 
 
-class Cost(NamedTuple):
-    """Seconds of a forward pass, or of both passes."""
-
-    forward: float
-    both: float
-
-    def times(self, factor):
-        return Cost(*(factor * x for x in self))
-
-    def plus(self, seconds):
-        """With products, whose backward pass takes twice as long."""
-        return Cost(self.forward + seconds, self.both + 3 * seconds)
-
-
 def one_gpu(op, T):
+    """Seconds of one GPU with T tokens, forward and backward."""
     own = MEASURED[op]
-    return Cost(own.forward, own.forward + own.backward).times(1e-3 * T / TOKENS)
+    if T >= ROW:
+        return 1e-3 * sum(own.row) * T / ROW
+    return 1e-3 * (own.short.forward + own.short.backward) * T / SHORT
 
 
 def exchange(op, ranks, backward=False):
@@ -86,22 +106,20 @@ def exchange(op, ranks, backward=False):
     return 4 * HEADS * numbers * (far / NETWORK + (1 - far) / NVLINK)
 
 
-def shared(op, T, ranks):
-    """The same of a row over many ranks."""
-    if ranks == 1:
-        return one_gpu(op, T)
-    own, part = MEASURED[op], 1e-3 * T / ranks / TOKENS
-    ahead = part * (own.final if ranks == 2 else own.map)
-    # the GPU waits for the host's calls if what it did before them takes less time
-    forward = ahead + max(0, HOST - ahead) + part * own.forward + exchange(op, ranks)
-    initial = part * own.initial
-    back = (
-        initial
-        + max(0, HOST_BACK - initial)
-        + part * own.backward
-        + exchange(op, ranks, backward=True)
-    )
-    return Cost(forward + HOST, forward + back)
+def scaled(parts, factor):
+    """In seconds."""
+    return Parts(*(1e-3 * x * factor for x in parts))
+
+
+def both_exchanges(op, ranks):
+    return exchange(op, ranks) + exchange(op, ranks, backward=True)
+
+
+def one_call(op, T, ranks):
+    """Seconds of a call by itself, forward and backward: the GPU waits for the host."""
+    parts, (host, host_back) = scaled(MEASURED[op].cut, T / ranks / SHORT), HOST
+    waits = max(0, host - parts.map) + max(0, host_back - parts.initial)
+    return sum(parts) + waits + both_exchanges(op, ranks)
 
 
 def products(T, what):
@@ -112,10 +130,19 @@ def products(T, what):
 
 
 def efficiency(op, T, ranks, what="op"):
-    """The time of one GPU over that of all ranks together: forward, and with backward."""
-    one = one_gpu(op, T).plus(products(T, what))
-    many = shared(op, T, ranks).plus(products(T / ranks, what))
-    return Cost(one.forward / ranks / many.forward, one.both / ranks / many.both)
+    """The time of one GPU over that of all ranks together, forward and backward."""
+    if ranks == 1:
+        return 1
+    own, tokens = MEASURED[op], T / ranks
+    parts, host = scaled(own.short, tokens / SHORT), HOST_SHORT
+    if tokens >= CUT:
+        parts, host = scaled(own.cut, tokens / SHORT), HOST
+        if T >= ROW:  # as long a row as that of `row`
+            parts = scaled(own.long, tokens / LONG)
+    kernels = sum(parts) + both_exchanges(op, ranks)
+    one = one_gpu(op, T) + 3 * products(T, what)  # a backward pass has twice as many
+    many = max(kernels + 3 * products(T / ranks, what), sum(host))
+    return one / ranks / many
 
 
 def percent(x):
@@ -123,10 +150,10 @@ def percent(x):
 
 
 def beside_measured():
-    """Two ranks by counting, and as they were measured."""
+    """Two ranks by counting, and as they were measured, one call at a time."""
     rows = []
     for op, measured in TWO.items():
-        rows.append([op, f"{1e3 * shared(op, TOKENS, 2).both:.2f}", f"{measured:.2f}"])
+        rows.append([op, f"{1e3 * one_call(op, 2 * SHORT, 2):.2f}", f"{measured:.2f}"])
     return lines(["two ranks, forward and backward, ms", "by counting", "measured"], rows)
 
 
@@ -135,7 +162,7 @@ def table(T):
     rows = []
     for op in MEASURED:
         for what in ("op", "layer", "block"):
-            found = (percent(efficiency(op, T, ranks, what).both) for ranks in RANKS)
+            found = (percent(efficiency(op, T, ranks, what)) for ranks in RANKS)
             rows.append([f"{op}, {what}", *found])
     return lines(header, rows)
 
@@ -148,12 +175,12 @@ def plot(path):
     panels = figure.subplots(1, len(LENGTHS), sharey=True)
     for T, axes in zip(LENGTHS, panels, strict=True):
         for op in MEASURED:
-            found = [100 * efficiency(op, T, ranks, "block").both for ranks in RANKS]
+            found = [100 * efficiency(op, T, ranks, "block") for ranks in RANKS]
             axes.plot(RANKS, found, marker="o", markersize=3, label=op)
         axes.set_title(f"{T >> 20} Mi tokens" if T >> 20 else f"{T >> 10} Ki tokens", fontsize=10)
         axes.set_xscale("log", base=2)
         axes.set_xticks(RANKS, [str(ranks) for ranks in RANKS], fontsize=7)
-        axes.set_ylim(0, 100)
+        axes.set_ylim(0, 150)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("% of one GPU's rate, a GPU")
     panels[0].legend(fontsize=7, loc="lower left")
