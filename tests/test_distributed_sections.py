@@ -1,6 +1,7 @@
 """A rank cuts its own tokens into sections on a GPU. Here it does so on the host, of few tokens."""
 
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -31,13 +32,14 @@ def in_sections(group, least, *call, backend=None):
     counts = []
 
     def counted(call):
-        found = _sections.sections_of(call)
-        counts.append(1 if found is None else len(found.lengths))
+        found = lengths_of(call)
+        counts.append(len(found))
         return found
 
+    lengths_of = _sections.lengths_of
     small = {"DEVICES": ("cpu",), "LEAST": least, "CHUNK": 2, "WORK": 0}
-    with mock.patch.multiple(_sections, **small), mock.patch.object(_ways, "sections_of", counted):
-        return on_rank(group, *call, backend), max(counts, default=1)
+    with mock.patch.multiple(_sections, **small), mock.patch.object(_ways, "lengths_of", counted):
+        return on_rank(group, *call, backend), max(counts)
 
 
 def check(ranks, op, x, d, lengths, least=4):
@@ -87,6 +89,27 @@ def test_other_gates(op, change, ranks, rng):
 
 def test_nothing_is_cut_for_few_tokens(ranks, rng):
     check(ranks, "gla", *problem("gla", rng, "short between"), least=20)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "device", "lengths"),
+    [
+        (1 << 16, 32, "cuda", (1 << 14,) * 4),
+        (1 << 16, 32, "cpu", (1 << 16,)),
+        (1 << 15, 32, "cuda", (1 << 15,)),  # too little work
+        (1 << 18, 8, "cuda", (1 << 15,) * 8),  # no more than eight
+        (1 << 20, 96, "cuda", (1 << 20,)),  # enough heads
+        (1 << 20, 0, "cuda", (1 << 20,)),
+        (70_000, 32, "cuda", (17_536,) * 3 + (17_392,)),  # whole chunks
+    ],
+)
+def test_what_is_cut(tokens, heads, device, lengths):
+    from linattn.distributed._sections import lengths_of
+
+    like = SimpleNamespace(device=SimpleNamespace(type=device))
+    call = SimpleNamespace(like=like, has_sections=True, T=tokens, shapes=[(heads, 128, 128)])
+    assert lengths_of(call) == lengths
+    assert sum(lengths) == tokens
 
 
 def both(group, *call):

@@ -20,7 +20,7 @@ from torch import Tensor
 from linattn.distributed._calls import Call, States
 from linattn.distributed._exchange import applied, wide
 
-__all__ = ["Sections", "sections_of"]
+__all__ = ["Sections", "gradients_along", "lengths_of", "states_along", "whole_map"]
 
 DEVICES = ("cuda",)
 HEADS = 128  # of all sections: so many blocks keep an H200 busy
@@ -33,6 +33,13 @@ CHUNK = 64  # a section has whole chunks, so that its tokens are grouped as in o
 class Sections(NamedTuple):
     lengths: tuple[int, ...]
     edges: Tensor  # as packed sequences
+
+    @classmethod
+    def of(cls, call: Call) -> Sections:
+        """Of a call that has them."""
+        lengths = lengths_of(call)
+        edges = torch.arange(len(lengths) + 1, device=call.like.device) * lengths[0]
+        return cls(lengths, edges.clamp_(max=call.T))
 
     def maps(self, call: Call, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """X [P,rows,K,V] and M [P,rows,...] of all sections, in float64."""
@@ -52,19 +59,16 @@ class Sections(NamedTuple):
         return wide(call.as_rows(found)).unflatten(0, (parts, -1))
 
 
-def sections_of(call: Call) -> Sections | None:
-    """How a rank cuts its tokens, or None."""
-    if call.like.device.type not in DEVICES or not call.has_sections:
-        return None
+def lengths_of(call: Call) -> tuple[int, ...]:
+    """How a rank cuts its tokens: the sections but the last are alike. With one nothing is cut."""
     heads = call.shapes[0][0]
-    count = min(HEADS // heads, call.T // LEAST, MOST)
-    if count < 2 or call.T * heads < WORK:
-        return None
+    is_cut = call.like.device.type in DEVICES and call.has_sections and call.T * heads >= WORK
+    count = min(HEADS // heads, call.T // LEAST, MOST) if is_cut and heads else 1
+    if count < 2:
+        return (call.T,)
     length = -(-call.T // (count * CHUNK)) * CHUNK
     count = -(-call.T // length)
-    lengths = (*[length] * (count - 1), call.T - (count - 1) * length)
-    edges = torch.arange(count + 1, device=call.like.device) * length
-    return Sections(lengths, edges.clamp_(max=call.T))
+    return (*[length] * (count - 1), call.T - (count - 1) * length)
 
 
 def _of(M: Tensor | None, i: int) -> Tensor | None:

@@ -22,8 +22,9 @@ from linattn.distributed._calls import Call, Derivatives, States
 from linattn.distributed._context import Context
 from linattn.distributed._exchange import Form, exchange, exchange_back, owned, wide
 from linattn.distributed._sections import (
+    Sections,
     gradients_along,
-    sections_of,
+    lengths_of,
     states_along,
     whole_map,
 )
@@ -243,8 +244,7 @@ def _M_kept(form: Form, context: Context) -> tuple[int, ...] | None:
 
 
 def _in_sections(call: Call, context: Context, given: States | None, arrays: Arrays) -> Any:
-    sections, share, form = sections_of(call), context.share, call.form(call.B)
-    assert sections is not None
+    sections, share, form = Sections.of(call), context.share, call.form(call.B)
     with record_function("linattn.distributed: map"):
         X, M = sections.maps(call, arrays)
         S = call.as_rows(call.zeros(1) if given is None else given)
@@ -270,10 +270,10 @@ def _in_sections_back(
     arrays: Arrays,
     kept: Kept,
 ) -> tuple[States, list[Tensor | None]]:
-    sections, share, form = sections_of(call), context.share, call.form(call.B)
+    sections, share, form = Sections.of(call), context.share, call.form(call.B)
     do, d_last = _whole_gradients(call, context, gradients)
     starts, M_kept, M = kept
-    assert sections is not None and starts is not None
+    assert starts is not None
     M = None if M is None else wide(M)
     with record_function("linattn.distributed: gradient of the initial state"):
         E = sections.gradients(call, do, arrays, d_last)
@@ -297,9 +297,7 @@ def _as(x: Tensor | None, form: Form) -> Tensor | None:
 
 
 def _kept_in_sections(call: Call, context: Context, _: bool) -> list[tuple[int, ...] | None]:
-    sections, form = sections_of(call), call.form(call.B)
-    assert sections is not None
-    parts = len(sections.lengths)
+    parts, form = len(lengths_of(call)), call.form(call.B)
     return [
         (parts * form.rows, form.K, form.V),
         _M_kept(form, context),
@@ -395,7 +393,7 @@ _NONCAUSAL = Way(_from_both_sides, _from_both_sides_back, _kept_from_both_sides)
 def _way_of(call: Call, context: Context) -> Way:
     if not call.causal:
         return _NONCAUSAL
-    is_cut = context.edges is None and sections_of(call) is not None
+    is_cut = context.edges is None and len(lengths_of(call)) > 1
     return _IN_SECTIONS if is_cut else _CAUSAL
 
 
