@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from linattn import _linattn, ops
@@ -31,6 +32,9 @@ class KernelReport(NamedTuple):
         Tokens in a chunk on the CPU; None where there are none, and on a GPU.
     bits : int
         Of the numbers that are multiplied: 53, 24, or fewer where products are rounded.
+    parts : tuple of (str, KernelReport)
+        Of a function of ``linattn.distributed``, what a rank called in this order: ``"map"``,
+        ``"final state"``, ``"call"``. Else empty.
 
     Examples
     --------
@@ -46,6 +50,22 @@ class KernelReport(NamedTuple):
     why: str
     chunk: int | None
     bits: int
+    parts: tuple[tuple[str, KernelReport], ...] = ()
+
+
+_PARTS: ContextVar[list[tuple[str, KernelReport]] | None] = ContextVar("parts", default=None)
+
+
+def note(part: str) -> None:
+    """The last call of the core was this part of a call."""
+    found = _PARTS.get()
+    if found is not None:
+        found.append((part, _taken()))
+
+
+def _taken() -> KernelReport:
+    kernel, unit, why, chunk, bits = _linattn.taken()
+    return KernelReport(kernel, unit, why, chunk or None, bits)
 
 
 def explain_kernel(op: str | Callable[..., Any], *args: Any, **keywords: Any) -> KernelReport:
@@ -58,8 +78,8 @@ def explain_kernel(op: str | Callable[..., Any], *args: Any, **keywords: Any) ->
     Parameters
     ----------
     op : function or str
-        ``linattn.kda``, ``linattn.kda_step``, ``linattn.selective_scan_backward``, ..., or an op's
-        name.
+        ``linattn.kda``, ``linattn.kda_step``, ``linattn.selective_scan_backward``,
+        ``linattn.distributed.kda``, ..., or an op's name.
     *args, **keywords
         As the function takes them.
 
@@ -94,9 +114,13 @@ def explain_kernel(op: str | Callable[..., Any], *args: Any, **keywords: Any) ->
     call = inspect.signature(function).bind(*args, **keywords)
     if call.arguments.get("state") is not None:
         call.arguments["state"] = _copied(call.arguments["state"])
-    function(*call.args, **call.kwargs)
-    kernel, unit, why, chunk, bits = _linattn.taken()
-    return KernelReport(kernel, unit, why, chunk or None, bits)
+    parts: list[tuple[str, KernelReport]] = []
+    before = _PARTS.set(parts)
+    try:
+        function(*call.args, **call.kwargs)
+    finally:
+        _PARTS.reset(before)
+    return _taken()._replace(parts=tuple(parts))
 
 
 def _copied(state: Any) -> Any:

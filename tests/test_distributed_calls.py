@@ -9,7 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
-from support.compare import assert_same_bits
+from support.compare import assert_same_bits, over_arrays
 from support.ranks import Failure, Ranks
 from support.shared_rows import (
     LAYOUTS,
@@ -542,3 +542,29 @@ def test_padding(op, ranks, rng):
         near(found, S, "final state")
     for i, want in enumerate(wanted):
         near(np.concatenate([ds[i] for *_, ds in answers], 1), want, "gradient")
+
+
+def explained(group, op, x, lengths):
+    """The parts of a rank's call, and the kernel of each."""
+    own = over_arrays(lambda y: y.detach(), cut(group, x, lengths))
+    own.pop("initial_state", None)
+    cp = lad.context(group, lengths=lengths)
+    report = linattn.explain_kernel(getattr(lad, op), **own, group=cp)
+    assert report[:5] == report.parts[-1][1][:5]
+    return [(part, told.kernel) for part, told in report.parts]
+
+
+@pytest.mark.parametrize(
+    ("op", "first"),
+    [("kda", ["final state", "call"]), ("ssd", ["call"]), ("selective_scan", ["call"])],
+)
+def test_explain_kernel_names_the_parts(op, first, ranks, rng):
+    """The first rank has a final state to give, or runs before the exchange. The last one has
+    nothing to give."""
+    lengths = [9, 9, 9]
+    x, _ = maker_of(op)(op, rng, sum(lengths))
+    x = {name: y for name, y in x.items() if "state" not in name}
+    answers = ranks.run(3, explained, op, x, lengths)
+    assert [[part for part, _ in parts] for parts in answers] == [first, ["map", "call"], ["call"]]
+    assert {kernel for parts in answers for _, kernel in parts} <= {"chunks", "scan"}
+    assert linattn.explain_kernel(getattr(linattn, op), **x).parts == ()

@@ -19,6 +19,7 @@ from linattn.autograd import is_number, tensor_of
 from linattn.distributed._exchange import Form
 from linattn.distributed._systems import SYSTEMS
 from linattn.features import core_features, mapped
+from linattn.kernels import note
 from linattn.segments import (
     final_state,
     product_of_decays,
@@ -197,14 +198,14 @@ class Call:
         counts = {arrays[x].shape[1] for x in own}
         fits = counts <= {self.T, self.writes * self.T} if self.causal else len(counts) == 1
         if not fits:
-            self.run(arrays, None, None)  # which says which one
+            self._run(arrays, None, None)  # which says which one
         none = self.cut(arrays, slice(0, 0))
         edges = None
         if is_packed:
             count = 1 if states is None else len(states[0])
             edges = torch.zeros(count + 1, dtype=torch.int64, device=self.like.device)
         given = None if states is None else tuple(S.detach() for S in states)
-        _, found = self.run(none, given, edges)
+        _, found = self._run(none, given, edges)
         self.shapes = [tuple(S.shape[1:]) for S in found]
         self.real = found[0].dtype
 
@@ -228,6 +229,13 @@ class Call:
         self, arrays: Mapping[str, Tensor], states: States | None, edges: Tensor | None
     ) -> tuple[Tensor, States]:
         """o and the state after the tokens. Nothing is recorded."""
+        found = self._run(arrays, states, edges)
+        note("call")
+        return found
+
+    def _run(
+        self, arrays: Mapping[str, Tensor], states: States | None, edges: Tensor | None
+    ) -> tuple[Tensor, States]:
         named = {self.initial: self._given(states), self.final: True, "cu_seqlens": edges}
         with torch.no_grad():
             o, final = self.forward(**arrays, **self.options, **named)
@@ -275,6 +283,7 @@ class Call:
     def final_states(self, arrays: Mapping[str, Tensor], states: States | None) -> States:
         """The state after the tokens, and no o."""
         found = final_state(self.name, self._given(states), **arrays, **self.options)
+        note("final state")
         return found if isinstance(found, tuple) else (found,)
 
     def d_initial_states(
@@ -359,10 +368,12 @@ class Call:
         assert self.row is not None
         if self.has_matrix:
             X, M = segment_map(self.name, **arrays, **self.options, cu_seqlens=edges)
+            note("map")
             assert M is not None
             return self.as_rows((X,)), M.flatten(0, 1)
         options = {**self.options, "cu_seqlens": edges}
         X = final_state(self.name, None, **arrays, **options)
+        note("map")
         if self.row.decay == "none":
             return self.as_rows((X,)), None
         n, count = lengths[0], len(lengths) - 1
@@ -386,6 +397,7 @@ class Call:
             return self._map_by_columns(arrays)
         with _flushing(self.like.device):
             X, M = segment_map(self.name, **arrays, **self.options)
+        note("map")
         rows = None if M is None else M.flatten(0, 1)
         if M is not None and M.dim() == 2:
             rows = M.reshape(-1, 1)
@@ -409,7 +421,8 @@ class Call:
         for x in {self.value, *beside} & arrays.keys():
             wide[x] = torch.cat([wide[x], wide[x].new_zeros(*wide[x].shape[:3], one.shape[1])], 3)
         with _flushing(v.device):
-            _, found = self.run(wide, (start.expand(len(v), heads, -1, -1),), None)
+            _, found = self._run(wide, (start.expand(len(v), heads, -1, -1),), None)
+        note("map")
         rows = self.as_rows(found)
         M = rows[..., V:]
         return rows[..., :V], M if self.has_matrix else M[..., 0]
@@ -424,7 +437,8 @@ class Call:
         }
         zeros = self.zeros(self.B)[0]
         with _flushing(zeros.device):
-            _, (S,) = self.run(twice, (torch.cat([zeros, zeros + 1]),), None)
+            _, (S,) = self._run(twice, (torch.cat([zeros, zeros + 1]),), None)
+        note("map")
         return self.as_rows((S[: self.B],)), self.as_rows((S[self.B :],))[..., 0]
 
 
