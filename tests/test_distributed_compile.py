@@ -103,6 +103,40 @@ def test_a_layer_by_inductor(ranks, rng):
         assert_near(compiled, plain)
 
 
+def rows_of_lengths(group, rows):
+    """One compiled layer for rows of all lengths, and within a checkpoint: y and the gradient."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    layer = BLOCKS["GatedDeltaNet"]().double()
+    layer.process_group = group
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend="aot_eager")
+    runs = (
+        lambda x: layer(x)[0],
+        compiled,
+        lambda x: checkpoint(compiled, x, use_reentrant=False),
+    )
+    found = []
+    for x in rows:
+        own = torch.from_numpy(np.array_split(x, group.size(), 1)[group.rank()].copy())
+        for run in runs:
+            given = own.clone().requires_grad_()
+            y = run(given)
+            (dx,) = torch.autograd.grad(y.square().sum(), given)
+            found.append([y.detach().numpy(), dx.numpy()])
+    return found
+
+
+def test_rows_of_other_lengths(ranks, rng):
+    """PyTorch takes a length that changes for a symbol."""
+    rows = [rng.standard_normal((1, T, D)) for T in (6, 10, 14)]
+    for answer in ranks.run(2, rows_of_lengths, rows):
+        for plain, compiled, within in zip(answer[::3], answer[1::3], answer[2::3], strict=True):
+            assert_same_bits(compiled, plain)
+            assert_same_bits(within, plain)
+
+
 # ---- errors ----
 
 

@@ -275,6 +275,9 @@ def context(
         from linattn.distributed._exchange import gathered
 
         found = [n for (n,) in gathered(group, [as_size("tokens", tokens)], None)]
+    elif isinstance(lengths, int | torch.SymInt) and not isinstance(lengths, bool):
+        # a graph has lengths as constants
+        found = [as_size("lengths", int(lengths))] * size
     elif isinstance(lengths, Sequence) or hasattr(lengths, "__len__"):
         found = [as_size("lengths", n) for n in lengths]  # type: ignore[union-attr]
     else:
