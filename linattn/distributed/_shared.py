@@ -14,6 +14,7 @@ from linattn.distributed._agreement import asks_for_states, prepared, refuse_edg
 from linattn.distributed._calls import Call, States, names_of_states
 from linattn.distributed._carried import CARRIED
 from linattn.distributed._context import Context, Place, at, group_of, place_of
+from linattn.distributed._dtensors import are_there, by_parts
 from linattn.distributed._exchange import everywhere
 from linattn.distributed._order import is_traced
 from linattn.distributed._systems import SYSTEMS
@@ -98,6 +99,9 @@ def _in_graph(name: str, place: Place, args: tuple[Any, ...], given: dict[str, A
 def called(name: str, group: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     """The same, not looked into by a compiler."""
     function = getattr(linattn, name)
+    if are_there((*args, *given.values())):
+        named = by_name(function, args, given)
+        return by_parts(lambda own: called(name, group, (), own), name, group, named)
     initial, final = names_of_states(name)
     base = group if isinstance(group, Context) else None
     size = base.size if base is not None else group_of(group).size()
