@@ -7,9 +7,9 @@ gradients of the ranks are compared with those of one rank. Times are the slowes
 
     python -m benchmarks distributed
 
-One GPU with a row of 2^20 tokens, and then as rank 1 of four that share it. The other ranks are not
-there: PyTorch's fake group sends nothing, and zeros arrive. So the times are of what a rank in the
-middle of a row computes, before an exchange and behind it.
+The first times are of one GPU with a row of 2^20 tokens. The others are of the same GPU as rank 1
+of four that share it, before an exchange and behind it. PyTorch's fake group sends nothing, and
+zeros arrive.
 """
 
 import contextlib
@@ -243,12 +243,12 @@ def run_alone(rounds):
     for op in KINDS:
         alone, how = parts_of_row(op, device, min(rounds, 3))
         own = parts_shared(op, device, rounds)
-        part = sum(alone) / SHARED_BY / sum(own)
-        rows.append([op + how, *(f"{1e3 * x:.2f}" for x in (*alone, *own)), f"{part:.2f}"])
+        rate = sum(alone) / SHARED_BY / sum(own)
+        rows.append([op + how, *(f"{1e3 * x:.2f}" for x in (*alone, *own)), f"{rate:.2f}"])
     print(f"{name_of(device)}, {ALONE[device]}, PyTorch {torch.__version__}")
     print(f"milliseconds of one GPU, and of one rank of {SHARED_BY}, medians\n")
     names = ["op", "forward", "backward", "a rank: map", "forward", "d initial state", "backward"]
-    print("\n".join(lines([*names, "part"], rows)))
+    print("\n".join(lines([*names, "rate"], rows)))
     dist.destroy_process_group()
     return 0
 

@@ -8,10 +8,10 @@ it first makes the gradient of its initial state (docs/distributed.md). So a ran
 
     map + forward + gradient of the initial state + backward + exchanges
 
-where the parts are those of its tokens. The host runs ahead of the GPU, so that a rank takes the
-longer one of these and the host's time. One call by itself also waits for the host before each
-exchange, as long as the kernels before it take less. A layer's products, and those of a multilayer
-perceptron, are shared by the ranks without an exchange.
+where the parts are those of its tokens. The host runs ahead of the GPU. So a rank takes the longer
+of two times: that of its kernels and exchanges, and that of the host. One call by itself also waits
+for the host before each exchange, as long as the kernels before it take less. A layer's products,
+and those of a multilayer perceptron, are shared by the ranks without an exchange.
 
 The parts are milliseconds of an H200 between two events (32 heads, K = V = 128, bfloat16), as
 `python -m benchmarks distributed` measures them: on 2026-11-30, and those of 2^16 tokens that are

@@ -33,8 +33,8 @@ class KernelReport(NamedTuple):
     bits : int
         Of the numbers that are multiplied: 53, 24, or fewer where products are rounded.
     parts : tuple of (str, KernelReport)
-        Of a function of ``linattn.distributed``, what a rank called in this order: ``"map"``,
-        ``"final state"``, ``"call"``. Else empty.
+        The calls that a rank made for a function of ``linattn.distributed``, in their order:
+        ``"map"``, ``"final state"``, ``"call"``. Empty for other functions.
 
     Examples
     --------
@@ -57,7 +57,7 @@ _PARTS: ContextVar[list[tuple[str, KernelReport]] | None] = ContextVar("parts", 
 
 
 def note(part: str) -> None:
-    """The last call of the core was this part of a call."""
+    """Note that the last call of the core was this part of a shared call."""
     found = _PARTS.get()
     if found is not None:
         found.append((part, _taken()))

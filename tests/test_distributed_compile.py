@@ -8,7 +8,8 @@ import pytest
 from support.blocks import BLOCKS, D, torch
 from support.compare import assert_same_bits, leaves
 from support.ranks import Failure
-from support.shared_rows import drawn, on_rank
+from support.shared_rows import cut, drawn, is_of_tokens, on_rank
+from support.variants import FEW, KEY_DECAY, NORMALISED
 
 import linattn.distributed as lad
 from linattn import FeatureMap
@@ -44,14 +45,14 @@ def test_packed(op, ranks, rng):
 
 
 @pytest.mark.parametrize(
-    "op", ["linear_attention", "gla", "kda", *CARRIED, "rwkv7", "selective_scan", "causal_conv1d"]
+    "op", [*FEW, KEY_DECAY[0], *CARRIED, "rwkv7", "selective_scan", "causal_conv1d"]
 )
 def test_rows(op, ranks, rng):
     """Rows that are not packed, of a rank that they pass, too."""
     compared(ranks, op, *drawn(op, rng, "short between"))
 
 
-@pytest.mark.parametrize("op", ["kda", "linear_attention", "causal_conv1d"])
+@pytest.mark.parametrize("op", [FEW[0], FEW[-1], "causal_conv1d"])
 def test_by_inductor(op, ranks, rng):
     compared(ranks, op, *drawn(op, rng, "unequal"), backend="inductor")
 
@@ -137,6 +138,61 @@ def test_rows_of_other_lengths(ranks, rng):
             assert_same_bits(within, plain)
 
 
+def bare_rows_of_lengths(group, op, rows):
+    """Bare calls with a group alone, of which PyTorch takes T for a symbol."""
+    torch._dynamo.reset()
+
+    def call(x):
+        return getattr(lad, op)(**x, group=group, output_final_state=True)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    own = [cut(group, x, lengths) for x, lengths in rows]
+    return [[[y.detach().numpy() for y in leaves(run(x))] for run in (call, compiled)] for x in own]
+
+
+@pytest.mark.parametrize("op", FEW)
+def test_bare_rows_of_other_lengths(op, ranks, rng):
+    rows = []
+    for T in (8, 10, 13):
+        x, *_ = (
+            drawn(op, rng, "equal", normalize=False)
+            if op in NORMALISED
+            else drawn(op, rng, "equal")
+        )
+        rows.append(({name: y[:, :T] if is_of_tokens(name, y) else y for name, y in x.items()},
+                     [T // 2, T - T // 2]))  # fmt: skip
+    for answer in ranks.run(2, bare_rows_of_lengths, op, rows):
+        for plain, compiled in answer:
+            assert_same_bits(compiled, plain)
+
+
+def on_one_rank_alone(group, how):
+    """A call that rank 0 compiles, or makes under a mode that counts operations."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    cp = lad.context(group, lengths=4)
+    q = torch.ones(1, 4, 2, 4, dtype=torch.float64)
+    x, weight = q[:, :, 0], torch.ones(4, 3, dtype=torch.float64)
+
+    def call(q):
+        state = {"output_final_state": True, "state_v_first": True}
+        return lad.gla(q, q, q, alpha=0.5, group=cp, **state)[0]
+
+    if how == "a mode" and group.rank() == 0:
+        with FlopCounterMode(display=False):
+            return call(q).numpy(), lad.causal_conv1d(x, weight, group=group)[0].numpy()
+    if how == "a graph" and group.rank() == 0:
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    return call(q).numpy(), lad.causal_conv1d(x, weight, group=group)[0].numpy()
+
+
+@pytest.mark.parametrize("how", ["a mode", "a graph"])
+def test_on_one_rank_alone(how, ranks):
+    """The ranks agree on the call, whatever is around it."""
+    plain = ranks.run(2, on_one_rank_alone, "nothing")
+    assert_same_bits(ranks.run(2, on_one_rank_alone, how), plain)
+
+
 # ---- errors ----
 
 
@@ -150,6 +206,20 @@ def test_lengths_have_to_be_known(ranks):
     for answer in ranks.answers(2, without_lengths):
         assert isinstance(answer, Failure)
         assert "group: expected a Context with lengths in a compiled graph" in answer.message
+
+
+def recorded_on_one_rank(group):
+    cp = lad.context(group, lengths=4)
+    q = torch.ones(1, 4, 2, 3, requires_grad=True)
+    run = torch.compile(lambda q: lad.attend(q, q, q, group=cp), fullgraph=True)
+    with torch.set_grad_enabled(group.rank() == 0):
+        return run(q).shape
+
+
+def test_all_ranks_record_or_none(ranks):
+    for answer in ranks.answers(2, recorded_on_one_rank):
+        assert isinstance(answer, Failure)
+        assert "expected the same recording of gradients" in answer.message
 
 
 def of_other_sizes(group):

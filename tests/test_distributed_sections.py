@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.compare import assert_same_bits
 from support.shared_rows import agree, assembled, drawn, on_rank, one_process
-from support.variants import GATED
+from support.variants import FEW, GATED, KEY_DECAY
 
 from linattn.testing import GATES
 from linattn.variants import VARIANTS
@@ -25,7 +25,7 @@ def one_row(x, d):
             for z in (x, d))  # fmt: skip
 
 
-def in_sections(group, least, *call, backend=None):
+def in_sections(group, work, *call, backend=None):
     """on_rank, and into how many sections this rank cut its tokens."""
     from linattn.distributed import _sections, _ways
 
@@ -37,21 +37,22 @@ def in_sections(group, least, *call, backend=None):
         return found
 
     lengths_of = _sections.lengths_of
-    small = {"DEVICES": ("cpu",), "LEAST": least, "CHUNK": 2, "WORK": 0}
+    small = {"DEVICES": ("cpu",), "CHUNK": 2, "WORK": work}
     with mock.patch.multiple(_sections, **small), mock.patch.object(_ways, "lengths_of", counted):
         return on_rank(group, *call, backend), max(counts)
 
 
-def check(ranks, op, x, d, lengths, least=4):
-    answers = ranks.run(len(lengths), in_sections, least, op, x, d, lengths, None)
+def check(ranks, op, x, d, lengths, work=0):
+    answers = ranks.run(len(lengths), in_sections, work, op, x, d, lengths, None)
     agree(assembled([a for a, _ in answers], None), one_process(op, x, d, lengths, None))
-    assert [count for _, count in answers] == [sections_of(n, least) for n in lengths]
+    assert [count for _, count in answers] == [sections_of(n, work) for n in lengths]
 
 
-def sections_of(tokens, least):
+def sections_of(tokens, work):
     """At most eight, of an even number of tokens."""
-    count = min(tokens // least, 8)
-    return 1 if count < 2 else math.ceil(tokens / (2 * math.ceil(tokens / (2 * count))))
+    if 4 * tokens < work or tokens <= 2:  # four heads
+        return 1
+    return math.ceil(tokens / (2 * math.ceil(tokens / (2 * 8))))
 
 
 def problem(op, rng, layout):
@@ -88,7 +89,7 @@ def test_other_gates(op, change, ranks, rng):
 
 
 def test_nothing_is_cut_for_few_tokens(ranks, rng):
-    check(ranks, "gla", *problem("gla", rng, "short between"), least=20)
+    check(ranks, "gla", *problem("gla", rng, "short between"), work=80)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +114,10 @@ def test_what_is_cut(tokens, heads, device, lengths):
 
 
 def both(group, *call):
-    return in_sections(group, 4, *call), in_sections(group, 4, *call, backend="aot_eager")
+    return in_sections(group, 0, *call), in_sections(group, 0, *call, backend="aot_eager")
 
 
-@pytest.mark.parametrize("op", ["linear_attention", "gla", "kda"])
+@pytest.mark.parametrize("op", [op for op in (*FEW, KEY_DECAY[0]) if op in OPS])
 def test_in_a_graph(op, ranks, rng):
     x, d, lengths = problem(op, rng, "a chunk each")
     for (plain, _), (compiled, _) in ranks.run(4, both, op, x, d, lengths, None):

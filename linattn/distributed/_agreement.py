@@ -27,7 +27,7 @@ class Told(NamedTuple):
 
 
 def _digest_of(words: dict[str, str]) -> int:
-    text = "\n".join(f"{x}={value}" for x, value in words.items())
+    text = "\n".join(f"{x}={value}" for x, value in sorted(words.items()))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 

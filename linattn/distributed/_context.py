@@ -1,4 +1,4 @@
-"""How a row of tokens is cut over the ranks of a group: who has which tokens, who goes on for whom.
+"""How a row of tokens is cut over the ranks of a group: which rank has which tokens.
 
 Everything here is arithmetic on a few ints that all ranks know, so that all ranks know all of it.
 """

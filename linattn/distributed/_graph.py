@@ -1,10 +1,10 @@
 """Calls that ranks share, in the graphs of PyTorch's compiler.
 
-A tracer sees two operators: a call, which also returns what its gradients need, and those
-gradients. The exchange is inside of them, and so is the comparison of the ranks' calls. So a
-compiled call does what an eager one does. Their arguments are tensors and a text, which says all
-else in JSON. PyTorch keeps graphs on disk, so the text has to mean the same in another process. A
-group is in it by its name, as in PyTorch's own collectives.
+A tracer sees two operators. One is a call, which also returns the numbers that its gradients need.
+The other one makes these gradients. The exchange is inside of them, and so is the comparison of the
+ranks' calls. So a compiled call does what an eager one does. The arguments are tensors and a text
+in JSON, which says all else. PyTorch keeps graphs on disk, so the text has to mean the same in
+another process. A group is in it by its name, as in PyTorch's own collectives.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from linattn.distributed import _ways
 from linattn.distributed._agreement import prepared
 from linattn.distributed._calls import Call, States, names_of_states
-from linattn.distributed._context import Context, at, place_of
+from linattn.distributed._context import Context, at, place_of, rows
 from linattn.distributed._order import after, kept_in_order, token_before
 from linattn.distributed._ways import Kept
 from linattn.features import FeatureMap
@@ -35,6 +36,8 @@ def _written(name: str, value: Any) -> Any:
         return {"tuple": [_written(name, x) for x in value]}
     if isinstance(value, FeatureMap) and value.forward is None:
         return {"map": [value.name, value.eps]}
+    if isinstance(value, np.integer | np.floating):
+        return value.item()
     if value is not None and not isinstance(value, bool | int | float | str):
         got = type(value).__name__
         raise TypeError(f"{name}: expected a value that a graph can hold as text, got {got}")
@@ -54,8 +57,10 @@ def _said(call: Call, context: Context) -> str:
     words = {
         "name": call.name,
         "arrays": call.names,
+        "state_v_first": call.state_v_first,
         "options": {x: _written(x, value) for x, value in call.options.items()},
-        "place": place_of(context),
+        # without lengths it was made from a group, which an eager call names, too
+        "place": place_of(context if context.lengths else context.group),
         "recorded": call.recorded,
         "wanted": call.wanted,
     }
@@ -63,12 +68,15 @@ def _said(call: Call, context: Context) -> str:
 
 
 class _Heard:
-    """What a text says, about tensors."""
+    """The contents of a text, with its tensors."""
 
     def __init__(self, text: str, given: Sequence[Tensor], arrays: Sequence[Tensor]) -> None:
         words = json.loads(text)
         self.name, self.wanted, self.recorded = words["name"], words["wanted"], words["recorded"]
-        self.context: Context = at(words["place"])
+        self.state_v_first = words["state_v_first"]
+        self.group = at(words["place"])
+        is_context = isinstance(self.group, Context)
+        self.context: Context = self.group if is_context else rows(self.group, ())
         self.given: States = tuple(given)
         self.arrays = dict(zip(words["arrays"], arrays, strict=True))
         options = {x: _read(value) for x, value in words["options"].items()}
@@ -78,10 +86,12 @@ class _Heard:
         call = Call(self.name, self.arguments)
         call.probe(states, is_packed)
         call.recorded, call.wanted = self.recorded, self.wanted
+        call.state_v_first = self.state_v_first
         return call
 
     def alone(self) -> Call:
-        """The call of one that the ranks have agreed on, or whose tensors have no memory."""
+        """The call, without a comparison: the ranks have agreed on it, or its tensors have no
+        memory."""
         call = self.call(self.given or None, self.context.edges is not None)
         call.taken()
         return call
@@ -91,7 +101,7 @@ class _Heard:
         wanted = self.wanted == "here" or self.wanted
         given = self.arguments | {initial: self.given or None, final: wanted}
         names = (initial, final)
-        call, *_ = prepared(self.name, given, self.context, self.call, names, needs_lengths=False)
+        call, *_ = prepared(self.name, given, self.group, self.call, names, needs_lengths=False)
         found: Call = call
         found.taken()
         return found

@@ -1,29 +1,30 @@
 """The messages of a graph: they stay, and they stay in their order.
 
-Each rank has a graph of its own. In one of them a message may be without use, or two of them may
-not depend on each other. A compiler that drops one there, or turns them round, lets the ranks wait
-for each other, or mix up what they send.
+Each rank has a graph of its own. A graph may have no use for a message. Two messages of it may not
+depend on each other. A compiler may then drop one, or swap two. The ranks would wait for each
+other, or mix up their messages.
 
-That an operator has an effect keeps its calls, and their order in PyTorch's own graphs. Inductor
-(2.13) schedules calls that do not depend on each other as it likes, effects or not. So each call
-takes a token of the call before it, and makes one for the next.
+PyTorch keeps the calls of an operator that has an effect, and their order, in its own graphs.
+Inductor 2.13 does not keep their order. So each call takes a token of the call before it, and makes
+one for the next.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from linattn.autograd import _modes
-
 __all__ = ["after", "is_traced", "kept_in_order", "token_before"]
 
 
 def is_traced() -> bool:
-    """Is there a tracer, or another mode that has to see operators?"""
-    return _modes() > 0
+    """Is there a tracer? Other modes, such as one that counts operations, may be on one rank alone:
+    the messages do not depend on them."""
+    return any(mode is not None for mode in _modes("FAKE", *_WRITE))
 
 
 def kept_in_order(op: Any) -> None:
@@ -38,26 +39,36 @@ def kept_in_order(op: Any) -> None:
     effects._register_effectful_op(op._opoverload, effects._EffectType.ORDERED)
 
 
-_KEYS = ("FUNCTIONAL", "PROXY")  # of the modes that write a graph
-_LAST: list[tuple[Any, Tensor]] = []  # the modes of a trace, and the token of its last message
+_WRITE = ("FUNCTIONAL", "PROXY")  # the modes that write a graph, which are others in each trace
 
 
-def _trace() -> tuple[Any, ...]:
-    """The modes that write a graph, which are others in each trace."""
+def _modes(*names: str) -> list[Any]:
     keys = torch._C._TorchDispatchModeKey
-    return tuple(torch._C._get_dispatch_mode(getattr(keys, key)) for key in _KEYS)
+    return [torch._C._get_dispatch_mode(getattr(keys, name)) for name in names]
 
 
-def _is_same(trace: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return all(a is b for a, b in zip(trace, other, strict=True))
+class _Last(threading.local):
+    """The modes of this thread's last trace, and the token of its last message."""
+
+    modes: tuple[Any, ...] = ()  # weak references
+    token: Tensor | None = None
+
+
+_LAST = _Last()
 
 
 def token_before() -> Tensor | None:
     """Of the last message of this trace."""
-    return _LAST[0][1] if _LAST and _is_same(_LAST[0][0], _trace()) else None
+    known = [mode() for mode in _LAST.modes]
+    return _LAST.token if known and known == _writing() else None
 
 
 def after(token: Tensor) -> None:
     """This token is of the last message now."""
-    trace = _trace()
-    _LAST[:] = [(trace, token)] if any(mode is not None for mode in trace) else []
+    _LAST.modes = tuple(map(weakref.ref, _writing()))
+    _LAST.token = token if _LAST.modes else None
+
+
+def _writing() -> list[Any]:
+    """The modes of this trace that write a graph."""
+    return [mode for mode in _modes(*_WRITE) if mode is not None]

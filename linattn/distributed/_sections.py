@@ -1,12 +1,12 @@
-"""A rank's own tokens in sections, as a row is in ranks.
+"""A rank cuts its own tokens into sections, as a row is cut over ranks.
 
-A walk from chunk to chunk takes a block of a GPU for a head or two, so that few heads leave
-processors without work. A rank that makes a map walks over its tokens anyway. It makes the maps of
-all sections at once, and from these the rank's map. When the state before its tokens arrives, the
-states before its sections follow from it. Then the call goes over the sections as over packed
-sequences. Backward the gradients of the states behind the sections come in the same way, from right
-to left. The last rank makes maps while it waits for those of the others, and so does the first one
-backward. docs/decisions/0066 has the figures.
+A walk from chunk to chunk takes a block of a GPU for a head and 64 or 128 value columns, so that
+few heads leave processors without work. A rank that makes a map walks over its tokens anyway. It
+makes the maps of all sections at once, and from these the rank's map. When the state before its
+tokens arrives, the states before its sections follow from it. Then the call goes over the sections
+as over packed sequences. Backward the gradients of the states behind the sections come in the same
+way, from right to left. The last rank makes maps while it waits for those of the others, and so
+does the first one backward. docs/decisions/0066 has the figures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ __all__ = ["Sections", "gradients_along", "lengths_of", "states_along", "whole_m
 DEVICES = ("cuda",)
 HEADS = 128  # of all sections: so many blocks keep an H200 busy
 MOST = 8
-LEAST = 2048  # tokens of a section
 WORK = 1 << 21  # tokens times heads: of fewer the host takes longer for the folds than a GPU gains
 CHUNK = 64  # a section has whole chunks, so that its tokens are grouped as in one call
 
@@ -44,27 +43,27 @@ class Sections(NamedTuple):
     def maps(self, call: Call, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """X [P,rows,K,V] and M [P,rows,...] of all sections, in float64."""
         X, M = call.maps_of_sections(arrays, self.lengths, self.edges)
-        parts = len(self.lengths)
-        X = wide(X).unflatten(0, (parts, -1))
-        return X, None if M is None else wide(M).unflatten(0, (parts, -1))
+        count = len(self.lengths)
+        X = wide(X).unflatten(0, (count, -1))
+        return X, None if M is None else wide(M).unflatten(0, (count, -1))
 
     def gradients(
         self, call: Call, do: Tensor, arrays: Mapping[str, Tensor], d_last: States
     ) -> Tensor:
         """The gradient of the state before each section as if nothing came after it but d_last, the
         gradient of the last state: [P,rows,K,V] in float64."""
-        parts = len(self.lengths)
-        ends = tuple(torch.cat([x.new_zeros(parts - 1, *x.shape[1:]), x]) for x in d_last)
+        count = len(self.lengths)
+        ends = tuple(torch.cat([x.new_zeros(count - 1, *x.shape[1:]), x]) for x in d_last)
         found = call.d_initial_states(do, arrays, ends, self.edges)
-        return wide(call.as_rows(found)).unflatten(0, (parts, -1))
+        return wide(call.as_rows(found)).unflatten(0, (count, -1))
 
 
 def lengths_of(call: Call) -> tuple[int, ...]:
-    """How a rank cuts its tokens: the sections but the last are alike. With one nothing is cut."""
+    """The lengths of a rank's sections. All but the last one are equal. With one nothing is cut."""
     heads = call.shapes[0][0]
     is_cut = call.like.device.type in DEVICES and call.has_sections and call.T * heads >= WORK
-    count = min(HEADS // heads, call.T // LEAST, MOST) if is_cut and heads else 1
-    if count < 2:
+    count = min(HEADS // heads, MOST) if is_cut and heads else 1
+    if count < 2 or call.T <= CHUNK:
         return (call.T,)
     length = -(-call.T // (count * CHUNK)) * CHUNK
     count = -(-call.T // length)

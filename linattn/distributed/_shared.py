@@ -30,7 +30,6 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, context: Context, n: int, *tensors: Tensor) -> Any:
         given, arrays = tensors[:n], dict(zip(call.names, tensors[n:], strict=True))
-        call.recorded = any(ctx.needs_input_grad)
         outputs, kept = (_graph if is_traced() else _ways).forward(call, context, given, arrays)
         ctx.what = call, context, n
         ctx.save_for_backward(*kept, *tensors)
@@ -92,12 +91,12 @@ def shared(name: str, group: Any, args: tuple[Any, ...], given: dict[str, Any]) 
 
 @torch.compiler.allow_in_graph
 def _in_graph(name: str, place: Place, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    """The compiler does not look into this. What comes behind it sees the operators."""
+    """The compiler does not look into this. AOTAutograd traces it later, and sees the operators."""
     return called(name, at(place), args, given)
 
 
 def called(name: str, group: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-    """The same, not looked into by a compiler."""
+    """As `shared`. No compiler looks into it."""
     function = getattr(linattn, name)
     if are_there((*args, *given.values())):
         named = by_name(function, args, given)
@@ -142,6 +141,8 @@ def called(name: str, group: Any, args: tuple[Any, ...], given: dict[str, Any]) 
 
     begun = tuple(flipped(S).to(call.like.device, call.real) for S in states or ())
     call.wanted = wanted
+    leaves = (*begun, *call.arrays.values())
+    call.recorded = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     o, *finals = _Recorded.apply(call, context, len(begun), *begun, *call.taken())
     if wanted is None:
         return o, None

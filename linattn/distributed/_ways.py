@@ -248,14 +248,16 @@ def _in_sections(call: Call, context: Context, given: States | None, arrays: Arr
     with record_function("linattn.distributed: map"):
         X, M = sections.maps(call, arrays)
         S = call.as_rows(call.zeros(1) if given is None else given)
-        one = product = None
+        one = product = along = None
         if share.passes:
             one, product = whole_map(X, M)
-        elif share.goes_on:
-            one = states_along(X, M, S)[-1]
+        elif not share.joins:
+            along = states_along(X, M, S)
+            one = along[-1] if share.goes_on else None
     with record_function("linattn.distributed: exchange"):
         S_in, M_kept = exchange(context, form, _as(one, form), product)
-    along = states_along(X, M, S if S_in is None else S_in)
+    if along is None:
+        along = states_along(X, M, S if S_in is None else S_in)
     starts = torch.cat(along[:-1]).to(form.dtype)
     o, finals = call.run(arrays, call.as_states(starts), sections.edges)
     last = tuple(x[-1:].clone() for x in finals)
@@ -297,11 +299,11 @@ def _as(x: Tensor | None, form: Form) -> Tensor | None:
 
 
 def _kept_in_sections(call: Call, context: Context, _: bool) -> list[tuple[int, ...] | None]:
-    parts, form = len(lengths_of(call)), call.form(call.B)
+    count, form = len(lengths_of(call)), call.form(call.B)
     return [
-        (parts * form.rows, form.K, form.V),
+        (count * form.rows, form.K, form.V),
         _M_kept(form, context),
-        (parts, form.rows, *form.transition) if form.transition else None,
+        (count, form.rows, *form.transition) if form.transition else None,
     ]
 
 
