@@ -6,11 +6,12 @@ The ranks have different graphs. Their messages have to stay, and stay in one or
 import numpy as np
 import pytest
 from support.blocks import BLOCKS, D, torch
-from support.compare import assert_same_bits, leaves
+from support.compare import assert_same_bits, leaves, over_arrays
 from support.ranks import Failure
-from support.shared_rows import cut, drawn, is_of_tokens, on_rank
+from support.shared_rows import cut, drawn, is_of_tokens, maker_of, on_rank
 from support.variants import FEW, KEY_DECAY, NORMALISED
 
+import linattn
 import linattn.distributed as lad
 from linattn import FeatureMap
 
@@ -68,6 +69,29 @@ def test_by_inductor(op, ranks, rng):
 )
 def test_options(options, ranks, rng):
     compared(ranks, "linear_attention", *drawn("linear_attention", rng, "unequal", **options))
+
+
+def between_graphs(group, op, x, lengths, edges, options):
+    """By a compiler that may break a graph, where the call does not fit one."""
+    torch._dynamo.reset()
+    cp = lad.context(group, lengths=lengths, cu_seqlens=edges)
+    own = over_arrays(lambda y: y.detach(), cut(group, x, lengths))
+
+    def call(x):
+        return getattr(lad, op)(**x, **options, group=cp)[0].sin()
+
+    return call(own).numpy(), torch.compile(call, backend="aot_eager")(own).numpy()
+
+
+@pytest.mark.parametrize(
+    ("op", "edges", "options"),
+    [("mlstm", [0, 7, 18], {}), ("linear_attention", None, {"feature_map": linattn.dpfp(1)})],
+)
+def test_calls_that_fit_no_graph(op, edges, options, ranks, rng):
+    x, _ = maker_of(op)(op, rng, 18, edges=edges)
+    x = {name: y for name, y in x.items() if "state" not in name}
+    for plain, compiled in ranks.run(2, between_graphs, op, x, [9, 9], edges, options):
+        assert_same_bits(compiled, plain)
 
 
 # ---- layers ----

@@ -18,7 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["after", "is_traced", "kept_in_order", "token_before"]
+__all__ = ["after", "is_traced", "kept_in_order", "token_before", "unseen"]
+
+# Without a graph of all of it, a function is called between two graphs. Its own calls then stay out
+# of graphs, too. PyTorch has no public decorator that does not import its compiler at once.
+unseen: Any = getattr(torch, "_disable_dynamo", lambda function: function)
 
 
 def is_traced() -> bool:

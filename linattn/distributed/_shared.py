@@ -16,7 +16,7 @@ from linattn.distributed._carried import CARRIED
 from linattn.distributed._context import Context, Place, at, group_of, place_of
 from linattn.distributed._dtensors import are_there, by_parts
 from linattn.distributed._exchange import everywhere
-from linattn.distributed._order import is_traced
+from linattn.distributed._order import is_traced, unseen
 from linattn.distributed._systems import SYSTEMS
 from linattn.segments import by_name
 from linattn.variants import ARRAYS, VARIANTS
@@ -92,7 +92,7 @@ def shared(name: str, group: Any, args: tuple[Any, ...], given: dict[str, Any]) 
 @torch.compiler.allow_in_graph
 def _in_graph(name: str, place: Place, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     """The compiler does not look into this. AOTAutograd traces it later, and sees the operators."""
-    return called(name, at(place), args, given)
+    return unseen(called)(name, at(place), args, given)
 
 
 def called(name: str, group: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
