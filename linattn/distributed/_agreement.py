@@ -106,7 +106,8 @@ def prepared(
     """A call and its initial states, after the ranks have agreed on it.
 
     made(states, is_packed) makes the call and checks it. It has B, T, `like` (a tensor of its
-    device), `arrays`, and `described()`, the words that have to be the same on all ranks.
+    device), `arrays`, `recorded` (does PyTorch record it outside of this?), and `described()`, the
+    words that have to be the same on all ranks.
     """
     edges, call, states, problem = given.get("cu_seqlens"), None, None, None
     initial, final = names
@@ -131,7 +132,7 @@ def prepared(
     if call is not None:
         arrays = (*call.arrays.values(), *(states or ()))
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
-        words["recording of gradients"] = repr(recorded or getattr(call, "recorded", False))
+        words["recording of gradients"] = repr(recorded or call.recorded)
         words[final] = repr(None if problem else wanted)
         words["cu_seqlens"] = repr(edges)
         if base is not None:

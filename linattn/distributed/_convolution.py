@@ -21,6 +21,8 @@ __all__ = ["causal_conv1d"]
 class _Inputs:
     """The arrays of a call, its options, and how their gradients are taken."""
 
+    recorded = False
+
     def __init__(self, given: dict[str, Any], states: Any, is_packed: bool) -> None:
         names = ("x", "weight", "bias")
         self.arrays = {n: given[n] for n in names if n != "bias" or given[n] is not None}

@@ -117,6 +117,12 @@ def _of_all(like: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [like.new_empty(0) if x is None else x for x in tensors]
 
 
+def _held(call: Call, context: Context, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> Kept:
+    """The way back, of what a call keeps for its gradients."""
+    shapes = _ways.shapes_kept(call, context, bool(given))
+    return [None if shape is None else x for x, shape in zip(tensors, shapes, strict=True)]
+
+
 # ---- the operators ----
 
 
@@ -171,8 +177,7 @@ def _shared_backward(
     call = heard.alone()
     every = iter(gradients)
     whole = [next(every) if there else None for there in is_there]
-    shapes = _ways.shapes_kept(call, heard.context, bool(given))
-    held: Kept = [None if shape is None else x for x, shape in zip(kept, shapes, strict=True)]
+    held = _held(call, heard.context, given, kept)
     found = _ways.backward(call, heard.context, whole, heard.given, heard.arrays, held)
     made = [call.like.new_zeros(1), *_of_all(call.like, found)]
     return _own(made, (*gradients, *given, *arrays))
@@ -215,11 +220,7 @@ def forward(
     )
     after(token)
     outputs = 1 + len(call.shapes)
-    shapes = _ways.shapes_kept(call, context, bool(given))
-    kept: Kept = [
-        None if shape is None else x for x, shape in zip(made[outputs:], shapes, strict=True)
-    ]
-    return made[:outputs], kept
+    return made[:outputs], _held(call, context, given, made[outputs:])
 
 
 def backward(

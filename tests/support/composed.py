@@ -26,7 +26,7 @@ def judged(draw, call, reference, dtype, *, gradient=False, on_gpu=False):
 
     Both give dicts of arrays. Problems are drawn until every array has enough numbers. float64 is
     compared as identities are: relative to the largest number. on_gpu: the call goes to a GPU,
-    whatever device the session has.
+    whatever `--device` names.
     """
     found, exact, naive = {}, {}, {}
     # a GPU's tests have time for more

@@ -174,7 +174,7 @@ def reference_gradients(scan, dtype, dy, d_state, arrays, **keywords):
 
 
 def gpu_gradients(scan, dy, d_state, arrays, **keywords):
-    """The same of arrays on a GPU, whatever device the session has."""
+    """The same of arrays on a GPU, whatever `--device` names."""
     from support.tensors import to_numpy, to_tensor
 
     def to_gpu(x):
