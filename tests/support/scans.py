@@ -3,6 +3,7 @@
 import numpy as np
 
 from linattn import reference
+from support import device
 from support.composed import judged, state_dtype
 from support.device import ops as linattn
 
@@ -189,7 +190,8 @@ def judge_gradients(scan, rng, dtype, S, *, on_gpu=False, **shape):
     """The gradients of S sequences, which lie in one row if their number is not B."""
     B, T, D = shape["B"], shape["T"], shape["D"]
     packed = {} if S == B else {"cu_seqlens": ends_of(rng, T)}
-    found = gpu_gradients if on_gpu else gradients
+    is_bridged = not device.on_host()  # then functions take arrays of the host to the GPU
+    found = gpu_gradients if on_gpu and not is_bridged else gradients
 
     def draw():
         arrays = scan.draw(rng, dtype, S=S, **shape)
