@@ -422,14 +422,14 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
                 });
             const summed x = {LA_Q,     false,    d[LA_DO],           (float)c.scale,
                               d[LA_DST], d[LA_DS0], c.x[LA_U].data != NULL};
-            error = launch_sum<KP, DECAY, true>(c, x, on, pool, stream);
-            if (error != cudaErrorNotSupported) return error;
+            const cudaError_t alone = launch_sum<KP, DECAY, true>(c, x, on, pool, stream);
+            if (alone != cudaErrorNotSupported) return alone;
         }
     if constexpr (RULE == LA_DELTA && !lies_in_rows<DECAY> && KP <= 128 && !NARROW)
         if (c.states_only) {
-            error = launch_delta_starts<KP, DECAY>(c, d[LA_DO], d[LA_DST], d[LA_DS0], on, pool,
-                                                   stream);
-            if (error != cudaErrorNotSupported) return error;
+            const cudaError_t alone = launch_delta_starts<KP, DECAY>(
+                c, d[LA_DO], d[LA_DST], d[LA_DS0], on, pool, stream);
+            if (alone != cudaErrorNotSupported) return alone;
         }
     if (prepare_bytes<KP, DECAY, RULE>(has_x) > on.room ||
         intra_chunk_adjoint_of<KP, DECAY, RULE>(c, on).bytes > on.room ||
