@@ -19,7 +19,7 @@ import numpy as np
 from linattn import ops
 from linattn.features import held, is_recorded, is_tensor, is_traced, library_of, shape_of
 from linattn.ops import _padding
-from linattn.ops._core import STATES_ONLY
+from linattn.ops._core import ASKS, CoreCall, Gradients
 from linattn.variants import GATES, VARIANTS, op_named
 
 __all__ = ["SegmentMap", "segment_map", "segment_map_backward"]
@@ -135,8 +135,9 @@ def segment_map(op: str | Callable[..., Any], *arrays: Any, **arguments: Any) ->
     given, like = with_default_gate(name, given), given["v"]
 
     def run(arrays: Mapping[str, Any], states: Any = None) -> tuple[Any, Any]:
-        with _unrecorded(arrays), _states_only(segment_map=True):
-            _, X, M = function(**arrays, initial_state=states)
+        with _unrecorded(arrays):
+            call = core_call(function, **arrays, initial_state=states)
+            _, X, M = call.states_alone(segment_map=True)
         return X, M
 
     if row.decay == "pair":
@@ -147,7 +148,7 @@ def segment_map(op: str | Callable[..., Any], *arrays: Any, **arguments: Any) ->
     if row.decay == "none":
         return SegmentMap(X, None)
     if given["cu_seqlens"] is None:
-        return SegmentMap(X, _product_of_decays(given, X, row.decay == "key"))
+        return SegmentMap(X, product_of_decays(given, X, row.decay == "key"))
     # v of zeros from a state of ones; as few columns as kernels in chunks take
     zeros = _zeros((*like.shape[:-1], 8), like)
     ones = _zeros((*X.shape[:-2], *_turned(given, given["k"].shape[-1], 8)), X) + 1
@@ -218,15 +219,33 @@ def segment_map_backward(
             f"normalize: expected False, got {given['normalize']!r}: the gradient of a normalised "
             "call depends on the state"
         )
-    with _unrecorded(given), _states_only():
-        return function(**given).d_initial_state
+    with _unrecorded(given):
+        return initial_gradient(core_call(function, **given))
 
 
 def final_state(op: str, state: Any, *arrays: Any, **arguments: Any) -> Any:
     """The final state of a call, from its initial one or from None. As segment_map, without M."""
-    given = _of_segment(getattr(ops, op), arrays, arguments)
-    with _unrecorded(given), _states_only():
-        return getattr(ops, op)(**given, initial_state=state)[1]
+    function = getattr(ops, op)
+    given = _of_segment(function, arrays, arguments)
+    with _unrecorded(given):
+        return core_call(function, **given, initial_state=state).states_alone()[1]
+
+
+def initial_gradient(call: CoreCall) -> Any:
+    """The gradient of the initial state of a backward pass."""
+    return Gradients(*call.states_alone()).d_initial_state
+
+
+def core_call(function: Callable[..., Any], *arrays: Any, **arguments: Any) -> CoreCall:
+    """The pass of the core that a call of an op, or of a system, comes to. It is not run."""
+    token = ASKS.set(True)
+    try:
+        function(*arrays, **arguments)
+    except CoreCall as call:
+        return call
+    finally:
+        ASKS.reset(token)
+    raise AssertionError(f"{function.__name__} came to no pass of the core")
 
 
 # ---- calls ----
@@ -306,15 +325,6 @@ def _without_padding(given: dict[str, Any], mask: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _states_only(**more: bool) -> Iterator[None]:
-    token = STATES_ONLY.set({"states_only": True, **more})
-    try:
-        yield
-    finally:
-        STATES_ONLY.reset(token)
-
-
-@contextmanager
 def _unrecorded(arrays: Mapping[str, Any]) -> Iterator[None]:
     first = next(iter(arrays.values()))
     if not is_tensor(first):
@@ -377,13 +387,9 @@ def _beside(x: Any) -> dict[str, Any]:
     return {"device": x.device} if is_tensor(x) else {}
 
 
-def product_of_decays(op: str, X: Any, given: Mapping[str, Any]) -> Any:
-    """M of a call that is not packed, whose X is known: of an op whose decays mix no keys."""
-    return _product_of_decays(given, X, VARIANTS[op].decay == "key")
-
-
-def _product_of_decays(given: Mapping[str, Any], X: Any, has_keys: bool) -> Any:
-    """M of a call that is not packed: the product of the decays.
+def product_of_decays(given: Mapping[str, Any], X: Any, has_keys: bool) -> Any:
+    """M of a call that is not packed, whose X is known: the product of its decays, which mix no
+    keys.
 
     It is made in float64 and becomes X's dtype, and comes from the sum of the logarithms of decays
     where these are given. A GPU takes long for sums in float64. Its own float32 sums go by a tree,
@@ -392,6 +398,7 @@ def _product_of_decays(given: Mapping[str, Any], X: Any, has_keys: bool) -> Any:
     name = next(x for x in GATES if given.get(x) is not None)
     is_log, axis = name in _LOGARITHMS, 0 if given["v"].ndim == 2 else 1
     gate: Any = given[name] if hasattr(given[name], "ndim") else np.asarray(given[name])
+    gate = gate.detach() if is_tensor(gate) else gate
     library = library_of(gate)
     if gate.ndim > axis:
         real = X.dtype if is_tensor(gate) and gate.is_cuda else held(library.float64, gate)

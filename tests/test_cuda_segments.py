@@ -7,14 +7,18 @@ import numpy as np
 import pytest
 from support.compare import assert_same_bits, leaves, over_arrays
 from support.gpu import APART, DTYPES, distance, gpu_problem, needs_gpu, needs_keys, ops
-from support.tensors import torch
+from support.shared_rows import system_problem
+from support.tensors import to_tensor, torch
 from support.variants import GATED, PAIR_DECAY, PREDICTS, ops_with
 
 import linattn
+from linattn.distributed._systems import SYSTEMS as TABLE
+from linattn.segments import core_call, initial_gradient
 
 pytestmark = needs_gpu
 
 MATRIX = [*PREDICTS, *ops_with(rule="dplr")]
+SYSTEMS = {name: row for name, row in TABLE.items() if not row.is_carried}
 dtypes = pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
 # whole tiles; more keys than one tile; few, odd numbers; shared heads; few heads and many tokens;
 # packed sequences of 0, 1, 63 and 64 tokens
@@ -189,6 +193,38 @@ def test_keys_that_predict_by_themselves(op):
     x["x"] = x["k"].roll(1, 1)
     check_map(op, x, S, "bfloat16")
     check_gradient(op, x, do, S, G, "bfloat16")
+
+
+@pytest.mark.parametrize("T", [130, 700])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_systems(system, T):
+    """A system's states alone are those of the op under it, and they go in chunks."""
+    given, d = system_problem(system, np.random.default_rng(T), T, dtype=np.float32, K=64, V=64)
+    row, rule = SYSTEMS[system], linattn.VARIANTS[SYSTEMS[system].op].rule
+    wide = {row.initial, "g", "dt", "A", "D", "dt_bias"} | ({"w"} if system == "rwkv7" else set())
+
+    def there(name, y):
+        kept = name in wide or not hasattr(y, "ndim")
+        return y if not hasattr(y, "ndim") else to_tensor(y).cuda().to(
+            torch.float32 if kept else torch.bfloat16)  # fmt: skip
+
+    x = {name: there(name, y) for name, y in given.items()}
+    do, G = there("do", d["do"]), there(row.initial, d["d_final_state"])
+    S = x.pop(row.initial)
+    function, back = getattr(linattn, system), getattr(linattn, f"{system}_backward")
+    last = row.initial.replace("initial", "d_final")
+    _, want = function(**x, **{row.initial: S, row.final: True}, mode="recurrent")
+    call = core_call(function, **x, **{row.final: True})
+    _, X, *M = call.states_alone(segment_map=rule != "additive")
+    assert linattn._linattn.taken()[0] == "chunks"
+    if M:
+        near(M[0].double() @ S.double() + X.double(), want.double(), "bfloat16")
+    _, alone = function(**x, **{row.final: True}, mode="recurrent")
+    near(X.double(), alone.double(), "bfloat16")
+    found = initial_gradient(core_call(back, do, **x, **{last: G}))
+    assert linattn._linattn.taken()[0] == "chunks"
+    want = back(do, **x, **{row.initial: S, last: G}, mode="recurrent")
+    near(found.double(), want._asdict()[f"d_{row.initial}"].double(), "bfloat16")
 
 
 @pytest.mark.parametrize("op", MATRIX)

@@ -556,7 +556,11 @@ def explained(group, op, x, lengths):
 
 @pytest.mark.parametrize(
     ("op", "first"),
-    [("kda", ["final state", "call"]), ("ssd", ["call"]), ("selective_scan", ["call"])],
+    [
+        ("kda", ["final state", "call"]),
+        ("ssd", ["final state", "call"]),
+        ("selective_scan", ["call"]),
+    ],
 )
 def test_explain_kernel_names_the_parts(op, first, ranks, rng):
     """The first rank has a final state to give, or runs before the exchange. The last one has

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from linattn._linattn import backward as core_backward
-from linattn.ops._core import AnyArray, Array, Gradients, Mode, core_for, step_for
+from linattn.ops._core import (
+    AnyArray,
+    Array,
+    Gradients,
+    Mode,
+    backward_for,
+    core_for,
+    step_for,
+)
 
 __all__ = ["comba", "comba_backward", "comba_step"]
 
@@ -278,7 +285,7 @@ def comba_backward(
     >>> grads.dx.shape, type(grads.dbeta).__name__
     ((1, 6, 2, 4), 'float')
     """
-    grads = core_backward(
+    grads = backward_for(do)(
         "gated_delta_rule",
         q,
         k,

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from linattn._linattn import forward as core_forward
 from linattn.composed._arrays import Arrays
 from linattn.composed._names import called
 from linattn.features import is_tensor, l2norm_backward
-from linattn.ops._core import AnyArray, Array, Mode, step_for
+from linattn.ops._core import AnyArray, Array, Mode, step_for, unrecorded_core
 from linattn.ops.kda import kda, kda_backward
 
 __all__ = ["GDN2Gradients", "gdn2", "gdn2_backward", "gdn2_step"]
@@ -237,7 +236,7 @@ def gdn2(
             return kda(q, k, p.written(), g, 1.0, x=p.x(), **options)
     values, arrays, names = p.for_core()
     with called(names, q):
-        result: tuple[Array, AnyArray | None] = core_forward(
+        result: tuple[Array, AnyArray | None] = unrecorded_core(q)(
             "kda", q, k, values, g=g, **arrays, **options
         )
     return result

@@ -6,11 +6,10 @@ import math
 from typing import Any, NamedTuple
 
 from linattn._elementwise import silu, silu_slope, softplus, softplus_slope
-from linattn._linattn import forward as core_forward
 from linattn.composed._arrays import Arrays, is_number, total
 from linattn.composed._names import called
 from linattn.features import is_tensor
-from linattn.ops._core import AnyArray, Array, Mode, step_for
+from linattn.ops._core import AnyArray, Array, Mode, step_for, unrecorded_core
 from linattn.ops.simple_gla import simple_gla, simple_gla_backward
 
 __all__ = ["SSDGradients", "ssd", "ssd_backward", "ssd_step"]
@@ -312,7 +311,7 @@ def ssd(
         if watched:
             o, states = simple_gla(p.C, p.B, p.v, p.g, **options)
         else:
-            o, states = core_forward(
+            o, states = unrecorded_core(x)(
                 "simple_gla", p.C, p.B, x, g=p.g, weight=p.dt, skip=p.skip, **options
             )
     return p.finish(o, skipped=p.skip is not None and not watched), states
@@ -501,15 +500,15 @@ def ssd_backward(
         "chunk_size": chunk_size,
         "state_v_first": True,
     }
-    dz, do = None, dy_wide
+    # was y = (o + D x) silu(z)
+    dz, do = None, dy_wide if p.z is None else dy_wide * silu(p.z)
     with called(_NAMES, x):
-        if p.z is not None:  # was y = (o + D x) silu(z)
-            o, _ = simple_gla(p.C, p.B, p.v, p.g, **options)
-            dz = dy_wide * p.skipped(o) * silu_slope(p.z)
-            do = dy_wide * silu(p.z)
         grads = simple_gla_backward(
             call.short(do), p.C, p.B, p.v, p.g, d_final_state=d_final_states, **options
         )
+        if p.z is not None:
+            o, _ = simple_gla(p.C, p.B, p.v, p.g, **options)
+            dz = dy_wide * p.skipped(o) * silu_slope(p.z)
     # v = dt x, g = dt A
     dv = call.real_of(grads.dv)
     dx = p.dt[..., None] * dv

@@ -20,8 +20,11 @@ from linattn.distributed._exchange import Form
 from linattn.distributed._systems import SYSTEMS
 from linattn.features import core_features, mapped
 from linattn.kernels import note
+from linattn.ops._core import CoreCall
 from linattn.segments import (
+    core_call,
     final_state,
+    initial_gradient,
     product_of_decays,
     segment_map,
     segment_map_backward,
@@ -82,6 +85,8 @@ class Call:
         self.name, self.row = name, VARIANTS.get(name)
         self.forward, self.back = getattr(linattn, name), getattr(linattn, f"{name}_backward")
         self.system = SYSTEMS.get(name)
+        #: Of the op, or of the op under a system. A scan has none.
+        self.kind = self.row if self.system is None else VARIANTS[self.system.op]
         self.initial, self.final = names_of_states(name)
         aside = (self.initial, self.final, *_NOT_OPTIONS)
         given = {x: value for x, value in given.items() if x not in aside}
@@ -279,13 +284,32 @@ class Call:
     def is_linear(self) -> bool:
         """Are there calls for states alone? Then a final state, or the gradient of an initial one,
         is made without all else."""
-        return self.row is not None and not self.options.get("normalize")
+        return self.kind is not None and not self.options.get("normalize")
 
-    def final_states(self, arrays: Mapping[str, Tensor], states: States | None) -> States:
+    def _core_call(
+        self, arrays: Mapping[str, Tensor], states: States | None, edges: Tensor | None
+    ) -> CoreCall:
+        """What a system calls."""
+        named = {self.initial: self._given(states), self.final: True, "cu_seqlens": edges}
+        with torch.no_grad():
+            return core_call(self.forward, **arrays, **self.options, **named)
+
+    def final_states(
+        self, arrays: Mapping[str, Tensor], states: States | None, edges: Tensor | None = None
+    ) -> States:
         """The state after the tokens, and no o."""
-        found = final_state(self.name, self._given(states), **arrays, **self.options)
+        if self.system is not None:
+            found = self._core_call(arrays, states, edges).states_alone()[1]
+        else:
+            options = {**self.options, "cu_seqlens": edges}
+            found = final_state(self.name, self._given(states), **arrays, **options)
         note("final state")
-        return found if isinstance(found, tuple) else (found,)
+        return self._states_of(found)
+
+    def _states_of(self, found: Any) -> States:
+        states = self._found(found)
+        assert states is not None
+        return states
 
     def d_initial_states(
         self,
@@ -295,10 +319,14 @@ class Call:
         edges: Tensor | None = None,
     ) -> States:
         """The gradient of the state before the tokens, and no other."""
-        options = {**self.back_options, "d_final_state": self._given(d_states)}
-        options["cu_seqlens"] = edges
-        found = segment_map_backward(self.name, do.contiguous(), **arrays, **options)
-        return found if isinstance(found, tuple) else (found,)
+        d_final = self.initial.replace("initial", "d_final")
+        options = {**self.back_options, d_final: self._given(d_states), "cu_seqlens": edges}
+        if self.system is None:
+            found = segment_map_backward(self.name, do.contiguous(), **arrays, **options)
+        else:
+            with torch.no_grad():
+                found = initial_gradient(core_call(self.back, do.contiguous(), **arrays, **options))
+        return self._states_of(found)
 
     def zeros(self, n: int) -> States:
         """The state before n sequences."""
@@ -314,8 +342,8 @@ class Call:
         elif len(self.shapes) == 2:
             V += 1
         transition: tuple[int, ...] = (K, K) if self.has_matrix else (K,)
-        if self.row is not None and not self.has_matrix:
-            transition = {"none": (), "key": (K,)}.get(self.row.decay, (1,))
+        if self.kind is not None and not self.has_matrix:
+            transition = {"none": (), "key": (K,)}.get(self.kind.decay, (1,))
         return Form(rows * heads, K, V, transition, self.real, self.like.device)
 
     @property
@@ -325,9 +353,7 @@ class Call:
 
     @property
     def has_matrix(self) -> bool:
-        if self.system is not None:
-            return self.system.has_matrix
-        return self.row is not None and self.row.rule in ("delta", "dplr")
+        return self.kind is not None and self.kind.rule in ("delta", "dplr")
 
     def as_rows(self, states: Sequence[Tensor]) -> Tensor:
         """States [n,heads,K,V] as rows [n heads,K,V], two of them as one."""
@@ -351,82 +377,59 @@ class Call:
 
     @property
     def has_sections(self) -> bool:
-        """May a rank cut its own tokens? It does for the kinds that were measured."""
-        row = self.row
-        return (
-            self.is_linear
-            and row is not None
-            and row.rule in ("additive", "delta")
-            and row.decay != "pair"
-            and self.B == 1
-            and "mask" not in self.names
-        )
+        """May a rank cut its own tokens?"""
+        return self.is_linear and self.B == 1 and "mask" not in self.names
+
+    def map(
+        self, arrays: Mapping[str, Tensor], edges: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """X and M of tokens that turn any state S into M S + X; of packed sequences only where M
+        is a matrix."""
+        if self.is_scan:
+            return self._map_of_scan(arrays)
+        with _flushing(self.like.device):
+            X, M = self._map_of_system(arrays, edges)
+        note("map")
+        if M is not None:
+            M = M.reshape(-1, 1) if M.dim() == 2 else M.flatten(0, 1)
+        return self.as_rows(self._states_of(X)), M
+
+    def _map_of_system(self, arrays: Mapping[str, Tensor], edges: Tensor | None) -> Any:
+        """As the core has them. An op is its own system."""
+        if self.system is None:
+            return segment_map(self.name, **arrays, **self.options, cu_seqlens=edges)
+        call = self._core_call(arrays, None, edges)
+        if self.has_matrix:
+            return call.states_alone(segment_map=True)[1:]
+        X = call.states_alone()[1]
+        return X, self._decays(call.arguments, X)
+
+    def _decays(self, given: Mapping[str, Any], X: Tensor) -> Tensor:
+        assert self.kind is not None
+        decays: Tensor = product_of_decays(given, X, self.kind.decay == "key")
+        return decays
 
     def maps_of_sections(
         self, arrays: Mapping[str, Tensor], lengths: Sequence[int], edges: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """X and M of packed sections, all of one length but the last one, as rows."""
-        assert self.row is not None
+        assert self.kind is not None
         if self.has_matrix:
-            X, M = segment_map(self.name, **arrays, **self.options, cu_seqlens=edges)
-            note("map")
-            assert M is not None
-            return self.as_rows((X,)), M.flatten(0, 1)
-        options = {**self.options, "cu_seqlens": edges}
-        X = final_state(self.name, None, **arrays, **options)
+            return self.map(arrays, edges)
+        call = self._core_call(arrays, None, edges)
+        X = call.states_alone()[1]
         note("map")
-        if self.row.decay == "none":
-            return self.as_rows((X,)), None
+        rows = self.as_rows(self._states_of(X))
+        if self.kind.decay == "none":
+            return rows, None
         n, count = lengths[0], len(lengths) - 1
-        first = self.cut(arrays, slice(0, n * count))
-        first = {
-            x: a[0].unflatten(0, (count, n)) if x in self.of_tokens else a for x, a in first.items()
-        }
-        last = self.cut(arrays, slice(n * count, None))
+        first, last = {**call.arguments}, {**call.arguments}
+        for x, a in call.arguments.items():
+            if isinstance(a, Tensor) and _is_of_tokens(a) and a.shape[1] == self.T:
+                first[x] = a[0, : n * count].unflatten(0, (count, n))
+                last[x] = a[:, n * count :]
         M = torch.cat([self._decays(first, X[:count]), self._decays(last, X[count:])])
-        return self.as_rows((X,)), M.reshape(len(M) * M.shape[1], -1)
-
-    def _decays(self, arrays: Mapping[str, Tensor], X: Tensor) -> Tensor:
-        decays: Tensor = product_of_decays(self.name, X, {**arrays, **self.options})
-        return decays
-
-    def map(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """X and M of tokens that turn any state S into M S + X."""
-        if self.is_scan:
-            return self._map_of_scan(arrays)
-        if self.system is not None:
-            return self._map_by_columns(arrays)
-        with _flushing(self.like.device):
-            X, M = segment_map(self.name, **arrays, **self.options)
-        note("map")
-        rows = None if M is None else M.flatten(0, 1)
-        if M is not None and M.dim() == 2:
-            rows = M.reshape(-1, 1)
-        return self.as_rows(X if isinstance(X, tuple) else (X,)), rows
-
-    def _map_by_columns(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Of a system: values [v | 0] from the state [0 | I]. Scores are made once for both.
-
-        Where M is a diagonal, one column of ones is enough.
-        """
-        assert self.system is not None
-        v = arrays[self.value]
-        V = v.shape[3]
-        heads, K = self.shapes[0][:2]
-        one = torch.ones(K, 1, dtype=self.real, device=v.device)
-        if self.has_matrix:
-            one = torch.eye(K, dtype=self.real, device=v.device)
-        start = torch.cat([one.new_zeros(K, V), one], 1)
-        beside, read = self.system[2:4]
-        wide = {x: array for x, array in arrays.items() if x not in read}
-        for x in {self.value, *beside} & arrays.keys():
-            wide[x] = torch.cat([wide[x], wide[x].new_zeros(*wide[x].shape[:3], one.shape[1])], 3)
-        with _flushing(v.device):
-            _, found = self._run(wide, (start.expand(len(v), heads, -1, -1),), None)
-        note("map")
-        rows = self.as_rows(found)
-        M = rows[..., V:]
-        return rows[..., :V], M if self.has_matrix else M[..., 0]
+        return rows, M.reshape(len(rows), -1)
 
     def _map_of_scan(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Rows as they are from zeros, and rows that write nothing from ones, in one call."""
@@ -446,4 +449,4 @@ class Call:
 def names_of_states(name: str) -> tuple[str, str]:
     """The arguments that are the state before the tokens, and that ask for the one after them."""
     system = SYSTEMS.get(name)
-    return ("initial_state", "output_final_state") if system is None else system[4:6]
+    return ("initial_state", "output_final_state") if system is None else system[2:4]

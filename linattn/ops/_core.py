@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from types import FrameType, MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
@@ -16,11 +16,12 @@ from linattn import _linattn
 from linattn.features import is_seen, is_tensor, is_traced, shape_of
 
 __all__ = [
+    "ASKS",
     "NAMES",
-    "STATES_ONLY",
     "WAYS",
     "AnyArray",
     "Array",
+    "CoreCall",
     "ForwardOptions",
     "Gradients",
     "LayoutHint",
@@ -33,6 +34,7 @@ __all__ = [
     "other_ways",
     "refuse_unknown",
     "step_for",
+    "unrecorded_core",
     "warn_of_clamp",
     "warn_of_growth",
 ]
@@ -156,13 +158,36 @@ def other_ways(x: object) -> Ways | None:
     return None if type(x) is np.ndarray or is_tensor(x) else WAYS.get()
 
 
-# Within a call of linattn/segments.py the core makes states alone: no o, and no gradient but that
-# of the first state. These are the options that say so.
-STATES_ONLY: ContextVar[Mapping[str, Any]] = ContextVar("STATES_ONLY", default=MappingProxyType({}))
+class CoreCall(Exception):
+    """A pass of the core that an op, or a system, wanted to call. linattn/segments.py calls it, for
+    states alone. It is an exception, so that it ends the function, which wants o or gradients.
+    """
+
+    def __init__(self, core: Callable[..., Any], op: str, *qkv: Any, **arguments: Any) -> None:
+        super().__init__(op)
+        self.core, self.op = core, op
+        self.arguments = dict(zip("qkv", qkv, strict=False)) | arguments
+        self._context = copy_context()  # it has the names for warnings
+
+    def states_alone(self, **more: Any) -> tuple[Any, ...]:
+        """What the core returns without o, and without gradients but that of the first state."""
+        arguments = self.arguments | more
+        found: tuple[Any, ...] = self._context.run(
+            self.core, self.op, **arguments, states_only=True
+        )
+        return found
 
 
-def _states_only(x: object) -> Mapping[str, Any]:
-    return {} if is_traced(x) else STATES_ONLY.get()  # torch.compile reads no such variable
+def _asked(core: Callable[..., Any], op: str, *qkv: Any, **arguments: Any) -> NoReturn:
+    raise CoreCall(core, op, *qkv, **arguments)
+
+
+# Is a function called for its CoreCall alone?
+ASKS: ContextVar[bool] = ContextVar("ASKS", default=False)
+
+
+def _asks(x: object) -> bool:
+    return not is_traced(x) and ASKS.get()  # torch.compile reads no such variable
 
 
 def core_for(q: object, mask: object = None) -> Callable[..., tuple[Any, Any]]:
@@ -172,8 +197,8 @@ def core_for(q: object, mask: object = None) -> Callable[..., tuple[Any, Any]]:
         from linattn.ops import _padding
 
         return _padding.masked_forward(core_for(q), mask)
-    if only := _states_only(q):
-        return partial(_linattn.forward, **only)
+    if _asks(q):
+        return unrecorded_core(q)
     if not is_tensor(q):
         ways = other_ways(q)
         return _linattn.forward if ways is None else ways.forward
@@ -182,11 +207,15 @@ def core_for(q: object, mask: object = None) -> Callable[..., tuple[Any, Any]]:
     return autograd.forward
 
 
-def backward_for(do: object, mask: object) -> Callable[..., tuple[Any, ...]]:
+def unrecorded_core(q: object) -> Callable[..., tuple[Any, Any]]:
+    """The core's forward pass, which PyTorch does not record."""
+    return partial(_asked, _linattn.forward) if _asks(q) else _linattn.forward
+
+
+def backward_for(do: object, mask: object = None) -> Callable[..., tuple[Any, ...]]:
     """The core's backward pass; with a mask, that of the tokens it leaves."""
     if mask is None:
-        only = _states_only(do)
-        return partial(_linattn.backward, **only) if only else _linattn.backward
+        return partial(_asked, _linattn.backward) if _asks(do) else _linattn.backward
     from linattn.ops import _padding
 
     return _padding.masked_backward(mask)

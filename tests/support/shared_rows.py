@@ -99,7 +99,8 @@ def scan_problem(op, rng, T, *, edges=None, pairs=False, dtype=np.float64, **opt
 
 def system_problem(op, rng, T, *, edges=None, dtype=np.float64, **options):
     """Of a system over an op. Keys have norm 1."""
-    B, H, HV, K, V, R = 1 if edges else 2, 2, 4, 5, 3, 1
+    B, H, HV, R = 1 if edges else 2, 2, 4, 1
+    K, V = options.pop("K", 5), options.pop("V", 3)
     if op == "gated_delta_product":
         R, options = 2, {"num_householder": 2} | options
 
