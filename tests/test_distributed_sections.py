@@ -7,22 +7,19 @@ from unittest import mock
 import numpy as np
 import pytest
 from support.compare import assert_same_bits
-from support.shared_rows import agree, assembled, drawn, on_rank, one_process
-from support.variants import FEW, GATED, KEY_DECAY
+from support.shared_rows import ROWS, agree, assembled, maker_of, on_rank, one_process
+from support.variants import FEW, GATED, KEY_DECAY, NORMALISED
 
+import linattn.distributed as lad
+from linattn import scans
+from linattn.distributed._systems import SYSTEMS as TABLE
 from linattn.testing import GATES
 from linattn.variants import VARIANTS
 
 LAYOUTS = ("equal", "unequal", "nothing between", "short between", "a chunk each")
-OPS = [
-    op for op, row in VARIANTS.items() if row.rule in ("additive", "delta") and row.decay != "pair"
-]
-
-
-def one_row(x, d):
-    """Of a batch, the first row."""
-    return ({name: y[:1] if hasattr(y, "ndim") and y.ndim > 2 else y for name, y in z.items()}
-            for z in (x, d))  # fmt: skip
+FUNCTIONS = [name for name in lad.FUNCTIONS if name not in scans.__all__]
+OPS = [name for name in FUNCTIONS if name in VARIANTS]
+SYSTEMS = [name for name in FUNCTIONS if name not in VARIANTS]
 
 
 def in_sections(group, work, *call, backend=None):
@@ -37,33 +34,35 @@ def in_sections(group, work, *call, backend=None):
         return found
 
     lengths_of = _sections.lengths_of
-    small = {"DEVICES": ("cpu",), "CHUNK": 2, "WORK": work}
+    small = {"DEVICES": ("cpu",), "CHUNK": 2, "MOST": 8, "WORK": work}
     with mock.patch.multiple(_sections, **small), mock.patch.object(_ways, "lengths_of", counted):
         return on_rank(group, *call, backend), max(counts)
 
 
-def check(ranks, op, x, d, lengths, work=0):
+def check(ranks, op, x, d, lengths, work=0, batch=2):
     answers = ranks.run(len(lengths), in_sections, work, op, x, d, lengths, None)
     agree(assembled([a for a, _ in answers], None), one_process(op, x, d, lengths, None))
-    assert [count for _, count in answers] == [sections_of(n, work) for n in lengths]
+    assert [count for _, count in answers] == [sections_of(n, work, batch) for n in lengths]
 
 
-def sections_of(tokens, work):
-    """At most eight, of an even number of tokens."""
-    if 4 * tokens < work or tokens <= 2:  # four heads
+def sections_of(tokens, work, batch):
+    """At most eight, of whole batches."""
+    if 4 * tokens < work or tokens <= batch:  # four heads
         return 1
-    return math.ceil(tokens / (2 * math.ceil(tokens / (2 * 8))))
+    return math.ceil(tokens / (batch * math.ceil(tokens / (batch * 8))))
 
 
 def problem(op, rng, layout):
-    options = {"normalize": False} if VARIANTS[op].normaliser else {}
-    x, d, lengths, _ = drawn(op, rng, layout, **options)
-    return *one_row(x, d), lengths
+    """One row, which the ranks share."""
+    options = {"normalize": False} if op in NORMALISED else {}
+    lengths, _ = ROWS[layout]
+    T = sum(lengths)
+    return *maker_of(op)(op, rng, T, edges=[0, T], **options), lengths
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", OPS)
-def test_ops(op, layout, ranks, rng):
+@pytest.mark.parametrize("op", FUNCTIONS)
+def test_functions(op, layout, ranks, rng):
     check(ranks, op, *problem(op, rng, layout))
 
 
@@ -72,7 +71,7 @@ def by_alpha(x):
 
 
 def by_numbers(x):
-    numbers = {"g": -0.1, "beta": 0.5, "gamma": 0.9, "slopes": 0.1}
+    numbers = {"g": -0.1, "beta": 0.5, "gamma": 0.9, "slopes": 0.1, "bonus": 0.5, "eta": 0.5}
     return {name: numbers.get(name, y) for name, y in x.items()}
 
 
@@ -92,23 +91,38 @@ def test_nothing_is_cut_for_few_tokens(ranks, rng):
     check(ranks, "gla", *problem("gla", rng, "short between"), work=80)
 
 
+def test_batches_are_whole(ranks, rng):
+    x, d, lengths = problem("titans", rng, "a chunk each")
+    check(ranks, "titans", x | {"batch": 4}, d, lengths, batch=4)
+
+
+KINDS = {kind: (SimpleNamespace(rule=kind, decay="key"), 1) for kind in ("additive", "dplr")}
+KINDS |= {"two writes": (SimpleNamespace(rule="delta", decay="token"), 2), "scan": (None, 1)}
+
+
 @pytest.mark.parametrize(
-    ("tokens", "heads", "device", "lengths"),
+    ("kind", "tokens", "heads", "device", "lengths"),
     [
-        (1 << 16, 32, "cuda", (1 << 14,) * 4),
-        (1 << 16, 32, "cpu", (1 << 16,)),
-        (1 << 15, 32, "cuda", (1 << 15,)),  # too little work
-        (1 << 18, 8, "cuda", (1 << 15,) * 8),  # no more than eight
-        (1 << 20, 96, "cuda", (1 << 20,)),  # enough heads
-        (1 << 20, 0, "cuda", (1 << 20,)),
-        (70_000, 32, "cuda", (17_536,) * 3 + (17_392,)),  # whole chunks
+        ("additive", 1 << 16, 32, "cuda", (1 << 14,) * 4),
+        ("additive", 1 << 16, 32, "cpu", (1 << 16,)),
+        ("additive", 1 << 15, 32, "cuda", (1 << 15,)),  # too little work
+        ("dplr", 1 << 15, 32, "cuda", (1 << 13,) * 4),  # a token counts twice
+        ("two writes", 1 << 15, 32, "cuda", (1 << 13,) * 4),
+        ("scan", 1 << 16, 32, "cuda", (1 << 16,)),
+        ("additive", 1 << 18, 32, "cuda", (1 << 15,) * 8),  # no longer ones
+        ("additive", 1 << 20, 4, "cuda", (1 << 16,) * 16),  # no more than 16
+        ("additive", 1 << 15, 96, "cuda", (1 << 15,)),  # enough heads
+        ("additive", 1 << 20, 0, "cuda", (1 << 20,)),
+        ("additive", 70_000, 32, "cuda", (17_536,) * 3 + (17_392,)),  # whole chunks
     ],
 )
-def test_what_is_cut(tokens, heads, device, lengths):
+def test_what_is_cut(kind, tokens, heads, device, lengths):
     from linattn.distributed._sections import lengths_of
 
+    row, writes = KINDS[kind]
     like = SimpleNamespace(device=SimpleNamespace(type=device))
-    call = SimpleNamespace(like=like, has_sections=True, T=tokens, shapes=[(heads, 128, 128)])
+    call = SimpleNamespace(like=like, has_sections=True, T=tokens, shapes=[(heads, 128, 128)],
+                           kind=row, writes=writes, options={})  # fmt: skip
     assert lengths_of(call) == lengths
     assert sum(lengths) == tokens
 
@@ -117,8 +131,11 @@ def both(group, *call):
     return in_sections(group, 0, *call), in_sections(group, 0, *call, backend="aot_eager")
 
 
-@pytest.mark.parametrize("op", [op for op in (*FEW, KEY_DECAY[0]) if op in OPS])
+@pytest.mark.parametrize(
+    "op", dict.fromkeys((*FEW, KEY_DECAY[0], *(x for x in SYSTEMS if not TABLE[x].is_carried)))
+)
 def test_in_a_graph(op, ranks, rng):
+    """The carried ones are PyTorch's sums too, which a compiler puts otherwise."""
     x, d, lengths = problem(op, rng, "a chunk each")
     for (plain, _), (compiled, _) in ranks.run(4, both, op, x, d, lengths, None):
         assert_same_bits(compiled[:3], plain[:3])

@@ -11,6 +11,7 @@ does the first one backward. docs/decisions/0066 has the figures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -24,8 +25,10 @@ __all__ = ["Sections", "gradients_along", "lengths_of", "states_along", "whole_m
 
 DEVICES = ("cuda",)
 HEADS = 128  # of all sections: so many blocks keep an H200 busy
-MOST = 8
+LONG = 1 << 15  # tokens: scratch is bounded, so of longer sections a GPU takes few heads at a time
+MOST = 16
 WORK = 1 << 21  # tokens times heads: of fewer the host takes longer for the folds than a GPU gains
+TOKENS = {"dplr": 2, "pair": 2}  # a token counts as so many: DPLR's is two of the delta rule
 CHUNK = 64  # a section has whole chunks, so that its tokens are grouped as in one call
 
 
@@ -60,12 +63,15 @@ class Sections(NamedTuple):
 
 def lengths_of(call: Call) -> tuple[int, ...]:
     """The lengths of a rank's sections. All but the last one are equal. With one nothing is cut."""
-    heads = call.shapes[0][0]
-    is_cut = call.like.device.type in DEVICES and call.has_sections and call.T * heads >= WORK
-    count = min(HEADS // heads, MOST) if is_cut and heads else 1
-    if count < 2 or call.T <= CHUNK:
+    heads, kind = call.shapes[0][0], call.kind
+    if kind is None or not call.has_sections or call.like.device.type not in DEVICES or not heads:
         return (call.T,)
-    length = -(-call.T // (count * CHUNK)) * CHUNK
+    whole = math.lcm(CHUNK, call.options.get("batch", 1))
+    tokens = call.T * call.writes * max(TOKENS.get(x, 1) for x in (kind.rule, kind.decay))
+    count = min(max(HEADS // heads, tokens // LONG), MOST)
+    if count < 2 or call.T <= whole or tokens * heads < WORK:
+        return (call.T,)
+    length = -(-call.T // (count * whole)) * whole
     count = -(-call.T // length)
     return (*[length] * (count - 1), call.T - (count - 1) * length)
 
