@@ -159,6 +159,13 @@ def arguments(argv=None):
         help="default: float32 on the CPU, bfloat16 on a GPU",
     )
     add("scans", "--device", choices=("cpu", "cuda"), default="cpu")
+    add(
+        "distributed",
+        "--tokens",
+        metavar="N",
+        type=count,
+        help="without torchrun: of one GPU, and of the rank (2^20, and a quarter of them)",
+    )
     add("kernel", "op", metavar="OP", help="such as kda")
     add(
         "kernel",

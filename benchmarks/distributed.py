@@ -10,6 +10,10 @@ gradients of the ranks are compared with those of one rank. Times are the slowes
 The first times are of one GPU with a row of 2^20 tokens. The others are of the same GPU as rank 1
 of four that share it, before an exchange and behind it. PyTorch's fake group sends nothing, and
 zeros arrive.
+
+    python -m benchmarks distributed --tokens 32768
+
+The same, where one GPU has as many tokens as the rank: what the calls before the exchanges add.
 """
 
 import contextlib
@@ -19,14 +23,14 @@ import os
 import statistics
 import time
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 import linattn
 import linattn.distributed as lad
-from linattn.testing import make_inputs
 
+from .base import SYSTEMS, Case
+from .inputs import numpy_inputs
 from .report import lines
 
 # Those with a gate of each token, or of its keys.
@@ -35,20 +39,16 @@ OPS = [
     for op, kind in linattn.VARIANTS.items()
     if kind.decay in ("token", "key") and kind.rule in ("additive", "delta")
 ]
-# One op of each kind, but for those that go token by token.
-KINDS = list(
-    {
-        (kind.decay, kind.rule): op
-        for op, kind in reversed(linattn.VARIANTS.items())
-        if kind.decay != "pair"
-    }.values()
-)[::-1]
+# One op of each kind, and the systems that have benchmarks.
+KINDS = {(kind.decay, kind.rule): op for op, kind in reversed(linattn.VARIANTS.items())}
+KINDS = [*reversed(KINDS.values()), *SYSTEMS]
 PLAIN = {"linear_attention": {"normalize": False, "feature_map": "identity"}}  # options
 ROUNDS = 7
 SIZES = {"cuda": {"T": 1 << 17, "H": 32, "K": 128, "V": 128}, "cpu": {"T": 2048, "H": 4}}
 ALONE = {"cuda": SIZES["cuda"] | {"T": 1 << 20}, "cpu": SIZES["cpu"]}
 SHARED_BY = 4
 DRAWN = 2048  # tokens
+WIDE = ("g", "dt", "A", "gamma", "slopes", "bonus")  # float32
 CLOSE = {"cuda": 2e-2, "cpu": 1e-5}  # of bfloat16 and float32, by norms
 
 
@@ -57,9 +57,9 @@ def problem(op, device, T, H, K=64, V=64):
     takes longer to draw them than all calls together."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     drawn = min(T, DRAWN)
-    given = make_inputs(op, np.random.default_rng(0), T=drawn, H=H, K=K, V=V, dtype=np.float32)
+    given = numpy_inputs(Case(op, T=drawn, H=H, HV=H, D=K, V=V))
     tensors = {
-        name: torch.from_numpy(x).to(device, torch.float32 if name == "g" else dtype)
+        name: torch.from_numpy(x).to(device, torch.float32 if name in WIDE else dtype)
         for name, x in given.items()
     }
     times = -(-T // drawn)
@@ -147,10 +147,9 @@ def parts_alone(op, device, rounds, T):
     return medians(lambda marks: turn(leaves, do, marks, call), device, rounds)
 
 
-def parts_of_row(op, device, rounds):
-    """The same of the whole row, and a mark. If it does not fit the memory, the time of a part of
-    the row is taken as often as there are parts."""
-    T = ALONE[device]["T"]
+def parts_of_row(op, device, rounds, T):
+    """The same, and a mark. If the row does not fit the memory, the time of a part of it is taken
+    as often as there are parts."""
     try:
         return parts_alone(op, device, rounds, T), ""
     except (torch.OutOfMemoryError, MemoryError):
@@ -161,10 +160,9 @@ def parts_of_row(op, device, rounds):
     return [SHARED_BY * x for x in found], f" ({SHARED_BY} parts)"
 
 
-def parts_shared(op, device, rounds):
-    """Seconds of a rank with its part of the row: of its map, of the call behind the exchange, of
-    the gradient of its initial state, of all gradients behind the exchange."""
-    length = ALONE[device]["T"] // SHARED_BY
+def parts_shared(op, device, rounds, length):
+    """Seconds of a rank with `length` tokens: of its map, of the call behind the exchange, of the
+    gradient of its initial state, of all gradients behind the exchange."""
     tensors, do = problem(op, device, **ALONE[device] | {"T": length})
     x = leaves(tensors)
     context = lad.context(lengths=length, check=False)
@@ -234,21 +232,31 @@ def exchanges_marked(marks):
         dist.all_to_all_single = real
 
 
-def run_alone(rounds):
+def run_alone(rounds, tokens):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    row = tokens or ALONE[device]["T"]
+    own_tokens = tokens or row // SHARED_BY
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=SHARED_BY)
     rows = []
     for op in KINDS:
-        alone, how = parts_of_row(op, device, min(rounds, 3))
-        own = parts_shared(op, device, rounds)
-        rate = sum(alone) / SHARED_BY / sum(own)
-        rows.append([op + how, *(f"{1e3 * x:.2f}" for x in (*alone, *own)), f"{rate:.2f}"])
-    print(f"{name_of(device)}, {ALONE[device]}, PyTorch {torch.__version__}")
-    print(f"milliseconds of one GPU, and of one rank of {SHARED_BY}, medians\n")
+        alone, how = parts_of_row(op, device, min(rounds, 3), row)
+        own = parts_shared(op, device, rounds, own_tokens)
+        rate = sum(alone) * own_tokens / row / sum(own)
+        added = own[0] / own[1], own[2] / own[3]
+        rows.append(
+            [
+                op + how,
+                *(f"{1e3 * x:.2f}" for x in (*alone, *own)),
+                *(f"{x:.0%}" for x in added),
+                f"{rate:.2f}",
+            ]
+        )
+    print(f"{name_of(device)}, {ALONE[device] | {'T': row}}, PyTorch {torch.__version__}")
+    print(f"milliseconds of one GPU, and of one rank of {SHARED_BY} with {own_tokens}, medians\n")
     names = ["op", "forward", "backward", "a rank: map", "forward", "d initial state", "backward"]
-    print("\n".join(lines([*names, "rate"], rows)))
+    print("\n".join(lines([*names, "map adds", "d initial state adds", "rate"], rows)))
     dist.destroy_process_group()
     return 0
 
@@ -259,7 +267,7 @@ def name_of(device):
 
 def run(given):
     if "RANK" not in os.environ:
-        return run_alone(given.rounds or ROUNDS)
+        return run_alone(given.rounds or ROUNDS, given.tokens)
     ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
     if device == "cuda":
