@@ -342,9 +342,16 @@ def test_more_elements_than_an_int_counts(op):
         assert_same_bits([o[:, :, head : head + 1]], [want])
 
 
+# Few heads of these go in turns of tokens, if their rows are long.
+BY_TOKENS = [
+    *(op for op in DELTA if op in KEY_DECAY + PAIR_DECAY),
+    *ops_with(rule="dplr"),
+]
+
 # Few heads of these go in segments in a backward pass.
 IN_SEGMENTS = (
     *ops_with(rule="additive"),
+    *ops_with(rule="dplr"),  # 50 heads of them go in turns of tokens
     *(op for op in DELTA if op not in KEY_DECAY + PAIR_DECAY),
 )
 
@@ -386,6 +393,39 @@ def test_gradients_in_turns(op, group):
     linattn.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("op", BY_TOKENS)
+def test_gradients_in_turns_of_tokens(op, given):
+    """Where the scratch would take few heads, a turn has some tokens of all heads. A head alone has
+    all its tokens at once, and the same gradients up to rounding."""
+    if torch.cuda.mem_get_info()[0] < 64 << 30:
+        pytest.skip("less than 64 GiB of the GPU's memory are free")
+    heads, T, K = 16, 2**18 + 100, 64 if op in PAIR_DECAY else 128
+    small = gpu_problem(op, pass_="backward", B=1, T=T, H=1, HV=1, K=K, V=128)
+    if not given:
+        del small["initial_state"], small["d_final_state"]
+    x = heads_of(small, heads)
+    back = getattr(linattn, f"{op}_backward")
+    walks = kernels_of(lambda: back(**x)).count("chunks_both_ways")
+    assert walks > 2
+    assert walks < heads  # turns of heads
+    want, got = run(op, small, "backward"), run(op, x, "backward")
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        axis = 2 if a.shape[1] == T else 1
+        for head in (0, heads - 1):
+            assert distance(a.narrow(axis, head, 1), b) < APART["bfloat16"]
+    torch.cuda.empty_cache()
+    linattn.cuda.empty_cache()
+    alone = {name: y for name, y in x.items() if name not in ("do", "initial_state")}
+    dS = linattn.segment_map_backward(op, x["do"], **alone)
+    if given:
+        wanted = back(**x).d_initial_state
+        for a, b in zip(leaves(dS), leaves(wanted), strict=True):
+            assert distance(a, b) < APART["bfloat16"]
+    linattn.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("op", GATED)
 def test_a_forward_pass_in_turns(op):
     """A forward pass takes at most 4 GiB of scratch too. KDA of 32 heads and a million tokens took
@@ -413,6 +453,14 @@ def test_a_forward_pass_in_turns(op):
             distant = distance(a.narrow(axis, head, 1), b)  # few heads go in other segments
             assert distant < APART["bfloat16"]
     linattn.cuda.empty_cache()
+
+
+def kernels_of(call):
+    """The names of the kernels, each as often as it ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return " ".join(event.name for event in seen.events())
 
 
 def test_gradients_of_more_elements_than_an_int_counts():

@@ -15,7 +15,10 @@
  * Calls for the gradients of initial states alone take the first two, without what they keep, or
  * kernels of their own (segment_sums.cuh, delta_starts.cuh).
  *
- * Noncausal calls have kernels of their own (noncausal_backward.cuh). Their launches are here. */
+ * Noncausal calls have kernels of their own (noncausal_backward.cuh). Their launches are here.
+ *
+ * A file includes chunk.cuh first: long rows go in turns of tokens (token_turns.cuh), whose states
+ * come from forward passes. */
 #include "backward_sums.cuh"
 #include "both_ways_launch.cuh"
 #include "delta_launch.cuh"
@@ -24,6 +27,7 @@
 #include "intra_chunk_adjoint_pair.cuh"
 #include "noncausal_backward.cuh"
 #include "segment_sums.cuh"
+#include "token_turns.cuh"
 
 #include <initializer_list>
 
@@ -472,6 +476,20 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     gradients d_some = d;
     narrow(some, d_some, 0, 1);
     const int64_t each = lay_out<KP, DECAY, RULE>(some, d_some, NULL, &x);
+    bool cuts = false; /* then few heads have blocks enough */
+    if constexpr (cuts_both_ways<KP, DECAY, RULE>) cuts = can_cut<KP, DECAY, RULE>(c, on);
+    const int64_t blocks = (c.states_only ? 1 : 2) * (int64_t)c.N * (c.HV / c.H) * div_up(c.V, PANEL),
+                  tokens = cuts ? 0 : tokens_of_turn(c, d, each, blocks, on.processors);
+    if (tokens) {
+        error = in_turns_of_tokens(
+            c, d, tokens, states_of<DECAY>, pool, stream,
+            [&](const call &some) { return launch_chunks<KP, DECAY, RULE>(some, pool, stream); },
+            [&](const call &some, const gradients &of) {
+                return launch_chunk_backward<KP, DECAY, RULE>(some, of, pool, stream);
+            });
+        if (error != cudaErrorNotSupported) return error;
+        error = cudaSuccess;
+    }
     const int heads = heads_at_once(c, each);
     const int64_t chunks_of_turn = (int64_t)x.w.chunk_slots * heads * (c.HV / c.H);
     if (chunks_of_turn * intra.blocks > INT32_MAX) return cudaErrorNotSupported;

@@ -273,7 +273,8 @@ static bool is_wide(const la_problem *p) { return p->K * (p->decay == LA_PAIR ? 
 static const char not_here[] =
     "the arrays' strides, or the device, do not suit the kernel in chunks";
 
-static cudaError_t by_chunks(const la_problem *p, const call &c)
+/* The kernels in chunks of a call that why_by_token lets pass. */
+static chunk_launcher chunks_of(const la_problem *p)
 {
     /* [dtype][is_wide]; HEAD is TOKEN */
     static const chunk_launcher *const chunk[][2][LA_DECAYS] = {
@@ -284,14 +285,17 @@ static cudaError_t by_chunks(const la_problem *p, const call &c)
         {{chunk_none, NULL, chunk_token, chunk_key, chunk_pair},
          {chunk_none_k256, NULL, chunk_token_k256, chunk_key_k256, chunk_pair_k256}}};
     static_assert(LA_F64 == 0 && LA_F32 == 1 && LA_F16 == 2 && LA_BF16 == 3, "as the rows come");
-    const la_dtype dtype = p->array[LA_Q].dtype;
+    return chunk[p->array[LA_Q].dtype][is_wide(p)][la_kernel_decay(p)][chunk_rule(p)];
+}
+
+static cudaError_t by_chunks(const la_problem *p, const call &c)
+{
     const char *why = why_by_token(p);
     cudaMemPool_t pool;
     if (why) return token_by_token(p, c, why);
-    const chunk_launcher *const rules = chunk[dtype][is_wide(p)][la_kernel_decay(p)];
+    const chunk_launcher chunks = chunks_of(p);
     cudaError_t error = pool_of(p->ordinal, &pool);
-    tell(p, "chunks", "tensor cores", dtype == LA_BF16 ? 8 : 11, "");
-    const chunk_launcher chunks = rules[chunk_rule(p)];
+    tell(p, "chunks", "tensor cores", p->array[LA_Q].dtype == LA_BF16 ? 8 : 11, "");
     const cudaStream_t stream = (cudaStream_t)p->stream;
     if (error == cudaSuccess)
         error =
@@ -434,7 +438,8 @@ static cudaError_t in_reverse_by_chunks(const la_problem *p, const call &c, grad
     const bool narrow = p->array[LA_Q].dtype == LA_F16;
     const cudaStream_t stream = (cudaStream_t)p->stream;
     const backward_launcher chunks = chunk[!narrow][is_wide(p)][la_kernel_decay(p)][chunk_rule(p)];
-    if (p->rule == LA_DPLR) return dplr_gradients_in_chunks(c, d, chunks, pool, stream);
+    if (p->rule == LA_DPLR)
+        return dplr_gradients_in_chunks(c, d, chunks, chunks_of(p), pool, stream);
     if (!narrow) return chunks(c, d, pool, stream);
     cudaError_t error = cudaMallocFromPoolAsync((void **)&d.range, sizeof *d.range, pool, stream);
     if (error != cudaSuccess) return error;

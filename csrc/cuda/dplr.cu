@@ -9,6 +9,7 @@
  * from arrays in which the rows of both take turns (docs/decisions/0050). */
 #include "kernels.cuh"
 #include "load.cuh"
+#include "token_turns.cuh"
 
 enum { MOST_MOVES = 12, MOVE_THREADS = 256 };
 
@@ -235,7 +236,8 @@ cudaError_t dplr_in_chunks(const call &c, chunk_launcher delta, cudaMemPool_t po
 }
 
 cudaError_t dplr_gradients_in_chunks(const call &c, const gradients &d, backward_launcher delta,
-                                     cudaMemPool_t pool, cudaStream_t stream)
+                                     chunk_launcher forward, cudaMemPool_t pool,
+                                     cudaStream_t stream)
 {
     if (c.K <= 64) {
         const cudaError_t error = chunk_backward_dplr(c, d, pool, stream);
@@ -266,6 +268,20 @@ cudaError_t dplr_gradients_in_chunks(const call &c, const gradients &d, backward
     pairs_of_tokens one(some_heads(c, 0, 1), NULL);
     gradients d_one = some_of(0, 1);
     lay_out(one, d_one);
+    int device, processors;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) return error;
+    const int64_t blocks = (c.states_only ? 1 : 2) * (int64_t)c.N * (c.HV / c.H) * div_up(c.V, 64),
+                  tokens = tokens_of_turn(c, d, one.bytes, blocks, processors);
+    if (tokens)
+        return in_turns_of_tokens(
+            c, d, tokens, 1, pool, stream,
+            [&](const call &some) { return dplr_in_chunks(some, forward, pool, stream); },
+            [&](const call &some, const gradients &of) {
+                return dplr_gradients_in_chunks(some, of, delta, forward, pool, stream);
+            });
     return in_turns(c, one.bytes, pool, stream, [&](int h, int n, char *room) {
         pairs_of_tokens x(some_heads(c, h, n), room);
         gradients d_some = some_of(h, n);

@@ -90,6 +90,6 @@ extern const backward_launcher chunk_backward_dplr;
 /* DPLR by these, or by kernels of the delta rule with a decay per key, for the same dtype and K. */
 cudaError_t dplr_in_chunks(const call &, chunk_launcher delta, cudaMemPool_t, cudaStream_t);
 cudaError_t dplr_gradients_in_chunks(const call &, const gradients &, backward_launcher delta,
-                                     cudaMemPool_t, cudaStream_t);
+                                     chunk_launcher forward, cudaMemPool_t, cudaStream_t);
 
 #endif
