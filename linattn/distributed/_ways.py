@@ -4,9 +4,9 @@ First comes what a rank gives to others, by calls that make states alone: its ma
 or in a backward pass the gradient of its initial state. The exchange follows. Then comes the call
 itself, from the state that arrived. So no rank waits for another one's call.
 
-Scans, systems and normalised ops have no calls for states alone. There a sequence that begins on a
-rank is run before the exchange, which takes its final state, and a rank that a sequence passes
-walks over its tokens twice.
+Scans have no calls for states alone. There a sequence that begins on a rank is run before the
+exchange, which takes its final state, and a rank that a sequence passes walks over its tokens
+twice.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ from linattn.distributed._sections import (
     whole_map,
 )
 
-__all__ = ["Kept", "backward", "forward", "shapes_kept"]
+__all__ = ["Kept", "backward", "forward", "kinds_kept"]
 
 Arrays = Mapping[str, Tensor]
 Kept = list[Tensor | None]  # what a backward pass needs beside the arrays and the states given
 
 
+class _Kind(NamedTuple):
+    """Of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Way(NamedTuple):
-    """A forward pass, its backward pass, and the shapes of what it keeps, None for nothing."""
+    """A forward pass, its backward pass, and the kinds of what it keeps, None for nothing."""
 
     forward: Any  # of (call, context, given, arrays): o, the final states, Kept
     backward: Any  # of (call, context, gradients, given, arrays, Kept): those of given, of arrays
@@ -160,7 +167,7 @@ def _from_left(call: Call, context: Context, given: States | None, arrays: Array
     with record_function("linattn.distributed: map"):
         if share.passes:
             X, M = call.map(arrays)
-        elif last is not None and call.is_linear:
+        elif last is not None and call.has_states_alone:
             own, before = last.of(call, arrays), last.states(given)
             X = call.as_rows(call.final_states(own, before))
         elif last is not None:
@@ -173,8 +180,11 @@ def _from_left(call: Call, context: Context, given: States | None, arrays: Array
     if head is not None:
         assert S_in is not None
         found.insert(0, call.run(head.of(call, arrays), call.as_states(S_in), head.edges))
+    o_of_head = None
+    if head is not None and call.is_normalised:
+        o_of_head = found[0][0]
     o, finals = _joined(found)
-    return o, finals, [S_in, M_kept]
+    return o, finals, [S_in, M_kept, o_of_head]
 
 
 def _from_left_back(
@@ -189,7 +199,7 @@ def _from_left_back(
     head, rest = _pieces(context, call.like.device)
     form = call.form(call.B)
     do, d_finals = _whole_gradients(call, context, gradients)
-    S_in, M_kept = kept
+    S_in, M_kept, o_of_head = kept
     found: list[Derivatives] = []
 
     def back(piece: _Piece, S: States | None, G: Tensor | None) -> Derivatives:
@@ -204,9 +214,12 @@ def _from_left_back(
         assert S_in is not None
         before = call.as_states(S_in)
         with record_function("linattn.distributed: gradient of the initial state"):
-            if call.is_linear:
-                own, ends = head.of(call, arrays), head.states(d_finals)
-                assert ends is not None
+            own, ends = head.of(call, arrays), head.states(d_finals)
+            assert ends is not None
+            if o_of_head is not None:
+                of_head = do[:, head.tokens], o_of_head
+                E = call.as_rows(call.d_normalised_states(*of_head, own, before, ends))
+            elif call.has_states_alone:
                 E = call.as_rows(call.d_initial_states(do[:, head.tokens], own, ends))
             else:
                 first = back(head, before, None)
@@ -227,17 +240,21 @@ def _from_left_back(
     return d_given, _summed(call, found)
 
 
-def _kept_from_left(call: Call, context: Context, _: bool) -> list[tuple[int, ...] | None]:
-    form = call.form(call.B)
-    return [(form.rows, form.K, form.V) if context.share.joins else None, _M_kept(form, context)]
+def _kept_from_left(call: Call, context: Context, _: bool) -> list[_Kind | None]:
+    form, share, edges = call.form(call.B), context.share, context.local_edges
+    if not share.joins:
+        return [None, _M_kept(form, context), None]
+    tokens = call.T if share.parts == 1 or edges is None else edges[1]
+    o = _Kind((call.B, tokens, *call.o_shape[2:]), call.like.dtype) if call.is_normalised else None
+    return [_Kind((form.rows, form.K, form.V), form.dtype), _M_kept(form, context), o]
 
 
-def _M_kept(form: Form, context: Context) -> tuple[int, ...] | None:
-    """The shape of what an exchange keeps."""
+def _M_kept(form: Form, context: Context) -> _Kind | None:
+    """What an exchange keeps."""
     passing = sum(share.passes for share in context.shares)
     if not passing or not form.transition:
         return None
-    return passing, owned(context, form), *form.transition
+    return _Kind((passing, owned(context, form), *form.transition), form.dtype)
 
 
 # ---- causal calls whose tokens each rank cuts into sections (_sections.py) ----
@@ -298,13 +315,10 @@ def _as(x: Tensor | None, form: Form) -> Tensor | None:
     return None if x is None else x.to(form.dtype)
 
 
-def _kept_in_sections(call: Call, context: Context, _: bool) -> list[tuple[int, ...] | None]:
+def _kept_in_sections(call: Call, context: Context, _: bool) -> list[_Kind | None]:
     count, form = len(lengths_of(call)), call.form(call.B)
-    return [
-        (count * form.rows, form.K, form.V),
-        _M_kept(form, context),
-        (count, form.rows, *form.transition) if form.transition else None,
-    ]
+    M = _Kind((count, form.rows, *form.transition), form.dtype) if form.transition else None
+    return [_Kind((count * form.rows, form.K, form.V), form.dtype), _M_kept(form, context), M]
 
 
 # ---- calls whose tokens read all tokens of their sequence: sums without a decay, which arrive from
@@ -375,14 +389,12 @@ def _from_both_sides_back(
     return d_given, _summed(call, [found])
 
 
-def _kept_from_both_sides(
-    call: Call, context: Context, has_given: bool
-) -> list[tuple[int, ...] | None]:
+def _kept_from_both_sides(call: Call, context: Context, has_given: bool) -> list[_Kind | None]:
     share = context.share
     if not (share.joins or share.goes_on or has_given):
         return []
     count = call.B if context.edges is None else share.parts
-    return [(count, *shape) for shape in call.shapes]
+    return [_Kind((count, *shape), call.real) for shape in call.shapes]
 
 
 # ---- either ----
@@ -428,7 +440,7 @@ def backward(
     return [*of_given, *of_arrays]
 
 
-def shapes_kept(call: Call, context: Context, has_given: bool) -> list[tuple[int, ...] | None]:
+def kinds_kept(call: Call, context: Context, has_given: bool) -> list[_Kind | None]:
     """Of what `forward` keeps, None where it keeps nothing."""
-    shapes: list[tuple[int, ...] | None] = _way_of(call, context).kept(call, context, has_given)
-    return shapes
+    kinds: list[_Kind | None] = _way_of(call, context).kept(call, context, has_given)
+    return kinds
