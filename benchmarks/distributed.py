@@ -41,7 +41,8 @@ OPS = [
 ]
 # One op of each kind, and the systems that have benchmarks.
 KINDS = {(kind.decay, kind.rule): op for op, kind in reversed(linattn.VARIANTS.items())}
-KINDS = [*reversed(KINDS.values()), *SYSTEMS]
+NORMALISED = "linear_attention, normalised"
+KINDS = [NORMALISED, *reversed(KINDS.values()), *SYSTEMS]
 PLAIN = {"linear_attention": {"normalize": False, "feature_map": "identity"}}  # options
 ROUNDS = 7
 SIZES = {"cuda": {"T": 1 << 17, "H": 32, "K": 128, "V": 128}, "cpu": {"T": 2048, "H": 4}}
@@ -52,12 +53,16 @@ WIDE = ("g", "dt", "A", "gamma", "slopes", "bonus")  # float32
 CLOSE = {"cuda": 2e-2, "cpu": 1e-5}  # of bfloat16 and float32, by norms
 
 
+def function_of(name):
+    return name.split(",")[0]
+
+
 def problem(op, device, T, H, K=64, V=64):
     """Tensors of a row, and a gradient of o. The tokens of a long row come again and again: NumPy
     takes longer to draw them than all calls together."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     drawn = min(T, DRAWN)
-    given = numpy_inputs(Case(op, T=drawn, H=H, HV=H, D=K, V=V))
+    given = numpy_inputs(Case(function_of(op), T=drawn, H=H, HV=H, D=K, V=V))
     tensors = {
         name: torch.from_numpy(x).to(device, torch.float32 if name in WIDE else dtype)
         for name, x in given.items()
@@ -143,7 +148,7 @@ def parts_alone(op, device, rounds, T):
     """Seconds of one rank with T tokens of the row: forward, backward."""
     tensors, do = problem(op, device, **ALONE[device] | {"T": T})
     leaves = {name: x.requires_grad_() for name, x in tensors.items()}  # there is no room for two
-    call = functools.partial(getattr(linattn, op), **PLAIN.get(op, {}))
+    call = functools.partial(getattr(linattn, function_of(op)), **PLAIN.get(op, {}))
     return medians(lambda marks: turn(leaves, do, marks, call), device, rounds)
 
 
@@ -169,7 +174,8 @@ def parts_shared(op, device, rounds, length):
 
     def call(marks):
         with exchanges_marked(marks):
-            turn(x, do, marks, getattr(lad, op), group=context, **PLAIN.get(op, {}))
+            function = getattr(lad, function_of(op))
+            turn(x, do, marks, function, group=context, **PLAIN.get(op, {}))
 
     found = medians(call, device, rounds)  # each exchange is two messages, with a fold between them
     first, fold, forward, first_back, fold_back, backward = found
