@@ -491,7 +491,7 @@ def ssd_backward(
     p.call.array("dy", dy, "B T H P")
     ends = p.sequences(seq_idx, cu_seqlens)
     p.compute()
-    call, dy_wide = p.call, p.call.real_of(dy)
+    call = p.call
     options: dict[str, Any] = {
         "scale": 1,
         "initial_state": initial_states,
@@ -500,8 +500,10 @@ def ssd_backward(
         "chunk_size": chunk_size,
         "state_v_first": True,
     }
-    # was y = (o + D x) silu(z)
-    dz, do = None, dy_wide if p.z is None else dy_wide * silu(p.z)
+    dz, do = None, dy
+    if p.z is not None:  # was y = (o + D x) silu(z)
+        dy_wide = call.real_of(dy)
+        do = dy_wide * silu(p.z)
     with called(_NAMES, x):
         grads = simple_gla_backward(
             call.short(do), p.C, p.B, p.v, p.g, d_final_state=d_final_states, **options
@@ -511,18 +513,20 @@ def ssd_backward(
             dz = dy_wide * p.skipped(o) * silu_slope(p.z)
     # v = dt x, g = dt A
     dv = call.real_of(grads.dv)
-    dx = p.dt[..., None] * dv
-    d_dt = (dv * p.x).sum(-1) + grads.dg * p.A
+    d_dt = (dv * x).sum(-1) + grads.dg * p.A
     dA = total(call.xp, grads.dg * p.dt, (0, 1))
     dD = None
-    if p.D is not None:  # was o + D x
-        dx = dx + p.D * do
-        dD = total(call.xp, do * p.x, (0, 1))
+    if p.D is None:
+        dx = call.scaled(p.dt[..., None], grads.dv)
+    else:  # was o + D x
+        do = call.real_of(do)
+        dx = call.short(p.dt[..., None] * dv + p.D * do)
+        dD = total(call.xp, do * x, (0, 1))
         if getattr(p.D_given, "ndim", 1) == 1:
             dD = dD.sum(-1)
     d_raw = d_dt * p.slope_of_dt()
     return SSDGradients(
-        dx=call.short(dx),
+        dx=dx,
         ddt=call.as_given(d_raw, p.dt_given),
         dA=call.as_given(dA, p.A_given),
         dB=grads.dk,
