@@ -106,11 +106,12 @@ KINDS |= {"two writes": (SimpleNamespace(rule="delta", decay="token"), 2), "scan
         ("additive", 1 << 16, 32, "cuda", (1 << 14,) * 4),
         ("additive", 1 << 16, 32, "cpu", (1 << 16,)),
         ("additive", 1 << 15, 32, "cuda", (1 << 15,)),  # too little work
-        ("dplr", 1 << 15, 32, "cuda", (1 << 13,) * 4),  # a token counts twice
+        ("dplr", 1 << 15, 32, "cuda", (1 << 13,) * 4),  # a token counts four times
         ("two writes", 1 << 15, 32, "cuda", (1 << 13,) * 4),
         ("scan", 1 << 16, 32, "cuda", (1 << 16,)),
         ("additive", 1 << 18, 32, "cuda", (1 << 15,) * 8),  # no longer ones
-        ("additive", 1 << 20, 4, "cuda", (1 << 16,) * 16),  # no more than 16
+        ("dplr", 1 << 18, 32, "cuda", (1 << 13,) * 32),
+        ("additive", 1 << 21, 4, "cuda", (1 << 16,) * 32),  # no more than 32
         ("additive", 1 << 15, 96, "cuda", (1 << 15,)),  # enough heads
         ("additive", 1 << 20, 0, "cuda", (1 << 20,)),
         ("additive", 70_000, 32, "cuda", (17_536,) * 3 + (17_392,)),  # whole chunks

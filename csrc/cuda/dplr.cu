@@ -142,7 +142,7 @@ struct pairs_of_tokens {
         if (second.data) move(after, half(from, 1), second, heads, columns, 0);
         return from;
     }
-    call pairs()
+    call pairs(bool is_backward)
     {
         const view none = {};
         call x = c;
@@ -154,10 +154,12 @@ struct pairs_of_tokens {
         if (c.x[LA_CU].data) x.x[LA_CU] = {(char *)edges, {1, 0, 0, 0}, LA_I32};
         x.x[LA_BETA] = {(char *)one, {0, 0, 0, 0}, LA_F32};
         x.x[LA_Y] = none;
-        x.x[LA_Q] = interleaved(none, c.x[LA_Q], c.H, c.K);
         x.x[LA_K] = interleaved(c.x[LA_Y], c.x[LA_K], c.H, c.K);
         x.x[LA_X] = interleaved(c.x[LA_X], none, c.H, c.K);
-        x.x[LA_V] = interleaved(none, c.x[LA_V], c.HV, c.V);
+        /* states alone: a state depends on no q, and its gradient on no v. Others stand there */
+        x.x[LA_Q] = c.states_only && !is_backward ? x.x[LA_K]
+                                                  : interleaved(none, c.x[LA_Q], c.H, c.K);
+        x.x[LA_V] = c.states_only && is_backward ? none : interleaved(none, c.x[LA_V], c.HV, c.V);
         x.x[LA_G] = interleaved(c.x[LA_G], none, c.HV, c.K,
                                 c.gate == LA_DECAY ? ones_of(c.x[LA_G].dtype) : 0);
         return x;
@@ -222,7 +224,7 @@ cudaError_t dplr_in_chunks(const call &c, chunk_launcher delta, cudaMemPool_t po
     }
     if (!can_be_pairs(c)) return cudaErrorNotSupported;
     const auto lay_out = [](pairs_of_tokens &x) {
-        call pairs = x.pairs();
+        call pairs = x.pairs(false);
         pairs.x[LA_O] = x.divided({}, x.c.x[LA_O], x.c.HV, x.c.V);
         return pairs;
     };
@@ -247,8 +249,9 @@ cudaError_t dplr_gradients_in_chunks(const call &c, const gradients &d, backward
     if (!can_be_pairs(c) || c.gate == LA_DECAY || c.V % 8) return cudaErrorNotSupported;
     const auto lay_out = [](pairs_of_tokens &x, gradients &d) {
         const call &c = x.c;
-        call pairs = x.pairs();
+        call pairs = x.pairs(true);
         d[LA_DO] = x.interleaved({}, d[LA_DO], c.HV, c.V);
+        if (c.states_only) pairs.x[LA_V] = d[LA_DO];
         d[LA_DQ] = x.divided({}, d[LA_DQ], c.H, c.K);
         d[LA_DK] = x.divided(d[LA_DY], d[LA_DK], c.H, c.K);
         d[LA_DX] = x.divided(d[LA_DX], {}, c.H, c.K);

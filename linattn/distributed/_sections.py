@@ -26,9 +26,9 @@ __all__ = ["Sections", "gradients_along", "lengths_of", "states_along", "whole_m
 DEVICES = ("cuda",)
 HEADS = 128  # of all sections: so many blocks keep an H200 busy
 LONG = 1 << 15  # tokens: scratch is bounded, so of longer sections a GPU takes few heads at a time
-MOST = 16
+MOST = 32
 WORK = 1 << 21  # tokens times heads: of fewer the host takes longer for the folds than a GPU gains
-TOKENS = {"dplr": 2, "pair": 2}  # a token counts as so many: DPLR's is two of the delta rule
+TOKENS = {"dplr": 4, "pair": 2}  # a token counts as so many, by its work and its scratch
 CHUNK = 64  # a section has whole chunks, so that its tokens are grouped as in one call
 
 
