@@ -83,8 +83,7 @@ class _Problem:
         # the norm is that of the key before its preconditioner, so it is taken here
         self.q_given, self.k_given, self.qk_l2norm = q, k, qk_l2norm
         self.q, self.k = (l2norm(q), l2norm(k)) if qk_l2norm else (q, k)
-        self.by = call.real_of(self.given)
-        self.written = call.short(self.by * call.real_of(self.k))
+        self.written = call.scaled(self.given, self.k)
         self.call = call
 
 
@@ -381,7 +380,7 @@ def precond_gated_delta_rule_backward(
     call = p.call
     d_written = call.real_of(grads.dk)
     # the key that is written was m * k, and the key that predicts is k
-    dk, dq = call.real_of(grads.dx) + p.by * d_written, grads.dq
+    dk, dq = call.real_of(grads.dx) + call.real_of(p.given) * d_written, grads.dq
     if p.qk_l2norm:
         dq, dk = l2norm_backward(p.q_given, dq), l2norm_backward(p.k_given, dk)
     return PrecondGradients(
