@@ -370,8 +370,9 @@ class Call:
         den = found[..., :1].to(self.real)
         is_added, eps = self.options["normalize"] == "add", self.options["eps"]
         divisor = den + eps if is_added else den.clamp(min=eps)
-        d_num = do.to(self.real) / divisor
-        d_den = -(d_num * o.to(self.real)).sum(-1, keepdim=True)
+        inverse = 1 / divisor
+        d_num = torch.mul(do, inverse, out=torch.empty_like(do))  # one pass, and one rounding
+        d_den = -(do.to(self.real) * o).sum(-1, keepdim=True) * inverse
         if not is_added:
             d_den = torch.where(den <= eps, 0, d_den)
         wide = torch.nn.functional.pad(d_den, (0, COLUMNS - 1))
@@ -379,7 +380,7 @@ class Call:
         S, z = (None, None) if d_states is None else d_states
         z = None if z is None else torch.nn.functional.pad(z[..., None], (0, COLUMNS - 1))
         dS = segment_map_backward(
-            self.name, d_num.to(do.dtype), **arrays, **back, normalize=False, d_final_state=S
+            self.name, d_num, **arrays, **back, normalize=False, d_final_state=S
         )
         dz = segment_map_backward(
             self.name, wide.to(do.dtype), **ones, **back, normalize=False, d_final_state=z
