@@ -152,6 +152,14 @@ def parts_alone(op, device, rounds, T):
     return medians(lambda marks: turn(leaves, do, marks, call), device, rounds)
 
 
+def free(device):
+    """What the calls before have left."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        linattn.cuda.empty_cache()
+
+
 def parts_of_row(op, device, rounds, T):
     """The same, and a mark. If the row does not fit the memory, the time of a part of it is taken
     as often as there are parts."""
@@ -159,8 +167,7 @@ def parts_of_row(op, device, rounds, T):
         return parts_alone(op, device, rounds, T), ""
     except (torch.OutOfMemoryError, MemoryError):
         pass
-    torch.cuda.empty_cache()
-    linattn.cuda.empty_cache()
+    free(device)
     found = parts_alone(op, device, rounds, T // SHARED_BY)
     return [SHARED_BY * x for x in found], f" ({SHARED_BY} parts)"
 
@@ -247,6 +254,7 @@ def run_alone(rounds, tokens):
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=SHARED_BY)
     rows = []
     for op in KINDS:
+        free(device)
         alone, how = parts_of_row(op, device, min(rounds, 3), row)
         own = parts_shared(op, device, rounds, own_tokens)
         rate = sum(alone) * own_tokens / row / sum(own)

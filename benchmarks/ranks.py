@@ -15,7 +15,8 @@ and those of a multilayer perceptron, are shared by the ranks without an exchang
 
 The parts are milliseconds of an H200 between two events (32 heads, K = V = 128, bfloat16), as
 `python -m benchmarks distributed` measures them: on 2026-11-30, and those of 2^16 tokens that are
-not cut on 2026-11-29. They grow with the number of tokens.
+not cut on 2026-11-29. They grow with the number of tokens. The whole row of `rwkv6` and of
+`dplr_delta_rule` is four times a quarter of it.
 """
 
 import sys
@@ -48,37 +49,55 @@ ROW, LONG, SHORT = 1 << 20, 1 << 18, 1 << 16  # tokens
 CUT = SHORT  # a rank with fewer tokens does not cut them
 MEASURED = {
     "simple_gla": Measured(
-        (15.00, 70.68),
-        Parts(1.31, 3.27, 1.25, 16.80),
+        (15.00, 70.65),
+        Parts(1.38, 2.68, 1.29, 15.67),
         Parts(0.42, 0.74, 0.39, 3.85),
         Parts(0.33, 0.95, 0.31, 4.10),
     ),
     "gla": Measured(
-        (57.41, 136.23),
-        Parts(3.76, 8.63, 2.65, 29.92),
+        (57.38, 136.52),
+        Parts(3.81, 7.00, 2.69, 29.53),
         Parts(1.02, 1.73, 0.74, 7.24),
         Parts(0.92, 2.09, 0.65, 7.38),
     ),
     "gated_delta_rule": Measured(
-        (29.08, 118.62),
-        Parts(5.13, 5.47, 4.88, 24.16),
+        (28.83, 118.19),
+        Parts(5.62, 3.56, 5.76, 22.64),
         Parts(1.36, 0.99, 1.32, 5.33),
         Parts(1.15, 1.20, 1.46, 5.87),
     ),
     "kda": Measured(
-        (54.50, 1263.61),
-        Parts(10.37, 13.44, 11.23, 48.12),
+        (54.36, 212.72),
+        Parts(9.38, 10.30, 10.50, 44.00),
         Parts(2.44, 2.54, 2.44, 10.62),
         Parts(2.52, 3.29, 3.13, 12.79),
+    ),
+    "rwkv6": Measured(
+        (41.24, 138.45),
+        Parts(3.82, 7.57, 2.70, 30.83),
+        Parts(1.02, 1.88, 0.74, 7.52),
+        Parts(0.93, 2.29, 0.66, 7.68),
+    ),
+    "dplr_delta_rule": Measured(
+        (206.28, 668.64),
+        Parts(40.86, 45.62, 45.58, 130.59),
+        Parts(10.83, 11.37, 11.89, 32.42),
+        Parts(10.92, 12.87, 16.01, 40.73),
+    ),
+    "titans": Measured(
+        (188.39, 316.45),
+        Parts(45.71, 16.59, 15.43, 56.75),
+        Parts(11.41, 3.99, 3.85, 13.76),
+        Parts(15.22, 8.11, 5.68, 17.04),
     ),
 }
 # Milliseconds of two GPUs that share 2^17 tokens, forward and backward, one call at a time: the GPU
 # waits for the host.
-TWO = {"simple_gla": 8.94, "gla": 12.61, "gated_delta_rule": 11.28, "kda": 19.20}
+TWO = {"simple_gla": 8.15, "gla": 12.12, "gated_delta_rule": 9.87, "kda": 19.06}
 # Seconds of the host's calls of an exchange, forward and backward: of a rank that cuts its tokens,
 # fitted to TWO, and of one that does not, fitted to the same of 2^16 tokens (2026-11-29, on another
-# host: 5.03, 6.93, 6.08 and 10.91). On a third host they took half.
-HOST, HOST_SHORT = (1.9e-3, 2.5e-3), (0.75e-3, 1.65e-3)
+# host: 5.03, 6.93, 6.08 and 10.91).
+HOST, HOST_SHORT = (1.5e-3, 2.0e-3), (0.75e-3, 1.65e-3)
 NVLINK, NETWORK = 450e9, 50e9  # bytes a second one way: within a host; 400 Gb/s for each GPU
 NODE = 8  # GPUs of a host
 FLOPS = 600e12  # a second, of bfloat16 products of a layer
@@ -100,8 +119,9 @@ def exchange(op, ranks, backward=False):
     if ranks == 1:
         return 0
     kind = linattn.VARIANTS[op]
-    matrix = K * K if kind.rule == "delta" else K if kind.decay == "key" else 1
-    numbers = 2 * K * V + (0 if backward else matrix)
+    rows = 2 * K if kind.decay == "pair" else K
+    matrix = rows**2 if kind.rule in ("delta", "dplr") else K if kind.decay == "key" else 1
+    numbers = 2 * rows * V + (0 if backward else matrix)
     far = max(0, ranks - NODE) / ranks  # the part that leaves the host
     return 4 * HEADS * numbers * (far / NETWORK + (1 - far) / NVLINK)
 
@@ -180,7 +200,7 @@ def plot(path):
         axes.set_title(f"{T >> 20} Mi tokens" if T >> 20 else f"{T >> 10} Ki tokens", fontsize=10)
         axes.set_xscale("log", base=2)
         axes.set_xticks(RANKS, [str(ranks) for ranks in RANKS], fontsize=7)
-        axes.set_ylim(0, 150)
+        axes.set_ylim(0, 110)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("% of one GPU's rate, a GPU")
     panels[0].legend(fontsize=7, loc="lower left")
