@@ -267,10 +267,15 @@ class Arrays:
         """a x in the dtype of x, rounded once; a is an array that was checked, or a number."""
         recorded = is_recorded(a) or is_recorded(x)
         if not is_tensor(x) or x.dtype == self.real or recorded or is_traced(x):
-            return self.short(self.real_of(a) * self.real_of(x))
+            return self.short(self.real_of(a) * x)
         # One pass over memory, where PyTorch neither records the product nor fuses it.
-        factor = a.value if isinstance(a, _Number) else a
-        return self.xp.mul(x, factor, out=x.new_empty(x.shape))
+        return self.xp.mul(x, self.factor(a), out=x.new_empty(x.shape))
+
+    def factor(self, a: Any) -> Any:
+        """An array that was checked, or a number, beside an array in the dtype of the sums: their
+        product has that dtype. A copy of a in that dtype would be one more pass over memory, and
+        PyTorch would keep it."""
+        return a.value if isinstance(a, _Number) else a
 
     def short(self, x: Any) -> Any:
         """x in the dtype of the first array."""

@@ -423,15 +423,14 @@ def gdn2_backward(
     call = p.call
     d_written, dx = call.real_of(grads.dv), call.real_of(grads.dx)
     # x = b * k, of the key before or after its norm
-    wide = call.real_of(k)
-    dk = call.real_of(p.b_given) * dx
-    dk = call.real_of(grads.dk) + (l2norm_backward(wide, dk) if qk_l2norm else dk)
+    dk = call.factor(p.b_given) * dx
+    dk = grads.dk + (l2norm_backward(call.real_of(k), dk) if qk_l2norm else dk)
     return GDN2Gradients(
         dq=grads.dq,
         dk=call.short(dk),
-        dv=call.short(call.real_of(p.w_given) * d_written),
-        db=call.as_given(wide * p.norm() * dx, p.b_given),
-        dw=call.as_given(call.real_of(v) * d_written, p.w_given),
+        dv=call.short(call.factor(p.w_given) * d_written),
+        db=call.as_given(k * (p.norm() * dx), p.b_given),
+        dw=call.as_given(v * d_written, p.w_given),
         dg=grads.dg,
         d_initial_state=grads.d_initial_state,
     )

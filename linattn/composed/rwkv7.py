@@ -87,7 +87,7 @@ class _Problem:
         if a is None:
             raise TypeError("a: expected an array, got None")
         self.a = call.real_of(a)
-        self.x, self.y = kk, call.short(call.real_of(kk) * self.a)
+        self.x, self.y = kk, call.short(kk * self.a)
 
 
 def rwkv7(
@@ -396,8 +396,8 @@ def rwkv7_backward(
     da, db, dkk = -dx, grads.dy, None
     if p.kk is not None:  # x = kk, y = kk * a
         dy = call.real_of(grads.dy)
-        dkk = call.short(call.real_of(dx) + p.a * dy)
-        da, db = call.as_given(call.real_of(p.kk) * dy, p.a_given), None
+        dkk = call.short(dx + p.a * dy)
+        da, db = call.as_given(p.kk * dy, p.a_given), None
     return RWKV7Gradients(
         dr=grads.dq,
         dw=grads.dg,

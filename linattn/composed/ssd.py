@@ -154,15 +154,10 @@ class _Problem:
         """dt x, in the dtype of x."""
         return self.call.scaled(self.dt[..., None], self.call.like)
 
-    @property
-    def x(self) -> Any:
-        """x in the dtype of the sums, for D and for gradients."""
-        return self.call.real_of(self.call.like)
-
     def skipped(self, o: Any) -> Any:
         """o + D x, before the gate."""
         o = self.call.real_of(o)
-        return o if self.D is None else o + self.D * self.x
+        return o if self.D is None else o + self.D * self.call.like
 
     def finish(self, o: Any, skipped: bool) -> Any:
         """y from o, which has D x already if it is skipped."""
