@@ -14,9 +14,9 @@
 /* A turn has whole chunks, and enough of them that a call's own time counts for little. */
 enum { LEAST_OF_TURN = 2048, TURN_STEP = 64 };
 
-/* The tokens of a turn of all heads, if a q/k head of all tokens takes so many bytes; or 0, if heads
- * should be taken in turns. blocks: those that walk for one q/k head. From measured times of kda: a
- * third of the processors is enough for turns of heads (docs/decisions/0067). */
+/* The tokens of a turn of all heads, if a q/k head of all tokens takes so many bytes; or 0, if
+ * heads should be taken in turns. blocks: those that walk for one q/k head. From measured times of
+ * kda: a third of the processors is enough for turns of heads (docs/decisions/0067). */
 static int64_t tokens_of_turn(const call &c, const gradients &d, int64_t each, int64_t blocks,
                               int processors)
 {
