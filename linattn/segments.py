@@ -242,7 +242,7 @@ def core_call(function: Callable[..., Any], *arrays: Any, **arguments: Any) -> C
     try:
         function(*arrays, **arguments)
     except CoreCall as call:
-        return call
+        return call.with_traceback(None)  # which would keep the arrays of the function
     finally:
         ASKS.reset(token)
     raise AssertionError(f"{function.__name__} came to no pass of the core")

@@ -162,6 +162,22 @@ def test_batches(op, layout, ranks, rng, monkeypatch):
 # ---- other dtypes, by the acceptance rule ----
 
 
+@pytest.mark.parametrize("op", NORMALISED)
+def test_a_clamped_divisor_in_float16(op, ranks, rng):
+    """do / eps is no float16 number."""
+    lengths = [20, 1, 30, 16]
+    x, d = problem(op, rng, sum(lengths), dtype=np.float16, K=16, V=12, feature_map="relu2")
+    x["q"][:, 40] = -1
+    answers = ranks.run(len(lengths), on_rank, op, x, d, lengths, None)
+    o, states, gradients = assembled(answers, None)
+    _, _, wanted = one_process(op, x, d, lengths, None)
+    assert all(np.isfinite(y).all() for y in (o, *states))
+    for name, found in gradients.items():
+        for a, b in zip(found, wanted[name], strict=True):
+            b = b.detach().double().numpy()
+            assert np.abs(a.real - b).max() <= 1e-2 * np.abs(b).max(), name
+
+
 @pytest.mark.parametrize(
     "dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda x: np.dtype(x).name
 )

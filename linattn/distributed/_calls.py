@@ -41,7 +41,6 @@ _NOT_OPTIONS = ("cu_seqlens", "out")
 
 _PROBED: dict[Any, tuple[list[tuple[int, ...]], torch.dtype]] = {}
 _MOST_PROBED = 10_000
-COLUMNS = 8  # of values that are one number: as few as kernels in chunks take
 _SIMPLE = (type(None), bool, int, float, str)  # of options, whose repr is their value
 
 
@@ -284,13 +283,8 @@ class Call:
     @property
     def has_states_alone(self) -> bool:
         """Are there calls that make final states, and the gradient of an initial one, without all
-        else?"""
-        return self.kind is not None
-
-    @property
-    def is_normalised(self) -> bool:
-        """Then o has a divisor, and the gradient of the initial state depends on o."""
-        return bool(self.options.get("normalize"))
+        else? The gradient of a normalised call's depends on its divisors, which are wide."""
+        return self.kind is not None and not self.options.get("normalize")
 
     def _core_call(
         self, arrays: Mapping[str, Tensor], states: States | None, edges: Tensor | None
@@ -306,8 +300,6 @@ class Call:
         """The state after the tokens, and no o."""
         if self.system is not None:
             found = self._core_call(arrays, states, edges).states_alone()[1]
-        elif self.is_normalised:
-            found = self._normalised_states(arrays, states, edges)
         else:
             options = {**self.options, "cu_seqlens": edges}
             found = final_state(self.name, self._given(states), **arrays, **options)
@@ -335,57 +327,6 @@ class Call:
             with torch.no_grad():
                 found = initial_gradient(core_call(self.back, do.contiguous(), **arrays, **options))
         return self._states_of(found)
-
-    def _normalised_states(
-        self, arrays: Mapping[str, Tensor], states: States | None, edges: Tensor | None
-    ) -> States:
-        """S and z. The sum of keys z is a state that values of 1 make."""
-        options = {**self.options, "normalize": False, "cu_seqlens": edges}
-        S, z = (None, None) if states is None else states
-        first = final_state(self.name, S, **arrays, **options)
-        ones = {**arrays, "v": arrays["v"].new_ones(*arrays["v"].shape[:3], COLUMNS)}
-        keys = final_state(self.name, None, **ones, **options)[..., 0]
-        return first, keys if z is None else keys + z
-
-    def d_normalised_states(
-        self,
-        do: Tensor,
-        o: Tensor,
-        arrays: Mapping[str, Tensor],
-        states: States,
-        d_states: States | None,
-    ) -> States:
-        """The gradient of (S, z) before the tokens, whose output o is known.
-
-        Was o = num / divisor, where num and the denominator are linear in S and in z. So they have
-        the gradients do / divisor and -(o . do) / divisor, or no second one where the divisor is a
-        clamped denominator.
-        """
-        options = {**self.options, "normalize": False}
-        columns = (*do.shape[:3], COLUMNS)
-        ones = {**arrays, "v": arrays["v"].new_ones(columns)}
-        before = states[1][..., None].expand(*states[1].shape, COLUMNS).contiguous()
-        with torch.no_grad():
-            found, _ = self.forward(**ones, **options, initial_state=before)
-        den = found[..., :1].to(self.real)
-        is_added, eps = self.options["normalize"] == "add", self.options["eps"]
-        divisor = den + eps if is_added else den.clamp(min=eps)
-        inverse = 1 / divisor
-        d_num = torch.mul(do, inverse, out=torch.empty_like(do))  # one pass, and one rounding
-        d_den = -(do.to(self.real) * o).sum(-1, keepdim=True) * inverse
-        if not is_added:
-            d_den = torch.where(den <= eps, 0, d_den)
-        wide = torch.nn.functional.pad(d_den, (0, COLUMNS - 1))
-        back = {x: y for x, y in self.back_options.items() if x not in ("normalize", "eps")}
-        S, z = (None, None) if d_states is None else d_states
-        z = None if z is None else torch.nn.functional.pad(z[..., None], (0, COLUMNS - 1))
-        dS = segment_map_backward(
-            self.name, d_num, **arrays, **back, normalize=False, d_final_state=S
-        )
-        dz = segment_map_backward(
-            self.name, wide.to(do.dtype), **ones, **back, normalize=False, d_final_state=z
-        )
-        return dS, dz[..., 0]
 
     def zeros(self, n: int) -> States:
         """The state before n sequences."""
@@ -437,8 +378,7 @@ class Call:
     @property
     def has_sections(self) -> bool:
         """May a rank cut its own tokens?"""
-        linear = self.has_states_alone and not self.is_normalised
-        return linear and self.B == 1 and "mask" not in self.names
+        return self.has_states_alone and self.B == 1 and "mask" not in self.names
 
     def map(
         self, arrays: Mapping[str, Tensor], edges: Tensor | None = None
@@ -456,8 +396,6 @@ class Call:
 
     def _map_of_system(self, arrays: Mapping[str, Tensor], edges: Tensor | None) -> Any:
         """As the core has them. An op is its own system."""
-        if self.is_normalised:
-            return self._normalised_states(arrays, None, edges), None
         if self.system is None:
             return segment_map(self.name, **arrays, **self.options, cu_seqlens=edges)
         call = self._core_call(arrays, None, edges)

@@ -4,9 +4,9 @@ First comes what a rank gives to others, by calls that make states alone: its ma
 or in a backward pass the gradient of its initial state. The exchange follows. Then comes the call
 itself, from the state that arrived. So no rank waits for another one's call.
 
-Scans have no calls for states alone. There a sequence that begins on a rank is run before the
-exchange, which takes its final state, and a rank that a sequence passes walks over its tokens
-twice.
+Scans and normalised ops have no calls for states alone. There a sequence that begins on a rank is
+run before the exchange, which takes its final state, and a rank that a sequence passes walks over
+its tokens twice.
 """
 
 from __future__ import annotations
@@ -180,11 +180,8 @@ def _from_left(call: Call, context: Context, given: States | None, arrays: Array
     if head is not None:
         assert S_in is not None
         found.insert(0, call.run(head.of(call, arrays), call.as_states(S_in), head.edges))
-    o_of_head = None
-    if head is not None and call.is_normalised:
-        o_of_head = found[0][0]
     o, finals = _joined(found)
-    return o, finals, [S_in, M_kept, o_of_head]
+    return o, finals, [S_in, M_kept]
 
 
 def _from_left_back(
@@ -199,7 +196,7 @@ def _from_left_back(
     head, rest = _pieces(context, call.like.device)
     form = call.form(call.B)
     do, d_finals = _whole_gradients(call, context, gradients)
-    S_in, M_kept, o_of_head = kept
+    S_in, M_kept = kept
     found: list[Derivatives] = []
 
     def back(piece: _Piece, S: States | None, G: Tensor | None) -> Derivatives:
@@ -214,12 +211,9 @@ def _from_left_back(
         assert S_in is not None
         before = call.as_states(S_in)
         with record_function("linattn.distributed: gradient of the initial state"):
-            own, ends = head.of(call, arrays), head.states(d_finals)
-            assert ends is not None
-            if o_of_head is not None:
-                of_head = do[:, head.tokens], o_of_head
-                E = call.as_rows(call.d_normalised_states(*of_head, own, before, ends))
-            elif call.has_states_alone:
+            if call.has_states_alone:
+                own, ends = head.of(call, arrays), head.states(d_finals)
+                assert ends is not None
                 E = call.as_rows(call.d_initial_states(do[:, head.tokens], own, ends))
             else:
                 first = back(head, before, None)
@@ -241,12 +235,9 @@ def _from_left_back(
 
 
 def _kept_from_left(call: Call, context: Context, _: bool) -> list[_Kind | None]:
-    form, share, edges = call.form(call.B), context.share, context.local_edges
-    if not share.joins:
-        return [None, _M_kept(form, context), None]
-    tokens = call.T if share.parts == 1 or edges is None else edges[1]
-    o = _Kind((call.B, tokens, *call.o_shape[2:]), call.like.dtype) if call.is_normalised else None
-    return [_Kind((form.rows, form.K, form.V), form.dtype), _M_kept(form, context), o]
+    form = call.form(call.B)
+    S_in = _Kind((form.rows, form.K, form.V), form.dtype) if context.share.joins else None
+    return [S_in, _M_kept(form, context)]
 
 
 def _M_kept(form: Form, context: Context) -> _Kind | None:
