@@ -153,7 +153,7 @@ def parts_alone(op, device, rounds, T):
 
 
 def free(device):
-    """What the calls before have left."""
+    """Give back the memory of the calls before."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

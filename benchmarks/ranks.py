@@ -15,8 +15,8 @@ and those of a multilayer perceptron, are shared by the ranks without an exchang
 
 The parts are milliseconds of an H200 between two events (32 heads, K = V = 128, bfloat16), as
 `python -m benchmarks distributed` measures them: on 2026-11-30, and those of 2^16 tokens that are
-not cut on 2026-11-29. They grow with the number of tokens. The whole row of `rwkv6` and of
-`dplr_delta_rule` is four times a quarter of it.
+not cut on 2026-11-29 (of rwkv6, DPLR and titans on 2026-11-30). They grow with the number of
+tokens. The whole row of `rwkv6` and of `dplr_delta_rule` is four times a quarter of it.
 """
 
 import sys
@@ -46,7 +46,7 @@ class Measured(NamedTuple):
 
 
 ROW, LONG, SHORT = 1 << 20, 1 << 18, 1 << 16  # tokens
-CUT = SHORT  # a rank with fewer tokens does not cut them
+CUT = SHORT  # a rank with fewer tokens does not cut them; DPLR and titans are counted so, too
 MEASURED = {
     "simple_gla": Measured(
         (15.00, 70.65),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn import ops
+from linattn import _linattn, ops
 from linattn.features import held, is_recorded, is_tensor, is_traced, library_of, shape_of
 from linattn.ops import _padding
 from linattn.ops._core import ASKS, CoreCall, Gradients
@@ -233,6 +233,7 @@ def final_state(op: str, state: Any, *arrays: Any, **arguments: Any) -> Any:
 
 def initial_gradient(call: CoreCall) -> Any:
     """The gradient of the initial state of a backward pass."""
+    assert call.core is _linattn.backward, "a system calls its backward pass first"
     return Gradients(*call.states_alone()).d_initial_state
 
 

@@ -12,6 +12,7 @@ from support.gpu import (
     gpu_problem,
     heads_of,
     judge,
+    kernels_of,
     kinds,
     needs_gpu,
     ops,
@@ -406,9 +407,11 @@ def test_gradients_in_turns_of_tokens(op, given):
         del small["initial_state"], small["d_final_state"]
     x = heads_of(small, heads)
     back = getattr(linattn, f"{op}_backward")
-    walks = kernels_of(lambda: back(**x)).count("chunks_both_ways")
+    found = kernels_of(lambda: back(**x))
+    walks = found.count("chunks_both_ways")
     assert walks > 2
     assert walks < heads  # turns of heads
+    assert "chunks_forward" in found  # of the states before the turns; turns of heads have none
     want, got = run(op, small, "backward"), run(op, x, "backward")
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
@@ -418,11 +421,12 @@ def test_gradients_in_turns_of_tokens(op, given):
     torch.cuda.empty_cache()
     linattn.cuda.empty_cache()
     alone = {name: y for name, y in x.items() if name not in ("do", "initial_state")}
-    dS = linattn.segment_map_backward(op, x["do"], **alone)
-    if given:
-        wanted = back(**x).d_initial_state
-        for a, b in zip(leaves(dS), leaves(wanted), strict=True):
-            assert distance(a, b) < APART["bfloat16"]
+    dS = leaves(linattn.segment_map_backward(op, x["do"], **alone))
+    if not given:
+        zeros = tuple(map(torch.zeros_like, dS))
+        x["initial_state"] = zeros if op in PAIR_DECAY else zeros[0]
+    for a, b in zip(dS, leaves(back(**x).d_initial_state), strict=True):
+        assert distance(a, b) < APART["bfloat16"]
     linattn.cuda.empty_cache()
 
 
@@ -453,14 +457,6 @@ def test_a_forward_pass_in_turns(op):
             distant = distance(a.narrow(axis, head, 1), b)  # few heads go in other segments
             assert distant < APART["bfloat16"]
     linattn.cuda.empty_cache()
-
-
-def kernels_of(call):
-    """The names of the kernels, each as often as it ran."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    return " ".join(event.name for event in seen.events())
 
 
 def test_gradients_of_more_elements_than_an_int_counts():

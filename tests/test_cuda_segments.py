@@ -6,7 +6,7 @@ walk to the ends of segments, and the adjoint goes backwards without what it wou
 import numpy as np
 import pytest
 from support.compare import assert_same_bits, leaves, over_arrays
-from support.gpu import APART, DTYPES, distance, gpu_problem, needs_gpu, needs_keys, ops
+from support.gpu import APART, DTYPES, distance, gpu_problem, kernels_of, needs_gpu, needs_keys, ops
 from support.shared_rows import system_problem
 from support.tensors import to_tensor, torch
 from support.variants import GATED, PAIR_DECAY, PREDICTS, ops_with
@@ -204,9 +204,9 @@ def test_systems(system, T):
     wide = {row.initial, "g", "dt", "A", "D", "dt_bias"} | ({"w"} if system == "rwkv7" else set())
 
     def there(name, y):
-        kept = name in wide or not hasattr(y, "ndim")
-        return y if not hasattr(y, "ndim") else to_tensor(y).cuda().to(
-            torch.float32 if kept else torch.bfloat16)  # fmt: skip
+        if not hasattr(y, "ndim"):
+            return y
+        return to_tensor(y).to("cuda", torch.float32 if name in wide else torch.bfloat16)
 
     x = {name: there(name, y) for name, y in given.items()}
     do, G = there("do", d["do"]), there(row.initial, d["d_final_state"])
@@ -252,13 +252,6 @@ def test_states_in_the_other_layout(op):
     dS = linattn.segment_map_backward(op, do, **x, d_final_state=G)
     got = linattn.segment_map_backward(op, do, **x, d_final_state=turned(G), state_v_first=True)
     assert_same_bits(turned(got), dS)
-
-
-def kernels_of(call):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        call()
-        torch.cuda.synchronize()
-    return " ".join(event.key for event in seen.key_averages())
 
 
 @ops

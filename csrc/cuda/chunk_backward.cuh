@@ -478,9 +478,8 @@ static cudaError_t launch_chunk_backward(const call &c, const gradients &d, cuda
     const int64_t each = lay_out<KP, DECAY, RULE>(some, d_some, NULL, &x);
     bool cuts = false; /* then few heads have blocks enough */
     if constexpr (cuts_both_ways<KP, DECAY, RULE>) cuts = can_cut<KP, DECAY, RULE>(c, on);
-    const int64_t directions = c.states_only ? 1 : 2,
-                  blocks = directions * c.N * (c.HV / c.H) * div_up(c.V, PANEL),
-                  tokens = cuts ? 0 : tokens_of_turn(c, d, each, blocks, on.processors);
+    static_assert((int)WALK_COLUMNS == (int)PANEL, "");
+    const int64_t tokens = cuts ? 0 : tokens_of_turn(c, d, each, on.processors);
     if (tokens) {
         error = in_turns_of_tokens(
             c, d, tokens, states_of<DECAY>, pool, stream,

@@ -276,15 +276,16 @@ cudaError_t dplr_gradients_in_chunks(const call &c, const gradients &d, backward
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) return error;
-    const int64_t blocks = (c.states_only ? 1 : 2) * (int64_t)c.N * (c.HV / c.H) * div_up(c.V, 64),
-                  tokens = tokens_of_turn(c, d, one.bytes, blocks, processors);
-    if (tokens)
-        return in_turns_of_tokens(
+    const int64_t tokens = tokens_of_turn(c, d, one.bytes, processors);
+    if (tokens) {
+        error = in_turns_of_tokens(
             c, d, tokens, 1, pool, stream,
             [&](const call &some) { return dplr_in_chunks(some, forward, pool, stream); },
             [&](const call &some, const gradients &of) {
                 return dplr_gradients_in_chunks(some, of, delta, forward, pool, stream);
             });
+        if (error != cudaErrorNotSupported) return error;
+    }
     return in_turns(c, one.bytes, pool, stream, [&](int h, int n, char *room) {
         pairs_of_tokens x(some_heads(c, h, n), room);
         gradients d_some = some_of(h, n);

@@ -318,9 +318,9 @@ static inline void narrow(call *c, int h, int n)
     c->HV = n * group;
 }
 
-/* The bytes of scratch that a launch may take. If it needs more, it computes some heads at a time.
- * This holds gradients of 96 heads of 16384 tokens, or of 4 heads of 2^18 tokens: enough blocks for
- * every processor. */
+/* The bytes of scratch that a launch may take. If it needs more, it computes some heads at a time,
+ * or some tokens (token_turns.cuh). This holds gradients of 96 heads of 16384 tokens, or of 4 heads
+ * of 2^18 tokens. */
 static const int64_t MOST_SCRATCH = (int64_t)4 << 30;
 
 /* The number of q/k heads in a turn, if each head takes so many bytes: at least one head, and about

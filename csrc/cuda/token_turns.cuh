@@ -1,32 +1,34 @@
 /* Gradients of long rows in turns of tokens, from the last turn to the first.
  *
- * The scratch of a call is bounded. So a call of long rows takes some heads at a time, and where it
- * takes few of them, most processors wait for their walks. A turn of tokens has all heads. First
- * come the states before all turns, by calls for states alone from left to right. Then each turn is
- * a call of its own: its initial state is one of these, and the gradient of its final state comes
- * from the turn behind it. The numbers between two turns are those that a walk has in registers. */
+ * The scratch of a call is bounded. So a call of long rows takes some heads at a time. If these are
+ * few, most processors wait for their walks. A turn of tokens has all heads. First come the states
+ * before all turns, by calls for states alone from left to right. Then each turn is a call of its
+ * own: its initial state is one of these, and the gradient of its final state comes from the turn
+ * behind it. The numbers between two turns are those that a walk has in registers. */
 #ifndef LINATTN_CUDA_TOKEN_TURNS_CUH
 #define LINATTN_CUDA_TOKEN_TURNS_CUH
 
 #include "launch.cuh"
 #include "load.cuh"
 
-/* A turn has whole chunks, and enough of them that a call's own time counts for little. */
-enum { LEAST_OF_TURN = 2048, TURN_STEP = 64 };
+/* A turn has whole chunks. Where fewer tokens fit, a turn takes its heads in turns: with fewer
+ * tokens the calls' own times would count. A block walks WALK_COLUMNS columns of values. */
+enum { LEAST_FIT = 2048, TURN_STEP = 64, WALK_COLUMNS = 64 };
 
-/* The tokens of a turn of all heads, if a q/k head of all tokens takes so many bytes; or 0, if
- * heads should be taken in turns. blocks: those that walk for one q/k head. From measured times of
- * kda: a third of the processors is enough for turns of heads (docs/decisions/0067). */
-static int64_t tokens_of_turn(const call &c, const gradients &d, int64_t each, int64_t blocks,
-                              int processors)
+/* The tokens of a turn of all heads, if a q/k head of all tokens takes `each` bytes; or 0, if heads
+ * should be taken in turns. From measured times of kda: blocks for a third of the processors are
+ * enough for turns of heads (docs/decisions/0067). */
+static int64_t tokens_of_turn(const call &c, const gradients &d, int64_t each, int processors)
 {
     const int heads = heads_at_once(c, each);
+    const int64_t directions = c.states_only ? 1 : 2, /* blocks: of a q/k head */
+                  blocks = directions * c.N * (c.HV / c.H) * div_up(c.V, WALK_COLUMNS);
     const bool some_gradient_is_a_sum = d.per_head || d[LA_DU].data;
     if (heads == c.H || 3 * heads * blocks > processors || c.x[LA_CU].data || !c.causal ||
         c.normaliser != LA_UNNORMALISED || d.range || (some_gradient_is_a_sum && !c.states_only))
         return 0;
-    const int64_t fit = MOST_SCRATCH / (each / c.T + 1) / c.H,
-                  turns = div_up(c.T, max(fit, (int64_t)LEAST_OF_TURN));
+    const int64_t fit = MOST_SCRATCH / (each / c.T + 1) / c.H / TURN_STEP * TURN_STEP,
+                  turns = div_up(c.T, max(fit, (int64_t)LEAST_FIT));
     return turns > 1 ? div_up(div_up(c.T, turns), TURN_STEP) * TURN_STEP : 0;
 }
 
@@ -41,7 +43,8 @@ static void take_tokens(call *c, gradients *d, int64_t t, int64_t n)
 }
 
 /* forward(call) makes its final state alone, and backward(call, gradients) is a backward pass.
- * states: of a sequence, two of a pair. cudaErrorNotSupported: no gradient has been written. */
+ * states: of a sequence, two of a pair. After cudaErrorNotSupported gradients of some turns may
+ * have been written: the caller's next way writes all of them. */
 template <typename F, typename B>
 static cudaError_t in_turns_of_tokens(const call &c, const gradients &d, int64_t tokens, int states,
                                       cudaMemPool_t pool, cudaStream_t stream, F forward,

@@ -272,9 +272,9 @@ class Arrays:
         return self.xp.mul(x, self.factor(a), out=x.new_empty(x.shape))
 
     def factor(self, a: Any) -> Any:
-        """An array that was checked, or a number, beside an array in the dtype of the sums: their
-        product has that dtype. A copy of a in that dtype would be one more pass over memory, and
-        PyTorch would keep it."""
+        """An array that was checked, or a number, beside an array in the dtype of the sums. The
+        library multiplies in the wider of both dtypes. A copy of a in the dtype of the sums would
+        be one more pass over memory, and PyTorch would keep it."""
         return a.value if isinstance(a, _Number) else a
 
     def short(self, x: Any) -> Any:

@@ -500,6 +500,7 @@ def ssd_backward(
         dy_wide = call.real_of(dy)
         do = dy_wide * silu(p.z)
     with called(_NAMES, x):
+        # first, so that linattn.segments finds this pass
         grads = simple_gla_backward(
             call.short(do), p.C, p.B, p.v, p.g, d_final_state=d_final_states, **options
         )

@@ -85,7 +85,7 @@ class Call:
         self.name, self.row = name, VARIANTS.get(name)
         self.forward, self.back = getattr(linattn, name), getattr(linattn, f"{name}_backward")
         self.system = SYSTEMS.get(name)
-        #: Of the op, or of the op under a system. A scan has none.
+        # the row of an op, and a system's is that of the op under it; a scan has none
         self.kind = self.row if self.system is None else VARIANTS[self.system.op]
         self.initial, self.final = names_of_states(name)
         aside = (self.initial, self.final, *_NOT_OPTIONS)
@@ -289,20 +289,17 @@ class Call:
     def _core_call(
         self, arrays: Mapping[str, Tensor], states: States | None, edges: Tensor | None
     ) -> CoreCall:
-        """What a system calls."""
+        """The pass of the core that a call comes to."""
         named = {self.initial: self._given(states), self.final: True, "cu_seqlens": edges}
         with torch.no_grad():
             return core_call(self.forward, **arrays, **self.options, **named)
 
-    def final_states(
-        self, arrays: Mapping[str, Tensor], states: States | None, edges: Tensor | None = None
-    ) -> States:
+    def final_states(self, arrays: Mapping[str, Tensor], states: States | None) -> States:
         """The state after the tokens, and no o."""
         if self.system is not None:
-            found = self._core_call(arrays, states, edges).states_alone()[1]
+            found = self._core_call(arrays, states, None).states_alone()[1]
         else:
-            options = {**self.options, "cu_seqlens": edges}
-            found = final_state(self.name, self._given(states), **arrays, **options)
+            found = final_state(self.name, self._given(states), **arrays, **self.options)
         note("final state")
         return self._states_of(found)
 
@@ -395,7 +392,7 @@ class Call:
         return self.as_rows(self._states_of(X)), M
 
     def _map_of_system(self, arrays: Mapping[str, Tensor], edges: Tensor | None) -> Any:
-        """As the core has them. An op is its own system."""
+        """The same of an op or a system, in the layout of the core."""
         if self.system is None:
             return segment_map(self.name, **arrays, **self.options, cu_seqlens=edges)
         call = self._core_call(arrays, None, edges)

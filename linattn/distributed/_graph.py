@@ -108,12 +108,8 @@ class _Heard:
 
 
 def _own(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """An operator returns no argument, no tensor twice, and contiguous ones, as its fake does."""
-    own: list[Tensor] = []
-    for i, x in enumerate(made):
-        is_there = any(x is y for y in (*given, *made[:i]))
-        own.append(x.clone() if is_there else x.contiguous())
-    return own
+    """An operator returns no argument, and contiguous tensors, as its fake does."""
+    return [x.clone() if any(x is y for y in given) else x.contiguous() for x in made]
 
 
 def _of_all(like: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -123,8 +119,8 @@ def _of_all(like: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _held(call: Call, context: Context, given: Sequence[Tensor], tensors: Sequence[Tensor]) -> Kept:
     """The way back, of what a call keeps for its gradients."""
-    kinds = _ways.kinds_kept(call, context, bool(given))
-    return [None if kind is None else x for x, kind in zip(tensors, kinds, strict=True)]
+    shapes = _ways.shapes_kept(call, context, bool(given))
+    return [None if shape is None else x for x, shape in zip(tensors, shapes, strict=True)]
 
 
 # ---- the operators ----
@@ -154,9 +150,8 @@ def _(
     count = call.B if context.edges is None else context.share.parts
     like = call.like
     fakes = [like.new_empty(1), like.new_empty(call.o_shape), *call.zeros(count)]
-    for kind in _ways.kinds_kept(call, context, bool(given)):
-        shape, dtype = ((0,), like.dtype) if kind is None else kind
-        fakes.append(like.new_empty(shape, dtype=dtype))
+    for shape in _ways.shapes_kept(call, context, bool(given)):
+        fakes.append(like.new_empty(shape or (0,), dtype=call.real if shape else None))
     return fakes
 
 

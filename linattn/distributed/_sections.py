@@ -68,7 +68,7 @@ def lengths_of(call: Call) -> tuple[int, ...]:
         return (call.T,)
     whole = math.lcm(CHUNK, call.options.get("batch", 1))
     tokens = call.T * call.writes * max(TOKENS.get(x, 1) for x in (kind.rule, kind.decay))
-    count = min(max(HEADS // heads, tokens // LONG), MOST)
+    count = min(max(HEADS // heads, -(-tokens // LONG)), MOST)
     if count < 2 or call.T <= whole or tokens * heads < WORK:
         return (call.T,)
     length = -(-call.T // (count * whole)) * whole

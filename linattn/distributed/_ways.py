@@ -29,21 +29,14 @@ from linattn.distributed._sections import (
     whole_map,
 )
 
-__all__ = ["Kept", "backward", "forward", "kinds_kept"]
+__all__ = ["Kept", "backward", "forward", "shapes_kept"]
 
 Arrays = Mapping[str, Tensor]
 Kept = list[Tensor | None]  # what a backward pass needs beside the arrays and the states given
 
 
-class _Kind(NamedTuple):
-    """Of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Way(NamedTuple):
-    """A forward pass, its backward pass, and the kinds of what it keeps, None for nothing."""
+    """A forward pass, its backward pass, and the shapes of what it keeps, None for nothing."""
 
     forward: Any  # of (call, context, given, arrays): o, the final states, Kept
     backward: Any  # of (call, context, gradients, given, arrays, Kept): those of given, of arrays
@@ -234,18 +227,17 @@ def _from_left_back(
     return d_given, _summed(call, found)
 
 
-def _kept_from_left(call: Call, context: Context, _: bool) -> list[_Kind | None]:
+def _kept_from_left(call: Call, context: Context, _: bool) -> list[tuple[int, ...] | None]:
     form = call.form(call.B)
-    S_in = _Kind((form.rows, form.K, form.V), form.dtype) if context.share.joins else None
-    return [S_in, _M_kept(form, context)]
+    return [(form.rows, form.K, form.V) if context.share.joins else None, _M_kept(form, context)]
 
 
-def _M_kept(form: Form, context: Context) -> _Kind | None:
-    """What an exchange keeps."""
+def _M_kept(form: Form, context: Context) -> tuple[int, ...] | None:
+    """The shape of what an exchange keeps."""
     passing = sum(share.passes for share in context.shares)
     if not passing or not form.transition:
         return None
-    return _Kind((passing, owned(context, form), *form.transition), form.dtype)
+    return passing, owned(context, form), *form.transition
 
 
 # ---- causal calls whose tokens each rank cuts into sections (_sections.py) ----
@@ -306,10 +298,13 @@ def _as(x: Tensor | None, form: Form) -> Tensor | None:
     return None if x is None else x.to(form.dtype)
 
 
-def _kept_in_sections(call: Call, context: Context, _: bool) -> list[_Kind | None]:
+def _kept_in_sections(call: Call, context: Context, _: bool) -> list[tuple[int, ...] | None]:
     count, form = len(lengths_of(call)), call.form(call.B)
-    M = _Kind((count, form.rows, *form.transition), form.dtype) if form.transition else None
-    return [_Kind((count * form.rows, form.K, form.V), form.dtype), _M_kept(form, context), M]
+    return [
+        (count * form.rows, form.K, form.V),
+        _M_kept(form, context),
+        (count, form.rows, *form.transition) if form.transition else None,
+    ]
 
 
 # ---- calls whose tokens read all tokens of their sequence: sums without a decay, which arrive from
@@ -380,12 +375,14 @@ def _from_both_sides_back(
     return d_given, _summed(call, [found])
 
 
-def _kept_from_both_sides(call: Call, context: Context, has_given: bool) -> list[_Kind | None]:
+def _kept_from_both_sides(
+    call: Call, context: Context, has_given: bool
+) -> list[tuple[int, ...] | None]:
     share = context.share
     if not (share.joins or share.goes_on or has_given):
         return []
     count = call.B if context.edges is None else share.parts
-    return [_Kind((count, *shape), call.real) for shape in call.shapes]
+    return [(count, *shape) for shape in call.shapes]
 
 
 # ---- either ----
@@ -431,7 +428,7 @@ def backward(
     return [*of_given, *of_arrays]
 
 
-def kinds_kept(call: Call, context: Context, has_given: bool) -> list[_Kind | None]:
+def shapes_kept(call: Call, context: Context, has_given: bool) -> list[tuple[int, ...] | None]:
     """Of what `forward` keeps, None where it keeps nothing."""
-    kinds: list[_Kind | None] = _way_of(call, context).kept(call, context, has_given)
-    return kinds
+    shapes: list[tuple[int, ...] | None] = _way_of(call, context).kept(call, context, has_given)
+    return shapes

@@ -159,8 +159,8 @@ def other_ways(x: object) -> Ways | None:
 
 
 class CoreCall(Exception):
-    """A pass of the core that an op, or a system, wanted to call. linattn/segments.py calls it, for
-    states alone. It is an exception, so that it ends the function, which wants o or gradients.
+    """A pass of the core that an op or a system would call. linattn/segments.py calls it, for
+    states alone. It is an exception, so that it ends the function, which would go on with outputs.
     """
 
     def __init__(self, core: Callable[..., Any], op: str, *qkv: Any, **arguments: Any) -> None:
@@ -170,7 +170,7 @@ class CoreCall(Exception):
         self._context = copy_context()  # it has the names for warnings
 
     def states_alone(self, **more: Any) -> tuple[Any, ...]:
-        """What the core returns without o, and without gradients but that of the first state."""
+        """The core's results without o, and without gradients but that of the first state."""
         arguments = self.arguments | more
         found: tuple[Any, ...] = self._context.run(
             self.core, self.op, **arguments, states_only=True

@@ -5,7 +5,7 @@ import pytest
 
 from linattn import _linattn
 from support.compare import assert_same_bits
-from support.gpu import APART, distance, gpu_problem, run
+from support.gpu import APART, distance, gpu_problem, kernels_of, run
 from support.tensors import torch
 
 
@@ -13,10 +13,7 @@ def assert_kernels(op, x, names, pass_="forward"):
     """On Hopper these kernels take the call."""
     if torch.cuda.get_device_capability() != (9, 0) or "90a" not in _linattn.CUDA_ARCHS:
         pytest.skip("only on Hopper")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        run(op, x, pass_)
-        torch.cuda.synchronize()
-    found = " ".join(event.key for event in seen.key_averages())
+    found = kernels_of(lambda: run(op, x, pass_))
     assert [name for name in names if name not in found] == []
 
 

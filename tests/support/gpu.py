@@ -69,6 +69,14 @@ def run(op, x, pass_="forward", **options):
     return leaves(getattr(linattn, op)(**x, output_final_state=True, **options))
 
 
+def kernels_of(call):
+    """The names of the kernels, each as often as it ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return " ".join(event.name for event in seen.events())
+
+
 # If each of two results meets the rule, they are at most twice its bound apart.
 APART = {dtype: 2 * bound for dtype, bound in testing.RMS_BOUND.items()}
 APART["tf32"] = 2 * testing.RMS_BOUND_TF32
