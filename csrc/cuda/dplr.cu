@@ -11,7 +11,7 @@
 #include "load.cuh"
 #include "token_turns.cuh"
 
-enum { MOST_MOVES = 12, MOVE_THREADS = 256 };
+enum { MOST_MOVES = 12, MOVE_THREADS = 256, TOKENS_AT_ONCE = 8 };
 
 /* Rows [B, T, heads] of one array go to another. Without `from` each number is `fill`. */
 struct row_move {
@@ -26,31 +26,42 @@ struct row_moves {
     row_move move[MOST_MOVES];
 };
 
-/* A thread has 16 bytes of a row. The blocks of the moves take turns. */
+/* A thread has 16 bytes of a row, of each of TOKENS_AT_ONCE tokens: it finds its place once, and
+ * its loads overlap. The blocks of the moves take turns. */
 static __global__ void __launch_bounds__(MOVE_THREADS)
     move_rows(const __grid_constant__ row_moves m)
 {
     const row_move &x = m.move[blockIdx.x % m.count];
     const int of_piece = 16 / x.size, pieces = (x.columns + of_piece - 1) / of_piece;
+    const int of_token = x.heads * pieces, of_row = (m.T + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE;
     const int64_t i = (int64_t)(blockIdx.x / m.count) * MOVE_THREADS + threadIdx.x;
-    const int64_t row = i / pieces, token = row / x.heads;
-    const int column = (int)(i % pieces) * of_piece, h = (int)(row % x.heads);
-    const int there = min(of_piece, x.columns - column);
-    const int b = (int)(token / m.T), t = (int)(token % m.T);
+    const int place = (int)(i % of_token), group = (int)(i / of_token);
+    const int h = place / pieces, column = place % pieces * of_piece;
+    const int b = group / of_row, t = group % of_row * TOKENS_AT_ONCE;
     if (b >= m.B) return;
+    const int tokens = min(TOKENS_AT_ONCE, m.T - t);
     char *const to = at(x.to, b, t, h, column);
     const char *const from = x.from.data ? at(x.from, b, t, h, column) : NULL;
-    const int64_t to_step = x.to.stride[3] * x.size, from_step = x.from.stride[3] * x.size;
+    const int64_t to_next = x.to.stride[1] * x.size, from_next = x.from.stride[1] * x.size;
     if (x.pieces) {
-        const uint64_t two = x.fill;
-        *(uint4 *)to = from ? *(const uint4 *)from
-                            : make_uint4((uint32_t)two, (uint32_t)(two >> 32), (uint32_t)two,
-                                         (uint32_t)(two >> 32));
+        const uint32_t low = (uint32_t)x.fill, high = (uint32_t)(x.fill >> 32);
+        uint4 rows[TOKENS_AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < TOKENS_AT_ONCE; j++)
+            rows[j] = from && j < tokens ? *(const uint4 *)(from + j * from_next)
+                                         : make_uint4(low, high, low, high);
+#pragma unroll
+        for (int j = 0; j < TOKENS_AT_ONCE; j++)
+            if (j < tokens) *(uint4 *)(to + j * to_next) = rows[j];
         return;
     }
-    for (int j = 0; j < there; j++) {
-        char *const one = to + j * to_step;
-        const char *const y = from ? from + j * from_step : (const char *)&x.fill;
+    const int64_t to_step = x.to.stride[3] * x.size, from_step = x.from.stride[3] * x.size;
+    const int there = min(of_piece, x.columns - column);
+    for (int j = 0; j < tokens * there; j++) {
+        const int token = j / there, e = j % there;
+        char *const one = to + token * to_next + e * to_step;
+        const char *const y =
+            from ? from + token * from_next + e * from_step : (const char *)&x.fill;
         if (x.size == 8)
             *(uint64_t *)one = *(const uint64_t *)y;
         else if (x.size == 4)
@@ -86,12 +97,12 @@ struct pairs_of_tokens {
     call c;           /* as the caller gave it */
     char *room;       /* NULL: only count */
     int64_t bytes;    /* of the room */
-    row_moves before, after;
+    row_moves fills, before, after;
 
-    pairs_of_tokens(const call &given, char *at) : c(given), room(at), bytes(0), before{}, after{}
+    pairs_of_tokens(const call &given, char *at)
+        : c(given), room(at), bytes(0), fills{}, before{}, after{}
     {
-        before.B = after.B = c.B;
-        before.T = after.T = c.T;
+        for (row_moves *x : {&fills, &before, &after}) x->B = c.B, x->T = c.T;
     }
     char *take(int64_t n)
     {
@@ -129,8 +140,8 @@ struct pairs_of_tokens {
                      uint64_t fill = 0)
     {
         const view to = array(heads, columns, (first.data ? first : second).dtype);
-        move(before, first, half(to, 0), heads, columns, fill);
-        move(before, second, half(to, 1), heads, columns, fill);
+        move(first.data ? before : fills, first, half(to, 0), heads, columns, fill);
+        move(second.data ? before : fills, second, half(to, 1), heads, columns, fill);
         return to;
     }
     /* An array whose rows of first and second tokens go to these at last. */
@@ -169,16 +180,23 @@ struct pairs_of_tokens {
         int64_t most = 0;
         for (int i = 0; i < moves.count; i++) {
             const row_move &x = moves.move[i];
-            most = max(most, (int64_t)c.B * c.T * x.heads * div_up(x.columns, 16 / x.size));
+            most = max(most, c.B * div_up(c.T, TOKENS_AT_ONCE) * x.heads *
+                                 div_up(x.columns, 16 / x.size));
         }
         return launch(move_rows, moves.count * div_up(most, MOVE_THREADS), MOVE_THREADS, 0, stream,
                       moves);
     }
-    /* run, between the moves. x: the call of pairs. */
-    template <typename F> cudaError_t around(const call &x, cudaStream_t stream, F run) const
+    /* run, between the moves. x: the call of pairs. filled: the call before had the same room and
+     * as many heads, so that what no token changes is there. */
+    template <typename F>
+    cudaError_t around(const call &x, bool filled, cudaStream_t stream, F run) const
     {
-        cudaError_t error = launch(begin_pairs, 1, 256, 0, stream, c, (int *)x.x[LA_CU].data,
-                                   (float *)x.x[LA_BETA].data);
+        cudaError_t error = cudaSuccess;
+        if (!filled) {
+            error = launch(begin_pairs, 1, 256, 0, stream, c, (int *)x.x[LA_CU].data,
+                           (float *)x.x[LA_BETA].data);
+            if (error == cudaSuccess) error = launch_moves(fills, stream);
+        }
         if (error == cudaSuccess) error = launch_moves(before, stream);
         if (error == cudaSuccess) error = run();
         if (error == cudaSuccess) error = launch_moves(after, stream);
@@ -188,7 +206,8 @@ struct pairs_of_tokens {
 
 } // namespace
 
-/* turn(first head, heads, room) for as many heads at once as fit; each: the bytes of one. */
+/* turn(first head, heads, filled, room) for as many heads at once as fit; each: the bytes of one.
+ * filled: see `around`. */
 template <typename F>
 static cudaError_t in_turns(const call &c, int64_t each, cudaMemPool_t pool, cudaStream_t stream,
                             F turn)
@@ -197,7 +216,7 @@ static cudaError_t in_turns(const call &c, int64_t each, cudaMemPool_t pool, cud
     char *room = NULL;
     cudaError_t error = cudaMallocFromPoolAsync((void **)&room, each * heads, pool, stream);
     for (int h = 0; h < c.H && error == cudaSuccess; h += heads)
-        error = turn(h, min(heads, c.H - h), room);
+        error = turn(h, min(heads, c.H - h), h > 0 && c.H - h >= heads, room);
     const cudaError_t freed = room ? cudaFreeAsync(room, stream) : cudaSuccess;
     return error == cudaSuccess ? freed : error;
 }
@@ -230,10 +249,10 @@ cudaError_t dplr_in_chunks(const call &c, chunk_launcher delta, cudaMemPool_t po
     };
     pairs_of_tokens one(some_heads(c, 0, 1), NULL);
     lay_out(one);
-    return in_turns(c, one.bytes, pool, stream, [&](int h, int n, char *room) {
+    return in_turns(c, one.bytes, pool, stream, [&](int h, int n, bool filled, char *room) {
         pairs_of_tokens x(some_heads(c, h, n), room);
         const call pairs = lay_out(x);
-        return x.around(pairs, stream, [&] { return delta(pairs, pool, stream); });
+        return x.around(pairs, filled, stream, [&] { return delta(pairs, pool, stream); });
     });
 }
 
@@ -286,10 +305,10 @@ cudaError_t dplr_gradients_in_chunks(const call &c, const gradients &d, backward
             });
         if (error != cudaErrorNotSupported) return error;
     }
-    return in_turns(c, one.bytes, pool, stream, [&](int h, int n, char *room) {
+    return in_turns(c, one.bytes, pool, stream, [&](int h, int n, bool filled, char *room) {
         pairs_of_tokens x(some_heads(c, h, n), room);
         gradients d_some = some_of(h, n);
         const call pairs = lay_out(x, d_some);
-        return x.around(pairs, stream, [&] { return delta(pairs, d_some, pool, stream); });
+        return x.around(pairs, filled, stream, [&] { return delta(pairs, d_some, pool, stream); });
     });
 }
