@@ -394,30 +394,38 @@ def test_gradients_in_turns(op, group):
     linattn.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("given", [True, False])
+def one_of(x, T, row, head):
+    """A row and a head of arrays [B,T,H,.] and of states [B,H,.,.]."""
+    return over_arrays(
+        lambda a: a[row : row + 1].narrow(2 if a.shape[1] == T else 1, head, 1).contiguous(), x
+    )
+
+
+@pytest.mark.parametrize(("given", "B"), [(True, 1), (False, 1), (True, 2)])
 @pytest.mark.parametrize("op", BY_TOKENS)
-def test_gradients_in_turns_of_tokens(op, given):
+def test_gradients_in_turns_of_tokens(op, given, B):
     """Where the scratch would take few heads, a turn has some tokens of all heads. A head alone has
     all its tokens at once, and the same gradients up to rounding."""
     if torch.cuda.mem_get_info()[0] < 64 << 30:
         pytest.skip("less than 64 GiB of the GPU's memory are free")
     heads, T, K = 16, 2**18 + 100, 64 if op in PAIR_DECAY else 128
-    small = gpu_problem(op, pass_="backward", B=1, T=T, H=1, HV=1, K=K, V=128)
+    two = gpu_problem(op, pass_="backward", B=B, T=T, H=2, HV=2, K=K, V=128)
     if not given:
-        del small["initial_state"], small["d_final_state"]
-    x = heads_of(small, heads)
+        del two["initial_state"], two["d_final_state"]
+    x = heads_of(two, heads // 2)
     back = getattr(linattn, f"{op}_backward")
     found = kernels_of(lambda: back(**x))
     walks = found.count("chunks_both_ways")
     assert walks > 2
     assert walks < heads  # turns of heads
     assert "chunks_forward" in found  # of the states before the turns; turns of heads have none
-    want, got = run(op, small, "backward"), run(op, x, "backward")
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
-        axis = 2 if a.shape[1] == T else 1
-        for head in (0, heads - 1):
-            assert distance(a.narrow(axis, head, 1), b) < APART["bfloat16"]
+    got = run(op, x, "backward")
+    for row, head in {(0, 0), (B - 1, 1)}:
+        want = run(op, one_of(two, T, row, head), "backward")
+        assert len(got) == len(want)
+        for same in (head, heads - 2 + head):
+            for a, b in zip(one_of(got, T, row, same), want, strict=True):
+                assert distance(a, b) < APART["bfloat16"]
     torch.cuda.empty_cache()
     linattn.cuda.empty_cache()
     alone = {name: y for name, y in x.items() if name not in ("do", "initial_state")}
