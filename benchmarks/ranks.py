@@ -16,7 +16,7 @@ and those of a multilayer perceptron, are shared by the ranks without an exchang
 The parts are milliseconds of an H200 between two events (32 heads, K = V = 128, bfloat16), as
 `python -m benchmarks distributed` measures them: on 2026-11-30, and those of 2^16 tokens that are
 not cut on 2026-11-29 (of rwkv6, DPLR and titans on 2026-11-30). They grow with the number of
-tokens. The whole row of `rwkv6` and of `dplr_delta_rule` is four times a quarter of it.
+tokens. The whole row of `rwkv6` is four times a quarter of it.
 """
 
 import sys
@@ -79,10 +79,10 @@ MEASURED = {
         Parts(0.93, 2.29, 0.66, 7.68),
     ),
     "dplr_delta_rule": Measured(
-        (206.28, 668.64),
-        Parts(40.86, 45.62, 45.58, 130.59),
-        Parts(10.83, 11.37, 11.89, 32.42),
-        Parts(10.92, 12.87, 16.01, 40.73),
+        (178.20, 539.84),
+        Parts(28.81, 29.55, 30.07, 104.11),
+        Parts(6.75, 7.59, 7.06, 25.82),
+        Parts(6.93, 9.23, 8.74, 32.20),
     ),
     "titans": Measured(
         (188.39, 316.45),
