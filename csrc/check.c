@@ -501,8 +501,11 @@ static la_status check_options(la_problem *p)
     if (!p->causal && (p->pass == LA_STEP || p->decay != LA_NONE || p->rule != LA_ADDITIVE))
         return fail(p, LA_VALUE_ERROR, "causal: %s has no non-causal form",
                     la_variants[p->op].name);
-    if (p->states_only && (p->normaliser != LA_UNNORMALISED || !p->causal))
-        return fail(p, LA_VALUE_ERROR, "states_only: expected a causal call without a normaliser");
+    if (p->states_only && !p->causal)
+        return fail(p, LA_VALUE_ERROR, "states_only: expected a causal call");
+    /* the gradient of the initial state then depends on that state */
+    if (p->states_only && p->pass == LA_BACKWARD && p->normaliser != LA_UNNORMALISED)
+        return fail(p, LA_VALUE_ERROR, "states_only: expected gradients without a normaliser");
     return LA_OK;
 }
 

@@ -105,8 +105,8 @@ def segment_map(op: str | Callable[..., Any], *arrays: Any, **arguments: Any) ->
     Column j of M of a delta rule is the final state of the call if v is zero and the initial state
     is column j of the identity. It costs as much as K more values for each token. A decay that
     underflows is zero, and then M is too: docs/math.md, section 3, says where a GPU takes M for
-    zero. With ``normalize`` X is the pair (S, z), and the op runs as a whole. With ``batch=b`` maps
-    go together if all segments but the last one are whole batches.
+    zero. With ``normalize`` X is the pair (S, z). With ``batch=b`` maps go together if all segments
+    but the last one are whole batches.
 
     Examples
     --------
@@ -129,9 +129,6 @@ def segment_map(op: str | Callable[..., Any], *arrays: Any, **arguments: Any) ->
     name = op_named(op)
     row, function = VARIANTS[name], getattr(ops, name)
     given = _of_segment(function, arrays, arguments)
-    if given.get("normalize"):
-        with _unrecorded(given):
-            return SegmentMap(function(**given, output_final_state=True)[1], None)
     given, like = with_default_gate(name, given), given["v"]
 
     def run(arrays: Mapping[str, Any], states: Any = None) -> tuple[Any, Any]:

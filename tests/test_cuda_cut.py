@@ -25,12 +25,14 @@ import linattn
 pytestmark = needs_gpu
 
 ADDITIVE = [PLAIN if op == "linear_attention" else op for op in ops_with(rule="additive")]
-OPS = [op for op in ADDITIVE if op not in ops_with(decay="key")]
+# With feature maps and a normaliser the sums of keys come first, too.
+OPS = [*(op for op in ADDITIVE if op not in ops_with(decay="key")), "linear_attention"]
 ops = pytest.mark.parametrize("op", OPS)
 GATED = [op for op in OPS if op in ops_with(decay="token")]
 gated = pytest.mark.parametrize("op", GATED)
 # Gradients of all of these are cut, with feature maps and a normaliser too.
 recorded = pytest.mark.parametrize("op", [*ADDITIVE, "linear_attention", *ops_with(rule="bonus")])
+unmapped = [op for op in OPS if op != "linear_attention"]
 
 # T, K, V, H, HV, B
 SHAPES = {
@@ -63,6 +65,27 @@ def test_as_token_by_token(op, shape):
     got = run(op, x)
     assert_near(got, token_by_token(op, x))
     assert_same_bits(got, run(op, x))
+
+
+@pytest.mark.parametrize("feature_map", ["elu+1", "relu2", "exp", "identity"])
+@pytest.mark.parametrize("normalize", [False, "clamp", "add"])
+@pytest.mark.parametrize("shape", ["many segments", "56x40"])
+def test_maps_and_normalisers(shape, feature_map, normalize):
+    op = "linear_attention"
+    x = problem_of(op, shape)
+    if not normalize:
+        x["initial_state"] = x["initial_state"][0]
+    if feature_map == "identity":  # denominators above zero
+        x |= {name: x[name].abs() for name in ("q", "k")}
+    x |= {"feature_map": feature_map, "normalize": normalize, "eps": 0.25}
+    if (feature_map, normalize) != ("identity", False):
+        assert_kernels(op, x, ["sum_part", "additive_forward"])
+    assert_near(run(op, x), token_by_token(op, x))
+
+
+def test_normed_rows_go_as_they_did():
+    x = problem_of("linear_attention", "128x72") | {"qk_l2norm": True}
+    assert_near(run("linear_attention", x), token_by_token("linear_attention", x))
 
 
 @pytest.mark.parametrize("log_decay", [-torch.inf, -3.0, -0.01, 0.0, 0.001])
@@ -155,6 +178,6 @@ def test_rows_without_boxes_go_in_chunks(op, K):
 
 
 @pytest.mark.parametrize("name", ["k", "v", "do"])
-@pytest.mark.parametrize("op", [op for op in OPS if op not in ops_with(decay="head")])
+@pytest.mark.parametrize("op", [op for op in unmapped if op not in ops_with(decay="head")])
 def test_a_nan_reaches_no_gradient_that_it_has_no_part_in(op, name):
     assert_nan_stays_with_its_token(op, problem_of(op, "104x128", pass_="backward"), name)

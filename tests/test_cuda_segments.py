@@ -6,7 +6,17 @@ walk to the ends of segments, and the adjoint goes backwards without what it wou
 import numpy as np
 import pytest
 from support.compare import assert_same_bits, leaves, over_arrays
-from support.gpu import APART, DTYPES, distance, gpu_problem, kernels_of, needs_gpu, needs_keys, ops
+from support.gpu import (
+    APART,
+    DTYPES,
+    distance,
+    gpu_problem,
+    kernels_of,
+    needs_gpu,
+    needs_keys,
+    ops,
+    run,
+)
 from support.shared_rows import system_problem
 from support.tensors import to_tensor, torch
 from support.variants import GATED, PAIR_DECAY, PREDICTS, ops_with
@@ -279,6 +289,25 @@ def test_keys_that_make_a_state_longer(op):
     got = linattn.segment_map_backward(op, do, **x)
     want = linattn.segment_map_backward(op, do, **x, mode="recurrent")
     near(stacked(got), stacked(want), "bfloat16")
+
+
+@dtypes
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("l2norm", [False, True])
+@pytest.mark.parametrize("feature_map", ["elu+1", "relu2"])
+def test_sums_of_keys(feature_map, l2norm, packs, dtype):
+    """Of a normalised call, without its o."""
+    op = "linear_attention"
+    edges = np.array([0, 0, 1, 700, 9000], np.int32)
+    sizes = {"B": 1 if packs else 2, "T": int(edges[-1]), "H": 1, "HV": 2, "K": 72, "V": 40}
+    x = gpu_problem(op, dtype=dtype, **sizes, **({"cu_seqlens": edges} if packs else {}))
+    del x["initial_state"]
+    x |= {"feature_map": feature_map, "qk_l2norm": l2norm}
+    (S, z), M = linattn.segment_map(op, **x)
+    assert M is None
+    want = run(op, x, mode="recurrent")[1:]
+    for a, b in zip((S, z), want, strict=True):
+        near(a.double(), b.double(), dtype)
 
 
 @pytest.mark.parametrize("op", ops_with(rule="additive"))

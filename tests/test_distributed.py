@@ -6,6 +6,7 @@ The processes are started once, and serve groups of two, three and four ranks.
 import ml_dtypes
 import numpy as np
 import pytest
+from support.compare import over_arrays
 from support.ranks import Failure
 from support.shared_rows import (
     LAYOUTS,
@@ -133,13 +134,15 @@ def v_first(S):
     return tuple(parts) if isinstance(S, tuple) else parts[0]
 
 
+@pytest.mark.parametrize("options", [{}, {"normalize": False}, {"mode": "recurrent"}], ids=str)
 @layouts
 @pytest.mark.parametrize("op", NORMALISED)
-def test_tokens_that_read_all_tokens(op, layout, ranks, rng):
+def test_tokens_that_read_all_tokens(op, layout, options, ranks, rng):
     """causal=False. The initial state counts once, and a final state is that of all tokens."""
-    x, d, lengths, edges = drawn(op, rng, layout)
+    x, d, lengths, edges = drawn(op, rng, layout, **options)
     x["causal"] = False
-    d["d_final_state"] = tuple(0 * y for y in d["d_final_state"])  # each rank would have its own
+    # each rank would have its own
+    d["d_final_state"] = over_arrays(lambda y: 0 * y, d["d_final_state"])
     got = through(ranks, op, x, d, lengths, edges)
     agree(got, one_process(op, x, d, [sum(lengths)], edges))
 

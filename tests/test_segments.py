@@ -339,7 +339,12 @@ def test_the_core_makes_no_o_and_no_other_gradient(rng):
     assert _linattn.forward("kda", **x, segment_map=True)[0] is None
     q, k, v = (x[name] for name in "qkv")
     features = [0.0, 0.0, 0.0, 0.0, 1.0, 1e-6, 1.0]  # normalised
-    with pytest.raises(ValueError, match="states_only: expected a causal call without a normal"):
+    made = _linattn.forward("linear_attention", q, k, v, features=features, states_only=True)
+    assert made[0] is None and len(made[1]) == 2
+    with pytest.raises(ValueError, match="states_only: expected gradients without a normaliser"):
+        _linattn.backward("linear_attention", q, k, v, do=v, features=features, states_only=True)
+    features[-1] = 0.0  # not causal
+    with pytest.raises(ValueError, match="states_only: expected a causal call"):
         _linattn.forward("linear_attention", q, k, v, features=features, states_only=True)
 
 

@@ -254,7 +254,7 @@ __device__ __forceinline__ void map_chunks(const call &c, const additive_flags &
     ring r = {f.stages, 0, 0};
     for_each_tile(c, f, [&](const tile_of_head &of, int) {
         const unit &u = of.u;
-        begin_z(c, u, m);
+        begin_z(c, u.n, u.hv * f.segments + of.segment, m);
         for (int left = u.end - u.begin; left > 0; left -= C, r.next()) {
             char *const tiles = shared + PLACE_OF_STAGES + r.at * part::bytes(f.walks);
             barrier_wait(address_of(s.full + r.at), r.round);
@@ -267,7 +267,7 @@ __device__ __forceinline__ void map_chunks(const call &c, const additive_flags &
             warp_arrives(address_of(s.mapped + r.at));
             add_to_z(m);
         }
-        if (of.tile == 0) store_z(c, u, m);
+        if (of.tile == 0 && of.segment == f.segments - 1) store_z(c, u, m);
     });
 }
 

@@ -77,17 +77,17 @@ static __global__ void __launch_bounds__(256)
 }
 
 /* Was z the sum of the keys so far. The sum of d_den q of each chunk becomes that of the later
- * chunks. A block has a sequence of a value head, a thread a key. */
+ * chunks. A block has a sequence of a value head. */
 template <int KP>
-static __global__ void __launch_bounds__(KP)
+static __global__ void __launch_bounds__(SUM_THREADS)
     sum_later(const __grid_constant__ call c, const __grid_constant__ gradients d, float *dz)
 {
     const unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
-    const int key = threadIdx.x, count = (u.end - u.begin + C - 1) / C;
-    running sum = z_of_thread<float>(d[LA_DZT], c, u);
-    running_sums<true>(dz + ((int64_t)first_chunk_slot(c, u.n) * c.HV + u.hv) * KP + key, count,
-                       (int64_t)c.HV * KP, sum);
-    if (d[LA_DZ0].data && key < c.K)
+    const int key = threadIdx.x % KP, count = (u.end - u.begin + C - 1) / C;
+    float *const own = dz + ((int64_t)first_chunk_slot(c, u.n) * c.HV + u.hv) * KP;
+    running sum = z_of_key<float>(d[LA_DZT], c, u, key);
+    if (running_sums_of_block<KP, true>(own, count, (int64_t)c.HV * KP, sum) && d[LA_DZ0].data &&
+        key < c.K)
         store(at(d[LA_DZ0], u.n, u.hv, key), d[LA_DZ0].dtype, (float)sum.total());
 }
 

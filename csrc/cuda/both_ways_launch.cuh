@@ -155,11 +155,11 @@ static cudaError_t launch_both_ways(call c, gradients d, const chunks &w, const 
             const summed forward = {LA_K, false, c.x[LA_V], 1};
             summed back = {LA_Q, false, d[LA_DO], (float)c.scale};
             back.before_token = c.x[LA_U].data;
-            error = states_between<KP, DECAY, false>(c, forward, plan.segments, &c.x[LA_S0], held,
-                                                     on, pool, stream);
+            error = states_between<KP, DECAY, false>(c, forward, plan.segments, &c.x[LA_S0],
+                                                     NULL, held, on, pool, stream);
             if (error == cudaSuccess)
                 error = states_between<KP, DECAY, true>(c, back, plan.segments, &d[LA_DST],
-                                                        held + 1, on, pool, stream);
+                                                        NULL, held + 1, on, pool, stream);
         }
     }
     if (error == cudaSuccess)

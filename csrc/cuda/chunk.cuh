@@ -169,7 +169,7 @@ static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t
     if (c.K % PIECE || c.V % PIECE) return cudaErrorNotSupported; /* no box has such rows */
     const bool normalised = is_normalised(&c, DECAY, LA_ADDITIVE);
     const bool mapped = !rows_are_as_given(c) || normalised;
-    const bool cuts = !NARROW && !mapped;
+    const bool cuts = !NARROW && (!mapped || !c.qk_l2norm);
     if (!d.producers || !c.causal || (mapped && !maps_tiles) ||
         (!cuts && segments_for(c, d, false) > 1))
         return cudaErrorNotSupported;
@@ -178,7 +178,7 @@ static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t
     /* A norm, or a map that is not elu + 1, takes longer than the walk of a chunk. map_rows shares
      * this among all processors, which is quicker where the tiles leave some without work. */
     if (mapped && !normalised && !has_usual_map<KP>(c) &&
-        (int64_t)c.N * c.HV * f.tiles < d.processors)
+        (int64_t)c.N * c.HV * f.tiles * f.segments < d.processors)
         return cudaErrorNotSupported;
     return with_maps(c, pool, stream, [&](const tensor_maps &maps) {
         auto kernel = additive_forward<KP, DECAY, false>;
@@ -188,9 +188,9 @@ static cudaError_t launch_additive(call c, const device_traits &d, cudaMemPool_t
         void *held = NULL;
         if constexpr (!NARROW)
             if (f.segments > 1)
-                error = states_between<KP, DECAY, false>(c, {LA_K, false, c.x[LA_V], 1},
-                                                         f.segments, &c.x[LA_S0], &held, d, pool,
-                                                         stream);
+                error = states_between<KP, DECAY, false>(
+                    c, keys_and_values<DECAY>(c, d), f.segments, &c.x[LA_S0], &c.x[LA_Z0], &held,
+                    d, pool, stream);
         if (error == cudaSuccess)
             error = launch(kernel,
                            min((int64_t)c.N * c.HV * f.segments * f.tiles, (int64_t)d.processors),
@@ -230,8 +230,11 @@ static cudaError_t launch_turn(const call &c, cudaMemPool_t pool, cudaStream_t s
     /* in float16 a number with a map or a weight may be too large, which chunks_forward sees */
     if constexpr (RULE == LA_ADDITIVE && PLANES == 1 && !NARROW && KP <= 128)
         if (c.states_only) {
-            const summed x = {LA_K, false, c.x[LA_V], 1, c.x[LA_S0], c.x[LA_ST], false};
-            error = launch_sum<KP, DECAY, false>(c, x, d, pool, stream);
+            const summed x = keys_and_values<DECAY>(c, d);
+            if (x.maps || c.normaliser == LA_UNNORMALISED)
+                error = launch_sum<KP, DECAY, false>(c, x, d, pool, stream);
+            else
+                error = cudaErrorNotSupported; /* it would leave out z */
             if (error != cudaErrorNotSupported) return error;
         }
     if constexpr (RULE == LA_ADDITIVE && DECAY != LA_KEY && PLANES == 1 && KP <= 128)

@@ -276,7 +276,8 @@ static cudaError_t launch_turn(const call &given, const gradients &given_d,
                        intra.threads, intra.bytes, stream, c, d, x.w, maps, x.f, to);
     if (error == cudaSuccess && normalised)
         error = finds_d_den<KP>
-                    ? launch(sum_later<KP>, (int64_t)c.N * c.HV, KP, 0, stream, c, d, x.to.dz)
+                    ? launch(sum_later<KP>, (int64_t)c.N * c.HV, SUM_THREADS, 0, stream, c, d,
+                             x.to.dz)
                     : undo_denominators(c, d, x.z, stream);
     if (error == cudaSuccess && places && !(x.to.direct_q && x.to.direct_k))
         error = launch(reduce_heads<keys_of<KP, DECAY>>,

@@ -8,21 +8,25 @@
 
 #include "prepare.cuh"
 
-/* A block has a sequence of a value head, a thread a key. Noncausal: all tokens see the whole
- * sum. */
+/* A block has a sequence of a value head. Noncausal: all tokens see the whole sum. */
 template <int KP, typename = element>
-__global__ void __launch_bounds__(KP)
+__global__ void __launch_bounds__(SUM_THREADS)
     sum_keys(const __grid_constant__ call c, const __grid_constant__ chunks w)
 {
+    __shared__ float of_all[KP];
     const unit u = unit_of(c, blockIdx.x / c.HV, blockIdx.x % c.HV);
-    const int key = threadIdx.x, count = (u.end - u.begin + C - 1) / C;
+    const int key = threadIdx.x % KP, count = (u.end - u.begin + C - 1) / C;
     const int64_t step = (int64_t)c.HV * KP;
-    float *z = w.z + ((int64_t)first_chunk_slot(c, u.n) * c.HV + u.hv) * KP + key;
-    running sum = z_of_thread<float>(c.x[LA_Z0], c, u);
-    running_sums<false>(z, count, step, sum);
-    for (int i = 0; i < count && !c.causal; i++) z[i * step] = (float)sum.total();
-    if (c.x[LA_ZT].data && key < c.K)
-        store(at(c.x[LA_ZT], u.n, u.hv, key), c.x[LA_ZT].dtype, (float)sum.total());
+    float *const z = w.z + ((int64_t)first_chunk_slot(c, u.n) * c.HV + u.hv) * KP;
+    running sum = z_of_key<float>(c.x[LA_Z0], c, u, key);
+    if (running_sums_of_block<KP, false>(z, count, step, sum)) {
+        of_all[key] = (float)sum.total();
+        if (c.x[LA_ZT].data && key < c.K)
+            store(at(c.x[LA_ZT], u.n, u.hv, key), c.x[LA_ZT].dtype, of_all[key]);
+    }
+    if (c.causal) return;
+    __syncthreads();
+    for (int i = threadIdx.x / KP; i < count; i += SUM_THREADS / KP) z[i * step + key] = of_all[key];
 }
 
 /* The divisors of o, in the place of the row sums; or the denominators times the scale, as
@@ -84,7 +88,7 @@ template <int KP>
 static cudaError_t launch_divisors(const call &c, const chunks &w, cudaStream_t stream,
                                    float *denominators = NULL)
 {
-    const cudaError_t error = launch(sum_keys<KP>, (int64_t)c.N * c.HV, KP, 0, stream, c, w);
+    const cudaError_t error = launch(sum_keys<KP>, (int64_t)c.N * c.HV, SUM_THREADS, 0, stream, c, w);
     if (error != cudaSuccess) return error;
     return launch(divisors<KP>, (int64_t)w.chunk_slots * c.HV, 128, 0, stream, c, w,
                   denominators);

@@ -200,13 +200,12 @@ template <typename real> struct compensated {
 };
 typedef compensated<double> running;
 
-/* A thread has a key: the sum of keys before a sequence, or its gradient after it. */
+/* The sum of keys before a sequence, or its gradient after it, of one key. */
 template <typename real>
-__device__ inline running z_of_thread(const view &from, const call &c, const unit &u)
+__device__ inline running z_of_key(const view &from, const call &c, const unit &u, int key)
 {
     running z = {};
-    if (from.data && threadIdx.x < c.K)
-        z.sum = load<real>(at(from, u.n, u.hv, threadIdx.x), from.dtype);
+    if (from.data && key < c.K) z.sum = load<real>(at(from, u.n, u.hv, key), from.dtype);
     return z;
 }
 
@@ -228,6 +227,38 @@ __device__ inline void running_sums(number *x, int count, int64_t apart, running
             sum.add(of_piece[j]);
         }
     }
+}
+
+/* The same with KEYS keys, of which x has one after another. A block has SUM_THREADS: so many
+ * threads of a key share its pieces, and their loads overlap. First each sums its own ones. All
+ * threads call this. Those that end with all pieces return true. */
+enum { SUM_THREADS = 1024 };
+template <int KEYS, bool REVERSE>
+__device__ inline bool running_sums_of_block(float *x, int count, int64_t apart, running &sum)
+{
+    constexpr int SHARES = SUM_THREADS / KEYS;
+    __shared__ running of_share[SHARES][KEYS];
+    const int key = threadIdx.x % KEYS, share = threadIdx.x / KEYS;
+    const int of_one = (count + SHARES - 1) / SHARES, first = min(share * of_one, count),
+              own = min(of_one, count - first);
+    float *const from = x + key + (REVERSE ? count - first - own : first) * apart;
+    running alone = {};
+    if (share < SHARES - 1)
+        for (int i = 0; i < own; i += 16) {
+            float of_piece[16];
+#pragma unroll
+            for (int j = 0; j < 16; j++) of_piece[j] = i + j < own ? from[(i + j) * apart] : 0;
+#pragma unroll
+            for (int j = 0; j < 16; j++) alone.add(of_piece[j]);
+        }
+    of_share[share][key] = alone;
+    __syncthreads();
+    for (int i = 0; i < share; i++) {
+        sum.add(of_share[i][key].sum);
+        sum.lost += of_share[i][key].lost;
+    }
+    running_sums<REVERSE>(from, own, apart, sum);
+    return share == SHARES - 1;
 }
 
 /* Sums over the two lanes that are STEP apart. Each lane keeps N of the 2 N sums: the lower lane

@@ -25,43 +25,6 @@ template <int KP> __host__ __device__ bool has_usual_map(const call &c)
     return c.map[0] == LA_ELU1 && c.map[1] == LA_ELU1 && !c.qk_l2norm && c.K == KP;
 }
 
-#if HAS_WARP_GROUPS
-/* z before a sequence. A thread has a key. */
-template <int KP>
-__device__ __forceinline__ void begin_z(const call &c, const unit &u, mapped_room<KP> &m)
-{
-    const int key = threadIdx.x % 128;
-    compensated<float> z = {};
-    if (c.x[LA_Z0].data && key < c.K)
-        z.sum = load<float>(at(c.x[LA_Z0], u.n, u.hv, key), c.x[LA_Z0].dtype);
-    if (key < KP) {
-        m.exact[key] = z;
-        m.z[key] = z.total();
-    }
-    group_waits();
-}
-
-/* Add the keys of a chunk to z. */
-template <int KP> __device__ __forceinline__ void add_to_z(mapped_room<KP> &m)
-{
-    const int key = threadIdx.x % 128;
-    if (key < KP) {
-        compensated<float> z = m.exact[key];
-        z.add((m.sums[0][key] + m.sums[1][key]) + (m.sums[2][key] + m.sums[3][key]));
-        m.exact[key] = z;
-        m.z[key] = z.total();
-    }
-    group_waits();
-}
-
-template <int KP>
-__device__ __forceinline__ void store_z(const call &c, const unit &u, const mapped_room<KP> &m)
-{
-    const int key = threadIdx.x % 128;
-    if (c.x[LA_ZT].data && key < c.K)
-        store(at(c.x[LA_ZT], u.n, u.hv, key), c.x[LA_ZT].dtype, m.exact[key].total());
-}
-
 /* A number that is rounded to bfloat16 next. For it the formulas of elements.h have no branch for
  * rare cases, and exp is two instructions. Down to exp(-88) that has an error of 2^-17 of the
  * result at most, from the rounded product; bfloat16 keeps 2^-9. */
@@ -95,6 +58,43 @@ __device__ __forceinline__ rough apply_map(rough x, la_map map, rough eps)
     asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(above) : "f"(x.x));
     asm("min.f32 %0, %1, 0f00000000;" : "=f"(below) : "f"(x.x));
     return above + exp(rough(below)).x;
+}
+
+#if HAS_WARP_GROUPS
+/* z before a sequence, or before a segment of a head. A thread has a key. */
+template <int KP>
+__device__ __forceinline__ void begin_z(const call &c, int n, int place, mapped_room<KP> &m)
+{
+    const int key = threadIdx.x % 128;
+    compensated<float> z = {};
+    if (c.x[LA_Z0].data && key < c.K)
+        z.sum = load<float>(at(c.x[LA_Z0], n, place, key), c.x[LA_Z0].dtype);
+    if (key < KP) {
+        m.exact[key] = z;
+        m.z[key] = z.total();
+    }
+    group_waits();
+}
+
+/* Add the keys of a chunk to z. */
+template <int KP> __device__ __forceinline__ void add_to_z(mapped_room<KP> &m)
+{
+    const int key = threadIdx.x % 128;
+    if (key < KP) {
+        compensated<float> z = m.exact[key];
+        z.add((m.sums[0][key] + m.sums[1][key]) + (m.sums[2][key] + m.sums[3][key]));
+        m.exact[key] = z;
+        m.z[key] = z.total();
+    }
+    group_waits();
+}
+
+template <int KP>
+__device__ __forceinline__ void store_z(const call &c, const unit &u, const mapped_room<KP> &m)
+{
+    const int key = threadIdx.x % 128;
+    if (c.x[LA_ZT].data && key < c.K)
+        store(at(c.x[LA_ZT], u.n, u.hv, key), c.x[LA_ZT].dtype, m.exact[key].total());
 }
 
 /* A piece as numbers. */

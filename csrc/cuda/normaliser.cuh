@@ -127,7 +127,7 @@ static __global__ void sum_before(const __grid_constant__ call c,
 {
     const sequence_of_keys<real> x(c, f, blockIdx.x);
     double *const of_key = x.z + threadIdx.x;
-    running z = z_of_thread<real>(c.x[LA_Z0], c, x.u);
+    running z = z_of_key<real>(c.x[LA_Z0], c, x.u, threadIdx.x);
     running_sums<false>(of_key, x.count, x.kp, z);
     for (int s = 0; s < x.count && !c.causal; s++) of_key[s * x.kp] = z.total();
 }
@@ -239,7 +239,7 @@ static __global__ void sum_after(const __grid_constant__ call c,
 {
     const sequence_of_keys<real> x(c, f, blockIdx.x);
     double *const of_key = x.z + threadIdx.x;
-    running dz = z_of_thread<real>(d[LA_DZT], c, x.u);
+    running dz = z_of_key<real>(d[LA_DZT], c, x.u, threadIdx.x);
     running_sums<true>(of_key, x.count, x.kp, dz);
     for (int s = 0; s < x.count && !c.causal; s++) of_key[s * x.kp] = dz.total();
     if (d[LA_DZ0].data && threadIdx.x < c.K)

@@ -18,6 +18,7 @@
 
 #include "forward_launch.cuh"
 #include "key_decays.cuh"
+#include "mapped_tiles.cuh"
 #include "segments.cuh"
 
 enum {
@@ -32,13 +33,16 @@ enum {
 /* The sums of a sequence. */
 struct parts_of_sequence {
     float *sums;   /* [N HV][panels][made][KP][PANEL] */
-    float *decays; /* [N HV][made][KP]: of all tokens of a part. TOKEN: only the first */
+    /* [N HV][made][KP]: of all tokens of a part. TOKEN: only the first. MAPPED, which has no decay:
+     * the sum of the keys of a part */
+    float *decays;
     int count;     /* parts */
     int made;      /* how many parts have sums: the first ones; backward the last ones */
     /* [N HV][count / of_segment][K][V]: the state before each segment; backward the gradient of the
      * state after it. NULL: only x.last is wanted. */
     float *between;
-    int of_segment; /* parts of a segment */
+    int of_segment;   /* parts of a segment */
+    float *z_between; /* MAPPED: [N HV][count / of_segment][K], as `between` */
 };
 
 /* The sum is of the products of rows of `keys` and rows of `values`. */
@@ -50,6 +54,7 @@ struct summed {
     float scale;
     view first, last;  /* the state that is decayed by all tokens, and the result */
     bool before_token; /* backward: the decays before a token's own (a bonus) */
+    bool maps;         /* sum_part maps the keys, and sums them, too (maps_keys) */
 };
 
 struct sum_maps { /* on Hopper */
@@ -155,12 +160,30 @@ template <int KP> __device__ __forceinline__ void clear_rows_from(int n, char *k
     }
 }
 
+/* Map the keys of an operand: rows are two keys of this lane, columns its tokens from t on. Those of
+ * the tokens before n are added to `sums`, as they are before they are rounded. */
+__device__ __forceinline__ void map_keys(const call &c, left &rows, int t, int n, float (&sums)[2])
+{
+    rough y[8];
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float2 two = unpack(rows.x[e]);
+        y[2 * e] = two.x, y[2 * e + 1] = two.y;
+    }
+    apply_map_to_all(y, c.map[1], rough((float)c.map_eps[1]));
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const int token = t + e / 2 * 8 + threadIdx.x % 4 * 2;
+        rows.x[e] = pack(y[2 * e].x, y[2 * e + 1].x);
+        sums[e % 2] += (token < n ? y[2 * e].x : 0) + (token + 1 < n ? y[2 * e + 1].x : 0);
+    }
+}
+
 /* A block has a part of the chunks of a sequence, and two panels of value columns. Each panel has
  * four warps. Warp w of them has keys 16 w to 16 w + 15 of every 64. */
-template <int KP, la_decay DECAY, bool BACKWARD, typename = element>
-__global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
-    sum_part(const __grid_constant__ call c, const __grid_constant__ summed x,
-             const __grid_constant__ sum_maps maps, const parts_of_sequence to)
+template <int KP, la_decay DECAY, bool BACKWARD, bool MAPPED>
+__device__ __forceinline__ void sum_part_of(const call &c, const summed &x, const sum_maps &maps,
+                                            const parts_of_sequence &to)
 {
     constexpr int SETS = KP / PANEL;
     extern __shared__ __align__(1024) char shared[];
@@ -206,6 +229,7 @@ __global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
         return t < u.end ? load<float>(at(of, u.b, t, u.hv), of.dtype) : 1;
     };
     float S[SETS][8][4] = {};
+    compensated<float> z[SETS][2] = {}; /* MAPPED: sums of the keys of this lane */
     float2 all = make_float2(1, 1); /* decays of the chunks so far. KEY: of two keys of this lane */
     float2 next_a = make_float2(1, 1), next_w = make_float2(1, 1);
     const auto load_numbers = [&](int step) { /* TOKEN: a chunk ahead */
@@ -259,10 +283,12 @@ __global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
 #pragma unroll
         for (int j = 0; j < SETS; j++) {
             left rows[4];
+            float of_chunk[2] = {};
 #pragma unroll
             for (int m = 0; m < 4; m++) {
                 rows[m] =
                     load_left_transposed(address_of(stage.keys), m * 16, j * PANEL + first_key);
+                if constexpr (MAPPED) map_keys(c, rows[m], m * 16, n, of_chunk);
 #pragma unroll
                 for (int e = 0; e < 4 && DECAY == LA_TOKEN; e++) {
                     const float2 by = *(const float2 *)(decays + m * 16 + e / 2 * 8 + lane % 4 * 2);
@@ -275,10 +301,19 @@ __global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
             for (int m = 0; m < 4; m++)
                 multiply_columns(S[j], rows[m], address_of(stage.values[warp / 4]), m * 16);
             products_commit();
+            for (int half = 0; half < 2 && MAPPED; half++) z[j][half].add(of_chunk[half]);
             products_wait<0>(); /* one after the other, for the rows' registers */
             products_in(S[j]);
         }
     }
+    if constexpr (MAPPED)
+#pragma unroll
+        for (int i = 0; i < 2 * SETS; i++) {
+            const float sum = quad_sum(z[i / 2][i % 2].total());
+            const int key = i / 2 * PANEL + first_key + lane / 4 + i % 2 * 8;
+            if (tile == 0 && warp < 4 && lane % 4 == 0)
+                to.decays[((int64_t)head * to.made + own) * KP + key] = sum;
+        }
     if (DECAY == LA_TOKEN && tile == 0 && threadIdx.x == 0)
         to.decays[((int64_t)head * to.made + own) * KP] = all.x;
     if (DECAY == LA_KEY && tile == 0 && warp % 4 == 0 && warp / 4 * PANEL < KP)
@@ -297,6 +332,38 @@ __global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
                 *(float2 *)(sums + key * PANEL + m * 8 + lane % 4 * 2) =
                     make_float2(S[j][m][2 * half], S[j][m][2 * half + 1]);
             }
+}
+
+template <int KP, la_decay DECAY, bool BACKWARD, bool MAPPED, typename = element>
+__global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
+    sum_part(const __grid_constant__ call c, const __grid_constant__ summed x,
+             const __grid_constant__ sum_maps maps, const parts_of_sequence to)
+{
+    if constexpr (!MAPPED || HAS_WARP_GROUPS)
+        sum_part_of<KP, DECAY, BACKWARD, MAPPED>(c, x, maps, to);
+}
+
+/* The sums of keys before the segments, or after the sequence. A block has a head, a thread a key. */
+template <int KP, typename = element>
+__global__ void __launch_bounds__(KP)
+    join_keys(const __grid_constant__ call c, const parts_of_sequence from)
+{
+    const int head = blockIdx.x, n = head / c.HV, hv = head % c.HV, key = threadIdx.x;
+    const int segments = from.count / from.of_segment;
+    if (key >= c.K) return;
+    const float *const sums = from.decays + (int64_t)head * from.made * KP + key;
+    float *const to = from.z_between + (int64_t)head * segments * c.K + key;
+    running z = z_of_key<float>(c.x[LA_Z0], c, {n, n, 0, hv, 0, 0}, key);
+#pragma unroll 4
+    for (int j = 0; j < from.made; j++) {
+        if (from.z_between && j % from.of_segment == 0)
+            to[j / from.of_segment * c.K] = (float)z.total();
+        z.add(sums[j * KP]);
+    }
+    if (from.z_between)
+        to[(segments - 1) * c.K] = (float)z.total();
+    else if (c.x[LA_ZT].data)
+        store(at(c.x[LA_ZT], n, hv, key), c.x[LA_ZT].dtype, (float)z.total());
 }
 
 /* A thread has a number of a state. A block has JOIN_THREADS of a panel, in the order of the sums. */
@@ -353,8 +420,24 @@ static int parts_of_segment(const call &c, const device_traits &on, int64_t chun
     return (int)max((int64_t)1, min(fit, chunks / all / LEAST_CHUNKS_OF_PART));
 }
 
+/* Does sum_part map the keys of a call? It takes numbers one by one, so it finds no norm. In float16
+ * a mapped number may be too large. */
+template <la_decay DECAY> static bool maps_keys(const call &c, const device_traits &on)
+{
+    return DECAY == LA_NONE && !NARROW && on.producers && !c.qk_l2norm &&
+           (c.map[1] != LA_IDENTITY || c.normaliser != LA_UNNORMALISED);
+}
+
+/* The sums of a forward pass. */
+template <la_decay DECAY>
+static summed keys_and_values(const call &c, const device_traits &on)
+{
+    const bool maps = maps_keys<DECAY>(c, on);
+    return {LA_K, false, c.x[LA_V], 1, c.x[LA_S0], c.x[LA_ST], false, maps};
+}
+
 /* Sums of the parts that `to` tells of. cudaErrorNotSupported, with nothing done, where rows cannot
- * be copied in pieces, and on Hopper where they are mapped. */
+ * be copied in pieces, and on Hopper where they are mapped before. */
 template <int KP, la_decay DECAY, bool BACKWARD>
 static cudaError_t launch_sums(const call &c, summed x, parts_of_sequence to,
                                const device_traits &on, cudaMemPool_t pool, cudaStream_t stream)
@@ -363,7 +446,8 @@ static cudaError_t launch_sums(const call &c, summed x, parts_of_sequence to,
     const int64_t heads = (int64_t)c.N * c.HV, panels = heads * div_up(c.V, PANEL),
                   blocks = blocks_of_part(c) * to.made;
     const bool plain = rows_are_as_given(c);
-    const bool has_boxes = plain && c.K % PIECE == 0 && c.V % PIECE == 0; /* of copies, too */
+    /* of copies, too */
+    const bool has_boxes = (plain || x.maps) && c.K % PIECE == 0 && c.V % PIECE == 0;
     x.as_given = plain && map_of(c, c.x[x.keys], c.H, c.K, NULL);
     if (bytes > on.room || (on.producers ? !has_boxes : !map_of(c, x.values, c.HV, c.V, NULL)))
         return cudaErrorNotSupported;
@@ -379,9 +463,13 @@ static cudaError_t launch_sums(const call &c, summed x, parts_of_sequence to,
     if (on.producers) error = map_of_any(c, &keys, c.H, c.K, &maps.keys, held, pool, stream);
     if (error == cudaSuccess && on.producers)
         error = map_of_any(c, &x.values, c.HV, c.V, &maps.values, held + 1, pool, stream);
+    auto kernel = sum_part<KP, DECAY, BACKWARD, false>;
+    if constexpr (DECAY == LA_NONE && !BACKWARD && !NARROW)
+        if (x.maps) kernel = sum_part<KP, DECAY, BACKWARD, true>;
     if (error == cudaSuccess)
-        error = launch(sum_part<KP, DECAY, BACKWARD>, blocks, PART_THREADS, bytes, stream, c, x,
-                       maps, to);
+        error = launch(kernel, blocks, PART_THREADS, bytes, stream, c, x, maps, to);
+    if (error == cudaSuccess && x.maps && c.normaliser != LA_UNNORMALISED)
+        error = launch(join_keys<KP>, heads, KP, 0, stream, c, to);
     if (error == cudaSuccess)
         error = launch(join_parts<KP, DECAY, BACKWARD>, panels * joins, JOIN_THREADS, 0, stream, c,
                        x, to);
@@ -398,26 +486,31 @@ static cudaError_t launch_sum(const call &c, const summed &x, const device_trait
                               cudaMemPool_t pool, cudaStream_t stream)
 {
     const int parts = parts_of_segment(c, on, chunks_of_sequence(c), 1, 1);
-    return launch_sums<KP, DECAY, BACKWARD>(c, x, {NULL, NULL, parts, parts, NULL, 1}, on, pool,
-                                            stream);
+    return launch_sums<KP, DECAY, BACKWARD>(c, x, {NULL, NULL, parts, parts, NULL, 1, NULL}, on,
+                                            pool, stream);
 }
 
 /* Sums of the parts of all segments but one. *state is the initial state, and becomes the states
  * before the segments. Backward it is the gradient of the final state, and becomes the gradients of
- * the states after the segments. The caller frees *held. */
+ * the states after the segments. *z becomes the sums of keys before the segments (x.maps). The
+ * caller frees *held. */
 template <int KP, la_decay DECAY, bool BACKWARD>
-static cudaError_t states_between(const call &c, summed x, int segments, view *state, void **held,
-                                  const device_traits &on, cudaMemPool_t pool, cudaStream_t stream)
+static cudaError_t states_between(const call &c, summed x, int segments, view *state, view *z,
+                                  void **held, const device_traits &on, cudaMemPool_t pool,
+                                  cudaStream_t stream)
 {
     const int of_segment = parts_of_segment(c, on, chunks_of_sequence(c), segments - 1, segments);
     const int64_t size = (int64_t)c.K * c.V, row = c.HV * segments * size;
-    cudaError_t error = cudaMallocFromPoolAsync(held, c.N * row * 4, pool, stream);
+    const int64_t keys = x.maps ? (int64_t)c.HV * segments * c.K : 0; /* of a sequence */
+    cudaError_t error = cudaMallocFromPoolAsync(held, c.N * (row + keys) * 4, pool, stream);
     if (error != cudaSuccess) return error;
-    const parts_of_sequence to = {NULL,           NULL,      segments * of_segment,
-                                  (segments - 1) * of_segment, (float *)*held, of_segment};
+    float *const of_keys = (float *)*held + c.N * row;
+    const parts_of_sequence to = {NULL,           NULL,       segments * of_segment,
+                                  (segments - 1) * of_segment, (float *)*held, of_segment, of_keys};
     x.first = *state;
     error = launch_sums<KP, DECAY, BACKWARD>(c, x, to, on, pool, stream);
     *state = {(char *)*held, {row, size, c.V, 1}, LA_F32};
+    if (x.maps) *z = {(char *)of_keys, {keys, c.K, 1, 0}, LA_F32};
     return error;
 }
 

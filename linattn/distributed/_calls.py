@@ -282,8 +282,13 @@ class Call:
 
     @property
     def has_states_alone(self) -> bool:
-        """Are there calls that make final states, and the gradient of an initial one, without all
-        else? The gradient of a normalised call's depends on its divisors, which are wide."""
+        """Are there calls that make final states, and no o?"""
+        return self.kind is not None
+
+    @property
+    def has_gradient_alone(self) -> bool:
+        """Are there calls that make the gradient of the initial state, and no other? That of a
+        normalised call depends on the state."""
         return self.kind is not None and not self.options.get("normalize")
 
     def _core_call(
@@ -294,14 +299,22 @@ class Call:
         with torch.no_grad():
             return core_call(self.forward, **arrays, **self.options, **named)
 
-    def final_states(self, arrays: Mapping[str, Tensor], states: States | None) -> States:
-        """The state after the tokens, and no o."""
+    def final_states(
+        self, arrays: Mapping[str, Tensor], states: States | None, edges: Tensor | None = None
+    ) -> States:
+        """The state after the tokens, and no o. That of a noncausal call is that of a causal one:
+        either has no decay."""
         if self.system is not None:
-            found = self._core_call(arrays, states, None).states_alone()[1]
+            found = self._core_call(arrays, states, edges).states_alone()[1]
         else:
-            found = final_state(self.name, self._given(states), **arrays, **self.options)
+            options = {**self.options, **self._as_causal, "cu_seqlens": edges}
+            found = final_state(self.name, self._given(states), **arrays, **options)
         note("final state")
         return self._states_of(found)
+
+    @property
+    def _as_causal(self) -> dict[str, bool]:
+        return {} if self.causal else {"causal": True}
 
     def _states_of(self, found: Any) -> States:
         states = self._found(found)
@@ -318,6 +331,7 @@ class Call:
         """The gradient of the state before the tokens, and no other."""
         d_final = self.initial.replace("initial", "d_final")
         options = {**self.back_options, d_final: self._given(d_states), "cu_seqlens": edges}
+        options |= self._as_causal
         if self.system is None:
             found = segment_map_backward(self.name, do.contiguous(), **arrays, **options)
         else:
@@ -375,7 +389,7 @@ class Call:
     @property
     def has_sections(self) -> bool:
         """May a rank cut its own tokens?"""
-        return self.has_states_alone and self.B == 1 and "mask" not in self.names
+        return self.has_gradient_alone and self.B == 1 and "mask" not in self.names
 
     def map(
         self, arrays: Mapping[str, Tensor], edges: Tensor | None = None

@@ -4,9 +4,9 @@ First comes what a rank gives to others, by calls that make states alone: its ma
 or in a backward pass the gradient of its initial state. The exchange follows. Then comes the call
 itself, from the state that arrived. So no rank waits for another one's call.
 
-Scans and normalised ops have no calls for states alone. There a sequence that begins on a rank is
-run before the exchange, which takes its final state, and a rank that a sequence passes walks over
-its tokens twice.
+Scans have no calls for states alone. There a sequence that begins on a rank is run before the
+exchange, which takes its final state, and a rank that a sequence passes walks over its tokens
+twice. The gradient of the initial state of a normalised op comes from a whole backward pass, too.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _from_left_back(
         assert S_in is not None
         before = call.as_states(S_in)
         with record_function("linattn.distributed: gradient of the initial state"):
-            if call.has_states_alone:
+            if call.has_gradient_alone:
                 own, ends = head.of(call, arrays), head.states(d_finals)
                 assert ends is not None
                 E = call.as_rows(call.d_initial_states(do[:, head.tokens], own, ends))
@@ -325,7 +325,7 @@ def _from_both_sides(call: Call, context: Context, given: States | None, arrays:
                 S[left] = 0
     alone = None
     if share.joins or share.goes_on:
-        alone = call.run({**arrays, "q": arrays["k"]}, start, edges)[1]
+        alone = call.final_states({**arrays, "q": arrays["k"]}, start, edges)
     to_right = _part_of(call, alone, crossing) if share.goes_on else None
     to_left = _part_of(call, alone, left) if share.joins else None
     from_left, _ = exchange(context, form, to_right, None)
@@ -354,7 +354,11 @@ def _from_both_sides_back(
     do, ends = _whole_gradients(call, context, gradients)
     E = None
     if share.joins or share.goes_on:
-        E = call.derivatives(do, arrays, start, ends, edges).states
+        if call.has_gradient_alone:
+            as_many = {"k": arrays["q"], "v": do}  # tokens, which may be more or fewer in k and v
+            E = call.d_initial_states(do, {**arrays, **as_many}, ends, edges)
+        else:
+            E = call.derivatives(do, arrays, start, ends, edges).states
     # what arrived from a side goes back to that side
     to_left = _part_of(call, E, left) if share.joins else None
     to_right = _part_of(call, E, crossing) if share.goes_on else None
