@@ -83,9 +83,16 @@ def test_maps_and_normalisers(shape, feature_map, normalize):
     assert_near(run(op, x), token_by_token(op, x))
 
 
-def test_normed_rows_go_as_they_did():
+def test_normed_rows_are_mapped_before():
     x = problem_of("linear_attention", "128x72") | {"qk_l2norm": True}
+    assert_kernels("linear_attention", x, ["map_rows", "sum_part", "additive_forward"])
     assert_near(run("linear_attention", x), token_by_token("linear_attention", x))
+
+
+def test_a_map_of_q_alone():
+    x = problem_of(PLAIN, "many segments") | {"feature_map": ("elu+1", "identity")}
+    assert_kernels(PLAIN, x, ["sum_part", "additive_forward"])
+    assert_near(run(PLAIN, x), token_by_token(PLAIN, x))
 
 
 @pytest.mark.parametrize("log_decay", [-torch.inf, -3.0, -0.01, 0.0, 0.001])

@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(SUM_THREADS)
     }
     if (c.causal) return;
     __syncthreads();
-    for (int i = threadIdx.x / KP; i < count; i += SUM_THREADS / KP) z[i * step + key] = of_all[key];
+    for (int i = threadIdx.x / KP; i < count; i += SUM_THREADS / KP)
+        z[i * step + key] = of_all[key];
 }
 
 /* The divisors of o, in the place of the row sums; or the denominators times the scale, as
@@ -88,7 +89,8 @@ template <int KP>
 static cudaError_t launch_divisors(const call &c, const chunks &w, cudaStream_t stream,
                                    float *denominators = NULL)
 {
-    const cudaError_t error = launch(sum_keys<KP>, (int64_t)c.N * c.HV, SUM_THREADS, 0, stream, c, w);
+    const int64_t heads = (int64_t)c.N * c.HV;
+    const cudaError_t error = launch(sum_keys<KP>, heads, SUM_THREADS, 0, stream, c, w);
     if (error != cudaSuccess) return error;
     return launch(divisors<KP>, (int64_t)w.chunk_slots * c.HV, 128, 0, stream, c, w,
                   denominators);

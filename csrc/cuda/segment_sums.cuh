@@ -160,8 +160,8 @@ template <int KP> __device__ __forceinline__ void clear_rows_from(int n, char *k
     }
 }
 
-/* Map the keys of an operand: rows are two keys of this lane, columns its tokens from t on. Those of
- * the tokens before n are added to `sums`, as they are before they are rounded. */
+/* Map the keys of an operand: rows are two keys of this lane, columns its tokens from t on. Those
+ * of the tokens before n are added to `sums`, as they are before they are rounded. */
 __device__ __forceinline__ void map_keys(const call &c, left &rows, int t, int n, float (&sums)[2])
 {
     rough y[8];
@@ -343,7 +343,8 @@ __global__ void __launch_bounds__(PART_THREADS, PARTS_OF_PROCESSOR)
         sum_part_of<KP, DECAY, BACKWARD, MAPPED>(c, x, maps, to);
 }
 
-/* The sums of keys before the segments, or after the sequence. A block has a head, a thread a key. */
+/* The sums of keys before the segments, or after the sequence. A block has a head, and a thread has
+ * a key. */
 template <int KP, typename = element>
 __global__ void __launch_bounds__(KP)
     join_keys(const __grid_constant__ call c, const parts_of_sequence from)
@@ -352,15 +353,16 @@ __global__ void __launch_bounds__(KP)
     const int segments = from.count / from.of_segment;
     if (key >= c.K) return;
     const float *const sums = from.decays + (int64_t)head * from.made * KP + key;
-    float *const to = from.z_between + (int64_t)head * segments * c.K + key;
+    float *const to =
+        from.z_between ? from.z_between + (int64_t)head * segments * c.K + key : NULL;
     running z = z_of_key<float>(c.x[LA_Z0], c, {n, n, 0, hv, 0, 0}, key);
 #pragma unroll 4
     for (int j = 0; j < from.made; j++) {
-        if (from.z_between && j % from.of_segment == 0)
+        if (to && j % from.of_segment == 0)
             to[j / from.of_segment * c.K] = (float)z.total();
         z.add(sums[j * KP]);
     }
-    if (from.z_between)
+    if (to)
         to[(segments - 1) * c.K] = (float)z.total();
     else if (c.x[LA_ZT].data)
         store(at(c.x[LA_ZT], n, hv, key), c.x[LA_ZT].dtype, (float)z.total());
@@ -420,8 +422,8 @@ static int parts_of_segment(const call &c, const device_traits &on, int64_t chun
     return (int)max((int64_t)1, min(fit, chunks / all / LEAST_CHUNKS_OF_PART));
 }
 
-/* Does sum_part map the keys of a call? It takes numbers one by one, so it finds no norm. In float16
- * a mapped number may be too large. */
+/* Does sum_part map the keys of a call? It takes numbers one by one, so it finds no norm. In
+ * float16 a mapped number may be too large. */
 template <la_decay DECAY> static bool maps_keys(const call &c, const device_traits &on)
 {
     return DECAY == LA_NONE && !NARROW && on.producers && !c.qk_l2norm &&
@@ -437,7 +439,7 @@ static summed keys_and_values(const call &c, const device_traits &on)
 }
 
 /* Sums of the parts that `to` tells of. cudaErrorNotSupported, with nothing done, where rows cannot
- * be copied in pieces, and on Hopper where they are mapped before. */
+ * be copied in pieces, and on Hopper where sum_part cannot map the keys. */
 template <int KP, la_decay DECAY, bool BACKWARD>
 static cudaError_t launch_sums(const call &c, summed x, parts_of_sequence to,
                                const device_traits &on, cudaMemPool_t pool, cudaStream_t stream)
@@ -445,7 +447,7 @@ static cudaError_t launch_sums(const call &c, summed x, parts_of_sequence to,
     constexpr int bytes = sizeof(part_room<KP, DECAY>), joins = KP * PANEL / JOIN_THREADS;
     const int64_t heads = (int64_t)c.N * c.HV, panels = heads * div_up(c.V, PANEL),
                   blocks = blocks_of_part(c) * to.made;
-    const bool plain = rows_are_as_given(c);
+    const bool plain = !c.qk_l2norm && c.map[x.keys == LA_K] == LA_IDENTITY;
     /* of copies, too */
     const bool has_boxes = (plain || x.maps) && c.K % PIECE == 0 && c.V % PIECE == 0;
     x.as_given = plain && map_of(c, c.x[x.keys], c.H, c.K, NULL);
@@ -492,8 +494,8 @@ static cudaError_t launch_sum(const call &c, const summed &x, const device_trait
 
 /* Sums of the parts of all segments but one. *state is the initial state, and becomes the states
  * before the segments. Backward it is the gradient of the final state, and becomes the gradients of
- * the states after the segments. *z becomes the sums of keys before the segments (x.maps). The
- * caller frees *held. */
+ * the states after the segments. *z becomes the sums of keys before the segments, if the call is
+ * normalised (x.maps). The caller frees *held. */
 template <int KP, la_decay DECAY, bool BACKWARD>
 static cudaError_t states_between(const call &c, summed x, int segments, view *state, view *z,
                                   void **held, const device_traits &on, cudaMemPool_t pool,
@@ -501,7 +503,8 @@ static cudaError_t states_between(const call &c, summed x, int segments, view *s
 {
     const int of_segment = parts_of_segment(c, on, chunks_of_sequence(c), segments - 1, segments);
     const int64_t size = (int64_t)c.K * c.V, row = c.HV * segments * size;
-    const int64_t keys = x.maps ? (int64_t)c.HV * segments * c.K : 0; /* of a sequence */
+    const bool normalised = x.maps && c.normaliser != LA_UNNORMALISED;
+    const int64_t keys = normalised ? (int64_t)c.HV * segments * c.K : 0; /* of a sequence */
     cudaError_t error = cudaMallocFromPoolAsync(held, c.N * (row + keys) * 4, pool, stream);
     if (error != cudaSuccess) return error;
     float *const of_keys = (float *)*held + c.N * row;
@@ -510,7 +513,7 @@ static cudaError_t states_between(const call &c, summed x, int segments, view *s
     x.first = *state;
     error = launch_sums<KP, DECAY, BACKWARD>(c, x, to, on, pool, stream);
     *state = {(char *)*held, {row, size, c.V, 1}, LA_F32};
-    if (x.maps) *z = {(char *)of_keys, {keys, c.K, 1, 0}, LA_F32};
+    if (normalised) *z = {(char *)of_keys, {keys, c.K, 1, 0}, LA_F32};
     return error;
 }
 
