@@ -115,3 +115,32 @@ const la_set la_results = 0
 #include "arrays.def"
     ;
 /* clang-format on */
+
+/* ---- what a call has of them ---- */
+
+bool la_has(const la_problem *p, la_name name)
+{
+    if (!la_in(la_read[p->pass] | la_written[p->pass] | la_results, name)) return false;
+    switch (la_array_rows[name].part) {
+    case LA_ALWAYS: return true;
+    case LA_DECAY_OPS: return p->decay != LA_NONE;
+    case LA_DELTA_OPS: return p->rule == LA_DELTA;
+    case LA_PREDICTS: return la_predicts(p->rule) && p->decay != LA_PAIR;
+    case LA_DPLR_OPS: return p->rule == LA_DPLR;
+    case LA_BONUS_OPS: return p->rule == LA_BONUS;
+    case LA_PAIR_OPS: return p->decay == LA_PAIR;
+    case LA_WEIGHED: return la_weighs(p->decay, p->rule);
+    case LA_GATED: return la_is_gated(p->decay, p->rule);
+    case LA_NORMALISED: return p->normaliser != LA_UNNORMALISED;
+    case LA_OF_SEGMENTS: return la_predicts(p->rule) && p->decay != LA_PAIR && p->want_map;
+    }
+    return false;
+}
+
+la_dtype la_dtype_of(const la_problem *p, la_name name)
+{
+    const la_array_row *row = &la_array_rows[name];
+    return row->dtype == LA_DTYPE_OF_Q    ? p->array[LA_Q].dtype
+           : row->dtype == LA_DTYPE_FLOAT ? p->array[row->of].dtype
+                                          : p->real;
+}

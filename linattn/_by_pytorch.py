@@ -17,10 +17,10 @@ from torch import Tensor
 from linattn.features import CoreFeatures, l2norm
 from linattn.variants import ARRAYS, VARIANTS
 
-__all__ = ["convolution", "gradients_of_gradients", "op", "outline", "scan"]
+__all__ = ["MAPS", "convolution", "gradients_of_gradients", "op", "outline", "scan"]
 
 # The maps by the core's numbers (features.py), with the core's slopes where a map has a corner.
-_MAPS: dict[float, Callable[[Tensor, float], Tensor]] = {
+MAPS: dict[float, Callable[[Tensor, float], Tensor]] = {
     0.0: lambda x, eps: x,
     1.0: lambda x, eps: torch.where(x > 0, x + 1, x.clamp(max=0).exp()),
     2.0: lambda x, eps: x.relu() + eps,
@@ -38,7 +38,7 @@ _DECAYS: dict[str | None, Callable[[Tensor], Tensor]] = {
 _LETTERS = {line.label: line.letters for line in ARRAYS if line.role == "INPUT"}
 # The arrays that this text knows. It refuses a call with another one.
 _KNOWN = {"q", "k", "v", "g", "beta", "x", "y", "bonus", "eta", "cu_seqlens"}
-_KNOWN |= {"initial_state", "initial_state_second"}
+_KNOWN |= {"initial_state", "initial_state_second", "weight", "skip", "value_gate"}
 
 
 def gradients_of_gradients(
@@ -146,11 +146,18 @@ class _Call:
         features: CoreFeatures = given["features"] or _NO_FEATURES
         phi_q, eps_q, phi_k, eps_k, self.normaliser, self.eps, causal = features
         self.noncausal = not causal
-        q, k = _MAPS[phi_q](q, eps_q), _MAPS[phi_k](k, eps_k)
+        q, k = MAPS[phi_q](q, eps_q), MAPS[phi_k](k, eps_k)
         scale = q.shape[-1] ** -0.5 if given["scale"] is None else given["scale"]
         self.q, self.k = scale * self.spread(q), self.spread(k)
         self.x, self.y = (self.spread(self.full(x, given[x])) for x in "xy")
         self.beta, self.eta = (self.full(x, given[x]) for x in ("beta", "eta"))
+        self.passed = None  # what reads have of their own values
+        if given["skip"] is not None:
+            self.passed = scale * self.full("skip", given["skip"])[:, None] * self.v
+        if given["weight"] is not None:
+            self.v = self.full("weight", given["weight"])[..., None] * self.v
+        if given["value_gate"] is not None:
+            self.v = self.full("value_gate", given["value_gate"]) * self.v
         self.bonus = self.full("bonus", given["bonus"])
         if self.bonus is not None:
             self.bonus = self.bonus.repeat_interleave(self.group, 0)
@@ -248,6 +255,8 @@ class _Call:
                 o = _read(S, q)
                 outputs.append(self.divided(o, den) if self.normaliser else o)
         o = torch.stack(outputs, 1) if outputs else self.v[:, :0]
+        if self.passed is not None:
+            o = o + self.passed[:, tokens]
         return o, [S] if second is None else [S, second]
 
     def divided(self, o: Tensor, den: Tensor) -> Tensor:

@@ -247,10 +247,30 @@ def test_steps_of_gdn2_call_a_gate_by_its_name(rng):
 # ---- what is refused ----
 
 
-def test_gradients_have_none(rng):
+@device.taken
+def backward(q, k, v, g, beta, x, do, value_gate=None, **options):
+    given = {"g": g, "beta": beta, "x": x, "do": do, "value_gate": value_gate}
+    return linattn.Gradients(*_linattn.backward(BASE, q, k, v, **given, **options))
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+@pytest.mark.parametrize("V", [8, 40])
+def test_gradients_of_a_gate_of_values(V, mode, rng):
+    """Was u = gate v: of v gate du, and of the gate du v."""
+    x = inputs_of(Case(BASE, mode, np.float64, 100, None, 16, V, 1, 2, 2), rng)
+    x = {name: y.astype(np.float64) for name, y in x.items()} | {"x": x["k"].astype(np.float64)}
+    gate, do = rng.uniform(0, 1, x["v"].shape), rng.standard_normal(x["v"].shape)
+    gated = x | {"v": gate * x["v"]}
+    want = backward(**gated, do=do, mode=mode)
+    found = backward(**x, value_gate=gate, do=do, mode=mode)
+    for name in ("dq", "dk", "dx", "dg", "dbeta"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(want, name))
+    np.testing.assert_allclose(found.dv, gate * want.dv, rtol=1e-14)
+    np.testing.assert_allclose(found.dvalue_gate, x["v"] * want.dv, rtol=1e-14)
+
+
+def test_gradients_of_a_factor_of_x_there_are_none(rng):
     x = inputs_of(Case(BASE, "chunk", np.float32, 5, None, 4, 4, 1, 1, 1), rng)
-    with pytest.raises(TypeError, match="value_gate"):
-        _linattn.backward(BASE, **x, do=x["v"], value_gate=x["v"])
     with pytest.raises(TypeError, match="x_is_factor"):
         _linattn.backward(BASE, **x, do=x["v"], x=x["k"], x_is_factor=True)
 

@@ -478,7 +478,7 @@ def test_forward_names_its_paper():
 def test_gradients():
     assert linattn.Gradients._fields == (
         *("dq", "dk", "dv", "dg", "dbeta", "dx", "dy", "dbonus", "deta"),
-        "d_initial_state",
+        *("dvalue_gate", "dweight", "dskip", "d_initial_state"),
     )
     assert linattn.Gradients._fields == reference.Gradients._fields
     x = np.ones((3, 2))
@@ -493,6 +493,7 @@ def test_gradients_show_dtypes_and_shapes():
     assert repr(linattn.linear_attention_backward(x, x, x, x, initial_state=(S, z))) == (
         "Gradients(dq=float32[1,8,2,4], dk=float32[1,8,2,4], dv=float32[1,8,2,4], dg=None, "
         "dbeta=None, dx=None, dy=None, dbonus=None, deta=None, "
+        "dvalue_gate=None, dweight=None, dskip=None, "
         "d_initial_state=(float32[1,2,4,4], float32[1,2,4]))"
     )
     absent = [None] * (len(linattn.Gradients._fields) - 3)

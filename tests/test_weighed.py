@@ -11,7 +11,8 @@ import pytest
 from support import device
 from support.grid import Case, Pool, bits_multiplied, inputs_of, rounds_products, wider
 
-from linattn import _linattn, reference
+import linattn
+from linattn import _linattn, reference, testing
 
 BASE = "simple_gla"
 LENGTHS = (8, 63, 64, 65, 128, 257)
@@ -130,7 +131,117 @@ def test_a_nan_leaves_the_tokens_before_it(name, mode, rng):
     assert near.max() <= 0.05 * np.abs(before.astype(np.float32)).max()
 
 
-def test_gradients_have_none(rng):
-    x = inputs_of(Case(BASE, "chunk", np.float32, 5, None, 4, 4, 1, 1, 1), rng)
-    with pytest.raises(TypeError, match="weight"):
-        _linattn.backward(BASE, **x, do=x["v"], weight=1.0)
+# ---- gradients ----
+
+
+@device.taken
+def backward(q, k, v, g, weight, skip, do, d_final_state, **options):
+    given = {"g": g, "weight": weight, "skip": skip, "do": do, "d_final_state": d_final_state}
+    return linattn.Gradients(*_linattn.backward(BASE, q, k, v, **given, **options))
+
+
+def expected_gradients(x, do, dST, dtype, **how):
+    """Was v weighed, and added to the reads."""
+    x = dict(x)
+    weight, skip, v, do = (y.astype(dtype) for y in (x.pop("weight"), x.pop("skip"), x["v"], do))
+    weighed = weight[..., None] * v
+    grads = reference.backward(
+        BASE, do, **x | {"v": weighed}, d_final_state=dST, dtype=dtype, **how
+    )
+    scale = x.get("scale", x["q"].shape[-1] ** -0.5)
+    du = grads.dv.astype(dtype)
+    return {
+        "dq": grads.dq,
+        "dk": grads.dk,
+        "dg": grads.dg,
+        "dv": weight[..., None] * du + scale * skip[:, None] * do,
+        "dweight": (du * v).sum(-1),
+        "dskip": scale * (do * v).sum((0, 1, 3)),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", [(64, 64, 1, 4), (40, 20, 2, 2), (16, 7, 1, 1)], ids=str)
+def test_gradients(sizes, mode, rng):
+    K, V, H, HV = sizes
+    for packed in (False, True):
+        case = Case(BASE, mode, np.float64, 130, None, K, V, H, HV, 2 - packed, packed=packed)
+        x = drawn(case, rng)
+        x = {name: y.astype(np.float64) if y.dtype.kind == "f" else y for name, y in x.items()}
+        o, state = forward(**x, mode=mode)
+        do, dST = rng.standard_normal(o.shape), rng.standard_normal(state.shape)
+        found = backward(**x, do=do, d_final_state=dST, mode=mode)
+        assert found.dvalue_gate is None
+        for name, want in expected_gradients(x, do, dST, np.float64).items():
+            np.testing.assert_allclose(getattr(found, name), want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: np.dtype(x).name)
+def test_gradients_of_short_numbers(dtype, rng):
+    x = drawn(Case(BASE, "chunk", dtype, 200, None, 64, 72, 2, 4, 2), rng)
+    x.pop("initial_state", None)
+    o, state = forward(**x)
+    do = rng.standard_normal(o.shape).astype(dtype)
+    dST = rng.standard_normal(state.shape).astype(np.float32)
+    found = backward(**x, do=do, d_final_state=dST)
+    bound = testing.RMS_BOUND[np.dtype(dtype).name]
+    for name, want in expected_gradients(x, do, dST, np.float64).items():
+        got = np.asarray(getattr(found, name)).astype(np.float64)
+        assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) <= bound, name
+        assert getattr(found, name).dtype == x[name[1:]].dtype
+
+
+@pytest.mark.parametrize("given", [("weight",), ("skip",), ()])
+def test_each_factor_alone(given, rng):
+    x = drawn(Case(BASE, "chunk", np.float64, 70, None, 16, 8, 1, 2, 1), rng)
+    x = {name: y.astype(np.float64) for name, y in x.items()}
+    absent = {name: None for name in ("weight", "skip") if name not in given}
+    neutral = {"weight": np.ones_like(x["weight"]), "skip": np.zeros_like(x["skip"])}
+    o, state = forward(**x)
+    do, dST = rng.standard_normal(o.shape), rng.standard_normal(state.shape)
+    found = backward(**x | absent, do=do, d_final_state=dST)
+    whole = backward(**x | {name: neutral[name] for name in absent}, do=do, d_final_state=dST)
+    for name in ("dq", "dk", "dv", "dg", *(f"d{name}" for name in given)):
+        np.testing.assert_allclose(
+            getattr(found, name), getattr(whole, name), rtol=1e-12, atol=1e-12
+        )
+    assert all(getattr(found, f"d{name}") is None for name in absent)
+
+
+def test_gradients_of_numbers_and_of_no_tokens(rng):
+    x = drawn(Case(BASE, "chunk", np.float64, 30, None, 16, 8, 1, 2, 1), rng)
+    x = {name: y.astype(np.float64) for name, y in x.items()}
+    do = rng.standard_normal(x["v"].shape)
+    dST = np.zeros((1, 2, 16, 8))
+    same = {"weight": np.full_like(x["weight"], 0.5), "skip": np.full_like(x["skip"], -2.0)}
+    whole = backward(**x | same, do=do, d_final_state=dST)
+    found = backward(**x | {"weight": 0.5, "skip": -2.0}, do=do, d_final_state=dST)
+    assert found.dweight == pytest.approx(whole.dweight.sum())
+    assert found.dskip == pytest.approx(whole.dskip.sum())
+    np.testing.assert_array_equal(found.dv, whole.dv)
+    none = {name: y[:, :0] if name not in ("skip", "initial_state") else y for name, y in x.items()}
+    for name in ("no state", "initial_state"):
+        none.pop(name, None)
+        found = backward(**none, do=do[:, :0], d_final_state=dST)
+        assert found.dweight.shape == (1, 0, 2) and (found.dskip == 0).all()
+
+
+@pytest.mark.skipif(not device.on_host(), reason="memory of the host")
+@pytest.mark.parametrize("nth", [1, 2])
+def test_gradients_without_memory(nth, rng):
+    x = drawn(Case(BASE, "chunk", np.float64, 30, None, 16, 8, 1, 2, 1), rng)
+    _linattn._fail_allocation(nth)
+    with pytest.raises(MemoryError, match="not enough memory"):
+        _linattn.backward(BASE, **x, do=x["v"])
+
+
+def test_gradients_of_states_alone_depend_on_no_factor(rng):
+    x = drawn(Case(BASE, "chunk", np.float64, 90, None, 16, 8, 1, 2, 1), rng)
+    x = {name: y.astype(np.float64) for name, y in x.items()}
+    do = rng.standard_normal(x["v"].shape)
+    q, k, v, g = (x[name] for name in "qkvg")
+    *_, want = _linattn.backward(BASE, q, k, v, g=g, do=do, states_only=True)
+    factors = {name: x[name] for name in ("weight", "skip")}
+    *others, found = _linattn.backward(BASE, q, k, v, g=g, do=do, **factors, states_only=True)
+    np.testing.assert_array_equal(found, want)
+    assert others == [None] * len(others)

@@ -1,4 +1,5 @@
 /* The CPU's entry points: cut a problem into units, give every thread its scratch, run. */
+#include "factors.h"
 #include "kernels.h"
 #include "pool.h"
 #include "scratch.h"
@@ -316,9 +317,8 @@ static int64_t backward_columns(const la_problem *p)
     return p->V < widest ? p->V : widest;
 }
 
-la_status la_backward(la_problem *p)
+static la_status backward_of_rule(la_problem *p)
 {
-    if (la_writes_nothing(p)) return LA_OK;
     job j = {.p = p, .kernels = la_cpu_kernels(p->real), .heads = 1, .parts = 1};
     const size_t real = la_size_of(p->real);
     la_partials sums = {.tokens = p->tokens, .row = la_longest_row(p)};
@@ -380,4 +380,10 @@ la_status la_backward(la_problem *p)
     if (!only && !la_stopped(p)) la_pool_run(threads, p->HV, reduce_head_unit, &j, p);
     la_scratch_give(block);
     return status_of(p);
+}
+
+la_status la_backward(la_problem *p)
+{
+    if (la_writes_nothing(p)) return LA_OK;
+    return la_has_factors(p) ? la_backward_with_factors(p, backward_of_rule) : backward_of_rule(p);
 }

@@ -40,6 +40,7 @@
 #include "convolve.h"
 #include "../activation.h"
 #include "group_norm.h"
+#include "factor_rows.h"
 
 /* clang-format off */
 #define LA_KIND(decay, rule) \
@@ -224,5 +225,7 @@ const la_kernels LA_INSTANCE = {
     .convolution_state = convolution_state,
     .convolution_backward = convolution_backward,
     .group_norm = group_norm,
+    .make_written = make_written,
+    .undo_factors = undo_factors,
     .store_numbers = store_numbers,
 };

@@ -52,6 +52,17 @@ typedef struct la_partials {
     void *dbonus;       /* [HV * panels][N][kp]: the sum over a sequence's tokens */
 } la_partials;
 
+/* The factors of values of a backward pass (factors.c), and one row of values. */
+typedef struct la_factors {
+    const la_problem *p;
+    la_array written; /* weight v, or gate v, as the rule takes it */
+    double *of_skip;  /* [B T][HV]: the shares of dskip */
+} la_factors;
+
+typedef struct la_factor_row {
+    int64_t b, t, hv;
+} la_factor_row;
+
 /* A block of tokens of one query/key head and its value heads: what one call of `reduce`
  * finishes. */
 typedef struct la_rows {
@@ -165,6 +176,10 @@ typedef struct la_kernels {
 
     /* The norm of groups in a layer's step: rows first .. last. */
     void (*group_norm)(const la_group_norm *j, int64_t first, int64_t last);
+
+    /* Values before and after a backward pass that knows no factors of them (factors.c). */
+    void (*make_written)(const la_factors *j, const la_factor_row *r);
+    void (*undo_factors)(const la_factors *j, const la_factor_row *r);
 
     /* Numbers in an array's dtype. */
     void (*store_numbers)(char *to, la_dtype dtype, const double *from, int64_t n);

@@ -453,20 +453,27 @@ static cudaError_t in_reverse_by_chunks(const la_problem *p, const call &c, grad
 }
 
 /* In chunks, unless there is a reason why not (why_by_token). */
-static cudaError_t in_reverse(const la_problem *p, const call &c)
+static cudaError_t in_reverse_of_rule(const la_problem *p, const call &c, gradients &d,
+                                      cudaMemPool_t pool)
 {
-    gradients d = gradients_of(p);
     const char *why = why_by_token(p);
-    cudaMemPool_t pool;
-    cudaError_t error = pool_of(p->ordinal, &pool);
-    if (error != cudaSuccess) return error;
     tell(p, "chunks", "tensor cores", p->array[LA_Q].dtype == LA_F16 ? 11 : 8, "");
     if (!why) {
-        error = in_reverse_by_chunks(p, c, d, pool);
+        const cudaError_t error = in_reverse_by_chunks(p, c, d, pool);
         if (error != cudaErrorNotSupported) return error;
     }
     tell(p, "token by token", "CUDA cores", p->real == LA_F64 ? 53 : 24, why ? why : not_here);
     return in_reverse_by_token(p, c, d, pool);
+}
+
+static cudaError_t in_reverse(const la_problem *p, const call &c)
+{
+    gradients d = gradients_of(p);
+    cudaMemPool_t pool;
+    const cudaError_t error = pool_of(p->ordinal, &pool);
+    if (error != cudaSuccess) return error;
+    if (!has_factors(c)) return in_reverse_of_rule(p, c, d, pool);
+    return with_factors(c, d, p, in_reverse_of_rule, pool, (cudaStream_t)p->stream);
 }
 
 la_status la_cuda_backward(la_problem *p)

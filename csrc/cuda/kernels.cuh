@@ -49,6 +49,14 @@ extern const backward_launcher chunk_backward_pair[2], chunk_backward_pair_k256[
 extern const backward_launcher chunk_backward_none_k256[2], chunk_backward_token_k256[2],
     chunk_backward_key_k256[2];
 
+/* Gradients of a weight, a gate or a skip of values, around a backward pass that knows none of them
+ * (factors.cu). */
+typedef cudaError_t (*plain_backward)(const la_problem *, const call &, gradients &,
+                                      cudaMemPool_t);
+bool has_factors(const call &);
+cudaError_t with_factors(const call &, const gradients &, const la_problem *, plain_backward,
+                         cudaMemPool_t, cudaStream_t);
+
 /* The end of that for a gate per head: sums over the tokens of da, [HV][B T]. */
 cudaError_t reduce_gates(const call &, const gradients &, float *da, cudaStream_t);
 

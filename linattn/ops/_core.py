@@ -79,6 +79,8 @@ class Gradients(NamedTuple):
     dx, dy : array [B,T,H,K] or None
     dbonus : array [H,K], float or None
     deta : array [B,T,HV], float or None
+    dvalue_gate, dweight, dskip : array, float or None
+        Of factors of v, which systems such as :func:`linattn.ssd` have, and no op.
     d_initial_state : array [N,HV,K,V], or None
         Of a normalised op the pair (dS, dz), of titans the pair (dM, dY);
         float32 (float64 for float64 inputs).
@@ -105,6 +107,9 @@ class Gradients(NamedTuple):
     dy: Any | None
     dbonus: Any | None
     deta: Any | None
+    dvalue_gate: Any | None
+    dweight: Any | None
+    dskip: Any | None
     d_initial_state: State | None
 
     def __repr__(self) -> str:

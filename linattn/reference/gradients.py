@@ -51,6 +51,9 @@ class Gradients(NamedTuple):
     dy: np.ndarray | None
     dbonus: np.ndarray | None
     deta: np.ndarray | None
+    dvalue_gate: np.ndarray | None
+    dweight: np.ndarray | None
+    dskip: np.ndarray | None
     d_initial_state: np.ndarray | tuple | None
 
 
@@ -196,6 +199,9 @@ def backward(
         None if y is None else rounded(d["y"], dtype),
         of_gate("bonus", bonus),
         of_gate("eta", eta),
+        None,
+        None,
+        None,
         None if initial_state is None else d_states[0] if len(d_states) == 1 else d_states,
     )
 
