@@ -265,6 +265,8 @@ class Arrays:
 
     def scaled(self, a: Any, x: Any) -> Any:
         """a x in the dtype of x, rounded once; a is an array that was checked, or a number."""
+        if is_tensor(x) and self.is_like(a) and not is_traced(x):
+            return a * x  # which is rounded once
         recorded = is_recorded(a) or is_recorded(x)
         if not is_tensor(x) or x.dtype == self.real or recorded or is_traced(x):
             return self.short(self.real_of(a) * x)

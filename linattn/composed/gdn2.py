@@ -10,8 +10,17 @@ from typing import Any, NamedTuple
 from linattn.composed._arrays import Arrays
 from linattn.composed._names import called
 from linattn.features import is_tensor, l2norm_backward
-from linattn.ops._core import AnyArray, Array, Mode, step_for, unrecorded_core
-from linattn.ops.kda import kda, kda_backward
+from linattn.ops._core import (
+    AnyArray,
+    Array,
+    Gradients,
+    Mode,
+    backward_for,
+    core_for,
+    step_for,
+    unrecorded_core,
+)
+from linattn.ops.kda import kda
 
 __all__ = ["GDN2Gradients", "gdn2", "gdn2_backward", "gdn2_step"]
 
@@ -80,7 +89,7 @@ class _Problem:
         self.call, self.k, self.v, self.qk_l2norm = call, k, v, qk_l2norm
 
     def is_watched(self, *given: Any) -> bool:
-        """Does PyTorch or JAX record or trace a call? The core's gates have no gradients."""
+        """Does PyTorch record or trace a call? The core's factor of x has no gradient."""
         if not is_tensor(self.call.like):
             return self.call.by_jax
         from linattn import autograd
@@ -105,16 +114,16 @@ class _Problem:
         """w v."""
         return self.call.scaled(self.w_given, self.v)
 
-    def for_core(self) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    def for_core(self, recorded: bool = False) -> tuple[Any, dict[str, Any], dict[str, str]]:
         """v, the arrays beside it, and their names.
 
-        The core multiplies by gates of the dtype of q.
+        The core multiplies by gates of the dtype of q. Backward passes have the gate of v alone.
         """
         arrays: dict[str, Any] = {"beta": 1.0}
         names = _NAMES | {"value_gate": "w"}
         if self.call.by_jax:
             return self.written(), arrays | {"x": self.x()}, dict(_NAMES)
-        if self.call.is_like(self.b_given):
+        if self.call.is_like(self.b_given) and not recorded:
             arrays |= {"x": self.b_given, "x_is_factor": True}
             names["x"] = "b"
         else:
@@ -231,14 +240,14 @@ def gdn2(
         "state_v_first": state_v_first,
         "allow_tf32": allow_tf32,
     }
-    if p.is_watched(b, w, g, alpha, initial_state):
+    if p.call.by_jax:
         with called(_NAMES, q):
             return kda(q, k, p.written(), g, 1.0, x=p.x(), **options)
-    values, arrays, names = p.for_core()
+    watched = p.is_watched(b, w, g, alpha, initial_state)
+    values, arrays, names = p.for_core(recorded=watched)
+    core = core_for(q) if watched else unrecorded_core(q)
     with called(names, q):
-        result: tuple[Array, AnyArray | None] = unrecorded_core(q)(
-            "kda", q, k, values, g=g, **arrays, **options
-        )
+        result: tuple[Array, AnyArray | None] = core("kda", q, k, values, g=g, **arrays, **options)
     return result
 
 
@@ -401,36 +410,43 @@ def gdn2_backward(
     (False, True)
     """
     p = _Problem(q, k, v, b, w, qk_l2norm, recorded=False)
-    with called(_NAMES, q):
-        grads = kda_backward(
-            do,
-            q,
-            k,
-            p.written(),
-            g,
-            1.0,
-            alpha=alpha,
-            x=p.x(),
-            d_final_state=d_final_state,
-            scale=scale,
-            initial_state=initial_state,
-            cu_seqlens=cu_seqlens,
-            mode=mode,
-            chunk_size=chunk_size,
-            qk_l2norm=qk_l2norm,
-            state_v_first=state_v_first,
+    values, arrays, names = p.for_core(recorded=True)
+    with called(names, q):
+        grads = Gradients(
+            *backward_for(do)(
+                "kda",
+                q,
+                k,
+                values,
+                do=do,
+                g=g,
+                alpha=alpha,
+                **arrays,
+                d_final_state=d_final_state,
+                scale=scale,
+                initial_state=initial_state,
+                cu_seqlens=cu_seqlens,
+                mode=mode,
+                chunk_size=chunk_size,
+                qk_l2norm=qk_l2norm,
+                state_v_first=state_v_first,
+            )
         )
     call = p.call
-    d_written, dx = call.real_of(grads.dv), call.real_of(grads.dx)
+    dx = call.real_of(grads.dx)
     # x = b * k, of the key before or after its norm
     dk = call.factor(p.b_given) * dx
     dk = grads.dk + (l2norm_backward(call.real_of(k), dk) if qk_l2norm else dk)
+    dv, dw = grads.dv, grads.dvalue_gate
+    if dw is None:  # was w v
+        d_written = call.real_of(grads.dv)
+        dv, dw = call.short(call.factor(p.w_given) * d_written), v * d_written
     return GDN2Gradients(
         dq=grads.dq,
         dk=call.short(dk),
-        dv=call.short(call.factor(p.w_given) * d_written),
+        dv=dv,
         db=call.as_given(k * (p.norm() * dx), p.b_given),
-        dw=call.as_given(v * d_written, p.w_given),
+        dw=call.as_given(dw, p.w_given),
         dg=grads.dg,
         d_initial_state=grads.d_initial_state,
     )

@@ -8,9 +8,17 @@ from typing import Any, NamedTuple
 from linattn._elementwise import silu, silu_slope, softplus, softplus_slope
 from linattn.composed._arrays import Arrays, is_number, total
 from linattn.composed._names import called
-from linattn.features import is_tensor
-from linattn.ops._core import AnyArray, Array, Mode, step_for, unrecorded_core
-from linattn.ops.simple_gla import simple_gla, simple_gla_backward
+from linattn.ops._core import (
+    AnyArray,
+    Array,
+    Gradients,
+    Mode,
+    backward_for,
+    core_for,
+    step_for,
+    unrecorded_core,
+)
+from linattn.ops.simple_gla import simple_gla
 
 __all__ = ["SSDGradients", "ssd", "ssd_backward", "ssd_step"]
 
@@ -140,15 +148,6 @@ class _Problem:
         if self.D is not None and self.D.ndim == 1:
             self.skip, self.D = self.D, self.D[:, None]
 
-    def is_watched(self, initial_states: Any) -> bool:
-        """Does PyTorch or JAX record or trace the call? The core's weights have no gradients."""
-        if not is_tensor(self.call.like):
-            return self.call.by_jax
-        from linattn import autograd
-
-        given = (self.C, self.B, self.call.like, self.dt, self.g, self.skip, initial_states)
-        return autograd.is_watched("simple_gla", given)
-
     @property
     def v(self) -> Any:
         """dt x, in the dtype of x."""
@@ -163,7 +162,7 @@ class _Problem:
         """y from o, which has D x already if it is skipped."""
         skipped = skipped or self.D is None
         if skipped and self.z is None:
-            return o
+            return self.call.short(o)
         y = self.call.real_of(o) if skipped else self.skipped(o)
         return self.call.short(y if self.z is None else y * silu(self.z))
 
@@ -291,7 +290,6 @@ def ssd(
     p = _Problem(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit)
     ends = p.sequences(seq_idx, cu_seqlens)
     p.compute()
-    watched = p.is_watched(initial_states)
     options: dict[str, Any] = {
         "scale": 1,
         "initial_state": initial_states,
@@ -303,13 +301,13 @@ def ssd(
         "allow_tf32": allow_tf32,
     }
     with called(_NAMES, x):
-        if watched:
+        if p.call.by_jax:
             o, states = simple_gla(p.C, p.B, p.v, p.g, **options)
         else:
-            o, states = unrecorded_core(x)(
+            o, states = core_for(x)(
                 "simple_gla", p.C, p.B, x, g=p.g, weight=p.dt, skip=p.skip, **options
             )
-    return p.finish(o, skipped=p.skip is not None and not watched), states
+    return p.finish(o, skipped=p.skip is not None and not p.call.by_jax), states
 
 
 def ssd_step(
@@ -501,25 +499,34 @@ def ssd_backward(
         do = dy_wide * silu(p.z)
     with called(_NAMES, x):
         # first, so that linattn.segments finds this pass
-        grads = simple_gla_backward(
-            call.short(do), p.C, p.B, p.v, p.g, d_final_state=d_final_states, **options
+        grads = Gradients(
+            *backward_for(dy)(
+                "simple_gla",
+                p.C,
+                p.B,
+                x,
+                do=call.short(do),
+                g=p.g,
+                weight=p.dt,
+                skip=p.skip,
+                d_final_state=d_final_states,
+                **options,
+            )
         )
         if p.z is not None:
-            o, _ = simple_gla(p.C, p.B, p.v, p.g, **options)
-            dz = dy_wide * p.skipped(o) * silu_slope(p.z)
-    # v = dt x, g = dt A
-    dv = call.real_of(grads.dv)
-    d_dt = (dv * x).sum(-1) + grads.dg * p.A
+            skip = p.skip
+            o, _ = unrecorded_core(x)(
+                "simple_gla", p.C, p.B, x, g=p.g, weight=p.dt, skip=skip, **options
+            )
+            o = call.real_of(o) if skip is not None else p.skipped(o)
+            dz = dy_wide * o * silu_slope(p.z)
+    d_dt = grads.dweight + grads.dg * p.A
     dA = total(call.xp, grads.dg * p.dt, (0, 1))
-    dD = None
-    if p.D is None:
-        dx = call.scaled(p.dt[..., None], grads.dv)
-    else:  # was o + D x
+    dx, dD = grads.dv, grads.dskip
+    if p.D is not None and p.skip is None:  # was o + D x, with a D of all values
         do = call.real_of(do)
-        dx = call.short(p.dt[..., None] * dv + p.D * do)
+        dx = call.short(call.real_of(dx) + p.D * do)
         dD = total(call.xp, do * x, (0, 1))
-        if getattr(p.D_given, "ndim", 1) == 1:
-            dD = dD.sum(-1)
     d_raw = d_dt * p.slope_of_dt()
     return SSDGradients(
         dx=dx,
