@@ -3,6 +3,8 @@
 The processes are started once, and serve groups of two, three and four ranks.
 """
 
+from unittest import mock
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -132,6 +134,52 @@ def test_settings(setting, op, ranks, rng):
 def v_first(S):
     parts = [np.ascontiguousarray(y.swapaxes(-1, -2)) if y.ndim == 4 else y for y in pair_of(S)]
     return tuple(parts) if isinstance(S, tuple) else parts[0]
+
+
+def adding(group, devices, *call, backend=None):
+    """on_rank, and how often this rank added to gradients that it had made."""
+    from linattn.distributed import _later, _ways
+
+    counts = []
+
+    def counted(*arguments):
+        counts.append(1)
+        _later.add_later(*arguments)
+
+    small = {"SHORT": devices, "TOKENS": 7}
+    with mock.patch.multiple(_later, **small), mock.patch.object(_ways, "add_later", counted):
+        return on_rank(group, *call, backend), len(counts)
+
+
+@pytest.mark.parametrize("feature_map", linattn.features.FEATURE_MAPS)
+@pytest.mark.parametrize("layout", ["short between", "across"])
+def test_the_gradient_of_a_final_state_is_added(layout, feature_map, ranks, rng):
+    """To those that a rank in the middle has already made."""
+    op = NORMALISED[0]
+    options = {"feature_map": feature_map, "normalize": "add", "eps": 9.0}
+    x, d, lengths, edges = drawn(op, rng, layout, **options)
+    answers = ranks.run(len(lengths), adding, (), op, x, d, lengths, edges)
+    agree(assembled([a for a, _ in answers], edges), one_process(op, x, d, lengths, edges))
+    counts = [count for _, count in answers]
+    assert counts[0] == counts[-1] == 0 and 1 in counts
+
+
+@pytest.mark.parametrize("devices", [(), ("cpu",)], ids=["float32", "bfloat16"])
+def test_a_small_sum_of_large_gradients(devices, ranks, rng):
+    """dS v and dz are of either sign: v is far from zero."""
+    op, lengths, dtype = NORMALISED[0], [40, 50, 40], ml_dtypes.bfloat16
+    x, d = problem(op, rng, sum(lengths), dtype=dtype, K=16, V=16)
+    x["v"] = (x["v"].astype(np.float32) + 10).astype(dtype)
+    d["do"] = rng.standard_normal(x["v"].shape).astype(dtype)
+    answers = ranks.run(len(lengths), adding, devices, op, x, d, lengths, None)
+    assert [count for _, count in answers] == [0, 1, 0]
+    _, _, gradients = assembled([a for a, _ in answers], None)
+    _, _, wanted = one_process(op, x, d, lengths, None)
+    for name in ("k", "v"):
+        for a, b in zip(gradients[name], wanted[name], strict=True):
+            b = b.detach().double().numpy()
+            apart = np.sqrt(((a.real - b) ** 2).mean() / (b**2).mean())
+            assert apart <= 2 * RMS_BOUND["bfloat16"], name
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": False}, {"mode": "recurrent"}], ids=str)

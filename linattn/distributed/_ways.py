@@ -6,7 +6,8 @@ itself, from the state that arrived. So no rank waits for another one's call.
 
 Scans have no calls for states alone. There a sequence that begins on a rank is run before the
 exchange, which takes its final state, and a rank that a sequence passes walks over its tokens
-twice. The gradient of the initial state of a normalised op comes from a whole backward pass, too.
+twice. The gradient of the initial state of a normalised op comes from a whole backward pass, to
+which the gradient of its final state is added (_later.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.profiler import record_function
 from linattn.distributed._calls import Call, Derivatives, States
 from linattn.distributed._context import Context
 from linattn.distributed._exchange import Form, exchange, exchange_back, owned, wide
+from linattn.distributed._later import add_later, can_add
 from linattn.distributed._sections import (
     Sections,
     gradients_along,
@@ -199,7 +201,7 @@ def _from_left_back(
         own = piece.of(call, arrays)
         return call.derivatives(do[:, piece.tokens], own, S, d_states, piece.edges)
 
-    E = before = None
+    E = before = first = None
     if head is not None:
         assert S_in is not None
         before = call.as_states(S_in)
@@ -217,7 +219,12 @@ def _from_left_back(
     with record_function("linattn.distributed: exchange"):
         G = exchange_back(context, form, E, M_kept)
     if head is not None and not found:
-        found.append(back(head, before, G if share.passes else None))
+        if first is not None and can_add(call):
+            if G is not None:
+                add_later(call, first, head.of(call, arrays), call.as_states(G))
+            found.append(first)
+        else:
+            found.append(back(head, before, G if share.passes else None))
     if rest is not None:
         found.append(back(rest, rest.states(given), G))
     d_given = tuple(torch.zeros_like(S) for S in given or ())
