@@ -273,6 +273,12 @@ class Arrays:
         # One pass over memory, where PyTorch neither records the product nor fuses it.
         return self.xp.mul(x, self.factor(a), out=x.new_empty(x.shape))
 
+    def plus(self, y: Any, a: Any, x: Any) -> Any:
+        """y + a x, rounded once. All have the dtype of the first array."""
+        if is_tensor(y) and not is_traced(y):
+            return self.xp.addcmul(y, a, x)
+        return self.short(y + a * self.real_of(x))
+
     def factor(self, a: Any) -> Any:
         """An array that was checked, or a number, beside an array in the dtype of the sums. The
         library multiplies in the wider of both dtypes. A copy of a in the dtype of the sums would

@@ -433,19 +433,22 @@ def gdn2_backward(
             )
         )
     call = p.call
-    dx = call.real_of(grads.dx)
     # x = b * k, of the key before or after its norm
-    dk = call.factor(p.b_given) * dx
-    dk = grads.dk + (l2norm_backward(call.real_of(k), dk) if qk_l2norm else dk)
+    if call.is_like(p.b_given) and not qk_l2norm:
+        dk, db = call.plus(grads.dk, b, grads.dx), p.k * grads.dx
+    else:
+        dx = call.real_of(grads.dx)
+        dk, db = call.factor(p.b_given) * dx, p.k * (p.norm() * dx)
+        dk = call.short(grads.dk + (l2norm_backward(call.real_of(k), dk) if qk_l2norm else dk))
     dv, dw = grads.dv, grads.dvalue_gate
     if dw is None:  # was w v
         d_written = call.real_of(grads.dv)
         dv, dw = call.short(call.factor(p.w_given) * d_written), v * d_written
     return GDN2Gradients(
         dq=grads.dq,
-        dk=call.short(dk),
+        dk=dk,
         dv=dv,
-        db=call.as_given(k * (p.norm() * dx), p.b_given),
+        db=call.as_given(db, p.b_given),
         dw=call.as_given(dw, p.w_given),
         dg=grads.dg,
         d_initial_state=grads.d_initial_state,

@@ -378,16 +378,19 @@ def precond_gated_delta_rule_backward(
             state_v_first=state_v_first,
         )
     call = p.call
-    d_written = call.real_of(grads.dk)
     # the key that is written was m * k, and the key that predicts is k
-    dk, dq = grads.dx + call.factor(p.given) * d_written, grads.dq
+    if call.is_like(p.given) and not p.qk_l2norm:
+        dk, dm, dq = call.plus(grads.dx, p.given, grads.dk), p.k * grads.dk, grads.dq
+    else:
+        d_written = call.real_of(grads.dk)
+        dk, dm, dq = grads.dx + call.factor(p.given) * d_written, p.k * d_written, grads.dq
     if p.qk_l2norm:
         dq, dk = l2norm_backward(p.q_given, dq), l2norm_backward(p.k_given, dk)
     return PrecondGradients(
         dq=call.short(dq),
         dk=call.short(dk),
         dv=grads.dv,
-        dpreconditioner=call.as_given(p.k * d_written, p.given),
+        dpreconditioner=call.as_given(dm, p.given),
         dg=grads.dg,
         dbeta=grads.dbeta,
         d_initial_state=grads.d_initial_state,

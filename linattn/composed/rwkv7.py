@@ -86,8 +86,7 @@ class _Problem:
         self.a_given = call.wide("a", a, keys, number=False)
         if a is None:
             raise TypeError("a: expected an array, got None")
-        self.a = call.real_of(a)
-        self.x, self.y = kk, call.short(kk * self.a)
+        self.x, self.y = kk, call.scaled(self.a_given, kk)
 
 
 def rwkv7(
@@ -395,9 +394,12 @@ def rwkv7_backward(
     dx: Any = grads.dx
     da, db, dkk = -dx, grads.dy, None
     if p.kk is not None:  # x = kk, y = kk * a
-        dy = call.real_of(grads.dy)
-        dkk = call.short(dx + p.a * dy)
-        da, db = call.as_given(p.kk * dy, p.a_given), None
+        if call.is_like(p.a_given):
+            dkk, da = call.plus(dx, p.a_given, grads.dy), p.kk * grads.dy
+        else:
+            dy = call.real_of(grads.dy)
+            dkk, da = call.short(dx + p.a_given * dy), p.kk * dy
+        da, db = call.as_given(da, p.a_given), None
     return RWKV7Gradients(
         dr=grads.dq,
         dw=grads.dg,
