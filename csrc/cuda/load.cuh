@@ -231,8 +231,9 @@ __device__ inline void running_sums(number *x, int count, int64_t apart, running
 
 /* The same with KEYS keys, of which x has one after another. A block has SUM_THREADS: so many
  * threads of a key share its pieces, and their loads overlap. First each sums its own ones. All
- * threads call this. Those that end with all pieces return true. */
-enum { SUM_THREADS = 1024 };
+ * threads call this. Those that end with all pieces return true. (1,024 threads have 64 registers
+ * each, and would spill 56 bytes.) */
+enum { SUM_THREADS = 512 };
 template <int KEYS, bool REVERSE>
 __device__ inline bool running_sums_of_block(float *x, int count, int64_t apart, running &sum)
 {
