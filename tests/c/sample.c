@@ -282,6 +282,9 @@ void sample_make(sample *s, draw *d, int64_t largest)
         case LA_WEIGHT: has = weight; break;
         case LA_SKIP: has = skip; break;
         case LA_DX: has = x && pass == LA_BACKWARD; break;
+        case LA_DW: has = gate && x && pass == LA_BACKWARD; break;
+        case LA_DWEIGHT: has = weight && pass == LA_BACKWARD; break;
+        case LA_DSKIP: has = skip && pass == LA_BACKWARD; break;
         case LA_DETA: has = eta && pass == LA_BACKWARD; break;
         case LA_S0:
         case LA_Y0:
