@@ -129,6 +129,11 @@ def _linear_attention(op: str, names: tuple[str, ...], *arguments: Any) -> tuple
     scale = K**-0.5 if given["scale"] is None else given["scale"]
     if given["qk_l2norm"]:
         q, k = l2norm(q), l2norm(k)
+    passed = None if given["skip"] is None else scale * given["skip"][:, None] * v
+    if given["weight"] is not None:
+        v = given["weight"][..., None] * v
+    if given["value_gate"] is not None:
+        v = given["value_gate"] * v
     z = None
     if features is not None:
         how = _Features(*features)
@@ -158,6 +163,8 @@ def _linear_attention(op: str, names: tuple[str, ...], *arguments: Any) -> tuple
         den, last = o[..., V:], S[..., V]
         o = o[..., :V] / (den.clamp(min=z.eps) if z.normaliser == 1 else den + z.eps)
         S = S[..., :V]
+    if passed is not None:
+        o = o + passed
     return o, S.transpose(2, 3) if given["state_v_first"] else S, last
 
 
