@@ -42,6 +42,9 @@ ATTENTION, CONVOLUTION = "LinearAttention", "CausalConvWithState"
 DOMAIN = "linattn"  # until the model is written
 DOMAINS = ("", "com.microsoft")
 
+# The arrays that _linear_attention uses. A call with another one is refused.
+_KNOWN = {"q", "k", "v", "g", "beta", "weight", "skip", "value_gate"}
+_KNOWN |= {"initial_state", "initial_state_second"}
 # Why ONNX's LinearAttention does not have a rule.
 _NO_RULE = {
     "dplr": "its delta rule writes and looks up one key",
@@ -73,6 +76,9 @@ def _fault(operator: str, given: Mapping[str, Any]) -> str | None:
         return f"{name}: expected float32 for ONNX's {operator}, got {dtype}"
     if operator == CONVOLUTION:
         return None
+    for name, one in given.items():
+        if hasattr(one, "dtype") and name not in _KNOWN:
+            return f"{name}: not supported by ONNX's {operator}, got a tensor"
     if first.dim() != 4:
         return f"q: expected [B,T,H,K] for ONNX's {operator}, got {tuple(first.shape)}"
     if given["scale"] == 0:

@@ -307,3 +307,13 @@ def test_another_domain_is_refused():
 def test_what_onnx_cannot_say_is_refused(module, args, said):
     with pytest.raises(ValueError, match=f"^{said}$"):
         export(module, args)
+
+
+def test_an_array_that_the_export_does_not_know_is_refused():
+    """A new array of an operator must not be lost without a word."""
+    ours = linattn.onnx
+    x = torch.zeros(1, 2, 1, 4)
+    given = dict.fromkeys("qkv", x) | {"scale": None, "features": None}
+    assert ours._fault(ours.ATTENTION, given) is None
+    said = ours._fault(ours.ATTENTION, given | {"offset": x})
+    assert said == "offset: not supported by ONNX's LinearAttention, got a tensor"
