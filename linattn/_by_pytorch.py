@@ -17,7 +17,7 @@ from torch import Tensor
 from linattn.features import CoreFeatures, l2norm
 from linattn.variants import ARRAYS, VARIANTS
 
-__all__ = ["MAPS", "convolution", "gradients_of_gradients", "op", "outline", "scan"]
+__all__ = ["MAPS", "SLOPES", "convolution", "gradients_of_gradients", "op", "outline", "scan"]
 
 # The maps by the core's numbers (features.py), with the core's slopes where a map has a corner.
 MAPS: dict[float, Callable[[Tensor, float], Tensor]] = {
@@ -26,6 +26,14 @@ MAPS: dict[float, Callable[[Tensor, float], Tensor]] = {
     2.0: lambda x, eps: x.relu() + eps,
     3.0: lambda x, eps: x.relu() ** 2,
     4.0: lambda x, eps: x.exp(),
+}
+# The derivative of y = phi(x), for each of MAPS: PyTorch records nothing within an operator.
+SLOPES: dict[float, Callable[[Tensor, Tensor], Tensor]] = {
+    0.0: lambda x, y: torch.ones_like(x),
+    1.0: lambda x, y: y.clamp(max=1),  # exp(x) below zero, which is y
+    2.0: lambda x, y: (x > 0).to(x.dtype),
+    3.0: lambda x, y: x.relu().mul_(2),
+    4.0: lambda x, y: y,
 }
 _NO_FEATURES: CoreFeatures = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 # How a decay comes from what the caller gave, by the keyword.

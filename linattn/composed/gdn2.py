@@ -91,7 +91,7 @@ class _Problem:
     def is_watched(self, *given: Any) -> bool:
         """Does PyTorch record or trace a call? The core's factor of x has no gradient."""
         if not is_tensor(self.call.like):
-            return self.call.by_jax
+            return False
         from linattn import autograd
 
         return autograd.is_watched("kda", (self.call.like, self.k, self.v, *given))
@@ -114,16 +114,17 @@ class _Problem:
         """w v."""
         return self.call.scaled(self.w_given, self.v)
 
-    def for_core(self, recorded: bool = False) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    def for_core(self, smooth: bool = False) -> tuple[Any, dict[str, Any], dict[str, str]]:
         """v, the arrays beside it, and their names.
 
-        The core multiplies by gates of the dtype of q. Backward passes have the gate of v alone.
+        The core multiplies by gates of the dtype of q. smooth: gradients are wanted, and the core
+        has those of the gate of v alone.
         """
         arrays: dict[str, Any] = {"beta": 1.0}
         names = _NAMES | {"value_gate": "w"}
         if self.call.by_jax:
             return self.written(), arrays | {"x": self.x()}, dict(_NAMES)
-        if self.call.is_like(self.b_given) and not recorded:
+        if self.call.is_like(self.b_given) and not smooth:
             arrays |= {"x": self.b_given, "x_is_factor": True}
             names["x"] = "b"
         else:
@@ -244,7 +245,7 @@ def gdn2(
         with called(_NAMES, q):
             return kda(q, k, p.written(), g, 1.0, x=p.x(), **options)
     watched = p.is_watched(b, w, g, alpha, initial_state)
-    values, arrays, names = p.for_core(recorded=watched)
+    values, arrays, names = p.for_core(smooth=watched)
     core = core_for(q) if watched else unrecorded_core(q)
     with called(names, q):
         result: tuple[Array, AnyArray | None] = core("kda", q, k, values, g=g, **arrays, **options)
@@ -410,7 +411,7 @@ def gdn2_backward(
     (False, True)
     """
     p = _Problem(q, k, v, b, w, qk_l2norm, recorded=False)
-    values, arrays, names = p.for_core(recorded=True)
+    values, arrays, names = p.for_core(smooth=True)
     with called(names, q):
         grads = Gradients(
             *backward_for(do)(

@@ -514,11 +514,10 @@ def ssd_backward(
             )
         )
         if p.z is not None:
-            skip = p.skip
             o, _ = unrecorded_core(x)(
-                "simple_gla", p.C, p.B, x, g=p.g, weight=p.dt, skip=skip, **options
+                "simple_gla", p.C, p.B, x, g=p.g, weight=p.dt, skip=p.skip, **options
             )
-            o = call.real_of(o) if skip is not None else p.skipped(o)
+            o = p.skipped(o) if p.skip is None else call.real_of(o)
             dz = dy_wide * o * silu_slope(p.z)
     d_dt = grads.dweight + grads.dg * p.A
     dA = total(call.xp, grads.dg * p.dt, (0, 1))

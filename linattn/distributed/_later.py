@@ -7,12 +7,10 @@ z = sum phi(k): the gradient of v is dS' phi(k), and that of phi(k) is dS v + dz
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from linattn._by_pytorch import MAPS
+from linattn._by_pytorch import MAPS, SLOPES
 from linattn.distributed._calls import Call, Derivatives, States
 from linattn.features import core_features
 
@@ -21,41 +19,31 @@ __all__ = ["add_later", "can_add"]
 ONES = 8  # columns of 1 beside v, which dz is multiplied by: rows stay aligned
 SHORT = ("cuda",)  # where products of bfloat16 arrays are those of bfloat16 numbers
 TOKENS = 1 << 15  # at once, which bounds the memory of phi(k) and its gradient
-# The derivative of y = phi(x), for each of MAPS. PyTorch records nothing within an operator.
-SLOPES: dict[float, Callable[[Tensor, Tensor], Tensor]] = {
-    0.0: lambda x, y: torch.ones_like(x),
-    1.0: lambda x, y: y.clamp(max=1),  # exp(x) below zero, which is y
-    2.0: lambda x, y: (x > 0).to(x.dtype),
-    3.0: lambda x, y: x.relu().mul_(2),
-    4.0: lambda x, y: y,
-}
 
 
 def can_add(call: Call) -> bool:
-    """Are the states sums of products of keys and values?
+    """May add_later take a causal call that has no gradient of its initial state alone?
 
-    In float16 such numbers may be too large. The adjoint of an l2 norm would take as many passes
-    over memory as the call takes once more.
+    It takes a normalised one, whose states are sums of products of keys and values. In float16 such
+    numbers may be too large. The adjoint of an l2 norm would take as many passes over memory as the
+    call takes once more.
     """
-    kind = call.kind
-    if kind is None or not call.causal or "mask" in call.names or call.options["qk_l2norm"]:
+    if call.kind is None or "mask" in call.names or call.options["qk_l2norm"]:
         return False
-    return (kind.decay, kind.rule) == ("none", "additive") and call.like.dtype != torch.float16
+    return call.like.dtype != torch.float16
 
 
 def add_later(call: Call, found: Derivatives, arrays: dict[str, Tensor], d_states: States) -> None:
-    """Add to the gradients of a call what d_states [B,HV,K,V] (and [B,HV,K]) bring."""
+    """Add to the gradients of a normalised call what d_states [B,HV,K,V] and [B,HV,K] bring."""
     options = [call.options[x] for x in ("feature_map", "normalize", "eps", "causal")]
     *_, features = core_features(*options)
     phi, slope, eps = MAPS[features[2]], SLOPES[features[2]], features[3]
     like = call.like
     short = like.dtype if like.dtype == torch.bfloat16 and like.device.type in SHORT else call.real
-    dS, dz = d_states if len(d_states) == 2 else (*d_states, None)
-    ones = 0 if dz is None else ONES
-    if dz is not None:
-        dS = torch.cat([dS, torch.nn.functional.pad(dz[..., None], (0, ones - 1))], -1)
-    high = dS.to(short)
-    low = (dS - high).to(short)
+    dS, dz = d_states
+    both = torch.cat([dS, torch.nn.functional.pad(dz[..., None], (0, ONES - 1))], -1)
+    high = both.to(short)
+    low = (both - high).to(short)
     H, V = arrays["k"].shape[2], call.o_shape[-1]
     for first in range(0, call.T, TOKENS):
         for n in range(call.B):
@@ -70,7 +58,7 @@ def add_later(call: Call, found: Derivatives, arrays: dict[str, Tensor], d_state
             else:
                 dv += spread @ factor
             # dS v and dz are of either sign. Their sum may be much smaller than each of them.
-            values = torch.nn.functional.pad(v.to(short), (0, ones), value=1)
+            values = torch.nn.functional.pad(v.to(short), (0, ONES), value=1)
             d_mapped = torch.baddbmm(values @ low[n].mT, values, high[n].mT)
             d_mapped = d_mapped if group == 1 else d_mapped.unflatten(0, (H, group)).sum(1)
             if dk.dtype == short:
