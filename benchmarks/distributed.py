@@ -23,6 +23,7 @@ import os
 import statistics
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -42,13 +43,18 @@ OPS = [
 # One op of each kind, and the systems that have benchmarks.
 KINDS = {(kind.decay, kind.rule): op for op, kind in reversed(linattn.VARIANTS.items())}
 NORMALISED = "linear_attention, normalised"
-KINDS = [NORMALISED, *reversed(KINDS.values()), *SYSTEMS]
-PLAIN = {"linear_attention": {"normalize": False, "feature_map": "identity"}}  # options
+SCANS = ("selective_scan", "hgrn")  # a state of 16 numbers for each channel, and one of one number
+KINDS = [NORMALISED, *reversed(KINDS.values()), *SYSTEMS, *SCANS]
+PLAIN = {  # options
+    "linear_attention": {"normalize": False, "feature_map": "identity"},
+    "selective_scan": {"delta_softplus": True},
+}
 ROUNDS = 7
 SIZES = {"cuda": {"T": 1 << 17, "H": 32, "K": 128, "V": 128}, "cpu": {"T": 2048, "H": 4}}
 ALONE = {"cuda": SIZES["cuda"] | {"T": 1 << 20}, "cpu": SIZES["cpu"]}
 SHARED_BY = 4
 DRAWN = 2048  # tokens
+NUMBERS = 16  # of a channel's state
 WIDE = ("g", "dt", "A", "gamma", "slopes", "bonus")  # float32
 CLOSE = {"cuda": 2e-2, "cpu": 1e-5}  # of bfloat16 and float32, by norms
 
@@ -62,7 +68,10 @@ def problem(op, device, T, H, K=64, V=64):
     takes longer to draw them than all calls together."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     drawn = min(T, DRAWN)
-    given = numpy_inputs(Case(function_of(op), T=drawn, H=H, HV=H, D=K, V=V))
+    if op in SCANS:
+        given, last = scan_inputs(op, drawn, H * V), (H * V,)
+    else:
+        given, last = numpy_inputs(Case(function_of(op), T=drawn, H=H, HV=H, D=K, V=V)), (H, V)
     tensors = {
         name: torch.from_numpy(x).to(device, torch.float32 if name in WIDE else dtype)
         for name, x in given.items()
@@ -72,8 +81,22 @@ def problem(op, device, T, H, K=64, V=64):
         name: x.repeat(1, times, *[1] * (x.dim() - 2))[:, :T] if x.dim() > 2 else x
         for name, x in tensors.items()
     }
-    do = torch.ones(1, T, H, V, device=device, dtype=dtype)
+    do = torch.ones(1, T, *last, device=device, dtype=dtype)
     return tensors, do
+
+
+def scan_inputs(op, T, channels):
+    """NumPy's arrays of a scan: those of Mamba, or of HGRN."""
+    r = np.random.default_rng(0).standard_normal
+    if op == "hgrn":
+        x, g = r((2, 1, T, channels), np.float32)
+        return {"x": x, "g": -np.logaddexp(0, -3 - g)}
+    u, delta, z = r((3, 1, T, channels), np.float32)
+    B, C = r((2, 1, T, 1, NUMBERS), np.float32)
+    A = -np.broadcast_to(np.arange(1, NUMBERS + 1, dtype=np.float32), (channels, NUMBERS))
+    shared = {"A": A.copy(), "D": np.ones(channels, np.float32)}
+    bias = np.full(channels, -4.0, np.float32)
+    return {"u": u, "delta": delta, "B": B, "C": C, "z": z, "delta_bias": bias, **shared}
 
 
 def leaves(tensors, part=slice(None)):

@@ -20,6 +20,8 @@ static const la_room_line lines[LA_SCAN_ARRAYS] = {
     [LA_SCAN_##name] = {label, letters, gradient, LA_##slot, LA_IN_##passes, LA_##needed, forms},
 #define LA_SCAN_INDEX(name, label, passes, slot) \
     [LA_SCAN_##name] = {label, "", NULL, LA_##slot, LA_IN_##passes, LA_OPTIONAL, ~0},
+#define LA_SCAN_RESULT(name, label, letters, forms, passes, slot) \
+    [LA_SCAN_##name] = {label, letters, NULL, LA_##slot, LA_IN_##passes, LA_OPTIONAL, forms},
 #include "diagonal.def"
 };
 
@@ -33,6 +35,8 @@ static const la_room_option options[] = {
     {"complex", offsetof(la_diagonal, room.pairs), LA_IN_FSB, NULL},
     {"delta_softplus", offsetof(la_diagonal, softplus), LA_IN_FSB, NULL},
     {"output_final_state", offsetof(la_diagonal, room.want_final), LA_IN_F, NULL},
+    {"states_only", offsetof(la_diagonal, room.states_only), LA_IN_FB, NULL},
+    {"segment_map", offsetof(la_diagonal, room.want_map), LA_IN_F, NULL},
 };
 
 static int64_t size_of(const la_diagonal *j, char letter, int64_t otherwise)

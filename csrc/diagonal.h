@@ -24,6 +24,7 @@ typedef enum { LA_SELECTIVE, LA_FIXED, LA_GATED_SCAN } la_scan_form;
 typedef enum {
 #define LA_SCAN_ARRAY(name, ...) LA_SCAN_##name,
 #define LA_SCAN_INDEX(name, ...) LA_SCAN_##name,
+#define LA_SCAN_RESULT(name, ...) LA_SCAN_##name,
 #include "diagonal.def"
     LA_SCAN_ARRAYS
 } la_scan_line;

@@ -4,7 +4,7 @@
  * is what is written times b: delta u (SELECTIVE) or u. The adjoints walk backwards in time: dh is
  * the gradient of the state after the token, and becomes that of the state before it.
  *
- * Needs `lane` and LA_ELEMENT as elements.h does. */
+ * Needs `lane`, LA_ELEMENT and LA_PLAIN as elements.h does, and diagonal.h. */
 
 /* ---- reals ---- */
 
@@ -62,4 +62,24 @@ LA_ELEMENT void scan_write_pair_adjoint(lane dh[2], const lane h[2], const lane 
     db[0] = dh[0] * w;
     db[1] = dh[1] * w;
     by_conjugate(dh, a, dh);
+}
+
+/* ---- the map of tokens, which turn a state h into M h and what they write ----
+ *
+ * M is the product of their decays: of SELECTIVE exp(rate passed), where `passed` is the sum of the
+ * steps; of FIXED rate^count; of GATED `passed` itself. The rate of a pair is rate + i turn. */
+LA_PLAIN void scan_map(la_scan_form form, bool pairs, double rate, double turn, double passed,
+                       double count, double M[2])
+{
+    double size = passed, angle = 0;
+    if (form == LA_SELECTIVE) {
+        size = exp(passed * rate);
+        angle = passed * turn;
+    } else if (form == LA_FIXED) {
+        size = pow(pairs ? hypot(rate, turn) : rate, count);
+        angle = count * atan2(turn, rate);
+    }
+    if (count == 0) size = 1; /* passed is 0, and rate may be infinite */
+    M[0] = pairs ? size * cos(angle) : size;
+    M[1] = pairs ? size * sin(angle) : 0;
 }

@@ -70,8 +70,8 @@ static la_name gradient_of(la_name slot)
 
 la_name la_room_slot(const la_room_job *j, int line, bool gradient)
 {
-    const la_name slot = j->room->line[line].slot;
-    return gradient ? gradient_of(slot) : slot;
+    const la_room_line *x = &j->room->line[line];
+    return gradient && x->gradient ? gradient_of(x->slot) : x->slot;
 }
 
 bool la_room_has(const la_room_job *j, int line)
@@ -203,6 +203,7 @@ la_status la_room_check(la_room_job *j)
     la_status status = LA_OK;
     const la_room_form *form = &j->room->form[j->form];
     for (int i = 0; i < 128; i++) j->size[i] = -1;
+    j->states_only |= j->want_map;
     j->left_out = p->pass == LA_STEP ? form->left_out_in_step : form->left_out;
     for (int i = 0; i < j->room->lines && !status; i++) {
         const la_room_line *x = &j->room->line[i];

@@ -44,7 +44,7 @@ typedef struct {
     const char *left_out, *left_out_in_step;
 } la_room_form;
 
-enum { LA_ROOM_LINES = 16 };
+enum { LA_ROOM_LINES = 17 };
 
 /* The job of each room begins with this. */
 typedef struct la_room_job {
@@ -52,8 +52,10 @@ typedef struct la_room_job {
     const struct la_room *room;
     int form;
     bool want_final;
-    bool pairs;    /* N counts reals, two for each complex number */
-    la_problem *p; /* pass, device, arrays by slot, watch, message */
+    bool states_only; /* no y, and of the gradients that of the initial state alone */
+    bool want_map;    /* M of the tokens, which turn a state h into M h + X. It sets states_only */
+    bool pairs;       /* N counts reals, two for each complex number */
+    la_problem *p;    /* pass, device, arrays by slot, watch, message */
 
     /* what la_room_check settles: arrays by line, NULL where there is none, with the strides of
      * the letters in the table's order, 0 for a letter that is left out; sizes by letter */

@@ -93,6 +93,11 @@ static int take_all(room_call *r, PyObject *const *values, PyObject *names)
     }
     for (int k = 0; k < room->lines; k++)
         if (found[k] && la_take(&r->c, la_room_given_slot(j, k), found[k])) return -1;
+    if (r->c.out && (j->states_only || j->want_map)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "out: expected None, for a call of states alone has no y");
+        return -1;
+    }
     return la_raise(la_room_check(j), r->c.p.message);
 }
 
@@ -101,10 +106,12 @@ static int take_all(room_call *r, PyObject *const *values, PyObject *names)
 static bool is_made(const room_call *r, int line)
 {
     const la_room_job *j = r->j;
-    if (!la_room_has(j, line)) return false;
-    if (j->p->pass == LA_BACKWARD) return !la_room_is_output(j->room, line) && j->array[line];
-    if (!la_room_is_output(j->room, line)) return false;
-    return j->room->line[line].slot == LA_O ? !r->c.out : j->want_final;
+    const la_name slot = j->room->line[line].slot;
+    const bool output = la_room_is_output(j->room, line);
+    if (!la_room_has(j, line) || output == (j->p->pass == LA_BACKWARD)) return false;
+    if (!output) return j->states_only ? slot == LA_S0 : j->array[line] != NULL;
+    if (slot == LA_O) return !r->c.out && !j->states_only;
+    return slot == LA_MT ? j->want_map : j->want_final || j->states_only;
 }
 
 static int make_outputs(room_call *r)
@@ -112,9 +119,9 @@ static int make_outputs(room_call *r)
     la_room_job *const j = r->j;
     const bool gradient = j->p->pass == LA_BACKWARD;
     for (int i = 0; i < j->room->lines; i++) {
-        const la_name slot = la_room_slot(j, i, gradient && j->room->line[i].gradient);
+        const la_name slot = la_room_slot(j, i, gradient);
         la_array like;
-        if (is_made(r, i) && j->room->line[i].gradient) {
+        if (is_made(r, i)) {
             la_room_shape(j, i, &like);
             if (la_allocate_like(&r->c, slot, la_dtype_of(j->p, slot), &like)) return -1;
         } else if (!(slot == LA_O && r->c.out)) {
@@ -125,8 +132,8 @@ static int make_outputs(room_call *r)
     return r->c.out || j->p->pass == LA_STEP ? la_refuse_overlaps(&r->c) : 0;
 }
 
-/* The results of the pass: y of a step, (y, final state) of a forward pass, or a gradient for each
- * input. */
+/* The results of the pass: y of a step; (y, final state) of a forward pass, and M if it is asked
+ * for; or a gradient for each input. */
 static PyObject *results(room_call *r)
 {
     la_room_job *const j = r->j;
@@ -136,7 +143,9 @@ static PyObject *results(room_call *r)
     int n = 0;
     for (int i = 0; i < j->room->lines; i++) {
         if (!la_room_has(j, i) || la_room_is_output(j->room, i) == gradients) continue;
-        if (!j->room->line[i].gradient) continue; /* an index */
+        const la_name slot = j->room->line[i].slot;
+        if (la_array_rows[slot].dtype == LA_DTYPE_INTEGER) continue;
+        if (slot == LA_MT && !j->want_map) continue;
         if (!(found[n] = la_result(&r->c, la_room_slot(j, i, gradients)))) break;
         n++;
     }
@@ -190,7 +199,7 @@ static PyObject *outline(const room_call *r)
         if (la_room_is_given(j, i) && j->p->array[slot].given)
             failed = add_row(given, row_of_slot(r, i, slot, false)) ||
                      (state && add_row(made, row_of_slot(r, i, slot, false)));
-        if (!failed && is_made(r, i) && j->room->line[i].gradient)
+        if (!failed && is_made(r, i))
             failed = add_row(made, row_of_slot(r, i, la_room_slot(j, i, gradient), true));
     }
     PyObject *both = failed ? NULL : PyTuple_Pack(2, given, made);

@@ -31,7 +31,7 @@ class _Form:
         self.room, self.form = room, form
         self.lines = room.inputs(form)
         self.smooth = [line for line in self.lines if line.gradient]
-        options = [(name, word) for name, passes, word in room.options if "B" in passes]
+        options = room.options_behind()
         self.options = {name: None if word else False for name, word in options}  # and defaults
         arrays = ", ".join(map(_argument, self.lines))
         more = "".join(f", {'str?' if word else 'bool'} {name}" for name, word in options)

@@ -13,9 +13,9 @@ import numpy as np
 
 from linattn import _linattn
 from linattn.features import is_recorded, is_seen, is_tensor
-from linattn.ops._core import WAYS, other_ways
+from linattn.ops._core import WAYS, CoreCall, asks, other_ways
 
-__all__ = ["ROOMS", "Line", "Room", "backward", "forward", "refuse_recorded", "step"]
+__all__ = ["ALONE", "ROOMS", "Line", "Room", "backward", "forward", "refuse_recorded", "step"]
 
 
 class Line(NamedTuple):
@@ -51,6 +51,17 @@ class Room(NamedTuple):
             if form in line.forms and "F" in line.passes and line.role != "OUTPUT"
         )
 
+    def gradients(self, form: str) -> tuple[str, ...]:
+        """The labels of what a backward pass returns, in order."""
+        return tuple(line.gradient for line in self.inputs(form) if line.gradient)
+
+    def options_behind(self) -> tuple[tuple[str, bool], ...]:
+        """Those that a backward pass has as the forward pass had them: label, is it a word."""
+        return tuple((x, w) for x, passes, w in self.options if "B" in passes and x not in ALONE)
+
+
+#: Options of calls for states alone, which nothing records (linattn/segments.py)
+ALONE = ("states_only", "segment_map")
 
 ROOMS = {
     name: Room(name, dict(forms), tuple(Line(*line) for line in lines), options)
@@ -63,6 +74,8 @@ def forward(
 ) -> tuple[Any, Any]:
     """(y, final state). The first array says of which library they are."""
     first = next(iter(arrays.values()))
+    if asks(first):
+        raise CoreCall(ROOMS[room].entry, (form, "forward"), {**arrays, **options})
     if is_tensor(first):
         from linattn import _recorded_rooms
 
@@ -93,9 +106,10 @@ def step(
 def backward(room: str, form: str, arrays: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     """The gradients by their labels."""
     refuse_recorded(arrays, "gradients")
+    if asks(next(iter(arrays.values()))):
+        raise CoreCall(ROOMS[room].entry, (form, "backward"), {**arrays, **options})
     found = ROOMS[room].entry(form, "backward", **arrays, **options)
-    lines = [line for line in ROOMS[room].inputs(form) if line.gradient]
-    return dict(zip((line.gradient or "" for line in lines), found, strict=True))
+    return dict(zip(ROOMS[room].gradients(form), found, strict=True))
 
 
 def refuse_recorded(arrays: Mapping[str, Any], of: str) -> None:

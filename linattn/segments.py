@@ -16,15 +16,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn import _linattn, ops
+from linattn import _linattn, ops, scans
+from linattn._rooms import ROOMS
 from linattn.features import held, is_recorded, is_tensor, is_traced, library_of, shape_of
 from linattn.ops import _padding
 from linattn.ops._core import ASKS, CoreCall, Gradients
-from linattn.variants import GATES, VARIANTS, op_named
+from linattn.scans._pairs import as_complex
+from linattn.variants import GATES, OPS, VARIANTS, op_named
 
 __all__ = ["SegmentMap", "segment_map", "segment_map_backward"]
 
 _LOGARITHMS = ("g", "slopes")  # what a decay is the exponential of, and what minus that
+
+#: The scans, which are beside the table
+SCANS = tuple(name for name in scans.__all__ if f"{name}_step" in scans.__all__)
 
 #: inspect.signature takes as long as a short call.
 signature_of = lru_cache(inspect.signature)
@@ -43,6 +48,9 @@ class SegmentMap(NamedTuple):
         other decay; of one head without [N,HV]. None is the identity, of an op without a decay. An
         op with a memory and a momentum has [N,HV,2K,2K], for the rows of the memory and those of
         the momentum below them.
+
+    A scan, such as ``"selective_scan"``, has a number for each number of its state: both are
+    [S,D,N], or [S,D] of ``hgrn`` and ``rg_lru``, complex as its states are.
 
     Examples
     --------
@@ -76,10 +84,11 @@ def segment_map(op: str | Callable[..., Any], *arrays: Any, **arguments: Any) ->
     Parameters
     ----------
     op : str or function
-        An op, such as ``"kda"`` or ``linattn.kda``.
+        An op or a scan, such as ``"kda"`` or ``linattn.kda``.
     *arrays, **arguments
         Those of the op. An initial state and ``out`` are refused. Packed sequences (``cu_seqlens``)
-        have a map each, and so have the rows of a ``mask``. q counts for its shape alone.
+        have a map each, and so have the rows of a ``mask``. Arrays that only outputs depend on,
+        such as q, count for their shapes alone.
 
     Returns
     -------
@@ -126,9 +135,13 @@ def segment_map(op: str | Callable[..., Any], *arrays: Any, **arguments: Any) ->
     >>> np.allclose(two.M @ one.X + two.X, whole.X), np.allclose(two.M @ one.M, whole.M)
     (True, True)
     """
-    name = op_named(op)
-    row, function = VARIANTS[name], getattr(ops, name)
+    name = op_named(op, (*OPS, *SCANS))
+    function = _function(name)
     given = _of_segment(function, arrays, arguments)
+    if name in SCANS:
+        with _unrecorded(given):
+            return SegmentMap(*states_of(core_call(function, **given), segment_map=True))
+    row = VARIANTS[name]
     given, like = with_default_gate(name, given), given["v"]
 
     def run(arrays: Mapping[str, Any], states: Any = None) -> tuple[Any, Any]:
@@ -164,17 +177,17 @@ def segment_map_backward(
     Parameters
     ----------
     op : str or function
-        An op, such as ``"kda"`` or ``linattn.kda``.
+        An op or a scan, such as ``"kda"`` or ``linattn.kda``.
     do : array [B,T,HV,V], dtype of v
-        The gradient of o.
+        The gradient of o; of a scan dy, array [B,T,D].
     *arrays, **arguments
         Those of the op's backward function: q, k, v, the gates, ``d_final_state``, ... An initial
-        state is refused. v counts for its shape alone.
+        state is refused. Arrays that are written, such as v, count for their shapes alone.
 
     Returns
     -------
     array [N,HV,K,V], or the pair of an op with two states
-        float32 (float64 for float64 inputs).
+        float32 (float64 for float64 inputs). [S,D,N] or [S,D] of a scan.
 
     Raises
     ------
@@ -208,8 +221,7 @@ def segment_map_backward(
     >>> np.allclose(dS, grads.d_initial_state)
     True
     """
-    name = op_named(op)
-    function = getattr(ops, f"{name}_backward")
+    function = _function(f"{op_named(op, (*OPS, *SCANS))}_backward")
     given = _of_segment(function, (do, *arrays), arguments)
     if given.get("normalize"):
         raise ValueError(
@@ -222,16 +234,30 @@ def segment_map_backward(
 
 def final_state(op: str, state: Any, *arrays: Any, **arguments: Any) -> Any:
     """The final state of a call, from its initial one or from None. As segment_map, without M."""
-    function = getattr(ops, op)
+    function = _function(op)
     given = _of_segment(function, arrays, arguments)
     with _unrecorded(given):
-        return core_call(function, **given, initial_state=state).states_alone()[1]
+        return states_of(core_call(function, **given, initial_state=state))[0]
+
+
+def states_of(call: CoreCall, **options: Any) -> tuple[Any, ...]:
+    """The final state of a forward pass, and M if it is asked for."""
+    return tuple(_as_given(call, x) for x in call.states_alone(**options)[1:])
 
 
 def initial_gradient(call: CoreCall) -> Any:
     """The gradient of the initial state of a backward pass."""
-    assert call.core is _linattn.backward, "a system calls its backward pass first"
-    return Gradients(*call.states_alone()).d_initial_state
+    if call.core is _linattn.backward:
+        return Gradients(*call.states_alone()).d_initial_state
+    form, *which = call.words
+    assert which == ["backward"], "a system calls its backward pass first"
+    place = ROOMS["scan"].gradients(form).index("d_initial_state")
+    return _as_given(call, call.states_alone()[place])
+
+
+def _as_given(call: CoreCall, state: Any) -> Any:
+    """A scan's complex states are pairs of reals in the core."""
+    return as_complex(state) if call.arguments.get("complex") else state
 
 
 def core_call(function: Callable[..., Any], *arrays: Any, **arguments: Any) -> CoreCall:
@@ -247,6 +273,11 @@ def core_call(function: Callable[..., Any], *arrays: Any, **arguments: Any) -> C
 
 
 # ---- calls ----
+
+
+def _function(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(scans if hasattr(scans, name) else ops, name)
+    return found
 
 
 class _Names(NamedTuple):
@@ -300,7 +331,7 @@ def _of_segment(
     given = by_name(function, arrays, arguments)
     for name in ("initial_state", "out"):
         if given.pop(name, None) is not None:
-            raise ValueError(f"{name}: expected None: a map is of all states, and makes no o")
+            raise ValueError(f"{name}: expected None: a map is of all states, without outputs")
     if given.pop("output_final_state", False):
         raise ValueError("output_final_state: expected False: the state after the tokens is X")
     if not given.get("causal", True):

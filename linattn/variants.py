@@ -54,11 +54,11 @@ OPS: tuple[str, ...] = _linattn.OPS
 VARIANTS: dict[str, Variant] = {row[0]: Variant(*row) for row in _linattn.VARIANTS}
 
 
-def op_named(op: object) -> str:
+def op_named(op: object, known: tuple[str, ...] = OPS) -> str:
     """An op's name, from the name or from its function; a ValueError says which there are."""
     name = getattr(op, "__name__", repr(op)) if callable(op) else op
-    if not isinstance(name, str) or name not in OPS:
-        raise ValueError(f"op: expected one of {', '.join(OPS)}, got {name!r}")
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"op: expected one of {', '.join(known)}, got {name!r}")
     return name
 
 

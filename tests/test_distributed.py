@@ -164,6 +164,19 @@ def test_the_gradient_of_a_final_state_is_added(layout, feature_map, ranks, rng)
     assert counts[0] == counts[-1] == 0 and 1 in counts
 
 
+@pytest.mark.parametrize("options", [{}, {"qk_l2norm": True, "scale": 0.3}], ids=str)
+@pytest.mark.parametrize("feature_map", linattn.features.FEATURE_MAPS)
+@pytest.mark.parametrize("normalize", ["add", "clamp"])
+@pytest.mark.parametrize("layout", ["short between", "across"])
+def test_gradients_through_divisors(layout, normalize, feature_map, options, ranks, rng):
+    """Of which "clamp" takes some for eps, and some as they are."""
+    options = options | {"feature_map": feature_map, "normalize": normalize, "eps": 9.0}
+    x, d, *cut = drawn(NORMALISED[0], rng, layout, **options)
+    if feature_map == "identity":
+        x |= {name: np.abs(x[name]) for name in "qk"}
+    check(ranks, NORMALISED[0], x, d, *cut)
+
+
 @pytest.mark.parametrize("devices", [(), ("cpu",)], ids=["float32", "bfloat16"])
 def test_a_small_sum_of_large_gradients(devices, ranks, rng):
     """dS v and dz are of either sign: v is far from zero."""

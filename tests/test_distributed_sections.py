@@ -17,9 +17,9 @@ from linattn.testing import GATES
 from linattn.variants import VARIANTS
 
 LAYOUTS = ("equal", "unequal", "nothing between", "short between", "a chunk each")
-FUNCTIONS = [name for name in lad.FUNCTIONS if name not in scans.__all__]
-OPS = [name for name in FUNCTIONS if name in VARIANTS]
-SYSTEMS = [name for name in FUNCTIONS if name not in VARIANTS]
+SCANS = [name for name in lad.FUNCTIONS if name in scans.__all__]
+OPS = [name for name in lad.FUNCTIONS if name in VARIANTS]
+SYSTEMS = [name for name in lad.FUNCTIONS if name not in VARIANTS and name not in SCANS]
 
 
 def in_sections(group, work, *call, backend=None):
@@ -61,9 +61,16 @@ def problem(op, rng, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", FUNCTIONS)
+@pytest.mark.parametrize("op", lad.FUNCTIONS)
 def test_functions(op, layout, ranks, rng):
     check(ranks, op, *problem(op, rng, layout))
+
+
+@pytest.mark.parametrize("op", ["selective_scan", "s4d"])
+def test_complex_scans(op, ranks, rng):
+    lengths, _ = ROWS["unequal"]
+    T = sum(lengths)
+    check(ranks, op, *maker_of(op)(op, rng, T, edges=[0, T], pairs=True), lengths)
 
 
 def by_alpha(x):
@@ -108,7 +115,8 @@ KINDS |= {"two writes": (SimpleNamespace(rule="delta", decay="token"), 2), "scan
         ("additive", 1 << 15, 32, "cuda", (1 << 15,)),  # too little work
         ("dplr", 1 << 15, 32, "cuda", (1 << 13,) * 4),  # a token counts four times
         ("two writes", 1 << 15, 32, "cuda", (1 << 13,) * 4),
-        ("scan", 1 << 16, 32, "cuda", (1 << 16,)),
+        ("scan", 1 << 17, 16, "cuda", (1 << 14,) * 8),
+        ("scan", 1 << 16, 16, "cuda", (1 << 16,)),
         ("additive", 1 << 18, 32, "cuda", (1 << 15,) * 8),  # no longer ones
         ("dplr", 1 << 18, 32, "cuda", (1 << 13,) * 32),
         ("additive", 1 << 21, 4, "cuda", (1 << 16,) * 32),  # no more than 32
@@ -122,7 +130,7 @@ def test_what_is_cut(kind, tokens, heads, device, lengths):
 
     row, writes = KINDS[kind]
     like = SimpleNamespace(device=SimpleNamespace(type=device))
-    call = SimpleNamespace(like=like, has_sections=True, T=tokens, shapes=[(heads, 128, 128)],
+    call = SimpleNamespace(like=like, has_sections=True, T=tokens, busy=heads,
                            kind=row, writes=writes, options={})  # fmt: skip
     assert lengths_of(call) == lengths
     assert sum(lengths) == tokens

@@ -11,58 +11,23 @@ from support.composed import DTYPES, assert_near, assert_slopes, judged
 from support.device import imported
 from support.device import ops as linattn
 from support.scans import (
-    HGRN,
-    RGLRU,
-    S4D,
-    Selective,
+    SCANS,
+    SHAPES,
     as_reals,
     ends_of,
+    every,
     gradients,
     judge_gradients,
+    of_dtypes,
     reference_gradients,
+    run_reference,
 )
 
 from linattn import _linattn
 
-SCANS = [
-    Selective("selective_scan"),
-    Selective("selective_scan", all=True),
-    Selective("selective_scan", pairs=True),
-    S4D("s4d"),
-    S4D("s4d", by="bilinear"),
-    S4D("s4d", real=True),
-    HGRN("hgrn"),
-    RGLRU("rg_lru"),
-    RGLRU("rg_lru", resets=True),
-]
-every = pytest.mark.parametrize("scan", SCANS, ids=repr)
-# Complex numbers of the tokens have the dtype of u, and there are none of two bytes.
-of_dtypes = pytest.mark.parametrize(
-    ("scan", "dtype"),
-    [
-        pytest.param(scan, dtype, id=f"{scan}-{dtype.name}")
-        for scan in SCANS
-        for dtype in DTYPES
-        if not (scan.name == "selective_scan" and scan.options.get("pairs") and dtype.itemsize < 4)
-    ],
-)
-SHAPES = [
-    {"B": 2, "T": 19, "D": 6, "N": 5, "G": 2},
-    {"B": 1, "T": 70, "D": 37, "N": 16, "G": 1},
-    {"B": 1, "T": 33, "D": 260, "N": 3, "G": 2},
-    {"B": 3, "T": 1, "D": 1, "N": 1, "G": 1},
-    {"B": 2, "T": 20, "D": 12, "N": 30, "G": 1},
-    {"B": 1, "T": 9, "D": 8, "N": 75, "G": 2},
-]
-
 
 def run(scan, arrays, **keywords):
     y, state = scan.forward(**arrays, **scan.keywords, output_final_state=True, **keywords)
-    return {"y": y, "state": as_reals(state)}
-
-
-def run_reference(scan, dtype, arrays, **keywords):
-    y, state = scan.reference(**arrays, **scan.keywords, **keywords, dtype=dtype)
     return {"y": y, "state": as_reals(state)}
 
 

@@ -184,5 +184,6 @@ la_status la_diagonal_run(la_diagonal *j)
     x.per_thread = la_whole(x.kernels->diagonal_scratch(j, channels, x.longest), 64);
     /* About half a nanosecond for each number of a state and token. */
     const double work = .5 * (double)j->B * (double)j->T * (double)j->D * (double)j->N;
-    return backward ? run_backward(&x, 4 * work) : run_forward(&x, work);
+    if (!backward) return run_forward(&x, work);
+    return run_backward(&x, j->room.states_only ? work : 4 * work);
 }

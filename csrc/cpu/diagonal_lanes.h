@@ -130,32 +130,82 @@ LA_FN void end_stretch(const scan_room *f, int64_t block, int64_t n, int64_t m, 
     }
 }
 
+/* The gradient of `many` numbers, from m on, back through n tokens, and no other gradient. f->dy has
+ * those of the reads. It needs no state. */
+LA_FN void scan_some_gradient(const scan_room *f, int64_t block, int64_t n, int64_t m,
+                              const int many, const la_scan_form form, const bool pairs,
+                              const bool near)
+{
+    const lane *A = lanes_in(f->A) + block * f->N + m;
+    lane *const d_state = lanes_of(f->dh) + block * f->N + m;
+    const lane none[2] = {LANE_ZERO, LANE_ZERO};
+    lane dh[MOST_NUMBERS], a[MOST_NUMBERS];
+    for (int k = 0; k < many; k++) {
+        dh[k] = d_state[k];
+        a[k] = A[k];
+    }
+    for (int64_t i = n - 1; i >= 0; i--) {
+        const int64_t at = i * f->width + block * LANES;
+        const lane dy = lanes_in(f->dy + at)[0];
+        const lane step = form == LA_FIXED ? LANE_ZERO : lanes_in(f->step + at)[0];
+        if (m == 0) fetch_ahead(f, block, i);
+        if (form == LA_GATED_SCAN) dh[0] = step * (dh[0] + dy); /* was h' = a h + u, y = h' */
+        for (int k = 0; form != LA_GATED_SCAN && k < many; k += pairs ? 2 : 1) {
+            if (form == LA_SELECTIVE && k % AT_ONCE == 0)
+                scan_decays(step, A + k, a + k, many < AT_ONCE ? many : AT_ONCE, pairs, near);
+            lane c[2], unused[2];
+            for (int part = 0; part <= pairs; part++)
+                c[part] = scan_number(f, f->C, block, i, m + k + part, form);
+            if (pairs) { /* was h' = a h + w b, y = 2 Re(c h') */
+                scan_read_pair_adjoint(dy, none, c, dh + k, unused);
+                by_conjugate(dh + k, a + k, dh + k);
+            } else { /* was h' = a h + w b, y = sum of c h' */
+                dh[k] = a[k] * (dh[k] + dy * c[0]);
+            }
+        }
+    }
+    for (int k = 0; k < many; k++) d_state[k] = dh[k];
+}
+
+/* READS: y too. CARRIES: the state alone. GIVES: the gradient of the state alone, backwards. */
+typedef enum { READS, CARRIES, GIVES } scan_way;
+
 LA_FN void scan_numbers(const scan_room *f, int64_t block, int64_t n, const la_scan_form form,
-                        const bool pairs, const bool reads, const bool near)
+                        const bool pairs, const scan_way way, const bool near)
 {
     const int each = pairs ? 2 : 1;
+    const bool reads = way == READS;
     for (int64_t m = 0, last; m < f->N; m = last) {
         if (near && m + MOST_NUMBERS <= f->N) { /* far powers leave fewer registers */
             last = m + MOST_NUMBERS;
-            scan_some(f, block, n, m, MOST_NUMBERS, form, pairs, false, reads, near);
+            if (way == GIVES)
+                scan_some_gradient(f, block, n, m, MOST_NUMBERS, form, pairs, near);
+            else
+                scan_some(f, block, n, m, MOST_NUMBERS, form, pairs, false, reads, near);
         } else if (form != LA_GATED_SCAN && m + AT_ONCE <= f->N) {
             last = m + AT_ONCE;
-            scan_some(f, block, n, m, AT_ONCE, form, pairs, false, reads, near);
+            if (way == GIVES)
+                scan_some_gradient(f, block, n, m, AT_ONCE, form, pairs, near);
+            else
+                scan_some(f, block, n, m, AT_ONCE, form, pairs, false, reads, near);
         } else {
             last = m + each;
-            scan_some(f, block, n, m, each, form, pairs, false, reads, near);
+            if (way == GIVES)
+                scan_some_gradient(f, block, n, m, each, form, pairs, near);
+            else
+                scan_some(f, block, n, m, each, form, pairs, false, reads, near);
         }
         if (reads) end_stretch(f, block, n, last, f->y, f->more_y);
     }
 }
 
 LA_FN void scan_tokens(const scan_room *f, int64_t block, int64_t n, const la_scan_form form,
-                       const bool pairs, const bool reads)
+                       const bool pairs, const scan_way way)
 {
     if (form == LA_SELECTIVE && !pairs && exponents_are_near(f, block, n))
-        scan_numbers(f, block, n, form, pairs, reads, true);
+        scan_numbers(f, block, n, form, pairs, way, true);
     else
-        scan_numbers(f, block, n, form, pairs, reads, false);
+        scan_numbers(f, block, n, form, pairs, way, false);
 }
 
 /* ---- its adjoint ---- */

@@ -32,6 +32,8 @@ typedef struct {
     /* of a backward pass */
     real *dy, *du, *dstep, *slope, *kept, *states, *decays, *dh, *dB, *dC;
     double *dA, *dB0, *dC0, *dD, *dbias; /* [blocks][N][LANES], or [width] */
+    /* of the map of the tokens, [width]: the sum of the steps, or the product of the decays (GATED) */
+    double *passed;
 } scan_room;
 
 /* Sums over all tokens are doubles. Half a lane of floats makes whole vectors of them. */
@@ -69,6 +71,7 @@ LA_FN void scan_take_room(scan_room *f, arena *m, const la_diagonal *j, int64_t 
     real **const rows[] = {&f->u, &f->step, &f->z, &f->y, &f->more_y};
     real **const more[] = {&f->dy, &f->du, &f->dstep, &f->slope, &f->more_du, &f->more_dstep};
     const bool fixed = j->room.form == LA_FIXED, backward = j->room.p->pass == LA_BACKWARD;
+    const bool alone = j->room.states_only;
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
         *rows[i] = arena_take(m, SEGMENT, width);
     f->B = fixed ? arena_take(m, N, width) : arena_take(m, SEGMENT, row);
@@ -79,14 +82,20 @@ LA_FN void scan_take_room(scan_room *f, arena *m, const la_diagonal *j, int64_t 
     f->bias = arena_take(m, 1, width);
     f->reach = arena_take(m, 1, width);
     f->column = arena_take(m, 1, (size_t)(row > SEGMENT ? row : SEGMENT) + LANES);
+    f->passed = arena_take_doubles(m, j->room.want_map ? 1 : 0, width);
     if (!backward) return;
+    f->dh = arena_take(m, N, width);
+    if (alone) {
+        f->dy = arena_take(m, SEGMENT, width);
+        f->slope = arena_take(m, SEGMENT, width);
+        return;
+    }
     const size_t segments = (size_t)((longest + SEGMENT - 1) / SEGMENT);
     for (size_t i = 0; i < sizeof more / sizeof *more; i++)
         *more[i] = arena_take(m, SEGMENT, width);
     f->kept = arena_take(m, segments, la_times(N, width));
     f->states = arena_take(m, SEGMENT + 1, AT_ONCE * LANES);
     f->decays = arena_take(m, SEGMENT, AT_ONCE * LANES);
-    f->dh = arena_take(m, N, width);
     f->dB = arena_take(m, fixed ? 0 : SEGMENT, la_times(N, LANES));
     f->dC = arena_take(m, fixed ? 0 : SEGMENT, la_times(N, LANES));
     f->dA = arena_take_doubles(m, N, width);

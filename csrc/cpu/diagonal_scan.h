@@ -9,9 +9,10 @@
 
 typedef void scan_function(const scan_room *f, int64_t block, int64_t n);
 
-/* The functions of a form: its reads, its states alone, and its way back. */
+/* The functions of a form: its reads, its states alone, its way back, and the gradient of its states
+ * alone. */
 typedef struct {
-    scan_function *read, *carry, *back;
+    scan_function *read, *carry, *back, *give;
 } scan_functions;
 
 #define LA_SCAN_KINDS(X) \
@@ -24,17 +25,21 @@ typedef struct {
 #define LA_SCAN_KIND(name, form, pairs) \
     LA_COLD void read_##name(const scan_room *f, int64_t block, int64_t n) \
     { \
-        scan_tokens(f, block, n, form, pairs, true); \
+        scan_tokens(f, block, n, form, pairs, READS); \
     } \
     LA_COLD void carry_##name(const scan_room *f, int64_t block, int64_t n) \
     { \
-        scan_tokens(f, block, n, form, pairs, false); \
+        scan_tokens(f, block, n, form, pairs, CARRIES); \
+    } \
+    LA_COLD void give_##name(const scan_room *f, int64_t block, int64_t n) \
+    { \
+        scan_tokens(f, block, n, form, pairs, GIVES); \
     } \
     LA_COLD void back_##name(const scan_room *f, int64_t block, int64_t n) \
     { \
         scan_tokens_back(f, block, n, form, pairs); \
     } \
-    static const scan_functions scan_##name = {read_##name, carry_##name, back_##name};
+    static const scan_functions scan_##name = {read_##name, carry_##name, back_##name, give_##name};
 LA_SCAN_KINDS(LA_SCAN_KIND)
 #undef LA_SCAN_KIND
 
@@ -120,6 +125,41 @@ LA_COLD void scan_step(const la_diagonal *j, const la_scan_unit *u, const scan_r
     }
 }
 
+/* ---- the map of the tokens: they turn a state h into M h and what they write ---- */
+
+LA_FN void begin_map(const la_diagonal *j, const scan_room *f)
+{
+    for (int64_t c = 0; c < f->width; c++) f->passed[c] = j->room.form == LA_GATED_SCAN;
+}
+
+LA_COLD void map_segment(const la_diagonal *j, int64_t n, const scan_room *f)
+{
+    if (j->room.form == LA_FIXED) return; /* its decays are the same for all tokens */
+    const bool gated = j->room.form == LA_GATED_SCAN;
+    for (int64_t i = 0; i < n; i++) {
+        const real *step = f->step + i * f->width;
+        for (int64_t c = 0; c < f->width; c++)
+            f->passed[c] = gated ? f->passed[c] * (double)step[c] : f->passed[c] + (double)step[c];
+    }
+}
+
+/* M, in the place of the state, which has been stored. */
+LA_COLD void store_map(const la_diagonal *j, const la_scan_unit *u, const scan_room *f)
+{
+    const bool pairs = j->room.pairs;
+    const double count = (double)(u->end - u->begin);
+    for (int64_t c = 0; c < f->width; c++)
+        for (int64_t m = 0; m < f->N; m += pairs ? 2 : 1) {
+            const int64_t at = scan_place(f, c, m), beside = pairs ? scan_place(f, c, m + 1) : at;
+            double M[2];
+            scan_map((la_scan_form)j->room.form, pairs, f->A[at], pairs ? f->A[beside] : 0,
+                     f->passed[c], count, M);
+            f->h[at] = (real)M[0];
+            if (pairs) f->h[beside] = (real)M[1];
+        }
+    store_scan_state(f, f->h, j->room.array[LA_SCAN_MT], u->state, u->d0);
+}
+
 static void diagonal_forward(const la_diagonal *j, const la_scan_unit *u, void *scratch)
 {
     arena m = {scratch, 0};
@@ -140,16 +180,23 @@ static void diagonal_forward(const la_diagonal *j, const la_scan_unit *u, void *
     }
     load_constants(j, u, &f);
     load_scan_state(&f, f.h, j->room.array[LA_SCAN_S0], u->state, u->d0);
+    if (j->room.want_map) begin_map(j, &f);
     for (int64_t t = u->begin; t < u->end; t += SEGMENT) {
         const int64_t n = t + SEGMENT < u->end ? SEGMENT : u->end - t;
         if (la_stopped(j->room.p)) return;
         load_segment(j, u, t, n, &f);
         look_ahead(j, u, t + SEGMENT, &f);
+        if (j->room.states_only) {
+            for (int64_t block = 0; block < f.blocks; block++) by->carry(&f, block, n);
+            if (j->room.want_map) map_segment(j, n, &f);
+            continue;
+        }
         for (int64_t block = 0; block < f.blocks; block++) by->read(&f, block, n);
         finish_segment(j, u, t, n, &f);
         store_scan_rows(j->room.array[LA_SCAN_Y], u->b, t, n, u->d0, &f, f.y);
     }
     store_scan_state(&f, f.h, j->room.array[step ? LA_SCAN_S0 : LA_SCAN_ST], u->state, u->d0);
+    if (j->room.want_map) store_map(j, u, &f);
 }
 
 /* ---- backward ---- */
@@ -268,6 +315,32 @@ LA_FN void store_sums(const la_diagonal *j, const la_scan_unit *u, const scan_ro
         for (int64_t m = 0; m < N; m++) part[c * N + m] = from[N == 1 ? c : scan_place(f, c, m)];
 }
 
+/* The gradients of the states before the unit's sequences, and no others. */
+LA_FN void gradients_alone(const la_diagonal *j, const la_scan_unit *all, scan_room *f)
+{
+    la_array *const *array = j->room.array, *const *gradient = j->room.gradient;
+    la_scan_unit unit = *all, *const u = &unit;
+    const scan_functions *by = scan_functions_of(j);
+    for (int64_t s = all->first; s < all->last; s++) {
+        la_scan_sequence(j, u, s);
+        load_scan_state(f, f->dh, gradient[LA_SCAN_ST], s, u->d0);
+        const int64_t segments = (u->end - u->begin + SEGMENT - 1) / SEGMENT;
+        for (int64_t t = u->begin + (segments - 1) * SEGMENT; t >= u->begin; t -= SEGMENT) {
+            const int64_t n = t + SEGMENT < u->end ? SEGMENT : u->end - t;
+            if (la_stopped(j->room.p)) return;
+            load_segment(j, u, t, n, f);
+            load_scan_rows(gradient[LA_SCAN_Y], u->b, t, n, u->d0, f, f->dy);
+            if (array[LA_SCAN_Z]) load_scan_rows(array[LA_SCAN_Z], u->b, t, n, u->d0, f, f->z);
+            look_ahead(j, u, t - SEGMENT, f);
+            for (int64_t block = 0; block < f->blocks; block++) {
+                if (array[LA_SCAN_Z]) begin_gate_adjoint(f, block, n);
+                by->give(f, block, n);
+            }
+        }
+        store_scan_state(f, f->dh, gradient[LA_SCAN_S0], s, u->d0);
+    }
+}
+
 static void diagonal_backward(const la_diagonal *j, const la_scan_unit *all,
                               const la_scan_sums *sums, void *scratch)
 {
@@ -279,6 +352,10 @@ static void diagonal_backward(const la_diagonal *j, const la_scan_unit *all,
     scan_take_room(&f, &m, j, u->d1 - u->d0, u->longest);
     const size_t numbers = (size_t)(f.N * f.width);
     load_constants(j, u, &f);
+    if (j->room.states_only) {
+        gradients_alone(j, all, &f);
+        return;
+    }
     memset(f.dA, 0, numbers * sizeof *f.dA);
     memset(f.dD, 0, (size_t)f.width * sizeof *f.dD);
     memset(f.dbias, 0, (size_t)f.width * sizeof *f.dbias);

@@ -25,8 +25,12 @@ extern "C" {
 #include "../diagonal_token.h"
 #undef lane
 
+/* A call for states alone: the state after the tokens, or the gradient of the one before them. */
+enum scan_alone { NOT_ALONE, STATE_ALONE, GRADIENT_ALONE };
+
 struct scan_call {
     room_call room;
+    scan_alone alone;
     view x[LA_SCAN_ARRAYS], d[LA_SCAN_ARRAYS]; /* d: gradients, those of outputs included */
     int N, G;
     bool softplus;

@@ -31,6 +31,7 @@ cudaError_t run_scan(const la_room_job &job, cudaMemPool_t pool, cudaStream_t st
     c.N = (int)j.N;
     c.G = (int)j.G;
     c.cuts = 1;
+    if (job.states_only) c.alone = backwards ? GRADIENT_ALONE : STATE_ALONE;
     c.softplus = j.softplus;
     take_views(job, c.x, c.d);
     const view &u = c.x[LA_SCAN_U];

@@ -6,7 +6,8 @@
 #include "diagonal.cuh"
 
 /* READ: a forward pass or a step. KEEP: the states before each tile of the adjoint are kept. LATER: the
- * gradient of the state goes back through the tokens, and is kept after each piece of the sequence. */
+ * gradient of the state goes back through the tokens, and is kept after each piece of the sequence. A
+ * call for states alone keeps none. It stores the last one, and of KEEP the map of the tokens. */
 enum scan_work { READ, KEEP, LATER };
 
 template <typename real, bool FIXED, bool PAIRS, int LANES, int NUMBERS, scan_work WORK,
@@ -38,6 +39,7 @@ struct scan_forward {
     int nl, ch, d, m, first; /* first: channel of the task */
     bool there;
     real h[NUMBERS], bias[FOUR], D[FOUR], least_rate;
+    double passed; /* the sum of the steps, for the map of the tokens */
     thread_numbers<real, NUMBERS> numbers;
     bits4<real> u, delta, z, past_u, past_z;
     cursor<GIVEN> of_u, of_delta, of_z, of_y;
@@ -168,6 +170,12 @@ struct scan_forward {
         two<real> steps[GROUP];
 #pragma unroll
         for (int k = 0; k < GROUP; k++) steps[k] = on_chip.steps[buffer][i + k][ch];
+        if (WORK == KEEP && !FIXED && c.x[LA_SCAN_MT].data) {
+            real sum = 0;
+#pragma unroll
+            for (int k = 0; k < GROUP; k++) sum += WHOLE || k < count ? steps[k].x : 0;
+            passed += (double)sum;
+        }
         if constexpr (BACK) {
             back<WHOLE>(buffer, i, count, steps);
             return;
@@ -187,7 +195,7 @@ struct scan_forward {
     __device__ __forceinline__ void keep(int64_t place)
     {
         real *const to = (real *)c.kept + (place * c.room.D + d) * c.numbers + m;
-        if (!there) return;
+        if (!there || !c.kept) return;
 #pragma unroll
         for (int k = 0; k < NUMBERS; k += 2) *(two<real> *)(to + k) = {h[k], h[k + 1]};
     }
@@ -196,7 +204,7 @@ struct scan_forward {
     __device__ __forceinline__ void keep_later(int t)
     {
         const int piece = tokens_of_piece(c, s), ended = (t - s.begin) / piece;
-        if (ended * piece != t - s.begin || !ended || !there) return;
+        if (ended * piece != t - s.begin || !ended || !there || !c.later) return;
         const int64_t row = (int64_t)p.rest * c.cuts + ended - 1;
         real *const to = (real *)c.later + (row * c.room.D + d) * c.numbers + m;
 #pragma unroll
@@ -233,6 +241,7 @@ struct scan_forward {
             load_state(c.d[LA_SCAN_ST], p.rest, d, m, c.N, there, h);
         else
             load_state(c.x[LA_SCAN_S0], s.state, d, m, c.N, there, h);
+        passed = 0;
         load_per_channel(c.x[LA_SCAN_BIAS], first, own.left, bias);
         load_per_channel(c.x[LA_SCAN_D], first, own.left, D);
         const int tiles = (s.end - s.begin + TILE - 1) / TILE;
@@ -259,8 +268,27 @@ struct scan_forward {
                 last_tile(t, s.end - t, buffer, place);
             if (BACK) keep_later(t);
         }
-        if (READS)
+        if (READS || (WORK == KEEP && c.alone))
             store_state(c.x[c.room.step ? LA_SCAN_S0 : LA_SCAN_ST], s.state, d, m, c.N, there, h);
+        if (BACK && c.alone) store_state(c.d[LA_SCAN_S0], p.rest, d, m, c.N, there, h);
+        if (WORK == KEEP && c.x[LA_SCAN_MT].data) store_map();
+    }
+
+    /* M of the tokens, which turn a state h into M h and what they write. */
+    __device__ __forceinline__ void store_map()
+    {
+        const double count = s.end - s.begin;
+        real M[NUMBERS];
+#pragma unroll
+        for (int k = 0; k < NUMBERS; k += PAIRS ? 2 : 1) {
+            double pair[2];
+            scan_map(FIXED ? LA_FIXED : LA_SELECTIVE, PAIRS, numbers.A[k],
+                     PAIRS ? numbers.A[k + PAIRS] : 0, PAIRS ? passed : passed / LOG2_E, count,
+                     pair); /* steps are staged */
+            M[k] = (real)pair[0];
+            if (PAIRS) M[k + PAIRS] = (real)pair[1];
+        }
+        store_state(c.x[LA_SCAN_MT], p.rest, d, m, c.N, there, M);
     }
 
     /* A row of a step without a state reads zeros. */
@@ -291,7 +319,7 @@ static __global__ __launch_bounds__(SCAN_THREADS, blocks_of_scan<real, LANES>())
 }
 
 /* The states before the tiles of the adjoint. If sequences are cut, half of the blocks make the gradients
- * after the pieces meanwhile. */
+ * after the pieces meanwhile. Calls for states alone take this kernel, too. */
 template <typename real, bool FIXED, bool PAIRS, int LANES, int NUMBERS, la_dtype GIVEN>
 static __global__ __launch_bounds__(SCAN_THREADS, blocks_of_scan<real, LANES>()) void scan_states(
     const __grid_constant__ scan_call c)
@@ -300,8 +328,9 @@ static __global__ __launch_bounds__(SCAN_THREADS, blocks_of_scan<real, LANES>())
     typedef scan_forward<real, FIXED, PAIRS, LANES, NUMBERS, LATER, GIVEN> backwards;
     extern __shared__ __align__(16) char shared[];
     const int block = (int)blockIdx.x, half = (int)gridDim.x / 2;
-    if (c.cuts > 1 && block >= half)
-        backwards(c, *(typename backwards::memory *)shared, block - half).run();
+    const bool is_later = c.cuts > 1 && block >= half;
+    if (is_later || c.alone == GRADIENT_ALONE)
+        backwards(c, *(typename backwards::memory *)shared, is_later ? block - half : block).run();
     else
         forwards(c, *(typename forwards::memory *)shared, block).run();
 }

@@ -94,11 +94,13 @@ template <typename real> struct gated_scan {
         return run;
     }
 
-    /* READS: a forward pass or a step. Otherwise the states before each tile are kept. */
+    /* READS: a forward pass or a step. Otherwise the states before each tile are kept; or in a call for
+     * states alone the last one, and the map of the tokens. */
     template <bool READS> __device__ __forceinline__ void forward()
     {
         real h = initial(), u[RUN], g[RUN];
-        const view &last = c.x[c.room.step ? LA_SCAN_S0 : LA_SCAN_ST];
+        const view &last = c.x[c.room.step ? LA_SCAN_S0 : LA_SCAN_ST], &map = c.x[LA_SCAN_MT];
+        double product = 1; /* of all decays */
         real *kept = (real *)c.kept + first_place(c.room, n, GATED_TILE) * c.room.D + d;
         int buffer = 0;
         if (s.state < 0) {
@@ -107,7 +109,7 @@ template <typename real> struct gated_scan {
             return;
         }
         for (int t = s.begin; t < s.end; t += GATED_TILE, buffer ^= 1) {
-            if (!READS && warp == 0 && there) *kept = h;
+            if (!READS && warp == 0 && there && c.kept) *kept = h;
             kept += c.room.D;
             load_tokens(c.x[LA_SCAN_U], t, u);
             load_tokens(c.x[LA_SCAN_G], t, g);
@@ -116,13 +118,19 @@ template <typename real> struct gated_scan {
             __syncthreads();
             real own = through(0, buffer, 0, warp, h);
             h = through(0, buffer, warp, GATED_WARPS, own);
+            if (!READS && map.data)
+                for (int k = 0; k < GATED_WARPS; k++)
+                    product *= (double)on_chip.runs[0][buffer][k][lane].x;
             if constexpr (READS) {
 #pragma unroll
                 for (int k = 0; k < RUN; k++) u[k] = own = g[k] * own + u[k];
                 store_tokens(c.x[LA_SCAN_Y], t, u);
             }
         }
-        if (READS && warp == 0 && there && last.data) store(at(last, s.state, d), last.dtype, h);
+        if ((READS || c.alone) && warp == 0 && there && last.data)
+            store(at(last, s.state, d), last.dtype, h);
+        if (!READS && warp == 0 && there && map.data)
+            store(at(map, n, d), map.dtype, (real)product);
     }
 
     __device__ __forceinline__ void backward()
@@ -133,11 +141,11 @@ template <typename real> struct gated_scan {
         const real *kept = (const real *)c.kept + first_place(c.room, n, GATED_TILE) * c.room.D + d;
         for (int k = tiles - 1; k >= 0; k--) {
             const int t = s.begin + k * GATED_TILE, buffer = k % 2;
-            real u[RUN], a[RUN], dy[RUN], before[RUN];
-            load_tokens(c.x[LA_SCAN_U], t, u);
+            real u[RUN] = {}, a[RUN], dy[RUN], before[RUN];
+            if (!c.alone) load_tokens(c.x[LA_SCAN_U], t, u);
             load_tokens(c.x[LA_SCAN_G], t, a);
             load_tokens(c.d[LA_SCAN_Y], t, dy);
-            const real first = there ? kept[(int64_t)k * c.room.D] : 0;
+            const real first = there && c.kept ? kept[(int64_t)k * c.room.D] : 0;
             const two<real> run = run_of(u, a);
             put(0, buffer, run.x, run.y);
             /* was h' = a h + u, y = h': dh <- a (dh + dy), backwards */
@@ -154,6 +162,7 @@ template <typename real> struct gated_scan {
             }
             real later = back_through(1, buffer, warp + 1, GATED_WARPS, dh);
             dh = back_through(1, buffer, 0, warp + 1, later);
+            if (c.alone) continue;
 #pragma unroll
             for (int i = RUN - 1; i >= 0; i--) {
                 u[i] = later + dy[i];            /* du */

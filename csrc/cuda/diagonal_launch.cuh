@@ -56,7 +56,7 @@ static int cuts_of(const scan_call &c)
     return (int)max((int64_t)1, min(cuts, (int64_t)c.room.T / LEAST_PIECE));
 }
 
-/* A forward pass, or the states that a backward pass starts from. */
+/* A forward pass, or the states that a backward pass starts from, or states alone. */
 template <typename real, bool FIXED, bool PAIRS, int LANES, int NUMBERS, bool READS, la_dtype GIVEN>
 static cudaError_t start_tokens(scan_call c, cudaStream_t stream)
 {
@@ -93,6 +93,7 @@ template <typename real, bool FIXED, bool PAIRS, int LANES, la_dtype GIVEN>
 static cudaError_t forward(scan_call c, scan_memory memory)
 {
     share_numbers<LANES>(&c);
+    if (c.alone) return start_tokens<real, FIXED, PAIRS, LANES, false, GIVEN>(c, memory.stream);
     const int64_t numbers = (int64_t)c.room.B * c.room.T * c.room.D;
     cudaError_t error = memory.take(
         {(void **)&c.sums}, {c.blocks > 1 ? c.blocks * numbers * (int64_t)sizeof(real) : 0});
@@ -154,6 +155,9 @@ static cudaError_t backward(scan_call c, scan_memory memory)
 template <typename real> static cudaError_t gated(scan_call c, bool backwards, scan_memory memory)
 {
     const int64_t blocks = (int64_t)c.room.S * div_up(c.room.D, 32), threads = GATED_WARPS * 32;
+    if (c.alone)
+        return launch(backwards ? gated_adjoint<real> : gated_tokens<real, false>, blocks, threads,
+                      0, memory.stream, c);
     if (!backwards) return launch(gated_tokens<real, true>, blocks, threads, 0, memory.stream, c);
     cudaError_t error = memory.take(
         {(void **)&c.kept}, {places_of(c.room, GATED_TILE) * c.room.D * (int64_t)sizeof(real)});
@@ -196,6 +200,7 @@ static cudaError_t by_form(const scan_call &c, la_scan_form form, bool pairs, bo
                            scan_memory memory)
 {
     if (form == LA_GATED_SCAN) return gated<real>(c, backwards, memory);
+    if (c.alone) backwards = false; /* the states' kernel goes either way */
     if (form == LA_FIXED)
         return pairs ? by_numbers<real, true, true>(c, backwards, memory)
                      : by_numbers<real, true, false>(c, backwards, memory);

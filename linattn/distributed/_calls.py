@@ -35,6 +35,7 @@ from linattn.variants import VARIANTS
 
 __all__ = ["Call", "Derivatives", "States", "is_flushing", "names_of_states"]
 
+CHANNELS = 256  # so many channels of a scan keep a GPU as busy as a head of an op
 States = tuple[Tensor, ...]  # the state of a call, or the two of a pair
 _NOT_OPTIONS = ("cu_seqlens", "out")
 
@@ -281,15 +282,10 @@ class Call:
         return Derivatives({x: by_name.get(f"d{x}", by_name.get("dg")) for x in smooth}, d_initial)
 
     @property
-    def has_states_alone(self) -> bool:
-        """Are there calls that make final states, and no o?"""
-        return self.kind is not None
-
-    @property
     def has_gradient_alone(self) -> bool:
         """Are there calls that make the gradient of the initial state, and no other? That of a
         normalised call depends on the state."""
-        return self.kind is not None and not self.options.get("normalize")
+        return not self.options.get("normalize")
 
     def _core_call(
         self, arrays: Mapping[str, Tensor], states: States | None, edges: Tensor | None
@@ -358,6 +354,13 @@ class Call:
         return Form(rows * heads, K, V, transition, self.real, self.like.device)
 
     @property
+    def busy(self) -> int:
+        """How many blocks of a GPU walk over the tokens of a row at least, each for a head or for
+        some channels of a scan."""
+        first = self.shapes[0][0]
+        return -(-first // CHANNELS) if self.is_scan else first
+
+    @property
     def is_stacked(self) -> bool:
         """Are there two states of one shape, each of which the other one depends on?"""
         return len(self.shapes) == 2 and self.shapes[0] == self.shapes[1]
@@ -394,10 +397,8 @@ class Call:
     def map(
         self, arrays: Mapping[str, Tensor], edges: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """X and M of tokens that turn any state S into M S + X; of packed sequences only where M
-        is a matrix."""
-        if self.is_scan:
-            return self._map_of_scan(arrays)
+        """X and M of tokens that turn any state S into M S + X. A call of packed sequences (edges)
+        has to be a scan, or M a matrix."""
         with _flushing(self.like.device):
             X, M = self._map_of_system(arrays, edges)
         note("map")
@@ -424,8 +425,7 @@ class Call:
         self, arrays: Mapping[str, Tensor], lengths: Sequence[int], edges: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """X and M of packed sections, all of one length but the last one, as rows."""
-        assert self.kind is not None
-        if self.has_matrix:
+        if self.kind is None or self.has_matrix:
             return self.map(arrays, edges)
         call = self._core_call(arrays, None, edges)
         X = call.states_alone()[1]
@@ -441,20 +441,6 @@ class Call:
                 last[x] = a[:, n * count :]
         M = torch.cat([self._decays(first, X[:count]), self._decays(last, X[count:])])
         return rows, M.reshape(len(rows), -1)
-
-    def _map_of_scan(self, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Rows as they are from zeros, and rows that write nothing from ones, in one call."""
-        twice = {
-            x: torch.cat([array, torch.zeros_like(array) if x == self.value else array])
-            if x in self.of_tokens
-            else array
-            for x, array in arrays.items()
-        }
-        zeros = self.zeros(self.B)[0]
-        with _flushing(zeros.device):
-            _, (S,) = self._run(twice, (torch.cat([zeros, zeros + 1]),), None)
-        note("map")
-        return self.as_rows((S[: self.B],)), self.as_rows((S[self.B :],))[..., 0]
 
 
 def names_of_states(name: str) -> tuple[str, str]:

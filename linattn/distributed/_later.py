@@ -28,7 +28,7 @@ def can_add(call: Call) -> bool:
     numbers may be too large. The adjoint of an l2 norm would take as many passes over memory as the
     call takes once more.
     """
-    if call.kind is None or "mask" in call.names or call.options["qk_l2norm"]:
+    if "mask" in call.names or call.options["qk_l2norm"]:
         return False
     return call.like.dtype != torch.float16
 
@@ -52,7 +52,8 @@ def add_later(call: Call, found: Derivatives, arrays: dict[str, Tensor], d_state
             k, v = (arrays[x][at].transpose(0, 1) for x in ("k", "v"))
             dk, dv = (found.arrays[x][at].transpose(0, 1) for x in ("k", "v"))
             group, mapped = len(v) // H, phi(k.to(short), eps)
-            spread, factor = mapped.repeat_interleave(group, 0), high[n, ..., :V]
+            spread = mapped if group == 1 else mapped.repeat_interleave(group, 0)
+            factor = high[n, ..., :V]
             if dv.dtype == short:
                 dv.baddbmm_(spread, factor)
             else:

@@ -63,11 +63,12 @@ class Sections(NamedTuple):
 
 def lengths_of(call: Call) -> tuple[int, ...]:
     """The lengths of a rank's sections. All but the last one are equal. With one nothing is cut."""
-    heads, kind = call.shapes[0][0], call.kind
-    if kind is None or not call.has_sections or call.like.device.type not in DEVICES or not heads:
+    heads, kind = call.busy, call.kind
+    if not call.has_sections or call.like.device.type not in DEVICES or not heads:
         return (call.T,)
     whole = math.lcm(CHUNK, call.options.get("batch", 1))
-    tokens = call.T * call.writes * max(TOKENS.get(x, 1) for x in (kind.rule, kind.decay))
+    words = () if kind is None else (kind.rule, kind.decay)
+    tokens = call.T * call.writes * max(TOKENS.get(x, 1) for x in ("", *words))
     count = min(max(HEADS // heads, -(-tokens // LONG)), MOST)
     if count < 2 or call.T <= whole or tokens * heads < WORK:
         return (call.T,)

@@ -4,10 +4,8 @@ First comes what a rank gives to others, by calls that make states alone: its ma
 or in a backward pass the gradient of its initial state. The exchange follows. Then comes the call
 itself, from the state that arrived. So no rank waits for another one's call.
 
-Scans have no calls for states alone. There a sequence that begins on a rank is run before the
-exchange, which takes its final state, and a rank that a sequence passes walks over its tokens
-twice. The gradient of the initial state of a normalised op comes from a whole backward pass, to
-which the gradient of its final state is added (_later.py).
+The gradient of the initial state of a normalised op comes from a whole backward pass, to which the
+gradient of its final state is added (_later.py).
 """
 
 from __future__ import annotations
@@ -154,27 +152,19 @@ def _from_left(call: Call, context: Context, given: States | None, arrays: Array
     last = _last_part(context) if share.goes_on and not share.passes else None
     found = []
     X = M = None
-
-    def run_rest() -> None:
-        if rest is not None:
-            found.append(call.run(rest.of(call, arrays), rest.states(given), rest.edges))
-
     with record_function("linattn.distributed: map"):
         if share.passes:
             X, M = call.map(arrays)
-        elif last is not None and call.has_states_alone:
+        elif last is not None:
             own, before = last.of(call, arrays), last.states(given)
             X = call.as_rows(call.final_states(own, before))
-        elif last is not None:
-            run_rest()
-            X = call.as_rows([S[_crossing(context)] for S in found[-1][1]])
     with record_function("linattn.distributed: exchange"):
         S_in, M_kept = exchange(context, form, X, M)
-    if not found:
-        run_rest()
     if head is not None:
         assert S_in is not None
-        found.insert(0, call.run(head.of(call, arrays), call.as_states(S_in), head.edges))
+        found.append(call.run(head.of(call, arrays), call.as_states(S_in), head.edges))
+    if rest is not None:
+        found.append(call.run(rest.of(call, arrays), rest.states(given), rest.edges))
     o, finals = _joined(found)
     return o, finals, [S_in, M_kept]
 

@@ -38,8 +38,8 @@ def _run(pass_: str, room: str, form: str, arrays: Arrays, options: Options) -> 
 @lru_cache(maxsize=256)
 def _backward(room: str, form: str, options: Options) -> Any:
     """The gradients by the labels of the arrays that have one."""
-    passes = {name: letters for name, letters, _ in ROOMS[room].options}
-    behind = tuple((name, x) for name, x in options if "B" in passes[name])
+    labels_behind = dict(ROOMS[room].options_behind())
+    behind = tuple((name, x) for name, x in options if name in labels_behind)
     labels = {line.gradient: line.label for line in ROOMS[room].inputs(form) if line.gradient}
 
     def gradients(arrays: Arrays) -> Arrays:

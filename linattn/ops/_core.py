@@ -164,34 +164,36 @@ def other_ways(x: object) -> Ways | None:
 
 
 class CoreCall(Exception):
-    """A pass of the core that an op or a system would call. linattn/segments.py calls it, for
-    states alone. It is an exception, so that it ends the function, which would go on with outputs.
+    """A pass of the core that an op, a system or a scan would call. linattn/segments.py calls it,
+    for states alone. It is an exception, so that it ends the function, which would go on with
+    outputs.
     """
 
-    def __init__(self, core: Callable[..., Any], op: str, *qkv: Any, **arguments: Any) -> None:
-        super().__init__(op)
-        self.core, self.op = core, op
-        self.arguments = dict(zip("qkv", qkv, strict=False)) | arguments
+    def __init__(
+        self, core: Callable[..., Any], words: tuple[str, ...], arguments: Mapping[str, Any]
+    ) -> None:
+        super().__init__(*words)
+        self.core, self.words, self.arguments = core, words, arguments
         self._context = copy_context()  # it has the names for warnings
 
     def states_alone(self, **more: Any) -> tuple[Any, ...]:
         """The core's results without o, and without gradients but that of the first state."""
-        arguments = self.arguments | more
+        arguments = {**self.arguments, **more}
         found: tuple[Any, ...] = self._context.run(
-            self.core, self.op, **arguments, states_only=True
+            self.core, *self.words, **arguments, states_only=True
         )
         return found
 
 
 def _asked(core: Callable[..., Any], op: str, *qkv: Any, **arguments: Any) -> NoReturn:
-    raise CoreCall(core, op, *qkv, **arguments)
+    raise CoreCall(core, (op,), {**dict(zip("qkv", qkv, strict=False)), **arguments})
 
 
 # Is a function called for its CoreCall alone?
 ASKS: ContextVar[bool] = ContextVar("ASKS", default=False)
 
 
-def _asks(x: object) -> bool:
+def asks(x: object) -> bool:
     return not is_traced(x) and ASKS.get()  # torch.compile reads no such variable
 
 
@@ -202,7 +204,7 @@ def core_for(q: object, mask: object = None) -> Callable[..., tuple[Any, Any]]:
         from linattn.ops import _padding
 
         return _padding.masked_forward(core_for(q), mask)
-    if _asks(q):
+    if asks(q):
         return unrecorded_core(q)
     if not is_tensor(q):
         ways = other_ways(q)
@@ -214,13 +216,13 @@ def core_for(q: object, mask: object = None) -> Callable[..., tuple[Any, Any]]:
 
 def unrecorded_core(q: object) -> Callable[..., tuple[Any, Any]]:
     """The core's forward pass, which PyTorch does not record."""
-    return partial(_asked, _linattn.forward) if _asks(q) else _linattn.forward
+    return partial(_asked, _linattn.forward) if asks(q) else _linattn.forward
 
 
 def backward_for(do: object, mask: object = None) -> Callable[..., tuple[Any, ...]]:
     """The core's backward pass; with a mask, that of the tokens it leaves."""
     if mask is None:
-        return partial(_asked, _linattn.backward) if _asks(do) else _linattn.backward
+        return partial(_asked, _linattn.backward) if asks(do) else _linattn.backward
     from linattn.ops import _padding
 
     return _padding.masked_backward(mask)

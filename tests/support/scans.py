@@ -1,10 +1,11 @@
 """Scans as tests see them: how problems are drawn, and how gradients are judged."""
 
 import numpy as np
+import pytest
 
 from linattn import reference
 from support import device
-from support.composed import judged, state_dtype
+from support.composed import DTYPES, judged, state_dtype
 from support.device import ops as linattn
 
 
@@ -144,6 +145,43 @@ class RGLRU(HGRN):
         if self.options.get("resets"):
             found["reset"] = rng.random((B, T)) < 0.1
         return found
+
+
+SCANS = [
+    Selective("selective_scan"),
+    Selective("selective_scan", all=True),
+    Selective("selective_scan", pairs=True),
+    S4D("s4d"),
+    S4D("s4d", by="bilinear"),
+    S4D("s4d", real=True),
+    HGRN("hgrn"),
+    RGLRU("rg_lru"),
+    RGLRU("rg_lru", resets=True),
+]
+every = pytest.mark.parametrize("scan", SCANS, ids=repr)
+# Complex numbers of the tokens have the dtype of u, and there are none of two bytes.
+of_dtypes = pytest.mark.parametrize(
+    ("scan", "dtype"),
+    [
+        pytest.param(scan, dtype, id=f"{scan}-{dtype.name}")
+        for scan in SCANS
+        for dtype in DTYPES
+        if not (scan.name == "selective_scan" and scan.options.get("pairs") and dtype.itemsize < 4)
+    ],
+)
+SHAPES = [
+    {"B": 2, "T": 19, "D": 6, "N": 5, "G": 2},
+    {"B": 1, "T": 70, "D": 37, "N": 16, "G": 1},
+    {"B": 1, "T": 33, "D": 260, "N": 3, "G": 2},
+    {"B": 3, "T": 1, "D": 1, "N": 1, "G": 1},
+    {"B": 2, "T": 20, "D": 12, "N": 30, "G": 1},
+    {"B": 1, "T": 9, "D": 8, "N": 75, "G": 2},
+]
+
+
+def run_reference(scan, dtype, arrays, **keywords):
+    y, state = scan.reference(**arrays, **scan.keywords, **keywords, dtype=dtype)
+    return {"y": y, "state": as_reals(state)}
 
 
 def ends_of(rng, T):
