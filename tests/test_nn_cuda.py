@@ -70,9 +70,9 @@ def test_a_gpu_computes_what_a_cpu_does(name, dtype):
 
 @pytest.mark.filterwarnings("default")  # PyTorch's own, while it traces
 @pytest.mark.parametrize("name", ["GatedDeltaNet", "KimiDeltaAttention", "Mamba", "Mamba2"])
-def test_a_compiled_step_is_a_cuda_graph(name, monkeypatch):
+@torch.compiler.config.patch(force_disable_caches=True)
+def test_a_compiled_step_is_a_cuda_graph(name):
     """A cached graph would say what held when it was made."""
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     torch.compiler.reset()
     counted = torch._dynamo.utils.counters["inductor"]
     layer = block(name, 0).to("cuda", torch.bfloat16)

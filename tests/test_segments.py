@@ -222,6 +222,7 @@ def test_segments_of_whole_batches(op, rng):
     np.testing.assert_allclose(second @ first, whole, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.filterwarnings("default")  # PyTorch's own, while it traces
 @pytest.mark.parametrize("op", PREDICTS[:1])
 def test_a_compiled_function_calls_it_outside_of_its_graph(op, rng):
     torch = pytest.importorskip("torch")
