@@ -64,21 +64,6 @@ template <typename real> struct __align__(16) four {
 
 /* ---- numbers ---- */
 
-/* 2^(x y), where a product near 0 is one of magnitude below NEAREST. There the power is a polynomial,
- * 1 + p q(p): its one rounding that counts is the last. q is the series of (2^p - 1)/p with p^3 as
- * 3/4 NEAREST^2 p, within 1e-7 of itself. */
-static constexpr float NEAREST = 1.f / 32;
-
-__device__ __forceinline__ float power_of_two_near(float x, float y)
-{
-    const float p = x * y;
-    float power = fmaf(p, fmaf(p, fmaf(p, .0555041f, .24023356f), .6931472f), 1.f);
-    if (!(fabsf(p) < NEAREST)) power = power_of_two(x, y);
-    return power;
-}
-__device__ __forceinline__ double power_of_two(double x, double y) { return exp2(x * y); }
-__device__ __forceinline__ double power_of_two_near(double x, double y) { return exp2(x * y); }
-
 /* Of a float by way of doubles: sincosf has 2 ulp, and a complex decay near 1 has many tokens of them. */
 __device__ __forceinline__ void cos_sin(float x, float *cosine, float *sine)
 {

@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "call.cuh"
+#include "power.cuh"
 
 /* x / y within an ulp, for y from 1 to 2^127: the hardware's reciprocal, and one step more. A division
  * that is rounded right takes 14 instructions, and a branch for numbers that these never are. */
@@ -34,7 +35,8 @@ __host__ __device__ inline double over(double x, double y) { return x / y; }
 #define LANE_PICK(mask, x, y) ((mask) ? (x) : (y))
 #define LANE_EXP exp
 #define LANE_OVER over
-#define LANE_DECAY(log, gate, rest) ((gate) == LA_SLOPE ? (real)exp((double)(log)) : exp(log))
+#define LANE_DECAY(log, gate, rest) \
+    ((gate) == LA_SLOPE ? (real)exp((double)(log)) : decay_of_log(log))
 #define LA_SQRT sqrt
 typedef call la_options;
 #include "../elements.h"

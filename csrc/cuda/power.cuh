@@ -2,6 +2,8 @@
 #ifndef LINATTN_CUDA_POWER_CUH
 #define LINATTN_CUDA_POWER_CUH
 
+#include <math.h>
+
 static constexpr double LOG2_E = 1.44269504088896340736;
 
 /* 2^x to within 2 ulp. Results below 2^-126 are zero. */
@@ -21,5 +23,33 @@ __device__ __forceinline__ float power_of_two(float x, float y)
         2.9e-8f; /* 0.26 ulp of a number below 1, over log(2) and its value of about 0.8 */
     return hardware_power(fmaf(x, y, BIAS));
 }
+
+/* 2^(x y), where a product near 0 is one of magnitude below NEAREST. There the power is a polynomial,
+ * 1 + p q(p): its one rounding that counts is the last. q is the series of (2^p - 1)/p with p^3 as
+ * 3/4 NEAREST^2 p, within 1e-7 of itself. */
+static constexpr float NEAREST = 1.f / 32;
+
+__device__ __forceinline__ float power_of_two_near(float x, float y)
+{
+    const float p = x * y;
+    float power = fmaf(p, fmaf(p, fmaf(p, .0555041f, .24023356f), .6931472f), 1.f);
+    if (!(fabsf(p) < NEAREST)) power = power_of_two(x, y);
+    return power;
+}
+__device__ __forceinline__ double power_of_two(double x, double y) { return exp2(x * y); }
+__device__ __forceinline__ double power_of_two_near(double x, double y) { return exp2(x * y); }
+
+/* exp(x) of a log decay; zero below 2^-126. CUDA's expf has an error of +0.1 to +0.26 ulp on the
+ * average. Here log2(e) is 1.3e-8 too small, so a product of decays exp(-s) is 1.3e-8 s too large:
+ * that does not grow with the number of tokens. */
+__host__ __device__ inline float decay_of_log(float x)
+{
+#ifdef __CUDA_ARCH__
+    return power_of_two_near(x, (float)LOG2_E);
+#else
+    return expf(x);
+#endif
+}
+__host__ __device__ inline double decay_of_log(double x) { return exp(x); }
 
 #endif
