@@ -2,6 +2,7 @@
  * arrays, check.c says what is right, run.c runs the call. */
 #include "bound.h"
 #include "gate_calls.h"
+#include "late_calls.h"
 #include "keywords.h"
 #include "layers.h"
 #include "outline.h"
@@ -432,6 +433,8 @@ static PyMethodDef methods[] = {
      "One backward pass."},
     {"gate", (PyCFunction)(void (*)(void))py_gate, METH_FASTCALL,
      "A gate from a projection, or its gradients."},
+    {"late", (PyCFunction)(void (*)(void))la_late_call, METH_FASTCALL,
+     "Adds to gradients, as the gradient of a final state does."},
     {"scan", (PyCFunction)(void (*)(void))py_scan, METH_FASTCALL | METH_KEYWORDS,
      "A diagonal scan: one pass of one of its forms."},
     {"convolve", (PyCFunction)(void (*)(void))py_convolve, METH_FASTCALL | METH_KEYWORDS,

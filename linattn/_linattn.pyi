@@ -58,6 +58,10 @@ def gate(
     name: str, factor: float, x: _Array, A_log: Any, dt_bias: Any, d: _Array = ..., /
 ) -> Any: ...
 
+# Adds to dk and dv, as dS and dz do (csrc/late.h): the number of k's feature map and its eps, then
+# k, v, dk, dv, dS, dz. False where no kernel takes such arrays.
+def late(map: int, eps: float, /, *arrays: _Array) -> bool: ...
+
 # Rooms (csrc/room.h): the form of a call and its pass, then arrays by the labels of the room's
 # table, and its options. A forward pass returns (y, final_state), a step y, and a backward pass a
 # gradient for each input.

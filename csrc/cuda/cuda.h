@@ -11,6 +11,7 @@
 extern "C" {
 #endif
 
+#include "../late.h"
 #include "../layer.h"
 
 /* The reason why no device can be used, in words; NULL if one can. The string lives as long as the
@@ -31,6 +32,9 @@ la_status la_cuda_step(la_problem *p);
 
 /* A gate from a projection, after la_gates_check: enqueue the pass. */
 la_status la_cuda_gates(la_gating *j);
+
+/* Late gradients, whose arrays fit each other: enqueue the kernel, if there is one. */
+la_status la_cuda_late(la_late *j);
 
 /* A call of a room, after la_room_check: enqueue the pass. */
 la_status la_cuda_scan(la_room_job *j);

@@ -315,6 +315,15 @@ la_status la_cuda_gates(la_gating *j)
     return status_of(j->ordinal, j->message, error);
 }
 
+la_status la_cuda_late(la_late *j)
+{
+    on_device here(j->ordinal);
+    cudaError_t error = here.error;
+    if (error == cudaSuccess) error = run_late(*j, (cudaStream_t)j->stream);
+    j->is_done = error == cudaSuccess;
+    return status_of(j->ordinal, j->message, error == cudaErrorNotSupported ? cudaSuccess : error);
+}
+
 static la_status run_room(la_room_job *j,
                           cudaError_t (*start)(const la_room_job &, cudaMemPool_t, cudaStream_t))
 {

@@ -7,6 +7,7 @@
 
 extern "C" {
 #include "../gates.h"
+#include "../late.h"
 #include "../room.h"
 }
 
@@ -18,6 +19,9 @@ extern const launcher step_kv[LA_KINDS], step_vk[LA_KINDS];
 
 /* A gate from a projection, or its gradients. The pool is for parts of the parameters' gradients. */
 cudaError_t run_gating(const la_gating &, cudaMemPool_t, cudaStream_t);
+
+/* Late gradients. cudaErrorNotSupported, with nothing done, for arrays that the kernel cannot take. */
+cudaError_t run_late(const la_late &, cudaStream_t);
 
 /* Calls of rooms. The pool is for states and for parts of sums. */
 cudaError_t run_scan(const la_room_job &, cudaMemPool_t, cudaStream_t);

@@ -1,4 +1,4 @@
-"""What the gradient of a final state adds to those of keys and values, for sums without a decay.
+"""The part of the gradients of keys and values that comes from a final state without a decay.
 
 A backward pass is linear in the gradients of o and of the final state. So a rank whose first pass
 had none of the second kind need not run again when it arrives. Was S = sum phi(k) v' and
@@ -7,9 +7,12 @@ z = sum phi(k): the gradient of v is dS' phi(k), and that of phi(k) is dS v + dz
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from linattn import _linattn
 from linattn._by_pytorch import MAPS, SLOPES
 from linattn.distributed._calls import Call, Derivatives, States
 from linattn.features import core_features
@@ -39,6 +42,8 @@ def add_later(call: Call, found: Derivatives, arrays: dict[str, Tensor], d_state
     *_, features = core_features(*options)
     phi, slope, eps = MAPS[features[2]], SLOPES[features[2]], features[3]
     like = call.like
+    if _by_kernel(int(features[2]), eps, found.arrays, arrays, d_states):
+        return
     short = like.dtype if like.dtype == torch.bfloat16 and like.device.type in SHORT else call.real
     dS, dz = d_states
     both = torch.cat([dS, torch.nn.functional.pad(dz[..., None], (0, ONES - 1))], -1)
@@ -66,3 +71,16 @@ def add_later(call: Call, found: Derivatives, arrays: dict[str, Tensor], d_state
                 dk.addcmul_(slope(k, mapped), d_mapped)
             else:
                 dk += slope(k.to(short), mapped) * d_mapped
+
+
+def _by_kernel(
+    map_: int,
+    eps: float,
+    d: Mapping[str, Tensor | None],
+    arrays: Mapping[str, Tensor],
+    d_states: States,
+) -> bool:
+    """csrc/late.h: a GPU's kernel reads all arrays once, in bfloat16 with heads of 128 at most."""
+    if arrays["k"].shape[2] != arrays["v"].shape[2]:
+        return False
+    return _linattn.late(map_, eps, arrays["k"], arrays["v"], d["k"], d["v"], *d_states)
