@@ -31,9 +31,12 @@ static const la_room_form forms[] = {
     [LA_GATED_SCAN] = {"gated", "N", "NT"},
 };
 
+static const char *const writes[] = {"share", "root", NULL}; /* in the order of la_scan_written */
+
 static const la_room_option options[] = {
     {"complex", offsetof(la_diagonal, room.pairs), LA_IN_FSB, NULL},
     {"delta_softplus", offsetof(la_diagonal, softplus), LA_IN_FSB, NULL},
+    {"write", offsetof(la_diagonal, write), LA_IN_FSB, writes},
     {"output_final_state", offsetof(la_diagonal, room.want_final), LA_IN_F, NULL},
     {"states_only", offsetof(la_diagonal, room.states_only), LA_IN_FB, NULL},
     {"segment_map", offsetof(la_diagonal, room.want_map), LA_IN_F, NULL},
@@ -57,6 +60,8 @@ static la_status check(la_room_job *room)
     char *const message = room->p->message;
     if (j->N < 1)
         snprintf(message, LA_MESSAGE, "A: expected N >= 1, got N = 0");
+    else if (j->write && room->form != LA_GATED_SCAN)
+        snprintf(message, LA_MESSAGE, "write: expected None, for the scan is not gated");
     else if (room->pairs && j->N % 2)
         snprintf(message, LA_MESSAGE, "A: expected pairs of reals, got %lld numbers",
                  (long long)j->N);

@@ -6,7 +6,8 @@
  *     SELECTIVE  a = exp(delta[d] A[d,n]), b = delta[d] u[d] B[n]. B and C belong to a token and a
  *                group of channels. y is times silu(z) (Mamba)
  *     FIXED      a = A[d,n], b = u[d] B[d,n], C[d,n]: the same for all tokens (S4D)
- *     GATED      a = exp(g[d]), b = u[d], y = h: one number in a state (RG-LRU, HGRN)
+ *     GATED      a = exp(g[d]), b = u[d], y = h: one number in a state. With a `write` b is
+ *                (1 - a) u (HGRN) or sqrt(1 - a^2) u (RG-LRU)
  *
  * No chunk of such a recurrence is a product of matrices, so it is no line of variants.def. A, B, C
  * and h may be complex; then N counts reals, two for each number, and y is twice the real part of
@@ -19,6 +20,7 @@
 #include "room.h"
 
 typedef enum { LA_SELECTIVE, LA_FIXED, LA_GATED_SCAN } la_scan_form;
+typedef enum { LA_WRITE_U, LA_WRITE_SHARE, LA_WRITE_ROOT } la_scan_written;
 
 /* The lines of diagonal.def. */
 typedef enum {
@@ -32,6 +34,7 @@ typedef enum {
 typedef struct la_diagonal {
     la_room_job room;
     bool softplus; /* delta <- softplus(delta + delta_bias) */
+    int write;     /* of GATED: an la_scan_written */
     int64_t B, T, D, N, G, S;
 } la_diagonal;
 

@@ -4,7 +4,8 @@
  * is what is written times b: delta u (SELECTIVE) or u. The adjoints walk backwards in time: dh is
  * the gradient of the state after the token, and becomes that of the state before it.
  *
- * Needs `lane`, LA_ELEMENT and LA_PLAIN as elements.h does, and diagonal.h. */
+ * Needs `lane`, LA_ELEMENT, LA_PLAIN, LANE_ZERO and LANE_PICK as elements.h does, LANE_SQRT, and
+ * diagonal.h. */
 
 /* ---- reals ---- */
 
@@ -62,6 +63,22 @@ LA_ELEMENT void scan_write_pair_adjoint(lane dh[2], const lane h[2], const lane 
     db[0] = dh[0] * w;
     db[1] = dh[1] * w;
     by_conjugate(dh, a, dh);
+}
+
+/* ---- GATED: the factor of what a token writes, from its decay a = exp(g) and 1 - a ---- */
+
+LA_ELEMENT lane scan_factor(lane a, lane less, const int write)
+{
+    return write == LA_WRITE_ROOT ? LANE_SQRT(less * (1 + a)) : less;
+}
+
+/* Its derivative by g: was 1 - a, or s = sqrt(1 - a^2), whose derivative -a^2 / s is infinite at
+ * a = 1. There 1 / (2 s) is held at 1000, as in RecurrentGemma. */
+LA_ELEMENT lane scan_factor_slope(lane a, lane factor, const int write)
+{
+    const lane least = (real)(.5 / 1000) - LANE_ZERO;
+    if (write != LA_WRITE_ROOT) return -a;
+    return -a * a / LANE_PICK(factor > least, factor, least);
 }
 
 /* ---- the map of tokens, which turn a state h into M h and what they write ----

@@ -17,7 +17,16 @@ from torch import Tensor
 from linattn.features import CoreFeatures, l2norm
 from linattn.variants import ARRAYS, VARIANTS
 
-__all__ = ["MAPS", "SLOPES", "convolution", "gradients_of_gradients", "op", "outline", "scan"]
+__all__ = [
+    "MAPS",
+    "SLOPES",
+    "convolution",
+    "gradients_of_gradients",
+    "held_root",
+    "op",
+    "outline",
+    "scan",
+]
 
 # The maps by the core's numbers (features.py), with the core's slopes where a map has a corner.
 MAPS: dict[float, Callable[[Tensor, float], Tensor]] = {
@@ -341,9 +350,15 @@ def _scanned(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """The decay of each token, its write, and its C. The state of a gated scan is its read."""
     if form == "gated":
-        for w, g in zip(u[:, at].unbind(1), given["g"][:, at].unbind(1), strict=True):
-            yield g.exp(), w, None
+        g, w = given["g"][:, at], u[:, at]
+        if given.get("write") == "share":
+            w = -g.expm1() * w
+        elif given.get("write") == "root":
+            w = held_root(-(2 * g).expm1(), _LIMIT_OF_ROOT) * w
+        for a, write in zip(g.exp().unbind(1), w.unbind(1), strict=True):
+            yield a, write, None
         return
+
     A, B, C = (given[name] for name in "ABC")
     if form == "fixed":
         for w in u[:, at].unbind(1):
@@ -351,6 +366,17 @@ def _scanned(
         return
     for w, step, b, c in zip(*(x[:, at].unbind(1) for x in (u, given["delta"], B, C)), strict=True):
         yield (step.unsqueeze(-1) * A).exp(), (step * w).unsqueeze(-1) * b, c
+
+
+_LIMIT_OF_ROOT = 1000.0  # csrc/diagonal_token.h
+
+
+def held_root(square: Tensor, limit: float) -> Tensor:
+    """sqrt, recorded with a derivative of at most `limit`: that of sqrt above (0.5 / limit)^2, and
+    its tangent there below."""
+    least = (0.5 / limit) ** 2
+    held = torch.clamp(square, min=least).sqrt() + limit * (torch.clamp(square, max=least) - least)
+    return held + (square.sqrt() - held).detach()
 
 
 def convolution(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

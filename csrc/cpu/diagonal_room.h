@@ -1,5 +1,11 @@
 /* Diagonal scans: the memory of a unit, and the ways of its rows and numbers in and out. */
 
+LA_FN lane lane_sqrt(lane x)
+{
+    for (int k = 0; k < LANES; k++) x[k] = LA_SQRT(x[k]);
+    return x;
+}
+#define LANE_SQRT lane_sqrt
 #include "../diagonal_token.h"
 #include "exponent.h"
 
@@ -253,8 +259,17 @@ LA_COLD void load_segment(const la_diagonal *j, const la_scan_unit *u, int64_t t
         load_scan_rows(array[LA_SCAN_G], u->b, t, n, u->d0, f, f->step);
         for (int64_t i = 0; i < n * f->width; i += LANES) {
             lane rest;
-            lane *const step = lanes_of(f->step + i);
+            lane *const step = lanes_of(f->step + i), *const u = lanes_of(f->u + i);
             *step = lane_decay(*step, &rest);
+            if (!j->write) continue;
+            /* u becomes what is written. 1 - a is exact above 1/2, and rest has the digits that a has
+             * lost. The adjoint finds the factor in z, as GATED has no z. */
+            const lane factor = scan_factor(*step, (1 - *step) - rest, j->write);
+            if (j->room.p->pass == LA_BACKWARD) {
+                lanes_of(f->slope + i)[0] = *u * scan_factor_slope(*step, factor, j->write);
+                lanes_of(f->z + i)[0] = factor;
+            }
+            *u *= factor;
         }
     }
 }

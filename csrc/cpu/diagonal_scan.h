@@ -274,6 +274,17 @@ LA_FN void store_groups(const la_diagonal *j, const la_scan_unit *u, const la_sc
     }
 }
 
+/* Was w = factor u, of GATED: the gradient of w becomes that of u, and adds to that of g. `slope` is
+ * u times the factor's derivative. */
+LA_COLD void finish_write_adjoint(const scan_room *f, int64_t n)
+{
+    for (int64_t i = 0; i < n * f->width; i += LANES) {
+        lane *const dw = lanes_of(f->du + i);
+        lanes_of(f->dstep + i)[0] += *dw * lanes_in(f->slope + i)[0];
+        *dw *= lanes_in(f->z + i)[0];
+    }
+}
+
 LA_FN void backward_segment(const la_diagonal *j, const la_scan_unit *u, const la_scan_sums *sums,
                             int64_t t, int64_t n, const real *kept, const scan_room *f)
 {
@@ -295,6 +306,7 @@ LA_FN void backward_segment(const la_diagonal *j, const la_scan_unit *u, const l
         if (array[LA_SCAN_Z]) end_gate_adjoint(f, block, n);
     }
     finish_adjoint(j, f, n);
+    if (j->write) finish_write_adjoint(f, n);
     store_scan_rows(gradient[LA_SCAN_U], u->b, t, n, u->d0, f, f->du);
     if (j->room.form == LA_GATED_SCAN)
         store_scan_rows(gradient[LA_SCAN_G], u->b, t, n, u->d0, f, f->dstep);

@@ -22,8 +22,12 @@ extern "C" {
 }
 
 #define lane real
+#define LANE_ZERO 0
+#define LANE_SQRT sqrt
 #include "../diagonal_token.h"
 #undef lane
+#undef LANE_ZERO
+#undef LANE_SQRT
 
 /* A call for states alone: the state after the tokens, or the gradient of the one before them. */
 enum scan_alone { NOT_ALONE, STATE_ALONE, GRADIENT_ALONE };
@@ -34,6 +38,7 @@ struct scan_call {
     view x[LA_SCAN_ARRAYS], d[LA_SCAN_ARRAYS]; /* d: gradients, those of outputs included */
     int N, G;
     bool softplus;
+    int write;      /* of GATED */
     bool fours;     /* u, delta, z, y and their gradients lie in fours of channels */
     bool row_fours; /* B and C lie in fours of numbers */
     bool along;     /* tokens are neighbours in memory */

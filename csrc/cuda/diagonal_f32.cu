@@ -33,6 +33,7 @@ cudaError_t run_scan(const la_room_job &job, cudaMemPool_t pool, cudaStream_t st
     c.cuts = 1;
     if (job.states_only) c.alone = backwards ? GRADIENT_ALONE : STATE_ALONE;
     c.softplus = j.softplus;
+    c.write = j.write;
     take_views(job, c.x, c.d);
     const view &u = c.x[LA_SCAN_U];
     c.along = lies_along_tokens(u);

@@ -33,14 +33,46 @@ template <typename real> struct gated_scan {
         s = sequence_of(c.room, n);
     }
 
-    /* The thread's tokens of the tile of token t. Tokens that there are not are zeros. */
-    __device__ __forceinline__ void load_tokens(const view &x, int t, real (&to)[RUN]) const
+    /* The thread's tokens of a tile, as they lie in memory: nothing waits for them yet. Doubles that are
+     * summed as floats become floats at once. */
+    typedef typename std::conditional<sizeof(real) == 8, uint64_t, uint32_t>::type bits;
+
+    template <typename stored>
+    static __device__ __forceinline__ void fetch_stored(const char *from, int64_t step, int left,
+                                                        bits (&to)[RUN])
+    {
+#pragma unroll
+        for (int k = 0; k < RUN; k++) to[k] = k < left ? *(const stored *)(from + k * step) : 0;
+    }
+    /* Of the tile of token t. Tokens that there are not are zeros. A branch for each load would make it
+     * wait for the one before. */
+    __device__ __forceinline__ void fetch_tokens(const view &x, int t, bits (&to)[RUN]) const
     {
         const int first = t + warp * RUN, left = there ? s.end - first : 0;
+        const int size = (int)la_size_of(x.dtype);
         const char *from = at(x, s.b, first, d);
-        const int64_t step = x.stride[1] * la_size_of(x.dtype);
+        const int64_t step = x.stride[1] * size;
+        if (size == 2)
+            fetch_stored<uint16_t>(from, step, left, to);
+        else if (size == 4)
+            fetch_stored<uint32_t>(from, step, left, to);
+        else if constexpr (sizeof(real) == 8)
+            fetch_stored<uint64_t>(from, step, left, to);
+        else
 #pragma unroll
-        for (int k = 0; k < RUN; k++) to[k] = k < left ? load<real>(from + k * step, x.dtype) : 0;
+            for (int k = 0; k < RUN; k++)
+                to[k] = k < left ? __float_as_uint((float)*(const double *)(from + k * step)) : 0;
+    }
+    static __device__ __forceinline__ void numbers_of(const bits (&from)[RUN], la_dtype dtype,
+                                                      real (&to)[RUN])
+    {
+#pragma unroll
+        for (int k = 0; k < RUN; k++)
+            if constexpr (sizeof(real) == 8)
+                to[k] = dtype == LA_F64 ? __longlong_as_double((long long)from[k])
+                                        : number((uint32_t)from[k], dtype);
+            else
+                to[k] = number(from[k], dtype == LA_F64 ? LA_F32 : dtype);
     }
     __device__ __forceinline__ void store_tokens(const view &x, int t,
                                                  const real (&from)[RUN]) const
@@ -82,13 +114,20 @@ template <typename real> struct gated_scan {
         const view &x = c.x[LA_SCAN_S0];
         return x.data && there ? load<real>(at(x, s.state, d), x.dtype) : 0;
     }
-    /* g becomes the decay. The run as one token: {product, write}. */
-    __device__ __forceinline__ two<real> run_of(const real (&u)[RUN], real (&g)[RUN]) const
+    /* g becomes the decay, and u what is written; of a call that has a factor of it, `factor` is that.
+     * The run as one token: {product, write}. */
+    __device__ __forceinline__ two<real> run_of(real (&u)[RUN], real (&g)[RUN],
+                                                real (&factor)[RUN]) const
     {
         two<real> run = {1, 0};
 #pragma unroll
         for (int k = 0; k < RUN; k++) {
-            g[k] = power_of_two_near(g[k] * (real)LOG2_E, (real)1);
+            const real log = g[k];
+            g[k] = power_of_two_near(log * (real)LOG2_E, (real)1);
+            if (c.write) {
+                factor[k] = scan_factor(g[k], -expm1(log), c.write);
+                u[k] *= factor[k];
+            }
             run = {g[k] * run.x, g[k] * run.y + u[k]};
         }
         return run;
@@ -98,7 +137,7 @@ template <typename real> struct gated_scan {
      * states alone the last one, and the map of the tokens. */
     template <bool READS> __device__ __forceinline__ void forward()
     {
-        real h = initial(), u[RUN], g[RUN];
+        real h = initial(), u[RUN], g[RUN], factor[RUN];
         const view &last = c.x[c.room.step ? LA_SCAN_S0 : LA_SCAN_ST], &map = c.x[LA_SCAN_MT];
         double product = 1; /* of all decays */
         real *kept = (real *)c.kept + first_place(c.room, n, GATED_TILE) * c.room.D + d;
@@ -108,12 +147,17 @@ template <typename real> struct gated_scan {
             store_tokens(c.x[LA_SCAN_Y], 0, zeros);
             return;
         }
+        bits next_u[RUN], next_g[RUN];
+        fetch_tokens(c.x[LA_SCAN_U], s.begin, next_u);
+        fetch_tokens(c.x[LA_SCAN_G], s.begin, next_g);
         for (int t = s.begin; t < s.end; t += GATED_TILE, buffer ^= 1) {
             if (!READS && warp == 0 && there && c.kept) *kept = h;
             kept += c.room.D;
-            load_tokens(c.x[LA_SCAN_U], t, u);
-            load_tokens(c.x[LA_SCAN_G], t, g);
-            const two<real> run = run_of(u, g);
+            numbers_of(next_u, c.x[LA_SCAN_U].dtype, u);
+            numbers_of(next_g, c.x[LA_SCAN_G].dtype, g);
+            fetch_tokens(c.x[LA_SCAN_U], t + GATED_TILE, next_u); /* while this tile is worked on */
+            fetch_tokens(c.x[LA_SCAN_G], t + GATED_TILE, next_g);
+            const two<real> run = run_of(u, g, factor);
             put(0, buffer, run.x, run.y);
             __syncthreads();
             real own = through(0, buffer, 0, warp, h);
@@ -139,14 +183,32 @@ template <typename real> struct gated_scan {
         real dh = d_last.data && there ? load<real>(at(d_last, n, d), d_last.dtype) : 0;
         const int tiles = (s.end - s.begin + GATED_TILE - 1) / GATED_TILE;
         const real *kept = (const real *)c.kept + first_place(c.room, n, GATED_TILE) * c.room.D + d;
+        bits next_u[RUN] = {}, next_g[RUN], next_dy[RUN];
+        real next_first = 0;
+        const auto fetch = [&](int k) { /* a tile, while the one behind it is worked on */
+            const int t = s.begin + k * GATED_TILE;
+            if (k < 0) return;
+            if (!c.alone) fetch_tokens(c.x[LA_SCAN_U], t, next_u);
+            fetch_tokens(c.x[LA_SCAN_G], t, next_g);
+            fetch_tokens(c.d[LA_SCAN_Y], t, next_dy);
+            next_first = there && c.kept ? kept[(int64_t)k * c.room.D] : 0;
+        };
+        fetch(tiles - 1);
         for (int k = tiles - 1; k >= 0; k--) {
             const int t = s.begin + k * GATED_TILE, buffer = k % 2;
-            real u[RUN] = {}, a[RUN], dy[RUN], before[RUN];
-            if (!c.alone) load_tokens(c.x[LA_SCAN_U], t, u);
-            load_tokens(c.x[LA_SCAN_G], t, a);
-            load_tokens(c.d[LA_SCAN_Y], t, dy);
-            const real first = there && c.kept ? kept[(int64_t)k * c.room.D] : 0;
-            const two<real> run = run_of(u, a);
+            real u[RUN], a[RUN], dy[RUN], before[RUN], factor[RUN], slope[RUN];
+            const real first = next_first;
+            numbers_of(next_u, c.x[LA_SCAN_U].dtype, u);
+            numbers_of(next_g, c.x[LA_SCAN_G].dtype, a);
+            numbers_of(next_dy, c.d[LA_SCAN_Y].dtype, dy);
+            fetch(k - 1);
+#pragma unroll
+            for (int i = 0; i < RUN; i++) slope[i] = u[i];
+            const two<real> run = run_of(u, a, factor);
+            if (c.write)
+#pragma unroll
+                for (int i = 0; i < RUN; i++)
+                    slope[i] *= scan_factor_slope(a[i], factor[i], c.write);
             put(0, buffer, run.x, run.y);
             /* was h' = a h + u, y = h': dh <- a (dh + dy), backwards */
             real write = 0;
@@ -168,6 +230,9 @@ template <typename real> struct gated_scan {
                 u[i] = later + dy[i];            /* du */
                 dy[i] = u[i] * before[i] * a[i]; /* dg, as a = exp(g) */
                 later = u[i] * a[i];
+                if (!c.write) continue;
+                dy[i] += u[i] * slope[i]; /* was w = factor u */
+                u[i] *= factor[i];
             }
             store_tokens(c.d[LA_SCAN_U], t, u);
             store_tokens(c.d[LA_SCAN_G], t, dy);
@@ -176,9 +241,15 @@ template <typename real> struct gated_scan {
     }
 };
 
+/* Blocks on a processor: of doubles one has the registers that they need. */
+template <typename real> constexpr int blocks_of_gated(int of_floats)
+{
+    return sizeof(real) == 8 ? 1 : of_floats;
+}
+
 template <typename real, bool READS>
-static __global__ __launch_bounds__(GATED_WARPS *
-                                    32) void gated_tokens(const __grid_constant__ scan_call c)
+static __global__ __launch_bounds__(GATED_WARPS * 32, blocks_of_gated<real>(READS ? 4 : 2)) void
+gated_tokens(const __grid_constant__ scan_call c)
 {
     __shared__ typename gated_scan<real>::memory shared;
     gated_scan<real> scan(c, shared);
@@ -186,8 +257,8 @@ static __global__ __launch_bounds__(GATED_WARPS *
 }
 
 template <typename real>
-static __global__ __launch_bounds__(GATED_WARPS *
-                                    32) void gated_adjoint(const __grid_constant__ scan_call c)
+static __global__ __launch_bounds__(GATED_WARPS * 32, blocks_of_gated<real>(2)) void gated_adjoint(
+    const __grid_constant__ scan_call c)
 {
     __shared__ typename gated_scan<real>::memory shared;
     gated_scan<real> scan(c, shared);

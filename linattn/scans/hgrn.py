@@ -96,10 +96,13 @@ def hgrn(
     >>> y[0, :, 0].round(6).tolist()
     [0.5, 0.75, 0.875]
     """
-    p = _Problem(x, g)
-    arrays = {"u": p.write(), "g": p.g, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
-    y, state = _rooms.forward("scan", "gated", arrays, output_final_state=output_final_state)
-    return p.call.short(y), state
+    _check(x, g)
+    arrays = {"u": x, "g": g, "cu_seqlens": cu_seqlens, "initial_state": initial_state}
+    y: Array
+    y, state = _rooms.forward(
+        "scan", "gated", arrays, write=_WRITE, output_final_state=output_final_state
+    )
+    return y, state
 
 
 def hgrn_step(
@@ -139,9 +142,9 @@ def hgrn_step(
     >>> [float(linattn.hgrn_step(state, x, np.log(0.5) * x).round(6)[0, 0]) for _ in range(2)]
     [0.5, 0.75]
     """
-    p = _Problem(x, g, tokens="")
-    arrays = {"u": p.write(), "g": p.g, "state_indices": state_indices, "state": state}
-    y: Array = p.call.short_of_step(_rooms.step("scan", "gated", arrays))
+    _check(x, g, tokens="")
+    arrays = {"u": x, "g": g, "state_indices": state_indices, "state": state}
+    y: Array = _rooms.step("scan", "gated", arrays, write=_WRITE)
     return y
 
 
@@ -189,33 +192,25 @@ def hgrn_backward(
     >>> float(abs(linattn.hgrn_backward(x, x, 0 * x).dx).max())
     0.0
     """
-    p = _Problem(x, g)
-    p.call.array("dy", dy, "B T D")
+    _check(x, g).array("dy", dy, "B T D")
     arrays = {
-        "dy": p.call.real_of(dy),
-        "u": p.write(),
-        "g": p.g,
+        "dy": dy,
+        "u": x,
+        "g": g,
         "cu_seqlens": cu_seqlens,
         "initial_state": initial_state,
         "d_final_state": d_final_state,
     }
-    found = _rooms.backward("scan", "gated", arrays)
-    du, dg = found["du"], found["dg"]
-    # was u = (1 - f) x, of which f = exp(g) has the gradient -x
-    dx, dg = p.share * du, dg - (1 - p.share) * p.x * du
-    return HGRNGradients(
-        dx=p.call.short(dx), dg=p.call.as_given(dg, g), d_initial_state=found["d_initial_state"]
-    )
+    found = _rooms.backward("scan", "gated", arrays, write=_WRITE)
+    return HGRNGradients(dx=found["du"], dg=found["dg"], d_initial_state=found["d_initial_state"])
 
 
-class _Problem:
-    def __init__(self, x: Any, g: Any, tokens: str = "T ") -> None:
-        self.call = call = Arrays("x", x, f"B {tokens}D")
-        if g is None:
-            raise TypeError("g: expected an array, got None")
-        self.g = call.real_of(call.wide("g", g, f"B {tokens}D", number=False))
-        self.x = call.real_of(x)
-        self.share = -call.xp.expm1(self.g)  # 1 - f
+_WRITE = "share"  # 1 - f of x
 
-    def write(self) -> Any:
-        return self.share * self.x
+
+def _check(x: Any, g: Any, tokens: str = "T ") -> Arrays:
+    call = Arrays("x", x, f"B {tokens}D")
+    if g is None:
+        raise TypeError("g: expected an array, got None")
+    call.wide("g", g, f"B {tokens}D", number=False)
+    return call

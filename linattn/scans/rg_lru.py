@@ -74,7 +74,8 @@ def rg_lru(
         at the first token of each text.
     gradient_limit : float
         The derivative of the square root is at most this: at a = 1 it is infinite. RecurrentGemma's
-        is 1000.
+        is 1000, which the kernels have. With another limit the root is made before them, and a call
+        takes longer.
     initial_state : array [S,D], optional
         Zeros where it is absent. float32 (float64 for float64 x) or bfloat16.
     output_final_state : bool
@@ -118,14 +119,10 @@ def rg_lru(
     True
     """
     p = _Problem(x, r, i, Lambda, c, reset, gradient_limit)
-    g, scale = p.decays()
-    arrays = {
-        "u": scale * p.i * p.x,
-        "g": g,
-        "cu_seqlens": cu_seqlens,
-        "initial_state": initial_state,
-    }
-    y, state = _rooms.forward("scan", "gated", arrays, output_final_state=output_final_state)
+    arrays = p.arrays() | {"cu_seqlens": cu_seqlens, "initial_state": initial_state}
+    y, state = _rooms.forward(
+        "scan", "gated", arrays, write=p.write, output_final_state=output_final_state
+    )
     return p.call.short(y), state
 
 
@@ -192,9 +189,8 @@ def checked_step(state: Any, x: Any, r: Any, i: Any, Lambda: Any, *, reset: Any 
 
 
 def _step_of(p: _Problem, state: Any, state_indices: Any) -> Any:
-    g, scale = p.decays(recorded=False)
-    arrays = {"u": scale * p.i * p.x, "g": g, "state_indices": state_indices, "state": state}
-    return p.call.short_of_step(_rooms.step("scan", "gated", arrays))
+    arrays = p.arrays() | {"state_indices": state_indices, "state": state}
+    return p.call.short_of_step(_rooms.step("scan", "gated", arrays, write=p.write))
 
 
 def rg_lru_backward(
@@ -249,30 +245,25 @@ def rg_lru_backward(
     """
     p = _Problem(x, r, i, Lambda, c, reset, gradient_limit)
     p.call.array("dy", dy, "B T D")
-    g, scale = p.decays()
-    arrays = {
-        "dy": p.call.real_of(dy),
-        "u": scale * p.i * p.x,
-        "g": g,
-        "cu_seqlens": cu_seqlens,
-        "initial_state": initial_state,
-        "d_final_state": d_final_state,
-    }
-    found = _rooms.backward("scan", "gated", arrays)
+    arrays = {"dy": p.call.real_of(dy), **p.arrays(), "cu_seqlens": cu_seqlens}
+    arrays |= {"initial_state": initial_state, "d_final_state": d_final_state}
+    found = _rooms.backward("scan", "gated", arrays, write=p.write)
     du, d_log = found["du"], found["dg"]
     xp = p.call.xp
-    # was u = s i x, s = sqrt(-expm1(2 log a)): ds / dlog a = -a^2 / s
-    ds = du * p.i * p.x * p.root_slope() * -2 * xp.exp(2 * p.log)
-    if p.reset is not None:  # was u = i x and log a = -inf
-        ds, d_log = xp.where(p.reset, 0 * ds, ds), xp.where(p.reset, 0 * d_log, d_log)
-    d_log = d_log + ds
+    if p.write is None:
+        # was u = s i x, s = sqrt(-expm1(2 log a)): ds / dlog a = -a^2 / s
+        ds = du * p.i * p.x * p.root_slope() * -2 * xp.exp(2 * p.log)
+        if p.reset is not None:  # was u = i x and log a = -inf
+            ds, d_log = xp.where(p.reset, 0 * ds, ds), xp.where(p.reset, 0 * d_log, d_log)
+        d_log = d_log + ds
+        du = du * p.scale()
     # was log a = -c softplus(Lambda) r
     rate = p.rate()
     dLambda = total(xp, d_log * p.r, (0, 1)) * -p.c * sigmoid(p.Lambda)
     return RGLRUGradients(
-        dx=p.call.short(du * scale * p.i),
+        dx=p.call.short(du * p.i),
         dr=p.call.as_given(d_log * rate, r),
-        di=p.call.as_given(du * scale * p.x, i),
+        di=p.call.as_given(du * p.x, i),
         dLambda=p.call.as_given(dLambda, Lambda),
         d_initial_state=found["d_initial_state"],
     )
@@ -325,16 +316,33 @@ class _Problem:
     def rate(self) -> Any:
         return -self.c * softplus(self.Lambda)
 
-    def decays(self, recorded: bool = True) -> tuple[Any, Any]:
-        """log a, and the scale of the write. Unless a call may be recorded, the root has no slope
-        to hold."""
+    @property
+    def write(self) -> str | None:
+        """The core's kernels scale what is written, and hold the derivative of the root at 1000."""
+        return "root" if self.limit == _LIMIT else None
+
+    def arrays(self) -> dict[str, Any]:
+        u, log = self.i * self.x, self.log
+        if self.reset is not None:  # then a = 0, and the scale is 1
+            log = self.call.xp.where(self.reset, -math.inf, log)
+        return {"u": u if self.write else self.scale() * u, "g": log}
+
+    def scale(self) -> Any:
         xp = self.call.xp
         square = -xp.expm1(2 * self.log)  # 1 - a^2
-        held = recorded and is_tensor(square)
-        scale = _held_root(square, self.limit) if held else xp.sqrt(square)
-        if self.reset is None:
-            return self.log, scale
-        return xp.where(self.reset, -math.inf, self.log), xp.where(self.reset, 1.0, scale)
+        scale = xp.sqrt(square)
+        if is_tensor(square):
+            from linattn._by_pytorch import held_root
+
+            scale = held_root(square, self.limit)
+        elif self.call.by_jax:
+            from jax.lax import stop_gradient
+
+            least = (0.5 / self.limit) ** 2
+            above, below = xp.clip(square, least, None), xp.clip(square, None, least)
+            held = xp.sqrt(above) + self.limit * (below - least)
+            scale = held + stop_gradient(scale - held)
+        return scale if self.reset is None else xp.where(self.reset, 1.0, scale)
 
     def root_slope(self) -> Any:
         """The derivative of sqrt at 1 - a^2, held."""
@@ -342,13 +350,3 @@ class _Problem:
         least = (0.5 / self.limit) ** 2
         square = -xp.expm1(2 * self.log)
         return 0.5 / xp.sqrt(xp.clip(square, least, None))
-
-
-def _held_root(square: Any, limit: float) -> Any:
-    """sqrt, recorded with a derivative of at most `limit`: that of sqrt above (0.5 / limit)^2, and
-    its tangent there below."""
-    import torch
-
-    least = (0.5 / limit) ** 2
-    held = torch.clamp(square, min=least).sqrt() + limit * (torch.clamp(square, max=least) - least)
-    return held + (square.sqrt() - held).detach()
