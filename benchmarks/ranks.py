@@ -13,9 +13,10 @@ of two times: that of its kernels and exchanges, and that of the host. One call 
 for the host before each exchange, as long as the kernels before it take less. A layer's products,
 and those of a multilayer perceptron, are shared by the ranks without an exchange.
 
-The parts are milliseconds of an H200 between two events (32 heads, K = V = 128, bfloat16), as
-`python -m benchmarks distributed` measures them: on 2026-11-30, and those of 2^16 tokens that are
-not cut on 2026-11-29 (of rwkv6, DPLR and titans on 2026-11-30). They grow with the number of
+The parts are milliseconds of an H200 between two events (32 heads, K = V = 128, or 4096 channels of
+a scan, bfloat16), as `python -m benchmarks distributed` measures them: on 2026-11-30, and those of
+2^16 tokens that are not cut on 2026-11-29 for `simple_gla`, `gla`, `gated_delta_rule` and `kda`.
+They grow with the number of tokens. Normalised calls are never cut, and scans are not with 2^16
 tokens. The whole row of `rwkv6` is four times a quarter of it.
 """
 
@@ -24,6 +25,7 @@ from typing import NamedTuple
 
 import linattn
 
+from .base import SYSTEMS
 from .report import lines
 
 HEADS, K, V = 32, 128, 128
@@ -42,7 +44,12 @@ class Measured(NamedTuple):
     row: tuple[float, float]  # milliseconds of one GPU with 2^20 tokens: forward, backward
     long: Parts  # of a rank with 2^18 tokens, which it cuts into sections
     cut: Parts  # with 2^16, in sections
-    short: Parts  # with 2^16, not in sections; the calls of one GPU are the same
+    short: Parts  # with 2^16, not in sections
+    one: tuple[float, float] | None = None  # of one GPU with 2^16 tokens, if they are others
+
+    @property
+    def of_one(self) -> tuple[float, float]:
+        return self.one or (self.short.forward, self.short.backward)
 
 
 ROW, LONG, SHORT = 1 << 20, 1 << 18, 1 << 16  # tokens
@@ -90,7 +97,53 @@ MEASURED = {
         Parts(11.41, 3.99, 3.85, 13.76),
         Parts(15.22, 8.11, 5.68, 17.04),
     ),
+    "linear_attention": Measured(  # with elu + 1 and a normaliser
+        (19.15, 171.90),
+        Parts(1.65, 4.74, 31.44, 11.44),
+        Parts(0.43, 1.23, 7.51, 2.91),
+        Parts(0.43, 1.23, 7.51, 2.91),
+        (1.20, 7.47),
+    ),
+    "retention": Measured(
+        (14.53, 85.79),
+        Parts(1.20, 2.69, 1.13, 16.72),
+        Parts(0.38, 0.74, 0.34, 3.89),
+        Parts(0.32, 0.96, 0.27, 4.28),
+    ),
+    "ssd": Measured(
+        (16.68, 83.79),
+        Parts(1.71, 2.82, 1.40, 19.18),
+        Parts(0.52, 0.79, 0.43, 4.78),
+        Parts(0.43, 1.08, 0.34, 5.08),
+    ),
+    "comba": Measured(
+        (41.52, 146.74),
+        Parts(8.91, 7.63, 6.75, 27.64),
+        Parts(1.96, 1.78, 1.80, 6.57),
+        Parts(2.10, 2.70, 2.69, 7.21),
+    ),
+    "precond_gated_delta_rule": Measured(
+        (47.28, 164.27),
+        Parts(10.42, 9.14, 8.23, 32.45),
+        Parts(2.32, 2.14, 2.17, 7.79),
+        Parts(2.46, 3.07, 3.06, 8.50),
+    ),
+    "selective_scan": Measured(
+        (83.76, 320.80),
+        Parts(9.67, 12.82, 11.32, 63.72),
+        Parts(4.45, 5.29, 4.71, 20.25),
+        Parts(4.45, 5.29, 4.71, 20.25),
+        (5.27, 20.23),
+    ),
+    "hgrn": Measured(
+        (39.42, 93.53),
+        Parts(4.13, 5.10, 6.14, 13.27),
+        Parts(1.93, 2.50, 2.61, 5.88),
+        Parts(1.93, 2.50, 2.61, 5.88),
+        (2.47, 5.86),
+    ),
 }
+PLOTTED = tuple(MEASURED)[:7]  # one of each kind, between which the others lie
 # Milliseconds of two GPUs that share 2^17 tokens, forward and backward, one call at a time: the GPU
 # waits for the host.
 TWO = {"simple_gla": 8.15, "gla": 12.12, "gated_delta_rule": 9.87, "kda": 19.06}
@@ -102,6 +155,9 @@ NVLINK, NETWORK = 450e9, 50e9  # bytes a second one way: within a host; 400 Gb/s
 NODE = 8  # GPUs of a host
 FLOPS = 600e12  # a second, of bfloat16 products of a layer
 WIDTH, MLP = HEADS * V, 11008  # columns of the model; of a multilayer perceptron
+SCANS = {"selective_scan": 16, "hgrn": 1}  # numbers of a channel's state
+# Of WIDTH x WIDTH in a layer: five if none is named. Mamba's has twice as many channels as columns.
+PRODUCTS = {"selective_scan": 1.5, "hgrn": 4}
 RANKS = (2, 4, 8, 16, 64, 256, 1024)
 LENGTHS = (32768, 131072, 1 << 20, 16 << 20)
 
@@ -111,17 +167,20 @@ def one_gpu(op, T):
     own = MEASURED[op]
     if T >= ROW:
         return 1e-3 * sum(own.row) * T / ROW
-    return 1e-3 * (own.short.forward + own.short.backward) * T / SHORT
+    return 1e-3 * sum(own.of_one) * T / SHORT
 
 
 def exchange(op, ranks, backward=False):
     """Seconds of its bytes. A head's owner receives maps of all ranks, and sends states back."""
     if ranks == 1:
         return 0
-    kind = linattn.VARIANTS[op]
-    rows = 2 * K if kind.decay == "pair" else K
-    matrix = rows**2 if kind.rule in ("delta", "dplr") else K if kind.decay == "key" else 1
-    numbers = 2 * rows * V + (0 if backward else matrix)
+    if op in SCANS:
+        numbers = (2 if backward else 3) * SCANS[op] * V
+    else:
+        kind = linattn.VARIANTS[SYSTEMS[op].base if op in SYSTEMS else op]
+        rows = 2 * K if kind.decay == "pair" else K
+        matrix = rows**2 if kind.rule in ("delta", "dplr") else K if kind.decay == "key" else 1
+        numbers = 2 * rows * V + (0 if backward else matrix)
     far = max(0, ranks - NODE) / ranks  # the part that leaves the host
     return 4 * HEADS * numbers * (far / NETWORK + (1 - far) / NVLINK)
 
@@ -142,10 +201,10 @@ def one_call(op, T, ranks):
     return sum(parts) + waits + both_exchanges(op, ranks)
 
 
-def products(T, what):
-    """Seconds of the products of T tokens: five of WIDTH x WIDTH in a layer, and three more of an
-    MLP in a block."""
-    numbers = 0 if what == "op" else 5 * WIDTH**2
+def products(op, T, what):
+    """Seconds of the products of T tokens: those of a layer, and three more of an MLP in a
+    block."""
+    numbers = 0 if what == "op" else PRODUCTS.get(op, 5) * WIDTH**2
     return 2 * (numbers + (3 * WIDTH * MLP if what == "block" else 0)) * T / FLOPS
 
 
@@ -160,8 +219,8 @@ def efficiency(op, T, ranks, what="op"):
         if T >= ROW:  # as long a row as that of `row`
             parts = scaled(own.long, tokens / LONG)
     kernels = sum(parts) + both_exchanges(op, ranks)
-    one = one_gpu(op, T) + 3 * products(T, what)  # a backward pass has twice as many
-    many = max(kernels + 3 * products(T / ranks, what), sum(host))
+    one = one_gpu(op, T) + 3 * products(op, T, what)  # a backward pass has twice as many
+    many = max(kernels + 3 * products(op, T / ranks, what), sum(host))
     return one / ranks / many
 
 
@@ -194,7 +253,7 @@ def plot(path):
     figure = Figure((11, 3.2), layout="constrained")
     panels = figure.subplots(1, len(LENGTHS), sharey=True)
     for T, axes in zip(LENGTHS, panels, strict=True):
-        for op in MEASURED:
+        for op in PLOTTED:
             found = [100 * efficiency(op, T, ranks, "block") for ranks in RANKS]
             axes.plot(RANKS, found, marker="o", markersize=3, label=op)
         axes.set_title(f"{T >> 20} Mi tokens" if T >> 20 else f"{T >> 10} Ki tokens", fontsize=10)

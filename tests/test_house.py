@@ -28,7 +28,8 @@ ALLOWED = {
     ): "a measured goal for each",
     (
         "benchmarks/ranks.py",
-        "simple_gla gla gated_delta_rule kda rwkv6 dplr_delta_rule titans",
+        "simple_gla gla gated_delta_rule kda rwkv6 dplr_delta_rule titans linear_attention "
+        "retention",
     ): "measured times of each",
     (
         "benchmarks/ranks.py",
