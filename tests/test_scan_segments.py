@@ -109,10 +109,11 @@ def test_gradient_of_a_state_alone(scan, N, rng):
     assert_near(as_reals(found), want["initial_state"], 1e-12, "dS")
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @every
-def test_no_tokens_change_nothing(scan, rng):
+def test_no_tokens_change_nothing(scan, dtype, rng):
     """Not even where a rate is infinite."""
-    arrays = scan.draw(rng, T=0, state=False)
+    arrays = scan.draw(rng, dtype, T=0, state=False)
     if scan.name == "selective_scan":
         arrays["A"][0, 0] = -np.inf
     found = of_segment(scan, arrays)
