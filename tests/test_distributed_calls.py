@@ -392,7 +392,7 @@ def refused(group, which):
     call = {
         "out": lambda: lad.retention(x, x, x, group=group, out=x.clone()),
         "one head": lambda: lad.retention(x[0, :, 0], x[0, :, 0], x[0, :, 0], group=group),
-        "numpy": lambda: lad.retention(x.numpy(), x.numpy(), x.numpy(), group=group),
+        "lists": lambda: lad.retention([1.0], [1.0], [1.0], group=group),
         "lengths": lambda: lad.context(group, lengths=[6]),
         "neither": lambda: lad.context(group),
         "edges": lambda: lad.context(group, lengths=6, cu_seqlens=[0, 7, 13]),
@@ -409,7 +409,7 @@ def refused(group, which):
 REFUSED = {
     "out": ("ValueError", "out: expected None"),
     "one head": ("ValueError", "q: expected [B,T,H,K]"),
-    "numpy": ("TypeError", "q: expected a tensor of PyTorch's"),
+    "lists": ("TypeError", "q: expected a tensor of PyTorch's or an array of NumPy's, got list"),
     "lengths": ("ValueError", "lengths: expected one for each of 2 ranks, got 1"),
     "neither": ("TypeError", "lengths: expected either lengths or tokens"),
     "edges": ("ValueError", "cu_seqlens: expected to rise from 0 to 12"),

@@ -35,7 +35,8 @@ FUNCTIONS: tuple[str, ...] = (
 
 _NOTE = """
 
-    The tokens are this rank's; ``group`` is keyword-only and required.
+    The tokens are this rank's; ``group`` is keyword-only and required. Arrays are tensors of
+    PyTorch's, or of NumPy's on the host: then so are the results, and nothing is recorded.
 
     group : ProcessGroup, DeviceMesh of one dimension, Context, or None
         The ranks that share each row of tokens, in the order of its tokens. None is the default
@@ -54,6 +55,8 @@ _NOTE = """
 
 def attend(q: Any, k: Any, v: Any, *, causal: bool = True, scale: float = 1.0, group: Any) -> Any:
     """:func:`linattn.attend` of tokens that ranks share: O = scale (Q K' . M) V.
+
+    Tensors may be NumPy's arrays on the host, as in all functions of this module.
 
     Parameters
     ----------

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,12 +98,16 @@ class Call:
         self.options: dict[str, Any] = {}
         for x, value in given.items():
             is_array = value is not None and hasattr(value, "shape") and not is_number(value)
+            if isinstance(value, np.ma.MaskedArray):
+                raise TypeError(f"{x}: expected an array without a mask")
             made = tensor_of(x, value) if is_array else value
             (self.arrays if isinstance(made, Tensor) else self.options)[x] = made
         first = next(iter(given))
         if not isinstance(given[first], Tensor):
             got = type(given[first]).__name__
-            raise TypeError(f"{first}: expected a tensor of PyTorch's, got {got}")
+            raise TypeError(
+                f"{first}: expected a tensor of PyTorch's or an array of NumPy's, got {got}"
+            )
         self.names = tuple(self.arrays)
         self.like = self.arrays[first].detach().new_empty(0)
         axes, shape = 3 if self.is_scan else 4, tuple(self.arrays[first].shape)

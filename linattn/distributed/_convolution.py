@@ -12,6 +12,7 @@ from linattn.autograd import real
 from linattn.distributed._agreement import asks_for_states, prepared
 from linattn.distributed._context import Context, Place, at, group_of, place_of
 from linattn.distributed._exchange import everywhere, moved
+from linattn.distributed._numpy import by_tensors, is_numpy
 from linattn.distributed._order import unseen
 from linattn.distributed._shared import called
 
@@ -30,7 +31,9 @@ class _Inputs:
         for n, array in self.arrays.items():
             if not isinstance(array, Tensor):
                 got = type(array).__name__
-                raise TypeError(f"{n}: expected a tensor of PyTorch's, got {got}")
+                raise TypeError(
+                    f"{n}: expected a tensor of PyTorch's or an array of NumPy's, got {got}"
+                )
         x = self.arrays["x"]
         if x.dim() != 3:
             raise ValueError(f"x: expected [B,T,D], got {tuple(x.shape)}")
@@ -177,6 +180,8 @@ def causal_conv1d(
 ) -> tuple[Any, Any]:
     """:func:`linattn.causal_conv1d` of tokens that ranks share: W - 1 inputs travel to the right.
 
+    Tensors may be NumPy's arrays on the host, as in all functions of this module.
+
     Parameters
     ----------
     x : Tensor [B,T,D]
@@ -228,6 +233,8 @@ def causal_conv1d(
         "cu_seqlens": cu_seqlens,
         "out": out,
     }
+    if is_numpy(x, tuple(given.values())):
+        return by_tensors(lambda **own: _shared(group, own), x, (), given)
     if torch.compiler.is_compiling():
         return _in_graph(place_of(group), given)
     return _shared(group, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from linattn.distributed._carried import CARRIED
 from linattn.distributed._context import Context, Place, at, group_of, place_of
 from linattn.distributed._dtensors import are_there, by_parts
 from linattn.distributed._exchange import everywhere
+from linattn.distributed._numpy import by_tensors, is_numpy
 from linattn.distributed._order import is_traced, unseen
 from linattn.distributed._systems import SYSTEMS
-from linattn.segments import by_name
+from linattn.segments import by_name, signature_of
 from linattn.variants import ARRAYS, VARIANTS
 
 __all__ = ["called", "shared"]
@@ -84,8 +86,17 @@ def _check_batches(context: Context, batch: int) -> None:
 
 def shared(name: str, group: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
     """The function `name` of linattn on this rank's tokens."""
+    first = (
+        args[0] if args else given.get(next(iter(signature_of(getattr(linattn, name)).parameters)))
+    )
+    if is_numpy(first, (*args, *given.values())):
+        return by_tensors(partial(_of_tensors, name, group), first, args, given)
     if torch.compiler.is_compiling():
         return _in_graph(name, place_of(group), args, given)
+    return called(name, group, args, given)
+
+
+def _of_tensors(name: str, group: Any, *args: Any, **given: Any) -> Any:
     return called(name, group, args, given)
 
 
