@@ -12,8 +12,8 @@
 #include "linattn.h"
 
 typedef struct {
-    /* what the caller says; the arrays have memory of one device. [B,T,H,K] and [B,T,H,V], which have
-     * their gradients' dtype; [B,H,K,V] and [B,H,K], float32 */
+    /* what the caller says; the arrays have memory of one device, and the shapes and dtypes of a call
+     * with an initial and a final state: [B,T,H,K], [B,T,HV,V], [B,HV,K,V], [B,HV,K] */
     la_map map;
     double map_eps;
     int ordinal;

@@ -15,33 +15,31 @@
 /* The arrays in order. k says where the call runs, so it takes the place of q. */
 static const struct {
     la_name slot;
-    const char *label, *letters;
+    const char *label;
 } arrays[] = {
-    {LA_Q, "k", "BTHK"},   {LA_V, "v", "BTHV"},    {LA_DQ, "dk", "BTHK"},
-    {LA_DV, "dv", "BTHV"}, {LA_DST, "dS", "BHKV"}, {LA_DZT, "dz", "BHK"},
+    {LA_Q, "k"}, {LA_V, "v"}, {LA_DQ, "dk"}, {LA_DV, "dv"}, {LA_DST, "dS"}, {LA_DZT, "dz"},
 };
 enum { ARRAYS = sizeof arrays / sizeof *arrays };
 
-/* The sizes of letters agree between all arrays. */
-static int compare_shapes(const la_call *c)
+/* k and v say the sizes, and arrays.def the shapes and dtypes. */
+static int check_arrays(la_call *c)
 {
-    int64_t size[128];
-    for (int i = 0; i < 128; i++) size[i] = -1;
-    for (int i = 0; i < ARRAYS; i++) {
-        const la_array *x = &c->p.array[arrays[i].slot];
-        const char *letters = arrays[i].letters;
-        bool fits = x->given && x->ndim == (int)strlen(letters);
-        for (int k = 0; fits && letters[k]; k++) {
-            int64_t *const own = &size[(int)letters[k]];
-            if (*own < 0) *own = x->shape[k];
-            fits = *own == x->shape[k];
-        }
-        if (fits) continue;
-        PyErr_Format(PyExc_ValueError, "%s: expected [%s], with the sizes of the arrays before",
-                     arrays[i].label, letters);
-        return -1;
-    }
-    return 0;
+    la_problem *const p = &c->p;
+    const la_array *k = &p->array[LA_Q], *v = &p->array[LA_V];
+    la_status status = LA_OK;
+    if (k->ndim != 4)
+        status = la_refuse_dims(p, LA_Q, k->ndim, k->shape);
+    else if (v->ndim != 4)
+        status = la_refuse_dims(p, LA_V, v->ndim, v->shape);
+    p->real = k->dtype == LA_F64 ? LA_F64 : LA_F32;
+    p->B = p->N = k->shape[0];
+    p->T = p->L = k->shape[1];
+    p->H = k->shape[2];
+    p->K = k->shape[3];
+    p->HV = v->shape[2];
+    p->V = v->shape[3];
+    for (int i = 0; i < ARRAYS && !status; i++) status = la_check_output(p, arrays[i].slot);
+    return la_raise(status, p->message);
 }
 
 static int run_late(la_call *c, la_late *j)
@@ -87,7 +85,7 @@ PyObject *la_late_call(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     int failed = 0;
     for (int i = 0; i < ARRAYS && !failed; i++)
         failed = la_take(&c, arrays[i].slot, args[FIRST + i]);
-    if (!failed && !(failed = compare_shapes(&c))) {
+    if (!failed && !(failed = check_arrays(&c))) {
         const la_array **const places[ARRAYS] = {&j.k, &j.v, &j.dk, &j.dv, &j.dS, &j.dz};
         for (int i = 0; i < ARRAYS; i++) *places[i] = &c.p.array[arrays[i].slot];
         j.ordinal = c.p.ordinal;

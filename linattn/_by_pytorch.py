@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linattn._elementwise import held_root
 from linattn.features import CoreFeatures, l2norm
 from linattn.variants import ARRAYS, VARIANTS
 
@@ -22,7 +23,6 @@ __all__ = [
     "SLOPES",
     "convolution",
     "gradients_of_gradients",
-    "held_root",
     "op",
     "outline",
     "scan",
@@ -369,14 +369,6 @@ def _scanned(
 
 
 _LIMIT_OF_ROOT = 1000.0  # csrc/diagonal_token.h
-
-
-def held_root(square: Tensor, limit: float) -> Tensor:
-    """sqrt, recorded with a derivative of at most `limit`: that of sqrt above (0.5 / limit)^2, and
-    its tangent there below."""
-    least = (0.5 / limit) ** 2
-    held = torch.clamp(square, min=least).sqrt() + limit * (torch.clamp(square, max=least) - least)
-    return held + (square.sqrt() - held).detach()
 
 
 def convolution(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

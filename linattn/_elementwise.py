@@ -5,11 +5,13 @@ PyTorch's own are right at 0, where the derivative of a spelling with abs would 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from linattn.features import is_tensor, library_of
 
 __all__ = [
+    "held_root",
     "logsigmoid",
     "sigmoid",
     "sigmoid_slope",
@@ -62,3 +64,19 @@ def logsigmoid(x: Any) -> Any:
     if is_tensor(x) and not hasattr(x, "device_mesh"):  # a DTensor has no gradient of it
         return library_of(x).nn.functional.logsigmoid(x)
     return -softplus(-x)
+
+
+def held_root(square: Any, limit: float) -> Any:
+    """sqrt. Recorded, its derivative is at most `limit`: that of sqrt above (0.5 / limit)^2, and
+    below that of the tangent there."""
+    xp = library_of(square)
+    root = xp.sqrt(square)
+    by_jax = xp.__name__.startswith("jax")
+    if not is_tensor(square) and not by_jax:
+        return root  # nothing is recorded
+    least = (0.5 / limit) ** 2
+    above, below = xp.clip(square, least, None), xp.clip(square, None, least)
+    held = xp.sqrt(above) + limit * (below - least)
+    if by_jax:
+        return held + sys.modules["jax"].lax.stop_gradient(root - held)
+    return held + (root - held).detach()

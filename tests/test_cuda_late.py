@@ -121,10 +121,11 @@ def test_a_cpu_has_no_kernel():
 @pytest.mark.parametrize(
     ("which", "change", "message"),
     [
-        (1, lambda x: x[:, 1:], r"v: expected \[BTHV\]"),
-        (2, lambda x: x[..., 1:], r"dk: expected \[BTHK\]"),
-        (4, lambda x: x[0], r"dS: expected \[BHKV\]"),
-        (5, lambda x: x.mT, r"dz: expected \[BHK\]"),
+        (1, lambda x: x[:, 1:], r"v: expected \[B,T,HV,V\] = .*, got \(2, 19, 3, 128\)"),
+        (2, lambda x: x[..., 1:], r"dk: expected \[B,T,H,K\] = .*, got \(2, 20, 3, 127\)"),
+        (4, lambda x: x[0], r"dS: expected \[N,HV,K,V\] = .*, got \(3, 128, 128\)"),
+        (5, lambda x: x.mT, r"dz: expected \[N,HV,K\] = .*, got \(2, 128, 3\)"),
+        (0, lambda x: x[0], "k: expected"),
     ],
 )
 def test_shapes_agree(which, change, message):
@@ -132,6 +133,9 @@ def test_shapes_agree(which, change, message):
     x[which] = change(x[which])
     with pytest.raises(ValueError, match=message):
         _linattn.late(1, EPS, *x)
+    x = list(drawn(T=20, device="cpu"))
+    with pytest.raises(TypeError, match="dz: expected float32, got float64"):
+        _linattn.late(1, EPS, *x[:5], x[5].double())
 
 
 def test_a_map_has_a_number():

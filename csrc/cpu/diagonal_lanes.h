@@ -170,32 +170,32 @@ LA_FN void scan_some_gradient(const scan_room *f, int64_t block, int64_t n, int6
 /* READS: y too. CARRIES: the state alone. GIVES: the gradient of the state alone, backwards. */
 typedef enum { READS, CARRIES, GIVES } scan_way;
 
+LA_FN void scan_some_by(const scan_room *f, int64_t block, int64_t n, int64_t m, const int many,
+                        const la_scan_form form, const bool pairs, const scan_way way,
+                        const bool near)
+{
+    if (way == GIVES)
+        scan_some_gradient(f, block, n, m, many, form, pairs, near);
+    else
+        scan_some(f, block, n, m, many, form, pairs, false, way == READS, near);
+}
+
 LA_FN void scan_numbers(const scan_room *f, int64_t block, int64_t n, const la_scan_form form,
                         const bool pairs, const scan_way way, const bool near)
 {
     const int each = pairs ? 2 : 1;
-    const bool reads = way == READS;
     for (int64_t m = 0, last; m < f->N; m = last) {
         if (near && m + MOST_NUMBERS <= f->N) { /* far powers leave fewer registers */
             last = m + MOST_NUMBERS;
-            if (way == GIVES)
-                scan_some_gradient(f, block, n, m, MOST_NUMBERS, form, pairs, near);
-            else
-                scan_some(f, block, n, m, MOST_NUMBERS, form, pairs, false, reads, near);
+            scan_some_by(f, block, n, m, MOST_NUMBERS, form, pairs, way, near);
         } else if (form != LA_GATED_SCAN && m + AT_ONCE <= f->N) {
             last = m + AT_ONCE;
-            if (way == GIVES)
-                scan_some_gradient(f, block, n, m, AT_ONCE, form, pairs, near);
-            else
-                scan_some(f, block, n, m, AT_ONCE, form, pairs, false, reads, near);
+            scan_some_by(f, block, n, m, AT_ONCE, form, pairs, way, near);
         } else {
             last = m + each;
-            if (way == GIVES)
-                scan_some_gradient(f, block, n, m, each, form, pairs, near);
-            else
-                scan_some(f, block, n, m, each, form, pairs, false, reads, near);
+            scan_some_by(f, block, n, m, each, form, pairs, way, near);
         }
-        if (reads) end_stretch(f, block, n, last, f->y, f->more_y);
+        if (way == READS) end_stretch(f, block, n, last, f->y, f->more_y);
     }
 }
 

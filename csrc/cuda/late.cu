@@ -226,8 +226,8 @@ cudaError_t run_late(const la_late &j, cudaStream_t stream)
     c.map = j.map;
     c.eps = (float)j.map_eps;
     const int64_t heads = k.shape[0] * k.shape[2], K = k.shape[3], V = v.shape[3];
-    if (k.shape[1] > MOST_TOKENS || heads > INT32_MAX || K > 128 || V > 128 ||
-        c.dS.dtype != LA_F32 || c.dz.dtype != LA_F32)
+    if (k.shape[2] != v.shape[2] || k.shape[1] > MOST_TOKENS || heads > INT32_MAX || K > 128 ||
+        V > 128)
         return cudaErrorNotSupported;
     for (const view &x : {c.k, c.dk})
         if (x.dtype != LA_BF16 || !lies_in(8, x, 3, K)) return cudaErrorNotSupported;

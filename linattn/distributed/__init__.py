@@ -17,11 +17,11 @@ import inspect
 from typing import Any
 
 import linattn
-from linattn import scans
 from linattn.distributed._context import Context, context
 from linattn.distributed._convolution import causal_conv1d
 from linattn.distributed._shared import shared
 from linattn.distributed._systems import SYSTEMS
+from linattn.segments import SCANS
 from linattn.variants import OPS
 
 __all__ = ["Context", "attend", "causal_conv1d", "context", "parallelize"]
@@ -30,7 +30,7 @@ __all__ = ["Context", "attend", "causal_conv1d", "context", "parallelize"]
 FUNCTIONS: tuple[str, ...] = (
     *OPS,
     *SYSTEMS,
-    *(name for name in scans.__all__ if f"{name}_step" in scans.__all__),
+    *SCANS,
 )
 
 _NOTE = """

@@ -81,6 +81,4 @@ def _by_kernel(
     d_states: States,
 ) -> bool:
     """csrc/late.h: a GPU's kernel reads all arrays once, in bfloat16 with heads of 128 at most."""
-    if arrays["k"].shape[2] != arrays["v"].shape[2]:
-        return False
     return _linattn.late(map_, eps, arrays["k"], arrays["v"], d["k"], d["v"], *d_states)

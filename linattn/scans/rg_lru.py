@@ -6,9 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 from linattn import _rooms
-from linattn._elementwise import sigmoid, softplus
+from linattn._elementwise import held_root, sigmoid, softplus
 from linattn.composed._arrays import Arrays, is_number, total
-from linattn.features import is_tensor
 from linattn.ops._core import AnyArray, Array
 
 __all__ = ["RGLRUGradients", "rg_lru", "rg_lru_backward", "rg_lru_step"]
@@ -329,19 +328,7 @@ class _Problem:
 
     def scale(self) -> Any:
         xp = self.call.xp
-        square = -xp.expm1(2 * self.log)  # 1 - a^2
-        scale = xp.sqrt(square)
-        if is_tensor(square):
-            from linattn._by_pytorch import held_root
-
-            scale = held_root(square, self.limit)
-        elif self.call.by_jax:
-            from jax.lax import stop_gradient
-
-            least = (0.5 / self.limit) ** 2
-            above, below = xp.clip(square, least, None), xp.clip(square, None, least)
-            held = xp.sqrt(above) + self.limit * (below - least)
-            scale = held + stop_gradient(scale - held)
+        scale = held_root(-xp.expm1(2 * self.log), self.limit)  # of 1 - a^2
         return scale if self.reset is None else xp.where(self.reset, 1.0, scale)
 
     def root_slope(self) -> Any:
