@@ -124,7 +124,8 @@ go_by_tokens(float (&O)[8][4], float (&S)[N][4], float (&after)[KP / 2], bool wr
 #pragma unroll
         for (int j = 0; j < N; j++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) S[j][e] = after[((p.half * N + j) * 2 + e % 2) * 2 + e / 2];
+            for (int e = 0; e < 4; e++)
+                S[j][e] = after[place_for_tokens((p.half * N + j) * 4 + e)];
 }
 
 template <int KP, la_decay DECAY, la_rule RULE, form FORM, typename = element>

@@ -192,14 +192,16 @@ template <int KP, la_decay DECAY, la_rule RULE, form FORM> struct walk_place {
 #pragma unroll
         for (const auto &x : pieces)
             if (x.from) copy_bytes(base + x.offset, (const char *)x.from, x.bytes);
-        if (PLANES == 1 && f.v_pieces && columns > 0) {
-            const char *x = at(c.x[LA_V], u.b, t, u.hv, v0);
-            const uint32_t to = base + part::v + line / 4 * PANEL_BYTES;
-            for (int j = lane; j < C * 2; j += 32) {
-                const bool there = j / 2 < n && j % 2 * 8 < columns;
-                copy_async(to + piece_at(j / 2, line % 4 * 2 + j % 2),
-                           x + (there ? j / 2 * c.x[LA_V].stride[1] * 2 + j % 2 * 16 : 0), there);
-            }
+        if (PLANES == 1 && f.v_pieces && columns > 0 && half == 0) {
+            const char *const x = at(c.x[LA_V], u.b, t, u.hv, v0);
+            const int64_t of_row = c.x[LA_V].stride[1] * 2;
+            const uint32_t to = base + part::v + line / 4 * PANEL_BYTES +
+                                piece_at(lane / 2, line % 4 * 2 + lane % 2);
+            const int rows = lane % 2 * 8 < columns ? n - lane / 2 : 0; /* that are there */
+            const char *from = x + lane / 2 * of_row + lane % 2 * 16;
+#pragma unroll
+            for (int i = 0; i < C; i += 16, from += 16 * of_row)
+                copy_async(to + i * 128, i < rows ? from : x, i < rows);
         }
         if (threadIdx.x == 0) news.nonfinite_at[into] = w.nonfinite[place];
         copies_end_group();

@@ -146,7 +146,8 @@ __device__ __forceinline__ void state_for_tokens(float (&after)[N * HALVES * 4],
 #pragma unroll
     for (int j = 0; j < N; j++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) after[((half * N + j) * 2 + e % 2) * 2 + e / 2] = S[j][e];
+        for (int e = 0; e < 4; e++)
+            after[place_for_tokens((half * N + j) * 4 + e)] = S[j][e];
     if constexpr (HALVES == 2)
 #pragma unroll
         for (int i = 0; i < N; i += 8) {
@@ -160,7 +161,7 @@ __device__ __forceinline__ void state_for_tokens(float (&after)[N * HALVES * 4],
             for (int j = 0; j < 8; j++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    after[(((1 - half) * N + i + j) * 2 + e % 2) * 2 + e / 2] = theirs[j][e];
+                    after[place_for_tokens(((1 - half) * N + i + j) * 4 + e)] = theirs[j][e];
         }
 }
 

@@ -7,15 +7,17 @@
 
 /* A chunk with a NaN or an infinity goes token by token, for its state, and for O from token
  * `first` on. In a product with a triangle, zero times infinity would spoil the tokens before it.
- * S [key][column] and O [eight tokens][column, token of two] are the numbers of S' and O' of this
- * thread, in the layout of chunks_forward. O has the tokens first_read to first_read + reads, and
- * comes out scaled. */
+ * `state` (products.cuh has its order) and O [eight tokens][column, token of two] are the numbers of
+ * S' and O' of this thread, in the layout of chunks_forward. O has the tokens first_read to
+ * first_read + reads, and comes out scaled. */
 template <int KP, la_decay DECAY, la_rule RULE>
 __device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t, int n, int first,
-                                             int v0, int columns, float *S, float *O,
+                                             int v0, int columns, float *state, float *O,
                                              int first_read, int reads)
 {
     const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
+    float in_keys[STATE_AS_SUMS ? KP / 2 : 1], *const S = STATE_AS_SUMS ? in_keys : state;
+    for (int i = 0; STATE_AS_SUMS && i < KP / 2; i++) S[i] = state[place_in_sums(i)];
     float q[KP / 4], k[KP / 4], looks[KP / 4], y[RULE == LA_DPLR ? KP / 4 : 1];
     float a[DECAY == LA_KEY ? KP / 4 : 1] = {1};
     const bool has_x = la_predicts(RULE) && c.x[LA_X].data;
@@ -89,6 +91,7 @@ __device__ __noinline__ void tokens_of_chunk(const call &c, const unit &u, int t
         O[read / 8 * 4 + read % 2] = o[0] * (float)c.scale;
         O[read / 8 * 4 + 2 + read % 2] = o[1] * (float)c.scale;
     }
+    for (int i = 0; STATE_AS_SUMS && i < KP / 2; i++) state[place_in_sums(i)] = S[i];
 }
 
 /* Here a call of the additive rule may have a bonus, and PAIR has two states. */

@@ -185,7 +185,10 @@ __device__ __noinline__ void pair_by_tokens(const call &c, const unit &u, int t,
     enum { KEYS = KP / 2 / 4, NUMBERS = KEYS * 2, OF_PANEL = PANEL / 4 * 2 };
     const int lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4 * 2;
     float q[KEYS], k[KEYS], a, M[NUMBERS], Y[NUMBERS], M0[NUMBERS];
-    const auto place = [](int i) { return i / OF_PANEL * 2 * OF_PANEL + i % OF_PANEL; };
+    const auto place = [](int i) {
+        const int own = STATE_AS_SUMS ? place_in_sums(i % OF_PANEL) : i % OF_PANEL;
+        return i / OF_PANEL * 2 * OF_PANEL + own;
+    };
     for (int i = 0; i < NUMBERS; i++) {
         M[i] = S[place(i)];
         Y[i] = S[place(i) + OF_PANEL];

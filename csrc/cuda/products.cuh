@@ -580,4 +580,16 @@ __device__ __forceinline__ void store_left(char *tile, int row, int column, cons
 #endif
 }
 
+/* A state in sums has [column, key of two] for every eight keys of a thread. The recurrence wants
+ * [key][column]: of every four numbers the two in the middle change places. Walks on Hopper do that
+ * as they give a state to a chunk that goes token by token. Other walks leave it to that chunk. They
+ * read the state back as pieces of 16 bytes, and would move registers in every chunk for it. */
+static constexpr bool STATE_AS_SUMS = !HAS_WARP_GROUPS;
+__device__ __forceinline__ int place_in_sums(int i) { return i / 4 * 4 + i % 2 * 2 + i / 2 % 2; }
+/* The place of number i in sums. */
+__device__ __forceinline__ int place_for_tokens(int i)
+{
+    return STATE_AS_SUMS ? i : place_in_sums(i);
+}
+
 #endif

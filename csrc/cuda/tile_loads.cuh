@@ -81,19 +81,22 @@ __device__ __forceinline__ void copy_tile(const view &x, int columns, int b, int
 }
 
 #if !HAS_WARP_GROUPS
-/* Tokens t..t+n of head h, from a column on, by any number of threads. Rows and columns past the
- * end are zeros. */
+/* Tokens t..t+n of head h, from a column on, by any number of warps. Rows and columns past the end
+ * are zeros. A thread has one piece of every n-th row, so that its addresses are sums. */
 template <int COLUMNS>
 __device__ void copy_rows(const view &x, int columns, int b, int t, int n, int h, uint32_t tile,
                           int first_column = 0)
 {
-    const char *from = at(x, b, t, h, first_column);
-    for (int i = threadIdx.x; i < C * COLUMNS / 8; i += blockDim.x) {
-        const int row = i / (COLUMNS / 8), piece = i % (COLUMNS / 8);
-        const bool there = row < n && first_column + piece * 8 < columns;
-        copy_async(tile + piece_at(row, piece),
-                   from + (there ? row * x.stride[1] * 2 + piece * 16 : 0), there);
-    }
+    constexpr int PIECES = COLUMNS / 8;
+    static_assert(32 % PIECES == 0, "a warp has whole rows");
+    const int piece = threadIdx.x % PIECES, apart = blockDim.x / PIECES;
+    const char *const start = at(x, b, t, h, first_column);
+    const int64_t of_row = x.stride[1] * 2, step = apart * of_row;
+    const int rows = first_column + piece * 8 < columns ? n : 0; /* that are there */
+    const char *from = start + threadIdx.x / PIECES * of_row + piece * 16;
+#pragma unroll 2 /* 256 threads have two rows each, of 64 columns */
+    for (int row = threadIdx.x / PIECES; row < C; row += apart, from += step)
+        copy_async(tile + piece_at(row, piece), row < rows ? from : start, row < rows);
 }
 
 __device__ inline void copy_bytes(uint32_t to, const char *from, int bytes)
